@@ -1,0 +1,212 @@
+package pgtest
+
+import (
+	"context"
+	"crypto/rand"
+	"crypto/sha256"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"io/fs"
+	"net/url"
+	"strings"
+	"sync"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/pgratelimit/ratelimit/internal/pgserver"
+	"github.com/pgratelimit/ratelimit/migrations"
+)
+
+const (
+	// emptyTemplate comes with every server, has nothing of its own in it, and lets nobody connect.
+	emptyTemplate = "template0"
+
+	templatePrefix = "ratelimit_template_"
+	testPrefix     = "ratelimit_test_"
+
+	// templateLock is the advisory lock under which the template is made. It must not be that of the migrations.
+	templateLock int64 = 0x706774656d706c74 // "pgtemplt" in ASCII
+)
+
+// cluster is a server and the template on it. Both are made when first asked for; an error stays, for all tests alike.
+type cluster struct {
+	config func() pgserver.Config
+
+	starting sync.Once
+	startErr error
+	server   *pgserver.Server
+	admin    *pgxpool.Pool // of the database that the server's URL names
+
+	migrating  sync.Once
+	migrateErr error
+	template   string
+}
+
+// start does not take the context of a test: the others go on when that one ends.
+func (c *cluster) start() error {
+	c.starting.Do(func() {
+		ctx := context.Background()
+		server, err := pgserver.Start(ctx, c.config())
+		if err != nil {
+			c.startErr = err
+			return
+		}
+		c.server = server
+
+		config, err := pgxpool.ParseConfig(server.URL())
+		if err == nil {
+			config.MaxConns = 4
+			c.admin, err = pgxpool.NewWithConfig(ctx, config)
+		}
+		if err != nil {
+			c.startErr = fmt.Errorf("pgtest: %w", err)
+		}
+	})
+	return c.startErr
+}
+
+func (c *cluster) close() error {
+	if c.admin != nil {
+		c.admin.Close()
+	}
+	if c.server == nil {
+		return nil
+	}
+	return c.server.Close()
+}
+
+// create makes a database with a name that nobody else uses, and returns the name.
+func (c *cluster) create(ctx context.Context, template string) (string, error) {
+	if err := c.start(); err != nil {
+		return "", err
+	}
+	name := testPrefix + strings.ToLower(rand.Text())
+	return name, c.createDatabase(ctx, name, template)
+}
+
+func (c *cluster) createDatabase(ctx context.Context, name, template string) error {
+	_, err := c.admin.Exec(ctx, fmt.Sprintf("CREATE DATABASE %s TEMPLATE %s ENCODING 'UTF8'", quote(name), quote(template)))
+	if err != nil {
+		return fmt.Errorf("pgtest: create database %s: %w", name, err)
+	}
+	return nil
+}
+
+// drop ends the sessions of a database and removes it. A database that does not exist is no error.
+func (c *cluster) drop(ctx context.Context, name string) error {
+	if _, err := c.admin.Exec(ctx, fmt.Sprintf("DROP DATABASE IF EXISTS %s WITH (FORCE)", quote(name))); err != nil {
+		return fmt.Errorf("pgtest: drop database %s: %w", name, err)
+	}
+	return nil
+}
+
+// migratedTemplate returns the name of the template, and makes it unless the server has it.
+func (c *cluster) migratedTemplate() (string, error) {
+	if err := c.start(); err != nil {
+		return "", err
+	}
+	c.migrating.Do(func() { c.template, c.migrateErr = c.ensureTemplate(context.Background()) })
+	return c.template, c.migrateErr
+}
+
+func (c *cluster) ensureTemplate(ctx context.Context) (_ string, err error) {
+	name, err := templateName()
+	if err != nil {
+		return "", err
+	}
+
+	conn, err := c.admin.Acquire(ctx)
+	if err != nil {
+		return "", fmt.Errorf("pgtest: %w", err)
+	}
+	defer conn.Release()
+	if _, err := conn.Exec(ctx, "SELECT pg_advisory_lock($1)", templateLock); err != nil {
+		return "", fmt.Errorf("pgtest: lock the template: %w", err)
+	}
+	defer func() {
+		_, unlockErr := conn.Exec(ctx, "SELECT pg_advisory_unlock($1)", templateLock)
+		err = errors.Join(err, unlockErr)
+	}()
+
+	var exists bool
+	if err := conn.QueryRow(ctx, "SELECT EXISTS (SELECT FROM pg_database WHERE datname = $1)", name).Scan(&exists); err != nil {
+		return "", fmt.Errorf("pgtest: look for the template: %w", err)
+	}
+	if exists {
+		return name, nil
+	}
+
+	// It gets its name when it is finished: whoever dies before that leaves nothing that looks like a template.
+	unfinished := name + "_unfinished"
+	if err := c.drop(ctx, unfinished); err != nil {
+		return "", err
+	}
+	if err := c.createDatabase(ctx, unfinished, emptyTemplate); err != nil {
+		return "", err
+	}
+	if err := c.migrate(ctx, unfinished); err != nil {
+		return "", errors.Join(err, c.drop(ctx, unfinished))
+	}
+	for _, change := range []string{
+		"ALTER DATABASE %s ALLOW_CONNECTIONS false", // a template cannot be cloned while somebody is connected to it
+		"ALTER DATABASE %s RENAME TO " + quote(name),
+	} {
+		if _, err := conn.Exec(ctx, fmt.Sprintf(change, quote(unfinished))); err != nil {
+			return "", fmt.Errorf("pgtest: finish the template: %w", err)
+		}
+	}
+	return name, nil
+}
+
+// migrate leaves nobody connected.
+func (c *cluster) migrate(ctx context.Context, database string) error {
+	url, err := withDatabase(c.server.URL(), database)
+	if err != nil {
+		return err
+	}
+	pool, err := pgxpool.New(ctx, url)
+	if err != nil {
+		return fmt.Errorf("pgtest: %w", err)
+	}
+	defer pool.Close()
+	return migrations.Up(ctx, pool)
+}
+
+// templateName changes with every file of the migrations.
+func templateName() (string, error) {
+	hash := sha256.New()
+	err := fs.WalkDir(migrations.FS, ".", func(path string, entry fs.DirEntry, err error) error {
+		if err != nil || entry.IsDir() {
+			return err
+		}
+		content, err := fs.ReadFile(migrations.FS, path)
+		fmt.Fprintf(hash, "%s %d\n%s", path, len(content), content)
+		return err
+	})
+	if err != nil {
+		return "", fmt.Errorf("pgtest: read the migrations: %w", err)
+	}
+	return templatePrefix + hex.EncodeToString(hash.Sum(nil))[:16], nil
+}
+
+// withDatabase returns a connection string, be it a URL or keywords and values, with another database in it.
+func withDatabase(connString, database string) (string, error) {
+	if !strings.HasPrefix(connString, "postgres://") && !strings.HasPrefix(connString, "postgresql://") {
+		return connString + " dbname=" + database, nil // the last one counts
+	}
+
+	parsed, err := url.Parse(connString)
+	if err != nil {
+		return "", errors.New("pgtest: the server's URL cannot be parsed") // err would show the password
+	}
+	parsed.Path = "/" + database
+	query := parsed.Query()
+	query.Del("dbname") // it would win over the path
+	query.Del("database")
+	parsed.RawQuery = strings.ReplaceAll(query.Encode(), "+", "%20") // for libpq a plus is no space
+	return parsed.String(), nil
+}
+
+func quote(name string) string { return pgx.Identifier{name}.Sanitize() }

@@ -1,0 +1,151 @@
+// Package pgtest gives each test a Postgres database of its own, so that all tests can run in parallel and none has to clean
+// up. A database is cloned from a migrated template. It has 300 files, so that takes 10 ms in memory (a server started with
+// TMPDIR=/dev/shm) and up to 100 ms on a disk.
+//
+//	func TestMain(m *testing.M) { pgtest.Main(m) }
+//
+//	func TestSomething(t *testing.T) {
+//		t.Parallel()
+//		db := pgtest.New(t)
+//		…
+//	}
+//
+// The databases are on the server that RATELIMIT_TEST_DATABASE_URL names, where the user needs CREATEDB, else on one that
+// package pgserver finds or starts. Several test binaries may share a server: the template carries a hash of the migrations
+// in its name, and whoever comes first makes it. On a server that was given it stays for the next run.
+package pgtest
+
+import (
+	"context"
+	"fmt"
+	"os"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/pgratelimit/ratelimit/internal/pgserver"
+)
+
+const (
+	// maxConns is the size of a pool: more than a test usually needs, and few enough for many parallel tests on a server
+	// with the default of 100 connections.
+	maxConns = 8
+
+	// patience bounds steps at the end of a test. Each takes milliseconds unless the test has left something behind.
+	patience = 10 * time.Second
+)
+
+// shared is what New and Empty of one test binary share. Only they start it, and only Main ends it.
+var shared = &cluster{config: func() pgserver.Config {
+	return pgserver.Config{URL: os.Getenv("RATELIMIT_TEST_DATABASE_URL")}
+}}
+
+// DB is the database of one test.
+type DB struct {
+	// Pool has up to 8 connections, and is closed at the end of the test.
+	Pool *pgxpool.Pool
+
+	// URL is the connection string, for other programs and other ways to connect.
+	URL string
+}
+
+// Main is all that TestMain has to do: it runs the tests, closes the server if one was started, and exits.
+func Main(m *testing.M) {
+	code := m.Run()
+	if err := shared.close(); err != nil {
+		fmt.Fprintln(os.Stderr, "pgtest: close the server:", err)
+		code = max(code, 1)
+	}
+	os.Exit(code)
+}
+
+// New returns a database with all migrations applied, in schema public. It is dropped at the end of the test, whatever is
+// still connected to it. If there is no Postgres to run on, the test fails with an error that says how to provide one.
+func New(t testing.TB) *DB {
+	t.Helper()
+	template, err := shared.migratedTemplate()
+	if err != nil {
+		t.Fatal(err)
+	}
+	return shared.newDB(t, template)
+}
+
+// Empty is New without the migrations.
+func Empty(t testing.TB) *DB {
+	t.Helper()
+	return shared.newDB(t, emptyTemplate)
+}
+
+// NewPool returns another pool of the same database, which is closed at the end of the test t. configure, which may be nil,
+// changes its configuration first.
+func (db *DB) NewPool(t testing.TB, configure func(*pgxpool.Config)) *pgxpool.Pool {
+	t.Helper()
+	config, err := pgxpool.ParseConfig(db.URL)
+	if err != nil {
+		t.Fatalf("pgtest: %v", err)
+	}
+	config.MaxConns = maxConns
+	if configure != nil {
+		configure(config)
+	}
+	pool, err := pgxpool.NewWithConfig(t.Context(), config)
+	if err != nil {
+		t.Fatalf("pgtest: %v", err)
+	}
+
+	t.Cleanup(func() {
+		closed := make(chan struct{})
+		go func() {
+			pool.Close() // waits for all connections
+			close(closed)
+		}()
+		select {
+		case <-closed:
+		case <-time.After(patience):
+			t.Errorf("pgtest: the test has ended without giving back %d connections of a pool", pool.Stat().AcquiredConns())
+		}
+	})
+	return pool
+}
+
+// Server returns a server of the test's own, for tests that stop or kill it, and closes it at the end of the test. It is
+// started even if RATELIMIT_TEST_DATABASE_URL is set, and has no migrations.
+func Server(t testing.TB, config pgserver.Config) *pgserver.Server {
+	t.Helper()
+	server, err := pgserver.Start(t.Context(), config)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := server.Close(); err != nil {
+			t.Errorf("pgtest: close the server: %v", err)
+		}
+	})
+	return server
+}
+
+// newDB clones a template for a test.
+func (c *cluster) newDB(t testing.TB, template string) *DB {
+	t.Helper()
+	name, err := c.create(t.Context(), template)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		// The context of the test has ended.
+		ctx, cancel := context.WithTimeout(context.Background(), patience)
+		defer cancel()
+		if err := c.drop(ctx, name); err != nil {
+			t.Error(err)
+		}
+	})
+
+	url, err := withDatabase(c.server.URL(), name)
+	if err != nil {
+		t.Fatal(err)
+	}
+	db := &DB{URL: url}
+	db.Pool = db.NewPool(t, nil)
+	return db
+}

@@ -1,0 +1,709 @@
+-- Makes the functions that decide, in the schema that search_path names first; they look for the tables of 00001 there, and
+-- nowhere else. Down drops them and keeps the tables.
+
+-- +goose Up
+-- What every algorithm does with the table before and after it decides. All of it is internal: the algorithms call it,
+-- with search_path already pinned and enable_seqscan already off.
+
+-- One element of a request, with its row as it was found, or as it is to be written. To take another column from the
+-- table, name it here, in rate_limit_lock's queries, and in rate_limit_write.
+CREATE TYPE rate_limit_row AS (
+    ord bigint,          -- the element's place in the request, from 1
+    cost bigint,
+    asked bigint,        -- how many requests of that cost
+    tid tid,             -- where the row is; NULL: there is none
+    count bigint,
+    prev_count bigint,
+    window_start bigint,
+    credit bigint,
+    scale bigint,
+    expires_at bigint    -- 0, long past: there is no row, or another algorithm wrote it
+);
+
+-- rate_limit_lock locks the rows of all asked keys in key order, makes those that are missing, and returns all elements
+-- ordered by key and then by place. Arguments as the algorithms take them, and:
+--
+--   max_cost    no cost above it can ever be granted: such an element locks and makes nothing, nor does a cost of 0
+--   algorithm   who asks
+--
+-- Locks are taken strictly in key order, or two requests would wait for each other. So at the first missing row the
+-- locking stops, before any later row is locked, and one INSERT in key order makes or locks every row from there on:
+-- ON CONFLICT DO UPDATE locks the row that it finds before it looks at its WHERE, and WHERE false changes nothing.
+-- It also settles the race with whoever deletes a row in between: what is gone is made again, and what is locked stays.
+-- +goose StatementBegin
+CREATE FUNCTION rate_limit_lock(
+    name text,
+    keys text[],
+    costs bigint[],
+    counts bigint[],
+    max_cost bigint,
+    algorithm smallint,
+    durable boolean,
+    lock_timeout_ms integer,
+    synchronous_commit boolean
+)
+RETURNS rate_limit_row[]
+LANGUAGE plpgsql
+AS $$
+#variable_conflict use_variable
+DECLARE
+    found_rows rate_limit_row[];
+    r rate_limit_row;
+    elements refcursor;
+    missing boolean;
+    ignored text;
+BEGIN
+    IF (octet_length(name) BETWEEN 1 AND 128 AND cardinality(keys) > 0) IS NOT TRUE THEN
+        RAISE EXCEPTION 'rate_limit: a name of 1 to 128 bytes and at least one key are required'
+            USING ERRCODE = 'invalid_parameter_value';
+    END IF;
+    IF cardinality(costs) <> cardinality(keys) OR cardinality(counts) <> cardinality(keys) THEN
+        RAISE EXCEPTION 'rate_limit: % keys, but % costs and % counts', cardinality(keys), cardinality(costs), cardinality(counts)
+            USING ERRCODE = 'invalid_parameter_value', HINT = 'Give one of each for each key, or NULL for 1 each.';
+    END IF;
+    IF lock_timeout_ms IS NOT NULL THEN
+        ignored := set_config('lock_timeout', lock_timeout_ms::text, true);
+    END IF;
+    IF synchronous_commit IS NOT NULL THEN
+        ignored := set_config('synchronous_commit', CASE WHEN synchronous_commit THEN 'on' ELSE 'off' END, true);
+    END IF;
+
+    FOR attempt IN 1 .. 3 LOOP
+        -- In each query: unnest((SELECT …)) hides the array's length from the planner, which would else plan anew for
+        -- every call; the LATERAL subquery, kept apart by FOR UPDATE or OFFSET 0, is one look-up by the primary key
+        -- for each element, whatever the statistics say.
+        IF 0 = ALL (costs) THEN
+            IF durable THEN
+                OPEN elements FOR
+                    SELECT e.ord, e.cost, e.asked, d.tid, d.count, d.prev_count, d.window_start, d.credit, d.scale,
+                        CASE WHEN d.algorithm = algorithm THEN d.expires_at ELSE 0 END
+                    FROM (
+                        SELECT e.key, e.ord, coalesce(e.cost, 1) AS cost, coalesce(e.asked, 1) AS asked
+                        FROM unnest((SELECT keys), (SELECT costs), (SELECT counts)) WITH ORDINALITY AS e (key, cost, asked, ord)
+                        ORDER BY e.key COLLATE "C", e.ord
+                    ) AS e
+                    LEFT JOIN LATERAL (
+                        SELECT d.ctid AS tid, d.* FROM rate_limit_durable AS d WHERE d.prefix = name AND d.key = e.key OFFSET 0
+                    ) AS d ON true;
+            ELSE
+                OPEN elements FOR
+                    SELECT e.ord, e.cost, e.asked, d.tid, d.count, d.prev_count, d.window_start, d.credit, d.scale,
+                        CASE WHEN d.algorithm = algorithm THEN d.expires_at ELSE 0 END
+                    FROM (
+                        SELECT e.key, e.ord, coalesce(e.cost, 1) AS cost, coalesce(e.asked, 1) AS asked
+                        FROM unnest((SELECT keys), (SELECT costs), (SELECT counts)) WITH ORDINALITY AS e (key, cost, asked, ord)
+                        ORDER BY e.key COLLATE "C", e.ord
+                    ) AS e
+                    LEFT JOIN LATERAL (
+                        SELECT d.ctid AS tid, d.* FROM rate_limit_ephemeral AS d WHERE d.prefix = name AND d.key = e.key OFFSET 0
+                    ) AS d ON true;
+            END IF;
+        ELSIF durable THEN
+            OPEN elements FOR
+                SELECT e.ord, e.cost, e.asked, d.tid, d.count, d.prev_count, d.window_start, d.credit, d.scale,
+                    CASE WHEN d.algorithm = algorithm THEN d.expires_at ELSE 0 END
+                FROM (
+                    SELECT e.key, e.ord, coalesce(e.cost, 1) AS cost, coalesce(e.asked, 1) AS asked
+                    FROM unnest((SELECT keys), (SELECT costs), (SELECT counts)) WITH ORDINALITY AS e (key, cost, asked, ord)
+                    ORDER BY e.key COLLATE "C", e.ord
+                ) AS e
+                LEFT JOIN LATERAL (
+                    SELECT d.ctid AS tid, d.* FROM rate_limit_durable AS d WHERE d.prefix = name AND d.key = e.key FOR UPDATE
+                ) AS d ON true;
+        ELSE
+            OPEN elements FOR
+                SELECT e.ord, e.cost, e.asked, d.tid, d.count, d.prev_count, d.window_start, d.credit, d.scale,
+                    CASE WHEN d.algorithm = algorithm THEN d.expires_at ELSE 0 END
+                FROM (
+                    SELECT e.key, e.ord, coalesce(e.cost, 1) AS cost, coalesce(e.asked, 1) AS asked
+                    FROM unnest((SELECT keys), (SELECT costs), (SELECT counts)) WITH ORDINALITY AS e (key, cost, asked, ord)
+                    ORDER BY e.key COLLATE "C", e.ord
+                ) AS e
+                LEFT JOIN LATERAL (
+                    SELECT d.ctid AS tid, d.* FROM rate_limit_ephemeral AS d WHERE d.prefix = name AND d.key = e.key FOR UPDATE
+                ) AS d ON true;
+        END IF;
+
+        found_rows := '{}';
+        missing := false;
+        LOOP
+            FETCH elements INTO r;
+            EXIT WHEN NOT found;
+            IF (r.cost >= 0 AND r.asked >= 1 AND octet_length(keys[r.ord]) BETWEEN 1 AND 512) IS NOT TRUE THEN
+                RAISE EXCEPTION 'rate_limit: element % of the request is not valid', r.ord
+                    USING ERRCODE = 'invalid_parameter_value',
+                        HINT = 'A key has 1 to 512 bytes, a cost is at least 0, and a count is at least 1.';
+            END IF;
+            missing := r.tid IS NULL AND r.cost BETWEEN 1 AND max_cost;
+            EXIT WHEN missing;
+            found_rows := array_append(found_rows, r);
+        END LOOP;
+        CLOSE elements;
+        IF NOT missing THEN
+            RETURN found_rows;
+        END IF;
+
+        IF durable THEN
+            INSERT INTO rate_limit_durable AS d (prefix, key)
+            SELECT DISTINCT name, e.key COLLATE "C"
+            FROM unnest((SELECT keys), (SELECT costs)) AS e (key, cost)
+            WHERE coalesce(e.cost, 1) BETWEEN 1 AND max_cost
+            ORDER BY e.key COLLATE "C"
+            ON CONFLICT ON CONSTRAINT rate_limit_durable_pkey DO UPDATE SET count = d.count WHERE false;
+        ELSE
+            INSERT INTO rate_limit_ephemeral AS d (prefix, key)
+            SELECT DISTINCT name, e.key COLLATE "C"
+            FROM unnest((SELECT keys), (SELECT costs)) AS e (key, cost)
+            WHERE coalesce(e.cost, 1) BETWEEN 1 AND max_cost
+            ORDER BY e.key COLLATE "C"
+            ON CONFLICT ON CONSTRAINT rate_limit_ephemeral_pkey DO UPDATE SET count = d.count WHERE false;
+        END IF;
+    END LOOP;
+    RAISE EXCEPTION 'rate_limit: rows were made, and were missing again'
+        USING ERRCODE = 'serialization_failure', HINT = 'Something else deletes rows of this transaction. Try again.';
+END
+$$;
+-- +goose StatementEnd
+
+-- rate_limit_write stores new states of rows that rate_limit_lock has locked, by tid, which is fixed while they are.
+-- +goose StatementBegin
+CREATE FUNCTION rate_limit_write(new_rows rate_limit_row[], algorithm smallint, durable boolean)
+RETURNS void
+LANGUAGE plpgsql
+AS $$
+#variable_conflict use_variable
+BEGIN
+    -- LIMIT by a subquery lets the planner expect few rows, so that it always fetches them by tid and never scans.
+    IF durable THEN
+        UPDATE rate_limit_durable AS d
+        SET algorithm = algorithm, count = w.count, prev_count = w.prev_count, window_start = w.window_start,
+            credit = w.credit, scale = w.scale, expires_at = w.expires_at
+        FROM (SELECT * FROM unnest((SELECT new_rows)) LIMIT (SELECT cardinality(new_rows))) AS w
+        WHERE d.ctid = w.tid;
+    ELSE
+        UPDATE rate_limit_ephemeral AS d
+        SET algorithm = algorithm, count = w.count, prev_count = w.prev_count, window_start = w.window_start,
+            credit = w.credit, scale = w.scale, expires_at = w.expires_at
+        FROM (SELECT * FROM unnest((SELECT new_rows)) LIMIT (SELECT cardinality(new_rows))) AS w
+        WHERE d.ctid = w.tid;
+    END IF;
+END
+$$;
+-- +goose StatementEnd
+
+-- The fixed window; fixed.go holds its specification and its model, and the two read side by side.
+--
+--   name                the limiter's name, 1 to 128 bytes
+--   keys                who asks, 1 to 512 bytes each; a key that stands several times is decided in that order
+--   max_count           the limit, in units of cost; max_count × window_us may reach 2^62
+--   window_us           length of the window in microseconds, at most 2^51 (71 years)
+--   costs               cost of one request, for each key; NULL means 1 each. A cost of 0 takes nothing and tells whether 1 would
+--                       fit; a cost above max_count is denied with a retry_after_us of NULL, which means never
+--   counts              how many such requests are asked, for each key; NULL means 1 each
+--   durable             whether the rows are in rate_limit_durable rather than in rate_limit_ephemeral
+--   lock_timeout_ms     longest wait for one row, for this transaction; NULL leaves the session's lock_timeout
+--   synchronous_commit  whether the commit of this transaction waits for the WAL; NULL leaves the session's setting
+--   now                 replaces the clock, for tests
+-- +goose StatementBegin
+CREATE FUNCTION rate_limit_fixed_window(
+    name text,
+    keys text[],
+    max_count bigint,
+    window_us bigint,
+    costs bigint[] DEFAULT NULL,
+    counts bigint[] DEFAULT NULL,
+    durable boolean DEFAULT false,
+    lock_timeout_ms integer DEFAULT NULL,
+    synchronous_commit boolean DEFAULT NULL,
+    now timestamptz DEFAULT NULL
+)
+RETURNS TABLE (
+    ord bigint,
+    granted bigint,
+    remaining bigint,
+    retry_after_us bigint,
+    reset_after_us bigint,
+    decided_at timestamptz,
+    count bigint,
+    prev_count bigint,
+    window_start bigint,
+    credit bigint,
+    scale bigint,
+    expires_at bigint
+)
+LANGUAGE plpgsql
+SECURITY DEFINER
+SET enable_seqscan = off -- a plan must not depend on how small the table was when it was made
+AS $$
+#variable_conflict use_variable
+DECLARE
+    asked_rows rate_limit_row[];
+    new_rows rate_limit_row[];
+    written integer := 0;
+    r rate_limit_row;  -- the element at hand, and its row as it was found
+    s rate_limit_row;  -- that row's state now
+    clock bigint;      -- the database's clock
+    t bigint;          -- the time of the decision: the clock, or the row's own time where that lies ahead of it
+    moved boolean;     -- the clock has jumped back, and the row with it
+    ends bigint;       -- when the current window ends
+BEGIN
+    IF (max_count >= 1 AND window_us BETWEEN 1 AND 2251799813685248 AND max_count <= 4611686018427387904 / window_us) IS NOT TRUE THEN
+        RAISE EXCEPTION 'rate_limit: max_count % and window_us % are outside the exact range', max_count, window_us
+            USING ERRCODE = 'invalid_parameter_value',
+                HINT = 'Both are at least 1, window_us is at most 2^51, and their product is at most 2^62.';
+    END IF;
+    asked_rows := rate_limit_lock(name, keys, costs, counts, max_count, 1::smallint, durable, lock_timeout_ms, synchronous_commit);
+
+    -- The clock is read with every lock held: read before, it could be older than the rows that a lock waited for.
+    decided_at := coalesce(now, clock_timestamp());
+    clock := (extract(epoch FROM decided_at) * 1000000)::bigint;
+
+    FOREACH r IN ARRAY asked_rows LOOP
+        -- Roll the row forward to the clock, unless it is the row of the element before: that goes on from its decision.
+        IF (r.tid = s.tid) IS NOT TRUE THEN
+            s := r;
+            moved := false;
+            IF clock >= s.expires_at THEN
+                s.count := 0;
+                s.window_start := clock;
+            ELSIF s.window_start - clock > window_us THEN
+                s.window_start := clock;
+                moved := true;
+            END IF;
+            t := greatest(clock, s.window_start);
+            IF t - s.window_start >= window_us THEN
+                s.count := 0;
+                s.window_start := t;
+            END IF;
+            remaining := greatest(max_count - s.count, 0);
+            ends := least(s.window_start + window_us, CASE WHEN s.count > 0 THEN s.expires_at END);
+        END IF;
+
+        granted := CASE WHEN r.cost > 0 THEN least(r.asked, remaining / r.cost) ELSE 0 END;
+        IF granted > 0 THEN
+            s.count := s.count + granted * r.cost;
+            remaining := remaining - granted * r.cost;
+            s.expires_at := s.window_start + window_us;
+            ends := s.expires_at;
+        END IF;
+        retry_after_us := CASE
+            WHEN granted = r.asked OR (r.cost = 0 AND remaining > 0) THEN 0
+            WHEN r.cost <= max_count THEN ends - clock
+        END;
+        reset_after_us := CASE WHEN s.count > 0 THEN ends - clock ELSE 0 END;
+        ord := r.ord;
+        count := s.count;
+        prev_count := s.prev_count;
+        window_start := s.window_start;
+        credit := s.credit;
+        scale := s.scale;
+        expires_at := s.expires_at;
+        RETURN NEXT;
+
+        -- A denial writes nothing, but for a row that the clock has left behind: unwritten, it would deny for ever.
+        IF granted > 0 OR (moved AND r.cost BETWEEN 1 AND max_count) THEN
+            IF written = 0 OR new_rows[written].tid <> s.tid THEN
+                written := written + 1;
+            END IF;
+            s.expires_at := s.window_start + window_us;
+            new_rows[written] := s;
+        END IF;
+    END LOOP;
+
+    IF written > 0 THEN
+        PERFORM rate_limit_write(new_rows, 1::smallint, durable);
+    END IF;
+END
+$$;
+-- +goose StatementEnd
+
+COMMENT ON FUNCTION rate_limit_fixed_window IS 'Takes from fixed windows of window_us microseconds, each of which admits max_count. A window starts at the first request after the one before has ended.
+It returns a row for each key: ord (its place in keys), granted (how many of the counts requests were granted), remaining (the largest cost that would be granted next), retry_after_us (microseconds until the others can be granted; 0: all were; NULL: never), reset_after_us (microseconds until the key is as good as new), decided_at (the database clock at the decision), and the state of the key then: count, prev_count, window_start, credit, scale and expires_at, as in the table. A denial is a row with granted = 0, never an error, and takes nothing. What is taken commits or rolls back with the transaction.
+Example: SELECT * FROM rate_limit_fixed_window(''login'', ARRAY[''user:123''], 10, 60000000) takes one of 10 a minute.
+Optional, by name: costs and counts for each key (1 each; a cost of 0 only looks), durable => true for rate_limit_durable.';
+
+-- The sliding window counter; sliding.go holds its specification and its model, and the two read side by side.
+--
+--   name                the limiter's name, 1 to 128 bytes
+--   keys                who asks, 1 to 512 bytes each; a key that stands several times is decided in that order
+--   max_count           the limit, in units of cost; max_count × window_us may reach 2^62
+--   window_us           length of the window in microseconds, at most 2^51 (71 years)
+--   costs               cost of one request, for each key; NULL means 1 each. A cost of 0 takes nothing and tells whether 1 would
+--                       fit; a cost above max_count is denied with a retry_after_us of NULL, which means never
+--   counts              how many such requests are asked, for each key; NULL means 1 each
+--   durable             whether the rows are in rate_limit_durable rather than in rate_limit_ephemeral
+--   lock_timeout_ms     longest wait for one row, for this transaction; NULL leaves the session's lock_timeout
+--   synchronous_commit  whether the commit of this transaction waits for the WAL; NULL leaves the session's setting
+--   now                 replaces the clock, for tests
+-- +goose StatementBegin
+CREATE FUNCTION rate_limit_sliding_window(
+    name text,
+    keys text[],
+    max_count bigint,
+    window_us bigint,
+    costs bigint[] DEFAULT NULL,
+    counts bigint[] DEFAULT NULL,
+    durable boolean DEFAULT false,
+    lock_timeout_ms integer DEFAULT NULL,
+    synchronous_commit boolean DEFAULT NULL,
+    now timestamptz DEFAULT NULL
+)
+RETURNS TABLE (
+    ord bigint,
+    granted bigint,
+    remaining bigint,
+    retry_after_us bigint,
+    reset_after_us bigint,
+    decided_at timestamptz,
+    count bigint,
+    prev_count bigint,
+    window_start bigint,
+    credit bigint,
+    scale bigint,
+    expires_at bigint
+)
+LANGUAGE plpgsql
+SECURITY DEFINER
+SET enable_seqscan = off -- a plan must not depend on how small the table was when it was made
+AS $$
+#variable_conflict use_variable
+DECLARE
+    asked_rows rate_limit_row[];
+    new_rows rate_limit_row[];
+    written integer := 0;
+    r rate_limit_row;  -- the element at hand, and its row as it was found
+    s rate_limit_row;  -- that row's state now
+    clock bigint;      -- the database's clock
+    t bigint;          -- the time of the decision: the clock, or the row's own time where that lies ahead of it
+    moved boolean;     -- the clock has jumped back, and the row with it
+    rest bigint;       -- how long the current window still lasts: as long as the sliding window covers of the one before
+    weight bigint;     -- prev_count × rest / window_us, rounded up: what the window before still weighs
+    ask bigint;
+    wait bigint;
+BEGIN
+    IF (max_count >= 1 AND window_us BETWEEN 1 AND 2251799813685248 AND max_count <= 4611686018427387904 / window_us) IS NOT TRUE THEN
+        RAISE EXCEPTION 'rate_limit: max_count % and window_us % are outside the exact range', max_count, window_us
+            USING ERRCODE = 'invalid_parameter_value',
+                HINT = 'Both are at least 1, window_us is at most 2^51, and their product is at most 2^62.';
+    END IF;
+    asked_rows := rate_limit_lock(name, keys, costs, counts, max_count, 2::smallint, durable, lock_timeout_ms, synchronous_commit);
+
+    -- The clock is read with every lock held: read before, it could be older than the rows that a lock waited for.
+    decided_at := coalesce(now, clock_timestamp());
+    clock := (extract(epoch FROM decided_at) * 1000000)::bigint;
+
+    FOREACH r IN ARRAY asked_rows LOOP
+        -- Roll the row forward to the clock, unless it is the row of the element before: that goes on from its decision.
+        IF (r.tid = s.tid) IS NOT TRUE THEN
+            s := r;
+            moved := false;
+            IF clock >= s.expires_at THEN
+                s.count := 0;
+                s.prev_count := 0;
+                s.window_start := clock;
+            ELSIF s.window_start - clock > window_us THEN
+                s.window_start := clock;
+                moved := true;
+            END IF;
+            t := greatest(clock, s.window_start);
+            IF t - s.window_start >= 2 * window_us THEN
+                s.count := 0;
+                s.prev_count := 0;
+                s.window_start := t;
+            ELSIF t - s.window_start >= window_us THEN
+                s.prev_count := s.count;
+                s.count := 0;
+                s.window_start := s.window_start + window_us;
+            END IF;
+            rest := s.window_start + window_us - t;
+            -- A prev_count that an older, larger limit has left could overflow the product; this asks by division.
+            IF s.prev_count > 0 AND rest > max_count * window_us / s.prev_count THEN
+                weight := max_count;
+            ELSE
+                weight := (s.prev_count * rest + window_us - 1) / window_us;
+            END IF;
+            remaining := greatest(max_count - s.count - weight, 0);
+        END IF;
+
+        granted := CASE WHEN r.cost > 0 THEN least(r.asked, remaining / r.cost) ELSE 0 END;
+        IF granted > 0 THEN
+            s.count := s.count + granted * r.cost;
+            s.expires_at := s.window_start + 2 * window_us;
+            remaining := remaining - granted * r.cost;
+        END IF;
+
+        ask := greatest(r.cost, 1);
+        IF granted = r.asked OR (r.cost = 0 AND remaining > 0) THEN
+            retry_after_us := 0;
+        ELSIF ask > max_count THEN
+            retry_after_us := NULL;
+        ELSE
+            IF s.count + ask <= max_count THEN
+                -- It fits into this window, once prev_count × rest has fallen to what is left of max_count × window_us.
+                wait := rest - (max_count - s.count - ask) * window_us / s.prev_count;
+            ELSE
+                -- Only into the next window, where count takes the place of prev_count.
+                wait := rest + window_us - (max_count - ask) * window_us / s.count;
+            END IF;
+            retry_after_us := least(t + wait, s.expires_at) - clock;
+        END IF;
+        reset_after_us := CASE
+            WHEN s.count > 0 THEN least(s.window_start + 2 * window_us, s.expires_at) - clock
+            WHEN s.prev_count > 0 THEN least(s.window_start + window_us, s.expires_at) - clock
+            ELSE 0
+        END;
+        ord := r.ord;
+        count := s.count;
+        prev_count := s.prev_count;
+        window_start := s.window_start;
+        credit := s.credit;
+        scale := s.scale;
+        expires_at := s.expires_at;
+        RETURN NEXT;
+
+        -- A denial writes nothing, but for a row that the clock has left behind: unwritten, it would deny for ever.
+        IF granted > 0 OR (moved AND r.cost BETWEEN 1 AND max_count) THEN
+            IF written = 0 OR new_rows[written].tid <> s.tid THEN
+                written := written + 1;
+            END IF;
+            s.expires_at := s.window_start + 2 * window_us;
+            new_rows[written] := s;
+        END IF;
+    END LOOP;
+
+    IF written > 0 THEN
+        PERFORM rate_limit_write(new_rows, 2::smallint, durable);
+    END IF;
+END
+$$;
+-- +goose StatementEnd
+
+COMMENT ON FUNCTION rate_limit_sliding_window IS 'Takes from sliding windows of window_us microseconds, each of which admits max_count, estimated from two counters: the window before counts for the share of it that the sliding window still covers.
+It returns a row for each key: ord (its place in keys), granted (how many of the counts requests were granted), remaining (the largest cost that would be granted next), retry_after_us (microseconds until the others can be granted; 0: all were; NULL: never), reset_after_us (microseconds until the key is as good as new), decided_at (the database clock at the decision), and the state of the key then: count, prev_count, window_start, credit, scale and expires_at, as in the table. A denial is a row with granted = 0, never an error, and takes nothing. What is taken commits or rolls back with the transaction.
+Example: SELECT * FROM rate_limit_sliding_window(''login'', ARRAY[''user:123''], 10, 60000000) takes one of 10 a minute.
+Optional, by name: costs and counts for each key (1 each; a cost of 0 only looks), durable => true for rate_limit_durable.';
+
+-- The token bucket; tokenbucket.go holds its specification and its model, and the two read side by side.
+--
+--   name                the limiter's name, 1 to 128 bytes
+--   keys                who asks, 1 to 512 bytes each; a key that stands several times is decided in that order
+--   capacity            tokens in a full bucket; capacity × every_us may reach 2^62
+--   refill              tokens that flow in, evenly, over every_us; at least 1
+--   every_us            in microseconds, at least 1; to fill an empty bucket may take 2^51 microseconds (71 years)
+--   costs               cost of one request, for each key; NULL means 1 each. A cost of 0 takes nothing and tells whether 1 would
+--                       fit; a cost above capacity is denied with a retry_after_us of NULL, which means never
+--   counts              how many such requests are asked, for each key; NULL means 1 each
+--   durable             whether the rows are in rate_limit_durable rather than in rate_limit_ephemeral
+--   lock_timeout_ms     longest wait for one row, for this transaction; NULL leaves the session's lock_timeout
+--   synchronous_commit  whether the commit of this transaction waits for the WAL; NULL leaves the session's setting
+--   now                 replaces the clock, for tests
+-- +goose StatementBegin
+CREATE FUNCTION rate_limit_token_bucket(
+    name text,
+    keys text[],
+    capacity bigint,
+    refill bigint,
+    every_us bigint,
+    costs bigint[] DEFAULT NULL,
+    counts bigint[] DEFAULT NULL,
+    durable boolean DEFAULT false,
+    lock_timeout_ms integer DEFAULT NULL,
+    synchronous_commit boolean DEFAULT NULL,
+    now timestamptz DEFAULT NULL
+)
+RETURNS TABLE (
+    ord bigint,
+    granted bigint,
+    remaining bigint,
+    retry_after_us bigint,
+    reset_after_us bigint,
+    decided_at timestamptz,
+    count bigint,
+    prev_count bigint,
+    window_start bigint,
+    credit bigint,
+    scale bigint,
+    expires_at bigint
+)
+LANGUAGE plpgsql
+SECURITY DEFINER
+SET enable_seqscan = off -- a plan must not depend on how small the table was when it was made
+AS $$
+#variable_conflict use_variable
+DECLARE
+    asked_rows rate_limit_row[];
+    new_rows rate_limit_row[];
+    written integer := 0;
+    r rate_limit_row;  -- the element at hand, and its row as it was found
+    s rate_limit_row;  -- that row's state now
+    clock bigint;      -- the database's clock
+    t bigint;          -- the time of the decision: the clock, or the row's own time where that lies ahead of it
+    moved boolean;     -- the clock has jumped back, and the row with it
+    full_credit bigint;  -- credit of a full bucket
+    need bigint;
+BEGIN
+    IF (capacity >= 1 AND refill >= 1 AND every_us >= 1 AND capacity <= 4611686018427387904 / every_us
+            AND (capacity * every_us - 1) / refill < 2251799813685248) IS NOT TRUE THEN
+        RAISE EXCEPTION 'rate_limit: capacity %, refill % and every_us % are outside the exact range', capacity, refill, every_us
+            USING ERRCODE = 'invalid_parameter_value',
+                HINT = 'All are at least 1, capacity × every_us is at most 2^62, and divided by refill it is at most 2^51.';
+    END IF;
+    full_credit := capacity * every_us;
+    asked_rows := rate_limit_lock(name, keys, costs, counts, capacity, 3::smallint, durable, lock_timeout_ms, synchronous_commit);
+
+    -- The clock is read with every lock held: read before, it could be older than the rows that a lock waited for.
+    decided_at := coalesce(now, clock_timestamp());
+    clock := (extract(epoch FROM decided_at) * 1000000)::bigint;
+
+    FOREACH r IN ARRAY asked_rows LOOP
+        -- Roll the row forward to the clock, unless it is the row of the element before: that goes on from its decision.
+        IF (r.tid = s.tid) IS NOT TRUE THEN
+            s := r;
+            moved := false;
+            IF clock >= s.expires_at THEN
+                s.credit := full_credit;
+                s.window_start := clock;
+            ELSE
+                IF s.scale <> every_us THEN
+                    -- The policy has changed. Whole tokens are kept, and the part of one, rounded down; its product may
+                    -- need 128 bits, which only numeric has, and this runs only until the next grant.
+                    s.credit := CASE WHEN s.credit / s.scale >= capacity THEN full_credit
+                        ELSE s.credit / s.scale * every_us + div((s.credit % s.scale)::numeric * every_us, s.scale)::bigint END;
+                END IF;
+                s.credit := least(s.credit, full_credit);
+                IF s.window_start - clock > (full_credit - 1) / refill + 1 THEN
+                    s.window_start := clock;
+                    moved := true;
+                END IF;
+            END IF;
+            s.scale := every_us;
+            t := greatest(clock, s.window_start);
+            -- Asked by division, because the product overflows after a long time.
+            IF s.credit < full_credit AND t - s.window_start <= (full_credit - s.credit - 1) / refill THEN
+                s.credit := s.credit + (t - s.window_start) * refill;
+            ELSE
+                s.credit := full_credit;
+            END IF;
+            s.window_start := t;
+            remaining := s.credit / every_us;
+        END IF;
+
+        granted := CASE WHEN r.cost > 0 THEN least(r.asked, remaining / r.cost) ELSE 0 END;
+        IF granted > 0 THEN
+            s.credit := s.credit - granted * r.cost * every_us;
+            s.expires_at := t + (full_credit - s.credit - 1) / refill + 1;
+            remaining := remaining - granted * r.cost;
+        END IF;
+
+        IF granted = r.asked OR (r.cost = 0 AND remaining > 0) THEN
+            retry_after_us := 0;
+        ELSIF greatest(r.cost, 1) > capacity THEN
+            retry_after_us := NULL;
+        ELSE
+            need := greatest(r.cost, 1) * every_us - s.credit;
+            retry_after_us := least(t + (need - 1) / refill + 1, s.expires_at) - clock;
+        END IF;
+        need := full_credit - s.credit;
+        reset_after_us := CASE WHEN need > 0 THEN least(t + (need - 1) / refill + 1, s.expires_at) - clock ELSE 0 END;
+        ord := r.ord;
+        count := s.count;
+        prev_count := s.prev_count;
+        window_start := s.window_start;
+        credit := s.credit;
+        scale := s.scale;
+        expires_at := s.expires_at;
+        RETURN NEXT;
+
+        -- A denial writes nothing, but for a row that the clock has left behind: unwritten, it would deny for ever.
+        IF granted > 0 OR (moved AND r.cost BETWEEN 1 AND capacity) THEN
+            IF written = 0 OR new_rows[written].tid <> s.tid THEN
+                written := written + 1;
+            END IF;
+            s.expires_at := t + (full_credit - s.credit - 1) / refill + 1;
+            new_rows[written] := s;
+        END IF;
+    END LOOP;
+
+    IF written > 0 THEN
+        PERFORM rate_limit_write(new_rows, 3::smallint, durable);
+    END IF;
+END
+$$;
+-- +goose StatementEnd
+
+COMMENT ON FUNCTION rate_limit_token_bucket IS 'Takes from token buckets, which hold capacity tokens, start full, and get refill tokens, evenly, over every_us microseconds.
+It returns a row for each key: ord (its place in keys), granted (how many of the counts requests were granted), remaining (the largest cost that would be granted next), retry_after_us (microseconds until the others can be granted; 0: all were; NULL: never), reset_after_us (microseconds until the key is as good as new), decided_at (the database clock at the decision), and the state of the key then: count, prev_count, window_start, credit, scale and expires_at, as in the table. A denial is a row with granted = 0, never an error, and takes nothing. What is taken commits or rolls back with the transaction.
+Example: SELECT * FROM rate_limit_token_bucket(''api'', ARRAY[''user:123''], 20, 5, 10000000) takes one token from a bucket of 20 that gets 5 more every 10 seconds.
+Optional, by name: costs and counts for each key (1 each; a cost of 0 only looks), durable => true for rate_limit_durable.';
+
+-- rate_limit_reset makes a key as good as new, whichever algorithm wrote its row, and tells whether there was a row.
+-- Parameters as the algorithms take them.
+-- +goose StatementBegin
+CREATE FUNCTION rate_limit_reset(
+    name text,
+    key text,
+    durable boolean DEFAULT false,
+    lock_timeout_ms integer DEFAULT NULL,
+    synchronous_commit boolean DEFAULT NULL
+)
+RETURNS boolean
+LANGUAGE plpgsql
+SECURITY DEFINER
+SET enable_seqscan = off
+AS $$
+#variable_conflict use_variable
+DECLARE
+    ignored text;
+BEGIN
+    IF lock_timeout_ms IS NOT NULL THEN
+        ignored := set_config('lock_timeout', lock_timeout_ms::text, true);
+    END IF;
+    IF synchronous_commit IS NOT NULL THEN
+        ignored := set_config('synchronous_commit', CASE WHEN synchronous_commit THEN 'on' ELSE 'off' END, true);
+    END IF;
+    IF durable THEN
+        DELETE FROM rate_limit_durable AS r WHERE r.prefix = name AND r.key = key;
+    ELSE
+        DELETE FROM rate_limit_ephemeral AS r WHERE r.prefix = name AND r.key = key;
+    END IF;
+    RETURN found;
+END
+$$;
+-- +goose StatementEnd
+
+COMMENT ON FUNCTION rate_limit_reset IS 'Makes a key as good as new, and tells whether it had been anything else.
+Example: SELECT rate_limit_reset(''login'', ''user:123'')';
+
+-- Who may call, and what the functions see. They run with their owner's rights, so that an application needs nothing but
+-- EXECUTE on them; so nobody has that unless it is granted, and names in them are looked up in the schema that they
+-- were created in and nowhere else (pg_temp is named last: unnamed, it would come first, and anybody may create there).
+-- +goose StatementBegin
+DO $$
+DECLARE
+    fn regprocedure;
+BEGIN
+    FOR fn IN
+        SELECT p.oid
+        FROM pg_proc AS p
+        WHERE p.pronamespace = quote_ident(current_schema())::regnamespace
+            AND p.proname IN ('rate_limit_lock', 'rate_limit_write', 'rate_limit_fixed_window',
+                'rate_limit_sliding_window', 'rate_limit_token_bucket', 'rate_limit_reset')
+    LOOP
+        EXECUTE format('REVOKE ALL ON FUNCTION %s FROM PUBLIC', fn);
+        -- The two internal ones inherit the setting of their caller, and are faster without their own.
+        IF fn::text !~ 'rate_limit_(lock|write)\(' THEN
+            EXECUTE format('ALTER FUNCTION %s SET search_path = %I, pg_temp', fn, current_schema());
+        END IF;
+    END LOOP;
+END
+$$;
+-- +goose StatementEnd
+
+-- +goose Down
+DROP FUNCTION rate_limit_reset(text, text, boolean, integer, boolean);
+DROP FUNCTION rate_limit_token_bucket(text, text[], bigint, bigint, bigint, bigint[], bigint[], boolean, integer, boolean, timestamptz);
+DROP FUNCTION rate_limit_sliding_window(text, text[], bigint, bigint, bigint[], bigint[], boolean, integer, boolean, timestamptz);
+DROP FUNCTION rate_limit_fixed_window(text, text[], bigint, bigint, bigint[], bigint[], boolean, integer, boolean, timestamptz);
+DROP FUNCTION rate_limit_write(rate_limit_row[], smallint, boolean);
+DROP FUNCTION rate_limit_lock(text, text[], bigint[], bigint[], bigint, smallint, boolean, integer, boolean);
+DROP TYPE rate_limit_row;

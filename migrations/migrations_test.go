@@ -1,0 +1,661 @@
+package migrations_test
+
+import (
+	"bytes"
+	"context"
+	"embed"
+	"fmt"
+	"io/fs"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/jackc/pgx/v5/stdlib"
+	"github.com/pressly/goose/v3"
+	"github.com/pressly/goose/v3/lock"
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit/internal/pgtest"
+	"github.com/pgratelimit/ratelimit/migrations"
+)
+
+// catalogSQL describes a schema.
+//
+//go:embed testdata/catalog.sql
+var catalogSQL string
+
+// upVariable makes the test binary another process that calls Up on the database that it names.
+const upVariable = "MIGRATIONS_TEST_UP"
+
+// patience is how long a test waits for what takes milliseconds, before it says that it never happened.
+const patience = 30 * time.Second
+
+// oddSchema has all that a name can have which is not quoted: capitals, a space, quotes and a dollar.
+const oddSchema = `Odd "na'me" $$`
+
+func TestMain(m *testing.M) {
+	// What an application has registered with goose is not for us to apply, or to stumble over: it has the numbers of ours.
+	goose.AddNamedMigrationContext("00002_application.go", nil, nil)
+
+	if url := os.Getenv(upVariable); url != "" {
+		if err := upInChild(url); err != nil {
+			fmt.Fprintln(os.Stderr, err)
+			os.Exit(1)
+		}
+		os.Exit(0)
+	}
+
+	pgtest.Main(m)
+}
+
+func upInChild(url string) error {
+	pool, err := pgxpool.New(context.Background(), url)
+	if err != nil {
+		return err
+	}
+	defer pool.Close()
+	return migrations.Up(context.Background(), pool)
+}
+
+func TestUp(t *testing.T) {
+	t.Parallel()
+
+	pool := pgtest.Empty(t).Pool
+	require.NoError(t, migrations.Up(t.Context(), pool))
+	require.Equal(t, latest(t), appliedVersion(t, pool))
+	require.Contains(t, catalog(t, pool, "public"), "rate_limit_ephemeral, relation")
+
+	// A second call changes nothing: even a table that was made again would have another oid.
+	before := objects(t, pool, "public")
+	require.NoError(t, migrations.Up(t.Context(), pool))
+	require.Equal(t, before, objects(t, pool, "public"))
+}
+
+func TestUpNeedsOneConnection(t *testing.T) {
+	t.Parallel()
+
+	pool := pgtest.Empty(t).NewPool(t, func(config *pgxpool.Config) { config.MaxConns = 1 })
+	require.NoError(t, migrations.Up(t.Context(), pool))
+	_, err := migrations.Status(t.Context(), pool)
+	require.NoError(t, err)
+	require.NoError(t, migrations.Down(t.Context(), pool))
+	require.NoError(t, migrations.DownTo(t.Context(), pool, 0))
+	require.Zero(t, appliedVersion(t, pool))
+}
+
+func TestUpInEveryExecMode(t *testing.T) {
+	t.Parallel()
+
+	for _, mode := range []pgx.QueryExecMode{
+		pgx.QueryExecModeCacheStatement,
+		pgx.QueryExecModeCacheDescribe,
+		pgx.QueryExecModeDescribeExec,
+		pgx.QueryExecModeExec,
+		pgx.QueryExecModeSimpleProtocol,
+	} {
+		t.Run(mode.String(), func(t *testing.T) {
+			t.Parallel()
+
+			pool := pgtest.Empty(t).NewPool(t, func(config *pgxpool.Config) { config.ConnConfig.DefaultQueryExecMode = mode })
+			require.NoError(t, migrations.Up(t.Context(), pool))
+			require.Equal(t, latest(t), appliedVersion(t, pool))
+			require.NoError(t, migrations.DownTo(t.Context(), pool, 0))
+			require.Zero(t, appliedVersion(t, pool))
+		})
+	}
+}
+
+func TestDownToZeroLeavesNothing(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.Empty(t)
+	pool := inSchema(t, db, "limits")
+	empty := objects(t, pool, "limits")
+	require.Empty(t, empty)
+
+	// There is nothing to roll back, and no version table is made for it.
+	require.NoError(t, migrations.Down(t.Context(), pool))
+	require.NoError(t, migrations.DownTo(t.Context(), pool, 0))
+	require.Empty(t, objects(t, pool, "limits"))
+
+	for range 2 {
+		require.NoError(t, migrations.Up(t.Context(), pool))
+		require.NotEmpty(t, catalog(t, pool, "limits"))
+
+		for range 2 {
+			require.NoError(t, migrations.DownTo(t.Context(), pool, 0))
+			require.Zero(t, appliedVersion(t, pool))
+			require.Empty(t, catalog(t, pool, "limits"))
+		}
+		_, err := pool.Exec(t.Context(), "DROP TABLE rate_limit_goose_version")
+		require.NoError(t, err)
+		require.Empty(t, objects(t, pool, "limits"))
+	}
+}
+
+func TestOneByOne(t *testing.T) {
+	t.Parallel()
+
+	// Up applies all, so goose itself takes the single steps here, as an application may.
+	pool := pgtest.Empty(t).Pool
+	provider := newProvider(t, pool, migrations.FS, "rate_limit_goose_version")
+	sources := provider.ListSources()
+	states := []map[string]string{catalog(t, pool, "public")}
+
+	for _, source := range sources {
+		result, err := provider.UpByOne(t.Context())
+		require.NoError(t, err)
+		require.Equal(t, source.Version, result.Source.Version)
+		require.Equal(t, source.Version, appliedVersion(t, pool))
+		require.NotEmpty(t, differences(states[len(states)-1], catalog(t, pool, "public")))
+		states = append(states, catalog(t, pool, "public"))
+	}
+
+	for i, source := range slices.Backward(sources) {
+		require.Empty(t, differences(states[i+1], catalog(t, pool, "public")))
+		require.NoError(t, migrations.Down(t.Context(), pool))
+		require.Empty(t, differences(states[i], catalog(t, pool, "public")), "Down of %s does not undo its Up", source.Path)
+
+		// Up again, and back.
+		_, err := provider.UpByOne(t.Context())
+		require.NoError(t, err)
+		require.Empty(t, differences(states[i+1], catalog(t, pool, "public")))
+		require.NoError(t, migrations.DownTo(t.Context(), pool, source.Version-1))
+	}
+	require.Zero(t, appliedVersion(t, pool))
+	require.NoError(t, migrations.Down(t.Context(), pool))
+}
+
+func TestInAnySchema(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.Empty(t)
+	require.NoError(t, migrations.Up(t.Context(), db.Pool)) // public comes later in the search_path of the others
+
+	for _, schema := range []string{"limits", "Limits", oddSchema} {
+		pool := inSchema(t, db, schema)
+		status, err := migrations.Status(t.Context(), pool)
+		require.NoError(t, err)
+		require.False(t, status[0].Applied, "the version table of public is not ours")
+
+		require.NoError(t, migrations.Up(t.Context(), pool), schema)
+		require.Empty(t, differences(
+			normal(catalog(t, db.Pool, "public"), "public"), normal(catalog(t, db.Pool, schema), schema)))
+		require.Equal(t, latest(t), appliedVersion(t, pool))
+	}
+
+	for _, schema := range []string{"limits", "Limits", oddSchema} {
+		require.NoError(t, migrations.DownTo(t.Context(), inSchema(t, db, schema), 0))
+		require.Empty(t, catalog(t, db.Pool, schema))
+	}
+	require.Equal(t, latest(t), appliedVersion(t, db.Pool))
+	require.Contains(t, catalog(t, db.Pool, "public"), "rate_limit_ephemeral, relation")
+}
+
+func TestFunctionsSeeTheirSchemaOnly(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.Empty(t)
+	for _, schema := range []string{"public", oddSchema} {
+		pool := inSchema(t, db, schema)
+		require.NoError(t, migrations.Up(t.Context(), pool))
+
+		// Whoever runs with the rights of the owner looks names up in that schema, and last in the caller's pg_temp.
+		rows, err := pool.Query(t.Context(), `
+			SELECT p.proname, p.prosecdef, coalesce(p.proconfig, '{}'), has_function_privilege('pg_monitor', p.oid, 'EXECUTE')
+			FROM pg_proc AS p
+			WHERE p.pronamespace = (SELECT oid FROM pg_namespace WHERE nspname = $1)`, schema)
+		require.NoError(t, err)
+		pinned := 0
+		var name string
+		var definer, public bool
+		var settings []string
+		_, err = pgx.ForEachRow(rows, []any{&name, &definer, &settings, &public}, func() error {
+			require.False(t, public, "%s can be executed by PUBLIC", name)
+			if definer {
+				pinned++
+				quoted := schema
+				if schema != "public" {
+					quoted = pgx.Identifier{schema}.Sanitize()
+				}
+				require.Contains(t, settings, "search_path="+quoted+", pg_temp", name)
+			}
+			return nil
+		})
+		require.NoError(t, err)
+		require.NotZero(t, pinned)
+	}
+}
+
+func TestManyAtOnce(t *testing.T) {
+	t.Parallel()
+
+	const count = 8
+	ctx, cancel := context.WithTimeout(t.Context(), patience)
+	t.Cleanup(cancel)
+	check := func(t *testing.T, db *pgtest.DB) {
+		t.Helper()
+		require.Equal(t, latest(t), appliedVersion(t, db.Pool))
+
+		// Each migration was applied once.
+		var rows int64
+		require.NoError(t, db.Pool.QueryRow(t.Context(), "SELECT count(*) FROM rate_limit_goose_version WHERE version_id > 0").Scan(&rows))
+		require.EqualValues(t, len(newProvider(t, db.Pool, migrations.FS, "t").ListSources()), rows)
+
+		var locks int
+		require.NoError(t, db.Pool.QueryRow(t.Context(), `
+			SELECT count(*)
+			FROM pg_locks
+			WHERE locktype = 'advisory'
+				AND database = (SELECT oid FROM pg_database WHERE datname = current_database())`).Scan(&locks))
+		require.Zero(t, locks)
+	}
+
+	t.Run("pools", func(t *testing.T) {
+		t.Parallel()
+
+		db := pgtest.Empty(t)
+		start := make(chan struct{})
+		errs := make(chan error, count)
+		for range count {
+			pool := db.NewPool(t, func(config *pgxpool.Config) { config.MaxConns = 1 })
+			require.NoError(t, pool.Ping(t.Context()))
+			go func() {
+				<-start
+				errs <- migrations.Up(ctx, pool)
+			}()
+		}
+		close(start)
+		for range count {
+			require.NoError(t, <-errs)
+		}
+		check(t, db)
+	})
+
+	t.Run("processes", func(t *testing.T) {
+		t.Parallel()
+
+		db := pgtest.Empty(t)
+		commands := make([]*exec.Cmd, count)
+		outputs := make([]bytes.Buffer, count)
+		for i := range commands {
+			commands[i] = exec.CommandContext(ctx, os.Args[0])
+			commands[i].Env = append(os.Environ(), upVariable+"="+db.URL)
+			commands[i].Stdout, commands[i].Stderr = &outputs[i], &outputs[i]
+			require.NoError(t, commands[i].Start())
+		}
+		for i, command := range commands {
+			require.NoError(t, command.Wait(), outputs[i].String())
+			require.Empty(t, outputs[i].String(), "Up prints or logs")
+		}
+		check(t, db)
+	})
+}
+
+func TestUpWaitsForTheLock(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.Empty(t)
+	other, err := db.Pool.Acquire(t.Context())
+	require.NoError(t, err)
+	defer other.Release()
+	_, err = other.Exec(t.Context(), "SELECT pg_advisory_lock($1)", migrations.LockID)
+	require.NoError(t, err)
+
+	ctx, cancel := context.WithTimeout(t.Context(), 200*time.Millisecond)
+	defer cancel()
+	err = migrations.Up(ctx, db.Pool)
+	require.ErrorIs(t, err, context.DeadlineExceeded)
+	require.ErrorContains(t, err, "ratelimit/migrations: up: ")
+	require.ErrorContains(t, err, "another session migrates")
+
+	// A statement_timeout does not end the wait, and Status does not wait.
+	pool := db.NewPool(t, func(config *pgxpool.Config) { config.ConnConfig.RuntimeParams["statement_timeout"] = "100ms" })
+	up := make(chan error, 1)
+	go func() { up <- migrations.Up(t.Context(), pool) }()
+	require.Never(t, func() bool { return len(up) > 0 }, 300*time.Millisecond, 10*time.Millisecond)
+	status, err := migrations.Status(t.Context(), db.Pool)
+	require.NoError(t, err)
+	require.False(t, status[0].Applied)
+
+	_, err = other.Exec(t.Context(), "SELECT pg_advisory_unlock($1)", migrations.LockID)
+	require.NoError(t, err)
+	require.NoError(t, <-up)
+
+	// With nothing to do, nobody waits.
+	_, err = other.Exec(t.Context(), "SELECT pg_advisory_lock($1)", migrations.LockID)
+	require.NoError(t, err)
+	require.NoError(t, migrations.Up(t.Context(), db.Pool))
+	_, err = other.Exec(t.Context(), "SELECT pg_advisory_unlock($1)", migrations.LockID)
+	require.NoError(t, err)
+}
+
+// applicationFS holds an application's own migrations, which have the same numbers as ours.
+//
+//go:embed testdata/application/*.sql
+var applicationFS embed.FS
+
+func TestNextToTheApplicationsOwnGoose(t *testing.T) {
+	t.Parallel()
+
+	pool := pgtest.Empty(t).Pool
+	files, err := fs.Sub(applicationFS, "testdata/application")
+	require.NoError(t, err)
+	application := newProvider(t, pool, files, goose.DefaultTablename)
+	_, err = application.UpByOne(t.Context())
+	require.NoError(t, err)
+
+	// Its migrations may run while ours do.
+	db := stdlib.OpenDBFromPool(pool)
+	t.Cleanup(func() { require.NoError(t, db.Close()) })
+	conn, err := db.Conn(t.Context())
+	require.NoError(t, err)
+	locker, err := lock.NewPostgresSessionLocker()
+	require.NoError(t, err)
+	require.NoError(t, locker.SessionLock(t.Context(), conn))
+	ctx, cancel := context.WithTimeout(t.Context(), patience)
+	defer cancel()
+	require.NoError(t, migrations.Up(ctx, pool))
+	require.NoError(t, locker.SessionUnlock(t.Context(), conn))
+	require.NoError(t, conn.Close())
+	require.Equal(t, latest(t), appliedVersion(t, pool))
+
+	_, err = application.Up(t.Context())
+	require.NoError(t, err)
+	require.NoError(t, migrations.DownTo(t.Context(), pool, 0))
+
+	current, target, err := application.GetVersions(t.Context())
+	require.NoError(t, err)
+	require.Equal(t, target, current)
+	require.Contains(t, catalog(t, pool, "public"), "application, relation")
+}
+
+func TestWithTheGooseCommandsDefaultTable(t *testing.T) {
+	t.Parallel()
+
+	pool := pgtest.Empty(t).Pool
+	_, err := newProvider(t, pool, migrations.FS, goose.DefaultTablename).Up(t.Context())
+	require.NoError(t, err)
+
+	err = migrations.Up(t.Context(), pool)
+	require.ErrorContains(t, err, "-table rate_limit_goose_version")
+}
+
+func TestStatus(t *testing.T) {
+	t.Parallel()
+
+	// Far from UTC, where goose takes a local time for one of UTC.
+	db := pgtest.Empty(t)
+	pool := db.NewPool(t, func(config *pgxpool.Config) { config.ConnConfig.RuntimeParams["timezone"] = "Pacific/Kiritimati" })
+
+	var before, after time.Time
+	require.NoError(t, pool.QueryRow(t.Context(), "SELECT clock_timestamp()").Scan(&before))
+
+	want := []migrations.Migration{{Version: 1, Name: "create_tables"}, {Version: 2, Name: "create_functions"}}
+	status, err := migrations.Status(t.Context(), pool)
+	require.NoError(t, err)
+	require.Equal(t, want, status)
+	require.Empty(t, objects(t, pool, "public"), "Status writes")
+
+	require.NoError(t, migrations.Up(t.Context(), pool))
+	require.NoError(t, pool.QueryRow(t.Context(), "SELECT clock_timestamp()").Scan(&after))
+	status, err = migrations.Status(t.Context(), pool)
+	require.NoError(t, err)
+	for i := range want {
+		require.WithinRange(t, status[i].AppliedAt, before, after)
+		want[i].Applied, want[i].AppliedAt = true, status[i].AppliedAt
+	}
+	require.Equal(t, want, status)
+
+	require.NoError(t, migrations.Down(t.Context(), pool))
+	want[1].Applied, want[1].AppliedAt = false, time.Time{}
+	status, err = migrations.Status(t.Context(), pool)
+	require.NoError(t, err)
+	require.Equal(t, want, status)
+}
+
+func TestDatabaseOfANewerVersion(t *testing.T) {
+	t.Parallel()
+
+	pool := pgtest.Empty(t).Pool
+	require.NoError(t, migrations.Up(t.Context(), pool))
+	_, err := pool.Exec(t.Context(), "INSERT INTO rate_limit_goose_version (version_id, is_applied) VALUES (99999, true)")
+	require.NoError(t, err)
+
+	require.NoError(t, migrations.Up(t.Context(), pool))
+	status, err := migrations.Status(t.Context(), pool)
+	require.NoError(t, err)
+	newest := status[len(status)-1]
+	require.EqualValues(t, 99999, newest.Version)
+	require.True(t, newest.Applied)
+	require.Empty(t, newest.Name)
+
+	for _, err := range []error{migrations.Down(t.Context(), pool), migrations.DownTo(t.Context(), pool, 0)} {
+		require.ErrorIs(t, err, goose.ErrVersionNotFound)
+		require.ErrorContains(t, err, "newer version of this module")
+	}
+	require.EqualValues(t, 99999, appliedVersion(t, pool))
+}
+
+func TestErrorsSayWhatToDo(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.Empty(t)
+	nowhere := db.NewPool(t, func(config *pgxpool.Config) { config.ConnConfig.RuntimeParams["search_path"] = "nowhere" })
+	_, err := migrations.Status(t.Context(), nowhere)
+	require.ErrorContains(t, err, "ratelimit/migrations: status: no schema that search_path names exists")
+	require.ErrorContains(t, migrations.Up(t.Context(), nowhere), "ratelimit/migrations: up: no schema")
+	require.ErrorContains(t, migrations.Down(t.Context(), nowhere), "ratelimit/migrations: down: no schema")
+	require.ErrorContains(t, migrations.DownTo(t.Context(), nowhere, 0), "ratelimit/migrations: down to 0: no schema")
+
+	require.NoError(t, migrations.Up(t.Context(), db.Pool))
+	require.ErrorContains(t, migrations.DownTo(t.Context(), db.Pool, -1), "invalid version")
+	require.NoError(t, migrations.DownTo(t.Context(), db.Pool, 0))
+
+	_, err = db.Pool.Exec(t.Context(), "REVOKE CREATE ON SCHEMA public FROM PUBLIC")
+	require.NoError(t, err)
+	unprivileged := db.NewPool(t, func(config *pgxpool.Config) { config.ConnConfig.RuntimeParams["role"] = "pg_monitor" })
+	require.ErrorContains(t, migrations.Up(t.Context(), unprivileged), "the user needs CREATE on the schema")
+}
+
+// sources are the files that define the schema, in the order in which they can be applied.
+var sources = []string{"tables.sql", "rows.sql", "fixed.sql", "sliding.sql", "tokenbucket.sql", "reset.sql", "access.sql"}
+
+func TestMigrationsYieldWhatSQLSays(t *testing.T) {
+	t.Parallel()
+
+	files, err := filepath.Glob("../sql/*.sql")
+	require.NoError(t, err)
+	defines := regexp.MustCompile(`(?m)^(CREATE|ALTER|COMMENT|GRANT|REVOKE|DO)\b`)
+	for _, file := range files {
+		content, err := os.ReadFile(file)
+		require.NoError(t, err)
+		if defines.Match(content) {
+			require.Contains(t, sources, filepath.Base(file))
+		}
+	}
+
+	db := pgtest.Empty(t)
+	migrated, direct := inSchema(t, db, "by_migrations"), inSchema(t, db, "by_sources")
+	require.NoError(t, migrations.Up(t.Context(), migrated))
+	for _, file := range sources {
+		content, err := os.ReadFile(filepath.Join("../sql", file))
+		require.NoError(t, err)
+		_, err = direct.Exec(t.Context(), string(content))
+		require.NoError(t, err, file)
+	}
+
+	want := normal(catalog(t, db.Pool, "by_migrations"), "by_migrations")
+	require.NotEmpty(t, want)
+	require.Empty(t, differences(want, normal(catalog(t, db.Pool, "by_sources"), "by_sources")))
+
+	// The comparison can fail: each of these is seen.
+	for name, change := range map[string]string{
+		"relation option":       `ALTER TABLE rate_limit_durable SET (fillfactor = 42)`,
+		"persistence":           `ALTER TABLE rate_limit_ephemeral SET LOGGED`,
+		"column":                `ALTER TABLE rate_limit_durable ADD COLUMN more bigint`,
+		"column type":           `ALTER TABLE rate_limit_durable ALTER COLUMN prefix TYPE varchar(128) COLLATE "C"`,
+		"column default":        `ALTER TABLE rate_limit_durable ALTER COLUMN count SET DEFAULT 1`,
+		"column not null":       `ALTER TABLE rate_limit_durable ALTER COLUMN count DROP NOT NULL`,
+		"column collation":      `ALTER TABLE rate_limit_durable ALTER COLUMN prefix TYPE text COLLATE "POSIX"`,
+		"column storage":        `ALTER TABLE rate_limit_durable ALTER COLUMN key SET STORAGE PLAIN`,
+		"constraint":            `ALTER TABLE rate_limit_durable ADD CONSTRAINT more CHECK (count >= 0)`,
+		"name of a constraint":  `ALTER TABLE rate_limit_durable RENAME CONSTRAINT rate_limit_durable_pkey TO other`,
+		"index":                 `CREATE INDEX ON rate_limit_durable (expires_at)`,
+		"privilege on a table":  `GRANT SELECT ON rate_limit_durable TO pg_monitor`,
+		"comment on a table":    `COMMENT ON TABLE rate_limit_durable IS 'Other.'`,
+		"comment on a column":   `COMMENT ON COLUMN rate_limit_durable.key IS NULL`,
+		"function":              `CREATE FUNCTION rate_limit_more() RETURNS integer LANGUAGE sql AS 'SELECT 1'`,
+		"body":                  `CREATE OR REPLACE FUNCTION rate_limit_write(%s) RETURNS void LANGUAGE plpgsql AS 'BEGIN END'`,
+		"setting of a function": `ALTER FUNCTION rate_limit_reset SET work_mem = '1MB'`,
+		"search_path":           `ALTER FUNCTION rate_limit_reset SET search_path = pg_temp, by_sources`,
+		"rights of a function":  `ALTER FUNCTION rate_limit_reset SECURITY INVOKER`,
+		"cost of a function":    `ALTER FUNCTION rate_limit_reset COST 7`,
+		"privilege to execute":  `GRANT EXECUTE ON FUNCTION rate_limit_reset TO PUBLIC`,
+		"comment on a function": `COMMENT ON FUNCTION rate_limit_reset IS NULL`,
+		"type":                  `CREATE TYPE rate_limit_more AS ENUM ('a')`,
+		"composite type":        `CREATE TYPE rate_limit_more AS (a integer)`,
+		"trigger":               `CREATE TRIGGER more BEFORE UPDATE ON rate_limit_durable FOR EACH ROW EXECUTE FUNCTION suppress_redundant_updates_trigger()`,
+		"policy":                `CREATE POLICY more ON rate_limit_durable`,
+	} {
+		t.Run(name, func(t *testing.T) {
+			tx, err := direct.Begin(t.Context())
+			require.NoError(t, err)
+			defer tx.Rollback(context.Background())
+
+			if strings.Contains(change, "%s") {
+				var arguments string
+				require.NoError(t, tx.QueryRow(t.Context(),
+					"SELECT pg_get_function_arguments('rate_limit_write'::regproc)").Scan(&arguments))
+				change = fmt.Sprintf(change, arguments)
+			}
+			_, err = tx.Exec(t.Context(), change)
+			require.NoError(t, err)
+			require.NotEmpty(t, differences(want, normal(catalog(t, tx, "by_sources"), "by_sources")))
+		})
+	}
+}
+
+// inSchema returns a pool in whose search_path the schema comes first, before public. The schema is made if need be.
+func inSchema(t *testing.T, db *pgtest.DB, schema string) *pgxpool.Pool {
+	t.Helper()
+	quoted := pgx.Identifier{schema}.Sanitize()
+	_, err := db.Pool.Exec(t.Context(), "CREATE SCHEMA IF NOT EXISTS "+quoted)
+	require.NoError(t, err)
+	return db.NewPool(t, func(config *pgxpool.Config) {
+		config.ConnConfig.RuntimeParams["search_path"] = quoted + ", public"
+	})
+}
+
+type querier interface {
+	Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error)
+}
+
+// catalog returns what the catalogs say about a schema, by object and aspect.
+func catalog(t *testing.T, db querier, schema string) map[string]string {
+	t.Helper()
+	rows, err := db.Query(t.Context(), catalogSQL, schema)
+	require.NoError(t, err)
+	all := map[string]string{}
+	var object, value string
+	_, err = pgx.ForEachRow(rows, []any{&object, &value}, func() error {
+		require.NotContains(t, all, object)
+		all[object] = value
+		return nil
+	})
+	require.NoError(t, err)
+	return all
+}
+
+// normal returns a catalog without the name of its schema, however that is written.
+func normal(catalog map[string]string, schema string) map[string]string {
+	quoted := pgx.Identifier{schema}.Sanitize()
+	setting := "'" + strings.ReplaceAll(schema, "'", "''") + "'" // as a function's definition has it
+	array := strings.ReplaceAll(quoted, `"`, `\"`)               // as pg_proc.proconfig has it
+	replacer := strings.NewReplacer(
+		array+", pg_temp", "SCHEMA, pg_temp",
+		schema+", pg_temp", "SCHEMA, pg_temp",
+		setting, "SCHEMA",
+		quoted+".", "",
+		schema+".", "",
+	)
+	all := make(map[string]string, len(catalog))
+	for object, value := range catalog {
+		all[replacer.Replace(object)] = replacer.Replace(value)
+	}
+	return all
+}
+
+// differences lists what is not the same in two catalogs.
+func differences(want, got map[string]string) []string {
+	var all []string
+	for object := range want {
+		if got[object] != want[object] {
+			all = append(all, fmt.Sprintf("%s: want %q, got %q", object, want[object], got[object]))
+		}
+	}
+	for object := range got {
+		if _, ok := want[object]; !ok {
+			all = append(all, fmt.Sprintf("%s: want nothing, got %q", object, got[object]))
+		}
+	}
+	slices.Sort(all)
+	return all
+}
+
+// objects lists the relations, functions and types of a schema with their oids.
+func objects(t *testing.T, db querier, schema string) []string {
+	t.Helper()
+	rows, err := db.Query(t.Context(), `
+		SELECT format('%s %s %s', o.kind, o.name, o.oid)
+		FROM (
+			SELECT 'relation', relname, oid, relnamespace FROM pg_class
+			UNION ALL
+			SELECT 'function', proname, oid, pronamespace FROM pg_proc
+			UNION ALL
+			SELECT 'type', typname, oid, typnamespace FROM pg_type
+		) AS o (kind, name, oid, namespace)
+		JOIN pg_namespace AS n ON n.oid = o.namespace
+		WHERE n.nspname = $1
+		ORDER BY 1`, schema)
+	require.NoError(t, err)
+	all, err := pgx.CollectRows(rows, pgx.RowTo[string])
+	require.NoError(t, err)
+	return all
+}
+
+// newProvider is goose as its own command or an application would use it.
+func newProvider(t *testing.T, pool *pgxpool.Pool, files fs.FS, table string) *goose.Provider {
+	t.Helper()
+	db := stdlib.OpenDBFromPool(pool)
+	t.Cleanup(func() { require.NoError(t, db.Close()) })
+	provider, err := goose.NewProvider(goose.DialectPostgres, db, files,
+		goose.WithTableName(table), goose.WithDisableGlobalRegistry(true))
+	require.NoError(t, err)
+	return provider
+}
+
+// latest is the version of the last migration.
+func latest(t *testing.T) int64 {
+	t.Helper()
+	files, err := fs.Glob(migrations.FS, "*.sql")
+	require.NoError(t, err)
+	version, err := goose.NumericComponent(files[len(files)-1])
+	require.NoError(t, err)
+	return version
+}
+
+// appliedVersion is the last version that is recorded in the database.
+func appliedVersion(t *testing.T, pool *pgxpool.Pool) int64 {
+	t.Helper()
+	var version int64
+	require.NoError(t, pool.QueryRow(t.Context(), "SELECT max(version_id) FROM rate_limit_goose_version").Scan(&version))
+	return version
+}

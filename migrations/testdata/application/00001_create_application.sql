@@ -1,0 +1,5 @@
+-- +goose Up
+CREATE TABLE application (id bigint);
+
+-- +goose Down
+DROP TABLE application;

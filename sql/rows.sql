@@ -1,0 +1,184 @@
+-- What every algorithm does with the table before and after it decides. All of it is internal: the algorithms call it,
+-- with search_path already pinned and enable_seqscan already off.
+
+-- One element of a request, with its row as it was found, or as it is to be written. To take another column from the
+-- table, name it here, in rate_limit_lock's queries, and in rate_limit_write.
+CREATE TYPE rate_limit_row AS (
+    ord bigint,          -- the element's place in the request, from 1
+    cost bigint,
+    asked bigint,        -- how many requests of that cost
+    tid tid,             -- where the row is; NULL: there is none
+    count bigint,
+    prev_count bigint,
+    window_start bigint,
+    credit bigint,
+    scale bigint,
+    expires_at bigint    -- 0, long past: there is no row, or another algorithm wrote it
+);
+
+-- rate_limit_lock locks the rows of all asked keys in key order, makes those that are missing, and returns all elements
+-- ordered by key and then by place. Arguments as the algorithms take them, and:
+--
+--   max_cost    no cost above it can ever be granted: such an element locks and makes nothing, nor does a cost of 0
+--   algorithm   who asks
+--
+-- Locks are taken strictly in key order, or two requests would wait for each other. So at the first missing row the
+-- locking stops, before any later row is locked, and one INSERT in key order makes or locks every row from there on:
+-- ON CONFLICT DO UPDATE locks the row that it finds before it looks at its WHERE, and WHERE false changes nothing.
+-- It also settles the race with whoever deletes a row in between: what is gone is made again, and what is locked stays.
+CREATE FUNCTION rate_limit_lock(
+    name text,
+    keys text[],
+    costs bigint[],
+    counts bigint[],
+    max_cost bigint,
+    algorithm smallint,
+    durable boolean,
+    lock_timeout_ms integer,
+    synchronous_commit boolean
+)
+RETURNS rate_limit_row[]
+LANGUAGE plpgsql
+AS $$
+#variable_conflict use_variable
+DECLARE
+    found_rows rate_limit_row[];
+    r rate_limit_row;
+    elements refcursor;
+    missing boolean;
+    ignored text;
+BEGIN
+    IF (octet_length(name) BETWEEN 1 AND 128 AND cardinality(keys) > 0) IS NOT TRUE THEN
+        RAISE EXCEPTION 'rate_limit: a name of 1 to 128 bytes and at least one key are required'
+            USING ERRCODE = 'invalid_parameter_value';
+    END IF;
+    IF cardinality(costs) <> cardinality(keys) OR cardinality(counts) <> cardinality(keys) THEN
+        RAISE EXCEPTION 'rate_limit: % keys, but % costs and % counts', cardinality(keys), cardinality(costs), cardinality(counts)
+            USING ERRCODE = 'invalid_parameter_value', HINT = 'Give one of each for each key, or NULL for 1 each.';
+    END IF;
+    IF lock_timeout_ms IS NOT NULL THEN
+        ignored := set_config('lock_timeout', lock_timeout_ms::text, true);
+    END IF;
+    IF synchronous_commit IS NOT NULL THEN
+        ignored := set_config('synchronous_commit', CASE WHEN synchronous_commit THEN 'on' ELSE 'off' END, true);
+    END IF;
+
+    FOR attempt IN 1 .. 3 LOOP
+        -- In each query: unnest((SELECT …)) hides the array's length from the planner, which would else plan anew for
+        -- every call; the LATERAL subquery, kept apart by FOR UPDATE or OFFSET 0, is one look-up by the primary key
+        -- for each element, whatever the statistics say.
+        IF 0 = ALL (costs) THEN
+            IF durable THEN
+                OPEN elements FOR
+                    SELECT e.ord, e.cost, e.asked, d.tid, d.count, d.prev_count, d.window_start, d.credit, d.scale,
+                        CASE WHEN d.algorithm = algorithm THEN d.expires_at ELSE 0 END
+                    FROM (
+                        SELECT e.key, e.ord, coalesce(e.cost, 1) AS cost, coalesce(e.asked, 1) AS asked
+                        FROM unnest((SELECT keys), (SELECT costs), (SELECT counts)) WITH ORDINALITY AS e (key, cost, asked, ord)
+                        ORDER BY e.key COLLATE "C", e.ord
+                    ) AS e
+                    LEFT JOIN LATERAL (
+                        SELECT d.ctid AS tid, d.* FROM rate_limit_durable AS d WHERE d.prefix = name AND d.key = e.key OFFSET 0
+                    ) AS d ON true;
+            ELSE
+                OPEN elements FOR
+                    SELECT e.ord, e.cost, e.asked, d.tid, d.count, d.prev_count, d.window_start, d.credit, d.scale,
+                        CASE WHEN d.algorithm = algorithm THEN d.expires_at ELSE 0 END
+                    FROM (
+                        SELECT e.key, e.ord, coalesce(e.cost, 1) AS cost, coalesce(e.asked, 1) AS asked
+                        FROM unnest((SELECT keys), (SELECT costs), (SELECT counts)) WITH ORDINALITY AS e (key, cost, asked, ord)
+                        ORDER BY e.key COLLATE "C", e.ord
+                    ) AS e
+                    LEFT JOIN LATERAL (
+                        SELECT d.ctid AS tid, d.* FROM rate_limit_ephemeral AS d WHERE d.prefix = name AND d.key = e.key OFFSET 0
+                    ) AS d ON true;
+            END IF;
+        ELSIF durable THEN
+            OPEN elements FOR
+                SELECT e.ord, e.cost, e.asked, d.tid, d.count, d.prev_count, d.window_start, d.credit, d.scale,
+                    CASE WHEN d.algorithm = algorithm THEN d.expires_at ELSE 0 END
+                FROM (
+                    SELECT e.key, e.ord, coalesce(e.cost, 1) AS cost, coalesce(e.asked, 1) AS asked
+                    FROM unnest((SELECT keys), (SELECT costs), (SELECT counts)) WITH ORDINALITY AS e (key, cost, asked, ord)
+                    ORDER BY e.key COLLATE "C", e.ord
+                ) AS e
+                LEFT JOIN LATERAL (
+                    SELECT d.ctid AS tid, d.* FROM rate_limit_durable AS d WHERE d.prefix = name AND d.key = e.key FOR UPDATE
+                ) AS d ON true;
+        ELSE
+            OPEN elements FOR
+                SELECT e.ord, e.cost, e.asked, d.tid, d.count, d.prev_count, d.window_start, d.credit, d.scale,
+                    CASE WHEN d.algorithm = algorithm THEN d.expires_at ELSE 0 END
+                FROM (
+                    SELECT e.key, e.ord, coalesce(e.cost, 1) AS cost, coalesce(e.asked, 1) AS asked
+                    FROM unnest((SELECT keys), (SELECT costs), (SELECT counts)) WITH ORDINALITY AS e (key, cost, asked, ord)
+                    ORDER BY e.key COLLATE "C", e.ord
+                ) AS e
+                LEFT JOIN LATERAL (
+                    SELECT d.ctid AS tid, d.* FROM rate_limit_ephemeral AS d WHERE d.prefix = name AND d.key = e.key FOR UPDATE
+                ) AS d ON true;
+        END IF;
+
+        found_rows := '{}';
+        missing := false;
+        LOOP
+            FETCH elements INTO r;
+            EXIT WHEN NOT found;
+            IF (r.cost >= 0 AND r.asked >= 1 AND octet_length(keys[r.ord]) BETWEEN 1 AND 512) IS NOT TRUE THEN
+                RAISE EXCEPTION 'rate_limit: element % of the request is not valid', r.ord
+                    USING ERRCODE = 'invalid_parameter_value',
+                        HINT = 'A key has 1 to 512 bytes, a cost is at least 0, and a count is at least 1.';
+            END IF;
+            missing := r.tid IS NULL AND r.cost BETWEEN 1 AND max_cost;
+            EXIT WHEN missing;
+            found_rows := array_append(found_rows, r);
+        END LOOP;
+        CLOSE elements;
+        IF NOT missing THEN
+            RETURN found_rows;
+        END IF;
+
+        IF durable THEN
+            INSERT INTO rate_limit_durable AS d (prefix, key)
+            SELECT DISTINCT name, e.key COLLATE "C"
+            FROM unnest((SELECT keys), (SELECT costs)) AS e (key, cost)
+            WHERE coalesce(e.cost, 1) BETWEEN 1 AND max_cost
+            ORDER BY e.key COLLATE "C"
+            ON CONFLICT ON CONSTRAINT rate_limit_durable_pkey DO UPDATE SET count = d.count WHERE false;
+        ELSE
+            INSERT INTO rate_limit_ephemeral AS d (prefix, key)
+            SELECT DISTINCT name, e.key COLLATE "C"
+            FROM unnest((SELECT keys), (SELECT costs)) AS e (key, cost)
+            WHERE coalesce(e.cost, 1) BETWEEN 1 AND max_cost
+            ORDER BY e.key COLLATE "C"
+            ON CONFLICT ON CONSTRAINT rate_limit_ephemeral_pkey DO UPDATE SET count = d.count WHERE false;
+        END IF;
+    END LOOP;
+    RAISE EXCEPTION 'rate_limit: rows were made, and were missing again'
+        USING ERRCODE = 'serialization_failure', HINT = 'Something else deletes rows of this transaction. Try again.';
+END
+$$;
+
+-- rate_limit_write stores new states of rows that rate_limit_lock has locked, by tid, which is fixed while they are.
+CREATE FUNCTION rate_limit_write(new_rows rate_limit_row[], algorithm smallint, durable boolean)
+RETURNS void
+LANGUAGE plpgsql
+AS $$
+#variable_conflict use_variable
+BEGIN
+    -- LIMIT by a subquery lets the planner expect few rows, so that it always fetches them by tid and never scans.
+    IF durable THEN
+        UPDATE rate_limit_durable AS d
+        SET algorithm = algorithm, count = w.count, prev_count = w.prev_count, window_start = w.window_start,
+            credit = w.credit, scale = w.scale, expires_at = w.expires_at
+        FROM (SELECT * FROM unnest((SELECT new_rows)) LIMIT (SELECT cardinality(new_rows))) AS w
+        WHERE d.ctid = w.tid;
+    ELSE
+        UPDATE rate_limit_ephemeral AS d
+        SET algorithm = algorithm, count = w.count, prev_count = w.prev_count, window_start = w.window_start,
+            credit = w.credit, scale = w.scale, expires_at = w.expires_at
+        FROM (SELECT * FROM unnest((SELECT new_rows)) LIMIT (SELECT cardinality(new_rows))) AS w
+        WHERE d.ctid = w.tid;
+    END IF;
+END
+$$;

@@ -1,0 +1,158 @@
+-- The sliding window counter; sliding.go holds its specification and its model, and the two read side by side.
+--
+--   name                the limiter's name, 1 to 128 bytes
+--   keys                who asks, 1 to 512 bytes each; a key that stands several times is decided in that order
+--   max_count           the limit, in units of cost; max_count × window_us may reach 2^62
+--   window_us           length of the window in microseconds, at most 2^51 (71 years)
+--   costs               cost of one request, for each key; NULL means 1 each. A cost of 0 takes nothing and tells whether 1 would
+--                       fit; a cost above max_count is denied with a retry_after_us of NULL, which means never
+--   counts              how many such requests are asked, for each key; NULL means 1 each
+--   durable             whether the rows are in rate_limit_durable rather than in rate_limit_ephemeral
+--   lock_timeout_ms     longest wait for one row, for this transaction; NULL leaves the session's lock_timeout
+--   synchronous_commit  whether the commit of this transaction waits for the WAL; NULL leaves the session's setting
+--   now                 replaces the clock, for tests
+CREATE FUNCTION rate_limit_sliding_window(
+    name text,
+    keys text[],
+    max_count bigint,
+    window_us bigint,
+    costs bigint[] DEFAULT NULL,
+    counts bigint[] DEFAULT NULL,
+    durable boolean DEFAULT false,
+    lock_timeout_ms integer DEFAULT NULL,
+    synchronous_commit boolean DEFAULT NULL,
+    now timestamptz DEFAULT NULL
+)
+RETURNS TABLE (
+    ord bigint,
+    granted bigint,
+    remaining bigint,
+    retry_after_us bigint,
+    reset_after_us bigint,
+    decided_at timestamptz,
+    count bigint,
+    prev_count bigint,
+    window_start bigint,
+    credit bigint,
+    scale bigint,
+    expires_at bigint
+)
+LANGUAGE plpgsql
+SECURITY DEFINER
+SET enable_seqscan = off -- a plan must not depend on how small the table was when it was made
+AS $$
+#variable_conflict use_variable
+DECLARE
+    asked_rows rate_limit_row[];
+    new_rows rate_limit_row[];
+    written integer := 0;
+    r rate_limit_row;  -- the element at hand, and its row as it was found
+    s rate_limit_row;  -- that row's state now
+    clock bigint;      -- the database's clock
+    t bigint;          -- the time of the decision: the clock, or the row's own time where that lies ahead of it
+    moved boolean;     -- the clock has jumped back, and the row with it
+    rest bigint;       -- how long the current window still lasts: as long as the sliding window covers of the one before
+    weight bigint;     -- prev_count × rest / window_us, rounded up: what the window before still weighs
+    ask bigint;
+    wait bigint;
+BEGIN
+    IF (max_count >= 1 AND window_us BETWEEN 1 AND 2251799813685248 AND max_count <= 4611686018427387904 / window_us) IS NOT TRUE THEN
+        RAISE EXCEPTION 'rate_limit: max_count % and window_us % are outside the exact range', max_count, window_us
+            USING ERRCODE = 'invalid_parameter_value',
+                HINT = 'Both are at least 1, window_us is at most 2^51, and their product is at most 2^62.';
+    END IF;
+    asked_rows := rate_limit_lock(name, keys, costs, counts, max_count, 2::smallint, durable, lock_timeout_ms, synchronous_commit);
+
+    -- The clock is read with every lock held: read before, it could be older than the rows that a lock waited for.
+    decided_at := coalesce(now, clock_timestamp());
+    clock := (extract(epoch FROM decided_at) * 1000000)::bigint;
+
+    FOREACH r IN ARRAY asked_rows LOOP
+        -- Roll the row forward to the clock, unless it is the row of the element before: that goes on from its decision.
+        IF (r.tid = s.tid) IS NOT TRUE THEN
+            s := r;
+            moved := false;
+            IF clock >= s.expires_at THEN
+                s.count := 0;
+                s.prev_count := 0;
+                s.window_start := clock;
+            ELSIF s.window_start - clock > window_us THEN
+                s.window_start := clock;
+                moved := true;
+            END IF;
+            t := greatest(clock, s.window_start);
+            IF t - s.window_start >= 2 * window_us THEN
+                s.count := 0;
+                s.prev_count := 0;
+                s.window_start := t;
+            ELSIF t - s.window_start >= window_us THEN
+                s.prev_count := s.count;
+                s.count := 0;
+                s.window_start := s.window_start + window_us;
+            END IF;
+            rest := s.window_start + window_us - t;
+            -- A prev_count that an older, larger limit has left could overflow the product; this asks by division.
+            IF s.prev_count > 0 AND rest > max_count * window_us / s.prev_count THEN
+                weight := max_count;
+            ELSE
+                weight := (s.prev_count * rest + window_us - 1) / window_us;
+            END IF;
+            remaining := greatest(max_count - s.count - weight, 0);
+        END IF;
+
+        granted := CASE WHEN r.cost > 0 THEN least(r.asked, remaining / r.cost) ELSE 0 END;
+        IF granted > 0 THEN
+            s.count := s.count + granted * r.cost;
+            s.expires_at := s.window_start + 2 * window_us;
+            remaining := remaining - granted * r.cost;
+        END IF;
+
+        ask := greatest(r.cost, 1);
+        IF granted = r.asked OR (r.cost = 0 AND remaining > 0) THEN
+            retry_after_us := 0;
+        ELSIF ask > max_count THEN
+            retry_after_us := NULL;
+        ELSE
+            IF s.count + ask <= max_count THEN
+                -- It fits into this window, once prev_count × rest has fallen to what is left of max_count × window_us.
+                wait := rest - (max_count - s.count - ask) * window_us / s.prev_count;
+            ELSE
+                -- Only into the next window, where count takes the place of prev_count.
+                wait := rest + window_us - (max_count - ask) * window_us / s.count;
+            END IF;
+            retry_after_us := least(t + wait, s.expires_at) - clock;
+        END IF;
+        reset_after_us := CASE
+            WHEN s.count > 0 THEN least(s.window_start + 2 * window_us, s.expires_at) - clock
+            WHEN s.prev_count > 0 THEN least(s.window_start + window_us, s.expires_at) - clock
+            ELSE 0
+        END;
+        ord := r.ord;
+        count := s.count;
+        prev_count := s.prev_count;
+        window_start := s.window_start;
+        credit := s.credit;
+        scale := s.scale;
+        expires_at := s.expires_at;
+        RETURN NEXT;
+
+        -- A denial writes nothing, but for a row that the clock has left behind: unwritten, it would deny for ever.
+        IF granted > 0 OR (moved AND r.cost BETWEEN 1 AND max_count) THEN
+            IF written = 0 OR new_rows[written].tid <> s.tid THEN
+                written := written + 1;
+            END IF;
+            s.expires_at := s.window_start + 2 * window_us;
+            new_rows[written] := s;
+        END IF;
+    END LOOP;
+
+    IF written > 0 THEN
+        PERFORM rate_limit_write(new_rows, 2::smallint, durable);
+    END IF;
+END
+$$;
+
+COMMENT ON FUNCTION rate_limit_sliding_window IS 'Takes from sliding windows of window_us microseconds, each of which admits max_count, estimated from two counters: the window before counts for the share of it that the sliding window still covers.
+It returns a row for each key: ord (its place in keys), granted (how many of the counts requests were granted), remaining (the largest cost that would be granted next), retry_after_us (microseconds until the others can be granted; 0: all were; NULL: never), reset_after_us (microseconds until the key is as good as new), decided_at (the database clock at the decision), and the state of the key then: count, prev_count, window_start, credit, scale and expires_at, as in the table. A denial is a row with granted = 0, never an error, and takes nothing. What is taken commits or rolls back with the transaction.
+Example: SELECT * FROM rate_limit_sliding_window(''login'', ARRAY[''user:123''], 10, 60000000) takes one of 10 a minute.
+Optional, by name: costs and counts for each key (1 each; a cost of 0 only looks), durable => true for rate_limit_durable.';

@@ -1,0 +1,150 @@
+-- The token bucket; tokenbucket.go holds its specification and its model, and the two read side by side.
+--
+--   name                the limiter's name, 1 to 128 bytes
+--   keys                who asks, 1 to 512 bytes each; a key that stands several times is decided in that order
+--   capacity            tokens in a full bucket; capacity × every_us may reach 2^62
+--   refill              tokens that flow in, evenly, over every_us; at least 1
+--   every_us            in microseconds, at least 1; to fill an empty bucket may take 2^51 microseconds (71 years)
+--   costs               cost of one request, for each key; NULL means 1 each. A cost of 0 takes nothing and tells whether 1 would
+--                       fit; a cost above capacity is denied with a retry_after_us of NULL, which means never
+--   counts              how many such requests are asked, for each key; NULL means 1 each
+--   durable             whether the rows are in rate_limit_durable rather than in rate_limit_ephemeral
+--   lock_timeout_ms     longest wait for one row, for this transaction; NULL leaves the session's lock_timeout
+--   synchronous_commit  whether the commit of this transaction waits for the WAL; NULL leaves the session's setting
+--   now                 replaces the clock, for tests
+CREATE FUNCTION rate_limit_token_bucket(
+    name text,
+    keys text[],
+    capacity bigint,
+    refill bigint,
+    every_us bigint,
+    costs bigint[] DEFAULT NULL,
+    counts bigint[] DEFAULT NULL,
+    durable boolean DEFAULT false,
+    lock_timeout_ms integer DEFAULT NULL,
+    synchronous_commit boolean DEFAULT NULL,
+    now timestamptz DEFAULT NULL
+)
+RETURNS TABLE (
+    ord bigint,
+    granted bigint,
+    remaining bigint,
+    retry_after_us bigint,
+    reset_after_us bigint,
+    decided_at timestamptz,
+    count bigint,
+    prev_count bigint,
+    window_start bigint,
+    credit bigint,
+    scale bigint,
+    expires_at bigint
+)
+LANGUAGE plpgsql
+SECURITY DEFINER
+SET enable_seqscan = off -- a plan must not depend on how small the table was when it was made
+AS $$
+#variable_conflict use_variable
+DECLARE
+    asked_rows rate_limit_row[];
+    new_rows rate_limit_row[];
+    written integer := 0;
+    r rate_limit_row;  -- the element at hand, and its row as it was found
+    s rate_limit_row;  -- that row's state now
+    clock bigint;      -- the database's clock
+    t bigint;          -- the time of the decision: the clock, or the row's own time where that lies ahead of it
+    moved boolean;     -- the clock has jumped back, and the row with it
+    full_credit bigint;  -- credit of a full bucket
+    need bigint;
+BEGIN
+    IF (capacity >= 1 AND refill >= 1 AND every_us >= 1 AND capacity <= 4611686018427387904 / every_us
+            AND (capacity * every_us - 1) / refill < 2251799813685248) IS NOT TRUE THEN
+        RAISE EXCEPTION 'rate_limit: capacity %, refill % and every_us % are outside the exact range', capacity, refill, every_us
+            USING ERRCODE = 'invalid_parameter_value',
+                HINT = 'All are at least 1, capacity × every_us is at most 2^62, and divided by refill it is at most 2^51.';
+    END IF;
+    full_credit := capacity * every_us;
+    asked_rows := rate_limit_lock(name, keys, costs, counts, capacity, 3::smallint, durable, lock_timeout_ms, synchronous_commit);
+
+    -- The clock is read with every lock held: read before, it could be older than the rows that a lock waited for.
+    decided_at := coalesce(now, clock_timestamp());
+    clock := (extract(epoch FROM decided_at) * 1000000)::bigint;
+
+    FOREACH r IN ARRAY asked_rows LOOP
+        -- Roll the row forward to the clock, unless it is the row of the element before: that goes on from its decision.
+        IF (r.tid = s.tid) IS NOT TRUE THEN
+            s := r;
+            moved := false;
+            IF clock >= s.expires_at THEN
+                s.credit := full_credit;
+                s.window_start := clock;
+            ELSE
+                IF s.scale <> every_us THEN
+                    -- The policy has changed. Whole tokens are kept, and the part of one, rounded down; its product may
+                    -- need 128 bits, which only numeric has, and this runs only until the next grant.
+                    s.credit := CASE WHEN s.credit / s.scale >= capacity THEN full_credit
+                        ELSE s.credit / s.scale * every_us + div((s.credit % s.scale)::numeric * every_us, s.scale)::bigint END;
+                END IF;
+                s.credit := least(s.credit, full_credit);
+                IF s.window_start - clock > (full_credit - 1) / refill + 1 THEN
+                    s.window_start := clock;
+                    moved := true;
+                END IF;
+            END IF;
+            s.scale := every_us;
+            t := greatest(clock, s.window_start);
+            -- Asked by division, because the product overflows after a long time.
+            IF s.credit < full_credit AND t - s.window_start <= (full_credit - s.credit - 1) / refill THEN
+                s.credit := s.credit + (t - s.window_start) * refill;
+            ELSE
+                s.credit := full_credit;
+            END IF;
+            s.window_start := t;
+            remaining := s.credit / every_us;
+        END IF;
+
+        granted := CASE WHEN r.cost > 0 THEN least(r.asked, remaining / r.cost) ELSE 0 END;
+        IF granted > 0 THEN
+            s.credit := s.credit - granted * r.cost * every_us;
+            s.expires_at := t + (full_credit - s.credit - 1) / refill + 1;
+            remaining := remaining - granted * r.cost;
+        END IF;
+
+        IF granted = r.asked OR (r.cost = 0 AND remaining > 0) THEN
+            retry_after_us := 0;
+        ELSIF greatest(r.cost, 1) > capacity THEN
+            retry_after_us := NULL;
+        ELSE
+            need := greatest(r.cost, 1) * every_us - s.credit;
+            retry_after_us := least(t + (need - 1) / refill + 1, s.expires_at) - clock;
+        END IF;
+        need := full_credit - s.credit;
+        reset_after_us := CASE WHEN need > 0 THEN least(t + (need - 1) / refill + 1, s.expires_at) - clock ELSE 0 END;
+        ord := r.ord;
+        count := s.count;
+        prev_count := s.prev_count;
+        window_start := s.window_start;
+        credit := s.credit;
+        scale := s.scale;
+        expires_at := s.expires_at;
+        RETURN NEXT;
+
+        -- A denial writes nothing, but for a row that the clock has left behind: unwritten, it would deny for ever.
+        IF granted > 0 OR (moved AND r.cost BETWEEN 1 AND capacity) THEN
+            IF written = 0 OR new_rows[written].tid <> s.tid THEN
+                written := written + 1;
+            END IF;
+            s.expires_at := t + (full_credit - s.credit - 1) / refill + 1;
+            new_rows[written] := s;
+        END IF;
+    END LOOP;
+
+    IF written > 0 THEN
+        PERFORM rate_limit_write(new_rows, 3::smallint, durable);
+    END IF;
+END
+$$;
+
+COMMENT ON FUNCTION rate_limit_token_bucket IS 'Takes from token buckets, which hold capacity tokens, start full, and get refill tokens, evenly, over every_us microseconds.
+It returns a row for each key: ord (its place in keys), granted (how many of the counts requests were granted), remaining (the largest cost that would be granted next), retry_after_us (microseconds until the others can be granted; 0: all were; NULL: never), reset_after_us (microseconds until the key is as good as new), decided_at (the database clock at the decision), and the state of the key then: count, prev_count, window_start, credit, scale and expires_at, as in the table. A denial is a row with granted = 0, never an error, and takes nothing. What is taken commits or rolls back with the transaction.
+Example: SELECT * FROM rate_limit_token_bucket(''api'', ARRAY[''user:123''], 20, 5, 10000000) takes one token from a bucket of 20 that gets 5 more every 10 seconds.
+Optional, by name: costs and counts for each key (1 each; a cost of 0 only looks), durable => true for rate_limit_durable.';
