@@ -1,0 +1,32 @@
+# The race detector needs a C compiler; where there is none, the tests run without it.
+RACE := $(if $(filter 1,$(shell go env CGO_ENABLED)),-race)
+
+.PHONY: help
+help: ## Print this list
+	@awk -F ':.*## ' '/^[a-z\/]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+.PHONY: test
+test: test/library test/integration ## Run all tests
+
+.PHONY: test/library
+test/library: ## Run the library's tests, on the Postgres of RATELIMIT_TEST_DATABASE_URL or a throwaway one
+	go test $(RACE) ./...
+
+.PHONY: test/integration
+test/integration: ## Run the tests with heavy dependencies; those in containers need a Docker engine
+	cd integration_test && go test -v -timeout 20m ./...
+
+.PHONY: lint
+lint: ## Run golangci-lint on both modules
+	golangci-lint run ./...
+	cd integration_test && golangci-lint run --config ../.golangci.yml ./...
+
+.PHONY: verify
+verify: ## Check that files are formatted and modules tidy
+	@test -z "$$(gofmt -l .)" || { gofmt -l .; echo 'not formatted: run gofmt -w .'; exit 1; }
+	go mod tidy -diff
+	cd integration_test && go mod tidy -diff
+
+.PHONY: demo
+demo: ## Show what the library does, on a throwaway Postgres
+	go run ./cmd/pgratelimit demo

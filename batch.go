@@ -1,0 +1,121 @@
+package ratelimit
+
+import (
+	"context"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/jackc/pgx/v5/pgxpool"
+)
+
+// element is one element of a statement's arrays: count requests of the same cost for the same key.
+type element struct {
+	key         string
+	cost, count int64
+	decision    decision
+	first, last *call // who asked, if it was coalesced
+}
+
+// settings are those of a transaction of the limiter's own; nil leaves what the session has. One of the caller's keeps its own.
+type settings struct {
+	lockTimeout       *int32 // milliseconds
+	synchronousCommit *bool
+}
+
+// millis is a lock_timeout, which 0 would turn off.
+func millis(d time.Duration) *int32 {
+	ms := int32(min(max(d.Milliseconds(), 1), 1<<30))
+	return &ms
+}
+
+// decide has the database decide all elements in one statement, and fills in their decisions. Elements of the same key
+// are decided in their order. On an error nothing was taken, unless it is ErrOutcomeUnknown.
+func (l *Limiter) decide(ctx context.Context, db DBTX, elements []element, settings settings) error {
+	keys := make([]string, len(elements))
+	numbers := make([]int64, 2*len(elements))
+	costs, counts := numbers[:len(elements)], numbers[len(elements):]
+	for i := range elements {
+		keys[i], costs[i], counts[i] = elements[i].key, elements[i].cost, elements[i].count
+	}
+	var now *time.Time
+	if l.config.Test.Now != nil {
+		t := l.config.Test.Now()
+		now = &t
+	}
+	args := append([]any{l.config.Name, keys, costs, counts, l.config.Durable, settings.lockTimeout, settings.synchronousCommit, now}, l.numbers...)
+	return query(ctx, db, l.decideQL, args, func(rows pgx.Rows) error {
+		var ord int64
+		var retryAfter *int64
+		var d decision
+		if err := rows.Scan(&ord, &d.granted, &d.remaining, &retryAfter, &d.resetAfter, &d.decidedAt,
+			&d.state.count, &d.state.prevCount, &d.state.windowStart, &d.state.credit, &d.state.scale, &d.state.expiresAt); err != nil {
+			return err
+		}
+		d.retryAfter = never
+		if retryAfter != nil {
+			d.retryAfter = *retryAfter
+		}
+		elements[ord-1].decision = d
+		return nil
+	})
+}
+
+// result is what the i-th request of an element, from 1, is told: the first granted ones were allowed, one after the other.
+func (l *Limiter) result(e *element, i int64) Result {
+	d := &e.decision
+	r := Result{
+		Limit:      l.policy.limit(),
+		Remaining:  d.remaining,
+		ResetAfter: duration(d.resetAfter),
+		DecidedAt:  d.decidedAt,
+	}
+	switch {
+	case i <= d.granted:
+		after := (d.granted - i) * e.cost // taken by the requests behind it
+		r.Allowed = true
+		r.Remaining += after
+		r.ResetAfter = duration(l.policy.resetAfter(*d, after))
+	case d.retryAfter == 0: // a Peek
+		r.Allowed = true
+	default:
+		r.RetryAfter = duration(d.retryAfter)
+	}
+	return r
+}
+
+// query runs a statement, once more if it could not be sent, and translates the error.
+func query(ctx context.Context, db DBTX, sql string, args []any, scan func(pgx.Rows) error) error {
+	err := queryOnce(ctx, db, sql, args, scan)
+	if err != nil && pgconn.SafeToRetry(err) && ctx.Err() == nil {
+		err = queryOnce(ctx, db, sql, args, scan)
+	}
+	return err
+}
+
+func queryOnce(ctx context.Context, db DBTX, sql string, args []any, scan func(pgx.Rows) error) error {
+	if pool, ok := db.(*pgxpool.Pool); ok {
+		// Apart from the query, to know what was not sent.
+		conn, err := pool.Acquire(ctx)
+		if err != nil {
+			return storeError(err, false)
+		}
+		defer conn.Release()
+		db = conn
+	}
+	rows, err := db.Query(ctx, sql, args...)
+	if err != nil {
+		return storeError(err, true)
+	}
+	defer rows.Close()
+	for rows.Next() {
+		if err := scan(rows); err != nil {
+			return storeError(err, true)
+		}
+	}
+	// After the last row: in the extended protocol the commit comes after it, and may fail.
+	if err := rows.Err(); err != nil {
+		return storeError(err, true)
+	}
+	return nil
+}

@@ -1,0 +1,179 @@
+package ratelimit
+
+import (
+	"context"
+	"errors"
+	"sync"
+	"time"
+)
+
+// call is a caller that waits for a decision.
+type call struct {
+	key    string
+	cost   int64
+	since  time.Time     // when it was made
+	done   chan struct{} // gets one value, once result and err are set
+	result Result
+	err    error
+	next   *call // the next one of the same element
+}
+
+// calls are used again, but for those whose caller left before the decision: whoever decides still writes to them.
+var calls = sync.Pool{New: func() any { return &call{done: make(chan struct{}, 1)} }}
+
+// enqueue has a request decided: at once if fewer than MaxInFlight statements are under way, else with the next one.
+func (l *Limiter) enqueue(ctx context.Context, key string, cost int64) (Result, error) {
+	c := calls.Get().(*call)
+	c.key, c.cost, c.since, c.next = key, cost, time.Now(), nil
+
+	l.mu.Lock()
+	l.queue = append(l.queue, c)
+	leave := l.inFlight < l.config.MaxInFlight
+	if leave {
+		l.inFlight++
+	}
+	l.mu.Unlock()
+	if leave {
+		go l.fly()
+	}
+
+	select {
+	case <-c.done:
+		result, err := c.result, c.err
+		c.key, c.err = "", nil
+		calls.Put(c)
+		return result, err
+	case <-ctx.Done():
+		return Result{}, waitError(ctx.Err())
+	}
+}
+
+// fly sends one statement after the other until nobody waits. As many of it run as statements are in flight: at rest, none.
+func (l *Limiter) fly() {
+	var batch []*call
+	for {
+		l.mu.Lock()
+		batch = l.board(batch[:0])
+		if len(batch) == 0 {
+			l.inFlight--
+			l.queue = nil // or what a burst needed would stay
+			l.mu.Unlock()
+			return
+		}
+		l.mu.Unlock()
+		l.send(batch)
+		clear(batch)
+	}
+}
+
+// board moves the calls that leave next from the queue to batch: at most MaxBatch, first come, first served. Calls that
+// take and calls that look leave apart, because those that look need no lock.
+func (l *Limiter) board(batch []*call) []*call {
+	n := 0
+	for n < len(l.queue) && n < l.config.MaxBatch && (l.queue[n].cost == 0) == (l.queue[0].cost == 0) {
+		n++
+	}
+	if n == len(l.queue) {
+		batch, l.queue = l.queue, batch
+		return batch
+	}
+	batch = append(batch, l.queue[:n]...)
+	rest := copy(l.queue, l.queue[n:])
+	clear(l.queue[rest:])
+	l.queue = l.queue[:rest]
+	return batch
+}
+
+// send has a batch of calls decided in one statement, and tells each caller.
+func (l *Limiter) send(batch []*call) {
+	// The batch has the time that its oldest call still has. One that has next to none left would cost the others theirs.
+	now := time.Now()
+	for len(batch) > 0 && now.Sub(batch[0].since) > l.config.Timeout*9/10 {
+		batch[0].finish(Result{}, &StoreError{kinds: []error{ErrTimeout}, err: errNotAsked})
+		batch = batch[1:]
+	}
+	if len(batch) == 0 {
+		return
+	}
+	ctx, cancel := context.WithDeadline(context.Background(), batch[0].since.Add(l.config.Timeout))
+	defer cancel()
+
+	elements := group(batch)
+	err := l.decideAndRemember(ctx, elements, l.settings)
+	var store *StoreError
+	if len(elements) > 1 && errors.As(err, &store) && store.lockTimeout() {
+		// Somebody's transaction holds one of the rows, and nothing was taken. The other keys shall not suffer for it.
+		patience := l.settings
+		patience.lockTimeout = millis(l.config.Timeout / 50)
+		for i := range elements {
+			l.tell(&elements[i], l.decideAndRemember(ctx, elements[i:i+1], patience))
+		}
+		return
+	}
+	for i := range elements {
+		l.tell(&elements[i], err)
+	}
+}
+
+// decideAndRemember decides elements, and remembers the keys that were denied.
+func (l *Limiter) decideAndRemember(ctx context.Context, elements []element, settings settings) error {
+	if l.denials == nil {
+		return l.decide(ctx, l.db, elements, settings)
+	}
+	asked, resets := l.denials.local(), l.denials.resets.Load()
+	if err := l.decide(ctx, l.db, elements, settings); err != nil {
+		return err
+	}
+	told := l.denials.local()
+	for i := range elements {
+		if e := &elements[i]; e.cost > 0 && e.decision.granted < e.count {
+			l.denials.remember(e.key, denial{
+				state: e.decision.state, clock: e.decision.decidedAt.UnixMicro(), asked: asked, told: told,
+			}, resets)
+		}
+	}
+	return nil
+}
+
+// group makes elements of calls: those for the same key and of the same cost become one, unless one of another cost lies between
+// them, so that all calls for a key are decided in the order in which they came.
+func group(batch []*call) []element {
+	elements := make([]element, 0, len(batch))
+	var last map[string]int // the last element of a key
+	if len(batch) > 1 {
+		last = make(map[string]int, len(batch))
+	}
+	for _, c := range batch {
+		if i, ok := last[c.key]; ok && elements[i].cost == c.cost {
+			e := &elements[i]
+			e.count++
+			e.last.next = c
+			e.last = c
+			continue
+		}
+		if last != nil {
+			last[c.key] = len(elements)
+		}
+		elements = append(elements, element{key: c.key, cost: c.cost, count: 1, first: c, last: c})
+	}
+	return elements
+}
+
+// tell tells the callers of an element.
+func (l *Limiter) tell(e *element, err error) {
+	i := int64(1)
+	for c := e.first; c != nil; i++ {
+		next := c.next // before the caller goes on, and uses the call again
+		if err != nil {
+			c.finish(Result{}, err)
+		} else {
+			c.finish(l.result(e, i), nil)
+		}
+		c = next
+	}
+}
+
+func (c *call) finish(result Result, err error) {
+	c.result, c.err = result, err
+	c.done <- struct{}{}
+}

@@ -1,0 +1,128 @@
+package ratelimit
+
+import (
+	"hash/maphash"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"time"
+)
+
+// denials remembers, in this process, keys that the database has just denied, so that a client that keeps asking costs the
+// database nothing. It holds the state of the key's row and asks the policy's model about it: others can only have taken more
+// since, so what the model denies, the database would deny too, unless the key was reset in the meantime. For that, nothing is
+// remembered for longer than maxAge. Only denials are remembered: to forget one costs a query, never a grant.
+//
+// A denial lives in the young generation, then for as long in the old one, and is gone. Each generation holds at most
+// maxDenials keys of at most 512 bytes.
+type denials struct {
+	policy Policy
+	now    func() time.Time // replaces the clock; nil: none does
+	maxAge time.Duration
+	seed   maphash.Seed
+	begin  time.Time    // the local clock counts from here
+	resets atomic.Int64 // how often a key was reset
+	shards [denialShards]denialShard
+}
+
+const (
+	denialShards = 16
+	maxDenials   = 8192 // in each generation of all shards: with 512-byte keys, both need less than 16 MiB
+)
+
+type denialShard struct {
+	mu         sync.Mutex
+	young, old map[string]denial
+	born       time.Duration // when young was
+	_          [64]byte      // keeps the shards' mutexes on cache lines of their own
+}
+
+// denial is a key's state when it was denied. The database decided between asked and told, by the local clock.
+type denial struct {
+	state       state
+	clock       int64 // the database's, in microseconds, at the decision
+	asked, told time.Duration
+}
+
+func newDenials(policy Policy, maxAge time.Duration, now func() time.Time) *denials {
+	d := &denials{policy: policy, now: now, maxAge: maxAge, seed: maphash.MakeSeed(), begin: time.Now()}
+	if now != nil {
+		d.begin = now()
+	}
+	return d
+}
+
+// local is the local clock, monotonic, or the one that replaces all clocks.
+func (d *denials) local() time.Duration {
+	if d.now != nil {
+		return d.now().Sub(d.begin)
+	}
+	return time.Since(d.begin)
+}
+
+func (d *denials) shard(key string) *denialShard {
+	return &d.shards[maphash.String(d.seed, key)%denialShards]
+}
+
+// deny returns the denial of a request that the database would deny too, as far as this process knows.
+func (d *denials) deny(key string, n int64) (Result, bool) {
+	s := d.shard(key)
+	s.mu.Lock()
+	known, ok := s.young[key]
+	if !ok {
+		known, ok = s.old[key]
+	}
+	s.mu.Unlock()
+	if !ok {
+		return Result{}, false
+	}
+	now := d.local()
+	age := now - known.asked
+	if age < 0 || age >= d.maxAge {
+		return Result{}, false
+	}
+	// The database's clock is at most this, because it decided after it was asked. A denial that holds then, holds now.
+	latest := known.clock + micros(age) + 1
+	_, decided := d.policy.decide(known.state, latest, n)
+	if decided.granted > 0 {
+		return Result{}, false
+	}
+	// And at least this much earlier. Counting from there, nobody is told to retry too early.
+	uncertain := known.told - known.asked
+	return Result{
+		Limit:      d.policy.limit(),
+		Remaining:  decided.remaining,
+		RetryAfter: duration(decided.retryAfter) + uncertain,
+		ResetAfter: duration(decided.resetAfter) + uncertain,
+		DecidedAt:  time.UnixMicro(latest).Add(-uncertain),
+	}, true
+}
+
+// remember keeps the denial of a request that left when resets had the value since.
+func (d *denials) remember(key string, known denial, since int64) {
+	s := d.shard(key)
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if d.resets.Load() != since {
+		return // perhaps decided before a reset, and told after it
+	}
+	if known.told-s.born >= d.maxAge || known.told < s.born {
+		s.old, s.young, s.born = s.young, nil, known.told
+	}
+	if s.young == nil {
+		s.young = make(map[string]denial)
+	}
+	if len(s.young) < maxDenials/denialShards {
+		s.young[strings.Clone(key)] = known
+	}
+}
+
+// forget is called after a key was reset.
+func (d *denials) forget(key string) {
+	d.resets.Add(1)
+	s := d.shard(key)
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	delete(s.young, key)
+	delete(s.old, key)
+}

@@ -1,0 +1,18 @@
+// Package ratelimit keeps rate limits in the Postgres that an application already has.
+//
+// A [Limiter] has a name, a policy ([FixedWindow], [SlidingWindow] or [TokenBucket]) and a pool:
+//
+//	limiter, err := ratelimit.New(pool, ratelimit.Config{
+//		Name:   "login",
+//		Policy: ratelimit.SlidingWindow{Limit: 10, Window: time.Minute},
+//	})
+//	result, err := limiter.Allow(ctx, "user:123")
+//
+// Each decision is made inside Postgres, by a function that locks the row of the key, reads the database's clock,
+// decides, and updates the row only if the request is allowed. It is exact under any concurrency, over any number of
+// processes and whatever their clocks say, takes one round trip, and a denial takes nothing. Calls that come while others
+// are under way leave together, as one statement.
+//
+// The database has to be migrated first, see the package migrations; a command that shows all of this at work is
+// cmd/pgratelimit.
+package ratelimit

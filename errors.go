@@ -1,0 +1,148 @@
+package ratelimit
+
+import (
+	"context"
+	"errors"
+	"fmt"
+
+	"github.com/jackc/pgx/v5/pgconn"
+)
+
+// What can go wrong with a call; compare with [errors.Is]. A denial is none of them: it is a [Result].
+var (
+	// ErrInvalidKey is returned by every method that takes a key, for a key that is empty, longer than 512 bytes, not valid
+	// UTF-8, or that has a NUL byte. The error is a [*KeyError]; nothing was asked.
+	ErrInvalidKey = errors.New("ratelimit: invalid key")
+
+	// ErrInvalidCost is returned by AllowN and AllowNTx for a cost below 0. The error is a [*CostError]; nothing was asked.
+	ErrInvalidCost = errors.New("ratelimit: invalid cost")
+
+	// ErrCostExceedsLimit is returned by AllowN and AllowNTx for a cost above the policy's limit, which no waiting can make
+	// fit. The error is a [*CostError]; nothing was asked.
+	ErrCostExceedsLimit = errors.New("ratelimit: cost exceeds the limit")
+
+	// ErrNotMigrated: the tables or functions are not where the call looked for them. Run migrations.Up, or
+	// `goose -dir migrations postgres "$DATABASE_URL" up`; see [Config].Schema if they are in a schema of their own.
+	ErrNotMigrated = errors.New("the database is not migrated, or Config.Schema or search_path does not name the schema; " +
+		`run migrations.Up or 'goose -dir migrations postgres "$DATABASE_URL" up'`)
+
+	// ErrNotPermitted: the database role may not execute the functions. GRANT EXECUTE on them.
+	ErrNotPermitted = errors.New("the database role may not do this; GRANT USAGE on the schema, and EXECUTE on its rate_limit_ functions")
+
+	// ErrPreparedStatements: something between the pool and Postgres, PgBouncer in transaction mode most likely, does not keep
+	// prepared statements. Set default_query_exec_mode=exec in the connection string.
+	ErrPreparedStatements = errors.New("prepared statements are lost between the pool and Postgres, as by PgBouncer in transaction mode; " +
+		"set default_query_exec_mode=exec in the connection string")
+
+	// ErrUnavailable: the database could not be reached, is shutting down or starting up, refuses connections, or has ended the
+	// connection. Whether the call counted is not in doubt (it did not) unless the error is ErrOutcomeUnknown as well.
+	ErrUnavailable = errors.New("the database is unavailable")
+
+	// ErrReadOnly: the database accepts no writes, like a standby or a primary that was demoted. It is an ErrUnavailable too.
+	ErrReadOnly = errors.New("the database is read-only, like a standby or a demoted primary; connect to the primary, for example with target_session_attrs=read-write")
+
+	// ErrTimeout: the database did not decide within [Config].Timeout, because it is slow, or because somebody's
+	// transaction holds the key's row. It is an ErrOutcomeUnknown too if the request had been sent.
+	ErrTimeout = errors.New("the database did not decide within Config.Timeout")
+
+	// ErrOutcomeUnknown: the connection broke, or the time was up, after the request had been sent, so it may or may not have
+	// counted. The limiter never repeats such a call by itself.
+	ErrOutcomeUnknown = errors.New("the outcome is unknown; the request may or may not have counted")
+)
+
+// ConfigError says which field of a [Config] New has refused, and why.
+type ConfigError struct {
+	Field  string // as written in Go, such as "Policy.Limit"
+	Reason string // completes the sentence that Field begins
+}
+
+func (e *ConfigError) Error() string { return "ratelimit: Config." + e.Field + " " + e.Reason }
+
+// KeyError says what is wrong with a key, without the key, which may be personal data. It is an ErrInvalidKey.
+type KeyError struct{ Reason string }
+
+func (e *KeyError) Error() string        { return ErrInvalidKey.Error() + ": it " + e.Reason }
+func (e *KeyError) Is(target error) bool { return target == ErrInvalidKey }
+
+// CostError is a cost that cannot be asked for: below 0 (ErrInvalidCost), or above the limit (ErrCostExceedsLimit).
+type CostError struct{ Cost, Limit int64 }
+
+func (e *CostError) Error() string {
+	if e.Cost < 0 {
+		return fmt.Sprintf("%v: it is %d, and must be at least 0", ErrInvalidCost, e.Cost)
+	}
+	return fmt.Sprintf("%v: %d can never fit into %d; ask for less at once, or raise the limit", ErrCostExceedsLimit, e.Cost, e.Limit)
+}
+
+// Is tells which of the two it is.
+func (e *CostError) Is(target error) bool {
+	return target == ErrInvalidCost && e.Cost < 0 || target == ErrCostExceedsLimit && e.Cost > e.Limit
+}
+
+// StoreError is a failure of the database, or on the way to it. It is one or more of ErrNotMigrated, ErrNotPermitted,
+// ErrPreparedStatements, ErrUnavailable, ErrReadOnly, ErrTimeout and ErrOutcomeUnknown, and wraps the driver's error.
+type StoreError struct {
+	kinds []error
+	err   error
+}
+
+func (e *StoreError) Error() string {
+	text := "ratelimit: "
+	for _, kind := range e.kinds {
+		text += kind.Error() + ": "
+	}
+	return text + e.err.Error()
+}
+
+// Unwrap returns the kinds of the error and the driver's error, which may be a *pgconn.PgError.
+func (e *StoreError) Unwrap() []error { return append(e.kinds[:len(e.kinds):len(e.kinds)], e.err) }
+
+// lockTimeout tells whether the database gave up waiting for a row, so that nothing was taken.
+func (e *StoreError) lockTimeout() bool {
+	var pgErr *pgconn.PgError
+	return errors.As(e.err, &pgErr) && pgErr.Code == "55P03"
+}
+
+// errNotAsked is why a call that has waited too long in the process is given up.
+var errNotAsked = errors.New("the statements before this one took that long; it was not asked")
+
+// storeError translates an error of the driver. sent tells whether the request may have reached the database.
+func storeError(err error, sent bool) error {
+	var pgErr *pgconn.PgError
+	if errors.As(err, &pgErr) {
+		return &StoreError{kinds: sqlStateKinds(pgErr, sent), err: err}
+	}
+	kind := ErrUnavailable
+	if errors.Is(err, context.DeadlineExceeded) || pgconn.Timeout(err) {
+		kind = ErrTimeout
+	}
+	if sent && !pgconn.SafeToRetry(err) {
+		return &StoreError{kinds: []error{kind, ErrOutcomeUnknown}, err: err}
+	}
+	return &StoreError{kinds: []error{kind}, err: err}
+}
+
+// sqlStateKinds tells what the database means by an error.
+func sqlStateKinds(err *pgconn.PgError, sent bool) []error {
+	switch err.Code {
+	case "42P01", "42883", "3F000", "42704": // no such table, function, schema, type
+		return []error{ErrNotMigrated}
+	case "42501":
+		return []error{ErrNotPermitted}
+	case "26000", "42P05", "08P01": // no such prepared statement, one of that name already, protocol violation
+		return []error{ErrPreparedStatements}
+	case "25006":
+		return []error{ErrUnavailable, ErrReadOnly}
+	case "55P03", "57014": // lock_timeout; statement_timeout or a cancel request
+		return []error{ErrTimeout}
+	}
+	switch class := err.Code[:min(2, len(err.Code))]; {
+	case class == "08" || class == "53" || class == "58" || err.Code == "57P01" || err.Code == "57P02" || err.Code == "57P03":
+		// An ERROR has rolled the statement back. A FATAL or PANIC ends the connection, and may come after the commit.
+		if sent && err.Severity != "ERROR" {
+			return []error{ErrUnavailable, ErrOutcomeUnknown}
+		}
+		return []error{ErrUnavailable}
+	}
+	return nil
+}

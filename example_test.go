@@ -1,0 +1,94 @@
+package ratelimit_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/pgratelimit/ratelimit"
+)
+
+// 1,000 in each hour; the hour begins with a key's first request.
+func ExampleFixedWindow() {
+	var pool *pgxpool.Pool
+	limiter, err := ratelimit.New(pool, ratelimit.Config{
+		Name:   "reports",
+		Policy: ratelimit.FixedWindow{Limit: 1000, Window: time.Hour},
+	})
+	if err != nil {
+		log.Fatal(err)
+	}
+	result, err := limiter.Allow(context.Background(), "user:123")
+	fmt.Println(result.Allowed, err)
+}
+
+// 10 in any minute.
+func ExampleSlidingWindow() {
+	var pool *pgxpool.Pool
+	limiter, err := ratelimit.New(pool, ratelimit.Config{
+		Name:   "login",
+		Policy: ratelimit.SlidingWindow{Limit: 10, Window: time.Minute},
+	})
+	if err != nil {
+		log.Fatal(err)
+	}
+	result, err := limiter.Allow(context.Background(), "user:123")
+	fmt.Println(result.Allowed, err)
+}
+
+// Bursts of 20, and one every 2 seconds in the long run.
+func ExampleTokenBucket() {
+	var pool *pgxpool.Pool
+	limiter, err := ratelimit.New(pool, ratelimit.Config{
+		Name:   "api",
+		Policy: ratelimit.TokenBucket{Capacity: 20, Refill: 5, Every: 10 * time.Second},
+	})
+	if err != nil {
+		log.Fatal(err)
+	}
+	result, err := limiter.Allow(context.Background(), "user:123")
+	fmt.Println(result.Allowed, err)
+}
+
+// An order and the quota that it uses are kept together, or not at all.
+func ExampleLimiter_AllowTx() {
+	var (
+		ctx     context.Context
+		pool    *pgxpool.Pool
+		limiter *ratelimit.Limiter
+	)
+	errQuota := errors.New("no orders left today")
+	err := pgx.BeginFunc(ctx, pool, func(tx pgx.Tx) error {
+		if _, err := tx.Exec(ctx, `INSERT INTO orders (customer) VALUES ('acme')`); err != nil {
+			return err
+		}
+		// As late as possible: from here to the commit, others who ask for this key wait.
+		result, err := limiter.AllowTx(ctx, tx, "customer:acme")
+		if err == nil && !result.Allowed {
+			err = errQuota // rolls the order back
+		}
+		return err
+	})
+	if err != nil {
+		log.Print(err)
+	}
+}
+
+// A cost per request, as for an API that charges by the byte.
+func ExampleLimiter_AllowN() {
+	var limiter *ratelimit.Limiter
+	result, err := limiter.AllowN(context.Background(), "user:123", 1500)
+	switch {
+	case errors.Is(err, ratelimit.ErrCostExceedsLimit):
+		fmt.Println("too large, now and ever")
+	case err != nil:
+		fmt.Println("no decision:", err)
+	case !result.Allowed:
+		fmt.Println("retry after", result.RetryAfter)
+	}
+}

@@ -1,0 +1,385 @@
+package ratelimit
+
+import (
+	"context"
+	_ "embed"
+	"fmt"
+	"strings"
+	"sync"
+	"time"
+	"unicode/utf8"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/jackc/pgx/v5/pgxpool"
+)
+
+// DBTX is what a [Limiter] needs of a database. With a *pgxpool.Pool, the usual choice, a limiter coalesces concurrent calls;
+// with one connection or transaction (*pgxpool.Conn, *pgx.Conn, pgx.Tx) calls take turns on it.
+type DBTX interface {
+	Exec(ctx context.Context, sql string, args ...any) (pgconn.CommandTag, error)
+	Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error)
+	QueryRow(ctx context.Context, sql string, args ...any) pgx.Row
+}
+
+var (
+	_ DBTX = (*pgxpool.Pool)(nil)
+	_ DBTX = (*pgxpool.Conn)(nil)
+	_ DBTX = (*pgx.Conn)(nil)
+	_ DBTX = (pgx.Tx)(nil)
+)
+
+const (
+	maxNameLen = 128 // bytes
+	maxKeyLen  = 512 // bytes; with the name, a row never needs TOAST, nor an index entry more than a page can hold
+)
+
+// Config says what a [Limiter] limits. Name and Policy are required.
+type Config struct {
+	// Name keeps limiters apart that share a database: the same key of two names is two keys. 1 to 128 bytes of UTF-8
+	// without NUL. Limiters of one name, in any number of processes, share their keys.
+	Name string
+
+	// Policy is how much a key may take.
+	Policy Policy
+
+	// Durable keeps the limiter's rows in rate_limit_durable, which survives a crash of the server, for quotas and billing.
+	//
+	// Defaults to false: rate_limit_ephemeral, an unlogged table, which a crash empties (every key is as good as new then),
+	// for protection against abuse.
+	Durable bool
+
+	// SynchronousCommit makes a durable limiter's calls wait until the WAL is flushed, so that nothing that was allowed is
+	// forgotten in a crash. It does not concern the methods that take a transaction, which commits as its owner says.
+	//
+	// Defaults to false: a crash may forget what was allowed in the last three wal_writer_delays, 0.6 s as Postgres ships.
+	SynchronousCommit bool
+
+	// Schema is the schema that the migrations were applied in.
+	//
+	// Defaults to "": found through the connection's search_path.
+	Schema string
+
+	// Timeout is the budget of a call, from when it is made until the database has decided, at least 1 ms. A wait for
+	// a row that somebody's transaction holds is given up earlier, by the server too, after a quarter of it.
+	//
+	// Defaults to 1 second.
+	Timeout time.Duration
+
+	// MaxInFlight is how many statements the limiter has under way at once, and so how many of the pool's connections it uses
+	// at most (and one more for each Reset). Calls that come in the meantime leave together in the next statement.
+	//
+	// Defaults to 2.
+	MaxInFlight int
+
+	// MaxBatch is how many calls leave together in one statement at most.
+	//
+	// Defaults to 500.
+	MaxBatch int
+
+	// DenialMaxAge is how long a denial is remembered in this process. Until then, or until its RetryAfter if that comes
+	// first, requests of that cost or more are denied without asking the database. A key that is reset by this limiter is
+	// forgotten at once; if another process or a transaction resets it, that takes effect here within this time.
+	//
+	// Defaults to 1 second.
+	DenialMaxAge time.Duration
+
+	// NoDenialCache turns that off: every call asks the database.
+	//
+	// Defaults to false.
+	NoDenialCache bool
+
+	// Test is for tests of the application.
+	Test TestConfig
+}
+
+// TestConfig replaces parts of a limiter for tests.
+type TestConfig struct {
+	// Now replaces the database's clock. It is called once for each statement, possibly by several goroutines at once.
+	Now func() time.Time
+}
+
+func (c Config) withDefaults() Config {
+	if c.Timeout == 0 {
+		c.Timeout = time.Second
+	}
+	if c.MaxInFlight == 0 {
+		c.MaxInFlight = 2
+	}
+	if c.MaxBatch == 0 {
+		c.MaxBatch = 500
+	}
+	if c.DenialMaxAge == 0 {
+		c.DenialMaxAge = time.Second
+	}
+	return c
+}
+
+func (c Config) validate() error {
+	switch {
+	case c.Name == "":
+		return &ConfigError{Field: "Name", Reason: "is required: it keeps this limiter's keys apart from those of others"}
+	case len(c.Name) > maxNameLen || !utf8.ValidString(c.Name) || strings.ContainsRune(c.Name, 0):
+		return &ConfigError{Field: "Name", Reason: fmt.Sprintf("must be at most %d bytes of valid UTF-8 without NUL", maxNameLen)}
+	case c.Policy == nil:
+		return &ConfigError{Field: "Policy", Reason: "is required: a FixedWindow, SlidingWindow or TokenBucket"}
+	case c.SynchronousCommit && !c.Durable:
+		return &ConfigError{Field: "SynchronousCommit", Reason: "needs Durable: there is nothing to flush for an unlogged table"}
+	case !utf8.ValidString(c.Schema) || strings.ContainsRune(c.Schema, 0):
+		return &ConfigError{Field: "Schema", Reason: "must be valid UTF-8 without NUL"}
+	case c.Timeout < time.Millisecond:
+		return &ConfigError{Field: "Timeout", Reason: fmt.Sprintf("is %v, and must be at least 1ms", c.Timeout)}
+	case c.MaxInFlight < 1:
+		return &ConfigError{Field: "MaxInFlight", Reason: fmt.Sprintf("is %d, and must be at least 1", c.MaxInFlight)}
+	case c.MaxBatch < 1:
+		return &ConfigError{Field: "MaxBatch", Reason: fmt.Sprintf("is %d, and must be at least 1", c.MaxBatch)}
+	case c.DenialMaxAge < 0:
+		return &ConfigError{Field: "DenialMaxAge", Reason: fmt.Sprintf("is %v, and must not be negative; NoDenialCache turns the cache off", c.DenialMaxAge)}
+	}
+	return c.Policy.validate()
+}
+
+// Result is a decision. The zero Result denies.
+type Result struct {
+	// Allowed tells whether the request was allowed, and its cost taken. Of a Peek: whether a cost of 1 would be.
+	Allowed bool
+	// Limit is the policy's limit; of a bucket, its capacity.
+	Limit int64
+	// Remaining is the largest cost that would be allowed at the time of the decision and after it: 7 after taking 3 of 10.
+	Remaining int64
+	// RetryAfter is 0 if the request was allowed; else the time, from the decision, after which the same request is
+	// allowed if nobody else takes anything: exactly then, and not a microsecond earlier. With 10 a minute in a sliding
+	// window, all taken at 0 s, it is 61 s at 5 s.
+	RetryAfter time.Duration
+	// ResetAfter is the time, from the decision, after which the key is as good as new if nobody takes anything;
+	// 0 if it already is. In that example it is 115 s at 5 s: what was taken counts for two windows.
+	ResetAfter time.Duration
+	// DecidedAt is the database's clock at the decision, from which RetryAfter and ResetAfter count.
+	DecidedAt time.Time
+}
+
+// Limiter decides whether keys may go on. It is safe for concurrent use by any number of goroutines, needs no Close, and at
+// rest holds nothing but the denials of the last second: no goroutine, no timer, no connection.
+//
+// Allow asks for one request, AllowN for one of a cost, and Peek looks without taking. Each is one statement of its own
+// transaction, decided by the database's clock. AllowTx and AllowNTx take part in a transaction of the caller's instead.
+//
+// # Contexts
+//
+// A context ends only the caller's wait. The statement itself goes on within [Config].Timeout, and what was asked may
+// still count: a cancelled context would close the connection, and thousands of impatient clients would then cost the
+// application thousands of connections.
+type Limiter struct {
+	config   Config
+	policy   Policy
+	decideQL string
+	resetQL  string
+	numbers  []any
+	settings settings // of statements on db; in a caller's transaction, none
+
+	denials *denials // nil: none are remembered
+
+	db     DBTX
+	single sync.Mutex // held during a call, if db is one connection; see shared
+	shared bool       // whether db can be used by several goroutines at once
+
+	mu       sync.Mutex
+	queue    []*call
+	inFlight int
+}
+
+//go:embed sql/call/reset.sql
+var resetStatement string
+
+// New returns a limiter that keeps its rows in the database behind db. It asks nothing of the database, starts nothing,
+// and needs no Close. It returns a *ConfigError for a configuration that cannot work.
+func New(db DBTX, config Config) (*Limiter, error) {
+	if db == nil {
+		return nil, &ConfigError{Field: "db", Reason: "is nil, and must be a *pgxpool.Pool, a connection or a transaction"}
+	}
+	config = config.withDefaults()
+	if err := config.validate(); err != nil {
+		return nil, err
+	}
+	l := &Limiter{
+		config:   config,
+		policy:   config.Policy,
+		decideQL: qualify(config.Policy.statement(), config.Schema),
+		resetQL:  qualify(resetStatement, config.Schema),
+		numbers:  config.Policy.numbers(),
+		db:       db,
+	}
+	switch db.(type) {
+	case *pgx.Conn, *pgxpool.Conn, pgx.Tx:
+	default:
+		l.shared = true
+		if !config.NoDenialCache {
+			l.denials = newDenials(config.Policy, config.DenialMaxAge, config.Test.Now)
+		}
+		// Below the client's budget, so that a wait that the client has given up ends on the server too.
+		l.settings.lockTimeout = millis(config.Timeout / 4)
+		if config.Durable {
+			l.settings.synchronousCommit = &config.SynchronousCommit
+		}
+	}
+	return l, nil
+}
+
+// qualify names the schema in a statement whose function names all begin with rate_limit_.
+func qualify(statement, schema string) string {
+	if schema == "" {
+		return statement
+	}
+	return strings.ReplaceAll(statement, "rate_limit_", pgx.Identifier{schema}.Sanitize()+".rate_limit_")
+}
+
+// Allow takes 1 from key's limit if that fits, and tells whether it did.
+//
+// Errors: a [*KeyError]; the context's error, if that ends first (the request may still count); else a [*StoreError].
+func (l *Limiter) Allow(ctx context.Context, key string) (Result, error) {
+	return l.allow(ctx, key, 1)
+}
+
+// AllowN takes n from key's limit if that fits, or nothing. With n = 0 it is Peek. Errors: as Allow, and a [*CostError]
+// for n below 0 or above the policy's limit.
+func (l *Limiter) AllowN(ctx context.Context, key string, n int64) (Result, error) {
+	return l.allow(ctx, key, n)
+}
+
+// AllowTx is Allow within the caller's transaction: what it takes is kept if tx commits, and given back if tx rolls back.
+//
+// From a request that is allowed until tx ends, everybody else who asks for this key waits for tx (and is told
+// [ErrTimeout] after a quarter of their Timeout). So ask late in the transaction, and never for a key that many share;
+// where the work need not decide over the quota, Allow before the transaction is the better choice.
+//
+// A denial leaves tx as it was, and so does an error found before the database was asked; an error of the database aborts
+// tx, as any does. The context is looked at only before the statement is sent, because interrupting it would
+// break tx. At the isolation levels REPEATABLE READ and SERIALIZABLE the database may refuse with SQLSTATE 40001, which says
+// to try the whole transaction again.
+func (l *Limiter) AllowTx(ctx context.Context, tx pgx.Tx, key string) (Result, error) {
+	return l.allowTx(ctx, tx, key, 1)
+}
+
+// AllowNTx is AllowN within the caller's transaction; see AllowTx.
+func (l *Limiter) AllowNTx(ctx context.Context, tx pgx.Tx, key string, n int64) (Result, error) {
+	return l.allowTx(ctx, tx, key, n)
+}
+
+// Peek tells what Allow would, and takes nothing: Allowed says whether a cost of 1 would fit. It locks no row and waits for
+// none, so it does not see what transactions under way are about to take. Errors: as Allow.
+func (l *Limiter) Peek(ctx context.Context, key string) (Result, error) {
+	return l.allow(ctx, key, 0)
+}
+
+// Reset makes key as good as new. Errors: as Allow.
+func (l *Limiter) Reset(ctx context.Context, key string) error {
+	if err := validateKey(key); err != nil {
+		return err
+	}
+	if !l.shared {
+		l.single.Lock()
+		defer l.single.Unlock()
+		return l.reset(ctx, l.db, key, l.settings)
+	}
+	if err := ctx.Err(); err != nil {
+		return waitError(err)
+	}
+	done := make(chan error, 1)
+	go func() { done <- l.reset(ctx, l.db, key, l.settings) }()
+	select {
+	case err := <-done:
+		return err
+	case <-ctx.Done():
+		return waitError(ctx.Err())
+	}
+}
+
+// ResetTx is Reset within the caller's transaction; see AllowTx.
+func (l *Limiter) ResetTx(ctx context.Context, tx pgx.Tx, key string) error {
+	if err := validateKey(key); err != nil {
+		return err
+	}
+	return l.reset(ctx, tx, key, settings{})
+}
+
+func (l *Limiter) reset(ctx context.Context, db DBTX, key string, settings settings) error {
+	if err := ctx.Err(); err != nil {
+		return waitError(err)
+	}
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), l.config.Timeout)
+	defer cancel()
+	args := []any{l.config.Name, key, l.config.Durable, settings.lockTimeout, settings.synchronousCommit}
+	err := query(ctx, db, l.resetQL, args, func(pgx.Rows) error { return nil })
+	if l.denials != nil {
+		l.denials.forget(key) // also after an error: it may have been reset
+	}
+	return err
+}
+
+func (l *Limiter) allow(ctx context.Context, key string, n int64) (Result, error) {
+	if err := l.validate(key, n); err != nil {
+		return Result{}, err
+	}
+	if err := ctx.Err(); err != nil {
+		return Result{}, waitError(err)
+	}
+	if !l.shared {
+		l.single.Lock()
+		defer l.single.Unlock()
+		return l.allowOne(ctx, l.db, key, n, l.settings)
+	}
+	if l.denials != nil && n > 0 {
+		if result, ok := l.denials.deny(key, n); ok {
+			return result, nil
+		}
+	}
+	return l.enqueue(ctx, key, n)
+}
+
+func (l *Limiter) allowTx(ctx context.Context, tx pgx.Tx, key string, n int64) (Result, error) {
+	if err := l.validate(key, n); err != nil {
+		return Result{}, err
+	}
+	return l.allowOne(ctx, tx, key, n, settings{})
+}
+
+// allowOne decides one request on one connection, and does not return before the connection is free again.
+func (l *Limiter) allowOne(ctx context.Context, db DBTX, key string, n int64, settings settings) (Result, error) {
+	if err := ctx.Err(); err != nil {
+		return Result{}, waitError(err)
+	}
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), l.config.Timeout)
+	defer cancel()
+	elements := []element{{key: key, cost: n, count: 1}}
+	if err := l.decide(ctx, db, elements, settings); err != nil {
+		return Result{}, err
+	}
+	return l.result(&elements[0], 1), nil
+}
+
+func (l *Limiter) validate(key string, n int64) error {
+	if err := validateKey(key); err != nil {
+		return err
+	}
+	if limit := l.policy.limit(); n < 0 || n > limit {
+		return &CostError{Cost: n, Limit: limit}
+	}
+	return nil
+}
+
+func validateKey(key string) error {
+	switch {
+	case key == "":
+		return &KeyError{Reason: "is empty, and needs at least 1 byte"}
+	case len(key) > maxKeyLen:
+		return &KeyError{Reason: fmt.Sprintf("has %d bytes, and may have at most %d; hash long keys", len(key), maxKeyLen)}
+	case strings.IndexByte(key, 0) >= 0:
+		return &KeyError{Reason: "contains a NUL byte, which Postgres cannot store"}
+	case !utf8.ValidString(key):
+		return &KeyError{Reason: "is not valid UTF-8; encode binary keys, for example in base64"}
+	}
+	return nil
+}
+
+// waitError is what a caller gets whose context has ended.
+func waitError(err error) error { return fmt.Errorf("ratelimit: gave up waiting: %w", err) }
