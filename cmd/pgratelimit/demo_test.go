@@ -1,0 +1,301 @@
+package main
+
+import (
+	"bufio"
+	"bytes"
+	"encoding/json"
+	"io"
+	"net"
+	"net/http"
+	"net/url"
+	"os"
+	"os/exec"
+	"regexp"
+	"strconv"
+	"strings"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit/internal/pgtest"
+)
+
+func TestDemoInADatabaseOfSomebody(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.Empty(t)
+	_, err := db.Pool.Exec(t.Context(), "CREATE TABLE rate_limit_ephemeral AS SELECT 'is the application''s' AS note")
+	require.NoError(t, err)
+	before := objects(t, db)
+
+	var out bytes.Buffer
+	require.NoError(t, runDemo(t.Context(), &out, demoOptions{databaseURL: db.URL}))
+	requireStory(t, out.String())
+	require.Regexp(t, `a schema of its own, pgratelimit_demo_\w{8}, `, out.String())
+	require.Contains(t, out.String(), "SELECT * FROM pgratelimit_demo_")
+	require.Equal(t, before, objects(t, db))
+}
+
+func TestDemoOnAServerOfItsOwn(t *testing.T) {
+	t.Parallel()
+
+	cmd := command(t, "", "demo")
+	tempDir := openTempDir(t, cmd)
+	out, err := cmd.Output()
+	require.NoError(t, err)
+	requireStory(t, string(out))
+	requireServerGone(t, string(out), tempDir)
+}
+
+func TestServeAndInterrupt(t *testing.T) {
+	t.Parallel()
+
+	cmd := command(t, "", "demo", "--serve")
+	tempDir := openTempDir(t, cmd)
+	process := start(t, cmd)
+	process.readTo("psql 'postgres")
+
+	address := find(t, `curl .* (http://\S+)`, process.out.String())
+	response, err := http.PostForm(address, url.Values{"url": {"https://go.dev/"}})
+	require.NoError(t, err)
+	defer response.Body.Close()
+	require.Equal(t, http.StatusCreated, response.StatusCode)
+	require.Equal(t, "9", response.Header.Get("X-RateLimit-Remaining"))
+	var body struct{ Short, URL string }
+	require.NoError(t, json.NewDecoder(response.Body).Decode(&body))
+	require.Equal(t, "https://go.dev/", body.URL)
+	require.Equal(t, response.Header.Get("Location"), body.Short)
+
+	require.NoError(t, process.interrupt())
+	require.Empty(t, process.stderr.String())
+	requireStory(t, process.out.String())
+	requireServerGone(t, process.out.String(), tempDir)
+	_, err = http.PostForm(address, nil) //nolint:bodyclose // there is none
+	require.Error(t, err, "the web server still answers")
+}
+
+func TestInterruptAtAnyTime(t *testing.T) {
+	t.Parallel()
+
+	for _, moment := range []string{"1.", "   PostgreSQL", "   The demo works in a schema", "2.", " 3  201", "15  429", "   12:00:00", "5.", "6."} {
+		t.Run(strings.TrimSpace(moment), func(t *testing.T) {
+			t.Parallel()
+
+			db := pgtest.Empty(t)
+			before := objects(t, db)
+			process := start(t, command(t, db.URL, "demo", "--serve"))
+			process.readTo(moment)
+			if err := process.interrupt(); err != nil {
+				var exit *exec.ExitError
+				require.ErrorAs(t, err, &exit)
+				require.Equal(t, 1, exit.ExitCode())
+				require.Equal(t, "pgratelimit demo: interrupted\n", process.stderr.String())
+			} else { // it was quicker
+				require.Contains(t, process.out.String(), "\n6. ")
+				require.Empty(t, process.stderr.String())
+			}
+			require.Equal(t, before, objects(t, db))
+		})
+	}
+}
+
+func TestInterruptWhileTheServerStarts(t *testing.T) {
+	t.Parallel()
+
+	cmd := command(t, "", "demo")
+	tempDir := openTempDir(t, cmd)
+	process := start(t, cmd)
+	process.readTo("1.")
+	require.Error(t, process.interrupt())
+	require.Equal(t, "pgratelimit demo: interrupted\n", process.stderr.String())
+	requireEmpty(t, tempDir)
+}
+
+// A reader like head closes the pipe, and the next write of a program that does not expect it is its last.
+func TestReaderLeaves(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.Empty(t)
+	before := objects(t, db)
+	process := start(t, command(t, db.URL, "demo", "--serve"))
+	process.readTo("   The demo works in a schema")
+	require.NoError(t, process.stdout.Close())
+	require.Error(t, process.cmd.Wait())
+	require.Contains(t, process.stderr.String(), "broken pipe")
+	require.Equal(t, before, objects(t, db))
+}
+
+func TestUnreachableDatabase(t *testing.T) {
+	t.Parallel()
+
+	listener, err := net.Listen("tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	require.NoError(t, listener.Close()) // nobody listens there now
+
+	_, err = command(t, "postgres://me:secret@"+listener.Addr().String()+"/app", "demo").Output()
+	var exit *exec.ExitError
+	require.ErrorAs(t, err, &exit)
+	require.Equal(t, 1, exit.ExitCode())
+	stderr := string(exit.Stderr)
+	require.Regexp(t, `^pgratelimit demo: DATABASE_URL: .*refused.*\n$`, stderr)
+	require.Equal(t, 1, strings.Count(stderr, "\n"))
+	require.NotContains(t, stderr, "secret")
+}
+
+func TestDatabaseThatIsNotOurs(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.Empty(t)
+	_, err := db.Pool.Exec(t.Context(), `DO $$ BEGIN EXECUTE format('ALTER DATABASE %I SET default_transaction_read_only = on', current_database()); END $$`)
+	require.NoError(t, err)
+
+	var out bytes.Buffer
+	err = runDemo(t.Context(), &out, demoOptions{databaseURL: db.URL})
+	require.ErrorContains(t, err, "make a schema in the database of DATABASE_URL")
+	require.ErrorContains(t, err, "SQLSTATE 25006")
+}
+
+// The demo must fail if what it shows is not what it claims.
+func TestAnswersAreChecked(t *testing.T) {
+	t.Parallel()
+
+	require.NoError(t, answer{"201 Created", "9", ""}.check(1))
+	require.NoError(t, answer{"201 Created", "0", ""}.check(10))
+	require.NoError(t, answer{"429 Too Many Requests", "0", "66"}.check(11))
+
+	require.Error(t, answer{"201 Created", "8", ""}.check(1))
+	require.Error(t, answer{"429 Too Many Requests", "0", "66"}.check(10))
+	require.Error(t, answer{"503 Service Unavailable", "", ""}.check(1))
+	require.Error(t, answer{"201 Created", "0", ""}.check(11))
+	require.Error(t, answer{"429 Too Many Requests", "0", ""}.check(11))
+	require.Error(t, answer{"429 Too Many Requests", "0", "0"}.check(11))
+	require.Error(t, answer{"429 Too Many Requests", "0", "67"}.check(11))
+}
+
+func TestRecordLooksAsInPsql(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.Empty(t)
+	record, err := queryRecord(t.Context(), db.Pool, "SELECT 'shorten' AS prefix, 10 AS count, 1.5::float8 AS window_start")
+	require.NoError(t, err)
+	require.Equal(t, ""+
+		"-[ RECORD 1 ]+--------\n"+
+		"prefix       | shorten\n"+
+		"count        | 10\n"+
+		"window_start | 1.5\n", record.String())
+}
+
+// requireStory looks for what the demo promises to show.
+func requireStory(t *testing.T, out string) {
+	t.Helper()
+	created := regexp.MustCompile(`(?m)^ ?\d+  201 Created            remaining \d$`).FindAllString(out, -1)
+	require.Len(t, created, 10)
+	denied := regexp.MustCompile(`(?m)^\d+  429 Too Many Requests  remaining 0  Retry-After (\d+)s$`).FindAllStringSubmatch(out, -1)
+	require.Len(t, denied, 5)
+	for _, match := range denied {
+		seconds, err := strconv.Atoi(match[1])
+		require.NoError(t, err)
+		require.GreaterOrEqual(t, seconds, 1)
+		require.LessOrEqual(t, seconds, 66)
+	}
+	require.Regexp(t, `(?m)^   total +20 +20 +10$`, out)
+	require.Regexp(t, `(?m)^key          \| 127\.0\.0\.1$`, out)
+	require.Regexp(t, `(?m)^count        \| 10$`, out)
+	require.Regexp(t, `(?m)^window_start \| \d{4}-\d\d-\d\d \d\d:\d\d:\d\d`, out)
+	require.NotContains(t, out, "\x1b", "no colours")
+}
+
+func requireServerGone(t *testing.T, out, tempDir string) {
+	t.Helper()
+	address := find(t, `started on (\S+)`, out)
+	_, err := net.Dial("tcp", address)
+	require.Error(t, err, "Postgres still answers")
+	requireEmpty(t, tempDir)
+}
+
+func requireEmpty(t *testing.T, dir string) {
+	t.Helper()
+	entries, err := os.ReadDir(dir)
+	require.NoError(t, err)
+	require.Empty(t, entries)
+}
+
+// objects lists what is in a database.
+func objects(t *testing.T, db *pgtest.DB) (list []string) {
+	t.Helper()
+	require.NoError(t, db.Pool.QueryRow(t.Context(), `
+		SELECT array_agg(object ORDER BY object)
+		FROM (
+			SELECT 'schema ' || nspname AS object FROM pg_namespace
+			UNION ALL SELECT 'relation ' || oid || ' ' || relname FROM pg_class
+			UNION ALL SELECT 'function ' || oid || ' ' || proname FROM pg_proc
+			UNION ALL SELECT 'type ' || oid || ' ' || typname FROM pg_type
+		) AS objects`).Scan(&list))
+	return list
+}
+
+// openTempDir gives a process a folder for temporary files that the user of the server can reach as well.
+func openTempDir(t *testing.T, cmd *exec.Cmd) string {
+	t.Helper()
+	dir, err := os.MkdirTemp("", "pgratelimit-test-") //nolint:usetesting // t.TempDir is closed to other users
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, os.RemoveAll(dir)) })
+	require.NoError(t, os.Chmod(dir, 0o777))
+	cmd.Env = append(cmd.Env, "TMPDIR="+dir)
+	return dir
+}
+
+func find(t *testing.T, pattern, text string) string {
+	t.Helper()
+	match := regexp.MustCompile(pattern).FindStringSubmatch(text)
+	require.NotNil(t, match, "%s in %s", pattern, text)
+	return match[1]
+}
+
+// process is a command that runs.
+type process struct {
+	t      *testing.T
+	cmd    *exec.Cmd
+	stdout io.ReadCloser
+	lines  *bufio.Reader
+	out    strings.Builder // what has been read of stdout
+	stderr bytes.Buffer
+}
+
+func start(t *testing.T, cmd *exec.Cmd) *process {
+	t.Helper()
+	stdout, err := cmd.StdoutPipe()
+	require.NoError(t, err)
+	p := &process{t: t, cmd: cmd, stdout: stdout, lines: bufio.NewReader(stdout)}
+	cmd.Stderr = &p.stderr
+	cmd.Cancel = func() error { return cmd.Process.Signal(os.Interrupt) } // if the test fails, so that it cleans up
+	require.NoError(t, cmd.Start())
+	t.Cleanup(func() {
+		if err := cmd.Wait(); err != nil && t.Failed() {
+			t.Logf("the process: %v\n%s\n%s", err, p.out.String(), p.stderr.String())
+		}
+	})
+	return p
+}
+
+// readTo reads up to a line that begins with prefix.
+func (p *process) readTo(prefix string) {
+	p.t.Helper()
+	for {
+		line, err := p.lines.ReadString('\n')
+		p.out.WriteString(line)
+		require.NoError(p.t, err, "no line begins with %q", prefix)
+		if strings.HasPrefix(line, prefix) {
+			return
+		}
+	}
+}
+
+// interrupt is Ctrl-C. It returns when the process has ended.
+func (p *process) interrupt() error {
+	p.t.Helper()
+	require.NoError(p.t, p.cmd.Process.Signal(os.Interrupt))
+	_, err := io.Copy(&p.out, p.lines)
+	require.NoError(p.t, err)
+	return p.cmd.Wait()
+}
