@@ -20,6 +20,24 @@ CREATE TYPE rate_limit_row AS (
     expires_at bigint    -- 0, long past: there is no row, or another algorithm wrote it
 );
 
+-- What the algorithms return for each element of a request.
+CREATE TYPE rate_limit_decision AS (
+    ord bigint,             -- the element's place in the request, from 1
+    granted bigint,         -- how many of the asked requests were granted
+    remaining bigint,       -- the largest cost that would be granted next
+    retry_after_us bigint,  -- microseconds until the others can be granted; 0: all were; NULL: never
+    reset_after_us bigint,  -- microseconds until the key is as good as new
+    decided_at timestamptz, -- the database's clock at the decision, from which both count
+    count bigint,           -- and the key's state then, as in the table
+    prev_count bigint,
+    window_start bigint,
+    credit bigint,
+    scale bigint,
+    expires_at bigint
+);
+
+COMMENT ON TYPE rate_limit_decision IS 'What the rate_limit_ functions decided for one key; their comments explain it.';
+
 -- rate_limit_lock locks the rows of all asked keys in key order, makes those that are missing, and returns all elements
 -- ordered by key and then by place. Arguments as the algorithms take them, and:
 --
@@ -53,19 +71,35 @@ DECLARE
     missing boolean;
     ignored text;
 BEGIN
-    IF (octet_length(name) BETWEEN 1 AND 128 AND cardinality(keys) > 0) IS NOT TRUE THEN
-        RAISE EXCEPTION 'rate_limit: a name of 1 to 128 bytes and at least one key are required'
-            USING ERRCODE = 'invalid_parameter_value';
+    IF (octet_length(name) BETWEEN 1 AND 128 AND cardinality(keys) > 0
+            AND coalesce(cardinality(costs) = cardinality(keys), true) AND coalesce(cardinality(counts) = cardinality(keys), true)) IS NOT TRUE THEN
+        RAISE EXCEPTION 'rate_limit: a name of 1 to 128 bytes is needed, and as many costs and counts as keys'
+            USING ERRCODE = 'invalid_parameter_value', HINT = 'NULL instead of costs or of counts means 1 for each key.';
     END IF;
-    IF cardinality(costs) <> cardinality(keys) OR cardinality(counts) <> cardinality(keys) THEN
-        RAISE EXCEPTION 'rate_limit: % keys, but % costs and % counts', cardinality(keys), cardinality(costs), cardinality(counts)
-            USING ERRCODE = 'invalid_parameter_value', HINT = 'Give one of each for each key, or NULL for 1 each.';
-    END IF;
-    IF lock_timeout_ms IS NOT NULL THEN
-        ignored := set_config('lock_timeout', lock_timeout_ms::text, true);
-    END IF;
-    IF synchronous_commit IS NOT NULL THEN
-        ignored := set_config('synchronous_commit', CASE WHEN synchronous_commit THEN 'on' ELSE 'off' END, true);
+    ignored := concat(
+        CASE WHEN lock_timeout_ms IS NOT NULL THEN set_config('lock_timeout', lock_timeout_ms::text, true) END,
+        CASE WHEN synchronous_commit IS NOT NULL THEN set_config('synchronous_commit', synchronous_commit::text, true) END);
+
+    -- One key, whose row exists: most calls of an application that is not under load, and worth the 35 µs that this saves.
+    IF cardinality(keys) = 1 AND coalesce(costs[1], 1) BETWEEN 1 AND max_cost AND coalesce(counts[1], 1) >= 1 THEN
+        IF durable THEN
+            SELECT 1, coalesce(costs[1], 1), coalesce(counts[1], 1), d.ctid, d.count, d.prev_count, d.window_start, d.credit, d.scale,
+                CASE WHEN d.algorithm = algorithm THEN d.expires_at ELSE 0 END
+            INTO r
+            FROM rate_limit_durable AS d
+            WHERE d.prefix = name AND d.key = keys[1]
+            FOR UPDATE;
+        ELSE
+            SELECT 1, coalesce(costs[1], 1), coalesce(counts[1], 1), d.ctid, d.count, d.prev_count, d.window_start, d.credit, d.scale,
+                CASE WHEN d.algorithm = algorithm THEN d.expires_at ELSE 0 END
+            INTO r
+            FROM rate_limit_ephemeral AS d
+            WHERE d.prefix = name AND d.key = keys[1]
+            FOR UPDATE;
+        END IF;
+        IF found THEN
+            RETURN ARRAY[r];
+        END IF;
     END IF;
 
     FOR attempt IN 1 .. 3 LOOP
@@ -172,20 +206,35 @@ RETURNS void
 LANGUAGE plpgsql
 AS $$
 #variable_conflict use_variable
+DECLARE
+    w rate_limit_row;
 BEGIN
+    IF cardinality(new_rows) = 1 THEN
+        w := new_rows[1];
+        IF durable THEN
+            UPDATE rate_limit_durable AS d
+            SET algorithm = algorithm, count = w.count, prev_count = w.prev_count, window_start = w.window_start,
+                credit = w.credit, scale = w.scale, expires_at = w.expires_at
+            WHERE d.ctid = w.tid;
+        ELSE
+            UPDATE rate_limit_ephemeral AS d
+            SET algorithm = algorithm, count = w.count, prev_count = w.prev_count, window_start = w.window_start,
+                credit = w.credit, scale = w.scale, expires_at = w.expires_at
+            WHERE d.ctid = w.tid;
+        END IF;
     -- LIMIT by a subquery lets the planner expect few rows, so that it always fetches them by tid and never scans.
-    IF durable THEN
+    ELSIF durable THEN
         UPDATE rate_limit_durable AS d
-        SET algorithm = algorithm, count = w.count, prev_count = w.prev_count, window_start = w.window_start,
-            credit = w.credit, scale = w.scale, expires_at = w.expires_at
-        FROM (SELECT * FROM unnest((SELECT new_rows)) LIMIT (SELECT cardinality(new_rows))) AS w
-        WHERE d.ctid = w.tid;
+        SET algorithm = algorithm, count = n.count, prev_count = n.prev_count, window_start = n.window_start,
+            credit = n.credit, scale = n.scale, expires_at = n.expires_at
+        FROM (SELECT * FROM unnest((SELECT new_rows)) LIMIT (SELECT cardinality(new_rows))) AS n
+        WHERE d.ctid = n.tid;
     ELSE
         UPDATE rate_limit_ephemeral AS d
-        SET algorithm = algorithm, count = w.count, prev_count = w.prev_count, window_start = w.window_start,
-            credit = w.credit, scale = w.scale, expires_at = w.expires_at
-        FROM (SELECT * FROM unnest((SELECT new_rows)) LIMIT (SELECT cardinality(new_rows))) AS w
-        WHERE d.ctid = w.tid;
+        SET algorithm = algorithm, count = n.count, prev_count = n.prev_count, window_start = n.window_start,
+            credit = n.credit, scale = n.scale, expires_at = n.expires_at
+        FROM (SELECT * FROM unnest((SELECT new_rows)) LIMIT (SELECT cardinality(new_rows))) AS n
+        WHERE d.ctid = n.tid;
     END IF;
 END
 $$;
@@ -217,20 +266,7 @@ CREATE FUNCTION rate_limit_fixed_window(
     synchronous_commit boolean DEFAULT NULL,
     now timestamptz DEFAULT NULL
 )
-RETURNS TABLE (
-    ord bigint,
-    granted bigint,
-    remaining bigint,
-    retry_after_us bigint,
-    reset_after_us bigint,
-    decided_at timestamptz,
-    count bigint,
-    prev_count bigint,
-    window_start bigint,
-    credit bigint,
-    scale bigint,
-    expires_at bigint
-)
+RETURNS SETOF rate_limit_decision
 LANGUAGE plpgsql
 SECURITY DEFINER
 SET enable_seqscan = off -- a plan must not depend on how small the table was when it was made
@@ -245,6 +281,11 @@ DECLARE
     clock bigint;      -- the database's clock
     t bigint;          -- the time of the decision: the clock, or the row's own time where that lies ahead of it
     moved boolean;     -- the clock has jumped back, and the row with it
+    decided_at timestamptz;
+    granted bigint;
+    remaining bigint;
+    retry_after_us bigint;
+    reset_after_us bigint;
     ends bigint;       -- when the current window ends
 BEGIN
     IF (max_count >= 1 AND window_us BETWEEN 1 AND 2251799813685248 AND max_count <= 4611686018427387904 / window_us) IS NOT TRUE THEN
@@ -291,14 +332,8 @@ BEGIN
             WHEN r.cost <= max_count THEN ends - clock
         END;
         reset_after_us := CASE WHEN s.count > 0 THEN ends - clock ELSE 0 END;
-        ord := r.ord;
-        count := s.count;
-        prev_count := s.prev_count;
-        window_start := s.window_start;
-        credit := s.credit;
-        scale := s.scale;
-        expires_at := s.expires_at;
-        RETURN NEXT;
+        RETURN NEXT ROW(r.ord, granted, remaining, retry_after_us, reset_after_us, decided_at,
+            s.count, s.prev_count, s.window_start, s.credit, s.scale, s.expires_at);
 
         -- A denial writes nothing, but for a row that the clock has left behind: unwritten, it would deny for ever.
         IF granted > 0 OR (moved AND r.cost BETWEEN 1 AND max_count) THEN
@@ -348,20 +383,7 @@ CREATE FUNCTION rate_limit_sliding_window(
     synchronous_commit boolean DEFAULT NULL,
     now timestamptz DEFAULT NULL
 )
-RETURNS TABLE (
-    ord bigint,
-    granted bigint,
-    remaining bigint,
-    retry_after_us bigint,
-    reset_after_us bigint,
-    decided_at timestamptz,
-    count bigint,
-    prev_count bigint,
-    window_start bigint,
-    credit bigint,
-    scale bigint,
-    expires_at bigint
-)
+RETURNS SETOF rate_limit_decision
 LANGUAGE plpgsql
 SECURITY DEFINER
 SET enable_seqscan = off -- a plan must not depend on how small the table was when it was made
@@ -376,6 +398,11 @@ DECLARE
     clock bigint;      -- the database's clock
     t bigint;          -- the time of the decision: the clock, or the row's own time where that lies ahead of it
     moved boolean;     -- the clock has jumped back, and the row with it
+    decided_at timestamptz;
+    granted bigint;
+    remaining bigint;
+    retry_after_us bigint;
+    reset_after_us bigint;
     rest bigint;       -- how long the current window still lasts: as long as the sliding window covers of the one before
     weight bigint;     -- prev_count × rest / window_us, rounded up: what the window before still weighs
     ask bigint;
@@ -452,14 +479,8 @@ BEGIN
             WHEN s.prev_count > 0 THEN least(s.window_start + window_us, s.expires_at) - clock
             ELSE 0
         END;
-        ord := r.ord;
-        count := s.count;
-        prev_count := s.prev_count;
-        window_start := s.window_start;
-        credit := s.credit;
-        scale := s.scale;
-        expires_at := s.expires_at;
-        RETURN NEXT;
+        RETURN NEXT ROW(r.ord, granted, remaining, retry_after_us, reset_after_us, decided_at,
+            s.count, s.prev_count, s.window_start, s.credit, s.scale, s.expires_at);
 
         -- A denial writes nothing, but for a row that the clock has left behind: unwritten, it would deny for ever.
         IF granted > 0 OR (moved AND r.cost BETWEEN 1 AND max_count) THEN
@@ -511,20 +532,7 @@ CREATE FUNCTION rate_limit_token_bucket(
     synchronous_commit boolean DEFAULT NULL,
     now timestamptz DEFAULT NULL
 )
-RETURNS TABLE (
-    ord bigint,
-    granted bigint,
-    remaining bigint,
-    retry_after_us bigint,
-    reset_after_us bigint,
-    decided_at timestamptz,
-    count bigint,
-    prev_count bigint,
-    window_start bigint,
-    credit bigint,
-    scale bigint,
-    expires_at bigint
-)
+RETURNS SETOF rate_limit_decision
 LANGUAGE plpgsql
 SECURITY DEFINER
 SET enable_seqscan = off -- a plan must not depend on how small the table was when it was made
@@ -539,6 +547,11 @@ DECLARE
     clock bigint;      -- the database's clock
     t bigint;          -- the time of the decision: the clock, or the row's own time where that lies ahead of it
     moved boolean;     -- the clock has jumped back, and the row with it
+    decided_at timestamptz;
+    granted bigint;
+    remaining bigint;
+    retry_after_us bigint;
+    reset_after_us bigint;
     full_credit bigint;  -- credit of a full bucket
     need bigint;
 BEGIN
@@ -605,14 +618,8 @@ BEGIN
         END IF;
         need := full_credit - s.credit;
         reset_after_us := CASE WHEN need > 0 THEN least(t + (need - 1) / refill + 1, s.expires_at) - clock ELSE 0 END;
-        ord := r.ord;
-        count := s.count;
-        prev_count := s.prev_count;
-        window_start := s.window_start;
-        credit := s.credit;
-        scale := s.scale;
-        expires_at := s.expires_at;
-        RETURN NEXT;
+        RETURN NEXT ROW(r.ord, granted, remaining, retry_after_us, reset_after_us, decided_at,
+            s.count, s.prev_count, s.window_start, s.credit, s.scale, s.expires_at);
 
         -- A denial writes nothing, but for a row that the clock has left behind: unwritten, it would deny for ever.
         IF granted > 0 OR (moved AND r.cost BETWEEN 1 AND capacity) THEN
@@ -706,4 +713,5 @@ DROP FUNCTION rate_limit_sliding_window(text, text[], bigint, bigint, bigint[], 
 DROP FUNCTION rate_limit_fixed_window(text, text[], bigint, bigint, bigint[], bigint[], boolean, integer, boolean, timestamptz);
 DROP FUNCTION rate_limit_write(rate_limit_row[], smallint, boolean);
 DROP FUNCTION rate_limit_lock(text, text[], bigint[], bigint[], bigint, smallint, boolean, integer, boolean);
+DROP TYPE rate_limit_decision;
 DROP TYPE rate_limit_row;

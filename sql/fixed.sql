@@ -23,20 +23,7 @@ CREATE FUNCTION rate_limit_fixed_window(
     synchronous_commit boolean DEFAULT NULL,
     now timestamptz DEFAULT NULL
 )
-RETURNS TABLE (
-    ord bigint,
-    granted bigint,
-    remaining bigint,
-    retry_after_us bigint,
-    reset_after_us bigint,
-    decided_at timestamptz,
-    count bigint,
-    prev_count bigint,
-    window_start bigint,
-    credit bigint,
-    scale bigint,
-    expires_at bigint
-)
+RETURNS SETOF rate_limit_decision
 LANGUAGE plpgsql
 SECURITY DEFINER
 SET enable_seqscan = off -- a plan must not depend on how small the table was when it was made
@@ -51,6 +38,11 @@ DECLARE
     clock bigint;      -- the database's clock
     t bigint;          -- the time of the decision: the clock, or the row's own time where that lies ahead of it
     moved boolean;     -- the clock has jumped back, and the row with it
+    decided_at timestamptz;
+    granted bigint;
+    remaining bigint;
+    retry_after_us bigint;
+    reset_after_us bigint;
     ends bigint;       -- when the current window ends
 BEGIN
     IF (max_count >= 1 AND window_us BETWEEN 1 AND 2251799813685248 AND max_count <= 4611686018427387904 / window_us) IS NOT TRUE THEN
@@ -97,14 +89,8 @@ BEGIN
             WHEN r.cost <= max_count THEN ends - clock
         END;
         reset_after_us := CASE WHEN s.count > 0 THEN ends - clock ELSE 0 END;
-        ord := r.ord;
-        count := s.count;
-        prev_count := s.prev_count;
-        window_start := s.window_start;
-        credit := s.credit;
-        scale := s.scale;
-        expires_at := s.expires_at;
-        RETURN NEXT;
+        RETURN NEXT ROW(r.ord, granted, remaining, retry_after_us, reset_after_us, decided_at,
+            s.count, s.prev_count, s.window_start, s.credit, s.scale, s.expires_at);
 
         -- A denial writes nothing, but for a row that the clock has left behind: unwritten, it would deny for ever.
         IF granted > 0 OR (moved AND r.cost BETWEEN 1 AND max_count) THEN

@@ -16,6 +16,24 @@ CREATE TYPE rate_limit_row AS (
     expires_at bigint    -- 0, long past: there is no row, or another algorithm wrote it
 );
 
+-- What the algorithms return for each element of a request.
+CREATE TYPE rate_limit_decision AS (
+    ord bigint,             -- the element's place in the request, from 1
+    granted bigint,         -- how many of the asked requests were granted
+    remaining bigint,       -- the largest cost that would be granted next
+    retry_after_us bigint,  -- microseconds until the others can be granted; 0: all were; NULL: never
+    reset_after_us bigint,  -- microseconds until the key is as good as new
+    decided_at timestamptz, -- the database's clock at the decision, from which both count
+    count bigint,           -- and the key's state then, as in the table
+    prev_count bigint,
+    window_start bigint,
+    credit bigint,
+    scale bigint,
+    expires_at bigint
+);
+
+COMMENT ON TYPE rate_limit_decision IS 'What the rate_limit_ functions decided for one key; their comments explain it.';
+
 -- rate_limit_lock locks the rows of all asked keys in key order, makes those that are missing, and returns all elements
 -- ordered by key and then by place. Arguments as the algorithms take them, and:
 --
@@ -48,19 +66,35 @@ DECLARE
     missing boolean;
     ignored text;
 BEGIN
-    IF (octet_length(name) BETWEEN 1 AND 128 AND cardinality(keys) > 0) IS NOT TRUE THEN
-        RAISE EXCEPTION 'rate_limit: a name of 1 to 128 bytes and at least one key are required'
-            USING ERRCODE = 'invalid_parameter_value';
+    IF (octet_length(name) BETWEEN 1 AND 128 AND cardinality(keys) > 0
+            AND coalesce(cardinality(costs) = cardinality(keys), true) AND coalesce(cardinality(counts) = cardinality(keys), true)) IS NOT TRUE THEN
+        RAISE EXCEPTION 'rate_limit: a name of 1 to 128 bytes is needed, and as many costs and counts as keys'
+            USING ERRCODE = 'invalid_parameter_value', HINT = 'NULL instead of costs or of counts means 1 for each key.';
     END IF;
-    IF cardinality(costs) <> cardinality(keys) OR cardinality(counts) <> cardinality(keys) THEN
-        RAISE EXCEPTION 'rate_limit: % keys, but % costs and % counts', cardinality(keys), cardinality(costs), cardinality(counts)
-            USING ERRCODE = 'invalid_parameter_value', HINT = 'Give one of each for each key, or NULL for 1 each.';
-    END IF;
-    IF lock_timeout_ms IS NOT NULL THEN
-        ignored := set_config('lock_timeout', lock_timeout_ms::text, true);
-    END IF;
-    IF synchronous_commit IS NOT NULL THEN
-        ignored := set_config('synchronous_commit', CASE WHEN synchronous_commit THEN 'on' ELSE 'off' END, true);
+    ignored := concat(
+        CASE WHEN lock_timeout_ms IS NOT NULL THEN set_config('lock_timeout', lock_timeout_ms::text, true) END,
+        CASE WHEN synchronous_commit IS NOT NULL THEN set_config('synchronous_commit', synchronous_commit::text, true) END);
+
+    -- One key, whose row exists: most calls of an application that is not under load, and worth the 35 µs that this saves.
+    IF cardinality(keys) = 1 AND coalesce(costs[1], 1) BETWEEN 1 AND max_cost AND coalesce(counts[1], 1) >= 1 THEN
+        IF durable THEN
+            SELECT 1, coalesce(costs[1], 1), coalesce(counts[1], 1), d.ctid, d.count, d.prev_count, d.window_start, d.credit, d.scale,
+                CASE WHEN d.algorithm = algorithm THEN d.expires_at ELSE 0 END
+            INTO r
+            FROM rate_limit_durable AS d
+            WHERE d.prefix = name AND d.key = keys[1]
+            FOR UPDATE;
+        ELSE
+            SELECT 1, coalesce(costs[1], 1), coalesce(counts[1], 1), d.ctid, d.count, d.prev_count, d.window_start, d.credit, d.scale,
+                CASE WHEN d.algorithm = algorithm THEN d.expires_at ELSE 0 END
+            INTO r
+            FROM rate_limit_ephemeral AS d
+            WHERE d.prefix = name AND d.key = keys[1]
+            FOR UPDATE;
+        END IF;
+        IF found THEN
+            RETURN ARRAY[r];
+        END IF;
     END IF;
 
     FOR attempt IN 1 .. 3 LOOP
@@ -165,20 +199,35 @@ RETURNS void
 LANGUAGE plpgsql
 AS $$
 #variable_conflict use_variable
+DECLARE
+    w rate_limit_row;
 BEGIN
+    IF cardinality(new_rows) = 1 THEN
+        w := new_rows[1];
+        IF durable THEN
+            UPDATE rate_limit_durable AS d
+            SET algorithm = algorithm, count = w.count, prev_count = w.prev_count, window_start = w.window_start,
+                credit = w.credit, scale = w.scale, expires_at = w.expires_at
+            WHERE d.ctid = w.tid;
+        ELSE
+            UPDATE rate_limit_ephemeral AS d
+            SET algorithm = algorithm, count = w.count, prev_count = w.prev_count, window_start = w.window_start,
+                credit = w.credit, scale = w.scale, expires_at = w.expires_at
+            WHERE d.ctid = w.tid;
+        END IF;
     -- LIMIT by a subquery lets the planner expect few rows, so that it always fetches them by tid and never scans.
-    IF durable THEN
+    ELSIF durable THEN
         UPDATE rate_limit_durable AS d
-        SET algorithm = algorithm, count = w.count, prev_count = w.prev_count, window_start = w.window_start,
-            credit = w.credit, scale = w.scale, expires_at = w.expires_at
-        FROM (SELECT * FROM unnest((SELECT new_rows)) LIMIT (SELECT cardinality(new_rows))) AS w
-        WHERE d.ctid = w.tid;
+        SET algorithm = algorithm, count = n.count, prev_count = n.prev_count, window_start = n.window_start,
+            credit = n.credit, scale = n.scale, expires_at = n.expires_at
+        FROM (SELECT * FROM unnest((SELECT new_rows)) LIMIT (SELECT cardinality(new_rows))) AS n
+        WHERE d.ctid = n.tid;
     ELSE
         UPDATE rate_limit_ephemeral AS d
-        SET algorithm = algorithm, count = w.count, prev_count = w.prev_count, window_start = w.window_start,
-            credit = w.credit, scale = w.scale, expires_at = w.expires_at
-        FROM (SELECT * FROM unnest((SELECT new_rows)) LIMIT (SELECT cardinality(new_rows))) AS w
-        WHERE d.ctid = w.tid;
+        SET algorithm = algorithm, count = n.count, prev_count = n.prev_count, window_start = n.window_start,
+            credit = n.credit, scale = n.scale, expires_at = n.expires_at
+        FROM (SELECT * FROM unnest((SELECT new_rows)) LIMIT (SELECT cardinality(new_rows))) AS n
+        WHERE d.ctid = n.tid;
     END IF;
 END
 $$;
