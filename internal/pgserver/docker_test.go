@@ -7,6 +7,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"regexp"
+	"slices"
 	"strings"
 	"syscall"
 	"testing"
@@ -21,7 +22,11 @@ here=$(dirname "$0")
 echo "$@" >>"$here/log"
 
 forward() {
-	PGSERVER_TEST_HELPER=forwarder FORWARDER "$(cat "$here/port")" TARGET >/dev/null 2>&1 </dev/null &
+	if [ -e "$here/broken" ]; then
+		echo exited >"$here/state"
+		return
+	fi
+	HELPER=forwarder FORWARDER "$(cat "$here/port")" TARGET >/dev/null 2>&1 </dev/null &
 	echo $! >"$here/pid"
 	echo running >"$here/state"
 }
@@ -45,6 +50,7 @@ case "$1 $2" in
 "kill --signal")
 	kill -KILL "$(cat "$here/pid")"
 	echo exited >"$here/state" ;;
+logs\ *) echo "FATAL: on purpose" >&2 ;;
 wait\ *)
 	while [ "$(cat "$here/state")" = running ]; do sleep 0.02; done
 	echo 0 ;;
@@ -69,9 +75,8 @@ esac
 func installFakeDocker(t *testing.T, target string) string {
 	t.Helper()
 	path := filepath.Join(openTempDir(t), "docker")
-	script := strings.NewReplacer("FORWARDER", testBinary(t), "TARGET", target).Replace(
-		strings.ReplaceAll(fakeDocker, "PGSERVER_TEST_HELPER=forwarder", helperVariable+"=forwarder"))
-	require.NoError(t, os.WriteFile(path, []byte(script), 0o755))
+	script := strings.NewReplacer("HELPER", helperVariable, "FORWARDER", testBinary(t), "TARGET", target).Replace(fakeDocker)
+	writeProgram(t, path, []byte(script))
 	return path
 }
 
@@ -166,16 +171,17 @@ func TestDocker(t *testing.T) {
 	require.NoError(t, syscall.Kill(-owner.cmd.Process.Pid, syscall.SIGKILL))
 	require.Error(t, owner.cmd.Wait())
 	require.Eventually(t, func() bool {
-		_, err := os.Stat(filepath.Join(folder, "state"))
-		return os.IsNotExist(err)
-	}, patience, poll, "the container of a killed owner is still there")
+		log := commands(t, docker)
+		return slices.Equal(log[len(log)-2:], []string{"rm -f -v NAME", "ps -aq --filter name=NAME"})
+	}, patience, poll, "nobody has removed the container of a killed owner")
+	require.NoFileExists(t, filepath.Join(folder, "state"))
 }
 
 func TestDockerWithoutEngine(t *testing.T) {
 	t.Parallel()
 
 	docker := filepath.Join(t.TempDir(), "docker")
-	require.NoError(t, os.WriteFile(docker, []byte("#!/bin/sh\necho 'Cannot connect to the Docker daemon' >&2\nexit 1\n"), 0o700))
+	writeProgram(t, docker, []byte("#!/bin/sh\necho 'Cannot connect to the Docker daemon' >&2\nexit 1\n"))
 	_, err := start(t.Context(), Config{}, dockerHost(docker))
 	require.ErrorIs(t, err, ErrNotFound)
 	require.ErrorContains(t, err, "Cannot connect to the Docker daemon")
@@ -185,11 +191,9 @@ func TestDockerContainerThatEnds(t *testing.T) {
 	t.Parallel()
 
 	docker := installFakeDocker(t, "nowhere")
-	script := strings.NewReplacer("\tforward\n", "\techo exited >\"$here/state\"\n", "*)\n\techo \"unk", "logs\\ *) echo 'FATAL: no' >&2 ;;\n*)\n\techo \"unk").
-		Replace(fakeDocker)
-	require.NoError(t, os.WriteFile(docker, []byte(script), 0o755))
+	require.NoError(t, os.WriteFile(filepath.Join(filepath.Dir(docker), "broken"), nil, 0o600))
 	_, err := start(t.Context(), Config{}, dockerHost(docker))
 	require.ErrorContains(t, err, "it has ended")
-	require.ErrorContains(t, err, "FATAL: no")
+	require.ErrorContains(t, err, "FATAL: on purpose")
 	require.NoFileExists(t, filepath.Join(filepath.Dir(docker), "state"))
 }

@@ -104,7 +104,11 @@ func newLocal(ctx context.Context, config Config, host host, binDir string) (eng
 		return nil, err
 	}
 
-	dir, err := os.MkdirTemp(host.tempDir, "pgserver-")
+	tempDir, err := filepath.Abs(host.tempDir) // the watchdog works elsewhere
+	if err != nil {
+		return nil, fmt.Errorf("pgserver: folder of temporary files: %w", err)
+	}
+	dir, err := os.MkdirTemp(tempDir, "pgserver-")
 	if err != nil {
 		return nil, fmt.Errorf("pgserver: make a folder for the server: %w", err)
 	}
@@ -241,7 +245,7 @@ func (l *local) start(ctx context.Context) (version string, err error) {
 		version, err = awaitReady(ctx, l.url(), l.dataDir(), func(ctx context.Context) error {
 			select {
 			case <-server.done:
-				return fmt.Errorf("it has ended: %w", server.err)
+				return fmt.Errorf("it has ended: %s", server.cmd.ProcessState)
 			case <-ctx.Done():
 				return context.Cause(ctx)
 			}

@@ -190,6 +190,16 @@ func openTempDir(t *testing.T) string {
 	return dir
 }
 
+// writeProgram writes a file that is about to be run. A child that another test forks meanwhile would hold it open for
+// writing until its own exec, and ours would fail: "text file busy".
+func writeProgram(t *testing.T, path string, content []byte) {
+	t.Helper()
+	syscall.ForkLock.RLock()
+	defer syscall.ForkLock.RUnlock()
+	require.NoError(t, os.WriteFile(path, content, 0o700))
+	require.NoError(t, os.Chmod(path, 0o755)) // whatever the umask
+}
+
 func testBinary(t *testing.T) string {
 	t.Helper()
 	path, err := os.Executable()

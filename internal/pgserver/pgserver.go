@@ -36,7 +36,8 @@ type Config struct {
 	BinDir string
 
 	// Fsync leaves fsync, full_page_writes and synchronous_commit at the server's own defaults, for tests of durability
-	// and for benchmarks. Defaults to all three off: commits are faster, but the last of them are lost by Kill and by an Immediate stop.
+	// and for benchmarks. Defaults to all three off: commits are faster, but the last of them are lost by Kill and by an
+	// Immediate stop.
 	Fsync bool
 
 	// Settings are further server settings, named as in postgresql.conf; they win over those of this package. The port
@@ -171,7 +172,8 @@ func (s *Server) Kill() error { return s.engine.kill() }
 
 // Restart starts the server again after Stop or Kill, with the same data on the same port, and returns when it answers,
 // which after Kill means that it has recovered. If the port or the shared memory is still in use then it tries until the
-// context ends, or for 30 seconds if that has no deadline. If it fails then the server does not run, and Restart may be called again.
+// context ends, or for 30 seconds if that has no deadline. If it fails then the server does not run, and Restart may be
+// called again.
 func (s *Server) Restart(ctx context.Context) error {
 	if !s.owned {
 		return ErrNotOwned

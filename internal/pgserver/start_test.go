@@ -66,7 +66,7 @@ func TestBinariesAreFoundInOrder(t *testing.T) {
 	inPath := install("path", "postgres", "initdb")
 	configured := install("configured", "postgres", "initdb")
 	pgConfig := filepath.Join(configured, "pg_config")
-	require.NoError(t, os.WriteFile(pgConfig, []byte("#!/bin/sh\n[ $1 = --bindir ] && echo "+configured+"\n"), 0o700))
+	writeProgram(t, pgConfig, []byte("#!/bin/sh\n[ $1 = --bindir ] && echo "+configured+"\n"))
 
 	for name, test := range map[string]struct {
 		binDir  string
@@ -216,7 +216,9 @@ func TestOrdinaryUser(t *testing.T) {
 	home := openTempDir(t)
 	require.NoError(t, account.own(home))
 	binary := filepath.Join(home, "pgserver.test")
-	copyFile(t, testBinary(t), binary)
+	content, err := os.ReadFile(testBinary(t))
+	require.NoError(t, err)
+	writeProgram(t, binary, content)
 	tempDir := filepath.Join(home, "tmp")
 	require.NoError(t, os.Mkdir(tempDir, 0o700))
 	require.NoError(t, account.own(tempDir))
@@ -231,13 +233,6 @@ func TestOrdinaryUser(t *testing.T) {
 	require.Contains(t, string(output), "--- PASS: TestKillThenRestartRecoversCommittedData")
 	require.Contains(t, string(output), "--- PASS: TestOwnerEnds/killed")
 	requireNothingLeft(t, tempDir, nil)
-}
-
-func copyFile(t *testing.T, from, to string) {
-	t.Helper()
-	content, err := os.ReadFile(from)
-	require.NoError(t, err)
-	require.NoError(t, os.WriteFile(to, content, 0o755))
 }
 
 func TestBothListsOfProcessesAgree(t *testing.T) {
