@@ -14,7 +14,7 @@ test/library: ## Run the library's tests, on the Postgres of RATELIMIT_TEST_DATA
 
 .PHONY: test/integration
 test/integration: ## Run the tests with heavy dependencies; those in containers need a Docker engine
-	cd integration_test && go test -v -timeout 20m ./...
+	cd integration_test && go test -v -count=1 -timeout 20m ./...
 
 .PHONY: lint
 lint: ## Run golangci-lint on both modules

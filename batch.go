@@ -44,14 +44,14 @@ func (l *Limiter) decide(ctx context.Context, db DBTX, elements []element, setti
 		now = &t
 	}
 	args := append([]any{l.config.Name, keys, costs, counts, l.config.Durable, settings.lockTimeout, settings.synchronousCommit, now}, l.numbers...)
-	return query(ctx, db, l.decideQL, args, func(rows pgx.Rows) error {
-		var ord int64
-		var retryAfter *int64
-		var d decision
-		if err := rows.Scan(&ord, &d.granted, &d.remaining, &retryAfter, &d.resetAfter, &d.decidedAt,
-			&d.state.count, &d.state.prevCount, &d.state.windowStart, &d.state.credit, &d.state.scale, &d.state.expiresAt); err != nil {
-			return err
-		}
+	var ord int64
+	var retryAfter *int64
+	var d decision
+	targets := []any{
+		&ord, &d.granted, &d.remaining, &retryAfter, &d.resetAfter, &d.decidedAt,
+		&d.state.count, &d.state.prevCount, &d.state.windowStart, &d.state.credit, &d.state.scale, &d.state.expiresAt,
+	}
+	return query(ctx, db, l.decideQL, args, targets, func() error {
 		d.retryAfter = never
 		if retryAfter != nil {
 			d.retryAfter = *retryAfter
@@ -84,16 +84,16 @@ func (l *Limiter) result(e *element, i int64) Result {
 	return r
 }
 
-// query runs a statement, once more if it could not be sent, and translates the error.
-func query(ctx context.Context, db DBTX, sql string, args []any, scan func(pgx.Rows) error) error {
-	err := queryOnce(ctx, db, sql, args, scan)
+// query runs a statement, once more if it could not be sent, scans each row into targets, and translates the error.
+func query(ctx context.Context, db DBTX, sql string, args, targets []any, each func() error) error {
+	err := queryOnce(ctx, db, sql, args, targets, each)
 	if err != nil && pgconn.SafeToRetry(err) && ctx.Err() == nil {
-		err = queryOnce(ctx, db, sql, args, scan)
+		err = queryOnce(ctx, db, sql, args, targets, each)
 	}
 	return err
 }
 
-func queryOnce(ctx context.Context, db DBTX, sql string, args []any, scan func(pgx.Rows) error) error {
+func queryOnce(ctx context.Context, db DBTX, sql string, args, targets []any, each func() error) error {
 	if pool, ok := db.(*pgxpool.Pool); ok {
 		// Apart from the query, to know what was not sent.
 		conn, err := pool.Acquire(ctx)
@@ -107,14 +107,8 @@ func queryOnce(ctx context.Context, db DBTX, sql string, args []any, scan func(p
 	if err != nil {
 		return storeError(err, true)
 	}
-	defer rows.Close()
-	for rows.Next() {
-		if err := scan(rows); err != nil {
-			return storeError(err, true)
-		}
-	}
-	// After the last row: in the extended protocol the commit comes after it, and may fail.
-	if err := rows.Err(); err != nil {
+	// It closes rows and returns their error, also one that comes after the last row: in the extended protocol, the commit's.
+	if _, err := pgx.ForEachRow(rows, targets, each); err != nil {
 		return storeError(err, true)
 	}
 	return nil

@@ -3,7 +3,6 @@ package ratelimit
 import (
 	"context"
 	"errors"
-	"sync"
 	"time"
 )
 
@@ -18,12 +17,12 @@ type call struct {
 	next   *call // the next one of the same element
 }
 
-// calls are used again, but for those whose caller left before the decision: whoever decides still writes to them.
-var calls = sync.Pool{New: func() any { return &call{done: make(chan struct{}, 1)} }}
-
 // enqueue has a request decided: at once if fewer than MaxInFlight statements are under way, else with the next one.
 func (l *Limiter) enqueue(ctx context.Context, key string, cost int64) (Result, error) {
-	c := calls.Get().(*call)
+	c, ok := l.calls.Get().(*call)
+	if !ok {
+		c = &call{done: make(chan struct{}, 1)}
+	}
 	c.key, c.cost, c.since, c.next = key, cost, time.Now(), nil
 
 	l.mu.Lock()
@@ -41,7 +40,7 @@ func (l *Limiter) enqueue(ctx context.Context, key string, cost int64) (Result, 
 	case <-c.done:
 		result, err := c.result, c.err
 		c.key, c.err = "", nil
-		calls.Put(c)
+		l.calls.Put(c)
 		return result, err
 	case <-ctx.Done():
 		return Result{}, waitError(ctx.Err())
@@ -100,8 +99,7 @@ func (l *Limiter) send(batch []*call) {
 
 	elements := group(batch)
 	err := l.decideAndRemember(ctx, elements, l.settings)
-	var store *StoreError
-	if len(elements) > 1 && errors.As(err, &store) && store.lockTimeout() {
+	if store, ok := errors.AsType[*StoreError](err); ok && len(elements) > 1 && store.lockTimeout() {
 		// Somebody's transaction holds one of the rows, and nothing was taken. The other keys shall not suffer for it.
 		patience := l.settings
 		patience.lockTimeout = millis(l.config.Timeout / 50)

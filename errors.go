@@ -4,6 +4,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
+	"strings"
 
 	"github.com/jackc/pgx/v5/pgconn"
 )
@@ -61,7 +63,9 @@ func (e *ConfigError) Error() string { return "ratelimit: Config." + e.Field + "
 // KeyError says what is wrong with a key, without the key, which may be personal data. It is an ErrInvalidKey.
 type KeyError struct{ Reason string }
 
-func (e *KeyError) Error() string        { return ErrInvalidKey.Error() + ": it " + e.Reason }
+func (e *KeyError) Error() string { return ErrInvalidKey.Error() + ": it " + e.Reason }
+
+// Is tells that it is an ErrInvalidKey.
 func (e *KeyError) Is(target error) bool { return target == ErrInvalidKey }
 
 // CostError is a cost that cannot be asked for: below 0 (ErrInvalidCost), or above the limit (ErrCostExceedsLimit).
@@ -87,20 +91,21 @@ type StoreError struct {
 }
 
 func (e *StoreError) Error() string {
-	text := "ratelimit: "
+	var text strings.Builder
+	text.WriteString("ratelimit: ")
 	for _, kind := range e.kinds {
-		text += kind.Error() + ": "
+		text.WriteString(kind.Error() + ": ")
 	}
-	return text + e.err.Error()
+	return text.String() + e.err.Error()
 }
 
 // Unwrap returns the kinds of the error and the driver's error, which may be a *pgconn.PgError.
-func (e *StoreError) Unwrap() []error { return append(e.kinds[:len(e.kinds):len(e.kinds)], e.err) }
+func (e *StoreError) Unwrap() []error { return append(slices.Clip(e.kinds), e.err) }
 
 // lockTimeout tells whether the database gave up waiting for a row, so that nothing was taken.
 func (e *StoreError) lockTimeout() bool {
-	var pgErr *pgconn.PgError
-	return errors.As(e.err, &pgErr) && pgErr.Code == "55P03"
+	pgErr, ok := errors.AsType[*pgconn.PgError](e.err)
+	return ok && pgErr.Code == "55P03"
 }
 
 // errNotAsked is why a call that has waited too long in the process is given up.
@@ -108,8 +113,7 @@ var errNotAsked = errors.New("the statements before this one took that long; it 
 
 // storeError translates an error of the driver. sent tells whether the request may have reached the database.
 func storeError(err error, sent bool) error {
-	var pgErr *pgconn.PgError
-	if errors.As(err, &pgErr) {
+	if pgErr, ok := errors.AsType[*pgconn.PgError](err); ok {
 		return &StoreError{kinds: sqlStateKinds(pgErr, sent), err: err}
 	}
 	kind := ErrUnavailable

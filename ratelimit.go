@@ -186,6 +186,7 @@ type Limiter struct {
 	mu       sync.Mutex
 	queue    []*call
 	inFlight int
+	calls    sync.Pool // of *call; not those whose caller left before the decision: whoever decides still writes to them
 }
 
 //go:embed sql/call/reset.sql
@@ -309,7 +310,7 @@ func (l *Limiter) reset(ctx context.Context, db DBTX, key string, settings setti
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), l.config.Timeout)
 	defer cancel()
 	args := []any{l.config.Name, key, l.config.Durable, settings.lockTimeout, settings.synchronousCommit}
-	err := query(ctx, db, l.resetQL, args, func(pgx.Rows) error { return nil })
+	err := query(ctx, db, l.resetQL, args, []any{nil}, func() error { return nil })
 	if l.denials != nil {
 		l.denials.forget(key) // also after an error: it may have been reset
 	}

@@ -104,8 +104,8 @@ BEGIN
         IF 0 = ALL (costs) THEN
             IF durable THEN
                 OPEN elements FOR
-                    SELECT e.ord, e.cost, e.asked, d.tid, d.count, d.prev_count, d.window_start, d.credit, d.scale,
-                        CASE WHEN d.algorithm = algorithm THEN d.expires_at ELSE 0 END
+                    SELECT e.ord, e.cost, e.asked, d.tid, coalesce(d.count, 0), coalesce(d.prev_count, 0), coalesce(d.window_start, 0),
+                        coalesce(d.credit, 0), coalesce(d.scale, 0), CASE WHEN d.algorithm = algorithm THEN d.expires_at ELSE 0 END
                     FROM (
                         SELECT e.key, e.ord, coalesce(e.cost, 1) AS cost, coalesce(e.asked, 1) AS asked
                         FROM unnest((SELECT keys), (SELECT costs), (SELECT counts)) WITH ORDINALITY AS e (key, cost, asked, ord)
@@ -116,8 +116,8 @@ BEGIN
                     ) AS d ON true;
             ELSE
                 OPEN elements FOR
-                    SELECT e.ord, e.cost, e.asked, d.tid, d.count, d.prev_count, d.window_start, d.credit, d.scale,
-                        CASE WHEN d.algorithm = algorithm THEN d.expires_at ELSE 0 END
+                    SELECT e.ord, e.cost, e.asked, d.tid, coalesce(d.count, 0), coalesce(d.prev_count, 0), coalesce(d.window_start, 0),
+                        coalesce(d.credit, 0), coalesce(d.scale, 0), CASE WHEN d.algorithm = algorithm THEN d.expires_at ELSE 0 END
                     FROM (
                         SELECT e.key, e.ord, coalesce(e.cost, 1) AS cost, coalesce(e.asked, 1) AS asked
                         FROM unnest((SELECT keys), (SELECT costs), (SELECT counts)) WITH ORDINALITY AS e (key, cost, asked, ord)
@@ -129,8 +129,8 @@ BEGIN
             END IF;
         ELSIF durable THEN
             OPEN elements FOR
-                SELECT e.ord, e.cost, e.asked, d.tid, d.count, d.prev_count, d.window_start, d.credit, d.scale,
-                    CASE WHEN d.algorithm = algorithm THEN d.expires_at ELSE 0 END
+                SELECT e.ord, e.cost, e.asked, d.tid, coalesce(d.count, 0), coalesce(d.prev_count, 0), coalesce(d.window_start, 0),
+                    coalesce(d.credit, 0), coalesce(d.scale, 0), CASE WHEN d.algorithm = algorithm THEN d.expires_at ELSE 0 END
                 FROM (
                     SELECT e.key, e.ord, coalesce(e.cost, 1) AS cost, coalesce(e.asked, 1) AS asked
                     FROM unnest((SELECT keys), (SELECT costs), (SELECT counts)) WITH ORDINALITY AS e (key, cost, asked, ord)
@@ -141,8 +141,8 @@ BEGIN
                 ) AS d ON true;
         ELSE
             OPEN elements FOR
-                SELECT e.ord, e.cost, e.asked, d.tid, d.count, d.prev_count, d.window_start, d.credit, d.scale,
-                    CASE WHEN d.algorithm = algorithm THEN d.expires_at ELSE 0 END
+                SELECT e.ord, e.cost, e.asked, d.tid, coalesce(d.count, 0), coalesce(d.prev_count, 0), coalesce(d.window_start, 0),
+                    coalesce(d.credit, 0), coalesce(d.scale, 0), CASE WHEN d.algorithm = algorithm THEN d.expires_at ELSE 0 END
                 FROM (
                     SELECT e.key, e.ord, coalesce(e.cost, 1) AS cost, coalesce(e.asked, 1) AS asked
                     FROM unnest((SELECT keys), (SELECT costs), (SELECT counts)) WITH ORDINALITY AS e (key, cost, asked, ord)
