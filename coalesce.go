@@ -124,10 +124,12 @@ func (l *Limiter) decideAndRemember(ctx context.Context, elements []element, set
 	}
 	told := l.denials.local()
 	for i := range elements {
-		if e := &elements[i]; e.cost > 0 && e.decision.granted < e.count {
-			l.denials.remember(e.key, denial{
-				state: e.decision.state, clock: e.decision.decidedAt.UnixMicro(), asked: asked, told: told,
-			}, resets)
+		switch e := &elements[i]; {
+		case e.cost == 0:
+		case e.decision.granted < e.count:
+			l.denials.remember(e.key, e.decision, asked, told, resets)
+		default:
+			l.denials.forget(e.key)
 		}
 	}
 	return nil

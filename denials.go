@@ -11,7 +11,9 @@ import (
 // denials remembers, in this process, keys that the database has just denied, so that a client that keeps asking costs the
 // database nothing. It holds the state of the key's row and asks the policy's model about it: others can only have taken more
 // since, so what the model denies, the database would deny too, unless the key was reset in the meantime. For that, nothing is
-// remembered for longer than maxAge. Only denials are remembered: to forget one costs a query, never a grant.
+// remembered for longer than maxAge. Only denials are remembered: to forget one costs a query, never a grant. The numbers are
+// exact as well until a cost of 1 fits again, because until then nobody can take anything; of a denial of a larger cost they may
+// lack what others have taken since.
 //
 // A denial lives in the young generation, then for as long in the old one, and is gone. Each generation holds at most
 // maxDenials keys of at most 512 bytes.
@@ -42,6 +44,9 @@ type denial struct {
 	state       state
 	clock       int64 // the database's, in microseconds, at the decision
 	asked, told time.Duration
+	// When a cost of 1 may fit again, and when the key is as good as new, by the database's clock: what the model says of
+	// the commonest request, for which nothing remains until then.
+	retryAt, resetAt int64
 }
 
 func newDenials(policy Policy, maxAge time.Duration, now func() time.Time) *denials {
@@ -82,32 +87,41 @@ func (d *denials) deny(key string, n int64) (Result, bool) {
 		return Result{}, false
 	}
 	// The database's clock is at most this, because it decided after it was asked. A denial that holds then, holds now.
-	latest := known.clock + micros(age) + 1
-	_, decided := d.policy.decide(known.state, latest, n)
-	if decided.granted > 0 {
+	latest := known.clock + microsUp(age)
+	decided := decision{retryAfter: known.retryAt - latest, resetAfter: known.resetAt - latest}
+	if n > 1 {
+		_, decided = d.policy.decide(known.state, latest, n)
+	}
+	if decided.retryAfter <= 0 {
 		return Result{}, false
 	}
 	// And at least this much earlier. Counting from there, nobody is told to retry too early.
-	uncertain := known.told - known.asked
+	uncertain := microsUp(known.told - known.asked)
 	return Result{
 		Limit:      d.policy.limit(),
 		Remaining:  decided.remaining,
-		RetryAfter: duration(decided.retryAfter) + uncertain,
-		ResetAfter: duration(decided.resetAfter) + uncertain,
-		DecidedAt:  time.UnixMicro(latest).Add(-uncertain),
+		RetryAfter: duration(decided.retryAfter + uncertain),
+		ResetAfter: duration(decided.resetAfter + uncertain),
+		DecidedAt:  time.UnixMicro(latest - uncertain),
 	}, true
 }
 
-// remember keeps the denial of a request that left when resets had the value since.
-func (d *denials) remember(key string, known denial, since int64) {
+// remember keeps the denial of a request that left at asked, when resets had the value since, and came back at told.
+func (d *denials) remember(key string, denied decision, asked, told time.Duration, since int64) {
+	clock := denied.decidedAt.UnixMicro()
+	_, one := d.policy.decide(denied.state, clock, 1)
+	known := denial{
+		state: denied.state, clock: clock, asked: asked, told: told,
+		retryAt: clock + one.retryAfter, resetAt: clock + one.resetAfter,
+	}
 	s := d.shard(key)
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if d.resets.Load() != since {
 		return // perhaps decided before a reset, and told after it
 	}
-	if known.told-s.born >= d.maxAge || known.told < s.born {
-		s.old, s.young, s.born = s.young, nil, known.told
+	if told-s.born >= d.maxAge || told < s.born {
+		s.old, s.young, s.born = s.young, nil, told
 	}
 	if s.young == nil {
 		s.young = make(map[string]denial)
@@ -117,9 +131,14 @@ func (d *denials) remember(key string, known denial, since int64) {
 	}
 }
 
-// forget is called after a key was reset.
-func (d *denials) forget(key string) {
+// reset is called after a key was reset.
+func (d *denials) reset(key string) {
 	d.resets.Add(1)
+	d.forget(key)
+}
+
+// forget is also called when something was granted to a key, of which a denial of a larger cost knows nothing.
+func (d *denials) forget(key string) {
 	s := d.shard(key)
 	s.mu.Lock()
 	defer s.mu.Unlock()

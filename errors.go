@@ -129,13 +129,13 @@ func storeError(err error, sent bool) error {
 // sqlStateKinds tells what the database means by an error.
 func sqlStateKinds(err *pgconn.PgError, sent bool) []error {
 	switch err.Code {
-	case "42P01", "42883", "3F000", "42704": // no such table, function, schema, type
+	case "42P01", "42883", "3F000", "42704", "42703": // no such table, function, schema, type, column
 		return []error{ErrNotMigrated}
 	case "42501":
 		return []error{ErrNotPermitted}
 	case "26000", "42P05", "08P01": // no such prepared statement, one of that name already, protocol violation
 		return []error{ErrPreparedStatements}
-	case "25006":
+	case "25006", "0A000": // a write to a read-only database, a read of an unlogged table on a standby
 		return []error{ErrUnavailable, ErrReadOnly}
 	case "55P03", "57014": // lock_timeout; statement_timeout or a cancel request
 		return []error{ErrTimeout}

@@ -39,6 +39,7 @@ func (p FixedWindow) decide(s state, clock, n int64) (state, decision) {
 		s = state{windowStart: clock, expiresAt: s.expiresAt}
 	} else if s.windowStart-clock > window { // the clock has jumped back: keep the usage, from now on
 		s.windowStart = clock
+		s.expiresAt = clock + window
 		moved = true
 	}
 	t := max(clock, s.windowStart)
@@ -68,12 +69,12 @@ func (p FixedWindow) decide(s state, clock, n int64) (state, decision) {
 	if s.count > 0 {
 		d.resetAfter = end - clock
 	}
-	d.state = s
-
 	// A denial writes nothing, but for a row that the clock has left behind: unwritten, it would deny for ever.
 	if d.granted == 0 && (!moved || n == 0 || n > p.Limit) {
+		d.state = s
 		return stored, d
 	}
 	s.expiresAt = s.windowStart + window
+	d.state = s
 	return s, d
 }

@@ -63,6 +63,9 @@ const (
 // micros converts a duration that validate has found to be whole microseconds.
 func micros(d time.Duration) int64 { return int64(d / time.Microsecond) }
 
+// microsUp converts any duration ≥ 0, rounded up.
+func microsUp(d time.Duration) int64 { return ceilDiv(int64(d), int64(time.Microsecond)) }
+
 // duration converts microseconds, at most 4 × maxSpan of them.
 func duration(micros int64) time.Duration { return time.Duration(micros) * time.Microsecond }
 

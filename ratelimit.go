@@ -79,7 +79,8 @@ type Config struct {
 
 	// DenialMaxAge is how long a denial is remembered in this process. Until then, or until its RetryAfter if that comes
 	// first, requests of that cost or more are denied without asking the database. A key that is reset by this limiter is
-	// forgotten at once; if another process or a transaction resets it, that takes effect here within this time.
+	// forgotten at once; if another process or a transaction resets it, that takes effect here within this time. So do smaller
+	// requests of other processes for a key with no room for a larger one: until then, its RetryAfter may be too short.
 	//
 	// Defaults to 1 second.
 	DenialMaxAge time.Duration
@@ -312,7 +313,7 @@ func (l *Limiter) reset(ctx context.Context, db DBTX, key string, settings setti
 	args := []any{l.config.Name, key, l.config.Durable, settings.lockTimeout, settings.synchronousCommit}
 	err := query(ctx, db, l.resetQL, args, []any{nil}, func() error { return nil })
 	if l.denials != nil {
-		l.denials.forget(key) // also after an error: it may have been reset
+		l.denials.reset(key) // also after an error: it may have been reset
 	}
 	return err
 }

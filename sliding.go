@@ -46,6 +46,7 @@ func (p SlidingWindow) decide(s state, clock, n int64) (state, decision) {
 		s = state{windowStart: clock, expiresAt: s.expiresAt}
 	} else if s.windowStart-clock > window { // the clock has jumped back: keep the usage, from now on
 		s.windowStart = clock
+		s.expiresAt = clock + 2*window
 		moved = true
 	}
 	t := max(clock, s.windowStart)
@@ -90,12 +91,12 @@ func (p SlidingWindow) decide(s state, clock, n int64) (state, decision) {
 	case s.prevCount > 0:
 		d.resetAfter = min(s.windowStart+window, s.expiresAt) - clock
 	}
-	d.state = s
-
 	// A denial writes nothing, but for a row that the clock has left behind: unwritten, it would deny for ever.
 	if d.granted == 0 && (!moved || n == 0 || n > p.Limit) {
+		d.state = s
 		return stored, d
 	}
 	s.expiresAt = s.windowStart + 2*window
+	d.state = s
 	return s, d
 }

@@ -83,6 +83,7 @@ func (p TokenBucket) decide(s state, clock, n int64) (state, decision) {
 		s.credit = min(s.credit, full)
 		if s.windowStart-clock > p.fillTime(full) { // the clock has jumped back: keep the credit, from now on
 			s.windowStart = clock
+			s.expiresAt = clock + p.fillTime(full-s.credit)
 			moved = true
 		}
 	}
@@ -113,12 +114,12 @@ func (p TokenBucket) decide(s state, clock, n int64) (state, decision) {
 	if s.credit < full {
 		d.resetAfter = min(t+p.fillTime(full-s.credit), s.expiresAt) - clock
 	}
-	d.state = s
-
 	// A denial writes nothing, but for a row that the clock has left behind: unwritten, it would deny for ever.
 	if d.granted == 0 && (!moved || n == 0 || n > p.Capacity) {
+		d.state = s
 		return stored, d
 	}
 	s.expiresAt = t + p.fillTime(full-s.credit)
+	d.state = s
 	return s, d
 }

@@ -309,6 +309,7 @@ BEGIN
                 s.window_start := clock;
             ELSIF s.window_start - clock > window_us THEN
                 s.window_start := clock;
+                s.expires_at := clock + window_us;
                 moved := true;
             END IF;
             t := greatest(clock, s.window_start);
@@ -332,8 +333,6 @@ BEGIN
             WHEN r.cost <= max_count THEN ends - clock
         END;
         reset_after_us := CASE WHEN s.count > 0 THEN ends - clock ELSE 0 END;
-        RETURN NEXT ROW(r.ord, granted, remaining, retry_after_us, reset_after_us, decided_at,
-            s.count, s.prev_count, s.window_start, s.credit, s.scale, s.expires_at);
 
         -- A denial writes nothing, but for a row that the clock has left behind: unwritten, it would deny for ever.
         IF granted > 0 OR (moved AND r.cost BETWEEN 1 AND max_count) THEN
@@ -343,6 +342,9 @@ BEGIN
             s.expires_at := s.window_start + window_us;
             new_rows[written] := s;
         END IF;
+
+        RETURN NEXT ROW(r.ord, granted, remaining, retry_after_us, reset_after_us, decided_at,
+            s.count, s.prev_count, s.window_start, s.credit, s.scale, s.expires_at);
     END LOOP;
 
     IF written > 0 THEN
@@ -430,6 +432,7 @@ BEGIN
                 s.window_start := clock;
             ELSIF s.window_start - clock > window_us THEN
                 s.window_start := clock;
+                s.expires_at := clock + 2 * window_us;
                 moved := true;
             END IF;
             t := greatest(clock, s.window_start);
@@ -479,8 +482,6 @@ BEGIN
             WHEN s.prev_count > 0 THEN least(s.window_start + window_us, s.expires_at) - clock
             ELSE 0
         END;
-        RETURN NEXT ROW(r.ord, granted, remaining, retry_after_us, reset_after_us, decided_at,
-            s.count, s.prev_count, s.window_start, s.credit, s.scale, s.expires_at);
 
         -- A denial writes nothing, but for a row that the clock has left behind: unwritten, it would deny for ever.
         IF granted > 0 OR (moved AND r.cost BETWEEN 1 AND max_count) THEN
@@ -490,6 +491,9 @@ BEGIN
             s.expires_at := s.window_start + 2 * window_us;
             new_rows[written] := s;
         END IF;
+
+        RETURN NEXT ROW(r.ord, granted, remaining, retry_after_us, reset_after_us, decided_at,
+            s.count, s.prev_count, s.window_start, s.credit, s.scale, s.expires_at);
     END LOOP;
 
     IF written > 0 THEN
@@ -586,6 +590,7 @@ BEGIN
                 s.credit := least(s.credit, full_credit);
                 IF s.window_start - clock > (full_credit - 1) / refill + 1 THEN
                     s.window_start := clock;
+                    s.expires_at := clock + CASE WHEN s.credit < full_credit THEN (full_credit - s.credit - 1) / refill + 1 ELSE 0 END;
                     moved := true;
                 END IF;
             END IF;
@@ -618,8 +623,6 @@ BEGIN
         END IF;
         need := full_credit - s.credit;
         reset_after_us := CASE WHEN need > 0 THEN least(t + (need - 1) / refill + 1, s.expires_at) - clock ELSE 0 END;
-        RETURN NEXT ROW(r.ord, granted, remaining, retry_after_us, reset_after_us, decided_at,
-            s.count, s.prev_count, s.window_start, s.credit, s.scale, s.expires_at);
 
         -- A denial writes nothing, but for a row that the clock has left behind: unwritten, it would deny for ever.
         IF granted > 0 OR (moved AND r.cost BETWEEN 1 AND capacity) THEN
@@ -629,6 +632,9 @@ BEGIN
             s.expires_at := t + (full_credit - s.credit - 1) / refill + 1;
             new_rows[written] := s;
         END IF;
+
+        RETURN NEXT ROW(r.ord, granted, remaining, retry_after_us, reset_after_us, decided_at,
+            s.count, s.prev_count, s.window_start, s.credit, s.scale, s.expires_at);
     END LOOP;
 
     IF written > 0 THEN

@@ -66,6 +66,7 @@ BEGIN
                 s.window_start := clock;
             ELSIF s.window_start - clock > window_us THEN
                 s.window_start := clock;
+                s.expires_at := clock + window_us;
                 moved := true;
             END IF;
             t := greatest(clock, s.window_start);
@@ -89,8 +90,6 @@ BEGIN
             WHEN r.cost <= max_count THEN ends - clock
         END;
         reset_after_us := CASE WHEN s.count > 0 THEN ends - clock ELSE 0 END;
-        RETURN NEXT ROW(r.ord, granted, remaining, retry_after_us, reset_after_us, decided_at,
-            s.count, s.prev_count, s.window_start, s.credit, s.scale, s.expires_at);
 
         -- A denial writes nothing, but for a row that the clock has left behind: unwritten, it would deny for ever.
         IF granted > 0 OR (moved AND r.cost BETWEEN 1 AND max_count) THEN
@@ -100,6 +99,9 @@ BEGIN
             s.expires_at := s.window_start + window_us;
             new_rows[written] := s;
         END IF;
+
+        RETURN NEXT ROW(r.ord, granted, remaining, retry_after_us, reset_after_us, decided_at,
+            s.count, s.prev_count, s.window_start, s.credit, s.scale, s.expires_at);
     END LOOP;
 
     IF written > 0 THEN

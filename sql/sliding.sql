@@ -70,6 +70,7 @@ BEGIN
                 s.window_start := clock;
             ELSIF s.window_start - clock > window_us THEN
                 s.window_start := clock;
+                s.expires_at := clock + 2 * window_us;
                 moved := true;
             END IF;
             t := greatest(clock, s.window_start);
@@ -119,8 +120,6 @@ BEGIN
             WHEN s.prev_count > 0 THEN least(s.window_start + window_us, s.expires_at) - clock
             ELSE 0
         END;
-        RETURN NEXT ROW(r.ord, granted, remaining, retry_after_us, reset_after_us, decided_at,
-            s.count, s.prev_count, s.window_start, s.credit, s.scale, s.expires_at);
 
         -- A denial writes nothing, but for a row that the clock has left behind: unwritten, it would deny for ever.
         IF granted > 0 OR (moved AND r.cost BETWEEN 1 AND max_count) THEN
@@ -130,6 +129,9 @@ BEGIN
             s.expires_at := s.window_start + 2 * window_us;
             new_rows[written] := s;
         END IF;
+
+        RETURN NEXT ROW(r.ord, granted, remaining, retry_after_us, reset_after_us, decided_at,
+            s.count, s.prev_count, s.window_start, s.credit, s.scale, s.expires_at);
     END LOOP;
 
     IF written > 0 THEN

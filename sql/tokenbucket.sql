@@ -79,6 +79,7 @@ BEGIN
                 s.credit := least(s.credit, full_credit);
                 IF s.window_start - clock > (full_credit - 1) / refill + 1 THEN
                     s.window_start := clock;
+                    s.expires_at := clock + CASE WHEN s.credit < full_credit THEN (full_credit - s.credit - 1) / refill + 1 ELSE 0 END;
                     moved := true;
                 END IF;
             END IF;
@@ -111,8 +112,6 @@ BEGIN
         END IF;
         need := full_credit - s.credit;
         reset_after_us := CASE WHEN need > 0 THEN least(t + (need - 1) / refill + 1, s.expires_at) - clock ELSE 0 END;
-        RETURN NEXT ROW(r.ord, granted, remaining, retry_after_us, reset_after_us, decided_at,
-            s.count, s.prev_count, s.window_start, s.credit, s.scale, s.expires_at);
 
         -- A denial writes nothing, but for a row that the clock has left behind: unwritten, it would deny for ever.
         IF granted > 0 OR (moved AND r.cost BETWEEN 1 AND capacity) THEN
@@ -122,6 +121,9 @@ BEGIN
             s.expires_at := t + (full_credit - s.credit - 1) / refill + 1;
             new_rows[written] := s;
         END IF;
+
+        RETURN NEXT ROW(r.ord, granted, remaining, retry_after_us, reset_after_us, decided_at,
+            s.count, s.prev_count, s.window_start, s.credit, s.scale, s.expires_at);
     END LOOP;
 
     IF written > 0 THEN

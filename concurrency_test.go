@@ -1,0 +1,518 @@
+package ratelimit
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"slices"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit/internal/pgtest"
+)
+
+// smallPools are several pools of one database, as several processes have.
+func smallPools(t *testing.T, db *pgtest.DB, n int) []*pgxpool.Pool {
+	t.Helper()
+	pools := make([]*pgxpool.Pool, n)
+	for i := range pools {
+		pools[i] = db.NewPool(t, func(config *pgxpool.Config) {
+			config.MaxConns = 4
+			config.ConnConfig.RuntimeParams["application_name"] = "limiter"
+		})
+	}
+	return pools
+}
+
+// A new key that many ask for at once, over several pools and limiters: exactly Limit are admitted, each with another Remaining.
+func TestExactlyLimitAreAdmitted(t *testing.T) {
+	t.Parallel()
+
+	const limit, goroutines, callsOfEach, rounds = 150, 200, 2, 10
+	eachSlowPolicyAndTable(t, limit, func(t *testing.T, config Config) {
+		db := pgtest.New(t)
+		pools := smallPools(t, db, 4)
+		for variant, change := range map[string]func(*Config){
+			"coalesced":                  func(*Config) {},
+			"one call in each statement": func(c *Config) { c.MaxBatch, c.MaxInFlight, c.NoDenialCache = 1, 16, true },
+		} {
+			config := config
+			change(&config)
+			limiters := make([]*Limiter, 2*len(pools))
+			for i := range limiters {
+				limiters[i] = newLimiter(t, pools[i%len(pools)], config)
+			}
+			for round := range rounds {
+				key := fmt.Sprint(variant, " ", round)
+				results, errs := make([]Result, goroutines*callsOfEach), make([]error, goroutines)
+				together(goroutines, func(i int) {
+					for call := range callsOfEach {
+						result, err := limiters[i%len(limiters)].Allow(t.Context(), key)
+						results[i*callsOfEach+call], errs[i] = result, errors.Join(errs[i], err)
+					}
+				})
+				require.NoError(t, errors.Join(errs...))
+
+				var remaining []int64
+				for _, r := range results {
+					require.EqualValues(t, limit, r.Limit)
+					if r.Allowed {
+						remaining = append(remaining, r.Remaining)
+						continue
+					}
+					require.Zero(t, r.Remaining)
+					require.Positive(t, r.RetryAfter)
+				}
+				slices.Sort(remaining)
+				require.Len(t, remaining, limit)
+				require.Equal(t, int64(0), remaining[0])
+				require.Len(t, slices.Compact(remaining), limit)
+				require.EqualValues(t, limit, taken(t, db.Pool, config, key))
+			}
+		}
+	})
+}
+
+// Costs of all sizes for one key: never more than Limit, and nothing is left that would have fitted.
+func TestCostsAddUpToTheLimit(t *testing.T) {
+	t.Parallel()
+
+	const limit = 1000
+	eachSlowPolicyAndTable(t, limit, func(t *testing.T, config Config) {
+		db := pgtest.New(t)
+		pools := smallPools(t, db, 2)
+		limiters := []*Limiter{newLimiter(t, pools[0], config), newLimiter(t, pools[1], config)}
+		var mu sync.Mutex
+		var granted int64
+		errs := make([]error, 100)
+		together(100, func(i int) {
+			for call := range 10 {
+				cost := int64(1 + (i*7+call*3)%9)
+				result, err := limiters[i%2].AllowN(t.Context(), "key", cost)
+				if errs[i] = errors.Join(errs[i], err); result.Allowed {
+					mu.Lock()
+					granted += cost
+					mu.Unlock()
+				}
+			}
+		})
+		require.NoError(t, errors.Join(errs...))
+		require.Equal(t, granted, taken(t, db.Pool, config, "key"))
+		require.Greater(t, granted, int64(limit-9)) // or the largest cost would have fitted
+
+		// What is left can still be had, and nothing more.
+		result, err := limiters[0].AllowN(t.Context(), "key", limit-granted)
+		require.NoError(t, err)
+		require.Zero(t, result.Remaining)
+		result, err = limiters[1].Allow(t.Context(), "key")
+		require.NoError(t, err)
+		require.False(t, result.Allowed)
+	})
+}
+
+// deadlocks is how many the database has ever had. What the connections of these pools know of counts, because they are closed.
+func deadlocks(t *testing.T, db *pgtest.DB, pools ...*pgxpool.Pool) int64 {
+	t.Helper()
+	for _, pool := range pools {
+		pool.Close()
+	}
+	waitUntil(t, func() bool {
+		return scalar[int](t, db.Pool, `SELECT count(*) FROM pg_stat_activity
+			WHERE datname = current_database() AND application_name = 'limiter'`) == 0
+	})
+	return scalar[int64](t, db.Pool, "SELECT deadlocks FROM pg_stat_database WHERE datname = current_database()")
+}
+
+// Batches of many keys that cross each other, most of them new: each key gets exactly its limit, and nobody waits in a circle.
+func TestCrossingBatchesDoNotDeadlock(t *testing.T) {
+	t.Parallel()
+
+	const limit, keys, batches, perBatch, workers = 10, 150, 12, 60, 8
+	eachSlowPolicyAndTable(t, limit, func(t *testing.T, config Config) {
+		db := pgtest.New(t)
+		pools := smallPools(t, db, 4)
+		seed := testSeed(t)
+		var mu sync.Mutex
+		granted, asked := map[string]int64{}, map[string]int64{}
+		errs := make([]error, workers)
+		together(workers, func(worker int) {
+			limiter, err := New(pools[worker%len(pools)], config)
+			if err != nil {
+				errs[worker] = err
+				return
+			}
+			r := rand.New(rand.NewPCG(seed, uint64(worker)))
+			for batch := range batches {
+				var elements []element
+				for _, key := range r.Perm(keys)[:perBatch] {
+					// New keys all the time, in the midst of known ones.
+					e := element{key: fmt.Sprint(key, " ", key%3*batch/4), cost: 1, count: 1 + r.Int64N(4)}
+					elements = append(elements, e)
+					if r.IntN(8) == 0 {
+						elements = append(elements, e) // and one that stands twice
+					}
+				}
+				if err := limiter.decide(context.Background(), limiter.db, elements, limiter.settings); err != nil {
+					errs[worker] = err
+					return
+				}
+				mu.Lock()
+				for _, e := range elements {
+					granted[e.key] += e.decision.granted
+					asked[e.key] += e.count
+				}
+				mu.Unlock()
+			}
+		})
+		require.NoError(t, errors.Join(errs...), "%s=%d", seedVariable, seed)
+
+		stored := storedRows(t, db.Pool, config.Durable)
+		require.Len(t, stored, len(asked))
+		full := 0
+		for key := range asked {
+			require.Equal(t, min(asked[key], limit), granted[key], key)
+			require.Equal(t, granted[key], takenOf(config, stored, key), key)
+			if asked[key] > limit {
+				full++
+			}
+		}
+		require.Greater(t, full, keys/2)
+		require.Zero(t, deadlocks(t, db, pools...))
+	})
+}
+
+// What the test above would see if the rows were not locked in one order, on functions that lock in the order given.
+func TestLockingInTheOrderGivenDeadlocks(t *testing.T) {
+	t.Parallel()
+
+	const asGiven, inKeyOrder = "ORDER BY e.ord", `ORDER BY e.key COLLATE "C", e.ord`
+	for name, change := range map[string]struct {
+		oldNew []string
+		exist  []string // keys that have a row at the beginning
+	}{
+		"of known keys": {[]string{inKeyOrder, asGiven}, []string{"a", "b", "m"}},
+		"of new keys": {[]string{
+			inKeyOrder, asGiven, `SELECT DISTINCT name, e.key COLLATE "C"`, "SELECT name, e.key", `ORDER BY e.key COLLATE "C"`, "",
+		}, []string{"m"}},
+	} {
+		for _, broken := range []bool{false, true} {
+			t.Run(fmt.Sprintf("%s, broken: %v", name, broken), func(t *testing.T) {
+				t.Parallel()
+				db := pgtest.New(t)
+				if broken {
+					rewrite(t, db.Pool, "rate_limit_lock", change.oldNew...)
+				}
+				config := Config{Name: "test", Policy: FixedWindow{Limit: 10, Window: year}, Timeout: amply}
+				pool := smallPools(t, db, 1)[0]
+				limiter := newLimiter(t, pool, config)
+				for _, key := range change.exist {
+					_, err := limiter.Allow(t.Context(), key)
+					require.NoError(t, err)
+				}
+				decide := func(keys ...string) func() (struct{}, error) {
+					var elements []element
+					for _, key := range keys {
+						elements = append(elements, element{key: key, cost: 1, count: 1})
+					}
+					return later(func() (struct{}, error) {
+						return struct{}{}, limiter.decide(context.Background(), pool, elements, settings{})
+					})
+				}
+
+				// One has locked a (and b, if in order) and waits for m; another wants a and b.
+				holder := hold(t, db, config, "m")
+				one := decide("a", "m", "b")
+				waitUntilBlocked(t, db.Pool, 1)
+				other := decide("b", "a")
+				waitUntilBlocked(t, db.Pool, 2)
+				require.NoError(t, holder.Commit(t.Context()))
+
+				_, err1 := one()
+				_, err2 := other()
+				if !broken {
+					require.NoError(t, errors.Join(err1, err2))
+					require.Zero(t, deadlocks(t, db, pool))
+					return
+				}
+				var pgErr *pgconn.PgError
+				require.ErrorAs(t, errors.Join(err1, err2), &pgErr)
+				require.Equal(t, "40P01", pgErr.Code)
+				waitUntil(t, func() bool { return deadlocks(t, db, pool) == 1 })
+			})
+		}
+	}
+}
+
+func TestRowDeletedWhileWeWaitForIt(t *testing.T) {
+	t.Parallel()
+
+	eachSlowPolicyAndTable(t, 10, func(t *testing.T, config Config) {
+		db := pgtest.New(t)
+		limiter := newLimiter(t, db.NewPool(t, nil), config)
+		_, err := limiter.AllowN(t.Context(), "key", 4)
+		require.NoError(t, err)
+
+		sweeper := begin(t, db)
+		exec(t, sweeper, "DELETE FROM "+table(config.Durable))
+		wait := later(func() (Result, error) { return limiter.AllowN(context.Background(), "key", 3) })
+		waitUntilBlocked(t, db.Pool, 1)
+		require.NoError(t, sweeper.Commit(t.Context()))
+
+		result, err := wait()
+		require.NoError(t, err)
+		require.True(t, result.Allowed)
+		require.EqualValues(t, 7, result.Remaining)
+		require.EqualValues(t, 3, taken(t, db.Pool, config, "key"))
+	})
+}
+
+func TestRowDeletedAndMadeAgainWhileWeWaitForIt(t *testing.T) {
+	t.Parallel()
+
+	eachSlowPolicyAndTable(t, 10, func(t *testing.T, config Config) {
+		db := pgtest.New(t)
+		limiter := newLimiter(t, db.NewPool(t, nil), config)
+		_, err := limiter.AllowN(t.Context(), "key", 9)
+		require.NoError(t, err)
+
+		// Reset, and one more taken, in one transaction of somebody's.
+		somebody := begin(t, db)
+		require.NoError(t, limiter.ResetTx(t.Context(), somebody, "key"))
+		_, err = limiter.AllowNTx(t.Context(), somebody, "key", 2)
+		require.NoError(t, err)
+		wait := later(func() (Result, error) { return limiter.AllowN(context.Background(), "key", 3) })
+		waitUntilBlocked(t, db.Pool, 1)
+		require.NoError(t, somebody.Commit(t.Context()))
+
+		result, err := wait()
+		require.NoError(t, err)
+		require.True(t, result.Allowed)
+		require.EqualValues(t, 5, result.Remaining)
+		require.EqualValues(t, 5, taken(t, db.Pool, config, "key"))
+	})
+}
+
+// The look finds "a" missing and stops there. While the INSERT waits for somebody else's "a", the row of "m", which the look
+// has not come to, is deleted; and that of "n", too, and made again.
+func TestRowDeletedBetweenLookAndInsert(t *testing.T) {
+	t.Parallel()
+
+	eachSlowPolicyAndTable(t, 10, func(t *testing.T, config Config) {
+		for _, commit := range []bool{true, false} {
+			db := pgtest.New(t)
+			limiter := newLimiter(t, db.NewPool(t, nil), config)
+			for _, key := range []string{"m", "n", "z"} {
+				_, err := limiter.AllowN(t.Context(), key, 4)
+				require.NoError(t, err)
+			}
+
+			somebody := begin(t, db)
+			_, err := limiter.AllowNTx(t.Context(), somebody, "a", 5)
+			require.NoError(t, err)
+			elements := []element{
+				{key: "z", cost: 1, count: 1}, {key: "n", cost: 1, count: 1}, {key: "m", cost: 1, count: 1}, {key: "a", cost: 1, count: 1},
+			}
+			wait := later(func() (any, error) {
+				return nil, limiter.decide(context.Background(), limiter.db, elements, settings{})
+			})
+			waitUntilBlocked(t, db.Pool, 1)
+			exec(t, db.Pool, "DELETE FROM "+table(config.Durable)+" WHERE key IN ('m', 'n')")
+			_, err = limiter.AllowN(t.Context(), "n", 2)
+			require.NoError(t, err)
+			if commit {
+				require.NoError(t, somebody.Commit(t.Context()))
+			} else {
+				require.NoError(t, somebody.Rollback(t.Context()))
+			}
+
+			_, err = wait()
+			require.NoError(t, err)
+			want := map[string]int64{"a": 1, "m": 1, "n": 3, "z": 5}
+			if commit {
+				want["a"] += 5
+			}
+			for _, e := range elements {
+				require.EqualValues(t, 1, e.decision.granted, e.key)
+				require.Equal(t, 10-want[e.key], e.decision.remaining, e.key)
+				require.Equal(t, want[e.key], taken(t, db.Pool, config, e.key), e.key)
+			}
+		}
+	})
+}
+
+// Whoever deletes rows at full speed takes nothing away but what they hold: between two sweeps at most Limit are admitted, and no
+// call fails.
+func TestSweeperAtFullSpeed(t *testing.T) {
+	t.Parallel()
+
+	const limit, calls, keys = 3, 150, 3
+	db := pgtest.New(t)
+	pools := smallPools(t, db, 3)
+	config := Config{Name: "test", Policy: FixedWindow{Limit: limit, Window: year}, Timeout: amply, MaxBatch: 4, NoDenialCache: true}
+
+	ctx, stop := context.WithCancel(t.Context())
+	sweeps := later(func() (sweeps int64, err error) {
+		for i := 0; ctx.Err() == nil; i++ {
+			// One row at a time: a sweeper that held one row and waited for another would deadlock with a batch.
+			tag, err := db.Pool.Exec(context.Background(), "DELETE FROM rate_limit_ephemeral WHERE key = $1", fmt.Sprint(i%keys))
+			if err != nil {
+				return 0, err
+			}
+			sweeps += tag.RowsAffected()
+		}
+		return sweeps, nil
+	})
+	var mu sync.Mutex
+	var granted int64
+	errs := make([]error, 12)
+	together(12, func(i int) {
+		limiter, err := New(pools[i%len(pools)], config)
+		for call := 0; call < calls && err == nil; call++ {
+			var result Result
+			if result, err = limiter.Allow(context.Background(), fmt.Sprint((i+call)%keys)); result.Allowed {
+				mu.Lock()
+				granted++
+				mu.Unlock()
+			}
+		}
+		errs[i] = err
+	})
+	stop()
+	swept, err := sweeps()
+	require.NoError(t, errors.Join(append(errs, err)...))
+	require.LessOrEqual(t, granted, (swept+keys)*limit)
+	require.GreaterOrEqual(t, granted, int64(keys*limit))
+}
+
+func TestTwoTransactionsMakeTheSameNewKey(t *testing.T) {
+	t.Parallel()
+
+	eachSlowPolicyAndTable(t, 10, func(t *testing.T, config Config) {
+		for _, commit := range []bool{true, false} {
+			db := pgtest.New(t)
+			limiter := newLimiter(t, db.NewPool(t, nil), config)
+			first, second := begin(t, db), begin(t, db)
+			_, err := limiter.AllowNTx(t.Context(), first, "key", 8)
+			require.NoError(t, err)
+			inTx := later(func() (Result, error) { return limiter.AllowNTx(context.Background(), second, "key", 3) })
+			waitUntilBlocked(t, db.Pool, 1)
+
+			var want Result
+			if commit {
+				require.NoError(t, first.Commit(t.Context()))
+				want = Result{Allowed: false, Limit: 10, Remaining: 2}
+			} else {
+				require.NoError(t, first.Rollback(t.Context()))
+				want = Result{Allowed: true, Limit: 10, Remaining: 7}
+			}
+			got, err := inTx()
+			require.NoError(t, err)
+			require.Equal(t, want, Result{Allowed: got.Allowed, Limit: got.Limit, Remaining: got.Remaining})
+			require.NoError(t, second.Commit(t.Context()))
+			require.Equal(t, 10-want.Remaining, taken(t, db.Pool, config, "key"))
+		}
+	})
+}
+
+// aroundALockWait asks for a key whose row somebody holds, and returns when he let go, by the database's clock, and the
+// decision that was made then.
+func aroundALockWait(t *testing.T, db *pgtest.DB, config Config, wait time.Duration) (released time.Time, result Result) {
+	t.Helper()
+	limiter := newLimiter(t, db.NewPool(t, nil), config)
+	limit := config.Policy.limit()
+	first, err := limiter.AllowN(t.Context(), "key", limit)
+	require.NoError(t, err)
+	require.True(t, first.Allowed)
+
+	holder := hold(t, db, config, "key")
+	decision := later(func() (Result, error) { return limiter.Allow(context.Background(), "key") })
+	waitUntilBlocked(t, db.Pool, 1)
+	begun := scalar[time.Time](t, holder, "SELECT clock_timestamp()")
+	waitUntil(t, func() bool {
+		released = scalar[time.Time](t, holder, "SELECT clock_timestamp()")
+		return released.Sub(begun) >= wait
+	})
+	require.NoError(t, holder.Commit(t.Context()))
+
+	result, err = decision()
+	require.NoError(t, err)
+	return released, result
+}
+
+// The time that a call waits for a row counts: the clock is read when the row is locked. A variant that takes the
+// transaction's time is caught.
+func TestClockIsReadAfterTheLockWait(t *testing.T) {
+	t.Parallel()
+
+	const wait = 50 * time.Millisecond
+	for name, policy := range map[string]struct {
+		Policy
+		function string
+	}{
+		"fixed window":   {FixedWindow{Limit: 5, Window: wait}, "rate_limit_fixed_window"},
+		"sliding window": {SlidingWindow{Limit: 5, Window: wait / 2}, "rate_limit_sliding_window"},
+		"token bucket":   {TokenBucket{Capacity: 5, Refill: 5, Every: 5 * wait}, "rate_limit_token_bucket"},
+	} {
+		for _, durable := range []bool{false, true} {
+			t.Run(fmt.Sprintf("%s in %s", name, table(durable)), func(t *testing.T) {
+				t.Parallel()
+				db := pgtest.New(t)
+				config := Config{Name: "test", Policy: policy, Durable: durable, Timeout: amply}
+				released, result := aroundALockWait(t, db, config, wait)
+				require.False(t, result.DecidedAt.Before(released))
+				require.True(t, result.Allowed) // what flowed in, or ran out, while it waited
+
+				// Negative control. now() is the time of a transaction's begin, which no lock wait moves.
+				db = pgtest.New(t)
+				rewrite(t, db.Pool, policy.function, "clock_timestamp()", "pg_catalog.now()")
+				released, result = aroundALockWait(t, db, config, wait)
+				require.True(t, result.DecidedAt.Before(released))
+			})
+		}
+	}
+}
+
+// A row that was made or changed while a call waited is newer than that call's statement. What it then decides from must be the
+// row as it is, also when it waits for several rows in turn.
+func TestWaitingForSeveralRowsInTurn(t *testing.T) {
+	t.Parallel()
+
+	eachSlowPolicyAndTable(t, 10, func(t *testing.T, config Config) {
+		db := pgtest.New(t)
+		limiter := newLimiter(t, db.NewPool(t, nil), config)
+		keys := []string{"a", "b", "c"}
+		holders := make([]pgx.Tx, len(keys))
+		for i, key := range keys {
+			_, err := limiter.Allow(t.Context(), key)
+			require.NoError(t, err)
+			holders[i] = begin(t, db)
+			_, err = limiter.AllowNTx(t.Context(), holders[i], key, 2)
+			require.NoError(t, err)
+		}
+		elements := []element{{key: "c", cost: 1, count: 9}, {key: "b", cost: 1, count: 9}, {key: "a", cost: 1, count: 9}}
+		done := later(func() (any, error) {
+			return nil, limiter.decide(context.Background(), limiter.db, elements, settings{})
+		})
+		for _, holder := range holders {
+			pid := holder.Conn().PgConn().PID()
+			waitUntil(t, func() bool {
+				return scalar[bool](t, db.Pool,
+					"SELECT EXISTS (SELECT FROM pg_stat_activity WHERE $1::int = ANY (pg_blocking_pids(pid)))", int32(pid))
+			})
+			require.NoError(t, holder.Commit(t.Context()))
+		}
+		_, err := done()
+		require.NoError(t, err)
+		for _, e := range elements {
+			require.EqualValues(t, 7, e.decision.granted, e.key)
+			require.EqualValues(t, 10, taken(t, db.Pool, config, e.key), e.key)
+		}
+	})
+}

@@ -1,0 +1,380 @@
+package ratelimit
+
+import (
+	"math/big"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+)
+
+func TestSlidingWindow(t *testing.T) {
+	t.Parallel()
+	for _, test := range []struct {
+		name   string
+		policy SlidingWindow
+		steps  []modelStep
+	}{
+		{"40 before weigh 30 after a quarter of the window", SlidingWindow{50, time.Minute}, []modelStep{
+			{at("12:00:00"), 40, granted(10, 2*minute)},
+			{at("12:01:00"), 10, granted(0, 2*minute)},
+			{at("12:01:15"), 0, free(10, 105*second)}, // 40 × 0.75 + 10 = 40 of 50
+			{at("12:01:15"), 11, denied(10, 1500*second/1000, 105*second)},
+			{at("12:01:15"), 10, granted(0, 105*second)},
+			{at("12:01:15.000001"), 1, denied(0, 1500*second/1000-1, 105*second-1)},
+		}},
+		{"8 before weigh 5.6 after 30 % of the window", SlidingWindow{10, time.Minute}, []modelStep{
+			{at("12:00:00"), 8, granted(2, 2*minute)},
+			{at("12:01:08"), 3, granted(0, 112*second)},
+			{at("12:01:18"), 2, denied(1, 4500*second/1000, 102*second)}, // 5.6 + 3 + 2 = 10.6
+			{at("12:01:18"), 1, granted(0, 102*second)},                  // 5.6 + 3 + 1 = 9.6
+		}},
+		{"400 before weigh 100 at a quarter to", SlidingWindow{500, time.Hour}, []modelStep{
+			{at("22:00:00"), 400, granted(100, 2*hour)},
+			{at("23:40:00"), 250, granted(116, 80*minute)},
+			{at("23:45:00"), 1, granted(149, 75*minute)}, // 100 + 250 + 1 = 351
+			{at("23:45:00"), 150, denied(149, 9*second, 75*minute)},
+			{at("23:45:09"), 150, granted(0, 75*minute-9*second)},
+		}},
+		{"the limit's twofold does not pass around the edge", SlidingWindow{10, time.Minute}, []modelStep{
+			{at("12:00:00"), 1, granted(9, 2*minute)},
+			{at("12:00:59.999999"), 9, granted(0, minute+1)},
+			{at("12:01:00"), 1, denied(0, 6*second, minute)},
+			{at("12:01:06"), 1, granted(0, 114*second)},
+			{at("12:01:12"), 1, granted(0, 108*second)},
+			{at("12:01:12"), 1, denied(0, 6*second, 108*second)},
+		}},
+		{"windows follow each other without a gap", SlidingWindow{10, time.Minute}, []modelStep{
+			{at("12:00:00"), 10, granted(0, 2*minute)},
+			{at("12:00:59.999999"), 0, denied(0, 6*second+1, minute+1)},
+			{at("12:01:00"), 0, denied(0, 6*second, minute)},
+			{at("12:01:00.000001"), 0, denied(0, 6*second-1, minute-1)},
+			{at("12:01:05.999999"), 1, denied(0, 1, 54*second+1)},
+			{at("12:01:06"), 0, free(1, 54*second)},
+			{at("12:01:59.999999"), 10, denied(9, 1, 1)},
+			{at("12:01:59.999999"), 1, granted(8, minute+1)}, // that window is 12:01's
+			{at("12:02:00"), 10, denied(9, minute, minute)},  // here begins 12:02's, where the other 8 would still fit
+			{at("12:02:00"), 9, granted(0, 2*minute)},
+			{at("12:04:00"), 10, granted(0, 2*minute)},
+		}},
+		{"after two windows without a request one starts at the next", SlidingWindow{10, time.Minute}, []modelStep{
+			{at("12:00:00"), 4, granted(6, 2*minute)},
+			{at("12:01:59.999999"), 0, free(9, 1)},
+			{at("12:02:00"), 0, free(10, 0)},
+			{at("12:02:17"), 10, granted(0, 2*minute)},
+			{at("12:03:16.999999"), 1, denied(0, 6*second+1, minute+1)},
+			{at("12:03:17"), 1, denied(0, 6*second, minute)},
+			{at("12:03:23"), 1, granted(0, 114*second)},
+		}},
+		{"costs", SlidingWindow{10, time.Minute}, []modelStep{
+			{c0, 0, free(10, 0)},
+			{c0, 11, denied(10, never, 0)},
+			{c0, 10, granted(0, 2*minute)},
+			{c1, 11, denied(0, never, 119*second)},
+			{c1, 10, denied(0, 119*second, 119*second)},
+			{c1, 9, denied(0, 113*second, 119*second)},
+			{c1, 0, denied(0, 65*second, 119*second)},
+			{c0 + 2*minute - 1, 10, denied(9, 1, 1)},
+			{c0 + 2*minute, 10, granted(0, 2*minute)},
+		}},
+		{"a cost that fits only when the window before is gone", SlidingWindow{10, time.Minute}, []modelStep{
+			{at("12:00:00"), 5, granted(5, 2*minute)},
+			{at("12:01:30"), 2, granted(5, 90*second)},
+			{at("12:01:30"), 8, denied(5, 30*second, 90*second)}, // 2 + 8 = 10, when nothing of 12:00 weighs any more
+			{at("12:01:30"), 9, denied(5, 60*second, 90*second)}, // in the window after: 2 × 1/2 + 9
+			{at("12:02:00"), 8, granted(0, 2*minute)},
+		}},
+		{"the clock steps back by less than a window", SlidingWindow{10, time.Minute}, []modelStep{
+			{at("12:00:00"), 10, granted(0, 2*minute)},
+			{at("12:01:30"), 5, granted(0, 90*second)},
+			{at("12:01:15"), 1, denied(0, 21*second, 105*second)}, // 7.5 + 5
+			{at("12:00:50"), 1, denied(0, 46*second, 130*second)}, // the row's time is 12:01:00
+			{at("12:00:00"), 1, denied(0, 96*second, 180*second)},
+			{at("12:01:35.999999"), 1, denied(0, 1, 84*second+1)},
+			{at("12:01:36"), 1, granted(0, 84*second)},
+		}},
+		{"a grant on a row ahead of the clock", SlidingWindow{10, time.Minute}, []modelStep{
+			{at("12:00:00"), 4, granted(6, 2*minute)},
+			{at("11:59:30"), 6, granted(0, 150*second)},
+			{at("11:59:30"), 1, denied(0, 96*second, 150*second)},
+			{at("12:01:05.999999"), 1, denied(0, 1, 54*second+1)},
+			{at("12:01:06"), 1, granted(0, 114*second)},
+		}},
+		{"the clock steps back by more than a window", SlidingWindow{10, time.Minute}, []modelStep{
+			{at("12:10:00"), 10, granted(0, 2*minute)},
+			{at("12:09:00"), 1, denied(0, 126*second, 180*second)},
+			{at("12:08:59.999999"), 0, denied(0, 66*second, 2*minute)}, // a Peek does not pull the row back
+			{at("12:09:00"), 1, denied(0, 126*second, 180*second)},
+			{at("12:08:59.999999"), 11, denied(0, never, 2*minute)}, // nor does what can never be granted
+			{at("12:09:00"), 1, denied(0, 126*second, 180*second)},
+			{at("12:08:59.999999"), 1, denied(0, 66*second, 2*minute)}, // a denial does
+			{at("12:09:00"), 1, denied(0, 66*second-1, 2*minute-1)},
+			{at("12:10:05.999998"), 1, denied(0, 1, 54*second+1)},
+			{at("12:10:05.999999"), 1, granted(0, 114*second)},
+		}},
+		{"usage of both windows is kept when the clock jumps back", SlidingWindow{10, time.Minute}, []modelStep{
+			{at("12:00:00"), 10, granted(0, 2*minute)},
+			{at("12:01:30"), 3, granted(2, 90*second)},
+			{at("03:00:00"), 1, denied(0, 24*second, 2*minute)}, // 10 + 3, and 6 + 3 + 1 after 24 s
+			{at("03:00:23.999999"), 1, denied(0, 1, 96*second+1)},
+			{at("03:00:24"), 1, granted(0, 96*second)},
+			{at("02:00:00"), 6, denied(0, 60*second, 2*minute)},
+			{at("02:00:59.999999"), 6, denied(5, 1, minute+1)},
+			{at("02:01:00"), 6, granted(0, 2*minute)},
+		}},
+		{"a jump forward is one limit", SlidingWindow{10, time.Minute}, []modelStep{
+			{at("01:00:00"), 10, granted(0, 2*minute)},
+			{at("23:00:00"), 10, granted(0, 2*minute)},
+			{at("23:00:00"), 1, denied(0, 66*second, 2*minute)},
+		}},
+		{"the shortest window", SlidingWindow{2, time.Microsecond}, []modelStep{
+			{c0, 2, granted(0, 2)},
+			{c0, 1, denied(0, 2, 2)},
+			{c0 + 1, 1, denied(0, 1, 1)},
+			{c0 - 1, 1, denied(0, 3, 3)},
+			{c0 + 2, 2, granted(0, 2)},
+		}},
+		{"weights of a few microseconds round up", SlidingWindow{3, 7 * time.Microsecond}, []modelStep{
+			{c0, 2, granted(1, 14)},
+			{c0 + 7, 1, granted(0, 14)},
+			{c0 + 10, 1, denied(0, 1, 11)}, // 2 × 4/7 + 1 + 1 > 3
+			{c0 + 11, 1, granted(0, 10)},   // 2 × 3/7 + 1 + 1 ≤ 3
+			{c0 + 13, 1, denied(0, 1, 8)},  // 2 × 1/7 + 2 + 1 > 3
+			{c0 + 14, 1, granted(0, 14)},
+		}},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			t.Parallel()
+			playModel(t, test.policy, state{}, test.steps...)
+		})
+	}
+}
+
+// Bug 4 of the peers: they say 60 s, deny again, and say 120 s.
+func TestSlidingWindowRetryAfterLooksIntoTheNextWindow(t *testing.T) {
+	t.Parallel()
+	p := SlidingWindow{10, time.Minute}
+	s := playModel(t, p, state{}, modelStep{at("12:00:00"), 10, granted(0, 2*minute)})
+	for _, step := range []modelStep{
+		{at("12:00:05"), 1, denied(0, 61*second, 115*second)},
+		{at("12:00:05"), 2, denied(0, 67*second, 115*second)},
+		{at("12:00:05"), 10, denied(0, 115*second, 115*second)},
+		{at("12:01:00"), 1, denied(0, 6*second, 60*second)},
+		{at("12:01:05.999999"), 1, denied(0, 1, 54*second+1)},
+		{at("12:01:06"), 1, granted(0, 114*second)},
+		{at("12:01:11.999999"), 2, denied(1, 1, 48*second+1)},
+		{at("12:01:12"), 2, granted(0, 108*second)},
+	} {
+		playModel(t, p, s, step)
+	}
+}
+
+// Bug 9 of the peers: in 64 bits, the product of a count and a time of this size once became negative, and everything passed.
+func TestSlidingWindowProductsNeverOverflow(t *testing.T) {
+	t.Parallel()
+	playModel(t, SlidingWindow{2048, maxSpan * time.Microsecond}, state{},
+		modelStep{c0, 2048, granted(0, 2*maxSpan)},
+		modelStep{c0, 2048, denied(0, 2*maxSpan, 2*maxSpan)},
+		modelStep{c0 + maxSpan, 1, denied(0, maxSpan/2048, maxSpan)},
+		modelStep{c0 + maxSpan + 1, 1, denied(0, maxSpan/2048-1, maxSpan-1)},
+		modelStep{c0 + maxSpan + maxSpan/2, 1025, denied(1024, maxSpan/2048, maxSpan/2)},
+		modelStep{c0 + maxSpan + maxSpan/2, 1024, granted(0, maxSpan+maxSpan/2)},
+		modelStep{c0 + 2*maxSpan - 1, 1024, denied(1023, 1, maxSpan+1)},
+		modelStep{c0 + 2*maxSpan, 1024, granted(0, 2*maxSpan)})
+
+	// A count that only the largest limit of the shortest window can leave, met by the longest window.
+	s := playModel(t, SlidingWindow{maxProduct, time.Microsecond}, state{},
+		modelStep{c0, maxProduct - 1, granted(1, 2)},
+		modelStep{c0, maxProduct - 1, denied(1, 2, 2)},
+		modelStep{c0 + 1, 2, denied(1, 1, 1)},
+		modelStep{c0 + 1, 1, granted(0, 2)})
+	for _, limit := range []int64{1, 2, 2047, 2048} {
+		playModel(t, SlidingWindow{limit, maxSpan * time.Microsecond}, s,
+			modelStep{c0 + 2, 1, denied(0, 1, 1)},
+			modelStep{c0 + 2, limit, denied(0, 1, 1)},
+			modelStep{c0 + 3, limit, granted(0, 2*maxSpan)})
+	}
+}
+
+// Bug 10 of the peers.
+func TestSlidingWindowRaisedLimitHelpsAtOnce(t *testing.T) {
+	t.Parallel()
+	s := playModel(t, SlidingWindow{10, time.Minute}, state{},
+		modelStep{c0, 10, granted(0, 2*minute)},
+		modelStep{c1, 1, denied(0, 65*second, 119*second)})
+	playModel(t, SlidingWindow{15, time.Minute}, s,
+		modelStep{c1, 6, denied(5, 65*second, 119*second)}, // 9 + 6 at 66 s
+		modelStep{c1, 5, granted(0, 119*second)},
+		modelStep{c1, 1, denied(0, 63*second, 119*second)})
+	playModel(t, SlidingWindow{15, time.Minute}, s,
+		modelStep{c0 + minute, 5, granted(0, 2*minute)})
+}
+
+// Bug 11 of the peers.
+func TestSlidingWindowCostAboveTheLimitNeverFits(t *testing.T) {
+	t.Parallel()
+	p := SlidingWindow{10, time.Minute}
+	playModel(t, p, state{}, modelStep{c0, 11, denied(10, never, 0)}, modelStep{c0, maxProduct, denied(10, never, 0)})
+	s := playModel(t, p, state{}, modelStep{c0, 3, granted(7, 2*minute)})
+	require.Equal(t, s, playModel(t, p, s,
+		modelStep{c1, 11, denied(7, never, 119*second)},
+		modelStep{c0 + minute, 11, denied(7, never, minute)}))
+}
+
+func TestSlidingWindowDenialConsumesNothing(t *testing.T) {
+	t.Parallel()
+	p := SlidingWindow{10, time.Minute}
+	s := playModel(t, p, state{}, modelStep{c0, 8, granted(2, 2*minute)})
+	for range 100 {
+		require.Equal(t, s, playModel(t, p, s,
+			modelStep{c1, 3, denied(2, 66*second+second/2, 119*second)}, // 8 × 52.5/60 = 7
+			modelStep{c0 + 61*second, 4, denied(2, 14*second-0, 59*second)}))
+	}
+	playModel(t, p, s, modelStep{c1, 2, granted(0, 119*second)})
+}
+
+func TestSlidingWindowLoweredLimitDeniesUntilEnoughHasDrained(t *testing.T) {
+	t.Parallel()
+	s := playModel(t, SlidingWindow{10, time.Minute}, state{}, modelStep{at("12:00:00"), 8, granted(2, 2*minute)})
+	playModel(t, SlidingWindow{4, time.Minute}, s,
+		modelStep{at("12:00:00"), 1, denied(0, 97500*second/1000, 2*minute)}, // 8 × 22.5/60 = 3
+		modelStep{at("12:00:00"), 5, denied(0, never, 2*minute)},
+		modelStep{at("12:01:37.499999"), 1, denied(0, 1, 22500*second/1000+1)},
+		modelStep{at("12:01:37.5"), 1, granted(0, 82500*second/1000)})
+}
+
+func TestSlidingWindowLongerWindowAppliesFromTheNextGrant(t *testing.T) {
+	t.Parallel()
+	s := playModel(t, SlidingWindow{10, time.Minute}, state{}, modelStep{at("12:00:00"), 6, granted(4, 2*minute)})
+	longer := SlidingWindow{10, time.Hour}
+	// Untouched, the row expires as the policy has promised that last took from it.
+	playModel(t, longer, s,
+		modelStep{at("12:01:30"), 5, denied(4, 30*second, 30*second)},
+		modelStep{at("12:01:59.999999"), 5, denied(4, 1, 1)},
+		modelStep{at("12:02:00"), 5, granted(5, 2*hour)})
+	playModel(t, longer, s,
+		modelStep{at("12:01:30"), 4, granted(0, 118*minute+30*second)},
+		modelStep{at("12:02:00"), 1, denied(0, 64*minute, 118*minute)},
+		modelStep{at("13:06:00"), 1, granted(0, 114*minute)})
+}
+
+func TestSlidingWindowShorterWindowAppliesAtOnce(t *testing.T) {
+	t.Parallel()
+	s := playModel(t, SlidingWindow{10, time.Hour}, state{}, modelStep{at("12:00:00"), 10, granted(0, 2*hour)})
+	shorter := SlidingWindow{10, time.Minute}
+	for _, step := range []modelStep{
+		{at("12:00:30"), 1, denied(0, 36*second, 90*second)},
+		{at("12:01:05.999999"), 1, denied(0, 1, 54*second+1)},
+		{at("12:01:06"), 1, granted(0, 114*second)},
+		{at("12:01:59.999999"), 10, denied(9, 1, 1)},
+		{at("12:02:00"), 10, granted(0, 2*minute)},
+		{at("12:30:00"), 10, granted(0, 2*minute)},
+		// The row's time may lie ahead by the new window only.
+		{at("11:59:00"), 1, denied(0, 126*second, 3*minute)},
+		{at("11:58:59.999999"), 1, denied(0, 66*second, 2*minute)},
+	} {
+		playModel(t, shorter, s, step)
+	}
+}
+
+func TestSlidingWindowExpiredRowEqualsNoRow(t *testing.T) {
+	t.Parallel()
+	p := SlidingWindow{10, time.Minute}
+	row := state{count: 1, prevCount: 10, windowStart: c0, expiresAt: c5} // a window of 2.5 s has left it
+	require.False(t, equalsNoRow(p, row, c5-1))
+	for _, clock := range []int64{c5, c5 + 1, c0 + minute - 1, c0 + minute, c0 + 2*minute - 1, c0 + 2*minute, c0 + hour} {
+		require.True(t, equalsNoRow(p, row, clock))
+	}
+}
+
+func TestSlidingWindowProperties(t *testing.T) {
+	t.Parallel()
+	testModelProperties(t, func(d dice) Policy {
+		return d.sliding()
+	})
+}
+
+// slowSliding is design.md's: roll, then weigh. Allowed if prev × (W − e)/W + count + n ≤ Limit.
+type slowSliding struct {
+	limit, window int64
+	start         *int64
+	prev, count   *big.Rat
+}
+
+func (m *slowSliding) at(t int64) (start int64, prev, count *big.Rat) {
+	switch {
+	case m.start == nil || t >= *m.start+2*m.window:
+		return t, rat(0), rat(0)
+	case t >= *m.start+m.window:
+		return *m.start + m.window, m.count, rat(0)
+	}
+	return *m.start, m.prev, m.count
+}
+
+// sum is the estimate of what was taken in the window that ends at t.
+func (m *slowSliding) sum(t int64) *big.Rat {
+	start, prev, count := m.at(t)
+	share := new(big.Rat).Sub(rat(1), big.NewRat(t-start, m.window))
+	return share.Mul(share, prev).Add(share, count)
+}
+
+func (m *slowSliding) fits(t, n int64) bool {
+	sum := m.sum(t)
+	return sum.Add(sum, rat(n)).Cmp(rat(m.limit)) <= 0
+}
+
+func (m *slowSliding) take(t, n int64) {
+	start, prev, count := m.at(t)
+	m.start, m.prev, m.count = &start, prev, new(big.Rat).Add(count, rat(n))
+}
+
+func (m *slowSliding) state(t int64) state {
+	start, prev, count := m.at(t)
+	return state{windowStart: start, prevCount: whole(prev), count: whole(count)}
+}
+
+func TestSlidingWindowEqualsTheDesignInRationals(t *testing.T) {
+	t.Parallel()
+	testAgainstSlowModel(t, func(d dice) (Policy, slowModel) {
+		p := d.sliding()
+		return p, &slowSliding{limit: p.Limit, window: micros(p.Window)}
+	})
+}
+
+func TestSlidingWindowWeightedSumNeverExceedsTheLimit(t *testing.T) {
+	t.Parallel()
+	d := randomDice(t)
+	for range 500 {
+		p := d.sliding()
+		slow := &slowSliding{limit: p.Limit, window: micros(p.Window)} // does not decide here, only adds up
+		var s state
+		var last decision
+		clock := d.magnitude(0, 1<<52)
+		for range 40 {
+			clock = d.forwards(p, s, clock, last)
+			n := d.cost(p.Limit, peek(p, s, clock).remaining)
+			if s, last = p.decide(s, clock, n); last.granted == 1 {
+				slow.take(clock, n)
+			}
+			require.LessOrEqual(t, slow.sum(clock).Cmp(rat(p.Limit)), 0, "%+v: %d at %d", p, n, clock)
+		}
+	}
+}
+
+func TestSlidingWindowNeverGrantsMoreThanTheClockGives(t *testing.T) {
+	t.Parallel()
+	testNeverMoreThanTheClockGives(t, func(d dice) (Policy, int64, int64, int64, bool) {
+		p := d.sliding()
+		return p, p.Limit, p.Limit, micros(p.Window), true
+	})
+}
+
+func FuzzSlidingWindow(f *testing.F) {
+	f.Add(int64(10), minute, int64(20), minute, []byte("a request at each of some clocks, at some costs"))
+	f.Add(int64(2048), int64(maxSpan), int64(1), int64(1), []byte("\x00\x01\x02\x03\x04\x05\x06\x07\x08\x09\x0a\x0b\x0c\x0d\x0e\x0f"))
+	f.Add(int64(maxProduct), int64(1), int64(2048), int64(maxSpan), []byte("\xff\xfe\xfd\xfc\xfb\xfa\xf9\xf8\xf7\xf6\xf5\xf4\xf3\xf2\xf1\xf0"))
+	f.Add(int64(1), int64(3), int64(3), int64(1), []byte("the clock steps back and the policy changes"))
+	f.Fuzz(func(t *testing.T, limit, window, limit2, window2 int64, steps []byte) {
+		fuzzModel(t, steps, SlidingWindow{limit, duration(window)}, SlidingWindow{limit2, duration(window2)})
+	})
+}

@@ -1,0 +1,357 @@
+package ratelimit
+
+import (
+	"math"
+	"math/big"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+)
+
+func TestTokenBucket(t *testing.T) {
+	t.Parallel()
+	for _, test := range []struct {
+		name   string
+		policy TokenBucket
+		steps  []modelStep
+	}{
+		{"a burst, and then one every two seconds", TokenBucket{20, 5, 10 * time.Second}, []modelStep{
+			{c0, 20, granted(0, 40*second)},
+			{c0, 1, denied(0, 2*second, 40*second)},
+			{c1, 1, denied(0, second, 39*second)},
+			{c2 - 1, 1, denied(0, 1, 38*second+1)},
+			{c2, 1, granted(0, 40*second)},
+			{c2, 20, denied(0, 40*second, 40*second)},
+			{c3, 1, denied(0, second, 39*second)},
+			{c4, 1, granted(0, 40*second)},
+			{c4 + 40*second - 1, 20, denied(19, 1, 1)},
+			{c4 + 40*second, 20, granted(0, 40*second)},
+		}},
+		{"a bucket does not fill beyond its capacity", TokenBucket{3, 1, time.Second}, []modelStep{
+			{c0, 1, granted(2, second)},
+			{c1 - 1, 0, free(2, 1)},
+			{c1, 0, free(3, 0)},
+			{c9, 0, free(3, 0)},
+			{c9, 4, denied(3, never, 0)},
+			{c9, 3, granted(0, 3*second)},
+		}},
+		{"three tokens flow in over seven microseconds", TokenBucket{3, 3, 7 * time.Microsecond}, []modelStep{
+			{c0, 3, granted(0, 7)},
+			{c0 + 2, 1, denied(0, 1, 5)},
+			{c0 + 3, 1, granted(0, 7)}, // 9/7 − 1 = 2/7 are left
+			{c0 + 4, 1, denied(0, 1, 6)},
+			{c0 + 5, 1, granted(0, 7)}, // 8/7 − 1 = 1/7 is left
+			{c0 + 6, 1, denied(0, 1, 6)},
+			{c0 + 7, 1, granted(0, 7)}, // 7/7: none is left, and none was lost
+			{c0 + 9, 3, denied(0, 5, 5)},
+		}},
+		{"more than a token each microsecond", TokenBucket{10, 7, 2 * time.Microsecond}, []modelStep{
+			{c0, 10, granted(0, 3)},
+			{c0 + 1, 4, denied(3, 1, 2)},
+			{c0 + 1, 3, granted(0, 3)}, // half a token is left
+			{c0 + 2, 4, granted(0, 3)}, // 0.5 + 3.5
+			{c0 + 5, 10, granted(0, 3)},
+		}},
+		{"costs", TokenBucket{10, 1, time.Second}, []modelStep{
+			{c0, 0, free(10, 0)},
+			{c0, 11, denied(10, never, 0)},
+			{c0, 10, granted(0, 10*second)},
+			{c0, 0, denied(0, second, 10*second)},
+			{c1, 11, denied(1, never, 9*second)},
+			{c1, 10, denied(1, 9*second, 9*second)},
+			{c1, 2, denied(1, second, 9*second)},
+			{c1, 1, granted(0, 10*second)},
+			{c1 + second/2, 0, denied(0, second/2, 9*second+second/2)},
+		}},
+		{"the clock steps back by less than a refill", TokenBucket{10, 1, time.Second}, []modelStep{
+			{c5, 7, granted(3, 7*second)},
+			{c3, 0, free(3, 9*second)},
+			{c3, 4, denied(3, 3*second, 9*second)},
+			{c3, 3, granted(0, 12*second)},
+			{c5, 1, denied(0, second, 10*second)},
+			{c6, 1, granted(0, 10*second)},
+		}},
+		{"the clock steps back by more than a refill", TokenBucket{10, 1, time.Second}, []modelStep{
+			{at("12:10:00"), 10, granted(0, 10*second)},
+			{at("12:09:50"), 1, denied(0, 11*second, 20*second)},
+			{at("12:09:49.999999"), 0, denied(0, second, 10*second)}, // a Peek does not pull the row back
+			{at("12:09:50"), 1, denied(0, 11*second, 20*second)},
+			{at("12:09:49.999999"), 11, denied(0, never, 10*second)}, // nor does what can never be granted
+			{at("12:09:50"), 1, denied(0, 11*second, 20*second)},
+			{at("12:09:49.999999"), 1, denied(0, second, 10*second)}, // a denial does
+			{at("12:09:50"), 1, denied(0, second-1, 10*second-1)},
+			{at("12:09:50.999998"), 1, denied(0, 1, 9*second+1)},
+			{at("12:09:50.999999"), 1, granted(0, 10*second)},
+		}},
+		{"tokens are kept when the clock jumps back", TokenBucket{10, 1, time.Second}, []modelStep{
+			{at("12:10:00"), 6, granted(4, 6*second)},
+			{at("03:00:00"), 5, denied(4, second, 6*second)},
+			{at("03:00:00.5"), 4, granted(0, 9500*second/1000)},
+			{at("02:00:00"), 1, denied(0, second/2, 9500*second/1000)},
+			{at("02:00:00.5"), 1, granted(0, 10*second)},
+			{at("01:00:00"), 0, denied(0, second, 10*second)},
+		}},
+		{"a jump forward is one full refill", TokenBucket{10, 1, time.Second}, []modelStep{
+			{at("01:00:00"), 10, granted(0, 10*second)},
+			{at("23:00:00"), 10, granted(0, 10*second)},
+			{at("23:00:00"), 1, denied(0, second, 10*second)},
+		}},
+		{"the slowest bucket", TokenBucket{2048, 2048, maxSpan * time.Microsecond}, []modelStep{
+			{c0, 2048, granted(0, maxSpan)},
+			{c0 + maxSpan/2048 - 1, 1, denied(0, 1, maxSpan-maxSpan/2048+1)},
+			{c0 + maxSpan/2048, 1, granted(0, maxSpan)},
+			{c0 + maxSpan, 2048, denied(2047, maxSpan/2048, maxSpan/2048)},
+		}},
+		{"the fastest bucket", TokenBucket{maxProduct, math.MaxInt64, time.Microsecond}, []modelStep{
+			{c0, maxProduct, granted(0, 1)},
+			{c0, maxProduct, denied(0, 1, 1)},
+			{c0, maxProduct + 1, denied(0, never, 1)},
+			{c0 + 1, maxProduct, granted(0, 1)},
+			{c0 + maxSpan, maxProduct - 1, granted(1, 1)},
+		}},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			t.Parallel()
+			playModel(t, test.policy, state{}, test.steps...)
+		})
+	}
+}
+
+// Bug 1 of the peers: those who floor the elapsed intervals and store the current time grant half of that.
+func TestTokenBucketCallEveryPartOfAnIntervalGetsTheFullRate(t *testing.T) {
+	t.Parallel()
+	for _, every := range []time.Duration{10 * time.Microsecond, time.Second, 24 * time.Hour} {
+		p := TokenBucket{Capacity: 2, Refill: 1, Every: every}
+		s := playModel(t, p, state{}, modelStep{c0, 2, granted(0, 2*micros(every))})
+		taken := int64(0)
+		for i := range int64(1000) {
+			var d decision
+			s, d = p.decide(s, c0+(i+1)*micros(every)*9/10, 1)
+			taken += d.granted
+			require.Equal(t, (i+1)*9/10, taken, "after %d calls, one every 0.9 × %v", i+1, every)
+		}
+	}
+}
+
+// Bug 2 of the peers.
+func TestTokenBucketOlderClockAfterALockWaitRefillsNothingTwice(t *testing.T) {
+	t.Parallel()
+	playModel(t, TokenBucket{10, 1, time.Second}, state{},
+		modelStep{c0, 10, granted(0, 10*second)},
+		modelStep{c5, 4, granted(1, 9*second)},
+		modelStep{c2, 1, granted(0, 13*second)}, // has waited for the row since c2; the refill up to c5 is spent
+		modelStep{c2, 1, denied(0, 4*second, 13*second)},
+		modelStep{c5, 1, denied(0, second, 10*second)},
+		modelStep{c6, 1, granted(0, 10*second)},
+		modelStep{c6, 1, denied(0, second, 10*second)})
+}
+
+// Bug 10 of the peers.
+func TestTokenBucketRaisedLimitsHelpAtOnce(t *testing.T) {
+	t.Parallel()
+	s := playModel(t, TokenBucket{10, 1, time.Second}, state{},
+		modelStep{c0, 10, granted(0, 10*second)},
+		modelStep{c1, 2, denied(1, second, 9*second)})
+	playModel(t, TokenBucket{10, 4, time.Second}, s,
+		modelStep{c1, 5, denied(4, second/4, second+second/2)},
+		modelStep{c1, 4, granted(0, 10*second/4)})
+	// The tokens stay; there is more room for them. As the row was last written it is full at c0 + 10 s.
+	playModel(t, TokenBucket{20, 1, time.Second}, s,
+		modelStep{c9, 10, denied(9, second, second)},
+		modelStep{c9, 1, granted(8, 12*second)},
+		modelStep{c9 + 12*second, 20, granted(0, 20*second)})
+	playModel(t, TokenBucket{20, 1, time.Second}, s, modelStep{c9 + second, 20, granted(0, 20*second)})
+}
+
+// Bug 11 of the peers.
+func TestTokenBucketCostAboveTheCapacityNeverFits(t *testing.T) {
+	t.Parallel()
+	p := TokenBucket{10, 1, time.Second}
+	playModel(t, p, state{}, modelStep{c0, 11, denied(10, never, 0)}, modelStep{c0, maxProduct, denied(10, never, 0)})
+	s := playModel(t, p, state{}, modelStep{c0, 3, granted(7, 3*second)})
+	require.Equal(t, s, playModel(t, p, s, modelStep{c1, 11, denied(8, never, 2*second)}))
+}
+
+func TestTokenBucketDenialConsumesNothing(t *testing.T) {
+	t.Parallel()
+	p := TokenBucket{10, 1, time.Second}
+	s := playModel(t, p, state{}, modelStep{c0, 8, granted(2, 8*second)})
+	for range 100 {
+		require.Equal(t, s, playModel(t, p, s, modelStep{c1, 4, denied(3, second, 7*second)}))
+	}
+	playModel(t, p, s, modelStep{c1, 3, granted(0, 10*second)})
+}
+
+func TestTokenBucketLoweredCapacityClampsTheTokens(t *testing.T) {
+	t.Parallel()
+	s := playModel(t, TokenBucket{10, 1, time.Second}, state{}, modelStep{c0, 3, granted(7, 3*second)})
+	playModel(t, TokenBucket{8, 1, time.Second}, s,
+		modelStep{c0, 0, free(7, second)},
+		modelStep{c1, 8, granted(0, 8*second)})
+	playModel(t, TokenBucket{5, 1, time.Second}, s,
+		modelStep{c0, 0, free(5, 0)},
+		modelStep{c0, 6, denied(5, never, 0)},
+		modelStep{c0, 5, granted(0, 5*second)})
+}
+
+func TestTokenBucketKeepsItsTokensWhenTheIntervalChanges(t *testing.T) {
+	t.Parallel()
+	s := playModel(t, TokenBucket{10, 1, time.Second}, state{}, modelStep{c0, 4, granted(6, 4*second)})
+	playModel(t, TokenBucket{10, 1, time.Minute}, s,
+		modelStep{c0, 0, free(6, 4*second)}, // when the row expires; in 4 minutes once something is taken
+		modelStep{c0, 7, denied(6, 4*second, 4*second)},
+		modelStep{c0, 6, granted(0, 10*minute)},
+		modelStep{c0 + minute, 1, granted(0, 10*minute)})
+	playModel(t, TokenBucket{10, 1, time.Millisecond}, s,
+		modelStep{c0, 7, denied(6, second/1000, 4*second/1000)},
+		modelStep{c0, 6, granted(0, 10*second/1000)})
+
+	// Of two thirds of a token, rounded down: one half, two thirds, five eighths.
+	s = playModel(t, TokenBucket{10, 1, 3 * time.Microsecond}, state{},
+		modelStep{c0, 10, granted(0, 30)},
+		modelStep{c0 + 8, 2, granted(0, 28)})
+	for _, test := range []struct{ every, missing int64 }{{2, 1}, {3, 1}, {6, 2}, {8, 3}} {
+		_, d := TokenBucket{10, 1, duration(test.every)}.decide(s, c0+8, 1)
+		require.Equal(t, test.every-test.missing, d.state.credit)
+		playModel(t, TokenBucket{10, 1, duration(test.every)}, s,
+			modelStep{c0 + 8, 1, denied(0, test.missing, min(28, 9*test.every+test.missing))})
+	}
+}
+
+func TestTokenBucketChangedIntervalNeverOverflows(t *testing.T) {
+	t.Parallel()
+	slow, fast := TokenBucket{2048, 2048, maxSpan * time.Microsecond}, TokenBucket{maxProduct, 2048, time.Microsecond}
+	s := playModel(t, slow, state{}, modelStep{c0, 1, granted(2047, maxSpan/2048)})
+	playModel(t, fast, s, modelStep{c0, 0, free(2047, maxSpan/2048)})
+	s = playModel(t, fast, state{}, modelStep{c0, 1, granted(maxProduct-1, 1)})
+	playModel(t, slow, s, modelStep{c0, 0, free(2048, 0)})
+
+	// Part of a token times the longest interval needs more than 64 bits.
+	s = state{credit: maxSpan - 2, scale: maxSpan - 1, windowStart: c0, expiresAt: c9}
+	_, d := slow.decide(s, c0, 1)
+	require.Equal(t, int64(maxSpan-2), d.state.credit)
+	playModel(t, slow, s, modelStep{c0, 1, denied(0, 1, 9*second)})
+}
+
+func TestTokenBucketKeepsItsTokensWhateverChanges(t *testing.T) {
+	t.Parallel()
+	d := randomDice(t)
+	for range 5000 {
+		before, after := d.bucket(), d.bucket()
+		s, _ := before.decide(state{}, c0, d.magnitude(1, before.Capacity))
+		s, _ = before.decide(s, c0+d(s.expiresAt-c0), 1) // leaves a part of a token
+		start := s.windowStart
+		clock := start + d.magnitude(0, s.expiresAt-start-1)
+		_, got := after.decide(s, clock, 0)
+
+		every, refill := big.NewInt(micros(after.Every)), big.NewInt(after.Refill)
+		want := new(big.Int).Mul(big.NewInt(s.credit), every)
+		want.Quo(want, big.NewInt(micros(before.Every)))
+		want.Add(want, refill.Mul(refill, big.NewInt(clock-start)))
+		if full := big.NewInt(after.full()); want.Cmp(full) > 0 {
+			want = full
+		}
+		require.Equal(t, want.Int64(), got.state.credit, "%+v at %d, from %+v", after, clock, s)
+		require.Equal(t, want.Quo(want, every).Int64(), got.remaining)
+	}
+}
+
+func TestTokenBucketExpiredRowEqualsNoRow(t *testing.T) {
+	t.Parallel()
+	p := TokenBucket{10, 1, time.Second}
+	row := state{scale: second, windowStart: c0, expiresAt: c5} // a bucket that fills in 5 s has left it
+	require.False(t, equalsNoRow(p, row, c5-1))
+	for _, clock := range []int64{c5, c5 + 1, c9, c9 + second, c0 + hour} {
+		require.True(t, equalsNoRow(p, row, clock))
+	}
+}
+
+func TestTokenBucketProperties(t *testing.T) {
+	t.Parallel()
+	testModelProperties(t, func(d dice) Policy { return d.bucket() })
+}
+
+// slowBucket is design.md's: Refill tokens flow in evenly over every Every, up to Capacity; a new key starts full.
+type slowBucket struct {
+	TokenBucket
+	last   int64
+	tokens *big.Rat
+}
+
+func (m *slowBucket) at(t int64) *big.Rat {
+	if m.tokens == nil {
+		return rat(m.Capacity)
+	}
+	tokens := new(big.Rat).SetFrac(big.NewInt(m.Refill), big.NewInt(micros(m.Every)))
+	tokens.Mul(tokens, rat(t-m.last)).Add(tokens, m.tokens)
+	if tokens.Cmp(rat(m.Capacity)) > 0 {
+		return rat(m.Capacity)
+	}
+	return tokens
+}
+
+func (m *slowBucket) fits(t, n int64) bool { return rat(n).Cmp(m.at(t)) <= 0 }
+
+func (m *slowBucket) take(t, n int64) {
+	m.last, m.tokens = t, new(big.Rat).Sub(m.at(t), rat(n))
+}
+
+func (m *slowBucket) state(t int64) state {
+	credit := m.at(t)
+	return state{windowStart: t, credit: whole(credit.Mul(credit, rat(micros(m.Every)))), scale: micros(m.Every)}
+}
+
+func TestTokenBucketEqualsTheDesignInRationals(t *testing.T) {
+	t.Parallel()
+	testAgainstSlowModel(t, func(d dice) (Policy, slowModel) {
+		p := d.bucket()
+		return p, &slowBucket{TokenBucket: p}
+	})
+}
+
+func TestTokenBucketNeverGrantsMoreThanCapacityAndRefillInAnyInterval(t *testing.T) {
+	t.Parallel()
+	d := randomDice(t)
+	for range 500 {
+		p := d.bucket()
+		var s state
+		var last decision
+		clock := d.magnitude(0, 1<<52)
+		// Of an interval that ends now, what was granted in it less what has flowed in is the largest since the level was lowest.
+		level, lowest := new(big.Rat), new(big.Rat)
+		for range 40 {
+			was := clock
+			clock = d.forwards(p, s, clock, last)
+			refill := new(big.Rat).SetFrac(big.NewInt(p.Refill), big.NewInt(micros(p.Every)))
+			level.Sub(level, refill.Mul(refill, rat(clock-was)))
+			if level.Cmp(lowest) < 0 {
+				lowest.Set(level)
+			}
+			n := d.cost(p.Capacity, peek(p, s, clock).remaining)
+			s, last = p.decide(s, clock, n)
+			level.Add(level, rat(last.granted*n))
+			require.LessOrEqual(t, new(big.Rat).Sub(level, lowest).Cmp(rat(p.Capacity)), 0, "%+v: %d at %d", p, n, clock)
+		}
+	}
+}
+
+func TestTokenBucketNeverGrantsMoreThanTheClockGives(t *testing.T) {
+	t.Parallel()
+	testNeverMoreThanTheClockGives(t, func(d dice) (p Policy, first, rate, span int64, whole bool) {
+		b := d.bucket()
+		return b, b.Capacity, b.Refill, micros(b.Every), false
+	})
+}
+
+func FuzzTokenBucket(f *testing.F) {
+	f.Add(int64(10), int64(1), second, int64(20), int64(5), 10*second, []byte("a request at each of some clocks, at some costs"))
+	f.Add(int64(2048), int64(2048), int64(maxSpan), int64(3), int64(3), int64(7),
+		[]byte("\x00\x01\x02\x03\x04\x05\x06\x07\x08\x09\x0a\x0b\x0c\x0d\x0e\x0f"))
+	f.Add(int64(maxProduct), int64(math.MaxInt64), int64(1), int64(maxProduct), int64(2048), int64(1),
+		[]byte("\xff\xfe\xfd\xfc\xfb\xfa\xf9\xf8\xf7\xf6\xf5\xf4\xf3\xf2\xf1\xf0"))
+	f.Add(int64(2), int64(7), int64(5), int64(5), int64(2), int64(3), []byte("the clock steps back and the policy changes"))
+	f.Fuzz(func(t *testing.T, capacity, refill, every, capacity2, refill2, every2 int64, steps []byte) {
+		fuzzModel(t, steps, TokenBucket{capacity, refill, duration(every)}, TokenBucket{capacity2, refill2, duration(every2)})
+	})
+}

@@ -1,0 +1,338 @@
+package ratelimit
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit/internal/pgtest"
+)
+
+func TestTransactionKeepsOrGivesBack(t *testing.T) {
+	t.Parallel()
+
+	eachSlowPolicyAndTable(t, 10, func(t *testing.T, config Config) {
+		db := pgtest.New(t)
+		limiter := newLimiter(t, db.NewPool(t, nil), config)
+		remaining := func() int64 {
+			peek, err := limiter.Peek(t.Context(), "key")
+			require.NoError(t, err)
+			return peek.Remaining
+		}
+		take := func(tx pgx.Tx, n, want int64) {
+			result, err := limiter.AllowNTx(t.Context(), tx, "key", n)
+			require.NoError(t, err)
+			require.True(t, result.Allowed)
+			require.Equal(t, want, result.Remaining)
+		}
+
+		// Rolled back: a new key is new again.
+		tx := begin(t, db)
+		take(tx, 4, 6)
+		take(tx, 1, 5)
+		require.EqualValues(t, 10, remaining()) // nobody else sees it yet
+		require.NoError(t, tx.Rollback(t.Context()))
+		require.Empty(t, storedRows(t, db.Pool, config.Durable))
+
+		tx = begin(t, db)
+		take(tx, 4, 6)
+		result, err := limiter.AllowTx(t.Context(), tx, "key")
+		require.NoError(t, err)
+		require.EqualValues(t, 5, result.Remaining)
+		require.NoError(t, tx.Commit(t.Context()))
+		require.EqualValues(t, 5, remaining())
+
+		tx = begin(t, db)
+		take(tx, 1, 4)
+		inner := savepoint(t, tx)
+		take(inner, 3, 1)
+		require.NoError(t, inner.Rollback(t.Context()))
+		take(tx, 1, 3)
+		inner = savepoint(t, tx)
+		take(inner, 2, 1)
+		require.NoError(t, inner.Commit(t.Context()))
+		require.EqualValues(t, 5, remaining())
+		require.NoError(t, tx.Commit(t.Context()))
+		require.EqualValues(t, 1, remaining())
+
+		tx = begin(t, db)
+		require.NoError(t, limiter.ResetTx(t.Context(), tx, "key"))
+		take(tx, 10, 0)
+		require.NoError(t, limiter.ResetTx(t.Context(), tx, "key"))
+		inner = savepoint(t, tx)
+		take(inner, 7, 3)
+		require.NoError(t, inner.Rollback(t.Context()))
+		take(tx, 2, 8)
+		require.EqualValues(t, 1, remaining())
+		require.NoError(t, tx.Rollback(t.Context()))
+		require.EqualValues(t, 1, remaining())
+
+		tx = begin(t, db)
+		require.NoError(t, limiter.ResetTx(t.Context(), tx, "key"))
+		require.NoError(t, limiter.ResetTx(t.Context(), tx, "unknown"))
+		require.NoError(t, tx.Commit(t.Context()))
+		require.EqualValues(t, 10, remaining())
+	})
+}
+
+// A denial of what a transaction has taken must not outlive it in this process: another call may be granted after the rollback.
+func TestDenialInATransactionIsForgottenWithIt(t *testing.T) {
+	t.Parallel()
+
+	eachSlowPolicyAndTable(t, 10, func(t *testing.T, config Config) {
+		db := pgtest.New(t)
+		limiter := newLimiter(t, db.NewPool(t, nil), config)
+		tx := begin(t, db)
+		for _, want := range []bool{true, false} {
+			result, err := limiter.AllowNTx(t.Context(), tx, "key", 10)
+			require.NoError(t, err)
+			require.Equal(t, want, result.Allowed)
+		}
+		require.NoError(t, tx.Rollback(t.Context()))
+		result, err := limiter.AllowN(t.Context(), "key", 10)
+		require.NoError(t, err)
+		require.True(t, result.Allowed)
+
+		// Nor does what this process remembers count in a transaction, which may have reset the key.
+		denied, err := limiter.Allow(t.Context(), "key")
+		require.NoError(t, err)
+		require.False(t, denied.Allowed)
+		tx = begin(t, db)
+		exec(t, tx, "DELETE FROM "+table(config.Durable))
+		result, err = limiter.AllowTx(t.Context(), tx, "key")
+		require.NoError(t, err)
+		require.True(t, result.Allowed)
+		require.NoError(t, tx.Rollback(t.Context()))
+	})
+}
+
+func TestTransactionStaysUsable(t *testing.T) {
+	t.Parallel()
+
+	eachSlowPolicyAndTable(t, 10, func(t *testing.T, config Config) {
+		db := pgtest.New(t)
+		exec(t, db.Pool, "CREATE TABLE work (done text)")
+		limiter := newLimiter(t, db.NewPool(t, nil), config)
+		cancelled, cancel := context.WithCancel(t.Context())
+		cancel()
+
+		tx := begin(t, db)
+		exec(t, tx, "INSERT INTO work VALUES ('before')")
+		_, err := limiter.AllowNTx(t.Context(), tx, "key", 10)
+		require.NoError(t, err)
+		denied, err := limiter.AllowTx(t.Context(), tx, "key")
+		require.NoError(t, err)
+		require.False(t, denied.Allowed)
+		require.Positive(t, denied.RetryAfter)
+		for _, call := range []struct {
+			key  string
+			n    int64
+			want error
+		}{
+			{"", 1, ErrInvalidKey}, {"nul \x00", 1, ErrInvalidKey}, {"key", -1, ErrInvalidCost}, {"key", 11, ErrCostExceedsLimit},
+		} {
+			_, err := limiter.AllowNTx(t.Context(), tx, call.key, call.n)
+			require.ErrorIs(t, err, call.want)
+		}
+		_, err = limiter.AllowTx(cancelled, tx, "key")
+		require.ErrorIs(t, err, context.Canceled)
+		require.ErrorIs(t, limiter.ResetTx(t.Context(), tx, "\xff"), ErrInvalidKey)
+		require.ErrorIs(t, limiter.ResetTx(cancelled, tx, "key"), context.Canceled)
+		exec(t, tx, "INSERT INTO work VALUES ('after')")
+		require.NoError(t, tx.Commit(t.Context()))
+		require.Equal(t, 2, scalar[int](t, db.Pool, "SELECT count(*) FROM work"))
+		require.EqualValues(t, 10, taken(t, db.Pool, config, "key"))
+	})
+}
+
+func TestOthersWaitForATransaction(t *testing.T) {
+	t.Parallel()
+
+	eachSlowPolicyAndTable(t, 10, func(t *testing.T, config Config) {
+		for _, commit := range []bool{true, false} {
+			db := pgtest.New(t)
+			limiter := newLimiter(t, db.NewPool(t, nil), config)
+			_, err := limiter.AllowN(t.Context(), "key", 2)
+			require.NoError(t, err)
+
+			tx := begin(t, db)
+			_, err = limiter.AllowNTx(t.Context(), tx, "key", 7)
+			require.NoError(t, err)
+			other := later(func() (Result, error) { return limiter.AllowN(context.Background(), "key", 3) })
+			waitUntilBlocked(t, db.Pool, 1)
+			_, err = limiter.Allow(t.Context(), "another key") // nobody waits for that
+			require.NoError(t, err)
+			want := Result{Allowed: true, Remaining: 5}
+			if commit {
+				require.NoError(t, tx.Commit(t.Context()))
+				want = Result{Remaining: 1}
+			} else {
+				require.NoError(t, tx.Rollback(t.Context()))
+			}
+			result, err := other()
+			require.NoError(t, err)
+			require.Equal(t, want, Result{Allowed: result.Allowed, Remaining: result.Remaining})
+		}
+	})
+}
+
+func TestTransactionThatWaitsTooLong(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	config := Config{Name: "test", Policy: FixedWindow{Limit: 10, Window: year}, Timeout: 500 * time.Millisecond}
+	limiter := newLimiter(t, db.NewPool(t, nil), config)
+	first, second := begin(t, db), begin(t, db)
+	_, err := newLimiter(t, db.Pool, Config{Name: "test", Policy: config.Policy, Timeout: amply}).AllowTx(t.Context(), first, "key")
+	require.NoError(t, err)
+	result, err := limiter.AllowTx(t.Context(), second, "key")
+	require.ErrorIs(t, err, ErrTimeout)
+	require.Zero(t, result)
+	require.Error(t, second.Commit(t.Context()))
+	require.NoError(t, first.Commit(t.Context()))
+	require.EqualValues(t, 1, taken(t, db.Pool, config, "key"))
+}
+
+// At the higher isolation levels the database may refuse, with 40001 and nothing else, and it never grants what is not there.
+func TestIsolationLevels(t *testing.T) {
+	t.Parallel()
+
+	const limit, workers, each = 40, 6, 8
+	for _, level := range []pgx.TxIsoLevel{pgx.ReadCommitted, pgx.RepeatableRead, pgx.Serializable} {
+		eachSlowPolicyAndTableAt(t, level, limit, func(t *testing.T, config Config) {
+			db := pgtest.New(t)
+			limiter := newLimiter(t, db.NewPool(t, nil), config)
+			var granted, refused atomic.Int64
+			errs := make([]error, workers)
+			together(workers, func(i int) {
+				for call := 0; call < each && errs[i] == nil; {
+					allowed := int64(0)
+					err := pgx.BeginTxFunc(t.Context(), db.Pool, pgx.TxOptions{IsoLevel: level}, func(tx pgx.Tx) error {
+						// A snapshot is taken before the limiter is asked.
+						if _, err := tx.Exec(t.Context(), "SELECT count(*) FROM pg_class"); err != nil {
+							return err
+						}
+						for _, key := range []string{"key", fmt.Sprint("key of round ", call)} {
+							result, err := limiter.AllowTx(t.Context(), tx, key)
+							if err != nil {
+								return err
+							}
+							if key == "key" && result.Allowed {
+								allowed = 1
+							}
+						}
+						return nil
+					})
+					var pgErr *pgconn.PgError
+					switch {
+					case err == nil:
+						granted.Add(allowed)
+						call++
+					case errors.As(err, &pgErr) && pgErr.Code == "40001":
+						refused.Add(1)
+					default:
+						errs[i] = err
+					}
+				}
+			})
+			require.NoError(t, errors.Join(errs...))
+			require.EqualValues(t, limit, granted.Load())
+			require.EqualValues(t, limit, taken(t, db.Pool, config, "key"))
+			for call := range each {
+				require.EqualValues(t, workers, taken(t, db.Pool, config, fmt.Sprint("key of round ", call)))
+			}
+			if level == pgx.ReadCommitted {
+				require.Zero(t, refused.Load())
+			}
+		})
+	}
+}
+
+func eachSlowPolicyAndTableAt(t *testing.T, level pgx.TxIsoLevel, limit int64, test func(t *testing.T, config Config)) {
+	t.Helper()
+	t.Run(string(level), func(t *testing.T) {
+		t.Parallel()
+		eachSlowPolicyAndTable(t, limit, test)
+	})
+}
+
+// What a snapshot does not show must not be decided from: deterministically, a row that somebody has changed, made or deleted
+// since.
+func TestOldSnapshots(t *testing.T) {
+	t.Parallel()
+
+	for _, level := range []pgx.TxIsoLevel{pgx.RepeatableRead, pgx.Serializable} {
+		eachSlowPolicyAndTableAt(t, level, 10, func(t *testing.T, config Config) {
+			db := pgtest.New(t)
+			limiter := newLimiter(t, db.NewPool(t, nil), config)
+			for _, key := range []string{"changed", "deleted", "untouched"} {
+				_, err := limiter.AllowN(t.Context(), key, 6)
+				require.NoError(t, err)
+			}
+			old := map[string]pgx.Tx{}
+			for _, key := range []string{"changed", "deleted", "untouched", "made"} {
+				tx, err := connect(t, db).BeginTx(t.Context(), pgx.TxOptions{IsoLevel: level})
+				require.NoError(t, err)
+				exec(t, tx, "SELECT FROM pg_class")
+				old[key] = tx
+			}
+			for _, key := range []string{"changed", "made"} {
+				_, err := limiter.AllowN(t.Context(), key, 3)
+				require.NoError(t, err)
+			}
+			require.NoError(t, limiter.Reset(t.Context(), "deleted"))
+
+			for key, tx := range old {
+				result, err := limiter.AllowNTx(t.Context(), tx, key, 4)
+				if key == "untouched" {
+					require.NoError(t, err)
+					require.True(t, result.Allowed)
+					require.NoError(t, tx.Commit(t.Context()))
+					continue
+				}
+				var pgErr *pgconn.PgError
+				require.ErrorAs(t, err, &pgErr, key)
+				require.Equal(t, "40001", pgErr.Code, key)
+				require.Zero(t, result)
+				require.NoError(t, tx.Rollback(t.Context()))
+			}
+			for key, want := range map[string]int64{"changed": 9, "made": 3, "deleted": 0, "untouched": 10} {
+				require.Equal(t, want, taken(t, db.Pool, config, key), key)
+			}
+		})
+	}
+}
+
+// The limiter's own statements run at READ COMMITTED or whatever the pool's default is. They must be right there, too.
+func TestDefaultIsolationOfThePool(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	pool := db.NewPool(t, func(config *pgxpool.Config) {
+		config.ConnConfig.RuntimeParams["default_transaction_isolation"] = "serializable"
+	})
+	limiter := newLimiter(t, pool, Config{Name: "test", Policy: FixedWindow{Limit: 30, Window: year}, Timeout: amply, MaxBatch: 1, MaxInFlight: 6, NoDenialCache: true})
+	var granted atomic.Int64
+	errs := make([]error, 100)
+	together(len(errs), func(i int) {
+		result, err := limiter.Allow(t.Context(), "key")
+		var pgErr *pgconn.PgError
+		if errors.As(err, &pgErr) && pgErr.Code == "40001" {
+			return
+		}
+		if errs[i] = err; result.Allowed {
+			granted.Add(1)
+		}
+	})
+	require.NoError(t, errors.Join(errs...))
+	require.LessOrEqual(t, granted.Load(), int64(30))
+	require.Equal(t, granted.Load(), taken(t, db.Pool, limiter.config, "key"))
+}
