@@ -216,21 +216,12 @@ func TestLockingInTheOrderGivenDeadlocks(t *testing.T) {
 					_, err := limiter.Allow(t.Context(), key)
 					require.NoError(t, err)
 				}
-				decide := func(keys ...string) func() (struct{}, error) {
-					var elements []element
-					for _, key := range keys {
-						elements = append(elements, element{key: key, cost: 1, count: 1})
-					}
-					return later(func() (struct{}, error) {
-						return struct{}{}, limiter.decide(context.Background(), pool, elements, settings{})
-					})
-				}
 
 				// One has locked a (and b, if in order) and waits for m; another wants a and b.
 				holder := hold(t, db, config, "m")
-				one := decide("a", "m", "b")
+				one := limiter.takeLater("a", "m", "b")
 				waitUntilBlocked(t, db.Pool, 1)
-				other := decide("b", "a")
+				other := limiter.takeLater("b", "a")
 				waitUntilBlocked(t, db.Pool, 2)
 				require.NoError(t, holder.Commit(t.Context()))
 
@@ -241,12 +232,63 @@ func TestLockingInTheOrderGivenDeadlocks(t *testing.T) {
 					require.Zero(t, deadlocks(t, db, pool))
 					return
 				}
-				var pgErr *pgconn.PgError
-				require.ErrorAs(t, errors.Join(err1, err2), &pgErr)
-				require.Equal(t, "40P01", pgErr.Code)
+				requireDeadlock(t, errors.Join(err1, err2))
 				waitUntil(t, func() bool { return deadlocks(t, db, pool) == 1 })
 			})
 		}
+	}
+}
+
+// takeLater takes 1 from each key, in one statement, in the background.
+func (l *Limiter) takeLater(keys ...string) func() ([]element, error) {
+	elements := make([]element, len(keys))
+	for i, key := range keys {
+		elements[i] = element{key: key, cost: 1, count: 1}
+	}
+	return later(func() ([]element, error) {
+		return elements, l.decide(context.Background(), l.db, elements, settings{})
+	})
+}
+
+func requireDeadlock(t *testing.T, err error) {
+	t.Helper()
+	var pgErr *pgconn.PgError
+	require.ErrorAs(t, err, &pgErr)
+	require.Equal(t, "40P01", pgErr.Code)
+}
+
+// Making rows takes its turn, too: of "a" and "z", which are new, and "m", which somebody holds, "z" is not made before "m" is
+// locked. A variant that passes over "m" is caught.
+func TestRowsAreMadeAndLockedInOneOrder(t *testing.T) {
+	t.Parallel()
+
+	for _, broken := range []bool{false, true} {
+		t.Run(fmt.Sprint("broken: ", broken), func(t *testing.T) {
+			t.Parallel()
+			db := pgtest.New(t)
+			if broken {
+				rewrite(t, db.Pool, "rate_limit_lock", "DO UPDATE SET count = d.count WHERE false", "DO NOTHING")
+			}
+			config := Config{Name: "test", Policy: FixedWindow{Limit: 10, Window: year}, Timeout: amply}
+			limiter := newLimiter(t, db.NewPool(t, nil), config)
+			_, err := limiter.Allow(t.Context(), "m")
+			require.NoError(t, err)
+
+			holder := hold(t, db, config, "m")
+			batch := limiter.takeLater("z", "m", "a")
+			waitUntilBlocked(t, db.Pool, 1)
+			_, err = limiter.AllowTx(t.Context(), holder, "z")
+			err = errors.Join(err, holder.Commit(t.Context()))
+			_, batchErr := batch()
+			if broken {
+				requireDeadlock(t, errors.Join(err, batchErr))
+				return
+			}
+			require.NoError(t, errors.Join(err, batchErr))
+			for key, want := range map[string]int64{"a": 1, "m": 2, "z": 2} {
+				require.Equal(t, want, taken(t, db.Pool, config, key), key)
+			}
+		})
 	}
 }
 
@@ -316,12 +358,7 @@ func TestRowDeletedBetweenLookAndInsert(t *testing.T) {
 			somebody := begin(t, db)
 			_, err := limiter.AllowNTx(t.Context(), somebody, "a", 5)
 			require.NoError(t, err)
-			elements := []element{
-				{key: "z", cost: 1, count: 1}, {key: "n", cost: 1, count: 1}, {key: "m", cost: 1, count: 1}, {key: "a", cost: 1, count: 1},
-			}
-			wait := later(func() (any, error) {
-				return nil, limiter.decide(context.Background(), limiter.db, elements, settings{})
-			})
+			wait := limiter.takeLater("z", "n", "m", "a")
 			waitUntilBlocked(t, db.Pool, 1)
 			exec(t, db.Pool, "DELETE FROM "+table(config.Durable)+" WHERE key IN ('m', 'n')")
 			_, err = limiter.AllowN(t.Context(), "n", 2)
@@ -332,7 +369,7 @@ func TestRowDeletedBetweenLookAndInsert(t *testing.T) {
 				require.NoError(t, somebody.Rollback(t.Context()))
 			}
 
-			_, err = wait()
+			elements, err := wait()
 			require.NoError(t, err)
 			want := map[string]int64{"a": 1, "m": 1, "n": 3, "z": 5}
 			if commit {

@@ -167,7 +167,7 @@ func checkDecision(p Policy, s state, clock, n int64) (state, decision, error) {
 	case leftBehind(p, s, clock) && 0 < n && n <= limit:
 		return fail("a denial has not pulled the row back to the clock")
 	}
-	if d.granted == 1 && rolled != next {
+	if (d.granted == 1 || healed) && rolled != next {
 		return fail("its state is %+v", rolled)
 	}
 	for _, n := range []int64{0, 1, d.remaining, limit} {

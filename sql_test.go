@@ -8,6 +8,7 @@ import (
 	"math/bits"
 	"math/rand/v2"
 	"os"
+	"runtime/debug"
 	"slices"
 	"strconv"
 	"strings"
@@ -59,9 +60,13 @@ func TestSQLEqualsModel(t *testing.T) {
 		wg.Go(func() {
 			for ctx.Err() == nil && elements.Load() < enough {
 				story := uint64(stories.Add(1))
-				steps := newStory(rand.New(rand.NewPCG(seed, story)), stepsOf)
-				if err := replay(ctx, db.Pool, fmt.Sprint(story, " "), steps, perBatch); err != nil {
-					failures <- describe(ctx, db.Pool, steps, err, fmt.Sprintf("%s=%d, story %d", seedVariable, seed, story))
+				title := fmt.Sprintf("%s=%d, story %d", seedVariable, seed, story)
+				steps, err := newStory(rand.New(rand.NewPCG(seed, story)), stepsOf)
+				if err == nil {
+					err = replay(ctx, db.Pool, title, steps, perBatch)
+				}
+				if err != nil {
+					failures <- describe(ctx, db.Pool, steps, err, title)
 					cancel()
 					return
 				}
@@ -153,15 +158,20 @@ func used(s state, algorithm int16) state {
 	return s
 }
 
-// newStory makes up requests that hang together: few keys, one clock, and policies that change now and then.
-func newStory(r *rand.Rand, steps int) []step {
+// newStory makes up requests that hang together: few keys, one clock, and policies that change now and then. The error is a
+// panic of the model.
+func newStory(r *rand.Rand, steps int) (story []step, err error) {
+	defer func() {
+		if p := recover(); p != nil {
+			err = fmt.Errorf("after %v: panic: %v\n%s", story, p, debug.Stack())
+		}
+	}()
 	model := rows{false: {}, true: {}}
 	policy := randomPolicy(r)
 	clock := int64(1)<<50 + r.Int64N(1<<51)
 	var goals []int64 // times at which something happens, of recent decisions
 
-	story := make([]step, steps)
-	for i := range story {
+	for range steps {
 		switch r.IntN(20) {
 		case 0:
 			policy = randomPolicy(r)
@@ -181,6 +191,7 @@ func newStory(r *rand.Rand, steps int) []step {
 				count: randomCount(r, policy.limit(), cost),
 			})
 		}
+		story = append(story, s)
 		model.decide(s)
 		goals = goals[:0]
 		for _, e := range s.elements {
@@ -189,9 +200,8 @@ func newStory(r *rand.Rand, steps int) []step {
 			}
 			goals = append(goals, clock+e.decision.resetAfter)
 		}
-		story[i] = s
 	}
-	return story
+	return story, nil
 }
 
 // magnitude is a number from 1 to limit of any order of magnitude, and often the one or the other end.
@@ -213,8 +223,11 @@ func randomPolicy(r *rand.Rand) Policy {
 		window = 1 + r.Int64N(20)
 	}
 	limit := magnitude(r, maxProduct/window)
-	if r.IntN(2) == 0 {
+	switch r.IntN(8) {
+	case 0, 1, 2, 3:
 		limit = 1 + r.Int64N(min(20, maxProduct/window))
+	case 4:
+		limit = maxProduct / window
 	}
 	switch r.IntN(3) {
 	case 0:
