@@ -170,6 +170,9 @@ func checkDecision(p Policy, s state, clock, n int64) (state, decision, error) {
 	if (d.granted == 1 || healed) && rolled != next {
 		return fail("its state is %+v", rolled)
 	}
+	if leftBehind(p, s, clock) && (rolled.windowStart != clock || rolled.expiresAt != clock+d.resetAfter) {
+		return fail("its state is %+v, not that of a row pulled back to the clock", rolled)
+	}
 	for _, n := range []int64{0, 1, d.remaining, limit} {
 		if !sameDecision(p, rolled, next, clock, n) {
 			return fail("its state is %+v, from which %d is decided otherwise", rolled, n)
@@ -263,14 +266,12 @@ func checkDecision(p Policy, s state, clock, n int64) (state, decision, error) {
 // openFinding tells whether the models are known to contradict the design here, so that walks pass by. Until they are mended:
 //
 //   - SlidingWindow with a Limit of 2^62: count + n overflows, and a denial divides by 0.
-//   - SlidingWindow whose window has become longer, after a jump back: the denial that pulls the row back lets it live on
-//     beyond when it would have expired, and so beyond RetryAfter.
 //   - TokenBucket whose capacity has become smaller than what is left, after a step back: ResetAfter is 0, though the row's
 //     time lies ahead of the clock.
 func openFinding(p Policy, s state, clock int64) bool {
 	switch p := p.(type) {
 	case SlidingWindow:
-		return p.Limit == maxProduct || leftBehind(p, s, clock) && s.expiresAt < clock+longestWait(p)
+		return p.Limit == maxProduct
 	case TokenBucket:
 		return clock < min(s.expiresAt, s.windowStart) && p.Capacity == peek(p, s, clock).remaining
 	}

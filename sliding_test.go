@@ -277,6 +277,16 @@ func TestSlidingWindowShorterWindowAppliesAtOnce(t *testing.T) {
 	}
 }
 
+// The clock jumps back, and the window has become longer: the row that is pulled back starts anew, under the new window.
+func TestSlidingWindowLongerWindowAfterAJumpBack(t *testing.T) {
+	t.Parallel()
+	s := playModel(t, SlidingWindow{10, time.Second}, state{}, modelStep{at("12:01:31"), 10, granted(0, 2*second)})
+	playModel(t, SlidingWindow{10, time.Minute}, s,
+		modelStep{at("12:00:30.999999"), 10, denied(0, 2*minute, 2*minute)},
+		modelStep{at("12:02:30.999998"), 10, denied(9, 1, 1)},
+		modelStep{at("12:02:30.999999"), 10, granted(0, 2*minute)})
+}
+
 func TestSlidingWindowExpiredRowEqualsNoRow(t *testing.T) {
 	t.Parallel()
 	p := SlidingWindow{10, time.Minute}

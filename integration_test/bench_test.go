@@ -1,0 +1,216 @@
+package integration_test
+
+import (
+	"context"
+	"fmt"
+	"net"
+	"net/netip"
+	"os"
+	"runtime"
+	"strconv"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit/internal/pgserver"
+)
+
+// poolSize is how many connections to its server a subject may have.
+const poolSize = 16
+
+// arena is what all that is measured shares: one Postgres, one Redis, and one way to each of them that is near and one
+// that is far.
+type arena struct {
+	b      *testing.B
+	ctx    context.Context //nolint:containedctx // one that can be cancelled, as that of a request can
+	server *pgserver.Server
+	admin  *pgx.Conn // for what is not measured
+	near   *pgxpool.Pool
+	far    *pgxpool.Pool // the same server, a longer way
+	redis  *redisServer  // nil: there is none on this machine
+
+	stores     map[contenderID]*store // of the near ones
+	contenders map[contenderID]*contender
+	schemas    int // how many were made
+}
+
+// BenchmarkSideBySide runs this library and its rivals against each other: see `make bench`. Its figures are those of the
+// report that it writes, not those of package testing, so one iteration is all it needs: -benchtime 1x.
+func BenchmarkSideBySide(b *testing.B) {
+	plan, out := fullPlan(), "../docs"
+	if os.Getenv("BENCH") == "quick" {
+		plan, out = quickPlan(), ""
+	}
+	if dir := os.Getenv("BENCH_OUT"); dir != "" {
+		out = dir
+	}
+	begun := time.Now()
+	a := newArena(b)
+	r := &report{Plan: plan, Machine: a.describe()}
+	for _, workloads := range plan.groups {
+		r.Results = append(r.Results, a.sideBySide(plan, workloads)...)
+	}
+	r.OneCaller = a.oneCaller(plan)
+	r.Denial = a.cachedDenial(plan)
+	r.Memory = a.memory(plan)
+	r.Neighbour = a.neighbour(plan)
+	r.finish(begun)
+
+	fmt.Printf("\n%s", r.markdown()) //nolint:forbidigo // the result of `make bench`
+	if out != "" {
+		require.NoError(b, r.write(out))
+	}
+}
+
+func newArena(b *testing.B) *arena {
+	b.Helper()
+	a := &arena{b: b, ctx: b.Context(), stores: map[contenderID]*store{}, contenders: map[contenderID]*contender{}}
+
+	a.progress("starting the servers")
+	server, err := pgserver.Start(a.ctx, pgserver.Config{Fsync: true, Settings: map[string]string{"shared_buffers": "256MB"}})
+	require.NoError(b, err)
+	b.Cleanup(func() { require.NoError(b, server.Close()) })
+	a.server = server
+	a.admin, err = pgx.Connect(a.ctx, server.URL())
+	require.NoError(b, err)
+	b.Cleanup(func() { _ = a.admin.Close(context.Background()) })
+	for _, name := range []string{"fsync", "full_page_writes", "synchronous_commit"} {
+		require.Equal(b, "on", a.setting(name), name)
+	}
+
+	a.near = a.newPool(nil)
+	host, port := a.near.Config().ConnConfig.Host, a.near.Config().ConnConfig.Port
+	proxy, err := netip.ParseAddrPort(startDelayProxy(b, net.JoinHostPort(host, strconv.Itoa(int(port))), farAway))
+	require.NoError(b, err)
+	a.far = a.newPool(func(config *pgxpool.Config) {
+		config.ConnConfig.Host, config.ConnConfig.Port = proxy.Addr().String(), proxy.Port()
+	})
+	a.redis = startRedis(b)
+	return a
+}
+
+func (a *arena) newPool(configure func(*pgxpool.Config)) *pgxpool.Pool {
+	a.b.Helper()
+	config, err := pgxpool.ParseConfig(a.server.URL())
+	require.NoError(a.b, err)
+	config.MaxConns = poolSize
+	if configure != nil {
+		configure(config)
+	}
+	pool, err := pgxpool.NewWithConfig(a.ctx, config)
+	require.NoError(a.b, err)
+	a.b.Cleanup(pool.Close)
+	return pool
+}
+
+// pool is the one that all subjects on Postgres share.
+func (a *arena) pool(far bool) *pgxpool.Pool {
+	if far {
+		return a.far
+	}
+	return a.near
+}
+
+// postgresPIDs are the processes of the server; none if it runs in a container.
+func (a *arena) postgresPIDs() []int {
+	a.b.Helper()
+	pids, err := a.server.PIDs()
+	require.NoError(a.b, err)
+	return pids
+}
+
+func (a *arena) exec(sql string, args ...any) {
+	a.b.Helper()
+	_, err := a.admin.Exec(a.ctx, sql, args...)
+	require.NoError(a.b, err)
+}
+
+func (a *arena) setting(name string) string {
+	a.b.Helper()
+	var value string
+	require.NoError(a.b, a.admin.QueryRow(a.ctx, "SELECT current_setting($1)", name).Scan(&value))
+	return value
+}
+
+// progress tells whoever watches where the benchmark is; standard output is for the report.
+func (a *arena) progress(format string, args ...any) {
+	fmt.Fprintf(os.Stderr, "bench %s  %s\n", time.Now().Format(time.TimeOnly), fmt.Sprintf(format, args...))
+}
+
+// sideBySide measures workloads in rounds. In each round the subjects of a workload follow one upon the other, so that what
+// else happens on the machine hits them alike, and each round begins with another of them.
+func (a *arena) sideBySide(plan plan, workloads []workload) []*result {
+	a.b.Helper()
+	results := make([]*result, len(workloads))
+	for i, w := range workloads {
+		results[i] = &result{workload: w}
+		for _, s := range w.subjects {
+			row := &row{Subject: s.title, Ours: s.ours}
+			if c := a.contender(s, w); c == nil { // else its table is made and filled, now and not between two rounds
+				row.Missing = a.missing(s, w)
+			}
+			results[i].Rows = append(results[i].Rows, row)
+		}
+	}
+	a.exec("CHECKPOINT")
+	for round := range plan.Rounds {
+		for i, w := range workloads {
+			a.progress("round %d of %d: %s", round+1, plan.Rounds, w.Title)
+			for j := range w.subjects {
+				j := (j + round) % len(w.subjects)
+				s, row := w.subjects[j], results[i].Rows[j]
+				if c := a.contender(s, w); c != nil {
+					row.Rounds = append(row.Rounds, a.measure(plan, w, s, c, uint64(round)))
+				}
+			}
+		}
+	}
+	return results
+}
+
+// measure runs one subject under one workload for one round, and checks what it left in its table.
+func (a *arena) measure(plan plan, w workload, s *subject, c *contender, seed uint64) figures {
+	a.b.Helper()
+	options := loadOptions{callers: w.Callers, timed: 16}
+	if w.Callers == 1 && len(c.pids()) > 0 {
+		options.timed = 1
+	}
+	runtime.GC() // the garbage of those before is not this one's
+	var tally tally
+	costs := a.costsOf(c, func() {
+		load := startLoad(a.ctx, c.take, w.keys(seed), options)
+		a.wait(plan.WarmUp)
+		load.measure()
+		a.wait(plan.Measured)
+		var err error
+		tally, err = load.stop()
+		require.NoError(a.b, err, "%s: %s", w.Title, s.title)
+	})
+
+	a.audit(w.Title+": "+s.title, c, tally)
+	return newFigures(tally, costs, c.pool != nil)
+}
+
+// audit compares what callers were told with what they should have been, and with what the table says.
+func (a *arena) audit(what string, c *contender, tally tally) {
+	a.b.Helper()
+	if c.data.limit == 1 {
+		require.Zero(a.b, tally.admitted, "%s: admitted what it must deny", what)
+	} else {
+		require.Equal(a.b, tally.total, tally.admitted, "%s: denied what it must admit", what)
+	}
+	if c.taken != nil {
+		c.expected += tally.admitted
+		require.Equal(a.b, c.expected, c.taken(), "%s: the table has not what it admitted", what)
+	}
+}
+
+func (a *arena) wait(d time.Duration) {
+	select {
+	case <-time.After(d):
+	case <-a.ctx.Done():
+	}
+}
