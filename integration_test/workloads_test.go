@@ -21,6 +21,7 @@ type plan struct {
 	deniedKeys    int           // asked for, to see what their denials need of memory
 	pgbenchScale  int           // 100,000 accounts each
 	pgbench       time.Duration // of one run
+	pgbenchRounds int
 	neighbourhood []neighbour
 }
 
@@ -142,7 +143,7 @@ func fullPlan() plan {
 			},
 			rowWorkloads(10_000_000),
 		},
-		idleLimiters: 5_000, deniedKeys: 1_000_000, pgbenchScale: 10, pgbench: 5 * time.Second,
+		idleLimiters: 5_000, deniedKeys: 1_000_000, pgbenchScale: 10, pgbench: 5 * time.Second, pgbenchRounds: 5,
 		neighbourhood: []neighbour{
 			nobody,
 			{"ratelimit, 64 callers", slidingWindow, uniform, 0}, {"redis_rate, 64 callers", redisPool16, uniform, 0},
@@ -172,7 +173,7 @@ func quickPlan() plan {
 			},
 			rowWorkloads(1_000_000),
 		},
-		idleLimiters: 500, deniedKeys: 100_000, pgbenchScale: 1, pgbench: time.Second,
+		idleLimiters: 500, deniedKeys: 100_000, pgbenchScale: 5, pgbench: time.Second, pgbenchRounds: 1,
 		neighbourhood: []neighbour{
 			nobody, {"ratelimit, 64 callers", slidingWindow, uniform, 0}, {"redis_rate, 64 callers", redisPool16, uniform, 0},
 		},

@@ -106,7 +106,7 @@ BEGIN
         ELSIF ask > max_count THEN
             retry_after_us := NULL;
         ELSE
-            IF s.count + ask <= max_count THEN
+            IF ask <= max_count - s.count THEN -- the sum could overflow
                 -- It fits into this window, once prev_count × rest has fallen to what is left of max_count × window_us.
                 wait := rest - (max_count - s.count - ask) * window_us / s.prev_count;
             ELSE
