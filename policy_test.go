@@ -263,21 +263,6 @@ func checkDecision(p Policy, s state, clock, n int64) (state, decision, error) {
 	return next, d, nil
 }
 
-// openFinding tells whether the models are known to contradict the design here, so that walks pass by. Until they are mended:
-//
-//   - SlidingWindow with a Limit of 2^62: count + n overflows, and a denial divides by 0.
-//   - TokenBucket whose capacity has become smaller than what is left, after a step back: ResetAfter is 0, though the row's
-//     time lies ahead of the clock.
-func openFinding(p Policy, s state, clock int64) bool {
-	switch p := p.(type) {
-	case SlidingWindow:
-		return p.Limit == maxProduct
-	case TokenBucket:
-		return clock < min(s.expiresAt, s.windowStart) && p.Capacity == peek(p, s, clock).remaining
-	}
-	return false
-}
-
 // equalsNoRow tells whether a row cannot be told from no row.
 func equalsNoRow(p Policy, s state, clock int64) bool {
 	for _, n := range []int64{0, 1, p.limit(), p.limit() + 1} {
@@ -372,12 +357,6 @@ func (d dice) window() (limit int64, window time.Duration) {
 	return d.magnitude(1, maxProduct/span), duration(span)
 }
 
-// sliding draws a SlidingWindow in the same way.
-func (d dice) sliding() SlidingWindow {
-	limit, window := d.window()
-	return SlidingWindow{min(limit, maxProduct-1), window} // see openFinding
-}
-
 // bucket draws a TokenBucket in the same way.
 func (d dice) bucket() TokenBucket {
 	if d(3) == 0 {
@@ -444,9 +423,6 @@ func walkModel(d dice, more func() bool, draw func() Policy) (seen, error) {
 			count.changed++
 		}
 		clock = d.clock(p, s, clock, last)
-		if openFinding(p, s, clock) {
-			continue
-		}
 		n := d.cost(p.limit(), peek(p, s, clock).remaining)
 		if err := checkElement(p, s, clock, n, 1+d(4)); err != nil {
 			return count, err
@@ -853,9 +829,6 @@ func requireValidated(t *testing.T, p Policy, exact bool) {
 	var s state
 	for _, clock := range []int64{4 * maxSpan, 4*maxSpan - reach(p), 4*maxSpan - reach(p)/2, 4 * maxSpan, 4*maxSpan + reach(p), 4*maxSpan + reach(p)/2} {
 		for _, n := range []int64{1, p.limit() / 2, p.limit(), p.limit() + 1} {
-			if openFinding(p, s, clock) {
-				continue
-			}
 			next, d, err := checkDecision(p, s, clock, n)
 			require.NoError(t, err)
 			require.LessOrEqual(t, duration(d.resetAfter), 4*maxSpan*time.Microsecond)

@@ -196,6 +196,17 @@ func TestSlidingWindowProductsNeverOverflow(t *testing.T) {
 	}
 }
 
+func TestSlidingWindowLargestLimit(t *testing.T) {
+	t.Parallel()
+	playModel(t, SlidingWindow{maxProduct, time.Microsecond}, state{},
+		modelStep{c0, maxProduct, granted(0, 2)},
+		modelStep{c0, 1, denied(0, 2, 2)},
+		modelStep{c0, maxProduct, denied(0, 2, 2)}, // count + n is 2^63
+		modelStep{c0, maxProduct + 1, denied(0, never, 2)},
+		modelStep{c0 + 1, maxProduct, denied(0, 1, 1)},
+		modelStep{c0 + 2, maxProduct, granted(0, 2)})
+}
+
 // Bug 10 of the peers.
 func TestSlidingWindowRaisedLimitHelpsAtOnce(t *testing.T) {
 	t.Parallel()
@@ -300,7 +311,8 @@ func TestSlidingWindowExpiredRowEqualsNoRow(t *testing.T) {
 func TestSlidingWindowProperties(t *testing.T) {
 	t.Parallel()
 	testModelProperties(t, func(d dice) Policy {
-		return d.sliding()
+		limit, window := d.window()
+		return SlidingWindow{limit, window}
 	})
 }
 
@@ -346,8 +358,8 @@ func (m *slowSliding) state(t int64) state {
 func TestSlidingWindowEqualsTheDesignInRationals(t *testing.T) {
 	t.Parallel()
 	testAgainstSlowModel(t, func(d dice) (Policy, slowModel) {
-		p := d.sliding()
-		return p, &slowSliding{limit: p.Limit, window: micros(p.Window)}
+		limit, window := d.window()
+		return SlidingWindow{limit, window}, &slowSliding{limit: limit, window: micros(window)}
 	})
 }
 
@@ -355,27 +367,28 @@ func TestSlidingWindowWeightedSumNeverExceedsTheLimit(t *testing.T) {
 	t.Parallel()
 	d := randomDice(t)
 	for range 500 {
-		p := d.sliding()
-		slow := &slowSliding{limit: p.Limit, window: micros(p.Window)} // does not decide here, only adds up
+		limit, length := d.window()
+		p := SlidingWindow{limit, length}
+		slow := &slowSliding{limit: limit, window: micros(length)} // does not decide here, only adds up
 		var s state
 		var last decision
 		clock := d.magnitude(0, 1<<52)
 		for range 40 {
 			clock = d.forwards(p, s, clock, last)
-			n := d.cost(p.Limit, peek(p, s, clock).remaining)
+			n := d.cost(limit, peek(p, s, clock).remaining)
 			if s, last = p.decide(s, clock, n); last.granted == 1 {
 				slow.take(clock, n)
 			}
-			require.LessOrEqual(t, slow.sum(clock).Cmp(rat(p.Limit)), 0, "%+v: %d at %d", p, n, clock)
+			require.LessOrEqual(t, slow.sum(clock).Cmp(rat(limit)), 0, "%+v: %d at %d", p, n, clock)
 		}
 	}
 }
 
 func TestSlidingWindowNeverGrantsMoreThanTheClockGives(t *testing.T) {
 	t.Parallel()
-	testNeverMoreThanTheClockGives(t, func(d dice) (Policy, int64, int64, int64, bool) {
-		p := d.sliding()
-		return p, p.Limit, p.Limit, micros(p.Window), true
+	testNeverMoreThanTheClockGives(t, func(d dice) (p Policy, first, rate, span int64, whole bool) {
+		limit, window := d.window()
+		return SlidingWindow{limit, window}, limit, limit, micros(window), true
 	})
 }
 

@@ -81,7 +81,9 @@ func (p TokenBucket) decide(s state, clock, n int64) (state, decision) {
 			}
 		}
 		s.credit = min(s.credit, full)
-		if s.windowStart-clock > p.fillTime(full) { // the clock has jumped back: keep the credit, from now on
+		if s.credit == full { // the capacity is lower now: as good as new
+			s.windowStart, s.expiresAt = clock, clock
+		} else if s.windowStart-clock > p.fillTime(full) { // the clock has jumped back: keep the credit, from now on
 			s.windowStart = clock
 			s.expiresAt = clock + p.fillTime(full-s.credit)
 			moved = true

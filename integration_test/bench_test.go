@@ -143,7 +143,7 @@ func (a *arena) progress(format string, args ...any) {
 }
 
 // sideBySide measures workloads in rounds. In each round the subjects of a workload follow one upon the other, so that what
-// else happens on the machine hits them alike, and each round begins with another of them.
+// else happens on the machine hits them alike, and each round begins with another of them, and with another workload.
 func (a *arena) sideBySide(plan plan, workloads []workload) []*result {
 	a.b.Helper()
 	results := make([]*result, len(workloads))
@@ -159,7 +159,9 @@ func (a *arena) sideBySide(plan plan, workloads []workload) []*result {
 	}
 	a.exec("CHECKPOINT")
 	for round := range plan.Rounds {
-		for i, w := range workloads {
+		for i := range workloads {
+			i := (i + round) % len(workloads)
+			w := workloads[i]
 			a.progress("round %d of %d: %s", round+1, plan.Rounds, w.Title)
 			for j := range w.subjects {
 				j := (j + round) % len(w.subjects)

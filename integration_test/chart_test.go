@@ -101,8 +101,8 @@ func (r *report) chart() ([]byte, error) {
 	c.Legend = series
 
 	for i, w := range []struct{ id, name, note string }{
-		{uniform64ID, "64 callers", "100,000 keys"},
-		{uniform512ID, "512 callers", "100,000 keys"},
+		{uniform64ID, "64 callers", ""},
+		{uniform512ID, "512 callers", ""},
 		{hot64ID, "64 callers", "one hot key"},
 		{hot512ID, "512 callers", "one hot key"},
 	} {
@@ -113,6 +113,9 @@ func (r *report) chart() ([]byte, error) {
 			if row != nil {
 				highest = max(highest, row.Median[perSecond])
 			}
+		}
+		if w.note == "" {
+			w.note = result.data.title
 		}
 		p := panel{X: chartLeft + i*(panelWidth+panelGap), Name: w.name, Note: w.note}
 		for j, row := range rows {

@@ -588,9 +588,12 @@ BEGIN
                         ELSE s.credit / s.scale * every_us + div((s.credit % s.scale)::numeric * every_us, s.scale)::bigint END;
                 END IF;
                 s.credit := least(s.credit, full_credit);
-                IF s.window_start - clock > (full_credit - 1) / refill + 1 THEN
+                IF s.credit = full_credit THEN -- the capacity is lower now: as good as new
                     s.window_start := clock;
-                    s.expires_at := clock + CASE WHEN s.credit < full_credit THEN (full_credit - s.credit - 1) / refill + 1 ELSE 0 END;
+                    s.expires_at := clock;
+                ELSIF s.window_start - clock > (full_credit - 1) / refill + 1 THEN
+                    s.window_start := clock;
+                    s.expires_at := clock + (full_credit - s.credit - 1) / refill + 1;
                     moved := true;
                 END IF;
             END IF;
