@@ -10,7 +10,7 @@ test: test/library test/integration ## Run all tests
 
 .PHONY: test/library
 test/library: ## Run the library's tests, on the Postgres of RATELIMIT_TEST_DATABASE_URL or a throwaway one
-	go test $(RACE) ./...
+	go test $(RACE) -timeout 20m ./...
 
 .PHONY: test/integration
 test/integration: ## Run the tests with heavy dependencies; those in containers need a Docker engine

@@ -106,8 +106,12 @@ func longestWait(p Policy) int64 {
 	return reach(p)
 }
 
-// leftBehind tells whether the clock has jumped back so far from a row that the row has to be pulled back to it.
+// leftBehind tells whether the clock has jumped back so far from a row that the row has to be pulled back to it. A bucket that is
+// full, because its capacity was lowered, is as good as new wherever it is.
 func leftBehind(p Policy, s state, clock int64) bool {
+	if b, ok := p.(TokenBucket); ok && peek(b, s, clock).remaining == b.Capacity {
+		return false
+	}
 	return clock < s.expiresAt && s.windowStart-clock > reach(p)
 }
 

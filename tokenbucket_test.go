@@ -195,6 +195,19 @@ func TestTokenBucketLoweredCapacityClampsTheTokens(t *testing.T) {
 		modelStep{c0, 5, granted(0, 5*second)})
 }
 
+// Though the row's time lies ahead of the clock.
+func TestTokenBucketLoweredCapacityThatIsFullIsAsGoodAsNew(t *testing.T) {
+	t.Parallel()
+	s := playModel(t, TokenBucket{10, 1, time.Second}, state{}, modelStep{c5, 1, granted(9, second)})
+	for _, clock := range []int64{c5, c3, c0, at("03:00:00")} {
+		playModel(t, TokenBucket{5, 1, time.Second}, s,
+			modelStep{clock, 0, free(5, 0)},
+			modelStep{clock, 6, denied(5, never, 0)},
+			modelStep{clock, 5, granted(0, 5*second)},
+			modelStep{clock, 1, denied(0, second, 5*second)})
+	}
+}
+
 func TestTokenBucketKeepsItsTokensWhenTheIntervalChanges(t *testing.T) {
 	t.Parallel()
 	s := playModel(t, TokenBucket{10, 1, time.Second}, state{}, modelStep{c0, 4, granted(6, 4*second)})

@@ -37,7 +37,7 @@ func TestInContainer(t *testing.T) {
 	url, err := container.ConnectionString(ctx, "sslmode=disable")
 	require.NoError(t, err)
 
-	suite := exec.CommandContext(ctx, "go", "test", "-count=1", ".", "./migrations/...", "./internal/pgtest/...")
+	suite := exec.CommandContext(ctx, "go", "test", "-count=1", "-timeout=20m", ".", "./migrations/...", "./internal/pgtest/...")
 	suite.Dir = ".."
 	suite.Env = append(os.Environ(), "RATELIMIT_TEST_DATABASE_URL="+url)
 	output, err := suite.CombinedOutput()

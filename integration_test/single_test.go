@@ -113,9 +113,10 @@ func (a *arena) memory(plan plan) (result memoryResult) {
 	a.b.Helper()
 	a.progress("memory: %d idle limiters", plan.idleLimiters)
 	schema := a.migratedSchema()
+	pool := a.newPool(inSchema(schema)) // not Config.Schema, for which a limiter keeps statements of its own
 	limiter := func(name string, limit int64) *ratelimit.Limiter {
-		limiter, err := ratelimit.New(a.near, ratelimit.Config{
-			Name: name, Schema: schema, Timeout: patience, Policy: ratelimit.SlidingWindow{Limit: limit, Window: window},
+		limiter, err := ratelimit.New(pool, ratelimit.Config{
+			Name: name, Timeout: patience, Policy: ratelimit.SlidingWindow{Limit: limit, Window: window},
 		})
 		require.NoError(a.b, err)
 		return limiter

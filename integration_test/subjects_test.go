@@ -202,10 +202,14 @@ func (a *arena) migratedSchema() string {
 	a.schemas++
 	name := fmt.Sprintf("bench_%d", a.schemas)
 	a.exec("CREATE SCHEMA " + name)
-	pool := a.newPool(func(config *pgxpool.Config) { config.ConnConfig.RuntimeParams["search_path"] = name })
+	pool := a.newPool(inSchema(name))
 	defer pool.Close()
 	require.NoError(a.b, migrations.Up(a.ctx(), pool))
 	return name
+}
+
+func inSchema(name string) func(*pgxpool.Config) {
+	return func(config *pgxpool.Config) { config.ConnConfig.RuntimeParams["search_path"] = name }
 }
 
 // fillBySQL makes rows of a sliding window as if each key had taken 1, many millions in a minute. Nobody gathers statistics

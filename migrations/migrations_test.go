@@ -35,7 +35,7 @@ var catalogSQL string
 const upVariable = "MIGRATIONS_TEST_UP"
 
 // patience is how long a test waits for what takes milliseconds, before it says that it never happened.
-const patience = 30 * time.Second
+const patience = 3 * time.Minute
 
 // oddSchema has all that a name can have which is not quoted: capitals, a space, quotes and a dollar.
 const oddSchema = `Odd "na'me" $$`

@@ -33,7 +33,7 @@ const (
 	maxConns = 8
 
 	// patience bounds steps at the end of a test. Each takes milliseconds unless the test has left something behind.
-	patience = 10 * time.Second
+	patience = time.Minute
 )
 
 // shared is what New and Empty of one test binary share. Only they start it, and only Main ends it.
