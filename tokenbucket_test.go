@@ -199,8 +199,11 @@ func TestTokenBucketLoweredCapacityClampsTheTokens(t *testing.T) {
 func TestTokenBucketLoweredCapacityThatIsFullIsAsGoodAsNew(t *testing.T) {
 	t.Parallel()
 	s := playModel(t, TokenBucket{10, 1, time.Second}, state{}, modelStep{c5, 1, granted(9, second)})
+	lowered := TokenBucket{5, 1, time.Second}
 	for _, clock := range []int64{c5, c3, c0, at("03:00:00")} {
-		playModel(t, TokenBucket{5, 1, time.Second}, s,
+		_, d := lowered.decide(s, clock, 0)
+		require.Equal(t, state{credit: 5 * second, scale: second, windowStart: clock, expiresAt: clock}, d.state)
+		playModel(t, lowered, s,
 			modelStep{clock, 0, free(5, 0)},
 			modelStep{clock, 6, denied(5, never, 0)},
 			modelStep{clock, 5, granted(0, 5*second)},

@@ -34,19 +34,22 @@ func (locker) SessionLock(ctx context.Context, conn *sql.Conn) error {
 	ticker := time.NewTicker(lockPoll)
 	defer ticker.Stop()
 
-	for {
+	for taken := false; ; taken = true {
+		if taken {
+			select {
+			case <-ctx.Done():
+			case <-ticker.C:
+			}
+		}
 		var locked bool
-		if err := conn.QueryRowContext(ctx, "SELECT pg_try_advisory_lock($1)", lockID).Scan(&locked); err != nil {
-			return fmt.Errorf("take the advisory lock: %w", err)
-		}
-		if locked {
-			return nil
-		}
-
-		select {
-		case <-ctx.Done():
+		err := conn.QueryRowContext(ctx, "SELECT pg_try_advisory_lock($1)", lockID).Scan(&locked)
+		switch {
+		case err != nil && taken && ctx.Err() != nil:
 			return fmt.Errorf("another session migrates, it has had advisory lock %d all the while: %w", lockID, context.Cause(ctx))
-		case <-ticker.C:
+		case err != nil:
+			return fmt.Errorf("take the advisory lock: %w", err)
+		case locked:
+			return nil
 		}
 	}
 }

@@ -309,10 +309,21 @@ func TestUpWaitsForTheLock(t *testing.T) {
 	_, err = other.Exec(t.Context(), "SELECT pg_advisory_lock($1)", migrations.LockID)
 	require.NoError(t, err)
 
-	ctx, cancel := context.WithTimeout(t.Context(), 200*time.Millisecond)
+	ctx, cancel := context.WithCancel(t.Context())
 	defer cancel()
-	err = migrations.Up(ctx, db.Pool)
-	require.ErrorIs(t, err, context.DeadlineExceeded)
+	waits := make(chan error, 1)
+	go func() { waits <- migrations.Up(ctx, db.Pool) }()
+	asked := map[time.Time]bool{} // the third time, after preparing the statement and the first answer, it knows that the lock is taken
+	require.Eventually(t, func() bool {
+		var at time.Time
+		err := db.Pool.QueryRow(t.Context(), `SELECT query_start FROM pg_stat_activity
+			WHERE datname = current_database() AND query LIKE '%pg_try_advisory_lock%' AND pid <> pg_backend_pid()`).Scan(&at)
+		asked[at] = err == nil
+		return err == nil && len(asked) > 3
+	}, patience, 5*time.Millisecond)
+	cancel()
+	err = <-waits
+	require.ErrorIs(t, err, context.Canceled)
 	require.ErrorContains(t, err, "ratelimit/migrations: up: ")
 	require.ErrorContains(t, err, "another session migrates")
 
