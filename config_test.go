@@ -136,3 +136,11 @@ func TestMillis(t *testing.T) {
 		require.Equal(t, want, *millis(d), d)
 	}
 }
+
+func TestNewRefusesAPoolThatIsNil(t *testing.T) {
+	t.Parallel()
+	_, err := New((*pgxpool.Pool)(nil), Config{Name: "test", Policy: FixedWindow{Limit: 1, Window: time.Second}})
+	var config *ConfigError
+	require.ErrorAs(t, err, &config)
+	require.Equal(t, "db", config.Field)
+}

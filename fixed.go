@@ -6,7 +6,7 @@ import (
 )
 
 // FixedWindow admits Limit per Window. A window starts at a key's first request after the window before has ended; it
-// is not aligned to the wall clock. All that it admits may come at once, so around the edge of two windows 2 × Limit can
+// is not aligned to the wall clock. All that it admits may come at once, so around the edge of two windows 2 × Limit − 1 can
 // pass within a moment; a [SlidingWindow] does not let that through.
 //
 // With FixedWindow{Limit: 10, Window: time.Minute}, a key that asks for 1 each second from 0 s on gets ten from 0 s to

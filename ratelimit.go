@@ -61,7 +61,8 @@ type Config struct {
 	Schema string
 
 	// Timeout is the budget of a call, from when it is made until the database has decided, at least 1 ms. A wait for
-	// a row that somebody's transaction holds is given up earlier, by the server too, after a quarter of it.
+	// a row that somebody's transaction holds is given up earlier, by the server too, after a quarter of it, unless the
+	// limiter was made with a single connection or transaction: those keep their own settings.
 	//
 	// Defaults to 1 second.
 	Timeout time.Duration
@@ -196,7 +197,7 @@ var resetStatement string
 // New returns a limiter that keeps its rows in the database behind db. It asks nothing of the database, starts nothing,
 // and needs no Close. It returns a *ConfigError for a configuration that cannot work.
 func New(db DBTX, config Config) (*Limiter, error) {
-	if db == nil {
+	if pool, ok := db.(*pgxpool.Pool); db == nil || ok && pool == nil {
 		return nil, &ConfigError{Field: "db", Reason: "is nil, and must be a *pgxpool.Pool, a connection or a transaction"}
 	}
 	config = config.withDefaults()
@@ -256,7 +257,8 @@ func (l *Limiter) AllowN(ctx context.Context, key string, n int64) (Result, erro
 //
 // A denial leaves tx as it was, and so does an error found before the database was asked; an error of the database aborts
 // tx, as any does. The context is looked at only before the statement is sent, because interrupting it would
-// break tx. At the isolation levels REPEATABLE READ and SERIALIZABLE the database may refuse with SQLSTATE 40001, which says
+// break tx; a call that has not been answered within [Config].Timeout, because somebody else's transaction holds the
+// row, say, closes tx's connection. At the isolation levels REPEATABLE READ and SERIALIZABLE the database may refuse with SQLSTATE 40001, which says
 // to try the whole transaction again.
 func (l *Limiter) AllowTx(ctx context.Context, tx pgx.Tx, key string) (Result, error) {
 	return l.allowTx(ctx, tx, key, 1)
