@@ -256,10 +256,10 @@ func (l *Limiter) AllowN(ctx context.Context, key string, n int64) (Result, erro
 // where the work need not decide over the quota, Allow before the transaction is the better choice.
 //
 // A denial leaves tx as it was, and so does an error found before the database was asked; an error of the database aborts
-// tx, as any does. The context is looked at only before the statement is sent, because interrupting it would
-// break tx; a call that has not been answered within [Config].Timeout, because somebody else's transaction holds the
-// row, say, closes tx's connection. At the isolation levels REPEATABLE READ and SERIALIZABLE the database may refuse with SQLSTATE 40001, which says
-// to try the whole transaction again.
+// tx, as any does. The context is looked at only before the statement is sent, because interrupting it would break tx; a
+// call that has not been answered within [Config].Timeout, because somebody else's transaction holds the row, say, closes
+// tx's connection. At the isolation levels REPEATABLE READ and SERIALIZABLE the database may refuse with SQLSTATE 40001,
+// which says to try the whole transaction again.
 func (l *Limiter) AllowTx(ctx context.Context, tx pgx.Tx, key string) (Result, error) {
 	return l.allowTx(ctx, tx, key, 1)
 }
