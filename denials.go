@@ -22,9 +22,9 @@ type denials struct {
 	now    func() time.Time // replaces the clock; nil: none does
 	maxAge time.Duration
 	seed   maphash.Seed
-	begin  time.Time    // the local clock counts from here
-	resets atomic.Int64 // how often a key was reset
-	shards [denialShards]denialShard
+	begin  time.Time                                 // the local clock counts from here
+	resets atomic.Int64                              // how often a key was reset
+	shards atomic.Pointer[[denialShards]denialShard] // nil until a key is denied, so that an idle limiter stays small
 }
 
 const (
@@ -65,13 +65,21 @@ func (d *denials) local() time.Duration {
 	return time.Since(d.begin)
 }
 
+// shard is nil if nothing has been denied yet.
 func (d *denials) shard(key string) *denialShard {
-	return &d.shards[maphash.String(d.seed, key)%denialShards]
+	shards := d.shards.Load()
+	if shards == nil {
+		return nil
+	}
+	return &shards[maphash.String(d.seed, key)%denialShards]
 }
 
 // deny returns the denial of a request that the database would deny too, as far as this process knows.
 func (d *denials) deny(key string, n int64) (Result, bool) {
 	s := d.shard(key)
+	if s == nil {
+		return Result{}, false
+	}
 	s.mu.Lock()
 	known, ok := s.young[key]
 	if !ok {
@@ -114,6 +122,9 @@ func (d *denials) remember(key string, denied decision, asked, told time.Duratio
 		state: denied.state, clock: clock, asked: asked, told: told,
 		retryAt: clock + one.retryAfter, resetAt: clock + one.resetAfter,
 	}
+	if d.shards.Load() == nil {
+		d.shards.CompareAndSwap(nil, new([denialShards]denialShard))
+	}
 	s := d.shard(key)
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -140,6 +151,9 @@ func (d *denials) reset(key string) {
 // forget is also called when something was granted to a key, of which a denial of a larger cost knows nothing.
 func (d *denials) forget(key string) {
 	s := d.shard(key)
+	if s == nil {
+		return
+	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	delete(s.young, key)

@@ -173,8 +173,9 @@ func TestDenialsStayBounded(t *testing.T) {
 		clock.at = clock.at.Add(5 * time.Microsecond) // five seconds in all
 	}
 	remembered := 0
-	for i := range d.shards {
-		remembered += len(d.shards[i].young) + len(d.shards[i].old)
+	shards := d.shards.Load()
+	for i := range shards {
+		remembered += len(shards[i].young) + len(shards[i].old)
 	}
 	require.LessOrEqual(t, remembered, 2*maxDenials)
 	require.Greater(t, remembered, maxDenials/2)

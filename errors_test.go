@@ -521,7 +521,7 @@ func TestQueryExecModes(t *testing.T) {
 			for _, key := range keys {
 				batch = append(batch, newCalls(key, 3, 3, 7, 1)...)
 			}
-			limiter.send(batch)
+			limiter.send(&flight{batch: batch})
 			results, errs := outcomes(batch)
 			require.NoError(t, errors.Join(errs...))
 			for i, result := range results {

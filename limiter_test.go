@@ -487,7 +487,7 @@ func TestHeldKeyDoesNotSpoilItsBatch(t *testing.T) {
 
 			batch := slices.Concat(newCalls("z", 1), newCalls("held", 1, 2), newCalls("b", 1, 1), newCalls("a", 2, 1), newCalls("deleted", 1), newCalls("held", 1))
 			before := pool.Stat().NewConnsCount()
-			limiter.send(batch)
+			limiter.send(&flight{batch: batch})
 			results, errs := outcomes(batch)
 			require.NoError(t, holder.Rollback(t.Context()))
 			for i, c := range batch {
@@ -518,7 +518,7 @@ func TestCallThatHasWaitedTooLongIsNotAsked(t *testing.T) {
 	batch[0].since = batch[0].since.Add(-2 * amply)
 	batch[1].since = batch[1].since.Add(-amply * 19 / 20)
 	batch[2].since = batch[2].since.Add(-amply / 2)
-	limiter.send(batch)
+	limiter.send(&flight{batch: batch})
 	results, errs := outcomes(batch)
 	for i := range 2 {
 		require.ErrorIs(t, errs[i], ErrTimeout)

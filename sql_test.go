@@ -597,7 +597,7 @@ func TestCallsOfOneBatchAreDecidedInOrderOfArrival(t *testing.T) {
 					}
 				}
 
-				limiter.send(batch)
+				limiter.send(&flight{batch: batch})
 				for key := range costs {
 					results, errs := outcomes(calls[key])
 					require.NoError(t, errors.Join(errs...))
@@ -620,12 +620,12 @@ func TestGroupMergesOnlyNeighboursOfAKey(t *testing.T) {
 		cost, count int64
 	}
 	var got []merged
-	for _, e := range group(batch) {
+	for _, e := range new(flight).group(batch) {
 		got = append(got, merged{e.key, e.cost, e.count})
 	}
 	require.Equal(t, []merged{{"a", 1, 3}, {"b", 1, 2}, {"a", 2, 1}, {"a", 1, 1}, {"a", 2, 1}}, got)
-	require.Len(t, group(batch[:1]), 1)
-	require.Empty(t, group(nil))
+	require.Len(t, new(flight).group(batch[:1]), 1)
+	require.Empty(t, new(flight).group(nil))
 }
 
 func TestBoardTakesCallsInOrder(t *testing.T) {

