@@ -23,6 +23,8 @@ type settings struct {
 	synchronousCommit *bool
 }
 
+func (s settings) own() bool { return s.lockTimeout != nil }
+
 // millis is a lock_timeout, which 0 would turn off.
 func millis(d time.Duration) *int32 {
 	ms := int32(min(max(d.Milliseconds(), 1), 1<<30))
@@ -51,7 +53,7 @@ func (l *Limiter) decide(ctx context.Context, db DBTX, elements []element, setti
 		&ord, &d.granted, &d.remaining, &retryAfter, &d.resetAfter, &d.decidedAt,
 		&d.state.count, &d.state.prevCount, &d.state.windowStart, &d.state.credit, &d.state.scale, &d.state.expiresAt,
 	}
-	return query(ctx, db, l.decideQL, args, targets, func() error {
+	return query(ctx, db, settings.own(), l.decideQL, args, targets, func() error {
 		d.retryAfter = never
 		if retryAfter != nil {
 			d.retryAfter = *retryAfter
@@ -84,13 +86,16 @@ func (l *Limiter) result(e *element, i int64) Result {
 	return r
 }
 
-// query runs a statement, once more if it could not be sent, scans each row into targets, and translates the error.
-func query(ctx context.Context, db DBTX, sql string, args, targets []any, each func() error) error {
-	err := queryOnce(ctx, db, sql, args, targets, each)
-	if err != nil && pgconn.SafeToRetry(err) && ctx.Err() == nil {
-		err = queryOnce(ctx, db, sql, args, targets, each)
+// query runs a statement, scans each row into targets, and translates the error. It runs it again if it could not be sent
+// the first time, and, in a transaction of its own, for as long as the database has undone it and asks for that.
+func query(ctx context.Context, db DBTX, own bool, sql string, args, targets []any, each func() error) error {
+	for first := true; ; first = false {
+		err := queryOnce(ctx, db, sql, args, targets, each)
+		again := first && pgconn.SafeToRetry(err) || own && undone(err)
+		if err == nil || !again || ctx.Err() != nil {
+			return err
+		}
 	}
-	return err
 }
 
 func queryOnce(ctx context.Context, db DBTX, sql string, args, targets []any, each func() error) error {

@@ -98,7 +98,7 @@ func (l *Limiter) board(batch []*call) []*call {
 func (l *Limiter) send(f *flight) {
 	// The batch has the time that its oldest call still has. One that has next to none left would cost the others theirs.
 	batch, now := f.batch, time.Now()
-	for len(batch) > 0 && now.Sub(batch[0].since) > l.config.Timeout*9/10 {
+	for len(batch) > 0 && now.Sub(batch[0].since) > l.config.Timeout/10*9 {
 		batch[0].finish(Result{}, &StoreError{kinds: []error{ErrTimeout}, err: errNotAsked})
 		batch = batch[1:]
 	}

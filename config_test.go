@@ -35,6 +35,8 @@ func TestNewRefusesWhatCannotWork(t *testing.T) {
 		"a name with NUL":              {Config{Name: "a\x00b", Policy: good}, "Name", "NUL"},
 		"a name in Latin 1":            {Config{Name: "caf\xe9", Policy: good}, "Name", "UTF-8"},
 		"no policy":                    {Config{Name: "n"}, "Policy", "TokenBucket"},
+		"a pointer to a policy":        {policy(&good), "Policy", "not a pointer"},
+		"a pointer to no policy":       {policy((*TokenBucket)(nil)), "Policy", "not a pointer"},
 		"nothing to flush":             {Config{Name: "n", Policy: good, SynchronousCommit: true}, "SynchronousCommit", "Durable"},
 		"a schema with NUL":            {Config{Name: "n", Policy: good, Schema: "a\x00"}, "Schema", "NUL"},
 		"a schema in Latin 1":          {Config{Name: "n", Policy: good, Schema: "\xe9"}, "Schema", "UTF-8"},

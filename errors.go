@@ -111,6 +111,13 @@ func (e *StoreError) lockTimeout() bool {
 // errNotAsked is why a call that has waited too long in the process is given up.
 var errNotAsked = errors.New("the statements before this one took that long; it was not asked")
 
+// undone tells whether the database has rolled a statement back for a reason that is gone when it runs again: it lost a race
+// that isolation levels above READ COMMITTED do not let it win, or it was chosen to end a deadlock that a caller's transaction made.
+func undone(err error) bool {
+	pgErr, ok := errors.AsType[*pgconn.PgError](err)
+	return ok && (pgErr.Code == "40001" || pgErr.Code == "40P01")
+}
+
 // storeError translates an error of the driver. sent tells whether the request may have reached the database.
 func storeError(err error, sent bool) error {
 	if pgErr, ok := errors.AsType[*pgconn.PgError](err); ok {
@@ -135,18 +142,19 @@ func sqlStateKinds(err *pgconn.PgError, sent bool) []error {
 		return []error{ErrNotPermitted}
 	case "26000", "42P05", "08P01": // no such prepared statement, one of that name already, protocol violation
 		return []error{ErrPreparedStatements}
-	case "25006", "0A000": // a write to a read-only database, a read of an unlogged table on a standby
+	case "25006": // a write to a read-only database
 		return []error{ErrUnavailable, ErrReadOnly}
 	case "55P03", "57014": // lock_timeout; statement_timeout or a cancel request
 		return []error{ErrTimeout}
 	}
 	switch class := err.Code[:min(2, len(err.Code))]; {
-	case class == "08" || class == "53" || class == "58" || err.Code == "57P01" || err.Code == "57P02" || err.Code == "57P03":
-		// An ERROR has rolled the statement back. A FATAL or PANIC ends the connection, and may come after the commit.
-		if sent && err.Severity != "ERROR" {
-			return []error{ErrUnavailable, ErrOutcomeUnknown}
-		}
+	case err.Code == "0A000" && err.Routine == "get_relation_info": // a read of an unlogged table on a standby
+		return []error{ErrUnavailable, ErrReadOnly}
+	case sent && err.SeverityUnlocalized != "ERROR": // a FATAL or PANIC ends the connection, and may come after the commit
+		return []error{ErrUnavailable, ErrOutcomeUnknown}
+	case !sent, // the connection was refused: no such role or database, a wrong password
+		class == "08" || class == "53" || class == "58" || err.Code == "57P01" || err.Code == "57P02" || err.Code == "57P03":
 		return []error{ErrUnavailable}
 	}
-	return nil
+	return nil // an ERROR has rolled the statement back
 }

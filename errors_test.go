@@ -411,17 +411,19 @@ func TestStoreErrors(t *testing.T) {
 	} {
 		for code := range strings.SplitSeq(c.codes, " ") {
 			for _, sent := range []bool{false, true} {
-				tests = append(tests, test{code, "ERROR", sent, c.want})
-				fatal := c.want
-				if sent && slices.Equal(fatal, []error{ErrUnavailable}) {
+				failed, fatal := c.want, c.want
+				switch other := failed == nil || slices.Equal(failed, []error{ErrUnavailable}); {
+				case other && sent:
 					fatal = []error{ErrUnavailable, ErrOutcomeUnknown}
+				case other:
+					failed, fatal = []error{ErrUnavailable}, []error{ErrUnavailable}
 				}
-				tests = append(tests, test{code, "FATAL", sent, fatal}, test{code, "PANIC", sent, fatal})
+				tests = append(tests, test{code, "ERROR", sent, failed}, test{code, "FATAL", sent, fatal}, test{code, "PANIC", sent, fatal})
 			}
 		}
 	}
 	for _, c := range tests {
-		pgErr := &pgconn.PgError{Code: c.code, Severity: c.severity, Message: "words of the database", Detail: "Key (key)=(personal)"}
+		pgErr := &pgconn.PgError{Code: c.code, Severity: "GRAVE", SeverityUnlocalized: c.severity, Message: "words of the database", Detail: "Key (key)=(personal)"}
 		err := storeError(fmt.Errorf("driver: %w", pgErr), c.sent)
 		requireKinds(t, err, "personal", c.want...)
 		require.Contains(t, err.Error(), "words of the database")
@@ -456,10 +458,11 @@ type notSent struct{}
 func (notSent) Error() string     { return "the connection was closed already" }
 func (notSent) SafeToRetry() bool { return true }
 
-// A database call is repeated if it never left, once.
-func TestOnlyWhatWasNotSentIsRepeated(t *testing.T) {
+// A database call is repeated if it never left, once, and if the database has undone it and the transaction is the limiter's own.
+func TestOnlyWhatDidNotCountIsRepeated(t *testing.T) {
 	t.Parallel()
 
+	raced, deadlock := &pgconn.PgError{Code: "40001", SeverityUnlocalized: "ERROR"}, &pgconn.PgError{Code: "40P01", SeverityUnlocalized: "ERROR"}
 	for _, c := range []struct {
 		errs  []error
 		tries int
@@ -468,8 +471,9 @@ func TestOnlyWhatWasNotSentIsRepeated(t *testing.T) {
 		{[]error{notSent{}, nil}, 2, nil},
 		{[]error{notSent{}, notSent{}, nil}, 2, ErrUnavailable},
 		{[]error{io.ErrUnexpectedEOF, nil}, 1, ErrOutcomeUnknown},
-		{[]error{&pgconn.PgError{Code: "57P01", Severity: "FATAL"}, nil}, 1, ErrOutcomeUnknown},
-		{[]error{&pgconn.PgError{Code: "57P01", Severity: "ERROR"}, nil}, 1, ErrUnavailable},
+		{[]error{&pgconn.PgError{Code: "57P01", SeverityUnlocalized: "FATAL"}, nil}, 1, ErrOutcomeUnknown},
+		{[]error{&pgconn.PgError{Code: "57P01", SeverityUnlocalized: "ERROR"}, nil}, 1, ErrUnavailable},
+		{[]error{notSent{}, raced, raced, deadlock, nil}, 5, nil},
 	} {
 		db := &failing{DBTX: pgtest.New(t).Pool, errs: c.errs}
 		limiter := newLimiter(t, db, Config{Name: "test", Policy: FixedWindow{Limit: 10, Window: year}, Timeout: amply})

@@ -123,8 +123,6 @@ func (c Config) validate() error {
 		return &ConfigError{Field: "Name", Reason: "is required: it keeps this limiter's keys apart from those of others"}
 	case len(c.Name) > maxNameLen || !utf8.ValidString(c.Name) || strings.ContainsRune(c.Name, 0):
 		return &ConfigError{Field: "Name", Reason: fmt.Sprintf("must be at most %d bytes of valid UTF-8 without NUL", maxNameLen)}
-	case c.Policy == nil:
-		return &ConfigError{Field: "Policy", Reason: "is required: a FixedWindow, SlidingWindow or TokenBucket"}
 	case c.SynchronousCommit && !c.Durable:
 		return &ConfigError{Field: "SynchronousCommit", Reason: "needs Durable: there is nothing to flush for an unlogged table"}
 	case !utf8.ValidString(c.Schema) || strings.ContainsRune(c.Schema, 0):
@@ -137,6 +135,10 @@ func (c Config) validate() error {
 		return &ConfigError{Field: "MaxBatch", Reason: fmt.Sprintf("is %d, and must be at least 1", c.MaxBatch)}
 	case c.DenialMaxAge < 0:
 		return &ConfigError{Field: "DenialMaxAge", Reason: fmt.Sprintf("is %v, and must not be negative; NoDenialCache turns the cache off", c.DenialMaxAge)}
+	}
+	switch c.Policy.(type) {
+	case nil, *FixedWindow, *SlidingWindow, *TokenBucket:
+		return &ConfigError{Field: "Policy", Reason: "is required: a FixedWindow, SlidingWindow or TokenBucket (not a pointer to one)"}
 	}
 	return c.Policy.validate()
 }
@@ -313,7 +315,7 @@ func (l *Limiter) reset(ctx context.Context, db DBTX, key string, settings setti
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), l.config.Timeout)
 	defer cancel()
 	args := []any{l.config.Name, key, l.config.Durable, settings.lockTimeout, settings.synchronousCommit}
-	err := query(ctx, db, l.resetQL, args, []any{nil}, func() error { return nil })
+	err := query(ctx, db, settings.own(), l.resetQL, args, []any{nil}, func() error { return nil })
 	if l.denials != nil {
 		l.denials.reset(key) // also after an error: it may have been reset
 	}
