@@ -3,6 +3,7 @@ package integration_test
 import (
 	"context"
 	"fmt"
+	"math"
 	"sync"
 	"time"
 
@@ -325,8 +326,11 @@ func openInProcess(_ *arena, data dataset) *store {
 	c := &contender{pids: func() []int { return nil }, take: func(_ context.Context, key string) (bool, error) {
 		limiter, ok := limiters.Load(key)
 		if !ok {
-			every := rate.Every(window / time.Duration(data.limit))
-			limiter, _ = limiters.LoadOrStore(key, rate.NewLimiter(every, int(data.limit)))
+			burst := int(data.limit)
+			if burst == ample {
+				burst = math.MaxInt32 // it decides so many that it would use up what is ample for the others
+			}
+			limiter, _ = limiters.LoadOrStore(key, rate.NewLimiter(rate.Every(window/time.Duration(data.limit)), burst))
 		}
 		return limiter.(*rate.Limiter).Allow(), nil
 	}}

@@ -109,7 +109,7 @@ const (
 	manyRowsID   = "many-rows"
 )
 
-// fullPlan is what `make bench` runs, in half an hour.
+// fullPlan is what `make bench` runs, in a quarter of an hour.
 func fullPlan() plan {
 	redis := []*subject{redisPool16, redisStock, redisAuto}
 	ours := []*subject{slidingWindow, fixedWindow, tokenBucket, durable, durableSync}
@@ -124,7 +124,7 @@ func fullPlan() plan {
 	hundredThousand := newDataset("100,000 denied keys", "locked-out:", 100_000, 1)
 
 	return plan{
-		Mode: "full", Command: "make bench", Rounds: 5, WarmUp: 300 * time.Millisecond, Measured: time.Second,
+		Mode: "full", Command: "make bench", Rounds: 3, WarmUp: 300 * time.Millisecond, Measured: time.Second,
 		groups: [][]workload{
 			{
 				{oneCallerID, "One caller, 100,000 keys", 1, users, uniform, false, everybody},
@@ -143,7 +143,7 @@ func fullPlan() plan {
 			},
 			rowWorkloads(10_000_000),
 		},
-		idleLimiters: 5_000, deniedKeys: 1_000_000, pgbenchScale: 10, pgbench: 3 * time.Second, pgbenchRounds: 5,
+		idleLimiters: 5_000, deniedKeys: 1_000_000, pgbenchScale: 10, pgbench: 3 * time.Second, pgbenchRounds: 3,
 		neighbourhood: []neighbour{
 			nobody,
 			{"ratelimit, 64 callers", slidingWindow, uniform, 0}, {"redis_rate, 64 callers", redisPool16, uniform, 0},

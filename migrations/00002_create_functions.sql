@@ -83,14 +83,14 @@ BEGIN
     -- One key, whose row exists: most calls of an application that is not under load, and worth the 35 µs that this saves.
     IF cardinality(keys) = 1 AND coalesce(costs[1], 1) BETWEEN 1 AND max_cost AND coalesce(counts[1], 1) >= 1 THEN
         IF durable THEN
-            SELECT 1, coalesce(costs[1], 1), coalesce(counts[1], 1), d.ctid, d.count, d.prev_count, d.window_start, d.credit, d.scale,
+            SELECT 1::bigint, coalesce(costs[1], 1), coalesce(counts[1], 1), d.ctid, d.count, d.prev_count, d.window_start, d.credit, d.scale,
                 CASE WHEN d.algorithm = algorithm THEN d.expires_at ELSE 0 END
             INTO r
             FROM rate_limit_durable AS d
             WHERE d.prefix = name AND d.key = keys[1]
             FOR UPDATE;
         ELSE
-            SELECT 1, coalesce(costs[1], 1), coalesce(counts[1], 1), d.ctid, d.count, d.prev_count, d.window_start, d.credit, d.scale,
+            SELECT 1::bigint, coalesce(costs[1], 1), coalesce(counts[1], 1), d.ctid, d.count, d.prev_count, d.window_start, d.credit, d.scale,
                 CASE WHEN d.algorithm = algorithm THEN d.expires_at ELSE 0 END
             INTO r
             FROM rate_limit_ephemeral AS d
@@ -194,7 +194,7 @@ BEGIN
         END IF;
     END LOOP;
     RAISE EXCEPTION 'rate_limit: rows were made, and were missing again'
-        USING ERRCODE = 'serialization_failure', HINT = 'Something else deletes rows of this transaction. Try again.';
+        USING ERRCODE = 'object_not_in_prerequisite_state', HINT = 'Something deletes rows of this transaction, or keeps them from being made: a trigger?';
 END
 $$;
 -- +goose StatementEnd
