@@ -16,6 +16,10 @@ test/library: ## Run the library's tests, on the Postgres of RATELIMIT_TEST_DATA
 test/integration: ## Run the tests with heavy dependencies; those in containers need a Docker engine
 	cd integration_test && go test -v -count=1 -timeout 20m ./...
 
+.PHONY: test/matrix
+test/matrix: ## Run the tests of the database on Postgres 14 to 18, or on those of POSTGRES="15 18"; needs npm
+	bash .ci/matrix $(POSTGRES)
+
 .PHONY: bench
 bench: ## Compare with other limiters, side by side; BENCH=quick takes 90 seconds
 	cd integration_test && go test -run '^$$' -bench '^BenchmarkSideBySide$$' -benchtime 1x -timeout 60m .

@@ -48,7 +48,7 @@ type cluster struct {
 func (c *cluster) start() error {
 	c.starting.Do(func() {
 		ctx := context.Background()
-		server, err := pgserver.Start(ctx, c.config())
+		server, err := startServer(ctx, c.config())
 		if err != nil {
 			c.startErr = err
 			return

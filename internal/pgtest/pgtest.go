@@ -13,12 +13,16 @@
 // The databases are on the server that RATELIMIT_TEST_DATABASE_URL names, where the user needs CREATEDB, else on one that
 // package pgserver finds or starts. Several test binaries may share a server: the template carries a hash of the migrations
 // in its name, and whoever comes first makes it. On a server that was given it stays for the next run.
+//
+// RATELIMIT_TEST_POSTGRES_MAJOR=17 says which major version is to be tested, and a test that gets another one fails.
 package pgtest
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"os"
+	"strings"
 	"testing"
 	"time"
 
@@ -113,7 +117,7 @@ func (db *DB) NewPool(t testing.TB, configure func(*pgxpool.Config)) *pgxpool.Po
 // started even if RATELIMIT_TEST_DATABASE_URL is set, and has no migrations.
 func Server(t testing.TB, config pgserver.Config) *pgserver.Server {
 	t.Helper()
-	server, err := pgserver.Start(t.Context(), config)
+	server, err := startServer(t.Context(), config)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -123,6 +127,21 @@ func Server(t testing.TB, config pgserver.Config) *pgserver.Server {
 		}
 	})
 	return server
+}
+
+// startServer refuses a server of another version than the one to be tested: whoever asks for 17 does not want to be told that
+// all is well on 15.
+func startServer(ctx context.Context, config pgserver.Config) (*pgserver.Server, error) {
+	server, err := pgserver.Start(ctx, config)
+	if err != nil {
+		return nil, err
+	}
+	major := os.Getenv("RATELIMIT_TEST_POSTGRES_MAJOR")
+	if major != "" && !strings.HasPrefix(server.Describe(), "PostgreSQL "+major+".") {
+		err := fmt.Errorf("pgtest: RATELIMIT_TEST_POSTGRES_MAJOR is %s, and the server is %s", major, server.Describe())
+		return nil, errors.Join(err, server.Close())
+	}
+	return server, nil
 }
 
 // newDB clones a template for a test.

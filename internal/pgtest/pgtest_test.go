@@ -167,7 +167,20 @@ func TestNoPostgresFailsTheTest(t *testing.T) {
 	require.Contains(t, string(output), "pgserver: use the server of the given URL")
 }
 
-// TestInChild is what the children of TestSharedServer and TestNoPostgresFailsTheTest run.
+func TestServerOfAnotherVersionFailsTheTest(t *testing.T) {
+	t.Parallel()
+
+	for _, url := range []string{sharedURL(t), ""} { // one that was given, and one that is found
+		child := child(t, url)
+		child.Env = append(child.Env, "RATELIMIT_TEST_POSTGRES_MAJOR=1")
+		output, err := child.CombinedOutput()
+		require.Error(t, err)
+		require.Contains(t, string(output), "--- FAIL: TestInChild")
+		require.Contains(t, string(output), "RATELIMIT_TEST_POSTGRES_MAJOR is 1, and the server is PostgreSQL 1")
+	}
+}
+
+// TestInChild is what the children of these tests run.
 func TestInChild(t *testing.T) {
 	t.Parallel()
 
