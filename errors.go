@@ -140,8 +140,14 @@ func sqlStateKinds(err *pgconn.PgError, sent bool) []error {
 		return []error{ErrNotMigrated}
 	case "42501":
 		return []error{ErrNotPermitted}
-	case "26000", "42P05", "08P01": // no such prepared statement, one of that name already, protocol violation
+	case "26000", "42P05": // no such prepared statement, one of that name already
 		return []error{ErrPreparedStatements}
+	case "08P01": // protocol violation
+		// Of Postgres: these are not the parameters of the statement prepared. Of PgBouncer, whose errors are FATAL: nearly
+		// anything, such as the end of its connection to Postgres during the call.
+		if err.SeverityUnlocalized == "ERROR" {
+			return []error{ErrPreparedStatements}
+		}
 	case "25006": // a write to a read-only database
 		return []error{ErrUnavailable, ErrReadOnly}
 	case "55P03", "57014": // lock_timeout; statement_timeout or a cancel request

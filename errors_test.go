@@ -402,7 +402,7 @@ func TestStoreErrors(t *testing.T) {
 	}{
 		{"42P01 42883 3F000 42704 42703", []error{ErrNotMigrated}},
 		{"42501", []error{ErrNotPermitted}},
-		{"26000 42P05 08P01", []error{ErrPreparedStatements}},
+		{"26000 42P05", []error{ErrPreparedStatements}},
 		{"25006", []error{ErrUnavailable, ErrReadOnly}},
 		{"55P03 57014", []error{ErrTimeout}},
 		{"08000 08003 08006 53000 53100 53200 53300 53400 58000 58030 57P01 57P02 57P03", []error{ErrUnavailable}},
@@ -422,6 +422,11 @@ func TestStoreErrors(t *testing.T) {
 			}
 		}
 	}
+	for _, sent := range []bool{false, true} {
+		tests = append(tests, test{"08P01", "ERROR", sent, []error{ErrPreparedStatements}}) // of Postgres
+	}
+	tests = append(tests, // of PgBouncer
+		test{"08P01", "FATAL", false, []error{ErrUnavailable}}, test{"08P01", "FATAL", true, []error{ErrUnavailable, ErrOutcomeUnknown}})
 	for _, c := range tests {
 		pgErr := &pgconn.PgError{Code: c.code, Severity: "GRAVE", SeverityUnlocalized: c.severity, Message: "words of the database", Detail: "Key (key)=(personal)"}
 		err := storeError(fmt.Errorf("driver: %w", pgErr), c.sent)
