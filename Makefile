@@ -20,6 +20,16 @@ test/integration: ## Run the tests with heavy dependencies; those in containers 
 test/matrix: ## Run the tests of the database on Postgres 14 to 18, or on those of POSTGRES="15 18"; needs npm
 	bash .ci/matrix $(POSTGRES)
 
+.PHONY: fuzz
+fuzz: ## Run every fuzz target for some seconds
+	@grep -rl '^func Fuzz' --include='*_test.go' . | while read -r file; do \
+		for target in $$(sed -n 's/^func \(Fuzz[A-Za-z]*\)(.*/\1/p' "$$file"); do \
+			case $$target in FuzzDatabase*) runs=3000 ;; *) runs=200000 ;; esac; \
+			echo "$$target"; \
+			go test -run '^$$' -fuzz "^$$target\$$" -fuzztime $${runs}x -fuzzminimizetime 10x "$$(dirname "$$file")" || exit 1; \
+		done \
+	done
+
 .PHONY: bench
 bench: ## Compare with other limiters, side by side; BENCH=quick takes 90 seconds
 	cd integration_test && go test -run '^$$' -bench '^BenchmarkSideBySide$$' -benchtime 1x -timeout 60m .

@@ -1,0 +1,165 @@
+package ratelimit
+
+import (
+	"context"
+	"fmt"
+	"math"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"time"
+	"unicode/utf8"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit/internal/pgtest"
+)
+
+// The fuzz targets that ask a database; make fuzz runs fewer inputs of those. The models' own are in fixed_test.go, sliding_test.go,
+// tokenbucket_test.go and policy_test.go.
+
+// hostile are texts that have a meaning to somebody on their way.
+func hostile() []string {
+	return []string{
+		"", "user:123", " ", "\x00", "a\x00b", "\xff", "\xc0\x80", "\xed\xa0\x80", "ключ", "\u00a0", "\ufeff", "\U0010ffff", "\n\t\r",
+		`'`, `''`, `"`, `""`, `\`, `\'`, `$1`, `$$`, `{a,b}`, `{`, `NULL`, `null`, `%s`, `rate_limit_`, `pg_temp`, `public`,
+		`'; DROP TABLE rate_limit_ephemeral; --`, `"; DROP SCHEMA public CASCADE; --`, `x', 'y`, `x","y`, `/*`, `--`, `;`, `E'\047'`,
+		strings.Repeat("k", 128), strings.Repeat("k", 129), strings.Repeat("ä", 256), strings.Repeat("k", 513), strings.Repeat(`'`, 128),
+	}
+}
+
+// textPool is a pool that sends values within the statement, where quoting is all that keeps them apart from it.
+func textPool(f *testing.F, db *pgtest.DB) *pgxpool.Pool {
+	f.Helper()
+	return db.NewPool(f, func(config *pgxpool.Config) { config.ConnConfig.DefaultQueryExecMode = pgx.QueryExecModeSimpleProtocol })
+}
+
+// FuzzDatabaseKeys: any name and key are refused before anything is asked, or are stored and found again, and no other row is
+// touched, however they are sent.
+func FuzzDatabaseKeys(f *testing.F) {
+	for _, text := range hostile() {
+		f.Add("name", text)
+		f.Add(text, "key")
+		f.Add(text, text)
+	}
+	db := pgtest.New(f)
+	text := textPool(f, db)
+	f.Fuzz(func(t *testing.T, name, key string) {
+		policy := FixedWindow{Limit: 10, Window: year}
+		one, err := New(text, Config{Name: name, Policy: policy, Timeout: amply, NoDenialCache: true})
+		if len(name) < 1 || len(name) > 128 || strings.Contains(name, "\x00") || !utf8.ValidString(name) {
+			var refused *ConfigError
+			require.ErrorAs(t, err, &refused)
+			require.Equal(t, "Name", refused.Field)
+			return
+		}
+		require.NoError(t, err)
+		result, err := one.Allow(context.Background(), key)
+		if len(key) < 1 || len(key) > 512 || strings.Contains(key, "\x00") || !utf8.ValidString(key) {
+			require.ErrorIs(t, err, ErrInvalidKey)
+			require.Zero(t, result)
+			return
+		}
+		require.NoError(t, err)
+		require.True(t, result.Allowed)
+		require.EqualValues(t, 9, result.Remaining)
+
+		other := newLimiter(t, db.Pool, one.config)
+		result, err = other.AllowN(context.Background(), key, 4)
+		require.NoError(t, err)
+		require.EqualValues(t, 5, result.Remaining)
+		require.EqualValues(t, 5, scalar[int64](t, db.Pool, "SELECT count FROM rate_limit_ephemeral WHERE prefix = $1 AND key = $2", name, key))
+		require.NoError(t, one.Reset(context.Background(), key))
+		require.Zero(t, scalar[int64](t, db.Pool, "SELECT count(*) FROM rate_limit_ephemeral WHERE prefix = $1 AND key = $2", name, key))
+	})
+}
+
+// FuzzDatabaseSchemas: any text as a schema is the name of a schema, and nothing else.
+func FuzzDatabaseSchemas(f *testing.F) {
+	for _, text := range hostile() {
+		f.Add(text)
+	}
+	db := pgtest.New(f)
+	text := textPool(f, db)
+	f.Fuzz(func(t *testing.T, schema string) {
+		for _, pool := range []*pgxpool.Pool{db.Pool, text} {
+			limiter, err := New(pool, Config{Name: "test", Policy: FixedWindow{Limit: 10, Window: year}, Schema: schema, Timeout: amply})
+			if strings.Contains(schema, "\x00") || !utf8.ValidString(schema) {
+				var refused *ConfigError
+				require.ErrorAs(t, err, &refused)
+				require.Equal(t, "Schema", refused.Field)
+				return
+			}
+			require.NoError(t, err)
+			for name, call := range everyCall(limiter, "key") {
+				if err := call(); schema == "" || schema == "public" {
+					require.NoError(t, err, name)
+				} else {
+					require.ErrorIs(t, err, ErrNotMigrated, name)
+				}
+			}
+		}
+		require.True(t, scalar[bool](t, db.Pool, "SELECT to_regclass('public.rate_limit_ephemeral') IS NOT NULL"))
+	})
+}
+
+// FuzzDatabaseNumbers: a function that is called with any numbers refuses them in its own words, or decides as the model does; it
+// never overflows.
+func FuzzDatabaseNumbers(f *testing.F) {
+	for _, n := range []int64{math.MinInt64, -1, 0, 1, 10, 1 << 31, maxSpan, maxSpan + 1, maxProduct, maxProduct + 1, math.MaxInt64} {
+		f.Add(n, int64(1000), int64(1), int64(1), int64(1))
+		f.Add(int64(10), n, int64(1), int64(1), int64(1))
+		f.Add(int64(10), int64(1000), n, int64(1), int64(1))
+		f.Add(int64(10), int64(1000), int64(1), n, int64(1))
+		f.Add(int64(10), int64(1000), int64(1), int64(1), n)
+		f.Add(n, n, n, n, n)
+	}
+	f.Add(int64(2048), int64(maxSpan), int64(math.MaxInt64), int64(2048), int64(7))
+	f.Add(int64(maxProduct), int64(1), int64(2048), int64(maxProduct-1), int64(1))
+	db := pgtest.New(f)
+	var calls atomic.Int64
+	f.Fuzz(func(t *testing.T, limit, span, refill, cost, count int64) {
+		clock := t0.UnixMicro()
+		for policy, numbers := range map[Policy][]any{
+			FixedWindow{limit, duration(span)}:         {limit, span},
+			SlidingWindow{limit, duration(span)}:       {limit, span},
+			TokenBucket{limit, refill, duration(span)}: {limit, refill, span},
+		} {
+			if cost > 0 && min(limit/cost, count) > 1000 {
+				count = 1000 // the model takes one by one
+			}
+			name := fmt.Sprint(calls.Add(1))
+			args := append([]any{name, []string{"key"}, []int64{cost}, []int64{count}, false, nil, nil, time.UnixMicro(clock)}, numbers...)
+			var ord int64
+			var retryAfter *int64
+			var got decision
+			targets := []any{
+				&ord, &got.granted, &got.remaining, &retryAfter, &got.resetAfter, &got.decidedAt,
+				&got.state.count, &got.state.prevCount, &got.state.windowStart, &got.state.credit, &got.state.scale, &got.state.expiresAt,
+			}
+			err := db.Pool.QueryRow(context.Background(), policy.statement(), args...).Scan(targets...)
+			exact := 1 <= span && span <= maxSpan && policy.validate() == nil
+			if !exact || cost < 0 || count < 1 {
+				var refused *pgconn.PgError
+				require.ErrorAs(t, err, &refused)
+				require.Equal(t, "22023", refused.Code, refused)
+				require.Contains(t, refused.Message, "rate_limit: ")
+				continue
+			}
+			require.NoError(t, err)
+			model := rows{false: {}}
+			s := step{policy: policy, name: name, clock: clock, elements: []element{{key: "key", cost: cost, count: count}}}
+			model.decide(s)
+			want := s.elements[0].decision
+			if got.retryAfter = never; retryAfter != nil {
+				got.retryAfter = *retryAfter
+			}
+			got.decidedAt = got.decidedAt.UTC()
+			got.state, want.state = used(got.state, algorithm(policy)), used(want.state, algorithm(policy))
+			require.Equal(t, want, got, "%#v, cost %d, count %d", policy, cost, count)
+		}
+	})
+}
