@@ -116,6 +116,48 @@ func TestLooksTakeNoTransactionIDAndWaitForNobody(t *testing.T) {
 	})
 }
 
+// A statement takes one transaction id, however many keys it is about, also if it denies all of them: it has locked their rows.
+// Looks take none, and neither does a denial that is remembered.
+func TestTransactionIDs(t *testing.T) {
+	t.Parallel()
+
+	server := pgtest.Server(t, pgserver.Config{Settings: map[string]string{"autovacuum": "off"}}) // nobody else takes any there
+	pool, err := pgxpool.New(t.Context(), server.URL())
+	require.NoError(t, err)
+	t.Cleanup(pool.Close)
+	require.NoError(t, migrations.Up(t.Context(), pool))
+	next := func() int64 {
+		return scalar[int64](t, pool, "SELECT pg_snapshot_xmax(pg_current_snapshot())::text::bigint")
+	}
+
+	for name, policy := range slowPolicies(10) {
+		for _, durable := range []bool{false, true} {
+			limiter := newLimiter(t, pool, Config{Name: name, Policy: policy, Durable: durable, Timeout: amply})
+			for _, c := range []struct{ cost, granted, want int64 }{
+				{10, 1, 1}, // of new keys
+				{1, 0, 1},  // denied
+				{0, 0, 0},  // a look
+			} {
+				elements := make([]element, 100)
+				for i := range elements {
+					elements[i] = element{key: fmt.Sprint(i), cost: c.cost, count: 1}
+				}
+				before := next()
+				require.NoError(t, limiter.decideAndRemember(t.Context(), elements, limiter.settings))
+				require.Equal(t, c.want, next()-before, "%s: %+v", name, c)
+				for _, e := range elements {
+					require.Equal(t, c.granted, e.decision.granted)
+				}
+			}
+			before := next()
+			result, err := limiter.Allow(t.Context(), "7")
+			require.NoError(t, err)
+			require.False(t, result.Allowed)
+			require.Equal(t, before, next())
+		}
+	}
+}
+
 func TestReset(t *testing.T) {
 	t.Parallel()
 
