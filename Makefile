@@ -26,7 +26,7 @@ fuzz: ## Run every fuzz target for some seconds
 		for target in $$(sed -n 's/^func \(Fuzz[A-Za-z]*\)(.*/\1/p' "$$file"); do \
 			case $$target in FuzzDatabase*) runs=3000 ;; *) runs=200000 ;; esac; \
 			echo "$$target"; \
-			go test -run '^$$' -fuzz "^$$target\$$" -fuzztime $${runs}x -fuzzminimizetime 10x "$$(dirname "$$file")" || exit 1; \
+			(cd "$$(dirname "$$file")" && go test -run '^$$' -fuzz "^$$target\$$" -fuzztime $${runs}x -fuzzminimizetime 10x .) || exit 1; \
 		done \
 	done
 
