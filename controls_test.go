@@ -92,7 +92,7 @@ func TestUpdatingByTidInTheStatementOfTheLockIsLost(t *testing.T) {
 				CREATE OR REPLACE FUNCTION rate_limit_fixed_window(
 					name text, keys text[], max_count bigint, window_us bigint, costs bigint[] DEFAULT NULL, counts bigint[] DEFAULT NULL,
 					durable boolean DEFAULT false, lock_timeout_ms integer DEFAULT NULL, synchronous_commit boolean DEFAULT NULL, now timestamptz DEFAULT NULL)
-				RETURNS SETOF rate_limit_decision LANGUAGE sql AS $$
+				RETURNS SETOF rate_limit_decision LANGUAGE sql SECURITY DEFINER AS $$
 					WITH locked AS (
 						SELECT r.ctid AS tid, r.* FROM rate_limit_ephemeral AS r WHERE r.prefix = name AND r.key = keys[1] FOR UPDATE
 					), updated AS (

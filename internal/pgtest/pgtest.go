@@ -15,6 +15,9 @@
 // in its name, and whoever comes first makes it. On a server that was given it stays for the next run.
 //
 // RATELIMIT_TEST_POSTGRES_MAJOR=17 says which major version is to be tested, and a test that gets another one fails.
+//
+// RATELIMIT_TEST_ROLE=pg_monitor makes all pools but DB.Pool connect as that role, which gets the grants that the README names, and
+// nothing else: so the tests show that an application needs no more. The server's own user must be a superuser.
 package pgtest
 
 import (
@@ -90,6 +93,9 @@ func (db *DB) NewPool(t testing.TB, configure func(*pgxpool.Config)) *pgxpool.Po
 		t.Fatalf("pgtest: %v", err)
 	}
 	config.MaxConns = maxConns
+	if db.Pool != nil && role() != "" {
+		config.ConnConfig.RuntimeParams["role"] = role()
+	}
 	if configure != nil {
 		configure(config)
 	}
@@ -129,6 +135,8 @@ func Server(t testing.TB, config pgserver.Config) *pgserver.Server {
 	return server
 }
 
+func role() string { return os.Getenv("RATELIMIT_TEST_ROLE") }
+
 // startServer refuses a server of another version than the one to be tested: whoever asks for 17 does not want to be told that
 // all is well on 15.
 func startServer(ctx context.Context, config pgserver.Config) (*pgserver.Server, error) {
@@ -166,5 +174,11 @@ func (c *cluster) newDB(t testing.TB, template string) *DB {
 	}
 	db := &DB{URL: url}
 	db.Pool = db.NewPool(t, nil)
+	if template != emptyTemplate && role() != "" {
+		const grants = "GRANT EXECUTE ON FUNCTION rate_limit_fixed_window, rate_limit_sliding_window, rate_limit_token_bucket, rate_limit_reset TO "
+		if _, err := db.Pool.Exec(t.Context(), grants+quote(role())); err != nil {
+			t.Fatal(err)
+		}
+	}
 	return db
 }
