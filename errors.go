@@ -118,8 +118,14 @@ func undone(err error) bool {
 	return ok && (pgErr.Code == "40001" || pgErr.Code == "40P01")
 }
 
+// NewStoreError translates an error of the driver, for statements that are not a limiter's, such as those of package cleanup.
+func NewStoreError(err error) *StoreError {
+	_, refused := errors.AsType[*pgconn.ConnectError](err)
+	return storeError(err, !refused)
+}
+
 // storeError translates an error of the driver. sent tells whether the request may have reached the database.
-func storeError(err error, sent bool) error {
+func storeError(err error, sent bool) *StoreError {
 	if pgErr, ok := errors.AsType[*pgconn.PgError](err); ok {
 		return &StoreError{kinds: sqlStateKinds(pgErr, sent), err: err}
 	}

@@ -409,7 +409,7 @@ func TestStatus(t *testing.T) {
 	var before, after time.Time
 	require.NoError(t, pool.QueryRow(t.Context(), "SELECT clock_timestamp()").Scan(&before))
 
-	want := []migrations.Migration{{Version: 1, Name: "create_tables"}, {Version: 2, Name: "create_functions"}}
+	want := []migrations.Migration{{Version: 1, Name: "create_tables"}, {Version: 2, Name: "create_functions"}, {Version: 3, Name: "create_sweep"}}
 	status, err := migrations.Status(t.Context(), pool)
 	require.NoError(t, err)
 	require.Equal(t, want, status)
@@ -426,7 +426,7 @@ func TestStatus(t *testing.T) {
 	require.Equal(t, want, status)
 
 	require.NoError(t, migrations.Down(t.Context(), pool))
-	want[1].Applied, want[1].AppliedAt = false, time.Time{}
+	want[len(want)-1] = migrations.Migration{Version: 3, Name: "create_sweep"}
 	status, err = migrations.Status(t.Context(), pool)
 	require.NoError(t, err)
 	require.Equal(t, want, status)
@@ -477,7 +477,7 @@ func TestErrorsSayWhatToDo(t *testing.T) {
 }
 
 // sources are the files that define the schema, in the order in which they can be applied.
-var sources = []string{"tables.sql", "rows.sql", "fixed.sql", "sliding.sql", "tokenbucket.sql", "reset.sql", "access.sql"}
+var sources = []string{"tables.sql", "rows.sql", "fixed.sql", "sliding.sql", "tokenbucket.sql", "reset.sql", "access.sql", "sweep.sql"}
 
 func TestMigrationsYieldWhatSQLSays(t *testing.T) {
 	t.Parallel()

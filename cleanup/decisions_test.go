@@ -1,0 +1,433 @@
+package cleanup
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"slices"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/internal/pgtest"
+)
+
+// spared is the part of rate_limit_sweep that controls replace.
+const spared = "interval '1 minute'"
+
+// The same random traffic goes to two databases. One is swept, at random moments, and the other never is: every caller is told
+// the same by both. The clock goes back, too, by as much as a minute behind the latest sweep.
+func TestSweepingChangesNoDecision(t *testing.T) {
+	t.Parallel()
+
+	swept, plain := pgtest.New(t), pgtest.New(t)
+	var deleted int64
+	for story := range 12 {
+		seed := rand.Uint64()
+		n, err := play(t, swept, plain, fmt.Sprint(story), seed)
+		require.NoError(t, err, "seed %d", seed)
+		deleted += n
+	}
+	require.Greater(t, deleted, int64(100))
+}
+
+// The same test sees a sweeper that is a moment too early, and one that does not reckon with clocks that go back.
+func TestSweepingTooEarlyChangesDecisions(t *testing.T) {
+	t.Parallel()
+
+	for _, early := range []string{"interval '-1 microsecond'", "interval '50 seconds'"} {
+		t.Run(early, func(t *testing.T) {
+			t.Parallel()
+			swept, plain := pgtest.New(t), pgtest.New(t)
+			rewrite(t, swept.Pool, "rate_limit_sweep", spared, early)
+			for story := range 1000 {
+				if _, err := play(t, swept, plain, fmt.Sprint(story), rand.Uint64()); err != nil {
+					return
+				}
+			}
+			require.Fail(t, "nobody has noticed")
+		})
+	}
+}
+
+// play plays a random story to both databases, under a name of its own, and tells how many rows were swept. It ends at the first
+// call that is told something else by the one than by the other.
+func play(t *testing.T, swept, plain *pgtest.DB, name string, seed uint64) (deleted int64, err error) {
+	t.Helper()
+	r := rand.New(rand.NewPCG(seed, 0))
+	clock := t0
+	now := ratelimit.TestConfig{Now: func() time.Time { return clock }}
+	sweepers := []*Sweeper{
+		newSweeper(t, swept.Pool, Config{BatchSize: 1 + r.IntN(3), Share: 1, Test: now}),
+		newSweeper(t, swept.Pool, Config{BatchSize: 2, MaxDuration: 1, Test: now}),
+	}
+	spans := []time.Duration{time.Millisecond, 10 * time.Second, time.Minute, time.Hour}
+	durable := r.IntN(2) == 0
+	var of [2]*ratelimit.Limiter
+	var expiries []time.Time // when rows expire
+	latest := clock.Add(-time.Hour)
+	for range 150 {
+		if of[0] == nil || r.IntN(20) == 0 { // a deploy with another policy
+			limit, span := 1+r.Int64N(5), spans[r.IntN(len(spans))]
+			policy := []ratelimit.Policy{
+				ratelimit.FixedWindow{Limit: limit, Window: span},
+				ratelimit.SlidingWindow{Limit: limit, Window: span},
+				ratelimit.TokenBucket{Capacity: limit, Refill: 1 + r.Int64N(3), Every: span},
+			}[r.IntN(3)]
+			for i, db := range []*pgtest.DB{swept, plain} {
+				of[i] = newLimiter(t, db.Pool, ratelimit.Config{Name: name, Policy: policy, Durable: durable, NoDenialCache: true, Test: now})
+			}
+		}
+
+		switch span := spans[r.IntN(len(spans))]; r.IntN(6) {
+		case 0:
+			clock = clock.Add(time.Duration(r.Int64N(3*int64(span)) / 1000 * 1000))
+		case 1:
+			clock = clock.Add(-time.Duration(r.Int64N(int64(span)) / 1000 * 1000))
+		case 2:
+			clock = latest.Add(-margin)
+		case 3: // an edge: when a row expires, when it may be swept, and a microsecond before and after
+			if len(expiries) > 0 {
+				clock = expiries[r.IntN(len(expiries))].Add(time.Duration(r.IntN(3)-1) * time.Microsecond)
+				if r.IntN(2) == 0 {
+					clock = clock.Add(margin)
+				}
+			}
+		}
+		if earliest := latest.Add(-margin); clock.Before(earliest) {
+			clock = earliest
+		}
+
+		if r.IntN(3) == 0 {
+			result := runOnce(t, sweepers[r.IntN(2)])
+			deleted += result.Deleted
+			if !result.Skipped && clock.After(latest) {
+				latest = clock
+			}
+			continue
+		}
+		key, cost := fmt.Sprint("key ", r.IntN(4)), int64(r.IntN(3))
+		var told [2]ratelimit.Result
+		var errs [2]error
+		for i, limiter := range of {
+			told[i], errs[i] = limiter.AllowN(t.Context(), key, cost)
+		}
+		if errors.Is(errs[0], ratelimit.ErrCostExceedsLimit) {
+			continue
+		}
+		require.NoError(t, errors.Join(errs[:]...))
+		if told[0] != told[1] {
+			return deleted, fmt.Errorf("AllowN(%q, %d) at %v: %+v with sweeps, %+v without", key, cost, clock, told[0], told[1])
+		}
+		expiries = append(expiries, clock.Add(told[0].ResetAfter))
+	}
+	return deleted, nil
+}
+
+// A clock that steps back by more than the minute: what was swept before is as good as new, once, and what is decided afterwards
+// stands.
+func TestClockStepsFarBackAfterASweep(t *testing.T) {
+	t.Parallel()
+
+	for name, policy := range policies() {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			db := pgtest.New(t)
+			clock := t0
+			now := ratelimit.TestConfig{Now: func() time.Time { return clock }}
+			limiter := newLimiter(t, db.Pool, ratelimit.Config{Name: "a", Policy: policy, NoDenialCache: true, Test: now})
+			sweeper := newSweeper(t, db.Pool, Config{Test: now})
+			take := func() bool {
+				result, err := limiter.AllowN(t.Context(), "key", 10)
+				require.NoError(t, err)
+				return result.Allowed
+			}
+			require.True(t, take())
+			require.False(t, take())
+			clock = t0.Add(2*time.Hour + margin)
+			require.EqualValues(t, 1, runOnce(t, sweeper).Deleted)
+
+			clock = t0.Add(time.Minute)
+			require.True(t, take(), "without the sweep it would not be")
+			for range 3 {
+				require.Zero(t, runOnce(t, sweeper).Deleted)
+				require.False(t, take())
+				clock = clock.Add(time.Second)
+			}
+		})
+	}
+}
+
+// The sweeper has deleted the row, and not yet committed, when somebody asks for its key: he waits, and then finds either no row or
+// the expired one, which is the same.
+func TestRowVanishesWhileADecisionWaits(t *testing.T) {
+	t.Parallel()
+
+	for name, policy := range policies() {
+		for _, durable := range []bool{false, true} {
+			t.Run(name+" in "+table(durable), func(t *testing.T) {
+				t.Parallel()
+				db := pgtest.New(t)
+				sweeper := connect(t, db)
+				for i := range 170 {
+					clock := t0.Add(time.Duration(i) * 10 * time.Hour)
+					config := ratelimit.Config{Name: "a", Policy: policy, Durable: durable, Test: ratelimit.TestConfig{Now: func() time.Time { return clock }}}
+					limiter := newLimiter(t, db.Pool, config)
+					_, err := limiter.AllowN(t.Context(), "key", 4)
+					require.NoError(t, err)
+
+					clock = clock.Add(3 * time.Hour)
+					tx, err := sweeper.Begin(t.Context())
+					require.NoError(t, err)
+					require.EqualValues(t, 1, scalar[int64](t, tx, "SELECT deleted FROM rate_limit_sweep(now => $1)", clock))
+					wait := later(func() (ratelimit.Result, error) { return limiter.AllowN(context.Background(), "key", 3) })
+					waitUntilBlocked(t, db.Pool, 1)
+					if i%2 == 0 {
+						require.NoError(t, tx.Commit(t.Context()))
+					} else {
+						require.NoError(t, tx.Rollback(t.Context()))
+					}
+					result, err := wait()
+					require.NoError(t, err)
+					require.True(t, result.Allowed)
+					require.EqualValues(t, 7, result.Remaining)
+					result, err = limiter.Peek(t.Context(), "key")
+					require.NoError(t, err)
+					require.EqualValues(t, 7, result.Remaining)
+				}
+			})
+		}
+	}
+}
+
+// A request for several keys has seen that "a" has no row. While it waits for somebody else who makes one, the rows behind it are
+// swept, and one of them is made again.
+func TestRowsVanishBetweenLookAndInsert(t *testing.T) {
+	t.Parallel()
+
+	functions := map[string]string{
+		"fixed window":   "rate_limit_fixed_window('a', $1::text[], 10, 3600000000, durable => $2, now => $3)",
+		"sliding window": "rate_limit_sliding_window('a', $1::text[], 10, 3600000000, durable => $2, now => $3)",
+		"token bucket":   "rate_limit_token_bucket('a', $1::text[], 10, 10, 3600000000, durable => $2, now => $3)",
+	}
+	for name, function := range functions {
+		for _, durable := range []bool{false, true} {
+			t.Run(name+" in "+table(durable), func(t *testing.T) {
+				t.Parallel()
+				db := pgtest.New(t)
+				take := func(db ratelimit.DBTX, at time.Time, keys ...string) (remaining []int64, err error) {
+					err = db.QueryRow(context.Background(), "SELECT array_agg(remaining ORDER BY ord) FROM "+function, keys, durable, at).Scan(&remaining)
+					return remaining, err
+				}
+				for i := range 50 {
+					at := t0.Add(time.Duration(i) * 10 * time.Hour)
+					exec(t, db.Pool, "DELETE FROM "+table(durable))
+					_, err := take(db.Pool, at, "m", "n", "z")
+					require.NoError(t, err)
+
+					at = at.Add(3 * time.Hour)
+					somebody := begin(t, db)
+					_, err = take(somebody, at, "a")
+					require.NoError(t, err)
+					wait := later(func() ([]int64, error) { return take(db.Pool, at, "z", "n", "m", "a") })
+					waitUntilBlocked(t, db.Pool, 1)
+					require.EqualValues(t, 3, runOnce(t, newSweeper(t, db.Pool, Config{BatchSize: 1 + i%3, Share: 1, Test: frozen(at)})).Deleted)
+					_, err = take(db.Pool, at, "n")
+					require.NoError(t, err)
+					require.NoError(t, somebody.Commit(t.Context()))
+
+					remaining, err := wait()
+					require.NoError(t, err)
+					require.Equal(t, []int64{9, 8, 9, 8}, remaining)
+					require.NoError(t, somebody.Conn().Close(t.Context()))
+				}
+			})
+		}
+	}
+}
+
+// A row has expired, and somebody who takes from it has not committed yet when the sweeper comes by. What he takes is kept; a
+// sweeper that waits for him and does not look again takes it away.
+func TestWhatIsTakenBesideASweepIsKept(t *testing.T) {
+	t.Parallel()
+
+	for name, policy := range policies() {
+		for _, durable := range []bool{false, true} {
+			t.Run(name+" in "+table(durable), func(t *testing.T) {
+				t.Parallel()
+				db := pgtest.New(t)
+				clock := t0
+				config := ratelimit.Config{Name: "a", Policy: policy, Durable: durable, Test: ratelimit.TestConfig{Now: func() time.Time { return clock }}}
+				limiter := newLimiter(t, db.Pool, config)
+				for _, sweep := range []struct {
+					run   func() error
+					waits bool
+					left  int64
+				}{
+					{func() error { return sweepOnce(db, clock) }, false, 3},
+					{func() error { return naive(context.Background(), db.Pool, clock) }, true, 10},
+				} {
+					_, err := limiter.AllowN(t.Context(), "key", 4)
+					require.NoError(t, err)
+					clock = clock.Add(3 * time.Hour)
+					somebody := begin(t, db)
+					_, err = limiter.AllowNTx(t.Context(), somebody, "key", 7)
+					require.NoError(t, err)
+					wait := later(func() (any, error) { return nil, sweep.run() })
+					if sweep.waits {
+						waitUntilBlocked(t, db.Pool, 1)
+					} else {
+						_, err = wait()
+						require.NoError(t, err)
+					}
+					require.NoError(t, somebody.Commit(t.Context()))
+					_, err = wait()
+					require.NoError(t, err)
+					result, err := limiter.Peek(t.Context(), "key")
+					require.NoError(t, err)
+					require.Equal(t, sweep.left, result.Remaining)
+					clock = clock.Add(3 * time.Hour)
+				}
+			})
+		}
+	}
+}
+
+func sweepOnce(db *pgtest.DB, at time.Time) error {
+	sweeper, err := New(db.Pool, Config{Test: frozen(at)})
+	if err == nil {
+		_, err = sweeper.RunOnce(context.Background())
+	}
+	return err
+}
+
+// 16 writers on keys that expire all the time, and a sweeper at full speed that spares nothing that has expired.
+func TestFullSpeed(t *testing.T) {
+	t.Parallel()
+
+	for _, durable := range []bool{false, true} {
+		t.Run(table(durable), func(t *testing.T) {
+			t.Parallel()
+			db := pgtest.New(t)
+			swept, told := atFullSpeed(t, db, durable)
+			require.NoError(t, checkWindows(told))
+			require.Positive(t, swept)
+			require.Zero(t, scalar[int64](t, db.Pool, "SELECT deadlocks FROM pg_stat_database WHERE datname = current_database()"))
+		})
+	}
+}
+
+// The same test sees a sweeper that deletes what has not expired.
+func TestFullSpeedSeesALostWindow(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	rewrite(t, db.Pool, "rate_limit_sweep", spared, "interval '30 seconds'")
+	_, told := atFullSpeed(t, db, false)
+	require.Error(t, checkWindows(told))
+}
+
+const (
+	fastLimit  = 3
+	fastWindow = 20 * time.Millisecond
+)
+
+// atFullSpeed returns how many rows were swept, and what the writers were told, by key.
+func atFullSpeed(t *testing.T, db *pgtest.DB, durable bool) (swept int64, told map[string][]ratelimit.Result) {
+	t.Helper()
+	const writers, calls, keys = 16, 250, 5
+	pools := make([]*pgxpool.Pool, 3)
+	for i := range pools {
+		pools[i] = db.NewPool(t, func(config *pgxpool.Config) {
+			config.MaxConns = 4
+			config.ConnConfig.RuntimeParams["application_name"] = "limiter"
+		})
+	}
+	clock := connect(t, db)
+	sweeper := newSweeper(t, pools[0], Config{BatchSize: 2, Share: 1, Test: ratelimit.TestConfig{
+		// The database's own clock, a moment ago, and the minute that is spared.
+		Now: func() (now time.Time) {
+			_ = clock.QueryRow(context.Background(), "SELECT clock_timestamp()").Scan(&now)
+			return now.Add(margin)
+		},
+	}})
+	ctx, stop := context.WithCancel(t.Context())
+	sweeps := later(func() (deleted int64, err error) {
+		for ctx.Err() == nil && err == nil {
+			var result Result
+			result, err = sweeper.RunOnce(context.Background())
+			deleted += result.Deleted
+		}
+		return deleted, err
+	})
+
+	told = map[string][]ratelimit.Result{}
+	var mu sync.Mutex
+	errs := make([]error, writers)
+	together(writers, func(i int) {
+		limiter, err := ratelimit.New(pools[i%len(pools)], ratelimit.Config{
+			Name: "a", Policy: ratelimit.FixedWindow{Limit: fastLimit, Window: fastWindow}, Durable: durable, Timeout: amply, NoDenialCache: true,
+		})
+		for call := 0; call < calls && err == nil; call++ {
+			key := fmt.Sprint("key ", (i+call)%keys)
+			var result ratelimit.Result
+			if result, err = limiter.Allow(context.Background(), key); err == nil {
+				mu.Lock()
+				told[key] = append(told[key], result)
+				mu.Unlock()
+			}
+		}
+		errs[i] = err
+	})
+	stop()
+	swept, err := sweeps()
+	require.NoError(t, errors.Join(append(errs, err)...))
+
+	// What a session has counted is known when it has ended.
+	for _, pool := range pools {
+		pool.Close()
+	}
+	waitUntil(t, func() bool {
+		return scalar[int](t, db.Pool, `SELECT count(*) FROM pg_stat_activity
+			WHERE datname = current_database() AND application_name = 'limiter'`) == 0
+	})
+	return swept, told
+}
+
+// checkWindows checks what callers were told by fixed windows: each window has admitted no more than the limit, and exactly the
+// limit if it has denied anybody; and none has begun before the one before it had ended.
+func checkWindows(told map[string][]ratelimit.Result) error {
+	for key, results := range told {
+		type window struct{ granted, denied int }
+		windows := map[time.Time]window{}
+		for _, r := range results {
+			start := r.DecidedAt.Add(r.ResetAfter - fastWindow).UTC()
+			w := windows[start]
+			if r.Allowed {
+				w.granted++
+			} else {
+				w.denied++
+			}
+			windows[start] = w
+		}
+		var starts []time.Time
+		for start, w := range windows {
+			if w.granted > fastLimit || w.denied > 0 && w.granted != fastLimit {
+				return fmt.Errorf("%s, in the window of %v: %d granted, %d denied", key, start, w.granted, w.denied)
+			}
+			starts = append(starts, start)
+		}
+		slices.SortFunc(starts, time.Time.Compare)
+		for i := 1; i < len(starts); i++ {
+			if starts[i].Sub(starts[i-1]) < fastWindow {
+				return fmt.Errorf("%s: a window begins %v after another", key, starts[i].Sub(starts[i-1]))
+			}
+		}
+	}
+	return nil
+}
