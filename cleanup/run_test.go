@@ -207,7 +207,8 @@ func (s *stopwatch) times() []time.Duration {
 }
 
 func (s *stopwatch) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
-	return timedRow{row: s.DBTX.QueryRow(ctx, sql, args...), watch: s, began: time.Now()}
+	began := time.Now()
+	return timedRow{row: s.DBTX.QueryRow(ctx, sql, args...), watch: s, began: began}
 }
 
 type timedRow struct {
