@@ -1,0 +1,346 @@
+package faults
+
+import (
+	"context"
+	"fmt"
+	"math"
+	"os"
+	"slices"
+	"testing"
+	"time"
+
+	"github.com/anishathalye/porcupine"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/internal/pgtest"
+)
+
+// judge says whether a history of calls can be explained by calls that were made one after the other, each at some moment
+// between its begin and its end, and each decided by the rule at the database time that it returned.
+type judge struct {
+	rule
+	// cache says that denials may come from a cache. They are then told from what was known when they were remembered.
+	cache bool
+}
+
+// step returns what an account may be after an operation; nothing if the operation cannot be at this point.
+func (j judge) step(a account, op operation) []any {
+	switch {
+	case op.Reset:
+		return []any{account{clock: a.clock}}
+	case op.Unknown:
+		// When it was decided is unknown too. These histories have policies for which that does not matter.
+		if op.Cost > j.roomAt(a, a.clock) {
+			return []any{a}
+		}
+		taken, _ := j.decide(a, a.clock, op.Cost)
+		return []any{a, taken}
+	}
+	at := op.Result.DecidedAt.UnixMicro()
+	next, want := j.decide(a, at, op.Cost)
+	next.clock = at
+	switch {
+	case at > op.Return:
+		return nil
+	case j.mayBeCached(op):
+		if j.cached(op, want) {
+			return []any{a}
+		}
+		return nil
+	case at < max(op.Call, a.clock) || !same(want, op.Result):
+		return nil // under a row's lock, the clock moves on
+	case op.Cost == 0:
+		return []any{a}
+	}
+	return []any{next}
+}
+
+func (j judge) mayBeCached(op operation) bool {
+	return j.cache && op.Cost > 0 && !op.Reset && !op.Unknown && !op.Result.Allowed
+}
+
+// interval is when an operation may have taken effect.
+func (j judge) interval(history []operation, op operation, staleness time.Duration) (from, to int64) {
+	at := op.Result.DecidedAt.UnixMicro()
+	switch {
+	case op.Unknown:
+		return op.Call, math.MaxInt64 // perhaps later
+	case op.Reset:
+		return op.Call, op.Return
+	case j.mayBeCached(op):
+		return staleSince(history, op, staleness), op.Return
+	case op.Cost == 0:
+		return op.Call, at // it looks before it reads the clock
+	}
+	// Others see it when it is committed: those that need the row's lock do not look before, but a look does, and so does a
+	// reset if there was no row.
+	return at, op.Return
+}
+
+func same(a, b ratelimit.Result) bool {
+	at, bt := a.DecidedAt, b.DecidedAt
+	a.DecidedAt, b.DecidedAt = time.Time{}, time.Time{}
+	return a == b && at.Equal(bt)
+}
+
+// cached says whether a remembered denial is right. Of a cost of 1 its times are exact. To a larger one smaller requests may have
+// been granted since, and then the right time is later.
+func (j judge) cached(op operation, want ratelimit.Result) bool {
+	got := op.Result
+	if want.Allowed || got.Remaining >= op.Cost || got.Limit != want.Limit {
+		return false
+	}
+	if op.Cost == 1 {
+		return got.RetryAfter == want.RetryAfter && got.ResetAfter == want.ResetAfter
+	}
+	return 0 < got.RetryAfter && got.RetryAfter <= want.RetryAfter && got.ResetAfter <= want.ResetAfter
+}
+
+func (j judge) model() porcupine.Model {
+	model := porcupine.NondeterministicModel{
+		Init: func() []any { return []any{account{}} },
+		Step: func(state, input, _ any) []any { return j.step(state.(account), input.(operation)) },
+		Partition: func(history []porcupine.Operation) [][]porcupine.Operation {
+			keys := map[string][]porcupine.Operation{}
+			for _, op := range history {
+				key := op.Input.(operation).Key
+				keys[key] = append(keys[key], op)
+			}
+			var partitions [][]porcupine.Operation
+			for _, partition := range keys {
+				partitions = append(partitions, partition)
+			}
+			return partitions
+		},
+		DescribeOperation: func(input, _ any) string {
+			op := input.(operation)
+			switch {
+			case op.Reset:
+				return "reset"
+			case op.Unknown:
+				return fmt.Sprintf("%d: unknown", op.Cost)
+			}
+			return fmt.Sprintf("%d: %t, remaining %d, retry %v, reset %v, at %d", op.Cost, op.Result.Allowed, op.Result.Remaining,
+				op.Result.RetryAfter, op.Result.ResetAfter, op.Result.DecidedAt.UnixMicro())
+		},
+		DescribeState: func(state any) string { return fmt.Sprintf("%+v", state) },
+	}
+	return model.ToModel()
+}
+
+// check looks for an explanation of a history; picture is a file that shows what was found if there is none.
+func (j judge) check(t *testing.T, history []operation, staleness time.Duration) (result porcupine.CheckResult, picture string) {
+	t.Helper()
+	ops := make([]porcupine.Operation, len(history))
+	for i, op := range history {
+		from, to := j.interval(history, op, staleness)
+		ops[i] = porcupine.Operation{ClientId: op.Client, Input: op, Call: from, Return: to}
+	}
+	result, info := porcupine.CheckOperationsVerbose(j.model(), ops, amply)
+	if result == porcupine.Ok {
+		return result, ""
+	}
+	file, err := os.CreateTemp("", "history-*.html") //nolint:usetesting // it is to survive the test
+	require.NoError(t, err)
+	require.NoError(t, file.Close())
+	require.NoError(t, porcupine.VisualizePath(j.model(), info, file.Name()))
+	return result, file.Name()
+}
+
+// staleSince is the earliest time for which a denial may speak. A reset by another limiter need not be known for so long; one by
+// the same limiter is known at once.
+func staleSince(history []operation, denial operation, staleness time.Duration) int64 {
+	since := denial.Call - staleness.Microseconds()
+	for _, op := range history {
+		if op.Reset && op.Limiter == denial.Limiter && op.Key == denial.Key && op.Return < denial.Call {
+			since = max(since, op.Return)
+		}
+	}
+	return since
+}
+
+// histories are the kinds of workload that are judged.
+func histories(algorithm string) map[string]workload {
+	base := workload{
+		Algorithm: algorithm, Limit: 20, Span: 50 * time.Millisecond,
+		Limiters: 2, Callers: 6, Calls: 40, Keys: 4, MaxCost: 7, Looks: 10, Gap: time.Millisecond,
+	}
+	plain, durable, cached, resets, cachedResets, hot := base, base, base, base, base, base
+	durable.Durable = true
+	cached.Cache = true
+	resets.Resets = 5
+	// Few enough that not too many denials may speak for the same moment, which the search would try in every order.
+	cachedResets.Cache, cachedResets.Resets, cachedResets.DenialMaxAge, cachedResets.Callers = true, 5, 5*time.Millisecond, 3
+	// Waves of the same request for one key: what coalescing merges.
+	hot.Keys, hot.MaxCost, hot.Callers, hot.Calls, hot.Gap = 1, 1, 24, 10, 0
+	return map[string]workload{
+		"plain": plain, "durable": durable, "cache": cached, "resets": resets, "cache and resets": cachedResets, "one hot key": hot,
+	}
+}
+
+var algorithms = []string{"fixed window", "sliding window", "token bucket"}
+
+// What many callers over several pools and processes are told is what they would be told one after the other.
+func TestLinearizable(t *testing.T) {
+	t.Parallel()
+
+	random := random(t)
+	for _, algorithm := range algorithms {
+		for name, w := range histories(algorithm) {
+			for range rounds(t, 2) {
+				db := pgtest.New(t)
+				w.Seed = random.Uint64()
+				history := w.runInProcesses(t, db)
+				requireBothOutcomes(t, history)
+				result, picture := judge{ruleOf(w.policy()), w.Cache}.check(t, history, w.DenialMaxAge)
+				require.Equal(t, porcupine.Ok, result, "%s, %s: see %s", algorithm, name, picture)
+			}
+		}
+	}
+}
+
+// requireBothOutcomes requires that a history is worth to be judged.
+func requireBothOutcomes(t *testing.T, history []operation) {
+	t.Helper()
+	allowed := func(op operation) bool { return op.Cost > 0 && op.Result.Allowed }
+	denied := func(op operation) bool { return op.Cost > 0 && !op.Reset && !op.Unknown && !op.Result.Allowed }
+	require.True(t, slices.ContainsFunc(history, allowed))
+	require.True(t, slices.ContainsFunc(history, denied))
+}
+
+// uncertain runs a workload in which sessions are ended by the database and callers leave, so that it is not known of some calls
+// whether they have counted. Of a call that failed otherwise it is known that it has not.
+func uncertain(w workload, t *testing.T, db *pgtest.DB) []operation {
+	t.Helper()
+	// Every key has been asked for before, so that it is known when its window begins.
+	primer := newLimiter(t, db.Pool, ratelimit.Config{Name: "test", Policy: w.policy(), Timeout: amply})
+	var history []operation
+	for key := range w.Keys {
+		op := operation{Client: 1 << 10, Limiter: 1 << 10, Key: keyNumber(key), Cost: 2}
+		occurred, err := op.make(t.Context(), primer, false, 0)
+		require.NoError(t, err)
+		require.True(t, occurred)
+		history = append(history, op)
+	}
+
+	ctx, cancel := context.WithCancel(t.Context())
+	ended := make(chan error, 1)
+	go func() {
+		var err error
+		for err == nil && ctx.Err() == nil {
+			pause(ctx, 25*time.Millisecond)
+			_, err = db.Pool.Exec(context.WithoutCancel(ctx), `
+				SELECT pg_terminate_backend(pid) FROM pg_stat_activity
+				WHERE datname = current_database() AND application_name = 'limiter' AND state = 'active'`)
+		}
+		ended <- err
+	}()
+	history = append(history, w.runInProcesses(t, db)...)
+	cancel()
+	require.NoError(t, <-ended)
+	return history
+}
+
+func uncertainWorkload(algorithm string) workload {
+	return workload{
+		Algorithm: algorithm, Limit: 60, Span: year,
+		Limiters: 2, Callers: 6, Calls: 16, Keys: 24, MaxCost: 7, Looks: 10, Leaves: 5, Gap: time.Millisecond,
+	}
+}
+
+func TestLinearizableWithUnknownOutcomes(t *testing.T) {
+	t.Parallel()
+
+	random := random(t)
+	unknown := 0
+	for _, algorithm := range algorithms {
+		for range rounds(t, 2) {
+			db := pgtest.New(t)
+			w := uncertainWorkload(algorithm)
+			w.Seed = random.Uint64()
+			history := uncertain(w, t, db)
+			for _, op := range history {
+				if op.Unknown {
+					unknown++
+				}
+			}
+			result, picture := judge{ruleOf(w.policy()), w.Cache}.check(t, history, 0)
+			require.Equal(t, porcupine.Ok, result, "%s: see %s", algorithm, picture)
+		}
+	}
+	t.Logf("%d calls with unknown outcome", unknown)
+	require.Positive(t, unknown)
+}
+
+// Negative controls: the judge finds what is wrong with broken variants, in histories like those above.
+func TestJudgeCatches(t *testing.T) {
+	t.Parallel()
+
+	const algorithm = "sliding window"
+	random := random(t)
+	for name, broken := range map[string]struct {
+		history string // "": with unknown outcomes
+		spoil   func(t *testing.T, pool *pgxpool.Pool)
+		misread func(j *judge, w *workload, history []operation) []operation
+	}{
+		"the time of the transaction's begin": {history: "plain", spoil: func(t *testing.T, pool *pgxpool.Pool) {
+			rewrite(t, pool, "rate_limit_sliding_window", "clock_timestamp()", "pg_catalog.now()")
+		}},
+		"rows that are read without a lock": {history: "plain", spoil: func(t *testing.T, pool *pgxpool.Pool) {
+			rewrite(t, pool, "rate_limit_lock", "FOR UPDATE", "OFFSET 0")
+		}},
+		"a retry time that is a microsecond late": {history: "plain", spoil: func(t *testing.T, pool *pgxpool.Pool) {
+			rewrite(t, pool, "rate_limit_sliding_window", "RETURN NEXT ROW(r.ord, granted, remaining, retry_after_us,",
+				"RETURN NEXT ROW(r.ord, granted, remaining, retry_after_us + (retry_after_us > 0)::int,")
+		}},
+		"a reset that resets nothing": {history: "resets", spoil: func(t *testing.T, pool *pgxpool.Pool) {
+			rewrite(t, pool, "rate_limit_reset", "r.key = key", "r.key = ''")
+		}},
+		"a cache that is said to know of every reset at once": {
+			history: "cache and resets", misread: func(_ *judge, w *workload, history []operation) []operation {
+				w.DenialMaxAge = 0
+				return history
+			},
+		},
+		"a cache where none is said to be": {history: "cache", misread: func(j *judge, _ *workload, history []operation) []operation {
+			j.cache = false
+			return history
+		}},
+		"a grant that got lost": {history: "plain", misread: func(_ *judge, _ *workload, history []operation) []operation {
+			return slices.DeleteFunc(history, func(op operation) bool { return op.Key == keyNumber(0) && op.Cost > 0 && op.Result.Allowed })
+		}},
+		"unknown outcomes that are taken for failures": {misread: func(_ *judge, _ *workload, history []operation) []operation {
+			return slices.DeleteFunc(history, func(op operation) bool { return op.Unknown })
+		}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			caught := porcupine.Ok
+			for attempt := 0; caught == porcupine.Ok && attempt < 20; attempt++ {
+				db := pgtest.New(t)
+				if broken.spoil != nil {
+					broken.spoil(t, db.Pool)
+				}
+				w, run := histories(algorithm)[broken.history], workload.runInProcesses
+				if broken.history == "" {
+					w, run = uncertainWorkload(algorithm), uncertain
+				}
+				w.Seed = random.Uint64()
+				history := run(w, t, db)
+				j := judge{ruleOf(w.policy()), w.Cache}
+				if broken.misread != nil {
+					history = broken.misread(&j, &w, history)
+				}
+				var picture string
+				if caught, picture = j.check(t, history, w.DenialMaxAge); picture != "" {
+					content, err := os.ReadFile(picture)
+					require.NoError(t, err)
+					require.Contains(t, string(content), "remaining")
+					require.NoError(t, os.Remove(picture))
+				}
+			}
+			require.Equal(t, porcupine.Illegal, caught)
+		})
+	}
+}

@@ -1,0 +1,99 @@
+package faults
+
+import (
+	"sort"
+	"time"
+
+	"github.com/pgratelimit/ratelimit"
+)
+
+// account is a key as the oracle keeps it. The zero value is a key that nobody has asked for. It says nothing of rows: what has
+// run out is still in it.
+type account struct {
+	clock int64 // of the last decision under the row's lock, in microseconds since 1970
+	start int64 // of the window; of a bucket, the time that count holds for
+	count int64 // taken in the window; of a bucket, what it lacks, in units of 1/Every(µs) token
+	prev  int64 // taken in the window before
+}
+
+// rule is an algorithm as its documentation states it, written a second time. All that it knows is how an account moves on to a
+// time, and how much room there is then. What a caller is told follows from that by search: RetryAfter is the first time at
+// which the request fits, ResetAfter the first at which everything does.
+type rule struct {
+	limit   int64
+	horizon int64 // microseconds, after which a key is as good as new
+	roll    func(a account, t int64) account
+	room    func(a account, t int64) int64 // of an account that was rolled to t
+	unit    int64                          // how much a cost of 1 adds to count
+}
+
+func ruleOf(policy ratelimit.Policy) rule {
+	switch p := policy.(type) {
+	case ratelimit.FixedWindow:
+		window := p.Window.Microseconds()
+		return rule{
+			limit: p.Limit, horizon: window, unit: 1,
+			roll: func(a account, t int64) account {
+				if t >= a.start+window {
+					a.start, a.count = t, 0
+				}
+				return a
+			},
+			room: func(a account, _ int64) int64 { return p.Limit - a.count },
+		}
+	case ratelimit.SlidingWindow:
+		window := p.Window.Microseconds()
+		return rule{
+			limit: p.Limit, horizon: 2 * window, unit: 1,
+			roll: func(a account, t int64) account {
+				switch {
+				case t >= a.start+2*window:
+					a.start, a.prev, a.count = t, 0, 0
+				case t >= a.start+window:
+					a.start, a.prev, a.count = a.start+window, a.count, 0
+				}
+				return a
+			},
+			room: func(a account, t int64) int64 {
+				covered := a.start + window - t
+				return max(0, p.Limit*window-a.prev*covered-a.count*window) / window
+			},
+		}
+	case ratelimit.TokenBucket:
+		every := p.Every.Microseconds()
+		return rule{
+			limit: p.Capacity, horizon: p.Capacity*every/p.Refill + 1, unit: every,
+			roll: func(a account, t int64) account {
+				if a.count > 0 {
+					a.count = max(0, a.count-(t-a.start)*p.Refill)
+				}
+				a.start = t
+				return a
+			},
+			room: func(a account, _ int64) int64 { return (p.Capacity*every - a.count) / every },
+		}
+	}
+	return rule{}
+}
+
+// roomAt is the largest cost that fits at t.
+func (r rule) roomAt(a account, t int64) int64 { return r.room(r.roll(a, t), t) }
+
+// fits is the first time from t on at which a cost of n does.
+func (r rule) fits(a account, t, n int64) int64 {
+	return t + int64(sort.Search(int(r.horizon), func(d int) bool { return r.roomAt(a, t+int64(d)) >= n }))
+}
+
+// decide is what has to come of a request for n at t; n = 0 looks.
+func (r rule) decide(a account, t, n int64) (account, ratelimit.Result) {
+	result := ratelimit.Result{Limit: r.limit, DecidedAt: time.UnixMicro(t)}
+	if result.Allowed = r.roomAt(a, t) >= max(n, 1); !result.Allowed {
+		result.RetryAfter = time.Duration(r.fits(a, t, max(n, 1))-t) * time.Microsecond
+	} else if n > 0 {
+		a = r.roll(a, t)
+		a.count += n * r.unit
+	}
+	result.Remaining = r.roomAt(a, t)
+	result.ResetAfter = time.Duration(r.fits(a, t, r.limit)-t) * time.Microsecond
+	return a, result
+}

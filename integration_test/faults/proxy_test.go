@@ -1,0 +1,271 @@
+package faults
+
+import (
+	"context"
+	"errors"
+	"slices"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgproto3"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/internal/pgtest"
+)
+
+var kinds = []error{
+	ratelimit.ErrNotMigrated, ratelimit.ErrNotPermitted, ratelimit.ErrPreparedStatements, ratelimit.ErrUnavailable,
+	ratelimit.ErrReadOnly, ratelimit.ErrTimeout, ratelimit.ErrOutcomeUnknown,
+}
+
+// requireKinds requires a StoreError of exactly these kinds.
+func requireKinds(t *testing.T, err error, want ...error) {
+	t.Helper()
+	var store *ratelimit.StoreError
+	require.ErrorAs(t, err, &store)
+	for _, kind := range kinds {
+		require.Equal(t, slices.Contains(want, kind), errors.Is(err, kind), "%v: %v", kind, err)
+	}
+}
+
+func throughProxy(t *testing.T, mode pgx.QueryExecMode) (*wireProxy, *pgtest.DB, *pgxpool.Pool) {
+	t.Helper()
+	db := pgtest.New(t)
+	proxy := newWireProxy(t, db.URL)
+	return proxy, db, newPool(t, proxy.url, func(config *pgxpool.Config) {
+		config.ConnConfig.DefaultQueryExecMode = mode
+		config.ShouldPing = func(context.Context, pgxpool.ShouldPingParams) bool { return false } // it would be the next statement
+	})
+}
+
+func anyReply(pgproto3.BackendMessage) bool { return true }
+
+func replyIs[M pgproto3.BackendMessage](message pgproto3.BackendMessage) bool {
+	_, ok := message.(M)
+	return ok
+}
+
+func requestIs[M pgproto3.FrontendMessage](message pgproto3.FrontendMessage) bool {
+	_, ok := message.(M)
+	return ok
+}
+
+// wireFault is a fault, with what the caller is told and what was taken.
+type wireFault struct {
+	fault
+	kinds []error
+	taken int64
+}
+
+// wireFaults are all faults.
+func wireFaults(mode pgx.QueryExecMode) map[string]wireFault {
+	unknown := []error{ratelimit.ErrUnavailable, ratelimit.ErrOutcomeUnknown}
+	timeout := []error{ratelimit.ErrTimeout, ratelimit.ErrOutcomeUnknown}
+	faults := map[string]wireFault{
+		"cut before the first byte of the request": {fault{request: begins}, unknown, 0},
+		"cut before the first byte of the reply":   {fault{reply: anyReply}, unknown, 1},
+		"cut before the decision":                  {fault{reply: replyIs[*pgproto3.DataRow]}, unknown, 1},
+		"cut between decision and CommandComplete": {fault{reply: replyIs[*pgproto3.CommandComplete]}, unknown, 1},
+		"cut between CommandComplete and ReadyForQuery": {
+			fault{reply: replyIs[*pgproto3.ReadyForQuery]}, unknown, 1,
+		},
+		"reply late":         {fault{reply: anyReply, then: late}, nil, 1},
+		"ReadyForQuery late": {fault{reply: replyIs[*pgproto3.ReadyForQuery], then: late}, nil, 1},
+	}
+	if mode == pgx.QueryExecModeCacheStatement { // the others would wait as long for the same
+		faults["request swallowed"] = wireFault{fault{request: begins, then: swallow}, timeout, 0}
+		faults["reply swallowed"] = wireFault{fault{reply: anyReply, then: swallow}, timeout, 1}
+		faults["ReadyForQuery swallowed"] = wireFault{fault{reply: replyIs[*pgproto3.ReadyForQuery], then: swallow}, timeout, 1}
+	}
+	if mode != pgx.QueryExecModeSimpleProtocol {
+		// Without Sync the statement is executed, and rolled back with the connection.
+		faults["cut before Sync"] = wireFault{fault{request: requestIs[*pgproto3.Sync]}, unknown, 0}
+	}
+	return faults
+}
+
+// What a caller is told, what was taken, that it was asked once, and that the next call works.
+func TestBrokenConnections(t *testing.T) {
+	t.Parallel()
+
+	for _, mode := range []pgx.QueryExecMode{pgx.QueryExecModeCacheStatement, pgx.QueryExecModeExec} {
+		for name, c := range wireFaults(mode) {
+			t.Run(mode.String()+": "+name, func(t *testing.T) {
+				t.Parallel()
+				proxy, db, pool := throughProxy(t, mode)
+				config := ratelimit.Config{Name: "test", Policy: ratelimit.FixedWindow{Limit: 10, Window: year}, Durable: true, Timeout: amply}
+				limiter := newLimiter(t, pool, config)
+				_, err := limiter.Allow(t.Context(), "key") // which prepares the statement
+				require.NoError(t, err)
+
+				if c.then == swallow {
+					config.Timeout = 2 * time.Second
+				}
+				failing := newLimiter(t, pool, config)
+				proxy.fail(&c.fault)
+				result, err := failing.Allow(t.Context(), "key")
+				require.Equal(t, 1, proxy.sent())
+				if c.kinds == nil {
+					require.NoError(t, err)
+					require.EqualValues(t, 8, result.Remaining)
+				} else {
+					requireKinds(t, err, c.kinds...)
+					require.Zero(t, result)
+				}
+				want := 1 + c.taken
+				require.Equal(t, want, counted(t, db.Pool, true)["key"])
+
+				result, err = limiter.Allow(t.Context(), "key")
+				require.NoError(t, err)
+				require.Equal(t, 10-want-1, result.Remaining)
+			})
+		}
+	}
+}
+
+// Negative control: of a client that repeats what it is not sure of, the proxy and the table know.
+func TestBlindRetryIsCaught(t *testing.T) {
+	t.Parallel()
+
+	proxy, db, pool := throughProxy(t, pgx.QueryExecModeCacheStatement)
+	limiter := newLimiter(t, pool, ratelimit.Config{Name: "test", Policy: ratelimit.FixedWindow{Limit: 10, Window: year}, Timeout: amply})
+	proxy.fail(&fault{reply: anyReply})
+	_, err := limiter.Allow(t.Context(), "key")
+	require.Error(t, err)
+	_, err = limiter.Allow(t.Context(), "key")
+	require.NoError(t, err)
+	require.Equal(t, 2, proxy.sent())
+	require.EqualValues(t, 2, counted(t, db.Pool, false)["key"])
+}
+
+// A batch shares its fate: all of its callers are told that the outcome is unknown, and all others get their decision.
+func TestBrokenConnectionOfABatch(t *testing.T) {
+	t.Parallel()
+
+	for name, c := range map[string]struct {
+		fault         fault
+		unknownCounts int64
+	}{
+		"before the request":                        {fault{request: begins}, 0},
+		"before the reply":                          {fault{reply: anyReply}, 1},
+		"between CommandComplete and ReadyForQuery": {fault{reply: replyIs[*pgproto3.ReadyForQuery]}, 1},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			proxy, db, pool := throughProxy(t, pgx.QueryExecModeCacheStatement)
+			limiter := newLimiter(t, pool, ratelimit.Config{
+				Name: "test", Policy: ratelimit.FixedWindow{Limit: 1000, Window: year}, Timeout: amply, MaxInFlight: 1,
+			})
+			// While a reply is late, all others queue; they leave together, in the statement that breaks.
+			proxy.fail(&fault{reply: anyReply, then: late})
+			const callers = 40
+			var wg sync.WaitGroup
+			errs := make([]error, callers)
+			for i := range callers {
+				wg.Go(func() { _, errs[i] = limiter.Allow(t.Context(), "key") })
+			}
+			waitUntil(t, func() bool { return proxy.sent() == 1 })
+			proxy.fail(&c.fault)
+			wg.Wait()
+
+			var granted, unknown int64
+			for _, err := range errs {
+				if err == nil {
+					granted++
+					continue
+				}
+				requireKinds(t, err, ratelimit.ErrUnavailable, ratelimit.ErrOutcomeUnknown)
+				unknown++
+			}
+			require.Greater(t, unknown, int64(1))
+			require.Equal(t, granted+c.unknownCounts*unknown, counted(t, db.Pool, false)["key"])
+			_, err := limiter.Allow(t.Context(), "key")
+			require.NoError(t, err)
+		})
+	}
+}
+
+// All that a connection carries comes in the smallest pieces there are.
+func TestOneByteAtATime(t *testing.T) {
+	t.Parallel()
+
+	proxy, db, pool := throughProxy(t, pgx.QueryExecModeCacheStatement)
+	proxy.trickle = true
+	limiter := newLimiter(t, pool, ratelimit.Config{Name: "test", Policy: ratelimit.FixedWindow{Limit: 10, Window: year}, Timeout: amply})
+	for want := range int64(10) {
+		result, err := limiter.Allow(t.Context(), "key")
+		require.NoError(t, err)
+		require.Equal(t, 9-want, result.Remaining)
+	}
+	result, err := limiter.Allow(t.Context(), "key")
+	require.NoError(t, err)
+	require.False(t, result.Allowed)
+	require.NoError(t, limiter.Reset(t.Context(), "key"))
+	require.Empty(t, counted(t, db.Pool, false))
+}
+
+// A connection that was cut while nobody used it looks alive until something is sent on it; what was sent then is in doubt.
+func TestConnectionCutAtRest(t *testing.T) {
+	t.Parallel()
+
+	proxy, db, pool := throughProxy(t, pgx.QueryExecModeCacheStatement)
+	limiter := newLimiter(t, pool, ratelimit.Config{Name: "test", Policy: ratelimit.FixedWindow{Limit: 10, Window: year}, Timeout: amply})
+	_, err := limiter.Allow(t.Context(), "key")
+	require.NoError(t, err)
+	proxy.cutAll()
+	_, err = limiter.Allow(t.Context(), "key")
+	requireKinds(t, err, ratelimit.ErrUnavailable, ratelimit.ErrOutcomeUnknown)
+	require.EqualValues(t, 1, counted(t, db.Pool, false)["key"])
+	result, err := limiter.Allow(t.Context(), "key")
+	require.NoError(t, err)
+	require.EqualValues(t, 8, result.Remaining)
+}
+
+// The connection of the caller's transaction breaks: what the limiter took in it is rolled back with it.
+func TestBrokenConnectionOfATransaction(t *testing.T) {
+	t.Parallel()
+
+	for _, f := range []fault{{request: begins}, {reply: anyReply}, {reply: replyIs[*pgproto3.ReadyForQuery]}} {
+		proxy, db, pool := throughProxy(t, pgx.QueryExecModeCacheStatement)
+		limiter := newLimiter(t, pool, ratelimit.Config{Name: "test", Policy: ratelimit.FixedWindow{Limit: 10, Window: year}, Timeout: amply})
+		_, err := limiter.Allow(t.Context(), "key")
+		require.NoError(t, err)
+		err = pgx.BeginFunc(t.Context(), pool, func(tx pgx.Tx) error {
+			proxy.fail(&f)
+			_, err := limiter.AllowTx(t.Context(), tx, "key")
+			return err
+		})
+		requireKinds(t, err, ratelimit.ErrUnavailable, ratelimit.ErrOutcomeUnknown)
+		require.Equal(t, 1, proxy.sent())
+		// The server may learn of it a moment later.
+		result, err := newLimiter(t, db.Pool, ratelimit.Config{Name: "test", Policy: ratelimit.FixedWindow{Limit: 10, Window: year}, Timeout: 4 * amply}).
+			Allow(t.Context(), "key")
+		require.NoError(t, err)
+		require.EqualValues(t, 8, result.Remaining)
+	}
+}
+
+// A reset whose reply is lost has reset the key, and its denials are forgotten.
+func TestBrokenConnectionOfAReset(t *testing.T) {
+	t.Parallel()
+
+	proxy, _, pool := throughProxy(t, pgx.QueryExecModeCacheStatement)
+	limiter := newLimiter(t, pool, ratelimit.Config{
+		Name: "test", Policy: ratelimit.FixedWindow{Limit: 1, Window: year}, Timeout: amply, DenialMaxAge: amply,
+	})
+	for range 2 {
+		_, err := limiter.Allow(t.Context(), "key")
+		require.NoError(t, err)
+	}
+	proxy.fail(&fault{reply: anyReply})
+	err := limiter.Reset(t.Context(), "key")
+	require.Equal(t, 1, proxy.sent())
+	requireKinds(t, err, ratelimit.ErrUnavailable, ratelimit.ErrOutcomeUnknown)
+	result, err := limiter.Allow(t.Context(), "key")
+	require.NoError(t, err)
+	require.True(t, result.Allowed)
+}

@@ -1,0 +1,241 @@
+package faults
+
+import (
+	"net"
+	"net/url"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgproto3"
+	"github.com/stretchr/testify/require"
+)
+
+// wireProxy stands between a pool and Postgres, and understands what they say to each other. It passes all of it on, but for the
+// one statement after fail was called.
+type wireProxy struct {
+	target string
+	url    string // leads through the proxy
+
+	mu         sync.Mutex
+	next       *fault     // of the next statement
+	statements int        // since fail was called
+	conns      []net.Conn // that clients have opened
+	trickle    bool       // one byte at a time
+}
+
+// fault is what happens to a statement.
+type fault struct {
+	// The request is not passed on from this message on.
+	request func(pgproto3.FrontendMessage) bool
+	// The reply is held back from this message on, and the fault strikes when it is complete: so the database has committed.
+	reply func(pgproto3.BackendMessage) bool
+	then  outcome
+}
+
+type outcome int
+
+const (
+	cut     outcome = iota // both ends are closed
+	swallow                // what is held back is forgotten, and nobody is told
+	late                   // what is held back is passed on after a while
+)
+
+// lateness is how much later a late reply comes.
+const lateness = 50 * time.Millisecond
+
+// newWireProxy starts a proxy in front of the server of a URL without TLS. It ends with the test.
+func newWireProxy(t *testing.T, databaseURL string) *wireProxy {
+	t.Helper()
+	parsed, err := url.Parse(databaseURL)
+	require.NoError(t, err)
+	listener, err := net.Listen("tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	p := &wireProxy{target: parsed.Host}
+	parsed.Host = listener.Addr().String()
+	p.url = parsed.String()
+
+	var conns sync.WaitGroup
+	conns.Go(func() {
+		for {
+			client, err := listener.Accept()
+			if err != nil {
+				return
+			}
+			p.mu.Lock()
+			p.conns = append(p.conns, client)
+			p.mu.Unlock()
+			conns.Go(func() { p.serve(client) })
+		}
+	})
+	t.Cleanup(func() {
+		listener.Close()
+		p.cutAll()
+		conns.Wait()
+	})
+	return p
+}
+
+// fail makes the next statement fail.
+func (p *wireProxy) fail(f *fault) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.next, p.statements = f, 0
+}
+
+// sent is how many statements have come since fail was called.
+func (p *wireProxy) sent() int {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.statements
+}
+
+// cutAll closes all connections.
+func (p *wireProxy) cutAll() {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for _, conn := range p.conns {
+		conn.Close()
+	}
+	p.conns = nil
+}
+
+// take returns the fault of a statement that begins.
+func (p *wireProxy) take() *fault {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	f := p.next
+	p.next = nil
+	p.statements++
+	return f
+}
+
+// write passes a message on.
+func (p *wireProxy) write(to net.Conn, message []byte) error {
+	p.mu.Lock()
+	trickle := p.trickle
+	p.mu.Unlock()
+	size := len(message)
+	if trickle {
+		size = 1
+	}
+	for ; len(message) > 0; message = message[size:] {
+		if _, err := to.Write(message[:size]); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// begins tells whether a message is that with which a statement begins that may take something.
+func begins(message pgproto3.FrontendMessage) bool {
+	switch message.(type) {
+	case *pgproto3.Bind, *pgproto3.Query:
+		return true
+	}
+	return false
+}
+
+// serve serves one connection until either end closes it.
+func (p *wireProxy) serve(client net.Conn) {
+	defer client.Close()
+	server, err := net.Dial("tcp", p.target)
+	if err != nil {
+		return
+	}
+	defer server.Close()
+	backend, frontend := pgproto3.NewBackend(client, client), pgproto3.NewFrontend(server, server)
+
+	startup, err := backend.ReceiveStartupMessage()
+	if err != nil {
+		return
+	}
+	encoded, err := startup.Encode(nil)
+	if err != nil || p.write(server, encoded) != nil {
+		return
+	}
+	if _, ok := startup.(*pgproto3.CancelRequest); ok {
+		return
+	}
+
+	faults := make(chan *fault, 1) // of the statement under way, from the side of requests to that of replies
+	var replies sync.WaitGroup
+	replies.Go(func() {
+		p.passReplies(frontend, client, faults)
+		client.Close()
+		server.Close()
+	})
+	p.passRequests(backend, server, faults)
+	client.Close()
+	server.Close()
+	replies.Wait()
+}
+
+func (p *wireProxy) passRequests(backend *pgproto3.Backend, server net.Conn, faults chan<- *fault) {
+	var f *fault
+	stopped := false
+	for {
+		message, err := backend.Receive()
+		if err != nil {
+			return
+		}
+		if begins(message) && !stopped {
+			if f = p.take(); f != nil && f.reply != nil {
+				faults <- f
+			}
+		}
+		if _, leaves := message.(*pgproto3.Terminate); leaves {
+			return
+		}
+		if stopped = stopped || f != nil && f.request != nil && f.request(message); stopped {
+			if f.then == cut {
+				return
+			}
+			continue
+		}
+		encoded, err := message.Encode(nil)
+		if err != nil || p.write(server, encoded) != nil {
+			return
+		}
+	}
+}
+
+func (p *wireProxy) passReplies(frontend *pgproto3.Frontend, client net.Conn, faults <-chan *fault) {
+	var f *fault
+	var held []byte
+	holds := false
+	for {
+		message, err := frontend.Receive()
+		if err != nil {
+			return
+		}
+		select {
+		case f = <-faults:
+		default:
+		}
+		encoded, err := message.Encode(nil)
+		if err != nil {
+			return
+		}
+		if holds = holds || f != nil && f.reply(message); !holds {
+			if p.write(client, encoded) != nil {
+				return
+			}
+			continue
+		}
+		held = append(held, encoded...)
+		if _, complete := message.(*pgproto3.ReadyForQuery); !complete {
+			continue
+		}
+		switch f.then {
+		case cut:
+			return
+		case late:
+			<-time.After(lateness)
+			if p.write(client, held) != nil {
+				return
+			}
+		}
+		f, held, holds = nil, nil, false
+	}
+}
