@@ -1,0 +1,97 @@
+package faults
+
+import (
+	"fmt"
+	"math/rand/v2"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/internal/pgserver"
+)
+
+// crashLimit is so low that some keys reach it before the server is killed.
+const crashLimit = 200
+
+// crashes kills the server under load at random moments, and starts it again. After each time it calls check.
+func crashes(t *testing.T, settings map[string]string, config ratelimit.Config, longest time.Duration,
+	check func(known entries, table map[string]int64, killed time.Time)) {
+	t.Helper()
+	random := random(t)
+	server, pool := newServer(t, pgserver.Config{Fsync: true, Settings: settings})
+	require.Equal(t, "on", scalar[string](t, pool, "SHOW fsync"))
+	config.Name, config.Policy, config.Timeout = "test", ratelimit.FixedWindow{Limit: crashLimit, Window: year}, amply
+
+	var known ledger
+	for round := range rounds(t, 3) {
+		limiter := newLimiter(t, newPool(t, server.URL(), nil), config)
+		wait := known.load(t, limiter, random.Uint64(), func(random *rand.Rand) string {
+			return fmt.Sprint("round ", round, ", key ", random.IntN(1+random.IntN(30)))
+		})
+		pause(t.Context(), time.Duration(random.Int64N(int64(longest))))
+		killed := time.Now()
+		require.NoError(t, server.Kill())
+		wait()
+		require.NotEmpty(t, known.entries)
+
+		require.NoError(t, server.Restart(t.Context()))
+		pool.Reset()
+		check(known.entries, counted(t, pool, config.Durable), killed)
+		requireHealed(t, limiter)
+		execute(t, pool, "DELETE FROM rate_limit_durable WHERE key = 'healed'")
+	}
+	t.Logf("%d grants, acknowledged or perhaps", len(known.entries))
+}
+
+// With synchronous commit nothing that was acknowledged is forgotten, over any number of crashes.
+func TestKilledServerForgetsNoAcknowledgedGrant(t *testing.T) {
+	t.Parallel()
+
+	config := ratelimit.Config{Durable: true, SynchronousCommit: true}
+	crashes(t, nil, config, 600*time.Millisecond, func(known entries, table map[string]int64, _ time.Time) {
+		known.requireTable(t, table, crashLimit, time.Now())
+	})
+}
+
+// Negative control: without it, and with a WAL writer that hardly writes, what was acknowledged last is forgotten.
+func TestForgottenGrantIsCaught(t *testing.T) {
+	t.Parallel()
+
+	lazy := map[string]string{"wal_writer_delay": "10s", "wal_writer_flush_after": "1GB", "wal_buffers": "64MB"}
+	caught := 0
+	crashes(t, lazy, ratelimit.Config{Durable: true}, 600*time.Millisecond, func(known entries, table map[string]int64, _ time.Time) {
+		if acknowledged, _ := known.sums(time.Now()); forgotten(acknowledged, table) != "" {
+			caught++
+		}
+	})
+	require.Positive(t, caught)
+}
+
+// With asynchronous commit a crash forgets at most what was acknowledged in the last three wal_writer_delays.
+func TestKilledServerForgetsLittle(t *testing.T) {
+	t.Parallel()
+
+	const bound = 3 * 200 * time.Millisecond // as Postgres ships
+	var before entries
+	crashes(t, nil, ratelimit.Config{Durable: true}, 2*bound, func(known entries, table map[string]int64, killed time.Time) {
+		// What an earlier crash has forgotten stays forgotten.
+		this := known[len(before):]
+		before = known
+		acknowledged, atMost := this.sums(killed.Add(-bound))
+		require.Empty(t, forgotten(acknowledged, table))
+		for key, sum := range atMost {
+			require.LessOrEqual(t, table[key], min(sum, crashLimit))
+		}
+	})
+}
+
+// The unlogged table is empty after a crash, and everybody starts afresh.
+func TestKilledServerForgetsEphemeral(t *testing.T) {
+	t.Parallel()
+
+	crashes(t, nil, ratelimit.Config{}, 300*time.Millisecond, func(_ entries, table map[string]int64, _ time.Time) {
+		require.Empty(t, table)
+	})
+}

@@ -1,0 +1,150 @@
+package faults
+
+import (
+	"math/rand/v2"
+	"net/url"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/internal/pgserver"
+	"github.com/pgratelimit/ratelimit/internal/pgtest"
+)
+
+// newStandby starts a standby of a primary, and returns once it has all that the primary has.
+func newStandby(t *testing.T, primary *pgserver.Server, pool *pgxpool.Pool) (*pgserver.Server, *pgxpool.Pool) {
+	t.Helper()
+	if primary.DataDir() == "" {
+		t.Skip("a standby is made in the data directory, which a server in Docker does not show")
+	}
+	standby := pgtest.Server(t, pgserver.Config{Fsync: true, Settings: map[string]string{"primary_conninfo": primary.URL()}})
+	require.NoError(t, standby.Stop(t.Context(), pgserver.Fast))
+	dir := standby.DataDir()
+	conf, err := os.ReadFile(filepath.Join(dir, "postgresql.conf")) // which has the folder of its socket, say
+	require.NoError(t, err)
+	owner, err := os.Stat(dir)
+	require.NoError(t, err)
+	files, err := os.ReadDir(dir)
+	require.NoError(t, err)
+	for _, file := range files {
+		require.NoError(t, os.RemoveAll(filepath.Join(dir, file.Name())))
+	}
+
+	binDir := scalar[string](t, pool, "SELECT setting FROM pg_config WHERE name = 'BINDIR'")
+	backup := exec.CommandContext(t.Context(), filepath.Join(binDir, "pg_basebackup"), "-d", primary.URL(), "-D", dir, "-c", "fast", "--no-sync")
+	output, err := backup.CombinedOutput()
+	require.NoError(t, err, string(output))
+	require.NoError(t, os.WriteFile(filepath.Join(dir, "postgresql.conf"), conf, 0o600))
+	require.NoError(t, os.WriteFile(filepath.Join(dir, "standby.signal"), nil, 0o600))
+	if os.Geteuid() == 0 {
+		// As the one who may write here; chown follows the owner that pgserver has given to the folder.
+		output, err = exec.CommandContext(t.Context(), "chown", "-R", "--reference="+filepath.Dir(dir), dir).CombinedOutput()
+		require.NoError(t, err, string(output))
+	}
+	require.NoError(t, os.Chmod(dir, owner.Mode().Perm()))
+	require.NoError(t, standby.Restart(t.Context()))
+	standbyPool := newPool(t, standby.URL(), nil)
+	requireReplayed(t, pool, standbyPool)
+	return standby, standbyPool
+}
+
+// requireReplayed waits until a standby has all that the primary has now.
+func requireReplayed(t *testing.T, primary, standby *pgxpool.Pool) {
+	t.Helper()
+	execute(t, primary, "CREATE TABLE IF NOT EXISTS flushed ()") // flushes what asynchronous commits have left
+	now := scalar[string](t, primary, "SELECT pg_current_wal_lsn()::text")
+	waitUntil(t, func() bool { return scalar[bool](t, standby, "SELECT pg_last_wal_replay_lsn() >= $1::pg_lsn", now) })
+}
+
+// bothHosts is a connection string for whichever of two servers takes writes.
+func bothHosts(t *testing.T, a, b *pgserver.Server) string {
+	t.Helper()
+	first, err := url.Parse(a.URL())
+	require.NoError(t, err)
+	second, err := url.Parse(b.URL())
+	require.NoError(t, err)
+	first.Host += "," + second.Host
+	query := first.Query()
+	query.Set("target_session_attrs", "read-write")
+	first.RawQuery = query.Encode()
+	return first.String()
+}
+
+// The primary is killed under load, and a synchronous standby promoted: the limiter finds it by itself, with all that was
+// acknowledged.
+func TestFailoverToASynchronousStandby(t *testing.T) {
+	t.Parallel()
+
+	random := random(t)
+	primary, pool := newServer(t, pgserver.Config{Fsync: true})
+	standby, standbyPool := newStandby(t, primary, pool)
+	execute(t, pool, "ALTER SYSTEM SET synchronous_standby_names = '*'")
+	execute(t, pool, "SELECT pg_reload_conf()")
+	waitUntil(t, func() bool {
+		return scalar[bool](t, pool, "SELECT EXISTS (SELECT FROM pg_stat_replication WHERE sync_state = 'sync')")
+	})
+
+	const limit = 200
+	limiter := newLimiter(t, newPool(t, bothHosts(t, primary, standby), nil), ratelimit.Config{
+		Name: "test", Policy: ratelimit.FixedWindow{Limit: limit, Window: year}, Durable: true, SynchronousCommit: true, Timeout: amply,
+	})
+	var known ledger
+	wait := known.load(t, limiter, random.Uint64(), func(random *rand.Rand) string { return keyNumber(random.IntN(100)) })
+	pause(t.Context(), 100*time.Millisecond+time.Duration(random.Int64N(int64(300*time.Millisecond))))
+	require.NoError(t, primary.Kill())
+	wait()
+	_, err := limiter.Allow(t.Context(), keyNumber(0))
+	requireKinds(t, err, ratelimit.ErrUnavailable) // nobody takes writes
+
+	require.True(t, scalar[bool](t, standbyPool, "SELECT pg_promote()"))
+	require.NotEmpty(t, known.entries)
+	known.requireTable(t, counted(t, standbyPool, true), limit, time.Now())
+	requireHealed(t, limiter)
+}
+
+// A standby that has fallen behind is promoted: it knows what it has got, and nothing of the unlogged table.
+func TestFailoverToAnAsynchronousStandby(t *testing.T) {
+	t.Parallel()
+
+	primary, pool := newServer(t, pgserver.Config{Fsync: true})
+	standby, standbyPool := newStandby(t, primary, pool)
+	url := bothHosts(t, primary, standby)
+	limiters := map[bool]*ratelimit.Limiter{}
+	for _, durable := range []bool{true, false} {
+		limiters[durable] = newLimiter(t, newPool(t, url, nil), ratelimit.Config{
+			Name: "test", Policy: ratelimit.FixedWindow{Limit: 10, Window: year}, Durable: durable, SynchronousCommit: durable, Timeout: amply,
+		})
+	}
+	for _, limiter := range limiters {
+		_, err := limiter.AllowN(t.Context(), "key", 3)
+		require.NoError(t, err)
+	}
+	requireReplayed(t, pool, standbyPool)
+	require.NoError(t, standby.Stop(t.Context(), pgserver.Fast))
+	for _, limiter := range limiters {
+		_, err := limiter.AllowN(t.Context(), "key", 2) // which it will never hear of
+		require.NoError(t, err)
+	}
+	require.NoError(t, primary.Kill())
+	require.NoError(t, standby.Restart(t.Context()))
+	standbyPool.Reset()
+	require.True(t, scalar[bool](t, standbyPool, "SELECT pg_promote()"))
+
+	require.Equal(t, map[string]int64{"key": 3}, counted(t, standbyPool, true))
+	require.Empty(t, counted(t, standbyPool, false))
+	for durable, want := range map[bool]int64{true: 6, false: 9} {
+		var result ratelimit.Result
+		waitUntil(t, func() (healed bool) {
+			var err error
+			result, err = limiters[durable].Allow(t.Context(), "key")
+			return err == nil
+		})
+		require.Equal(t, want, result.Remaining)
+	}
+}

@@ -1,0 +1,124 @@
+package faults
+
+import (
+	"context"
+	"errors"
+	"math/rand/v2"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/internal/pgserver"
+	"github.com/pgratelimit/ratelimit/internal/pgtest"
+	"github.com/pgratelimit/ratelimit/migrations"
+)
+
+// newServer is a migrated server of the test's own, with a pool.
+func newServer(t *testing.T, config pgserver.Config) (*pgserver.Server, *pgxpool.Pool) {
+	t.Helper()
+	server := pgtest.Server(t, config)
+	pool := newPool(t, server.URL(), nil)
+	require.NoError(t, migrations.Up(t.Context(), pool))
+	return server, pool
+}
+
+// ledger is what the callers of a limiter know.
+type ledger struct {
+	mu sync.Mutex
+	entries
+}
+
+type entries []entry
+
+// entry is a request that was granted, or perhaps was.
+type entry struct {
+	key     string
+	cost    int64
+	unknown bool
+	told    time.Time
+}
+
+func (l *ledger) add(e entry) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.entries = append(l.entries, e)
+}
+
+// sums adds up the costs of each key: of what was acknowledged until then, and of what may have been taken at all.
+func (e entries) sums(until time.Time) (acknowledged, atMost map[string]int64) {
+	acknowledged, atMost = map[string]int64{}, map[string]int64{}
+	for _, entry := range e {
+		atMost[entry.key] += entry.cost
+		if !entry.unknown && !entry.told.After(until) {
+			acknowledged[entry.key] += entry.cost
+		}
+	}
+	return acknowledged, atMost
+}
+
+// forgotten is a key of which a table holds less than it must; "" if there is none.
+func forgotten(acknowledged, table map[string]int64) string {
+	for key, sum := range acknowledged {
+		if table[key] < sum {
+			return key
+		}
+	}
+	return ""
+}
+
+// requireTable requires that the table holds all that was acknowledged until then and nothing that was not asked for, and
+// that no key was given more than the limit.
+func (e entries) requireTable(t *testing.T, table map[string]int64, limit int64, until time.Time) {
+	t.Helper()
+	acknowledged, atMost := e.sums(until)
+	require.Empty(t, forgotten(acknowledged, table))
+	for key, count := range table {
+		require.LessOrEqual(t, count, atMost[key])
+		require.LessOrEqual(t, count, limit)
+	}
+	for _, sum := range acknowledged {
+		require.LessOrEqual(t, sum, limit)
+	}
+}
+
+// load asks until the server is gone, and keeps the ledger. Then errors must say that it is, and whether the request may have
+// counted.
+func (l *ledger) load(t *testing.T, limiter *ratelimit.Limiter, seed uint64, key func(*rand.Rand) string) (wait func()) {
+	t.Helper()
+	const callers = 12
+	var wg sync.WaitGroup
+	errs := make([]error, callers)
+	for i := range callers {
+		wg.Go(func() {
+			random := rand.New(rand.NewPCG(seed, uint64(i)))
+			for errs[i] == nil {
+				e := entry{key: key(random), cost: 1 + random.Int64N(3)}
+				result, err := limiter.AllowN(context.Background(), e.key, e.cost)
+				e.told = time.Now()
+				if errs[i], e.unknown = err, errors.Is(err, ratelimit.ErrOutcomeUnknown); result.Allowed || e.unknown {
+					l.add(e)
+				}
+			}
+		})
+	}
+	return func() {
+		t.Helper()
+		wg.Wait()
+		for _, err := range errs {
+			require.ErrorIs(t, err, ratelimit.ErrUnavailable)
+		}
+	}
+}
+
+// requireHealed requires that a limiter works again. Connections from before may still be in its pool, and fail once each.
+func requireHealed(t *testing.T, limiter *ratelimit.Limiter) {
+	t.Helper()
+	waitUntil(t, func() bool {
+		result, err := limiter.Allow(t.Context(), "healed")
+		return err == nil && result.Allowed
+	})
+}
