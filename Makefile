@@ -35,6 +35,10 @@ fuzz: ## Run every fuzz target for some seconds
 		done \
 	done
 
+.PHONY: test/faults
+test/faults: ## Judge histories and kill the server more often; ROUNDS=20 SEED=1 as a test has logged
+	cd integration_test && ROUNDS=$(or $(ROUNDS),20) go test -v -count=1 -timeout 20m -run 'Linearizable|Killed|Forgotten' ./faults
+
 .PHONY: bench
 bench: ## Compare with other limiters, side by side; BENCH=quick takes 90 seconds
 	cd integration_test && go test -run '^$$' -bench '^BenchmarkSideBySide$$' -benchtime 1x -timeout 60m .

@@ -167,16 +167,19 @@ func histories(algorithm string) map[string]workload {
 		Algorithm: algorithm, Limit: 20, Span: 50 * time.Millisecond,
 		Limiters: 2, Callers: 6, Calls: 40, Keys: 4, MaxCost: 7, Looks: 10, Gap: time.Millisecond,
 	}
-	plain, durable, cached, resets, cachedResets, hot := base, base, base, base, base, base
+	plain, durable, cached, resets, cachedResets, reset, hot := base, base, base, base, base, base, base
 	durable.Durable = true
 	cached.Cache = true
 	resets.Resets = 5
 	// Few enough that not too many denials may speak for the same moment, which the search would try in every order.
 	cachedResets.Cache, cachedResets.Resets, cachedResets.DenialMaxAge, cachedResets.Callers = true, 5, 5*time.Millisecond, 3
+	// A row that comes and goes.
+	reset.Keys, reset.Resets, reset.Callers, reset.Gap = 1, 30, 4, 0
 	// Waves of the same request for one key: what coalescing merges.
 	hot.Keys, hot.MaxCost, hot.Callers, hot.Calls, hot.Gap = 1, 1, 24, 10, 0
 	return map[string]workload{
-		"plain": plain, "durable": durable, "cache": cached, "resets": resets, "cache and resets": cachedResets, "one hot key": hot,
+		"plain": plain, "durable": durable, "cache": cached, "resets": resets, "cache and resets": cachedResets,
+		"one key, reset all the time": reset, "one hot key": hot,
 	}
 }
 

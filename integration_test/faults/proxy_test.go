@@ -42,18 +42,6 @@ func throughProxy(t *testing.T, mode pgx.QueryExecMode) (*wireProxy, *pgtest.DB,
 	})
 }
 
-func anyReply(pgproto3.BackendMessage) bool { return true }
-
-func replyIs[M pgproto3.BackendMessage](message pgproto3.BackendMessage) bool {
-	_, ok := message.(M)
-	return ok
-}
-
-func requestIs[M pgproto3.FrontendMessage](message pgproto3.FrontendMessage) bool {
-	_, ok := message.(M)
-	return ok
-}
-
 // wireFault is a fault, with what the caller is told and what was taken.
 type wireFault struct {
 	fault
@@ -66,7 +54,7 @@ func wireFaults(mode pgx.QueryExecMode) map[string]wireFault {
 	unknown := []error{ratelimit.ErrUnavailable, ratelimit.ErrOutcomeUnknown}
 	timeout := []error{ratelimit.ErrTimeout, ratelimit.ErrOutcomeUnknown}
 	faults := map[string]wireFault{
-		"cut before the first byte of the request": {fault{request: begins}, unknown, 0},
+		"cut before the first byte of the request": {fault{request: anyRequest}, unknown, 0},
 		"cut before the first byte of the reply":   {fault{reply: anyReply}, unknown, 1},
 		"cut before the decision":                  {fault{reply: replyIs[*pgproto3.DataRow]}, unknown, 1},
 		"cut between decision and CommandComplete": {fault{reply: replyIs[*pgproto3.CommandComplete]}, unknown, 1},
@@ -77,7 +65,7 @@ func wireFaults(mode pgx.QueryExecMode) map[string]wireFault {
 		"ReadyForQuery late": {fault{reply: replyIs[*pgproto3.ReadyForQuery], then: late}, nil, 1},
 	}
 	if mode == pgx.QueryExecModeCacheStatement { // the others would wait as long for the same
-		faults["request swallowed"] = wireFault{fault{request: begins, then: swallow}, timeout, 0}
+		faults["request swallowed"] = wireFault{fault{request: anyRequest, then: swallow}, timeout, 0}
 		faults["reply swallowed"] = wireFault{fault{reply: anyReply, then: swallow}, timeout, 1}
 		faults["ReadyForQuery swallowed"] = wireFault{fault{reply: replyIs[*pgproto3.ReadyForQuery], then: swallow}, timeout, 1}
 	}
@@ -92,7 +80,9 @@ func wireFaults(mode pgx.QueryExecMode) map[string]wireFault {
 func TestBrokenConnections(t *testing.T) {
 	t.Parallel()
 
-	for _, mode := range []pgx.QueryExecMode{pgx.QueryExecModeCacheStatement, pgx.QueryExecModeExec} {
+	for _, mode := range []pgx.QueryExecMode{
+		pgx.QueryExecModeCacheStatement, pgx.QueryExecModeCacheDescribe, pgx.QueryExecModeDescribeExec, pgx.QueryExecModeExec,
+	} {
 		for name, c := range wireFaults(mode) {
 			t.Run(mode.String()+": "+name, func(t *testing.T) {
 				t.Parallel()
@@ -127,6 +117,25 @@ func TestBrokenConnections(t *testing.T) {
 	}
 }
 
+// A connection that breaks while the statement is prepared: nothing was taken, and nothing is taken twice.
+func TestBrokenConnectionWhilePreparing(t *testing.T) {
+	t.Parallel()
+
+	for _, f := range []fault{{request: anyRequest, preparing: true}, {reply: anyReply, preparing: true}} {
+		proxy, db, pool := throughProxy(t, pgx.QueryExecModeCacheStatement)
+		limiter := newLimiter(t, pool, ratelimit.Config{Name: "test", Policy: ratelimit.FixedWindow{Limit: 10, Window: year}, Timeout: amply})
+		proxy.fail(&f)
+		_, err := limiter.Allow(t.Context(), "key")
+		require.ErrorIs(t, err, ratelimit.ErrUnavailable)
+		t.Log(err)
+		require.Zero(t, proxy.sent())
+		require.Empty(t, counted(t, db.Pool, false))
+		result, err := limiter.Allow(t.Context(), "key")
+		require.NoError(t, err)
+		require.EqualValues(t, 9, result.Remaining)
+	}
+}
+
 // Negative control: of a client that repeats what it is not sure of, the proxy and the table know.
 func TestBlindRetryIsCaught(t *testing.T) {
 	t.Parallel()
@@ -150,7 +159,7 @@ func TestBrokenConnectionOfABatch(t *testing.T) {
 		fault         fault
 		unknownCounts int64
 	}{
-		"before the request":                        {fault{request: begins}, 0},
+		"before the request":                        {fault{request: anyRequest}, 0},
 		"before the reply":                          {fault{reply: anyReply}, 1},
 		"between CommandComplete and ReadyForQuery": {fault{reply: replyIs[*pgproto3.ReadyForQuery]}, 1},
 	} {
@@ -229,7 +238,7 @@ func TestConnectionCutAtRest(t *testing.T) {
 func TestBrokenConnectionOfATransaction(t *testing.T) {
 	t.Parallel()
 
-	for _, f := range []fault{{request: begins}, {reply: anyReply}, {reply: replyIs[*pgproto3.ReadyForQuery]}} {
+	for _, f := range []fault{{request: anyRequest}, {reply: anyReply}, {reply: replyIs[*pgproto3.ReadyForQuery]}} {
 		proxy, db, pool := throughProxy(t, pgx.QueryExecModeCacheStatement)
 		limiter := newLimiter(t, pool, ratelimit.Config{Name: "test", Policy: ratelimit.FixedWindow{Limit: 10, Window: year}, Timeout: amply})
 		_, err := limiter.Allow(t.Context(), "key")

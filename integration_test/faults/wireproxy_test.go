@@ -19,7 +19,7 @@ type wireProxy struct {
 
 	mu         sync.Mutex
 	next       *fault     // of the next statement
-	statements int        // since fail was called
+	statements int        // that were executed since fail was called
 	conns      []net.Conn // that clients have opened
 	trickle    bool       // one byte at a time
 }
@@ -31,6 +31,8 @@ type fault struct {
 	// The reply is held back from this message on, and the fault strikes when it is complete: so the database has committed.
 	reply func(pgproto3.BackendMessage) bool
 	then  outcome
+	// It strikes while a statement is prepared, rather than when it is executed.
+	preparing bool
 }
 
 type outcome int
@@ -83,7 +85,7 @@ func (p *wireProxy) fail(f *fault) {
 	p.next, p.statements = f, 0
 }
 
-// sent is how many statements have come since fail was called.
+// sent is how many statements were to be executed since fail was called.
 func (p *wireProxy) sent() int {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -100,13 +102,20 @@ func (p *wireProxy) cutAll() {
 	p.conns = nil
 }
 
-// take returns the fault of a statement that begins.
-func (p *wireProxy) take() *fault {
+// take returns the fault that a message begins, if any.
+func (p *wireProxy) take(message pgproto3.FrontendMessage) *fault {
 	p.mu.Lock()
 	defer p.mu.Unlock()
+	if executes(message) {
+		p.statements++
+	} else if !requestIs[*pgproto3.Parse](message) {
+		return nil
+	}
 	f := p.next
+	if f == nil || f.preparing == executes(message) {
+		return nil
+	}
 	p.next = nil
-	p.statements++
 	return f
 }
 
@@ -127,14 +136,24 @@ func (p *wireProxy) write(to net.Conn, message []byte) error {
 	return nil
 }
 
-// begins tells whether a message is that with which a statement begins that may take something.
-func begins(message pgproto3.FrontendMessage) bool {
-	switch message.(type) {
-	case *pgproto3.Bind, *pgproto3.Query:
-		return true
-	}
-	return false
+// executes tells whether a message is the first of those by which a statement takes something.
+func executes(message pgproto3.FrontendMessage) bool {
+	return requestIs[*pgproto3.Bind](message) || requestIs[*pgproto3.Query](message)
 }
+
+func requestIs[M pgproto3.FrontendMessage](message pgproto3.FrontendMessage) bool {
+	_, ok := message.(M)
+	return ok
+}
+
+func replyIs[M pgproto3.BackendMessage](message pgproto3.BackendMessage) bool {
+	_, ok := message.(M)
+	return ok
+}
+
+func anyRequest(pgproto3.FrontendMessage) bool { return true }
+
+func anyReply(pgproto3.BackendMessage) bool { return true }
 
 // serve serves one connection until either end closes it.
 func (p *wireProxy) serve(client net.Conn) {
@@ -179,13 +198,13 @@ func (p *wireProxy) passRequests(backend *pgproto3.Backend, server net.Conn, fau
 		if err != nil {
 			return
 		}
-		if begins(message) && !stopped {
-			if f = p.take(); f != nil && f.reply != nil {
+		if requestIs[*pgproto3.Terminate](message) {
+			return
+		}
+		if begun := p.take(message); begun != nil {
+			if f = begun; f.reply != nil {
 				faults <- f
 			}
-		}
-		if _, leaves := message.(*pgproto3.Terminate); leaves {
-			return
 		}
 		if stopped = stopped || f != nil && f.request != nil && f.request(message); stopped {
 			if f.then == cut {
@@ -224,7 +243,7 @@ func (p *wireProxy) passReplies(frontend *pgproto3.Frontend, client net.Conn, fa
 			continue
 		}
 		held = append(held, encoded...)
-		if _, complete := message.(*pgproto3.ReadyForQuery); !complete {
+		if !replyIs[*pgproto3.ReadyForQuery](message) {
 			continue
 		}
 		switch f.then {
