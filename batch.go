@@ -5,7 +5,6 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgxpool"
 )
 
@@ -91,7 +90,7 @@ func (l *Limiter) result(e *element, i int64) Result {
 func query(ctx context.Context, db DBTX, own bool, sql string, args, targets []any, each func() error) error {
 	for first := true; ; first = false {
 		err := queryOnce(ctx, db, sql, args, targets, each)
-		again := first && pgconn.SafeToRetry(err) || own && undone(err)
+		again := first && neverSent(err) || own && undone(err)
 		if err == nil || !again || ctx.Err() != nil {
 			return err
 		}

@@ -133,10 +133,16 @@ func storeError(err error, sent bool) *StoreError {
 	if errors.Is(err, context.DeadlineExceeded) || pgconn.Timeout(err) {
 		kind = ErrTimeout
 	}
-	if sent && !pgconn.SafeToRetry(err) {
+	if sent && !neverSent(err) {
 		return &StoreError{kinds: []error{kind, ErrOutcomeUnknown}, err: err}
 	}
 	return &StoreError{kinds: []error{kind}, err: err}
+}
+
+// neverSent tells whether an error surely came before anything was sent. pgconn.SafeToRetry says that of ErrConnClosed too, but in
+// the simple protocol that is what comes of a connection that breaks after the statement was sent.
+func neverSent(err error) bool {
+	return pgconn.SafeToRetry(err) && !errors.Is(err, pgconn.ErrConnClosed)
 }
 
 // sqlStateKinds tells what the database means by an error.

@@ -82,6 +82,7 @@ func TestBrokenConnections(t *testing.T) {
 
 	for _, mode := range []pgx.QueryExecMode{
 		pgx.QueryExecModeCacheStatement, pgx.QueryExecModeCacheDescribe, pgx.QueryExecModeDescribeExec, pgx.QueryExecModeExec,
+		pgx.QueryExecModeSimpleProtocol,
 	} {
 		for name, c := range wireFaults(mode) {
 			t.Run(mode.String()+": "+name, func(t *testing.T) {
