@@ -64,12 +64,23 @@ func BenchmarkSideBySide(b *testing.B) {
 	}
 }
 
+// sharedBuffers is a quarter of the memory, as Postgres's manual advises, and at most 4 GB.
+func sharedBuffers(b *testing.B) string {
+	b.Helper()
+	var total int // kB
+	meminfo, err := os.ReadFile("/proc/meminfo")
+	require.NoError(b, err)
+	_, err = fmt.Sscanf(string(meminfo), "MemTotal: %d kB", &total)
+	require.NoError(b, err)
+	return fmt.Sprintf("%dMB", min(total/4/1024, 4096))
+}
+
 func newArena(b *testing.B) *arena {
 	b.Helper()
 	a := &arena{b: b, stores: map[contenderID]*store{}, contenders: map[contenderID]*contender{}}
 
 	a.progress("starting the servers")
-	server, err := pgserver.Start(a.ctx(), pgserver.Config{Fsync: true, Settings: map[string]string{"shared_buffers": "256MB"}})
+	server, err := pgserver.Start(a.ctx(), pgserver.Config{Fsync: true, Settings: map[string]string{"shared_buffers": sharedBuffers(b)}})
 	require.NoError(b, err)
 	b.Cleanup(func() { require.NoError(b, server.Close()) })
 	a.server = server

@@ -74,7 +74,7 @@ func (r *report) markdown() string {
 }
 
 // method is what a reader must know to judge the figures.
-const method = `Server and callers share this machine. Postgres is as it comes but for shared_buffers, and takes more connections; the
+const method = `Server and callers share this machine. Postgres is as it comes but for shared_buffers (a quarter of the memory), and takes more connections; the
 subjects on it share one pool of 16. redis_rate is shown with a pool of 16 and with go-redis's own default, and compared by whichever was faster under the
 workload; beside them it runs on go-redis's auto-pipelining client, which is experimental and coalesces commands as this library
 does. Callers ask again as soon as they have been answered. Every request that was admitted, in warm-ups too, was found in the

@@ -66,7 +66,7 @@ AS $$
 DECLARE
     s rate_limit_sweeper;
     clock timestamptz;
-    page_bytes bigint := current_setting('block_size');
+    page_bytes bigint := current_setting('block_size')::bigint;
     expired bigint; -- what expired by then is to go
     sizes bigint[]; -- of the two tables, in pages
     size bigint;    -- of the one at hand
@@ -107,8 +107,8 @@ BEGIN
         size := sizes[CASE WHEN s.durable THEN 2 ELSE 1 END];
         s.next_page := least(s.next_page, size);
         past_page := least(s.next_page + max_pages - scanned, size);
-        first := format('(%s,0)', s.next_page);
-        past := format('(%s,0)', past_page);
+        first := format('(%s,0)', s.next_page)::tid;
+        past := format('(%s,0)', past_page)::tid;
         room := max_rows - deleted;
 
         expired := (extract(epoch FROM coalesce(now, clock_timestamp()) - interval '1 minute') * 1000000)::bigint;
