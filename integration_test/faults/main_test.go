@@ -1,3 +1,7 @@
+// Package faults breaks the database, and the way to it, while limiters are at work: connections that are cut at every message,
+// servers that are killed, stopped, demoted, replaced and filled up. And it judges histories of concurrent calls.
+//
+// Tests of random events go round as often as the variable ROUNDS says, and draw from the seed of the variable SEED.
 package faults
 
 import (
@@ -22,6 +26,8 @@ func TestMain(m *testing.M) {
 	if work := os.Getenv(workVariable); work != "" {
 		os.Exit(workInChild(work))
 	}
+	// A server elsewhere would have another clock, and might want TLS or a password of the proxy.
+	_ = os.Unsetenv("RATELIMIT_TEST_DATABASE_URL")
 	pgtest.Main(m)
 }
 

@@ -5,20 +5,19 @@ import (
 	"net/url"
 	"sync"
 	"testing"
-	"time"
 
 	"github.com/jackc/pgx/v5/pgproto3"
 	"github.com/stretchr/testify/require"
 )
 
 // wireProxy stands between a pool and Postgres, and understands what they say to each other. It passes all of it on, but for the
-// one statement after fail was called.
+// statements after fail was called.
 type wireProxy struct {
 	target string
 	url    string // leads through the proxy
 
 	mu         sync.Mutex
-	next       *fault     // of the next statement
+	next       []*fault   // of the next statements, one each
 	statements int        // that were executed since fail was called
 	conns      []net.Conn // that clients have opened
 	trickle    bool       // one byte at a time
@@ -31,6 +30,7 @@ type fault struct {
 	// The reply is held back from this message on, and the fault strikes when it is complete: so the database has committed.
 	reply func(pgproto3.BackendMessage) bool
 	then  outcome
+	until <-chan struct{} // when what is late is passed on
 	// It strikes while a statement is prepared, rather than when it is executed.
 	preparing bool
 }
@@ -40,11 +40,8 @@ type outcome int
 const (
 	cut     outcome = iota // both ends are closed
 	swallow                // what is held back is forgotten, and nobody is told
-	late                   // what is held back is passed on after a while
+	late                   // what is held back is passed on in the end
 )
-
-// lateness is how much later a late reply comes.
-const lateness = 50 * time.Millisecond
 
 // newWireProxy starts a proxy in front of the server of a URL without TLS. It ends with the test.
 func newWireProxy(t *testing.T, databaseURL string) *wireProxy {
@@ -78,11 +75,11 @@ func newWireProxy(t *testing.T, databaseURL string) *wireProxy {
 	return p
 }
 
-// fail makes the next statement fail.
-func (p *wireProxy) fail(f *fault) {
+// fail makes the next statements fail.
+func (p *wireProxy) fail(faults ...*fault) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	p.next, p.statements = f, 0
+	p.next, p.statements = faults, 0
 }
 
 // sent is how many statements were to be executed since fail was called.
@@ -111,11 +108,11 @@ func (p *wireProxy) take(message pgproto3.FrontendMessage) *fault {
 	} else if !requestIs[*pgproto3.Parse](message) {
 		return nil
 	}
-	f := p.next
-	if f == nil || f.preparing == executes(message) {
+	if len(p.next) == 0 || p.next[0].preparing == executes(message) {
 		return nil
 	}
-	p.next = nil
+	f := p.next[0]
+	p.next = p.next[1:]
 	return f
 }
 
@@ -250,7 +247,7 @@ func (p *wireProxy) passReplies(frontend *pgproto3.Frontend, client net.Conn, fa
 		case cut:
 			return
 		case late:
-			<-time.After(lateness)
+			<-f.until
 			if p.write(client, held) != nil {
 				return
 			}
