@@ -60,6 +60,19 @@ type ConfigError struct {
 
 func (e *ConfigError) Error() string { return "ratelimit: Config." + e.Field + " " + e.Reason }
 
+// PolicyError says what [ParsePolicy] could not read. It wraps a [*ConfigError] if only the numbers are wrong.
+type PolicyError struct {
+	Text string // what was to be read
+	Err  error  // what is wrong with it
+}
+
+func (e *PolicyError) Error() string {
+	return fmt.Sprintf("ratelimit: policy %q: %s; write one of %s", e.Text, strings.TrimPrefix(e.Err.Error(), "ratelimit: Config.Policy."), policyForms)
+}
+
+// Unwrap returns what is wrong.
+func (e *PolicyError) Unwrap() error { return e.Err }
+
 // KeyError says what is wrong with a key, without the key, which may be personal data. It is an ErrInvalidKey.
 type KeyError struct{ Reason string }
 

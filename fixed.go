@@ -2,6 +2,7 @@ package ratelimit
 
 import (
 	_ "embed"
+	"fmt"
 	"time"
 )
 
@@ -22,6 +23,9 @@ var _ Policy = FixedWindow{}
 
 //go:embed sql/call/fixed.sql
 var fixedStatement string
+
+// String is the policy as [ParsePolicy] reads it: fixed 100/1m.
+func (p FixedWindow) String() string { return fmt.Sprintf("fixed %d/%s", p.Limit, spanText(p.Window)) }
 
 func (p FixedWindow) validate() error   { return validateWindow(p.Limit, p.Window) }
 func (p FixedWindow) limit() int64      { return p.Limit }

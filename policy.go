@@ -13,7 +13,11 @@ import (
 // raised limit helps immediately, and a lowered one denies until enough has drained. A bucket keeps its tokens, up to its
 // new capacity. A key that another kind of policy was used for starts anew. What a row holds is forgotten when it
 // expires, and that is when its key would have been as good as new under the policy that last took from it.
+//
+// Its String is the text that [ParsePolicy] reads.
 type Policy interface {
+	fmt.Stringer
+
 	// validate returns a *ConfigError for a policy outside the exact range.
 	validate() error
 	// limit is the largest cost that can ever be allowed.

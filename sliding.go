@@ -2,6 +2,7 @@ package ratelimit
 
 import (
 	_ "embed"
+	"fmt"
 	"time"
 )
 
@@ -29,6 +30,11 @@ var _ Policy = SlidingWindow{}
 
 //go:embed sql/call/sliding.sql
 var slidingStatement string
+
+// String is the policy as [ParsePolicy] reads it: sliding 100/1m.
+func (p SlidingWindow) String() string {
+	return fmt.Sprintf("sliding %d/%s", p.Limit, spanText(p.Window))
+}
 
 func (p SlidingWindow) validate() error   { return validateWindow(p.Limit, p.Window) }
 func (p SlidingWindow) limit() int64      { return p.Limit }

@@ -28,6 +28,11 @@ var _ Policy = TokenBucket{}
 //go:embed sql/call/tokenbucket.sql
 var tokenBucketStatement string
 
+// String is the policy as [ParsePolicy] reads it: bucket 20 5/10s.
+func (p TokenBucket) String() string {
+	return fmt.Sprintf("bucket %d %d/%s", p.Capacity, p.Refill, spanText(p.Every))
+}
+
 func (p TokenBucket) validate() error {
 	if p.Capacity < 1 {
 		return &ConfigError{Field: "Policy.Capacity", Reason: fmt.Sprintf("is %d, and must be at least 1", p.Capacity)}

@@ -1,0 +1,160 @@
+package ratelimit
+
+import (
+	"math/rand/v2"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+)
+
+func TestPolicyTextIsReadAndWritten(t *testing.T) {
+	t.Parallel()
+
+	for text, want := range map[string]Policy{
+		"fixed 100/1m":                  FixedWindow{Limit: 100, Window: time.Minute},
+		"sliding 100/1m":                SlidingWindow{Limit: 100, Window: time.Minute},
+		"bucket 20 5/10s":               TokenBucket{Capacity: 20, Refill: 5, Every: 10 * time.Second},
+		"fixed 1/1h":                    FixedWindow{Limit: 1, Window: time.Hour},
+		"fixed 1/1h30m":                 FixedWindow{Limit: 1, Window: 90 * time.Minute},
+		"fixed 1/1h0m30s":               FixedWindow{Limit: 1, Window: time.Hour + 30*time.Second},
+		"fixed 1/10m30s":                FixedWindow{Limit: 1, Window: 10*time.Minute + 30*time.Second},
+		"fixed 1/1d":                    FixedWindow{Limit: 1, Window: 24 * time.Hour},
+		"fixed 1/30d":                   FixedWindow{Limit: 1, Window: 30 * 24 * time.Hour},
+		"fixed 1/36h":                   FixedWindow{Limit: 1, Window: 36 * time.Hour},
+		"fixed 1/1µs":                   FixedWindow{Limit: 1, Window: time.Microsecond},
+		"sliding 1/1.5s":                SlidingWindow{Limit: 1, Window: 1500 * time.Millisecond},
+		"sliding 1/20ms":                SlidingWindow{Limit: 1, Window: 20 * time.Millisecond},
+		"fixed 4611686018427387904/1µs": FixedWindow{Limit: maxProduct, Window: time.Microsecond},
+	} {
+		require.Equal(t, text, want.String())
+		got, err := ParsePolicy(text)
+		require.NoError(t, err)
+		require.Equal(t, want, got)
+	}
+	for text, want := range map[string]string{
+		" fixed\t100/60s ":       "fixed 100/1m",
+		"sliding 100/1m0s":       "sliding 100/1m",
+		"sliding 0100/1us":       "sliding 100/1µs",
+		"bucket  20   5/10000ms": "bucket 20 5/10s",
+		"fixed 1/1d12h":          "fixed 1/36h",
+		"fixed 1/24h":            "fixed 1/1d",
+	} {
+		got, err := ParsePolicy(text)
+		require.NoError(t, err)
+		require.Equal(t, want, got.String())
+	}
+}
+
+// Whatever New accepts, ParsePolicy reads back.
+func TestEveryPolicyIsReadAsItWasWritten(t *testing.T) {
+	t.Parallel()
+
+	r := rand.New(rand.NewPCG(1, 2))
+	for range 20_000 {
+		want := randomPolicy(r)
+		got, err := ParsePolicy(want.String())
+		require.NoError(t, err, want)
+		require.Equal(t, want, got)
+	}
+	for seconds := range 3 * 24 * 60 * 6 { // with all the zeros that a text may end in
+		want := FixedWindow{Limit: 1, Window: time.Duration(seconds+1) * 10 * time.Second}
+		got, err := ParsePolicy(want.String())
+		require.NoError(t, err, want)
+		require.Equal(t, want, got)
+	}
+}
+
+func TestPolicyTextThatIsNotAccepted(t *testing.T) {
+	t.Parallel()
+
+	for text, words := range map[string]string{
+		"":                             "is empty",
+		"  ":                           "is empty",
+		"100/1m":                       `"100/1m" is no algorithm`,
+		"Fixed 100/1m":                 `"Fixed" is no algorithm`,
+		"leaky 100/1m":                 `"leaky" is no algorithm`,
+		"fixed":                        "has 0 words",
+		"fixed 100 1m":                 "has 2 words",
+		"fixed 100":                    "no slash",
+		"fixed 100/m":                  `"m" is not a duration`,
+		"fixed 100/":                   `"" is not a duration`,
+		"fixed 100/60":                 `"60" is not a duration`,
+		"fixed 100/d":                  `"d" is not a duration`,
+		"fixed 100/1.5d":               `"1.5d" is not a duration`,
+		"fixed 100/-1d":                `"-1d" is not a duration`,
+		"fixed 100/1d-1h":              `"1d-1h" is not a duration`,
+		"fixed 100/1h1d":               `"1h1d" is not a duration`,
+		"fixed 100/106752d":            "at most 292 years",
+		"fixed 100/106751d24h":         "at most 292 years",
+		"fixed 1/99999999999h":         "at most 292 years",
+		"fixed 1e3/1m":                 `"1e3" is not a whole number`,
+		"fixed 9223372036854775808/1m": "at most 9223372036854775807",
+		"fixed 1/1m/1m":                `"1m/1m" is not a duration`,
+		"sliding 100/1m 5":             "has 2 words",
+		"bucket 20":                    "has 1 words",
+		"bucket x 5/10s":               `"x" is not a whole number`,
+		"bucket 20 x/10s":              `"x" is not a whole number`,
+	} {
+		policy, err := ParsePolicy(text)
+		require.Nil(t, policy, text)
+		var policyErr *PolicyError
+		require.ErrorAs(t, err, &policyErr, text)
+		require.Equal(t, text, policyErr.Text)
+		require.ErrorContains(t, err, words)
+		require.ErrorContains(t, err, policyForms)
+	}
+
+	// What can be read, and New would refuse.
+	for text, field := range map[string]string{
+		"fixed 0/1m":                     "Policy.Limit",
+		"sliding -5/1m":                  "Policy.Limit",
+		"fixed 100/0s":                   "Policy.Window",
+		"fixed 100/1ns":                  "Policy.Window",
+		"fixed 1/-1h":                    "Policy.Window",
+		"fixed 1/30000d":                 "Policy.Window",
+		"sliding 9223372036854775807/1m": "Policy.Limit",
+		"bucket 0 5/10s":                 "Policy.Capacity",
+		"bucket 20 0/10s":                "Policy.Refill",
+	} {
+		policy, err := ParsePolicy(text)
+		require.Nil(t, policy, text)
+		var configErr *ConfigError
+		require.ErrorAs(t, err, &configErr, text)
+		require.Equal(t, field, configErr.Field, text)
+		require.ErrorAs(t, err, new(*PolicyError))
+	}
+}
+
+// The forms that an error shows are true.
+func TestThePolicyFormsAreAccepted(t *testing.T) {
+	t.Parallel()
+
+	for _, text := range []string{"fixed 100/1m", "sliding 100/1m", "bucket 20 5/10s"} {
+		require.Contains(t, policyForms, `"`+text+`"`)
+		_, err := ParsePolicy(text)
+		require.NoError(t, err)
+	}
+}
+
+func FuzzParsePolicy(f *testing.F) {
+	for _, text := range []string{
+		"fixed 100/1m", "sliding 100/1h30m", "bucket 20 5/10s", "fixed 1/30d", "fixed 1/1d12h", "sliding 1/1.000001s", "fixed 1/.5s",
+		"", "bucket", "fixed /", "fixed 1/d", "fixed 100/106751d23h47m16.854775807s", "fixed -1/-1s", "fixed 4611686018427387904/1µs",
+	} {
+		f.Add(text)
+	}
+	f.Fuzz(func(t *testing.T, text string) {
+		policy, err := ParsePolicy(text)
+		if err != nil {
+			require.Nil(t, policy)
+			require.ErrorAs(t, err, new(*PolicyError))
+			return
+		}
+		require.NoError(t, policy.validate())
+		again, err := ParsePolicy(policy.String())
+		require.NoError(t, err)
+		require.Equal(t, policy, again)
+		require.LessOrEqual(t, len(policy.String()), 100)
+	})
+}
