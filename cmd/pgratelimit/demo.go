@@ -15,6 +15,7 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/spf13/cobra"
 
 	"github.com/pgratelimit/ratelimit"
 	"github.com/pgratelimit/ratelimit/internal/pgserver"
@@ -40,13 +41,36 @@ type demoOptions struct {
 	serve bool
 }
 
+func (a *app) demoCommand() *cobra.Command {
+	var opts demoOptions
+	cmd := &cobra.Command{
+		Use:   "demo",
+		Short: "Show on a small web server what a limit does",
+		Long: `Puts a limit of 10 requests a minute in front of a small web server, and shows what happens to 15 requests, and why. It takes a
+few seconds.
+
+It uses the Postgres of --database-url or DATABASE_URL, in a schema of its own. Without one it starts a Postgres, from the programs
+of this machine or with Docker. Either way it leaves nothing behind.`,
+		Example: `  pgratelimit demo
+  pgratelimit demo --serve
+  DATABASE_URL=postgres://me@localhost/app pgratelimit demo`,
+		Args: cobra.NoArgs,
+		RunE: action(func(ctx context.Context, _ []string) error {
+			opts.databaseURL = a.databaseURL
+			return runDemo(ctx, a.stdout, opts)
+		}),
+	}
+	cmd.Flags().BoolVar(&opts.serve, "serve", false, "keep the web server running afterwards, to try it with curl, until Ctrl-C")
+	return cmd
+}
+
 // runDemo shows what the library does, and checks that what it shows is true. Whatever it has started or made is gone when
 // it returns.
 func runDemo(ctx context.Context, out io.Writer, opts demoOptions) error {
 	d := &demo{out: out}
 	err := d.run(ctx, opts)
 	if err != nil && ctx.Err() != nil {
-		err = errors.New("interrupted")
+		err = errInterrupted
 	}
 	return errors.Join(err, d.close())
 }

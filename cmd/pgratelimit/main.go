@@ -1,106 +1,169 @@
-// Command pgratelimit shows rate limits that are kept in Postgres; see its help.
+// Command pgratelimit operates rate limits that are kept in Postgres; see its help.
 package main
 
 import (
+	"bytes"
 	"context"
+	"encoding/json"
 	"errors"
-	"flag"
 	"fmt"
 	"io"
 	"os"
 	"os/signal"
-	"strings"
+	"runtime/debug"
 	"syscall"
+	"text/tabwriter"
+	"time"
 
-	"github.com/pgratelimit/ratelimit/internal/pgserver"
+	"github.com/spf13/cobra"
 )
 
-const usage = `pgratelimit shows rate limits that are kept in Postgres.
+// Exit codes.
+const (
+	exitFailed = 1
+	exitUsage  = 2 // the command line makes no sense
+	exitDenied = 3 // of take
+)
 
-Usage:
-  pgratelimit demo [--serve]
-  pgratelimit --help
+const longHelp = `Operates rate limits that are kept in Postgres.
 
-The demo puts a limit of 10 requests a minute in front of a small web server, and
-shows what happens to 15 requests, and why. It takes a few seconds.
+The database is the one of --database-url or DATABASE_URL, else that of the variables that psql heeds too: PGHOST, PGDATABASE,
+PGUSER and so on, with the password from PGPASSWORD or ~/.pgpass.
 
-It uses the Postgres of DATABASE_URL if that is set, in a schema of its own. Else it
-starts one, from the Postgres programs of this machine or with Docker. Either way it
-leaves nothing behind.
-
-Flags of demo:
-  --serve  keep the web server running afterwards, to try it with curl, until Ctrl-C
-
-Examples:
-  pgratelimit demo
-  pgratelimit demo --serve
-  DATABASE_URL=postgres://me@localhost/app pgratelimit demo
-`
+Exit codes: 0 done, 1 failed, 2 the command line makes no sense, 3 denied (take).`
 
 func main() {
 	// A reader of our output that has seen enough, like head, must not end us before we have cleaned up.
 	signal.Ignore(syscall.SIGPIPE)
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM, syscall.SIGHUP)
-	code := run(ctx, os.Args[1:], os.Stdout, os.Stderr)
+	code := run(ctx, os.Args[1:], &app{stdin: os.Stdin, stdout: os.Stdout, stderr: os.Stderr})
 	stop()
 	os.Exit(code)
 }
 
-// run returns the exit code: 0, 1 for a failure, or 2 for a command line that makes no sense.
-func run(ctx context.Context, args []string, stdout, stderr io.Writer) int {
-	opts := demoOptions{databaseURL: os.Getenv("DATABASE_URL")}
-	err := parse(args, &opts)
+// app is what all commands share.
+type app struct {
+	stdin          io.Reader
+	stdout, stderr io.Writer
+
+	databaseURL string
+	schema      string
+	json        bool
+	timeout     time.Duration
+}
+
+// run returns the exit code.
+func run(ctx context.Context, args []string, a *app) int {
+	root := a.rootCommand()
+	root.SetArgs(args)
+	root.SetIn(a.stdin)
+	root.SetOut(a.stdout)
+	root.SetErr(a.stderr)
+	cmd, err := root.ExecuteContextC(ctx)
+
+	failed := new(failure)
 	switch {
-	case errors.Is(err, flag.ErrHelp):
-		fmt.Fprint(stdout, usage)
+	case err == nil:
 		return 0
-	case err != nil:
-		fmt.Fprintf(stderr, "pgratelimit: %v\n\n%s", err, usage)
-		return 2
+	case errors.Is(err, errDenied):
+		return exitDenied
+	case errors.As(err, &failed) && !isUsage(err):
+		fmt.Fprintf(a.stderr, "%s: %s\n", cmd.CommandPath(), a.message(failed.err))
+		return exitFailed
 	}
-
-	if err := runDemo(ctx, stdout, opts); err != nil {
-		fmt.Fprintf(stderr, "pgratelimit demo: %s\n", message(err))
-		return 1
-	}
-	return 0
+	fmt.Fprintf(a.stderr, "%s: %s; see '%[1]s --help'\n", cmd.CommandPath(), oneLine(err))
+	return exitUsage
 }
 
-// message is an error in one line: pgx for one has a line for each address that it has tried. But a list of ways to get
-// a Postgres stays a list.
-func message(err error) string {
-	if errors.Is(err, pgserver.ErrNotFound) {
-		return err.Error()
+func (a *app) rootCommand() *cobra.Command {
+	root := &cobra.Command{
+		Use:   "pgratelimit",
+		Short: "Operates rate limits that are kept in Postgres",
+		Long:  longHelp,
+		Example: `  pgratelimit demo
+  export DATABASE_URL=postgres://me@localhost/app
+  pgratelimit migrate up
+  pgratelimit take login user:123 --policy "sliding 10/1m"
+  pgratelimit doctor`,
+		Version:            version(),
+		Args:               cobra.NoArgs,
+		RunE:               missingCommand,
+		SilenceErrors:      true,
+		SilenceUsage:       true,
+		DisableSuggestions: true, // they have lines of their own
 	}
-	return strings.NewReplacer(":\n\t", ": ", "\n\t", "; ", "\n", "; ").Replace(err.Error())
+	flags := root.PersistentFlags()
+	flags.StringVar(&a.databaseURL, "database-url", os.Getenv("DATABASE_URL"),
+		"connection string of the database; a password is safer in DATABASE_URL, which others cannot see")
+	flags.Lookup("database-url").DefValue = "" // help must not show the password
+	flags.StringVar(&a.schema, "schema", "", "schema of the tables and functions (default: found through search_path)")
+
+	root.AddCommand(a.demoCommand(), a.migrateCommand(), a.limitsCommand(), a.topCommand(),
+		a.peekCommand(), a.takeCommand(), a.resetCommand(), a.doctorCommand())
+	for _, cmd := range root.Commands() {
+		if cmd.ValidArgsFunction == nil {
+			cmd.ValidArgsFunction = cobra.NoFileCompletions
+		}
+	}
+	return root
 }
 
-// parse returns flag.ErrHelp if help is what was asked for.
-func parse(args []string, opts *demoOptions) error {
-	global := flag.NewFlagSet("pgratelimit", flag.ContinueOnError)
-	demo := flag.NewFlagSet("pgratelimit demo", flag.ContinueOnError)
-	demo.BoolVar(&opts.serve, "serve", false, "")
-	for _, flags := range []*flag.FlagSet{global, demo} {
-		flags.SetOutput(io.Discard) // run prints errors and usage, each to where it belongs
+// version is that of the module that `go install` has built.
+func version() string {
+	if info, ok := debug.ReadBuildInfo(); ok && info.Main.Version != "" {
+		return info.Main.Version
 	}
+	return "unknown"
+}
 
-	if err := global.Parse(args); err != nil {
-		return err
+func missingCommand(*cobra.Command, []string) error { return errors.New("a command is missing") }
+
+// action is what a command does. Whatever it returns is a failure, unless isUsage says otherwise; all other errors that
+// cobra returns are about the command line.
+func action(run func(ctx context.Context, args []string) error) func(*cobra.Command, []string) error {
+	return func(cmd *cobra.Command, args []string) error {
+		err := run(cmd.Context(), args)
+		if err != nil && cmd.Context().Err() != nil && !errors.Is(err, errInterrupted) {
+			err = errInterrupted // whatever it has led to
+		}
+		if err != nil {
+			return &failure{err}
+		}
+		return nil
 	}
-	switch command := global.Arg(0); command {
-	case "demo":
-	case "help":
-		return flag.ErrHelp
-	case "":
-		return errors.New("a command is missing")
-	default:
-		return fmt.Errorf("there is no command %q", command)
+}
+
+func (a *app) addJSON(cmd *cobra.Command) {
+	cmd.Flags().BoolVar(&a.json, "json", false, "print JSON")
+}
+
+func (a *app) addTimeout(cmd *cobra.Command) {
+	cmd.Flags().DurationVar(&a.timeout, "timeout", 10*time.Second, "longest time that the database may take for one statement")
+	cmd.PreRunE = func(*cobra.Command, []string) error {
+		if a.timeout < time.Millisecond {
+			return fmt.Errorf("--timeout is %v, and must be at least 1ms", a.timeout)
+		}
+		return nil
 	}
-	if err := demo.Parse(global.Args()[1:]); err != nil {
-		return err
+}
+
+// print writes what a command has to say at once, as JSON if that was asked for; tabs of the text become columns.
+func (a *app) print(value any, text func(w io.Writer)) error {
+	var out bytes.Buffer
+	if a.json {
+		encoder := json.NewEncoder(&out)
+		encoder.SetEscapeHTML(false)
+		encoder.SetIndent("", "  ")
+		if err := encoder.Encode(value); err != nil {
+			return err
+		}
+	} else {
+		table := tabwriter.NewWriter(&out, 0, 0, 2, ' ', 0)
+		text(table)
+		if err := table.Flush(); err != nil {
+			return err
+		}
 	}
-	if demo.NArg() > 0 {
-		return fmt.Errorf("demo takes no argument, and got %q", demo.Arg(0))
-	}
-	return nil
+	_, err := a.stdout.Write(out.Bytes())
+	return err
 }

@@ -2,11 +2,17 @@ package main
 
 import (
 	"bytes"
+	"encoding/json"
 	"log/slog"
+	"net"
+	"net/url"
 	"os"
 	"os/exec"
+	"strings"
 	"testing"
+	"time"
 
+	"github.com/spf13/cobra"
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
@@ -29,39 +35,313 @@ func command(t *testing.T, databaseURL string, args ...string) *exec.Cmd {
 	path, err := os.Executable()
 	require.NoError(t, err)
 	cmd := exec.CommandContext(t.Context(), path, args...)
+	cmd.Args[0] = "pgratelimit"
 	cmd.Env = append(os.Environ(), commandVariable+"=yes", "DATABASE_URL="+databaseURL)
 	return cmd
+}
+
+// outcome is what a person sees of a command.
+type outcome struct {
+	code           int
+	stdout, stderr string
+}
+
+// invoke runs the command as a process of its own, with pipes.
+func invoke(t *testing.T, databaseURL string, args ...string) outcome {
+	t.Helper()
+	cmd := command(t, databaseURL, args...)
+	var stdout, stderr bytes.Buffer
+	cmd.Stdout, cmd.Stderr = &stdout, &stderr
+	if err := cmd.Run(); err != nil {
+		require.ErrorAs(t, err, new(*exec.ExitError))
+	}
+	return outcome{cmd.ProcessState.ExitCode(), stdout.String(), stderr.String()}
+}
+
+// done requires success without a complaint, and returns what was printed.
+func (o outcome) done(t *testing.T) string {
+	t.Helper()
+	require.Zero(t, o.code, o.stderr)
+	require.Empty(t, o.stderr)
+	return o.stdout
+}
+
+// complains requires an exit code, no output, and one line on standard error that says all of this.
+func (o outcome) complains(t *testing.T, code int, words ...string) {
+	t.Helper()
+	require.Equal(t, code, o.code, o.stderr)
+	require.Empty(t, o.stdout)
+	require.Equal(t, 1, strings.Count(o.stderr, "\n"), o.stderr)
+	require.True(t, strings.HasPrefix(o.stderr, "pgratelimit"), o.stderr)
+	for _, word := range words {
+		require.Contains(t, o.stderr, word)
+	}
+}
+
+// decode reads the JSON that a successful command has printed.
+func decode[T any](t *testing.T, o outcome) T {
+	t.Helper()
+	var value T
+	decoder := json.NewDecoder(strings.NewReader(o.done(t)))
+	decoder.DisallowUnknownFields()
+	require.NoError(t, decoder.Decode(&value))
+	return value
+}
+
+// urlWith returns the connection string of a database with a parameter added.
+func urlWith(t *testing.T, db *pgtest.DB, parameter string) string {
+	t.Helper()
+	parsed, err := url.Parse(db.URL)
+	require.NoError(t, err)
+	if parsed.RawQuery != "" {
+		parsed.RawQuery += "&"
+	}
+	parsed.RawQuery += parameter
+	return parsed.String()
+}
+
+func exe(t *testing.T, db *pgtest.DB, sql string, args ...any) {
+	t.Helper()
+	_, err := db.Pool.Exec(t.Context(), sql, args...)
+	require.NoError(t, err)
+}
+
+func scalar[T any](t *testing.T, db *pgtest.DB, sql string, args ...any) T {
+	t.Helper()
+	var value T
+	require.NoError(t, db.Pool.QueryRow(t.Context(), sql, args...).Scan(&value))
+	return value
+}
+
+// commands returns all commands that do something, by what a person types.
+func commands(t *testing.T) map[string]*cobra.Command {
+	t.Helper()
+	all := map[string]*cobra.Command{}
+	var visit func(cmd *cobra.Command)
+	visit = func(cmd *cobra.Command) {
+		if !cmd.HasSubCommands() {
+			all[strings.TrimPrefix(cmd.CommandPath(), "pgratelimit ")] = cmd
+		}
+		for _, sub := range cmd.Commands() {
+			visit(sub)
+		}
+	}
+	visit(new(app).rootCommand())
+	require.Contains(t, all, "migrate up")
+	return all
 }
 
 func TestHelp(t *testing.T) {
 	t.Parallel()
 
-	for _, args := range [][]string{{"--help"}, {"-h"}, {"help"}, {"demo", "--help"}, {"demo", "--serve", "-h"}} {
-		var stdout, stderr bytes.Buffer
-		require.Equal(t, 0, run(t.Context(), args, &stdout, &stderr), args)
-		require.Equal(t, usage, stdout.String(), args)
-		require.Empty(t, stderr.String(), args)
+	for _, args := range [][]string{{"--help"}, {"-h"}, {"help"}} {
+		out := invoke(t, "postgres://me:secret@localhost/app", args...).done(t)
+		require.NotContains(t, out, "secret")
+		for name := range commands(t) {
+			first, _, _ := strings.Cut(name, " ")
+			require.Contains(t, out, "\n  "+first+" ")
+		}
+	}
+	for name, cmd := range commands(t) {
+		out := invoke(t, "", append(strings.Fields(name), "--help")...).done(t)
+		require.Contains(t, out, "\nUsage:\n  "+cmd.UseLine()+"\n", name)
+		if name != "migrate status" {
+			require.Contains(t, out, "\nExamples:\n  pgratelimit "+name, name)
+		}
+		require.Equal(t, name != "demo", cmd.Flags().Lookup("json") != nil, name)
+	}
+	require.Regexp(t, `^pgratelimit version \S+\n$`, invoke(t, "", "--version").done(t))
+	require.Contains(t, invoke(t, "", "completion", "bash").done(t), "bash completion")
+	require.Contains(t, invoke(t, "", "__complete", "peek", "login", "key", "--policy", "").stdout, "sliding 100/1m")
+}
+
+// examples are command lines that somebody is told to type: all that follows the word pgratelimit in a line of shell.
+func examples(t *testing.T, text string) [][]string {
+	t.Helper()
+	var all [][]string
+	for line := range strings.Lines(text) {
+		_, line, ok := strings.Cut(" "+strings.TrimSpace(line), " pgratelimit ")
+		if !ok {
+			continue
+		}
+		for _, end := range []string{" | ", " > ", " >> ", " && ", " # ", "  #", "`"} {
+			line, _, _ = strings.Cut(line, end)
+		}
+		words, err := exec.CommandContext(t.Context(), "sh", "-c", `set -- `+line+`; printf '%s\0' "$@"`).Output()
+		require.NoError(t, err, line)
+		all = append(all, strings.Split(strings.TrimSuffix(string(words), "\x00"), "\x00"))
+	}
+	require.NotEmpty(t, all)
+	return all
+}
+
+// requireAccepted requires that a command line makes sense.
+func requireAccepted(t *testing.T, args []string) {
+	t.Helper()
+	cmd, rest, err := new(app).rootCommand().Find(args)
+	require.NoError(t, err, args)
+	require.False(t, cmd.HasSubCommands(), args)
+	require.NoError(t, cmd.ParseFlags(rest), args)
+	require.NoError(t, cmd.ValidateArgs(cmd.Flags().Args()), args)
+	require.NoError(t, cmd.ValidateRequiredFlags(), args)
+}
+
+func TestExamplesMakeSense(t *testing.T) {
+	t.Parallel()
+
+	for _, cmd := range commands(t) {
+		if cmd.Example != "" {
+			for _, args := range examples(t, cmd.Example) {
+				requireAccepted(t, args)
+			}
+		}
 	}
 }
 
 func TestCommandLinesThatMakeNoSense(t *testing.T) {
 	t.Parallel()
 
+	const policy = "--policy=fixed 1/1m"
 	for _, test := range []struct {
 		args []string
 		want string
 	}{
 		{nil, "a command is missing"},
-		{[]string{"dome"}, `no command "dome"`},
-		{[]string{"--serve", "demo"}, "-serve"},
-		{[]string{"demo", "--verbose"}, "-verbose"},
+		{[]string{"dome"}, `unknown command "dome"`},
+		{[]string{"--serve", "demo"}, "--serve"},
+		{[]string{"demo", "--verbose"}, "--verbose"},
 		{[]string{"demo", "--serve=perhaps"}, "perhaps"},
-		{[]string{"demo", "now"}, `no argument, and got "now"`},
+		{[]string{"demo", "now"}, `"now"`},
+		{[]string{"migrate"}, "a command is missing"},
+		{[]string{"migrate", "sideways"}, `unknown command "sideways"`},
+		{[]string{"migrate", "up", "2"}, `"2"`},
+		{[]string{"migrate", "print", "9000"}, `there is no migration "9000"`},
+		{[]string{"migrate", "print", "first"}, `there is no migration "first"`},
+		{[]string{"migrate", "down"}, "--yes"},
+		{[]string{"limits", "--policy", "sliding 1/1m"}, "login=sliding 100/1m"},
+		{[]string{"limits", "--policy", "login=sliding"}, `"bucket 20 5/10s"`},
+		{[]string{"limits", "--max-rows", "0"}, "--max-rows"},
+		{[]string{"top", policy}, "accepts 1 arg(s), received 0"},
+		{[]string{"top", "login"}, `required flag(s) "policy"`},
+		{[]string{"top", "login", policy, "-n", "0"}, "--number"},
+		{[]string{"top", "login", policy, "--timeout", "0"}, "--timeout"},
+		{[]string{"top", "login", policy, "--timeout", "soon"}, "--timeout"},
+		{[]string{"peek", "login", policy}, "accepts 2 arg(s), received 1"},
+		{[]string{"peek", "login", "key"}, `required flag(s) "policy"`},
+		{[]string{"peek", "login", "key", "--policy", "slow 1/1m"}, `"bucket 20 5/10s"`},
+		{[]string{"peek", "", "key", policy}, "Config.Name"},
+		{[]string{"take", "login", "", policy}, "invalid key"},
+		{[]string{"take", "login", "key", policy, "--cost", "0"}, "--cost"},
+		{[]string{"take", "login", "key", policy, "--cost", "2"}, "cost exceeds the limit"},
+		{[]string{"take", "login", "key", "--policy", "fixed 0/1m"}, "at least 1"},
+		{[]string{"reset", "login"}, "accepts 2 arg(s), received 1"},
+		{[]string{"reset", "login", "key", "--all"}, "accepts 1 arg(s), received 2"},
+		{[]string{"reset", "login", "--all"}, "--yes"},
+		{[]string{"doctor", "who"}, `"who"`},
+		{[]string{"doctor", "--database-url", "postgres://me:secret@localhost:port/app"}, "cannot parse"},
 	} {
-		var stdout, stderr bytes.Buffer
-		require.Equal(t, 2, run(t.Context(), test.args, &stdout, &stderr), test.args)
-		require.Empty(t, stdout.String(), test.args)
-		require.Contains(t, stderr.String(), test.want)
-		require.Contains(t, stderr.String(), usage)
+		o := invoke(t, "", test.args...)
+		o.complains(t, exitUsage, test.want, "--help'")
+		require.NotContains(t, o.stderr, "secret")
 	}
 }
+
+// closedAddress is one at which nobody listens.
+func closedAddress(t *testing.T) string {
+	t.Helper()
+	listener, err := net.Listen("tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	require.NoError(t, listener.Close())
+	return listener.Addr().String()
+}
+
+// asking are all commands that ask the database, with arguments with which they would work.
+func asking() [][]string {
+	const policy = "--policy=sliding 10/1m"
+	return [][]string{
+		{"migrate", "up"},
+		{"migrate", "down", "--yes"},
+		{"migrate", "status"},
+		{"limits"},
+		{"top", "login", policy},
+		{"peek", "login", "user:123", policy},
+		{"take", "login", "user:123", policy},
+		{"reset", "login", "user:123"},
+		{"reset", "login", "--all", "--yes"},
+		{"doctor"},
+	}
+}
+
+func TestNoDatabase(t *testing.T) {
+	t.Parallel()
+
+	address := closedAddress(t)
+	for _, args := range asking() {
+		o := invoke(t, "postgres://me:secret@"+address+"/app", args...)
+		o.complains(t, exitFailed, "refused", "DATABASE_URL")
+		require.NotContains(t, o.stderr, "secret")
+		require.NotContains(t, o.stderr, "user:123")
+	}
+
+	// As psql does it: without a connection string, by the PG* variables.
+	host, port, err := net.SplitHostPort(address)
+	require.NoError(t, err)
+	cmd := command(t, "", "limits")
+	cmd.Env = append(cmd.Env, "PGHOST="+host, "PGPORT="+port, "PGUSER=alice", "PGDATABASE=wonderland")
+	var stderr bytes.Buffer
+	cmd.Stderr = &stderr
+	require.Error(t, cmd.Run())
+	require.Contains(t, stderr.String(), "user=alice database=wonderland")
+	require.Contains(t, stderr.String(), address)
+}
+
+func TestDatabaseThatIsNotMigrated(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.Empty(t)
+	before := objects(t, db)
+	for _, args := range asking()[3:] {
+		if args[0] != "doctor" {
+			o := invoke(t, db.URL, args...)
+			o.complains(t, exitFailed, "SQLSTATE 42", "pgratelimit migrate up", "--schema")
+			require.NotContains(t, o.stderr, "user:123")
+		}
+	}
+	o := invoke(t, db.URL, "doctor")
+	require.Equal(t, exitFailed, o.code)
+	require.Contains(t, o.stdout, "the tables are not there\n")
+	require.Contains(t, o.stdout, "pgratelimit migrate up")
+	require.Equal(t, "pgratelimit doctor: 1 of 6 checks found a problem\n", o.stderr)
+	require.Equal(t, before, objects(t, db))
+}
+
+func TestRoleWithoutRights(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	exe(t, db, "REVOKE CREATE ON SCHEMA public FROM PUBLIC")
+	exe(t, db, "INSERT INTO rate_limit_ephemeral (prefix, key, expires_at) VALUES ('login', 'user:123', 9e15)")
+	before := objects(t, db)
+	monitor := urlWith(t, db, "role=pg_monitor")
+	for _, args := range asking()[3:] {
+		if args[0] != "doctor" {
+			o := invoke(t, monitor, args...)
+			o.complains(t, exitFailed, "permission denied", "SQLSTATE 42501", "deploy/grants.sql")
+			require.NotContains(t, o.stderr, "user:123")
+		}
+	}
+	invoke(t, monitor, "migrate", "down", "--yes").complains(t, exitFailed, "42501")
+	empty := pgtest.Empty(t)
+	exe(t, empty, "REVOKE CREATE ON SCHEMA public FROM PUBLIC")
+	invoke(t, urlWith(t, empty, "role=pg_monitor"), "migrate", "up").complains(t, exitFailed, "permission denied", "CREATE on the schema")
+
+	o := invoke(t, monitor, "doctor")
+	require.Zero(t, o.code, o.stderr)
+	require.Contains(t, o.stdout, "this role may not execute rate_limit_fixed_window")
+	require.Contains(t, o.stdout, "could not be looked at: permission denied")
+	require.Equal(t, before, objects(t, db))
+	require.Equal(t, 1, scalar[int](t, db, "SELECT count(*) FROM rate_limit_ephemeral"))
+}
+
+// patience is how long a test waits at most for what is certain to come.
+const patience = time.Minute

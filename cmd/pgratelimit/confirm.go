@@ -1,0 +1,50 @@
+package main
+
+import (
+	"bufio"
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"strings"
+
+	"github.com/spf13/cobra"
+	"golang.org/x/term"
+)
+
+func addYes(cmd *cobra.Command, yes *bool) {
+	cmd.Flags().BoolVarP(yes, "yes", "y", false, "do not ask")
+}
+
+// confirm asks a person, and returns an error unless the answer is yes. Without a terminal there is nobody to ask.
+func (a *app) confirm(ctx context.Context, question string, yes bool) error {
+	if yes {
+		return nil
+	}
+	if !isTerminal(a.stdin) {
+		return usageError{errors.New("standard input is no terminal, so nobody can be asked; --yes does it without asking")}
+	}
+	fmt.Fprintf(a.stderr, "%s [y/N] ", question)
+	answers := make(chan string, 1)
+	go func() {
+		answer, _ := bufio.NewReader(a.stdin).ReadString('\n') // whatever comes instead of an answer is not yes
+		answers <- answer
+	}()
+	select {
+	case answer := <-answers:
+		switch strings.ToLower(strings.TrimSpace(answer)) {
+		case "y", "yes":
+			return nil
+		}
+		return errors.New("nothing was done")
+	case <-ctx.Done():
+		fmt.Fprintln(a.stderr)
+		return ctx.Err()
+	}
+}
+
+// isTerminal tells whether a person is at the other end.
+func isTerminal(stream any) bool {
+	file, ok := stream.(*os.File)
+	return ok && term.IsTerminal(int(file.Fd()))
+}

@@ -1,0 +1,43 @@
+package main
+
+import (
+	"fmt"
+	"strconv"
+	"strings"
+	"time"
+	"unicode"
+	"unicode/utf8"
+)
+
+// printable is a name or key as a terminal may show it: whoever chose it may have put control characters into it.
+func printable(text string) string {
+	odd := func(r rune) bool { return !unicode.IsPrint(r) || r == utf8.RuneError }
+	if strings.ContainsFunc(text, odd) || strings.HasPrefix(text, `"`) || strings.TrimSpace(text) != text {
+		return strconv.QuoteToGraphic(text)
+	}
+	return text
+}
+
+func instant(t time.Time) string { return t.UTC().Format("2006-01-02 15:04:05Z") }
+
+// micros is a wait, rounded up to milliseconds: after that it is over.
+func wait(micros int64) string {
+	d := time.Duration(micros) * time.Microsecond
+	if rounded := d.Round(time.Millisecond); rounded < d {
+		return (rounded + time.Millisecond).String()
+	} else {
+		return rounded.String()
+	}
+}
+
+func size(bytes int64) string {
+	const units = "kMGTP"
+	if bytes < 1000 {
+		return fmt.Sprintf("%d B", bytes)
+	}
+	value, unit := float64(bytes), -1
+	for ; value >= 1000 && unit < len(units)-1; unit++ {
+		value /= 1000
+	}
+	return fmt.Sprintf("%.1f %cB", value, units[unit])
+}

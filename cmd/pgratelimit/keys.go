@@ -1,0 +1,216 @@
+package main
+
+import (
+	"context"
+	_ "embed"
+	"errors"
+	"fmt"
+	"io"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/spf13/cobra"
+
+	"github.com/pgratelimit/ratelimit"
+)
+
+func (a *app) peekCommand() *cobra.Command {
+	cmd := a.askCommand(func(ctx context.Context, limiter *ratelimit.Limiter, key string) (ratelimit.Result, error) {
+		return limiter.Peek(ctx, key)
+	})
+	cmd.Use = "peek NAME KEY --policy POLICY"
+	cmd.Short = "Show what is left of a key's limit, and take nothing"
+	cmd.Example = `  pgratelimit peek login user:123 --policy "sliding 10/1m"
+  pgratelimit peek api acme --policy "fixed 100000/30d" --durable --json`
+	return cmd
+}
+
+func (a *app) takeCommand() *cobra.Command {
+	var cost int64
+	cmd := a.askCommand(func(ctx context.Context, limiter *ratelimit.Limiter, key string) (ratelimit.Result, error) {
+		if cost < 1 {
+			return ratelimit.Result{}, usageError{fmt.Errorf("--cost is %d, and must be at least 1", cost)}
+		}
+		result, err := limiter.AllowN(ctx, key, cost)
+		if err == nil && !result.Allowed {
+			err = errDenied
+		}
+		return result, err
+	})
+	cmd.Use = "take NAME KEY --policy POLICY"
+	cmd.Short = "Take from a key's limit, and exit with 3 if that is denied"
+	cmd.Example = `  pgratelimit take mail alice --policy "bucket 20 5/10s" && sendmail alice
+  pgratelimit take export acme --policy "sliding 100/1h" --cost 10 --json`
+	cmd.Flags().Int64Var(&cost, "cost", 1, "how much to take, all of it or nothing")
+	return cmd
+}
+
+// decision is a ratelimit.Result in the output, with the names that the SQL functions use.
+type decision struct {
+	Allowed      bool      `json:"allowed"`
+	Limit        int64     `json:"limit"`
+	Remaining    int64     `json:"remaining"`
+	RetryAfterUS int64     `json:"retry_after_us"`
+	ResetAfterUS int64     `json:"reset_after_us"`
+	DecidedAt    time.Time `json:"decided_at"`
+}
+
+// askCommand is a command that asks one limiter for one key.
+func (a *app) askCommand(ask func(context.Context, *ratelimit.Limiter, string) (ratelimit.Result, error)) *cobra.Command {
+	var policy policyValue
+	var durable bool
+	cmd := &cobra.Command{
+		Args: cobra.ExactArgs(2),
+		RunE: action(func(ctx context.Context, args []string) error {
+			pool, err := a.open(ctx)
+			if err != nil {
+				return err
+			}
+			defer pool.Close()
+			limiter, err := ratelimit.New(pool, ratelimit.Config{
+				Name: args[0], Policy: policy.Policy, Durable: durable, Schema: a.schema, Timeout: a.timeout,
+			})
+			if err != nil {
+				return err
+			}
+			result, err := ask(ctx, limiter, args[1])
+			if err != nil && !errors.Is(err, errDenied) {
+				return err
+			}
+			return errors.Join(a.printDecision(result), err)
+		}),
+	}
+	addPolicy(cmd, &policy)
+	addDurable(cmd, &durable)
+	a.addTimeout(cmd)
+	a.addJSON(cmd)
+	return cmd
+}
+
+func (a *app) printDecision(r ratelimit.Result) error {
+	d := decision{r.Allowed, r.Limit, r.Remaining, r.RetryAfter.Microseconds(), r.ResetAfter.Microseconds(), r.DecidedAt}
+	return a.print(d, func(w io.Writer) {
+		word, retry := "allowed", ""
+		if !d.Allowed {
+			word, retry = "denied", ", retry after "+wait(d.RetryAfterUS)
+		}
+		fmt.Fprintf(w, "%s: %d of %d remaining%s, as good as new after %s\n", word, d.Remaining, d.Limit, retry, wait(d.ResetAfterUS))
+	})
+}
+
+var (
+	//go:embed sql/reset.sql
+	resetSQL string
+	//go:embed sql/reset_batch.sql
+	resetBatchSQL string
+	//go:embed sql/next_keys_ephemeral.sql
+	nextEphemeralKeysSQL string
+	//go:embed sql/next_keys_durable.sql
+	nextDurableKeysSQL string
+)
+
+// batchSize is how many keys one statement deals with at most.
+const batchSize = 1000
+
+func (a *app) resetCommand() *cobra.Command {
+	var durable, all, yes bool
+	cmd := &cobra.Command{
+		Use:   "reset NAME {KEY | --all}",
+		Short: "Make a key as good as new, or all keys of a limiter",
+		Long: `Makes a key as good as new, or all keys of a limiter, in small transactions. Processes that remember a denial of the key do so for
+up to a second longer.`,
+		Example: `  pgratelimit reset login user:123
+  pgratelimit reset login --all
+  pgratelimit reset api --all --durable --yes`,
+		Args: func(cmd *cobra.Command, args []string) error {
+			if all {
+				return cobra.ExactArgs(1)(cmd, args)
+			}
+			return cobra.ExactArgs(2)(cmd, args)
+		},
+		RunE: action(func(ctx context.Context, args []string) error {
+			pool, err := a.open(ctx)
+			if err != nil {
+				return err
+			}
+			defer pool.Close()
+			if !all {
+				n, err := a.resetKey(ctx, pool, args[0], args[1], durable)
+				return errors.Join(err, a.printReset(n, durable, err))
+			}
+			question := fmt.Sprintf("Reset all keys of limiter %s in %s?", printable(args[0]), table(durable))
+			if err := a.confirm(ctx, question, yes); err != nil {
+				return err
+			}
+			n, err := a.resetAll(ctx, pool, args[0], durable)
+			return errors.Join(err, a.printReset(n, durable, err))
+		}),
+	}
+	cmd.Flags().BoolVar(&all, "all", false, "reset all keys of the limiter; asks first")
+	addYes(cmd, &yes)
+	addDurable(cmd, &durable)
+	a.addTimeout(cmd)
+	a.addJSON(cmd)
+	return cmd
+}
+
+// resetKey returns 1 if there was something to reset.
+func (a *app) resetKey(ctx context.Context, pool *pgxpool.Pool, name, key string, durable bool) (n int64, err error) {
+	err = a.write(ctx, pool, func(tx pgx.Tx) error { return tx.QueryRow(ctx, resetSQL, name, key, durable).Scan(&n) })
+	return n, err
+}
+
+// resetAll goes through the keys in order, as all who lock several rows do. Those that are added meanwhile may stay.
+func (a *app) resetAll(ctx context.Context, pool *pgxpool.Pool, name string, durable bool) (total int64, err error) {
+	var after string
+	for {
+		var keys []string
+		var n int64
+		err := a.write(ctx, pool, func(tx pgx.Tx) (err error) {
+			if keys, err = nextKeys(ctx, tx, name, after, batchSize, durable); err != nil || len(keys) == 0 {
+				return err
+			}
+			return tx.QueryRow(ctx, resetBatchSQL, name, keys, durable).Scan(&n)
+		})
+		if err != nil || len(keys) == 0 {
+			return total, err
+		}
+		total += n
+		after = keys[len(keys)-1]
+	}
+}
+
+// nextKeys returns up to limit keys of a limiter that come after one, in order.
+func nextKeys(ctx context.Context, tx pgx.Tx, name, after string, limit int64, durable bool) ([]string, error) {
+	query := nextEphemeralKeysSQL
+	if durable {
+		query = nextDurableKeysSQL
+	}
+	rows, err := tx.Query(ctx, query, name, after, limit)
+	if err != nil {
+		return nil, err
+	}
+	return pgx.CollectRows(rows, pgx.RowTo[string])
+}
+
+// printReset says how far it got, also if an error came in between.
+func (a *app) printReset(n int64, durable bool, err error) error {
+	if err != nil && n == 0 {
+		return nil
+	}
+	value := struct {
+		Table string `json:"table"`
+		Reset int64  `json:"reset"`
+	}{table(durable), n}
+	return a.print(value, func(w io.Writer) {
+		switch {
+		case n > 0:
+			fmt.Fprintf(w, "reset %d in %s\n", n, value.Table)
+		case durable:
+			fmt.Fprintf(w, "nothing to reset in %s; without --durable it would have been %s\n", value.Table, table(false))
+		default:
+			fmt.Fprintf(w, "nothing to reset in %s; --durable is for %s\n", value.Table, table(true))
+		}
+	})
+}

@@ -1,0 +1,221 @@
+package main
+
+import (
+	"fmt"
+	"strings"
+	"testing"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/internal/pgtest"
+)
+
+func TestTakePeekAndReset(t *testing.T) {
+	t.Parallel()
+
+	for _, policy := range []string{"fixed 3/365d", "sliding 3/365d", "bucket 3 1/365d"} {
+		for _, more := range [][]string{nil, {"--durable"}, {"--schema", "my limits"}} {
+			t.Run(policy+strings.Join(more, " "), func(t *testing.T) {
+				t.Parallel()
+				db := pgtest.New(t)
+				if len(more) == 2 {
+					exe(t, db, `CREATE SCHEMA "my limits"`)
+					invoke(t, db.URL, append([]string{"migrate", "up"}, more...)...).done(t)
+				}
+				ask := func(verb string, args ...string) outcome {
+					args = append([]string{verb, "login", "user:123", "--policy", policy}, args...)
+					return invoke(t, db.URL, append(args, more...)...)
+				}
+
+				fresh := decode[decision](t, ask("peek", "--json"))
+				require.True(t, fresh.Allowed)
+				require.EqualValues(t, 3, fresh.Remaining)
+				require.False(t, fresh.DecidedAt.IsZero())
+				require.Equal(t, "allowed: 3 of 3 remaining, as good as new after 0s\n", ask("peek").done(t))
+
+				require.Regexp(t, `^allowed: 2 of 3 remaining, as good as new after \S+\n$`, ask("take").done(t))
+				taken := decode[decision](t, ask("take", "--cost", "2", "--json"))
+				require.Equal(t, decision{Allowed: true, Limit: 3, ResetAfterUS: taken.ResetAfterUS, DecidedAt: taken.DecidedAt}, taken)
+				require.Positive(t, taken.ResetAfterUS)
+
+				denied := ask("take")
+				require.Equal(t, exitDenied, denied.code)
+				require.Regexp(t, `^denied: 0 of 3 remaining, retry after \S+, as good as new after \S+\n$`, denied.stdout)
+				require.Empty(t, denied.stderr)
+				peeked := decode[decision](t, ask("peek", "--json"))
+				require.False(t, peeked.Allowed)
+				require.Positive(t, peeked.RetryAfterUS)
+
+				reset := append([]string{"reset", "login", "user:123"}, more...)
+				require.Regexp(t, `^reset 1 in rate_limit_\w+\n$`, invoke(t, db.URL, reset...).done(t))
+				require.Regexp(t, `^nothing to reset in rate_limit_\w+; `, invoke(t, db.URL, reset...).done(t))
+				require.EqualValues(t, 3, decode[decision](t, ask("peek", "--json")).Remaining)
+			})
+		}
+	}
+}
+
+// fill makes rows of a limiter in SQL: key 1 to n, each with so much taken of a window of a year.
+func fill(t *testing.T, db *pgtest.DB, table, name string, n, taken int) {
+	t.Helper()
+	exe(t, db, `INSERT INTO `+table+` (prefix, key, algorithm, count, window_start, expires_at)
+		SELECT $1, 'key ' || i, 1, $3, now_us, now_us + 365 * 86400 * 1000000::bigint
+		FROM generate_series(1, $2) AS i, (SELECT (extract(epoch FROM now()) * 1000000)::bigint AS now_us) AS clock`, name, n, taken)
+}
+
+func TestResetAll(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	for _, table := range []string{"rate_limit_ephemeral", "rate_limit_durable"} {
+		fill(t, db, table, "login", 2*batchSize+500, 1)
+		fill(t, db, table, "logins", 7, 1)
+	}
+	rows := func() string {
+		return scalar[string](t, db, `SELECT string_agg(concat_ws(' ', prefix, t, n), ', ' ORDER BY prefix, t) FROM (
+			SELECT prefix, 'ephemeral' AS t, count(*) AS n FROM rate_limit_ephemeral GROUP BY 1
+			UNION ALL SELECT prefix, 'durable', count(*) FROM rate_limit_durable GROUP BY 1) AS counts`)
+	}
+	invoke(t, db.URL, "reset", "login", "--all").complains(t, exitUsage, "--yes")
+	require.Equal(t, "login durable 2500, login ephemeral 2500, logins durable 7, logins ephemeral 7", rows())
+
+	// The row of somebody's transaction ends it, after what came before in whole batches.
+	var last string
+	tx, err := db.Pool.Begin(t.Context())
+	require.NoError(t, err)
+	require.NoError(t, tx.QueryRow(t.Context(), `SELECT key FROM rate_limit_ephemeral WHERE prefix = 'login'
+		ORDER BY key DESC LIMIT 1 FOR UPDATE`).Scan(&last))
+	o := invoke(t, db.URL, "reset", "login", "--all", "--yes", "--timeout", "500ms")
+	require.Equal(t, exitFailed, o.code)
+	require.Equal(t, "reset 2000 in rate_limit_ephemeral\n", o.stdout)
+	require.Contains(t, o.stderr, "--timeout allows a statement more than 500ms")
+	require.Equal(t, 1, strings.Count(o.stderr, "\n"))
+	require.NotContains(t, o.stderr, last)
+	require.NoError(t, tx.Rollback(t.Context()))
+	require.Equal(t, "login durable 2500, login ephemeral 500, logins durable 7, logins ephemeral 7", rows())
+
+	require.Equal(t, "reset 500 in rate_limit_ephemeral\n", invoke(t, db.URL, "reset", "login", "--all", "-y").done(t))
+	require.Equal(t, "login durable 2500, logins durable 7, logins ephemeral 7", rows())
+	reset := decode[struct {
+		Table string
+		Reset int
+	}](t, invoke(t, db.URL, "reset", "login", "--all", "--yes", "--durable", "--json"))
+	require.Equal(t, 2500, reset.Reset)
+	require.Equal(t, "logins durable 7, logins ephemeral 7", rows())
+	require.Contains(t, invoke(t, db.URL, "reset", "login", "--all", "--yes").done(t), "nothing to reset")
+}
+
+func TestTop(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	const policy = "sliding 10/365d"
+	parsed, err := ratelimit.ParsePolicy(policy)
+	require.NoError(t, err)
+	limiter, err := ratelimit.New(db.Pool, ratelimit.Config{Name: "login", Policy: parsed, Timeout: patience})
+	require.NoError(t, err)
+	for key, n := range map[string]int64{"a": 3, "b": 10, "c": 9, "d": 10, "e": 1} {
+		result, err := limiter.AllowN(t.Context(), key, n)
+		require.NoError(t, err)
+		require.True(t, result.Allowed)
+	}
+	fill(t, db, "rate_limit_ephemeral", "other", 3, 1)
+	exe(t, db, "INSERT INTO rate_limit_ephemeral (prefix, key, algorithm, count) VALUES ('login', 'expired', 2, 10)")
+
+	top := decode[topResult](t, invoke(t, db.URL, "top", "login", "--policy", policy, "--json"))
+	require.Equal(t, topResult{Limiter: "login", Table: "rate_limit_ephemeral", Looked: 6, Complete: true, Keys: top.Keys}, top)
+	var order []string
+	for _, key := range top.Keys {
+		order = append(order, fmt.Sprint(key.Key, key.Remaining))
+		peek, err := limiter.Peek(t.Context(), key.Key)
+		require.NoError(t, err)
+		require.Equal(t, peek.Remaining, key.Remaining)
+		require.Equal(t, peek.Remaining == 0, key.RetryAfterUS > 0)
+		require.LessOrEqual(t, peek.RetryAfter.Microseconds(), key.RetryAfterUS)
+		require.LessOrEqual(t, peek.ResetAfter.Microseconds(), key.ResetAfterUS)
+	}
+	require.Equal(t, []string{"c1", "a7", "e9"}, order[2:])
+	require.ElementsMatch(t, []string{"b0", "d0"}, order[:2])
+
+	out := invoke(t, db.URL, "top", "login", "--policy", policy, "-n", "3").done(t)
+	require.Regexp(t, `(?m)^[bd]    0          \S+ +\S+$`, out)
+	require.Regexp(t, `(?m)^c    1          now `, out)
+	require.NotContains(t, out, "\na ")
+	require.Contains(t, out, "\n6 rows of limiter login in rate_limit_ephemeral looked at\n")
+
+	// A lowered limit is over-used.
+	out = invoke(t, db.URL, "top", "login", "--policy", "sliding 2/365d", "-n", "1").done(t)
+	require.Regexp(t, `(?m)^[abcd]    0 `, out)
+}
+
+func TestTopOfAnotherTableAndAlgorithm(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	fill(t, db, "rate_limit_durable", "api", 2*batchSize+1, 4)
+	exe(t, db, "UPDATE rate_limit_durable SET count = 5 WHERE key = 'key 99'") // not in the first batch
+	top := decode[topResult](t, invoke(t, db.URL, "top", "api", "--policy", "fixed 5/365d", "--durable", "--json", "-n", "2"))
+	require.EqualValues(t, 2*batchSize+1, top.Looked)
+	require.True(t, top.Complete)
+	require.Equal(t, "key 99", top.Keys[0].Key)
+	require.EqualValues(t, 1, top.Keys[1].Remaining)
+
+	for maxRows, complete := range map[string]bool{"1": false, "1000": false, "2000": false, "2001": true, "5000": true} {
+		top := decode[topResult](t, invoke(t, db.URL, "top", "api", "--policy", "fixed 5/365d", "--durable", "--json", "--max-rows", maxRows))
+		require.Equal(t, complete, top.Complete, maxRows)
+		if !complete {
+			require.Equal(t, maxRows, fmt.Sprint(top.Looked))
+		}
+	}
+	require.Contains(t, invoke(t, db.URL, "top", "api", "--policy", "fixed 5/365d", "--durable", "--max-rows", "10").done(t),
+		"10 rows of limiter api in rate_limit_durable looked at, and there are more: see --max-rows\n")
+
+	// To another algorithm they are as good as new.
+	for _, policy := range []string{"sliding 5/365d", "bucket 5 1/1d"} {
+		require.Empty(t, decode[topResult](t, invoke(t, db.URL, "top", "api", "--policy", policy, "--durable", "--json")).Keys)
+	}
+	require.Zero(t, decode[topResult](t, invoke(t, db.URL, "top", "api", "--policy", "fixed 5/365d", "--json")).Looked)
+}
+
+// Whoever chooses the keys must not reach the terminal of the person on call.
+func TestKeysAreShownHarmlessly(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	hostile := []string{"\x1b]0;title\a", "tab\there", "line\nbreak", "\u202eright to left", "  spaces ", `"quoted"`, "\u009b2J", "schön"}
+	for _, key := range hostile {
+		require.Zero(t, invoke(t, db.URL, "take", "login", key, "--policy", "fixed 5/365d").code)
+	}
+	out := invoke(t, db.URL, "top", "login", "--policy", "fixed 5/365d").done(t)
+	require.NotContains(t, out, "\x1b")
+	require.NotContains(t, out, "\u202e")
+	require.NotContains(t, out, "\u009b")
+	require.Equal(t, 1+len(hostile)+2, strings.Count(out, "\n"), out)
+	for _, shown := range []string{`"\x1b]0;title\a"`, `"tab\there"`, `"line\nbreak"`, `"\u202eright to left"`, `"  spaces "`, `"\"quoted\""`, "\nschön "} {
+		require.Contains(t, out, shown)
+	}
+	keys := map[string]bool{}
+	for _, key := range decode[topResult](t, invoke(t, db.URL, "top", "login", "--policy", "fixed 5/365d", "--json")).Keys {
+		keys[key.Key] = true
+	}
+	for _, key := range hostile {
+		require.True(t, keys[key])
+	}
+}
+
+func TestNothingThatReadsCanWrite(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	a := &app{databaseURL: db.URL, timeout: patience}
+	pool, err := a.open(t.Context())
+	require.NoError(t, err)
+	defer pool.Close()
+	err = a.read(t.Context(), pool, func(tx pgx.Tx) error {
+		_, err := tx.Exec(t.Context(), "SELECT rate_limit_fixed_window('login', ARRAY['user:123'], 1, 1)")
+		return err
+	})
+	require.ErrorContains(t, err, "SQLSTATE 25006")
+}

@@ -1,0 +1,203 @@
+package main
+
+import (
+	"cmp"
+	"context"
+	_ "embed"
+	"errors"
+	"fmt"
+	"io"
+	"math"
+	"slices"
+	"strconv"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/spf13/cobra"
+)
+
+const (
+	// blockSize is that of nearly every Postgres; it only decides how much is read.
+	blockSize = 8192
+
+	// sampleBlocks is how much of a table is read at most, 100 MB, unless it is all to be counted.
+	sampleBlocks = 12_800
+)
+
+// limiterRows is what a limiter has in one table.
+type limiterRows struct {
+	Limiter      string     `json:"limiter"`
+	Table        string     `json:"table"`
+	Rows         int64      `json:"rows"`
+	Live         int64      `json:"live"`  // not expired
+	Bytes        int64      `json:"bytes"` // of the rows, without free space and index
+	OldestExpiry time.Time  `json:"oldest_expiry"`
+	Estimated    bool       `json:"estimated"`  // all of these, from a sample
+	DeniedNow    *deniedNow `json:"denied_now"` // null: no policy was given
+}
+
+// deniedNow is how many keys have no room for a cost of 1.
+type deniedNow struct {
+	Keys     int64 `json:"keys"`
+	Complete bool  `json:"complete"` // else there are more rows than were looked at
+}
+
+// tableSize is what a table takes, as the file system sees it.
+type tableSize struct {
+	Table      string `json:"table"`
+	TableBytes int64  `json:"table_bytes"`
+	TotalBytes int64  `json:"total_bytes"` // with its index
+}
+
+func (a *app) limitsCommand() *cobra.Command {
+	policies := policiesValue{}
+	var exact bool
+	var maxRows int64
+	cmd := &cobra.Command{
+		Use:   "limits",
+		Short: "List the limiters, with how much each has in the tables",
+		Long: `Lists each limiter's rows: all, those that have not expired, the space that they take, and when the first of them expired or will.
+Of a table beyond 100 MB a random sample of that size is read, and what was estimated is marked with ~, unless --exact is given.
+How many keys are denied now depends on the policy, which the rows do not hold: give it with --policy.`,
+		Example: `  pgratelimit limits
+  pgratelimit limits --policy "login=sliding 10/1m" --policy "api=bucket 20 5/10s"
+  pgratelimit limits --exact --timeout 5m --json`,
+		Args: cobra.NoArgs,
+		RunE: action(func(ctx context.Context, _ []string) error {
+			if maxRows < 1 {
+				return usageError{errors.New("--max-rows must be at least 1")}
+			}
+			pool, err := a.open(ctx)
+			if err != nil {
+				return err
+			}
+			defer pool.Close()
+			sizes, limiters, err := a.countLimiters(ctx, pool, exact)
+			if err != nil {
+				return err
+			}
+			for i := range limiters {
+				if err := a.countDenied(ctx, pool, &limiters[i], policies, maxRows); err != nil {
+					return err
+				}
+			}
+			value := struct {
+				Tables   []tableSize   `json:"tables"`
+				Limiters []limiterRows `json:"limiters"`
+			}{sizes, limiters}
+			return a.print(value, func(w io.Writer) { printLimiters(w, sizes, limiters) })
+		}),
+	}
+	cmd.Flags().Var(policies, "policy", "limit of each key of a limiter, like \"login=sliding 100/1m\"; can be given for each")
+	cmd.Flags().BoolVar(&exact, "exact", false, "read the whole tables, however large")
+	addMaxRows(cmd, &maxRows)
+	a.addTimeout(cmd)
+	a.addJSON(cmd)
+	return cmd
+}
+
+var (
+	//go:embed sql/sizes.sql
+	sizesSQL string
+	//go:embed sql/limits.sql
+	limitsSQL string
+)
+
+// countLimiters reads the tables, or a sample of them.
+func (a *app) countLimiters(ctx context.Context, pool *pgxpool.Pool, exact bool) (sizes []tableSize, limiters []limiterRows, err error) {
+	err = a.read(ctx, pool, func(tx pgx.Tx) error {
+		rows, err := tx.Query(ctx, sizesSQL)
+		if err != nil {
+			return err
+		}
+		percent := map[string]float64{}
+		var s tableSize
+		if _, err := pgx.ForEachRow(rows, []any{&s.Table, &s.TableBytes, &s.TotalBytes}, func() error {
+			sizes = append(sizes, s)
+			percent[s.Table] = 100
+			if !exact {
+				percent[s.Table] = 100 * sampleShare(s.TableBytes)
+			}
+			return nil
+		}); err != nil {
+			return err
+		}
+		if rows, err = tx.Query(ctx, limitsSQL, percent[table(false)], percent[table(true)]); err != nil {
+			return err
+		}
+		limiters, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (l limiterRows, err error) {
+			var expires int64
+			err = row.Scan(&l.Table, &l.Limiter, &l.Rows, &l.Live, &l.Bytes, &expires)
+			l.OldestExpiry = time.UnixMicro(expires).UTC()
+			if share := percent[l.Table] / 100; share < 1 {
+				l.Estimated = true
+				for _, n := range []*int64{&l.Rows, &l.Live, &l.Bytes} {
+					*n = int64(float64(*n) / share)
+				}
+			}
+			return l, err
+		})
+		return err
+	})
+	slices.SortFunc(limiters, func(a, b limiterRows) int {
+		return cmp.Or(cmp.Compare(a.Limiter, b.Limiter), cmp.Compare(b.Table, a.Table))
+	})
+	return sizes, limiters, err
+}
+
+// sampleShare is how much of a table a sample reads.
+func sampleShare(bytes int64) float64 {
+	return min(1, sampleBlocks*blockSize/math.Max(float64(bytes), 1))
+}
+
+func (a *app) countDenied(ctx context.Context, pool *pgxpool.Pool, l *limiterRows, policies policiesValue, maxRows int64) (err error) {
+	policy, ok := policies[l.Limiter]
+	if !ok {
+		return nil
+	}
+	l.DeniedNow = &deniedNow{}
+	_, l.DeniedNow.Complete, err = a.peekAll(ctx, pool, l.Limiter, policy, l.Table == table(true), maxRows, func(states []keyState) {
+		for _, state := range states {
+			if state.Remaining == 0 {
+				l.DeniedNow.Keys++
+			}
+		}
+	})
+	return err
+}
+
+func printLimiters(w io.Writer, sizes []tableSize, limiters []limiterRows) {
+	fmt.Fprintf(w, "LIMITER\tTABLE\tROWS\tLIVE\tDENIED NOW\tBYTES\tOLDEST EXPIRY\n")
+	estimated, unknown := false, false
+	for _, l := range limiters {
+		about := ""
+		if l.Estimated {
+			about, estimated = "~", true
+		}
+		denied := "?"
+		switch {
+		case l.DeniedNow == nil:
+			unknown = true
+		case l.DeniedNow.Complete:
+			denied = strconv.FormatInt(l.DeniedNow.Keys, 10)
+		default:
+			denied = fmt.Sprintf("≥%d", l.DeniedNow.Keys)
+		}
+		fmt.Fprintf(w, "%s\t%s\t%s%d\t%s%d\t%s\t%s%s\t%s%s\n", printable(l.Limiter), l.Table, about, l.Rows, about, l.Live, denied,
+			about, size(l.Bytes), about, instant(l.OldestExpiry))
+	}
+	if len(limiters) == 0 {
+		fmt.Fprintf(w, "no limiter has rows\n")
+	}
+	fmt.Fprintln(w)
+	for _, s := range sizes {
+		fmt.Fprintf(w, "%s takes %s, with its index %s\n", s.Table, size(s.TableBytes), size(s.TotalBytes))
+	}
+	if estimated {
+		fmt.Fprintf(w, "~ is estimated from a sample of %s; --exact counts\n", size(sampleBlocks*blockSize))
+	}
+	if unknown {
+		fmt.Fprintf(w, "? depends on the policy: --policy \"NAME=sliding 100/1m\"\n")
+	}
+}

@@ -1,0 +1,80 @@
+package main
+
+import (
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit/internal/pgtest"
+)
+
+type limitsOutput struct {
+	Tables   []tableSize
+	Limiters []limiterRows
+}
+
+func TestLimits(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	require.Contains(t, invoke(t, db.URL, "limits").done(t), "\nno limiter has rows\n")
+	require.Empty(t, decode[limitsOutput](t, invoke(t, db.URL, "limits", "--json")).Limiters)
+
+	fill(t, db, "rate_limit_ephemeral", "login", batchSize+20, 5)
+	fill(t, db, "rate_limit_durable", "login", 3, 1)
+	fill(t, db, "rate_limit_durable", "api", 2, 1)
+	exe(t, db, "UPDATE rate_limit_ephemeral SET count = 4 WHERE key IN ('key 1', 'key 2')")
+	exe(t, db, "UPDATE rate_limit_ephemeral SET expires_at = 1700000000 * 1000000::bigint WHERE key IN ('key 3', 'key 4', 'key 5')")
+
+	out := decode[limitsOutput](t, invoke(t, db.URL, "limits", "--json", "--policy", "login=fixed 5/365d"))
+	require.Len(t, out.Limiters, 3)
+	api, ephemeral, durable := out.Limiters[0], out.Limiters[1], out.Limiters[2]
+	require.Equal(t, "api", api.Limiter)
+	require.EqualValues(t, 2, api.Live)
+	require.Nil(t, api.DeniedNow)
+	require.Equal(t, "rate_limit_ephemeral", ephemeral.Table)
+	require.EqualValues(t, batchSize+20, ephemeral.Rows)
+	require.EqualValues(t, batchSize+17, ephemeral.Live)
+	require.Equal(t, &deniedNow{Keys: batchSize + 15, Complete: true}, ephemeral.DeniedNow)
+	require.False(t, ephemeral.Estimated)
+	require.EqualValues(t, 1_700_000_000, ephemeral.OldestExpiry.Unix())
+	require.InEpsilon(t, scalar[int64](t, db, "SELECT sum(pg_column_size(r.*)) FROM rate_limit_ephemeral AS r"), ephemeral.Bytes, 0.001)
+	require.Equal(t, &deniedNow{Complete: true}, durable.DeniedNow)
+	require.Equal(t, scalar[int64](t, db, "SELECT pg_total_relation_size('rate_limit_durable')"), out.Tables[1].TotalBytes)
+
+	text := invoke(t, db.URL, "limits", "--policy", "login=fixed 5/365d", "--max-rows", "1000").done(t)
+	require.Regexp(t, `(?m)^LIMITER  TABLE                 ROWS  LIVE  DENIED NOW  BYTES +OLDEST EXPIRY$`, text)
+	require.Regexp(t, `(?m)^login    rate_limit_ephemeral  1020  1017  ≥\d{3} +\S+ kB +2023-11-14 22:13:20Z$`, text)
+	require.Regexp(t, `(?m)^login    rate_limit_durable    3     3     0 `, text)
+	require.Regexp(t, `(?m)^api      rate_limit_durable    2     2     \? `, text)
+	require.Contains(t, text, "\n? depends on the policy")
+	require.NotContains(t, text, "~")
+}
+
+// A table beyond the size of a sample is not read as a whole, and what is shown says so.
+func TestLimitsOfALargeTableAreEstimated(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	// One row in each block: large for the command, and small for the machine.
+	exe(t, db, "ALTER TABLE rate_limit_ephemeral SET (fillfactor = 10)")
+	rows := 3 * sampleBlocks / 2
+	exe(t, db, `INSERT INTO rate_limit_ephemeral (prefix, key, expires_at) SELECT 'login', i || repeat('k', 500), 9e15 FROM generate_series(1, $1) AS i`, rows)
+
+	estimate := decode[limitsOutput](t, invoke(t, db.URL, "limits", "--json")).Limiters[0]
+	require.True(t, estimate.Estimated)
+	require.InEpsilon(t, rows, estimate.Rows, 0.1) // more than ten standard deviations
+	require.InEpsilon(t, rows, estimate.Live, 0.1)
+	text := invoke(t, db.URL, "limits").done(t)
+	require.Regexp(t, `(?m)^login    rate_limit_ephemeral  ~\d{5}  ~\d{5}  \? +~[\d.]+ MB  ~`, text)
+	require.Contains(t, text, "\n~ is estimated from a sample of 104.9 MB; --exact counts\n")
+
+	exact := decode[limitsOutput](t, invoke(t, db.URL, "limits", "--json", "--exact")).Limiters[0]
+	require.False(t, exact.Estimated)
+	require.EqualValues(t, rows, exact.Rows)
+	require.NotContains(t, invoke(t, db.URL, "limits", "--exact").done(t), "~")
+
+	// Whatever takes too long is ended.
+	o := invoke(t, db.URL, "limits", "--exact", "--timeout", "1ms")
+	o.complains(t, exitFailed, "SQLSTATE 57014", "--timeout allows a statement more than 1ms")
+}

@@ -1,0 +1,227 @@
+package main
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"io/fs"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/pressly/goose/v3"
+	"github.com/spf13/cobra"
+
+	"github.com/pgratelimit/ratelimit/migrations"
+)
+
+func (a *app) migrateCommand() *cobra.Command {
+	cmd := &cobra.Command{
+		Use:   "migrate",
+		Short: "Make the tables and functions, or remove them",
+		Long: `Makes the tables and functions of the limiters in the schema of --schema, which has to exist, or in the one that search_path
+names first. Connect to Postgres itself, not through a pooler.`,
+		Args: cobra.NoArgs,
+		RunE: missingCommand,
+	}
+	cmd.AddCommand(a.migrateUpCommand(), a.migrateDownCommand(), a.migrateStatusCommand(), a.migratePrintCommand())
+	return cmd
+}
+
+func (a *app) migrateUpCommand() *cobra.Command {
+	cmd := &cobra.Command{
+		Use:   "up",
+		Short: "Apply all migrations that the database does not have",
+		Example: `  pgratelimit migrate up
+  pgratelimit migrate up --schema limits`,
+		Args: cobra.NoArgs,
+		RunE: action(func(ctx context.Context, _ []string) error {
+			return a.migrate(ctx, migrations.Up)
+		}),
+	}
+	a.addJSON(cmd)
+	return cmd
+}
+
+func (a *app) migrateDownCommand() *cobra.Command {
+	var to int64
+	var yes bool
+	cmd := &cobra.Command{
+		Use:   "down",
+		Short: "Roll back the migration that was applied last",
+		Long: `Rolls back the migration that was applied last, or all those above a version. What a migration has made goes with it: the first
+one's tables, and so every count.`,
+		Example: `  pgratelimit migrate down
+  pgratelimit migrate down --to 0 --yes`,
+		Args: cobra.NoArgs,
+	}
+	cmd.RunE = action(func(ctx context.Context, _ []string) error {
+		down, question := migrations.Down, "Roll back the last migration?"
+		if cmd.Flags().Changed("to") {
+			question = fmt.Sprintf("Roll back all migrations above version %d?", to)
+			down = func(ctx context.Context, pool *pgxpool.Pool) error { return migrations.DownTo(ctx, pool, to) }
+		}
+		if err := a.confirm(ctx, question+" What they have made goes with them, counts too.", yes); err != nil {
+			return err
+		}
+		return a.migrate(ctx, down)
+	})
+	cmd.Flags().Int64Var(&to, "to", 0, "roll back all migrations above this `version`; 0: all")
+	addYes(cmd, &yes)
+	a.addJSON(cmd)
+	return cmd
+}
+
+func (a *app) migrateStatusCommand() *cobra.Command {
+	cmd := &cobra.Command{
+		Use:   "status",
+		Short: "List the migrations, and when each was applied",
+		Args:  cobra.NoArgs,
+		RunE: action(func(ctx context.Context, _ []string) error {
+			return a.migrate(ctx, func(context.Context, *pgxpool.Pool) error { return nil })
+		}),
+	}
+	a.addJSON(cmd)
+	return cmd
+}
+
+// migrationStatus is a migration in the output.
+type migrationStatus struct {
+	Version   int64      `json:"version"`
+	Name      string     `json:"name"`
+	AppliedAt *time.Time `json:"applied_at"` // null: it is not applied
+}
+
+// migrate changes the database and prints what there is afterwards.
+func (a *app) migrate(ctx context.Context, change func(context.Context, *pgxpool.Pool) error) error {
+	pool, err := a.open(ctx, a.inSchema)
+	if err != nil {
+		return err
+	}
+	defer pool.Close()
+	if err := change(ctx, pool); err != nil {
+		return err
+	}
+	all, err := migrations.Status(ctx, pool)
+	if err != nil {
+		return err
+	}
+	list := make([]migrationStatus, len(all))
+	for i, migration := range all {
+		list[i] = migrationStatus{Version: migration.Version, Name: migration.Name}
+		if migration.Applied {
+			list[i].AppliedAt = &migration.AppliedAt
+		}
+	}
+	return a.print(list, func(w io.Writer) {
+		fmt.Fprintf(w, "VERSION\tNAME\tAPPLIED\n")
+		for _, migration := range list {
+			applied := "no"
+			if migration.AppliedAt != nil {
+				applied = instant(*migration.AppliedAt)
+			}
+			name := migration.Name
+			if name == "" {
+				name = "(of a newer version of this command)"
+			}
+			fmt.Fprintf(w, "%d\t%s\t%s\n", migration.Version, name, applied)
+		}
+	})
+}
+
+func (a *app) migratePrintCommand() *cobra.Command {
+	var down bool
+	cmd := &cobra.Command{
+		Use:   "print [VERSION...]",
+		Short: "Print the SQL, for another migration tool",
+		Example: `  pgratelimit migrate print > migrations/20261121_rate_limit.up.sql
+  pgratelimit migrate print --down > migrations/20261121_rate_limit.down.sql
+  pgratelimit migrate print 2`,
+		RunE: action(func(_ context.Context, args []string) error {
+			all, err := readMigrations()
+			if err != nil {
+				return err
+			}
+			if all, err = choose(all, args); err != nil {
+				return err
+			}
+			if down {
+				slices.Reverse(all)
+			}
+			for i := range all {
+				all[i].SQL = all[i].up
+				if down {
+					all[i].SQL = all[i].down
+				}
+			}
+			return a.print(all, func(w io.Writer) {
+				for _, migration := range all {
+					fmt.Fprintf(w, "-- %s\n\n%s\n", migration.file, migration.SQL)
+				}
+			})
+		}),
+	}
+	cmd.Flags().BoolVar(&down, "down", false, "print what rolls the migrations back, the last one first")
+	a.addJSON(cmd)
+	return cmd
+}
+
+// migration is a file of package migrations.
+type migration struct {
+	file     string
+	Version  int64  `json:"version"`
+	SQL      string `json:"sql"`
+	up, down string
+}
+
+// readMigrations returns all migrations by version.
+func readMigrations() ([]migration, error) {
+	files, err := fs.Glob(migrations.FS, "*.sql")
+	if err != nil {
+		return nil, err
+	}
+	all := make([]migration, len(files))
+	for i, file := range files {
+		content, err := fs.ReadFile(migrations.FS, file)
+		if err != nil {
+			return nil, err
+		}
+		version, err := goose.NumericComponent(file)
+		if err != nil {
+			return nil, err
+		}
+		up, down, _ := strings.Cut(string(content), "-- +goose Down\n")
+		_, up, _ = strings.Cut(up, "-- +goose Up\n")
+		all[i] = migration{file: file, Version: version, up: withoutGoose(up), down: withoutGoose(down)}
+	}
+	return all, nil
+}
+
+// withoutGoose drops the lines that only goose understands.
+func withoutGoose(sql string) string {
+	var kept strings.Builder
+	for line := range strings.Lines(sql) {
+		if !strings.HasPrefix(line, "-- +goose ") {
+			kept.WriteString(line)
+		}
+	}
+	return strings.TrimSpace(kept.String()) + "\n"
+}
+
+// choose returns the migrations of the given versions; without any, all.
+func choose(all []migration, versions []string) ([]migration, error) {
+	if len(versions) == 0 {
+		return all, nil
+	}
+	wanted := map[int64]bool{}
+	for _, text := range versions {
+		version, err := strconv.ParseInt(text, 10, 64)
+		if err != nil || !slices.ContainsFunc(all, func(m migration) bool { return m.Version == version }) {
+			return nil, usageError{fmt.Errorf("there is no migration %q", text)}
+		}
+		wanted[version] = true
+	}
+	return slices.DeleteFunc(all, func(m migration) bool { return !wanted[m.Version] }), nil
+}

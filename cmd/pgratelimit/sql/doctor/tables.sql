@@ -1,0 +1,23 @@
+-- The tables, from the catalogs and the statistics; nothing is read of the tables themselves.
+SELECT
+    c.relname,
+    c.relpersistence::text,
+    pg_relation_size(c.oid),
+    coalesce(s.n_live_tup, 0),
+    coalesce(s.n_dead_tup, 0),
+    coalesce(s.n_tup_upd, 0),
+    coalesce(s.n_tup_hot_upd, 0),
+    greatest(s.last_autovacuum, s.last_vacuum),
+    clock_timestamp(),
+    age(c.relfrozenxid)::bigint,
+    coalesce((SELECT o.option_value::boolean FROM pg_options_to_table(c.reloptions) AS o WHERE o.option_name = 'autovacuum_enabled'), true),
+    ARRAY(
+        SELECT i.indexrelid::regclass::text
+        FROM pg_index AS i
+        WHERE i.indrelid = c.oid AND NOT i.indisprimary
+        ORDER BY 1
+    )
+FROM pg_class AS c
+LEFT JOIN pg_stat_all_tables AS s ON s.relid = c.oid
+WHERE c.oid IN ('rate_limit_ephemeral'::regclass, 'rate_limit_durable'::regclass)
+ORDER BY c.relname DESC
