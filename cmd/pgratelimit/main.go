@@ -98,7 +98,7 @@ func (a *app) rootCommand() *cobra.Command {
 	flags.Lookup("database-url").DefValue = "" // help must not show the password
 	flags.StringVar(&a.schema, "schema", "", "schema of the tables and functions (default: found through search_path)")
 
-	root.AddCommand(a.demoCommand(), a.migrateCommand(), a.limitsCommand(), a.topCommand(),
+	root.AddCommand(a.demoCommand(), a.migrateCommand(), a.sweepCommand(), a.limitsCommand(), a.topCommand(),
 		a.peekCommand(), a.takeCommand(), a.resetCommand(), a.doctorCommand())
 	for _, cmd := range root.Commands() {
 		if cmd.ValidArgsFunction == nil {

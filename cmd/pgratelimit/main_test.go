@@ -237,6 +237,11 @@ func TestCommandLinesThatMakeNoSense(t *testing.T) {
 		{[]string{"reset", "login"}, "accepts 2 arg(s), received 1"},
 		{[]string{"reset", "login", "key", "--all"}, "accepts 1 arg(s), received 2"},
 		{[]string{"reset", "login", "--all"}, "--yes"},
+		{[]string{"sweep", "now"}, `"now"`},
+		{[]string{"sweep", "--every", "1"}, "--every"},
+		{[]string{"sweep", "--every", "1ms"}, "at least 1s"},
+		{[]string{"sweep", "--share", "2"}, "at most 1"},
+		{[]string{"sweep", "--existing", ""}, "not empty"},
 		{[]string{"doctor", "who"}, `"who"`},
 		{[]string{"doctor", "--database-url", "postgres://me:secret@localhost:port/app"}, "cannot parse"},
 	} {
@@ -268,6 +273,7 @@ func asking() [][]string {
 		{"take", "login", "user:123", policy},
 		{"reset", "login", "user:123"},
 		{"reset", "login", "--all", "--yes"},
+		{"sweep"},
 		{"doctor"},
 	}
 }
