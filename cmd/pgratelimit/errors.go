@@ -62,7 +62,8 @@ func (a *app) message(err error) string {
 	}
 	switch pgErr.Code {
 	case "42P01", "42883", "42704", "42703", "3F000":
-		text += "; migrate the database with 'pgratelimit migrate up', or say with --schema where the tables are"
+		text += "; migrate the database with 'pgratelimit migrate up', or say with --schema where the tables are; " +
+			"they cannot be seen without USAGE on their schema"
 	case "42501":
 		text += "; deploy/grants.sql shows who needs which rights"
 	case "57014":
