@@ -55,20 +55,20 @@ type examination struct {
 
 // server is what serverSQL tells.
 type server struct {
-	versionNum           int
-	version              string
-	standby              bool
-	trackCounts          bool
-	autovacuum           bool
-	freezeMaxAge, xidAge int64
-	standbys             int
-	hasTables            bool
-	schema               string // of the tables, quoted
+	versionNum   int
+	version      string
+	standby      bool
+	trackCounts  bool
+	autovacuum   bool
+	freezeMaxAge int64
+	standbys     int
+	hasTables    bool
+	schema       string // of the tables, quoted
 }
 
 func (e *examination) readServer(ctx context.Context) error {
 	s := &e.server
-	return e.row(ctx, serverSQL, &s.versionNum, &s.version, &s.standby, &s.trackCounts, &s.autovacuum, &s.freezeMaxAge, &s.xidAge,
+	return e.row(ctx, serverSQL, &s.versionNum, &s.version, &s.standby, &s.trackCounts, &s.autovacuum, &s.freezeMaxAge,
 		&s.standbys, &s.hasTables, &s.schema)
 }
 
@@ -115,17 +115,18 @@ func (e *examination) checkConnection(ctx context.Context) (finding, error) {
 		return finding{}, err
 	}
 	mode := given.DefaultQueryExecMode
+	name := strings.ReplaceAll(mode.String(), " ", "_") // as it is written in a connection string
 	switch {
 	case direct:
 		return ok("directly to Postgres"), nil
 	case !shared:
 		return ok("through a pooler that keeps each client's session"), nil
 	case mode == pgx.QueryExecModeExec || mode == pgx.QueryExecModeSimpleProtocol:
-		return ok("through a pooler in transaction mode, with default_query_exec_mode=%v; migrate on a direct connection", mode), nil
+		return ok("through a pooler in transaction mode, with default_query_exec_mode=%s; migrate on a direct connection", name), nil
 	}
 	return warning.finding("add default_query_exec_mode=exec to the connection string, unless the pooler keeps prepared statements "+
 		"(PgBouncer 1.21 with max_prepared_statements); and migrate on a direct connection",
-		"through a pooler in transaction mode, with default_query_exec_mode=%v", mode), nil
+		"through a pooler in transaction mode, with default_query_exec_mode=%s", name), nil
 }
 
 func (e *examination) checkStandby(context.Context) (finding, error) {

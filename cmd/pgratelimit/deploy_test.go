@@ -184,6 +184,26 @@ func TestDeployRunsTheCommand(t *testing.T) {
 	}
 }
 
+func TestReadmesCommandsMakeSense(t *testing.T) {
+	t.Parallel()
+
+	readme, err := os.ReadFile("../../README.md")
+	require.NoError(t, err)
+	seen := map[string]bool{}
+	for line := range strings.Lines(string(readme)) {
+		if strings.HasPrefix(line, "pgratelimit ") {
+			for _, args := range examples(t, line) {
+				requireAccepted(t, args)
+				seen[args[0]] = true
+			}
+		}
+	}
+	for name := range commands(t) {
+		first, _, _ := strings.Cut(name, " ")
+		require.True(t, seen[first] || first == "demo", "%s is not in README.md", first)
+	}
+}
+
 // systemd's own check, where there is systemd.
 func TestSystemdUnits(t *testing.T) {
 	t.Parallel()

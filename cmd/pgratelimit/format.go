@@ -20,14 +20,9 @@ func printable(text string) string {
 
 func instant(t time.Time) string { return t.UTC().Format("2006-01-02 15:04:05Z") }
 
-// micros is a wait, rounded up to milliseconds: after that it is over.
+// wait is so many microseconds, rounded up to milliseconds: when they are over, it is over.
 func wait(micros int64) string {
-	d := time.Duration(micros) * time.Microsecond
-	if rounded := d.Round(time.Millisecond); rounded < d {
-		return (rounded + time.Millisecond).String()
-	} else {
-		return rounded.String()
-	}
+	return (time.Duration((micros+999)/1000) * time.Millisecond).String()
 }
 
 func size(bytes int64) string {

@@ -1,0 +1,51 @@
+package command
+
+import (
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit/internal/pgtest"
+)
+
+func TestMain(m *testing.M) { pgtest.Main(m) }
+
+const (
+	repository = "../.."
+
+	// patience is how long a test waits at most for what is certain to come: cron comes once a minute.
+	patience = 3 * time.Minute
+)
+
+// buildCommand builds the command with the line of deploy/Dockerfile, and returns its path.
+func buildCommand(t *testing.T) string {
+	t.Helper()
+	dockerfile, err := os.ReadFile(filepath.Join(repository, "deploy/Dockerfile"))
+	require.NoError(t, err)
+	line := regexp.MustCompile(`(?m)^RUN (.* go build .* -o /pgratelimit .*)$`).FindSubmatch(dockerfile)
+	require.NotNil(t, line)
+
+	dir := openDir(t)
+	binary := filepath.Join(dir, "pgratelimit")
+	cmd := exec.CommandContext(t.Context(), "sh", "-c", strings.Replace(string(line[1]), "/pgratelimit ", "'"+binary+"' ", 1))
+	cmd.Dir = repository
+	output, err := cmd.CombinedOutput()
+	require.NoError(t, err, string(output))
+	return binary
+}
+
+// openDir is a folder that every user may enter, and that is gone when the test ends.
+func openDir(t *testing.T) string {
+	t.Helper()
+	dir, err := os.MkdirTemp("", "pgratelimit-") //nolint:usetesting // t.TempDir is closed to other users
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, os.RemoveAll(dir)) })
+	require.NoError(t, os.Chmod(dir, 0o755))
+	return dir
+}
