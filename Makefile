@@ -43,6 +43,14 @@ test/faults: ## Judge histories and kill the server more often; ROUNDS=20 SEED=1
 bench: ## Compare with other limiters, side by side; BENCH=quick takes 90 seconds
 	cd integration_test && go test -run '^$$' -bench '^BenchmarkSideBySide$$' -benchtime 1x -timeout 60m .
 
+# Only a soak of the full length is worth a new chart in docs/.
+SOAK ?= 10m
+SOAK_OUT ?= $(if $(filter 10m,$(SOAK)),$(CURDIR)/docs)
+
+.PHONY: soak
+soak: ## Run all at once on a server that keeps failing, for 10 minutes; SOAK=30s is shorter, SEED repeats one
+	cd integration_test && SOAK='$(SOAK)' SOAK_OUT='$(abspath $(SOAK_OUT))' go test -v -count=1 -run '^TestSoak$$' -timeout 0 .
+
 .PHONY: lint
 lint: ## Run golangci-lint on both modules
 	golangci-lint run ./...

@@ -11,9 +11,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// chartTemplate has a panel for each workload, each with an axis of its own: one scale for all would leave of the slowest
-// nothing to see. The colours are readable on white and on black; where the reader's system says which, the text is clearer.
-const chartTemplate = `<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {{.Width}} {{.Height}}" width="{{.Width}}" height="{{.Height}}" role="img" aria-labelledby="title desc" font-family="sans-serif" font-size="13">
+// chartHead begins a chart. The colours are readable on white and on black; where the reader's system says which, the text is clearer.
+const chartHead = `<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {{.Width}} {{.Height}}" width="{{.Width}}" height="{{.Height}}" role="img" aria-labelledby="title desc" font-family="sans-serif" font-size="13">
 <title id="title">{{.Title}}</title>
 <desc id="desc">{{.Description}}</desc>
 <style>
@@ -25,7 +24,11 @@ const chartTemplate = `<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {{.W
 </style>
 <text class="strong" x="{{.Left}}" y="24" font-size="17">{{.Title}}</text>
 <text x="{{.Left}}" y="44">{{.Description}}</text>
-{{- range .Legend}}
+`
+
+// chartTemplate has a panel for each workload, each with an axis of its own: one scale for all would leave of the slowest
+// nothing to see.
+const chartTemplate = chartHead + `{{- range .Legend}}
 <rect x="{{.X}}" y="58" width="12" height="12" rx="2" fill="{{.Colour}}"/>
 <text x="{{.TextX}}" y="69">{{.Text}}</text>
 {{- end}}

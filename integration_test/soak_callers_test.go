@@ -1,0 +1,175 @@
+package integration_test
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"runtime/pprof"
+	"strings"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+
+	"github.com/pgratelimit/ratelimit"
+)
+
+// call is one caller of a process, who does one thing after the other until the context ends.
+func (s *soak) call(ctx context.Context, pool int, rng *rand.Rand) {
+	for soakWait(ctx, time.Duration(rng.Int64N(int64(soakThinkTime)))) {
+		switch choice := rng.IntN(100); {
+		case choice < 60:
+			s.useAccount(ctx, pool, rng)
+		case choice < 90:
+			l := s.passing[rng.IntN(len(s.passing))]
+			s.useRegular(ctx, l.regulars[rng.IntN(len(l.regulars))], pool, rng)
+		default:
+			s.visit(ctx, pool, rng)
+		}
+	}
+}
+
+// visit has a new key ask some times, and never again.
+func (s *soak) visit(ctx context.Context, pool int, rng *rand.Rand) {
+	l := s.passing[rng.IntN(len(s.passing))]
+	r := newRegular(l, fmt.Sprintf("visitor:%d", s.visitors.Add(1)))
+	for range 1 + rng.IntN(3) {
+		s.useRegular(ctx, r, pool, rng)
+	}
+	s.judge(r)
+}
+
+func (s *soak) useRegular(ctx context.Context, r *soakRegular, pool int, rng *rand.Rand) {
+	n, from := soakCost(rng), s.life.Load()
+	result, err := r.of.limiters[pool].AllowN(context.WithoutCancel(ctx), r.key, n)
+	r.note(s.outcomeOf(result, err), n, result.DecidedAt, from, s.life.Load())
+}
+
+// soakCost is 1, most of the time.
+func soakCost(rng *rand.Rand) int64 {
+	if rng.IntN(5) > 0 {
+		return 1
+	}
+	return 1 + rng.Int64N(soakRegularLimit)
+}
+
+// useAccount does something with an account, unless it is being audited.
+func (s *soak) useAccount(ctx context.Context, pool int, rng *rand.Rand) {
+	l := s.accounts[rng.IntN(len(s.accounts))]
+	a := l.accounts[rng.IntN(soakHotAccounts)]
+	if rng.IntN(2) == 0 {
+		a = l.accounts[soakHotAccounts+rng.IntN(soakAccounts-soakHotAccounts)]
+	}
+	if !a.use.TryRLock() {
+		return
+	}
+	denied := s.ask(context.WithoutCancel(ctx), a, pool, rng)
+	a.use.RUnlock()
+	if denied && rng.IntN(10) == 0 {
+		s.audit(ctx, a)
+	}
+}
+
+// ask asks for something of an account that is in use, and tells whether it was denied.
+func (s *soak) ask(ctx context.Context, a *soakAccount, pool int, rng *rand.Rand) (denied bool) {
+	limiter, n := a.of.limiters[pool], soakCost(rng)
+	from := s.life.Load()
+	least := a.least(from)
+	var result ratelimit.Result
+	var err error
+	switch rng.IntN(20) {
+	case 0:
+		n = 0
+		result, err = limiter.Peek(ctx, a.key)
+	case 1, 2:
+		s.askInTransaction(ctx, a, pool, rng, 0)
+		return false
+	case 3: // somebody who goes away before he is told
+		impatient, cancel := context.WithTimeout(ctx, time.Duration(rng.Int64N(int64(5*time.Millisecond))))
+		defer cancel()
+		result, err = limiter.AllowN(impatient, a.key, n)
+	default:
+		result, err = limiter.AllowN(ctx, a.key, n)
+	}
+	outcome, to := s.outcomeOf(result, err), s.life.Load()
+	a.note(outcome, n, from, to)
+	// What had been acknowledged before the call has to be missing from what it was told. A denial may come from the cache,
+	// which lacks what others have taken since.
+	if most := soakLimit - least - n; err == nil && from == to && (n == 0 || result.Allowed) && result.Remaining > most {
+		s.violate("%s, %s: %d remain after a call for %d, and at most %d can", a.of.Name, a.key, result.Remaining, n, most)
+	}
+	return err == nil && !result.Allowed
+}
+
+// askInTransaction takes from an account in a transaction of the caller's, which holds the row for a while, and then commits
+// or rolls back.
+func (s *soak) askInTransaction(ctx context.Context, a *soakAccount, pool int, rng *rand.Rand, hold time.Duration) {
+	n, commit, from := soakCost(rng), rng.IntN(2) == 0, s.life.Load()
+	levels := []pgx.TxIsoLevel{pgx.ReadCommitted, pgx.RepeatableRead, pgx.Serializable}
+	options := pgx.TxOptions{IsoLevel: levels[rng.IntN(len(levels))]}
+	ctx, cancel := context.WithTimeout(ctx, hold+5*time.Second)
+	defer cancel()
+	tx, err := s.pools[pool].BeginTx(ctx, options)
+	if err != nil {
+		return
+	}
+	defer tx.Rollback(ctx)
+	result, err := a.of.limiters[pool].AllowNTx(ctx, tx, a.key, n)
+	if err != nil && soakSQLState(err) == "40001" { // as these levels of isolation have it
+		return
+	}
+	if s.outcomeOf(result, err) != soakAcknowledged {
+		return // nothing is taken by a transaction that nobody has asked to commit
+	}
+	soakWait(ctx, hold)
+	if !commit {
+		s.rolledBack.Add(1)
+		return
+	}
+	outcome := soakAcknowledged
+	if err := tx.Commit(ctx); errors.Is(err, pgx.ErrTxCommitRollback) || soakSQLState(err) == "40001" {
+		outcome = soakNothing
+	} else if err != nil {
+		outcome = soakUnknown
+	}
+	a.note(outcome, n, from, s.life.Load())
+}
+
+// soakSQLState is "" if the error is not one of the database.
+func soakSQLState(err error) string {
+	if pgErr, ok := errors.AsType[*pgconn.PgError](err); ok {
+		return pgErr.Code
+	}
+	return ""
+}
+
+// soakOffspring are goroutines, those that they have started, and so on.
+type soakOffspring struct{ label string }
+
+// start runs a function, whose goroutines it counts.
+func (o *soakOffspring) start(run func()) {
+	o.label = fmt.Sprintf("%p", o)
+	pprof.Do(context.Background(), pprof.Labels("offspring", o.label), func(context.Context) { run() })
+}
+
+// count is how many have not ended.
+func (o *soakOffspring) count() int {
+	var profile bytes.Buffer
+	if err := pprof.Lookup("goroutine").WriteTo(&profile, 1); err != nil {
+		return -1
+	}
+	// Each group of goroutines with the same stack begins with a line like "3 @ 0x43e3a0 …", and then that of its labels.
+	var total, group int
+	for line := range strings.Lines(profile.String()) {
+		if before, _, ok := strings.Cut(line, " @ "); ok {
+			group = 0
+			_, _ = fmt.Sscan(before, &group)
+		}
+		if strings.HasPrefix(line, "# labels:") && strings.Contains(line, fmt.Sprintf("%q", o.label)) {
+			total += group
+		}
+	}
+	return total
+}

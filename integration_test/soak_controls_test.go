@@ -1,0 +1,165 @@
+package integration_test
+
+import (
+	"fmt"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/cleanup"
+)
+
+// These tests show that the soak finds what it is there to find: each runs it on something that is broken on purpose.
+
+// A row that is read without being locked loses what others take at the same time.
+func TestSoakFindsLostUpdates(t *testing.T) {
+	t.Parallel()
+	s := newSoak(t, 1, nil)
+	s.rewrite("rate_limit_lock", "FOR UPDATE", "OFFSET 0")
+	s.rewrite("rate_limit_write", "BEGIN", "BEGIN PERFORM pg_sleep(0.002);") // so that others do meanwhile
+	s.run(time.Minute, nil)                                                  // which the first violation ends
+	require.NotEmpty(t, s.violations)
+	require.Regexp(t, "the row says that|remain after a call", s.violations[0])
+}
+
+// A commit that does not wait for the log is forgotten in a crash, though SynchronousCommit promised that it would not be.
+func TestSoakFindsForgottenGrants(t *testing.T) {
+	t.Parallel()
+	s := newSoak(t, 1, map[string]string{
+		"synchronous_commit": "off", "wal_writer_delay": "10s", "wal_writer_flush_after": "1GB", "wal_buffers": "64MB", "autovacuum": "off",
+	})
+	s.rewrite("rate_limit_lock", "set_config('synchronous_commit', synchronous_commit::text, true)", "NULL")
+	_, err := s.extra.Exec(t.Context(), "CHECKPOINT") // or the tables would be forgotten too
+	require.NoError(t, err)
+	rng := s.rng(0)
+	each := func(do func(a *soakAccount)) {
+		for _, l := range s.accounts {
+			for _, a := range l.accounts {
+				do(a)
+			}
+		}
+	}
+	s.waitUntil("a grant is forgotten", func() bool { // unless the log has been written just now
+		each(func(a *soakAccount) { s.ask(t.Context(), a, 0, rng) })
+		require.NoError(t, s.restart(true, s.server.Kill))
+		each(func(a *soakAccount) { s.audit(t.Context(), a) })
+		return len(s.violations) > 0
+	})
+	for _, violation := range s.violations {
+		require.Contains(t, violation, "synchronous ", "the others may forget")
+		require.Contains(t, violation, "the row says that 0 were taken")
+	}
+}
+
+// Windows that begin twice grant twice, in keys that nothing else looks at.
+func TestSoakFindsTooManyGrants(t *testing.T) {
+	t.Parallel()
+	s := newSoak(t, 1, nil)
+	s.rewrite("rate_limit_fixed_window", "IF clock >= s.expires_at THEN", "IF clock >= s.expires_at - 300000 THEN")
+	s.rewrite("rate_limit_sliding_window", "IF clock >= s.expires_at THEN", "IF clock >= s.expires_at - 800000 THEN")
+	s.rewrite("rate_limit_token_bucket", "IF clock >= s.expires_at THEN", "IF clock >= s.expires_at - 450000 THEN")
+	rng := s.rng(0)
+	for _, l := range s.passing {
+		r := l.regulars[0]
+		s.waitUntil("too many grants are found", func() bool {
+			s.useRegular(t.Context(), r, 0, rng)
+			s.judge(r)
+			return len(s.violations) > 0
+		})
+		require.Contains(t, s.violations[0], l.Name+", regular:0: granted")
+		s.violations = nil
+	}
+}
+
+// What a leak looks like: a table that nobody sweeps.
+func TestSoakFindsALeakingTable(t *testing.T) {
+	t.Parallel()
+	for _, swept := range []bool{true, false} {
+		t.Run(fmt.Sprintf("swept %v", swept), func(t *testing.T) {
+			t.Parallel()
+			s := newSoak(t, 1, map[string]string{"autovacuum": "off"})
+			limiter := s.passing[0].limiters[0]
+			sweeper, err := cleanup.New(s.extra, cleanup.Config{Share: 1, Test: ratelimit.TestConfig{Now: func() time.Time {
+				return time.Now().Add(time.Hour)
+			}}})
+			require.NoError(t, err)
+			for step := range 20 {
+				for i := range 300 {
+					_, err := limiter.Allow(t.Context(), fmt.Sprintf("visitor:%d:%d", step, i))
+					require.NoError(t, err)
+				}
+				var now soakSample
+				require.NoError(t, s.take(t.Context(), &now))
+				// The rest is the business of all tests of this process, or of statistics that come late.
+				s.samples = append(s.samples, soakSample{Rows: now.Rows, EphemeralBytes: now.EphemeralBytes, IndexBytes: now.IndexBytes})
+				if swept {
+					_, err := sweeper.RunOnce(t.Context())
+					require.NoError(t, err)
+					_, err = s.extra.Exec(t.Context(), "VACUUM rate_limit_ephemeral")
+					require.NoError(t, err)
+				}
+			}
+			found := soakLeaks(s.samples)
+			if swept {
+				require.Empty(t, found)
+			} else {
+				require.Len(t, found, 1)
+				require.Contains(t, found[0], "rows: ")
+			}
+		})
+	}
+}
+
+// Each quantity by itself: steady growth is found, and what goes up and down is not.
+func TestSoakLeaks(t *testing.T) {
+	t.Parallel()
+	run := func(change func(s *soakSample, step int64)) []string {
+		var samples []soakSample
+		for step := range int64(200) {
+			s := soakSample{
+				At: float64(step), EphemeralBytes: 4 << 20, DurableBytes: 4 << 20, IndexBytes: 4 << 20, Rows: 5000, DeadTuples: 9000,
+				Updates: 1000 * step, HOTUpdates: 950 * step, TransactionIDs: 500 * step, Connections: 30, Goroutines: 100,
+				HeapBytes: 20 << 20, Calls: 1000 * step,
+			}
+			if change != nil {
+				change(&s, step)
+			}
+			samples = append(samples, s)
+		}
+		return soakLeaks(samples)
+	}
+	require.Empty(t, run(nil))
+	require.Empty(t, run(func(s *soakSample, step int64) {
+		saw := 1 + step%20
+		s.EphemeralBytes, s.DeadTuples, s.Connections, s.HeapBytes = saw<<20, 1000*saw, saw, saw<<20
+	}))
+	for name, change := range map[string]func(s *soakSample, step int64){
+		"rate_limit_ephemeral": func(s *soakSample, step int64) { s.EphemeralBytes = step << 15 },
+		"rate_limit_durable":   func(s *soakSample, step int64) { s.DurableBytes = step << 15 },
+		"indexes":              func(s *soakSample, step int64) { s.IndexBytes = step << 15 },
+		"rows":                 func(s *soakSample, step int64) { s.Rows = 20 * step },
+		"dead tuples":          func(s *soakSample, step int64) { s.DeadTuples = 40 * step },
+		"connections":          func(s *soakSample, step int64) { s.Connections = step / 8 },
+		"goroutines":           func(s *soakSample, step int64) { s.Goroutines = step },
+		"heap":                 func(s *soakSample, step int64) { s.HeapBytes = step << 18 },
+		"transaction ids":      func(s *soakSample, step int64) { s.TransactionIDs = 5 * step * step },
+		"HOT":                  func(s *soakSample, step int64) { s.HOTUpdates = 900*step - 2*step*step },
+	} {
+		found := run(change)
+		require.Len(t, found, 1, name)
+		require.Contains(t, found[0], name)
+	}
+}
+
+// rewrite replaces a part of a function of the soak's server.
+func (s *soak) rewrite(function, part, by string) {
+	s.t.Helper()
+	var source string
+	require.NoError(s.t, s.extra.QueryRow(s.t.Context(), "SELECT pg_get_functiondef($1::regproc)", function).Scan(&source))
+	require.Contains(s.t, source, part)
+	_, err := s.extra.Exec(s.t.Context(), strings.ReplaceAll(source, part, by))
+	require.NoError(s.t, err)
+}
