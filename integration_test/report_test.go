@@ -211,7 +211,7 @@ func microseconds(d time.Duration) float64 { return float64(d.Nanoseconds()) / 1
 // describe says where the figures come from.
 func (a *arena) describe() []fact {
 	a.b.Helper()
-	postgres, _, _ := strings.Cut(a.server.Describe(), ", started")
+	postgres, _, _ := strings.Cut(a.server.Describe(), " from ")
 	for _, name := range []string{"shared_buffers", "fsync", "full_page_writes", "synchronous_commit", "max_wal_size", "wal_level"} {
 		postgres += fmt.Sprintf(", %s = %s", name, a.setting(name))
 	}
