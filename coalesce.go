@@ -71,7 +71,7 @@ func (l *Limiter) fly() {
 		l.send(&f)
 		clear(f.batch)
 		// Those who were just told often ask again at once. Let them come aboard: without this, 64 callers leave in batches
-		// of 16 on average, with it in batches of 28, and a fifth more are decided.
+		// of 16 on average, with it of 22, and a sixth more are decided.
 		runtime.Gosched()
 	}
 }
