@@ -4,6 +4,7 @@ import (
 	"context"
 	"os"
 	"path/filepath"
+	"regexp"
 	"strings"
 	"testing"
 	"time"
@@ -226,9 +227,15 @@ func TestDoctorOfATableThatNobodyTendsTo(t *testing.T) {
 
 	exe(t, db, "ALTER TABLE rate_limit_ephemeral RESET (autovacuum_enabled)")
 	exe(t, db, "UPDATE rate_limit_ephemeral SET expires_at = 9e15")
-	exe(t, db, "VACUUM FULL rate_limit_ephemeral")
-	out = invoke(t, db.URL, "doctor").done(t)
-	require.Regexp(t, `(?m)^ok +rate_limit_ephemeral: bloat`, out)
+	bloat := regexp.MustCompile(`(?m)^ok +rate_limit_ephemeral: bloat`)
+	for deadline := time.Now().Add(patience); ; { // an ANALYZE by autovacuum makes VACUUM FULL keep the dead rows
+		exe(t, db, "VACUUM FULL rate_limit_ephemeral")
+		out = invoke(t, db.URL, "doctor").done(t)
+		if bloat.MatchString(out) {
+			break
+		}
+		require.True(t, time.Now().Before(deadline), out)
+	}
 	require.Regexp(t, `(?m)^ok +rate_limit_ephemeral: sweeping +0 % of the rows`, out)
 }
 
