@@ -44,7 +44,7 @@ func (l *Limiter) decide(ctx context.Context, db DBTX, elements []element, setti
 		t := l.config.Test.Now()
 		now = &t
 	}
-	args := append([]any{l.config.Name, keys, costs, counts, l.config.Durable, settings.lockTimeout, settings.synchronousCommit, now}, l.numbers...)
+	args := append([]any{l.config.Name, keys, costs, counts, l.config.Durable, settings.lockTimeout, settings.synchronousCommit, now}, l.policy.numbers()...)
 	var ord int64
 	var retryAfter *int64
 	var d decision

@@ -9,6 +9,7 @@ import (
 
 // call is a caller that waits for a decision.
 type call struct {
+	by     *Limiter
 	key    string
 	cost   int64
 	since  time.Time     // when it was made
@@ -24,7 +25,7 @@ func (l *Limiter) enqueue(ctx context.Context, key string, cost int64) (Result, 
 	if !ok {
 		c = &call{done: make(chan struct{}, 1)}
 	}
-	c.key, c.cost, c.since, c.next = key, cost, time.Now(), nil
+	c.by, c.key, c.cost, c.since, c.next = l, key, cost, time.Now(), nil
 
 	l.mu.Lock()
 	l.queue = append(l.queue, c)
@@ -40,7 +41,7 @@ func (l *Limiter) enqueue(ctx context.Context, key string, cost int64) (Result, 
 	select {
 	case <-c.done:
 		result, err := c.result, c.err
-		c.key, c.err = "", nil
+		c.by, c.key, c.err = nil, "", nil
 		l.calls.Put(c)
 		return result, err
 	case <-ctx.Done():
@@ -56,19 +57,19 @@ type flight struct {
 }
 
 // fly sends one statement after the other until nobody waits. As many of it run as statements are in flight: at rest, none.
-func (l *Limiter) fly() {
+func (c *core) fly() {
 	var f flight
 	for {
-		l.mu.Lock()
-		f.batch = l.board(f.batch[:0])
+		c.mu.Lock()
+		f.batch = c.board(f.batch[:0])
 		if len(f.batch) == 0 {
-			l.inFlight--
-			l.queue = nil // or what a burst needed would stay
-			l.mu.Unlock()
+			c.inFlight--
+			c.queue = nil // or what a burst needed would stay
+			c.mu.Unlock()
 			return
 		}
-		l.mu.Unlock()
-		l.send(&f)
+		c.mu.Unlock()
+		f.batch[0].by.send(&f)
 		clear(f.batch)
 		// Those who were just told often ask again at once. Let them come aboard: without this, 64 callers leave in batches
 		// of 16 on average, with it of 22, and a sixth more are decided.
@@ -76,25 +77,40 @@ func (l *Limiter) fly() {
 	}
 }
 
-// board moves the calls that leave next from the queue to batch: at most MaxBatch, first come, first served. Calls that
-// take and calls that look leave apart, because those that look need no lock.
-func (l *Limiter) board(batch []*call) []*call {
+// board moves the calls that leave next from the queue to batch: the first, and at most MaxBatch in all of those that can leave with it,
+// first come, first served.
+func (c *core) board(batch []*call) []*call {
 	n := 0
-	for n < len(l.queue) && n < l.config.MaxBatch && (l.queue[n].cost == 0) == (l.queue[0].cost == 0) {
+	for n < len(c.queue) && n < c.config.MaxBatch && c.queue[n].leavesWith(c.queue[0]) {
 		n++
 	}
-	if n == len(l.queue) {
-		batch, l.queue = l.queue, batch
+	if n == len(c.queue) {
+		batch, c.queue = c.queue, batch
 		return batch
 	}
-	batch = append(batch, l.queue[:n]...)
-	rest := copy(l.queue, l.queue[n:])
-	clear(l.queue[rest:])
-	l.queue = l.queue[:rest]
+	batch = append(batch, c.queue[:n]...)
+	stay := 0
+	for ; n < len(c.queue) && len(batch) < c.config.MaxBatch; n++ {
+		if next := c.queue[n]; next.leavesWith(batch[0]) {
+			batch = append(batch, next)
+		} else {
+			c.queue[stay] = next
+			stay++
+		}
+	}
+	stay += copy(c.queue[stay:], c.queue[n:])
+	clear(c.queue[stay:])
+	c.queue = c.queue[:stay]
 	return batch
 }
 
-// send has the batch decided in one statement, and tells each caller.
+// leavesWith tells whether one statement can decide both. It has one policy, and calls that look leave apart from those that
+// take, because they need no lock.
+func (c *call) leavesWith(other *call) bool {
+	return (c.cost == 0) == (other.cost == 0) && (c.by == other.by || c.by.policy == other.by.policy)
+}
+
+// send has the batch, calls under l's policy, decided in one statement, and tells each caller.
 func (l *Limiter) send(f *flight) {
 	// The batch has the time that its oldest call still has. One that has next to none left would cost the others theirs.
 	batch, now := f.batch, time.Now()
@@ -138,7 +154,7 @@ func (l *Limiter) decideAndRemember(ctx context.Context, elements []element, set
 		switch e := &elements[i]; {
 		case e.cost == 0:
 		case e.decision.granted < e.count:
-			l.denials.remember(e.key, e.decision, asked, told, resets)
+			l.denials.remember(l.policy, e.key, e.decision, asked, told, resets)
 		default:
 			l.denials.forget(e.key)
 		}

@@ -22,7 +22,6 @@ import (
 // A denial lives in the young generation, then for as long in the old one, and is gone. Each generation holds at most
 // maxDenials keys of at most 512 bytes.
 type denials struct {
-	policy Policy
 	now    func() time.Time // replaces the clock; nil: none does
 	maxAge time.Duration
 	seed   maphash.Seed
@@ -45,6 +44,7 @@ type denialShard struct {
 
 // denial is a key's state when it was denied. The database decided between asked and told, by the local clock.
 type denial struct {
+	policy      Policy // which it was denied under; another may have room
 	state       state
 	clock       int64 // the database's, in microseconds, at the decision
 	asked, told time.Duration
@@ -53,8 +53,8 @@ type denial struct {
 	retryAt, resetAt int64
 }
 
-func newDenials(policy Policy, maxAge time.Duration, now func() time.Time) *denials {
-	d := &denials{policy: policy, now: now, maxAge: maxAge, seed: maphash.MakeSeed(), begin: time.Now()}
+func newDenials(maxAge time.Duration, now func() time.Time) *denials {
+	d := &denials{now: now, maxAge: maxAge, seed: maphash.MakeSeed(), begin: time.Now()}
 	if now != nil {
 		d.begin = now()
 	}
@@ -79,7 +79,7 @@ func (d *denials) shard(key string) *denialShard {
 }
 
 // deny returns the denial of a request that the database would deny too, as far as this process knows.
-func (d *denials) deny(key string, n int64) (Result, bool) {
+func (d *denials) deny(policy Policy, key string, n int64) (Result, bool) {
 	s := d.shard(key)
 	if s == nil {
 		return Result{}, false
@@ -90,7 +90,7 @@ func (d *denials) deny(key string, n int64) (Result, bool) {
 		known, ok = s.old[key]
 	}
 	s.mu.Unlock()
-	if !ok {
+	if !ok || known.policy != policy {
 		return Result{}, false
 	}
 	now := d.local()
@@ -102,7 +102,7 @@ func (d *denials) deny(key string, n int64) (Result, bool) {
 	latest := known.clock + microsUp(age)
 	decided := decision{retryAfter: known.retryAt - latest, resetAfter: known.resetAt - latest}
 	if n > 1 {
-		_, decided = d.policy.decide(known.state, latest, n)
+		_, decided = policy.decide(known.state, latest, n)
 	}
 	if decided.retryAfter <= 0 {
 		return Result{}, false
@@ -110,7 +110,7 @@ func (d *denials) deny(key string, n int64) (Result, bool) {
 	// And at least this much earlier. Counting from there, nobody is told to retry too early.
 	uncertain := microsUp(known.told - known.asked)
 	return Result{
-		Limit:      d.policy.limit(),
+		Limit:      policy.limit(),
 		Remaining:  decided.remaining,
 		RetryAfter: duration(decided.retryAfter + uncertain),
 		ResetAfter: duration(decided.resetAfter + uncertain),
@@ -119,11 +119,11 @@ func (d *denials) deny(key string, n int64) (Result, bool) {
 }
 
 // remember keeps the denial of a request that left at asked, when resets had the value since, and came back at told.
-func (d *denials) remember(key string, denied decision, asked, told time.Duration, since int64) {
+func (d *denials) remember(policy Policy, key string, denied decision, asked, told time.Duration, since int64) {
 	clock := denied.decidedAt.UnixMicro()
-	_, one := d.policy.decide(denied.state, clock, 1)
+	_, one := policy.decide(denied.state, clock, 1)
 	known := denial{
-		state: denied.state, clock: clock, asked: asked, told: told,
+		policy: policy, state: denied.state, clock: clock, asked: asked, told: told,
 		retryAt: clock + one.retryAfter, resetAt: clock + one.resetAfter,
 	}
 	if d.shards.Load() == nil {

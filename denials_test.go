@@ -17,18 +17,28 @@ type setClock struct{ at time.Time }
 
 func (c *setClock) now() time.Time { return c.at }
 
-func newTestDenials(policy Policy, maxAge time.Duration) (*denials, *setClock) {
+// testDenials are denials under one policy.
+type testDenials struct {
+	*denials
+	policy Policy
+}
+
+func newTestDenials(policy Policy, maxAge time.Duration) (testDenials, *setClock) {
 	clock := &setClock{at: time.Date(2026, 1, 1, 12, 0, 0, 0, time.UTC)}
-	return newDenials(policy, maxAge, clock.now), clock
+	return testDenials{newDenials(maxAge, clock.now), policy}, clock
+}
+
+func (d testDenials) deny(key string, n int64) (Result, bool) {
+	return d.denials.deny(d.policy, key, n)
 }
 
 // rememberDenied takes all of a key's limit at the clock, and has what a denial then says remembered.
-func rememberDenied(d *denials, key string, clock *setClock) {
+func rememberDenied(d testDenials, key string, clock *setClock) {
 	at := clock.at.UnixMicro()
 	s, _ := d.policy.decide(state{}, at, d.policy.limit())
 	_, denied := d.policy.decide(s, at, 1)
 	denied.decidedAt = clock.at
-	d.remember(key, denied, d.local(), d.local(), d.resets.Load())
+	d.remember(d.policy, key, denied, d.local(), d.local(), d.resets.Load())
 }
 
 // The two limiters get the same requests; only one remembers denials. With one process, a clock that goes forward, and resets
@@ -62,7 +72,7 @@ func TestDenialsNeverChangeADecision(t *testing.T) {
 					require.NoError(t, asks.Reset(ctx, key))
 				}
 				cost := 1 + random.Int64N(5)
-				if _, ok := remembers.denials.deny(key, cost); ok {
+				if _, ok := remembers.denials.deny(policy, key, cost); ok {
 					local++
 				}
 				got, err := remembers.AllowN(ctx, key, cost)
@@ -132,7 +142,7 @@ func TestDenialAllowsForTheTimeThatTheStatementTook(t *testing.T) {
 	denied.decidedAt = clock.at
 	asked := d.local()
 	clock.at = clock.at.Add(10 * time.Millisecond)
-	d.remember("key", denied, asked, d.local(), 0)
+	d.remember(d.policy, "key", denied, asked, d.local(), 0)
 
 	result, ok := d.deny("key", 1)
 	require.True(t, ok)
@@ -152,7 +162,7 @@ func TestDenialDecidedBeforeAResetIsNotRemembered(t *testing.T) {
 	_, denied := d.policy.decide(s, at, 1)
 	denied.decidedAt = clock.at
 	d.reset("key")
-	d.remember("key", denied, d.local(), d.local(), before)
+	d.remember(d.policy, "key", denied, d.local(), d.local(), before)
 	_, ok := d.deny("key", 1)
 	require.False(t, ok)
 
@@ -193,9 +203,9 @@ func TestCachedDenialNeedsNoMemory(t *testing.T) {
 
 // deniedLimiter returns a limiter without a database that remembers a denial of user:123.
 func deniedLimiter(t testing.TB, policy Policy) *Limiter {
-	d := newDenials(policy, time.Hour, nil)
-	rememberDenied(d, "user:123", &setClock{at: time.Now()})
-	return &Limiter{policy: policy, denials: d, shared: true}
+	d := newDenials(time.Hour, nil)
+	rememberDenied(testDenials{d, policy}, "user:123", &setClock{at: time.Now()})
+	return &Limiter{core: &core{denials: d, shared: true}, policy: policy}
 }
 
 func BenchmarkCachedDenial(b *testing.B) {

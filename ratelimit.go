@@ -136,11 +136,15 @@ func (c Config) validate() error {
 	case c.DenialMaxAge < 0:
 		return &ConfigError{Field: "DenialMaxAge", Reason: fmt.Sprintf("is %v, and must not be negative; NoDenialCache turns the cache off", c.DenialMaxAge)}
 	}
-	switch c.Policy.(type) {
+	return validatePolicy(c.Policy)
+}
+
+func validatePolicy(policy Policy) error {
+	switch policy.(type) {
 	case nil, *FixedWindow, *SlidingWindow, *TokenBucket:
 		return &ConfigError{Field: "Policy", Reason: "is required: a FixedWindow, SlidingWindow or TokenBucket (not a pointer to one)"}
 	}
-	return c.Policy.validate()
+	return policy.validate()
 }
 
 // Result is a decision. The zero Result denies.
@@ -174,11 +178,15 @@ type Result struct {
 // still count: a cancelled context would close the connection, and thousands of impatient clients would then cost the
 // application thousands of connections.
 type Limiter struct {
-	config   Config
+	*core
 	policy   Policy
 	decideQL string
+}
+
+// core is what a limiter shares with those that its With has returned: everything but the policy.
+type core struct {
+	config   Config // its Policy is that of the first limiter
 	resetQL  string
-	numbers  []any
 	settings settings // of statements on db; in a caller's transaction, none
 
 	denials *denials // nil: none are remembered
@@ -207,19 +215,16 @@ func New(db DBTX, config Config) (*Limiter, error) {
 		return nil, err
 	}
 	l := &Limiter{
-		config:   config,
+		core:     &core{config: config, resetQL: qualify(resetStatement, config.Schema), db: db},
 		policy:   config.Policy,
 		decideQL: qualify(config.Policy.statement(), config.Schema),
-		resetQL:  qualify(resetStatement, config.Schema),
-		numbers:  config.Policy.numbers(),
-		db:       db,
 	}
 	switch db.(type) {
 	case *pgx.Conn, *pgxpool.Conn, pgx.Tx:
 	default:
 		l.shared = true
 		if !config.NoDenialCache {
-			l.denials = newDenials(config.Policy, config.DenialMaxAge, config.Test.Now)
+			l.denials = newDenials(config.DenialMaxAge, config.Test.Now)
 		}
 		// Below the client's budget, so that a wait that the client has given up ends on the server too.
 		l.settings.lockTimeout = millis(config.Timeout / 4)
@@ -228,6 +233,26 @@ func New(db DBTX, config Config) (*Limiter, error) {
 		}
 	}
 	return l, nil
+}
+
+// With returns a limiter of other numbers, or of another algorithm, for the same keys: for tiers, such as free and paid, or
+// for numbers that stand in a table of customers. It asks nothing and starts nothing, so it may be called for each request.
+// Everything but the policy is shared with l, the connections in use and the denials in memory included. Calls under different
+// policies leave in different statements, so a few tiers coalesce nearly as well as one, and numbers of every customer's own hardly.
+//
+// What a key has taken stays taken when it is asked for under another policy: see [Policy] for what is made of it. A denial
+// is remembered for the policy that it was made under, so a raised limit helps at the next call.
+//
+// Errors: a [*ConfigError] for a policy that cannot work.
+func (l *Limiter) With(policy Policy) (*Limiter, error) {
+	if err := validatePolicy(policy); err != nil {
+		return nil, err
+	}
+	with := &Limiter{core: l.core, policy: policy, decideQL: l.decideQL}
+	if statement := policy.statement(); statement != l.policy.statement() {
+		with.decideQL = qualify(statement, l.config.Schema)
+	}
+	return with, nil
 }
 
 // qualify names the schema in a statement whose function names all begin with rate_limit_.
@@ -335,7 +360,7 @@ func (l *Limiter) allow(ctx context.Context, key string, n int64) (Result, error
 		return l.allowOne(ctx, l.db, key, n, l.settings)
 	}
 	if l.denials != nil && n > 0 {
-		if result, ok := l.denials.deny(key, n); ok {
+		if result, ok := l.denials.deny(l.policy, key, n); ok {
 			return result, nil
 		}
 	}

@@ -636,7 +636,7 @@ func TestBoardTakesCallsInOrder(t *testing.T) {
 		limiter.queue = append(limiter.queue, newCalls(fmt.Sprint(key), cost)...)
 	}
 	// Those that look and those that take leave apart, and no more than MaxBatch at once.
-	for _, want := range []string{"0 1 2", "3", "4 5", "6", "7", "8 9 10", ""} {
+	for _, want := range []string{"0 1 2", "3 6 8", "4 5 7", "9 10", ""} {
 		var keys []string
 		for _, c := range limiter.board(nil) {
 			keys = append(keys, c.key)
