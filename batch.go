@@ -14,6 +14,9 @@ type element struct {
 	cost, count int64
 	decision    decision
 	first, last *call // who asked, if it was coalesced
+
+	set       *set // of several parts, and their decisions instead of one; key is "" then, unless the policy is All
+	decisions []decision
 }
 
 // settings are those of a transaction of the limiter's own; nil leaves what the session has. One of the caller's keeps its own.
@@ -33,18 +36,30 @@ func millis(d time.Duration) *int32 {
 // decide has the database decide all elements in one statement, and fills in their decisions. Elements of the same key
 // are decided in their order. On an error nothing was taken, unless it is ErrOutcomeUnknown.
 func (l *Limiter) decide(ctx context.Context, db DBTX, elements []element, settings settings) error {
+	if _, several := l.policy.(all); several || elements[0].set != nil {
+		return l.decideSets(ctx, db, elements, settings)
+	}
 	keys := make([]string, len(elements))
 	numbers := make([]int64, 2*len(elements))
 	costs, counts := numbers[:len(elements)], numbers[len(elements):]
 	for i := range elements {
 		keys[i], costs[i], counts[i] = elements[i].key, elements[i].cost, elements[i].count
 	}
-	var now *time.Time
-	if l.config.Test.Now != nil {
-		t := l.config.Test.Now()
-		now = &t
+	args := append([]any{l.config.Name, keys, costs, counts, l.config.Durable, settings.lockTimeout, settings.synchronousCommit, l.now()}, l.policy.numbers()...)
+	return queryDecisions(ctx, db, settings.own(), l.decideQL, args, func(ord int64, d decision) { elements[ord-1].decision = d })
+}
+
+// now is what replaces the database's clock, or nil.
+func (c *core) now() *time.Time {
+	if c.config.Test.Now == nil {
+		return nil
 	}
-	args := append([]any{l.config.Name, keys, costs, counts, l.config.Durable, settings.lockTimeout, settings.synchronousCommit, now}, l.policy.numbers()...)
+	t := c.config.Test.Now()
+	return &t
+}
+
+// queryDecisions runs a statement and passes on each row with its place.
+func queryDecisions(ctx context.Context, db DBTX, own bool, sql string, args []any, each func(ord int64, d decision)) error {
 	var ord int64
 	var retryAfter *int64
 	var d decision
@@ -52,32 +67,39 @@ func (l *Limiter) decide(ctx context.Context, db DBTX, elements []element, setti
 		&ord, &d.granted, &d.remaining, &retryAfter, &d.resetAfter, &d.decidedAt,
 		&d.state.count, &d.state.prevCount, &d.state.windowStart, &d.state.credit, &d.state.scale, &d.state.expiresAt,
 	}
-	return query(ctx, db, settings.own(), l.decideQL, args, targets, func() error {
+	return query(ctx, db, own, sql, args, targets, func() error {
 		d.retryAfter = never
 		if retryAfter != nil {
 			d.retryAfter = *retryAfter
 		}
-		elements[ord-1].decision = d
+		each(ord, d)
 		return nil
 	})
 }
 
 // result is what the i-th request of an element, from 1, is told: the first granted ones were allowed, one after the other.
 func (l *Limiter) result(e *element, i int64) Result {
-	d := &e.decision
+	if e.set != nil {
+		return e.combined(0, len(e.set.parts), i)
+	}
+	return told(l.policy, &e.decision, e.cost, i)
+}
+
+// told is what the i-th of several requests of a cost is told of their decision.
+func told(policy Policy, d *decision, cost, i int64) Result {
 	r := Result{
-		Limit:      l.policy.limit(),
+		Limit:      policy.limit(),
 		Remaining:  d.remaining,
 		ResetAfter: duration(d.resetAfter),
 		DecidedAt:  d.decidedAt,
 	}
 	switch {
 	case i <= d.granted:
-		after := (d.granted - i) * e.cost // taken by the requests behind it
+		after := (d.granted - i) * cost // taken by the requests behind it
 		r.Allowed = true
 		r.Remaining += after
-		r.ResetAfter = duration(l.policy.resetAfter(*d, after))
-	case d.retryAfter == 0: // a Peek
+		r.ResetAfter = duration(policy.resetAfter(*d, after))
+	case d.retryAfter == 0: // a Peek, or another part has refused
 		r.Allowed = true
 	default:
 		r.RetryAfter = duration(d.retryAfter)

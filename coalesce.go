@@ -17,15 +17,16 @@ type call struct {
 	result Result
 	err    error
 	next   *call // the next one of the same element
+	set    *set  // what AllowAll asks, which gets its results; key is "" then, and cost 1
 }
 
 // enqueue has a request decided: at once if fewer than MaxInFlight statements are under way, else with the next one.
-func (l *Limiter) enqueue(ctx context.Context, key string, cost int64) (Result, error) {
+func (l *Limiter) enqueue(ctx context.Context, key string, cost int64, s *set) (Result, error) {
 	c, ok := l.calls.Get().(*call)
 	if !ok {
 		c = &call{done: make(chan struct{}, 1)}
 	}
-	c.by, c.key, c.cost, c.since, c.next = l, key, cost, time.Now(), nil
+	c.by, c.key, c.cost, c.set, c.since, c.next = l, key, cost, s, time.Now(), nil
 
 	l.mu.Lock()
 	l.queue = append(l.queue, c)
@@ -41,7 +42,7 @@ func (l *Limiter) enqueue(ctx context.Context, key string, cost int64) (Result, 
 	select {
 	case <-c.done:
 		result, err := c.result, c.err
-		c.by, c.key, c.err = nil, "", nil
+		c.by, c.key, c.set, c.err = nil, "", nil, nil
 		l.calls.Put(c)
 		return result, err
 	case <-ctx.Done():
@@ -107,7 +108,8 @@ func (c *core) board(batch []*call) []*call {
 // leavesWith tells whether one statement can decide both. It has one policy, and calls that look leave apart from those that
 // take, because they need no lock.
 func (c *call) leavesWith(other *call) bool {
-	return (c.cost == 0) == (other.cost == 0) && (c.by == other.by || c.by.policy == other.by.policy)
+	return (c.cost == 0) == (other.cost == 0) && (c.set != nil) == (other.set != nil) &&
+		(c.by == other.by || c.set != nil || c.by.policy == other.by.policy)
 }
 
 // send has the batch, calls under l's policy, decided in one statement, and tells each caller.
@@ -142,7 +144,7 @@ func (l *Limiter) send(f *flight) {
 
 // decideAndRemember decides elements, and remembers the keys that were denied.
 func (l *Limiter) decideAndRemember(ctx context.Context, elements []element, settings settings) error {
-	if l.denials == nil {
+	if l.denials == nil || elements[0].set != nil {
 		return l.decide(ctx, l.db, elements, settings)
 	}
 	asked, resets := l.denials.local(), l.denials.resets.Load()
@@ -152,7 +154,7 @@ func (l *Limiter) decideAndRemember(ctx context.Context, elements []element, set
 	told := l.denials.local()
 	for i := range elements {
 		switch e := &elements[i]; {
-		case e.cost == 0:
+		case e.cost == 0 || e.set != nil:
 		case e.decision.granted < e.count:
 			l.denials.remember(l.policy, e.key, e.decision, asked, told, resets)
 		default:
@@ -171,6 +173,10 @@ func (f *flight) group(batch []*call) []element {
 		f.last = make(map[string]int, len(batch))
 	}
 	for _, c := range batch {
+		if c.set != nil {
+			f.elements = append(f.elements, element{cost: 1, count: 1, first: c, last: c, set: c.set})
+			continue
+		}
 		if i, ok := f.last[c.key]; ok && f.elements[i].cost == c.cost {
 			e := &f.elements[i]
 			e.count++
@@ -193,6 +199,9 @@ func (l *Limiter) tell(e *element, err error) {
 		next := c.next // before the caller goes on, and uses the call again
 		if err != nil {
 			c.finish(Result{}, err)
+		} else if c.set != nil {
+			c.set.results = e.results(i)
+			c.finish(Result{}, nil)
 		} else {
 			c.finish(l.result(e, i), nil)
 		}

@@ -81,19 +81,22 @@ func (e *KeyError) Error() string { return ErrInvalidKey.Error() + ": it " + e.R
 // Is tells that it is an ErrInvalidKey.
 func (e *KeyError) Is(target error) bool { return target == ErrInvalidKey }
 
-// CostError is a cost that cannot be asked for: below 0 (ErrInvalidCost), or above the limit (ErrCostExceedsLimit).
-type CostError struct{ Cost, Limit int64 }
+// CostError is a cost that cannot be asked for: too small (ErrInvalidCost), or above the limit (ErrCostExceedsLimit).
+type CostError struct {
+	Cost, Limit int64
+	Least       int64 // what may be asked for: from 0, or from 1 of a Request
+}
 
 func (e *CostError) Error() string {
-	if e.Cost < 0 {
-		return fmt.Sprintf("%v: it is %d, and must be at least 0", ErrInvalidCost, e.Cost)
+	if e.Cost < e.Least {
+		return fmt.Sprintf("%v: it is %d, and must be at least %d", ErrInvalidCost, e.Cost, e.Least)
 	}
 	return fmt.Sprintf("%v: %d can never fit into %d; ask for less at once, or raise the limit", ErrCostExceedsLimit, e.Cost, e.Limit)
 }
 
 // Is tells which of the two it is.
 func (e *CostError) Is(target error) bool {
-	return target == ErrInvalidCost && e.Cost < 0 || target == ErrCostExceedsLimit && e.Cost > e.Limit
+	return target == ErrInvalidCost && e.Cost < e.Least || target == ErrCostExceedsLimit && e.Cost > e.Limit
 }
 
 // StoreError is a failure of the database, or on the way to it. It is one or more of ErrNotMigrated, ErrNotPermitted,

@@ -34,7 +34,7 @@ func TestPlansDependOnNoStatistics(t *testing.T) {
 func TestPlansWithoutTheirSettingScanTheTable(t *testing.T) {
 	t.Parallel()
 	conn := connect(t, pgtest.New(t))
-	for _, function := range []string{"rate_limit_fixed_window", "rate_limit_sliding_window", "rate_limit_token_bucket"} {
+	for _, function := range []string{"rate_limit_fixed_window", "rate_limit_sliding_window", "rate_limit_token_bucket", "rate_limit_all"} {
 		exec(t, conn, "ALTER FUNCTION "+function+" RESET enable_seqscan")
 	}
 	scanned, _ := scansOfAGrownTable(t, conn, false, "force_generic_plan")

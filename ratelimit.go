@@ -121,8 +121,8 @@ func (c Config) validate() error {
 	switch {
 	case c.Name == "":
 		return &ConfigError{Field: "Name", Reason: "is required: it keeps this limiter's keys apart from those of others"}
-	case len(c.Name) > maxNameLen || !utf8.ValidString(c.Name) || strings.ContainsRune(c.Name, 0):
-		return &ConfigError{Field: "Name", Reason: fmt.Sprintf("must be at most %d bytes of valid UTF-8 without NUL", maxNameLen)}
+	case !utf8.ValidString(c.Name) || strings.ContainsRune(c.Name, 0):
+		return &ConfigError{Field: "Name", Reason: "must be valid UTF-8 without NUL"}
 	case c.SynchronousCommit && !c.Durable:
 		return &ConfigError{Field: "SynchronousCommit", Reason: "needs Durable: there is nothing to flush for an unlogged table"}
 	case !utf8.ValidString(c.Schema) || strings.ContainsRune(c.Schema, 0):
@@ -136,7 +136,22 @@ func (c Config) validate() error {
 	case c.DenialMaxAge < 0:
 		return &ConfigError{Field: "DenialMaxAge", Reason: fmt.Sprintf("is %v, and must not be negative; NoDenialCache turns the cache off", c.DenialMaxAge)}
 	}
-	return validatePolicy(c.Policy)
+	if err := validatePolicy(c.Policy); err != nil {
+		return err
+	}
+	return validateName(c.Name, c.Policy)
+}
+
+// validateName checks the length, which All adds to.
+func validateName(name string, policy Policy) error {
+	longest := len(name)
+	if several, ok := policy.(all); ok {
+		longest = len(partName(name, several.n-1))
+	}
+	if longest > maxNameLen {
+		return &ConfigError{Field: "Name", Reason: fmt.Sprintf("has %d bytes with what the policy adds, and may have at most %d", longest, maxNameLen)}
+	}
+	return nil
 }
 
 func validatePolicy(policy Policy) error {
@@ -248,6 +263,9 @@ func (l *Limiter) With(policy Policy) (*Limiter, error) {
 	if err := validatePolicy(policy); err != nil {
 		return nil, err
 	}
+	if err := validateName(l.config.Name, policy); err != nil {
+		return nil, err
+	}
 	with := &Limiter{core: l.core, policy: policy, decideQL: l.decideQL}
 	if statement := policy.statement(); statement != l.policy.statement() {
 		with.decideQL = qualify(statement, l.config.Schema)
@@ -339,7 +357,11 @@ func (l *Limiter) reset(ctx context.Context, db DBTX, key string, settings setti
 	}
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), l.config.Timeout)
 	defer cancel()
-	args := []any{l.config.Name, key, l.config.Durable, settings.lockTimeout, settings.synchronousCommit}
+	var names []string
+	for _, p := range l.appendParts(nil, key, 0) {
+		names = append(names, p.name)
+	}
+	args := []any{names, key, l.config.Durable, settings.lockTimeout, settings.synchronousCommit}
 	err := query(ctx, db, settings.own(), l.resetQL, args, []any{nil}, func() error { return nil })
 	if l.denials != nil {
 		l.denials.reset(key) // also after an error: it may have been reset
@@ -364,7 +386,7 @@ func (l *Limiter) allow(ctx context.Context, key string, n int64) (Result, error
 			return result, nil
 		}
 	}
-	return l.enqueue(ctx, key, n)
+	return l.enqueue(ctx, key, n, nil)
 }
 
 func (l *Limiter) allowTx(ctx context.Context, tx pgx.Tx, key string, n int64) (Result, error) {
@@ -376,16 +398,21 @@ func (l *Limiter) allowTx(ctx context.Context, tx pgx.Tx, key string, n int64) (
 
 // allowOne decides one request on one connection, and does not return before the connection is free again.
 func (l *Limiter) allowOne(ctx context.Context, db DBTX, key string, n int64, settings settings) (Result, error) {
-	if err := ctx.Err(); err != nil {
-		return Result{}, waitError(err)
-	}
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), l.config.Timeout)
-	defer cancel()
 	elements := []element{{key: key, cost: n, count: 1}}
-	if err := l.decide(ctx, db, elements, settings); err != nil {
+	if err := l.decideWithin(ctx, db, elements, settings); err != nil {
 		return Result{}, err
 	}
 	return l.result(&elements[0], 1), nil
+}
+
+// decideWithin is decide within Timeout.
+func (l *Limiter) decideWithin(ctx context.Context, db DBTX, elements []element, settings settings) error {
+	if err := ctx.Err(); err != nil {
+		return waitError(err)
+	}
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), l.config.Timeout)
+	defer cancel()
+	return l.decide(ctx, db, elements, settings)
 }
 
 func (l *Limiter) validate(key string, n int64) error {

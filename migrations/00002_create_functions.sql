@@ -114,7 +114,7 @@ BEGIN
                     FROM (
                         SELECT e.key, e.ord, coalesce(e.cost, 1) AS cost, coalesce(e.asked, 1) AS asked
                         FROM unnest((SELECT keys), (SELECT costs), (SELECT counts)) WITH ORDINALITY AS e (key, cost, asked, ord)
-                        ORDER BY e.key COLLATE "C", e.ord
+                        ORDER BY octet_length(e.key) DESC, e.key COLLATE "C", e.ord
                     ) AS e
                     LEFT JOIN LATERAL (
                         SELECT d.ctid AS tid, d.* FROM rate_limit_durable AS d WHERE d.prefix = name AND d.key = e.key OFFSET 0
@@ -126,7 +126,7 @@ BEGIN
                     FROM (
                         SELECT e.key, e.ord, coalesce(e.cost, 1) AS cost, coalesce(e.asked, 1) AS asked
                         FROM unnest((SELECT keys), (SELECT costs), (SELECT counts)) WITH ORDINALITY AS e (key, cost, asked, ord)
-                        ORDER BY e.key COLLATE "C", e.ord
+                        ORDER BY octet_length(e.key) DESC, e.key COLLATE "C", e.ord
                     ) AS e
                     LEFT JOIN LATERAL (
                         SELECT d.ctid AS tid, d.* FROM rate_limit_ephemeral AS d WHERE d.prefix = name AND d.key = e.key OFFSET 0
@@ -139,7 +139,7 @@ BEGIN
                 FROM (
                     SELECT e.key, e.ord, coalesce(e.cost, 1) AS cost, coalesce(e.asked, 1) AS asked
                     FROM unnest((SELECT keys), (SELECT costs), (SELECT counts)) WITH ORDINALITY AS e (key, cost, asked, ord)
-                    ORDER BY e.key COLLATE "C", e.ord
+                    ORDER BY octet_length(e.key) DESC, e.key COLLATE "C", e.ord
                 ) AS e
                 LEFT JOIN LATERAL (
                     SELECT d.ctid AS tid, d.* FROM rate_limit_durable AS d WHERE d.prefix = name AND d.key = e.key FOR UPDATE
@@ -151,7 +151,7 @@ BEGIN
                 FROM (
                     SELECT e.key, e.ord, coalesce(e.cost, 1) AS cost, coalesce(e.asked, 1) AS asked
                     FROM unnest((SELECT keys), (SELECT costs), (SELECT counts)) WITH ORDINALITY AS e (key, cost, asked, ord)
-                    ORDER BY e.key COLLATE "C", e.ord
+                    ORDER BY octet_length(e.key) DESC, e.key COLLATE "C", e.ord
                 ) AS e
                 LEFT JOIN LATERAL (
                     SELECT d.ctid AS tid, d.* FROM rate_limit_ephemeral AS d WHERE d.prefix = name AND d.key = e.key FOR UPDATE
@@ -179,17 +179,19 @@ BEGIN
 
         IF durable THEN
             INSERT INTO rate_limit_durable AS d (prefix, key)
-            SELECT DISTINCT name, e.key COLLATE "C"
+            SELECT name, e.key COLLATE "C"
             FROM unnest((SELECT keys), (SELECT costs)) AS e (key, cost)
             WHERE coalesce(e.cost, 1) BETWEEN 1 AND max_cost
-            ORDER BY e.key COLLATE "C"
+            GROUP BY e.key COLLATE "C"
+            ORDER BY octet_length(e.key COLLATE "C") DESC, e.key COLLATE "C"
             ON CONFLICT ON CONSTRAINT rate_limit_durable_pkey DO UPDATE SET count = d.count WHERE false;
         ELSE
             INSERT INTO rate_limit_ephemeral AS d (prefix, key)
-            SELECT DISTINCT name, e.key COLLATE "C"
+            SELECT name, e.key COLLATE "C"
             FROM unnest((SELECT keys), (SELECT costs)) AS e (key, cost)
             WHERE coalesce(e.cost, 1) BETWEEN 1 AND max_cost
-            ORDER BY e.key COLLATE "C"
+            GROUP BY e.key COLLATE "C"
+            ORDER BY octet_length(e.key COLLATE "C") DESC, e.key COLLATE "C"
             ON CONFLICT ON CONSTRAINT rate_limit_ephemeral_pkey DO UPDATE SET count = d.count WHERE false;
         END IF;
     END LOOP;
@@ -329,7 +331,7 @@ BEGIN
             ends := s.expires_at;
         END IF;
         retry_after_us := CASE
-            WHEN granted = r.asked OR (r.cost = 0 AND remaining > 0) THEN 0
+            WHEN granted = r.asked OR remaining >= greatest(r.cost, 1) THEN 0
             WHEN r.cost <= max_count THEN ends - clock
         END;
         reset_after_us := CASE WHEN s.count > 0 THEN ends - clock ELSE 0 END;
@@ -463,7 +465,7 @@ BEGIN
         END IF;
 
         ask := greatest(r.cost, 1);
-        IF granted = r.asked OR (r.cost = 0 AND remaining > 0) THEN
+        IF granted = r.asked OR remaining >= ask THEN
             retry_after_us := 0;
         ELSIF ask > max_count THEN
             retry_after_us := NULL;
@@ -616,7 +618,7 @@ BEGIN
             remaining := remaining - granted * r.cost;
         END IF;
 
-        IF granted = r.asked OR (r.cost = 0 AND remaining > 0) THEN
+        IF granted = r.asked OR remaining >= greatest(r.cost, 1) THEN
             retry_after_us := 0;
         ELSIF greatest(r.cost, 1) > capacity THEN
             retry_after_us := NULL;
@@ -651,6 +653,473 @@ COMMENT ON FUNCTION rate_limit_token_bucket IS 'Takes from token buckets, which 
 It returns a row for each key: ord (its place in keys), granted (how many of the counts requests were granted), remaining (the largest cost that would be granted next), retry_after_us (microseconds until the others can be granted; 0: all were; NULL: never), reset_after_us (microseconds until the key is as good as new), decided_at (the database clock at the decision), and the state of the key then: count, prev_count, window_start, credit, scale and expires_at, as in the table. A denial is a row with granted = 0, never an error, and takes nothing. What is taken commits or rolls back with the transaction.
 Example: SELECT * FROM rate_limit_token_bucket(''api'', ARRAY[''user:123''], 20, 5, 10000000) takes one token from a bucket of 20 that gets 5 more every 10 seconds.
 Optional, by name: costs and counts for each key (1 each; a cost of 0 only looks), durable => true for rate_limit_durable.';
+
+-- rate_limit_all decides requests of several parts each, such as one for an address, one for a user and one for everybody: a request
+-- takes from all of its parts, or from none. The parts may differ in everything: limiter, key, algorithm, cost and table.
+--
+--   requests            to which request a part belongs: parts of one request stand together, and requests in ascending order
+--   names, keys         the limiter and the key of each part; a request may name the same row only once
+--   durables            whether its row is in rate_limit_durable rather than in rate_limit_ephemeral
+--   algorithms          1 fixed window, 2 sliding window, 3 token bucket
+--   limits              max_count of a window, capacity of a bucket
+--   spans_us            window_us of a window, every_us of a bucket
+--   refills             refill of a bucket
+--   costs               cost of each part; NULL means 1 each, and costs that are all 0 only look
+--   counts              how many such requests are asked, the same for all parts of a request; NULL means 1 each
+--   lock_timeout_ms     as of the functions of one limit, like the two that follow
+--   synchronous_commit
+--   now
+--
+-- A row for each part comes back. granted is that of the request; a part with room for one more has a retry_after_us of 0, so
+-- the parts that refused are those with another one, and the request fits after the longest.
+--
+-- Rows are locked in one order, whoever asks: the ephemeral ones before the durable ones, then by limiter, then by key. So at the
+-- first missing row the locking stops, as in rate_limit_lock. But here a row may be missing of a request that another part
+-- refuses, and a denial shall write nothing. So before rows are made, the rest is looked at without locks: what is refused
+-- by what can be seen, is refused, and rows are made for the others. Then the locking begins anew.
+-- +goose StatementBegin
+CREATE FUNCTION rate_limit_all(
+    requests integer[],
+    names text[],
+    keys text[],
+    durables boolean[],
+    algorithms smallint[],
+    limits bigint[],
+    spans_us bigint[],
+    refills bigint[],
+    costs bigint[] DEFAULT NULL,
+    counts bigint[] DEFAULT NULL,
+    lock_timeout_ms integer DEFAULT NULL,
+    synchronous_commit boolean DEFAULT NULL,
+    now timestamptz DEFAULT NULL
+)
+RETURNS SETOF rate_limit_decision
+LANGUAGE plpgsql
+SECURITY DEFINER
+SET enable_seqscan = off -- a plan must not depend on how small the table was when it was made
+AS $$
+#variable_conflict use_variable
+DECLARE
+    parts integer := cardinality(keys);
+    just_look boolean := coalesce(0 = ALL (costs), false);
+    locking boolean := NOT just_look; -- or else looking
+    refused boolean[]; -- of each part: its request has been refused
+    asked_rows rate_limit_row[]; -- the rows, in the order of locking
+    writers smallint[];          -- which algorithm has written each of them
+    in_durable boolean[];        -- in which table they are
+    changed boolean[];           -- whether they are to be written
+    place integer[];             -- which of them is a part's
+    rows integer;
+    elements refcursor;
+    ord integer;       -- the part that was fetched
+    first boolean;
+    valid boolean;
+    at integer;
+    missing boolean;
+    previous integer;
+    from_part integer; -- the parts of a request
+    to_part integer;
+    algorithm smallint;
+    ignored text;
+
+    r rate_limit_row;  -- the part at hand, and its row as it was found
+    s rate_limit_row;  -- that row's state now
+    clock bigint;      -- the database's clock
+    t bigint;          -- the time of the decision: the clock, or the row's own time where that lies ahead of it
+    moved boolean;     -- the clock has jumped back, and the row with it
+    any_moved boolean; -- so of any part of a request that refuses it
+    decided_at timestamptz;
+    asked bigint;
+    granted bigint;
+    remaining bigint;
+    retry_after_us bigint;
+    reset_after_us bigint;
+    max_count bigint;
+    window_us bigint;
+    ends bigint;
+    rest bigint;
+    weight bigint;
+    ask bigint;
+    wait bigint;
+    capacity bigint;
+    refill bigint;
+    every_us bigint;
+    full_credit bigint;
+    need bigint;
+BEGIN
+    IF (parts > 0 AND cardinality(requests) = parts AND cardinality(names) = parts AND cardinality(durables) = parts
+            AND cardinality(algorithms) = parts AND cardinality(limits) = parts AND cardinality(spans_us) = parts
+            AND cardinality(refills) = parts
+            AND coalesce(cardinality(costs) = parts, true) AND coalesce(cardinality(counts) = parts, true)) IS NOT TRUE THEN
+        RAISE EXCEPTION 'rate_limit: as many requests, names, durables, algorithms, limits, spans_us, refills, costs and counts are needed as keys'
+            USING ERRCODE = 'invalid_parameter_value', HINT = 'NULL instead of costs or of counts means 1 for each key.';
+    END IF;
+    ignored := concat(
+        CASE WHEN lock_timeout_ms IS NOT NULL THEN set_config('lock_timeout', lock_timeout_ms::text, true) END,
+        CASE WHEN synchronous_commit IS NOT NULL THEN set_config('synchronous_commit', synchronous_commit::text, true) END);
+    IF costs IS NULL THEN
+        costs := array_fill(1::bigint, ARRAY[parts]);
+    END IF;
+    refused := array_fill(false, ARRAY[parts]);
+    place := array_fill(0, ARRAY[parts]);
+
+    FOR attempt IN 1 .. 5 LOOP
+        -- The same query twice. What each of its parts is for, rate_limit_lock tells; a row is looked up for its first part.
+        IF locking THEN
+            OPEN elements FOR
+                SELECT e.ord, e.first,
+                    e.durable IS NOT NULL AND octet_length(e.name) BETWEEN 1 AND 128 AND octet_length(e.key) BETWEEN 1 AND 512,
+                    e.first AND coalesce(d.tid, l.tid) IS NULL, coalesce(d.algorithm, l.algorithm, 0),
+                    coalesce(d.tid, l.tid), coalesce(d.count, l.count, 0), coalesce(d.prev_count, l.prev_count, 0),
+                    coalesce(d.window_start, l.window_start, 0), coalesce(d.credit, l.credit, 0), coalesce(d.scale, l.scale, 0),
+                    coalesce(d.expires_at, l.expires_at, 0)
+                FROM (
+                    SELECT e.durable, e.name, e.key, e.ord,
+                        row_number() OVER (PARTITION BY e.durable, octet_length(e.key), e.key COLLATE "C", e.name COLLATE "C" ORDER BY e.ord) = 1 AS first
+                    FROM unnest((SELECT durables), (SELECT names), (SELECT keys), (SELECT refused))
+                        WITH ORDINALITY AS e (durable, name, key, refused, ord)
+                    WHERE NOT e.refused
+                    ORDER BY e.durable, octet_length(e.key) DESC, e.key COLLATE "C", e.name COLLATE "C", e.ord
+                ) AS e
+                LEFT JOIN LATERAL (
+                    SELECT d.ctid AS tid, d.* FROM rate_limit_ephemeral AS d
+                    WHERE e.first AND NOT e.durable AND d.prefix = e.name AND d.key = e.key FOR UPDATE
+                ) AS d ON true
+                LEFT JOIN LATERAL (
+                    SELECT d.ctid AS tid, d.* FROM rate_limit_durable AS d
+                    WHERE e.first AND e.durable AND d.prefix = e.name AND d.key = e.key FOR UPDATE
+                ) AS l ON true;
+        ELSE
+            OPEN elements FOR
+                SELECT e.ord, e.first,
+                    e.durable IS NOT NULL AND octet_length(e.name) BETWEEN 1 AND 128 AND octet_length(e.key) BETWEEN 1 AND 512,
+                    false, coalesce(d.algorithm, l.algorithm, 0),
+                    coalesce(d.tid, l.tid), coalesce(d.count, l.count, 0), coalesce(d.prev_count, l.prev_count, 0),
+                    coalesce(d.window_start, l.window_start, 0), coalesce(d.credit, l.credit, 0), coalesce(d.scale, l.scale, 0),
+                    coalesce(d.expires_at, l.expires_at, 0)
+                FROM (
+                    SELECT e.durable, e.name, e.key, e.ord,
+                        row_number() OVER (PARTITION BY e.durable, octet_length(e.key), e.key COLLATE "C", e.name COLLATE "C" ORDER BY e.ord) = 1 AS first
+                    FROM unnest((SELECT durables), (SELECT names), (SELECT keys), (SELECT refused))
+                        WITH ORDINALITY AS e (durable, name, key, refused, ord)
+                    WHERE NOT e.refused
+                    ORDER BY e.durable, octet_length(e.key) DESC, e.key COLLATE "C", e.name COLLATE "C", e.ord
+                ) AS e
+                LEFT JOIN LATERAL (
+                    SELECT d.ctid AS tid, d.* FROM rate_limit_ephemeral AS d
+                    WHERE e.first AND NOT e.durable AND d.prefix = e.name AND d.key = e.key OFFSET 0
+                ) AS d ON true
+                LEFT JOIN LATERAL (
+                    SELECT d.ctid AS tid, d.* FROM rate_limit_durable AS d
+                    WHERE e.first AND e.durable AND d.prefix = e.name AND d.key = e.key OFFSET 0
+                ) AS l ON true;
+        END IF;
+
+        rows := 0;
+        asked_rows := '{}';
+        writers := '{}';
+        in_durable := '{}';
+        changed := '{}';
+        previous := NULL;
+        LOOP
+            FETCH elements INTO ord, first, valid, missing, algorithm, r.tid, r.count, r.prev_count, r.window_start, r.credit, r.scale, r.expires_at;
+            EXIT WHEN NOT found;
+            IF valid IS NOT TRUE THEN
+                RAISE EXCEPTION 'rate_limit: part % is not valid', ord
+                    USING ERRCODE = 'invalid_parameter_value', HINT = 'A name has 1 to 128 bytes, a key 1 to 512, and durable is true or false.';
+            END IF;
+            EXIT WHEN missing;
+            IF first THEN
+                rows := rows + 1;
+                asked_rows[rows] := r;
+                writers[rows] := algorithm;
+                in_durable[rows] := durables[ord];
+                changed[rows] := false;
+            ELSIF requests[ord] = requests[previous] THEN
+                RAISE EXCEPTION 'rate_limit: parts % and % of one request are for the same key', previous, ord
+                    USING ERRCODE = 'invalid_parameter_value', HINT = 'Ask for the sum of their costs in one part.';
+            END IF;
+            place[ord] := rows;
+            previous := ord;
+        END LOOP;
+        CLOSE elements;
+        IF missing THEN -- NULL after the last part
+            locking := false;
+            CONTINUE;
+        END IF;
+
+        -- The clock is read with every lock held: read before, it could be older than the rows that a lock waited for.
+        decided_at := coalesce(now, clock_timestamp());
+        clock := (extract(epoch FROM decided_at) * 1000000)::bigint;
+
+        to_part := 0;
+        WHILE to_part < parts LOOP
+            from_part := to_part + 1;
+            to_part := from_part;
+            WHILE requests[to_part + 1] = requests[from_part] LOOP
+                to_part := to_part + 1;
+            END LOOP;
+            asked := CASE WHEN counts IS NULL THEN 1 ELSE counts[from_part] END;
+            IF (asked >= 1 AND (to_part = parts OR requests[to_part + 1] > requests[from_part])) IS NOT TRUE THEN
+                RAISE EXCEPTION 'rate_limit: the request of part % is not valid', from_part
+                    USING ERRCODE = 'invalid_parameter_value', HINT = 'Requests ascend, and a count is at least 1.';
+            END IF;
+            CONTINUE WHEN refused[from_part];
+
+            -- First how many fit into all of the parts, then what that means for each of them.
+            granted := CASE WHEN just_look THEN 0 ELSE asked END;
+            any_moved := false;
+            FOR pass IN 1 .. 2 LOOP
+                IF pass = 2 AND NOT locking AND NOT just_look THEN
+                    EXIT WHEN granted > 0 OR any_moved; -- what has moved has to be written
+                    -- Refused, by what others have taken; what the requests before it are about to take does not count here.
+                    refused[from_part : to_part] := array_fill(true, ARRAY[to_part - from_part + 1]);
+                END IF;
+                FOR part IN from_part .. to_part LOOP
+                    algorithm := algorithms[part];
+                    at := place[part];
+                    s := asked_rows[at];
+                    IF writers[at] <> algorithm THEN
+                        s.expires_at := 0;
+                    END IF;
+                    r.cost := costs[part];
+                    r.asked := asked;
+                    moved := false;
+                    CASE algorithm
+                    WHEN 1 THEN
+                        max_count := limits[part];
+                        window_us := spans_us[part];
+                        IF pass = 1 AND (max_count >= 1 AND window_us BETWEEN 1 AND 2251799813685248 AND max_count <= 4611686018427387904 / window_us AND (r.cost >= 1 OR just_look)) IS NOT TRUE THEN
+                            RAISE EXCEPTION 'rate_limit: the numbers of part % are outside the exact range', part
+                                USING ERRCODE = 'invalid_parameter_value', HINT = 'The limit and the span are at least 1, the span is at most 2^51, and their product is at most 2^62. Costs are at least 1, or all 0.';
+                        END IF;
+                        CONTINUE WHEN pass = 1 AND asked = 1 AND r.cost <= max_count - s.count; -- what fits into less, fits: saves the rest
+                        IF clock >= s.expires_at THEN
+                            s.count := 0;
+                            s.window_start := clock;
+                        ELSIF s.window_start - clock > window_us THEN
+                            s.window_start := clock;
+                            s.expires_at := clock + window_us;
+                            moved := true;
+                        END IF;
+                        t := greatest(clock, s.window_start);
+                        IF t - s.window_start >= window_us THEN
+                            s.count := 0;
+                            s.window_start := t;
+                        END IF;
+                        remaining := greatest(max_count - s.count, 0);
+                        ends := least(s.window_start + window_us, CASE WHEN s.count > 0 THEN s.expires_at END);
+                    WHEN 2 THEN
+                        max_count := limits[part];
+                        window_us := spans_us[part];
+                        IF pass = 1 AND (max_count >= 1 AND window_us BETWEEN 1 AND 2251799813685248 AND max_count <= 4611686018427387904 / window_us AND (r.cost >= 1 OR just_look)) IS NOT TRUE THEN
+                            RAISE EXCEPTION 'rate_limit: the numbers of part % are outside the exact range', part
+                                USING ERRCODE = 'invalid_parameter_value', HINT = 'The limit and the span are at least 1, the span is at most 2^51, and their product is at most 2^62. Costs are at least 1, or all 0.';
+                        END IF;
+                        CONTINUE WHEN pass = 1 AND asked = 1 AND r.cost <= max_count - s.count - s.prev_count;
+                        IF clock >= s.expires_at THEN
+                            s.count := 0;
+                            s.prev_count := 0;
+                            s.window_start := clock;
+                        ELSIF s.window_start - clock > window_us THEN
+                            s.window_start := clock;
+                            s.expires_at := clock + 2 * window_us;
+                            moved := true;
+                        END IF;
+                        t := greatest(clock, s.window_start);
+                        IF t - s.window_start >= 2 * window_us THEN
+                            s.count := 0;
+                            s.prev_count := 0;
+                            s.window_start := t;
+                        ELSIF t - s.window_start >= window_us THEN
+                            s.prev_count := s.count;
+                            s.count := 0;
+                            s.window_start := s.window_start + window_us;
+                        END IF;
+                        rest := s.window_start + window_us - t;
+                        -- A prev_count that an older, larger limit has left could overflow the product; this asks by division.
+                        IF s.prev_count > 0 AND rest > max_count * window_us / s.prev_count THEN
+                            weight := max_count;
+                        ELSE
+                            weight := (s.prev_count * rest + window_us - 1) / window_us;
+                        END IF;
+                        remaining := greatest(max_count - s.count - weight, 0);
+                    WHEN 3 THEN
+                        max_count := limits[part];
+                        capacity := limits[part];
+                        every_us := spans_us[part];
+                        refill := refills[part];
+                        IF pass = 1 AND (capacity >= 1 AND refill >= 1 AND every_us >= 1 AND capacity <= 4611686018427387904 / every_us
+                                AND (capacity * every_us - 1) / refill < 2251799813685248 AND (r.cost >= 1 OR just_look)) IS NOT TRUE THEN
+                            RAISE EXCEPTION 'rate_limit: the numbers of part % are outside the exact range', part
+                                USING ERRCODE = 'invalid_parameter_value', HINT = 'The limit, the span and the refill are at least 1, limit × span is at most 2^62, and divided by refill it is at most 2^51. Costs are at least 1, or all 0.';
+                        END IF;
+                        CONTINUE WHEN pass = 1 AND asked = 1 AND s.scale = every_us AND r.cost <= least(s.credit / every_us, capacity);
+                        full_credit := capacity * every_us;
+                        IF clock >= s.expires_at THEN
+                            s.credit := full_credit;
+                            s.window_start := clock;
+                        ELSE
+                            IF s.scale <> every_us THEN
+                                -- The policy has changed. Whole tokens are kept, and the part of one, rounded down; its product may
+                                -- need 128 bits, which only numeric has, and this runs only until the next grant.
+                                s.credit := CASE WHEN s.credit / s.scale >= capacity THEN full_credit
+                                    ELSE s.credit / s.scale * every_us + div((s.credit % s.scale)::numeric * every_us, s.scale)::bigint END;
+                            END IF;
+                            s.credit := least(s.credit, full_credit);
+                            IF s.credit = full_credit THEN -- the capacity is lower now: as good as new
+                                s.window_start := clock;
+                                s.expires_at := clock;
+                            ELSIF s.window_start - clock > (full_credit - 1) / refill + 1 THEN
+                                s.window_start := clock;
+                                s.expires_at := clock + (full_credit - s.credit - 1) / refill + 1;
+                                moved := true;
+                            END IF;
+                        END IF;
+                        s.scale := every_us;
+                        t := greatest(clock, s.window_start);
+                        -- Asked by division, because the product overflows after a long time.
+                        IF s.credit < full_credit AND t - s.window_start <= (full_credit - s.credit - 1) / refill THEN
+                            s.credit := s.credit + (t - s.window_start) * refill;
+                        ELSE
+                            s.credit := full_credit;
+                        END IF;
+                        s.window_start := t;
+                        remaining := s.credit / every_us;
+                    ELSE
+                        RAISE EXCEPTION 'rate_limit: % is no algorithm', algorithm
+                            USING ERRCODE = 'invalid_parameter_value', HINT = 'Write 1 for a fixed window, 2 for a sliding window, 3 for a token bucket.';
+                    END CASE;
+                    IF pass = 1 THEN
+                        CONTINUE WHEN just_look;
+                        any_moved := any_moved OR (moved AND r.cost > remaining AND r.cost <= max_count);
+                        granted := least(granted, remaining / r.cost);
+                        CONTINUE;
+                    END IF;
+
+                    CASE algorithm
+                    WHEN 1 THEN
+                        IF granted > 0 THEN
+                            s.count := s.count + granted * r.cost;
+                            remaining := remaining - granted * r.cost;
+                            s.expires_at := s.window_start + window_us;
+                            ends := s.expires_at;
+                        END IF;
+                        retry_after_us := CASE
+                            WHEN granted = r.asked OR remaining >= greatest(r.cost, 1) THEN 0
+                            WHEN r.cost <= max_count THEN ends - clock
+                        END;
+                        reset_after_us := CASE WHEN s.count > 0 THEN ends - clock ELSE 0 END;
+                    WHEN 2 THEN
+                        IF granted > 0 THEN
+                            s.count := s.count + granted * r.cost;
+                            s.expires_at := s.window_start + 2 * window_us;
+                            remaining := remaining - granted * r.cost;
+                        END IF;
+
+                        ask := greatest(r.cost, 1);
+                        IF granted = r.asked OR remaining >= ask THEN
+                            retry_after_us := 0;
+                        ELSIF ask > max_count THEN
+                            retry_after_us := NULL;
+                        ELSE
+                            IF ask <= max_count - s.count THEN -- the sum could overflow
+                                -- It fits into this window, once prev_count × rest has fallen to what is left of max_count × window_us.
+                                wait := rest - (max_count - s.count - ask) * window_us / s.prev_count;
+                            ELSE
+                                -- Only into the next window, where count takes the place of prev_count.
+                                wait := rest + window_us - (max_count - ask) * window_us / s.count;
+                            END IF;
+                            retry_after_us := least(t + wait, s.expires_at) - clock;
+                        END IF;
+                        reset_after_us := CASE
+                            WHEN s.count > 0 THEN least(s.window_start + 2 * window_us, s.expires_at) - clock
+                            WHEN s.prev_count > 0 THEN least(s.window_start + window_us, s.expires_at) - clock
+                            ELSE 0
+                        END;
+                    WHEN 3 THEN
+                        IF granted > 0 THEN
+                            s.credit := s.credit - granted * r.cost * every_us;
+                            s.expires_at := t + (full_credit - s.credit - 1) / refill + 1;
+                            remaining := remaining - granted * r.cost;
+                        END IF;
+
+                        IF granted = r.asked OR remaining >= greatest(r.cost, 1) THEN
+                            retry_after_us := 0;
+                        ELSIF greatest(r.cost, 1) > capacity THEN
+                            retry_after_us := NULL;
+                        ELSE
+                            need := greatest(r.cost, 1) * every_us - s.credit;
+                            retry_after_us := least(t + (need - 1) / refill + 1, s.expires_at) - clock;
+                        END IF;
+                        need := full_credit - s.credit;
+                        reset_after_us := CASE WHEN need > 0 THEN least(t + (need - 1) / refill + 1, s.expires_at) - clock ELSE 0 END;
+                    END CASE;
+
+                    IF granted > 0 OR (moved AND r.cost > 0 AND retry_after_us > 0) THEN
+                        asked_rows[at] := s;
+                        writers[at] := algorithm;
+                        changed[at] := true;
+                    END IF;
+                    RETURN NEXT ROW(part::bigint, granted, remaining, retry_after_us, reset_after_us, decided_at,
+                        s.count, s.prev_count, s.window_start, s.credit, s.scale, s.expires_at);
+                END LOOP;
+            END LOOP;
+        END LOOP;
+
+        IF just_look THEN
+            RETURN;
+        ELSIF locking THEN
+            UPDATE rate_limit_ephemeral AS d
+            SET algorithm = n.algorithm, count = n.count, prev_count = n.prev_count, window_start = n.window_start,
+                credit = n.credit, scale = n.scale, expires_at = n.expires_at
+            FROM (
+                SELECT * FROM unnest((SELECT asked_rows), (SELECT writers), (SELECT changed), (SELECT in_durable))
+                    AS n (ord, cost, asked, tid, count, prev_count, window_start, credit, scale, expires_at, algorithm, changed, durable)
+                WHERE n.changed AND NOT n.durable LIMIT (SELECT rows)
+            ) AS n
+            WHERE d.ctid = n.tid;
+            IF true = ANY (in_durable) THEN
+                UPDATE rate_limit_durable AS d
+                SET algorithm = n.algorithm, count = n.count, prev_count = n.prev_count, window_start = n.window_start,
+                    credit = n.credit, scale = n.scale, expires_at = n.expires_at
+                FROM (
+                    SELECT * FROM unnest((SELECT asked_rows), (SELECT writers), (SELECT changed), (SELECT in_durable))
+                        AS n (ord, cost, asked, tid, count, prev_count, window_start, credit, scale, expires_at, algorithm, changed, durable)
+                    WHERE n.changed AND n.durable LIMIT (SELECT rows)
+                ) AS n
+                WHERE d.ctid = n.tid;
+            END IF;
+            RETURN;
+        ELSIF true = ALL (refused) THEN
+            RETURN;
+        END IF;
+        INSERT INTO rate_limit_ephemeral AS d (prefix, key)
+        SELECT e.name COLLATE "C", e.key COLLATE "C"
+        FROM unnest((SELECT names), (SELECT keys), (SELECT durables), (SELECT refused)) AS e (name, key, durable, refused)
+        WHERE NOT e.refused AND NOT e.durable
+        GROUP BY e.name COLLATE "C", e.key COLLATE "C"
+        ORDER BY octet_length(e.key COLLATE "C") DESC, e.key COLLATE "C", e.name COLLATE "C"
+        ON CONFLICT ON CONSTRAINT rate_limit_ephemeral_pkey DO UPDATE SET count = d.count WHERE false;
+        INSERT INTO rate_limit_durable AS d (prefix, key)
+        SELECT e.name COLLATE "C", e.key COLLATE "C"
+        FROM unnest((SELECT names), (SELECT keys), (SELECT durables), (SELECT refused)) AS e (name, key, durable, refused)
+        WHERE NOT e.refused AND e.durable
+        GROUP BY e.name COLLATE "C", e.key COLLATE "C"
+        ORDER BY octet_length(e.key COLLATE "C") DESC, e.key COLLATE "C", e.name COLLATE "C"
+        ON CONFLICT ON CONSTRAINT rate_limit_durable_pkey DO UPDATE SET count = d.count WHERE false;
+        locking := true;
+    END LOOP;
+    RAISE EXCEPTION 'rate_limit: rows were made, and were missing again'
+        USING ERRCODE = 'object_not_in_prerequisite_state', HINT = 'Something deletes rows of this transaction, or keeps them from being made: a trigger?';
+END
+$$;
+-- +goose StatementEnd
+
+COMMENT ON FUNCTION rate_limit_all IS 'Decides requests that take from several limits at once, or from none of them. The arrays have an element for each part: the request that it belongs to, limiter, key, whether it is in rate_limit_durable, algorithm (1 fixed window, 2 sliding window, 3 token bucket), max_count or capacity, window_us or every_us, and refill.
+It returns a row for each part, as the functions of one limit do; granted is that of the whole request, and the parts that refused it are those with a retry_after_us other than 0. The request fits after the longest of them.
+Example: SELECT * FROM rate_limit_all(ARRAY[1, 1], ARRAY[''address'', ''user''], ARRAY[''192.0.2.1'', ''user:123''], ARRAY[false, false], ARRAY[2, 3]::smallint[], ARRAY[100, 20], ARRAY[60000000, 10000000], ARRAY[0, 5]) takes one of 100 a minute and one token of a bucket, or neither.
+Optional, by name: costs for each part (1 each; a cost of 0 only looks), and counts.';
 
 -- rate_limit_reset makes a key as good as new, whichever algorithm wrote its row, and tells whether there was a row.
 -- Parameters as the algorithms take them.
@@ -703,7 +1172,7 @@ BEGIN
         FROM pg_proc AS p
         WHERE p.pronamespace = quote_ident(current_schema())::regnamespace
             AND p.proname IN ('rate_limit_lock', 'rate_limit_write', 'rate_limit_fixed_window',
-                'rate_limit_sliding_window', 'rate_limit_token_bucket', 'rate_limit_reset')
+                'rate_limit_sliding_window', 'rate_limit_token_bucket', 'rate_limit_all', 'rate_limit_reset')
     LOOP
         EXECUTE format('REVOKE ALL ON FUNCTION %s FROM PUBLIC', fn);
         -- The two internal ones inherit the setting of their caller, and are faster without their own.
@@ -717,6 +1186,7 @@ $$;
 
 -- +goose Down
 DROP FUNCTION rate_limit_reset(text, text, boolean, integer, boolean);
+DROP FUNCTION rate_limit_all(integer[], text[], text[], boolean[], smallint[], bigint[], bigint[], bigint[], bigint[], bigint[], integer, boolean, timestamptz);
 DROP FUNCTION rate_limit_token_bucket(text, text[], bigint, bigint, bigint, bigint[], bigint[], boolean, integer, boolean, timestamptz);
 DROP FUNCTION rate_limit_sliding_window(text, text[], bigint, bigint, bigint[], bigint[], boolean, integer, boolean, timestamptz);
 DROP FUNCTION rate_limit_fixed_window(text, text[], bigint, bigint, bigint[], bigint[], boolean, integer, boolean, timestamptz);

@@ -86,7 +86,7 @@ BEGIN
             ends := s.expires_at;
         END IF;
         retry_after_us := CASE
-            WHEN granted = r.asked OR (r.cost = 0 AND remaining > 0) THEN 0
+            WHEN granted = r.asked OR remaining >= greatest(r.cost, 1) THEN 0
             WHEN r.cost <= max_count THEN ends - clock
         END;
         reset_after_us := CASE WHEN s.count > 0 THEN ends - clock ELSE 0 END;

@@ -109,7 +109,7 @@ BEGIN
                     FROM (
                         SELECT e.key, e.ord, coalesce(e.cost, 1) AS cost, coalesce(e.asked, 1) AS asked
                         FROM unnest((SELECT keys), (SELECT costs), (SELECT counts)) WITH ORDINALITY AS e (key, cost, asked, ord)
-                        ORDER BY e.key COLLATE "C", e.ord
+                        ORDER BY octet_length(e.key) DESC, e.key COLLATE "C", e.ord
                     ) AS e
                     LEFT JOIN LATERAL (
                         SELECT d.ctid AS tid, d.* FROM rate_limit_durable AS d WHERE d.prefix = name AND d.key = e.key OFFSET 0
@@ -121,7 +121,7 @@ BEGIN
                     FROM (
                         SELECT e.key, e.ord, coalesce(e.cost, 1) AS cost, coalesce(e.asked, 1) AS asked
                         FROM unnest((SELECT keys), (SELECT costs), (SELECT counts)) WITH ORDINALITY AS e (key, cost, asked, ord)
-                        ORDER BY e.key COLLATE "C", e.ord
+                        ORDER BY octet_length(e.key) DESC, e.key COLLATE "C", e.ord
                     ) AS e
                     LEFT JOIN LATERAL (
                         SELECT d.ctid AS tid, d.* FROM rate_limit_ephemeral AS d WHERE d.prefix = name AND d.key = e.key OFFSET 0
@@ -134,7 +134,7 @@ BEGIN
                 FROM (
                     SELECT e.key, e.ord, coalesce(e.cost, 1) AS cost, coalesce(e.asked, 1) AS asked
                     FROM unnest((SELECT keys), (SELECT costs), (SELECT counts)) WITH ORDINALITY AS e (key, cost, asked, ord)
-                    ORDER BY e.key COLLATE "C", e.ord
+                    ORDER BY octet_length(e.key) DESC, e.key COLLATE "C", e.ord
                 ) AS e
                 LEFT JOIN LATERAL (
                     SELECT d.ctid AS tid, d.* FROM rate_limit_durable AS d WHERE d.prefix = name AND d.key = e.key FOR UPDATE
@@ -146,7 +146,7 @@ BEGIN
                 FROM (
                     SELECT e.key, e.ord, coalesce(e.cost, 1) AS cost, coalesce(e.asked, 1) AS asked
                     FROM unnest((SELECT keys), (SELECT costs), (SELECT counts)) WITH ORDINALITY AS e (key, cost, asked, ord)
-                    ORDER BY e.key COLLATE "C", e.ord
+                    ORDER BY octet_length(e.key) DESC, e.key COLLATE "C", e.ord
                 ) AS e
                 LEFT JOIN LATERAL (
                     SELECT d.ctid AS tid, d.* FROM rate_limit_ephemeral AS d WHERE d.prefix = name AND d.key = e.key FOR UPDATE
@@ -174,17 +174,19 @@ BEGIN
 
         IF durable THEN
             INSERT INTO rate_limit_durable AS d (prefix, key)
-            SELECT DISTINCT name, e.key COLLATE "C"
+            SELECT name, e.key COLLATE "C"
             FROM unnest((SELECT keys), (SELECT costs)) AS e (key, cost)
             WHERE coalesce(e.cost, 1) BETWEEN 1 AND max_cost
-            ORDER BY e.key COLLATE "C"
+            GROUP BY e.key COLLATE "C"
+            ORDER BY octet_length(e.key COLLATE "C") DESC, e.key COLLATE "C"
             ON CONFLICT ON CONSTRAINT rate_limit_durable_pkey DO UPDATE SET count = d.count WHERE false;
         ELSE
             INSERT INTO rate_limit_ephemeral AS d (prefix, key)
-            SELECT DISTINCT name, e.key COLLATE "C"
+            SELECT name, e.key COLLATE "C"
             FROM unnest((SELECT keys), (SELECT costs)) AS e (key, cost)
             WHERE coalesce(e.cost, 1) BETWEEN 1 AND max_cost
-            ORDER BY e.key COLLATE "C"
+            GROUP BY e.key COLLATE "C"
+            ORDER BY octet_length(e.key COLLATE "C") DESC, e.key COLLATE "C"
             ON CONFLICT ON CONSTRAINT rate_limit_ephemeral_pkey DO UPDATE SET count = d.count WHERE false;
         END IF;
     END LOOP;

@@ -101,7 +101,7 @@ BEGIN
         END IF;
 
         ask := greatest(r.cost, 1);
-        IF granted = r.asked OR (r.cost = 0 AND remaining > 0) THEN
+        IF granted = r.asked OR remaining >= ask THEN
             retry_after_us := 0;
         ELSIF ask > max_count THEN
             retry_after_us := NULL;

@@ -105,7 +105,7 @@ BEGIN
             remaining := remaining - granted * r.cost;
         END IF;
 
-        IF granted = r.asked OR (r.cost = 0 AND remaining > 0) THEN
+        IF granted = r.asked OR remaining >= greatest(r.cost, 1) THEN
             retry_after_us := 0;
         ELSIF greatest(r.cost, 1) > capacity THEN
             retry_after_us := NULL;
