@@ -72,12 +72,19 @@ func TestDenialsNeverChangeADecision(t *testing.T) {
 					require.NoError(t, asks.Reset(ctx, key))
 				}
 				cost := 1 + random.Int64N(5)
-				if _, ok := remembers.denials.deny(policy, key, cost); ok {
+				asked := policy
+				if random.IntN(10) == 0 {
+					asked = []Policy{
+						FixedWindow{Limit: 6, Window: 2 * time.Second}, SlidingWindow{Limit: 7, Window: 4 * time.Second},
+						TokenBucket{Capacity: 5, Refill: 4, Every: 2 * time.Second},
+					}[random.IntN(3)]
+				}
+				if _, ok := remembers.denials.deny(asked, key, cost); ok {
 					local++
 				}
-				got, err := remembers.AllowN(ctx, key, cost)
+				got, err := remembers.with(t, asked).AllowN(ctx, key, cost)
 				require.NoError(t, err)
-				want, err := asks.AllowN(ctx, key, cost)
+				want, err := asks.with(t, asked).AllowN(ctx, key, cost)
 				require.NoError(t, err)
 				got.DecidedAt, want.DecidedAt = got.DecidedAt.UTC(), want.DecidedAt.UTC()
 				require.Equal(t, want, got, "step %d of seed %d, cost %d", step, seed, cost)

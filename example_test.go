@@ -92,3 +92,22 @@ func ExampleLimiter_AllowN() {
 		fmt.Println("retry after", result.RetryAfter)
 	}
 }
+
+// Tiers: a paying customer has other numbers, for the same keys.
+func ExampleLimiter_With() {
+	var (
+		free   *ratelimit.Limiter // TokenBucket{Capacity: 10, Refill: 10, Every: time.Minute}
+		paying = true
+		err    error
+	)
+	// What a customer has taken stays taken when he changes the tier; a bucket's tokens stay in it.
+	limiter := free
+	if paying {
+		limiter, err = free.With(ratelimit.TokenBucket{Capacity: 1000, Refill: 1000, Every: time.Minute})
+	}
+	if err != nil {
+		log.Fatal(err)
+	}
+	result, err := limiter.Allow(context.Background(), "customer:acme")
+	fmt.Println(result.Allowed, err)
+}

@@ -80,8 +80,9 @@ type Config struct {
 
 	// DenialMaxAge is how long a denial is remembered in this process. Until then, or until its RetryAfter if that comes
 	// first, requests of that cost or more are denied without asking the database. A key that is reset by this limiter is
-	// forgotten at once; if another process or a transaction resets it, that takes effect here within this time. So do smaller
-	// requests of other processes for a key with no room for a larger one: until then, its RetryAfter may be too short.
+	// forgotten at once; if another process or a transaction resets it, or takes from it under another policy, that takes effect
+	// here within this time. So do smaller requests of other processes for a key with no room for a larger one: until then, its
+	// RetryAfter may be too short.
 	//
 	// Defaults to 1 second.
 	DenialMaxAge time.Duration
