@@ -42,6 +42,7 @@ func TestApplicationsClockIsReadForDifferencesOnly(t *testing.T) {
 	require.Equal(t, []string{
 		"coalesce.go: enqueue", "coalesce.go: send", // how long a call has waited
 		"denials.go: newDenials", "denials.go: local", // how old a denial is
+		"wait.go: settle", "wait.go: refuse", // how long it is to the retry time
 	}, readers)
 }
 

@@ -13,6 +13,8 @@
 // processes and whatever their clocks say, takes one round trip, and a denial takes nothing. Calls that come while others
 // are under way leave together, as one statement.
 //
+// [Limiter.Wait] blocks until a request is allowed, and [Limiter.With] asks for the same keys with other numbers.
+//
 // The database has to be migrated first, see the package migrations; a command that shows all of this at work is
 // cmd/pgratelimit.
 package ratelimit

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"slices"
 	"strings"
+	"time"
 
 	"github.com/jackc/pgx/v5/pgconn"
 )
@@ -22,6 +23,10 @@ var (
 	// ErrCostExceedsLimit is returned by AllowN and AllowNTx for a cost above the policy's limit, which no waiting can make
 	// fit. The error is a [*CostError]; nothing was asked.
 	ErrCostExceedsLimit = errors.New("ratelimit: cost exceeds the limit")
+
+	// ErrWouldExceedDeadline is returned by Wait and WaitN where the context's deadline comes before the retry time. The error is a
+	// [*WaitError]; nothing was taken.
+	ErrWouldExceedDeadline = errors.New("ratelimit: waiting would exceed the context's deadline")
 
 	// ErrNotMigrated: the tables or functions are not where the call looked for them. Run migrations.Up, or
 	// `goose -dir migrations postgres "$DATABASE_URL" up`; see [Config].Schema if they are in a schema of their own.
@@ -98,6 +103,21 @@ func (e *CostError) Error() string {
 func (e *CostError) Is(target error) bool {
 	return target == ErrInvalidCost && e.Cost < e.Least || target == ErrCostExceedsLimit && e.Cost > e.Limit
 }
+
+// WaitError says why Wait has not waited: the request, or one before it in the line, cannot be allowed before Deadline, that of the
+// context. It is an ErrWouldExceedDeadline.
+type WaitError struct {
+	RetryAfter time.Duration // the least that the wait would have taken
+	Deadline   time.Time
+}
+
+func (e *WaitError) Error() string {
+	return fmt.Sprintf("%v: nothing can be allowed within %v, and the deadline is %s",
+		ErrWouldExceedDeadline, e.RetryAfter, e.Deadline.Format(time.RFC3339Nano))
+}
+
+// Is tells that it is an ErrWouldExceedDeadline.
+func (e *WaitError) Is(target error) bool { return target == ErrWouldExceedDeadline }
 
 // StoreError is a failure of the database, or on the way to it. It is one or more of ErrNotMigrated, ErrNotPermitted,
 // ErrPreparedStatements, ErrUnavailable, ErrReadOnly, ErrTimeout and ErrOutcomeUnknown, and wraps the driver's error.

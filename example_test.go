@@ -111,3 +111,14 @@ func ExampleLimiter_With() {
 	result, err := limiter.Allow(context.Background(), "customer:acme")
 	fmt.Println(result.Allowed, err)
 }
+
+// A call of somebody else's API, as soon as its limit allows.
+func ExampleLimiter_Wait() {
+	var limiter *ratelimit.Limiter
+	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
+	defer cancel()
+	_, err := limiter.Wait(ctx, "api.example.com")
+	if errors.Is(err, ratelimit.ErrWouldExceedDeadline) {
+		fmt.Println("not within 10 seconds; nothing was taken")
+	}
+}

@@ -215,6 +215,9 @@ type core struct {
 	queue    []*call
 	inFlight int
 	calls    sync.Pool // of *call; not those whose caller left before the decision: whoever decides still writes to them
+
+	linesMu sync.Mutex
+	lines   map[string][]*line // where callers wait for a key, one for each policy
 }
 
 //go:embed sql/call/reset.sql
@@ -329,13 +332,18 @@ func (l *Limiter) Reset(ctx context.Context, key string) error {
 	if !l.shared {
 		l.single.Lock()
 		defer l.single.Unlock()
+		defer l.wakeUp(key)
 		return l.reset(ctx, l.db, key, l.settings)
 	}
 	if err := ctx.Err(); err != nil {
 		return waitError(err)
 	}
 	done := make(chan error, 1)
-	go func() { done <- l.reset(ctx, l.db, key, l.settings) }()
+	go func() {
+		err := l.reset(ctx, l.db, key, l.settings)
+		l.wakeUp(key)
+		done <- err
+	}()
 	select {
 	case err := <-done:
 		return err
