@@ -299,6 +299,18 @@ func TestWaiterThatIsRefusedMakesWay(t *testing.T) {
 			require.ErrorIs(t, ended[who].err, want)
 		}
 		require.Less(t, time.Since(w.begin), 10*time.Millisecond)
+
+		// Behind one who can wait, a small cost has to wait as well.
+		w = newWaits(t)
+		patient, leave := context.WithCancel(t.Context())
+		w.start(patient, limiter, 0, 9)
+		synctest.Wait()
+		w.start(ctx, limiter, 1, 1)
+		<-time.After(10 * time.Millisecond)
+		require.Equal(t, []int{1}, whoOf(w.ended))
+		require.ErrorIs(t, w.ended[0].err, ErrWouldExceedDeadline)
+		leave()
+		w.all(limiter)
 	})
 }
 
@@ -635,5 +647,35 @@ func TestWaitOnOneConnection(t *testing.T) {
 			require.ErrorIs(t, err, context.DeadlineExceeded)
 		}
 		require.Equal(t, 1, scalar[int](t, conn, "SELECT 1"))
+	}
+}
+
+// Lines that were told the same retry time do not sleep for the same time: never less, by at most a 50th or 100 ms more, and no
+// longer than the first one can wait.
+func TestSleepIsJittered(t *testing.T) {
+	t.Parallel()
+
+	limiter := newLimiter(t, newModelDB(nil), policy(FixedWindow{Limit: 10, Window: time.Minute}))
+	for _, c := range []struct{ retryAfter, patience, most time.Duration }{
+		{time.Second, 0, 20 * time.Millisecond},
+		{time.Hour, 0, 100 * time.Millisecond},
+		{time.Hour, time.Hour + time.Minute, 100 * time.Millisecond},
+		{time.Hour, time.Hour + 10*time.Millisecond, 5 * time.Millisecond},
+	} {
+		var least, most time.Duration
+		for range 1000 {
+			in := &line{l: limiter, key: "key", asking: make(chan struct{})}
+			w := &waiter{cost: 1, told: make(chan struct{})}
+			if c.patience > 0 {
+				w.deadline = time.Now().Add(c.patience)
+			}
+			w.place = in.waiters.PushBack(w)
+			extra := in.settle([]*waiter{w}, 1, Result{RetryAfter: c.retryAfter}, nil) - c.retryAfter
+			require.GreaterOrEqual(t, extra, time.Duration(0))
+			require.LessOrEqual(t, extra, c.most)
+			least, most = min(least, extra-c.most), max(most, extra)
+		}
+		require.Greater(t, most, c.most*3/4)
+		require.Less(t, least+c.most, c.most/4)
 	}
 }
