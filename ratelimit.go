@@ -186,7 +186,8 @@ type Result struct {
 // rest holds nothing but the denials of the last second: no goroutine, no timer, no connection.
 //
 // Allow asks for one request, AllowN for one of a cost, and Peek looks without taking. Each is one statement of its own
-// transaction, decided by the database's clock. AllowTx and AllowNTx take part in a transaction of the caller's instead.
+// transaction, decided by the database's clock. AllowTx and AllowNTx take part in a transaction of the caller's instead. Wait
+// comes back when the request is allowed, and With asks under another policy.
 //
 // # Contexts
 //

@@ -288,7 +288,19 @@ func TestWaiterThatIsRefusedMakesWay(t *testing.T) {
 		require.NoError(t, err)
 		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
 		defer cancel()
+
+		// But a small cost has to wait behind a large one that can wait.
 		w := newWaits(t)
+		patient, leave := context.WithCancel(t.Context())
+		w.add(patient, limiter, 0, 9)
+		w.add(ctx, limiter, 1, 1)
+		<-time.After(10 * time.Millisecond)
+		require.Equal(t, []int{1}, whoOf(w.ended))
+		require.ErrorIs(t, w.ended[0].err, ErrWouldExceedDeadline)
+		leave()
+		w.all(limiter)
+
+		w = newWaits(t)
 		for who, n := range []int64{9, 9, 1, 1, 1} {
 			w.start(ctx, limiter, who, n)
 			synctest.Wait()
@@ -299,18 +311,6 @@ func TestWaiterThatIsRefusedMakesWay(t *testing.T) {
 			require.ErrorIs(t, ended[who].err, want)
 		}
 		require.Less(t, time.Since(w.begin), 10*time.Millisecond)
-
-		// Behind one who can wait, a small cost has to wait as well.
-		w = newWaits(t)
-		patient, leave := context.WithCancel(t.Context())
-		w.start(patient, limiter, 0, 9)
-		synctest.Wait()
-		w.start(ctx, limiter, 1, 1)
-		<-time.After(10 * time.Millisecond)
-		require.Equal(t, []int{1}, whoOf(w.ended))
-		require.ErrorIs(t, w.ended[0].err, ErrWouldExceedDeadline)
-		leave()
-		w.all(limiter)
 	})
 }
 
