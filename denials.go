@@ -110,6 +110,7 @@ func (d *denials) deny(policy Policy, key string, n int64) (Result, bool) {
 	// And at least this much earlier. Counting from there, nobody is told to retry too early.
 	uncertain := microsUp(known.told - known.asked)
 	return Result{
+		Source:     SourceCachedDenial,
 		Limit:      policy.limit(),
 		Remaining:  decided.remaining,
 		RetryAfter: duration(decided.retryAfter + uncertain),

@@ -4,6 +4,7 @@ import (
 	"context"
 	_ "embed"
 	"fmt"
+	"log/slog"
 	"strings"
 	"sync"
 	"time"
@@ -92,6 +93,22 @@ type Config struct {
 	// Defaults to false.
 	NoDenialCache bool
 
+	// OnFailure is what the limiter answers when Postgres is away or too slow to decide: an error, or [FailOpen], [FailClosed]
+	// or [FallbackLocal]; [Result].Source then says so.
+	//
+	// Defaults to none of them, which returns the error as [ReturnError] does.
+	OnFailure FailureMode
+
+	// Logger is told when decisions begin to be made by OnFailure, and when they are made by Postgres again: one line each.
+	//
+	// Defaults to nil: nothing is logged.
+	Logger *slog.Logger
+
+	// Observer is told about every decision and every statement, for metrics.
+	//
+	// Defaults to nil: nothing is observed, and that costs nothing.
+	Observer *Observer
+
 	// Test is for tests of the application.
 	Test TestConfig
 }
@@ -134,6 +151,8 @@ func (c Config) validate() error {
 		return &ConfigError{Field: "MaxInFlight", Reason: fmt.Sprintf("is %d, and must be at least 1", c.MaxInFlight)}
 	case c.MaxBatch < 1:
 		return &ConfigError{Field: "MaxBatch", Reason: fmt.Sprintf("is %d, and must be at least 1", c.MaxBatch)}
+	case c.OnFailure.answer == fallbackLocal && !(c.OnFailure.share > 0 && c.OnFailure.share <= 1): // nor NaN
+		return &ConfigError{Field: "OnFailure", Reason: fmt.Sprintf("is FallbackLocal(%v), and its share must be above 0 and at most 1", c.OnFailure.share)}
 	case c.DenialMaxAge < 0:
 		return &ConfigError{Field: "DenialMaxAge", Reason: fmt.Sprintf("is %v, and must not be negative; NoDenialCache turns the cache off", c.DenialMaxAge)}
 	}
@@ -167,6 +186,8 @@ func validatePolicy(policy Policy) error {
 type Result struct {
 	// Allowed tells whether the request was allowed, and its cost taken. Of a Peek: whether a cost of 1 would be.
 	Allowed bool
+	// Source tells how it was decided: by the database, unless Postgres is away ([Config].OnFailure) or the denial was remembered.
+	Source Source
 	// Limit is the policy's limit; of a bucket, its capacity.
 	Limit int64
 	// Remaining is the largest cost that would be allowed at the time of the decision and after it: 7 after taking 3 of 10.
