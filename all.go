@@ -131,7 +131,7 @@ func AllowAll(ctx context.Context, requests ...Request) (Results, error) {
 		defer l.single.Unlock()
 		return l.allowSet(ctx, l.db, s, l.settings)
 	}
-	if _, err := l.enqueue(ctx, "", 1, s); err != nil {
+	if _, err := l.enqueue(ctx, "", 1, s, false); err != nil {
 		return Results{}, err
 	}
 	return s.results, nil

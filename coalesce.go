@@ -14,6 +14,7 @@ type call struct {
 	cost   int64
 	since  time.Time     // when it was made
 	done   chan struct{} // gets one value, once result and err are set
+	probe  bool          // it may ask the database although the breaker is open
 	result Result
 	err    error
 	next   *call // the next one of the same element
@@ -21,12 +22,12 @@ type call struct {
 }
 
 // enqueue has a request decided: at once if fewer than MaxInFlight statements are under way, else with the next one.
-func (l *Limiter) enqueue(ctx context.Context, key string, cost int64, s *set) (Result, error) {
+func (l *Limiter) enqueue(ctx context.Context, key string, cost int64, s *set, probe bool) (Result, error) {
 	c, ok := l.calls.Get().(*call)
 	if !ok {
 		c = &call{done: make(chan struct{}, 1)}
 	}
-	c.by, c.key, c.cost, c.set, c.since, c.next = l, key, cost, s, time.Now(), nil
+	c.by, c.key, c.cost, c.set, c.since, c.probe, c.next = l, key, cost, s, time.Now(), probe, nil
 
 	l.mu.Lock()
 	l.queue = append(l.queue, c)
@@ -53,6 +54,7 @@ func (l *Limiter) enqueue(ctx context.Context, key string, cost int64, s *set) (
 // flight is what the statements of one goroutine need, used again from one to the next.
 type flight struct {
 	batch    []*call
+	queued   int // how many calls had to stay
 	elements []element
 	last     map[string]int // the last element of a key
 }
@@ -69,6 +71,7 @@ func (c *core) fly() {
 			c.mu.Unlock()
 			return
 		}
+		f.queued = len(c.queue)
 		c.mu.Unlock()
 		f.batch[0].by.send(&f)
 		clear(f.batch)
@@ -120,6 +123,7 @@ func (l *Limiter) send(f *flight) {
 		batch[0].finish(Result{}, &StoreError{kinds: []error{ErrTimeout}, err: errNotAsked})
 		batch = batch[1:]
 	}
+	batch, probe := l.breaker.board(batch)
 	if len(batch) == 0 {
 		return
 	}
@@ -128,6 +132,8 @@ func (l *Limiter) send(f *flight) {
 
 	elements := f.group(batch)
 	err := l.decideAndRemember(ctx, elements, l.settings)
+	l.breaker.report(err, probe)
+	l.sent(now, len(batch), f.queued, err)
 	if store, ok := errors.AsType[*StoreError](err); ok && len(elements) > 1 && store.lockTimeout() {
 		// Somebody's transaction holds one of the rows, and nothing was taken. The other keys shall not suffer for it.
 		patience := l.settings

@@ -65,6 +65,7 @@ func TestDenialsNeverChangeADecision(t *testing.T) {
 			require.NoError(t, err)
 
 			local := 0
+			sources := map[bool]Source{false: SourceDatabase, true: SourceCachedDenial}
 			for step := range 1500 {
 				key := []string{"a", "b"}[random.IntN(2)]
 				if random.IntN(40) == 0 {
@@ -79,13 +80,16 @@ func TestDenialsNeverChangeADecision(t *testing.T) {
 						TokenBucket{Capacity: 5, Refill: 4, Every: 2 * time.Second},
 					}[random.IntN(3)]
 				}
-				if _, ok := remembers.denials.deny(asked, key, cost); ok {
+				_, remembered := remembers.denials.deny(asked, key, cost)
+				if remembered {
 					local++
 				}
 				got, err := remembers.with(t, asked).AllowN(ctx, key, cost)
 				require.NoError(t, err)
 				want, err := asks.with(t, asked).AllowN(ctx, key, cost)
 				require.NoError(t, err)
+				require.Equal(t, sources[remembered], got.Source)
+				got.Source = want.Source
 				got.DecidedAt, want.DecidedAt = got.DecidedAt.UTC(), want.DecidedAt.UTC()
 				require.Equal(t, want, got, "step %d of seed %d, cost %d", step, seed, cost)
 				clock.at = clock.at.Add(time.Duration(random.Int64N(400_000)) * time.Microsecond)

@@ -2,6 +2,7 @@ package ratelimit
 
 import (
 	"fmt"
+	"time"
 )
 
 // FailureMode is what a limiter answers when Postgres is away or too slow to decide: one of [ReturnError], [FailOpen],
@@ -35,7 +36,8 @@ func FailClosed() FailureMode { return FailureMode{answer: failClosed} }
 // is not known here, nor the other way round: over an outage, a key of n processes is admitted the limit and n × share of it at most.
 // With a share of 1/n that is twice the limit. A share is above 0 and at most 1, and of a small limit at least 1.
 //
-// TODO(h4): memory, large costs.
+// A cost above the share is denied. A process remembers 65,536 keys, in 8 MB; as long as none of them has expired, all others
+// share what is one key's.
 func FallbackLocal(share float64) FailureMode {
 	return FailureMode{answer: fallbackLocal, share: share}
 }
@@ -58,15 +60,15 @@ func (m FailureMode) String() string {
 type Source uint8
 
 const (
-	// SourceDatabase: the database decided.
+	// SourceDatabase means that the database decided.
 	SourceDatabase Source = iota
-	// SourceCachedDenial: the database had denied before, and would do so again; see [Config].DenialMaxAge.
+	// SourceCachedDenial means that the database had denied before, and would do so again; see [Config].DenialMaxAge.
 	SourceCachedDenial
-	// SourceFallback: Postgres is away, and this process decided; see [FallbackLocal].
+	// SourceFallback means that Postgres is away, and this process decided; see [FallbackLocal].
 	SourceFallback
-	// SourceFailedOpen: Postgres is away, and the request is allowed for that reason; see [FailOpen].
+	// SourceFailedOpen means that Postgres is away, and the request is allowed for that reason; see [FailOpen].
 	SourceFailedOpen
-	// SourceFailedClosed: Postgres is away, and the request is denied for that reason; see [FailClosed].
+	// SourceFailedClosed means that Postgres is away, and the request is denied for that reason; see [FailClosed].
 	SourceFailedClosed
 )
 
@@ -90,3 +92,22 @@ func (s Source) String() string {
 
 // OnFailure is the limiter's [Config].OnFailure; the zero FailureMode if none was chosen.
 func (l *Limiter) OnFailure() FailureMode { return l.config.OnFailure }
+
+// substitute is the answer to a request that the database does not decide.
+func (l *Limiter) substitute(key string, n int64) Result {
+	switch l.config.OnFailure.answer {
+	case failOpen:
+		return Result{Allowed: true, Source: SourceFailedOpen, Limit: l.policy.limit(), DecidedAt: time.Now()}
+	case fallbackLocal:
+		d, now := l.fallback.decide(l.policy.scaled(l.config.OnFailure.share), key, n)
+		d.decidedAt = now
+		if d.retryAfter == never {
+			d.retryAfter = micros(breakerPause)
+		}
+		result := l.result(&element{cost: n, decision: d}, 1)
+		result.Source = SourceFallback
+		return result
+	default:
+		return Result{Source: SourceFailedClosed, Limit: l.policy.limit(), RetryAfter: breakerPause, DecidedAt: time.Now()}
+	}
+}

@@ -34,6 +34,11 @@ func (p FixedWindow) numbers() []any    { return []any{p.Limit, micros(p.Window)
 
 func (p FixedWindow) resetAfter(last decision, _ int64) int64 { return last.resetAfter }
 
+func (p FixedWindow) scaled(share float64) Policy {
+	p.Limit = shareOf(p.Limit, share)
+	return p
+}
+
 func (p FixedWindow) decide(s state, clock, n int64) (state, decision) {
 	window := micros(p.Window)
 	stored, moved := s, false

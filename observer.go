@@ -1,13 +1,14 @@
 package ratelimit
 
 import (
+	"context"
 	"errors"
 	"time"
 )
 
-// Observer is told what a limiter does, for metrics and traces: see package observe for one that logs, and otelratelimit for one
-// that feeds OpenTelemetry. A nil function is not called. The others are called at once, by many goroutines at the same time, on the
-// way of a decision: they must be quick, and must not call the limiter. None of them is ever told a key.
+// Observer is told what a limiter does, for metrics: see package observe for one that logs, and otelratelimit for one that feeds
+// OpenTelemetry. Functions that are nil are not called. The others are called by many goroutines at the same time, and calls wait for
+// them, so they must be quick. None of them is ever told a key.
 type Observer struct {
 	// Decision is called after each Allow, AllowN, Peek and the like, also within a caller's transaction.
 	Decision func(DecisionEvent)
@@ -54,16 +55,52 @@ type BreakerEvent struct {
 	Err     error  // why, if Open
 }
 
-// ErrorKind is an error of this package in a word, for the labels of metrics: "invalid_key", "invalid_cost",
-// "not_migrated", "not_permitted", "prepared_statements", "read_only", "timeout", "unavailable", "context", or "other"; "" for nil.
+// ErrorKind is an error of a limiter in a word, for the labels of metrics: "invalid_key", "invalid_cost", "not_migrated",
+// "not_permitted", "prepared_statements", "read_only", "timeout", "unavailable", "context" if the caller's has ended, "other", or
+// "" for nil.
 func ErrorKind(err error) string {
-	if err == nil {
-		return ""
+	for _, known := range []struct {
+		err  error
+		kind string
+	}{
+		{nil, ""},
+		{ErrInvalidKey, "invalid_key"},
+		{ErrInvalidCost, "invalid_cost"},
+		{ErrCostExceedsLimit, "invalid_cost"},
+		{ErrNotMigrated, "not_migrated"},
+		{ErrNotPermitted, "not_permitted"},
+		{ErrPreparedStatements, "prepared_statements"},
+		{ErrReadOnly, "read_only"},
+		{ErrTimeout, "timeout"},
+		{ErrUnavailable, "unavailable"},
+		{context.Canceled, "context"}, // behind those above, which may wrap the end of a context of the limiter's own
+		{context.DeadlineExceeded, "context"},
+	} {
+		if errors.Is(err, known.err) {
+			return known.kind
+		}
 	}
-	return errorKind(err)
+	return "other"
 }
 
-func errorKind(err error) string {
-	_ = errors.Is
-	return "other"
+// begin is when a call began, if anybody wants to know.
+func (l *Limiter) begin() time.Time {
+	if l.config.Observer == nil {
+		return time.Time{}
+	}
+	return time.Now()
+}
+
+// ended has the observer told about a call.
+func (l *Limiter) ended(began time.Time, n int64, result Result, err error) {
+	if o := l.config.Observer; o != nil && o.Decision != nil {
+		o.Decision(DecisionEvent{Limiter: l.config.Name, Cost: n, Result: result, Err: err, Latency: time.Since(began)})
+	}
+}
+
+// sent has the observer told about a statement.
+func (l *Limiter) sent(began time.Time, size, queued int, err error) {
+	if o := l.config.Observer; o != nil && o.Batch != nil {
+		o.Batch(BatchEvent{Limiter: l.config.Name, Size: size, Queued: queued, Err: err, Latency: time.Since(began)})
+	}
 }

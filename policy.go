@@ -28,6 +28,8 @@ type Policy interface {
 	// resetAfter is ResetAfter of a decision after which units more were taken in the same statement; last is what the
 	// database said after all of them.
 	resetAfter(last decision, units int64) int64
+	// scaled is the policy with a share of its limit, above 0 and at most 1.
+	scaled(share float64) Policy
 	// decide is the model: the specification that the SQL is tested against. It takes n at the time clock from a row in
 	// the state s (n = 0 looks), and returns the row's next state. n is at least 0; above the limit it is denied.
 	decide(s state, clock, n int64) (state, decision)

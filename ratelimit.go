@@ -199,7 +199,8 @@ type Result struct {
 	// ResetAfter is the time, from the decision, after which the key is as good as new if nobody takes anything;
 	// 0 if it already is. In that example it is 115 s at 5 s: what was taken counts for two windows.
 	ResetAfter time.Duration
-	// DecidedAt is the database's clock at the decision, from which RetryAfter and ResetAfter count.
+	// DecidedAt is the database's clock at the decision, from which RetryAfter and ResetAfter count; this process's, if Source
+	// says that the database is away.
 	DecidedAt time.Time
 }
 
@@ -227,7 +228,9 @@ type core struct {
 	resetQL  string
 	settings settings // of statements on db; in a caller's transaction, none
 
-	denials *denials // nil: none are remembered
+	denials  *denials  // nil: none are remembered
+	breaker  *breaker  // nil: errors are returned
+	fallback *fallback // nil unless OnFailure is FallbackLocal
 
 	db     DBTX
 	single sync.Mutex // held during a call, if db is one connection; see shared
@@ -256,7 +259,10 @@ func New(db DBTX, config Config) (*Limiter, error) {
 		return nil, err
 	}
 	l := &Limiter{
-		core:     &core{config: config, resetQL: qualify(resetStatement, config.Schema), db: db},
+		core: &core{
+			config: config, resetQL: qualify(resetStatement, config.Schema), db: db,
+			breaker: newBreaker(config), fallback: newFallback(config),
+		},
 		policy:   config.Policy,
 		decideQL: qualify(config.Policy.statement(), config.Schema),
 	}
@@ -401,26 +407,61 @@ func (l *Limiter) reset(ctx context.Context, db DBTX, key string, settings setti
 }
 
 func (l *Limiter) allow(ctx context.Context, key string, n int64) (Result, error) {
+	began := l.begin()
+	result, err := l.ask(ctx, key, n)
+	l.ended(began, n, result, err)
+	return result, err
+}
+
+func (l *Limiter) ask(ctx context.Context, key string, n int64) (Result, error) {
 	if err := l.validate(key, n); err != nil {
 		return Result{}, err
 	}
 	if err := ctx.Err(); err != nil {
 		return Result{}, waitError(err)
 	}
-	if !l.shared {
-		l.single.Lock()
-		defer l.single.Unlock()
-		return l.allowOne(ctx, l.db, key, n, l.settings)
-	}
 	if l.denials != nil && n > 0 {
 		if result, ok := l.denials.deny(l.policy, key, n); ok {
 			return result, nil
 		}
 	}
-	return l.enqueue(ctx, key, n, nil)
+	pass, probe := l.breaker.pass()
+	if !pass {
+		return l.substitute(key, n), nil
+	}
+	var result Result
+	var err error
+	if l.shared {
+		result, err = l.enqueue(ctx, key, n, nil, probe)
+	} else {
+		result, err = l.askSingle(ctx, key, n, probe)
+	}
+	if err != nil && l.breaker != nil && isAway(err) {
+		return l.substitute(key, n), nil
+	}
+	return result, err
+}
+
+// askSingle is for a limiter that has one connection, on which calls take turns.
+func (l *Limiter) askSingle(ctx context.Context, key string, n int64, probe bool) (Result, error) {
+	l.single.Lock()
+	defer l.single.Unlock()
+	if !probe && l.breaker.open() {
+		return Result{}, notTried()
+	}
+	result, err := l.allowOne(ctx, l.db, key, n, l.settings)
+	l.breaker.report(err, probe)
+	return result, err
 }
 
 func (l *Limiter) allowTx(ctx context.Context, tx pgx.Tx, key string, n int64) (Result, error) {
+	began := l.begin()
+	result, err := l.askTx(ctx, tx, key, n)
+	l.ended(began, n, result, err)
+	return result, err
+}
+
+func (l *Limiter) askTx(ctx context.Context, tx pgx.Tx, key string, n int64) (Result, error) {
 	if err := l.validate(key, n); err != nil {
 		return Result{}, err
 	}

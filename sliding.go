@@ -43,6 +43,11 @@ func (p SlidingWindow) numbers() []any    { return []any{p.Limit, micros(p.Windo
 
 func (p SlidingWindow) resetAfter(last decision, _ int64) int64 { return last.resetAfter }
 
+func (p SlidingWindow) scaled(share float64) Policy {
+	p.Limit = shareOf(p.Limit, share)
+	return p
+}
+
 func (p SlidingWindow) decide(s state, clock, n int64) (state, decision) {
 	window := micros(p.Window)
 	stored, moved := s, false

@@ -3,6 +3,7 @@ package ratelimit
 import (
 	_ "embed"
 	"fmt"
+	"math"
 	"time"
 )
 
@@ -68,6 +69,18 @@ func (p TokenBucket) resetAfter(last decision, units int64) int64 {
 	need := p.full() - last.state.credit
 	// What the two have in common is how far the row's time lies ahead of the clock, if it does.
 	return last.resetAfter - p.fillTime(need) + p.fillTime(need-units*micros(p.Every))
+}
+
+func (p TokenBucket) scaled(share float64) Policy {
+	p.Capacity = shareOf(p.Capacity, share)
+	// Every rather than Refill, of which a share might be less than 1; but no further than the exact range.
+	every := int64(min(math.Ceil(float64(micros(p.Every))/share), maxSpan))
+	every = min(every, maxProduct/p.Capacity)
+	if p.Refill < p.Capacity {
+		every = min(every, mulDiv(p.Refill, maxSpan, p.Capacity))
+	}
+	p.Every = duration(every)
+	return p
 }
 
 func (p TokenBucket) decide(s state, clock, n int64) (state, decision) {

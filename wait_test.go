@@ -19,9 +19,9 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 )
 
-// modelDB is a database for tests in a bubble of time (testing/synctest), where a connection to a real one would stand still: it
+// waitDB is a database for tests in a bubble of time (testing/synctest), where a connection to a real one would stand still: it
 // decides by the models, one statement after the other, and each takes a millisecond.
-type modelDB struct {
+type waitDB struct {
 	policy Policy
 
 	mu         sync.Mutex
@@ -31,14 +31,14 @@ type modelDB struct {
 	fail       error // of the next statement
 }
 
-func newModelDB(policy Policy) *modelDB { return &modelDB{policy: policy, rows: rows{false: {}}} }
+func newWaitDB(policy Policy) *waitDB { return &waitDB{policy: policy, rows: rows{false: {}}} }
 
-func (db *modelDB) Exec(context.Context, string, ...any) (pgconn.CommandTag, error) {
+func (db *waitDB) Exec(context.Context, string, ...any) (pgconn.CommandTag, error) {
 	return pgconn.CommandTag{}, errors.ErrUnsupported
 }
-func (db *modelDB) QueryRow(context.Context, string, ...any) pgx.Row { return nil }
+func (db *waitDB) QueryRow(context.Context, string, ...any) pgx.Row { return nil }
 
-func (db *modelDB) Query(_ context.Context, _ string, args ...any) (pgx.Rows, error) {
+func (db *waitDB) Query(_ context.Context, _ string, args ...any) (pgx.Rows, error) {
 	<-time.After(time.Millisecond / 2)
 	defer func() { <-time.After(time.Millisecond / 2) }() // with mu free: who waits for a mutex holds the bubble's time up
 	db.mu.Lock()
@@ -56,21 +56,21 @@ func (db *modelDB) Query(_ context.Context, _ string, args ...any) (pgx.Rows, er
 	for _, e := range s.elements {
 		db.taken += e.cost * e.decision.granted
 	}
-	return &modelRows{elements: s.elements}, nil
+	return &waitRows{elements: s.elements}, nil
 }
 
-// modelRows are what a statement returns.
-type modelRows struct {
+// waitRows are what a statement returns.
+type waitRows struct {
 	pgx.Rows
 	elements []element
 	row      int
 }
 
-func (r *modelRows) Next() bool                    { r.row++; return r.row <= len(r.elements) }
-func (r *modelRows) Err() error                    { return nil }
-func (r *modelRows) Close()                        {}
-func (r *modelRows) CommandTag() pgconn.CommandTag { return pgconn.CommandTag{} }
-func (r *modelRows) Scan(targets ...any) error {
+func (r *waitRows) Next() bool                    { r.row++; return r.row <= len(r.elements) }
+func (r *waitRows) Err() error                    { return nil }
+func (r *waitRows) Close()                        {}
+func (r *waitRows) CommandTag() pgconn.CommandTag { return pgconn.CommandTag{} }
+func (r *waitRows) Scan(targets ...any) error {
 	d := r.elements[r.row-1].decision
 	*targets[0].(*int64), *targets[1].(*int64), *targets[2].(*int64) = int64(r.row), d.granted, d.remaining
 	*targets[3].(**int64), *targets[4].(*int64), *targets[5].(*time.Time) = &d.retryAfter, d.resetAfter, d.decidedAt
@@ -149,10 +149,10 @@ func upTo(n int) (numbers []int) {
 }
 
 // inBubble runs a test in a bubble of time, which also waits for all goroutines that the test has started, or says that they are stuck.
-func inBubble(t *testing.T, policy Policy, test func(t *testing.T, limiter *Limiter, db *modelDB)) {
+func inBubble(t *testing.T, policy Policy, test func(t *testing.T, limiter *Limiter, db *waitDB)) {
 	t.Helper()
 	synctest.Test(t, func(t *testing.T) {
-		db := newModelDB(policy)
+		db := newWaitDB(policy)
 		test(t, newLimiter(t, db, Config{Name: "test", Policy: policy, Timeout: amply}), db)
 	})
 }
@@ -167,7 +167,7 @@ func TestWaitersAreServedInOrder(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			inBubble(t, policy, func(t *testing.T, limiter *Limiter, db *modelDB) {
+			inBubble(t, policy, func(t *testing.T, limiter *Limiter, db *waitDB) {
 				w := newWaits(t)
 				for who := range 30 {
 					w.add(t.Context(), limiter, who, 1)
@@ -197,7 +197,7 @@ func TestWaitersAreServedInOrder(t *testing.T) {
 func TestThousandWaitersNeedFewStatements(t *testing.T) {
 	t.Parallel()
 
-	inBubble(t, FixedWindow{Limit: 100, Window: time.Second}, func(t *testing.T, limiter *Limiter, db *modelDB) {
+	inBubble(t, FixedWindow{Limit: 100, Window: time.Second}, func(t *testing.T, limiter *Limiter, db *waitDB) {
 		w := newWaits(t)
 		for who := range 1000 {
 			w.start(t.Context(), limiter, who, 1)
@@ -213,7 +213,7 @@ func TestThousandWaitersNeedFewStatements(t *testing.T) {
 		require.Less(t, time.Since(w.begin), 9*(time.Second+time.Second/50+10*time.Millisecond)) // the rate is used
 	})
 
-	inBubble(t, TokenBucket{Capacity: 5, Refill: 10, Every: time.Second}, func(t *testing.T, limiter *Limiter, db *modelDB) {
+	inBubble(t, TokenBucket{Capacity: 5, Refill: 10, Every: time.Second}, func(t *testing.T, limiter *Limiter, db *waitDB) {
 		w := newWaits(t)
 		for who := range 1000 {
 			w.start(t.Context(), limiter, who, 1)
@@ -227,7 +227,7 @@ func TestThousandWaitersNeedFewStatements(t *testing.T) {
 func TestWaitFailsAtOnceIfTheDeadlineIsTooSoon(t *testing.T) {
 	t.Parallel()
 
-	inBubble(t, FixedWindow{Limit: 10, Window: time.Minute}, func(t *testing.T, limiter *Limiter, db *modelDB) {
+	inBubble(t, FixedWindow{Limit: 10, Window: time.Minute}, func(t *testing.T, limiter *Limiter, db *waitDB) {
 		w := newWaits(t)
 		within := func(d time.Duration) context.Context {
 			ctx, cancel := context.WithDeadline(t.Context(), w.begin.Add(d))
@@ -283,7 +283,7 @@ func TestWaitFailsAtOnceIfTheDeadlineIsTooSoon(t *testing.T) {
 func TestWaiterThatIsRefusedMakesWay(t *testing.T) {
 	t.Parallel()
 
-	inBubble(t, FixedWindow{Limit: 10, Window: time.Minute}, func(t *testing.T, limiter *Limiter, _ *modelDB) {
+	inBubble(t, FixedWindow{Limit: 10, Window: time.Minute}, func(t *testing.T, limiter *Limiter, _ *waitDB) {
 		_, err := limiter.AllowN(t.Context(), "key", 8)
 		require.NoError(t, err)
 		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
@@ -335,7 +335,7 @@ func TestWaitAsksNothingForWhatCannotBe(t *testing.T) {
 func TestWaitersThatGiveUp(t *testing.T) {
 	t.Parallel()
 
-	inBubble(t, FixedWindow{Limit: 10, Window: time.Minute}, func(t *testing.T, limiter *Limiter, db *modelDB) {
+	inBubble(t, FixedWindow{Limit: 10, Window: time.Minute}, func(t *testing.T, limiter *Limiter, db *waitDB) {
 		_, err := limiter.AllowN(t.Context(), "key", 8)
 		require.NoError(t, err)
 		w := newWaits(t)
@@ -371,7 +371,7 @@ func TestWaitersThatGiveUp(t *testing.T) {
 func TestWaiterThatLeavesWhileBeingAskedFor(t *testing.T) {
 	t.Parallel()
 
-	inBubble(t, FixedWindow{Limit: 2, Window: time.Minute}, func(t *testing.T, limiter *Limiter, db *modelDB) {
+	inBubble(t, FixedWindow{Limit: 2, Window: time.Minute}, func(t *testing.T, limiter *Limiter, db *waitDB) {
 		w := newWaits(t)
 		ctx, cancel := context.WithCancel(t.Context())
 		w.add(ctx, limiter, 0, 1)
@@ -394,7 +394,7 @@ func TestWaitersOfSeveralProcesses(t *testing.T) {
 	t.Parallel()
 
 	const limit, processes, each = 10, 4, 100
-	inBubble(t, FixedWindow{Limit: limit, Window: time.Second}, func(t *testing.T, _ *Limiter, db *modelDB) {
+	inBubble(t, FixedWindow{Limit: limit, Window: time.Second}, func(t *testing.T, _ *Limiter, db *waitDB) {
 		var limiters []*Limiter
 		w := newWaits(t)
 		for process := range processes {
@@ -435,7 +435,7 @@ func TestRememberedDenialLetsTheLineSleep(t *testing.T) {
 
 	synctest.Test(t, func(t *testing.T) {
 		policy := FixedWindow{Limit: 1, Window: time.Minute}
-		db := newModelDB(policy)
+		db := newWaitDB(policy)
 		var mu sync.Mutex
 		looks := 0
 		limiter := newLimiter(t, db, Config{Name: "test", Policy: policy, Timeout: amply, DenialMaxAge: 2 * time.Minute, Test: TestConfig{Now: func() time.Time {
@@ -463,7 +463,7 @@ func TestRememberedDenialLetsTheLineSleep(t *testing.T) {
 func TestWaitersUnderAnotherPolicyStandInTheirOwnLine(t *testing.T) {
 	t.Parallel()
 
-	inBubble(t, FixedWindow{Limit: 10, Window: time.Minute}, func(t *testing.T, paid *Limiter, _ *modelDB) {
+	inBubble(t, FixedWindow{Limit: 10, Window: time.Minute}, func(t *testing.T, paid *Limiter, _ *waitDB) {
 		free := paid.with(t, FixedWindow{Limit: 1, Window: time.Hour})
 		w := newWaits(t)
 		free.denials.remember(free.policy, "key", decision{state: state{count: 1, windowStart: time.Now().UnixMicro(), expiresAt: time.Now().Add(time.Hour).UnixMicro()},
@@ -484,7 +484,7 @@ func TestWaitersUnderAnotherPolicyStandInTheirOwnLine(t *testing.T) {
 func TestErrorEndsOnlyTheWaitOfThoseAskedFor(t *testing.T) {
 	t.Parallel()
 
-	inBubble(t, FixedWindow{Limit: 10, Window: time.Minute}, func(t *testing.T, limiter *Limiter, db *modelDB) {
+	inBubble(t, FixedWindow{Limit: 10, Window: time.Minute}, func(t *testing.T, limiter *Limiter, db *waitDB) {
 		w := newWaits(t)
 		db.fail = &pgconn.PgError{Code: "57P01", SeverityUnlocalized: "ERROR"}
 		for who := range 3 {
@@ -502,7 +502,7 @@ func TestErrorEndsOnlyTheWaitOfThoseAskedFor(t *testing.T) {
 func TestWaitForRoom(t *testing.T) {
 	t.Parallel()
 
-	inBubble(t, FixedWindow{Limit: 2, Window: time.Minute}, func(t *testing.T, limiter *Limiter, db *modelDB) {
+	inBubble(t, FixedWindow{Limit: 2, Window: time.Minute}, func(t *testing.T, limiter *Limiter, db *waitDB) {
 		w := newWaits(t)
 		for who, n := range []int64{0, 2, 0, 0, 2, 0} {
 			w.add(t.Context(), limiter, who, n)
@@ -529,7 +529,7 @@ func TestRandomCrowds(t *testing.T) {
 			FixedWindow{Limit: 10, Window: time.Second}, SlidingWindow{Limit: 10, Window: time.Second},
 			TokenBucket{Capacity: 10, Refill: 7, Every: time.Second},
 		}[r.IntN(3)]
-		inBubble(t, policy, func(t *testing.T, one *Limiter, db *modelDB) {
+		inBubble(t, policy, func(t *testing.T, one *Limiter, db *waitDB) {
 			two := newLimiter(t, db, Config{Name: "test", Policy: policy, Timeout: amply, NoDenialCache: r.IntN(2) == 0})
 			limiters := []*Limiter{one, two}
 			crowds := []*waits{newWaits(t), newWaits(t)}
@@ -671,7 +671,7 @@ func TestWaitOnOneConnection(t *testing.T) {
 func TestSleepIsJittered(t *testing.T) {
 	t.Parallel()
 
-	limiter := newLimiter(t, newModelDB(nil), policy(FixedWindow{Limit: 10, Window: time.Minute}))
+	limiter := newLimiter(t, newWaitDB(nil), policy(FixedWindow{Limit: 10, Window: time.Minute}))
 	for _, c := range []struct{ retryAfter, patience, most time.Duration }{
 		{time.Second, 0, 20 * time.Millisecond},
 		{time.Hour, 0, 100 * time.Millisecond},

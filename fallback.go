@@ -1,0 +1,90 @@
+package ratelimit
+
+import (
+	"hash/maphash"
+	"math"
+	"sync"
+	"time"
+)
+
+// fallback decides in this process while the database is away, on the models. It knows keys by a hash of 64 bits with a seed of its own:
+// so a key needs the same memory however long it is, and that two of them share a state is as good as impossible.
+type fallback struct {
+	now   func() time.Time
+	begin time.Time
+	seed  maphash.Seed
+
+	mu     sync.Mutex
+	states map[uint64]localState
+	swept  int64 // when states was last
+}
+
+// localState is a key's state, under policies of one algorithm.
+type localState struct {
+	statement string // of the algorithm
+	state     state
+}
+
+// maxLocal is how many keys a fallback knows. Nobody is pushed out, so a flood of keys gains nothing for those that are known. Those
+// for which there is no room until others have expired share one state, and so what is otherwise one key's.
+const maxLocal = 1 << 16
+
+func newFallback(config Config) *fallback {
+	if config.OnFailure.answer != fallbackLocal {
+		return nil
+	}
+	f := &fallback{now: config.Test.Now, seed: maphash.MakeSeed()}
+	if f.now == nil {
+		f.now = time.Now
+	}
+	f.begin = f.now()
+	return f
+}
+
+// decide decides under policy, which is a share of the limiter's own.
+func (f *fallback) decide(policy Policy, key string, n int64) (decision, time.Time) {
+	now := f.now()
+	// Monotonic, whatever is done to the machine's clock.
+	clock := f.begin.UnixMicro() + now.Sub(f.begin).Microseconds()
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	hash := f.room(maphash.String(f.seed, key), clock)
+	known := f.states[hash]
+	if known.statement != policy.statement() {
+		known = localState{statement: policy.statement()}
+	}
+	next, d := policy.decide(known.state, clock, n)
+	if next != known.state {
+		if f.states == nil {
+			f.states = make(map[uint64]localState)
+		}
+		f.states[hash] = localState{statement: known.statement, state: next}
+	}
+	return d, now
+}
+
+// room returns the hash under which a key is known: its own, or 0 if there is no room for it.
+func (f *fallback) room(hash uint64, clock int64) uint64 {
+	if _, ok := f.states[hash]; ok || len(f.states) < maxLocal {
+		return hash
+	}
+	// To look through all takes a millisecond or two, so not at every call.
+	if clock-f.swept >= time.Second.Microseconds() {
+		f.swept = clock
+		for other, known := range f.states {
+			if clock >= known.state.expiresAt {
+				delete(f.states, other)
+			}
+		}
+	}
+	if len(f.states) < maxLocal {
+		return hash
+	}
+	return 0
+}
+
+// shareOf is a share of a limit, at least 1, and rounded down, but not for what a float64 lacks: 0.29 of 100 is 29.
+func shareOf(limit int64, share float64) int64 {
+	scaled := math.Floor(float64(limit) * share * (1 + 1e-12))
+	return min(max(int64(min(scaled, 1<<62)), 1), limit)
+}

@@ -1,0 +1,214 @@
+package ratelimit
+
+import (
+	"fmt"
+	"math"
+	"math/rand/v2"
+	"runtime"
+	"strings"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/require"
+)
+
+func newTestFallback(clock *setClock) *fallback {
+	return newFallback(Config{OnFailure: FallbackLocal(1), Test: TestConfig{Now: clock.now}})
+}
+
+// It decides as the model does, for every key by itself and for every algorithm.
+func TestFallbackDecidesAsTheModel(t *testing.T) {
+	t.Parallel()
+	for _, policy := range []Policy{
+		FixedWindow{Limit: 5, Window: 3 * time.Second},
+		SlidingWindow{Limit: 5, Window: 3 * time.Second},
+		TokenBucket{Capacity: 5, Refill: 3, Every: 2 * time.Second},
+	} {
+		seed := rand.Uint64()
+		random := rand.New(rand.NewPCG(seed, 0))
+		clock := &setClock{at: t0}
+		f := newTestFallback(clock)
+		states := map[string]state{}
+		for step := range 10_000 {
+			key := string(rune('a' + random.IntN(10)))
+			cost := random.Int64N(7)
+			var want decision
+			states[key], want = policy.decide(states[key], clock.at.UnixMicro(), cost)
+			got, now := f.decide(policy, key, cost)
+			require.Equal(t, want, got, "step %d of seed %d", step, seed)
+			require.Equal(t, clock.at, now)
+			clock.at = clock.at.Add(time.Duration(random.Int64N(400_000)) * time.Microsecond)
+		}
+	}
+}
+
+// A key that is asked for under another algorithm starts anew, as in the database.
+func TestFallbackKeepsAlgorithmsApart(t *testing.T) {
+	t.Parallel()
+	f := newTestFallback(&setClock{at: t0})
+	_, _ = f.decide(FixedWindow{Limit: 5, Window: time.Hour}, "key", 5)
+	d, _ := f.decide(FixedWindow{Limit: 7, Window: time.Hour}, "key", 0)
+	require.Equal(t, int64(2), d.remaining)
+	d, _ = f.decide(TokenBucket{Capacity: 5, Refill: 1, Every: time.Hour}, "key", 1)
+	require.Equal(t, int64(4), d.remaining)
+}
+
+// A flood of keys takes a bounded amount of memory, whatever their length, gains nothing for a key that is known, and shares one
+// share where there is no room. What has expired makes room.
+func TestFallbackIsBounded(t *testing.T) {
+	t.Parallel()
+	clock := &setClock{at: t0}
+	f := newTestFallback(clock)
+	policy := FixedWindow{Limit: 2, Window: time.Minute}
+	allowed := func(key string) bool {
+		d, _ := f.decide(policy, key, 1)
+		return d.granted == 1
+	}
+	require.True(t, allowed("known"))
+	require.True(t, allowed("known"))
+	filler := strings.Repeat("x", 490)
+	admitted := 0
+	for i := range 3 * maxLocal {
+		if allowed(fmt.Sprint(filler, i)) {
+			admitted++
+		}
+	}
+	require.Equal(t, maxLocal-1+2, admitted)
+	require.Len(t, f.states, maxLocal+1)
+	require.False(t, allowed("known"))
+
+	clock.at = clock.at.Add(time.Minute - time.Microsecond)
+	require.False(t, allowed("new"))
+	clock.at = clock.at.Add(time.Microsecond)
+	require.True(t, allowed("new"), "from the share that is shared")
+	require.True(t, allowed("newer"))
+	require.False(t, allowed("new"), "it was looked for room a moment ago")
+	require.Len(t, f.states, maxLocal+1)
+	clock.at = clock.at.Add(time.Second)
+	require.True(t, allowed("new"))
+	require.True(t, allowed("new"))
+	require.False(t, allowed("new"))
+	require.True(t, allowed("newer"))
+	require.Len(t, f.states, 3) // with the shared one
+}
+
+// The clock is monotonic: what is done to the machine's plays no part.
+func TestFallbackCountsElapsedTime(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		f := newFallback(Config{OnFailure: FallbackLocal(1)})
+		policy := FixedWindow{Limit: 1, Window: time.Minute}
+		_, _ = f.decide(policy, "key", 1)
+		elapse(time.Minute - time.Microsecond)
+		d, _ := f.decide(policy, "key", 1)
+		require.Equal(t, decision{retryAfter: 1, resetAfter: 1, state: d.state}, d)
+		elapse(time.Microsecond)
+		d, _ = f.decide(policy, "key", 1)
+		require.EqualValues(t, 1, d.granted)
+	})
+}
+
+func TestCostAboveTheShareIsDenied(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		db := newModelDB(hourly)
+		db.set(turnedAway)
+		l := newLimiter(t, db, Config{Name: "test", Policy: hourly, OnFailure: FallbackLocal(0.1)})
+		result, err := l.AllowN(t.Context(), "key", 11)
+		require.NoError(t, err)
+		require.Equal(t, Result{Source: SourceFallback, Limit: 100, Remaining: 10, RetryAfter: breakerPause, DecidedAt: time.Now()}, result)
+		result, err = l.AllowN(t.Context(), "key", 10)
+		require.NoError(t, err)
+		require.Equal(t, Result{Allowed: true, Source: SourceFallback, Limit: 100, ResetAfter: time.Hour, DecidedAt: time.Now()}, result)
+	})
+}
+
+func TestShares(t *testing.T) {
+	t.Parallel()
+	for _, c := range []struct {
+		limit int64
+		share float64
+		want  int64
+	}{
+		{100, 1, 100}, {100, 0.29, 29}, {100, 0.57, 57}, {10, 0.25, 2}, {10, 0.29, 2}, {10, 0.1, 1}, {3, 1. / 3, 1}, {30, 1. / 3, 10},
+		{10, 0.0001, 1}, {1, math.SmallestNonzeroFloat64, 1}, {7, math.Nextafter(1, 0), 7},
+		{1 << 62, 1, 1 << 62}, {1<<62 - 1, 1, 1<<62 - 1}, {1 << 62, 0.5, 1 << 61},
+	} {
+		if c.limit < 1<<60 {
+			require.Equal(t, c.want, shareOf(c.limit, c.share), "%v of %d", c.share, c.limit)
+		} else {
+			require.InEpsilon(t, c.want, shareOf(c.limit, c.share), 1e-11)
+			require.LessOrEqual(t, shareOf(c.limit, c.share), c.limit)
+		}
+	}
+	for limit := int64(1); limit <= 1000; limit++ {
+		for n := int64(1); n <= 50; n++ {
+			require.Equal(t, max(limit/n, 1), shareOf(limit, 1/float64(n)), "a %dth of %d", n, limit)
+		}
+	}
+}
+
+// A share of any policy is a policy that works: its numbers stay within the exact range, and in the long run it gives no more.
+func TestScaledPolicies(t *testing.T) {
+	t.Parallel()
+	bucket := TokenBucket{Capacity: 100, Refill: 5, Every: 10 * time.Second}
+	require.Equal(t, FixedWindow{Limit: 20, Window: time.Hour}, hourly.scaled(0.2))
+	require.Equal(t, SlidingWindow{Limit: 20, Window: time.Hour}, SlidingWindow(hourly).scaled(0.2))
+	require.Equal(t, TokenBucket{Capacity: 10, Refill: 5, Every: 100 * time.Second}, bucket.scaled(0.1))
+	require.Equal(t, bucket, bucket.scaled(1))
+
+	seed := rand.Uint64()
+	random := rand.New(rand.NewPCG(seed, 0))
+	number := func() int64 { return 1 + random.Int64N(1<<random.IntN(63)) }
+	valid := 0
+	for valid < 20_000 {
+		limit, span := number(), duration(min(number(), maxSpan))
+		share := math.Exp(-40 * random.Float64() * random.Float64())
+		for _, policy := range []Policy{
+			FixedWindow{Limit: limit, Window: span}, SlidingWindow{Limit: limit, Window: span},
+			TokenBucket{Capacity: limit, Refill: number(), Every: span},
+		} {
+			if policy.validate() != nil {
+				continue
+			}
+			valid++
+			scaled := policy.scaled(share)
+			require.NoError(t, scaled.validate(), "%v of %v, seed %d", share, policy, seed)
+			require.LessOrEqual(t, scaled.limit(), policy.limit())
+			if bucket, ok := scaled.(TokenBucket); ok && bucket.Every > time.Millisecond && bucket.Every < duration(maxSpan/2) {
+				of, _ := policy.(TokenBucket)
+				require.LessOrEqual(t, share*float64(bucket.Every), float64(of.Every)*1.001)
+				require.GreaterOrEqual(t, share*float64(bucket.Every), float64(of.Every)*0.999)
+			}
+		}
+	}
+}
+
+// What stands in FallbackLocal's comment.
+//
+//nolint:paralleltest // it measures the memory of the process
+func TestFallbackMemory(t *testing.T) {
+	var before, after runtime.MemStats
+	f := newTestFallback(&setClock{at: t0})
+	runtime.GC()
+	runtime.ReadMemStats(&before)
+	for i := range maxLocal {
+		_, _ = f.decide(hourly, fmt.Sprint("user:", i), 1)
+	}
+	runtime.GC()
+	runtime.ReadMemStats(&after)
+	require.Len(t, f.states, maxLocal)
+	t.Logf("%d bytes", after.HeapAlloc-before.HeapAlloc)
+	require.Less(t, after.HeapAlloc-before.HeapAlloc, uint64(16<<20))
+}
+
+func BenchmarkFallback(b *testing.B) {
+	f := newFallback(Config{OnFailure: FallbackLocal(1)})
+	b.ReportAllocs()
+	b.RunParallel(func(pb *testing.PB) {
+		for i := 0; pb.Next(); i++ {
+			_, _ = f.decide(hourly, "user:123", 1)
+		}
+	})
+}
