@@ -1,0 +1,204 @@
+package faults
+
+import (
+	"context"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/internal/pgserver"
+)
+
+// outageCall is what one call came to.
+type outageCall struct {
+	key    string
+	result ratelimit.Result
+	began  time.Time
+	took   time.Duration
+}
+
+// Postgres is stopped, or frozen, while 32 callers ask about 20,000 times a second, and is back a while later. Nobody gets an error; while
+// it is away there are no connection attempts but those of one probe in each pause; and the books are right: each key is admitted
+// its limit, and beyond that what the mode says and no more.
+func TestOutageUnderLoad(t *testing.T) {
+	t.Parallel()
+
+	const (
+		callers, keys = 32, 20
+		limit, shared = 300, 30
+		pauses        = 500 * time.Millisecond // of the breaker
+	)
+	for name, mode := range map[string]ratelimit.FailureMode{
+		"open": ratelimit.FailOpen(), "closed": ratelimit.FailClosed(), "fallback": ratelimit.FallbackLocal(0.1),
+	} {
+		for _, frozen := range []bool{false, true} {
+			t.Run(name+map[bool]string{false: ", stopped", true: ", frozen"}[frozen], func(t *testing.T) {
+				server, pool := newServer(t, pgserver.Config{})
+				var attempts, statements atomic.Int64
+				limited := newPool(t, server.URL(), func(config *pgxpool.Config) {
+					config.BeforeConnect = func(context.Context, *pgx.ConnConfig) error {
+						attempts.Add(1)
+						return nil
+					}
+				})
+				transitions := make(chan ratelimit.BreakerEvent, 100)
+				config := ratelimit.Config{
+					Name: "test", Policy: ratelimit.FixedWindow{Limit: limit, Window: year}, OnFailure: mode, NoDenialCache: true,
+					Observer: &ratelimit.Observer{
+						Batch:   func(ratelimit.BatchEvent) { statements.Add(1) },
+						Breaker: func(e ratelimit.BreakerEvent) { transitions <- e },
+					},
+				}
+				// Frozen is found out by waiting, so a machine that stands still for a second makes an outage of its own.
+				strict := !frozen
+				if strict {
+					config.Timeout = amply
+				}
+				limiter := newLimiter(t, limited, config)
+
+				var mu sync.Mutex
+				var calls []outageCall
+				ctx, stop := context.WithCancel(t.Context())
+				var wg sync.WaitGroup
+				for i := range callers {
+					wg.Go(func() {
+						for n := i; ctx.Err() == nil; n++ {
+							c := outageCall{key: keyNumber(n % keys), began: time.Now()}
+							var err error
+							c.result, err = limiter.Allow(context.Background(), c.key)
+							c.took = time.Since(c.began)
+							if err != nil {
+								t.Error(err)
+							}
+							mu.Lock()
+							calls = append(calls, c)
+							mu.Unlock()
+							pause(ctx, time.Millisecond)
+						}
+					})
+				}
+				defer wg.Wait()
+				defer stop()
+				since := func(from time.Time) (later []outageCall) {
+					mu.Lock()
+					defer mu.Unlock()
+					for _, c := range calls {
+						if c.began.After(from) {
+							later = append(later, c)
+						}
+					}
+					return later
+				}
+				transition := func(open bool) (at time.Time) {
+					t.Helper()
+					for {
+						select {
+						case e := <-transitions:
+							if e.Open == open {
+								return time.Now()
+							}
+							require.False(t, strict, e)
+						case <-time.After(amply):
+							require.Fail(t, "the breaker does not change", "open: %v", open)
+						}
+					}
+				}
+				waitUntil(t, func() bool { return len(since(time.Time{})) > 1000 })
+				require.True(t, !strict || len(transitions) == 0)
+
+				// Away.
+				away := time.Now()
+				if frozen {
+					require.NoError(t, server.Freeze())
+				} else {
+					require.NoError(t, server.Stop(t.Context(), pgserver.Fast))
+				}
+				opened := transition(true)
+				triedBefore, sentBefore := attempts.Load(), statements.Load()
+				waitUntil(t, func() bool { return statements.Load() > sentBefore+2 })
+				tried, sent := attempts.Load()-triedBefore, statements.Load()-sentBefore
+				most := int64(time.Since(opened)/pauses) + 2 // another was in flight when it opened
+				require.LessOrEqual(t, sent, most)
+				require.LessOrEqual(t, tried, 2*most) // the driver has a second try at each
+
+				// Back.
+				if frozen {
+					require.NoError(t, server.Thaw())
+				} else {
+					require.NoError(t, server.Restart(t.Context()))
+				}
+				returned := time.Now()
+				closed := transition(false)
+				pool.Reset()
+				waitUntil(t, func() bool {
+					counts := counted(t, pool, false)
+					for i := range keys {
+						if counts[keyNumber(i)] < limit {
+							return false
+						}
+					}
+					return true
+				})
+				quiet := time.Now()
+				waitUntil(t, func() bool { return len(since(quiet)) > 1000 })
+				stop()
+				wg.Wait()
+				require.True(t, !strict || len(transitions) == 0)
+
+				admitted := map[ratelimit.Source]map[string]int64{}
+				for _, c := range calls {
+					if admitted[c.result.Source] == nil {
+						admitted[c.result.Source] = map[string]int64{}
+					}
+					if c.result.Allowed {
+						admitted[c.result.Source][c.key]++
+					}
+				}
+				counts := counted(t, pool, false)
+				for i := range keys {
+					key := keyNumber(i)
+					require.EqualValues(t, limit, counts[key])
+					require.LessOrEqual(t, admitted[ratelimit.SourceDatabase][key], int64(limit))
+					if name == "fallback" {
+						require.EqualValues(t, shared, admitted[ratelimit.SourceFallback][key])
+					}
+					require.Zero(t, admitted[ratelimit.SourceFailedClosed][key])
+				}
+				if strict {
+					for _, c := range since(quiet) {
+						require.Equal(t, ratelimit.SourceDatabase, c.result.Source)
+						require.False(t, c.result.Allowed)
+					}
+				}
+
+				var until, open []time.Duration
+				for _, c := range calls {
+					switch ended := c.began.Add(c.took); {
+					case ended.Before(away), c.began.After(closed):
+					case c.began.Before(opened):
+						until = append(until, c.took)
+					case c.began.Before(returned):
+						open = append(open, c.took)
+					}
+				}
+				t.Logf("until the breaker opened, in %v: %d calls, p99 %v; while it was open: %d calls, p99 %v, %d probes; back after %v",
+					opened.Sub(away), len(until), p99(until), len(open), p99(open), sent, closed.Sub(returned))
+			})
+		}
+	}
+}
+
+func p99(took []time.Duration) time.Duration {
+	if len(took) == 0 {
+		return 0
+	}
+	slices.Sort(took)
+	return took[len(took)*99/100]
+}
