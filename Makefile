@@ -6,11 +6,15 @@ help: ## Print this list
 	@awk -F ':.*## ' '/^[a-z\/]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 .PHONY: test
-test: test/library test/integration ## Run all tests
+test: test/library test/otel test/integration ## Run all tests
 
 .PHONY: test/library
 test/library: ## Run the library's tests, on the Postgres of RATELIMIT_TEST_DATABASE_URL or a throwaway one
 	go test $(RACE) -timeout 20m ./...
+
+.PHONY: test/otel
+test/otel: ## Run the tests of the module for OpenTelemetry
+	cd otelratelimit && go test $(RACE) -timeout 5m ./...
 
 .PHONY: test/integration
 test/integration: ## Run the tests with heavy dependencies; those in containers need a Docker engine
@@ -52,14 +56,16 @@ soak: ## Run all at once on a server that keeps failing, for 10 minutes; SOAK=30
 	cd integration_test && SOAK='$(SOAK)' SOAK_OUT='$(abspath $(SOAK_OUT))' go test -v -count=1 -run '^TestSoak$$' -timeout 0 .
 
 .PHONY: lint
-lint: ## Run golangci-lint on both modules
+lint: ## Run golangci-lint on all modules
 	golangci-lint run ./...
+	cd otelratelimit && golangci-lint run --config ../.golangci.yml ./...
 	cd integration_test && golangci-lint run --config ../.golangci.yml ./...
 
 .PHONY: verify
 verify: ## Check that files are formatted and modules tidy
 	@test -z "$$(gofmt -l .)" || { gofmt -l .; echo 'not formatted: run gofmt -w .'; exit 1; }
 	go mod tidy -diff
+	cd otelratelimit && go mod tidy -diff
 	cd integration_test && go mod tidy -diff
 
 .PHONY: demo

@@ -1,0 +1,55 @@
+package observe_test
+
+import (
+	"errors"
+	"log/slog"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/observe"
+)
+
+func tell(o *ratelimit.Observer) {
+	o.Decision(ratelimit.DecisionEvent{
+		Limiter: "login", Cost: 2, Latency: 3 * time.Millisecond, Result: ratelimit.Result{Source: ratelimit.SourceFallback},
+	})
+	o.Decision(ratelimit.DecisionEvent{Limiter: "login", Cost: 1, Err: errors.New("broken")})
+	o.Batch(ratelimit.BatchEvent{Limiter: "login", Size: 5, Queued: 7, Latency: time.Millisecond})
+	o.Breaker(ratelimit.BreakerEvent{Limiter: "login", Open: true, Err: errors.New("broken")})
+	o.Breaker(ratelimit.BreakerEvent{Limiter: "login"})
+}
+
+func logged(level slog.Level) string {
+	var text strings.Builder
+	tell(observe.Slog(slog.New(slog.NewTextHandler(&text, &slog.HandlerOptions{
+		Level: level,
+		ReplaceAttr: func(_ []string, a slog.Attr) slog.Attr {
+			if a.Key == slog.TimeKey {
+				return slog.Attr{}
+			}
+			return a
+		},
+	}))))
+	return text.String()
+}
+
+func TestSlog(t *testing.T) {
+	t.Parallel()
+	require.Equal(t, strings.TrimLeft(`
+level=DEBUG msg="ratelimit: decision" limiter=login outcome=denied source=fallback cost=2 latency=3ms
+level=DEBUG msg="ratelimit: decision" limiter=login outcome=error source=database cost=1 latency=0s error=broken
+level=DEBUG msg="ratelimit: statement" limiter=login size=5 queued=7 latency=1ms
+level=WARN msg="ratelimit: Postgres is away or slow" limiter=login error=broken
+level=INFO msg="ratelimit: Postgres decides again" limiter=login
+`, "\n"), logged(slog.LevelDebug))
+}
+
+// At the default level there are two lines for an outage, whatever the number of calls.
+func TestSlogAtTheDefaultLevel(t *testing.T) {
+	t.Parallel()
+	require.Equal(t, 2, strings.Count(logged(slog.LevelInfo), "\n"))
+}

@@ -1,0 +1,73 @@
+// Package otelratelimit feeds what limiters do to OpenTelemetry metrics. It is a module of its own, so that who does not use
+// OpenTelemetry does not depend on it.
+package otelratelimit
+
+import (
+	"context"
+	"errors"
+
+	"go.opentelemetry.io/otel/attribute"
+	"go.opentelemetry.io/otel/metric"
+
+	"github.com/pgratelimit/ratelimit"
+)
+
+// New returns an observer that records to instruments of meter, for any number of limiters. Each has the attribute limiter, the
+// limiter's name:
+//
+//   - ratelimit.decision.duration, a histogram in seconds, and so the number of decisions too, with outcome (allowed, denied, error),
+//     source (see [ratelimit.Source]) and, of an error, error.type (see [ratelimit.ErrorKind]);
+//   - ratelimit.statement.duration, a histogram in seconds, with error.type;
+//   - ratelimit.statement.size and ratelimit.statement.queued, histograms: how many calls left together, and how many stayed behind;
+//   - ratelimit.breaker.open, a gauge: 1 from when Postgres is taken to be away until it is back, then 0.
+//
+// None of them has a key, so their number does not grow with users.
+func New(meter metric.Meter) (*ratelimit.Observer, error) {
+	seconds := metric.WithExplicitBucketBoundaries(
+		0.00001, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
+	calls := metric.WithExplicitBucketBoundaries(0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
+	decisions, err1 := meter.Float64Histogram("ratelimit.decision.duration", seconds,
+		metric.WithUnit("s"), metric.WithDescription("How long callers waited for a decision."))
+	statements, err2 := meter.Float64Histogram("ratelimit.statement.duration", seconds,
+		metric.WithUnit("s"), metric.WithDescription("How long the statements took that decide."))
+	sizes, err3 := meter.Int64Histogram("ratelimit.statement.size", calls,
+		metric.WithUnit("{call}"), metric.WithDescription("How many calls left together in a statement."))
+	queued, err4 := meter.Int64Histogram("ratelimit.statement.queued", calls,
+		metric.WithUnit("{call}"), metric.WithDescription("How many calls had to wait for the next statement."))
+	breaker, err5 := meter.Int64Gauge("ratelimit.breaker.open",
+		metric.WithDescription("1 while Postgres is taken to be away and decisions are made without it, else 0."))
+	if err := errors.Join(err1, err2, err3, err4, err5); err != nil {
+		return nil, err
+	}
+	ctx := context.Background()
+	return &ratelimit.Observer{
+		Decision: func(e ratelimit.DecisionEvent) {
+			attributes := []attribute.KeyValue{attribute.String("limiter", e.Limiter), attribute.String("outcome", e.Outcome())}
+			if e.Err == nil {
+				attributes = append(attributes, attribute.String("source", e.Result.Source.String()))
+			}
+			decisions.Record(ctx, e.Latency.Seconds(), with(e.Err, attributes...))
+		},
+		Batch: func(e ratelimit.BatchEvent) {
+			limiter := attribute.String("limiter", e.Limiter)
+			statements.Record(ctx, e.Latency.Seconds(), with(e.Err, limiter))
+			sizes.Record(ctx, int64(e.Size), with(nil, limiter))
+			queued.Record(ctx, int64(e.Queued), with(nil, limiter))
+		},
+		Breaker: func(e ratelimit.BreakerEvent) {
+			state := int64(0)
+			if e.Open {
+				state = 1
+			}
+			breaker.Record(ctx, state, with(nil, attribute.String("limiter", e.Limiter)))
+		},
+	}, nil
+}
+
+// with is the attributes of a measurement, and what kind of error it was.
+func with(err error, attributes ...attribute.KeyValue) metric.MeasurementOption {
+	if err != nil {
+		attributes = append(attributes, attribute.String("error.type", ratelimit.ErrorKind(err)))
+	}
+	return metric.WithAttributeSet(attribute.NewSet(attributes...))
+}
