@@ -2,7 +2,6 @@ package ratelimit
 
 import (
 	"errors"
-	"log/slog"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -18,9 +17,9 @@ import (
 // A limiter that returns errors has no breaker: a call that is not made is an error that its caller could not tell from the
 // others, and would have to explain.
 type breaker struct {
-	config Config
-	begin  time.Time    // the breaker's clock, in nanoseconds, counts from here
-	probe  atomic.Int64 // when the next call may try, or 0: the breaker is closed
+	config  Config
+	begin   time.Time    // the breaker's clock, in nanoseconds, counts from here
+	probeAt atomic.Int64 // when the next call may try, or 0: the breaker is closed
 
 	mu       sync.Mutex
 	failures int           // in a row
@@ -36,10 +35,11 @@ const (
 	breakerPause = 500 * time.Millisecond
 )
 
-// errNotTried is why a call is not made while the breaker is open.
-var errNotTried = errors.New("it was not asked, because it has just failed, and is tried by one call at a time")
-
-func notTried() *StoreError { return &StoreError{kinds: []error{ErrUnavailable}, err: errNotTried} }
+// errNotTried is why a call is not made while the breaker is open. Callers see OnFailure's answer instead.
+var errNotTried error = &StoreError{
+	kinds: []error{ErrUnavailable},
+	err:   errors.New("it has just failed, and is tried by one call at a time; this was not the one"),
+}
 
 func newBreaker(config Config) *breaker {
 	if config.OnFailure.answer <= returnError {
@@ -55,19 +55,19 @@ func (b *breaker) pass() (pass, probe bool) {
 	if b == nil {
 		return true, false
 	}
-	at := b.probe.Load()
+	at := b.probeAt.Load()
 	if at == 0 {
 		return true, false
 	}
 	now := b.clock()
 	// A probe that is never heard of again, because it waited too long to be sent, holds up the next one no longer than this.
 	next := now + b.config.Timeout + breakerPause
-	probe = now >= time.Duration(at) && b.probe.CompareAndSwap(at, int64(next))
+	probe = now >= time.Duration(at) && b.probeAt.CompareAndSwap(at, int64(next))
 	return probe, probe
 }
 
 // open tells whether calls other than the probe are turned away.
-func (b *breaker) open() bool { return b != nil && b.probe.Load() != 0 }
+func (b *breaker) open() bool { return b != nil && b.probeAt.Load() != 0 }
 
 // report tells how a statement has ended; probe, whether the probe was part of it.
 func (b *breaker) report(err error, probe bool) {
@@ -83,32 +83,36 @@ func (b *breaker) report(err error, probe bool) {
 	case wasOpen && !probe: // it was sent before the breaker opened
 	case !failed:
 		b.failures = 0
-		b.probe.Store(0)
+		b.probeAt.Store(0)
 	default:
 		b.failures++
 		if wasOpen || b.failures >= breakerFailures {
-			b.probe.Store(int64(now + breakerPause))
+			b.probeAt.Store(int64(now + breakerPause))
 		}
 	}
-	isOpen, away := b.open(), now-b.opened
+	isOpen := b.open()
 	if isOpen && !wasOpen {
 		b.opened = now
 	}
+	away := now - b.opened
 	b.mu.Unlock()
+	if isOpen != wasOpen {
+		b.tell(isOpen, err, away)
+	}
+}
 
-	if isOpen == wasOpen {
-		return
+// tell tells that the breaker has opened, because of err, or has closed, after that time.
+func (b *breaker) tell(open bool, err error, away time.Duration) {
+	name := b.config.Name
+	switch log := b.config.Logger; {
+	case log == nil:
+	case open:
+		log.Warn("ratelimit: Postgres is away or slow", "limiter", name, "until it is back", b.config.OnFailure.String(), "error", err)
+	default:
+		log.Info("ratelimit: Postgres decides again", "limiter", name, "after", away)
 	}
-	if b.config.Logger != nil {
-		name := slog.String("limiter", b.config.Name)
-		if isOpen {
-			b.config.Logger.Warn("ratelimit: Postgres is away or slow", name, slog.String("until it is back", b.config.OnFailure.String()), slog.Any("error", err))
-		} else {
-			b.config.Logger.Info("ratelimit: Postgres decides again", name, slog.Duration("after", away))
-		}
-	}
-	if b.config.Observer != nil && b.config.Observer.Breaker != nil {
-		b.config.Observer.Breaker(BreakerEvent{Limiter: b.config.Name, Open: isOpen, Err: err})
+	if o := b.config.Observer; o != nil && o.Breaker != nil {
+		o.Breaker(BreakerEvent{Limiter: name, Open: open, Err: err})
 	}
 }
 
@@ -133,7 +137,7 @@ func (b *breaker) board(batch []*call) (others []*call, probe bool) {
 		if isProbe(c) {
 			others = append(others, c)
 		} else {
-			c.finish(Result{}, notTried())
+			c.finish(Result{}, errNotTried)
 		}
 	}
 	return others, len(others) > 0

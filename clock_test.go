@@ -13,7 +13,8 @@ import (
 )
 
 // The application's clock decides nothing. It is read for the time between two readings in one process alone, which is monotonic, and
-// never leaves the process. A test cannot set a Go program's clock without setting the machine's, so this one reads the source.
+// never leaves the process, but as the time of a decision that the database has no part in. A test cannot
+// set a Go program's clock without setting the machine's, so this one reads the source.
 func TestApplicationsClockIsReadForDifferencesOnly(t *testing.T) {
 	t.Parallel()
 

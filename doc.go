@@ -14,6 +14,7 @@
 // are under way leave together, as one statement.
 //
 // [Limiter.Wait] blocks until a request is allowed, and [Limiter.With] asks for the same keys with other numbers.
+// When Postgres is away, a call returns an error, or what [Config].OnFailure says: [FailOpen], [FailClosed] or [FallbackLocal].
 //
 // The database has to be migrated first, see the package migrations; a command that shows all of this at work is
 // cmd/pgratelimit.

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"log"
+	"log/slog"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -121,4 +122,21 @@ func ExampleLimiter_Wait() {
 	if errors.Is(err, ratelimit.ErrWouldExceedDeadline) {
 		fmt.Println("not within 10 seconds; nothing was taken")
 	}
+}
+
+// While Postgres is away, each of four processes admits a quarter.
+func ExampleFallbackLocal() {
+	var pool *pgxpool.Pool
+	limiter, err := ratelimit.New(pool, ratelimit.Config{
+		Name:      "api",
+		Policy:    ratelimit.SlidingWindow{Limit: 100, Window: time.Minute},
+		OnFailure: ratelimit.FallbackLocal(0.25), // 25 a minute in each of four processes
+		Logger:    slog.Default(),                // two lines for each outage: away, and back
+		Timeout:   200 * time.Millisecond,        // the longest that a call waits
+	})
+	if err != nil {
+		log.Fatal(err)
+	}
+	result, err := limiter.Allow(context.Background(), "user:123")
+	fmt.Println(result.Allowed, result.Source, err)
 }

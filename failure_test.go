@@ -306,8 +306,10 @@ func TestBreaker(t *testing.T) {
 				waited := make([]time.Duration, 100)
 				for i := range waited {
 					wg.Go(func() {
+						elapse(time.Duration(i) * 9 * time.Millisecond)
+						asked := time.Now()
 						_, err := l.Allow(t.Context(), "key")
-						waited[i] = time.Since(began)
+						waited[i] = time.Since(asked)
 						if err != nil {
 							t.Error(err)
 						}
@@ -489,6 +491,8 @@ func TestBreakerIgnoresWhatWasSentBeforeItOpened(t *testing.T) {
 		elapse(breakerPause)
 		_, probe = b.pass()
 		require.False(t, probe, "the first probe is still out")
+		b.report(waitError(context.Canceled), true)
+		require.True(t, b.open(), "the probe never came to a statement")
 		b.report(nil, true)
 		require.False(t, b.open())
 	})

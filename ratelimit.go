@@ -205,7 +205,7 @@ type Result struct {
 }
 
 // Limiter decides whether keys may go on. It is safe for concurrent use by any number of goroutines, needs no Close, and at
-// rest holds nothing but the denials of the last second: no goroutine, no timer, no connection.
+// rest holds nothing but the denials of the last second, and what was taken by [FallbackLocal]: no goroutine, no timer, no connection.
 //
 // Allow asks for one request, AllowN for one of a cost, and Peek looks without taking. Each is one statement of its own
 // transaction, decided by the database's clock. AllowTx and AllowNTx take part in a transaction of the caller's instead. Wait
@@ -406,17 +406,17 @@ func (l *Limiter) reset(ctx context.Context, db DBTX, key string, settings setti
 	return err
 }
 
-func (l *Limiter) allow(ctx context.Context, key string, n int64) (Result, error) {
+func (l *Limiter) allow(ctx context.Context, key string, n int64) (result Result, err error) {
 	began := l.begin()
-	result, err := l.ask(ctx, key, n)
+	if err = l.validate(key, n); err == nil {
+		result, err = l.ask(ctx, key, n)
+	}
 	l.ended(began, n, result, err)
 	return result, err
 }
 
-func (l *Limiter) ask(ctx context.Context, key string, n int64) (Result, error) {
-	if err := l.validate(key, n); err != nil {
-		return Result{}, err
-	}
+// ask has a valid request decided, by the database if it is there.
+func (l *Limiter) ask(ctx context.Context, key string, n int64) (result Result, err error) {
 	if err := ctx.Err(); err != nil {
 		return Result{}, waitError(err)
 	}
@@ -425,15 +425,12 @@ func (l *Limiter) ask(ctx context.Context, key string, n int64) (Result, error) 
 			return result, nil
 		}
 	}
-	pass, probe := l.breaker.pass()
-	if !pass {
-		return l.substitute(key, n), nil
-	}
-	var result Result
-	var err error
-	if l.shared {
+	switch pass, probe := l.breaker.pass(); {
+	case !pass:
+		err = errNotTried
+	case l.shared:
 		result, err = l.enqueue(ctx, key, n, nil, probe)
-	} else {
+	default:
 		result, err = l.askSingle(ctx, key, n, probe)
 	}
 	if err != nil && l.breaker != nil && isAway(err) {
@@ -447,25 +444,20 @@ func (l *Limiter) askSingle(ctx context.Context, key string, n int64, probe bool
 	l.single.Lock()
 	defer l.single.Unlock()
 	if !probe && l.breaker.open() {
-		return Result{}, notTried()
+		return Result{}, errNotTried
 	}
 	result, err := l.allowOne(ctx, l.db, key, n, l.settings)
 	l.breaker.report(err, probe)
 	return result, err
 }
 
-func (l *Limiter) allowTx(ctx context.Context, tx pgx.Tx, key string, n int64) (Result, error) {
+func (l *Limiter) allowTx(ctx context.Context, tx pgx.Tx, key string, n int64) (result Result, err error) {
 	began := l.begin()
-	result, err := l.askTx(ctx, tx, key, n)
+	if err = l.validate(key, n); err == nil {
+		result, err = l.allowOne(ctx, tx, key, n, settings{})
+	}
 	l.ended(began, n, result, err)
 	return result, err
-}
-
-func (l *Limiter) askTx(ctx context.Context, tx pgx.Tx, key string, n int64) (Result, error) {
-	if err := l.validate(key, n); err != nil {
-		return Result{}, err
-	}
-	return l.allowOne(ctx, tx, key, n, settings{})
 }
 
 // allowOne decides one request on one connection, and does not return before the connection is free again.

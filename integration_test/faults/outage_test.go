@@ -2,6 +2,7 @@ package faults
 
 import (
 	"context"
+	"net"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -14,6 +15,7 @@ import (
 
 	"github.com/pgratelimit/ratelimit"
 	"github.com/pgratelimit/ratelimit/internal/pgserver"
+	"github.com/pgratelimit/ratelimit/internal/pgtest"
 )
 
 // outageCall is what one call came to.
@@ -193,6 +195,44 @@ func TestOutageUnderLoad(t *testing.T) {
 			})
 		}
 	}
+}
+
+// Where the network swallows packets, connections that are being made hang for as long as the pool's connect_timeout, also when the
+// network is there again, and each takes one of the pool's places. The limiter is back all the same, without waiting for pgx's own
+// two minutes.
+func TestOutageThatSwallowsConnections(t *testing.T) {
+	t.Parallel()
+
+	var hole atomic.Bool
+	var statements atomic.Int64
+	pool := pgtest.New(t).NewPool(t, func(config *pgxpool.Config) {
+		config.MaxConns = 2
+		config.ConnConfig.ConnectTimeout = time.Second
+		dial := config.ConnConfig.DialFunc
+		config.ConnConfig.DialFunc = func(ctx context.Context, network, address string) (net.Conn, error) {
+			if hole.Load() {
+				nobody, _ := net.Pipe()
+				return nobody, nil
+			}
+			return dial(ctx, network, address)
+		}
+	})
+	limiter := newLimiter(t, pool, ratelimit.Config{
+		Name: "test", Policy: ratelimit.FixedWindow{Limit: 1, Window: year}, NoDenialCache: true, Timeout: 100 * time.Millisecond,
+		OnFailure: ratelimit.FailClosed(),
+		Observer:  &ratelimit.Observer{Batch: func(ratelimit.BatchEvent) { statements.Add(1) }},
+	})
+	source := func() ratelimit.Source {
+		result, err := limiter.Allow(t.Context(), "key")
+		require.NoError(t, err)
+		return result.Source
+	}
+	waitUntil(t, func() bool { return source() == ratelimit.SourceDatabase })
+	hole.Store(true)
+	pool.Reset()
+	waitUntil(t, func() bool { return source() == ratelimit.SourceFailedClosed && statements.Load() > 10 })
+	hole.Store(false)
+	waitUntil(t, func() bool { return source() == ratelimit.SourceDatabase })
 }
 
 func p99(took []time.Duration) time.Duration {
