@@ -86,7 +86,7 @@ func (b *breaker) report(err error, probe bool) {
 		b.probeAt.Store(0)
 	default:
 		b.failures++
-		if wasOpen || b.failures >= breakerFailures {
+		if b.failures >= breakerFailures {
 			b.probeAt.Store(int64(now + breakerPause))
 		}
 	}

@@ -16,18 +16,23 @@ type fallback struct {
 
 	mu     sync.Mutex
 	states map[uint64]localState
+	used   int   // of localMemory
 	swept  int64 // when states was last
 }
 
 // localState is a key's state, under policies of one algorithm.
 type localState struct {
 	statement string // of the algorithm
+	size      int    // what it was given of localMemory
 	state     state
 }
 
-// maxLocal is how many keys a fallback knows. Nobody is pushed out, so a flood of keys gains nothing for those that are known. Those
-// for which there is no room until others have expired share one state, and so what is otherwise one key's.
-const maxLocal = 1 << 16
+// localMemory is what a fallback may use, in bytes: enough for 65,536 keys. Nobody is pushed out, so a flood of keys gains nothing for
+// those that are known. Those for which there is no room until others have expired share one state, and so what is otherwise one key's.
+const localMemory = 16 << 20
+
+// localSize is more than what a key needs under a policy.
+func localSize(Policy) int { return 256 }
 
 func newFallback(config Config) *fallback {
 	if config.OnFailure.answer != fallbackLocal {
@@ -48,24 +53,29 @@ func (f *fallback) decide(policy Policy, key string, n int64) (decision, time.Ti
 	clock := f.begin.UnixMicro() + now.Sub(f.begin).Microseconds()
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	hash := f.room(maphash.String(f.seed, key), clock)
+	hash := f.room(maphash.String(f.seed, key), localSize(policy), clock)
 	known := f.states[hash]
 	if known.statement != policy.statement() {
-		known = localState{statement: policy.statement()}
+		known = localState{statement: policy.statement(), size: known.size}
 	}
 	next, d := policy.decide(known.state, clock, n)
 	if next != known.state {
 		if f.states == nil {
 			f.states = make(map[uint64]localState)
 		}
-		f.states[hash] = localState{statement: known.statement, state: next}
+		if known.size == 0 {
+			known.size = localSize(policy)
+			f.used += known.size
+		}
+		known.state = next
+		f.states[hash] = known
 	}
 	return d, now
 }
 
-// room returns the hash under which a key is known: its own, or 0 if there is no room for it.
-func (f *fallback) room(hash uint64, clock int64) uint64 {
-	if _, ok := f.states[hash]; ok || len(f.states) < maxLocal {
+// room returns the hash under which a key is known: its own, or 0 if there is no room for one of that size.
+func (f *fallback) room(hash uint64, size int, clock int64) uint64 {
+	if _, ok := f.states[hash]; ok || f.used+size <= localMemory {
 		return hash
 	}
 	// To look through all takes a millisecond or two, so not at every call.
@@ -73,11 +83,12 @@ func (f *fallback) room(hash uint64, clock int64) uint64 {
 		f.swept = clock
 		for other, known := range f.states {
 			if clock >= known.state.expiresAt {
+				f.used -= known.size
 				delete(f.states, other)
 			}
 		}
 	}
-	if len(f.states) < maxLocal {
+	if f.used+size <= localMemory {
 		return hash
 	}
 	return 0

@@ -61,12 +61,15 @@ func TestFallbackIsBounded(t *testing.T) {
 	clock := &setClock{at: t0}
 	f := newTestFallback(clock)
 	policy := FixedWindow{Limit: 2, Window: time.Minute}
+	maxLocal := localMemory / localSize(policy)
+	require.Equal(t, 65536, maxLocal)
 	allowed := func(key string) bool {
 		d, _ := f.decide(policy, key, 1)
 		return d.granted == 1
 	}
 	require.True(t, allowed("known"))
 	require.True(t, allowed("known"))
+	require.True(t, allowed("half"))
 	filler := strings.Repeat("x", 490)
 	admitted := 0
 	for i := range 3 * maxLocal {
@@ -74,9 +77,11 @@ func TestFallbackIsBounded(t *testing.T) {
 			admitted++
 		}
 	}
-	require.Equal(t, maxLocal-1+2, admitted)
+	require.Equal(t, maxLocal-2+2, admitted)
 	require.Len(t, f.states, maxLocal+1)
 	require.False(t, allowed("known"))
+	require.True(t, allowed("half"))
+	require.False(t, allowed("half"))
 
 	clock.at = clock.at.Add(time.Minute - time.Microsecond)
 	require.False(t, allowed("new"))
@@ -91,6 +96,7 @@ func TestFallbackIsBounded(t *testing.T) {
 	require.False(t, allowed("new"))
 	require.True(t, allowed("newer"))
 	require.Len(t, f.states, 3) // with the shared one
+	require.Equal(t, 3*localSize(policy), f.used)
 }
 
 // The clock is monotonic: what is done to the machine's plays no part.
@@ -193,14 +199,14 @@ func TestFallbackMemory(t *testing.T) {
 	f := newTestFallback(&setClock{at: t0})
 	runtime.GC()
 	runtime.ReadMemStats(&before)
-	for i := range maxLocal {
+	for i := range localMemory / localSize(hourly) {
 		_, _ = f.decide(hourly, fmt.Sprint("user:", i), 1)
 	}
 	runtime.GC()
 	runtime.ReadMemStats(&after)
-	require.Len(t, f.states, maxLocal)
+	require.Len(t, f.states, localMemory/localSize(hourly))
 	t.Logf("%d bytes", after.HeapAlloc-before.HeapAlloc)
-	require.Less(t, after.HeapAlloc-before.HeapAlloc, uint64(16<<20))
+	require.Less(t, after.HeapAlloc-before.HeapAlloc, uint64(localMemory))
 }
 
 func BenchmarkFallback(b *testing.B) {
