@@ -272,6 +272,8 @@ func columns(p Policy) (algorithm int16, limit, span, refill int64) {
 		return 2, p.Limit, micros(p.Window), 0
 	case TokenBucket:
 		return 3, p.Capacity, micros(p.Every), p.Refill
+	case SlidingLog:
+		return 4, p.Limit, micros(p.Window), 0
 	}
 	return 0, 0, 0, 0 // which the function refuses
 }

@@ -200,8 +200,9 @@ func compareAll(t *testing.T, pool *pgxpool.Pool, title string, requests []model
 	var ord int64
 	var retryAfter *int64
 	var d decision
+	var log []int64
 	_, err = pgx.ForEachRow(answer, []any{&ord, &d.granted, &d.remaining, &retryAfter, &d.resetAfter, &d.decidedAt,
-		&d.state.count, &d.state.prevCount, &d.state.windowStart, &d.state.credit, &d.state.scale, &d.state.expiresAt}, func() error {
+		&d.state.count, &d.state.prevCount, &d.state.windowStart, &d.state.credit, &d.state.scale, &d.state.expiresAt, &log}, func() error {
 		d.retryAfter = never
 		if retryAfter != nil {
 			d.retryAfter = *retryAfter
@@ -219,6 +220,7 @@ func compareAll(t *testing.T, pool *pgxpool.Pool, title string, requests []model
 			is, want, first = append(is, got[ord]), append(want, p.decision), append(first, p.first)
 			for _, d := range []*decision{&is[len(is)-1], &want[len(is)-1], &first[len(is)-1]} {
 				d.state = used(d.state, algorithm(p.policy))
+				d.state.log = newEntries(nil)
 			}
 		}
 		if !slices.Equal(is, first) || first[0].granted > 0 {

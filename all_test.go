@@ -526,7 +526,7 @@ func TestAllDecidesByTheTextOfEachAlgorithm(t *testing.T) {
 	}
 	several, err := os.ReadFile("sql/all.sql")
 	require.NoError(t, err)
-	for _, file := range []string{"fixed", "sliding", "tokenbucket"} {
+	for _, file := range []string{"fixed", "sliding", "tokenbucket", "slidinglog"} {
 		text, err := os.ReadFile("sql/" + file + ".sql")
 		require.NoError(t, err)
 		_, rest, found := strings.Cut(string(text), "moved := false;\n")

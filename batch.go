@@ -63,15 +63,17 @@ func queryDecisions(ctx context.Context, db DBTX, own bool, sql string, args []a
 	var ord int64
 	var retryAfter *int64
 	var d decision
+	var log []int64
 	targets := []any{
 		&ord, &d.granted, &d.remaining, &retryAfter, &d.resetAfter, &d.decidedAt,
-		&d.state.count, &d.state.prevCount, &d.state.windowStart, &d.state.credit, &d.state.scale, &d.state.expiresAt,
+		&d.state.count, &d.state.prevCount, &d.state.windowStart, &d.state.credit, &d.state.scale, &d.state.expiresAt, &log,
 	}
 	return query(ctx, db, own, sql, args, targets, func() error {
 		d.retryAfter = never
 		if retryAfter != nil {
 			d.retryAfter = *retryAfter
 		}
+		d.state.log = newEntries(log)
 		each(ord, d)
 		return nil
 	})

@@ -492,6 +492,7 @@ func TestClockIsReadAfterTheLockWait(t *testing.T) {
 		"fixed window":   {FixedWindow{Limit: 5, Window: wait}, "rate_limit_fixed_window"},
 		"sliding window": {SlidingWindow{Limit: 5, Window: wait / 2}, "rate_limit_sliding_window"},
 		"token bucket":   {TokenBucket{Capacity: 5, Refill: 5, Every: 5 * wait}, "rate_limit_token_bucket"},
+		"sliding log":    {SlidingLog{Limit: 5, Window: wait}, "rate_limit_sliding_log"},
 	} {
 		for _, durable := range []bool{false, true} {
 			t.Run(fmt.Sprintf("%s in %s", name, table(durable)), func(t *testing.T) {

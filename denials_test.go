@@ -51,6 +51,7 @@ func TestDenialsNeverChangeADecision(t *testing.T) {
 		FixedWindow{Limit: 5, Window: 3 * time.Second},
 		SlidingWindow{Limit: 5, Window: 3 * time.Second},
 		TokenBucket{Capacity: 5, Refill: 3, Every: 2 * time.Second},
+		SlidingLog{Limit: 5, Window: 3 * time.Second},
 	} {
 		t.Run(fmt.Sprintf("%T", policy), func(t *testing.T) {
 			t.Parallel()
@@ -224,6 +225,7 @@ func BenchmarkCachedDenial(b *testing.B) {
 		FixedWindow{Limit: 10, Window: time.Hour},
 		SlidingWindow{Limit: 10, Window: time.Hour},
 		TokenBucket{Capacity: 10, Refill: 1, Every: time.Hour},
+		SlidingLog{Limit: 10, Window: time.Hour},
 	} {
 		b.Run(fmt.Sprintf("%T", policy), func(b *testing.B) {
 			l := deniedLimiter(b, policy)

@@ -1,6 +1,6 @@
 // Package ratelimit keeps rate limits in the Postgres that an application already has.
 //
-// A [Limiter] has a name, a policy ([FixedWindow], [SlidingWindow] or [TokenBucket]) and a pool:
+// A [Limiter] has a name, a policy ([FixedWindow], [SlidingWindow], [TokenBucket] or [SlidingLog]) and a pool:
 //
 //	limiter, err := ratelimit.New(pool, ratelimit.Config{
 //		Name:   "login",

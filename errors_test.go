@@ -332,7 +332,7 @@ func TestNotPermitted(t *testing.T) {
 		return
 	}
 	exec(t, db.Pool, `
-		GRANT EXECUTE ON FUNCTION rate_limit_fixed_window, rate_limit_sliding_window, rate_limit_token_bucket, rate_limit_all, rate_limit_reset TO pg_monitor`)
+		GRANT EXECUTE ON FUNCTION rate_limit_fixed_window, rate_limit_sliding_window, rate_limit_token_bucket, rate_limit_sliding_log, rate_limit_all, rate_limit_reset TO pg_monitor`)
 	for _, policy := range slowPolicies(10) {
 		for name, call := range everyCall(newLimiter(t, pool, Config{Name: "test", Policy: policy, Timeout: amply}), "personal") {
 			require.NoError(t, call(), name)

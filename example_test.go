@@ -56,6 +56,20 @@ func ExampleTokenBucket() {
 	fmt.Println(result.Allowed, err)
 }
 
+// 5 in any hour, exactly: nobody gets a sixth code within any 60 minutes.
+func ExampleSlidingLog() {
+	var pool *pgxpool.Pool
+	limiter, err := ratelimit.New(pool, ratelimit.Config{
+		Name:   "codes",
+		Policy: ratelimit.SlidingLog{Limit: 5, Window: time.Hour},
+	})
+	if err != nil {
+		log.Fatal(err)
+	}
+	result, err := limiter.Allow(context.Background(), "phone:+15551234567")
+	fmt.Println(result.Allowed, result.RetryAfter, err)
+}
+
 // An order and the quota that it uses are kept together, or not at all.
 func ExampleLimiter_AllowTx() {
 	var (

@@ -32,7 +32,12 @@ type localState struct {
 const localMemory = 16 << 20
 
 // localSize is more than what a key needs under a policy.
-func localSize(Policy) int { return 256 }
+func localSize(policy Policy) int {
+	if log, ok := policy.(SlidingLog); ok {
+		return 256 + 8*int(log.Limit)
+	}
+	return 256
+}
 
 func newFallback(config Config) *fallback {
 	if config.OnFailure.answer != fallbackLocal {

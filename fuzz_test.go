@@ -19,7 +19,7 @@ import (
 )
 
 // The fuzz targets that ask a database; make fuzz runs fewer inputs of those. The models' own are in fixed_test.go, sliding_test.go,
-// tokenbucket_test.go and policy_test.go.
+// tokenbucket_test.go, slidinglog_test.go and policy_test.go.
 
 // hostile are texts that have a meaning to somebody on their way.
 func hostile() []string {
@@ -126,6 +126,7 @@ func FuzzDatabaseNumbers(f *testing.F) {
 		for policy, numbers := range map[Policy][]any{
 			FixedWindow{limit, duration(span)}:         {limit, span},
 			SlidingWindow{limit, duration(span)}:       {limit, span},
+			SlidingLog{limit, duration(span)}:          {limit, span},
 			TokenBucket{limit, refill, duration(span)}: {limit, refill, span},
 		} {
 			if cost > 0 && min(limit/cost, count) > 1000 {
@@ -136,9 +137,10 @@ func FuzzDatabaseNumbers(f *testing.F) {
 			var ord int64
 			var retryAfter *int64
 			var got decision
+			var log []int64
 			targets := []any{
 				&ord, &got.granted, &got.remaining, &retryAfter, &got.resetAfter, &got.decidedAt,
-				&got.state.count, &got.state.prevCount, &got.state.windowStart, &got.state.credit, &got.state.scale, &got.state.expiresAt,
+				&got.state.count, &got.state.prevCount, &got.state.windowStart, &got.state.credit, &got.state.scale, &got.state.expiresAt, &log,
 			}
 			err := db.Pool.QueryRow(context.Background(), policy.statement(), args...).Scan(targets...)
 			exact := 1 <= span && span <= maxSpan && policy.validate() == nil
@@ -158,6 +160,7 @@ func FuzzDatabaseNumbers(f *testing.F) {
 				got.retryAfter = *retryAfter
 			}
 			got.decidedAt = got.decidedAt.UTC()
+			got.state.log = newEntries(log)
 			got.state, want.state = used(got.state, algorithm(policy)), used(want.state, algorithm(policy))
 			require.Equal(t, want, got, "%#v, cost %d, count %d", policy, cost, count)
 		}

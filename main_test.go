@@ -39,6 +39,7 @@ func slowPolicies(limit int64) map[string]Policy {
 		"fixed window":   FixedWindow{Limit: limit, Window: year},
 		"sliding window": SlidingWindow{Limit: limit, Window: year},
 		"token bucket":   TokenBucket{Capacity: limit, Refill: 1, Every: 24 * time.Hour},
+		"sliding log":    SlidingLog{Limit: limit, Window: year},
 	}
 }
 
@@ -82,10 +83,12 @@ type storedRow struct {
 // rowID is where a row stands in its table.
 type rowID struct{ name, key string }
 
-const rowColumns = `prefix, key, algorithm, count, prev_count, window_start, credit, scale, expires_at`
+const rowColumns = `prefix, key, algorithm, count, prev_count, window_start, credit, scale, expires_at, log`
 
 func scanRow(rows pgx.CollectableRow) (id rowID, row storedRow, err error) {
-	err = rows.Scan(&id.name, &id.key, &row.algorithm, &row.count, &row.prevCount, &row.windowStart, &row.credit, &row.scale, &row.expiresAt)
+	var log []int64
+	err = rows.Scan(&id.name, &id.key, &row.algorithm, &row.count, &row.prevCount, &row.windowStart, &row.credit, &row.scale, &row.expiresAt, &log)
+	row.log = newEntries(log)
 	return id, row, err
 }
 

@@ -10,12 +10,13 @@ import (
 )
 
 // policyForms is what an error of ParsePolicy shows.
-const policyForms = `"fixed 100/1m", "sliding 100/1m" (100 a minute) or "bucket 20 5/10s" (20 at once, and 5 more every 10 seconds)`
+const policyForms = `"fixed 100/1m", "sliding 100/1m", "log 100/1m" (100 a minute) or "bucket 20 5/10s" (20 at once, and 5 more every 10 seconds)`
 
 // ParsePolicy reads a policy from a text, for configuration files and command lines; the policies' String methods write it:
 //
 //	fixed 100/1m      FixedWindow{Limit: 100, Window: time.Minute}
 //	sliding 100/1m    SlidingWindow{Limit: 100, Window: time.Minute}
+//	log 100/1m        SlidingLog{Limit: 100, Window: time.Minute}
 //	bucket 20 5/10s   TokenBucket{Capacity: 20, Refill: 5, Every: 10 * time.Second}
 //
 // Durations are those of [time.ParseDuration], and may begin with days of 24 hours: 1d, 1d12h. It returns a [*PolicyError], which
@@ -36,7 +37,7 @@ func parsePolicy(words []string) (Policy, error) {
 		return nil, errors.New("is empty")
 	}
 	algorithm, words := words[0], words[1:]
-	want := map[string]int{"fixed": 1, "sliding": 1, "bucket": 2}[algorithm]
+	want := map[string]int{"fixed": 1, "sliding": 1, "log": 1, "bucket": 2}[algorithm]
 	if want == 0 {
 		return nil, fmt.Errorf("%q is no algorithm", algorithm)
 	}
@@ -52,6 +53,8 @@ func parsePolicy(words []string) (Policy, error) {
 		return FixedWindow{Limit: amount, Window: span}, nil
 	case "sliding":
 		return SlidingWindow{Limit: amount, Window: span}, nil
+	case "log":
+		return SlidingLog{Limit: amount, Window: span}, nil
 	}
 	capacity, err := parseAmount(words[0])
 	return TokenBucket{Capacity: capacity, Refill: amount, Every: span}, err

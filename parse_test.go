@@ -14,6 +14,7 @@ func TestPolicyTextIsReadAndWritten(t *testing.T) {
 	for text, want := range map[string]Policy{
 		"fixed 100/1m":                  FixedWindow{Limit: 100, Window: time.Minute},
 		"sliding 100/1m":                SlidingWindow{Limit: 100, Window: time.Minute},
+		"log 100/1m":                    SlidingLog{Limit: 100, Window: time.Minute},
 		"bucket 20 5/10s":               TokenBucket{Capacity: 20, Refill: 5, Every: 10 * time.Second},
 		"fixed 1/1h":                    FixedWindow{Limit: 1, Window: time.Hour},
 		"fixed 1/1h30m":                 FixedWindow{Limit: 1, Window: 90 * time.Minute},
@@ -92,6 +93,7 @@ func TestPolicyTextThatIsNotAccepted(t *testing.T) {
 		"fixed 9223372036854775808/1m": "at most 9223372036854775807",
 		"fixed 1/1m/1m":                `"1m/1m" is not a duration`,
 		"sliding 100/1m 5":             "has 2 words",
+		"log 100":                      "no slash",
 		"bucket 20":                    "has 1 words",
 		"bucket x 5/10s":               `"x" is not a whole number`,
 		"bucket 20 x/10s":              `"x" is not a whole number`,
@@ -114,6 +116,7 @@ func TestPolicyTextThatIsNotAccepted(t *testing.T) {
 		"fixed 1/-1h":                    "Policy.Window",
 		"fixed 1/30000d":                 "Policy.Window",
 		"sliding 9223372036854775807/1m": "Policy.Limit",
+		"log 1001/1m":                    "Policy.Limit",
 		"bucket 0 5/10s":                 "Policy.Capacity",
 		"bucket 20 0/10s":                "Policy.Refill",
 	} {
@@ -130,7 +133,7 @@ func TestPolicyTextThatIsNotAccepted(t *testing.T) {
 func TestThePolicyFormsAreAccepted(t *testing.T) {
 	t.Parallel()
 
-	for _, text := range []string{"fixed 100/1m", "sliding 100/1m", "bucket 20 5/10s"} {
+	for _, text := range []string{"fixed 100/1m", "sliding 100/1m", "log 100/1m", "bucket 20 5/10s"} {
 		require.Contains(t, policyForms, `"`+text+`"`)
 		_, err := ParsePolicy(text)
 		require.NoError(t, err)
@@ -139,7 +142,7 @@ func TestThePolicyFormsAreAccepted(t *testing.T) {
 
 func FuzzParsePolicy(f *testing.F) {
 	for _, text := range []string{
-		"fixed 100/1m", "sliding 100/1h30m", "bucket 20 5/10s", "fixed 1/30d", "fixed 1/1d12h", "sliding 1/1.000001s", "fixed 1/.5s",
+		"fixed 100/1m", "sliding 100/1h30m", "log 1000/1h30m", "bucket 20 5/10s", "fixed 1/30d", "fixed 1/1d12h", "sliding 1/1.000001s", "fixed 1/.5s",
 		"", "bucket", "fixed /", "fixed 1/d", "fixed 100/106751d23h47m16.854775807s", "fixed -1/-1s", "fixed 4611686018427387904/1µs",
 	} {
 		f.Add(text)

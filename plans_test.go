@@ -34,7 +34,7 @@ func TestPlansDependOnNoStatistics(t *testing.T) {
 func TestPlansWithoutTheirSettingScanTheTable(t *testing.T) {
 	t.Parallel()
 	conn := connect(t, pgtest.New(t))
-	for _, function := range []string{"rate_limit_fixed_window", "rate_limit_sliding_window", "rate_limit_token_bucket", "rate_limit_all"} {
+	for _, function := range []string{"rate_limit_fixed_window", "rate_limit_sliding_window", "rate_limit_token_bucket", "rate_limit_sliding_log", "rate_limit_all"} {
 		exec(t, conn, "ALTER FUNCTION "+function+" RESET enable_seqscan")
 	}
 	scanned, _ := scansOfAGrownTable(t, conn, false, "force_generic_plan")
@@ -50,7 +50,7 @@ func scansOfAGrownTable(t *testing.T, conn *pgx.Conn, durable bool, mode string)
 	limiters := map[int]*Limiter{}
 	for algorithm, policy := range []Policy{
 		FixedWindow{Limit: 1000, Window: time.Hour}, SlidingWindow{Limit: 1000, Window: time.Hour},
-		TokenBucket{Capacity: 1000, Refill: 1, Every: time.Hour},
+		TokenBucket{Capacity: 1000, Refill: 1, Every: time.Hour}, SlidingLog{Limit: 1000, Window: time.Hour},
 	} {
 		limiters[algorithm] = newLimiter(t, conn, Config{Name: fmt.Sprint(algorithm), Policy: policy, Durable: durable, Timeout: amply})
 	}

@@ -7,7 +7,7 @@ import (
 	"time"
 )
 
-// Policy says how much a key may take. It is one of [FixedWindow], [SlidingWindow] and [TokenBucket].
+// Policy says how much a key may take. It is one of [FixedWindow], [SlidingWindow], [TokenBucket] and [SlidingLog].
 //
 // A policy may be changed while keys are in use. What has been taken stays taken, and the new numbers apply at once: a
 // raised limit helps immediately, and a lowered one denies until enough has drained. A bucket keeps its tokens, up to its
@@ -37,12 +37,13 @@ type Policy interface {
 
 // state is a row of the table as its algorithm sees it; the zero state is no row. Times are microseconds since 1970.
 type state struct {
-	count       int64 // windows: taken in the current window
-	prevCount   int64 // sliding window: taken in the window before
-	windowStart int64 // start of the current window; of a bucket, the time up to which refill is part of credit
-	credit      int64 // bucket: what is left, in units of 1/scale token
-	scale       int64 // bucket: units of credit in a token
-	expiresAt   int64 // from then on the row means the same as no row
+	count       int64   // windows: taken in the current window; sliding window log: the sum of the log
+	prevCount   int64   // sliding window: taken in the window before
+	windowStart int64   // start of the current window; of a log, its newest time; of a bucket, the time up to which refill is part of credit
+	credit      int64   // bucket: what is left, in units of 1/scale token
+	scale       int64   // bucket: units of credit in a token
+	expiresAt   int64   // from then on the row means the same as no row
+	log         entries // sliding window log: what has been taken, and when
 }
 
 // decision is what the SQL functions return for an element, in their units.
@@ -52,7 +53,7 @@ type decision struct {
 	retryAfter int64 // microseconds; never if no such request can ever be granted
 	resetAfter int64 // microseconds
 	decidedAt  time.Time
-	state      state // after the decision, rolled forward to it
+	state      state // after the decision, rolled forward to it; of the log, only the entries that a denial's retryAfter comes from
 }
 
 // never is the retryAfter of a cost above the limit, which the SQL functions return as NULL.

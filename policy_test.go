@@ -14,7 +14,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// Of the tests of the models (fixed_test.go, sliding_test.go, tokenbucket_test.go) this file holds what they share:
+// Of the tests of the models (fixed_test.go, sliding_test.go, tokenbucket_test.go, slidinglog_test.go) this file holds what they share:
 //
 //   - playModel plays a table of steps worked out by hand;
 //   - checkDecision checks around one decision all that the specification promises of it;
@@ -92,6 +92,8 @@ func reach(p Policy) int64 {
 		return micros(p.Window)
 	case SlidingWindow:
 		return micros(p.Window)
+	case SlidingLog:
+		return micros(p.Window)
 	case TokenBucket:
 		return p.fillTime(p.full())
 	}
@@ -163,7 +165,9 @@ func checkDecision(p Policy, s state, clock, n int64) (state, decision, error) {
 		}
 	case next != s:
 		healed = leftBehind(p, s, clock) && 0 < n && n <= limit
-		if !healed || next.windowStart != clock || next.count != s.count || next.prevCount != s.prevCount {
+		// A window that has become shorter takes entries from a log.
+		kept := next.count == s.count && next.prevCount == s.prevCount || s.log != "" && d.remaining == before.remaining
+		if !healed || next.windowStart != clock || !kept {
 			return fail("a denial has changed the row")
 		}
 	case d.remaining != before.remaining:
@@ -171,14 +175,17 @@ func checkDecision(p Policy, s state, clock, n int64) (state, decision, error) {
 	case leftBehind(p, s, clock) && 0 < n && n <= limit:
 		return fail("a denial has not pulled the row back to the clock")
 	}
-	if (d.granted == 1 || healed) && rolled != next {
-		return fail("its state is %+v", rolled)
+	if written := next; d.granted == 1 || healed {
+		written.log = rolled.log // a part of it
+		if rolled != written {
+			return fail("its state is %+v", rolled)
+		}
 	}
 	if leftBehind(p, s, clock) && (rolled.windowStart != clock || rolled.expiresAt != clock+d.resetAfter) {
 		return fail("its state is %+v, not that of a row pulled back to the clock", rolled)
 	}
 	for _, n := range []int64{0, 1, d.remaining, limit} {
-		if !sameDecision(p, rolled, next, clock, n) {
+		if !remembers(p, rolled, next, clock, n) {
 			return fail("its state is %+v, from which %d is decided otherwise", rolled, n)
 		}
 	}
@@ -233,7 +240,10 @@ func checkDecision(p Policy, s state, clock, n int64) (state, decision, error) {
 	if d.retryAfter > 0 && n <= limit && !unwritten {
 		for _, later := range []int64{1, d.retryAfter / 2, d.retryAfter - 1, d.retryAfter, d.resetAfter - 1, d.resetAfter, 2 * reach(p)} {
 			for _, n := range []int64{0, 1, least, limit} {
-				if !sameDecision(p, rolled, next, clock+later, n) {
+				if _, known := ask(p, rolled, clock+later, n); n == least && 0 < later && later < d.retryAfter && known.retryAfter <= 0 {
+					return fail("its state is %+v, by which nothing is known %d µs later", rolled, later)
+				}
+				if !remembers(p, rolled, next, clock+later, n) {
 					return fail("its state is %+v, from which %d is decided otherwise %d µs later", rolled, n, later)
 				}
 			}
@@ -265,6 +275,17 @@ func checkDecision(p Policy, s state, clock, n int64) (state, decision, error) {
 		}
 	}
 	return next, d, nil
+}
+
+// remembers tells whether a decision from what was remembered of a row is that from the row. What is remembered of a log suffices for
+// denials only, and for no longer than the one that it was told with; without one, the database is asked.
+func remembers(p Policy, known, row state, clock, n int64) bool {
+	if _, isLog := p.(SlidingLog); isLog {
+		if _, d := ask(p, known, clock, n); n == 0 || d.retryAfter <= 0 {
+			return true
+		}
+	}
+	return sameDecision(p, known, row, clock, n)
 }
 
 // equalsNoRow tells whether a row cannot be told from no row.
@@ -359,6 +380,14 @@ func (d dice) window() (limit int64, window time.Duration) {
 	}
 	span := d.magnitude(1, maxSpan)
 	return d.magnitude(1, maxProduct/span), duration(span)
+}
+
+// log draws a SlidingLog in the same way.
+func (d dice) log() SlidingLog {
+	if d(3) == 0 {
+		return SlidingLog{Limit: 1 + d(20), Window: duration(1 + d(100))}
+	}
+	return SlidingLog{Limit: d.magnitude(1, maxLogLimit), Window: duration(d.magnitude(1, maxSpan))}
 }
 
 // bucket draws a TokenBucket in the same way.
@@ -584,7 +613,7 @@ func testAgainstSlowModel(t *testing.T, draw func(dice) (Policy, slowModel)) {
 			n := d.cost(p.limit(), peek(p, s, clock).remaining)
 			from := s
 			s, got = p.decide(s, clock, n)
-			got.state.expiresAt = 0
+			got.state.expiresAt, got.state.log = 0, ""
 			want := slowDecision(slow, p.limit(), 2*longestWait(p), clock, n)
 			require.Equal(t, want, got, "%T%+v: %d at %d from %+v", p, p, n, clock, from)
 		}
@@ -624,7 +653,7 @@ func testNeverMoreThanTheClockGives(t *testing.T, draw func(dice) (p Policy, fir
 func TestCoalescedRequestsAreToldWhatSingleOnesWouldBe(t *testing.T) {
 	t.Parallel()
 	for _, p := range []Policy{
-		FixedWindow{10, 10 * time.Second}, SlidingWindow{10, 10 * time.Second}, TokenBucket{10, 3, 7 * time.Second},
+		FixedWindow{10, 10 * time.Second}, SlidingWindow{10, 10 * time.Second}, TokenBucket{10, 3, 7 * time.Second}, SlidingLog{10, 10 * time.Second},
 	} {
 		s, _ := p.decide(state{}, c2, 1)
 		for _, clock := range []int64{c0, c2, c5, c5 + 1, c2 + 9*second, c2 + 10*second, c2 + 15*second} {
@@ -746,6 +775,10 @@ func TestPolicyOutsideTheExactRangeIsRefused(t *testing.T) {
 			requireRefused(t, p, test.name, test.field, test.allowed)
 		}
 	}
+	requireRefused(t, SlidingLog{1001, time.Microsecond}, "a long log", "Policy.Limit", "is 1001, and may be at most 1000")
+	for _, test := range windows[:10] {
+		requireRefused(t, SlidingLog{test.limit, test.window}, test.name, test.field, test.allowed)
+	}
 	for _, test := range []struct {
 		name    string
 		policy  TokenBucket
@@ -787,6 +820,7 @@ func TestPolicyAtTheEdgeOfTheExactRangeIsAccepted(t *testing.T) {
 	for _, p := range []Policy{
 		FixedWindow{1, time.Microsecond}, FixedWindow{maxProduct, time.Microsecond}, FixedWindow{2048, longest},
 		SlidingWindow{1, time.Microsecond}, SlidingWindow{maxProduct, time.Microsecond}, SlidingWindow{2048, longest},
+		SlidingLog{1, time.Microsecond}, SlidingLog{1000, time.Microsecond}, SlidingLog{1000, longest},
 		TokenBucket{1, 1, time.Microsecond}, TokenBucket{2048, 2048, longest}, TokenBucket{maxSpan, 1, time.Microsecond},
 		TokenBucket{2 * maxSpan, 2, time.Microsecond}, TokenBucket{1, 1, longest}, TokenBucket{2048, math.MaxInt64, longest},
 		TokenBucket{maxProduct, 2048, time.Microsecond}, TokenBucket{maxProduct, math.MaxInt64, time.Microsecond},
@@ -815,6 +849,7 @@ func FuzzPolicyValidate(f *testing.F) {
 		for _, p := range []Policy{FixedWindow{limit, span}, SlidingWindow{limit, span}} {
 			requireValidated(t, p, exact)
 		}
+		requireValidated(t, SlidingLog{limit, span}, exact && limit <= maxLogLimit)
 		fillable := refill >= 1 && product.Cmp(new(big.Int).Mul(big.NewInt(maxSpan), big.NewInt(refill))) <= 0
 		requireValidated(t, TokenBucket{limit, refill, span}, exact && fillable)
 	})

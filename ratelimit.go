@@ -176,8 +176,8 @@ func validateName(name string, policy Policy) error {
 
 func validatePolicy(policy Policy) error {
 	switch policy.(type) {
-	case nil, *FixedWindow, *SlidingWindow, *TokenBucket:
-		return &ConfigError{Field: "Policy", Reason: "is required: a FixedWindow, SlidingWindow or TokenBucket (not a pointer to one)"}
+	case nil, *FixedWindow, *SlidingWindow, *TokenBucket, *SlidingLog:
+		return &ConfigError{Field: "Policy", Reason: "is required: a FixedWindow, SlidingWindow, TokenBucket or SlidingLog (not a pointer to one)"}
 	}
 	return policy.validate()
 }

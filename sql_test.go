@@ -112,8 +112,10 @@ func algorithm(p Policy) int16 {
 		return 1
 	case SlidingWindow:
 		return 2
-	default:
+	case TokenBucket:
 		return 3
+	default:
+		return 4
 	}
 }
 
@@ -152,7 +154,7 @@ func used(s state, algorithm int16) state {
 		return s
 	}
 	s.credit, s.scale = 0, 0
-	if algorithm == 1 {
+	if algorithm != 2 {
 		s.prevCount = 0
 	}
 	return s
@@ -229,11 +231,13 @@ func randomPolicy(r *rand.Rand) Policy {
 	case 4:
 		limit = maxProduct / window
 	}
-	switch r.IntN(3) {
+	switch r.IntN(4) {
 	case 0:
 		return FixedWindow{Limit: limit, Window: duration(window)}
 	case 1:
 		return SlidingWindow{Limit: limit, Window: duration(window)}
+	case 2:
+		return SlidingLog{Limit: min(limit, maxLogLimit), Window: duration(window)}
 	}
 	slowest := ceilDiv(limit*window, maxSpan)
 	refill := slowest + magnitude(r, math.MaxInt64-slowest)
@@ -261,7 +265,12 @@ func changedPolicy(r *rand.Rand, p Policy) Policy {
 	case SlidingWindow:
 		p.Limit, p.Window = vary(p.Limit), duration(vary(micros(p.Window))%(2*maxSpan))
 		if changed = p; r.IntN(3) == 0 {
-			changed = FixedWindow(p)
+			changed = []Policy{FixedWindow(p), SlidingLog(p)}[r.IntN(2)]
+		}
+	case SlidingLog:
+		p.Limit, p.Window = vary(p.Limit), duration(vary(micros(p.Window))%(2*maxSpan))
+		if changed = p; r.IntN(3) == 0 {
+			changed = SlidingWindow(p)
 		}
 	case TokenBucket:
 		p.Capacity, p.Refill, p.Every = vary(p.Capacity), vary(p.Refill), duration(vary(micros(p.Every))%(2*maxSpan))
@@ -312,6 +321,8 @@ func nextClock(r *rand.Rand, clock int64, policy Policy, goals []int64) int64 {
 	case FixedWindow:
 		window = micros(p.Window)
 	case SlidingWindow:
+		window = micros(p.Window)
+	case SlidingLog:
 		window = micros(p.Window)
 	case TokenBucket:
 		window = p.fillTime(p.full())
@@ -384,10 +395,12 @@ func compare(results pgx.BatchResults, space string, steps []step, first int, mo
 			var ord int64
 			var retryAfter *int64
 			var got decision
+			var log []int64
 			if err := answer.Scan(&ord, &got.granted, &got.remaining, &retryAfter, &got.resetAfter, &got.decidedAt,
-				&got.state.count, &got.state.prevCount, &got.state.windowStart, &got.state.credit, &got.state.scale, &got.state.expiresAt); err != nil {
+				&got.state.count, &got.state.prevCount, &got.state.windowStart, &got.state.credit, &got.state.scale, &got.state.expiresAt, &log); err != nil {
 				return fail(-1, "%v", err)
 			}
+			got.state.log = newEntries(log)
 			got.retryAfter = never
 			if retryAfter != nil {
 				got.retryAfter = *retryAfter
@@ -506,6 +519,7 @@ func fastPolicies() map[string]Policy {
 		"fixed window":   FixedWindow{Limit: 100, Window: 7 * time.Second},
 		"sliding window": SlidingWindow{Limit: 100, Window: 7 * time.Second},
 		"token bucket":   TokenBucket{Capacity: 100, Refill: 3, Every: 7 * time.Second},
+		"sliding log":    SlidingLog{Limit: 100, Window: 7 * time.Second},
 	}
 }
 
@@ -655,6 +669,7 @@ func TestSQLRefusesBadArguments(t *testing.T) {
 		"fixed window":   "rate_limit_fixed_window(%s, %s, 10, 1000%s)",
 		"sliding window": "rate_limit_sliding_window(%s, %s, 10, 1000%s)",
 		"token bucket":   "rate_limit_token_bucket(%s, %s, 10, 1, 1000%s)",
+		"sliding log":    "rate_limit_sliding_log(%s, %s, 10, 1000%s)",
 	}
 	const invalid = "22023"
 	long := "repeat('ä', 257)"
@@ -703,7 +718,9 @@ func TestSQLRefusesBadArguments(t *testing.T) {
 	} {
 		refused(t, db.Pool, numbers, "SELECT * FROM rate_limit_fixed_window('n', ARRAY['a'], "+numbers+")", invalid)
 		refused(t, db.Pool, numbers, "SELECT * FROM rate_limit_sliding_window('n', ARRAY['a'], "+numbers+")", invalid)
+		refused(t, db.Pool, numbers, "SELECT * FROM rate_limit_sliding_log('n', ARRAY['a'], "+numbers+")", invalid)
 	}
+	refused(t, db.Pool, "1001 in a log", "SELECT * FROM rate_limit_sliding_log('n', ARRAY['a'], 1001, 1000)", invalid)
 	for _, numbers := range []string{
 		"NULL, 1, 1000", "10, NULL, 1000", "10, 1, NULL", "0, 1, 1000", "10, 0, 1000", "10, 1, 0", "-1, 1, 1000", "10, -1, 1000", "10, 1, -1",
 		"1, 1, 2251799813685249", "2, 1, 2251799813685248", "4611686018427387905, 4611686018427387905, 1", "4611686018427387904, 2047, 1",
@@ -723,7 +740,7 @@ func TestSQLRefusesBadArguments(t *testing.T) {
 		"fixed_window('n', ARRAY['a'], 2048, 2251799813685248)", "fixed_window('n', ARRAY['a'], 4611686018427387904, 1)",
 		"sliding_window('n', ARRAY['a'], 2048, 2251799813685248)", "sliding_window('n', ARRAY['a'], 4611686018427387904, 1)",
 		"token_bucket('n', ARRAY['a'], 1, 1, 2251799813685248)", "token_bucket('n', ARRAY['a'], 4611686018427387904, 2048, 1)",
-		"token_bucket('n', ARRAY['a'], 1, 9223372036854775807, 1)",
+		"token_bucket('n', ARRAY['a'], 1, 9223372036854775807, 1)", "sliding_log('n', ARRAY['a'], 1000, 2251799813685248)",
 		"fixed_window(repeat('n', 128), ARRAY[repeat('k', 512)], 1, 1)",
 	} {
 		require.EqualValues(t, 1, scalar[int64](t, db.Pool, "SELECT granted FROM rate_limit_"+call), call)
@@ -775,7 +792,7 @@ func TestExamplesInCommentsWork(t *testing.T) {
 	type function struct{ Name, Comment string }
 	functions, err := pgx.CollectRows(rows, pgx.RowToStructByPos[function])
 	require.NoError(t, err)
-	require.Len(t, functions, 5)
+	require.Len(t, functions, 6)
 
 	for _, f := range functions {
 		_, example, found := strings.Cut(f.Comment, "Example: ")

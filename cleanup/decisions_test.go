@@ -79,7 +79,8 @@ func play(t *testing.T, swept, plain *pgtest.DB, name string, seed uint64) (dele
 				ratelimit.FixedWindow{Limit: limit, Window: span},
 				ratelimit.SlidingWindow{Limit: limit, Window: span},
 				ratelimit.TokenBucket{Capacity: limit, Refill: 1 + r.Int64N(3), Every: span},
-			}[r.IntN(3)]
+				ratelimit.SlidingLog{Limit: limit, Window: span},
+			}[r.IntN(4)]
 			for i, db := range []*pgtest.DB{swept, plain} {
 				of[i] = newLimiter(t, db.Pool, ratelimit.Config{Name: name, Policy: policy, Durable: durable, NoDenialCache: true, Test: now})
 			}
@@ -215,6 +216,7 @@ func TestRowsVanishBetweenLookAndInsert(t *testing.T) {
 		"fixed window":   "rate_limit_fixed_window('a', $1::text[], 10, 3600000000, durable => $2, now => $3)",
 		"sliding window": "rate_limit_sliding_window('a', $1::text[], 10, 3600000000, durable => $2, now => $3)",
 		"token bucket":   "rate_limit_token_bucket('a', $1::text[], 10, 10, 3600000000, durable => $2, now => $3)",
+		"sliding log":    "rate_limit_sliding_log('a', $1::text[], 10, 3600000000, durable => $2, now => $3)",
 	}
 	for name, function := range functions {
 		for _, durable := range []bool{false, true} {

@@ -65,6 +65,7 @@ func policies() map[string]ratelimit.Policy {
 		"fixed window":   ratelimit.FixedWindow{Limit: 10, Window: time.Hour},
 		"sliding window": ratelimit.SlidingWindow{Limit: 10, Window: time.Hour},
 		"token bucket":   ratelimit.TokenBucket{Capacity: 10, Refill: 10, Every: time.Hour},
+		"sliding log":    ratelimit.SlidingLog{Limit: 10, Window: time.Hour},
 	}
 }
 

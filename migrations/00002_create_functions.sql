@@ -17,7 +17,8 @@ CREATE TYPE rate_limit_row AS (
     window_start bigint,
     credit bigint,
     scale bigint,
-    expires_at bigint    -- 0, long past: there is no row, or another algorithm wrote it
+    expires_at bigint,   -- 0, long past: there is no row, or another algorithm wrote it
+    log bigint[]         -- NULL but for the sliding window log
 );
 
 -- What the algorithms return for each element of a request.
@@ -33,7 +34,8 @@ CREATE TYPE rate_limit_decision AS (
     window_start bigint,
     credit bigint,
     scale bigint,
-    expires_at bigint
+    expires_at bigint,
+    log bigint[]            -- of this, only the entries that have to leave until retry_after_us
 );
 
 COMMENT ON TYPE rate_limit_decision IS 'What the rate_limit_ functions decided for one key; their comments explain it.';
@@ -84,14 +86,16 @@ BEGIN
     IF cardinality(keys) = 1 AND coalesce(costs[1], 1) BETWEEN 1 AND max_cost AND coalesce(counts[1], 1) >= 1 THEN
         IF durable THEN
             SELECT 1::bigint, coalesce(costs[1], 1), coalesce(counts[1], 1), d.ctid, d.count, d.prev_count, d.window_start, d.credit, d.scale,
-                CASE WHEN d.algorithm = algorithm THEN d.expires_at ELSE 0 END
+                CASE WHEN d.algorithm = algorithm THEN d.expires_at ELSE 0 END,
+                CASE WHEN algorithm = 4 THEN d.log END
             INTO r
             FROM rate_limit_durable AS d
             WHERE d.prefix = name AND d.key = keys[1]
             FOR UPDATE;
         ELSE
             SELECT 1::bigint, coalesce(costs[1], 1), coalesce(counts[1], 1), d.ctid, d.count, d.prev_count, d.window_start, d.credit, d.scale,
-                CASE WHEN d.algorithm = algorithm THEN d.expires_at ELSE 0 END
+                CASE WHEN d.algorithm = algorithm THEN d.expires_at ELSE 0 END,
+                CASE WHEN algorithm = 4 THEN d.log END
             INTO r
             FROM rate_limit_ephemeral AS d
             WHERE d.prefix = name AND d.key = keys[1]
@@ -110,7 +114,8 @@ BEGIN
             IF durable THEN
                 OPEN elements FOR
                     SELECT e.ord, e.cost, e.asked, d.tid, coalesce(d.count, 0), coalesce(d.prev_count, 0), coalesce(d.window_start, 0),
-                        coalesce(d.credit, 0), coalesce(d.scale, 0), CASE WHEN d.algorithm = algorithm THEN d.expires_at ELSE 0 END
+                        coalesce(d.credit, 0), coalesce(d.scale, 0), CASE WHEN d.algorithm = algorithm THEN d.expires_at ELSE 0 END,
+                        CASE WHEN algorithm = 4 THEN d.log END
                     FROM (
                         SELECT e.key, e.ord, coalesce(e.cost, 1) AS cost, coalesce(e.asked, 1) AS asked
                         FROM unnest((SELECT keys), (SELECT costs), (SELECT counts)) WITH ORDINALITY AS e (key, cost, asked, ord)
@@ -122,7 +127,8 @@ BEGIN
             ELSE
                 OPEN elements FOR
                     SELECT e.ord, e.cost, e.asked, d.tid, coalesce(d.count, 0), coalesce(d.prev_count, 0), coalesce(d.window_start, 0),
-                        coalesce(d.credit, 0), coalesce(d.scale, 0), CASE WHEN d.algorithm = algorithm THEN d.expires_at ELSE 0 END
+                        coalesce(d.credit, 0), coalesce(d.scale, 0), CASE WHEN d.algorithm = algorithm THEN d.expires_at ELSE 0 END,
+                        CASE WHEN algorithm = 4 THEN d.log END
                     FROM (
                         SELECT e.key, e.ord, coalesce(e.cost, 1) AS cost, coalesce(e.asked, 1) AS asked
                         FROM unnest((SELECT keys), (SELECT costs), (SELECT counts)) WITH ORDINALITY AS e (key, cost, asked, ord)
@@ -135,7 +141,8 @@ BEGIN
         ELSIF durable THEN
             OPEN elements FOR
                 SELECT e.ord, e.cost, e.asked, d.tid, coalesce(d.count, 0), coalesce(d.prev_count, 0), coalesce(d.window_start, 0),
-                    coalesce(d.credit, 0), coalesce(d.scale, 0), CASE WHEN d.algorithm = algorithm THEN d.expires_at ELSE 0 END
+                    coalesce(d.credit, 0), coalesce(d.scale, 0), CASE WHEN d.algorithm = algorithm THEN d.expires_at ELSE 0 END,
+                    CASE WHEN algorithm = 4 THEN d.log END
                 FROM (
                     SELECT e.key, e.ord, coalesce(e.cost, 1) AS cost, coalesce(e.asked, 1) AS asked
                     FROM unnest((SELECT keys), (SELECT costs), (SELECT counts)) WITH ORDINALITY AS e (key, cost, asked, ord)
@@ -147,7 +154,8 @@ BEGIN
         ELSE
             OPEN elements FOR
                 SELECT e.ord, e.cost, e.asked, d.tid, coalesce(d.count, 0), coalesce(d.prev_count, 0), coalesce(d.window_start, 0),
-                    coalesce(d.credit, 0), coalesce(d.scale, 0), CASE WHEN d.algorithm = algorithm THEN d.expires_at ELSE 0 END
+                    coalesce(d.credit, 0), coalesce(d.scale, 0), CASE WHEN d.algorithm = algorithm THEN d.expires_at ELSE 0 END,
+                    CASE WHEN algorithm = 4 THEN d.log END
                 FROM (
                     SELECT e.key, e.ord, coalesce(e.cost, 1) AS cost, coalesce(e.asked, 1) AS asked
                     FROM unnest((SELECT keys), (SELECT costs), (SELECT counts)) WITH ORDINALITY AS e (key, cost, asked, ord)
@@ -216,25 +224,25 @@ BEGIN
         IF durable THEN
             UPDATE rate_limit_durable AS d
             SET algorithm = algorithm, count = w.count, prev_count = w.prev_count, window_start = w.window_start,
-                credit = w.credit, scale = w.scale, expires_at = w.expires_at
+                credit = w.credit, scale = w.scale, expires_at = w.expires_at, log = w.log
             WHERE d.ctid = w.tid;
         ELSE
             UPDATE rate_limit_ephemeral AS d
             SET algorithm = algorithm, count = w.count, prev_count = w.prev_count, window_start = w.window_start,
-                credit = w.credit, scale = w.scale, expires_at = w.expires_at
+                credit = w.credit, scale = w.scale, expires_at = w.expires_at, log = w.log
             WHERE d.ctid = w.tid;
         END IF;
     -- LIMIT by a subquery lets the planner expect few rows, so that it always fetches them by tid and never scans.
     ELSIF durable THEN
         UPDATE rate_limit_durable AS d
         SET algorithm = algorithm, count = n.count, prev_count = n.prev_count, window_start = n.window_start,
-            credit = n.credit, scale = n.scale, expires_at = n.expires_at
+            credit = n.credit, scale = n.scale, expires_at = n.expires_at, log = n.log
         FROM (SELECT * FROM unnest((SELECT new_rows)) LIMIT (SELECT cardinality(new_rows))) AS n
         WHERE d.ctid = n.tid;
     ELSE
         UPDATE rate_limit_ephemeral AS d
         SET algorithm = algorithm, count = n.count, prev_count = n.prev_count, window_start = n.window_start,
-            credit = n.credit, scale = n.scale, expires_at = n.expires_at
+            credit = n.credit, scale = n.scale, expires_at = n.expires_at, log = n.log
         FROM (SELECT * FROM unnest((SELECT new_rows)) LIMIT (SELECT cardinality(new_rows))) AS n
         WHERE d.ctid = n.tid;
     END IF;
@@ -346,7 +354,7 @@ BEGIN
         END IF;
 
         RETURN NEXT ROW(r.ord, granted, remaining, retry_after_us, reset_after_us, decided_at,
-            s.count, s.prev_count, s.window_start, s.credit, s.scale, s.expires_at);
+            s.count, s.prev_count, s.window_start, s.credit, s.scale, s.expires_at, NULL::bigint[]);
     END LOOP;
 
     IF written > 0 THEN
@@ -495,7 +503,7 @@ BEGIN
         END IF;
 
         RETURN NEXT ROW(r.ord, granted, remaining, retry_after_us, reset_after_us, decided_at,
-            s.count, s.prev_count, s.window_start, s.credit, s.scale, s.expires_at);
+            s.count, s.prev_count, s.window_start, s.credit, s.scale, s.expires_at, NULL::bigint[]);
     END LOOP;
 
     IF written > 0 THEN
@@ -639,7 +647,7 @@ BEGIN
         END IF;
 
         RETURN NEXT ROW(r.ord, granted, remaining, retry_after_us, reset_after_us, decided_at,
-            s.count, s.prev_count, s.window_start, s.credit, s.scale, s.expires_at);
+            s.count, s.prev_count, s.window_start, s.credit, s.scale, s.expires_at, NULL::bigint[]);
     END LOOP;
 
     IF written > 0 THEN
@@ -654,13 +662,165 @@ It returns a row for each key: ord (its place in keys), granted (how many of the
 Example: SELECT * FROM rate_limit_token_bucket(''api'', ARRAY[''user:123''], 20, 5, 10000000) takes one token from a bucket of 20 that gets 5 more every 10 seconds.
 Optional, by name: costs and counts for each key (1 each; a cost of 0 only looks), durable => true for rate_limit_durable.';
 
+-- The sliding window log; slidinglog.go holds its specification and its model, and the two read side by side.
+--
+--   name                the limiter's name, 1 to 128 bytes
+--   keys                who asks, 1 to 512 bytes each; a key that stands several times is decided in that order
+--   max_count           the limit, in units of cost, at most 1000
+--   window_us           length of the window in microseconds, at most 2^51 (71 years)
+--   costs               cost of one request, for each key; NULL means 1 each. A cost of 0 takes nothing and tells whether 1 would
+--                       fit; a cost above max_count is denied with a retry_after_us of NULL, which means never
+--   counts              how many such requests are asked, for each key; NULL means 1 each
+--   durable             whether the rows are in rate_limit_durable rather than in rate_limit_ephemeral
+--   lock_timeout_ms     longest wait for one row, for this transaction; NULL leaves the session's lock_timeout
+--   synchronous_commit  whether the commit of this transaction waits for the WAL; NULL leaves the session's setting
+--   now                 replaces the clock, for tests
+-- +goose StatementBegin
+CREATE FUNCTION rate_limit_sliding_log(
+    name text,
+    keys text[],
+    max_count bigint,
+    window_us bigint,
+    costs bigint[] DEFAULT NULL,
+    counts bigint[] DEFAULT NULL,
+    durable boolean DEFAULT false,
+    lock_timeout_ms integer DEFAULT NULL,
+    synchronous_commit boolean DEFAULT NULL,
+    now timestamptz DEFAULT NULL
+)
+RETURNS SETOF rate_limit_decision
+LANGUAGE plpgsql
+SECURITY DEFINER
+SET enable_seqscan = off -- a plan must not depend on how small the table was when it was made
+AS $$
+#variable_conflict use_variable
+DECLARE
+    asked_rows rate_limit_row[];
+    new_rows rate_limit_row[];
+    written integer := 0;
+    r rate_limit_row;  -- the element at hand, and its row as it was found
+    s rate_limit_row;  -- that row's state now
+    clock bigint;      -- the database's clock
+    t bigint;          -- the time of the decision: the clock, or the row's own time where that lies ahead of it
+    moved boolean;     -- the clock has jumped back, and the row with it
+    decided_at timestamptz;
+    granted bigint;
+    remaining bigint;
+    retry_after_us bigint;
+    reset_after_us bigint;
+    units bigint;      -- of the newest entry
+    newest integer;    -- how many entries there are
+    needed integer;    -- how many of the oldest entries have to leave
+    over bigint;       -- how many units
+    -- An entry of the log is the time it was taken at × 1024 + the units taken. Of the time 53 bits are kept, and of an age.
+    age_bits CONSTANT bigint := 9007199254740991;
+BEGIN
+    IF (max_count BETWEEN 1 AND 1000 AND window_us BETWEEN 1 AND 2251799813685248) IS NOT TRUE THEN
+        RAISE EXCEPTION 'rate_limit: max_count % and window_us % are outside the exact range', max_count, window_us
+            USING ERRCODE = 'invalid_parameter_value',
+                HINT = 'Both are at least 1, max_count is at most 1000, and window_us at most 2^51.';
+    END IF;
+    asked_rows := rate_limit_lock(name, keys, costs, counts, max_count, 4::smallint, durable, lock_timeout_ms, synchronous_commit);
+
+    -- The clock is read with every lock held: read before, it could be older than the rows that a lock waited for.
+    decided_at := coalesce(now, clock_timestamp());
+    clock := (extract(epoch FROM decided_at) * 1000000)::bigint;
+
+    FOREACH r IN ARRAY asked_rows LOOP
+        -- Roll the row forward to the clock, unless it is the row of the element before: that goes on from its decision.
+        IF (r.tid = s.tid) IS NOT TRUE THEN
+            s := r;
+            moved := false;
+            IF clock >= s.expires_at THEN
+                s.count := 0;
+                s.window_start := clock;
+                s.log := NULL;
+            ELSIF s.window_start - clock > window_us THEN
+                s.log := ARRAY(
+                    SELECT (((e.entry >> 10) - s.window_start + clock) << 10) | (e.entry & 1023)
+                    FROM unnest(s.log) WITH ORDINALITY AS e (entry, place)
+                    ORDER BY e.place
+                );
+                s.window_start := clock;
+                s.expires_at := clock + window_us;
+                moved := true;
+            END IF;
+            t := greatest(clock, s.window_start);
+            needed := 0;
+            WHILE needed < cardinality(s.log) AND (t - (s.log[needed + 1] >> 10) & age_bits) >= window_us LOOP
+                needed := needed + 1;
+                s.count := s.count - (s.log[needed] & 1023);
+            END LOOP;
+            IF needed > 0 THEN
+                s.log := s.log[needed + 1:];
+            END IF;
+            remaining := greatest(max_count - s.count, 0);
+        END IF;
+
+        granted := CASE WHEN r.cost > 0 THEN least(r.asked, remaining / r.cost) ELSE 0 END;
+        IF granted > 0 THEN
+            units := granted * r.cost;
+            newest := coalesce(cardinality(s.log), 0);
+            IF (t - (s.log[newest] >> 10) & age_bits) = 0 THEN
+                units := units + (s.log[newest] & 1023);
+                newest := newest - 1;
+            END IF;
+            s.log := s.log[1:newest] || ARRAY[(t << 10) | units];
+            s.count := s.count + granted * r.cost;
+            s.window_start := t;
+            s.expires_at := t + window_us;
+            remaining := remaining - granted * r.cost;
+        END IF;
+
+        needed := 0;
+        IF granted = r.asked OR remaining >= greatest(r.cost, 1) THEN
+            retry_after_us := 0;
+        ELSIF greatest(r.cost, 1) > max_count THEN
+            retry_after_us := NULL;
+        ELSE
+            -- When enough of the oldest entries have left.
+            over := s.count + greatest(r.cost, 1) - max_count;
+            WHILE over > 0 LOOP
+                needed := needed + 1;
+                over := over - (s.log[needed] & 1023);
+            END LOOP;
+            retry_after_us := least(t + window_us - (t - (s.log[needed] >> 10) & age_bits), s.expires_at) - clock;
+        END IF;
+        reset_after_us := CASE WHEN s.count > 0 THEN least(s.window_start + window_us, s.expires_at) - clock ELSE 0 END;
+
+        -- A denial writes nothing, but for a row that the clock has left behind: unwritten, it would deny for ever.
+        IF granted > 0 OR (moved AND r.cost BETWEEN 1 AND max_count) THEN
+            IF written = 0 OR new_rows[written].tid <> s.tid THEN
+                written := written + 1;
+            END IF;
+            s.expires_at := s.window_start + window_us;
+            new_rows[written] := s;
+        END IF;
+
+        -- Of the log, what retry_after_us comes from: who denies by it until then needs no more.
+        RETURN NEXT ROW(r.ord, granted, remaining, retry_after_us, reset_after_us, decided_at,
+            s.count, s.prev_count, s.window_start, s.credit, s.scale, s.expires_at, CASE WHEN needed > 0 THEN s.log[1:needed] END);
+    END LOOP;
+
+    IF written > 0 THEN
+        PERFORM rate_limit_write(new_rows, 4::smallint, durable);
+    END IF;
+END
+$$;
+-- +goose StatementEnd
+
+COMMENT ON FUNCTION rate_limit_sliding_log IS 'Takes from sliding windows of window_us microseconds, any of which admits max_count, at most 1000: exactly, by a log of what was taken and when.
+It returns a row for each key: ord (its place in keys), granted (how many of the counts requests were granted), remaining (the largest cost that would be granted next), retry_after_us (microseconds until the others can be granted; 0: all were; NULL: never), reset_after_us (microseconds until the key is as good as new), decided_at (the database clock at the decision), and the state of the key then: count, prev_count, window_start, credit, scale and expires_at, as in the table, and of its log the entries that have to leave until retry_after_us. A denial is a row with granted = 0, never an error, and takes nothing. What is taken commits or rolls back with the transaction.
+Example: SELECT * FROM rate_limit_sliding_log(''login'', ARRAY[''user:123''], 10, 60000000) takes one of 10 a minute.
+Optional, by name: costs and counts for each key (1 each; a cost of 0 only looks), durable => true for rate_limit_durable.';
+
 -- rate_limit_all decides requests of several parts each, such as one for an address, one for a user and one for everybody: a request
 -- takes from all of its parts, or from none. The parts may differ in everything: limiter, key, algorithm, cost and table.
 --
 --   requests            to which request a part belongs: parts of one request stand together, and requests in ascending order
 --   names, keys         the limiter and the key of each part; a request may name the same row only once
 --   durables            whether its row is in rate_limit_durable rather than in rate_limit_ephemeral
---   algorithms          1 fixed window, 2 sliding window, 3 token bucket
+--   algorithms          1 fixed window, 2 sliding window, 3 token bucket, 4 sliding window log
 --   limits              max_count of a window, capacity of a bucket
 --   spans_us            window_us of a window, every_us of a bucket
 --   refills             refill of a bucket
@@ -746,6 +906,11 @@ DECLARE
     every_us bigint;
     full_credit bigint;
     need bigint;
+    units bigint;
+    newest integer;
+    needed integer;
+    over bigint;
+    age_bits CONSTANT bigint := 9007199254740991;
 BEGIN
     IF (parts > 0 AND cardinality(requests) = parts AND cardinality(names) = parts AND cardinality(durables) = parts
             AND cardinality(algorithms) = parts AND cardinality(limits) = parts AND cardinality(spans_us) = parts
@@ -772,7 +937,7 @@ BEGIN
                     e.first AND coalesce(d.tid, l.tid) IS NULL, coalesce(d.algorithm, l.algorithm, 0),
                     coalesce(d.tid, l.tid), coalesce(d.count, l.count, 0), coalesce(d.prev_count, l.prev_count, 0),
                     coalesce(d.window_start, l.window_start, 0), coalesce(d.credit, l.credit, 0), coalesce(d.scale, l.scale, 0),
-                    coalesce(d.expires_at, l.expires_at, 0)
+                    coalesce(d.expires_at, l.expires_at, 0), coalesce(d.log, l.log)
                 FROM (
                     SELECT e.durable, e.name, e.key, e.ord,
                         row_number() OVER (PARTITION BY e.durable, octet_length(e.key), e.key COLLATE "C", e.name COLLATE "C" ORDER BY e.ord) = 1 AS first
@@ -796,7 +961,7 @@ BEGIN
                     false, coalesce(d.algorithm, l.algorithm, 0),
                     coalesce(d.tid, l.tid), coalesce(d.count, l.count, 0), coalesce(d.prev_count, l.prev_count, 0),
                     coalesce(d.window_start, l.window_start, 0), coalesce(d.credit, l.credit, 0), coalesce(d.scale, l.scale, 0),
-                    coalesce(d.expires_at, l.expires_at, 0)
+                    coalesce(d.expires_at, l.expires_at, 0), coalesce(d.log, l.log)
                 FROM (
                     SELECT e.durable, e.name, e.key, e.ord,
                         row_number() OVER (PARTITION BY e.durable, octet_length(e.key), e.key COLLATE "C", e.name COLLATE "C" ORDER BY e.ord) = 1 AS first
@@ -822,7 +987,7 @@ BEGIN
         changed := '{}';
         previous := NULL;
         LOOP
-            FETCH elements INTO ord, first, valid, missing, algorithm, r.tid, r.count, r.prev_count, r.window_start, r.credit, r.scale, r.expires_at;
+            FETCH elements INTO ord, first, valid, missing, algorithm, r.tid, r.count, r.prev_count, r.window_start, r.credit, r.scale, r.expires_at, r.log;
             EXIT WHEN NOT found;
             IF valid IS NOT TRUE THEN
                 RAISE EXCEPTION 'rate_limit: part % is not valid', ord
@@ -986,9 +1151,41 @@ BEGIN
                         END IF;
                         s.window_start := t;
                         remaining := s.credit / every_us;
+                    WHEN 4 THEN
+                        max_count := limits[part];
+                        window_us := spans_us[part];
+                        IF pass = 1 AND (max_count BETWEEN 1 AND 1000 AND window_us BETWEEN 1 AND 2251799813685248 AND (r.cost >= 1 OR just_look)) IS NOT TRUE THEN
+                            RAISE EXCEPTION 'rate_limit: the numbers of part % are outside the exact range', part
+                                USING ERRCODE = 'invalid_parameter_value', HINT = 'The limit and the span are at least 1, the limit is at most 1000, and the span at most 2^51. Costs are at least 1, or all 0.';
+                        END IF;
+                        CONTINUE WHEN pass = 1 AND asked = 1 AND r.cost <= max_count - s.count;
+                        IF clock >= s.expires_at THEN
+                            s.count := 0;
+                            s.window_start := clock;
+                            s.log := NULL;
+                        ELSIF s.window_start - clock > window_us THEN
+                            s.log := ARRAY(
+                                SELECT (((e.entry >> 10) - s.window_start + clock) << 10) | (e.entry & 1023)
+                                FROM unnest(s.log) WITH ORDINALITY AS e (entry, place)
+                                ORDER BY e.place
+                            );
+                            s.window_start := clock;
+                            s.expires_at := clock + window_us;
+                            moved := true;
+                        END IF;
+                        t := greatest(clock, s.window_start);
+                        needed := 0;
+                        WHILE needed < cardinality(s.log) AND (t - (s.log[needed + 1] >> 10) & age_bits) >= window_us LOOP
+                            needed := needed + 1;
+                            s.count := s.count - (s.log[needed] & 1023);
+                        END LOOP;
+                        IF needed > 0 THEN
+                            s.log := s.log[needed + 1:];
+                        END IF;
+                        remaining := greatest(max_count - s.count, 0);
                     ELSE
                         RAISE EXCEPTION 'rate_limit: % is no algorithm', algorithm
-                            USING ERRCODE = 'invalid_parameter_value', HINT = 'Write 1 for a fixed window, 2 for a sliding window, 3 for a token bucket.';
+                            USING ERRCODE = 'invalid_parameter_value', HINT = 'Write 1 for a fixed window, 2 for a sliding window, 3 for a token bucket, 4 for a sliding window log.';
                     END CASE;
                     IF pass = 1 THEN
                         CONTINUE WHEN just_look;
@@ -1054,6 +1251,36 @@ BEGIN
                         END IF;
                         need := full_credit - s.credit;
                         reset_after_us := CASE WHEN need > 0 THEN least(t + (need - 1) / refill + 1, s.expires_at) - clock ELSE 0 END;
+                    WHEN 4 THEN
+                        IF granted > 0 THEN
+                            units := granted * r.cost;
+                            newest := coalesce(cardinality(s.log), 0);
+                            IF (t - (s.log[newest] >> 10) & age_bits) = 0 THEN
+                                units := units + (s.log[newest] & 1023);
+                                newest := newest - 1;
+                            END IF;
+                            s.log := s.log[1:newest] || ARRAY[(t << 10) | units];
+                            s.count := s.count + granted * r.cost;
+                            s.window_start := t;
+                            s.expires_at := t + window_us;
+                            remaining := remaining - granted * r.cost;
+                        END IF;
+
+                        needed := 0;
+                        IF granted = r.asked OR remaining >= greatest(r.cost, 1) THEN
+                            retry_after_us := 0;
+                        ELSIF greatest(r.cost, 1) > max_count THEN
+                            retry_after_us := NULL;
+                        ELSE
+                            -- When enough of the oldest entries have left.
+                            over := s.count + greatest(r.cost, 1) - max_count;
+                            WHILE over > 0 LOOP
+                                needed := needed + 1;
+                                over := over - (s.log[needed] & 1023);
+                            END LOOP;
+                            retry_after_us := least(t + window_us - (t - (s.log[needed] >> 10) & age_bits), s.expires_at) - clock;
+                        END IF;
+                        reset_after_us := CASE WHEN s.count > 0 THEN least(s.window_start + window_us, s.expires_at) - clock ELSE 0 END;
                     END CASE;
 
                     IF granted > 0 OR (moved AND r.cost > 0 AND retry_after_us > 0) THEN
@@ -1062,7 +1289,7 @@ BEGIN
                         changed[at] := true;
                     END IF;
                     RETURN NEXT ROW(part::bigint, granted, remaining, retry_after_us, reset_after_us, decided_at,
-                        s.count, s.prev_count, s.window_start, s.credit, s.scale, s.expires_at);
+                        s.count, s.prev_count, s.window_start, s.credit, s.scale, s.expires_at, NULL::bigint[]);
                 END LOOP;
             END LOOP;
         END LOOP;
@@ -1072,20 +1299,22 @@ BEGIN
         ELSIF locking THEN
             UPDATE rate_limit_ephemeral AS d
             SET algorithm = n.algorithm, count = n.count, prev_count = n.prev_count, window_start = n.window_start,
-                credit = n.credit, scale = n.scale, expires_at = n.expires_at
+                credit = n.credit, scale = n.scale, expires_at = n.expires_at,
+                log = CASE WHEN n.algorithm = 4 THEN n.log END
             FROM (
                 SELECT * FROM unnest((SELECT asked_rows), (SELECT writers), (SELECT changed), (SELECT in_durable))
-                    AS n (ord, cost, asked, tid, count, prev_count, window_start, credit, scale, expires_at, algorithm, changed, durable)
+                    AS n (ord, cost, asked, tid, count, prev_count, window_start, credit, scale, expires_at, log, algorithm, changed, durable)
                 WHERE n.changed AND NOT n.durable LIMIT (SELECT rows)
             ) AS n
             WHERE d.ctid = n.tid;
             IF true = ANY (in_durable) THEN
                 UPDATE rate_limit_durable AS d
                 SET algorithm = n.algorithm, count = n.count, prev_count = n.prev_count, window_start = n.window_start,
-                    credit = n.credit, scale = n.scale, expires_at = n.expires_at
+                    credit = n.credit, scale = n.scale, expires_at = n.expires_at,
+                    log = CASE WHEN n.algorithm = 4 THEN n.log END
                 FROM (
                     SELECT * FROM unnest((SELECT asked_rows), (SELECT writers), (SELECT changed), (SELECT in_durable))
-                        AS n (ord, cost, asked, tid, count, prev_count, window_start, credit, scale, expires_at, algorithm, changed, durable)
+                        AS n (ord, cost, asked, tid, count, prev_count, window_start, credit, scale, expires_at, log, algorithm, changed, durable)
                     WHERE n.changed AND n.durable LIMIT (SELECT rows)
                 ) AS n
                 WHERE d.ctid = n.tid;
@@ -1116,7 +1345,7 @@ END
 $$;
 -- +goose StatementEnd
 
-COMMENT ON FUNCTION rate_limit_all IS 'Decides requests that take from several limits at once, or from none of them. The arrays have an element for each part: the request that it belongs to, limiter, key, whether it is in rate_limit_durable, algorithm (1 fixed window, 2 sliding window, 3 token bucket), max_count or capacity, window_us or every_us, and refill.
+COMMENT ON FUNCTION rate_limit_all IS 'Decides requests that take from several limits at once, or from none of them. The arrays have an element for each part: the request that it belongs to, limiter, key, whether it is in rate_limit_durable, algorithm (1 fixed window, 2 sliding window, 3 token bucket, 4 sliding window log), max_count or capacity, window_us or every_us, and refill.
 It returns a row for each part, as the functions of one limit do; granted is that of the whole request, and the parts that refused it are those with a retry_after_us other than 0. The request fits after the longest of them.
 Example: SELECT * FROM rate_limit_all(ARRAY[1, 1], ARRAY[''address'', ''user''], ARRAY[''192.0.2.1'', ''user:123''], ARRAY[false, false], ARRAY[2, 3]::smallint[], ARRAY[100, 20], ARRAY[60000000, 10000000], ARRAY[0, 5]) takes one of 100 a minute and one token of a bucket, or neither.
 Optional, by name: costs for each part (1 each; a cost of 0 only looks), and counts.';
@@ -1172,7 +1401,7 @@ BEGIN
         FROM pg_proc AS p
         WHERE p.pronamespace = quote_ident(current_schema())::regnamespace
             AND p.proname IN ('rate_limit_lock', 'rate_limit_write', 'rate_limit_fixed_window',
-                'rate_limit_sliding_window', 'rate_limit_token_bucket', 'rate_limit_all', 'rate_limit_reset')
+                'rate_limit_sliding_window', 'rate_limit_token_bucket', 'rate_limit_sliding_log', 'rate_limit_all', 'rate_limit_reset')
     LOOP
         EXECUTE format('REVOKE ALL ON FUNCTION %s FROM PUBLIC', fn);
         -- The two internal ones inherit the setting of their caller, and are faster without their own.
@@ -1187,6 +1416,7 @@ $$;
 -- +goose Down
 DROP FUNCTION rate_limit_reset(text, text, boolean, integer, boolean);
 DROP FUNCTION rate_limit_all(integer[], text[], text[], boolean[], smallint[], bigint[], bigint[], bigint[], bigint[], bigint[], integer, boolean, timestamptz);
+DROP FUNCTION rate_limit_sliding_log(text, text[], bigint, bigint, bigint[], bigint[], boolean, integer, boolean, timestamptz);
 DROP FUNCTION rate_limit_token_bucket(text, text[], bigint, bigint, bigint, bigint[], bigint[], boolean, integer, boolean, timestamptz);
 DROP FUNCTION rate_limit_sliding_window(text, text[], bigint, bigint, bigint[], bigint[], boolean, integer, boolean, timestamptz);
 DROP FUNCTION rate_limit_fixed_window(text, text[], bigint, bigint, bigint[], bigint[], boolean, integer, boolean, timestamptz);

@@ -477,7 +477,7 @@ func TestErrorsSayWhatToDo(t *testing.T) {
 }
 
 // sources are the files that define the schema, in the order in which they can be applied.
-var sources = []string{"tables.sql", "rows.sql", "fixed.sql", "sliding.sql", "tokenbucket.sql", "all.sql", "reset.sql", "access.sql", "sweep.sql"}
+var sources = []string{"tables.sql", "rows.sql", "fixed.sql", "sliding.sql", "tokenbucket.sql", "slidinglog.sql", "all.sql", "reset.sql", "access.sql", "sweep.sql"}
 
 func TestMigrationsYieldWhatSQLSays(t *testing.T) {
 	t.Parallel()

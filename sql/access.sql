@@ -10,7 +10,7 @@ BEGIN
         FROM pg_proc AS p
         WHERE p.pronamespace = quote_ident(current_schema())::regnamespace
             AND p.proname IN ('rate_limit_lock', 'rate_limit_write', 'rate_limit_fixed_window',
-                'rate_limit_sliding_window', 'rate_limit_token_bucket', 'rate_limit_all', 'rate_limit_reset')
+                'rate_limit_sliding_window', 'rate_limit_token_bucket', 'rate_limit_sliding_log', 'rate_limit_all', 'rate_limit_reset')
     LOOP
         EXECUTE format('REVOKE ALL ON FUNCTION %s FROM PUBLIC', fn);
         -- The two internal ones inherit the setting of their caller, and are faster without their own.

@@ -4,7 +4,7 @@
 --   requests            to which request a part belongs: parts of one request stand together, and requests in ascending order
 --   names, keys         the limiter and the key of each part; a request may name the same row only once
 --   durables            whether its row is in rate_limit_durable rather than in rate_limit_ephemeral
---   algorithms          1 fixed window, 2 sliding window, 3 token bucket
+--   algorithms          1 fixed window, 2 sliding window, 3 token bucket, 4 sliding window log
 --   limits              max_count of a window, capacity of a bucket
 --   spans_us            window_us of a window, every_us of a bucket
 --   refills             refill of a bucket
@@ -89,6 +89,11 @@ DECLARE
     every_us bigint;
     full_credit bigint;
     need bigint;
+    units bigint;
+    newest integer;
+    needed integer;
+    over bigint;
+    age_bits CONSTANT bigint := 9007199254740991;
 BEGIN
     IF (parts > 0 AND cardinality(requests) = parts AND cardinality(names) = parts AND cardinality(durables) = parts
             AND cardinality(algorithms) = parts AND cardinality(limits) = parts AND cardinality(spans_us) = parts
@@ -115,7 +120,7 @@ BEGIN
                     e.first AND coalesce(d.tid, l.tid) IS NULL, coalesce(d.algorithm, l.algorithm, 0),
                     coalesce(d.tid, l.tid), coalesce(d.count, l.count, 0), coalesce(d.prev_count, l.prev_count, 0),
                     coalesce(d.window_start, l.window_start, 0), coalesce(d.credit, l.credit, 0), coalesce(d.scale, l.scale, 0),
-                    coalesce(d.expires_at, l.expires_at, 0)
+                    coalesce(d.expires_at, l.expires_at, 0), coalesce(d.log, l.log)
                 FROM (
                     SELECT e.durable, e.name, e.key, e.ord,
                         row_number() OVER (PARTITION BY e.durable, octet_length(e.key), e.key COLLATE "C", e.name COLLATE "C" ORDER BY e.ord) = 1 AS first
@@ -139,7 +144,7 @@ BEGIN
                     false, coalesce(d.algorithm, l.algorithm, 0),
                     coalesce(d.tid, l.tid), coalesce(d.count, l.count, 0), coalesce(d.prev_count, l.prev_count, 0),
                     coalesce(d.window_start, l.window_start, 0), coalesce(d.credit, l.credit, 0), coalesce(d.scale, l.scale, 0),
-                    coalesce(d.expires_at, l.expires_at, 0)
+                    coalesce(d.expires_at, l.expires_at, 0), coalesce(d.log, l.log)
                 FROM (
                     SELECT e.durable, e.name, e.key, e.ord,
                         row_number() OVER (PARTITION BY e.durable, octet_length(e.key), e.key COLLATE "C", e.name COLLATE "C" ORDER BY e.ord) = 1 AS first
@@ -165,7 +170,7 @@ BEGIN
         changed := '{}';
         previous := NULL;
         LOOP
-            FETCH elements INTO ord, first, valid, missing, algorithm, r.tid, r.count, r.prev_count, r.window_start, r.credit, r.scale, r.expires_at;
+            FETCH elements INTO ord, first, valid, missing, algorithm, r.tid, r.count, r.prev_count, r.window_start, r.credit, r.scale, r.expires_at, r.log;
             EXIT WHEN NOT found;
             IF valid IS NOT TRUE THEN
                 RAISE EXCEPTION 'rate_limit: part % is not valid', ord
@@ -329,9 +334,41 @@ BEGIN
                         END IF;
                         s.window_start := t;
                         remaining := s.credit / every_us;
+                    WHEN 4 THEN
+                        max_count := limits[part];
+                        window_us := spans_us[part];
+                        IF pass = 1 AND (max_count BETWEEN 1 AND 1000 AND window_us BETWEEN 1 AND 2251799813685248 AND (r.cost >= 1 OR just_look)) IS NOT TRUE THEN
+                            RAISE EXCEPTION 'rate_limit: the numbers of part % are outside the exact range', part
+                                USING ERRCODE = 'invalid_parameter_value', HINT = 'The limit and the span are at least 1, the limit is at most 1000, and the span at most 2^51. Costs are at least 1, or all 0.';
+                        END IF;
+                        CONTINUE WHEN pass = 1 AND asked = 1 AND r.cost <= max_count - s.count;
+                        IF clock >= s.expires_at THEN
+                            s.count := 0;
+                            s.window_start := clock;
+                            s.log := NULL;
+                        ELSIF s.window_start - clock > window_us THEN
+                            s.log := ARRAY(
+                                SELECT (((e.entry >> 10) - s.window_start + clock) << 10) | (e.entry & 1023)
+                                FROM unnest(s.log) WITH ORDINALITY AS e (entry, place)
+                                ORDER BY e.place
+                            );
+                            s.window_start := clock;
+                            s.expires_at := clock + window_us;
+                            moved := true;
+                        END IF;
+                        t := greatest(clock, s.window_start);
+                        needed := 0;
+                        WHILE needed < cardinality(s.log) AND (t - (s.log[needed + 1] >> 10) & age_bits) >= window_us LOOP
+                            needed := needed + 1;
+                            s.count := s.count - (s.log[needed] & 1023);
+                        END LOOP;
+                        IF needed > 0 THEN
+                            s.log := s.log[needed + 1:];
+                        END IF;
+                        remaining := greatest(max_count - s.count, 0);
                     ELSE
                         RAISE EXCEPTION 'rate_limit: % is no algorithm', algorithm
-                            USING ERRCODE = 'invalid_parameter_value', HINT = 'Write 1 for a fixed window, 2 for a sliding window, 3 for a token bucket.';
+                            USING ERRCODE = 'invalid_parameter_value', HINT = 'Write 1 for a fixed window, 2 for a sliding window, 3 for a token bucket, 4 for a sliding window log.';
                     END CASE;
                     IF pass = 1 THEN
                         CONTINUE WHEN just_look;
@@ -397,6 +434,36 @@ BEGIN
                         END IF;
                         need := full_credit - s.credit;
                         reset_after_us := CASE WHEN need > 0 THEN least(t + (need - 1) / refill + 1, s.expires_at) - clock ELSE 0 END;
+                    WHEN 4 THEN
+                        IF granted > 0 THEN
+                            units := granted * r.cost;
+                            newest := coalesce(cardinality(s.log), 0);
+                            IF (t - (s.log[newest] >> 10) & age_bits) = 0 THEN
+                                units := units + (s.log[newest] & 1023);
+                                newest := newest - 1;
+                            END IF;
+                            s.log := s.log[1:newest] || ARRAY[(t << 10) | units];
+                            s.count := s.count + granted * r.cost;
+                            s.window_start := t;
+                            s.expires_at := t + window_us;
+                            remaining := remaining - granted * r.cost;
+                        END IF;
+
+                        needed := 0;
+                        IF granted = r.asked OR remaining >= greatest(r.cost, 1) THEN
+                            retry_after_us := 0;
+                        ELSIF greatest(r.cost, 1) > max_count THEN
+                            retry_after_us := NULL;
+                        ELSE
+                            -- When enough of the oldest entries have left.
+                            over := s.count + greatest(r.cost, 1) - max_count;
+                            WHILE over > 0 LOOP
+                                needed := needed + 1;
+                                over := over - (s.log[needed] & 1023);
+                            END LOOP;
+                            retry_after_us := least(t + window_us - (t - (s.log[needed] >> 10) & age_bits), s.expires_at) - clock;
+                        END IF;
+                        reset_after_us := CASE WHEN s.count > 0 THEN least(s.window_start + window_us, s.expires_at) - clock ELSE 0 END;
                     END CASE;
 
                     IF granted > 0 OR (moved AND r.cost > 0 AND retry_after_us > 0) THEN
@@ -405,7 +472,7 @@ BEGIN
                         changed[at] := true;
                     END IF;
                     RETURN NEXT ROW(part::bigint, granted, remaining, retry_after_us, reset_after_us, decided_at,
-                        s.count, s.prev_count, s.window_start, s.credit, s.scale, s.expires_at);
+                        s.count, s.prev_count, s.window_start, s.credit, s.scale, s.expires_at, NULL::bigint[]);
                 END LOOP;
             END LOOP;
         END LOOP;
@@ -415,20 +482,22 @@ BEGIN
         ELSIF locking THEN
             UPDATE rate_limit_ephemeral AS d
             SET algorithm = n.algorithm, count = n.count, prev_count = n.prev_count, window_start = n.window_start,
-                credit = n.credit, scale = n.scale, expires_at = n.expires_at
+                credit = n.credit, scale = n.scale, expires_at = n.expires_at,
+                log = CASE WHEN n.algorithm = 4 THEN n.log END
             FROM (
                 SELECT * FROM unnest((SELECT asked_rows), (SELECT writers), (SELECT changed), (SELECT in_durable))
-                    AS n (ord, cost, asked, tid, count, prev_count, window_start, credit, scale, expires_at, algorithm, changed, durable)
+                    AS n (ord, cost, asked, tid, count, prev_count, window_start, credit, scale, expires_at, log, algorithm, changed, durable)
                 WHERE n.changed AND NOT n.durable LIMIT (SELECT rows)
             ) AS n
             WHERE d.ctid = n.tid;
             IF true = ANY (in_durable) THEN
                 UPDATE rate_limit_durable AS d
                 SET algorithm = n.algorithm, count = n.count, prev_count = n.prev_count, window_start = n.window_start,
-                    credit = n.credit, scale = n.scale, expires_at = n.expires_at
+                    credit = n.credit, scale = n.scale, expires_at = n.expires_at,
+                    log = CASE WHEN n.algorithm = 4 THEN n.log END
                 FROM (
                     SELECT * FROM unnest((SELECT asked_rows), (SELECT writers), (SELECT changed), (SELECT in_durable))
-                        AS n (ord, cost, asked, tid, count, prev_count, window_start, credit, scale, expires_at, algorithm, changed, durable)
+                        AS n (ord, cost, asked, tid, count, prev_count, window_start, credit, scale, expires_at, log, algorithm, changed, durable)
                     WHERE n.changed AND n.durable LIMIT (SELECT rows)
                 ) AS n
                 WHERE d.ctid = n.tid;
@@ -458,7 +527,7 @@ BEGIN
 END
 $$;
 
-COMMENT ON FUNCTION rate_limit_all IS 'Decides requests that take from several limits at once, or from none of them. The arrays have an element for each part: the request that it belongs to, limiter, key, whether it is in rate_limit_durable, algorithm (1 fixed window, 2 sliding window, 3 token bucket), max_count or capacity, window_us or every_us, and refill.
+COMMENT ON FUNCTION rate_limit_all IS 'Decides requests that take from several limits at once, or from none of them. The arrays have an element for each part: the request that it belongs to, limiter, key, whether it is in rate_limit_durable, algorithm (1 fixed window, 2 sliding window, 3 token bucket, 4 sliding window log), max_count or capacity, window_us or every_us, and refill.
 It returns a row for each part, as the functions of one limit do; granted is that of the whole request, and the parts that refused it are those with a retry_after_us other than 0. The request fits after the longest of them.
 Example: SELECT * FROM rate_limit_all(ARRAY[1, 1], ARRAY[''address'', ''user''], ARRAY[''192.0.2.1'', ''user:123''], ARRAY[false, false], ARRAY[2, 3]::smallint[], ARRAY[100, 20], ARRAY[60000000, 10000000], ARRAY[0, 5]) takes one of 100 a minute and one token of a bucket, or neither.
 Optional, by name: costs for each part (1 each; a cost of 0 only looks), and counts.';

@@ -13,7 +13,8 @@ CREATE TYPE rate_limit_row AS (
     window_start bigint,
     credit bigint,
     scale bigint,
-    expires_at bigint    -- 0, long past: there is no row, or another algorithm wrote it
+    expires_at bigint,   -- 0, long past: there is no row, or another algorithm wrote it
+    log bigint[]         -- NULL but for the sliding window log
 );
 
 -- What the algorithms return for each element of a request.
@@ -29,7 +30,8 @@ CREATE TYPE rate_limit_decision AS (
     window_start bigint,
     credit bigint,
     scale bigint,
-    expires_at bigint
+    expires_at bigint,
+    log bigint[]            -- of this, only the entries that have to leave until retry_after_us
 );
 
 COMMENT ON TYPE rate_limit_decision IS 'What the rate_limit_ functions decided for one key; their comments explain it.';
@@ -79,14 +81,16 @@ BEGIN
     IF cardinality(keys) = 1 AND coalesce(costs[1], 1) BETWEEN 1 AND max_cost AND coalesce(counts[1], 1) >= 1 THEN
         IF durable THEN
             SELECT 1::bigint, coalesce(costs[1], 1), coalesce(counts[1], 1), d.ctid, d.count, d.prev_count, d.window_start, d.credit, d.scale,
-                CASE WHEN d.algorithm = algorithm THEN d.expires_at ELSE 0 END
+                CASE WHEN d.algorithm = algorithm THEN d.expires_at ELSE 0 END,
+                CASE WHEN algorithm = 4 THEN d.log END
             INTO r
             FROM rate_limit_durable AS d
             WHERE d.prefix = name AND d.key = keys[1]
             FOR UPDATE;
         ELSE
             SELECT 1::bigint, coalesce(costs[1], 1), coalesce(counts[1], 1), d.ctid, d.count, d.prev_count, d.window_start, d.credit, d.scale,
-                CASE WHEN d.algorithm = algorithm THEN d.expires_at ELSE 0 END
+                CASE WHEN d.algorithm = algorithm THEN d.expires_at ELSE 0 END,
+                CASE WHEN algorithm = 4 THEN d.log END
             INTO r
             FROM rate_limit_ephemeral AS d
             WHERE d.prefix = name AND d.key = keys[1]
@@ -105,7 +109,8 @@ BEGIN
             IF durable THEN
                 OPEN elements FOR
                     SELECT e.ord, e.cost, e.asked, d.tid, coalesce(d.count, 0), coalesce(d.prev_count, 0), coalesce(d.window_start, 0),
-                        coalesce(d.credit, 0), coalesce(d.scale, 0), CASE WHEN d.algorithm = algorithm THEN d.expires_at ELSE 0 END
+                        coalesce(d.credit, 0), coalesce(d.scale, 0), CASE WHEN d.algorithm = algorithm THEN d.expires_at ELSE 0 END,
+                        CASE WHEN algorithm = 4 THEN d.log END
                     FROM (
                         SELECT e.key, e.ord, coalesce(e.cost, 1) AS cost, coalesce(e.asked, 1) AS asked
                         FROM unnest((SELECT keys), (SELECT costs), (SELECT counts)) WITH ORDINALITY AS e (key, cost, asked, ord)
@@ -117,7 +122,8 @@ BEGIN
             ELSE
                 OPEN elements FOR
                     SELECT e.ord, e.cost, e.asked, d.tid, coalesce(d.count, 0), coalesce(d.prev_count, 0), coalesce(d.window_start, 0),
-                        coalesce(d.credit, 0), coalesce(d.scale, 0), CASE WHEN d.algorithm = algorithm THEN d.expires_at ELSE 0 END
+                        coalesce(d.credit, 0), coalesce(d.scale, 0), CASE WHEN d.algorithm = algorithm THEN d.expires_at ELSE 0 END,
+                        CASE WHEN algorithm = 4 THEN d.log END
                     FROM (
                         SELECT e.key, e.ord, coalesce(e.cost, 1) AS cost, coalesce(e.asked, 1) AS asked
                         FROM unnest((SELECT keys), (SELECT costs), (SELECT counts)) WITH ORDINALITY AS e (key, cost, asked, ord)
@@ -130,7 +136,8 @@ BEGIN
         ELSIF durable THEN
             OPEN elements FOR
                 SELECT e.ord, e.cost, e.asked, d.tid, coalesce(d.count, 0), coalesce(d.prev_count, 0), coalesce(d.window_start, 0),
-                    coalesce(d.credit, 0), coalesce(d.scale, 0), CASE WHEN d.algorithm = algorithm THEN d.expires_at ELSE 0 END
+                    coalesce(d.credit, 0), coalesce(d.scale, 0), CASE WHEN d.algorithm = algorithm THEN d.expires_at ELSE 0 END,
+                    CASE WHEN algorithm = 4 THEN d.log END
                 FROM (
                     SELECT e.key, e.ord, coalesce(e.cost, 1) AS cost, coalesce(e.asked, 1) AS asked
                     FROM unnest((SELECT keys), (SELECT costs), (SELECT counts)) WITH ORDINALITY AS e (key, cost, asked, ord)
@@ -142,7 +149,8 @@ BEGIN
         ELSE
             OPEN elements FOR
                 SELECT e.ord, e.cost, e.asked, d.tid, coalesce(d.count, 0), coalesce(d.prev_count, 0), coalesce(d.window_start, 0),
-                    coalesce(d.credit, 0), coalesce(d.scale, 0), CASE WHEN d.algorithm = algorithm THEN d.expires_at ELSE 0 END
+                    coalesce(d.credit, 0), coalesce(d.scale, 0), CASE WHEN d.algorithm = algorithm THEN d.expires_at ELSE 0 END,
+                    CASE WHEN algorithm = 4 THEN d.log END
                 FROM (
                     SELECT e.key, e.ord, coalesce(e.cost, 1) AS cost, coalesce(e.asked, 1) AS asked
                     FROM unnest((SELECT keys), (SELECT costs), (SELECT counts)) WITH ORDINALITY AS e (key, cost, asked, ord)
@@ -209,25 +217,25 @@ BEGIN
         IF durable THEN
             UPDATE rate_limit_durable AS d
             SET algorithm = algorithm, count = w.count, prev_count = w.prev_count, window_start = w.window_start,
-                credit = w.credit, scale = w.scale, expires_at = w.expires_at
+                credit = w.credit, scale = w.scale, expires_at = w.expires_at, log = w.log
             WHERE d.ctid = w.tid;
         ELSE
             UPDATE rate_limit_ephemeral AS d
             SET algorithm = algorithm, count = w.count, prev_count = w.prev_count, window_start = w.window_start,
-                credit = w.credit, scale = w.scale, expires_at = w.expires_at
+                credit = w.credit, scale = w.scale, expires_at = w.expires_at, log = w.log
             WHERE d.ctid = w.tid;
         END IF;
     -- LIMIT by a subquery lets the planner expect few rows, so that it always fetches them by tid and never scans.
     ELSIF durable THEN
         UPDATE rate_limit_durable AS d
         SET algorithm = algorithm, count = n.count, prev_count = n.prev_count, window_start = n.window_start,
-            credit = n.credit, scale = n.scale, expires_at = n.expires_at
+            credit = n.credit, scale = n.scale, expires_at = n.expires_at, log = n.log
         FROM (SELECT * FROM unnest((SELECT new_rows)) LIMIT (SELECT cardinality(new_rows))) AS n
         WHERE d.ctid = n.tid;
     ELSE
         UPDATE rate_limit_ephemeral AS d
         SET algorithm = algorithm, count = n.count, prev_count = n.prev_count, window_start = n.window_start,
-            credit = n.credit, scale = n.scale, expires_at = n.expires_at
+            credit = n.credit, scale = n.scale, expires_at = n.expires_at, log = n.log
         FROM (SELECT * FROM unnest((SELECT new_rows)) LIMIT (SELECT cardinality(new_rows))) AS n
         WHERE d.ctid = n.tid;
     END IF;

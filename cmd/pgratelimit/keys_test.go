@@ -173,10 +173,27 @@ func TestTopOfAnotherTableAndAlgorithm(t *testing.T) {
 		"10 rows of limiter api in rate_limit_durable looked at, and there are more: see --max-rows\n")
 
 	// To another algorithm they are as good as new.
-	for _, policy := range []string{"sliding 5/365d", "bucket 5 1/1d"} {
+	for _, policy := range []string{"sliding 5/365d", "bucket 5 1/1d", "log 5/365d"} {
 		require.Empty(t, decode[topResult](t, invoke(t, db.URL, "top", "api", "--policy", policy, "--durable", "--json")).Keys)
 	}
 	require.Zero(t, decode[topResult](t, invoke(t, db.URL, "top", "api", "--policy", "fixed 5/365d", "--json")).Looked)
+}
+
+func TestTopOfALog(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	for range 3 {
+		invoke(t, db.URL, "take", "login", "busy", "--policy", "log 3/365d").done(t)
+	}
+	invoke(t, db.URL, "take", "login", "idle", "--policy", "log 3/365d").done(t)
+	require.Equal(t, 3, invoke(t, db.URL, "take", "login", "busy", "--policy", "log 3/365d").code)
+	keys := decode[topResult](t, invoke(t, db.URL, "top", "login", "--policy", "log 3/365d", "--json")).Keys
+	require.Len(t, keys, 2)
+	require.Equal(t, "busy", keys[0].Key)
+	require.Zero(t, keys[0].Remaining)
+	require.Greater(t, keys[0].ResetAfterUS, keys[0].RetryAfterUS)
+	require.EqualValues(t, 2, keys[1].Remaining)
 }
 
 // Whoever chooses the keys must not reach the terminal of the person on call.

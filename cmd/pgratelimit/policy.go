@@ -10,7 +10,7 @@ import (
 	"github.com/pgratelimit/ratelimit"
 )
 
-const policyUsage = `limit of each key, like "fixed 100/1m", "sliding 100/1m" or "bucket 20 5/10s"`
+const policyUsage = `limit of each key, like "fixed 100/1m", "sliding 100/1m", "log 100/1m" or "bucket 20 5/10s"`
 
 // policyValue is a flag that is a policy.
 type policyValue struct{ ratelimit.Policy }
@@ -38,7 +38,9 @@ func addPolicy(cmd *cobra.Command, policy *policyValue) {
 	cobra.CheckErr(cmd.RegisterFlagCompletionFunc("policy", cobra.FixedCompletions(policyExamples(), cobra.ShellCompDirectiveNoFileComp)))
 }
 
-func policyExamples() []string { return []string{"fixed 100/1m", "sliding 100/1m", "bucket 20 5/10s"} }
+func policyExamples() []string {
+	return []string{"fixed 100/1m", "sliding 100/1m", "log 100/1m", "bucket 20 5/10s"}
+}
 
 // policiesValue is a flag that gives policies to limiters by their names.
 type policiesValue map[string]ratelimit.Policy

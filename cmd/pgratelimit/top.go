@@ -110,6 +110,8 @@ var (
 	peekSlidingSQL string
 	//go:embed sql/peek_bucket.sql
 	peekBucketSQL string
+	//go:embed sql/peek_log.sql
+	peekLogSQL string
 )
 
 // peekAll asks for the state of a limiter's keys, in batches, each in its own transaction. It tells how many rows it has looked
@@ -154,6 +156,8 @@ func peekKeys(ctx context.Context, tx pgx.Tx, name string, policy ratelimit.Poli
 		query, args = peekSlidingSQL, append(args, p.Limit, p.Window.Microseconds())
 	case ratelimit.TokenBucket:
 		query, args = peekBucketSQL, append(args, p.Capacity, p.Refill, p.Every.Microseconds())
+	case ratelimit.SlidingLog:
+		query, args = peekLogSQL, append(args, p.Limit, p.Window.Microseconds())
 	}
 	rows, err := tx.Query(ctx, query, args...)
 	if err != nil {

@@ -175,7 +175,7 @@ func (c *cluster) newDB(t testing.TB, template string) *DB {
 	db := &DB{URL: url}
 	db.Pool = db.NewPool(t, nil)
 	if template != emptyTemplate && role() != "" {
-		const grants = "GRANT EXECUTE ON FUNCTION rate_limit_fixed_window, rate_limit_sliding_window, rate_limit_token_bucket, rate_limit_all, rate_limit_reset TO "
+		const grants = "GRANT EXECUTE ON FUNCTION rate_limit_fixed_window, rate_limit_sliding_window, rate_limit_token_bucket, rate_limit_sliding_log, rate_limit_all, rate_limit_reset TO "
 		if _, err := db.Pool.Exec(t.Context(), grants+quote(role())); err != nil {
 			t.Fatal(err)
 		}

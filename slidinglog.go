@@ -1,0 +1,144 @@
+package ratelimit
+
+import (
+	_ "embed"
+	"encoding/binary"
+	"fmt"
+	"time"
+)
+
+// SlidingLog admits Limit in any Window, exactly: it keeps a log of what was taken and when, and what was taken a Window ago
+// counts no more. A denial is not logged, so a client that keeps asking is not kept out for longer, nor does its log grow.
+//
+// With SlidingLog{Limit: 3, Window: time.Minute}, and 1 taken at 0 s, at 10 s and at 20 s, a request of cost 1 at 30 s is told to
+// retry after 30 s, when that of 0 s leaves, and one of cost 2 after 40 s; the key is as good as new after 50 s.
+//
+// A [SlidingWindow] needs two numbers per key instead of a log; docs/slidinglog.svg shows how far its estimate is off.
+type SlidingLog struct {
+	// Limit is how much any window admits, in units of cost: from 1 to 1,000, because a key's log may need that many entries.
+	Limit int64
+	// Window is the length of the window: whole microseconds, from 1 µs to 2^51 µs (71 years).
+	Window time.Duration
+}
+
+var _ Policy = SlidingLog{}
+
+// maxLogLimit is the largest limit of a SlidingLog.
+const maxLogLimit = 1000
+
+//go:embed sql/call/slidinglog.sql
+var slidingLogStatement string
+
+// String is the policy as [ParsePolicy] reads it: log 100/1m.
+func (p SlidingLog) String() string { return fmt.Sprintf("log %d/%s", p.Limit, spanText(p.Window)) }
+
+func (p SlidingLog) validate() error {
+	if p.Limit > maxLogLimit {
+		return &ConfigError{Field: "Policy.Limit", Reason: fmt.Sprintf(
+			"is %d, and may be at most %d for a SlidingLog; a SlidingWindow takes more", p.Limit, maxLogLimit)}
+	}
+	return validateWindow(p.Limit, p.Window)
+}
+
+func (p SlidingLog) limit() int64      { return p.Limit }
+func (p SlidingLog) statement() string { return slidingLogStatement }
+func (p SlidingLog) numbers() []any    { return []any{p.Limit, micros(p.Window)} }
+
+func (p SlidingLog) scaled(share float64) Policy {
+	p.Limit = shareOf(p.Limit, share)
+	return p
+}
+
+func (p SlidingLog) resetAfter(last decision, _ int64) int64 { return last.resetAfter }
+
+func (p SlidingLog) decide(s state, clock, n int64) (state, decision) {
+	window := micros(p.Window)
+	stored, moved := s, false
+
+	// Roll the row forward to the clock.
+	if clock >= s.expiresAt {
+		s = state{windowStart: clock, expiresAt: s.expiresAt}
+	} else if s.windowStart-clock > window { // the clock has jumped back: keep the usage, from now on
+		s.log = s.log.shifted(s.windowStart - clock)
+		s.windowStart = clock
+		s.expiresAt = clock + window
+		moved = true
+	}
+	t := max(clock, s.windowStart)
+	for s.log != "" && s.log.age(0, t) >= window {
+		s.count -= s.log.units(0)
+		s.log = s.log[8:]
+	}
+
+	d := decision{remaining: max(p.Limit-s.count, 0)}
+	if 0 < n && n <= d.remaining {
+		s.log = s.log.with(t, n)
+		s.count += n
+		s.windowStart = t
+		s.expiresAt = t + window
+		d.granted = 1
+		d.remaining -= n
+	}
+	needed := entries("") // what retryAfter comes from
+	switch ask := max(n, 1); {
+	case d.granted == 1 || n == 0 && d.remaining > 0:
+	case ask > p.Limit:
+		d.retryAfter = never
+	default:
+		// When enough of the oldest entries have left. A denial that is remembered does not know them all; see denials.
+		over := s.count + ask - p.Limit
+		for i := 0; over > 0 && 8*i < len(s.log); i++ {
+			if over -= s.log.units(i); over <= 0 {
+				d.retryAfter = min(t+window-s.log.age(i, t), s.expiresAt) - clock
+				needed = s.log[:8*i+8]
+			}
+		}
+	}
+	if s.count > 0 {
+		d.resetAfter = min(s.windowStart+window, s.expiresAt) - clock
+	}
+	// A denial writes nothing, but for a row that the clock has left behind: unwritten, it would deny for ever.
+	if d.granted == 1 || moved && 0 < n && n <= p.Limit {
+		s.expiresAt = s.windowStart + window
+		stored = s
+	}
+	d.state = s
+	d.state.log = needed
+	return stored, d
+}
+
+// entries is a log, oldest first. Each is 8 bytes: the time it was taken at, in microseconds, × 1024 + the units taken. Of the time
+// 53 bits are kept, so that it can be told from any other within 285 years. It is a string for states to be comparable.
+type entries string
+
+func newEntries(log []int64) entries {
+	var packed []byte
+	for _, entry := range log {
+		packed = binary.BigEndian.AppendUint64(packed, uint64(entry))
+	}
+	return entries(packed)
+}
+
+func (e entries) entry(i int) int64 { return int64(binary.BigEndian.Uint64([]byte(e[8*i : 8*i+8]))) }
+
+func (e entries) units(i int) int64 { return e.entry(i) & 1023 }
+
+// age is how long before t the i-th entry was taken.
+func (e entries) age(i int, t int64) int64 { return (t - e.entry(i)>>10) & (1<<53 - 1) }
+
+// with is the log after n was taken at t, now or later than its newest entry.
+func (e entries) with(t, n int64) entries {
+	if i := len(e)/8 - 1; i >= 0 && e.age(i, t) == 0 {
+		e, n = e[:8*i], n+e.units(i)
+	}
+	return e + newEntries([]int64{t<<10 | n})
+}
+
+// shifted is the log as if all had been taken earlier.
+func (e entries) shifted(by int64) entries {
+	var log []int64
+	for i := range len(e) / 8 {
+		log = append(log, (e.entry(i)>>10-by)<<10|e.units(i))
+	}
+	return newEntries(log)
+}
