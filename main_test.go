@@ -83,7 +83,7 @@ type storedRow struct {
 // rowID is where a row stands in its table.
 type rowID struct{ name, key string }
 
-const rowColumns = `prefix, key, algorithm, count, prev_count, window_start, credit, scale, expires_at, log`
+const rowColumns = `prefix, key, algorithm, count, prev_count, window_start, credit, coalesce(scale, 0), expires_at, log`
 
 func scanRow(rows pgx.CollectableRow) (id rowID, row storedRow, err error) {
 	var log []int64

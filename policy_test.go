@@ -240,7 +240,7 @@ func checkDecision(p Policy, s state, clock, n int64) (state, decision, error) {
 	if d.retryAfter > 0 && n <= limit && !unwritten {
 		for _, later := range []int64{1, d.retryAfter / 2, d.retryAfter - 1, d.retryAfter, d.resetAfter - 1, d.resetAfter, 2 * reach(p)} {
 			for _, n := range []int64{0, 1, least, limit} {
-				if _, known := ask(p, rolled, clock+later, n); n == least && 0 < later && later < d.retryAfter && known.retryAfter <= 0 {
+				if _, known := ask(p, rolled, clock+later, n); n == least && 0 < later && later < d.retryAfter && known.retryAfter <= 0 && len(rolled.log) < 8*maxDenialEntries {
 					return fail("its state is %+v, by which nothing is known %d µs later", rolled, later)
 				}
 				if !remembers(p, rolled, next, clock+later, n) {

@@ -32,7 +32,7 @@ var (
 
 const (
 	maxNameLen = 128 // bytes
-	maxKeyLen  = 512 // bytes; with the name, a row never needs TOAST, nor an index entry more than a page can hold
+	maxKeyLen  = 512 // bytes; with the name, only the log of a SlidingLog can need TOAST, nor an index entry more than a page can hold
 )
 
 // Config says what a [Limiter] limits. Name and Policy are required.

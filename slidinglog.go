@@ -23,8 +23,13 @@ type SlidingLog struct {
 
 var _ Policy = SlidingLog{}
 
-// maxLogLimit is the largest limit of a SlidingLog.
-const maxLogLimit = 1000
+const (
+	maxLogLimit = 1000 // the largest limit of a SlidingLog
+
+	// maxDenialEntries is how many entries a decision has at most. They are what a denial is remembered by (see denials), and
+	// a larger request, for which more than these have to leave, costs a query each time, but no memory.
+	maxDenialEntries = 64
+)
 
 //go:embed sql/call/slidinglog.sql
 var slidingLogStatement string
@@ -90,7 +95,7 @@ func (p SlidingLog) decide(s state, clock, n int64) (state, decision) {
 		for i := 0; over > 0 && 8*i < len(s.log); i++ {
 			if over -= s.log.units(i); over <= 0 {
 				d.retryAfter = min(t+window-s.log.age(i, t), s.expiresAt) - clock
-				needed = s.log[:8*i+8]
+				needed = s.log[:8*min(i+1, maxDenialEntries)]
 			}
 		}
 	}

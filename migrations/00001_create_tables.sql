@@ -12,6 +12,9 @@
 -- Measured with 100,000 keys: of the updates of new rows all are HOT, where they were two fifths at a fillfactor of 90;
 -- the table is no larger (20 MB both times, because at 90 their second versions went to further pages); and a decision
 -- in a batch of 256 costs the server 10 to 15 % less, because pages need pruning less often.
+--
+-- A row in which something is NULL has 8 bytes more, to say what. So scale is NULL where only buckets need it, as the log is:
+-- then a window's row is as large as it would be without the two columns, 88 bytes with a key of 10 bytes, and a bucket's 96.
 CREATE UNLOGGED TABLE rate_limit_ephemeral (
     prefix       text COLLATE "C" NOT NULL,
     key          text COLLATE "C" NOT NULL,
@@ -20,7 +23,7 @@ CREATE UNLOGGED TABLE rate_limit_ephemeral (
     prev_count   bigint NOT NULL DEFAULT 0,
     window_start bigint NOT NULL DEFAULT 0,
     credit       bigint NOT NULL DEFAULT 0,
-    scale        bigint NOT NULL DEFAULT 0,
+    scale        bigint,
     expires_at   bigint NOT NULL DEFAULT 0,
     log          bigint[],
     CONSTRAINT rate_limit_ephemeral_pkey PRIMARY KEY (prefix, key)
@@ -34,11 +37,16 @@ CREATE TABLE rate_limit_durable (
     prev_count   bigint NOT NULL DEFAULT 0,
     window_start bigint NOT NULL DEFAULT 0,
     credit       bigint NOT NULL DEFAULT 0,
-    scale        bigint NOT NULL DEFAULT 0,
+    scale        bigint,
     expires_at   bigint NOT NULL DEFAULT 0,
     log          bigint[],
     CONSTRAINT rate_limit_durable_pkey PRIMARY KEY (prefix, key)
 ) WITH (fillfactor = 50);
+
+-- A log of more than 2 kB, about 250 entries, is kept out of its row, and not compressed: to compress one of 1,000 saves a quarter
+-- of its 8 kB, and makes a decision cost the server 510 µs instead of 105 µs.
+ALTER TABLE rate_limit_ephemeral ALTER COLUMN log SET STORAGE EXTERNAL;
+ALTER TABLE rate_limit_durable ALTER COLUMN log SET STORAGE EXTERNAL;
 
 COMMENT ON TABLE rate_limit_ephemeral IS 'Limits for abuse protection. Unlogged: fast, and empty again after a crash of the server.';
 COMMENT ON COLUMN rate_limit_ephemeral.prefix IS 'Name of the limiter, which keeps limiters apart.';
@@ -48,7 +56,7 @@ COMMENT ON COLUMN rate_limit_ephemeral.count IS 'Windows: what has been taken in
 COMMENT ON COLUMN rate_limit_ephemeral.prev_count IS 'Sliding window: what had been taken in the window before that one.';
 COMMENT ON COLUMN rate_limit_ephemeral.window_start IS 'Windows: start of the window. Sliding window log: when something was last taken. Token bucket: the time up to which refill is part of credit. In microseconds since 1970 UTC.';
 COMMENT ON COLUMN rate_limit_ephemeral.credit IS 'Token bucket: what is left, in units of 1/scale token.';
-COMMENT ON COLUMN rate_limit_ephemeral.scale IS 'Token bucket: units of credit in one token; the policy''s refill interval in microseconds.';
+COMMENT ON COLUMN rate_limit_ephemeral.scale IS 'Token bucket: units of credit in one token; the policy''s refill interval in microseconds. NULL of others.';
 COMMENT ON COLUMN rate_limit_ephemeral.expires_at IS 'From then on the row means the same as no row, in microseconds since 1970 UTC: to_timestamp(expires_at / 1e6).';
 COMMENT ON COLUMN rate_limit_ephemeral.log IS 'Sliding window log: what has been taken, oldest first, each entry the time in microseconds since 1970 UTC × 1024 + the units: to_timestamp((entry >> 10) / 1e6), entry & 1023.';
 
@@ -60,7 +68,7 @@ COMMENT ON COLUMN rate_limit_durable.count IS 'Windows: what has been taken in t
 COMMENT ON COLUMN rate_limit_durable.prev_count IS 'Sliding window: what had been taken in the window before that one.';
 COMMENT ON COLUMN rate_limit_durable.window_start IS 'Windows: start of the window. Sliding window log: when something was last taken. Token bucket: the time up to which refill is part of credit. In microseconds since 1970 UTC.';
 COMMENT ON COLUMN rate_limit_durable.credit IS 'Token bucket: what is left, in units of 1/scale token.';
-COMMENT ON COLUMN rate_limit_durable.scale IS 'Token bucket: units of credit in one token; the policy''s refill interval in microseconds.';
+COMMENT ON COLUMN rate_limit_durable.scale IS 'Token bucket: units of credit in one token; the policy''s refill interval in microseconds. NULL of others.';
 COMMENT ON COLUMN rate_limit_durable.expires_at IS 'From then on the row means the same as no row, in microseconds since 1970 UTC: to_timestamp(expires_at / 1e6).';
 COMMENT ON COLUMN rate_limit_durable.log IS 'Sliding window log: what has been taken, oldest first, each entry the time in microseconds since 1970 UTC × 1024 + the units: to_timestamp((entry >> 10) / 1e6), entry & 1023.';
 

@@ -114,7 +114,7 @@ BEGIN
             IF durable THEN
                 OPEN elements FOR
                     SELECT e.ord, e.cost, e.asked, d.tid, coalesce(d.count, 0), coalesce(d.prev_count, 0), coalesce(d.window_start, 0),
-                        coalesce(d.credit, 0), coalesce(d.scale, 0), CASE WHEN d.algorithm = algorithm THEN d.expires_at ELSE 0 END,
+                        coalesce(d.credit, 0), d.scale, CASE WHEN d.algorithm = algorithm THEN d.expires_at ELSE 0 END,
                         CASE WHEN algorithm = 4 THEN d.log END
                     FROM (
                         SELECT e.key, e.ord, coalesce(e.cost, 1) AS cost, coalesce(e.asked, 1) AS asked
@@ -127,7 +127,7 @@ BEGIN
             ELSE
                 OPEN elements FOR
                     SELECT e.ord, e.cost, e.asked, d.tid, coalesce(d.count, 0), coalesce(d.prev_count, 0), coalesce(d.window_start, 0),
-                        coalesce(d.credit, 0), coalesce(d.scale, 0), CASE WHEN d.algorithm = algorithm THEN d.expires_at ELSE 0 END,
+                        coalesce(d.credit, 0), d.scale, CASE WHEN d.algorithm = algorithm THEN d.expires_at ELSE 0 END,
                         CASE WHEN algorithm = 4 THEN d.log END
                     FROM (
                         SELECT e.key, e.ord, coalesce(e.cost, 1) AS cost, coalesce(e.asked, 1) AS asked
@@ -141,7 +141,7 @@ BEGIN
         ELSIF durable THEN
             OPEN elements FOR
                 SELECT e.ord, e.cost, e.asked, d.tid, coalesce(d.count, 0), coalesce(d.prev_count, 0), coalesce(d.window_start, 0),
-                    coalesce(d.credit, 0), coalesce(d.scale, 0), CASE WHEN d.algorithm = algorithm THEN d.expires_at ELSE 0 END,
+                    coalesce(d.credit, 0), d.scale, CASE WHEN d.algorithm = algorithm THEN d.expires_at ELSE 0 END,
                     CASE WHEN algorithm = 4 THEN d.log END
                 FROM (
                     SELECT e.key, e.ord, coalesce(e.cost, 1) AS cost, coalesce(e.asked, 1) AS asked
@@ -154,7 +154,7 @@ BEGIN
         ELSE
             OPEN elements FOR
                 SELECT e.ord, e.cost, e.asked, d.tid, coalesce(d.count, 0), coalesce(d.prev_count, 0), coalesce(d.window_start, 0),
-                    coalesce(d.credit, 0), coalesce(d.scale, 0), CASE WHEN d.algorithm = algorithm THEN d.expires_at ELSE 0 END,
+                    coalesce(d.credit, 0), d.scale, CASE WHEN d.algorithm = algorithm THEN d.expires_at ELSE 0 END,
                     CASE WHEN algorithm = 4 THEN d.log END
                 FROM (
                     SELECT e.key, e.ord, coalesce(e.cost, 1) AS cost, coalesce(e.asked, 1) AS asked
@@ -797,9 +797,9 @@ BEGIN
             new_rows[written] := s;
         END IF;
 
-        -- Of the log, what retry_after_us comes from: who denies by it until then needs no more.
+        -- Of the log, what retry_after_us comes from, or the first part of that: see maxDenialEntries.
         RETURN NEXT ROW(r.ord, granted, remaining, retry_after_us, reset_after_us, decided_at,
-            s.count, s.prev_count, s.window_start, s.credit, s.scale, s.expires_at, CASE WHEN needed > 0 THEN s.log[1:needed] END);
+            s.count, s.prev_count, s.window_start, s.credit, s.scale, s.expires_at, CASE WHEN needed > 0 THEN s.log[1:least(needed, 64)] END);
     END LOOP;
 
     IF written > 0 THEN

@@ -109,7 +109,7 @@ BEGIN
             IF durable THEN
                 OPEN elements FOR
                     SELECT e.ord, e.cost, e.asked, d.tid, coalesce(d.count, 0), coalesce(d.prev_count, 0), coalesce(d.window_start, 0),
-                        coalesce(d.credit, 0), coalesce(d.scale, 0), CASE WHEN d.algorithm = algorithm THEN d.expires_at ELSE 0 END,
+                        coalesce(d.credit, 0), d.scale, CASE WHEN d.algorithm = algorithm THEN d.expires_at ELSE 0 END,
                         CASE WHEN algorithm = 4 THEN d.log END
                     FROM (
                         SELECT e.key, e.ord, coalesce(e.cost, 1) AS cost, coalesce(e.asked, 1) AS asked
@@ -122,7 +122,7 @@ BEGIN
             ELSE
                 OPEN elements FOR
                     SELECT e.ord, e.cost, e.asked, d.tid, coalesce(d.count, 0), coalesce(d.prev_count, 0), coalesce(d.window_start, 0),
-                        coalesce(d.credit, 0), coalesce(d.scale, 0), CASE WHEN d.algorithm = algorithm THEN d.expires_at ELSE 0 END,
+                        coalesce(d.credit, 0), d.scale, CASE WHEN d.algorithm = algorithm THEN d.expires_at ELSE 0 END,
                         CASE WHEN algorithm = 4 THEN d.log END
                     FROM (
                         SELECT e.key, e.ord, coalesce(e.cost, 1) AS cost, coalesce(e.asked, 1) AS asked
@@ -136,7 +136,7 @@ BEGIN
         ELSIF durable THEN
             OPEN elements FOR
                 SELECT e.ord, e.cost, e.asked, d.tid, coalesce(d.count, 0), coalesce(d.prev_count, 0), coalesce(d.window_start, 0),
-                    coalesce(d.credit, 0), coalesce(d.scale, 0), CASE WHEN d.algorithm = algorithm THEN d.expires_at ELSE 0 END,
+                    coalesce(d.credit, 0), d.scale, CASE WHEN d.algorithm = algorithm THEN d.expires_at ELSE 0 END,
                     CASE WHEN algorithm = 4 THEN d.log END
                 FROM (
                     SELECT e.key, e.ord, coalesce(e.cost, 1) AS cost, coalesce(e.asked, 1) AS asked
@@ -149,7 +149,7 @@ BEGIN
         ELSE
             OPEN elements FOR
                 SELECT e.ord, e.cost, e.asked, d.tid, coalesce(d.count, 0), coalesce(d.prev_count, 0), coalesce(d.window_start, 0),
-                    coalesce(d.credit, 0), coalesce(d.scale, 0), CASE WHEN d.algorithm = algorithm THEN d.expires_at ELSE 0 END,
+                    coalesce(d.credit, 0), d.scale, CASE WHEN d.algorithm = algorithm THEN d.expires_at ELSE 0 END,
                     CASE WHEN algorithm = 4 THEN d.log END
                 FROM (
                     SELECT e.key, e.ord, coalesce(e.cost, 1) AS cost, coalesce(e.asked, 1) AS asked

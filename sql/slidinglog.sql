@@ -132,9 +132,9 @@ BEGIN
             new_rows[written] := s;
         END IF;
 
-        -- Of the log, what retry_after_us comes from: who denies by it until then needs no more.
+        -- Of the log, what retry_after_us comes from, or the first part of that: see maxDenialEntries.
         RETURN NEXT ROW(r.ord, granted, remaining, retry_after_us, reset_after_us, decided_at,
-            s.count, s.prev_count, s.window_start, s.credit, s.scale, s.expires_at, CASE WHEN needed > 0 THEN s.log[1:needed] END);
+            s.count, s.prev_count, s.window_start, s.credit, s.scale, s.expires_at, CASE WHEN needed > 0 THEN s.log[1:least(needed, 64)] END);
     END LOOP;
 
     IF written > 0 THEN
