@@ -145,6 +145,7 @@ func newSoak(t *testing.T, seed uint64, settings map[string]string) *soak {
 			ratelimit.FixedWindow{Limit: soakLimit, Window: soakAges},
 			ratelimit.SlidingWindow{Limit: soakLimit, Window: soakAges},
 			ratelimit.TokenBucket{Capacity: soakLimit, Refill: 1, Every: soakAges},
+			ratelimit.SlidingLog{Limit: soakLimit, Window: soakAges},
 		} {
 			config := table
 			config.Name, config.Policy = fmt.Sprintf("%s %T", table.Name, policy), policy
@@ -162,6 +163,7 @@ func newSoak(t *testing.T, seed uint64, settings map[string]string) *soak {
 			ratelimit.FixedWindow{Limit: soakRegularLimit, Window: soakWindow},
 			ratelimit.SlidingWindow{Limit: soakRegularLimit, Window: soakWindow},
 			ratelimit.TokenBucket{Capacity: soakRegularLimit, Refill: soakRegularLimit, Every: soakWindow},
+			ratelimit.SlidingLog{Limit: soakRegularLimit, Window: soakWindow},
 		} {
 			l := s.newLimiter(ratelimit.Config{Name: fmt.Sprintf("passing %T, durable %v", policy, durable), Policy: policy, Durable: durable})
 			for i := range soakRegulars {

@@ -62,6 +62,8 @@ func (w workload) policy() ratelimit.Policy {
 		return ratelimit.FixedWindow{Limit: w.Limit, Window: w.Span}
 	case "sliding window":
 		return ratelimit.SlidingWindow{Limit: w.Limit, Window: w.Span}
+	case "sliding log":
+		return ratelimit.SlidingLog{Limit: w.Limit, Window: w.Span}
 	case "token bucket":
 		return ratelimit.TokenBucket{Capacity: w.Limit, Refill: w.Limit, Every: w.Span}
 	}

@@ -10,10 +10,11 @@ import (
 // account is a key as the oracle keeps it. The zero value is a key that nobody has asked for. It says nothing of rows: what has
 // run out is still in it.
 type account struct {
-	clock int64 // of the last decision under the row's lock, in microseconds since 1970
-	start int64 // of the window; of a bucket, the time that count holds for
-	count int64 // taken in the window; of a bucket, what it lacks, in units of 1/Every(µs) token
-	prev  int64 // taken in the window before
+	clock int64                     // of the last decision under the row's lock, in microseconds since 1970
+	start int64                     // of the window; of a bucket, the time that count holds for
+	count int64                     // taken in the window; of a bucket, what it lacks, in units of 1/Every(µs) token; of a log, its entries
+	prev  int64                     // taken in the window before
+	log   [64]struct{ at, n int64 } // of a log: what was taken, oldest first
 }
 
 // rule is an algorithm as its documentation states it, written a second time. All that it knows is how an account moves on to a
@@ -24,7 +25,7 @@ type rule struct {
 	horizon int64 // microseconds, after which a key is as good as new
 	roll    func(a account, t int64) account
 	room    func(a account, t int64) int64 // of an account that was rolled to t
-	unit    int64                          // how much a cost of 1 adds to count
+	take    func(a account, t, n int64) account
 }
 
 func ruleOf(policy ratelimit.Policy) rule {
@@ -32,7 +33,7 @@ func ruleOf(policy ratelimit.Policy) rule {
 	case ratelimit.FixedWindow:
 		window := p.Window.Microseconds()
 		return rule{
-			limit: p.Limit, horizon: window, unit: 1,
+			limit: p.Limit, horizon: window, take: count(1),
 			roll: func(a account, t int64) account {
 				if t >= a.start+window {
 					a.start, a.count = t, 0
@@ -44,7 +45,7 @@ func ruleOf(policy ratelimit.Policy) rule {
 	case ratelimit.SlidingWindow:
 		window := p.Window.Microseconds()
 		return rule{
-			limit: p.Limit, horizon: 2 * window, unit: 1,
+			limit: p.Limit, horizon: 2 * window, take: count(1),
 			roll: func(a account, t int64) account {
 				switch {
 				case t >= a.start+2*window:
@@ -62,7 +63,7 @@ func ruleOf(policy ratelimit.Policy) rule {
 	case ratelimit.TokenBucket:
 		every := p.Every.Microseconds()
 		return rule{
-			limit: p.Capacity, horizon: p.Capacity*every/p.Refill + 1, unit: every,
+			limit: p.Capacity, horizon: p.Capacity*every/p.Refill + 1, take: count(every),
 			roll: func(a account, t int64) account {
 				if a.count > 0 {
 					a.count = max(0, a.count-(t-a.start)*p.Refill)
@@ -72,8 +73,44 @@ func ruleOf(policy ratelimit.Policy) rule {
 			},
 			room: func(a account, _ int64) int64 { return (p.Capacity*every - a.count) / every },
 		}
+	case ratelimit.SlidingLog:
+		window := p.Window.Microseconds()
+		return rule{
+			limit: p.Limit, horizon: window,
+			roll: func(a account, t int64) account {
+				kept := a
+				kept.count, kept.log = 0, account{}.log
+				for _, entry := range a.log[:a.count] {
+					if t < entry.at+window {
+						kept.log[kept.count] = entry
+						kept.count++
+					}
+				}
+				return kept
+			},
+			room: func(a account, _ int64) int64 {
+				room := p.Limit
+				for _, entry := range a.log[:a.count] {
+					room -= entry.n
+				}
+				return room
+			},
+			take: func(a account, t, n int64) account {
+				a.log[a.count].at, a.log[a.count].n = t, n
+				a.count++
+				return a
+			},
+		}
 	}
 	return rule{}
+}
+
+// count is how algorithms take that count only; unit is what a cost of 1 adds.
+func count(unit int64) func(a account, t, n int64) account {
+	return func(a account, _, n int64) account {
+		a.count += n * unit
+		return a
+	}
 }
 
 // roomAt is the largest cost that fits at t.
@@ -91,7 +128,7 @@ func (r rule) decide(a account, t, n int64) (account, ratelimit.Result) {
 		result.RetryAfter = time.Duration(r.fits(a, t, max(n, 1))-t) * time.Microsecond
 	} else if n > 0 {
 		a = r.roll(a, t)
-		a.count += n * r.unit
+		a = r.take(a, t, n)
 	}
 	result.Remaining = r.roomAt(a, t)
 	result.ResetAfter = time.Duration(r.fits(a, t, r.limit)-t) * time.Microsecond
