@@ -13,10 +13,10 @@ import (
 // With SlidingLog{Limit: 3, Window: time.Minute}, and 1 taken at 0 s, at 10 s and at 20 s, a request of cost 1 at 30 s is told to
 // retry after 30 s, when that of 0 s leaves, and one of cost 2 after 40 s; the key is as good as new after 50 s.
 //
-// The log takes 8 bytes for each time at which something was taken, and is written as a whole with each request that is allowed. Measured
-// on the CPU of the server, for one request of a key whose log is full, beside 40 µs for a [SlidingWindow]: 40 µs with a Limit of 10,
-// 45 µs with one of 100 (0.8 kB), and 105 µs with one of 1,000 (8 kB, which is kept out of its row and written to the WAL if the
-// limiter is durable); a denial takes 30 to 40 µs. docs/slidinglog.svg shows how far the estimate of a SlidingWindow is off.
+// The log takes 8 bytes for each time at which something was taken, and is written as a whole with each request that is allowed, to the
+// WAL too if the limiter is durable. For one request of a key whose log is full, the server's CPU needs 60 µs with a Limit of 10 and
+// 80 µs with one of 100 (0.8 kB), beside 70 µs for a [SlidingWindow], and 110 µs with one of 1,000 (8 kB, which are kept out of the
+// row); for a denial, 50 to 70 µs. docs/slidinglog.svg shows how far the estimate of a SlidingWindow is off.
 type SlidingLog struct {
 	// Limit is how much any window admits, in units of cost: from 1 to 1,000, because a key's log may need that many entries.
 	Limit int64

@@ -5,6 +5,8 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit/internal/pgtest"
 )
 
 func TestSlidingLog(t *testing.T) {
@@ -269,6 +271,38 @@ func FuzzSlidingLog(f *testing.F) {
 	f.Fuzz(func(t *testing.T, limit, window, limit2, window2 int64, steps []byte) {
 		fuzzModel(t, steps, SlidingLog{limit, duration(window)}, SlidingLog{limit2, duration(window2)})
 	})
+}
+
+// The stories of TestSQLEqualsModel have short logs. Those of more than 250 entries are stored in another way.
+func TestLongLogsEqualTheModel(t *testing.T) {
+	t.Parallel()
+	const window = 1000
+	policy := SlidingLog{Limit: maxLogLimit, Window: duration(window)}
+	for _, durable := range []bool{false, true} {
+		var steps []step
+		ask := func(p Policy, clock int64, elements ...element) {
+			steps = append(steps, step{policy: p, durable: durable, name: "a", clock: clock, elements: elements})
+		}
+		for i := range int64(window + 20) { // then each is taken when another one leaves
+			ask(policy, c0+i, element{key: "x", cost: 1, count: 1})
+		}
+		for i := range int64(window / 2) {
+			ask(policy, c0+2*window+i, element{key: "x", cost: 2, count: 1}, element{key: "x", cost: 900, count: 1}, element{key: "y", cost: 1, count: 1})
+		}
+		ask(policy, c0+2*window, element{key: "x", cost: 3, count: 1}, element{key: "x", cost: 0, count: 1})         // the clock steps back
+		ask(policy, c0-window, element{key: "x", cost: 3, count: 1}, element{key: "x", cost: 1, count: 1})           // and jumps
+		ask(SlidingLog{Limit: 500, Window: duration(window)}, c0-window+200, element{key: "x", cost: 100, count: 1}) // not yet
+		ask(policy, c0-window+200, element{key: "x", cost: 100, count: 3})
+		ask(SlidingLog{Limit: maxLogLimit, Window: duration(window / 4)}, c0-window+200, element{key: "x", cost: 100, count: 3})
+		ask(FixedWindow{Limit: 10, Window: duration(window)}, c0-window+200, element{key: "x", cost: 1, count: 1})
+		ask(policy, c0-window+200, element{key: "x", cost: 1, count: 1})
+
+		pool := pgtest.New(t).Pool
+		require.NoError(t, replay(t.Context(), pool, "", steps[:window], 50))
+		require.Equal(t, maxLogLimit, scalar[int](t, pool, "SELECT max(cardinality(log)) FROM "+table(durable)))
+		exec(t, pool, "DELETE FROM "+table(durable))
+		require.NoError(t, replay(t.Context(), pool, "", steps, 50))
+	}
 }
 
 func TestEntriesAreThoseOfTheTable(t *testing.T) {
