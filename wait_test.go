@@ -695,3 +695,48 @@ func TestSleepIsJittered(t *testing.T) {
 		require.Less(t, least+c.most, c.most/4)
 	}
 }
+
+// While Postgres is away, Wait does as OnFailure says: it admits, sleeps until the next try, or admits a share.
+func TestWaitFollowsOnFailure(t *testing.T) {
+	t.Parallel()
+
+	for mode, meanwhile := range map[FailureMode]int{FailOpen(): 20, FailClosed(): 0, FallbackLocal(0.5): 2 * 3} {
+		synctest.Test(t, func(t *testing.T) {
+			policy := FixedWindow{Limit: 4, Window: time.Second}
+			db := newModelDB(policy)
+			db.set(turnedAway)
+			limiter := newLimiter(t, db, Config{Name: "test", Policy: policy, OnFailure: mode})
+			w := newWaits(t)
+			for who := range 20 {
+				w.add(t.Context(), limiter, who, 1)
+			}
+			<-time.After(2500 * time.Millisecond)
+			require.Len(t, w.ended, meanwhile, mode)
+			tried, _ := db.counts()
+			require.Less(t, tried, 10)
+			db.set(nil)
+			ended := w.all(limiter)
+			require.Len(t, ended, 20)
+			for i, e := range ended {
+				require.NoError(t, e.err)
+				require.Equal(t, i >= meanwhile, e.result.Source == SourceDatabase)
+			}
+		})
+	}
+}
+
+// Of several policies for one key, the one that has the least left says when.
+func TestWaitForSeveralPolicies(t *testing.T) {
+	t.Parallel()
+
+	const limit, window = 50, 20 * time.Millisecond
+	limiter := newLimiter(t, pgtest.New(t).Pool, Config{Name: "test", Timeout: amply, Policy: All(
+		FixedWindow{Limit: limit, Window: window}, TokenBucket{Capacity: 3 * limit, Refill: 1, Every: window},
+	)})
+	results, errs := make([]Result, 3*limit+10), make([]error, 3*limit+10)
+	together(len(errs), func(i int) { results[i], errs[i] = limiter.Wait(t.Context(), "key") })
+	require.NoError(t, errors.Join(errs...))
+	slices.SortFunc(results, func(a, b Result) int { return a.DecidedAt.Compare(b.DecidedAt) })
+	require.GreaterOrEqual(t, results[3*limit-1].DecidedAt.Sub(results[0].DecidedAt), 2*window) // by the windows
+	require.GreaterOrEqual(t, results[3*limit+9].DecidedAt.Sub(results[0].DecidedAt), 9*window) // by the bucket
+}
