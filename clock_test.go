@@ -45,7 +45,7 @@ func TestApplicationsClockIsReadForDifferencesOnly(t *testing.T) {
 		"coalesce.go: enqueue", "coalesce.go: send", // how long a call has waited
 		"denials.go: newDenials", "denials.go: local", // how old a denial is
 		"failure.go: substitute", "failure.go: substitute", "fallback.go: newFallback", // when there is no database to decide
-		"observer.go: begin", "observer.go: ended", "observer.go: sent", // how long a call or a statement took
+		"observer.go: ended", "observer.go: sent", "ratelimit.go: allow", "ratelimit.go: allowTx", // how long a call or a statement took
 		"wait.go: settle", "wait.go: refuse", // how long it is to the retry time
 	}, readers)
 }

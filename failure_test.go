@@ -253,7 +253,7 @@ func TestBreaker(t *testing.T) {
 				var events []BreakerEvent
 				db := newModelDB(hourly)
 				l := newLimiter(t, db, Config{
-					Name: "test", Policy: hourly, OnFailure: mode,
+					Name: "test", Policy: hourly, OnFailure: mode, MaxInFlight: 1,
 					Logger:   slog.New(slog.NewTextHandler(&log, nil)),
 					Observer: &Observer{Breaker: func(e BreakerEvent) { events = append(events, e) }},
 				})
@@ -515,7 +515,7 @@ func TestOnFailureOfASingleConnection(t *testing.T) {
 		}
 	})
 	require.True(t, l.breaker.open())
-	result, err = l.askSingle(t.Context(), "key", 1, false)
+	result, err = l.askDatabase(t.Context(), "key", 1, false)
 	require.Zero(t, result)
 	require.ErrorIs(t, err, errNotTried)
 }

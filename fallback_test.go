@@ -52,6 +52,7 @@ func TestFallbackKeepsAlgorithmsApart(t *testing.T) {
 	require.Equal(t, int64(2), d.remaining)
 	d, _ = f.decide(TokenBucket{Capacity: 5, Refill: 1, Every: time.Hour}, "key", 1)
 	require.Equal(t, int64(4), d.remaining)
+	require.Equal(t, localSize(hourly), f.used)
 }
 
 // A flood of keys takes a bounded amount of memory, whatever their length, gains nothing for a key that is known, and shares one
@@ -163,6 +164,7 @@ func TestScaledPolicies(t *testing.T) {
 	require.Equal(t, SlidingWindow{Limit: 20, Window: time.Hour}, SlidingWindow(hourly).scaled(0.2))
 	require.Equal(t, TokenBucket{Capacity: 10, Refill: 5, Every: 100 * time.Second}, bucket.scaled(0.1))
 	require.Equal(t, bucket, bucket.scaled(1))
+	require.NoError(t, TokenBucket{Capacity: 8914236150213484, Refill: 4, Every: time.Microsecond}.scaled(0.237).validate())
 
 	seed := rand.Uint64()
 	random := rand.New(rand.NewPCG(seed, 0))

@@ -83,18 +83,10 @@ func ErrorKind(err error) string {
 	return "other"
 }
 
-// begin is when a call began, if anybody wants to know.
-func (l *Limiter) begin() time.Time {
-	if l.config.Observer == nil {
-		return time.Time{}
-	}
-	return time.Now()
-}
-
-// ended has the observer told about a call.
-func (l *Limiter) ended(began time.Time, n int64, result Result, err error) {
-	if o := l.config.Observer; o != nil && o.Decision != nil {
-		o.Decision(DecisionEvent{Limiter: l.config.Name, Cost: n, Result: result, Err: err, Latency: time.Since(began)})
+// ended has the observer told about a call that ends here.
+func (l *Limiter) ended(began time.Time, n int64, result *Result, err *error) {
+	if tell := l.config.Observer.Decision; tell != nil {
+		tell(DecisionEvent{Limiter: l.config.Name, Cost: n, Result: *result, Err: *err, Latency: time.Since(began)})
 	}
 }
 

@@ -407,16 +407,12 @@ func (l *Limiter) reset(ctx context.Context, db DBTX, key string, settings setti
 }
 
 func (l *Limiter) allow(ctx context.Context, key string, n int64) (result Result, err error) {
-	began := l.begin()
-	if err = l.validate(key, n); err == nil {
-		result, err = l.ask(ctx, key, n)
+	if l.config.Observer != nil {
+		defer l.ended(time.Now(), n, &result, &err)
 	}
-	l.ended(began, n, result, err)
-	return result, err
-}
-
-// ask has a valid request decided, by the database if it is there.
-func (l *Limiter) ask(ctx context.Context, key string, n int64) (result Result, err error) {
+	if err := l.validate(key, n); err != nil {
+		return Result{}, err
+	}
 	if err := ctx.Err(); err != nil {
 		return Result{}, waitError(err)
 	}
@@ -425,22 +421,21 @@ func (l *Limiter) ask(ctx context.Context, key string, n int64) (result Result, 
 			return result, nil
 		}
 	}
-	switch pass, probe := l.breaker.pass(); {
-	case !pass:
-		err = errNotTried
-	case l.shared:
-		result, err = l.enqueue(ctx, key, n, nil, probe)
-	default:
-		result, err = l.askSingle(ctx, key, n, probe)
+	if l.breaker == nil {
+		return l.askDatabase(ctx, key, n, false)
 	}
-	if err != nil && l.breaker != nil && isAway(err) {
-		return l.substitute(key, n), nil
+	if pass, probe := l.breaker.pass(); pass {
+		if result, err := l.askDatabase(ctx, key, n, probe); !isAway(err) {
+			return result, err
+		}
 	}
-	return result, err
+	return l.substitute(key, n), nil
 }
 
-// askSingle is for a limiter that has one connection, on which calls take turns.
-func (l *Limiter) askSingle(ctx context.Context, key string, n int64, probe bool) (Result, error) {
+func (l *Limiter) askDatabase(ctx context.Context, key string, n int64, probe bool) (Result, error) {
+	if l.shared {
+		return l.enqueue(ctx, key, n, nil, probe)
+	}
 	l.single.Lock()
 	defer l.single.Unlock()
 	if !probe && l.breaker.open() {
@@ -452,12 +447,13 @@ func (l *Limiter) askSingle(ctx context.Context, key string, n int64, probe bool
 }
 
 func (l *Limiter) allowTx(ctx context.Context, tx pgx.Tx, key string, n int64) (result Result, err error) {
-	began := l.begin()
-	if err = l.validate(key, n); err == nil {
-		result, err = l.allowOne(ctx, tx, key, n, settings{})
+	if l.config.Observer != nil {
+		defer l.ended(time.Now(), n, &result, &err)
 	}
-	l.ended(began, n, result, err)
-	return result, err
+	if err := l.validate(key, n); err != nil {
+		return Result{}, err
+	}
+	return l.allowOne(ctx, tx, key, n, settings{})
 }
 
 // allowOne decides one request on one connection, and does not return before the connection is free again.
