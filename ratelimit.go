@@ -305,6 +305,12 @@ func (l *Limiter) With(policy Policy) (*Limiter, error) {
 	return with, nil
 }
 
+// Name is the limiter's [Config].Name.
+func (l *Limiter) Name() string { return l.config.Name }
+
+// Policy is the limiter's policy.
+func (l *Limiter) Policy() Policy { return l.policy }
+
 // qualify names the schema in a statement whose function names all begin with rate_limit_.
 func qualify(statement, schema string) string {
 	if schema == "" {

@@ -1,0 +1,229 @@
+package httplimit
+
+import (
+	"errors"
+	"fmt"
+	"net/http"
+	"net/netip"
+	"slices"
+	"strings"
+)
+
+// maxHops is how many proxies a request may have come through.
+const maxHops = 100
+
+// addresses finds the address of a request's client.
+type addresses struct {
+	trusted  []netip.Prefix
+	header   string // canonical
+	ipv6Bits int
+	err      error
+}
+
+// IPOption is an option of ByIP.
+type IPOption func(*addresses)
+
+// ByIP is the client's address: that of the peer, RemoteAddr, unless that is a trusted proxy. IPv6 addresses count by their /64
+// network, because a client owns all of it. A request whose address cannot be told has no key.
+func ByIP(options ...IPOption) Key {
+	a := &addresses{header: "X-Forwarded-For", ipv6Bits: 64}
+	for _, option := range options {
+		option(a)
+	}
+	if a.err != nil {
+		return Key{err: a.err}
+	}
+	return Key{find: a.key}
+}
+
+// TrustedProxies names the networks of the proxies in front of this server. If the peer is one of them, the client is the last
+// address in X-Forwarded-For that is none: what stands before it is hearsay, and is not looked at. All lines of the header count,
+// in order. If all addresses are trusted, the client is the first of them; without the header, the peer. Each proxy has to append the
+// address of its own peer, or to replace the header with it.
+func TrustedProxies(prefixes ...netip.Prefix) IPOption {
+	return func(a *addresses) {
+		for _, prefix := range prefixes {
+			switch {
+			case !prefix.IsValid():
+				a.err = errors.New("is ByIP with TrustedProxies of a prefix that is not valid")
+			case prefix.Bits() == 0:
+				a.err = fmt.Errorf("is ByIP with TrustedProxies(%v), which trusts everybody, so that everybody could choose his address", prefix)
+			case prefix.Addr().Is4In6():
+				a.err = fmt.Errorf("is ByIP with TrustedProxies(%v); write it as IPv4", prefix)
+			}
+		}
+		a.trusted = append(a.trusted, prefixes...)
+	}
+}
+
+// AddressHeader names the header that trusted proxies set, if it is not X-Forwarded-For. Forwarded is read as RFC 7239 has it, and
+// any other, such as X-Real-IP, as a list of addresses. No other header counts: the proxies must not hand on a client's
+// version of this one.
+func AddressHeader(name string) IPOption {
+	return func(a *addresses) {
+		if !isToken(name) {
+			a.err = fmt.Errorf("is ByIP with AddressHeader(%q), which is no name of a header", name)
+		}
+		a.header = http.CanonicalHeaderKey(name)
+	}
+}
+
+// IPv6Prefix is how many bits of an IPv6 address count, from 48 to 128. Defaults to 64.
+func IPv6Prefix(bits int) IPOption {
+	return func(a *addresses) {
+		if bits < 48 || bits > 128 {
+			a.err = fmt.Errorf("is ByIP with IPv6Prefix(%d), which must be from 48 to 128", bits)
+		}
+		a.ipv6Bits = bits
+	}
+}
+
+func (a *addresses) key(r *http.Request) (string, error) {
+	client, err := a.client(r)
+	if err != nil {
+		return "", err
+	}
+	if client.Is4() {
+		return client.String(), nil
+	}
+	network, err := client.Prefix(a.ipv6Bits)
+	if err != nil {
+		return "", &KeyError{Reason: "its address has no network"}
+	}
+	return network.String(), nil
+}
+
+func (a *addresses) client(r *http.Request) (netip.Addr, error) {
+	client, ok := parseAddress(r.RemoteAddr)
+	if !ok {
+		return netip.Addr{}, &KeyError{Reason: "the address of the peer cannot be read"}
+	}
+	if !a.trusts(client) {
+		return client, nil
+	}
+	hops := 0
+	for _, line := range slices.Backward(r.Header[a.header]) {
+		texts, ok := a.read(line)
+		if !ok {
+			return netip.Addr{}, a.unreadable()
+		}
+		for _, text := range texts {
+			if client, ok = parseAddress(text); !ok || hops == maxHops {
+				return netip.Addr{}, a.unreadable()
+			}
+			if !a.trusts(client) {
+				return client, nil
+			}
+			hops++
+		}
+	}
+	return client, nil
+}
+
+func (a *addresses) unreadable() error {
+	return &KeyError{Reason: "the addresses in header " + a.header + ", which a trusted proxy has sent, cannot be read"}
+}
+
+func (a *addresses) trusts(address netip.Addr) bool {
+	return slices.ContainsFunc(a.trusted, func(prefix netip.Prefix) bool { return prefix.Contains(address) })
+}
+
+// read returns the addresses of a line of the header, the last one first, and no more of them than it takes.
+func (a *addresses) read(line string) ([]string, bool) {
+	if a.header == "Forwarded" {
+		return readForwarded(line)
+	}
+	var texts []string
+	for len(texts) <= maxHops {
+		i := strings.LastIndexByte(line, ',')
+		texts = append(texts, line[i+1:])
+		if i < 0 {
+			break
+		}
+		line = line[:i]
+	}
+	return texts, true
+}
+
+// readForwarded returns what "for" is in each element of a line of Forwarded (RFC 7239 section 4), the last one first. A line
+// with any fault is refused as a whole: a client who leaves a quote open could otherwise hide what the proxy appends.
+func readForwarded(line string) ([]string, bool) {
+	var texts []string
+	for address := ""; ; {
+		name, rest, found := strings.Cut(strings.TrimLeft(line, " \t"), "=")
+		if !found || !isToken(name) {
+			return nil, false
+		}
+		value, rest, ok := readValue(rest)
+		if !ok {
+			return nil, false
+		}
+		if strings.EqualFold(name, "for") {
+			if address != "" {
+				return nil, false
+			}
+			address = value
+		}
+		rest = strings.TrimLeft(rest, " \t")
+		if rest == "" || rest[0] == ',' {
+			if address == "" || len(texts) == maxHops {
+				return nil, false
+			}
+			texts, address = append(texts, address), ""
+		}
+		if rest == "" {
+			slices.Reverse(texts)
+			return texts, true
+		}
+		if rest[0] != ',' && rest[0] != ';' {
+			return nil, false
+		}
+		line = rest[1:]
+	}
+}
+
+// readValue reads a quoted string, or what reaches to the next separator: many a proxy does not quote IPv6 addresses.
+func readValue(line string) (value, rest string, ok bool) {
+	if !strings.HasPrefix(line, `"`) {
+		end := strings.IndexAny(line, ",; \t\"")
+		if end < 0 {
+			end = len(line)
+		}
+		return line[:end], line[end:], end > 0
+	}
+	var text []byte
+	for i := 1; i < len(line); i++ {
+		switch line[i] {
+		case '"':
+			return string(text), line[i+1:], true
+		case '\\':
+			if i++; i == len(line) {
+				return "", "", false
+			}
+		}
+		text = append(text, line[i])
+	}
+	return "", "", false
+}
+
+// parseAddress reads an IPv4 or IPv6 address, with or without a port: 192.0.2.1, 192.0.2.1:80, 2001:db8::1, [2001:db8::1],
+// [2001:db8::1]:80.
+func parseAddress(text string) (netip.Addr, bool) {
+	text = strings.Trim(text, " \t")
+	var address netip.Addr
+	var err error
+	switch {
+	case strings.HasPrefix(text, "[") && strings.HasSuffix(text, "]"):
+		address, err = netip.ParseAddr(text[1 : len(text)-1])
+		if address.Is4() {
+			return netip.Addr{}, false
+		}
+	case strings.HasPrefix(text, "[") || strings.Count(text, ":") == 1:
+		var withPort netip.AddrPort
+		withPort, err = netip.ParseAddrPort(text)
+		address = withPort.Addr()
+	default:
+		address, err = netip.ParseAddr(text)
+	}
+	return address.Unmap().WithZone(""), err == nil
+}

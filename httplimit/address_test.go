@@ -1,0 +1,247 @@
+package httplimit
+
+import (
+	"net/http"
+	"net/netip"
+	"strings"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+)
+
+// from is a request of that peer, with lines of a header.
+func from(peer, header string, lines ...string) *http.Request {
+	r := &http.Request{RemoteAddr: peer, Header: http.Header{}}
+	if len(lines) > 0 {
+		r.Header[header] = lines
+	}
+	return r
+}
+
+func trusted() IPOption {
+	return TrustedProxies(netip.MustParsePrefix("10.0.0.0/8"), netip.MustParsePrefix("fd00::/8"))
+}
+
+func TestAddressOfThePeer(t *testing.T) {
+	t.Parallel()
+
+	for peer, want := range map[string]string{
+		"192.0.2.1:1234":                   "192.0.2.1",
+		"192.0.2.1":                        "192.0.2.1",
+		"[::ffff:192.0.2.1]:1234":          "192.0.2.1",
+		"[2001:db8:1:2:3:4:5:6]:1234":      "2001:db8:1:2::/64",
+		"[2001:db8:1:2:ffff::1%eth0]:1234": "2001:db8:1:2::/64",
+		"2001:db8:1:2:3:4:5:6":             "2001:db8:1:2::/64",
+		"[2001:db8::1.2.3.4]:1":            "2001:db8::/64", // and not 1.2.3.4
+		"[::1]:1":                          "::/64",
+		"[fe80::1%eth0]:1":                 "fe80::/64",
+		"[::ffff:192.0.2.1%eth0]:1":        "192.0.2.1",
+	} {
+		requireKey(t, want, ByIP(), from(peer, ""))
+		// What the client sends plays no part.
+		requireKey(t, want, ByIP(), from(peer, "X-Forwarded-For", "203.0.113.9"))
+		requireKey(t, want, ByIP(trusted()), from(peer, "X-Forwarded-For", "203.0.113.9"))
+		requireKey(t, want, ByIP(trusted(), AddressHeader("Forwarded")), from(peer, "Forwarded", "for=203.0.113.9"))
+	}
+	for bits, want := range map[int]string{
+		48: "2001:db8:1::/48", 56: "2001:db8:1:200::/56", 128: "2001:db8:1:2ff:3:4:5:6/128",
+	} {
+		requireKey(t, want, ByIP(IPv6Prefix(bits)), from("[2001:db8:1:2ff:3:4:5:6]:1", ""))
+	}
+	for _, peer := range []string{
+		"", "@", "unix", "192.0.2.1:", "192.0.2.1:x", "192.0.2.1:99999", "192.0.2.256:1", "192.0.2.01:1", "[192.0.2.1]:1", "[192.0.2.1]",
+		"[::1", "::1]", "[]", "[]:1", ":1", "localhost:80", "1.2.3.4.5:1", "0x7f.1:1", "192.0.2.1 :1", "[::ffff:192.0.2.1", "\x00",
+	} {
+		_, err := ByIP().Of(from(peer, ""))
+		require.Error(t, err, "%q", peer)
+	}
+}
+
+// The last address that is no trusted proxy's, over all lines of the header.
+func TestAddressBehindTrustedProxies(t *testing.T) {
+	t.Parallel()
+
+	for _, test := range []struct {
+		want  string // empty: an error
+		lines []string
+	}{
+		{"10.0.0.1", nil},
+		{"203.0.113.9", []string{"203.0.113.9"}},
+		{"203.0.113.9", []string{" \t203.0.113.9:4711 "}},
+		{"203.0.113.9", []string{"198.51.100.1, 203.0.113.9"}},
+		{"203.0.113.9", []string{"198.51.100.1, 203.0.113.9, 10.2.3.4,fd00::1"}},
+		{"203.0.113.9", []string{"198.51.100.1", "203.0.113.9", "10.2.3.4,[fd00::1]:80"}},
+		{"203.0.113.9", []string{"::ffff:203.0.113.9, ::ffff:10.0.0.1"}},
+		{"2001:db8::/64", []string{"2001:db8::1"}},
+		{"2001:db8::/64", []string{"[2001:db8::1]"}},
+		{"2001:db8::/64", []string{"[2001:db8::1]:80"}},
+		{"2001:db8::/64", []string{"2001:db8::1%eth0"}},
+		{"10.0.0.9", []string{"10.0.0.9, 10.0.0.8"}}, // the first, if all are trusted
+		// What stands before the client's address is hearsay.
+		{"203.0.113.9", []string{"unknown, 203.0.113.9"}},
+		{"203.0.113.9", []string{"\x00\xff, 203.0.113.9"}},
+		{"203.0.113.9", []string{", ,,, 203.0.113.9"}},
+		{"203.0.113.9", []string{strings.Repeat("10.0.0.1,", 100_000) + "203.0.113.9"}},
+		{"203.0.113.9", []string{strings.Repeat("x", 1<<20) + ",203.0.113.9"}},
+		{"203.0.113.9", append(make([]string, 10_000), "203.0.113.9")},
+		{"203.0.113.9", []string{"203.0.113.9" + strings.Repeat(",10.0.0.1", maxHops-1)}},
+
+		{"", []string{"203.0.113.9" + strings.Repeat(",10.0.0.1", maxHops)}},
+		{"", []string{""}},
+		{"", []string{"203.0.113.9,"}},
+		{"", []string{"203.0.113.9", ""}},
+		{"", []string{"unknown"}},
+		{"", []string{"203.0.113.9, unknown, 10.0.0.1"}},
+		{"", []string{"203.0.113.9 10.0.0.1"}},
+		{"", []string{"203.0.113.9;10.0.0.1"}},
+		{"", []string{`"203.0.113.9"`}},
+		{"", []string{"[203.0.113.9]"}},
+		{"", []string{"2001:db8::1]:80"}},
+	} {
+		for _, header := range []string{"X-Forwarded-For", "X-Real-Ip"} {
+			r := from("10.0.0.1:1234", header, test.lines...)
+			// Other headers are the client's, whatever they say.
+			r.Header["True-Client-Ip"], r.Header["Forwarded"] = []string{"1.1.1.1"}, []string{"for=1.1.1.1"}
+			key := ByIP(trusted(), AddressHeader(header))
+			if test.want != "" {
+				requireKey(t, test.want, key, r)
+				continue
+			}
+			_, err := key.Of(r)
+			require.Error(t, err, "%q", test.lines)
+		}
+	}
+}
+
+func TestForwarded(t *testing.T) {
+	t.Parallel()
+
+	key := ByIP(trusted(), AddressHeader("forwarded"))
+	for _, test := range []struct {
+		want  string // empty: an error
+		lines []string
+	}{
+		{"10.0.0.1", nil},
+		{"203.0.113.9", []string{"for=203.0.113.9"}},
+		{"203.0.113.9", []string{`For="203.0.113.9:47011"`}},
+		{"203.0.113.9", []string{"proto=http;FOR=203.0.113.9;by=10.0.0.43"}},
+		{"203.0.113.9", []string{`proto=http; for="203\.0.113.9" ;host="a,b;for=1.1.1.1\"" `}},
+		{"203.0.113.9", []string{"for=198.51.100.1, for=203.0.113.9 ,for=10.0.0.2"}},
+		{"203.0.113.9", []string{"for=198.51.100.1", "for=203.0.113.9", `for="[fd00::1]:80"`}},
+		{"2001:db8::/64", []string{`for="[2001:db8::1]"`}},
+		{"2001:db8::/64", []string{`for="[2001:db8::1]:80"`}},
+		{"2001:db8::/64", []string{`for=[2001:db8::1]:80`}},
+		// A line before that of the client's address is hearsay, whatever it is.
+		{"203.0.113.9", []string{`for="`, "for=203.0.113.9"}},
+		// In one line, an open quote may hide what a proxy has appended.
+		{"", []string{`for=1.1.1.1;host=", for=203.0.113.9`}},
+		{"", []string{`for=1.1.1.1;host=", for="203.0.113.9"`}},
+		{"", []string{`for="\`}},
+		{"", []string{""}},
+		{"", []string{"for"}},
+		{"", []string{"for="}},
+		{"", []string{`for=""`}},
+		{"", []string{"=203.0.113.9"}},
+		{"", []string{"for =203.0.113.9"}},
+		{"", []string{"203.0.113.9"}},
+		{"", []string{"for=203.0.113.9,"}},
+		{"", []string{"for=203.0.113.9;"}},
+		{"", []string{"for=203.0.113.9 10.0.0.1"}},
+		{"", []string{`for=203.0.113.9"x"`}},
+		{"", []string{"proto=http"}},
+		{"", []string{"for=203.0.113.9, proto=http"}},
+		{"", []string{"for=203.0.113.9;for=1.1.1.1"}},
+		{"", []string{"for=unknown"}},
+		{"", []string{`for="_hidden"`}},
+		{"", []string{"for=_SEVKISEK"}},
+		{"", []string{strings.Repeat("for=1.1.1.1,", maxHops) + "for=203.0.113.9"}},
+	} {
+		r := from("10.0.0.1:1234", "Forwarded", test.lines...)
+		r.Header["X-Forwarded-For"] = []string{"1.1.1.1"}
+		if test.want != "" {
+			requireKey(t, test.want, key, r)
+			continue
+		}
+		_, err := key.Of(r)
+		require.Error(t, err, "%q", test.lines)
+	}
+}
+
+// requireAddressOrError requires that a key is the text of one address or network, or that there is an error without the input.
+func requireAddressOrError(t *testing.T, key string, err error, input string) {
+	t.Helper()
+	if err != nil {
+		require.Empty(t, key)
+		if len(input) > 20 {
+			require.NotContains(t, err.Error(), input)
+		}
+		return
+	}
+	if strings.Contains(key, "/") {
+		network, err := netip.ParsePrefix(key)
+		require.NoError(t, err)
+		require.Equal(t, network.Masked(), network)
+		require.Equal(t, 64, network.Bits())
+		require.False(t, network.Addr().Is4In6())
+		return
+	}
+	address, err := netip.ParseAddr(key)
+	require.NoError(t, err)
+	require.True(t, address.Is4())
+}
+
+// FuzzRemoteAddr: any text is an address or an error, and headers of an untrusted peer play no part.
+func FuzzRemoteAddr(f *testing.F) {
+	for _, peer := range []string{"192.0.2.1:80", "[2001:db8::1]:80", "::ffff:1.2.3.4", "@", "[fe80::1%eth0]:1"} {
+		f.Add(peer, "203.0.113.9")
+	}
+	f.Fuzz(func(t *testing.T, peer, header string) {
+		key, err := ByIP().Of(from(peer, ""))
+		requireAddressOrError(t, key, err, peer)
+		forged, forgedErr := ByIP().Of(from(peer, "X-Forwarded-For", header))
+		require.Equal(t, key, forged)
+		require.Equal(t, err, forgedErr)
+	})
+}
+
+// FuzzXForwardedFor: whatever a client sends, behind a trusted proxy that appends his address, that is his key.
+func FuzzXForwardedFor(f *testing.F) {
+	for _, header := range []string{"", "unknown", "10.0.0.1, 10.0.0.2", `"`, "1.1.1.1,", "[::1", "203.0.113.9:1", ",,,"} {
+		f.Add(header, "X-Forwarded-For")
+	}
+	f.Fuzz(func(t *testing.T, header, name string) {
+		if !isToken(name) || http.CanonicalHeaderKey(name) == "Forwarded" {
+			name = "X-Forwarded-For"
+		}
+		key, canonical := ByIP(trusted(), AddressHeader(name)), http.CanonicalHeaderKey(name)
+		requireKey(t, "203.0.113.9", key, from("10.0.0.1:1", canonical, header+", 203.0.113.9"))
+		requireKey(t, "203.0.113.9", key, from("10.0.0.1:1", canonical, header, "203.0.113.9"))
+		requireKey(t, "203.0.113.9", key, from("10.0.0.1:1", canonical, header, "203.0.113.9", "10.0.0.2"))
+
+		alone, err := key.Of(from("10.0.0.1:1", canonical, header))
+		requireAddressOrError(t, alone, err, header)
+	})
+}
+
+// FuzzForwarded: the same, but a line that is not well-formed is refused as a whole.
+func FuzzForwarded(f *testing.F) {
+	for _, header := range []string{
+		"", "for=1.1.1.1", `for="[2001:db8::1]:80";proto=http`, `for=1.1.1.1;host="`, `for="\`, "for=unknown", "for=10.0.0.1,for=10.0.0.2", `a=",`,
+	} {
+		f.Add(header)
+	}
+	f.Fuzz(func(t *testing.T, header string) {
+		key := ByIP(trusted(), AddressHeader("Forwarded"))
+		for _, appended := range []string{
+			"for=203.0.113.9", `for="203.0.113.9:80"`, `for=203.0.113.9;host="example.com";proto=https`, `host="example.com";for="203.0.113.9"`,
+		} {
+			client, err := key.Of(from("10.0.0.1:1", "Forwarded", header+", "+appended))
+			if err == nil {
+				require.Equal(t, "203.0.113.9", client)
+			}
+			requireKey(t, "203.0.113.9", key, from("10.0.0.1:1", "Forwarded", header, appended))
+		}
+		alone, err := key.Of(from("10.0.0.1:1", "Forwarded", header))
+		requireAddressOrError(t, alone, err, header)
+	})
+}

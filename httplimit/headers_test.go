@@ -1,0 +1,101 @@
+package httplimit
+
+import (
+	"math"
+	"net/http"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit"
+)
+
+// That these are structured fields, another parser says: integration_test/httplimit.
+func TestHeaders(t *testing.T) {
+	t.Parallel()
+
+	fixed := ratelimit.FixedWindow{Limit: 10, Window: time.Minute}
+	sliding := ratelimit.SlidingWindow{Limit: 10, Window: time.Hour}
+	bucket := ratelimit.TokenBucket{Capacity: 20, Refill: 5, Every: 10 * time.Second}
+	at := time.Date(2026, 11, 21, 12, 0, 0, 0, time.UTC)
+	allowed := ratelimit.Result{Allowed: true, Limit: 10, Remaining: 9, ResetAfter: 59*time.Second + time.Microsecond, DecidedAt: at}
+	denied := ratelimit.Result{Limit: 10, RetryAfter: 29*time.Second + time.Microsecond, ResetAfter: 41 * time.Second, DecidedAt: at.Add(time.Microsecond)}
+	huge := ratelimit.Result{Allowed: true, Limit: math.MaxInt64, Remaining: math.MaxInt64, DecidedAt: at}
+
+	for _, test := range []struct {
+		headers Headers
+		policy  ratelimit.Policy
+		result  ratelimit.Result
+		want    http.Header
+	}{
+		{None, fixed, denied, http.Header{}},
+		{IETFDraft11, fixed, allowed, http.Header{"Ratelimit-Policy": {`"login";q=10;w=60`}, "Ratelimit": {`"login";r=9;t=60`}}},
+		{IETFDraft11, fixed, denied, http.Header{"Ratelimit-Policy": {`"login";q=10;w=60`}, "Ratelimit": {`"login";r=0;t=30`}}},
+		// When a little more will be there is not known.
+		{IETFDraft11, sliding, allowed, http.Header{"Ratelimit-Policy": {`"login";q=10;w=3600`}, "Ratelimit": {`"login";r=9`}}},
+		{IETFDraft11, sliding, denied, http.Header{"Ratelimit-Policy": {`"login";q=10;w=3600`}, "Ratelimit": {`"login";r=0;t=30`}}},
+		{IETFDraft11, bucket, allowed, http.Header{"Ratelimit-Policy": {`"login";q=10;w=40`}, "Ratelimit": {`"login";r=9`}}},
+		// The largest integer of a structured field.
+		{IETFDraft11, bucket, huge, http.Header{
+			"Ratelimit-Policy": {`"login";q=999999999999999;w=40`}, "Ratelimit": {`"login";r=999999999999999`},
+		}},
+		{XRateLimit, fixed, allowed, http.Header{
+			"X-Ratelimit-Limit": {"10"}, "X-Ratelimit-Remaining": {"9"}, "X-Ratelimit-Reset": {"60"},
+		}},
+		{XRateLimit, sliding, denied, http.Header{
+			"X-Ratelimit-Limit": {"10"}, "X-Ratelimit-Remaining": {"0"}, "X-Ratelimit-Reset": {"41"},
+		}},
+		{GitHub, fixed, denied, http.Header{ // 12:00:41.000001
+			"X-Ratelimit-Limit": {"10"}, "X-Ratelimit-Remaining": {"0"}, "X-Ratelimit-Reset": {"1795262442"},
+		}},
+		{GitHub, fixed, ratelimit.Result{Allowed: true, Limit: 10, Remaining: 10, DecidedAt: at}, http.Header{
+			"X-Ratelimit-Limit": {"10"}, "X-Ratelimit-Remaining": {"10"}, "X-Ratelimit-Reset": {"1795262400"},
+		}},
+	} {
+		limiter := &fakeLimiter{onFailure: ratelimit.ReturnError(), policy: test.policy, result: test.result}
+		header := serve(t, limited(t, limiter, Config{Headers: test.headers}, nil)).header
+		for _, name := range []string{"Content-Type", "Retry-After", "Cache-Control", "X-Content-Type-Options"} {
+			header.Del(name)
+		}
+		require.Equal(t, test.want, header, "%d %v", test.headers, test.policy)
+	}
+}
+
+func TestWindowSeconds(t *testing.T) {
+	t.Parallel()
+
+	for _, test := range []struct {
+		policy ratelimit.Policy
+		want   int64
+	}{
+		{ratelimit.FixedWindow{Limit: 1, Window: time.Second}, 1},
+		{ratelimit.FixedWindow{Limit: 1, Window: 1500 * time.Millisecond}, 0},
+		{ratelimit.FixedWindow{Limit: 1, Window: time.Microsecond}, 0},
+		{ratelimit.SlidingWindow{Limit: 1, Window: 24 * time.Hour}, 86400},
+		{ratelimit.TokenBucket{Capacity: 1, Refill: 1, Every: time.Second}, 1},
+		{ratelimit.TokenBucket{Capacity: 1, Refill: 3, Every: time.Second}, 0},
+		{ratelimit.TokenBucket{Capacity: 3, Refill: 3, Every: time.Second}, 1},
+		{ratelimit.TokenBucket{Capacity: 1 << 42, Refill: 1, Every: time.Second}, 1 << 42},
+		{ratelimit.TokenBucket{Capacity: 1 << 62, Refill: 1 << 62, Every: time.Microsecond}, 0},
+		{nil, 0},
+	} {
+		require.Equal(t, test.want, windowSeconds(test.policy), "%v", test.policy)
+	}
+}
+
+// Of several limits on one way the draft's fields list all, and the others show the last.
+func TestSeveralLimits(t *testing.T) {
+	t.Parallel()
+
+	for headers, want := range map[Headers]http.Header{
+		IETFDraft11: {"Ratelimit-Policy": {`"address";q=10;w=60`, `"user";q=3;w=60`}, "Ratelimit": {`"address";r=7;t=42`, `"user";r=2;t=1`}},
+		XRateLimit:  {"X-Ratelimit-Limit": {"3"}, "X-Ratelimit-Remaining": {"2"}, "X-Ratelimit-Reset": {"1"}},
+	} {
+		second := allowing()
+		second.result.Limit, second.result.Remaining, second.result.ResetAfter = 3, 2, time.Millisecond
+		inner := limited(t, second, Config{Headers: headers, PolicyName: "user"}, func(http.ResponseWriter, *http.Request) {})
+		outer := limited(t, allowing(), Config{Headers: headers, PolicyName: "address"}, inner.ServeHTTP)
+		require.Equal(t, want, serve(t, outer).header)
+	}
+}

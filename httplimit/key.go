@@ -1,0 +1,167 @@
+package httplimit
+
+import (
+	"context"
+	"crypto/hmac"
+	"crypto/sha256"
+	"encoding/base64"
+	"errors"
+	"fmt"
+	"net/http"
+	"strings"
+	"unicode"
+)
+
+const (
+	// maxHeaderKey bounds the value that ByHeader takes, in bytes: as much as most servers take in all header lines together.
+	maxHeaderKey = 8 << 10
+
+	// minSecret and hmacLen are the bytes of a secret at least, and of the HMAC that are kept: with 128 bits, two of a billion
+	// keys are one with a probability of 10^-21.
+	minSecret = 16
+	hmacLen   = 16
+)
+
+// Key says whom a request is charged to. The zero Key is none, and New refuses it.
+type Key struct {
+	find func(*http.Request) (string, error)
+	err  error // why New refuses it
+}
+
+// KeyError says why a request has no key, in words that hold nothing of what the client has sent.
+type KeyError struct{ Reason string }
+
+func (e *KeyError) Error() string { return "httplimit: no key: " + e.Reason }
+
+// Of returns the key of a request, for functions that choose between keys. Its errors are *KeyErrors, and what a function
+// given to ByFunc returns.
+func (k Key) Of(r *http.Request) (string, error) {
+	switch {
+	case k.err != nil:
+		return "", k.err
+	case k.find == nil:
+		return "", &KeyError{Reason: "no Key was chosen"}
+	}
+	key, err := k.find(r)
+	if err == nil && key == "" {
+		err = &KeyError{Reason: "it is empty"}
+	}
+	return key, err
+}
+
+// ByFunc is any key: a function returns it, or an error if the request has none. Keys are at most 512 bytes of UTF-8 without NUL,
+// or any bytes inside HMAC. Never return one key for all requests that have none: they would share its limit.
+func ByFunc(find func(*http.Request) (string, error)) Key {
+	if find == nil {
+		return Key{err: errors.New("is ByFunc of no function")}
+	}
+	return Key{find: find}
+}
+
+// ByHeader is the value of a header, for API keys and the like. A request without it has no key, nor has one with several, or
+// with control characters. Clients choose their headers: let only those pass whose key has been checked, or limit addresses too.
+func ByHeader(name string) Key {
+	if !isToken(name) {
+		return Key{err: fmt.Errorf("is ByHeader(%q), which is no name of a header", name)}
+	}
+	canonical := http.CanonicalHeaderKey(name)
+	return Key{find: func(r *http.Request) (string, error) {
+		values := r.Header[canonical]
+		switch {
+		case len(values) == 0 || len(values) == 1 && values[0] == "":
+			return "", &KeyError{Reason: "there is no header " + canonical}
+		case len(values) > 1:
+			return "", &KeyError{Reason: "there are several headers " + canonical}
+		case len(values[0]) > maxHeaderKey:
+			return "", &KeyError{Reason: fmt.Sprintf("header %s has more than %d bytes", canonical, maxHeaderKey)}
+		case strings.ContainsFunc(values[0], unicode.IsControl):
+			return "", &KeyError{Reason: "there are control characters in header " + canonical}
+		}
+		return values[0], nil
+	}}
+}
+
+// ByContext is a string that is in the request's context, where the application's authentication has put the user, say. See
+// [context.Context.Value] for what contextKey is.
+func ByContext(contextKey any) Key {
+	if contextKey == nil {
+		return Key{err: errors.New("is ByContext(nil)")}
+	}
+	return Key{find: func(r *http.Request) (string, error) { return fromContext(r.Context(), contextKey) }}
+}
+
+func fromContext(ctx context.Context, contextKey any) (string, error) {
+	value, ok := ctx.Value(contextKey).(string)
+	if !ok || value == "" {
+		return "", &KeyError{Reason: fmt.Sprintf("there is no string for a %T in the request's context", contextKey)}
+	}
+	return value, nil
+}
+
+// Join is several keys in one: for each address and user, say. Two requests have the same key only if all parts are the same,
+// whatever is in them. A request that lacks a part has no key.
+func Join(parts ...Key) Key {
+	if len(parts) == 0 {
+		return Key{err: errors.New("is Join of no keys")}
+	}
+	for _, part := range parts {
+		if err := part.usable(); err != nil {
+			return Key{err: fmt.Errorf("is Join of a key that %w", err)}
+		}
+	}
+	escape := strings.NewReplacer(`\`, `\\`, `|`, `\|`)
+	return Key{find: func(r *http.Request) (string, error) {
+		var joined strings.Builder
+		for i, part := range parts {
+			text, err := part.Of(r)
+			if err != nil {
+				return "", err
+			}
+			if i > 0 {
+				joined.WriteByte('|')
+			}
+			_, _ = escape.WriteString(&joined, text) // a Builder does not fail
+		}
+		return joined.String(), nil
+	}}
+}
+
+// HMAC keeps personal data out of the database: instead of a key, it stores the first 128 bits of its HMAC-SHA-256, as 22
+// characters of base64url. Whoever does not know the secret, of at least 16 random bytes, cannot tell which address or user a
+// row belongs to. All processes have to use the same one; another one begins with new keys. For `pgratelimit reset`, say, compute
+// the key the same way.
+func HMAC(secret []byte, key Key) Key {
+	if len(secret) < minSecret {
+		return Key{err: fmt.Errorf("is HMAC with a secret of %d bytes, and needs at least %d", len(secret), minSecret)}
+	}
+	if err := key.usable(); err != nil {
+		return Key{err: fmt.Errorf("is HMAC of a key that %w", err)}
+	}
+	secret = append([]byte(nil), secret...)
+	return Key{find: func(r *http.Request) (string, error) {
+		text, err := key.Of(r)
+		if err != nil {
+			return "", err
+		}
+		mac := hmac.New(sha256.New, secret)
+		_, _ = mac.Write([]byte(text)) // a hash does not fail
+		return base64.RawURLEncoding.EncodeToString(mac.Sum(nil)[:hmacLen]), nil
+	}}
+}
+
+// usable returns why New refuses a key; the words complete a sentence.
+func (k Key) usable() error {
+	if k.err == nil && k.find == nil {
+		return errors.New("is none")
+	}
+	return k.err
+}
+
+// isToken tells whether a text is a token of HTTP, such as the name of a header.
+func isToken(text string) bool {
+	return text != "" && !strings.ContainsFunc(text, func(c rune) bool { return !isTokenChar(c) })
+}
+
+func isTokenChar(c rune) bool {
+	return 'a' <= c && c <= 'z' || 'A' <= c && c <= 'Z' || '0' <= c && c <= '9' || strings.ContainsRune("!#$%&'*+-.^_`|~", c)
+}

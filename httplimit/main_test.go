@@ -1,0 +1,160 @@
+package httplimit
+
+import (
+	"context"
+	"io"
+	"log/slog"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/internal/pgtest"
+)
+
+func TestMain(m *testing.M) { pgtest.Main(m) }
+
+// asked is a call of a limiter.
+type asked struct {
+	key  string
+	cost int64
+}
+
+// fakeLimiter answers as it is told, and remembers what it was asked.
+type fakeLimiter struct {
+	policy    ratelimit.Policy // by default 10 a minute
+	onFailure ratelimit.FailureMode
+	result    ratelimit.Result
+	err       error
+	refund    func(ctx context.Context) (ratelimit.Result, error)
+
+	mu       sync.Mutex
+	asked    []asked
+	refunded []asked
+}
+
+func (f *fakeLimiter) Name() string { return "login" }
+
+func (f *fakeLimiter) Policy() ratelimit.Policy {
+	if f.policy != nil {
+		return f.policy
+	}
+	return ratelimit.FixedWindow{Limit: 10, Window: time.Minute}
+}
+
+func (f *fakeLimiter) OnFailure() ratelimit.FailureMode { return f.onFailure }
+
+func (f *fakeLimiter) AllowN(_ context.Context, key string, n int64) (ratelimit.Result, error) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.asked = append(f.asked, asked{key, n})
+	return f.result, f.err
+}
+
+func (f *fakeLimiter) Refund(ctx context.Context, key string, n int64) (ratelimit.Result, error) {
+	f.mu.Lock()
+	f.refunded = append(f.refunded, asked{key, n})
+	f.mu.Unlock()
+	if f.refund != nil {
+		return f.refund(ctx)
+	}
+	return ratelimit.Result{}, nil
+}
+
+func (f *fakeLimiter) refunds() []asked {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return f.refunded
+}
+
+// allowing is a limiter that allows everything, with 7 of 10 left.
+func allowing() *fakeLimiter {
+	return &fakeLimiter{onFailure: ratelimit.ReturnError(), result: ratelimit.Result{
+		Allowed: true, Limit: 10, Remaining: 7, ResetAfter: 41*time.Second + time.Microsecond, DecidedAt: time.Unix(1_800_000_000, 0),
+	}}
+}
+
+// denying is one that denies everything.
+func denying(retryAfter time.Duration) *fakeLimiter {
+	return &fakeLimiter{onFailure: ratelimit.ReturnError(), result: ratelimit.Result{
+		Limit: 10, RetryAfter: retryAfter, ResetAfter: time.Minute, DecidedAt: time.Unix(1_800_000_000, 1),
+	}}
+}
+
+// limited is a handler behind a limiter; the Key defaults to the address.
+func limited(t testing.TB, limiter Limiter, config Config, handler http.HandlerFunc) http.Handler {
+	t.Helper()
+	if config.Key.find == nil {
+		config.Key = ByIP()
+	}
+	limit, err := New(limiter, config)
+	require.NoError(t, err)
+	if handler == nil {
+		handler = func(w http.ResponseWriter, _ *http.Request) { _, _ = w.Write([]byte("through")) }
+	}
+	return limit(handler)
+}
+
+// answer is a response as a whole.
+type answer struct {
+	status int
+	header http.Header
+	body   string
+}
+
+// serve is the answer to a request, a GET from 192.0.2.1 by default.
+func serve(t *testing.T, handler http.Handler, requests ...*http.Request) answer {
+	t.Helper()
+	request := httptest.NewRequestWithContext(t.Context(), http.MethodGet, "/", nil)
+	if len(requests) > 0 {
+		request = requests[0]
+	}
+	recorder := httptest.NewRecorder()
+	handler.ServeHTTP(recorder, request)
+	header := recorder.Header()
+	if result := recorder.Result(); result.Body.Close() == nil {
+		header = result.Header // as it was when the status was written
+	}
+	return answer{recorder.Code, header, recorder.Body.String()}
+}
+
+// get is the answer of a server.
+func get(t *testing.T, client *http.Client, url string) answer {
+	t.Helper()
+	request, err := http.NewRequestWithContext(t.Context(), http.MethodGet, url, nil)
+	require.NoError(t, err)
+	response, err := client.Do(request)
+	require.NoError(t, err)
+	defer response.Body.Close()
+	body, err := io.ReadAll(response.Body)
+	require.NoError(t, err)
+	return answer{response.StatusCode, response.Header, string(body)}
+}
+
+// journal is a Logger's output.
+type journal struct {
+	mu   sync.Mutex
+	text strings.Builder
+}
+
+func (j *journal) Write(line []byte) (int, error) {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	return j.text.Write(line)
+}
+
+func (j *journal) logger() *slog.Logger { return slog.New(slog.NewTextHandler(j, nil)) }
+
+// lines are what was logged since the last call.
+func (j *journal) lines() []string {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	text := j.text.String()
+	j.text.Reset()
+	return strings.FieldsFunc(text, func(c rune) bool { return c == '\n' })
+}

@@ -1,0 +1,81 @@
+package httplimit
+
+import (
+	"encoding/json"
+	"fmt"
+	"net/http"
+	"time"
+
+	"github.com/pgratelimit/ratelimit"
+)
+
+// Rejection is why a request does not reach the handler.
+type Rejection struct {
+	// Status is 429 for a request that is denied; 503 for one that nobody could decide about; 400 for one without a usable key,
+	// or with a cost above the limit, which no waiting helps.
+	Status int
+	// Policy is the Config.PolicyName of the limit.
+	Policy string
+	// RetryAfter is when to try again, in whole seconds, as the response's header says; 0 if it says nothing.
+	RetryAfter time.Duration
+	// Result is the decision, of a request that is denied.
+	Result ratelimit.Result
+	// Err is why there is no decision, of a request that is not denied; nil if the limiter fails closed.
+	Err error
+}
+
+// The types of problems that draft-ietf-httpapi-ratelimit-headers registers.
+const (
+	quotaExceeded            = "https://iana.org/assignments/http-problem-types#quota-exceeded"
+	temporaryReducedCapacity = "https://iana.org/assignments/http-problem-types#temporary-reduced-capacity"
+)
+
+// ProblemJSON answers with a problem of RFC 9457, application/problem+json. It is what Config.Reject defaults to.
+func ProblemJSON(w http.ResponseWriter, _ *http.Request, rejection Rejection) {
+	problem := struct {
+		Type     string   `json:"type,omitempty"`
+		Title    string   `json:"title"`
+		Status   int      `json:"status"`
+		Violated []string `json:"violated-policies,omitempty"`
+	}{Title: rejection.title(), Status: rejection.Status}
+	switch rejection.Status {
+	case http.StatusTooManyRequests:
+		problem.Type, problem.Violated = quotaExceeded, []string{rejection.Policy}
+	case http.StatusServiceUnavailable:
+		problem.Type, problem.Violated = temporaryReducedCapacity, []string{rejection.Policy}
+	}
+	body, err := json.Marshal(problem)
+	if err != nil { // which has no reason to happen
+		PlainText(w, nil, rejection)
+		return
+	}
+	rejection.write(w, "application/problem+json", body)
+}
+
+// PlainText answers with a line of text.
+func PlainText(w http.ResponseWriter, _ *http.Request, rejection Rejection) {
+	text := rejection.title()
+	if rejection.RetryAfter > 0 {
+		text += fmt.Sprintf(" Try again in %d s.", wholeSeconds(rejection.RetryAfter))
+	}
+	rejection.write(w, "text/plain; charset=utf-8", []byte(text+"\n"))
+}
+
+func (r Rejection) title() string {
+	switch r.Status {
+	case http.StatusTooManyRequests:
+		return "Too many requests."
+	case http.StatusServiceUnavailable:
+		return "The service cannot take this request for now."
+	default:
+		return "The request does not say whom it is from, or asks for more than is ever allowed."
+	}
+}
+
+func (r Rejection) write(w http.ResponseWriter, contentType string, body []byte) {
+	w.Header().Set("Content-Type", contentType)
+	w.Header().Set("Cache-Control", "no-store") // as RFC 6585 demands
+	w.Header().Set("X-Content-Type-Options", "nosniff")
+	w.WriteHeader(r.Status)
+	_, _ = w.Write(body) // fails only if the client has left
+}
