@@ -51,8 +51,9 @@ func (p Headers) set(header http.Header, name string, policy ratelimit.Policy, r
 			text = strconv.AppendInt(text, wholeSeconds(result.ResetAfter), 10)
 		}
 		fields := string(text)
-		header["Ratelimit-Policy"] = append(header["Ratelimit-Policy"], fields[:end])
-		header["Ratelimit"] = append(header["Ratelimit"], fields[end:])
+		values := []string{fields[:end], fields[end:]}
+		add(header, "Ratelimit-Policy", values[0:1:1])
+		add(header, "Ratelimit", values[1:2:2])
 	case XRateLimit:
 		setTriple(header, result.Limit, remaining, wholeSeconds(result.ResetAfter))
 	case GitHub:
@@ -72,6 +73,14 @@ func appendMember(text []byte, name, parameter string, value int64) []byte {
 	text = append(text, '"')
 	text = append(text, parameter...)
 	return strconv.AppendInt(text, min(value, maxInteger), 10)
+}
+
+// add adds a value to those of an outer middleware, if there are any.
+func add(header http.Header, name string, value []string) {
+	if outer := header[name]; len(outer) > 0 {
+		value = append(outer, value...)
+	}
+	header[name] = value
 }
 
 func setTriple(header http.Header, limit, remaining, reset int64) {

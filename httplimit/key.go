@@ -7,8 +7,11 @@ import (
 	"encoding/base64"
 	"errors"
 	"fmt"
+	"hash"
 	"net/http"
+	"slices"
 	"strings"
+	"sync"
 	"unicode"
 )
 
@@ -137,15 +140,25 @@ func HMAC(secret []byte, key Key) Key {
 	if err := key.usable(); err != nil {
 		return Key{err: fmt.Errorf("is HMAC of a key that %w", err)}
 	}
-	secret = append([]byte(nil), secret...)
+	secret = slices.Clone(secret)
+	type state struct {
+		mac  hash.Hash
+		text []byte
+	}
+	states := sync.Pool{New: func() any { return &state{mac: hmac.New(sha256.New, secret)} }}
 	return Key{find: func(r *http.Request) (string, error) {
 		text, err := key.Of(r)
 		if err != nil {
 			return "", err
 		}
-		mac := hmac.New(sha256.New, secret)
-		_, _ = mac.Write([]byte(text)) // a hash does not fail
-		return base64.RawURLEncoding.EncodeToString(mac.Sum(nil)[:hmacLen]), nil
+		s := states.Get().(*state)
+		defer states.Put(s)
+		s.mac.Reset()
+		s.text = append(s.text[:0], text...)
+		_, _ = s.mac.Write(s.text) // a hash does not fail
+		s.text = s.mac.Sum(s.text[:0])
+		s.text = base64.RawURLEncoding.AppendEncode(s.text, s.text[:hmacLen])
+		return string(s.text[sha256.Size:]), nil
 	}}
 }
 

@@ -1,9 +1,9 @@
 package httplimit
 
 import (
-	"encoding/json"
 	"fmt"
 	"net/http"
+	"strconv"
 	"time"
 
 	"github.com/pgratelimit/ratelimit"
@@ -32,24 +32,25 @@ const (
 
 // ProblemJSON answers with a problem of RFC 9457, application/problem+json. It is what Config.Reject defaults to.
 func ProblemJSON(w http.ResponseWriter, _ *http.Request, rejection Rejection) {
-	problem := struct {
-		Type     string   `json:"type,omitempty"`
-		Title    string   `json:"title"`
-		Status   int      `json:"status"`
-		Violated []string `json:"violated-policies,omitempty"`
-	}{Title: rejection.title(), Status: rejection.Status}
+	problemType := ""
 	switch rejection.Status {
 	case http.StatusTooManyRequests:
-		problem.Type, problem.Violated = quotaExceeded, []string{rejection.Policy}
+		problemType = quotaExceeded
 	case http.StatusServiceUnavailable:
-		problem.Type, problem.Violated = temporaryReducedCapacity, []string{rejection.Policy}
+		problemType = temporaryReducedCapacity
 	}
-	body, err := json.Marshal(problem)
-	if err != nil { // which has no reason to happen
-		PlainText(w, nil, rejection)
-		return
+	body := append(make([]byte, 0, 256), `{"title":"`...)
+	body = append(body, rejection.title()...)
+	body = append(body, `","status":`...)
+	body = strconv.AppendInt(body, int64(rejection.Status), 10)
+	if problemType != "" {
+		body = append(body, `,"type":"`...)
+		body = append(body, problemType...)
+		body = append(body, `","violated-policies":["`...)
+		body = append(body, rejection.Policy...) // in which nothing needs to be escaped
+		body = append(body, `"]`...)
 	}
-	rejection.write(w, "application/problem+json", body)
+	rejection.write(w, "application/problem+json", append(body, "}\n"...))
 }
 
 // PlainText answers with a line of text.
@@ -74,8 +75,6 @@ func (r Rejection) title() string {
 
 func (r Rejection) write(w http.ResponseWriter, contentType string, body []byte) {
 	w.Header().Set("Content-Type", contentType)
-	w.Header().Set("Cache-Control", "no-store") // as RFC 6585 demands
-	w.Header().Set("X-Content-Type-Options", "nosniff")
 	w.WriteHeader(r.Status)
 	_, _ = w.Write(body) // fails only if the client has left
 }
