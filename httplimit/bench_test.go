@@ -13,9 +13,13 @@ import (
 // instant is a limiter that costs nothing.
 type instant struct{ *fakeLimiter }
 
-func (i instant) AllowN(context.Context, string, int64) (ratelimit.Result, error) { return i.result, nil }
+func (i instant) AllowN(context.Context, string, int64) (ratelimit.Result, error) {
+	return i.result, nil
+}
 
-func (i instant) Refund(context.Context, string, int64) (ratelimit.Result, error) { return i.result, nil }
+func (i instant) Refund(context.Context, string, int64) (ratelimit.Result, error) {
+	return i.result, nil
+}
 
 // sink is a ResponseWriter that costs nothing; its header is that of a server before the handler runs, empty.
 type sink struct{ header http.Header }

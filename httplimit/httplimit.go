@@ -30,6 +30,8 @@ type Limiter interface {
 	Refund(ctx context.Context, key string, n int64) (ratelimit.Result, error)
 }
 
+var _ Limiter = (*ratelimit.Limiter)(nil)
+
 // Config says how requests are limited. Key is required.
 type Config struct {
 	// Key says whom a request is charged to: ByIP, ByHeader, ByContext, ByFunc, or several of them in Join. A request without a
@@ -130,7 +132,7 @@ func (e *ConfigError) Error() string { return "httplimit: Config." + e.Field + "
 // again. One that nobody could decide about, because Postgres is away and the limiter fails closed or returns an error, is answered
 // with 503. Everything else reaches the handler, with the ResponseWriter as it is unless there is a [Config].Charge.
 func New(limiter Limiter, config Config) (func(http.Handler) http.Handler, error) {
-	if l, ok := any(limiter).(*ratelimit.Limiter); limiter == nil || ok && l == nil {
+	if l, ok := limiter.(*ratelimit.Limiter); limiter == nil || ok && l == nil {
 		return nil, errors.New("httplimit: the limiter is nil")
 	}
 	config = config.withDefaults(limiter)

@@ -155,7 +155,10 @@ func TestLostRefunds(t *testing.T) {
 	limiter := allowing()
 	handler := limited(t, limiter, Config{Charge: ChargeFailures, Logger: log.logger()}, nil)
 	for _, refund := range []func(context.Context) (ratelimit.Result, error){
-		func(ctx context.Context) (ratelimit.Result, error) { <-ctx.Done(); return ratelimit.Result{}, ctx.Err() },
+		func(ctx context.Context) (ratelimit.Result, error) {
+			<-ctx.Done()
+			return ratelimit.Result{}, ctx.Err()
+		},
 		func(context.Context) (ratelimit.Result, error) { return ratelimit.Result{}, errors.New("it is gone") },
 		func(context.Context) (ratelimit.Result, error) {
 			return ratelimit.Result{Allowed: true, Source: ratelimit.SourceFailedOpen}, nil

@@ -1,0 +1,91 @@
+// A small API with three limits: each address may make 100 requests a minute, each user 20, and each address may fail to log in 5
+// times in a quarter of an hour.
+package main
+
+import (
+	"context"
+	"errors"
+	"log"
+	"net/http"
+	"net/netip"
+	"os"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/httplimit"
+	"github.com/pgratelimit/ratelimit/migrations"
+)
+
+func main() {
+	ctx := context.Background()
+	pool, err := pgxpool.New(ctx, os.Getenv("DATABASE_URL"))
+	if err != nil {
+		log.Fatal(err)
+	}
+	if err := migrations.Up(ctx, pool); err != nil {
+		log.Fatal(err)
+	}
+	api, err := newAPI(pool)
+	if err != nil {
+		log.Fatal(err)
+	}
+	log.Fatal(http.ListenAndServe("localhost:8080", api))
+}
+
+func newAPI(pool *pgxpool.Pool) (http.Handler, error) {
+	// Behind a load balancer in 10.0.0.0/8, the client is who that says it is; nobody else is believed.
+	address := httplimit.ByIP(httplimit.TrustedProxies(netip.MustParsePrefix("10.0.0.0/8")))
+
+	perAddress, err := limit(pool, "address", ratelimit.SlidingWindow{Limit: 100, Window: time.Minute}, ratelimit.FailOpen(),
+		httplimit.Config{Key: address})
+	perUser, err2 := limit(pool, "user", ratelimit.TokenBucket{Capacity: 20, Refill: 20, Every: time.Minute}, ratelimit.FailOpen(),
+		httplimit.Config{Key: httplimit.ByContext(userKey{})})
+	perFailure, err3 := limit(pool, "login", ratelimit.SlidingWindow{Limit: 5, Window: 15 * time.Minute}, ratelimit.FailClosed(),
+		httplimit.Config{Key: address, Charge: httplimit.ChargeFailures})
+	if err := errors.Join(err, err2, err3); err != nil {
+		return nil, err
+	}
+
+	mux := http.NewServeMux()
+	mux.Handle("POST /login", perFailure(http.HandlerFunc(login)))
+	mux.Handle("GET /hello", authenticate(perUser(http.HandlerFunc(hello))))
+	return perAddress(mux), nil
+}
+
+// limit is a middleware of a limiter of its own. For the time when Postgres is away, somebody has to choose what happens.
+func limit(pool *pgxpool.Pool, name string, policy ratelimit.Policy, outage ratelimit.FailureMode, config httplimit.Config) (
+	func(http.Handler) http.Handler, error) {
+	limiter, err := ratelimit.New(pool, ratelimit.Config{Name: name, Policy: policy, OnFailure: outage})
+	if err != nil {
+		return nil, err
+	}
+	config.Headers = httplimit.IETFDraft11
+	return httplimit.New(limiter, config)
+}
+
+func login(w http.ResponseWriter, r *http.Request) {
+	if r.PostFormValue("password") != "correct horse" {
+		http.Error(w, "wrong password", http.StatusUnauthorized)
+		return
+	}
+	http.SetCookie(w, &http.Cookie{Name: "user", Value: r.PostFormValue("user")})
+}
+
+type userKey struct{}
+
+// authenticate stands for a real one.
+func authenticate(next http.Handler) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		cookie, err := r.Cookie("user")
+		if err != nil {
+			http.Error(w, "log in first", http.StatusUnauthorized)
+			return
+		}
+		next.ServeHTTP(w, r.WithContext(context.WithValue(r.Context(), userKey{}, cookie.Value)))
+	})
+}
+
+func hello(w http.ResponseWriter, r *http.Request) {
+	_, _ = w.Write([]byte("hello, " + r.Context().Value(userKey{}).(string) + "\n"))
+}
