@@ -1,0 +1,133 @@
+package httplimit
+
+import (
+	"context"
+	"net/http"
+	"os/exec"
+	"regexp"
+	"strconv"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/httplimit"
+)
+
+// A client that does as Retry-After says gets through then, and a second earlier it would not have; for every algorithm.
+func TestClientThatObeysRetryAfter(t *testing.T) {
+	t.Parallel()
+
+	for name, policy := range map[string]ratelimit.Policy{
+		"fixed window":   ratelimit.FixedWindow{Limit: 3, Window: time.Minute},
+		"sliding window": ratelimit.SlidingWindow{Limit: 3, Window: time.Minute},
+		"token bucket":   ratelimit.TokenBucket{Capacity: 3, Refill: 1, Every: 20 * time.Second},
+	} {
+		now := newClock()
+		config := ratelimit.Config{Policy: policy, Test: ratelimit.TestConfig{Now: now.read}}
+		address := serve(t, newLimiter(t, config), httplimit.Config{Key: httplimit.ByIP()}, nil)
+		client := newClient(t, "127.0.0.2")
+		waits := 0
+		for range 30 {
+			status, header := client.get(t, address, nil)
+			if status == http.StatusOK {
+				continue
+			}
+			waits++
+			require.Equal(t, http.StatusTooManyRequests, status, name)
+			seconds, err := strconv.Atoi(header.Get("Retry-After"))
+			require.NoError(t, err)
+			require.Positive(t, seconds)
+			now.advance(time.Duration(seconds-1) * time.Second)
+			status, header = client.get(t, address, nil)
+			require.Equal(t, http.StatusTooManyRequests, status, name)
+			require.Equal(t, "1", header.Get("Retry-After"), name)
+			now.advance(time.Second)
+			status, _ = client.get(t, address, nil)
+			require.Equal(t, http.StatusOK, status, name)
+		}
+		require.GreaterOrEqual(t, waits, 8, name)
+	}
+}
+
+// curl shows what a client sees, and with --retry it waits as long as it is told, and gets through.
+func TestCurl(t *testing.T) {
+	t.Parallel()
+
+	curl := program(t, "curl")
+	now := newClock()
+	var mu sync.Mutex
+	var rejected, through time.Time
+	config := httplimit.Config{
+		Key: httplimit.ByIP(), Headers: httplimit.XRateLimit,
+		Reject: func(w http.ResponseWriter, r *http.Request, rejection httplimit.Rejection) {
+			httplimit.PlainText(w, r, rejection)
+			if r.Header.Get("User-Agent") == "patient" {
+				mu.Lock()
+				rejected = time.Now()
+				mu.Unlock()
+				now.advance(rejection.RetryAfter) // while it waits
+			}
+		},
+	}
+	policy := ratelimit.FixedWindow{Limit: 1, Window: 2 * time.Second} // curl by itself would wait for 1 s
+	address := serve(t, newLimiter(t, ratelimit.Config{Policy: policy, Test: ratelimit.TestConfig{Now: now.read}}), config,
+		func(w http.ResponseWriter, _ *http.Request) {
+			mu.Lock()
+			defer mu.Unlock()
+			through = time.Now()
+			_, _ = w.Write([]byte("through\n"))
+		})
+	run := func(args ...string) string {
+		output, err := exec.CommandContext(t.Context(), curl, append(args, "--silent", "--noproxy", "*", "http://"+address)...).Output()
+		require.NoError(t, err)
+		return string(output)
+	}
+
+	require.Regexp(t, `(?s)^HTTP/1.1 200 OK\r\n.*X-Ratelimit-Limit: 1\r\nX-Ratelimit-Remaining: 0\r\nX-Ratelimit-Reset: 2\r\n.*through\n$`, run("--include"))
+	require.Regexp(t, `(?s)^HTTP/1.1 429 Too Many Requests\r\n.*Retry-After: 2\r\n.*Too many requests. Try again in 2 s.\n$`, run("--include"))
+	require.Equal(t, "Too many requests. Try again in 2 s.\nthrough\n", run("--retry", "1", "--user-agent", "patient"))
+	mu.Lock()
+	defer mu.Unlock()
+	require.GreaterOrEqual(t, through.Sub(rejected), 2*time.Second-10*time.Millisecond) // curl counts in milliseconds
+}
+
+// Under load from another process, exactly the limit is admitted, and everybody else is told so.
+func TestWrk(t *testing.T) {
+	t.Parallel()
+
+	wrk := program(t, "wrk")
+	const limit = 500
+	var admitted atomic.Int64
+	limiter := newLimiter(t, ratelimit.Config{Policy: ratelimit.FixedWindow{Limit: limit, Window: 365 * 24 * time.Hour}, NoDenialCache: true})
+	address := serve(t, limiter, httplimit.Config{Key: httplimit.ByIP()}, func(http.ResponseWriter, *http.Request) { admitted.Add(1) })
+
+	var total, denied int
+	for round := 0; round < 2 || total == denied+int(admitted.Load()) && admitted.Load() < limit; round++ {
+		output, err := exec.CommandContext(t.Context(), wrk, "-t2", "-c64", "-d1s", "http://"+address).CombinedOutput()
+		require.NoError(t, err, string(output))
+		total += number(t, `(\d+) requests in `, output)
+		denied += number(t, `Non-2xx or 3xx responses: (\d+)`, output)
+	}
+	require.EqualValues(t, limit, admitted.Load())
+	require.Equal(t, limit, total-denied)
+	t.Logf("%d of %d requests were admitted", admitted.Load(), total)
+	result, err := limiter.Peek(context.Background(), "127.0.0.1")
+	require.NoError(t, err)
+	require.Zero(t, result.Remaining)
+}
+
+// number is what a program's output says, 0 if it does not say it.
+func number(t *testing.T, pattern string, output []byte) int {
+	t.Helper()
+	match := regexp.MustCompile(pattern).FindSubmatch(output)
+	if match == nil {
+		return 0
+	}
+	n, err := strconv.Atoi(string(match[1]))
+	require.NoError(t, err)
+	return n
+}

@@ -1,0 +1,119 @@
+package httplimit
+
+import (
+	"net/http"
+	"net/http/httptest"
+	"strconv"
+	"testing"
+	"time"
+
+	"github.com/dunglas/httpsfv"
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/httplimit"
+)
+
+// member is a member of one of the draft's fields: a String and integers.
+type member struct {
+	name       string
+	parameters map[string]int64
+}
+
+// parse reads a field as RFC 9651 has it.
+func parse(t *testing.T, header http.Header, field string) []member {
+	t.Helper()
+	list, err := httpsfv.UnmarshalList(header.Values(field))
+	require.NoError(t, err, header.Values(field))
+	var members []member
+	for _, item := range list {
+		item := item.(httpsfv.Item)
+		m := member{item.Value.(string), map[string]int64{}}
+		for _, name := range item.Params.Names() {
+			value, _ := item.Params.Get(name)
+			m.parameters[name] = value.(int64)
+		}
+		members = append(members, m)
+	}
+	return members
+}
+
+// What is sent are structured fields with the right values, says somebody else's parser.
+func TestFieldsAreStructured(t *testing.T) {
+	t.Parallel()
+
+	now := newClock()
+	for name, test := range map[string]struct {
+		policy         ratelimit.Policy
+		quota, window  int64 // window 0: none
+		allowed, after int64 // t of an allowed request, 0: none; t of a denied one
+	}{
+		"fixed":                            {ratelimit.FixedWindow{Limit: 2, Window: 90 * time.Second}, 2, 90, 90, 90},
+		"sliding":                          {ratelimit.SlidingWindow{Limit: 2, Window: time.Minute}, 2, 60, 0, 90},
+		"bucket":                           {ratelimit.TokenBucket{Capacity: 2, Refill: 1, Every: 1500 * time.Millisecond}, 2, 3, 0, 2},
+		"no window":                        {ratelimit.FixedWindow{Limit: 2, Window: 1500 * time.Millisecond}, 2, 0, 2, 2},
+		"!#$%&'()*+,-./:;<=>?@[]^_`{|}~ A": {ratelimit.FixedWindow{Limit: 2, Window: time.Second}, 2, 1, 1, 1},
+		"huge":                             {ratelimit.FixedWindow{Limit: 1 << 62, Window: time.Microsecond}, 999_999_999_999_999, 0, 1, 0},
+	} {
+		limiter := newLimiter(t, ratelimit.Config{Policy: test.policy, Test: ratelimit.TestConfig{Now: now.read}})
+		outer, err := httplimit.New(limiter, httplimit.Config{
+			Key: httplimit.ByIP(), Headers: httplimit.IETFDraft11, PolicyName: "outer",
+			Skip: func(r *http.Request) bool { return r.URL.Path != "/both" },
+		})
+		require.NoError(t, err)
+		inner, err := httplimit.New(limiter, httplimit.Config{Key: httplimit.ByHeader("User"), Headers: httplimit.IETFDraft11, PolicyName: name})
+		require.NoError(t, err)
+		handler := outer(inner(http.HandlerFunc(func(http.ResponseWriter, *http.Request) {})))
+		ask := func(path string) (int, http.Header) {
+			r := httptest.NewRequestWithContext(t.Context(), http.MethodGet, path, nil)
+			r.Header.Set("User", "alice")
+			w := httptest.NewRecorder()
+			handler.ServeHTTP(w, r)
+			return w.Code, w.Header()
+		}
+
+		policy := member{name, map[string]int64{"q": test.quota}}
+		if test.window > 0 {
+			policy.parameters["w"] = test.window
+		}
+		status, header := ask("/one")
+		require.Equal(t, http.StatusOK, status)
+		require.Equal(t, []member{policy}, parse(t, header, "RateLimit-Policy"))
+		left := member{name, map[string]int64{"r": 1}}
+		if test.allowed > 0 {
+			left.parameters["t"] = test.allowed
+		}
+		if name == "huge" {
+			left.parameters["r"] = test.quota
+			require.Equal(t, []member{left}, parse(t, header, "RateLimit"))
+			continue
+		}
+		require.Equal(t, []member{left}, parse(t, header, "RateLimit"))
+
+		// Two limits are two members of one list.
+		status, header = ask("/both")
+		require.Equal(t, http.StatusOK, status)
+		policies := parse(t, header, "RateLimit-Policy")
+		require.Len(t, policies, 2)
+		require.Equal(t, "outer", policies[0].name)
+		require.Equal(t, policy, policies[1])
+
+		status, header = ask("/one")
+		require.Equal(t, http.StatusTooManyRequests, status)
+		require.Equal(t, []member{policy}, parse(t, header, "RateLimit-Policy"))
+		require.Equal(t, []member{{name, map[string]int64{"r": 0, "t": test.after}}}, parse(t, header, "RateLimit"))
+		retryAfter, err := strconv.ParseInt(header.Get("Retry-After"), 10, 64)
+		require.NoError(t, err)
+		require.Equal(t, test.after, retryAfter)
+	}
+}
+
+// Negative control: the parser refuses what is not right.
+func TestParserRefuses(t *testing.T) {
+	t.Parallel()
+
+	for _, field := range []string{`"a"b";q=1`, `"a";q=1000000000000000`, `"a\";q=1`, `"ä";q=1`, `"a";q=`} {
+		_, err := httpsfv.UnmarshalList([]string{field})
+		require.Error(t, err, field)
+	}
+}
