@@ -15,7 +15,7 @@ func TestReadmeShowsCompiledCode(t *testing.T) {
 	readme, err := os.ReadFile("README.md")
 	require.NoError(t, err)
 	var compiled string
-	for _, file := range []string{"example_test.go", "cleanup/example_test.go", "examples/hello/main.go"} {
+	for _, file := range []string{"example_test.go", "cleanup/example_test.go", "httplimit/example_test.go", "examples/hello/main.go"} {
 		code, err := os.ReadFile(file)
 		require.NoError(t, err)
 		compiled += withoutIndentation(string(code))

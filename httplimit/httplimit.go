@@ -1,4 +1,17 @@
-// Package httplimit puts a limit in front of an [http.Handler].
+// Package httplimit puts a limit of package ratelimit in front of an [http.Handler].
+//
+// [New] makes a middleware of a limiter: a function from handler to handler, for net/http and everything that takes such functions.
+// [Config].Key says whom a request is charged to, such as [ByIP]. What is forged counts for nothing: addresses in headers are
+// believed only behind proxies that were named, and then only the last one that is not theirs.
+//
+// A request that is denied gets status 429 and a Retry-After that is true: it says the time at which the same request is allowed if
+// nobody else takes anything, in whole seconds, rounded up. What happens while Postgres is away has to be chosen, see [New].
+//
+// On top of the limiter's own call this takes half a microsecond and 3 allocations with [ByIP] and [IETFDraft11], one microsecond
+// and 4 behind a proxy, the same for keys in [HMAC], and 6 allocations for a denial. To give back the cost of a request, see
+// [Config].Charge, takes another call of the limiter, before the response ends.
+//
+// It knows nothing of gRPC, where a denial is ResourceExhausted with a RetryInfo, and a failure of the store Unavailable.
 package httplimit
 
 import (
