@@ -57,7 +57,7 @@ type Config struct {
 	Skip func(*http.Request) bool
 
 	// Cost is what a request takes. One that costs nothing passes without a question, and one that costs more than the whole
-	// limit is rejected, with status 400.
+	// limit, or less than nothing, is rejected, with status 400.
 	//
 	// Defaults to 1 for each.
 	Cost func(*http.Request) int64
@@ -164,8 +164,8 @@ type middleware struct {
 	config  Config
 
 	// What has been logged.
-	keyless, tooCostly atomic.Bool // it happens at all, since anybody can make it happen
-	errors, refunds    health
+	keyless, badCost atomic.Bool // it happens at all, since anybody can make it happen
+	errors, refunds  health
 }
 
 func (m *middleware) serve(w http.ResponseWriter, r *http.Request, next http.Handler) {
@@ -236,9 +236,9 @@ func (m *middleware) rejectError(w http.ResponseWriter, r *http.Request, err err
 	case errors.Is(err, ratelimit.ErrInvalidKey):
 		m.rejectKey(w, r, err)
 		return
-	case errors.Is(err, ratelimit.ErrCostExceedsLimit):
-		if !m.tooCostly.Swap(true) {
-			m.warn(r.Context(), "httplimit: a request costs more than the limit, and is rejected; further ones are not logged", err)
+	case errors.Is(err, ratelimit.ErrCostExceedsLimit), errors.Is(err, ratelimit.ErrInvalidCost):
+		if !m.badCost.Swap(true) {
+			m.warn(r.Context(), "httplimit: a request has a cost that can never be taken, and is rejected; further ones are not logged", err)
 		}
 		m.reject(w, r, Rejection{Status: http.StatusBadRequest, Err: err})
 		return
@@ -274,11 +274,21 @@ func (m *middleware) info(ctx context.Context, message string) {
 	m.config.Logger.LogAttrs(ctx, slog.LevelInfo, message, slog.String("policy", m.config.PolicyName))
 }
 
+// calm is how long something has to fail at least before it is said to work again: what fails now and then is logged now and then.
+const calm = 10 * time.Second
+
 // health is whether something works, so that only changes are logged.
-type health struct{ failing atomic.Bool }
+type health struct{ failing atomic.Int64 } // since when, in nanoseconds since 1970; 0: it works
 
 // changed tells whether the last attempt went otherwise than those before.
 func (h *health) changed(err error) bool {
-	failing := err != nil
-	return h.failing.Load() != failing && h.failing.CompareAndSwap(!failing, failing)
+	since := h.failing.Load()
+	switch {
+	case err != nil:
+		return since == 0 && h.failing.CompareAndSwap(0, time.Now().UnixNano())
+	case since == 0:
+		return false
+	default:
+		return time.Now().UnixNano()-since >= int64(calm) && h.failing.CompareAndSwap(since, 0)
+	}
 }

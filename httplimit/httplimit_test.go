@@ -9,6 +9,7 @@ import (
 	"net/netip"
 	"strings"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/stretchr/testify/require"
@@ -171,36 +172,42 @@ func TestSourcesOfADecision(t *testing.T) {
 	}
 }
 
-// An error of the limiter is not the client's fault. It is logged when it begins and when it ends.
+// An error of the limiter is not the client's fault. It is logged when it begins and when it is over, and not for each request,
+// also if only some fail.
 func TestErrorsOfTheLimiter(t *testing.T) {
 	t.Parallel()
 
-	var log journal
+	synctest.Test(t, func(t *testing.T) {
+		var log journal
+		limiter := allowing()
+		handler := limited(t, limiter, Config{Logger: log.logger()}, nil)
+		for range 3 {
+			for range 100 {
+				limiter.err = errors.New("the database is gone")
+				response := serve(t, handler)
+				require.Equal(t, http.StatusServiceUnavailable, response.status)
+				require.Equal(t, "1", response.header.Get("Retry-After"))
+				require.Contains(t, response.body, "temporary-reduced-capacity")
+				limiter.err = nil
+				require.Equal(t, http.StatusOK, serve(t, handler).status)
+			}
+			lines := log.lines()
+			require.Len(t, lines, 1)
+			require.Contains(t, lines[0], "level=WARN")
+			require.Contains(t, lines[0], "the database is gone")
+			require.Contains(t, lines[0], "policy=login")
+
+			<-time.After(calm)
+			for range 100 {
+				require.Equal(t, http.StatusOK, serve(t, handler).status)
+			}
+			lines = log.lines()
+			require.Len(t, lines, 1)
+			require.Contains(t, lines[0], "level=INFO")
+		}
+	})
+
 	limiter := allowing()
-	handler := limited(t, limiter, Config{Logger: log.logger()}, nil)
-	for range 3 {
-		limiter.err = errors.New("the database is gone")
-		for range 100 {
-			response := serve(t, handler)
-			require.Equal(t, http.StatusServiceUnavailable, response.status)
-			require.Equal(t, "1", response.header.Get("Retry-After"))
-			require.Contains(t, response.body, "temporary-reduced-capacity")
-		}
-		lines := log.lines()
-		require.Len(t, lines, 1)
-		require.Contains(t, lines[0], "level=WARN")
-		require.Contains(t, lines[0], "the database is gone")
-		require.Contains(t, lines[0], "policy=login")
-
-		limiter.err = nil
-		for range 100 {
-			require.Equal(t, http.StatusOK, serve(t, handler).status)
-		}
-		lines = log.lines()
-		require.Len(t, lines, 1)
-		require.Contains(t, lines[0], "level=INFO")
-	}
-
 	limiter.err = errors.New("the database is gone")
 	own := Config{OnError: func(w http.ResponseWriter, _ *http.Request, err error) { http.Error(w, err.Error(), http.StatusTeapot) }}
 	response := serve(t, limited(t, limiter, own, nil))
@@ -269,18 +276,15 @@ func TestCost(t *testing.T) {
 	require.Equal(t, http.StatusOK, serve(t, handler).status)
 	require.Equal(t, []asked{{"192.0.2.1", 3}}, limiter.asked)
 
-	// It can never fit, so nobody is told to try again.
-	limiter.err = &ratelimit.CostError{Cost: 11, Limit: 10}
+	// No waiting helps, so nobody is told to try again.
 	for range 100 {
-		response := serve(t, handler)
-		require.Equal(t, http.StatusBadRequest, response.status)
-		require.Empty(t, response.header.Get("Retry-After"))
+		for _, cost := range []int64{11, -1} {
+			limiter.err = &ratelimit.CostError{Cost: cost, Limit: 10}
+			response := serve(t, handler)
+			require.Equal(t, http.StatusBadRequest, response.status)
+			require.Empty(t, response.header.Get("Retry-After"))
+		}
 	}
-	require.Len(t, log.lines(), 1)
-
-	// A cost below 0 is a mistake of the application's.
-	limiter.err = &ratelimit.CostError{Cost: -1, Limit: 10}
-	require.Equal(t, http.StatusServiceUnavailable, serve(t, handler).status)
 	require.Len(t, log.lines(), 1)
 }
 

@@ -10,6 +10,8 @@ import (
 	"net/http/httptest"
 	"strings"
 	"testing"
+	"testing/synctest"
+	"time"
 
 	"github.com/stretchr/testify/require"
 
@@ -151,6 +153,10 @@ func TestClientThatLeavesDuringTheHandler(t *testing.T) {
 func TestLostRefunds(t *testing.T) {
 	t.Parallel()
 
+	synctest.Test(t, testLostRefunds)
+}
+
+func testLostRefunds(t *testing.T) {
 	var log journal
 	limiter := allowing()
 	handler := limited(t, limiter, Config{Charge: ChargeFailures, Logger: log.logger()}, nil)
@@ -170,6 +176,7 @@ func TestLostRefunds(t *testing.T) {
 		}
 		require.Len(t, log.lines(), 1)
 		limiter.refund = nil
+		<-time.After(calm)
 		for range 5 {
 			require.Equal(t, http.StatusOK, serve(t, handler).status)
 		}
@@ -296,7 +303,8 @@ func TestHijacking(t *testing.T) {
 		close(refunded)
 		return ratelimit.Result{}, nil
 	}
-	server := server(t, limiter, false, func(w http.ResponseWriter, _ *http.Request) {
+	config := Config{Charge: func(status int) bool { return status != http.StatusSwitchingProtocols }}
+	server := httptest.NewServer(limited(t, limiter, config, func(w http.ResponseWriter, _ *http.Request) {
 		conn, buffer, err := w.(http.Hijacker).Hijack()
 		if err != nil {
 			t.Error(err)
@@ -306,7 +314,8 @@ func TestHijacking(t *testing.T) {
 		_ = buffer.Flush()
 		_, _ = io.CopyN(conn, buffer, 5)
 		_ = conn.Close()
-	})
+	}))
+	defer server.Close()
 	conn, err := (&net.Dialer{}).DialContext(t.Context(), "tcp", server.Listener.Addr().String())
 	require.NoError(t, err)
 	defer conn.Close()

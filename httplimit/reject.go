@@ -12,7 +12,7 @@ import (
 // Rejection is why a request does not reach the handler.
 type Rejection struct {
 	// Status is 429 for a request that is denied; 503 for one that nobody could decide about; 400 for one without a usable key,
-	// or with a cost above the limit, which no waiting helps.
+	// or with a cost that can never be taken.
 	Status int
 	// Policy is the Config.PolicyName of the limit.
 	Policy string
@@ -69,7 +69,7 @@ func (r Rejection) title() string {
 	case http.StatusServiceUnavailable:
 		return "The service cannot take this request for now."
 	default:
-		return "The request does not say whom it is from, or asks for more than is ever allowed."
+		return "The request does not say whom it is from, or asks for what is never allowed."
 	}
 }
 

@@ -29,7 +29,7 @@ func TestClientThatObeysRetryAfter(t *testing.T) {
 		now := newClock()
 		config := ratelimit.Config{Policy: policy, Test: ratelimit.TestConfig{Now: now.read}}
 		address := serve(t, newLimiter(t, config), httplimit.Config{Key: httplimit.ByIP()}, nil)
-		client := newClient(t, "127.0.0.2")
+		client := newClient(t, "127.0.0.1")
 		waits := 0
 		for range 30 {
 			status, header := client.get(t, address, nil)
@@ -106,14 +106,15 @@ func TestWrk(t *testing.T) {
 	address := serve(t, limiter, httplimit.Config{Key: httplimit.ByIP()}, func(http.ResponseWriter, *http.Request) { admitted.Add(1) })
 
 	var total, denied int
-	for round := 0; round < 2 || total == denied+int(admitted.Load()) && admitted.Load() < limit; round++ {
+	for allDenied := false; !allDenied; {
 		output, err := exec.CommandContext(t.Context(), wrk, "-t2", "-c64", "-d1s", "http://"+address).CombinedOutput()
 		require.NoError(t, err, string(output))
-		total += number(t, `(\d+) requests in `, output)
-		denied += number(t, `Non-2xx or 3xx responses: (\d+)`, output)
+		requests, others := number(t, `(\d+) requests in `, output), number(t, `Non-2xx or 3xx responses: (\d+)`, output)
+		allDenied = requests > 0 && requests == others
+		total, denied = total+requests, denied+others
 	}
 	require.EqualValues(t, limit, admitted.Load())
-	require.Equal(t, limit, total-denied)
+	require.LessOrEqual(t, total-denied, limit) // what was under way at the end of a run, it does not count
 	t.Logf("%d of %d requests were admitted", admitted.Load(), total)
 	result, err := limiter.Peek(context.Background(), "127.0.0.1")
 	require.NoError(t, err)
