@@ -65,7 +65,8 @@ type Config struct {
 	// Charge tells by the status of the response whether the request is charged: ChargeFailures, ChargeSuccesses,
 	// ChargeAllButServerErrors, or any function. The cost is taken first, so that never more requests run at a time than the limit
 	// allows, and is given back when the handler is done. It stays taken if the client has left before there was a status. A handler
-	// that panics before it has written a status counts as 500. If what is to be given back does not arrive, it is counted.
+	// that panics before it has written a status counts as 500. What cannot be given back, because Postgres is
+	// away, stays counted, and so does what a FallbackLocal has taken.
 	//
 	// Defaults to charging every request.
 	Charge func(status int) bool
