@@ -173,8 +173,9 @@ func (d *demo) createSchema(ctx context.Context) error {
 // startWeb starts the application on a free port.
 func (d *demo) startWeb(context.Context) (err error) {
 	d.limiter, err = ratelimit.New(d.pool, ratelimit.Config{
-		Name:   "shorten",
-		Policy: ratelimit.SlidingWindow{Limit: demoLimit, Window: time.Minute},
+		Name:      "shorten",
+		Policy:    ratelimit.SlidingWindow{Limit: demoLimit, Window: time.Minute},
+		OnFailure: ratelimit.ReturnError(),
 	})
 	if err != nil {
 		return err
@@ -184,7 +185,12 @@ func (d *demo) startWeb(context.Context) (err error) {
 		return err
 	}
 	d.baseURL = "http://" + listener.Addr().String()
-	d.web = &http.Server{Handler: newShortener(d.baseURL, d.limiter), ReadHeaderTimeout: requestTimeout}
+	handler, err := newShortener(d.baseURL, d.limiter)
+	if err != nil {
+		listener.Close()
+		return err
+	}
+	d.web = &http.Server{Handler: handler, ReadHeaderTimeout: requestTimeout}
 	d.webDone = make(chan error, 1)
 	go func() { d.webDone <- d.web.Serve(listener) }()
 

@@ -6,53 +6,14 @@ import (
 	"errors"
 	"log/slog"
 	"mime"
-	"net"
 	"net/http"
 	"net/url"
-	"strconv"
 	"strings"
 	"sync"
-	"time"
 
 	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/httplimit"
 )
-
-// limited lets requests through to next as long as the limiter allows their client.
-//
-// The client is the address that the connection comes from. Behind a proxy that is the proxy, for all clients alike: take
-// the address from what your proxy sends then, and from nobody else. With IPv6, take the first 64 bits: a client has them all.
-func limited(limiter *ratelimit.Limiter, next http.Handler) http.Handler {
-	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		client, _, err := net.SplitHostPort(r.RemoteAddr)
-		if err != nil {
-			respondError(w, http.StatusInternalServerError, "the client has no address")
-			return
-		}
-		result, err := limiter.Allow(r.Context(), client)
-		if err != nil {
-			// Not 429: the client has done nothing wrong. To fail open instead, go on to next.
-			if r.Context().Err() == nil { // the client is still there
-				slog.ErrorContext(r.Context(), "no decision on a request", "error", err)
-			}
-			respondError(w, http.StatusServiceUnavailable, "try again later")
-			return
-		}
-
-		w.Header().Set("X-RateLimit-Limit", strconv.FormatInt(result.Limit, 10))
-		w.Header().Set("X-RateLimit-Remaining", strconv.FormatInt(result.Remaining, 10))
-		if !result.Allowed {
-			w.Header().Set("Retry-After", strconv.FormatInt(wholeSeconds(result.RetryAfter), 10))
-			respondError(w, http.StatusTooManyRequests, "too many requests")
-			return
-		}
-		next.ServeHTTP(w, r)
-	})
-}
-
-// wholeSeconds is what Retry-After wants: rounded up, because a client that comes too early is denied again, and at least 1.
-func wholeSeconds(d time.Duration) int64 {
-	return int64(max((d+time.Second-1)/time.Second, 1))
-}
 
 // shortener makes short links, and forgets them when the process ends.
 type shortener struct {
@@ -61,12 +22,18 @@ type shortener struct {
 }
 
 // newShortener returns the demo's web application: POST /shorten makes a short link, and GET follows it. Only the first is limited.
-func newShortener(base string, limiter *ratelimit.Limiter) http.Handler {
+func newShortener(base string, limiter *ratelimit.Limiter) (http.Handler, error) {
+	limit, err := httplimit.New(limiter, httplimit.Config{
+		Key: httplimit.ByIP(), Headers: httplimit.XRateLimit, Logger: slog.Default(),
+	})
+	if err != nil {
+		return nil, err
+	}
 	s := &shortener{base: base}
 	mux := http.NewServeMux()
-	mux.Handle("POST /shorten", limited(limiter, http.HandlerFunc(s.shorten)))
+	mux.Handle("POST /shorten", limit(http.HandlerFunc(s.shorten)))
 	mux.HandleFunc("GET /{code}", s.follow)
-	return mux
+	return mux, nil
 }
 
 func (s *shortener) shorten(w http.ResponseWriter, r *http.Request) {
