@@ -237,16 +237,16 @@ func (l *Limiter) decideSets(ctx context.Context, db DBTX, elements []element, s
 	}
 	owners, names, keys := make([]int32, 0, n), make([]string, 0, n), make([]string, 0, n)
 	durables, algorithms := make([]bool, 0, n), make([]int16, 0, n)
-	numbers := make([]int64, 5*n)
-	limits, spans, refills, costs, counts := numbers[:0:n], numbers[n:n:2*n], numbers[2*n:2*n:3*n], numbers[3*n:3*n:4*n], numbers[4*n:4*n]
+	limits, spans, refills := make([]int64, 0, n), make([]int64, 0, n), make([]int64, 0, n)
+	costs, counts := make([]int64, 0, n), make([]int64, 0, n)
 	of := make([]*decision, 0, n)
 	durable, synchronous := false, false
 	for i := range elements {
 		for j, p := range elements[i].set.parts {
-			algorithm, limit, span, refill := columns(p.policy)
+			numbers := columnsOf(p.policy)
 			owners, names, keys = append(owners, int32(i)), append(names, p.name), append(keys, p.key)
-			durables, algorithms = append(durables, p.of.config.Durable), append(algorithms, algorithm)
-			limits, spans, refills = append(limits, limit), append(spans, span), append(refills, refill)
+			durables, algorithms = append(durables, p.of.config.Durable), append(algorithms, numbers.algorithm)
+			limits, spans, refills = append(limits, numbers.limit), append(spans, numbers.span), append(refills, numbers.refill)
 			costs, counts = append(costs, p.cost), append(counts, elements[i].count)
 			of = append(of, &elements[i].decisions[j])
 			durable = durable || p.of.config.Durable
@@ -264,18 +264,23 @@ func (l *Limiter) decideSets(ctx context.Context, db DBTX, elements []element, s
 }
 
 // columns are the numbers of a policy as rate_limit_all takes them.
-func columns(p Policy) (algorithm int16, limit, span, refill int64) {
+type columns struct {
+	algorithm           int16
+	limit, span, refill int64
+}
+
+func columnsOf(p Policy) columns {
 	switch p := p.(type) {
 	case FixedWindow:
-		return 1, p.Limit, micros(p.Window), 0
+		return columns{1, p.Limit, micros(p.Window), 0}
 	case SlidingWindow:
-		return 2, p.Limit, micros(p.Window), 0
+		return columns{2, p.Limit, micros(p.Window), 0}
 	case TokenBucket:
-		return 3, p.Capacity, micros(p.Every), p.Refill
+		return columns{3, p.Capacity, micros(p.Every), p.Refill}
 	case SlidingLog:
-		return 4, p.Limit, micros(p.Window), 0
+		return columns{4, p.Limit, micros(p.Window), 0}
 	}
-	return 0, 0, 0, 0 // which the function refuses
+	return columns{} // which the function refuses
 }
 
 // results is what the i-th request of an element, from 1, is told.

@@ -180,10 +180,10 @@ func allArrays(requests []modelRequest) []any {
 	var limits, spans, refills, costs, counts []int64
 	for i, request := range requests {
 		for _, p := range request.parts {
-			number, limit, span, refill := columns(p.policy)
+			numbers := columnsOf(p.policy)
 			owners, names, keys = append(owners, int32(i)), append(names, p.id.name), append(keys, p.id.key)
-			durables, algorithms = append(durables, p.durable), append(algorithms, number)
-			limits, spans, refills = append(limits, limit), append(spans, span), append(refills, refill)
+			durables, algorithms = append(durables, p.durable), append(algorithms, numbers.algorithm)
+			limits, spans, refills = append(limits, numbers.limit), append(spans, numbers.span), append(refills, numbers.refill)
 			costs, counts = append(costs, p.cost), append(counts, request.count)
 		}
 	}

@@ -96,7 +96,8 @@ func TestDenialOfAllWritesNothing(t *testing.T) {
 		require.Zero(t, written(t, tx, config), config.Name)
 	}
 	require.NoError(t, tx.Commit(t.Context()))
-	require.Equal(t, before, [2]map[rowID]storedRow{storedRows(t, pool, false), storedRows(t, pool, true)})
+	require.Equal(t, before[0], storedRows(t, pool, false))
+	require.Equal(t, before[1], storedRows(t, pool, true))
 }
 
 func TestRequestsThatCannotBeAsked(t *testing.T) {

@@ -99,12 +99,20 @@ func (l *Limiter) substitute(key string, n int64) Result {
 	case failOpen:
 		return Result{Allowed: true, Source: SourceFailedOpen, Limit: l.policy.limit(), DecidedAt: time.Now()}
 	case fallbackLocal:
-		d, now := l.fallback.decide(l.policy.scaled(l.config.OnFailure.share), key, n)
-		d.decidedAt = now
-		if d.retryAfter == never {
-			d.retryAfter = micros(breakerPause)
+		parts := l.appendParts(nil, key, n)
+		policies := make([]Policy, len(parts))
+		for i := range parts {
+			policies[i] = parts[i].policy.scaled(l.config.OnFailure.share)
 		}
-		result := l.result(&element{cost: n, decision: d}, 1)
+		decisions, now := l.fallback.decide(policies, key, n)
+		for i := range decisions {
+			decisions[i].decidedAt = now
+			if decisions[i].retryAfter == never {
+				decisions[i].retryAfter = micros(breakerPause)
+			}
+		}
+		e := element{cost: n, set: &set{parts: parts}, decisions: decisions}
+		result := e.combined(0, len(parts), 1)
 		result.Source = SourceFallback
 		return result
 	default:

@@ -51,20 +51,29 @@ func newFallback(config Config) *fallback {
 	return f
 }
 
-// decide decides under policy, which is a share of the limiter's own.
-func (f *fallback) decide(policy Policy, key string, n int64) (decision, time.Time) {
+// decide decides under policies, each a share of the limiter's own: it takes from all of them, or from none.
+func (f *fallback) decide(policies []Policy, key string, n int64) ([]decision, time.Time) {
 	now := f.now()
 	// Monotonic, whatever is done to the machine's clock.
 	clock := f.begin.UnixMicro() + now.Sub(f.begin).Microseconds()
+	decisions, fits := make([]decision, len(policies)), true
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	hash := f.room(maphash.String(f.seed, key), localSize(policy), clock)
-	known := f.states[hash]
-	if known.statement != policy.statement() {
-		known = localState{statement: policy.statement(), size: known.size}
+	for i, policy := range policies {
+		_, known := f.known(policy, key, i, clock)
+		_, decisions[i] = policy.decide(known.state, clock, n)
+		fits = fits && (n == 0 || decisions[i].granted > 0)
 	}
-	next, d := policy.decide(known.state, clock, n)
-	if next != known.state {
+	for i, policy := range policies {
+		hash, known := f.known(policy, key, i, clock)
+		if !fits && decisions[i].granted > 0 {
+			_, decisions[i] = policy.decide(known.state, clock, 0) // what another policy has refused stays here
+			continue
+		}
+		next, _ := policy.decide(known.state, clock, n)
+		if next == known.state {
+			continue
+		}
 		if f.states == nil {
 			f.states = make(map[uint64]localState)
 		}
@@ -75,11 +84,21 @@ func (f *fallback) decide(policy Policy, key string, n int64) (decision, time.Ti
 		known.state = next
 		f.states[hash] = known
 	}
-	return d, now
+	return decisions, now
 }
 
-// room returns the hash under which a key is known: its own, or 0 if there is no room for one of that size.
-func (f *fallback) room(hash uint64, size int, clock int64) uint64 {
+// known returns the state of a key under the i-th policy of a limiter, and the hash under which it is to be found.
+func (f *fallback) known(policy Policy, key string, i int, clock int64) (uint64, localState) {
+	hash := f.room(maphash.String(f.seed, key)+uint64(i), localSize(policy), clock, uint64(i))
+	known := f.states[hash]
+	if known.statement != policy.statement() {
+		known = localState{statement: policy.statement(), size: known.size}
+	}
+	return hash, known
+}
+
+// room returns the hash under which a key is known: its own, or the shared one if there is no room for one of that size.
+func (f *fallback) room(hash uint64, size int, clock int64, shared uint64) uint64 {
 	if _, ok := f.states[hash]; ok || f.used+size <= localMemory {
 		return hash
 	}
@@ -96,7 +115,7 @@ func (f *fallback) room(hash uint64, size int, clock int64) uint64 {
 	if f.used+size <= localMemory {
 		return hash
 	}
-	return 0
+	return shared
 }
 
 // shareOf is a share of a limit, at least 1, and rounded down, but not for what a float64 lacks: 0.29 of 100 is 29.
