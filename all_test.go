@@ -250,8 +250,8 @@ func TestRandomSetsDoNotDeadlock(t *testing.T) {
 		r := rand.New(rand.NewPCG(testSeed(t), uint64(w)))
 		var limiters []*Limiter
 		for i := range 6 {
-			policies := []Policy{FixedWindow{Limit: 1000, Window: year}, SlidingWindow{Limit: 40, Window: year}, TokenBucket{Capacity: 50, Refill: 1, Every: year}}
-			l, err := New(pools[w%len(pools)], Config{Name: fmt.Sprint(i), Policy: policies[i%3], Durable: i%2 == 1, Timeout: amply, MaxInFlight: 3})
+			policies := []Policy{FixedWindow{Limit: 1000, Window: year}, SlidingWindow{Limit: 40, Window: year}, TokenBucket{Capacity: 50, Refill: 1, Every: year}, SlidingLog{Limit: 60, Window: year}}
+			l, err := New(pools[w%len(pools)], Config{Name: fmt.Sprint(i), Policy: policies[i%4], Durable: i%2 == 1, Timeout: amply, MaxInFlight: 3})
 			errs[w] = errors.Join(errs[w], err)
 			limiters = append(limiters, l)
 		}

@@ -119,7 +119,7 @@ BEGIN
                     e.durable IS NOT NULL AND octet_length(e.name) BETWEEN 1 AND 128 AND octet_length(e.key) BETWEEN 1 AND 512,
                     e.first AND coalesce(d.tid, l.tid) IS NULL, coalesce(d.algorithm, l.algorithm, 0),
                     coalesce(d.tid, l.tid), coalesce(d.count, l.count, 0), coalesce(d.prev_count, l.prev_count, 0),
-                    coalesce(d.window_start, l.window_start, 0), coalesce(d.credit, l.credit, 0), coalesce(d.scale, l.scale, 0),
+                    coalesce(d.window_start, l.window_start, 0), coalesce(d.credit, l.credit, 0), coalesce(d.scale, l.scale),
                     coalesce(d.expires_at, l.expires_at, 0), coalesce(d.log, l.log)
                 FROM (
                     SELECT e.durable, e.name, e.key, e.ord,
@@ -143,7 +143,7 @@ BEGIN
                     e.durable IS NOT NULL AND octet_length(e.name) BETWEEN 1 AND 128 AND octet_length(e.key) BETWEEN 1 AND 512,
                     false, coalesce(d.algorithm, l.algorithm, 0),
                     coalesce(d.tid, l.tid), coalesce(d.count, l.count, 0), coalesce(d.prev_count, l.prev_count, 0),
-                    coalesce(d.window_start, l.window_start, 0), coalesce(d.credit, l.credit, 0), coalesce(d.scale, l.scale, 0),
+                    coalesce(d.window_start, l.window_start, 0), coalesce(d.credit, l.credit, 0), coalesce(d.scale, l.scale),
                     coalesce(d.expires_at, l.expires_at, 0), coalesce(d.log, l.log)
                 FROM (
                     SELECT e.durable, e.name, e.key, e.ord,
