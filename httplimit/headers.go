@@ -107,6 +107,8 @@ func windowSeconds(policy ratelimit.Policy) int64 {
 		micros = p.Window.Microseconds()
 	case ratelimit.SlidingWindow:
 		micros = p.Window.Microseconds()
+	case ratelimit.SlidingLog:
+		micros = p.Window.Microseconds()
 	case ratelimit.TokenBucket:
 		full := p.Capacity * p.Every.Microseconds() // in the exact range
 		if micros = full / p.Refill; micros*p.Refill != full {

@@ -73,6 +73,7 @@ func TestWindowSeconds(t *testing.T) {
 		{ratelimit.FixedWindow{Limit: 1, Window: 1500 * time.Millisecond}, 0},
 		{ratelimit.FixedWindow{Limit: 1, Window: time.Microsecond}, 0},
 		{ratelimit.SlidingWindow{Limit: 1, Window: 24 * time.Hour}, 86400},
+		{ratelimit.SlidingLog{Limit: 1, Window: time.Hour}, 3600},
 		{ratelimit.TokenBucket{Capacity: 1, Refill: 1, Every: time.Second}, 1},
 		{ratelimit.TokenBucket{Capacity: 1, Refill: 3, Every: time.Second}, 0},
 		{ratelimit.TokenBucket{Capacity: 3, Refill: 3, Every: time.Second}, 1},

@@ -24,6 +24,7 @@ func TestClientThatObeysRetryAfter(t *testing.T) {
 	for name, policy := range map[string]ratelimit.Policy{
 		"fixed window":   ratelimit.FixedWindow{Limit: 3, Window: time.Minute},
 		"sliding window": ratelimit.SlidingWindow{Limit: 3, Window: time.Minute},
+		"sliding log":    ratelimit.SlidingLog{Limit: 3, Window: time.Minute},
 		"token bucket":   ratelimit.TokenBucket{Capacity: 3, Refill: 1, Every: 20 * time.Second},
 	} {
 		now := newClock()
