@@ -110,6 +110,8 @@ type Results struct {
 // Every call asks the database: denials are not remembered in the process. A limit that everybody shares is one row, which one
 // statement at a time can take from; see the package documentation of what that costs.
 //
+// [Config].OnFailure does not answer for it: an outage is an error, but one that comes at once while the first limiter's breaker is open.
+//
 // Errors: a [*RequestError] for a request that cannot be asked, and nothing was taken; the context's error, if that ends first (the requests
 // may still count); else a [*StoreError].
 func AllowAll(ctx context.Context, requests ...Request) (Results, error) {
@@ -126,12 +128,18 @@ func AllowAll(ctx context.Context, requests ...Request) (Results, error) {
 	if err := ctx.Err(); err != nil {
 		return Results{}, waitError(err)
 	}
+	pass, probe := l.breaker.pass()
+	if !pass {
+		return Results{}, errNotTried
+	}
 	if !l.shared {
 		l.single.Lock()
 		defer l.single.Unlock()
-		return l.allowSet(ctx, l.db, s, l.settings)
+		results, err := l.allowSet(ctx, l.db, s, l.settings)
+		l.breaker.report(err, probe)
+		return results, err
 	}
-	if _, err := l.enqueue(ctx, "", 1, s, false); err != nil {
+	if _, err := l.enqueue(ctx, "", 1, s, probe); err != nil {
 		return Results{}, err
 	}
 	return s.results, nil

@@ -100,18 +100,18 @@ func (l *Limiter) substitute(key string, n int64) Result {
 		return Result{Allowed: true, Source: SourceFailedOpen, Limit: l.policy.limit(), DecidedAt: time.Now()}
 	case fallbackLocal:
 		parts := l.appendParts(nil, key, n)
-		policies := make([]Policy, len(parts))
-		for i := range parts {
-			policies[i] = parts[i].policy.scaled(l.config.OnFailure.share)
+		shares := make([]Policy, len(parts))
+		for i, p := range parts {
+			shares[i] = p.policy.scaled(l.config.OnFailure.share)
 		}
-		decisions, now := l.fallback.decide(policies, key, n)
+		decisions, now := l.fallback.decide(shares, key, n)
 		for i := range decisions {
 			decisions[i].decidedAt = now
 			if decisions[i].retryAfter == never {
 				decisions[i].retryAfter = micros(breakerPause)
 			}
 		}
-		e := element{cost: n, set: &set{parts: parts}, decisions: decisions}
+		e := element{set: &set{parts: parts}, decisions: decisions}
 		result := e.combined(0, len(parts), 1)
 		result.Source = SourceFallback
 		return result

@@ -580,3 +580,22 @@ func TestFallbackGrantsItsShareAndNoMore(t *testing.T) {
 		}
 	})
 }
+
+// AllowAll is not answered by OnFailure; but it fails at once while the breaker is open, and is a probe as good as any.
+func TestAllowAllInAnOutage(t *testing.T) {
+	t.Parallel()
+	pg := pgtest.New(t)
+	for name, db := range map[string]DBTX{"pool": pg.Pool, "connection": connect(t, pg)} {
+		l := newLimiter(t, db, Config{Name: name, Policy: hourly, OnFailure: FailOpen(), Timeout: amply})
+		for range breakerFailures {
+			l.breaker.report(storeError(errors.New("broken"), true), false)
+		}
+		_, err := AllowAll(t.Context(), l.Request("key", 1))
+		require.ErrorIs(t, err, errNotTried)
+		l.breaker.begin = l.breaker.begin.Add(-breakerPause)
+		results, err := AllowAll(t.Context(), l.Request("key", 1))
+		require.NoError(t, err)
+		require.True(t, results.Allowed)
+		require.False(t, l.breaker.open())
+	}
+}

@@ -51,29 +51,41 @@ func newFallback(config Config) *fallback {
 	return f
 }
 
-// decide decides under policies, each a share of the limiter's own: it takes from all of them, or from none.
+// decide decides under all of the policies, or takes nothing: shares of the limiter's own.
 func (f *fallback) decide(policies []Policy, key string, n int64) ([]decision, time.Time) {
 	now := f.now()
 	// Monotonic, whatever is done to the machine's clock.
 	clock := f.begin.UnixMicro() + now.Sub(f.begin).Microseconds()
-	decisions, fits := make([]decision, len(policies)), true
+	hash := maphash.String(f.seed, key)
 	f.mu.Lock()
 	defer f.mu.Unlock()
+	decisions := make([]decision, len(policies))
+	several, fits := len(policies) > 1, true
 	for i, policy := range policies {
-		_, known := f.known(policy, key, i, clock)
-		_, decisions[i] = policy.decide(known.state, clock, n)
-		fits = fits && (n == 0 || decisions[i].granted > 0)
+		decisions[i] = f.ask(policy, hash, uint64(i), n, clock, !several)
+		fits = fits && decisions[i].granted == 1
 	}
 	for i, policy := range policies {
-		hash, known := f.known(policy, key, i, clock)
-		if !fits && decisions[i].granted > 0 {
-			_, decisions[i] = policy.decide(known.state, clock, 0) // what another policy has refused stays here
-			continue
+		switch {
+		case !several || n == 0:
+		case fits:
+			decisions[i] = f.ask(policy, hash, uint64(i), n, clock, true)
+		case decisions[i].granted == 1: // it had room, but nothing is taken
+			decisions[i] = f.ask(policy, hash, uint64(i), 0, clock, false)
 		}
-		next, _ := policy.decide(known.state, clock, n)
-		if next == known.state {
-			continue
-		}
+	}
+	return decisions, now
+}
+
+// ask decides under one policy, the i-th of its limiter; keep says whether what it takes is taken.
+func (f *fallback) ask(policy Policy, hash, i uint64, n, clock int64, keep bool) decision {
+	hash = f.room(hash+i, i, localSize(policy), clock)
+	known := f.states[hash]
+	if known.statement != policy.statement() {
+		known = localState{statement: policy.statement(), size: known.size}
+	}
+	next, d := policy.decide(known.state, clock, n)
+	if keep && next != known.state {
 		if f.states == nil {
 			f.states = make(map[uint64]localState)
 		}
@@ -84,21 +96,11 @@ func (f *fallback) decide(policies []Policy, key string, n int64) ([]decision, t
 		known.state = next
 		f.states[hash] = known
 	}
-	return decisions, now
-}
-
-// known returns the state of a key under the i-th policy of a limiter, and the hash under which it is to be found.
-func (f *fallback) known(policy Policy, key string, i int, clock int64) (uint64, localState) {
-	hash := f.room(maphash.String(f.seed, key)+uint64(i), localSize(policy), clock, uint64(i))
-	known := f.states[hash]
-	if known.statement != policy.statement() {
-		known = localState{statement: policy.statement(), size: known.size}
-	}
-	return hash, known
+	return d
 }
 
 // room returns the hash under which a key is known: its own, or the shared one if there is no room for one of that size.
-func (f *fallback) room(hash uint64, size int, clock int64, shared uint64) uint64 {
+func (f *fallback) room(hash, shared uint64, size int, clock int64) uint64 {
 	if _, ok := f.states[hash]; ok || f.used+size <= localMemory {
 		return hash
 	}

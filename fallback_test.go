@@ -1,19 +1,16 @@
 package ratelimit
 
 import (
-	"context"
-	"errors"
 	"fmt"
+	"hash/maphash"
 	"math"
 	"math/rand/v2"
-	"net"
 	"runtime"
 	"strings"
 	"testing"
 	"testing/synctest"
 	"time"
 
-	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
 )
 
@@ -21,10 +18,38 @@ func newTestFallback(clock *setClock) *fallback {
 	return newFallback(Config{OnFailure: FallbackLocal(1), Test: TestConfig{Now: clock.now}})
 }
 
-// decideOne decides under one policy.
-func (f *fallback) decideOne(policy Policy, key string, n int64) (decision, time.Time) {
+func (f *fallback) one(policy Policy, key string, n int64) (decision, time.Time) {
 	decisions, now := f.decide([]Policy{policy}, key, n)
 	return decisions[0], now
+}
+
+// Several policies take from all of them, or from none.
+func TestFallbackOfSeveralPolicies(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		db := newModelDB(hourly)
+		policy := All(FixedWindow{Limit: 30, Window: time.Second}, FixedWindow{Limit: 50, Window: time.Hour})
+		l := newLimiter(t, db, Config{Name: "test", Policy: policy, OnFailure: FallbackLocal(0.1)})
+		db.set(turnedAway)
+		ask := func(n int64) Result {
+			t.Helper()
+			result, err := l.AllowN(t.Context(), "key", n)
+			require.NoError(t, err)
+			require.Equal(t, SourceFallback, result.Source)
+			require.Equal(t, time.Now(), result.DecidedAt)
+			result.DecidedAt = time.Time{}
+			return result
+		}
+		require.Equal(t, Result{Allowed: true, Source: SourceFallback, Limit: 30, Remaining: 1, ResetAfter: time.Hour}, ask(2))
+		require.Equal(t, Result{Source: SourceFallback, Limit: 30, Remaining: 1, RetryAfter: time.Second, ResetAfter: time.Hour}, ask(2))
+		require.Equal(t, Result{Allowed: true, Source: SourceFallback, Limit: 30, Remaining: 1, ResetAfter: time.Hour}, ask(0))
+		require.Equal(t, Result{Source: SourceFallback, Limit: 30, Remaining: 1, RetryAfter: time.Hour, ResetAfter: time.Hour}, ask(4))
+		elapse(time.Second)
+		require.Equal(t, Result{Allowed: true, Source: SourceFallback, Limit: 30, Remaining: 0, ResetAfter: time.Hour - time.Second}, ask(3))
+		elapse(time.Second)
+		require.Equal(t, Result{Source: SourceFallback, Limit: 50, Remaining: 0, RetryAfter: time.Hour - 2*time.Second, ResetAfter: time.Hour - 2*time.Second}, ask(1))
+		require.Equal(t, int64(3), l.fallback.ask(FixedWindow{Limit: 3, Window: time.Second}, maphash.String(l.fallback.seed, "key"), 0, 0, time.Now().UnixMicro(), false).remaining)
+	})
 }
 
 // It decides as the model does, for every key by itself and for every algorithm.
@@ -34,7 +59,6 @@ func TestFallbackDecidesAsTheModel(t *testing.T) {
 		FixedWindow{Limit: 5, Window: 3 * time.Second},
 		SlidingWindow{Limit: 5, Window: 3 * time.Second},
 		TokenBucket{Capacity: 5, Refill: 3, Every: 2 * time.Second},
-		SlidingLog{Limit: 5, Window: 3 * time.Second},
 	} {
 		seed := rand.Uint64()
 		random := rand.New(rand.NewPCG(seed, 0))
@@ -46,7 +70,7 @@ func TestFallbackDecidesAsTheModel(t *testing.T) {
 			cost := random.Int64N(7)
 			var want decision
 			states[key], want = policy.decide(states[key], clock.at.UnixMicro(), cost)
-			got, now := f.decideOne(policy, key, cost)
+			got, now := f.one(policy, key, cost)
 			require.Equal(t, want, got, "step %d of seed %d", step, seed)
 			require.Equal(t, clock.at, now)
 			clock.at = clock.at.Add(time.Duration(random.Int64N(400_000)) * time.Microsecond)
@@ -58,10 +82,10 @@ func TestFallbackDecidesAsTheModel(t *testing.T) {
 func TestFallbackKeepsAlgorithmsApart(t *testing.T) {
 	t.Parallel()
 	f := newTestFallback(&setClock{at: t0})
-	_, _ = f.decideOne(FixedWindow{Limit: 5, Window: time.Hour}, "key", 5)
-	d, _ := f.decideOne(FixedWindow{Limit: 7, Window: time.Hour}, "key", 0)
+	_, _ = f.one(FixedWindow{Limit: 5, Window: time.Hour}, "key", 5)
+	d, _ := f.one(FixedWindow{Limit: 7, Window: time.Hour}, "key", 0)
 	require.Equal(t, int64(2), d.remaining)
-	d, _ = f.decideOne(TokenBucket{Capacity: 5, Refill: 1, Every: time.Hour}, "key", 1)
+	d, _ = f.one(TokenBucket{Capacity: 5, Refill: 1, Every: time.Hour}, "key", 1)
 	require.Equal(t, int64(4), d.remaining)
 	require.Equal(t, localSize(hourly), f.used)
 }
@@ -76,7 +100,7 @@ func TestFallbackIsBounded(t *testing.T) {
 	maxLocal := localMemory / localSize(policy)
 	require.Equal(t, 65536, maxLocal)
 	allowed := func(key string) bool {
-		d, _ := f.decideOne(policy, key, 1)
+		d, _ := f.one(policy, key, 1)
 		return d.granted == 1
 	}
 	require.True(t, allowed("known"))
@@ -117,12 +141,12 @@ func TestFallbackCountsElapsedTime(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		f := newFallback(Config{OnFailure: FallbackLocal(1)})
 		policy := FixedWindow{Limit: 1, Window: time.Minute}
-		_, _ = f.decideOne(policy, "key", 1)
+		_, _ = f.one(policy, "key", 1)
 		elapse(time.Minute - time.Microsecond)
-		d, _ := f.decideOne(policy, "key", 1)
+		d, _ := f.one(policy, "key", 1)
 		require.Equal(t, decision{retryAfter: 1, resetAfter: 1, state: d.state}, d)
 		elapse(time.Microsecond)
-		d, _ = f.decideOne(policy, "key", 1)
+		d, _ = f.one(policy, "key", 1)
 		require.EqualValues(t, 1, d.granted)
 	})
 }
@@ -213,7 +237,7 @@ func TestFallbackMemory(t *testing.T) {
 	runtime.GC()
 	runtime.ReadMemStats(&before)
 	for i := range localMemory / localSize(hourly) {
-		_, _ = f.decideOne(hourly, fmt.Sprint("user:", i), 1)
+		_, _ = f.one(hourly, fmt.Sprint("user:", i), 1)
 	}
 	runtime.GC()
 	runtime.ReadMemStats(&after)
@@ -227,44 +251,7 @@ func BenchmarkFallback(b *testing.B) {
 	b.ReportAllocs()
 	b.RunParallel(func(pb *testing.PB) {
 		for i := 0; pb.Next(); i++ {
-			_, _ = f.decideOne(hourly, "user:123", 1)
+			_, _ = f.one(hourly, "user:123", 1)
 		}
 	})
-}
-
-// Under several policies it takes from all or from none, with the numbers that the database tells.
-func TestFallbackUnderSeveralPolicies(t *testing.T) {
-	t.Parallel()
-
-	now := t0
-	away := &failingDB{}
-	l := newLimiter(t, away, Config{
-		Name: "api", OnFailure: FallbackLocal(0.5), Timeout: amply, Test: TestConfig{Now: func() time.Time { return now }},
-		Policy: All(FixedWindow{Limit: 4, Window: time.Second}, FixedWindow{Limit: 6, Window: time.Hour}),
-	})
-	for i, want := range []struct {
-		after     time.Duration
-		allowed   bool
-		remaining int64
-		retry     time.Duration
-	}{
-		{0, true, 1, 0}, {0, true, 0, 0}, {0, false, 0, time.Second}, // 2 of a second
-		{time.Second, true, 0, 0}, {0, false, 0, time.Hour - time.Second}, // and 3 of an hour; nothing was taken of the second
-		{time.Second, false, 0, time.Hour - 2*time.Second},
-	} {
-		now = now.Add(want.after)
-		got, err := l.Allow(t.Context(), "key")
-		require.NoError(t, err)
-		require.Equal(t, SourceFallback, got.Source)
-		require.Equal(t, want.allowed, got.Allowed, "call %d: %+v", i, got)
-		require.Equal(t, want.remaining, got.Remaining, "call %d", i)
-		require.Equal(t, want.retry, got.RetryAfter, "call %d", i)
-	}
-}
-
-// failingDB is a database that is away.
-type failingDB struct{ DBTX }
-
-func (*failingDB) Query(context.Context, string, ...any) (pgx.Rows, error) {
-	return nil, &net.OpError{Op: "dial", Err: errors.ErrUnsupported}
 }
