@@ -139,7 +139,7 @@ func AllowAll(ctx context.Context, requests ...Request) (Results, error) {
 		l.breaker.report(err, probe)
 		return results, err
 	}
-	if _, err := l.enqueue(ctx, "", 1, s, probe); err != nil {
+	if _, err := l.enqueue(ctx, "", 1, false, s, probe); err != nil {
 		return Results{}, err
 	}
 	return s.results, nil

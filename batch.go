@@ -11,7 +11,8 @@ import (
 // element is one element of a statement's arrays: count requests of the same cost for the same key.
 type element struct {
 	key         string
-	cost, count int64
+	cost, count int64 // a cost below 0 is a refund
+	above       bool  // and then, so of all elements of the statement, a grant
 	decision    decision
 	first, last *call // who asked, if it was coalesced
 
@@ -46,7 +47,11 @@ func (l *Limiter) decide(ctx context.Context, db DBTX, elements []element, setti
 		keys[i], costs[i], counts[i] = elements[i].key, elements[i].cost, elements[i].count
 	}
 	args := append([]any{l.config.Name, keys, costs, counts, l.config.Durable, settings.lockTimeout, settings.synchronousCommit, l.now()}, l.policy.numbers()...)
-	return queryDecisions(ctx, db, settings.own(), l.decideQL, args, func(ord int64, d decision) { elements[ord-1].decision = d })
+	sql := l.decideQL
+	if p, ok := l.policy.(granter); ok && elements[0].above {
+		sql = qualify(p.grantStatement(), l.config.Schema)
+	}
+	return queryDecisions(ctx, db, settings.own(), sql, args, func(ord int64, d decision) { elements[ord-1].decision = d })
 }
 
 // now is what replaces the database's clock, or nil.

@@ -11,7 +11,8 @@ import (
 type call struct {
 	by     *Limiter
 	key    string
-	cost   int64
+	cost   int64         // below 0: a refund
+	above  bool          // and then a grant
 	since  time.Time     // when it was made
 	done   chan struct{} // gets one value, once result and err are set
 	probe  bool          // it may ask the database although the breaker is open
@@ -22,12 +23,12 @@ type call struct {
 }
 
 // enqueue has a request decided: at once if fewer than MaxInFlight statements are under way, else with the next one.
-func (l *Limiter) enqueue(ctx context.Context, key string, cost int64, s *set, probe bool) (Result, error) {
+func (l *Limiter) enqueue(ctx context.Context, key string, cost int64, above bool, s *set, probe bool) (Result, error) {
 	c, ok := l.calls.Get().(*call)
 	if !ok {
 		c = &call{done: make(chan struct{}, 1)}
 	}
-	c.by, c.key, c.cost, c.set, c.since, c.probe, c.next = l, key, cost, s, time.Now(), probe, nil
+	c.by, c.key, c.cost, c.above, c.set, c.since, c.probe, c.next = l, key, cost, above, s, time.Now(), probe, nil
 
 	l.mu.Lock()
 	l.queue = append(l.queue, c)
@@ -109,9 +110,9 @@ func (c *core) board(batch []*call) []*call {
 }
 
 // leavesWith tells whether one statement can decide both. It has one policy, and calls that look leave apart from those that
-// take, because they need no lock.
+// take, because they need no lock; and so do grants, because the statement says that its costs below 0 are.
 func (c *call) leavesWith(other *call) bool {
-	return (c.cost == 0) == (other.cost == 0) && (c.set != nil) == (other.set != nil) &&
+	return (c.cost == 0) == (other.cost == 0) && c.above == other.above && (c.set != nil) == (other.set != nil) &&
 		(c.by == other.by || c.set != nil || c.by.policy == other.by.policy)
 }
 
@@ -154,24 +155,25 @@ func (l *Limiter) decideAndRemember(ctx context.Context, elements []element, set
 		return l.decide(ctx, l.db, elements, settings)
 	}
 	asked, resets := l.denials.local(), l.denials.resets.Load()
-	if err := l.decide(ctx, l.db, elements, settings); err != nil {
-		return err
-	}
+	err := l.decide(ctx, l.db, elements, settings)
 	told := l.denials.local()
 	for i := range elements {
 		switch e := &elements[i]; {
-		case e.cost == 0 || e.set != nil:
+		case e.cost < 0:
+			l.denials.reset(e.key) // also after an error: it may have been given back
+		case e.cost == 0 || e.set != nil || err != nil:
 		case e.decision.granted < e.count:
 			l.denials.remember(l.policy, e.key, e.decision, asked, told, resets)
 		default:
 			l.denials.forget(e.key)
 		}
 	}
-	return nil
+	return err
 }
 
 // group makes elements of calls: those for the same key and of the same cost become one, unless one of another cost lies between
-// them, so that all calls for a key are decided in the order in which they came.
+// them, so that all calls for a key are decided in the order in which they came. Refunds and grants stay apart: what remains after
+// all of them does not tell what remained after each, because they stop at full.
 func (f *flight) group(batch []*call) []element {
 	f.elements = f.elements[:0]
 	clear(f.last)
@@ -183,7 +185,7 @@ func (f *flight) group(batch []*call) []element {
 			f.elements = append(f.elements, element{cost: 1, count: 1, first: c, last: c, set: c.set})
 			continue
 		}
-		if i, ok := f.last[c.key]; ok && f.elements[i].cost == c.cost {
+		if i, ok := f.last[c.key]; ok && f.elements[i].cost == c.cost && c.cost >= 0 {
 			e := &f.elements[i]
 			e.count++
 			e.last.next = c
@@ -193,7 +195,7 @@ func (f *flight) group(batch []*call) []element {
 		if len(batch) > 1 {
 			f.last[c.key] = len(f.elements)
 		}
-		f.elements = append(f.elements, element{key: c.key, cost: c.cost, count: 1, first: c, last: c})
+		f.elements = append(f.elements, element{key: c.key, cost: c.cost, count: 1, above: c.above, first: c, last: c})
 	}
 	return f.elements
 }

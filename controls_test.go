@@ -35,6 +35,15 @@ func TestMistakesInTheFunctionsDifferFromTheModel(t *testing.T) {
 		{"rate_limit_sliding_log", "& age_bits) >= window_us", "& age_bits) > window_us"},
 		{"rate_limit_sliding_log", "- s.window_start + clock", "- s.window_start + clock - 1"},
 		{"rate_limit_sliding_log", "s.log[needed + 1:]", "s.log[needed:]"},
+		{"rate_limit_fixed_window", "r.asked > -(9223372036854775807 / r.cost)", "r.asked > 1 - (9223372036854775807 / r.cost)"},
+		{"rate_limit_fixed_window", "s.credit := s.credit - spent", "s.credit := s.credit"},
+		{"rate_limit_fixed_window", "IF changed AND s.count = 0 THEN", "IF false THEN"},
+		{"rate_limit_sliding_window", "least(back + s.count, 0)", "least(back + 0 * s.count, 0)"},
+		{"rate_limit_sliding_window", "s.expires_at := clock + reset_after_us", "s.expires_at := s.window_start + 2 * window_us"},
+		{"rate_limit_sliding_window", "greatest(r.cost, 1) - s.credit", "greatest(r.cost, 1)"},
+		{"rate_limit_token_bucket", "back >= -((full_credit - s.credit) / every_us)", "back > -((full_credit - s.credit) / every_us)"},
+		{"rate_limit_token_bucket", "s.count - greatest(back,", "s.count - 1 - greatest(back,"},
+		{"rate_limit_lock", "r.cost < 0 AND above", "r.cost < 0"},
 	} {
 		t.Run(c.function+", "+c.wrong, func(t *testing.T) {
 			t.Parallel()
@@ -94,7 +103,8 @@ func TestUpdatingByTidInTheStatementOfTheLockIsLost(t *testing.T) {
 			exec(t, db.Pool, `
 				CREATE OR REPLACE FUNCTION rate_limit_fixed_window(
 					name text, keys text[], max_count bigint, window_us bigint, costs bigint[] DEFAULT NULL, counts bigint[] DEFAULT NULL,
-					durable boolean DEFAULT false, lock_timeout_ms integer DEFAULT NULL, synchronous_commit boolean DEFAULT NULL, now timestamptz DEFAULT NULL)
+					durable boolean DEFAULT false, lock_timeout_ms integer DEFAULT NULL, synchronous_commit boolean DEFAULT NULL, now timestamptz DEFAULT NULL,
+					above boolean DEFAULT false)
 				RETURNS SETOF rate_limit_decision LANGUAGE sql SECURITY DEFINER AS $$
 					WITH locked AS (
 						SELECT r.ctid AS tid, r.* FROM rate_limit_ephemeral AS r WHERE r.prefix = name AND r.key = keys[1] FOR UPDATE
@@ -151,7 +161,11 @@ func TestDenialThatWritesIsSeen(t *testing.T) {
 	}
 	for name, policy := range slowPolicies(10) {
 		db := pgtest.New(t)
-		rewrite(t, db.Pool, functions[name], "IF granted > 0 OR (moved", "IF true OR (moved")
+		if name == "sliding log" {
+			rewrite(t, db.Pool, functions[name], "IF granted > 0 OR (moved", "IF true OR (moved")
+		} else {
+			rewrite(t, db.Pool, functions[name], "IF changed THEN", "IF true THEN")
+		}
 		config := Config{Name: "test", Policy: policy, Timeout: amply, NoDenialCache: true}
 		limiter := newLimiter(t, db.NewPool(t, nil), config)
 		_, err := limiter.AllowN(t.Context(), "key", 10)

@@ -10,7 +10,7 @@ import (
 
 // denials remembers, in this process, keys that the database has just denied, so that a client that keeps asking costs the
 // database nothing. It holds the state of the key's row and asks the policy's model about it: others can only have taken more
-// since, so what the model denies, the database would deny too, unless the key was reset in the meantime. For that, nothing is
+// since, so what the model denies, the database would deny too, unless the key was reset, given back to or granted credit in the meantime. For that, nothing is
 // remembered for longer than maxAge. Only denials are remembered: to forget one costs a query, never a grant. The numbers are
 // exact as well until a cost of 1 fits again, because until then nobody can take anything; of a denial of a larger cost they may
 // lack what others have taken since.
@@ -147,7 +147,7 @@ func (d *denials) remember(policy Policy, key string, denied decision, asked, to
 	}
 }
 
-// reset is called after a key was reset.
+// reset is called after a key was reset, given back to, or granted credit.
 func (d *denials) reset(key string) {
 	d.resets.Add(1)
 	d.forget(key)

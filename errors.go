@@ -17,11 +17,12 @@ var (
 	// UTF-8, or that has a NUL byte. The error is a [*KeyError]; nothing was asked.
 	ErrInvalidKey = errors.New("ratelimit: invalid key")
 
-	// ErrInvalidCost is returned by AllowN and AllowNTx for a cost below 0. The error is a [*CostError]; nothing was asked.
+	// ErrInvalidCost is returned by AllowN and AllowNTx for a cost below 0, and by Refund, Grant and
+	// their twins for less than 1. The error is a [*CostError]; nothing was asked.
 	ErrInvalidCost = errors.New("ratelimit: invalid cost")
 
 	// ErrCostExceedsLimit is returned by AllowN and AllowNTx for a cost above the policy's limit, which no waiting can make
-	// fit. The error is a [*CostError]; nothing was asked.
+	// fit, and by Grant and GrantTx for more than a key can hold. The error is a [*CostError]; nothing was asked.
 	ErrCostExceedsLimit = errors.New("ratelimit: cost exceeds the limit")
 
 	// ErrWouldExceedDeadline is returned by Wait and WaitN where the context's deadline comes before the retry time. The error is a
@@ -89,12 +90,15 @@ func (e *KeyError) Is(target error) bool { return target == ErrInvalidKey }
 // CostError is a cost that cannot be asked for: too small (ErrInvalidCost), or above the limit (ErrCostExceedsLimit).
 type CostError struct {
 	Cost, Limit int64
-	Least       int64 // what may be asked for: from 0, or from 1 of a Request
+	Least       int64 // what may be asked for: from 0, or from 1 of a Request, Refund or Grant
 }
 
 func (e *CostError) Error() string {
 	if e.Cost < e.Least {
 		return fmt.Sprintf("%v: it is %d, and must be at least %d", ErrInvalidCost, e.Cost, e.Least)
+	}
+	if e.Limit == maxCredit {
+		return fmt.Sprintf("%v: %d is more than the credit that a key can hold, %d; grant less", ErrCostExceedsLimit, e.Cost, e.Limit)
 	}
 	return fmt.Sprintf("%v: %d can never fit into %d; ask for less at once, or raise the limit", ErrCostExceedsLimit, e.Cost, e.Limit)
 }

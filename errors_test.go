@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"math"
 	"net"
 	"os"
 	"path/filepath"
@@ -34,12 +35,17 @@ func everyCall(l *Limiter, key string) map[string]func() error {
 		}
 		return err
 	}
-	return map[string]func() error{
+	calls := map[string]func() error{
 		"Allow":  func() error { return allowed(l.Allow(context.Background(), key)) },
 		"AllowN": func() error { return allowed(l.AllowN(context.Background(), key, 2)) },
 		"Peek":   func() error { return allowed(l.Peek(context.Background(), key)) },
 		"Reset":  func() error { return l.Reset(context.Background(), key) },
 	}
+	if _, gives := l.policy.(granter); gives {
+		calls["Refund"] = func() error { return allowed(l.Refund(context.Background(), key, 2)) }
+		calls["Grant"] = func() error { return allowed(l.Grant(context.Background(), key, 2)) }
+	}
+	return calls
 }
 
 // requireKinds requires a StoreError of exactly these kinds, which does not show the key.
@@ -78,6 +84,8 @@ func TestInvalidKeys(t *testing.T) {
 		all := everyCall(limiter, c.key)
 		all["AllowTx"] = func() error { _, err := limiter.AllowTx(t.Context(), tx, c.key); return err }
 		all["AllowNTx"] = func() error { _, err := limiter.AllowNTx(t.Context(), tx, c.key, 1); return err }
+		all["RefundTx"] = func() error { _, err := limiter.RefundTx(t.Context(), tx, c.key, 1); return err }
+		all["GrantTx"] = func() error { _, err := limiter.GrantTx(t.Context(), tx, c.key, 1); return err }
 		all["ResetTx"] = func() error { return limiter.ResetTx(t.Context(), tx, c.key) }
 		for name, call := range all {
 			err := call()
@@ -129,6 +137,22 @@ func TestInvalidCosts(t *testing.T) {
 					require.Contains(t, err.Error(), want.Error())
 					require.NotContains(t, err.Error(), "personal")
 				}
+			}
+		}
+		_, gives := config.Policy.(granter)
+		for _, n := range []int64{0, -1, math.MinInt64} {
+			if !gives {
+				_, err := limiter.Refund(t.Context(), "personal", 1)
+				require.ErrorIs(t, err, errNothingToGive)
+				break
+			}
+			result, err := limiter.Refund(t.Context(), "personal", n)
+			require.Zero(t, result)
+			_, errTx := limiter.RefundTx(t.Context(), tx, "personal", n)
+			for _, err := range []error{err, errTx} {
+				require.ErrorIs(t, err, ErrInvalidCost)
+				require.NotErrorIs(t, err, ErrCostExceedsLimit)
+				require.EqualError(t, err, fmt.Sprintf("ratelimit: invalid cost: it is %d, and must be at least 1", n))
 			}
 		}
 		require.Equal(t, "T", string(tx.Conn().PgConn().TxStatus()))

@@ -154,3 +154,41 @@ func ExampleFallbackLocal() {
 	result, err := limiter.Allow(context.Background(), "user:123")
 	fmt.Println(result.Allowed, result.Source, err)
 }
+
+// The upload that was paid for has failed: give it back.
+func ExampleLimiter_Refund() {
+	var (
+		ctx     context.Context
+		limiter *ratelimit.Limiter
+		upload  func(context.Context) error
+		size    int64
+	)
+	result, err := limiter.AllowN(ctx, "user:123", size)
+	if err != nil || !result.Allowed {
+		return
+	}
+	if err := upload(ctx); err != nil {
+		// Also if ctx is why it has failed.
+		result, err := limiter.Refund(context.WithoutCancel(ctx), "user:123", size)
+		fmt.Println(result.Remaining, err)
+	}
+}
+
+// A customer has bought 500 more; they are there once the purchase is.
+func ExampleLimiter_Grant() {
+	var (
+		ctx     context.Context
+		pool    *pgxpool.Pool
+		limiter *ratelimit.Limiter
+	)
+	err := pgx.BeginFunc(ctx, pool, func(tx pgx.Tx) error {
+		if _, err := tx.Exec(ctx, `INSERT INTO purchases (customer, amount) VALUES ('acme', 500)`); err != nil {
+			return err
+		}
+		_, err := limiter.GrantTx(ctx, tx, "customer:acme", 500) // without a purchase to go with: Grant
+		return err
+	})
+	if err != nil {
+		log.Print(err)
+	}
+}

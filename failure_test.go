@@ -515,7 +515,7 @@ func TestOnFailureOfASingleConnection(t *testing.T) {
 		}
 	})
 	require.True(t, l.breaker.open())
-	result, err = l.askDatabase(t.Context(), "key", 1, false)
+	result, err = l.askDatabase(t.Context(), "key", 1, false, false)
 	require.Zero(t, result)
 	require.ErrorIs(t, err, errNotTried)
 }

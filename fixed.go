@@ -32,7 +32,21 @@ func (p FixedWindow) limit() int64      { return p.Limit }
 func (p FixedWindow) statement() string { return fixedStatement }
 func (p FixedWindow) numbers() []any    { return []any{p.Limit, micros(p.Window)} }
 
-func (p FixedWindow) resetAfter(last decision, _ int64) int64 { return last.resetAfter }
+func (p FixedWindow) resetAfter(last decision, units int64) int64 {
+	return creditResetAfter(last, last.state.credit, last.state.scale, units, micros(p.Window))
+}
+
+//go:embed sql/call/fixed_grant.sql
+var fixedGrantStatement string
+
+func (p FixedWindow) grantStatement() string { return fixedGrantStatement }
+
+func (p FixedWindow) grant(s state, clock, n int64) (state, decision) {
+	s = rollForward(p, s, clock)
+	s.credit = min(s.credit+n, maxCredit)
+	s.expiresAt = max(clock, s.windowStart) + micros(p.Window)
+	return afterGrant(p, s, clock)
+}
 
 func (p FixedWindow) scaled(share float64) Policy {
 	p.Limit = shareOf(p.Limit, share)
@@ -44,7 +58,7 @@ func (p FixedWindow) decide(s state, clock, n int64) (state, decision) {
 	stored, moved := s, false
 
 	// Roll the row forward to the clock.
-	if clock >= s.expiresAt {
+	if clock >= s.expiresAt || s.count == 0 && s.credit == 0 {
 		s = state{windowStart: clock, expiresAt: s.expiresAt}
 	} else if s.windowStart-clock > window { // the clock has jumped back: keep the usage, from now on
 		s.windowStart = clock
@@ -52,22 +66,32 @@ func (p FixedWindow) decide(s state, clock, n int64) (state, decision) {
 		moved = true
 	}
 	t := max(clock, s.windowStart)
-	if t-s.windowStart >= window {
-		s = state{windowStart: t, expiresAt: s.expiresAt}
+	if t-s.windowStart >= window || s.count == 0 {
+		s.count, s.windowStart = 0, t
 	}
-	end := s.windowStart + window
-	if s.count > 0 {
-		end = min(end, s.expiresAt)
-	}
+	// A denial writes nothing, but for a row that the clock has left behind: unwritten, it would deny for ever.
+	changed := moved && 0 < n && n <= p.Limit
 
-	d := decision{remaining: max(p.Limit-s.count, 0)}
-	if 0 < n && n <= d.remaining {
-		s.count += n
+	room := max(p.Limit-s.count, 0)
+	d := decision{remaining: room + s.credit}
+	switch {
+	case n < 0: // a refund
+		changed = s.count > 0
+		s.count = max(s.count+n, 0)
+		if changed && s.count == 0 { // as good as new
+			s.windowStart = clock
+		}
+		d.granted = 1
+		d.remaining = max(p.Limit-s.count, 0) + s.credit
+	case 0 < n && n <= min(d.remaining, p.Limit):
+		changed = true
+		s.count += min(n, room)
+		s.credit -= max(n-room, 0)
+		s.expiresAt = t + window
 		d.granted = 1
 		d.remaining -= n
-		s.expiresAt = s.windowStart + window
-		end = s.expiresAt
 	}
+	end := min(s.windowStart+window, s.expiresAt)
 	switch {
 	case d.granted == 1 || n == 0 && d.remaining > 0:
 	case n > p.Limit:
@@ -75,15 +99,16 @@ func (p FixedWindow) decide(s state, clock, n int64) (state, decision) {
 	default:
 		d.retryAfter = end - clock
 	}
-	if s.count > 0 {
+	switch {
+	case s.credit > 0:
+		d.resetAfter = s.expiresAt - clock
+	case s.count > 0:
 		d.resetAfter = end - clock
 	}
-	// A denial writes nothing, but for a row that the clock has left behind: unwritten, it would deny for ever.
-	if d.granted == 0 && (!moved || n == 0 || n > p.Limit) {
-		d.state = s
-		return stored, d
+	if changed {
+		s.expiresAt = clock + d.resetAfter
+		stored = s
 	}
-	s.expiresAt = s.windowStart + window
 	d.state = s
-	return s, d
+	return stored, d
 }

@@ -31,16 +31,16 @@ type Policy interface {
 	// scaled is the policy with a share of its limit, above 0 and at most 1.
 	scaled(share float64) Policy
 	// decide is the model: the specification that the SQL is tested against. It takes n at the time clock from a row in
-	// the state s (n = 0 looks), and returns the row's next state. n is at least 0; above the limit it is denied.
+	// the state s (n = 0 looks, and n below 0 gives -n back), and returns the row's next state. Above the limit, n is denied.
 	decide(s state, clock, n int64) (state, decision)
 }
 
 // state is a row of the table as its algorithm sees it; the zero state is no row. Times are microseconds since 1970.
 type state struct {
-	count       int64   // windows: taken in the current window; sliding window log: the sum of the log
+	count       int64   // windows: taken in the current window; sliding window log: the sum of the log; bucket: granted above the capacity
 	prevCount   int64   // sliding window: taken in the window before
 	windowStart int64   // start of the current window; of a log, its newest time; of a bucket, the time up to which refill is part of credit
-	credit      int64   // bucket: what is left, in units of 1/scale token
+	credit      int64   // bucket: what is left, in units of 1/scale token; windows: granted above the limit
 	scale       int64   // bucket: units of credit in a token
 	expiresAt   int64   // from then on the row means the same as no row
 	log         entries // sliding window log: what has been taken, and when
@@ -53,7 +53,9 @@ type decision struct {
 	retryAfter int64 // microseconds; never if no such request can ever be granted
 	resetAfter int64 // microseconds
 	decidedAt  time.Time
-	state      state // after the decision, rolled forward to it; of the log, only the entries that a denial's retryAfter comes from
+	// after the decision, rolled forward to it; of the log, only the entries that a denial's retryAfter comes from; with how much
+	// granted credit it has spent as a window's scale, or a bucket's prevCount, which mean nothing there
+	state state
 }
 
 // never is the retryAfter of a cost above the limit, which the SQL functions return as NULL.

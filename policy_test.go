@@ -108,10 +108,10 @@ func longestWait(p Policy) int64 {
 	return reach(p)
 }
 
-// leftBehind tells whether the clock has jumped back so far from a row that the row has to be pulled back to it. A bucket that is
-// full, because its capacity was lowered, is as good as new wherever it is.
+// leftBehind tells whether the clock has jumped back so far from a row that the row has to be pulled back to it. One that is
+// full, because its capacity was lowered or all was given back, is as good as new wherever it is.
 func leftBehind(p Policy, s state, clock int64) bool {
-	if b, ok := p.(TokenBucket); ok && peek(b, s, clock).remaining == b.Capacity {
+	if counted, _ := usage(p, s, clock); counted.Sign() == 0 && creditOf(p, s, clock) == 0 {
 		return false
 	}
 	return clock < s.expiresAt && s.windowStart-clock > reach(p)
@@ -139,6 +139,9 @@ func peek(p Policy, s state, clock int64) decision {
 // checkDecision decides one request, and returns an error if anything is wrong that can be seen from the states and decisions
 // around it. The decision that it returns is without its state.
 func checkDecision(p Policy, s state, clock, n int64) (state, decision, error) {
+	if n < 0 {
+		return checkRefund(p, s, clock, n)
+	}
 	limit := p.limit()
 	before := peek(p, s, clock)
 	next, d := p.decide(s, clock, n)
@@ -152,9 +155,9 @@ func checkDecision(p Policy, s state, clock, n int64) (state, decision, error) {
 	// What is granted, and what is written.
 	healed := false
 	switch {
-	case d.remaining < 0 || d.remaining > limit:
+	case d.remaining < 0 || d.remaining > limit+creditOf(p, next, clock):
 		return fail("Remaining is not between 0 and the limit")
-	case (d.granted == 1) != (0 < n && n <= before.remaining) || d.granted < 0 || d.granted > 1:
+	case (d.granted == 1) != (0 < n && n <= min(before.remaining, limit)) || d.granted < 0 || d.granted > 1:
 		return fail("granted, though a Peek has said %+v", before)
 	case d.granted == 1:
 		if d.remaining != before.remaining-n || d.retryAfter != 0 {
@@ -199,7 +202,7 @@ func checkDecision(p Policy, s state, clock, n int64) (state, decision, error) {
 	// RetryAfter and ResetAfter. Of a row that the clock has left behind they count from when it is pulled back, which what
 	// writes nothing cannot do: a Peek, and a cost above the limit.
 	ahead := max(min(s.windowStart-clock, reach(p)), 0)
-	if d.resetAfter < 0 || d.resetAfter > longestWait(p)+ahead {
+	if d.resetAfter < 0 || creditOf(p, next, clock) == 0 && d.resetAfter > longestWait(p)+ahead {
 		return fail("ResetAfter is out of bounds")
 	}
 	unwritten := leftBehind(p, s, clock) && next == s
@@ -251,7 +254,7 @@ func checkDecision(p Policy, s state, clock, n int64) (state, decision, error) {
 	}
 
 	// Remaining is the largest cost that is allowed now.
-	if d.remaining > 0 && !fits(p, next, clock, d.remaining) || fits(p, next, clock, d.remaining+1) {
+	if largest := min(d.remaining, limit); largest > 0 && !fits(p, next, clock, largest) || fits(p, next, clock, largest+1) {
 		return fail("Remaining is not the largest cost that is allowed")
 	}
 
@@ -267,8 +270,9 @@ func checkDecision(p Policy, s state, clock, n int64) (state, decision, error) {
 		if back > clock {
 			continue
 		}
-		if was := peek(p, next, clock-back); was.remaining > d.remaining {
-			return fail("%d µs back, %d remain", back, was.remaining)
+		// But for credit, which has expired later.
+		if was := peek(p, next, clock-back).remaining - creditOf(p, next, clock-back); was > d.remaining {
+			return fail("%d µs back, %d remain", back, was)
 		}
 		if least <= limit && fits(p, next, clock-back, least) && !fits(p, next, clock, least) {
 			return fail("%d µs back, it is allowed", back)
@@ -310,11 +314,14 @@ func sameDecision(p Policy, a, b state, clock, n int64) bool {
 func checkElement(p Policy, s state, clock, n, count int64) error {
 	var single []decision
 	last, taken := decision{}, int64(0)
+	credit := creditOf(p, s, clock)
 	for range count {
 		s, last = p.decide(s, clock, n)
 		single = append(single, last)
 		taken += last.granted
 	}
+	last.decidedAt = time.UnixMicro(clock)
+	last.state = withSpent(p, last.state, credit-creditOf(p, s, clock))
 	// last is that of a denial, if not all were granted.
 	for i, want := range single[:taken] {
 		units := (taken - 1 - int64(i)) * n
@@ -439,8 +446,22 @@ func (d dice) cost(limit, remaining int64) int64 {
 	return d.magnitude(0, limit)
 }
 
+// request draws the cost of the next request, or a refund.
+func (d dice) request(limit, remaining int64) int64 {
+	switch n := d.cost(limit, remaining); d(10) {
+	case 0:
+		return -n
+	case 1:
+		return -d(3)
+	case 2:
+		return [...]int64{math.MinInt64, -math.MaxInt64, -limit + 1}[d(3)]
+	default:
+		return n
+	}
+}
+
 // seen counts what a walk has come by, so that a test can tell that it has looked at everything.
-type seen struct{ granted, denied, never, peeked, ahead, healed, expired, changed, clamped int }
+type seen struct{ granted, denied, never, peeked, refunded, renewed, credited, spent, ahead, healed, expired, changed, clamped int }
 
 // walkModel asks for one request after the other, at clocks and at costs that d draws, now and then under another policy, and checks
 // each decision. It begins with the policy that draw returns first.
@@ -456,9 +477,24 @@ func walkModel(d dice, more func() bool, draw func() Policy) (seen, error) {
 			count.changed++
 		}
 		clock = d.clock(p, s, clock, last)
-		n := d.cost(p.limit(), peek(p, s, clock).remaining)
-		if err := checkElement(p, s, clock, n, 1+d(4)); err != nil {
-			return count, err
+		_, gives := p.(granter)
+		if gives && d(12) == 0 {
+			next, got, err := checkGrant(p, s, clock, d.magnitude(1, maxCredit))
+			if err != nil {
+				return count, err
+			}
+			s, last = next, got
+			count.credited++
+			continue
+		}
+		n := d.request(p.limit(), peek(p, s, clock).remaining)
+		if !gives {
+			n = d.cost(p.limit(), peek(p, s, clock).remaining)
+		}
+		if n >= 0 {
+			if err := checkElement(p, s, clock, n, 1+d(4)); err != nil {
+				return count, err
+			}
 		}
 		next, got, err := checkDecision(p, s, clock, n)
 		if err != nil {
@@ -467,8 +503,16 @@ func walkModel(d dice, more func() bool, draw func() Policy) (seen, error) {
 		switch {
 		case n == 0:
 			count.peeked++
+		case n < 0 && next != s && got.resetAfter == 0:
+			count.renewed++
+		case n < 0 && next != s:
+			count.refunded++
+		case n < 0:
 		case got.granted == 1:
 			count.granted++
+			if creditOf(p, next, clock) < creditOf(p, s, clock) {
+				count.spent++
+			}
 		case got.retryAfter == never:
 			count.never++
 		default:
@@ -509,6 +553,10 @@ func testModelProperties(t *testing.T, draw func(dice) Policy) {
 		total.denied += count.denied
 		total.never += count.never
 		total.peeked += count.peeked
+		total.refunded += count.refunded
+		total.renewed += count.renewed
+		total.credited += count.credited
+		total.spent += count.spent
 		total.ahead += count.ahead
 		total.healed += count.healed
 		total.expired += count.expired
@@ -522,6 +570,13 @@ func testModelProperties(t *testing.T, draw func(dice) Policy) {
 		"changes of policy": total.changed, "waits until a row of an older policy expires": total.clamped,
 	} {
 		require.Greater(t, count, 20, "the walks have seen too few %s", what)
+	}
+	if _, gives := draw(d).(granter); gives {
+		for what, count := range map[string]int{
+			"refunds": total.refunded, "refunds of everything": total.renewed, "Grants": total.credited, "requests that spent credit": total.spent,
+		} {
+			require.Greater(t, count, 20, "the walks have seen too few %s", what)
+		}
 	}
 }
 
@@ -554,7 +609,11 @@ type slowModel interface {
 // slowDecision decides by what fits, and finds Remaining, RetryAfter and ResetAfter by search.
 func slowDecision(m slowModel, limit, horizon, t, n int64) decision {
 	var d decision
-	if 0 < n && m.fits(t, n) {
+	switch {
+	case n < 0:
+		m.(interface{ refund(t, n int64) }).refund(t, -max(n, -math.MaxInt64))
+		d.granted = 1
+	case 0 < n && m.fits(t, n):
 		m.take(t, n)
 		d.granted = 1
 	}
@@ -610,7 +669,10 @@ func testAgainstSlowModel(t *testing.T, draw func(dice) (Policy, slowModel)) {
 		clock := d.magnitude(0, 1<<52)
 		for range 25 {
 			clock = d.forwards(p, s, clock, got)
-			n := d.cost(p.limit(), peek(p, s, clock).remaining)
+			n := d.request(p.limit(), peek(p, s, clock).remaining)
+			if _, gives := p.(granter); !gives {
+				n = max(n, 0)
+			}
 			from := s
 			s, got = p.decide(s, clock, n)
 			got.state.expiresAt, got.state.log = 0, ""

@@ -80,8 +80,8 @@ type Config struct {
 	MaxBatch int
 
 	// DenialMaxAge is how long a denial is remembered in this process. Until then, or until its RetryAfter if that comes
-	// first, requests of that cost or more are denied without asking the database. A key that is reset by this limiter is
-	// forgotten at once; if another process or a transaction resets it, or takes from it under another policy, that takes effect
+	// first, requests of that cost or more are denied without asking the database. A key that this limiter resets, gives back
+	// to or grants credit is forgotten at once; if somebody else does it, or takes from it under another policy, that takes effect
 	// here within this time. So do smaller requests of other processes for a key with no room for a larger one: until then, its
 	// RetryAfter may be too short.
 	//
@@ -191,6 +191,7 @@ type Result struct {
 	// Limit is the policy's limit; of a bucket, its capacity.
 	Limit int64
 	// Remaining is the largest cost that would be allowed at the time of the decision and after it: 7 after taking 3 of 10.
+	// With credit from [Limiter.Grant] it may be above Limit, and then no single request may take all of it.
 	Remaining int64
 	// RetryAfter is 0 if the request was allowed; else the time, from the decision, after which the same request is
 	// allowed if nobody else takes anything: exactly then, and not a microsecond earlier. With 10 a minute in a sliding
@@ -336,7 +337,8 @@ func (l *Limiter) AllowN(ctx context.Context, key string, n int64) (Result, erro
 //
 // From a request that is allowed until tx ends, everybody else who asks for this key waits for tx (and is told
 // [ErrTimeout] after a quarter of their Timeout). So ask late in the transaction, and never for a key that many share;
-// where the work need not decide over the quota, Allow before the transaction is the better choice.
+// where the work need not decide over the quota, Allow before the transaction, and [Limiter.Refund] if it comes to nothing, is the
+// better choice: nobody waits, but a process that dies in between has taken for nothing.
 //
 // A denial leaves tx as it was, and so does an error found before the database was asked; an error of the database aborts
 // tx, as any does. The context is looked at only before the statement is sent, because interrupting it would break tx; a
@@ -428,26 +430,27 @@ func (l *Limiter) allow(ctx context.Context, key string, n int64) (result Result
 		}
 	}
 	if l.breaker == nil {
-		return l.askDatabase(ctx, key, n, false)
+		return l.askDatabase(ctx, key, n, false, false)
 	}
 	if pass, probe := l.breaker.pass(); pass {
-		if result, err := l.askDatabase(ctx, key, n, probe); !isAway(err) {
+		if result, err := l.askDatabase(ctx, key, n, false, probe); !isAway(err) {
 			return result, err
 		}
 	}
 	return l.substitute(key, n), nil
 }
 
-func (l *Limiter) askDatabase(ctx context.Context, key string, n int64, probe bool) (Result, error) {
+// askDatabase has a request decided whose numbers are valid; a cost below 0 is a refund, or, if it is to go above the limit, a grant.
+func (l *Limiter) askDatabase(ctx context.Context, key string, n int64, above, probe bool) (Result, error) {
 	if l.shared {
-		return l.enqueue(ctx, key, n, nil, probe)
+		return l.enqueue(ctx, key, n, above, nil, probe)
 	}
 	l.single.Lock()
 	defer l.single.Unlock()
 	if !probe && l.breaker.open() {
 		return Result{}, errNotTried
 	}
-	result, err := l.allowOne(ctx, l.db, key, n, l.settings)
+	result, err := l.allowOne(ctx, l.db, key, n, above, l.settings)
 	l.breaker.report(err, probe)
 	return result, err
 }
@@ -459,12 +462,12 @@ func (l *Limiter) allowTx(ctx context.Context, tx pgx.Tx, key string, n int64) (
 	if err := l.validate(key, n); err != nil {
 		return Result{}, err
 	}
-	return l.allowOne(ctx, tx, key, n, settings{})
+	return l.allowOne(ctx, tx, key, n, false, settings{})
 }
 
 // allowOne decides one request on one connection, and does not return before the connection is free again.
-func (l *Limiter) allowOne(ctx context.Context, db DBTX, key string, n int64, settings settings) (Result, error) {
-	elements := []element{{key: key, cost: n, count: 1}}
+func (l *Limiter) allowOne(ctx context.Context, db DBTX, key string, n int64, above bool, settings settings) (Result, error) {
+	elements := []element{{key: key, cost: n, count: 1, above: above}}
 	if err := l.decideWithin(ctx, db, elements, settings); err != nil {
 		return Result{}, err
 	}

@@ -41,7 +41,21 @@ func (p SlidingWindow) limit() int64      { return p.Limit }
 func (p SlidingWindow) statement() string { return slidingStatement }
 func (p SlidingWindow) numbers() []any    { return []any{p.Limit, micros(p.Window)} }
 
-func (p SlidingWindow) resetAfter(last decision, _ int64) int64 { return last.resetAfter }
+func (p SlidingWindow) resetAfter(last decision, units int64) int64 {
+	return creditResetAfter(last, last.state.credit, last.state.scale, units, 2*micros(p.Window))
+}
+
+//go:embed sql/call/sliding_grant.sql
+var slidingGrantStatement string
+
+func (p SlidingWindow) grantStatement() string { return slidingGrantStatement }
+
+func (p SlidingWindow) grant(s state, clock, n int64) (state, decision) {
+	s = rollForward(p, s, clock)
+	s.credit = min(s.credit+n, maxCredit)
+	s.expiresAt = max(clock, s.windowStart) + 2*micros(p.Window)
+	return afterGrant(p, s, clock)
+}
 
 func (p SlidingWindow) scaled(share float64) Policy {
 	p.Limit = shareOf(p.Limit, share)
@@ -53,20 +67,36 @@ func (p SlidingWindow) decide(s state, clock, n int64) (state, decision) {
 	stored, moved := s, false
 
 	// Roll the row forward to the clock.
-	if clock >= s.expiresAt {
+	if clock >= s.expiresAt || s.count == 0 && s.prevCount == 0 && s.credit == 0 {
 		s = state{windowStart: clock, expiresAt: s.expiresAt}
 	} else if s.windowStart-clock > window { // the clock has jumped back: keep the usage, from now on
 		s.windowStart = clock
-		s.expiresAt = clock + 2*window
+		s.expiresAt = clock + window
+		if s.count > 0 || s.credit > 0 {
+			s.expiresAt += window
+		}
 		moved = true
 	}
 	t := max(clock, s.windowStart)
 	switch age := t - s.windowStart; {
-	case age >= 2*window:
-		s = state{windowStart: t, expiresAt: s.expiresAt}
+	case age >= 2*window || s.count == 0 && (s.prevCount == 0 || age >= window):
+		s.prevCount, s.count, s.windowStart = 0, 0, t
 	case age >= window:
 		s.prevCount, s.count = s.count, 0
 		s.windowStart += window
+	}
+
+	// A denial writes nothing, but for a row that the clock has left behind: unwritten, it would deny for ever.
+	changed := moved && 0 < n && n <= p.Limit
+
+	if n < 0 { // a refund: of this window first, then of the one before
+		changed = s.count > 0 || s.prevCount > 0
+		back := max(n, -s.count)
+		s.count += back
+		s.prevCount = max(s.prevCount+n-back, 0)
+		if changed && s.count == 0 && s.prevCount == 0 { // as good as new
+			t, s.windowStart = clock, clock
+		}
 	}
 
 	// rest is how long the current window still lasts, and so how much of the window before is still covered;
@@ -78,16 +108,22 @@ func (p SlidingWindow) decide(s state, clock, n int64) (state, decision) {
 		weight = ceilDiv(s.prevCount*rest, window)
 	}
 
-	d := decision{remaining: max(p.Limit-s.count-weight, 0)}
-	if 0 < n && n <= d.remaining {
-		s.count += n
-		s.expiresAt = s.windowStart + 2*window
+	room := max(p.Limit-s.count-weight, 0)
+	d := decision{remaining: room + s.credit}
+	switch {
+	case n < 0:
+		d.granted = 1
+	case 0 < n && n <= min(d.remaining, p.Limit):
+		changed = true
+		s.count += min(n, room)
+		s.credit -= max(n-room, 0)
+		s.expiresAt = t + 2*window
 		d.granted = 1
 		d.remaining -= n
 	}
-	switch ask := max(n, 1); {
+	switch ask := max(n, 1) - s.credit; {
 	case d.granted == 1 || n == 0 && d.remaining > 0:
-	case ask > p.Limit:
+	case n > p.Limit:
 		d.retryAfter = never
 	case ask <= p.Limit-s.count: // the sum could overflow
 		// It fits into this window, once prevCount × rest has fallen to what is left of Limit × Window.
@@ -97,17 +133,17 @@ func (p SlidingWindow) decide(s state, clock, n int64) (state, decision) {
 		d.retryAfter = min(t+rest+window-(p.Limit-ask)*window/s.count, s.expiresAt) - clock
 	}
 	switch {
+	case s.credit > 0:
+		d.resetAfter = s.expiresAt - clock
 	case s.count > 0:
 		d.resetAfter = min(s.windowStart+2*window, s.expiresAt) - clock
 	case s.prevCount > 0:
 		d.resetAfter = min(s.windowStart+window, s.expiresAt) - clock
 	}
-	// A denial writes nothing, but for a row that the clock has left behind: unwritten, it would deny for ever.
-	if d.granted == 0 && (!moved || n == 0 || n > p.Limit) {
-		d.state = s
-		return stored, d
+	if changed {
+		s.expiresAt = clock + d.resetAfter
+		stored = s
 	}
-	s.expiresAt = s.windowStart + 2*window
 	d.state = s
-	return s, d
+	return stored, d
 }

@@ -325,7 +325,7 @@ type slowSliding struct {
 
 func (m *slowSliding) at(t int64) (start int64, prev, count *big.Rat) {
 	switch {
-	case m.start == nil || t >= *m.start+2*m.window:
+	case m.start == nil || t >= *m.start+2*m.window || t >= *m.start+m.window && m.count.Sign() == 0:
 		return t, rat(0), rat(0)
 	case t >= *m.start+m.window:
 		return *m.start + m.window, m.count, rat(0)
@@ -348,6 +348,21 @@ func (m *slowSliding) fits(t, n int64) bool {
 func (m *slowSliding) take(t, n int64) {
 	start, prev, count := m.at(t)
 	m.start, m.prev, m.count = &start, prev, new(big.Rat).Add(count, rat(n))
+}
+
+func (m *slowSliding) refund(t, n int64) {
+	start, prev, count := m.at(t)
+	prev, count = new(big.Rat).Set(prev), new(big.Rat).Sub(count, rat(n))
+	if count.Sign() < 0 {
+		prev.Add(prev, count)
+		count = rat(0)
+	}
+	if prev.Sign() < 0 {
+		prev = rat(0)
+	}
+	if m.start, m.prev, m.count = &start, prev, count; prev.Sign() == 0 && count.Sign() == 0 {
+		m.start = nil
+	}
 }
 
 func (m *slowSliding) state(t int64) state {

@@ -65,7 +65,22 @@ func (p TokenBucket) full() int64 { return p.Capacity * micros(p.Every) }
 // fillTime is how many microseconds it takes until credit has flowed in.
 func (p TokenBucket) fillTime(credit int64) int64 { return ceilDiv(credit, p.Refill) }
 
+//go:embed sql/call/tokenbucket_grant.sql
+var tokenBucketGrantStatement string
+
+func (p TokenBucket) grantStatement() string { return tokenBucketGrantStatement }
+
+func (p TokenBucket) grant(s state, clock, n int64) (state, decision) {
+	s = rollForward(p, s, clock)
+	s.count = min(s.count+n, maxCredit)
+	s.expiresAt = s.windowStart + p.fillTime(p.full())
+	return afterGrant(p, s, clock)
+}
+
 func (p TokenBucket) resetAfter(last decision, units int64) int64 {
+	if last.state.count > 0 || last.state.prevCount > 0 { // there is granted credit, or was
+		return creditResetAfter(last, last.state.count, last.state.prevCount, units, p.fillTime(p.full()))
+	}
 	need := p.full() - last.state.credit
 	// What the two have in common is how far the row's time lies ahead of the clock, if it does.
 	return last.resetAfter - p.fillTime(need) + p.fillTime(need-units*micros(p.Every))
@@ -99,11 +114,14 @@ func (p TokenBucket) decide(s state, clock, n int64) (state, decision) {
 			}
 		}
 		s.credit = min(s.credit, full)
-		if s.credit == full { // the capacity is lower now: as good as new
+		if s.credit == full && s.count == 0 { // the capacity is lower now: as good as new
 			s.windowStart, s.expiresAt = clock, clock
 		} else if s.windowStart-clock > p.fillTime(full) { // the clock has jumped back: keep the credit, from now on
 			s.windowStart = clock
-			s.expiresAt = clock + p.fillTime(full-s.credit)
+			s.expiresAt = clock + p.fillTime(full)
+			if s.count == 0 {
+				s.expiresAt = clock + p.fillTime(full-s.credit)
+			}
 			moved = true
 		}
 	}
@@ -117,29 +135,49 @@ func (p TokenBucket) decide(s state, clock, n int64) (state, decision) {
 	}
 	s.windowStart = t
 
-	d := decision{remaining: s.credit / every}
-	if 0 < n && n <= d.remaining {
-		s.credit -= n * every
-		s.expiresAt = t + p.fillTime(full-s.credit)
+	// A denial writes nothing, but for a row that the clock has left behind: unwritten, it would deny for ever.
+	changed := moved && 0 < n && n <= p.Capacity
+
+	room := s.credit / every
+	d := decision{remaining: room + s.count}
+	switch {
+	case n < 0: // a refund
+		changed = s.credit < full
+		if n >= -((full - s.credit) / every) {
+			s.credit -= n * every
+		} else {
+			s.credit = full
+		}
+		if changed && s.credit == full { // as good as new
+			s.windowStart = clock
+		}
+		d.granted = 1
+		d.remaining = s.credit/every + s.count
+	case 0 < n && n <= min(d.remaining, p.Capacity):
+		changed = true
+		s.credit -= min(n, room) * every
+		s.count -= max(n-room, 0)
+		s.expiresAt = t + p.fillTime(full)
 		d.granted = 1
 		d.remaining -= n
 	}
-	switch ask := max(n, 1); {
+	switch ask := max(n, 1) - s.count; {
 	case d.granted == 1 || n == 0 && d.remaining > 0:
-	case ask > p.Capacity:
+	case n > p.Capacity:
 		d.retryAfter = never
 	default:
 		d.retryAfter = min(t+p.fillTime(ask*every-s.credit), s.expiresAt) - clock
 	}
-	if s.credit < full {
+	switch {
+	case s.count > 0:
+		d.resetAfter = s.expiresAt - clock
+	case s.credit < full:
 		d.resetAfter = min(t+p.fillTime(full-s.credit), s.expiresAt) - clock
 	}
-	// A denial writes nothing, but for a row that the clock has left behind: unwritten, it would deny for ever.
-	if d.granted == 0 && (!moved || n == 0 || n > p.Capacity) {
-		d.state = s
-		return stored, d
+	if changed {
+		s.expiresAt = clock + d.resetAfter
+		stored = s
 	}
-	s.expiresAt = t + p.fillTime(full-s.credit)
 	d.state = s
-	return s, d
+	return stored, d
 }

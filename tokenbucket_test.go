@@ -313,6 +313,10 @@ func (m *slowBucket) take(t, n int64) {
 	m.last, m.tokens = t, new(big.Rat).Sub(m.at(t), rat(n))
 }
 
+func (m *slowBucket) refund(t, n int64) {
+	m.last, m.tokens = t, new(big.Rat).Add(m.at(t), rat(n))
+}
+
 func (m *slowBucket) state(t int64) state {
 	credit := m.at(t)
 	return state{windowStart: t, credit: whole(credit.Mul(credit, rat(micros(m.Every)))), scale: micros(m.Every)}

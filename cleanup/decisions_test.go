@@ -116,15 +116,23 @@ func play(t *testing.T, swept, plain *pgtest.DB, name string, seed uint64) (dele
 		key, cost := fmt.Sprint("key ", r.IntN(4)), int64(r.IntN(3))
 		var told [2]ratelimit.Result
 		var errs [2]error
+		kind := r.IntN(8)
 		for i, limiter := range of {
-			told[i], errs[i] = limiter.AllowN(t.Context(), key, cost)
+			switch kind {
+			case 0:
+				told[i], errs[i] = limiter.Refund(t.Context(), key, 1+cost)
+			case 1:
+				told[i], errs[i] = limiter.Grant(t.Context(), key, 1+cost)
+			default:
+				told[i], errs[i] = limiter.AllowN(t.Context(), key, cost)
+			}
 		}
-		if errors.Is(errs[0], ratelimit.ErrCostExceedsLimit) {
+		if _, refused := errors.AsType[*ratelimit.ConfigError](errs[0]); refused || errors.Is(errs[0], ratelimit.ErrCostExceedsLimit) {
 			continue
 		}
 		require.NoError(t, errors.Join(errs[:]...))
 		if told[0] != told[1] {
-			return deleted, fmt.Errorf("AllowN(%q, %d) at %v: %+v with sweeps, %+v without", key, cost, clock, told[0], told[1])
+			return deleted, fmt.Errorf("kind %d (%q, %d) at %v: %+v with sweeps, %+v without", kind, key, cost, clock, told[0], told[1])
 		}
 		expiries = append(expiries, clock.Add(told[0].ResetAfter))
 	}

@@ -58,9 +58,9 @@ func TestSoakFindsForgottenGrants(t *testing.T) {
 func TestSoakFindsTooManyGrants(t *testing.T) {
 	t.Parallel()
 	s := newSoak(t, 1, nil)
-	s.rewrite("rate_limit_fixed_window", "IF clock >= s.expires_at THEN", "IF clock >= s.expires_at - 300000 THEN")
-	s.rewrite("rate_limit_sliding_window", "IF clock >= s.expires_at THEN", "IF clock >= s.expires_at - 800000 THEN")
-	s.rewrite("rate_limit_token_bucket", "IF clock >= s.expires_at THEN", "IF clock >= s.expires_at - 450000 THEN")
+	s.rewrite("rate_limit_fixed_window", "IF clock >= s.expires_at", "IF clock >= s.expires_at - 300000")
+	s.rewrite("rate_limit_sliding_window", "IF clock >= s.expires_at", "IF clock >= s.expires_at - 800000")
+	s.rewrite("rate_limit_token_bucket", "IF clock >= s.expires_at", "IF clock >= s.expires_at - 450000")
 	rng := s.rng(0)
 	for _, l := range s.passing {
 		r := l.regulars[0]

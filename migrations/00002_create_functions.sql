@@ -29,7 +29,8 @@ CREATE TYPE rate_limit_decision AS (
     retry_after_us bigint,  -- microseconds until the others can be granted; 0: all were; NULL: never
     reset_after_us bigint,  -- microseconds until the key is as good as new
     decided_at timestamptz, -- the database's clock at the decision, from which both count
-    count bigint,           -- and the key's state then, as in the table
+    count bigint,           -- and the key's state then, as in the table; but the scale of a window, or prev_count of a bucket, is
+                            -- how much of what these requests took came out of granted credit
     prev_count bigint,
     window_start bigint,
     credit bigint,
@@ -43,12 +44,14 @@ COMMENT ON TYPE rate_limit_decision IS 'What the rate_limit_ functions decided f
 -- rate_limit_lock locks the rows of all asked keys in key order, makes those that are missing, and returns all elements
 -- ordered by key and then by place. Arguments as the algorithms take them, and:
 --
---   max_cost    no cost above it can ever be granted: such an element locks and makes nothing, nor does a cost of 0
+--   max_cost    no cost above it can ever be granted: such an element locks and makes nothing, nor does a cost of 0. A
+--               cost below 0, a refund, locks its row, and needs none, but for one that is to go above the limit
 --   algorithm   who asks
 --
 -- Locks are taken strictly in key order, or two requests would wait for each other. So at the first missing row the
 -- locking stops, before any later row is locked, and one INSERT in key order makes or locks every row from there on:
 -- ON CONFLICT DO UPDATE locks the row that it finds before it looks at its WHERE, and WHERE false changes nothing.
+-- (It makes those of refunds too, or they would be locked out of order; unwritten, a row means the same as none.)
 -- It also settles the race with whoever deletes a row in between: what is gone is made again, and what is locked stays.
 -- +goose StatementBegin
 CREATE FUNCTION rate_limit_lock(
@@ -60,7 +63,8 @@ CREATE FUNCTION rate_limit_lock(
     algorithm smallint,
     durable boolean,
     lock_timeout_ms integer,
-    synchronous_commit boolean
+    synchronous_commit boolean,
+    above boolean DEFAULT false
 )
 RETURNS rate_limit_row[]
 LANGUAGE plpgsql
@@ -83,7 +87,7 @@ BEGIN
         CASE WHEN synchronous_commit IS NOT NULL THEN set_config('synchronous_commit', synchronous_commit::text, true) END);
 
     -- One key, whose row exists: most calls of an application that is not under load, and worth the 35 µs that this saves.
-    IF cardinality(keys) = 1 AND coalesce(costs[1], 1) BETWEEN 1 AND max_cost AND coalesce(counts[1], 1) >= 1 THEN
+    IF cardinality(keys) = 1 AND coalesce(costs[1], 1) <= max_cost AND coalesce(costs[1], 1) <> 0 AND coalesce(counts[1], 1) >= 1 THEN
         IF durable THEN
             SELECT 1::bigint, coalesce(costs[1], 1), coalesce(counts[1], 1), d.ctid, d.count, d.prev_count, d.window_start, d.credit, d.scale,
                 CASE WHEN d.algorithm = algorithm THEN d.expires_at ELSE 0 END,
@@ -171,12 +175,12 @@ BEGIN
         LOOP
             FETCH elements INTO r;
             EXIT WHEN NOT found;
-            IF (r.cost >= 0 AND r.asked >= 1 AND octet_length(keys[r.ord]) BETWEEN 1 AND 512) IS NOT TRUE THEN
+            IF ((r.cost >= 0 OR algorithm <> 4) AND r.asked >= 1 AND octet_length(keys[r.ord]) BETWEEN 1 AND 512) IS NOT TRUE THEN
                 RAISE EXCEPTION 'rate_limit: element % of the request is not valid', r.ord
                     USING ERRCODE = 'invalid_parameter_value',
-                        HINT = 'A key has 1 to 512 bytes, a cost is at least 0, and a count is at least 1.';
+                        HINT = 'A key has 1 to 512 bytes, a count is at least 1, and a cost at least 0 where there are no refunds.';
             END IF;
-            missing := r.tid IS NULL AND r.cost BETWEEN 1 AND max_cost;
+            missing := r.tid IS NULL AND (r.cost BETWEEN 1 AND max_cost OR (r.cost < 0 AND above));
             EXIT WHEN missing;
             found_rows := array_append(found_rows, r);
         END LOOP;
@@ -189,7 +193,7 @@ BEGIN
             INSERT INTO rate_limit_durable AS d (prefix, key)
             SELECT name, e.key COLLATE "C"
             FROM unnest((SELECT keys), (SELECT costs)) AS e (key, cost)
-            WHERE coalesce(e.cost, 1) BETWEEN 1 AND max_cost
+            WHERE coalesce(e.cost, 1) <= max_cost AND coalesce(e.cost, 1) <> 0
             GROUP BY e.key COLLATE "C"
             ORDER BY octet_length(e.key COLLATE "C") DESC, e.key COLLATE "C"
             ON CONFLICT ON CONSTRAINT rate_limit_durable_pkey DO UPDATE SET count = d.count WHERE false;
@@ -197,7 +201,7 @@ BEGIN
             INSERT INTO rate_limit_ephemeral AS d (prefix, key)
             SELECT name, e.key COLLATE "C"
             FROM unnest((SELECT keys), (SELECT costs)) AS e (key, cost)
-            WHERE coalesce(e.cost, 1) BETWEEN 1 AND max_cost
+            WHERE coalesce(e.cost, 1) <= max_cost AND coalesce(e.cost, 1) <> 0
             GROUP BY e.key COLLATE "C"
             ORDER BY octet_length(e.key COLLATE "C") DESC, e.key COLLATE "C"
             ON CONFLICT ON CONSTRAINT rate_limit_ephemeral_pkey DO UPDATE SET count = d.count WHERE false;
@@ -257,12 +261,14 @@ $$;
 --   max_count           the limit, in units of cost; max_count × window_us may reach 2^62
 --   window_us           length of the window in microseconds, at most 2^51 (71 years)
 --   costs               cost of one request, for each key; NULL means 1 each. A cost of 0 takes nothing and tells whether 1 would
---                       fit; a cost above max_count is denied with a retry_after_us of NULL, which means never
+--                       fit; a cost below 0 gives back, as much as has been taken at most; a cost above max_count is
+--                       denied with a retry_after_us of NULL, which means never
 --   counts              how many such requests are asked, for each key; NULL means 1 each
 --   durable             whether the rows are in rate_limit_durable rather than in rate_limit_ephemeral
 --   lock_timeout_ms     longest wait for one row, for this transaction; NULL leaves the session's lock_timeout
 --   synchronous_commit  whether the commit of this transaction waits for the WAL; NULL leaves the session's setting
 --   now                 replaces the clock, for tests
+--   above               whether a cost below 0 grants credit above the limit instead of giving back: a key holds up to 2^61
 -- +goose StatementBegin
 CREATE FUNCTION rate_limit_fixed_window(
     name text,
@@ -274,7 +280,8 @@ CREATE FUNCTION rate_limit_fixed_window(
     durable boolean DEFAULT false,
     lock_timeout_ms integer DEFAULT NULL,
     synchronous_commit boolean DEFAULT NULL,
-    now timestamptz DEFAULT NULL
+    now timestamptz DEFAULT NULL,
+    above boolean DEFAULT false
 )
 RETURNS SETOF rate_limit_decision
 LANGUAGE plpgsql
@@ -291,6 +298,9 @@ DECLARE
     clock bigint;      -- the database's clock
     t bigint;          -- the time of the decision: the clock, or the row's own time where that lies ahead of it
     moved boolean;     -- the clock has jumped back, and the row with it
+    changed boolean;   -- the row is to be written
+    back bigint;       -- what a refund gives back, as a number below 0
+    spent bigint;      -- how much of what is taken comes out of granted credit
     decided_at timestamptz;
     granted bigint;
     remaining bigint;
@@ -303,7 +313,7 @@ BEGIN
             USING ERRCODE = 'invalid_parameter_value',
                 HINT = 'Both are at least 1, window_us is at most 2^51, and their product is at most 2^62.';
     END IF;
-    asked_rows := rate_limit_lock(name, keys, costs, counts, max_count, 1::smallint, durable, lock_timeout_ms, synchronous_commit);
+    asked_rows := rate_limit_lock(name, keys, costs, counts, max_count, 1::smallint, durable, lock_timeout_ms, synchronous_commit, above);
 
     -- The clock is read with every lock held: read before, it could be older than the rows that a lock waited for.
     decided_at := coalesce(now, clock_timestamp());
@@ -314,8 +324,9 @@ BEGIN
         IF (r.tid = s.tid) IS NOT TRUE THEN
             s := r;
             moved := false;
-            IF clock >= s.expires_at THEN
+            IF clock >= s.expires_at OR (s.count = 0 AND s.credit = 0) THEN
                 s.count := 0;
+                s.credit := 0;
                 s.window_start := clock;
             ELSIF s.window_start - clock > window_us THEN
                 s.window_start := clock;
@@ -323,38 +334,64 @@ BEGIN
                 moved := true;
             END IF;
             t := greatest(clock, s.window_start);
-            IF t - s.window_start >= window_us THEN
+            IF t - s.window_start >= window_us OR s.count = 0 THEN
                 s.count := 0;
                 s.window_start := t;
             END IF;
-            remaining := greatest(max_count - s.count, 0);
-            ends := least(s.window_start + window_us, CASE WHEN s.count > 0 THEN s.expires_at END);
         END IF;
+        -- A denial writes nothing, but for a row that the clock has left behind: unwritten, it would deny for ever.
+        changed := moved AND r.cost BETWEEN 1 AND max_count;
+        spent := 0;
 
-        granted := CASE WHEN r.cost > 0 THEN least(r.asked, remaining / r.cost) ELSE 0 END;
-        IF granted > 0 THEN
-            s.count := s.count + granted * r.cost;
-            remaining := remaining - granted * r.cost;
-            s.expires_at := s.window_start + window_us;
-            ends := s.expires_at;
+        IF r.cost < 0 THEN
+            -- By division, because the product could overflow.
+            back := CASE WHEN r.asked > -(9223372036854775807 / r.cost) THEN -9223372036854775807 ELSE r.asked * r.cost END;
+            IF above THEN
+                changed := true;
+                s.credit := least(s.credit - greatest(back, -2305843009213693952), 2305843009213693952);
+                s.expires_at := t + window_us;
+            ELSE
+                changed := s.count > 0;
+                s.count := greatest(s.count + back, 0);
+                IF changed AND s.count = 0 THEN -- as good as new
+                    t := clock;
+                    s.window_start := clock;
+                END IF;
+            END IF;
         END IF;
+        remaining := greatest(max_count - s.count, 0) + s.credit;
+        granted := CASE
+            WHEN r.cost BETWEEN 1 AND max_count THEN least(r.asked, remaining / r.cost)
+            WHEN r.cost < 0 THEN r.asked
+            ELSE 0
+        END;
+        IF granted > 0 AND r.cost > 0 THEN
+            changed := true;
+            IF s.credit > 0 THEN -- for what there is no ordinary room
+                spent := greatest(granted * r.cost - (remaining - s.credit), 0);
+                s.credit := s.credit - spent;
+            END IF;
+            s.count := s.count + granted * r.cost - spent;
+            s.expires_at := t + window_us;
+            remaining := remaining - granted * r.cost;
+        END IF;
+        ends := least(s.window_start + window_us, s.expires_at);
         retry_after_us := CASE
-            WHEN granted = r.asked OR remaining >= greatest(r.cost, 1) THEN 0
+            WHEN granted = r.asked OR (r.cost <= max_count AND remaining >= greatest(r.cost, 1)) THEN 0
             WHEN r.cost <= max_count THEN ends - clock
         END;
-        reset_after_us := CASE WHEN s.count > 0 THEN ends - clock ELSE 0 END;
+        reset_after_us := CASE WHEN s.credit > 0 THEN s.expires_at - clock WHEN s.count > 0 THEN ends - clock ELSE 0 END;
 
-        -- A denial writes nothing, but for a row that the clock has left behind: unwritten, it would deny for ever.
-        IF granted > 0 OR (moved AND r.cost BETWEEN 1 AND max_count) THEN
+        IF changed THEN
             IF written = 0 OR new_rows[written].tid <> s.tid THEN
                 written := written + 1;
             END IF;
-            s.expires_at := s.window_start + window_us;
+            s.expires_at := clock + reset_after_us;
             new_rows[written] := s;
         END IF;
 
         RETURN NEXT ROW(r.ord, granted, remaining, retry_after_us, reset_after_us, decided_at,
-            s.count, s.prev_count, s.window_start, s.credit, s.scale, s.expires_at, NULL::bigint[]);
+            s.count, s.prev_count, s.window_start, s.credit, spent, s.expires_at, NULL::bigint[]);
     END LOOP;
 
     IF written > 0 THEN
@@ -365,9 +402,9 @@ $$;
 -- +goose StatementEnd
 
 COMMENT ON FUNCTION rate_limit_fixed_window IS 'Takes from fixed windows of window_us microseconds, each of which admits max_count. A window starts at the first request after the one before has ended.
-It returns a row for each key: ord (its place in keys), granted (how many of the counts requests were granted), remaining (the largest cost that would be granted next), retry_after_us (microseconds until the others can be granted; 0: all were; NULL: never), reset_after_us (microseconds until the key is as good as new), decided_at (the database clock at the decision), and the state of the key then: count, prev_count, window_start, credit, scale and expires_at, as in the table. A denial is a row with granted = 0, never an error, and takes nothing. What is taken commits or rolls back with the transaction.
+It returns a row for each key: ord (its place in keys), granted (how many of the counts requests were granted), remaining (the largest cost that would be granted next), retry_after_us (microseconds until the others can be granted; 0: all were; NULL: never), reset_after_us (microseconds until the key is as good as new), decided_at (the database clock at the decision), and the state of the key then: count, prev_count, window_start, credit, scale and expires_at, as in the table. A denial is a row with granted = 0, never an error, and takes nothing. A refund is granted, whatever there was to give back. What is taken commits or rolls back with the transaction.
 Example: SELECT * FROM rate_limit_fixed_window(''login'', ARRAY[''user:123''], 10, 60000000) takes one of 10 a minute.
-Optional, by name: costs and counts for each key (1 each; a cost of 0 only looks), durable => true for rate_limit_durable.';
+Optional, by name: costs and counts for each key (1 each; a cost of 0 only looks, and one below 0 gives back, or, with above => true, grants credit above the limit), durable => true for rate_limit_durable.';
 
 -- The sliding window counter; sliding.go holds its specification and its model, and the two read side by side.
 --
@@ -376,12 +413,14 @@ Optional, by name: costs and counts for each key (1 each; a cost of 0 only looks
 --   max_count           the limit, in units of cost; max_count × window_us may reach 2^62
 --   window_us           length of the window in microseconds, at most 2^51 (71 years)
 --   costs               cost of one request, for each key; NULL means 1 each. A cost of 0 takes nothing and tells whether 1 would
---                       fit; a cost above max_count is denied with a retry_after_us of NULL, which means never
+--                       fit; a cost below 0 gives back, as much as has been taken at most; a cost above max_count is
+--                       denied with a retry_after_us of NULL, which means never
 --   counts              how many such requests are asked, for each key; NULL means 1 each
 --   durable             whether the rows are in rate_limit_durable rather than in rate_limit_ephemeral
 --   lock_timeout_ms     longest wait for one row, for this transaction; NULL leaves the session's lock_timeout
 --   synchronous_commit  whether the commit of this transaction waits for the WAL; NULL leaves the session's setting
 --   now                 replaces the clock, for tests
+--   above               whether a cost below 0 grants credit above the limit instead of giving back: a key holds up to 2^61
 -- +goose StatementBegin
 CREATE FUNCTION rate_limit_sliding_window(
     name text,
@@ -393,7 +432,8 @@ CREATE FUNCTION rate_limit_sliding_window(
     durable boolean DEFAULT false,
     lock_timeout_ms integer DEFAULT NULL,
     synchronous_commit boolean DEFAULT NULL,
-    now timestamptz DEFAULT NULL
+    now timestamptz DEFAULT NULL,
+    above boolean DEFAULT false
 )
 RETURNS SETOF rate_limit_decision
 LANGUAGE plpgsql
@@ -410,6 +450,9 @@ DECLARE
     clock bigint;      -- the database's clock
     t bigint;          -- the time of the decision: the clock, or the row's own time where that lies ahead of it
     moved boolean;     -- the clock has jumped back, and the row with it
+    changed boolean;   -- the row is to be written
+    back bigint;       -- what a refund gives back, as a number below 0
+    spent bigint;      -- how much of what is taken comes out of granted credit
     decided_at timestamptz;
     granted bigint;
     remaining bigint;
@@ -425,7 +468,7 @@ BEGIN
             USING ERRCODE = 'invalid_parameter_value',
                 HINT = 'Both are at least 1, window_us is at most 2^51, and their product is at most 2^62.';
     END IF;
-    asked_rows := rate_limit_lock(name, keys, costs, counts, max_count, 2::smallint, durable, lock_timeout_ms, synchronous_commit);
+    asked_rows := rate_limit_lock(name, keys, costs, counts, max_count, 2::smallint, durable, lock_timeout_ms, synchronous_commit, above);
 
     -- The clock is read with every lock held: read before, it could be older than the rows that a lock waited for.
     decided_at := coalesce(now, clock_timestamp());
@@ -436,17 +479,18 @@ BEGIN
         IF (r.tid = s.tid) IS NOT TRUE THEN
             s := r;
             moved := false;
-            IF clock >= s.expires_at THEN
+            IF clock >= s.expires_at OR (s.count = 0 AND s.prev_count = 0 AND s.credit = 0) THEN
+                s.credit := 0;
                 s.count := 0;
                 s.prev_count := 0;
                 s.window_start := clock;
             ELSIF s.window_start - clock > window_us THEN
                 s.window_start := clock;
-                s.expires_at := clock + 2 * window_us;
+                s.expires_at := clock + CASE WHEN s.count > 0 OR s.credit > 0 THEN 2 ELSE 1 END * window_us;
                 moved := true;
             END IF;
             t := greatest(clock, s.window_start);
-            IF t - s.window_start >= 2 * window_us THEN
+            IF t - s.window_start >= 2 * window_us OR (s.count = 0 AND (s.prev_count = 0 OR t - s.window_start >= window_us)) THEN
                 s.count := 0;
                 s.prev_count := 0;
                 s.window_start := t;
@@ -455,27 +499,58 @@ BEGIN
                 s.count := 0;
                 s.window_start := s.window_start + window_us;
             END IF;
-            rest := s.window_start + window_us - t;
-            -- A prev_count that an older, larger limit has left could overflow the product; this asks by division.
-            IF s.prev_count > 0 AND rest > max_count * window_us / s.prev_count THEN
-                weight := max_count;
+        END IF;
+        -- A denial writes nothing, but for a row that the clock has left behind: unwritten, it would deny for ever.
+        changed := moved AND r.cost BETWEEN 1 AND max_count;
+        spent := 0;
+
+        IF r.cost < 0 THEN
+            -- By division, because the product could overflow.
+            back := CASE WHEN r.asked > -(9223372036854775807 / r.cost) THEN -9223372036854775807 ELSE r.asked * r.cost END;
+            IF above THEN
+                changed := true;
+                s.credit := least(s.credit - greatest(back, -2305843009213693952), 2305843009213693952);
+                s.expires_at := t + 2 * window_us;
             ELSE
-                weight := (s.prev_count * rest + window_us - 1) / window_us;
+                -- Of this window first, then of the one before.
+                changed := s.count > 0 OR s.prev_count > 0;
+                s.prev_count := greatest(s.prev_count + least(back + s.count, 0), 0);
+                s.count := greatest(s.count + back, 0);
+                IF changed AND s.count = 0 AND s.prev_count = 0 THEN -- as good as new
+                    t := clock;
+                    s.window_start := clock;
+                END IF;
             END IF;
-            remaining := greatest(max_count - s.count - weight, 0);
         END IF;
 
-        granted := CASE WHEN r.cost > 0 THEN least(r.asked, remaining / r.cost) ELSE 0 END;
-        IF granted > 0 THEN
-            s.count := s.count + granted * r.cost;
-            s.expires_at := s.window_start + 2 * window_us;
+        rest := s.window_start + window_us - t;
+        -- A prev_count that an older, larger limit has left could overflow the product; this asks by division.
+        IF s.prev_count > 0 AND rest > max_count * window_us / s.prev_count THEN
+            weight := max_count;
+        ELSE
+            weight := (s.prev_count * rest + window_us - 1) / window_us;
+        END IF;
+        remaining := greatest(max_count - s.count - weight, 0) + s.credit;
+        granted := CASE
+            WHEN r.cost BETWEEN 1 AND max_count THEN least(r.asked, remaining / r.cost)
+            WHEN r.cost < 0 THEN r.asked
+            ELSE 0
+        END;
+        IF granted > 0 AND r.cost > 0 THEN
+            changed := true;
+            IF s.credit > 0 THEN -- for what there is no ordinary room
+                spent := greatest(granted * r.cost - (remaining - s.credit), 0);
+                s.credit := s.credit - spent;
+            END IF;
+            s.count := s.count + granted * r.cost - spent;
+            s.expires_at := t + 2 * window_us;
             remaining := remaining - granted * r.cost;
         END IF;
 
-        ask := greatest(r.cost, 1);
-        IF granted = r.asked OR remaining >= ask THEN
+        ask := greatest(r.cost, 1) - s.credit;
+        IF granted = r.asked OR (r.cost <= max_count AND remaining >= greatest(r.cost, 1)) THEN
             retry_after_us := 0;
-        ELSIF ask > max_count THEN
+        ELSIF r.cost > max_count THEN
             retry_after_us := NULL;
         ELSE
             IF ask <= max_count - s.count THEN -- the sum could overflow
@@ -488,22 +563,22 @@ BEGIN
             retry_after_us := least(t + wait, s.expires_at) - clock;
         END IF;
         reset_after_us := CASE
+            WHEN s.credit > 0 THEN s.expires_at - clock
             WHEN s.count > 0 THEN least(s.window_start + 2 * window_us, s.expires_at) - clock
             WHEN s.prev_count > 0 THEN least(s.window_start + window_us, s.expires_at) - clock
             ELSE 0
         END;
 
-        -- A denial writes nothing, but for a row that the clock has left behind: unwritten, it would deny for ever.
-        IF granted > 0 OR (moved AND r.cost BETWEEN 1 AND max_count) THEN
+        IF changed THEN
             IF written = 0 OR new_rows[written].tid <> s.tid THEN
                 written := written + 1;
             END IF;
-            s.expires_at := s.window_start + 2 * window_us;
+            s.expires_at := clock + reset_after_us;
             new_rows[written] := s;
         END IF;
 
         RETURN NEXT ROW(r.ord, granted, remaining, retry_after_us, reset_after_us, decided_at,
-            s.count, s.prev_count, s.window_start, s.credit, s.scale, s.expires_at, NULL::bigint[]);
+            s.count, s.prev_count, s.window_start, s.credit, spent, s.expires_at, NULL::bigint[]);
     END LOOP;
 
     IF written > 0 THEN
@@ -514,9 +589,9 @@ $$;
 -- +goose StatementEnd
 
 COMMENT ON FUNCTION rate_limit_sliding_window IS 'Takes from sliding windows of window_us microseconds, each of which admits max_count, estimated from two counters: the window before counts for the share of it that the sliding window still covers.
-It returns a row for each key: ord (its place in keys), granted (how many of the counts requests were granted), remaining (the largest cost that would be granted next), retry_after_us (microseconds until the others can be granted; 0: all were; NULL: never), reset_after_us (microseconds until the key is as good as new), decided_at (the database clock at the decision), and the state of the key then: count, prev_count, window_start, credit, scale and expires_at, as in the table. A denial is a row with granted = 0, never an error, and takes nothing. What is taken commits or rolls back with the transaction.
+It returns a row for each key: ord (its place in keys), granted (how many of the counts requests were granted), remaining (the largest cost that would be granted next), retry_after_us (microseconds until the others can be granted; 0: all were; NULL: never), reset_after_us (microseconds until the key is as good as new), decided_at (the database clock at the decision), and the state of the key then: count, prev_count, window_start, credit, scale and expires_at, as in the table. A denial is a row with granted = 0, never an error, and takes nothing. A refund is granted, whatever there was to give back. What is taken commits or rolls back with the transaction.
 Example: SELECT * FROM rate_limit_sliding_window(''login'', ARRAY[''user:123''], 10, 60000000) takes one of 10 a minute.
-Optional, by name: costs and counts for each key (1 each; a cost of 0 only looks), durable => true for rate_limit_durable.';
+Optional, by name: costs and counts for each key (1 each; a cost of 0 only looks, and one below 0 gives back, or, with above => true, grants credit above the limit), durable => true for rate_limit_durable.';
 
 -- The token bucket; tokenbucket.go holds its specification and its model, and the two read side by side.
 --
@@ -526,12 +601,14 @@ Optional, by name: costs and counts for each key (1 each; a cost of 0 only looks
 --   refill              tokens that flow in, evenly, over every_us; at least 1
 --   every_us            in microseconds, at least 1; to fill an empty bucket may take 2^51 microseconds (71 years)
 --   costs               cost of one request, for each key; NULL means 1 each. A cost of 0 takes nothing and tells whether 1 would
---                       fit; a cost above capacity is denied with a retry_after_us of NULL, which means never
+--                       fit; a cost below 0 gives back, as much as has been taken at most; a cost above capacity is
+--                       denied with a retry_after_us of NULL, which means never
 --   counts              how many such requests are asked, for each key; NULL means 1 each
 --   durable             whether the rows are in rate_limit_durable rather than in rate_limit_ephemeral
 --   lock_timeout_ms     longest wait for one row, for this transaction; NULL leaves the session's lock_timeout
 --   synchronous_commit  whether the commit of this transaction waits for the WAL; NULL leaves the session's setting
 --   now                 replaces the clock, for tests
+--   above               whether a cost below 0 grants credit above the limit instead of giving back: a key holds up to 2^61
 -- +goose StatementBegin
 CREATE FUNCTION rate_limit_token_bucket(
     name text,
@@ -544,7 +621,8 @@ CREATE FUNCTION rate_limit_token_bucket(
     durable boolean DEFAULT false,
     lock_timeout_ms integer DEFAULT NULL,
     synchronous_commit boolean DEFAULT NULL,
-    now timestamptz DEFAULT NULL
+    now timestamptz DEFAULT NULL,
+    above boolean DEFAULT false
 )
 RETURNS SETOF rate_limit_decision
 LANGUAGE plpgsql
@@ -561,6 +639,9 @@ DECLARE
     clock bigint;      -- the database's clock
     t bigint;          -- the time of the decision: the clock, or the row's own time where that lies ahead of it
     moved boolean;     -- the clock has jumped back, and the row with it
+    changed boolean;   -- the row is to be written
+    back bigint;       -- what a refund gives back, as a number below 0
+    spent bigint;      -- how much of what is taken comes out of granted credit
     decided_at timestamptz;
     granted bigint;
     remaining bigint;
@@ -576,7 +657,7 @@ BEGIN
                 HINT = 'All are at least 1, capacity × every_us is at most 2^62, and divided by refill it is at most 2^51.';
     END IF;
     full_credit := capacity * every_us;
-    asked_rows := rate_limit_lock(name, keys, costs, counts, capacity, 3::smallint, durable, lock_timeout_ms, synchronous_commit);
+    asked_rows := rate_limit_lock(name, keys, costs, counts, capacity, 3::smallint, durable, lock_timeout_ms, synchronous_commit, above);
 
     -- The clock is read with every lock held: read before, it could be older than the rows that a lock waited for.
     decided_at := coalesce(now, clock_timestamp());
@@ -588,6 +669,7 @@ BEGIN
             s := r;
             moved := false;
             IF clock >= s.expires_at THEN
+                s.count := 0;
                 s.credit := full_credit;
                 s.window_start := clock;
             ELSE
@@ -598,12 +680,12 @@ BEGIN
                         ELSE s.credit / s.scale * every_us + div((s.credit % s.scale)::numeric * every_us, s.scale)::bigint END;
                 END IF;
                 s.credit := least(s.credit, full_credit);
-                IF s.credit = full_credit THEN -- the capacity is lower now: as good as new
+                IF s.credit = full_credit AND s.count = 0 THEN -- the capacity is lower now: as good as new
                     s.window_start := clock;
                     s.expires_at := clock;
                 ELSIF s.window_start - clock > (full_credit - 1) / refill + 1 THEN
                     s.window_start := clock;
-                    s.expires_at := clock + (full_credit - s.credit - 1) / refill + 1;
+                    s.expires_at := clock + (full_credit - CASE WHEN s.count > 0 THEN 0 ELSE s.credit END - 1) / refill + 1;
                     moved := true;
                 END IF;
             END IF;
@@ -616,38 +698,65 @@ BEGIN
                 s.credit := full_credit;
             END IF;
             s.window_start := t;
-            remaining := s.credit / every_us;
         END IF;
+        -- A denial writes nothing, but for a row that the clock has left behind: unwritten, it would deny for ever.
+        changed := moved AND r.cost BETWEEN 1 AND capacity;
+        spent := 0;
 
-        granted := CASE WHEN r.cost > 0 THEN least(r.asked, remaining / r.cost) ELSE 0 END;
-        IF granted > 0 THEN
-            s.credit := s.credit - granted * r.cost * every_us;
-            s.expires_at := t + (full_credit - s.credit - 1) / refill + 1;
+        IF r.cost < 0 THEN
+            -- By division, because the product could overflow.
+            back := CASE WHEN r.asked > -(9223372036854775807 / r.cost) THEN -9223372036854775807 ELSE r.asked * r.cost END;
+            IF above THEN
+                changed := true;
+                s.count := least(s.count - greatest(back, -2305843009213693952), 2305843009213693952);
+                s.expires_at := t + (full_credit - 1) / refill + 1;
+            ELSE
+                changed := s.credit < full_credit;
+                s.credit := CASE WHEN back >= -((full_credit - s.credit) / every_us) THEN s.credit - back * every_us ELSE full_credit END;
+                IF changed AND s.credit = full_credit THEN -- as good as new
+                    t := clock;
+                    s.window_start := clock;
+                END IF;
+            END IF;
+        END IF;
+        remaining := s.credit / every_us + s.count;
+        granted := CASE
+            WHEN r.cost BETWEEN 1 AND capacity THEN least(r.asked, remaining / r.cost)
+            WHEN r.cost < 0 THEN r.asked
+            ELSE 0
+        END;
+        IF granted > 0 AND r.cost > 0 THEN
+            changed := true;
+            IF s.count > 0 THEN -- for what there is no ordinary room
+                spent := greatest(granted * r.cost - (remaining - s.count), 0);
+                s.count := s.count - spent;
+            END IF;
+            s.credit := s.credit - (granted * r.cost - spent) * every_us;
+            s.expires_at := t + (full_credit - 1) / refill + 1;
             remaining := remaining - granted * r.cost;
         END IF;
 
-        IF granted = r.asked OR remaining >= greatest(r.cost, 1) THEN
+        IF granted = r.asked OR (r.cost <= capacity AND remaining >= greatest(r.cost, 1)) THEN
             retry_after_us := 0;
-        ELSIF greatest(r.cost, 1) > capacity THEN
+        ELSIF r.cost > capacity THEN
             retry_after_us := NULL;
         ELSE
-            need := greatest(r.cost, 1) * every_us - s.credit;
+            need := (greatest(r.cost, 1) - s.count) * every_us - s.credit;
             retry_after_us := least(t + (need - 1) / refill + 1, s.expires_at) - clock;
         END IF;
         need := full_credit - s.credit;
-        reset_after_us := CASE WHEN need > 0 THEN least(t + (need - 1) / refill + 1, s.expires_at) - clock ELSE 0 END;
+        reset_after_us := CASE WHEN s.count > 0 THEN s.expires_at - clock WHEN need > 0 THEN least(t + (need - 1) / refill + 1, s.expires_at) - clock ELSE 0 END;
 
-        -- A denial writes nothing, but for a row that the clock has left behind: unwritten, it would deny for ever.
-        IF granted > 0 OR (moved AND r.cost BETWEEN 1 AND capacity) THEN
+        IF changed THEN
             IF written = 0 OR new_rows[written].tid <> s.tid THEN
                 written := written + 1;
             END IF;
-            s.expires_at := t + (full_credit - s.credit - 1) / refill + 1;
+            s.expires_at := clock + reset_after_us;
             new_rows[written] := s;
         END IF;
 
         RETURN NEXT ROW(r.ord, granted, remaining, retry_after_us, reset_after_us, decided_at,
-            s.count, s.prev_count, s.window_start, s.credit, s.scale, s.expires_at, NULL::bigint[]);
+            s.count, spent, s.window_start, s.credit, s.scale, s.expires_at, NULL::bigint[]);
     END LOOP;
 
     IF written > 0 THEN
@@ -658,9 +767,9 @@ $$;
 -- +goose StatementEnd
 
 COMMENT ON FUNCTION rate_limit_token_bucket IS 'Takes from token buckets, which hold capacity tokens, start full, and get refill tokens, evenly, over every_us microseconds.
-It returns a row for each key: ord (its place in keys), granted (how many of the counts requests were granted), remaining (the largest cost that would be granted next), retry_after_us (microseconds until the others can be granted; 0: all were; NULL: never), reset_after_us (microseconds until the key is as good as new), decided_at (the database clock at the decision), and the state of the key then: count, prev_count, window_start, credit, scale and expires_at, as in the table. A denial is a row with granted = 0, never an error, and takes nothing. What is taken commits or rolls back with the transaction.
+It returns a row for each key: ord (its place in keys), granted (how many of the counts requests were granted), remaining (the largest cost that would be granted next), retry_after_us (microseconds until the others can be granted; 0: all were; NULL: never), reset_after_us (microseconds until the key is as good as new), decided_at (the database clock at the decision), and the state of the key then: count, prev_count, window_start, credit, scale and expires_at, as in the table. A denial is a row with granted = 0, never an error, and takes nothing. A refund is granted, whatever there was to give back. What is taken commits or rolls back with the transaction.
 Example: SELECT * FROM rate_limit_token_bucket(''api'', ARRAY[''user:123''], 20, 5, 10000000) takes one token from a bucket of 20 that gets 5 more every 10 seconds.
-Optional, by name: costs and counts for each key (1 each; a cost of 0 only looks), durable => true for rate_limit_durable.';
+Optional, by name: costs and counts for each key (1 each; a cost of 0 only looks, and one below 0 gives back, or, with above => true, grants credit above the limit), durable => true for rate_limit_durable.';
 
 -- The sliding window log; slidinglog.go holds its specification and its model, and the two read side by side.
 --
@@ -892,6 +1001,7 @@ DECLARE
     asked bigint;
     granted bigint;
     remaining bigint;
+    spent bigint := 0; -- how much of what is taken comes out of granted credit
     retry_after_us bigint;
     reset_after_us bigint;
     max_count bigint;
@@ -1059,8 +1169,9 @@ BEGIN
                                 USING ERRCODE = 'invalid_parameter_value', HINT = 'The limit and the span are at least 1, the span is at most 2^51, and their product is at most 2^62. Costs are at least 1, or all 0.';
                         END IF;
                         CONTINUE WHEN pass = 1 AND asked = 1 AND r.cost <= max_count - s.count; -- what fits into less, fits: saves the rest
-                        IF clock >= s.expires_at THEN
+                        IF clock >= s.expires_at OR (s.count = 0 AND s.credit = 0) THEN
                             s.count := 0;
+                            s.credit := 0;
                             s.window_start := clock;
                         ELSIF s.window_start - clock > window_us THEN
                             s.window_start := clock;
@@ -1068,12 +1179,11 @@ BEGIN
                             moved := true;
                         END IF;
                         t := greatest(clock, s.window_start);
-                        IF t - s.window_start >= window_us THEN
+                        IF t - s.window_start >= window_us OR s.count = 0 THEN
                             s.count := 0;
                             s.window_start := t;
                         END IF;
-                        remaining := greatest(max_count - s.count, 0);
-                        ends := least(s.window_start + window_us, CASE WHEN s.count > 0 THEN s.expires_at END);
+                        remaining := greatest(max_count - s.count, 0) + s.credit;
                     WHEN 2 THEN
                         max_count := limits[part];
                         window_us := spans_us[part];
@@ -1082,17 +1192,18 @@ BEGIN
                                 USING ERRCODE = 'invalid_parameter_value', HINT = 'The limit and the span are at least 1, the span is at most 2^51, and their product is at most 2^62. Costs are at least 1, or all 0.';
                         END IF;
                         CONTINUE WHEN pass = 1 AND asked = 1 AND r.cost <= max_count - s.count - s.prev_count;
-                        IF clock >= s.expires_at THEN
+                        IF clock >= s.expires_at OR (s.count = 0 AND s.prev_count = 0 AND s.credit = 0) THEN
+                            s.credit := 0;
                             s.count := 0;
                             s.prev_count := 0;
                             s.window_start := clock;
                         ELSIF s.window_start - clock > window_us THEN
                             s.window_start := clock;
-                            s.expires_at := clock + 2 * window_us;
+                            s.expires_at := clock + CASE WHEN s.count > 0 OR s.credit > 0 THEN 2 ELSE 1 END * window_us;
                             moved := true;
                         END IF;
                         t := greatest(clock, s.window_start);
-                        IF t - s.window_start >= 2 * window_us THEN
+                        IF t - s.window_start >= 2 * window_us OR (s.count = 0 AND (s.prev_count = 0 OR t - s.window_start >= window_us)) THEN
                             s.count := 0;
                             s.prev_count := 0;
                             s.window_start := t;
@@ -1108,7 +1219,7 @@ BEGIN
                         ELSE
                             weight := (s.prev_count * rest + window_us - 1) / window_us;
                         END IF;
-                        remaining := greatest(max_count - s.count - weight, 0);
+                        remaining := greatest(max_count - s.count - weight, 0) + s.credit;
                     WHEN 3 THEN
                         max_count := limits[part];
                         capacity := limits[part];
@@ -1122,6 +1233,7 @@ BEGIN
                         CONTINUE WHEN pass = 1 AND asked = 1 AND s.scale = every_us AND r.cost <= least(s.credit / every_us, capacity);
                         full_credit := capacity * every_us;
                         IF clock >= s.expires_at THEN
+                            s.count := 0;
                             s.credit := full_credit;
                             s.window_start := clock;
                         ELSE
@@ -1132,12 +1244,12 @@ BEGIN
                                     ELSE s.credit / s.scale * every_us + div((s.credit % s.scale)::numeric * every_us, s.scale)::bigint END;
                             END IF;
                             s.credit := least(s.credit, full_credit);
-                            IF s.credit = full_credit THEN -- the capacity is lower now: as good as new
+                            IF s.credit = full_credit AND s.count = 0 THEN -- the capacity is lower now: as good as new
                                 s.window_start := clock;
                                 s.expires_at := clock;
                             ELSIF s.window_start - clock > (full_credit - 1) / refill + 1 THEN
                                 s.window_start := clock;
-                                s.expires_at := clock + (full_credit - s.credit - 1) / refill + 1;
+                                s.expires_at := clock + (full_credit - CASE WHEN s.count > 0 THEN 0 ELSE s.credit END - 1) / refill + 1;
                                 moved := true;
                             END IF;
                         END IF;
@@ -1150,7 +1262,7 @@ BEGIN
                             s.credit := full_credit;
                         END IF;
                         s.window_start := t;
-                        remaining := s.credit / every_us;
+                        remaining := s.credit / every_us + s.count;
                     WHEN 4 THEN
                         max_count := limits[part];
                         window_us := spans_us[part];
@@ -1190,34 +1302,44 @@ BEGIN
                     IF pass = 1 THEN
                         CONTINUE WHEN just_look;
                         any_moved := any_moved OR (moved AND r.cost > remaining AND r.cost <= max_count);
-                        granted := least(granted, remaining / r.cost);
+                        granted := CASE WHEN r.cost <= max_count THEN least(granted, remaining / r.cost) ELSE 0 END;
                         CONTINUE;
                     END IF;
 
                     CASE algorithm
                     WHEN 1 THEN
                         IF granted > 0 THEN
-                            s.count := s.count + granted * r.cost;
+                            spent := 0;
+                            IF s.credit > 0 THEN -- for what there is no ordinary room
+                                spent := greatest(granted * r.cost - (remaining - s.credit), 0);
+                                s.credit := s.credit - spent;
+                            END IF;
+                            s.count := s.count + granted * r.cost - spent;
+                            s.expires_at := t + window_us;
                             remaining := remaining - granted * r.cost;
-                            s.expires_at := s.window_start + window_us;
-                            ends := s.expires_at;
                         END IF;
+                        ends := least(s.window_start + window_us, s.expires_at);
                         retry_after_us := CASE
-                            WHEN granted = r.asked OR remaining >= greatest(r.cost, 1) THEN 0
+                            WHEN granted = r.asked OR (r.cost <= max_count AND remaining >= greatest(r.cost, 1)) THEN 0
                             WHEN r.cost <= max_count THEN ends - clock
                         END;
-                        reset_after_us := CASE WHEN s.count > 0 THEN ends - clock ELSE 0 END;
+                        reset_after_us := CASE WHEN s.credit > 0 THEN s.expires_at - clock WHEN s.count > 0 THEN ends - clock ELSE 0 END;
                     WHEN 2 THEN
                         IF granted > 0 THEN
-                            s.count := s.count + granted * r.cost;
-                            s.expires_at := s.window_start + 2 * window_us;
+                            spent := 0;
+                            IF s.credit > 0 THEN -- for what there is no ordinary room
+                                spent := greatest(granted * r.cost - (remaining - s.credit), 0);
+                                s.credit := s.credit - spent;
+                            END IF;
+                            s.count := s.count + granted * r.cost - spent;
+                            s.expires_at := t + 2 * window_us;
                             remaining := remaining - granted * r.cost;
                         END IF;
 
-                        ask := greatest(r.cost, 1);
-                        IF granted = r.asked OR remaining >= ask THEN
+                        ask := greatest(r.cost, 1) - s.credit;
+                        IF granted = r.asked OR (r.cost <= max_count AND remaining >= greatest(r.cost, 1)) THEN
                             retry_after_us := 0;
-                        ELSIF ask > max_count THEN
+                        ELSIF r.cost > max_count THEN
                             retry_after_us := NULL;
                         ELSE
                             IF ask <= max_count - s.count THEN -- the sum could overflow
@@ -1230,27 +1352,33 @@ BEGIN
                             retry_after_us := least(t + wait, s.expires_at) - clock;
                         END IF;
                         reset_after_us := CASE
+                            WHEN s.credit > 0 THEN s.expires_at - clock
                             WHEN s.count > 0 THEN least(s.window_start + 2 * window_us, s.expires_at) - clock
                             WHEN s.prev_count > 0 THEN least(s.window_start + window_us, s.expires_at) - clock
                             ELSE 0
                         END;
                     WHEN 3 THEN
                         IF granted > 0 THEN
-                            s.credit := s.credit - granted * r.cost * every_us;
-                            s.expires_at := t + (full_credit - s.credit - 1) / refill + 1;
+                            spent := 0;
+                            IF s.count > 0 THEN -- for what there is no ordinary room
+                                spent := greatest(granted * r.cost - (remaining - s.count), 0);
+                                s.count := s.count - spent;
+                            END IF;
+                            s.credit := s.credit - (granted * r.cost - spent) * every_us;
+                            s.expires_at := t + (full_credit - 1) / refill + 1;
                             remaining := remaining - granted * r.cost;
                         END IF;
 
-                        IF granted = r.asked OR remaining >= greatest(r.cost, 1) THEN
+                        IF granted = r.asked OR (r.cost <= capacity AND remaining >= greatest(r.cost, 1)) THEN
                             retry_after_us := 0;
-                        ELSIF greatest(r.cost, 1) > capacity THEN
+                        ELSIF r.cost > capacity THEN
                             retry_after_us := NULL;
                         ELSE
-                            need := greatest(r.cost, 1) * every_us - s.credit;
+                            need := (greatest(r.cost, 1) - s.count) * every_us - s.credit;
                             retry_after_us := least(t + (need - 1) / refill + 1, s.expires_at) - clock;
                         END IF;
                         need := full_credit - s.credit;
-                        reset_after_us := CASE WHEN need > 0 THEN least(t + (need - 1) / refill + 1, s.expires_at) - clock ELSE 0 END;
+                        reset_after_us := CASE WHEN s.count > 0 THEN s.expires_at - clock WHEN need > 0 THEN least(t + (need - 1) / refill + 1, s.expires_at) - clock ELSE 0 END;
                     WHEN 4 THEN
                         IF granted > 0 THEN
                             units := granted * r.cost;
@@ -1284,12 +1412,14 @@ BEGIN
                     END CASE;
 
                     IF granted > 0 OR (moved AND r.cost > 0 AND retry_after_us > 0) THEN
+                        s.expires_at := clock + reset_after_us;
                         asked_rows[at] := s;
                         writers[at] := algorithm;
                         changed[at] := true;
                     END IF;
                     RETURN NEXT ROW(part::bigint, granted, remaining, retry_after_us, reset_after_us, decided_at,
-                        s.count, s.prev_count, s.window_start, s.credit, s.scale, s.expires_at, NULL::bigint[]);
+                        s.count, CASE WHEN algorithm = 3 THEN spent ELSE s.prev_count END, s.window_start, s.credit,
+                        CASE WHEN algorithm = 3 THEN s.scale ELSE spent END, s.expires_at, NULL::bigint[]);
                 END LOOP;
             END LOOP;
         END LOOP;
@@ -1417,10 +1547,10 @@ $$;
 DROP FUNCTION rate_limit_reset(text, text, boolean, integer, boolean);
 DROP FUNCTION rate_limit_all(integer[], text[], text[], boolean[], smallint[], bigint[], bigint[], bigint[], bigint[], bigint[], integer, boolean, timestamptz);
 DROP FUNCTION rate_limit_sliding_log(text, text[], bigint, bigint, bigint[], bigint[], boolean, integer, boolean, timestamptz);
-DROP FUNCTION rate_limit_token_bucket(text, text[], bigint, bigint, bigint, bigint[], bigint[], boolean, integer, boolean, timestamptz);
-DROP FUNCTION rate_limit_sliding_window(text, text[], bigint, bigint, bigint[], bigint[], boolean, integer, boolean, timestamptz);
-DROP FUNCTION rate_limit_fixed_window(text, text[], bigint, bigint, bigint[], bigint[], boolean, integer, boolean, timestamptz);
+DROP FUNCTION rate_limit_token_bucket(text, text[], bigint, bigint, bigint, bigint[], bigint[], boolean, integer, boolean, timestamptz, boolean);
+DROP FUNCTION rate_limit_sliding_window(text, text[], bigint, bigint, bigint[], bigint[], boolean, integer, boolean, timestamptz, boolean);
+DROP FUNCTION rate_limit_fixed_window(text, text[], bigint, bigint, bigint[], bigint[], boolean, integer, boolean, timestamptz, boolean);
 DROP FUNCTION rate_limit_write(rate_limit_row[], smallint, boolean);
-DROP FUNCTION rate_limit_lock(text, text[], bigint[], bigint[], bigint, smallint, boolean, integer, boolean);
+DROP FUNCTION rate_limit_lock(text, text[], bigint[], bigint[], bigint, smallint, boolean, integer, boolean, boolean);
 DROP TYPE rate_limit_decision;
 DROP TYPE rate_limit_row;

@@ -75,6 +75,7 @@ DECLARE
     asked bigint;
     granted bigint;
     remaining bigint;
+    spent bigint := 0; -- how much of what is taken comes out of granted credit
     retry_after_us bigint;
     reset_after_us bigint;
     max_count bigint;
@@ -242,8 +243,9 @@ BEGIN
                                 USING ERRCODE = 'invalid_parameter_value', HINT = 'The limit and the span are at least 1, the span is at most 2^51, and their product is at most 2^62. Costs are at least 1, or all 0.';
                         END IF;
                         CONTINUE WHEN pass = 1 AND asked = 1 AND r.cost <= max_count - s.count; -- what fits into less, fits: saves the rest
-                        IF clock >= s.expires_at THEN
+                        IF clock >= s.expires_at OR (s.count = 0 AND s.credit = 0) THEN
                             s.count := 0;
+                            s.credit := 0;
                             s.window_start := clock;
                         ELSIF s.window_start - clock > window_us THEN
                             s.window_start := clock;
@@ -251,12 +253,11 @@ BEGIN
                             moved := true;
                         END IF;
                         t := greatest(clock, s.window_start);
-                        IF t - s.window_start >= window_us THEN
+                        IF t - s.window_start >= window_us OR s.count = 0 THEN
                             s.count := 0;
                             s.window_start := t;
                         END IF;
-                        remaining := greatest(max_count - s.count, 0);
-                        ends := least(s.window_start + window_us, CASE WHEN s.count > 0 THEN s.expires_at END);
+                        remaining := greatest(max_count - s.count, 0) + s.credit;
                     WHEN 2 THEN
                         max_count := limits[part];
                         window_us := spans_us[part];
@@ -265,17 +266,18 @@ BEGIN
                                 USING ERRCODE = 'invalid_parameter_value', HINT = 'The limit and the span are at least 1, the span is at most 2^51, and their product is at most 2^62. Costs are at least 1, or all 0.';
                         END IF;
                         CONTINUE WHEN pass = 1 AND asked = 1 AND r.cost <= max_count - s.count - s.prev_count;
-                        IF clock >= s.expires_at THEN
+                        IF clock >= s.expires_at OR (s.count = 0 AND s.prev_count = 0 AND s.credit = 0) THEN
+                            s.credit := 0;
                             s.count := 0;
                             s.prev_count := 0;
                             s.window_start := clock;
                         ELSIF s.window_start - clock > window_us THEN
                             s.window_start := clock;
-                            s.expires_at := clock + 2 * window_us;
+                            s.expires_at := clock + CASE WHEN s.count > 0 OR s.credit > 0 THEN 2 ELSE 1 END * window_us;
                             moved := true;
                         END IF;
                         t := greatest(clock, s.window_start);
-                        IF t - s.window_start >= 2 * window_us THEN
+                        IF t - s.window_start >= 2 * window_us OR (s.count = 0 AND (s.prev_count = 0 OR t - s.window_start >= window_us)) THEN
                             s.count := 0;
                             s.prev_count := 0;
                             s.window_start := t;
@@ -291,7 +293,7 @@ BEGIN
                         ELSE
                             weight := (s.prev_count * rest + window_us - 1) / window_us;
                         END IF;
-                        remaining := greatest(max_count - s.count - weight, 0);
+                        remaining := greatest(max_count - s.count - weight, 0) + s.credit;
                     WHEN 3 THEN
                         max_count := limits[part];
                         capacity := limits[part];
@@ -305,6 +307,7 @@ BEGIN
                         CONTINUE WHEN pass = 1 AND asked = 1 AND s.scale = every_us AND r.cost <= least(s.credit / every_us, capacity);
                         full_credit := capacity * every_us;
                         IF clock >= s.expires_at THEN
+                            s.count := 0;
                             s.credit := full_credit;
                             s.window_start := clock;
                         ELSE
@@ -315,12 +318,12 @@ BEGIN
                                     ELSE s.credit / s.scale * every_us + div((s.credit % s.scale)::numeric * every_us, s.scale)::bigint END;
                             END IF;
                             s.credit := least(s.credit, full_credit);
-                            IF s.credit = full_credit THEN -- the capacity is lower now: as good as new
+                            IF s.credit = full_credit AND s.count = 0 THEN -- the capacity is lower now: as good as new
                                 s.window_start := clock;
                                 s.expires_at := clock;
                             ELSIF s.window_start - clock > (full_credit - 1) / refill + 1 THEN
                                 s.window_start := clock;
-                                s.expires_at := clock + (full_credit - s.credit - 1) / refill + 1;
+                                s.expires_at := clock + (full_credit - CASE WHEN s.count > 0 THEN 0 ELSE s.credit END - 1) / refill + 1;
                                 moved := true;
                             END IF;
                         END IF;
@@ -333,7 +336,7 @@ BEGIN
                             s.credit := full_credit;
                         END IF;
                         s.window_start := t;
-                        remaining := s.credit / every_us;
+                        remaining := s.credit / every_us + s.count;
                     WHEN 4 THEN
                         max_count := limits[part];
                         window_us := spans_us[part];
@@ -373,34 +376,44 @@ BEGIN
                     IF pass = 1 THEN
                         CONTINUE WHEN just_look;
                         any_moved := any_moved OR (moved AND r.cost > remaining AND r.cost <= max_count);
-                        granted := least(granted, remaining / r.cost);
+                        granted := CASE WHEN r.cost <= max_count THEN least(granted, remaining / r.cost) ELSE 0 END;
                         CONTINUE;
                     END IF;
 
                     CASE algorithm
                     WHEN 1 THEN
                         IF granted > 0 THEN
-                            s.count := s.count + granted * r.cost;
+                            spent := 0;
+                            IF s.credit > 0 THEN -- for what there is no ordinary room
+                                spent := greatest(granted * r.cost - (remaining - s.credit), 0);
+                                s.credit := s.credit - spent;
+                            END IF;
+                            s.count := s.count + granted * r.cost - spent;
+                            s.expires_at := t + window_us;
                             remaining := remaining - granted * r.cost;
-                            s.expires_at := s.window_start + window_us;
-                            ends := s.expires_at;
                         END IF;
+                        ends := least(s.window_start + window_us, s.expires_at);
                         retry_after_us := CASE
-                            WHEN granted = r.asked OR remaining >= greatest(r.cost, 1) THEN 0
+                            WHEN granted = r.asked OR (r.cost <= max_count AND remaining >= greatest(r.cost, 1)) THEN 0
                             WHEN r.cost <= max_count THEN ends - clock
                         END;
-                        reset_after_us := CASE WHEN s.count > 0 THEN ends - clock ELSE 0 END;
+                        reset_after_us := CASE WHEN s.credit > 0 THEN s.expires_at - clock WHEN s.count > 0 THEN ends - clock ELSE 0 END;
                     WHEN 2 THEN
                         IF granted > 0 THEN
-                            s.count := s.count + granted * r.cost;
-                            s.expires_at := s.window_start + 2 * window_us;
+                            spent := 0;
+                            IF s.credit > 0 THEN -- for what there is no ordinary room
+                                spent := greatest(granted * r.cost - (remaining - s.credit), 0);
+                                s.credit := s.credit - spent;
+                            END IF;
+                            s.count := s.count + granted * r.cost - spent;
+                            s.expires_at := t + 2 * window_us;
                             remaining := remaining - granted * r.cost;
                         END IF;
 
-                        ask := greatest(r.cost, 1);
-                        IF granted = r.asked OR remaining >= ask THEN
+                        ask := greatest(r.cost, 1) - s.credit;
+                        IF granted = r.asked OR (r.cost <= max_count AND remaining >= greatest(r.cost, 1)) THEN
                             retry_after_us := 0;
-                        ELSIF ask > max_count THEN
+                        ELSIF r.cost > max_count THEN
                             retry_after_us := NULL;
                         ELSE
                             IF ask <= max_count - s.count THEN -- the sum could overflow
@@ -413,27 +426,33 @@ BEGIN
                             retry_after_us := least(t + wait, s.expires_at) - clock;
                         END IF;
                         reset_after_us := CASE
+                            WHEN s.credit > 0 THEN s.expires_at - clock
                             WHEN s.count > 0 THEN least(s.window_start + 2 * window_us, s.expires_at) - clock
                             WHEN s.prev_count > 0 THEN least(s.window_start + window_us, s.expires_at) - clock
                             ELSE 0
                         END;
                     WHEN 3 THEN
                         IF granted > 0 THEN
-                            s.credit := s.credit - granted * r.cost * every_us;
-                            s.expires_at := t + (full_credit - s.credit - 1) / refill + 1;
+                            spent := 0;
+                            IF s.count > 0 THEN -- for what there is no ordinary room
+                                spent := greatest(granted * r.cost - (remaining - s.count), 0);
+                                s.count := s.count - spent;
+                            END IF;
+                            s.credit := s.credit - (granted * r.cost - spent) * every_us;
+                            s.expires_at := t + (full_credit - 1) / refill + 1;
                             remaining := remaining - granted * r.cost;
                         END IF;
 
-                        IF granted = r.asked OR remaining >= greatest(r.cost, 1) THEN
+                        IF granted = r.asked OR (r.cost <= capacity AND remaining >= greatest(r.cost, 1)) THEN
                             retry_after_us := 0;
-                        ELSIF greatest(r.cost, 1) > capacity THEN
+                        ELSIF r.cost > capacity THEN
                             retry_after_us := NULL;
                         ELSE
-                            need := greatest(r.cost, 1) * every_us - s.credit;
+                            need := (greatest(r.cost, 1) - s.count) * every_us - s.credit;
                             retry_after_us := least(t + (need - 1) / refill + 1, s.expires_at) - clock;
                         END IF;
                         need := full_credit - s.credit;
-                        reset_after_us := CASE WHEN need > 0 THEN least(t + (need - 1) / refill + 1, s.expires_at) - clock ELSE 0 END;
+                        reset_after_us := CASE WHEN s.count > 0 THEN s.expires_at - clock WHEN need > 0 THEN least(t + (need - 1) / refill + 1, s.expires_at) - clock ELSE 0 END;
                     WHEN 4 THEN
                         IF granted > 0 THEN
                             units := granted * r.cost;
@@ -467,12 +486,14 @@ BEGIN
                     END CASE;
 
                     IF granted > 0 OR (moved AND r.cost > 0 AND retry_after_us > 0) THEN
+                        s.expires_at := clock + reset_after_us;
                         asked_rows[at] := s;
                         writers[at] := algorithm;
                         changed[at] := true;
                     END IF;
                     RETURN NEXT ROW(part::bigint, granted, remaining, retry_after_us, reset_after_us, decided_at,
-                        s.count, s.prev_count, s.window_start, s.credit, s.scale, s.expires_at, NULL::bigint[]);
+                        s.count, CASE WHEN algorithm = 3 THEN spent ELSE s.prev_count END, s.window_start, s.credit,
+                        CASE WHEN algorithm = 3 THEN s.scale ELSE spent END, s.expires_at, NULL::bigint[]);
                 END LOOP;
             END LOOP;
         END LOOP;

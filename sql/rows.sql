@@ -25,7 +25,8 @@ CREATE TYPE rate_limit_decision AS (
     retry_after_us bigint,  -- microseconds until the others can be granted; 0: all were; NULL: never
     reset_after_us bigint,  -- microseconds until the key is as good as new
     decided_at timestamptz, -- the database's clock at the decision, from which both count
-    count bigint,           -- and the key's state then, as in the table
+    count bigint,           -- and the key's state then, as in the table; but the scale of a window, or prev_count of a bucket, is
+                            -- how much of what these requests took came out of granted credit
     prev_count bigint,
     window_start bigint,
     credit bigint,
@@ -39,12 +40,14 @@ COMMENT ON TYPE rate_limit_decision IS 'What the rate_limit_ functions decided f
 -- rate_limit_lock locks the rows of all asked keys in key order, makes those that are missing, and returns all elements
 -- ordered by key and then by place. Arguments as the algorithms take them, and:
 --
---   max_cost    no cost above it can ever be granted: such an element locks and makes nothing, nor does a cost of 0
+--   max_cost    no cost above it can ever be granted: such an element locks and makes nothing, nor does a cost of 0. A
+--               cost below 0, a refund, locks its row, and needs none, but for one that is to go above the limit
 --   algorithm   who asks
 --
 -- Locks are taken strictly in key order, or two requests would wait for each other. So at the first missing row the
 -- locking stops, before any later row is locked, and one INSERT in key order makes or locks every row from there on:
 -- ON CONFLICT DO UPDATE locks the row that it finds before it looks at its WHERE, and WHERE false changes nothing.
+-- (It makes those of refunds too, or they would be locked out of order; unwritten, a row means the same as none.)
 -- It also settles the race with whoever deletes a row in between: what is gone is made again, and what is locked stays.
 CREATE FUNCTION rate_limit_lock(
     name text,
@@ -55,7 +58,8 @@ CREATE FUNCTION rate_limit_lock(
     algorithm smallint,
     durable boolean,
     lock_timeout_ms integer,
-    synchronous_commit boolean
+    synchronous_commit boolean,
+    above boolean DEFAULT false
 )
 RETURNS rate_limit_row[]
 LANGUAGE plpgsql
@@ -78,7 +82,7 @@ BEGIN
         CASE WHEN synchronous_commit IS NOT NULL THEN set_config('synchronous_commit', synchronous_commit::text, true) END);
 
     -- One key, whose row exists: most calls of an application that is not under load, and worth the 35 µs that this saves.
-    IF cardinality(keys) = 1 AND coalesce(costs[1], 1) BETWEEN 1 AND max_cost AND coalesce(counts[1], 1) >= 1 THEN
+    IF cardinality(keys) = 1 AND coalesce(costs[1], 1) <= max_cost AND coalesce(costs[1], 1) <> 0 AND coalesce(counts[1], 1) >= 1 THEN
         IF durable THEN
             SELECT 1::bigint, coalesce(costs[1], 1), coalesce(counts[1], 1), d.ctid, d.count, d.prev_count, d.window_start, d.credit, d.scale,
                 CASE WHEN d.algorithm = algorithm THEN d.expires_at ELSE 0 END,
@@ -166,12 +170,12 @@ BEGIN
         LOOP
             FETCH elements INTO r;
             EXIT WHEN NOT found;
-            IF (r.cost >= 0 AND r.asked >= 1 AND octet_length(keys[r.ord]) BETWEEN 1 AND 512) IS NOT TRUE THEN
+            IF ((r.cost >= 0 OR algorithm <> 4) AND r.asked >= 1 AND octet_length(keys[r.ord]) BETWEEN 1 AND 512) IS NOT TRUE THEN
                 RAISE EXCEPTION 'rate_limit: element % of the request is not valid', r.ord
                     USING ERRCODE = 'invalid_parameter_value',
-                        HINT = 'A key has 1 to 512 bytes, a cost is at least 0, and a count is at least 1.';
+                        HINT = 'A key has 1 to 512 bytes, a count is at least 1, and a cost at least 0 where there are no refunds.';
             END IF;
-            missing := r.tid IS NULL AND r.cost BETWEEN 1 AND max_cost;
+            missing := r.tid IS NULL AND (r.cost BETWEEN 1 AND max_cost OR (r.cost < 0 AND above));
             EXIT WHEN missing;
             found_rows := array_append(found_rows, r);
         END LOOP;
@@ -184,7 +188,7 @@ BEGIN
             INSERT INTO rate_limit_durable AS d (prefix, key)
             SELECT name, e.key COLLATE "C"
             FROM unnest((SELECT keys), (SELECT costs)) AS e (key, cost)
-            WHERE coalesce(e.cost, 1) BETWEEN 1 AND max_cost
+            WHERE coalesce(e.cost, 1) <= max_cost AND coalesce(e.cost, 1) <> 0
             GROUP BY e.key COLLATE "C"
             ORDER BY octet_length(e.key COLLATE "C") DESC, e.key COLLATE "C"
             ON CONFLICT ON CONSTRAINT rate_limit_durable_pkey DO UPDATE SET count = d.count WHERE false;
@@ -192,7 +196,7 @@ BEGIN
             INSERT INTO rate_limit_ephemeral AS d (prefix, key)
             SELECT name, e.key COLLATE "C"
             FROM unnest((SELECT keys), (SELECT costs)) AS e (key, cost)
-            WHERE coalesce(e.cost, 1) BETWEEN 1 AND max_cost
+            WHERE coalesce(e.cost, 1) <= max_cost AND coalesce(e.cost, 1) <> 0
             GROUP BY e.key COLLATE "C"
             ORDER BY octet_length(e.key COLLATE "C") DESC, e.key COLLATE "C"
             ON CONFLICT ON CONSTRAINT rate_limit_ephemeral_pkey DO UPDATE SET count = d.count WHERE false;

@@ -49,10 +49,10 @@ COMMENT ON TABLE rate_limit_ephemeral IS 'Limits for abuse protection. Unlogged:
 COMMENT ON COLUMN rate_limit_ephemeral.prefix IS 'Name of the limiter, which keeps limiters apart.';
 COMMENT ON COLUMN rate_limit_ephemeral.key IS 'Who is limited: 1 to 512 bytes.';
 COMMENT ON COLUMN rate_limit_ephemeral.algorithm IS 'Which function wrote the row: 1 fixed window, 2 sliding window, 3 token bucket, 4 sliding window log. To another one the row counts as no row.';
-COMMENT ON COLUMN rate_limit_ephemeral.count IS 'Windows: what has been taken in the window that starts at window_start. Sliding window log: the sum of the log.';
+COMMENT ON COLUMN rate_limit_ephemeral.count IS 'Windows: what has been taken in the window that starts at window_start. Sliding window log: the sum of the log. Token bucket: granted tokens, above the capacity.';
 COMMENT ON COLUMN rate_limit_ephemeral.prev_count IS 'Sliding window: what had been taken in the window before that one.';
 COMMENT ON COLUMN rate_limit_ephemeral.window_start IS 'Windows: start of the window. Sliding window log: when something was last taken. Token bucket: the time up to which refill is part of credit. In microseconds since 1970 UTC.';
-COMMENT ON COLUMN rate_limit_ephemeral.credit IS 'Token bucket: what is left, in units of 1/scale token.';
+COMMENT ON COLUMN rate_limit_ephemeral.credit IS 'Token bucket: what is left, in units of 1/scale token. Windows: granted credit, above the limit.';
 COMMENT ON COLUMN rate_limit_ephemeral.scale IS 'Token bucket: units of credit in one token; the policy''s refill interval in microseconds. NULL of others.';
 COMMENT ON COLUMN rate_limit_ephemeral.expires_at IS 'From then on the row means the same as no row, in microseconds since 1970 UTC: to_timestamp(expires_at / 1e6).';
 COMMENT ON COLUMN rate_limit_ephemeral.log IS 'Sliding window log: what has been taken, oldest first, each entry the time in microseconds since 1970 UTC × 1024 + the units: to_timestamp((entry >> 10) / 1e6), entry & 1023.';
@@ -61,10 +61,10 @@ COMMENT ON TABLE rate_limit_durable IS 'Limits for quotas and billing. Logged: k
 COMMENT ON COLUMN rate_limit_durable.prefix IS 'Name of the limiter, which keeps limiters apart.';
 COMMENT ON COLUMN rate_limit_durable.key IS 'Who is limited: 1 to 512 bytes.';
 COMMENT ON COLUMN rate_limit_durable.algorithm IS 'Which function wrote the row: 1 fixed window, 2 sliding window, 3 token bucket, 4 sliding window log. To another one the row counts as no row.';
-COMMENT ON COLUMN rate_limit_durable.count IS 'Windows: what has been taken in the window that starts at window_start. Sliding window log: the sum of the log.';
+COMMENT ON COLUMN rate_limit_durable.count IS 'Windows: what has been taken in the window that starts at window_start. Sliding window log: the sum of the log. Token bucket: granted tokens, above the capacity.';
 COMMENT ON COLUMN rate_limit_durable.prev_count IS 'Sliding window: what had been taken in the window before that one.';
 COMMENT ON COLUMN rate_limit_durable.window_start IS 'Windows: start of the window. Sliding window log: when something was last taken. Token bucket: the time up to which refill is part of credit. In microseconds since 1970 UTC.';
-COMMENT ON COLUMN rate_limit_durable.credit IS 'Token bucket: what is left, in units of 1/scale token.';
+COMMENT ON COLUMN rate_limit_durable.credit IS 'Token bucket: what is left, in units of 1/scale token. Windows: granted credit, above the limit.';
 COMMENT ON COLUMN rate_limit_durable.scale IS 'Token bucket: units of credit in one token; the policy''s refill interval in microseconds. NULL of others.';
 COMMENT ON COLUMN rate_limit_durable.expires_at IS 'From then on the row means the same as no row, in microseconds since 1970 UTC: to_timestamp(expires_at / 1e6).';
 COMMENT ON COLUMN rate_limit_durable.log IS 'Sliding window log: what has been taken, oldest first, each entry the time in microseconds since 1970 UTC × 1024 + the units: to_timestamp((entry >> 10) / 1e6), entry & 1023.';

@@ -6,12 +6,14 @@
 --   refill              tokens that flow in, evenly, over every_us; at least 1
 --   every_us            in microseconds, at least 1; to fill an empty bucket may take 2^51 microseconds (71 years)
 --   costs               cost of one request, for each key; NULL means 1 each. A cost of 0 takes nothing and tells whether 1 would
---                       fit; a cost above capacity is denied with a retry_after_us of NULL, which means never
+--                       fit; a cost below 0 gives back, as much as has been taken at most; a cost above capacity is
+--                       denied with a retry_after_us of NULL, which means never
 --   counts              how many such requests are asked, for each key; NULL means 1 each
 --   durable             whether the rows are in rate_limit_durable rather than in rate_limit_ephemeral
 --   lock_timeout_ms     longest wait for one row, for this transaction; NULL leaves the session's lock_timeout
 --   synchronous_commit  whether the commit of this transaction waits for the WAL; NULL leaves the session's setting
 --   now                 replaces the clock, for tests
+--   above               whether a cost below 0 grants credit above the limit instead of giving back: a key holds up to 2^61
 CREATE FUNCTION rate_limit_token_bucket(
     name text,
     keys text[],
@@ -23,7 +25,8 @@ CREATE FUNCTION rate_limit_token_bucket(
     durable boolean DEFAULT false,
     lock_timeout_ms integer DEFAULT NULL,
     synchronous_commit boolean DEFAULT NULL,
-    now timestamptz DEFAULT NULL
+    now timestamptz DEFAULT NULL,
+    above boolean DEFAULT false
 )
 RETURNS SETOF rate_limit_decision
 LANGUAGE plpgsql
@@ -40,6 +43,9 @@ DECLARE
     clock bigint;      -- the database's clock
     t bigint;          -- the time of the decision: the clock, or the row's own time where that lies ahead of it
     moved boolean;     -- the clock has jumped back, and the row with it
+    changed boolean;   -- the row is to be written
+    back bigint;       -- what a refund gives back, as a number below 0
+    spent bigint;      -- how much of what is taken comes out of granted credit
     decided_at timestamptz;
     granted bigint;
     remaining bigint;
@@ -55,7 +61,7 @@ BEGIN
                 HINT = 'All are at least 1, capacity × every_us is at most 2^62, and divided by refill it is at most 2^51.';
     END IF;
     full_credit := capacity * every_us;
-    asked_rows := rate_limit_lock(name, keys, costs, counts, capacity, 3::smallint, durable, lock_timeout_ms, synchronous_commit);
+    asked_rows := rate_limit_lock(name, keys, costs, counts, capacity, 3::smallint, durable, lock_timeout_ms, synchronous_commit, above);
 
     -- The clock is read with every lock held: read before, it could be older than the rows that a lock waited for.
     decided_at := coalesce(now, clock_timestamp());
@@ -67,6 +73,7 @@ BEGIN
             s := r;
             moved := false;
             IF clock >= s.expires_at THEN
+                s.count := 0;
                 s.credit := full_credit;
                 s.window_start := clock;
             ELSE
@@ -77,12 +84,12 @@ BEGIN
                         ELSE s.credit / s.scale * every_us + div((s.credit % s.scale)::numeric * every_us, s.scale)::bigint END;
                 END IF;
                 s.credit := least(s.credit, full_credit);
-                IF s.credit = full_credit THEN -- the capacity is lower now: as good as new
+                IF s.credit = full_credit AND s.count = 0 THEN -- the capacity is lower now: as good as new
                     s.window_start := clock;
                     s.expires_at := clock;
                 ELSIF s.window_start - clock > (full_credit - 1) / refill + 1 THEN
                     s.window_start := clock;
-                    s.expires_at := clock + (full_credit - s.credit - 1) / refill + 1;
+                    s.expires_at := clock + (full_credit - CASE WHEN s.count > 0 THEN 0 ELSE s.credit END - 1) / refill + 1;
                     moved := true;
                 END IF;
             END IF;
@@ -95,38 +102,65 @@ BEGIN
                 s.credit := full_credit;
             END IF;
             s.window_start := t;
-            remaining := s.credit / every_us;
         END IF;
+        -- A denial writes nothing, but for a row that the clock has left behind: unwritten, it would deny for ever.
+        changed := moved AND r.cost BETWEEN 1 AND capacity;
+        spent := 0;
 
-        granted := CASE WHEN r.cost > 0 THEN least(r.asked, remaining / r.cost) ELSE 0 END;
-        IF granted > 0 THEN
-            s.credit := s.credit - granted * r.cost * every_us;
-            s.expires_at := t + (full_credit - s.credit - 1) / refill + 1;
+        IF r.cost < 0 THEN
+            -- By division, because the product could overflow.
+            back := CASE WHEN r.asked > -(9223372036854775807 / r.cost) THEN -9223372036854775807 ELSE r.asked * r.cost END;
+            IF above THEN
+                changed := true;
+                s.count := least(s.count - greatest(back, -2305843009213693952), 2305843009213693952);
+                s.expires_at := t + (full_credit - 1) / refill + 1;
+            ELSE
+                changed := s.credit < full_credit;
+                s.credit := CASE WHEN back >= -((full_credit - s.credit) / every_us) THEN s.credit - back * every_us ELSE full_credit END;
+                IF changed AND s.credit = full_credit THEN -- as good as new
+                    t := clock;
+                    s.window_start := clock;
+                END IF;
+            END IF;
+        END IF;
+        remaining := s.credit / every_us + s.count;
+        granted := CASE
+            WHEN r.cost BETWEEN 1 AND capacity THEN least(r.asked, remaining / r.cost)
+            WHEN r.cost < 0 THEN r.asked
+            ELSE 0
+        END;
+        IF granted > 0 AND r.cost > 0 THEN
+            changed := true;
+            IF s.count > 0 THEN -- for what there is no ordinary room
+                spent := greatest(granted * r.cost - (remaining - s.count), 0);
+                s.count := s.count - spent;
+            END IF;
+            s.credit := s.credit - (granted * r.cost - spent) * every_us;
+            s.expires_at := t + (full_credit - 1) / refill + 1;
             remaining := remaining - granted * r.cost;
         END IF;
 
-        IF granted = r.asked OR remaining >= greatest(r.cost, 1) THEN
+        IF granted = r.asked OR (r.cost <= capacity AND remaining >= greatest(r.cost, 1)) THEN
             retry_after_us := 0;
-        ELSIF greatest(r.cost, 1) > capacity THEN
+        ELSIF r.cost > capacity THEN
             retry_after_us := NULL;
         ELSE
-            need := greatest(r.cost, 1) * every_us - s.credit;
+            need := (greatest(r.cost, 1) - s.count) * every_us - s.credit;
             retry_after_us := least(t + (need - 1) / refill + 1, s.expires_at) - clock;
         END IF;
         need := full_credit - s.credit;
-        reset_after_us := CASE WHEN need > 0 THEN least(t + (need - 1) / refill + 1, s.expires_at) - clock ELSE 0 END;
+        reset_after_us := CASE WHEN s.count > 0 THEN s.expires_at - clock WHEN need > 0 THEN least(t + (need - 1) / refill + 1, s.expires_at) - clock ELSE 0 END;
 
-        -- A denial writes nothing, but for a row that the clock has left behind: unwritten, it would deny for ever.
-        IF granted > 0 OR (moved AND r.cost BETWEEN 1 AND capacity) THEN
+        IF changed THEN
             IF written = 0 OR new_rows[written].tid <> s.tid THEN
                 written := written + 1;
             END IF;
-            s.expires_at := t + (full_credit - s.credit - 1) / refill + 1;
+            s.expires_at := clock + reset_after_us;
             new_rows[written] := s;
         END IF;
 
         RETURN NEXT ROW(r.ord, granted, remaining, retry_after_us, reset_after_us, decided_at,
-            s.count, s.prev_count, s.window_start, s.credit, s.scale, s.expires_at, NULL::bigint[]);
+            s.count, spent, s.window_start, s.credit, s.scale, s.expires_at, NULL::bigint[]);
     END LOOP;
 
     IF written > 0 THEN
@@ -136,6 +170,6 @@ END
 $$;
 
 COMMENT ON FUNCTION rate_limit_token_bucket IS 'Takes from token buckets, which hold capacity tokens, start full, and get refill tokens, evenly, over every_us microseconds.
-It returns a row for each key: ord (its place in keys), granted (how many of the counts requests were granted), remaining (the largest cost that would be granted next), retry_after_us (microseconds until the others can be granted; 0: all were; NULL: never), reset_after_us (microseconds until the key is as good as new), decided_at (the database clock at the decision), and the state of the key then: count, prev_count, window_start, credit, scale and expires_at, as in the table. A denial is a row with granted = 0, never an error, and takes nothing. What is taken commits or rolls back with the transaction.
+It returns a row for each key: ord (its place in keys), granted (how many of the counts requests were granted), remaining (the largest cost that would be granted next), retry_after_us (microseconds until the others can be granted; 0: all were; NULL: never), reset_after_us (microseconds until the key is as good as new), decided_at (the database clock at the decision), and the state of the key then: count, prev_count, window_start, credit, scale and expires_at, as in the table. A denial is a row with granted = 0, never an error, and takes nothing. A refund is granted, whatever there was to give back. What is taken commits or rolls back with the transaction.
 Example: SELECT * FROM rate_limit_token_bucket(''api'', ARRAY[''user:123''], 20, 5, 10000000) takes one token from a bucket of 20 that gets 5 more every 10 seconds.
-Optional, by name: costs and counts for each key (1 each; a cost of 0 only looks), durable => true for rate_limit_durable.';
+Optional, by name: costs and counts for each key (1 each; a cost of 0 only looks, and one below 0 gives back, or, with above => true, grants credit above the limit), durable => true for rate_limit_durable.';

@@ -27,7 +27,8 @@ import (
 type operation struct {
 	Client, Limiter int
 	Key             string
-	Cost            int64 // 0 looks
+	Cost            int64 // 0 looks; below 0 gives back, or grants
+	Grant           bool
 	Reset           bool
 	Call, Return    int64 // microseconds since 1970, by the clock of this machine, which is the database's too
 	Result          ratelimit.Result
@@ -50,6 +51,8 @@ type workload struct {
 	MaxCost      int64
 	Looks        int // out of 100 calls
 	Resets       int
+	Refunds      int
+	Grants       int
 	Leaves       int           // whose context ends within moments
 	Gap          time.Duration // between two calls of a caller
 	Seed         uint64
@@ -122,6 +125,10 @@ func (w workload) call(ctx context.Context, limiter *ratelimit.Limiter, caller i
 			op.Cost = 0
 		case draw < w.Looks+w.Resets:
 			op.Reset = true
+		case draw < w.Looks+w.Resets+w.Refunds:
+			op.Cost = -op.Cost
+		case draw < w.Looks+w.Resets+w.Refunds+w.Grants:
+			op.Cost, op.Grant = -op.Cost, true
 		}
 		occurred, err := op.make(ctx, limiter, leaves, time.Duration(random.IntN(2000))*time.Microsecond)
 		if err != nil {
@@ -146,9 +153,14 @@ func (op *operation) make(ctx context.Context, limiter *ratelimit.Limiter, leave
 		defer cancel()
 	}
 	op.Call = time.Now().UnixMicro()
-	if op.Reset {
+	switch {
+	case op.Reset:
 		err = limiter.Reset(callCtx, op.Key)
-	} else {
+	case op.Grant:
+		op.Result, err = limiter.Grant(callCtx, op.Key, -op.Cost)
+	case op.Cost < 0:
+		op.Result, err = limiter.Refund(callCtx, op.Key, -op.Cost)
+	default:
 		op.Result, err = limiter.AllowN(callCtx, op.Key, op.Cost)
 	}
 	op.Return = time.Now().UnixMicro()
@@ -157,7 +169,7 @@ func (op *operation) make(ctx context.Context, limiter *ratelimit.Limiter, leave
 		return true, nil
 	case errors.Is(err, ratelimit.ErrOutcomeUnknown), leaves && errors.Is(err, callCtx.Err()):
 		op.Unknown = true
-		return op.Cost > 0, nil
+		return op.Cost != 0, nil
 	case errors.Is(err, ratelimit.ErrUnavailable):
 		return false, nil
 	}

@@ -23,6 +23,9 @@ type judge struct {
 	rule
 	// cache says that denials may come from a cache. They are then told from what was known when they were remembered.
 	cache bool
+	// untimed says that RetryAfter and ResetAfter are not compared: after refunds and grants they depend on when calls were decided
+	// whose outcome is unknown.
+	untimed bool
 }
 
 // step returns what an account may be after an operation; nothing if the operation cannot be at this point.
@@ -35,12 +38,15 @@ func (j judge) step(a account, op operation) []any {
 		if op.Cost > j.roomAt(a, a.clock) {
 			return []any{a}
 		}
-		taken, _ := j.decide(a, a.clock, op.Cost)
+		taken, _ := j.decide(a, a.clock, op.Cost, op.Grant)
 		return []any{a, taken}
 	}
 	at := op.Result.DecidedAt.UnixMicro()
-	next, want := j.decide(a, at, op.Cost)
+	next, want := j.decide(a, at, op.Cost, op.Grant)
 	next.clock = at
+	if j.untimed {
+		want.RetryAfter, want.ResetAfter = op.Result.RetryAfter, op.Result.ResetAfter
+	}
 	switch {
 	case at > op.Return:
 		return nil
@@ -51,7 +57,7 @@ func (j judge) step(a account, op operation) []any {
 		return nil
 	case at < max(op.Call, a.clock) || !same(want, op.Result):
 		return nil // under a row's lock, the clock moves on
-	case op.Cost == 0:
+	case op.Cost == 0, op.Cost < 0 && !op.Grant && j.usage(a, at) == 0: // a refund of nothing locks no row that is not there
 		return []any{a}
 	}
 	return []any{next}
@@ -72,6 +78,8 @@ func (j judge) interval(history []operation, op operation, staleness time.Durati
 		return op.Call, op.Return
 	case j.mayBeCached(op):
 		return staleSince(history, op, staleness), op.Return
+	case op.Cost < 0 && !op.Grant:
+		return op.Call, op.Return // either of the two below
 	case op.Cost == 0:
 		return op.Call, at // it looks before it reads the clock
 	case allTake:
@@ -136,7 +144,7 @@ func (j judge) model() porcupine.Model {
 // check looks for an explanation of a history; picture is a file that shows what was found if there is none.
 func (j judge) check(t *testing.T, history []operation, staleness time.Duration) (result porcupine.CheckResult, picture string) {
 	t.Helper()
-	allTake := !slices.ContainsFunc(history, func(op operation) bool { return op.Reset || op.Unknown || op.Cost == 0 })
+	allTake := !slices.ContainsFunc(history, func(op operation) bool { return op.Reset || op.Unknown || op.Cost <= 0 })
 	ops := make([]porcupine.Operation, len(history))
 	for i, op := range history {
 		from, to := j.interval(history, op, staleness, allTake)
@@ -158,7 +166,7 @@ func (j judge) check(t *testing.T, history []operation, staleness time.Duration)
 func staleSince(history []operation, denial operation, staleness time.Duration) int64 {
 	since := denial.Call - staleness.Microseconds()
 	for _, op := range history {
-		if op.Reset && op.Limiter == denial.Limiter && op.Key == denial.Key && op.Return < denial.Call {
+		if (op.Reset || op.Cost < 0) && op.Limiter == denial.Limiter && op.Key == denial.Key && op.Return < denial.Call {
 			since = max(since, op.Return)
 		}
 	}
@@ -172,6 +180,9 @@ func histories(algorithm string) map[string]workload {
 		Limiters: 2, Callers: 6, Calls: 40, Keys: 4, MaxCost: 7, Looks: 10, Gap: time.Millisecond,
 	}
 	plain, durable, cached, resets, cachedResets, reset, hot := base, base, base, base, base, base, base
+	gifts, cachedGifts := base, base
+	gifts.Refunds, gifts.Grants = 15, 5
+	cachedGifts.Cache, cachedGifts.Refunds, cachedGifts.Grants, cachedGifts.DenialMaxAge, cachedGifts.Callers = true, 5, 2, 5*time.Millisecond, 3
 	durable.Durable = true
 	cached.Cache = true
 	resets.Resets = 5
@@ -181,9 +192,12 @@ func histories(algorithm string) map[string]workload {
 	reset.Keys, reset.Resets, reset.Callers, reset.Gap = 1, 30, 4, 0
 	// Waves of the same request for one key: what coalescing merges. Nobody looks, or the search could take for ever.
 	hot.Keys, hot.MaxCost, hot.Callers, hot.Calls, hot.Gap, hot.Looks = 1, 1, 24, 10, 0, 0
+	if algorithm == "sliding log" { // it knows neither
+		gifts.Refunds, gifts.Grants, cachedGifts.Refunds, cachedGifts.Grants = 0, 0, 0, 0
+	}
 	return map[string]workload{
 		"plain": plain, "durable": durable, "cache": cached, "resets": resets, "cache and resets": cachedResets,
-		"one key, reset all the time": reset, "one hot key": hot,
+		"one key, reset all the time": reset, "one hot key": hot, "refunds and grants": gifts, "cache, refunds and grants": cachedGifts,
 	}
 }
 
@@ -201,7 +215,7 @@ func TestLinearizable(t *testing.T) {
 				w.Seed = random.Uint64()
 				history := w.runInProcesses(t, db)
 				requireBothOutcomes(t, history)
-				result, picture := judge{ruleOf(w.policy()), w.Cache}.check(t, history, w.DenialMaxAge)
+				result, picture := judge{ruleOf(w.policy()), w.Cache, false}.check(t, history, w.DenialMaxAge)
 				require.Equal(t, porcupine.Ok, result, "%s, %s: see %s", algorithm, name, picture)
 			}
 		}
@@ -266,9 +280,13 @@ func TestLinearizableWithUnknownOutcomes(t *testing.T) {
 		if algorithm == "sliding log" {
 			continue // its times tell when each one was decided
 		}
-		for range rounds(t, 2) {
+		for round := range rounds(t, 2) {
 			db := pgtest.New(t)
 			w := uncertainWorkload(algorithm)
+			gifts := round%2 == 1
+			if gifts {
+				w.Refunds, w.Grants = 10, 5
+			}
 			w.Seed = random.Uint64()
 			history := uncertain(w, t, db)
 			for _, op := range history {
@@ -276,7 +294,7 @@ func TestLinearizableWithUnknownOutcomes(t *testing.T) {
 					unknown++
 				}
 			}
-			result, picture := judge{ruleOf(w.policy()), w.Cache}.check(t, history, 0)
+			result, picture := judge{ruleOf(w.policy()), w.Cache, gifts}.check(t, history, 0)
 			require.Equal(t, porcupine.Ok, result, "%s: see %s", algorithm, picture)
 		}
 	}
@@ -318,6 +336,12 @@ func TestJudgeCatches(t *testing.T) {
 			j.cache = false
 			return history
 		}},
+		"refunds that give nothing back": {history: "refunds and grants", spoil: func(t *testing.T, pool *pgxpool.Pool) {
+			rewrite(t, pool, "rate_limit_sliding_window", "greatest(s.count + back, 0)", "s.count")
+		}},
+		"credit that is spent twice": {history: "refunds and grants", spoil: func(t *testing.T, pool *pgxpool.Pool) {
+			rewrite(t, pool, "rate_limit_sliding_window", "s.credit := s.credit - spent", "s.credit := s.credit")
+		}},
 		"a grant that got lost": {history: "plain", misread: func(_ *judge, _ *workload, history []operation) []operation {
 			return slices.DeleteFunc(history, func(op operation) bool { return op.Key == keyNumber(0) && op.Cost > 0 && op.Result.Allowed })
 		}},
@@ -338,7 +362,7 @@ func TestJudgeCatches(t *testing.T) {
 				}
 				w.Seed = random.Uint64()
 				history := run(w, t, db)
-				j := judge{ruleOf(w.policy()), w.Cache}
+				j := judge{ruleOf(w.policy()), w.Cache, false}
 				if broken.misread != nil {
 					history = broken.misread(&j, &w, history)
 				}

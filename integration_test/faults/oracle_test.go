@@ -15,6 +15,9 @@ type account struct {
 	count int64                     // taken in the window; of a bucket, what it lacks, in units of 1/Every(µs) token; of a log, its entries
 	prev  int64                     // taken in the window before
 	log   [64]struct{ at, n int64 } // of a log: what was taken, oldest first
+
+	credit int64 // granted above the limit
+	until  int64 // when credit lapses
 }
 
 // rule is an algorithm as its documentation states it, written a second time. All that it knows is how an account moves on to a
@@ -26,6 +29,8 @@ type rule struct {
 	roll    func(a account, t int64) account
 	room    func(a account, t int64) int64 // of an account that was rolled to t
 	take    func(a account, t, n int64) account
+	unit    int64 // how much a cost of 1 adds to count
+	life    int64 // microseconds that credit lasts
 }
 
 func ruleOf(policy ratelimit.Policy) rule {
@@ -33,9 +38,9 @@ func ruleOf(policy ratelimit.Policy) rule {
 	case ratelimit.FixedWindow:
 		window := p.Window.Microseconds()
 		return rule{
-			limit: p.Limit, horizon: window, take: count(1),
+			limit: p.Limit, horizon: window, take: count(1), unit: 1, life: window,
 			roll: func(a account, t int64) account {
-				if t >= a.start+window {
+				if t >= a.start+window || a.count == 0 {
 					a.start, a.count = t, 0
 				}
 				return a
@@ -45,10 +50,10 @@ func ruleOf(policy ratelimit.Policy) rule {
 	case ratelimit.SlidingWindow:
 		window := p.Window.Microseconds()
 		return rule{
-			limit: p.Limit, horizon: 2 * window, take: count(1),
+			limit: p.Limit, horizon: 2 * window, take: count(1), unit: 1, life: 2 * window,
 			roll: func(a account, t int64) account {
 				switch {
-				case t >= a.start+2*window:
+				case t >= a.start+2*window, a.count == 0 && (a.prev == 0 || t >= a.start+window):
 					a.start, a.prev, a.count = t, 0, 0
 				case t >= a.start+window:
 					a.start, a.prev, a.count = a.start+window, a.count, 0
@@ -64,6 +69,7 @@ func ruleOf(policy ratelimit.Policy) rule {
 		every := p.Every.Microseconds()
 		return rule{
 			limit: p.Capacity, horizon: p.Capacity*every/p.Refill + 1, take: count(every),
+			unit: every, life: (p.Capacity*every + p.Refill - 1) / p.Refill,
 			roll: func(a account, t int64) account {
 				if a.count > 0 {
 					a.count = max(0, a.count-(t-a.start)*p.Refill)
@@ -113,24 +119,57 @@ func count(unit int64) func(a account, t, n int64) account {
 	}
 }
 
+// at moves an account on to t.
+func (r rule) at(a account, t int64) account {
+	if t >= a.until {
+		a.credit = 0
+	}
+	return r.roll(a, t)
+}
+
 // roomAt is the largest cost that fits at t.
-func (r rule) roomAt(a account, t int64) int64 { return r.room(r.roll(a, t), t) }
+func (r rule) roomAt(a account, t int64) int64 {
+	a = r.at(a, t)
+	return r.room(a, t) + a.credit
+}
 
 // fits is the first time from t on at which a cost of n does.
 func (r rule) fits(a account, t, n int64) int64 {
 	return t + int64(sort.Search(int(r.horizon), func(d int) bool { return r.roomAt(a, t+int64(d)) >= n }))
 }
 
-// decide is what has to come of a request for n at t; n = 0 looks.
-func (r rule) decide(a account, t, n int64) (account, ratelimit.Result) {
+// decide is what has to come of a request for n at t; n = 0 looks, n below 0 gives back or grants.
+func (r rule) decide(a account, t, n int64, grant bool) (account, ratelimit.Result) {
 	result := ratelimit.Result{Limit: r.limit, DecidedAt: time.UnixMicro(t)}
-	if result.Allowed = r.roomAt(a, t) >= max(n, 1); !result.Allowed {
+	switch result.Allowed = r.roomAt(a, t) >= max(n, 1); {
+	case grant:
+		a = r.at(a, t)
+		a.credit, a.until = a.credit-n, t+r.life
+		result.Allowed = true
+	case n < 0:
+		a = r.at(a, t)
+		back := -n * r.unit
+		a.count, back = max(0, a.count-back), max(0, back-a.count)
+		a.prev = max(0, a.prev-back)
+		result.Allowed = true
+	case !result.Allowed:
 		result.RetryAfter = time.Duration(r.fits(a, t, max(n, 1))-t) * time.Microsecond
-	} else if n > 0 {
-		a = r.roll(a, t)
-		a = r.take(a, t, n)
+	case n > 0:
+		a = r.at(a, t)
+		ordinary := min(n, r.room(a, t))
+		a = r.take(a, t, ordinary)
+		a.credit, a.until = a.credit-(n-ordinary), t+r.life
 	}
 	result.Remaining = r.roomAt(a, t)
 	result.ResetAfter = time.Duration(r.fits(a, t, r.limit)-t) * time.Microsecond
+	if a := r.at(a, t); a.credit > 0 {
+		result.ResetAfter = time.Duration(a.until-t) * time.Microsecond
+	}
 	return a, result
+}
+
+// usage is what counts at t, and can be given back.
+func (r rule) usage(a account, t int64) int64 {
+	a = r.at(a, t)
+	return a.count + a.prev
 }
