@@ -115,16 +115,11 @@ type Results struct {
 // Errors: a [*RequestError] for a request that cannot be asked, and nothing was taken; the context's error, if that ends first (the requests
 // may still count); else a [*StoreError].
 func AllowAll(ctx context.Context, requests ...Request) (Results, error) {
-	s, err := newSet(requests)
+	s, err := newSet(requests, false)
 	if err != nil {
 		return Results{}, err
 	}
 	l := requests[0].limiter
-	for i, r := range requests {
-		if r.limiter.db != l.db {
-			return Results{}, &RequestError{Index: i, Err: errOtherDatabase}
-		}
-	}
 	if err := ctx.Err(); err != nil {
 		return Results{}, waitError(err)
 	}
@@ -149,7 +144,7 @@ func AllowAll(ctx context.Context, requests ...Request) (Results, error) {
 // calls it, or AllowTx, more than once, another one that does so in another order may wait for it while it waits for that one,
 // and Postgres ends one of the two with SQLSTATE 40P01. Ask once.
 func AllowAllTx(ctx context.Context, tx pgx.Tx, requests ...Request) (Results, error) {
-	s, err := newSet(requests)
+	s, err := newSet(requests, true)
 	if err != nil {
 		return Results{}, err
 	}
@@ -172,7 +167,8 @@ type part struct {
 	cost   int64
 }
 
-func newSet(requests []Request) (*set, error) {
+// newSet checks the requests. In a transaction of the caller's it does not matter what the limiters' own databases are.
+func newSet(requests []Request, inTx bool) (*set, error) {
 	if len(requests) == 0 || len(requests) > maxRequests {
 		return nil, &RequestError{Err: fmt.Errorf("there are %d requests; pass 1 to %d", len(requests), maxRequests)}
 	}
@@ -185,7 +181,8 @@ func newSet(requests []Request) (*set, error) {
 		if err == nil && r.cost < 1 {
 			err = &CostError{Cost: r.cost, Limit: r.limiter.policy.limit(), Least: 1}
 		}
-		if err == nil && r.limiter.config.Schema != requests[0].limiter.config.Schema {
+		first := requests[0].limiter
+		if err == nil && (r.limiter.config.Schema != first.config.Schema || !inTx && r.limiter.db != first.db) {
 			err = errOtherDatabase
 		}
 		if err != nil {

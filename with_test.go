@@ -153,6 +153,8 @@ func numbersOf(p Policy) map[string]Policy {
 			numbers[name] = FixedWindow{Limit: change.limit, Window: change.time}
 		case SlidingWindow:
 			numbers[name] = SlidingWindow{Limit: change.limit, Window: change.time}
+		case SlidingLog:
+			numbers[name] = SlidingLog{Limit: change.limit, Window: change.time}
 		case TokenBucket:
 			numbers[name] = TokenBucket{Capacity: change.limit, Refill: 7, Every: change.time}
 		}
