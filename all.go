@@ -108,7 +108,8 @@ type Results struct {
 // limiter counts their statements, and its Config says Timeout and MaxBatch.
 //
 // Every call asks the database: denials are not remembered in the process. A limit that everybody shares is one row, which one
-// statement at a time can take from; see the package documentation of what that costs.
+// statement at a time can take from. Rows are locked by the length of their keys, the longest first, because a key that everybody
+// shares tends to be short ("all"): the later it is locked, the less the others wait.
 //
 // [Config].OnFailure does not answer for it: an outage is an error, but one that comes at once while the first limiter's breaker is open.
 //

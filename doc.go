@@ -13,6 +13,7 @@
 // processes and whatever their clocks say, takes one round trip, and a denial takes nothing. Calls that come while others
 // are under way leave together, as one statement.
 //
+// [AllowAll] takes from several limiters or from none of them, and a policy that is [All] of several does so for one key.
 // [Limiter.Wait] blocks until a request is allowed, and [Limiter.With] asks for the same keys with other numbers.
 // When Postgres is away, a call returns an error, or what [Config].OnFailure says: [FailOpen], [FailClosed] or [FallbackLocal].
 //

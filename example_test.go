@@ -192,3 +192,38 @@ func ExampleLimiter_Grant() {
 		log.Print(err)
 	}
 }
+
+// A request counts for its address, its user and the whole service, or for none of them.
+func ExampleAllowAll() {
+	var (
+		ctx                          = context.Background()
+		perAddress, perUser, overall *ratelimit.Limiter
+	)
+	results, err := ratelimit.AllowAll(ctx, perAddress.Request("192.0.2.1", 1), perUser.Request("user:123", 1), overall.Request("all", 1))
+	if err != nil {
+		log.Fatal(err)
+	}
+	if !results.Allowed {
+		fmt.Println("retry after", results.RetryAfter)
+		for i, limit := range []string{"address", "user", "service"} {
+			fmt.Println(limit, "has room:", results.Each[i].Allowed)
+		}
+	}
+}
+
+// Ten a second, and 3,000 in ten minutes.
+func ExampleAll() {
+	var pool *pgxpool.Pool
+	limiter, err := ratelimit.New(pool, ratelimit.Config{
+		Name: "api",
+		Policy: ratelimit.All(
+			ratelimit.SlidingWindow{Limit: 10, Window: time.Second},
+			ratelimit.SlidingWindow{Limit: 3000, Window: 10 * time.Minute},
+		),
+	})
+	if err != nil {
+		log.Fatal(err)
+	}
+	result, err := limiter.Allow(context.Background(), "user:123")
+	fmt.Println(result.Allowed, err)
+}

@@ -10,7 +10,7 @@ import (
 )
 
 // policyForms is what an error of ParsePolicy shows.
-const policyForms = `"fixed 100/1m", "sliding 100/1m", "log 100/1m" (100 a minute) or "bucket 20 5/10s" (20 at once, and 5 more every 10 seconds)`
+const policyForms = `"fixed 100/1m", "sliding 100/1m", "log 100/1m" (100 a minute) or "bucket 20 5/10s" (20 at once, and 5 more every 10 seconds), or several with commas between them`
 
 // ParsePolicy reads a policy from a text, for configuration files and command lines; the policies' String methods write it:
 //
@@ -19,14 +19,24 @@ const policyForms = `"fixed 100/1m", "sliding 100/1m", "log 100/1m" (100 a minut
 //	log 100/1m        SlidingLog{Limit: 100, Window: time.Minute}
 //	bucket 20 5/10s   TokenBucket{Capacity: 20, Refill: 5, Every: 10 * time.Second}
 //
+// Several, with commas between them, are [All] of them: sliding 10/1s, sliding 3000/10m.
+//
 // Durations are those of [time.ParseDuration], and may begin with days of 24 hours: 1d, 1d12h. It returns a [*PolicyError], which
 // shows what is accepted, for any other text and for a policy that [New] would refuse.
 func ParsePolicy(text string) (Policy, error) {
-	policy, err := parsePolicy(strings.Fields(text))
-	if err == nil {
-		err = policy.validate()
+	var policies []Policy
+	for one := range strings.SplitSeq(text, ",") {
+		policy, err := parsePolicy(strings.Fields(one))
+		if err != nil {
+			return nil, &PolicyError{Text: text, Err: err}
+		}
+		policies = append(policies, policy)
 	}
-	if err != nil {
+	policy := policies[0]
+	if len(policies) > 1 {
+		policy = All(policies...)
+	}
+	if err := policy.validate(); err != nil {
 		return nil, &PolicyError{Text: text, Err: err}
 	}
 	return policy, nil

@@ -54,6 +54,9 @@ func TestEveryPolicyIsReadAsItWasWritten(t *testing.T) {
 	r := rand.New(rand.NewPCG(1, 2))
 	for range 20_000 {
 		want := randomPolicy(r)
+		if r.IntN(4) == 0 {
+			want = All(want, randomPolicy(r), randomPolicy(r))
+		}
 		got, err := ParsePolicy(want.String())
 		require.NoError(t, err, want)
 		require.Equal(t, want, got)
@@ -134,10 +137,16 @@ func TestThePolicyFormsAreAccepted(t *testing.T) {
 	t.Parallel()
 
 	for _, text := range []string{"fixed 100/1m", "sliding 100/1m", "log 100/1m", "bucket 20 5/10s"} {
+		_, err := ParsePolicy(text + "," + text)
+		require.NoError(t, err)
 		require.Contains(t, policyForms, `"`+text+`"`)
-		_, err := ParsePolicy(text)
+		_, err = ParsePolicy(text)
 		require.NoError(t, err)
 	}
+	_, err := ParsePolicy("fixed 1/1m,")
+	require.ErrorContains(t, err, "is empty")
+	_, err = ParsePolicy("fixed 1/1m,fixed 1/1m,fixed 1/1m,fixed 1/1m,fixed 1/1m,fixed 1/1m,fixed 1/1m,fixed 1/1m,fixed 1/1m")
+	require.ErrorContains(t, err, "needs 2 to 8")
 }
 
 func FuzzParsePolicy(f *testing.F) {

@@ -63,6 +63,7 @@ func (l *Limiter) give(ctx context.Context, key string, n int64, above bool) (Re
 	if err := ctx.Err(); err != nil {
 		return Result{}, waitError(err)
 	}
+	defer l.wakeUp(key) // who waits for it may fit now
 	if l.breaker == nil {
 		return l.askDatabase(ctx, key, -n, above, false)
 	}

@@ -157,8 +157,6 @@ func numbersOf(p Policy) map[string]Policy {
 			numbers[name] = SlidingLog{Limit: change.limit, Window: change.time}
 		case TokenBucket:
 			numbers[name] = TokenBucket{Capacity: change.limit, Refill: 7, Every: change.time}
-		case SlidingLog:
-			numbers[name] = SlidingLog{Limit: change.limit, Window: change.time}
 		}
 	}
 	return numbers

@@ -48,6 +48,8 @@ COMMENT ON TYPE rate_limit_decision IS 'What the rate_limit_ functions decided f
 --               cost below 0, a refund, locks its row, and needs none, but for one that is to go above the limit
 --   algorithm   who asks
 --
+-- Key order is that of rate_limit_all: longer keys first, then by their bytes.
+--
 -- Locks are taken strictly in key order, or two requests would wait for each other. So at the first missing row the
 -- locking stops, before any later row is locked, and one INSERT in key order makes or locks every row from there on:
 -- ON CONFLICT DO UPDATE locks the row that it finds before it looks at its WHERE, and WHERE false changes nothing.
@@ -942,7 +944,8 @@ Optional, by name: costs and counts for each key (1 each; a cost of 0 only looks
 -- A row for each part comes back. granted is that of the request; a part with room for one more has a retry_after_us of 0, so
 -- the parts that refused are those with another one, and the request fits after the longest.
 --
--- Rows are locked in one order, whoever asks: the ephemeral ones before the durable ones, then by limiter, then by key. So at the
+-- Rows are locked in one order, whoever asks: the ephemeral ones before the durable ones, then those with longer keys, because a key that
+-- everybody shares tends to be short and is best held briefly, then by key and limiter. So at the
 -- first missing row the locking stops, as in rate_limit_lock. But here a row may be missing of a request that another part
 -- refuses, and a denial shall write nothing. So before rows are made, the rest is looked at without locks: what is refused
 -- by what can be seen, is refused, and rows are made for the others. Then the locking begins anew.

@@ -17,7 +17,8 @@
 -- A row for each part comes back. granted is that of the request; a part with room for one more has a retry_after_us of 0, so
 -- the parts that refused are those with another one, and the request fits after the longest.
 --
--- Rows are locked in one order, whoever asks: the ephemeral ones before the durable ones, then by limiter, then by key. So at the
+-- Rows are locked in one order, whoever asks: the ephemeral ones before the durable ones, then those with longer keys, because a key that
+-- everybody shares tends to be short and is best held briefly, then by key and limiter. So at the
 -- first missing row the locking stops, as in rate_limit_lock. But here a row may be missing of a request that another part
 -- refuses, and a denial shall write nothing. So before rows are made, the rest is looked at without locks: what is refused
 -- by what can be seen, is refused, and rows are made for the others. Then the locking begins anew.

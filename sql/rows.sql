@@ -44,6 +44,8 @@ COMMENT ON TYPE rate_limit_decision IS 'What the rate_limit_ functions decided f
 --               cost below 0, a refund, locks its row, and needs none, but for one that is to go above the limit
 --   algorithm   who asks
 --
+-- Key order is that of rate_limit_all: longer keys first, then by their bytes.
+--
 -- Locks are taken strictly in key order, or two requests would wait for each other. So at the first missing row the
 -- locking stops, before any later row is locked, and one INSERT in key order makes or locks every row from there on:
 -- ON CONFLICT DO UPDATE locks the row that it finds before it looks at its WHERE, and WHERE false changes nothing.

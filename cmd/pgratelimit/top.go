@@ -158,6 +158,8 @@ func peekKeys(ctx context.Context, tx pgx.Tx, name string, policy ratelimit.Poli
 		query, args = peekBucketSQL, append(args, p.Capacity, p.Refill, p.Every.Microseconds())
 	case ratelimit.SlidingLog:
 		query, args = peekLogSQL, append(args, p.Limit, p.Window.Microseconds())
+	default:
+		return nil, fmt.Errorf("one policy is needed: the rows of the second of %q are those of the limiter %s/2, and so on", policy, name)
 	}
 	rows, err := tx.Query(ctx, query, args...)
 	if err != nil {
