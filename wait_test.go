@@ -24,14 +24,34 @@ import (
 type waitDB struct {
 	policy Policy
 
-	mu         sync.Mutex
-	rows       rows
-	statements int
-	taken      int64
-	fail       error // of the next statement
+	mu    sync.Mutex
+	rows  rows
+	asked int
+	units int64
+	fail  error // of the next statement
 }
 
 func newWaitDB(policy Policy) *waitDB { return &waitDB{policy: policy, rows: rows{false: {}}} }
+
+// statements is how many there were.
+func (db *waitDB) statements() int {
+	db.mu.Lock()
+	defer db.mu.Unlock()
+	return db.asked
+}
+
+// taken is what they took.
+func (db *waitDB) taken() int64 {
+	db.mu.Lock()
+	defer db.mu.Unlock()
+	return db.units
+}
+
+func (db *waitDB) failNext(err error) {
+	db.mu.Lock()
+	defer db.mu.Unlock()
+	db.fail = err
+}
 
 func (db *waitDB) Exec(context.Context, string, ...any) (pgconn.CommandTag, error) {
 	return pgconn.CommandTag{}, errors.ErrUnsupported
@@ -43,7 +63,7 @@ func (db *waitDB) Query(_ context.Context, _ string, args ...any) (pgx.Rows, err
 	defer func() { <-time.After(time.Millisecond / 2) }() // with mu free: who waits for a mutex holds the bubble's time up
 	db.mu.Lock()
 	defer db.mu.Unlock()
-	db.statements++
+	db.asked++
 	if err := db.fail; err != nil {
 		db.fail = nil
 		return nil, err
@@ -54,7 +74,7 @@ func (db *waitDB) Query(_ context.Context, _ string, args ...any) (pgx.Rows, err
 	}
 	db.rows.decide(s)
 	for _, e := range s.elements {
-		db.taken += e.cost * e.decision.granted
+		db.units += e.cost * e.decision.granted
 	}
 	return &waitRows{elements: s.elements}, nil
 }
@@ -134,6 +154,14 @@ func (w *waits) all(limiters ...*Limiter) []waited {
 	return w.ended
 }
 
+// told is who has been told what, up to now.
+func (w *waits) told() []waited {
+	synctest.Wait()
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return slices.Clone(w.ended)
+}
+
 func whoOf(ended []waited) (who []int) {
 	for _, e := range ended {
 		who = append(who, e.who)
@@ -181,8 +209,8 @@ func TestWaitersAreServedInOrder(t *testing.T) {
 					require.True(t, e.result.DecidedAt.After(last))
 					last = e.result.DecidedAt
 				}
-				require.EqualValues(t, 30, db.taken)
-				require.LessOrEqual(t, db.statements, 2*30) // one that allows, and one that tells when to come again
+				require.EqualValues(t, 30, db.taken())
+				require.LessOrEqual(t, db.statements(), 2*30) // one that allows, and one that tells when to come again
 				if name != "sliding window" {
 					// Never too early, and by the jitter and the statements too late.
 					require.GreaterOrEqual(t, ended[29].at, 29*time.Second)
@@ -208,8 +236,8 @@ func TestThousandWaitersNeedFewStatements(t *testing.T) {
 			remaining[e.result.Remaining]++
 		}
 		require.Len(t, remaining, 100) // each was told his own
-		require.EqualValues(t, 1000, db.taken)
-		require.LessOrEqual(t, db.statements, 3*10)
+		require.EqualValues(t, 1000, db.taken())
+		require.LessOrEqual(t, db.statements(), 3*10)
 		require.Less(t, time.Since(w.begin), 9*(time.Second+time.Second/50+10*time.Millisecond)) // the rate is used
 	})
 
@@ -219,7 +247,7 @@ func TestThousandWaitersNeedFewStatements(t *testing.T) {
 			w.start(t.Context(), limiter, who, 1)
 		}
 		require.Len(t, w.all(limiter), 1000)
-		require.LessOrEqual(t, db.statements, 2*1000)
+		require.LessOrEqual(t, db.statements(), 2*1000)
 		require.Less(t, time.Since(w.begin), 99600*time.Millisecond) // tokens that flow in during a pause are not lost
 	})
 }
@@ -236,8 +264,9 @@ func TestWaitFailsAtOnceIfTheDeadlineIsTooSoon(t *testing.T) {
 		}
 		refused := func(who int, at time.Duration) {
 			t.Helper()
-			require.NotEmpty(t, w.ended)
-			last := w.ended[len(w.ended)-1]
+			told := w.told()
+			require.NotEmpty(t, told)
+			last := told[len(told)-1]
 			require.Equal(t, who, last.who)
 			require.Equal(t, at, last.at)
 			var tooSoon *WaitError
@@ -259,18 +288,18 @@ func TestWaitFailsAtOnceIfTheDeadlineIsTooSoon(t *testing.T) {
 		w.add(within(2*amply), limiter, 1, 5) // can wait
 		<-time.After(time.Second)
 		synctest.Wait()
-		statements := db.statements
+		statements := db.statements()
 		w.add(within(amply/2), limiter, 2, 5) // cannot, and it is known
 		refused(2, time.Second+time.Millisecond)
 		w.add(within(amply/2), limiter, 3, 1) // would fit, but stands behind one who can wait
 		refused(3, time.Second+time.Millisecond)
-		require.Equal(t, statements, db.statements)
+		require.Equal(t, statements, db.statements())
 		w.add(within(2*amply), limiter, 4, 1)
 		ended := w.all(limiter)
 		require.Equal(t, []int{0, 2, 3, 1, 4}, whoOf(ended))
 		require.NoError(t, ended[3].err)
 		require.NoError(t, ended[4].err)
-		require.EqualValues(t, 8+5+1, db.taken)
+		require.EqualValues(t, 8+5+1, db.taken())
 
 		retry, ok := errors.AsType[*WaitError](ended[0].err)
 		require.True(t, ok)
@@ -295,8 +324,8 @@ func TestWaiterThatIsRefusedMakesWay(t *testing.T) {
 		w.add(patient, limiter, 0, 9)
 		w.add(ctx, limiter, 1, 1)
 		<-time.After(10 * time.Millisecond)
-		require.Equal(t, []int{1}, whoOf(w.ended))
-		require.ErrorIs(t, w.ended[0].err, ErrWouldExceedDeadline)
+		require.Equal(t, []int{1}, whoOf(w.told()))
+		require.ErrorIs(t, w.told()[0].err, ErrWouldExceedDeadline)
 		leave()
 		w.all(limiter)
 
@@ -346,7 +375,7 @@ func TestWaitersThatGiveUp(t *testing.T) {
 			w.add(ctx, limiter, who, n)
 			<-time.After(time.Second)
 		}
-		require.Empty(t, w.ended)
+		require.Empty(t, w.told())
 		before := time.Since(w.begin)
 		for _, who := range []int{1, 4, 0} {
 			cancels[who]()
@@ -354,8 +383,8 @@ func TestWaitersThatGiveUp(t *testing.T) {
 		}
 		<-time.After(10 * time.Millisecond)
 		synctest.Wait()
-		require.Equal(t, []int{1, 4, 0, 2}, whoOf(w.ended)) // as soon as those before it had left
-		for who, e := range w.ended {
+		require.Equal(t, []int{1, 4, 0, 2}, whoOf(w.told())) // as soon as those before it had left
+		for who, e := range w.told() {
 			require.Equal(t, []error{context.Canceled, context.Canceled, context.Canceled, nil}[who], errors.Unwrap(e.err))
 			require.Less(t, e.at, before+10*time.Millisecond)
 		}
@@ -363,7 +392,7 @@ func TestWaitersThatGiveUp(t *testing.T) {
 		cancels[5]()
 		w.all(limiter) // at once: nobody sleeps for nobody
 		require.Less(t, time.Since(w.begin), before+20*time.Millisecond)
-		require.EqualValues(t, 10, db.taken)
+		require.EqualValues(t, 10, db.taken())
 	})
 }
 
@@ -379,10 +408,10 @@ func TestWaiterThatLeavesWhileBeingAskedFor(t *testing.T) {
 		w.add(t.Context(), limiter, 2, 1)
 		cancel()
 		synctest.Wait()
-		require.Equal(t, []int{0}, whoOf(w.ended))
+		require.Equal(t, []int{0}, whoOf(w.told()))
 		<-time.After(time.Second)
-		require.Equal(t, []int{0, 1}, whoOf(w.ended))
-		require.EqualValues(t, 2, db.taken)
+		require.Equal(t, []int{0, 1}, whoOf(w.told()))
+		require.EqualValues(t, 2, db.taken())
 		ended := w.all(limiter)
 		require.NoError(t, ended[2].err)
 		require.GreaterOrEqual(t, ended[2].at, time.Minute)
@@ -405,7 +434,7 @@ func TestWaitersOfSeveralProcesses(t *testing.T) {
 			}
 		}
 		ended := w.all(limiters...)
-		require.EqualValues(t, processes*each, db.taken)
+		require.EqualValues(t, processes*each, db.taken())
 
 		// In the database's time: no more than the limit in any window, and hardly a moment is lost.
 		var at []time.Time
@@ -425,7 +454,7 @@ func TestWaitersOfSeveralProcesses(t *testing.T) {
 			first[e.who] = true
 		}
 		require.Len(t, first, processes)
-		require.LessOrEqual(t, db.statements, processes*3*processes*each/limit)
+		require.LessOrEqual(t, db.statements(), processes*3*processes*each/limit)
 	})
 }
 
@@ -448,13 +477,13 @@ func TestRememberedDenialLetsTheLineSleep(t *testing.T) {
 			_, err := limiter.Allow(t.Context(), "key")
 			require.NoError(t, err)
 		}
-		require.Equal(t, 2, db.statements)
+		require.Equal(t, 2, db.statements())
 		looks = 0
 		w := newWaits(t)
 		w.add(t.Context(), limiter, 0, 1)
 		w.add(t.Context(), limiter, 1, 1)
 		w.all(limiter)
-		require.Equal(t, 2+3, db.statements) // allowed, denied, allowed
+		require.Equal(t, 2+3, db.statements()) // allowed, denied, allowed
 		require.Less(t, looks, 20)
 		require.Less(t, time.Since(w.begin), 2*time.Minute+300*time.Millisecond)
 	})
@@ -473,8 +502,11 @@ func TestWaitersUnderAnotherPolicyStandInTheirOwnLine(t *testing.T) {
 		w.add(t.Context(), paid.with(t, FixedWindow{Limit: 10, Window: time.Minute}), 1, 1)
 		w.add(t.Context(), paid, 2, 1)
 		<-time.After(10 * time.Millisecond)
-		require.Equal(t, []int{1, 2}, whoOf(w.ended))
+		require.Equal(t, []int{1, 2}, whoOf(w.told()))
+		synctest.Wait()
+		paid.linesMu.Lock()
 		require.Len(t, paid.lines["key"], 1)
+		paid.linesMu.Unlock()
 		cancel()
 		w.all(free, paid)
 	})
@@ -486,7 +518,7 @@ func TestErrorEndsOnlyTheWaitOfThoseAskedFor(t *testing.T) {
 
 	inBubble(t, FixedWindow{Limit: 10, Window: time.Minute}, func(t *testing.T, limiter *Limiter, db *waitDB) {
 		w := newWaits(t)
-		db.fail = &pgconn.PgError{Code: "57P01", SeverityUnlocalized: "ERROR"}
+		db.failNext(&pgconn.PgError{Code: "57P01", SeverityUnlocalized: "ERROR"})
 		for who := range 3 {
 			w.add(t.Context(), limiter, who, 4)
 		}
@@ -513,7 +545,7 @@ func TestWaitForRoom(t *testing.T) {
 			require.NoError(t, ended[who].err)
 			require.Equal(t, window, ended[who].at/time.Minute)
 		}
-		require.EqualValues(t, 4, db.taken)
+		require.EqualValues(t, 4, db.taken())
 	})
 }
 
@@ -543,9 +575,10 @@ func TestRandomCrowds(t *testing.T) {
 				case 0:
 					ctx, cancel = context.WithTimeout(t.Context(), time.Duration(r.Int64N(int64(10*time.Second))))
 				case 1:
+					until := time.Duration(r.Int64N(int64(5 * time.Second)))
 					go func() {
 						select {
-						case <-time.After(time.Duration(r.Int64N(int64(5 * time.Second)))):
+						case <-time.After(until):
 							cancel()
 						case <-t.Context().Done():
 						}
@@ -572,8 +605,8 @@ func TestRandomCrowds(t *testing.T) {
 					last = e.who
 				}
 			}
-			require.GreaterOrEqual(t, db.taken, told)
-			require.LessOrEqual(t, db.taken, told+cancelled)
+			require.GreaterOrEqual(t, db.taken(), told)
+			require.LessOrEqual(t, db.taken(), told+cancelled)
 		})
 	}
 }
@@ -711,7 +744,7 @@ func TestWaitFollowsOnFailure(t *testing.T) {
 				w.add(t.Context(), limiter, who, 1)
 			}
 			<-time.After(2500 * time.Millisecond)
-			require.Len(t, w.ended, meanwhile, mode)
+			require.Len(t, w.told(), meanwhile, mode)
 			tried, _ := db.counts()
 			require.Less(t, tried, 10)
 			db.set(nil)

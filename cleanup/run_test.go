@@ -104,16 +104,16 @@ func TestRun(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	wait := later(func() (any, error) { return nil, sweeper.Run(ctx) })
 
-	for range 2 {
-		waitUntil(t, func() bool { return rowCount(t, db.Pool, table(false)) == 0 })
-		fill(t, db.Pool, table(false), "a", 5, t0)
-	}
+	waitUntil(t, func() bool { return len(j.entries(t)) == 2 })
+	fill(t, db.Pool, table(false), "a", 5, t0)
+	waitUntil(t, func() bool { return len(j.entries(t)) == 3 })
+	require.Zero(t, rowCount(t, db.Pool, table(false)))
 	cancel()
 	_, err := wait()
 	require.NoError(t, err)
 
 	entries := j.entries(t)
-	require.GreaterOrEqual(t, len(entries), 3)
+	require.Len(t, entries, 3)
 	require.Equal(t, "WARN", entries[0]["level"])
 	require.Contains(t, fmt.Sprint(entries[0]["error"]), "the network is down")
 	for _, entry := range entries[1:] {

@@ -343,7 +343,7 @@ func TestRoleWithoutRights(t *testing.T) {
 
 	o := invoke(t, monitor, "doctor")
 	require.Zero(t, o.code, o.stderr)
-	require.Contains(t, o.stdout, "this role may not execute rate_limit_fixed_window")
+	require.Contains(t, o.stdout, "this role may not execute rate_limit_all, ")
 	require.Contains(t, o.stdout, "could not be looked at: permission denied")
 	require.Equal(t, before, objects(t, db))
 	require.Equal(t, 1, scalar[int](t, db, "SELECT count(*) FROM rate_limit_ephemeral"))
