@@ -20,6 +20,7 @@ var (
 	_ granter = FixedWindow{}
 	_ granter = SlidingWindow{}
 	_ granter = TokenBucket{}
+	_ granter = SlidingLog{}
 )
 
 // rollForward is a row, rolled forward to the clock.

@@ -69,6 +69,25 @@ func TestCreditIsSpentAfterTheOrdinaryRoom(t *testing.T) {
 			{c9, 0, 0, free(8, 5*second)},
 			{c4 + 10*second, 0, 0, free(10, 0)},
 		}},
+		{"sliding log", SlidingLog{10, time.Minute}, []creditStep{
+			{c0, 5, 0, granted(15, minute)},
+			{c1, 0, 11, denied(15, never, 59*second)},
+			{c1, 0, 4, granted(11, minute)},
+			{c2, 0, 8, granted(3, minute)}, // 6 into the log, 2 of the credit
+			{c3, 0, 2, granted(1, minute)}, // of the credit alone, which then lives on from here
+			{c4, 0, 4, denied(1, 57*second, 59*second)},
+			{c4, 0, 6, denied(1, 58*second, 59*second)}, // with the credit, the 4 that leave at c1 + minute would make 5
+			{c4, 0, -7, granted(8, 59*second)},          // the 6 of c2, and one of c1
+			{c5, 0, 8, granted(0, minute)},
+			{c5, 0, 1, denied(0, 56*second, minute)},
+			{c6, 2, 0, granted(2, minute)},
+			{c7, 0, 2, granted(0, 58*second)}, // the credit is spent: what is left to wait for are the entries
+			{c1 + minute, 0, 3, granted(0, minute)},
+			{c2 + minute, 7, 0, granted(7, minute)},
+			{c3 + minute, 0, -100, granted(17, 59*second)},
+			{c2 + 2*minute - 1, 0, 0, free(17, 1)},
+			{c2 + 2*minute, 0, 0, free(10, 0)},
+		}},
 		{"the largest numbers", FixedWindow{maxProduct, time.Microsecond}, []creditStep{
 			{c0, maxCredit, 0, granted(maxProduct+maxCredit, 1)},
 			{c0, maxCredit, 0, granted(maxProduct+maxCredit, 1)}, // a key holds no more
@@ -105,6 +124,8 @@ func TestCreditStaysWhenThePolicyChanges(t *testing.T) {
 	playModel(t, FixedWindow{3, time.Hour}, s, modelStep{c1, 3, granted(5, hour)}, modelStep{c1, 3, granted(2, hour)})
 	s, _ = SlidingWindow{10, time.Minute}.grant(state{}, c0, 5)
 	playModel(t, SlidingWindow{3, time.Hour}, s, modelStep{c1, 3, granted(5, 2*hour)}, modelStep{c1, 3, granted(2, 2*hour)})
+	s, _ = SlidingLog{10, time.Minute}.grant(state{}, c0, 5)
+	playModel(t, SlidingLog{3, time.Hour}, s, modelStep{c1, 3, granted(5, hour)}, modelStep{c1, 3, granted(2, hour)})
 	s, _ = TokenBucket{10, 1, time.Second}.grant(state{}, c0, 5)
 	playModel(t, TokenBucket{3, 1, time.Hour}, s, modelStep{c1, 3, granted(5, 3*hour)}, modelStep{c1, 3, granted(2, 3*hour)})
 }
@@ -117,7 +138,7 @@ func TestNeverMoreThanTheLimitAndWhatWasGranted(t *testing.T) {
 	for range 500 {
 		limit, window := d.window()
 		limit = min(limit, 1<<40)
-		p := []granter{FixedWindow{limit, window}, SlidingWindow{limit, window}, TokenBucket{limit, 1 + limit, window}}[d(3)]
+		p := []granter{FixedWindow{limit, window}, SlidingWindow{limit, window}, TokenBucket{limit, 1 + limit, window}, SlidingLog{limit, window}}[d(4)]
 		if p.validate() != nil {
 			continue
 		}
@@ -145,7 +166,7 @@ func TestNeverMoreThanTheLimitAndWhatWasGranted(t *testing.T) {
 
 func TestGrantMakesARowAndIsWritten(t *testing.T) {
 	t.Parallel()
-	eachGivingPolicyAndTable(t, 10, func(t *testing.T, config Config) {
+	eachSlowPolicyAndTable(t, 10, func(t *testing.T, config Config) {
 		db := pgtest.New(t)
 		limiter := newLimiter(t, db.NewPool(t, nil), config)
 		result, err := limiter.Grant(t.Context(), "key", 5)
@@ -188,7 +209,7 @@ func TestGrantMakesARowAndIsWritten(t *testing.T) {
 
 func TestGrantIsKeptOrUndoneWithTheTransaction(t *testing.T) {
 	t.Parallel()
-	eachGivingPolicyAndTable(t, 10, func(t *testing.T, config Config) {
+	eachSlowPolicyAndTable(t, 10, func(t *testing.T, config Config) {
 		db := pgtest.New(t)
 		limiter := newLimiter(t, db.NewPool(t, nil), config)
 		grant := func(tx pgx.Tx, n, remaining int64) {
@@ -226,7 +247,7 @@ func TestGrantIsKeptOrUndoneWithTheTransaction(t *testing.T) {
 // Grants, takes and refunds of many callers at once: each unit is spent once.
 func TestCreditIsExactUnderConcurrency(t *testing.T) {
 	t.Parallel()
-	eachGivingPolicyAndTable(t, 20, func(t *testing.T, config Config) {
+	eachSlowPolicyAndTable(t, 20, func(t *testing.T, config Config) {
 		const callers, calls = 16, 60
 		db := pgtest.New(t)
 		limiters := []*Limiter{newLimiter(t, db.NewPool(t, nil), config), newLimiter(t, db.NewPool(t, nil), config)}

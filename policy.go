@@ -40,7 +40,7 @@ type state struct {
 	count       int64   // windows: taken in the current window; sliding window log: the sum of the log; bucket: granted above the capacity
 	prevCount   int64   // sliding window: taken in the window before
 	windowStart int64   // start of the current window; of a log, its newest time; of a bucket, the time up to which refill is part of credit
-	credit      int64   // bucket: what is left, in units of 1/scale token; windows: granted above the limit
+	credit      int64   // bucket: what is left, in units of 1/scale token; windows and log: granted above the limit
 	scale       int64   // bucket: units of credit in a token
 	expiresAt   int64   // from then on the row means the same as no row
 	log         entries // sliding window log: what has been taken, and when

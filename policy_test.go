@@ -477,8 +477,7 @@ func walkModel(d dice, more func() bool, draw func() Policy) (seen, error) {
 			count.changed++
 		}
 		clock = d.clock(p, s, clock, last)
-		_, gives := p.(granter)
-		if gives && d(12) == 0 {
+		if d(12) == 0 {
 			next, got, err := checkGrant(p, s, clock, d.magnitude(1, maxCredit))
 			if err != nil {
 				return count, err
@@ -488,9 +487,6 @@ func walkModel(d dice, more func() bool, draw func() Policy) (seen, error) {
 			continue
 		}
 		n := d.request(p.limit(), peek(p, s, clock).remaining)
-		if !gives {
-			n = d.cost(p.limit(), peek(p, s, clock).remaining)
-		}
 		if n >= 0 {
 			if err := checkElement(p, s, clock, n, 1+d(4)); err != nil {
 				return count, err
@@ -568,15 +564,9 @@ func testModelProperties(t *testing.T, draw func(dice) Policy) {
 		"grants": total.granted, "denials": total.denied, "costs above the limit": total.never, "Peeks": total.peeked,
 		"rows ahead of the clock": total.ahead, "rows pulled back": total.healed, "expired rows": total.expired,
 		"changes of policy": total.changed, "waits until a row of an older policy expires": total.clamped,
+		"refunds": total.refunded, "refunds of everything": total.renewed, "Grants": total.credited, "requests that spent credit": total.spent,
 	} {
 		require.Greater(t, count, 20, "the walks have seen too few %s", what)
-	}
-	if _, gives := draw(d).(granter); gives {
-		for what, count := range map[string]int{
-			"refunds": total.refunded, "refunds of everything": total.renewed, "Grants": total.credited, "requests that spent credit": total.spent,
-		} {
-			require.Greater(t, count, 20, "the walks have seen too few %s", what)
-		}
 	}
 }
 
@@ -670,9 +660,6 @@ func testAgainstSlowModel(t *testing.T, draw func(dice) (Policy, slowModel)) {
 		for range 25 {
 			clock = d.forwards(p, s, clock, got)
 			n := d.request(p.limit(), peek(p, s, clock).remaining)
-			if _, gives := p.(granter); !gives {
-				n = max(n, 0)
-			}
 			from := s
 			s, got = p.decide(s, clock, n)
 			got.state.expiresAt, got.state.log = 0, ""

@@ -8,8 +8,8 @@ import (
 
 // Refund gives back n of what key has taken, such as what a request took that then came to nothing, and tells what remains.
 // It gives back no more than was taken and still counts, so never above full, and does nothing for a key that has not taken
-// anything. A window gives back what was taken in it; a [SlidingWindow] then what was taken in the window before. Once all is
-// given back, the key is as good as new.
+// anything. A window gives back what was taken in it; a [SlidingWindow] then what was taken in the window before, and a
+// [SlidingLog] what was taken last, first. Once all is given back, the key is as good as new.
 //
 // The result says Allowed. Nothing is remembered of who took what, so what is given back twice counts twice. Refunds and
 // requests that leave together are decided in the order in which they came; a denial that this process remembers of the key
@@ -82,8 +82,8 @@ func (l *Limiter) giveTx(ctx context.Context, tx pgx.Tx, key string, n int64, ab
 	return result, err
 }
 
-// errNothingToGive is what a limiter says whose policy knows neither refunds nor credit.
-var errNothingToGive = &ConfigError{Field: "Policy", Reason: "must be a FixedWindow, SlidingWindow or TokenBucket to give back or to grant credit"}
+// errNothingToGive is what a limiter of several policies says.
+var errNothingToGive = &ConfigError{Field: "Policy", Reason: "must not be All of several to give back or to grant credit"}
 
 func (l *Limiter) validateRefund(key string, n int64) error {
 	if err := validateKey(key); err != nil {

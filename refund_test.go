@@ -18,16 +18,6 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 )
 
-// eachGivingPolicyAndTable is eachSlowPolicyAndTable for the algorithms that know refunds and credit.
-func eachGivingPolicyAndTable(t *testing.T, limit int64, test func(t *testing.T, config Config)) {
-	t.Helper()
-	eachSlowPolicyAndTable(t, limit, func(t *testing.T, config Config) {
-		if _, gives := config.Policy.(granter); gives {
-			test(t, config)
-		}
-	})
-}
-
 // usage is what a row counts at a time, all of which can be given back, in units of which a cost of 1 has scale.
 func usage(p Policy, s state, clock int64) (counted *big.Int, scale int64) {
 	_, d := p.decide(s, clock, 0)
@@ -35,6 +25,12 @@ func usage(p Policy, s state, clock int64) (counted *big.Int, scale int64) {
 		return big.NewInt(bucket.full() - d.state.credit), micros(bucket.Every)
 	}
 	return new(big.Int).Add(big.NewInt(d.state.count), big.NewInt(d.state.prevCount)), 1
+}
+
+// withoutLog is a state without its log, of which a decision tells only a part.
+func withoutLog(s state) state {
+	s.log = ""
+	return s
 }
 
 // creditOf is the granted credit that a row has at a time.
@@ -84,7 +80,7 @@ func checkGrant(p Policy, s state, clock, n int64) (state, decision, error) {
 		return fail("it does not last until it expires")
 	}
 	for _, n := range []int64{0, 1, d.remaining, p.limit()} {
-		if !sameDecision(p, rolled, next, clock, n) {
+		if !remembers(p, rolled, next, clock, n) {
 			return fail("its state is %+v, from which %d is decided otherwise", rolled, n)
 		}
 	}
@@ -123,7 +119,7 @@ func checkRefund(p Policy, s state, clock, n int64) (state, decision, error) {
 		return fail("ResetAfter was %d", before.resetAfter)
 	case nothing && next != s:
 		return fail("it had nothing to give back, and has changed the row")
-	case !nothing && (next != rolled || next.expiresAt != clock+d.resetAfter):
+	case !nothing && (withoutLog(next) != withoutLog(rolled) || next.expiresAt != clock+d.resetAfter):
 		return fail("its state is %+v", rolled)
 	}
 
@@ -233,6 +229,38 @@ func TestRefundGivesBack(t *testing.T) {
 			{c1 - hour, -2, granted(2, 8*second)}, // pulled back
 			{c2 - hour, 3, granted(0, 10*second)},
 		}},
+		{"sliding log", SlidingLog{10, time.Minute}, []modelStep{
+			{c0, -3, granted(10, 0)}, // there is nothing
+			{c0, 4, granted(6, minute)},
+			{c1, 3, granted(3, minute)},
+			{c2, 2, granted(1, minute)},
+			{c3, -4, granted(5, 58*second)}, // the newest first: 2 of c2, 2 of c1
+			{c3, 6, denied(5, 57*second, 58*second)},
+			{c0 + minute, 9, granted(0, minute)},
+			{c0 + minute, -9, granted(9, second)},
+			{c0 + minute, -1, granted(10, 0)}, // as good as new
+			{c0 + minute, 10, granted(0, minute)},
+			{c1 + minute, -100, granted(10, 0)},
+			{c1 + minute, 1, granted(9, minute)},
+		}},
+		{"a sliding log whose clock has stepped back", SlidingLog{10, time.Minute}, []modelStep{
+			{c0, 2, granted(8, minute)},
+			{c9, 6, granted(2, minute)},
+			{c1, -5, granted(7, 68*second)},
+			{c1, -2, granted(9, 59*second)}, // the newest is that of c0 again, so the clock is not behind any more
+			{c1, 1, granted(8, minute)},
+			{c1, -2, granted(10, 0)},
+			{c0, 1, granted(9, minute)},
+			{c9, 8, granted(1, minute)},
+			{c0 - hour, -2, granted(3, minute)}, // pulled back
+			{c9 - hour, 1, granted(2, minute)},
+		}},
+		{"the largest numbers of a sliding log", SlidingLog{1000, maxSpan * time.Microsecond}, []modelStep{
+			{c0, 1000, granted(0, maxSpan)},
+			{c0, -999, granted(999, maxSpan)},
+			{c0 + 5, 999, granted(0, maxSpan)},
+			{c0 + 5, math.MinInt64, granted(1000, 0)},
+		}},
 		{"the largest numbers", FixedWindow{maxProduct, time.Microsecond}, []modelStep{
 			{c0, maxProduct, granted(0, 1)},
 			{c0, -math.MaxInt64, granted(maxProduct, 0)},
@@ -271,6 +299,10 @@ func TestRefundUnderALongerWindowDoesNotProlongUsage(t *testing.T) {
 	playModel(t, SlidingWindow{10, time.Hour}, s,
 		modelStep{c1, -1, granted(5, 119*second)},
 		modelStep{c0 + 2*minute, 10, granted(0, 2*hour)})
+	s = playModel(t, SlidingLog{10, time.Minute}, state{}, modelStep{c0, 6, granted(4, minute)})
+	playModel(t, SlidingLog{10, time.Hour}, s,
+		modelStep{c1, -1, granted(5, 59*second)},
+		modelStep{c0 + minute, 10, granted(0, hour)})
 	s = playModel(t, TokenBucket{10, 1, time.Second}, state{}, modelStep{c0, 6, granted(4, 6*second)})
 	playModel(t, TokenBucket{10, 1, time.Hour}, s,
 		modelStep{c1, -1, granted(5, 5*second)},
@@ -284,7 +316,7 @@ func TestRefundUndoesATake(t *testing.T) {
 	undone := 0
 	for range 3000 {
 		limit, window := d.window()
-		p := []Policy{FixedWindow{limit, window}, SlidingWindow{limit, window}, d.bucket()}[d(3)]
+		p := []Policy{FixedWindow{limit, window}, SlidingWindow{limit, window}, d.bucket(), d.log()}[d(4)]
 		var s state
 		var last decision
 		clock := d.magnitude(0, 1<<52)
@@ -313,7 +345,7 @@ func TestRefundUndoesATake(t *testing.T) {
 // What is in the table after each call, in both of them.
 func TestRefundWritesOnlyWhatItGivesBack(t *testing.T) {
 	t.Parallel()
-	eachGivingPolicyAndTable(t, 10, func(t *testing.T, config Config) {
+	eachSlowPolicyAndTable(t, 10, func(t *testing.T, config Config) {
 		db := pgtest.New(t)
 		config.Test = frozen(t0)
 		limiter := newLimiter(t, db.NewPool(t, nil), config)
@@ -360,7 +392,7 @@ func TestRefundWritesOnlyWhatItGivesBack(t *testing.T) {
 
 func TestRefundIsKeptOrTakenAgainWithTheTransaction(t *testing.T) {
 	t.Parallel()
-	eachGivingPolicyAndTable(t, 10, func(t *testing.T, config Config) {
+	eachSlowPolicyAndTable(t, 10, func(t *testing.T, config Config) {
 		db := pgtest.New(t)
 		limiter := newLimiter(t, db.NewPool(t, nil), config)
 		_, err := limiter.AllowN(t.Context(), "key", 8)
@@ -399,7 +431,7 @@ func TestRefundIsKeptOrTakenAgainWithTheTransaction(t *testing.T) {
 // A denial that is remembered does not outlive a refund by the same limiter, whether the refund came through or may have.
 func TestRefundForgetsTheDenial(t *testing.T) {
 	t.Parallel()
-	eachGivingPolicyAndTable(t, 10, func(t *testing.T, config Config) {
+	eachSlowPolicyAndTable(t, 10, func(t *testing.T, config Config) {
 		db := pgtest.New(t)
 		config.DenialMaxAge = time.Hour
 		limiter := newLimiter(t, db.NewPool(t, nil), config)
@@ -455,7 +487,7 @@ func TestRefundForgetsTheDenial(t *testing.T) {
 // the row.
 func TestRefundsAreExactUnderConcurrency(t *testing.T) {
 	t.Parallel()
-	eachGivingPolicyAndTable(t, 20, func(t *testing.T, config Config) {
+	eachSlowPolicyAndTable(t, 20, func(t *testing.T, config Config) {
 		const callers, calls = 16, 60
 		db := pgtest.New(t)
 		limiters := []*Limiter{newLimiter(t, db.NewPool(t, nil), config), newLimiter(t, db.NewPool(t, nil), config)}

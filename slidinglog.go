@@ -57,14 +57,26 @@ func (p SlidingLog) scaled(share float64) Policy {
 	return p
 }
 
-func (p SlidingLog) resetAfter(last decision, _ int64) int64 { return last.resetAfter }
+func (p SlidingLog) resetAfter(last decision, units int64) int64 {
+	return creditResetAfter(last, last.state.credit, last.state.scale, units, micros(p.Window))
+}
 
-func (p SlidingLog) decide(s state, clock, n int64) (state, decision) {
+//go:embed sql/call/slidinglog_grant.sql
+var slidingLogGrantStatement string
+
+func (p SlidingLog) grantStatement() string { return slidingLogGrantStatement }
+
+func (p SlidingLog) grant(s state, clock, n int64) (state, decision) {
+	s, _ = p.rolledForward(s, clock) // with its log, which the state of a decision has not
+	s.credit = min(s.credit+n, maxCredit)
+	s.expiresAt = max(clock, s.windowStart) + micros(p.Window)
+	return afterGrant(p, s, clock)
+}
+
+// rolledForward is a row, rolled forward to the clock; moved tells whether the clock has jumped back, and the row with it.
+func (p SlidingLog) rolledForward(s state, clock int64) (rolled state, moved bool) {
 	window := micros(p.Window)
-	stored, moved := s, false
-
-	// Roll the row forward to the clock.
-	if clock >= s.expiresAt {
+	if clock >= s.expiresAt || s.count == 0 && s.credit == 0 {
 		s = state{windowStart: clock, expiresAt: s.expiresAt}
 	} else if s.windowStart-clock > window { // the clock has jumped back: keep the usage, from now on
 		s.log = s.log.shifted(s.windowStart - clock)
@@ -77,12 +89,42 @@ func (p SlidingLog) decide(s state, clock, n int64) (state, decision) {
 		s.count -= s.log.units(0)
 		s.log = s.log[8:]
 	}
-
-	d := decision{remaining: max(p.Limit-s.count, 0)}
-	if 0 < n && n <= d.remaining {
-		s.log = s.log.with(t, n)
-		s.count += n
+	if s.count == 0 {
 		s.windowStart = t
+	}
+	return s, moved
+}
+
+func (p SlidingLog) decide(s state, clock, n int64) (state, decision) {
+	window := micros(p.Window)
+	stored := s
+	s, moved := p.rolledForward(s, clock)
+	t := max(clock, s.windowStart)
+	// A denial writes nothing, but for a row that the clock has left behind: unwritten, it would deny for ever.
+	changed := moved && 0 < n && n <= p.Limit
+
+	room := max(p.Limit-s.count, 0)
+	d := decision{remaining: room + s.credit}
+	switch {
+	case n < 0: // a refund: of the newest entries first
+		changed = s.count > 0
+		s.log = s.log.without(n)
+		s.count = max(s.count+n, 0)
+		if newest := len(s.log)/8 - 1; newest >= 0 {
+			s.windowStart = t - s.log.age(newest, t)
+		} else if changed { // as good as new
+			s.windowStart = clock
+		}
+		d.granted = 1
+		d.remaining = max(p.Limit-s.count, 0) + s.credit
+	case 0 < n && n <= min(d.remaining, p.Limit):
+		changed = true
+		if room > 0 {
+			s.log = s.log.with(t, min(n, room))
+			s.count += min(n, room)
+			s.windowStart = t
+		}
+		s.credit -= max(n-room, 0)
 		s.expiresAt = t + window
 		d.granted = 1
 		d.remaining -= n
@@ -94,7 +136,7 @@ func (p SlidingLog) decide(s state, clock, n int64) (state, decision) {
 		d.retryAfter = never
 	default:
 		// When enough of the oldest entries have left. A denial that is remembered does not know them all; see denials.
-		over := s.count + ask - p.Limit
+		over := s.count - s.credit + ask - p.Limit
 		for i := 0; over > 0 && 8*i < len(s.log); i++ {
 			if over -= s.log.units(i); over <= 0 {
 				d.retryAfter = min(t+window-s.log.age(i, t), s.expiresAt) - clock
@@ -102,12 +144,14 @@ func (p SlidingLog) decide(s state, clock, n int64) (state, decision) {
 			}
 		}
 	}
-	if s.count > 0 {
+	switch {
+	case s.credit > 0:
+		d.resetAfter = s.expiresAt - clock
+	case s.count > 0:
 		d.resetAfter = min(s.windowStart+window, s.expiresAt) - clock
 	}
-	// A denial writes nothing, but for a row that the clock has left behind: unwritten, it would deny for ever.
-	if d.granted == 1 || moved && 0 < n && n <= p.Limit {
-		s.expiresAt = s.windowStart + window
+	if changed {
+		s.expiresAt = clock + d.resetAfter
 		stored = s
 	}
 	d.state = s
@@ -140,6 +184,19 @@ func (e entries) with(t, n int64) entries {
 		e, n = e[:8*i], n+e.units(i)
 	}
 	return e + newEntries([]int64{t<<10 | n})
+}
+
+// without is the log after n, below 0, was given back, of the newest entries first.
+func (e entries) without(n int64) entries {
+	for n < 0 && e != "" {
+		last := len(e)/8 - 1
+		entry, units := e.entry(last), e.units(last)
+		e = e[:8*last]
+		if n += units; n > 0 {
+			return e + newEntries([]int64{entry - units + n})
+		}
+	}
+	return e
 }
 
 // shifted is the log as if all had been taken earlier.

@@ -177,10 +177,10 @@ BEGIN
         LOOP
             FETCH elements INTO r;
             EXIT WHEN NOT found;
-            IF ((r.cost >= 0 OR algorithm <> 4) AND r.asked >= 1 AND octet_length(keys[r.ord]) BETWEEN 1 AND 512) IS NOT TRUE THEN
+            IF (r.asked >= 1 AND octet_length(keys[r.ord]) BETWEEN 1 AND 512) IS NOT TRUE THEN
                 RAISE EXCEPTION 'rate_limit: element % of the request is not valid', r.ord
                     USING ERRCODE = 'invalid_parameter_value',
-                        HINT = 'A key has 1 to 512 bytes, a count is at least 1, and a cost at least 0 where there are no refunds.';
+                        HINT = 'A key has 1 to 512 bytes, and a count is at least 1.';
             END IF;
             missing := r.tid IS NULL AND (r.cost BETWEEN 1 AND max_cost OR (r.cost < 0 AND above));
             EXIT WHEN missing;
@@ -780,12 +780,14 @@ Optional, by name: costs and counts for each key (1 each; a cost of 0 only looks
 --   max_count           the limit, in units of cost, at most 1000
 --   window_us           length of the window in microseconds, at most 2^51 (71 years)
 --   costs               cost of one request, for each key; NULL means 1 each. A cost of 0 takes nothing and tells whether 1 would
---                       fit; a cost above max_count is denied with a retry_after_us of NULL, which means never
+--                       fit; a cost below 0 gives back, as much as has been taken at most; a cost above max_count is
+--                       denied with a retry_after_us of NULL, which means never
 --   counts              how many such requests are asked, for each key; NULL means 1 each
 --   durable             whether the rows are in rate_limit_durable rather than in rate_limit_ephemeral
 --   lock_timeout_ms     longest wait for one row, for this transaction; NULL leaves the session's lock_timeout
 --   synchronous_commit  whether the commit of this transaction waits for the WAL; NULL leaves the session's setting
 --   now                 replaces the clock, for tests
+--   above               whether a cost below 0 grants credit above the limit instead of giving back: a key holds up to 2^61
 -- +goose StatementBegin
 CREATE FUNCTION rate_limit_sliding_log(
     name text,
@@ -797,7 +799,8 @@ CREATE FUNCTION rate_limit_sliding_log(
     durable boolean DEFAULT false,
     lock_timeout_ms integer DEFAULT NULL,
     synchronous_commit boolean DEFAULT NULL,
-    now timestamptz DEFAULT NULL
+    now timestamptz DEFAULT NULL,
+    above boolean DEFAULT false
 )
 RETURNS SETOF rate_limit_decision
 LANGUAGE plpgsql
@@ -814,6 +817,9 @@ DECLARE
     clock bigint;      -- the database's clock
     t bigint;          -- the time of the decision: the clock, or the row's own time where that lies ahead of it
     moved boolean;     -- the clock has jumped back, and the row with it
+    changed boolean;   -- the row is to be written
+    back bigint;       -- what a refund gives back, as a number below 0
+    spent bigint;      -- how much of what is taken comes out of granted credit
     decided_at timestamptz;
     granted bigint;
     remaining bigint;
@@ -831,7 +837,7 @@ BEGIN
             USING ERRCODE = 'invalid_parameter_value',
                 HINT = 'Both are at least 1, max_count is at most 1000, and window_us at most 2^51.';
     END IF;
-    asked_rows := rate_limit_lock(name, keys, costs, counts, max_count, 4::smallint, durable, lock_timeout_ms, synchronous_commit);
+    asked_rows := rate_limit_lock(name, keys, costs, counts, max_count, 4::smallint, durable, lock_timeout_ms, synchronous_commit, above);
 
     -- The clock is read with every lock held: read before, it could be older than the rows that a lock waited for.
     decided_at := coalesce(now, clock_timestamp());
@@ -842,8 +848,9 @@ BEGIN
         IF (r.tid = s.tid) IS NOT TRUE THEN
             s := r;
             moved := false;
-            IF clock >= s.expires_at THEN
+            IF clock >= s.expires_at OR (s.count = 0 AND s.credit = 0) THEN
                 s.count := 0;
+                s.credit := 0;
                 s.window_start := clock;
                 s.log := NULL;
             ELSIF s.window_start - clock > window_us THEN
@@ -865,52 +872,100 @@ BEGIN
             IF needed > 0 THEN
                 s.log := s.log[needed + 1:];
             END IF;
-            remaining := greatest(max_count - s.count, 0);
-        END IF;
-
-        granted := CASE WHEN r.cost > 0 THEN least(r.asked, remaining / r.cost) ELSE 0 END;
-        IF granted > 0 THEN
-            units := granted * r.cost;
-            newest := coalesce(cardinality(s.log), 0);
-            IF (t - (s.log[newest] >> 10) & age_bits) = 0 THEN
-                units := units + (s.log[newest] & 1023);
-                newest := newest - 1;
+            IF s.count = 0 THEN
+                s.window_start := t;
             END IF;
-            s.log := s.log[1:newest] || ARRAY[(t << 10) | units];
-            s.count := s.count + granted * r.cost;
-            s.window_start := t;
+        END IF;
+        -- A denial writes nothing, but for a row that the clock has left behind: unwritten, it would deny for ever.
+        changed := moved AND r.cost BETWEEN 1 AND max_count;
+        spent := 0;
+
+        IF r.cost < 0 THEN
+            -- By division, because the product could overflow.
+            back := CASE WHEN r.asked > -(9223372036854775807 / r.cost) THEN -9223372036854775807 ELSE r.asked * r.cost END;
+            IF above THEN
+                changed := true;
+                s.credit := least(s.credit - greatest(back, -2305843009213693952), 2305843009213693952);
+                s.expires_at := t + window_us;
+            ELSE
+                -- Of the newest entries first.
+                changed := s.count > 0;
+                newest := coalesce(cardinality(s.log), 0);
+                WHILE newest > 0 AND back <= -(s.log[newest] & 1023) LOOP
+                    back := back + (s.log[newest] & 1023);
+                    s.count := s.count - (s.log[newest] & 1023);
+                    newest := newest - 1;
+                END LOOP;
+                s.log := s.log[1:newest];
+                IF newest > 0 THEN
+                    s.log[newest] := s.log[newest] + back;
+                    s.count := s.count + back;
+                    s.window_start := t - (t - (s.log[newest] >> 10) & age_bits);
+                    t := greatest(clock, s.window_start);
+                ELSIF changed THEN -- as good as new
+                    t := clock;
+                    s.window_start := clock;
+                END IF;
+            END IF;
+        END IF;
+        remaining := greatest(max_count - s.count, 0) + s.credit;
+        granted := CASE
+            WHEN r.cost BETWEEN 1 AND max_count THEN least(r.asked, remaining / r.cost)
+            WHEN r.cost < 0 THEN r.asked
+            ELSE 0
+        END;
+        IF granted > 0 AND r.cost > 0 THEN
+            changed := true;
+            IF s.credit > 0 THEN -- for what there is no ordinary room
+                spent := greatest(granted * r.cost - (remaining - s.credit), 0);
+                s.credit := s.credit - spent;
+            END IF;
+            units := granted * r.cost - spent;
+            s.count := s.count + units;
+            IF units > 0 THEN
+                newest := coalesce(cardinality(s.log), 0);
+                IF (t - (s.log[newest] >> 10) & age_bits) = 0 THEN
+                    units := units + (s.log[newest] & 1023);
+                    newest := newest - 1;
+                END IF;
+                s.log := s.log[1:newest] || ARRAY[(t << 10) | units];
+                s.window_start := t;
+            END IF;
             s.expires_at := t + window_us;
             remaining := remaining - granted * r.cost;
         END IF;
 
         needed := 0;
-        IF granted = r.asked OR remaining >= greatest(r.cost, 1) THEN
+        IF granted = r.asked OR (r.cost <= max_count AND remaining >= greatest(r.cost, 1)) THEN
             retry_after_us := 0;
-        ELSIF greatest(r.cost, 1) > max_count THEN
+        ELSIF r.cost > max_count THEN
             retry_after_us := NULL;
         ELSE
             -- When enough of the oldest entries have left.
-            over := s.count + greatest(r.cost, 1) - max_count;
+            over := s.count - s.credit + greatest(r.cost, 1) - max_count;
             WHILE over > 0 LOOP
                 needed := needed + 1;
                 over := over - (s.log[needed] & 1023);
             END LOOP;
             retry_after_us := least(t + window_us - (t - (s.log[needed] >> 10) & age_bits), s.expires_at) - clock;
         END IF;
-        reset_after_us := CASE WHEN s.count > 0 THEN least(s.window_start + window_us, s.expires_at) - clock ELSE 0 END;
+        reset_after_us := CASE
+            WHEN s.credit > 0 THEN s.expires_at - clock
+            WHEN s.count > 0 THEN least(s.window_start + window_us, s.expires_at) - clock
+            ELSE 0
+        END;
 
-        -- A denial writes nothing, but for a row that the clock has left behind: unwritten, it would deny for ever.
-        IF granted > 0 OR (moved AND r.cost BETWEEN 1 AND max_count) THEN
+        IF changed THEN
             IF written = 0 OR new_rows[written].tid <> s.tid THEN
                 written := written + 1;
             END IF;
-            s.expires_at := s.window_start + window_us;
+            s.expires_at := clock + reset_after_us;
             new_rows[written] := s;
         END IF;
 
         -- Of the log, what retry_after_us comes from, or the first part of that: see maxDenialEntries.
         RETURN NEXT ROW(r.ord, granted, remaining, retry_after_us, reset_after_us, decided_at,
-            s.count, s.prev_count, s.window_start, s.credit, s.scale, s.expires_at, CASE WHEN needed > 0 THEN s.log[1:least(needed, 64)] END);
+            s.count, s.prev_count, s.window_start, s.credit, spent, s.expires_at, CASE WHEN needed > 0 THEN s.log[1:least(needed, 64)] END);
     END LOOP;
 
     IF written > 0 THEN
@@ -921,9 +976,9 @@ $$;
 -- +goose StatementEnd
 
 COMMENT ON FUNCTION rate_limit_sliding_log IS 'Takes from sliding windows of window_us microseconds, any of which admits max_count, at most 1000: exactly, by a log of what was taken and when.
-It returns a row for each key: ord (its place in keys), granted (how many of the counts requests were granted), remaining (the largest cost that would be granted next), retry_after_us (microseconds until the others can be granted; 0: all were; NULL: never), reset_after_us (microseconds until the key is as good as new), decided_at (the database clock at the decision), and the state of the key then: count, prev_count, window_start, credit, scale and expires_at, as in the table, and of its log the entries that have to leave until retry_after_us. A denial is a row with granted = 0, never an error, and takes nothing. What is taken commits or rolls back with the transaction.
+It returns a row for each key: ord (its place in keys), granted (how many of the counts requests were granted), remaining (the largest cost that would be granted next), retry_after_us (microseconds until the others can be granted; 0: all were; NULL: never), reset_after_us (microseconds until the key is as good as new), decided_at (the database clock at the decision), and the state of the key then: count, prev_count, window_start, credit, scale and expires_at, as in the table, and of its log the entries that have to leave until retry_after_us. A denial is a row with granted = 0, never an error, and takes nothing. A refund is granted, whatever there was to give back. What is taken commits or rolls back with the transaction.
 Example: SELECT * FROM rate_limit_sliding_log(''login'', ARRAY[''user:123''], 10, 60000000) takes one of 10 a minute.
-Optional, by name: costs and counts for each key (1 each; a cost of 0 only looks), durable => true for rate_limit_durable.';
+Optional, by name: costs and counts for each key (1 each; a cost of 0 only looks, and one below 0 gives back, or, with above => true, grants credit above the limit), durable => true for rate_limit_durable.';
 
 -- rate_limit_all decides requests of several parts each, such as one for an address, one for a user and one for everybody: a request
 -- takes from all of its parts, or from none. The parts may differ in everything: limiter, key, algorithm, cost and table.
@@ -1274,8 +1329,9 @@ BEGIN
                                 USING ERRCODE = 'invalid_parameter_value', HINT = 'The limit and the span are at least 1, the limit is at most 1000, and the span at most 2^51. Costs are at least 1, or all 0.';
                         END IF;
                         CONTINUE WHEN pass = 1 AND asked = 1 AND r.cost <= max_count - s.count;
-                        IF clock >= s.expires_at THEN
+                        IF clock >= s.expires_at OR (s.count = 0 AND s.credit = 0) THEN
                             s.count := 0;
+                            s.credit := 0;
                             s.window_start := clock;
                             s.log := NULL;
                         ELSIF s.window_start - clock > window_us THEN
@@ -1297,7 +1353,10 @@ BEGIN
                         IF needed > 0 THEN
                             s.log := s.log[needed + 1:];
                         END IF;
-                        remaining := greatest(max_count - s.count, 0);
+                        IF s.count = 0 THEN
+                            s.window_start := t;
+                        END IF;
+                        remaining := greatest(max_count - s.count, 0) + s.credit;
                     ELSE
                         RAISE EXCEPTION 'rate_limit: % is no algorithm', algorithm
                             USING ERRCODE = 'invalid_parameter_value', HINT = 'Write 1 for a fixed window, 2 for a sliding window, 3 for a token bucket, 4 for a sliding window log.';
@@ -1384,34 +1443,45 @@ BEGIN
                         reset_after_us := CASE WHEN s.count > 0 THEN s.expires_at - clock WHEN need > 0 THEN least(t + (need - 1) / refill + 1, s.expires_at) - clock ELSE 0 END;
                     WHEN 4 THEN
                         IF granted > 0 THEN
-                            units := granted * r.cost;
-                            newest := coalesce(cardinality(s.log), 0);
-                            IF (t - (s.log[newest] >> 10) & age_bits) = 0 THEN
-                                units := units + (s.log[newest] & 1023);
-                                newest := newest - 1;
+                            spent := 0;
+                            IF s.credit > 0 THEN -- for what there is no ordinary room
+                                spent := greatest(granted * r.cost - (remaining - s.credit), 0);
+                                s.credit := s.credit - spent;
                             END IF;
-                            s.log := s.log[1:newest] || ARRAY[(t << 10) | units];
-                            s.count := s.count + granted * r.cost;
-                            s.window_start := t;
+                            units := granted * r.cost - spent;
+                            s.count := s.count + units;
+                            IF units > 0 THEN
+                                newest := coalesce(cardinality(s.log), 0);
+                                IF (t - (s.log[newest] >> 10) & age_bits) = 0 THEN
+                                    units := units + (s.log[newest] & 1023);
+                                    newest := newest - 1;
+                                END IF;
+                                s.log := s.log[1:newest] || ARRAY[(t << 10) | units];
+                                s.window_start := t;
+                            END IF;
                             s.expires_at := t + window_us;
                             remaining := remaining - granted * r.cost;
                         END IF;
 
                         needed := 0;
-                        IF granted = r.asked OR remaining >= greatest(r.cost, 1) THEN
+                        IF granted = r.asked OR (r.cost <= max_count AND remaining >= greatest(r.cost, 1)) THEN
                             retry_after_us := 0;
-                        ELSIF greatest(r.cost, 1) > max_count THEN
+                        ELSIF r.cost > max_count THEN
                             retry_after_us := NULL;
                         ELSE
                             -- When enough of the oldest entries have left.
-                            over := s.count + greatest(r.cost, 1) - max_count;
+                            over := s.count - s.credit + greatest(r.cost, 1) - max_count;
                             WHILE over > 0 LOOP
                                 needed := needed + 1;
                                 over := over - (s.log[needed] & 1023);
                             END LOOP;
                             retry_after_us := least(t + window_us - (t - (s.log[needed] >> 10) & age_bits), s.expires_at) - clock;
                         END IF;
-                        reset_after_us := CASE WHEN s.count > 0 THEN least(s.window_start + window_us, s.expires_at) - clock ELSE 0 END;
+                        reset_after_us := CASE
+                            WHEN s.credit > 0 THEN s.expires_at - clock
+                            WHEN s.count > 0 THEN least(s.window_start + window_us, s.expires_at) - clock
+                            ELSE 0
+                        END;
                     END CASE;
 
                     IF granted > 0 OR (moved AND r.cost > 0 AND retry_after_us > 0) THEN
@@ -1549,7 +1619,7 @@ $$;
 -- +goose Down
 DROP FUNCTION rate_limit_reset(text, text, boolean, integer, boolean);
 DROP FUNCTION rate_limit_all(integer[], text[], text[], boolean[], smallint[], bigint[], bigint[], bigint[], bigint[], bigint[], integer, boolean, timestamptz);
-DROP FUNCTION rate_limit_sliding_log(text, text[], bigint, bigint, bigint[], bigint[], boolean, integer, boolean, timestamptz);
+DROP FUNCTION rate_limit_sliding_log(text, text[], bigint, bigint, bigint[], bigint[], boolean, integer, boolean, timestamptz, boolean);
 DROP FUNCTION rate_limit_token_bucket(text, text[], bigint, bigint, bigint, bigint[], bigint[], boolean, integer, boolean, timestamptz, boolean);
 DROP FUNCTION rate_limit_sliding_window(text, text[], bigint, bigint, bigint[], bigint[], boolean, integer, boolean, timestamptz, boolean);
 DROP FUNCTION rate_limit_fixed_window(text, text[], bigint, bigint, bigint[], bigint[], boolean, integer, boolean, timestamptz, boolean);

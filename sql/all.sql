@@ -346,8 +346,9 @@ BEGIN
                                 USING ERRCODE = 'invalid_parameter_value', HINT = 'The limit and the span are at least 1, the limit is at most 1000, and the span at most 2^51. Costs are at least 1, or all 0.';
                         END IF;
                         CONTINUE WHEN pass = 1 AND asked = 1 AND r.cost <= max_count - s.count;
-                        IF clock >= s.expires_at THEN
+                        IF clock >= s.expires_at OR (s.count = 0 AND s.credit = 0) THEN
                             s.count := 0;
+                            s.credit := 0;
                             s.window_start := clock;
                             s.log := NULL;
                         ELSIF s.window_start - clock > window_us THEN
@@ -369,7 +370,10 @@ BEGIN
                         IF needed > 0 THEN
                             s.log := s.log[needed + 1:];
                         END IF;
-                        remaining := greatest(max_count - s.count, 0);
+                        IF s.count = 0 THEN
+                            s.window_start := t;
+                        END IF;
+                        remaining := greatest(max_count - s.count, 0) + s.credit;
                     ELSE
                         RAISE EXCEPTION 'rate_limit: % is no algorithm', algorithm
                             USING ERRCODE = 'invalid_parameter_value', HINT = 'Write 1 for a fixed window, 2 for a sliding window, 3 for a token bucket, 4 for a sliding window log.';
@@ -456,34 +460,45 @@ BEGIN
                         reset_after_us := CASE WHEN s.count > 0 THEN s.expires_at - clock WHEN need > 0 THEN least(t + (need - 1) / refill + 1, s.expires_at) - clock ELSE 0 END;
                     WHEN 4 THEN
                         IF granted > 0 THEN
-                            units := granted * r.cost;
-                            newest := coalesce(cardinality(s.log), 0);
-                            IF (t - (s.log[newest] >> 10) & age_bits) = 0 THEN
-                                units := units + (s.log[newest] & 1023);
-                                newest := newest - 1;
+                            spent := 0;
+                            IF s.credit > 0 THEN -- for what there is no ordinary room
+                                spent := greatest(granted * r.cost - (remaining - s.credit), 0);
+                                s.credit := s.credit - spent;
                             END IF;
-                            s.log := s.log[1:newest] || ARRAY[(t << 10) | units];
-                            s.count := s.count + granted * r.cost;
-                            s.window_start := t;
+                            units := granted * r.cost - spent;
+                            s.count := s.count + units;
+                            IF units > 0 THEN
+                                newest := coalesce(cardinality(s.log), 0);
+                                IF (t - (s.log[newest] >> 10) & age_bits) = 0 THEN
+                                    units := units + (s.log[newest] & 1023);
+                                    newest := newest - 1;
+                                END IF;
+                                s.log := s.log[1:newest] || ARRAY[(t << 10) | units];
+                                s.window_start := t;
+                            END IF;
                             s.expires_at := t + window_us;
                             remaining := remaining - granted * r.cost;
                         END IF;
 
                         needed := 0;
-                        IF granted = r.asked OR remaining >= greatest(r.cost, 1) THEN
+                        IF granted = r.asked OR (r.cost <= max_count AND remaining >= greatest(r.cost, 1)) THEN
                             retry_after_us := 0;
-                        ELSIF greatest(r.cost, 1) > max_count THEN
+                        ELSIF r.cost > max_count THEN
                             retry_after_us := NULL;
                         ELSE
                             -- When enough of the oldest entries have left.
-                            over := s.count + greatest(r.cost, 1) - max_count;
+                            over := s.count - s.credit + greatest(r.cost, 1) - max_count;
                             WHILE over > 0 LOOP
                                 needed := needed + 1;
                                 over := over - (s.log[needed] & 1023);
                             END LOOP;
                             retry_after_us := least(t + window_us - (t - (s.log[needed] >> 10) & age_bits), s.expires_at) - clock;
                         END IF;
-                        reset_after_us := CASE WHEN s.count > 0 THEN least(s.window_start + window_us, s.expires_at) - clock ELSE 0 END;
+                        reset_after_us := CASE
+                            WHEN s.credit > 0 THEN s.expires_at - clock
+                            WHEN s.count > 0 THEN least(s.window_start + window_us, s.expires_at) - clock
+                            ELSE 0
+                        END;
                     END CASE;
 
                     IF granted > 0 OR (moved AND r.cost > 0 AND retry_after_us > 0) THEN

@@ -172,10 +172,10 @@ BEGIN
         LOOP
             FETCH elements INTO r;
             EXIT WHEN NOT found;
-            IF ((r.cost >= 0 OR algorithm <> 4) AND r.asked >= 1 AND octet_length(keys[r.ord]) BETWEEN 1 AND 512) IS NOT TRUE THEN
+            IF (r.asked >= 1 AND octet_length(keys[r.ord]) BETWEEN 1 AND 512) IS NOT TRUE THEN
                 RAISE EXCEPTION 'rate_limit: element % of the request is not valid', r.ord
                     USING ERRCODE = 'invalid_parameter_value',
-                        HINT = 'A key has 1 to 512 bytes, a count is at least 1, and a cost at least 0 where there are no refunds.';
+                        HINT = 'A key has 1 to 512 bytes, and a count is at least 1.';
             END IF;
             missing := r.tid IS NULL AND (r.cost BETWEEN 1 AND max_cost OR (r.cost < 0 AND above));
             EXIT WHEN missing;

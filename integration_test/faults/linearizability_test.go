@@ -192,9 +192,6 @@ func histories(algorithm string) map[string]workload {
 	reset.Keys, reset.Resets, reset.Callers, reset.Gap = 1, 30, 4, 0
 	// Waves of the same request for one key: what coalescing merges. Nobody looks, or the search could take for ever.
 	hot.Keys, hot.MaxCost, hot.Callers, hot.Calls, hot.Gap, hot.Looks = 1, 1, 24, 10, 0, 0
-	if algorithm == "sliding log" { // it knows neither
-		gifts.Refunds, gifts.Grants, cachedGifts.Refunds, cachedGifts.Grants = 0, 0, 0, 0
-	}
 	return map[string]workload{
 		"plain": plain, "durable": durable, "cache": cached, "resets": resets, "cache and resets": cachedResets,
 		"one key, reset all the time": reset, "one hot key": hot, "refunds and grants": gifts, "cache, refunds and grants": cachedGifts,

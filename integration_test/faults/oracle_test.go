@@ -29,8 +29,8 @@ type rule struct {
 	roll    func(a account, t int64) account
 	room    func(a account, t int64) int64 // of an account that was rolled to t
 	take    func(a account, t, n int64) account
-	unit    int64 // how much a cost of 1 adds to count
-	life    int64 // microseconds that credit lasts
+	back    func(a account, n int64) account // after a refund of n
+	life    int64                            // microseconds that credit lasts
 }
 
 func ruleOf(policy ratelimit.Policy) rule {
@@ -38,7 +38,7 @@ func ruleOf(policy ratelimit.Policy) rule {
 	case ratelimit.FixedWindow:
 		window := p.Window.Microseconds()
 		return rule{
-			limit: p.Limit, horizon: window, take: count(1), unit: 1, life: window,
+			limit: p.Limit, horizon: window, take: count(1), back: uncount(1), life: window,
 			roll: func(a account, t int64) account {
 				if t >= a.start+window || a.count == 0 {
 					a.start, a.count = t, 0
@@ -50,7 +50,7 @@ func ruleOf(policy ratelimit.Policy) rule {
 	case ratelimit.SlidingWindow:
 		window := p.Window.Microseconds()
 		return rule{
-			limit: p.Limit, horizon: 2 * window, take: count(1), unit: 1, life: 2 * window,
+			limit: p.Limit, horizon: 2 * window, take: count(1), back: uncount(1), life: 2 * window,
 			roll: func(a account, t int64) account {
 				switch {
 				case t >= a.start+2*window, a.count == 0 && (a.prev == 0 || t >= a.start+window):
@@ -69,7 +69,7 @@ func ruleOf(policy ratelimit.Policy) rule {
 		every := p.Every.Microseconds()
 		return rule{
 			limit: p.Capacity, horizon: p.Capacity*every/p.Refill + 1, take: count(every),
-			unit: every, life: (p.Capacity*every + p.Refill - 1) / p.Refill,
+			back: uncount(every), life: (p.Capacity*every + p.Refill - 1) / p.Refill,
 			roll: func(a account, t int64) account {
 				if a.count > 0 {
 					a.count = max(0, a.count-(t-a.start)*p.Refill)
@@ -82,7 +82,7 @@ func ruleOf(policy ratelimit.Policy) rule {
 	case ratelimit.SlidingLog:
 		window := p.Window.Microseconds()
 		return rule{
-			limit: p.Limit, horizon: window,
+			limit: p.Limit, horizon: window, life: window,
 			roll: func(a account, t int64) account {
 				kept := a
 				kept.count, kept.log = 0, account{}.log
@@ -102,8 +102,22 @@ func ruleOf(policy ratelimit.Policy) rule {
 				return room
 			},
 			take: func(a account, t, n int64) account {
-				a.log[a.count].at, a.log[a.count].n = t, n
-				a.count++
+				if n > 0 {
+					a.log[a.count].at, a.log[a.count].n = t, n
+					a.count++
+				}
+				return a
+			},
+			back: func(a account, n int64) account {
+				for n > 0 && a.count > 0 {
+					newest := &a.log[a.count-1]
+					given := min(n, newest.n)
+					n -= given
+					if newest.n -= given; newest.n == 0 {
+						newest.at = 0
+						a.count--
+					}
+				}
 				return a
 			},
 		}
@@ -111,10 +125,19 @@ func ruleOf(policy ratelimit.Policy) rule {
 	return rule{}
 }
 
-// count is how algorithms take that count only; unit is what a cost of 1 adds.
+// count is how algorithms take that count only, and uncount how they give back; unit is what a cost of 1 adds.
 func count(unit int64) func(a account, t, n int64) account {
 	return func(a account, _, n int64) account {
 		a.count += n * unit
+		return a
+	}
+}
+
+func uncount(unit int64) func(a account, n int64) account {
+	return func(a account, n int64) account {
+		back := n * unit
+		a.count, back = max(0, a.count-back), max(0, back-a.count)
+		a.prev = max(0, a.prev-back)
 		return a
 	}
 }
@@ -147,10 +170,7 @@ func (r rule) decide(a account, t, n int64, grant bool) (account, ratelimit.Resu
 		a.credit, a.until = a.credit-n, t+r.life
 		result.Allowed = true
 	case n < 0:
-		a = r.at(a, t)
-		back := -n * r.unit
-		a.count, back = max(0, a.count-back), max(0, back-a.count)
-		a.prev = max(0, a.prev-back)
+		a = r.back(r.at(a, t), -n)
 		result.Allowed = true
 	case !result.Allowed:
 		result.RetryAfter = time.Duration(r.fits(a, t, max(n, 1))-t) * time.Microsecond
