@@ -115,7 +115,10 @@ type Results struct {
 //
 // Errors: a [*RequestError] for a request that cannot be asked, and nothing was taken; the context's error, if that ends first (the requests
 // may still count); else a [*StoreError].
-func AllowAll(ctx context.Context, requests ...Request) (Results, error) {
+func AllowAll(ctx context.Context, requests ...Request) (results Results, err error) {
+	if observed(requests) {
+		defer endedAll(time.Now(), requests, &results, &err)
+	}
 	s, err := newSet(requests, false)
 	if err != nil {
 		return Results{}, err
@@ -144,7 +147,10 @@ func AllowAll(ctx context.Context, requests ...Request) (Results, error) {
 // AllowAllTx is AllowAll within the caller's transaction; see [Limiter.AllowTx]. It locks several rows until tx ends: if a transaction
 // calls it, or AllowTx, more than once, another one that does so in another order may wait for it while it waits for that one,
 // and Postgres ends one of the two with SQLSTATE 40P01. Ask once.
-func AllowAllTx(ctx context.Context, tx pgx.Tx, requests ...Request) (Results, error) {
+func AllowAllTx(ctx context.Context, tx pgx.Tx, requests ...Request) (results Results, err error) {
+	if observed(requests) {
+		defer endedAll(time.Now(), requests, &results, &err)
+	}
 	s, err := newSet(requests, true)
 	if err != nil {
 		return Results{}, err

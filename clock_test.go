@@ -41,11 +41,12 @@ func TestApplicationsClockIsReadForDifferencesOnly(t *testing.T) {
 		}
 	}
 	require.Equal(t, []string{
+		"all.go: AllowAll", "all.go: AllowAllTx", // how long a call took
 		"breaker.go: newBreaker", "breaker.go: clock", // how long the database has been away
 		"coalesce.go: enqueue", "coalesce.go: send", // how long a call has waited
 		"denials.go: newDenials", "denials.go: local", // how old a denial is
 		"failure.go: substitute", "failure.go: substitute", "fallback.go: newFallback", // when there is no database to decide
-		"observer.go: ended", "observer.go: sent", "ratelimit.go: allow", "ratelimit.go: allowTx", // how long a call or a statement took
+		"observer.go: ended", "observer.go: endedAll", "observer.go: sent", "ratelimit.go: allow", "ratelimit.go: allowTx", // how long a call or a statement took
 		"wait.go: settle", "wait.go: refuse", // how long it is to the retry time
 	}, readers)
 }

@@ -10,24 +10,26 @@ import (
 // OpenTelemetry. Functions that are nil are not called. The others are called by many goroutines at the same time, and calls wait for
 // them, so they must be quick. None of them is ever told a key.
 type Observer struct {
-	// Decision is called after each Allow, AllowN, Peek and the like, also within a caller's transaction.
+	// Decision is called after each Allow, AllowN and Peek, also within a caller's transaction; after an [AllowAll], for each of its
+	// requests by its own limiter's observer; and each time that those who Wait have been asked for, together with the sum of their costs.
+	// Refund, Grant and Reset decide nothing.
 	Decision func(DecisionEvent)
-	// Batch is called after each statement in which calls of several callers may have left together.
+	// Batch is called after each statement in which calls of several callers may have left together, those of Refund and Grant too.
 	Batch func(BatchEvent)
 	// Breaker is called when decisions begin to be made by [Config].OnFailure, and when Postgres makes them again.
 	Breaker func(BreakerEvent)
 }
 
-// DecisionEvent is a call that has ended.
+// DecisionEvent is a call that has ended. The costs of those that were allowed add up to what was let through.
 type DecisionEvent struct {
-	Limiter string // Config.Name
-	Cost    int64  // 0: it only looked
-	Result  Result // with its Source
-	Err     error  // if there is no Result
-	Latency time.Duration
+	Limiter string        // Config.Name
+	Cost    int64         // 0: it only looked, or it had room for its part of an AllowAll, but another limiter had not
+	Result  Result        // with its Source
+	Err     error         // if there is no Result
+	Latency time.Duration // of an AllowAll, that of all of it
 }
 
-// Outcome is "allowed", "denied" or "error".
+// Outcome is "allowed", "denied" or "error"; of an AllowAll, allowed by this limiter.
 func (e DecisionEvent) Outcome() string {
 	switch {
 	case e.Err != nil:
@@ -87,6 +89,34 @@ func ErrorKind(err error) string {
 func (l *Limiter) ended(began time.Time, n int64, result *Result, err *error) {
 	if tell := l.config.Observer.Decision; tell != nil {
 		tell(DecisionEvent{Limiter: l.config.Name, Cost: n, Result: *result, Err: *err, Latency: time.Since(began)})
+	}
+}
+
+// observed tells whether somebody wants to be told about an AllowAll.
+func observed(requests []Request) bool {
+	for _, r := range requests {
+		if r.limiter != nil && r.limiter.config.Observer != nil {
+			return true
+		}
+	}
+	return false
+}
+
+// endedAll has the observers told about an AllowAll that ends here, each about its limiter's part.
+func endedAll(began time.Time, requests []Request, results *Results, err *error) {
+	latency := time.Since(began)
+	for i, r := range requests {
+		if r.limiter == nil || r.limiter.config.Observer == nil || r.limiter.config.Observer.Decision == nil {
+			continue
+		}
+		e := DecisionEvent{Limiter: r.limiter.config.Name, Cost: r.cost, Err: *err, Latency: latency}
+		if *err == nil {
+			e.Result = results.Each[i]
+			if e.Result.Allowed && !results.Allowed {
+				e.Cost = 0
+			}
+		}
+		r.limiter.config.Observer.Decision(e)
 	}
 }
 

@@ -121,6 +121,108 @@ func TestObserverOfTransactions(t *testing.T) {
 	require.NotContains(t, fmt.Sprintf("%+v", decisions), "personal")
 }
 
+// Each limiter of an AllowAll is told of its part, with the time that all of it took; refunds and grants are no decisions.
+func TestObserverOfSeveralLimits(t *testing.T) {
+	t.Parallel()
+	var decisions []DecisionEvent
+	db := pgtest.New(t)
+	limiter := func(name string, limit int64, observer *Observer) *Limiter {
+		return newLimiter(t, db.Pool, Config{Name: name, Policy: FixedWindow{Limit: limit, Window: year}, Timeout: amply, Observer: observer})
+	}
+	observer := &Observer{Decision: func(e DecisionEvent) { decisions = append(decisions, e) }}
+	silent, address, user := limiter("silent", 9, nil), limiter("address", 9, observer), limiter("user", 4, observer)
+	deaf := limiter("deaf", 9, &Observer{})
+	three := []Request{silent.Request("personal", 1), address.Request("personal", 2), user.Request("personal", 3), deaf.Request("personal", 1)}
+	// requireTold requires one event of each limiter that has an observer, and returns them.
+	requireTold := func() (ofAddress, ofUser DecisionEvent) {
+		t.Helper()
+		require.Len(t, decisions, 2)
+		ofAddress, ofUser = decisions[0], decisions[1]
+		decisions = nil
+		require.Equal(t, "address", ofAddress.Limiter)
+		require.Equal(t, "user", ofUser.Limiter)
+		require.Equal(t, ofAddress.Latency, ofUser.Latency)
+		require.Positive(t, ofUser.Latency)
+		require.NotContains(t, fmt.Sprintf("%+v", ofAddress)+fmt.Sprintf("%+v", ofUser), "personal")
+		return ofAddress, ofUser
+	}
+	calls := map[string]func(requests ...Request) (Results, error){
+		"AllowAll": func(requests ...Request) (Results, error) { return AllowAll(t.Context(), requests...) },
+		"AllowAllTx": func(requests ...Request) (results Results, err error) {
+			tx := begin(t, db)
+			results, err = AllowAllTx(t.Context(), tx, requests...)
+			require.NoError(t, tx.Commit(t.Context()))
+			return results, err
+		},
+	}
+	for name, allowAll := range calls {
+		results, err := allowAll(three...)
+		require.NoError(t, err, name)
+		ofAddress, ofUser := requireTold()
+		require.Equal(t, "allowed", ofAddress.Outcome())
+		require.Equal(t, "allowed", ofUser.Outcome())
+		require.Equal(t, []int64{2, 3}, []int64{ofAddress.Cost, ofUser.Cost})
+		require.Equal(t, []Result{ofAddress.Result, ofUser.Result}, results.Each[1:3])
+
+		results, err = allowAll(three...)
+		require.NoError(t, err, name)
+		ofAddress, ofUser = requireTold()
+		require.Equal(t, "allowed", ofAddress.Outcome(), "it had room")
+		require.Zero(t, ofAddress.Cost, "but nothing was taken")
+		require.Equal(t, "denied", ofUser.Outcome())
+		require.EqualValues(t, 3, ofUser.Cost)
+		require.Equal(t, []Result{ofAddress.Result, ofUser.Result}, results.Each[1:3])
+
+		_, err = allowAll(address.Request("personal", 1), user.Request("", 2), Request{})
+		require.ErrorIs(t, err, ErrInvalidKey)
+		ofAddress, ofUser = requireTold()
+		require.Equal(t, []int64{1, 2}, []int64{ofAddress.Cost, ofUser.Cost})
+		require.Equal(t, err, ofAddress.Err)
+		require.Equal(t, err, ofUser.Err)
+
+		_, err = allowAll()
+		require.Error(t, err)
+		require.Empty(t, decisions)
+
+		_, err = user.Refund(t.Context(), "personal", 3)
+		require.NoError(t, err)
+		_, err = user.Grant(t.Context(), "other", 3)
+		require.NoError(t, err)
+		require.Empty(t, decisions)
+	}
+}
+
+// What is asked for those who wait is told, and what they take is told once.
+func TestObserverOfWaiters(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		var decisions []DecisionEvent
+		db := newModelDB(FixedWindow{Limit: 3, Window: time.Hour})
+		l := newLimiter(t, db, Config{Name: "test", Policy: db.policy, Observer: &Observer{
+			Decision: func(e DecisionEvent) { decisions = append(decisions, e) },
+		}})
+		_, err := l.AllowN(t.Context(), "personal", 3)
+		require.NoError(t, err)
+		for range 3 {
+			go func() { _, _ = l.Wait(t.Context(), "personal") }()
+			synctest.Wait()
+		}
+		elapse(2 * time.Hour)
+		synctest.Wait()
+		var outcomes []string
+		taken := int64(0)
+		for _, e := range decisions {
+			outcomes = append(outcomes, e.Outcome())
+			if e.Result.Allowed {
+				taken += e.Cost
+			}
+		}
+		require.Equal(t, []string{"allowed", "denied", "allowed", "allowed"}, outcomes)
+		require.EqualValues(t, 6, taken)
+		require.EqualValues(t, 2, decisions[3].Cost, "the two behind the first, in one")
+	})
+}
+
 func TestErrorKinds(t *testing.T) {
 	t.Parallel()
 	broken := storeError(errors.New("broken"), true)
