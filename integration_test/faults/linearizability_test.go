@@ -150,14 +150,20 @@ func (j judge) check(t *testing.T, history []operation, staleness time.Duration)
 		from, to := j.interval(history, op, staleness, allTake)
 		ops[i] = porcupine.Operation{ClientId: op.Client, Input: op, Call: from, Return: to}
 	}
-	result, info := porcupine.CheckOperationsVerbose(j.model(), ops, amply)
+	return explain(t, j.model(), ops)
+}
+
+// explain looks for an order of operations that a model allows.
+func explain(t *testing.T, model porcupine.Model, ops []porcupine.Operation) (result porcupine.CheckResult, picture string) {
+	t.Helper()
+	result, info := porcupine.CheckOperationsVerbose(model, ops, amply)
 	if result == porcupine.Ok {
 		return result, ""
 	}
 	file, err := os.CreateTemp("", "history-*.html") //nolint:usetesting // it is to survive the test
 	require.NoError(t, err)
 	require.NoError(t, file.Close())
-	require.NoError(t, porcupine.VisualizePath(j.model(), info, file.Name()))
+	require.NoError(t, porcupine.VisualizePath(model, info, file.Name()))
 	return result, file.Name()
 }
 

@@ -10,27 +10,30 @@ import (
 // account is a key as the oracle keeps it. The zero value is a key that nobody has asked for. It says nothing of rows: what has
 // run out is still in it.
 type account struct {
-	clock int64                     // of the last decision under the row's lock, in microseconds since 1970
-	start int64                     // of the window; of a bucket, the time that count holds for
-	count int64                     // taken in the window; of a bucket, what it lacks, in units of 1/Every(µs) token; of a log, its entries
-	prev  int64                     // taken in the window before
-	log   [64]struct{ at, n int64 } // of a log: what was taken, oldest first
-
-	credit int64 // granted above the limit
-	until  int64 // when credit lapses
+	kind    string                    // the algorithm that it was written by
+	clock   int64                     // of the last decision under the row's lock, in microseconds since 1970
+	start   int64                     // of the window; of a bucket, the time that count holds for
+	count   int64                     // taken in the window; of a bucket, what it lacks, in units of 1/scale token; of a log, its entries
+	prev    int64                     // taken in the window before
+	log     [24]struct{ at, n int64 } // of a log: what was taken, oldest first
+	scale   int64                     // of a bucket: Every(µs)
+	full    int64                     // and what it holds at most
+	credit  int64                     // granted above the limit
+	expires int64                     // when the key is as good as new, by the policy that has written it
 }
 
 // rule is an algorithm as its documentation states it, written a second time. All that it knows is how an account moves on to a
 // time, and how much room there is then. What a caller is told follows from that by search: RetryAfter is the first time at
 // which the request fits, ResetAfter the first at which everything does.
 type rule struct {
+	kind    string
 	limit   int64
 	horizon int64 // microseconds, after which a key is as good as new
 	roll    func(a account, t int64) account
 	room    func(a account, t int64) int64 // of an account that was rolled to t
 	take    func(a account, t, n int64) account
 	back    func(a account, n int64) account // after a refund of n
-	life    int64                            // microseconds that credit lasts
+	life    int64                            // microseconds after a take or a grant, in which all of it is over; credit lasts that long
 }
 
 func ruleOf(policy ratelimit.Policy) rule {
@@ -38,19 +41,19 @@ func ruleOf(policy ratelimit.Policy) rule {
 	case ratelimit.FixedWindow:
 		window := p.Window.Microseconds()
 		return rule{
-			limit: p.Limit, horizon: window, take: count(1), back: uncount(1), life: window,
+			kind: "fixed window", limit: p.Limit, horizon: window, take: count(1), back: uncount(1), life: window,
 			roll: func(a account, t int64) account {
 				if t >= a.start+window || a.count == 0 {
 					a.start, a.count = t, 0
 				}
 				return a
 			},
-			room: func(a account, _ int64) int64 { return p.Limit - a.count },
+			room: func(a account, _ int64) int64 { return max(0, p.Limit-a.count) },
 		}
 	case ratelimit.SlidingWindow:
 		window := p.Window.Microseconds()
 		return rule{
-			limit: p.Limit, horizon: 2 * window, take: count(1), back: uncount(1), life: 2 * window,
+			kind: "sliding window", limit: p.Limit, horizon: 2 * window, take: count(1), back: uncount(1), life: 2 * window,
 			roll: func(a account, t int64) account {
 				switch {
 				case t >= a.start+2*window, a.count == 0 && (a.prev == 0 || t >= a.start+window):
@@ -68,9 +71,14 @@ func ruleOf(policy ratelimit.Policy) rule {
 	case ratelimit.TokenBucket:
 		every := p.Every.Microseconds()
 		return rule{
-			limit: p.Capacity, horizon: p.Capacity*every/p.Refill + 1, take: count(every),
+			kind: "token bucket", limit: p.Capacity, horizon: p.Capacity*every/p.Refill + 1, take: count(every),
 			back: uncount(every), life: (p.Capacity*every + p.Refill - 1) / p.Refill,
 			roll: func(a account, t int64) account {
+				full := p.Capacity * every
+				if a.scale > 0 && (a.scale != every || a.full != full) { // other numbers: it keeps its tokens
+					a.count = max(0, full-(a.full-a.count)*every/a.scale)
+				}
+				a.scale, a.full = every, full
 				if a.count > 0 {
 					a.count = max(0, a.count-(t-a.start)*p.Refill)
 				}
@@ -82,7 +90,7 @@ func ruleOf(policy ratelimit.Policy) rule {
 	case ratelimit.SlidingLog:
 		window := p.Window.Microseconds()
 		return rule{
-			limit: p.Limit, horizon: window, life: window,
+			kind: "sliding log", limit: p.Limit, horizon: window, life: window,
 			roll: func(a account, t int64) account {
 				kept := a
 				kept.count, kept.log = 0, account{}.log
@@ -99,7 +107,7 @@ func ruleOf(policy ratelimit.Policy) rule {
 				for _, entry := range a.log[:a.count] {
 					room -= entry.n
 				}
-				return room
+				return max(0, room)
 			},
 			take: func(a account, t, n int64) account {
 				if n > 0 {
@@ -142,10 +150,10 @@ func uncount(unit int64) func(a account, n int64) account {
 	}
 }
 
-// at moves an account on to t.
+// at moves an account on to t. It may have been written by another algorithm, or one of other numbers.
 func (r rule) at(a account, t int64) account {
-	if t >= a.until {
-		a.credit = 0
+	if t >= a.expires || a.kind != r.kind {
+		a = account{clock: a.clock, kind: r.kind}
 	}
 	return r.roll(a, t)
 }
@@ -167,7 +175,7 @@ func (r rule) decide(a account, t, n int64, grant bool) (account, ratelimit.Resu
 	switch result.Allowed = r.roomAt(a, t) >= max(n, 1); {
 	case grant:
 		a = r.at(a, t)
-		a.credit, a.until = a.credit-n, t+r.life
+		a.credit, a.expires = a.credit-n, t+r.life
 		result.Allowed = true
 	case n < 0:
 		a = r.back(r.at(a, t), -n)
@@ -178,12 +186,16 @@ func (r rule) decide(a account, t, n int64, grant bool) (account, ratelimit.Resu
 		a = r.at(a, t)
 		ordinary := min(n, r.room(a, t))
 		a = r.take(a, t, ordinary)
-		a.credit, a.until = a.credit-(n-ordinary), t+r.life
+		a.credit, a.expires = a.credit-(n-ordinary), t+r.life
 	}
 	result.Remaining = r.roomAt(a, t)
-	result.ResetAfter = time.Duration(r.fits(a, t, r.limit)-t) * time.Microsecond
-	if a := r.at(a, t); a.credit > 0 {
-		result.ResetAfter = time.Duration(a.until-t) * time.Microsecond
+	reset := r.fits(a, t, r.limit)
+	if rolled := r.at(a, t); rolled.credit > 0 {
+		reset = rolled.expires
+	}
+	result.ResetAfter = time.Duration(reset-t) * time.Microsecond
+	if n < 0 || n > 0 && result.Allowed {
+		a.expires = reset
 	}
 	return a, result
 }
