@@ -116,7 +116,7 @@ func TestUpdatingByTidInTheStatementOfTheLockIsLost(t *testing.T) {
 						UPDATE rate_limit_ephemeral AS r SET count = l.count + costs[1] FROM locked AS l WHERE r.ctid = l.tid
 					)
 					SELECT 1::bigint, 1::bigint, max_count - l.count - costs[1], 0::bigint, 0::bigint, clock_timestamp(),
-						l.count + costs[1], l.prev_count, l.window_start, l.credit, l.scale, l.expires_at, l.log
+						l.count + costs[1], l.prev_count, l.window_start, l.credit, 0::bigint, l.expires_at, l.log
 					FROM locked AS l
 				$$`)
 		}
