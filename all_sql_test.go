@@ -24,12 +24,12 @@ type modelPart struct {
 	policy   Policy
 	cost     int64
 	decision decision
-	first    decision // the same before anything of the statement was taken; see compareAll
 }
 
 // modelRequest takes from all of its parts, or from none, count times one after the other.
 type modelRequest struct {
 	parts []modelPart
+	above bool // costs below 0 are grants
 	count int64
 	moved bool // a row that refuses it is written, because the clock has left it behind
 }
@@ -43,10 +43,40 @@ func (m rows) state(p modelPart) state {
 
 func (m rows) clone() rows { return rows{false: maps.Clone(m[false]), true: maps.Clone(m[true])} }
 
-func (m rows) decideAll(r *modelRequest, clock int64) {
+// decideAll has the model make the decisions of a statement. Where rows are missing of what takes or is to go above the limit, the
+// function looks first: what is refused then, is refused, and rows are made for the others.
+func (m rows) decideAll(requests []modelRequest, clock int64) {
+	lacks := slices.ContainsFunc(requests, func(r modelRequest) bool {
+		return slices.ContainsFunc(r.parts, func(p modelPart) bool {
+			_, ok := m[p.durable][p.id]
+			return !ok && (p.cost > 0 || p.cost < 0 && r.above)
+		})
+	})
+	seen := m.clone()
+	for i := range requests {
+		r := &requests[i]
+		if lacks {
+			seen.clone().decideRequest(r, clock)
+			if r.parts[0].decision.granted == 0 && !r.moved {
+				continue
+			}
+			for _, p := range r.parts {
+				if _, ok := m[p.durable][p.id]; !ok {
+					m[p.durable][p.id] = storedRow{}
+				}
+			}
+		}
+		m.decideRequest(r, clock)
+	}
+}
+
+func (m rows) decideRequest(r *modelRequest, clock int64) {
+	decide := func(p modelPart, cost int64) (state, decision) {
+		return step{policy: p.policy, clock: clock, above: r.above}.decide(m.state(p), cost)
+	}
 	fits := func() bool {
 		for _, p := range r.parts {
-			if _, d := p.policy.decide(m.state(p), clock, p.cost); d.granted == 0 {
+			if _, d := decide(p, p.cost); d.granted == 0 {
 				return false
 			}
 		}
@@ -55,15 +85,16 @@ func (m rows) decideAll(r *modelRequest, clock int64) {
 	granted := int64(0)
 	for ; granted < r.count && fits(); granted++ {
 		for _, p := range r.parts {
-			next, _ := p.policy.decide(m.state(p), clock, p.cost)
-			m[p.durable][p.id] = storedRow{algorithm(p.policy), next}
+			if next, _ := decide(p, p.cost); next != m.state(p) { // as it is when there was nothing to give back
+				m[p.durable][p.id] = storedRow{algorithm(p.policy), next}
+			}
 		}
 	}
 	for i := range r.parts {
 		p := &r.parts[i]
 		current := m.state(*p)
-		_, p.decision = p.policy.decide(current, clock, 0)
-		next, asked := p.policy.decide(current, clock, p.cost)
+		_, p.decision = decide(*p, 0)
+		next, asked := decide(*p, p.cost)
 		p.decision.granted, p.decision.retryAfter = granted, 0
 		if granted < r.count && asked.granted == 0 {
 			p.decision.retryAfter = asked.retryAfter // it is this part that refuses
@@ -77,21 +108,21 @@ func (m rows) decideAll(r *modelRequest, clock int64) {
 	}
 }
 
-// The function of several limits against the models: random requests, and after each statement every column and every row.
+// The function of several limits against the models: random requests, beside those for a single limit of the same rows, and after each
+// statement every column and every row.
 func TestAllEqualsModels(t *testing.T) {
 	t.Parallel()
 
 	pool := pgtest.New(t).Pool
 	seed := testSeed(t)
-	var granted, refused, halfRefused, looks int
-	for story := range uint64(150) {
+	var granted, refused, halfRefused, looks, refunds, grants int
+	for story := range uint64(250) {
 		r := rand.New(rand.NewPCG(seed, story))
 		space := fmt.Sprintf("%d ", story)
 		model := rows{false: {}, true: {}}
 		policies := map[string]Policy{"a": randomPolicy(r), "b": randomPolicy(r), "c": randomPolicy(r)}
 		clock := int64(1)<<50 + r.Int64N(1<<51)
 		var goals []int64
-		made := map[bool]map[rowID]bool{false: {}, true: {}} // empty, for a request that was then refused by what those before it took
 		for step := range 20 {
 			title := fmt.Sprintf("%s=%d, story %d, step %d", seedVariable, seed, story, step)
 			name := string('a' + rune(r.IntN(3)))
@@ -103,26 +134,20 @@ func TestAllEqualsModels(t *testing.T) {
 			}
 			clock = nextClock(r, clock, policies[name], goals)
 			goals = goals[:0]
-			look := r.IntN(10) == 0
+			look, above := r.IntN(10) == 0, r.IntN(6) == 0
 			requests := make([]modelRequest, 1+r.IntN(5))
 			for i := range requests {
-				requests[i] = randomRequest(r, policies, space, look)
+				requests[i] = randomRequest(r, policies, space, look, above)
 			}
-			for i := range requests {
-				before := model.clone()
-				before.decideAll(&requests[i], clock)
-				for j := range requests[i].parts {
-					p := &requests[i].parts[j]
-					p.first = p.decision
-					if p.first.granted > 0 || requests[i].moved {
-						made[p.durable][p.id] = true
-					}
-				}
+			if r.IntN(5) == 0 {
+				compareOne(t, pool, title, requests[0].parts[0], above, clock, model)
+				compareRows(t, pool, title, space, model)
+				continue
 			}
-			for i := range requests {
-				model.decideAll(&requests[i], clock)
+			model.decideAll(requests, clock)
+			for _, request := range requests {
 				all := true
-				for _, p := range requests[i].parts {
+				for _, p := range request.parts {
 					if p.decision.retryAfter != never {
 						goals = append(goals, clock+p.decision.retryAfter)
 					}
@@ -132,7 +157,11 @@ func TestAllEqualsModels(t *testing.T) {
 				switch {
 				case look:
 					looks++
-				case requests[i].parts[0].decision.granted > 0:
+				case request.parts[0].cost < 0 && above:
+					grants++
+				case request.parts[0].cost < 0:
+					refunds++
+				case request.parts[0].decision.granted > 0:
 					granted++
 				case all:
 					refused++
@@ -141,19 +170,20 @@ func TestAllEqualsModels(t *testing.T) {
 				}
 			}
 			compareAll(t, pool, title, requests, clock)
-			compareRows(t, pool, title, space, model, made)
+			compareRows(t, pool, title, space, model)
 		}
 	}
-	for _, n := range []int{granted, refused, halfRefused, looks} {
-		require.Greater(t, n, 150, "granted %d, refused by all %d, by some %d, looks %d", granted, refused, halfRefused, looks)
+	for _, n := range []int{granted, refused, halfRefused, looks, refunds, grants} {
+		require.Greater(t, n, 150, "granted %d, refused by all %d, by some %d, looks %d, refunds %d, grants %d", granted, refused, halfRefused, looks, refunds, grants)
 	}
 }
 
-func randomRequest(r *rand.Rand, policies map[string]Policy, space string, look bool) modelRequest {
-	request := modelRequest{count: 1}
+func randomRequest(r *rand.Rand, policies map[string]Policy, space string, look, above bool) modelRequest {
+	request := modelRequest{above: above, count: 1}
 	if r.IntN(4) == 0 {
 		request.count = 1 + r.Int64N(5)
 	}
+	gives := r.IntN(3) == 0
 	for range 1 + r.IntN(4) {
 		name := string('a' + rune(r.IntN(3)))
 		p := modelPart{
@@ -161,8 +191,14 @@ func randomRequest(r *rand.Rand, policies map[string]Policy, space string, look 
 			durable: r.IntN(4) == 0,
 			policy:  policies[name],
 		}
-		if !look {
-			p.cost = max(randomCost(r, p.policy.limit()), 1)
+		switch cost := randomCost(r, p.policy.limit()); {
+		case look:
+		case !gives:
+			p.cost = max(cost, 1)
+		case cost < 0:
+			p.cost = cost
+		default:
+			p.cost = -max(cost, 1)
 		}
 		if !slices.ContainsFunc(request.parts, func(q modelPart) bool { return q.id == p.id && q.durable == p.durable }) {
 			request.parts = append(request.parts, p)
@@ -190,47 +226,45 @@ func allArrays(requests []modelRequest) []any {
 	return []any{owners, names, keys, durables, algorithms, limits, spans, refills, costs, counts}
 }
 
-// compareAll compares every decision. A request that is refused may have been refused before the others of the statement took
-// anything: where rows are missing, the function looks first.
+// compareOne asks what a part does of its row alone, by the function of its algorithm, and compares the decision.
+func compareOne(t *testing.T, pool *pgxpool.Pool, title string, p modelPart, above bool, clock int64, model rows) {
+	t.Helper()
+	one := step{policy: p.policy, durable: p.durable, name: p.id.name, clock: clock, above: above, elements: []element{{key: p.id.key, cost: p.cost, count: 1}}}
+	model.decide(one)
+	batch := &pgx.Batch{}
+	queueStep(batch, "", one)
+	var got decision
+	args := batch.QueuedQueries[0].Arguments
+	require.NoError(t, queryDecisions(t.Context(), pool, false, batch.QueuedQueries[0].SQL, args, func(_ int64, d decision) { got = d }), title)
+	want := one.elements[0].decision
+	got.state, want.state, got.decidedAt = state{}, state{}, got.decidedAt.UTC()
+	require.Equal(t, want, got, "%s: %v", title, one)
+}
+
+// compareAll compares every decision.
 func compareAll(t *testing.T, pool *pgxpool.Pool, title string, requests []modelRequest, clock int64) {
 	t.Helper()
-	answer, err := pool.Query(t.Context(), allStatement, append(allArrays(requests), nil, nil, time.UnixMicro(clock))...)
-	require.NoError(t, err, title)
 	got := map[int64]decision{}
-	var ord int64
-	var retryAfter *int64
-	var d decision
-	var log []int64
-	_, err = pgx.ForEachRow(answer, []any{&ord, &d.granted, &d.remaining, &retryAfter, &d.resetAfter, &d.decidedAt,
-		&d.state.count, &d.state.prevCount, &d.state.windowStart, &d.state.credit, &d.state.scale, &d.state.expiresAt, &log}, func() error {
-		d.retryAfter = never
-		if retryAfter != nil {
-			d.retryAfter = *retryAfter
-		}
-		d.decidedAt = d.decidedAt.UTC()
-		got[ord] = d
-		return nil
-	})
+	args := append(allArrays(requests), nil, nil, time.UnixMicro(clock), requests[0].above)
+	err := queryDecisions(t.Context(), pool, false, allStatement, args, func(ord int64, d decision) { got[ord] = d })
 	require.NoError(t, err, "%s\n%v", title, requests)
-	ord = 0
+	ord := int64(0)
 	for i, request := range requests {
-		var is, want, first []decision
-		for _, p := range request.parts {
+		for j, p := range request.parts {
 			ord++
-			is, want, first = append(is, got[ord]), append(want, p.decision), append(first, p.first)
-			for _, d := range []*decision{&is[len(is)-1], &want[len(is)-1], &first[len(is)-1]} {
+			is, want := got[ord], p.decision
+			is.decidedAt = is.decidedAt.UTC()
+			for _, d := range []*decision{&is, &want} {
 				d.state = used(d.state, algorithm(p.policy))
 				d.state.log = newEntries(nil)
 			}
-		}
-		if !slices.Equal(is, first) || first[0].granted > 0 {
-			require.Equal(t, want, is, "%s, request %d of %+v", title, i, requests)
+			require.Equal(t, want, is, "%s, request %d, part %d of %+v", title, i, j, requests)
 		}
 	}
 	require.Len(t, got, int(ord), title)
 }
 
-func compareRows(t *testing.T, pool *pgxpool.Pool, title, space string, model rows, made map[bool]map[rowID]bool) {
+func compareRows(t *testing.T, pool *pgxpool.Pool, title, space string, model rows) {
 	t.Helper()
 	for durable, want := range model {
 		found, err := pool.Query(context.Background(), "SELECT "+rowColumns+" FROM "+table(durable)+" WHERE starts_with(prefix, $1)", space)
@@ -239,11 +273,8 @@ func compareRows(t *testing.T, pool *pgxpool.Pool, title, space string, model ro
 		for found.Next() {
 			id, row, err := scanRow(found)
 			require.NoError(t, err)
-			if row == (storedRow{}) {
-				require.Contains(t, made[durable], id, title)
-				continue
-			}
-			expected := want[id]
+			expected, ok := want[id]
+			require.True(t, ok, "%s, %v", title, id)
 			row.state, expected.state = used(row.state, row.algorithm), used(expected.state, expected.algorithm)
 			require.Equal(t, expected, row, "%s, %v", title, id)
 			seen++

@@ -153,7 +153,7 @@ func TestAllFunctionRefusesBadParts(t *testing.T) {
 				{id: rowID{"b", "y"}, policy: TokenBucket{Capacity: 3, Refill: 1, Every: time.Hour}, cost: 1},
 			}, count: 1},
 			{parts: []modelPart{{id: rowID{"a", "y"}, policy: SlidingWindow{Limit: 3, Window: time.Hour}, cost: 1}}, count: 1},
-		}), nil, nil, t0)
+		}), nil, nil, t0, false)
 	}
 	_, err := pool.Exec(t.Context(), allStatement, good()...)
 	require.NoError(t, err)
@@ -162,27 +162,30 @@ func TestAllFunctionRefusesBadParts(t *testing.T) {
 		argument int
 		value    any
 	}{
-		"requests that descend":       {0, []int32{1, 1, 0}},
-		"a request that is torn":      {0, []int32{0, 1, 0}},
-		"no request":                  {0, []*int32{nil, nil, nil}},
-		"too few names":               {1, []string{"a", "b"}},
-		"an empty name":               {1, []string{"", "b", "a"}},
-		"a name that is too long":     {1, []string{strings.Repeat("n", 129), "b", "a"}},
-		"an empty key":                {2, []string{"x", "", "z"}},
-		"a key that is too long":      {2, []string{"x", "y", strings.Repeat("k", 513)}},
-		"no key":                      {2, []*string{nil, nil, nil}},
-		"no keys":                     {2, []string{}},
-		"no durable":                  {3, []*bool{nil, nil, nil}},
-		"an unknown algorithm":        {4, []int16{1, 9, 2}},
-		"a limit of 0":                {5, []int64{3, 3, 0}},
-		"a limit out of range":        {5, []int64{1 << 62, 3, 3}},
-		"a span of 0":                 {6, []int64{0, 1, 1}},
-		"a bucket that takes an age":  {6, []int64{1, 1 << 60, 1}},
-		"no refill":                   {7, []int64{0, 0, 0}},
-		"a negative cost":             {8, []int64{1, -1, 1}},
-		"a cost of 0 beside others":   {8, []int64{1, 0, 1}},
-		"a count of 0":                {9, []int64{0, 0, 1}},
-		"the same row in one request": {1, []string{"a", "a", "a"}},
+		"requests that descend":        {0, []int32{1, 1, 0}},
+		"a request that is torn":       {0, []int32{0, 1, 0}},
+		"no request":                   {0, []*int32{nil, nil, nil}},
+		"too few names":                {1, []string{"a", "b"}},
+		"an empty name":                {1, []string{"", "b", "a"}},
+		"a name that is too long":      {1, []string{strings.Repeat("n", 129), "b", "a"}},
+		"an empty key":                 {2, []string{"x", "", "z"}},
+		"a key that is too long":       {2, []string{"x", "y", strings.Repeat("k", 513)}},
+		"no key":                       {2, []*string{nil, nil, nil}},
+		"no keys":                      {2, []string{}},
+		"no durable":                   {3, []*bool{nil, nil, nil}},
+		"an unknown algorithm":         {4, []int16{1, 9, 2}},
+		"a limit of 0":                 {5, []int64{3, 3, 0}},
+		"a limit out of range":         {5, []int64{1 << 62, 3, 3}},
+		"a span of 0":                  {6, []int64{0, 1, 1}},
+		"a bucket that takes an age":   {6, []int64{1, 1 << 60, 1}},
+		"no refill":                    {7, []int64{0, 0, 0}},
+		"a negative cost":              {8, []int64{1, -1, 1}},
+		"a cost beside a negative one": {8, []int64{-1, 1, 1}},
+		"looking beside a refund":      {8, []int64{-1, -1, 0}},
+		"a negative cost and no limit": {5, []int64{3, 3, -1}},
+		"a cost of 0 beside others":    {8, []int64{1, 0, 1}},
+		"a count of 0":                 {9, []int64{0, 0, 1}},
+		"the same row in one request":  {1, []string{"a", "a", "a"}},
 	} {
 		args := good()
 		args[change.argument] = change.value
@@ -255,18 +258,25 @@ func TestRandomSetsDoNotDeadlock(t *testing.T) {
 			errs[w] = errors.Join(errs[w], err)
 			limiters = append(limiters, l)
 		}
+		several, err := New(pools[w%len(pools)], Config{Name: "several", Policy: All(limiters[0].policy, limiters[1].policy), Timeout: amply, MaxInFlight: 3})
+		errs[w] = errors.Join(errs[w], err)
+		limiters = append(limiters, several)
 		key := func() string {
 			return []string{"a", "bb", "c", "dd", "everybody", fmt.Sprint("new ", r.IntN(1000))}[r.IntN(6)]
 		}
 		for range calls {
 			l := limiters[r.IntN(len(limiters))]
 			var err error
-			switch r.IntN(8) {
+			switch r.IntN(10) {
 			case 0:
 				_, err = l.Allow(t.Context(), key())
 			case 1:
-				err = l.decide(t.Context(), l.db, []element{{key: "dd", cost: 1, count: 1}, {key: "a", cost: 1, count: 1}, {key: key(), cost: 1, count: 1}}, l.settings)
+				_, err = l.Refund(t.Context(), key(), 1)
 			case 2:
+				_, err = l.Grant(t.Context(), key(), 1)
+			case 3:
+				err = l.decide(t.Context(), l.db, []element{{key: "dd", cost: 1, count: 1}, {key: "a", cost: 1, count: 1}, {key: key(), cost: 1, count: 1}}, l.settings)
+			case 4:
 				err = l.Reset(t.Context(), key())
 			default:
 				var requests []Request
@@ -494,6 +504,35 @@ func TestSeveralPoliciesAreCoalesced(t *testing.T) {
 	require.Equal(t, tally(want), tally(got))
 }
 
+// The policies of one limiter are given back to and granted to together, each within its own bounds.
+func TestRefundAndGrantOfSeveralPolicies(t *testing.T) {
+	t.Parallel()
+
+	pool := pgtest.New(t).Pool
+	now := t0
+	l := newLimiter(t, pool, Config{Name: "api", Timeout: amply, Test: TestConfig{Now: func() time.Time { return now }},
+		Policy: All(FixedWindow{Limit: 10, Window: time.Second}, SlidingLog{Limit: 15, Window: time.Hour})})
+	told := func(result Result, err error) func(want Result) {
+		t.Helper()
+		require.NoError(t, err)
+		return func(want Result) {
+			t.Helper()
+			want.Allowed, want.DecidedAt = true, now
+			require.Equal(t, want, utc(result))
+		}
+	}
+	told(l.AllowN(t.Context(), "key", 8))(Result{Limit: 10, Remaining: 2, ResetAfter: time.Hour})
+	now = now.Add(time.Second)
+	told(l.AllowN(t.Context(), "key", 4))(Result{Limit: 15, Remaining: 3, ResetAfter: time.Hour})
+	told(l.Refund(t.Context(), "key", 6))(Result{Limit: 15, Remaining: 9, ResetAfter: time.Hour - time.Second}) // the window is full, and takes but 4
+	told(l.Grant(t.Context(), "key", 5))(Result{Limit: 15, Remaining: 14, ResetAfter: time.Hour})
+	told(l.AllowN(t.Context(), "key", 10))(Result{Limit: 15, Remaining: 4, ResetAfter: time.Hour})
+	denied, err := l.AllowN(t.Context(), "key", 6)
+	require.NoError(t, err)
+	require.Equal(t, Result{Limit: 15, Remaining: 4, RetryAfter: time.Hour - time.Second, ResetAfter: time.Hour, DecidedAt: now}, utc(denied))
+	told(l.Refund(t.Context(), "key", 1000))(Result{Limit: 10, Remaining: 15, ResetAfter: time.Hour})
+}
+
 func TestAllIsValidated(t *testing.T) {
 	t.Parallel()
 
@@ -538,11 +577,16 @@ func TestAllDecidesByTheTextOfEachAlgorithm(t *testing.T) {
 		require.True(t, found)
 		roll, rest, found := strings.Cut(rest, "        END IF;\n        -- A denial writes nothing")
 		require.True(t, found)
+		_, rest, found = strings.Cut(rest, "        IF r.cost < 0 THEN\n")
+		require.True(t, found)
+		give, rest, found := strings.Cut(rest, "\n        END IF;\n")
+		require.True(t, found)
 		_, rest, found = strings.Cut(rest, "            changed := true;\n            IF s.")
 		require.True(t, found)
 		take, _, found := strings.Cut(rest, "\n        IF changed THEN")
 		require.True(t, found)
 		require.Contains(t, strip(string(several)), strip(roll), file)
+		require.Contains(t, strip(string(several)), strip(give), file)
 		require.Contains(t, strip(string(several)), strip(take), file)
 	}
 }

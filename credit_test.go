@@ -166,7 +166,7 @@ func TestNeverMoreThanTheLimitAndWhatWasGranted(t *testing.T) {
 
 func TestGrantMakesARowAndIsWritten(t *testing.T) {
 	t.Parallel()
-	eachSlowPolicyAndTable(t, 10, func(t *testing.T, config Config) {
+	eachSlowPolicyAllAndTable(t, 10, func(t *testing.T, config Config) {
 		db := pgtest.New(t)
 		limiter := newLimiter(t, db.NewPool(t, nil), config)
 		result, err := limiter.Grant(t.Context(), "key", 5)
@@ -175,7 +175,7 @@ func TestGrantMakesARowAndIsWritten(t *testing.T) {
 		require.EqualValues(t, 15, result.Remaining)
 		require.EqualValues(t, 10, result.Limit)
 		require.Positive(t, result.ResetAfter)
-		require.Len(t, storedRows(t, db.Pool, config.Durable), 1)
+		require.Len(t, storedRows(t, db.Pool, config.Durable), len(limiter.appendParts(nil, "key", 0)))
 
 		_, err = limiter.AllowN(t.Context(), "key", 11)
 		require.ErrorIs(t, err, ErrCostExceedsLimit)
@@ -209,7 +209,7 @@ func TestGrantMakesARowAndIsWritten(t *testing.T) {
 
 func TestGrantIsKeptOrUndoneWithTheTransaction(t *testing.T) {
 	t.Parallel()
-	eachSlowPolicyAndTable(t, 10, func(t *testing.T, config Config) {
+	eachSlowPolicyAllAndTable(t, 10, func(t *testing.T, config Config) {
 		db := pgtest.New(t)
 		limiter := newLimiter(t, db.NewPool(t, nil), config)
 		grant := func(tx pgx.Tx, n, remaining int64) {
@@ -247,7 +247,7 @@ func TestGrantIsKeptOrUndoneWithTheTransaction(t *testing.T) {
 // Grants, takes and refunds of many callers at once: each unit is spent once.
 func TestCreditIsExactUnderConcurrency(t *testing.T) {
 	t.Parallel()
-	eachSlowPolicyAndTable(t, 20, func(t *testing.T, config Config) {
+	eachSlowPolicyAllAndTable(t, 20, func(t *testing.T, config Config) {
 		const callers, calls = 16, 60
 		db := pgtest.New(t)
 		limiters := []*Limiter{newLimiter(t, db.NewPool(t, nil), config), newLimiter(t, db.NewPool(t, nil), config)}

@@ -46,7 +46,20 @@ func slowPolicies(limit int64) map[string]Policy {
 // eachSlowPolicyAndTable runs a test for every algorithm on both tables, side by side, with a complete Config.
 func eachSlowPolicyAndTable(t *testing.T, limit int64, test func(t *testing.T, config Config)) {
 	t.Helper()
-	for name, policy := range slowPolicies(limit) {
+	eachPolicyAndTable(t, slowPolicies(limit), test)
+}
+
+// eachSlowPolicyAllAndTable is the same with all of them at once, too, of which the last has the smallest limit.
+func eachSlowPolicyAllAndTable(t *testing.T, limit int64, test func(t *testing.T, config Config)) {
+	t.Helper()
+	policies, larger := slowPolicies(limit), slowPolicies(2*limit)
+	policies["all"] = All(larger["fixed window"], larger["token bucket"], larger["sliding window"], policies["sliding log"])
+	eachPolicyAndTable(t, policies, test)
+}
+
+func eachPolicyAndTable(t *testing.T, policies map[string]Policy, test func(t *testing.T, config Config)) {
+	t.Helper()
+	for name, policy := range policies {
 		for _, durable := range []bool{false, true} {
 			config := Config{Name: "test", Policy: policy, Durable: durable, Timeout: amply}
 			t.Run(fmt.Sprintf("%s in %s", name, table(durable)), func(t *testing.T) {

@@ -9,7 +9,8 @@ import (
 // Refund gives back n of what key has taken, such as what a request took that then came to nothing, and tells what remains.
 // It gives back no more than was taken and still counts, so never above full, and does nothing for a key that has not taken
 // anything. A window gives back what was taken in it; a [SlidingWindow] then what was taken in the window before, and a
-// [SlidingLog] what was taken last, first. Once all is given back, the key is as good as new.
+// [SlidingLog] what was taken last, first; [All] gives back to each of its policies. Once all is given back, the key is as good as
+// new.
 //
 // The result says Allowed. Nothing is remembered of who took what, so what is given back twice counts twice. Refunds and
 // requests that leave together are decided in the order in which they came; a denial that this process remembers of the key
@@ -35,7 +36,7 @@ func (l *Limiter) RefundTx(ctx context.Context, tx pgx.Tx, key string, n int64) 
 
 // Grant gives key a credit of n above its limit, for support or for a purchase, say, and tells what remains, the credit
 // included. It is taken from once there is no ordinary room, each unit of it once, and does not refill. It does not let a single
-// request cost more than the limit.
+// request cost more than the limit. With [All], each of the policies has a credit of n.
 //
 // Credit lasts until it is spent, or until nothing was taken from the key or granted to it for a Window (of a [SlidingWindow]
 // two, of a [TokenBucket] the time that it takes to fill): ResetAfter tells how long. It stays when the policy's numbers change,
@@ -82,15 +83,9 @@ func (l *Limiter) giveTx(ctx context.Context, tx pgx.Tx, key string, n int64, ab
 	return result, err
 }
 
-// errNothingToGive is what a limiter of several policies says.
-var errNothingToGive = &ConfigError{Field: "Policy", Reason: "must not be All of several to give back or to grant credit"}
-
 func (l *Limiter) validateRefund(key string, n int64) error {
 	if err := validateKey(key); err != nil {
 		return err
-	}
-	if _, ok := l.policy.(granter); !ok {
-		return errNothingToGive
 	}
 	if n < 1 {
 		return &CostError{Cost: n, Limit: l.policy.limit(), Least: 1}
@@ -101,9 +96,6 @@ func (l *Limiter) validateRefund(key string, n int64) error {
 func (l *Limiter) validateGrant(key string, n int64) error {
 	if err := validateKey(key); err != nil {
 		return err
-	}
-	if _, ok := l.policy.(granter); !ok {
-		return errNothingToGive
 	}
 	if n < 1 || n > maxCredit {
 		return &CostError{Cost: n, Limit: maxCredit, Least: 1}

@@ -8,11 +8,13 @@
 --   limits              max_count of a window, capacity of a bucket
 --   spans_us            window_us of a window, every_us of a bucket
 --   refills             refill of a bucket
---   costs               cost of each part; NULL means 1 each, and costs that are all 0 only look
+--   costs               cost of each part; NULL means 1 each, and costs that are all 0 only look. A request whose costs are below 0
+--                       gives back to all of its parts, as much as has been taken from each at most
 --   counts              how many such requests are asked, the same for all parts of a request; NULL means 1 each
 --   lock_timeout_ms     as of the functions of one limit, like the two that follow
 --   synchronous_commit
 --   now
+--   above               whether costs below 0 grant credit above the limit instead of giving back: a key holds up to 2^61
 --
 -- A row for each part comes back. granted is that of the request; a part with room for one more has a retry_after_us of 0, so
 -- the parts that refused are those with another one, and the request fits after the longest.
@@ -21,7 +23,8 @@
 -- everybody shares tends to be short and is best held briefly, then by key and limiter. So at the
 -- first missing row the locking stops, as in rate_limit_lock. But here a row may be missing of a request that another part
 -- refuses, and a denial shall write nothing. So before rows are made, the rest is looked at without locks: what is refused
--- by what can be seen, is refused, and rows are made for the others. Then the locking begins anew.
+-- by what can be seen, is refused, and rows are made for the others. Then the locking begins anew. A request that gives back needs
+-- no rows; if others do, its rows are made too, as in rate_limit_lock.
 CREATE FUNCTION rate_limit_all(
     requests integer[],
     names text[],
@@ -35,7 +38,8 @@ CREATE FUNCTION rate_limit_all(
     counts bigint[] DEFAULT NULL,
     lock_timeout_ms integer DEFAULT NULL,
     synchronous_commit boolean DEFAULT NULL,
-    now timestamptz DEFAULT NULL
+    now timestamptz DEFAULT NULL,
+    above boolean DEFAULT false
 )
 RETURNS SETOF rate_limit_decision
 LANGUAGE plpgsql
@@ -51,7 +55,7 @@ DECLARE
     asked_rows rate_limit_row[]; -- the rows, in the order of locking
     writers smallint[];          -- which algorithm has written each of them
     in_durable boolean[];        -- in which table they are
-    changed boolean[];           -- whether they are to be written
+    to_write boolean[];          -- whether they are to be written
     place integer[];             -- which of them is a part's
     rows integer;
     elements refcursor;
@@ -72,11 +76,14 @@ DECLARE
     t bigint;          -- the time of the decision: the clock, or the row's own time where that lies ahead of it
     moved boolean;     -- the clock has jumped back, and the row with it
     any_moved boolean; -- so of any part of a request that refuses it
+    gives boolean;     -- the request gives back, or grants
+    changed boolean;   -- and that changes the row
+    back bigint;       -- what it gives, as a number below 0
     decided_at timestamptz;
     asked bigint;
     granted bigint;
     remaining bigint;
-    spent bigint := 0; -- how much of what is taken comes out of granted credit
+    spent bigint;      -- how much of what is taken comes out of granted credit
     retry_after_us bigint;
     reset_after_us bigint;
     max_count bigint;
@@ -169,7 +176,7 @@ BEGIN
         asked_rows := '{}';
         writers := '{}';
         in_durable := '{}';
-        changed := '{}';
+        to_write := '{}';
         previous := NULL;
         LOOP
             FETCH elements INTO ord, first, valid, missing, algorithm, r.tid, r.count, r.prev_count, r.window_start, r.credit, r.scale, r.expires_at, r.log;
@@ -178,22 +185,24 @@ BEGIN
                 RAISE EXCEPTION 'rate_limit: part % is not valid', ord
                     USING ERRCODE = 'invalid_parameter_value', HINT = 'A name has 1 to 128 bytes, a key 1 to 512, and durable is true or false.';
             END IF;
-            EXIT WHEN missing;
+            EXIT WHEN missing AND (costs[ord] > 0 OR above); -- giving back needs no row
             IF first THEN
                 rows := rows + 1;
                 asked_rows[rows] := r;
                 writers[rows] := algorithm;
                 in_durable[rows] := durables[ord];
-                changed[rows] := false;
+                to_write[rows] := false;
             ELSIF requests[ord] = requests[previous] THEN
                 RAISE EXCEPTION 'rate_limit: parts % and % of one request are for the same key', previous, ord
                     USING ERRCODE = 'invalid_parameter_value', HINT = 'Ask for the sum of their costs in one part.';
+            ELSIF locking AND costs[ord] > 0 AND asked_rows[rows].tid IS NULL THEN
+                EXIT; -- the row was missing for a part that gives back, and is for this one
             END IF;
             place[ord] := rows;
             previous := ord;
         END LOOP;
         CLOSE elements;
-        IF missing THEN -- NULL after the last part
+        IF ord IS NOT NULL THEN -- as it is after the last part
             locking := false;
             CONTINUE;
         END IF;
@@ -210,9 +219,11 @@ BEGIN
                 to_part := to_part + 1;
             END LOOP;
             asked := CASE WHEN counts IS NULL THEN 1 ELSE counts[from_part] END;
-            IF (asked >= 1 AND (to_part = parts OR requests[to_part + 1] > requests[from_part])) IS NOT TRUE THEN
+            gives := costs[from_part] < 0;
+            IF (asked >= 1 AND (to_part = parts OR requests[to_part + 1] > requests[from_part])
+                    AND (NOT gives OR 0 > ALL (costs[from_part : to_part]))) IS NOT TRUE THEN
                 RAISE EXCEPTION 'rate_limit: the request of part % is not valid', from_part
-                    USING ERRCODE = 'invalid_parameter_value', HINT = 'Requests ascend, and a count is at least 1.';
+                    USING ERRCODE = 'invalid_parameter_value', HINT = 'Requests ascend, a count is at least 1, and costs below 0 are not beside others.';
             END IF;
             CONTINUE WHEN refused[from_part];
 
@@ -222,7 +233,7 @@ BEGIN
             FOR pass IN 1 .. 2 LOOP
                 IF pass = 2 AND NOT locking AND NOT just_look THEN
                     EXIT WHEN granted > 0 OR any_moved; -- what has moved has to be written
-                    -- Refused, by what others have taken; what the requests before it are about to take does not count here.
+                    -- Refused, by what others have taken; what the requests before it are about to take or give back does not count here.
                     refused[from_part : to_part] := array_fill(true, ARRAY[to_part - from_part + 1]);
                 END IF;
                 FOR part IN from_part .. to_part LOOP
@@ -239,9 +250,9 @@ BEGIN
                     WHEN 1 THEN
                         max_count := limits[part];
                         window_us := spans_us[part];
-                        IF pass = 1 AND (max_count >= 1 AND window_us BETWEEN 1 AND 2251799813685248 AND max_count <= 4611686018427387904 / window_us AND (r.cost >= 1 OR just_look)) IS NOT TRUE THEN
+                        IF pass = 1 AND (max_count >= 1 AND window_us BETWEEN 1 AND 2251799813685248 AND max_count <= 4611686018427387904 / window_us AND (r.cost >= 1 OR just_look OR gives)) IS NOT TRUE THEN
                             RAISE EXCEPTION 'rate_limit: the numbers of part % are outside the exact range', part
-                                USING ERRCODE = 'invalid_parameter_value', HINT = 'The limit and the span are at least 1, the span is at most 2^51, and their product is at most 2^62. Costs are at least 1, or all 0.';
+                                USING ERRCODE = 'invalid_parameter_value', HINT = 'The limit and the span are at least 1, the span is at most 2^51, and their product is at most 2^62. Costs are at least 1, or below 0, or all 0.';
                         END IF;
                         CONTINUE WHEN pass = 1 AND asked = 1 AND r.cost <= max_count - s.count; -- what fits into less, fits: saves the rest
                         IF clock >= s.expires_at OR (s.count = 0 AND s.credit = 0) THEN
@@ -258,13 +269,29 @@ BEGIN
                             s.count := 0;
                             s.window_start := t;
                         END IF;
+                        IF gives AND pass = 2 THEN
+                            -- By division, because the product could overflow.
+                            back := CASE WHEN r.asked > -(9223372036854775807 / r.cost) THEN -9223372036854775807 ELSE r.asked * r.cost END;
+                            IF above THEN
+                                changed := true;
+                                s.credit := least(s.credit - greatest(back, -2305843009213693952), 2305843009213693952);
+                                s.expires_at := t + window_us;
+                            ELSE
+                                changed := s.count > 0;
+                                s.count := greatest(s.count + back, 0);
+                                IF changed AND s.count = 0 THEN -- as good as new
+                                    t := clock;
+                                    s.window_start := clock;
+                                END IF;
+                            END IF;
+                        END IF;
                         remaining := greatest(max_count - s.count, 0) + s.credit;
                     WHEN 2 THEN
                         max_count := limits[part];
                         window_us := spans_us[part];
-                        IF pass = 1 AND (max_count >= 1 AND window_us BETWEEN 1 AND 2251799813685248 AND max_count <= 4611686018427387904 / window_us AND (r.cost >= 1 OR just_look)) IS NOT TRUE THEN
+                        IF pass = 1 AND (max_count >= 1 AND window_us BETWEEN 1 AND 2251799813685248 AND max_count <= 4611686018427387904 / window_us AND (r.cost >= 1 OR just_look OR gives)) IS NOT TRUE THEN
                             RAISE EXCEPTION 'rate_limit: the numbers of part % are outside the exact range', part
-                                USING ERRCODE = 'invalid_parameter_value', HINT = 'The limit and the span are at least 1, the span is at most 2^51, and their product is at most 2^62. Costs are at least 1, or all 0.';
+                                USING ERRCODE = 'invalid_parameter_value', HINT = 'The limit and the span are at least 1, the span is at most 2^51, and their product is at most 2^62. Costs are at least 1, or below 0, or all 0.';
                         END IF;
                         CONTINUE WHEN pass = 1 AND asked = 1 AND r.cost <= max_count - s.count - s.prev_count;
                         IF clock >= s.expires_at OR (s.count = 0 AND s.prev_count = 0 AND s.credit = 0) THEN
@@ -287,6 +314,24 @@ BEGIN
                             s.count := 0;
                             s.window_start := s.window_start + window_us;
                         END IF;
+                        IF gives AND pass = 2 THEN
+                            -- By division, because the product could overflow.
+                            back := CASE WHEN r.asked > -(9223372036854775807 / r.cost) THEN -9223372036854775807 ELSE r.asked * r.cost END;
+                            IF above THEN
+                                changed := true;
+                                s.credit := least(s.credit - greatest(back, -2305843009213693952), 2305843009213693952);
+                                s.expires_at := t + 2 * window_us;
+                            ELSE
+                                -- Of this window first, then of the one before.
+                                changed := s.count > 0 OR s.prev_count > 0;
+                                s.prev_count := greatest(s.prev_count + least(back + s.count, 0), 0);
+                                s.count := greatest(s.count + back, 0);
+                                IF changed AND s.count = 0 AND s.prev_count = 0 THEN -- as good as new
+                                    t := clock;
+                                    s.window_start := clock;
+                                END IF;
+                            END IF;
+                        END IF;
                         rest := s.window_start + window_us - t;
                         -- A prev_count that an older, larger limit has left could overflow the product; this asks by division.
                         IF s.prev_count > 0 AND rest > max_count * window_us / s.prev_count THEN
@@ -301,9 +346,9 @@ BEGIN
                         every_us := spans_us[part];
                         refill := refills[part];
                         IF pass = 1 AND (capacity >= 1 AND refill >= 1 AND every_us >= 1 AND capacity <= 4611686018427387904 / every_us
-                                AND (capacity * every_us - 1) / refill < 2251799813685248 AND (r.cost >= 1 OR just_look)) IS NOT TRUE THEN
+                                AND (capacity * every_us - 1) / refill < 2251799813685248 AND (r.cost >= 1 OR just_look OR gives)) IS NOT TRUE THEN
                             RAISE EXCEPTION 'rate_limit: the numbers of part % are outside the exact range', part
-                                USING ERRCODE = 'invalid_parameter_value', HINT = 'The limit, the span and the refill are at least 1, limit × span is at most 2^62, and divided by refill it is at most 2^51. Costs are at least 1, or all 0.';
+                                USING ERRCODE = 'invalid_parameter_value', HINT = 'The limit, the span and the refill are at least 1, limit × span is at most 2^62, and divided by refill it is at most 2^51. Costs are at least 1, or below 0, or all 0.';
                         END IF;
                         CONTINUE WHEN pass = 1 AND asked = 1 AND s.scale = every_us AND r.cost <= least(s.credit / every_us, capacity);
                         full_credit := capacity * every_us;
@@ -337,13 +382,29 @@ BEGIN
                             s.credit := full_credit;
                         END IF;
                         s.window_start := t;
+                        IF gives AND pass = 2 THEN
+                            -- By division, because the product could overflow.
+                            back := CASE WHEN r.asked > -(9223372036854775807 / r.cost) THEN -9223372036854775807 ELSE r.asked * r.cost END;
+                            IF above THEN
+                                changed := true;
+                                s.count := least(s.count - greatest(back, -2305843009213693952), 2305843009213693952);
+                                s.expires_at := t + (full_credit - 1) / refill + 1;
+                            ELSE
+                                changed := s.credit < full_credit;
+                                s.credit := CASE WHEN back >= -((full_credit - s.credit) / every_us) THEN s.credit - back * every_us ELSE full_credit END;
+                                IF changed AND s.credit = full_credit THEN -- as good as new
+                                    t := clock;
+                                    s.window_start := clock;
+                                END IF;
+                            END IF;
+                        END IF;
                         remaining := s.credit / every_us + s.count;
                     WHEN 4 THEN
                         max_count := limits[part];
                         window_us := spans_us[part];
-                        IF pass = 1 AND (max_count BETWEEN 1 AND 1000 AND window_us BETWEEN 1 AND 2251799813685248 AND (r.cost >= 1 OR just_look)) IS NOT TRUE THEN
+                        IF pass = 1 AND (max_count BETWEEN 1 AND 1000 AND window_us BETWEEN 1 AND 2251799813685248 AND (r.cost >= 1 OR just_look OR gives)) IS NOT TRUE THEN
                             RAISE EXCEPTION 'rate_limit: the numbers of part % are outside the exact range', part
-                                USING ERRCODE = 'invalid_parameter_value', HINT = 'The limit and the span are at least 1, the limit is at most 1000, and the span at most 2^51. Costs are at least 1, or all 0.';
+                                USING ERRCODE = 'invalid_parameter_value', HINT = 'The limit and the span are at least 1, the limit is at most 1000, and the span at most 2^51. Costs are at least 1, or below 0, or all 0.';
                         END IF;
                         CONTINUE WHEN pass = 1 AND asked = 1 AND r.cost <= max_count - s.count;
                         IF clock >= s.expires_at OR (s.count = 0 AND s.credit = 0) THEN
@@ -373,22 +434,50 @@ BEGIN
                         IF s.count = 0 THEN
                             s.window_start := t;
                         END IF;
+                        IF gives AND pass = 2 THEN
+                            -- By division, because the product could overflow.
+                            back := CASE WHEN r.asked > -(9223372036854775807 / r.cost) THEN -9223372036854775807 ELSE r.asked * r.cost END;
+                            IF above THEN
+                                changed := true;
+                                s.credit := least(s.credit - greatest(back, -2305843009213693952), 2305843009213693952);
+                                s.expires_at := t + window_us;
+                            ELSE
+                                -- Of the newest entries first.
+                                changed := s.count > 0;
+                                newest := coalesce(cardinality(s.log), 0);
+                                WHILE newest > 0 AND back <= -(s.log[newest] & 1023) LOOP
+                                    back := back + (s.log[newest] & 1023);
+                                    s.count := s.count - (s.log[newest] & 1023);
+                                    newest := newest - 1;
+                                END LOOP;
+                                s.log := s.log[1:newest];
+                                IF newest > 0 THEN
+                                    s.log[newest] := s.log[newest] + back;
+                                    s.count := s.count + back;
+                                    s.window_start := t - (t - (s.log[newest] >> 10) & age_bits);
+                                    t := greatest(clock, s.window_start);
+                                ELSIF changed THEN -- as good as new
+                                    t := clock;
+                                    s.window_start := clock;
+                                END IF;
+                            END IF;
+                        END IF;
                         remaining := greatest(max_count - s.count, 0) + s.credit;
                     ELSE
                         RAISE EXCEPTION 'rate_limit: % is no algorithm', algorithm
                             USING ERRCODE = 'invalid_parameter_value', HINT = 'Write 1 for a fixed window, 2 for a sliding window, 3 for a token bucket, 4 for a sliding window log.';
                     END CASE;
                     IF pass = 1 THEN
-                        CONTINUE WHEN just_look;
+                        CONTINUE WHEN just_look OR gives;
                         any_moved := any_moved OR (moved AND r.cost > remaining AND r.cost <= max_count);
                         granted := CASE WHEN r.cost <= max_count THEN least(granted, remaining / r.cost) ELSE 0 END;
                         CONTINUE;
                     END IF;
 
+                    spent := 0;
                     CASE algorithm
                     WHEN 1 THEN
-                        IF granted > 0 THEN
-                            spent := 0;
+                        IF granted > 0 AND NOT gives THEN
                             IF s.credit > 0 THEN -- for what there is no ordinary room
                                 spent := greatest(granted * r.cost - (remaining - s.credit), 0);
                                 s.credit := s.credit - spent;
@@ -404,8 +493,7 @@ BEGIN
                         END;
                         reset_after_us := CASE WHEN s.credit > 0 THEN s.expires_at - clock WHEN s.count > 0 THEN ends - clock ELSE 0 END;
                     WHEN 2 THEN
-                        IF granted > 0 THEN
-                            spent := 0;
+                        IF granted > 0 AND NOT gives THEN
                             IF s.credit > 0 THEN -- for what there is no ordinary room
                                 spent := greatest(granted * r.cost - (remaining - s.credit), 0);
                                 s.credit := s.credit - spent;
@@ -437,8 +525,7 @@ BEGIN
                             ELSE 0
                         END;
                     WHEN 3 THEN
-                        IF granted > 0 THEN
-                            spent := 0;
+                        IF granted > 0 AND NOT gives THEN
                             IF s.count > 0 THEN -- for what there is no ordinary room
                                 spent := greatest(granted * r.cost - (remaining - s.count), 0);
                                 s.count := s.count - spent;
@@ -459,8 +546,7 @@ BEGIN
                         need := full_credit - s.credit;
                         reset_after_us := CASE WHEN s.count > 0 THEN s.expires_at - clock WHEN need > 0 THEN least(t + (need - 1) / refill + 1, s.expires_at) - clock ELSE 0 END;
                     WHEN 4 THEN
-                        IF granted > 0 THEN
-                            spent := 0;
+                        IF granted > 0 AND NOT gives THEN
                             IF s.credit > 0 THEN -- for what there is no ordinary room
                                 spent := greatest(granted * r.cost - (remaining - s.credit), 0);
                                 s.credit := s.credit - spent;
@@ -501,11 +587,11 @@ BEGIN
                         END;
                     END CASE;
 
-                    IF granted > 0 OR (moved AND r.cost > 0 AND retry_after_us > 0) THEN
+                    IF (granted > 0 AND (changed OR NOT gives)) OR (moved AND r.cost > 0 AND retry_after_us > 0) THEN
                         s.expires_at := clock + reset_after_us;
                         asked_rows[at] := s;
                         writers[at] := algorithm;
-                        changed[at] := true;
+                        to_write[at] := true;
                     END IF;
                     RETURN NEXT ROW(part::bigint, granted, remaining, retry_after_us, reset_after_us, decided_at,
                         s.count, CASE WHEN algorithm = 3 THEN spent ELSE s.prev_count END, s.window_start, s.credit,
@@ -522,9 +608,9 @@ BEGIN
                 credit = n.credit, scale = n.scale, expires_at = n.expires_at,
                 log = CASE WHEN n.algorithm = 4 THEN n.log END
             FROM (
-                SELECT * FROM unnest((SELECT asked_rows), (SELECT writers), (SELECT changed), (SELECT in_durable))
-                    AS n (ord, cost, asked, tid, count, prev_count, window_start, credit, scale, expires_at, log, algorithm, changed, durable)
-                WHERE n.changed AND NOT n.durable LIMIT (SELECT rows)
+                SELECT * FROM unnest((SELECT asked_rows), (SELECT writers), (SELECT to_write), (SELECT in_durable))
+                    AS n (ord, cost, asked, tid, count, prev_count, window_start, credit, scale, expires_at, log, algorithm, to_write, durable)
+                WHERE n.to_write AND NOT n.durable LIMIT (SELECT rows)
             ) AS n
             WHERE d.ctid = n.tid;
             IF true = ANY (in_durable) THEN
@@ -533,9 +619,9 @@ BEGIN
                     credit = n.credit, scale = n.scale, expires_at = n.expires_at,
                     log = CASE WHEN n.algorithm = 4 THEN n.log END
                 FROM (
-                    SELECT * FROM unnest((SELECT asked_rows), (SELECT writers), (SELECT changed), (SELECT in_durable))
-                        AS n (ord, cost, asked, tid, count, prev_count, window_start, credit, scale, expires_at, log, algorithm, changed, durable)
-                    WHERE n.changed AND n.durable LIMIT (SELECT rows)
+                    SELECT * FROM unnest((SELECT asked_rows), (SELECT writers), (SELECT to_write), (SELECT in_durable))
+                        AS n (ord, cost, asked, tid, count, prev_count, window_start, credit, scale, expires_at, log, algorithm, to_write, durable)
+                    WHERE n.to_write AND n.durable LIMIT (SELECT rows)
                 ) AS n
                 WHERE d.ctid = n.tid;
             END IF;
@@ -567,4 +653,4 @@ $$;
 COMMENT ON FUNCTION rate_limit_all IS 'Decides requests that take from several limits at once, or from none of them. The arrays have an element for each part: the request that it belongs to, limiter, key, whether it is in rate_limit_durable, algorithm (1 fixed window, 2 sliding window, 3 token bucket, 4 sliding window log), max_count or capacity, window_us or every_us, and refill.
 It returns a row for each part, as the functions of one limit do; granted is that of the whole request, and the parts that refused it are those with a retry_after_us other than 0. The request fits after the longest of them.
 Example: SELECT * FROM rate_limit_all(ARRAY[1, 1], ARRAY[''address'', ''user''], ARRAY[''192.0.2.1'', ''user:123''], ARRAY[false, false], ARRAY[2, 3]::smallint[], ARRAY[100, 20], ARRAY[60000000, 10000000], ARRAY[0, 5]) takes one of 100 a minute and one token of a bucket, or neither.
-Optional, by name: costs for each part (1 each; a cost of 0 only looks), and counts.';
+Optional, by name: costs for each part (1 each; costs that are all 0 only look, and a request whose costs are below 0 gives back to all of its parts, or, with above => true, grants them credit above the limit), and counts.';
