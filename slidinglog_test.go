@@ -315,27 +315,43 @@ func TestLongLogsEqualTheModel(t *testing.T) {
 	}
 }
 
-// A refund of the newest entry moves a log's own time back, which what the same statement takes next must go by.
-func TestTakeBehindARefundGoesByTheNewestEntryLeft(t *testing.T) {
+// What the stories of TestSQLEqualsModel come by too rarely for their controls.
+func TestRareStepsOfLogsEqualTheModel(t *testing.T) {
 	t.Parallel()
 	policy := SlidingLog{Limit: 10, Window: time.Minute}
-	steps := []step{
-		{policy: policy, name: "a", clock: c0, elements: []element{{key: "x", cost: 2, count: 1}}},
-		{policy: policy, name: "a", clock: c9, elements: []element{{key: "x", cost: 6, count: 1}}},
-		{policy: policy, name: "a", clock: c1, elements: []element{{key: "x", cost: -6, count: 1}, {key: "x", cost: 1, count: 1}}},
+	ask := func(clock int64, above bool, costs ...int64) step {
+		s := step{policy: policy, name: "a", clock: clock, above: above}
+		for _, cost := range costs {
+			s.elements = append(s.elements, element{key: "x", cost: cost, count: 1, above: above})
+		}
+		return s
 	}
-	for _, broken := range []bool{false, true} {
-		db := pgtest.New(t)
-		if broken {
-			rewrite(t, db.Pool, "rate_limit_sliding_log", "t := greatest(clock, s.window_start);\n                ELSIF", "ELSIF")
+	for name, test := range map[string]struct {
+		steps        []step
+		right, wrong string
+	}{
+		"a refund of the newest entry moves the log's own time back, which what comes behind it goes by": {
+			[]step{ask(c0, false, 2), ask(c9, false, 6), ask(c1, false, -6, 1)},
+			"t := greatest(clock, s.window_start);\n                ELSIF", "ELSIF",
+		},
+		"a denial waits for as many entries as the credit lacks": {
+			[]step{ask(c0, true, -5), ask(c1, false, 4), ask(c2, false, 8), ask(c4, false, 6)},
+			"s.count - s.credit + greatest", "s.count + greatest",
+		},
+	} {
+		for _, broken := range []bool{false, true} {
+			db := pgtest.New(t)
+			if broken {
+				rewrite(t, db.Pool, "rate_limit_sliding_log", test.right, test.wrong)
+			}
+			err := replay(t.Context(), db.Pool, "", test.steps, 10)
+			if !broken {
+				require.NoError(t, err, name)
+				continue
+			}
+			var found *difference
+			require.ErrorAs(t, err, &found, name)
 		}
-		err := replay(t.Context(), db.Pool, "", steps, 10)
-		if !broken {
-			require.NoError(t, err)
-			continue
-		}
-		var found *difference
-		require.ErrorAs(t, err, &found)
 	}
 }
 
