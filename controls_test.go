@@ -164,7 +164,7 @@ func TestDenialThatWritesIsSeen(t *testing.T) {
 	}
 	for name, policy := range slowPolicies(10) {
 		db := pgtest.New(t)
-		rewrite(t, db.Pool, functions[name], "IF changed THEN", "IF true THEN")
+		rewrite(t, db.Pool, functions[name], "IF (granted > 0 AND (r.cost > 0 OR changed)) OR", "IF true OR")
 		config := Config{Name: "test", Policy: policy, Timeout: amply, NoDenialCache: true}
 		limiter := newLimiter(t, db.NewPool(t, nil), config)
 		_, err := limiter.AllowN(t.Context(), "key", 10)

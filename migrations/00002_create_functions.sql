@@ -177,13 +177,15 @@ BEGIN
         LOOP
             FETCH elements INTO r;
             EXIT WHEN NOT found;
-            IF (r.asked >= 1 AND octet_length(keys[r.ord]) BETWEEN 1 AND 512) IS NOT TRUE THEN
-                RAISE EXCEPTION 'rate_limit: element % of the request is not valid', r.ord
-                    USING ERRCODE = 'invalid_parameter_value',
-                        HINT = 'A key has 1 to 512 bytes, and a count is at least 1.';
+            IF (r.tid IS NOT NULL AND r.asked >= 1 AND attempt = 1) IS NOT TRUE THEN -- a key whose row we have not just made is valid
+                IF (r.asked >= 1 AND octet_length(keys[r.ord]) BETWEEN 1 AND 512) IS NOT TRUE THEN
+                    RAISE EXCEPTION 'rate_limit: element % of the request is not valid', r.ord
+                        USING ERRCODE = 'invalid_parameter_value',
+                            HINT = 'A key has 1 to 512 bytes, and a count is at least 1.';
+                END IF;
+                missing := r.tid IS NULL AND (r.cost BETWEEN 1 AND max_cost OR (r.cost < 0 AND above));
+                EXIT WHEN missing;
             END IF;
-            missing := r.tid IS NULL AND (r.cost BETWEEN 1 AND max_cost OR (r.cost < 0 AND above));
-            EXIT WHEN missing;
             found_rows := array_append(found_rows, r);
         END LOOP;
         CLOSE elements;
@@ -300,7 +302,7 @@ DECLARE
     clock bigint;      -- the database's clock
     t bigint;          -- the time of the decision: the clock, or the row's own time where that lies ahead of it
     moved boolean;     -- the clock has jumped back, and the row with it
-    changed boolean;   -- the row is to be written
+    changed boolean;   -- a refund or grant has done something
     back bigint;       -- what a refund gives back, as a number below 0
     spent bigint;      -- how much of what is taken comes out of granted credit
     decided_at timestamptz;
@@ -341,8 +343,6 @@ BEGIN
                 s.window_start := t;
             END IF;
         END IF;
-        -- A denial writes nothing, but for a row that the clock has left behind: unwritten, it would deny for ever.
-        changed := moved AND r.cost BETWEEN 1 AND max_count;
         spent := 0;
 
         IF r.cost < 0 THEN
@@ -368,7 +368,6 @@ BEGIN
             ELSE 0
         END;
         IF granted > 0 AND r.cost > 0 THEN
-            changed := true;
             IF s.credit > 0 THEN -- for what there is no ordinary room
                 spent := greatest(granted * r.cost - (remaining - s.credit), 0);
                 s.credit := s.credit - spent;
@@ -384,7 +383,8 @@ BEGIN
         END;
         reset_after_us := CASE WHEN s.credit > 0 THEN s.expires_at - clock WHEN s.count > 0 THEN ends - clock ELSE 0 END;
 
-        IF changed THEN
+        -- A denial writes nothing, but for a row that the clock has left behind: unwritten, it would deny for ever.
+        IF (granted > 0 AND (r.cost > 0 OR changed)) OR (moved AND r.cost BETWEEN 1 AND max_count) THEN
             IF written = 0 OR new_rows[written].tid <> s.tid THEN
                 written := written + 1;
             END IF;
@@ -452,7 +452,7 @@ DECLARE
     clock bigint;      -- the database's clock
     t bigint;          -- the time of the decision: the clock, or the row's own time where that lies ahead of it
     moved boolean;     -- the clock has jumped back, and the row with it
-    changed boolean;   -- the row is to be written
+    changed boolean;   -- a refund or grant has done something
     back bigint;       -- what a refund gives back, as a number below 0
     spent bigint;      -- how much of what is taken comes out of granted credit
     decided_at timestamptz;
@@ -502,8 +502,6 @@ BEGIN
                 s.window_start := s.window_start + window_us;
             END IF;
         END IF;
-        -- A denial writes nothing, but for a row that the clock has left behind: unwritten, it would deny for ever.
-        changed := moved AND r.cost BETWEEN 1 AND max_count;
         spent := 0;
 
         IF r.cost < 0 THEN
@@ -526,12 +524,12 @@ BEGIN
         END IF;
 
         rest := s.window_start + window_us - t;
-        -- A prev_count that an older, larger limit has left could overflow the product; this asks by division.
-        IF s.prev_count > 0 AND rest > max_count * window_us / s.prev_count THEN
-            weight := max_count;
-        ELSE
-            weight := (s.prev_count * rest + window_us - 1) / window_us;
-        END IF;
+        weight := CASE
+            WHEN s.prev_count = 0 THEN 0
+            -- A prev_count that an older, larger limit has left could overflow the product; this asks by division.
+            WHEN rest > max_count * window_us / s.prev_count THEN max_count
+            ELSE (s.prev_count * rest + window_us - 1) / window_us
+        END;
         remaining := greatest(max_count - s.count - weight, 0) + s.credit;
         granted := CASE
             WHEN r.cost BETWEEN 1 AND max_count THEN least(r.asked, remaining / r.cost)
@@ -539,7 +537,6 @@ BEGIN
             ELSE 0
         END;
         IF granted > 0 AND r.cost > 0 THEN
-            changed := true;
             IF s.credit > 0 THEN -- for what there is no ordinary room
                 spent := greatest(granted * r.cost - (remaining - s.credit), 0);
                 s.credit := s.credit - spent;
@@ -549,12 +546,12 @@ BEGIN
             remaining := remaining - granted * r.cost;
         END IF;
 
-        ask := greatest(r.cost, 1) - s.credit;
         IF granted = r.asked OR (r.cost <= max_count AND remaining >= greatest(r.cost, 1)) THEN
             retry_after_us := 0;
         ELSIF r.cost > max_count THEN
             retry_after_us := NULL;
         ELSE
+            ask := greatest(r.cost, 1) - s.credit;
             IF ask <= max_count - s.count THEN -- the sum could overflow
                 -- It fits into this window, once prev_count × rest has fallen to what is left of max_count × window_us.
                 wait := rest - (max_count - s.count - ask) * window_us / s.prev_count;
@@ -571,7 +568,8 @@ BEGIN
             ELSE 0
         END;
 
-        IF changed THEN
+        -- A denial writes nothing, but for a row that the clock has left behind: unwritten, it would deny for ever.
+        IF (granted > 0 AND (r.cost > 0 OR changed)) OR (moved AND r.cost BETWEEN 1 AND max_count) THEN
             IF written = 0 OR new_rows[written].tid <> s.tid THEN
                 written := written + 1;
             END IF;
@@ -641,7 +639,7 @@ DECLARE
     clock bigint;      -- the database's clock
     t bigint;          -- the time of the decision: the clock, or the row's own time where that lies ahead of it
     moved boolean;     -- the clock has jumped back, and the row with it
-    changed boolean;   -- the row is to be written
+    changed boolean;   -- a refund or grant has done something
     back bigint;       -- what a refund gives back, as a number below 0
     spent bigint;      -- how much of what is taken comes out of granted credit
     decided_at timestamptz;
@@ -701,8 +699,6 @@ BEGIN
             END IF;
             s.window_start := t;
         END IF;
-        -- A denial writes nothing, but for a row that the clock has left behind: unwritten, it would deny for ever.
-        changed := moved AND r.cost BETWEEN 1 AND capacity;
         spent := 0;
 
         IF r.cost < 0 THEN
@@ -728,7 +724,6 @@ BEGIN
             ELSE 0
         END;
         IF granted > 0 AND r.cost > 0 THEN
-            changed := true;
             IF s.count > 0 THEN -- for what there is no ordinary room
                 spent := greatest(granted * r.cost - (remaining - s.count), 0);
                 s.count := s.count - spent;
@@ -749,7 +744,8 @@ BEGIN
         need := full_credit - s.credit;
         reset_after_us := CASE WHEN s.count > 0 THEN s.expires_at - clock WHEN need > 0 THEN least(t + (need - 1) / refill + 1, s.expires_at) - clock ELSE 0 END;
 
-        IF changed THEN
+        -- A denial writes nothing, but for a row that the clock has left behind: unwritten, it would deny for ever.
+        IF (granted > 0 AND (r.cost > 0 OR changed)) OR (moved AND r.cost BETWEEN 1 AND capacity) THEN
             IF written = 0 OR new_rows[written].tid <> s.tid THEN
                 written := written + 1;
             END IF;
@@ -817,7 +813,7 @@ DECLARE
     clock bigint;      -- the database's clock
     t bigint;          -- the time of the decision: the clock, or the row's own time where that lies ahead of it
     moved boolean;     -- the clock has jumped back, and the row with it
-    changed boolean;   -- the row is to be written
+    changed boolean;   -- a refund or grant has done something
     back bigint;       -- what a refund gives back, as a number below 0
     spent bigint;      -- how much of what is taken comes out of granted credit
     decided_at timestamptz;
@@ -876,8 +872,6 @@ BEGIN
                 s.window_start := t;
             END IF;
         END IF;
-        -- A denial writes nothing, but for a row that the clock has left behind: unwritten, it would deny for ever.
-        changed := moved AND r.cost BETWEEN 1 AND max_count;
         spent := 0;
 
         IF r.cost < 0 THEN
@@ -915,7 +909,6 @@ BEGIN
             ELSE 0
         END;
         IF granted > 0 AND r.cost > 0 THEN
-            changed := true;
             IF s.credit > 0 THEN -- for what there is no ordinary room
                 spent := greatest(granted * r.cost - (remaining - s.credit), 0);
                 s.credit := s.credit - spent;
@@ -955,7 +948,8 @@ BEGIN
             ELSE 0
         END;
 
-        IF changed THEN
+        -- A denial writes nothing, but for a row that the clock has left behind: unwritten, it would deny for ever.
+        IF (granted > 0 AND (r.cost > 0 OR changed)) OR (moved AND r.cost BETWEEN 1 AND max_count) THEN
             IF written = 0 OR new_rows[written].tid <> s.tid THEN
                 written := written + 1;
             END IF;
@@ -1316,12 +1310,12 @@ BEGIN
                             END IF;
                         END IF;
                         rest := s.window_start + window_us - t;
-                        -- A prev_count that an older, larger limit has left could overflow the product; this asks by division.
-                        IF s.prev_count > 0 AND rest > max_count * window_us / s.prev_count THEN
-                            weight := max_count;
-                        ELSE
-                            weight := (s.prev_count * rest + window_us - 1) / window_us;
-                        END IF;
+                        weight := CASE
+                            WHEN s.prev_count = 0 THEN 0
+                            -- A prev_count that an older, larger limit has left could overflow the product; this asks by division.
+                            WHEN rest > max_count * window_us / s.prev_count THEN max_count
+                            ELSE (s.prev_count * rest + window_us - 1) / window_us
+                        END;
                         remaining := greatest(max_count - s.count - weight, 0) + s.credit;
                     WHEN 3 THEN
                         max_count := limits[part];
@@ -1486,12 +1480,12 @@ BEGIN
                             remaining := remaining - granted * r.cost;
                         END IF;
 
-                        ask := greatest(r.cost, 1) - s.credit;
                         IF granted = r.asked OR (r.cost <= max_count AND remaining >= greatest(r.cost, 1)) THEN
                             retry_after_us := 0;
                         ELSIF r.cost > max_count THEN
                             retry_after_us := NULL;
                         ELSE
+                            ask := greatest(r.cost, 1) - s.credit;
                             IF ask <= max_count - s.count THEN -- the sum could overflow
                                 -- It fits into this window, once prev_count × rest has fallen to what is left of max_count × window_us.
                                 wait := rest - (max_count - s.count - ask) * window_us / s.prev_count;

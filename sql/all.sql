@@ -333,12 +333,12 @@ BEGIN
                             END IF;
                         END IF;
                         rest := s.window_start + window_us - t;
-                        -- A prev_count that an older, larger limit has left could overflow the product; this asks by division.
-                        IF s.prev_count > 0 AND rest > max_count * window_us / s.prev_count THEN
-                            weight := max_count;
-                        ELSE
-                            weight := (s.prev_count * rest + window_us - 1) / window_us;
-                        END IF;
+                        weight := CASE
+                            WHEN s.prev_count = 0 THEN 0
+                            -- A prev_count that an older, larger limit has left could overflow the product; this asks by division.
+                            WHEN rest > max_count * window_us / s.prev_count THEN max_count
+                            ELSE (s.prev_count * rest + window_us - 1) / window_us
+                        END;
                         remaining := greatest(max_count - s.count - weight, 0) + s.credit;
                     WHEN 3 THEN
                         max_count := limits[part];
@@ -503,12 +503,12 @@ BEGIN
                             remaining := remaining - granted * r.cost;
                         END IF;
 
-                        ask := greatest(r.cost, 1) - s.credit;
                         IF granted = r.asked OR (r.cost <= max_count AND remaining >= greatest(r.cost, 1)) THEN
                             retry_after_us := 0;
                         ELSIF r.cost > max_count THEN
                             retry_after_us := NULL;
                         ELSE
+                            ask := greatest(r.cost, 1) - s.credit;
                             IF ask <= max_count - s.count THEN -- the sum could overflow
                                 -- It fits into this window, once prev_count × rest has fallen to what is left of max_count × window_us.
                                 wait := rest - (max_count - s.count - ask) * window_us / s.prev_count;

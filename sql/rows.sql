@@ -172,13 +172,15 @@ BEGIN
         LOOP
             FETCH elements INTO r;
             EXIT WHEN NOT found;
-            IF (r.asked >= 1 AND octet_length(keys[r.ord]) BETWEEN 1 AND 512) IS NOT TRUE THEN
-                RAISE EXCEPTION 'rate_limit: element % of the request is not valid', r.ord
-                    USING ERRCODE = 'invalid_parameter_value',
-                        HINT = 'A key has 1 to 512 bytes, and a count is at least 1.';
+            IF (r.tid IS NOT NULL AND r.asked >= 1 AND attempt = 1) IS NOT TRUE THEN -- a key whose row we have not just made is valid
+                IF (r.asked >= 1 AND octet_length(keys[r.ord]) BETWEEN 1 AND 512) IS NOT TRUE THEN
+                    RAISE EXCEPTION 'rate_limit: element % of the request is not valid', r.ord
+                        USING ERRCODE = 'invalid_parameter_value',
+                            HINT = 'A key has 1 to 512 bytes, and a count is at least 1.';
+                END IF;
+                missing := r.tid IS NULL AND (r.cost BETWEEN 1 AND max_cost OR (r.cost < 0 AND above));
+                EXIT WHEN missing;
             END IF;
-            missing := r.tid IS NULL AND (r.cost BETWEEN 1 AND max_cost OR (r.cost < 0 AND above));
-            EXIT WHEN missing;
             found_rows := array_append(found_rows, r);
         END LOOP;
         CLOSE elements;

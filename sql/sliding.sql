@@ -41,7 +41,7 @@ DECLARE
     clock bigint;      -- the database's clock
     t bigint;          -- the time of the decision: the clock, or the row's own time where that lies ahead of it
     moved boolean;     -- the clock has jumped back, and the row with it
-    changed boolean;   -- the row is to be written
+    changed boolean;   -- a refund or grant has done something
     back bigint;       -- what a refund gives back, as a number below 0
     spent bigint;      -- how much of what is taken comes out of granted credit
     decided_at timestamptz;
@@ -91,8 +91,6 @@ BEGIN
                 s.window_start := s.window_start + window_us;
             END IF;
         END IF;
-        -- A denial writes nothing, but for a row that the clock has left behind: unwritten, it would deny for ever.
-        changed := moved AND r.cost BETWEEN 1 AND max_count;
         spent := 0;
 
         IF r.cost < 0 THEN
@@ -115,12 +113,12 @@ BEGIN
         END IF;
 
         rest := s.window_start + window_us - t;
-        -- A prev_count that an older, larger limit has left could overflow the product; this asks by division.
-        IF s.prev_count > 0 AND rest > max_count * window_us / s.prev_count THEN
-            weight := max_count;
-        ELSE
-            weight := (s.prev_count * rest + window_us - 1) / window_us;
-        END IF;
+        weight := CASE
+            WHEN s.prev_count = 0 THEN 0
+            -- A prev_count that an older, larger limit has left could overflow the product; this asks by division.
+            WHEN rest > max_count * window_us / s.prev_count THEN max_count
+            ELSE (s.prev_count * rest + window_us - 1) / window_us
+        END;
         remaining := greatest(max_count - s.count - weight, 0) + s.credit;
         granted := CASE
             WHEN r.cost BETWEEN 1 AND max_count THEN least(r.asked, remaining / r.cost)
@@ -128,7 +126,6 @@ BEGIN
             ELSE 0
         END;
         IF granted > 0 AND r.cost > 0 THEN
-            changed := true;
             IF s.credit > 0 THEN -- for what there is no ordinary room
                 spent := greatest(granted * r.cost - (remaining - s.credit), 0);
                 s.credit := s.credit - spent;
@@ -138,12 +135,12 @@ BEGIN
             remaining := remaining - granted * r.cost;
         END IF;
 
-        ask := greatest(r.cost, 1) - s.credit;
         IF granted = r.asked OR (r.cost <= max_count AND remaining >= greatest(r.cost, 1)) THEN
             retry_after_us := 0;
         ELSIF r.cost > max_count THEN
             retry_after_us := NULL;
         ELSE
+            ask := greatest(r.cost, 1) - s.credit;
             IF ask <= max_count - s.count THEN -- the sum could overflow
                 -- It fits into this window, once prev_count × rest has fallen to what is left of max_count × window_us.
                 wait := rest - (max_count - s.count - ask) * window_us / s.prev_count;
@@ -160,7 +157,8 @@ BEGIN
             ELSE 0
         END;
 
-        IF changed THEN
+        -- A denial writes nothing, but for a row that the clock has left behind: unwritten, it would deny for ever.
+        IF (granted > 0 AND (r.cost > 0 OR changed)) OR (moved AND r.cost BETWEEN 1 AND max_count) THEN
             IF written = 0 OR new_rows[written].tid <> s.tid THEN
                 written := written + 1;
             END IF;

@@ -43,7 +43,7 @@ DECLARE
     clock bigint;      -- the database's clock
     t bigint;          -- the time of the decision: the clock, or the row's own time where that lies ahead of it
     moved boolean;     -- the clock has jumped back, and the row with it
-    changed boolean;   -- the row is to be written
+    changed boolean;   -- a refund or grant has done something
     back bigint;       -- what a refund gives back, as a number below 0
     spent bigint;      -- how much of what is taken comes out of granted credit
     decided_at timestamptz;
@@ -103,8 +103,6 @@ BEGIN
             END IF;
             s.window_start := t;
         END IF;
-        -- A denial writes nothing, but for a row that the clock has left behind: unwritten, it would deny for ever.
-        changed := moved AND r.cost BETWEEN 1 AND capacity;
         spent := 0;
 
         IF r.cost < 0 THEN
@@ -130,7 +128,6 @@ BEGIN
             ELSE 0
         END;
         IF granted > 0 AND r.cost > 0 THEN
-            changed := true;
             IF s.count > 0 THEN -- for what there is no ordinary room
                 spent := greatest(granted * r.cost - (remaining - s.count), 0);
                 s.count := s.count - spent;
@@ -151,7 +148,8 @@ BEGIN
         need := full_credit - s.credit;
         reset_after_us := CASE WHEN s.count > 0 THEN s.expires_at - clock WHEN need > 0 THEN least(t + (need - 1) / refill + 1, s.expires_at) - clock ELSE 0 END;
 
-        IF changed THEN
+        -- A denial writes nothing, but for a row that the clock has left behind: unwritten, it would deny for ever.
+        IF (granted > 0 AND (r.cost > 0 OR changed)) OR (moved AND r.cost BETWEEN 1 AND capacity) THEN
             IF written = 0 OR new_rows[written].tid <> s.tid THEN
                 written := written + 1;
             END IF;
