@@ -328,7 +328,7 @@ BEGIN
         IF (r.tid = s.tid) IS NOT TRUE THEN
             s := r;
             moved := false;
-            IF clock >= s.expires_at OR (s.count = 0 AND s.credit = 0) THEN
+            IF clock >= s.expires_at OR (s.count | s.credit) = 0 THEN
                 s.count := 0;
                 s.credit := 0;
                 s.window_start := clock;
@@ -481,7 +481,7 @@ BEGIN
         IF (r.tid = s.tid) IS NOT TRUE THEN
             s := r;
             moved := false;
-            IF clock >= s.expires_at OR (s.count = 0 AND s.prev_count = 0 AND s.credit = 0) THEN
+            IF clock >= s.expires_at OR (s.count | s.prev_count | s.credit) = 0 THEN
                 s.credit := 0;
                 s.count := 0;
                 s.prev_count := 0;
@@ -492,14 +492,16 @@ BEGIN
                 moved := true;
             END IF;
             t := greatest(clock, s.window_start);
-            IF t - s.window_start >= 2 * window_us OR (s.count = 0 AND (s.prev_count = 0 OR t - s.window_start >= window_us)) THEN
-                s.count := 0;
-                s.prev_count := 0;
-                s.window_start := t;
-            ELSIF t - s.window_start >= window_us THEN
-                s.prev_count := s.count;
-                s.count := 0;
-                s.window_start := s.window_start + window_us;
+            IF s.count = 0 OR t - s.window_start >= window_us THEN
+                IF t - s.window_start >= 2 * window_us OR (s.count = 0 AND (s.prev_count = 0 OR t - s.window_start >= window_us)) THEN
+                    s.count := 0;
+                    s.prev_count := 0;
+                    s.window_start := t;
+                ELSIF t - s.window_start >= window_us THEN
+                    s.prev_count := s.count;
+                    s.count := 0;
+                    s.window_start := s.window_start + window_us;
+                END IF;
             END IF;
         END IF;
         spent := 0;
@@ -546,10 +548,12 @@ BEGIN
             remaining := remaining - granted * r.cost;
         END IF;
 
-        IF granted = r.asked OR (r.cost <= max_count AND remaining >= greatest(r.cost, 1)) THEN
+        IF granted = r.asked THEN
             retry_after_us := 0;
         ELSIF r.cost > max_count THEN
             retry_after_us := NULL;
+        ELSIF remaining >= greatest(r.cost, 1) THEN
+            retry_after_us := 0;
         ELSE
             ask := greatest(r.cost, 1) - s.credit;
             IF ask <= max_count - s.count THEN -- the sum could overflow
@@ -733,10 +737,12 @@ BEGIN
             remaining := remaining - granted * r.cost;
         END IF;
 
-        IF granted = r.asked OR (r.cost <= capacity AND remaining >= greatest(r.cost, 1)) THEN
+        IF granted = r.asked THEN
             retry_after_us := 0;
         ELSIF r.cost > capacity THEN
             retry_after_us := NULL;
+        ELSIF remaining >= greatest(r.cost, 1) THEN
+            retry_after_us := 0;
         ELSE
             need := (greatest(r.cost, 1) - s.count) * every_us - s.credit;
             retry_after_us := least(t + (need - 1) / refill + 1, s.expires_at) - clock;
@@ -844,7 +850,7 @@ BEGIN
         IF (r.tid = s.tid) IS NOT TRUE THEN
             s := r;
             moved := false;
-            IF clock >= s.expires_at OR (s.count = 0 AND s.credit = 0) THEN
+            IF clock >= s.expires_at OR (s.count | s.credit) = 0 THEN
                 s.count := 0;
                 s.credit := 0;
                 s.window_start := clock;
@@ -929,10 +935,12 @@ BEGIN
         END IF;
 
         needed := 0;
-        IF granted = r.asked OR (r.cost <= max_count AND remaining >= greatest(r.cost, 1)) THEN
+        IF granted = r.asked THEN
             retry_after_us := 0;
         ELSIF r.cost > max_count THEN
             retry_after_us := NULL;
+        ELSIF remaining >= greatest(r.cost, 1) THEN
+            retry_after_us := 0;
         ELSE
             -- When enough of the oldest entries have left.
             over := s.count - s.credit + greatest(r.cost, 1) - max_count;
@@ -1232,7 +1240,7 @@ BEGIN
                                 USING ERRCODE = 'invalid_parameter_value', HINT = 'The limit and the span are at least 1, the span is at most 2^51, and their product is at most 2^62. Costs are at least 1, or below 0, or all 0.';
                         END IF;
                         CONTINUE WHEN pass = 1 AND asked = 1 AND r.cost <= max_count - s.count; -- what fits into less, fits: saves the rest
-                        IF clock >= s.expires_at OR (s.count = 0 AND s.credit = 0) THEN
+                        IF clock >= s.expires_at OR (s.count | s.credit) = 0 THEN
                             s.count := 0;
                             s.credit := 0;
                             s.window_start := clock;
@@ -1271,7 +1279,7 @@ BEGIN
                                 USING ERRCODE = 'invalid_parameter_value', HINT = 'The limit and the span are at least 1, the span is at most 2^51, and their product is at most 2^62. Costs are at least 1, or below 0, or all 0.';
                         END IF;
                         CONTINUE WHEN pass = 1 AND asked = 1 AND r.cost <= max_count - s.count - s.prev_count;
-                        IF clock >= s.expires_at OR (s.count = 0 AND s.prev_count = 0 AND s.credit = 0) THEN
+                        IF clock >= s.expires_at OR (s.count | s.prev_count | s.credit) = 0 THEN
                             s.credit := 0;
                             s.count := 0;
                             s.prev_count := 0;
@@ -1282,14 +1290,16 @@ BEGIN
                             moved := true;
                         END IF;
                         t := greatest(clock, s.window_start);
-                        IF t - s.window_start >= 2 * window_us OR (s.count = 0 AND (s.prev_count = 0 OR t - s.window_start >= window_us)) THEN
-                            s.count := 0;
-                            s.prev_count := 0;
-                            s.window_start := t;
-                        ELSIF t - s.window_start >= window_us THEN
-                            s.prev_count := s.count;
-                            s.count := 0;
-                            s.window_start := s.window_start + window_us;
+                        IF s.count = 0 OR t - s.window_start >= window_us THEN
+                            IF t - s.window_start >= 2 * window_us OR (s.count = 0 AND (s.prev_count = 0 OR t - s.window_start >= window_us)) THEN
+                                s.count := 0;
+                                s.prev_count := 0;
+                                s.window_start := t;
+                            ELSIF t - s.window_start >= window_us THEN
+                                s.prev_count := s.count;
+                                s.count := 0;
+                                s.window_start := s.window_start + window_us;
+                            END IF;
                         END IF;
                         IF gives AND pass = 2 THEN
                             -- By division, because the product could overflow.
@@ -1384,7 +1394,7 @@ BEGIN
                                 USING ERRCODE = 'invalid_parameter_value', HINT = 'The limit and the span are at least 1, the limit is at most 1000, and the span at most 2^51. Costs are at least 1, or below 0, or all 0.';
                         END IF;
                         CONTINUE WHEN pass = 1 AND asked = 1 AND r.cost <= max_count - s.count;
-                        IF clock >= s.expires_at OR (s.count = 0 AND s.credit = 0) THEN
+                        IF clock >= s.expires_at OR (s.count | s.credit) = 0 THEN
                             s.count := 0;
                             s.credit := 0;
                             s.window_start := clock;
@@ -1480,10 +1490,12 @@ BEGIN
                             remaining := remaining - granted * r.cost;
                         END IF;
 
-                        IF granted = r.asked OR (r.cost <= max_count AND remaining >= greatest(r.cost, 1)) THEN
+                        IF granted = r.asked THEN
                             retry_after_us := 0;
                         ELSIF r.cost > max_count THEN
                             retry_after_us := NULL;
+                        ELSIF remaining >= greatest(r.cost, 1) THEN
+                            retry_after_us := 0;
                         ELSE
                             ask := greatest(r.cost, 1) - s.credit;
                             IF ask <= max_count - s.count THEN -- the sum could overflow
@@ -1512,10 +1524,12 @@ BEGIN
                             remaining := remaining - granted * r.cost;
                         END IF;
 
-                        IF granted = r.asked OR (r.cost <= capacity AND remaining >= greatest(r.cost, 1)) THEN
+                        IF granted = r.asked THEN
                             retry_after_us := 0;
                         ELSIF r.cost > capacity THEN
                             retry_after_us := NULL;
+                        ELSIF remaining >= greatest(r.cost, 1) THEN
+                            retry_after_us := 0;
                         ELSE
                             need := (greatest(r.cost, 1) - s.count) * every_us - s.credit;
                             retry_after_us := least(t + (need - 1) / refill + 1, s.expires_at) - clock;
@@ -1544,10 +1558,12 @@ BEGIN
                         END IF;
 
                         needed := 0;
-                        IF granted = r.asked OR (r.cost <= max_count AND remaining >= greatest(r.cost, 1)) THEN
+                        IF granted = r.asked THEN
                             retry_after_us := 0;
                         ELSIF r.cost > max_count THEN
                             retry_after_us := NULL;
+                        ELSIF remaining >= greatest(r.cost, 1) THEN
+                            retry_after_us := 0;
                         ELSE
                             -- When enough of the oldest entries have left.
                             over := s.count - s.credit + greatest(r.cost, 1) - max_count;

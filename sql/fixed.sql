@@ -67,7 +67,7 @@ BEGIN
         IF (r.tid = s.tid) IS NOT TRUE THEN
             s := r;
             moved := false;
-            IF clock >= s.expires_at OR (s.count = 0 AND s.credit = 0) THEN
+            IF clock >= s.expires_at OR (s.count | s.credit) = 0 THEN
                 s.count := 0;
                 s.credit := 0;
                 s.window_start := clock;

@@ -70,7 +70,7 @@ BEGIN
         IF (r.tid = s.tid) IS NOT TRUE THEN
             s := r;
             moved := false;
-            IF clock >= s.expires_at OR (s.count = 0 AND s.prev_count = 0 AND s.credit = 0) THEN
+            IF clock >= s.expires_at OR (s.count | s.prev_count | s.credit) = 0 THEN
                 s.credit := 0;
                 s.count := 0;
                 s.prev_count := 0;
@@ -81,14 +81,16 @@ BEGIN
                 moved := true;
             END IF;
             t := greatest(clock, s.window_start);
-            IF t - s.window_start >= 2 * window_us OR (s.count = 0 AND (s.prev_count = 0 OR t - s.window_start >= window_us)) THEN
-                s.count := 0;
-                s.prev_count := 0;
-                s.window_start := t;
-            ELSIF t - s.window_start >= window_us THEN
-                s.prev_count := s.count;
-                s.count := 0;
-                s.window_start := s.window_start + window_us;
+            IF s.count = 0 OR t - s.window_start >= window_us THEN
+                IF t - s.window_start >= 2 * window_us OR (s.count = 0 AND (s.prev_count = 0 OR t - s.window_start >= window_us)) THEN
+                    s.count := 0;
+                    s.prev_count := 0;
+                    s.window_start := t;
+                ELSIF t - s.window_start >= window_us THEN
+                    s.prev_count := s.count;
+                    s.count := 0;
+                    s.window_start := s.window_start + window_us;
+                END IF;
             END IF;
         END IF;
         spent := 0;
@@ -135,10 +137,12 @@ BEGIN
             remaining := remaining - granted * r.cost;
         END IF;
 
-        IF granted = r.asked OR (r.cost <= max_count AND remaining >= greatest(r.cost, 1)) THEN
+        IF granted = r.asked THEN
             retry_after_us := 0;
         ELSIF r.cost > max_count THEN
             retry_after_us := NULL;
+        ELSIF remaining >= greatest(r.cost, 1) THEN
+            retry_after_us := 0;
         ELSE
             ask := greatest(r.cost, 1) - s.credit;
             IF ask <= max_count - s.count THEN -- the sum could overflow

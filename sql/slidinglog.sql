@@ -72,7 +72,7 @@ BEGIN
         IF (r.tid = s.tid) IS NOT TRUE THEN
             s := r;
             moved := false;
-            IF clock >= s.expires_at OR (s.count = 0 AND s.credit = 0) THEN
+            IF clock >= s.expires_at OR (s.count | s.credit) = 0 THEN
                 s.count := 0;
                 s.credit := 0;
                 s.window_start := clock;
@@ -157,10 +157,12 @@ BEGIN
         END IF;
 
         needed := 0;
-        IF granted = r.asked OR (r.cost <= max_count AND remaining >= greatest(r.cost, 1)) THEN
+        IF granted = r.asked THEN
             retry_after_us := 0;
         ELSIF r.cost > max_count THEN
             retry_after_us := NULL;
+        ELSIF remaining >= greatest(r.cost, 1) THEN
+            retry_after_us := 0;
         ELSE
             -- When enough of the oldest entries have left.
             over := s.count - s.credit + greatest(r.cost, 1) - max_count;

@@ -137,10 +137,12 @@ BEGIN
             remaining := remaining - granted * r.cost;
         END IF;
 
-        IF granted = r.asked OR (r.cost <= capacity AND remaining >= greatest(r.cost, 1)) THEN
+        IF granted = r.asked THEN
             retry_after_us := 0;
         ELSIF r.cost > capacity THEN
             retry_after_us := NULL;
+        ELSIF remaining >= greatest(r.cost, 1) THEN
+            retry_after_us := 0;
         ELSE
             need := (greatest(r.cost, 1) - s.count) * every_us - s.credit;
             retry_after_us := least(t + (need - 1) / refill + 1, s.expires_at) - clock;
