@@ -79,6 +79,7 @@ func (p all) limit() int64 {
 var allStatement string
 
 func (p all) statement() string { return allStatement }
+func (p all) numbers() []any    { return nil } // but those of its parts, as columns
 
 // Request is what is asked of one limiter by [AllowAll]; [Limiter.Request] makes one.
 type Request struct {
@@ -270,7 +271,7 @@ func (l *Limiter) decideSets(ctx context.Context, db DBTX, elements []element, s
 	}
 	args := []any{owners, names, keys, durables, algorithms, limits, spans, refills, costs, counts,
 		settings.lockTimeout, settings.synchronousCommit, l.now(), elements[0].above}
-	return queryDecisions(ctx, db, settings.own(), qualify(allStatement, l.config.Schema), args, func(ord int64, d decision) {
+	return queryDecisions(ctx, db, settings.own(), qualify(allStatement, l.config.Schema), args, true, func(ord int64, d decision) {
 		*of[ord-1] = d
 	})
 }

@@ -46,12 +46,13 @@ func (l *Limiter) decide(ctx context.Context, db DBTX, elements []element, setti
 	for i := range elements {
 		keys[i], costs[i], counts[i] = elements[i].key, elements[i].cost, elements[i].count
 	}
-	args := append([]any{l.config.Name, keys, costs, counts, l.config.Durable, settings.lockTimeout, settings.synchronousCommit, l.now()}, l.policy.numbers()...)
+	args := append([]any{l.config.Name, keys, costs, counts, l.config.Durable, settings.lockTimeout, settings.synchronousCommit, l.now()}, l.numbers...)
 	sql := l.decideQL
 	if p, ok := l.policy.(granter); ok && elements[0].above {
 		sql = qualify(p.grantStatement(), l.config.Schema)
 	}
-	return queryDecisions(ctx, db, settings.own(), sql, args, func(ord int64, d decision) { elements[ord-1].decision = d })
+	_, logs := l.policy.(SlidingLog)
+	return queryDecisions(ctx, db, settings.own(), sql, args, logs, func(ord int64, d decision) { elements[ord-1].decision = d })
 }
 
 // now is what replaces the database's clock, or nil.
@@ -63,15 +64,18 @@ func (c *core) now() *time.Time {
 	return &t
 }
 
-// queryDecisions runs a statement and passes on each row with its place.
-func queryDecisions(ctx context.Context, db DBTX, own bool, sql string, args []any, each func(ord int64, d decision)) error {
+// queryDecisions runs a statement and passes on each row with its place; logs tells whether the statement returns logs, too.
+func queryDecisions(ctx context.Context, db DBTX, own bool, sql string, args []any, logs bool, each func(ord int64, d decision)) error {
 	var ord int64
 	var retryAfter *int64
 	var d decision
 	var log []int64
 	targets := []any{
 		&ord, &d.granted, &d.remaining, &retryAfter, &d.resetAfter, &d.decidedAt,
-		&d.state.count, &d.state.prevCount, &d.state.windowStart, &d.state.credit, &d.state.scale, &d.state.expiresAt, &log,
+		&d.state.count, &d.state.prevCount, &d.state.windowStart, &d.state.credit, &d.state.scale, &d.state.expiresAt,
+	}
+	if logs {
+		targets = append(targets, &log)
 	}
 	return query(ctx, db, own, sql, args, targets, func() error {
 		d.retryAfter = never

@@ -220,6 +220,7 @@ type Result struct {
 type Limiter struct {
 	*core
 	policy   Policy
+	numbers  []any
 	decideQL string
 }
 
@@ -265,6 +266,7 @@ func New(db DBTX, config Config) (*Limiter, error) {
 			breaker: newBreaker(config), fallback: newFallback(config),
 		},
 		policy:   config.Policy,
+		numbers:  config.Policy.numbers(),
 		decideQL: qualify(config.Policy.statement(), config.Schema),
 	}
 	switch db.(type) {
@@ -299,7 +301,7 @@ func (l *Limiter) With(policy Policy) (*Limiter, error) {
 	if err := validateName(l.config.Name, policy); err != nil {
 		return nil, err
 	}
-	with := &Limiter{core: l.core, policy: policy, decideQL: l.decideQL}
+	with := &Limiter{core: l.core, policy: policy, numbers: policy.numbers(), decideQL: l.decideQL}
 	if statement := policy.statement(); statement != l.policy.statement() {
 		with.decideQL = qualify(statement, l.config.Schema)
 	}
@@ -360,7 +362,8 @@ func (l *Limiter) Peek(ctx context.Context, key string) (Result, error) {
 	return l.allow(ctx, key, 0)
 }
 
-// Reset makes key as good as new. Errors: as Allow.
+// Reset makes key as good as new. Under [All] it does so for one policy after the other: what somebody takes in the meantime as the
+// first for a long time may stay counted by some of them and not by others. Errors: as Allow.
 func (l *Limiter) Reset(ctx context.Context, key string) error {
 	if err := validateKey(key); err != nil {
 		return err
