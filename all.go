@@ -271,7 +271,7 @@ func (l *Limiter) decideSets(ctx context.Context, db DBTX, elements []element, s
 	}
 	args := []any{owners, names, keys, durables, algorithms, limits, spans, refills, costs, counts,
 		settings.lockTimeout, settings.synchronousCommit, l.now(), elements[0].above}
-	return queryDecisions(ctx, db, settings.own(), qualify(allStatement, l.config.Schema), args, true, func(ord int64, d decision) {
+	return queryDecisions(ctx, db, settings.own(), qualify(allStatement, l.config.Schema), args, func(ord int64, d decision) {
 		*of[ord-1] = d
 	})
 }

@@ -235,7 +235,7 @@ func compareOne(t *testing.T, pool *pgxpool.Pool, title string, p modelPart, abo
 	queueStep(batch, "", one)
 	var got decision
 	args := batch.QueuedQueries[0].Arguments
-	require.NoError(t, queryDecisions(t.Context(), pool, false, batch.QueuedQueries[0].SQL, args, true, func(_ int64, d decision) { got = d }), title)
+	require.NoError(t, queryDecisions(t.Context(), pool, false, batch.QueuedQueries[0].SQL, args, func(_ int64, d decision) { got = d }), title)
 	want := one.elements[0].decision
 	got.state, want.state, got.decidedAt = state{}, state{}, got.decidedAt.UTC()
 	require.Equal(t, want, got, "%s: %v", title, one)
@@ -246,7 +246,7 @@ func compareAll(t *testing.T, pool *pgxpool.Pool, title string, requests []model
 	t.Helper()
 	got := map[int64]decision{}
 	args := append(allArrays(requests), nil, nil, time.UnixMicro(clock), requests[0].above)
-	err := queryDecisions(t.Context(), pool, false, allStatement, args, true, func(ord int64, d decision) { got[ord] = d })
+	err := queryDecisions(t.Context(), pool, false, allStatement, args, func(ord int64, d decision) { got[ord] = d })
 	require.NoError(t, err, "%s\n%v", title, requests)
 	ord := int64(0)
 	for i, request := range requests {

@@ -51,8 +51,7 @@ func (l *Limiter) decide(ctx context.Context, db DBTX, elements []element, setti
 	if p, ok := l.policy.(granter); ok && elements[0].above {
 		sql = qualify(p.grantStatement(), l.config.Schema)
 	}
-	_, logs := l.policy.(SlidingLog)
-	return queryDecisions(ctx, db, settings.own(), sql, args, logs, func(ord int64, d decision) { elements[ord-1].decision = d })
+	return queryDecisions(ctx, db, settings.own(), sql, args, func(ord int64, d decision) { elements[ord-1].decision = d })
 }
 
 // now is what replaces the database's clock, or nil.
@@ -64,18 +63,15 @@ func (c *core) now() *time.Time {
 	return &t
 }
 
-// queryDecisions runs a statement and passes on each row with its place; logs tells whether the statement returns logs, too.
-func queryDecisions(ctx context.Context, db DBTX, own bool, sql string, args []any, logs bool, each func(ord int64, d decision)) error {
+// queryDecisions runs a statement and passes on each row with its place.
+func queryDecisions(ctx context.Context, db DBTX, own bool, sql string, args []any, each func(ord int64, d decision)) error {
 	var ord int64
 	var retryAfter *int64
 	var d decision
 	var log []int64
 	targets := []any{
 		&ord, &d.granted, &d.remaining, &retryAfter, &d.resetAfter, &d.decidedAt,
-		&d.state.count, &d.state.prevCount, &d.state.windowStart, &d.state.credit, &d.state.scale, &d.state.expiresAt,
-	}
-	if logs {
-		targets = append(targets, &log)
+		&d.state.count, &d.state.prevCount, &d.state.windowStart, &d.state.credit, &d.state.scale, &d.state.expiresAt, &log,
 	}
 	return query(ctx, db, own, sql, args, targets, func() error {
 		d.retryAfter = never
@@ -144,6 +140,8 @@ func queryOnce(ctx context.Context, db DBTX, sql string, args, targets []any, ea
 	if err != nil {
 		return storeError(err, true)
 	}
+	// The last column, the log, is there only where there are logs: it costs a batch a hundredth.
+	targets = targets[:min(len(targets), len(rows.FieldDescriptions()))]
 	// It closes rows and returns their error, also one that comes after the last row: in the extended protocol, the commit's.
 	if _, err := pgx.ForEachRow(rows, targets, each); err != nil {
 		return storeError(err, true)

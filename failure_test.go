@@ -91,7 +91,10 @@ type modelRows struct {
 
 func (r *modelRows) Next() bool { return len(r.values) > 0 }
 func (*modelRows) Err() error   { return nil }
-func (*modelRows) Close()       {}
+func (r *modelRows) FieldDescriptions() []pgconn.FieldDescription {
+	return make([]pgconn.FieldDescription, len(r.values[0]))
+}
+func (*modelRows) Close() {}
 func (r *modelRows) Scan(targets ...any) error {
 	for i, value := range r.values[0] {
 		switch target := targets[i].(type) {

@@ -135,8 +135,7 @@ func FuzzDatabaseNumbers(f *testing.F) {
 			name := fmt.Sprint(calls.Add(1))
 			args := append([]any{name, []string{"key"}, []int64{cost}, []int64{count}, false, nil, nil, time.UnixMicro(clock)}, numbers...)
 			var got decision
-			_, logs := policy.(SlidingLog)
-			err := queryDecisions(context.Background(), db.Pool, false, policy.statement(), args, logs, func(_ int64, d decision) { got = d })
+			err := queryDecisions(context.Background(), db.Pool, false, policy.statement(), args, func(_ int64, d decision) { got = d })
 			exact := 1 <= span && span <= maxSpan && policy.validate() == nil
 			if !exact || count < 1 {
 				var refused *pgconn.PgError

@@ -435,8 +435,11 @@ func compare(results pgx.BatchResults, space string, steps []step, first int, mo
 			var retryAfter *int64
 			var got decision
 			var log []int64
-			if err := answer.Scan(&ord, &got.granted, &got.remaining, &retryAfter, &got.resetAfter, &got.decidedAt,
-				&got.state.count, &got.state.prevCount, &got.state.windowStart, &got.state.credit, &got.state.scale, &got.state.expiresAt, &log); err != nil {
+			targets := []any{
+				&ord, &got.granted, &got.remaining, &retryAfter, &got.resetAfter, &got.decidedAt,
+				&got.state.count, &got.state.prevCount, &got.state.windowStart, &got.state.credit, &got.state.scale, &got.state.expiresAt, &log,
+			}
+			if err := answer.Scan(targets[:len(answer.FieldDescriptions())]...); err != nil {
 				return fail(-1, "%v", err)
 			}
 			got.state.log = newEntries(log)

@@ -86,8 +86,11 @@ type waitRows struct {
 	row      int
 }
 
-func (r *waitRows) Next() bool                    { r.row++; return r.row <= len(r.elements) }
-func (r *waitRows) Err() error                    { return nil }
+func (r *waitRows) Next() bool { r.row++; return r.row <= len(r.elements) }
+func (r *waitRows) Err() error { return nil }
+func (r *waitRows) FieldDescriptions() []pgconn.FieldDescription {
+	return make([]pgconn.FieldDescription, 12)
+}
 func (r *waitRows) Close()                        {}
 func (r *waitRows) CommandTag() pgconn.CommandTag { return pgconn.CommandTag{} }
 func (r *waitRows) Scan(targets ...any) error {

@@ -189,9 +189,12 @@ type denials struct {
 	now       time.Time
 }
 
-func (d *denials) Next() bool                    { d.row++; return d.row <= d.rows }
-func (d *denials) Err() error                    { return nil }
-func (d *denials) Close()                        {}
+func (d *denials) Next() bool { d.row++; return d.row <= d.rows }
+func (d *denials) Err() error { return nil }
+func (d *denials) Close()     {}
+func (d *denials) FieldDescriptions() []pgconn.FieldDescription {
+	return make([]pgconn.FieldDescription, 12)
+}
 func (d *denials) CommandTag() pgconn.CommandTag { return pgconn.CommandTag{} }
 
 // Scan fills ord, granted, remaining, retry_after_us, reset_after_us, decided_at, count, prev_count, window_start, credit, scale
