@@ -61,6 +61,7 @@ func TestSoakFindsTooManyGrants(t *testing.T) {
 	s.rewrite("rate_limit_fixed_window", "IF clock >= s.expires_at", "IF clock >= s.expires_at - 300000")
 	s.rewrite("rate_limit_sliding_window", "IF clock >= s.expires_at", "IF clock >= s.expires_at - 800000")
 	s.rewrite("rate_limit_token_bucket", "IF clock >= s.expires_at", "IF clock >= s.expires_at - 450000")
+	s.rewrite("rate_limit_sliding_log", "IF clock >= s.expires_at", "IF clock >= s.expires_at - 300000")
 	rng := s.rng(0)
 	for _, l := range s.passing {
 		r := l.regulars[0]

@@ -53,9 +53,6 @@ type limit struct {
 // spaces is how many sets of keys there are. No call takes from two of them.
 const spaces = 3
 
-// givesBack says which policies know Refund and Grant: all but All.
-func givesBack(policies []ratelimit.Policy) bool { return len(policies) == 1 }
-
 // ask is what a call asks of one limiter.
 type ask struct {
 	limit, policy, key int
@@ -138,11 +135,7 @@ func (m mix) draw(random *rand.Rand) mixedOperation {
 	case reset:
 		a.policy = 0
 	case refund, grant:
-		if givesBack(m.limits[a.limit].policies[a.policy]) {
-			a.cost = -a.cost
-		} else {
-			op.kind = allow
-		}
+		a.cost = -a.cost
 	}
 	return op
 }
@@ -313,14 +306,18 @@ func combine(r, one ratelimit.Result, first bool) ratelimit.Result {
 
 // interval is when an operation may have taken effect.
 func (op mixedOperation) interval() (from, to int64) {
-	switch {
-	case op.kind == reset, op.kind == refund:
-		return op.call, op.end // a refund of nothing locks no row, and so looks before it reads the clock
-	case op.kind == grant, op.results.Allowed && op.kind != peek && op.kind != rolledBack:
-		return op.results.Each[0].DecidedAt.UnixMicro(), op.end // others may see it once it is committed
+	if op.kind == reset {
+		return op.call, op.end
 	}
-	// What writes nothing may have looked without locks, before it read the clock.
-	return op.call, op.results.Each[0].DecidedAt.UnixMicro()
+	switch at := op.results.Each[0].DecidedAt.UnixMicro(); {
+	case op.kind == refund:
+		return op.call, op.end // a refund of nothing locks no row, and so looks before it reads the clock
+	case op.kind == peek, op.kind == rolledBack:
+		return op.call, at // what is seen by nobody else may have looked without locks, before it read the clock
+	case op.kind == grant, op.results.Allowed:
+		return at, op.end // others may see it once it is committed
+	}
+	return op.call, op.end // a denial may have looked, too, or have seen what its statement was about to commit
 }
 
 func (op mixedOperation) describe() string {
@@ -391,7 +388,7 @@ func mixes() map[string]mix {
 	}
 	return map[string]mix{
 		"sets":               {limits, []kind{allowAll, allowAll, allowAll, allow, peek}},
-		"several policies":   {severalLimits, []kind{allow, allow, allowAll, peek}},
+		"several policies":   {severalLimits, []kind{allow, allow, allowAll, peek, refund, grant}},
 		"refunds and grants": {limits, []kind{allowAll, allowAll, allowAll, allow, refund, refund, grant, peek}},
 		"other policies":     {changing, []kind{allowAll, allow, allow, peek}},
 		"waits":              {slices.Concat(limits[:1], severalLimits[1:]), []kind{wait, allow, allow, allowAll, allowAll}},
@@ -452,7 +449,7 @@ func TestJudgeOfMixesCatches(t *testing.T) {
 		spoil   func(t *testing.T, pool *pgxpool.Pool)
 		misread func(history []mixedOperation)
 	}{
-		"an AllowAll that takes from one of the tables": {mix: "sets", spoil: rewritten("WHERE n.changed AND n.durable", "WHERE false")},
+		"an AllowAll that takes from one of the tables": {mix: "sets", spoil: rewritten("WHERE n.to_write AND n.durable", "WHERE false")},
 		"an AllowAll that takes where there is room": {mix: "sets", spoil: rewritten(
 			"                    CASE algorithm\n                    WHEN 1 THEN\n                        IF granted",
 			"granted := CASE WHEN just_look THEN 0 ELSE least(asked, remaining / r.cost) END; CASE algorithm WHEN 1 THEN IF granted",
