@@ -1,6 +1,7 @@
 package faults
 
 import (
+	"errors"
 	"math/rand/v2"
 	"net/url"
 	"os"
@@ -99,7 +100,11 @@ func TestFailoverToASynchronousStandby(t *testing.T) {
 	pause(t.Context(), 100*time.Millisecond+time.Duration(random.Int64N(int64(300*time.Millisecond))))
 	require.NoError(t, primary.Kill())
 	wait()
-	_, err := limiter.Allow(t.Context(), keyNumber(0))
+	var err error
+	waitUntil(t, func() bool { // the connections that were at rest are found broken
+		_, err = limiter.Allow(t.Context(), keyNumber(0))
+		return !errors.Is(err, ratelimit.ErrOutcomeUnknown)
+	})
 	requireKinds(t, err, ratelimit.ErrUnavailable) // nobody takes writes
 
 	require.True(t, scalar[bool](t, standbyPool, "SELECT pg_promote()"))

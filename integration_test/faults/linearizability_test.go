@@ -343,7 +343,7 @@ func TestJudgeCatches(t *testing.T) {
 			rewrite(t, pool, "rate_limit_sliding_window", "greatest(s.count + back, 0)", "s.count")
 		}},
 		"credit that is spent twice": {history: "refunds and grants", spoil: func(t *testing.T, pool *pgxpool.Pool) {
-			rewrite(t, pool, "rate_limit_sliding_window", "s.credit := s.credit - spent", "s.credit := s.credit")
+			rewrite(t, pool, "rate_limit_sliding_window", "s.expires_at := clock + reset_after_us", "s.expires_at := clock + reset_after_us; s.credit := s.credit + spent")
 		}},
 		"a grant that got lost": {history: "plain", misread: func(_ *judge, _ *workload, history []operation) []operation {
 			return slices.DeleteFunc(history, func(op operation) bool { return op.Key == keyNumber(0) && op.Cost > 0 && op.Result.Allowed })

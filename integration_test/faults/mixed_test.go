@@ -461,7 +461,9 @@ func TestJudgeOfMixesCatches(t *testing.T) {
 			mix: "other policies", spoil: rewritten("IF writers[at] <> algorithm THEN", "IF false THEN"),
 		},
 		"a second policy that counts nothing": {mix: "several policies", spoil: rewritten("WHERE d.ctid = n.tid", "WHERE d.ctid = n.tid AND d.prefix NOT LIKE '%/2'")},
-		"credit that is spent twice":          {mix: "refunds and grants", spoil: rewritten("s.credit := s.credit - spent", "s.credit := s.credit")},
+		"credit that is spent twice": {mix: "refunds and grants", spoil: rewritten(
+			"s.expires_at := clock + reset_after_us", "s.expires_at := clock + reset_after_us; s.credit := s.credit + spent",
+		)},
 		"a reset that resets nothing": {mix: "resets", spoil: func(t *testing.T, pool *pgxpool.Pool) {
 			rewrite(t, pool, "rate_limit_reset", "r.key = key", "r.key = ''")
 		}},
