@@ -27,7 +27,7 @@ test/matrix: ## Run the tests of the database on Postgres 14 to 18, or on those 
 .PHONY: test/role
 test/role: ## Run the library's tests as a role that may do nothing but what an application needs
 	# Those that are left out have schemas and roles of their own.
-	RATELIMIT_TEST_ROLE=pg_monitor go test -count=1 -timeout 20m -skip '^Test(Schema|NotPermitted)$$' .
+	RATELIMIT_TEST_ROLE=pg_monitor go test -count=1 -timeout 20m -skip '^Test(Schema|WithSharesEverythingElse|NotPermitted)$$' .
 
 .PHONY: fuzz
 fuzz: ## Run every fuzz target for some seconds
