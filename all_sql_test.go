@@ -41,15 +41,19 @@ func (m rows) state(p modelPart) state {
 	return state{}
 }
 
+func (m rows) has(p modelPart) bool {
+	_, ok := m[p.durable][p.id]
+	return ok
+}
+
 func (m rows) clone() rows { return rows{false: maps.Clone(m[false]), true: maps.Clone(m[true])} }
 
-// decideAll has the model make the decisions of a statement. Where rows are missing of what takes or is to go above the limit, the
-// function looks first: what is refused then, is refused, and rows are made for the others.
+// decideAll has the model make the decisions of a statement. Where rows are missing the function looks first: what is refused then,
+// is refused, what gives back to nothing has done so, and rows are made for the others.
 func (m rows) decideAll(requests []modelRequest, clock int64) {
 	lacks := slices.ContainsFunc(requests, func(r modelRequest) bool {
 		return slices.ContainsFunc(r.parts, func(p modelPart) bool {
-			_, ok := m[p.durable][p.id]
-			return !ok && (p.cost > 0 || p.cost < 0 && r.above)
+			return p.cost != 0 && !m.has(p)
 		})
 	})
 	seen := m.clone()
@@ -57,11 +61,12 @@ func (m rows) decideAll(requests []modelRequest, clock int64) {
 		r := &requests[i]
 		if lacks {
 			seen.clone().decideRequest(r, clock)
-			if r.parts[0].decision.granted == 0 && !r.moved {
+			givesBack := r.parts[0].cost < 0 && !r.above
+			if r.parts[0].decision.granted == 0 && !r.moved || givesBack && !slices.ContainsFunc(r.parts, seen.has) {
 				continue
 			}
 			for _, p := range r.parts {
-				if _, ok := m[p.durable][p.id]; !ok {
+				if !m.has(p) {
 					m[p.durable][p.id] = storedRow{}
 				}
 			}

@@ -23,8 +23,9 @@
 -- everybody shares tends to be short and is best held briefly, then by key and limiter. So at the
 -- first missing row the locking stops, as in rate_limit_lock. But here a row may be missing of a request that another part
 -- refuses, and a denial shall write nothing. So before rows are made, the rest is looked at without locks: what is refused
--- by what can be seen, is refused, and rows are made for the others. Then the locking begins anew. A request that gives back needs
--- no rows; if others do, its rows are made too, as in rate_limit_lock.
+-- by what can be seen, is refused, and rows are made for the others. Then the locking begins anew. A request that gives back
+-- needs no rows where none of its own is there. Where one is, all of them are made: a take that has just made the others might
+-- else be given back to some of its limits and not to the rest.
 CREATE FUNCTION rate_limit_all(
     requests integer[],
     names text[],
@@ -51,7 +52,7 @@ DECLARE
     parts integer := cardinality(keys);
     just_look boolean := coalesce(0 = ALL (costs), false);
     locking boolean := NOT just_look; -- or else looking
-    refused boolean[]; -- of each part: its request has been refused
+    refused boolean[]; -- of each part: its request has been refused, or had nothing to give back
     asked_rows rate_limit_row[]; -- the rows, in the order of locking
     writers smallint[];          -- which algorithm has written each of them
     in_durable boolean[];        -- in which table they are
@@ -185,7 +186,7 @@ BEGIN
                 RAISE EXCEPTION 'rate_limit: part % is not valid', ord
                     USING ERRCODE = 'invalid_parameter_value', HINT = 'A name has 1 to 128 bytes, a key 1 to 512, and durable is true or false.';
             END IF;
-            EXIT WHEN missing AND (costs[ord] > 0 OR above); -- giving back needs no row
+            EXIT WHEN missing;
             IF first THEN
                 rows := rows + 1;
                 asked_rows[rows] := r;
@@ -195,8 +196,6 @@ BEGIN
             ELSIF requests[ord] = requests[previous] THEN
                 RAISE EXCEPTION 'rate_limit: parts % and % of one request are for the same key', previous, ord
                     USING ERRCODE = 'invalid_parameter_value', HINT = 'Ask for the sum of their costs in one part.';
-            ELSIF locking AND costs[ord] > 0 AND asked_rows[rows].tid IS NULL THEN
-                EXIT; -- the row was missing for a part that gives back, and is for this one
             END IF;
             place[ord] := rows;
             previous := ord;
@@ -232,8 +231,12 @@ BEGIN
             any_moved := false;
             FOR pass IN 1 .. 2 LOOP
                 IF pass = 2 AND NOT locking AND NOT just_look THEN
-                    EXIT WHEN granted > 0 OR any_moved; -- what has moved has to be written
-                    -- Refused, by what others have taken; what the requests before it are about to take or give back does not count here.
+                    EXIT WHEN CASE
+                        WHEN gives AND NOT above THEN EXISTS (SELECT FROM unnest(place[from_part : to_part]) AS p (place) WHERE asked_rows[p.place].tid IS NOT NULL)
+                        ELSE granted > 0 OR any_moved -- what has moved has to be written
+                    END;
+                    -- Refused, by what others have taken, or nothing to give back; what the requests before it are about to take or
+                    -- give back does not count here.
                     refused[from_part : to_part] := array_fill(true, ARRAY[to_part - from_part + 1]);
                 END IF;
                 FOR part IN from_part .. to_part LOOP

@@ -394,6 +394,10 @@ func mixes() map[string]mix {
 		"waits":              {slices.Concat(limits[:1], severalLimits[1:]), []kind{wait, allow, allow, allowAll, allowAll}},
 		"transactions":       {limits, []kind{allowAllTx, allowAllTx, rolledBack, allow, allowAll}},
 		"resets":             {limits, []kind{allowAll, allowAll, allow, reset}},
+		// A reset deletes one of two rows.
+		"refunds of what is made anew": {
+			[]limit{{"address", false, 1, slices.Concat(one(sliding), several, several)}, limits[3]}, []kind{allow, allow, allowAll, refund, refund, reset},
+		},
 		"all of them together": {everything, []kind{
 			allowAll, allowAll, allowAll, allowAllTx, rolledBack, allow, allow, peek, wait, refund, refund, grant, reset,
 		}},
@@ -464,6 +468,9 @@ func TestJudgeOfMixesCatches(t *testing.T) {
 		"credit that is spent twice": {mix: "refunds and grants", spoil: rewritten(
 			"s.expires_at := clock + reset_after_us", "s.expires_at := clock + reset_after_us; s.credit := s.credit + spent",
 		)},
+		"a refund that sees the old rows of some policies and the new ones of others": {
+			mix: "refunds of what is made anew", spoil: rewritten("EXIT WHEN missing;", "EXIT WHEN missing AND costs[ord] > 0;"),
+		},
 		"a reset that resets nothing": {mix: "resets", spoil: func(t *testing.T, pool *pgxpool.Pool) {
 			rewrite(t, pool, "rate_limit_reset", "r.key = key", "r.key = ''")
 		}},
