@@ -134,6 +134,8 @@ var (
 	durable        = library("sliding window, durable", sliding, ratelimit.Config{Durable: true})
 	durableSync    = library("sliding window, durable, SynchronousCommit", sliding, ratelimit.Config{Durable: true, SynchronousCommit: true})
 	withoutDenials = library("sliding window, NoDenialCache", sliding, ratelimit.Config{NoDenialCache: true})
+	allOfTwo       = sets("AllowAll of two limits, one shared", 2)
+	allOfThree     = sets("AllowAll of three limits, one shared", 3)
 )
 
 // algorithm is one of this library's.
@@ -190,6 +192,45 @@ func library(title string, kind algorithm, config ratelimit.Config) *subject {
 				return &contender{pool: pool, pids: a.postgresPIDs, take: func(ctx context.Context, key string) (bool, error) {
 					result, err := limiter.Allow(ctx, key)
 					return result.Allowed, err
+				}}
+			},
+		}
+	}
+	return s
+}
+
+// sets takes from several limiters of this library at once: from the key in all but the last, and there from one that everybody shares.
+func sets(title string, limits int) *subject {
+	s := &subject{title: "ratelimit, " + title, ours: true}
+	s.open = func(a *arena, data dataset) *store {
+		schema := a.migratedSchema()
+		table := pgx.Identifier{schema, "rate_limit_ephemeral"}.Sanitize()
+		return &store{
+			data:  data,
+			table: table,
+			taken: func() int64 {
+				limits := " FROM (SELECT sum(count) AS taken FROM " + table + " GROUP BY prefix) AS limits"
+				require.LessOrEqual(a.b, a.count("SELECT count(DISTINCT taken)"+limits), int64(1), "from all limits, or from none")
+				return a.count("SELECT coalesce(max(taken), 0)::bigint" + limits)
+			},
+			connect: func(far bool) *contender {
+				pool := a.pool(far)
+				limiters := make([]*ratelimit.Limiter, limits)
+				for i := range limiters {
+					var err error
+					limiters[i], err = ratelimit.New(pool, ratelimit.Config{
+						Name: fmt.Sprintf("limit %d", i+1), Schema: schema, Policy: sliding.policy(data.limit), Timeout: patience,
+					})
+					require.NoError(a.b, err)
+				}
+				return &contender{pool: pool, pids: a.postgresPIDs, take: func(ctx context.Context, key string) (bool, error) {
+					requests := make([]ratelimit.Request, limits)
+					for i, limiter := range limiters {
+						requests[i] = limiter.Request(key, 1)
+					}
+					requests[limits-1] = limiters[limits-1].Request("all", 1)
+					results, err := ratelimit.AllowAll(ctx, requests...)
+					return results.Allowed, err
 				}}
 			},
 		}

@@ -1,6 +1,9 @@
 package integration_test
 
-import "fmt"
+import (
+	"fmt"
+	"strings"
+)
 
 // target is a figure that this library is to reach.
 type target struct {
@@ -56,6 +59,14 @@ func (r *report) judge() {
 	few, many := r.result(fewRowsID), r.result(manyRowsID)
 	r.target(many.data.title+" against "+few.data.title+", uniform keys, 64 callers", goal{0.7, 0.9, "%.2f"},
 		ratios(many.find(slidingWindow), few.find(slidingWindow)))
+
+	alone := r.result(oneCallerID)
+	r.target("AllowAll of three limits, times what Allow takes, one caller", goal{1.6, 0, "%.2f"},
+		ratios(alone.find(slidingWindow), alone.find(allOfThree)))
+	for _, several := range []*subject{allOfTwo, allOfThree} {
+		title := strings.TrimPrefix(several.title, "ratelimit, ")
+		r.target(title+", against Allow, uniform keys, 64 callers", goal{0.4, 0.5, "%.2f"}, ratios(uniform64.find(several), uniform64.find(slidingWindow)))
+	}
 
 	for _, t := range []struct{ title, id string }{
 		{"HOT share, uniform keys, 64 callers", uniform64ID},

@@ -115,6 +115,7 @@ func fullPlan() plan {
 	ours := []*subject{slidingWindow, fixedWindow, tokenBucket, durable, durableSync}
 	limiters := join(ours, redis, []*subject{fiveRoundTrips, inProcess})
 	everybody := join(limiters, []*subject{plainUpdate, selectOne})
+	withSets := join(everybody, []*subject{allOfTwo, allOfThree})
 	deniers := join([]*subject{slidingWindow, withoutDenials}, redis, []*subject{fiveRoundTrips, inProcess})
 	remote := join([]*subject{slidingWindow, durable}, redis, []*subject{fiveRoundTrips, plainUpdate, selectOne})
 
@@ -127,8 +128,8 @@ func fullPlan() plan {
 		Mode: "full", Command: "make bench", Rounds: 3, WarmUp: 300 * time.Millisecond, Measured: time.Second,
 		groups: [][]workload{
 			{
-				{oneCallerID, "One caller, 100,000 keys", 1, users, uniform, false, everybody},
-				{uniform64ID, "64 callers, 100,000 keys uniformly", 64, users, uniform, false, everybody},
+				{oneCallerID, "One caller, 100,000 keys", 1, users, uniform, false, withSets},
+				{uniform64ID, "64 callers, 100,000 keys uniformly", 64, users, uniform, false, withSets},
 				{uniform512ID, "512 callers, 100,000 keys uniformly", 512, users, uniform, false, everybody},
 				{"zipf-64", "64 callers, 100,000 keys in a Zipf distribution (s = 1.1)", 64, users, zipf, false, join(limiters, []*subject{plainUpdate})},
 				{"zipf-512", "512 callers, 100,000 keys in a Zipf distribution (s = 1.1)", 512, users, zipf, false, join(limiters, []*subject{plainUpdate})},
@@ -164,7 +165,7 @@ func quickPlan() plan {
 		Mode: "quick", Command: "BENCH=quick make bench", Rounds: 3, WarmUp: 100 * time.Millisecond, Measured: 300 * time.Millisecond,
 		groups: [][]workload{
 			{
-				{uniform64ID, "64 callers, 20,000 keys uniformly", 64, users, uniform, false, join(chart, []*subject{redisStock, redisAuto})},
+				{uniform64ID, "64 callers, 20,000 keys uniformly", 64, users, uniform, false, join(chart, []*subject{redisStock, redisAuto, allOfTwo, allOfThree})},
 				{uniform512ID, "512 callers, 20,000 keys uniformly", 512, users, uniform, false, join(chart, []*subject{durable})},
 				{hot64ID, "64 callers, one hot key", 64, users, hot, false, chart},
 				{hot512ID, "512 callers, one hot key", 512, users, hot, false, chart},
