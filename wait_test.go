@@ -707,29 +707,31 @@ func TestWaitOnOneConnection(t *testing.T) {
 func TestSleepIsJittered(t *testing.T) {
 	t.Parallel()
 
-	limiter := newLimiter(t, newWaitDB(nil), policy(FixedWindow{Limit: 10, Window: time.Minute}))
-	for _, c := range []struct{ retryAfter, patience, most time.Duration }{
-		{time.Second, 0, 20 * time.Millisecond},
-		{time.Hour, 0, 100 * time.Millisecond},
-		{time.Hour, time.Hour + time.Minute, 100 * time.Millisecond},
-		{time.Hour, time.Hour + 10*time.Millisecond, 5 * time.Millisecond},
-	} {
-		var least, most time.Duration
-		for range 1000 {
-			in := &line{l: limiter, key: "key", asking: make(chan struct{})}
-			w := &waiter{cost: 1, told: make(chan struct{})}
-			if c.patience > 0 {
-				w.deadline = time.Now().Add(c.patience)
+	synctest.Test(t, func(t *testing.T) { // in which time stands still meanwhile
+		limiter := newLimiter(t, newWaitDB(nil), policy(FixedWindow{Limit: 10, Window: time.Minute}))
+		for _, c := range []struct{ retryAfter, patience, most time.Duration }{
+			{time.Second, 0, 20 * time.Millisecond},
+			{time.Hour, 0, 100 * time.Millisecond},
+			{time.Hour, time.Hour + time.Minute, 100 * time.Millisecond},
+			{time.Hour, time.Hour + 10*time.Millisecond, 5 * time.Millisecond},
+		} {
+			var least, most time.Duration
+			for range 1000 {
+				in := &line{l: limiter, key: "key", asking: make(chan struct{})}
+				w := &waiter{cost: 1, told: make(chan struct{})}
+				if c.patience > 0 {
+					w.deadline = time.Now().Add(c.patience)
+				}
+				w.place = in.waiters.PushBack(w)
+				extra := in.settle([]*waiter{w}, 1, Result{RetryAfter: c.retryAfter}, nil) - c.retryAfter
+				require.GreaterOrEqual(t, extra, time.Duration(0))
+				require.LessOrEqual(t, extra, c.most)
+				least, most = min(least, extra-c.most), max(most, extra)
 			}
-			w.place = in.waiters.PushBack(w)
-			extra := in.settle([]*waiter{w}, 1, Result{RetryAfter: c.retryAfter}, nil) - c.retryAfter
-			require.GreaterOrEqual(t, extra, time.Duration(0))
-			require.LessOrEqual(t, extra, c.most)
-			least, most = min(least, extra-c.most), max(most, extra)
+			require.Greater(t, most, c.most*3/4)
+			require.Less(t, least+c.most, c.most/4)
 		}
-		require.Greater(t, most, c.most*3/4)
-		require.Less(t, least+c.most, c.most/4)
-	}
+	})
 }
 
 // While Postgres is away, Wait does as OnFailure says: it admits, sleeps until the next try, or admits a share.
