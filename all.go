@@ -239,9 +239,9 @@ func (l *Limiter) allowSet(ctx context.Context, db DBTX, s *set, settings settin
 	return elements[0].results(1), nil
 }
 
-// order is the order in which rate_limit_all locks the parts. It need not be told, but finds the rows of a single request faster then.
-func (s *set) order() []int {
-	order := make([]int, len(s.parts))
+// lockOrder is the order in which rate_limit_all locks parts. It need not be told, but finds the rows of a request that is alone faster.
+func lockOrder(parts []part) []int {
+	order := make([]int, len(parts))
 	for i := range order {
 		order[i] = i
 	}
@@ -252,7 +252,7 @@ func (s *set) order() []int {
 		return 0
 	}
 	slices.SortFunc(order, func(i, j int) int {
-		a, b := s.parts[i], s.parts[j]
+		a, b := parts[i], parts[j]
 		return cmp.Or(table(a)-table(b), len(b.key)-len(a.key), strings.Compare(a.key, b.key), strings.Compare(a.name, b.name))
 	})
 	return order
@@ -275,8 +275,12 @@ func (l *Limiter) decideSets(ctx context.Context, db DBTX, elements []element, s
 	costs, counts := make([]int64, 0, n), make([]int64, 0, n)
 	of := make([]*decision, 0, n)
 	durable, synchronous := false, false
+	order := lockOrder(elements[0].set.parts)
 	for i := range elements {
-		for _, j := range elements[i].set.order() {
+		for j := range elements[i].set.parts {
+			if len(elements) == 1 {
+				j = order[j]
+			}
 			p := elements[i].set.parts[j]
 			numbers := columnsOf(p.policy)
 			owners, names, keys = append(owners, int32(i)), append(names, p.name), append(keys, p.key)

@@ -14,8 +14,8 @@ import (
 //
 // The result says Allowed. Nothing is remembered of who took what, so what is given back twice counts twice. Refunds and
 // requests that leave together are decided in the order in which they came; of [All], where a key has no rows yet, those that need
-// none come first. A denial that this process remembers of the key is forgotten. See [Limiter.RefundTx] to give back together with something else, or [Limiter.AllowTx], whose rollback gives
-// back exactly what it took.
+// none come first. A denial that this process remembers of the key is forgotten. See [Limiter.RefundTx] to give back together
+// with something else, or [Limiter.AllowTx], whose rollback gives back exactly what it took.
 //
 // Errors: as Allow, and a [*CostError] for n below 1.
 func (l *Limiter) Refund(ctx context.Context, key string, n int64) (Result, error) {

@@ -53,8 +53,8 @@ type Config struct {
 	// Defaults to 1,000.
 	BatchSize int
 
-	// Share is the share of its time in which a pass keeps the database busy, above 0 and at most 1: after a batch of 10 ms, it
-	// pauses for 40 ms with a share of 0.2. A pause is at most 5 seconds long.
+	// Share is the share of its time in which a pass keeps the database busy, above 0 and at most 1: after a batch of 1 ms, it
+	// pauses for 4 ms with a share of 0.2. A pause is at most 5 seconds long.
 	//
 	// Defaults to 0.2.
 	Share float64

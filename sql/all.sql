@@ -21,11 +21,11 @@
 --
 -- Rows are locked in one order, whoever asks: the ephemeral ones before the durable ones, then those with longer keys, because a key that
 -- everybody shares tends to be short and is best held briefly, then by key and limiter. Parts may come in any order; a single
--- request of a few that come in this one is spared the sorting. At the first missing row the locking stops, as in rate_limit_lock. But here a row may be missing of a request that another part
--- refuses, and a denial shall write nothing. So before rows are made, the rest is looked at without locks: what is refused
--- by what can be seen, is refused, and rows are made for the others. Then the locking begins anew. A request that gives back
--- needs no rows where none of its own is there. Where one is, all of them are made: a take that has just made the others might
--- else be given back to some of its limits and not to the rest.
+-- request of a few that come in this one is spared the sorting. At the first missing row the locking stops, as in
+-- rate_limit_lock. But here a row may be missing of a request that another part refuses, and a denial shall write nothing. So
+-- before rows are made, the rest is looked at without locks: what is refused by what can be seen, is refused, and rows are made
+-- for the others. Then the locking begins anew. A request that gives back needs no rows where none of its own is there. Where one
+-- is, all of them are made: a take that has just made the others might else be given back to some of its limits and not to the rest.
 CREATE FUNCTION rate_limit_all(
     requests integer[],
     names text[],
