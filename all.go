@@ -135,13 +135,13 @@ func AllowAll(ctx context.Context, requests ...Request) (results Results, err er
 		return Results{}, errNotTried
 	}
 	if !l.shared {
-		l.single.Lock()
-		defer l.single.Unlock()
-		results, err := l.allowSet(ctx, l.db, s, l.settings)
-		l.breaker.report(err, probe)
+		err := l.takeTurn(probe, func() (err error) {
+			results, err = l.allowSet(ctx, l.db, s, l.settings)
+			return err
+		})
 		return results, err
 	}
-	if _, err := l.enqueue(ctx, "", 1, false, s, probe); err != nil {
+	if _, err := l.enqueue(ctx, "", 1, nil, s, probe); err != nil {
 		return Results{}, err
 	}
 	return s.results, nil
@@ -164,7 +164,8 @@ func AllowAllTx(ctx context.Context, tx pgx.Tx, requests ...Request) (results Re
 // set is what AllowAll asks.
 type set struct {
 	parts   []part
-	firsts  []int // the first part of each request: a limiter of several policies has several
+	firsts  []int      // the first part of each request: a limiter of several policies has several
+	by      []*Limiter // of each request
 	results Results
 }
 
@@ -198,7 +199,7 @@ func newSet(requests []Request, inTx bool) (*set, error) {
 		if err != nil {
 			return nil, &RequestError{Index: i, Err: err}
 		}
-		s.firsts = append(s.firsts, len(s.parts))
+		s.firsts, s.by = append(s.firsts, len(s.parts)), append(s.by, r.limiter)
 		s.parts = r.limiter.appendParts(s.parts, r.key, r.cost)
 		for _, p := range s.parts[s.firsts[i]:] {
 			for _, other := range s.parts[:s.firsts[i]] {
@@ -233,7 +234,9 @@ func partName(name string, i int) string {
 // allowSet decides on one connection, like allowOne.
 func (l *Limiter) allowSet(ctx context.Context, db DBTX, s *set, settings settings) (Results, error) {
 	elements := []element{{cost: 1, count: 1, set: s}}
-	if err := l.decideWithin(ctx, db, elements, settings); err != nil {
+	if err := l.decideWithin(ctx, db, elements, settings); errors.Is(err, errRefused) {
+		return Results{}, s.refused()
+	} else if err != nil {
 		return Results{}, err
 	}
 	return elements[0].results(1), nil
@@ -266,7 +269,10 @@ func (l *Limiter) decideSets(ctx context.Context, db DBTX, elements []element, s
 		if e.set == nil {
 			e.set = &set{parts: l.appendParts(nil, e.key, e.cost)}
 		}
-		e.decisions = make([]decision, len(e.set.parts))
+		e.decisions, e.held = make([]decision, len(e.set.parts)), false
+		for j := range e.decisions {
+			e.decisions[j].granted = passedOver // unless a row comes back
+		}
 		n += len(e.set.parts)
 	}
 	owners, names, keys := make([]int32, 0, n), make([]string, 0, n), make([]string, 0, n)
@@ -274,6 +280,7 @@ func (l *Limiter) decideSets(ctx context.Context, db DBTX, elements []element, s
 	limits, spans, refills := make([]int64, 0, n), make([]int64, 0, n), make([]int64, 0, n)
 	costs, counts := make([]int64, 0, n), make([]int64, 0, n)
 	of := make([]*decision, 0, n)
+	var refunds refunds
 	durable, synchronous := false, false
 	order := lockOrder(elements[0].set.parts)
 	for i := range elements {
@@ -287,6 +294,9 @@ func (l *Limiter) decideSets(ctx context.Context, db DBTX, elements []element, s
 			durables, algorithms = append(durables, p.of.config.Durable), append(algorithms, numbers.algorithm)
 			limits, spans, refills = append(limits, numbers.limit), append(spans, numbers.span), append(refills, numbers.refill)
 			costs, counts = append(costs, p.cost), append(counts, elements[i].count)
+			if elements[i].refund != nil {
+				refunds.add(len(of), n, elements[i].refund[j])
+			}
 			of = append(of, &elements[i].decisions[j])
 			durable = durable || p.of.config.Durable
 			synchronous = synchronous || p.of.config.SynchronousCommit
@@ -296,11 +306,21 @@ func (l *Limiter) decideSets(ctx context.Context, db DBTX, elements []element, s
 		settings.synchronousCommit = &synchronous
 	}
 	args := []any{owners, names, keys, durables, algorithms, limits, spans, refills, costs, counts,
-		settings.lockTimeout, settings.synchronousCommit, l.now(), elements[0].above}
-	return queryDecisions(ctx, db, settings.own(), qualify(allStatement, l.config.Schema), args, func(ord int64, d decision) {
+		settings.lockTimeout, settings.synchronousCommit, l.now(), refunds.since, refunds.in, refunds.at, refunds.spent, settings.skipHeld}
+	err := queryDecisions(ctx, db, settings.own(), qualify(allStatement, l.config.Schema), args, func(ord int64, d decision) {
 		*of[ord-1] = d
 	})
+	for i := range elements {
+		elements[i].held = err == nil && elements[i].decisions[0].granted < 0
+	}
+	return err
 }
+
+// What granted is of a part that is not decided: its row is held, or that of another part of the request is.
+const (
+	passedOver = -2
+	undecided  = -1
+)
 
 // columns are the numbers of a policy as rate_limit_all takes them.
 type columns struct {
@@ -331,6 +351,7 @@ func (e *element) results(i int64) Results {
 			last = e.set.firsts[request+1]
 		}
 		r.Each[request] = e.combined(first, last, i)
+		r.Each[request].receipt = e.receipt(e.set.by[request], first, last, i)
 		r.RetryAfter = max(r.RetryAfter, r.Each[request].RetryAfter)
 	}
 	return r
@@ -351,6 +372,19 @@ func (e *element) combined(first, last int, i int64) Result {
 		r.Allowed = r.Allowed && one.Allowed
 		r.RetryAfter = max(r.RetryAfter, one.RetryAfter)
 		r.ResetAfter = max(r.ResetAfter, one.ResetAfter)
+	}
+	return r
+}
+
+// receipt is that of what a limiter has taken for the i-th request of an element, or nil.
+func (e *element) receipt(by *Limiter, first, last int, i int64) *receipt {
+	p := e.set.parts[first]
+	if p.cost < 1 || i > e.decisions[first].granted {
+		return nil
+	}
+	r := newReceipt(by, p.key, p.cost, last-first)
+	for j := range r.parts {
+		r.parts[j] = e.decisions[first+j].takenBy(e.set.parts[first+j].policy, p.cost, i)
 	}
 	return r
 }

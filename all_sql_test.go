@@ -23,13 +23,13 @@ type modelPart struct {
 	durable  bool
 	policy   Policy
 	cost     int64
+	refund   []take // what a cost below 0 is of, or nil for a grant
 	decision decision
 }
 
 // modelRequest takes from all of its parts, or from none, count times one after the other.
 type modelRequest struct {
 	parts []modelPart
-	above bool // costs below 0 are grants
 	count int64
 	moved bool // a row that refuses it is written, because the clock has left it behind
 }
@@ -61,7 +61,7 @@ func (m rows) decideAll(requests []modelRequest, clock int64) {
 		r := &requests[i]
 		if lacks {
 			seen.clone().decideRequest(r, clock)
-			givesBack := r.parts[0].cost < 0 && !r.above
+			givesBack := r.parts[0].refund != nil
 			if r.parts[0].decision.granted == 0 && !r.moved || givesBack && !slices.ContainsFunc(r.parts, seen.has) {
 				continue
 			}
@@ -76,8 +76,12 @@ func (m rows) decideAll(requests []modelRequest, clock int64) {
 }
 
 func (m rows) decideRequest(r *modelRequest, clock int64) {
+	requests := r.count
+	if r.parts[0].cost < 0 {
+		requests = 1 // all at once
+	}
 	decide := func(p modelPart, cost int64) (state, decision) {
-		return step{policy: p.policy, clock: clock, above: r.above}.decide(m.state(p), cost)
+		return element{cost: cost, count: r.count, refund: p.refund}.decide(p.policy, m.state(p), clock)
 	}
 	fits := func() bool {
 		for _, p := range r.parts {
@@ -87,20 +91,34 @@ func (m rows) decideRequest(r *modelRequest, clock int64) {
 		}
 		return true
 	}
+	before := make([]state, len(r.parts))
+	for i, p := range r.parts {
+		before[i] = m.state(p)
+	}
 	granted := int64(0)
-	for ; granted < r.count && fits(); granted++ {
+	for ; granted < requests && fits(); granted++ {
 		for _, p := range r.parts {
 			if next, _ := decide(p, p.cost); next != m.state(p) { // as it is when there was nothing to give back
 				m[p.durable][p.id] = storedRow{algorithm(p.policy), next}
 			}
 		}
 	}
+	if requests < r.count {
+		granted = r.count
+	}
 	for i := range r.parts {
 		p := &r.parts[i]
 		current := m.state(*p)
+		credit := creditOf(p.policy, before[i], clock)
 		_, p.decision = decide(*p, 0)
-		next, asked := decide(*p, p.cost)
+		next, asked := current, decision{granted: 1}
+		if granted < r.count {
+			next, asked = decide(*p, p.cost)
+		}
 		p.decision.granted, p.decision.retryAfter = granted, 0
+		if p.cost > 0 {
+			p.decision.taken.spent = credit - creditOf(p.policy, current, clock)
+		}
 		if granted < r.count && asked.granted == 0 {
 			p.decision.retryAfter = asked.retryAfter // it is this part that refuses
 			if next != current {
@@ -128,6 +146,7 @@ func TestAllEqualsModels(t *testing.T) {
 		policies := map[string]Policy{"a": randomPolicy(r), "b": randomPolicy(r), "c": randomPolicy(r)}
 		clock := int64(1)<<50 + r.Int64N(1<<51)
 		var goals []int64
+		takes := map[rowID][]take{}
 		for step := range 20 {
 			title := fmt.Sprintf("%s=%d, story %d, step %d", seedVariable, seed, story, step)
 			name := string('a' + rune(r.IntN(3)))
@@ -139,13 +158,13 @@ func TestAllEqualsModels(t *testing.T) {
 			}
 			clock = nextClock(r, clock, policies[name], goals)
 			goals = goals[:0]
-			look, above := r.IntN(10) == 0, r.IntN(6) == 0
+			look := r.IntN(10) == 0
 			requests := make([]modelRequest, 1+r.IntN(5))
 			for i := range requests {
-				requests[i] = randomRequest(r, policies, space, look, above)
+				requests[i] = randomRequest(r, policies, takes, space, look)
 			}
 			if r.IntN(5) == 0 {
-				compareOne(t, pool, title, requests[0].parts[0], above, clock, model)
+				compareOne(t, pool, title, requests[0].parts[0], clock, model)
 				compareRows(t, pool, title, space, model)
 				continue
 			}
@@ -153,6 +172,9 @@ func TestAllEqualsModels(t *testing.T) {
 			for _, request := range requests {
 				all := true
 				for _, p := range request.parts {
+					if p.cost > 0 && p.decision.granted > 0 {
+						takes[p.id] = append(takes[p.id], p.decision.takenBy(p.policy, p.cost, 1+r.Int64N(p.decision.granted)))
+					}
 					if p.decision.retryAfter != never {
 						goals = append(goals, clock+p.decision.retryAfter)
 					}
@@ -162,7 +184,7 @@ func TestAllEqualsModels(t *testing.T) {
 				switch {
 				case look:
 					looks++
-				case request.parts[0].cost < 0 && above:
+				case request.parts[0].cost < 0 && request.parts[0].refund == nil:
 					grants++
 				case request.parts[0].cost < 0:
 					refunds++
@@ -174,7 +196,7 @@ func TestAllEqualsModels(t *testing.T) {
 					halfRefused++
 				}
 			}
-			compareAll(t, pool, title, requests, clock)
+			compareAll(t, pool, title, requests, clock, r.IntN(3) == 0)
 			compareRows(t, pool, title, space, model)
 		}
 	}
@@ -183,12 +205,12 @@ func TestAllEqualsModels(t *testing.T) {
 	}
 }
 
-func randomRequest(r *rand.Rand, policies map[string]Policy, space string, look, above bool) modelRequest {
-	request := modelRequest{above: above, count: 1}
+func randomRequest(r *rand.Rand, policies map[string]Policy, takes map[rowID][]take, space string, look bool) modelRequest {
+	request := modelRequest{count: 1}
 	if r.IntN(4) == 0 {
 		request.count = 1 + r.Int64N(5)
 	}
-	gives := r.IntN(3) == 0
+	gives, grants := r.IntN(3) == 0, r.IntN(3) == 0
 	for range 1 + r.IntN(4) {
 		name := string('a' + rune(r.IntN(3)))
 		p := modelPart{
@@ -204,6 +226,9 @@ func randomRequest(r *rand.Rand, policies map[string]Policy, space string, look,
 			p.cost = cost
 		default:
 			p.cost = -max(cost, 1)
+		}
+		if p.cost < 0 && !grants {
+			p.cost, _, p.refund = randomRefund(r, p.policy, takes[p.id], p.cost, 1)
 		}
 		if !slices.ContainsFunc(request.parts, func(q modelPart) bool { return q.id == p.id && q.durable == p.durable }) {
 			request.parts = append(request.parts, p)
@@ -231,10 +256,25 @@ func allArrays(requests []modelRequest) []any {
 	return []any{owners, names, keys, durables, algorithms, limits, spans, refills, costs, counts}
 }
 
+// allRefunds are its arguments from $14 on.
+func allRefunds(requests []modelRequest) []any {
+	var parts []modelPart
+	for _, request := range requests {
+		parts = append(parts, request.parts...)
+	}
+	var refunds refunds
+	for i, p := range parts {
+		if p.refund != nil {
+			refunds.add(i, len(parts), p.refund[0])
+		}
+	}
+	return []any{refunds.since, refunds.in, refunds.at, refunds.spent}
+}
+
 // compareOne asks what a part does of its row alone, by the function of its algorithm, and compares the decision.
-func compareOne(t *testing.T, pool *pgxpool.Pool, title string, p modelPart, above bool, clock int64, model rows) {
+func compareOne(t *testing.T, pool *pgxpool.Pool, title string, p modelPart, clock int64, model rows) {
 	t.Helper()
-	one := step{policy: p.policy, durable: p.durable, name: p.id.name, clock: clock, above: above, elements: []element{{key: p.id.key, cost: p.cost, count: 1}}}
+	one := step{policy: p.policy, durable: p.durable, name: p.id.name, clock: clock, elements: []element{{key: p.id.key, cost: p.cost, count: 1, refund: p.refund}}}
 	model.decide(one)
 	batch := &pgx.Batch{}
 	queueStep(batch, "", one)
@@ -247,10 +287,10 @@ func compareOne(t *testing.T, pool *pgxpool.Pool, title string, p modelPart, abo
 }
 
 // compareAll compares every decision.
-func compareAll(t *testing.T, pool *pgxpool.Pool, title string, requests []modelRequest, clock int64) {
+func compareAll(t *testing.T, pool *pgxpool.Pool, title string, requests []modelRequest, clock int64, skip bool) {
 	t.Helper()
 	got := map[int64]decision{}
-	args := append(allArrays(requests), nil, nil, time.UnixMicro(clock), requests[0].above)
+	args := append(append(allArrays(requests), nil, nil, time.UnixMicro(clock)), append(allRefunds(requests), skip)...)
 	err := queryDecisions(t.Context(), pool, false, allStatement, args, func(ord int64, d decision) { got[ord] = d })
 	require.NoError(t, err, "%s\n%v", title, requests)
 	ord := int64(0)
@@ -260,7 +300,7 @@ func compareAll(t *testing.T, pool *pgxpool.Pool, title string, requests []model
 			is, want := got[ord], p.decision
 			is.decidedAt = is.decidedAt.UTC()
 			for _, d := range []*decision{&is, &want} {
-				d.state = used(d.state, algorithm(p.policy))
+				d.state, d.taken.units = toldState(used(d.state, algorithm(p.policy))), 0
 				d.state.log = newEntries(nil)
 			}
 			require.Equal(t, want, is, "%s, request %d, part %d of %+v", title, i, j, requests)

@@ -153,7 +153,7 @@ func TestAllFunctionRefusesBadParts(t *testing.T) {
 				{id: rowID{"b", "y"}, policy: TokenBucket{Capacity: 3, Refill: 1, Every: time.Hour}, cost: 1},
 			}, count: 1},
 			{parts: []modelPart{{id: rowID{"a", "y"}, policy: SlidingWindow{Limit: 3, Window: time.Hour}, cost: 1}}, count: 1},
-		}), nil, nil, t0, false)
+		}), nil, nil, t0, nil, nil, nil, nil, false)
 	}
 	_, err := pool.Exec(t.Context(), allStatement, good()...)
 	require.NoError(t, err)
@@ -271,7 +271,7 @@ func TestRandomSetsDoNotDeadlock(t *testing.T) {
 			case 0:
 				_, err = l.Allow(t.Context(), key())
 			case 1:
-				_, err = l.Refund(t.Context(), key(), 1)
+				_, err = l.Refund(t.Context(), forged(l, key(), 1))
 			case 2:
 				_, err = l.Grant(t.Context(), key(), 1)
 			case 3:
@@ -315,7 +315,7 @@ func TestLockingSetsInTheOrderGivenDeadlocks(t *testing.T) {
 			}
 			a, b, c := part(limiterA, "x"), part(limiterB, "x"), part(limiterC, "m")
 			ask := func(parts ...modelPart) func() (any, error) { // as given: AllowAll would put them in order
-				args := append(allArrays([]modelRequest{{parts: parts, count: 1}}), nil, nil, nil, false)
+				args := append(allArrays([]modelRequest{{parts: parts, count: 1}}), nil, nil, nil, nil, nil, nil, nil, false)
 				return later(func() (any, error) { return pool.Exec(context.Background(), allStatement, args...) })
 			}
 			holder := hold(t, db, limiterC.config, "m")
@@ -347,10 +347,9 @@ func TestSetsAreCoalesced(t *testing.T) {
 	pool, counted := tracedPool(t, db)
 	_, b, c := threeLimits(t, pool, 10, 10, 1000)
 	a := newLimiter(t, pool, Config{Name: "address", Policy: FixedWindow{Limit: 10, Window: year}, Timeout: amply, MaxInFlight: 1})
-	_, err := a.Allow(t.Context(), "held")
-	require.NoError(t, err)
-	holder := hold(t, db, a.config, "held")
-	blocked := later(func() (Result, error) { return a.Allow(context.Background(), "held") })
+	holder := begin(t, db)
+	exec(t, holder, "LOCK TABLE rate_limit_ephemeral")
+	blocked := later(func() (Result, error) { return a.Allow(context.Background(), "blocked") })
 	waitUntilBlocked(t, db.Pool, 1)
 	finished := make([]func() (Results, error), calls)
 	for i := range calls {
@@ -359,9 +358,9 @@ func TestSetsAreCoalesced(t *testing.T) {
 		})
 	}
 	waitUntil(t, func() bool { return a.waiting() == calls })
-	before := counted.count()
+	waitUntil(t, func() bool { return counted.count() == 3 }) // the last of which waits for the table for as long as it may
 	require.NoError(t, holder.Commit(t.Context()))
-	_, err = blocked()
+	_, err := blocked()
 	require.NoError(t, err)
 	for _, call := range finished {
 		results, err := call()
@@ -369,7 +368,7 @@ func TestSetsAreCoalesced(t *testing.T) {
 		require.True(t, results.Allowed)
 	}
 	require.EqualValues(t, calls, taken(t, db.Pool, c.config, "all"))
-	require.Equal(t, 1, counted.count()-before)
+	require.Equal(t, 4, counted.count())
 }
 
 func TestAllowAllInATransaction(t *testing.T) {
@@ -510,25 +509,28 @@ func TestRefundAndGrantOfSeveralPolicies(t *testing.T) {
 	now := t0
 	l := newLimiter(t, pool, Config{Name: "api", Timeout: amply, Test: TestConfig{Now: func() time.Time { return now }},
 		Policy: All(FixedWindow{Limit: 10, Window: time.Second}, SlidingLog{Limit: 15, Window: time.Hour})})
-	told := func(result Result, err error) func(want Result) {
+	told := func(result Result, err error) func(want Result) Result {
 		t.Helper()
 		require.NoError(t, err)
-		return func(want Result) {
+		return func(want Result) Result {
 			t.Helper()
 			want.Allowed, want.DecidedAt = true, now
 			require.Equal(t, want, utc(result))
+			return result
 		}
 	}
-	told(l.AllowN(t.Context(), "key", 8))(Result{Limit: 10, Remaining: 2, ResetAfter: time.Hour})
+	eight := told(l.AllowN(t.Context(), "key", 8))(Result{Limit: 10, Remaining: 2, ResetAfter: time.Hour})
 	now = now.Add(time.Second)
-	told(l.AllowN(t.Context(), "key", 4))(Result{Limit: 15, Remaining: 3, ResetAfter: time.Hour})
-	told(l.Refund(t.Context(), "key", 6))(Result{Limit: 15, Remaining: 9, ResetAfter: time.Hour - time.Second}) // the window is full, and takes but 4
-	told(l.Grant(t.Context(), "key", 5))(Result{Limit: 15, Remaining: 14, ResetAfter: time.Hour})
-	told(l.AllowN(t.Context(), "key", 10))(Result{Limit: 15, Remaining: 4, ResetAfter: time.Hour})
+	four := told(l.AllowN(t.Context(), "key", 4))(Result{Limit: 15, Remaining: 3, ResetAfter: time.Hour})
+	told(l.RefundN(t.Context(), eight, 6))(Result{Limit: 10, Remaining: 6, ResetAfter: time.Hour}) // the window that counted them is over
+	told(l.Grant(t.Context(), "key", 5))(Result{Limit: 10, Remaining: 11, ResetAfter: time.Hour})
+	ten := told(l.AllowN(t.Context(), "key", 10))(Result{Limit: 10, Remaining: 1, ResetAfter: time.Hour}) // 4 of the window's, 1 of the log's credit
 	denied, err := l.AllowN(t.Context(), "key", 6)
 	require.NoError(t, err)
-	require.Equal(t, Result{Limit: 15, Remaining: 4, RetryAfter: time.Hour - time.Second, ResetAfter: time.Hour, DecidedAt: now}, utc(denied))
-	told(l.Refund(t.Context(), "key", 1000))(Result{Limit: 10, Remaining: 15, ResetAfter: time.Hour})
+	require.Equal(t, Result{Limit: 10, Remaining: 1, RetryAfter: time.Hour - time.Second, ResetAfter: time.Hour, DecidedAt: now}, utc(denied))
+	told(l.Refund(t.Context(), four))(Result{Limit: 10, Remaining: 5, ResetAfter: time.Hour})
+	told(l.RefundN(t.Context(), ten, 4))(Result{Limit: 10, Remaining: 9, ResetAfter: time.Hour}) // of each its credit first
+	told(l.Refund(t.Context(), ten))(Result{Limit: 10, Remaining: 15, ResetAfter: time.Hour})
 }
 
 func TestAllIsValidated(t *testing.T) {

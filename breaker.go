@@ -118,10 +118,11 @@ func (b *breaker) tell(open bool, err error, away time.Duration) {
 
 // isAway tells whether an error means that Postgres is away or slow. A fault of the set-up does not: it has to be seen, and waiting
 // does not mend it. Nor does a row that somebody's transaction holds: Postgres has answered, and whoever can keep a row locked must
-// not be let through for it.
+// not be let through for it; a locked table is an outage.
 func isAway(err error) bool {
-	store, ok := errors.AsType[*StoreError](err)
-	return ok && !store.lockTimeout() && (errors.Is(err, ErrUnavailable) || errors.Is(err, ErrTimeout) || errors.Is(err, ErrOutcomeUnknown))
+	_, ok := errors.AsType[*StoreError](err)
+	held := errors.Is(err, ErrKeyHeld) || errors.Is(err, errHeldUp) || lockTimeout(err) && !errors.Is(err, ErrUnavailable)
+	return ok && !held && (errors.Is(err, ErrUnavailable) || errors.Is(err, ErrTimeout) || errors.Is(err, ErrOutcomeUnknown))
 }
 
 // board turns away the calls of a batch that must not be made, because the breaker has opened since they were asked for. It returns

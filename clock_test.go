@@ -46,8 +46,9 @@ func TestApplicationsClockIsReadForDifferencesOnly(t *testing.T) {
 		"coalesce.go: enqueue", "coalesce.go: send", // how long a call has waited
 		"denials.go: newDenials", "denials.go: local", // how old a denial is
 		"failure.go: substitute", "failure.go: substitute", "fallback.go: newFallback", // when there is no database to decide
-		"observer.go: ended", "observer.go: endedAll", "observer.go: sent", "ratelimit.go: allow", "ratelimit.go: allowTx", // how long a call or a statement took
-		"wait.go: settle", "wait.go: refuse", // how long it is to the retry time
+		"held.go: isHeld", "held.go: found", "held.go: askHeld", "held.go: giveUp", "held.go: waitAlone", "held.go: waitAlone", "held.go: waitAlone", "held.go: ask", "held.go: ask", // how long a row was held
+		"observer.go: ended", "observer.go: endedAll", "observer.go: sent", "ratelimit.go: New", "ratelimit.go: allow", "ratelimit.go: allowTx", // how long a call or a statement took
+		"wait.go: settle", "wait.go: answerAll", "wait.go: refuse", // how long it is to the retry time
 	}, readers)
 }
 

@@ -11,8 +11,8 @@ import (
 type call struct {
 	by     *Limiter
 	key    string
-	cost   int64         // below 0: a refund
-	above  bool          // and then a grant
+	cost   int64         // below 0: a grant, or a refund
+	refund []take        // and then of this
 	since  time.Time     // when it was made
 	done   chan struct{} // gets one value, once result and err are set
 	probe  bool          // it may ask the database although the breaker is open
@@ -23,28 +23,33 @@ type call struct {
 }
 
 // enqueue has a request decided: at once if fewer than MaxInFlight statements are under way, else with the next one.
-func (l *Limiter) enqueue(ctx context.Context, key string, cost int64, above bool, s *set, probe bool) (Result, error) {
+func (l *Limiter) enqueue(ctx context.Context, key string, cost int64, refund []take, s *set, probe bool) (Result, error) {
 	c, ok := l.calls.Get().(*call)
 	if !ok {
 		c = &call{done: make(chan struct{}, 1)}
 	}
-	c.by, c.key, c.cost, c.above, c.set, c.since, c.probe, c.next = l, key, cost, above, s, time.Now(), probe, nil
+	c.by, c.key, c.cost, c.refund, c.set, c.since, c.probe, c.next = l, key, cost, refund, s, time.Now(), probe, nil
 
 	l.mu.Lock()
-	l.queue = append(l.queue, c)
-	leave := l.inFlight < l.config.MaxInFlight
+	held := l.isHeld(c)
+	leave := !held && l.inFlight < l.config.MaxInFlight
 	if leave {
 		l.inFlight++
 	}
+	if !held {
+		l.queue = append(l.queue, c)
+	}
 	l.mu.Unlock()
-	if leave {
+	if held {
+		l.toLane([]*call{c})
+	} else if leave {
 		go l.fly()
 	}
 
 	select {
 	case <-c.done:
 		result, err := c.result, c.err
-		c.by, c.key, c.set, c.err = nil, "", nil, nil
+		c.by, c.key, c.refund, c.set, c.result, c.err = nil, "", nil, nil, Result{}, nil
 		l.calls.Put(c)
 		return result, err
 	case <-ctx.Done():
@@ -110,9 +115,9 @@ func (c *core) board(batch []*call) []*call {
 }
 
 // leavesWith tells whether one statement can decide both. It has one policy, and calls that look leave apart from those that
-// take, because they need no lock; and so do grants, because the statement says that its costs below 0 are.
+// take, because they need no lock.
 func (c *call) leavesWith(other *call) bool {
-	return (c.cost == 0) == (other.cost == 0) && c.above == other.above && (c.set != nil) == (other.set != nil) &&
+	return (c.cost == 0) == (other.cost == 0) && (c.set != nil) == (other.set != nil) &&
 		(c.by == other.by || c.set != nil || c.by.policy == other.by.policy)
 }
 
@@ -121,54 +126,58 @@ func (l *Limiter) send(f *flight) {
 	// The batch has the time that its oldest call still has. One that has next to none left would cost the others theirs.
 	batch, now := f.batch, time.Now()
 	for len(batch) > 0 && now.Sub(batch[0].since) > l.config.Timeout/10*9 {
-		batch[0].finish(Result{}, &StoreError{kinds: []error{ErrTimeout}, err: errNotAsked})
+		var err error = &StoreError{kinds: []error{ErrTimeout}, err: errNotAsked}
+		if l.begin.Add(time.Duration(l.heldAt.Load())).After(batch[0].since) {
+			err = errOthersHeld // and then it is no outage
+		}
+		batch[0].finish(Result{}, err)
 		batch = batch[1:]
 	}
 	batch, probe := l.breaker.board(batch)
 	if len(batch) == 0 {
 		return
 	}
-	ctx, cancel := context.WithDeadline(context.Background(), batch[0].since.Add(l.config.Timeout))
-	defer cancel()
-
-	elements := f.group(batch)
-	err := l.decideAndRemember(ctx, elements, l.settings)
-	l.breaker.report(err, probe)
-	l.sent(now, len(batch), f.queued, err)
-	if store, ok := errors.AsType[*StoreError](err); ok && len(elements) > 1 && store.lockTimeout() {
-		// Somebody's transaction holds one of the rows, and nothing was taken. The other keys shall not suffer for it.
-		patience := l.settings
-		patience.lockTimeout = millis(l.config.Timeout / 50)
-		for i := range elements {
-			l.tell(&elements[i], l.decideAndRemember(ctx, elements[i:i+1], patience))
-		}
-		return
-	}
-	for i := range elements {
-		l.tell(&elements[i], err)
-	}
+	deadline := batch[0].since.Add(l.config.Timeout)
+	// What held rows leave undecided after some time goes to the lane, which is there for it.
+	a := asking{l: l, deadline: deadline, probe: probe, queued: f.queued, until: now.Add(l.patience() / 5)}
+	a.ask(f.group(batch), false, l.rowWait())
+	l.toLane(a.held)
 }
 
 // decideAndRemember decides elements, and remembers the keys that were denied.
 func (l *Limiter) decideAndRemember(ctx context.Context, elements []element, settings settings) error {
 	if l.denials == nil || elements[0].set != nil {
-		return l.decide(ctx, l.db, elements, settings)
+		err := l.decide(ctx, l.db, elements, settings)
+		l.changed(elements, err, nil)
+		return err
 	}
-	asked, resets := l.denials.local(), l.denials.resets.Load()
+	asked, since := l.denials.local(), l.denials.leave()
 	err := l.decide(ctx, l.db, elements, settings)
 	told := l.denials.local()
 	for i := range elements {
-		switch e := &elements[i]; {
-		case e.cost < 0:
-			l.denials.reset(e.key) // also after an error: it may have been given back
-		case e.cost == 0 || e.set != nil || err != nil:
-		case e.decision.granted < e.count:
-			l.denials.remember(l.policy, e.key, e.decision, asked, told, resets)
-		default:
-			l.denials.forget(e.key)
+		e := &elements[i]
+		l.changed(elements[i:i+1], err, &since)
+		if err == nil && e.set == nil && !e.held && e.cost > 0 && e.decision.granted < e.count {
+			l.denials.remember(l.policy, e.key, e.decision, asked, told, &since)
 		}
 	}
 	return err
+}
+
+// changed has what is remembered of the elements' keys forgotten if they have taken or given something, or may have.
+func (l *Limiter) changed(elements []element, err error, since *changes) {
+	for i := range elements {
+		e := &elements[i]
+		switch granted := e.decision.granted > 0 || len(e.decisions) > 0 && e.decisions[0].granted > 0; {
+		case e.cost == 0 || err == nil && !granted:
+		case e.key != "":
+			l.denials.changed(e.key, since)
+		default:
+			for _, p := range e.set.parts {
+				p.of.denials.changed(p.key, since)
+			}
+		}
+	}
 }
 
 // group makes elements of calls: those for the same key and of the same cost become one, unless one of another cost lies between
@@ -195,7 +204,7 @@ func (f *flight) group(batch []*call) []element {
 		if len(batch) > 1 {
 			f.last[c.key] = len(f.elements)
 		}
-		f.elements = append(f.elements, element{key: c.key, cost: c.cost, count: 1, above: c.above, first: c, last: c})
+		f.elements = append(f.elements, element{key: c.key, cost: c.cost, count: 1, refund: c.refund, first: c, last: c})
 	}
 	return f.elements
 }
@@ -205,7 +214,9 @@ func (l *Limiter) tell(e *element, err error) {
 	i := int64(1)
 	for c := e.first; c != nil; i++ {
 		next := c.next // before the caller goes on, and uses the call again
-		if err != nil {
+		if errors.Is(err, errRefused) && c.set != nil {
+			c.finish(Result{}, c.set.refused())
+		} else if err != nil {
 			c.finish(Result{}, err)
 		} else if c.set != nil {
 			c.set.results = e.results(i)

@@ -263,7 +263,7 @@ func TestRowsAreMadeAndLockedInOneOrder(t *testing.T) {
 			t.Parallel()
 			db := pgtest.New(t)
 			if broken {
-				rewrite(t, db.Pool, "rate_limit_lock", "DO UPDATE SET count = d.count WHERE false", "DO NOTHING")
+				rewrite(t, db.Pool, "rate_limit_lock", "DO UPDATE SET count = d.count WHERE clock_timestamp() > give_up AND", "DO NOTHING; PERFORM 1 WHERE false AND")
 			}
 			config := Config{Name: "test", Policy: FixedWindow{Limit: 10, Window: year}, Timeout: amply}
 			limiter := newLimiter(t, db.NewPool(t, nil), config)

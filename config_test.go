@@ -6,8 +6,11 @@ import (
 	"testing"
 	"time"
 
+	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit/internal/pgtest"
 )
 
 // unusedPool is a pool that a test never uses.
@@ -97,9 +100,28 @@ func TestNewRefusesWhatCannotWork(t *testing.T) {
 
 	limiter, err := New(nil, Config{Name: "n", Policy: good})
 	require.Nil(t, limiter)
+	require.ErrorContains(t, err, "*pgxpool.Pool")
+}
+
+// What a single connection cannot do, and would be missed, is refused.
+func TestNewRefusesSynchronousCommitOfAConnection(t *testing.T) {
+	t.Parallel()
+
+	conn := connect(t, pgtest.New(t))
+	config := Config{Name: "n", Policy: hourly, Durable: true, SynchronousCommit: true}
+	_, err := New(conn, config)
 	var configErr *ConfigError
 	require.ErrorAs(t, err, &configErr)
-	require.Contains(t, err.Error(), "*pgxpool.Pool")
+	require.Equal(t, "SynchronousCommit", configErr.Field)
+	require.Contains(t, err.Error(), "SET synchronous_commit = on")
+	config.SynchronousCommit = false
+	_ = newLimiter(t, conn, config)
+
+	for _, db := range []DBTX{nil, (*pgxpool.Pool)(nil), (*pgxpool.Conn)(nil), (*pgx.Conn)(nil)} {
+		_, err := New(db, policy(hourly))
+		require.ErrorAs(t, err, &configErr)
+		require.Equal(t, "db", configErr.Field)
+	}
 }
 
 func policy(p Policy) Config { return Config{Name: "n", Policy: p} }

@@ -36,17 +36,23 @@ func TestMistakesInTheFunctionsDifferFromTheModel(t *testing.T) {
 		{"rate_limit_sliding_log", "- s.window_start + clock", "- s.window_start + clock - 1"},
 		{"rate_limit_sliding_log", "s.log[needed + 1:]", "s.log[needed:]"},
 		{"rate_limit_sliding_log", "IF units > 0 THEN", "IF true THEN"},
-		{"rate_limit_sliding_log", "back <= -(s.log[newest] & 1023)", "back < -(s.log[newest] & 1023)"},
-		{"rate_limit_sliding_log", "ELSIF changed THEN -- as", "ELSIF false THEN -- as"},
+		{"rate_limit_sliding_log", "IF back = (s.log[needed] & 1023) THEN", "IF false THEN"},
+		{"rate_limit_sliding_log", "(e.entry >> 10) << 10 = taken_in[r.ord] << 10", "e.nth = cardinality(s.log)"},
+		{"rate_limit_sliding_log", "IF s.credit = 0 THEN -- as", "IF false THEN -- as"},
 		{"rate_limit_fixed_window", "r.asked > -(9223372036854775807 / r.cost)", "r.asked > 1 - (9223372036854775807 / r.cost)"},
 		{"rate_limit_fixed_window", "s.credit := s.credit - spent", "s.credit := s.credit"},
-		{"rate_limit_fixed_window", "IF changed AND s.count = 0 THEN", "IF false THEN"},
-		{"rate_limit_sliding_window", "least(back + s.count, 0)", "least(back + 0 * s.count, 0)"},
+		{"rate_limit_fixed_window", "IF s.credit = 0 THEN -- as", "IF false THEN -- as"},
+		{"rate_limit_fixed_window", "s.window_start = taken_in[r.ord]", "taken_in[r.ord] IS NOT NULL"},
+		{"rate_limit_fixed_window", "s.since = taken_since[r.ord]", "taken_since[r.ord] IS NOT NULL"},
+		{"rate_limit_sliding_window", "s.window_start - window_us = taken_in[r.ord]", "taken_in[r.ord] IS NOT NULL"},
 		{"rate_limit_sliding_window", "s.expires_at := clock + reset_after_us", "s.expires_at := s.window_start + 2 * window_us"},
 		{"rate_limit_sliding_window", "greatest(r.cost, 1) - s.credit", "greatest(r.cost, 1)"},
-		{"rate_limit_token_bucket", "back >= -((full_credit - s.credit) / every_us)", "back > -((full_credit - s.credit) / every_us)"},
-		{"rate_limit_token_bucket", "s.count - greatest(back,", "s.count - 1 - greatest(back,"},
-		{"rate_limit_lock", "r.cost < 0 AND above", "r.cost < 0"},
+		{"rate_limit_token_bucket", "t - taken_in[r.ord] <= need / refill", "t - taken_in[r.ord] < need / refill"},
+		{"rate_limit_token_bucket", "s.returned := s.returned + back", "s.returned := s.returned"},
+		{"rate_limit_token_bucket", "OR s.capacity <> capacity", ""},
+		{"rate_limit_token_bucket", "s.since := t;", ""},
+		{"rate_limit_token_bucket", "s.count + least(units,", "s.count + 1 + least(units,"},
+		{"rate_limit_lock", "r.cost < 0 AND taken_in[r.ord] IS NULL", "r.cost < 0"},
 	} {
 		t.Run(c.function+", "+c.wrong, func(t *testing.T) {
 			t.Parallel()
@@ -75,7 +81,7 @@ func TestDecidingWithoutTheLockAdmitsTooMany(t *testing.T) {
 	for _, broken := range []bool{false, true} {
 		db := pgtest.New(t)
 		if broken {
-			rewrite(t, db.Pool, "rate_limit_lock", "FOR UPDATE", "")
+			rewrite(t, db.Pool, "rate_limit_lock", "FOR UPDATE SKIP LOCKED", "", "FOR UPDATE", "")
 		}
 		config := Config{Name: "test", Policy: FixedWindow{Limit: 10, Window: year}, Timeout: amply}
 		limiter := newLimiter(t, db.NewPool(t, nil), config)
@@ -85,11 +91,13 @@ func TestDecidingWithoutTheLockAdmitsTooMany(t *testing.T) {
 		first, err := limiter.AllowNTx(t.Context(), somebody, "key", 6)
 		require.NoError(t, err)
 		require.True(t, first.Allowed)
-		second := later(func() (Result, error) { return limiter.AllowN(context.Background(), "key", 6) })
+		other := begin(t, db) // which waits for as long as it takes, and asks once
+		second := later(func() (Result, error) { return limiter.AllowNTx(context.Background(), other, "key", 6) })
 		waitUntilBlocked(t, db.Pool, 1)
 		require.NoError(t, somebody.Commit(t.Context()))
 		result, err := second()
 		require.NoError(t, err)
+		require.NoError(t, other.Commit(t.Context()))
 		require.Equal(t, broken, result.Allowed) // 13 of 10
 		require.EqualValues(t, 7, taken(t, db.Pool, config, "key"))
 	}
@@ -107,15 +115,17 @@ func TestUpdatingByTidInTheStatementOfTheLockIsLost(t *testing.T) {
 				CREATE OR REPLACE FUNCTION rate_limit_fixed_window(
 					name text, keys text[], max_count bigint, window_us bigint, costs bigint[] DEFAULT NULL, counts bigint[] DEFAULT NULL,
 					durable boolean DEFAULT false, lock_timeout_ms integer DEFAULT NULL, synchronous_commit boolean DEFAULT NULL, now timestamptz DEFAULT NULL,
-					above boolean DEFAULT false)
+					taken_since bigint[] DEFAULT NULL, taken_in bigint[] DEFAULT NULL, taken_at bigint[] DEFAULT NULL, taken_spent bigint[] DEFAULT NULL,
+					skip_held boolean DEFAULT false)
 				RETURNS SETOF rate_limit_decision LANGUAGE sql SECURITY DEFINER AS $$
 					WITH locked AS (
-						SELECT r.ctid AS tid, r.* FROM rate_limit_ephemeral AS r WHERE r.prefix = name AND r.key = keys[1] FOR UPDATE
+						SELECT r.ctid AS tid, r.* FROM rate_limit_ephemeral AS r WHERE r.prefix = name AND r.key = keys[1] AND NOT skip_held FOR UPDATE
 					), updated AS (
 						UPDATE rate_limit_ephemeral AS r SET count = l.count + costs[1] FROM locked AS l WHERE r.ctid = l.tid
 					)
 					SELECT 1::bigint, 1::bigint, max_count - l.count - costs[1], 0::bigint, 0::bigint, clock_timestamp(),
-						l.count + costs[1], l.prev_count, l.window_start, l.credit, 0::bigint, l.expires_at, l.log
+						l.count + costs[1], l.prev_count, l.window_start, l.credit, 0::bigint, l.expires_at, l.log,
+						l.since, l.window_start, NULL::bigint, 0::bigint
 					FROM locked AS l
 				$$`)
 		}

@@ -7,26 +7,40 @@ package ratelimit
 // maxCredit is the most credit that a key can hold: with the largest limit, it stays within 64 bits.
 const maxCredit = 1 << 61
 
-// granter is a policy whose keys can hold granted credit.
-type granter interface {
-	Policy
-	// grantStatement is statement, with costs below 0 as grants.
-	grantStatement() string
-	// grant is the model of a grant: n is at least 1.
-	grant(s state, clock, n int64) (state, decision)
-}
-
-var (
-	_ granter = FixedWindow{}
-	_ granter = SlidingWindow{}
-	_ granter = TokenBucket{}
-	_ granter = SlidingLog{}
-)
-
 // rollForward is a row, rolled forward to the clock.
 func rollForward(p Policy, s state, clock int64) state {
 	_, d := p.decide(s, clock, 0)
 	return d.state
+}
+
+// unlessNew is a window's or log's row that counts nothing: without credit, it is as good as new.
+func (s state) unlessNew() state {
+	if s.credit == 0 {
+		s.since = 0
+	}
+	return s
+}
+
+// withCredit is a window's or log's row after a grant at t of n, which lives as long.
+func withCredit(s state, t, life, n int64) state {
+	if s.since == 0 {
+		s.since = t
+	}
+	s.credit = min(s.credit+n, maxCredit)
+	s.expiresAt = t + life
+	return s
+}
+
+// withCreditBack is a window's or log's row after what of k was spent of granted credit went back, and whether that changes it. It
+// goes back to the row that it came from, and not to one that has been made since.
+func withCreditBack(s state, t, life int64, k take) (state, bool) {
+	back := min(k.spent, maxCredit-s.credit)
+	if back == 0 || s.since == 0 || s.since != k.since {
+		return s, false
+	}
+	s.credit += back
+	s.expiresAt = max(s.expiresAt, t+life)
+	return s, true
 }
 
 // afterGrant is the decision of a grant that has made a row this.
@@ -37,8 +51,8 @@ func afterGrant(p Policy, s state, clock int64) (state, decision) {
 }
 
 // creditResetAfter is Policy.resetAfter while there is granted credit, or was until this statement has spent some of it.
-func creditResetAfter(last decision, credit, spent, units, life int64) int64 {
-	if credit > 0 || spent == 0 || units == 0 {
+func creditResetAfter(last decision, credit, units, life int64) int64 {
+	if credit > 0 || last.taken.spent == 0 || units == 0 {
 		return last.resetAfter
 	}
 	// What was spent last came out of credit, so before units more were taken, there was some.

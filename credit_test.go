@@ -15,7 +15,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 )
 
-// creditStep grants credit, or asks for n.
+// creditStep grants credit, or asks for n, or gives back, for n below 0, what was taken last.
 type creditStep struct {
 	at    int64
 	grant int64
@@ -27,7 +27,7 @@ func TestCreditIsSpentAfterTheOrdinaryRoom(t *testing.T) {
 	t.Parallel()
 	for _, test := range []struct {
 		name   string
-		policy granter
+		policy Policy
 		steps  []creditStep
 	}{
 		{"fixed window", FixedWindow{10, time.Minute}, []creditStep{
@@ -77,13 +77,15 @@ func TestCreditIsSpentAfterTheOrdinaryRoom(t *testing.T) {
 			{c3, 0, 2, granted(1, minute)}, // of the credit alone, which then lives on from here
 			{c4, 0, 4, denied(1, 57*second, 59*second)},
 			{c4, 0, 6, denied(1, 58*second, 59*second)}, // with the credit, the 4 that leave at c1 + minute would make 5
-			{c4, 0, -7, granted(8, 59*second)},          // the 6 of c2, and one of c1
+			{c4, 0, -6, granted(7, 59*second)},          // those of c2
+			{c4, 0, -1, granted(8, 59*second)},          // one of c1
 			{c5, 0, 8, granted(0, minute)},
 			{c5, 0, 1, denied(0, 56*second, minute)},
 			{c6, 2, 0, granted(2, minute)},
 			{c7, 0, 2, granted(0, 58*second)}, // the credit is spent: what is left to wait for are the entries
 			{c1 + minute, 0, 3, granted(0, minute)},
 			{c2 + minute, 7, 0, granted(7, minute)},
+			{c3 + minute, 0, -100, granted(10, 59*second)}, // the 3 of c1 + minute
 			{c3 + minute, 0, -100, granted(17, 59*second)},
 			{c2 + 2*minute - 1, 0, 0, free(17, 1)},
 			{c2 + 2*minute, 0, 0, free(10, 0)},
@@ -109,6 +111,12 @@ func TestCreditIsSpentAfterTheOrdinaryRoom(t *testing.T) {
 					next, got, err := checkGrant(test.policy, s, step.at, step.grant)
 					require.NoError(t, err)
 					require.Equal(t, step.want, got, "step %d: Grant of %d from %+v", i, step.grant, s)
+					s = next
+				} else if step.n < 0 {
+					k := take{units: -step.n, in: rollForward(test.policy, s, step.at).windowStart}
+					next, got, err := checkRefund(test.policy, s, step.at, k)
+					require.NoError(t, err)
+					require.Equal(t, step.want, got, "step %d", i)
 					s = next
 				} else {
 					s = playModel(t, test.policy, s, modelStep{step.at, step.n, step.want})
@@ -138,7 +146,7 @@ func TestNeverMoreThanTheLimitAndWhatWasGranted(t *testing.T) {
 	for range 500 {
 		limit, window := d.window()
 		limit = min(limit, 1<<40)
-		p := []granter{FixedWindow{limit, window}, SlidingWindow{limit, window}, TokenBucket{limit, 1 + limit, window}, SlidingLog{limit, window}}[d(4)]
+		p := []Policy{FixedWindow{limit, window}, SlidingWindow{limit, window}, TokenBucket{limit, 1 + limit, window}, SlidingLog{limit, window}}[d(4)]
 		if p.validate() != nil {
 			continue
 		}

@@ -5,7 +5,9 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"testing"
+	"testing/synctest"
 	"time"
+	"unsafe"
 
 	"github.com/stretchr/testify/require"
 
@@ -38,7 +40,8 @@ func rememberDenied(d testDenials, key string, clock *setClock) {
 	s, _ := d.policy.decide(state{}, at, d.policy.limit())
 	_, denied := d.policy.decide(s, at, 1)
 	denied.decidedAt = clock.at
-	d.remember(d.policy, key, denied, d.local(), d.local(), d.resets.Load())
+	since := d.leave()
+	d.remember(d.policy, key, denied, d.local(), d.local(), &since)
 }
 
 // The two limiters get the same requests; only one remembers denials. With one process, a clock that goes forward, and resets
@@ -65,7 +68,7 @@ func TestDenialsNeverChangeADecision(t *testing.T) {
 			asks, err := New(pool, config)
 			require.NoError(t, err)
 
-			local := 0
+			local, last := 0, map[string][2]Result{}
 			sources := map[bool]Source{false: SourceDatabase, true: SourceCachedDenial}
 			for step := range 1500 {
 				key := []string{"a", "b"}[random.IntN(2)]
@@ -73,11 +76,18 @@ func TestDenialsNeverChangeADecision(t *testing.T) {
 					require.NoError(t, remembers.Reset(ctx, key))
 					require.NoError(t, asks.Reset(ctx, key))
 				}
-				if random.IntN(20) == 0 {
-					give := random.IntN(2)
+				switch random.IntN(40) {
+				case 0:
 					for _, limiter := range []*Limiter{remembers, asks} {
-						_, err := [...]func(context.Context, string, int64) (Result, error){limiter.Refund, limiter.Grant}[give](ctx, key, 2)
+						_, err := limiter.Grant(ctx, key, 2)
 						require.NoError(t, err)
+					}
+				case 1:
+					if last[key][0].receipt.leftover() > 0 {
+						for i, limiter := range []*Limiter{remembers, asks} {
+							_, err := limiter.Refund(ctx, last[key][i])
+							require.NoError(t, err)
+						}
 					}
 				}
 				cost := 1 + random.Int64N(5)
@@ -97,9 +107,11 @@ func TestDenialsNeverChangeADecision(t *testing.T) {
 				want, err := asks.with(t, asked).AllowN(ctx, key, cost)
 				require.NoError(t, err)
 				require.Equal(t, sources[remembered], got.Source)
+				if got.Allowed {
+					last[key] = [2]Result{got, want}
+				}
 				got.Source = want.Source
-				got.DecidedAt, want.DecidedAt = got.DecidedAt.UTC(), want.DecidedAt.UTC()
-				require.Equal(t, want, got, "step %d of seed %d, cost %d", step, seed, cost)
+				require.Equal(t, utc(want), utc(got), "step %d of seed %d, cost %d", step, seed, cost)
 				clock.at = clock.at.Add(time.Duration(random.Int64N(400_000)) * time.Microsecond)
 			}
 			require.Greater(t, local, 100, "hardly a call was decided locally")
@@ -159,9 +171,9 @@ func TestDenialAllowsForTheTimeThatTheStatementTook(t *testing.T) {
 	s, _ := d.policy.decide(state{}, at, 1)
 	_, denied := d.policy.decide(s, at, 1)
 	denied.decidedAt = clock.at
-	asked := d.local()
+	asked, since := d.local(), d.leave()
 	clock.at = clock.at.Add(10 * time.Millisecond)
-	d.remember(d.policy, "key", denied, asked, d.local(), 0)
+	d.remember(d.policy, "key", denied, asked, d.local(), &since)
 
 	result, ok := d.deny("key", 1)
 	require.True(t, ok)
@@ -175,22 +187,116 @@ func TestDenialAllowsForTheTimeThatTheStatementTook(t *testing.T) {
 func TestDenialDecidedBeforeAResetIsNotRemembered(t *testing.T) {
 	t.Parallel()
 	d, clock := newTestDenials(FixedWindow{Limit: 1, Window: time.Hour}, time.Second)
-	before := d.resets.Load()
+	before := d.leave()
 	at := clock.at.UnixMicro()
 	s, _ := d.policy.decide(state{}, at, 1)
 	_, denied := d.policy.decide(s, at, 1)
 	denied.decidedAt = clock.at
-	d.reset("key")
-	d.remember(d.policy, "key", denied, d.local(), d.local(), before)
+	d.changed("key", nil)
+	d.remember(d.policy, "key", denied, d.local(), d.local(), &before)
 	_, ok := d.deny("key", 1)
 	require.False(t, ok)
 
 	rememberDenied(d, "key", clock)
 	_, ok = d.deny("key", 1)
 	require.True(t, ok)
-	d.reset("key")
+	d.changed("key", nil)
 	_, ok = d.deny("key", 1)
 	require.False(t, ok)
+}
+
+// With two statements under way, a denial that comes back after something else did is not remembered: it may have been decided
+// before that. What its own statement has granted, it knows, and what happens to most other keys is of no matter.
+func TestDenialThatComesBackLateIsNotRemembered(t *testing.T) {
+	t.Parallel()
+	d, clock := newTestDenials(FixedWindow{Limit: 10, Window: time.Hour}, time.Second)
+	at := clock.at.UnixMicro()
+	taken, _ := d.policy.decide(state{}, at, 10)
+	_, denied := d.policy.decide(taken, at, 1)
+	denied.decidedAt = clock.at
+	remembered := func(since changes) bool {
+		d.remember(d.policy, "key", denied, d.local(), d.local(), &since)
+		_, ok := d.deny("key", 1)
+		return ok
+	}
+
+	late := d.leave()
+	d.changed("key", nil)
+	require.False(t, remembered(late))
+	own := d.leave()
+	d.changed("key", &own)
+	require.True(t, remembered(own), "10 of 64 were granted, and 54 were not")
+	d.changed("key", nil)
+	require.False(t, remembered(own))
+
+	others := 0
+	for i := range 1000 {
+		since := d.leave()
+		d.changed(fmt.Sprint("other ", i), nil)
+		if !remembered(since) {
+			others++
+		}
+	}
+	require.Less(t, others, 50, "of which one in %d is to be expected", len(changes{}.of))
+}
+
+// An element of several requests, the last of which were denied, is remembered.
+func TestDenialOfSomeIsRemembered(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		policy := FixedWindow{Limit: 10, Window: time.Hour}
+		l := newLimiter(t, newModelDB(policy), Config{Name: "test", Policy: policy})
+		elements := []element{{key: "key", cost: 1, count: 64}}
+		require.NoError(t, l.decideAndRemember(t.Context(), elements, l.settings))
+		require.Equal(t, int64(10), elements[0].decision.granted)
+		result, err := l.Allow(t.Context(), "key")
+		require.NoError(t, err)
+		require.Equal(t, SourceCachedDenial, result.Source)
+	})
+}
+
+// A limiter that has not been denied anything holds nothing, and one whose denials are forgotten holds a kilobyte.
+func TestDenialsOfAnIdleLimiterAreSmall(t *testing.T) {
+	t.Parallel()
+	d, _ := newTestDenials(hourly, time.Second)
+	_, ok := d.deny("key", 1)
+	require.False(t, ok)
+	d.changed("key", nil)
+	_ = d.leave()
+	require.Nil(t, d.shards.Load())
+	require.LessOrEqual(t, unsafe.Sizeof([denialShards]denialShard{}), uintptr(1024))
+}
+
+// The first denial comes back when there is nothing yet to count changes in.
+func TestFirstDenial(t *testing.T) {
+	t.Parallel()
+	for name, c := range map[string]struct {
+		meanwhile  func(d testDenials, since *changes)
+		remembered bool
+	}{
+		"nothing happens":            {func(testDenials, *changes) {}, true},
+		"its own statement grants":   {func(d testDenials, since *changes) { d.changed("key", since) }, true},
+		"another grants":             {func(d testDenials, _ *changes) { d.changed("key", nil) }, false},
+		"another grants a neighbour": {func(d testDenials, _ *changes) { d.changed("other key", nil) }, false},
+		"another is denied, and the key is granted": {func(d testDenials, _ *changes) {
+			rememberDenied(d, "other key", &setClock{at: t0})
+			d.changed("key", nil)
+		}, false},
+		"another is denied, and it is granted itself": {func(d testDenials, since *changes) {
+			rememberDenied(d, "other key", &setClock{at: t0})
+			d.changed("key", since)
+		}, true},
+	} {
+		d, clock := newTestDenials(FixedWindow{Limit: 1, Window: time.Hour}, time.Second)
+		s, _ := d.policy.decide(state{}, clock.at.UnixMicro(), 1)
+		_, denied := d.policy.decide(s, clock.at.UnixMicro(), 1)
+		denied.decidedAt = clock.at
+		since := d.leave()
+		c.meanwhile(d, &since)
+		d.remember(d.policy, "key", denied, d.local(), d.local(), &since)
+		_, ok := d.deny("key", 1)
+		require.Equal(t, c.remembered, ok, name)
+	}
 }
 
 // An attacker with a million keys fills the memory of denials, and nothing else: what is not remembered is asked.

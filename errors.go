@@ -14,12 +14,16 @@ import (
 // What can go wrong with a call; compare with [errors.Is]. A denial is none of them: it is a [Result].
 var (
 	// ErrInvalidKey is returned by every method that takes a key, for a key that is empty, longer than 512 bytes, not valid
-	// UTF-8, or that has a NUL byte. The error is a [*KeyError]; nothing was asked.
+	// UTF-8, that has a NUL byte, or that the encoding of the database has no characters for. The error is a [*KeyError]; nothing was taken.
 	ErrInvalidKey = errors.New("ratelimit: invalid key")
 
-	// ErrInvalidCost is returned by AllowN and AllowNTx for a cost below 0, and by Refund, Grant and
-	// their twins for less than 1. The error is a [*CostError]; nothing was asked.
+	// ErrInvalidCost is returned by AllowN and AllowNTx for a cost below 0, and by RefundN, Grant and
+	// their twins for less than 1, or more than is left to give back. The error is a [*CostError]; nothing was asked.
 	ErrInvalidCost = errors.New("ratelimit: invalid cost")
+
+	// ErrNothingToRefund is returned by Refund and its twins for a result that took nothing, of which all was given back, or that
+	// the database has not decided: a denial, a Peek, or what [Config].OnFailure has answered. Nothing was asked.
+	ErrNothingToRefund = errors.New("ratelimit: nothing to refund: the result took nothing from the database, or all of it was given back")
 
 	// ErrCostExceedsLimit is returned by AllowN and AllowNTx for a cost above the policy's limit, which no waiting can make
 	// fit, and by Grant and GrantTx for more than a key can hold. The error is a [*CostError]; nothing was asked.
@@ -43,15 +47,19 @@ var (
 		"set default_query_exec_mode=exec in the connection string")
 
 	// ErrUnavailable: the database could not be reached, is shutting down or starting up, refuses connections, or has ended the
-	// connection. Whether the call counted is not in doubt (it did not) unless the error is ErrOutcomeUnknown as well.
+	// connection, or somebody has locked the table, as VACUUM FULL does. Whether the call counted is not in doubt (it did not) unless the error is ErrOutcomeUnknown as well.
 	ErrUnavailable = errors.New("the database is unavailable")
 
 	// ErrReadOnly: the database accepts no writes, like a standby or a primary that was demoted. It is an ErrUnavailable too.
 	ErrReadOnly = errors.New("the database is read-only, like a standby or a demoted primary; connect to the primary, for example with target_session_attrs=read-write")
 
-	// ErrTimeout: the database did not decide within [Config].Timeout, because it is slow, or because somebody's
-	// transaction holds the key's row. It is an ErrOutcomeUnknown too if the request had been sent.
+	// ErrTimeout: the database did not decide within [Config].Timeout, because it is slow, or, if it is an ErrKeyHeld too, because
+	// somebody's transaction holds the key's row. It is an ErrOutcomeUnknown too if the request had been sent.
 	ErrTimeout = errors.New("the database did not decide within Config.Timeout")
+
+	// ErrKeyHeld: somebody's transaction, such as one that has called AllowTx, has held the key's row for a quarter of Config.Timeout.
+	// Nothing was taken. It is an ErrTimeout too, but no outage: OnFailure does not answer it.
+	ErrKeyHeld = errors.New("somebody's transaction holds the row of the key; end transactions soon after AllowTx")
 
 	// ErrOutcomeUnknown: the connection broke, or the time was up, after the request had been sent, so it may or may not have
 	// counted. The limiter never repeats such a call by itself.
@@ -90,12 +98,16 @@ func (e *KeyError) Is(target error) bool { return target == ErrInvalidKey }
 // CostError is a cost that cannot be asked for: too small (ErrInvalidCost), or above the limit (ErrCostExceedsLimit).
 type CostError struct {
 	Cost, Limit int64
-	Least       int64 // what may be asked for: from 0, or from 1 of a Request, Refund or Grant
+	Least       int64 // what may be asked for: from 0, or from 1 of a Request, RefundN or Grant
+	refund      bool  // Limit is what is left to give back
 }
 
 func (e *CostError) Error() string {
 	if e.Cost < e.Least {
 		return fmt.Sprintf("%v: it is %d, and must be at least %d", ErrInvalidCost, e.Cost, e.Least)
+	}
+	if e.refund {
+		return fmt.Sprintf("%v: %d is more than the %d that are left to give back", ErrInvalidCost, e.Cost, e.Limit)
 	}
 	if e.Limit == maxCredit {
 		return fmt.Sprintf("%v: %d is more than the credit that a key can hold, %d; grant less", ErrCostExceedsLimit, e.Cost, e.Limit)
@@ -105,7 +117,24 @@ func (e *CostError) Error() string {
 
 // Is tells which of the two it is.
 func (e *CostError) Is(target error) bool {
-	return target == ErrInvalidCost && e.Cost < e.Least || target == ErrCostExceedsLimit && e.Cost > e.Limit
+	switch target {
+	case ErrInvalidCost:
+		return e.refund || e.Cost < e.Least
+	case ErrCostExceedsLimit:
+		return !e.refund && e.Cost > e.Limit
+	}
+	return false
+}
+
+// RefundError says that a result cannot be given back by this limiter, because another one has taken it: one of another name, or of
+// another table, schema or database. Nothing was asked.
+type RefundError struct{ Limiter, TakenBy string } // their names
+
+func (e *RefundError) Error() string {
+	if e.Limiter == e.TakenBy {
+		return fmt.Sprintf("ratelimit: the result is of a limiter %q with another Durable, Schema or database; refund it there", e.TakenBy)
+	}
+	return fmt.Sprintf("ratelimit: the result is of the limiter %q, and not of %q; refund it there", e.TakenBy, e.Limiter)
 }
 
 // WaitError says why Wait has not waited: the request, or one before it in the line, cannot be allowed before Deadline, that of the
@@ -124,7 +153,7 @@ func (e *WaitError) Error() string {
 func (e *WaitError) Is(target error) bool { return target == ErrWouldExceedDeadline }
 
 // StoreError is a failure of the database, or on the way to it. It is one or more of ErrNotMigrated, ErrNotPermitted,
-// ErrPreparedStatements, ErrUnavailable, ErrReadOnly, ErrTimeout and ErrOutcomeUnknown, and wraps the driver's error.
+// ErrPreparedStatements, ErrUnavailable, ErrReadOnly, ErrTimeout, ErrKeyHeld and ErrOutcomeUnknown, and wraps the driver's error.
 type StoreError struct {
 	kinds []error
 	err   error
@@ -142,11 +171,35 @@ func (e *StoreError) Error() string {
 // Unwrap returns the kinds of the error and the driver's error, which may be a *pgconn.PgError.
 func (e *StoreError) Unwrap() []error { return append(slices.Clip(e.kinds), e.err) }
 
-// lockTimeout tells whether the database gave up waiting for a row, so that nothing was taken.
-func (e *StoreError) lockTimeout() bool {
-	pgErr, ok := errors.AsType[*pgconn.PgError](e.err)
+// lockTimeout tells whether the database gave up waiting for a lock, so that nothing was taken.
+func lockTimeout(err error) bool {
+	pgErr, ok := errors.AsType[*pgconn.PgError](err)
 	return ok && pgErr.Code == "55P03"
 }
+
+// tableLocked tells of a lockTimeout whether it was the table that was locked, as far as the statement has told that apart: it waits
+// for the table in a LOCK TABLE of its own then, and the text of a statement is the same in every language of the server.
+func tableLocked(err error) bool {
+	pgErr, ok := errors.AsType[*pgconn.PgError](err)
+	return ok && pgErr.Code == "55P03" && strings.Contains(pgErr.Where, "LOCK TABLE")
+}
+
+// keyHeld is what a caller is told whose key is held.
+func keyHeld() error {
+	return &StoreError{kinds: []error{ErrTimeout, ErrKeyHeld}, err: errStillHeld}
+}
+
+// lockedTable is what the callers are told who have waited for the table.
+func lockedTable(err error) *StoreError {
+	return &StoreError{kinds: []error{ErrUnavailable}, err: fmt.Errorf("somebody has locked the table, as VACUUM FULL does: %w", err)}
+}
+
+var (
+	errStillHeld = errors.New("it was held each time that it was asked for, and nothing was taken")
+	errHeldUp    = errors.New("rows that somebody holds have taken the time; it was not asked")
+	// errOthersHeld is what callers are told whom held rows, not of theirs, have kept from being asked for in time.
+	errOthersHeld error = &StoreError{kinds: []error{ErrTimeout}, err: errHeldUp}
+)
 
 // errNotAsked is why a call that has waited too long in the process is given up.
 var errNotAsked = errors.New("the statements before this one took that long; it was not asked")
@@ -158,6 +211,15 @@ func undone(err error) bool {
 	return ok && (pgErr.Code == "40001" || pgErr.Code == "40P01")
 }
 
+// remade tells whether the database has rolled a statement back because a function or type that it used was dropped under it, as a
+// migration may: if it has been made again, the statement works when it runs again.
+func remade(err error) bool {
+	pgErr, ok := errors.AsType[*pgconn.PgError](err)
+	return ok && (pgErr.Code == "XX000" && (strings.HasPrefix(pgErr.Message, "cache lookup failed for ") || // which is in English everywhere
+		pgErr.Routine == "relation_open") ||
+		pgErr.Code == "0A000" && pgErr.Routine == "RevalidateCachedQuery") // the plan of a prepared statement returned another type
+}
+
 // NewStoreError translates an error of the driver, for statements that are not a limiter's, such as those of package cleanup.
 func NewStoreError(err error) *StoreError {
 	_, refused := errors.AsType[*pgconn.ConnectError](err)
@@ -166,6 +228,9 @@ func NewStoreError(err error) *StoreError {
 
 // storeError translates an error of the driver. sent tells whether the request may have reached the database.
 func storeError(err error, sent bool) *StoreError {
+	if tableLocked(err) {
+		return lockedTable(err)
+	}
 	if pgErr, ok := errors.AsType[*pgconn.PgError](err); ok {
 		return &StoreError{kinds: sqlStateKinds(pgErr, sent), err: err}
 	}
@@ -179,6 +244,26 @@ func storeError(err error, sent bool) *StoreError {
 	return &StoreError{kinds: []error{kind}, err: err}
 }
 
+// statementError translates an error of a statement of a limiter's. One that says that the database's encoding, or the connection's, has
+// no place for a key becomes a KeyError: the message of the database shows bytes of it.
+func statementError(err error) error {
+	if pgErr, ok := errors.AsType[*pgconn.PgError](err); ok && pgErr.SeverityUnlocalized == "ERROR" {
+		switch pgErr.Code {
+		case "22021", "22P05": // no such character
+			return errRefused
+		case "22023": // of our functions: it has become too long
+			if pgErr.ColumnName == "key" {
+				return errRefused
+			}
+		}
+	}
+	return storeError(err, true)
+}
+
+// errRefused is the KeyError of a key that Go accepts and the database does not.
+var errRefused error = &KeyError{Reason: "cannot be stored in the encoding of the database, or of the connection, or has more than 512 bytes in it; " +
+	"use ASCII, a database in UTF8, and client_encoding=UTF8"}
+
 // neverSent tells whether an error surely came before anything was sent. pgconn.SafeToRetry says that of ErrConnClosed too, but in
 // the simple protocol that is what comes of a connection that breaks after the statement was sent.
 func neverSent(err error) bool {
@@ -187,6 +272,9 @@ func neverSent(err error) bool {
 
 // sqlStateKinds tells what the database means by an error.
 func sqlStateKinds(err *pgconn.PgError, sent bool) []error {
+	if remade(err) {
+		return []error{ErrNotMigrated}
+	}
 	switch err.Code {
 	case "42P01", "42883", "3F000", "42704", "42703": // no such table, function, schema, type, column
 		return []error{ErrNotMigrated}

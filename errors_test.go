@@ -40,9 +40,18 @@ func everyCall(l *Limiter, key string) map[string]func() error {
 		"AllowN": func() error { return allowed(l.AllowN(context.Background(), key, 2)) },
 		"Peek":   func() error { return allowed(l.Peek(context.Background(), key)) },
 		"Reset":  func() error { return l.Reset(context.Background(), key) },
-		"Refund": func() error { return allowed(l.Refund(context.Background(), key, 2)) },
+		"Refund": func() error { return allowed(l.Refund(context.Background(), forged(l, key, 2))) },
 		"Grant":  func() error { return allowed(l.Grant(context.Background(), key, 2)) },
 	}
+}
+
+// forged is a result of a take that there was not.
+func forged(l *Limiter, key string, n int64) Result {
+	r := newReceipt(l, key, n, len(l.policies()))
+	for i := range r.parts {
+		r.parts[i].units = n
+	}
+	return Result{Allowed: true, receipt: r}
 }
 
 // requireKinds requires a StoreError of exactly these kinds, which does not show the key.
@@ -81,7 +90,7 @@ func TestInvalidKeys(t *testing.T) {
 		all := everyCall(limiter, c.key)
 		all["AllowTx"] = func() error { _, err := limiter.AllowTx(t.Context(), tx, c.key); return err }
 		all["AllowNTx"] = func() error { _, err := limiter.AllowNTx(t.Context(), tx, c.key, 1); return err }
-		all["RefundTx"] = func() error { _, err := limiter.RefundTx(t.Context(), tx, c.key, 1); return err }
+		delete(all, "Refund") // whose key is that of a take
 		all["GrantTx"] = func() error { _, err := limiter.GrantTx(t.Context(), tx, c.key, 1); return err }
 		all["ResetTx"] = func() error { return limiter.ResetTx(t.Context(), tx, c.key) }
 		for name, call := range all {
@@ -136,14 +145,18 @@ func TestInvalidCosts(t *testing.T) {
 				}
 			}
 		}
-		for _, n := range []int64{0, -1, math.MinInt64} {
-			result, err := limiter.Refund(t.Context(), "personal", n)
+		for _, n := range []int64{0, -1, math.MinInt64, 3, math.MaxInt64} {
+			says := fmt.Sprintf("ratelimit: invalid cost: it is %d, and must be at least 1", n)
+			if n > 0 {
+				says = fmt.Sprintf("ratelimit: invalid cost: %d is more than the 2 that are left to give back", n)
+			}
+			result, err := limiter.RefundN(t.Context(), forged(limiter, "personal", 2), n)
 			require.Zero(t, result)
-			_, errTx := limiter.RefundTx(t.Context(), tx, "personal", n)
+			_, errTx := limiter.RefundNTx(t.Context(), tx, forged(limiter, "personal", 2), n)
 			for _, err := range []error{err, errTx} {
 				require.ErrorIs(t, err, ErrInvalidCost)
 				require.NotErrorIs(t, err, ErrCostExceedsLimit)
-				require.EqualError(t, err, fmt.Sprintf("ratelimit: invalid cost: it is %d, and must be at least 1", n))
+				require.EqualError(t, err, says)
 			}
 		}
 		require.Equal(t, "T", string(tx.Conn().PgConn().TxStatus()))
@@ -355,7 +368,7 @@ func TestNotPermitted(t *testing.T) {
 	}
 	for _, sql := range []string{
 		"SELECT * FROM rate_limit_ephemeral", "DELETE FROM rate_limit_durable",
-		"SELECT rate_limit_lock('n', ARRAY['k'], NULL, NULL, 1, 1::smallint, false, NULL, NULL)",
+		"SELECT rate_limit_lock('n', ARRAY['k'], NULL, NULL, 1, 1::smallint, false, NULL, NULL, NULL, false)",
 		"SELECT rate_limit_write(NULL, 1::smallint, false)",
 	} {
 		refused(t, pool, sql, sql, "42501")
@@ -482,6 +495,7 @@ func (notSent) SafeToRetry() bool { return true }
 func TestOnlyWhatDidNotCountIsRepeated(t *testing.T) {
 	t.Parallel()
 
+	dropped := &pgconn.PgError{Code: "XX000", SeverityUnlocalized: "ERROR", Message: "cache lookup failed for type 12345"}
 	raced, deadlock := &pgconn.PgError{Code: "40001", SeverityUnlocalized: "ERROR"}, &pgconn.PgError{Code: "40P01", SeverityUnlocalized: "ERROR"}
 	for _, c := range []struct {
 		errs  []error
@@ -494,6 +508,8 @@ func TestOnlyWhatDidNotCountIsRepeated(t *testing.T) {
 		{[]error{&pgconn.PgError{Code: "57P01", SeverityUnlocalized: "FATAL"}, nil}, 1, ErrOutcomeUnknown},
 		{[]error{&pgconn.PgError{Code: "57P01", SeverityUnlocalized: "ERROR"}, nil}, 1, ErrUnavailable},
 		{[]error{notSent{}, raced, raced, deadlock, nil}, 5, nil},
+		{[]error{dropped, nil}, 2, nil},
+		{[]error{dropped, dropped, nil}, 2, ErrNotMigrated},
 	} {
 		db := &failing{DBTX: pgtest.New(t).Pool, errs: c.errs}
 		limiter := newLimiter(t, db, Config{Name: "test", Policy: FixedWindow{Limit: 10, Window: year}, Timeout: amply})
@@ -567,5 +583,42 @@ func TestQueryExecModes(t *testing.T) {
 				require.Zero(t, taken(t, db.Pool, config, key))
 			}
 		})
+	}
+}
+
+// Whoever calls while the schema is taken away and made again is told so, or gets a decision.
+func TestMigratingUnderLoad(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	limiter := newLimiter(t, db.NewPool(t, func(config *pgxpool.Config) { delete(config.ConnConfig.RuntimeParams, "role") }), Config{
+		Name: "test", Policy: FixedWindow{Limit: 1_000_000, Window: time.Hour}, Timeout: amply, NoDenialCache: true,
+	})
+	stop := make(chan struct{})
+	errs := make(chan error, 6)
+	for i := range cap(errs) {
+		go func() {
+			for {
+				_, err := limiter.Allow(t.Context(), fmt.Sprint("key ", i))
+				if err != nil && !errors.Is(err, ErrNotMigrated) {
+					errs <- err
+					return
+				}
+				select {
+				case <-stop:
+					errs <- nil
+					return
+				default:
+				}
+			}
+		}()
+	}
+	for range 30 {
+		require.NoError(t, migrations.DownTo(t.Context(), db.Pool, 1))
+		require.NoError(t, migrations.Up(t.Context(), db.Pool))
+	}
+	close(stop)
+	for range cap(errs) {
+		require.NoError(t, <-errs)
 	}
 }

@@ -163,13 +163,30 @@ func ExampleLimiter_Refund() {
 		upload  func(context.Context) error
 		size    int64
 	)
-	result, err := limiter.AllowN(ctx, "user:123", size)
-	if err != nil || !result.Allowed {
+	taken, err := limiter.AllowN(ctx, "user:123", size)
+	if err != nil || !taken.Allowed {
 		return
 	}
 	if err := upload(ctx); err != nil {
 		// Also if ctx is why it has failed.
-		result, err := limiter.Refund(context.WithoutCancel(ctx), "user:123", size)
+		result, err := limiter.Refund(context.WithoutCancel(ctx), taken)
+		fmt.Println(result.Remaining, err)
+	}
+}
+
+// A call of a language model may use 1,000 tokens. What it has not used is given back.
+func ExampleLimiter_RefundN() {
+	var (
+		ctx      context.Context
+		limiter  *ratelimit.Limiter
+		complete func(context.Context) (used int64)
+	)
+	reserved, err := limiter.AllowN(ctx, "user:123", 1000)
+	if err != nil || !reserved.Allowed {
+		return
+	}
+	if unused := 1000 - complete(ctx); unused > 0 {
+		result, err := limiter.RefundN(context.WithoutCancel(ctx), reserved, unused)
 		fmt.Println(result.Remaining, err)
 	}
 }

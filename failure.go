@@ -5,7 +5,7 @@ import (
 	"time"
 )
 
-// FailureMode is what a limiter answers when Postgres is away or too slow to decide: one of [ReturnError], [FailOpen],
+// FailureMode is what a limiter answers when Postgres is away or too slow to decide, or the table is locked: one of [ReturnError], [FailOpen],
 // [FailClosed] and [FallbackLocal]. The zero FailureMode is no choice; it does what ReturnError does.
 type FailureMode struct {
 	answer failureAnswer
@@ -36,7 +36,7 @@ func FailClosed() FailureMode { return FailureMode{answer: failClosed} }
 // is not known here, nor the other way round: over an outage, a key of n processes is admitted the limit and n × share of it at most.
 // With a share of 1/n that is twice the limit. A share is above 0 and at most 1, and of a small limit at least 1.
 //
-// A cost above the share is denied. A process remembers 65,536 keys, in less than 16 MB; as long as none of them has expired, all others
+// A cost above the share is denied. A process remembers 65,536 keys, in less than 19 MB; as long as none of them has expired, all others
 // share what is one key's.
 func FallbackLocal(share float64) FailureMode {
 	return FailureMode{answer: fallbackLocal, share: share}

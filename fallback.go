@@ -29,14 +29,15 @@ type localState struct {
 
 // localMemory is what a fallback may use, in bytes: enough for 65,536 keys. Nobody is pushed out, so a flood of keys gains nothing for
 // those that are known. Those for which there is no room until others have expired share one state, and so what is otherwise one key's.
-const localMemory = 16 << 20
+// The shared states, one for each policy of an All, come on top.
+const localMemory = 18 << 20
 
 // localSize is more than what a key needs under a policy.
 func localSize(policy Policy) int {
 	if log, ok := policy.(SlidingLog); ok {
-		return 256 + 8*int(log.Limit)
+		return 288 + 8*int(log.Limit)
 	}
-	return 256
+	return 288
 }
 
 func newFallback(config Config) *fallback {
@@ -79,7 +80,8 @@ func (f *fallback) decide(policies []Policy, key string, n int64) ([]decision, t
 
 // ask decides under one policy, the i-th of its limiter; keep says whether what it takes is taken.
 func (f *fallback) ask(policy Policy, hash, i uint64, n, clock int64, keep bool) decision {
-	hash = f.room(hash+i, i, localSize(policy), clock)
+	size := localSize(policy)
+	hash = f.room(hash+i, i, size, clock)
 	known := f.states[hash]
 	if known.statement != policy.statement() {
 		known = localState{statement: policy.statement(), size: known.size}
@@ -89,9 +91,9 @@ func (f *fallback) ask(policy Policy, hash, i uint64, n, clock int64, keep bool)
 		if f.states == nil {
 			f.states = make(map[uint64]localState)
 		}
-		if known.size == 0 {
-			known.size = localSize(policy)
-			f.used += known.size
+		if known.size < size { // it is new, or With has asked under a policy that needs more
+			f.used += size - known.size
+			known.size = size
 		}
 		known.state = next
 		f.states[hash] = known
@@ -101,7 +103,11 @@ func (f *fallback) ask(policy Policy, hash, i uint64, n, clock int64, keep bool)
 
 // room returns the hash under which a key is known: its own, or the shared one if there is no room for one of that size.
 func (f *fallback) room(hash, shared uint64, size int, clock int64) uint64 {
-	if _, ok := f.states[hash]; ok || f.used+size <= localMemory {
+	fits := func() bool {
+		known := f.states[hash].size
+		return size <= known || f.used-known+size <= localMemory
+	}
+	if fits() {
 		return hash
 	}
 	// To look through all takes a millisecond or two, so not at every call.
@@ -114,7 +120,7 @@ func (f *fallback) room(hash, shared uint64, size int, clock int64) uint64 {
 			}
 		}
 	}
-	if f.used+size <= localMemory {
+	if fits() {
 		return hash
 	}
 	return shared

@@ -10,6 +10,7 @@ import (
 	"testing"
 	"testing/synctest"
 	"time"
+	"unsafe"
 
 	"github.com/stretchr/testify/require"
 )
@@ -135,6 +136,54 @@ func TestFallbackIsBounded(t *testing.T) {
 	require.Equal(t, 3*localSize(policy), f.used)
 }
 
+// Whatever policies With asks for the keys under, what their states take is accounted for, and is bounded: one that grows has to find
+// room first.
+func TestFallbackIsBoundedThroughWith(t *testing.T) {
+	t.Parallel()
+	clock := &setClock{at: t0}
+	f := newTestFallback(clock)
+	seed := rand.Uint64()
+	random := rand.New(rand.NewPCG(seed, 0))
+	requireAccounted := func() {
+		t.Helper()
+		used := 0
+		for _, known := range f.states {
+			used += known.size
+			require.LessOrEqual(t, int(unsafe.Sizeof(uint64(0))+unsafe.Sizeof(known))+len(known.state.log), known.size, "seed %d", seed)
+		}
+		require.Equal(t, used, f.used, "seed %d", seed)
+		require.LessOrEqual(t, used, localMemory+localSize(SlidingLog{Limit: maxLogLimit}), "seed %d", seed)
+	}
+	policies := []Policy{
+		hourly, SlidingLog{Limit: 1, Window: time.Minute}, SlidingLog{Limit: 50, Window: time.Hour},
+		SlidingLog{Limit: maxLogLimit, Window: time.Hour}, TokenBucket{Capacity: 5, Refill: 1, Every: time.Minute},
+	}
+	for range 20_000 {
+		_, _ = f.one(policies[random.IntN(len(policies))], fmt.Sprint(random.IntN(5)), 1+random.Int64N(2))
+		clock.at = clock.at.Add(time.Duration(random.IntN(1000)) * time.Millisecond)
+	}
+	requireAccounted()
+
+	// As many keys as there is room for, and then some of them under the largest policy.
+	small, large := SlidingLog{Limit: 2, Window: time.Hour}, SlidingLog{Limit: maxLogLimit, Window: time.Hour}
+	for i := range localMemory / localSize(small) {
+		_, _ = f.one(small, fmt.Sprint("key ", i), 1)
+		clock.at = clock.at.Add(time.Microsecond)
+	}
+	requireAccounted()
+	for i := range 2000 {
+		_, _ = f.one(large, fmt.Sprint("key ", i), 1)
+		clock.at = clock.at.Add(time.Microsecond)
+	}
+	requireAccounted()
+	clock.at = clock.at.Add(2 * time.Hour)
+	for i := range localMemory / localSize(large) {
+		d, _ := f.one(large, fmt.Sprint("key ", i), 1)
+		require.EqualValues(t, maxLogLimit-1, d.remaining, "it has a state of its own, since the others have expired")
+	}
+	requireAccounted()
+}
+
 // The clock is monotonic: what is done to the machine's plays no part.
 func TestFallbackCountsElapsedTime(t *testing.T) {
 	t.Parallel()
@@ -144,7 +193,7 @@ func TestFallbackCountsElapsedTime(t *testing.T) {
 		_, _ = f.one(policy, "key", 1)
 		elapse(time.Minute - time.Microsecond)
 		d, _ := f.one(policy, "key", 1)
-		require.Equal(t, decision{retryAfter: 1, resetAfter: 1, state: d.state}, d)
+		require.Equal(t, decision{retryAfter: 1, resetAfter: 1, state: d.state, taken: d.taken}, d)
 		elapse(time.Microsecond)
 		d, _ = f.one(policy, "key", 1)
 		require.EqualValues(t, 1, d.granted)

@@ -8,7 +8,7 @@ import (
 
 // FixedWindow admits Limit per Window. A window starts at a key's first request after the window before has ended; it
 // is not aligned to the wall clock. All that it admits may come at once, so around the edge of two windows 2 × Limit − 1 can
-// pass within a moment; a [SlidingWindow] does not let that through.
+// pass within a moment (2 × Limit, if what opened the first one is given back); a [SlidingWindow] does not let that through.
 //
 // With FixedWindow{Limit: 10, Window: time.Minute}, a key that asks for 1 each second from 0 s on gets ten from 0 s to
 // 9 s, is told at 10 s to retry after 50 s, and has ten again from 60 s on.
@@ -33,19 +33,24 @@ func (p FixedWindow) statement() string { return fixedStatement }
 func (p FixedWindow) numbers() []any    { return []any{p.Limit, micros(p.Window)} }
 
 func (p FixedWindow) resetAfter(last decision, units int64) int64 {
-	return creditResetAfter(last, last.state.credit, last.state.scale, units, micros(p.Window))
+	return creditResetAfter(last, last.state.credit, units, micros(p.Window))
 }
-
-//go:embed sql/call/fixed_grant.sql
-var fixedGrantStatement string
-
-func (p FixedWindow) grantStatement() string { return fixedGrantStatement }
 
 func (p FixedWindow) grant(s state, clock, n int64) (state, decision) {
 	s = rollForward(p, s, clock)
-	s.credit = min(s.credit+n, maxCredit)
-	s.expiresAt = max(clock, s.windowStart) + micros(p.Window)
+	s = withCredit(s, max(clock, s.windowStart), micros(p.Window), n)
 	return afterGrant(p, s, clock)
+}
+
+func (p FixedWindow) refund(s state, clock int64, t take) (state, decision) {
+	row := rollForward(p, s, clock)
+	back := int64(0)
+	if row.windowStart == t.in {
+		back = min(t.units-t.spent, row.count)
+	}
+	row.count -= back
+	row, credited := withCreditBack(row, max(clock, row.windowStart), micros(p.Window), t)
+	return afterRefund(p, s, row, clock, back > 0 || credited)
 }
 
 func (p FixedWindow) scaled(share float64) Policy {
@@ -68,25 +73,18 @@ func (p FixedWindow) decide(s state, clock, n int64) (state, decision) {
 	t := max(clock, s.windowStart)
 	if t-s.windowStart >= window || s.count == 0 {
 		s.count, s.windowStart = 0, t
+		s = s.unlessNew()
 	}
 	// A denial writes nothing, but for a row that the clock has left behind: unwritten, it would deny for ever.
 	changed := moved && 0 < n && n <= p.Limit
 
 	room := max(p.Limit-s.count, 0)
 	d := decision{remaining: room + s.credit}
-	switch {
-	case n < 0: // a refund
-		changed = s.count > 0
-		s.count = max(s.count+n, 0)
-		if changed && s.count == 0 { // as good as new
-			s.windowStart = clock
-		}
-		d.granted = 1
-		d.remaining = max(p.Limit-s.count, 0) + s.credit
-	case 0 < n && n <= min(d.remaining, p.Limit):
+	if 0 < n && n <= min(d.remaining, p.Limit) {
 		changed = true
-		s.count += min(n, room)
-		s.credit -= max(n-room, 0)
+		d.taken.spent = max(n-room, 0)
+		s.count += n - d.taken.spent
+		s.credit -= d.taken.spent
 		s.expiresAt = t + window
 		d.granted = 1
 		d.remaining -= n
@@ -110,5 +108,6 @@ func (p FixedWindow) decide(s state, clock, n int64) (state, decision) {
 		stored = s
 	}
 	d.state = s
+	d.taken.units, d.taken.since, d.taken.in = d.granted*n, s.since, s.windowStart
 	return stored, d
 }

@@ -235,13 +235,6 @@ func (m *slowFixed) take(t, n int64) {
 	m.start, m.count = &start, new(big.Rat).Add(count, rat(n))
 }
 
-func (m *slowFixed) refund(t, n int64) {
-	start, count := m.at(t)
-	if m.start, m.count = &start, new(big.Rat).Sub(count, rat(n)); m.count.Sign() <= 0 {
-		m.start = nil
-	}
-}
-
 func (m *slowFixed) state(t int64) state {
 	start, count := m.at(t)
 	return state{windowStart: start, count: whole(count)}

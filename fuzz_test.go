@@ -133,7 +133,7 @@ func FuzzDatabaseNumbers(f *testing.F) {
 				count = 1000 // the model takes one by one
 			}
 			name := fmt.Sprint(calls.Add(1))
-			args := append([]any{name, []string{"key"}, []int64{cost}, []int64{count}, false, nil, nil, time.UnixMicro(clock)}, numbers...)
+			args := append([]any{name, []string{"key"}, []int64{cost}, []int64{count}, false, nil, nil, time.UnixMicro(clock), nil, nil, nil, nil, false}, numbers...)
 			var got decision
 			err := queryDecisions(context.Background(), db.Pool, false, policy.statement(), args, func(_ int64, d decision) { got = d })
 			exact := 1 <= span && span <= maxSpan && policy.validate() == nil

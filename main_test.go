@@ -96,11 +96,12 @@ type storedRow struct {
 // rowID is where a row stands in its table.
 type rowID struct{ name, key string }
 
-const rowColumns = `prefix, key, algorithm, count, prev_count, window_start, credit, coalesce(scale, 0), expires_at, log`
+const rowColumns = `prefix, key, algorithm, count, prev_count, window_start, credit, coalesce(scale, 0), expires_at, log, coalesce(since, 0), coalesce(capacity, 0), coalesce(refill, 0), coalesce(returned, 0)`
 
 func scanRow(rows pgx.CollectableRow) (id rowID, row storedRow, err error) {
 	var log []int64
-	err = rows.Scan(&id.name, &id.key, &row.algorithm, &row.count, &row.prevCount, &row.windowStart, &row.credit, &row.scale, &row.expiresAt, &log)
+	err = rows.Scan(&id.name, &id.key, &row.algorithm, &row.count, &row.prevCount, &row.windowStart, &row.credit, &row.scale, &row.expiresAt, &log,
+		&row.since, &row.capacity, &row.refill, &row.returned)
 	row.log = newEntries(log)
 	return id, row, err
 }
@@ -202,6 +203,24 @@ func (l *Limiter) waiting() int {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return len(l.queue)
+}
+
+// waitUntilHeld returns when the lane of a limiter waits for a row.
+func waitUntilHeld(t *testing.T, pool *pgxpool.Pool, l *Limiter) {
+	t.Helper()
+	waitUntil(t, func() bool {
+		l.mu.Lock()
+		defer l.mu.Unlock()
+		return len(l.held) > 0
+	})
+	waitUntilBlocked(t, pool, 1)
+}
+
+// inLane is how many calls wait for the lane.
+func (l *Limiter) inLane() int {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return len(l.lane)
 }
 
 // later runs a call in the background; what it returns is how to wait for it.

@@ -14,7 +14,9 @@ type Observer struct {
 	// requests by its own limiter's observer; and each time that those who Wait have been asked for, together with the sum of their costs.
 	// Refund, Grant and Reset decide nothing.
 	Decision func(DecisionEvent)
-	// Batch is called after each statement in which calls of several callers may have left together, those of Refund and Grant too.
+	// Batch is called after each statement in which calls of several callers may have left together, those of Refund and Grant too; so
+	// not for a limiter on a single connection. A statement that met a held row, or a key that the encoding refuses, has an Err, and its
+	// calls come again in others.
 	Batch func(BatchEvent)
 	// Breaker is called when decisions begin to be made by [Config].OnFailure, and when Postgres makes them again.
 	Breaker func(BreakerEvent)
@@ -58,7 +60,7 @@ type BreakerEvent struct {
 }
 
 // ErrorKind is an error of a limiter in a word, for the labels of metrics: "invalid_key", "invalid_cost", "not_migrated",
-// "not_permitted", "prepared_statements", "read_only", "timeout", "unavailable", "context" if the caller's has ended, "other", or
+// "not_permitted", "prepared_statements", "read_only", "key_held", "timeout", "unavailable", "context" if the caller's has ended, "other", or
 // "" for nil.
 func ErrorKind(err error) string {
 	for _, known := range []struct {
@@ -73,6 +75,7 @@ func ErrorKind(err error) string {
 		{ErrNotPermitted, "not_permitted"},
 		{ErrPreparedStatements, "prepared_statements"},
 		{ErrReadOnly, "read_only"},
+		{ErrKeyHeld, "key_held"},
 		{ErrTimeout, "timeout"},
 		{ErrUnavailable, "unavailable"},
 		{context.Canceled, "context"}, // behind those above, which may wrap the end of a context of the limiter's own

@@ -163,6 +163,7 @@ func TestObserverOfSeveralLimits(t *testing.T) {
 		require.Equal(t, "allowed", ofUser.Outcome())
 		require.Equal(t, []int64{2, 3}, []int64{ofAddress.Cost, ofUser.Cost})
 		require.Equal(t, []Result{ofAddress.Result, ofUser.Result}, results.Each[1:3])
+		taken := results.Each[2]
 
 		results, err = allowAll(three...)
 		require.NoError(t, err, name)
@@ -184,7 +185,7 @@ func TestObserverOfSeveralLimits(t *testing.T) {
 		require.Error(t, err)
 		require.Empty(t, decisions)
 
-		_, err = user.Refund(t.Context(), "personal", 3)
+		_, err = user.Refund(t.Context(), taken)
 		require.NoError(t, err)
 		_, err = user.Grant(t.Context(), "other", 3)
 		require.NoError(t, err)

@@ -2,6 +2,7 @@ package ratelimit
 
 import (
 	"fmt"
+	"strings"
 	"testing"
 	"time"
 
@@ -27,6 +28,27 @@ func TestPlansDependOnNoStatistics(t *testing.T) {
 				require.Less(t, read, int64(24_000), "rows read through the index")
 			})
 		}
+	}
+}
+
+// Nor may a plan depend on what the session has turned off; that JIT is off is seen in the catalog.
+func TestPlansDependOnNoSettings(t *testing.T) {
+	t.Parallel()
+	for _, off := range [][]string{
+		{"enable_nestloop"}, {"enable_sort"}, {"enable_tidscan"}, {"enable_indexscan", "enable_bitmapscan", "enable_indexonlyscan"},
+		{"enable_nestloop", "enable_sort", "enable_tidscan", "enable_indexscan", "enable_bitmapscan", "enable_indexonlyscan", "enable_hashjoin", "enable_mergejoin", "enable_material"},
+	} {
+		t.Run(strings.Join(off, " "), func(t *testing.T) {
+			t.Parallel()
+			conn := connect(t, pgtest.New(t))
+			for _, setting := range append(off, "standard_conforming_strings") {
+				exec(t, conn, "SET "+setting+" = off")
+			}
+			exec(t, conn, "SET jit_above_cost = 0")
+			scanned, read := scansOfAGrownTable(t, conn, false, "auto")
+			require.Zero(t, scanned, "sequential scans")
+			require.Less(t, read, int64(24_000), "rows read through the index")
+		})
 	}
 }
 

@@ -31,8 +31,12 @@ type Policy interface {
 	// scaled is the policy with a share of its limit, above 0 and at most 1.
 	scaled(share float64) Policy
 	// decide is the model: the specification that the SQL is tested against. It takes n at the time clock from a row in
-	// the state s (n = 0 looks, and n below 0 gives -n back), and returns the row's next state. Above the limit, n is denied.
+	// the state s (n = 0 looks), and returns the row's next state. Above the limit, n is denied.
 	decide(s state, clock, n int64) (state, decision)
+	// grant is the model of a grant: n is at least 1.
+	grant(s state, clock, n int64) (state, decision)
+	// refund is the model of a refund: t says what is to be given back.
+	refund(s state, clock int64, t take) (state, decision)
 }
 
 // state is a row of the table as its algorithm sees it; the zero state is no row. Times are microseconds since 1970.
@@ -44,6 +48,13 @@ type state struct {
 	scale       int64   // bucket: units of credit in a token
 	expiresAt   int64   // from then on the row means the same as no row
 	log         entries // sliding window log: what has been taken, and when
+
+	// since is when the row began to be what it is, for refunds to tell that it still is: of a bucket always, of the others
+	// from the first grant on; 0 is none.
+	since    int64
+	capacity int64 // bucket: the policy's
+	refill   int64 // bucket: the policy's
+	returned int64 // bucket: what was given back since then, in units of 1/scale token
 }
 
 // decision is what the SQL functions return for an element, in their units.
@@ -53,9 +64,9 @@ type decision struct {
 	retryAfter int64 // microseconds; never if no such request can ever be granted
 	resetAfter int64 // microseconds
 	decidedAt  time.Time
-	// after the decision, rolled forward to it; of the log, only the entries that a denial's retryAfter comes from; with how much
-	// granted credit it has spent as a window's scale, or a bucket's prevCount, which mean nothing there
+	// after the decision, rolled forward to it; of the log, only the entries that a denial's retryAfter comes from
 	state state
+	taken take // its units are those of the requests that were granted; of a denial it means nothing
 }
 
 // never is the retryAfter of a cost above the limit, which the SQL functions return as NULL.

@@ -120,7 +120,7 @@ func leftBehind(p Policy, s state, clock int64) bool {
 // ask is decide without the decision's state.
 func ask(p Policy, s state, clock, n int64) (state, decision) {
 	next, d := p.decide(s, clock, n)
-	d.state = state{}
+	d.state, d.taken = state{}, take{}
 	return next, d
 }
 
@@ -139,14 +139,11 @@ func peek(p Policy, s state, clock int64) decision {
 // checkDecision decides one request, and returns an error if anything is wrong that can be seen from the states and decisions
 // around it. The decision that it returns is without its state.
 func checkDecision(p Policy, s state, clock, n int64) (state, decision, error) {
-	if n < 0 {
-		return checkRefund(p, s, clock, n)
-	}
 	limit := p.limit()
 	before := peek(p, s, clock)
 	next, d := p.decide(s, clock, n)
 	rolled := d.state
-	d.state = state{}
+	d.state, d.taken = state{}, take{}
 	fail := func(format string, args ...any) (state, decision, error) {
 		return next, d, fmt.Errorf("%T%+v, %d at %d from %+v: decided %+v, and then %+v: %s",
 			p, p, n, clock, s, d, next, fmt.Sprintf(format, args...))
@@ -306,6 +303,7 @@ func equalsNoRow(p Policy, s state, clock int64) bool {
 func sameDecision(p Policy, a, b state, clock, n int64) bool {
 	nextA, dA := ask(p, a, clock, n)
 	nextB, dB := ask(p, b, clock, n)
+	nextA.since, nextB.since = min(nextA.since, 1), min(nextB.since, 1) // which tells it from others, whatever it is
 	return dA == dB && (dA.granted == 0 || nextA == nextB)
 }
 
@@ -321,7 +319,7 @@ func checkElement(p Policy, s state, clock, n, count int64) error {
 		taken += last.granted
 	}
 	last.decidedAt = time.UnixMicro(clock)
-	last.state = withSpent(p, last.state, credit-creditOf(p, s, clock))
+	last.taken.spent = credit - creditOf(p, s, clock)
 	// last is that of a denial, if not all were granted.
 	for i, want := range single[:taken] {
 		units := (taken - 1 - int64(i)) * n
@@ -446,22 +444,26 @@ func (d dice) cost(limit, remaining int64) int64 {
 	return d.magnitude(0, limit)
 }
 
-// request draws the cost of the next request, or a refund.
-func (d dice) request(limit, remaining int64) int64 {
-	switch n := d.cost(limit, remaining); d(10) {
-	case 0:
-		return -n
-	case 1:
-		return -d(3)
-	case 2:
-		return [...]int64{math.MinInt64, -math.MaxInt64, -limit + 1}[d(3)]
-	default:
-		return n
+// refund draws what is given back: all or part of a take, again and again, or something that nobody has taken.
+func (d dice) refund(takes []take, p Policy, clock int64) take {
+	if len(takes) == 0 || d(8) == 0 {
+		k := take{units: d.magnitude(1, math.MaxInt64), since: clock - d.magnitude(0, clock), in: clock - d.magnitude(0, clock), at: d.magnitude(0, math.MaxInt64)}
+		k.spent = d.magnitude(0, k.units)
+		return k
 	}
+	k := takes[d(int64(len(takes)))]
+	if d(2) == 0 {
+		from := d.magnitude(0, k.units-1)
+		k = k.part(p, from, d.magnitude(from+1, k.units))
+	}
+	if d(8) == 0 {
+		*[]*int64{&k.units, &k.since, &k.in, &k.at}[d(4)] += 1 + d(3)
+	}
+	return k
 }
 
 // seen counts what a walk has come by, so that a test can tell that it has looked at everything.
-type seen struct{ granted, denied, never, peeked, refunded, renewed, credited, spent, ahead, healed, expired, changed, clamped int }
+type seen struct{ granted, denied, never, peeked, refunded, renewed, stale, credited, spent, ahead, healed, expired, changed, clamped int }
 
 // walkModel asks for one request after the other, at clocks and at costs that d draws, now and then under another policy, and checks
 // each decision. It begins with the policy that draw returns first.
@@ -469,6 +471,7 @@ func walkModel(d dice, more func() bool, draw func() Policy) (seen, error) {
 	var count seen
 	var s state
 	var last decision
+	var takes []take
 	p := draw()
 	clock := d.magnitude(0, 1<<52)
 	for more() {
@@ -486,24 +489,37 @@ func walkModel(d dice, more func() bool, draw func() Policy) (seen, error) {
 			count.credited++
 			continue
 		}
-		n := d.request(p.limit(), peek(p, s, clock).remaining)
-		if n >= 0 {
-			if err := checkElement(p, s, clock, n, 1+d(4)); err != nil {
+		if d(4) == 0 {
+			next, got, err := checkRefund(p, s, clock, d.refund(takes, p, clock))
+			if err != nil {
 				return count, err
 			}
+			switch {
+			case next != s && got.resetAfter == 0:
+				count.renewed++
+			case next != s:
+				count.refunded++
+			default:
+				count.stale++
+			}
+			s, last = next, got
+			continue
+		}
+		n := d.cost(p.limit(), peek(p, s, clock).remaining)
+		if err := checkElement(p, s, clock, n, 1+d(4)); err != nil {
+			return count, err
 		}
 		next, got, err := checkDecision(p, s, clock, n)
 		if err != nil {
 			return count, err
 		}
+		if got.granted == 1 {
+			_, d := p.decide(s, clock, n)
+			takes = append(takes, d.taken)
+		}
 		switch {
 		case n == 0:
 			count.peeked++
-		case n < 0 && next != s && got.resetAfter == 0:
-			count.renewed++
-		case n < 0 && next != s:
-			count.refunded++
-		case n < 0:
 		case got.granted == 1:
 			count.granted++
 			if creditOf(p, next, clock) < creditOf(p, s, clock) {
@@ -551,6 +567,7 @@ func testModelProperties(t *testing.T, draw func(dice) Policy) {
 		total.peeked += count.peeked
 		total.refunded += count.refunded
 		total.renewed += count.renewed
+		total.stale += count.stale
 		total.credited += count.credited
 		total.spent += count.spent
 		total.ahead += count.ahead
@@ -564,7 +581,7 @@ func testModelProperties(t *testing.T, draw func(dice) Policy) {
 		"grants": total.granted, "denials": total.denied, "costs above the limit": total.never, "Peeks": total.peeked,
 		"rows ahead of the clock": total.ahead, "rows pulled back": total.healed, "expired rows": total.expired,
 		"changes of policy": total.changed, "waits until a row of an older policy expires": total.clamped,
-		"refunds": total.refunded, "refunds of everything": total.renewed, "Grants": total.credited, "requests that spent credit": total.spent,
+		"refunds": total.refunded, "refunds of everything": total.renewed, "refunds of nothing": total.stale, "Grants": total.credited, "requests that spent credit": total.spent,
 	} {
 		require.Greater(t, count, 20, "the walks have seen too few %s", what)
 	}
@@ -599,11 +616,7 @@ type slowModel interface {
 // slowDecision decides by what fits, and finds Remaining, RetryAfter and ResetAfter by search.
 func slowDecision(m slowModel, limit, horizon, t, n int64) decision {
 	var d decision
-	switch {
-	case n < 0:
-		m.(interface{ refund(t, n int64) }).refund(t, -max(n, -math.MaxInt64))
-		d.granted = 1
-	case 0 < n && m.fits(t, n):
+	if 0 < n && m.fits(t, n) {
 		m.take(t, n)
 		d.granted = 1
 	}
@@ -659,10 +672,11 @@ func testAgainstSlowModel(t *testing.T, draw func(dice) (Policy, slowModel)) {
 		clock := d.magnitude(0, 1<<52)
 		for range 25 {
 			clock = d.forwards(p, s, clock, got)
-			n := d.request(p.limit(), peek(p, s, clock).remaining)
+			n := d.cost(p.limit(), peek(p, s, clock).remaining)
 			from := s
 			s, got = p.decide(s, clock, n)
-			got.state.expiresAt, got.state.log = 0, ""
+			got.state, got.taken = toldState(got.state), take{}
+			got.state.expiresAt, got.state.log, got.state.since = 0, "", 0
 			want := slowDecision(slow, p.limit(), 2*longestWait(p), clock, n)
 			require.Equal(t, want, got, "%T%+v: %d at %d from %+v", p, p, n, clock, from)
 		}

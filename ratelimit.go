@@ -7,6 +7,7 @@ import (
 	"log/slog"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 	"unicode/utf8"
 
@@ -16,7 +17,9 @@ import (
 )
 
 // DBTX is what a [Limiter] needs of a database. With a *pgxpool.Pool, the usual choice, a limiter coalesces concurrent calls;
-// with one connection or transaction (*pgxpool.Conn, *pgx.Conn, pgx.Tx) calls take turns on it.
+// with one connection or transaction (*pgxpool.Conn, *pgx.Conn, pgx.Tx) calls take turns on it, those of other limiters on the same
+// connection included. It asks in the caller's session, one call at a time: denials are not remembered, calls do not leave together
+// (MaxInFlight, MaxBatch, DenialMaxAge and Observer.Batch mean nothing), and transactions commit as the session says.
 type DBTX interface {
 	Exec(ctx context.Context, sql string, args ...any) (pgconn.CommandTag, error)
 	Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error)
@@ -51,7 +54,8 @@ type Config struct {
 	Durable bool
 
 	// SynchronousCommit makes a durable limiter's calls wait until the WAL is flushed, so that nothing that was allowed is
-	// forgotten in a crash. It does not concern the methods that take a transaction, which commits as its owner says.
+	// forgotten in a crash. It does not concern the methods that take a transaction, which commits as its owner says; and New refuses
+	// it with a single connection or transaction, for the same reason.
 	//
 	// Defaults to false: a crash may forget what was allowed in the last three wal_writer_delays, 0.6 s as Postgres ships.
 	SynchronousCommit bool
@@ -62,14 +66,15 @@ type Config struct {
 	Schema string
 
 	// Timeout is the budget of a call, from when it is made until the database has decided, at least 1 ms. A wait for
-	// a row that somebody's transaction holds is given up earlier, by the server too, after a quarter of it, unless the
-	// limiter was made with a single connection or transaction: those keep their own settings.
+	// a row that somebody's transaction holds is given up earlier, by the server too, after a quarter of it ([ErrKeyHeld]), and holds up
+	// calls for other keys by some milliseconds at most, unless the limiter was made with a single connection or transaction: those
+	// keep their own settings.
 	//
 	// Defaults to 1 second.
 	Timeout time.Duration
 
 	// MaxInFlight is how many statements the limiter has under way at once, and so how many of the pool's connections it uses
-	// at most (and one more for each Reset). Calls that come in the meantime leave together in the next statement.
+	// at most (one more while a row is held, and one for each Reset). Calls that come in the meantime leave together in the next statement.
 	//
 	// Defaults to 2.
 	MaxInFlight int
@@ -80,10 +85,11 @@ type Config struct {
 	MaxBatch int
 
 	// DenialMaxAge is how long a denial is remembered in this process. Until then, or until its RetryAfter if that comes
-	// first, requests of that cost or more are denied without asking the database. A key that this limiter resets, gives back
-	// to or grants credit is forgotten at once; if somebody else does it, or takes from it under another policy, that takes effect
-	// here within this time. So do smaller requests of other processes for a key with no room for a larger one: until then, its
-	// RetryAfter may be too short.
+	// first, requests of that cost or more are denied without asking the database. A key that this limiter, or one that its With has
+	// returned, takes from, resets, gives back to or grants credit is forgotten at once, also within a transaction or by AllowAll. If
+	// somebody else does it, that takes effect here within this time: a reset may not be seen, and a RetryAfter may be too short. Two
+	// limiters that New has returned are somebody else to each other, also if their Name is the same. So is what may still count
+	// after an [ErrOutcomeUnknown].
 	//
 	// Defaults to 1 second.
 	DenialMaxAge time.Duration
@@ -94,7 +100,8 @@ type Config struct {
 	NoDenialCache bool
 
 	// OnFailure is what the limiter answers when Postgres is away or too slow to decide: an error, or [FailOpen], [FailClosed]
-	// or [FallbackLocal]; [Result].Source then says so.
+	// or [FallbackLocal]; [Result].Source then says so. It answers for Allow, AllowN, Peek, Wait and WaitN. All other methods return the
+	// error.
 	//
 	// Defaults to none of them, which returns the error as [ReturnError] does.
 	OnFailure FailureMode
@@ -182,7 +189,7 @@ func validatePolicy(policy Policy) error {
 	return policy.validate()
 }
 
-// Result is a decision. The zero Result denies.
+// Result is a decision. The zero Result denies. That of a take remembers what it took, for [Limiter.Refund].
 type Result struct {
 	// Allowed tells whether the request was allowed, and its cost taken. Of a Peek: whether a cost of 1 would be.
 	Allowed bool
@@ -203,6 +210,8 @@ type Result struct {
 	// DecidedAt is the database's clock at the decision, from which RetryAfter and ResetAfter count; this process's, if Source
 	// says that the database is away.
 	DecidedAt time.Time
+
+	receipt *receipt // what was taken, for Refund; nil if nothing was, or the database has not decided it
 }
 
 // Limiter decides whether keys may go on. It is safe for concurrent use by any number of goroutines, needs no Close, and at
@@ -235,13 +244,19 @@ type core struct {
 	fallback *fallback // nil unless OnFailure is FallbackLocal
 
 	db     DBTX
-	single sync.Mutex // held during a call, if db is one connection; see shared
-	shared bool       // whether db can be used by several goroutines at once
+	single *sync.Mutex // held during a call, if db is one connection, and shared with all limiters on it; else nil
+	shared bool        // whether db can be used by several goroutines at once
+
+	begin  time.Time
+	heldAt atomic.Int64 // when a held row, or a refused key, last cost others time; in nanoseconds since begin
 
 	mu       sync.Mutex
 	queue    []*call
 	inFlight int
-	calls    sync.Pool // of *call; not those whose caller left before the decision: whoever decides still writes to them
+	held     map[heldKey]heldRow // keys that were found locked a moment ago; nil if none was
+	lane     []*call             // for keys that are held
+	serving  bool                // whether the lane is being served
+	calls    sync.Pool           // of *call; not those whose caller left before the decision: whoever decides still writes to them
 
 	linesMu sync.Mutex
 	lines   map[string][]*line // where callers wait for a key, one for each policy
@@ -253,7 +268,7 @@ var resetStatement string
 // New returns a limiter that keeps its rows in the database behind db. It asks nothing of the database, starts nothing,
 // and needs no Close. It returns a *ConfigError for a configuration that cannot work.
 func New(db DBTX, config Config) (*Limiter, error) {
-	if pool, ok := db.(*pgxpool.Pool); db == nil || ok && pool == nil {
+	if db == nil || db == (*pgxpool.Pool)(nil) || db == (*pgxpool.Conn)(nil) || db == (*pgx.Conn)(nil) {
 		return nil, &ConfigError{Field: "db", Reason: "is nil, and must be a *pgxpool.Pool, a connection or a transaction"}
 	}
 	config = config.withDefaults()
@@ -262,15 +277,20 @@ func New(db DBTX, config Config) (*Limiter, error) {
 	}
 	l := &Limiter{
 		core: &core{
-			config: config, resetQL: qualify(resetStatement, config.Schema), db: db,
+			begin: time.Now(), config: config, resetQL: qualify(resetStatement, config.Schema), db: db,
 			breaker: newBreaker(config), fallback: newFallback(config),
 		},
 		policy:   config.Policy,
 		numbers:  config.Policy.numbers(),
 		decideQL: qualify(config.Policy.statement(), config.Schema),
 	}
-	switch db.(type) {
-	case *pgx.Conn, *pgxpool.Conn, pgx.Tx:
+	switch db := db.(type) {
+	case *pgx.Conn:
+		l.single = turns(db)
+	case *pgxpool.Conn:
+		l.single = turns(db.Conn())
+	case pgx.Tx:
+		l.single = turns(db.Conn())
 	default:
 		l.shared = true
 		if !config.NoDenialCache {
@@ -282,7 +302,33 @@ func New(db DBTX, config Config) (*Limiter, error) {
 			l.settings.synchronousCommit = &config.SynchronousCommit
 		}
 	}
+	if config.SynchronousCommit && !l.shared {
+		return nil, &ConfigError{Field: "SynchronousCommit", Reason: "has no effect on a single connection or transaction, which commits as " +
+			"its session says; run SET synchronous_commit = on there, or SET LOCAL in a transaction, or pass a *pgxpool.Pool"}
+	}
 	return l, nil
+}
+
+// connections guards the maps of CustomData while limiters are made, which need not be done by one goroutine.
+//
+//nolint:gochecknoglobals // the maps are pgx's, so nobody but all limiters together can guard them
+var connections sync.Mutex
+
+// turns is the mutex of a connection, on which the calls of all its limiters take turns.
+func turns(conn *pgx.Conn) *sync.Mutex {
+	if conn == nil || conn.PgConn() == nil { // a transaction of the application's own making
+		return &sync.Mutex{}
+	}
+	const name = "github.com/pgratelimit/ratelimit: turns"
+	connections.Lock()
+	defer connections.Unlock()
+	data := conn.PgConn().CustomData()
+	mutex, ok := data[name].(*sync.Mutex)
+	if !ok {
+		mutex = &sync.Mutex{}
+		data[name] = mutex
+	}
+	return mutex
 }
 
 // With returns a limiter of other numbers, or of another algorithm, for the same keys: for tiers, such as free and paid, or
@@ -338,8 +384,8 @@ func (l *Limiter) AllowN(ctx context.Context, key string, n int64) (Result, erro
 // AllowTx is Allow within the caller's transaction: what it takes is kept if tx commits, and given back if tx rolls back.
 //
 // From a request that is allowed until tx ends, everybody else who asks for this key waits for tx (and is told
-// [ErrTimeout] after a quarter of their Timeout). So ask late in the transaction, and never for a key that many share;
-// where the work need not decide over the quota, Allow before the transaction, and [Limiter.Refund] if it comes to nothing, is the
+// [ErrKeyHeld] after a quarter of their Timeout). So ask late in the transaction, and never for a key that many share;
+// where the work need not decide over the quota, Allow before the transaction, and [Limiter.Refund] of its result if it comes to nothing, is the
 // better choice: nobody waits, but a process that dies in between has taken for nothing.
 //
 // A denial leaves tx as it was, and so does an error found before the database was asked; an error of the database aborts
@@ -409,10 +455,14 @@ func (l *Limiter) reset(ctx context.Context, db DBTX, key string, settings setti
 	for _, p := range l.appendParts(nil, key, 0) {
 		names = append(names, p.name)
 	}
+	if settings.own() {
+		settings.lockTimeout = millis(l.patience() / time.Duration(len(names))) // for each of its rows
+	}
 	args := []any{names, key, l.config.Durable, settings.lockTimeout, settings.synchronousCommit}
 	err := query(ctx, db, settings.own(), l.resetQL, args, []any{nil}, func() error { return nil })
-	if l.denials != nil {
-		l.denials.reset(key) // also after an error: it may have been reset
+	l.denials.changed(key, nil) // also after an error: it may have been reset
+	if lockTimeout(err) && !isAway(err) {
+		return keyHeld()
 	}
 	return err
 }
@@ -433,29 +483,39 @@ func (l *Limiter) allow(ctx context.Context, key string, n int64) (result Result
 		}
 	}
 	if l.breaker == nil {
-		return l.askDatabase(ctx, key, n, false, false)
+		return l.askDatabase(ctx, key, n, nil, false)
 	}
 	if pass, probe := l.breaker.pass(); pass {
-		if result, err := l.askDatabase(ctx, key, n, false, probe); !isAway(err) {
+		if result, err := l.askDatabase(ctx, key, n, nil, probe); !isAway(err) {
 			return result, err
 		}
 	}
 	return l.substitute(key, n), nil
 }
 
-// askDatabase has a request decided whose numbers are valid; a cost below 0 is a refund, or, if it is to go above the limit, a grant.
-func (l *Limiter) askDatabase(ctx context.Context, key string, n int64, above, probe bool) (Result, error) {
+// askDatabase has a request decided whose numbers are valid; a cost below 0 is a refund, or, without what it is of, a grant.
+func (l *Limiter) askDatabase(ctx context.Context, key string, n int64, refund []take, probe bool) (Result, error) {
 	if l.shared {
-		return l.enqueue(ctx, key, n, above, nil, probe)
+		return l.enqueue(ctx, key, n, refund, nil, probe)
 	}
+	var result Result
+	err := l.takeTurn(probe, func() (err error) {
+		result, err = l.allowOne(ctx, l.db, key, n, refund, l.settings)
+		return err
+	})
+	return result, err
+}
+
+// takeTurn asks the database on its one connection, unless the breaker has opened during the wait for it.
+func (l *Limiter) takeTurn(probe bool, ask func() error) error {
 	l.single.Lock()
 	defer l.single.Unlock()
 	if !probe && l.breaker.open() {
-		return Result{}, errNotTried
+		return errNotTried
 	}
-	result, err := l.allowOne(ctx, l.db, key, n, above, l.settings)
+	err := ask()
 	l.breaker.report(err, probe)
-	return result, err
+	return err
 }
 
 func (l *Limiter) allowTx(ctx context.Context, tx pgx.Tx, key string, n int64) (result Result, err error) {
@@ -465,26 +525,28 @@ func (l *Limiter) allowTx(ctx context.Context, tx pgx.Tx, key string, n int64) (
 	if err := l.validate(key, n); err != nil {
 		return Result{}, err
 	}
-	return l.allowOne(ctx, tx, key, n, false, settings{})
+	return l.allowOne(ctx, tx, key, n, nil, settings{})
 }
 
 // allowOne decides one request on one connection, and does not return before the connection is free again.
-func (l *Limiter) allowOne(ctx context.Context, db DBTX, key string, n int64, above bool, settings settings) (Result, error) {
-	elements := []element{{key: key, cost: n, count: 1, above: above}}
+func (l *Limiter) allowOne(ctx context.Context, db DBTX, key string, n int64, refund []take, settings settings) (Result, error) {
+	elements := []element{{key: key, cost: n, count: 1, refund: refund}}
 	if err := l.decideWithin(ctx, db, elements, settings); err != nil {
 		return Result{}, err
 	}
 	return l.result(&elements[0], 1), nil
 }
 
-// decideWithin is decide within Timeout.
+// decideWithin is decide within Timeout, on one connection.
 func (l *Limiter) decideWithin(ctx context.Context, db DBTX, elements []element, settings settings) error {
 	if err := ctx.Err(); err != nil {
 		return waitError(err)
 	}
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), l.config.Timeout)
 	defer cancel()
-	return l.decide(ctx, db, elements, settings)
+	err := l.decide(ctx, db, elements, settings)
+	l.changed(elements, err, nil)
+	return err
 }
 
 func (l *Limiter) validate(key string, n int64) error {

@@ -4,15 +4,16 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"math"
 	"math/big"
 	"math/rand/v2"
+	"slices"
 	"sync/atomic"
 	"testing"
 	"time"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
@@ -42,13 +43,9 @@ func creditOf(p Policy, s state, clock int64) int64 {
 	return d.state.credit
 }
 
-// withSpent is what the database tells of a state after requests that have spent so much credit.
-func withSpent(p Policy, s state, spent int64) state {
-	if _, ok := p.(TokenBucket); ok {
-		s.prevCount = spent
-	} else {
-		s.scale = spent
-	}
+// toldState is the part of a state that the database tells.
+func toldState(s state) state {
+	s.capacity, s.refill, s.returned = 0, 0, 0
 	return s
 }
 
@@ -56,9 +53,9 @@ func withSpent(p Policy, s state, spent int64) state {
 func checkGrant(p Policy, s state, clock, n int64) (state, decision, error) {
 	before, held := peek(p, s, clock), creditOf(p, s, clock)
 	counted, _ := usage(p, s, clock)
-	next, d := p.(granter).grant(s, clock, n)
+	next, d := p.grant(s, clock, n)
 	rolled := d.state
-	d.state = state{}
+	d.state, d.taken = state{}, take{}
 	fail := func(format string, args ...any) (state, decision, error) {
 		return next, d, fmt.Errorf("%T%+v, Grant of %d at %d from %+v: decided %+v, and then %+v: %s",
 			p, p, n, clock, s, d, next, fmt.Sprintf(format, args...))
@@ -87,39 +84,38 @@ func checkGrant(p Policy, s state, clock, n int64) (state, decision, error) {
 	return next, d, nil
 }
 
-// checkRefund is checkDecision of a refund: n is below 0.
-func checkRefund(p Policy, s state, clock, n int64) (state, decision, error) {
+// checkRefund is checkDecision of a refund of k.
+func checkRefund(p Policy, s state, clock int64, k take) (state, decision, error) {
 	before := peek(p, s, clock)
-	next, d := p.decide(s, clock, n)
+	next, d := p.refund(s, clock, k)
 	rolled := d.state
-	d.state = state{}
+	d.state, d.taken = state{}, take{}
 	fail := func(format string, args ...any) (state, decision, error) {
-		return next, d, fmt.Errorf("%T%+v, refund of %d at %d from %+v: decided %+v, and then %+v: %s",
-			p, p, n, clock, s, d, next, fmt.Sprintf(format, args...))
+		return next, d, fmt.Errorf("%T%+v, refund of %+v at %d from %+v: decided %+v, and then %+v: %s",
+			p, p, k, clock, s, d, next, fmt.Sprintf(format, args...))
 	}
 
-	// It gives back what was asked, or all that there is.
-	want, scale := usage(p, s, clock)
-	back := new(big.Int).Mul(big.NewInt(n), big.NewInt(scale))
-	nothing := want.Sign() == 0
-	if want.Add(want, back).Sign() < 0 {
-		want.SetInt64(0)
-	}
+	// It gives back up to what was asked, ordinary room and credit apart.
+	counted, scale := usage(p, s, clock)
 	left, _ := usage(p, next, clock)
+	ordinary := new(big.Int).Mul(big.NewInt(k.units-k.spent), big.NewInt(scale))
+	back, credited := new(big.Int).Sub(counted, left), creditOf(p, next, clock)-creditOf(p, s, clock)
 	switch {
-	case left.Cmp(want) != 0:
-		return fail("it counts %v, not %v", left, want)
+	case back.Sign() < 0 || back.Cmp(ordinary) > 0:
+		return fail("it counted %v, and counts %v", counted, left)
+	case credited < 0 || credited > k.spent:
+		return fail("it has given back a credit of %d", credited)
 	case d.granted != 1 || d.retryAfter != 0:
 		return fail("it is refused")
 	case d.remaining < before.remaining || d.remaining > p.limit()+creditOf(p, next, clock):
 		return fail("Remaining was %d", before.remaining)
 	case d.remaining != peek(p, next, clock).remaining:
 		return fail("Remaining is %d", peek(p, next, clock).remaining)
-	case d.resetAfter > before.resetAfter:
+	case d.resetAfter > before.resetAfter && credited == 0:
 		return fail("ResetAfter was %d", before.resetAfter)
-	case nothing && next != s:
-		return fail("it had nothing to give back, and has changed the row")
-	case !nothing && (withoutLog(next) != withoutLog(rolled) || next.expiresAt != clock+d.resetAfter):
+	case (back.Sign() == 0 && credited == 0) != (next == s):
+		return fail("it has changed the row, or given back nothing, and not both")
+	case next != s && (withoutLog(next) != withoutLog(rolled) || next.expiresAt != clock+d.resetAfter):
 		return fail("its state is %+v", rolled)
 	}
 
@@ -138,10 +134,10 @@ func checkRefund(p Policy, s state, clock, n int64) (state, decision, error) {
 	}
 
 	// It does harm at no time: what would have been allowed without it, is allowed. (A row that is pulled back to the clock is
-	// another matter.) And a clock that steps back shows no more.
+	// another matter, and one that gets credit lives longer, as after a Grant.) And a clock that steps back shows no more.
 	for _, later := range []int64{0, 1, d.resetAfter, before.resetAfter - 1, before.resetAfter, reach(p), 2 * reach(p)} {
 		for _, n := range []int64{1, before.remaining, d.remaining, p.limit()} {
-			if later >= 0 && !leftBehind(p, s, clock) && fits(p, s, clock+later, n) && !fits(p, next, clock+later, n) {
+			if later >= 0 && credited == 0 && !leftBehind(p, s, clock) && fits(p, s, clock+later, n) && !fits(p, next, clock+later, n) {
 				return fail("%d would have been allowed %d µs later, and is not", n, later)
 			}
 		}
@@ -154,162 +150,141 @@ func checkRefund(p Policy, s state, clock, n int64) (state, decision, error) {
 	return next, d, nil
 }
 
-func TestRefundGivesBack(t *testing.T) {
+// refundStep takes n, or gives back n of what the step before it named of has taken; back is what it gives back.
+type refundStep struct {
+	at   int64
+	n    int64 // 0: as much as is left
+	of   int   // from 1; 0 is a take
+	back int64
+}
+
+func TestRefundGivesBackWhatStillCounts(t *testing.T) {
 	t.Parallel()
 	for _, test := range []struct {
 		name   string
 		policy Policy
-		steps  []modelStep
+		steps  []refundStep
 	}{
-		{"fixed window", FixedWindow{10, time.Minute}, []modelStep{
-			{c0, -3, granted(10, 0)}, // there is nothing
-			{c0, 8, granted(2, minute)},
-			{c1, -3, granted(5, 59*second)},
-			{c1, 5, granted(0, 59*second)},
-			{c1, 1, denied(0, 59*second, 59*second)},
-			{c2, -1, granted(1, 58*second)},
-			{c2, 1, granted(0, 58*second)},
-			{c3, -10, granted(10, 0)}, // as good as new: a window starts with the next request
-			{c5, 1, granted(9, minute)},
-			{c5, -100, granted(10, 0)},
-			{c6, 10, granted(0, minute)},
-			{c6 + minute, -1, granted(10, 0)}, // that window has ended
-			{c6 + minute, 1, granted(9, minute)},
+		{"a fixed window, what the same window counts", FixedWindow{10, time.Minute}, []refundStep{
+			{c0, 6, 0, 0}, {c1, 4, 0, 0}, {c2, 0, 1, 6}, {c3, 5, 0, 0}, {c4, 2, 2, 2},
+			{c0 + minute, 1, 0, 0}, // the next window
+			{c1 + minute, 2, 2, 0}, {c1 + minute, 0, 4, 0}, {c1 + minute, 0, 6, 1},
 		}},
-		{"a fixed window whose clock has stepped back", FixedWindow{10, time.Minute}, []modelStep{
-			{c9, 8, granted(2, minute)},
-			{c0, -3, granted(5, 69*second)},
-			{c0, -5, granted(10, 0)},
-			{c0, 1, granted(9, minute)},
-			{c9, 8, granted(1, 51*second)},
-			{c0 - hour, -1, granted(2, minute)}, // pulled back, with its usage
-			{c1 - hour, 1, granted(1, 59*second)},
+		{"a sliding window, also what the one before counted", SlidingWindow{10, time.Minute}, []refundStep{
+			{c0, 8, 0, 0}, {c1 + minute, 1, 0, 0}, {c2 + minute, 3, 1, 3}, {c3 + minute, 0, 2, 1},
+			{c4 + 2*minute - second, 1, 0, 0}, {c5 + 2*minute, 0, 1, 0},
 		}},
-		{"sliding window", SlidingWindow{10, time.Minute}, []modelStep{
-			{at("12:00:00"), -3, granted(10, 0)},
-			{at("12:00:00"), 8, granted(2, 2*minute)},
-			{at("12:00:00"), -3, granted(5, 2*minute)},
-			{at("12:01:30"), 4, granted(3, 90*second)},  // 5 × 0.5 + 4 = 6.5
-			{at("12:01:30"), -3, granted(6, 90*second)}, // of this window first: 5 × 0.5 + 1
-			{at("12:01:30"), -3, granted(8, 30*second)}, // then of the one before: 3 × 0.5
-			{at("12:01:30"), 8, granted(0, 90*second)},
-			{at("12:01:30"), -11, granted(10, 0)},
-			{at("12:01:40"), 10, granted(0, 2*minute)}, // a window starts here
-			{at("12:02:40"), 1, denied(0, 6*second, minute)},
-			{at("12:02:40"), -9, granted(9, minute)},
-			{at("12:03:40"), -9, granted(10, 0)},
+		{"a sliding log, what is in it", SlidingLog{10, time.Minute}, []refundStep{
+			{c0, 4, 0, 0}, {c1, 3, 0, 0}, {c2, 2, 0, 0},
+			{c3, 1, 1, 1}, {c4, 0, 3, 2}, {c0 + minute - 1, 2, 1, 2}, {c0 + minute, 0, 1, 0}, {c0 + minute, 0, 2, 3},
 		}},
-		{"a sliding window whose clock has stepped back", SlidingWindow{10, time.Minute}, []modelStep{
-			{at("12:01:00"), 8, granted(2, 2*minute)},
-			{at("12:02:30"), 6, granted(0, 90*second)},
-			{at("12:01:59"), -6, granted(2, 61*second)}, // the window before still weighs in full
-			{at("12:01:59"), -8, granted(10, 0)},
-			{at("12:01:59"), 1, granted(9, 2*minute)},
-			{at("12:02:59"), 8, granted(1, 2*minute)},
-			{at("12:02:59"), -8, granted(9, minute)},
-			{at("03:00:00"), 10, denied(9, minute, minute)}, // pulled back: 1 is left, of the window before
-			{at("03:00:00"), -1, granted(10, 0)},
+		{"a bucket, what has not flowed in again", TokenBucket{10, 1, time.Second}, []refundStep{
+			{c0, 4, 0, 0}, {c3, 0, 1, 1}, {c3, 1, 0, 0}, {c9, 0, 3, 0},
 		}},
-		{"token bucket", TokenBucket{10, 1, time.Second}, []modelStep{
-			{c0, -3, granted(10, 0)},
-			{c0, 10, granted(0, 10*second)},
-			{c0 + second/2, -3, granted(3, 6500*second/1000)},
-			{c1, 4, granted(0, 10*second)},
-			{c1, -1, granted(1, 9*second)},
-			{c1, -9, granted(10, 0)},
-			{c1, 1, granted(9, second)},
-			{c1 + second/2, -1, granted(10, 0)}, // never above full
-			{c1 + second/2, 10, granted(0, 10*second)},
+		{"a bucket in any order, as long as nothing flows in", TokenBucket{10, 1, time.Hour}, []refundStep{
+			{c0, 1, 0, 0}, {c0, 2, 0, 0}, {c0, 3, 0, 0}, {c0, 0, 3, 3}, {c0, 0, 2, 2}, {c0, 4, 0, 0}, {c0, 0, 1, 1}, {c0, 3, 6, 3}, {c0, 0, 6, 1},
 		}},
-		{"a token bucket whose clock has stepped back", TokenBucket{10, 1, time.Second}, []modelStep{
-			{c9, 10, granted(0, 10*second)},
-			{c1, -4, granted(4, 14*second)},
-			{c1, -6, granted(10, 0)},
-			{c1, 10, granted(0, 10*second)},
-			{c1 - hour, -2, granted(2, 8*second)}, // pulled back
-			{c2 - hour, 3, granted(0, 10*second)},
+		{"a bucket that others have taken from before", TokenBucket{10, 1, time.Second}, []refundStep{
+			{c0, 8, 0, 0}, {c0, 2, 0, 0}, {c8, 7, 0, 0}, {c8 + second/2, 1, 2, 1}, {c9, 0, 2, 0}, // its other one was served at c9
+			{c9 + second, 0, 1, 0}, {c9 + second, 2, 3, 2},
 		}},
-		{"sliding log", SlidingLog{10, time.Minute}, []modelStep{
-			{c0, -3, granted(10, 0)}, // there is nothing
-			{c0, 4, granted(6, minute)},
-			{c1, 3, granted(3, minute)},
-			{c2, 2, granted(1, minute)},
-			{c3, -4, granted(5, 58*second)}, // the newest first: 2 of c2, 2 of c1
-			{c3, 6, denied(5, 57*second, 58*second)},
-			{c0 + minute, 9, granted(0, minute)},
-			{c0 + minute, -9, granted(9, second)},
-			{c0 + minute, -1, granted(10, 0)}, // as good as new
-			{c0 + minute, 10, granted(0, minute)},
-			{c1 + minute, -100, granted(10, 0)},
-			{c1 + minute, 1, granted(9, minute)},
-		}},
-		{"a sliding log whose clock has stepped back", SlidingLog{10, time.Minute}, []modelStep{
-			{c0, 2, granted(8, minute)},
-			{c9, 6, granted(2, minute)},
-			{c1, -5, granted(7, 68*second)},
-			{c1, -2, granted(9, 59*second)}, // the newest is that of c0 again, so the clock is not behind any more
-			{c1, 1, granted(8, minute)},
-			{c1, -2, granted(10, 0)},
-			{c0, 1, granted(9, minute)},
-			{c9, 8, granted(1, minute)},
-			{c0 - hour, -2, granted(3, minute)}, // pulled back
-			{c9 - hour, 1, granted(2, minute)},
-		}},
-		{"the largest numbers of a sliding log", SlidingLog{1000, maxSpan * time.Microsecond}, []modelStep{
-			{c0, 1000, granted(0, maxSpan)},
-			{c0, -999, granted(999, maxSpan)},
-			{c0 + 5, 999, granted(0, maxSpan)},
-			{c0 + 5, math.MinInt64, granted(1000, 0)},
-		}},
-		{"the largest numbers", FixedWindow{maxProduct, time.Microsecond}, []modelStep{
-			{c0, maxProduct, granted(0, 1)},
-			{c0, -math.MaxInt64, granted(maxProduct, 0)},
-			{c0, maxProduct, granted(0, 1)},
-			{c0, math.MinInt64, granted(maxProduct, 0)},
-			{c0, maxProduct, granted(0, 1)},
-			{c0, 1 - maxProduct, granted(maxProduct-1, 1)},
-		}},
-		{"the largest numbers of a sliding window", SlidingWindow{maxProduct, time.Microsecond}, []modelStep{
-			{c0, maxProduct, granted(0, 2)},
-			{c0 + 1, -1, granted(1, 1)},
-			{c0 + 1, 1, granted(0, 2)},
-			{c0 + 1, math.MinInt64, granted(maxProduct, 0)},
-		}},
-		{"the largest numbers of a bucket", TokenBucket{2048, math.MaxInt64, maxSpan * time.Microsecond}, []modelStep{
-			{c0, 2048, granted(0, 1)},
-			{c0, -2047, granted(2047, 1)},
-			{c0, math.MinInt64, granted(2048, 0)},
+		{"parts of a reservation", TokenBucket{1000, 100, time.Second}, []refundStep{
+			{c0, 1000, 0, 0}, {c5, 600, 1, 500}, {c5, 400, 1, 0}, {c5, 0, 0, 0},
 		}},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			t.Parallel()
-			playModel(t, test.policy, state{}, test.steps...)
+			var s state
+			takes, left := make([]take, len(test.steps)+1), make([]int64, len(test.steps)+1)
+			for i, step := range test.steps {
+				if step.of == 0 {
+					next, d := test.policy.decide(s, step.at, step.n)
+					require.Equal(t, step.n > 0, d.granted == 1, "step %d", i)
+					s, takes[i+1], left[i+1] = next, d.taken, step.n
+					continue
+				}
+				n := step.n
+				if n == 0 {
+					n = left[step.of]
+				}
+				before := peek(test.policy, s, step.at).remaining
+				counted, scale := usage(test.policy, s, step.at)
+				next, d, err := checkRefund(test.policy, s, step.at, takes[step.of].part(test.policy, left[step.of]-n, left[step.of]))
+				require.NoError(t, err, "step %d", i)
+				now, _ := usage(test.policy, next, step.at)
+				require.Equal(t, step.back, counted.Sub(counted, now).Int64()/scale, "step %d", i)
+				require.GreaterOrEqual(t, d.remaining, before)
+				left[step.of] -= n
+				s = next
+			}
 		})
+	}
+}
+
+// What came out of credit goes back as credit, and before the rest; but not to a row that was made since.
+func TestRefundGivesCreditBackAsCredit(t *testing.T) {
+	t.Parallel()
+	for _, p := range []Policy{FixedWindow{10, time.Minute}, SlidingWindow{10, time.Minute}, TokenBucket{10, 1, time.Hour}, SlidingLog{10, time.Minute}} {
+		s, _ := p.grant(state{}, c0, 5)
+		s, _ = p.decide(s, c1, 8)
+		s, d := p.decide(s, c2, 6)
+		k := d.taken
+		require.EqualValues(t, 4, k.spent, "%T", p)
+		back := func(at, from, to, credit int64) {
+			t.Helper()
+			next, _, err := checkRefund(p, s, at, k.part(p, from, to))
+			require.NoError(t, err)
+			require.Equal(t, credit, creditOf(p, next, at), "%T", p)
+			s = next
+		}
+		back(c3, 3, 6, 4)
+		before, _ := usage(p, s, c3)
+		back(c3, 0, 3, 5)
+		after, scale := usage(p, s, c3)
+		require.Equal(t, 2*scale, before.Sub(before, after).Int64(), "%T", p)
+
+		later := c3 + 100*hour
+		s, _ = p.decide(s, later, 1) // as good as new
+		back(later, 0, 6, 0)
 	}
 }
 
 // A refund keeps what the policy has promised that took: usage does not last longer because another policy gives some of it back.
 func TestRefundUnderALongerWindowDoesNotProlongUsage(t *testing.T) {
 	t.Parallel()
-	s := playModel(t, FixedWindow{10, time.Minute}, state{}, modelStep{c0, 6, granted(4, minute)})
-	playModel(t, FixedWindow{10, time.Hour}, s,
-		modelStep{c1, -1, granted(5, 59*second)},
-		modelStep{c0 + minute, 10, granted(0, hour)})
-	s = playModel(t, SlidingWindow{10, time.Minute}, state{}, modelStep{c0, 6, granted(4, 2*minute)})
-	playModel(t, SlidingWindow{10, time.Hour}, s,
-		modelStep{c1, -1, granted(5, 119*second)},
-		modelStep{c0 + 2*minute, 10, granted(0, 2*hour)})
-	s = playModel(t, SlidingLog{10, time.Minute}, state{}, modelStep{c0, 6, granted(4, minute)})
-	playModel(t, SlidingLog{10, time.Hour}, s,
-		modelStep{c1, -1, granted(5, 59*second)},
-		modelStep{c0 + minute, 10, granted(0, hour)})
-	s = playModel(t, TokenBucket{10, 1, time.Second}, state{}, modelStep{c0, 6, granted(4, 6*second)})
-	playModel(t, TokenBucket{10, 1, time.Hour}, s,
-		modelStep{c1, -1, granted(5, 5*second)},
-		modelStep{c6, 10, granted(0, 10*hour)})
+	for long, short := range map[Policy]Policy{
+		FixedWindow{10, time.Hour}: FixedWindow{10, time.Minute}, SlidingWindow{10, time.Hour}: SlidingWindow{10, time.Minute},
+		SlidingLog{10, time.Hour}: SlidingLog{10, time.Minute},
+	} {
+		s, d := short.decide(state{}, c0, 6)
+		s, _, err := checkRefund(long, s, c1, d.taken.part(long, 5, 6))
+		require.NoError(t, err)
+		playModel(t, long, s, modelStep{c1 + 2*minute, 10, granted(0, longestWait(long))})
+	}
 }
 
-// Within the same instant a refund undoes a take, to the last bit of what counts.
+// A bucket that was taken from under other numbers gives nothing of an earlier take back: it may have been full by them.
+func TestRefundOfABucketWhoseNumbersHaveChanged(t *testing.T) {
+	t.Parallel()
+	p := TokenBucket{10, 1, time.Hour}
+	for _, other := range []TokenBucket{{8, 1, time.Hour}, {12, 1, time.Hour}, {10, 2, time.Hour}, {10, 1, time.Minute}} {
+		s, three := p.decide(state{}, c0, 3)
+		peeked, _ := other.decide(s, c0, 0)
+		_, _, err := checkRefund(p, peeked, c0, three.taken)
+		require.NoError(t, err)
+		back, _ := p.refund(peeked, c0, three.taken)
+		require.True(t, equalsNoRow(p, back, c0), "nobody has taken")
+
+		s, d := other.decide(s, c1, 7)
+		require.EqualValues(t, 1, d.granted)
+		for _, p := range []TokenBucket{p, other} {
+			back, _ := p.refund(s, c1, three.taken)
+			require.Equal(t, s, back)
+		}
+	}
+}
+
+// Within the same instant refunds undo takes, to the last bit of what counts, in any order.
 func TestRefundUndoesATake(t *testing.T) {
 	t.Parallel()
 	d := randomDice(t)
@@ -317,29 +292,337 @@ func TestRefundUndoesATake(t *testing.T) {
 	for range 3000 {
 		limit, window := d.window()
 		p := []Policy{FixedWindow{limit, window}, SlidingWindow{limit, window}, d.bucket(), d.log()}[d(4)]
+		if bucket, ok := p.(TokenBucket); ok && bucket.full() > maxReturned/4 {
+			continue // it may forget, see maxReturned
+		}
 		var s state
 		var last decision
 		clock := d.magnitude(0, 1<<52)
 		for range 10 {
 			clock = d.clock(p, s, clock, last)
-			n := d.request(p.limit(), peek(p, s, clock).remaining)
-			s, last = p.decide(s, clock, n)
+			s, last = p.decide(s, clock, d.cost(p.limit(), peek(p, s, clock).remaining))
 		}
 		before := peek(p, s, clock)
 		counted, _ := usage(p, s, clock)
-		if before.remaining == 0 {
+		var takes []take
+		for range 3 {
+			if room := peek(p, s, clock).remaining; room > 0 {
+				s, last = p.decide(s, clock, d.magnitude(1, room))
+				takes = append(takes, last.taken)
+			}
+		}
+		for len(takes) > 0 {
+			i := int(d(int64(len(takes))))
+			s, last = p.refund(s, clock, takes[i])
+			takes = slices.Delete(takes, i, i+1)
+			undone++
+		}
+		now, _ := usage(p, s, clock)
+		require.Equal(t, before.remaining, peek(p, s, clock).remaining, "%T%+v at %d", p, p, clock)
+		require.Zero(t, counted.Cmp(now))
+	}
+	require.Greater(t, undone, 3000)
+}
+
+// aTake is one that was allowed in a random history: what is kept was never given back.
+type aTake struct {
+	policy      Policy
+	clock, in   int64
+	units, kept int64
+	giveBack    func(clock, n int64) error
+}
+
+// takesOf plays a random history for one key: takes, now and then under another limit, and refunds of what was taken, each unit at most
+// once. take returns nil if it is denied.
+func takesOf(d dice, draw func() Policy, steps int, back bool, ask func(p Policy, clock, n int64) (*aTake, error)) (takes []*aTake, forwards *big.Int, err error) {
+	p, clock, forwards := draw(), d.magnitude(1<<50, 1<<51), new(big.Int)
+	for range steps {
+		step := d.magnitude(1, 2*reach(p))
+		if d(4) == 0 {
+			step = 1
+		}
+		if back && d(8) == 0 {
+			clock -= step
+		} else {
+			clock += step
+			forwards.Add(forwards, big.NewInt(step))
+		}
+		if d(10) == 0 {
+			p = draw()
+		}
+		for range 1 + d(4) {
+			if len(takes) == 0 || d(2) == 0 {
+				took, err := ask(p, clock, min(d.magnitude(1, p.limit()), 1+d(max(p.limit()/2, 1))))
+				if err != nil {
+					return nil, nil, err
+				}
+				if took != nil {
+					took.policy, took.clock, took.kept = p, clock, took.units
+					takes = append(takes, took)
+				}
+			} else if took := takes[len(takes)-1-int(d(int64(min(len(takes), 12))))]; took.kept > 0 {
+				n := took.kept
+				if d(3) == 0 {
+					n = 1 + d(n)
+				}
+				if err := took.giveBack(clock, n); err != nil {
+					return nil, nil, err
+				}
+				took.kept -= n
+			}
+		}
+	}
+	return takes, forwards, nil
+}
+
+// mints tells what is wrong with what a history has kept.
+func mints(takes []*aTake) error {
+	var without state // of a bucket without all that was given back
+	largest := int64(0)
+	for i, took := range takes {
+		if took.kept == 0 {
 			continue
 		}
-		n := d.magnitude(1, before.remaining)
-		taken, took := p.decide(s, clock, n)
-		require.EqualValues(t, 1, took.granted)
-		back, gave := p.decide(taken, clock, -n)
-		now, _ := usage(p, back, clock)
-		require.Equal(t, before.remaining, gave.remaining, "%T%+v: %d at %d, from %+v", p, p, n, clock, s)
-		require.Zero(t, counted.Cmp(now))
-		undone++
+		limit, window := took.policy.limit(), reach(took.policy)
+		var within, same, before int64 // kept in the window that ends here, in the same of the row's and in the one before
+		for _, other := range takes[:i+1] {
+			if other.clock > took.clock-window {
+				within += other.kept
+			}
+			switch other.in {
+			case took.in:
+				same += other.kept
+			case took.in - window:
+				before += other.kept
+			}
+		}
+		largest = max(largest, limit)
+		ok := true
+		switch p := took.policy.(type) {
+		case FixedWindow: // the take that has opened a window may have been given back
+			ok = same <= limit && within <= 2*largest
+		case SlidingWindow:
+			sum := new(big.Int).Mul(big.NewInt(before), big.NewInt(window-(took.clock-took.in)))
+			sum.Add(sum, new(big.Int).Mul(big.NewInt(same), big.NewInt(window)))
+			ok = sum.Cmp(new(big.Int).Mul(big.NewInt(limit), big.NewInt(window))) <= 0 && within <= 2*largest-1
+		case SlidingLog:
+			ok = within <= limit
+		case TokenBucket:
+			var d decision
+			without, d = p.decide(without, took.clock, took.kept)
+			ok = d.granted == 1
+		}
+		if !ok {
+			return fmt.Errorf("%T%+v: %d at %d are too many: %d in the row's window, %d in the one before, %d within the window that ends here",
+				took.policy, took.policy, took.kept, took.clock, same, before, within)
+		}
 	}
-	require.Greater(t, undone, 1000)
+	return nil
+}
+
+// drawFor returns policies of one kind, which differ in nothing but their limit, and buckets in nothing: of a bucket it matters whose
+// numbers it was last rolled forward by, so that a take can let others through that would not have been without it.
+func (d dice) drawFor(kind int64) func() Policy {
+	window := 1_000_000 + d.magnitude(0, 1<<40)
+	capacity := 1 + d(20)
+	refill := ceilDiv(capacity*window, maxSpan) + d(20)
+	return func() Policy {
+		limit := 1 + d(20)
+		return []Policy{
+			FixedWindow{limit, duration(window)}, SlidingWindow{limit, duration(window)}, SlidingLog{limit, duration(window)},
+			TokenBucket{capacity, refill, duration(window)},
+		}[kind]
+	}
+}
+
+// askModel asks the model, and gives back as refund does.
+func askModel(refund func(p Policy, s state, clock int64, k take) state) func(p Policy, clock, n int64) (*aTake, error) {
+	var s state
+	return func(p Policy, clock, n int64) (*aTake, error) {
+		next, d := p.decide(s, clock, n)
+		s = next
+		if d.granted == 0 {
+			return nil, nil
+		}
+		left := n
+		return &aTake{units: n, in: d.taken.in, giveBack: func(clock, n int64) error {
+			k := d.taken.part(p, left-n, left)
+			left -= n
+			s = refund(p, s, clock, k)
+			return nil
+		}}, nil
+	}
+}
+
+func rightRefund(p Policy, s state, clock int64, k take) state {
+	next, _ := p.refund(s, clock, k)
+	return next
+}
+
+// What is admitted and never given back stays within what the policy admits without refunds, whatever is given back and when.
+func TestRefundsMintNothing(t *testing.T) {
+	t.Parallel()
+	d := randomDice(t)
+	for range 2000 {
+		for kind := range int64(4) {
+			takes, _, err := takesOf(d, d.drawFor(kind), 60, false, askModel(rightRefund))
+			require.NoError(t, err)
+			require.NoError(t, mints(takes))
+		}
+	}
+}
+
+// With a clock that steps back, at most what the clock gives forwards.
+func TestRefundsMintNothingWhenTheClockStepsBack(t *testing.T) {
+	t.Parallel()
+	d := randomDice(t)
+	for range 1000 {
+		for kind := range int64(4) {
+			p := d.drawFor(kind)()
+			takes, forwards, err := takesOf(d, func() Policy { return p }, 60, true, askModel(rightRefund))
+			require.NoError(t, err)
+			kept := int64(0)
+			for _, took := range takes {
+				kept += took.kept
+			}
+			gives := new(big.Int).Quo(forwards, big.NewInt(reach(p)))
+			gives.Mul(gives, big.NewInt(p.limit()))
+			if bucket, ok := p.(TokenBucket); ok {
+				gives.Mul(forwards, big.NewInt(bucket.Refill))
+				gives.Quo(gives, big.NewInt(micros(bucket.Every)))
+			}
+			require.LessOrEqual(t, big.NewInt(kept).Cmp(gives.Add(gives, big.NewInt(p.limit()))), 0, "%T%+v: %d kept", p, p, kept)
+		}
+	}
+}
+
+// Negative controls: refunds that are broken in one way mint, and the check sees it.
+func TestBrokenRefundsMint(t *testing.T) {
+	t.Parallel()
+	for name, c := range map[string]struct {
+		kinds  []int64
+		refund func(p Policy, s state, clock int64, k take) state
+	}{
+		"of whatever the row counts now": {[]int64{0, 1, 2, 3}, func(p Policy, s state, clock int64, k take) state {
+			row := rollForward(p, s, clock)
+			k.since, k.in = row.since, row.windowStart
+			return rightRefund(p, s, clock, k)
+		}},
+		"twice": {[]int64{0, 1, 2, 3}, func(p Policy, s state, clock int64, k take) state {
+			return rightRefund(p, rightRefund(p, s, clock, k), clock, k)
+		}},
+		"that do not move up those behind them": {[]int64{3}, func(p Policy, s state, clock int64, k take) state {
+			next := rightRefund(p, s, clock, k)
+			next.returned = 0
+			return next
+		}},
+		"of tokens that have flowed in since": {[]int64{3}, func(p Policy, s state, clock int64, k take) state {
+			k.in = max(rollForward(p, s, clock).windowStart, k.in)
+			return rightRefund(p, s, clock, k)
+		}},
+	} {
+		for _, kind := range c.kinds {
+			d := randomDice(t)
+			caught := false
+			for range 3000 {
+				takes, _, err := takesOf(d, d.drawFor(kind), 60, false, askModel(c.refund))
+				require.NoError(t, err)
+				if caught = mints(takes) != nil; caught {
+					break
+				}
+			}
+			require.True(t, caught, "refunds %s, of kind %d", name, kind)
+		}
+	}
+}
+
+// askLimiter asks a limiter, whose clock is clock.
+func askLimiter(t *testing.T, l *Limiter, clock *time.Time) func(p Policy, at, n int64) (*aTake, error) {
+	return func(p Policy, at, n int64) (*aTake, error) {
+		*clock = time.UnixMicro(at)
+		result, err := l.with(t, p).AllowN(t.Context(), "key", n)
+		if err != nil || !result.Allowed {
+			return nil, err
+		}
+		return &aTake{units: n, in: result.receipt.parts[0].in, giveBack: func(at, n int64) error {
+			*clock = time.UnixMicro(at)
+			_, err := l.RefundN(t.Context(), result, n)
+			return err
+		}}, nil
+	}
+}
+
+func TestRefundsMintNothingOnAServer(t *testing.T) {
+	t.Parallel()
+	d := randomDice(t)
+	play := func(pool *pgxpool.Pool, kind int64, name string) error {
+		var clock time.Time
+		draw := d.drawFor(kind)
+		l := newLimiter(t, pool, Config{Name: name, Policy: draw(), Timeout: amply, NoDenialCache: true, Test: TestConfig{Now: func() time.Time { return clock }}})
+		takes, _, err := takesOf(d, draw, 40, false, askLimiter(t, l, &clock))
+		require.NoError(t, err)
+		return mints(takes)
+	}
+	pool := pgtest.New(t).Pool
+	for round := range 25 {
+		for kind := range int64(4) {
+			require.NoError(t, play(pool, kind, fmt.Sprint(round, kind)))
+		}
+	}
+	for function, mutant := range map[string][2]string{
+		"rate_limit_fixed_window":   {"s.window_start = taken_in[r.ord]", "taken_in[r.ord] IS NOT NULL"},
+		"rate_limit_sliding_window": {"s.window_start = taken_in[r.ord]", "taken_in[r.ord] IS NOT NULL"},
+		"rate_limit_sliding_log":    {"= taken_in[r.ord] << 10", "<> 0 LIMIT 1"},
+		"rate_limit_token_bucket":   {"s.returned := s.returned + back;", ""},
+	} {
+		db := pgtest.New(t)
+		rewrite(t, db.Pool, function, mutant[0], mutant[1])
+		kind := int64(slices.Index([]string{"rate_limit_fixed_window", "rate_limit_sliding_window", "rate_limit_sliding_log", "rate_limit_token_bucket"}, function))
+		caught := false
+		for round := 0; round < 400 && !caught; round++ {
+			caught = play(db.Pool, kind, fmt.Sprint(round)) != nil
+		}
+		require.True(t, caught, function)
+	}
+}
+
+// The attack that refunds by key alone allowed: takes all along, which are given back together.
+func TestHoardedTakesGiveNothingBack(t *testing.T) {
+	t.Parallel()
+	const limit = 5
+	eachSlowPolicyAllAndTable(t, limit, func(t *testing.T, config Config) {
+		now := t0
+		config.Test.Now, config.NoDenialCache = func() time.Time { return now }, true
+		config.Policy = map[string]Policy{
+			"ratelimit.FixedWindow": FixedWindow{limit, time.Minute}, "ratelimit.SlidingWindow": SlidingWindow{limit, time.Minute},
+			"ratelimit.SlidingLog": SlidingLog{limit, time.Minute}, "ratelimit.TokenBucket": TokenBucket{limit, limit, time.Minute},
+			"ratelimit.all": All(FixedWindow{limit, time.Minute}, SlidingLog{limit, time.Minute}),
+		}[fmt.Sprintf("%T", config.Policy)]
+		limiter := newLimiter(t, pgtest.New(t).Pool, config)
+		var takes []Result
+		for range 10 {
+			result, err := limiter.AllowN(t.Context(), "key", limit)
+			require.NoError(t, err)
+			require.True(t, result.Allowed)
+			takes = append(takes, result)
+			now = now.Add(2 * time.Minute)
+		}
+		admitted := 0
+		for _, result := range takes {
+			_, err := limiter.Refund(t.Context(), result)
+			require.NoError(t, err)
+			for {
+				result, err := limiter.Allow(t.Context(), "key")
+				require.NoError(t, err)
+				if !result.Allowed {
+					break
+				}
+				admitted++
+			}
+			now = now.Add(50 * time.Millisecond)
+		}
+		require.Equal(t, limit, admitted)
+	})
 }
 
 // What is in the table after each call, in both of them.
@@ -349,8 +632,8 @@ func TestRefundWritesOnlyWhatItGivesBack(t *testing.T) {
 		db := pgtest.New(t)
 		config.Test = frozen(t0)
 		limiter := newLimiter(t, db.NewPool(t, nil), config)
-		refund := func(n, remaining int64) Result {
-			result, err := limiter.Refund(t.Context(), "key", n)
+		refund := func(taken Result, n, remaining int64) Result {
+			result, err := limiter.RefundN(t.Context(), taken, n)
 			require.NoError(t, err)
 			require.True(t, result.Allowed)
 			require.Zero(t, result.RetryAfter)
@@ -362,26 +645,26 @@ func TestRefundWritesOnlyWhatItGivesBack(t *testing.T) {
 			return scalar[string](t, db.Pool, "SELECT string_agg(format('%s %s', ctid, xmin), ' ' ORDER BY prefix) FROM "+table(config.Durable))
 		}
 
-		refund(3, 10)
+		refund(forged(limiter, "key", 3), 3, 10)
 		require.Empty(t, storedRows(t, db.Pool, config.Durable)) // it makes no row
 
-		_, err := limiter.AllowN(t.Context(), "key", 7)
+		seven, err := limiter.AllowN(t.Context(), "key", 7)
 		require.NoError(t, err)
-		require.Positive(t, refund(3, 6).ResetAfter)
+		require.Positive(t, refund(seven, 3, 6).ResetAfter)
 		require.EqualValues(t, 4, taken(t, db.Pool, config, "key"))
 
-		require.Zero(t, refund(100, 10).ResetAfter)
+		require.Zero(t, refund(seven, 4, 10).ResetAfter)
 		row := storedRows(t, db.Pool, config.Durable)[rowID{"test", "key"}]
 		require.Equal(t, t0.UnixMicro(), row.expiresAt)
 		before := version()
-		refund(1, 10)
+		refund(forged(limiter, "key", 3), 1, 10)
 		require.Equal(t, before, version(), "it had nothing to give back")
 
 		// A row that is locked is not waited for by those who ask for others, and is by a refund.
-		_, err = limiter.AllowN(t.Context(), "key", 7)
+		seven, err = limiter.AllowN(t.Context(), "key", 7)
 		require.NoError(t, err)
 		tx := hold(t, db, config, "key")
-		waiting := later(func() (Result, error) { return limiter.Refund(context.Background(), "key", 7) })
+		waiting := later(func() (Result, error) { return limiter.Refund(context.Background(), seven) })
 		waitUntilBlocked(t, db.Pool, 1)
 		require.NoError(t, tx.Commit(t.Context()))
 		result, err := waiting()
@@ -395,10 +678,10 @@ func TestRefundIsKeptOrTakenAgainWithTheTransaction(t *testing.T) {
 	eachSlowPolicyAllAndTable(t, 10, func(t *testing.T, config Config) {
 		db := pgtest.New(t)
 		limiter := newLimiter(t, db.NewPool(t, nil), config)
-		_, err := limiter.AllowN(t.Context(), "key", 8)
+		eight, err := limiter.AllowN(t.Context(), "key", 8)
 		require.NoError(t, err)
 		refund := func(tx pgx.Tx, n, remaining int64) {
-			result, err := limiter.RefundTx(t.Context(), tx, "key", n)
+			result, err := limiter.RefundNTx(t.Context(), tx, eight, n)
 			require.NoError(t, err)
 			require.True(t, result.Allowed)
 			require.Equal(t, remaining, result.Remaining)
@@ -407,7 +690,7 @@ func TestRefundIsKeptOrTakenAgainWithTheTransaction(t *testing.T) {
 		tx := begin(t, db)
 		refund(tx, 3, 5)
 		inner := savepoint(t, tx)
-		refund(inner, 100, 10)
+		refund(inner, 5, 10)
 		require.NoError(t, inner.Rollback(t.Context()))
 		refund(tx, 1, 6)
 		peek, err := limiter.Peek(t.Context(), "key")
@@ -435,29 +718,32 @@ func TestRefundForgetsTheDenial(t *testing.T) {
 		db := pgtest.New(t)
 		config.DenialMaxAge = time.Hour
 		limiter := newLimiter(t, db.NewPool(t, nil), config)
-		exhaust := func() {
+		exhaust := func() (all Result) {
 			for _, want := range []bool{true, false, false} {
 				result, err := limiter.AllowN(t.Context(), "key", 10)
 				require.NoError(t, err)
 				require.Equal(t, want, result.Allowed)
+				if want {
+					all = result
+				}
 			}
 			_, remembered := limiter.denials.deny(limiter.policy, "key", 1)
 			require.True(t, remembered)
+			return all
 		}
-		exhaust()
-		_, err := limiter.Refund(t.Context(), "key", 10)
+		_, err := limiter.Refund(t.Context(), exhaust())
 		require.NoError(t, err)
-		exhaust()
+		all := exhaust()
 		tx := begin(t, db)
-		_, err = limiter.RefundTx(t.Context(), tx, "key", 10)
+		_, err = limiter.RefundTx(t.Context(), tx, all)
 		require.NoError(t, err)
 		require.NoError(t, tx.Commit(t.Context()))
-		exhaust()
+		all = exhaust()
 
 		// The caller leaves before the refund, which goes on.
 		tx = hold(t, db, config, "key")
 		ctx, leave := context.WithCancel(t.Context())
-		waiting := later(func() (Result, error) { return limiter.Refund(ctx, "key", 10) })
+		waiting := later(func() (Result, error) { return limiter.Refund(ctx, all) })
 		waitUntilBlocked(t, db.Pool, 1)
 		leave()
 		_, err = waiting()
@@ -468,16 +754,17 @@ func TestRefundForgetsTheDenial(t *testing.T) {
 			return err == nil && result.Remaining == 10
 		})
 		waitUntil(t, func() bool {
-			result, err := limiter.AllowN(t.Context(), "key", 10)
-			return err == nil && result.Allowed
+			all, err = limiter.AllowN(t.Context(), "key", 10)
+			return err == nil && all.Allowed
 		})
 		_, err = limiter.AllowN(t.Context(), "key", 10)
 		require.NoError(t, err)
 
 		// After an error too.
 		exec(t, db.Pool, "ALTER TABLE "+table(config.Durable)+" RENAME TO elsewhere")
-		_, err = limiter.Refund(t.Context(), "key", 10)
+		_, err = limiter.Refund(t.Context(), all)
 		require.ErrorIs(t, err, ErrNotMigrated)
+		require.EqualValues(t, 10, all.receipt.leftover(), "it was surely not given back")
 		_, remembered := limiter.denials.deny(limiter.policy, "key", 1)
 		require.False(t, remembered)
 	})
@@ -489,22 +776,26 @@ func TestRefundsAreExactUnderConcurrency(t *testing.T) {
 	t.Parallel()
 	eachSlowPolicyAllAndTable(t, 20, func(t *testing.T, config Config) {
 		const callers, calls = 16, 60
+		config.Test = frozen(t0) // what flows into a bucket meanwhile is not given back
 		db := pgtest.New(t)
 		limiters := []*Limiter{newLimiter(t, db.NewPool(t, nil), config), newLimiter(t, db.NewPool(t, nil), config)}
 		var out, refunded atomic.Int64 // what is taken for certain, and not yet on its way back
 		errs := make([]error, callers)
 		together(callers, func(i int) {
 			limiter := limiters[i%2]
-			var mine int64
+			var mine []Result
 			for call := range calls {
 				n := 1 + int64((i+call)%5)
 				var result Result
-				if mine >= n && call%3 > 0 {
+				if len(mine) > 0 && call%3 > 0 {
+					at := call % len(mine)
+					result = mine[at]
+					mine = slices.Delete(mine, at, at+1)
+					n = result.receipt.leftover()
 					out.Add(-n)
-					if _, errs[i] = limiter.Refund(t.Context(), "key", n); errs[i] != nil {
+					if _, errs[i] = limiter.Refund(t.Context(), result); errs[i] != nil {
 						return
 					}
-					mine -= n
 					refunded.Add(n)
 					continue
 				}
@@ -512,7 +803,7 @@ func TestRefundsAreExactUnderConcurrency(t *testing.T) {
 					return
 				}
 				if result.Allowed {
-					mine += n
+					mine = append(mine, result)
 					if now := out.Add(n); now > 20 {
 						errs[i] = fmt.Errorf("%d of 20 are taken", now)
 						return
@@ -560,4 +851,117 @@ func TestCrossingRefundsDoNotDeadlock(t *testing.T) {
 	var pgErr *pgconn.PgError
 	require.ErrorAs(t, cross(db, 100_000), &pgErr)
 	require.Equal(t, "40P01", pgErr.Code)
+}
+
+// What cannot be given back is refused before the database is asked.
+func TestWhatCannotBeRefunded(t *testing.T) {
+	t.Parallel()
+	db := pgtest.New(t)
+	pool := db.NewPool(t, nil)
+	config := Config{Name: "a", Policy: FixedWindow{Limit: 10, Window: year}}
+	limiter := newLimiter(t, pool, config)
+	take := func(n int64) Result {
+		result, err := limiter.AllowN(t.Context(), "personal", n)
+		require.NoError(t, err)
+		return result
+	}
+	six := take(6)
+	denied := take(5)
+	require.False(t, denied.Allowed)
+	cached := take(5)
+	require.Equal(t, SourceCachedDenial, cached.Source)
+	for name, result := range map[string]Result{"the zero Result": {}, "a denial": denied, "one that was remembered": cached, "a Peek": take(0)} {
+		_, err := limiter.Refund(t.Context(), result)
+		require.ErrorIs(t, err, ErrNothingToRefund, name)
+		_, err = limiter.RefundN(t.Context(), result, 1)
+		require.ErrorIs(t, err, ErrNothingToRefund, name)
+	}
+
+	// Another limiter is one of another name, table, schema or database; a policy does not make one.
+	other := func(pool *pgxpool.Pool, change func(*Config)) {
+		config := config
+		change(&config)
+		l := newLimiter(t, pool, config)
+		_, err := l.Refund(t.Context(), six)
+		var refused *RefundError
+		require.ErrorAs(t, err, &refused)
+		require.NotContains(t, err.Error(), "personal")
+	}
+	other(pool, func(c *Config) { c.Name = "b" })
+	other(pool, func(c *Config) { c.Durable = true })
+	other(pool, func(c *Config) { c.Schema = "public" })
+	other(db.NewPool(t, nil), func(*Config) {})
+
+	back, err := newLimiter(t, pool, config).with(t, FixedWindow{Limit: 3, Window: year}).RefundN(t.Context(), six, 2)
+	require.NoError(t, err)
+	require.EqualValues(t, 6, back.Remaining) // under the policy that took
+	_, err = limiter.Refund(t.Context(), back)
+	require.ErrorIs(t, err, ErrNothingToRefund)
+
+	// Each unit once, whoever is first.
+	var given atomic.Int64
+	together(8, func(int) {
+		if _, err := limiter.RefundN(context.Background(), six, 1); err == nil {
+			given.Add(1)
+		}
+	})
+	require.EqualValues(t, 4, given.Load())
+	_, err = limiter.Refund(t.Context(), six)
+	require.ErrorIs(t, err, ErrNothingToRefund)
+	require.Zero(t, taken(t, db.Pool, config, "personal"))
+
+	// In a transaction, which may be run again, it stays.
+	four := take(4)
+	for range 2 {
+		tx := begin(t, db)
+		result, err := limiter.RefundTx(t.Context(), tx, four)
+		require.NoError(t, err)
+		require.EqualValues(t, 10, result.Remaining)
+		require.NoError(t, tx.Rollback(t.Context()))
+	}
+	require.EqualValues(t, 4, four.receipt.leftover())
+}
+
+// Those who are decided together, wait together or ask several limits can each give back what is theirs.
+func TestEachGivesBackItsOwn(t *testing.T) {
+	t.Parallel()
+	eachSlowPolicyAllAndTable(t, 12, func(t *testing.T, config Config) {
+		pool := pgtest.New(t).Pool
+		config.Test = frozen(t0)
+		limiter := newLimiter(t, pool, config)
+		batch := newCalls("key", 3, 3, 3)
+		for _, c := range batch {
+			c.by = limiter
+		}
+		limiter.send(&flight{batch: batch})
+		results, errs := outcomes(batch)
+		require.NoError(t, errors.Join(errs...))
+		for i, left := range []int64{6, 3, 0} {
+			_, err := limiter.Refund(t.Context(), results[[]int{1, 0, 2}[i]])
+			require.NoError(t, err)
+			require.Equal(t, left, taken(t, pool, config, "key"))
+		}
+
+		waited, errs := make([]Result, 3), make([]error, 3)
+		together(3, func(i int) { waited[i], errs[i] = limiter.WaitN(t.Context(), "key", int64(1+i)) })
+		require.NoError(t, errors.Join(errs...))
+		require.EqualValues(t, 6, taken(t, pool, config, "key"))
+		for i, left := range []int64{5, 3, 0} {
+			_, err := limiter.Refund(t.Context(), waited[i])
+			require.NoError(t, err)
+			require.Equal(t, left, taken(t, pool, config, "key"))
+		}
+
+		config.Name = "other"
+		other := newLimiter(t, pool, config)
+		both, err := AllowAll(t.Context(), limiter.Request("key", 2), other.Request("key", 5))
+		require.NoError(t, err)
+		_, err = limiter.Refund(t.Context(), both.Each[1])
+		require.ErrorContains(t, err, "refund it there")
+		_, err = other.RefundN(t.Context(), both.Each[1], 4)
+		require.NoError(t, err)
+		require.EqualValues(t, 1, taken(t, pool, config, "key"))
+		config.Name = limiter.Name()
+		require.EqualValues(t, 2, taken(t, pool, config, "key"))
+	})
 }

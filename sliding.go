@@ -42,19 +42,28 @@ func (p SlidingWindow) statement() string { return slidingStatement }
 func (p SlidingWindow) numbers() []any    { return []any{p.Limit, micros(p.Window)} }
 
 func (p SlidingWindow) resetAfter(last decision, units int64) int64 {
-	return creditResetAfter(last, last.state.credit, last.state.scale, units, 2*micros(p.Window))
+	return creditResetAfter(last, last.state.credit, units, 2*micros(p.Window))
 }
-
-//go:embed sql/call/sliding_grant.sql
-var slidingGrantStatement string
-
-func (p SlidingWindow) grantStatement() string { return slidingGrantStatement }
 
 func (p SlidingWindow) grant(s state, clock, n int64) (state, decision) {
 	s = rollForward(p, s, clock)
-	s.credit = min(s.credit+n, maxCredit)
-	s.expiresAt = max(clock, s.windowStart) + 2*micros(p.Window)
+	s = withCredit(s, max(clock, s.windowStart), 2*micros(p.Window), n)
 	return afterGrant(p, s, clock)
+}
+
+func (p SlidingWindow) refund(s state, clock int64, t take) (state, decision) {
+	row := rollForward(p, s, clock)
+	back := int64(0)
+	switch t.in {
+	case row.windowStart:
+		back = min(t.units-t.spent, row.count)
+		row.count -= back
+	case row.windowStart - micros(p.Window):
+		back = min(t.units-t.spent, row.prevCount)
+		row.prevCount -= back
+	}
+	row, credited := withCreditBack(row, max(clock, row.windowStart), 2*micros(p.Window), t)
+	return afterRefund(p, s, row, clock, back > 0 || credited)
 }
 
 func (p SlidingWindow) scaled(share float64) Policy {
@@ -81,6 +90,7 @@ func (p SlidingWindow) decide(s state, clock, n int64) (state, decision) {
 	switch age := t - s.windowStart; {
 	case age >= 2*window || s.count == 0 && (s.prevCount == 0 || age >= window):
 		s.prevCount, s.count, s.windowStart = 0, 0, t
+		s = s.unlessNew()
 	case age >= window:
 		s.prevCount, s.count = s.count, 0
 		s.windowStart += window
@@ -88,16 +98,6 @@ func (p SlidingWindow) decide(s state, clock, n int64) (state, decision) {
 
 	// A denial writes nothing, but for a row that the clock has left behind: unwritten, it would deny for ever.
 	changed := moved && 0 < n && n <= p.Limit
-
-	if n < 0 { // a refund: of this window first, then of the one before
-		changed = s.count > 0 || s.prevCount > 0
-		back := max(n, -s.count)
-		s.count += back
-		s.prevCount = max(s.prevCount+n-back, 0)
-		if changed && s.count == 0 && s.prevCount == 0 { // as good as new
-			t, s.windowStart = clock, clock
-		}
-	}
 
 	// rest is how long the current window still lasts, and so how much of the window before is still covered;
 	// weight is what that one still weighs, rounded up.
@@ -110,13 +110,11 @@ func (p SlidingWindow) decide(s state, clock, n int64) (state, decision) {
 
 	room := max(p.Limit-s.count-weight, 0)
 	d := decision{remaining: room + s.credit}
-	switch {
-	case n < 0:
-		d.granted = 1
-	case 0 < n && n <= min(d.remaining, p.Limit):
+	if 0 < n && n <= min(d.remaining, p.Limit) {
 		changed = true
-		s.count += min(n, room)
-		s.credit -= max(n-room, 0)
+		d.taken.spent = max(n-room, 0)
+		s.count += n - d.taken.spent
+		s.credit -= d.taken.spent
 		s.expiresAt = t + 2*window
 		d.granted = 1
 		d.remaining -= n
@@ -145,5 +143,6 @@ func (p SlidingWindow) decide(s state, clock, n int64) (state, decision) {
 		stored = s
 	}
 	d.state = s
+	d.taken.units, d.taken.since, d.taken.in = d.granted*n, s.since, s.windowStart
 	return stored, d
 }

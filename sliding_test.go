@@ -350,21 +350,6 @@ func (m *slowSliding) take(t, n int64) {
 	m.start, m.prev, m.count = &start, prev, new(big.Rat).Add(count, rat(n))
 }
 
-func (m *slowSliding) refund(t, n int64) {
-	start, prev, count := m.at(t)
-	prev, count = new(big.Rat).Set(prev), new(big.Rat).Sub(count, rat(n))
-	if count.Sign() < 0 {
-		prev.Add(prev, count)
-		count = rat(0)
-	}
-	if prev.Sign() < 0 {
-		prev = rat(0)
-	}
-	if m.start, m.prev, m.count = &start, prev, count; prev.Sign() == 0 && count.Sign() == 0 {
-		m.start = nil
-	}
-}
-
 func (m *slowSliding) state(t int64) state {
 	start, prev, count := m.at(t)
 	return state{windowStart: start, prevCount: whole(prev), count: whole(count)}

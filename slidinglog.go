@@ -58,19 +58,25 @@ func (p SlidingLog) scaled(share float64) Policy {
 }
 
 func (p SlidingLog) resetAfter(last decision, units int64) int64 {
-	return creditResetAfter(last, last.state.credit, last.state.scale, units, micros(p.Window))
+	return creditResetAfter(last, last.state.credit, units, micros(p.Window))
 }
-
-//go:embed sql/call/slidinglog_grant.sql
-var slidingLogGrantStatement string
-
-func (p SlidingLog) grantStatement() string { return slidingLogGrantStatement }
 
 func (p SlidingLog) grant(s state, clock, n int64) (state, decision) {
 	s, _ = p.rolledForward(s, clock) // with its log, which the state of a decision has not
-	s.credit = min(s.credit+n, maxCredit)
-	s.expiresAt = max(clock, s.windowStart) + micros(p.Window)
+	s = withCredit(s, max(clock, s.windowStart), micros(p.Window), n)
 	return afterGrant(p, s, clock)
+}
+
+func (p SlidingLog) refund(s state, clock int64, t take) (state, decision) {
+	row, _ := p.rolledForward(s, clock)
+	now := max(clock, row.windowStart)
+	row, credited := withCreditBack(row, now, micros(p.Window), t)
+	log, back := row.log.without(t.in, t.units-t.spent)
+	row.log, row.count = log, row.count-back
+	if newest := len(row.log)/8 - 1; back > 0 && newest >= 0 {
+		row.windowStart = now - row.log.age(newest, now)
+	}
+	return afterRefund(p, s, row, clock, back > 0 || credited)
 }
 
 // rolledForward is a row, rolled forward to the clock; moved tells whether the clock has jumped back, and the row with it.
@@ -91,6 +97,7 @@ func (p SlidingLog) rolledForward(s state, clock int64) (rolled state, moved boo
 	}
 	if s.count == 0 {
 		s.windowStart = t
+		s = s.unlessNew()
 	}
 	return s, moved
 }
@@ -105,26 +112,15 @@ func (p SlidingLog) decide(s state, clock, n int64) (state, decision) {
 
 	room := max(p.Limit-s.count, 0)
 	d := decision{remaining: room + s.credit}
-	switch {
-	case n < 0: // a refund: of the newest entries first
-		changed = s.count > 0
-		s.log = s.log.without(n)
-		s.count = max(s.count+n, 0)
-		if newest := len(s.log)/8 - 1; newest >= 0 {
-			s.windowStart = t - s.log.age(newest, t)
-		} else if changed { // as good as new
-			s.windowStart = clock
-		}
-		d.granted = 1
-		d.remaining = max(p.Limit-s.count, 0) + s.credit
-	case 0 < n && n <= min(d.remaining, p.Limit):
+	if 0 < n && n <= min(d.remaining, p.Limit) {
 		changed = true
+		d.taken.spent = max(n-room, 0)
 		if room > 0 {
 			s.log = s.log.with(t, min(n, room))
 			s.count += min(n, room)
 			s.windowStart = t
 		}
-		s.credit -= max(n-room, 0)
+		s.credit -= d.taken.spent
 		s.expiresAt = t + window
 		d.granted = 1
 		d.remaining -= n
@@ -156,6 +152,7 @@ func (p SlidingLog) decide(s state, clock, n int64) (state, decision) {
 	}
 	d.state = s
 	d.state.log = needed
+	d.taken.units, d.taken.since, d.taken.in = d.granted*n, s.since, s.windowStart
 	return stored, d
 }
 
@@ -186,17 +183,20 @@ func (e entries) with(t, n int64) entries {
 	return e + newEntries([]int64{t<<10 | n})
 }
 
-// without is the log after n, below 0, was given back, of the newest entries first.
-func (e entries) without(n int64) entries {
-	for n < 0 && e != "" {
-		last := len(e)/8 - 1
-		entry, units := e.entry(last), e.units(last)
-		e = e[:8*last]
-		if n += units; n > 0 {
-			return e + newEntries([]int64{entry - units + n})
+// without is the log after up to n of what was taken at t were given back, and how much that is.
+func (e entries) without(t, n int64) (rest entries, back int64) {
+	for i := range len(e) / 8 {
+		entry, units := e.entry(i), e.units(i)
+		if entry>>10<<10 != t<<10 {
+			continue
 		}
+		back = min(n, units)
+		if back == units {
+			return e[:8*i] + e[8*(i+1):], back
+		}
+		return e[:8*i] + newEntries([]int64{entry - back}) + e[8*(i+1):], back
 	}
-	return e
+	return e, 0
 }
 
 // shifted is the log as if all had been taken earlier.

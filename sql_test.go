@@ -91,16 +91,16 @@ type step struct {
 	durable  bool
 	name     string // short; replay puts something before it
 	clock    int64
-	above    bool      // costs below 0 are grants
+	skip     bool      // rows that somebody holds are passed over
 	elements []element // with the decisions that the model makes
 }
 
 func (s step) String() string {
 	var elements strings.Builder
 	for _, e := range s.elements {
-		fmt.Fprintf(&elements, " {key: %q, cost: %d, count: %d}", e.key, e.cost, e.count)
+		fmt.Fprintf(&elements, " {key: %q, cost: %d, count: %d, refund: %+v}", e.key, e.cost, e.count, e.refund)
 	}
-	return fmt.Sprintf("at %d, %q in %s, %#v, above: %t:%s", s.clock, s.name, table(s.durable), s.policy, s.above, elements.String())
+	return fmt.Sprintf("at %d, %q in %s, %#v:%s", s.clock, s.name, table(s.durable), s.policy, elements.String())
 }
 
 // rows is the model of both tables.
@@ -124,7 +124,7 @@ func algorithm(p Policy) int16 {
 func (m rows) decide(s step) {
 	if slices.ContainsFunc(s.elements, func(e element) bool {
 		_, ok := m[s.durable][rowID{s.name, e.key}]
-		return !ok && (1 <= e.cost && e.cost <= s.policy.limit() || e.cost < 0 && s.above)
+		return !ok && (1 <= e.cost && e.cost <= s.policy.limit() || e.cost < 0 && e.refund == nil)
 	}) {
 		for _, e := range s.elements { // then those that are missing are made, of refunds too
 			if id := (rowID{s.name, e.key}); e.cost < 0 && m[s.durable][id] == (storedRow{}) {
@@ -143,8 +143,12 @@ func (m rows) decide(s step) {
 		var granted int64
 		var last decision
 		credit := creditOf(s.policy, current, s.clock)
-		for asked := int64(0); asked < e.count; asked++ {
-			next, d := s.decide(current, e.cost)
+		requests := e.count
+		if e.cost < 0 {
+			requests = 1 // all at once
+		}
+		for asked := int64(0); asked < requests; asked++ {
+			next, d := e.decide(s.policy, current, s.clock)
 			granted += d.granted
 			last = d
 			if next == current { // and so for all further ones
@@ -157,20 +161,30 @@ func (m rows) decide(s step) {
 			last.granted = e.count
 		}
 		last.decidedAt = time.UnixMicro(s.clock).UTC()
-		last.state = used(last.state, algorithm(s.policy))
+		last.state = toldState(used(last.state, algorithm(s.policy)))
+		last.taken.units, last.taken.spent = 0, 0
 		if e.cost > 0 {
-			last.state = withSpent(s.policy, last.state, credit-creditOf(s.policy, current, s.clock))
+			last.taken.spent = credit - creditOf(s.policy, current, s.clock)
 		}
 		e.decision = last
 	}
 }
 
-// decide is the model's decision.
-func (s step) decide(current state, cost int64) (state, decision) {
-	if p, ok := s.policy.(granter); ok && s.above && cost < 0 {
-		return p.grant(current, s.clock, -max(cost, -maxCredit))
+// decide is the model's decision of one of its requests, or of what they give together.
+func (e element) decide(p Policy, s state, clock int64) (state, decision) {
+	if e.cost >= 0 {
+		return p.decide(s, clock, e.cost)
 	}
-	return s.policy.decide(current, s.clock, cost)
+	units := int64(math.MaxInt64)
+	if e.count <= -(math.MaxInt64 / e.cost) {
+		units = -e.count * e.cost
+	}
+	if e.refund == nil {
+		return p.grant(s, clock, min(units, maxCredit))
+	}
+	k := e.refund[0]
+	k.units, k.spent = units, min(max(k.spent, 0), units)
+	return p.refund(s, clock, k)
 }
 
 // used is the part of a row that means something to its algorithm.
@@ -179,7 +193,7 @@ func used(s state, algorithm int16) state {
 		s.prevCount = 0
 		return s
 	}
-	s.scale = 0
+	s.scale, s.capacity, s.refill, s.returned = 0, 0, 0, 0
 	if algorithm != 2 {
 		s.prevCount = 0
 	}
@@ -198,6 +212,7 @@ func newStory(r *rand.Rand, steps int) (story []step, err error) {
 	policy := randomPolicy(r)
 	clock := int64(1)<<50 + r.Int64N(1<<51)
 	var goals []int64 // times at which something happens, of recent decisions
+	takes := map[rowID][]take{}
 
 	for range steps {
 		switch r.IntN(20) {
@@ -211,15 +226,18 @@ func newStory(r *rand.Rand, steps int) (story []step, err error) {
 		if r.IntN(4) == 0 {
 			s.name = "b"
 		}
-		s.above = r.IntN(6) == 0
+		s.skip = r.IntN(3) == 0
 		for range 1 + r.IntN(8) {
 			cost := randomCost(r, policy.limit())
-			s.elements = append(s.elements, element{
+			e := element{
 				key:   [...]string{"x", "y", "Y", "ä", "x:1"}[r.IntN(5)],
 				cost:  cost,
 				count: randomCount(r, policy.limit(), cost),
-				above: s.above,
-			})
+			}
+			if (cost < 0 || r.IntN(6) == 0) && r.IntN(5) > 0 {
+				e.cost, e.count, e.refund = randomRefund(r, policy, takes[rowID{s.name, e.key}], e.cost, e.count)
+			}
+			s.elements = append(s.elements, e)
 		}
 		story = append(story, s)
 		model.decide(s)
@@ -229,9 +247,39 @@ func newStory(r *rand.Rand, steps int) (story []step, err error) {
 				goals = append(goals, clock+e.decision.retryAfter)
 			}
 			goals = append(goals, clock+e.decision.resetAfter)
+			if e.cost > 0 && e.decision.granted > 0 {
+				id := rowID{s.name, e.key}
+				takes[id] = append(takes[id], e.decision.takenBy(policy, e.cost, 1+r.Int64N(e.decision.granted)))
+			}
 		}
 	}
 	return story, nil
+}
+
+// randomRefund is a refund: of all or part of something that was taken, whether it was given back already or not, or of what nobody has.
+func randomRefund(r *rand.Rand, p Policy, takes []take, cost, count int64) (int64, int64, []take) {
+	if len(takes) == 0 || r.IntN(6) == 0 {
+		extreme := func() int64 {
+			return [...]int64{math.MinInt64, -1, 0, 1, 1 << 61, math.MaxInt64, r.Int64() >> r.IntN(64)}[r.IntN(7)]
+		}
+		k := take{extreme(), extreme(), extreme(), extreme(), extreme()}
+		if len(takes) > 0 {
+			known := takes[r.IntN(len(takes))]
+			if r.IntN(2) == 0 {
+				k.since = known.since
+			}
+			if r.IntN(2) == 0 {
+				k.in = known.in
+			}
+		}
+		return min(cost, -1), count, []take{k}
+	}
+	k := takes[len(takes)-1-r.IntN(min(len(takes), 4))]
+	if r.IntN(3) == 0 {
+		from := r.Int64N(k.units)
+		k = k.part(p, from, from+1+r.Int64N(k.units-from))
+	}
+	return -k.units, 1, []take{k}
 }
 
 // magnitude is a number from 1 to limit of any order of magnitude, and often the one or the other end.
@@ -408,12 +456,14 @@ func queueStep(batch *pgx.Batch, space string, s step) {
 	for i, e := range s.elements {
 		keys[i], costs[i], counts[i] = e.key, e.cost, e.count
 	}
-	args := []any{space + s.name, keys, costs, counts, s.durable, nil, nil, time.UnixMicro(s.clock)}
-	statement := s.policy.statement()
-	if p, ok := s.policy.(granter); ok && s.above {
-		statement = p.grantStatement()
+	var refunds refunds
+	for i, e := range s.elements {
+		if e.refund != nil {
+			refunds.add(i, len(s.elements), e.refund[0])
+		}
 	}
-	batch.Queue(statement, append(args, s.policy.numbers()...)...)
+	args := []any{space + s.name, keys, costs, counts, s.durable, nil, nil, time.UnixMicro(s.clock), refunds.since, refunds.in, refunds.at, refunds.spent, s.skip}
+	batch.Queue(s.policy.statement(), append(args, s.policy.numbers()...)...)
 	batch.Queue("SELECT "+rowColumns+" FROM "+table(s.durable)+" WHERE prefix = ANY ($1)", []string{space + "a", space + "b"})
 }
 
@@ -437,21 +487,20 @@ func compare(results pgx.BatchResults, space string, steps []step, first int, mo
 			var log []int64
 			targets := []any{
 				&ord, &got.granted, &got.remaining, &retryAfter, &got.resetAfter, &got.decidedAt,
-				&got.state.count, &got.state.prevCount, &got.state.windowStart, &got.state.credit, &got.state.scale, &got.state.expiresAt, &log,
+				&got.state.count, &got.state.prevCount, &got.state.windowStart, &got.state.credit, &got.state.scale, &got.state.expiresAt,
+				&got.taken.spent, &got.taken.since, &got.taken.at, &log,
 			}
 			if err := answer.Scan(targets[:len(answer.FieldDescriptions())]...); err != nil {
 				return fail(-1, "%v", err)
 			}
-			got.state.log = newEntries(log)
+			got.state.log, got.state.since, got.taken.in = newEntries(log), got.taken.since, got.state.windowStart
 			got.retryAfter = never
 			if retryAfter != nil {
 				got.retryAfter = *retryAfter
 			}
 			got.decidedAt = got.decidedAt.UTC()
 			want := s.elements[ord-1].decision
-			if algorithm(s.policy) == 1 || algorithm(s.policy) == 4 {
-				got.state.prevCount = 0 // means nothing to them, and what scale and prevCount mean to others is how much credit was spent
-			}
+			got.state = used(got.state, algorithm(s.policy))
 			if got != want {
 				return fail(int(ord-1), "element %d: SQL\n%+v\nmodel\n%+v", ord, got, want)
 			}
@@ -534,7 +583,7 @@ func modelResultsFrom(p Policy, s state, at time.Time, costs ...int64) []Result 
 	results := make([]Result, len(costs))
 	for i, cost := range costs {
 		var d decision
-		s, d = p.decide(s, at.UnixMicro(), cost)
+		s, d = element{cost: cost, count: 1}.decide(p, s, at.UnixMicro())
 		results[i] = Result{
 			Allowed:    d.granted == 1 || cost == 0 && d.retryAfter == 0,
 			Limit:      p.limit(),
@@ -547,9 +596,9 @@ func modelResultsFrom(p Policy, s state, at time.Time, costs ...int64) []Result 
 	return results
 }
 
-// utc makes results comparable: a time in another zone is another time.Time.
+// utc makes results comparable: a time in another zone is another time.Time, and what was taken stands in no literal.
 func utc(r Result) Result {
-	r.DecidedAt = r.DecidedAt.UTC()
+	r.DecidedAt, r.receipt = r.DecidedAt.UTC(), nil
 	return r
 }
 
@@ -656,7 +705,7 @@ func TestCallsOfOneBatchAreDecidedInOrderOfArrival(t *testing.T) {
 						n := 1 + r.Int64N(50)
 						_, err := limiter.Grant(t.Context(), name, n)
 						require.NoError(t, err)
-						states[key], _ = policy.(granter).grant(state{}, t0.UnixMicro(), n)
+						states[key], _ = policy.grant(state{}, t0.UnixMicro(), n)
 					}
 				}
 				for waiting := slices.Clone(calls); len(waiting) > 0; {
@@ -841,7 +890,7 @@ func TestExamplesInCommentsWork(t *testing.T) {
 	db := pgtest.New(t)
 	rows, err := db.Pool.Query(t.Context(), `
 		SELECT proname, coalesce(obj_description(oid, 'pg_proc'), '') FROM pg_proc
-		WHERE pronamespace = 'public'::regnamespace AND proname NOT IN ('rate_limit_lock', 'rate_limit_write')
+		WHERE pronamespace = 'public'::regnamespace AND proname NOT IN ('rate_limit_late', 'rate_limit_lock', 'rate_limit_write', 'rate_limit_version')
 		ORDER BY proname`)
 	require.NoError(t, err)
 	type function struct{ Name, Comment string }

@@ -26,6 +26,9 @@ type TokenBucket struct {
 
 var _ Policy = TokenBucket{}
 
+// maxReturned is how much a bucket counts as given back before it forgets what was taken, lest the sum overflow.
+const maxReturned = 1 << 61
+
 //go:embed sql/call/tokenbucket.sql
 var tokenBucketStatement string
 
@@ -65,11 +68,6 @@ func (p TokenBucket) full() int64 { return p.Capacity * micros(p.Every) }
 // fillTime is how many microseconds it takes until credit has flowed in.
 func (p TokenBucket) fillTime(credit int64) int64 { return ceilDiv(credit, p.Refill) }
 
-//go:embed sql/call/tokenbucket_grant.sql
-var tokenBucketGrantStatement string
-
-func (p TokenBucket) grantStatement() string { return tokenBucketGrantStatement }
-
 func (p TokenBucket) grant(s state, clock, n int64) (state, decision) {
 	s = rollForward(p, s, clock)
 	s.count = min(s.count+n, maxCredit)
@@ -77,9 +75,46 @@ func (p TokenBucket) grant(s state, clock, n int64) (state, decision) {
 	return afterGrant(p, s, clock)
 }
 
+// refund gives back what of a take has not flowed in again. The tokens that are missing are a queue: a take joins its end, refill
+// serves its front, and a refund leaves from where it stands. If nobody before it has left the queue since, a take of n that had
+// others of size b before it has b + n - refill of its own left; and if others have, at most b less was before it, but never less
+// than nothing. Not knowing where those stood who have left, refund takes them all to have stood before it, the worst case: that is
+//
+//	max(b - returned since, 0) + n - refill since, and at most n
+//
+// Why this mints nothing: without the takes that are given back, the queue would be shorter by what is left of them at most, because
+// refill that has served them would have served others. So a bucket never holds more than it would hold without these takes.
+func (p TokenBucket) refund(s state, clock int64, k take) (state, decision) {
+	every, full := micros(p.Every), p.full()
+	row := rollForward(p, s, clock)
+	t := row.windowStart
+	if row.since != k.since || row.credit == full && row.count == 0 { // another bucket, or as good as new
+		return afterRefund(p, s, row, clock, false)
+	}
+	spent := min(k.spent, maxCredit-row.count)
+	if spent > 0 {
+		row.count += spent
+		row.expiresAt = max(row.expiresAt, t+p.fillTime(full))
+	}
+	back := int64(0)
+	if 0 <= k.in && k.in <= t {
+		n := min(k.units-k.spent, p.Capacity) * every
+		left := min(max(max(k.at, 0)-row.returned, n), full) // but for refill
+		if elapsed := t - k.in; elapsed <= left/p.Refill {
+			back = min(n, left-elapsed*p.Refill, full-row.credit)
+		}
+	}
+	row.credit += back
+	row.returned += back
+	if row.returned > maxReturned {
+		row.since, row.returned = max(row.since+1, t), 0
+	}
+	return afterRefund(p, s, row, clock, spent > 0 || back > 0)
+}
+
 func (p TokenBucket) resetAfter(last decision, units int64) int64 {
-	if last.state.count > 0 || last.state.prevCount > 0 { // there is granted credit, or was
-		return creditResetAfter(last, last.state.count, last.state.prevCount, units, p.fillTime(p.full()))
+	if last.state.count > 0 || last.taken.spent > 0 { // there is granted credit, or was
+		return creditResetAfter(last, last.state.count, units, p.fillTime(p.full()))
 	}
 	need := p.full() - last.state.credit
 	// What the two have in common is how far the row's time lies ahead of the clock, if it does.
@@ -106,6 +141,9 @@ func (p TokenBucket) decide(s state, clock, n int64) (state, decision) {
 	if clock >= s.expiresAt {
 		s = state{credit: full, windowStart: clock, expiresAt: s.expiresAt}
 	} else {
+		if s.scale != every || s.capacity != p.Capacity || s.refill != p.Refill { // what was taken before stays taken
+			s.since, s.returned = max(s.since+1, s.windowStart, clock), 0
+		}
 		if s.scale != every { // the policy has changed: keep whole tokens, and the part of one, rounded down
 			if tokens := s.credit / s.scale; tokens >= p.Capacity {
 				s.credit = full
@@ -115,9 +153,10 @@ func (p TokenBucket) decide(s state, clock, n int64) (state, decision) {
 		}
 		s.credit = min(s.credit, full)
 		if s.credit == full && s.count == 0 { // the capacity is lower now: as good as new
-			s.windowStart, s.expiresAt = clock, clock
+			s = state{credit: full, windowStart: clock, expiresAt: clock}
 		} else if s.windowStart-clock > p.fillTime(full) { // the clock has jumped back: keep the credit, from now on
 			s.windowStart = clock
+			s.since, s.returned = max(s.since+1, clock), 0
 			s.expiresAt = clock + p.fillTime(full)
 			if s.count == 0 {
 				s.expiresAt = clock + p.fillTime(full-s.credit)
@@ -125,13 +164,16 @@ func (p TokenBucket) decide(s state, clock, n int64) (state, decision) {
 			moved = true
 		}
 	}
-	s.scale = every
+	s.scale, s.capacity, s.refill = every, p.Capacity, p.Refill
 	t := max(clock, s.windowStart)
 	// Asked by division, because the product overflows after a long time.
 	if s.credit < full && t-s.windowStart <= (full-s.credit-1)/p.Refill {
 		s.credit += (t - s.windowStart) * p.Refill
 	} else {
 		s.credit = full
+		if s.count == 0 { // as good as new
+			s.since, s.returned = t, 0
+		}
 	}
 	s.windowStart = t
 
@@ -140,23 +182,11 @@ func (p TokenBucket) decide(s state, clock, n int64) (state, decision) {
 
 	room := s.credit / every
 	d := decision{remaining: room + s.count}
-	switch {
-	case n < 0: // a refund
-		changed = s.credit < full
-		if n >= -((full - s.credit) / every) {
-			s.credit -= n * every
-		} else {
-			s.credit = full
-		}
-		if changed && s.credit == full { // as good as new
-			s.windowStart = clock
-		}
-		d.granted = 1
-		d.remaining = s.credit/every + s.count
-	case 0 < n && n <= min(d.remaining, p.Capacity):
+	if 0 < n && n <= min(d.remaining, p.Capacity) {
 		changed = true
-		s.credit -= min(n, room) * every
-		s.count -= max(n-room, 0)
+		d.taken.spent = max(n-room, 0)
+		s.credit -= (n - d.taken.spent) * every
+		s.count -= d.taken.spent
 		s.expiresAt = t + p.fillTime(full)
 		d.granted = 1
 		d.remaining -= n
@@ -179,5 +209,6 @@ func (p TokenBucket) decide(s state, clock, n int64) (state, decision) {
 		stored = s
 	}
 	d.state = s
+	d.taken.units, d.taken.since, d.taken.in, d.taken.at = d.granted*n, s.since, s.windowStart, s.returned+full-s.credit
 	return stored, d
 }

@@ -202,7 +202,9 @@ func TestTokenBucketLoweredCapacityThatIsFullIsAsGoodAsNew(t *testing.T) {
 	lowered := TokenBucket{5, 1, time.Second}
 	for _, clock := range []int64{c5, c3, c0, at("03:00:00")} {
 		_, d := lowered.decide(s, clock, 0)
-		require.Equal(t, state{credit: 5 * second, scale: second, windowStart: clock, expiresAt: clock}, d.state)
+		require.Equal(t, state{
+			credit: 5 * second, scale: second, windowStart: clock, expiresAt: clock, since: clock, capacity: 5, refill: 1,
+		}, d.state)
 		playModel(t, lowered, s,
 			modelStep{clock, 0, free(5, 0)},
 			modelStep{clock, 6, denied(5, never, 0)},
@@ -311,10 +313,6 @@ func (m *slowBucket) fits(t, n int64) bool { return rat(n).Cmp(m.at(t)) <= 0 }
 
 func (m *slowBucket) take(t, n int64) {
 	m.last, m.tokens = t, new(big.Rat).Sub(m.at(t), rat(n))
-}
-
-func (m *slowBucket) refund(t, n int64) {
-	m.last, m.tokens = t, new(big.Rat).Add(m.at(t), rat(n))
 }
 
 func (m *slowBucket) state(t int64) state {

@@ -26,7 +26,8 @@ import (
 // Allow. A Reset by this limiter ends the sleep. One that is made elsewhere, or a transaction that gives back, is not noticed before
 // the retry time.
 //
-// Errors: as Allow, which has asked, and a [*WaitError].
+// Errors: as Allow, which has asked, and a [*WaitError]. An error is told to all who are in the line then, and so is what OnFailure answers,
+// until that is a denial: nobody waits for a second Timeout.
 func (l *Limiter) Wait(ctx context.Context, key string) (Result, error) {
 	return l.WaitN(ctx, key, 1)
 }
@@ -141,7 +142,7 @@ func (in *line) serve() {
 		}
 		clear(group)
 		remaining = 0
-		if err == nil {
+		if err == nil && (result.Source == SourceDatabase || result.Source == SourceCachedDenial) {
 			remaining = min(result.Remaining, max(cost-1, 0))
 			if result.Allowed {
 				remaining = result.Remaining
@@ -194,8 +195,12 @@ func (in *line) settle(group []*waiter, cost int64, result Result, err error) (p
 			if w.place != nil {
 				own := result
 				own.Remaining += behind
+				own.receipt = result.receipt.share(cost-behind-w.cost, cost-behind)
 				in.tell(w, own, err)
 			}
+		}
+		if err != nil || result.Source != SourceDatabase {
+			in.answerAll(err)
 		}
 		return 0
 	case len(group) > 1:
@@ -222,6 +227,27 @@ func (in *line) settle(group []*waiter, cost int64, result Result, err error) (p
 		jitter = min(jitter, first.deadline.Sub(in.retryAt)/2)
 	}
 	return result.RetryAfter + rand.N(jitter+1)
+}
+
+// answerAll tells all who are in the line what the first of them were told by a database that is away: the error, or the limiter's own
+// answer until that is a denial. If each of them asked, the last would wait for as many timeouts.
+func (in *line) answerAll(err error) {
+	for e := in.waiters.Front(); e != nil; e = in.waiters.Front() {
+		w := e.Value.(*waiter)
+		if err != nil {
+			in.tell(w, Result{}, err)
+			continue
+		}
+		began := time.Now()
+		result := in.l.substitute(in.key, w.cost)
+		if in.l.config.Observer != nil {
+			in.l.ended(began, w.cost, &result, &err)
+		}
+		if !result.Allowed {
+			return
+		}
+		in.tell(w, result, nil)
+	}
 }
 
 // first is nil if nobody waits.

@@ -498,8 +498,9 @@ func TestWaitersUnderAnotherPolicyStandInTheirOwnLine(t *testing.T) {
 	inBubble(t, FixedWindow{Limit: 10, Window: time.Minute}, func(t *testing.T, paid *Limiter, _ *waitDB) {
 		free := paid.with(t, FixedWindow{Limit: 1, Window: time.Hour})
 		w := newWaits(t)
+		since := free.denials.leave()
 		free.denials.remember(free.policy, "key", decision{state: state{count: 1, windowStart: time.Now().UnixMicro(), expiresAt: time.Now().Add(time.Hour).UnixMicro()},
-			decidedAt: time.Now()}, free.denials.local(), free.denials.local(), 0)
+			decidedAt: time.Now()}, free.denials.local(), free.denials.local(), &since)
 		ctx, cancel := context.WithCancel(t.Context())
 		w.add(ctx, free, 0, 1)
 		w.add(t.Context(), paid.with(t, FixedWindow{Limit: 10, Window: time.Minute}), 1, 1)
@@ -515,8 +516,8 @@ func TestWaitersUnderAnotherPolicyStandInTheirOwnLine(t *testing.T) {
 	})
 }
 
-// An error is for those who were being asked for; the others go on waiting.
-func TestErrorEndsOnlyTheWaitOfThoseAskedFor(t *testing.T) {
+// An error is for all who are in the line then: if each of them asked, the last would wait for as many timeouts.
+func TestErrorEndsTheWaitOfAllInTheLine(t *testing.T) {
 	t.Parallel()
 
 	inBubble(t, FixedWindow{Limit: 10, Window: time.Minute}, func(t *testing.T, limiter *Limiter, db *waitDB) {
@@ -525,11 +526,12 @@ func TestErrorEndsOnlyTheWaitOfThoseAskedFor(t *testing.T) {
 		for who := range 3 {
 			w.add(t.Context(), limiter, who, 4)
 		}
-		ended := w.all(limiter)
-		require.Equal(t, []int{0, 1, 2}, whoOf(ended))
-		require.ErrorIs(t, ended[0].err, ErrUnavailable)
-		require.NoError(t, ended[1].err)
-		require.NoError(t, ended[2].err)
+		for _, e := range w.all(limiter) {
+			require.ErrorIs(t, e.err, ErrUnavailable)
+		}
+		w = newWaits(t)
+		w.add(t.Context(), limiter, 3, 4)
+		require.NoError(t, w.all(limiter)[0].err)
 	})
 }
 

@@ -56,9 +56,17 @@ func TestSweepingTooEarlyChangesDecisions(t *testing.T) {
 	}
 }
 
+// plain is a result without what it remembers of its take.
+func plain(r ratelimit.Result) ratelimit.Result {
+	return ratelimit.Result{
+		Allowed: r.Allowed, Source: r.Source, Limit: r.Limit, Remaining: r.Remaining,
+		RetryAfter: r.RetryAfter, ResetAfter: r.ResetAfter, DecidedAt: r.DecidedAt,
+	}
+}
+
 // play plays a random story to both databases, under a name of its own, and tells how many rows were swept. It ends at the first
 // call that is told something else by the one than by the other.
-func play(t *testing.T, swept, plain *pgtest.DB, name string, seed uint64) (deleted int64, err error) {
+func play(t *testing.T, swept, kept *pgtest.DB, name string, seed uint64) (deleted int64, err error) {
 	t.Helper()
 	r := rand.New(rand.NewPCG(seed, 0))
 	clock := t0
@@ -72,6 +80,7 @@ func play(t *testing.T, swept, plain *pgtest.DB, name string, seed uint64) (dele
 	var of [2]*ratelimit.Limiter
 	var expiries []time.Time // when rows expire
 	latest := clock.Add(-time.Hour)
+	taken := map[string][2]ratelimit.Result{}
 	for range 150 {
 		if of[0] == nil || r.IntN(20) == 0 { // a deploy with another policy
 			limit, span := 1+r.Int64N(5), spans[r.IntN(len(spans))]
@@ -81,7 +90,7 @@ func play(t *testing.T, swept, plain *pgtest.DB, name string, seed uint64) (dele
 				ratelimit.TokenBucket{Capacity: limit, Refill: 1 + r.Int64N(3), Every: span},
 				ratelimit.SlidingLog{Limit: limit, Window: span},
 			}[r.IntN(4)]
-			for i, db := range []*pgtest.DB{swept, plain} {
+			for i, db := range []*pgtest.DB{swept, kept} {
 				of[i] = newLimiter(t, db.Pool, ratelimit.Config{Name: name, Policy: policy, Durable: durable, NoDenialCache: true, Test: now})
 			}
 		}
@@ -120,18 +129,23 @@ func play(t *testing.T, swept, plain *pgtest.DB, name string, seed uint64) (dele
 		for i, limiter := range of {
 			switch kind {
 			case 0:
-				told[i], errs[i] = limiter.Refund(t.Context(), key, 1+cost)
+				if told[i], errs[i] = limiter.Refund(t.Context(), taken[key][i]); errors.Is(errs[i], ratelimit.ErrNothingToRefund) {
+					errs[i] = nil
+				}
 			case 1:
 				told[i], errs[i] = limiter.Grant(t.Context(), key, 1+cost)
 			default:
 				told[i], errs[i] = limiter.AllowN(t.Context(), key, cost)
 			}
 		}
+		if kind > 1 && cost > 0 && told[0].Allowed && told[1].Allowed {
+			taken[key] = told
+		}
 		if _, refused := errors.AsType[*ratelimit.ConfigError](errs[0]); refused || errors.Is(errs[0], ratelimit.ErrCostExceedsLimit) {
 			continue
 		}
 		require.NoError(t, errors.Join(errs[:]...))
-		if told[0] != told[1] {
+		if plain(told[0]) != plain(told[1]) {
 			return deleted, fmt.Errorf("kind %d (%q, %d) at %v: %+v with sweeps, %+v without", kind, key, cost, clock, told[0], told[1])
 		}
 		expiries = append(expiries, clock.Add(told[0].ResetAfter))

@@ -15,6 +15,9 @@ CREATE ROLE rate_limit_reader NOLOGIN;  -- a person on call or a dashboard: limi
 
 GRANT rate_limit_owner TO CURRENT_USER; -- for role=rate_limit_owner above, unless it is a superuser
 CREATE SCHEMA rate_limit AUTHORIZATION rate_limit_owner;
+-- In a schema where others may create, they could put functions beside ours that somebody calls by mistake. Nobody may here. If the
+-- functions are in another schema, such as public (where PostgreSQL 14 and databases that come from it let everybody create):
+--   REVOKE CREATE ON SCHEMA public FROM PUBLIC;
 GRANT USAGE ON SCHEMA rate_limit TO rate_limit_app, rate_limit_sweeper, rate_limit_reader;
 
 GRANT pg_read_all_stats TO rate_limit_reader; -- for doctor to see what holds VACUUM up

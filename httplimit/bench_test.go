@@ -17,7 +17,7 @@ func (i instant) AllowN(context.Context, string, int64) (ratelimit.Result, error
 	return i.result, nil
 }
 
-func (i instant) Refund(context.Context, string, int64) (ratelimit.Result, error) {
+func (i instant) Refund(context.Context, ratelimit.Result) (ratelimit.Result, error) {
 	return i.result, nil
 }
 

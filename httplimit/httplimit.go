@@ -39,8 +39,8 @@ type Limiter interface {
 	// OnFailure tells what was chosen for the time when Postgres is away.
 	OnFailure() ratelimit.FailureMode
 	AllowN(ctx context.Context, key string, n int64) (ratelimit.Result, error)
-	// Refund gives back what AllowN has taken. It is called if there is a Config.Charge.
-	Refund(ctx context.Context, key string, n int64) (ratelimit.Result, error)
+	// Refund gives back what AllowN has taken, by its result. It is called if there is a Config.Charge.
+	Refund(ctx context.Context, result ratelimit.Result) (ratelimit.Result, error)
 }
 
 var _ Limiter = (*ratelimit.Limiter)(nil)
@@ -63,10 +63,15 @@ type Config struct {
 	Cost func(*http.Request) int64
 
 	// Charge tells by the status of the response whether the request is charged: ChargeFailures, ChargeSuccesses,
-	// ChargeAllButServerErrors, or any function. The cost is taken first, so that never more requests run at a time than the limit
-	// allows, and is given back when the handler is done. It stays taken if the client has left before there was a status. A handler
-	// that panics before it has written a status counts as 500. What cannot be given back, because Postgres is
-	// away, stays counted, and so does what a FallbackLocal has taken.
+	// ChargeAllButServerErrors, or any function. The cost is taken first, so within a window no more requests are let in than the
+	// limit allows, whatever becomes of them; slow ones of earlier windows may still run beside them. It is given back when the
+	// handler is done, as far as it still counts: see [ratelimit.Limiter.Refund].
+	//
+	// In doubt it stays taken, whatever Charge would say. For its cost to come back, a handler has to write a status, or something of
+	// the response, to the ResponseWriter that it was given, before it returns: w.WriteHeader(http.StatusNoContent), say. One that writes
+	// nothing, or panics before it does, is charged; so is one whose status is written by an error handler in front of this middleware,
+	// or past it, as some frameworks do. It stays taken as well if the client has left before there was a status. What cannot be given
+	// back, because Postgres is away, stays counted, and so does what a FallbackLocal has taken.
 	//
 	// Defaults to charging every request.
 	Charge func(status int) bool
@@ -201,7 +206,7 @@ func (m *middleware) serve(w http.ResponseWriter, r *http.Request, next http.Han
 		m.setHeaders(w.Header(), result, result.Remaining)
 		m.reject(w, r, Rejection{Status: http.StatusTooManyRequests, RetryAfter: result.RetryAfter, Result: result})
 	case m.config.Charge != nil && result.Source == ratelimit.SourceDatabase:
-		m.serveAndSettle(w, r, next, charge{key: key, cost: cost, result: result})
+		m.serveAndSettle(w, r, next, charge{cost: cost, result: result})
 	default:
 		m.setHeaders(w.Header(), result, result.Remaining)
 		next.ServeHTTP(w, r)

@@ -32,7 +32,7 @@ type fakeLimiter struct {
 
 	mu       sync.Mutex
 	asked    []asked
-	refunded []asked
+	refunded []ratelimit.Result
 }
 
 func (f *fakeLimiter) Name() string { return "login" }
@@ -53,9 +53,9 @@ func (f *fakeLimiter) AllowN(_ context.Context, key string, n int64) (ratelimit.
 	return f.result, f.err
 }
 
-func (f *fakeLimiter) Refund(ctx context.Context, key string, n int64) (ratelimit.Result, error) {
+func (f *fakeLimiter) Refund(ctx context.Context, result ratelimit.Result) (ratelimit.Result, error) {
 	f.mu.Lock()
-	f.refunded = append(f.refunded, asked{key, n})
+	f.refunded = append(f.refunded, result)
 	f.mu.Unlock()
 	if f.refund != nil {
 		return f.refund(ctx)
@@ -63,7 +63,7 @@ func (f *fakeLimiter) Refund(ctx context.Context, key string, n int64) (ratelimi
 	return ratelimit.Result{}, nil
 }
 
-func (f *fakeLimiter) refunds() []asked {
+func (f *fakeLimiter) refunds() []ratelimit.Result {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	return f.refunded

@@ -7,6 +7,7 @@ import (
 	"io"
 	"net"
 	"net/http"
+	"sync"
 	"time"
 
 	"github.com/pgratelimit/ratelimit"
@@ -16,7 +17,8 @@ import (
 // goes on without it: the end of a limiter's context ends only the wait.
 const refundWait = 100 * time.Millisecond
 
-// ChargeFailures is a Config.Charge for logins and whatever is not to be guessed: a request is charged if its status is 400 or more.
+// ChargeFailures is a Config.Charge for logins and whatever is not to be guessed: a request is charged if its status is 400 or more, or
+// if it has none when the handler has returned.
 func ChargeFailures(status int) bool { return status >= 400 }
 
 // ChargeSuccesses is a Config.Charge: a request is charged if its status is below 400.
@@ -25,23 +27,21 @@ func ChargeSuccesses(status int) bool { return status < 400 }
 // ChargeAllButServerErrors is a Config.Charge: a request is not charged if its status is 500 or more.
 func ChargeAllButServerErrors(status int) bool { return status < 500 }
 
-// serveAndSettle runs the handler for a request that has taken its cost, and gives that back if the outcome says so.
+// serveAndSettle runs the handler for a request that has taken its cost, and gives that back if the outcome says so. An outcome that
+// was not seen by the time the handler has returned, or panicked, says nothing: the status may be written by somebody who stands before
+// this middleware, or past its ResponseWriter.
 func (m *middleware) serveAndSettle(w http.ResponseWriter, r *http.Request, next http.Handler, charged charge) {
 	recorder := &recorder{ResponseWriter: w, middleware: m, request: r, charge: charged}
-	status := http.StatusInternalServerError // of a panic before there is a response
 	defer func() {
-		recorder.settle(status)
-		if recorder.refund {
+		if recorder.end() {
 			m.giveBack(r.Context(), charged)
 		}
 	}()
 	next.ServeHTTP(recorder.wrap(), r)
-	status = http.StatusOK // of a handler that writes nothing
 }
 
 // charge is what a request has taken.
 type charge struct {
-	key    string
 	cost   int64
 	result ratelimit.Result
 }
@@ -49,7 +49,7 @@ type charge struct {
 func (m *middleware) giveBack(ctx context.Context, charged charge) {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), refundWait)
 	defer cancel()
-	result, err := m.limiter.Refund(ctx, charged.key, charged.cost)
+	result, err := m.limiter.Refund(ctx, charged.result)
 	if err == nil && result.Source != ratelimit.SourceDatabase {
 		err = errors.New("Postgres is away: " + result.Source.String())
 	}
@@ -68,20 +68,38 @@ type recorder struct {
 	middleware *middleware
 	request    *http.Request
 	charge     charge
-	settled    bool
-	refund     bool
+
+	mu      sync.Mutex // a handler may leave a goroutine behind that writes
+	settled bool
+	refund  bool
 }
 
 // settle decides by the status whether the request is charged, and sets the header fields. If the client has left before, the
-// charge stays: else leaving early would be a way around the limit.
+// charge stays: else leaving early would be a way around the limit. What comes later changes nothing.
 func (r *recorder) settle(status int) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
 	if r.settled {
 		return
 	}
-	r.settled = true
-	r.refund = r.request.Context().Err() == nil && !r.middleware.config.Charge(status)
+	refund := r.request.Context().Err() == nil && !r.middleware.config.Charge(status)
+	r.settleAs(refund)
+}
+
+// end settles what is not settled yet, as charged, and tells whether the cost is to be given back.
+func (r *recorder) end() (refund bool) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if !r.settled {
+		r.settleAs(false)
+	}
+	return r.refund
+}
+
+func (r *recorder) settleAs(refund bool) {
+	r.settled, r.refund = true, refund
 	remaining := r.charge.result.Remaining
-	if r.refund {
+	if refund {
 		remaining = min(remaining+r.charge.cost, r.charge.result.Limit)
 	}
 	r.middleware.setHeaders(r.Header(), r.charge.result, remaining)
@@ -169,7 +187,7 @@ type hijacker struct{ recorder *recorder }
 func (h hijacker) Hijack() (net.Conn, *bufio.ReadWriter, error) {
 	conn, buffer, err := http.NewResponseController(h.recorder.ResponseWriter).Hijack()
 	if err == nil {
-		h.recorder.settle(http.StatusSwitchingProtocols)
+		h.recorder.end() // what is written from now on is not seen
 	}
 	return conn, buffer, err
 }

@@ -8,7 +8,10 @@ import (
 	"net"
 	"net/http"
 	"net/http/httptest"
+	"net/http/httputil"
+	"net/url"
 	"strings"
+	"sync"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -39,7 +42,7 @@ func TestChargeByOutcome(t *testing.T) {
 		status   int
 		refunded string
 	}{
-		{"says nothing", func(http.ResponseWriter, *http.Request) {}, 200, "failures"},
+		{"says nothing", func(http.ResponseWriter, *http.Request) {}, 200, ""},
 		{"writes", writes(), 200, "failures"},
 		{"copies", func(w http.ResponseWriter, _ *http.Request) { _, _ = io.Copy(w, strings.NewReader("text")) }, 200, "failures"},
 		{"flushes", func(w http.ResponseWriter, _ *http.Request) { w.(http.Flusher).Flush() }, 200, "failures"},
@@ -61,7 +64,7 @@ func TestChargeByOutcome(t *testing.T) {
 			remaining := "8"
 			if refunded {
 				remaining = "10"
-				require.Equal(t, []asked{{"192.0.2.1", 2}}, limiter.refunds(), "%s: %s", name, test.name)
+				require.Equal(t, []ratelimit.Result{limiter.result}, limiter.refunds(), "%s: %s", name, test.name)
 			} else {
 				require.Empty(t, limiter.refunds(), "%s: %s", name, test.name)
 			}
@@ -94,7 +97,7 @@ func TestDeniedRequestIsNotRefunded(t *testing.T) {
 	require.Empty(t, limiter.refunds())
 }
 
-// A panic passes, and is a status of 500 unless there was one before.
+// A panic passes, and is no outcome; a status that was written before it is.
 func TestPanickingHandler(t *testing.T) {
 	t.Parallel()
 
@@ -110,8 +113,167 @@ func TestPanickingHandler(t *testing.T) {
 		require.Equal(t, status == 200, len(limiter.refunds()) == 1, status)
 
 		limiter = allowing()
+		handler = limited(t, limiter, Config{Charge: ChargeSuccesses}, func(http.ResponseWriter, *http.Request) { panic("oh") })
+		require.PanicsWithValue(t, "oh", func() { serve(t, handler) })
+		require.Empty(t, limiter.refunds())
+
+		limiter = allowing()
 		handler = limited(t, limiter, Config{}, func(http.ResponseWriter, *http.Request) { panic("oh") })
 		require.PanicsWithValue(t, "oh", func() { serve(t, handler) })
+	}
+}
+
+// An outcome that was not seen before the handler has returned is charged, whatever Charge would say to what the client gets: it is not
+// asked. The header fields tell that.
+func TestOutcomeThatIsNotSeen(t *testing.T) {
+	t.Parallel()
+
+	type pair struct {
+		w       http.ResponseWriter // of the server
+		limited http.ResponseWriter // that the handler was given
+	}
+	for name, test := range map[string]struct {
+		handler func(pair)
+		after   func(pair) // once the middleware has returned
+		status  int
+	}{
+		"nothing":                 {func(pair) {}, nil, 200},
+		"early hints only":        {func(p pair) { p.limited.WriteHeader(103) }, nil, 200},
+		"header fields only":      {func(p pair) { p.limited.Header().Set("X-Some", "field") }, nil, 200},
+		"a writer that is passed": {func(p pair) { p.limited.Header(); p.w.WriteHeader(204) }, nil, 204},
+		"a status in front":       {func(pair) {}, func(p pair) { p.w.WriteHeader(401) }, 401},
+		"a status afterwards":     {func(pair) {}, func(p pair) { p.limited.WriteHeader(204) }, 204},
+		"text afterwards":         {func(pair) {}, func(p pair) { _, _ = io.WriteString(p.limited, "text") }, 200},
+		"a flush afterwards":      {func(pair) {}, func(p pair) { _ = http.NewResponseController(p.limited).Flush() }, 200},
+	} {
+		for _, http2 := range []bool{false, true} {
+			limiter := allowing()
+			config := Config{Headers: XRateLimit, Charge: func(int) bool {
+				t.Error("asked: ", name)
+				return false
+			}}
+			var p pair
+			limited := limited(t, limiter, config, func(w http.ResponseWriter, _ *http.Request) {
+				p.limited = w
+				test.handler(p)
+			})
+			server := server(t, limiter, http2, nil)
+			server.Config.Handler = http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+				p.w = w
+				limited.ServeHTTP(w, r)
+				if test.after != nil {
+					test.after(p)
+				}
+			})
+			response := get(t, server.Client(), server.URL)
+			require.Equal(t, test.status, response.status, name)
+			if name != "a writer that is passed" {
+				require.Equal(t, "7", response.header.Get("X-RateLimit-Remaining"), name)
+			}
+			require.Empty(t, limiter.refunds(), name)
+		}
+	}
+}
+
+// A goroutine that the handler leaves behind may still write when it has returned. Whatever comes of that, it is charged or given back
+// once, and nobody comes in each other's way.
+func TestGoroutineThatWritesAfterwards(t *testing.T) {
+	t.Parallel()
+
+	for range 100 {
+		limiter := allowing()
+		var wg sync.WaitGroup
+		handler := limited(t, limiter, Config{Charge: ChargeFailures}, func(w http.ResponseWriter, _ *http.Request) {
+			wg.Go(func() { w.WriteHeader(http.StatusNoContent) })
+		})
+		handler.ServeHTTP(deaf{http.Header{}}, httptest.NewRequestWithContext(t.Context(), http.MethodGet, "/", nil))
+		before := len(limiter.refunds())
+		wg.Wait()
+		require.Len(t, limiter.refunds(), before)
+	}
+}
+
+// deaf is a writer that may be written to at any time.
+type deaf struct{ header http.Header }
+
+func (d deaf) Header() http.Header          { return d.header }
+func (deaf) Write(data []byte) (int, error) { return len(data), nil }
+func (deaf) WriteHeader(int)                {}
+
+// http.TimeoutHandler, behind and in front: behind, its 503 is the outcome; in front, the client has got it, whatever the handler writes.
+func TestTimeoutHandler(t *testing.T) {
+	t.Parallel()
+
+	for _, behind := range []bool{true, false} {
+		for _, slow := range []bool{true, false} {
+			synctest.Test(t, func(t *testing.T) {
+				limiter := allowing()
+				ended := make(chan struct{})
+				var handler http.Handler = http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+					if slow {
+						<-r.Context().Done()
+					}
+					w.WriteHeader(http.StatusNoContent)
+				})
+				if behind {
+					handler = http.TimeoutHandler(handler, time.Second, "")
+				}
+				limited := limited(t, limiter, Config{Charge: ChargeFailures}, handler.ServeHTTP)
+				handler = http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+					defer close(ended)
+					limited.ServeHTTP(w, r)
+				})
+				if !behind {
+					handler = http.TimeoutHandler(handler, time.Second, "")
+				}
+				status := serve(t, handler).status
+				<-ended
+				require.Equal(t, map[bool]int{true: 503, false: 204}[slow], status)
+				require.Equal(t, !slow, len(limiter.refunds()) == 1, "behind: %v", behind)
+			})
+		}
+	}
+}
+
+// A reverse proxy says what the server behind it has said. One that is cut off has said nothing, unless the response had begun.
+func TestReverseProxy(t *testing.T) {
+	t.Parallel()
+
+	backend := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		switch r.URL.Path {
+		case "/good":
+			w.WriteHeader(http.StatusEarlyHints)
+		case "/bad":
+			w.WriteHeader(http.StatusEarlyHints)
+			w.WriteHeader(http.StatusUnauthorized)
+		case "/cut":
+			panic(http.ErrAbortHandler)
+		}
+	}))
+	t.Cleanup(backend.Close)
+	address, err := url.Parse(backend.URL)
+	require.NoError(t, err)
+	proxy := httputil.NewSingleHostReverseProxy(address)
+	proxy.ErrorHandler = func(http.ResponseWriter, *http.Request, error) { panic(http.ErrAbortHandler) }
+	for _, http2 := range []bool{false, true} {
+		for path, status := range map[string]int{"/good": 200, "/bad": 401, "/cut": 0} {
+			limiter := allowing()
+			server := server(t, limiter, http2, proxy.ServeHTTP)
+			request, err := http.NewRequestWithContext(t.Context(), http.MethodGet, server.URL+path, nil)
+			require.NoError(t, err)
+			response, err := server.Client().Do(request)
+			if status == 0 {
+				require.Error(t, err)
+				server.Close()
+				require.Empty(t, limiter.refunds())
+				continue
+			}
+			require.NoError(t, err)
+			require.NoError(t, response.Body.Close())
+			server.Close() // when the handler has ended
+			require.Equal(t, status, response.StatusCode)
+			require.Equal(t, status == 200, len(limiter.refunds()) == 1)
+		}
 	}
 }
 
@@ -298,12 +460,11 @@ func TestStreaming(t *testing.T) {
 func TestHijacking(t *testing.T) {
 	t.Parallel()
 
-	limiter, refunded := allowing(), make(chan struct{})
-	limiter.refund = func(context.Context) (ratelimit.Result, error) {
-		close(refunded)
-		return ratelimit.Result{}, nil
-	}
-	config := Config{Charge: func(status int) bool { return status != http.StatusSwitchingProtocols }}
+	limiter := allowing()
+	config := Config{Charge: func(int) bool {
+		t.Error("asked, although what is written to the connection is not seen")
+		return false
+	}}
 	server := httptest.NewServer(limited(t, limiter, config, func(w http.ResponseWriter, _ *http.Request) {
 		conn, buffer, err := w.(http.Hijacker).Hijack()
 		if err != nil {
@@ -331,7 +492,8 @@ func TestHijacking(t *testing.T) {
 	echo, err := io.ReadAll(reader)
 	require.NoError(t, err)
 	require.Equal(t, "hello", string(echo))
-	<-refunded
+	server.Close() // waits for the handler
+	require.Empty(t, limiter.refunds())
 
 	limiter = allowing()
 	handler := limited(t, limiter, Config{Charge: ChargeFailures}, func(w http.ResponseWriter, _ *http.Request) {
@@ -379,6 +541,7 @@ func TestAbortedClient(t *testing.T) {
 		begun, ended := make(chan struct{}, 1), make(chan error, 1)
 		server := server(t, limiter, http2, func(w http.ResponseWriter, r *http.Request) {
 			if r.URL.Path == "/quick" {
+				w.WriteHeader(http.StatusNoContent)
 				return
 			}
 			begun <- struct{}{}
@@ -399,7 +562,7 @@ func TestAbortedClient(t *testing.T) {
 		require.ErrorIs(t, err, context.Canceled)
 		require.ErrorIs(t, <-ended, context.Canceled)
 
-		require.Equal(t, http.StatusOK, get(t, server.Client(), server.URL+"/quick").status)
+		require.Equal(t, http.StatusNoContent, get(t, server.Client(), server.URL+"/quick").status)
 		server.Close()
 		require.Len(t, limiter.refunds(), 1) // of the second one
 	}

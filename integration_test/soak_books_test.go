@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"sync"
 	"time"
 
@@ -30,11 +31,32 @@ type soakAccount struct {
 	acknowledged int64
 	unknown      int64                  // may have been taken, or may yet be
 	lives        map[int64]*soakTakings // the same for each life of the server
+	takes        []soakTake             // the latest ones of which something is left to give back, also from before it was begun anew
+	refunded     int64                  // what refunds were ever asked for
+	epoch        int                    // how often it was begun anew
+}
+
+// soakTake is what somebody has taken, and may give back.
+type soakTake struct {
+	result ratelimit.Result
+	n      int64
+	pool   int
+	life   int64 // of the server
+	epoch  int   // of the account
 }
 
 // soakTakings are what was taken in one life of the server. What was acknowledged in one life and asked in another is unknown in
 // both, as nobody can tell in which of them it was taken.
-type soakTakings struct{ acknowledged, unknown int64 }
+type soakTakings struct {
+	acknowledged, unknown int64
+	returned              int64 // by refunds that were acknowledged in it, which a crash may forget
+}
+
+func newAccount(of *soakLimiter, number int) *soakAccount {
+	a := &soakAccount{of: of, number: number, lives: map[int64]*soakTakings{}}
+	a.key = a.name()
+	return a
+}
 
 func (a *soakAccount) name() string { return fmt.Sprintf("account:%d:%d", a.number, a.generation) }
 
@@ -46,14 +68,80 @@ func (a *soakAccount) in(life int64) *soakTakings {
 	return a.lives[life]
 }
 
-// least is what has been taken for certain, for somebody who asks now.
-func (a *soakAccount) least(life int64) int64 {
+// least is what has been taken for certain, for somebody who asks now, and what refunds were asked for until now.
+func (a *soakAccount) least(life int64) (least, refunded int64) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	if a.of.SynchronousCommit {
-		return a.acknowledged
+	switch {
+	case a.of.SynchronousCommit:
+		return a.acknowledged, a.refunded
+	case a.forgets():
+		return a.in(life).acknowledged - a.unknown, a.refunded // a refund that was asked for in an earlier life may come yet
 	}
-	return a.in(life).acknowledged
+	return a.in(life).acknowledged, a.refunded
+}
+
+// forgets tells whether a crash takes some of what was acknowledged, and not all.
+func (a *soakAccount) forgets() bool { return a.of.Durable && !a.of.SynchronousCommit }
+
+// keep remembers a take for a refund.
+func (a *soakAccount) keep(take soakTake) {
+	const most = 40
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if len(a.takes) == most {
+		a.takes = slices.Delete(a.takes, 0, 1)
+	}
+	take.epoch = a.epoch
+	a.takes = append(a.takes, take)
+}
+
+// beginRefund notes that a part of a take is about to be given back: from now on nobody knows whether it still counts. What was taken
+// before the account was begun anew does not count, and giving it back must change nothing.
+func (a *soakAccount) beginRefund(take soakTake, n, from int64) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	a.refunded += n
+	a.doubt(take, n, from)
+}
+
+// doubt moves n of what was acknowledged to what is unknown, or back.
+func (a *soakAccount) doubt(take soakTake, n, from int64) {
+	if take.epoch != a.epoch {
+		return
+	}
+	a.acknowledged, a.unknown = a.acknowledged-n, a.unknown+n
+	in := a.in(take.life)
+	in.acknowledged, in.unknown = in.acknowledged-n, in.unknown+n
+	if a.forgets() && from != take.life { // the crash may have taken what is given back now, and left the row
+		a.in(from).acknowledged -= n
+	}
+}
+
+// endRefund notes what came of it.
+func (a *soakAccount) endRefund(take soakTake, outcome soakOutcome, n, from, to int64) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if outcome == soakNothing {
+		a.doubt(take, -n, from)
+		return
+	}
+	if take.epoch != a.epoch {
+		return
+	}
+	if a.forgets() {
+		for life := from + 1; life <= to; life++ {
+			a.in(life).acknowledged -= n
+		}
+	}
+	if outcome == soakUnknown || from != to && !a.of.SynchronousCommit {
+		return
+	}
+	a.unknown -= n
+	a.in(to).returned += n
+	if to == take.life {
+		a.in(to).unknown -= n
+	}
 }
 
 // soakOutcome is what a caller knows about what he has asked for.
@@ -69,6 +157,9 @@ const (
 func (s *soak) outcomeOf(result ratelimit.Result, err error) soakOutcome {
 	s.calls.Add(1)
 	switch {
+	case errors.Is(err, ratelimit.ErrKeyHeld) && !errors.Is(err, ratelimit.ErrOutcomeUnknown):
+		s.held.Add(1)
+		return soakNothing
 	case err == nil && result.Allowed:
 		s.granted.Add(1)
 		return soakAcknowledged
@@ -130,6 +221,12 @@ func (s *soak) audit(ctx context.Context, a *soakAccount) {
 		least = a.acknowledged
 	case !a.of.Durable:
 		most = a.in(life).acknowledged + a.in(life).unknown
+	default:
+		for earlier, takings := range a.lives {
+			if earlier != life {
+				most += takings.returned
+			}
+		}
 	}
 	if taken < least || taken > most || taken > soakLimit {
 		s.violate("%s, %s: the row says that %d were taken, the callers that it must be %d to %d, of %d", a.of.Name, a.key, taken, least, most, soakLimit)
@@ -142,7 +239,7 @@ func (s *soak) audit(ctx context.Context, a *soakAccount) {
 
 	certain := a.unknown == 0
 	for deadline := time.Now().Add(time.Minute); ; {
-		_, err := s.extra.Exec(ctx, "SELECT rate_limit_reset($1, $2, $3, 250)", a.of.Name, a.key, a.of.Durable)
+		_, err := s.extra.Exec(ctx, "SELECT rate_limit_reset($1::text, $2::text, $3::boolean, 250, NULL::boolean)", a.of.Name, a.key, a.of.Durable)
 		if err == nil {
 			break
 		}
@@ -160,9 +257,11 @@ func (s *soak) audit(ctx context.Context, a *soakAccount) {
 		a.key = a.name()
 	}
 	a.acknowledged, a.unknown, a.lives = 0, 0, map[int64]*soakTakings{}
+	a.epoch++
 }
 
-// read reads what the row of an account says, and in which life of the server that was.
+// read reads what the row of an account says, and in which life of the server that was: of a bucket the nearest whole number, because
+// some of a token has flowed in again during the soak, or did before it was given back.
 func (s *soak) read(ctx context.Context, a *soakAccount) (taken, life int64, ok bool) {
 	table := "rate_limit_ephemeral"
 	if a.of.Durable {
@@ -171,7 +270,7 @@ func (s *soak) read(ctx context.Context, a *soakAccount) (taken, life int64, ok 
 	for deadline := time.Now().Add(time.Minute); time.Now().Before(deadline); soakWait(ctx, 20*time.Millisecond) {
 		life, taken = s.life.Load(), 0
 		short, cancel := context.WithTimeout(ctx, 5*time.Second)
-		err := s.extra.QueryRow(short, "SELECT CASE algorithm WHEN 3 THEN $3 - credit / scale ELSE count END FROM "+table+" WHERE prefix = $1 AND key = $2",
+		err := s.extra.QueryRow(short, "SELECT CASE algorithm WHEN 3 THEN $3 - (credit + scale / 2) / scale ELSE count END FROM "+table+" WHERE prefix = $1 AND key = $2",
 			a.of.Name, a.key, int64(soakLimit)).Scan(&taken)
 		cancel()
 		if (err == nil || errors.Is(err, pgx.ErrNoRows)) && life == s.life.Load() {

@@ -18,6 +18,7 @@ import (
 func TestSoakFindsLostUpdates(t *testing.T) {
 	t.Parallel()
 	s := newSoak(t, 1, nil)
+	s.rewrite("rate_limit_lock", "FOR UPDATE SKIP LOCKED", "OFFSET 0")
 	s.rewrite("rate_limit_lock", "FOR UPDATE", "OFFSET 0")
 	s.rewrite("rate_limit_write", "BEGIN", "BEGIN PERFORM pg_sleep(0.002);") // so that others do meanwhile
 	s.run(time.Minute, nil)                                                  // which the first violation ends
@@ -62,17 +63,93 @@ func TestSoakFindsTooManyGrants(t *testing.T) {
 	s.rewrite("rate_limit_sliding_window", "IF clock >= s.expires_at", "IF clock >= s.expires_at - 800000")
 	s.rewrite("rate_limit_token_bucket", "IF clock >= s.expires_at", "IF clock >= s.expires_at - 450000")
 	s.rewrite("rate_limit_sliding_log", "IF clock >= s.expires_at", "IF clock >= s.expires_at - 300000")
-	rng := s.rng(0)
 	for _, l := range s.passing {
 		r := l.regulars[0]
 		s.waitUntil("too many grants are found", func() bool {
-			s.useRegular(t.Context(), r, 0, rng)
+			s.takeRegular(t.Context(), r, 0, soakRegularLimit) // all of a window at once, so that a slow machine finds them too
 			s.judge(r)
 			return len(s.violations) > 0
 		})
 		require.Contains(t, s.violations[0], l.Name+", regular:0: granted")
 		s.violations = nil
 	}
+}
+
+// A call that has counted is told that its key is held.
+func TestSoakFindsHeldCallsThatCount(t *testing.T) {
+	t.Parallel()
+	s := newSoak(t, 1, nil)
+	s.rewrite("rate_limit_fixed_window", "asked_rows :=", `
+		IF NOT skip_held THEN RAISE EXCEPTION 'held' USING ERRCODE = 'lock_not_available'; END IF;
+		asked_rows :=`)
+	s.rewrite("rate_limit_fixed_window", "RETURN NEXT ROW", "CONTINUE WHEN skip_held; RETURN NEXT ROW") // as if it had passed over them
+	a := s.accounts[0].accounts[0]
+	require.Equal(t, ratelimit.FixedWindow{Limit: soakLimit, Window: soakAges}, a.of.Policy)
+	result, err := a.of.limiters[0].Allow(t.Context(), a.key)
+	require.ErrorIs(t, err, ratelimit.ErrKeyHeld)
+	a.note(s.outcomeOf(result, err), 1, 0, 0)
+	require.EqualValues(t, 1, s.held.Load())
+	require.Empty(t, s.violations)
+	s.audit(t.Context(), a)
+	require.Len(t, s.violations, 1)
+	require.Regexp(t, "the row says that [1-9][0-9]* were taken, the callers that it must be 0 to 0", s.violations[0])
+}
+
+// A row that somebody holds is read without being locked.
+func TestSoakFindsGrantsOfHeldRows(t *testing.T) {
+	t.Parallel()
+	s := newSoak(t, 1, nil)
+	s.rewrite("rate_limit_lock", "FOR UPDATE SKIP LOCKED", "OFFSET 0")
+	s.rewrite("rate_limit_lock", "FOR UPDATE", "OFFSET 0")
+	s.rewrite("rate_limit_write", "BEGIN", "BEGIN RETURN;") // or that would wait
+	rng := s.rng(0)
+	s.waitUntil("a grant is found", func() bool { // unless the holder rolls back
+		require.NoError(t, s.holdRows(t.Context(), rng))
+		return strings.Contains(strings.Join(s.violations, "\n"), "were granted while somebody held the row")
+	})
+}
+
+// A refund that is not tied to its take gives back what was taken later.
+func TestSoakFindsRefundsOfWhatDoesNotCount(t *testing.T) {
+	t.Parallel()
+	for _, broken := range []bool{false, true} {
+		s := newSoak(t, 1, nil)
+		if broken {
+			s.rewrite("rate_limit_fixed_window", "s.window_start = taken_in[r.ord]", "true")
+		}
+		a, rng := s.accounts[0].accounts[0], s.rng(0)
+		take := func() {
+			result, err := a.of.limiters[0].AllowN(t.Context(), a.key, soakRegularLimit)
+			require.NoError(t, err)
+			a.note(soakAcknowledged, soakRegularLimit, 0, 0)
+			a.keep(soakTake{result: result, n: soakRegularLimit})
+		}
+		take()
+		s.audit(t.Context(), a)
+		take()
+		a.takes = a.takes[:1] // that of the row that was reset
+		s.giveBack(t.Context(), a, rng)
+		require.EqualValues(t, 1, s.staleRefunds.Load())
+		require.Empty(t, s.violations)
+		s.audit(t.Context(), a)
+		if broken {
+			require.Len(t, s.violations, 1)
+			require.Contains(t, s.violations[0], "the callers that it must be 20 to 20")
+		} else {
+			require.Empty(t, s.violations)
+		}
+	}
+}
+
+// A function that finds what others have created in its schema before what Postgres has.
+func TestSoakFindsDecoysThatRun(t *testing.T) {
+	t.Parallel()
+	s := newSoak(t, 1, nil)
+	s.rewrite("rate_limit_fixed_window", "'pg_catalog', 'pg_temp'", "'public', 'pg_temp'")
+	s.attack()
+	s.run(time.Minute, nil) // which the first violation ends
+	require.NotEmpty(t, s.violations)
+	require.Regexp(t, "an error that nothing explains: .*(decoy|is not unique)", s.violations[0])
 }
 
 // What a leak looks like: a table that nobody sweeps.

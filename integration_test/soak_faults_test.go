@@ -4,11 +4,14 @@ import (
 	"context"
 	"math/rand/v2"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit/internal/pgserver"
+	"github.com/pgratelimit/ratelimit/internal/pgtest"
 )
 
 // soakFault is something that goes wrong. What it begins, it ends, whether or not the context does before.
@@ -39,6 +42,7 @@ func (s *soak) faults() []soakFault {
 		{"connections terminated", false, s.terminate},
 		{"long foreign transaction", false, s.foreignTransaction},
 		{"hot rows held", false, s.holdHotRows},
+		{"rows held", false, s.holdRows},
 		{"impatient callers", false, s.impatientCallers},
 	}
 }
@@ -121,7 +125,7 @@ func (s *soak) terminate(ctx context.Context, rng *rand.Rand) error {
 			return err
 		}
 		rng.Shuffle(len(pids), func(i, j int) { pids[i], pids[j] = pids[j], pids[i] })
-		_, err = s.extra.Exec(ctx, "SELECT pg_terminate_backend(pid) FROM unnest($1::integer[]) AS pid", pids[:(len(pids)+1)/2])
+		_, err = s.extra.Exec(ctx, "SELECT pg_terminate_backend(pid) FROM pg_catalog.unnest($1::integer[]) AS pid", pids[:(len(pids)+1)/2])
 		return err
 	})
 }
@@ -157,12 +161,89 @@ func (s *soak) holdHotRows(ctx context.Context, rng *rand.Rand) error {
 		if a.use.TryRLock() {
 			holders.Go(func() {
 				defer a.use.RUnlock()
-				s.askInTransaction(context.WithoutCancel(ctx), a, pool, stream, time.Duration(stream.Int64N(int64(time.Second))))
+				length := time.Duration(stream.Int64N(int64(time.Second)))
+				s.askInTransaction(context.WithoutCancel(ctx), a, pool, stream, func() { soakWait(context.WithoutCancel(ctx), length) })
 			})
 		}
 	}
 	holders.Wait()
 	return nil
+}
+
+// holdRows has transactions of callers hold rows that nobody else uses, some of which they have just made: some briefly, and some until
+// all who ask for them meanwhile were told something.
+func (s *soak) holdRows(ctx context.Context, rng *rand.Rand) error {
+	ctx = context.WithoutCancel(ctx)
+	var holders sync.WaitGroup
+	for i, kind := range []struct{ exists, long bool }{{true, true}, {true, false}, {false, true}, {false, false}} {
+		l := s.accounts[rng.IntN(len(s.accounts))]
+		pool, stream := i%len(s.pools), s.rng(rng.Uint64())
+		a := newAccount(l, soakAccounts+int(s.heldAccounts.Add(1)))
+		holders.Go(func() { s.holdRow(ctx, a, pool, stream, kind.exists, kind.long) })
+	}
+	holders.Wait()
+	return nil
+}
+
+func (s *soak) holdRow(ctx context.Context, a *soakAccount, pool int, rng *rand.Rand, exists, long bool) {
+	const callersOfPool = 2
+	var crowd sync.WaitGroup
+	var granted atomic.Int64
+	ask := func(pool int) {
+		from := s.life.Load()
+		result, err := a.of.limiters[pool].Allow(ctx, a.key)
+		outcome := s.outcomeOf(result, err)
+		a.note(outcome, 1, from, s.life.Load())
+		if outcome == soakAcknowledged {
+			granted.Add(1)
+		}
+	}
+	if exists {
+		s.waitFor(ctx, "a row is made", func() bool { ask(pool); return granted.Load() > 0 })
+		granted.Store(0)
+	}
+	s.waitFor(ctx, "a row is held", func() (locked bool) {
+		committed := s.askInTransaction(ctx, a, pool, rng, func() {
+			locked = true
+			for pool := range s.pools {
+				for range callersOfPool {
+					crowd.Go(func() { ask(pool) })
+				}
+			}
+			if long {
+				crowd.Wait()
+			} else {
+				soakWait(ctx, 20*time.Millisecond)
+			}
+		})
+		// The transaction has committed, so it held the row all the time.
+		if committed && long && granted.Load() > 0 {
+			s.violate("%s, %s: %d were granted while somebody held the row", a.of.Name, a.key, granted.Load())
+		}
+		return locked
+	})
+	crowd.Wait()
+	s.audit(ctx, a)
+}
+
+// waitFor tries until it has happened, as it does between faults.
+func (s *soak) waitFor(ctx context.Context, what string, try func() bool) {
+	for deadline := time.Now().Add(time.Minute); !try(); soakWait(ctx, 20*time.Millisecond) {
+		if time.Now().After(deadline) {
+			s.violate("what does not happen: %s", what)
+			return
+		}
+	}
+}
+
+// attack has a role that may do nothing but create in the schema of the functions make decoys of what they, the limiters' statements
+// and the sweeper's call. One that runs fails, and no fault explains its error.
+func (s *soak) attack() {
+	s.t.Helper()
+	db := &pgtest.DB{Pool: s.extra, URL: s.server.URL()}
+	db.SomeDecoys(s.t, "public", pgtest.Statements(s.t, "..")...)
+	_, err := s.extra.Exec(s.t.Context(), "SELECT cardinality(ARRAY['a'])")
+	require.ErrorContains(s.t, err, "decoy public.cardinality(text[]) was run by") // so they are in place
 }
 
 // impatientCallers has many ask for hot keys at once, and go away.

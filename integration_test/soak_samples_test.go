@@ -32,8 +32,8 @@ type soakSample struct {
 }
 
 const soakSampleQL = `
-	SELECT pg_relation_size('rate_limit_ephemeral'), pg_relation_size('rate_limit_durable'),
-		pg_relation_size('rate_limit_ephemeral_pkey') + pg_relation_size('rate_limit_durable_pkey'),
+	SELECT pg_catalog.pg_relation_size('rate_limit_ephemeral'), pg_catalog.pg_relation_size('rate_limit_durable'),
+		pg_catalog.pg_relation_size('rate_limit_ephemeral_pkey') + pg_catalog.pg_relation_size('rate_limit_durable_pkey'),
 		(SELECT count(*) FROM rate_limit_ephemeral) + (SELECT count(*) FROM rate_limit_durable),
 		s.dead, s.updates, s.hot,
 		pg_snapshot_xmax(pg_current_snapshot())::text::bigint,

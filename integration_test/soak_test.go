@@ -45,7 +45,8 @@ const (
 )
 
 // TestSoak runs everything at once, against a server that keeps failing: all algorithms on both tables, hot and cold keys, keys
-// that never come back, transactions that are rolled back, impatient callers, and sweepers. It keeps books of what the callers
+// that never come back, transactions that are rolled back, refunds, rows that are held, impatient callers, and sweepers, among the
+// decoys of an attacker. It keeps books of what the callers
 // were told, and fails when a row or a later answer contradicts them, or something is left behind.
 //
 // SOAK is how long that goes on, 10 s if it is not set. SEED repeats the faults and the choices of the callers of
@@ -71,6 +72,7 @@ func TestSoak(t *testing.T) {
 	t.Logf("SEED=%d repeats it", seed)
 
 	s := newSoak(t, seed, nil)
+	s.attack()
 	t.Cleanup(func() { // also when it has failed
 		require.NoError(t, s.write(out, length))
 		t.Logf("%s/soak.svg and soak.json: %s", out, s.totals())
@@ -103,6 +105,8 @@ type soak struct {
 	offspring soakOffspring
 
 	calls, granted, denied, failed, doubtful, rolledBack, audits, swept, visitors atomic.Int64
+
+	held, heldAccounts, refunds, staleRefunds atomic.Int64
 
 	mu         sync.Mutex
 	stop       context.CancelFunc // ends the run
@@ -151,9 +155,7 @@ func newSoak(t *testing.T, seed uint64, settings map[string]string) *soak {
 			config.Name, config.Policy = fmt.Sprintf("%s %T", table.Name, policy), policy
 			l := s.newLimiter(config)
 			for i := range soakAccounts {
-				a := &soakAccount{of: l, number: i, lives: map[int64]*soakTakings{}}
-				a.key = a.name()
-				l.accounts = append(l.accounts, a)
+				l.accounts = append(l.accounts, newAccount(l, i))
 			}
 			s.accounts = append(s.accounts, l)
 		}
@@ -248,6 +250,10 @@ func aMinuteAhead() time.Time { return time.Now().Add(time.Minute) }
 func (s *soak) settle() {
 	s.t.Helper()
 	s.waitUntil("the limiters come to rest", func() bool { return s.offspring.count() == 0 })
+	for _, l := range s.accounts { // what was taken from a row that is gone is given back, which changes nothing
+		s.audit(s.t.Context(), l.accounts[0])
+		s.giveBack(s.t.Context(), l.accounts[0], s.rng(0))
+	}
 	for _, pool := range append(s.pools, s.extra) {
 		pool.Close()
 	}
@@ -291,7 +297,7 @@ func (s *soak) settle() {
 			_, err := s.extra.Exec(s.t.Context(), "VACUUM "+table)
 			require.NoError(s.t, err)
 		}
-		return s.scalar("SELECT pg_relation_size('rate_limit_ephemeral') + pg_relation_size('rate_limit_durable')") == 0
+		return s.scalar("SELECT pg_catalog.pg_relation_size('rate_limit_ephemeral') + pg_catalog.pg_relation_size('rate_limit_durable')") == 0
 	})
 }
 
@@ -299,9 +305,9 @@ func (s *soak) settle() {
 func (s *soak) explainRows() {
 	s.t.Helper()
 	rows, err := s.extra.Query(s.t.Context(), `
-		SELECT prefix, key, CASE algorithm WHEN 3 THEN $1 - credit / scale ELSE count END FROM rate_limit_ephemeral
+		SELECT prefix, key, CASE algorithm WHEN 3 THEN $1 - (credit + scale / 2) / scale ELSE count END FROM rate_limit_ephemeral
 		UNION ALL
-		SELECT prefix, key, CASE algorithm WHEN 3 THEN $1 - credit / scale ELSE count END FROM rate_limit_durable`, int64(soakLimit))
+		SELECT prefix, key, CASE algorithm WHEN 3 THEN $1 - (credit + scale / 2) / scale ELSE count END FROM rate_limit_durable`, int64(soakLimit))
 	require.NoError(s.t, err)
 	var id soakRowID
 	var taken int64
@@ -329,6 +335,7 @@ func (s *soak) counters() map[string]int64 {
 		"calls": s.calls.Load(), "granted": s.granted.Load(), "denied": s.denied.Load(), "failed": s.failed.Load(),
 		"unknown outcomes": s.doubtful.Load(), "rolled back": s.rolledBack.Load(), "accounts audited": s.audits.Load(),
 		"keys that came once": s.visitors.Load(), "rows swept": s.swept.Load(),
+		"told that the key is held": s.held.Load(), "refunds": s.refunds.Load(), "refunds of what does not count any more": s.staleRefunds.Load(),
 	}
 }
 

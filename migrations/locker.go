@@ -42,7 +42,7 @@ func (locker) SessionLock(ctx context.Context, conn *sql.Conn) error {
 			}
 		}
 		var locked bool
-		err := conn.QueryRowContext(ctx, "SELECT pg_try_advisory_lock($1)", lockID).Scan(&locked)
+		err := conn.QueryRowContext(ctx, "SELECT pg_catalog.pg_try_advisory_lock($1)", lockID).Scan(&locked)
 		switch {
 		case err != nil && taken && ctx.Err() != nil:
 			return fmt.Errorf("another session migrates, it has had advisory lock %d all the while: %w", lockID, context.Cause(ctx))
@@ -57,7 +57,7 @@ func (locker) SessionLock(ctx context.Context, conn *sql.Conn) error {
 // SessionUnlock releases the lock. If the connection has broken, then Postgres has released it already.
 func (locker) SessionUnlock(ctx context.Context, conn *sql.Conn) error {
 	var unlocked bool
-	if err := conn.QueryRowContext(ctx, "SELECT pg_advisory_unlock($1)", lockID).Scan(&unlocked); err != nil {
+	if err := conn.QueryRowContext(ctx, "SELECT pg_catalog.pg_advisory_unlock($1)", lockID).Scan(&unlocked); err != nil {
 		return fmt.Errorf("release the advisory lock: %w", err)
 	}
 	if !unlocked {

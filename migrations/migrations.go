@@ -51,17 +51,39 @@ var FS embed.FS
 // versionTable is the table in which goose records what it has applied. Its name also stands in appliedSQL.
 const versionTable = "rate_limit_goose_version"
 
-// schemaSQL asks where Up would work, and whether it has before. A version table in a later schema of search_path is not ours.
+// schemaSQL asks where Up would work, and what is there: whether there is a version table, and may be read; whose it is, and whether
+// that is somebody to trust, because to write to a table runs what its owner wants; what rate_limit_version would answer, read from the
+// catalog, for the same reason; and whether the role may create. A version table in a later schema of search_path is not ours.
+//
+// Whoever migrates may be a superuser, with a search_path of schemas where others create, so every name here has its schema.
 const schemaSQL = `
 SELECT
-    coalesce(current_schema(), ''),
-    EXISTS (SELECT FROM pg_tables WHERE schemaname = current_schema() AND tablename = 'rate_limit_goose_version')`
+    n.nspname,
+    c.oid IS NOT NULL,
+    coalesce(pg_catalog.has_table_privilege(c.oid, 'SELECT'), false),
+    coalesce(o.rolname, ''),
+    coalesce((o.rolsuper OR o.rolname OPERATOR(pg_catalog.=) current_user OR o.oid OPERATOR(pg_catalog.=) n.nspowner AND NOT me.rolsuper)
+        AND c.relkind OPERATOR(pg_catalog.=) 'r' AND NOT c.relhastriggers AND NOT c.relhasrules, true),
+    coalesce((
+        SELECT p.prosrc
+        FROM pg_catalog.pg_proc AS p
+        WHERE p.pronamespace OPERATOR(pg_catalog.=) n.oid
+            AND p.proname OPERATOR(pg_catalog.=) 'rate_limit_version' AND p.pronargs OPERATOR(pg_catalog.=) 0::pg_catalog.int2
+    ), ''),
+    pg_catalog.has_schema_privilege(n.oid, 'CREATE'),
+    pg_catalog.pg_get_userbyid(coalesce(c.relowner, n.nspowner))
+FROM pg_catalog.pg_namespace AS n
+LEFT JOIN pg_catalog.pg_class AS c
+    ON c.relnamespace OPERATOR(pg_catalog.=) n.oid AND c.relname OPERATOR(pg_catalog.=) 'rate_limit_goose_version'
+LEFT JOIN pg_catalog.pg_roles AS o ON o.oid OPERATOR(pg_catalog.=) c.relowner
+JOIN pg_catalog.pg_roles AS me ON me.rolname OPERATOR(pg_catalog.=) current_user
+WHERE n.nspname OPERATOR(pg_catalog.=) pg_catalog.current_schema()`
 
 // appliedSQL lists what is applied. The table has local times without a zone, those of the session that wrote them.
 const appliedSQL = `
-SELECT version_id, tstamp AT TIME ZONE current_setting('TimeZone')
-FROM rate_limit_goose_version
-WHERE version_id > 0 AND is_applied
+SELECT version_id, pg_catalog.timezone(pg_catalog.current_setting('TimeZone'), tstamp)
+FROM %s.rate_limit_goose_version
+WHERE version_id OPERATOR(pg_catalog.>) 0 AND is_applied
 ORDER BY id`
 
 // Migration is one step of the schema, as Status reports it.
@@ -76,30 +98,43 @@ type Migration struct {
 	// Applied tells whether the database has it.
 	Applied bool
 
-	// AppliedAt is when it was applied, by the clock of the database; the zero time if it is not applied.
+	// AppliedAt is when it was applied, by the clock of the database; the zero time if it is not applied, or if nobody has told:
+	// another tool applied it, or this role may not read the version table.
 	AppliedAt time.Time
 }
 
-// Up applies all migrations that the database does not have yet, each in its own transaction. If it has them all, which
-// takes two small queries to see, then nothing is locked or written.
+// Up applies all migrations that the database does not have yet, each in its own transaction. If it has them all, whoever brought
+// them there, which takes two small queries to see, then nothing is locked or written; and any role may call it, such as
+// the application's at every start. A role that may not do what is missing is told what that is, and who may.
 //
 // It is safe to call twice, and from several processes at once: one works, and the others wait on an advisory lock for as
 // long as their context allows. After a failure or the end of the context, the migrations before that one stay applied, and
 // the next call goes on from there. One connection of the pool is enough.
 func Up(ctx context.Context, pool *pgxpool.Pool) error {
-	all, err := status(ctx, pool)
+	all, in, err := status(ctx, pool)
 	if err != nil {
 		return wrap("up", err)
 	}
 
 	var pending []int64
+	var missing []string
 	for _, migration := range all {
 		if !migration.Applied {
 			pending = append(pending, migration.Version)
+			missing = append(missing, fmt.Sprintf("%d %s", migration.Version, migration.Name))
 		}
 	}
-	if len(pending) == 0 {
+	switch {
+	case len(pending) == 0:
 		return nil
+	case !in.create || in.table && !in.readable:
+		return wrap("up", fmt.Errorf("not applied: %s; this role may not apply it (the user needs CREATE on the schema): run this as %s",
+			strings.Join(missing, ", "), in.owner))
+	case !in.table && len(pending) < len(all):
+		return wrap("up", fmt.Errorf("not applied: %s; %w", strings.Join(missing, ", "), errAnotherTool))
+	}
+	if err := in.trust(); err != nil {
+		return wrap("up", err)
 	}
 
 	// Provider.Up makes the version table before it takes the lock: of eight processes, seven would fail at that, and try
@@ -141,8 +176,10 @@ func DownTo(ctx context.Context, pool *pgxpool.Pool, version int64) error {
 	})
 }
 
+var errAnotherTool = errors.New("the others were applied by another tool, or by goose without -table " + versionTable + ": stay with that one")
+
 func down(ctx context.Context, pool *pgxpool.Pool, operation string, run func(*goose.Provider) error) error {
-	all, err := status(ctx, pool)
+	all, in, err := status(ctx, pool)
 	if err != nil {
 		return wrap(operation, err)
 	}
@@ -150,46 +187,82 @@ func down(ctx context.Context, pool *pgxpool.Pool, operation string, run func(*g
 	if !slices.ContainsFunc(all, func(migration Migration) bool { return migration.Applied }) {
 		return nil
 	}
+	if !in.table {
+		return wrap(operation, errAnotherTool)
+	}
+	if err := in.trust(); err != nil {
+		return wrap(operation, err)
+	}
 	return wrap(operation, withProvider(pool, run))
 }
 
 // Status returns all migrations, by version. It only reads: there need not be a version table, and it waits for no lock.
 func Status(ctx context.Context, pool *pgxpool.Pool) ([]Migration, error) {
-	all, err := status(ctx, pool)
+	all, _, err := status(ctx, pool)
 	if err != nil {
 		return nil, wrap("status", err)
 	}
 	return all, nil
 }
 
-func status(ctx context.Context, pool *pgxpool.Pool) ([]Migration, error) {
-	var schema string
-	var migrated bool
-	if err := pool.QueryRow(ctx, schemaSQL).Scan(&schema, &migrated); err != nil {
-		return nil, err
+// schema is what schemaSQL tells.
+type schema struct {
+	name       string
+	table      bool   // there is a version table
+	readable   bool   // by this role
+	tableOwner string // whose it is
+	trusted    bool
+	version    string // the body of rate_limit_version; empty if there is none
+	create     bool   // this role may create
+	owner      string // who could run the migrations
+}
+
+// trust refuses a version table that somebody has put there for goose to write to: their triggers would run with our rights.
+func (s schema) trust() error {
+	if s.trusted {
+		return nil
 	}
-	if schema == "" {
-		return nil, errors.New("no schema that search_path names exists: create it, or set another search_path")
+	return fmt.Errorf("%s belongs to %s, or has triggers or rules, which could run anything with the rights of this role: migrate as %[2]s, or drop "+
+		"that table, or what is on it, if it is not yours",
+		versionTable, s.tableOwner)
+}
+
+func status(ctx context.Context, pool *pgxpool.Pool) ([]Migration, schema, error) {
+	var in schema
+	var path string
+	if err := pool.QueryRow(ctx, "SHOW search_path").Scan(&path); err != nil {
+		return nil, in, err
+	}
+	if first, rest, _ := strings.Cut(path, ","); first != "pg_catalog" && strings.Contains(rest, "pg_catalog") {
+		return nil, in, errors.New("search_path names pg_catalog behind another schema, so whoever may create there could have code run with the " +
+			"rights of this role: leave pg_catalog out, which is then the first")
+	}
+	err := pool.QueryRow(ctx, schemaSQL).Scan(&in.name, &in.table, &in.readable, &in.tableOwner, &in.trusted, &in.version, &in.create, &in.owner)
+	if errors.Is(err, pgx.ErrNoRows) {
+		return nil, in, errors.New("no schema that search_path names exists: create it, or set another search_path")
+	}
+	if err != nil {
+		return nil, in, err
 	}
 
 	files, err := fs.Glob(FS, "*.sql")
 	if err != nil {
-		return nil, err
+		return nil, in, err
 	}
 	byVersion := make(map[int64]Migration, len(files))
 	for _, file := range files {
 		version, err := goose.NumericComponent(file)
 		if err != nil {
-			return nil, err
+			return nil, in, err
 		}
 		_, name, _ := strings.Cut(strings.TrimSuffix(file, ".sql"), "_")
 		byVersion[version] = Migration{Version: version, Name: name}
 	}
 
-	if migrated {
-		rows, err := pool.Query(ctx, appliedSQL)
+	if in.table && in.readable && in.trusted {
+		rows, err := pool.Query(ctx, fmt.Sprintf(appliedSQL, pgx.Identifier{in.name}.Sanitize()))
 		if err != nil {
-			return nil, err
+			return nil, in, err
 		}
 		var version int64
 		var at time.Time
@@ -197,11 +270,24 @@ func status(ctx context.Context, pool *pgxpool.Pool) ([]Migration, error) {
 			byVersion[version] = Migration{Version: version, Name: byVersion[version].Name, Applied: true, AppliedAt: at}
 			return nil
 		}); err != nil {
-			return nil, err
+			return nil, in, err
 		}
 	}
 
-	return slices.SortedFunc(maps.Values(byVersion), func(a, b Migration) int { return cmp.Compare(a.Version, b.Version) }), nil
+	var says int64
+	if n, err := fmt.Sscanf(strings.TrimSpace(in.version), "SELECT %d::bigint", &says); err == nil && n == 1 {
+		for version, migration := range byVersion {
+			if version <= says {
+				migration.Applied = true
+				byVersion[version] = migration
+			}
+		}
+		if _, known := byVersion[says]; !known {
+			byVersion[says] = Migration{Version: says, Applied: true}
+		}
+	}
+
+	return slices.SortedFunc(maps.Values(byVersion), func(a, b Migration) int { return cmp.Compare(a.Version, b.Version) }), in, nil
 }
 
 // withProvider runs goose on connections of the pool. Nothing is taken from goose's package-wide state, where the

@@ -37,8 +37,8 @@ const upVariable = "MIGRATIONS_TEST_UP"
 // patience is how long a test waits for what takes milliseconds, before it says that it never happened.
 const patience = 3 * time.Minute
 
-// oddSchema has all that a name can have which is not quoted: capitals, a space, quotes and a dollar.
-const oddSchema = `Odd "na'me" $$`
+// oddSchema has all that a name can have which is not quoted: capitals, spaces, quotes, dollars and a backslash.
+const oddSchema = `Odd "na'me" $$\ $function$ `
 
 func TestMain(m *testing.M) {
 	// What an application has registered with goose is not for us to apply, or to stumble over: it has the numbers of ours.
@@ -207,26 +207,28 @@ func TestFunctionsSeeTheirSchemaOnly(t *testing.T) {
 		pool := inSchema(t, db, schema)
 		require.NoError(t, migrations.Up(t.Context(), pool))
 
-		// Whoever runs with the rights of the owner looks names up in that schema, and last in the caller's pg_temp.
+		// Whoever runs with the rights of the owner looks names up in pg_catalog, unless the body says where they are.
 		rows, err := pool.Query(t.Context(), `
-			SELECT p.proname, p.prosecdef, coalesce(p.proconfig, '{}'), has_function_privilege('pg_monitor', p.oid, 'EXECUTE')
+			SELECT p.proname, p.prosrc, p.prosecdef, coalesce(p.proconfig, '{}'), has_function_privilege('pg_monitor', p.oid, 'EXECUTE')
 			FROM pg_proc AS p
 			WHERE p.pronamespace = (SELECT oid FROM pg_namespace WHERE nspname = $1)`, schema)
 		require.NoError(t, err)
 		pinned := 0
-		var name string
+		quoted := schema
+		if schema != "public" {
+			quoted = pgx.Identifier{schema}.Sanitize()
+		}
+		var name, body string
 		var definer, public bool
 		var settings []string
-		_, err = pgx.ForEachRow(rows, []any{&name, &definer, &settings, &public}, func() error {
-			require.False(t, public, "%s can be executed by PUBLIC", name)
+		_, err = pgx.ForEachRow(rows, []any{&name, &body, &definer, &settings, &public}, func() error {
+			require.Equal(t, name == "rate_limit_version", public, "whether PUBLIC can execute %s", name)
 			if definer {
 				pinned++
-				quoted := schema
-				if schema != "public" {
-					quoted = pgx.Identifier{schema}.Sanitize()
-				}
-				require.Contains(t, settings, "search_path="+quoted+", pg_temp", name)
+				require.Contains(t, settings, "search_path=pg_catalog, pg_temp", name)
+				require.Contains(t, settings, "jit=off", name)
 			}
+			require.Empty(t, regexp.MustCompile(`.{0,20}rate_limit_.{0,20}`).FindString(strings.ReplaceAll(body, quoted+".rate_limit_", "")), name)
 			return nil
 		})
 		require.NoError(t, err)
@@ -328,10 +330,10 @@ func TestUpWaitsForTheLock(t *testing.T) {
 	require.ErrorContains(t, err, "another session migrates")
 
 	// A statement_timeout does not end the wait, and Status does not wait.
-	pool := db.NewPool(t, func(config *pgxpool.Config) { config.ConnConfig.RuntimeParams["statement_timeout"] = "100ms" })
+	pool := db.NewPool(t, func(config *pgxpool.Config) { config.ConnConfig.RuntimeParams["statement_timeout"] = "2s" })
 	up := make(chan error, 1)
 	go func() { up <- migrations.Up(t.Context(), pool) }()
-	require.Never(t, func() bool { return len(up) > 0 }, 300*time.Millisecond, 10*time.Millisecond)
+	require.Never(t, func() bool { return len(up) > 0 }, 2500*time.Millisecond, 10*time.Millisecond)
 	status, err := migrations.Status(t.Context(), db.Pool)
 	require.NoError(t, err)
 	require.False(t, status[0].Applied)
@@ -395,9 +397,141 @@ func TestWithTheGooseCommandsDefaultTable(t *testing.T) {
 	_, err := newProvider(t, pool, migrations.FS, goose.DefaultTablename).Up(t.Context())
 	require.NoError(t, err)
 
-	err = migrations.Up(t.Context(), pool)
-	require.ErrorContains(t, err, "-table rate_limit_goose_version")
+	// There is nothing left to do, and to roll it back is for that command.
+	require.NoError(t, migrations.Up(t.Context(), pool))
+	status, err := migrations.Status(t.Context(), pool)
+	require.NoError(t, err)
+	for _, migration := range status {
+		require.True(t, migration.Applied)
+		require.Zero(t, migration.AppliedAt)
+	}
+	for _, err := range []error{migrations.Down(t.Context(), pool), migrations.DownTo(t.Context(), pool, 0)} {
+		require.ErrorContains(t, err, "stay with that one")
+	}
+	require.NotContains(t, fmt.Sprint(objects(t, pool, "public")), "rate_limit_goose_version")
+
+	// Of a part of them, it says what to do.
+	provider := newProvider(t, pool, migrations.FS, goose.DefaultTablename)
+	_, err = provider.Down(t.Context())
+	require.NoError(t, err)
+	require.ErrorContains(t, migrations.Up(t.Context(), pool), "not applied: 3 create_sweep; the others were applied by another tool, or by goose without -table")
 }
+
+// The application's own role may call Up at every start.
+func TestUpByARoleWithoutRights(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.Empty(t)
+	inSchema(t, db, "limits")
+	application := db.NewPool(t, func(config *pgxpool.Config) {
+		config.ConnConfig.RuntimeParams["role"] = "pg_monitor"
+		config.ConnConfig.RuntimeParams["search_path"] = "limits"
+	})
+	owner := db.NewPool(t, func(config *pgxpool.Config) { config.ConnConfig.RuntimeParams["search_path"] = "limits" })
+	_, err := owner.Exec(t.Context(), "GRANT USAGE ON SCHEMA limits TO pg_monitor")
+	require.NoError(t, err)
+
+	require.ErrorContains(t, migrations.Up(t.Context(), application),
+		"not applied: 1 create_tables, 2 create_functions, 3 create_sweep; this role may not apply it")
+	require.NoError(t, migrations.Up(t.Context(), owner))
+	require.NoError(t, migrations.Up(t.Context(), application))
+	status, err := migrations.Status(t.Context(), application)
+	require.NoError(t, err)
+	for _, migration := range status {
+		require.True(t, migration.Applied)
+	}
+	for down := latest(t); down > 0; down-- {
+		require.NoError(t, migrations.Down(t.Context(), owner))
+		require.ErrorContains(t, migrations.Up(t.Context(), application), fmt.Sprintf("not applied: %d ", down))
+	}
+}
+
+// Whoever may create in the schema could have put a version table there, whose triggers would run with the rights of a superuser.
+func TestVersionTableOfAStranger(t *testing.T) {
+	t.Parallel()
+
+	pool := pgtest.Empty(t).Pool
+	_, err := pool.Exec(t.Context(), `GRANT CREATE ON SCHEMA public TO pg_monitor; SET ROLE pg_monitor;
+		CREATE TABLE rate_limit_goose_version (id integer PRIMARY KEY GENERATED BY DEFAULT AS IDENTITY, version_id bigint NOT NULL,
+			is_applied boolean NOT NULL, tstamp timestamp NOT NULL DEFAULT now());
+		CREATE FUNCTION attack() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN ALTER ROLE pg_monitor SUPERUSER; RETURN NEW; END';
+		CREATE TRIGGER attack BEFORE INSERT ON rate_limit_goose_version FOR EACH ROW EXECUTE FUNCTION attack();
+		RESET ROLE; REVOKE CREATE ON SCHEMA public FROM pg_monitor`)
+	require.NoError(t, err)
+	require.ErrorContains(t, migrations.Up(t.Context(), pool), "rate_limit_goose_version belongs to pg_monitor")
+	var super bool
+	require.NoError(t, pool.QueryRow(t.Context(), "SELECT rolsuper FROM pg_roles WHERE rolname = 'pg_monitor'").Scan(&super))
+	require.False(t, super)
+}
+
+// Nor does a right to put triggers on a table come from ALTER DEFAULT PRIVILEGES, or the right to call a function.
+func TestDefaultPrivilegesGiveNothing(t *testing.T) {
+	t.Parallel()
+
+	pool := pgtest.Empty(t).Pool
+	_, err := pool.Exec(t.Context(), `ALTER DEFAULT PRIVILEGES GRANT ALL ON TABLES TO pg_monitor, PUBLIC;
+		ALTER DEFAULT PRIVILEGES GRANT ALL ON FUNCTIONS TO pg_monitor`)
+	require.NoError(t, err)
+	require.NoError(t, migrations.Up(t.Context(), pool))
+	rows, err := pool.Query(t.Context(), `
+		SELECT relname::text FROM pg_class WHERE relname LIKE 'rate_limit_%' AND relkind = 'r'
+			AND has_table_privilege('pg_monitor', oid, 'INSERT, UPDATE, DELETE, TRUNCATE, REFERENCES, TRIGGER')
+		UNION ALL
+		SELECT proname::text FROM pg_proc WHERE proname LIKE 'rate_limit_%' AND proname <> 'rate_limit_version'
+			AND has_function_privilege('pg_monitor', oid, 'EXECUTE')`)
+	require.NoError(t, err)
+	given, err := pgx.CollectRows(rows, pgx.RowTo[string])
+	require.NoError(t, err)
+	require.Empty(t, given)
+	_, err = pool.Exec(t.Context(), `CREATE FUNCTION f() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RETURN NEW; END';
+		CREATE TRIGGER t BEFORE DELETE ON rate_limit_goose_version FOR EACH ROW EXECUTE FUNCTION f()`)
+	require.NoError(t, err)
+	require.ErrorContains(t, migrations.Down(t.Context(), pool), "has triggers or rules")
+}
+
+// A search_path in which others' functions come before those of Postgres is refused.
+func TestCatalogBehindAnotherSchema(t *testing.T) {
+	t.Parallel()
+
+	pool := pgtest.Empty(t).NewPool(t, func(config *pgxpool.Config) { config.ConnConfig.RuntimeParams["search_path"] = "public, pg_catalog" })
+	require.ErrorContains(t, migrations.Up(t.Context(), pool), "leave pg_catalog out")
+}
+
+// To migrate a database from nothing runs nothing that others have put there.
+func TestMigratingAmongDecoys(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.Empty(t)
+	statements := recorder{}
+	recorded := pgtest.Empty(t).NewPool(t, func(config *pgxpool.Config) { config.ConnConfig.Tracer = &statements })
+	run := func(pool *pgxpool.Pool) {
+		require.NoError(t, migrations.Up(t.Context(), pool))
+		require.NoError(t, migrations.Down(t.Context(), pool))
+		require.NoError(t, migrations.Up(t.Context(), pool))
+		_, err := migrations.Status(t.Context(), pool)
+		require.NoError(t, err)
+		require.NoError(t, migrations.DownTo(t.Context(), pool, 0))
+	}
+	run(recorded)
+	require.Greater(t, len(statements.all), 50)
+
+	inSchema(t, db, "limits")
+	db.Decoys(t, "limits", statements.all...)
+	pool := db.NewPool(t, func(config *pgxpool.Config) { config.ConnConfig.RuntimeParams["search_path"] = "limits, public" })
+	_, err := pool.Exec(t.Context(), "SELECT format('%s', 'rate_limit'::text)")
+	require.ErrorContains(t, err, "decoy limits.format(") // so they are in place
+	run(pool)
+}
+
+// recorder keeps the statements that a pool has sent.
+type recorder struct{ all []string }
+
+func (r *recorder) TraceQueryStart(ctx context.Context, _ *pgx.Conn, data pgx.TraceQueryStartData) context.Context {
+	r.all = append(r.all, data.SQL)
+	return ctx
+}
+
+func (*recorder) TraceQueryEnd(context.Context, *pgx.Conn, pgx.TraceQueryEndData) {}
 
 func TestStatus(t *testing.T) {
 	t.Parallel()
@@ -477,7 +611,7 @@ func TestErrorsSayWhatToDo(t *testing.T) {
 }
 
 // sources are the files that define the schema, in the order in which they can be applied.
-var sources = []string{"tables.sql", "rows.sql", "fixed.sql", "sliding.sql", "tokenbucket.sql", "slidinglog.sql", "all.sql", "reset.sql", "access.sql", "sweep.sql"}
+var sources = []string{"tables.sql", "rows.sql", "fixed.sql", "sliding.sql", "tokenbucket.sql", "slidinglog.sql", "all.sql", "reset.sql", "sweep.sql", "access.sql", "version.sql"}
 
 func TestMigrationsYieldWhatSQLSays(t *testing.T) {
 	t.Parallel()
@@ -499,7 +633,7 @@ func TestMigrationsYieldWhatSQLSays(t *testing.T) {
 	for _, file := range sources {
 		content, err := os.ReadFile(filepath.Join("../sql", file))
 		require.NoError(t, err)
-		_, err = direct.Exec(t.Context(), string(content))
+		_, err = direct.Exec(t.Context(), strings.ReplaceAll(string(content), "{version}", fmt.Sprint(latest(t))))
 		require.NoError(t, err, file)
 	}
 
@@ -594,6 +728,7 @@ func normal(catalog map[string]string, schema string) map[string]string {
 		array+", pg_temp", "SCHEMA, pg_temp",
 		schema+", pg_temp", "SCHEMA, pg_temp",
 		setting, "SCHEMA",
+		"$functionx$", "$function$", // how a definition quotes a body that has the other in it
 		quoted+".", "",
 		schema+".", "",
 	)

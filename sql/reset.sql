@@ -22,9 +22,12 @@ BEGIN
     IF synchronous_commit IS NOT NULL THEN
         ignored := set_config('synchronous_commit', CASE WHEN synchronous_commit THEN 'on' ELSE 'off' END, true);
     END IF;
+    -- That the table is locked, and not only the row, shows in the error: it comes from LOCK TABLE.
     IF durable THEN
+        LOCK TABLE rate_limit_durable IN ROW EXCLUSIVE MODE;
         DELETE FROM rate_limit_durable AS r WHERE r.prefix = name AND r.key = key;
     ELSE
+        LOCK TABLE rate_limit_ephemeral IN ROW EXCLUSIVE MODE;
         DELETE FROM rate_limit_ephemeral AS r WHERE r.prefix = name AND r.key = key;
     END IF;
     RETURN found;

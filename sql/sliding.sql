@@ -2,17 +2,21 @@
 --
 --   name                the limiter's name, 1 to 128 bytes
 --   keys                who asks, 1 to 512 bytes each; a key that stands several times is decided in that order
---   max_count           the limit, in units of cost; max_count × window_us may reach 2^62
+--   max_count           the limit, in units of cost; max_count * window_us may reach 2^62
 --   window_us           length of the window in microseconds, at most 2^51 (71 years)
 --   costs               cost of one request, for each key; NULL means 1 each. A cost of 0 takes nothing and tells whether 1 would
---                       fit; a cost below 0 gives back, as much as has been taken at most; a cost above max_count is
---                       denied with a retry_after_us of NULL, which means never
+--                       fit; a cost below 0 gives back, or grants, see taken_in; a cost above max_count is denied with
+--                       a retry_after_us of NULL, which means never
 --   counts              how many such requests are asked, for each key; NULL means 1 each
 --   durable             whether the rows are in rate_limit_durable rather than in rate_limit_ephemeral
 --   lock_timeout_ms     longest wait for one row, for this transaction; NULL leaves the session's lock_timeout
 --   synchronous_commit  whether the commit of this transaction waits for the WAL; NULL leaves the session's setting
 --   now                 replaces the clock, for tests
---   above               whether a cost below 0 grants credit above the limit instead of giving back: a key holds up to 2^61
+--   taken_since, taken_in, taken_at, taken_spent
+--                       which take a cost below 0 gives back: what its decision returned under these names, for each key; NULL, of
+--                       taken_in, if it gives nothing back but grants credit above the limit, of which a key holds up to 2^61
+--   skip_held           whether to pass over keys whose row somebody's transaction has locked: no row comes back for them, and
+--                       the others are decided. A key that such a transaction has just made is waited for still
 CREATE FUNCTION rate_limit_sliding_window(
     name text,
     keys text[],
@@ -24,7 +28,11 @@ CREATE FUNCTION rate_limit_sliding_window(
     lock_timeout_ms integer DEFAULT NULL,
     synchronous_commit boolean DEFAULT NULL,
     now timestamptz DEFAULT NULL,
-    above boolean DEFAULT false
+    taken_since bigint[] DEFAULT NULL,
+    taken_in bigint[] DEFAULT NULL,
+    taken_at bigint[] DEFAULT NULL,
+    taken_spent bigint[] DEFAULT NULL,
+    skip_held boolean DEFAULT false
 )
 RETURNS SETOF rate_limit_decision
 LANGUAGE plpgsql
@@ -42,7 +50,8 @@ DECLARE
     t bigint;          -- the time of the decision: the clock, or the row's own time where that lies ahead of it
     moved boolean;     -- the clock has jumped back, and the row with it
     changed boolean;   -- a refund or grant has done something
-    back bigint;       -- what a refund gives back, as a number below 0
+    back bigint;       -- what goes back
+    units bigint;      -- what a refund is of, or a grant
     spent bigint;      -- how much of what is taken comes out of granted credit
     decided_at timestamptz;
     granted bigint;
@@ -50,7 +59,7 @@ DECLARE
     retry_after_us bigint;
     reset_after_us bigint;
     rest bigint;       -- how long the current window still lasts: as long as the sliding window covers of the one before
-    weight bigint;     -- prev_count × rest / window_us, rounded up: what the window before still weighs
+    weight bigint;     -- prev_count * rest / window_us, rounded up: what the window before still weighs
     ask bigint;
     wait bigint;
 BEGIN
@@ -59,7 +68,7 @@ BEGIN
             USING ERRCODE = 'invalid_parameter_value',
                 HINT = 'Both are at least 1, window_us is at most 2^51, and their product is at most 2^62.';
     END IF;
-    asked_rows := rate_limit_lock(name, keys, costs, counts, max_count, 2::smallint, durable, lock_timeout_ms, synchronous_commit, above);
+    asked_rows := rate_limit_lock(name, keys, costs, counts, max_count, 2::smallint, durable, lock_timeout_ms, synchronous_commit, taken_in, skip_held);
 
     -- The clock is read with every lock held: read before, it could be older than the rows that a lock waited for.
     decided_at := coalesce(now, clock_timestamp());
@@ -75,6 +84,7 @@ BEGIN
                 s.count := 0;
                 s.prev_count := 0;
                 s.window_start := clock;
+                s.since := NULL;
             ELSIF s.window_start - clock > window_us THEN
                 s.window_start := clock;
                 s.expires_at := clock + CASE WHEN s.count > 0 OR s.credit > 0 THEN 2 ELSE 1 END * window_us;
@@ -86,6 +96,7 @@ BEGIN
                     s.count := 0;
                     s.prev_count := 0;
                     s.window_start := t;
+                    s.since := CASE WHEN s.credit > 0 THEN s.since END;
                 ELSIF t - s.window_start >= window_us THEN
                     s.prev_count := s.count;
                     s.count := 0;
@@ -97,19 +108,34 @@ BEGIN
 
         IF r.cost < 0 THEN
             -- By division, because the product could overflow.
-            back := CASE WHEN r.asked > -(9223372036854775807 / r.cost) THEN -9223372036854775807 ELSE r.asked * r.cost END;
-            IF above THEN
+            units := CASE WHEN r.asked > -(9223372036854775807 / r.cost) THEN 9223372036854775807 ELSE -r.asked * r.cost END;
+            IF taken_in[r.ord] IS NULL THEN -- a grant
                 changed := true;
-                s.credit := least(s.credit - greatest(back, -2305843009213693952), 2305843009213693952);
+                s.credit := least(s.credit + least(units, 2305843009213693952), 2305843009213693952);
+                s.since := coalesce(s.since, t);
                 s.expires_at := t + 2 * window_us;
             ELSE
-                -- Of this window first, then of the one before.
-                changed := s.count > 0 OR s.prev_count > 0;
-                s.prev_count := greatest(s.prev_count + least(back + s.count, 0), 0);
-                s.count := greatest(s.count + back, 0);
-                IF changed AND s.count = 0 AND s.prev_count = 0 THEN -- as good as new
-                    t := clock;
-                    s.window_start := clock;
+                -- What came out of credit goes back first, as credit, if the row is still the one that it came from.
+                back := least(greatest(coalesce(taken_spent[r.ord], 0), 0), units);
+                units := units - back;
+                changed := coalesce(back > 0 AND s.since = taken_since[r.ord] AND s.credit < 2305843009213693952, false);
+                IF changed THEN
+                    s.credit := s.credit + least(back, 2305843009213693952 - s.credit);
+                    s.expires_at := greatest(s.expires_at, t + 2 * window_us);
+                END IF;
+                IF s.window_start = taken_in[r.ord] THEN
+                    changed := changed OR (units > 0 AND s.count > 0);
+                    s.count := s.count - least(units, s.count);
+                ELSIF s.window_start - window_us = taken_in[r.ord] THEN
+                    changed := changed OR (units > 0 AND s.prev_count > 0);
+                    s.prev_count := s.prev_count - least(units, s.prev_count);
+                END IF;
+                IF s.count = 0 AND s.prev_count = 0 THEN
+                    IF s.credit = 0 THEN -- as good as new
+                        t := clock;
+                        s.since := NULL;
+                    END IF;
+                    s.window_start := t;
                 END IF;
             END IF;
         END IF;
@@ -146,7 +172,7 @@ BEGIN
         ELSE
             ask := greatest(r.cost, 1) - s.credit;
             IF ask <= max_count - s.count THEN -- the sum could overflow
-                -- It fits into this window, once prev_count × rest has fallen to what is left of max_count × window_us.
+                -- It fits into this window, once prev_count * rest has fallen to what is left of max_count * window_us.
                 wait := rest - (max_count - s.count - ask) * window_us / s.prev_count;
             ELSE
                 -- Only into the next window, where count takes the place of prev_count.
@@ -171,7 +197,8 @@ BEGIN
         END IF;
 
         RETURN NEXT ROW(r.ord, granted, remaining, retry_after_us, reset_after_us, decided_at,
-            s.count, s.prev_count, s.window_start, s.credit, spent, s.expires_at, NULL::bigint[]);
+            s.count, s.prev_count, s.window_start, s.credit, NULL::bigint, s.expires_at, NULL::bigint[],
+            s.since, s.window_start, NULL::bigint, spent);
     END LOOP;
 
     IF written > 0 THEN
@@ -183,4 +210,4 @@ $$;
 COMMENT ON FUNCTION rate_limit_sliding_window IS 'Takes from sliding windows of window_us microseconds, each of which admits max_count, estimated from two counters: the window before counts for the share of it that the sliding window still covers.
 It returns a row for each key: ord (its place in keys), granted (how many of the counts requests were granted), remaining (the largest cost that would be granted next), retry_after_us (microseconds until the others can be granted; 0: all were; NULL: never), reset_after_us (microseconds until the key is as good as new), decided_at (the database clock at the decision), and the state of the key then: count, prev_count, window_start, credit, scale and expires_at, as in the table. A denial is a row with granted = 0, never an error, and takes nothing. A refund is granted, whatever there was to give back. What is taken commits or rolls back with the transaction.
 Example: SELECT * FROM rate_limit_sliding_window(''login'', ARRAY[''user:123''], 10, 60000000) takes one of 10 a minute.
-Optional, by name: costs and counts for each key (1 each; a cost of 0 only looks, and one below 0 gives back, or, with above => true, grants credit above the limit), durable => true for rate_limit_durable.';
+Optional, by name: costs and counts for each key (1 each; a cost of 0 only looks, and one below 0 grants credit above the limit, or, with the taken_since, taken_in, taken_at and taken_spent of a decision that took, gives back what that take still counts, and each unit only once if the caller asks only once), durable => true for rate_limit_durable.';

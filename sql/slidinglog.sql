@@ -5,14 +5,18 @@
 --   max_count           the limit, in units of cost, at most 1000
 --   window_us           length of the window in microseconds, at most 2^51 (71 years)
 --   costs               cost of one request, for each key; NULL means 1 each. A cost of 0 takes nothing and tells whether 1 would
---                       fit; a cost below 0 gives back, as much as has been taken at most; a cost above max_count is
---                       denied with a retry_after_us of NULL, which means never
+--                       fit; a cost below 0 gives back, or grants, see taken_in; a cost above max_count is denied with
+--                       a retry_after_us of NULL, which means never
 --   counts              how many such requests are asked, for each key; NULL means 1 each
 --   durable             whether the rows are in rate_limit_durable rather than in rate_limit_ephemeral
 --   lock_timeout_ms     longest wait for one row, for this transaction; NULL leaves the session's lock_timeout
 --   synchronous_commit  whether the commit of this transaction waits for the WAL; NULL leaves the session's setting
 --   now                 replaces the clock, for tests
---   above               whether a cost below 0 grants credit above the limit instead of giving back: a key holds up to 2^61
+--   taken_since, taken_in, taken_at, taken_spent
+--                       which take a cost below 0 gives back: what its decision returned under these names, for each key; NULL, of
+--                       taken_in, if it gives nothing back but grants credit above the limit, of which a key holds up to 2^61
+--   skip_held           whether to pass over keys whose row somebody's transaction has locked: no row comes back for them, and
+--                       the others are decided. A key that such a transaction has just made is waited for still
 CREATE FUNCTION rate_limit_sliding_log(
     name text,
     keys text[],
@@ -24,7 +28,11 @@ CREATE FUNCTION rate_limit_sliding_log(
     lock_timeout_ms integer DEFAULT NULL,
     synchronous_commit boolean DEFAULT NULL,
     now timestamptz DEFAULT NULL,
-    above boolean DEFAULT false
+    taken_since bigint[] DEFAULT NULL,
+    taken_in bigint[] DEFAULT NULL,
+    taken_at bigint[] DEFAULT NULL,
+    taken_spent bigint[] DEFAULT NULL,
+    skip_held boolean DEFAULT false
 )
 RETURNS SETOF rate_limit_decision
 LANGUAGE plpgsql
@@ -42,18 +50,18 @@ DECLARE
     t bigint;          -- the time of the decision: the clock, or the row's own time where that lies ahead of it
     moved boolean;     -- the clock has jumped back, and the row with it
     changed boolean;   -- a refund or grant has done something
-    back bigint;       -- what a refund gives back, as a number below 0
+    back bigint;       -- what goes back
     spent bigint;      -- how much of what is taken comes out of granted credit
     decided_at timestamptz;
     granted bigint;
     remaining bigint;
     retry_after_us bigint;
     reset_after_us bigint;
-    units bigint;      -- of the newest entry
+    units bigint;      -- of the newest entry, or what a refund is of, or a grant
     newest integer;    -- how many entries there are
     needed integer;    -- how many of the oldest entries have to leave
     over bigint;       -- how many units
-    -- An entry of the log is the time it was taken at × 1024 + the units taken. Of the time 53 bits are kept, and of an age.
+    -- An entry of the log is the time it was taken at * 1024 + the units taken. Of the time 53 bits are kept, and of an age.
     age_bits CONSTANT bigint := 9007199254740991;
 BEGIN
     IF (max_count BETWEEN 1 AND 1000 AND window_us BETWEEN 1 AND 2251799813685248) IS NOT TRUE THEN
@@ -61,7 +69,7 @@ BEGIN
             USING ERRCODE = 'invalid_parameter_value',
                 HINT = 'Both are at least 1, max_count is at most 1000, and window_us at most 2^51.';
     END IF;
-    asked_rows := rate_limit_lock(name, keys, costs, counts, max_count, 4::smallint, durable, lock_timeout_ms, synchronous_commit, above);
+    asked_rows := rate_limit_lock(name, keys, costs, counts, max_count, 4::smallint, durable, lock_timeout_ms, synchronous_commit, taken_in, skip_held);
 
     -- The clock is read with every lock held: read before, it could be older than the rows that a lock waited for.
     decided_at := coalesce(now, clock_timestamp());
@@ -76,6 +84,7 @@ BEGIN
                 s.count := 0;
                 s.credit := 0;
                 s.window_start := clock;
+                s.since := NULL;
                 s.log := NULL;
             ELSIF s.window_start - clock > window_us THEN
                 s.log := ARRAY(
@@ -98,35 +107,54 @@ BEGIN
             END IF;
             IF s.count = 0 THEN
                 s.window_start := t;
+                s.since := CASE WHEN s.credit > 0 THEN s.since END;
             END IF;
         END IF;
         spent := 0;
 
         IF r.cost < 0 THEN
             -- By division, because the product could overflow.
-            back := CASE WHEN r.asked > -(9223372036854775807 / r.cost) THEN -9223372036854775807 ELSE r.asked * r.cost END;
-            IF above THEN
+            units := CASE WHEN r.asked > -(9223372036854775807 / r.cost) THEN 9223372036854775807 ELSE -r.asked * r.cost END;
+            IF taken_in[r.ord] IS NULL THEN -- a grant
                 changed := true;
-                s.credit := least(s.credit - greatest(back, -2305843009213693952), 2305843009213693952);
+                s.credit := least(s.credit + least(units, 2305843009213693952), 2305843009213693952);
+                s.since := coalesce(s.since, t);
                 s.expires_at := t + window_us;
             ELSE
-                -- Of the newest entries first.
-                changed := s.count > 0;
-                newest := coalesce(cardinality(s.log), 0);
-                WHILE newest > 0 AND back <= -(s.log[newest] & 1023) LOOP
-                    back := back + (s.log[newest] & 1023);
-                    s.count := s.count - (s.log[newest] & 1023);
-                    newest := newest - 1;
-                END LOOP;
-                s.log := s.log[1:newest];
-                IF newest > 0 THEN
-                    s.log[newest] := s.log[newest] + back;
-                    s.count := s.count + back;
-                    s.window_start := t - (t - (s.log[newest] >> 10) & age_bits);
-                    t := greatest(clock, s.window_start);
-                ELSIF changed THEN -- as good as new
-                    t := clock;
-                    s.window_start := clock;
+                -- What came out of credit goes back first, as credit, if the row is still the one that it came from.
+                back := least(greatest(coalesce(taken_spent[r.ord], 0), 0), units);
+                units := units - back;
+                changed := coalesce(back > 0 AND s.since = taken_since[r.ord] AND s.credit < 2305843009213693952, false);
+                IF changed THEN
+                    s.credit := s.credit + least(back, 2305843009213693952 - s.credit);
+                    s.expires_at := greatest(s.expires_at, t + window_us);
+                END IF;
+                needed := (
+                    SELECT e.nth
+                    FROM unnest(s.log) WITH ORDINALITY AS e (entry, nth)
+                    WHERE (e.entry >> 10) << 10 = taken_in[r.ord] << 10
+                );
+                back := least(units, s.log[needed] & 1023);
+                IF needed > 0 AND back > 0 THEN
+                    changed := true;
+                    s.count := s.count - back;
+                    IF back = (s.log[needed] & 1023) THEN
+                        s.log := s.log[1:needed - 1] || s.log[needed + 1:];
+                    ELSE
+                        s.log[needed] := s.log[needed] - back;
+                    END IF;
+                    newest := cardinality(s.log);
+                    IF newest > 0 THEN
+                        s.window_start := t - (t - (s.log[newest] >> 10) & age_bits);
+                        t := greatest(clock, s.window_start);
+                    END IF;
+                END IF;
+                IF s.count = 0 THEN
+                    IF s.credit = 0 THEN -- as good as new
+                        t := clock;
+                        s.since := NULL;
+                    END IF;
+                    s.window_start := t;
                 END IF;
             END IF;
         END IF;
@@ -189,7 +217,8 @@ BEGIN
 
         -- Of the log, what retry_after_us comes from, or the first part of that: see maxDenialEntries.
         RETURN NEXT ROW(r.ord, granted, remaining, retry_after_us, reset_after_us, decided_at,
-            s.count, s.prev_count, s.window_start, s.credit, spent, s.expires_at, CASE WHEN needed > 0 THEN s.log[1:least(needed, 64)] END);
+            s.count, s.prev_count, s.window_start, s.credit, NULL::bigint, s.expires_at, CASE WHEN needed > 0 THEN s.log[1:least(needed, 64)] END,
+            s.since, s.window_start, NULL::bigint, spent);
     END LOOP;
 
     IF written > 0 THEN
@@ -201,4 +230,4 @@ $$;
 COMMENT ON FUNCTION rate_limit_sliding_log IS 'Takes from sliding windows of window_us microseconds, any of which admits max_count, at most 1000: exactly, by a log of what was taken and when.
 It returns a row for each key: ord (its place in keys), granted (how many of the counts requests were granted), remaining (the largest cost that would be granted next), retry_after_us (microseconds until the others can be granted; 0: all were; NULL: never), reset_after_us (microseconds until the key is as good as new), decided_at (the database clock at the decision), and the state of the key then: count, prev_count, window_start, credit, scale and expires_at, as in the table, and of its log the entries that have to leave until retry_after_us. A denial is a row with granted = 0, never an error, and takes nothing. A refund is granted, whatever there was to give back. What is taken commits or rolls back with the transaction.
 Example: SELECT * FROM rate_limit_sliding_log(''login'', ARRAY[''user:123''], 10, 60000000) takes one of 10 a minute.
-Optional, by name: costs and counts for each key (1 each; a cost of 0 only looks, and one below 0 gives back, or, with above => true, grants credit above the limit), durable => true for rate_limit_durable.';
+Optional, by name: costs and counts for each key (1 each; a cost of 0 only looks, and one below 0 grants credit above the limit, or, with the taken_since, taken_in, taken_at and taken_spent of a decision that took, gives back what that take still counts, and each unit only once if the caller asks only once), durable => true for rate_limit_durable.';

@@ -59,7 +59,6 @@ CREATE FUNCTION rate_limit_sweep(
 LANGUAGE plpgsql
 SECURITY DEFINER
 SET enable_seqscan = off -- or a table that is small would be scanned as a whole, and still be when it has grown
-SET jit = off            -- it would compile for longer than a batch takes
 SET lock_timeout = '1s'  -- for a table that somebody alters: it waits for no row
 AS $$
 #variable_conflict use_variable
@@ -90,7 +89,7 @@ BEGIN
     pages := 0;
 
     IF NOT EXISTS (SELECT FROM rate_limit_sweeper AS w WHERE w.one) THEN -- or each INSERT would wait for who has locked the row
-        INSERT INTO rate_limit_sweeper DEFAULT VALUES ON CONFLICT ON CONSTRAINT rate_limit_sweeper_pkey DO NOTHING;
+        INSERT INTO rate_limit_sweeper DEFAULT VALUES ON CONFLICT (one) DO NOTHING;
     END IF;
     SELECT * INTO s FROM rate_limit_sweeper AS w WHERE w.one FOR UPDATE SKIP LOCKED;
     clock := coalesce(now, clock_timestamp()); -- not before, or it could be older than what the row says
@@ -103,7 +102,9 @@ BEGIN
     END IF;
 
     WHILE NOT complete AND scanned < max_pages AND deleted < max_rows LOOP
-        sizes := ARRAY[pg_relation_size('rate_limit_ephemeral') / page_bytes, pg_relation_size('rate_limit_durable') / page_bytes];
+        sizes := ARRAY[
+            (SELECT pg_relation_size(y.typrelid) FROM pg_type AS y WHERE y.oid = pg_typeof(NULL::rate_limit_ephemeral)) / page_bytes,
+            (SELECT pg_relation_size(y.typrelid) FROM pg_type AS y WHERE y.oid = pg_typeof(NULL::rate_limit_durable)) / page_bytes];
         size := sizes[CASE WHEN s.durable THEN 2 ELSE 1 END];
         s.next_page := least(s.next_page, size);
         past_page := least(s.next_page + max_pages - scanned, size);
@@ -172,11 +173,3 @@ It returns skipped (somebody else is sweeping, nothing was done), complete (it r
 Example: SELECT * FROM rate_limit_sweep()
 With pg_cron, every minute: SELECT cron.schedule(''rate_limit_sweep'', ''* * * * *'', ''SELECT rate_limit_sweep()'')
 names => ARRAY[''login'', ''api''] deletes the rows of all other limiters too, EXPIRED OR NOT.';
-
--- As access.sql for the other functions.
-DO $$
-BEGIN
-    REVOKE ALL ON FUNCTION rate_limit_sweep FROM PUBLIC;
-    EXECUTE format('ALTER FUNCTION rate_limit_sweep SET search_path = %I, pg_temp', current_schema());
-END
-$$;

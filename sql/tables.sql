@@ -9,8 +9,8 @@
 -- the table is no larger (20 MB both times, because at 90 their second versions went to further pages); and a decision
 -- in a batch of 256 costs the server 10 to 15 % less, because pages need pruning less often.
 --
--- A row in which something is NULL has 8 bytes more, to say what. So scale is NULL where only buckets need it, as the log is:
--- then a window's row is as large as it would be without the two columns, 88 bytes with a key of 10 bytes, and a bucket's 96.
+-- A row in which something is NULL has 8 bytes more, to say what. So what only buckets need is NULL elsewhere, as the log is: then
+-- a window's row is as large as it would be without these columns, 88 bytes with a key of 10 bytes, and a bucket's 128.
 
 CREATE UNLOGGED TABLE rate_limit_ephemeral (
     prefix       text COLLATE "C" NOT NULL,
@@ -23,6 +23,10 @@ CREATE UNLOGGED TABLE rate_limit_ephemeral (
     scale        bigint,
     expires_at   bigint NOT NULL DEFAULT 0,
     log          bigint[],
+    since        bigint,
+    capacity     bigint,
+    refill       bigint,
+    returned     bigint,
     CONSTRAINT rate_limit_ephemeral_pkey PRIMARY KEY (prefix, key)
 ) WITH (fillfactor = 50);
 
@@ -37,11 +41,15 @@ CREATE TABLE rate_limit_durable (
     scale        bigint,
     expires_at   bigint NOT NULL DEFAULT 0,
     log          bigint[],
+    since        bigint,
+    capacity     bigint,
+    refill       bigint,
+    returned     bigint,
     CONSTRAINT rate_limit_durable_pkey PRIMARY KEY (prefix, key)
 ) WITH (fillfactor = 50);
 
 -- A log of more than 2 kB, about 250 entries, is kept out of its row, and not compressed: to compress one of 1,000 saves a quarter
--- of its 8 kB, and makes a decision cost 555 µs of the server's CPU instead of 125 µs.
+-- of its 8 kB, and makes a decision cost 555 us of the server's CPU instead of 125 us.
 ALTER TABLE rate_limit_ephemeral ALTER COLUMN log SET STORAGE EXTERNAL;
 ALTER TABLE rate_limit_durable ALTER COLUMN log SET STORAGE EXTERNAL;
 
@@ -55,7 +63,11 @@ COMMENT ON COLUMN rate_limit_ephemeral.window_start IS 'Windows: start of the wi
 COMMENT ON COLUMN rate_limit_ephemeral.credit IS 'Token bucket: what is left, in units of 1/scale token. Windows: granted credit, above the limit.';
 COMMENT ON COLUMN rate_limit_ephemeral.scale IS 'Token bucket: units of credit in one token; the policy''s refill interval in microseconds. NULL of others.';
 COMMENT ON COLUMN rate_limit_ephemeral.expires_at IS 'From then on the row means the same as no row, in microseconds since 1970 UTC: to_timestamp(expires_at / 1e6).';
-COMMENT ON COLUMN rate_limit_ephemeral.log IS 'Sliding window log: what has been taken, oldest first, each entry the time in microseconds since 1970 UTC × 1024 + the units: to_timestamp((entry >> 10) / 1e6), entry & 1023.';
+COMMENT ON COLUMN rate_limit_ephemeral.log IS 'Sliding window log: what has been taken, oldest first, each entry the time in microseconds since 1970 UTC * 1024 + the units: to_timestamp((entry >> 10) / 1e6), entry & 1023.';
+COMMENT ON COLUMN rate_limit_ephemeral.since IS 'What tells a refund that the row is still the one that was taken from. Token bucket: since when all that was taken counts, in microseconds since 1970 UTC. Others: when credit was first granted, or NULL.';
+COMMENT ON COLUMN rate_limit_ephemeral.capacity IS 'Token bucket: the policy''s capacity. NULL of others.';
+COMMENT ON COLUMN rate_limit_ephemeral.refill IS 'Token bucket: the policy''s refill. NULL of others.';
+COMMENT ON COLUMN rate_limit_ephemeral.returned IS 'Token bucket: what refunds have given back since then, in units of 1/scale token. NULL of others.';
 
 COMMENT ON TABLE rate_limit_durable IS 'Limits for quotas and billing. Logged: kept over a crash of the server.';
 COMMENT ON COLUMN rate_limit_durable.prefix IS 'Name of the limiter, which keeps limiters apart.';
@@ -67,4 +79,8 @@ COMMENT ON COLUMN rate_limit_durable.window_start IS 'Windows: start of the wind
 COMMENT ON COLUMN rate_limit_durable.credit IS 'Token bucket: what is left, in units of 1/scale token. Windows: granted credit, above the limit.';
 COMMENT ON COLUMN rate_limit_durable.scale IS 'Token bucket: units of credit in one token; the policy''s refill interval in microseconds. NULL of others.';
 COMMENT ON COLUMN rate_limit_durable.expires_at IS 'From then on the row means the same as no row, in microseconds since 1970 UTC: to_timestamp(expires_at / 1e6).';
-COMMENT ON COLUMN rate_limit_durable.log IS 'Sliding window log: what has been taken, oldest first, each entry the time in microseconds since 1970 UTC × 1024 + the units: to_timestamp((entry >> 10) / 1e6), entry & 1023.';
+COMMENT ON COLUMN rate_limit_durable.log IS 'Sliding window log: what has been taken, oldest first, each entry the time in microseconds since 1970 UTC * 1024 + the units: to_timestamp((entry >> 10) / 1e6), entry & 1023.';
+COMMENT ON COLUMN rate_limit_durable.since IS 'What tells a refund that the row is still the one that was taken from. Token bucket: since when all that was taken counts, in microseconds since 1970 UTC. Others: when credit was first granted, or NULL.';
+COMMENT ON COLUMN rate_limit_durable.capacity IS 'Token bucket: the policy''s capacity. NULL of others.';
+COMMENT ON COLUMN rate_limit_durable.refill IS 'Token bucket: the policy''s refill. NULL of others.';
+COMMENT ON COLUMN rate_limit_durable.returned IS 'Token bucket: what refunds have given back since then, in units of 1/scale token. NULL of others.';

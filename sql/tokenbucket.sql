@@ -2,18 +2,22 @@
 --
 --   name                the limiter's name, 1 to 128 bytes
 --   keys                who asks, 1 to 512 bytes each; a key that stands several times is decided in that order
---   capacity            tokens in a full bucket; capacity × every_us may reach 2^62
+--   capacity            tokens in a full bucket; capacity * every_us may reach 2^62
 --   refill              tokens that flow in, evenly, over every_us; at least 1
 --   every_us            in microseconds, at least 1; to fill an empty bucket may take 2^51 microseconds (71 years)
 --   costs               cost of one request, for each key; NULL means 1 each. A cost of 0 takes nothing and tells whether 1 would
---                       fit; a cost below 0 gives back, as much as has been taken at most; a cost above capacity is
---                       denied with a retry_after_us of NULL, which means never
+--                       fit; a cost below 0 gives back, or grants, see taken_in; a cost above capacity is denied with
+--                       a retry_after_us of NULL, which means never
 --   counts              how many such requests are asked, for each key; NULL means 1 each
 --   durable             whether the rows are in rate_limit_durable rather than in rate_limit_ephemeral
 --   lock_timeout_ms     longest wait for one row, for this transaction; NULL leaves the session's lock_timeout
 --   synchronous_commit  whether the commit of this transaction waits for the WAL; NULL leaves the session's setting
 --   now                 replaces the clock, for tests
---   above               whether a cost below 0 grants credit above the limit instead of giving back: a key holds up to 2^61
+--   taken_since, taken_in, taken_at, taken_spent
+--                       which take a cost below 0 gives back: what its decision returned under these names, for each key; NULL, of
+--                       taken_in, if it gives nothing back but grants credit above the limit, of which a key holds up to 2^61
+--   skip_held           whether to pass over keys whose row somebody's transaction has locked: no row comes back for them, and
+--                       the others are decided. A key that such a transaction has just made is waited for still
 CREATE FUNCTION rate_limit_token_bucket(
     name text,
     keys text[],
@@ -26,7 +30,11 @@ CREATE FUNCTION rate_limit_token_bucket(
     lock_timeout_ms integer DEFAULT NULL,
     synchronous_commit boolean DEFAULT NULL,
     now timestamptz DEFAULT NULL,
-    above boolean DEFAULT false
+    taken_since bigint[] DEFAULT NULL,
+    taken_in bigint[] DEFAULT NULL,
+    taken_at bigint[] DEFAULT NULL,
+    taken_spent bigint[] DEFAULT NULL,
+    skip_held boolean DEFAULT false
 )
 RETURNS SETOF rate_limit_decision
 LANGUAGE plpgsql
@@ -44,7 +52,8 @@ DECLARE
     t bigint;          -- the time of the decision: the clock, or the row's own time where that lies ahead of it
     moved boolean;     -- the clock has jumped back, and the row with it
     changed boolean;   -- a refund or grant has done something
-    back bigint;       -- what a refund gives back, as a number below 0
+    back bigint;       -- what goes back
+    units bigint;      -- what a refund is of, or a grant
     spent bigint;      -- how much of what is taken comes out of granted credit
     decided_at timestamptz;
     granted bigint;
@@ -58,10 +67,10 @@ BEGIN
             AND (capacity * every_us - 1) / refill < 2251799813685248) IS NOT TRUE THEN
         RAISE EXCEPTION 'rate_limit: capacity %, refill % and every_us % are outside the exact range', capacity, refill, every_us
             USING ERRCODE = 'invalid_parameter_value',
-                HINT = 'All are at least 1, capacity × every_us is at most 2^62, and divided by refill it is at most 2^51.';
+                HINT = 'All are at least 1, capacity * every_us is at most 2^62, and divided by refill it is at most 2^51.';
     END IF;
     full_credit := capacity * every_us;
-    asked_rows := rate_limit_lock(name, keys, costs, counts, capacity, 3::smallint, durable, lock_timeout_ms, synchronous_commit, above);
+    asked_rows := rate_limit_lock(name, keys, costs, counts, capacity, 3::smallint, durable, lock_timeout_ms, synchronous_commit, taken_in, skip_held);
 
     -- The clock is read with every lock held: read before, it could be older than the rows that a lock waited for.
     decided_at := coalesce(now, clock_timestamp());
@@ -77,6 +86,10 @@ BEGIN
                 s.credit := full_credit;
                 s.window_start := clock;
             ELSE
+                IF s.scale <> every_us OR s.capacity <> capacity OR s.refill <> refill THEN -- what was taken before stays taken
+                    s.since := greatest(s.since + 1, s.window_start, clock);
+                    s.returned := 0;
+                END IF;
                 IF s.scale <> every_us THEN
                     -- The policy has changed. Whole tokens are kept, and the part of one, rounded down; its product may
                     -- need 128 bits, which only numeric has, and this runs only until the next grant.
@@ -89,17 +102,25 @@ BEGIN
                     s.expires_at := clock;
                 ELSIF s.window_start - clock > (full_credit - 1) / refill + 1 THEN
                     s.window_start := clock;
+                    s.since := greatest(s.since + 1, clock);
+                    s.returned := 0;
                     s.expires_at := clock + (full_credit - CASE WHEN s.count > 0 THEN 0 ELSE s.credit END - 1) / refill + 1;
                     moved := true;
                 END IF;
             END IF;
             s.scale := every_us;
+            s.capacity := capacity;
+            s.refill := refill;
             t := greatest(clock, s.window_start);
             -- Asked by division, because the product overflows after a long time.
             IF s.credit < full_credit AND t - s.window_start <= (full_credit - s.credit - 1) / refill THEN
                 s.credit := s.credit + (t - s.window_start) * refill;
             ELSE
                 s.credit := full_credit;
+                IF s.count = 0 THEN -- as good as new
+                    s.since := t;
+                    s.returned := 0;
+                END IF;
             END IF;
             s.window_start := t;
         END IF;
@@ -107,17 +128,41 @@ BEGIN
 
         IF r.cost < 0 THEN
             -- By division, because the product could overflow.
-            back := CASE WHEN r.asked > -(9223372036854775807 / r.cost) THEN -9223372036854775807 ELSE r.asked * r.cost END;
-            IF above THEN
+            units := CASE WHEN r.asked > -(9223372036854775807 / r.cost) THEN 9223372036854775807 ELSE -r.asked * r.cost END;
+            IF taken_in[r.ord] IS NULL THEN -- a grant
                 changed := true;
-                s.count := least(s.count - greatest(back, -2305843009213693952), 2305843009213693952);
+                s.count := least(s.count + least(units, 2305843009213693952), 2305843009213693952);
                 s.expires_at := t + (full_credit - 1) / refill + 1;
             ELSE
-                changed := s.credit < full_credit;
-                s.credit := CASE WHEN back >= -((full_credit - s.credit) / every_us) THEN s.credit - back * every_us ELSE full_credit END;
-                IF changed AND s.credit = full_credit THEN -- as good as new
+                -- What came out of credit goes back first, as credit, if the row is still the one that it came from.
+                back := least(greatest(coalesce(taken_spent[r.ord], 0), 0), units);
+                units := units - back;
+                changed := coalesce(back > 0 AND s.since = taken_since[r.ord] AND s.count < 2305843009213693952 AND (s.count > 0 OR s.credit < full_credit), false);
+                IF changed THEN
+                    s.count := s.count + least(back, 2305843009213693952 - s.count);
+                    s.expires_at := greatest(s.expires_at, t + (full_credit - 1) / refill + 1);
+                END IF;
+                -- Where the units are in the queue of missing tokens: see TokenBucket.refund in tokenbucket.go.
+                IF s.since = taken_since[r.ord] AND taken_in[r.ord] BETWEEN 0 AND t AND s.credit < full_credit THEN
+                    units := least(units, capacity) * every_us;
+                    need := least(greatest(greatest(coalesce(taken_at[r.ord], 0), 0) - s.returned, units), full_credit);
+                    back := CASE
+                        WHEN t - taken_in[r.ord] <= need / refill THEN least(units, need - (t - taken_in[r.ord]) * refill, full_credit - s.credit)
+                        ELSE 0
+                    END;
+                    changed := changed OR back > 0;
+                    s.credit := s.credit + back;
+                    s.returned := s.returned + back;
+                    IF s.returned > 2305843009213693952 THEN -- lest the sum overflow
+                        s.since := greatest(s.since + 1, t);
+                        s.returned := 0;
+                    END IF;
+                END IF;
+                IF changed AND s.credit = full_credit AND s.count = 0 THEN -- as good as new
                     t := clock;
                     s.window_start := clock;
+                    s.since := clock;
+                    s.returned := 0;
                 END IF;
             END IF;
         END IF;
@@ -160,7 +205,8 @@ BEGIN
         END IF;
 
         RETURN NEXT ROW(r.ord, granted, remaining, retry_after_us, reset_after_us, decided_at,
-            s.count, spent, s.window_start, s.credit, s.scale, s.expires_at, NULL::bigint[]);
+            s.count, s.prev_count, s.window_start, s.credit, s.scale, s.expires_at, NULL::bigint[],
+            s.since, s.window_start, s.returned + full_credit - s.credit, spent);
     END LOOP;
 
     IF written > 0 THEN
@@ -172,4 +218,4 @@ $$;
 COMMENT ON FUNCTION rate_limit_token_bucket IS 'Takes from token buckets, which hold capacity tokens, start full, and get refill tokens, evenly, over every_us microseconds.
 It returns a row for each key: ord (its place in keys), granted (how many of the counts requests were granted), remaining (the largest cost that would be granted next), retry_after_us (microseconds until the others can be granted; 0: all were; NULL: never), reset_after_us (microseconds until the key is as good as new), decided_at (the database clock at the decision), and the state of the key then: count, prev_count, window_start, credit, scale and expires_at, as in the table. A denial is a row with granted = 0, never an error, and takes nothing. A refund is granted, whatever there was to give back. What is taken commits or rolls back with the transaction.
 Example: SELECT * FROM rate_limit_token_bucket(''api'', ARRAY[''user:123''], 20, 5, 10000000) takes one token from a bucket of 20 that gets 5 more every 10 seconds.
-Optional, by name: costs and counts for each key (1 each; a cost of 0 only looks, and one below 0 gives back, or, with above => true, grants credit above the limit), durable => true for rate_limit_durable.';
+Optional, by name: costs and counts for each key (1 each; a cost of 0 only looks, and one below 0 grants credit above the limit, or, with the taken_since, taken_in, taken_at and taken_spent of a decision that took, gives back what that take still counts, and each unit only once if the caller asks only once), durable => true for rate_limit_durable.';

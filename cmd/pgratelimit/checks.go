@@ -36,6 +36,8 @@ var (
 	horizonSQL string
 	//go:embed sql/doctor/functions.sql
 	functionsSQL string
+	//go:embed sql/doctor/strangers.sql
+	strangersSQL string
 	//go:embed sql/doctor/tables.sql
 	tablesSQL string
 	//go:embed sql/doctor/sample.sql
@@ -74,7 +76,7 @@ func (e *examination) readServer(ctx context.Context) error {
 
 // row reads the only row of a query.
 func (e *examination) row(ctx context.Context, sql string, into ...any) error {
-	return e.app.read(ctx, e.pool, func(tx pgx.Tx) error { return tx.QueryRow(ctx, sql).Scan(into...) })
+	return e.app.look(ctx, e.pool, func(tx pgx.Tx) error { return tx.QueryRow(ctx, sql).Scan(into...) })
 }
 
 func (e *examination) checkServer(context.Context) (finding, error) {
@@ -102,7 +104,7 @@ func (e *examination) checkConnection(ctx context.Context) (finding, error) {
 	for range 3 {
 		for _, client := range []*pgxpool.Conn{first, second} {
 			var pid uint32
-			if err := client.QueryRow(ctx, "SELECT pg_backend_pid()").Scan(&pid); err != nil {
+			if err := client.QueryRow(ctx, "SELECT pg_catalog.pg_backend_pid()").Scan(&pid); err != nil {
 				return finding{}, err
 			}
 			direct = direct && pid == client.Conn().PgConn().PID()
@@ -225,14 +227,14 @@ func (e *examination) checkMigrations(ctx context.Context) (finding, error) {
 type foundFunction struct {
 	name           string
 	function       function
-	pinned         bool // its search_path is fixed
+	pinned         bool // its settings are fixed
 	notCallable    bool // the role may not execute it, and applications call it
 	public         bool // everybody may execute it
 	ownerIsBlocked bool // its owner may not do with the tables what it does
 }
 
 func (e *examination) checkFunctions(ctx context.Context) (finding, error) {
-	err := e.app.read(ctx, e.pool, func(tx pgx.Tx) error {
+	err := e.app.look(ctx, e.pool, func(tx pgx.Tx) error {
 		rows, err := tx.Query(ctx, functionsSQL, callable(e.expected))
 		if err != nil {
 			return err
@@ -246,7 +248,16 @@ func (e *examination) checkFunctions(ctx context.Context) (finding, error) {
 	if err != nil || e.newer {
 		return ok("of a newer release than this command, which cannot tell whether they are right"), err
 	}
+	for name, function := range e.expected {
+		function.body = e.inSchema(function.body)
+		e.expected[name] = function
+	}
 	return judgeFunctions(e.expected, e.found), nil
+}
+
+// inSchema writes our names with their schema, as access.sql does.
+func (e *examination) inSchema(body string) string {
+	return strings.ReplaceAll(body, "rate_limit_", e.server.schema+".rate_limit_")
 }
 
 func judgeFunctions(expected map[string]function, found []foundFunction) finding {
@@ -273,13 +284,35 @@ func judgeFunctions(expected map[string]function, found []foundFunction) finding
 
 func (e *examination) checkRights(context.Context) (finding, error) { return judgeRights(e.found), nil }
 
+// checkStrangers looks for those who could put something in the place of what is ours.
+func (e *examination) checkStrangers(ctx context.Context) (finding, error) {
+	var found, mend []string
+	err := e.app.look(ctx, e.pool, func(tx pgx.Tx) error {
+		rows, err := tx.Query(ctx, strangersSQL)
+		if err != nil {
+			return err
+		}
+		var what, do string
+		_, err = pgx.ForEachRow(rows, []any{&what, &do}, func() error {
+			found, mend = append(found, what), append(mend, do)
+			return nil
+		})
+		return err
+	})
+	if err != nil || len(found) == 0 {
+		return ok("nobody but the owner may create in schema %s, and all in it that has our names is the owner's", e.server.schema), err
+	}
+	return problem.finding(printable(strings.Join(mend, "; ")),
+		"what others make there can be run by whoever calls the functions, with their rights: %s", printable(strings.Join(found, ", "))), nil
+}
+
 func judgeRights(found []foundFunction) finding {
 	var blocked, public, notCallable []string
 	for _, f := range found {
 		if f.ownerIsBlocked {
 			blocked = append(blocked, f.name)
 		}
-		if f.public {
+		if f.public && f.name != "rate_limit_version" {
 			public = append(public, f.name)
 		}
 		if f.notCallable {
@@ -321,7 +354,7 @@ type tableHealth struct {
 // checkTables has a few findings for each table.
 func (e *examination) checkTables(ctx context.Context) ([]finding, error) {
 	var tables []tableHealth
-	err := e.app.read(ctx, e.pool, func(tx pgx.Tx) error {
+	err := e.app.look(ctx, e.pool, func(tx pgx.Tx) error {
 		rows, err := tx.Query(ctx, tablesSQL)
 		if err != nil {
 			return err
@@ -374,7 +407,7 @@ func (e *examination) sample(ctx context.Context, tables []tableHealth) error {
 		tables[i].sampledBytes = share * float64(tables[i].bytes)
 		percent[tables[i].name] = 100 * share
 	}
-	return e.app.read(ctx, e.pool, func(tx pgx.Tx) error {
+	return e.app.look(ctx, e.pool, func(tx pgx.Tx) error {
 		rows, err := tx.Query(ctx, sampleSQL, percent[table(false)], percent[table(true)])
 		if err != nil {
 			return err

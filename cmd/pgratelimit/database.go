@@ -3,6 +3,11 @@ package main
 import (
 	"context"
 	_ "embed"
+	"errors"
+	"fmt"
+	"regexp"
+	"strconv"
+	"strings"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -18,8 +23,12 @@ const (
 	cancelGrace = 2 * time.Second
 )
 
-//go:embed sql/session.sql
-var sessionSQL string
+var (
+	//go:embed sql/session.sql
+	sessionSQL string
+	//go:embed sql/foreign.sql
+	foreignSQL string
+)
 
 // open returns a pool of a few connections. It connects when it is used.
 func (a *app) open(ctx context.Context, configure ...func(*pgxpool.Config)) (*pgxpool.Pool, error) {
@@ -41,10 +50,33 @@ func (a *app) open(ctx context.Context, configure ...func(*pgxpool.Config)) (*pg
 	conn.BuildContextWatcherHandler = func(conn *pgconn.PgConn) ctxwatch.Handler {
 		return &pgconn.CancelRequestContextWatcherHandler{Conn: conn, DeadlineDelay: cancelGrace}
 	}
+	config.AfterConnect = checkSearchPath
 	for _, change := range configure {
 		change(config)
 	}
 	return pgxpool.NewWithConfig(ctx, config)
+}
+
+// checkSearchPath refuses a search_path in which others' functions and types come before those of Postgres.
+func checkSearchPath(ctx context.Context, conn *pgx.Conn) error {
+	var path string
+	if err := conn.QueryRow(ctx, "SHOW search_path").Scan(&path); err != nil {
+		return err
+	}
+	if first, rest, _ := strings.Cut(path, ","); first != "pg_catalog" && strings.Contains(rest, "pg_catalog") {
+		return errors.New("search_path names pg_catalog behind another schema, so whoever may create there could have code run by " +
+			"this command: leave pg_catalog out, which is then the first")
+	}
+	return nil
+}
+
+// home returns the schema of the tables and functions, ” if there are none, after a look at whose they are.
+func (a *app) home(ctx context.Context, pool *pgxpool.Pool) (schema string, err error) {
+	err = a.read(ctx, pool, func(tx pgx.Tx) error {
+		schema = tx.(qualified).schema
+		return nil
+	})
+	return schema, err
 }
 
 // inSchema makes --schema the whole search_path of a pool's connections, for work that is not in one transaction.
@@ -56,21 +88,62 @@ func (a *app) inSchema(config *pgxpool.Config) {
 
 // read runs a transaction that cannot write, and in which no statement takes longer than --timeout.
 func (a *app) read(ctx context.Context, pool *pgxpool.Pool, query func(tx pgx.Tx) error) error {
-	return a.transaction(ctx, pool, pgx.ReadOnly, query)
+	return a.transaction(ctx, pool, pgx.ReadOnly, true, query)
+}
+
+// look is read for what calls no function of ours.
+func (a *app) look(ctx context.Context, pool *pgxpool.Pool, query func(tx pgx.Tx) error) error {
+	return a.transaction(ctx, pool, pgx.ReadOnly, false, query)
 }
 
 // write runs a transaction in which no statement takes longer than --timeout.
 func (a *app) write(ctx context.Context, pool *pgxpool.Pool, query func(tx pgx.Tx) error) error {
-	return a.transaction(ctx, pool, pgx.ReadWrite, query)
+	return a.transaction(ctx, pool, pgx.ReadWrite, true, query)
 }
 
-func (a *app) transaction(ctx context.Context, pool *pgxpool.Pool, mode pgx.TxAccessMode, query func(tx pgx.Tx) error) error {
+func (a *app) transaction(ctx context.Context, pool *pgxpool.Pool, mode pgx.TxAccessMode, calls bool, query func(tx pgx.Tx) error) error {
 	return pgx.BeginTxFunc(ctx, pool, pgx.TxOptions{AccessMode: mode}, func(tx pgx.Tx) error {
-		if _, err := tx.Exec(ctx, sessionSQL, a.timeout.Milliseconds(), a.schema); err != nil {
+		var schema string
+		if err := tx.QueryRow(ctx, sessionSQL, strconv.FormatInt(a.timeout.Milliseconds(), 10), a.schema).Scan(&schema, nil, nil, nil); err != nil {
 			return err
 		}
-		return query(tx)
+		var foreign string
+		switch err := tx.QueryRow(ctx, foreignSQL, calls).Scan(&foreign); {
+		case err == nil:
+			return fmt.Errorf("%s is not what the migrations make, so somebody's code could run with your rights; drop it if it is not yours, or name "+
+				"the limiters' schema with --schema", foreign)
+		case !errors.Is(err, pgx.ErrNoRows):
+			return err
+		}
+		return query(qualified{tx, schema})
 	})
+}
+
+// qualified is a transaction in whose statements the names that begin with rate_limit_ get their schema.
+type qualified struct {
+	pgx.Tx
+	schema string
+}
+
+func (q qualified) Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error) {
+	return q.Tx.Query(ctx, q.qualify(sql), args...)
+}
+
+func (q qualified) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
+	return q.Tx.QueryRow(ctx, q.qualify(sql), args...)
+}
+
+var (
+	commentLine = regexp.MustCompile(`(?m)^--.*\n`)
+	ourName     = regexp.MustCompile(`([^'\w])(rate_limit_)`) // outside of quotes
+)
+
+func (q qualified) qualify(sql string) string {
+	if q.schema == "" {
+		return sql
+	}
+	prefix := pgx.Identifier{q.schema}.Sanitize() + "."
+	return ourName.ReplaceAllStringFunc(commentLine.ReplaceAllString(sql, ""), func(name string) string { return name[:1] + prefix + name[1:] })
 }
 
 // table is where the limiters' rows are.

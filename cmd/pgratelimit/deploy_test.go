@@ -78,10 +78,10 @@ func TestRoles(t *testing.T) {
 		{[]string{"sweep"}, "sweeper"},
 		{[]string{"limits"}, "reader on_call"},
 		{[]string{"limits", "--policy=login=sliding 100/1m"}, "on_call"},
-		{[]string{"migrate", "status"}, "reader on_call"},
+		{[]string{"migrate", "status"}, "app sweeper reader on_call"},
 		{[]string{"top", "login", policy}, "on_call"},
 		{[]string{"reset", "login", "--all", "--yes"}, "on_call"},
-		{[]string{"migrate", "up"}, "reader on_call"}, // to whom it says that there is nothing to do
+		{[]string{"migrate", "up"}, "app sweeper reader on_call"}, // to whom it says that there is nothing to do
 		{[]string{"migrate", "down", "--yes"}, ""},
 	} {
 		if test.args[0] == "limits" { // there has to be something to count

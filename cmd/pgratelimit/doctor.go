@@ -99,7 +99,7 @@ func (a *app) examine(ctx context.Context, pool *pgxpool.Pool) ([]finding, error
 		{"migrations", e.checkMigrations},
 	}
 	if e.server.hasTables {
-		checks = append(checks, check{"functions", e.checkFunctions}, check{"rights", e.checkRights})
+		checks = append(checks, check{"functions", e.checkFunctions}, check{"rights", e.checkRights}, check{"schema", e.checkStrangers})
 	}
 	var findings []finding
 	for _, check := range checks {

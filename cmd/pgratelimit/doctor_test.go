@@ -22,9 +22,10 @@ func TestDoctorOfAHealthyDatabase(t *testing.T) {
 	t.Parallel()
 
 	db := pgtest.New(t)
+	exe(t, db, "REVOKE CREATE ON SCHEMA public FROM PUBLIC") // which Postgres 14 grants
 	before := objects(t, db)
 	findings := decode[[]finding](t, invoke(t, db.URL, "doctor", "--json"))
-	require.Len(t, findings, 8+2*7)
+	require.Len(t, findings, 9+2*7)
 	for _, f := range findings {
 		if f.Check != "long transactions" { // somebody else's test may be slow
 			require.Equal(t, fine, f.Level, f)
@@ -53,6 +54,10 @@ func TestExpectedFunctionsAreThoseThatTheMigrationsMake(t *testing.T) {
 	})
 	require.NoError(t, err)
 	fromMigrations := expectedFunctions(all, all[len(all)-1].Version)
+	for name, function := range fromMigrations {
+		function.body = (&examination{server: server{schema: "public"}}).inSchema(function.body)
+		fromMigrations[name] = function
+	}
 	require.Equal(t, made, fromMigrations)
 	require.Subset(t, callable(fromMigrations), []string{"rate_limit_fixed_window", "rate_limit_reset"})
 	require.NotContains(t, callable(fromMigrations), "rate_limit_lock")
@@ -109,6 +114,28 @@ func TestDoctorFindsWhatIsWrong(t *testing.T) {
 			check: "rights", level: warning, found: "every role may execute rate_limit_token_bucket", do: "REVOKE ALL ON FUNCTION",
 			mend: `REVOKE ALL ON FUNCTION rate_limit_token_bucket FROM PUBLIC`,
 		},
+		"everybody may create": {
+			sql:   `GRANT CREATE ON SCHEMA public TO PUBLIC`,
+			check: "schema", level: problem, found: "everybody may create in schema public", do: "REVOKE CREATE ON SCHEMA public FROM PUBLIC",
+			mend: `REVOKE CREATE ON SCHEMA public FROM PUBLIC`,
+		},
+		"another role may create": {
+			sql:   `GRANT CREATE ON SCHEMA public TO pg_monitor`,
+			check: "schema", level: problem, found: "pg_monitor may create in schema public", do: "REVOKE CREATE ON SCHEMA public FROM pg_monitor",
+			mend: `REVOKE CREATE ON SCHEMA public FROM pg_monitor`,
+		},
+		"table of another role": {
+			sql:   `ALTER TABLE rate_limit_goose_version OWNER TO pg_monitor`,
+			check: "schema", level: problem, found: "table public.rate_limit_goose_version belongs to pg_monitor",
+			do:   "ALTER TABLE public.rate_limit_goose_version OWNER TO postgres",
+			mend: `ALTER TABLE rate_limit_goose_version OWNER TO CURRENT_USER`,
+		},
+		"overload of another role": {
+			sql: `GRANT CREATE ON SCHEMA public TO pg_monitor; SET ROLE pg_monitor; CREATE FUNCTION rate_limit_sweep() RETURNS integer LANGUAGE sql AS 'SELECT 1';
+				RESET ROLE; REVOKE CREATE ON SCHEMA public FROM pg_monitor`,
+			check: "schema", level: problem, found: "function public.rate_limit_sweep() belongs to pg_monitor", do: "DROP FUNCTION public.rate_limit_sweep()",
+			mend: `DROP FUNCTION rate_limit_sweep()`,
+		},
 		"owner without rights": {
 			sql:   `GRANT CREATE ON SCHEMA public TO pg_monitor; ALTER FUNCTION rate_limit_reset OWNER TO pg_monitor`,
 			check: "rights", level: problem, found: "may not use the tables: rate_limit_reset", do: "GRANT SELECT, INSERT, UPDATE, DELETE on both tables",
@@ -116,7 +143,7 @@ func TestDoctorFindsWhatIsWrong(t *testing.T) {
 		},
 		"further index": {
 			sql:   `CREATE INDEX sweep_me ON rate_limit_ephemeral (expires_at)`,
-			check: "rate_limit_ephemeral: kind", level: problem, found: "an index besides its primary key", do: "DROP INDEX sweep_me",
+			check: "rate_limit_ephemeral: kind", level: problem, found: "an index besides its primary key", do: "DROP INDEX public.sweep_me",
 			mend: `DROP INDEX sweep_me`,
 		},
 		"logged": {
@@ -157,6 +184,7 @@ func TestDoctorFindsWhatIsWrong(t *testing.T) {
 				}
 				return found
 			}
+			exe(t, db, "REVOKE CREATE ON SCHEMA public FROM PUBLIC") // as Postgres 14 comes without it
 			require.Equal(t, fine, look().Level)
 			exe(t, db, test.sql)
 			found := look()
@@ -180,7 +208,7 @@ func TestDoctorOfADatabaseThatIsBehind(t *testing.T) {
 	require.Equal(t, exitFailed, o.code)
 	require.Regexp(t, `(?m)^problem +migrations +not applied: 2 create_functions`, o.stdout)
 	require.Contains(t, o.stdout, "→ run 'pgratelimit migrate up'\n")
-	require.Regexp(t, `(?m)^ok +functions +the 0 that`, o.stdout)
+	require.Regexp(t, `(?m)^ok +functions +the 1 that`, o.stdout)
 
 	invoke(t, db.URL, "migrate", "up").done(t)
 	invoke(t, db.URL, "doctor").done(t)

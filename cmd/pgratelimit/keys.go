@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"slices"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -68,10 +69,21 @@ func (a *app) askCommand(ask func(context.Context, *ratelimit.Limiter, string) (
 				return err
 			}
 			defer pool.Close()
-			limiter, err := ratelimit.New(pool, ratelimit.Config{
-				Name: args[0], Policy: policy.Policy, Durable: durable, Schema: a.schema, Timeout: a.timeout,
-			})
+			config := ratelimit.Config{Name: args[0], Policy: policy.Policy, Durable: durable, Schema: a.schema, Timeout: a.timeout}
+			limiter, err := ratelimit.New(pool, config)
 			if err != nil {
+				return err
+			}
+			// What makes no sense is refused before anything is asked.
+			over, cancel := context.WithCancel(ctx)
+			cancel()
+			if _, err := ask(over, limiter, args[1]); !errors.Is(err, context.Canceled) {
+				return err
+			}
+			if config.Schema, err = a.home(ctx, pool); err != nil {
+				return err
+			}
+			if limiter, err = ratelimit.New(pool, config); err != nil {
 				return err
 			}
 			result, err := ask(ctx, limiter, args[1])
@@ -102,8 +114,12 @@ func (a *app) printDecision(r ratelimit.Result) error {
 var (
 	//go:embed sql/reset.sql
 	resetSQL string
-	//go:embed sql/reset_batch.sql
-	resetBatchSQL string
+	//go:embed sql/reset_batch_ephemeral.sql
+	resetEphemeralBatchSQL string
+	//go:embed sql/reset_batch_durable.sql
+	resetDurableBatchSQL string
+	//go:embed sql/may_delete.sql
+	mayDeleteSQL string
 	//go:embed sql/next_keys_ephemeral.sql
 	nextEphemeralKeysSQL string
 	//go:embed sql/next_keys_durable.sql
@@ -161,23 +177,68 @@ func (a *app) resetKey(ctx context.Context, pool *pgxpool.Pool, name, key string
 	return n, err
 }
 
-// resetAll goes through the keys in order, as all who lock several rows do. Those that are added meanwhile may stay.
+// resetAll goes through the keys in order. Those that are added meanwhile may stay.
+//
+// It never waits for a row while it holds another one, so it cannot deadlock with anybody. A batch leaves out the keys that somebody
+// holds; at the end they are reset one at a time. A role that may not delete by itself resets all of them like that.
 func (a *app) resetAll(ctx context.Context, pool *pgxpool.Pool, name string, durable bool) (total int64, err error) {
-	var after string
-	for {
-		var keys []string
-		var n int64
-		err := a.write(ctx, pool, func(tx pgx.Tx) (err error) {
-			if keys, err = nextKeys(ctx, tx, name, after, batchSize, durable); err != nil || len(keys) == 0 {
+	query := resetEphemeralBatchSQL
+	if durable {
+		query = resetDurableBatchSQL
+	}
+	var mayDelete bool
+	if err := a.read(ctx, pool, func(tx pgx.Tx) error {
+		err := tx.QueryRow(ctx, mayDeleteSQL, table(durable)).Scan(&mayDelete)
+		if errors.Is(err, pgx.ErrNoRows) { // the next statement says what is wrong
+			return nil
+		}
+		return err
+	}); err != nil {
+		return 0, err
+	}
+
+	var held []string
+	one := func(keys []string) error {
+		for _, key := range keys {
+			n, err := a.resetKey(ctx, pool, name, key, durable)
+			total += n
+			if err != nil {
 				return err
 			}
-			return tx.QueryRow(ctx, resetBatchSQL, name, keys, durable).Scan(&n)
-		})
-		if err != nil || len(keys) == 0 {
+		}
+		return nil
+	}
+	for after := ""; ; {
+		var keys, reset []string
+		if err := a.write(ctx, pool, func(tx pgx.Tx) (err error) {
+			if keys, err = nextKeys(ctx, tx, name, after, batchSize, durable); err != nil || len(keys) == 0 || !mayDelete {
+				return err
+			}
+			rows, err := tx.Query(ctx, query, name, keys)
+			if err != nil {
+				return err
+			}
+			reset, err = pgx.CollectRows(rows, pgx.RowTo[string])
+			return err
+		}); err != nil {
 			return total, err
 		}
-		total += n
+		if len(keys) == 0 {
+			err := one(held)
+			return total, err
+		}
 		after = keys[len(keys)-1]
+		total += int64(len(reset))
+		slices.Sort(reset) // the keys are in the order of their bytes
+		keys = slices.DeleteFunc(keys, func(key string) bool {
+			_, found := slices.BinarySearch(reset, key)
+			return found
+		})
+		if mayDelete {
+			held = append(held, keys...)
+		} else if err := one(keys); err != nil {
+			return total, err
+		}
 	}
 }
 

@@ -321,6 +321,39 @@ func TestDatabaseThatIsNotMigrated(t *testing.T) {
 	require.Equal(t, before, objects(t, db))
 }
 
+// What others have put where the tables and functions should be is not run with the rights of whoever looks after them.
+func TestForeignObjectsAreNotRun(t *testing.T) {
+	t.Parallel()
+	fakes := map[string]string{
+		"view": `CREATE FUNCTION pwned() RETURNS bigint LANGUAGE plpgsql AS 'BEGIN RAISE EXCEPTION ''it was run''; END';
+			CREATE VIEW rate_limit_ephemeral AS SELECT ''::text AS prefix, ''::text AS key, pwned() AS expires_at;
+			CREATE VIEW rate_limit_durable AS SELECT * FROM rate_limit_ephemeral`,
+		"function": "",
+		"table": `CREATE FUNCTION pwned() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RAISE EXCEPTION ''it was run''; END';
+			CREATE TRIGGER t BEFORE DELETE ON rate_limit_ephemeral FOR EACH ROW EXECUTE FUNCTION pwned()`,
+	}
+	for kind, sql := range fakes {
+		db := pgtest.New(t)
+		if kind == "view" {
+			db = pgtest.Empty(t)
+		}
+		if kind != "function" {
+			exe(t, db, sql)
+			for _, args := range asking()[3:] { // those before them migrate
+				invoke(t, db.URL, args...).complains(t, 1, kind+" ", "is not what the migrations make")
+			}
+			continue
+		}
+		for _, function := range []string{"fixed_window", "sliding_window", "token_bucket", "sliding_log", "all", "reset", "sweep"} {
+			exe(t, db, "ALTER FUNCTION rate_limit_"+function+" SECURITY INVOKER")
+			invoke(t, db.URL, "limits").complains(t, 1, "function public.rate_limit_"+function+"(", "is not what the migrations make")
+			exe(t, db, "ALTER FUNCTION rate_limit_"+function+" SECURITY DEFINER")
+		}
+	}
+	db := pgtest.New(t)
+	invoke(t, urlWith(t, db, "search_path=public,pg_catalog"), "limits").complains(t, 1, "leave pg_catalog out")
+}
+
 func TestRoleWithoutRights(t *testing.T) {
 	t.Parallel()
 
@@ -339,12 +372,12 @@ func TestRoleWithoutRights(t *testing.T) {
 	invoke(t, monitor, "migrate", "down", "--yes").complains(t, exitFailed, "42501")
 	empty := pgtest.Empty(t)
 	exe(t, empty, "REVOKE CREATE ON SCHEMA public FROM PUBLIC")
-	invoke(t, urlWith(t, empty, "role=pg_monitor"), "migrate", "up").complains(t, exitFailed, "permission denied", "CREATE on the schema")
+	invoke(t, urlWith(t, empty, "role=pg_monitor"), "migrate", "up").complains(t, exitFailed, "not applied: 1 create_tables", "CREATE on the schema")
 
 	o := invoke(t, monitor, "doctor")
 	require.Zero(t, o.code, o.stderr)
 	require.Contains(t, o.stdout, "this role may not execute rate_limit_all, ")
-	require.Contains(t, o.stdout, "could not be looked at: permission denied")
+	require.Contains(t, o.stdout, "could not be looked at: permission denied") // the tables
 	require.Equal(t, before, objects(t, db))
 	require.Equal(t, 1, scalar[int](t, db, "SELECT count(*) FROM rate_limit_ephemeral"))
 }

@@ -43,9 +43,16 @@ pass that deleted something. Sweeping changes no decision: an expired row means 
 				return err
 			}
 			defer pool.Close()
-			config.Schema = a.schema
 			if every != 0 {
 				config.Interval, config.Logger = every, a.logger()
+			}
+			if _, err := cleanup.New(pool, config); err != nil { // before anything is asked
+				return err
+			}
+			if config.Schema, err = a.home(ctx, pool); err != nil {
+				return err
+			}
+			if every != 0 {
 				sweeper, err := cleanup.New(pool, config)
 				if err != nil {
 					return err

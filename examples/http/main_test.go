@@ -32,7 +32,7 @@ func TestAPI(t *testing.T) {
 	const right, wrong = "user=alice&password=correct+horse", "user=alice&password=guess"
 
 	for range 10 {
-		require.Equal(t, http.StatusOK, ask("192.0.2.1", http.MethodPost, "/login", right).Code)
+		require.Equal(t, http.StatusNoContent, ask("192.0.2.1", http.MethodPost, "/login", right).Code)
 	}
 	for range 5 {
 		require.Equal(t, http.StatusUnauthorized, ask("192.0.2.1", http.MethodPost, "/login", wrong).Code)
@@ -42,7 +42,7 @@ func TestAPI(t *testing.T) {
 	require.NotEmpty(t, denied.Header().Get("Retry-After"))
 	require.Contains(t, denied.Body.String(), `"violated-policies":["login"]`)
 	require.Equal(t, []string{`"address";q=100;w=60`, `"login";q=5;w=900`}, denied.Header().Values("RateLimit-Policy"))
-	require.Equal(t, http.StatusOK, ask("192.0.2.2", http.MethodPost, "/login", right).Code)
+	require.Equal(t, http.StatusNoContent, ask("192.0.2.2", http.MethodPost, "/login", right).Code)
 
 	// The limits refill meanwhile, so there may be a few more.
 	untilDenied := func(client string) (admitted int, policy string) {

@@ -27,12 +27,13 @@ import (
 type operation struct {
 	Client, Limiter int
 	Key             string
-	Cost            int64 // 0 looks; below 0 gives back, or grants
-	Grant           bool
+	Cost            int64    // 0 looks; below 0 gives back, or grants
+	Of              *portion // what is given back; nil: it is a grant
 	Reset           bool
 	Call, Return    int64 // microseconds since 1970, by the clock of this machine, which is the database's too
 	Result          ratelimit.Result
-	Unknown         bool // it may or may not have taken anything, and may yet
+	taken           ratelimit.Result // which is given back
+	Unknown         bool             // it may or may not have taken anything, and may yet
 }
 
 // workload is what one process does.
@@ -114,6 +115,7 @@ func (w workload) run(ctx context.Context, ready func() error) ([]operation, err
 func (w workload) call(ctx context.Context, limiter *ratelimit.Limiter, caller int) ([]operation, error) {
 	random := rand.New(rand.NewPCG(w.Seed, uint64(w.First*w.Callers+caller)))
 	var history []operation
+	var takes []operation // which were not given back
 	for range w.Calls {
 		op := operation{
 			Client: w.First*w.Callers + caller, Limiter: w.First + caller%w.Limiters,
@@ -126,9 +128,14 @@ func (w workload) call(ctx context.Context, limiter *ratelimit.Limiter, caller i
 		case draw < w.Looks+w.Resets:
 			op.Reset = true
 		case draw < w.Looks+w.Resets+w.Refunds:
-			op.Cost = -op.Cost
+			if len(takes) > 0 {
+				i := random.IntN(len(takes))
+				of := partsOf(takes[i].Result)[0]
+				op.Key, op.Cost, op.Of, op.taken = takes[i].Key, -takes[i].Cost, &of, takes[i].Result
+				takes = slices.Delete(takes, i, i+1)
+			}
 		case draw < w.Looks+w.Resets+w.Refunds+w.Grants:
-			op.Cost, op.Grant = -op.Cost, true
+			op.Cost = -op.Cost
 		}
 		occurred, err := op.make(ctx, limiter, leaves, time.Duration(random.IntN(2000))*time.Microsecond)
 		if err != nil {
@@ -136,6 +143,9 @@ func (w workload) call(ctx context.Context, limiter *ratelimit.Limiter, caller i
 		}
 		if occurred {
 			history = append(history, op)
+			if op.Cost > 0 && !op.Reset && !op.Unknown && op.Result.Allowed {
+				takes = append(takes, op)
+			}
 		}
 		if w.Gap > 0 {
 			pause(ctx, time.Duration(random.Int64N(int64(2*w.Gap))))
@@ -156,10 +166,10 @@ func (op *operation) make(ctx context.Context, limiter *ratelimit.Limiter, leave
 	switch {
 	case op.Reset:
 		err = limiter.Reset(callCtx, op.Key)
-	case op.Grant:
-		op.Result, err = limiter.Grant(callCtx, op.Key, -op.Cost)
+	case op.Of != nil:
+		op.Result, err = limiter.Refund(callCtx, op.taken)
 	case op.Cost < 0:
-		op.Result, err = limiter.Refund(callCtx, op.Key, -op.Cost)
+		op.Result, err = limiter.Grant(callCtx, op.Key, -op.Cost)
 	default:
 		op.Result, err = limiter.AllowN(callCtx, op.Key, op.Cost)
 	}

@@ -9,6 +9,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -40,6 +41,8 @@ const (
 type mix struct {
 	limits []limit
 	calls  []kind // one of them is drawn for each call
+	decoys bool   // a role that may create in the schema of the functions has made decoys of what they call
+	holds  bool   // somebody's transactions keep rows locked, some of them for longer than the others have the patience
 }
 
 // limit is a limiter of a mix.
@@ -66,6 +69,8 @@ type mixedOperation struct {
 	asks          []ask
 	call, end     int64
 	results       ratelimit.Results // of one, for a call of one limiter
+	taken         ratelimit.Result  // of a refund: which take
+	of            []portion         // and what that is of each policy
 }
 
 // run has several pools of callers at work, as several processes would.
@@ -73,33 +78,114 @@ func (m mix) run(t *testing.T, db *pgtest.DB, seed uint64) []mixedOperation {
 	t.Helper()
 	const pools, callersOfPool, calls = 3, 3, 60
 	workers := make([]worker, pools)
+	timeout := amply
+	if m.holds {
+		timeout = 2 * holdsLong
+	}
 	for i := range workers {
 		workers[i].pool = db.NewPool(t, func(config *pgxpool.Config) { config.MaxConns = 5 })
 		defer workers[i].pool.Close() //nolint:revive // they are all to stay until the end
 		for _, l := range m.limits {
 			workers[i].limiters = append(workers[i].limiters, newLimiter(t, workers[i].pool, ratelimit.Config{
-				Name: l.name, Policy: policyOf(l.policies[0]), Durable: l.durable, Timeout: amply, NoDenialCache: true,
+				Name: l.name, Policy: policyOf(l.policies[0]), Durable: l.durable, Timeout: timeout, NoDenialCache: true,
 			}))
 		}
 	}
-	histories, errs := make([][]mixedOperation, pools*callersOfPool), make([]error, pools*callersOfPool)
+	histories, errs := make([][]mixedOperation, pools*callersOfPool+1), make([]error, pools*callersOfPool+1)
+	var impatient atomic.Int64
+	end := func() {}
+	if m.holds {
+		end = m.hold(t, db, workers[0].limiters, &histories[pools*callersOfPool], &errs[pools*callersOfPool])
+	}
 	var callers sync.WaitGroup
-	for i := range histories {
+	for i := range pools * callersOfPool {
 		callers.Go(func() {
 			random := rand.New(rand.NewPCG(seed, uint64(i)))
+			var takes []mixedOperation // of one limiter each, which were not given back
 			for n := 0; n < calls && errs[i] == nil; n++ {
 				op := m.draw(random)
+				if op.kind == refund && len(takes) == 0 {
+					op.kind = allow
+				}
+				switch op.kind {
+				case refund:
+					at := random.IntN(len(takes))
+					op = takes[at]
+					takes = slices.Delete(takes, at, at+1)
+				case grant:
+					op.asks[0].cost *= -1
+				}
 				op.client = i
 				op.call = time.Now().UnixMicro()
 				errs[i] = workers[i%pools].make(t.Context(), m, &op)
 				op.end = time.Now().UnixMicro()
+				if errors.Is(errs[i], ratelimit.ErrKeyHeld) { // it has counted nothing
+					errs[i] = nil
+					impatient.Add(1)
+					continue
+				}
 				histories[i] = append(histories[i], op)
+				takes = append(takes, op.takes()...)
 			}
 		})
 	}
 	callers.Wait()
+	end()
 	require.NoError(t, errors.Join(errs...))
+	require.Equal(t, m.holds, impatient.Load() > 0)
 	return slices.Concat(histories...)
+}
+
+// holdsLong is longer than the others have the patience, and holdsBriefly is not.
+const (
+	holdsLong    = 1300 * time.Millisecond
+	holdsBriefly = 20 * time.Millisecond
+)
+
+// hold has one more caller take from keys of space 0 in transactions that it keeps open: the first one, of all keys, for long, and
+// those after it, of one key each, briefly, until the function that it returns is called.
+func (m mix) hold(t *testing.T, db *pgtest.DB, limiters []*ratelimit.Limiter, history *[]mixedOperation, err *error) (end func()) {
+	t.Helper()
+	holder := worker{pool: db.Pool, limiters: limiters}
+	ctx, cancel := context.WithCancel(t.Context())
+	locked, ended := make(chan struct{}), make(chan struct{})
+	once := func(limits, key int, length time.Duration, locked chan<- struct{}) error {
+		op := mixedOperation{kind: allowAllTx, client: 1 << 10, call: time.Now().UnixMicro()}
+		for i := range limits {
+			op.asks = append(op.asks, ask{limit: i, key: key % m.limits[i].keys, cost: 1})
+		}
+		err := pgx.BeginFunc(t.Context(), holder.pool, func(tx pgx.Tx) (err error) {
+			op.results, err = ratelimit.AllowAllTx(t.Context(), tx, holder.requests(m, op)...)
+			if locked != nil {
+				close(locked)
+			}
+			pause(t.Context(), length)
+			return err
+		})
+		op.end = time.Now().UnixMicro()
+		*history = append(*history, op)
+		return err
+	}
+	go func() {
+		defer close(ended)
+		*err = once(len(m.limits), 0, holdsLong, locked)
+		for key := 0; *err == nil && ctx.Err() == nil; key++ {
+			*err = once(1, key, holdsBriefly, nil)
+		}
+	}()
+	<-locked
+	return func() {
+		cancel()
+		<-ended
+	}
+}
+
+// requests are those of an AllowAll.
+func (w worker) requests(m mix, op mixedOperation) (requests []ratelimit.Request) {
+	for _, a := range op.asks {
+		requests = append(requests, w.limiters[a.limit].Request(keyOf(op.space, a.key), a.cost))
+	}
+	return requests
 }
 
 // worker is what the callers of one pool share.
@@ -134,10 +220,23 @@ func (m mix) draw(random *rand.Rand) mixedOperation {
 		a.cost = 0
 	case reset:
 		a.policy = 0
-	case refund, grant:
-		a.cost = -a.cost
 	}
 	return op
+}
+
+// takes are refunds of what a call has taken, which its worker may make.
+func (op mixedOperation) takes() []mixedOperation {
+	if op.kind == rolledBack || op.kind == reset || !op.results.Allowed {
+		return nil
+	}
+	var refunds []mixedOperation
+	for i, a := range op.asks {
+		if parts := partsOf(op.results.Each[i]); parts != nil {
+			a.cost = -a.cost
+			refunds = append(refunds, mixedOperation{kind: refund, space: op.space, asks: []ask{a}, taken: op.results.Each[i], of: parts})
+		}
+	}
+	return refunds
 }
 
 func keyOf(space, key int) string { return fmt.Sprintf("key %d of space %d", key, space) }
@@ -166,7 +265,7 @@ func (w worker) make(ctx context.Context, m mix, op *mixedOperation) error {
 	case wait:
 		one, err = limiter.WaitN(ctx, key, n)
 	case refund:
-		one, err = limiter.Refund(ctx, key, -n)
+		one, err = limiter.Refund(ctx, op.taken)
 	case grant:
 		one, err = limiter.Grant(ctx, key, -n)
 	case reset:
@@ -270,9 +369,13 @@ func (j mixJudge) step(before books, op mixedOperation) (bool, books) {
 			if !fits && cost <= rule.roomAt(before[row], at) {
 				cost = 0 // it has room, but nothing is taken
 			}
-			next, one := rule.decide(before[row], at, cost, op.kind == grant)
+			var back *portion
+			if op.kind == refund {
+				back = &op.of[part]
+			}
+			next, one := rule.decide(before[row], at, cost, back)
+			nothing := cost == 0 || op.kind == refund && next == before[row]
 			next.clock = at
-			nothing := cost == 0 || op.kind == refund && rule.usage(before[row], at) == 0
 			if fits && !nothing && op.kind != rolledBack {
 				after[row] = next
 			}
@@ -356,8 +459,7 @@ func (j mixJudge) check(t *testing.T, history []mixedOperation) (result porcupin
 }
 
 // mixes are the features alone, and all of them together.
-func mixes() map[string]mix {
-	const span = 42 * time.Millisecond
+func mixes(span time.Duration) map[string]mix {
 	one := func(policies ...ratelimit.Policy) (list [][]ratelimit.Policy) {
 		for _, policy := range policies {
 			list = append(list, []ratelimit.Policy{policy})
@@ -387,54 +489,89 @@ func mixes() map[string]mix {
 		{"session", false, 1, one(bucket, smallBucket)}, {"everybody", true, 1, one(log, fixed)},
 	}
 	return map[string]mix{
-		"sets":               {limits, []kind{allowAll, allowAll, allowAll, allow, peek}},
-		"several policies":   {severalLimits, []kind{allow, allow, allowAll, peek, refund, grant}},
-		"refunds and grants": {limits, []kind{allowAll, allowAll, allowAll, allow, refund, refund, grant, peek}},
-		"other policies":     {changing, []kind{allowAll, allow, allow, peek}},
-		"waits":              {slices.Concat(limits[:1], severalLimits[1:]), []kind{wait, allow, allow, allowAll, allowAll}},
-		"transactions":       {limits, []kind{allowAllTx, allowAllTx, rolledBack, allow, allowAll}},
-		"resets":             {limits, []kind{allowAll, allowAll, allow, reset}},
+		"sets":               {limits: limits, calls: []kind{allowAll, allowAll, allowAll, allow, peek}},
+		"held rows":          {limits: limits, calls: []kind{allowAll, allowAll, allow, allow, refund, grant, peek, reset}, holds: true},
+		"several policies":   {limits: severalLimits, calls: []kind{allow, allow, allowAll, peek, refund, grant}},
+		"refunds and grants": {limits: limits, calls: []kind{allowAll, allowAll, allowAll, allowAll, allow, allow, refund, refund, grant, peek}, decoys: true},
+		"other policies":     {limits: changing, calls: []kind{allowAll, allow, allow, peek}},
+		"waits":              {limits: slices.Concat(limits[:1], severalLimits[1:]), calls: []kind{wait, allow, allow, allowAll, allowAll}},
+		"transactions":       {limits: limits, calls: []kind{allowAllTx, allowAllTx, rolledBack, allow, allowAll}},
+		"resets":             {limits: limits, calls: []kind{allowAll, allowAll, allow, reset}},
 		// A reset deletes one of two rows.
 		"refunds of what is made anew": {
-			[]limit{{"address", false, 1, slices.Concat(one(sliding), several, several)}, limits[3]}, []kind{allow, allow, allowAll, refund, refund, reset},
+			limits: []limit{{"address", false, 1, slices.Concat(one(sliding), several, several)}, limits[3]},
+			calls:  []kind{allow, allow, allowAll, refund, refund, reset},
 		},
-		"all of them together": {everything, []kind{
+		"all of them together": {limits: everything, calls: []kind{
 			allowAll, allowAll, allowAll, allowAllTx, rolledBack, allow, allow, peek, wait, refund, refund, grant, reset,
 		}},
 	}
 }
+
+// briefly is a span within which a machine at rest makes some calls of a mix, and not all of them.
+const briefly = 42 * time.Millisecond
 
 // What many callers of several limiters are told is what they would be told one after the other, each AllowAll as one.
 func TestMixesAreLinearizable(t *testing.T) {
 	t.Parallel()
 
 	random := random(t)
-	for name, m := range mixes() {
-		for range rounds(t, 2) {
-			history := m.run(t, pgtest.New(t), random.Uint64())
-			requireAllOutcomes(t, m, history)
-			result, picture := m.judge(t).check(t, history)
-			require.Equal(t, porcupine.Ok, result, "%s: see %s", name, picture)
+	for name := range mixes(briefly) {
+		for round := range rounds(t, 2) {
+			// Until there was something of everything. A busy machine makes few calls within a span, and denies none of them, so the
+			// spans grow until it does.
+			var seen outcomes
+			for span := briefly; !seen.all(mixes(span)[name]); span *= 2 {
+				require.Less(t, span, time.Minute, "%s: not varied enough: %+v", name, seen)
+				m := mixes(span)[name]
+				db := pgtest.New(t)
+				if m.decoys && round == 0 && span == briefly { // once, because it takes some seconds
+					attack(t, db)
+				}
+				history := m.run(t, db, random.Uint64())
+				seen.add(history)
+				result, picture := m.judge(t).check(t, history)
+				require.Equal(t, porcupine.Ok, result, "%s: see %s", name, picture)
+			}
 		}
 	}
 }
 
-// requireAllOutcomes requires that a history is worth to be judged: each kind of call is in it, some were allowed, some were denied, and
-// some of those although a limiter had room.
-func requireAllOutcomes(t *testing.T, m mix, history []mixedOperation) {
+// attack has a role that may do nothing but create in the schema of the functions make decoys of what they, and the limiters'
+// statements, call. One that runs fails, and so does the call.
+func attack(t *testing.T, db *pgtest.DB) {
 	t.Helper()
-	allowed, denied, spared := false, false, false
-	kinds := map[kind]bool{}
+	db.SomeDecoys(t, "public", pgtest.Statements(t, "../..")...)
+	_, err := db.Pool.Exec(t.Context(), "SELECT cardinality(ARRAY['a'])")
+	require.ErrorContains(t, err, "decoy public.cardinality(text[]) was run by") // so they are in place
+}
+
+// outcomes are what was seen in histories: that some calls were allowed, some denied, and some of those although a limiter had room.
+type outcomes struct {
+	kinds                   map[kind]bool
+	allowed, denied, spared bool
+}
+
+func (o *outcomes) add(history []mixedOperation) {
 	for _, op := range history {
-		kinds[op.kind] = true
-		allowed = allowed || op.results.Allowed
-		denied = denied || !op.results.Allowed && op.kind != reset
-		spared = spared || !op.results.Allowed && slices.ContainsFunc(op.results.Each, func(r ratelimit.Result) bool { return r.Allowed })
+		if o.kinds == nil {
+			o.kinds = map[kind]bool{}
+		}
+		o.kinds[op.kind] = true
+		o.allowed = o.allowed || op.results.Allowed
+		o.denied = o.denied || !op.results.Allowed && op.kind != reset
+		o.spared = o.spared || !op.results.Allowed && slices.ContainsFunc(op.results.Each, func(r ratelimit.Result) bool { return r.Allowed })
 	}
-	require.True(t, allowed && denied && spared, "allowed %t, denied %t, denied with room %t", allowed, denied, spared)
+}
+
+// all tells whether the histories were worth to be judged: each kind of call of the mix is in them, and each outcome.
+func (o *outcomes) all(m mix) bool {
 	for _, kind := range m.calls {
-		require.True(t, kinds[kind], kind)
+		if !o.kinds[kind] {
+			return false
+		}
 	}
+	return o.allowed && o.denied && o.spared
 }
 
 // Negative controls: the judge finds what is wrong with broken variants, in histories like those above.
@@ -442,10 +579,12 @@ func TestJudgeOfMixesCatches(t *testing.T) {
 	t.Parallel()
 
 	random := random(t)
-	rewritten := func(old, replacement string) func(t *testing.T, pool *pgxpool.Pool) {
+	rewritten := func(oldNew ...string) func(t *testing.T, pool *pgxpool.Pool) {
 		return func(t *testing.T, pool *pgxpool.Pool) {
 			t.Helper()
-			rewrite(t, pool, "rate_limit_all", old, replacement)
+			for i := 0; i < len(oldNew); i += 2 {
+				rewrite(t, pool, "rate_limit_all", oldNew[i], oldNew[i+1])
+			}
 		}
 	}
 	for name, broken := range map[string]struct {
@@ -458,7 +597,7 @@ func TestJudgeOfMixesCatches(t *testing.T) {
 			"                    CASE algorithm\n                    WHEN 1 THEN\n                        IF granted",
 			"granted := CASE WHEN just_look THEN 0 ELSE least(asked, remaining / r.cost) END; CASE algorithm WHEN 1 THEN IF granted",
 		)},
-		"rows that are read without a lock":         {mix: "sets", spoil: rewritten("FOR UPDATE", "OFFSET 0")},
+		"rows that are read without a lock":         {mix: "sets", spoil: rewritten("FOR UPDATE SKIP LOCKED", "OFFSET 0", "FOR UPDATE", "OFFSET 0")},
 		"the time of the transaction's begin":       {mix: "sets", spoil: rewritten("clock_timestamp()", "pg_catalog.now()")},
 		"a log that forgets nothing but the newest": {mix: "sets", spoil: rewritten("s.log[1:newest] || ARRAY[", "ARRAY[")},
 		"another algorithm's row that is taken for one's own": {
@@ -467,6 +606,9 @@ func TestJudgeOfMixesCatches(t *testing.T) {
 		"a second policy that counts nothing": {mix: "several policies", spoil: rewritten("WHERE d.ctid = n.tid", "WHERE d.ctid = n.tid AND d.prefix NOT LIKE '%/2'")},
 		"credit that is spent twice": {mix: "refunds and grants", spoil: rewritten(
 			"s.expires_at := clock + reset_after_us", "s.expires_at := clock + reset_after_us; s.credit := s.credit + spent",
+		)},
+		"a refund of what does not count any more": {mix: "several policies", spoil: rewritten(
+			"s.window_start = taken_in[r.ord]", "taken_in[r.ord] IS NOT NULL",
 		)},
 		"a refund that sees the old rows of some policies and the new ones of others": {
 			mix: "refunds of what is made anew", spoil: rewritten("EXIT WHEN missing;", "EXIT WHEN missing AND costs[ord] > 0;"),
@@ -493,7 +635,7 @@ func TestJudgeOfMixesCatches(t *testing.T) {
 				if broken.spoil != nil {
 					broken.spoil(t, db.Pool)
 				}
-				m := mixes()[broken.mix]
+				m := mixes(briefly << (attempt / 4))[broken.mix] // a busy machine needs more time
 				history := m.run(t, db, random.Uint64())
 				if broken.misread != nil {
 					broken.misread(history)

@@ -1,6 +1,7 @@
 package faults
 
 import (
+	"reflect"
 	"sort"
 	"time"
 
@@ -19,6 +20,9 @@ type account struct {
 	scale   int64                     // of a bucket: Every(µs)
 	full    int64                     // and what it holds at most
 	credit  int64                     // granted above the limit
+	since   int64                     // when it began to be what it is: of a bucket, and of others with credit
+	refill  int64                     // of a bucket: its Refill
+	back    int64                     // of a bucket: what was given back since then, in the units of count
 	expires int64                     // when the key is as good as new, by the policy that has written it
 }
 
@@ -32,8 +36,8 @@ type rule struct {
 	roll    func(a account, t int64) account
 	room    func(a account, t int64) int64 // of an account that was rolled to t
 	take    func(a account, t, n int64) account
-	back    func(a account, n int64) account // after a refund of n
-	life    int64                            // microseconds after a take or a grant, in which all of it is over; credit lasts that long
+	back    func(a account, t, n int64, of portion) account // after a refund of n of what was taken so, ordinary room only
+	life    int64                                           // microseconds after a take or a grant, in which all of it is over; credit lasts that long
 }
 
 func ruleOf(policy ratelimit.Policy) rule {
@@ -41,10 +45,17 @@ func ruleOf(policy ratelimit.Policy) rule {
 	case ratelimit.FixedWindow:
 		window := p.Window.Microseconds()
 		return rule{
-			kind: "fixed window", limit: p.Limit, horizon: window, take: count(1), back: uncount(1), life: window,
+			kind: "fixed window", limit: p.Limit, horizon: window, take: count(1), life: window,
+			back: func(a account, _, n int64, of portion) account {
+				if of.In == a.start {
+					a.count -= min(n, a.count)
+				}
+				return a
+			},
 			roll: func(a account, t int64) account {
 				if t >= a.start+window || a.count == 0 {
 					a.start, a.count = t, 0
+					a.since = a.unlessNew()
 				}
 				return a
 			},
@@ -53,11 +64,21 @@ func ruleOf(policy ratelimit.Policy) rule {
 	case ratelimit.SlidingWindow:
 		window := p.Window.Microseconds()
 		return rule{
-			kind: "sliding window", limit: p.Limit, horizon: 2 * window, take: count(1), back: uncount(1), life: 2 * window,
+			kind: "sliding window", limit: p.Limit, horizon: 2 * window, take: count(1), life: 2 * window,
+			back: func(a account, _, n int64, of portion) account {
+				switch of.In {
+				case a.start:
+					a.count -= min(n, a.count)
+				case a.start - window:
+					a.prev -= min(n, a.prev)
+				}
+				return a
+			},
 			roll: func(a account, t int64) account {
 				switch {
 				case t >= a.start+2*window, a.count == 0 && (a.prev == 0 || t >= a.start+window):
 					a.start, a.prev, a.count = t, 0, 0
+					a.since = a.unlessNew()
 				case t >= a.start+window:
 					a.start, a.prev, a.count = a.start+window, a.count, 0
 				}
@@ -72,15 +93,31 @@ func ruleOf(policy ratelimit.Policy) rule {
 		every := p.Every.Microseconds()
 		return rule{
 			kind: "token bucket", limit: p.Capacity, horizon: p.Capacity*every/p.Refill + 1, take: count(every),
-			back: uncount(every), life: (p.Capacity*every + p.Refill - 1) / p.Refill,
+			back: func(a account, t, n int64, of portion) account {
+				if of.Since != a.since || of.In > t {
+					return a
+				}
+				// Those before it were at.At - n - returned at most.
+				left := max(of.At-a.back, n*every) - (t-of.In)*p.Refill
+				given := max(0, min(left, n*every, a.count))
+				a.count, a.back = a.count-given, a.back+given
+				return a
+			},
+			life: (p.Capacity*every + p.Refill - 1) / p.Refill,
 			roll: func(a account, t int64) account {
 				full := p.Capacity * every
 				if a.scale > 0 && (a.scale != every || a.full != full) { // other numbers: it keeps its tokens
 					a.count = max(0, full-(a.full-a.count)*every/a.scale)
 				}
-				a.scale, a.full = every, full
+				if a.scale > 0 && (a.scale != every || a.full != full || a.refill != p.Refill) {
+					a.since, a.back = max(a.since+1, a.start, t), 0
+				}
+				a.scale, a.full, a.refill = every, full, p.Refill
 				if a.count > 0 {
 					a.count = max(0, a.count-(t-a.start)*p.Refill)
+				}
+				if a.count == 0 && a.credit == 0 {
+					a.since, a.back = t, 0
 				}
 				a.start = t
 				return a
@@ -100,6 +137,9 @@ func ruleOf(policy ratelimit.Policy) rule {
 						kept.count++
 					}
 				}
+				if kept.count == 0 {
+					kept.since = kept.unlessNew()
+				}
 				return kept
 			},
 			room: func(a account, _ int64) int64 {
@@ -116,15 +156,21 @@ func ruleOf(policy ratelimit.Policy) rule {
 				}
 				return a
 			},
-			back: func(a account, n int64) account {
-				for n > 0 && a.count > 0 {
-					newest := &a.log[a.count-1]
-					given := min(n, newest.n)
-					n -= given
-					if newest.n -= given; newest.n == 0 {
-						newest.at = 0
-						a.count--
+			back: func(a account, _, n int64, of portion) account {
+				for i := int64(0); i < a.count && n > 0; {
+					if a.log[i].at != of.In {
+						i++
+						continue
 					}
+					given := min(n, a.log[i].n)
+					n -= given
+					if a.log[i].n -= given; a.log[i].n > 0 {
+						i++
+						continue
+					}
+					copy(a.log[i:], a.log[i+1:])
+					a.log[len(a.log)-1] = account{}.log[0]
+					a.count--
 				}
 				return a
 			},
@@ -133,19 +179,35 @@ func ruleOf(policy ratelimit.Policy) rule {
 	return rule{}
 }
 
-// count is how algorithms take that count only, and uncount how they give back; unit is what a cost of 1 adds.
+// unlessNew is the since of an account that counts nothing: without credit, it is as good as new.
+func (a account) unlessNew() int64 {
+	if a.credit == 0 {
+		return 0
+	}
+	return a.since
+}
+
+// part is what a result remembers of a take from one row, which it does not export.
+type portion struct{ Units, Spent, Since, In, At int64 }
+
+// partsOf are those of a result; nil if it has taken nothing.
+func partsOf(result ratelimit.Result) []portion {
+	receipt := reflect.ValueOf(result).FieldByName("receipt")
+	if receipt.IsNil() {
+		return nil
+	}
+	var parts []portion
+	for _, p := range receipt.Elem().FieldByName("parts").Seq2() {
+		number := func(field string) int64 { return p.FieldByName(field).Int() }
+		parts = append(parts, portion{number("units"), number("spent"), number("since"), number("in"), number("at")})
+	}
+	return parts
+}
+
+// count is how algorithms take that count only; unit is what a cost of 1 adds.
 func count(unit int64) func(a account, t, n int64) account {
 	return func(a account, _, n int64) account {
 		a.count += n * unit
-		return a
-	}
-}
-
-func uncount(unit int64) func(a account, n int64) account {
-	return func(a account, n int64) account {
-		back := n * unit
-		a.count, back = max(0, a.count-back), max(0, back-a.count)
-		a.prev = max(0, a.prev-back)
 		return a
 	}
 }
@@ -169,16 +231,27 @@ func (r rule) fits(a account, t, n int64) int64 {
 	return t + int64(sort.Search(int(r.horizon), func(d int) bool { return r.roomAt(a, t+int64(d)) >= n }))
 }
 
-// decide is what has to come of a request for n at t; n = 0 looks, n below 0 gives back or grants.
-func (r rule) decide(a account, t, n int64, grant bool) (account, ratelimit.Result) {
+// decide is what has to come of a request for n at t; n = 0 looks, n below 0 gives back what was taken so, or grants.
+func (r rule) decide(a account, t, n int64, of *portion) (account, ratelimit.Result) {
+	grant, changed := n < 0 && of == nil, true
 	result := ratelimit.Result{Limit: r.limit, DecidedAt: time.UnixMicro(t)}
 	switch result.Allowed = r.roomAt(a, t) >= max(n, 1); {
 	case grant:
 		a = r.at(a, t)
 		a.credit, a.expires = a.credit-n, t+r.life
+		if a.since == 0 {
+			a.since = t
+		}
 		result.Allowed = true
 	case n < 0:
-		a = r.back(r.at(a, t), -n)
+		rolled := r.at(a, t)
+		next := r.back(rolled, t, of.Units-of.Spent, *of)
+		if of.Spent > 0 && of.Since == rolled.since && rolled.since > 0 && (r.kind != "token bucket" || rolled.count > 0 || rolled.credit > 0) {
+			next.credit, next.expires = next.credit+of.Spent, max(next.expires, t+r.life)
+		}
+		if changed = next != rolled; changed {
+			a = next
+		}
 		result.Allowed = true
 	case !result.Allowed:
 		result.RetryAfter = time.Duration(r.fits(a, t, max(n, 1))-t) * time.Microsecond
@@ -194,14 +267,8 @@ func (r rule) decide(a account, t, n int64, grant bool) (account, ratelimit.Resu
 		reset = rolled.expires
 	}
 	result.ResetAfter = time.Duration(reset-t) * time.Microsecond
-	if n < 0 || n > 0 && result.Allowed {
+	if n < 0 && changed || n > 0 && result.Allowed {
 		a.expires = reset
 	}
 	return a, result
-}
-
-// usage is what counts at t, and can be given back.
-func (r rule) usage(a account, t int64) int64 {
-	a = r.at(a, t)
-	return a.count + a.prev
 }

@@ -118,7 +118,7 @@ func TestDocker(t *testing.T) {
 
 	const run = "run --detach --name NAME --label com.github.pgratelimit.pgserver=true --publish 127.0.0.1:PORT:5432" +
 		" --env POSTGRES_PASSWORD=SECRET --env POSTGRES_INITDB_ARGS=--encoding=UTF8 --locale=C --no-sync some/image:1" +
-		" -c fsync=off -c full_page_writes=off -c max_connections=9 -c shared_buffers=128MB -c synchronous_commit=off"
+		" -c fsync=off -c full_page_writes=off -c max_connections=9 -c max_wal_size=256MB -c shared_buffers=128MB -c synchronous_commit=off"
 	want := []string{
 		"version --format {{.Server.Version}}",
 		"image inspect some/image:1",

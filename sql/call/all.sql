@@ -1,4 +1,6 @@
-SELECT ord, granted, remaining, retry_after_us, reset_after_us, decided_at, count, prev_count, window_start, credit, coalesce(scale, 0), expires_at, log
+SELECT ord, coalesce(granted, -1), remaining, retry_after_us, reset_after_us, decided_at, count, prev_count, window_start, credit, coalesce(scale, 0), expires_at,
+    taken_spent, coalesce(taken_since, 0), coalesce(taken_at, 0)
 FROM rate_limit_all(
     $1::integer[], $2::text[], $3::text[], $4::boolean[], $5::smallint[], $6::bigint[], $7::bigint[], $8::bigint[],
-    $9::bigint[], $10::bigint[], $11::integer, $12::boolean, $13::timestamptz, $14::boolean)
+    $9::bigint[], $10::bigint[], $11::integer, $12::boolean, $13::timestamptz,
+    $14::bigint[], $15::bigint[], $16::bigint[], $17::bigint[], $18::boolean)

@@ -1,6 +1,18 @@
--- Settings of one transaction.
+-- Begins a transaction, and returns the schema of the tables and functions; '' if there are none. In what follows nothing is
+-- looked up but in pg_catalog: whoever looks after the limiters may be a superuser, and others may create in the schemas of search_path.
 --   $1  longest time for a statement, in milliseconds
---   $2  schema of the tables and functions; '' leaves search_path
+--   $2  the schema; '' looks for it in search_path
 SELECT
-    set_config('statement_timeout', $1::bigint::text, true),
-    CASE WHEN $2::text <> '' THEN set_config('search_path', quote_ident($2::text), true) END
+    found.schema,
+    pg_catalog.set_config('statement_timeout', $1::pg_catalog.text, true),
+    pg_catalog.set_config('pgratelimit.schema', found.schema, true),
+    pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true)
+FROM (
+    SELECT CASE WHEN $2::pg_catalog.text OPERATOR(pg_catalog.<>) '' THEN $2::pg_catalog.text ELSE coalesce((
+        SELECT n.nspname::pg_catalog.text
+        FROM pg_catalog.pg_class AS c
+        JOIN pg_catalog.pg_namespace AS n ON n.oid OPERATOR(pg_catalog.=) c.relnamespace
+        WHERE c.oid OPERATOR(pg_catalog.=) pg_catalog.to_regclass('rate_limit_ephemeral')
+    ), '') END AS schema
+    OFFSET 0
+) AS found

@@ -7,5 +7,11 @@ SELECT
     current_setting('autovacuum')::boolean,
     current_setting('autovacuum_freeze_max_age')::bigint,
     (SELECT count(*) FROM pg_stat_replication),
-    to_regclass('rate_limit_ephemeral') IS NOT NULL AND to_regclass('rate_limit_durable') IS NOT NULL,
-    coalesce((SELECT relnamespace::regnamespace::text FROM pg_class WHERE oid = to_regclass('rate_limit_ephemeral')), '')
+    2 = (
+        SELECT count(*)
+        FROM pg_class AS c
+        JOIN pg_namespace AS n ON n.oid = c.relnamespace
+        WHERE n.nspname = current_setting('pgratelimit.schema') AND c.relname IN ('rate_limit_ephemeral', 'rate_limit_durable')
+            AND has_schema_privilege(n.oid, 'USAGE')
+    ),
+    quote_ident(current_setting('pgratelimit.schema'))

@@ -19,5 +19,5 @@ SELECT
     )
 FROM pg_class AS c
 LEFT JOIN pg_stat_all_tables AS s ON s.relid = c.oid
-WHERE c.oid IN ('rate_limit_ephemeral'::regclass, 'rate_limit_durable'::regclass)
+WHERE c.reltype IN (pg_typeof(NULL::rate_limit_ephemeral), pg_typeof(NULL::rate_limit_durable))
 ORDER BY c.relname DESC

@@ -1,0 +1,58 @@
+package main
+
+import (
+	"os"
+	"path/filepath"
+	"testing"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit/internal/pgtest"
+)
+
+// A superuser looks after a database in which somebody else may create in the schema of the functions and in public.
+func TestNothingThatOthersCreateIsRun(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.Empty(t)
+	exe(t, db, "CREATE SCHEMA limits")
+	url := urlWith(t, db, "search_path=limits,public")
+	invoke(t, url, "migrate", "up").done(t)
+	var statements []string
+	for _, pattern := range []string{"sql/*.sql", "sql/doctor/*.sql", "../../cleanup/*.sql", "../../sql/call/*.sql"} {
+		files, err := filepath.Glob(pattern)
+		require.NoError(t, err)
+		for _, file := range files {
+			content, err := os.ReadFile(file)
+			require.NoError(t, err)
+			statements = append(statements, string(content))
+		}
+	}
+	db.Decoys(t, "limits", statements...)
+	pool := db.NewPool(t, func(config *pgxpool.Config) { config.ConnConfig.RuntimeParams["search_path"] = "limits, public" })
+	_, err := pool.Exec(t.Context(), "SELECT cardinality(ARRAY['a'])")
+	require.ErrorContains(t, err, "decoy limits.cardinality(text[]) was run by") // so they are in place
+
+	for _, schema := range [][]string{nil, {"--schema", "limits"}} {
+		for _, policy := range []string{"fixed 100/1h", "sliding 100/1h", "log 100/1h", "bucket 100 1/1s"} {
+			for _, more := range [][]string{nil, {"--durable"}} {
+				more = append(more, schema...)
+				for _, args := range [][]string{{"take", "login", "a"}, {"take", "login", "b"}, {"peek", "login", "a"}, {"top", "login"}} {
+					invoke(t, url, append(append(args, "--policy", policy), more...)...).done(t)
+				}
+				for _, args := range [][]string{{"reset", "login", "a"}, {"reset", "login", "--all", "--yes"}} {
+					invoke(t, url, append(args, more...)...).done(t)
+				}
+			}
+		}
+		for _, args := range [][]string{{"limits"}, {"limits", "--exact", "--policy", "login=fixed 100/1h"}, {"sweep"}, {"migrate", "status"}, {"migrate", "up"}} {
+			invoke(t, url, append(args, schema...)...).done(t)
+		}
+		o := invoke(t, url, append([]string{"doctor"}, schema...)...)
+		require.Equal(t, exitFailed, o.code)
+		require.NotContains(t, o.stdout+o.stderr, "was run")
+		require.NotContains(t, o.stdout, "could not be looked at")
+		require.Contains(t, o.stdout, "REVOKE CREATE ON SCHEMA limits FROM pg_monitor")
+	}
+}

@@ -1,0 +1,166 @@
+package ratelimit
+
+import (
+	"context"
+	"fmt"
+	"math/rand/v2"
+	"os"
+	"regexp"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit/internal/pgtest"
+	"github.com/pgratelimit/ratelimit/migrations"
+)
+
+// The functions run as a superuser. A role that may do nothing but create in their schema and in public has overloaded all
+// that they call, and all that the limiter's statements call: none of it runs, whoever calls, in whatever way.
+func TestNothingThatOthersCreateIsRun(t *testing.T) {
+	t.Parallel()
+
+	db, pool := amongDecoys(t)
+	require.NoError(t, callEverything(t, db, pool))
+}
+
+// Negative control: with the schema in search_path, before pg_catalog or behind it, or with an argument of a call of ours that has
+// another type than the parameter, a decoy is run.
+func TestDecoysAreRunWhereTheyCan(t *testing.T) {
+	t.Parallel()
+
+	db, pool := amongDecoys(t)
+	const pinned = `SET search_path TO 'pg_catalog', 'pg_temp'`
+	for name, test := range map[string]struct{ function, old, new string }{
+		"schema in search_path":    {"rate_limit_fixed_window", pinned, `SET search_path TO 'limits', 'pg_temp'`},
+		"schema behind pg_catalog": {"rate_limit_fixed_window", pinned, `SET search_path TO 'pg_catalog', 'limits', 'pg_temp'`},
+		"public":                   {"rate_limit_all", pinned, `SET search_path TO 'pg_catalog', 'public', 'pg_temp'`},
+		"sweeper":                  {"rate_limit_sweep", pinned, `SET search_path TO 'limits', 'pg_temp'`},
+		"argument of another type": {"rate_limit_fixed_window", `1::smallint`, `1`},
+	} {
+		var definition string
+		row := db.Pool.QueryRow(t.Context(), "SELECT pg_get_functiondef(oid) FROM pg_proc WHERE proname = $1 AND proowner = current_user::regrole", test.function)
+		require.NoError(t, row.Scan(&definition))
+		require.Contains(t, definition, test.old)
+		exec(t, db.Pool, strings.ReplaceAll(definition, test.old, test.new))
+		pool.Reset()
+		err := callEverything(t, db, pool)
+		require.Error(t, err, name)
+		// Too many rows: so says a decoy that compares times.
+		require.Regexp(t, "decoy|is not unique|too many rows", err.Error(), name)
+		exec(t, db.Pool, definition)
+	}
+}
+
+// amongDecoys returns a database with the functions in the schema limits, and a pool of an application's role.
+func amongDecoys(t *testing.T) (*pgtest.DB, *pgxpool.Pool) {
+	t.Helper()
+	const role = "pg_signal_backend" // which every server has, and which is not the one that made the decoys
+	db := pgtest.Empty(t)
+	if !scalar[bool](t, db.Pool, "SELECT rolsuper FROM pg_roles WHERE rolname = current_user") {
+		t.Skip("needs a superuser, who can be another role") // never so on a server that the tests start
+	}
+	exec(t, db.Pool, "CREATE SCHEMA limits")
+	owner := db.NewPool(t, func(config *pgxpool.Config) {
+		delete(config.ConnConfig.RuntimeParams, "role") // make test/role sets one
+		config.ConnConfig.RuntimeParams["search_path"] = "limits"
+	})
+	require.NoError(t, migrations.Up(t.Context(), owner))
+	readme, err := os.ReadFile("README.md")
+	require.NoError(t, err)
+	grants := strings.Join(regexp.MustCompile(`(?s)GRANT [^;]* TO app;`).FindAllString(string(readme), -1), "\n")
+	exec(t, owner, strings.NewReplacer("TO app;", "TO "+role+";", "SCHEMA public", "SCHEMA limits").Replace(grants))
+
+	db.Decoys(t, "limits", pgtest.Statements(t, ".")...)
+	_, err = owner.Exec(t.Context(), "SELECT cardinality(ARRAY['a'])")
+	require.ErrorContains(t, err, "decoy limits.cardinality(text[]) was run by") // so they are in place
+
+	return db, db.NewPool(t, func(config *pgxpool.Config) {
+		config.ConnConfig.RuntimeParams["role"] = role
+		config.ConnConfig.RuntimeParams["search_path"] = "limits, public"
+		config.AfterConnect = func(ctx context.Context, conn *pgx.Conn) error {
+			_, err := conn.Exec(ctx, `
+				CREATE TEMPORARY TABLE rate_limit_ephemeral (decoy pg_catalog.text);
+				CREATE TEMPORARY TABLE rate_limit_durable (decoy pg_catalog.text);
+				CREATE TEMPORARY TABLE rate_limit_sweeper (decoy pg_catalog.text);
+				CREATE TYPE pg_temp.rate_limit_row AS (decoy pg_catalog.text);
+				CREATE TYPE pg_temp.rate_limit_decision AS (decoy pg_catalog.text);`)
+			return err
+		}
+	})
+}
+
+// callEverything calls every function in every way, and returns the first error.
+func callEverything(t *testing.T, db *pgtest.DB, pool *pgxpool.Pool) error {
+	t.Helper()
+	const stories, stepsOf = 8, 25
+	seed := testSeed(t)
+	for story := range uint64(stories) { // looks, takes, refunds and grants, of one key and of several, under all policies
+		steps, err := newStory(rand.New(rand.NewPCG(seed, story)), stepsOf)
+		require.NoError(t, err)
+		for _, step := range steps {
+			limiter := newLimiter(t, pool, Config{
+				Name: fmt.Sprint(story, step.name), Policy: step.policy, Durable: step.durable, Timeout: amply, Test: frozen(time.UnixMicro(step.clock)),
+			})
+			if err := limiter.decide(t.Context(), pool, slices.Clone(step.elements), settings{}); err != nil {
+				return fmt.Errorf("%s=%d: %v: %w", seedVariable, seed, step, err)
+			}
+		}
+	}
+
+	for _, schema := range []string{"", "limits"} {
+		for _, durable := range []bool{false, true} {
+			var requests []Request
+			for name, policy := range slowPolicies(10) {
+				config := Config{Name: schema + name, Policy: policy, Durable: durable, SynchronousCommit: durable, Schema: schema, Timeout: amply}
+				limiter := newLimiter(t, pool, config)
+				for name, call := range everyCall(limiter, "key") {
+					if err := call(); err != nil {
+						return fmt.Errorf("%s of %s: %w", name, config.Name, err)
+					}
+				}
+				config.Name, config.Policy = config.Name+" and more", All(policy, FixedWindow{Limit: 100, Window: time.Hour})
+				for name, call := range everyCall(newLimiter(t, pool, config), "key") {
+					if err := call(); err != nil {
+						return fmt.Errorf("%s of %s: %w", name, config.Name, err)
+					}
+				}
+				for _, key := range []string{"one", "two"} {
+					requests = append(requests, limiter.Request(key, 1))
+				}
+			}
+			for _, requests := range [][]Request{requests, requests[:1], requests[:2]} {
+				if _, err := AllowAll(t.Context(), requests...); err != nil {
+					return err
+				}
+			}
+		}
+	}
+
+	// The sweeper, as the superuser, with rows that have expired, and more of them than one call deletes.
+	owner := db.NewPool(t, func(config *pgxpool.Config) {
+		delete(config.ConnConfig.RuntimeParams, "role")
+		config.ConnConfig.RuntimeParams["search_path"] = "limits, public"
+	})
+	sweep, err := os.ReadFile("cleanup/sweep.sql")
+	require.NoError(t, err)
+	later := time.Now().Add(10 * year)
+	for range 4 {
+		for _, names := range [][]string{nil, {"one", "two"}} {
+			if _, err := owner.Exec(t.Context(), string(sweep), 2, 1000, names, "me", nil, later); err != nil {
+				return err
+			}
+		}
+	}
+	for i := range 2 { // to the end of one pass, and another one
+		if _, err := owner.Exec(t.Context(), string(sweep), 10_000, 1000, []string{"none"}, "me", time.Microsecond, later.Add(time.Duration(i+1)*time.Second)); err != nil {
+			return err
+		}
+	}
+	require.Zero(t, scalar[int](t, owner, "SELECT (SELECT count(*) FROM rate_limit_durable) + (SELECT count(*) FROM rate_limit_ephemeral)"))
+	return nil
+}

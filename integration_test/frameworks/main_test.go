@@ -1,0 +1,143 @@
+// Package frameworks charges by the outcome behind web frameworks: with net/http's middleware as people mount it, and, where that cannot
+// see the outcome, with a few lines in the framework's own terms.
+package frameworks
+
+import (
+	"context"
+	"io"
+	"log/slog"
+	"math"
+	"net/http"
+	"net/http/httptest"
+	"strconv"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/httplimit"
+	"github.com/pgratelimit/ratelimit/internal/pgtest"
+)
+
+func TestMain(m *testing.M) { pgtest.Main(m) }
+
+// giveBack gives back what a request has taken, also if its client has left.
+func giveBack(ctx context.Context, limiter *ratelimit.Limiter, result ratelimit.Result) {
+	if _, err := limiter.Refund(context.WithoutCancel(ctx), result); err != nil {
+		slog.Warn("a request stays charged", "error", err)
+	}
+}
+
+// patient has a response wait for its refund, however long that takes.
+type patient struct{ *ratelimit.Limiter }
+
+func (p patient) Refund(ctx context.Context, result ratelimit.Result) (ratelimit.Result, error) {
+	return p.Limiter.Refund(context.WithoutCancel(ctx), result)
+}
+
+// retryAfter is a Retry-After: whole seconds, rounded up.
+func retryAfter(result ratelimit.Result) string {
+	return strconv.Itoa(int(math.Ceil(result.RetryAfter.Seconds())))
+}
+
+// The handlers, by their paths; each has a limit of its own. Those that fail do so in as many ways as the framework knows.
+const (
+	good    = "/good"    // writes a response
+	nothing = "/nothing" // writes none
+	wrong   = "/wrong"   // writes status 401
+	refused = "/refused" // returns the framework's error of 401, or ends with it
+	panics  = "/panics"  // and the framework answers for it
+)
+
+// newLimiter is a limiter that admits two failures for each path.
+func newLimiter(t *testing.T) *ratelimit.Limiter {
+	t.Helper()
+	limiter, err := ratelimit.New(pgtest.New(t).Pool, ratelimit.Config{
+		Name: "failures", Policy: ratelimit.FixedWindow{Limit: 2, Window: 365 * 24 * time.Hour},
+		OnFailure: ratelimit.ReturnError(), Timeout: time.Minute,
+	})
+	require.NoError(t, err)
+	return limiter
+}
+
+// newLimit is net/http's middleware.
+func newLimit(t *testing.T) func(http.Handler) http.Handler {
+	t.Helper()
+	limit, err := httplimit.New(patient{newLimiter(t)}, httplimit.Config{
+		Key:    httplimit.ByFunc(func(r *http.Request) (string, error) { return r.URL.Path, nil }),
+		Charge: httplimit.ChargeFailures,
+	})
+	require.NoError(t, err)
+	return limit
+}
+
+// requireCharges asks for each path four times. Failures are charged, whatever the framework. Successes are not where the outcome is
+// seen, and a handler that writes nothing is charged unless the framework knows that this is its 200.
+func requireCharges(t *testing.T, ask func(path string) int, goodIsSeen, nothingIsSeen bool) {
+	t.Helper()
+	charged := func(status int) []int { return []int{status, status, 429, 429} }
+	free := func(status int) []int { return []int{status, status, status, status} }
+	wants := map[string][]int{
+		good: charged(200), nothing: charged(200), wrong: charged(401), refused: charged(401), panics: charged(500),
+	}
+	if goodIsSeen {
+		wants[good] = free(200)
+	}
+	if nothingIsSeen {
+		wants[nothing] = free(200)
+	}
+	for path, want := range wants {
+		var got []int
+		for range want {
+			got = append(got, ask(path))
+		}
+		require.Equal(t, want, got, path)
+	}
+}
+
+// served returns how to ask a handler that a server serves.
+func served(t *testing.T, handler http.Handler) (ask func(path string) int) {
+	t.Helper()
+	server := httptest.NewServer(handler)
+	t.Cleanup(server.Close)
+	return func(path string) int {
+		request, err := http.NewRequestWithContext(t.Context(), http.MethodGet, server.URL+path, nil)
+		require.NoError(t, err)
+		return status(t, request, server.Client().Do)
+	}
+}
+
+func status(t *testing.T, request *http.Request, do func(*http.Request) (*http.Response, error)) int {
+	t.Helper()
+	response, err := do(request)
+	require.NoError(t, err)
+	_, err = io.Copy(io.Discard, response.Body)
+	require.NoError(t, err)
+	require.NoError(t, response.Body.Close())
+	if response.StatusCode == http.StatusTooManyRequests {
+		require.NotEmpty(t, response.Header.Get("Retry-After"))
+	}
+	return response.StatusCode
+}
+
+// All frameworks at once, by the way that the limit is mounted.
+func TestFailuresAreCharged(t *testing.T) {
+	t.Parallel()
+
+	for name, test := range map[string]func(t *testing.T){
+		"chi":                             testChi,
+		"echo":                            testEcho,
+		"echo, with its recoverer behind": testEchoWithItsRecovererBehind,
+		"gin, with a writer of its own":   testGin,
+		"gin, whose writer is passed by":  testGinPassedBy,
+		"gin, in its own terms":           testGinNative,
+		"fiber, through its adaptor":      testFiberAdaptor,
+		"fiber, in its own terms":         testFiberNative,
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			test(t)
+		})
+	}
+}

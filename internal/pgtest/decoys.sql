@@ -1,0 +1,97 @@
+-- Makes functions and operators that fail, in one schema, as the current role: whatever a text calls gets overloads there, for the types
+-- that our SQL uses. Where Postgres finds one, with the very types of a call, it prefers it to a function of pg_catalog that has to be
+-- cast for, and to one that takes any type.
+--
+--   decoys.names   names that stand before a parenthesis in what calls; those that are functions of pg_catalog are overloaded
+--   decoys.text    what calls, in which operators of pg_catalog may stand
+--   decoys.types   for which types, and arrays of the types of our rows
+--   decoys.schema  where to make them
+--   decoys.ours    the schema of the functions, whose own are overloaded too; '': there are none yet
+SET LOCAL search_path = pg_catalog;
+SET LOCAL check_function_bodies = off;
+DO $do$
+DECLARE
+    source CONSTANT text := current_setting('decoys.text');
+    schema CONSTANT text := current_setting('decoys.schema');
+    ours CONSTANT text := current_setting('decoys.ours');
+    types text[] := string_to_array(current_setting('decoys.types'), ' ');
+    made text[] := '{}'; -- statements; run as one, or each would make the next look everything up anew
+    number integer := 0;
+    called text[];  -- functions of pg_catalog
+    symbols text[]; -- operators of pg_catalog
+    decoy record;
+BEGIN
+    types := ARRAY(SELECT t::regtype::text FROM unnest(types) AS t); -- as Postgres writes them
+    SELECT types || coalesce(array_agg(c.oid::regtype::text) || array_agg(c.oid::regtype::text || '[]'), '{}')
+    INTO types
+    FROM pg_type AS c
+    WHERE c.typnamespace = (SELECT oid FROM pg_namespace WHERE nspname = ours) AND c.typname LIKE 'rate\_limit\_%' AND c.typtype = 'c'
+        AND EXISTS (SELECT FROM pg_class AS r WHERE r.oid = c.typrelid AND r.relkind = 'c' AND r.relname LIKE '%\_row');
+
+    SELECT array_agg(DISTINCT p.proname::text) INTO called
+    FROM pg_proc AS p
+    WHERE p.pronamespace = 'pg_catalog'::regnamespace AND p.proname::text = ANY (string_to_array(current_setting('decoys.names'), ' '));
+    symbols := ARRAY(SELECT DISTINCT oprname::text FROM pg_operator WHERE oprnamespace = 'pg_catalog'::regnamespace AND strpos(source, oprname) > 0);
+
+    FOR decoy IN
+        SELECT DISTINCT ON (name, replace(arguments, 'VARIADIC ', '')) name, arguments
+        FROM (
+        -- Functions of one and of two arguments: of all types.
+        SELECT name, format('(%s)', a) AS arguments FROM unnest(called) AS name, unnest(types) AS a
+        UNION
+        SELECT name, format('(%s, %s)', a, b)
+        FROM unnest(called) AS name, unnest(types) AS a, unnest(types) AS b
+        WHERE EXISTS (SELECT FROM pg_proc AS p WHERE p.proname = name AND p.pronamespace = 'pg_catalog'::regnamespace AND (p.pronargs = 2 OR p.provariadic <> 0))
+        UNION
+        -- Of any number.
+        SELECT p.proname, format('(%sVARIADIC %s[])', CASE WHEN p.pronargs = 2 THEN 'text, ' ELSE '' END, a)
+        FROM pg_proc AS p, unnest(types) AS a
+        WHERE p.proname = ANY (called) AND p.pronamespace = 'pg_catalog'::regnamespace AND p.provariadic <> 0 AND a NOT LIKE '%[]'
+        UNION
+        -- Of more: as declared, with each type where any may stand.
+        SELECT p.proname, format('(%s)', (
+            SELECT string_agg(CASE
+                WHEN t.typname IN ('anyarray', 'anycompatiblearray') THEN a || '[]'
+                WHEN t.typname IN ('anyelement', 'anycompatible', 'anynonarray', 'any') THEN a
+                ELSE t.oid::regtype::text END, ', ' ORDER BY e.place)
+            FROM unnest(p.proargtypes) WITH ORDINALITY AS e (type, place)
+            JOIN pg_type AS t ON t.oid = e.type))
+        FROM pg_proc AS p, unnest(types) AS a
+        WHERE p.proname = ANY (called) AND p.pronamespace = 'pg_catalog'::regnamespace AND p.pronargs >= 2 AND a NOT LIKE '%[]' AND 'internal'::regtype <> ALL (p.proargtypes::oid[])
+        UNION
+        -- Ours: with fewer arguments than they have, and with a number of another kind in each place.
+        SELECT p.proname, format('(%s)', (
+            SELECT string_agg(CASE WHEN e.place = changed THEN kind || CASE WHEN t.typelem <> 0 THEN '[]' ELSE '' END ELSE t.oid::regtype::text END, ', ' ORDER BY e.place)
+            FROM unnest(p.proargtypes) WITH ORDINALITY AS e (type, place)
+            JOIN pg_type AS t ON t.oid = e.type
+            WHERE e.place <= n))
+        FROM pg_proc AS p, generate_series((p.pronargs - p.pronargdefaults)::integer, p.pronargs::integer) AS n, generate_series(0, n) AS changed,
+            unnest(ARRAY['smallint', 'integer', 'bigint', 'numeric']) AS kind
+        WHERE p.pronamespace = (SELECT oid FROM pg_namespace WHERE nspname = ours) AND p.proname LIKE 'rate\_limit\_%' AND p.pronargs > 0
+            AND (changed > 0 OR n < p.pronargs)
+        ) AS decoys
+        ORDER BY name, replace(arguments, 'VARIADIC ', ''), arguments DESC
+    LOOP
+        CONTINUE WHEN decoy.arguments NOT LIKE '%VARIADIC%' AND to_regprocedure(format('%I.%I%s', schema, decoy.name, decoy.arguments)) IS NOT NULL; -- ours itself
+        made := made || format('CREATE FUNCTION %I.%I%s RETURNS boolean LANGUAGE plpgsql AS $$ BEGIN RAISE EXCEPTION %L, current_user; END $$',
+            schema, decoy.name, decoy.arguments, format('decoy %I.%I%s was run by %%', schema, decoy.name, decoy.arguments));
+    END LOOP;
+
+    FOR decoy IN
+        SELECT format('%s, %s', a, b) AS arguments, a, b FROM unnest(types) AS a, unnest(types) AS b
+        UNION ALL
+        SELECT a, NULL, a FROM unnest(types) AS a
+    LOOP
+        number := number + 1;
+        made := made || format('CREATE FUNCTION %I.decoy_operator_%s(%s) RETURNS boolean LANGUAGE plpgsql AS $$ BEGIN RAISE EXCEPTION %L; END $$',
+            schema, number, decoy.arguments, format('decoy operator of %I for %s was run', schema, decoy.arguments));
+        made := made || ARRAY(
+            SELECT format('CREATE OPERATOR %1$I.%2$s (FUNCTION = %1$I.decoy_operator_%3$s, RIGHTARG = %4$s %5$s)',
+                schema, o.oprname, number, decoy.b, ', LEFTARG = ' || decoy.a)
+            FROM unnest(symbols) AS o (oprname)
+            WHERE decoy.a IS NOT NULL OR o.oprname IN ('+', '-', '~', '|/', '||/', '@', '@@', '@-@', '!!', '#', '?|', '?-'));
+    END LOOP;
+    ASSERT cardinality(made) > 1000, cardinality(made);
+    EXECUTE array_to_string(made, ';');
+END
+$do$;
