@@ -6,7 +6,9 @@ import (
 	"net"
 	"net/netip"
 	"os"
+	"regexp"
 	"runtime"
+	"slices"
 	"strconv"
 	"testing"
 	"time"
@@ -34,14 +36,22 @@ type arena struct {
 	stores     map[contenderID]*store // of the near ones
 	contenders map[contenderID]*contender
 	schemas    int // how many were made
+
+	url       string // of the Postgres
+	attached  bool   // what subjects keep is there already: another process has made it
+	processes map[int][]*process
 }
 
 // BenchmarkSideBySide runs this library and its rivals against each other: see `make bench`. Its figures are those of the
 // report that it writes, not those of package testing, so one iteration is all it needs: -benchtime 1x.
 func BenchmarkSideBySide(b *testing.B) {
-	plan, out := fullPlan(), "../docs"
-	if os.Getenv("BENCH") == "quick" {
-		plan, out = quickPlan(), ""
+	plan, out := planOf(b), ""
+	if text := os.Getenv(processVariable); text != "" {
+		workInProcess(b, plan, text)
+		return
+	}
+	if plan.Mode == "full" {
+		out = "../docs"
 	}
 	if dir := os.Getenv("BENCH_OUT"); dir != "" {
 		out = dir
@@ -52,16 +62,38 @@ func BenchmarkSideBySide(b *testing.B) {
 	for _, workloads := range plan.groups {
 		r.Results = append(r.Results, a.sideBySide(plan, workloads)...)
 	}
-	r.OneCaller = a.oneCaller(plan)
-	r.Denial = a.cachedDenial(plan)
-	r.Memory = a.memory(plan)
-	r.Neighbour = a.neighbour(plan)
+	if plan.Mode != "partial" {
+		r.OneCaller = a.oneCaller(plan)
+		r.Denial = a.cachedDenial(plan)
+		r.Memory = a.memory(plan)
+		r.Neighbour = a.neighbour(plan)
+	}
 	r.finish(begun)
 
 	fmt.Fprint(os.Stdout, "\n", r.markdown())
 	if out != "" {
 		require.NoError(b, r.write(out))
 	}
+}
+
+// planOf is what the environment asks for: BENCH=quick is less of all, BENCH_ONLY the workloads whose IDs match it.
+func planOf(b *testing.B) plan {
+	b.Helper()
+	plan := fullPlan()
+	if os.Getenv("BENCH") == "quick" {
+		plan = quickPlan()
+	}
+	if only := os.Getenv("BENCH_ONLY"); only != "" {
+		plan.Mode, plan.Command = "partial", fmt.Sprintf("BENCH_ONLY='%s' %s", only, plan.Command)
+		pattern, err := regexp.Compile(only)
+		require.NoError(b, err)
+		others := func(w workload) bool { return !pattern.MatchString(w.ID) }
+		for i := range plan.groups {
+			plan.groups[i] = slices.DeleteFunc(plan.groups[i], others)
+		}
+		require.NotEmpty(b, slices.Concat(plan.groups...), "no workload's ID matches BENCH_ONLY")
+	}
+	return plan
 }
 
 // sharedBuffers is a quarter of the memory, as Postgres's manual advises, and at most 4 GB.
@@ -77,13 +109,15 @@ func sharedBuffers(b *testing.B) string {
 
 func newArena(b *testing.B) *arena {
 	b.Helper()
-	a := &arena{b: b, stores: map[contenderID]*store{}, contenders: map[contenderID]*contender{}}
+	a := &arena{
+		b: b, stores: map[contenderID]*store{}, contenders: map[contenderID]*contender{}, processes: map[int][]*process{},
+	}
 
 	a.progress("starting the servers")
 	server, err := pgserver.Start(a.ctx(), pgserver.Config{Fsync: true, Settings: map[string]string{"shared_buffers": sharedBuffers(b)}})
 	require.NoError(b, err)
 	b.Cleanup(func() { require.NoError(b, server.Close()) })
-	a.server = server
+	a.server, a.url = server, server.URL()
 	a.admin, err = pgx.Connect(a.ctx(), server.URL())
 	require.NoError(b, err)
 	b.Cleanup(func() { _ = a.admin.Close(context.Background()) })
@@ -104,7 +138,7 @@ func newArena(b *testing.B) *arena {
 
 func (a *arena) newPool(configure func(*pgxpool.Config)) *pgxpool.Pool {
 	a.b.Helper()
-	config, err := pgxpool.ParseConfig(a.server.URL())
+	config, err := pgxpool.ParseConfig(a.url)
 	require.NoError(a.b, err)
 	config.MaxConns = poolSize
 	if configure != nil {
@@ -157,6 +191,7 @@ func (a *arena) progress(format string, args ...any) {
 // else happens on the machine hits them alike, and each round begins with another of them, and with another workload.
 func (a *arena) sideBySide(plan plan, workloads []workload) []*result {
 	a.b.Helper()
+	defer a.endProcesses()
 	results := make([]*result, len(workloads))
 	for i, w := range workloads {
 		results[i] = &result{workload: w}
@@ -189,6 +224,11 @@ func (a *arena) sideBySide(plan plan, workloads []workload) []*result {
 // measure runs one subject under one workload for one round, and checks what it left in its table.
 func (a *arena) measure(plan plan, w workload, s *subject, c *contender, seed uint64) figures {
 	a.b.Helper()
+	if w.Processes > 1 {
+		tally, costs := a.inProcesses(w, s, c, seed)
+		a.audit(w.Title+": "+s.title, c, tally)
+		return newFigures(tally, costs, c.pool != nil)
+	}
 	options := loadOptions{callers: w.Callers, timed: 16}
 	if w.Callers == 1 && len(c.pids()) > 0 {
 		options.timed = 1

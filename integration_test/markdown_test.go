@@ -2,17 +2,29 @@ package integration_test
 
 import (
 	"fmt"
+	"slices"
 	"strconv"
 	"strings"
 )
 
-// columns of the tables, and how each figure is written there.
-var columns = []struct {
+// column is one of the tables', and how its figures are written.
+type column struct {
 	name, title string
 	format      func(float64) string
-}{
+}
+
+// cell is a row's figure: a dash if there is none.
+func (c column) cell(row *row) string {
+	if value, ok := row.Median[c.name]; ok {
+		return c.format(value)
+	}
+	return "–"
+}
+
+var columns = []column{
 	{perSecond, "decisions/s", func(v float64) string { return thousands(int(v)) }},
 	{againstRedis, "× redis_rate", ratio},
+	{againstPlain, "× UPDATE by key", ratio},
 	{againstAuto, "× auto-pipelining", ratio},
 	{p50, "p50", latency},
 	{p99, "p99", latency},
@@ -30,16 +42,22 @@ func (r *report) markdown() string {
 	table := func(rows ...[]string) { writeTable(&md, rows) }
 
 	p("# Benchmark\n")
-	if r.Plan.Mode != "full" {
+	if r.Plan.Mode == "quick" {
 		p("**A quick run, which shows that everything works. Its figures say nothing.**\n")
 	}
 	p("Written by `%s` on %s, in %s. Do not edit.\n", r.Plan.Command, r.Date, r.Took)
-	p("## Targets\n")
-	rows := [][]string{{"", "at least", "aim", "measured", "met"}}
-	for _, t := range r.Targets {
-		rows = append(rows, []string{t.Row, t.AtLeast, t.Aim, t.Measured, t.Met})
+	var rows [][]string
+	if r.Plan.Mode != "partial" {
+		p("## Targets\n")
+		rows = [][]string{{"", "at least", "aim", "measured", "met"}}
+		for _, t := range r.Targets {
+			rows = append(rows, []string{t.Row, t.AtLeast, t.Aim, t.Measured, t.Met})
+		}
+		table(rows...)
 	}
-	table(rows...)
+
+	p("## The sliding window under all workloads\n")
+	table(r.overview()...)
 
 	p("## How it was measured\n")
 	for _, fact := range r.Machine {
@@ -55,10 +73,12 @@ func (r *report) markdown() string {
 		table(result.table()...)
 	}
 
-	p("### One caller, in turn with `SELECT 1`\n")
-	table([]string{"", "p50"},
-		[]string{"**" + slidingWindow.title + "**", latency(middle(r.OneCaller.Decision))},
-		[]string{"SELECT 1", latency(middle(r.OneCaller.SelectOne))})
+	if len(r.OneCaller.Decision) > 0 {
+		p("### One caller, in turn with `SELECT 1`\n")
+		table([]string{"", "p50"},
+			[]string{"**" + slidingWindow.title + "**", latency(middle(r.OneCaller.Decision))},
+			[]string{"SELECT 1", latency(middle(r.OneCaller.SelectOne))})
+	}
 
 	if len(r.Neighbour) > 0 {
 		p("## What a limiter costs its neighbour\n")
@@ -80,7 +100,35 @@ workload; beside them it runs on go-redis's auto-pipelining client, which is exp
 does. Callers ask again as soon as they have been answered. Every request that was admitted, in warm-ups too, was found in the
 table after each round; so that this can be seen, windows last 12 hours, and for the token bucket the clock stands still. In a round the subjects of a workload follow one upon the other, beginning with another one in each round.
 CPU, WAL, transaction ids and HOT updates are those of the server from the first to the last request, warm-up included, divided by
-all decisions; the client is this process, callers and all. 1 ms away is through a proxy in this process.`
+all decisions; the client is the processes of the callers. 1 ms away is through a proxy in this process.
+Where there are several processes, each has clients and pools of its own, all begin at once, and the first warm-up takes
+four times as long. "UPDATE by key" decides nothing: for each call it adds 1 to a count in this library's table with one
+statement, an UPDATE, or an INSERT ... ON CONFLICT DO UPDATE where each key is new.`
+
+// overview is how the sliding window fared, a line for each workload.
+func (r *report) overview() [][]string {
+	names := []string{perSecond, againstRedis, againstPlain, p50, p99}
+	rows := [][]string{{""}}
+	for _, column := range columns {
+		if slices.Contains(names, column.name) {
+			rows[0] = append(rows[0], column.title)
+		}
+	}
+	for _, result := range r.Results {
+		row := result.find(slidingWindow)
+		if row == nil {
+			continue
+		}
+		cells := []string{result.Title}
+		for _, column := range columns {
+			if slices.Contains(names, column.name) {
+				cells = append(cells, column.cell(row))
+			}
+		}
+		rows = append(rows, cells)
+	}
+	return rows
+}
 
 // table is what was measured under a workload, with the columns that anybody has a figure for.
 func (r *result) table() [][]string {
@@ -99,10 +147,8 @@ func (r *result) table() [][]string {
 		cells := make([]string, len(r.Rows))
 		measured := false
 		for i, row := range r.Rows {
-			cells[i] = "–"
-			if value, ok := row.Median[column.name]; ok {
-				cells[i], measured = column.format(value), true
-			}
+			_, ok := row.Median[column.name]
+			cells[i], measured = column.cell(row), measured || ok
 		}
 		if !measured {
 			continue

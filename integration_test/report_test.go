@@ -64,6 +64,7 @@ const (
 	hotShare     = "hot_percent_of_updates"
 	againstRedis = "ratio_to_redis_rate"
 	againstAuto  = "ratio_to_auto_pipelining_redis_rate"
+	againstPlain = "ratio_to_update_by_key"
 )
 
 func newFigures(t tally, c costs, postgres bool) figures {
@@ -101,6 +102,7 @@ func (r *report) finish(begun time.Time) {
 		for _, row := range result.Rows {
 			row.against(plain, againstRedis)
 			row.against(result.find(redisAuto), againstAuto)
+			row.against(result.find(plainUpdate), againstPlain)
 		}
 	}
 	r.judge()

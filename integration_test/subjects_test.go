@@ -39,6 +39,7 @@ type store struct {
 	taken   func() int64              // what has been taken in all, as the table says; nil: it is not asked
 
 	expected int64 // what taken must return, as callers have been told
+	place    int   // arena.schemas when it was opened, from which the name of what it made follows
 }
 
 // contender is a subject on a data set.
@@ -62,7 +63,9 @@ func (a *arena) contender(s *subject, w workload) *contender {
 	kept, ok := a.stores[id]
 	if !ok {
 		a.progress("filling: %s, %s", s.title, w.data.title)
+		place := a.schemas
 		kept = s.open(a, w.data)
+		kept.place = place
 		a.stores[id] = kept
 		a.fill(kept)
 	}
@@ -243,6 +246,9 @@ func (a *arena) migratedSchema() string {
 	a.b.Helper()
 	a.schemas++
 	name := fmt.Sprintf("bench_%d", a.schemas)
+	if a.attached {
+		return name
+	}
 	a.exec("CREATE SCHEMA " + name)
 	pool := a.newPool(inSchema(name))
 	defer pool.Close()
@@ -254,11 +260,20 @@ func inSchema(name string) func(*pgxpool.Config) {
 	return func(config *pgxpool.Config) { config.ConnConfig.RuntimeParams["search_path"] = name }
 }
 
-// fillBySQL makes rows of a sliding window as if each key had taken 1, many millions in a minute. Nobody gathers statistics
-// about them, neither now nor later, and no vacuum disturbs the measurement: autovacuum would do both, at a time of its own.
+// fillBySQL makes rows, many millions in a minute. Nobody gathers statistics about them, neither now nor later, and no
+// vacuum disturbs the measurement: autovacuum would do both, at a time of its own.
 func (a *arena) fillBySQL(table, name string, data dataset) {
 	a.b.Helper()
 	a.exec("ALTER TABLE " + table + " SET (autovacuum_enabled = false)")
+	a.insertRows(table, name, data)
+}
+
+// insertRows makes rows of a sliding window as if each key had taken 1.
+func (a *arena) insertRows(table, name string, data dataset) {
+	a.b.Helper()
+	if a.attached {
+		return
+	}
 	a.exec(`
 		INSERT INTO `+table+` (prefix, key, algorithm, count, window_start, expires_at)
 		SELECT $1, $2::text || i, 2, 1, clock, clock + 2 * $4::bigint
@@ -305,13 +320,22 @@ func openFiveRoundTrips(a *arena, data dataset) *store {
 	})
 }
 
-// openPlainUpdate is the least that any limiter on Postgres must do, and does not decide anything.
+// openPlainUpdate is the least that any limiter on Postgres must do, and does not decide anything: a statement for each
+// call that counts in a row of this library's table. A key that is new needs a row first.
 func openPlainUpdate(a *arena, data dataset) *store {
-	table := a.plainTable(data)
-	update := "UPDATE " + table + " SET count = count + 1 WHERE key = $1"
+	data.limit = ample // it denies nobody
+	schema := a.migratedSchema()
+	table := pgx.Identifier{schema, "rate_limit_ephemeral"}.Sanitize()
+	sql := "UPDATE " + table + " SET count = count + 1 WHERE prefix = $1 AND key = $2"
+	if data.size == 0 {
+		sql = "INSERT INTO " + table + ` AS r (prefix, key, count) VALUES ($1, $2, 1)
+			ON CONFLICT (prefix, key) DO UPDATE SET count = r.count + 1`
+	}
+	const prefix = "bench"
+	a.insertRows(table, prefix, data)
 	return a.plainStore(data, table, func(pool *pgxpool.Pool) take {
 		return func(ctx context.Context, key string) (bool, error) {
-			tag, err := pool.Exec(ctx, update, key)
+			tag, err := pool.Exec(ctx, sql, prefix, key)
 			return tag.RowsAffected() == 1, err
 		}
 	})

@@ -52,6 +52,15 @@ func newDataset(title, prefix string, size int, limit int64) dataset {
 	return d
 }
 
+// newcomers is a data set of keys that nobody has asked for before. They come in no order, as addresses do: each goes
+// to another place in an index. The factor is odd, so no two products modulo 2^64 are the same.
+func newcomers() dataset {
+	const prefix = "new:"
+	return dataset{title: "new keys", prefix: prefix, limit: ample, key: func(i int) string {
+		return prefix + strconv.FormatUint(uint64(i)*0x9E3779B97F4A7C15, 36)
+	}}
+}
+
 // rowsOf is a data set that is made by SQL. Its keys are made as they are asked for, however many or few there are.
 func rowsOf(size int) dataset {
 	d := newDataset(thousands(size)+" rows", fmt.Sprintf("row-%d-", size), 0, ample)
@@ -61,9 +70,10 @@ func rowsOf(size int) dataset {
 
 // workload is who asks for what.
 type workload struct {
-	ID      string `json:"id"`
-	Title   string `json:"title"`
-	Callers int    `json:"callers"`
+	ID        string `json:"id"`
+	Title     string `json:"title"`
+	Processes int    `json:"processes"` // 1: this one
+	Callers   int    `json:"callers"`   // in each process
 
 	data     dataset
 	spread   spread
@@ -113,14 +123,16 @@ const (
 func fullPlan() plan {
 	redis := []*subject{redisPool16, redisStock, redisAuto}
 	ours := []*subject{slidingWindow, fixedWindow, tokenBucket, durable, durableSync}
-	limiters := join(ours, redis, []*subject{fiveRoundTrips, inProcess})
-	everybody := join(limiters, []*subject{plainUpdate, selectOne})
-	withSets := join(everybody, []*subject{allOfTwo, allOfThree})
-	deniers := join([]*subject{slidingWindow, withoutDenials}, redis, []*subject{fiveRoundTrips, inProcess})
+	limiters := join(ours, redis, []*subject{fiveRoundTrips, plainUpdate})
+	everybody := join(limiters, []*subject{selectOne})
+	withSets := join(everybody, []*subject{inProcess, allOfTwo, allOfThree})
+	deniers := join([]*subject{slidingWindow, withoutDenials}, redis, []*subject{fiveRoundTrips, plainUpdate})
+	few := []*subject{slidingWindow, redisPool16, redisAuto, plainUpdate}
+	popular := join([]*subject{slidingWindow, durable}, redis, []*subject{fiveRoundTrips, plainUpdate})
 	remote := join([]*subject{slidingWindow, durable}, redis, []*subject{fiveRoundTrips, plainUpdate, selectOne})
 
 	users := newDataset("100,000 keys", "user:", 100_000, ample)
-	fresh := newDataset("new keys", "new:", 0, ample)
+	fresh := newcomers()
 	thousand := newDataset("1,000 denied keys", "denied:", 1_000, 1)
 	hundredThousand := newDataset("100,000 denied keys", "locked-out:", 100_000, 1)
 
@@ -128,20 +140,24 @@ func fullPlan() plan {
 		Mode: "full", Command: "make bench", Rounds: 3, WarmUp: 300 * time.Millisecond, Measured: time.Second,
 		groups: [][]workload{
 			{
-				{oneCallerID, "One caller, 100,000 keys", 1, users, uniform, false, withSets},
-				{uniform64ID, "64 callers, 100,000 keys uniformly", 64, users, uniform, false, withSets},
-				{uniform512ID, "512 callers, 100,000 keys uniformly", 512, users, uniform, false, everybody},
-				{"zipf-64", "64 callers, 100,000 keys in a Zipf distribution (s = 1.1)", 64, users, zipf, false, join(limiters, []*subject{plainUpdate})},
-				{"zipf-512", "512 callers, 100,000 keys in a Zipf distribution (s = 1.1)", 512, users, zipf, false, join(limiters, []*subject{plainUpdate})},
-				{hot64ID, "64 callers, one hot key", 64, users, hot, false, join(limiters, []*subject{plainUpdate})},
-				{hot512ID, "512 callers, one hot key", 512, users, hot, false, join(limiters, []*subject{plainUpdate})},
-				{"new-64", "64 callers, each key new", 64, fresh, nil, false, join(ours, redis, []*subject{fiveRoundTrips})},
-				{"denied-64", "64 callers, 1,000 keys, all denied", 64, thousand, uniform, false, deniers},
-				{"locked-out-64", "64 callers, 100,000 keys, all denied", 64, hundredThousand, uniform, false, deniers},
-				{"far-1", "One caller, 100,000 keys, 1 ms away", 1, users, uniform, true, remote},
-				{"far-64", "64 callers, 100,000 keys uniformly, 1 ms away", 64, users, uniform, true, remote},
-				{"far-512", "512 callers, 100,000 keys uniformly, 1 ms away", 512, users, uniform, true, remote},
+				{oneCallerID, "One caller, 100,000 keys", 1, 1, users, uniform, false, withSets},
+				{uniform64ID, "64 callers, 100,000 keys uniformly", 1, 64, users, uniform, false, withSets},
+				{uniform512ID, "512 callers, 100,000 keys uniformly", 1, 512, users, uniform, false, everybody},
+				{"zipf-64", "64 callers, 100,000 keys in a Zipf distribution (s = 1.1)", 1, 64, users, zipf, false, popular},
+				{"zipf-512", "512 callers, 100,000 keys in a Zipf distribution (s = 1.1)", 1, 512, users, zipf, false, popular},
+				{hot64ID, "64 callers, one hot key", 1, 64, users, hot, false, limiters},
+				{hot512ID, "512 callers, one hot key", 1, 512, users, hot, false, limiters},
+				{"hot-1", "One caller, one hot key", 1, 1, users, hot, false, few},
+				{"new-1", "One caller, each key new", 1, 1, fresh, nil, false, join(few, []*subject{durable})},
+				{"new-64", "64 callers, each key new", 1, 64, fresh, nil, false, limiters},
+				{"new-512", "512 callers, each key new", 1, 512, fresh, nil, false, join(few, []*subject{redisStock, durable})},
+				{"denied-64", "64 callers, 1,000 keys, all denied", 1, 64, thousand, uniform, false, deniers},
+				{"locked-out-64", "64 callers, 100,000 keys, all denied", 1, 64, hundredThousand, uniform, false, deniers},
+				{"far-1", "One caller, 100,000 keys, 1 ms away", 1, 1, users, uniform, true, remote},
+				{"far-64", "64 callers, 100,000 keys uniformly, 1 ms away", 1, 64, users, uniform, true, remote},
+				{"far-512", "512 callers, 100,000 keys uniformly, 1 ms away", 1, 512, users, uniform, true, remote},
 			},
+			processWorkloads(users, fresh, few),
 			rowWorkloads(10_000_000),
 		},
 		idleLimiters: 5_000, deniedKeys: 1_000_000, pgbenchScale: 10, pgbench: 3 * time.Second, pgbenchRounds: 3,
@@ -160,19 +176,30 @@ func quickPlan() plan {
 	users := newDataset("20,000 keys", "user:", 20_000, ample)
 	denied := newDataset("1,000 denied keys", "denied:", 1_000, 1)
 	chart := []*subject{slidingWindow, redisPool16, fiveRoundTrips}
+	few := []*subject{slidingWindow, redisPool16, plainUpdate}
+	several := join(chart, []*subject{redisStock, redisAuto, plainUpdate, allOfTwo, allOfThree})
+	lasting := join(chart, []*subject{plainUpdate, durable})
+	deniers := []*subject{slidingWindow, withoutDenials, plainUpdate}
+	fresh := newcomers()
 
 	return plan{
-		Mode: "quick", Command: "BENCH=quick make bench", Rounds: 3, WarmUp: 100 * time.Millisecond, Measured: 300 * time.Millisecond,
+		Mode: "quick", Command: "BENCH=quick make bench", Rounds: 2,
+		WarmUp: 100 * time.Millisecond, Measured: 300 * time.Millisecond,
 		groups: [][]workload{
 			{
-				{uniform64ID, "64 callers, 20,000 keys uniformly", 64, users, uniform, false, join(chart, []*subject{redisStock, redisAuto, allOfTwo, allOfThree})},
-				{uniform512ID, "512 callers, 20,000 keys uniformly", 512, users, uniform, false, join(chart, []*subject{durable})},
-				{hot64ID, "64 callers, one hot key", 64, users, hot, false, chart},
-				{hot512ID, "512 callers, one hot key", 512, users, hot, false, chart},
-				{"denied-64", "64 callers, 1,000 keys, all denied", 64, denied, uniform, false, []*subject{slidingWindow, withoutDenials}},
-				{"far-64", "64 callers, 20,000 keys uniformly, 1 ms away", 64, users, uniform, true, []*subject{slidingWindow, redisPool16}},
+				{uniform64ID, "64 callers, 20,000 keys uniformly", 1, 64, users, uniform, false, several},
+				{uniform512ID, "512 callers, 20,000 keys uniformly", 1, 512, users, uniform, false, lasting},
+				{hot64ID, "64 callers, one hot key", 1, 64, users, hot, false, join(chart, []*subject{plainUpdate})},
+				{hot512ID, "512 callers, one hot key", 1, 512, users, hot, false, join(chart, []*subject{plainUpdate})},
+				{"hot-1", "One caller, one hot key", 1, 1, users, hot, false, few},
+				{"new-1", "One caller, each key new", 1, 1, fresh, nil, false, few},
+				{"new-64", "64 callers, each key new", 1, 64, fresh, nil, false, few},
+				{"new-512", "512 callers, each key new", 1, 512, fresh, nil, false, few},
+				{"denied-64", "64 callers, 1,000 keys, all denied", 1, 64, denied, uniform, false, deniers},
+				{"far-64", "64 callers, 20,000 keys uniformly, 1 ms away", 1, 64, users, uniform, true, few},
 			},
-			rowWorkloads(1_000_000),
+			processWorkloads(users, fresh, few),
+			rowWorkloads(500_000),
 		},
 		idleLimiters: 500, deniedKeys: 100_000, pgbenchScale: 5, pgbench: time.Second, pgbenchRounds: 1,
 		neighbourhood: []neighbour{
@@ -181,12 +208,26 @@ func quickPlan() plan {
 	}
 }
 
+// processWorkloads have several small processes where others have one large: each can put little together.
+func processWorkloads(there, fresh dataset, subjects []*subject) (all []workload) {
+	for _, size := range []struct{ processes, callers int }{{4, 8}, {16, 2}} {
+		id := fmt.Sprintf("%dx%d", size.processes, size.callers)
+		title := fmt.Sprintf("%d processes of %d callers, ", size.processes, size.callers)
+		all = append(all,
+			workload{id, title + there.title + " uniformly", size.processes, size.callers, there, uniform, false, subjects},
+			workload{id + "-new", title + "each key new", size.processes, size.callers, fresh, nil, false, subjects},
+			workload{id + "-hot", title + "one hot key", size.processes, size.callers, there, hot, false, subjects},
+		)
+	}
+	return all
+}
+
 // rowWorkloads compare a table of so many rows with one of 100,000.
 func rowWorkloads(many int) []workload {
 	few, lots := rowsOf(100_000), rowsOf(many)
 	return []workload{
-		{fewRowsID, "64 callers, a table of " + few.title, 64, few, uniform, false, []*subject{slidingWindow}},
-		{manyRowsID, "64 callers, a table of " + lots.title, 64, lots, uniform, false, []*subject{slidingWindow}},
+		{fewRowsID, "64 callers, a table of " + few.title, 1, 64, few, uniform, false, []*subject{slidingWindow}},
+		{manyRowsID, "64 callers, a table of " + lots.title, 1, 64, lots, uniform, false, []*subject{slidingWindow}},
 	}
 }
 
