@@ -20,7 +20,8 @@ test/race: ## Run the tests of the library and of OpenTelemetry under the race d
 
 .PHONY: test/integration
 test/integration: ## Run the tests with heavy dependencies; those in containers need a Docker engine
-	cd integration_test && go test -v -count=1 -timeout 20m ./...
+	# Three packages at once: that of the command waits for cron most of the time.
+	cd integration_test && go test -v -count=1 -p 3 -timeout 20m ./...
 
 .PHONY: test/matrix
 test/matrix: ## Run the tests of the database on Postgres 14 to 18, or on those of POSTGRES="15 18"; needs npm
@@ -46,7 +47,7 @@ test/faults: ## Judge histories and kill the server more often; ROUNDS=20 SEED=1
 	cd integration_test && ROUNDS=$(or $(ROUNDS),20) go test -v -count=1 -timeout 20m -run 'Linearizable|Killed|Forgotten' ./faults
 
 .PHONY: bench
-bench: ## Compare with other limiters, side by side; BENCH=quick takes 90 seconds
+bench: ## Compare with other limiters, side by side; BENCH=quick takes 2 minutes, BENCH_ONLY=new is some workloads
 	cd integration_test && go test -run '^$$' -bench '^BenchmarkSideBySide$$' -benchtime 1x -timeout 60m .
 
 # Only a soak of the full length is worth a new chart in docs/.

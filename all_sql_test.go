@@ -49,7 +49,8 @@ func (m rows) has(p modelPart) bool {
 func (m rows) clone() rows { return rows{false: maps.Clone(m[false]), true: maps.Clone(m[true])} }
 
 // decideAll has the model make the decisions of a statement. Where rows are missing the function looks first: what is refused then,
-// is refused, what gives back to nothing has done so, and rows are made for the others.
+// is refused, what gives back to nothing has done so, and rows are made for the others. But a request that has a row in common with one
+// of those before it is one of the others.
 func (m rows) decideAll(requests []modelRequest, clock int64) {
 	lacks := slices.ContainsFunc(requests, func(r modelRequest) bool {
 		return slices.ContainsFunc(r.parts, func(p modelPart) bool {
@@ -57,15 +58,21 @@ func (m rows) decideAll(requests []modelRequest, clock int64) {
 		})
 	})
 	seen := m.clone()
+	changes := map[bool]map[rowID]bool{false: {}, true: {}}
 	for i := range requests {
 		r := &requests[i]
 		if lacks {
 			seen.clone().decideRequest(r, clock)
 			givesBack := r.parts[0].refund != nil
-			if r.parts[0].decision.granted == 0 && !r.moved || givesBack && !slices.ContainsFunc(r.parts, seen.has) {
+			refused := r.parts[0].decision.granted == 0 && !r.moved || givesBack && !slices.ContainsFunc(r.parts, seen.has)
+			if len(r.parts) == 1 && 1 <= r.parts[0].cost && r.parts[0].cost <= r.parts[0].policy.limit() {
+				refused = false // it needs no row but one from which it takes
+			}
+			if refused && !slices.ContainsFunc(r.parts, func(p modelPart) bool { return changes[p.durable][p.id] }) {
 				continue
 			}
 			for _, p := range r.parts {
+				changes[p.durable][p.id] = true
 				if !m.has(p) {
 					m[p.durable][p.id] = storedRow{}
 				}
@@ -139,7 +146,7 @@ func TestAllEqualsModels(t *testing.T) {
 	pool := pgtest.New(t).Pool
 	seed := testSeed(t)
 	var granted, refused, halfRefused, looks, refunds, grants int
-	for story := range uint64(250) {
+	for story := range uint64(60 * rounds(t)) {
 		r := rand.New(rand.NewPCG(seed, story))
 		space := fmt.Sprintf("%d ", story)
 		model := rows{false: {}, true: {}}
@@ -201,7 +208,7 @@ func TestAllEqualsModels(t *testing.T) {
 		}
 	}
 	for _, n := range []int{granted, refused, halfRefused, looks, refunds, grants} {
-		require.Greater(t, n, 150, "granted %d, refused by all %d, by some %d, looks %d, refunds %d, grants %d", granted, refused, halfRefused, looks, refunds, grants)
+		require.Greater(t, n, 40, "granted %d, refused by all %d, by some %d, looks %d, refunds %d, grants %d", granted, refused, halfRefused, looks, refunds, grants)
 	}
 }
 
@@ -312,7 +319,7 @@ func compareAll(t *testing.T, pool *pgxpool.Pool, title string, requests []model
 func compareRows(t *testing.T, pool *pgxpool.Pool, title, space string, model rows) {
 	t.Helper()
 	for durable, want := range model {
-		found, err := pool.Query(context.Background(), "SELECT "+rowColumns+" FROM "+table(durable)+" WHERE starts_with(prefix, $1)", space)
+		found, err := pool.Query(context.Background(), "SELECT "+rowColumns+" FROM "+table(durable)+" WHERE prefix = ANY ($1)", []string{space + "a", space + "b", space + "c"})
 		require.NoError(t, err)
 		seen := 0
 		for found.Next() {

@@ -53,8 +53,13 @@ func (l *Limiter) decideRows(ctx context.Context, db DBTX, elements []element, s
 	keys := make([]string, len(elements))
 	numbers := make([]int64, 2*len(elements))
 	costs, counts := numbers[:len(elements)], numbers[len(elements):]
+	allOne := true
 	for i := range elements {
 		keys[i], costs[i], counts[i] = elements[i].key, elements[i].cost, elements[i].count
+		allOne = allOne && costs[i] == 1
+	}
+	if allOne {
+		costs = nil // means the same, and is the shortest way
 	}
 	var refunds refunds
 	for i := range elements {

@@ -43,7 +43,7 @@ func TestApplicationsClockIsReadForDifferencesOnly(t *testing.T) {
 	require.Equal(t, []string{
 		"all.go: AllowAll", "all.go: AllowAllTx", // how long a call took
 		"breaker.go: newBreaker", "breaker.go: clock", // how long the database has been away
-		"coalesce.go: enqueue", "coalesce.go: send", // how long a call has waited
+		"coalesce.go: enqueue", "coalesce.go: fly", "coalesce.go: fly", "coalesce.go: send", // how long a call has waited, or a statement took
 		"denials.go: newDenials", "denials.go: local", // how old a denial is
 		"failure.go: substitute", "failure.go: substitute", "fallback.go: newFallback", // when there is no database to decide
 		"held.go: isHeld", "held.go: found", "held.go: askHeld", "held.go: giveUp", "held.go: waitAlone", "held.go: waitAlone", "held.go: waitAlone", "held.go: ask", "held.go: ask", // how long a row was held

@@ -22,7 +22,30 @@ type call struct {
 	set    *set  // what AllowAll asks, which gets its results; key is "" then, and cost 1
 }
 
-// enqueue has a request decided: at once if fewer than MaxInFlight statements are under way, else with the next one.
+// A second statement beside the one that is under way costs the server nearly as much again as one for both, and where many processes
+// share it that decides. So it leaves only where it is worth that: if enough callers wait for it, or if the database is so far away
+// that most of the time it is the network that works, or if the one under way takes so long that something is wrong with it.
+const (
+	enough  = 24
+	far     = time.Millisecond
+	tooLong = 10 * time.Millisecond
+)
+
+// mayLeave tells whether a statement leaves for those who wait. c.mu is locked.
+func (c *core) mayLeave() bool {
+	return c.inFlight == 0 || c.inFlight < c.config.MaxInFlight && (len(c.queue) >= min(enough, c.config.MaxBatch) || c.fastest >= far)
+}
+
+// took remembers how fast the fastest statements are: what one takes that meets nobody. c.mu is locked.
+func (c *core) took(d time.Duration) {
+	if c.fastest == 0 || d < c.fastest {
+		c.fastest = d
+	} else {
+		c.fastest += (d - c.fastest) / 4096 // it forgets, but slowly
+	}
+}
+
+// enqueue has a request decided: at once if no statement is under way, or it is worth another, else with the next one.
 func (l *Limiter) enqueue(ctx context.Context, key string, cost int64, refund []take, s *set, probe bool) (Result, error) {
 	c, ok := l.calls.Get().(*call)
 	if !ok {
@@ -32,13 +55,14 @@ func (l *Limiter) enqueue(ctx context.Context, key string, cost int64, refund []
 
 	l.mu.Lock()
 	held := l.isHeld(c)
-	leave := !held && l.inFlight < l.config.MaxInFlight
-	if leave {
-		l.inFlight++
-	}
 	if !held {
 		l.queue = append(l.queue, c)
 	}
+	leave := !held && l.mayLeave()
+	if leave {
+		l.inFlight++
+	}
+	first := !held && !leave && len(l.queue) == 1
 	l.mu.Unlock()
 	if held {
 		l.toLane([]*call{c})
@@ -46,14 +70,31 @@ func (l *Limiter) enqueue(ctx context.Context, key string, cost int64, refund []
 		go l.fly()
 	}
 
+	var late *time.Timer
+	if first { // the others leave with it
+		late = time.AfterFunc(tooLong, l.leaveAnyway)
+	}
 	select {
 	case <-c.done:
+		if late != nil {
+			late.Stop()
+		}
 		result, err := c.result, c.err
 		c.by, c.key, c.refund, c.set, c.result, c.err = nil, "", nil, nil, Result{}, nil
 		l.calls.Put(c)
 		return result, err
-	case <-ctx.Done():
+	case <-ctx.Done(): // the timer goes on, for those behind
 		return Result{}, waitError(ctx.Err())
+	}
+}
+
+// leaveAnyway sends those who wait, although the statement that they wait for is still under way.
+func (c *core) leaveAnyway() {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if len(c.queue) > 0 && c.inFlight < c.config.MaxInFlight {
+		c.inFlight++
+		go c.fly()
 	}
 }
 
@@ -68,8 +109,12 @@ type flight struct {
 // fly sends one statement after the other until nobody waits. As many of it run as statements are in flight: at rest, none.
 func (c *core) fly() {
 	var f flight
+	var took time.Duration
 	for {
 		c.mu.Lock()
+		if took > 0 {
+			c.took(took)
+		}
 		f.batch = c.board(f.batch[:0])
 		if len(f.batch) == 0 {
 			c.inFlight--
@@ -79,7 +124,9 @@ func (c *core) fly() {
 		}
 		f.queued = len(c.queue)
 		c.mu.Unlock()
+		left := time.Now()
 		f.batch[0].by.send(&f)
+		took = time.Since(left)
 		clear(f.batch)
 		// Those who were just told often ask again at once. Let them come aboard: without this, 64 callers leave in batches
 		// of 16 on average, with it of 22, and a sixth more are decided.

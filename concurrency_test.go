@@ -35,7 +35,7 @@ func smallPools(t *testing.T, db *pgtest.DB, n int) []*pgxpool.Pool {
 func TestExactlyLimitAreAdmitted(t *testing.T) {
 	t.Parallel()
 
-	const limit, goroutines, rounds = 120, 200, 10
+	const limit, goroutines = 120, 200
 	eachSlowPolicyAndTable(t, limit, func(t *testing.T, config Config) {
 		db := pgtest.New(t)
 		pools := smallPools(t, db, 4)
@@ -49,7 +49,7 @@ func TestExactlyLimitAreAdmitted(t *testing.T) {
 			for i := range limiters {
 				limiters[i] = newLimiter(t, pools[i%len(pools)], config)
 			}
-			for round := range rounds {
+			for round := range 3 * rounds(t) {
 				key := fmt.Sprint(variant, " ", round)
 				results, errs := make([]Result, goroutines), make([]error, goroutines)
 				together(goroutines, func(i int) { results[i], errs[i] = limiters[i%len(limiters)].Allow(t.Context(), key) })
@@ -183,29 +183,37 @@ func TestCrossingBatchesDoNotDeadlock(t *testing.T) {
 	})
 }
 
-// What the test above would see if the rows were not locked in one order, on functions that lock in the order given.
+// What the test above would see if the rows were not locked in one order, on functions that lock in the order given: the statement
+// that decides ordinary takes, and, by the log that leaves all to it, rate_limit_all.
 func TestLockingInTheOrderGivenDeadlocks(t *testing.T) {
 	t.Parallel()
 
-	const asGiven, inKeyOrder = "ORDER BY e.ord", `ORDER BY octet_length(e.key) DESC, e.key COLLATE "C", e.ord`
+	fixed, log := FixedWindow{Limit: 10, Window: year}, SlidingLog{Limit: 10, Window: year}
+	takes := []string{`FROM e ORDER BY octet_length(e.key) DESC, e.key COLLATE "C", e.ord`, "FROM e ORDER BY e.ord"}
+	known := []string{`ORDER BY e.durable, octet_length(e.key) DESC, e.key COLLATE "C", e.name COLLATE "C", e.ord`, "ORDER BY e.ord"}
+	made := []string{
+		`GROUP BY e.name COLLATE "C", e.key COLLATE "C"`, "",
+		`ORDER BY octet_length(e.key COLLATE "C") DESC, e.key COLLATE "C", e.name COLLATE "C"`, "",
+	}
 	for name, change := range map[string]struct {
-		oldNew []string
-		exist  []string // keys that have a row at the beginning
+		policy   Policy
+		function string
+		oldNew   []string
+		exist    []string // keys that have a row at the beginning
 	}{
-		"of known keys": {[]string{inKeyOrder, asGiven}, []string{"a", "b", "m"}},
-		"of new keys": {[]string{
-			inKeyOrder, asGiven,
-			`GROUP BY e.key COLLATE "C"`, "", `ORDER BY octet_length(e.key COLLATE "C") DESC, e.key COLLATE "C"`, "",
-		}, []string{"m"}},
+		"of known keys":       {fixed, "rate_limit_fixed_window", takes, []string{"a", "b", "m"}},
+		"of new keys":         {fixed, "rate_limit_fixed_window", takes, []string{"m"}},
+		"of known keys' logs": {log, "rate_limit_all", known, []string{"a", "b", "m"}},
+		"of new keys' logs":   {log, "rate_limit_all", slices.Concat(known, made), []string{"m"}},
 	} {
 		for _, broken := range []bool{false, true} {
 			t.Run(fmt.Sprintf("%s, broken: %v", name, broken), func(t *testing.T) {
 				t.Parallel()
 				db := pgtest.New(t)
 				if broken {
-					rewrite(t, db.Pool, "rate_limit_lock", change.oldNew...)
+					rewrite(t, db.Pool, change.function, change.oldNew...)
 				}
-				config := Config{Name: "test", Policy: FixedWindow{Limit: 10, Window: year}, Timeout: amply}
+				config := Config{Name: "test", Policy: change.policy, Timeout: amply}
 				pool := smallPools(t, db, 1)[0]
 				limiter := newLimiter(t, pool, config)
 				for _, key := range change.exist {
@@ -254,18 +262,26 @@ func requireDeadlock(t *testing.T, err error) {
 }
 
 // Making rows takes its turn, too: of "a" and "z", which are new, and "m", which somebody holds, "z" is not made before "m" is
-// locked. A variant that passes over "m" is caught.
+// locked. A variant of rate_limit_all that passes over "m" is caught; elsewhere one statement makes rows and locks them.
 func TestRowsAreMadeAndLockedInOneOrder(t *testing.T) {
 	t.Parallel()
 
-	for _, broken := range []bool{false, true} {
-		t.Run(fmt.Sprint("broken: ", broken), func(t *testing.T) {
+	for name, variant := range map[string]struct {
+		policy Policy
+		broken bool
+	}{
+		"fixed window":        {FixedWindow{Limit: 10, Window: year}, false},
+		"sliding log":         {SlidingLog{Limit: 10, Window: year}, false},
+		"sliding log, broken": {SlidingLog{Limit: 10, Window: year}, true},
+	} {
+		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			db := pgtest.New(t)
+			broken := variant.broken
 			if broken {
-				rewrite(t, db.Pool, "rate_limit_lock", "DO UPDATE SET count = d.count WHERE clock_timestamp() > give_up AND", "DO NOTHING; PERFORM 1 WHERE false AND")
+				rewrite(t, db.Pool, "rate_limit_all", "DO UPDATE SET count = d.count WHERE clock_timestamp() > give_up AND", "DO NOTHING; PERFORM 1 WHERE false AND")
 			}
-			config := Config{Name: "test", Policy: FixedWindow{Limit: 10, Window: year}, Timeout: amply}
+			config := Config{Name: "test", Policy: variant.policy, Timeout: amply}
 			limiter := newLimiter(t, db.NewPool(t, nil), config)
 			_, err := limiter.Allow(t.Context(), "m")
 			require.NoError(t, err)
@@ -454,18 +470,18 @@ func TestTwoTransactionsMakeTheSameNewKey(t *testing.T) {
 	})
 }
 
-// aroundALockWait asks for a key whose row somebody holds, and returns when he let go, by the database's clock, and the
-// decision that was made then.
-func aroundALockWait(t *testing.T, db *pgtest.DB, config Config, wait time.Duration) (released time.Time, result Result) {
+// aroundALockWait takes n, then asks for 1 of the same key while somebody holds its row. It returns when he let go, by the database's
+// clock, and the decision that was made then.
+func aroundALockWait(t *testing.T, db *pgtest.DB, config Config, key string, n int64, wait time.Duration) (released time.Time, result Result) {
 	t.Helper()
 	limiter := newLimiter(t, db.NewPool(t, nil), config)
-	limit := config.Policy.limit()
-	first, err := limiter.AllowN(t.Context(), "key", limit)
+	first, err := limiter.AllowN(t.Context(), key, n)
 	require.NoError(t, err)
 	require.True(t, first.Allowed)
 
-	holder := hold(t, db, config, "key")
-	decision := later(func() (Result, error) { return limiter.Allow(context.Background(), "key") })
+	holder, tx := hold(t, db, config, key), begin(t, db)
+	// In a transaction one statement waits until the end; outside of it, one after the other would.
+	decision := later(func() (Result, error) { return limiter.AllowTx(context.Background(), tx, key) })
 	waitUntilBlocked(t, db.Pool, 1)
 	begun := scalar[time.Time](t, holder, "SELECT clock_timestamp()")
 	waitUntil(t, func() bool {
@@ -476,11 +492,12 @@ func aroundALockWait(t *testing.T, db *pgtest.DB, config Config, wait time.Durat
 
 	result, err = decision()
 	require.NoError(t, err)
+	require.NoError(t, tx.Commit(t.Context()))
 	return released, result
 }
 
-// The time that a call waits for a row counts: the clock is read when the row is locked. A variant that takes the
-// transaction's time is caught.
+// The time that a call waits for a row counts: the clock is read when the row is locked, whether the take would have fitted before or
+// not. Variants are caught that take the transaction's time, and that decide by the reading before the lock however old it is.
 func TestClockIsReadAfterTheLockWait(t *testing.T) {
 	t.Parallel()
 
@@ -499,17 +516,92 @@ func TestClockIsReadAfterTheLockWait(t *testing.T) {
 				t.Parallel()
 				db := pgtest.New(t)
 				config := Config{Name: "test", Policy: policy, Durable: durable, Timeout: amply}
-				released, result := aroundALockWait(t, db, config, wait)
-				require.False(t, result.DecidedAt.Before(released))
-				require.True(t, result.Allowed) // what flowed in, or ran out, while it waited
+				for _, n := range []int64{1, 5} {
+					released, result := aroundALockWait(t, db, config, fmt.Sprint(n), n, wait)
+					require.False(t, result.DecidedAt.Before(released))
+					require.True(t, result.Allowed) // what flowed in, or ran out, while it waited
+					if n == 1 {
+						require.EqualValues(t, 5-1, result.Remaining)
+					}
+				}
 
-				// Negative control. now() is the time of a transaction's begin, which no lock wait moves.
+				// Negative controls. now() is the time of a transaction's begin, which no lock wait moves.
 				db = pgtest.New(t)
-				rewrite(t, db.Pool, policy.function, "clock_timestamp()", "pg_catalog.now()")
-				released, result = aroundALockWait(t, db, config, wait)
+				rewrite(t, db.Pool, "rate_limit_all", "clock_timestamp()", "pg_catalog.now()")
+				released, result := aroundALockWait(t, db, config, "key", 5, wait)
 				require.True(t, result.DecidedAt.Before(released))
+				if policy.function == "rate_limit_sliding_log" {
+					return // which leaves all to rate_limit_all
+				}
+				db = pgtest.New(t)
+				rewrite(t, db.Pool, policy.function, "clock_timestamp() < decided_at + interval '10 ms'", "true")
+				for i := 0; ; i++ { // until the call comes before the window of the first one ends
+					require.Less(t, i, 100)
+					if released, result := aroundALockWait(t, db, config, fmt.Sprint(i), 1, wait); result.DecidedAt.Before(released) {
+						break
+					}
+				}
 			})
 		}
+	}
+}
+
+// What is told of a take comes after the lock, also where the window ends, or the bucket is full, between the first reading of the clock
+// and the lock. Variants are caught that ask whether the window goes on at the first reading alone.
+func TestTakesAreToldOfTheTimeTheyAreLocked(t *testing.T) {
+	t.Parallel()
+
+	const pause = 4 * time.Millisecond
+	for name, c := range map[string]struct {
+		policy   Policy
+		function string
+		oldNew   []string
+	}{
+		"fixed window": {FixedWindow{Limit: 5, Window: 15 * time.Millisecond}, "rate_limit_fixed_window", []string{"clock + 10000 <", "clock <"}},
+		"sliding window": {
+			SlidingWindow{Limit: 5, Window: 15 * time.Millisecond}, "rate_limit_sliding_window", []string{"clock + 10000 <", "clock <"},
+		},
+		"token bucket": {
+			TokenBucket{Capacity: 5, Refill: 1, Every: pause}, "rate_limit_token_bucket",
+			[]string{"clock + 10000 - d.window_start", "clock - d.window_start"},
+		},
+	} {
+		for _, broken := range []bool{false, true} {
+			t.Run(fmt.Sprintf("%s, broken: %v", name, broken), func(t *testing.T) {
+				t.Parallel()
+				db := pgtest.New(t)
+				rewrite(t, db.Pool, c.function, "\nBEGIN\n", fmt.Sprintf("\nBEGIN PERFORM pg_sleep(%f);\n", pause.Seconds()))
+				if broken {
+					rewrite(t, db.Pool, c.function, c.oldNew...)
+				}
+				limiter := newLimiter(t, db.NewPool(t, nil), Config{Name: "test", Policy: c.policy, Timeout: amply, NoDenialCache: true})
+				_, err := limiter.Allow(t.Context(), "key") // makes the row
+				require.NoError(t, err)
+				early := false
+				for i := 0; i < 1000 && !early && (broken || i < 50); i++ {
+					before := scalar[time.Time](t, db.Pool, "SELECT clock_timestamp()")
+					result, err := limiter.Allow(t.Context(), "key")
+					require.NoError(t, err)
+					// What begins a window, or takes from a full bucket, is told of the first reading: nobody else can have decided by it since.
+					early = result.Allowed && result.Remaining < 4 && result.DecidedAt.Before(before.Add(pause))
+				}
+				require.Equal(t, broken, early)
+			})
+		}
+	}
+}
+
+// A window that begins in a row that was there before, and a bucket that is as good as new, do so at one reading of the clock, whichever
+// of their columns is asked.
+func TestNewWindowsBeginAtOneReadingOfTheClock(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	for range 100 {
+		exec(t, db.Pool, `SELECT rate_limit_fixed_window('fixed', '{key}', 5, 10), rate_limit_sliding_window('sliding', '{key}', 5, 10),
+			rate_limit_token_bucket('bucket', '{key}', 5, 100, 10)`)
+		require.Empty(t, scalar[[]string](t, db.Pool, `SELECT array_agg(prefix) FROM rate_limit_ephemeral WHERE expires_at - window_start
+			<> CASE prefix WHEN 'fixed' THEN 10 WHEN 'sliding' THEN 20 ELSE 1 END OR since <> window_start`))
 	}
 }
 

@@ -4,6 +4,8 @@ import (
 	"context"
 	"fmt"
 	"math/rand/v2"
+	"slices"
+	"strings"
 	"testing"
 	"time"
 
@@ -21,85 +23,209 @@ import (
 // TestRowsAreMadeAndLockedInOneOrder, TestPlansWithoutTheirSettingScanTheTable, TestFunctionsWithoutTheirSearchPathTakeDecoys,
 // TestPgBouncerHandsNoSettingsOn and TestFunctionsPassPlpgsqlCheck.
 
-// Of TestSQLEqualsModel: mistakes by one, in places that few requests come to.
+// Of TestSQLEqualsModel: mistakes by one, in places that few requests come to. Most rules stand twice: in rate_limit_all, and in the
+// statement that decides ordinary takes. A difference counts if it is in a step of the algorithm that the mistake is in.
 func TestMistakesInTheFunctionsDifferFromTheModel(t *testing.T) {
 	t.Parallel()
 
-	for _, c := range []struct{ function, right, wrong string }{
-		{"rate_limit_fixed_window", "clock >= s.expires_at", "clock > s.expires_at"},
-		{"rate_limit_fixed_window", "s.window_start - clock > window_us", "s.window_start - clock >= window_us"},
-		{"rate_limit_sliding_window", "window_us - 1) / window_us", "window_us) / window_us"},
-		{"rate_limit_sliding_window", "t - s.window_start >= window_us", "t - s.window_start > window_us"},
-		{"rate_limit_token_bucket", "clock >= s.expires_at", "clock > s.expires_at + 1"},
-		{"rate_limit_token_bucket", "least(r.asked, ", "least(r.asked + 1, "},
-		{"rate_limit_sliding_log", "& age_bits) >= window_us", "& age_bits) > window_us"},
-		{"rate_limit_sliding_log", "- s.window_start + clock", "- s.window_start + clock - 1"},
-		{"rate_limit_sliding_log", "s.log[needed + 1:]", "s.log[needed:]"},
-		{"rate_limit_sliding_log", "IF units > 0 THEN", "IF true THEN"},
-		{"rate_limit_sliding_log", "IF back = (s.log[needed] & 1023) THEN", "IF false THEN"},
-		{"rate_limit_sliding_log", "(e.entry >> 10) << 10 = taken_in[r.ord] << 10", "e.nth = cardinality(s.log)"},
-		{"rate_limit_sliding_log", "IF s.credit = 0 THEN -- as", "IF false THEN -- as"},
-		{"rate_limit_fixed_window", "r.asked > -(9223372036854775807 / r.cost)", "r.asked > 1 - (9223372036854775807 / r.cost)"},
-		{"rate_limit_fixed_window", "s.credit := s.credit - spent", "s.credit := s.credit"},
-		{"rate_limit_fixed_window", "IF s.credit = 0 THEN -- as", "IF false THEN -- as"},
-		{"rate_limit_fixed_window", "s.window_start = taken_in[r.ord]", "taken_in[r.ord] IS NOT NULL"},
-		{"rate_limit_fixed_window", "s.since = taken_since[r.ord]", "taken_since[r.ord] IS NOT NULL"},
-		{"rate_limit_sliding_window", "s.window_start - window_us = taken_in[r.ord]", "taken_in[r.ord] IS NOT NULL"},
-		{"rate_limit_sliding_window", "s.expires_at := clock + reset_after_us", "s.expires_at := s.window_start + 2 * window_us"},
-		{"rate_limit_sliding_window", "greatest(r.cost, 1) - s.credit", "greatest(r.cost, 1)"},
-		{"rate_limit_token_bucket", "t - taken_in[r.ord] <= need / refill", "t - taken_in[r.ord] < need / refill"},
-		{"rate_limit_token_bucket", "s.returned := s.returned + back", "s.returned := s.returned"},
-		{"rate_limit_token_bucket", "OR s.capacity <> capacity", ""},
-		{"rate_limit_token_bucket", "s.since := t;", ""},
-		{"rate_limit_token_bucket", "s.count + least(units,", "s.count + 1 + least(units,"},
-		{"rate_limit_lock", "r.cost < 0 AND taken_in[r.ord] IS NULL", "r.cost < 0"},
-	} {
-		t.Run(c.function+", "+c.wrong, func(t *testing.T) {
+	const (
+		fixed = 1 + iota
+		sliding
+		bucket
+		log
+		all // of any algorithm
+	)
+	functions := map[int]string{
+		fixed: "rate_limit_fixed_window", sliding: "rate_limit_sliding_window", bucket: "rate_limit_token_bucket", log: "rate_limit_sliding_log",
+	}
+	type mistake struct {
+		algorithm    int
+		right, wrong string
+	}
+	check := func(name, function string, c mistake, change func(t *testing.T, db DBTX)) {
+		t.Run(fmt.Sprintf("%s, %d: %s, not %s", name, c.algorithm, c.wrong, c.right), func(t *testing.T) {
 			t.Parallel()
 			db := pgtest.New(t)
-			rewrite(t, db.Pool, c.function, c.right, c.wrong)
+			if change == nil {
+				rewrite(t, db.Pool, function, c.right, c.wrong)
+			} else {
+				change(t, db.Pool)
+			}
 			seed := testSeed(t)
+			concerned := func(s step) bool { return c.algorithm == all || algorithm(s.policy) == int16(c.algorithm) }
 			for story := uint64(0); ; story++ {
-				require.Less(t, story, uint64(500), "the model does not tell the mistake")
+				require.Less(t, story, uint64(5000), "the model does not tell the mistake")
 				steps, err := newStory(rand.New(rand.NewPCG(seed, story)), 40)
 				require.NoError(t, err)
+				if !slices.ContainsFunc(steps, concerned) {
+					continue
+				}
 				if err := replay(t.Context(), db.Pool, fmt.Sprint(story), steps, 10); err != nil {
 					var found *difference
 					require.ErrorAs(t, err, &found)
-					return
+					if concerned(steps[found.step]) {
+						return
+					}
 				}
 			}
 		})
 	}
+
+	for _, c := range []mistake{
+		{fixed, "clock >= s.expires_at OR (s.count | s.credit) = 0", "clock > s.expires_at OR (s.count | s.credit) = 0"},
+		{fixed, "s.window_start - clock > window_us", "s.window_start - clock >= window_us"},
+		{fixed, "s.window_start = taken_in[part]", "taken_in[part] IS NOT NULL"},
+		{fixed, "s.since = taken_since[part]", "taken_since[part] IS NOT NULL"},
+		{fixed, "s.credit := s.credit - spent", "s.credit := s.credit"},
+		{fixed, "IF s.credit = 0 THEN -- as", "IF false THEN -- as"},
+		{fixed, "s.count := s.count + units", "s.count := s.count + units + 1"},
+		{sliding, "window_us - 1) / window_us", "window_us) / window_us"},
+		{sliding, "t - s.window_start >= window_us", "t - s.window_start > window_us"},
+		{sliding, "s.window_start - window_us = taken_in[part]", "taken_in[part] IS NOT NULL"},
+		{sliding, "s.expires_at := clock + reset_after_us", "s.expires_at := s.window_start + 2 * window_us"},
+		{sliding, "greatest(r.cost, 1) - s.credit; -- of so many", "greatest(r.cost, 1);"},
+		{bucket, "IF clock >= s.expires_at THEN", "IF clock > s.expires_at + 1 THEN"},
+		{bucket, "t - taken_in[part] <= need / refill", "t - taken_in[part] < need / refill"},
+		{bucket, "s.returned := s.returned + back", "s.returned := s.returned"},
+		{bucket, "OR s.capacity <> capacity", ""},
+		{bucket, "s.since := t;", ""},
+		{bucket, "s.count + least(units,", "s.count + 1 + least(units,"},
+		{log, "& age_bits) >= window_us", "& age_bits) > window_us"},
+		{log, "- s.window_start + clock", "- s.window_start + clock - 1"},
+		{log, "s.log[needed + 1:]", "s.log[needed:]"},
+		{log, "IF units > 0 THEN", "IF true THEN"},
+		{log, "IF back = (s.log[needed] & 1023) THEN", "IF false THEN"},
+		{log, "(e.entry >> 10) << 10 = taken_in[part] << 10", "e.nth = cardinality(s.log)"},
+		{log, "IF s.credit = 0 THEN -- as", "IF false THEN -- as"},
+		{all, "least(granted, remaining / r.cost)", "least(granted + 1, remaining / r.cost)"},
+		{all, "asked > -(9223372036854775807 / r.cost)", "asked > 1 - (9223372036854775807 / r.cost)"},
+		{all, "locked := CASE WHEN gives AND NOT grants THEN", "locked := CASE WHEN false THEN"}, // refunds make rows
+	} {
+		check("rate_limit_all", "rate_limit_all", c, nil)
+	}
+
+	for _, c := range []mistake{
+		{fixed, "coalesce(counts[1], 1) BETWEEN 1 AND max_count", "coalesce(counts[1], 1) >= 1"},
+		{fixed, "AND max_count / e.cost THEN", "AND max_count / e.cost + 1 THEN"},
+		{fixed, "ELSE 0 END + excluded.count", "ELSE 0 END + 2 * excluded.count"},
+		{fixed, "CASE WHEN clock < d.expires_at THEN d.count ELSE 0 END + excluded.count", "d.count + excluded.count"},
+		{fixed, "THEN d.window_start ELSE", "THEN clock ELSE"},
+		{fixed, "THEN d.expires_at ELSE", "THEN d.expires_at + 1 ELSE"},
+		{fixed, "clock, clock + window_us", "clock, clock + window_us - 1"},
+		{fixed, "d.algorithm = 1 AND", ""},
+		{fixed, "d.since IS NULL AND", ""},
+		{fixed, "d.window_start - clock <= window_us", "d.window_start - clock <= 2 * window_us"},
+		{fixed, "clock >= d.expires_at", "clock >= d.expires_at - 1"},
+		{fixed, "d.expires_at = d.window_start + window_us AND", ""},
+		{fixed, "d.count + excluded.count <= max_count", "d.count + excluded.count <= max_count + 1"},
+		{sliding, "ELSE 0 END + excluded.count", "ELSE 0 END + 2 * excluded.count"},
+		{sliding, "THEN d.count ELSE 0 END +", "THEN d.count ELSE d.count END +"},
+		{sliding, "WHEN clock < d.expires_at THEN d.count ELSE 0 END,", "ELSE 0 END,"},
+		{sliding, "THEN d.window_start + window_us ELSE", "THEN clock ELSE"},
+		{sliding, "END + 2 * window_us", "END + 2 * window_us - 1"},
+		{sliding, "clock, clock + 2 * window_us", "clock, clock + window_us"},
+		{sliding, "d.algorithm = 2 AND", ""},
+		{sliding, "d.since IS NULL AND", ""},
+		{sliding, "d.window_start - clock <= window_us", "d.window_start - clock <= 2 * window_us"},
+		{sliding, "WHEN clock >= d.expires_at THEN clock >= d.window_start + window_us", "WHEN clock >= d.expires_at THEN true"},
+		{sliding, "d.expires_at <> d.window_start + 2 * window_us", "false"},
+		// The window before is forgotten, or rounded in the caller's favour.
+		{sliding, "(d.prev_count * (d.window_start + window_us - greatest(clock, d.window_start)) + window_us - 1) / window_us", "0"},
+		{sliding, "greatest(clock, d.window_start)) + window_us - 1) / window_us", "greatest(clock, d.window_start))) / window_us"},
+		{sliding, "(d.count * (d.expires_at - clock) + window_us - 1) / window_us", "0"},
+		{sliding, "(d.expires_at - clock) + window_us - 1) / window_us", "(d.expires_at - clock)) / window_us"},
+		{bucket, "ELSE 0 END + excluded.credit", "ELSE -1 END + excluded.credit"},
+		{bucket, "THEN d.credit + greatest(clock - d.window_start, 0) * refill - full_credit", "THEN d.credit - full_credit"},
+		{bucket, "THEN greatest(clock, d.window_start) ELSE", "THEN clock ELSE"},
+		{bucket, "THEN d.since ELSE", "THEN clock ELSE"},
+		{bucket, "THEN d.returned ELSE 0", "THEN d.returned ELSE d.returned"},
+		{bucket, "(full_credit - excluded.credit) - 1) / refill + 1", "(full_credit - excluded.credit)) / refill + 1"},
+		{bucket, "every_us - 1) / refill + 1", "every_us - 1) / refill"},
+		{bucket, "d.count = 0 AND", ""},
+		{bucket, "d.scale = every_us AND", ""},
+		{bucket, "d.capacity = capacity AND", ""},
+		{bucket, "d.refill = refill AND", ""},
+		{bucket, "excluded.credit < full_credit", "true"},
+		{bucket, "d.window_start - clock <= (full_credit - 1) / refill + 1", "d.window_start - clock <= (full_credit - 1) / refill + 2 * every_us"},
+		{bucket, ">= full_credit - excluded.credit", ">= full_credit - excluded.credit - every_us"},
+		{bucket, "full_credit - d.credit - 1) / refill END", "full_credit - d.credit - 1) / refill - 1 END"},
+	} {
+		check("takes", functions[c.algorithm], c, nil)
+	}
+	for algorithm := fixed; algorithm <= bucket; algorithm++ {
+		for _, c := range []mistake{
+			{algorithm, "lag(e.key) OVER w IS DISTINCT FROM e.key AS first", "true AS first"},
+			{algorithm, `WINDOW w AS (ORDER BY octet_length(e.key) DESC, e.key COLLATE "C", e.ord)`, "WINDOW w AS (ORDER BY e.ord)"},
+			{algorithm, "ROW(e.ord, e.units, e.asked,", "ROW(e.ord, e.units, 1,"},
+			{algorithm, "coalesce(ords[a.ord], a.ord)", "a.ord"},
+		} {
+			check("takes", functions[algorithm], c, nil)
+		}
+		// The statement stands four times: for one key and for several, for each of both tables.
+		counted := map[int]string{fixed: "excluded.count,", sliding: "excluded.count,", bucket: "excluded.credit,"}[algorithm]
+		for nth := range 4 {
+			c := mistake{algorithm, counted, fmt.Sprint("one more, in statement ", nth)}
+			check("takes", functions[algorithm], c, func(t *testing.T, db DBTX) {
+				t.Helper()
+				source := scalar[string](t, db, "SELECT pg_get_functiondef($1::regproc)", functions[algorithm])
+				parts := strings.Split(source, counted)
+				require.Len(t, parts, 5)
+				parts[nth] += "1 + "
+				exec(t, db, strings.Join(parts[:nth+1], counted)+counted+strings.Join(parts[nth+1:], counted))
+			})
+		}
+	}
 }
 
 // Of the tests of concurrency, which compare what was granted with the limit and with what is stored: a variant that decides from
-// a row that it has not locked admits too many.
+// a row that it has not locked, or from the row as it was before the lock, admits too many.
 func TestDecidingWithoutTheLockAdmitsTooMany(t *testing.T) {
 	t.Parallel()
 
-	for _, broken := range []bool{false, true} {
-		db := pgtest.New(t)
-		if broken {
-			rewrite(t, db.Pool, "rate_limit_lock", "FOR UPDATE SKIP LOCKED", "", "FOR UPDATE", "")
-		}
-		config := Config{Name: "test", Policy: FixedWindow{Limit: 10, Window: year}, Timeout: amply}
-		limiter := newLimiter(t, db.NewPool(t, nil), config)
-		_, err := limiter.Allow(t.Context(), "key")
-		require.NoError(t, err)
-		somebody := begin(t, db)
-		first, err := limiter.AllowNTx(t.Context(), somebody, "key", 6)
-		require.NoError(t, err)
-		require.True(t, first.Allowed)
-		other := begin(t, db) // which waits for as long as it takes, and asks once
-		second := later(func() (Result, error) { return limiter.AllowNTx(context.Background(), other, "key", 6) })
-		waitUntilBlocked(t, db.Pool, 1)
-		require.NoError(t, somebody.Commit(t.Context()))
-		result, err := second()
-		require.NoError(t, err)
-		require.NoError(t, other.Commit(t.Context()))
-		require.Equal(t, broken, result.Allowed) // 13 of 10
-		require.EqualValues(t, 7, taken(t, db.Pool, config, "key"))
+	for name, variant := range map[string]struct {
+		policy   Policy
+		function string
+		oldNew   []string
+		taken    int64
+	}{
+		"sliding log": {SlidingLog{Limit: 10, Window: year}, "", nil, 7},
+		"sliding log, without locks": {
+			SlidingLog{Limit: 10, Window: year}, "rate_limit_all", []string{"FOR UPDATE SKIP LOCKED", "OFFSET 0", "FOR UPDATE", "OFFSET 0"}, 7, // the 6 are lost
+		},
+		"fixed window": {FixedWindow{Limit: 10, Window: year}, "", nil, 7},
+		"fixed window, from the row that the statement's snapshot shows": {
+			FixedWindow{Limit: 10, Window: year}, "rate_limit_fixed_window", []string{
+				"clock_timestamp() < decided_at + interval '10 ms'", "true",
+				"d.count + excluded.count <= max_count",
+				"(SELECT r.count FROM public.rate_limit_ephemeral AS r WHERE r.prefix = d.prefix AND r.key = d.key) + excluded.count <= max_count",
+			}, 13,
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			db := pgtest.New(t)
+			broken := variant.function != ""
+			if broken {
+				rewrite(t, db.Pool, variant.function, variant.oldNew...)
+			}
+			config := Config{Name: "test", Policy: variant.policy, Timeout: amply}
+			limiter := newLimiter(t, db.NewPool(t, nil), config)
+			_, err := limiter.Allow(t.Context(), "key")
+			require.NoError(t, err)
+			somebody := begin(t, db)
+			first, err := limiter.AllowNTx(t.Context(), somebody, "key", 6)
+			require.NoError(t, err)
+			require.True(t, first.Allowed)
+			other := begin(t, db) // which waits for as long as it takes, and asks once
+			second := later(func() (Result, error) { return limiter.AllowNTx(context.Background(), other, "key", 6) })
+			waitUntilBlocked(t, db.Pool, 1)
+			require.NoError(t, somebody.Commit(t.Context()))
+			result, err := second()
+			require.NoError(t, err)
+			require.NoError(t, other.Commit(t.Context()))
+			require.Equal(t, broken, result.Allowed) // 13 of 10
+			require.Equal(t, variant.taken, taken(t, db.Pool, config, "key"))
+		})
 	}
 }
 
@@ -155,8 +281,8 @@ func TestRowThatVanishesIsMissedWithoutTheLoop(t *testing.T) {
 	t.Parallel()
 
 	db := pgtest.New(t)
-	rewrite(t, db.Pool, "rate_limit_lock", "FOR attempt IN 1 .. 3 LOOP", "FOR attempt IN 1 .. 1 LOOP")
-	config := Config{Name: "test", Policy: FixedWindow{Limit: 10, Window: year}, Timeout: amply}
+	rewrite(t, db.Pool, "rate_limit_all", "FOR attempt IN 1 .. 5 LOOP", "FOR attempt IN 1 .. 2 LOOP") // to look, and to make the row
+	config := Config{Name: "test", Policy: SlidingLog{Limit: 10, Window: year}, Timeout: amply}       // which leaves all to rate_limit_all
 	limiter := newLimiter(t, db.NewPool(t, nil), config)
 	_, err := limiter.Allow(t.Context(), "key")
 	var pgErr *pgconn.PgError
@@ -168,13 +294,9 @@ func TestRowThatVanishesIsMissedWithoutTheLoop(t *testing.T) {
 func TestDenialThatWritesIsSeen(t *testing.T) {
 	t.Parallel()
 
-	functions := map[string]string{
-		"fixed window": "rate_limit_fixed_window", "sliding window": "rate_limit_sliding_window", "token bucket": "rate_limit_token_bucket",
-		"sliding log": "rate_limit_sliding_log",
-	}
 	for name, policy := range slowPolicies(10) {
 		db := pgtest.New(t)
-		rewrite(t, db.Pool, functions[name], "IF (granted > 0 AND (r.cost > 0 OR changed)) OR", "IF true OR")
+		rewrite(t, db.Pool, "rate_limit_all", "IF (granted > 0 AND (changed OR NOT gives)) OR", "IF true OR")
 		config := Config{Name: "test", Policy: policy, Timeout: amply, NoDenialCache: true}
 		limiter := newLimiter(t, db.NewPool(t, nil), config)
 		_, err := limiter.AllowN(t.Context(), "key", 10)
@@ -183,7 +305,7 @@ func TestDenialThatWritesIsSeen(t *testing.T) {
 		result, err := limiter.AllowTx(t.Context(), tx, "key")
 		require.NoError(t, err)
 		require.False(t, result.Allowed)
-		require.Positive(t, written(t, tx, config))
+		require.Positive(t, written(t, tx, config), name)
 		require.NoError(t, tx.Rollback(t.Context()))
 	}
 }
@@ -193,7 +315,7 @@ func TestDenialThatWritesIsSeen(t *testing.T) {
 func TestUpdatesAreHOT(t *testing.T) {
 	t.Parallel()
 
-	const updates, keys, page = 4000, 10, 8192
+	const updates, keys, page = 1000, 10, 8192
 	for _, indexed := range []bool{false, true} {
 		t.Run(fmt.Sprintf("index on expires_at: %v", indexed), func(t *testing.T) {
 			t.Parallel()
@@ -231,7 +353,7 @@ func TestUpdatesAreHOT(t *testing.T) {
 			waitUntil(t, func() bool {
 				row := pool.QueryRow(t.Context(), "SELECT n_tup_upd, n_tup_hot_upd FROM pg_stat_user_tables WHERE relname = 'rate_limit_ephemeral'")
 				require.NoError(t, row.Scan(&updated, &hot))
-				return updated >= 4*updates
+				return updated >= 4*(updates-keys) // the first take of a key makes its row
 			})
 			if indexed {
 				require.Less(t, hot, updated/2)

@@ -108,13 +108,13 @@ func TestDenialsNeverChangeADecisionInAnyOrder(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) { // to know when all that can happen has happened
 				o := newOrders(t, policy, conn, txConn)
 				defer o.abandon()
-				for o.step = range 2000 {
+				for o.step = range 1000 * rounds(t) {
 					o.act()
 				}
 				o.drain()
 				t.Log(o.seen)
 				for _, what := range []string{"hit", "hit while others are under way", "commit", "rollback", "answered in another order"} {
-					require.Greater(t, o.seen[what], 20, what)
+					require.Greater(t, o.seen[what], 3, what)
 				}
 			})
 		})

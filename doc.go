@@ -8,8 +8,8 @@
 //	})
 //	result, err := limiter.Allow(ctx, "user:123")
 //
-// Each decision is made inside Postgres, by a function that locks the row of the key, reads the database's clock,
-// decides, and updates the row only if the request is allowed. It is exact under any concurrency, over any number of
+// Each decision is made inside Postgres, by a function that locks the row of the key, decides by the database's clock, and
+// updates the row only if the request is allowed. It is exact under any concurrency, over any number of
 // processes and whatever their clocks say, takes one round trip, and a denial takes nothing. Calls that come while others
 // are under way leave together, as one statement.
 //

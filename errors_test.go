@@ -368,8 +368,7 @@ func TestNotPermitted(t *testing.T) {
 	}
 	for _, sql := range []string{
 		"SELECT * FROM rate_limit_ephemeral", "DELETE FROM rate_limit_durable",
-		"SELECT rate_limit_lock('n', ARRAY['k'], NULL, NULL, 1, 1::smallint, false, NULL, NULL, NULL, false)",
-		"SELECT rate_limit_write(NULL, 1::smallint, false)",
+		"SELECT rate_limit_late()",
 	} {
 		refused(t, pool, sql, sql, "42501")
 	}
@@ -399,16 +398,20 @@ func TestConnectionIsEndedMeanwhile(t *testing.T) {
 
 	db := pgtest.New(t)
 	config := Config{Name: "test", Policy: FixedWindow{Limit: 10, Window: year}, Timeout: amply}
-	limiter := newLimiter(t, db.NewPool(t, nil), config)
+	pool := db.NewPool(t, nil)
+	limiter := newLimiter(t, pool, config)
 	_, err := limiter.Allow(t.Context(), "personal")
 	require.NoError(t, err)
 	holder := hold(t, db, config, "personal")
-	wait := later(func() (Result, error) { return limiter.Allow(context.Background(), "personal") })
+	tx, err := pool.Begin(t.Context()) // in which one statement waits; outside of it, one after the other would
+	require.NoError(t, err)
+	wait := later(func() (Result, error) { return limiter.AllowTx(context.Background(), tx, "personal") })
 	waitUntilBlocked(t, db.Pool, 1)
 	exec(t, db.Pool, `SELECT pg_terminate_backend(pid) FROM pg_stat_activity
 		WHERE datname = current_database() AND cardinality(pg_blocking_pids(pid)) > 0`)
 	_, err = wait()
 	requireKinds(t, err, "personal", ErrUnavailable, ErrOutcomeUnknown) // the FATAL might have come after the commit
+	_ = tx.Rollback(t.Context())                                        // its connection is gone
 	require.NoError(t, holder.Rollback(t.Context()))
 	result, err := limiter.Allow(t.Context(), "personal")
 	require.NoError(t, err)
@@ -613,7 +616,7 @@ func TestMigratingUnderLoad(t *testing.T) {
 			}
 		}()
 	}
-	for range 30 {
+	for range 8 * rounds(t) {
 		require.NoError(t, migrations.DownTo(t.Context(), db.Pool, 1))
 		require.NoError(t, migrations.Up(t.Context(), db.Pool))
 	}

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"log/slog"
 	"runtime"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -68,6 +69,9 @@ func (db *modelDB) Query(ctx context.Context, _ string, args ...any) (pgx.Rows, 
 	keys, _ := args[1].([]string)
 	costs, _ := args[2].([]int64)
 	counts, _ := args[3].([]int64)
+	if costs == nil {
+		costs = slices.Repeat([]int64{1}, len(keys))
+	}
 	at := time.Now()
 	rows := &modelRows{}
 	for i, key := range keys {

@@ -498,14 +498,15 @@ func TestCallerLeavesWhileTheRowIsHeld(t *testing.T) {
 		result, err := wait()
 		require.ErrorIs(t, err, context.Canceled, name)
 		require.Zero(t, result)
-		require.Positive(t, pool.Stat().AcquiredConns(), name)
+		waitUntil(t, func() bool { return pool.Stat().AcquiredConns() > 0 }) // between two statements it has none
 
 		_, err = call(ctx) // nor does one begin whose context has ended before
 		require.ErrorIs(t, err, context.Canceled, name)
 
 		require.NoError(t, holder.Commit(t.Context()))
+		want := map[string]int64{"Allow": 2, "Reset": 0}[name]
+		waitUntil(t, func() bool { return taken(t, db.Pool, limiter.config, "key") == want })
 		waitUntil(t, func() bool { return pool.Stat().AcquiredConns() == 0 })
-		require.Equal(t, map[string]int64{"Allow": 2, "Reset": 0}[name], taken(t, db.Pool, limiter.config, "key"), name)
 		_, err = limiter.Allow(t.Context(), "key")
 		require.NoError(t, err)
 		require.NoError(t, limiter.Reset(t.Context(), "key"))
@@ -530,6 +531,10 @@ func TestCallerThatLeavesDoesNotDisturbOthers(t *testing.T) {
 	holder := hold(t, db, config, "key")
 	first := later(func() (Result, error) { return limiter.Allow(context.Background(), "key") })
 	waitUntilHeld(t, db.Pool, limiter)
+	// While the table is locked, too, the lane waits in one statement, and those who come stay in its queue.
+	locked := savepoint(t, holder)
+	exec(t, locked, "LOCK TABLE rate_limit_ephemeral")
+	waitUntilBlocked(t, db.Pool, 1)
 	var waits []func() (Result, error)
 	ctx, cancel := context.WithCancel(t.Context())
 	for i := range 9 {
@@ -545,6 +550,7 @@ func TestCallerThatLeavesDoesNotDisturbOthers(t *testing.T) {
 		_, err := waits[i]()
 		require.ErrorIs(t, err, context.Canceled)
 	}
+	require.NoError(t, locked.Rollback(t.Context()))
 	// Calls that come later may use the memory of those that have left, or not: it must not matter.
 	waits = append(waits, later(func() (Result, error) { return limiter.Allow(context.Background(), "other key") }))
 	_, err = waits[9]()
@@ -663,7 +669,7 @@ func TestHeldKeyLeavesThePoolToOthers(t *testing.T) {
 		together(callers, func(i int) { _, errs[i] = limiter.Allow(context.Background(), "key") })
 		return nil, errors.Join(errs...)
 	})
-	waitUntil(t, func() bool { return limiter.inLane() > 0 })
+	waitUntilHeld(t, db.Pool, limiter)
 	for range 20 {
 		require.Equal(t, 1, scalar[int](t, pool, "SELECT 1"))
 	}

@@ -4,7 +4,9 @@ import (
 	"bytes"
 	"context"
 	"fmt"
+	"os"
 	"runtime/pprof"
+	"strconv"
 	"strings"
 	"sync"
 	"testing"
@@ -29,6 +31,19 @@ const (
 
 	year = 365 * 24 * time.Hour
 )
+
+// rounds is how many times as long as usual tests of random events go on: as the variable says, or once.
+func rounds(t *testing.T) int {
+	t.Helper()
+	text := os.Getenv("RATELIMIT_TEST_ROUNDS")
+	if text == "" {
+		return 1
+	}
+	n, err := strconv.Atoi(text)
+	require.NoError(t, err)
+	require.Positive(t, n)
+	return n
+}
 
 // t0 is a time of the tests' clocks.
 var t0 = time.Date(2026, 3, 1, 12, 0, 0, 0, time.UTC)

@@ -73,10 +73,10 @@ type Config struct {
 	// Defaults to 1 second.
 	Timeout time.Duration
 
-	// MaxInFlight is how many statements the limiter has under way at once, and so how many of the pool's connections it uses
-	// at most (one more while a row is held, and one for each Reset). Calls that come in the meantime leave together in the next statement.
-	//
-	// Defaults to 2.
+	// MaxInFlight is how many statements the limiter has under way at most, and so how many of the pool's connections it uses
+	// for them; for keys whose row somebody holds, one more. Everybody who asks meanwhile waits for the next statement, which
+	// decides all of them. A second one leaves only where it pays: if 24 callers wait, if the database is a millisecond away or
+	// more, or if the first one takes longer than 10 ms. From 1; defaults to 2.
 	MaxInFlight int
 
 	// MaxBatch is how many calls leave together in one statement at most.
@@ -253,6 +253,7 @@ type core struct {
 	mu       sync.Mutex
 	queue    []*call
 	inFlight int
+	fastest  time.Duration       // see took
 	held     map[heldKey]heldRow // keys that were found locked a moment ago; nil if none was
 	lane     []*call             // for keys that are held
 	serving  bool                // whether the lane is being served

@@ -70,7 +70,11 @@ func (db *waitDB) Query(_ context.Context, _ string, args ...any) (pgx.Rows, err
 	}
 	s := step{policy: db.policy, name: args[0].(string), clock: time.Now().UnixMicro()}
 	for i, key := range args[1].([]string) {
-		s.elements = append(s.elements, element{key: key, cost: args[2].([]int64)[i], count: args[3].([]int64)[i]})
+		e := element{key: key, cost: 1, count: args[3].([]int64)[i]}
+		if costs := args[2].([]int64); costs != nil {
+			e.cost = costs[i]
+		}
+		s.elements = append(s.elements, e)
 	}
 	db.rows.decide(s)
 	for _, e := range s.elements {

@@ -42,7 +42,7 @@ func BenchmarkSweep(b *testing.B) {
 	server, err := pgserver.Start(b.Context(), pgserver.Config{Fsync: true, Settings: settings})
 	require.NoError(b, err)
 	b.Cleanup(func() { require.NoError(b, server.Close()) })
-	a := &arena{b: b, server: server}
+	a := &arena{b: b, server: server, url: server.URL()}
 	a.admin, err = pgx.Connect(a.ctx(), server.URL())
 	require.NoError(b, err)
 	b.Cleanup(func() { _ = a.admin.Close(context.Background()) })

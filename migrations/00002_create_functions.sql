@@ -8,11 +8,7 @@
 -- after pg_catalog.
 SELECT pg_catalog.set_config('search_path', pg_catalog.format('%I, pg_temp', pg_catalog.current_schema()), true);
 
--- What every algorithm does with the table before and after it decides. All of it is internal: the algorithms call it,
--- with search_path already pinned and enable_seqscan already off.
-
--- One element of a request, with its row as it was found, or as it is to be written. To take another column from the
--- table, name it here, in rate_limit_lock's queries, and in rate_limit_write.
+-- An element of a request with its row, as it was found or as it is to be written. All of this is internal.
 CREATE TYPE rate_limit_row AS (
     ord bigint,          -- the element's place in the request, from 1
     cost bigint,
@@ -24,14 +20,14 @@ CREATE TYPE rate_limit_row AS (
     credit bigint,
     scale bigint,
     expires_at bigint,   -- 0, long past: there is no row, or another algorithm wrote it
-    log bigint[],        -- NULL but for the sliding window log
     since bigint,
     capacity bigint,
     refill bigint,
-    returned bigint
+    returned bigint,
+    log bigint[]         -- NULL but for the sliding window log
 );
 
--- What the algorithms return for each element of a request.
+-- What the functions return for each element of a request.
 CREATE TYPE rate_limit_decision AS (
     ord bigint,             -- the element's place in the request, from 1
     granted bigint,         -- how many of the asked requests were granted
@@ -39,7 +35,7 @@ CREATE TYPE rate_limit_decision AS (
     retry_after_us bigint,  -- microseconds until the others can be granted; 0: all were; NULL: never
     reset_after_us bigint,  -- microseconds until the key is as good as new
     decided_at timestamptz, -- the database's clock at the decision, from which both count
-    count bigint,           -- and the key's state then, as in the table
+    count bigint,           -- and the key's state, as in the table
     prev_count bigint,
     window_start bigint,
     credit bigint,
@@ -66,1131 +62,6 @@ BEGIN
 END
 $$;
 -- +goose StatementEnd
-
--- rate_limit_lock locks the rows of all asked keys in key order, makes those that are missing, and returns all elements
--- ordered by key and then by place. Arguments as the algorithms take them, and:
---
---   max_cost    no cost above it can ever be granted: such an element locks and makes nothing, nor does a cost of 0. A
---               cost below 0 locks its row; a grant needs one, and a refund, which is one that has a taken_in, needs none
---   algorithm   who asks
---
--- Key order is that of rate_limit_all: longer keys first, then by their bytes.
---
--- Locks are taken strictly in key order, or two requests would wait for each other. So at the first missing row the
--- locking stops, before any later row is locked, and one INSERT in key order makes or locks every row from there on:
--- ON CONFLICT DO UPDATE locks the row that it finds before it looks at its WHERE, which is never true, so it changes nothing.
--- (It makes those of refunds too, or they would be locked out of order; unwritten, a row means the same as none.)
--- It also settles the race with whoever deletes a row in between: what is gone is made again, and what is locked stays.
---
--- With skip_held it waits for no row that it can see: elements whose row somebody has locked are left out of what it returns, and
--- the INSERT makes only what nobody can see. For a row that an open transaction has just made it does wait, as nobody can pass that
--- over, and then holds none but rows that come before it in key order. That the table is locked shows in the error: it comes from LOCK TABLE.
--- +goose StatementBegin
-CREATE FUNCTION rate_limit_lock(
-    name text,
-    keys text[],
-    costs bigint[],
-    counts bigint[],
-    max_cost bigint,
-    algorithm smallint,
-    durable boolean,
-    lock_timeout_ms integer,
-    synchronous_commit boolean,
-    taken_in bigint[],
-    skip_held boolean
-)
-RETURNS rate_limit_row[]
-LANGUAGE plpgsql
-AS $$
-#variable_conflict use_variable
-DECLARE
-    found_rows rate_limit_row[];
-    r rate_limit_row;
-    elements refcursor;
-    missing boolean;
-    give_up timestamptz; -- when the rows, each of which may be waited for, have taken too long together
-    ignored text;
-BEGIN
-    IF (octet_length(name) BETWEEN 1 AND 128 AND cardinality(keys) > 0
-            AND coalesce(cardinality(costs) = cardinality(keys), true) AND coalesce(cardinality(counts) = cardinality(keys), true)
-            AND coalesce(cardinality(taken_in) = cardinality(keys), true)) IS NOT TRUE THEN
-        RAISE EXCEPTION 'rate_limit: a name of 1 to 128 bytes is needed, and as many costs, counts and taken_in as keys'
-            USING ERRCODE = 'invalid_parameter_value', HINT = 'NULL instead of costs or of counts means 1 for each key, and NULL instead of taken_in that there are no refunds.';
-    END IF;
-    ignored := concat(
-        CASE WHEN lock_timeout_ms IS NOT NULL THEN set_config('lock_timeout', lock_timeout_ms::text, true) END,
-        CASE WHEN synchronous_commit IS NOT NULL THEN set_config('synchronous_commit', synchronous_commit::text, true) END);
-
-    IF skip_held AND durable THEN
-        LOCK TABLE rate_limit_durable IN ROW EXCLUSIVE MODE;
-    ELSIF skip_held THEN
-        LOCK TABLE rate_limit_ephemeral IN ROW EXCLUSIVE MODE;
-    END IF;
-
-    -- One key, whose row exists: most calls of an application that is not under load, and worth the 35 us that this saves.
-    IF cardinality(keys) = 1 AND NOT skip_held AND coalesce(costs[1], 1) <= max_cost AND coalesce(costs[1], 1) <> 0 AND coalesce(counts[1], 1) >= 1 THEN
-        IF durable THEN
-            SELECT 1::bigint, coalesce(costs[1], 1), coalesce(counts[1], 1), d.ctid, d.count, d.prev_count, d.window_start, d.credit, d.scale,
-                CASE WHEN d.algorithm = algorithm THEN d.expires_at ELSE 0 END,
-                CASE WHEN algorithm = 4 THEN d.log END, d.since, d.capacity, d.refill, d.returned
-            INTO r
-            FROM rate_limit_durable AS d
-            WHERE d.prefix = name AND d.key = keys[1]
-            FOR UPDATE;
-        ELSE
-            SELECT 1::bigint, coalesce(costs[1], 1), coalesce(counts[1], 1), d.ctid, d.count, d.prev_count, d.window_start, d.credit, d.scale,
-                CASE WHEN d.algorithm = algorithm THEN d.expires_at ELSE 0 END,
-                CASE WHEN algorithm = 4 THEN d.log END, d.since, d.capacity, d.refill, d.returned
-            INTO r
-            FROM rate_limit_ephemeral AS d
-            WHERE d.prefix = name AND d.key = keys[1]
-            FOR UPDATE;
-        END IF;
-        IF found THEN
-            RETURN ARRAY[r];
-        END IF;
-    END IF;
-
-    give_up := coalesce(clock_timestamp() + lock_timeout_ms * interval '25 ms', 'infinity');
-    FOR attempt IN 1 .. 3 LOOP
-        -- In each query: unnest((SELECT ...)) hides the array's length from the planner, which would else plan anew for
-        -- every call; the LATERAL subquery, kept apart by FOR UPDATE or OFFSET 0, is one look-up by the primary key
-        -- for each element, whatever the statistics say.
-        IF 0 = ALL (costs) THEN
-            IF durable THEN
-                OPEN elements FOR
-                    SELECT e.ord, e.cost, e.asked, d.tid, coalesce(d.count, 0), coalesce(d.prev_count, 0), coalesce(d.window_start, 0),
-                        coalesce(d.credit, 0), d.scale, CASE WHEN d.algorithm = algorithm THEN d.expires_at ELSE 0 END,
-                        CASE WHEN algorithm = 4 THEN d.log END, d.since, d.capacity, d.refill, d.returned
-                    FROM (
-                        SELECT e.key, e.ord, coalesce(e.cost, 1) AS cost, coalesce(e.asked, 1) AS asked
-                        FROM unnest((SELECT keys), (SELECT costs), (SELECT counts)) WITH ORDINALITY AS e (key, cost, asked, ord)
-                        ORDER BY octet_length(e.key) DESC, e.key COLLATE "C", e.ord
-                    ) AS e
-                    LEFT JOIN LATERAL (
-                        SELECT d.ctid AS tid, d.* FROM rate_limit_durable AS d WHERE d.prefix = name AND d.key = e.key OFFSET 0
-                    ) AS d ON true;
-            ELSE
-                OPEN elements FOR
-                    SELECT e.ord, e.cost, e.asked, d.tid, coalesce(d.count, 0), coalesce(d.prev_count, 0), coalesce(d.window_start, 0),
-                        coalesce(d.credit, 0), d.scale, CASE WHEN d.algorithm = algorithm THEN d.expires_at ELSE 0 END,
-                        CASE WHEN algorithm = 4 THEN d.log END, d.since, d.capacity, d.refill, d.returned
-                    FROM (
-                        SELECT e.key, e.ord, coalesce(e.cost, 1) AS cost, coalesce(e.asked, 1) AS asked
-                        FROM unnest((SELECT keys), (SELECT costs), (SELECT counts)) WITH ORDINALITY AS e (key, cost, asked, ord)
-                        ORDER BY octet_length(e.key) DESC, e.key COLLATE "C", e.ord
-                    ) AS e
-                    LEFT JOIN LATERAL (
-                        SELECT d.ctid AS tid, d.* FROM rate_limit_ephemeral AS d WHERE d.prefix = name AND d.key = e.key OFFSET 0
-                    ) AS d ON true;
-            END IF;
-        ELSIF skip_held AND durable THEN
-            OPEN elements FOR
-                SELECT e.ord, e.cost, e.asked, d.tid, coalesce(d.count, 0), coalesce(d.prev_count, 0), coalesce(d.window_start, 0),
-                    coalesce(d.credit, 0), d.scale, CASE WHEN d.algorithm = algorithm THEN d.expires_at ELSE 0 END,
-                    CASE WHEN algorithm = 4 THEN d.log END, d.since, d.capacity, d.refill, d.returned
-                FROM (
-                    SELECT e.key, e.ord, coalesce(e.cost, 1) AS cost, coalesce(e.asked, 1) AS asked
-                    FROM unnest((SELECT keys), (SELECT costs), (SELECT counts)) WITH ORDINALITY AS e (key, cost, asked, ord)
-                    ORDER BY octet_length(e.key) DESC, e.key COLLATE "C", e.ord
-                ) AS e
-                LEFT JOIN LATERAL (
-                    SELECT d.ctid AS tid, d.* FROM rate_limit_durable AS d WHERE d.prefix = name AND d.key = e.key FOR UPDATE SKIP LOCKED
-                ) AS d ON true
-                LEFT JOIN LATERAL (
-                    SELECT d.ctid AS tid FROM rate_limit_durable AS d WHERE d.prefix = name AND d.key = e.key OFFSET 0
-                ) AS seen ON true
-                WHERE d.tid IS NOT NULL OR seen.tid IS NULL;
-        ELSIF skip_held THEN
-            OPEN elements FOR
-                SELECT e.ord, e.cost, e.asked, d.tid, coalesce(d.count, 0), coalesce(d.prev_count, 0), coalesce(d.window_start, 0),
-                    coalesce(d.credit, 0), d.scale, CASE WHEN d.algorithm = algorithm THEN d.expires_at ELSE 0 END,
-                    CASE WHEN algorithm = 4 THEN d.log END, d.since, d.capacity, d.refill, d.returned
-                FROM (
-                    SELECT e.key, e.ord, coalesce(e.cost, 1) AS cost, coalesce(e.asked, 1) AS asked
-                    FROM unnest((SELECT keys), (SELECT costs), (SELECT counts)) WITH ORDINALITY AS e (key, cost, asked, ord)
-                    ORDER BY octet_length(e.key) DESC, e.key COLLATE "C", e.ord
-                ) AS e
-                LEFT JOIN LATERAL (
-                    SELECT d.ctid AS tid, d.* FROM rate_limit_ephemeral AS d WHERE d.prefix = name AND d.key = e.key FOR UPDATE SKIP LOCKED
-                ) AS d ON true
-                LEFT JOIN LATERAL (
-                    SELECT d.ctid AS tid FROM rate_limit_ephemeral AS d WHERE d.prefix = name AND d.key = e.key OFFSET 0
-                ) AS seen ON true
-                WHERE d.tid IS NOT NULL OR seen.tid IS NULL;
-        ELSIF durable THEN
-            OPEN elements FOR
-                SELECT e.ord, e.cost, e.asked, d.tid, coalesce(d.count, 0), coalesce(d.prev_count, 0), coalesce(d.window_start, 0),
-                    coalesce(d.credit, 0), d.scale, CASE WHEN d.algorithm = algorithm THEN d.expires_at ELSE 0 END,
-                    CASE WHEN algorithm = 4 THEN d.log END, d.since, d.capacity, d.refill, d.returned
-                FROM (
-                    SELECT e.key, e.ord, coalesce(e.cost, 1) AS cost, coalesce(e.asked, 1) AS asked
-                    FROM unnest((SELECT keys), (SELECT costs), (SELECT counts)) WITH ORDINALITY AS e (key, cost, asked, ord)
-                    ORDER BY octet_length(e.key) DESC, e.key COLLATE "C", e.ord
-                ) AS e
-                LEFT JOIN LATERAL (
-                    SELECT d.ctid AS tid, d.* FROM rate_limit_durable AS d WHERE d.prefix = name AND d.key = e.key FOR UPDATE
-                ) AS d ON true;
-        ELSE
-            OPEN elements FOR
-                SELECT e.ord, e.cost, e.asked, d.tid, coalesce(d.count, 0), coalesce(d.prev_count, 0), coalesce(d.window_start, 0),
-                    coalesce(d.credit, 0), d.scale, CASE WHEN d.algorithm = algorithm THEN d.expires_at ELSE 0 END,
-                    CASE WHEN algorithm = 4 THEN d.log END, d.since, d.capacity, d.refill, d.returned
-                FROM (
-                    SELECT e.key, e.ord, coalesce(e.cost, 1) AS cost, coalesce(e.asked, 1) AS asked
-                    FROM unnest((SELECT keys), (SELECT costs), (SELECT counts)) WITH ORDINALITY AS e (key, cost, asked, ord)
-                    ORDER BY octet_length(e.key) DESC, e.key COLLATE "C", e.ord
-                ) AS e
-                LEFT JOIN LATERAL (
-                    SELECT d.ctid AS tid, d.* FROM rate_limit_ephemeral AS d WHERE d.prefix = name AND d.key = e.key FOR UPDATE
-                ) AS d ON true;
-        END IF;
-
-        found_rows := '{}';
-        missing := false;
-        LOOP
-            FETCH elements INTO r;
-            EXIT WHEN NOT found OR clock_timestamp() > give_up AND NOT skip_held AND rate_limit_late();
-            IF (r.tid IS NOT NULL AND r.asked >= 1 AND attempt = 1) IS NOT TRUE THEN -- a key whose row we have not just made is valid
-                IF (r.asked >= 1 AND octet_length(keys[r.ord]) BETWEEN 1 AND 512) IS NOT TRUE THEN
-                    RAISE EXCEPTION 'rate_limit: element % of the request is not valid', r.ord
-                        USING ERRCODE = 'invalid_parameter_value',
-                            HINT = 'A key has 1 to 512 bytes, and a count is at least 1.',
-                            COLUMN = CASE WHEN octet_length(keys[r.ord]) > 512 THEN 'key' ELSE '' END;
-                END IF;
-                missing := r.tid IS NULL AND (r.cost BETWEEN 1 AND max_cost OR (r.cost < 0 AND taken_in[r.ord] IS NULL));
-                CONTINUE WHEN missing AND skip_held AND attempt = 3; -- somebody deletes them all the time
-                EXIT WHEN missing;
-            END IF;
-            found_rows := array_append(found_rows, r);
-        END LOOP;
-        CLOSE elements;
-        IF NOT missing THEN
-            RETURN found_rows;
-        END IF;
-
-        IF durable THEN
-            INSERT INTO rate_limit_durable AS d (prefix, key)
-            SELECT name, e.key COLLATE "C"
-            FROM unnest((SELECT keys), (SELECT costs)) AS e (key, cost)
-            WHERE coalesce(e.cost, 1) <= max_cost AND coalesce(e.cost, 1) <> 0
-                AND NOT (skip_held AND EXISTS (SELECT FROM rate_limit_durable AS d WHERE d.prefix = name AND d.key = e.key OFFSET 0))
-            GROUP BY e.key COLLATE "C"
-            ORDER BY octet_length(e.key COLLATE "C") DESC, e.key COLLATE "C"
-            ON CONFLICT (prefix, key) DO UPDATE SET count = d.count WHERE clock_timestamp() > give_up AND rate_limit_late();
-        ELSE
-            INSERT INTO rate_limit_ephemeral AS d (prefix, key)
-            SELECT name, e.key COLLATE "C"
-            FROM unnest((SELECT keys), (SELECT costs)) AS e (key, cost)
-            WHERE coalesce(e.cost, 1) <= max_cost AND coalesce(e.cost, 1) <> 0
-                AND NOT (skip_held AND EXISTS (SELECT FROM rate_limit_ephemeral AS d WHERE d.prefix = name AND d.key = e.key OFFSET 0))
-            GROUP BY e.key COLLATE "C"
-            ORDER BY octet_length(e.key COLLATE "C") DESC, e.key COLLATE "C"
-            ON CONFLICT (prefix, key) DO UPDATE SET count = d.count WHERE clock_timestamp() > give_up AND rate_limit_late();
-        END IF;
-    END LOOP;
-    RAISE EXCEPTION 'rate_limit: rows were made, and were missing again'
-        USING ERRCODE = 'object_not_in_prerequisite_state', HINT = 'Something deletes rows of this transaction, or keeps them from being made: a trigger?';
-END
-$$;
--- +goose StatementEnd
-
--- rate_limit_write stores new states of rows that rate_limit_lock has locked, by tid, which is fixed while they are.
--- +goose StatementBegin
-CREATE FUNCTION rate_limit_write(new_rows rate_limit_row[], algorithm smallint, durable boolean)
-RETURNS void
-LANGUAGE plpgsql
-AS $$
-#variable_conflict use_variable
-DECLARE
-    w rate_limit_row;
-BEGIN
-    IF cardinality(new_rows) = 1 THEN
-        w := new_rows[1];
-        IF durable THEN
-            UPDATE rate_limit_durable AS d
-            SET algorithm = algorithm, count = w.count, prev_count = w.prev_count, window_start = w.window_start,
-                credit = w.credit, scale = w.scale, expires_at = w.expires_at, log = w.log,
-                since = w.since, capacity = w.capacity, refill = w.refill, returned = w.returned
-            WHERE d.ctid = w.tid;
-        ELSE
-            UPDATE rate_limit_ephemeral AS d
-            SET algorithm = algorithm, count = w.count, prev_count = w.prev_count, window_start = w.window_start,
-                credit = w.credit, scale = w.scale, expires_at = w.expires_at, log = w.log,
-                since = w.since, capacity = w.capacity, refill = w.refill, returned = w.returned
-            WHERE d.ctid = w.tid;
-        END IF;
-    -- LIMIT by a subquery lets the planner expect few rows, so that it always fetches them by tid and never scans.
-    ELSIF durable THEN
-        UPDATE rate_limit_durable AS d
-        SET algorithm = algorithm, count = n.count, prev_count = n.prev_count, window_start = n.window_start,
-            credit = n.credit, scale = n.scale, expires_at = n.expires_at, log = n.log,
-            since = n.since, capacity = n.capacity, refill = n.refill, returned = n.returned
-        FROM (SELECT * FROM unnest((SELECT new_rows)) LIMIT (SELECT cardinality(new_rows))) AS n
-        WHERE d.ctid = n.tid;
-    ELSE
-        UPDATE rate_limit_ephemeral AS d
-        SET algorithm = algorithm, count = n.count, prev_count = n.prev_count, window_start = n.window_start,
-            credit = n.credit, scale = n.scale, expires_at = n.expires_at, log = n.log,
-            since = n.since, capacity = n.capacity, refill = n.refill, returned = n.returned
-        FROM (SELECT * FROM unnest((SELECT new_rows)) LIMIT (SELECT cardinality(new_rows))) AS n
-        WHERE d.ctid = n.tid;
-    END IF;
-END
-$$;
--- +goose StatementEnd
-
--- The fixed window; fixed.go holds its specification and its model, and the two read side by side.
---
---   name                the limiter's name, 1 to 128 bytes
---   keys                who asks, 1 to 512 bytes each; a key that stands several times is decided in that order
---   max_count           the limit, in units of cost; max_count * window_us may reach 2^62
---   window_us           length of the window in microseconds, at most 2^51 (71 years)
---   costs               cost of one request, for each key; NULL means 1 each. A cost of 0 takes nothing and tells whether 1 would
---                       fit; a cost below 0 gives back, or grants, see taken_in; a cost above max_count is denied with
---                       a retry_after_us of NULL, which means never
---   counts              how many such requests are asked, for each key; NULL means 1 each
---   durable             whether the rows are in rate_limit_durable rather than in rate_limit_ephemeral
---   lock_timeout_ms     longest wait for one row, for this transaction; NULL leaves the session's lock_timeout
---   synchronous_commit  whether the commit of this transaction waits for the WAL; NULL leaves the session's setting
---   now                 replaces the clock, for tests
---   taken_since, taken_in, taken_at, taken_spent
---                       which take a cost below 0 gives back: what its decision returned under these names, for each key; NULL, of
---                       taken_in, if it gives nothing back but grants credit above the limit, of which a key holds up to 2^61
---   skip_held           whether to pass over keys whose row somebody's transaction has locked: no row comes back for them, and
---                       the others are decided. A key that such a transaction has just made is waited for still
--- +goose StatementBegin
-CREATE FUNCTION rate_limit_fixed_window(
-    name text,
-    keys text[],
-    max_count bigint,
-    window_us bigint,
-    costs bigint[] DEFAULT NULL,
-    counts bigint[] DEFAULT NULL,
-    durable boolean DEFAULT false,
-    lock_timeout_ms integer DEFAULT NULL,
-    synchronous_commit boolean DEFAULT NULL,
-    now timestamptz DEFAULT NULL,
-    taken_since bigint[] DEFAULT NULL,
-    taken_in bigint[] DEFAULT NULL,
-    taken_at bigint[] DEFAULT NULL,
-    taken_spent bigint[] DEFAULT NULL,
-    skip_held boolean DEFAULT false
-)
-RETURNS SETOF rate_limit_decision
-LANGUAGE plpgsql
-SECURITY DEFINER
-SET enable_seqscan = off -- a plan must not depend on how small the table was when it was made
-AS $$
-#variable_conflict use_variable
-DECLARE
-    asked_rows rate_limit_row[];
-    new_rows rate_limit_row[];
-    written integer := 0;
-    r rate_limit_row;  -- the element at hand, and its row as it was found
-    s rate_limit_row;  -- that row's state now
-    clock bigint;      -- the database's clock
-    t bigint;          -- the time of the decision: the clock, or the row's own time where that lies ahead of it
-    moved boolean;     -- the clock has jumped back, and the row with it
-    changed boolean;   -- a refund or grant has done something
-    back bigint;       -- what goes back
-    units bigint;      -- what a refund is of, or a grant
-    spent bigint;      -- how much of what is taken comes out of granted credit
-    decided_at timestamptz;
-    granted bigint;
-    remaining bigint;
-    retry_after_us bigint;
-    reset_after_us bigint;
-    ends bigint;       -- when the current window ends
-BEGIN
-    IF (max_count >= 1 AND window_us BETWEEN 1 AND 2251799813685248 AND max_count <= 4611686018427387904 / window_us) IS NOT TRUE THEN
-        RAISE EXCEPTION 'rate_limit: max_count % and window_us % are outside the exact range', max_count, window_us
-            USING ERRCODE = 'invalid_parameter_value',
-                HINT = 'Both are at least 1, window_us is at most 2^51, and their product is at most 2^62.';
-    END IF;
-    asked_rows := rate_limit_lock(name, keys, costs, counts, max_count, 1::smallint, durable, lock_timeout_ms, synchronous_commit, taken_in, skip_held);
-
-    -- The clock is read with every lock held: read before, it could be older than the rows that a lock waited for.
-    decided_at := coalesce(now, clock_timestamp());
-    clock := (extract(epoch FROM decided_at) * 1000000)::bigint;
-
-    FOREACH r IN ARRAY asked_rows LOOP
-        -- Roll the row forward to the clock, unless it is the row of the element before: that goes on from its decision.
-        IF (r.tid = s.tid) IS NOT TRUE THEN
-            s := r;
-            moved := false;
-            IF clock >= s.expires_at OR (s.count | s.credit) = 0 THEN
-                s.count := 0;
-                s.credit := 0;
-                s.window_start := clock;
-                s.since := NULL;
-            ELSIF s.window_start - clock > window_us THEN
-                s.window_start := clock;
-                s.expires_at := clock + window_us;
-                moved := true;
-            END IF;
-            t := greatest(clock, s.window_start);
-            IF t - s.window_start >= window_us OR s.count = 0 THEN
-                s.count := 0;
-                s.window_start := t;
-                s.since := CASE WHEN s.credit > 0 THEN s.since END;
-            END IF;
-        END IF;
-        spent := 0;
-
-        IF r.cost < 0 THEN
-            -- By division, because the product could overflow.
-            units := CASE WHEN r.asked > -(9223372036854775807 / r.cost) THEN 9223372036854775807 ELSE -r.asked * r.cost END;
-            IF taken_in[r.ord] IS NULL THEN -- a grant
-                changed := true;
-                s.credit := least(s.credit + least(units, 2305843009213693952), 2305843009213693952);
-                s.since := coalesce(s.since, t);
-                s.expires_at := t + window_us;
-            ELSE
-                -- What came out of credit goes back first, as credit, if the row is still the one that it came from.
-                back := least(greatest(coalesce(taken_spent[r.ord], 0), 0), units);
-                units := units - back;
-                changed := coalesce(back > 0 AND s.since = taken_since[r.ord] AND s.credit < 2305843009213693952, false);
-                IF changed THEN
-                    s.credit := s.credit + least(back, 2305843009213693952 - s.credit);
-                    s.expires_at := greatest(s.expires_at, t + window_us);
-                END IF;
-                IF s.window_start = taken_in[r.ord] THEN
-                    changed := changed OR (units > 0 AND s.count > 0);
-                    s.count := s.count - least(units, s.count);
-                END IF;
-                IF s.count = 0 THEN
-                    IF s.credit = 0 THEN -- as good as new
-                        t := clock;
-                        s.since := NULL;
-                    END IF;
-                    s.window_start := t;
-                END IF;
-            END IF;
-        END IF;
-        remaining := greatest(max_count - s.count, 0) + s.credit;
-        granted := CASE
-            WHEN r.cost BETWEEN 1 AND max_count THEN least(r.asked, remaining / r.cost)
-            WHEN r.cost < 0 THEN r.asked
-            ELSE 0
-        END;
-        IF granted > 0 AND r.cost > 0 THEN
-            IF s.credit > 0 THEN -- for what there is no ordinary room
-                spent := greatest(granted * r.cost - (remaining - s.credit), 0);
-                s.credit := s.credit - spent;
-            END IF;
-            s.count := s.count + granted * r.cost - spent;
-            s.expires_at := t + window_us;
-            remaining := remaining - granted * r.cost;
-        END IF;
-        ends := least(s.window_start + window_us, s.expires_at);
-        retry_after_us := CASE
-            WHEN granted = r.asked OR (r.cost <= max_count AND remaining >= greatest(r.cost, 1)) THEN 0
-            WHEN r.cost <= max_count THEN ends - clock
-        END;
-        reset_after_us := CASE WHEN s.credit > 0 THEN s.expires_at - clock WHEN s.count > 0 THEN ends - clock ELSE 0 END;
-
-        -- A denial writes nothing, but for a row that the clock has left behind: unwritten, it would deny for ever.
-        IF (granted > 0 AND (r.cost > 0 OR changed)) OR (moved AND r.cost BETWEEN 1 AND max_count) THEN
-            IF written = 0 OR new_rows[written].tid <> s.tid THEN
-                written := written + 1;
-            END IF;
-            s.expires_at := clock + reset_after_us;
-            new_rows[written] := s;
-        END IF;
-
-        RETURN NEXT ROW(r.ord, granted, remaining, retry_after_us, reset_after_us, decided_at,
-            s.count, s.prev_count, s.window_start, s.credit, NULL::bigint, s.expires_at, NULL::bigint[],
-            s.since, s.window_start, NULL::bigint, spent);
-    END LOOP;
-
-    IF written > 0 THEN
-        PERFORM rate_limit_write(new_rows, 1::smallint, durable);
-    END IF;
-END
-$$;
--- +goose StatementEnd
-
-COMMENT ON FUNCTION rate_limit_fixed_window IS 'Takes from fixed windows of window_us microseconds, each of which admits max_count. A window starts at the first request after the one before has ended.
-It returns a row for each key: ord (its place in keys), granted (how many of the counts requests were granted), remaining (the largest cost that would be granted next), retry_after_us (microseconds until the others can be granted; 0: all were; NULL: never), reset_after_us (microseconds until the key is as good as new), decided_at (the database clock at the decision), and the state of the key then: count, prev_count, window_start, credit, scale and expires_at, as in the table. A denial is a row with granted = 0, never an error, and takes nothing. A refund is granted, whatever there was to give back. What is taken commits or rolls back with the transaction.
-Example: SELECT * FROM rate_limit_fixed_window(''login'', ARRAY[''user:123''], 10, 60000000) takes one of 10 a minute.
-Optional, by name: costs and counts for each key (1 each; a cost of 0 only looks, and one below 0 grants credit above the limit, or, with the taken_since, taken_in, taken_at and taken_spent of a decision that took, gives back what that take still counts, and each unit only once if the caller asks only once), durable => true for rate_limit_durable.';
-
--- The sliding window counter; sliding.go holds its specification and its model, and the two read side by side.
---
---   name                the limiter's name, 1 to 128 bytes
---   keys                who asks, 1 to 512 bytes each; a key that stands several times is decided in that order
---   max_count           the limit, in units of cost; max_count * window_us may reach 2^62
---   window_us           length of the window in microseconds, at most 2^51 (71 years)
---   costs               cost of one request, for each key; NULL means 1 each. A cost of 0 takes nothing and tells whether 1 would
---                       fit; a cost below 0 gives back, or grants, see taken_in; a cost above max_count is denied with
---                       a retry_after_us of NULL, which means never
---   counts              how many such requests are asked, for each key; NULL means 1 each
---   durable             whether the rows are in rate_limit_durable rather than in rate_limit_ephemeral
---   lock_timeout_ms     longest wait for one row, for this transaction; NULL leaves the session's lock_timeout
---   synchronous_commit  whether the commit of this transaction waits for the WAL; NULL leaves the session's setting
---   now                 replaces the clock, for tests
---   taken_since, taken_in, taken_at, taken_spent
---                       which take a cost below 0 gives back: what its decision returned under these names, for each key; NULL, of
---                       taken_in, if it gives nothing back but grants credit above the limit, of which a key holds up to 2^61
---   skip_held           whether to pass over keys whose row somebody's transaction has locked: no row comes back for them, and
---                       the others are decided. A key that such a transaction has just made is waited for still
--- +goose StatementBegin
-CREATE FUNCTION rate_limit_sliding_window(
-    name text,
-    keys text[],
-    max_count bigint,
-    window_us bigint,
-    costs bigint[] DEFAULT NULL,
-    counts bigint[] DEFAULT NULL,
-    durable boolean DEFAULT false,
-    lock_timeout_ms integer DEFAULT NULL,
-    synchronous_commit boolean DEFAULT NULL,
-    now timestamptz DEFAULT NULL,
-    taken_since bigint[] DEFAULT NULL,
-    taken_in bigint[] DEFAULT NULL,
-    taken_at bigint[] DEFAULT NULL,
-    taken_spent bigint[] DEFAULT NULL,
-    skip_held boolean DEFAULT false
-)
-RETURNS SETOF rate_limit_decision
-LANGUAGE plpgsql
-SECURITY DEFINER
-SET enable_seqscan = off -- a plan must not depend on how small the table was when it was made
-AS $$
-#variable_conflict use_variable
-DECLARE
-    asked_rows rate_limit_row[];
-    new_rows rate_limit_row[];
-    written integer := 0;
-    r rate_limit_row;  -- the element at hand, and its row as it was found
-    s rate_limit_row;  -- that row's state now
-    clock bigint;      -- the database's clock
-    t bigint;          -- the time of the decision: the clock, or the row's own time where that lies ahead of it
-    moved boolean;     -- the clock has jumped back, and the row with it
-    changed boolean;   -- a refund or grant has done something
-    back bigint;       -- what goes back
-    units bigint;      -- what a refund is of, or a grant
-    spent bigint;      -- how much of what is taken comes out of granted credit
-    decided_at timestamptz;
-    granted bigint;
-    remaining bigint;
-    retry_after_us bigint;
-    reset_after_us bigint;
-    rest bigint;       -- how long the current window still lasts: as long as the sliding window covers of the one before
-    weight bigint;     -- prev_count * rest / window_us, rounded up: what the window before still weighs
-    ask bigint;
-    wait bigint;
-BEGIN
-    IF (max_count >= 1 AND window_us BETWEEN 1 AND 2251799813685248 AND max_count <= 4611686018427387904 / window_us) IS NOT TRUE THEN
-        RAISE EXCEPTION 'rate_limit: max_count % and window_us % are outside the exact range', max_count, window_us
-            USING ERRCODE = 'invalid_parameter_value',
-                HINT = 'Both are at least 1, window_us is at most 2^51, and their product is at most 2^62.';
-    END IF;
-    asked_rows := rate_limit_lock(name, keys, costs, counts, max_count, 2::smallint, durable, lock_timeout_ms, synchronous_commit, taken_in, skip_held);
-
-    -- The clock is read with every lock held: read before, it could be older than the rows that a lock waited for.
-    decided_at := coalesce(now, clock_timestamp());
-    clock := (extract(epoch FROM decided_at) * 1000000)::bigint;
-
-    FOREACH r IN ARRAY asked_rows LOOP
-        -- Roll the row forward to the clock, unless it is the row of the element before: that goes on from its decision.
-        IF (r.tid = s.tid) IS NOT TRUE THEN
-            s := r;
-            moved := false;
-            IF clock >= s.expires_at OR (s.count | s.prev_count | s.credit) = 0 THEN
-                s.credit := 0;
-                s.count := 0;
-                s.prev_count := 0;
-                s.window_start := clock;
-                s.since := NULL;
-            ELSIF s.window_start - clock > window_us THEN
-                s.window_start := clock;
-                s.expires_at := clock + CASE WHEN s.count > 0 OR s.credit > 0 THEN 2 ELSE 1 END * window_us;
-                moved := true;
-            END IF;
-            t := greatest(clock, s.window_start);
-            IF s.count = 0 OR t - s.window_start >= window_us THEN
-                IF t - s.window_start >= 2 * window_us OR (s.count = 0 AND (s.prev_count = 0 OR t - s.window_start >= window_us)) THEN
-                    s.count := 0;
-                    s.prev_count := 0;
-                    s.window_start := t;
-                    s.since := CASE WHEN s.credit > 0 THEN s.since END;
-                ELSIF t - s.window_start >= window_us THEN
-                    s.prev_count := s.count;
-                    s.count := 0;
-                    s.window_start := s.window_start + window_us;
-                END IF;
-            END IF;
-        END IF;
-        spent := 0;
-
-        IF r.cost < 0 THEN
-            -- By division, because the product could overflow.
-            units := CASE WHEN r.asked > -(9223372036854775807 / r.cost) THEN 9223372036854775807 ELSE -r.asked * r.cost END;
-            IF taken_in[r.ord] IS NULL THEN -- a grant
-                changed := true;
-                s.credit := least(s.credit + least(units, 2305843009213693952), 2305843009213693952);
-                s.since := coalesce(s.since, t);
-                s.expires_at := t + 2 * window_us;
-            ELSE
-                -- What came out of credit goes back first, as credit, if the row is still the one that it came from.
-                back := least(greatest(coalesce(taken_spent[r.ord], 0), 0), units);
-                units := units - back;
-                changed := coalesce(back > 0 AND s.since = taken_since[r.ord] AND s.credit < 2305843009213693952, false);
-                IF changed THEN
-                    s.credit := s.credit + least(back, 2305843009213693952 - s.credit);
-                    s.expires_at := greatest(s.expires_at, t + 2 * window_us);
-                END IF;
-                IF s.window_start = taken_in[r.ord] THEN
-                    changed := changed OR (units > 0 AND s.count > 0);
-                    s.count := s.count - least(units, s.count);
-                ELSIF s.window_start - window_us = taken_in[r.ord] THEN
-                    changed := changed OR (units > 0 AND s.prev_count > 0);
-                    s.prev_count := s.prev_count - least(units, s.prev_count);
-                END IF;
-                IF s.count = 0 AND s.prev_count = 0 THEN
-                    IF s.credit = 0 THEN -- as good as new
-                        t := clock;
-                        s.since := NULL;
-                    END IF;
-                    s.window_start := t;
-                END IF;
-            END IF;
-        END IF;
-
-        rest := s.window_start + window_us - t;
-        weight := CASE
-            WHEN s.prev_count = 0 THEN 0
-            -- A prev_count that an older, larger limit has left could overflow the product; this asks by division.
-            WHEN rest > max_count * window_us / s.prev_count THEN max_count
-            ELSE (s.prev_count * rest + window_us - 1) / window_us
-        END;
-        remaining := greatest(max_count - s.count - weight, 0) + s.credit;
-        granted := CASE
-            WHEN r.cost BETWEEN 1 AND max_count THEN least(r.asked, remaining / r.cost)
-            WHEN r.cost < 0 THEN r.asked
-            ELSE 0
-        END;
-        IF granted > 0 AND r.cost > 0 THEN
-            IF s.credit > 0 THEN -- for what there is no ordinary room
-                spent := greatest(granted * r.cost - (remaining - s.credit), 0);
-                s.credit := s.credit - spent;
-            END IF;
-            s.count := s.count + granted * r.cost - spent;
-            s.expires_at := t + 2 * window_us;
-            remaining := remaining - granted * r.cost;
-        END IF;
-
-        IF granted = r.asked THEN
-            retry_after_us := 0;
-        ELSIF r.cost > max_count THEN
-            retry_after_us := NULL;
-        ELSIF remaining >= greatest(r.cost, 1) THEN
-            retry_after_us := 0;
-        ELSE
-            ask := greatest(r.cost, 1) - s.credit;
-            IF ask <= max_count - s.count THEN -- the sum could overflow
-                -- It fits into this window, once prev_count * rest has fallen to what is left of max_count * window_us.
-                wait := rest - (max_count - s.count - ask) * window_us / s.prev_count;
-            ELSE
-                -- Only into the next window, where count takes the place of prev_count.
-                wait := rest + window_us - (max_count - ask) * window_us / s.count;
-            END IF;
-            retry_after_us := least(t + wait, s.expires_at) - clock;
-        END IF;
-        reset_after_us := CASE
-            WHEN s.credit > 0 THEN s.expires_at - clock
-            WHEN s.count > 0 THEN least(s.window_start + 2 * window_us, s.expires_at) - clock
-            WHEN s.prev_count > 0 THEN least(s.window_start + window_us, s.expires_at) - clock
-            ELSE 0
-        END;
-
-        -- A denial writes nothing, but for a row that the clock has left behind: unwritten, it would deny for ever.
-        IF (granted > 0 AND (r.cost > 0 OR changed)) OR (moved AND r.cost BETWEEN 1 AND max_count) THEN
-            IF written = 0 OR new_rows[written].tid <> s.tid THEN
-                written := written + 1;
-            END IF;
-            s.expires_at := clock + reset_after_us;
-            new_rows[written] := s;
-        END IF;
-
-        RETURN NEXT ROW(r.ord, granted, remaining, retry_after_us, reset_after_us, decided_at,
-            s.count, s.prev_count, s.window_start, s.credit, NULL::bigint, s.expires_at, NULL::bigint[],
-            s.since, s.window_start, NULL::bigint, spent);
-    END LOOP;
-
-    IF written > 0 THEN
-        PERFORM rate_limit_write(new_rows, 2::smallint, durable);
-    END IF;
-END
-$$;
--- +goose StatementEnd
-
-COMMENT ON FUNCTION rate_limit_sliding_window IS 'Takes from sliding windows of window_us microseconds, each of which admits max_count, estimated from two counters: the window before counts for the share of it that the sliding window still covers.
-It returns a row for each key: ord (its place in keys), granted (how many of the counts requests were granted), remaining (the largest cost that would be granted next), retry_after_us (microseconds until the others can be granted; 0: all were; NULL: never), reset_after_us (microseconds until the key is as good as new), decided_at (the database clock at the decision), and the state of the key then: count, prev_count, window_start, credit, scale and expires_at, as in the table. A denial is a row with granted = 0, never an error, and takes nothing. A refund is granted, whatever there was to give back. What is taken commits or rolls back with the transaction.
-Example: SELECT * FROM rate_limit_sliding_window(''login'', ARRAY[''user:123''], 10, 60000000) takes one of 10 a minute.
-Optional, by name: costs and counts for each key (1 each; a cost of 0 only looks, and one below 0 grants credit above the limit, or, with the taken_since, taken_in, taken_at and taken_spent of a decision that took, gives back what that take still counts, and each unit only once if the caller asks only once), durable => true for rate_limit_durable.';
-
--- The token bucket; tokenbucket.go holds its specification and its model, and the two read side by side.
---
---   name                the limiter's name, 1 to 128 bytes
---   keys                who asks, 1 to 512 bytes each; a key that stands several times is decided in that order
---   capacity            tokens in a full bucket; capacity * every_us may reach 2^62
---   refill              tokens that flow in, evenly, over every_us; at least 1
---   every_us            in microseconds, at least 1; to fill an empty bucket may take 2^51 microseconds (71 years)
---   costs               cost of one request, for each key; NULL means 1 each. A cost of 0 takes nothing and tells whether 1 would
---                       fit; a cost below 0 gives back, or grants, see taken_in; a cost above capacity is denied with
---                       a retry_after_us of NULL, which means never
---   counts              how many such requests are asked, for each key; NULL means 1 each
---   durable             whether the rows are in rate_limit_durable rather than in rate_limit_ephemeral
---   lock_timeout_ms     longest wait for one row, for this transaction; NULL leaves the session's lock_timeout
---   synchronous_commit  whether the commit of this transaction waits for the WAL; NULL leaves the session's setting
---   now                 replaces the clock, for tests
---   taken_since, taken_in, taken_at, taken_spent
---                       which take a cost below 0 gives back: what its decision returned under these names, for each key; NULL, of
---                       taken_in, if it gives nothing back but grants credit above the limit, of which a key holds up to 2^61
---   skip_held           whether to pass over keys whose row somebody's transaction has locked: no row comes back for them, and
---                       the others are decided. A key that such a transaction has just made is waited for still
--- +goose StatementBegin
-CREATE FUNCTION rate_limit_token_bucket(
-    name text,
-    keys text[],
-    capacity bigint,
-    refill bigint,
-    every_us bigint,
-    costs bigint[] DEFAULT NULL,
-    counts bigint[] DEFAULT NULL,
-    durable boolean DEFAULT false,
-    lock_timeout_ms integer DEFAULT NULL,
-    synchronous_commit boolean DEFAULT NULL,
-    now timestamptz DEFAULT NULL,
-    taken_since bigint[] DEFAULT NULL,
-    taken_in bigint[] DEFAULT NULL,
-    taken_at bigint[] DEFAULT NULL,
-    taken_spent bigint[] DEFAULT NULL,
-    skip_held boolean DEFAULT false
-)
-RETURNS SETOF rate_limit_decision
-LANGUAGE plpgsql
-SECURITY DEFINER
-SET enable_seqscan = off -- a plan must not depend on how small the table was when it was made
-AS $$
-#variable_conflict use_variable
-DECLARE
-    asked_rows rate_limit_row[];
-    new_rows rate_limit_row[];
-    written integer := 0;
-    r rate_limit_row;  -- the element at hand, and its row as it was found
-    s rate_limit_row;  -- that row's state now
-    clock bigint;      -- the database's clock
-    t bigint;          -- the time of the decision: the clock, or the row's own time where that lies ahead of it
-    moved boolean;     -- the clock has jumped back, and the row with it
-    changed boolean;   -- a refund or grant has done something
-    back bigint;       -- what goes back
-    units bigint;      -- what a refund is of, or a grant
-    spent bigint;      -- how much of what is taken comes out of granted credit
-    decided_at timestamptz;
-    granted bigint;
-    remaining bigint;
-    retry_after_us bigint;
-    reset_after_us bigint;
-    full_credit bigint;  -- credit of a full bucket
-    need bigint;
-BEGIN
-    IF (capacity >= 1 AND refill >= 1 AND every_us >= 1 AND capacity <= 4611686018427387904 / every_us
-            AND (capacity * every_us - 1) / refill < 2251799813685248) IS NOT TRUE THEN
-        RAISE EXCEPTION 'rate_limit: capacity %, refill % and every_us % are outside the exact range', capacity, refill, every_us
-            USING ERRCODE = 'invalid_parameter_value',
-                HINT = 'All are at least 1, capacity * every_us is at most 2^62, and divided by refill it is at most 2^51.';
-    END IF;
-    full_credit := capacity * every_us;
-    asked_rows := rate_limit_lock(name, keys, costs, counts, capacity, 3::smallint, durable, lock_timeout_ms, synchronous_commit, taken_in, skip_held);
-
-    -- The clock is read with every lock held: read before, it could be older than the rows that a lock waited for.
-    decided_at := coalesce(now, clock_timestamp());
-    clock := (extract(epoch FROM decided_at) * 1000000)::bigint;
-
-    FOREACH r IN ARRAY asked_rows LOOP
-        -- Roll the row forward to the clock, unless it is the row of the element before: that goes on from its decision.
-        IF (r.tid = s.tid) IS NOT TRUE THEN
-            s := r;
-            moved := false;
-            IF clock >= s.expires_at THEN
-                s.count := 0;
-                s.credit := full_credit;
-                s.window_start := clock;
-            ELSE
-                IF s.scale <> every_us OR s.capacity <> capacity OR s.refill <> refill THEN -- what was taken before stays taken
-                    s.since := greatest(s.since + 1, s.window_start, clock);
-                    s.returned := 0;
-                END IF;
-                IF s.scale <> every_us THEN
-                    -- The policy has changed. Whole tokens are kept, and the part of one, rounded down; its product may
-                    -- need 128 bits, which only numeric has, and this runs only until the next grant.
-                    s.credit := CASE WHEN s.credit / s.scale >= capacity THEN full_credit
-                        ELSE s.credit / s.scale * every_us + div((s.credit % s.scale)::numeric * every_us, s.scale)::bigint END;
-                END IF;
-                s.credit := least(s.credit, full_credit);
-                IF s.credit = full_credit AND s.count = 0 THEN -- the capacity is lower now: as good as new
-                    s.window_start := clock;
-                    s.expires_at := clock;
-                ELSIF s.window_start - clock > (full_credit - 1) / refill + 1 THEN
-                    s.window_start := clock;
-                    s.since := greatest(s.since + 1, clock);
-                    s.returned := 0;
-                    s.expires_at := clock + (full_credit - CASE WHEN s.count > 0 THEN 0 ELSE s.credit END - 1) / refill + 1;
-                    moved := true;
-                END IF;
-            END IF;
-            s.scale := every_us;
-            s.capacity := capacity;
-            s.refill := refill;
-            t := greatest(clock, s.window_start);
-            -- Asked by division, because the product overflows after a long time.
-            IF s.credit < full_credit AND t - s.window_start <= (full_credit - s.credit - 1) / refill THEN
-                s.credit := s.credit + (t - s.window_start) * refill;
-            ELSE
-                s.credit := full_credit;
-                IF s.count = 0 THEN -- as good as new
-                    s.since := t;
-                    s.returned := 0;
-                END IF;
-            END IF;
-            s.window_start := t;
-        END IF;
-        spent := 0;
-
-        IF r.cost < 0 THEN
-            -- By division, because the product could overflow.
-            units := CASE WHEN r.asked > -(9223372036854775807 / r.cost) THEN 9223372036854775807 ELSE -r.asked * r.cost END;
-            IF taken_in[r.ord] IS NULL THEN -- a grant
-                changed := true;
-                s.count := least(s.count + least(units, 2305843009213693952), 2305843009213693952);
-                s.expires_at := t + (full_credit - 1) / refill + 1;
-            ELSE
-                -- What came out of credit goes back first, as credit, if the row is still the one that it came from.
-                back := least(greatest(coalesce(taken_spent[r.ord], 0), 0), units);
-                units := units - back;
-                changed := coalesce(back > 0 AND s.since = taken_since[r.ord] AND s.count < 2305843009213693952 AND (s.count > 0 OR s.credit < full_credit), false);
-                IF changed THEN
-                    s.count := s.count + least(back, 2305843009213693952 - s.count);
-                    s.expires_at := greatest(s.expires_at, t + (full_credit - 1) / refill + 1);
-                END IF;
-                -- Where the units are in the queue of missing tokens: see TokenBucket.refund in tokenbucket.go.
-                IF s.since = taken_since[r.ord] AND taken_in[r.ord] BETWEEN 0 AND t AND s.credit < full_credit THEN
-                    units := least(units, capacity) * every_us;
-                    need := least(greatest(greatest(coalesce(taken_at[r.ord], 0), 0) - s.returned, units), full_credit);
-                    back := CASE
-                        WHEN t - taken_in[r.ord] <= need / refill THEN least(units, need - (t - taken_in[r.ord]) * refill, full_credit - s.credit)
-                        ELSE 0
-                    END;
-                    changed := changed OR back > 0;
-                    s.credit := s.credit + back;
-                    s.returned := s.returned + back;
-                    IF s.returned > 2305843009213693952 THEN -- lest the sum overflow
-                        s.since := greatest(s.since + 1, t);
-                        s.returned := 0;
-                    END IF;
-                END IF;
-                IF changed AND s.credit = full_credit AND s.count = 0 THEN -- as good as new
-                    t := clock;
-                    s.window_start := clock;
-                    s.since := clock;
-                    s.returned := 0;
-                END IF;
-            END IF;
-        END IF;
-        remaining := s.credit / every_us + s.count;
-        granted := CASE
-            WHEN r.cost BETWEEN 1 AND capacity THEN least(r.asked, remaining / r.cost)
-            WHEN r.cost < 0 THEN r.asked
-            ELSE 0
-        END;
-        IF granted > 0 AND r.cost > 0 THEN
-            IF s.count > 0 THEN -- for what there is no ordinary room
-                spent := greatest(granted * r.cost - (remaining - s.count), 0);
-                s.count := s.count - spent;
-            END IF;
-            s.credit := s.credit - (granted * r.cost - spent) * every_us;
-            s.expires_at := t + (full_credit - 1) / refill + 1;
-            remaining := remaining - granted * r.cost;
-        END IF;
-
-        IF granted = r.asked THEN
-            retry_after_us := 0;
-        ELSIF r.cost > capacity THEN
-            retry_after_us := NULL;
-        ELSIF remaining >= greatest(r.cost, 1) THEN
-            retry_after_us := 0;
-        ELSE
-            need := (greatest(r.cost, 1) - s.count) * every_us - s.credit;
-            retry_after_us := least(t + (need - 1) / refill + 1, s.expires_at) - clock;
-        END IF;
-        need := full_credit - s.credit;
-        reset_after_us := CASE WHEN s.count > 0 THEN s.expires_at - clock WHEN need > 0 THEN least(t + (need - 1) / refill + 1, s.expires_at) - clock ELSE 0 END;
-
-        -- A denial writes nothing, but for a row that the clock has left behind: unwritten, it would deny for ever.
-        IF (granted > 0 AND (r.cost > 0 OR changed)) OR (moved AND r.cost BETWEEN 1 AND capacity) THEN
-            IF written = 0 OR new_rows[written].tid <> s.tid THEN
-                written := written + 1;
-            END IF;
-            s.expires_at := clock + reset_after_us;
-            new_rows[written] := s;
-        END IF;
-
-        RETURN NEXT ROW(r.ord, granted, remaining, retry_after_us, reset_after_us, decided_at,
-            s.count, s.prev_count, s.window_start, s.credit, s.scale, s.expires_at, NULL::bigint[],
-            s.since, s.window_start, s.returned + full_credit - s.credit, spent);
-    END LOOP;
-
-    IF written > 0 THEN
-        PERFORM rate_limit_write(new_rows, 3::smallint, durable);
-    END IF;
-END
-$$;
--- +goose StatementEnd
-
-COMMENT ON FUNCTION rate_limit_token_bucket IS 'Takes from token buckets, which hold capacity tokens, start full, and get refill tokens, evenly, over every_us microseconds.
-It returns a row for each key: ord (its place in keys), granted (how many of the counts requests were granted), remaining (the largest cost that would be granted next), retry_after_us (microseconds until the others can be granted; 0: all were; NULL: never), reset_after_us (microseconds until the key is as good as new), decided_at (the database clock at the decision), and the state of the key then: count, prev_count, window_start, credit, scale and expires_at, as in the table. A denial is a row with granted = 0, never an error, and takes nothing. A refund is granted, whatever there was to give back. What is taken commits or rolls back with the transaction.
-Example: SELECT * FROM rate_limit_token_bucket(''api'', ARRAY[''user:123''], 20, 5, 10000000) takes one token from a bucket of 20 that gets 5 more every 10 seconds.
-Optional, by name: costs and counts for each key (1 each; a cost of 0 only looks, and one below 0 grants credit above the limit, or, with the taken_since, taken_in, taken_at and taken_spent of a decision that took, gives back what that take still counts, and each unit only once if the caller asks only once), durable => true for rate_limit_durable.';
-
--- The sliding window log; slidinglog.go holds its specification and its model, and the two read side by side.
---
---   name                the limiter's name, 1 to 128 bytes
---   keys                who asks, 1 to 512 bytes each; a key that stands several times is decided in that order
---   max_count           the limit, in units of cost, at most 1000
---   window_us           length of the window in microseconds, at most 2^51 (71 years)
---   costs               cost of one request, for each key; NULL means 1 each. A cost of 0 takes nothing and tells whether 1 would
---                       fit; a cost below 0 gives back, or grants, see taken_in; a cost above max_count is denied with
---                       a retry_after_us of NULL, which means never
---   counts              how many such requests are asked, for each key; NULL means 1 each
---   durable             whether the rows are in rate_limit_durable rather than in rate_limit_ephemeral
---   lock_timeout_ms     longest wait for one row, for this transaction; NULL leaves the session's lock_timeout
---   synchronous_commit  whether the commit of this transaction waits for the WAL; NULL leaves the session's setting
---   now                 replaces the clock, for tests
---   taken_since, taken_in, taken_at, taken_spent
---                       which take a cost below 0 gives back: what its decision returned under these names, for each key; NULL, of
---                       taken_in, if it gives nothing back but grants credit above the limit, of which a key holds up to 2^61
---   skip_held           whether to pass over keys whose row somebody's transaction has locked: no row comes back for them, and
---                       the others are decided. A key that such a transaction has just made is waited for still
--- +goose StatementBegin
-CREATE FUNCTION rate_limit_sliding_log(
-    name text,
-    keys text[],
-    max_count bigint,
-    window_us bigint,
-    costs bigint[] DEFAULT NULL,
-    counts bigint[] DEFAULT NULL,
-    durable boolean DEFAULT false,
-    lock_timeout_ms integer DEFAULT NULL,
-    synchronous_commit boolean DEFAULT NULL,
-    now timestamptz DEFAULT NULL,
-    taken_since bigint[] DEFAULT NULL,
-    taken_in bigint[] DEFAULT NULL,
-    taken_at bigint[] DEFAULT NULL,
-    taken_spent bigint[] DEFAULT NULL,
-    skip_held boolean DEFAULT false
-)
-RETURNS SETOF rate_limit_decision
-LANGUAGE plpgsql
-SECURITY DEFINER
-SET enable_seqscan = off -- a plan must not depend on how small the table was when it was made
-AS $$
-#variable_conflict use_variable
-DECLARE
-    asked_rows rate_limit_row[];
-    new_rows rate_limit_row[];
-    written integer := 0;
-    r rate_limit_row;  -- the element at hand, and its row as it was found
-    s rate_limit_row;  -- that row's state now
-    clock bigint;      -- the database's clock
-    t bigint;          -- the time of the decision: the clock, or the row's own time where that lies ahead of it
-    moved boolean;     -- the clock has jumped back, and the row with it
-    changed boolean;   -- a refund or grant has done something
-    back bigint;       -- what goes back
-    spent bigint;      -- how much of what is taken comes out of granted credit
-    decided_at timestamptz;
-    granted bigint;
-    remaining bigint;
-    retry_after_us bigint;
-    reset_after_us bigint;
-    units bigint;      -- of the newest entry, or what a refund is of, or a grant
-    newest integer;    -- how many entries there are
-    needed integer;    -- how many of the oldest entries have to leave
-    over bigint;       -- how many units
-    -- An entry of the log is the time it was taken at * 1024 + the units taken. Of the time 53 bits are kept, and of an age.
-    age_bits CONSTANT bigint := 9007199254740991;
-BEGIN
-    IF (max_count BETWEEN 1 AND 1000 AND window_us BETWEEN 1 AND 2251799813685248) IS NOT TRUE THEN
-        RAISE EXCEPTION 'rate_limit: max_count % and window_us % are outside the exact range', max_count, window_us
-            USING ERRCODE = 'invalid_parameter_value',
-                HINT = 'Both are at least 1, max_count is at most 1000, and window_us at most 2^51.';
-    END IF;
-    asked_rows := rate_limit_lock(name, keys, costs, counts, max_count, 4::smallint, durable, lock_timeout_ms, synchronous_commit, taken_in, skip_held);
-
-    -- The clock is read with every lock held: read before, it could be older than the rows that a lock waited for.
-    decided_at := coalesce(now, clock_timestamp());
-    clock := (extract(epoch FROM decided_at) * 1000000)::bigint;
-
-    FOREACH r IN ARRAY asked_rows LOOP
-        -- Roll the row forward to the clock, unless it is the row of the element before: that goes on from its decision.
-        IF (r.tid = s.tid) IS NOT TRUE THEN
-            s := r;
-            moved := false;
-            IF clock >= s.expires_at OR (s.count | s.credit) = 0 THEN
-                s.count := 0;
-                s.credit := 0;
-                s.window_start := clock;
-                s.since := NULL;
-                s.log := NULL;
-            ELSIF s.window_start - clock > window_us THEN
-                s.log := ARRAY(
-                    SELECT (((e.entry >> 10) - s.window_start + clock) << 10) | (e.entry & 1023)
-                    FROM unnest(s.log) WITH ORDINALITY AS e (entry, place)
-                    ORDER BY e.place
-                );
-                s.window_start := clock;
-                s.expires_at := clock + window_us;
-                moved := true;
-            END IF;
-            t := greatest(clock, s.window_start);
-            needed := 0;
-            WHILE needed < cardinality(s.log) AND (t - (s.log[needed + 1] >> 10) & age_bits) >= window_us LOOP
-                needed := needed + 1;
-                s.count := s.count - (s.log[needed] & 1023);
-            END LOOP;
-            IF needed > 0 THEN
-                s.log := s.log[needed + 1:];
-            END IF;
-            IF s.count = 0 THEN
-                s.window_start := t;
-                s.since := CASE WHEN s.credit > 0 THEN s.since END;
-            END IF;
-        END IF;
-        spent := 0;
-
-        IF r.cost < 0 THEN
-            -- By division, because the product could overflow.
-            units := CASE WHEN r.asked > -(9223372036854775807 / r.cost) THEN 9223372036854775807 ELSE -r.asked * r.cost END;
-            IF taken_in[r.ord] IS NULL THEN -- a grant
-                changed := true;
-                s.credit := least(s.credit + least(units, 2305843009213693952), 2305843009213693952);
-                s.since := coalesce(s.since, t);
-                s.expires_at := t + window_us;
-            ELSE
-                -- What came out of credit goes back first, as credit, if the row is still the one that it came from.
-                back := least(greatest(coalesce(taken_spent[r.ord], 0), 0), units);
-                units := units - back;
-                changed := coalesce(back > 0 AND s.since = taken_since[r.ord] AND s.credit < 2305843009213693952, false);
-                IF changed THEN
-                    s.credit := s.credit + least(back, 2305843009213693952 - s.credit);
-                    s.expires_at := greatest(s.expires_at, t + window_us);
-                END IF;
-                needed := (
-                    SELECT e.nth
-                    FROM unnest(s.log) WITH ORDINALITY AS e (entry, nth)
-                    WHERE (e.entry >> 10) << 10 = taken_in[r.ord] << 10
-                );
-                back := least(units, s.log[needed] & 1023);
-                IF needed > 0 AND back > 0 THEN
-                    changed := true;
-                    s.count := s.count - back;
-                    IF back = (s.log[needed] & 1023) THEN
-                        s.log := s.log[1:needed - 1] || s.log[needed + 1:];
-                    ELSE
-                        s.log[needed] := s.log[needed] - back;
-                    END IF;
-                    newest := cardinality(s.log);
-                    IF newest > 0 THEN
-                        s.window_start := t - (t - (s.log[newest] >> 10) & age_bits);
-                        t := greatest(clock, s.window_start);
-                    END IF;
-                END IF;
-                IF s.count = 0 THEN
-                    IF s.credit = 0 THEN -- as good as new
-                        t := clock;
-                        s.since := NULL;
-                    END IF;
-                    s.window_start := t;
-                END IF;
-            END IF;
-        END IF;
-        remaining := greatest(max_count - s.count, 0) + s.credit;
-        granted := CASE
-            WHEN r.cost BETWEEN 1 AND max_count THEN least(r.asked, remaining / r.cost)
-            WHEN r.cost < 0 THEN r.asked
-            ELSE 0
-        END;
-        IF granted > 0 AND r.cost > 0 THEN
-            IF s.credit > 0 THEN -- for what there is no ordinary room
-                spent := greatest(granted * r.cost - (remaining - s.credit), 0);
-                s.credit := s.credit - spent;
-            END IF;
-            units := granted * r.cost - spent;
-            s.count := s.count + units;
-            IF units > 0 THEN
-                newest := coalesce(cardinality(s.log), 0);
-                IF (t - (s.log[newest] >> 10) & age_bits) = 0 THEN
-                    units := units + (s.log[newest] & 1023);
-                    newest := newest - 1;
-                END IF;
-                s.log := s.log[1:newest] || ARRAY[(t << 10) | units];
-                s.window_start := t;
-            END IF;
-            s.expires_at := t + window_us;
-            remaining := remaining - granted * r.cost;
-        END IF;
-
-        needed := 0;
-        IF granted = r.asked THEN
-            retry_after_us := 0;
-        ELSIF r.cost > max_count THEN
-            retry_after_us := NULL;
-        ELSIF remaining >= greatest(r.cost, 1) THEN
-            retry_after_us := 0;
-        ELSE
-            -- When enough of the oldest entries have left.
-            over := s.count - s.credit + greatest(r.cost, 1) - max_count;
-            WHILE over > 0 LOOP
-                needed := needed + 1;
-                over := over - (s.log[needed] & 1023);
-            END LOOP;
-            retry_after_us := least(t + window_us - (t - (s.log[needed] >> 10) & age_bits), s.expires_at) - clock;
-        END IF;
-        reset_after_us := CASE
-            WHEN s.credit > 0 THEN s.expires_at - clock
-            WHEN s.count > 0 THEN least(s.window_start + window_us, s.expires_at) - clock
-            ELSE 0
-        END;
-
-        -- A denial writes nothing, but for a row that the clock has left behind: unwritten, it would deny for ever.
-        IF (granted > 0 AND (r.cost > 0 OR changed)) OR (moved AND r.cost BETWEEN 1 AND max_count) THEN
-            IF written = 0 OR new_rows[written].tid <> s.tid THEN
-                written := written + 1;
-            END IF;
-            s.expires_at := clock + reset_after_us;
-            new_rows[written] := s;
-        END IF;
-
-        -- Of the log, what retry_after_us comes from, or the first part of that: see maxDenialEntries.
-        RETURN NEXT ROW(r.ord, granted, remaining, retry_after_us, reset_after_us, decided_at,
-            s.count, s.prev_count, s.window_start, s.credit, NULL::bigint, s.expires_at, CASE WHEN needed > 0 THEN s.log[1:least(needed, 64)] END,
-            s.since, s.window_start, NULL::bigint, spent);
-    END LOOP;
-
-    IF written > 0 THEN
-        PERFORM rate_limit_write(new_rows, 4::smallint, durable);
-    END IF;
-END
-$$;
--- +goose StatementEnd
-
-COMMENT ON FUNCTION rate_limit_sliding_log IS 'Takes from sliding windows of window_us microseconds, any of which admits max_count, at most 1000: exactly, by a log of what was taken and when.
-It returns a row for each key: ord (its place in keys), granted (how many of the counts requests were granted), remaining (the largest cost that would be granted next), retry_after_us (microseconds until the others can be granted; 0: all were; NULL: never), reset_after_us (microseconds until the key is as good as new), decided_at (the database clock at the decision), and the state of the key then: count, prev_count, window_start, credit, scale and expires_at, as in the table, and of its log the entries that have to leave until retry_after_us. A denial is a row with granted = 0, never an error, and takes nothing. A refund is granted, whatever there was to give back. What is taken commits or rolls back with the transaction.
-Example: SELECT * FROM rate_limit_sliding_log(''login'', ARRAY[''user:123''], 10, 60000000) takes one of 10 a minute.
-Optional, by name: costs and counts for each key (1 each; a cost of 0 only looks, and one below 0 grants credit above the limit, or, with the taken_since, taken_in, taken_at and taken_spent of a decision that took, gives back what that take still counts, and each unit only once if the caller asks only once), durable => true for rate_limit_durable.';
 
 -- rate_limit_all decides requests of several parts each, such as one for an address, one for a user and one for everybody: a request
 -- takes from all of its parts, or from none. The parts may differ in everything: limiter, key, algorithm, cost and table.
@@ -1219,8 +90,8 @@ Optional, by name: costs and counts for each key (1 each; a cost of 0 only looks
 --
 -- Rows are locked in one order, whoever asks: the ephemeral ones before the durable ones, then those with longer keys, because a key that
 -- everybody shares tends to be short and is best held briefly, then by key and limiter. Parts may come in any order; a single
--- request of a few that come in this one is spared the sorting. At the first missing row the locking stops, as in
--- rate_limit_lock. But here a row may be missing of a request that another part refuses, and a denial shall write nothing. So
+-- request of a few that come in this one is spared the sorting. At the first missing row the locking stops, and an INSERT
+-- makes the rest. But a row may be missing of a request that another part refuses, and a denial shall write nothing. So
 -- before rows are made, the rest is looked at without locks: what is refused by what can be seen, is refused, and rows are made
 -- for the others. Then the locking begins anew. A request that gives back needs no rows where none of its own is there. Where one
 -- is, all of them are made: a take that has just made the others might else be given back to some of its limits and not to the rest.
@@ -1286,31 +157,29 @@ DECLARE
     gives boolean;     -- the request gives back, or grants
     changed boolean;   -- and that changes the row
     grants boolean;    -- it grants
-    back bigint;       -- what goes back
+    first_pass integer;
+    locked boolean;    -- its rows are to be locked
     decided_at timestamptz;
     asked bigint;
     granted bigint;
     remaining bigint;
     spent bigint;      -- how much of what is taken comes out of granted credit
+    units bigint;      -- what is taken or given back
+    back bigint;       -- of that, what goes back
+    free_at bigint;    -- when what was denied would fit
     retry_after_us bigint;
     reset_after_us bigint;
     max_count bigint;
     window_us bigint;
-    ends bigint;
-    rest bigint;
-    weight bigint;
-    ask bigint;
-    wait bigint;
-    capacity bigint;
     refill bigint;
-    every_us bigint;
+    capacity ALIAS FOR max_count;
+    every_us ALIAS FOR window_us;
     full_credit bigint;
     need bigint;
-    units bigint;
+    rest bigint;
     newest integer;
     needed integer;
-    over bigint;
-    age_bits CONSTANT bigint := 9007199254740991;
+    age_bits CONSTANT bigint := 9007199254740991; -- a log's entry has 54 bits for its time, so the difference of two is taken modulo 2^53
 BEGIN
     IF (parts > 0 AND cardinality(requests) = parts AND cardinality(names) = parts AND cardinality(durables) = parts
             AND cardinality(algorithms) = parts AND cardinality(limits) = parts AND cardinality(spans_us) = parts
@@ -1325,6 +194,10 @@ BEGIN
         CASE WHEN synchronous_commit IS NOT NULL THEN set_config('synchronous_commit', synchronous_commit::text, true) END);
     IF costs IS NULL THEN
         costs := array_fill(1::bigint, ARRAY[parts]);
+    END IF;
+    IF parts = 1 AND costs[1] > limits[1] THEN -- never fits: nothing to lock
+        locking := false;
+        in_order := false;
     END IF;
     IF skip_held AND locking AND false = ANY (durables) THEN
         LOCK TABLE rate_limit_ephemeral IN ROW EXCLUSIVE MODE;
@@ -1351,16 +224,16 @@ BEGIN
         IF in_order THEN -- a look-up for each part: saves 30 of the 80 us that three parts take in the query below
             in_order := false;
             FOR part IN 1 .. parts LOOP
-                IF durables[part] THEN
-                    SELECT d.algorithm, d.ctid, d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at, d.log, d.since, d.capacity, d.refill, d.returned
-                    INTO algorithm, r.tid, r.count, r.prev_count, r.window_start, r.credit, r.scale, r.expires_at, r.log, r.since, r.capacity, r.refill, r.returned
-                    FROM rate_limit_durable AS d
+                IF NOT durables[part] THEN
+                    SELECT d.algorithm, d.ctid, d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at, d.since, d.capacity, d.refill, d.returned, d.log
+                    INTO algorithm, r.tid, r.count, r.prev_count, r.window_start, r.credit, r.scale, r.expires_at, r.since, r.capacity, r.refill, r.returned, r.log
+                    FROM rate_limit_ephemeral AS d
                     WHERE d.prefix = names[part] AND d.key = keys[part]
                     FOR UPDATE;
                 ELSE
-                    SELECT d.algorithm, d.ctid, d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at, d.log, d.since, d.capacity, d.refill, d.returned
-                    INTO algorithm, r.tid, r.count, r.prev_count, r.window_start, r.credit, r.scale, r.expires_at, r.log, r.since, r.capacity, r.refill, r.returned
-                    FROM rate_limit_ephemeral AS d
+                    SELECT d.algorithm, d.ctid, d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at, d.since, d.capacity, d.refill, d.returned, d.log
+                    INTO algorithm, r.tid, r.count, r.prev_count, r.window_start, r.credit, r.scale, r.expires_at, r.since, r.capacity, r.refill, r.returned, r.log
+                    FROM rate_limit_durable AS d
                     WHERE d.prefix = names[part] AND d.key = keys[part]
                     FOR UPDATE;
                 END IF;
@@ -1374,94 +247,311 @@ BEGIN
                 place[part] := rows;
             END LOOP;
         ELSE
-            -- The same query three times. What each of its parts is for stands in rows.sql; a row is looked up for its first part.
-            IF locking AND skip_held THEN
-                OPEN elements FOR
-                    SELECT e.ord, e.first,
-                        e.durable IS NOT NULL AND octet_length(e.name) BETWEEN 1 AND 128 AND octet_length(e.key) BETWEEN 1 AND 512,
-                        CASE WHEN NOT e.first OR coalesce(d.tid, l.tid) IS NOT NULL THEN false WHEN NOT seen.it THEN true END,
-                        coalesce(d.algorithm, l.algorithm, 0),
-                        coalesce(d.tid, l.tid), coalesce(d.count, l.count, 0), coalesce(d.prev_count, l.prev_count, 0),
-                        coalesce(d.window_start, l.window_start, 0), coalesce(d.credit, l.credit, 0), coalesce(d.scale, l.scale),
-                        coalesce(d.expires_at, l.expires_at, 0), coalesce(d.log, l.log), coalesce(d.since, l.since), coalesce(d.capacity, l.capacity),
-                        coalesce(d.refill, l.refill), coalesce(d.returned, l.returned)
-                    FROM (
-                        SELECT e.durable, e.name, e.key, e.ord,
-                            row_number() OVER (PARTITION BY e.durable, octet_length(e.key), e.key COLLATE "C", e.name COLLATE "C" ORDER BY e.ord) = 1 AS first
-                        FROM unnest((SELECT durables), (SELECT names), (SELECT keys), (SELECT refused))
-                            WITH ORDINALITY AS e (durable, name, key, refused, ord)
-                        WHERE NOT e.refused
-                        ORDER BY e.durable, octet_length(e.key) DESC, e.key COLLATE "C", e.name COLLATE "C", e.ord
-                    ) AS e
-                    LEFT JOIN LATERAL (
-                        SELECT d.ctid AS tid, d.* FROM rate_limit_ephemeral AS d
-                        WHERE e.first AND NOT e.durable AND d.prefix = e.name AND d.key = e.key FOR UPDATE SKIP LOCKED
-                    ) AS d ON true
-                    LEFT JOIN LATERAL (
-                        SELECT d.ctid AS tid, d.* FROM rate_limit_durable AS d
-                        WHERE e.first AND e.durable AND d.prefix = e.name AND d.key = e.key FOR UPDATE SKIP LOCKED
-                    ) AS l ON true
-                    CROSS JOIN LATERAL (
-                        SELECT EXISTS (SELECT FROM rate_limit_ephemeral AS d WHERE NOT e.durable AND d.prefix = e.name AND d.key = e.key OFFSET 0)
-                            OR EXISTS (SELECT FROM rate_limit_durable AS d WHERE e.durable AND d.prefix = e.name AND d.key = e.key OFFSET 0) AS it
-                        OFFSET 0
-                    ) AS seen;
-            ELSIF locking THEN
-                OPEN elements FOR
-                    SELECT e.ord, e.first,
-                        e.durable IS NOT NULL AND octet_length(e.name) BETWEEN 1 AND 128 AND octet_length(e.key) BETWEEN 1 AND 512,
-                        e.first AND coalesce(d.tid, l.tid) IS NULL, coalesce(d.algorithm, l.algorithm, 0),
-                        coalesce(d.tid, l.tid), coalesce(d.count, l.count, 0), coalesce(d.prev_count, l.prev_count, 0),
-                        coalesce(d.window_start, l.window_start, 0), coalesce(d.credit, l.credit, 0), coalesce(d.scale, l.scale),
-                        coalesce(d.expires_at, l.expires_at, 0), coalesce(d.log, l.log), coalesce(d.since, l.since), coalesce(d.capacity, l.capacity),
-                        coalesce(d.refill, l.refill), coalesce(d.returned, l.returned)
-                    FROM (
-                        SELECT e.durable, e.name, e.key, e.ord,
-                            row_number() OVER (PARTITION BY e.durable, octet_length(e.key), e.key COLLATE "C", e.name COLLATE "C" ORDER BY e.ord) = 1 AS first
-                        FROM unnest((SELECT durables), (SELECT names), (SELECT keys), (SELECT refused))
-                            WITH ORDINALITY AS e (durable, name, key, refused, ord)
-                        WHERE NOT e.refused
-                        ORDER BY e.durable, octet_length(e.key) DESC, e.key COLLATE "C", e.name COLLATE "C", e.ord
-                    ) AS e
-                    LEFT JOIN LATERAL (
-                        SELECT d.ctid AS tid, d.* FROM rate_limit_ephemeral AS d
-                        WHERE e.first AND NOT e.durable AND d.prefix = e.name AND d.key = e.key FOR UPDATE
-                    ) AS d ON true
-                    LEFT JOIN LATERAL (
-                        SELECT d.ctid AS tid, d.* FROM rate_limit_durable AS d
-                        WHERE e.first AND e.durable AND d.prefix = e.name AND d.key = e.key FOR UPDATE
-                    ) AS l ON true;
+            IF true = ALL (durables) THEN
+                IF locking AND skip_held THEN
+                    OPEN elements FOR
+                        SELECT e.ord, e.first,
+                            e.durable IS NOT NULL AND octet_length(e.name) BETWEEN 1 AND 128 AND octet_length(e.key) BETWEEN 1 AND 512,
+                            CASE WHEN NOT e.first OR coalesce(l.tid, NULL) IS NOT NULL THEN false WHEN NOT seen.it THEN true END,
+                            coalesce(l.algorithm, 0),
+                            coalesce(l.tid, NULL),
+                            coalesce(l.count, 0),
+                            coalesce(l.prev_count, 0),
+                            coalesce(l.window_start, 0),
+                            coalesce(l.credit, 0),
+                            coalesce(l.scale, NULL),
+                            coalesce(l.expires_at, 0),
+                            coalesce(l.since, NULL),
+                            coalesce(l.capacity, NULL),
+                            coalesce(l.refill, NULL),
+                            coalesce(l.returned, NULL),
+                            coalesce(l.log, NULL)
+                        FROM (
+                            SELECT e.durable, e.name, e.key, e.ord,
+                                row_number() OVER (PARTITION BY e.durable, octet_length(e.key), e.key COLLATE "C", e.name COLLATE "C" ORDER BY e.ord) = 1 AS first
+                            FROM unnest((SELECT durables), (SELECT names), (SELECT keys), (SELECT refused))
+                                WITH ORDINALITY AS e (durable, name, key, refused, ord)
+                            WHERE NOT e.refused
+                            ORDER BY e.durable, octet_length(e.key) DESC, e.key COLLATE "C", e.name COLLATE "C", e.ord
+                        ) AS e
+                        LEFT JOIN LATERAL (
+                            SELECT d.ctid AS tid, d.* FROM rate_limit_durable AS d
+                            WHERE e.first AND e.durable AND d.prefix = e.name AND d.key = e.key FOR UPDATE SKIP LOCKED
+                        ) AS l ON true
+                        CROSS JOIN LATERAL (
+                            SELECT EXISTS (SELECT FROM rate_limit_durable AS d WHERE e.durable AND d.prefix = e.name AND d.key = e.key OFFSET 0) AS it
+                            OFFSET 0
+                        ) AS seen;
+                ELSIF locking THEN
+                    OPEN elements FOR
+                        SELECT e.ord, e.first,
+                            e.durable IS NOT NULL AND octet_length(e.name) BETWEEN 1 AND 128 AND octet_length(e.key) BETWEEN 1 AND 512,
+                            e.first AND coalesce(l.tid, NULL) IS NULL,
+                            coalesce(l.algorithm, 0),
+                            coalesce(l.tid, NULL),
+                            coalesce(l.count, 0),
+                            coalesce(l.prev_count, 0),
+                            coalesce(l.window_start, 0),
+                            coalesce(l.credit, 0),
+                            coalesce(l.scale, NULL),
+                            coalesce(l.expires_at, 0),
+                            coalesce(l.since, NULL),
+                            coalesce(l.capacity, NULL),
+                            coalesce(l.refill, NULL),
+                            coalesce(l.returned, NULL),
+                            coalesce(l.log, NULL)
+                        FROM (
+                            SELECT e.durable, e.name, e.key, e.ord,
+                                row_number() OVER (PARTITION BY e.durable, octet_length(e.key), e.key COLLATE "C", e.name COLLATE "C" ORDER BY e.ord) = 1 AS first
+                            FROM unnest((SELECT durables), (SELECT names), (SELECT keys), (SELECT refused))
+                                WITH ORDINALITY AS e (durable, name, key, refused, ord)
+                            WHERE NOT e.refused
+                            ORDER BY e.durable, octet_length(e.key) DESC, e.key COLLATE "C", e.name COLLATE "C", e.ord
+                        ) AS e
+                        LEFT JOIN LATERAL (
+                            SELECT d.ctid AS tid, d.* FROM rate_limit_durable AS d
+                            WHERE e.first AND e.durable AND d.prefix = e.name AND d.key = e.key FOR UPDATE
+                        ) AS l ON true;
+                ELSE
+                    OPEN elements FOR
+                        SELECT e.ord, e.first,
+                            e.durable IS NOT NULL AND octet_length(e.name) BETWEEN 1 AND 128 AND octet_length(e.key) BETWEEN 1 AND 512,
+                            false,
+                            coalesce(l.algorithm, 0),
+                            coalesce(l.tid, NULL),
+                            coalesce(l.count, 0),
+                            coalesce(l.prev_count, 0),
+                            coalesce(l.window_start, 0),
+                            coalesce(l.credit, 0),
+                            coalesce(l.scale, NULL),
+                            coalesce(l.expires_at, 0),
+                            coalesce(l.since, NULL),
+                            coalesce(l.capacity, NULL),
+                            coalesce(l.refill, NULL),
+                            coalesce(l.returned, NULL),
+                            coalesce(l.log, NULL)
+                        FROM (
+                            SELECT e.durable, e.name, e.key, e.ord,
+                                row_number() OVER (PARTITION BY e.durable, octet_length(e.key), e.key COLLATE "C", e.name COLLATE "C" ORDER BY e.ord) = 1 AS first
+                            FROM unnest((SELECT durables), (SELECT names), (SELECT keys), (SELECT refused))
+                                WITH ORDINALITY AS e (durable, name, key, refused, ord)
+                            WHERE NOT e.refused
+                            ORDER BY e.durable, octet_length(e.key) DESC, e.key COLLATE "C", e.name COLLATE "C", e.ord
+                        ) AS e
+                        LEFT JOIN LATERAL (
+                            SELECT d.ctid AS tid, d.* FROM rate_limit_durable AS d
+                            WHERE e.first AND e.durable AND d.prefix = e.name AND d.key = e.key OFFSET 0
+                        ) AS l ON true;
+                END IF;
+            ELSIF false = ALL (durables) THEN
+                IF locking AND skip_held THEN
+                    OPEN elements FOR
+                        SELECT e.ord, e.first,
+                            e.durable IS NOT NULL AND octet_length(e.name) BETWEEN 1 AND 128 AND octet_length(e.key) BETWEEN 1 AND 512,
+                            CASE WHEN NOT e.first OR coalesce(d.tid, NULL) IS NOT NULL THEN false WHEN NOT seen.it THEN true END,
+                            coalesce(d.algorithm, 0),
+                            coalesce(d.tid, NULL),
+                            coalesce(d.count, 0),
+                            coalesce(d.prev_count, 0),
+                            coalesce(d.window_start, 0),
+                            coalesce(d.credit, 0),
+                            coalesce(d.scale, NULL),
+                            coalesce(d.expires_at, 0),
+                            coalesce(d.since, NULL),
+                            coalesce(d.capacity, NULL),
+                            coalesce(d.refill, NULL),
+                            coalesce(d.returned, NULL),
+                            coalesce(d.log, NULL)
+                        FROM (
+                            SELECT e.durable, e.name, e.key, e.ord,
+                                row_number() OVER (PARTITION BY e.durable, octet_length(e.key), e.key COLLATE "C", e.name COLLATE "C" ORDER BY e.ord) = 1 AS first
+                            FROM unnest((SELECT durables), (SELECT names), (SELECT keys), (SELECT refused))
+                                WITH ORDINALITY AS e (durable, name, key, refused, ord)
+                            WHERE NOT e.refused
+                            ORDER BY e.durable, octet_length(e.key) DESC, e.key COLLATE "C", e.name COLLATE "C", e.ord
+                        ) AS e
+                        LEFT JOIN LATERAL (
+                            SELECT d.ctid AS tid, d.* FROM rate_limit_ephemeral AS d
+                            WHERE e.first AND NOT e.durable AND d.prefix = e.name AND d.key = e.key FOR UPDATE SKIP LOCKED
+                        ) AS d ON true
+                        CROSS JOIN LATERAL (
+                            SELECT EXISTS (SELECT FROM rate_limit_ephemeral AS d WHERE NOT e.durable AND d.prefix = e.name AND d.key = e.key OFFSET 0) AS it
+                            OFFSET 0
+                        ) AS seen;
+                ELSIF locking THEN
+                    OPEN elements FOR
+                        SELECT e.ord, e.first,
+                            e.durable IS NOT NULL AND octet_length(e.name) BETWEEN 1 AND 128 AND octet_length(e.key) BETWEEN 1 AND 512,
+                            e.first AND coalesce(d.tid, NULL) IS NULL,
+                            coalesce(d.algorithm, 0),
+                            coalesce(d.tid, NULL),
+                            coalesce(d.count, 0),
+                            coalesce(d.prev_count, 0),
+                            coalesce(d.window_start, 0),
+                            coalesce(d.credit, 0),
+                            coalesce(d.scale, NULL),
+                            coalesce(d.expires_at, 0),
+                            coalesce(d.since, NULL),
+                            coalesce(d.capacity, NULL),
+                            coalesce(d.refill, NULL),
+                            coalesce(d.returned, NULL),
+                            coalesce(d.log, NULL)
+                        FROM (
+                            SELECT e.durable, e.name, e.key, e.ord,
+                                row_number() OVER (PARTITION BY e.durable, octet_length(e.key), e.key COLLATE "C", e.name COLLATE "C" ORDER BY e.ord) = 1 AS first
+                            FROM unnest((SELECT durables), (SELECT names), (SELECT keys), (SELECT refused))
+                                WITH ORDINALITY AS e (durable, name, key, refused, ord)
+                            WHERE NOT e.refused
+                            ORDER BY e.durable, octet_length(e.key) DESC, e.key COLLATE "C", e.name COLLATE "C", e.ord
+                        ) AS e
+                        LEFT JOIN LATERAL (
+                            SELECT d.ctid AS tid, d.* FROM rate_limit_ephemeral AS d
+                            WHERE e.first AND NOT e.durable AND d.prefix = e.name AND d.key = e.key FOR UPDATE
+                        ) AS d ON true;
+                ELSE
+                    OPEN elements FOR
+                        SELECT e.ord, e.first,
+                            e.durable IS NOT NULL AND octet_length(e.name) BETWEEN 1 AND 128 AND octet_length(e.key) BETWEEN 1 AND 512,
+                            false,
+                            coalesce(d.algorithm, 0),
+                            coalesce(d.tid, NULL),
+                            coalesce(d.count, 0),
+                            coalesce(d.prev_count, 0),
+                            coalesce(d.window_start, 0),
+                            coalesce(d.credit, 0),
+                            coalesce(d.scale, NULL),
+                            coalesce(d.expires_at, 0),
+                            coalesce(d.since, NULL),
+                            coalesce(d.capacity, NULL),
+                            coalesce(d.refill, NULL),
+                            coalesce(d.returned, NULL),
+                            coalesce(d.log, NULL)
+                        FROM (
+                            SELECT e.durable, e.name, e.key, e.ord,
+                                row_number() OVER (PARTITION BY e.durable, octet_length(e.key), e.key COLLATE "C", e.name COLLATE "C" ORDER BY e.ord) = 1 AS first
+                            FROM unnest((SELECT durables), (SELECT names), (SELECT keys), (SELECT refused))
+                                WITH ORDINALITY AS e (durable, name, key, refused, ord)
+                            WHERE NOT e.refused
+                            ORDER BY e.durable, octet_length(e.key) DESC, e.key COLLATE "C", e.name COLLATE "C", e.ord
+                        ) AS e
+                        LEFT JOIN LATERAL (
+                            SELECT d.ctid AS tid, d.* FROM rate_limit_ephemeral AS d
+                            WHERE e.first AND NOT e.durable AND d.prefix = e.name AND d.key = e.key OFFSET 0
+                        ) AS d ON true;
+                END IF;
             ELSE
-                OPEN elements FOR
-                    SELECT e.ord, e.first,
-                        e.durable IS NOT NULL AND octet_length(e.name) BETWEEN 1 AND 128 AND octet_length(e.key) BETWEEN 1 AND 512,
-                        false, coalesce(d.algorithm, l.algorithm, 0),
-                        coalesce(d.tid, l.tid), coalesce(d.count, l.count, 0), coalesce(d.prev_count, l.prev_count, 0),
-                        coalesce(d.window_start, l.window_start, 0), coalesce(d.credit, l.credit, 0), coalesce(d.scale, l.scale),
-                        coalesce(d.expires_at, l.expires_at, 0), coalesce(d.log, l.log), coalesce(d.since, l.since), coalesce(d.capacity, l.capacity),
-                        coalesce(d.refill, l.refill), coalesce(d.returned, l.returned)
-                    FROM (
-                        SELECT e.durable, e.name, e.key, e.ord,
-                            row_number() OVER (PARTITION BY e.durable, octet_length(e.key), e.key COLLATE "C", e.name COLLATE "C" ORDER BY e.ord) = 1 AS first
-                        FROM unnest((SELECT durables), (SELECT names), (SELECT keys), (SELECT refused))
-                            WITH ORDINALITY AS e (durable, name, key, refused, ord)
-                        WHERE NOT e.refused
-                        ORDER BY e.durable, octet_length(e.key) DESC, e.key COLLATE "C", e.name COLLATE "C", e.ord
-                    ) AS e
-                    LEFT JOIN LATERAL (
-                        SELECT d.ctid AS tid, d.* FROM rate_limit_ephemeral AS d
-                        WHERE e.first AND NOT e.durable AND d.prefix = e.name AND d.key = e.key OFFSET 0
-                    ) AS d ON true
-                    LEFT JOIN LATERAL (
-                        SELECT d.ctid AS tid, d.* FROM rate_limit_durable AS d
-                        WHERE e.first AND e.durable AND d.prefix = e.name AND d.key = e.key OFFSET 0
-                    ) AS l ON true;
+                IF locking AND skip_held THEN
+                    OPEN elements FOR
+                        SELECT e.ord, e.first,
+                            e.durable IS NOT NULL AND octet_length(e.name) BETWEEN 1 AND 128 AND octet_length(e.key) BETWEEN 1 AND 512,
+                            CASE WHEN NOT e.first OR coalesce(d.tid, l.tid, NULL) IS NOT NULL THEN false WHEN NOT seen.it THEN true END,
+                            coalesce(d.algorithm, l.algorithm, 0),
+                            coalesce(d.tid, l.tid, NULL),
+                            coalesce(d.count, l.count, 0),
+                            coalesce(d.prev_count, l.prev_count, 0),
+                            coalesce(d.window_start, l.window_start, 0),
+                            coalesce(d.credit, l.credit, 0),
+                            coalesce(d.scale, l.scale, NULL),
+                            coalesce(d.expires_at, l.expires_at, 0),
+                            coalesce(d.since, l.since, NULL),
+                            coalesce(d.capacity, l.capacity, NULL),
+                            coalesce(d.refill, l.refill, NULL),
+                            coalesce(d.returned, l.returned, NULL),
+                            coalesce(d.log, l.log, NULL)
+                        FROM (
+                            SELECT e.durable, e.name, e.key, e.ord,
+                                row_number() OVER (PARTITION BY e.durable, octet_length(e.key), e.key COLLATE "C", e.name COLLATE "C" ORDER BY e.ord) = 1 AS first
+                            FROM unnest((SELECT durables), (SELECT names), (SELECT keys), (SELECT refused))
+                                WITH ORDINALITY AS e (durable, name, key, refused, ord)
+                            WHERE NOT e.refused
+                            ORDER BY e.durable, octet_length(e.key) DESC, e.key COLLATE "C", e.name COLLATE "C", e.ord
+                        ) AS e
+                        LEFT JOIN LATERAL (
+                            SELECT d.ctid AS tid, d.* FROM rate_limit_ephemeral AS d
+                            WHERE e.first AND NOT e.durable AND d.prefix = e.name AND d.key = e.key FOR UPDATE SKIP LOCKED
+                        ) AS d ON true
+                        LEFT JOIN LATERAL (
+                            SELECT d.ctid AS tid, d.* FROM rate_limit_durable AS d
+                            WHERE e.first AND e.durable AND d.prefix = e.name AND d.key = e.key FOR UPDATE SKIP LOCKED
+                        ) AS l ON true
+                        CROSS JOIN LATERAL (
+                            SELECT EXISTS (SELECT FROM rate_limit_ephemeral AS d WHERE NOT e.durable AND d.prefix = e.name AND d.key = e.key OFFSET 0)
+                                OR EXISTS (SELECT FROM rate_limit_durable AS d WHERE e.durable AND d.prefix = e.name AND d.key = e.key OFFSET 0) AS it
+                            OFFSET 0
+                        ) AS seen;
+                ELSIF locking THEN
+                    OPEN elements FOR
+                        SELECT e.ord, e.first,
+                            e.durable IS NOT NULL AND octet_length(e.name) BETWEEN 1 AND 128 AND octet_length(e.key) BETWEEN 1 AND 512,
+                            e.first AND coalesce(d.tid, l.tid, NULL) IS NULL,
+                            coalesce(d.algorithm, l.algorithm, 0),
+                            coalesce(d.tid, l.tid, NULL),
+                            coalesce(d.count, l.count, 0),
+                            coalesce(d.prev_count, l.prev_count, 0),
+                            coalesce(d.window_start, l.window_start, 0),
+                            coalesce(d.credit, l.credit, 0),
+                            coalesce(d.scale, l.scale, NULL),
+                            coalesce(d.expires_at, l.expires_at, 0),
+                            coalesce(d.since, l.since, NULL),
+                            coalesce(d.capacity, l.capacity, NULL),
+                            coalesce(d.refill, l.refill, NULL),
+                            coalesce(d.returned, l.returned, NULL),
+                            coalesce(d.log, l.log, NULL)
+                        FROM (
+                            SELECT e.durable, e.name, e.key, e.ord,
+                                row_number() OVER (PARTITION BY e.durable, octet_length(e.key), e.key COLLATE "C", e.name COLLATE "C" ORDER BY e.ord) = 1 AS first
+                            FROM unnest((SELECT durables), (SELECT names), (SELECT keys), (SELECT refused))
+                                WITH ORDINALITY AS e (durable, name, key, refused, ord)
+                            WHERE NOT e.refused
+                            ORDER BY e.durable, octet_length(e.key) DESC, e.key COLLATE "C", e.name COLLATE "C", e.ord
+                        ) AS e
+                        LEFT JOIN LATERAL (
+                            SELECT d.ctid AS tid, d.* FROM rate_limit_ephemeral AS d
+                            WHERE e.first AND NOT e.durable AND d.prefix = e.name AND d.key = e.key FOR UPDATE
+                        ) AS d ON true
+                        LEFT JOIN LATERAL (
+                            SELECT d.ctid AS tid, d.* FROM rate_limit_durable AS d
+                            WHERE e.first AND e.durable AND d.prefix = e.name AND d.key = e.key FOR UPDATE
+                        ) AS l ON true;
+                ELSE
+                    OPEN elements FOR
+                        SELECT e.ord, e.first,
+                            e.durable IS NOT NULL AND octet_length(e.name) BETWEEN 1 AND 128 AND octet_length(e.key) BETWEEN 1 AND 512,
+                            false,
+                            coalesce(d.algorithm, l.algorithm, 0),
+                            coalesce(d.tid, l.tid, NULL),
+                            coalesce(d.count, l.count, 0),
+                            coalesce(d.prev_count, l.prev_count, 0),
+                            coalesce(d.window_start, l.window_start, 0),
+                            coalesce(d.credit, l.credit, 0),
+                            coalesce(d.scale, l.scale, NULL),
+                            coalesce(d.expires_at, l.expires_at, 0),
+                            coalesce(d.since, l.since, NULL),
+                            coalesce(d.capacity, l.capacity, NULL),
+                            coalesce(d.refill, l.refill, NULL),
+                            coalesce(d.returned, l.returned, NULL),
+                            coalesce(d.log, l.log, NULL)
+                        FROM (
+                            SELECT e.durable, e.name, e.key, e.ord,
+                                row_number() OVER (PARTITION BY e.durable, octet_length(e.key), e.key COLLATE "C", e.name COLLATE "C" ORDER BY e.ord) = 1 AS first
+                            FROM unnest((SELECT durables), (SELECT names), (SELECT keys), (SELECT refused))
+                                WITH ORDINALITY AS e (durable, name, key, refused, ord)
+                            WHERE NOT e.refused
+                            ORDER BY e.durable, octet_length(e.key) DESC, e.key COLLATE "C", e.name COLLATE "C", e.ord
+                        ) AS e
+                        LEFT JOIN LATERAL (
+                            SELECT d.ctid AS tid, d.* FROM rate_limit_ephemeral AS d
+                            WHERE e.first AND NOT e.durable AND d.prefix = e.name AND d.key = e.key OFFSET 0
+                        ) AS d ON true
+                        LEFT JOIN LATERAL (
+                            SELECT d.ctid AS tid, d.* FROM rate_limit_durable AS d
+                            WHERE e.first AND e.durable AND d.prefix = e.name AND d.key = e.key OFFSET 0
+                        ) AS l ON true;
+                END IF;
             END IF;
-
             previous := NULL;
             LOOP
-                FETCH elements INTO ord, first, valid, missing, algorithm, r.tid, r.count, r.prev_count, r.window_start, r.credit, r.scale, r.expires_at, r.log,
-                    r.since, r.capacity, r.refill, r.returned;
+                FETCH elements INTO ord, first, valid, missing, algorithm, r.tid, r.count, r.prev_count, r.window_start, r.credit, r.scale, r.expires_at, r.since, r.capacity, r.refill, r.returned, r.log;
                 EXIT WHEN NOT found OR clock_timestamp() > give_up AND NOT skip_held AND rate_limit_late();
                 IF valid IS NOT TRUE THEN
                     RAISE EXCEPTION 'rate_limit: part % is not valid', ord
@@ -1529,36 +619,42 @@ BEGIN
             END IF;
 
             -- First how many fit into all of the parts, then what that means for each of them.
-            granted := CASE WHEN just_look THEN 0 ELSE asked END;
+            granted := CASE WHEN just_look OR costs[from_part] = 0 THEN 0 ELSE asked END;
             any_moved := false;
-            FOR pass IN 1 .. 2 LOOP
+            -- A request of one part needs only the second pass, but where it may be left to the next attempt.
+            first_pass := CASE WHEN to_part = from_part AND (locking OR just_look) THEN 2 ELSE 1 END;
+            FOR pass IN first_pass .. 2 LOOP
                 IF pass = 2 AND NOT locking AND NOT just_look THEN
-                    EXIT WHEN CASE
-                        WHEN gives AND NOT grants THEN EXISTS (SELECT FROM unnest(place[from_part : to_part]) AS p (place) WHERE asked_rows[p.place].tid IS NOT NULL)
-                        ELSE granted > 0 OR any_moved -- what has moved has to be written
-                    END;
-                    -- Refused, by what others have taken, or nothing to give back; what the requests before it are about to take or
-                    -- give back does not count here.
+                    -- Refused by what others have taken, or nothing to give back. Not so if a request before it will change one of its rows.
+                    locked := CASE WHEN gives AND NOT grants THEN EXISTS (SELECT FROM unnest(place[from_part : to_part]) AS p (place) WHERE asked_rows[p.place].tid IS NOT NULL)
+                            ELSE granted > 0 OR any_moved END -- what has moved has to be written
+                        OR EXISTS (SELECT FROM unnest(place[from_part : to_part]) AS p (place) WHERE to_write[p.place])
+                        OR to_part = from_part AND costs[from_part] BETWEEN 1 AND limits[from_part]; -- it needs no row but one from which it takes
+                    IF locked THEN
+                        FOREACH at IN ARRAY place[from_part : to_part] LOOP
+                            to_write[at] := true;
+                        END LOOP;
+                        EXIT;
+                    END IF;
                     refused[from_part : to_part] := array_fill(true, ARRAY[to_part - from_part + 1]);
                 END IF;
                 FOR part IN from_part .. to_part LOOP
                     algorithm := algorithms[part];
                     at := place[part];
                     s := asked_rows[at];
-                    IF writers[at] <> algorithm THEN
-                        s.expires_at := 0;
+                    IF writers[at] <> algorithm THEN -- as if there were none
+                        s := ROW(s.ord, s.cost, s.asked, s.tid, 0, 0, 0, 0, NULL, 0, NULL, NULL, NULL, NULL, NULL);
                     END IF;
-                    r.ord := part;
                     r.cost := costs[part];
-                    r.asked := asked;
                     moved := false;
+                    max_count := limits[part];
+                    window_us := spans_us[part];
+                    refill := refills[part];
                     CASE algorithm
                     WHEN 1 THEN
-                        max_count := limits[part];
-                        window_us := spans_us[part];
-                        IF pass = 1 AND (max_count >= 1 AND window_us BETWEEN 1 AND 2251799813685248 AND max_count <= 4611686018427387904 / window_us AND (r.cost >= 1 OR just_look OR gives)) IS NOT TRUE THEN
+                        IF pass = first_pass AND ((r.cost >= 1 OR just_look OR gives OR r.cost = 0 AND to_part = from_part) AND max_count >= 1 AND window_us BETWEEN 1 AND 2251799813685248 AND max_count <= 4611686018427387904 / window_us) IS NOT TRUE THEN
                             RAISE EXCEPTION 'rate_limit: the numbers of part % are outside the exact range', part
-                                USING ERRCODE = 'invalid_parameter_value', HINT = 'The limit and the span are at least 1, the span is at most 2^51, and their product is at most 2^62. Costs are at least 1, or below 0, or all 0.';
+                                USING ERRCODE = 'invalid_parameter_value', HINT = 'Of limit, span and refill: max_count and window_us are at least 1, window_us is at most 2^51, and their product is at most 2^62.';
                         END IF;
                         CONTINUE WHEN pass = 1 AND asked = 1 AND r.cost <= max_count - s.count; -- what fits into less, fits: saves the rest
                         IF clock >= s.expires_at OR (s.count | s.credit) = 0 THEN
@@ -1579,22 +675,22 @@ BEGIN
                         END IF;
                         IF gives AND pass = 2 THEN
                             -- By division, because the product could overflow.
-                            units := CASE WHEN r.asked > -(9223372036854775807 / r.cost) THEN 9223372036854775807 ELSE -r.asked * r.cost END;
-                            IF taken_in[r.ord] IS NULL THEN -- a grant
+                            units := CASE WHEN asked > -(9223372036854775807 / r.cost) THEN 9223372036854775807 ELSE -asked * r.cost END;
+                            IF grants THEN
                                 changed := true;
                                 s.credit := least(s.credit + least(units, 2305843009213693952), 2305843009213693952);
                                 s.since := coalesce(s.since, t);
                                 s.expires_at := t + window_us;
                             ELSE
                                 -- What came out of credit goes back first, as credit, if the row is still the one that it came from.
-                                back := least(greatest(coalesce(taken_spent[r.ord], 0), 0), units);
+                                back := least(greatest(coalesce(taken_spent[part], 0), 0), units);
                                 units := units - back;
-                                changed := coalesce(back > 0 AND s.since = taken_since[r.ord] AND s.credit < 2305843009213693952, false);
+                                changed := coalesce(back > 0 AND s.since = taken_since[part] AND s.credit < 2305843009213693952, false);
                                 IF changed THEN
                                     s.credit := s.credit + least(back, 2305843009213693952 - s.credit);
                                     s.expires_at := greatest(s.expires_at, t + window_us);
                                 END IF;
-                                IF s.window_start = taken_in[r.ord] THEN
+                                IF s.window_start = taken_in[part] THEN
                                     changed := changed OR (units > 0 AND s.count > 0);
                                     s.count := s.count - least(units, s.count);
                                 END IF;
@@ -1607,15 +703,14 @@ BEGIN
                                 END IF;
                             END IF;
                         END IF;
-                        remaining := greatest(max_count - s.count, 0) + s.credit;
+                        remaining := greatest(max_count - s.count, 0);
+                        remaining := remaining + s.credit;
                     WHEN 2 THEN
-                        max_count := limits[part];
-                        window_us := spans_us[part];
-                        IF pass = 1 AND (max_count >= 1 AND window_us BETWEEN 1 AND 2251799813685248 AND max_count <= 4611686018427387904 / window_us AND (r.cost >= 1 OR just_look OR gives)) IS NOT TRUE THEN
+                        IF pass = first_pass AND ((r.cost >= 1 OR just_look OR gives OR r.cost = 0 AND to_part = from_part) AND max_count >= 1 AND window_us BETWEEN 1 AND 2251799813685248 AND max_count <= 4611686018427387904 / window_us) IS NOT TRUE THEN
                             RAISE EXCEPTION 'rate_limit: the numbers of part % are outside the exact range', part
-                                USING ERRCODE = 'invalid_parameter_value', HINT = 'The limit and the span are at least 1, the span is at most 2^51, and their product is at most 2^62. Costs are at least 1, or below 0, or all 0.';
+                                USING ERRCODE = 'invalid_parameter_value', HINT = 'Of limit, span and refill: max_count and window_us are at least 1, window_us is at most 2^51, and their product is at most 2^62.';
                         END IF;
-                        CONTINUE WHEN pass = 1 AND asked = 1 AND r.cost <= max_count - s.count - s.prev_count;
+                        CONTINUE WHEN pass = 1 AND asked = 1 AND r.cost <= max_count - s.count - s.prev_count; -- what fits into less, fits: saves the rest
                         IF clock >= s.expires_at OR (s.count | s.prev_count | s.credit) = 0 THEN
                             s.credit := 0;
                             s.count := 0;
@@ -1642,25 +737,25 @@ BEGIN
                         END IF;
                         IF gives AND pass = 2 THEN
                             -- By division, because the product could overflow.
-                            units := CASE WHEN r.asked > -(9223372036854775807 / r.cost) THEN 9223372036854775807 ELSE -r.asked * r.cost END;
-                            IF taken_in[r.ord] IS NULL THEN -- a grant
+                            units := CASE WHEN asked > -(9223372036854775807 / r.cost) THEN 9223372036854775807 ELSE -asked * r.cost END;
+                            IF grants THEN
                                 changed := true;
                                 s.credit := least(s.credit + least(units, 2305843009213693952), 2305843009213693952);
                                 s.since := coalesce(s.since, t);
                                 s.expires_at := t + 2 * window_us;
                             ELSE
                                 -- What came out of credit goes back first, as credit, if the row is still the one that it came from.
-                                back := least(greatest(coalesce(taken_spent[r.ord], 0), 0), units);
+                                back := least(greatest(coalesce(taken_spent[part], 0), 0), units);
                                 units := units - back;
-                                changed := coalesce(back > 0 AND s.since = taken_since[r.ord] AND s.credit < 2305843009213693952, false);
+                                changed := coalesce(back > 0 AND s.since = taken_since[part] AND s.credit < 2305843009213693952, false);
                                 IF changed THEN
                                     s.credit := s.credit + least(back, 2305843009213693952 - s.credit);
                                     s.expires_at := greatest(s.expires_at, t + 2 * window_us);
                                 END IF;
-                                IF s.window_start = taken_in[r.ord] THEN
+                                IF s.window_start = taken_in[part] THEN
                                     changed := changed OR (units > 0 AND s.count > 0);
                                     s.count := s.count - least(units, s.count);
-                                ELSIF s.window_start - window_us = taken_in[r.ord] THEN
+                                ELSIF s.window_start - window_us = taken_in[part] THEN
                                     changed := changed OR (units > 0 AND s.prev_count > 0);
                                     s.prev_count := s.prev_count - least(units, s.prev_count);
                                 END IF;
@@ -1673,25 +768,21 @@ BEGIN
                                 END IF;
                             END IF;
                         END IF;
-                        rest := s.window_start + window_us - t;
-                        weight := CASE
+                        rest := s.window_start + window_us - t; -- how long the current window still lasts, and how much of the one before is still covered
+                        remaining := greatest(max_count - s.count - CASE -- what the window before still weighs: prev_count * rest / window_us, rounded up
                             WHEN s.prev_count = 0 THEN 0
                             -- A prev_count that an older, larger limit has left could overflow the product; this asks by division.
                             WHEN rest > max_count * window_us / s.prev_count THEN max_count
                             ELSE (s.prev_count * rest + window_us - 1) / window_us
-                        END;
-                        remaining := greatest(max_count - s.count - weight, 0) + s.credit;
+                        END, 0);
+                        remaining := remaining + s.credit;
                     WHEN 3 THEN
-                        max_count := limits[part];
-                        capacity := limits[part];
-                        every_us := spans_us[part];
-                        refill := refills[part];
-                        IF pass = 1 AND (capacity >= 1 AND refill >= 1 AND every_us >= 1 AND capacity <= 4611686018427387904 / every_us
-                                AND (capacity * every_us - 1) / refill < 2251799813685248 AND (r.cost >= 1 OR just_look OR gives)) IS NOT TRUE THEN
+                        IF pass = first_pass AND ((r.cost >= 1 OR just_look OR gives OR r.cost = 0 AND to_part = from_part) AND capacity >= 1 AND refill >= 1 AND every_us >= 1 AND capacity <= 4611686018427387904 / every_us
+                                AND (capacity * every_us - 1) / refill < 2251799813685248) IS NOT TRUE THEN
                             RAISE EXCEPTION 'rate_limit: the numbers of part % are outside the exact range', part
-                                USING ERRCODE = 'invalid_parameter_value', HINT = 'The limit, the span and the refill are at least 1, limit * span is at most 2^62, and divided by refill it is at most 2^51. Costs are at least 1, or below 0, or all 0.';
+                                USING ERRCODE = 'invalid_parameter_value', HINT = 'Of limit, span and refill: capacity, refill and every_us are at least 1, capacity * every_us is at most 2^62, and divided by refill it is at most 2^51.';
                         END IF;
-                        CONTINUE WHEN pass = 1 AND asked = 1 AND s.scale = every_us AND r.cost <= least(s.credit / every_us, capacity);
+                        CONTINUE WHEN pass = 1 AND asked = 1 AND s.scale = every_us AND r.cost <= least(s.credit / every_us, capacity); -- what fits into less, fits: saves the rest
                         full_credit := capacity * every_us;
                         IF clock >= s.expires_at THEN
                             s.count := 0;
@@ -1737,26 +828,27 @@ BEGIN
                         s.window_start := t;
                         IF gives AND pass = 2 THEN
                             -- By division, because the product could overflow.
-                            units := CASE WHEN r.asked > -(9223372036854775807 / r.cost) THEN 9223372036854775807 ELSE -r.asked * r.cost END;
-                            IF taken_in[r.ord] IS NULL THEN -- a grant
+                            units := CASE WHEN asked > -(9223372036854775807 / r.cost) THEN 9223372036854775807 ELSE -asked * r.cost END;
+                            IF grants THEN
                                 changed := true;
                                 s.count := least(s.count + least(units, 2305843009213693952), 2305843009213693952);
-                                s.expires_at := t + (full_credit - 1) / refill + 1;
+                                s.since := coalesce(s.since, t);
+                                s.expires_at := t + (capacity * every_us - 1) / refill + 1;
                             ELSE
                                 -- What came out of credit goes back first, as credit, if the row is still the one that it came from.
-                                back := least(greatest(coalesce(taken_spent[r.ord], 0), 0), units);
+                                back := least(greatest(coalesce(taken_spent[part], 0), 0), units);
                                 units := units - back;
-                                changed := coalesce(back > 0 AND s.since = taken_since[r.ord] AND s.count < 2305843009213693952 AND (s.count > 0 OR s.credit < full_credit), false);
+                                changed := coalesce(back > 0 AND s.since = taken_since[part] AND s.count < 2305843009213693952 AND NOT (s.credit = full_credit AND s.count = 0), false);
                                 IF changed THEN
                                     s.count := s.count + least(back, 2305843009213693952 - s.count);
-                                    s.expires_at := greatest(s.expires_at, t + (full_credit - 1) / refill + 1);
+                                    s.expires_at := greatest(s.expires_at, t + (capacity * every_us - 1) / refill + 1);
                                 END IF;
                                 -- Where the units are in the queue of missing tokens: see TokenBucket.refund in tokenbucket.go.
-                                IF s.since = taken_since[r.ord] AND taken_in[r.ord] BETWEEN 0 AND t AND s.credit < full_credit THEN
+                                IF s.since = taken_since[part] AND taken_in[part] BETWEEN 0 AND t AND s.credit < full_credit THEN
                                     units := least(units, capacity) * every_us;
-                                    need := least(greatest(greatest(coalesce(taken_at[r.ord], 0), 0) - s.returned, units), full_credit);
+                                    need := least(greatest(greatest(coalesce(taken_at[part], 0), 0) - s.returned, units), full_credit);
                                     back := CASE
-                                        WHEN t - taken_in[r.ord] <= need / refill THEN least(units, need - (t - taken_in[r.ord]) * refill, full_credit - s.credit)
+                                        WHEN t - taken_in[part] <= need / refill THEN least(units, need - (t - taken_in[part]) * refill, full_credit - s.credit)
                                         ELSE 0
                                     END;
                                     changed := changed OR back > 0;
@@ -1775,15 +867,14 @@ BEGIN
                                 END IF;
                             END IF;
                         END IF;
-                        remaining := s.credit / every_us + s.count;
+                        remaining := s.credit / every_us;
+                        remaining := remaining + s.count;
                     WHEN 4 THEN
-                        max_count := limits[part];
-                        window_us := spans_us[part];
-                        IF pass = 1 AND (max_count BETWEEN 1 AND 1000 AND window_us BETWEEN 1 AND 2251799813685248 AND (r.cost >= 1 OR just_look OR gives)) IS NOT TRUE THEN
+                        IF pass = first_pass AND ((r.cost >= 1 OR just_look OR gives OR r.cost = 0 AND to_part = from_part) AND max_count BETWEEN 1 AND 1000 AND window_us BETWEEN 1 AND 2251799813685248) IS NOT TRUE THEN
                             RAISE EXCEPTION 'rate_limit: the numbers of part % are outside the exact range', part
-                                USING ERRCODE = 'invalid_parameter_value', HINT = 'The limit and the span are at least 1, the limit is at most 1000, and the span at most 2^51. Costs are at least 1, or below 0, or all 0.';
+                                USING ERRCODE = 'invalid_parameter_value', HINT = 'Of limit, span and refill: max_count and window_us are at least 1, max_count is at most 1000, and window_us at most 2^51.';
                         END IF;
-                        CONTINUE WHEN pass = 1 AND asked = 1 AND r.cost <= max_count - s.count;
+                        CONTINUE WHEN pass = 1 AND asked = 1 AND r.cost <= max_count - s.count; -- what fits into less, fits: saves the rest
                         IF clock >= s.expires_at OR (s.count | s.credit) = 0 THEN
                             s.count := 0;
                             s.credit := 0;
@@ -1815,17 +906,17 @@ BEGIN
                         END IF;
                         IF gives AND pass = 2 THEN
                             -- By division, because the product could overflow.
-                            units := CASE WHEN r.asked > -(9223372036854775807 / r.cost) THEN 9223372036854775807 ELSE -r.asked * r.cost END;
-                            IF taken_in[r.ord] IS NULL THEN -- a grant
+                            units := CASE WHEN asked > -(9223372036854775807 / r.cost) THEN 9223372036854775807 ELSE -asked * r.cost END;
+                            IF grants THEN
                                 changed := true;
                                 s.credit := least(s.credit + least(units, 2305843009213693952), 2305843009213693952);
                                 s.since := coalesce(s.since, t);
                                 s.expires_at := t + window_us;
                             ELSE
                                 -- What came out of credit goes back first, as credit, if the row is still the one that it came from.
-                                back := least(greatest(coalesce(taken_spent[r.ord], 0), 0), units);
+                                back := least(greatest(coalesce(taken_spent[part], 0), 0), units);
                                 units := units - back;
-                                changed := coalesce(back > 0 AND s.since = taken_since[r.ord] AND s.credit < 2305843009213693952, false);
+                                changed := coalesce(back > 0 AND s.since = taken_since[part] AND s.credit < 2305843009213693952, false);
                                 IF changed THEN
                                     s.credit := s.credit + least(back, 2305843009213693952 - s.credit);
                                     s.expires_at := greatest(s.expires_at, t + window_us);
@@ -1833,7 +924,7 @@ BEGIN
                                 needed := (
                                     SELECT e.nth
                                     FROM unnest(s.log) WITH ORDINALITY AS e (entry, nth)
-                                    WHERE (e.entry >> 10) << 10 = taken_in[r.ord] << 10
+                                    WHERE (e.entry >> 10) << 10 = taken_in[part] << 10
                                 );
                                 back := least(units, s.log[needed] & 1023);
                                 IF needed > 0 AND back > 0 THEN
@@ -1859,19 +950,26 @@ BEGIN
                                 END IF;
                             END IF;
                         END IF;
-                        remaining := greatest(max_count - s.count, 0) + s.credit;
+                        remaining := greatest(max_count - s.count, 0);
+                        remaining := remaining + s.credit;
                     ELSE
                         RAISE EXCEPTION 'rate_limit: % is no algorithm', algorithm
                             USING ERRCODE = 'invalid_parameter_value', HINT = 'Write 1 for a fixed window, 2 for a sliding window, 3 for a token bucket, 4 for a sliding window log.';
                     END CASE;
-                    IF pass = 1 THEN
-                        CONTINUE WHEN just_look OR gives;
+                    IF pass = first_pass AND NOT (just_look OR gives) THEN
                         any_moved := any_moved OR (moved AND r.cost > remaining AND r.cost <= max_count);
-                        granted := CASE WHEN r.cost <= max_count THEN least(granted, remaining / r.cost) ELSE 0 END;
-                        CONTINUE;
+                        granted := CASE WHEN r.cost BETWEEN 1 AND max_count THEN least(granted, remaining / r.cost) ELSE 0 END;
                     END IF;
+                    CONTINUE WHEN pass = 1;
 
                     spent := 0;
+                    needed := 0;
+                    retry_after_us := CASE
+                        WHEN granted = asked THEN 0
+                        WHEN r.cost > max_count THEN NULL
+                        WHEN remaining - granted * r.cost >= greatest(r.cost, 1) THEN 0
+                        ELSE 1 -- see below
+                    END;
                     CASE algorithm
                     WHEN 1 THEN
                         IF granted > 0 AND NOT gives THEN
@@ -1879,73 +977,63 @@ BEGIN
                                 spent := greatest(granted * r.cost - (remaining - s.credit), 0);
                                 s.credit := s.credit - spent;
                             END IF;
-                            s.count := s.count + granted * r.cost - spent;
+                            units := granted * r.cost - spent;
+                            s.count := s.count + units;
                             s.expires_at := t + window_us;
                             remaining := remaining - granted * r.cost;
                         END IF;
-                        ends := least(s.window_start + window_us, s.expires_at);
-                        retry_after_us := CASE
-                            WHEN granted = r.asked OR (r.cost <= max_count AND remaining >= greatest(r.cost, 1)) THEN 0
-                            WHEN r.cost <= max_count THEN ends - clock
-                        END;
-                        reset_after_us := CASE WHEN s.credit > 0 THEN s.expires_at - clock WHEN s.count > 0 THEN ends - clock ELSE 0 END;
+                        IF retry_after_us > 0 THEN
+                            free_at := s.window_start + window_us;
+                            retry_after_us := least(free_at, s.expires_at) - clock;
+                        END IF;
+                        reset_after_us := CASE
+                            WHEN s.credit > 0 THEN s.expires_at
+                            ELSE greatest(least(coalesce(CASE WHEN s.count > 0 THEN s.window_start + window_us END, clock), s.expires_at), clock)
+                        END - clock;
                     WHEN 2 THEN
                         IF granted > 0 AND NOT gives THEN
                             IF s.credit > 0 THEN -- for what there is no ordinary room
                                 spent := greatest(granted * r.cost - (remaining - s.credit), 0);
                                 s.credit := s.credit - spent;
                             END IF;
-                            s.count := s.count + granted * r.cost - spent;
+                            units := granted * r.cost - spent;
+                            s.count := s.count + units;
                             s.expires_at := t + 2 * window_us;
                             remaining := remaining - granted * r.cost;
                         END IF;
-
-                        IF granted = r.asked THEN
-                            retry_after_us := 0;
-                        ELSIF r.cost > max_count THEN
-                            retry_after_us := NULL;
-                        ELSIF remaining >= greatest(r.cost, 1) THEN
-                            retry_after_us := 0;
-                        ELSE
-                            ask := greatest(r.cost, 1) - s.credit;
-                            IF ask <= max_count - s.count THEN -- the sum could overflow
-                                -- It fits into this window, once prev_count * rest has fallen to what is left of max_count * window_us.
-                                wait := rest - (max_count - s.count - ask) * window_us / s.prev_count;
-                            ELSE
-                                -- Only into the next window, where count takes the place of prev_count.
-                                wait := rest + window_us - (max_count - ask) * window_us / s.count;
-                            END IF;
-                            retry_after_us := least(t + wait, s.expires_at) - clock;
+                        IF retry_after_us > 0 THEN
+                            free_at := greatest(r.cost, 1) - s.credit; -- of so many
+                            free_at := t + CASE
+                                -- They fit into this window, once prev_count * rest has fallen to what is left of max_count * window_us.
+                                WHEN free_at <= max_count - s.count THEN rest - (max_count - s.count - free_at) * window_us / s.prev_count
+                                -- Only into the next one, where count takes the place of prev_count.
+                                ELSE rest + window_us - (max_count - free_at) * window_us / s.count
+                            END;
+                            retry_after_us := least(free_at, s.expires_at) - clock;
                         END IF;
                         reset_after_us := CASE
-                            WHEN s.credit > 0 THEN s.expires_at - clock
-                            WHEN s.count > 0 THEN least(s.window_start + 2 * window_us, s.expires_at) - clock
-                            WHEN s.prev_count > 0 THEN least(s.window_start + window_us, s.expires_at) - clock
-                            ELSE 0
-                        END;
+                            WHEN s.credit > 0 THEN s.expires_at
+                            ELSE greatest(least(coalesce(CASE WHEN s.count > 0 THEN s.window_start + 2 * window_us WHEN s.prev_count > 0 THEN s.window_start + window_us END, clock), s.expires_at), clock)
+                        END - clock;
                     WHEN 3 THEN
                         IF granted > 0 AND NOT gives THEN
                             IF s.count > 0 THEN -- for what there is no ordinary room
                                 spent := greatest(granted * r.cost - (remaining - s.count), 0);
                                 s.count := s.count - spent;
                             END IF;
-                            s.credit := s.credit - (granted * r.cost - spent) * every_us;
-                            s.expires_at := t + (full_credit - 1) / refill + 1;
+                            units := granted * r.cost - spent;
+                            s.credit := s.credit - units * every_us;
+                            s.expires_at := t + (capacity * every_us - 1) / refill + 1;
                             remaining := remaining - granted * r.cost;
                         END IF;
-
-                        IF granted = r.asked THEN
-                            retry_after_us := 0;
-                        ELSIF r.cost > capacity THEN
-                            retry_after_us := NULL;
-                        ELSIF remaining >= greatest(r.cost, 1) THEN
-                            retry_after_us := 0;
-                        ELSE
-                            need := (greatest(r.cost, 1) - s.count) * every_us - s.credit;
-                            retry_after_us := least(t + (need - 1) / refill + 1, s.expires_at) - clock;
+                        IF retry_after_us > 0 THEN
+                            free_at := t + ((greatest(r.cost, 1) - s.count) * every_us - s.credit - 1) / refill + 1;
+                            retry_after_us := least(free_at, s.expires_at) - clock;
                         END IF;
-                        need := full_credit - s.credit;
-                        reset_after_us := CASE WHEN s.count > 0 THEN s.expires_at - clock WHEN need > 0 THEN least(t + (need - 1) / refill + 1, s.expires_at) - clock ELSE 0 END;
+                        reset_after_us := CASE
+                            WHEN s.count > 0 THEN s.expires_at
+                            ELSE greatest(least(coalesce(CASE WHEN s.credit < full_credit THEN t + (full_credit - s.credit - 1) / refill + 1 END, clock), s.expires_at), clock)
+                        END - clock;
                     WHEN 4 THEN
                         IF granted > 0 AND NOT gives THEN
                             IF s.credit > 0 THEN -- for what there is no ordinary room
@@ -1966,28 +1054,20 @@ BEGIN
                             s.expires_at := t + window_us;
                             remaining := remaining - granted * r.cost;
                         END IF;
-
-                        needed := 0;
-                        IF granted = r.asked THEN
-                            retry_after_us := 0;
-                        ELSIF r.cost > max_count THEN
-                            retry_after_us := NULL;
-                        ELSIF remaining >= greatest(r.cost, 1) THEN
-                            retry_after_us := 0;
-                        ELSE
+                        IF retry_after_us > 0 THEN
                             -- When enough of the oldest entries have left.
-                            over := s.count - s.credit + greatest(r.cost, 1) - max_count;
-                            WHILE over > 0 LOOP
+                            units := s.count - s.credit + greatest(r.cost, 1) - max_count;
+                            WHILE units > 0 LOOP
                                 needed := needed + 1;
-                                over := over - (s.log[needed] & 1023);
+                                units := units - (s.log[needed] & 1023);
                             END LOOP;
-                            retry_after_us := least(t + window_us - (t - (s.log[needed] >> 10) & age_bits), s.expires_at) - clock;
+                            free_at := t + window_us - (t - (s.log[needed] >> 10) & age_bits);
+                            retry_after_us := least(free_at, s.expires_at) - clock;
                         END IF;
                         reset_after_us := CASE
-                            WHEN s.credit > 0 THEN s.expires_at - clock
-                            WHEN s.count > 0 THEN least(s.window_start + window_us, s.expires_at) - clock
-                            ELSE 0
-                        END;
+                            WHEN s.credit > 0 THEN s.expires_at
+                            ELSE greatest(least(coalesce(CASE WHEN s.count > 0 THEN s.window_start + window_us END, clock), s.expires_at), clock)
+                        END - clock;
                     END CASE;
 
                     IF (granted > 0 AND (changed OR NOT gives)) OR (moved AND r.cost > 0 AND retry_after_us > 0) THEN
@@ -1997,7 +1077,8 @@ BEGIN
                         to_write[at] := true;
                     END IF;
                     RETURN NEXT ROW(part::bigint, granted, remaining, retry_after_us, reset_after_us, decided_at,
-                        s.count, s.prev_count, s.window_start, s.credit, CASE WHEN algorithm = 3 THEN s.scale END, s.expires_at, NULL::bigint[],
+                        s.count, s.prev_count, s.window_start, s.credit, CASE WHEN algorithm = 3 THEN s.scale END, s.expires_at,
+                        CASE WHEN needed > 0 THEN s.log[1:least(needed, 64)] END, -- or the first part of that: see maxDenialEntries
                         s.since, s.window_start, CASE WHEN algorithm = 3 THEN s.returned + full_credit - s.credit END, spent);
                 END LOOP;
             END LOOP;
@@ -2006,28 +1087,30 @@ BEGIN
         IF just_look THEN
             RETURN;
         ELSIF locking THEN
-            UPDATE rate_limit_ephemeral AS d
-            SET algorithm = n.algorithm, count = n.count, prev_count = n.prev_count, window_start = n.window_start,
-                credit = n.credit, scale = n.scale, expires_at = n.expires_at,
-                log = CASE WHEN n.algorithm = 4 THEN n.log END,
-                since = n.since, capacity = n.capacity, refill = n.refill, returned = n.returned
-            FROM (
-                SELECT * FROM unnest((SELECT asked_rows), (SELECT writers), (SELECT to_write), (SELECT in_durable))
-                    AS n (ord, cost, asked, tid, count, prev_count, window_start, credit, scale, expires_at, log, since, capacity, refill, returned,
-                        algorithm, to_write, durable)
-                WHERE n.to_write AND NOT n.durable LIMIT (SELECT rows)
-            ) AS n
-            WHERE d.ctid = n.tid;
-            IF true = ANY (in_durable) THEN
-                UPDATE rate_limit_durable AS d
+            IF true = ANY (to_write) AND false = ANY (in_durable) THEN
+                -- LIMIT by a subquery lets the planner expect few rows, so that it always fetches them by tid and never scans.
+                UPDATE rate_limit_ephemeral AS d
                 SET algorithm = n.algorithm, count = n.count, prev_count = n.prev_count, window_start = n.window_start,
-                    credit = n.credit, scale = n.scale, expires_at = n.expires_at,
-                    log = CASE WHEN n.algorithm = 4 THEN n.log END,
+                    credit = n.credit, scale = n.scale, expires_at = n.expires_at, log = n.log,
                     since = n.since, capacity = n.capacity, refill = n.refill, returned = n.returned
                 FROM (
                     SELECT * FROM unnest((SELECT asked_rows), (SELECT writers), (SELECT to_write), (SELECT in_durable))
-                        AS n (ord, cost, asked, tid, count, prev_count, window_start, credit, scale, expires_at, log, since, capacity, refill, returned,
-                        algorithm, to_write, durable)
+                        AS n (ord, cost, asked, tid, count, prev_count, window_start, credit, scale, expires_at, since, capacity, refill, returned, log,
+                            algorithm, to_write, durable)
+                    WHERE n.to_write AND NOT n.durable LIMIT (SELECT rows)
+                ) AS n
+                WHERE d.ctid = n.tid;
+            END IF;
+            IF true = ANY (to_write) AND true = ANY (in_durable) THEN
+                -- LIMIT by a subquery lets the planner expect few rows, so that it always fetches them by tid and never scans.
+                UPDATE rate_limit_durable AS d
+                SET algorithm = n.algorithm, count = n.count, prev_count = n.prev_count, window_start = n.window_start,
+                    credit = n.credit, scale = n.scale, expires_at = n.expires_at, log = n.log,
+                    since = n.since, capacity = n.capacity, refill = n.refill, returned = n.returned
+                FROM (
+                    SELECT * FROM unnest((SELECT asked_rows), (SELECT writers), (SELECT to_write), (SELECT in_durable))
+                        AS n (ord, cost, asked, tid, count, prev_count, window_start, credit, scale, expires_at, since, capacity, refill, returned, log,
+                            algorithm, to_write, durable)
                     WHERE n.to_write AND n.durable LIMIT (SELECT rows)
                 ) AS n
                 WHERE d.ctid = n.tid;
@@ -2036,22 +1119,26 @@ BEGIN
         ELSIF true = ALL (refused) THEN
             RETURN;
         END IF;
-        INSERT INTO rate_limit_ephemeral AS d (prefix, key)
-        SELECT e.name COLLATE "C", e.key COLLATE "C"
-        FROM unnest((SELECT names), (SELECT keys), (SELECT durables), (SELECT refused)) AS e (name, key, durable, refused)
-        WHERE NOT e.refused AND NOT e.durable
-            AND NOT (skip_held AND EXISTS (SELECT FROM rate_limit_ephemeral AS d WHERE d.prefix = e.name AND d.key = e.key OFFSET 0))
-        GROUP BY e.name COLLATE "C", e.key COLLATE "C"
-        ORDER BY octet_length(e.key COLLATE "C") DESC, e.key COLLATE "C", e.name COLLATE "C"
-        ON CONFLICT (prefix, key) DO UPDATE SET count = d.count WHERE clock_timestamp() > give_up AND rate_limit_late();
-        INSERT INTO rate_limit_durable AS d (prefix, key)
-        SELECT e.name COLLATE "C", e.key COLLATE "C"
-        FROM unnest((SELECT names), (SELECT keys), (SELECT durables), (SELECT refused)) AS e (name, key, durable, refused)
-        WHERE NOT e.refused AND e.durable
-            AND NOT (skip_held AND EXISTS (SELECT FROM rate_limit_durable AS d WHERE d.prefix = e.name AND d.key = e.key OFFSET 0))
-        GROUP BY e.name COLLATE "C", e.key COLLATE "C"
-        ORDER BY octet_length(e.key COLLATE "C") DESC, e.key COLLATE "C", e.name COLLATE "C"
-        ON CONFLICT (prefix, key) DO UPDATE SET count = d.count WHERE clock_timestamp() > give_up AND rate_limit_late();
+        IF false = ANY (durables) THEN
+            INSERT INTO rate_limit_ephemeral AS d (prefix, key)
+            SELECT e.name COLLATE "C", e.key COLLATE "C"
+            FROM unnest((SELECT names), (SELECT keys), (SELECT durables), (SELECT refused)) AS e (name, key, durable, refused)
+            WHERE NOT e.refused AND NOT e.durable
+                AND NOT (skip_held AND EXISTS (SELECT FROM rate_limit_ephemeral AS d WHERE d.prefix = e.name AND d.key = e.key OFFSET 0))
+            GROUP BY e.name COLLATE "C", e.key COLLATE "C"
+            ORDER BY octet_length(e.key COLLATE "C") DESC, e.key COLLATE "C", e.name COLLATE "C"
+            ON CONFLICT (prefix, key) DO UPDATE SET count = d.count WHERE clock_timestamp() > give_up AND rate_limit_late();
+        END IF;
+        IF true = ANY (durables) THEN
+            INSERT INTO rate_limit_durable AS d (prefix, key)
+            SELECT e.name COLLATE "C", e.key COLLATE "C"
+            FROM unnest((SELECT names), (SELECT keys), (SELECT durables), (SELECT refused)) AS e (name, key, durable, refused)
+            WHERE NOT e.refused AND e.durable
+                AND NOT (skip_held AND EXISTS (SELECT FROM rate_limit_durable AS d WHERE d.prefix = e.name AND d.key = e.key OFFSET 0))
+            GROUP BY e.name COLLATE "C", e.key COLLATE "C"
+            ORDER BY octet_length(e.key COLLATE "C") DESC, e.key COLLATE "C", e.name COLLATE "C"
+            ON CONFLICT (prefix, key) DO UPDATE SET count = d.count WHERE clock_timestamp() > give_up AND rate_limit_late();
+        END IF;
         locking := true;
     END LOOP;
     RAISE EXCEPTION 'rate_limit: rows were made, and were missing again'
@@ -2064,6 +1151,817 @@ COMMENT ON FUNCTION rate_limit_all IS 'Decides requests that take from several l
 It returns a row for each part, as the functions of one limit do; granted is that of the whole request, and the parts that refused it are those with a retry_after_us other than 0. The request fits after the longest of them.
 Example: SELECT * FROM rate_limit_all(ARRAY[1, 1], ARRAY[''address'', ''user''], ARRAY[''192.0.2.1'', ''user:123''], ARRAY[false, false], ARRAY[2, 3]::smallint[], ARRAY[100, 20], ARRAY[60000000, 10000000], ARRAY[0, 5]) takes one of 100 a minute and one token of a bucket, or neither.
 Optional, by name: costs for each part (1 each; costs that are all 0 only look, and a request whose costs are below 0 grants all of its parts credit above the limit, or, with the taken_since, taken_in, taken_at and taken_spent of the decisions of one that took, gives back what that still counts), and counts.';
+
+-- The fixed window; see fixed.go.
+--
+--   name                the limiter's name, 1 to 128 bytes
+--   keys                who asks, 1 to 512 bytes each; a key that stands several times is decided in that order
+--   max_count           the limit, in units of cost; max_count * window_us may reach 2^62
+--   window_us           length of the window in microseconds, at most 2^51 (71 years)
+--   costs               cost of one request, for each key; NULL means 1 each. A cost of 0 takes nothing and tells whether 1 would
+--                       fit; a cost below 0 gives back, or grants, see taken_in; a cost above max_count is denied with
+--                       a retry_after_us of NULL, which means never
+--   counts              how many such requests are asked, for each key; NULL means 1 each
+--   durable             whether the rows are in rate_limit_durable rather than in rate_limit_ephemeral
+--   lock_timeout_ms     longest wait for one row, for this transaction; NULL leaves the session's lock_timeout
+--   synchronous_commit  whether the commit of this transaction waits for the WAL; NULL leaves the session's setting
+--   now                 replaces the clock, for tests
+--   taken_since, taken_in, taken_at, taken_spent
+--                       which take a cost below 0 gives back: what its decision returned under these names, for each key; NULL, of
+--                       taken_in, if it gives nothing back but grants credit above the limit, of which a key holds up to 2^61
+--   skip_held           whether to pass over keys whose row somebody's transaction has locked: no row comes back for them, and
+--                       the others are decided. A key that such a transaction has just made is waited for still
+--
+-- Most requests take, and fit. One statement decides them: each takes from its row as it stands, or makes it. What does not fit,
+-- and all that is not so ordinary, is left to rate_limit_all, which finds the rows locked.
+--
+-- The clock is read twice. What was true by the first reading, before the rows were locked, and would still be 10 ms later, was true
+-- when they were: a row that was waited for longer is left. By the second reading, with every lock held, the decision is told. Only a
+-- window or a bucket that begins does so at the first: nobody else can have decided anything by it since.
+-- +goose StatementBegin
+CREATE FUNCTION rate_limit_fixed_window(
+    name text,
+    keys text[],
+    max_count bigint,
+    window_us bigint,
+    costs bigint[] DEFAULT NULL,
+    counts bigint[] DEFAULT NULL,
+    durable boolean DEFAULT false,
+    lock_timeout_ms integer DEFAULT NULL,
+    synchronous_commit boolean DEFAULT NULL,
+    now timestamptz DEFAULT NULL,
+    taken_since bigint[] DEFAULT NULL,
+    taken_in bigint[] DEFAULT NULL,
+    taken_at bigint[] DEFAULT NULL,
+    taken_spent bigint[] DEFAULT NULL,
+    skip_held boolean DEFAULT false
+)
+RETURNS SETOF rate_limit_decision
+LANGUAGE plpgsql
+SECURITY DEFINER
+SET enable_nestloop = off -- two lists of keys are joined below, and the planner takes them for short ones
+AS $$
+#variable_conflict use_variable
+DECLARE
+    ords bigint[];         -- the places of the elements that are left, if not all are
+    decided_at timestamptz := coalesce(now, clock_timestamp());
+    clock bigint := (extract(epoch FROM decided_at) * 1000000)::bigint;
+    t bigint;
+    r_cost bigint;         -- what one key is asked for, and its row
+    r_count bigint;
+    r_window_start bigint;
+    r_expires_at bigint;
+    taken rate_limit_row[]; -- the rows that were taken from, or made; their cost is what was taken
+    ignored text;
+BEGIN
+    -- One key, as in most calls of an application that is not under load. Each operator costs here: plpgsql makes an expression anew
+    -- in every transaction.
+    IF costs IS NULL AND taken_in IS NULL AND NOT skip_held AND cardinality(keys) = 1 AND octet_length(keys[1]) BETWEEN 1 AND 512
+            AND coalesce(counts[1], 1) BETWEEN 1 AND max_count AND coalesce(cardinality(counts), 1) = 1 AND octet_length(name) BETWEEN 1 AND 128 AND max_count >= 1 AND window_us BETWEEN 1 AND 2251799813685248 AND max_count <= 4611686018427387904 / window_us THEN
+        r_cost := coalesce(counts[1], 1);
+        IF lock_timeout_ms IS NOT NULL OR synchronous_commit IS NOT NULL THEN
+            ignored := concat(
+                CASE WHEN lock_timeout_ms IS NOT NULL THEN set_config('lock_timeout', lock_timeout_ms::text, true) END,
+                CASE WHEN synchronous_commit IS NOT NULL THEN set_config('synchronous_commit', synchronous_commit::text, true) END);
+        END IF;
+        IF durable IS NOT TRUE THEN
+            INSERT INTO rate_limit_ephemeral AS d (prefix, key, algorithm, count, window_start, expires_at)
+            VALUES (name, keys[1], 1, r_cost, clock, clock + window_us)
+            ON CONFLICT (prefix, key) DO UPDATE SET
+                count = CASE WHEN clock < d.expires_at THEN d.count ELSE 0 END + excluded.count,
+                window_start = CASE WHEN clock < d.expires_at THEN d.window_start ELSE clock END,
+                expires_at = CASE WHEN clock < d.expires_at THEN d.expires_at ELSE excluded.expires_at END
+            WHERE (clock_timestamp() < decided_at + interval '10 ms' OR now IS NOT NULL OR lock_timeout_ms IS NOT NULL AND clock_timestamp() > decided_at + lock_timeout_ms * interval '25 ms' AND rate_limit_late())
+                AND d.algorithm = 1 AND d.since IS NULL AND excluded.count > 0 AND d.window_start - clock <= window_us
+                    AND (clock >= d.expires_at
+                        OR clock + 10000 < d.expires_at AND d.expires_at = d.window_start + window_us AND d.count + excluded.count <= max_count)
+            RETURNING d.count, d.window_start, d.expires_at
+            INTO r_count, r_window_start, r_expires_at;
+        ELSE
+            INSERT INTO rate_limit_durable AS d (prefix, key, algorithm, count, window_start, expires_at)
+            VALUES (name, keys[1], 1, r_cost, clock, clock + window_us)
+            ON CONFLICT (prefix, key) DO UPDATE SET
+                count = CASE WHEN clock < d.expires_at THEN d.count ELSE 0 END + excluded.count,
+                window_start = CASE WHEN clock < d.expires_at THEN d.window_start ELSE clock END,
+                expires_at = CASE WHEN clock < d.expires_at THEN d.expires_at ELSE excluded.expires_at END
+            WHERE (clock_timestamp() < decided_at + interval '10 ms' OR now IS NOT NULL OR lock_timeout_ms IS NOT NULL AND clock_timestamp() > decided_at + lock_timeout_ms * interval '25 ms' AND rate_limit_late())
+                AND d.algorithm = 1 AND d.since IS NULL AND excluded.count > 0 AND d.window_start - clock <= window_us
+                    AND (clock >= d.expires_at
+                        OR clock + 10000 < d.expires_at AND d.expires_at = d.window_start + window_us AND d.count + excluded.count <= max_count)
+            RETURNING d.count, d.window_start, d.expires_at
+            INTO r_count, r_window_start, r_expires_at;
+        END IF;
+        IF found THEN
+            t := (extract(epoch FROM coalesce(now, clock_timestamp())) * 1000000)::bigint;
+            IF t BETWEEN clock AND clock + 10000 THEN
+                t := CASE WHEN r_count = r_cost THEN r_window_start ELSE least(t, r_window_start + window_us - 1) END;
+                RETURN NEXT ROW(1::bigint, r_cost, max_count - r_count, 0::bigint, r_window_start + window_us - t,
+                        decided_at + (t - clock) * interval '1 microsecond', r_count, 0::bigint, r_window_start, 0::bigint, NULL::bigint, r_expires_at, NULL::bigint[],
+                        NULL::bigint, r_window_start, NULL::bigint, 0::bigint);
+                RETURN;
+            END IF;
+            taken := ARRAY[ROW(1, r_cost, r_cost, NULL, r_count, 0, r_window_start, 0, NULL, r_expires_at, NULL, NULL, NULL, NULL, NULL)::rate_limit_row];
+        END IF;
+    END IF;
+
+    IF (max_count >= 1 AND window_us BETWEEN 1 AND 2251799813685248 AND max_count <= 4611686018427387904 / window_us) IS NOT TRUE THEN
+        RAISE EXCEPTION 'rate_limit: max_count %, window_us %: outside the exact range', max_count, window_us
+            USING ERRCODE = 'invalid_parameter_value', HINT = 'max_count and window_us are at least 1, window_us is at most 2^51, and their product is at most 2^62.';
+    END IF;
+    IF (octet_length(name) BETWEEN 1 AND 128 AND keys[cardinality(keys)] IS NOT NULL
+            AND (costs IS NULL OR cardinality(costs) = cardinality(keys)) AND (counts IS NULL OR cardinality(counts) = cardinality(keys))
+            AND (taken_in IS NULL OR cardinality(taken_in) = cardinality(keys))) IS NOT TRUE THEN
+        RAISE EXCEPTION 'rate_limit: a name of 1 to 128 bytes is needed, and as many costs, counts and taken_in as keys'
+            USING ERRCODE = 'invalid_parameter_value', HINT = 'NULL instead of costs or of counts means 1 for each key, and NULL instead of taken_in that there are no refunds.';
+    END IF;
+    IF r_cost IS NULL AND NOT (skip_held IS TRUE OR taken_in IS NOT NULL OR 1 > ANY (costs) OR max_count < ANY (costs)) IS TRUE THEN
+        ignored := concat(
+                CASE WHEN lock_timeout_ms IS NOT NULL THEN set_config('lock_timeout', lock_timeout_ms::text, true) END,
+                CASE WHEN synchronous_commit IS NOT NULL THEN set_config('synchronous_commit', synchronous_commit::text, true) END);
+        IF durable IS NOT TRUE THEN
+            WITH e AS (
+                SELECT e.ord, e.key, e.asked, CASE WHEN e.asked BETWEEN 1 AND max_count / e.cost THEN e.cost * e.asked ELSE 0 END AS units
+                FROM (
+                    SELECT e.ord, e.key, coalesce(e.cost, 1) AS cost, coalesce(e.asked, 1) AS asked, lag(e.key) OVER w IS DISTINCT FROM e.key AS first
+                    FROM unnest((SELECT keys), (SELECT costs), (SELECT counts)) WITH ORDINALITY AS e (key, cost, asked, ord)
+                    WINDOW w AS (ORDER BY octet_length(e.key) DESC, e.key COLLATE "C", e.ord)
+                ) AS e
+                WHERE e.first AND octet_length(e.key) BETWEEN 1 AND 512
+            ), d AS (
+                INSERT INTO rate_limit_ephemeral AS d (prefix, key, algorithm, count, window_start, expires_at)
+                SELECT name, e.key, 1, e.units, clock, clock + window_us FROM e ORDER BY octet_length(e.key) DESC, e.key COLLATE "C", e.ord
+                ON CONFLICT (prefix, key) DO UPDATE SET
+                    count = CASE WHEN clock < d.expires_at THEN d.count ELSE 0 END + excluded.count,
+                    window_start = CASE WHEN clock < d.expires_at THEN d.window_start ELSE clock END,
+                    expires_at = CASE WHEN clock < d.expires_at THEN d.expires_at ELSE excluded.expires_at END
+                WHERE (clock_timestamp() < decided_at + interval '10 ms' OR now IS NOT NULL OR lock_timeout_ms IS NOT NULL AND clock_timestamp() > decided_at + lock_timeout_ms * interval '25 ms' AND rate_limit_late())
+                    AND d.algorithm = 1 AND d.since IS NULL AND excluded.count > 0 AND d.window_start - clock <= window_us
+                        AND (clock >= d.expires_at
+                            OR clock + 10000 < d.expires_at AND d.expires_at = d.window_start + window_us AND d.count + excluded.count <= max_count)
+                RETURNING d.*
+            )
+            SELECT array_agg(ROW(e.ord, e.units, e.asked, NULL, d.count, 0, d.window_start, 0, NULL, d.expires_at, NULL, NULL, NULL, NULL, NULL)::rate_limit_row)
+            INTO taken
+            FROM d
+            JOIN e ON e.key = d.key COLLATE "C"
+            WHERE e.units > 0;
+        ELSE
+            WITH e AS (
+                SELECT e.ord, e.key, e.asked, CASE WHEN e.asked BETWEEN 1 AND max_count / e.cost THEN e.cost * e.asked ELSE 0 END AS units
+                FROM (
+                    SELECT e.ord, e.key, coalesce(e.cost, 1) AS cost, coalesce(e.asked, 1) AS asked, lag(e.key) OVER w IS DISTINCT FROM e.key AS first
+                    FROM unnest((SELECT keys), (SELECT costs), (SELECT counts)) WITH ORDINALITY AS e (key, cost, asked, ord)
+                    WINDOW w AS (ORDER BY octet_length(e.key) DESC, e.key COLLATE "C", e.ord)
+                ) AS e
+                WHERE e.first AND octet_length(e.key) BETWEEN 1 AND 512
+            ), d AS (
+                INSERT INTO rate_limit_durable AS d (prefix, key, algorithm, count, window_start, expires_at)
+                SELECT name, e.key, 1, e.units, clock, clock + window_us FROM e ORDER BY octet_length(e.key) DESC, e.key COLLATE "C", e.ord
+                ON CONFLICT (prefix, key) DO UPDATE SET
+                    count = CASE WHEN clock < d.expires_at THEN d.count ELSE 0 END + excluded.count,
+                    window_start = CASE WHEN clock < d.expires_at THEN d.window_start ELSE clock END,
+                    expires_at = CASE WHEN clock < d.expires_at THEN d.expires_at ELSE excluded.expires_at END
+                WHERE (clock_timestamp() < decided_at + interval '10 ms' OR now IS NOT NULL OR lock_timeout_ms IS NOT NULL AND clock_timestamp() > decided_at + lock_timeout_ms * interval '25 ms' AND rate_limit_late())
+                    AND d.algorithm = 1 AND d.since IS NULL AND excluded.count > 0 AND d.window_start - clock <= window_us
+                        AND (clock >= d.expires_at
+                            OR clock + 10000 < d.expires_at AND d.expires_at = d.window_start + window_us AND d.count + excluded.count <= max_count)
+                RETURNING d.*
+            )
+            SELECT array_agg(ROW(e.ord, e.units, e.asked, NULL, d.count, 0, d.window_start, 0, NULL, d.expires_at, NULL, NULL, NULL, NULL, NULL)::rate_limit_row)
+            INTO taken
+            FROM d
+            JOIN e ON e.key = d.key COLLATE "C"
+            WHERE e.units > 0;
+        END IF;
+        t := (extract(epoch FROM coalesce(now, clock_timestamp())) * 1000000)::bigint;
+    END IF;
+
+    IF taken IS NOT NULL THEN
+        t := greatest(t, clock); -- whatever the clock was set to meanwhile
+        -- For a row that is new, and was made late, the first reading may be too old: a transaction that had made it, too, may have been
+        -- waited for until it rolled back. Away with it.
+        IF t > clock + 10000 THEN
+            PERFORM rate_limit_reset(name, keys[e.ord], durable, NULL::integer, NULL::boolean)
+            FROM unnest(taken) AS e
+            WHERE CASE WHEN e.count = e.cost THEN e.window_start ELSE least(t, e.window_start + window_us - 1) END = clock;
+            taken := ARRAY(SELECT e FROM unnest(taken) AS e WHERE CASE WHEN e.count = e.cost THEN e.window_start ELSE least(t, e.window_start + window_us - 1) END <> clock);
+        END IF;
+        RETURN QUERY
+        SELECT e.ord, e.asked, max_count - e.count, 0::bigint, e.window_start + window_us - e.at,
+                decided_at + (e.at - clock) * interval '1 microsecond', e.count, 0::bigint, e.window_start, 0::bigint, NULL::bigint, e.expires_at, NULL::bigint[],
+                NULL::bigint, e.window_start, NULL::bigint, 0::bigint
+        FROM (SELECT e.*, CASE WHEN e.count = e.cost THEN e.window_start ELSE least(t, e.window_start + window_us - 1) END AS at FROM unnest(taken) AS e) AS e;
+        IF cardinality(taken) = cardinality(keys) THEN
+            RETURN;
+        END IF;
+        SELECT array_agg(e.ord), array_agg(e.key), array_agg(coalesce(e.cost, 1)), array_agg(coalesce(e.asked, 1))
+        INTO ords, keys, costs, counts
+        FROM unnest(keys, costs, counts) WITH ORDINALITY AS e (key, cost, asked, ord)
+        WHERE NOT EXISTS (SELECT FROM unnest(taken) AS k WHERE k.ord = e.ord);
+    END IF;
+
+    RETURN QUERY
+    SELECT coalesce(ords[a.ord], a.ord), a.granted, a.remaining, a.retry_after_us, a.reset_after_us, a.decided_at,
+        a.count, a.prev_count, a.window_start, a.credit, a.scale, a.expires_at, a.log, a.taken_since, a.taken_in, a.taken_at, a.taken_spent
+    FROM rate_limit_all(
+        ARRAY(SELECT generate_series(1, cardinality(keys))), array_fill(name, ARRAY[cardinality(keys)]), keys,
+        array_fill(coalesce(durable, false), ARRAY[cardinality(keys)]), array_fill(1::smallint, ARRAY[cardinality(keys)]),
+        array_fill(max_count, ARRAY[cardinality(keys)]), array_fill(window_us, ARRAY[cardinality(keys)]), array_fill(0::bigint, ARRAY[cardinality(keys)]),
+        costs, counts, lock_timeout_ms, synchronous_commit, now, taken_since, taken_in, taken_at, taken_spent, skip_held) AS a;
+END
+$$;
+-- +goose StatementEnd
+
+COMMENT ON FUNCTION rate_limit_fixed_window IS 'Takes from fixed windows of window_us microseconds, each of which admits max_count. A window starts at the first request after the one before has ended.
+It returns a row for each key: ord (its place in keys), granted (how many of the counts requests were granted), remaining (the largest cost that would be granted next), retry_after_us (microseconds until the others can be granted; 0: all were; NULL: never), reset_after_us (microseconds until the key is as good as new), decided_at (the database clock at the decision), the state of the key then, as in the table, and what a refund has to tell: taken_since, taken_in, taken_at and taken_spent. A denial is a row with granted = 0, never an error, and takes nothing. A refund is granted, whatever there was to give back. What is taken commits or rolls back with the transaction.
+Example: SELECT * FROM rate_limit_fixed_window(''login'', ARRAY[''user:123''], 10, 60000000) takes one of 10 a minute.
+Optional, by name: costs and counts for each key (1 each; a cost of 0 only looks, and one below 0 grants credit above the limit, or, with the taken_since, taken_in, taken_at and taken_spent of a decision that took, gives back what that take still counts, and each unit only once if the caller asks only once), durable => true for rate_limit_durable.';
+
+-- The sliding window counter; see sliding.go.
+--
+--   name                the limiter's name, 1 to 128 bytes
+--   keys                who asks, 1 to 512 bytes each; a key that stands several times is decided in that order
+--   max_count           the limit, in units of cost; max_count * window_us may reach 2^62
+--   window_us           length of the window in microseconds, at most 2^51 (71 years)
+--   costs               cost of one request, for each key; NULL means 1 each. A cost of 0 takes nothing and tells whether 1 would
+--                       fit; a cost below 0 gives back, or grants, see taken_in; a cost above max_count is denied with
+--                       a retry_after_us of NULL, which means never
+--   counts              how many such requests are asked, for each key; NULL means 1 each
+--   durable             whether the rows are in rate_limit_durable rather than in rate_limit_ephemeral
+--   lock_timeout_ms     longest wait for one row, for this transaction; NULL leaves the session's lock_timeout
+--   synchronous_commit  whether the commit of this transaction waits for the WAL; NULL leaves the session's setting
+--   now                 replaces the clock, for tests
+--   taken_since, taken_in, taken_at, taken_spent
+--                       which take a cost below 0 gives back: what its decision returned under these names, for each key; NULL, of
+--                       taken_in, if it gives nothing back but grants credit above the limit, of which a key holds up to 2^61
+--   skip_held           whether to pass over keys whose row somebody's transaction has locked: no row comes back for them, and
+--                       the others are decided. A key that such a transaction has just made is waited for still
+--
+-- Most requests take, and fit. One statement decides them: each takes from its row as it stands, or makes it. What does not fit,
+-- and all that is not so ordinary, is left to rate_limit_all, which finds the rows locked.
+--
+-- The clock is read twice. What was true by the first reading, before the rows were locked, and would still be 10 ms later, was true
+-- when they were: a row that was waited for longer is left. By the second reading, with every lock held, the decision is told. Only a
+-- window or a bucket that begins does so at the first: nobody else can have decided anything by it since.
+-- +goose StatementBegin
+CREATE FUNCTION rate_limit_sliding_window(
+    name text,
+    keys text[],
+    max_count bigint,
+    window_us bigint,
+    costs bigint[] DEFAULT NULL,
+    counts bigint[] DEFAULT NULL,
+    durable boolean DEFAULT false,
+    lock_timeout_ms integer DEFAULT NULL,
+    synchronous_commit boolean DEFAULT NULL,
+    now timestamptz DEFAULT NULL,
+    taken_since bigint[] DEFAULT NULL,
+    taken_in bigint[] DEFAULT NULL,
+    taken_at bigint[] DEFAULT NULL,
+    taken_spent bigint[] DEFAULT NULL,
+    skip_held boolean DEFAULT false
+)
+RETURNS SETOF rate_limit_decision
+LANGUAGE plpgsql
+SECURITY DEFINER
+SET enable_nestloop = off -- two lists of keys are joined below, and the planner takes them for short ones
+AS $$
+#variable_conflict use_variable
+DECLARE
+    ords bigint[];         -- the places of the elements that are left, if not all are
+    decided_at timestamptz := coalesce(now, clock_timestamp());
+    clock bigint := (extract(epoch FROM decided_at) * 1000000)::bigint;
+    t bigint;
+    r_cost bigint;         -- what one key is asked for, and its row
+    r_count bigint;
+    r_prev_count bigint;
+    r_window_start bigint;
+    r_expires_at bigint;
+    taken rate_limit_row[]; -- the rows that were taken from, or made; their cost is what was taken
+    ignored text;
+BEGIN
+    -- One key, as in most calls of an application that is not under load. Each operator costs here: plpgsql makes an expression anew
+    -- in every transaction.
+    IF costs IS NULL AND taken_in IS NULL AND NOT skip_held AND cardinality(keys) = 1 AND octet_length(keys[1]) BETWEEN 1 AND 512
+            AND coalesce(counts[1], 1) BETWEEN 1 AND max_count AND coalesce(cardinality(counts), 1) = 1 AND octet_length(name) BETWEEN 1 AND 128 AND max_count >= 1 AND window_us BETWEEN 1 AND 2251799813685248 AND max_count <= 4611686018427387904 / window_us THEN
+        r_cost := coalesce(counts[1], 1);
+        IF lock_timeout_ms IS NOT NULL OR synchronous_commit IS NOT NULL THEN
+            ignored := concat(
+                CASE WHEN lock_timeout_ms IS NOT NULL THEN set_config('lock_timeout', lock_timeout_ms::text, true) END,
+                CASE WHEN synchronous_commit IS NOT NULL THEN set_config('synchronous_commit', synchronous_commit::text, true) END);
+        END IF;
+        IF durable IS NOT TRUE THEN
+            INSERT INTO rate_limit_ephemeral AS d (prefix, key, algorithm, count, window_start, expires_at)
+            VALUES (name, keys[1], 2, r_cost, clock, clock + 2 * window_us)
+            ON CONFLICT (prefix, key) DO UPDATE SET
+                count = CASE WHEN clock < d.window_start + window_us THEN d.count ELSE 0 END + excluded.count,
+                prev_count = CASE WHEN clock < d.window_start + window_us THEN d.prev_count WHEN clock < d.expires_at THEN d.count ELSE 0 END,
+                window_start = CASE WHEN clock < d.window_start + window_us THEN d.window_start WHEN clock < d.expires_at THEN d.window_start + window_us ELSE clock END,
+                expires_at = CASE WHEN clock < d.window_start + window_us THEN d.window_start WHEN clock < d.expires_at THEN d.window_start + window_us ELSE clock END + 2 * window_us
+            WHERE (clock_timestamp() < decided_at + interval '10 ms' OR now IS NOT NULL OR lock_timeout_ms IS NOT NULL AND clock_timestamp() > decided_at + lock_timeout_ms * interval '25 ms' AND rate_limit_late())
+                AND d.algorithm = 2 AND d.since IS NULL AND excluded.count > 0 AND d.window_start - clock <= window_us
+                    AND CASE
+                        WHEN clock >= d.expires_at THEN clock >= d.window_start + window_us
+                        WHEN d.expires_at <> d.window_start + 2 * window_us THEN false -- another policy's, or given back
+                        WHEN clock + 10000 < d.window_start + window_us THEN d.prev_count <= max_count
+                            AND excluded.count <= max_count - d.count
+                                - (d.prev_count * (d.window_start + window_us - greatest(clock, d.window_start)) + window_us - 1) / window_us
+                        WHEN clock >= d.window_start + window_us AND clock + 10000 < d.expires_at THEN d.count <= max_count
+                            AND excluded.count <= max_count - (d.count * (d.expires_at - clock) + window_us - 1) / window_us
+                        ELSE false END
+            RETURNING d.count, d.prev_count, d.window_start, d.expires_at
+            INTO r_count, r_prev_count, r_window_start, r_expires_at;
+        ELSE
+            INSERT INTO rate_limit_durable AS d (prefix, key, algorithm, count, window_start, expires_at)
+            VALUES (name, keys[1], 2, r_cost, clock, clock + 2 * window_us)
+            ON CONFLICT (prefix, key) DO UPDATE SET
+                count = CASE WHEN clock < d.window_start + window_us THEN d.count ELSE 0 END + excluded.count,
+                prev_count = CASE WHEN clock < d.window_start + window_us THEN d.prev_count WHEN clock < d.expires_at THEN d.count ELSE 0 END,
+                window_start = CASE WHEN clock < d.window_start + window_us THEN d.window_start WHEN clock < d.expires_at THEN d.window_start + window_us ELSE clock END,
+                expires_at = CASE WHEN clock < d.window_start + window_us THEN d.window_start WHEN clock < d.expires_at THEN d.window_start + window_us ELSE clock END + 2 * window_us
+            WHERE (clock_timestamp() < decided_at + interval '10 ms' OR now IS NOT NULL OR lock_timeout_ms IS NOT NULL AND clock_timestamp() > decided_at + lock_timeout_ms * interval '25 ms' AND rate_limit_late())
+                AND d.algorithm = 2 AND d.since IS NULL AND excluded.count > 0 AND d.window_start - clock <= window_us
+                    AND CASE
+                        WHEN clock >= d.expires_at THEN clock >= d.window_start + window_us
+                        WHEN d.expires_at <> d.window_start + 2 * window_us THEN false -- another policy's, or given back
+                        WHEN clock + 10000 < d.window_start + window_us THEN d.prev_count <= max_count
+                            AND excluded.count <= max_count - d.count
+                                - (d.prev_count * (d.window_start + window_us - greatest(clock, d.window_start)) + window_us - 1) / window_us
+                        WHEN clock >= d.window_start + window_us AND clock + 10000 < d.expires_at THEN d.count <= max_count
+                            AND excluded.count <= max_count - (d.count * (d.expires_at - clock) + window_us - 1) / window_us
+                        ELSE false END
+            RETURNING d.count, d.prev_count, d.window_start, d.expires_at
+            INTO r_count, r_prev_count, r_window_start, r_expires_at;
+        END IF;
+        IF found THEN
+            t := (extract(epoch FROM coalesce(now, clock_timestamp())) * 1000000)::bigint;
+            IF t BETWEEN clock AND clock + 10000 THEN
+                t := CASE WHEN r_count = r_cost AND r_prev_count = 0 THEN r_window_start ELSE least(t, r_window_start + window_us - 1) END;
+                RETURN NEXT ROW(1::bigint, r_cost, max_count - r_count
+                        - (r_prev_count * (r_window_start + window_us - greatest(t, r_window_start)) + window_us - 1) / window_us, 0::bigint, r_window_start + 2 * window_us - t,
+                        decided_at + (t - clock) * interval '1 microsecond', r_count, r_prev_count, r_window_start, 0::bigint, NULL::bigint, r_expires_at, NULL::bigint[],
+                        NULL::bigint, r_window_start, NULL::bigint, 0::bigint);
+                RETURN;
+            END IF;
+            taken := ARRAY[ROW(1, r_cost, r_cost, NULL, r_count, r_prev_count, r_window_start, 0, NULL, r_expires_at, NULL, NULL, NULL, NULL, NULL)::rate_limit_row];
+        END IF;
+    END IF;
+
+    IF (max_count >= 1 AND window_us BETWEEN 1 AND 2251799813685248 AND max_count <= 4611686018427387904 / window_us) IS NOT TRUE THEN
+        RAISE EXCEPTION 'rate_limit: max_count %, window_us %: outside the exact range', max_count, window_us
+            USING ERRCODE = 'invalid_parameter_value', HINT = 'max_count and window_us are at least 1, window_us is at most 2^51, and their product is at most 2^62.';
+    END IF;
+    IF (octet_length(name) BETWEEN 1 AND 128 AND keys[cardinality(keys)] IS NOT NULL
+            AND (costs IS NULL OR cardinality(costs) = cardinality(keys)) AND (counts IS NULL OR cardinality(counts) = cardinality(keys))
+            AND (taken_in IS NULL OR cardinality(taken_in) = cardinality(keys))) IS NOT TRUE THEN
+        RAISE EXCEPTION 'rate_limit: a name of 1 to 128 bytes is needed, and as many costs, counts and taken_in as keys'
+            USING ERRCODE = 'invalid_parameter_value', HINT = 'NULL instead of costs or of counts means 1 for each key, and NULL instead of taken_in that there are no refunds.';
+    END IF;
+    IF r_cost IS NULL AND NOT (skip_held IS TRUE OR taken_in IS NOT NULL OR 1 > ANY (costs) OR max_count < ANY (costs)) IS TRUE THEN
+        ignored := concat(
+                CASE WHEN lock_timeout_ms IS NOT NULL THEN set_config('lock_timeout', lock_timeout_ms::text, true) END,
+                CASE WHEN synchronous_commit IS NOT NULL THEN set_config('synchronous_commit', synchronous_commit::text, true) END);
+        IF durable IS NOT TRUE THEN
+            WITH e AS (
+                SELECT e.ord, e.key, e.asked, CASE WHEN e.asked BETWEEN 1 AND max_count / e.cost THEN e.cost * e.asked ELSE 0 END AS units
+                FROM (
+                    SELECT e.ord, e.key, coalesce(e.cost, 1) AS cost, coalesce(e.asked, 1) AS asked, lag(e.key) OVER w IS DISTINCT FROM e.key AS first
+                    FROM unnest((SELECT keys), (SELECT costs), (SELECT counts)) WITH ORDINALITY AS e (key, cost, asked, ord)
+                    WINDOW w AS (ORDER BY octet_length(e.key) DESC, e.key COLLATE "C", e.ord)
+                ) AS e
+                WHERE e.first AND octet_length(e.key) BETWEEN 1 AND 512
+            ), d AS (
+                INSERT INTO rate_limit_ephemeral AS d (prefix, key, algorithm, count, window_start, expires_at)
+                SELECT name, e.key, 2, e.units, clock, clock + 2 * window_us FROM e ORDER BY octet_length(e.key) DESC, e.key COLLATE "C", e.ord
+                ON CONFLICT (prefix, key) DO UPDATE SET
+                    count = CASE WHEN clock < d.window_start + window_us THEN d.count ELSE 0 END + excluded.count,
+                    prev_count = CASE WHEN clock < d.window_start + window_us THEN d.prev_count WHEN clock < d.expires_at THEN d.count ELSE 0 END,
+                    window_start = CASE WHEN clock < d.window_start + window_us THEN d.window_start WHEN clock < d.expires_at THEN d.window_start + window_us ELSE clock END,
+                    expires_at = CASE WHEN clock < d.window_start + window_us THEN d.window_start WHEN clock < d.expires_at THEN d.window_start + window_us ELSE clock END + 2 * window_us
+                WHERE (clock_timestamp() < decided_at + interval '10 ms' OR now IS NOT NULL OR lock_timeout_ms IS NOT NULL AND clock_timestamp() > decided_at + lock_timeout_ms * interval '25 ms' AND rate_limit_late())
+                    AND d.algorithm = 2 AND d.since IS NULL AND excluded.count > 0 AND d.window_start - clock <= window_us
+                        AND CASE
+                            WHEN clock >= d.expires_at THEN clock >= d.window_start + window_us
+                            WHEN d.expires_at <> d.window_start + 2 * window_us THEN false -- another policy's, or given back
+                            WHEN clock + 10000 < d.window_start + window_us THEN d.prev_count <= max_count
+                                AND excluded.count <= max_count - d.count
+                                    - (d.prev_count * (d.window_start + window_us - greatest(clock, d.window_start)) + window_us - 1) / window_us
+                            WHEN clock >= d.window_start + window_us AND clock + 10000 < d.expires_at THEN d.count <= max_count
+                                AND excluded.count <= max_count - (d.count * (d.expires_at - clock) + window_us - 1) / window_us
+                            ELSE false END
+                RETURNING d.*
+            )
+            SELECT array_agg(ROW(e.ord, e.units, e.asked, NULL, d.count, d.prev_count, d.window_start, 0, NULL, d.expires_at, NULL, NULL, NULL, NULL, NULL)::rate_limit_row)
+            INTO taken
+            FROM d
+            JOIN e ON e.key = d.key COLLATE "C"
+            WHERE e.units > 0;
+        ELSE
+            WITH e AS (
+                SELECT e.ord, e.key, e.asked, CASE WHEN e.asked BETWEEN 1 AND max_count / e.cost THEN e.cost * e.asked ELSE 0 END AS units
+                FROM (
+                    SELECT e.ord, e.key, coalesce(e.cost, 1) AS cost, coalesce(e.asked, 1) AS asked, lag(e.key) OVER w IS DISTINCT FROM e.key AS first
+                    FROM unnest((SELECT keys), (SELECT costs), (SELECT counts)) WITH ORDINALITY AS e (key, cost, asked, ord)
+                    WINDOW w AS (ORDER BY octet_length(e.key) DESC, e.key COLLATE "C", e.ord)
+                ) AS e
+                WHERE e.first AND octet_length(e.key) BETWEEN 1 AND 512
+            ), d AS (
+                INSERT INTO rate_limit_durable AS d (prefix, key, algorithm, count, window_start, expires_at)
+                SELECT name, e.key, 2, e.units, clock, clock + 2 * window_us FROM e ORDER BY octet_length(e.key) DESC, e.key COLLATE "C", e.ord
+                ON CONFLICT (prefix, key) DO UPDATE SET
+                    count = CASE WHEN clock < d.window_start + window_us THEN d.count ELSE 0 END + excluded.count,
+                    prev_count = CASE WHEN clock < d.window_start + window_us THEN d.prev_count WHEN clock < d.expires_at THEN d.count ELSE 0 END,
+                    window_start = CASE WHEN clock < d.window_start + window_us THEN d.window_start WHEN clock < d.expires_at THEN d.window_start + window_us ELSE clock END,
+                    expires_at = CASE WHEN clock < d.window_start + window_us THEN d.window_start WHEN clock < d.expires_at THEN d.window_start + window_us ELSE clock END + 2 * window_us
+                WHERE (clock_timestamp() < decided_at + interval '10 ms' OR now IS NOT NULL OR lock_timeout_ms IS NOT NULL AND clock_timestamp() > decided_at + lock_timeout_ms * interval '25 ms' AND rate_limit_late())
+                    AND d.algorithm = 2 AND d.since IS NULL AND excluded.count > 0 AND d.window_start - clock <= window_us
+                        AND CASE
+                            WHEN clock >= d.expires_at THEN clock >= d.window_start + window_us
+                            WHEN d.expires_at <> d.window_start + 2 * window_us THEN false -- another policy's, or given back
+                            WHEN clock + 10000 < d.window_start + window_us THEN d.prev_count <= max_count
+                                AND excluded.count <= max_count - d.count
+                                    - (d.prev_count * (d.window_start + window_us - greatest(clock, d.window_start)) + window_us - 1) / window_us
+                            WHEN clock >= d.window_start + window_us AND clock + 10000 < d.expires_at THEN d.count <= max_count
+                                AND excluded.count <= max_count - (d.count * (d.expires_at - clock) + window_us - 1) / window_us
+                            ELSE false END
+                RETURNING d.*
+            )
+            SELECT array_agg(ROW(e.ord, e.units, e.asked, NULL, d.count, d.prev_count, d.window_start, 0, NULL, d.expires_at, NULL, NULL, NULL, NULL, NULL)::rate_limit_row)
+            INTO taken
+            FROM d
+            JOIN e ON e.key = d.key COLLATE "C"
+            WHERE e.units > 0;
+        END IF;
+        t := (extract(epoch FROM coalesce(now, clock_timestamp())) * 1000000)::bigint;
+    END IF;
+
+    IF taken IS NOT NULL THEN
+        t := greatest(t, clock); -- whatever the clock was set to meanwhile
+        -- For a row that is new, and was made late, the first reading may be too old: a transaction that had made it, too, may have been
+        -- waited for until it rolled back. Away with it.
+        IF t > clock + 10000 THEN
+            PERFORM rate_limit_reset(name, keys[e.ord], durable, NULL::integer, NULL::boolean)
+            FROM unnest(taken) AS e
+            WHERE CASE WHEN e.count = e.cost AND e.prev_count = 0 THEN e.window_start ELSE least(t, e.window_start + window_us - 1) END = clock;
+            taken := ARRAY(SELECT e FROM unnest(taken) AS e WHERE CASE WHEN e.count = e.cost AND e.prev_count = 0 THEN e.window_start ELSE least(t, e.window_start + window_us - 1) END <> clock);
+        END IF;
+        RETURN QUERY
+        SELECT e.ord, e.asked, max_count - e.count
+                - (e.prev_count * (e.window_start + window_us - greatest(e.at, e.window_start)) + window_us - 1) / window_us, 0::bigint, e.window_start + 2 * window_us - e.at,
+                decided_at + (e.at - clock) * interval '1 microsecond', e.count, e.prev_count, e.window_start, 0::bigint, NULL::bigint, e.expires_at, NULL::bigint[],
+                NULL::bigint, e.window_start, NULL::bigint, 0::bigint
+        FROM (SELECT e.*, CASE WHEN e.count = e.cost AND e.prev_count = 0 THEN e.window_start ELSE least(t, e.window_start + window_us - 1) END AS at FROM unnest(taken) AS e) AS e;
+        IF cardinality(taken) = cardinality(keys) THEN
+            RETURN;
+        END IF;
+        SELECT array_agg(e.ord), array_agg(e.key), array_agg(coalesce(e.cost, 1)), array_agg(coalesce(e.asked, 1))
+        INTO ords, keys, costs, counts
+        FROM unnest(keys, costs, counts) WITH ORDINALITY AS e (key, cost, asked, ord)
+        WHERE NOT EXISTS (SELECT FROM unnest(taken) AS k WHERE k.ord = e.ord);
+    END IF;
+
+    RETURN QUERY
+    SELECT coalesce(ords[a.ord], a.ord), a.granted, a.remaining, a.retry_after_us, a.reset_after_us, a.decided_at,
+        a.count, a.prev_count, a.window_start, a.credit, a.scale, a.expires_at, a.log, a.taken_since, a.taken_in, a.taken_at, a.taken_spent
+    FROM rate_limit_all(
+        ARRAY(SELECT generate_series(1, cardinality(keys))), array_fill(name, ARRAY[cardinality(keys)]), keys,
+        array_fill(coalesce(durable, false), ARRAY[cardinality(keys)]), array_fill(2::smallint, ARRAY[cardinality(keys)]),
+        array_fill(max_count, ARRAY[cardinality(keys)]), array_fill(window_us, ARRAY[cardinality(keys)]), array_fill(0::bigint, ARRAY[cardinality(keys)]),
+        costs, counts, lock_timeout_ms, synchronous_commit, now, taken_since, taken_in, taken_at, taken_spent, skip_held) AS a;
+END
+$$;
+-- +goose StatementEnd
+
+COMMENT ON FUNCTION rate_limit_sliding_window IS 'Takes from sliding windows of window_us microseconds, each of which admits max_count, estimated from two counters: the window before counts for the share of it that the sliding window still covers.
+It returns a row for each key: ord (its place in keys), granted (how many of the counts requests were granted), remaining (the largest cost that would be granted next), retry_after_us (microseconds until the others can be granted; 0: all were; NULL: never), reset_after_us (microseconds until the key is as good as new), decided_at (the database clock at the decision), the state of the key then, as in the table, and what a refund has to tell: taken_since, taken_in, taken_at and taken_spent. A denial is a row with granted = 0, never an error, and takes nothing. A refund is granted, whatever there was to give back. What is taken commits or rolls back with the transaction.
+Example: SELECT * FROM rate_limit_sliding_window(''login'', ARRAY[''user:123''], 10, 60000000) takes one of 10 a minute.
+Optional, by name: costs and counts for each key (1 each; a cost of 0 only looks, and one below 0 grants credit above the limit, or, with the taken_since, taken_in, taken_at and taken_spent of a decision that took, gives back what that take still counts, and each unit only once if the caller asks only once), durable => true for rate_limit_durable.';
+
+-- The token bucket; see tokenbucket.go.
+--
+--   name                the limiter's name, 1 to 128 bytes
+--   keys                who asks, 1 to 512 bytes each; a key that stands several times is decided in that order
+--   capacity            tokens in a full bucket; capacity * every_us may reach 2^62
+--   refill              tokens that flow in, evenly, over every_us; at least 1
+--   every_us            in microseconds, at least 1; to fill an empty bucket may take 2^51 microseconds (71 years)
+--   costs               cost of one request, for each key; NULL means 1 each. A cost of 0 takes nothing and tells whether 1 would
+--                       fit; a cost below 0 gives back, or grants, see taken_in; a cost above capacity is denied with
+--                       a retry_after_us of NULL, which means never
+--   counts              how many such requests are asked, for each key; NULL means 1 each
+--   durable             whether the rows are in rate_limit_durable rather than in rate_limit_ephemeral
+--   lock_timeout_ms     longest wait for one row, for this transaction; NULL leaves the session's lock_timeout
+--   synchronous_commit  whether the commit of this transaction waits for the WAL; NULL leaves the session's setting
+--   now                 replaces the clock, for tests
+--   taken_since, taken_in, taken_at, taken_spent
+--                       which take a cost below 0 gives back: what its decision returned under these names, for each key; NULL, of
+--                       taken_in, if it gives nothing back but grants credit above the limit, of which a key holds up to 2^61
+--   skip_held           whether to pass over keys whose row somebody's transaction has locked: no row comes back for them, and
+--                       the others are decided. A key that such a transaction has just made is waited for still
+--
+-- Most requests take, and fit. One statement decides them: each takes from its row as it stands, or makes it. What does not fit,
+-- and all that is not so ordinary, is left to rate_limit_all, which finds the rows locked.
+--
+-- The clock is read twice. What was true by the first reading, before the rows were locked, and would still be 10 ms later, was true
+-- when they were: a row that was waited for longer is left. By the second reading, with every lock held, the decision is told. Only a
+-- window or a bucket that begins does so at the first: nobody else can have decided anything by it since.
+-- +goose StatementBegin
+CREATE FUNCTION rate_limit_token_bucket(
+    name text,
+    keys text[],
+    capacity bigint,
+    refill bigint,
+    every_us bigint,
+    costs bigint[] DEFAULT NULL,
+    counts bigint[] DEFAULT NULL,
+    durable boolean DEFAULT false,
+    lock_timeout_ms integer DEFAULT NULL,
+    synchronous_commit boolean DEFAULT NULL,
+    now timestamptz DEFAULT NULL,
+    taken_since bigint[] DEFAULT NULL,
+    taken_in bigint[] DEFAULT NULL,
+    taken_at bigint[] DEFAULT NULL,
+    taken_spent bigint[] DEFAULT NULL,
+    skip_held boolean DEFAULT false
+)
+RETURNS SETOF rate_limit_decision
+LANGUAGE plpgsql
+SECURITY DEFINER
+SET enable_nestloop = off -- two lists of keys are joined below, and the planner takes them for short ones
+AS $$
+#variable_conflict use_variable
+DECLARE
+    ords bigint[];         -- the places of the elements that are left, if not all are
+    decided_at timestamptz := coalesce(now, clock_timestamp());
+    clock bigint := (extract(epoch FROM decided_at) * 1000000)::bigint;
+    t bigint;
+    r_cost bigint;         -- what one key is asked for, and its row
+    r_window_start bigint;
+    r_credit bigint;
+    r_expires_at bigint;
+    r_since bigint;
+    r_returned bigint;
+    taken rate_limit_row[]; -- the rows that were taken from, or made; their cost is what was taken
+    full_credit bigint;
+    ignored text;
+BEGIN
+    -- One key, as in most calls of an application that is not under load. Each operator costs here: plpgsql makes an expression anew
+    -- in every transaction.
+    IF costs IS NULL AND taken_in IS NULL AND NOT skip_held AND cardinality(keys) = 1 AND octet_length(keys[1]) BETWEEN 1 AND 512
+            AND coalesce(counts[1], 1) BETWEEN 1 AND capacity AND coalesce(cardinality(counts), 1) = 1 AND octet_length(name) BETWEEN 1 AND 128 AND capacity >= 1 AND refill >= 1 AND every_us >= 1 AND capacity <= 4611686018427387904 / every_us
+    AND (capacity * every_us - 1) / refill < 2251799813685248 THEN
+        r_cost := coalesce(counts[1], 1);
+        full_credit := capacity * every_us;
+        IF lock_timeout_ms IS NOT NULL OR synchronous_commit IS NOT NULL THEN
+            ignored := concat(
+                CASE WHEN lock_timeout_ms IS NOT NULL THEN set_config('lock_timeout', lock_timeout_ms::text, true) END,
+                CASE WHEN synchronous_commit IS NOT NULL THEN set_config('synchronous_commit', synchronous_commit::text, true) END);
+        END IF;
+        IF durable IS NOT TRUE THEN
+            INSERT INTO rate_limit_ephemeral AS d (prefix, key, algorithm, credit, scale, capacity, refill, since, returned, window_start, expires_at)
+            VALUES (name, keys[1], 3, full_credit - r_cost * every_us, every_us, capacity, refill, clock, 0, clock, clock + (r_cost * every_us - 1) / refill + 1)
+            ON CONFLICT (prefix, key) DO UPDATE SET
+                credit = CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / refill THEN d.credit + greatest(clock - d.window_start, 0) * refill - full_credit ELSE 0 END + excluded.credit,
+                window_start = CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / refill THEN greatest(clock, d.window_start) ELSE clock END,
+                since = CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / refill THEN d.since ELSE clock END,
+                returned = CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / refill THEN d.returned ELSE 0 END,
+                expires_at = CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / refill THEN greatest(clock, d.window_start) + (full_credit - (d.credit + greatest(clock - d.window_start, 0) * refill) + (full_credit - excluded.credit) - 1) / refill + 1
+                    ELSE excluded.expires_at END
+            WHERE (clock_timestamp() < decided_at + interval '10 ms' OR now IS NOT NULL OR lock_timeout_ms IS NOT NULL AND clock_timestamp() > decided_at + lock_timeout_ms * interval '25 ms' AND rate_limit_late())
+                AND d.algorithm = 3 AND d.count = 0 AND d.scale = every_us AND d.capacity = capacity AND d.refill = refill AND d.credit < full_credit
+                    AND d.window_start - clock <= (full_credit - 1) / refill + 1 AND excluded.credit < full_credit
+                    AND CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / refill THEN d.credit + greatest(clock - d.window_start, 0) * refill >= full_credit - excluded.credit
+                        ELSE clock - d.window_start > (full_credit - d.credit - 1) / refill END
+            RETURNING d.window_start, d.credit, d.expires_at, d.since, d.returned
+            INTO r_window_start, r_credit, r_expires_at, r_since, r_returned;
+        ELSE
+            INSERT INTO rate_limit_durable AS d (prefix, key, algorithm, credit, scale, capacity, refill, since, returned, window_start, expires_at)
+            VALUES (name, keys[1], 3, full_credit - r_cost * every_us, every_us, capacity, refill, clock, 0, clock, clock + (r_cost * every_us - 1) / refill + 1)
+            ON CONFLICT (prefix, key) DO UPDATE SET
+                credit = CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / refill THEN d.credit + greatest(clock - d.window_start, 0) * refill - full_credit ELSE 0 END + excluded.credit,
+                window_start = CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / refill THEN greatest(clock, d.window_start) ELSE clock END,
+                since = CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / refill THEN d.since ELSE clock END,
+                returned = CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / refill THEN d.returned ELSE 0 END,
+                expires_at = CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / refill THEN greatest(clock, d.window_start) + (full_credit - (d.credit + greatest(clock - d.window_start, 0) * refill) + (full_credit - excluded.credit) - 1) / refill + 1
+                    ELSE excluded.expires_at END
+            WHERE (clock_timestamp() < decided_at + interval '10 ms' OR now IS NOT NULL OR lock_timeout_ms IS NOT NULL AND clock_timestamp() > decided_at + lock_timeout_ms * interval '25 ms' AND rate_limit_late())
+                AND d.algorithm = 3 AND d.count = 0 AND d.scale = every_us AND d.capacity = capacity AND d.refill = refill AND d.credit < full_credit
+                    AND d.window_start - clock <= (full_credit - 1) / refill + 1 AND excluded.credit < full_credit
+                    AND CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / refill THEN d.credit + greatest(clock - d.window_start, 0) * refill >= full_credit - excluded.credit
+                        ELSE clock - d.window_start > (full_credit - d.credit - 1) / refill END
+            RETURNING d.window_start, d.credit, d.expires_at, d.since, d.returned
+            INTO r_window_start, r_credit, r_expires_at, r_since, r_returned;
+        END IF;
+        IF found THEN
+            t := (extract(epoch FROM coalesce(now, clock_timestamp())) * 1000000)::bigint;
+            IF t BETWEEN clock AND clock + 10000 THEN
+                t := CASE WHEN r_credit = full_credit - r_cost * every_us THEN r_window_start
+    ELSE least(t, r_window_start + (full_credit - r_cost * every_us - r_credit - 1) / refill) END;
+                RETURN NEXT ROW(1::bigint, r_cost, (r_credit + greatest(t - r_window_start, 0) * refill) / every_us, 0::bigint, r_window_start + (full_credit - r_credit - 1) / refill + 1 - t,
+                        decided_at + (t - clock) * interval '1 microsecond', 0::bigint, 0::bigint, r_window_start, r_credit, every_us, r_expires_at, NULL::bigint[],
+                        r_since, r_window_start, r_returned + full_credit - r_credit, 0::bigint);
+                RETURN;
+            END IF;
+            taken := ARRAY[ROW(1, r_cost, r_cost, NULL, 0, 0, r_window_start, r_credit, every_us, r_expires_at, r_since, capacity, refill, r_returned, NULL)::rate_limit_row];
+        END IF;
+    END IF;
+
+    IF (capacity >= 1 AND refill >= 1 AND every_us >= 1 AND capacity <= 4611686018427387904 / every_us
+    AND (capacity * every_us - 1) / refill < 2251799813685248) IS NOT TRUE THEN
+        RAISE EXCEPTION 'rate_limit: capacity %, refill %, every_us %: outside the exact range', capacity, refill, every_us
+            USING ERRCODE = 'invalid_parameter_value', HINT = 'capacity, refill and every_us are at least 1, capacity * every_us is at most 2^62, and divided by refill it is at most 2^51.';
+    END IF;
+    IF (octet_length(name) BETWEEN 1 AND 128 AND keys[cardinality(keys)] IS NOT NULL
+            AND (costs IS NULL OR cardinality(costs) = cardinality(keys)) AND (counts IS NULL OR cardinality(counts) = cardinality(keys))
+            AND (taken_in IS NULL OR cardinality(taken_in) = cardinality(keys))) IS NOT TRUE THEN
+        RAISE EXCEPTION 'rate_limit: a name of 1 to 128 bytes is needed, and as many costs, counts and taken_in as keys'
+            USING ERRCODE = 'invalid_parameter_value', HINT = 'NULL instead of costs or of counts means 1 for each key, and NULL instead of taken_in that there are no refunds.';
+    END IF;
+    IF r_cost IS NULL AND NOT (skip_held IS TRUE OR taken_in IS NOT NULL OR 1 > ANY (costs) OR capacity < ANY (costs)) IS TRUE THEN
+        ignored := concat(
+                CASE WHEN lock_timeout_ms IS NOT NULL THEN set_config('lock_timeout', lock_timeout_ms::text, true) END,
+                CASE WHEN synchronous_commit IS NOT NULL THEN set_config('synchronous_commit', synchronous_commit::text, true) END);
+        full_credit := capacity * every_us;
+        IF durable IS NOT TRUE THEN
+            WITH e AS (
+                SELECT e.ord, e.key, e.asked, CASE WHEN e.asked BETWEEN 1 AND capacity / e.cost THEN e.cost * e.asked ELSE 0 END AS units
+                FROM (
+                    SELECT e.ord, e.key, coalesce(e.cost, 1) AS cost, coalesce(e.asked, 1) AS asked, lag(e.key) OVER w IS DISTINCT FROM e.key AS first
+                    FROM unnest((SELECT keys), (SELECT costs), (SELECT counts)) WITH ORDINALITY AS e (key, cost, asked, ord)
+                    WINDOW w AS (ORDER BY octet_length(e.key) DESC, e.key COLLATE "C", e.ord)
+                ) AS e
+                WHERE e.first AND octet_length(e.key) BETWEEN 1 AND 512
+            ), d AS (
+                INSERT INTO rate_limit_ephemeral AS d (prefix, key, algorithm, credit, scale, capacity, refill, since, returned, window_start, expires_at)
+                SELECT name, e.key, 3, full_credit - e.units * every_us, every_us, capacity, refill, clock, 0, clock, clock + (e.units * every_us - 1) / refill + 1 FROM e ORDER BY octet_length(e.key) DESC, e.key COLLATE "C", e.ord
+                ON CONFLICT (prefix, key) DO UPDATE SET
+                    credit = CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / refill THEN d.credit + greatest(clock - d.window_start, 0) * refill - full_credit ELSE 0 END + excluded.credit,
+                    window_start = CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / refill THEN greatest(clock, d.window_start) ELSE clock END,
+                    since = CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / refill THEN d.since ELSE clock END,
+                    returned = CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / refill THEN d.returned ELSE 0 END,
+                    expires_at = CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / refill THEN greatest(clock, d.window_start) + (full_credit - (d.credit + greatest(clock - d.window_start, 0) * refill) + (full_credit - excluded.credit) - 1) / refill + 1
+                        ELSE excluded.expires_at END
+                WHERE (clock_timestamp() < decided_at + interval '10 ms' OR now IS NOT NULL OR lock_timeout_ms IS NOT NULL AND clock_timestamp() > decided_at + lock_timeout_ms * interval '25 ms' AND rate_limit_late())
+                    AND d.algorithm = 3 AND d.count = 0 AND d.scale = every_us AND d.capacity = capacity AND d.refill = refill AND d.credit < full_credit
+                        AND d.window_start - clock <= (full_credit - 1) / refill + 1 AND excluded.credit < full_credit
+                        AND CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / refill THEN d.credit + greatest(clock - d.window_start, 0) * refill >= full_credit - excluded.credit
+                            ELSE clock - d.window_start > (full_credit - d.credit - 1) / refill END
+                RETURNING d.*
+            )
+            SELECT array_agg(ROW(e.ord, e.units, e.asked, NULL, 0, 0, d.window_start, d.credit, every_us, d.expires_at, d.since, capacity, refill, d.returned, NULL)::rate_limit_row)
+            INTO taken
+            FROM d
+            JOIN e ON e.key = d.key COLLATE "C"
+            WHERE e.units > 0;
+        ELSE
+            WITH e AS (
+                SELECT e.ord, e.key, e.asked, CASE WHEN e.asked BETWEEN 1 AND capacity / e.cost THEN e.cost * e.asked ELSE 0 END AS units
+                FROM (
+                    SELECT e.ord, e.key, coalesce(e.cost, 1) AS cost, coalesce(e.asked, 1) AS asked, lag(e.key) OVER w IS DISTINCT FROM e.key AS first
+                    FROM unnest((SELECT keys), (SELECT costs), (SELECT counts)) WITH ORDINALITY AS e (key, cost, asked, ord)
+                    WINDOW w AS (ORDER BY octet_length(e.key) DESC, e.key COLLATE "C", e.ord)
+                ) AS e
+                WHERE e.first AND octet_length(e.key) BETWEEN 1 AND 512
+            ), d AS (
+                INSERT INTO rate_limit_durable AS d (prefix, key, algorithm, credit, scale, capacity, refill, since, returned, window_start, expires_at)
+                SELECT name, e.key, 3, full_credit - e.units * every_us, every_us, capacity, refill, clock, 0, clock, clock + (e.units * every_us - 1) / refill + 1 FROM e ORDER BY octet_length(e.key) DESC, e.key COLLATE "C", e.ord
+                ON CONFLICT (prefix, key) DO UPDATE SET
+                    credit = CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / refill THEN d.credit + greatest(clock - d.window_start, 0) * refill - full_credit ELSE 0 END + excluded.credit,
+                    window_start = CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / refill THEN greatest(clock, d.window_start) ELSE clock END,
+                    since = CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / refill THEN d.since ELSE clock END,
+                    returned = CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / refill THEN d.returned ELSE 0 END,
+                    expires_at = CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / refill THEN greatest(clock, d.window_start) + (full_credit - (d.credit + greatest(clock - d.window_start, 0) * refill) + (full_credit - excluded.credit) - 1) / refill + 1
+                        ELSE excluded.expires_at END
+                WHERE (clock_timestamp() < decided_at + interval '10 ms' OR now IS NOT NULL OR lock_timeout_ms IS NOT NULL AND clock_timestamp() > decided_at + lock_timeout_ms * interval '25 ms' AND rate_limit_late())
+                    AND d.algorithm = 3 AND d.count = 0 AND d.scale = every_us AND d.capacity = capacity AND d.refill = refill AND d.credit < full_credit
+                        AND d.window_start - clock <= (full_credit - 1) / refill + 1 AND excluded.credit < full_credit
+                        AND CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / refill THEN d.credit + greatest(clock - d.window_start, 0) * refill >= full_credit - excluded.credit
+                            ELSE clock - d.window_start > (full_credit - d.credit - 1) / refill END
+                RETURNING d.*
+            )
+            SELECT array_agg(ROW(e.ord, e.units, e.asked, NULL, 0, 0, d.window_start, d.credit, every_us, d.expires_at, d.since, capacity, refill, d.returned, NULL)::rate_limit_row)
+            INTO taken
+            FROM d
+            JOIN e ON e.key = d.key COLLATE "C"
+            WHERE e.units > 0;
+        END IF;
+        t := (extract(epoch FROM coalesce(now, clock_timestamp())) * 1000000)::bigint;
+    END IF;
+
+    IF taken IS NOT NULL THEN
+        t := greatest(t, clock); -- whatever the clock was set to meanwhile
+        -- For a row that is new, and was made late, the first reading may be too old: a transaction that had made it, too, may have been
+        -- waited for until it rolled back. Away with it.
+        IF t > clock + 10000 THEN
+            PERFORM rate_limit_reset(name, keys[e.ord], durable, NULL::integer, NULL::boolean)
+            FROM unnest(taken) AS e
+            WHERE CASE WHEN e.credit = full_credit - e.cost * every_us THEN e.window_start
+    ELSE least(t, e.window_start + (full_credit - e.cost * every_us - e.credit - 1) / refill) END = clock;
+            taken := ARRAY(SELECT e FROM unnest(taken) AS e WHERE CASE WHEN e.credit = full_credit - e.cost * every_us THEN e.window_start
+    ELSE least(t, e.window_start + (full_credit - e.cost * every_us - e.credit - 1) / refill) END <> clock);
+        END IF;
+        RETURN QUERY
+        SELECT e.ord, e.asked, (e.credit + greatest(e.at - e.window_start, 0) * refill) / every_us, 0::bigint, e.window_start + (full_credit - e.credit - 1) / refill + 1 - e.at,
+                decided_at + (e.at - clock) * interval '1 microsecond', 0::bigint, 0::bigint, e.window_start, e.credit, every_us, e.expires_at, NULL::bigint[],
+                e.since, e.window_start, e.returned + full_credit - e.credit, 0::bigint
+        FROM (SELECT e.*, CASE WHEN e.credit = full_credit - e.cost * every_us THEN e.window_start
+    ELSE least(t, e.window_start + (full_credit - e.cost * every_us - e.credit - 1) / refill) END AS at FROM unnest(taken) AS e) AS e;
+        IF cardinality(taken) = cardinality(keys) THEN
+            RETURN;
+        END IF;
+        SELECT array_agg(e.ord), array_agg(e.key), array_agg(coalesce(e.cost, 1)), array_agg(coalesce(e.asked, 1))
+        INTO ords, keys, costs, counts
+        FROM unnest(keys, costs, counts) WITH ORDINALITY AS e (key, cost, asked, ord)
+        WHERE NOT EXISTS (SELECT FROM unnest(taken) AS k WHERE k.ord = e.ord);
+    END IF;
+
+    RETURN QUERY
+    SELECT coalesce(ords[a.ord], a.ord), a.granted, a.remaining, a.retry_after_us, a.reset_after_us, a.decided_at,
+        a.count, a.prev_count, a.window_start, a.credit, a.scale, a.expires_at, a.log, a.taken_since, a.taken_in, a.taken_at, a.taken_spent
+    FROM rate_limit_all(
+        ARRAY(SELECT generate_series(1, cardinality(keys))), array_fill(name, ARRAY[cardinality(keys)]), keys,
+        array_fill(coalesce(durable, false), ARRAY[cardinality(keys)]), array_fill(3::smallint, ARRAY[cardinality(keys)]),
+        array_fill(capacity, ARRAY[cardinality(keys)]), array_fill(every_us, ARRAY[cardinality(keys)]), array_fill(refill, ARRAY[cardinality(keys)]),
+        costs, counts, lock_timeout_ms, synchronous_commit, now, taken_since, taken_in, taken_at, taken_spent, skip_held) AS a;
+END
+$$;
+-- +goose StatementEnd
+
+COMMENT ON FUNCTION rate_limit_token_bucket IS 'Takes from token buckets, which hold capacity tokens, start full, and get refill tokens, evenly, over every_us microseconds.
+It returns a row for each key: ord (its place in keys), granted (how many of the counts requests were granted), remaining (the largest cost that would be granted next), retry_after_us (microseconds until the others can be granted; 0: all were; NULL: never), reset_after_us (microseconds until the key is as good as new), decided_at (the database clock at the decision), the state of the key then, as in the table, and what a refund has to tell: taken_since, taken_in, taken_at and taken_spent. A denial is a row with granted = 0, never an error, and takes nothing. A refund is granted, whatever there was to give back. What is taken commits or rolls back with the transaction.
+Example: SELECT * FROM rate_limit_token_bucket(''api'', ARRAY[''user:123''], 20, 5, 10000000) takes one token from a bucket of 20 that gets 5 more every 10 seconds.
+Optional, by name: costs and counts for each key (1 each; a cost of 0 only looks, and one below 0 grants credit above the limit, or, with the taken_since, taken_in, taken_at and taken_spent of a decision that took, gives back what that take still counts, and each unit only once if the caller asks only once), durable => true for rate_limit_durable.';
+
+-- The sliding window log; see slidinglog.go.
+--
+--   name                the limiter's name, 1 to 128 bytes
+--   keys                who asks, 1 to 512 bytes each; a key that stands several times is decided in that order
+--   max_count           the limit, in units of cost, at most 1000
+--   window_us           length of the window in microseconds, at most 2^51 (71 years)
+--   costs               cost of one request, for each key; NULL means 1 each. A cost of 0 takes nothing and tells whether 1 would
+--                       fit; a cost below 0 gives back, or grants, see taken_in; a cost above max_count is denied with
+--                       a retry_after_us of NULL, which means never
+--   counts              how many such requests are asked, for each key; NULL means 1 each
+--   durable             whether the rows are in rate_limit_durable rather than in rate_limit_ephemeral
+--   lock_timeout_ms     longest wait for one row, for this transaction; NULL leaves the session's lock_timeout
+--   synchronous_commit  whether the commit of this transaction waits for the WAL; NULL leaves the session's setting
+--   now                 replaces the clock, for tests
+--   taken_since, taken_in, taken_at, taken_spent
+--                       which take a cost below 0 gives back: what its decision returned under these names, for each key; NULL, of
+--                       taken_in, if it gives nothing back but grants credit above the limit, of which a key holds up to 2^61
+--   skip_held           whether to pass over keys whose row somebody's transaction has locked: no row comes back for them, and
+--                       the others are decided. A key that such a transaction has just made is waited for still
+-- +goose StatementBegin
+CREATE FUNCTION rate_limit_sliding_log(
+    name text,
+    keys text[],
+    max_count bigint,
+    window_us bigint,
+    costs bigint[] DEFAULT NULL,
+    counts bigint[] DEFAULT NULL,
+    durable boolean DEFAULT false,
+    lock_timeout_ms integer DEFAULT NULL,
+    synchronous_commit boolean DEFAULT NULL,
+    now timestamptz DEFAULT NULL,
+    taken_since bigint[] DEFAULT NULL,
+    taken_in bigint[] DEFAULT NULL,
+    taken_at bigint[] DEFAULT NULL,
+    taken_spent bigint[] DEFAULT NULL,
+    skip_held boolean DEFAULT false
+)
+RETURNS SETOF rate_limit_decision
+LANGUAGE plpgsql
+SECURITY DEFINER
+AS $$
+#variable_conflict use_variable
+DECLARE
+    ords bigint[];         -- the places of the elements that are left, if not all are
+BEGIN
+    IF (max_count BETWEEN 1 AND 1000 AND window_us BETWEEN 1 AND 2251799813685248) IS NOT TRUE THEN
+        RAISE EXCEPTION 'rate_limit: max_count %, window_us %: outside the exact range', max_count, window_us
+            USING ERRCODE = 'invalid_parameter_value', HINT = 'max_count and window_us are at least 1, max_count is at most 1000, and window_us at most 2^51.';
+    END IF;
+    IF (octet_length(name) BETWEEN 1 AND 128 AND keys[cardinality(keys)] IS NOT NULL
+            AND (costs IS NULL OR cardinality(costs) = cardinality(keys)) AND (counts IS NULL OR cardinality(counts) = cardinality(keys))
+            AND (taken_in IS NULL OR cardinality(taken_in) = cardinality(keys))) IS NOT TRUE THEN
+        RAISE EXCEPTION 'rate_limit: a name of 1 to 128 bytes is needed, and as many costs, counts and taken_in as keys'
+            USING ERRCODE = 'invalid_parameter_value', HINT = 'NULL instead of costs or of counts means 1 for each key, and NULL instead of taken_in that there are no refunds.';
+    END IF;
+    RETURN QUERY
+    SELECT coalesce(ords[a.ord], a.ord), a.granted, a.remaining, a.retry_after_us, a.reset_after_us, a.decided_at,
+        a.count, a.prev_count, a.window_start, a.credit, a.scale, a.expires_at, a.log, a.taken_since, a.taken_in, a.taken_at, a.taken_spent
+    FROM rate_limit_all(
+        ARRAY(SELECT generate_series(1, cardinality(keys))), array_fill(name, ARRAY[cardinality(keys)]), keys,
+        array_fill(coalesce(durable, false), ARRAY[cardinality(keys)]), array_fill(4::smallint, ARRAY[cardinality(keys)]),
+        array_fill(max_count, ARRAY[cardinality(keys)]), array_fill(window_us, ARRAY[cardinality(keys)]), array_fill(0::bigint, ARRAY[cardinality(keys)]),
+        costs, counts, lock_timeout_ms, synchronous_commit, now, taken_since, taken_in, taken_at, taken_spent, skip_held) AS a;
+END
+$$;
+-- +goose StatementEnd
+
+COMMENT ON FUNCTION rate_limit_sliding_log IS 'Takes from sliding windows of window_us microseconds, any of which admits max_count, at most 1000: exactly, by a log of what was taken and when.
+It returns a row for each key: ord (its place in keys), granted (how many of the counts requests were granted), remaining (the largest cost that would be granted next), retry_after_us (microseconds until the others can be granted; 0: all were; NULL: never), reset_after_us (microseconds until the key is as good as new), decided_at (the database clock at the decision), the state of the key then, as in the table, and what a refund has to tell: taken_since, taken_in, taken_at and taken_spent. A denial is a row with granted = 0, never an error, and takes nothing. A refund is granted, whatever there was to give back. What is taken commits or rolls back with the transaction.
+Example: SELECT * FROM rate_limit_sliding_log(''login'', ARRAY[''user:123''], 10, 60000000) takes one of 10 a minute.
+Optional, by name: costs and counts for each key (1 each; a cost of 0 only looks, and one below 0 grants credit above the limit, or, with the taken_since, taken_in, taken_at and taken_spent of a decision that took, gives back what that take still counts, and each unit only once if the caller asks only once), durable => true for rate_limit_durable.';
 
 -- rate_limit_reset makes a key as good as new, whichever algorithm wrote its row, and tells whether there was a row.
 -- Parameters as the algorithms take them.
@@ -2139,7 +2037,7 @@ BEGIN
         FROM pg_proc AS p
         WHERE p.pronamespace = (SELECT n.oid FROM pg_namespace AS n WHERE n.nspname = schema)
             AND p.proowner = (SELECT r.oid FROM pg_roles AS r WHERE r.rolname = current_user)
-            AND p.proname IN ('rate_limit_late', 'rate_limit_lock', 'rate_limit_write', 'rate_limit_fixed_window', 'rate_limit_sliding_window',
+            AND p.proname IN ('rate_limit_late', 'rate_limit_fixed_window', 'rate_limit_sliding_window',
                 'rate_limit_token_bucket', 'rate_limit_sliding_log', 'rate_limit_all', 'rate_limit_reset', 'rate_limit_sweep')
     LOOP
         signature := fn.oid::regprocedure::text;
@@ -2155,6 +2053,8 @@ BEGIN
         IF fn.prosecdef THEN
             EXECUTE format('ALTER FUNCTION %s SET search_path = pg_catalog, pg_temp', signature);
             EXECUTE format('ALTER FUNCTION %s SET jit = off', signature);
+        END IF;
+        IF 'enable_seqscan=off' = ANY (fn.proconfig) THEN -- those that look rows up, and do not only leave it to an INSERT
             EXECUTE format('ALTER FUNCTION %s SET enable_indexscan = on', signature);
             EXECUTE format('ALTER FUNCTION %s SET enable_tidscan = on', signature);
             EXECUTE format('ALTER FUNCTION %s SET enable_nestloop = on', signature);
@@ -2198,13 +2098,11 @@ GRANT EXECUTE ON FUNCTION rate_limit_version() TO PUBLIC;
 SELECT pg_catalog.set_config('search_path', pg_catalog.format('%I, pg_temp', pg_catalog.current_schema()), true);
 
 DROP FUNCTION rate_limit_reset(text, text, boolean, integer, boolean);
-DROP FUNCTION rate_limit_all(integer[], text[], text[], boolean[], smallint[], bigint[], bigint[], bigint[], bigint[], bigint[], integer, boolean, timestamptz, bigint[], bigint[], bigint[], bigint[], boolean);
 DROP FUNCTION rate_limit_sliding_log(text, text[], bigint, bigint, bigint[], bigint[], boolean, integer, boolean, timestamptz, bigint[], bigint[], bigint[], bigint[], boolean);
 DROP FUNCTION rate_limit_token_bucket(text, text[], bigint, bigint, bigint, bigint[], bigint[], boolean, integer, boolean, timestamptz, bigint[], bigint[], bigint[], bigint[], boolean);
 DROP FUNCTION rate_limit_sliding_window(text, text[], bigint, bigint, bigint[], bigint[], boolean, integer, boolean, timestamptz, bigint[], bigint[], bigint[], bigint[], boolean);
 DROP FUNCTION rate_limit_fixed_window(text, text[], bigint, bigint, bigint[], bigint[], boolean, integer, boolean, timestamptz, bigint[], bigint[], bigint[], bigint[], boolean);
-DROP FUNCTION rate_limit_write(rate_limit_row[], smallint, boolean);
-DROP FUNCTION rate_limit_lock(text, text[], bigint[], bigint[], bigint, smallint, boolean, integer, boolean, bigint[], boolean);
+DROP FUNCTION rate_limit_all(integer[], text[], text[], boolean[], smallint[], bigint[], bigint[], bigint[], bigint[], bigint[], integer, boolean, timestamptz, bigint[], bigint[], bigint[], bigint[], boolean);
 DROP FUNCTION rate_limit_late();
 DROP TYPE rate_limit_decision;
 DROP TYPE rate_limit_row;

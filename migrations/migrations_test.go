@@ -8,7 +8,6 @@ import (
 	"io/fs"
 	"os"
 	"os/exec"
-	"path/filepath"
 	"regexp"
 	"slices"
 	"strings"
@@ -25,11 +24,6 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/migrations"
 )
-
-// catalogSQL describes a schema.
-//
-//go:embed testdata/catalog.sql
-var catalogSQL string
 
 // upVariable makes the test binary another process that calls Up on the database that it names.
 const upVariable = "MIGRATIONS_TEST_UP"
@@ -70,7 +64,7 @@ func TestUp(t *testing.T) {
 	pool := pgtest.Empty(t).Pool
 	require.NoError(t, migrations.Up(t.Context(), pool))
 	require.Equal(t, latest(t), appliedVersion(t, pool))
-	require.Contains(t, catalog(t, pool, "public"), "rate_limit_ephemeral, relation")
+	require.Contains(t, pgtest.Catalog(t, pool, "public"), "rate_limit_ephemeral, relation")
 
 	// A second call changes nothing: even a table that was made again would have another oid.
 	before := objects(t, pool, "public")
@@ -116,7 +110,7 @@ func TestDownToZeroLeavesNothing(t *testing.T) {
 	t.Parallel()
 
 	db := pgtest.Empty(t)
-	pool := inSchema(t, db, "limits")
+	pool := db.InSchema(t, "limits")
 	empty := objects(t, pool, "limits")
 	require.Empty(t, empty)
 
@@ -127,12 +121,12 @@ func TestDownToZeroLeavesNothing(t *testing.T) {
 
 	for range 2 {
 		require.NoError(t, migrations.Up(t.Context(), pool))
-		require.NotEmpty(t, catalog(t, pool, "limits"))
+		require.NotEmpty(t, pgtest.Catalog(t, pool, "limits"))
 
 		for range 2 {
 			require.NoError(t, migrations.DownTo(t.Context(), pool, 0))
 			require.Zero(t, appliedVersion(t, pool))
-			require.Empty(t, catalog(t, pool, "limits"))
+			require.Empty(t, pgtest.Catalog(t, pool, "limits"))
 		}
 		_, err := pool.Exec(t.Context(), "DROP TABLE rate_limit_goose_version")
 		require.NoError(t, err)
@@ -147,26 +141,26 @@ func TestOneByOne(t *testing.T) {
 	pool := pgtest.Empty(t).Pool
 	provider := newProvider(t, pool, migrations.FS, "rate_limit_goose_version")
 	sources := provider.ListSources()
-	states := []map[string]string{catalog(t, pool, "public")}
+	states := []map[string]string{pgtest.Catalog(t, pool, "public")}
 
 	for _, source := range sources {
 		result, err := provider.UpByOne(t.Context())
 		require.NoError(t, err)
 		require.Equal(t, source.Version, result.Source.Version)
 		require.Equal(t, source.Version, appliedVersion(t, pool))
-		require.NotEmpty(t, differences(states[len(states)-1], catalog(t, pool, "public")))
-		states = append(states, catalog(t, pool, "public"))
+		require.NotEmpty(t, pgtest.Differences(states[len(states)-1], pgtest.Catalog(t, pool, "public")))
+		states = append(states, pgtest.Catalog(t, pool, "public"))
 	}
 
 	for i, source := range slices.Backward(sources) {
-		require.Empty(t, differences(states[i+1], catalog(t, pool, "public")))
+		require.Empty(t, pgtest.Differences(states[i+1], pgtest.Catalog(t, pool, "public")))
 		require.NoError(t, migrations.Down(t.Context(), pool))
-		require.Empty(t, differences(states[i], catalog(t, pool, "public")), "Down of %s does not undo its Up", source.Path)
+		require.Empty(t, pgtest.Differences(states[i], pgtest.Catalog(t, pool, "public")), "Down of %s does not undo its Up", source.Path)
 
 		// Up again, and back.
 		_, err := provider.UpByOne(t.Context())
 		require.NoError(t, err)
-		require.Empty(t, differences(states[i+1], catalog(t, pool, "public")))
+		require.Empty(t, pgtest.Differences(states[i+1], pgtest.Catalog(t, pool, "public")))
 		require.NoError(t, migrations.DownTo(t.Context(), pool, source.Version-1))
 	}
 	require.Zero(t, appliedVersion(t, pool))
@@ -180,23 +174,23 @@ func TestInAnySchema(t *testing.T) {
 	require.NoError(t, migrations.Up(t.Context(), db.Pool)) // public comes later in the search_path of the others
 
 	for _, schema := range []string{"limits", "Limits", oddSchema} {
-		pool := inSchema(t, db, schema)
+		pool := db.InSchema(t, schema)
 		status, err := migrations.Status(t.Context(), pool)
 		require.NoError(t, err)
 		require.False(t, status[0].Applied, "the version table of public is not ours")
 
 		require.NoError(t, migrations.Up(t.Context(), pool), schema)
-		require.Empty(t, differences(
-			normal(catalog(t, db.Pool, "public"), "public"), normal(catalog(t, db.Pool, schema), schema)))
+		require.Empty(t, pgtest.Differences(
+			pgtest.WithoutSchema(pgtest.Catalog(t, db.Pool, "public"), "public"), pgtest.WithoutSchema(pgtest.Catalog(t, db.Pool, schema), schema)))
 		require.Equal(t, latest(t), appliedVersion(t, pool))
 	}
 
 	for _, schema := range []string{"limits", "Limits", oddSchema} {
-		require.NoError(t, migrations.DownTo(t.Context(), inSchema(t, db, schema), 0))
-		require.Empty(t, catalog(t, db.Pool, schema))
+		require.NoError(t, migrations.DownTo(t.Context(), db.InSchema(t, schema), 0))
+		require.Empty(t, pgtest.Catalog(t, db.Pool, schema))
 	}
 	require.Equal(t, latest(t), appliedVersion(t, db.Pool))
-	require.Contains(t, catalog(t, db.Pool, "public"), "rate_limit_ephemeral, relation")
+	require.Contains(t, pgtest.Catalog(t, db.Pool, "public"), "rate_limit_ephemeral, relation")
 }
 
 func TestFunctionsSeeTheirSchemaOnly(t *testing.T) {
@@ -204,7 +198,7 @@ func TestFunctionsSeeTheirSchemaOnly(t *testing.T) {
 
 	db := pgtest.Empty(t)
 	for _, schema := range []string{"public", oddSchema} {
-		pool := inSchema(t, db, schema)
+		pool := db.InSchema(t, schema)
 		require.NoError(t, migrations.Up(t.Context(), pool))
 
 		// Whoever runs with the rights of the owner looks names up in pg_catalog, unless the body says where they are.
@@ -387,7 +381,7 @@ func TestNextToTheApplicationsOwnGoose(t *testing.T) {
 	current, target, err := application.GetVersions(t.Context())
 	require.NoError(t, err)
 	require.Equal(t, target, current)
-	require.Contains(t, catalog(t, pool, "public"), "application, relation")
+	require.Contains(t, pgtest.Catalog(t, pool, "public"), "application, relation")
 }
 
 func TestWithTheGooseCommandsDefaultTable(t *testing.T) {
@@ -422,7 +416,7 @@ func TestUpByARoleWithoutRights(t *testing.T) {
 	t.Parallel()
 
 	db := pgtest.Empty(t)
-	inSchema(t, db, "limits")
+	db.InSchema(t, "limits")
 	application := db.NewPool(t, func(config *pgxpool.Config) {
 		config.ConnConfig.RuntimeParams["role"] = "pg_monitor"
 		config.ConnConfig.RuntimeParams["search_path"] = "limits"
@@ -515,7 +509,7 @@ func TestMigratingAmongDecoys(t *testing.T) {
 	run(recorded)
 	require.Greater(t, len(statements.all), 50)
 
-	inSchema(t, db, "limits")
+	db.InSchema(t, "limits")
 	db.Decoys(t, "limits", statements.all...)
 	pool := db.NewPool(t, func(config *pgxpool.Config) { config.ConnConfig.RuntimeParams["search_path"] = "limits, public" })
 	_, err := pool.Exec(t.Context(), "SELECT format('%s', 'rate_limit'::text)")
@@ -610,154 +604,8 @@ func TestErrorsSayWhatToDo(t *testing.T) {
 	require.ErrorContains(t, migrations.Up(t.Context(), unprivileged), "the user needs CREATE on the schema")
 }
 
-// sources are the files that define the schema, in the order in which they can be applied.
-var sources = []string{"tables.sql", "rows.sql", "fixed.sql", "sliding.sql", "tokenbucket.sql", "slidinglog.sql", "all.sql", "reset.sql", "sweep.sql", "access.sql", "version.sql"}
-
-func TestMigrationsYieldWhatSQLSays(t *testing.T) {
-	t.Parallel()
-
-	files, err := filepath.Glob("../sql/*.sql")
-	require.NoError(t, err)
-	defines := regexp.MustCompile(`(?m)^(CREATE|ALTER|COMMENT|GRANT|REVOKE|DO)\b`)
-	for _, file := range files {
-		content, err := os.ReadFile(file)
-		require.NoError(t, err)
-		if defines.Match(content) {
-			require.Contains(t, sources, filepath.Base(file))
-		}
-	}
-
-	db := pgtest.Empty(t)
-	migrated, direct := inSchema(t, db, "by_migrations"), inSchema(t, db, "by_sources")
-	require.NoError(t, migrations.Up(t.Context(), migrated))
-	for _, file := range sources {
-		content, err := os.ReadFile(filepath.Join("../sql", file))
-		require.NoError(t, err)
-		_, err = direct.Exec(t.Context(), strings.ReplaceAll(string(content), "{version}", fmt.Sprint(latest(t))))
-		require.NoError(t, err, file)
-	}
-
-	want := normal(catalog(t, db.Pool, "by_migrations"), "by_migrations")
-	require.NotEmpty(t, want)
-	require.Empty(t, differences(want, normal(catalog(t, db.Pool, "by_sources"), "by_sources")))
-
-	// The comparison can fail: each of these is seen.
-	for name, change := range map[string]string{
-		"relation option":       `ALTER TABLE rate_limit_durable SET (fillfactor = 42)`,
-		"persistence":           `ALTER TABLE rate_limit_ephemeral SET LOGGED`,
-		"column":                `ALTER TABLE rate_limit_durable ADD COLUMN more bigint`,
-		"column type":           `ALTER TABLE rate_limit_durable ALTER COLUMN prefix TYPE varchar(128) COLLATE "C"`,
-		"column default":        `ALTER TABLE rate_limit_durable ALTER COLUMN count SET DEFAULT 1`,
-		"column not null":       `ALTER TABLE rate_limit_durable ALTER COLUMN count DROP NOT NULL`,
-		"column collation":      `ALTER TABLE rate_limit_durable ALTER COLUMN prefix TYPE text COLLATE "POSIX"`,
-		"column storage":        `ALTER TABLE rate_limit_durable ALTER COLUMN key SET STORAGE PLAIN`,
-		"constraint":            `ALTER TABLE rate_limit_durable ADD CONSTRAINT more CHECK (count >= 0)`,
-		"name of a constraint":  `ALTER TABLE rate_limit_durable RENAME CONSTRAINT rate_limit_durable_pkey TO other`,
-		"index":                 `CREATE INDEX ON rate_limit_durable (expires_at)`,
-		"privilege on a table":  `GRANT SELECT ON rate_limit_durable TO pg_monitor`,
-		"comment on a table":    `COMMENT ON TABLE rate_limit_durable IS 'Other.'`,
-		"comment on a column":   `COMMENT ON COLUMN rate_limit_durable.key IS NULL`,
-		"function":              `CREATE FUNCTION rate_limit_more() RETURNS integer LANGUAGE sql AS 'SELECT 1'`,
-		"body":                  `CREATE OR REPLACE FUNCTION rate_limit_write(%s) RETURNS void LANGUAGE plpgsql AS 'BEGIN END'`,
-		"setting of a function": `ALTER FUNCTION rate_limit_reset SET work_mem = '1MB'`,
-		"search_path":           `ALTER FUNCTION rate_limit_reset SET search_path = pg_temp, by_sources`,
-		"rights of a function":  `ALTER FUNCTION rate_limit_reset SECURITY INVOKER`,
-		"cost of a function":    `ALTER FUNCTION rate_limit_reset COST 7`,
-		"privilege to execute":  `GRANT EXECUTE ON FUNCTION rate_limit_reset TO PUBLIC`,
-		"comment on a function": `COMMENT ON FUNCTION rate_limit_reset IS NULL`,
-		"type":                  `CREATE TYPE rate_limit_more AS ENUM ('a')`,
-		"composite type":        `CREATE TYPE rate_limit_more AS (a integer)`,
-		"trigger":               `CREATE TRIGGER more BEFORE UPDATE ON rate_limit_durable FOR EACH ROW EXECUTE FUNCTION suppress_redundant_updates_trigger()`,
-		"policy":                `CREATE POLICY more ON rate_limit_durable`,
-	} {
-		t.Run(name, func(t *testing.T) {
-			tx, err := direct.Begin(t.Context())
-			require.NoError(t, err)
-			defer tx.Rollback(context.Background())
-
-			if strings.Contains(change, "%s") {
-				var arguments string
-				require.NoError(t, tx.QueryRow(t.Context(),
-					"SELECT pg_get_function_arguments('rate_limit_write'::regproc)").Scan(&arguments))
-				change = fmt.Sprintf(change, arguments)
-			}
-			_, err = tx.Exec(t.Context(), change)
-			require.NoError(t, err)
-			require.NotEmpty(t, differences(want, normal(catalog(t, tx, "by_sources"), "by_sources")))
-		})
-	}
-}
-
-// inSchema returns a pool in whose search_path the schema comes first, before public. The schema is made if need be.
-func inSchema(t *testing.T, db *pgtest.DB, schema string) *pgxpool.Pool {
-	t.Helper()
-	quoted := pgx.Identifier{schema}.Sanitize()
-	_, err := db.Pool.Exec(t.Context(), "CREATE SCHEMA IF NOT EXISTS "+quoted)
-	require.NoError(t, err)
-	return db.NewPool(t, func(config *pgxpool.Config) {
-		config.ConnConfig.RuntimeParams["search_path"] = quoted + ", public"
-	})
-}
-
-type querier interface {
-	Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error)
-}
-
-// catalog returns what the catalogs say about a schema, by object and aspect.
-func catalog(t *testing.T, db querier, schema string) map[string]string {
-	t.Helper()
-	rows, err := db.Query(t.Context(), catalogSQL, schema)
-	require.NoError(t, err)
-	all := map[string]string{}
-	var object, value string
-	_, err = pgx.ForEachRow(rows, []any{&object, &value}, func() error {
-		require.NotContains(t, all, object)
-		all[object] = value
-		return nil
-	})
-	require.NoError(t, err)
-	return all
-}
-
-// normal returns a catalog without the name of its schema, however that is written.
-func normal(catalog map[string]string, schema string) map[string]string {
-	quoted := pgx.Identifier{schema}.Sanitize()
-	setting := "'" + strings.ReplaceAll(schema, "'", "''") + "'" // as a function's definition has it
-	array := strings.ReplaceAll(quoted, `"`, `\"`)               // as pg_proc.proconfig has it
-	replacer := strings.NewReplacer(
-		array+", pg_temp", "SCHEMA, pg_temp",
-		schema+", pg_temp", "SCHEMA, pg_temp",
-		setting, "SCHEMA",
-		"$functionx$", "$function$", // how a definition quotes a body that has the other in it
-		quoted+".", "",
-		schema+".", "",
-	)
-	all := make(map[string]string, len(catalog))
-	for object, value := range catalog {
-		all[replacer.Replace(object)] = replacer.Replace(value)
-	}
-	return all
-}
-
-// differences lists what is not the same in two catalogs.
-func differences(want, got map[string]string) []string {
-	var all []string
-	for object := range want {
-		if got[object] != want[object] {
-			all = append(all, fmt.Sprintf("%s: want %q, got %q", object, want[object], got[object]))
-		}
-	}
-	for object := range got {
-		if _, ok := want[object]; !ok {
-			all = append(all, fmt.Sprintf("%s: want nothing, got %q", object, got[object]))
-		}
-	}
-	slices.Sort(all)
-	return all
-}
-
 // objects lists the relations, functions and types of a schema with their oids.
-func objects(t *testing.T, db querier, schema string) []string {
+func objects(t *testing.T, db pgtest.Querier, schema string) []string {
 	t.Helper()
 	rows, err := db.Query(t.Context(), `
 		SELECT format('%s %s %s', o.kind, o.name, o.oid)

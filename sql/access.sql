@@ -30,7 +30,7 @@ BEGIN
         FROM pg_proc AS p
         WHERE p.pronamespace = (SELECT n.oid FROM pg_namespace AS n WHERE n.nspname = schema)
             AND p.proowner = (SELECT r.oid FROM pg_roles AS r WHERE r.rolname = current_user)
-            AND p.proname IN ('rate_limit_late', 'rate_limit_lock', 'rate_limit_write', 'rate_limit_fixed_window', 'rate_limit_sliding_window',
+            AND p.proname IN ('rate_limit_late', 'rate_limit_fixed_window', 'rate_limit_sliding_window',
                 'rate_limit_token_bucket', 'rate_limit_sliding_log', 'rate_limit_all', 'rate_limit_reset', 'rate_limit_sweep')
     LOOP
         signature := fn.oid::regprocedure::text;
@@ -46,6 +46,8 @@ BEGIN
         IF fn.prosecdef THEN
             EXECUTE format('ALTER FUNCTION %s SET search_path = pg_catalog, pg_temp', signature);
             EXECUTE format('ALTER FUNCTION %s SET jit = off', signature);
+        END IF;
+        IF 'enable_seqscan=off' = ANY (fn.proconfig) THEN -- those that look rows up, and do not only leave it to an INSERT
             EXECUTE format('ALTER FUNCTION %s SET enable_indexscan = on', signature);
             EXECUTE format('ALTER FUNCTION %s SET enable_tidscan = on', signature);
             EXECUTE format('ALTER FUNCTION %s SET enable_nestloop = on', signature);

@@ -1,3 +1,56 @@
+{{/* The look-up of one part's row. */}}
+{{define "columns"}}{{include "row" (print . ".")}}, {{.}}.log{{end}}
+
+{{/* All elements in the order of locking, each with its row. .Missing: whether it has to be made, or NULL if somebody has locked it. .Lock
+follows each look-up. unnest((SELECT ...)) hides the arrays' length from the planner, which would else plan anew for every call; the
+LATERAL subquery, kept apart by FOR UPDATE or OFFSET 0, is one look-up by the primary key, whatever the statistics say. */}}
+{{define "column"}}coalesce({{range .Tables}}{{.Alias}}.{{$.Column}}, {{end}}{{.Else}}){{end}}
+{{define "elements"}}
+OPEN elements FOR
+    SELECT e.ord, e.first,
+        e.durable IS NOT NULL AND octet_length(e.name) BETWEEN 1 AND 128 AND octet_length(e.key) BETWEEN 1 AND 512,
+        {{.Missing}}
+{{- $tables := .Tables}}
+{{- range (split "algorithm, tid, count, prev_count, window_start, credit, scale, expires_at, since, capacity, refill, returned, log")}},
+        {{include "column" (dict "Tables" $tables "Column" . "Else" (or (and (has (print "zero " .)) "0") "NULL"))}}
+{{- end}}
+    FROM (
+        SELECT e.durable, e.name, e.key, e.ord,
+            row_number() OVER (PARTITION BY e.durable, octet_length(e.key), e.key COLLATE "C", e.name COLLATE "C" ORDER BY e.ord) = 1 AS first
+        FROM unnest((SELECT durables), (SELECT names), (SELECT keys), (SELECT refused))
+            WITH ORDINALITY AS e (durable, name, key, refused, ord)
+        WHERE NOT e.refused
+        ORDER BY e.durable, octet_length(e.key) DESC, e.key COLLATE "C", e.name COLLATE "C", e.ord
+    ) AS e
+{{- $lock := .Lock}}
+{{- range .Tables}}
+    LEFT JOIN LATERAL (
+        SELECT d.ctid AS tid, d.* FROM rate_limit_{{.Name}} AS d
+        WHERE e.first AND {{.Of "e"}} AND d.prefix = e.name AND d.key = e.key {{$lock}}
+    ) AS {{.Alias}} ON true
+{{- end}}
+{{- if .Seen}}
+    CROSS JOIN LATERAL (
+        SELECT {{range $i, $t := .Tables}}{{if $i}}
+            OR {{end}}EXISTS (SELECT FROM rate_limit_{{.Name}} AS d WHERE {{.Of "e"}} AND d.prefix = e.name AND d.key = e.key OFFSET 0){{end}} AS it
+        OFFSET 0
+    ) AS seen
+{{- end}};
+{{end}}
+{{define "zero algorithm"}}{{end}}{{define "zero count"}}{{end}}{{define "zero prev_count"}}{{end}}{{define "zero window_start"}}{{end}}{{define "zero credit"}}{{end}}{{define "zero expires_at"}}{{end}}
+
+{{/* The same for both tables, or for the one that all parts are in: a standby cannot look into unlogged tables. */}}
+{{define "look up"}}
+{{- $tid := include "column" (dict "Tables" .Tables "Column" "tid" "Else" "NULL")}}
+IF locking AND skip_held THEN
+{{include "elements" (dict "Tables" .Tables "Lock" "FOR UPDATE SKIP LOCKED" "Seen" true "Missing" (print "CASE WHEN NOT e.first OR " $tid " IS NOT NULL THEN false WHEN NOT seen.it THEN true END")) | indent 4}}
+ELSIF locking THEN
+{{include "elements" (dict "Tables" .Tables "Lock" "FOR UPDATE" "Seen" false "Missing" (print "e.first AND " $tid " IS NULL")) | indent 4}}
+ELSE
+{{include "elements" (dict "Tables" .Tables "Lock" "OFFSET 0" "Seen" false "Missing" "false") | indent 4}}
+END IF;
+{{end}}
+
 -- rate_limit_all decides requests of several parts each, such as one for an address, one for a user and one for everybody: a request
 -- takes from all of its parts, or from none. The parts may differ in everything: limiter, key, algorithm, cost and table.
 --
@@ -25,8 +78,8 @@
 --
 -- Rows are locked in one order, whoever asks: the ephemeral ones before the durable ones, then those with longer keys, because a key that
 -- everybody shares tends to be short and is best held briefly, then by key and limiter. Parts may come in any order; a single
--- request of a few that come in this one is spared the sorting. At the first missing row the locking stops, as in
--- rate_limit_lock. But here a row may be missing of a request that another part refuses, and a denial shall write nothing. So
+-- request of a few that come in this one is spared the sorting. At the first missing row the locking stops, and an INSERT
+-- makes the rest. But a row may be missing of a request that another part refuses, and a denial shall write nothing. So
 -- before rows are made, the rest is looked at without locks: what is refused by what can be seen, is refused, and rows are made
 -- for the others. Then the locking begins anew. A request that gives back needs no rows where none of its own is there. Where one
 -- is, all of them are made: a take that has just made the others might else be given back to some of its limits and not to the rest.
@@ -91,31 +144,29 @@ DECLARE
     gives boolean;     -- the request gives back, or grants
     changed boolean;   -- and that changes the row
     grants boolean;    -- it grants
-    back bigint;       -- what goes back
+    first_pass integer;
+    locked boolean;    -- its rows are to be locked
     decided_at timestamptz;
     asked bigint;
     granted bigint;
     remaining bigint;
     spent bigint;      -- how much of what is taken comes out of granted credit
+    units bigint;      -- what is taken or given back
+    back bigint;       -- of that, what goes back
+    free_at bigint;    -- when what was denied would fit
     retry_after_us bigint;
     reset_after_us bigint;
     max_count bigint;
     window_us bigint;
-    ends bigint;
-    rest bigint;
-    weight bigint;
-    ask bigint;
-    wait bigint;
-    capacity bigint;
     refill bigint;
-    every_us bigint;
+    capacity ALIAS FOR max_count;
+    every_us ALIAS FOR window_us;
     full_credit bigint;
     need bigint;
-    units bigint;
+    rest bigint;
     newest integer;
     needed integer;
-    over bigint;
-    age_bits CONSTANT bigint := 9007199254740991;
+    age_bits CONSTANT bigint := 9007199254740991; -- a log's entry has 54 bits for its time, so the difference of two is taken modulo 2^53
 BEGIN
     IF (parts > 0 AND cardinality(requests) = parts AND cardinality(names) = parts AND cardinality(durables) = parts
             AND cardinality(algorithms) = parts AND cardinality(limits) = parts AND cardinality(spans_us) = parts
@@ -130,6 +181,10 @@ BEGIN
         CASE WHEN synchronous_commit IS NOT NULL THEN set_config('synchronous_commit', synchronous_commit::text, true) END);
     IF costs IS NULL THEN
         costs := array_fill(1::bigint, ARRAY[parts]);
+    END IF;
+    IF parts = 1 AND costs[1] > limits[1] THEN -- never fits: nothing to lock
+        locking := false;
+        in_order := false;
     END IF;
     IF skip_held AND locking AND false = ANY (durables) THEN
         LOCK TABLE rate_limit_ephemeral IN ROW EXCLUSIVE MODE;
@@ -156,18 +211,14 @@ BEGIN
         IF in_order THEN -- a look-up for each part: saves 30 of the 80 us that three parts take in the query below
             in_order := false;
             FOR part IN 1 .. parts LOOP
-                IF durables[part] THEN
-                    SELECT d.algorithm, d.ctid, d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at, d.log, d.since, d.capacity, d.refill, d.returned
-                    INTO algorithm, r.tid, r.count, r.prev_count, r.window_start, r.credit, r.scale, r.expires_at, r.log, r.since, r.capacity, r.refill, r.returned
-                    FROM rate_limit_durable AS d
+{{- range .Tables}}
+                {{.IfPart}}
+                    SELECT d.algorithm, d.ctid, {{include "columns" "d"}}
+                    INTO algorithm, r.tid, {{include "columns" "r"}}
+                    FROM rate_limit_{{.Name}} AS d
                     WHERE d.prefix = names[part] AND d.key = keys[part]
                     FOR UPDATE;
-                ELSE
-                    SELECT d.algorithm, d.ctid, d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at, d.log, d.since, d.capacity, d.refill, d.returned
-                    INTO algorithm, r.tid, r.count, r.prev_count, r.window_start, r.credit, r.scale, r.expires_at, r.log, r.since, r.capacity, r.refill, r.returned
-                    FROM rate_limit_ephemeral AS d
-                    WHERE d.prefix = names[part] AND d.key = keys[part]
-                    FOR UPDATE;
+{{- end}}
                 END IF;
                 ord := CASE WHEN NOT found THEN part END;
                 EXIT WHEN NOT found;
@@ -179,94 +230,16 @@ BEGIN
                 place[part] := rows;
             END LOOP;
         ELSE
-            -- The same query three times. What each of its parts is for stands in rows.sql; a row is looked up for its first part.
-            IF locking AND skip_held THEN
-                OPEN elements FOR
-                    SELECT e.ord, e.first,
-                        e.durable IS NOT NULL AND octet_length(e.name) BETWEEN 1 AND 128 AND octet_length(e.key) BETWEEN 1 AND 512,
-                        CASE WHEN NOT e.first OR coalesce(d.tid, l.tid) IS NOT NULL THEN false WHEN NOT seen.it THEN true END,
-                        coalesce(d.algorithm, l.algorithm, 0),
-                        coalesce(d.tid, l.tid), coalesce(d.count, l.count, 0), coalesce(d.prev_count, l.prev_count, 0),
-                        coalesce(d.window_start, l.window_start, 0), coalesce(d.credit, l.credit, 0), coalesce(d.scale, l.scale),
-                        coalesce(d.expires_at, l.expires_at, 0), coalesce(d.log, l.log), coalesce(d.since, l.since), coalesce(d.capacity, l.capacity),
-                        coalesce(d.refill, l.refill), coalesce(d.returned, l.returned)
-                    FROM (
-                        SELECT e.durable, e.name, e.key, e.ord,
-                            row_number() OVER (PARTITION BY e.durable, octet_length(e.key), e.key COLLATE "C", e.name COLLATE "C" ORDER BY e.ord) = 1 AS first
-                        FROM unnest((SELECT durables), (SELECT names), (SELECT keys), (SELECT refused))
-                            WITH ORDINALITY AS e (durable, name, key, refused, ord)
-                        WHERE NOT e.refused
-                        ORDER BY e.durable, octet_length(e.key) DESC, e.key COLLATE "C", e.name COLLATE "C", e.ord
-                    ) AS e
-                    LEFT JOIN LATERAL (
-                        SELECT d.ctid AS tid, d.* FROM rate_limit_ephemeral AS d
-                        WHERE e.first AND NOT e.durable AND d.prefix = e.name AND d.key = e.key FOR UPDATE SKIP LOCKED
-                    ) AS d ON true
-                    LEFT JOIN LATERAL (
-                        SELECT d.ctid AS tid, d.* FROM rate_limit_durable AS d
-                        WHERE e.first AND e.durable AND d.prefix = e.name AND d.key = e.key FOR UPDATE SKIP LOCKED
-                    ) AS l ON true
-                    CROSS JOIN LATERAL (
-                        SELECT EXISTS (SELECT FROM rate_limit_ephemeral AS d WHERE NOT e.durable AND d.prefix = e.name AND d.key = e.key OFFSET 0)
-                            OR EXISTS (SELECT FROM rate_limit_durable AS d WHERE e.durable AND d.prefix = e.name AND d.key = e.key OFFSET 0) AS it
-                        OFFSET 0
-                    ) AS seen;
-            ELSIF locking THEN
-                OPEN elements FOR
-                    SELECT e.ord, e.first,
-                        e.durable IS NOT NULL AND octet_length(e.name) BETWEEN 1 AND 128 AND octet_length(e.key) BETWEEN 1 AND 512,
-                        e.first AND coalesce(d.tid, l.tid) IS NULL, coalesce(d.algorithm, l.algorithm, 0),
-                        coalesce(d.tid, l.tid), coalesce(d.count, l.count, 0), coalesce(d.prev_count, l.prev_count, 0),
-                        coalesce(d.window_start, l.window_start, 0), coalesce(d.credit, l.credit, 0), coalesce(d.scale, l.scale),
-                        coalesce(d.expires_at, l.expires_at, 0), coalesce(d.log, l.log), coalesce(d.since, l.since), coalesce(d.capacity, l.capacity),
-                        coalesce(d.refill, l.refill), coalesce(d.returned, l.returned)
-                    FROM (
-                        SELECT e.durable, e.name, e.key, e.ord,
-                            row_number() OVER (PARTITION BY e.durable, octet_length(e.key), e.key COLLATE "C", e.name COLLATE "C" ORDER BY e.ord) = 1 AS first
-                        FROM unnest((SELECT durables), (SELECT names), (SELECT keys), (SELECT refused))
-                            WITH ORDINALITY AS e (durable, name, key, refused, ord)
-                        WHERE NOT e.refused
-                        ORDER BY e.durable, octet_length(e.key) DESC, e.key COLLATE "C", e.name COLLATE "C", e.ord
-                    ) AS e
-                    LEFT JOIN LATERAL (
-                        SELECT d.ctid AS tid, d.* FROM rate_limit_ephemeral AS d
-                        WHERE e.first AND NOT e.durable AND d.prefix = e.name AND d.key = e.key FOR UPDATE
-                    ) AS d ON true
-                    LEFT JOIN LATERAL (
-                        SELECT d.ctid AS tid, d.* FROM rate_limit_durable AS d
-                        WHERE e.first AND e.durable AND d.prefix = e.name AND d.key = e.key FOR UPDATE
-                    ) AS l ON true;
+            IF true = ALL (durables) THEN
+{{include "look up" (dict "Tables" (slice .Tables 1 2)) | indent 16}}
+            ELSIF false = ALL (durables) THEN
+{{include "look up" (dict "Tables" (slice .Tables 0 1)) | indent 16}}
             ELSE
-                OPEN elements FOR
-                    SELECT e.ord, e.first,
-                        e.durable IS NOT NULL AND octet_length(e.name) BETWEEN 1 AND 128 AND octet_length(e.key) BETWEEN 1 AND 512,
-                        false, coalesce(d.algorithm, l.algorithm, 0),
-                        coalesce(d.tid, l.tid), coalesce(d.count, l.count, 0), coalesce(d.prev_count, l.prev_count, 0),
-                        coalesce(d.window_start, l.window_start, 0), coalesce(d.credit, l.credit, 0), coalesce(d.scale, l.scale),
-                        coalesce(d.expires_at, l.expires_at, 0), coalesce(d.log, l.log), coalesce(d.since, l.since), coalesce(d.capacity, l.capacity),
-                        coalesce(d.refill, l.refill), coalesce(d.returned, l.returned)
-                    FROM (
-                        SELECT e.durable, e.name, e.key, e.ord,
-                            row_number() OVER (PARTITION BY e.durable, octet_length(e.key), e.key COLLATE "C", e.name COLLATE "C" ORDER BY e.ord) = 1 AS first
-                        FROM unnest((SELECT durables), (SELECT names), (SELECT keys), (SELECT refused))
-                            WITH ORDINALITY AS e (durable, name, key, refused, ord)
-                        WHERE NOT e.refused
-                        ORDER BY e.durable, octet_length(e.key) DESC, e.key COLLATE "C", e.name COLLATE "C", e.ord
-                    ) AS e
-                    LEFT JOIN LATERAL (
-                        SELECT d.ctid AS tid, d.* FROM rate_limit_ephemeral AS d
-                        WHERE e.first AND NOT e.durable AND d.prefix = e.name AND d.key = e.key OFFSET 0
-                    ) AS d ON true
-                    LEFT JOIN LATERAL (
-                        SELECT d.ctid AS tid, d.* FROM rate_limit_durable AS d
-                        WHERE e.first AND e.durable AND d.prefix = e.name AND d.key = e.key OFFSET 0
-                    ) AS l ON true;
+{{include "look up" (dict "Tables" .Tables) | indent 16}}
             END IF;
-
             previous := NULL;
             LOOP
-                FETCH elements INTO ord, first, valid, missing, algorithm, r.tid, r.count, r.prev_count, r.window_start, r.credit, r.scale, r.expires_at, r.log,
-                    r.since, r.capacity, r.refill, r.returned;
+                FETCH elements INTO ord, first, valid, missing, algorithm, r.tid, {{include "columns" "r"}};
                 EXIT WHEN NOT found OR clock_timestamp() > give_up AND NOT skip_held AND rate_limit_late();
                 IF valid IS NOT TRUE THEN
                     RAISE EXCEPTION 'rate_limit: part % is not valid', ord
@@ -334,465 +307,109 @@ BEGIN
             END IF;
 
             -- First how many fit into all of the parts, then what that means for each of them.
-            granted := CASE WHEN just_look THEN 0 ELSE asked END;
+            granted := CASE WHEN just_look OR costs[from_part] = 0 THEN 0 ELSE asked END;
             any_moved := false;
-            FOR pass IN 1 .. 2 LOOP
+            -- A request of one part needs only the second pass, but where it may be left to the next attempt.
+            first_pass := CASE WHEN to_part = from_part AND (locking OR just_look) THEN 2 ELSE 1 END;
+            FOR pass IN first_pass .. 2 LOOP
                 IF pass = 2 AND NOT locking AND NOT just_look THEN
-                    EXIT WHEN CASE
-                        WHEN gives AND NOT grants THEN EXISTS (SELECT FROM unnest(place[from_part : to_part]) AS p (place) WHERE asked_rows[p.place].tid IS NOT NULL)
-                        ELSE granted > 0 OR any_moved -- what has moved has to be written
-                    END;
-                    -- Refused, by what others have taken, or nothing to give back; what the requests before it are about to take or
-                    -- give back does not count here.
+                    -- Refused by what others have taken, or nothing to give back. Not so if a request before it will change one of its rows.
+                    locked := CASE WHEN gives AND NOT grants THEN EXISTS (SELECT FROM unnest(place[from_part : to_part]) AS p (place) WHERE asked_rows[p.place].tid IS NOT NULL)
+                            ELSE granted > 0 OR any_moved END -- what has moved has to be written
+                        OR EXISTS (SELECT FROM unnest(place[from_part : to_part]) AS p (place) WHERE to_write[p.place])
+                        OR to_part = from_part AND costs[from_part] BETWEEN 1 AND limits[from_part]; -- it needs no row but one from which it takes
+                    IF locked THEN
+                        FOREACH at IN ARRAY place[from_part : to_part] LOOP
+                            to_write[at] := true;
+                        END LOOP;
+                        EXIT;
+                    END IF;
                     refused[from_part : to_part] := array_fill(true, ARRAY[to_part - from_part + 1]);
                 END IF;
                 FOR part IN from_part .. to_part LOOP
                     algorithm := algorithms[part];
                     at := place[part];
                     s := asked_rows[at];
-                    IF writers[at] <> algorithm THEN
-                        s.expires_at := 0;
+                    IF writers[at] <> algorithm THEN -- as if there were none
+                        s := ROW(s.ord, s.cost, s.asked, s.tid, 0, 0, 0, 0, NULL, 0, NULL, NULL, NULL, NULL, NULL);
                     END IF;
-                    r.ord := part;
                     r.cost := costs[part];
-                    r.asked := asked;
                     moved := false;
+                    max_count := limits[part];
+                    window_us := spans_us[part];
+                    refill := refills[part];
                     CASE algorithm
-                    WHEN 1 THEN
-                        max_count := limits[part];
-                        window_us := spans_us[part];
-                        IF pass = 1 AND (max_count >= 1 AND window_us BETWEEN 1 AND 2251799813685248 AND max_count <= 4611686018427387904 / window_us AND (r.cost >= 1 OR just_look OR gives)) IS NOT TRUE THEN
+{{- range .Algorithms}}
+                    WHEN {{.Code}} THEN
+                        IF pass = first_pass AND ((r.cost >= 1 OR just_look OR gives OR r.cost = 0 AND to_part = from_part) AND {{include (print .Name ".valid") | hang 28}}) IS NOT TRUE THEN
                             RAISE EXCEPTION 'rate_limit: the numbers of part % are outside the exact range', part
-                                USING ERRCODE = 'invalid_parameter_value', HINT = 'The limit and the span are at least 1, the span is at most 2^51, and their product is at most 2^62. Costs are at least 1, or below 0, or all 0.';
+                                USING ERRCODE = 'invalid_parameter_value', HINT = 'Of limit, span and refill: {{include (print .Name ".hint")}}';
                         END IF;
-                        CONTINUE WHEN pass = 1 AND asked = 1 AND r.cost <= max_count - s.count; -- what fits into less, fits: saves the rest
-                        IF clock >= s.expires_at OR (s.count | s.credit) = 0 THEN
-                            s.count := 0;
-                            s.credit := 0;
-                            s.window_start := clock;
-                            s.since := NULL;
-                        ELSIF s.window_start - clock > window_us THEN
-                            s.window_start := clock;
-                            s.expires_at := clock + window_us;
-                            moved := true;
-                        END IF;
-                        t := greatest(clock, s.window_start);
-                        IF t - s.window_start >= window_us OR s.count = 0 THEN
-                            s.count := 0;
-                            s.window_start := t;
-                            s.since := CASE WHEN s.credit > 0 THEN s.since END;
-                        END IF;
+                        CONTINUE WHEN pass = 1 AND asked = 1 AND {{include (print .Name ".enough")}}; -- what fits into less, fits: saves the rest
+{{include (print .Name ".roll") | indent 24}}
                         IF gives AND pass = 2 THEN
                             -- By division, because the product could overflow.
-                            units := CASE WHEN r.asked > -(9223372036854775807 / r.cost) THEN 9223372036854775807 ELSE -r.asked * r.cost END;
-                            IF taken_in[r.ord] IS NULL THEN -- a grant
+                            units := CASE WHEN asked > -(9223372036854775807 / r.cost) THEN 9223372036854775807 ELSE -asked * r.cost END;
+                            IF grants THEN
                                 changed := true;
-                                s.credit := least(s.credit + least(units, 2305843009213693952), 2305843009213693952);
+                                s.{{.Above}} := least(s.{{.Above}} + least(units, 2305843009213693952), 2305843009213693952);
                                 s.since := coalesce(s.since, t);
-                                s.expires_at := t + window_us;
+                                s.expires_at := t + {{include (print .Name ".lasts")}};
                             ELSE
                                 -- What came out of credit goes back first, as credit, if the row is still the one that it came from.
-                                back := least(greatest(coalesce(taken_spent[r.ord], 0), 0), units);
+                                back := least(greatest(coalesce(taken_spent[part], 0), 0), units);
                                 units := units - back;
-                                changed := coalesce(back > 0 AND s.since = taken_since[r.ord] AND s.credit < 2305843009213693952, false);
+                                changed := coalesce(back > 0 AND s.since = taken_since[part] AND s.{{.Above}} < 2305843009213693952{{with maybe (print .Name ".new") ""}} AND NOT ({{.}}){{end}}, false);
                                 IF changed THEN
-                                    s.credit := s.credit + least(back, 2305843009213693952 - s.credit);
-                                    s.expires_at := greatest(s.expires_at, t + window_us);
+                                    s.{{.Above}} := s.{{.Above}} + least(back, 2305843009213693952 - s.{{.Above}});
+                                    s.expires_at := greatest(s.expires_at, t + {{include (print .Name ".lasts")}});
                                 END IF;
-                                IF s.window_start = taken_in[r.ord] THEN
-                                    changed := changed OR (units > 0 AND s.count > 0);
-                                    s.count := s.count - least(units, s.count);
-                                END IF;
-                                IF s.count = 0 THEN
-                                    IF s.credit = 0 THEN -- as good as new
-                                        t := clock;
-                                        s.since := NULL;
-                                    END IF;
-                                    s.window_start := t;
-                                END IF;
+{{include (print .Name ".refund") | indent 32}}
                             END IF;
                         END IF;
-                        remaining := greatest(max_count - s.count, 0) + s.credit;
-                    WHEN 2 THEN
-                        max_count := limits[part];
-                        window_us := spans_us[part];
-                        IF pass = 1 AND (max_count >= 1 AND window_us BETWEEN 1 AND 2251799813685248 AND max_count <= 4611686018427387904 / window_us AND (r.cost >= 1 OR just_look OR gives)) IS NOT TRUE THEN
-                            RAISE EXCEPTION 'rate_limit: the numbers of part % are outside the exact range', part
-                                USING ERRCODE = 'invalid_parameter_value', HINT = 'The limit and the span are at least 1, the span is at most 2^51, and their product is at most 2^62. Costs are at least 1, or below 0, or all 0.';
-                        END IF;
-                        CONTINUE WHEN pass = 1 AND asked = 1 AND r.cost <= max_count - s.count - s.prev_count;
-                        IF clock >= s.expires_at OR (s.count | s.prev_count | s.credit) = 0 THEN
-                            s.credit := 0;
-                            s.count := 0;
-                            s.prev_count := 0;
-                            s.window_start := clock;
-                            s.since := NULL;
-                        ELSIF s.window_start - clock > window_us THEN
-                            s.window_start := clock;
-                            s.expires_at := clock + CASE WHEN s.count > 0 OR s.credit > 0 THEN 2 ELSE 1 END * window_us;
-                            moved := true;
-                        END IF;
-                        t := greatest(clock, s.window_start);
-                        IF s.count = 0 OR t - s.window_start >= window_us THEN
-                            IF t - s.window_start >= 2 * window_us OR (s.count = 0 AND (s.prev_count = 0 OR t - s.window_start >= window_us)) THEN
-                                s.count := 0;
-                                s.prev_count := 0;
-                                s.window_start := t;
-                                s.since := CASE WHEN s.credit > 0 THEN s.since END;
-                            ELSIF t - s.window_start >= window_us THEN
-                                s.prev_count := s.count;
-                                s.count := 0;
-                                s.window_start := s.window_start + window_us;
-                            END IF;
-                        END IF;
-                        IF gives AND pass = 2 THEN
-                            -- By division, because the product could overflow.
-                            units := CASE WHEN r.asked > -(9223372036854775807 / r.cost) THEN 9223372036854775807 ELSE -r.asked * r.cost END;
-                            IF taken_in[r.ord] IS NULL THEN -- a grant
-                                changed := true;
-                                s.credit := least(s.credit + least(units, 2305843009213693952), 2305843009213693952);
-                                s.since := coalesce(s.since, t);
-                                s.expires_at := t + 2 * window_us;
-                            ELSE
-                                -- What came out of credit goes back first, as credit, if the row is still the one that it came from.
-                                back := least(greatest(coalesce(taken_spent[r.ord], 0), 0), units);
-                                units := units - back;
-                                changed := coalesce(back > 0 AND s.since = taken_since[r.ord] AND s.credit < 2305843009213693952, false);
-                                IF changed THEN
-                                    s.credit := s.credit + least(back, 2305843009213693952 - s.credit);
-                                    s.expires_at := greatest(s.expires_at, t + 2 * window_us);
-                                END IF;
-                                IF s.window_start = taken_in[r.ord] THEN
-                                    changed := changed OR (units > 0 AND s.count > 0);
-                                    s.count := s.count - least(units, s.count);
-                                ELSIF s.window_start - window_us = taken_in[r.ord] THEN
-                                    changed := changed OR (units > 0 AND s.prev_count > 0);
-                                    s.prev_count := s.prev_count - least(units, s.prev_count);
-                                END IF;
-                                IF s.count = 0 AND s.prev_count = 0 THEN
-                                    IF s.credit = 0 THEN -- as good as new
-                                        t := clock;
-                                        s.since := NULL;
-                                    END IF;
-                                    s.window_start := t;
-                                END IF;
-                            END IF;
-                        END IF;
-                        rest := s.window_start + window_us - t;
-                        weight := CASE
-                            WHEN s.prev_count = 0 THEN 0
-                            -- A prev_count that an older, larger limit has left could overflow the product; this asks by division.
-                            WHEN rest > max_count * window_us / s.prev_count THEN max_count
-                            ELSE (s.prev_count * rest + window_us - 1) / window_us
-                        END;
-                        remaining := greatest(max_count - s.count - weight, 0) + s.credit;
-                    WHEN 3 THEN
-                        max_count := limits[part];
-                        capacity := limits[part];
-                        every_us := spans_us[part];
-                        refill := refills[part];
-                        IF pass = 1 AND (capacity >= 1 AND refill >= 1 AND every_us >= 1 AND capacity <= 4611686018427387904 / every_us
-                                AND (capacity * every_us - 1) / refill < 2251799813685248 AND (r.cost >= 1 OR just_look OR gives)) IS NOT TRUE THEN
-                            RAISE EXCEPTION 'rate_limit: the numbers of part % are outside the exact range', part
-                                USING ERRCODE = 'invalid_parameter_value', HINT = 'The limit, the span and the refill are at least 1, limit * span is at most 2^62, and divided by refill it is at most 2^51. Costs are at least 1, or below 0, or all 0.';
-                        END IF;
-                        CONTINUE WHEN pass = 1 AND asked = 1 AND s.scale = every_us AND r.cost <= least(s.credit / every_us, capacity);
-                        full_credit := capacity * every_us;
-                        IF clock >= s.expires_at THEN
-                            s.count := 0;
-                            s.credit := full_credit;
-                            s.window_start := clock;
-                        ELSE
-                            IF s.scale <> every_us OR s.capacity <> capacity OR s.refill <> refill THEN -- what was taken before stays taken
-                                s.since := greatest(s.since + 1, s.window_start, clock);
-                                s.returned := 0;
-                            END IF;
-                            IF s.scale <> every_us THEN
-                                -- The policy has changed. Whole tokens are kept, and the part of one, rounded down; its product may
-                                -- need 128 bits, which only numeric has, and this runs only until the next grant.
-                                s.credit := CASE WHEN s.credit / s.scale >= capacity THEN full_credit
-                                    ELSE s.credit / s.scale * every_us + div((s.credit % s.scale)::numeric * every_us, s.scale)::bigint END;
-                            END IF;
-                            s.credit := least(s.credit, full_credit);
-                            IF s.credit = full_credit AND s.count = 0 THEN -- the capacity is lower now: as good as new
-                                s.window_start := clock;
-                                s.expires_at := clock;
-                            ELSIF s.window_start - clock > (full_credit - 1) / refill + 1 THEN
-                                s.window_start := clock;
-                                s.since := greatest(s.since + 1, clock);
-                                s.returned := 0;
-                                s.expires_at := clock + (full_credit - CASE WHEN s.count > 0 THEN 0 ELSE s.credit END - 1) / refill + 1;
-                                moved := true;
-                            END IF;
-                        END IF;
-                        s.scale := every_us;
-                        s.capacity := capacity;
-                        s.refill := refill;
-                        t := greatest(clock, s.window_start);
-                        -- Asked by division, because the product overflows after a long time.
-                        IF s.credit < full_credit AND t - s.window_start <= (full_credit - s.credit - 1) / refill THEN
-                            s.credit := s.credit + (t - s.window_start) * refill;
-                        ELSE
-                            s.credit := full_credit;
-                            IF s.count = 0 THEN -- as good as new
-                                s.since := t;
-                                s.returned := 0;
-                            END IF;
-                        END IF;
-                        s.window_start := t;
-                        IF gives AND pass = 2 THEN
-                            -- By division, because the product could overflow.
-                            units := CASE WHEN r.asked > -(9223372036854775807 / r.cost) THEN 9223372036854775807 ELSE -r.asked * r.cost END;
-                            IF taken_in[r.ord] IS NULL THEN -- a grant
-                                changed := true;
-                                s.count := least(s.count + least(units, 2305843009213693952), 2305843009213693952);
-                                s.expires_at := t + (full_credit - 1) / refill + 1;
-                            ELSE
-                                -- What came out of credit goes back first, as credit, if the row is still the one that it came from.
-                                back := least(greatest(coalesce(taken_spent[r.ord], 0), 0), units);
-                                units := units - back;
-                                changed := coalesce(back > 0 AND s.since = taken_since[r.ord] AND s.count < 2305843009213693952 AND (s.count > 0 OR s.credit < full_credit), false);
-                                IF changed THEN
-                                    s.count := s.count + least(back, 2305843009213693952 - s.count);
-                                    s.expires_at := greatest(s.expires_at, t + (full_credit - 1) / refill + 1);
-                                END IF;
-                                -- Where the units are in the queue of missing tokens: see TokenBucket.refund in tokenbucket.go.
-                                IF s.since = taken_since[r.ord] AND taken_in[r.ord] BETWEEN 0 AND t AND s.credit < full_credit THEN
-                                    units := least(units, capacity) * every_us;
-                                    need := least(greatest(greatest(coalesce(taken_at[r.ord], 0), 0) - s.returned, units), full_credit);
-                                    back := CASE
-                                        WHEN t - taken_in[r.ord] <= need / refill THEN least(units, need - (t - taken_in[r.ord]) * refill, full_credit - s.credit)
-                                        ELSE 0
-                                    END;
-                                    changed := changed OR back > 0;
-                                    s.credit := s.credit + back;
-                                    s.returned := s.returned + back;
-                                    IF s.returned > 2305843009213693952 THEN -- lest the sum overflow
-                                        s.since := greatest(s.since + 1, t);
-                                        s.returned := 0;
-                                    END IF;
-                                END IF;
-                                IF changed AND s.credit = full_credit AND s.count = 0 THEN -- as good as new
-                                    t := clock;
-                                    s.window_start := clock;
-                                    s.since := clock;
-                                    s.returned := 0;
-                                END IF;
-                            END IF;
-                        END IF;
-                        remaining := s.credit / every_us + s.count;
-                    WHEN 4 THEN
-                        max_count := limits[part];
-                        window_us := spans_us[part];
-                        IF pass = 1 AND (max_count BETWEEN 1 AND 1000 AND window_us BETWEEN 1 AND 2251799813685248 AND (r.cost >= 1 OR just_look OR gives)) IS NOT TRUE THEN
-                            RAISE EXCEPTION 'rate_limit: the numbers of part % are outside the exact range', part
-                                USING ERRCODE = 'invalid_parameter_value', HINT = 'The limit and the span are at least 1, the limit is at most 1000, and the span at most 2^51. Costs are at least 1, or below 0, or all 0.';
-                        END IF;
-                        CONTINUE WHEN pass = 1 AND asked = 1 AND r.cost <= max_count - s.count;
-                        IF clock >= s.expires_at OR (s.count | s.credit) = 0 THEN
-                            s.count := 0;
-                            s.credit := 0;
-                            s.window_start := clock;
-                            s.since := NULL;
-                            s.log := NULL;
-                        ELSIF s.window_start - clock > window_us THEN
-                            s.log := ARRAY(
-                                SELECT (((e.entry >> 10) - s.window_start + clock) << 10) | (e.entry & 1023)
-                                FROM unnest(s.log) WITH ORDINALITY AS e (entry, place)
-                                ORDER BY e.place
-                            );
-                            s.window_start := clock;
-                            s.expires_at := clock + window_us;
-                            moved := true;
-                        END IF;
-                        t := greatest(clock, s.window_start);
-                        needed := 0;
-                        WHILE needed < cardinality(s.log) AND (t - (s.log[needed + 1] >> 10) & age_bits) >= window_us LOOP
-                            needed := needed + 1;
-                            s.count := s.count - (s.log[needed] & 1023);
-                        END LOOP;
-                        IF needed > 0 THEN
-                            s.log := s.log[needed + 1:];
-                        END IF;
-                        IF s.count = 0 THEN
-                            s.window_start := t;
-                            s.since := CASE WHEN s.credit > 0 THEN s.since END;
-                        END IF;
-                        IF gives AND pass = 2 THEN
-                            -- By division, because the product could overflow.
-                            units := CASE WHEN r.asked > -(9223372036854775807 / r.cost) THEN 9223372036854775807 ELSE -r.asked * r.cost END;
-                            IF taken_in[r.ord] IS NULL THEN -- a grant
-                                changed := true;
-                                s.credit := least(s.credit + least(units, 2305843009213693952), 2305843009213693952);
-                                s.since := coalesce(s.since, t);
-                                s.expires_at := t + window_us;
-                            ELSE
-                                -- What came out of credit goes back first, as credit, if the row is still the one that it came from.
-                                back := least(greatest(coalesce(taken_spent[r.ord], 0), 0), units);
-                                units := units - back;
-                                changed := coalesce(back > 0 AND s.since = taken_since[r.ord] AND s.credit < 2305843009213693952, false);
-                                IF changed THEN
-                                    s.credit := s.credit + least(back, 2305843009213693952 - s.credit);
-                                    s.expires_at := greatest(s.expires_at, t + window_us);
-                                END IF;
-                                needed := (
-                                    SELECT e.nth
-                                    FROM unnest(s.log) WITH ORDINALITY AS e (entry, nth)
-                                    WHERE (e.entry >> 10) << 10 = taken_in[r.ord] << 10
-                                );
-                                back := least(units, s.log[needed] & 1023);
-                                IF needed > 0 AND back > 0 THEN
-                                    changed := true;
-                                    s.count := s.count - back;
-                                    IF back = (s.log[needed] & 1023) THEN
-                                        s.log := s.log[1:needed - 1] || s.log[needed + 1:];
-                                    ELSE
-                                        s.log[needed] := s.log[needed] - back;
-                                    END IF;
-                                    newest := cardinality(s.log);
-                                    IF newest > 0 THEN
-                                        s.window_start := t - (t - (s.log[newest] >> 10) & age_bits);
-                                        t := greatest(clock, s.window_start);
-                                    END IF;
-                                END IF;
-                                IF s.count = 0 THEN
-                                    IF s.credit = 0 THEN -- as good as new
-                                        t := clock;
-                                        s.since := NULL;
-                                    END IF;
-                                    s.window_start := t;
-                                END IF;
-                            END IF;
-                        END IF;
-                        remaining := greatest(max_count - s.count, 0) + s.credit;
+{{include (print .Name ".room") | indent 24}}
+                        remaining := remaining + s.{{.Above}};
+{{- end}}
                     ELSE
                         RAISE EXCEPTION 'rate_limit: % is no algorithm', algorithm
                             USING ERRCODE = 'invalid_parameter_value', HINT = 'Write 1 for a fixed window, 2 for a sliding window, 3 for a token bucket, 4 for a sliding window log.';
                     END CASE;
-                    IF pass = 1 THEN
-                        CONTINUE WHEN just_look OR gives;
+                    IF pass = first_pass AND NOT (just_look OR gives) THEN
                         any_moved := any_moved OR (moved AND r.cost > remaining AND r.cost <= max_count);
-                        granted := CASE WHEN r.cost <= max_count THEN least(granted, remaining / r.cost) ELSE 0 END;
-                        CONTINUE;
+                        granted := CASE WHEN r.cost BETWEEN 1 AND max_count THEN least(granted, remaining / r.cost) ELSE 0 END;
                     END IF;
+                    CONTINUE WHEN pass = 1;
 
                     spent := 0;
+                    needed := 0;
+                    retry_after_us := CASE
+                        WHEN granted = asked THEN 0
+                        WHEN r.cost > max_count THEN NULL
+                        WHEN remaining - granted * r.cost >= greatest(r.cost, 1) THEN 0
+                        ELSE 1 -- see below
+                    END;
                     CASE algorithm
-                    WHEN 1 THEN
+{{- range .Algorithms}}
+                    WHEN {{.Code}} THEN
                         IF granted > 0 AND NOT gives THEN
-                            IF s.credit > 0 THEN -- for what there is no ordinary room
-                                spent := greatest(granted * r.cost - (remaining - s.credit), 0);
-                                s.credit := s.credit - spent;
-                            END IF;
-                            s.count := s.count + granted * r.cost - spent;
-                            s.expires_at := t + window_us;
-                            remaining := remaining - granted * r.cost;
-                        END IF;
-                        ends := least(s.window_start + window_us, s.expires_at);
-                        retry_after_us := CASE
-                            WHEN granted = r.asked OR (r.cost <= max_count AND remaining >= greatest(r.cost, 1)) THEN 0
-                            WHEN r.cost <= max_count THEN ends - clock
-                        END;
-                        reset_after_us := CASE WHEN s.credit > 0 THEN s.expires_at - clock WHEN s.count > 0 THEN ends - clock ELSE 0 END;
-                    WHEN 2 THEN
-                        IF granted > 0 AND NOT gives THEN
-                            IF s.credit > 0 THEN -- for what there is no ordinary room
-                                spent := greatest(granted * r.cost - (remaining - s.credit), 0);
-                                s.credit := s.credit - spent;
-                            END IF;
-                            s.count := s.count + granted * r.cost - spent;
-                            s.expires_at := t + 2 * window_us;
-                            remaining := remaining - granted * r.cost;
-                        END IF;
-
-                        IF granted = r.asked THEN
-                            retry_after_us := 0;
-                        ELSIF r.cost > max_count THEN
-                            retry_after_us := NULL;
-                        ELSIF remaining >= greatest(r.cost, 1) THEN
-                            retry_after_us := 0;
-                        ELSE
-                            ask := greatest(r.cost, 1) - s.credit;
-                            IF ask <= max_count - s.count THEN -- the sum could overflow
-                                -- It fits into this window, once prev_count * rest has fallen to what is left of max_count * window_us.
-                                wait := rest - (max_count - s.count - ask) * window_us / s.prev_count;
-                            ELSE
-                                -- Only into the next window, where count takes the place of prev_count.
-                                wait := rest + window_us - (max_count - ask) * window_us / s.count;
-                            END IF;
-                            retry_after_us := least(t + wait, s.expires_at) - clock;
-                        END IF;
-                        reset_after_us := CASE
-                            WHEN s.credit > 0 THEN s.expires_at - clock
-                            WHEN s.count > 0 THEN least(s.window_start + 2 * window_us, s.expires_at) - clock
-                            WHEN s.prev_count > 0 THEN least(s.window_start + window_us, s.expires_at) - clock
-                            ELSE 0
-                        END;
-                    WHEN 3 THEN
-                        IF granted > 0 AND NOT gives THEN
-                            IF s.count > 0 THEN -- for what there is no ordinary room
-                                spent := greatest(granted * r.cost - (remaining - s.count), 0);
-                                s.count := s.count - spent;
-                            END IF;
-                            s.credit := s.credit - (granted * r.cost - spent) * every_us;
-                            s.expires_at := t + (full_credit - 1) / refill + 1;
-                            remaining := remaining - granted * r.cost;
-                        END IF;
-
-                        IF granted = r.asked THEN
-                            retry_after_us := 0;
-                        ELSIF r.cost > capacity THEN
-                            retry_after_us := NULL;
-                        ELSIF remaining >= greatest(r.cost, 1) THEN
-                            retry_after_us := 0;
-                        ELSE
-                            need := (greatest(r.cost, 1) - s.count) * every_us - s.credit;
-                            retry_after_us := least(t + (need - 1) / refill + 1, s.expires_at) - clock;
-                        END IF;
-                        need := full_credit - s.credit;
-                        reset_after_us := CASE WHEN s.count > 0 THEN s.expires_at - clock WHEN need > 0 THEN least(t + (need - 1) / refill + 1, s.expires_at) - clock ELSE 0 END;
-                    WHEN 4 THEN
-                        IF granted > 0 AND NOT gives THEN
-                            IF s.credit > 0 THEN -- for what there is no ordinary room
-                                spent := greatest(granted * r.cost - (remaining - s.credit), 0);
-                                s.credit := s.credit - spent;
+                            IF s.{{.Above}} > 0 THEN -- for what there is no ordinary room
+                                spent := greatest(granted * r.cost - (remaining - s.{{.Above}}), 0);
+                                s.{{.Above}} := s.{{.Above}} - spent;
                             END IF;
                             units := granted * r.cost - spent;
-                            s.count := s.count + units;
-                            IF units > 0 THEN
-                                newest := coalesce(cardinality(s.log), 0);
-                                IF (t - (s.log[newest] >> 10) & age_bits) = 0 THEN
-                                    units := units + (s.log[newest] & 1023);
-                                    newest := newest - 1;
-                                END IF;
-                                s.log := s.log[1:newest] || ARRAY[(t << 10) | units];
-                                s.window_start := t;
-                            END IF;
-                            s.expires_at := t + window_us;
+{{include (print .Name ".take") | indent 28}}
+                            s.expires_at := t + {{include (print .Name ".lasts")}};
                             remaining := remaining - granted * r.cost;
                         END IF;
-
-                        needed := 0;
-                        IF granted = r.asked THEN
-                            retry_after_us := 0;
-                        ELSIF r.cost > max_count THEN
-                            retry_after_us := NULL;
-                        ELSIF remaining >= greatest(r.cost, 1) THEN
-                            retry_after_us := 0;
-                        ELSE
-                            -- When enough of the oldest entries have left.
-                            over := s.count - s.credit + greatest(r.cost, 1) - max_count;
-                            WHILE over > 0 LOOP
-                                needed := needed + 1;
-                                over := over - (s.log[needed] & 1023);
-                            END LOOP;
-                            retry_after_us := least(t + window_us - (t - (s.log[needed] >> 10) & age_bits), s.expires_at) - clock;
+                        IF retry_after_us > 0 THEN
+{{include (print .Name ".retry") | indent 28}}
+                            retry_after_us := least(free_at, s.expires_at) - clock;
                         END IF;
                         reset_after_us := CASE
-                            WHEN s.credit > 0 THEN s.expires_at - clock
-                            WHEN s.count > 0 THEN least(s.window_start + window_us, s.expires_at) - clock
-                            ELSE 0
-                        END;
+                            WHEN s.{{.Above}} > 0 THEN s.expires_at
+                            ELSE greatest(least(coalesce({{include (print .Name ".reset")}}, clock), s.expires_at), clock)
+                        END - clock;
+{{- end}}
                     END CASE;
 
                     IF (granted > 0 AND (changed OR NOT gives)) OR (moved AND r.cost > 0 AND retry_after_us > 0) THEN
@@ -802,7 +419,8 @@ BEGIN
                         to_write[at] := true;
                     END IF;
                     RETURN NEXT ROW(part::bigint, granted, remaining, retry_after_us, reset_after_us, decided_at,
-                        s.count, s.prev_count, s.window_start, s.credit, CASE WHEN algorithm = 3 THEN s.scale END, s.expires_at, NULL::bigint[],
+                        s.count, s.prev_count, s.window_start, s.credit, CASE WHEN algorithm = 3 THEN s.scale END, s.expires_at,
+                        CASE WHEN needed > 0 THEN s.log[1:least(needed, 64)] END, -- or the first part of that: see maxDenialEntries
                         s.since, s.window_start, CASE WHEN algorithm = 3 THEN s.returned + full_credit - s.credit END, spent);
                 END LOOP;
             END LOOP;
@@ -811,52 +429,38 @@ BEGIN
         IF just_look THEN
             RETURN;
         ELSIF locking THEN
-            UPDATE rate_limit_ephemeral AS d
-            SET algorithm = n.algorithm, count = n.count, prev_count = n.prev_count, window_start = n.window_start,
-                credit = n.credit, scale = n.scale, expires_at = n.expires_at,
-                log = CASE WHEN n.algorithm = 4 THEN n.log END,
-                since = n.since, capacity = n.capacity, refill = n.refill, returned = n.returned
-            FROM (
-                SELECT * FROM unnest((SELECT asked_rows), (SELECT writers), (SELECT to_write), (SELECT in_durable))
-                    AS n (ord, cost, asked, tid, count, prev_count, window_start, credit, scale, expires_at, log, since, capacity, refill, returned,
-                        algorithm, to_write, durable)
-                WHERE n.to_write AND NOT n.durable LIMIT (SELECT rows)
-            ) AS n
-            WHERE d.ctid = n.tid;
-            IF true = ANY (in_durable) THEN
-                UPDATE rate_limit_durable AS d
+{{- range .Tables}}
+            IF true = ANY (to_write) AND {{if eq .Name "durable"}}true{{else}}false{{end}} = ANY (in_durable) THEN
+                -- LIMIT by a subquery lets the planner expect few rows, so that it always fetches them by tid and never scans.
+                UPDATE rate_limit_{{.Name}} AS d
                 SET algorithm = n.algorithm, count = n.count, prev_count = n.prev_count, window_start = n.window_start,
-                    credit = n.credit, scale = n.scale, expires_at = n.expires_at,
-                    log = CASE WHEN n.algorithm = 4 THEN n.log END,
+                    credit = n.credit, scale = n.scale, expires_at = n.expires_at, log = n.log,
                     since = n.since, capacity = n.capacity, refill = n.refill, returned = n.returned
                 FROM (
                     SELECT * FROM unnest((SELECT asked_rows), (SELECT writers), (SELECT to_write), (SELECT in_durable))
-                        AS n (ord, cost, asked, tid, count, prev_count, window_start, credit, scale, expires_at, log, since, capacity, refill, returned,
-                        algorithm, to_write, durable)
-                    WHERE n.to_write AND n.durable LIMIT (SELECT rows)
+                        AS n (ord, cost, asked, tid, count, prev_count, window_start, credit, scale, expires_at, since, capacity, refill, returned, log,
+                            algorithm, to_write, durable)
+                    WHERE n.to_write AND {{.Of "n"}} LIMIT (SELECT rows)
                 ) AS n
                 WHERE d.ctid = n.tid;
             END IF;
+{{- end}}
             RETURN;
         ELSIF true = ALL (refused) THEN
             RETURN;
         END IF;
-        INSERT INTO rate_limit_ephemeral AS d (prefix, key)
-        SELECT e.name COLLATE "C", e.key COLLATE "C"
-        FROM unnest((SELECT names), (SELECT keys), (SELECT durables), (SELECT refused)) AS e (name, key, durable, refused)
-        WHERE NOT e.refused AND NOT e.durable
-            AND NOT (skip_held AND EXISTS (SELECT FROM rate_limit_ephemeral AS d WHERE d.prefix = e.name AND d.key = e.key OFFSET 0))
-        GROUP BY e.name COLLATE "C", e.key COLLATE "C"
-        ORDER BY octet_length(e.key COLLATE "C") DESC, e.key COLLATE "C", e.name COLLATE "C"
-        ON CONFLICT (prefix, key) DO UPDATE SET count = d.count WHERE clock_timestamp() > give_up AND rate_limit_late();
-        INSERT INTO rate_limit_durable AS d (prefix, key)
-        SELECT e.name COLLATE "C", e.key COLLATE "C"
-        FROM unnest((SELECT names), (SELECT keys), (SELECT durables), (SELECT refused)) AS e (name, key, durable, refused)
-        WHERE NOT e.refused AND e.durable
-            AND NOT (skip_held AND EXISTS (SELECT FROM rate_limit_durable AS d WHERE d.prefix = e.name AND d.key = e.key OFFSET 0))
-        GROUP BY e.name COLLATE "C", e.key COLLATE "C"
-        ORDER BY octet_length(e.key COLLATE "C") DESC, e.key COLLATE "C", e.name COLLATE "C"
-        ON CONFLICT (prefix, key) DO UPDATE SET count = d.count WHERE clock_timestamp() > give_up AND rate_limit_late();
+{{- range .Tables}}
+        IF {{if eq .Name "durable"}}true{{else}}false{{end}} = ANY (durables) THEN
+            INSERT INTO rate_limit_{{.Name}} AS d (prefix, key)
+            SELECT e.name COLLATE "C", e.key COLLATE "C"
+            FROM unnest((SELECT names), (SELECT keys), (SELECT durables), (SELECT refused)) AS e (name, key, durable, refused)
+            WHERE NOT e.refused AND {{.Of "e"}}
+                AND NOT (skip_held AND EXISTS (SELECT FROM rate_limit_{{.Name}} AS d WHERE d.prefix = e.name AND d.key = e.key OFFSET 0))
+            GROUP BY e.name COLLATE "C", e.key COLLATE "C"
+            ORDER BY octet_length(e.key COLLATE "C") DESC, e.key COLLATE "C", e.name COLLATE "C"
+            ON CONFLICT (prefix, key) DO UPDATE SET count = d.count WHERE clock_timestamp() > give_up AND rate_limit_late();
+        END IF;
+{{- end}}
         locking := true;
     END LOOP;
     RAISE EXCEPTION 'rate_limit: rows were made, and were missing again'

@@ -12,7 +12,8 @@
 -- A row in which something is NULL has 8 bytes more, to say what. So what only buckets need is NULL elsewhere, as the log is: then
 -- a window's row is as large as it would be without these columns, 88 bytes with a key of 10 bytes, and a bucket's 128.
 
-CREATE UNLOGGED TABLE rate_limit_ephemeral (
+{{- range .Tables}}
+CREATE {{.Kind}} rate_limit_{{.Name}} (
     prefix       text COLLATE "C" NOT NULL,
     key          text COLLATE "C" NOT NULL,
     algorithm    smallint NOT NULL DEFAULT 0,
@@ -27,60 +28,26 @@ CREATE UNLOGGED TABLE rate_limit_ephemeral (
     capacity     bigint,
     refill       bigint,
     returned     bigint,
-    CONSTRAINT rate_limit_ephemeral_pkey PRIMARY KEY (prefix, key)
-) WITH (fillfactor = 50);
-
-CREATE TABLE rate_limit_durable (
-    prefix       text COLLATE "C" NOT NULL,
-    key          text COLLATE "C" NOT NULL,
-    algorithm    smallint NOT NULL DEFAULT 0,
-    count        bigint NOT NULL DEFAULT 0,
-    prev_count   bigint NOT NULL DEFAULT 0,
-    window_start bigint NOT NULL DEFAULT 0,
-    credit       bigint NOT NULL DEFAULT 0,
-    scale        bigint,
-    expires_at   bigint NOT NULL DEFAULT 0,
-    log          bigint[],
-    since        bigint,
-    capacity     bigint,
-    refill       bigint,
-    returned     bigint,
-    CONSTRAINT rate_limit_durable_pkey PRIMARY KEY (prefix, key)
+    CONSTRAINT rate_limit_{{.Name}}_pkey PRIMARY KEY (prefix, key)
 ) WITH (fillfactor = 50);
 
 -- A log of more than 2 kB, about 250 entries, is kept out of its row, and not compressed: to compress one of 1,000 saves a quarter
 -- of its 8 kB, and makes a decision cost 555 us of the server's CPU instead of 125 us.
-ALTER TABLE rate_limit_ephemeral ALTER COLUMN log SET STORAGE EXTERNAL;
-ALTER TABLE rate_limit_durable ALTER COLUMN log SET STORAGE EXTERNAL;
+ALTER TABLE rate_limit_{{.Name}} ALTER COLUMN log SET STORAGE EXTERNAL;
 
-COMMENT ON TABLE rate_limit_ephemeral IS 'Limits for abuse protection. Unlogged: fast, and empty again after a crash of the server.';
-COMMENT ON COLUMN rate_limit_ephemeral.prefix IS 'Name of the limiter, which keeps limiters apart.';
-COMMENT ON COLUMN rate_limit_ephemeral.key IS 'Who is limited: 1 to 512 bytes.';
-COMMENT ON COLUMN rate_limit_ephemeral.algorithm IS 'Which function wrote the row: 1 fixed window, 2 sliding window, 3 token bucket, 4 sliding window log. To another one the row counts as no row.';
-COMMENT ON COLUMN rate_limit_ephemeral.count IS 'Windows: what has been taken in the window that starts at window_start. Sliding window log: the sum of the log. Token bucket: granted tokens, above the capacity.';
-COMMENT ON COLUMN rate_limit_ephemeral.prev_count IS 'Sliding window: what had been taken in the window before that one.';
-COMMENT ON COLUMN rate_limit_ephemeral.window_start IS 'Windows: start of the window. Sliding window log: when something was last taken. Token bucket: the time up to which refill is part of credit. In microseconds since 1970 UTC.';
-COMMENT ON COLUMN rate_limit_ephemeral.credit IS 'Token bucket: what is left, in units of 1/scale token. Windows: granted credit, above the limit.';
-COMMENT ON COLUMN rate_limit_ephemeral.scale IS 'Token bucket: units of credit in one token; the policy''s refill interval in microseconds. NULL of others.';
-COMMENT ON COLUMN rate_limit_ephemeral.expires_at IS 'From then on the row means the same as no row, in microseconds since 1970 UTC: to_timestamp(expires_at / 1e6).';
-COMMENT ON COLUMN rate_limit_ephemeral.log IS 'Sliding window log: what has been taken, oldest first, each entry the time in microseconds since 1970 UTC * 1024 + the units: to_timestamp((entry >> 10) / 1e6), entry & 1023.';
-COMMENT ON COLUMN rate_limit_ephemeral.since IS 'What tells a refund that the row is still the one that was taken from. Token bucket: since when all that was taken counts, in microseconds since 1970 UTC. Others: when credit was first granted, or NULL.';
-COMMENT ON COLUMN rate_limit_ephemeral.capacity IS 'Token bucket: the policy''s capacity. NULL of others.';
-COMMENT ON COLUMN rate_limit_ephemeral.refill IS 'Token bucket: the policy''s refill. NULL of others.';
-COMMENT ON COLUMN rate_limit_ephemeral.returned IS 'Token bucket: what refunds have given back since then, in units of 1/scale token. NULL of others.';
-
-COMMENT ON TABLE rate_limit_durable IS 'Limits for quotas and billing. Logged: kept over a crash of the server.';
-COMMENT ON COLUMN rate_limit_durable.prefix IS 'Name of the limiter, which keeps limiters apart.';
-COMMENT ON COLUMN rate_limit_durable.key IS 'Who is limited: 1 to 512 bytes.';
-COMMENT ON COLUMN rate_limit_durable.algorithm IS 'Which function wrote the row: 1 fixed window, 2 sliding window, 3 token bucket, 4 sliding window log. To another one the row counts as no row.';
-COMMENT ON COLUMN rate_limit_durable.count IS 'Windows: what has been taken in the window that starts at window_start. Sliding window log: the sum of the log. Token bucket: granted tokens, above the capacity.';
-COMMENT ON COLUMN rate_limit_durable.prev_count IS 'Sliding window: what had been taken in the window before that one.';
-COMMENT ON COLUMN rate_limit_durable.window_start IS 'Windows: start of the window. Sliding window log: when something was last taken. Token bucket: the time up to which refill is part of credit. In microseconds since 1970 UTC.';
-COMMENT ON COLUMN rate_limit_durable.credit IS 'Token bucket: what is left, in units of 1/scale token. Windows: granted credit, above the limit.';
-COMMENT ON COLUMN rate_limit_durable.scale IS 'Token bucket: units of credit in one token; the policy''s refill interval in microseconds. NULL of others.';
-COMMENT ON COLUMN rate_limit_durable.expires_at IS 'From then on the row means the same as no row, in microseconds since 1970 UTC: to_timestamp(expires_at / 1e6).';
-COMMENT ON COLUMN rate_limit_durable.log IS 'Sliding window log: what has been taken, oldest first, each entry the time in microseconds since 1970 UTC * 1024 + the units: to_timestamp((entry >> 10) / 1e6), entry & 1023.';
-COMMENT ON COLUMN rate_limit_durable.since IS 'What tells a refund that the row is still the one that was taken from. Token bucket: since when all that was taken counts, in microseconds since 1970 UTC. Others: when credit was first granted, or NULL.';
-COMMENT ON COLUMN rate_limit_durable.capacity IS 'Token bucket: the policy''s capacity. NULL of others.';
-COMMENT ON COLUMN rate_limit_durable.refill IS 'Token bucket: the policy''s refill. NULL of others.';
-COMMENT ON COLUMN rate_limit_durable.returned IS 'Token bucket: what refunds have given back since then, in units of 1/scale token. NULL of others.';
+COMMENT ON TABLE rate_limit_{{.Name}} IS '{{.Comment}}';
+COMMENT ON COLUMN rate_limit_{{.Name}}.prefix IS 'Name of the limiter, which keeps limiters apart.';
+COMMENT ON COLUMN rate_limit_{{.Name}}.key IS 'Who is limited: 1 to 512 bytes.';
+COMMENT ON COLUMN rate_limit_{{.Name}}.algorithm IS 'Which function wrote the row: 1 fixed window, 2 sliding window, 3 token bucket, 4 sliding window log. To another one the row counts as no row.';
+COMMENT ON COLUMN rate_limit_{{.Name}}.count IS 'Windows: what has been taken in the window that starts at window_start. Sliding window log: the sum of the log. Token bucket: granted tokens, above the capacity.';
+COMMENT ON COLUMN rate_limit_{{.Name}}.prev_count IS 'Sliding window: what had been taken in the window before that one.';
+COMMENT ON COLUMN rate_limit_{{.Name}}.window_start IS 'Windows: start of the window. Sliding window log: when something was last taken. Token bucket: the time up to which refill is part of credit. In microseconds since 1970 UTC.';
+COMMENT ON COLUMN rate_limit_{{.Name}}.credit IS 'Token bucket: what is left, in units of 1/scale token. Windows: granted credit, above the limit.';
+COMMENT ON COLUMN rate_limit_{{.Name}}.scale IS 'Token bucket: units of credit in one token; the policy''s refill interval in microseconds. NULL of others.';
+COMMENT ON COLUMN rate_limit_{{.Name}}.expires_at IS 'From then on the row means the same as no row, in microseconds since 1970 UTC: to_timestamp(expires_at / 1e6).';
+COMMENT ON COLUMN rate_limit_{{.Name}}.log IS 'Sliding window log: what has been taken, oldest first, each entry the time in microseconds since 1970 UTC * 1024 + the units: to_timestamp((entry >> 10) / 1e6), entry & 1023.';
+COMMENT ON COLUMN rate_limit_{{.Name}}.since IS 'What tells a refund that the row is still the one that was taken from. Token bucket: since when all that was taken counts, in microseconds since 1970 UTC. Others: when credit was first granted, or NULL.';
+COMMENT ON COLUMN rate_limit_{{.Name}}.capacity IS 'Token bucket: the policy''s capacity. NULL of others.';
+COMMENT ON COLUMN rate_limit_{{.Name}}.refill IS 'Token bucket: the policy''s refill. NULL of others.';
+COMMENT ON COLUMN rate_limit_{{.Name}}.returned IS 'Token bucket: what refunds have given back since then, in units of 1/scale token. NULL of others.';
+{{end -}}

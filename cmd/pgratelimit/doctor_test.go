@@ -60,7 +60,7 @@ func TestExpectedFunctionsAreThoseThatTheMigrationsMake(t *testing.T) {
 	}
 	require.Equal(t, made, fromMigrations)
 	require.Subset(t, callable(fromMigrations), []string{"rate_limit_fixed_window", "rate_limit_reset"})
-	require.NotContains(t, callable(fromMigrations), "rate_limit_lock")
+	require.NotContains(t, callable(fromMigrations), "rate_limit_late")
 
 	// A later migration replaces one, makes another, and drops a third.
 	all = append(all, migration{Version: 1000, up: `CREATE OR REPLACE FUNCTION rate_limit_reset(name text)
@@ -74,12 +74,13 @@ LANGUAGE sql
 SECURITY DEFINER
 AS $$ SELECT 1 $$;
 
-DROP FUNCTION rate_limit_write(rate_limit_row[], smallint, boolean);
+DROP FUNCTION rate_limit_late();
 `})
 	later := expectedFunctions(all, 1000)
 	require.Equal(t, function{body: " SELECT '$$' "}, later["rate_limit_reset"])
 	require.Equal(t, function{body: " SELECT 1 ", definer: true}, later["rate_limit_new"])
-	require.NotContains(t, later, "rate_limit_write")
+	require.Contains(t, fromMigrations, "rate_limit_late")
+	require.NotContains(t, later, "rate_limit_late")
 	require.Len(t, later, len(fromMigrations))
 }
 
@@ -98,8 +99,8 @@ func TestDoctorFindsWhatIsWrong(t *testing.T) {
 			check: "functions", level: problem, found: "rate_limit_reset was changed", do: "pgratelimit migrate print",
 		},
 		"missing function": {
-			sql:   `DROP FUNCTION rate_limit_reset, rate_limit_lock`,
-			check: "functions", level: problem, found: "rate_limit_lock is missing, rate_limit_reset is missing", do: "pgratelimit migrate print",
+			sql:   `DROP FUNCTION rate_limit_reset, rate_limit_late`,
+			check: "functions", level: problem, found: "rate_limit_late is missing, rate_limit_reset is missing", do: "pgratelimit migrate print",
 		},
 		"search_path left open": {
 			sql:   `ALTER FUNCTION rate_limit_reset RESET search_path`,

@@ -6,6 +6,7 @@ import (
 	"path/filepath"
 	"regexp"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -23,9 +24,14 @@ const (
 	patience = 3 * time.Minute
 )
 
+// building is locked by who builds: the next one finds it all in Go's cache, which takes minutes to fill.
+var building sync.Mutex
+
 // buildCommand builds the command with the line of deploy/Dockerfile, and returns its path.
 func buildCommand(t *testing.T) string {
 	t.Helper()
+	building.Lock()
+	defer building.Unlock()
 	dockerfile, err := os.ReadFile(filepath.Join(repository, "deploy/Dockerfile"))
 	require.NoError(t, err)
 	line := regexp.MustCompile(`(?m)^RUN (.* go build .* -o /pgratelimit .*)$`).FindSubmatch(dockerfile)

@@ -48,6 +48,12 @@ func (l *ledger) add(e entry) {
 	l.entries = append(l.entries, e)
 }
 
+func (l *ledger) count() int {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return len(l.entries)
+}
+
 // sums adds up the costs of each key: of what was acknowledged until then, and of what may have been taken at all.
 func (e entries) sums(until time.Time) (acknowledged, atMost map[string]int64) {
 	acknowledged, atMost = map[string]int64{}, map[string]int64{}

@@ -67,7 +67,7 @@ func TestLockWaitOfSeconds(t *testing.T) {
 // returns how many connections that opened.
 func storm(t *testing.T, pool *pgxpool.Pool, call func(ctx context.Context) error) int64 {
 	t.Helper()
-	const calls = 2000
+	const calls = 1000
 	before := pool.Stat().NewConnsCount()
 	ticker := time.NewTicker(time.Second / calls)
 	defer ticker.Stop()

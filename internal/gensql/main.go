@@ -16,6 +16,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"text/template"
 )
 
 // migration is a file of package migrations and what it is made of. Its number is its place in the list.
@@ -36,7 +37,7 @@ func migrations() []migration {
 			file: "00002_create_functions.sql",
 			comment: `Makes the functions that decide, in the schema that search_path names first; they look for the tables of 00001 there, and
 nowhere else. Down drops them and keeps the tables.`,
-			sources: []string{"rows.sql", "fixed.sql", "sliding.sql", "tokenbucket.sql", "slidinglog.sql", "all.sql", "reset.sql", "access.sql"},
+			sources: []string{"types.sql", "all.sql", "limit.sql", "reset.sql", "access.sql"},
 		},
 		{
 			file:    "00003_create_sweep.sql",
@@ -57,8 +58,12 @@ func main() {
 }
 
 func generate(root string, check bool) error {
+	sources, err := parse(filepath.Join(root, "sql"))
+	if err != nil {
+		return err
+	}
 	for i, m := range migrations() {
-		want, err := m.text(filepath.Join(root, "sql"), i+1)
+		want, err := m.text(sources, i+1)
 		if err != nil {
 			return err
 		}
@@ -82,13 +87,101 @@ const pin = `-- Whoever migrates may be a superuser, with a search_path of sever
 SELECT pg_catalog.set_config('search_path', pg_catalog.format('%I, pg_temp', pg_catalog.current_schema()), true);
 `
 
+// table is one of those that hold limits.
+type table struct {
+	Name, Kind, Comment string
+	If, Elsif           string // for what is to be done to the first table and to the second
+	IfPart              string
+	Is                  string // that a request is for this table
+	Alias               string
+}
+
+// Of is the condition that a row of an alias is in the table.
+func (t table) Of(alias string) string { return strings.Replace(t.Is, "durable", alias+".durable", 1) }
+
+// algorithm is one that decides; a file of its name in sql/ has its rules.
+type algorithm struct {
+	Code                int
+	Name                string
+	Title               string
+	Function            string
+	Arguments           []string
+	Limit, Span, Refill string // which arguments are these
+	Above               string // the column that holds credit above the limit
+}
+
+// data is what the sources are written for.
+type data struct {
+	Tables     []table
+	Algorithms []algorithm
+}
+
+func schema() data {
+	window := []string{"max_count", "window_us"}
+	return data{
+		Tables: []table{
+			{Name: "ephemeral", Kind: "UNLOGGED TABLE", Comment: "Limits for abuse protection. Unlogged: fast, and empty again after a crash of the server.",
+				If: "IF durable IS NOT TRUE THEN", Elsif: "ELSIF durable IS NOT TRUE THEN", IfPart: "IF NOT durables[part] THEN", Is: "NOT durable", Alias: "d"},
+			{Name: "durable", Kind: "TABLE", Comment: "Limits for quotas and billing. Logged: kept over a crash of the server.",
+				If: "ELSE", Elsif: "ELSE", IfPart: "ELSE", Is: "durable", Alias: "l"},
+		},
+		Algorithms: []algorithm{
+			{1, "fixed", "The fixed window; see fixed.go", "rate_limit_fixed_window", window, "max_count", "window_us", "0::bigint", "credit"},
+			{2, "sliding", "The sliding window counter; see sliding.go", "rate_limit_sliding_window", window, "max_count", "window_us", "0::bigint", "credit"},
+			{3, "tokenbucket", "The token bucket; see tokenbucket.go", "rate_limit_token_bucket", []string{"capacity", "refill", "every_us"}, "capacity", "every_us", "refill", "count"},
+			{4, "slidinglog", "The sliding window log; see slidinglog.go", "rate_limit_sliding_log", window, "max_count", "window_us", "0::bigint", "credit"},
+		},
+	}
+}
+
+// parse reads all sources. They are templates, so that what stands in several functions is written once.
+func parse(dir string) (*template.Template, error) {
+	all := template.New("")
+	include := func(name string, about ...any) (string, error) {
+		var text strings.Builder
+		var of any
+		if len(about) > 0 {
+			of = about[0]
+		}
+		err := all.ExecuteTemplate(&text, name, of)
+		return strings.Trim(text.String(), "\n"), err
+	}
+	has := func(name string) bool { return all.Lookup(name) != nil }
+	all.Option("missingkey=error").Funcs(template.FuncMap{
+		"include": include,
+		"has":     has,
+		"maybe": func(name string, about any) (string, error) {
+			if !has(name) {
+				return "", nil
+			}
+			return include(name, about)
+		},
+		"dict": func(pairs ...any) map[string]any {
+			dict := map[string]any{}
+			for i := 0; i < len(pairs); i += 2 {
+				dict[pairs[i].(string)] = pairs[i+1] //nolint:forcetypeassert // or the template is wrong
+			}
+			return dict
+		},
+		"split":  func(list string) []string { return strings.Split(list, ", ") },
+		"prefix": func(with, list string) string { return with + strings.ReplaceAll(list, ", ", ", "+with) },
+		"hang":   func(n int, text string) string { return strings.ReplaceAll(text, "\n", "\n"+strings.Repeat(" ", n)) },
+		"indent": func(n int, text string) string {
+			return strings.Repeat(" ", n) + strings.ReplaceAll(text, "\n", "\n"+strings.Repeat(" ", n))
+		},
+	})
+	_, err := all.ParseGlob(filepath.Join(dir, "*.sql"))
+	return all, err
+}
+
 // text is the migration of a number in the format of goose.
-func (m migration) text(dir string, number int) ([]byte, error) {
+func (m migration) text(sources *template.Template, number int) ([]byte, error) {
 	var up, down strings.Builder
 	var made []string
 	read := func(source string) (string, error) {
-		content, err := os.ReadFile(filepath.Join(dir, source)) //nolint:gosec // a file of this repository
-		return string(content), err
+		var text strings.Builder
+		err := sources.ExecuteTemplate(&text, source, schema())
+		return text.String(), err
 	}
 	for _, source := range m.sources {
 		content, err := read(source)

@@ -9,6 +9,7 @@
 --   decoys.ours    the schema of the functions, whose own are overloaded too; '': there are none yet
 SET LOCAL search_path = pg_catalog;
 SET LOCAL check_function_bodies = off;
+SET LOCAL jit = off; -- it would take a second
 DO $do$
 DECLARE
     source CONSTANT text := current_setting('decoys.text');

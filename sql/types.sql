@@ -1,0 +1,52 @@
+-- An element of a request with its row, as it was found or as it is to be written. All of this is internal.
+CREATE TYPE rate_limit_row AS (
+    ord bigint,          -- the element's place in the request, from 1
+    cost bigint,
+    asked bigint,        -- how many requests of that cost
+    tid tid,             -- where the row is; NULL: there is none
+    count bigint,
+    prev_count bigint,
+    window_start bigint,
+    credit bigint,
+    scale bigint,
+    expires_at bigint,   -- 0, long past: there is no row, or another algorithm wrote it
+    since bigint,
+    capacity bigint,
+    refill bigint,
+    returned bigint,
+    log bigint[]         -- NULL but for the sliding window log
+);
+
+-- What the functions return for each element of a request.
+CREATE TYPE rate_limit_decision AS (
+    ord bigint,             -- the element's place in the request, from 1
+    granted bigint,         -- how many of the asked requests were granted
+    remaining bigint,       -- the largest cost that would be granted next
+    retry_after_us bigint,  -- microseconds until the others can be granted; 0: all were; NULL: never
+    reset_after_us bigint,  -- microseconds until the key is as good as new
+    decided_at timestamptz, -- the database's clock at the decision, from which both count
+    count bigint,           -- and the key's state, as in the table
+    prev_count bigint,
+    window_start bigint,
+    credit bigint,
+    scale bigint,
+    expires_at bigint,
+    log bigint[],           -- of this, only the entries that have to leave until retry_after_us
+    taken_since bigint,     -- what a refund of the last request has to tell: the row's since,
+    taken_in bigint,        -- the window, the entry of the log or the time in the bucket's life: window_start,
+    taken_at bigint,        -- where its units end in the bucket's queue (see TokenBucket.refund in tokenbucket.go),
+    taken_spent bigint      -- and how much of what these requests took came out of granted credit
+);
+
+COMMENT ON TYPE rate_limit_decision IS 'What the rate_limit_ functions decided for one key; their comments explain it.';
+
+-- rate_limit_late gives up a statement that has waited for too many rows, one after the other: lock_timeout counts for each of them.
+CREATE FUNCTION rate_limit_late()
+RETURNS boolean
+LANGUAGE plpgsql
+AS $$
+BEGIN
+    RAISE EXCEPTION 'rate_limit: too many rows are held, one after the other'
+        USING ERRCODE = 'lock_not_available', HINT = 'Together they may take 25 times lock_timeout_ms.';
+END
+$$;
