@@ -579,6 +579,10 @@ func TestTakesAreToldOfTheTimeTheyAreLocked(t *testing.T) {
 				require.NoError(t, err)
 				early := false
 				for i := 0; i < 1000 && !early && (broken || i < 50); i++ {
+					if _, ok := c.policy.(TokenBucket); ok { // it becomes full during the pause, unless the machine is slow
+						exec(t, db.Pool, `UPDATE rate_limit_ephemeral SET credit = 17000, window_start = clock, expires_at = clock + 3000
+							FROM (SELECT (extract(epoch FROM clock_timestamp()) * 1000000)::bigint AS clock) AS c`)
+					}
 					before := scalar[time.Time](t, db.Pool, "SELECT clock_timestamp()")
 					result, err := limiter.Allow(t.Context(), "key")
 					require.NoError(t, err)

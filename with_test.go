@@ -338,7 +338,7 @@ func TestPoliciesShareTheConnections(t *testing.T) {
 	for number := range policies {
 		require.Equal(t, 1+number, allowed[fmt.Sprint(number)])
 	}
-	require.LessOrEqual(t, asked.atOnce, 2)
+	require.LessOrEqual(t, asked.atOnce, 3)            // one of them for keys whose row was waited for, on a busy machine
 	require.Less(t, asked.count(), policies*callers/2) // they do coalesce
 }
 
