@@ -777,10 +777,10 @@ BEGIN
                         END, 0);
                         remaining := remaining + s.credit;
                     WHEN 3 THEN
-                        IF pass = first_pass AND ((r.cost >= 1 OR just_look OR gives OR r.cost = 0 AND to_part = from_part) AND capacity >= 1 AND refill >= 1 AND every_us >= 1 AND capacity <= 4611686018427387904 / every_us
+                        IF pass = first_pass AND ((r.cost >= 1 OR just_look OR gives OR r.cost = 0 AND to_part = from_part) AND capacity >= 1 AND refill >= 1 AND every_us BETWEEN 1 AND 2251799813685248 AND capacity <= 4611686018427387904 / every_us
                                 AND (capacity * every_us - 1) / refill < 2251799813685248) IS NOT TRUE THEN
                             RAISE EXCEPTION 'rate_limit: the numbers of part % are outside the exact range', part
-                                USING ERRCODE = 'invalid_parameter_value', HINT = 'Of limit, span and refill: capacity, refill and every_us are at least 1, capacity * every_us is at most 2^62, and divided by refill it is at most 2^51.';
+                                USING ERRCODE = 'invalid_parameter_value', HINT = 'Of limit, span and refill: capacity, refill and every_us are at least 1, every_us is at most 2^51, capacity * every_us is at most 2^62, and divided by refill it is at most 2^51.';
                         END IF;
                         CONTINUE WHEN pass = 1 AND asked = 1 AND s.scale = every_us AND r.cost <= least(s.credit / every_us, capacity); -- what fits into less, fits: saves the rest
                         full_credit := capacity * every_us;
@@ -1643,7 +1643,7 @@ Optional, by name: costs and counts for each key (1 each; a cost of 0 only looks
 --   keys                who asks, 1 to 512 bytes each; a key that stands several times is decided in that order
 --   capacity            tokens in a full bucket; capacity * every_us may reach 2^62
 --   refill              tokens that flow in, evenly, over every_us; at least 1
---   every_us            in microseconds, at least 1; to fill an empty bucket may take 2^51 microseconds (71 years)
+--   every_us            in microseconds, from 1 to 2^51; to fill an empty bucket may take 2^51 microseconds (71 years)
 --   costs               cost of one request, for each key; NULL means 1 each. A cost of 0 takes nothing and tells whether 1 would
 --                       fit; a cost below 0 gives back, or grants, see taken_in; a cost above capacity is denied with
 --                       a retry_after_us of NULL, which means never
@@ -1707,7 +1707,7 @@ BEGIN
     -- One key, as in most calls of an application that is not under load. Each operator costs here: plpgsql makes an expression anew
     -- in every transaction.
     IF costs IS NULL AND taken_in IS NULL AND NOT skip_held AND cardinality(keys) = 1 AND octet_length(keys[1]) BETWEEN 1 AND 512
-            AND coalesce(counts[1], 1) BETWEEN 1 AND capacity AND coalesce(cardinality(counts), 1) = 1 AND octet_length(name) BETWEEN 1 AND 128 AND capacity >= 1 AND refill >= 1 AND every_us >= 1 AND capacity <= 4611686018427387904 / every_us
+            AND coalesce(counts[1], 1) BETWEEN 1 AND capacity AND coalesce(cardinality(counts), 1) = 1 AND octet_length(name) BETWEEN 1 AND 128 AND capacity >= 1 AND refill >= 1 AND every_us BETWEEN 1 AND 2251799813685248 AND capacity <= 4611686018427387904 / every_us
     AND (capacity * every_us - 1) / refill < 2251799813685248 THEN
         r_cost := coalesce(counts[1], 1);
         full_credit := capacity * every_us;
@@ -1765,10 +1765,10 @@ BEGIN
         END IF;
     END IF;
 
-    IF (capacity >= 1 AND refill >= 1 AND every_us >= 1 AND capacity <= 4611686018427387904 / every_us
+    IF (capacity >= 1 AND refill >= 1 AND every_us BETWEEN 1 AND 2251799813685248 AND capacity <= 4611686018427387904 / every_us
     AND (capacity * every_us - 1) / refill < 2251799813685248) IS NOT TRUE THEN
         RAISE EXCEPTION 'rate_limit: capacity %, refill %, every_us %: outside the exact range', capacity, refill, every_us
-            USING ERRCODE = 'invalid_parameter_value', HINT = 'capacity, refill and every_us are at least 1, capacity * every_us is at most 2^62, and divided by refill it is at most 2^51.';
+            USING ERRCODE = 'invalid_parameter_value', HINT = 'capacity, refill and every_us are at least 1, every_us is at most 2^51, capacity * every_us is at most 2^62, and divided by refill it is at most 2^51.';
     END IF;
     IF (octet_length(name) BETWEEN 1 AND 128 AND keys[cardinality(keys)] IS NOT NULL
             AND (costs IS NULL OR cardinality(costs) = cardinality(keys)) AND (counts IS NULL OR cardinality(counts) = cardinality(keys))

@@ -2,11 +2,11 @@
 {{define "tokenbucket.arguments"}}
 --   capacity            tokens in a full bucket; capacity * every_us may reach 2^62
 --   refill              tokens that flow in, evenly, over every_us; at least 1
---   every_us            in microseconds, at least 1; to fill an empty bucket may take 2^51 microseconds (71 years)
+--   every_us            in microseconds, from 1 to 2^51; to fill an empty bucket may take 2^51 microseconds (71 years)
 {{end}}
-{{define "tokenbucket.valid"}}capacity >= 1 AND refill >= 1 AND every_us >= 1 AND capacity <= 4611686018427387904 / every_us
+{{define "tokenbucket.valid"}}capacity >= 1 AND refill >= 1 AND every_us BETWEEN 1 AND 2251799813685248 AND capacity <= 4611686018427387904 / every_us
     AND (capacity * every_us - 1) / refill < 2251799813685248{{end}}
-{{define "tokenbucket.hint"}}capacity, refill and every_us are at least 1, capacity * every_us is at most 2^62, and divided by refill it is at most 2^51.{{end}}
+{{define "tokenbucket.hint"}}capacity, refill and every_us are at least 1, every_us is at most 2^51, capacity * every_us is at most 2^62, and divided by refill it is at most 2^51.{{end}}
 {{define "tokenbucket.comment"}}Takes from token buckets, which hold capacity tokens, start full, and get refill tokens, evenly, over every_us microseconds.{{end}}
 {{define "tokenbucket.example"}}(''api'', ARRAY[''user:123''], 20, 5, 10000000) takes one token from a bucket of 20 that gets 5 more every 10 seconds{{end}}
 {{define "tokenbucket.lasts"}}(capacity * every_us - 1) / refill + 1{{end}}
