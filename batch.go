@@ -166,11 +166,11 @@ func told(policy Policy, d *decision, cost, i int64) Result {
 
 // query runs a statement, scans each row into targets, and translates the error. It runs it again if it could not be sent
 // the first time, and, in a transaction of its own, for as long as the database has undone it and asks for that; and once more if
-// it met a migration.
+// it met a migration, or was canceled.
 func query(ctx context.Context, db DBTX, own bool, sql string, args, targets []any, each func() error) error {
 	for first := true; ; first = false {
 		err := queryOnce(ctx, db, sql, args, targets, each)
-		again := first && neverSent(err) || own && (undone(err) || first && remade(err))
+		again := first && neverSent(err) || own && (undone(err) || first && (remade(err) || canceled(err)))
 		if err == nil || !again || ctx.Err() != nil {
 			return err
 		}

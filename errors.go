@@ -211,6 +211,13 @@ func undone(err error) bool {
 	return ok && (pgErr.Code == "40001" || pgErr.Code == "40P01")
 }
 
+// canceled tells whether the server was told to end the statement. If our time is not up, it may have told itself: a lock_timeout that
+// ends just when the lock is granted, while the statement goes on to wait for the next one, is reported as if somebody had asked for it.
+func canceled(err error) bool {
+	pgErr, ok := errors.AsType[*pgconn.PgError](err)
+	return ok && pgErr.Code == "57014"
+}
+
 // remade tells whether the database has rolled a statement back because a function or type that it used was dropped under it, as a
 // migration may: if it has been made again, the statement works when it runs again.
 func remade(err error) bool {

@@ -500,6 +500,7 @@ func TestOnlyWhatDidNotCountIsRepeated(t *testing.T) {
 
 	dropped := &pgconn.PgError{Code: "XX000", SeverityUnlocalized: "ERROR", Message: "cache lookup failed for type 12345"}
 	raced, deadlock := &pgconn.PgError{Code: "40001", SeverityUnlocalized: "ERROR"}, &pgconn.PgError{Code: "40P01", SeverityUnlocalized: "ERROR"}
+	canceled := &pgconn.PgError{Code: "57014", SeverityUnlocalized: "ERROR"} // see canceled in errors.go
 	for _, c := range []struct {
 		errs  []error
 		tries int
@@ -511,6 +512,8 @@ func TestOnlyWhatDidNotCountIsRepeated(t *testing.T) {
 		{[]error{&pgconn.PgError{Code: "57P01", SeverityUnlocalized: "FATAL"}, nil}, 1, ErrOutcomeUnknown},
 		{[]error{&pgconn.PgError{Code: "57P01", SeverityUnlocalized: "ERROR"}, nil}, 1, ErrUnavailable},
 		{[]error{notSent{}, raced, raced, deadlock, nil}, 5, nil},
+		{[]error{canceled, nil}, 2, nil},
+		{[]error{canceled, canceled, nil}, 2, ErrTimeout},
 		{[]error{dropped, nil}, 2, nil},
 		{[]error{dropped, dropped, nil}, 2, ErrNotMigrated},
 	} {
