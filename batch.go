@@ -43,7 +43,7 @@ func (l *Limiter) decide(ctx context.Context, db DBTX, elements []element, setti
 	if elements[0].cost == 0 && lockTimeout(err) { // who looks waits for no row
 		return lockedTable(err)
 	}
-	return err
+	return l.explain(ctx, db, err)
 }
 
 func (l *Limiter) decideRows(ctx context.Context, db DBTX, elements []element, settings settings) error {

@@ -38,6 +38,10 @@ var (
 	ErrNotMigrated = errors.New("the database is not migrated, or Config.Schema or search_path does not name the schema; " +
 		`run migrations.Up or 'goose -dir migrations postgres "$DATABASE_URL" up'`)
 
+	// ErrNewerSchema: a newer release of this library has migrated the database, and taken away what this one calls. Upgrade the
+	// application to that release. (What a newer release leaves as it is, older ones go on to use.)
+	ErrNewerSchema = errors.New("the database was migrated by a newer release of this library; upgrade the application to it")
+
 	// ErrNotPermitted: the database role may not execute the functions. GRANT EXECUTE on them.
 	ErrNotPermitted = errors.New("the database role may not do this; GRANT USAGE on the schema, and EXECUTE on its rate_limit_ functions")
 
@@ -152,7 +156,7 @@ func (e *WaitError) Error() string {
 // Is tells that it is an ErrWouldExceedDeadline.
 func (e *WaitError) Is(target error) bool { return target == ErrWouldExceedDeadline }
 
-// StoreError is a failure of the database, or on the way to it. It is one or more of ErrNotMigrated, ErrNotPermitted,
+// StoreError is a failure of the database, or on the way to it. It is one or more of ErrNotMigrated, ErrNewerSchema, ErrNotPermitted,
 // ErrPreparedStatements, ErrUnavailable, ErrReadOnly, ErrTimeout, ErrKeyHeld and ErrOutcomeUnknown, and wraps the driver's error.
 type StoreError struct {
 	kinds []error
@@ -249,6 +253,34 @@ func storeError(err error, sent bool) *StoreError {
 		return &StoreError{kinds: []error{kind, ErrOutcomeUnknown}, err: err}
 	}
 	return &StoreError{kinds: []error{kind}, err: err}
+}
+
+// schemaVersion is the number of the last migration: of that version is what this package calls.
+const schemaVersion = 3
+
+// explain says which version the database has been migrated to if what was called is not there. That takes a query more, but only then.
+func (c *core) explain(ctx context.Context, db DBTX, err error) error {
+	if !errors.Is(err, ErrNotMigrated) {
+		return err
+	}
+	var version int64
+	statement := qualify("SELECT rate_limit_version()", c.config.Schema)
+	if query(ctx, db, false, statement, nil, []any{&version}, func() error { return nil }) != nil {
+		return err // there is no such function, or this was in a transaction, which the error has ended
+	}
+	kind, says := ErrNotMigrated, "which has what is missing: search_path may name another schema first"
+	if version < schemaVersion {
+		says = "and what is missing came later"
+	} else if version > schemaVersion {
+		kind = ErrNewerSchema
+		says = "which has it no longer"
+	}
+	why := err
+	if stored, ok := errors.AsType[*StoreError](err); ok {
+		why = stored.err
+	}
+	return &StoreError{kinds: []error{kind}, err: fmt.Errorf("the database is at version %d of the migrations, %s; this release was made for version %d: %w",
+		version, says, schemaVersion, why)}
 }
 
 // statementError translates an error of a statement of a limiter's. One that says that the database's encoding, or the connection's, has

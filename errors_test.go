@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"io/fs"
 	"math"
 	"net"
 	"os"
@@ -25,7 +26,7 @@ import (
 )
 
 // kinds are all errors that a StoreError can be.
-var kinds = []error{ErrNotMigrated, ErrNotPermitted, ErrPreparedStatements, ErrUnavailable, ErrReadOnly, ErrTimeout, ErrOutcomeUnknown}
+var kinds = []error{ErrNotMigrated, ErrNewerSchema, ErrNotPermitted, ErrPreparedStatements, ErrUnavailable, ErrReadOnly, ErrTimeout, ErrOutcomeUnknown}
 
 // calls are all methods that ask the database, each in words, for a key.
 func everyCall(l *Limiter, key string) map[string]func() error {
@@ -206,6 +207,49 @@ func TestMigratedAndRolledBack(t *testing.T) {
 	require.NoError(t, migrations.Up(t.Context(), db.Pool))
 	for name, call := range everyCall(limiter, "personal") {
 		require.NoError(t, call(), name)
+	}
+}
+
+// TestVersionOfTheSchema has a database of another release answer: what is missing there is told by the version that it says it has.
+func TestVersionOfTheSchema(t *testing.T) {
+	t.Parallel()
+
+	all, err := fs.Glob(migrations.FS, "*.sql")
+	require.NoError(t, err)
+	require.Len(t, all, schemaVersion)
+
+	db := pgtest.New(t)
+	limiter := newLimiter(t, db.Pool, Config{Name: "test", Policy: FixedWindow{Limit: 10, Window: year}, Timeout: amply})
+	// One that is newer and has all that is called goes on to work.
+	version := func(n int) {
+		exec(t, db.Pool, fmt.Sprintf("CREATE OR REPLACE FUNCTION rate_limit_version() RETURNS bigint LANGUAGE sql IMMUTABLE AS 'SELECT %d::bigint'", n))
+	}
+	version(schemaVersion + 1)
+	for name, call := range everyCall(limiter, "personal") {
+		require.NoError(t, call(), name)
+	}
+
+	exec(t, db.Pool, `DO $$
+		DECLARE fn regprocedure;
+		BEGIN
+			FOR fn IN SELECT oid FROM pg_proc WHERE proname LIKE 'rate_limit_%' AND proname NOT IN ('rate_limit_version', 'rate_limit_late') LOOP
+				EXECUTE 'DROP FUNCTION ' || fn;
+			END LOOP;
+		END $$`)
+	for n, want := range map[int]struct {
+		kind error
+		says string
+	}{
+		schemaVersion - 1: {ErrNotMigrated, "version 2 of the migrations, and what is missing came later; this release was made for version 3"},
+		schemaVersion:     {ErrNotMigrated, "version 3 of the migrations, which has what is missing"},
+		schemaVersion + 1: {ErrNewerSchema, "version 4 of the migrations, which has it no longer; this release was made for version 3"},
+	} {
+		version(n)
+		for name, call := range everyCall(limiter, "personal") {
+			err := call()
+			requireKinds(t, err, "personal", want.kind)
+			require.Contains(t, err.Error(), want.says, name)
+		}
 	}
 }
 

@@ -60,7 +60,7 @@ type BreakerEvent struct {
 }
 
 // ErrorKind is an error of a limiter in a word, for the labels of metrics: "invalid_key", "invalid_cost", "not_migrated",
-// "not_permitted", "prepared_statements", "read_only", "key_held", "timeout", "unavailable", "context" if the caller's has ended, "other", or
+// "newer_schema", "not_permitted", "prepared_statements", "read_only", "key_held", "timeout", "unavailable", "context" if the caller's has ended, "other", or
 // "" for nil.
 func ErrorKind(err error) string {
 	for _, known := range []struct {
@@ -72,6 +72,7 @@ func ErrorKind(err error) string {
 		{ErrInvalidCost, "invalid_cost"},
 		{ErrCostExceedsLimit, "invalid_cost"},
 		{ErrNotMigrated, "not_migrated"},
+		{ErrNewerSchema, "newer_schema"},
 		{ErrNotPermitted, "not_permitted"},
 		{ErrPreparedStatements, "prepared_statements"},
 		{ErrReadOnly, "read_only"},

@@ -465,7 +465,7 @@ func (l *Limiter) reset(ctx context.Context, db DBTX, key string, settings setti
 	if lockTimeout(err) && !isAway(err) {
 		return keyHeld()
 	}
-	return err
+	return l.explain(ctx, db, err)
 }
 
 func (l *Limiter) allow(ctx context.Context, key string, n int64) (result Result, err error) {

@@ -119,6 +119,7 @@ CREATE FUNCTION rate_limit_all(
 RETURNS SETOF rate_limit_decision
 LANGUAGE plpgsql
 SECURITY DEFINER
+SET enable_nestloop = on
 SET enable_seqscan = off -- a plan must not depend on how small the table was when it was made
 AS $$
 #variable_conflict use_variable
@@ -986,10 +987,8 @@ BEGIN
                             free_at := s.window_start + window_us;
                             retry_after_us := least(free_at, s.expires_at) - clock;
                         END IF;
-                        reset_after_us := CASE
-                            WHEN s.credit > 0 THEN s.expires_at
-                            ELSE greatest(least(coalesce(CASE WHEN s.count > 0 THEN s.window_start + window_us END, clock), s.expires_at), clock)
-                        END - clock;
+                        reset_after_us := CASE WHEN s.credit > 0 THEN s.expires_at
+                            ELSE greatest(least(coalesce(CASE WHEN s.count > 0 THEN s.window_start + window_us END, clock), s.expires_at), clock) END - clock;
                     WHEN 2 THEN
                         IF granted > 0 AND NOT gives THEN
                             IF s.credit > 0 THEN -- for what there is no ordinary room
@@ -1011,10 +1010,8 @@ BEGIN
                             END;
                             retry_after_us := least(free_at, s.expires_at) - clock;
                         END IF;
-                        reset_after_us := CASE
-                            WHEN s.credit > 0 THEN s.expires_at
-                            ELSE greatest(least(coalesce(CASE WHEN s.count > 0 THEN s.window_start + 2 * window_us WHEN s.prev_count > 0 THEN s.window_start + window_us END, clock), s.expires_at), clock)
-                        END - clock;
+                        reset_after_us := CASE WHEN s.credit > 0 THEN s.expires_at
+                            ELSE greatest(least(coalesce(CASE WHEN s.count > 0 THEN s.window_start + 2 * window_us WHEN s.prev_count > 0 THEN s.window_start + window_us END, clock), s.expires_at), clock) END - clock;
                     WHEN 3 THEN
                         IF granted > 0 AND NOT gives THEN
                             IF s.count > 0 THEN -- for what there is no ordinary room
@@ -1030,10 +1027,8 @@ BEGIN
                             free_at := t + ((greatest(r.cost, 1) - s.count) * every_us - s.credit - 1) / refill + 1;
                             retry_after_us := least(free_at, s.expires_at) - clock;
                         END IF;
-                        reset_after_us := CASE
-                            WHEN s.count > 0 THEN s.expires_at
-                            ELSE greatest(least(coalesce(CASE WHEN s.credit < full_credit THEN t + (full_credit - s.credit - 1) / refill + 1 END, clock), s.expires_at), clock)
-                        END - clock;
+                        reset_after_us := CASE WHEN s.count > 0 THEN s.expires_at
+                            ELSE greatest(least(coalesce(CASE WHEN s.credit < full_credit THEN t + (full_credit - s.credit - 1) / refill + 1 END, clock), s.expires_at), clock) END - clock;
                     WHEN 4 THEN
                         IF granted > 0 AND NOT gives THEN
                             IF s.credit > 0 THEN -- for what there is no ordinary room
@@ -1064,10 +1059,8 @@ BEGIN
                             free_at := t + window_us - (t - (s.log[needed] >> 10) & age_bits);
                             retry_after_us := least(free_at, s.expires_at) - clock;
                         END IF;
-                        reset_after_us := CASE
-                            WHEN s.credit > 0 THEN s.expires_at
-                            ELSE greatest(least(coalesce(CASE WHEN s.count > 0 THEN s.window_start + window_us END, clock), s.expires_at), clock)
-                        END - clock;
+                        reset_after_us := CASE WHEN s.credit > 0 THEN s.expires_at
+                            ELSE greatest(least(coalesce(CASE WHEN s.count > 0 THEN s.window_start + window_us END, clock), s.expires_at), clock) END - clock;
                     END CASE;
 
                     IF (granted > 0 AND (changed OR NOT gives)) OR (moved AND r.cost > 0 AND retry_after_us > 0) THEN
@@ -1199,6 +1192,7 @@ CREATE FUNCTION rate_limit_fixed_window(
 RETURNS SETOF rate_limit_decision
 LANGUAGE plpgsql
 SECURITY DEFINER
+SET enable_seqscan = off
 SET enable_nestloop = off -- two lists of keys are joined below, and the planner takes them for short ones
 AS $$
 #variable_conflict use_variable
@@ -1207,18 +1201,30 @@ DECLARE
     decided_at timestamptz := coalesce(now, clock_timestamp());
     clock bigint := (extract(epoch FROM decided_at) * 1000000)::bigint;
     t bigint;
-    r_cost bigint;         -- what one key is asked for, and its row
+    r rate_limit_row;      -- what one key is asked for
+    r_cost bigint;         -- all of it, and the row that it was taken from
     r_count bigint;
     r_window_start bigint;
     r_expires_at bigint;
     taken rate_limit_row[]; -- the rows that were taken from, or made; their cost is what was taken
+    refused boolean := false; -- or which it does not fit into:
+    s rate_limit_row;
+    moved boolean := false;
+    remaining bigint;
+    free_at bigint;
+    retry_after_us bigint;
+    reset_after_us bigint;
     ignored text;
 BEGIN
     -- One key, as in most calls of an application that is not under load. Each operator costs here: plpgsql makes an expression anew
     -- in every transaction.
-    IF costs IS NULL AND taken_in IS NULL AND NOT skip_held AND cardinality(keys) = 1 AND octet_length(keys[1]) BETWEEN 1 AND 512
-            AND coalesce(counts[1], 1) BETWEEN 1 AND max_count AND coalesce(cardinality(counts), 1) = 1 AND octet_length(name) BETWEEN 1 AND 128 AND max_count >= 1 AND window_us BETWEEN 1 AND 2251799813685248 AND max_count <= 4611686018427387904 / window_us THEN
-        r_cost := coalesce(counts[1], 1);
+    IF taken_in IS NULL AND NOT skip_held AND cardinality(keys) = 1 AND octet_length(keys[1]) BETWEEN 1 AND 512
+            AND coalesce(costs[1], 1) BETWEEN 1 AND max_count AND coalesce(cardinality(costs), 1) = 1
+            AND coalesce(counts[1], 1) BETWEEN 1 AND max_count / coalesce(costs[1], 1) AND coalesce(cardinality(counts), 1) = 1
+            AND octet_length(name) BETWEEN 1 AND 128 AND max_count >= 1 AND window_us BETWEEN 1 AND 2251799813685248 AND max_count <= 4611686018427387904 / window_us THEN
+        r.cost := coalesce(costs[1], 1);
+        r.asked := coalesce(counts[1], 1);
+        r_cost := r.cost * r.asked;
         IF lock_timeout_ms IS NOT NULL OR synchronous_commit IS NOT NULL THEN
             ignored := concat(
                 CASE WHEN lock_timeout_ms IS NOT NULL THEN set_config('lock_timeout', lock_timeout_ms::text, true) END,
@@ -1237,6 +1243,11 @@ BEGIN
                         OR clock + 10000 < d.expires_at AND d.expires_at = d.window_start + window_us AND d.count + excluded.count <= max_count)
             RETURNING d.count, d.window_start, d.expires_at
             INTO r_count, r_window_start, r_expires_at;
+            IF NOT found THEN
+                SELECT d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at, d.since, d.capacity, d.refill, d.returned INTO s.count, s.prev_count, s.window_start, s.credit, s.scale, s.expires_at, s.since, s.capacity, s.refill, s.returned
+                FROM rate_limit_ephemeral AS d WHERE d.prefix = name AND d.key = keys[1] AND d.algorithm = 1;
+                refused := found;
+            END IF;
         ELSE
             INSERT INTO rate_limit_durable AS d (prefix, key, algorithm, count, window_start, expires_at)
             VALUES (name, keys[1], 1, r_cost, clock, clock + window_us)
@@ -1250,17 +1261,52 @@ BEGIN
                         OR clock + 10000 < d.expires_at AND d.expires_at = d.window_start + window_us AND d.count + excluded.count <= max_count)
             RETURNING d.count, d.window_start, d.expires_at
             INTO r_count, r_window_start, r_expires_at;
+            IF NOT found THEN
+                SELECT d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at, d.since, d.capacity, d.refill, d.returned INTO s.count, s.prev_count, s.window_start, s.credit, s.scale, s.expires_at, s.since, s.capacity, s.refill, s.returned
+                FROM rate_limit_durable AS d WHERE d.prefix = name AND d.key = keys[1] AND d.algorithm = 1;
+                refused := found;
+            END IF;
         END IF;
-        IF found THEN
+        IF refused THEN -- by the row as it is now: this transaction has locked it
+            decided_at := coalesce(now, clock_timestamp());
+            clock := (extract(epoch FROM decided_at) * 1000000)::bigint;
+            IF clock >= s.expires_at OR (s.count | s.credit) = 0 THEN
+                s.count := 0;
+                s.credit := 0;
+                s.window_start := clock;
+                s.since := NULL;
+            ELSIF s.window_start - clock > window_us THEN
+                s.window_start := clock;
+                s.expires_at := clock + window_us;
+                moved := true;
+            END IF;
+            t := greatest(clock, s.window_start);
+            IF t - s.window_start >= window_us OR s.count = 0 THEN
+                s.count := 0;
+                s.window_start := t;
+                s.since := CASE WHEN s.credit > 0 THEN s.since END;
+            END IF;
+            remaining := greatest(max_count - s.count, 0);
+            remaining := remaining + s.credit;
+            IF remaining < r.cost AND NOT moved THEN
+                free_at := s.window_start + window_us;
+                retry_after_us := least(free_at, s.expires_at) - clock;
+                reset_after_us := CASE WHEN s.credit > 0 THEN s.expires_at
+                    ELSE greatest(least(coalesce(CASE WHEN s.count > 0 THEN s.window_start + window_us END, clock), s.expires_at), clock) END - clock;
+                RETURN NEXT ROW(1::bigint, 0::bigint, remaining, retry_after_us, reset_after_us, decided_at, s.count, s.prev_count, s.window_start,
+                    s.credit, s.scale, s.expires_at, NULL::bigint[], s.since, s.window_start, NULL::bigint, 0::bigint);
+                RETURN;
+            END IF;
+        ELSIF found THEN
             t := (extract(epoch FROM coalesce(now, clock_timestamp())) * 1000000)::bigint;
             IF t BETWEEN clock AND clock + 10000 THEN
                 t := CASE WHEN r_count = r_cost THEN r_window_start ELSE least(t, r_window_start + window_us - 1) END;
-                RETURN NEXT ROW(1::bigint, r_cost, max_count - r_count, 0::bigint, r_window_start + window_us - t,
+                RETURN NEXT ROW(1::bigint, r.asked, max_count - r_count, 0::bigint, r_window_start + window_us - t,
                         decided_at + (t - clock) * interval '1 microsecond', r_count, 0::bigint, r_window_start, 0::bigint, NULL::bigint, r_expires_at, NULL::bigint[],
                         NULL::bigint, r_window_start, NULL::bigint, 0::bigint);
                 RETURN;
             END IF;
-            taken := ARRAY[ROW(1, r_cost, r_cost, NULL, r_count, 0, r_window_start, 0, NULL, r_expires_at, NULL, NULL, NULL, NULL, NULL)::rate_limit_row];
+            taken := ARRAY[ROW(1, r_cost, r.asked, NULL, r_count, 0, r_window_start, 0, NULL, r_expires_at, NULL, NULL, NULL, NULL, NULL)::rate_limit_row];
         END IF;
     END IF;
 
@@ -1424,6 +1470,7 @@ CREATE FUNCTION rate_limit_sliding_window(
 RETURNS SETOF rate_limit_decision
 LANGUAGE plpgsql
 SECURITY DEFINER
+SET enable_seqscan = off
 SET enable_nestloop = off -- two lists of keys are joined below, and the planner takes them for short ones
 AS $$
 #variable_conflict use_variable
@@ -1432,19 +1479,32 @@ DECLARE
     decided_at timestamptz := coalesce(now, clock_timestamp());
     clock bigint := (extract(epoch FROM decided_at) * 1000000)::bigint;
     t bigint;
-    r_cost bigint;         -- what one key is asked for, and its row
+    r rate_limit_row;      -- what one key is asked for
+    r_cost bigint;         -- all of it, and the row that it was taken from
     r_count bigint;
     r_prev_count bigint;
     r_window_start bigint;
     r_expires_at bigint;
     taken rate_limit_row[]; -- the rows that were taken from, or made; their cost is what was taken
+    refused boolean := false; -- or which it does not fit into:
+    s rate_limit_row;
+    moved boolean := false;
+    rest bigint;
+    remaining bigint;
+    free_at bigint;
+    retry_after_us bigint;
+    reset_after_us bigint;
     ignored text;
 BEGIN
     -- One key, as in most calls of an application that is not under load. Each operator costs here: plpgsql makes an expression anew
     -- in every transaction.
-    IF costs IS NULL AND taken_in IS NULL AND NOT skip_held AND cardinality(keys) = 1 AND octet_length(keys[1]) BETWEEN 1 AND 512
-            AND coalesce(counts[1], 1) BETWEEN 1 AND max_count AND coalesce(cardinality(counts), 1) = 1 AND octet_length(name) BETWEEN 1 AND 128 AND max_count >= 1 AND window_us BETWEEN 1 AND 2251799813685248 AND max_count <= 4611686018427387904 / window_us THEN
-        r_cost := coalesce(counts[1], 1);
+    IF taken_in IS NULL AND NOT skip_held AND cardinality(keys) = 1 AND octet_length(keys[1]) BETWEEN 1 AND 512
+            AND coalesce(costs[1], 1) BETWEEN 1 AND max_count AND coalesce(cardinality(costs), 1) = 1
+            AND coalesce(counts[1], 1) BETWEEN 1 AND max_count / coalesce(costs[1], 1) AND coalesce(cardinality(counts), 1) = 1
+            AND octet_length(name) BETWEEN 1 AND 128 AND max_count >= 1 AND window_us BETWEEN 1 AND 2251799813685248 AND max_count <= 4611686018427387904 / window_us THEN
+        r.cost := coalesce(costs[1], 1);
+        r.asked := coalesce(counts[1], 1);
+        r_cost := r.cost * r.asked;
         IF lock_timeout_ms IS NOT NULL OR synchronous_commit IS NOT NULL THEN
             ignored := concat(
                 CASE WHEN lock_timeout_ms IS NOT NULL THEN set_config('lock_timeout', lock_timeout_ms::text, true) END,
@@ -1471,6 +1531,11 @@ BEGIN
                         ELSE false END
             RETURNING d.count, d.prev_count, d.window_start, d.expires_at
             INTO r_count, r_prev_count, r_window_start, r_expires_at;
+            IF NOT found THEN
+                SELECT d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at, d.since, d.capacity, d.refill, d.returned INTO s.count, s.prev_count, s.window_start, s.credit, s.scale, s.expires_at, s.since, s.capacity, s.refill, s.returned
+                FROM rate_limit_ephemeral AS d WHERE d.prefix = name AND d.key = keys[1] AND d.algorithm = 2;
+                refused := found;
+            END IF;
         ELSE
             INSERT INTO rate_limit_durable AS d (prefix, key, algorithm, count, window_start, expires_at)
             VALUES (name, keys[1], 2, r_cost, clock, clock + 2 * window_us)
@@ -1492,18 +1557,73 @@ BEGIN
                         ELSE false END
             RETURNING d.count, d.prev_count, d.window_start, d.expires_at
             INTO r_count, r_prev_count, r_window_start, r_expires_at;
+            IF NOT found THEN
+                SELECT d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at, d.since, d.capacity, d.refill, d.returned INTO s.count, s.prev_count, s.window_start, s.credit, s.scale, s.expires_at, s.since, s.capacity, s.refill, s.returned
+                FROM rate_limit_durable AS d WHERE d.prefix = name AND d.key = keys[1] AND d.algorithm = 2;
+                refused := found;
+            END IF;
         END IF;
-        IF found THEN
+        IF refused THEN -- by the row as it is now: this transaction has locked it
+            decided_at := coalesce(now, clock_timestamp());
+            clock := (extract(epoch FROM decided_at) * 1000000)::bigint;
+            IF clock >= s.expires_at OR (s.count | s.prev_count | s.credit) = 0 THEN
+                s.credit := 0;
+                s.count := 0;
+                s.prev_count := 0;
+                s.window_start := clock;
+                s.since := NULL;
+            ELSIF s.window_start - clock > window_us THEN
+                s.window_start := clock;
+                s.expires_at := clock + CASE WHEN s.count > 0 OR s.credit > 0 THEN 2 ELSE 1 END * window_us;
+                moved := true;
+            END IF;
+            t := greatest(clock, s.window_start);
+            IF s.count = 0 OR t - s.window_start >= window_us THEN
+                IF t - s.window_start >= 2 * window_us OR (s.count = 0 AND (s.prev_count = 0 OR t - s.window_start >= window_us)) THEN
+                    s.count := 0;
+                    s.prev_count := 0;
+                    s.window_start := t;
+                    s.since := CASE WHEN s.credit > 0 THEN s.since END;
+                ELSIF t - s.window_start >= window_us THEN
+                    s.prev_count := s.count;
+                    s.count := 0;
+                    s.window_start := s.window_start + window_us;
+                END IF;
+            END IF;
+            rest := s.window_start + window_us - t; -- how long the current window still lasts, and how much of the one before is still covered
+            remaining := greatest(max_count - s.count - CASE -- what the window before still weighs: prev_count * rest / window_us, rounded up
+                WHEN s.prev_count = 0 THEN 0
+                -- A prev_count that an older, larger limit has left could overflow the product; this asks by division.
+                WHEN rest > max_count * window_us / s.prev_count THEN max_count
+                ELSE (s.prev_count * rest + window_us - 1) / window_us
+            END, 0);
+            remaining := remaining + s.credit;
+            IF remaining < r.cost AND NOT moved THEN
+                free_at := greatest(r.cost, 1) - s.credit; -- of so many
+                free_at := t + CASE
+                    -- They fit into this window, once prev_count * rest has fallen to what is left of max_count * window_us.
+                    WHEN free_at <= max_count - s.count THEN rest - (max_count - s.count - free_at) * window_us / s.prev_count
+                    -- Only into the next one, where count takes the place of prev_count.
+                    ELSE rest + window_us - (max_count - free_at) * window_us / s.count
+                END;
+                retry_after_us := least(free_at, s.expires_at) - clock;
+                reset_after_us := CASE WHEN s.credit > 0 THEN s.expires_at
+                    ELSE greatest(least(coalesce(CASE WHEN s.count > 0 THEN s.window_start + 2 * window_us WHEN s.prev_count > 0 THEN s.window_start + window_us END, clock), s.expires_at), clock) END - clock;
+                RETURN NEXT ROW(1::bigint, 0::bigint, remaining, retry_after_us, reset_after_us, decided_at, s.count, s.prev_count, s.window_start,
+                    s.credit, s.scale, s.expires_at, NULL::bigint[], s.since, s.window_start, NULL::bigint, 0::bigint);
+                RETURN;
+            END IF;
+        ELSIF found THEN
             t := (extract(epoch FROM coalesce(now, clock_timestamp())) * 1000000)::bigint;
             IF t BETWEEN clock AND clock + 10000 THEN
                 t := CASE WHEN r_count = r_cost AND r_prev_count = 0 THEN r_window_start ELSE least(t, r_window_start + window_us - 1) END;
-                RETURN NEXT ROW(1::bigint, r_cost, max_count - r_count
+                RETURN NEXT ROW(1::bigint, r.asked, max_count - r_count
                         - (r_prev_count * (r_window_start + window_us - greatest(t, r_window_start)) + window_us - 1) / window_us, 0::bigint, r_window_start + 2 * window_us - t,
                         decided_at + (t - clock) * interval '1 microsecond', r_count, r_prev_count, r_window_start, 0::bigint, NULL::bigint, r_expires_at, NULL::bigint[],
                         NULL::bigint, r_window_start, NULL::bigint, 0::bigint);
                 RETURN;
             END IF;
-            taken := ARRAY[ROW(1, r_cost, r_cost, NULL, r_count, r_prev_count, r_window_start, 0, NULL, r_expires_at, NULL, NULL, NULL, NULL, NULL)::rate_limit_row];
+            taken := ARRAY[ROW(1, r_cost, r.asked, NULL, r_count, r_prev_count, r_window_start, 0, NULL, r_expires_at, NULL, NULL, NULL, NULL, NULL)::rate_limit_row];
         END IF;
     END IF;
 
@@ -1686,6 +1806,7 @@ CREATE FUNCTION rate_limit_token_bucket(
 RETURNS SETOF rate_limit_decision
 LANGUAGE plpgsql
 SECURITY DEFINER
+SET enable_seqscan = off
 SET enable_nestloop = off -- two lists of keys are joined below, and the planner takes them for short ones
 AS $$
 #variable_conflict use_variable
@@ -1694,7 +1815,8 @@ DECLARE
     decided_at timestamptz := coalesce(now, clock_timestamp());
     clock bigint := (extract(epoch FROM decided_at) * 1000000)::bigint;
     t bigint;
-    r_cost bigint;         -- what one key is asked for, and its row
+    r rate_limit_row;      -- what one key is asked for
+    r_cost bigint;         -- all of it, and the row that it was taken from
     r_window_start bigint;
     r_credit bigint;
     r_expires_at bigint;
@@ -1702,14 +1824,25 @@ DECLARE
     r_returned bigint;
     taken rate_limit_row[]; -- the rows that were taken from, or made; their cost is what was taken
     full_credit bigint;
+    refused boolean := false; -- or which it does not fit into:
+    s rate_limit_row;
+    moved boolean := false;
+    remaining bigint;
+    free_at bigint;
+    retry_after_us bigint;
+    reset_after_us bigint;
     ignored text;
 BEGIN
     -- One key, as in most calls of an application that is not under load. Each operator costs here: plpgsql makes an expression anew
     -- in every transaction.
-    IF costs IS NULL AND taken_in IS NULL AND NOT skip_held AND cardinality(keys) = 1 AND octet_length(keys[1]) BETWEEN 1 AND 512
-            AND coalesce(counts[1], 1) BETWEEN 1 AND capacity AND coalesce(cardinality(counts), 1) = 1 AND octet_length(name) BETWEEN 1 AND 128 AND capacity >= 1 AND refill >= 1 AND every_us BETWEEN 1 AND 2251799813685248 AND capacity <= 4611686018427387904 / every_us
+    IF taken_in IS NULL AND NOT skip_held AND cardinality(keys) = 1 AND octet_length(keys[1]) BETWEEN 1 AND 512
+            AND coalesce(costs[1], 1) BETWEEN 1 AND capacity AND coalesce(cardinality(costs), 1) = 1
+            AND coalesce(counts[1], 1) BETWEEN 1 AND capacity / coalesce(costs[1], 1) AND coalesce(cardinality(counts), 1) = 1
+            AND octet_length(name) BETWEEN 1 AND 128 AND capacity >= 1 AND refill >= 1 AND every_us BETWEEN 1 AND 2251799813685248 AND capacity <= 4611686018427387904 / every_us
     AND (capacity * every_us - 1) / refill < 2251799813685248 THEN
-        r_cost := coalesce(counts[1], 1);
+        r.cost := coalesce(costs[1], 1);
+        r.asked := coalesce(counts[1], 1);
+        r_cost := r.cost * r.asked;
         full_credit := capacity * every_us;
         IF lock_timeout_ms IS NOT NULL OR synchronous_commit IS NOT NULL THEN
             ignored := concat(
@@ -1733,6 +1866,11 @@ BEGIN
                         ELSE clock - d.window_start > (full_credit - d.credit - 1) / refill END
             RETURNING d.window_start, d.credit, d.expires_at, d.since, d.returned
             INTO r_window_start, r_credit, r_expires_at, r_since, r_returned;
+            IF NOT found THEN
+                SELECT d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at, d.since, d.capacity, d.refill, d.returned INTO s.count, s.prev_count, s.window_start, s.credit, s.scale, s.expires_at, s.since, s.capacity, s.refill, s.returned
+                FROM rate_limit_ephemeral AS d WHERE d.prefix = name AND d.key = keys[1] AND d.algorithm = 3;
+                refused := found;
+            END IF;
         ELSE
             INSERT INTO rate_limit_durable AS d (prefix, key, algorithm, credit, scale, capacity, refill, since, returned, window_start, expires_at)
             VALUES (name, keys[1], 3, full_credit - r_cost * every_us, every_us, capacity, refill, clock, 0, clock, clock + (r_cost * every_us - 1) / refill + 1)
@@ -1750,18 +1888,80 @@ BEGIN
                         ELSE clock - d.window_start > (full_credit - d.credit - 1) / refill END
             RETURNING d.window_start, d.credit, d.expires_at, d.since, d.returned
             INTO r_window_start, r_credit, r_expires_at, r_since, r_returned;
+            IF NOT found THEN
+                SELECT d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at, d.since, d.capacity, d.refill, d.returned INTO s.count, s.prev_count, s.window_start, s.credit, s.scale, s.expires_at, s.since, s.capacity, s.refill, s.returned
+                FROM rate_limit_durable AS d WHERE d.prefix = name AND d.key = keys[1] AND d.algorithm = 3;
+                refused := found;
+            END IF;
         END IF;
-        IF found THEN
+        IF refused THEN -- by the row as it is now: this transaction has locked it
+            decided_at := coalesce(now, clock_timestamp());
+            clock := (extract(epoch FROM decided_at) * 1000000)::bigint;
+            full_credit := capacity * every_us;
+            IF clock >= s.expires_at THEN
+                s.count := 0;
+                s.credit := full_credit;
+                s.window_start := clock;
+            ELSE
+                IF s.scale <> every_us OR s.capacity <> capacity OR s.refill <> refill THEN -- what was taken before stays taken
+                    s.since := greatest(s.since + 1, s.window_start, clock);
+                    s.returned := 0;
+                END IF;
+                IF s.scale <> every_us THEN
+                    -- The policy has changed. Whole tokens are kept, and the part of one, rounded down; its product may
+                    -- need 128 bits, which only numeric has, and this runs only until the next grant.
+                    s.credit := CASE WHEN s.credit / s.scale >= capacity THEN full_credit
+                        ELSE s.credit / s.scale * every_us + div((s.credit % s.scale)::numeric * every_us, s.scale)::bigint END;
+                END IF;
+                s.credit := least(s.credit, full_credit);
+                IF s.credit = full_credit AND s.count = 0 THEN -- the capacity is lower now: as good as new
+                    s.window_start := clock;
+                    s.expires_at := clock;
+                ELSIF s.window_start - clock > (full_credit - 1) / refill + 1 THEN
+                    s.window_start := clock;
+                    s.since := greatest(s.since + 1, clock);
+                    s.returned := 0;
+                    s.expires_at := clock + (full_credit - CASE WHEN s.count > 0 THEN 0 ELSE s.credit END - 1) / refill + 1;
+                    moved := true;
+                END IF;
+            END IF;
+            s.scale := every_us;
+            s.capacity := capacity;
+            s.refill := refill;
+            t := greatest(clock, s.window_start);
+            -- Asked by division, because the product overflows after a long time.
+            IF s.credit < full_credit AND t - s.window_start <= (full_credit - s.credit - 1) / refill THEN
+                s.credit := s.credit + (t - s.window_start) * refill;
+            ELSE
+                s.credit := full_credit;
+                IF s.count = 0 THEN -- as good as new
+                    s.since := t;
+                    s.returned := 0;
+                END IF;
+            END IF;
+            s.window_start := t;
+            remaining := s.credit / every_us;
+            remaining := remaining + s.count;
+            IF remaining < r.cost AND NOT moved THEN
+                free_at := t + ((greatest(r.cost, 1) - s.count) * every_us - s.credit - 1) / refill + 1;
+                retry_after_us := least(free_at, s.expires_at) - clock;
+                reset_after_us := CASE WHEN s.count > 0 THEN s.expires_at
+                    ELSE greatest(least(coalesce(CASE WHEN s.credit < full_credit THEN t + (full_credit - s.credit - 1) / refill + 1 END, clock), s.expires_at), clock) END - clock;
+                RETURN NEXT ROW(1::bigint, 0::bigint, remaining, retry_after_us, reset_after_us, decided_at, s.count, s.prev_count, s.window_start,
+                    s.credit, s.scale, s.expires_at, NULL::bigint[], s.since, s.window_start, s.returned + full_credit - s.credit, 0::bigint);
+                RETURN;
+            END IF;
+        ELSIF found THEN
             t := (extract(epoch FROM coalesce(now, clock_timestamp())) * 1000000)::bigint;
             IF t BETWEEN clock AND clock + 10000 THEN
                 t := CASE WHEN r_credit = full_credit - r_cost * every_us THEN r_window_start
     ELSE least(t, r_window_start + (full_credit - r_cost * every_us - r_credit - 1) / refill) END;
-                RETURN NEXT ROW(1::bigint, r_cost, (r_credit + greatest(t - r_window_start, 0) * refill) / every_us, 0::bigint, r_window_start + (full_credit - r_credit - 1) / refill + 1 - t,
+                RETURN NEXT ROW(1::bigint, r.asked, (r_credit + greatest(t - r_window_start, 0) * refill) / every_us, 0::bigint, r_window_start + (full_credit - r_credit - 1) / refill + 1 - t,
                         decided_at + (t - clock) * interval '1 microsecond', 0::bigint, 0::bigint, r_window_start, r_credit, every_us, r_expires_at, NULL::bigint[],
                         r_since, r_window_start, r_returned + full_credit - r_credit, 0::bigint);
                 RETURN;
             END IF;
-            taken := ARRAY[ROW(1, r_cost, r_cost, NULL, 0, 0, r_window_start, r_credit, every_us, r_expires_at, r_since, capacity, refill, r_returned, NULL)::rate_limit_row];
+            taken := ARRAY[ROW(1, r_cost, r.asked, NULL, 0, 0, r_window_start, r_credit, every_us, r_expires_at, r_since, capacity, refill, r_returned, NULL)::rate_limit_row];
         END IF;
     END IF;
 
@@ -2057,7 +2257,6 @@ BEGIN
         IF 'enable_seqscan=off' = ANY (fn.proconfig) THEN -- those that look rows up, and do not only leave it to an INSERT
             EXECUTE format('ALTER FUNCTION %s SET enable_indexscan = on', signature);
             EXECUTE format('ALTER FUNCTION %s SET enable_tidscan = on', signature);
-            EXECUTE format('ALTER FUNCTION %s SET enable_nestloop = on', signature);
         END IF;
     END LOOP;
     -- Whoever has the right TRIGGER on a table has code run with the rights of those who write to it. Nobody needs more than SELECT.

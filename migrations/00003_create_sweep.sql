@@ -68,6 +68,7 @@ CREATE FUNCTION rate_limit_sweep(
 )
 LANGUAGE plpgsql
 SECURITY DEFINER
+SET enable_nestloop = on
 SET enable_seqscan = off -- or a table that is small would be scanned as a whole, and still be when it has grown
 SET lock_timeout = '1s'  -- for a table that somebody alters: it waits for no row
 AS $$
@@ -238,7 +239,6 @@ BEGIN
         IF 'enable_seqscan=off' = ANY (fn.proconfig) THEN -- those that look rows up, and do not only leave it to an INSERT
             EXECUTE format('ALTER FUNCTION %s SET enable_indexscan = on', signature);
             EXECUTE format('ALTER FUNCTION %s SET enable_tidscan = on', signature);
-            EXECUTE format('ALTER FUNCTION %s SET enable_nestloop = on', signature);
         END IF;
     END LOOP;
     -- Whoever has the right TRIGGER on a table has code run with the rights of those who write to it. Nobody needs more than SELECT.

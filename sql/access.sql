@@ -50,7 +50,6 @@ BEGIN
         IF 'enable_seqscan=off' = ANY (fn.proconfig) THEN -- those that look rows up, and do not only leave it to an INSERT
             EXECUTE format('ALTER FUNCTION %s SET enable_indexscan = on', signature);
             EXECUTE format('ALTER FUNCTION %s SET enable_tidscan = on', signature);
-            EXECUTE format('ALTER FUNCTION %s SET enable_nestloop = on', signature);
         END IF;
     END LOOP;
     -- Whoever has the right TRIGGER on a table has code run with the rights of those who write to it. Nobody needs more than SELECT.

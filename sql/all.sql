@@ -1,3 +1,8 @@
+{{/* The end of a denial, and of every decision. */}}
+{{define "retry after"}}retry_after_us := least(free_at, s.expires_at) - clock;{{end}}
+{{define "reset after"}}reset_after_us := CASE WHEN s.{{.Above}} > 0 THEN s.expires_at
+    ELSE greatest(least(coalesce({{include (print .Name ".reset")}}, clock), s.expires_at), clock) END - clock;{{end}}
+
 {{/* The look-up of one part's row. */}}
 {{define "columns"}}{{include "row" (print . ".")}}, {{.}}.log{{end}}
 
@@ -106,6 +111,7 @@ CREATE FUNCTION rate_limit_all(
 RETURNS SETOF rate_limit_decision
 LANGUAGE plpgsql
 SECURITY DEFINER
+SET enable_nestloop = on
 SET enable_seqscan = off -- a plan must not depend on how small the table was when it was made
 AS $$
 #variable_conflict use_variable
@@ -403,12 +409,9 @@ BEGIN
                         END IF;
                         IF retry_after_us > 0 THEN
 {{include (print .Name ".retry") | indent 28}}
-                            retry_after_us := least(free_at, s.expires_at) - clock;
+                            {{include "retry after"}}
                         END IF;
-                        reset_after_us := CASE
-                            WHEN s.{{.Above}} > 0 THEN s.expires_at
-                            ELSE greatest(least(coalesce({{include (print .Name ".reset")}}, clock), s.expires_at), clock)
-                        END - clock;
+                        {{include "reset after" . | hang 24}}
 {{- end}}
                     END CASE;
 

@@ -73,6 +73,7 @@ RETURNS SETOF rate_limit_decision
 LANGUAGE plpgsql
 SECURITY DEFINER
 {{- if has (print .Name ".set")}}
+SET enable_seqscan = off
 SET enable_nestloop = off -- two lists of keys are joined below, and the planner takes them for short ones
 {{- end}}
 AS $$
@@ -83,7 +84,8 @@ DECLARE
     decided_at timestamptz := coalesce(now, clock_timestamp());
     clock bigint := (extract(epoch FROM decided_at) * 1000000)::bigint;
     t bigint;
-    r_cost bigint;         -- what one key is asked for, and its row
+    r rate_limit_row;      -- what one key is asked for
+    r_cost bigint;         -- all of it, and the row that it was taken from
 {{- range (split (include (print .Name ".columns")))}}
     r_{{.}} bigint;
 {{- end}}
@@ -91,15 +93,29 @@ DECLARE
 {{- if eq .Name "tokenbucket"}}
     full_credit bigint;
 {{- end}}
+    refused boolean := false; -- or which it does not fit into:
+    s rate_limit_row;
+    moved boolean := false;
+{{- if eq .Name "sliding"}}
+    rest bigint;
+{{- end}}
+    remaining bigint;
+    free_at bigint;
+    retry_after_us bigint;
+    reset_after_us bigint;
     ignored text;
 {{- end}}
 BEGIN
 {{- if has (print .Name ".set")}}
     -- One key, as in most calls of an application that is not under load. Each operator costs here: plpgsql makes an expression anew
     -- in every transaction.
-    IF costs IS NULL AND taken_in IS NULL AND NOT skip_held AND cardinality(keys) = 1 AND octet_length(keys[1]) BETWEEN 1 AND 512
-            AND coalesce(counts[1], 1) BETWEEN 1 AND {{.Limit}} AND coalesce(cardinality(counts), 1) = 1 AND octet_length(name) BETWEEN 1 AND 128 AND {{include (print .Name ".valid")}} THEN
-        r_cost := coalesce(counts[1], 1);
+    IF taken_in IS NULL AND NOT skip_held AND cardinality(keys) = 1 AND octet_length(keys[1]) BETWEEN 1 AND 512
+            AND coalesce(costs[1], 1) BETWEEN 1 AND {{.Limit}} AND coalesce(cardinality(costs), 1) = 1
+            AND coalesce(counts[1], 1) BETWEEN 1 AND {{.Limit}} / coalesce(costs[1], 1) AND coalesce(cardinality(counts), 1) = 1
+            AND octet_length(name) BETWEEN 1 AND 128 AND {{include (print .Name ".valid")}} THEN
+        r.cost := coalesce(costs[1], 1);
+        r.asked := coalesce(counts[1], 1);
+        r_cost := r.cost * r.asked;
 {{- if eq .Name "tokenbucket"}}
         full_credit := capacity * every_us;
 {{- end}}
@@ -110,16 +126,35 @@ BEGIN
         {{$t.If}}
 {{include "upsert" (dict "Table" $t.Name "Name" $a.Name "From" (print "VALUES (name, keys[1], " (include (print $a.Name ".values") "r_cost") ")")) | indent 12}}{{prefix "d." (include (print $a.Name ".columns"))}}
             INTO {{prefix "r_" (include (print $a.Name ".columns"))}};
+            IF NOT found THEN
+                SELECT {{include "row" "d."}} INTO {{include "row" "s."}}
+                FROM rate_limit_{{$t.Name}} AS d WHERE d.prefix = name AND d.key = keys[1] AND d.algorithm = {{$a.Code}};
+                refused := found;
+            END IF;
 {{- end}}
         END IF;
-        IF found THEN
+        IF refused THEN -- by the row as it is now: this transaction has locked it
+            decided_at := coalesce(now, clock_timestamp());
+            clock := (extract(epoch FROM decided_at) * 1000000)::bigint;
+{{include (print .Name ".roll") | indent 12}}
+{{include (print .Name ".room") | indent 12}}
+            remaining := remaining + s.{{.Above}};
+            IF remaining < r.cost AND NOT moved THEN
+{{include (print .Name ".retry") | indent 16}}
+                {{include "retry after"}}
+                {{include "reset after" . | hang 16}}
+                RETURN NEXT ROW(1::bigint, 0::bigint, remaining, retry_after_us, reset_after_us, decided_at, s.count, s.prev_count, s.window_start,
+                    s.credit, s.scale, s.expires_at, NULL::bigint[], s.since, s.window_start, {{if eq .Name "tokenbucket"}}s.returned + full_credit - s.credit{{else}}NULL::bigint{{end}}, 0::bigint);
+                RETURN;
+            END IF;
+        ELSIF found THEN
             t := {{include "now"}};
             IF t BETWEEN clock AND clock + 10000 THEN
                 t := {{include (print .Name ".at") "r_"}};
-                RETURN NEXT ROW(1::bigint, r_cost, {{include "took" (dict "Name" .Name "Row" "r_" "At" "t") | hang 20}});
+                RETURN NEXT ROW(1::bigint, r.asked, {{include "took" (dict "Name" .Name "Row" "r_" "At" "t") | hang 20}});
                 RETURN;
             END IF;
-            taken := ARRAY[ROW(1, r_cost, r_cost, NULL, {{include (print .Name ".row") "r_"}}, NULL)::rate_limit_row];
+            taken := ARRAY[ROW(1, r_cost, r.asked, NULL, {{include (print .Name ".row") "r_"}}, NULL)::rate_limit_row];
         END IF;
     END IF;
 {{end}}

@@ -58,6 +58,7 @@ CREATE FUNCTION rate_limit_sweep(
 )
 LANGUAGE plpgsql
 SECURITY DEFINER
+SET enable_nestloop = on
 SET enable_seqscan = off -- or a table that is small would be scanned as a whole, and still be when it has grown
 SET lock_timeout = '1s'  -- for a table that somebody alters: it waits for no row
 AS $$
