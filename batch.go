@@ -1,7 +1,10 @@
 package ratelimit
 
 import (
+	"cmp"
 	"context"
+	"slices"
+	"strings"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -46,20 +49,32 @@ func (l *Limiter) decide(ctx context.Context, db DBTX, elements []element, setti
 	return l.explain(ctx, db, err)
 }
 
+// few is the number of keys that a function decides one after the other, if they come in the order in which rows are locked.
+const few = 8
+
 func (l *Limiter) decideRows(ctx context.Context, db DBTX, elements []element, settings settings) error {
 	if _, several := l.policy.(all); several || elements[0].set != nil {
 		return l.decideSets(ctx, db, elements, settings)
 	}
+	if len(elements) <= few {
+		slices.SortStableFunc(elements, func(a, b element) int {
+			return cmp.Or(len(b.key)-len(a.key), strings.Compare(a.key, b.key))
+		})
+	}
 	keys := make([]string, len(elements))
 	numbers := make([]int64, 2*len(elements))
 	costs, counts := numbers[:len(elements)], numbers[len(elements):]
-	allOne := true
+	costsAre1, countsAre1 := true, true
 	for i := range elements {
 		keys[i], costs[i], counts[i] = elements[i].key, elements[i].cost, elements[i].count
-		allOne = allOne && costs[i] == 1
+		costsAre1, countsAre1 = costsAre1 && costs[i] == 1, countsAre1 && counts[i] == 1
 	}
-	if allOne {
-		costs = nil // means the same, and is the shortest way
+	// None means the same, and is the shortest way.
+	if costsAre1 {
+		costs = nil
+	}
+	if countsAre1 {
+		counts = nil
 	}
 	var refunds refunds
 	for i := range elements {

@@ -23,8 +23,8 @@ import (
 // TestRowsAreMadeAndLockedInOneOrder, TestPlansWithoutTheirSettingScanTheTable, TestFunctionsWithoutTheirSearchPathTakeDecoys,
 // TestPgBouncerHandsNoSettingsOn and TestFunctionsPassPlpgsqlCheck.
 
-// Of TestSQLEqualsModel: mistakes by one, in places that few requests come to. Most rules stand twice: in rate_limit_all, and in the
-// statement that decides ordinary takes. A difference counts if it is in a step of the algorithm that the mistake is in.
+// Of TestSQLEqualsModel: mistakes by one, in places that few requests come to. What decides one key after the other, what decides many in
+// one statement and rate_limit_all, which decides the rest, have theirs each. A difference counts if it is in a step of the algorithm that the mistake is in.
 func TestMistakesInTheFunctionsDifferFromTheModel(t *testing.T) {
 	t.Parallel()
 
@@ -46,6 +46,9 @@ func TestMistakesInTheFunctionsDifferFromTheModel(t *testing.T) {
 		t.Run(fmt.Sprintf("%s, %d: %s, not %s", name, c.algorithm, c.wrong, c.right), func(t *testing.T) {
 			t.Parallel()
 			db := pgtest.New(t)
+			if strings.HasPrefix(name, "in one statement") {
+				neverFew(t, db.Pool)
+			}
 			if change == nil {
 				rewrite(t, db.Pool, function, c.right, c.wrong)
 			} else {
@@ -71,6 +74,19 @@ func TestMistakesInTheFunctionsDifferFromTheModel(t *testing.T) {
 		})
 	}
 
+	// What stands twice in a function, for each of both tables, may be wrong in one place.
+	eachOf := func(algorithm int, right, wrong string, inOneStatement bool) {
+		for nth := range 2 {
+			name := map[bool]string{false: "one after the other", true: "in one statement"}[inOneStatement]
+			check(fmt.Sprint(name, ", place ", nth), functions[algorithm], mistake{algorithm, right, wrong}, func(t *testing.T, db DBTX) {
+				t.Helper()
+				parts := strings.Split(scalar[string](t, db, "SELECT pg_get_functiondef($1::regproc)", functions[algorithm]), right)
+				require.Len(t, parts, 3)
+				exec(t, db, strings.Join(parts[:nth+1], right)+wrong+strings.Join(parts[nth+1:], right))
+			})
+		}
+	}
+
 	for _, c := range []mistake{
 		{fixed, "clock >= s.expires_at OR (s.count | s.credit) = 0", "clock > s.expires_at OR (s.count | s.credit) = 0"},
 		{fixed, "s.window_start - clock > window_us", "s.window_start - clock >= window_us"},
@@ -83,7 +99,7 @@ func TestMistakesInTheFunctionsDifferFromTheModel(t *testing.T) {
 		{sliding, "t - s.window_start >= window_us", "t - s.window_start > window_us"},
 		{sliding, "s.window_start - window_us = taken_in[part]", "taken_in[part] IS NOT NULL"},
 		{sliding, "s.expires_at := clock + reset_after_us", "s.expires_at := s.window_start + 2 * window_us"},
-		{sliding, "greatest(r.cost, 1) - s.credit; -- of so many", "greatest(r.cost, 1);"},
+		{sliding, "greatest(cost, 1) - s.credit; -- of so many", "greatest(cost, 1);"},
 		{bucket, "IF clock >= s.expires_at THEN", "IF clock > s.expires_at + 1 THEN"},
 		{bucket, "t - taken_in[part] <= need / refill", "t - taken_in[part] < need / refill"},
 		{bucket, "s.returned := s.returned + back", "s.returned := s.returned"},
@@ -97,15 +113,71 @@ func TestMistakesInTheFunctionsDifferFromTheModel(t *testing.T) {
 		{log, "IF back = (s.log[needed] & 1023) THEN", "IF false THEN"},
 		{log, "(e.entry >> 10) << 10 = taken_in[part] << 10", "e.nth = cardinality(s.log)"},
 		{log, "IF s.credit = 0 THEN -- as", "IF false THEN -- as"},
-		{all, "least(granted, remaining / r.cost)", "least(granted + 1, remaining / r.cost)"},
-		{all, "asked > -(9223372036854775807 / r.cost)", "asked > 1 - (9223372036854775807 / r.cost)"},
+		{all, "least(granted, remaining / cost)", "least(granted + 1, remaining / cost)"},
+		{all, "asked > -(9223372036854775807 / cost)", "asked > 1 - (9223372036854775807 / cost)"},
 		{all, "locked := CASE WHEN gives AND NOT grants THEN", "locked := CASE WHEN false THEN"}, // refunds make rows
 	} {
 		check("rate_limit_all", "rate_limit_all", c, nil)
 	}
 
+	// Of one key after the other.
 	for _, c := range []mistake{
-		{fixed, "coalesce(counts[1], 1) BETWEEN 1 AND max_count", "coalesce(counts[1], 1) >= 1"},
+		{fixed, "BETWEEN 1 AND max_count / greatest(costs[i], 1)", ">= 1"},
+		{fixed, "r_cost := cost * asked", "r_cost := cost"},
+		{fixed, "count = d.count + r_cost", "count = d.count + r_cost + 1"},
+		{fixed, "d.algorithm = 1 AND", ""},
+		{fixed, "d.since IS NULL AND", ""},
+		{fixed, "d.window_start - clock <= window_us", "d.window_start - clock <= 2 * window_us"},
+		{fixed, "AND d.expires_at = d.window_start + window_us", ""},
+		{fixed, "clock + 10000 < d.expires_at", "clock <= d.expires_at"},
+		{fixed, "r_cost <= max_count - d.count", "r_cost <= max_count - d.count + 1"},
+		{fixed, "clock, clock + window_us", "clock, clock + window_us - 1"},
+		{fixed, "least(asked, remaining / cost)", "least(asked, remaining / cost + 1)"},
+		{fixed, "IF granted > 0 OR moved THEN", "IF granted > 0 THEN"},
+		{fixed, "s.expires_at := clock + reset_after_us", "s.expires_at := clock + reset_after_us + 1"},
+		{fixed, "AND d.algorithm = 1\n", "\n"},
+		{fixed, "undecided := undecided || i::bigint;", "undecided := undecided || n::bigint;"},
+		{sliding, "count = d.count + r_cost", "count = d.count + r_cost + 1"},
+		{sliding, "d.since IS NULL AND", ""},
+		{sliding, "d.window_start - clock <= window_us", "d.window_start - clock <= 2 * window_us"},
+		{sliding, "AND d.expires_at = d.window_start + 2 * window_us", ""},
+		{sliding, "clock + 10000 < d.window_start + window_us", "clock < d.window_start + window_us + 2"},
+		// The window before is forgotten, or rounded in the caller's favour.
+		{sliding, "(d.prev_count * (d.window_start + window_us - greatest(clock, d.window_start)) + window_us - 1) / window_us", "0"},
+		{sliding, "greatest(clock, d.window_start)) + window_us - 1) / window_us", "greatest(clock, d.window_start))) / window_us"},
+		{sliding, "clock, clock + 2 * window_us", "clock, clock + window_us"},
+		{bucket, "* refill - r_cost * every_us,", "* refill - r_cost * every_us - 1,"},
+		{bucket, "window_start = greatest(clock, d.window_start)", "window_start = clock"},
+		{bucket, "+ r_cost * every_us - 1) / refill + 1", "+ r_cost * every_us) / refill + 1"},
+		{bucket, "d.count = 0 AND", ""},
+		{bucket, "d.scale = every_us AND", ""},
+		{bucket, "d.capacity = capacity AND", ""},
+		{bucket, "d.refill = refill AND", ""},
+		{bucket, ">= r_cost * every_us", ">= r_cost * every_us - 1"},
+		{bucket, "credit, scale = s.scale", "credit"},
+		{log, "least(asked, remaining / cost)", "least(asked, remaining / cost + 1)"},
+		{log, "log = s.log", "log = d.log"},
+		{log, "needed := 0;\n                IF granted > 0", "IF granted > 0"},
+	} {
+		check("one after the other", functions[c.algorithm], c, nil)
+	}
+	for algorithm := fixed; algorithm <= log; algorithm++ {
+		for _, stands := range []string{"count = d.count + r_cost", "VALUES (name, keys[i], ", "WHERE d.ctid = s.tid"} {
+			if algorithm == log && stands == "count = d.count + r_cost" {
+				continue // it has no such statement
+			}
+			if algorithm == bucket && stands == "count = d.count + r_cost" {
+				stands = "* refill - r_cost * every_us,"
+			}
+			eachOf(algorithm, stands, map[string]string{
+				"count = d.count + r_cost": "count = d.count + r_cost + 1", "* refill - r_cost * every_us,": "* refill - r_cost * every_us - 1,",
+				"VALUES (name, keys[i], ": "VALUES (name, keys[i] || '?', ", "WHERE d.ctid = s.tid": "WHERE d.ctid = s.tid AND false",
+			}[stands], false)
+		}
+	}
+
+	// Of one statement for many keys, which has to decide all that comes.
+	for _, c := range []mistake{
 		{fixed, "AND max_count / e.cost THEN", "AND max_count / e.cost + 1 THEN"},
 		{fixed, "ELSE 0 END + excluded.count", "ELSE 0 END + 2 * excluded.count"},
 		{fixed, "CASE WHEN clock < d.expires_at THEN d.count ELSE 0 END + excluded.count", "d.count + excluded.count"},
@@ -116,8 +188,8 @@ func TestMistakesInTheFunctionsDifferFromTheModel(t *testing.T) {
 		{fixed, "d.since IS NULL AND", ""},
 		{fixed, "d.window_start - clock <= window_us", "d.window_start - clock <= 2 * window_us"},
 		{fixed, "clock >= d.expires_at", "clock >= d.expires_at - 1"},
-		{fixed, "d.expires_at = d.window_start + window_us AND", ""},
-		{fixed, "d.count + excluded.count <= max_count", "d.count + excluded.count <= max_count + 1"},
+		{fixed, "AND d.expires_at = d.window_start + window_us", ""},
+		{fixed, "excluded.count <= max_count - d.count", "excluded.count <= max_count - d.count + 1"},
 		{sliding, "ELSE 0 END + excluded.count", "ELSE 0 END + 2 * excluded.count"},
 		{sliding, "THEN d.count ELSE 0 END +", "THEN d.count ELSE d.count END +"},
 		{sliding, "WHEN clock < d.expires_at THEN d.count ELSE 0 END,", "ELSE 0 END,"},
@@ -128,8 +200,7 @@ func TestMistakesInTheFunctionsDifferFromTheModel(t *testing.T) {
 		{sliding, "d.since IS NULL AND", ""},
 		{sliding, "d.window_start - clock <= window_us", "d.window_start - clock <= 2 * window_us"},
 		{sliding, "WHEN clock >= d.expires_at THEN clock >= d.window_start + window_us", "WHEN clock >= d.expires_at THEN true"},
-		{sliding, "d.expires_at <> d.window_start + 2 * window_us", "false"},
-		// The window before is forgotten, or rounded in the caller's favour.
+		{sliding, "AND d.expires_at = d.window_start + 2 * window_us", ""},
 		{sliding, "(d.prev_count * (d.window_start + window_us - greatest(clock, d.window_start)) + window_us - 1) / window_us", "0"},
 		{sliding, "greatest(clock, d.window_start)) + window_us - 1) / window_us", "greatest(clock, d.window_start))) / window_us"},
 		{sliding, "(d.count * (d.expires_at - clock) + window_us - 1) / window_us", "0"},
@@ -145,35 +216,24 @@ func TestMistakesInTheFunctionsDifferFromTheModel(t *testing.T) {
 		{bucket, "d.scale = every_us AND", ""},
 		{bucket, "d.capacity = capacity AND", ""},
 		{bucket, "d.refill = refill AND", ""},
-		{bucket, "excluded.credit < full_credit", "true"},
+		{bucket, "(full_credit - excluded.credit) > 0", "true"},
 		{bucket, "d.window_start - clock <= (full_credit - 1) / refill + 1", "d.window_start - clock <= (full_credit - 1) / refill + 2 * every_us"},
-		{bucket, ">= full_credit - excluded.credit", ">= full_credit - excluded.credit - every_us"},
+		{bucket, ">= (full_credit - excluded.credit)", ">= (full_credit - excluded.credit) - every_us"},
 		{bucket, "full_credit - d.credit - 1) / refill END", "full_credit - d.credit - 1) / refill - 1 END"},
 	} {
-		check("takes", functions[c.algorithm], c, nil)
+		check("in one statement", functions[c.algorithm], c, nil)
 	}
 	for algorithm := fixed; algorithm <= bucket; algorithm++ {
 		for _, c := range []mistake{
 			{algorithm, "lag(e.key) OVER w IS DISTINCT FROM e.key AS first", "true AS first"},
 			{algorithm, `WINDOW w AS (ORDER BY octet_length(e.key) DESC, e.key COLLATE "C", e.ord)`, "WINDOW w AS (ORDER BY e.ord)"},
 			{algorithm, "ROW(e.ord, e.units, e.asked,", "ROW(e.ord, e.units, 1,"},
-			{algorithm, "coalesce(ords[a.ord], a.ord)", "a.ord"},
+			{algorithm, "coalesce(undecided[a.ord], a.ord)", "a.ord"},
 		} {
-			check("takes", functions[algorithm], c, nil)
+			check("in one statement", functions[algorithm], c, nil)
 		}
-		// The statement stands four times: for one key and for several, for each of both tables.
 		counted := map[int]string{fixed: "excluded.count,", sliding: "excluded.count,", bucket: "excluded.credit,"}[algorithm]
-		for nth := range 4 {
-			c := mistake{algorithm, counted, fmt.Sprint("one more, in statement ", nth)}
-			check("takes", functions[algorithm], c, func(t *testing.T, db DBTX) {
-				t.Helper()
-				source := scalar[string](t, db, "SELECT pg_get_functiondef($1::regproc)", functions[algorithm])
-				parts := strings.Split(source, counted)
-				require.Len(t, parts, 5)
-				parts[nth] += "1 + "
-				exec(t, db, strings.Join(parts[:nth+1], counted)+counted+strings.Join(parts[nth+1:], counted))
-			})
-		}
+		eachOf(algorithm, counted, "1 + "+counted, true)
 	}
 }
 
@@ -190,14 +250,14 @@ func TestDecidingWithoutTheLockAdmitsTooMany(t *testing.T) {
 	}{
 		"sliding log": {SlidingLog{Limit: 10, Window: year}, "", nil, 7},
 		"sliding log, without locks": {
-			SlidingLog{Limit: 10, Window: year}, "rate_limit_all", []string{"FOR UPDATE SKIP LOCKED", "OFFSET 0", "FOR UPDATE", "OFFSET 0"}, 7, // the 6 are lost
+			SlidingLog{Limit: 10, Window: year}, "rate_limit_sliding_log", []string{"FOR UPDATE", ""}, 7, // the 6 are lost
 		},
 		"fixed window": {FixedWindow{Limit: 10, Window: year}, "", nil, 7},
 		"fixed window, from the row that the statement's snapshot shows": {
 			FixedWindow{Limit: 10, Window: year}, "rate_limit_fixed_window", []string{
-				"clock_timestamp() < decided_at + interval '10 ms'", "true",
-				"d.count + excluded.count <= max_count",
-				"(SELECT r.count FROM public.rate_limit_ephemeral AS r WHERE r.prefix = d.prefix AND r.key = d.key) + excluded.count <= max_count",
+				"IF t BETWEEN clock AND clock + 10000 THEN", "IF true THEN",
+				"r_cost <= max_count - d.count",
+				"r_cost <= max_count - (SELECT r.count FROM public.rate_limit_ephemeral AS r WHERE r.prefix = d.prefix AND r.key = d.key)",
 			}, 13,
 		},
 	} {
@@ -282,8 +342,7 @@ func TestRowThatVanishesIsMissedWithoutTheLoop(t *testing.T) {
 
 	db := pgtest.New(t)
 	rewrite(t, db.Pool, "rate_limit_all", "FOR attempt IN 1 .. 5 LOOP", "FOR attempt IN 1 .. 2 LOOP") // to look, and to make the row
-	config := Config{Name: "test", Policy: SlidingLog{Limit: 10, Window: year}, Timeout: amply}       // which leaves all to rate_limit_all
-	limiter := newLimiter(t, db.NewPool(t, nil), config)
+	limiter := newLimiter(t, db.NewPool(t, nil), Config{Name: "test", Policy: All(FixedWindow{Limit: 10, Window: year}, SlidingLog{Limit: 10, Window: year}), Timeout: amply})
 	_, err := limiter.Allow(t.Context(), "key")
 	var pgErr *pgconn.PgError
 	require.ErrorAs(t, err, &pgErr)
@@ -297,6 +356,7 @@ func TestDenialThatWritesIsSeen(t *testing.T) {
 	for name, policy := range slowPolicies(10) {
 		db := pgtest.New(t)
 		rewrite(t, db.Pool, "rate_limit_all", "IF (granted > 0 AND (changed OR NOT gives)) OR", "IF true OR")
+		rewrite(t, db.Pool, functionOf(policy), "IF granted > 0 OR moved THEN", "IF true THEN")
 		config := Config{Name: "test", Policy: policy, Timeout: amply, NoDenialCache: true}
 		limiter := newLimiter(t, db.NewPool(t, nil), config)
 		_, err := limiter.AllowN(t.Context(), "key", 10)

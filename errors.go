@@ -260,7 +260,7 @@ const schemaVersion = 3
 
 // explain says which version the database has been migrated to if what was called is not there. That takes a query more, but only then.
 func (c *core) explain(ctx context.Context, db DBTX, err error) error {
-	if !errors.Is(err, ErrNotMigrated) {
+	if !errors.Is(err, ErrNotMigrated) || remade(err) {
 		return err
 	}
 	var version int64

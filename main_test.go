@@ -5,6 +5,7 @@ import (
 	"context"
 	"fmt"
 	"os"
+	"regexp"
 	"runtime/pprof"
 	"strconv"
 	"strings"
@@ -276,6 +277,30 @@ func rewrite(t *testing.T, db DBTX, function string, oldNew ...string) {
 		source = strings.ReplaceAll(source, oldNew[i], oldNew[i+1])
 	}
 	exec(t, db, source)
+}
+
+// functionOf is the function that decides by a policy.
+func functionOf(policy Policy) string {
+	return regexp.MustCompile(`rate_limit_\w+`).FindString(policy.statement())
+}
+
+// neverFew has the functions decide a few keys as they decide many: in one statement.
+func neverFew(t *testing.T, db DBTX) {
+	t.Helper()
+	for _, policy := range slowPolicies(1) {
+		rewrite(t, db, functionOf(policy), "few := n BETWEEN", "few := false AND n BETWEEN")
+	}
+}
+
+// neverCheap has the functions leave everything to rate_limit_all.
+func neverCheap(t *testing.T, db DBTX) {
+	t.Helper()
+	neverFew(t, db)
+	for _, policy := range slowPolicies(1) {
+		if _, log := policy.(SlidingLog); !log {
+			rewrite(t, db, functionOf(policy), "IF NOT few AND", "IF false AND")
+		}
+	}
 }
 
 // offspring runs a function, and returns how to count the goroutines that it has started, and these have started, and that

@@ -321,22 +321,22 @@ func TestRareStepsOfLogsEqualTheModel(t *testing.T) {
 	giveBack := ask(c1, -6, 1)
 	giveBack.elements[0].refund = []take{{units: 6, in: c9}}
 	for name, test := range map[string]struct {
-		steps        []step
-		right, wrong string
+		steps                  []step
+		function, right, wrong string
 	}{
 		"a refund of the newest entry moves the log's own time back, which what comes behind it goes by": {
 			[]step{ask(c0, 2), ask(c9, 6), giveBack},
-			"s.window_start := t - (t - (s.log[newest] >> 10) & age_bits);", "",
+			"rate_limit_all", "s.window_start := t - (t - (s.log[newest] >> 10) & age_bits);", "",
 		},
 		"a denial waits for as many entries as the credit lacks": {
 			[]step{ask(c0, -5), ask(c1, 4), ask(c2, 8), ask(c4, 6)},
-			"s.count - s.credit + greatest", "s.count + greatest",
+			"rate_limit_sliding_log", "s.count - s.credit + greatest", "s.count + greatest",
 		},
 	} {
 		for _, broken := range []bool{false, true} {
 			db := pgtest.New(t)
 			if broken {
-				rewrite(t, db.Pool, "rate_limit_all", test.right, test.wrong)
+				rewrite(t, db.Pool, test.function, test.right, test.wrong)
 			}
 			err := replay(t.Context(), db.Pool, "", test.steps, 10)
 			if !broken {

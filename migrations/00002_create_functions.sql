@@ -161,6 +161,7 @@ DECLARE
     first_pass integer;
     locked boolean;    -- its rows are to be locked
     decided_at timestamptz;
+    cost bigint;
     asked bigint;
     granted bigint;
     remaining bigint;
@@ -646,18 +647,18 @@ BEGIN
                     IF writers[at] <> algorithm THEN -- as if there were none
                         s := ROW(s.ord, s.cost, s.asked, s.tid, 0, 0, 0, 0, NULL, 0, NULL, NULL, NULL, NULL, NULL);
                     END IF;
-                    r.cost := costs[part];
+                    cost := costs[part];
                     moved := false;
                     max_count := limits[part];
                     window_us := spans_us[part];
                     refill := refills[part];
                     CASE algorithm
                     WHEN 1 THEN
-                        IF pass = first_pass AND ((r.cost >= 1 OR just_look OR gives OR r.cost = 0 AND to_part = from_part) AND max_count >= 1 AND window_us BETWEEN 1 AND 2251799813685248 AND max_count <= 4611686018427387904 / window_us) IS NOT TRUE THEN
+                        IF pass = first_pass AND ((cost >= 1 OR just_look OR gives OR cost = 0 AND to_part = from_part) AND max_count >= 1 AND window_us BETWEEN 1 AND 2251799813685248 AND max_count <= 4611686018427387904 / window_us) IS NOT TRUE THEN
                             RAISE EXCEPTION 'rate_limit: the numbers of part % are outside the exact range', part
                                 USING ERRCODE = 'invalid_parameter_value', HINT = 'Of limit, span and refill: max_count and window_us are at least 1, window_us is at most 2^51, and their product is at most 2^62.';
                         END IF;
-                        CONTINUE WHEN pass = 1 AND asked = 1 AND r.cost <= max_count - s.count; -- what fits into less, fits: saves the rest
+                        CONTINUE WHEN pass = 1 AND asked = 1 AND cost <= max_count - s.count; -- what fits into less, fits: saves the rest
                         IF clock >= s.expires_at OR (s.count | s.credit) = 0 THEN
                             s.count := 0;
                             s.credit := 0;
@@ -676,7 +677,7 @@ BEGIN
                         END IF;
                         IF gives AND pass = 2 THEN
                             -- By division, because the product could overflow.
-                            units := CASE WHEN asked > -(9223372036854775807 / r.cost) THEN 9223372036854775807 ELSE -asked * r.cost END;
+                            units := CASE WHEN asked > -(9223372036854775807 / cost) THEN 9223372036854775807 ELSE -asked * cost END;
                             IF grants THEN
                                 changed := true;
                                 s.credit := least(s.credit + least(units, 2305843009213693952), 2305843009213693952);
@@ -707,11 +708,11 @@ BEGIN
                         remaining := greatest(max_count - s.count, 0);
                         remaining := remaining + s.credit;
                     WHEN 2 THEN
-                        IF pass = first_pass AND ((r.cost >= 1 OR just_look OR gives OR r.cost = 0 AND to_part = from_part) AND max_count >= 1 AND window_us BETWEEN 1 AND 2251799813685248 AND max_count <= 4611686018427387904 / window_us) IS NOT TRUE THEN
+                        IF pass = first_pass AND ((cost >= 1 OR just_look OR gives OR cost = 0 AND to_part = from_part) AND max_count >= 1 AND window_us BETWEEN 1 AND 2251799813685248 AND max_count <= 4611686018427387904 / window_us) IS NOT TRUE THEN
                             RAISE EXCEPTION 'rate_limit: the numbers of part % are outside the exact range', part
                                 USING ERRCODE = 'invalid_parameter_value', HINT = 'Of limit, span and refill: max_count and window_us are at least 1, window_us is at most 2^51, and their product is at most 2^62.';
                         END IF;
-                        CONTINUE WHEN pass = 1 AND asked = 1 AND r.cost <= max_count - s.count - s.prev_count; -- what fits into less, fits: saves the rest
+                        CONTINUE WHEN pass = 1 AND asked = 1 AND cost <= max_count - s.count - s.prev_count; -- what fits into less, fits: saves the rest
                         IF clock >= s.expires_at OR (s.count | s.prev_count | s.credit) = 0 THEN
                             s.credit := 0;
                             s.count := 0;
@@ -738,7 +739,7 @@ BEGIN
                         END IF;
                         IF gives AND pass = 2 THEN
                             -- By division, because the product could overflow.
-                            units := CASE WHEN asked > -(9223372036854775807 / r.cost) THEN 9223372036854775807 ELSE -asked * r.cost END;
+                            units := CASE WHEN asked > -(9223372036854775807 / cost) THEN 9223372036854775807 ELSE -asked * cost END;
                             IF grants THEN
                                 changed := true;
                                 s.credit := least(s.credit + least(units, 2305843009213693952), 2305843009213693952);
@@ -778,12 +779,12 @@ BEGIN
                         END, 0);
                         remaining := remaining + s.credit;
                     WHEN 3 THEN
-                        IF pass = first_pass AND ((r.cost >= 1 OR just_look OR gives OR r.cost = 0 AND to_part = from_part) AND capacity >= 1 AND refill >= 1 AND every_us BETWEEN 1 AND 2251799813685248 AND capacity <= 4611686018427387904 / every_us
+                        IF pass = first_pass AND ((cost >= 1 OR just_look OR gives OR cost = 0 AND to_part = from_part) AND capacity >= 1 AND refill >= 1 AND every_us BETWEEN 1 AND 2251799813685248 AND capacity <= 4611686018427387904 / every_us
                                 AND (capacity * every_us - 1) / refill < 2251799813685248) IS NOT TRUE THEN
                             RAISE EXCEPTION 'rate_limit: the numbers of part % are outside the exact range', part
                                 USING ERRCODE = 'invalid_parameter_value', HINT = 'Of limit, span and refill: capacity, refill and every_us are at least 1, every_us is at most 2^51, capacity * every_us is at most 2^62, and divided by refill it is at most 2^51.';
                         END IF;
-                        CONTINUE WHEN pass = 1 AND asked = 1 AND s.scale = every_us AND r.cost <= least(s.credit / every_us, capacity); -- what fits into less, fits: saves the rest
+                        CONTINUE WHEN pass = 1 AND asked = 1 AND s.scale = every_us AND cost <= least(s.credit / every_us, capacity); -- what fits into less, fits: saves the rest
                         full_credit := capacity * every_us;
                         IF clock >= s.expires_at THEN
                             s.count := 0;
@@ -829,7 +830,7 @@ BEGIN
                         s.window_start := t;
                         IF gives AND pass = 2 THEN
                             -- By division, because the product could overflow.
-                            units := CASE WHEN asked > -(9223372036854775807 / r.cost) THEN 9223372036854775807 ELSE -asked * r.cost END;
+                            units := CASE WHEN asked > -(9223372036854775807 / cost) THEN 9223372036854775807 ELSE -asked * cost END;
                             IF grants THEN
                                 changed := true;
                                 s.count := least(s.count + least(units, 2305843009213693952), 2305843009213693952);
@@ -871,11 +872,11 @@ BEGIN
                         remaining := s.credit / every_us;
                         remaining := remaining + s.count;
                     WHEN 4 THEN
-                        IF pass = first_pass AND ((r.cost >= 1 OR just_look OR gives OR r.cost = 0 AND to_part = from_part) AND max_count BETWEEN 1 AND 1000 AND window_us BETWEEN 1 AND 2251799813685248) IS NOT TRUE THEN
+                        IF pass = first_pass AND ((cost >= 1 OR just_look OR gives OR cost = 0 AND to_part = from_part) AND max_count BETWEEN 1 AND 1000 AND window_us BETWEEN 1 AND 2251799813685248) IS NOT TRUE THEN
                             RAISE EXCEPTION 'rate_limit: the numbers of part % are outside the exact range', part
                                 USING ERRCODE = 'invalid_parameter_value', HINT = 'Of limit, span and refill: max_count and window_us are at least 1, max_count is at most 1000, and window_us at most 2^51.';
                         END IF;
-                        CONTINUE WHEN pass = 1 AND asked = 1 AND r.cost <= max_count - s.count; -- what fits into less, fits: saves the rest
+                        CONTINUE WHEN pass = 1 AND asked = 1 AND cost <= max_count - s.count; -- what fits into less, fits: saves the rest
                         IF clock >= s.expires_at OR (s.count | s.credit) = 0 THEN
                             s.count := 0;
                             s.credit := 0;
@@ -907,7 +908,7 @@ BEGIN
                         END IF;
                         IF gives AND pass = 2 THEN
                             -- By division, because the product could overflow.
-                            units := CASE WHEN asked > -(9223372036854775807 / r.cost) THEN 9223372036854775807 ELSE -asked * r.cost END;
+                            units := CASE WHEN asked > -(9223372036854775807 / cost) THEN 9223372036854775807 ELSE -asked * cost END;
                             IF grants THEN
                                 changed := true;
                                 s.credit := least(s.credit + least(units, 2305843009213693952), 2305843009213693952);
@@ -958,8 +959,8 @@ BEGIN
                             USING ERRCODE = 'invalid_parameter_value', HINT = 'Write 1 for a fixed window, 2 for a sliding window, 3 for a token bucket, 4 for a sliding window log.';
                     END CASE;
                     IF pass = first_pass AND NOT (just_look OR gives) THEN
-                        any_moved := any_moved OR (moved AND r.cost > remaining AND r.cost <= max_count);
-                        granted := CASE WHEN r.cost BETWEEN 1 AND max_count THEN least(granted, remaining / r.cost) ELSE 0 END;
+                        any_moved := any_moved OR (moved AND cost > remaining AND cost <= max_count);
+                        granted := CASE WHEN cost BETWEEN 1 AND max_count THEN least(granted, remaining / cost) ELSE 0 END;
                     END IF;
                     CONTINUE WHEN pass = 1;
 
@@ -967,41 +968,43 @@ BEGIN
                     needed := 0;
                     retry_after_us := CASE
                         WHEN granted = asked THEN 0
-                        WHEN r.cost > max_count THEN NULL
-                        WHEN remaining - granted * r.cost >= greatest(r.cost, 1) THEN 0
+                        WHEN cost > max_count THEN NULL
+                        WHEN remaining - granted * cost >= greatest(cost, 1) THEN 0
                         ELSE 1 -- see below
                     END;
                     CASE algorithm
                     WHEN 1 THEN
                         IF granted > 0 AND NOT gives THEN
-                            IF s.credit > 0 THEN -- for what there is no ordinary room
-                                spent := greatest(granted * r.cost - (remaining - s.credit), 0);
+                            IF s.credit > 0 THEN
+                                spent := greatest(granted * cost - (remaining - s.credit), 0);
                                 s.credit := s.credit - spent;
                             END IF;
-                            units := granted * r.cost - spent;
+                            units := granted * cost - spent;
                             s.count := s.count + units;
                             s.expires_at := t + window_us;
-                            remaining := remaining - granted * r.cost;
+                            remaining := remaining - granted * cost;
                         END IF;
                         IF retry_after_us > 0 THEN
                             free_at := s.window_start + window_us;
                             retry_after_us := least(free_at, s.expires_at) - clock;
                         END IF;
-                        reset_after_us := CASE WHEN s.credit > 0 THEN s.expires_at
-                            ELSE greatest(least(coalesce(CASE WHEN s.count > 0 THEN s.window_start + window_us END, clock), s.expires_at), clock) END - clock;
+                        reset_after_us := CASE
+                            WHEN s.credit > 0 THEN s.expires_at
+                            ELSE greatest(least(coalesce(CASE WHEN s.count > 0 THEN s.window_start + window_us END, clock), s.expires_at), clock)
+                        END - clock;
                     WHEN 2 THEN
                         IF granted > 0 AND NOT gives THEN
-                            IF s.credit > 0 THEN -- for what there is no ordinary room
-                                spent := greatest(granted * r.cost - (remaining - s.credit), 0);
+                            IF s.credit > 0 THEN
+                                spent := greatest(granted * cost - (remaining - s.credit), 0);
                                 s.credit := s.credit - spent;
                             END IF;
-                            units := granted * r.cost - spent;
+                            units := granted * cost - spent;
                             s.count := s.count + units;
                             s.expires_at := t + 2 * window_us;
-                            remaining := remaining - granted * r.cost;
+                            remaining := remaining - granted * cost;
                         END IF;
                         IF retry_after_us > 0 THEN
-                            free_at := greatest(r.cost, 1) - s.credit; -- of so many
+                            free_at := greatest(cost, 1) - s.credit; -- of so many
                             free_at := t + CASE
                                 -- They fit into this window, once prev_count * rest has fallen to what is left of max_count * window_us.
                                 WHEN free_at <= max_count - s.count THEN rest - (max_count - s.count - free_at) * window_us / s.prev_count
@@ -1010,32 +1013,36 @@ BEGIN
                             END;
                             retry_after_us := least(free_at, s.expires_at) - clock;
                         END IF;
-                        reset_after_us := CASE WHEN s.credit > 0 THEN s.expires_at
-                            ELSE greatest(least(coalesce(CASE WHEN s.count > 0 THEN s.window_start + 2 * window_us WHEN s.prev_count > 0 THEN s.window_start + window_us END, clock), s.expires_at), clock) END - clock;
+                        reset_after_us := CASE
+                            WHEN s.credit > 0 THEN s.expires_at
+                            ELSE greatest(least(coalesce(CASE WHEN s.count > 0 THEN s.window_start + 2 * window_us WHEN s.prev_count > 0 THEN s.window_start + window_us END, clock), s.expires_at), clock)
+                        END - clock;
                     WHEN 3 THEN
                         IF granted > 0 AND NOT gives THEN
-                            IF s.count > 0 THEN -- for what there is no ordinary room
-                                spent := greatest(granted * r.cost - (remaining - s.count), 0);
+                            IF s.count > 0 THEN
+                                spent := greatest(granted * cost - (remaining - s.count), 0);
                                 s.count := s.count - spent;
                             END IF;
-                            units := granted * r.cost - spent;
+                            units := granted * cost - spent;
                             s.credit := s.credit - units * every_us;
                             s.expires_at := t + (capacity * every_us - 1) / refill + 1;
-                            remaining := remaining - granted * r.cost;
+                            remaining := remaining - granted * cost;
                         END IF;
                         IF retry_after_us > 0 THEN
-                            free_at := t + ((greatest(r.cost, 1) - s.count) * every_us - s.credit - 1) / refill + 1;
+                            free_at := t + ((greatest(cost, 1) - s.count) * every_us - s.credit - 1) / refill + 1;
                             retry_after_us := least(free_at, s.expires_at) - clock;
                         END IF;
-                        reset_after_us := CASE WHEN s.count > 0 THEN s.expires_at
-                            ELSE greatest(least(coalesce(CASE WHEN s.credit < full_credit THEN t + (full_credit - s.credit - 1) / refill + 1 END, clock), s.expires_at), clock) END - clock;
+                        reset_after_us := CASE
+                            WHEN s.count > 0 THEN s.expires_at
+                            ELSE greatest(least(coalesce(CASE WHEN s.credit < full_credit THEN t + (full_credit - s.credit - 1) / refill + 1 END, clock), s.expires_at), clock)
+                        END - clock;
                     WHEN 4 THEN
                         IF granted > 0 AND NOT gives THEN
-                            IF s.credit > 0 THEN -- for what there is no ordinary room
-                                spent := greatest(granted * r.cost - (remaining - s.credit), 0);
+                            IF s.credit > 0 THEN
+                                spent := greatest(granted * cost - (remaining - s.credit), 0);
                                 s.credit := s.credit - spent;
                             END IF;
-                            units := granted * r.cost - spent;
+                            units := granted * cost - spent;
                             s.count := s.count + units;
                             IF units > 0 THEN
                                 newest := coalesce(cardinality(s.log), 0);
@@ -1047,11 +1054,11 @@ BEGIN
                                 s.window_start := t;
                             END IF;
                             s.expires_at := t + window_us;
-                            remaining := remaining - granted * r.cost;
+                            remaining := remaining - granted * cost;
                         END IF;
                         IF retry_after_us > 0 THEN
                             -- When enough of the oldest entries have left.
-                            units := s.count - s.credit + greatest(r.cost, 1) - max_count;
+                            units := s.count - s.credit + greatest(cost, 1) - max_count;
                             WHILE units > 0 LOOP
                                 needed := needed + 1;
                                 units := units - (s.log[needed] & 1023);
@@ -1059,11 +1066,13 @@ BEGIN
                             free_at := t + window_us - (t - (s.log[needed] >> 10) & age_bits);
                             retry_after_us := least(free_at, s.expires_at) - clock;
                         END IF;
-                        reset_after_us := CASE WHEN s.credit > 0 THEN s.expires_at
-                            ELSE greatest(least(coalesce(CASE WHEN s.count > 0 THEN s.window_start + window_us END, clock), s.expires_at), clock) END - clock;
+                        reset_after_us := CASE
+                            WHEN s.credit > 0 THEN s.expires_at
+                            ELSE greatest(least(coalesce(CASE WHEN s.count > 0 THEN s.window_start + window_us END, clock), s.expires_at), clock)
+                        END - clock;
                     END CASE;
 
-                    IF (granted > 0 AND (changed OR NOT gives)) OR (moved AND r.cost > 0 AND retry_after_us > 0) THEN
+                    IF (granted > 0 AND (changed OR NOT gives)) OR (moved AND cost > 0 AND retry_after_us > 0) THEN
                         s.expires_at := clock + reset_after_us;
                         asked_rows[at] := s;
                         writers[at] := algorithm;
@@ -1192,121 +1201,212 @@ CREATE FUNCTION rate_limit_fixed_window(
 RETURNS SETOF rate_limit_decision
 LANGUAGE plpgsql
 SECURITY DEFINER
-SET enable_seqscan = off
+SET enable_seqscan = off -- a plan must not depend on how small the table was when it was made
 SET enable_nestloop = off -- two lists of keys are joined below, and the planner takes them for short ones
 AS $$
 #variable_conflict use_variable
 DECLARE
-    ords bigint[];         -- the places of the elements that are left, if not all are
-    decided_at timestamptz := coalesce(now, clock_timestamp());
-    clock bigint := (extract(epoch FROM decided_at) * 1000000)::bigint;
+    decided_at timestamptz;
+    clock bigint;
+    taken rate_limit_row[]; -- the rows that one statement took from, or made; their cost is what was taken
     t bigint;
-    r rate_limit_row;      -- what one key is asked for
-    r_cost bigint;         -- all of it, and the row that it was taken from
+    n integer := cardinality(keys);
+    few boolean;            -- decide one key after the other
+    undecided bigint[];     -- the places of those that this has left
+    give_up timestamptz;
+    cost bigint := 1;       -- what is asked for the key at hand
+    asked bigint := 1;
+    r_cost bigint := 1;     -- all of it, and its row if it took that
     r_count bigint;
     r_window_start bigint;
     r_expires_at bigint;
-    taken rate_limit_row[]; -- the rows that were taken from, or made; their cost is what was taken
-    refused boolean := false; -- or which it does not fit into:
-    s rate_limit_row;
-    moved boolean := false;
+    s rate_limit_row;       -- or else that row's state
+    moved boolean;          -- the clock has jumped back, and the row with it
+    granted bigint;
     remaining bigint;
+    spent bigint;
+    units bigint;
     free_at bigint;
     retry_after_us bigint;
     reset_after_us bigint;
     ignored text;
 BEGIN
-    -- One key, as in most calls of an application that is not under load. Each operator costs here: plpgsql makes an expression anew
-    -- in every transaction.
-    IF taken_in IS NULL AND NOT skip_held AND cardinality(keys) = 1 AND octet_length(keys[1]) BETWEEN 1 AND 512
-            AND coalesce(costs[1], 1) BETWEEN 1 AND max_count AND coalesce(cardinality(costs), 1) = 1
-            AND coalesce(counts[1], 1) BETWEEN 1 AND max_count / coalesce(costs[1], 1) AND coalesce(cardinality(counts), 1) = 1
-            AND octet_length(name) BETWEEN 1 AND 128 AND max_count >= 1 AND window_us BETWEEN 1 AND 2251799813685248 AND max_count <= 4611686018427387904 / window_us THEN
-        r.cost := coalesce(costs[1], 1);
-        r.asked := coalesce(counts[1], 1);
-        r_cost := r.cost * r.asked;
-        IF lock_timeout_ms IS NOT NULL OR synchronous_commit IS NOT NULL THEN
-            ignored := concat(
-                CASE WHEN lock_timeout_ms IS NOT NULL THEN set_config('lock_timeout', lock_timeout_ms::text, true) END,
-                CASE WHEN synchronous_commit IS NOT NULL THEN set_config('synchronous_commit', synchronous_commit::text, true) END);
+    -- One key, as in most calls of an application that is not under load, or a few, in the order of locking: one after the other. Each
+    -- operator counts here, since plpgsql makes an expression anew in every transaction.
+    few := n BETWEEN 1 AND 8 AND taken_in IS NULL AND NOT skip_held;
+    IF few AND (n > 1 OR costs IS NOT NULL OR counts IS NOT NULL) THEN
+        few := coalesce(cardinality(costs), n) = n AND coalesce(cardinality(counts), n) = n;
+        FOR i IN 1 .. n LOOP
+            few := few AND coalesce(costs[i], 1) BETWEEN 1 AND max_count AND coalesce(counts[i], 1) BETWEEN 1 AND max_count / greatest(costs[i], 1);
+        END LOOP;
+        FOR i IN 2 .. n LOOP
+            few := few AND (-octet_length(keys[i - 1]), keys[i - 1] COLLATE "C") <= (-octet_length(keys[i]), keys[i] COLLATE "C");
+        END LOOP;
+    END IF;
+    IF few THEN
+        IF lock_timeout_ms IS NOT NULL THEN
+            ignored := set_config('lock_timeout', lock_timeout_ms::text, true);
         END IF;
-        IF durable IS NOT TRUE THEN
-            INSERT INTO rate_limit_ephemeral AS d (prefix, key, algorithm, count, window_start, expires_at)
-            VALUES (name, keys[1], 1, r_cost, clock, clock + window_us)
-            ON CONFLICT (prefix, key) DO UPDATE SET
-                count = CASE WHEN clock < d.expires_at THEN d.count ELSE 0 END + excluded.count,
-                window_start = CASE WHEN clock < d.expires_at THEN d.window_start ELSE clock END,
-                expires_at = CASE WHEN clock < d.expires_at THEN d.expires_at ELSE excluded.expires_at END
-            WHERE (clock_timestamp() < decided_at + interval '10 ms' OR now IS NOT NULL OR lock_timeout_ms IS NOT NULL AND clock_timestamp() > decided_at + lock_timeout_ms * interval '25 ms' AND rate_limit_late())
-                AND d.algorithm = 1 AND d.since IS NULL AND excluded.count > 0 AND d.window_start - clock <= window_us
-                    AND (clock >= d.expires_at
-                        OR clock + 10000 < d.expires_at AND d.expires_at = d.window_start + window_us AND d.count + excluded.count <= max_count)
-            RETURNING d.count, d.window_start, d.expires_at
-            INTO r_count, r_window_start, r_expires_at;
-            IF NOT found THEN
-                SELECT d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at, d.since, d.capacity, d.refill, d.returned INTO s.count, s.prev_count, s.window_start, s.credit, s.scale, s.expires_at, s.since, s.capacity, s.refill, s.returned
-                FROM rate_limit_ephemeral AS d WHERE d.prefix = name AND d.key = keys[1] AND d.algorithm = 1;
-                refused := found;
-            END IF;
-        ELSE
-            INSERT INTO rate_limit_durable AS d (prefix, key, algorithm, count, window_start, expires_at)
-            VALUES (name, keys[1], 1, r_cost, clock, clock + window_us)
-            ON CONFLICT (prefix, key) DO UPDATE SET
-                count = CASE WHEN clock < d.expires_at THEN d.count ELSE 0 END + excluded.count,
-                window_start = CASE WHEN clock < d.expires_at THEN d.window_start ELSE clock END,
-                expires_at = CASE WHEN clock < d.expires_at THEN d.expires_at ELSE excluded.expires_at END
-            WHERE (clock_timestamp() < decided_at + interval '10 ms' OR now IS NOT NULL OR lock_timeout_ms IS NOT NULL AND clock_timestamp() > decided_at + lock_timeout_ms * interval '25 ms' AND rate_limit_late())
-                AND d.algorithm = 1 AND d.since IS NULL AND excluded.count > 0 AND d.window_start - clock <= window_us
-                    AND (clock >= d.expires_at
-                        OR clock + 10000 < d.expires_at AND d.expires_at = d.window_start + window_us AND d.count + excluded.count <= max_count)
-            RETURNING d.count, d.window_start, d.expires_at
-            INTO r_count, r_window_start, r_expires_at;
-            IF NOT found THEN
-                SELECT d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at, d.since, d.capacity, d.refill, d.returned INTO s.count, s.prev_count, s.window_start, s.credit, s.scale, s.expires_at, s.since, s.capacity, s.refill, s.returned
-                FROM rate_limit_durable AS d WHERE d.prefix = name AND d.key = keys[1] AND d.algorithm = 1;
-                refused := found;
-            END IF;
+        IF synchronous_commit IS NOT NULL THEN
+            ignored := set_config('synchronous_commit', synchronous_commit::text, true);
         END IF;
-        IF refused THEN -- by the row as it is now: this transaction has locked it
+        FOR i IN 1 .. n LOOP
+            IF i > 1 THEN -- the rows before this one are locked
+                give_up := coalesce(give_up, clock_timestamp() + lock_timeout_ms * interval '25 ms');
+                EXIT WHEN now IS NULL AND clock_timestamp() > give_up AND rate_limit_late();
+            END IF;
+            IF costs IS NOT NULL OR counts IS NOT NULL THEN
+                cost := coalesce(costs[i], 1);
+                asked := coalesce(counts[i], 1);
+                r_cost := cost * asked;
+            END IF;
+            -- Most take from a row as it stands. (That there is one tells that all arguments are valid, since they are those of the row.)
             decided_at := coalesce(now, clock_timestamp());
             clock := (extract(epoch FROM decided_at) * 1000000)::bigint;
-            IF clock >= s.expires_at OR (s.count | s.credit) = 0 THEN
-                s.count := 0;
-                s.credit := 0;
-                s.window_start := clock;
-                s.since := NULL;
-            ELSIF s.window_start - clock > window_us THEN
-                s.window_start := clock;
-                s.expires_at := clock + window_us;
-                moved := true;
+            IF durable IS NOT TRUE THEN
+                UPDATE rate_limit_ephemeral AS d SET count = d.count + r_cost
+                WHERE d.prefix = name AND d.key = keys[i]
+                    AND d.algorithm = 1 AND d.since IS NULL AND d.window_start - clock <= window_us
+                        AND clock + 10000 < d.expires_at AND d.expires_at = d.window_start + window_us
+                        AND r_cost <= max_count - d.count
+                RETURNING d.count, d.window_start, d.expires_at
+                INTO r_count, r_window_start, r_expires_at;
+            ELSE
+                UPDATE rate_limit_durable AS d SET count = d.count + r_cost
+                WHERE d.prefix = name AND d.key = keys[i]
+                    AND d.algorithm = 1 AND d.since IS NULL AND d.window_start - clock <= window_us
+                        AND clock + 10000 < d.expires_at AND d.expires_at = d.window_start + window_us
+                        AND r_cost <= max_count - d.count
+                RETURNING d.count, d.window_start, d.expires_at
+                INTO r_count, r_window_start, r_expires_at;
             END IF;
-            t := greatest(clock, s.window_start);
-            IF t - s.window_start >= window_us OR s.count = 0 THEN
-                s.count := 0;
-                s.window_start := t;
-                s.since := CASE WHEN s.credit > 0 THEN s.since END;
+            IF found THEN
+                decided_at := coalesce(now, clock_timestamp());
+                t := (extract(epoch FROM decided_at) * 1000000)::bigint;
+                IF t BETWEEN clock AND clock + 10000 THEN
+                    RETURN NEXT ROW(i::bigint, asked, max_count - r_count, 0::bigint, r_window_start + window_us - t,
+                            decided_at, r_count, 0::bigint, r_window_start, 0::bigint, NULL::bigint, r_expires_at, NULL::bigint[],
+                            NULL::bigint, r_window_start, NULL::bigint, 0::bigint);
+                    CONTINUE;
+                END IF;
+                -- The row was waited for, or the clock was set meanwhile: by what it is now, another decision may be due.
+                IF durable IS NOT TRUE THEN
+                    UPDATE rate_limit_ephemeral AS d SET count = d.count - r_cost WHERE d.prefix = name AND d.key = keys[i];
+                ELSE
+                    UPDATE rate_limit_durable AS d SET count = d.count - r_cost WHERE d.prefix = name AND d.key = keys[i];
+                END IF;
             END IF;
-            remaining := greatest(max_count - s.count, 0);
-            remaining := remaining + s.credit;
-            IF remaining < r.cost AND NOT moved THEN
-                free_at := s.window_start + window_us;
-                retry_after_us := least(free_at, s.expires_at) - clock;
-                reset_after_us := CASE WHEN s.credit > 0 THEN s.expires_at
-                    ELSE greatest(least(coalesce(CASE WHEN s.count > 0 THEN s.window_start + window_us END, clock), s.expires_at), clock) END - clock;
-                RETURN NEXT ROW(1::bigint, 0::bigint, remaining, retry_after_us, reset_after_us, decided_at, s.count, s.prev_count, s.window_start,
-                    s.credit, s.scale, s.expires_at, NULL::bigint[], s.since, s.window_start, NULL::bigint, 0::bigint);
-                RETURN;
+            IF (max_count >= 1 AND window_us BETWEEN 1 AND 2251799813685248 AND max_count <= 4611686018427387904 / window_us AND octet_length(name) BETWEEN 1 AND 128 AND octet_length(keys[i]) BETWEEN 1 AND 512) IS NOT TRUE THEN
+                undecided := undecided || i::bigint; -- and so is the error
+                CONTINUE;
             END IF;
-        ELSIF found THEN
-            t := (extract(epoch FROM coalesce(now, clock_timestamp())) * 1000000)::bigint;
-            IF t BETWEEN clock AND clock + 10000 THEN
-                t := CASE WHEN r_count = r_cost THEN r_window_start ELSE least(t, r_window_start + window_us - 1) END;
-                RETURN NEXT ROW(1::bigint, r.asked, max_count - r_count, 0::bigint, r_window_start + window_us - t,
-                        decided_at + (t - clock) * interval '1 microsecond', r_count, 0::bigint, r_window_start, 0::bigint, NULL::bigint, r_expires_at, NULL::bigint[],
-                        NULL::bigint, r_window_start, NULL::bigint, 0::bigint);
-                RETURN;
-            END IF;
-            taken := ARRAY[ROW(1, r_cost, r.asked, NULL, r_count, 0, r_window_start, 0, NULL, r_expires_at, NULL, NULL, NULL, NULL, NULL)::rate_limit_row];
+            FOR attempt IN 1 .. 3 LOOP
+                IF attempt = 3 THEN -- another algorithm has written it, or somebody deletes it all the time
+                    undecided := undecided || i::bigint;
+                    EXIT;
+                END IF;
+                IF durable IS NOT TRUE THEN
+                    SELECT NULL::bigint, NULL::bigint, NULL::bigint, d.ctid, d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at, d.since, d.capacity, d.refill, d.returned, d.log INTO s
+                    FROM rate_limit_ephemeral AS d
+                    WHERE d.prefix = name AND d.key = keys[i] AND d.algorithm = 1
+                    FOR UPDATE;
+                ELSE
+                    SELECT NULL::bigint, NULL::bigint, NULL::bigint, d.ctid, d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at, d.since, d.capacity, d.refill, d.returned, d.log INTO s
+                    FROM rate_limit_durable AS d
+                    WHERE d.prefix = name AND d.key = keys[i] AND d.algorithm = 1
+                    FOR UPDATE;
+                END IF;
+                IF NOT found THEN -- what is asked fits into a new one
+                    IF attempt > 1 THEN
+                        decided_at := coalesce(now, clock_timestamp());
+                        clock := (extract(epoch FROM decided_at) * 1000000)::bigint;
+                    END IF;
+                    IF durable IS NOT TRUE THEN
+                        INSERT INTO rate_limit_ephemeral AS d (prefix, key, algorithm, count, window_start, expires_at)
+                        VALUES (name, keys[i], 1, r_cost, clock, clock + window_us)
+                        ON CONFLICT (prefix, key) DO NOTHING
+                        RETURNING d.count, d.window_start, d.expires_at
+                        INTO r_count, r_window_start, r_expires_at;
+                    ELSE
+                        INSERT INTO rate_limit_durable AS d (prefix, key, algorithm, count, window_start, expires_at)
+                        VALUES (name, keys[i], 1, r_cost, clock, clock + window_us)
+                        ON CONFLICT (prefix, key) DO NOTHING
+                        RETURNING d.count, d.window_start, d.expires_at
+                        INTO r_count, r_window_start, r_expires_at;
+                    END IF;
+                    CONTINUE WHEN NOT found; -- somebody else has made it
+                    -- If they rolled back, this one has waited for them, and its clock is too old.
+                    IF now IS NULL AND clock_timestamp() > decided_at + interval '10 ms' THEN
+                        PERFORM rate_limit_reset(name, keys[i], durable, NULL::integer, NULL::boolean);
+                        CONTINUE;
+                    END IF;
+                    RETURN NEXT ROW(i::bigint, asked, max_count - r_count, 0::bigint, r_window_start + window_us - clock,
+                            decided_at, r_count, 0::bigint, r_window_start, 0::bigint, NULL::bigint, r_expires_at, NULL::bigint[],
+                            NULL::bigint, r_window_start, NULL::bigint, 0::bigint);
+                    EXIT;
+                END IF;
+                -- The clock is read with the row locked: read before, it could be older than the row.
+                decided_at := coalesce(now, clock_timestamp());
+                clock := (extract(epoch FROM decided_at) * 1000000)::bigint;
+                moved := false;
+                IF clock >= s.expires_at OR (s.count | s.credit) = 0 THEN
+                    s.count := 0;
+                    s.credit := 0;
+                    s.window_start := clock;
+                    s.since := NULL;
+                ELSIF s.window_start - clock > window_us THEN
+                    s.window_start := clock;
+                    s.expires_at := clock + window_us;
+                    moved := true;
+                END IF;
+                t := greatest(clock, s.window_start);
+                IF t - s.window_start >= window_us OR s.count = 0 THEN
+                    s.count := 0;
+                    s.window_start := t;
+                    s.since := CASE WHEN s.credit > 0 THEN s.since END;
+                END IF;
+                remaining := greatest(max_count - s.count, 0);
+                remaining := remaining + s.credit;
+                granted := least(asked, remaining / cost);
+                retry_after_us := CASE WHEN granted = asked THEN 0 ELSE 1 END;
+                spent := 0;
+                IF granted > 0 THEN
+                    IF s.credit > 0 THEN
+                        spent := greatest(granted * cost - (remaining - s.credit), 0);
+                        s.credit := s.credit - spent;
+                    END IF;
+                    units := granted * cost - spent;
+                    s.count := s.count + units;
+                    s.expires_at := t + window_us;
+                    remaining := remaining - granted * cost;
+                END IF;
+                IF retry_after_us > 0 THEN
+                    free_at := s.window_start + window_us;
+                    retry_after_us := least(free_at, s.expires_at) - clock;
+                END IF;
+                reset_after_us := CASE
+                    WHEN s.credit > 0 THEN s.expires_at
+                    ELSE greatest(least(coalesce(CASE WHEN s.count > 0 THEN s.window_start + window_us END, clock), s.expires_at), clock)
+                END - clock;
+                IF granted > 0 OR moved THEN
+                    s.expires_at := clock + reset_after_us;
+                    IF durable IS NOT TRUE THEN
+                        UPDATE rate_limit_ephemeral AS d SET count = s.count, window_start = s.window_start, credit = s.credit, expires_at = s.expires_at, since = s.since
+                        WHERE d.ctid = s.tid;
+                    ELSE
+                        UPDATE rate_limit_durable AS d SET count = s.count, window_start = s.window_start, credit = s.credit, expires_at = s.expires_at, since = s.since
+                        WHERE d.ctid = s.tid;
+                    END IF;
+                END IF;
+                RETURN NEXT ROW(i::bigint, granted, remaining, retry_after_us, reset_after_us, decided_at, s.count, s.prev_count, s.window_start, s.credit,
+                    NULL::bigint, s.expires_at,
+                    NULL::bigint[],
+                    s.since, s.window_start, NULL::bigint, spent);
+                EXIT;
+            END LOOP;
+        END LOOP;
+        IF undecided IS NULL THEN
+            RETURN;
         END IF;
     END IF;
 
@@ -1320,10 +1420,12 @@ BEGIN
         RAISE EXCEPTION 'rate_limit: a name of 1 to 128 bytes is needed, and as many costs, counts and taken_in as keys'
             USING ERRCODE = 'invalid_parameter_value', HINT = 'NULL instead of costs or of counts means 1 for each key, and NULL instead of taken_in that there are no refunds.';
     END IF;
-    IF r_cost IS NULL AND NOT (skip_held IS TRUE OR taken_in IS NOT NULL OR 1 > ANY (costs) OR max_count < ANY (costs)) IS TRUE THEN
+    IF NOT few AND NOT (skip_held IS TRUE OR taken_in IS NOT NULL OR 1 > ANY (costs) OR max_count < ANY (costs)) IS TRUE THEN
         ignored := concat(
                 CASE WHEN lock_timeout_ms IS NOT NULL THEN set_config('lock_timeout', lock_timeout_ms::text, true) END,
                 CASE WHEN synchronous_commit IS NOT NULL THEN set_config('synchronous_commit', synchronous_commit::text, true) END);
+        decided_at := coalesce(now, clock_timestamp());
+        clock := (extract(epoch FROM decided_at) * 1000000)::bigint;
         IF durable IS NOT TRUE THEN
             WITH e AS (
                 SELECT e.ord, e.key, e.asked, CASE WHEN e.asked BETWEEN 1 AND max_count / e.cost THEN e.cost * e.asked ELSE 0 END AS units
@@ -1341,9 +1443,9 @@ BEGIN
                     window_start = CASE WHEN clock < d.expires_at THEN d.window_start ELSE clock END,
                     expires_at = CASE WHEN clock < d.expires_at THEN d.expires_at ELSE excluded.expires_at END
                 WHERE (clock_timestamp() < decided_at + interval '10 ms' OR now IS NOT NULL OR lock_timeout_ms IS NOT NULL AND clock_timestamp() > decided_at + lock_timeout_ms * interval '25 ms' AND rate_limit_late())
-                    AND d.algorithm = 1 AND d.since IS NULL AND excluded.count > 0 AND d.window_start - clock <= window_us
-                        AND (clock >= d.expires_at
-                            OR clock + 10000 < d.expires_at AND d.expires_at = d.window_start + window_us AND d.count + excluded.count <= max_count)
+                    AND d.algorithm = 1 AND d.since IS NULL AND d.window_start - clock <= window_us
+                        AND excluded.count > 0 AND (clock >= d.expires_at OR clock + 10000 < d.expires_at AND d.expires_at = d.window_start + window_us
+                        AND excluded.count <= max_count - d.count)
                 RETURNING d.*
             )
             SELECT array_agg(ROW(e.ord, e.units, e.asked, NULL, d.count, 0, d.window_start, 0, NULL, d.expires_at, NULL, NULL, NULL, NULL, NULL)::rate_limit_row)
@@ -1368,9 +1470,9 @@ BEGIN
                     window_start = CASE WHEN clock < d.expires_at THEN d.window_start ELSE clock END,
                     expires_at = CASE WHEN clock < d.expires_at THEN d.expires_at ELSE excluded.expires_at END
                 WHERE (clock_timestamp() < decided_at + interval '10 ms' OR now IS NOT NULL OR lock_timeout_ms IS NOT NULL AND clock_timestamp() > decided_at + lock_timeout_ms * interval '25 ms' AND rate_limit_late())
-                    AND d.algorithm = 1 AND d.since IS NULL AND excluded.count > 0 AND d.window_start - clock <= window_us
-                        AND (clock >= d.expires_at
-                            OR clock + 10000 < d.expires_at AND d.expires_at = d.window_start + window_us AND d.count + excluded.count <= max_count)
+                    AND d.algorithm = 1 AND d.since IS NULL AND d.window_start - clock <= window_us
+                        AND excluded.count > 0 AND (clock >= d.expires_at OR clock + 10000 < d.expires_at AND d.expires_at = d.window_start + window_us
+                        AND excluded.count <= max_count - d.count)
                 RETURNING d.*
             )
             SELECT array_agg(ROW(e.ord, e.units, e.asked, NULL, d.count, 0, d.window_start, 0, NULL, d.expires_at, NULL, NULL, NULL, NULL, NULL)::rate_limit_row)
@@ -1379,11 +1481,10 @@ BEGIN
             JOIN e ON e.key = d.key COLLATE "C"
             WHERE e.units > 0;
         END IF;
-        t := (extract(epoch FROM coalesce(now, clock_timestamp())) * 1000000)::bigint;
     END IF;
 
     IF taken IS NOT NULL THEN
-        t := greatest(t, clock); -- whatever the clock was set to meanwhile
+        t := greatest((extract(epoch FROM coalesce(now, clock_timestamp())) * 1000000)::bigint, clock); -- whatever the clock was set to meanwhile
         -- For a row that is new, and was made late, the first reading may be too old: a transaction that had made it, too, may have been
         -- waited for until it rolled back. Away with it.
         IF t > clock + 10000 THEN
@@ -1400,14 +1501,15 @@ BEGIN
         IF cardinality(taken) = cardinality(keys) THEN
             RETURN;
         END IF;
-        SELECT array_agg(e.ord), array_agg(e.key), array_agg(coalesce(e.cost, 1)), array_agg(coalesce(e.asked, 1))
-        INTO ords, keys, costs, counts
-        FROM unnest(keys, costs, counts) WITH ORDINALITY AS e (key, cost, asked, ord)
-        WHERE NOT EXISTS (SELECT FROM unnest(taken) AS k WHERE k.ord = e.ord);
+        undecided := ARRAY(SELECT e.ord FROM generate_series(1, cardinality(keys)) AS e (ord) WHERE NOT EXISTS (SELECT FROM unnest(taken) AS k WHERE k.ord = e.ord));
     END IF;
-
+    IF undecided IS NOT NULL THEN
+        SELECT array_agg(keys[e.ord] ORDER BY e.ord), array_agg(coalesce(costs[e.ord], 1) ORDER BY e.ord), array_agg(coalesce(counts[e.ord], 1) ORDER BY e.ord)
+        INTO keys, costs, counts
+        FROM unnest(undecided) AS e (ord);
+    END IF;
     RETURN QUERY
-    SELECT coalesce(ords[a.ord], a.ord), a.granted, a.remaining, a.retry_after_us, a.reset_after_us, a.decided_at,
+    SELECT coalesce(undecided[a.ord], a.ord), a.granted, a.remaining, a.retry_after_us, a.reset_after_us, a.decided_at,
         a.count, a.prev_count, a.window_start, a.credit, a.scale, a.expires_at, a.log, a.taken_since, a.taken_in, a.taken_at, a.taken_spent
     FROM rate_limit_all(
         ARRAY(SELECT generate_series(1, cardinality(keys))), array_fill(name, ARRAY[cardinality(keys)]), keys,
@@ -1470,160 +1572,238 @@ CREATE FUNCTION rate_limit_sliding_window(
 RETURNS SETOF rate_limit_decision
 LANGUAGE plpgsql
 SECURITY DEFINER
-SET enable_seqscan = off
+SET enable_seqscan = off -- a plan must not depend on how small the table was when it was made
 SET enable_nestloop = off -- two lists of keys are joined below, and the planner takes them for short ones
 AS $$
 #variable_conflict use_variable
 DECLARE
-    ords bigint[];         -- the places of the elements that are left, if not all are
-    decided_at timestamptz := coalesce(now, clock_timestamp());
-    clock bigint := (extract(epoch FROM decided_at) * 1000000)::bigint;
+    decided_at timestamptz;
+    clock bigint;
+    taken rate_limit_row[]; -- the rows that one statement took from, or made; their cost is what was taken
     t bigint;
-    r rate_limit_row;      -- what one key is asked for
-    r_cost bigint;         -- all of it, and the row that it was taken from
+    n integer := cardinality(keys);
+    few boolean;            -- decide one key after the other
+    undecided bigint[];     -- the places of those that this has left
+    give_up timestamptz;
+    cost bigint := 1;       -- what is asked for the key at hand
+    asked bigint := 1;
+    r_cost bigint := 1;     -- all of it, and its row if it took that
     r_count bigint;
     r_prev_count bigint;
     r_window_start bigint;
     r_expires_at bigint;
-    taken rate_limit_row[]; -- the rows that were taken from, or made; their cost is what was taken
-    refused boolean := false; -- or which it does not fit into:
-    s rate_limit_row;
-    moved boolean := false;
-    rest bigint;
+    s rate_limit_row;       -- or else that row's state
+    moved boolean;          -- the clock has jumped back, and the row with it
+    granted bigint;
     remaining bigint;
+    spent bigint;
+    units bigint;
     free_at bigint;
     retry_after_us bigint;
     reset_after_us bigint;
+    rest bigint;
     ignored text;
 BEGIN
-    -- One key, as in most calls of an application that is not under load. Each operator costs here: plpgsql makes an expression anew
-    -- in every transaction.
-    IF taken_in IS NULL AND NOT skip_held AND cardinality(keys) = 1 AND octet_length(keys[1]) BETWEEN 1 AND 512
-            AND coalesce(costs[1], 1) BETWEEN 1 AND max_count AND coalesce(cardinality(costs), 1) = 1
-            AND coalesce(counts[1], 1) BETWEEN 1 AND max_count / coalesce(costs[1], 1) AND coalesce(cardinality(counts), 1) = 1
-            AND octet_length(name) BETWEEN 1 AND 128 AND max_count >= 1 AND window_us BETWEEN 1 AND 2251799813685248 AND max_count <= 4611686018427387904 / window_us THEN
-        r.cost := coalesce(costs[1], 1);
-        r.asked := coalesce(counts[1], 1);
-        r_cost := r.cost * r.asked;
-        IF lock_timeout_ms IS NOT NULL OR synchronous_commit IS NOT NULL THEN
-            ignored := concat(
-                CASE WHEN lock_timeout_ms IS NOT NULL THEN set_config('lock_timeout', lock_timeout_ms::text, true) END,
-                CASE WHEN synchronous_commit IS NOT NULL THEN set_config('synchronous_commit', synchronous_commit::text, true) END);
+    -- One key, as in most calls of an application that is not under load, or a few, in the order of locking: one after the other. Each
+    -- operator counts here, since plpgsql makes an expression anew in every transaction.
+    few := n BETWEEN 1 AND 8 AND taken_in IS NULL AND NOT skip_held;
+    IF few AND (n > 1 OR costs IS NOT NULL OR counts IS NOT NULL) THEN
+        few := coalesce(cardinality(costs), n) = n AND coalesce(cardinality(counts), n) = n;
+        FOR i IN 1 .. n LOOP
+            few := few AND coalesce(costs[i], 1) BETWEEN 1 AND max_count AND coalesce(counts[i], 1) BETWEEN 1 AND max_count / greatest(costs[i], 1);
+        END LOOP;
+        FOR i IN 2 .. n LOOP
+            few := few AND (-octet_length(keys[i - 1]), keys[i - 1] COLLATE "C") <= (-octet_length(keys[i]), keys[i] COLLATE "C");
+        END LOOP;
+    END IF;
+    IF few THEN
+        IF lock_timeout_ms IS NOT NULL THEN
+            ignored := set_config('lock_timeout', lock_timeout_ms::text, true);
         END IF;
-        IF durable IS NOT TRUE THEN
-            INSERT INTO rate_limit_ephemeral AS d (prefix, key, algorithm, count, window_start, expires_at)
-            VALUES (name, keys[1], 2, r_cost, clock, clock + 2 * window_us)
-            ON CONFLICT (prefix, key) DO UPDATE SET
-                count = CASE WHEN clock < d.window_start + window_us THEN d.count ELSE 0 END + excluded.count,
-                prev_count = CASE WHEN clock < d.window_start + window_us THEN d.prev_count WHEN clock < d.expires_at THEN d.count ELSE 0 END,
-                window_start = CASE WHEN clock < d.window_start + window_us THEN d.window_start WHEN clock < d.expires_at THEN d.window_start + window_us ELSE clock END,
-                expires_at = CASE WHEN clock < d.window_start + window_us THEN d.window_start WHEN clock < d.expires_at THEN d.window_start + window_us ELSE clock END + 2 * window_us
-            WHERE (clock_timestamp() < decided_at + interval '10 ms' OR now IS NOT NULL OR lock_timeout_ms IS NOT NULL AND clock_timestamp() > decided_at + lock_timeout_ms * interval '25 ms' AND rate_limit_late())
-                AND d.algorithm = 2 AND d.since IS NULL AND excluded.count > 0 AND d.window_start - clock <= window_us
-                    AND CASE
-                        WHEN clock >= d.expires_at THEN clock >= d.window_start + window_us
-                        WHEN d.expires_at <> d.window_start + 2 * window_us THEN false -- another policy's, or given back
-                        WHEN clock + 10000 < d.window_start + window_us THEN d.prev_count <= max_count
-                            AND excluded.count <= max_count - d.count
-                                - (d.prev_count * (d.window_start + window_us - greatest(clock, d.window_start)) + window_us - 1) / window_us
-                        WHEN clock >= d.window_start + window_us AND clock + 10000 < d.expires_at THEN d.count <= max_count
-                            AND excluded.count <= max_count - (d.count * (d.expires_at - clock) + window_us - 1) / window_us
-                        ELSE false END
-            RETURNING d.count, d.prev_count, d.window_start, d.expires_at
-            INTO r_count, r_prev_count, r_window_start, r_expires_at;
-            IF NOT found THEN
-                SELECT d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at, d.since, d.capacity, d.refill, d.returned INTO s.count, s.prev_count, s.window_start, s.credit, s.scale, s.expires_at, s.since, s.capacity, s.refill, s.returned
-                FROM rate_limit_ephemeral AS d WHERE d.prefix = name AND d.key = keys[1] AND d.algorithm = 2;
-                refused := found;
-            END IF;
-        ELSE
-            INSERT INTO rate_limit_durable AS d (prefix, key, algorithm, count, window_start, expires_at)
-            VALUES (name, keys[1], 2, r_cost, clock, clock + 2 * window_us)
-            ON CONFLICT (prefix, key) DO UPDATE SET
-                count = CASE WHEN clock < d.window_start + window_us THEN d.count ELSE 0 END + excluded.count,
-                prev_count = CASE WHEN clock < d.window_start + window_us THEN d.prev_count WHEN clock < d.expires_at THEN d.count ELSE 0 END,
-                window_start = CASE WHEN clock < d.window_start + window_us THEN d.window_start WHEN clock < d.expires_at THEN d.window_start + window_us ELSE clock END,
-                expires_at = CASE WHEN clock < d.window_start + window_us THEN d.window_start WHEN clock < d.expires_at THEN d.window_start + window_us ELSE clock END + 2 * window_us
-            WHERE (clock_timestamp() < decided_at + interval '10 ms' OR now IS NOT NULL OR lock_timeout_ms IS NOT NULL AND clock_timestamp() > decided_at + lock_timeout_ms * interval '25 ms' AND rate_limit_late())
-                AND d.algorithm = 2 AND d.since IS NULL AND excluded.count > 0 AND d.window_start - clock <= window_us
-                    AND CASE
-                        WHEN clock >= d.expires_at THEN clock >= d.window_start + window_us
-                        WHEN d.expires_at <> d.window_start + 2 * window_us THEN false -- another policy's, or given back
-                        WHEN clock + 10000 < d.window_start + window_us THEN d.prev_count <= max_count
-                            AND excluded.count <= max_count - d.count
-                                - (d.prev_count * (d.window_start + window_us - greatest(clock, d.window_start)) + window_us - 1) / window_us
-                        WHEN clock >= d.window_start + window_us AND clock + 10000 < d.expires_at THEN d.count <= max_count
-                            AND excluded.count <= max_count - (d.count * (d.expires_at - clock) + window_us - 1) / window_us
-                        ELSE false END
-            RETURNING d.count, d.prev_count, d.window_start, d.expires_at
-            INTO r_count, r_prev_count, r_window_start, r_expires_at;
-            IF NOT found THEN
-                SELECT d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at, d.since, d.capacity, d.refill, d.returned INTO s.count, s.prev_count, s.window_start, s.credit, s.scale, s.expires_at, s.since, s.capacity, s.refill, s.returned
-                FROM rate_limit_durable AS d WHERE d.prefix = name AND d.key = keys[1] AND d.algorithm = 2;
-                refused := found;
-            END IF;
+        IF synchronous_commit IS NOT NULL THEN
+            ignored := set_config('synchronous_commit', synchronous_commit::text, true);
         END IF;
-        IF refused THEN -- by the row as it is now: this transaction has locked it
+        FOR i IN 1 .. n LOOP
+            IF i > 1 THEN -- the rows before this one are locked
+                give_up := coalesce(give_up, clock_timestamp() + lock_timeout_ms * interval '25 ms');
+                EXIT WHEN now IS NULL AND clock_timestamp() > give_up AND rate_limit_late();
+            END IF;
+            IF costs IS NOT NULL OR counts IS NOT NULL THEN
+                cost := coalesce(costs[i], 1);
+                asked := coalesce(counts[i], 1);
+                r_cost := cost * asked;
+            END IF;
+            -- Most take from a row as it stands. (That there is one tells that all arguments are valid, since they are those of the row.)
             decided_at := coalesce(now, clock_timestamp());
             clock := (extract(epoch FROM decided_at) * 1000000)::bigint;
-            IF clock >= s.expires_at OR (s.count | s.prev_count | s.credit) = 0 THEN
-                s.credit := 0;
-                s.count := 0;
-                s.prev_count := 0;
-                s.window_start := clock;
-                s.since := NULL;
-            ELSIF s.window_start - clock > window_us THEN
-                s.window_start := clock;
-                s.expires_at := clock + CASE WHEN s.count > 0 OR s.credit > 0 THEN 2 ELSE 1 END * window_us;
-                moved := true;
+            IF durable IS NOT TRUE THEN
+                UPDATE rate_limit_ephemeral AS d SET count = d.count + r_cost
+                WHERE d.prefix = name AND d.key = keys[i]
+                    AND d.algorithm = 2 AND d.since IS NULL AND d.window_start - clock <= window_us
+                        AND clock + 10000 < d.window_start + window_us AND d.expires_at = d.window_start + 2 * window_us AND d.prev_count <= max_count
+                                AND r_cost <= max_count - d.count
+                                    - (d.prev_count * (d.window_start + window_us - greatest(clock, d.window_start)) + window_us - 1) / window_us
+                RETURNING d.count, d.prev_count, d.window_start, d.expires_at
+                INTO r_count, r_prev_count, r_window_start, r_expires_at;
+            ELSE
+                UPDATE rate_limit_durable AS d SET count = d.count + r_cost
+                WHERE d.prefix = name AND d.key = keys[i]
+                    AND d.algorithm = 2 AND d.since IS NULL AND d.window_start - clock <= window_us
+                        AND clock + 10000 < d.window_start + window_us AND d.expires_at = d.window_start + 2 * window_us AND d.prev_count <= max_count
+                                AND r_cost <= max_count - d.count
+                                    - (d.prev_count * (d.window_start + window_us - greatest(clock, d.window_start)) + window_us - 1) / window_us
+                RETURNING d.count, d.prev_count, d.window_start, d.expires_at
+                INTO r_count, r_prev_count, r_window_start, r_expires_at;
             END IF;
-            t := greatest(clock, s.window_start);
-            IF s.count = 0 OR t - s.window_start >= window_us THEN
-                IF t - s.window_start >= 2 * window_us OR (s.count = 0 AND (s.prev_count = 0 OR t - s.window_start >= window_us)) THEN
-                    s.count := 0;
-                    s.prev_count := 0;
-                    s.window_start := t;
-                    s.since := CASE WHEN s.credit > 0 THEN s.since END;
-                ELSIF t - s.window_start >= window_us THEN
-                    s.prev_count := s.count;
-                    s.count := 0;
-                    s.window_start := s.window_start + window_us;
+            IF found THEN
+                decided_at := coalesce(now, clock_timestamp());
+                t := (extract(epoch FROM decided_at) * 1000000)::bigint;
+                IF t BETWEEN clock AND clock + 10000 THEN
+                    RETURN NEXT ROW(i::bigint, asked, max_count - r_count
+                            - (r_prev_count * (r_window_start + window_us - greatest(t, r_window_start)) + window_us - 1) / window_us, 0::bigint, r_window_start + 2 * window_us - t,
+                            decided_at, r_count, r_prev_count, r_window_start, 0::bigint, NULL::bigint, r_expires_at, NULL::bigint[],
+                            NULL::bigint, r_window_start, NULL::bigint, 0::bigint);
+                    CONTINUE;
+                END IF;
+                -- The row was waited for, or the clock was set meanwhile: by what it is now, another decision may be due.
+                IF durable IS NOT TRUE THEN
+                    UPDATE rate_limit_ephemeral AS d SET count = d.count - r_cost WHERE d.prefix = name AND d.key = keys[i];
+                ELSE
+                    UPDATE rate_limit_durable AS d SET count = d.count - r_cost WHERE d.prefix = name AND d.key = keys[i];
                 END IF;
             END IF;
-            rest := s.window_start + window_us - t; -- how long the current window still lasts, and how much of the one before is still covered
-            remaining := greatest(max_count - s.count - CASE -- what the window before still weighs: prev_count * rest / window_us, rounded up
-                WHEN s.prev_count = 0 THEN 0
-                -- A prev_count that an older, larger limit has left could overflow the product; this asks by division.
-                WHEN rest > max_count * window_us / s.prev_count THEN max_count
-                ELSE (s.prev_count * rest + window_us - 1) / window_us
-            END, 0);
-            remaining := remaining + s.credit;
-            IF remaining < r.cost AND NOT moved THEN
-                free_at := greatest(r.cost, 1) - s.credit; -- of so many
-                free_at := t + CASE
-                    -- They fit into this window, once prev_count * rest has fallen to what is left of max_count * window_us.
-                    WHEN free_at <= max_count - s.count THEN rest - (max_count - s.count - free_at) * window_us / s.prev_count
-                    -- Only into the next one, where count takes the place of prev_count.
-                    ELSE rest + window_us - (max_count - free_at) * window_us / s.count
-                END;
-                retry_after_us := least(free_at, s.expires_at) - clock;
-                reset_after_us := CASE WHEN s.credit > 0 THEN s.expires_at
-                    ELSE greatest(least(coalesce(CASE WHEN s.count > 0 THEN s.window_start + 2 * window_us WHEN s.prev_count > 0 THEN s.window_start + window_us END, clock), s.expires_at), clock) END - clock;
-                RETURN NEXT ROW(1::bigint, 0::bigint, remaining, retry_after_us, reset_after_us, decided_at, s.count, s.prev_count, s.window_start,
-                    s.credit, s.scale, s.expires_at, NULL::bigint[], s.since, s.window_start, NULL::bigint, 0::bigint);
-                RETURN;
+            IF (max_count >= 1 AND window_us BETWEEN 1 AND 2251799813685248 AND max_count <= 4611686018427387904 / window_us AND octet_length(name) BETWEEN 1 AND 128 AND octet_length(keys[i]) BETWEEN 1 AND 512) IS NOT TRUE THEN
+                undecided := undecided || i::bigint; -- and so is the error
+                CONTINUE;
             END IF;
-        ELSIF found THEN
-            t := (extract(epoch FROM coalesce(now, clock_timestamp())) * 1000000)::bigint;
-            IF t BETWEEN clock AND clock + 10000 THEN
-                t := CASE WHEN r_count = r_cost AND r_prev_count = 0 THEN r_window_start ELSE least(t, r_window_start + window_us - 1) END;
-                RETURN NEXT ROW(1::bigint, r.asked, max_count - r_count
-                        - (r_prev_count * (r_window_start + window_us - greatest(t, r_window_start)) + window_us - 1) / window_us, 0::bigint, r_window_start + 2 * window_us - t,
-                        decided_at + (t - clock) * interval '1 microsecond', r_count, r_prev_count, r_window_start, 0::bigint, NULL::bigint, r_expires_at, NULL::bigint[],
-                        NULL::bigint, r_window_start, NULL::bigint, 0::bigint);
-                RETURN;
-            END IF;
-            taken := ARRAY[ROW(1, r_cost, r.asked, NULL, r_count, r_prev_count, r_window_start, 0, NULL, r_expires_at, NULL, NULL, NULL, NULL, NULL)::rate_limit_row];
+            FOR attempt IN 1 .. 3 LOOP
+                IF attempt = 3 THEN -- another algorithm has written it, or somebody deletes it all the time
+                    undecided := undecided || i::bigint;
+                    EXIT;
+                END IF;
+                IF durable IS NOT TRUE THEN
+                    SELECT NULL::bigint, NULL::bigint, NULL::bigint, d.ctid, d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at, d.since, d.capacity, d.refill, d.returned, d.log INTO s
+                    FROM rate_limit_ephemeral AS d
+                    WHERE d.prefix = name AND d.key = keys[i] AND d.algorithm = 2
+                    FOR UPDATE;
+                ELSE
+                    SELECT NULL::bigint, NULL::bigint, NULL::bigint, d.ctid, d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at, d.since, d.capacity, d.refill, d.returned, d.log INTO s
+                    FROM rate_limit_durable AS d
+                    WHERE d.prefix = name AND d.key = keys[i] AND d.algorithm = 2
+                    FOR UPDATE;
+                END IF;
+                IF NOT found THEN -- what is asked fits into a new one
+                    IF attempt > 1 THEN
+                        decided_at := coalesce(now, clock_timestamp());
+                        clock := (extract(epoch FROM decided_at) * 1000000)::bigint;
+                    END IF;
+                    IF durable IS NOT TRUE THEN
+                        INSERT INTO rate_limit_ephemeral AS d (prefix, key, algorithm, count, window_start, expires_at)
+                        VALUES (name, keys[i], 2, r_cost, clock, clock + 2 * window_us)
+                        ON CONFLICT (prefix, key) DO NOTHING
+                        RETURNING d.count, d.prev_count, d.window_start, d.expires_at
+                        INTO r_count, r_prev_count, r_window_start, r_expires_at;
+                    ELSE
+                        INSERT INTO rate_limit_durable AS d (prefix, key, algorithm, count, window_start, expires_at)
+                        VALUES (name, keys[i], 2, r_cost, clock, clock + 2 * window_us)
+                        ON CONFLICT (prefix, key) DO NOTHING
+                        RETURNING d.count, d.prev_count, d.window_start, d.expires_at
+                        INTO r_count, r_prev_count, r_window_start, r_expires_at;
+                    END IF;
+                    CONTINUE WHEN NOT found; -- somebody else has made it
+                    -- If they rolled back, this one has waited for them, and its clock is too old.
+                    IF now IS NULL AND clock_timestamp() > decided_at + interval '10 ms' THEN
+                        PERFORM rate_limit_reset(name, keys[i], durable, NULL::integer, NULL::boolean);
+                        CONTINUE;
+                    END IF;
+                    RETURN NEXT ROW(i::bigint, asked, max_count - r_count
+                            - (r_prev_count * (r_window_start + window_us - greatest(clock, r_window_start)) + window_us - 1) / window_us, 0::bigint, r_window_start + 2 * window_us - clock,
+                            decided_at, r_count, r_prev_count, r_window_start, 0::bigint, NULL::bigint, r_expires_at, NULL::bigint[],
+                            NULL::bigint, r_window_start, NULL::bigint, 0::bigint);
+                    EXIT;
+                END IF;
+                -- The clock is read with the row locked: read before, it could be older than the row.
+                decided_at := coalesce(now, clock_timestamp());
+                clock := (extract(epoch FROM decided_at) * 1000000)::bigint;
+                moved := false;
+                IF clock >= s.expires_at OR (s.count | s.prev_count | s.credit) = 0 THEN
+                    s.credit := 0;
+                    s.count := 0;
+                    s.prev_count := 0;
+                    s.window_start := clock;
+                    s.since := NULL;
+                ELSIF s.window_start - clock > window_us THEN
+                    s.window_start := clock;
+                    s.expires_at := clock + CASE WHEN s.count > 0 OR s.credit > 0 THEN 2 ELSE 1 END * window_us;
+                    moved := true;
+                END IF;
+                t := greatest(clock, s.window_start);
+                IF s.count = 0 OR t - s.window_start >= window_us THEN
+                    IF t - s.window_start >= 2 * window_us OR (s.count = 0 AND (s.prev_count = 0 OR t - s.window_start >= window_us)) THEN
+                        s.count := 0;
+                        s.prev_count := 0;
+                        s.window_start := t;
+                        s.since := CASE WHEN s.credit > 0 THEN s.since END;
+                    ELSIF t - s.window_start >= window_us THEN
+                        s.prev_count := s.count;
+                        s.count := 0;
+                        s.window_start := s.window_start + window_us;
+                    END IF;
+                END IF;
+                rest := s.window_start + window_us - t; -- how long the current window still lasts, and how much of the one before is still covered
+                remaining := greatest(max_count - s.count - CASE -- what the window before still weighs: prev_count * rest / window_us, rounded up
+                    WHEN s.prev_count = 0 THEN 0
+                    -- A prev_count that an older, larger limit has left could overflow the product; this asks by division.
+                    WHEN rest > max_count * window_us / s.prev_count THEN max_count
+                    ELSE (s.prev_count * rest + window_us - 1) / window_us
+                END, 0);
+                remaining := remaining + s.credit;
+                granted := least(asked, remaining / cost);
+                retry_after_us := CASE WHEN granted = asked THEN 0 ELSE 1 END;
+                spent := 0;
+                IF granted > 0 THEN
+                    IF s.credit > 0 THEN
+                        spent := greatest(granted * cost - (remaining - s.credit), 0);
+                        s.credit := s.credit - spent;
+                    END IF;
+                    units := granted * cost - spent;
+                    s.count := s.count + units;
+                    s.expires_at := t + 2 * window_us;
+                    remaining := remaining - granted * cost;
+                END IF;
+                IF retry_after_us > 0 THEN
+                    free_at := greatest(cost, 1) - s.credit; -- of so many
+                    free_at := t + CASE
+                        -- They fit into this window, once prev_count * rest has fallen to what is left of max_count * window_us.
+                        WHEN free_at <= max_count - s.count THEN rest - (max_count - s.count - free_at) * window_us / s.prev_count
+                        -- Only into the next one, where count takes the place of prev_count.
+                        ELSE rest + window_us - (max_count - free_at) * window_us / s.count
+                    END;
+                    retry_after_us := least(free_at, s.expires_at) - clock;
+                END IF;
+                reset_after_us := CASE
+                    WHEN s.credit > 0 THEN s.expires_at
+                    ELSE greatest(least(coalesce(CASE WHEN s.count > 0 THEN s.window_start + 2 * window_us WHEN s.prev_count > 0 THEN s.window_start + window_us END, clock), s.expires_at), clock)
+                END - clock;
+                IF granted > 0 OR moved THEN
+                    s.expires_at := clock + reset_after_us;
+                    IF durable IS NOT TRUE THEN
+                        UPDATE rate_limit_ephemeral AS d SET count = s.count, prev_count = s.prev_count, window_start = s.window_start, credit = s.credit, expires_at = s.expires_at, since = s.since
+                        WHERE d.ctid = s.tid;
+                    ELSE
+                        UPDATE rate_limit_durable AS d SET count = s.count, prev_count = s.prev_count, window_start = s.window_start, credit = s.credit, expires_at = s.expires_at, since = s.since
+                        WHERE d.ctid = s.tid;
+                    END IF;
+                END IF;
+                RETURN NEXT ROW(i::bigint, granted, remaining, retry_after_us, reset_after_us, decided_at, s.count, s.prev_count, s.window_start, s.credit,
+                    NULL::bigint, s.expires_at,
+                    NULL::bigint[],
+                    s.since, s.window_start, NULL::bigint, spent);
+                EXIT;
+            END LOOP;
+        END LOOP;
+        IF undecided IS NULL THEN
+            RETURN;
         END IF;
     END IF;
 
@@ -1637,10 +1817,12 @@ BEGIN
         RAISE EXCEPTION 'rate_limit: a name of 1 to 128 bytes is needed, and as many costs, counts and taken_in as keys'
             USING ERRCODE = 'invalid_parameter_value', HINT = 'NULL instead of costs or of counts means 1 for each key, and NULL instead of taken_in that there are no refunds.';
     END IF;
-    IF r_cost IS NULL AND NOT (skip_held IS TRUE OR taken_in IS NOT NULL OR 1 > ANY (costs) OR max_count < ANY (costs)) IS TRUE THEN
+    IF NOT few AND NOT (skip_held IS TRUE OR taken_in IS NOT NULL OR 1 > ANY (costs) OR max_count < ANY (costs)) IS TRUE THEN
         ignored := concat(
                 CASE WHEN lock_timeout_ms IS NOT NULL THEN set_config('lock_timeout', lock_timeout_ms::text, true) END,
                 CASE WHEN synchronous_commit IS NOT NULL THEN set_config('synchronous_commit', synchronous_commit::text, true) END);
+        decided_at := coalesce(now, clock_timestamp());
+        clock := (extract(epoch FROM decided_at) * 1000000)::bigint;
         IF durable IS NOT TRUE THEN
             WITH e AS (
                 SELECT e.ord, e.key, e.asked, CASE WHEN e.asked BETWEEN 1 AND max_count / e.cost THEN e.cost * e.asked ELSE 0 END AS units
@@ -1659,16 +1841,14 @@ BEGIN
                     window_start = CASE WHEN clock < d.window_start + window_us THEN d.window_start WHEN clock < d.expires_at THEN d.window_start + window_us ELSE clock END,
                     expires_at = CASE WHEN clock < d.window_start + window_us THEN d.window_start WHEN clock < d.expires_at THEN d.window_start + window_us ELSE clock END + 2 * window_us
                 WHERE (clock_timestamp() < decided_at + interval '10 ms' OR now IS NOT NULL OR lock_timeout_ms IS NOT NULL AND clock_timestamp() > decided_at + lock_timeout_ms * interval '25 ms' AND rate_limit_late())
-                    AND d.algorithm = 2 AND d.since IS NULL AND excluded.count > 0 AND d.window_start - clock <= window_us
-                        AND CASE
+                    AND d.algorithm = 2 AND d.since IS NULL AND d.window_start - clock <= window_us
+                        AND excluded.count > 0 AND CASE
                             WHEN clock >= d.expires_at THEN clock >= d.window_start + window_us
-                            WHEN d.expires_at <> d.window_start + 2 * window_us THEN false -- another policy's, or given back
-                            WHEN clock + 10000 < d.window_start + window_us THEN d.prev_count <= max_count
-                                AND excluded.count <= max_count - d.count
-                                    - (d.prev_count * (d.window_start + window_us - greatest(clock, d.window_start)) + window_us - 1) / window_us
-                            WHEN clock >= d.window_start + window_us AND clock + 10000 < d.expires_at THEN d.count <= max_count
+                            WHEN clock >= d.window_start + window_us AND d.expires_at = d.window_start + 2 * window_us AND clock + 10000 < d.expires_at THEN d.count <= max_count
                                 AND excluded.count <= max_count - (d.count * (d.expires_at - clock) + window_us - 1) / window_us
-                            ELSE false END
+                            ELSE clock + 10000 < d.window_start + window_us AND d.expires_at = d.window_start + 2 * window_us AND d.prev_count <= max_count
+                                AND excluded.count <= max_count - d.count
+                                    - (d.prev_count * (d.window_start + window_us - greatest(clock, d.window_start)) + window_us - 1) / window_us END
                 RETURNING d.*
             )
             SELECT array_agg(ROW(e.ord, e.units, e.asked, NULL, d.count, d.prev_count, d.window_start, 0, NULL, d.expires_at, NULL, NULL, NULL, NULL, NULL)::rate_limit_row)
@@ -1694,16 +1874,14 @@ BEGIN
                     window_start = CASE WHEN clock < d.window_start + window_us THEN d.window_start WHEN clock < d.expires_at THEN d.window_start + window_us ELSE clock END,
                     expires_at = CASE WHEN clock < d.window_start + window_us THEN d.window_start WHEN clock < d.expires_at THEN d.window_start + window_us ELSE clock END + 2 * window_us
                 WHERE (clock_timestamp() < decided_at + interval '10 ms' OR now IS NOT NULL OR lock_timeout_ms IS NOT NULL AND clock_timestamp() > decided_at + lock_timeout_ms * interval '25 ms' AND rate_limit_late())
-                    AND d.algorithm = 2 AND d.since IS NULL AND excluded.count > 0 AND d.window_start - clock <= window_us
-                        AND CASE
+                    AND d.algorithm = 2 AND d.since IS NULL AND d.window_start - clock <= window_us
+                        AND excluded.count > 0 AND CASE
                             WHEN clock >= d.expires_at THEN clock >= d.window_start + window_us
-                            WHEN d.expires_at <> d.window_start + 2 * window_us THEN false -- another policy's, or given back
-                            WHEN clock + 10000 < d.window_start + window_us THEN d.prev_count <= max_count
-                                AND excluded.count <= max_count - d.count
-                                    - (d.prev_count * (d.window_start + window_us - greatest(clock, d.window_start)) + window_us - 1) / window_us
-                            WHEN clock >= d.window_start + window_us AND clock + 10000 < d.expires_at THEN d.count <= max_count
+                            WHEN clock >= d.window_start + window_us AND d.expires_at = d.window_start + 2 * window_us AND clock + 10000 < d.expires_at THEN d.count <= max_count
                                 AND excluded.count <= max_count - (d.count * (d.expires_at - clock) + window_us - 1) / window_us
-                            ELSE false END
+                            ELSE clock + 10000 < d.window_start + window_us AND d.expires_at = d.window_start + 2 * window_us AND d.prev_count <= max_count
+                                AND excluded.count <= max_count - d.count
+                                    - (d.prev_count * (d.window_start + window_us - greatest(clock, d.window_start)) + window_us - 1) / window_us END
                 RETURNING d.*
             )
             SELECT array_agg(ROW(e.ord, e.units, e.asked, NULL, d.count, d.prev_count, d.window_start, 0, NULL, d.expires_at, NULL, NULL, NULL, NULL, NULL)::rate_limit_row)
@@ -1712,11 +1890,10 @@ BEGIN
             JOIN e ON e.key = d.key COLLATE "C"
             WHERE e.units > 0;
         END IF;
-        t := (extract(epoch FROM coalesce(now, clock_timestamp())) * 1000000)::bigint;
     END IF;
 
     IF taken IS NOT NULL THEN
-        t := greatest(t, clock); -- whatever the clock was set to meanwhile
+        t := greatest((extract(epoch FROM coalesce(now, clock_timestamp())) * 1000000)::bigint, clock); -- whatever the clock was set to meanwhile
         -- For a row that is new, and was made late, the first reading may be too old: a transaction that had made it, too, may have been
         -- waited for until it rolled back. Away with it.
         IF t > clock + 10000 THEN
@@ -1734,14 +1911,15 @@ BEGIN
         IF cardinality(taken) = cardinality(keys) THEN
             RETURN;
         END IF;
-        SELECT array_agg(e.ord), array_agg(e.key), array_agg(coalesce(e.cost, 1)), array_agg(coalesce(e.asked, 1))
-        INTO ords, keys, costs, counts
-        FROM unnest(keys, costs, counts) WITH ORDINALITY AS e (key, cost, asked, ord)
-        WHERE NOT EXISTS (SELECT FROM unnest(taken) AS k WHERE k.ord = e.ord);
+        undecided := ARRAY(SELECT e.ord FROM generate_series(1, cardinality(keys)) AS e (ord) WHERE NOT EXISTS (SELECT FROM unnest(taken) AS k WHERE k.ord = e.ord));
     END IF;
-
+    IF undecided IS NOT NULL THEN
+        SELECT array_agg(keys[e.ord] ORDER BY e.ord), array_agg(coalesce(costs[e.ord], 1) ORDER BY e.ord), array_agg(coalesce(counts[e.ord], 1) ORDER BY e.ord)
+        INTO keys, costs, counts
+        FROM unnest(undecided) AS e (ord);
+    END IF;
     RETURN QUERY
-    SELECT coalesce(ords[a.ord], a.ord), a.granted, a.remaining, a.retry_after_us, a.reset_after_us, a.decided_at,
+    SELECT coalesce(undecided[a.ord], a.ord), a.granted, a.remaining, a.retry_after_us, a.reset_after_us, a.decided_at,
         a.count, a.prev_count, a.window_start, a.credit, a.scale, a.expires_at, a.log, a.taken_since, a.taken_in, a.taken_at, a.taken_spent
     FROM rate_limit_all(
         ARRAY(SELECT generate_series(1, cardinality(keys))), array_fill(name, ARRAY[cardinality(keys)]), keys,
@@ -1806,162 +1984,248 @@ CREATE FUNCTION rate_limit_token_bucket(
 RETURNS SETOF rate_limit_decision
 LANGUAGE plpgsql
 SECURITY DEFINER
-SET enable_seqscan = off
+SET enable_seqscan = off -- a plan must not depend on how small the table was when it was made
 SET enable_nestloop = off -- two lists of keys are joined below, and the planner takes them for short ones
 AS $$
 #variable_conflict use_variable
 DECLARE
-    ords bigint[];         -- the places of the elements that are left, if not all are
-    decided_at timestamptz := coalesce(now, clock_timestamp());
-    clock bigint := (extract(epoch FROM decided_at) * 1000000)::bigint;
+    decided_at timestamptz;
+    clock bigint;
+    taken rate_limit_row[]; -- the rows that one statement took from, or made; their cost is what was taken
     t bigint;
-    r rate_limit_row;      -- what one key is asked for
-    r_cost bigint;         -- all of it, and the row that it was taken from
+    n integer := cardinality(keys);
+    few boolean;            -- decide one key after the other
+    undecided bigint[];     -- the places of those that this has left
+    give_up timestamptz;
+    cost bigint := 1;       -- what is asked for the key at hand
+    asked bigint := 1;
+    r_cost bigint := 1;     -- all of it, and its row if it took that
     r_window_start bigint;
     r_credit bigint;
     r_expires_at bigint;
     r_since bigint;
     r_returned bigint;
-    taken rate_limit_row[]; -- the rows that were taken from, or made; their cost is what was taken
-    full_credit bigint;
-    refused boolean := false; -- or which it does not fit into:
-    s rate_limit_row;
-    moved boolean := false;
+    s rate_limit_row;       -- or else that row's state
+    moved boolean;          -- the clock has jumped back, and the row with it
+    granted bigint;
     remaining bigint;
+    spent bigint;
+    units bigint;
     free_at bigint;
     retry_after_us bigint;
     reset_after_us bigint;
+    full_credit bigint;
     ignored text;
 BEGIN
-    -- One key, as in most calls of an application that is not under load. Each operator costs here: plpgsql makes an expression anew
-    -- in every transaction.
-    IF taken_in IS NULL AND NOT skip_held AND cardinality(keys) = 1 AND octet_length(keys[1]) BETWEEN 1 AND 512
-            AND coalesce(costs[1], 1) BETWEEN 1 AND capacity AND coalesce(cardinality(costs), 1) = 1
-            AND coalesce(counts[1], 1) BETWEEN 1 AND capacity / coalesce(costs[1], 1) AND coalesce(cardinality(counts), 1) = 1
-            AND octet_length(name) BETWEEN 1 AND 128 AND capacity >= 1 AND refill >= 1 AND every_us BETWEEN 1 AND 2251799813685248 AND capacity <= 4611686018427387904 / every_us
-    AND (capacity * every_us - 1) / refill < 2251799813685248 THEN
-        r.cost := coalesce(costs[1], 1);
-        r.asked := coalesce(counts[1], 1);
-        r_cost := r.cost * r.asked;
-        full_credit := capacity * every_us;
-        IF lock_timeout_ms IS NOT NULL OR synchronous_commit IS NOT NULL THEN
-            ignored := concat(
-                CASE WHEN lock_timeout_ms IS NOT NULL THEN set_config('lock_timeout', lock_timeout_ms::text, true) END,
-                CASE WHEN synchronous_commit IS NOT NULL THEN set_config('synchronous_commit', synchronous_commit::text, true) END);
+    -- One key, as in most calls of an application that is not under load, or a few, in the order of locking: one after the other. Each
+    -- operator counts here, since plpgsql makes an expression anew in every transaction.
+    few := n BETWEEN 1 AND 8 AND taken_in IS NULL AND NOT skip_held;
+    IF few AND (n > 1 OR costs IS NOT NULL OR counts IS NOT NULL) THEN
+        few := coalesce(cardinality(costs), n) = n AND coalesce(cardinality(counts), n) = n;
+        FOR i IN 1 .. n LOOP
+            few := few AND coalesce(costs[i], 1) BETWEEN 1 AND capacity AND coalesce(counts[i], 1) BETWEEN 1 AND capacity / greatest(costs[i], 1);
+        END LOOP;
+        FOR i IN 2 .. n LOOP
+            few := few AND (-octet_length(keys[i - 1]), keys[i - 1] COLLATE "C") <= (-octet_length(keys[i]), keys[i] COLLATE "C");
+        END LOOP;
+    END IF;
+    IF few THEN
+        IF lock_timeout_ms IS NOT NULL THEN
+            ignored := set_config('lock_timeout', lock_timeout_ms::text, true);
         END IF;
-        IF durable IS NOT TRUE THEN
-            INSERT INTO rate_limit_ephemeral AS d (prefix, key, algorithm, credit, scale, capacity, refill, since, returned, window_start, expires_at)
-            VALUES (name, keys[1], 3, full_credit - r_cost * every_us, every_us, capacity, refill, clock, 0, clock, clock + (r_cost * every_us - 1) / refill + 1)
-            ON CONFLICT (prefix, key) DO UPDATE SET
-                credit = CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / refill THEN d.credit + greatest(clock - d.window_start, 0) * refill - full_credit ELSE 0 END + excluded.credit,
-                window_start = CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / refill THEN greatest(clock, d.window_start) ELSE clock END,
-                since = CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / refill THEN d.since ELSE clock END,
-                returned = CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / refill THEN d.returned ELSE 0 END,
-                expires_at = CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / refill THEN greatest(clock, d.window_start) + (full_credit - (d.credit + greatest(clock - d.window_start, 0) * refill) + (full_credit - excluded.credit) - 1) / refill + 1
-                    ELSE excluded.expires_at END
-            WHERE (clock_timestamp() < decided_at + interval '10 ms' OR now IS NOT NULL OR lock_timeout_ms IS NOT NULL AND clock_timestamp() > decided_at + lock_timeout_ms * interval '25 ms' AND rate_limit_late())
-                AND d.algorithm = 3 AND d.count = 0 AND d.scale = every_us AND d.capacity = capacity AND d.refill = refill AND d.credit < full_credit
-                    AND d.window_start - clock <= (full_credit - 1) / refill + 1 AND excluded.credit < full_credit
-                    AND CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / refill THEN d.credit + greatest(clock - d.window_start, 0) * refill >= full_credit - excluded.credit
-                        ELSE clock - d.window_start > (full_credit - d.credit - 1) / refill END
-            RETURNING d.window_start, d.credit, d.expires_at, d.since, d.returned
-            INTO r_window_start, r_credit, r_expires_at, r_since, r_returned;
-            IF NOT found THEN
-                SELECT d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at, d.since, d.capacity, d.refill, d.returned INTO s.count, s.prev_count, s.window_start, s.credit, s.scale, s.expires_at, s.since, s.capacity, s.refill, s.returned
-                FROM rate_limit_ephemeral AS d WHERE d.prefix = name AND d.key = keys[1] AND d.algorithm = 3;
-                refused := found;
-            END IF;
-        ELSE
-            INSERT INTO rate_limit_durable AS d (prefix, key, algorithm, credit, scale, capacity, refill, since, returned, window_start, expires_at)
-            VALUES (name, keys[1], 3, full_credit - r_cost * every_us, every_us, capacity, refill, clock, 0, clock, clock + (r_cost * every_us - 1) / refill + 1)
-            ON CONFLICT (prefix, key) DO UPDATE SET
-                credit = CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / refill THEN d.credit + greatest(clock - d.window_start, 0) * refill - full_credit ELSE 0 END + excluded.credit,
-                window_start = CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / refill THEN greatest(clock, d.window_start) ELSE clock END,
-                since = CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / refill THEN d.since ELSE clock END,
-                returned = CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / refill THEN d.returned ELSE 0 END,
-                expires_at = CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / refill THEN greatest(clock, d.window_start) + (full_credit - (d.credit + greatest(clock - d.window_start, 0) * refill) + (full_credit - excluded.credit) - 1) / refill + 1
-                    ELSE excluded.expires_at END
-            WHERE (clock_timestamp() < decided_at + interval '10 ms' OR now IS NOT NULL OR lock_timeout_ms IS NOT NULL AND clock_timestamp() > decided_at + lock_timeout_ms * interval '25 ms' AND rate_limit_late())
-                AND d.algorithm = 3 AND d.count = 0 AND d.scale = every_us AND d.capacity = capacity AND d.refill = refill AND d.credit < full_credit
-                    AND d.window_start - clock <= (full_credit - 1) / refill + 1 AND excluded.credit < full_credit
-                    AND CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / refill THEN d.credit + greatest(clock - d.window_start, 0) * refill >= full_credit - excluded.credit
-                        ELSE clock - d.window_start > (full_credit - d.credit - 1) / refill END
-            RETURNING d.window_start, d.credit, d.expires_at, d.since, d.returned
-            INTO r_window_start, r_credit, r_expires_at, r_since, r_returned;
-            IF NOT found THEN
-                SELECT d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at, d.since, d.capacity, d.refill, d.returned INTO s.count, s.prev_count, s.window_start, s.credit, s.scale, s.expires_at, s.since, s.capacity, s.refill, s.returned
-                FROM rate_limit_durable AS d WHERE d.prefix = name AND d.key = keys[1] AND d.algorithm = 3;
-                refused := found;
-            END IF;
+        IF synchronous_commit IS NOT NULL THEN
+            ignored := set_config('synchronous_commit', synchronous_commit::text, true);
         END IF;
-        IF refused THEN -- by the row as it is now: this transaction has locked it
+        full_credit := CASE WHEN capacity <= 4611686018427387904 / greatest(every_us, 1) THEN capacity * every_us END;
+        FOR i IN 1 .. n LOOP
+            IF i > 1 THEN -- the rows before this one are locked
+                give_up := coalesce(give_up, clock_timestamp() + lock_timeout_ms * interval '25 ms');
+                EXIT WHEN now IS NULL AND clock_timestamp() > give_up AND rate_limit_late();
+            END IF;
+            IF costs IS NOT NULL OR counts IS NOT NULL THEN
+                cost := coalesce(costs[i], 1);
+                asked := coalesce(counts[i], 1);
+                r_cost := cost * asked;
+            END IF;
+            -- Most take from a row as it stands. (That there is one tells that all arguments are valid, since they are those of the row.)
             decided_at := coalesce(now, clock_timestamp());
             clock := (extract(epoch FROM decided_at) * 1000000)::bigint;
-            full_credit := capacity * every_us;
-            IF clock >= s.expires_at THEN
-                s.count := 0;
-                s.credit := full_credit;
-                s.window_start := clock;
+            IF durable IS NOT TRUE THEN
+                UPDATE rate_limit_ephemeral AS d SET credit = d.credit + greatest(clock - d.window_start, 0) * refill - r_cost * every_us,
+                    window_start = greatest(clock, d.window_start),
+                    expires_at = greatest(clock, d.window_start) + (full_credit - (d.credit + greatest(clock - d.window_start, 0) * refill) + r_cost * every_us - 1) / refill + 1
+                WHERE d.prefix = name AND d.key = keys[i]
+                    AND d.algorithm = 3 AND d.count = 0 AND d.scale = every_us AND d.capacity = capacity AND d.refill = refill AND d.credit < full_credit
+                        AND d.window_start - clock <= (full_credit - 1) / refill + 1
+                        AND clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / refill AND d.credit + greatest(clock - d.window_start, 0) * refill >= r_cost * every_us
+                RETURNING d.window_start, d.credit, d.expires_at, d.since, d.returned
+                INTO r_window_start, r_credit, r_expires_at, r_since, r_returned;
             ELSE
-                IF s.scale <> every_us OR s.capacity <> capacity OR s.refill <> refill THEN -- what was taken before stays taken
-                    s.since := greatest(s.since + 1, s.window_start, clock);
-                    s.returned := 0;
+                UPDATE rate_limit_durable AS d SET credit = d.credit + greatest(clock - d.window_start, 0) * refill - r_cost * every_us,
+                    window_start = greatest(clock, d.window_start),
+                    expires_at = greatest(clock, d.window_start) + (full_credit - (d.credit + greatest(clock - d.window_start, 0) * refill) + r_cost * every_us - 1) / refill + 1
+                WHERE d.prefix = name AND d.key = keys[i]
+                    AND d.algorithm = 3 AND d.count = 0 AND d.scale = every_us AND d.capacity = capacity AND d.refill = refill AND d.credit < full_credit
+                        AND d.window_start - clock <= (full_credit - 1) / refill + 1
+                        AND clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / refill AND d.credit + greatest(clock - d.window_start, 0) * refill >= r_cost * every_us
+                RETURNING d.window_start, d.credit, d.expires_at, d.since, d.returned
+                INTO r_window_start, r_credit, r_expires_at, r_since, r_returned;
+            END IF;
+            IF found THEN
+                decided_at := coalesce(now, clock_timestamp());
+                t := (extract(epoch FROM decided_at) * 1000000)::bigint;
+                IF t BETWEEN clock AND clock + 10000 THEN
+                    RETURN NEXT ROW(i::bigint, asked, (r_credit + greatest(t - r_window_start, 0) * refill) / every_us, 0::bigint, r_window_start + (full_credit - r_credit - 1) / refill + 1 - t,
+                            decided_at, 0::bigint, 0::bigint, r_window_start, r_credit, every_us, r_expires_at, NULL::bigint[],
+                            r_since, r_window_start, r_returned + full_credit - r_credit, 0::bigint);
+                    CONTINUE;
                 END IF;
-                IF s.scale <> every_us THEN
-                    -- The policy has changed. Whole tokens are kept, and the part of one, rounded down; its product may
-                    -- need 128 bits, which only numeric has, and this runs only until the next grant.
-                    s.credit := CASE WHEN s.credit / s.scale >= capacity THEN full_credit
-                        ELSE s.credit / s.scale * every_us + div((s.credit % s.scale)::numeric * every_us, s.scale)::bigint END;
+                -- The row was waited for, or the clock was set meanwhile: by what it is now, another decision may be due.
+                IF durable IS NOT TRUE THEN
+                    UPDATE rate_limit_ephemeral AS d SET credit = d.credit + r_cost * every_us WHERE d.prefix = name AND d.key = keys[i];
+                ELSE
+                    UPDATE rate_limit_durable AS d SET credit = d.credit + r_cost * every_us WHERE d.prefix = name AND d.key = keys[i];
                 END IF;
-                s.credit := least(s.credit, full_credit);
-                IF s.credit = full_credit AND s.count = 0 THEN -- the capacity is lower now: as good as new
+            END IF;
+            IF (capacity >= 1 AND refill >= 1 AND every_us BETWEEN 1 AND 2251799813685248 AND capacity <= 4611686018427387904 / every_us
+                    AND (capacity * every_us - 1) / refill < 2251799813685248 AND octet_length(name) BETWEEN 1 AND 128 AND octet_length(keys[i]) BETWEEN 1 AND 512) IS NOT TRUE THEN
+                undecided := undecided || i::bigint; -- and so is the error
+                CONTINUE;
+            END IF;
+            FOR attempt IN 1 .. 3 LOOP
+                IF attempt = 3 THEN -- another algorithm has written it, or somebody deletes it all the time
+                    undecided := undecided || i::bigint;
+                    EXIT;
+                END IF;
+                IF durable IS NOT TRUE THEN
+                    SELECT NULL::bigint, NULL::bigint, NULL::bigint, d.ctid, d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at, d.since, d.capacity, d.refill, d.returned, d.log INTO s
+                    FROM rate_limit_ephemeral AS d
+                    WHERE d.prefix = name AND d.key = keys[i] AND d.algorithm = 3
+                    FOR UPDATE;
+                ELSE
+                    SELECT NULL::bigint, NULL::bigint, NULL::bigint, d.ctid, d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at, d.since, d.capacity, d.refill, d.returned, d.log INTO s
+                    FROM rate_limit_durable AS d
+                    WHERE d.prefix = name AND d.key = keys[i] AND d.algorithm = 3
+                    FOR UPDATE;
+                END IF;
+                IF NOT found THEN -- what is asked fits into a new one
+                    IF attempt > 1 THEN
+                        decided_at := coalesce(now, clock_timestamp());
+                        clock := (extract(epoch FROM decided_at) * 1000000)::bigint;
+                    END IF;
+                    IF durable IS NOT TRUE THEN
+                        INSERT INTO rate_limit_ephemeral AS d (prefix, key, algorithm, credit, scale, capacity, refill, since, returned, window_start, expires_at)
+                        VALUES (name, keys[i], 3, full_credit - r_cost * every_us, every_us, capacity, refill, clock, 0, clock, clock + (r_cost * every_us - 1) / refill + 1)
+                        ON CONFLICT (prefix, key) DO NOTHING
+                        RETURNING d.window_start, d.credit, d.expires_at, d.since, d.returned
+                        INTO r_window_start, r_credit, r_expires_at, r_since, r_returned;
+                    ELSE
+                        INSERT INTO rate_limit_durable AS d (prefix, key, algorithm, credit, scale, capacity, refill, since, returned, window_start, expires_at)
+                        VALUES (name, keys[i], 3, full_credit - r_cost * every_us, every_us, capacity, refill, clock, 0, clock, clock + (r_cost * every_us - 1) / refill + 1)
+                        ON CONFLICT (prefix, key) DO NOTHING
+                        RETURNING d.window_start, d.credit, d.expires_at, d.since, d.returned
+                        INTO r_window_start, r_credit, r_expires_at, r_since, r_returned;
+                    END IF;
+                    CONTINUE WHEN NOT found; -- somebody else has made it
+                    -- If they rolled back, this one has waited for them, and its clock is too old.
+                    IF now IS NULL AND clock_timestamp() > decided_at + interval '10 ms' THEN
+                        PERFORM rate_limit_reset(name, keys[i], durable, NULL::integer, NULL::boolean);
+                        CONTINUE;
+                    END IF;
+                    RETURN NEXT ROW(i::bigint, asked, (r_credit + greatest(clock - r_window_start, 0) * refill) / every_us, 0::bigint, r_window_start + (full_credit - r_credit - 1) / refill + 1 - clock,
+                            decided_at, 0::bigint, 0::bigint, r_window_start, r_credit, every_us, r_expires_at, NULL::bigint[],
+                            r_since, r_window_start, r_returned + full_credit - r_credit, 0::bigint);
+                    EXIT;
+                END IF;
+                -- The clock is read with the row locked: read before, it could be older than the row.
+                decided_at := coalesce(now, clock_timestamp());
+                clock := (extract(epoch FROM decided_at) * 1000000)::bigint;
+                moved := false;
+                full_credit := capacity * every_us;
+                IF clock >= s.expires_at THEN
+                    s.count := 0;
+                    s.credit := full_credit;
                     s.window_start := clock;
-                    s.expires_at := clock;
-                ELSIF s.window_start - clock > (full_credit - 1) / refill + 1 THEN
-                    s.window_start := clock;
-                    s.since := greatest(s.since + 1, clock);
-                    s.returned := 0;
-                    s.expires_at := clock + (full_credit - CASE WHEN s.count > 0 THEN 0 ELSE s.credit END - 1) / refill + 1;
-                    moved := true;
+                ELSE
+                    IF s.scale <> every_us OR s.capacity <> capacity OR s.refill <> refill THEN -- what was taken before stays taken
+                        s.since := greatest(s.since + 1, s.window_start, clock);
+                        s.returned := 0;
+                    END IF;
+                    IF s.scale <> every_us THEN
+                        -- The policy has changed. Whole tokens are kept, and the part of one, rounded down; its product may
+                        -- need 128 bits, which only numeric has, and this runs only until the next grant.
+                        s.credit := CASE WHEN s.credit / s.scale >= capacity THEN full_credit
+                            ELSE s.credit / s.scale * every_us + div((s.credit % s.scale)::numeric * every_us, s.scale)::bigint END;
+                    END IF;
+                    s.credit := least(s.credit, full_credit);
+                    IF s.credit = full_credit AND s.count = 0 THEN -- the capacity is lower now: as good as new
+                        s.window_start := clock;
+                        s.expires_at := clock;
+                    ELSIF s.window_start - clock > (full_credit - 1) / refill + 1 THEN
+                        s.window_start := clock;
+                        s.since := greatest(s.since + 1, clock);
+                        s.returned := 0;
+                        s.expires_at := clock + (full_credit - CASE WHEN s.count > 0 THEN 0 ELSE s.credit END - 1) / refill + 1;
+                        moved := true;
+                    END IF;
                 END IF;
-            END IF;
-            s.scale := every_us;
-            s.capacity := capacity;
-            s.refill := refill;
-            t := greatest(clock, s.window_start);
-            -- Asked by division, because the product overflows after a long time.
-            IF s.credit < full_credit AND t - s.window_start <= (full_credit - s.credit - 1) / refill THEN
-                s.credit := s.credit + (t - s.window_start) * refill;
-            ELSE
-                s.credit := full_credit;
-                IF s.count = 0 THEN -- as good as new
-                    s.since := t;
-                    s.returned := 0;
+                s.scale := every_us;
+                s.capacity := capacity;
+                s.refill := refill;
+                t := greatest(clock, s.window_start);
+                -- Asked by division, because the product overflows after a long time.
+                IF s.credit < full_credit AND t - s.window_start <= (full_credit - s.credit - 1) / refill THEN
+                    s.credit := s.credit + (t - s.window_start) * refill;
+                ELSE
+                    s.credit := full_credit;
+                    IF s.count = 0 THEN -- as good as new
+                        s.since := t;
+                        s.returned := 0;
+                    END IF;
                 END IF;
-            END IF;
-            s.window_start := t;
-            remaining := s.credit / every_us;
-            remaining := remaining + s.count;
-            IF remaining < r.cost AND NOT moved THEN
-                free_at := t + ((greatest(r.cost, 1) - s.count) * every_us - s.credit - 1) / refill + 1;
-                retry_after_us := least(free_at, s.expires_at) - clock;
-                reset_after_us := CASE WHEN s.count > 0 THEN s.expires_at
-                    ELSE greatest(least(coalesce(CASE WHEN s.credit < full_credit THEN t + (full_credit - s.credit - 1) / refill + 1 END, clock), s.expires_at), clock) END - clock;
-                RETURN NEXT ROW(1::bigint, 0::bigint, remaining, retry_after_us, reset_after_us, decided_at, s.count, s.prev_count, s.window_start,
-                    s.credit, s.scale, s.expires_at, NULL::bigint[], s.since, s.window_start, s.returned + full_credit - s.credit, 0::bigint);
-                RETURN;
-            END IF;
-        ELSIF found THEN
-            t := (extract(epoch FROM coalesce(now, clock_timestamp())) * 1000000)::bigint;
-            IF t BETWEEN clock AND clock + 10000 THEN
-                t := CASE WHEN r_credit = full_credit - r_cost * every_us THEN r_window_start
-    ELSE least(t, r_window_start + (full_credit - r_cost * every_us - r_credit - 1) / refill) END;
-                RETURN NEXT ROW(1::bigint, r.asked, (r_credit + greatest(t - r_window_start, 0) * refill) / every_us, 0::bigint, r_window_start + (full_credit - r_credit - 1) / refill + 1 - t,
-                        decided_at + (t - clock) * interval '1 microsecond', 0::bigint, 0::bigint, r_window_start, r_credit, every_us, r_expires_at, NULL::bigint[],
-                        r_since, r_window_start, r_returned + full_credit - r_credit, 0::bigint);
-                RETURN;
-            END IF;
-            taken := ARRAY[ROW(1, r_cost, r.asked, NULL, 0, 0, r_window_start, r_credit, every_us, r_expires_at, r_since, capacity, refill, r_returned, NULL)::rate_limit_row];
+                s.window_start := t;
+                remaining := s.credit / every_us;
+                remaining := remaining + s.count;
+                granted := least(asked, remaining / cost);
+                retry_after_us := CASE WHEN granted = asked THEN 0 ELSE 1 END;
+                spent := 0;
+                IF granted > 0 THEN
+                    IF s.count > 0 THEN
+                        spent := greatest(granted * cost - (remaining - s.count), 0);
+                        s.count := s.count - spent;
+                    END IF;
+                    units := granted * cost - spent;
+                    s.credit := s.credit - units * every_us;
+                    s.expires_at := t + (capacity * every_us - 1) / refill + 1;
+                    remaining := remaining - granted * cost;
+                END IF;
+                IF retry_after_us > 0 THEN
+                    free_at := t + ((greatest(cost, 1) - s.count) * every_us - s.credit - 1) / refill + 1;
+                    retry_after_us := least(free_at, s.expires_at) - clock;
+                END IF;
+                reset_after_us := CASE
+                    WHEN s.count > 0 THEN s.expires_at
+                    ELSE greatest(least(coalesce(CASE WHEN s.credit < full_credit THEN t + (full_credit - s.credit - 1) / refill + 1 END, clock), s.expires_at), clock)
+                END - clock;
+                IF granted > 0 OR moved THEN
+                    s.expires_at := clock + reset_after_us;
+                    IF durable IS NOT TRUE THEN
+                        UPDATE rate_limit_ephemeral AS d SET count = s.count, window_start = s.window_start, credit = s.credit, scale = s.scale, expires_at = s.expires_at, since = s.since, capacity = s.capacity, refill = s.refill, returned = s.returned
+                        WHERE d.ctid = s.tid;
+                    ELSE
+                        UPDATE rate_limit_durable AS d SET count = s.count, window_start = s.window_start, credit = s.credit, scale = s.scale, expires_at = s.expires_at, since = s.since, capacity = s.capacity, refill = s.refill, returned = s.returned
+                        WHERE d.ctid = s.tid;
+                    END IF;
+                END IF;
+                RETURN NEXT ROW(i::bigint, granted, remaining, retry_after_us, reset_after_us, decided_at, s.count, s.prev_count, s.window_start, s.credit,
+                    s.scale, s.expires_at,
+                    NULL::bigint[],
+                    s.since, s.window_start, s.returned + full_credit - s.credit, spent);
+                EXIT;
+            END LOOP;
+        END LOOP;
+        IF undecided IS NULL THEN
+            RETURN;
         END IF;
     END IF;
 
@@ -1976,10 +2240,12 @@ BEGIN
         RAISE EXCEPTION 'rate_limit: a name of 1 to 128 bytes is needed, and as many costs, counts and taken_in as keys'
             USING ERRCODE = 'invalid_parameter_value', HINT = 'NULL instead of costs or of counts means 1 for each key, and NULL instead of taken_in that there are no refunds.';
     END IF;
-    IF r_cost IS NULL AND NOT (skip_held IS TRUE OR taken_in IS NOT NULL OR 1 > ANY (costs) OR capacity < ANY (costs)) IS TRUE THEN
+    IF NOT few AND NOT (skip_held IS TRUE OR taken_in IS NOT NULL OR 1 > ANY (costs) OR capacity < ANY (costs)) IS TRUE THEN
         ignored := concat(
                 CASE WHEN lock_timeout_ms IS NOT NULL THEN set_config('lock_timeout', lock_timeout_ms::text, true) END,
                 CASE WHEN synchronous_commit IS NOT NULL THEN set_config('synchronous_commit', synchronous_commit::text, true) END);
+        decided_at := coalesce(now, clock_timestamp());
+        clock := (extract(epoch FROM decided_at) * 1000000)::bigint;
         full_credit := capacity * every_us;
         IF durable IS NOT TRUE THEN
             WITH e AS (
@@ -2002,8 +2268,8 @@ BEGIN
                         ELSE excluded.expires_at END
                 WHERE (clock_timestamp() < decided_at + interval '10 ms' OR now IS NOT NULL OR lock_timeout_ms IS NOT NULL AND clock_timestamp() > decided_at + lock_timeout_ms * interval '25 ms' AND rate_limit_late())
                     AND d.algorithm = 3 AND d.count = 0 AND d.scale = every_us AND d.capacity = capacity AND d.refill = refill AND d.credit < full_credit
-                        AND d.window_start - clock <= (full_credit - 1) / refill + 1 AND excluded.credit < full_credit
-                        AND CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / refill THEN d.credit + greatest(clock - d.window_start, 0) * refill >= full_credit - excluded.credit
+                        AND d.window_start - clock <= (full_credit - 1) / refill + 1
+                        AND (full_credit - excluded.credit) > 0 AND CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / refill THEN d.credit + greatest(clock - d.window_start, 0) * refill >= (full_credit - excluded.credit)
                             ELSE clock - d.window_start > (full_credit - d.credit - 1) / refill END
                 RETURNING d.*
             )
@@ -2033,8 +2299,8 @@ BEGIN
                         ELSE excluded.expires_at END
                 WHERE (clock_timestamp() < decided_at + interval '10 ms' OR now IS NOT NULL OR lock_timeout_ms IS NOT NULL AND clock_timestamp() > decided_at + lock_timeout_ms * interval '25 ms' AND rate_limit_late())
                     AND d.algorithm = 3 AND d.count = 0 AND d.scale = every_us AND d.capacity = capacity AND d.refill = refill AND d.credit < full_credit
-                        AND d.window_start - clock <= (full_credit - 1) / refill + 1 AND excluded.credit < full_credit
-                        AND CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / refill THEN d.credit + greatest(clock - d.window_start, 0) * refill >= full_credit - excluded.credit
+                        AND d.window_start - clock <= (full_credit - 1) / refill + 1
+                        AND (full_credit - excluded.credit) > 0 AND CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / refill THEN d.credit + greatest(clock - d.window_start, 0) * refill >= (full_credit - excluded.credit)
                             ELSE clock - d.window_start > (full_credit - d.credit - 1) / refill END
                 RETURNING d.*
             )
@@ -2044,38 +2310,35 @@ BEGIN
             JOIN e ON e.key = d.key COLLATE "C"
             WHERE e.units > 0;
         END IF;
-        t := (extract(epoch FROM coalesce(now, clock_timestamp())) * 1000000)::bigint;
     END IF;
 
     IF taken IS NOT NULL THEN
-        t := greatest(t, clock); -- whatever the clock was set to meanwhile
+        t := greatest((extract(epoch FROM coalesce(now, clock_timestamp())) * 1000000)::bigint, clock); -- whatever the clock was set to meanwhile
         -- For a row that is new, and was made late, the first reading may be too old: a transaction that had made it, too, may have been
         -- waited for until it rolled back. Away with it.
         IF t > clock + 10000 THEN
             PERFORM rate_limit_reset(name, keys[e.ord], durable, NULL::integer, NULL::boolean)
             FROM unnest(taken) AS e
-            WHERE CASE WHEN e.credit = full_credit - e.cost * every_us THEN e.window_start
-    ELSE least(t, e.window_start + (full_credit - e.cost * every_us - e.credit - 1) / refill) END = clock;
-            taken := ARRAY(SELECT e FROM unnest(taken) AS e WHERE CASE WHEN e.credit = full_credit - e.cost * every_us THEN e.window_start
-    ELSE least(t, e.window_start + (full_credit - e.cost * every_us - e.credit - 1) / refill) END <> clock);
+            WHERE CASE WHEN e.credit = full_credit - e.cost * every_us THEN e.window_start ELSE least(t, e.window_start + (full_credit - e.cost * every_us - e.credit - 1) / refill) END = clock;
+            taken := ARRAY(SELECT e FROM unnest(taken) AS e WHERE CASE WHEN e.credit = full_credit - e.cost * every_us THEN e.window_start ELSE least(t, e.window_start + (full_credit - e.cost * every_us - e.credit - 1) / refill) END <> clock);
         END IF;
         RETURN QUERY
         SELECT e.ord, e.asked, (e.credit + greatest(e.at - e.window_start, 0) * refill) / every_us, 0::bigint, e.window_start + (full_credit - e.credit - 1) / refill + 1 - e.at,
                 decided_at + (e.at - clock) * interval '1 microsecond', 0::bigint, 0::bigint, e.window_start, e.credit, every_us, e.expires_at, NULL::bigint[],
                 e.since, e.window_start, e.returned + full_credit - e.credit, 0::bigint
-        FROM (SELECT e.*, CASE WHEN e.credit = full_credit - e.cost * every_us THEN e.window_start
-    ELSE least(t, e.window_start + (full_credit - e.cost * every_us - e.credit - 1) / refill) END AS at FROM unnest(taken) AS e) AS e;
+        FROM (SELECT e.*, CASE WHEN e.credit = full_credit - e.cost * every_us THEN e.window_start ELSE least(t, e.window_start + (full_credit - e.cost * every_us - e.credit - 1) / refill) END AS at FROM unnest(taken) AS e) AS e;
         IF cardinality(taken) = cardinality(keys) THEN
             RETURN;
         END IF;
-        SELECT array_agg(e.ord), array_agg(e.key), array_agg(coalesce(e.cost, 1)), array_agg(coalesce(e.asked, 1))
-        INTO ords, keys, costs, counts
-        FROM unnest(keys, costs, counts) WITH ORDINALITY AS e (key, cost, asked, ord)
-        WHERE NOT EXISTS (SELECT FROM unnest(taken) AS k WHERE k.ord = e.ord);
+        undecided := ARRAY(SELECT e.ord FROM generate_series(1, cardinality(keys)) AS e (ord) WHERE NOT EXISTS (SELECT FROM unnest(taken) AS k WHERE k.ord = e.ord));
     END IF;
-
+    IF undecided IS NOT NULL THEN
+        SELECT array_agg(keys[e.ord] ORDER BY e.ord), array_agg(coalesce(costs[e.ord], 1) ORDER BY e.ord), array_agg(coalesce(counts[e.ord], 1) ORDER BY e.ord)
+        INTO keys, costs, counts
+        FROM unnest(undecided) AS e (ord);
+    END IF;
     RETURN QUERY
-    SELECT coalesce(ords[a.ord], a.ord), a.granted, a.remaining, a.retry_after_us, a.reset_after_us, a.decided_at,
+    SELECT coalesce(undecided[a.ord], a.ord), a.granted, a.remaining, a.retry_after_us, a.reset_after_us, a.decided_at,
         a.count, a.prev_count, a.window_start, a.credit, a.scale, a.expires_at, a.log, a.taken_since, a.taken_in, a.taken_at, a.taken_spent
     FROM rate_limit_all(
         ARRAY(SELECT generate_series(1, cardinality(keys))), array_fill(name, ARRAY[cardinality(keys)]), keys,
@@ -2131,11 +2394,194 @@ CREATE FUNCTION rate_limit_sliding_log(
 RETURNS SETOF rate_limit_decision
 LANGUAGE plpgsql
 SECURITY DEFINER
+SET enable_seqscan = off -- a plan must not depend on how small the table was when it was made
 AS $$
 #variable_conflict use_variable
 DECLARE
-    ords bigint[];         -- the places of the elements that are left, if not all are
+    decided_at timestamptz;
+    clock bigint;
+    t bigint;
+    n integer := cardinality(keys);
+    few boolean;            -- decide one key after the other
+    undecided bigint[];     -- the places of those that this has left
+    give_up timestamptz;
+    cost bigint := 1;       -- what is asked for the key at hand
+    asked bigint := 1;
+    s rate_limit_row;       -- or else that row's state
+    moved boolean;          -- the clock has jumped back, and the row with it
+    granted bigint;
+    remaining bigint;
+    spent bigint;
+    units bigint;
+    free_at bigint;
+    retry_after_us bigint;
+    reset_after_us bigint;
+    newest integer;
+    needed integer;
+    age_bits CONSTANT bigint := 9007199254740991; -- as in rate_limit_all
+    ignored text;
 BEGIN
+    -- One key, as in most calls of an application that is not under load, or a few, in the order of locking: one after the other. Each
+    -- operator counts here, since plpgsql makes an expression anew in every transaction.
+    few := n BETWEEN 1 AND 8 AND taken_in IS NULL AND NOT skip_held;
+    IF few AND (n > 1 OR costs IS NOT NULL OR counts IS NOT NULL) THEN
+        few := coalesce(cardinality(costs), n) = n AND coalesce(cardinality(counts), n) = n;
+        FOR i IN 1 .. n LOOP
+            few := few AND coalesce(costs[i], 1) BETWEEN 1 AND max_count AND coalesce(counts[i], 1) BETWEEN 1 AND max_count / greatest(costs[i], 1);
+        END LOOP;
+        FOR i IN 2 .. n LOOP
+            few := few AND (-octet_length(keys[i - 1]), keys[i - 1] COLLATE "C") <= (-octet_length(keys[i]), keys[i] COLLATE "C");
+        END LOOP;
+    END IF;
+    IF few THEN
+        IF lock_timeout_ms IS NOT NULL THEN
+            ignored := set_config('lock_timeout', lock_timeout_ms::text, true);
+        END IF;
+        IF synchronous_commit IS NOT NULL THEN
+            ignored := set_config('synchronous_commit', synchronous_commit::text, true);
+        END IF;
+        FOR i IN 1 .. n LOOP
+            IF i > 1 THEN -- the rows before this one are locked
+                give_up := coalesce(give_up, clock_timestamp() + lock_timeout_ms * interval '25 ms');
+                EXIT WHEN now IS NULL AND clock_timestamp() > give_up AND rate_limit_late();
+            END IF;
+            IF costs IS NOT NULL OR counts IS NOT NULL THEN
+                cost := coalesce(costs[i], 1);
+                asked := coalesce(counts[i], 1);
+            END IF;
+            IF (max_count BETWEEN 1 AND 1000 AND window_us BETWEEN 1 AND 2251799813685248 AND octet_length(name) BETWEEN 1 AND 128 AND octet_length(keys[i]) BETWEEN 1 AND 512) IS NOT TRUE THEN
+                undecided := undecided || i::bigint; -- and so is the error
+                CONTINUE;
+            END IF;
+            FOR attempt IN 1 .. 3 LOOP
+                IF attempt = 3 THEN -- another algorithm has written it, or somebody deletes it all the time
+                    undecided := undecided || i::bigint;
+                    EXIT;
+                END IF;
+                IF durable IS NOT TRUE THEN
+                    SELECT NULL::bigint, NULL::bigint, NULL::bigint, d.ctid, d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at, d.since, d.capacity, d.refill, d.returned, d.log INTO s
+                    FROM rate_limit_ephemeral AS d
+                    WHERE d.prefix = name AND d.key = keys[i] AND d.algorithm = 4
+                    FOR UPDATE;
+                ELSE
+                    SELECT NULL::bigint, NULL::bigint, NULL::bigint, d.ctid, d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at, d.since, d.capacity, d.refill, d.returned, d.log INTO s
+                    FROM rate_limit_durable AS d
+                    WHERE d.prefix = name AND d.key = keys[i] AND d.algorithm = 4
+                    FOR UPDATE;
+                END IF;
+                IF NOT found THEN
+                    s := ROW(NULL, NULL, NULL, NULL, 0, 0, 0, 0, NULL, 0, NULL, NULL, NULL, NULL, NULL)::rate_limit_row;
+                END IF;
+                -- The clock is read with the row locked: read before, it could be older than the row.
+                decided_at := coalesce(now, clock_timestamp());
+                clock := (extract(epoch FROM decided_at) * 1000000)::bigint;
+                moved := false;
+                IF clock >= s.expires_at OR (s.count | s.credit) = 0 THEN
+                    s.count := 0;
+                    s.credit := 0;
+                    s.window_start := clock;
+                    s.since := NULL;
+                    s.log := NULL;
+                ELSIF s.window_start - clock > window_us THEN
+                    s.log := ARRAY(
+                        SELECT (((e.entry >> 10) - s.window_start + clock) << 10) | (e.entry & 1023)
+                        FROM unnest(s.log) WITH ORDINALITY AS e (entry, place)
+                        ORDER BY e.place
+                    );
+                    s.window_start := clock;
+                    s.expires_at := clock + window_us;
+                    moved := true;
+                END IF;
+                t := greatest(clock, s.window_start);
+                needed := 0;
+                WHILE needed < cardinality(s.log) AND (t - (s.log[needed + 1] >> 10) & age_bits) >= window_us LOOP
+                    needed := needed + 1;
+                    s.count := s.count - (s.log[needed] & 1023);
+                END LOOP;
+                IF needed > 0 THEN
+                    s.log := s.log[needed + 1:];
+                END IF;
+                IF s.count = 0 THEN
+                    s.window_start := t;
+                    s.since := CASE WHEN s.credit > 0 THEN s.since END;
+                END IF;
+                remaining := greatest(max_count - s.count, 0);
+                remaining := remaining + s.credit;
+                granted := least(asked, remaining / cost);
+                retry_after_us := CASE WHEN granted = asked THEN 0 ELSE 1 END;
+                spent := 0;
+                needed := 0;
+                IF granted > 0 THEN
+                    IF s.credit > 0 THEN
+                        spent := greatest(granted * cost - (remaining - s.credit), 0);
+                        s.credit := s.credit - spent;
+                    END IF;
+                    units := granted * cost - spent;
+                    s.count := s.count + units;
+                    IF units > 0 THEN
+                        newest := coalesce(cardinality(s.log), 0);
+                        IF (t - (s.log[newest] >> 10) & age_bits) = 0 THEN
+                            units := units + (s.log[newest] & 1023);
+                            newest := newest - 1;
+                        END IF;
+                        s.log := s.log[1:newest] || ARRAY[(t << 10) | units];
+                        s.window_start := t;
+                    END IF;
+                    s.expires_at := t + window_us;
+                    remaining := remaining - granted * cost;
+                END IF;
+                IF retry_after_us > 0 THEN
+                    -- When enough of the oldest entries have left.
+                    units := s.count - s.credit + greatest(cost, 1) - max_count;
+                    WHILE units > 0 LOOP
+                        needed := needed + 1;
+                        units := units - (s.log[needed] & 1023);
+                    END LOOP;
+                    free_at := t + window_us - (t - (s.log[needed] >> 10) & age_bits);
+                    retry_after_us := least(free_at, s.expires_at) - clock;
+                END IF;
+                reset_after_us := CASE
+                    WHEN s.credit > 0 THEN s.expires_at
+                    ELSE greatest(least(coalesce(CASE WHEN s.count > 0 THEN s.window_start + window_us END, clock), s.expires_at), clock)
+                END - clock;
+                IF granted > 0 OR moved THEN
+                    s.expires_at := clock + reset_after_us;
+                    IF durable IS NOT TRUE THEN
+                        UPDATE rate_limit_ephemeral AS d SET count = s.count, window_start = s.window_start, credit = s.credit, expires_at = s.expires_at, since = s.since, log = s.log
+                        WHERE d.ctid = s.tid;
+                        IF s.tid IS NULL THEN
+                            INSERT INTO rate_limit_ephemeral AS d (prefix, key, algorithm, count, window_start, credit, expires_at, since, log)
+                            VALUES (name, keys[i], 4, s.count, s.window_start, s.credit, s.expires_at, s.since, s.log)
+                            ON CONFLICT (prefix, key) DO NOTHING;
+                        END IF;
+                    ELSE
+                        UPDATE rate_limit_durable AS d SET count = s.count, window_start = s.window_start, credit = s.credit, expires_at = s.expires_at, since = s.since, log = s.log
+                        WHERE d.ctid = s.tid;
+                        IF s.tid IS NULL THEN
+                            INSERT INTO rate_limit_durable AS d (prefix, key, algorithm, count, window_start, credit, expires_at, since, log)
+                            VALUES (name, keys[i], 4, s.count, s.window_start, s.credit, s.expires_at, s.since, s.log)
+                            ON CONFLICT (prefix, key) DO NOTHING;
+                        END IF;
+                    END IF;
+                    CONTINUE WHEN NOT found; -- somebody else has made it
+                    -- If they rolled back, this one has waited for them, and its clock is too old.
+                    IF s.tid IS NULL AND now IS NULL AND clock_timestamp() > decided_at + interval '10 ms' THEN
+                        PERFORM rate_limit_reset(name, keys[i], durable, NULL::integer, NULL::boolean);
+                        CONTINUE;
+                    END IF;
+                END IF;
+                RETURN NEXT ROW(i::bigint, granted, remaining, retry_after_us, reset_after_us, decided_at, s.count, s.prev_count, s.window_start, s.credit,
+                    NULL::bigint, s.expires_at,
+                    CASE WHEN needed > 0 THEN s.log[1:least(needed, 64)] END,
+                    s.since, s.window_start, NULL::bigint, spent);
+                EXIT;
+            END LOOP;
+        END LOOP;
+        IF undecided IS NULL THEN
+            RETURN;
+        END IF;
+    END IF;
+
     IF (max_count BETWEEN 1 AND 1000 AND window_us BETWEEN 1 AND 2251799813685248) IS NOT TRUE THEN
         RAISE EXCEPTION 'rate_limit: max_count %, window_us %: outside the exact range', max_count, window_us
             USING ERRCODE = 'invalid_parameter_value', HINT = 'max_count and window_us are at least 1, max_count is at most 1000, and window_us at most 2^51.';
@@ -2146,8 +2592,13 @@ BEGIN
         RAISE EXCEPTION 'rate_limit: a name of 1 to 128 bytes is needed, and as many costs, counts and taken_in as keys'
             USING ERRCODE = 'invalid_parameter_value', HINT = 'NULL instead of costs or of counts means 1 for each key, and NULL instead of taken_in that there are no refunds.';
     END IF;
+    IF undecided IS NOT NULL THEN
+        SELECT array_agg(keys[e.ord] ORDER BY e.ord), array_agg(coalesce(costs[e.ord], 1) ORDER BY e.ord), array_agg(coalesce(counts[e.ord], 1) ORDER BY e.ord)
+        INTO keys, costs, counts
+        FROM unnest(undecided) AS e (ord);
+    END IF;
     RETURN QUERY
-    SELECT coalesce(ords[a.ord], a.ord), a.granted, a.remaining, a.retry_after_us, a.reset_after_us, a.decided_at,
+    SELECT coalesce(undecided[a.ord], a.ord), a.granted, a.remaining, a.retry_after_us, a.reset_after_us, a.decided_at,
         a.count, a.prev_count, a.window_start, a.credit, a.scale, a.expires_at, a.log, a.taken_since, a.taken_in, a.taken_at, a.taken_spent
     FROM rate_limit_all(
         ARRAY(SELECT generate_series(1, cardinality(keys))), array_fill(name, ARRAY[cardinality(keys)]), keys,

@@ -1,7 +1,25 @@
-{{/* The end of a denial, and of every decision. */}}
-{{define "retry after"}}retry_after_us := least(free_at, s.expires_at) - clock;{{end}}
-{{define "reset after"}}reset_after_us := CASE WHEN s.{{.Above}} > 0 THEN s.expires_at
-    ELSE greatest(least(coalesce({{include (print .Name ".reset")}}, clock), s.expires_at), clock) END - clock;{{end}}
+{{/* What is granted is taken, first from what there is ordinary room for, and then from granted credit. */}}
+{{define "take"}}
+IF s.{{.Above}} > 0 THEN
+    spent := greatest(granted * cost - (remaining - s.{{.Above}}), 0);
+    s.{{.Above}} := s.{{.Above}} - spent;
+END IF;
+units := granted * cost - spent;
+{{include (print .Name ".take")}}
+s.expires_at := t + {{include (print .Name ".lasts")}};
+remaining := remaining - granted * cost;
+{{end}}
+{{/* And what is told of it; retry_after_us is above 0 if something was denied that would fit later. */}}
+{{define "tell"}}
+IF retry_after_us > 0 THEN
+{{include (print .Name ".retry") | indent 4}}
+    retry_after_us := least(free_at, s.expires_at) - clock;
+END IF;
+reset_after_us := CASE
+    WHEN s.{{.Above}} > 0 THEN s.expires_at
+    ELSE greatest(least(coalesce({{include (print .Name ".reset")}}, clock), s.expires_at), clock)
+END - clock;
+{{end}}
 
 {{/* The look-up of one part's row. */}}
 {{define "columns"}}{{include "row" (print . ".")}}, {{.}}.log{{end}}
@@ -153,6 +171,7 @@ DECLARE
     first_pass integer;
     locked boolean;    -- its rows are to be locked
     decided_at timestamptz;
+    cost bigint;
     asked bigint;
     granted bigint;
     remaining bigint;
@@ -339,7 +358,7 @@ BEGIN
                     IF writers[at] <> algorithm THEN -- as if there were none
                         s := ROW(s.ord, s.cost, s.asked, s.tid, 0, 0, 0, 0, NULL, 0, NULL, NULL, NULL, NULL, NULL);
                     END IF;
-                    r.cost := costs[part];
+                    cost := costs[part];
                     moved := false;
                     max_count := limits[part];
                     window_us := spans_us[part];
@@ -347,7 +366,7 @@ BEGIN
                     CASE algorithm
 {{- range .Algorithms}}
                     WHEN {{.Code}} THEN
-                        IF pass = first_pass AND ((r.cost >= 1 OR just_look OR gives OR r.cost = 0 AND to_part = from_part) AND {{include (print .Name ".valid") | hang 28}}) IS NOT TRUE THEN
+                        IF pass = first_pass AND ((cost >= 1 OR just_look OR gives OR cost = 0 AND to_part = from_part) AND {{include (print .Name ".valid") | hang 28}}) IS NOT TRUE THEN
                             RAISE EXCEPTION 'rate_limit: the numbers of part % are outside the exact range', part
                                 USING ERRCODE = 'invalid_parameter_value', HINT = 'Of limit, span and refill: {{include (print .Name ".hint")}}';
                         END IF;
@@ -355,7 +374,7 @@ BEGIN
 {{include (print .Name ".roll") | indent 24}}
                         IF gives AND pass = 2 THEN
                             -- By division, because the product could overflow.
-                            units := CASE WHEN asked > -(9223372036854775807 / r.cost) THEN 9223372036854775807 ELSE -asked * r.cost END;
+                            units := CASE WHEN asked > -(9223372036854775807 / cost) THEN 9223372036854775807 ELSE -asked * cost END;
                             IF grants THEN
                                 changed := true;
                                 s.{{.Above}} := least(s.{{.Above}} + least(units, 2305843009213693952), 2305843009213693952);
@@ -365,7 +384,7 @@ BEGIN
                                 -- What came out of credit goes back first, as credit, if the row is still the one that it came from.
                                 back := least(greatest(coalesce(taken_spent[part], 0), 0), units);
                                 units := units - back;
-                                changed := coalesce(back > 0 AND s.since = taken_since[part] AND s.{{.Above}} < 2305843009213693952{{with maybe (print .Name ".new") ""}} AND NOT ({{.}}){{end}}, false);
+                                changed := coalesce(back > 0 AND s.since = taken_since[part] AND s.{{.Above}} < 2305843009213693952{{with maybe (print .Name ".full") ""}} AND NOT ({{.}}){{end}}, false);
                                 IF changed THEN
                                     s.{{.Above}} := s.{{.Above}} + least(back, 2305843009213693952 - s.{{.Above}});
                                     s.expires_at := greatest(s.expires_at, t + {{include (print .Name ".lasts")}});
@@ -381,8 +400,8 @@ BEGIN
                             USING ERRCODE = 'invalid_parameter_value', HINT = 'Write 1 for a fixed window, 2 for a sliding window, 3 for a token bucket, 4 for a sliding window log.';
                     END CASE;
                     IF pass = first_pass AND NOT (just_look OR gives) THEN
-                        any_moved := any_moved OR (moved AND r.cost > remaining AND r.cost <= max_count);
-                        granted := CASE WHEN r.cost BETWEEN 1 AND max_count THEN least(granted, remaining / r.cost) ELSE 0 END;
+                        any_moved := any_moved OR (moved AND cost > remaining AND cost <= max_count);
+                        granted := CASE WHEN cost BETWEEN 1 AND max_count THEN least(granted, remaining / cost) ELSE 0 END;
                     END IF;
                     CONTINUE WHEN pass = 1;
 
@@ -390,32 +409,21 @@ BEGIN
                     needed := 0;
                     retry_after_us := CASE
                         WHEN granted = asked THEN 0
-                        WHEN r.cost > max_count THEN NULL
-                        WHEN remaining - granted * r.cost >= greatest(r.cost, 1) THEN 0
+                        WHEN cost > max_count THEN NULL
+                        WHEN remaining - granted * cost >= greatest(cost, 1) THEN 0
                         ELSE 1 -- see below
                     END;
                     CASE algorithm
 {{- range .Algorithms}}
                     WHEN {{.Code}} THEN
                         IF granted > 0 AND NOT gives THEN
-                            IF s.{{.Above}} > 0 THEN -- for what there is no ordinary room
-                                spent := greatest(granted * r.cost - (remaining - s.{{.Above}}), 0);
-                                s.{{.Above}} := s.{{.Above}} - spent;
-                            END IF;
-                            units := granted * r.cost - spent;
-{{include (print .Name ".take") | indent 28}}
-                            s.expires_at := t + {{include (print .Name ".lasts")}};
-                            remaining := remaining - granted * r.cost;
+{{include "take" . | indent 28}}
                         END IF;
-                        IF retry_after_us > 0 THEN
-{{include (print .Name ".retry") | indent 28}}
-                            {{include "retry after"}}
-                        END IF;
-                        {{include "reset after" . | hang 24}}
+{{include "tell" . | indent 24}}
 {{- end}}
                     END CASE;
 
-                    IF (granted > 0 AND (changed OR NOT gives)) OR (moved AND r.cost > 0 AND retry_after_us > 0) THEN
+                    IF (granted > 0 AND (changed OR NOT gives)) OR (moved AND cost > 0 AND retry_after_us > 0) THEN
                         s.expires_at := clock + reset_after_us;
                         asked_rows[at] := s;
                         writers[at] := algorithm;

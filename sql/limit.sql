@@ -7,15 +7,17 @@
 INSERT INTO rate_limit_{{.Table}} AS d {{include (print .Name ".insert")}}
 {{.From}}
 ON CONFLICT (prefix, key) DO UPDATE SET
-{{include (print .Name ".set") | indent 4}}
+{{include (print .Name ".rolls") | indent 4}}
 WHERE (clock_timestamp() < decided_at + interval '10 ms' OR now IS NOT NULL OR lock_timeout_ms IS NOT NULL AND clock_timestamp() > decided_at + lock_timeout_ms * interval '25 ms' AND rate_limit_late())
-    AND {{include (print .Name ".fits") | hang 4}}
+    AND {{include (print .Name ".fits") (dict "Units" (include (print .Name ".excluded")) "Rolls" true) | hang 4}}
 RETURNING {{end}}
 
 {{/* The decision about a row that took, at time .At. .Row is what precedes a column. */}}
 {{define "took"}}{{include (print .Name ".left") .}}, 0::bigint, {{include (print .Name ".resets") .Row}} - {{.At}},
-    decided_at + ({{.At}} - clock) * interval '1 microsecond', {{include (print .Name ".state") .Row}}, NULL::bigint[],
+    {{.DecidedAt}}, {{include (print .Name ".state") .Row}}, NULL::bigint[],
     {{include (print .Name ".receipt") .}}, 0::bigint{{end}}
+
+{{define "sets"}}{{range $i, $c := (split .)}}{{if $i}}, {{end}}{{$c}} = s.{{$c}}{{end}}{{end}}
 
 {{define "row"}}{{.}}count, {{.}}prev_count, {{.}}window_start, {{.}}credit, {{.}}scale, {{.}}expires_at, {{.}}since, {{.}}capacity, {{.}}refill, {{.}}returned{{end}}
 
@@ -42,7 +44,7 @@ RETURNING {{end}}
 --                       taken_in, if it gives nothing back but grants credit above the limit, of which a key holds up to 2^61
 --   skip_held           whether to pass over keys whose row somebody's transaction has locked: no row comes back for them, and
 --                       the others are decided. A key that such a transaction has just made is waited for still
-{{- if has (print .Name ".set")}}
+{{- if has (print .Name ".rolls")}}
 --
 -- Most requests take, and fit. One statement decides them: each takes from its row as it stands, or makes it. What does not fit,
 -- and all that is not so ordinary, is left to rate_limit_all, which finds the rows locked.
@@ -72,92 +74,210 @@ CREATE FUNCTION {{.Function}}(
 RETURNS SETOF rate_limit_decision
 LANGUAGE plpgsql
 SECURITY DEFINER
-{{- if has (print .Name ".set")}}
-SET enable_seqscan = off
+SET enable_seqscan = off -- a plan must not depend on how small the table was when it was made
+{{- if has (print .Name ".rolls")}}
 SET enable_nestloop = off -- two lists of keys are joined below, and the planner takes them for short ones
 {{- end}}
 AS $$
 #variable_conflict use_variable
 DECLARE
-    ords bigint[];         -- the places of the elements that are left, if not all are
-{{- if has (print .Name ".set")}}
-    decided_at timestamptz := coalesce(now, clock_timestamp());
-    clock bigint := (extract(epoch FROM decided_at) * 1000000)::bigint;
+    decided_at timestamptz;
+    clock bigint;
+{{- if has (print .Name ".rolls")}}
+    taken rate_limit_row[]; -- the rows that one statement took from, or made; their cost is what was taken
+{{- end}}
     t bigint;
-    r rate_limit_row;      -- what one key is asked for
-    r_cost bigint;         -- all of it, and the row that it was taken from
-{{- range (split (include (print .Name ".columns")))}}
+    n integer := cardinality(keys);
+    few boolean;            -- decide one key after the other
+    undecided bigint[];     -- the places of those that this has left
+    give_up timestamptz;
+    cost bigint := 1;       -- what is asked for the key at hand
+    asked bigint := 1;
+{{- if has (print .Name ".adds")}}
+    r_cost bigint := 1;     -- all of it, and its row if it took that
+{{- range (split (include (print .Name ".returned")))}}
     r_{{.}} bigint;
 {{- end}}
-    taken rate_limit_row[]; -- the rows that were taken from, or made; their cost is what was taken
-{{- if eq .Name "tokenbucket"}}
-    full_credit bigint;
 {{- end}}
-    refused boolean := false; -- or which it does not fit into:
-    s rate_limit_row;
-    moved boolean := false;
-{{- if eq .Name "sliding"}}
-    rest bigint;
-{{- end}}
+    s rate_limit_row;       -- or else that row's state
+    moved boolean;          -- the clock has jumped back, and the row with it
+    granted bigint;
     remaining bigint;
+    spent bigint;
+    units bigint;
     free_at bigint;
     retry_after_us bigint;
     reset_after_us bigint;
+{{- if eq .Name "sliding"}}
+    rest bigint;
+{{- else if eq .Name "tokenbucket"}}
+    full_credit bigint;
+{{- else if eq .Name "slidinglog"}}
+    newest integer;
+    needed integer;
+    age_bits CONSTANT bigint := 9007199254740991; -- as in rate_limit_all
+{{- end}}
     ignored text;
-{{- end}}
 BEGIN
-{{- if has (print .Name ".set")}}
-    -- One key, as in most calls of an application that is not under load. Each operator costs here: plpgsql makes an expression anew
-    -- in every transaction.
-    IF taken_in IS NULL AND NOT skip_held AND cardinality(keys) = 1 AND octet_length(keys[1]) BETWEEN 1 AND 512
-            AND coalesce(costs[1], 1) BETWEEN 1 AND {{.Limit}} AND coalesce(cardinality(costs), 1) = 1
-            AND coalesce(counts[1], 1) BETWEEN 1 AND {{.Limit}} / coalesce(costs[1], 1) AND coalesce(cardinality(counts), 1) = 1
-            AND octet_length(name) BETWEEN 1 AND 128 AND {{include (print .Name ".valid")}} THEN
-        r.cost := coalesce(costs[1], 1);
-        r.asked := coalesce(counts[1], 1);
-        r_cost := r.cost * r.asked;
+    -- One key, as in most calls of an application that is not under load, or a few, in the order of locking: one after the other. Each
+    -- operator counts here, since plpgsql makes an expression anew in every transaction.
+    few := n BETWEEN 1 AND {{$.Few}} AND taken_in IS NULL AND NOT skip_held;
+    IF few AND (n > 1 OR costs IS NOT NULL OR counts IS NOT NULL) THEN
+        few := coalesce(cardinality(costs), n) = n AND coalesce(cardinality(counts), n) = n;
+        FOR i IN 1 .. n LOOP
+            few := few AND coalesce(costs[i], 1) BETWEEN 1 AND {{.Limit}} AND coalesce(counts[i], 1) BETWEEN 1 AND {{.Limit}} / greatest(costs[i], 1);
+        END LOOP;
+        FOR i IN 2 .. n LOOP
+            few := few AND (-octet_length(keys[i - 1]), keys[i - 1] COLLATE "C") <= (-octet_length(keys[i]), keys[i] COLLATE "C");
+        END LOOP;
+    END IF;
+    IF few THEN
+        IF lock_timeout_ms IS NOT NULL THEN
+            ignored := set_config('lock_timeout', lock_timeout_ms::text, true);
+        END IF;
+        IF synchronous_commit IS NOT NULL THEN
+            ignored := set_config('synchronous_commit', synchronous_commit::text, true);
+        END IF;
 {{- if eq .Name "tokenbucket"}}
-        full_credit := capacity * every_us;
+        full_credit := CASE WHEN capacity <= 4611686018427387904 / greatest(every_us, 1) THEN capacity * every_us END;
 {{- end}}
-        IF lock_timeout_ms IS NOT NULL OR synchronous_commit IS NOT NULL THEN
-            {{include "settings"}}
-        END IF;
-{{- range $t := $.Tables}}
-        {{$t.If}}
-{{include "upsert" (dict "Table" $t.Name "Name" $a.Name "From" (print "VALUES (name, keys[1], " (include (print $a.Name ".values") "r_cost") ")")) | indent 12}}{{prefix "d." (include (print $a.Name ".columns"))}}
-            INTO {{prefix "r_" (include (print $a.Name ".columns"))}};
-            IF NOT found THEN
-                SELECT {{include "row" "d."}} INTO {{include "row" "s."}}
-                FROM rate_limit_{{$t.Name}} AS d WHERE d.prefix = name AND d.key = keys[1] AND d.algorithm = {{$a.Code}};
-                refused := found;
+        FOR i IN 1 .. n LOOP
+            IF i > 1 THEN -- the rows before this one are locked
+                give_up := coalesce(give_up, clock_timestamp() + lock_timeout_ms * interval '25 ms');
+                EXIT WHEN now IS NULL AND clock_timestamp() > give_up AND rate_limit_late();
             END IF;
+            IF costs IS NOT NULL OR counts IS NOT NULL THEN
+                cost := coalesce(costs[i], 1);
+                asked := coalesce(counts[i], 1);
+{{- if has (print .Name ".adds")}}
+                r_cost := cost * asked;
 {{- end}}
-        END IF;
-        IF refused THEN -- by the row as it is now: this transaction has locked it
+            END IF;
+{{- if has (print .Name ".adds")}}
+            -- Most take from a row as it stands. (That there is one tells that all arguments are valid, since they are those of the row.)
             decided_at := coalesce(now, clock_timestamp());
             clock := (extract(epoch FROM decided_at) * 1000000)::bigint;
-{{include (print .Name ".roll") | indent 12}}
-{{include (print .Name ".room") | indent 12}}
-            remaining := remaining + s.{{.Above}};
-            IF remaining < r.cost AND NOT moved THEN
-{{include (print .Name ".retry") | indent 16}}
-                {{include "retry after"}}
-                {{include "reset after" . | hang 16}}
-                RETURN NEXT ROW(1::bigint, 0::bigint, remaining, retry_after_us, reset_after_us, decided_at, s.count, s.prev_count, s.window_start,
-                    s.credit, s.scale, s.expires_at, NULL::bigint[], s.since, s.window_start, {{if eq .Name "tokenbucket"}}s.returned + full_credit - s.credit{{else}}NULL::bigint{{end}}, 0::bigint);
-                RETURN;
+{{- range $t := $.Tables}}
+            {{$t.If}}
+                UPDATE rate_limit_{{$t.Name}} AS d SET {{include (print $a.Name ".adds") | hang 20}}
+                WHERE d.prefix = name AND d.key = keys[i]
+                    AND {{include (print $a.Name ".fits") (dict "Units" "r_cost" "Rolls" false) | hang 20}}
+                RETURNING {{prefix "d." (include (print $a.Name ".returned"))}}
+                INTO {{prefix "r_" (include (print $a.Name ".returned"))}};
+{{- end}}
             END IF;
-        ELSIF found THEN
-            t := {{include "now"}};
-            IF t BETWEEN clock AND clock + 10000 THEN
-                t := {{include (print .Name ".at") "r_"}};
-                RETURN NEXT ROW(1::bigint, r.asked, {{include "took" (dict "Name" .Name "Row" "r_" "At" "t") | hang 20}});
-                RETURN;
+            IF found THEN
+                decided_at := coalesce(now, clock_timestamp());
+                t := (extract(epoch FROM decided_at) * 1000000)::bigint;
+                IF t BETWEEN clock AND clock + 10000 THEN
+                    RETURN NEXT ROW(i::bigint, asked, {{include "took" (dict "Name" .Name "Row" "r_" "At" "t" "DecidedAt" "decided_at") | hang 24}});
+                    CONTINUE;
+                END IF;
+                -- The row was waited for, or the clock was set meanwhile: by what it is now, another decision may be due.
+{{- range $t := $.Tables}}
+                {{$t.If}}
+                    UPDATE rate_limit_{{$t.Name}} AS d SET {{include (print $a.Name ".undoes")}} WHERE d.prefix = name AND d.key = keys[i];
+{{- end}}
+                END IF;
             END IF;
-            taken := ARRAY[ROW(1, r_cost, r.asked, NULL, {{include (print .Name ".row") "r_"}}, NULL)::rate_limit_row];
+{{- end}}
+            IF ({{include (print .Name ".valid") | hang 16}} AND octet_length(name) BETWEEN 1 AND 128 AND octet_length(keys[i]) BETWEEN 1 AND 512) IS NOT TRUE THEN
+                undecided := undecided || i::bigint; -- and so is the error
+                CONTINUE;
+            END IF;
+            FOR attempt IN 1 .. 3 LOOP
+                IF attempt = 3 THEN -- another algorithm has written it, or somebody deletes it all the time
+                    undecided := undecided || i::bigint;
+                    EXIT;
+                END IF;
+{{- range $t := $.Tables}}
+                {{$t.If}}
+                    SELECT NULL::bigint, NULL::bigint, NULL::bigint, d.ctid, {{include "row" "d."}}, d.log INTO s
+                    FROM rate_limit_{{$t.Name}} AS d
+                    WHERE d.prefix = name AND d.key = keys[i] AND d.algorithm = {{$a.Code}}
+                    FOR UPDATE;
+{{- end}}
+                END IF;
+                IF NOT found THEN
+{{- if has (print .Name ".adds")}} -- what is asked fits into a new one
+                    IF attempt > 1 THEN
+                        decided_at := coalesce(now, clock_timestamp());
+                        clock := (extract(epoch FROM decided_at) * 1000000)::bigint;
+                    END IF;
+{{- range $t := $.Tables}}
+                    {{$t.If}}
+                        INSERT INTO rate_limit_{{$t.Name}} AS d {{include (print $a.Name ".insert")}}
+                        VALUES (name, keys[i], {{include (print $a.Name ".values") "r_cost"}})
+                        ON CONFLICT (prefix, key) DO NOTHING
+                        RETURNING {{prefix "d." (include (print $a.Name ".returned"))}}
+                        INTO {{prefix "r_" (include (print $a.Name ".returned"))}};
+{{- end}}
+                    END IF;
+                    CONTINUE WHEN NOT found; -- somebody else has made it
+                    -- If they rolled back, this one has waited for them, and its clock is too old.
+                    IF now IS NULL AND clock_timestamp() > decided_at + interval '10 ms' THEN
+                        PERFORM rate_limit_reset(name, keys[i], durable, NULL::integer, NULL::boolean);
+                        CONTINUE;
+                    END IF;
+                    RETURN NEXT ROW(i::bigint, asked, {{include "took" (dict "Name" .Name "Row" "r_" "At" "clock" "DecidedAt" "decided_at") | hang 24}});
+                    EXIT;
+{{- else}}
+                    s := ROW(NULL, NULL, NULL, NULL, 0, 0, 0, 0, NULL, 0, NULL, NULL, NULL, NULL, NULL)::rate_limit_row;
+{{- end}}
+                END IF;
+                -- The clock is read with the row locked: read before, it could be older than the row.
+                decided_at := coalesce(now, clock_timestamp());
+                clock := (extract(epoch FROM decided_at) * 1000000)::bigint;
+                moved := false;
+{{include (print .Name ".roll") | indent 16}}
+{{include (print .Name ".room") | indent 16}}
+                remaining := remaining + s.{{.Above}};
+                granted := least(asked, remaining / cost);
+                retry_after_us := CASE WHEN granted = asked THEN 0 ELSE 1 END;
+                spent := 0;
+{{- if eq .Name "slidinglog"}}
+                needed := 0;
+{{- end}}
+                IF granted > 0 THEN
+{{include "take" . | indent 20}}
+                END IF;
+{{include "tell" . | indent 16}}
+                IF granted > 0 OR moved THEN
+                    s.expires_at := clock + reset_after_us;
+{{- range $t := $.Tables}}
+                    {{$t.If}}
+                        UPDATE rate_limit_{{$t.Name}} AS d SET {{include "sets" (include (print $a.Name ".columns"))}}
+                        WHERE d.ctid = s.tid;
+{{- if not (has (print $a.Name ".adds"))}}
+                        IF s.tid IS NULL THEN
+                            INSERT INTO rate_limit_{{$t.Name}} AS d (prefix, key, algorithm, {{include (print $a.Name ".columns")}})
+                            VALUES (name, keys[i], {{$a.Code}}, {{prefix "s." (include (print $a.Name ".columns"))}})
+                            ON CONFLICT (prefix, key) DO NOTHING;
+                        END IF;
+{{- end}}
+{{- end}}
+                    END IF;
+{{- if not (has (print .Name ".adds"))}}
+                    CONTINUE WHEN NOT found; -- somebody else has made it
+                    -- If they rolled back, this one has waited for them, and its clock is too old.
+                    IF s.tid IS NULL AND now IS NULL AND clock_timestamp() > decided_at + interval '10 ms' THEN
+                        PERFORM rate_limit_reset(name, keys[i], durable, NULL::integer, NULL::boolean);
+                        CONTINUE;
+                    END IF;
+{{- end}}
+                END IF;
+                RETURN NEXT ROW(i::bigint, granted, remaining, retry_after_us, reset_after_us, decided_at, s.count, s.prev_count, s.window_start, s.credit,
+                    {{if eq .Name "tokenbucket"}}s.scale{{else}}NULL::bigint{{end}}, s.expires_at,
+                    {{if eq .Name "slidinglog"}}CASE WHEN needed > 0 THEN s.log[1:least(needed, 64)] END{{else}}NULL::bigint[]{{end}},
+                    s.since, s.window_start, {{if eq .Name "tokenbucket"}}s.returned + full_credit - s.credit{{else}}NULL::bigint{{end}}, spent);
+                EXIT;
+            END LOOP;
+        END LOOP;
+        IF undecided IS NULL THEN
+            RETURN;
         END IF;
     END IF;
-{{end}}
+
     IF ({{include (print .Name ".valid")}}) IS NOT TRUE THEN
         RAISE EXCEPTION 'rate_limit: {{range $i, $n := .Arguments}}{{if $i}}, {{end}}{{$n}} %{{end}}: outside the exact range'{{range .Arguments}}, {{.}}{{end}}
             USING ERRCODE = 'invalid_parameter_value', HINT = '{{include (print .Name ".hint")}}';
@@ -168,9 +288,11 @@ BEGIN
         RAISE EXCEPTION 'rate_limit: a name of 1 to 128 bytes is needed, and as many costs, counts and taken_in as keys'
             USING ERRCODE = 'invalid_parameter_value', HINT = 'NULL instead of costs or of counts means 1 for each key, and NULL instead of taken_in that there are no refunds.';
     END IF;
-{{- if has (print .Name ".set")}}
-    IF r_cost IS NULL AND NOT (skip_held IS TRUE OR taken_in IS NOT NULL OR 1 > ANY (costs) OR {{.Limit}} < ANY (costs)) IS TRUE THEN
+{{- if has (print .Name ".rolls")}}
+    IF NOT few AND NOT (skip_held IS TRUE OR taken_in IS NOT NULL OR 1 > ANY (costs) OR {{.Limit}} < ANY (costs)) IS TRUE THEN
         {{include "settings"}}
+        decided_at := coalesce(now, clock_timestamp());
+        clock := (extract(epoch FROM decided_at) * 1000000)::bigint;
 {{- if eq .Name "tokenbucket"}}
         full_credit := capacity * every_us;
 {{- end}}
@@ -194,33 +316,34 @@ BEGIN
             WHERE e.units > 0;
 {{- end}}
         END IF;
-        t := {{include "now"}};
     END IF;
 
     IF taken IS NOT NULL THEN
-        t := greatest(t, clock); -- whatever the clock was set to meanwhile
+        t := greatest({{include "now"}}, clock); -- whatever the clock was set to meanwhile
         -- For a row that is new, and was made late, the first reading may be too old: a transaction that had made it, too, may have been
         -- waited for until it rolled back. Away with it.
         IF t > clock + 10000 THEN
             PERFORM rate_limit_reset(name, keys[e.ord], durable, NULL::integer, NULL::boolean)
             FROM unnest(taken) AS e
-            WHERE {{include (print $a.Name ".at") "e."}} = clock;
-            taken := ARRAY(SELECT e FROM unnest(taken) AS e WHERE {{include (print $a.Name ".at") "e."}} <> clock);
+            WHERE CASE WHEN {{include (print .Name ".new") "e."}} THEN e.window_start ELSE least(t, {{include (print .Name ".latest") "e."}}) END = clock;
+            taken := ARRAY(SELECT e FROM unnest(taken) AS e WHERE CASE WHEN {{include (print .Name ".new") "e."}} THEN e.window_start ELSE least(t, {{include (print .Name ".latest") "e."}}) END <> clock);
         END IF;
         RETURN QUERY
-        SELECT e.ord, e.asked, {{include "took" (dict "Name" .Name "Row" "e." "At" "e.at") | hang 12}}
-        FROM (SELECT e.*, {{include (print $a.Name ".at") "e."}} AS at FROM unnest(taken) AS e) AS e;
+        SELECT e.ord, e.asked, {{include "took" (dict "Name" .Name "Row" "e." "At" "e.at" "DecidedAt" "decided_at + (e.at - clock) * interval '1 microsecond'") | hang 12}}
+        FROM (SELECT e.*, CASE WHEN {{include (print .Name ".new") "e."}} THEN e.window_start ELSE least(t, {{include (print .Name ".latest") "e."}}) END AS at FROM unnest(taken) AS e) AS e;
         IF cardinality(taken) = cardinality(keys) THEN
             RETURN;
         END IF;
-        SELECT array_agg(e.ord), array_agg(e.key), array_agg(coalesce(e.cost, 1)), array_agg(coalesce(e.asked, 1))
-        INTO ords, keys, costs, counts
-        FROM unnest(keys, costs, counts) WITH ORDINALITY AS e (key, cost, asked, ord)
-        WHERE NOT EXISTS (SELECT FROM unnest(taken) AS k WHERE k.ord = e.ord);
+        undecided := ARRAY(SELECT e.ord FROM generate_series(1, cardinality(keys)) AS e (ord) WHERE NOT EXISTS (SELECT FROM unnest(taken) AS k WHERE k.ord = e.ord));
     END IF;
-{{end}}
+{{- end}}
+    IF undecided IS NOT NULL THEN
+        SELECT array_agg(keys[e.ord] ORDER BY e.ord), array_agg(coalesce(costs[e.ord], 1) ORDER BY e.ord), array_agg(coalesce(counts[e.ord], 1) ORDER BY e.ord)
+        INTO keys, costs, counts
+        FROM unnest(undecided) AS e (ord);
+    END IF;
     RETURN QUERY
-    SELECT coalesce(ords[a.ord], a.ord), a.granted, a.remaining, a.retry_after_us, a.reset_after_us, a.decided_at,
+    SELECT coalesce(undecided[a.ord], a.ord), a.granted, a.remaining, a.retry_after_us, a.reset_after_us, a.decided_at,
         a.count, a.prev_count, a.window_start, a.credit, a.scale, a.expires_at, a.log, a.taken_since, a.taken_in, a.taken_at, a.taken_spent
     FROM rate_limit_all(
         ARRAY(SELECT generate_series(1, cardinality(keys))), array_fill(name, ARRAY[cardinality(keys)]), keys,

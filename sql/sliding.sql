@@ -9,34 +9,38 @@
 {{define "sliding.insert"}}(prefix, key, algorithm, count, window_start, expires_at){{end}}
 {{define "sliding.values"}}2, {{.}}, clock, clock + 2 * window_us{{end}}
 {{define "sliding.start"}}CASE WHEN clock < d.window_start + window_us THEN d.window_start WHEN clock < d.expires_at THEN d.window_start + window_us ELSE clock END{{end}}
-{{define "sliding.set"}}
+{{define "sliding.adds"}}count = d.count + r_cost{{end}}
+{{define "sliding.undoes"}}count = d.count - r_cost{{end}}
+{{define "sliding.rolls"}}
 count = CASE WHEN clock < d.window_start + window_us THEN d.count ELSE 0 END + excluded.count,
 prev_count = CASE WHEN clock < d.window_start + window_us THEN d.prev_count WHEN clock < d.expires_at THEN d.count ELSE 0 END,
 window_start = {{include "sliding.start"}},
 expires_at = {{include "sliding.start"}} + 2 * window_us
 {{end}}
+{{define "sliding.excluded"}}excluded.count{{end}}
 {{define "sliding.fits"}}
-d.algorithm = 2 AND d.since IS NULL AND excluded.count > 0 AND d.window_start - clock <= window_us
-    AND CASE
+d.algorithm = 2 AND d.since IS NULL AND d.window_start - clock <= window_us
+    AND {{if .Rolls}}{{.Units}} > 0 AND CASE
         WHEN clock >= d.expires_at THEN clock >= d.window_start + window_us
-        WHEN d.expires_at <> d.window_start + 2 * window_us THEN false -- another policy's, or given back
-        WHEN clock + 10000 < d.window_start + window_us THEN d.prev_count <= max_count
-            AND excluded.count <= max_count - d.count
+        WHEN clock >= d.window_start + window_us AND d.expires_at = d.window_start + 2 * window_us AND clock + 10000 < d.expires_at THEN d.count <= max_count
+            AND {{.Units}} <= max_count - (d.count * (d.expires_at - clock) + window_us - 1) / window_us
+        ELSE {{end}}clock + 10000 < d.window_start + window_us AND d.expires_at = d.window_start + 2 * window_us AND d.prev_count <= max_count
+            AND {{.Units}} <= max_count - d.count
                 - (d.prev_count * (d.window_start + window_us - greatest(clock, d.window_start)) + window_us - 1) / window_us
-        WHEN clock >= d.window_start + window_us AND clock + 10000 < d.expires_at THEN d.count <= max_count
-            AND excluded.count <= max_count - (d.count * (d.expires_at - clock) + window_us - 1) / window_us
-        ELSE false END
+    {{- if .Rolls}} END{{end}}
 {{end}}
-{{define "sliding.at"}}CASE WHEN {{.}}count = {{.}}cost AND {{.}}prev_count = 0 THEN {{.}}window_start ELSE least(t, {{.}}window_start + window_us - 1) END{{end}}
+{{define "sliding.new"}}{{.}}count = {{.}}cost AND {{.}}prev_count = 0{{end}}
+{{define "sliding.latest"}}{{.}}window_start + window_us - 1{{end}}
 {{define "sliding.left"}}max_count - {{.Row}}count
     - ({{.Row}}prev_count * ({{.Row}}window_start + window_us - greatest({{.At}}, {{.Row}}window_start)) + window_us - 1) / window_us{{end}}
-{{define "sliding.columns"}}count, prev_count, window_start, expires_at{{end}}
+{{define "sliding.columns"}}count, prev_count, window_start, credit, expires_at, since{{end}}
+{{define "sliding.returned"}}count, prev_count, window_start, expires_at{{end}}
 {{define "sliding.row"}}{{.}}count, {{.}}prev_count, {{.}}window_start, 0, NULL, {{.}}expires_at, NULL, NULL, NULL, NULL{{end}}
 {{define "sliding.state"}}{{.}}count, {{.}}prev_count, {{.}}window_start, 0::bigint, NULL::bigint, {{.}}expires_at{{end}}
 {{define "sliding.receipt"}}{{include "fixed.receipt" .}}{{end}}
 {{define "sliding.resets"}}{{.}}window_start + 2 * window_us{{end}}
 
-{{define "sliding.enough"}}r.cost <= max_count - s.count - s.prev_count{{end}}
+{{define "sliding.enough"}}cost <= max_count - s.count - s.prev_count{{end}}
 {{define "sliding.roll"}}
 IF clock >= s.expires_at OR (s.count | s.prev_count | s.credit) = 0 THEN
     s.credit := 0;
@@ -92,7 +96,7 @@ END, 0);
 s.count := s.count + units;
 {{end}}
 {{define "sliding.retry"}}
-free_at := greatest(r.cost, 1) - s.credit; -- of so many
+free_at := greatest(cost, 1) - s.credit; -- of so many
 free_at := t + CASE
     -- They fit into this window, once prev_count * rest has fallen to what is left of max_count * window_us.
     WHEN free_at <= max_count - s.count THEN rest - (max_count - s.count - free_at) * window_us / s.prev_count

@@ -9,7 +9,8 @@
 {{define "slidinglog.example"}}{{include "fixed.example"}}{{end}}
 {{define "slidinglog.lasts"}}window_us{{end}}
 
-{{define "slidinglog.enough"}}r.cost <= max_count - s.count{{end}}
+{{define "slidinglog.columns"}}count, window_start, credit, expires_at, since, log{{end}}
+{{define "slidinglog.enough"}}cost <= max_count - s.count{{end}}
 {{define "slidinglog.roll"}}
 IF clock >= s.expires_at OR (s.count | s.credit) = 0 THEN
     s.count := 0;
@@ -87,7 +88,7 @@ END IF;
 {{end}}
 {{define "slidinglog.retry"}}
 -- When enough of the oldest entries have left.
-units := s.count - s.credit + greatest(r.cost, 1) - max_count;
+units := s.count - s.credit + greatest(cost, 1) - max_count;
 WHILE units > 0 LOOP
     needed := needed + 1;
     units := units - (s.log[needed] & 1023);

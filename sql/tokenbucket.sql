@@ -15,7 +15,13 @@
 {{define "tokenbucket.values"}}3, full_credit - {{.}} * every_us, every_us, capacity, refill, clock, 0, clock, clock + ({{.}} * every_us - 1) / refill + 1{{end}}
 {{define "tokenbucket.runs"}}clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / refill{{end}}
 {{define "tokenbucket.level"}}d.credit + greatest(clock - d.window_start, 0) * refill{{end}}
-{{define "tokenbucket.set"}}
+{{define "tokenbucket.adds"}}
+credit = {{include "tokenbucket.level"}} - r_cost * every_us,
+window_start = greatest(clock, d.window_start),
+expires_at = greatest(clock, d.window_start) + (full_credit - ({{include "tokenbucket.level"}}) + r_cost * every_us - 1) / refill + 1
+{{end}}
+{{define "tokenbucket.undoes"}}credit = d.credit + r_cost * every_us{{end}}
+{{define "tokenbucket.rolls"}}
 credit = CASE WHEN {{include "tokenbucket.runs"}} THEN {{include "tokenbucket.level"}} - full_credit ELSE 0 END + excluded.credit,
 window_start = CASE WHEN {{include "tokenbucket.runs"}} THEN greatest(clock, d.window_start) ELSE clock END,
 since = CASE WHEN {{include "tokenbucket.runs"}} THEN d.since ELSE clock END,
@@ -23,24 +29,27 @@ returned = CASE WHEN {{include "tokenbucket.runs"}} THEN d.returned ELSE 0 END,
 expires_at = CASE WHEN {{include "tokenbucket.runs"}} THEN greatest(clock, d.window_start) + (full_credit - ({{include "tokenbucket.level"}}) + (full_credit - excluded.credit) - 1) / refill + 1
     ELSE excluded.expires_at END
 {{end}}
+{{define "tokenbucket.excluded"}}(full_credit - excluded.credit){{end}}
 {{define "tokenbucket.fits"}}
 d.algorithm = 3 AND d.count = 0 AND d.scale = every_us AND d.capacity = capacity AND d.refill = refill AND d.credit < full_credit
-    AND d.window_start - clock <= (full_credit - 1) / refill + 1 AND excluded.credit < full_credit
-    AND CASE WHEN {{include "tokenbucket.runs"}} THEN {{include "tokenbucket.level"}} >= full_credit - excluded.credit
+    AND d.window_start - clock <= (full_credit - 1) / refill + 1
+    AND {{if .Rolls}}{{.Units}} > 0 AND CASE WHEN {{include "tokenbucket.runs"}} THEN {{include "tokenbucket.level"}} >= {{.Units}}
         ELSE clock - d.window_start > (full_credit - d.credit - 1) / refill END
+    {{- else}}{{include "tokenbucket.runs"}} AND {{include "tokenbucket.level"}} >= {{.Units}} * every_us{{end}}
 {{end}}
-{{define "tokenbucket.at"}}CASE WHEN {{.}}credit = full_credit - {{.}}cost * every_us THEN {{.}}window_start
-    ELSE least(t, {{.}}window_start + (full_credit - {{.}}cost * every_us - {{.}}credit - 1) / refill) END{{end}}
+{{define "tokenbucket.new"}}{{.}}credit = full_credit - {{.}}cost * every_us{{end}}
+{{define "tokenbucket.latest"}}{{.}}window_start + (full_credit - {{.}}cost * every_us - {{.}}credit - 1) / refill{{end}}
 {{define "tokenbucket.then"}}{{.Row}}credit + greatest({{.At}} - {{.Row}}window_start, 0) * refill{{end}}
 {{define "tokenbucket.left"}}({{include "tokenbucket.then" .}}) / every_us{{end}}
-{{define "tokenbucket.columns"}}window_start, credit, expires_at, since, returned{{end}}
+{{define "tokenbucket.columns"}}count, window_start, credit, scale, expires_at, since, capacity, refill, returned{{end}}
+{{define "tokenbucket.returned"}}window_start, credit, expires_at, since, returned{{end}}
 {{define "tokenbucket.row"}}0, 0, {{.}}window_start, {{.}}credit, every_us, {{.}}expires_at, {{.}}since, capacity, refill, {{.}}returned{{end}}
 {{define "tokenbucket.state"}}0::bigint, 0::bigint, {{.}}window_start, {{.}}credit, every_us, {{.}}expires_at{{end}}
 {{define "tokenbucket.receipt"}}{{.Row}}since, {{.Row}}window_start, {{.Row}}returned + full_credit - {{.Row}}credit{{end}}
 {{define "tokenbucket.resets"}}{{.}}window_start + (full_credit - {{.}}credit - 1) / refill + 1{{end}}
 
-{{define "tokenbucket.enough"}}s.scale = every_us AND r.cost <= least(s.credit / every_us, capacity){{end}}
-{{define "tokenbucket.new"}}s.credit = full_credit AND s.count = 0{{end}}
+{{define "tokenbucket.enough"}}s.scale = every_us AND cost <= least(s.credit / every_us, capacity){{end}}
+{{define "tokenbucket.full"}}s.credit = full_credit AND s.count = 0{{end}}
 {{define "tokenbucket.roll"}}
 full_credit := capacity * every_us;
 IF clock >= s.expires_at THEN
@@ -117,6 +126,6 @@ remaining := s.credit / every_us;
 s.credit := s.credit - units * every_us;
 {{end}}
 {{define "tokenbucket.retry"}}
-free_at := t + ((greatest(r.cost, 1) - s.count) * every_us - s.credit - 1) / refill + 1;
+free_at := t + ((greatest(cost, 1) - s.count) * every_us - s.credit - 1) / refill + 1;
 {{end}}
 {{define "tokenbucket.reset"}}CASE WHEN s.credit < full_credit THEN t + (full_credit - s.credit - 1) / refill + 1 END{{end}}

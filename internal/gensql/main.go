@@ -114,11 +114,13 @@ type algorithm struct {
 type data struct {
 	Tables     []table
 	Algorithms []algorithm
+	Few        int // of so many keys, one statement for all costs more than two for each
 }
 
 func schema() data {
 	window := []string{"max_count", "window_us"}
 	return data{
+		Few: 8,
 		Tables: []table{
 			{Name: "ephemeral", Kind: "UNLOGGED TABLE", Comment: "Limits for abuse protection. Unlogged: fast, and empty again after a crash of the server.",
 				If: "IF durable IS NOT TRUE THEN", Elsif: "ELSIF durable IS NOT TRUE THEN", IfPart: "IF NOT durables[part] THEN", Is: "NOT durable", Alias: "d"},
