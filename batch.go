@@ -1,10 +1,7 @@
 package ratelimit
 
 import (
-	"cmp"
 	"context"
-	"slices"
-	"strings"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -49,17 +46,9 @@ func (l *Limiter) decide(ctx context.Context, db DBTX, elements []element, setti
 	return l.explain(ctx, db, err)
 }
 
-// few is the number of keys that a function decides one after the other, if they come in the order in which rows are locked.
-const few = 8
-
 func (l *Limiter) decideRows(ctx context.Context, db DBTX, elements []element, settings settings) error {
 	if _, several := l.policy.(all); several || elements[0].set != nil {
 		return l.decideSets(ctx, db, elements, settings)
-	}
-	if len(elements) <= few {
-		slices.SortStableFunc(elements, func(a, b element) int {
-			return cmp.Or(len(b.key)-len(a.key), strings.Compare(a.key, b.key))
-		})
 	}
 	keys := make([]string, len(elements))
 	numbers := make([]int64, 2*len(elements))

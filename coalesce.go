@@ -1,9 +1,12 @@
 package ratelimit
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"runtime"
+	"slices"
+	"strings"
 	"time"
 )
 
@@ -30,6 +33,9 @@ const (
 	far     = time.Millisecond
 	tooLong = 10 * time.Millisecond
 )
+
+// few is how many keys a function decides one after the other: Few in internal/gensql.
+const few = 8
 
 // mayLeave tells whether a statement leaves for those who wait. c.mu is locked.
 func (c *core) mayLeave() bool {
@@ -187,7 +193,11 @@ func (l *Limiter) send(f *flight) {
 	deadline := batch[0].since.Add(l.config.Timeout)
 	// What held rows leave undecided after some time goes to the lane, which is there for it.
 	a := asking{l: l, deadline: deadline, probe: probe, queued: f.queued, until: now.Add(l.patience() / 5)}
-	a.ask(f.group(batch), false, l.rowWait())
+	elements, wait := f.group(batch), l.rowWait()
+	if len(elements) == 1 { // it keeps no other row from anybody
+		wait = wait * 5 / 2
+	}
+	a.ask(elements, false, wait)
 	l.toLane(a.held)
 }
 
@@ -228,7 +238,8 @@ func (l *Limiter) changed(elements []element, err error, since *changes) {
 }
 
 // group makes elements of calls: those for the same key and of the same cost become one, unless one of another cost lies between
-// them, so that all calls for a key are decided in the order in which they came. Refunds and grants stay apart: what remains after
+// them, so that all calls for a key are decided in the order in which they came. A few keys are put into the order in which their rows
+// are locked: the functions decide such ones faster. Refunds and grants stay apart: what remains after
 // all of them does not tell what remained after each, because they stop at full.
 func (f *flight) group(batch []*call) []element {
 	f.elements = f.elements[:0]
@@ -252,6 +263,11 @@ func (f *flight) group(batch []*call) []element {
 			f.last[c.key] = len(f.elements)
 		}
 		f.elements = append(f.elements, element{key: c.key, cost: c.cost, count: 1, refund: c.refund, first: c, last: c})
+	}
+	if len(f.elements) <= few {
+		slices.SortStableFunc(f.elements, func(a, b element) int {
+			return cmp.Or(len(b.key)-len(a.key), strings.Compare(a.key, b.key))
+		})
 	}
 	return f.elements
 }

@@ -203,6 +203,7 @@ func TestLockingInTheOrderGivenDeadlocks(t *testing.T) {
 	}{
 		"of known keys":       {fixed, "rate_limit_fixed_window", takes, []string{"a", "b", "m"}},
 		"of new keys":         {fixed, "rate_limit_fixed_window", takes, []string{"m"}},
+		"of a few keys":       {fixed, "rate_limit_fixed_window", []string{"few := few AND (-octet_length", "few := few OR (-octet_length"}, []string{"a", "b", "m"}},
 		"of known keys' logs": {log, "rate_limit_all", known, []string{"a", "b", "m"}},
 		"of new keys' logs":   {log, "rate_limit_all", slices.Concat(known, made), []string{"m"}},
 	} {
@@ -563,7 +564,7 @@ func TestTakesAreToldOfTheTimeTheyAreLocked(t *testing.T) {
 				const take = "IF durable IS NOT TRUE THEN\n                UPDATE"
 				rewrite(t, db.Pool, c.function, take, fmt.Sprintf("PERFORM pg_sleep(%f); %s", pause.Seconds(), take))
 				if broken {
-					rewrite(t, db.Pool, c.function, c.oldNew...)
+					rewrite(t, db.Pool, c.function, append(c.oldNew, "IF t BETWEEN clock AND r_window_start", "IF true OR t BETWEEN clock AND r_window_start")...)
 				}
 				limiter := newLimiter(t, db.NewPool(t, nil), Config{Name: "test", Policy: c.policy, Timeout: amply, NoDenialCache: true})
 				_, err := limiter.Allow(t.Context(), "key") // makes the row

@@ -129,7 +129,6 @@ func TestMistakesInTheFunctionsDifferFromTheModel(t *testing.T) {
 		{fixed, "d.since IS NULL AND", ""},
 		{fixed, "d.window_start - clock <= window_us", "d.window_start - clock <= 2 * window_us"},
 		{fixed, "AND d.expires_at = d.window_start + window_us", ""},
-		{fixed, "clock + 10000 < d.expires_at", "clock <= d.expires_at"},
 		{fixed, "r_cost <= max_count - d.count", "r_cost <= max_count - d.count + 1"},
 		{fixed, "clock, clock + window_us", "clock, clock + window_us - 1"},
 		{fixed, "least(asked, remaining / cost)", "least(asked, remaining / cost + 1)"},
@@ -141,7 +140,6 @@ func TestMistakesInTheFunctionsDifferFromTheModel(t *testing.T) {
 		{sliding, "d.since IS NULL AND", ""},
 		{sliding, "d.window_start - clock <= window_us", "d.window_start - clock <= 2 * window_us"},
 		{sliding, "AND d.expires_at = d.window_start + 2 * window_us", ""},
-		{sliding, "clock + 10000 < d.window_start + window_us", "clock < d.window_start + window_us + 2"},
 		// The window before is forgotten, or rounded in the caller's favour.
 		{sliding, "(d.prev_count * (d.window_start + window_us - greatest(clock, d.window_start)) + window_us - 1) / window_us", "0"},
 		{sliding, "greatest(clock, d.window_start)) + window_us - 1) / window_us", "greatest(clock, d.window_start))) / window_us"},
@@ -163,8 +161,8 @@ func TestMistakesInTheFunctionsDifferFromTheModel(t *testing.T) {
 	}
 	for algorithm := fixed; algorithm <= log; algorithm++ {
 		for _, stands := range []string{"count = d.count + r_cost", "VALUES (name, keys[i], ", "WHERE d.ctid = s.tid"} {
-			if algorithm == log && stands == "count = d.count + r_cost" {
-				continue // it has no such statement
+			if algorithm == log && !strings.HasPrefix(stands, "VALUES") {
+				continue // it has no such statement, or goes on to rate_limit_all
 			}
 			if algorithm == bucket && stands == "count = d.count + r_cost" {
 				stands = "* refill - r_cost * every_us,"
@@ -255,7 +253,6 @@ func TestDecidingWithoutTheLockAdmitsTooMany(t *testing.T) {
 		"fixed window": {FixedWindow{Limit: 10, Window: year}, "", nil, 7},
 		"fixed window, from the row that the statement's snapshot shows": {
 			FixedWindow{Limit: 10, Window: year}, "rate_limit_fixed_window", []string{
-				"IF t BETWEEN clock AND clock + 10000 THEN", "IF true THEN",
 				"r_cost <= max_count - d.count",
 				"r_cost <= max_count - (SELECT r.count FROM public.rate_limit_ephemeral AS r WHERE r.prefix = d.prefix AND r.key = d.key)",
 			}, 13,

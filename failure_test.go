@@ -72,6 +72,9 @@ func (db *modelDB) Query(ctx context.Context, _ string, args ...any) (pgx.Rows, 
 	if costs == nil {
 		costs = slices.Repeat([]int64{1}, len(keys))
 	}
+	if counts == nil {
+		counts = slices.Repeat([]int64{1}, len(keys))
+	}
 	at := time.Now()
 	rows := &modelRows{}
 	for i, key := range keys {

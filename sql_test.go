@@ -1,6 +1,7 @@
 package ratelimit
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -253,6 +254,11 @@ func newStory(r *rand.Rand, steps int) (story []step, err error) {
 				e.cost, e.count, e.refund = randomRefund(r, policy, takes[rowID{s.name, e.key}], e.cost, e.count)
 			}
 			s.elements = append(s.elements, e)
+		}
+		if r.IntN(2) == 0 { // as the limiter sends a few
+			slices.SortStableFunc(s.elements, func(a, b element) int {
+				return cmp.Or(len(b.key)-len(a.key), strings.Compare(a.key, b.key))
+			})
 		}
 		story = append(story, s)
 		model.decide(s)

@@ -70,7 +70,10 @@ func (db *waitDB) Query(_ context.Context, _ string, args ...any) (pgx.Rows, err
 	}
 	s := step{policy: db.policy, name: args[0].(string), clock: time.Now().UnixMicro()}
 	for i, key := range args[1].([]string) {
-		e := element{key: key, cost: 1, count: args[3].([]int64)[i]}
+		e := element{key: key, cost: 1, count: 1}
+		if counts := args[3].([]int64); counts != nil {
+			e.count = counts[i]
+		}
 		if costs := args[2].([]int64); costs != nil {
 			e.cost = costs[i]
 		}

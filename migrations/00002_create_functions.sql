@@ -1253,7 +1253,9 @@ BEGIN
         FOR i IN 1 .. n LOOP
             IF i > 1 THEN -- the rows before this one are locked
                 give_up := coalesce(give_up, clock_timestamp() + lock_timeout_ms * interval '25 ms');
-                EXIT WHEN now IS NULL AND clock_timestamp() > give_up AND rate_limit_late();
+                IF now IS NULL AND clock_timestamp() > give_up THEN
+                    PERFORM rate_limit_late();
+                END IF;
             END IF;
             IF costs IS NOT NULL OR counts IS NOT NULL THEN
                 cost := coalesce(costs[i], 1);
@@ -1283,13 +1285,13 @@ BEGIN
             IF found THEN
                 decided_at := coalesce(now, clock_timestamp());
                 t := (extract(epoch FROM decided_at) * 1000000)::bigint;
-                IF t BETWEEN clock AND clock + 10000 THEN
+                IF t BETWEEN clock AND r_window_start + window_us - 1 THEN -- the window, or the flow into the bucket, goes on
                     RETURN NEXT ROW(i::bigint, asked, max_count - r_count, 0::bigint, r_window_start + window_us - t,
                             decided_at, r_count, 0::bigint, r_window_start, 0::bigint, NULL::bigint, r_expires_at, NULL::bigint[],
                             NULL::bigint, r_window_start, NULL::bigint, 0::bigint);
                     CONTINUE;
                 END IF;
-                -- The row was waited for, or the clock was set meanwhile: by what it is now, another decision may be due.
+                -- The row was waited for until it ended, or the clock was set meanwhile: another decision may be due.
                 IF durable IS NOT TRUE THEN
                     UPDATE rate_limit_ephemeral AS d SET count = d.count - r_cost WHERE d.prefix = name AND d.key = keys[i];
                 ELSE
@@ -1626,7 +1628,9 @@ BEGIN
         FOR i IN 1 .. n LOOP
             IF i > 1 THEN -- the rows before this one are locked
                 give_up := coalesce(give_up, clock_timestamp() + lock_timeout_ms * interval '25 ms');
-                EXIT WHEN now IS NULL AND clock_timestamp() > give_up AND rate_limit_late();
+                IF now IS NULL AND clock_timestamp() > give_up THEN
+                    PERFORM rate_limit_late();
+                END IF;
             END IF;
             IF costs IS NOT NULL OR counts IS NOT NULL THEN
                 cost := coalesce(costs[i], 1);
@@ -1658,14 +1662,14 @@ BEGIN
             IF found THEN
                 decided_at := coalesce(now, clock_timestamp());
                 t := (extract(epoch FROM decided_at) * 1000000)::bigint;
-                IF t BETWEEN clock AND clock + 10000 THEN
+                IF t BETWEEN clock AND r_window_start + window_us - 1 THEN -- the window, or the flow into the bucket, goes on
                     RETURN NEXT ROW(i::bigint, asked, max_count - r_count
                             - (r_prev_count * (r_window_start + window_us - greatest(t, r_window_start)) + window_us - 1) / window_us, 0::bigint, r_window_start + 2 * window_us - t,
                             decided_at, r_count, r_prev_count, r_window_start, 0::bigint, NULL::bigint, r_expires_at, NULL::bigint[],
                             NULL::bigint, r_window_start, NULL::bigint, 0::bigint);
                     CONTINUE;
                 END IF;
-                -- The row was waited for, or the clock was set meanwhile: by what it is now, another decision may be due.
+                -- The row was waited for until it ended, or the clock was set meanwhile: another decision may be due.
                 IF durable IS NOT TRUE THEN
                     UPDATE rate_limit_ephemeral AS d SET count = d.count - r_cost WHERE d.prefix = name AND d.key = keys[i];
                 ELSE
@@ -2040,7 +2044,9 @@ BEGIN
         FOR i IN 1 .. n LOOP
             IF i > 1 THEN -- the rows before this one are locked
                 give_up := coalesce(give_up, clock_timestamp() + lock_timeout_ms * interval '25 ms');
-                EXIT WHEN now IS NULL AND clock_timestamp() > give_up AND rate_limit_late();
+                IF now IS NULL AND clock_timestamp() > give_up THEN
+                    PERFORM rate_limit_late();
+                END IF;
             END IF;
             IF costs IS NOT NULL OR counts IS NOT NULL THEN
                 cost := coalesce(costs[i], 1);
@@ -2074,13 +2080,13 @@ BEGIN
             IF found THEN
                 decided_at := coalesce(now, clock_timestamp());
                 t := (extract(epoch FROM decided_at) * 1000000)::bigint;
-                IF t BETWEEN clock AND clock + 10000 THEN
+                IF t BETWEEN clock AND r_window_start + (full_credit - r_cost * every_us - r_credit - 1) / refill THEN -- the window, or the flow into the bucket, goes on
                     RETURN NEXT ROW(i::bigint, asked, (r_credit + greatest(t - r_window_start, 0) * refill) / every_us, 0::bigint, r_window_start + (full_credit - r_credit - 1) / refill + 1 - t,
                             decided_at, 0::bigint, 0::bigint, r_window_start, r_credit, every_us, r_expires_at, NULL::bigint[],
                             r_since, r_window_start, r_returned + full_credit - r_credit, 0::bigint);
                     CONTINUE;
                 END IF;
-                -- The row was waited for, or the clock was set meanwhile: by what it is now, another decision may be due.
+                -- The row was waited for until it ended, or the clock was set meanwhile: another decision may be due.
                 IF durable IS NOT TRUE THEN
                     UPDATE rate_limit_ephemeral AS d SET credit = d.credit + r_cost * every_us WHERE d.prefix = name AND d.key = keys[i];
                 ELSE
@@ -2443,7 +2449,9 @@ BEGIN
         FOR i IN 1 .. n LOOP
             IF i > 1 THEN -- the rows before this one are locked
                 give_up := coalesce(give_up, clock_timestamp() + lock_timeout_ms * interval '25 ms');
-                EXIT WHEN now IS NULL AND clock_timestamp() > give_up AND rate_limit_late();
+                IF now IS NULL AND clock_timestamp() > give_up THEN
+                    PERFORM rate_limit_late();
+                END IF;
             END IF;
             IF costs IS NOT NULL OR counts IS NOT NULL THEN
                 cost := coalesce(costs[i], 1);

@@ -144,7 +144,9 @@ BEGIN
         FOR i IN 1 .. n LOOP
             IF i > 1 THEN -- the rows before this one are locked
                 give_up := coalesce(give_up, clock_timestamp() + lock_timeout_ms * interval '25 ms');
-                EXIT WHEN now IS NULL AND clock_timestamp() > give_up AND rate_limit_late();
+                IF now IS NULL AND clock_timestamp() > give_up THEN
+                    PERFORM rate_limit_late();
+                END IF;
             END IF;
             IF costs IS NOT NULL OR counts IS NOT NULL THEN
                 cost := coalesce(costs[i], 1);
@@ -169,11 +171,11 @@ BEGIN
             IF found THEN
                 decided_at := coalesce(now, clock_timestamp());
                 t := (extract(epoch FROM decided_at) * 1000000)::bigint;
-                IF t BETWEEN clock AND clock + 10000 THEN
+                IF t BETWEEN clock AND {{include (print .Name ".latest") "r_"}} THEN -- the window, or the flow into the bucket, goes on
                     RETURN NEXT ROW(i::bigint, asked, {{include "took" (dict "Name" .Name "Row" "r_" "At" "t" "DecidedAt" "decided_at") | hang 24}});
                     CONTINUE;
                 END IF;
-                -- The row was waited for, or the clock was set meanwhile: by what it is now, another decision may be due.
+                -- The row was waited for until it ended, or the clock was set meanwhile: another decision may be due.
 {{- range $t := $.Tables}}
                 {{$t.If}}
                     UPDATE rate_limit_{{$t.Name}} AS d SET {{include (print $a.Name ".undoes")}} WHERE d.prefix = name AND d.key = keys[i];
