@@ -248,7 +248,7 @@ func TestDecidingWithoutTheLockAdmitsTooMany(t *testing.T) {
 	}{
 		"sliding log": {SlidingLog{Limit: 10, Window: year}, "", nil, 7},
 		"sliding log, without locks": {
-			SlidingLog{Limit: 10, Window: year}, "rate_limit_sliding_log", []string{"FOR UPDATE", ""}, 7, // the 6 are lost
+			SlidingLog{Limit: 10, Window: year}, "rate_limit_sliding_log", []string{"FOR UPDATE", "", "CONTINUE WHEN NOT found;", ""}, 7, // the 6 are lost
 		},
 		"fixed window": {FixedWindow{Limit: 10, Window: year}, "", nil, 7},
 		"fixed window, from the row that the statement's snapshot shows": {

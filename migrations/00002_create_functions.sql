@@ -1233,7 +1233,7 @@ DECLARE
 BEGIN
     -- One key, as in most calls of an application that is not under load, or a few, in the order of locking: one after the other. Each
     -- operator counts here, since plpgsql makes an expression anew in every transaction.
-    few := n BETWEEN 1 AND 8 AND taken_in IS NULL AND NOT skip_held;
+    few := n BETWEEN 1 AND 8 AND taken_in IS NULL AND NOT skip_held AND max_count >= 1 AND window_us BETWEEN 1 AND 2251799813685248 AND max_count <= 4611686018427387904 / window_us;
     IF few AND (n > 1 OR costs IS NOT NULL OR counts IS NOT NULL) THEN
         few := coalesce(cardinality(costs), n) = n AND coalesce(cardinality(counts), n) = n;
         FOR i IN 1 .. n LOOP
@@ -1262,7 +1262,7 @@ BEGIN
                 asked := coalesce(counts[i], 1);
                 r_cost := cost * asked;
             END IF;
-            -- Most take from a row as it stands. (That there is one tells that all arguments are valid, since they are those of the row.)
+            -- Most take from a row as it stands. (That there is one tells that the name and the key are valid.)
             decided_at := coalesce(now, clock_timestamp());
             clock := (extract(epoch FROM decided_at) * 1000000)::bigint;
             IF durable IS NOT TRUE THEN
@@ -1298,7 +1298,7 @@ BEGIN
                     UPDATE rate_limit_durable AS d SET count = d.count - r_cost WHERE d.prefix = name AND d.key = keys[i];
                 END IF;
             END IF;
-            IF (max_count >= 1 AND window_us BETWEEN 1 AND 2251799813685248 AND max_count <= 4611686018427387904 / window_us AND octet_length(name) BETWEEN 1 AND 128 AND octet_length(keys[i]) BETWEEN 1 AND 512) IS NOT TRUE THEN
+            IF (octet_length(name) BETWEEN 1 AND 128 AND octet_length(keys[i]) BETWEEN 1 AND 512) IS NOT TRUE THEN
                 undecided := undecided || i::bigint; -- and so is the error
                 CONTINUE;
             END IF;
@@ -1608,7 +1608,7 @@ DECLARE
 BEGIN
     -- One key, as in most calls of an application that is not under load, or a few, in the order of locking: one after the other. Each
     -- operator counts here, since plpgsql makes an expression anew in every transaction.
-    few := n BETWEEN 1 AND 8 AND taken_in IS NULL AND NOT skip_held;
+    few := n BETWEEN 1 AND 8 AND taken_in IS NULL AND NOT skip_held AND max_count >= 1 AND window_us BETWEEN 1 AND 2251799813685248 AND max_count <= 4611686018427387904 / window_us;
     IF few AND (n > 1 OR costs IS NOT NULL OR counts IS NOT NULL) THEN
         few := coalesce(cardinality(costs), n) = n AND coalesce(cardinality(counts), n) = n;
         FOR i IN 1 .. n LOOP
@@ -1637,7 +1637,7 @@ BEGIN
                 asked := coalesce(counts[i], 1);
                 r_cost := cost * asked;
             END IF;
-            -- Most take from a row as it stands. (That there is one tells that all arguments are valid, since they are those of the row.)
+            -- Most take from a row as it stands. (That there is one tells that the name and the key are valid.)
             decided_at := coalesce(now, clock_timestamp());
             clock := (extract(epoch FROM decided_at) * 1000000)::bigint;
             IF durable IS NOT TRUE THEN
@@ -1676,7 +1676,7 @@ BEGIN
                     UPDATE rate_limit_durable AS d SET count = d.count - r_cost WHERE d.prefix = name AND d.key = keys[i];
                 END IF;
             END IF;
-            IF (max_count >= 1 AND window_us BETWEEN 1 AND 2251799813685248 AND max_count <= 4611686018427387904 / window_us AND octet_length(name) BETWEEN 1 AND 128 AND octet_length(keys[i]) BETWEEN 1 AND 512) IS NOT TRUE THEN
+            IF (octet_length(name) BETWEEN 1 AND 128 AND octet_length(keys[i]) BETWEEN 1 AND 512) IS NOT TRUE THEN
                 undecided := undecided || i::bigint; -- and so is the error
                 CONTINUE;
             END IF;
@@ -2023,7 +2023,8 @@ DECLARE
 BEGIN
     -- One key, as in most calls of an application that is not under load, or a few, in the order of locking: one after the other. Each
     -- operator counts here, since plpgsql makes an expression anew in every transaction.
-    few := n BETWEEN 1 AND 8 AND taken_in IS NULL AND NOT skip_held;
+    few := n BETWEEN 1 AND 8 AND taken_in IS NULL AND NOT skip_held AND capacity >= 1 AND refill >= 1 AND every_us BETWEEN 1 AND 2251799813685248 AND capacity <= 4611686018427387904 / every_us
+            AND (capacity * every_us - 1) / refill < 2251799813685248;
     IF few AND (n > 1 OR costs IS NOT NULL OR counts IS NOT NULL) THEN
         few := coalesce(cardinality(costs), n) = n AND coalesce(cardinality(counts), n) = n;
         FOR i IN 1 .. n LOOP
@@ -2040,7 +2041,7 @@ BEGIN
         IF synchronous_commit IS NOT NULL THEN
             ignored := set_config('synchronous_commit', synchronous_commit::text, true);
         END IF;
-        full_credit := CASE WHEN capacity <= 4611686018427387904 / greatest(every_us, 1) THEN capacity * every_us END;
+        full_credit := capacity * every_us;
         FOR i IN 1 .. n LOOP
             IF i > 1 THEN -- the rows before this one are locked
                 give_up := coalesce(give_up, clock_timestamp() + lock_timeout_ms * interval '25 ms');
@@ -2053,7 +2054,7 @@ BEGIN
                 asked := coalesce(counts[i], 1);
                 r_cost := cost * asked;
             END IF;
-            -- Most take from a row as it stands. (That there is one tells that all arguments are valid, since they are those of the row.)
+            -- Most take from a row as it stands. (That there is one tells that the name and the key are valid.)
             decided_at := coalesce(now, clock_timestamp());
             clock := (extract(epoch FROM decided_at) * 1000000)::bigint;
             IF durable IS NOT TRUE THEN
@@ -2093,8 +2094,7 @@ BEGIN
                     UPDATE rate_limit_durable AS d SET credit = d.credit + r_cost * every_us WHERE d.prefix = name AND d.key = keys[i];
                 END IF;
             END IF;
-            IF (capacity >= 1 AND refill >= 1 AND every_us BETWEEN 1 AND 2251799813685248 AND capacity <= 4611686018427387904 / every_us
-                    AND (capacity * every_us - 1) / refill < 2251799813685248 AND octet_length(name) BETWEEN 1 AND 128 AND octet_length(keys[i]) BETWEEN 1 AND 512) IS NOT TRUE THEN
+            IF (octet_length(name) BETWEEN 1 AND 128 AND octet_length(keys[i]) BETWEEN 1 AND 512) IS NOT TRUE THEN
                 undecided := undecided || i::bigint; -- and so is the error
                 CONTINUE;
             END IF;
@@ -2429,7 +2429,7 @@ DECLARE
 BEGIN
     -- One key, as in most calls of an application that is not under load, or a few, in the order of locking: one after the other. Each
     -- operator counts here, since plpgsql makes an expression anew in every transaction.
-    few := n BETWEEN 1 AND 8 AND taken_in IS NULL AND NOT skip_held;
+    few := n BETWEEN 1 AND 8 AND taken_in IS NULL AND NOT skip_held AND max_count BETWEEN 1 AND 1000 AND window_us BETWEEN 1 AND 2251799813685248;
     IF few AND (n > 1 OR costs IS NOT NULL OR counts IS NOT NULL) THEN
         few := coalesce(cardinality(costs), n) = n AND coalesce(cardinality(counts), n) = n;
         FOR i IN 1 .. n LOOP
@@ -2457,7 +2457,7 @@ BEGIN
                 cost := coalesce(costs[i], 1);
                 asked := coalesce(counts[i], 1);
             END IF;
-            IF (max_count BETWEEN 1 AND 1000 AND window_us BETWEEN 1 AND 2251799813685248 AND octet_length(name) BETWEEN 1 AND 128 AND octet_length(keys[i]) BETWEEN 1 AND 512) IS NOT TRUE THEN
+            IF (octet_length(name) BETWEEN 1 AND 128 AND octet_length(keys[i]) BETWEEN 1 AND 512) IS NOT TRUE THEN
                 undecided := undecided || i::bigint; -- and so is the error
                 CONTINUE;
             END IF;

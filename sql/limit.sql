@@ -121,7 +121,7 @@ DECLARE
 BEGIN
     -- One key, as in most calls of an application that is not under load, or a few, in the order of locking: one after the other. Each
     -- operator counts here, since plpgsql makes an expression anew in every transaction.
-    few := n BETWEEN 1 AND {{$.Few}} AND taken_in IS NULL AND NOT skip_held;
+    few := n BETWEEN 1 AND {{$.Few}} AND taken_in IS NULL AND NOT skip_held AND {{include (print .Name ".valid") | hang 8}};
     IF few AND (n > 1 OR costs IS NOT NULL OR counts IS NOT NULL) THEN
         few := coalesce(cardinality(costs), n) = n AND coalesce(cardinality(counts), n) = n;
         FOR i IN 1 .. n LOOP
@@ -139,7 +139,7 @@ BEGIN
             ignored := set_config('synchronous_commit', synchronous_commit::text, true);
         END IF;
 {{- if eq .Name "tokenbucket"}}
-        full_credit := CASE WHEN capacity <= 4611686018427387904 / greatest(every_us, 1) THEN capacity * every_us END;
+        full_credit := capacity * every_us;
 {{- end}}
         FOR i IN 1 .. n LOOP
             IF i > 1 THEN -- the rows before this one are locked
@@ -156,7 +156,7 @@ BEGIN
 {{- end}}
             END IF;
 {{- if has (print .Name ".adds")}}
-            -- Most take from a row as it stands. (That there is one tells that all arguments are valid, since they are those of the row.)
+            -- Most take from a row as it stands. (That there is one tells that the name and the key are valid.)
             decided_at := coalesce(now, clock_timestamp());
             clock := (extract(epoch FROM decided_at) * 1000000)::bigint;
 {{- range $t := $.Tables}}
@@ -183,7 +183,7 @@ BEGIN
                 END IF;
             END IF;
 {{- end}}
-            IF ({{include (print .Name ".valid") | hang 16}} AND octet_length(name) BETWEEN 1 AND 128 AND octet_length(keys[i]) BETWEEN 1 AND 512) IS NOT TRUE THEN
+            IF (octet_length(name) BETWEEN 1 AND 128 AND octet_length(keys[i]) BETWEEN 1 AND 512) IS NOT TRUE THEN
                 undecided := undecided || i::bigint; -- and so is the error
                 CONTINUE;
             END IF;
