@@ -32,7 +32,7 @@ func TestSoakFindsForgottenGrants(t *testing.T) {
 	s := newSoak(t, 1, map[string]string{
 		"synchronous_commit": "off", "wal_writer_delay": "10s", "wal_writer_flush_after": "1GB", "wal_buffers": "64MB", "autovacuum": "off",
 	})
-	for _, function := range append(soakUpserts(), "rate_limit_all") {
+	for _, function := range append(soakFunctions(), "rate_limit_all") {
 		s.rewrite(function, "set_config('synchronous_commit', synchronous_commit::text, true)", "NULL")
 	}
 	_, err := s.extra.Exec(t.Context(), "CHECKPOINT") // or the tables would be forgotten too
@@ -62,9 +62,10 @@ func TestSoakFindsTooManyGrants(t *testing.T) {
 	t.Parallel()
 	s := newSoak(t, 1, nil)
 	const over = "IF clock >= s.expires_at"
-	s.rewrite("rate_limit_all", over+" OR (s.count | s.credit)", over+" - 300000 OR (s.count | s.credit)") // fixed windows and logs
-	s.rewrite("rate_limit_all", over+" OR (s.count | s.prev_count", over+" - 800000 OR (s.count | s.prev_count")
-	s.rewrite("rate_limit_all", over+" THEN", over+" - 450000 THEN")
+	s.rewrite("rate_limit_fixed_window", over, over+" - 300000")
+	s.rewrite("rate_limit_sliding_log", over, over+" - 300000")
+	s.rewrite("rate_limit_sliding_window", over, over+" - 800000")
+	s.rewrite("rate_limit_token_bucket", over, over+" - 450000")
 	for _, l := range s.passing {
 		r := l.regulars[0]
 		s.waitUntil("too many grants are found", func() bool {
@@ -237,17 +238,19 @@ func TestSoakLeaks(t *testing.T) {
 	}
 }
 
-// soakUpserts are the functions that decide ordinary takes in one statement.
-func soakUpserts() []string {
-	return []string{"rate_limit_fixed_window", "rate_limit_sliding_window", "rate_limit_token_bucket"}
+// soakFunctions are those that decide for keys of one limiter.
+func soakFunctions() []string {
+	return []string{"rate_limit_fixed_window", "rate_limit_sliding_window", "rate_limit_token_bucket", "rate_limit_sliding_log"}
 }
 
 // lockNothing has all decided by rate_limit_all, from rows that it does not lock, and puts a statement before it writes them.
 func (s *soak) lockNothing(beforeWriting string) {
 	s.t.Helper()
-	for _, function := range soakUpserts() {
-		s.rewrite(function, "IF costs IS NULL AND taken_in IS NULL", "IF false")
-		s.rewrite(function, "IF r_cost IS NULL AND", "IF false AND")
+	for _, function := range soakFunctions() {
+		s.rewrite(function, "few := n BETWEEN", "few := false AND n BETWEEN")
+		if function != "rate_limit_sliding_log" {
+			s.rewrite(function, "IF NOT few AND", "IF false AND")
+		}
 	}
 	s.rewrite("rate_limit_all", "FOR UPDATE SKIP LOCKED", "OFFSET 0")
 	s.rewrite("rate_limit_all", "FOR UPDATE", "OFFSET 0")

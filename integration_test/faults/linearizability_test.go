@@ -347,9 +347,9 @@ func TestJudgeCatches(t *testing.T) {
 			rewrite(t, pool, "rate_limit_all", "clock_timestamp()", "pg_catalog.now()")
 		}},
 		"rows that are read without a lock": {history: "plain", spoil: func(t *testing.T, pool *pgxpool.Pool) {
-			// Nothing is left to the statement that decides ordinary takes, which always locks.
-			rewrite(t, pool, "rate_limit_sliding_window", "IF costs IS NULL AND taken_in IS NULL", "IF false")
-			rewrite(t, pool, "rate_limit_sliding_window", "IF r_cost IS NULL AND", "IF false AND")
+			// Nothing is left to the statements that decide ordinary takes, which always lock.
+			rewrite(t, pool, "rate_limit_sliding_window", "few := n BETWEEN", "few := false AND n BETWEEN")
+			rewrite(t, pool, "rate_limit_sliding_window", "IF NOT few AND", "IF false AND")
 			rewrite(t, pool, "rate_limit_all", "FOR UPDATE SKIP LOCKED", "OFFSET 0")
 			rewrite(t, pool, "rate_limit_all", "FOR UPDATE", "OFFSET 0")
 		}},
