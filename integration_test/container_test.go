@@ -3,6 +3,8 @@ package integration_test
 import (
 	"os"
 	"os/exec"
+	"regexp"
+	"strings"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -10,9 +12,11 @@ import (
 	"github.com/testcontainers/testcontainers-go/modules/postgres"
 )
 
-// TestInContainer runs the library's own tests against a Postgres in a container, of the image RATELIMIT_TEST_IMAGE.
+// TestInContainer runs the library's own tests against a Postgres in a container, of the image RATELIMIT_TEST_IMAGE. They run side by
+// side themselves, so this test does not beside others.
+//
+//nolint:paralleltest // see above
 func TestInContainer(t *testing.T) {
-	t.Parallel()
 	ctx := t.Context()
 	provider, err := testcontainers.NewDockerProvider()
 	if err == nil {
@@ -42,5 +46,6 @@ func TestInContainer(t *testing.T) {
 	suite.Env = append(os.Environ(), "RATELIMIT_TEST_DATABASE_URL="+url)
 	output, err := suite.CombinedOutput()
 	t.Logf("%s\n%s", suite, output)
-	require.NoError(t, err)
+	failed := regexp.MustCompile(`(?m)^\s*--- FAIL: .*$`).FindAllString(string(output), -1)
+	require.NoError(t, err, strings.Join(failed, "\n"))
 }

@@ -1174,12 +1174,14 @@ Optional, by name: costs for each part (1 each; costs that are all 0 only look, 
 --   skip_held           whether to pass over keys whose row somebody's transaction has locked: no row comes back for them, and
 --                       the others are decided. A key that such a transaction has just made is waited for still
 --
--- Most requests take, and fit. One statement decides them: each takes from its row as it stands, or makes it. What does not fit,
--- and all that is not so ordinary, is left to rate_limit_all, which finds the rows locked.
+-- A few keys, which come in the order of locking, are decided one after the other: by an UPDATE of a row that stands and will stand for a while
+-- more, or else by the row, which is locked and written, or made. Many are decided by one statement: each takes from its row as it is, or
+-- makes it. What is not so ordinary is left to rate_limit_all.
 --
--- The clock is read twice. What was true by the first reading, before the rows were locked, and would still be 10 ms later, was true
--- when they were: a row that was waited for longer is left. By the second reading, with every lock held, the decision is told. Only a
--- window or a bucket that begins does so at the first: nobody else can have decided anything by it since.
+-- The clock is read twice. What was true by the first reading, before a row was locked, and would still be 10 ms later, was true when it
+-- was: the one statement leaves rows that were waited for longer, and the UPDATE is undone if its row had ended until then. By the second
+-- reading, with the lock held, the decision is told. Only a window or a bucket that begins does so at the first: nobody else can have
+-- decided anything by it since.
 -- +goose StatementBegin
 CREATE FUNCTION rate_limit_fixed_window(
     name text,
@@ -1423,9 +1425,12 @@ BEGIN
             USING ERRCODE = 'invalid_parameter_value', HINT = 'NULL instead of costs or of counts means 1 for each key, and NULL instead of taken_in that there are no refunds.';
     END IF;
     IF NOT few AND NOT (skip_held IS TRUE OR taken_in IS NOT NULL OR 1 > ANY (costs) OR max_count < ANY (costs)) IS TRUE THEN
-        ignored := concat(
-                CASE WHEN lock_timeout_ms IS NOT NULL THEN set_config('lock_timeout', lock_timeout_ms::text, true) END,
-                CASE WHEN synchronous_commit IS NOT NULL THEN set_config('synchronous_commit', synchronous_commit::text, true) END);
+        IF lock_timeout_ms IS NOT NULL THEN
+            ignored := set_config('lock_timeout', lock_timeout_ms::text, true);
+        END IF;
+        IF synchronous_commit IS NOT NULL THEN
+            ignored := set_config('synchronous_commit', synchronous_commit::text, true);
+        END IF;
         decided_at := coalesce(now, clock_timestamp());
         clock := (extract(epoch FROM decided_at) * 1000000)::bigint;
         IF durable IS NOT TRUE THEN
@@ -1547,12 +1552,14 @@ Optional, by name: costs and counts for each key (1 each; a cost of 0 only looks
 --   skip_held           whether to pass over keys whose row somebody's transaction has locked: no row comes back for them, and
 --                       the others are decided. A key that such a transaction has just made is waited for still
 --
--- Most requests take, and fit. One statement decides them: each takes from its row as it stands, or makes it. What does not fit,
--- and all that is not so ordinary, is left to rate_limit_all, which finds the rows locked.
+-- A few keys, which come in the order of locking, are decided one after the other: by an UPDATE of a row that stands and will stand for a while
+-- more, or else by the row, which is locked and written, or made. Many are decided by one statement: each takes from its row as it is, or
+-- makes it. What is not so ordinary is left to rate_limit_all.
 --
--- The clock is read twice. What was true by the first reading, before the rows were locked, and would still be 10 ms later, was true
--- when they were: a row that was waited for longer is left. By the second reading, with every lock held, the decision is told. Only a
--- window or a bucket that begins does so at the first: nobody else can have decided anything by it since.
+-- The clock is read twice. What was true by the first reading, before a row was locked, and would still be 10 ms later, was true when it
+-- was: the one statement leaves rows that were waited for longer, and the UPDATE is undone if its row had ended until then. By the second
+-- reading, with the lock held, the decision is told. Only a window or a bucket that begins does so at the first: nobody else can have
+-- decided anything by it since.
 -- +goose StatementBegin
 CREATE FUNCTION rate_limit_sliding_window(
     name text,
@@ -1822,9 +1829,12 @@ BEGIN
             USING ERRCODE = 'invalid_parameter_value', HINT = 'NULL instead of costs or of counts means 1 for each key, and NULL instead of taken_in that there are no refunds.';
     END IF;
     IF NOT few AND NOT (skip_held IS TRUE OR taken_in IS NOT NULL OR 1 > ANY (costs) OR max_count < ANY (costs)) IS TRUE THEN
-        ignored := concat(
-                CASE WHEN lock_timeout_ms IS NOT NULL THEN set_config('lock_timeout', lock_timeout_ms::text, true) END,
-                CASE WHEN synchronous_commit IS NOT NULL THEN set_config('synchronous_commit', synchronous_commit::text, true) END);
+        IF lock_timeout_ms IS NOT NULL THEN
+            ignored := set_config('lock_timeout', lock_timeout_ms::text, true);
+        END IF;
+        IF synchronous_commit IS NOT NULL THEN
+            ignored := set_config('synchronous_commit', synchronous_commit::text, true);
+        END IF;
         decided_at := coalesce(now, clock_timestamp());
         clock := (extract(epoch FROM decided_at) * 1000000)::bigint;
         IF durable IS NOT TRUE THEN
@@ -1960,12 +1970,14 @@ Optional, by name: costs and counts for each key (1 each; a cost of 0 only looks
 --   skip_held           whether to pass over keys whose row somebody's transaction has locked: no row comes back for them, and
 --                       the others are decided. A key that such a transaction has just made is waited for still
 --
--- Most requests take, and fit. One statement decides them: each takes from its row as it stands, or makes it. What does not fit,
--- and all that is not so ordinary, is left to rate_limit_all, which finds the rows locked.
+-- A few keys, which come in the order of locking, are decided one after the other: by an UPDATE of a row that stands and will stand for a while
+-- more, or else by the row, which is locked and written, or made. Many are decided by one statement: each takes from its row as it is, or
+-- makes it. What is not so ordinary is left to rate_limit_all.
 --
--- The clock is read twice. What was true by the first reading, before the rows were locked, and would still be 10 ms later, was true
--- when they were: a row that was waited for longer is left. By the second reading, with every lock held, the decision is told. Only a
--- window or a bucket that begins does so at the first: nobody else can have decided anything by it since.
+-- The clock is read twice. What was true by the first reading, before a row was locked, and would still be 10 ms later, was true when it
+-- was: the one statement leaves rows that were waited for longer, and the UPDATE is undone if its row had ended until then. By the second
+-- reading, with the lock held, the decision is told. Only a window or a bucket that begins does so at the first: nobody else can have
+-- decided anything by it since.
 -- +goose StatementBegin
 CREATE FUNCTION rate_limit_token_bucket(
     name text,
@@ -2247,9 +2259,12 @@ BEGIN
             USING ERRCODE = 'invalid_parameter_value', HINT = 'NULL instead of costs or of counts means 1 for each key, and NULL instead of taken_in that there are no refunds.';
     END IF;
     IF NOT few AND NOT (skip_held IS TRUE OR taken_in IS NOT NULL OR 1 > ANY (costs) OR capacity < ANY (costs)) IS TRUE THEN
-        ignored := concat(
-                CASE WHEN lock_timeout_ms IS NOT NULL THEN set_config('lock_timeout', lock_timeout_ms::text, true) END,
-                CASE WHEN synchronous_commit IS NOT NULL THEN set_config('synchronous_commit', synchronous_commit::text, true) END);
+        IF lock_timeout_ms IS NOT NULL THEN
+            ignored := set_config('lock_timeout', lock_timeout_ms::text, true);
+        END IF;
+        IF synchronous_commit IS NOT NULL THEN
+            ignored := set_config('synchronous_commit', synchronous_commit::text, true);
+        END IF;
         decided_at := coalesce(now, clock_timestamp());
         clock := (extract(epoch FROM decided_at) * 1000000)::bigint;
         full_credit := capacity * every_us;
@@ -2379,6 +2394,8 @@ Optional, by name: costs and counts for each key (1 each; a cost of 0 only looks
 --                       taken_in, if it gives nothing back but grants credit above the limit, of which a key holds up to 2^61
 --   skip_held           whether to pass over keys whose row somebody's transaction has locked: no row comes back for them, and
 --                       the others are decided. A key that such a transaction has just made is waited for still
+--
+-- A few keys, which come in the order of locking, are decided one after the other. What is not so ordinary is left to rate_limit_all.
 -- +goose StatementBegin
 CREATE FUNCTION rate_limit_sliding_log(
     name text,

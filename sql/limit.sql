@@ -21,9 +21,14 @@ RETURNING {{end}}
 
 {{define "row"}}{{.}}count, {{.}}prev_count, {{.}}window_start, {{.}}credit, {{.}}scale, {{.}}expires_at, {{.}}since, {{.}}capacity, {{.}}refill, {{.}}returned{{end}}
 
-{{define "settings"}}ignored := concat(
-                CASE WHEN lock_timeout_ms IS NOT NULL THEN set_config('lock_timeout', lock_timeout_ms::text, true) END,
-                CASE WHEN synchronous_commit IS NOT NULL THEN set_config('synchronous_commit', synchronous_commit::text, true) END);{{end}}
+{{define "settings"}}
+IF lock_timeout_ms IS NOT NULL THEN
+    ignored := set_config('lock_timeout', lock_timeout_ms::text, true);
+END IF;
+IF synchronous_commit IS NOT NULL THEN
+    ignored := set_config('synchronous_commit', synchronous_commit::text, true);
+END IF;
+{{end}}
 
 {{range $a := .Algorithms}}
 -- {{.Title}}.
@@ -44,14 +49,18 @@ RETURNING {{end}}
 --                       taken_in, if it gives nothing back but grants credit above the limit, of which a key holds up to 2^61
 --   skip_held           whether to pass over keys whose row somebody's transaction has locked: no row comes back for them, and
 --                       the others are decided. A key that such a transaction has just made is waited for still
+--
+-- A few keys, which come in the order of locking, are decided one after the other
+{{- if has (print .Name ".rolls")}}: by an UPDATE of a row that stands and will stand for a while
+-- more, or else by the row, which is locked and written, or made. Many are decided by one statement: each takes from its row as it is, or
+-- makes it
+{{- end}}. What is not so ordinary is left to rate_limit_all.
 {{- if has (print .Name ".rolls")}}
 --
--- Most requests take, and fit. One statement decides them: each takes from its row as it stands, or makes it. What does not fit,
--- and all that is not so ordinary, is left to rate_limit_all, which finds the rows locked.
---
--- The clock is read twice. What was true by the first reading, before the rows were locked, and would still be 10 ms later, was true
--- when they were: a row that was waited for longer is left. By the second reading, with every lock held, the decision is told. Only a
--- window or a bucket that begins does so at the first: nobody else can have decided anything by it since.
+-- The clock is read twice. What was true by the first reading, before a row was locked, and would still be 10 ms later, was true when it
+-- was: the one statement leaves rows that were waited for longer, and the UPDATE is undone if its row had ended until then. By the second
+-- reading, with the lock held, the decision is told. Only a window or a bucket that begins does so at the first: nobody else can have
+-- decided anything by it since.
 {{- end}}
 CREATE FUNCTION {{.Function}}(
     name text,
@@ -132,12 +141,7 @@ BEGIN
         END LOOP;
     END IF;
     IF few THEN
-        IF lock_timeout_ms IS NOT NULL THEN
-            ignored := set_config('lock_timeout', lock_timeout_ms::text, true);
-        END IF;
-        IF synchronous_commit IS NOT NULL THEN
-            ignored := set_config('synchronous_commit', synchronous_commit::text, true);
-        END IF;
+{{include "settings" | indent 8}}
 {{- if eq .Name "tokenbucket"}}
         full_credit := capacity * every_us;
 {{- end}}
@@ -292,7 +296,7 @@ BEGIN
     END IF;
 {{- if has (print .Name ".rolls")}}
     IF NOT few AND NOT (skip_held IS TRUE OR taken_in IS NOT NULL OR 1 > ANY (costs) OR {{.Limit}} < ANY (costs)) IS TRUE THEN
-        {{include "settings"}}
+{{include "settings" | indent 8}}
         decided_at := coalesce(now, clock_timestamp());
         clock := (extract(epoch FROM decided_at) * 1000000)::bigint;
 {{- if eq .Name "tokenbucket"}}
