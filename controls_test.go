@@ -2,6 +2,7 @@ package ratelimit
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"math/rand/v2"
 	"slices"
@@ -54,10 +55,22 @@ func TestMistakesInTheFunctionsDifferFromTheModel(t *testing.T) {
 			} else {
 				change(t, db.Pool)
 			}
+			if c.algorithm == sliding { // what random stories come by too rarely: of 10 taken, 4.5 count still, and round up
+				ask := func(key string, after, cost int64) step {
+					return step{policy: SlidingWindow{Limit: 10, Window: time.Minute}, name: "a", clock: c0 + after, elements: []element{{key: key, cost: cost, count: 1}}}
+				}
+				err := replay(t.Context(), db.Pool, "rounding", []step{
+					ask("x", 0, 10), ask("y", 0, 10), ask("x", minute*3/2, 1), ask("x", minute*31/20, 5), ask("y", minute*31/20, 6),
+				}, 10)
+				if _, found := errors.AsType[*difference](err); found {
+					return
+				}
+				require.NoError(t, err)
+			}
 			seed := testSeed(t)
 			concerned := func(s step) bool { return c.algorithm == all || algorithm(s.policy) == int16(c.algorithm) }
 			for story := uint64(0); ; story++ {
-				require.Less(t, story, uint64(5000), "the model does not tell the mistake")
+				require.Less(t, story, uint64(20_000), "the model does not tell the mistake")
 				steps, err := newStory(rand.New(rand.NewPCG(seed, story)), 40)
 				require.NoError(t, err)
 				if !slices.ContainsFunc(steps, concerned) {
@@ -151,7 +164,7 @@ func TestMistakesInTheFunctionsDifferFromTheModel(t *testing.T) {
 		{bucket, "d.scale = every_us AND", ""},
 		{bucket, "d.capacity = capacity AND", ""},
 		{bucket, "d.refill = refill AND", ""},
-		{bucket, ">= r_cost * every_us", ">= r_cost * every_us - 1"},
+		{bucket, ">= r_cost * every_us", ">= r_cost * every_us - every_us"},
 		{bucket, "credit, scale = s.scale", "credit"},
 		{log, "least(asked, remaining / cost)", "least(asked, remaining / cost + 1)"},
 		{log, "log = s.log", "log = d.log"},
