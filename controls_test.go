@@ -148,7 +148,7 @@ func TestMistakesInTheFunctionsDifferFromTheModel(t *testing.T) {
 		{fixed, "IF granted > 0 OR moved THEN", "IF granted > 0 THEN"},
 		{fixed, "s.expires_at := clock + reset_after_us", "s.expires_at := clock + reset_after_us + 1"},
 		{fixed, "AND d.algorithm = 1\n", "\n"},
-		{fixed, "undecided := undecided || i::bigint;", "undecided := undecided || n::bigint;"},
+		{fixed, "generate_series(i, n)", "generate_series(i + 1, n)"},
 		{sliding, "count = d.count + r_cost", "count = d.count + r_cost + 1"},
 		{sliding, "d.since IS NULL AND", ""},
 		{sliding, "d.window_start - clock <= window_us", "d.window_start - clock <= 2 * window_us"},

@@ -34,7 +34,7 @@ func TestInContainer(t *testing.T) {
 	container, err := postgres.Run(ctx, image,
 		postgres.WithDatabase("ratelimit"), postgres.WithUsername("ratelimit"), postgres.WithPassword("secret"),
 		postgres.BasicWaitStrategies(),
-		testcontainers.WithCmdArgs("-c", "max_connections=300"),
+		testcontainers.WithCmdArgs("-c", "max_connections=300", "-c", "fsync=off"),
 	)
 	testcontainers.CleanupContainer(t, container)
 	require.NoError(t, err)

@@ -1214,7 +1214,7 @@ DECLARE
     t bigint;
     n integer := cardinality(keys);
     few boolean;            -- decide one key after the other
-    undecided bigint[];     -- the places of those that this has left
+    undecided bigint[];     -- the places of those that are left
     give_up timestamptz;
     cost bigint := 1;       -- what is asked for the key at hand
     asked bigint := 1;
@@ -1252,6 +1252,7 @@ BEGIN
         IF synchronous_commit IS NOT NULL THEN
             ignored := set_config('synchronous_commit', synchronous_commit::text, true);
         END IF;
+        <<each_key>>
         FOR i IN 1 .. n LOOP
             IF i > 1 THEN -- the rows before this one are locked
                 give_up := coalesce(give_up, clock_timestamp() + lock_timeout_ms * interval '25 ms');
@@ -1301,13 +1302,15 @@ BEGIN
                 END IF;
             END IF;
             IF (octet_length(name) BETWEEN 1 AND 128 AND octet_length(keys[i]) BETWEEN 1 AND 512) IS NOT TRUE THEN
-                undecided := undecided || i::bigint; -- and so is the error
-                CONTINUE;
+                undecided := ARRAY(SELECT generate_series(i, n)::bigint); -- and so is the error
+                EXIT;
             END IF;
             FOR attempt IN 1 .. 3 LOOP
-                IF attempt = 3 THEN -- another algorithm has written it, or somebody deletes it all the time
-                    undecided := undecided || i::bigint;
-                    EXIT;
+                IF attempt = 3 THEN
+                    -- Another algorithm has written it, or somebody deletes it all the time. Those behind it are left, too: whoever locks a
+                    -- row that comes after this one, and then this one, may wait in a circle.
+                    undecided := ARRAY(SELECT generate_series(i, n)::bigint);
+                    EXIT each_key;
                 END IF;
                 IF durable IS NOT TRUE THEN
                     SELECT NULL::bigint, NULL::bigint, NULL::bigint, d.ctid, d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at, d.since, d.capacity, d.refill, d.returned, d.log INTO s
@@ -1592,7 +1595,7 @@ DECLARE
     t bigint;
     n integer := cardinality(keys);
     few boolean;            -- decide one key after the other
-    undecided bigint[];     -- the places of those that this has left
+    undecided bigint[];     -- the places of those that are left
     give_up timestamptz;
     cost bigint := 1;       -- what is asked for the key at hand
     asked bigint := 1;
@@ -1632,6 +1635,7 @@ BEGIN
         IF synchronous_commit IS NOT NULL THEN
             ignored := set_config('synchronous_commit', synchronous_commit::text, true);
         END IF;
+        <<each_key>>
         FOR i IN 1 .. n LOOP
             IF i > 1 THEN -- the rows before this one are locked
                 give_up := coalesce(give_up, clock_timestamp() + lock_timeout_ms * interval '25 ms');
@@ -1684,13 +1688,15 @@ BEGIN
                 END IF;
             END IF;
             IF (octet_length(name) BETWEEN 1 AND 128 AND octet_length(keys[i]) BETWEEN 1 AND 512) IS NOT TRUE THEN
-                undecided := undecided || i::bigint; -- and so is the error
-                CONTINUE;
+                undecided := ARRAY(SELECT generate_series(i, n)::bigint); -- and so is the error
+                EXIT;
             END IF;
             FOR attempt IN 1 .. 3 LOOP
-                IF attempt = 3 THEN -- another algorithm has written it, or somebody deletes it all the time
-                    undecided := undecided || i::bigint;
-                    EXIT;
+                IF attempt = 3 THEN
+                    -- Another algorithm has written it, or somebody deletes it all the time. Those behind it are left, too: whoever locks a
+                    -- row that comes after this one, and then this one, may wait in a circle.
+                    undecided := ARRAY(SELECT generate_series(i, n)::bigint);
+                    EXIT each_key;
                 END IF;
                 IF durable IS NOT TRUE THEN
                     SELECT NULL::bigint, NULL::bigint, NULL::bigint, d.ctid, d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at, d.since, d.capacity, d.refill, d.returned, d.log INTO s
@@ -2011,7 +2017,7 @@ DECLARE
     t bigint;
     n integer := cardinality(keys);
     few boolean;            -- decide one key after the other
-    undecided bigint[];     -- the places of those that this has left
+    undecided bigint[];     -- the places of those that are left
     give_up timestamptz;
     cost bigint := 1;       -- what is asked for the key at hand
     asked bigint := 1;
@@ -2054,6 +2060,7 @@ BEGIN
             ignored := set_config('synchronous_commit', synchronous_commit::text, true);
         END IF;
         full_credit := capacity * every_us;
+        <<each_key>>
         FOR i IN 1 .. n LOOP
             IF i > 1 THEN -- the rows before this one are locked
                 give_up := coalesce(give_up, clock_timestamp() + lock_timeout_ms * interval '25 ms');
@@ -2107,13 +2114,15 @@ BEGIN
                 END IF;
             END IF;
             IF (octet_length(name) BETWEEN 1 AND 128 AND octet_length(keys[i]) BETWEEN 1 AND 512) IS NOT TRUE THEN
-                undecided := undecided || i::bigint; -- and so is the error
-                CONTINUE;
+                undecided := ARRAY(SELECT generate_series(i, n)::bigint); -- and so is the error
+                EXIT;
             END IF;
             FOR attempt IN 1 .. 3 LOOP
-                IF attempt = 3 THEN -- another algorithm has written it, or somebody deletes it all the time
-                    undecided := undecided || i::bigint;
-                    EXIT;
+                IF attempt = 3 THEN
+                    -- Another algorithm has written it, or somebody deletes it all the time. Those behind it are left, too: whoever locks a
+                    -- row that comes after this one, and then this one, may wait in a circle.
+                    undecided := ARRAY(SELECT generate_series(i, n)::bigint);
+                    EXIT each_key;
                 END IF;
                 IF durable IS NOT TRUE THEN
                     SELECT NULL::bigint, NULL::bigint, NULL::bigint, d.ctid, d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at, d.since, d.capacity, d.refill, d.returned, d.log INTO s
@@ -2426,7 +2435,7 @@ DECLARE
     t bigint;
     n integer := cardinality(keys);
     few boolean;            -- decide one key after the other
-    undecided bigint[];     -- the places of those that this has left
+    undecided bigint[];     -- the places of those that are left
     give_up timestamptz;
     cost bigint := 1;       -- what is asked for the key at hand
     asked bigint := 1;
@@ -2463,6 +2472,7 @@ BEGIN
         IF synchronous_commit IS NOT NULL THEN
             ignored := set_config('synchronous_commit', synchronous_commit::text, true);
         END IF;
+        <<each_key>>
         FOR i IN 1 .. n LOOP
             IF i > 1 THEN -- the rows before this one are locked
                 give_up := coalesce(give_up, clock_timestamp() + lock_timeout_ms * interval '25 ms');
@@ -2475,13 +2485,15 @@ BEGIN
                 asked := coalesce(counts[i], 1);
             END IF;
             IF (octet_length(name) BETWEEN 1 AND 128 AND octet_length(keys[i]) BETWEEN 1 AND 512) IS NOT TRUE THEN
-                undecided := undecided || i::bigint; -- and so is the error
-                CONTINUE;
+                undecided := ARRAY(SELECT generate_series(i, n)::bigint); -- and so is the error
+                EXIT;
             END IF;
             FOR attempt IN 1 .. 3 LOOP
-                IF attempt = 3 THEN -- another algorithm has written it, or somebody deletes it all the time
-                    undecided := undecided || i::bigint;
-                    EXIT;
+                IF attempt = 3 THEN
+                    -- Another algorithm has written it, or somebody deletes it all the time. Those behind it are left, too: whoever locks a
+                    -- row that comes after this one, and then this one, may wait in a circle.
+                    undecided := ARRAY(SELECT generate_series(i, n)::bigint);
+                    EXIT each_key;
                 END IF;
                 IF durable IS NOT TRUE THEN
                     SELECT NULL::bigint, NULL::bigint, NULL::bigint, d.ctid, d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at, d.since, d.capacity, d.refill, d.returned, d.log INTO s

@@ -98,7 +98,7 @@ DECLARE
     t bigint;
     n integer := cardinality(keys);
     few boolean;            -- decide one key after the other
-    undecided bigint[];     -- the places of those that this has left
+    undecided bigint[];     -- the places of those that are left
     give_up timestamptz;
     cost bigint := 1;       -- what is asked for the key at hand
     asked bigint := 1;
@@ -145,6 +145,7 @@ BEGIN
 {{- if eq .Name "tokenbucket"}}
         full_credit := capacity * every_us;
 {{- end}}
+        <<each_key>>
         FOR i IN 1 .. n LOOP
             IF i > 1 THEN -- the rows before this one are locked
                 give_up := coalesce(give_up, clock_timestamp() + lock_timeout_ms * interval '25 ms');
@@ -188,13 +189,15 @@ BEGIN
             END IF;
 {{- end}}
             IF (octet_length(name) BETWEEN 1 AND 128 AND octet_length(keys[i]) BETWEEN 1 AND 512) IS NOT TRUE THEN
-                undecided := undecided || i::bigint; -- and so is the error
-                CONTINUE;
+                undecided := ARRAY(SELECT generate_series(i, n)::bigint); -- and so is the error
+                EXIT;
             END IF;
             FOR attempt IN 1 .. 3 LOOP
-                IF attempt = 3 THEN -- another algorithm has written it, or somebody deletes it all the time
-                    undecided := undecided || i::bigint;
-                    EXIT;
+                IF attempt = 3 THEN
+                    -- Another algorithm has written it, or somebody deletes it all the time. Those behind it are left, too: whoever locks a
+                    -- row that comes after this one, and then this one, may wait in a circle.
+                    undecided := ARRAY(SELECT generate_series(i, n)::bigint);
+                    EXIT each_key;
                 END IF;
 {{- range $t := $.Tables}}
                 {{$t.If}}
