@@ -50,9 +50,19 @@ func TestSQLEqualsModel(t *testing.T) {
 			t.Parallel()
 			db := pgtest.New(t)
 			prepare(t, db.Pool)
+			require.NoError(t, replay(t.Context(), db.Pool, "rounding", roundingStory(), 10))
 			requireModel(t, db)
 		})
 	}
+}
+
+// roundingStory asks for one more than there is room for where, of 10 taken in the window before, 4.5 count still, and round up: in a
+// window that goes on, and in one that begins.
+func roundingStory() []step {
+	ask := func(key string, after, cost int64) step {
+		return step{policy: SlidingWindow{Limit: 10, Window: time.Minute}, name: "a", clock: c0 + after, elements: []element{{key: key, cost: cost, count: 1}}}
+	}
+	return []step{ask("x", 0, 10), ask("y", 0, 10), ask("x", minute*3/2, 1), ask("x", minute*31/20, 5), ask("y", minute*31/20, 6)}
 }
 
 // requireModel has random stories decided by the functions of a database and by the models.

@@ -17,6 +17,9 @@ RETURNING {{end}}
     {{.DecidedAt}}, {{include (print .Name ".state") .Row}}, NULL::bigint[],
     {{include (print .Name ".receipt") .}}, 0::bigint{{end}}
 
+{{/* The time that a row of the one statement is told of: see below. */}}
+{{define "at"}}CASE WHEN {{include (print .Name ".new") "e."}} THEN e.window_start ELSE least(t, {{include (print .Name ".latest") "e."}}) END{{end}}
+
 {{define "sets"}}{{range $i, $c := (split .)}}{{if $i}}, {{end}}{{$c}} = s.{{$c}}{{end}}{{end}}
 
 {{define "row"}}{{.}}count, {{.}}prev_count, {{.}}window_start, {{.}}credit, {{.}}scale, {{.}}expires_at, {{.}}since, {{.}}capacity, {{.}}refill, {{.}}returned{{end}}
@@ -334,12 +337,12 @@ BEGIN
         IF t > clock + 10000 THEN
             PERFORM rate_limit_reset(name, keys[e.ord], durable, NULL::integer, NULL::boolean)
             FROM unnest(taken) AS e
-            WHERE CASE WHEN {{include (print .Name ".new") "e."}} THEN e.window_start ELSE least(t, {{include (print .Name ".latest") "e."}}) END = clock;
-            taken := ARRAY(SELECT e FROM unnest(taken) AS e WHERE CASE WHEN {{include (print .Name ".new") "e."}} THEN e.window_start ELSE least(t, {{include (print .Name ".latest") "e."}}) END <> clock);
+            WHERE {{include "at" .}} = clock;
+            taken := ARRAY(SELECT e FROM unnest(taken) AS e WHERE {{include "at" .}} <> clock);
         END IF;
         RETURN QUERY
         SELECT e.ord, e.asked, {{include "took" (dict "Name" .Name "Row" "e." "At" "e.at" "DecidedAt" "decided_at + (e.at - clock) * interval '1 microsecond'") | hang 12}}
-        FROM (SELECT e.*, CASE WHEN {{include (print .Name ".new") "e."}} THEN e.window_start ELSE least(t, {{include (print .Name ".latest") "e."}}) END AS at FROM unnest(taken) AS e) AS e;
+        FROM (SELECT e.*, {{include "at" .}} AS at FROM unnest(taken) AS e) AS e;
         IF cardinality(taken) = cardinality(keys) THEN
             RETURN;
         END IF;
