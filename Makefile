@@ -2,26 +2,32 @@
 help: ## Print this list
 	@awk -F ':.*## ' '/^[a-z\/]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
+# The tests use the server of RATELIMIT_TEST_DATABASE_URL, else that of DATABASE_URL, else throwaway ones.
 .PHONY: test
-test: test/library test/otel test/integration ## Run all tests
+test: ## Run all tests: 4 minutes on two cores
+	@go run ./internal/runtests
 
 .PHONY: test/library
-test/library: ## Run the library's tests, on the Postgres of RATELIMIT_TEST_DATABASE_URL or a throwaway one
-	go test -timeout 20m ./...
+test/library: ## Run the library's tests
+	@go run ./internal/runtests .
 
 .PHONY: test/otel
 test/otel: ## Run the tests of the module for OpenTelemetry
-	cd otelratelimit && go test -timeout 5m ./...
+	@go run ./internal/runtests otelratelimit
+
+.PHONY: test/grpc
+test/grpc: ## Run the tests of the module for gRPC
+	@go run ./internal/runtests grpclimit
 
 .PHONY: test/race
-test/race: ## Run the tests of the library and of OpenTelemetry under the race detector, which needs a C compiler
+test/race: ## Run the tests of the library, of OpenTelemetry and of gRPC under the race detector, which needs a C compiler
 	go test -race -timeout 20m ./...
 	cd otelratelimit && go test -race -timeout 5m ./...
+	cd grpclimit && go test -race -timeout 5m ./...
 
 .PHONY: test/integration
 test/integration: ## Run the tests with heavy dependencies; those in containers need a Docker engine
-	# Three packages at once: that of the command waits for cron most of the time.
-	cd integration_test && go test -v -count=1 -p 3 -timeout 20m ./...
+	@go run ./internal/runtests integration_test
 
 .PHONY: test/matrix
 test/matrix: ## Run the tests of the database on Postgres 14 to 18, or on those of POSTGRES="15 18"; needs npm
@@ -36,7 +42,7 @@ test/role: ## Run the library's tests as a role that may do nothing but what an 
 fuzz: ## Run every fuzz target for some seconds
 	@grep -rl '^func Fuzz' --include='*_test.go' . | while read -r file; do \
 		for target in $$(sed -n 's/^func \(Fuzz[A-Za-z]*\)(.*/\1/p' "$$file"); do \
-			case $$target in FuzzDatabase*) runs=3000 ;; *) runs=200000 ;; esac; \
+			case $$target in FuzzDatabase*) runs=3000 ;; *) runs=100000 ;; esac; \
 			echo "$$target"; \
 			(cd "$$(dirname "$$file")" && go test -run '^$$' -fuzz "^$$target\$$" -fuzztime $${runs}x -fuzzminimizetime 10x .) || exit 1; \
 		done \
@@ -48,7 +54,7 @@ test/faults: ## Judge histories and kill the server more often; ROUNDS=20 SEED=1
 
 .PHONY: bench
 bench: ## Compare with other limiters, side by side; BENCH=quick takes 2 minutes, BENCH_ONLY=new is some workloads
-	cd integration_test && go test -run '^$$' -bench '^BenchmarkSideBySide$$' -benchtime 1x -timeout 60m .
+	cd integration_test && go test -run '^$$' -bench '^BenchmarkSideBySide$$' -benchtime 1x -timeout 60m ./bench
 
 # Only a soak of the full length is worth a new chart in docs/.
 SOAK ?= 10m
@@ -56,16 +62,18 @@ SOAK_OUT ?= $(if $(filter 10m,$(SOAK)),$(CURDIR)/docs)
 
 .PHONY: soak
 soak: ## Run all at once on a server that keeps failing, for 10 minutes; SOAK=30s is shorter, SEED repeats one
-	cd integration_test && SOAK='$(SOAK)' SOAK_OUT='$(abspath $(SOAK_OUT))' go test -v -count=1 -run '^TestSoak$$' -timeout 0 .
+	cd integration_test && SOAK='$(SOAK)' SOAK_OUT='$(abspath $(SOAK_OUT))' go test -v -count=1 -run '^TestSoak$$' -timeout 0 ./soak
 
 .PHONY: sql
-sql: ## Write the migrations from sql/
+sql: ## Write the migrations from sql/, and on a Postgres what they make
 	go run ./internal/gensql
+	go test -count=1 -timeout 5m -run '^TestMade$$' ./internal/catalog -update
 
 .PHONY: lint
 lint: ## Run golangci-lint on all modules
 	golangci-lint run ./...
 	cd otelratelimit && golangci-lint run --config ../.golangci.yml ./...
+	cd grpclimit && golangci-lint run --config ../.golangci.yml ./...
 	cd integration_test && golangci-lint run --config ../.golangci.yml ./...
 
 .PHONY: verify
@@ -74,6 +82,7 @@ verify: ## Check that files are formatted, generated ones current, and modules t
 	go run ./internal/gensql -check
 	go mod tidy -diff
 	cd otelratelimit && go mod tidy -diff
+	cd grpclimit && go mod tidy -diff
 	cd integration_test && go mod tidy -diff
 
 .PHONY: demo

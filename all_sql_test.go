@@ -15,13 +15,14 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
+	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
 // modelPart is a part of a request of rate_limit_all, with the decision that the models make.
 type modelPart struct {
 	id       rowID
 	durable  bool
-	policy   Policy
+	policy   model
 	cost     int64
 	refund   []take // what a cost below 0 is of, or nil for a grant
 	decision decision
@@ -35,7 +36,7 @@ type modelRequest struct {
 }
 
 func (m rows) state(p modelPart) state {
-	if row := m[p.durable][p.id]; row.algorithm == algorithm(p.policy) {
+	if row := m[p.durable][p.id]; row.algorithm == p.policy.numbers().Algorithm {
 		return row.state
 	}
 	return state{}
@@ -48,9 +49,9 @@ func (m rows) has(p modelPart) bool {
 
 func (m rows) clone() rows { return rows{false: maps.Clone(m[false]), true: maps.Clone(m[true])} }
 
-// decideAll has the model make the decisions of a statement. Where rows are missing the function looks first: what is refused then,
-// is refused, what gives back to nothing has done so, and rows are made for the others. But a request that has a row in common with one
-// of those before it is one of the others.
+// decideAll has the model make the decisions of a statement. If rows are missing, the function looks first. A
+// request that is refused then stays refused, and a refund that finds nothing then gives nothing back. Rows are
+// made for the others. A request that shares a row with one of those others before it counts as one of them.
 func (m rows) decideAll(requests []modelRequest, clock int64) {
 	lacks := slices.ContainsFunc(requests, func(r modelRequest) bool {
 		return slices.ContainsFunc(r.parts, func(p modelPart) bool {
@@ -64,8 +65,9 @@ func (m rows) decideAll(requests []modelRequest, clock int64) {
 		if lacks {
 			seen.clone().decideRequest(r, clock)
 			givesBack := r.parts[0].refund != nil
-			refused := r.parts[0].decision.granted == 0 && !r.moved || givesBack && !slices.ContainsFunc(r.parts, seen.has)
-			if len(r.parts) == 1 && 1 <= r.parts[0].cost && r.parts[0].cost <= r.parts[0].policy.limit() {
+			refused := r.parts[0].decision.granted == 0 && !r.moved ||
+				givesBack && !slices.ContainsFunc(r.parts, seen.has)
+			if len(r.parts) == 1 && 1 <= r.parts[0].cost && r.parts[0].cost <= r.parts[0].policy.numbers().Limit {
 				refused = false // it needs no row but one from which it takes
 			}
 			if refused && !slices.ContainsFunc(r.parts, func(p modelPart) bool { return changes[p.durable][p.id] }) {
@@ -106,7 +108,7 @@ func (m rows) decideRequest(r *modelRequest, clock int64) {
 	for ; granted < requests && fits(); granted++ {
 		for _, p := range r.parts {
 			if next, _ := decide(p, p.cost); next != m.state(p) { // as it is when there was nothing to give back
-				m[p.durable][p.id] = storedRow{algorithm(p.policy), next}
+				m[p.durable][p.id] = storedRow{p.policy.numbers().Algorithm, next}
 			}
 		}
 	}
@@ -126,20 +128,22 @@ func (m rows) decideRequest(r *modelRequest, clock int64) {
 		if p.cost > 0 {
 			p.decision.taken.spent = credit - creditOf(p.policy, current, clock)
 		}
+		log := newEntries(nil) // what retryAfter comes from
 		if granted < r.count && asked.granted == 0 {
-			p.decision.retryAfter = asked.retryAfter // it is this part that refuses
+			p.decision.retryAfter, log = asked.retryAfter, asked.state.log // it is this part that refuses
 			if next != current {
-				m[p.durable][p.id] = storedRow{algorithm(p.policy), next}
+				m[p.durable][p.id] = storedRow{p.policy.numbers().Algorithm, next}
 				p.decision.state = next
 				r.moved = true
 			}
 		}
-		p.decision.decidedAt = time.UnixMicro(clock).UTC()
+		p.decision.state.log = log
+		p.decision.decidedAt = timeRead(clock)
 	}
 }
 
-// The function of several limits against the models: random requests, beside those for a single limit of the same rows, and after each
-// statement every column and every row.
+// Compares the function of several limits with the models. The requests are random, and come beside requests for a
+// single limit of the same rows. After each statement every column and every row is compared.
 func TestAllEqualsModels(t *testing.T) {
 	t.Parallel()
 
@@ -149,8 +153,8 @@ func TestAllEqualsModels(t *testing.T) {
 	for story := range uint64(60 * rounds(t)) {
 		r := rand.New(rand.NewPCG(seed, story))
 		space := fmt.Sprintf("%d ", story)
+		policies := map[string]model{"a": randomPolicy(r), "b": randomPolicy(r), "c": randomPolicy(r)}
 		model := rows{false: {}, true: {}}
-		policies := map[string]Policy{"a": randomPolicy(r), "b": randomPolicy(r), "c": randomPolicy(r)}
 		clock := int64(1)<<50 + r.Int64N(1<<51)
 		var goals []int64
 		takes := map[rowID][]take{}
@@ -180,7 +184,10 @@ func TestAllEqualsModels(t *testing.T) {
 				all := true
 				for _, p := range request.parts {
 					if p.cost > 0 && p.decision.granted > 0 {
-						takes[p.id] = append(takes[p.id], p.decision.takenBy(p.policy, p.cost, 1+r.Int64N(p.decision.granted)))
+						takes[p.id] = append(
+							takes[p.id],
+							p.decision.takenBy(p.policy, p.cost, 1+r.Int64N(p.decision.granted)),
+						)
 					}
 					if p.decision.retryAfter != never {
 						goals = append(goals, clock+p.decision.retryAfter)
@@ -208,11 +215,28 @@ func TestAllEqualsModels(t *testing.T) {
 		}
 	}
 	for _, n := range []int{granted, refused, halfRefused, looks, refunds, grants} {
-		require.Greater(t, n, 40, "granted %d, refused by all %d, by some %d, looks %d, refunds %d, grants %d", granted, refused, halfRefused, looks, refunds, grants)
+		require.Greater(
+			t,
+			n,
+			40,
+			"granted %d, refused by all %d, by some %d, looks %d, refunds %d, grants %d",
+			granted,
+			refused,
+			halfRefused,
+			looks,
+			refunds,
+			grants,
+		)
 	}
 }
 
-func randomRequest(r *rand.Rand, policies map[string]Policy, takes map[rowID][]take, space string, look bool) modelRequest {
+func randomRequest(
+	r *rand.Rand,
+	policies map[string]model,
+	takes map[rowID][]take,
+	space string,
+	look bool,
+) modelRequest {
 	request := modelRequest{count: 1}
 	if r.IntN(4) == 0 {
 		request.count = 1 + r.Int64N(5)
@@ -225,7 +249,7 @@ func randomRequest(r *rand.Rand, policies map[string]Policy, takes map[rowID][]t
 			durable: r.IntN(4) == 0,
 			policy:  policies[name],
 		}
-		switch cost := randomCost(r, p.policy.limit()); {
+		switch cost := randomCost(r, p.policy.numbers().Limit); {
 		case look:
 		case !gives:
 			p.cost = max(cost, 1)
@@ -237,7 +261,10 @@ func randomRequest(r *rand.Rand, policies map[string]Policy, takes map[rowID][]t
 		if p.cost < 0 && !grants {
 			p.cost, _, p.refund = randomRefund(r, p.policy, takes[p.id], p.cost, 1)
 		}
-		if !slices.ContainsFunc(request.parts, func(q modelPart) bool { return q.id == p.id && q.durable == p.durable }) {
+		if !slices.ContainsFunc(
+			request.parts,
+			func(q modelPart) bool { return q.id == p.id && q.durable == p.durable },
+		) {
 			request.parts = append(request.parts, p)
 		}
 	}
@@ -253,10 +280,19 @@ func allArrays(requests []modelRequest) []any {
 	var limits, spans, refills, costs, counts []int64
 	for i, request := range requests {
 		for _, p := range request.parts {
-			numbers := columnsOf(p.policy)
+			numbers := p.policy.numbers()
 			owners, names, keys = append(owners, int32(i)), append(names, p.id.name), append(keys, p.id.key)
-			durables, algorithms = append(durables, p.durable), append(algorithms, numbers.algorithm)
-			limits, spans, refills = append(limits, numbers.limit), append(spans, numbers.span), append(refills, numbers.refill)
+			durables, algorithms = append(durables, p.durable), append(algorithms, numbers.Algorithm)
+			limits, spans, refills = append(
+				limits,
+				numbers.Limit,
+			), append(
+				spans,
+				micros(numbers.Span),
+			), append(
+				refills,
+				numbers.Refill,
+			)
 			costs, counts = append(costs, p.cost), append(counts, request.count)
 		}
 	}
@@ -269,10 +305,10 @@ func allRefunds(requests []modelRequest) []any {
 	for _, request := range requests {
 		parts = append(parts, request.parts...)
 	}
-	var refunds refunds
+	var refunds refundArguments
 	for i, p := range parts {
 		if p.refund != nil {
-			refunds.add(i, len(parts), p.refund[0])
+			refunds.set(i, len(parts), &p.refund[0])
 		}
 	}
 	return []any{refunds.since, refunds.in, refunds.at, refunds.spent}
@@ -281,13 +317,23 @@ func allRefunds(requests []modelRequest) []any {
 // compareOne asks what a part does of its row alone, by the function of its algorithm, and compares the decision.
 func compareOne(t *testing.T, pool *pgxpool.Pool, title string, p modelPart, clock int64, model rows) {
 	t.Helper()
-	one := step{policy: p.policy, durable: p.durable, name: p.id.name, clock: clock, elements: []element{{key: p.id.key, cost: p.cost, count: 1, refund: p.refund}}}
+	one := step{
+		policy:   p.policy,
+		durable:  p.durable,
+		name:     p.id.name,
+		clock:    clock,
+		elements: []element{{key: p.id.key, cost: p.cost, count: 1, refund: p.refund}},
+	}
 	model.decide(one)
 	batch := &pgx.Batch{}
 	queueStep(batch, "", one)
 	var got decision
 	args := batch.QueuedQueries[0].Arguments
-	require.NoError(t, queryDecisions(t.Context(), pool, false, batch.QueuedQueries[0].SQL, args, func(_ int64, d decision) { got = d }), title)
+	require.NoError(
+		t,
+		queryDecisions(t.Context(), pool, batch.QueuedQueries[0].SQL, args, func(_ int64, d decision) { got = d }),
+		title,
+	)
 	want := one.elements[0].decision
 	got.state, want.state, got.decidedAt = state{}, state{}, got.decidedAt.UTC()
 	require.Equal(t, want, got, "%s: %v", title, one)
@@ -298,7 +344,7 @@ func compareAll(t *testing.T, pool *pgxpool.Pool, title string, requests []model
 	t.Helper()
 	got := map[int64]decision{}
 	args := append(append(allArrays(requests), nil, nil, time.UnixMicro(clock)), append(allRefunds(requests), skip)...)
-	err := queryDecisions(t.Context(), pool, false, allStatement, args, func(ord int64, d decision) { got[ord] = d })
+	err := queryDecisions(t.Context(), pool, allStatement, args, func(ord int64, d decision) { got[ord] = d })
 	require.NoError(t, err, "%s\n%v", title, requests)
 	ord := int64(0)
 	for i, request := range requests {
@@ -307,8 +353,7 @@ func compareAll(t *testing.T, pool *pgxpool.Pool, title string, requests []model
 			is, want := got[ord], p.decision
 			is.decidedAt = is.decidedAt.UTC()
 			for _, d := range []*decision{&is, &want} {
-				d.state, d.taken.units = toldState(used(d.state, algorithm(p.policy))), 0
-				d.state.log = newEntries(nil)
+				d.state, d.taken.units = toldState(d.state), 0
 			}
 			require.Equal(t, want, is, "%s, request %d, part %d of %+v", title, i, j, requests)
 		}
@@ -319,7 +364,11 @@ func compareAll(t *testing.T, pool *pgxpool.Pool, title string, requests []model
 func compareRows(t *testing.T, pool *pgxpool.Pool, title, space string, model rows) {
 	t.Helper()
 	for durable, want := range model {
-		found, err := pool.Query(context.Background(), "SELECT "+rowColumns+" FROM "+table(durable)+" WHERE prefix = ANY ($1)", []string{space + "a", space + "b", space + "c"})
+		found, err := pool.Query(
+			context.Background(),
+			"SELECT "+rowColumns+" FROM "+pgtest.Table(durable)+" WHERE prefix = ANY ($1)",
+			[]string{space + "a", space + "b", space + "c"},
+		)
 		require.NoError(t, err)
 		seen := 0
 		for found.Next() {
@@ -327,11 +376,83 @@ func compareRows(t *testing.T, pool *pgxpool.Pool, title, space string, model ro
 			require.NoError(t, err)
 			expected, ok := want[id]
 			require.True(t, ok, "%s, %v", title, id)
-			row.state, expected.state = used(row.state, row.algorithm), used(expected.state, expected.algorithm)
 			require.Equal(t, expected, row, "%s, %v", title, id)
 			seen++
 		}
 		require.NoError(t, found.Err())
-		require.Equal(t, len(want), seen, "%s: rows in %s", title, strings.TrimSpace(table(durable)))
+		require.Equal(t, len(want), seen, "%s: rows in %s", title, strings.TrimSpace(pgtest.Table(durable)))
+	}
+}
+
+// Before missing rows are made, all parts are looked at without locks. A request that misses no row is still
+// decided by its locked rows. A request that is refused, and so still misses a row, is told what was true at the
+// moment when it was looked at.
+func TestSetsBesideANewRowAreDecidedAtOneInstant(t *testing.T) {
+	t.Parallel()
+
+	type told struct {
+		Granted, Remaining int64
+		RetryAfter         *int64 `db:"retry_after_us"`
+	}
+	in := func(d time.Duration) *int64 { return new(d.Microseconds()) }
+	for name, change := range map[string]struct {
+		take         int64 // from a limit of 10, before
+		inTx         func(ctx context.Context, tx pgx.Tx, limiter *Limiter) error
+		locked, seen told // of three more
+	}{
+		"less room": {8, func(ctx context.Context, tx pgx.Tx, limiter *Limiter) error {
+			_, err := limiter.AllowTx(ctx, tx, "key")
+			return err
+		}, told{0, 1, in(year)}, told{0, 2, in(year)}},
+		"more room": {10, func(ctx context.Context, tx pgx.Tx, limiter *Limiter) error {
+			_, err := limiter.GrantTx(ctx, tx, "key", 5)
+			return err
+		}, told{1, 2, in(0)}, told{0, 0, in(year)}},
+		"no row": {10, func(ctx context.Context, tx pgx.Tx, limiter *Limiter) error {
+			return limiter.ResetTx(ctx, tx, "key")
+		}, told{1, 7, in(0)}, told{0, 0, in(year)}},
+	} {
+		for _, together := range []bool{false, true} { // the row that is there and the new one are of one request
+			t.Run(fmt.Sprintf("%s, together %t", name, together), func(t *testing.T) {
+				t.Parallel()
+				db := pgtest.New(t)
+				limiter := newLimiter(
+					t,
+					db.Pool,
+					Config{
+						Name:   "known",
+						Policy: FixedWindow{Limit: 10, Window: year},
+						Client: ClientConfig{Timeout: amply, Test: frozen(t0)},
+					},
+				)
+				_, err := limiter.AllowN(t.Context(), "key", change.take)
+				require.NoError(t, err)
+				holder, caller := pgtest.Begin(t, db), pgtest.Begin(t, db)
+				require.NoError(t, change.inTx(t.Context(), holder, limiter))
+
+				answer := testkit.Later(func() ([]told, error) { // the new row's key is longer, so it comes first
+					rows, err := caller.Query(context.Background(), `SELECT granted, remaining, retry_after_us
+						FROM rate_limit_all(ARRAY[1, CASE WHEN $1 THEN 1 ELSE 2 END], '{known,new}', '{key,longer key}', '{f,f}',
+							'{1,1}', '{10,10}', ARRAY[$2::bigint, $2], '{0,0}', '{3,1}', now => $3)
+						ORDER BY ord`, together, year.Microseconds(), t0)
+					if err != nil {
+						return nil, err
+					}
+					return pgx.CollectRows(rows, pgx.RowToStructByName[told])
+				})
+				pgtest.WaitUntilBlocked(t, db.Pool, 1)
+				require.NoError(t, holder.Commit(t.Context()))
+				got, err := answer()
+				require.NoError(t, err)
+				made := rowID{"new", "longer key"}
+				if together {
+					require.Equal(t, []told{change.seen, {0, 10, in(0)}}, got)
+					require.NotContains(t, storedRows(t, caller, false), made)
+				} else {
+					require.Equal(t, []told{change.locked, {1, 9, in(0)}}, got)
+					require.Contains(t, storedRows(t, caller, false), made)
+				}
+			})
+		}
 	}
 }

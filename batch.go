@@ -1,205 +1,421 @@
 package ratelimit
 
 import (
+	"cmp"
 	"context"
+	"errors"
+	"slices"
+	"strings"
+	"sync/atomic"
 	"time"
 
 	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/jackc/pgx/v5/pgconn"
+
+	"github.com/pgratelimit/ratelimit/internal/algorithm"
+	"github.com/pgratelimit/ratelimit/internal/pg"
+	"github.com/pgratelimit/ratelimit/internal/turn"
 )
 
-// element is one element of a statement's arrays: count requests of the same cost for the same key.
-type element struct {
-	key         string
-	cost, count int64  // a cost below 0 is a grant, or a refund
-	refund      []take // and then of this: one for each policy
-	decision    decision
-	held        bool  // somebody's transaction has locked the row, or one of them, so there is no decision
-	first, last *call // who asked, if it was coalesced
-
-	set       *set // of several parts, and their decisions instead of one; key is "" then, unless the policy is All
-	decisions []decision
+// batcher has batches of requests decided, in as many statements as held rows and refused keys make necessary.
+//
+// A row that somebody's transaction has locked, after AllowTx for example, must not hold up the requests for other
+// keys. A statement that decides several rows keeps the ones that it has locked from everybody. So it waits no
+// longer than rowWait for each row, and no longer than 25 times that for all together (see _rate_limit_late). If
+// that is not enough, nothing was taken.
+//
+// The same requests then go into a statement that passes over what is locked, and tells which transaction has
+// locked it. If that is another one than before, the requests have lost a race, and go back to the queue. If it is
+// still the same one, they go to the lane for held keys.
+type batcher struct {
+	database *database
+	breaker  *breaker
+	log      *troubleLog
+	denials  *denials // nil if none are remembered
+	held     *heldKeys
+	observer *Observer
+	timeout  time.Duration
+	begin    time.Time
+	// When a held row or a refused key last cost others time, and when the pool last had no connection for a
+	// statement, in nanoseconds since begin.
+	heldAt, exhaustedAt atomic.Int64
 }
 
-// settings are those of a transaction of the limiter's own; nil leaves what the session has. One of the caller's keeps its own.
-type settings struct {
-	lockTimeout       *int32 // milliseconds
-	synchronousCommit *bool
-	skipHeld          bool // rows that somebody has locked are passed over, and their elements are held
+// makingWait is how long a statement that passes over locked rows waits for each row that somebody is just making,
+// because nobody can see those.
+const makingWait = time.Millisecond
+
+// rowWait is how long a statement that holds rows waits for another one.
+func (b *batcher) rowWait() time.Duration {
+	return min(max(b.timeout/100, time.Millisecond), maxRowWait)
 }
 
-func (s settings) own() bool { return s.lockTimeout != nil }
-
-// millis is a lock_timeout, which 0 would turn off.
-func millis(d time.Duration) *int32 {
-	ms := int32(min(max(d.Milliseconds(), 1), 1<<30))
-	return &ms
+// tooLate tells whether the time that is left is too short for another statement.
+func (b *batcher) tooLate(left time.Duration) bool {
+	return left < max(b.timeout/10, min(b.timeout/4, 10*time.Millisecond))
 }
 
-// decide has the database decide all elements in one statement, and fills in their decisions. Elements of the same key
-// are decided in their order. On an error nothing was taken, unless it is ErrOutcomeUnknown.
-func (l *Limiter) decide(ctx context.Context, db DBTX, elements []element, settings settings) error {
-	err := l.decideRows(ctx, db, elements, settings)
-	if elements[0].cost == 0 && lockTimeout(err) { // who looks waits for no row
-		return lockedTable(err)
-	}
-	return l.explain(ctx, db, err)
+// buffers are what the statements of one goroutine need, used again from one to the next.
+type buffers struct {
+	batch   []*request
+	queued  int // how many requests stayed behind
+	leaders []*request
+	last    map[string]*request // the last leader of a key
 }
 
-func (l *Limiter) decideRows(ctx context.Context, db DBTX, elements []element, settings settings) error {
-	if _, several := l.policy.(all); several || elements[0].set != nil {
-		return l.decideSets(ctx, db, elements, settings)
+// send has the requests in buf.batch decided, and tells the callers. It returns the requests whose keys are held, and
+// those that have lost a race.
+func (b *batcher) send(buf *buffers) (held, lost []*request) {
+	// A request with hardly any time left would shorten the time of the others.
+	now := time.Now()
+	requests := slices.DeleteFunc(buf.batch, func(r *request) bool {
+		if now.Sub(r.since) <= b.timeout/10*9 {
+			return false
+		}
+		err := errNotAsked
+		switch {
+		case b.begin.Add(time.Duration(b.heldAt.Load())).After(r.since):
+			err = b.held.noTime(r) // which is no outage
+		case b.begin.Add(time.Duration(b.exhaustedAt.Load())).After(r.since):
+			err = errNoConnection
+		}
+		b.log.note(r, err, false)
+		r.finish(err)
+		return true
+	})
+	requests, probe := b.breaker.turnAway(requests)
+	if len(requests) == 0 {
+		return nil, nil
 	}
-	keys := make([]string, len(elements))
-	numbers := make([]int64, 2*len(elements))
-	costs, counts := numbers[:len(elements)], numbers[len(elements):]
-	costsAre1, countsAre1 := true, true
-	for i := range elements {
-		keys[i], costs[i], counts[i] = elements[i].key, elements[i].cost, elements[i].count
-		costsAre1, countsAre1 = costsAre1 && costs[i] == 1, countsAre1 && counts[i] == 1
+	s := b.newBatch(requests, probe)
+	s.queued = buf.queued
+	// If held rows leave requests undecided for this long, the lane takes over.
+	s.until = now.Add(b.held.patience() / 5)
+	leaders, wait := buf.group(requests), b.rowWait()
+	if len(leaders) == 1 { // it keeps no other row from anybody
+		wait = wait * 5 / 2
 	}
-	// None means the same, and is the shortest way.
-	if costsAre1 {
-		costs = nil
+	s.ask(leaders, false, wait)
+	return s.held, s.lost
+}
+
+// group has requests that are alike decided as one. They are of one line, for the same key and of the same cost,
+// without one of another cost for that key between them. So requests of a line for one key are decided in the
+// order in which they came.
+//
+// If there are only a few keys, group puts them into the order in which rows are locked, because the functions
+// decide them faster then. Refunds and grants stay apart, because they stop at full: what remains after all of
+// them does not tell what remained after each. Requests of AllowAll stay apart, too.
+func (buf *buffers) group(requests []*request) (leaders []*request) {
+	buf.leaders = buf.leaders[:0]
+	clear(buf.last)
+	if buf.last == nil && len(requests) > 1 {
+		buf.last = make(map[string]*request, len(requests))
 	}
-	if countsAre1 {
-		counts = nil
+	oneLine := true
+	for i, r := range requests {
+		r.next, r.last, r.count, r.place = nil, r, 1, 1
+		if i > 0 && !r.sameLine(requests[i-1]) {
+			oneLine = false
+			clear(buf.last)
+		}
+		key := r.parts[0].key
+		if leader := buf.last[key]; leader != nil && r.joins(leader) {
+			leader.last.next = r
+			leader.last = r
+			leader.count++
+			continue
+		}
+		if len(requests) > 1 {
+			buf.last[key] = r
+		}
+		buf.leaders = append(buf.leaders, r)
 	}
-	var refunds refunds
-	for i := range elements {
-		if e := &elements[i]; e.refund != nil {
-			refunds.add(i, len(elements), e.refund[0])
+	if oneLine && 1 < len(buf.leaders) && len(buf.leaders) <= algorithm.Few && requests[0].policy != nil {
+		slices.SortStableFunc(buf.leaders, func(a, b *request) int {
+			return cmp.Or(len(b.parts[0].key)-len(a.parts[0].key), strings.Compare(a.parts[0].key, b.parts[0].key))
+		})
+	}
+	return buf.leaders
+}
+
+// sameLine tells whether the function of one algorithm can decide both.
+func (r *request) sameLine(other *request) bool {
+	return r.space == other.space && r.policy == other.policy && r.looks() == other.looks()
+}
+
+// batch is requests on their way to the database, in one statement or several.
+type batch struct {
+	*batcher
+	deadline time.Time
+	probe    bool
+	queued   int       // how many requests stayed behind
+	again    bool      // this is not the first statement
+	alone    bool      // it waits for one key, which gets another turn
+	until    time.Time // when the rest goes to the lane; zero: never
+	held     []*request
+	lost     []*request
+}
+
+// newBatch returns a batch with the deadline of its oldest request.
+func (b *batcher) newBatch(requests []*request, probe bool) *batch {
+	oldest := requests[0].since
+	for _, r := range requests[1:] {
+		if r.since.Before(oldest) {
+			oldest = r.since
 		}
 	}
-	args := []any{l.config.Name, keys, costs, counts, l.config.Durable, settings.lockTimeout, settings.synchronousCommit, l.now(),
-		refunds.since, refunds.in, refunds.at, refunds.spent, settings.skipHeld}
-	for i := range elements {
-		elements[i].held = settings.skipHeld // unless a row comes back
-	}
-	return queryDecisions(ctx, db, settings.own(), l.decideQL, append(args, l.numbers...), func(ord int64, d decision) {
-		elements[ord-1].decision, elements[ord-1].held = d, false
-	})
+	return &batch{batcher: b, deadline: oldest.Add(b.timeout), probe: probe}
 }
 
-// refunds are what tells the database which takes are given back: NULL for all other elements, and nil if there are no refunds.
-type refunds struct{ since, in, at, spent []*int64 }
-
-// add says that the i-th of n elements gives back k.
-func (r *refunds) add(i, n int, k take) {
-	if r.in == nil {
-		*r = refunds{make([]*int64, n), make([]*int64, n), make([]*int64, n), make([]*int64, n)}
-	}
-	r.since[i], r.in[i], r.at[i], r.spent[i] = &k.since, &k.in, &k.at, &k.spent
-}
-
-// now is what replaces the database's clock, or nil.
-func (c *core) now() *time.Time {
-	if c.config.Test.Now == nil {
-		return nil
-	}
-	t := c.config.Test.Now()
-	return &t
-}
-
-// queryDecisions runs a statement and passes on each row with its place.
-func queryDecisions(ctx context.Context, db DBTX, own bool, sql string, args []any, each func(ord int64, d decision)) error {
-	var ord int64
-	var retryAfter *int64
-	var d decision
-	var log []int64
-	targets := []any{
-		&ord, &d.granted, &d.remaining, &retryAfter, &d.resetAfter, &d.decidedAt,
-		&d.state.count, &d.state.prevCount, &d.state.windowStart, &d.state.credit, &d.state.scale, &d.state.expiresAt,
-		&d.taken.spent, &d.taken.since, &d.taken.at, &log,
-	}
-	return query(ctx, db, own, sql, args, targets, func() error {
-		d.retryAfter = never
-		if retryAfter != nil {
-			d.retryAfter = *retryAfter
+// ask asks for requests and tells their callers, except for those whose keys are held. If skip is true, the
+// statement passes over held keys.
+func (s *batch) ask(requests []*request, skip bool, wait time.Duration) {
+	began := time.Now()
+	left := s.deadline.Sub(began)
+	if s.again && s.tooLate(left) {
+		for _, r := range requests {
+			r.finish(s.batcher.held.noTime(r))
 		}
-		d.state.log = newEntries(log)
-		d.state.since, d.taken.in = d.taken.since, d.state.windowStart
-		each(ord, d)
-		return nil
-	})
-}
-
-// result is what the i-th request of an element, from 1, is told: the first granted ones were allowed, one after the other.
-func (l *Limiter) result(e *element, i int64) Result {
-	if e.set != nil {
-		r := e.combined(0, len(e.set.parts), i)
-		r.receipt = e.receipt(l, 0, len(e.set.parts), i)
-		return r
+		return
 	}
-	r := told(l.policy, &e.decision, e.cost, i)
-	if e.cost > 0 && i <= e.decision.granted {
-		r.receipt = newReceipt(l, e.key, e.cost, 1)
-		r.receipt.one[0] = e.decision.takenBy(l.policy, e.cost, i)
+	s.again = true
+	patience := s.batcher.held.patience()
+	looks := requests[0].looks()
+	if looks { // there is no row to wait for
+		wait = patience
 	}
-	return r
-}
+	ctx, cancel := context.WithDeadline(context.Background(), s.deadline)
+	err := s.decide(ctx, s.database.db, requests,
+		transaction{lockTimeout: lockTimeout(min(wait, left/2)), skipHeld: skip})
+	cancel()
+	s.observe(began, requests, err)
 
-// takenBy is what the i-th request of a cost has taken, one of those that were granted.
-func (d *decision) takenBy(p Policy, cost, i int64) take {
-	k := d.taken
-	k.units = d.granted * cost
-	return k.part(p, (i-1)*cost, i*cost)
-}
-
-// told is what the i-th of several requests of a cost is told of their decision.
-func told(policy Policy, d *decision, cost, i int64) Result {
-	r := Result{
-		Limit:      policy.limit(),
-		Remaining:  d.remaining,
-		ResetAfter: duration(d.resetAfter),
-		DecidedAt:  d.decidedAt,
+	// A statement_timeout that is shorter than the wait looks like an outage. The next statement, which does not
+	// wait, shows whether it is one.
+	waited := pg.LockTimeout(err) && !isAway(err) || pg.Canceled(err) && !skip && !looks || pg.Undone(err) && !looks
+	refused := errors.Is(err, errRefused) || errors.Is(err, errNameRefused)
+	if waited || pg.LockTimeout(err) || refused {
+		s.heldAt.Store(int64(time.Since(s.begin)))
 	}
 	switch {
-	case i <= d.granted:
-		after := (d.granted - i) * cost // taken by the requests behind it
-		r.Allowed = true
-		r.Remaining += after
-		r.ResetAfter = duration(policy.resetAfter(*d, after))
-	case d.retryAfter == 0: // a Peek, or another part has refused
-		r.Allowed = true
+	case pg.LockTimeout(err) && pg.TableLocked(err) && wait < patience:
+		s.ask(requests, skip, patience) // it may be free soon
+		return
+	case waited && s.alone:
+		s.held = appendAll(s.held, requests)
+		return
+	case waited && !skip:
+		s.ask(requests, true, makingWait)
+		return
+	case refused:
+		s.report(requests[0], nil, s.probe)
 	default:
-		r.RetryAfter = duration(d.retryAfter)
+		s.report(requests[0], err, s.probe)
 	}
-	return r
-}
-
-// query runs a statement, scans each row into targets, and translates the error. It runs it again if it could not be sent
-// the first time, and, in a transaction of its own, for as long as the database has undone it and asks for that; and once more if
-// it met a migration, or was canceled.
-func query(ctx context.Context, db DBTX, own bool, sql string, args, targets []any, each func() error) error {
-	for first := true; ; first = false {
-		err := queryOnce(ctx, db, sql, args, targets, each)
-		again := first && neverSent(err) || own && (undone(err) || first && (remade(err) || canceled(err)))
-		if err == nil || !again || ctx.Err() != nil {
-			return err
+	switch {
+	case err == nil:
+		s.deliver(requests)
+	case severalLines(requests) && s.isOnesOwn(err):
+		s.askApart(requests, skip, wait)
+	case refused && len(requests) > 1 && (errors.Is(err, errRefused) || !ofOneFunction(requests)):
+		// Every encoding of a database has the characters of ASCII.
+		plain, others := splitASCII(requests)
+		if len(plain) == 0 || len(others) == 0 {
+			plain, others = requests[:len(requests)/2], requests[len(requests)/2:]
+		}
+		s.ask(plain, skip, wait)
+		s.ask(others, skip, wait)
+	case waited: // for something else than a row
+		s.lost = appendAll(s.lost, requests)
+	default:
+		for _, r := range requests {
+			r.finish(err)
 		}
 	}
 }
 
-func queryOnce(ctx context.Context, db DBTX, sql string, args, targets []any, each func() error) error {
-	if pool, ok := db.(*pgxpool.Pool); ok {
-		// Apart from the query, to know what was not sent.
-		conn, err := pool.Acquire(ctx)
-		if err != nil {
-			return storeError(err, false)
+// severalLines tells whether requests that leave together are of several lines.
+func severalLines(requests []*request) bool {
+	return slices.ContainsFunc(requests, func(r *request) bool { return !r.sameLine(requests[0]) })
+}
+
+// isOnesOwn tells whether an error of a statement for several lines may be due to one of them: the database has
+// answered, nothing was taken, and it is no outage.
+func (b *batcher) isOnesOwn(err error) bool {
+	_, answered := errors.AsType[*pgconn.PgError](err)
+	_, ours := errors.AsType[*StoreError](err)
+	return ours && answered && !isAway(err) && !pg.LockTimeout(err) && !errors.Is(err, ErrOutcomeUnknown)
+}
+
+// askApart asks for the requests of each line by themselves. So the fault of one limiter is no other's.
+func (s *batch) askApart(requests []*request, skip bool, wait time.Duration) {
+	for len(requests) > 0 {
+		var line, others []*request
+		for _, r := range requests {
+			if r.sameLine(requests[0]) {
+				line = append(line, r)
+			} else {
+				others = append(others, r)
+			}
 		}
-		defer conn.Release()
-		db = conn
+		s.ask(line, skip, wait)
+		requests = others
 	}
-	rows, err := db.Query(ctx, sql, args...)
-	if err != nil {
-		return statementError(err)
+}
+
+// deliver tells the callers of requests what was decided, and sorts those that were passed over.
+func (s *batch) deliver(requests []*request) {
+	s.batcher.held.decided(requests)
+	var rest []*request
+	for _, r := range requests {
+		if !r.passedOver() {
+			r.finish(nil)
+			continue
+		}
+		switch holders := r.lockedBy(); {
+		case slices.Max(holders) == notLocked:
+			rest = append(rest, r) // the statement did not come to it
+		case s.batcher.held.found(r, holders):
+			s.held = appendAll(s.held, []*request{r})
+		default:
+			s.lost = appendAll(s.lost, []*request{r})
+		}
 	}
-	// The last column, the log, is there only where there are logs: it costs a batch a hundredth.
-	targets = targets[:min(len(targets), len(rows.FieldDescriptions()))]
-	// It closes rows and returns their error, also one that comes after the last row: in the extended protocol, the commit's.
-	if _, err := pgx.ForEachRow(rows, targets, each); err != nil {
-		return statementError(err)
+	switch {
+	case len(rest) == 0:
+	case !s.until.IsZero() && time.Now().After(s.until):
+		s.held = appendAll(s.held, rest)
+	default:
+		s.ask(rest, true, makingWait)
 	}
-	return nil
+}
+
+// report tells the breaker and the log how a statement has ended whose first request is r.
+func (b *batcher) report(r *request, err error, probe bool) {
+	if errors.Is(err, ErrPoolExhausted) {
+		b.exhaustedAt.Store(int64(time.Since(b.begin)))
+	}
+	closed := b.breaker.report(r.kind(), err, probe)
+	b.log.note(r, err, closed)
+}
+
+// observe tells the observer about a statement.
+func (s *batch) observe(began time.Time, requests []*request, err error) {
+	if s.observer == nil || s.observer.Statement == nil {
+		return
+	}
+	e := StatementEvent{Limiter: requests[0].space.name, Queued: s.queued, Err: err, Latency: time.Since(began)}
+	for _, r := range requests {
+		e.Size += int(r.count)
+		if r.space != requests[0].space {
+			e.Limiter = ""
+		}
+	}
+	s.observer.Statement(e)
+}
+
+// decide decides requests. It remembers denials, and forgets those of keys to which something has happened.
+func (b *batcher) decide(ctx context.Context, db DBTX, requests []*request, tx transaction) error {
+	if b.denials == nil {
+		return b.database.execute(ctx, db, requests, tx)
+	}
+	asked, since := b.denials.elapsed(), b.denials.snapshot()
+	err := b.database.execute(ctx, db, requests, tx)
+	told := b.denials.elapsed()
+	for _, r := range requests {
+		b.forget(r, err, &since)
+		if p := &r.parts[0]; err == nil && len(r.parts) == 1 && p.space.remember && p.cost > 0 &&
+			!r.passedOver() && p.decision.granted < r.count {
+			b.denials.remember(p, asked, told, &since)
+		}
+	}
+	return err
+}
+
+// forget forgets the denials of a request's keys if the request has taken or given something, or may have. since
+// is what its statement knows, or nil if the statement remembers nothing.
+func (b *batcher) forget(r *request, err error, since *changes) {
+	if b.denials == nil || r.looks() || err == nil && r.parts[0].decision.granted <= 0 {
+		return
+	}
+	for i := range r.parts {
+		b.denials.forget(r.parts[i].space, r.parts[i].key, since)
+	}
+}
+
+// decideInTx is decideAlone in a caller's transaction, on whose connection others may be at work.
+func (b *batcher) decideInTx(ctx context.Context, tx pgx.Tx, r *request) error {
+	mine := turn.Of(tx)
+	if err := mine.Take(ctx); err != nil {
+		return gaveUp(err)
+	}
+	defer mine.Pass()
+	return pg.RolledBack(tx, b.decideAlone(ctx, tx, r))
+}
+
+// decideAlone decides one request on one connection, within the time that a call has. It does not return before
+// the connection is free again.
+func (b *batcher) decideAlone(ctx context.Context, db DBTX, r *request) error {
+	if err := ctx.Err(); err != nil {
+		return gaveUp(err)
+	}
+	if conn := pg.Conn(db); conn != nil && conn.IsClosed() { // pgx would say so of a statement that it may have sent
+		return pg.NewError(errors.New("the connection is closed"), ErrUnavailable)
+	}
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), b.timeout)
+	defer cancel()
+	requests := []*request{r}
+	err := b.database.execute(ctx, db, requests, transaction{})
+	if err != nil && !r.looks() {
+		err = b.heldOrAway(ctx, db, requests, err)
+	}
+	b.forget(r, err, nil)
+	return err
+}
+
+// heldOrAway finds out why the session's own lock_timeout or statement_timeout has ended a statement on a single
+// connection. It may have waited for the row, for a locked table, or for a slow server. So it asks once more,
+// without waiting. In the caller's transaction this cannot be told apart, because the error has ended it.
+func (b *batcher) heldOrAway(ctx context.Context, db DBTX, requests []*request, err error) error {
+	conn := pg.Conn(db)
+	if !pg.LockTimeout(err) && !pg.Canceled(err) && !pg.Undone(err) || conn == nil || conn.PgConn().TxStatus() != 'I' {
+		return err
+	}
+	again := b.database.execute(ctx, db, requests, transaction{lockTimeout: lockTimeout(makingWait), skipHeld: true})
+	switch {
+	case ctx.Err() != nil: // there was no time left to find out
+		return err
+	case again == nil && requests[0].passedOver():
+		return keyHeld()
+	}
+	return again
+}
+
+// appendAll appends requests and those that were to be decided as one with them, each by itself again.
+func appendAll(all, requests []*request) []*request {
+	for _, r := range requests {
+		for r != nil {
+			next := r.next
+			r.next = nil
+			all = append(all, r)
+			r = next
+		}
+	}
+	return all
+}
+
+func splitASCII(requests []*request) (plain, others []*request) {
+	for _, r := range requests {
+		if r.isASCII() {
+			plain = append(plain, r)
+		} else {
+			others = append(others, r)
+		}
+	}
+	return plain, others
+}
+
+func (r *request) isASCII() bool {
+	return !slices.ContainsFunc(r.parts, func(p part) bool { return !isASCII(p.key + p.name) })
 }

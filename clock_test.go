@@ -12,9 +12,9 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// The application's clock decides nothing. It is read for the time between two readings in one process alone, which is monotonic, and
-// never leaves the process, but as the time of a decision that the database has no part in. A test cannot
-// set a Go program's clock without setting the machine's, so this one reads the source.
+// The application's clock decides nothing. It only measures the time between two readings in one process, which is
+// monotonic. A reading leaves the process only as the time of a decision in which the database has no part. A test
+// cannot set the clock of a Go program without setting the machine's, so this one reads the source.
 func TestApplicationsClockIsReadForDifferencesOnly(t *testing.T) {
 	t.Parallel()
 
@@ -30,7 +30,8 @@ func TestApplicationsClockIsReadForDifferencesOnly(t *testing.T) {
 		for _, declaration := range file.Decls {
 			ast.Inspect(declaration, func(node ast.Node) bool {
 				call, ok := node.(*ast.SelectorExpr)
-				if !ok || !isIdent(call.X, "time") || !slices.Contains([]string{"Now", "Since", "Until"}, call.Sel.Name) {
+				if !ok || !isIdent(call.X, "time") ||
+					!slices.Contains([]string{"Now", "Since", "Until"}, call.Sel.Name) {
 					return true
 				}
 				function, ok := declaration.(*ast.FuncDecl)
@@ -41,14 +42,21 @@ func TestApplicationsClockIsReadForDifferencesOnly(t *testing.T) {
 		}
 	}
 	require.Equal(t, []string{
-		"all.go: AllowAll", "all.go: AllowAllTx", // how long a call took
-		"breaker.go: newBreaker", "breaker.go: clock", // how long the database has been away
-		"coalesce.go: enqueue", "coalesce.go: fly", "coalesce.go: fly", "coalesce.go: send", // how long a call has waited, or a statement took
-		"denials.go: newDenials", "denials.go: local", // how old a denial is
-		"failure.go: substitute", "failure.go: substitute", "fallback.go: newFallback", // when there is no database to decide
-		"held.go: isHeld", "held.go: found", "held.go: askHeld", "held.go: giveUp", "held.go: waitAlone", "held.go: waitAlone", "held.go: waitAlone", "held.go: ask", "held.go: ask", // how long a row was held
-		"observer.go: ended", "observer.go: endedAll", "observer.go: sent", "ratelimit.go: New", "ratelimit.go: allow", "ratelimit.go: allowTx", // how long a call or a statement took
-		"wait.go: settle", "wait.go: answerAll", "wait.go: refuse", // how long it is to the retry time
+		"allow.go: allow", "allow.go: allowTx", // how long a call took
+		"allow.go: answer", "allow.go: answer", // when there is no database to decide
+		"allow.go: observe", "allowall.go: AllowAll", "allowall.go: AllowAllTx", "allowall.go: observeAll", // how long a call took
+		"batch.go: send", "batch.go: ask", "batch.go: ask", "batch.go: deliver", "batch.go: report", "batch.go: observe", // how long a statement took
+		"breaker.go: clock", "client.go: NewClient", // how long the database has been away
+		"denials.go: newDenials", "denials.go: elapsed", // how old a denial is
+		"fallback.go: newFallback", "fallback.go: now", // when there is no database to decide
+		"heldkeys.go: longHeld", "heldkeys.go: find", "heldkeys.go: found", "heldkeys.go: still", // how long a row was held
+		"heldlane.go: giveUp", "heldlane.go: waitForFirst", "heldlane.go: waitForFirst", "heldlane.go: waitForFirst",
+		"memory.go: decideInMemory", // the clock of a database in memory
+		// how long a call has waited, or a statement took
+		"queue.go: submit", "queue.go: departs", "queue.go: leaveLate", "queue.go: run", "queue.go: run",
+		"statement.go: blame", "statement.go: blame", // how long ago it has hung
+		"troublelog.go: note", "troublelog.go: noteDecision", // how long the database has been away
+		"wait.go: answerAndObserve", "waitline.go: settle", "waitline.go: refuse", // how long it is to the retry time
 	}, readers)
 }
 

@@ -4,12 +4,16 @@ import (
 	"fmt"
 	"testing"
 	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/require"
 )
 
-// The paths without the network: what a decision costs in Go beside the statement that it shares with others.
+// These benchmarks leave the network out. They show what a decision costs in Go beside the statement that it
+// shares with others.
 
 func BenchmarkModel(b *testing.B) {
-	for _, policy := range []Policy{
+	for _, policy := range []model{
 		FixedWindow{Limit: 1 << 20, Window: time.Hour},
 		SlidingWindow{Limit: 1 << 20, Window: time.Hour},
 		TokenBucket{Capacity: 1 << 20, Refill: 1 << 20, Every: time.Hour},
@@ -25,29 +29,35 @@ func BenchmarkModel(b *testing.B) {
 }
 
 // One iteration is one call.
-func BenchmarkGroupAndTell(b *testing.B) {
+func BenchmarkGroupAndFinish(b *testing.B) {
 	const calls = 256
 	for _, keys := range []int{1, calls} {
 		b.Run(fmt.Sprintf("%d calls for %d keys", calls, keys), func(b *testing.B) {
-			l := &Limiter{policy: SlidingWindow{Limit: 1 << 20, Window: time.Hour}}
-			batch := make([]*call, calls)
+			l, err := New(
+				&pgxpool.Pool{},
+				Config{Name: "test", Policy: SlidingWindow{Limit: 1 << 20, Window: time.Hour}},
+			)
+			require.NoError(b, err)
+			batch := make([]*request, calls)
 			for i := range batch {
-				batch[i] = &call{key: fmt.Sprint("user:", i%keys), cost: 1, done: make(chan struct{}, 1)}
+				batch[i] = l.newRequest(fmt.Sprint("user:", i%keys), 1)
 			}
-			var f flight
+			var buf buffers
 			b.ReportAllocs()
 			for done := calls; b.Loop(); done++ {
 				if done < calls {
 					continue
 				}
 				done = 0
-				elements := f.group(batch)
-				for i := range elements {
-					elements[i].decision.granted = elements[i].count
-					l.tell(&elements[i], nil)
+				for _, r := range buf.group(batch) {
+					r.parts[0].decision.granted = r.count
+					r.finish(nil)
 				}
-				for _, c := range batch {
-					<-c.done
+				for _, r := range batch {
+					<-r.done
+					if !r.result().Allowed {
+						b.Fatal("denied")
+					}
 				}
 			}
 		})

@@ -22,6 +22,33 @@ func unusedPool(t *testing.T) *pgxpool.Pool {
 	return pool
 }
 
+// tagged is an application's own DBTX.
+type tagged struct {
+	*pgxpool.Pool
+	tags any
+}
+
+// Whether two limiters have the same database is asked by comparing, which panics for some values.
+func TestNewRefusesADatabaseThatCannotBeCompared(t *testing.T) {
+	t.Parallel()
+	pool := unusedPool(t)
+	config := Config{Name: "n", Policy: FixedWindow{Limit: 10, Window: time.Minute}}
+	for _, db := range []DBTX{tagged{pool, []string{"a"}}, struct {
+		*pgxpool.Pool
+		tags []string
+	}{pool, nil}} {
+		_, err := New(db, config)
+		var refused *ConfigError
+		require.ErrorAs(t, err, &refused)
+		require.Equal(t, "db", refused.Field)
+		require.ErrorContains(t, err, "pass a pointer to it")
+	}
+	for _, db := range []DBTX{tagged{pool, "a"}, &tagged{pool, []string{"a"}}} {
+		other := newLimiter(t, db, config)
+		require.NoError(t, newLimiter(t, db, config).checkRefund(forged(other, "key", 1).receipt, 1, 1))
+	}
+}
+
 func TestNewRefusesWhatCannotWork(t *testing.T) {
 	t.Parallel()
 
@@ -42,13 +69,14 @@ func TestNewRefusesWhatCannotWork(t *testing.T) {
 		"a pointer to a log":           {policy(&SlidingLog{}), "Policy", "not a pointer"},
 		"a pointer to no policy":       {policy((*TokenBucket)(nil)), "Policy", "not a pointer"},
 		"nothing to flush":             {Config{Name: "n", Policy: good, SynchronousCommit: true}, "SynchronousCommit", "Durable"},
-		"a schema with NUL":            {Config{Name: "n", Policy: good, Schema: "a\x00"}, "Schema", "NUL"},
-		"a schema in Latin 1":          {Config{Name: "n", Policy: good, Schema: "\xe9"}, "Schema", "UTF-8"},
-		"a negative timeout":           {Config{Name: "n", Policy: good, Timeout: -time.Second}, "Timeout", "at least 1ms"},
-		"a timeout that is too short":  {Config{Name: "n", Policy: good, Timeout: time.Millisecond - 1}, "Timeout", "at least 1ms"},
-		"a negative MaxInFlight":       {Config{Name: "n", Policy: good, MaxInFlight: -1}, "MaxInFlight", "-1"},
-		"a negative MaxBatch":          {Config{Name: "n", Policy: good, MaxBatch: -1}, "MaxBatch", "-1"},
-		"a negative DenialMaxAge":      {Config{Name: "n", Policy: good, DenialMaxAge: -1}, "DenialMaxAge", "NoDenialCache"},
+		"a schema with NUL":            {Config{Name: "n", Policy: good, Client: ClientConfig{Schema: "a\x00"}}, "ClientConfig.Schema", "NUL"},
+		"a schema with a line break":   {Config{Name: "n", Policy: good, Client: ClientConfig{Schema: "a\nb"}}, "ClientConfig.Schema", "line break"},
+		"a schema in Latin 1":          {Config{Name: "n", Policy: good, Client: ClientConfig{Schema: "\xe9"}}, "ClientConfig.Schema", "UTF-8"},
+		"a negative timeout":           {Config{Name: "n", Policy: good, Client: ClientConfig{Timeout: -time.Second}}, "ClientConfig.Timeout", "at least 1ms"},
+		"a timeout that is too short":  {Config{Name: "n", Policy: good, Client: ClientConfig{Timeout: time.Millisecond - 1}}, "ClientConfig.Timeout", "at least 1ms"},
+		"a negative MaxInFlight":       {Config{Name: "n", Policy: good, Client: ClientConfig{MaxInFlight: -1}}, "ClientConfig.MaxInFlight", "-1"},
+		"a negative MaxBatch":          {Config{Name: "n", Policy: good, Client: ClientConfig{MaxBatch: -1}}, "ClientConfig.MaxBatch", "-1"},
+		"a negative DenialMaxAge":      {Config{Name: "n", Policy: good, Client: ClientConfig{DenialMaxAge: -1}}, "ClientConfig.DenialMaxAge", "NoDenialCache"},
 		"a share of nothing":           {Config{Name: "n", Policy: good, OnFailure: FallbackLocal(0)}, "OnFailure", "above 0"},
 		"a negative share":             {Config{Name: "n", Policy: good, OnFailure: FallbackLocal(-0.1)}, "OnFailure", "-0.1"},
 		"a share of more than all":     {Config{Name: "n", Policy: good, OnFailure: FallbackLocal(1.01)}, "OnFailure", "at most 1"},
@@ -93,35 +121,59 @@ func TestNewRefusesWhatCannotWork(t *testing.T) {
 		require.Nil(t, limiter, name)
 		var configErr *ConfigError
 		require.ErrorAs(t, err, &configErr, name)
-		require.Equal(t, c.field, configErr.Field, name)
-		require.Contains(t, err.Error(), "ratelimit: Config."+c.field+" ", name)
+		field := c.field
+		if !strings.HasPrefix(field, "ClientConfig.") {
+			field = "Config." + field
+		}
+		require.Equal(t, field, configErr.Field, name)
+		require.EqualError(t, err, "ratelimit: "+field+" "+configErr.Reason, name)
 		require.Contains(t, err.Error(), c.words, name)
 	}
 
-	limiter, err := New(nil, Config{Name: "n", Policy: good})
-	require.Nil(t, limiter)
-	require.ErrorContains(t, err, "*pgxpool.Pool")
 }
 
-// What a single connection cannot do, and would be missed, is refused.
+// A connection or transaction that is nil is refused where it is passed, and not met in a panic later.
+func TestNilIsRefused(t *testing.T) {
+	t.Parallel()
+
+	requireRefused := func(t *testing.T, err error, field, says string) {
+		t.Helper()
+		var refused *ConfigError
+		require.ErrorAs(t, err, &refused)
+		require.Equal(t, field, refused.Field)
+		require.EqualError(t, err, "ratelimit: "+field+" "+says)
+	}
+	for _, db := range []DBTX{
+		nil, (*pgxpool.Pool)(nil), (*pgxpool.Conn)(nil), (*pgx.Conn)(nil), (*pgxpool.Tx)(nil), (*tagged)(nil),
+	} {
+		limiter, err := New(db, policy(hourly))
+		require.Nil(t, limiter)
+		requireRefused(t, err, "db", "is nil, and must be a *pgxpool.Pool, a connection or a transaction")
+	}
+
+	limiter := newLimiter(t, unusedPool(t), policy(hourly))
+	for _, tx := range []pgx.Tx{nil, (*pgxpool.Tx)(nil)} {
+		for name, call := range everyTxCall(limiter, tx, "key") {
+			t.Run(name, func(t *testing.T) {
+				requireRefused(t, call(), "tx", "is nil, and must be a transaction that has begun")
+			})
+		}
+	}
+}
+
+// New refuses what a single connection cannot do, if the caller would miss it.
 func TestNewRefusesSynchronousCommitOfAConnection(t *testing.T) {
 	t.Parallel()
 
-	conn := connect(t, pgtest.New(t))
+	conn := pgtest.Connect(t, pgtest.New(t))
 	config := Config{Name: "n", Policy: hourly, Durable: true, SynchronousCommit: true}
 	_, err := New(conn, config)
 	var configErr *ConfigError
 	require.ErrorAs(t, err, &configErr)
-	require.Equal(t, "SynchronousCommit", configErr.Field)
+	require.Equal(t, "Config.SynchronousCommit", configErr.Field)
 	require.Contains(t, err.Error(), "SET synchronous_commit = on")
 	config.SynchronousCommit = false
 	_ = newLimiter(t, conn, config)
-
-	for _, db := range []DBTX{nil, (*pgxpool.Pool)(nil), (*pgxpool.Conn)(nil), (*pgx.Conn)(nil)} {
-		_, err := New(db, policy(hourly))
-		require.ErrorAs(t, err, &configErr)
-		require.Equal(t, "db", configErr.Field)
-	}
 }
 
 func policy(p Policy) Config { return Config{Name: "n", Policy: p} }
@@ -133,8 +185,8 @@ func TestNewAcceptsTheEndsOfTheRange(t *testing.T) {
 	good := FixedWindow{Limit: 1, Window: time.Microsecond}
 	for _, config := range []Config{
 		{Name: "n", Policy: good},
-		{Name: strings.Repeat("ä", 64), Policy: good, Schema: `"; --`, Timeout: time.Millisecond, MaxInFlight: 1, MaxBatch: 1, DenialMaxAge: 1},
-		{Name: " \n\t'\"\\$1", Policy: good, Timeout: math.MaxInt64, MaxInFlight: math.MaxInt, MaxBatch: math.MaxInt, DenialMaxAge: math.MaxInt64},
+		{Name: strings.Repeat("ä", 64), Policy: good, Client: ClientConfig{Schema: `"; --`, Timeout: time.Millisecond, MaxInFlight: 1, MaxBatch: 1, DenialMaxAge: 1}},
+		{Name: " \n\t'\"\\$1", Policy: good, Client: ClientConfig{Timeout: math.MaxInt64, MaxInFlight: math.MaxInt, MaxBatch: math.MaxInt, DenialMaxAge: math.MaxInt64}},
 		{Name: "n", Policy: good, Durable: true, SynchronousCommit: true},
 		policy(FixedWindow{Limit: 1 << 62, Window: time.Microsecond}),
 		policy(FixedWindow{Limit: 1 << 11, Window: duration(1 << 51)}),
@@ -154,30 +206,21 @@ func TestDefaults(t *testing.T) {
 	t.Parallel()
 
 	limiter := newLimiter(t, unusedPool(t), policy(FixedWindow{Limit: 1, Window: time.Second}))
-	require.Equal(t, time.Second, limiter.config.Timeout)
-	require.Equal(t, 2, limiter.config.MaxInFlight)
-	require.Equal(t, 500, limiter.config.MaxBatch)
-	require.Equal(t, time.Second, limiter.config.DenialMaxAge)
-	require.NotNil(t, limiter.denials)
-	require.EqualValues(t, 250, *limiter.settings.lockTimeout)
-	require.Nil(t, limiter.settings.synchronousCommit)
+	require.Equal(t, time.Second, limiter.client.config.Timeout)
+	require.Equal(t, 2, limiter.client.config.MaxInFlight)
+	require.Equal(t, 500, limiter.client.config.MaxBatch)
+	require.Equal(t, time.Second, limiter.client.config.DenialMaxAge)
+	require.NotNil(t, limiter.client.batcher.denials)
+	require.Equal(t, 250*time.Millisecond, limiter.client.batcher.held.patience())
 }
 
 // A lock_timeout of 0 would wait for ever, and one beyond 2^31 - 1 is an error.
-func TestMillis(t *testing.T) {
+func TestLockTimeout(t *testing.T) {
 	t.Parallel()
 
 	for d, want := range map[time.Duration]int32{
 		0: 1, time.Microsecond: 1, time.Millisecond: 1, 1999 * time.Microsecond: 1, time.Second: 1000, math.MaxInt64: 1 << 30,
 	} {
-		require.Equal(t, want, *millis(d), d)
+		require.Equal(t, want, *lockTimeout(d), d)
 	}
-}
-
-func TestNewRefusesAPoolThatIsNil(t *testing.T) {
-	t.Parallel()
-	_, err := New((*pgxpool.Pool)(nil), Config{Name: "test", Policy: FixedWindow{Limit: 1, Window: time.Second}})
-	var config *ConfigError
-	require.ErrorAs(t, err, &config)
-	require.Equal(t, "db", config.Field)
 }

@@ -16,16 +16,19 @@ import (
 
 	"github.com/pgratelimit/ratelimit/internal/pgserver"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
+	"github.com/pgratelimit/ratelimit/internal/testkit"
 	"github.com/pgratelimit/ratelimit/migrations"
 )
 
-// Negative controls: what the other tests look for does happen on functions that are broken in just that way, so the tests could
-// see it. Those for one test alone stand beside it: see TestClockIsReadAfterTheLockWait, TestLockingInTheOrderGivenDeadlocks,
-// TestRowsAreMadeAndLockedInOneOrder, TestPlansWithoutTheirSettingScanTheTable, TestFunctionsWithoutTheirSearchPathTakeDecoys,
+// Negative controls: these functions are broken in just the way that the other tests look for, and it shows, so
+// those tests could see it. Controls for one test alone are beside that test: TestClockIsReadAfterTheLockWait,
+// TestLockingInTheOrderGivenDeadlocks, TestRowsAreMadeAndLockedInOneOrder,
+// TestPlansWithoutTheirSettingScanTheTable, TestFunctionsWithoutTheirSearchPathTakeDecoys,
 // TestPgBouncerHandsNoSettingsOn and TestFunctionsPassPlpgsqlCheck.
 
-// Of TestSQLEqualsModel: mistakes by one, in places that few requests come to. What decides one key after the other, what decides many in
-// one statement and rate_limit_all, which decides the rest, have theirs each. A difference counts if it is in a step of the algorithm that the mistake is in.
+// A control of TestSQLEqualsModel: mistakes by one, in places that few requests reach. There are mistakes for each
+// of the three that decide: one key after the other, many keys in one statement, and rate_limit_all, which decides
+// the rest. A difference counts if it is in a step of the algorithm that has the mistake.
 func TestMistakesInTheFunctionsDifferFromTheModel(t *testing.T) {
 	t.Parallel()
 
@@ -39,11 +42,13 @@ func TestMistakesInTheFunctionsDifferFromTheModel(t *testing.T) {
 	functions := map[int]string{
 		fixed: "rate_limit_fixed_window", sliding: "rate_limit_sliding_window", bucket: "rate_limit_token_bucket", log: "rate_limit_sliding_log",
 	}
+	// What random stories come by too rarely.
+	rare := map[int]func() []step{sliding: roundingStory, log: refundBehindTheClock, all: refundOfTheWindowBefore}
 	type mistake struct {
 		algorithm    int
 		right, wrong string
 	}
-	check := func(name, function string, c mistake, change func(t *testing.T, db DBTX)) {
+	check := func(name, function string, c mistake, change func(t *testing.T, db pgtest.Executor)) {
 		t.Run(fmt.Sprintf("%s, %d: %s, not %s", name, c.algorithm, c.wrong, c.right), func(t *testing.T) {
 			t.Parallel()
 			db := pgtest.New(t)
@@ -51,22 +56,29 @@ func TestMistakesInTheFunctionsDifferFromTheModel(t *testing.T) {
 				neverFew(t, db.Pool)
 			}
 			if change == nil {
-				rewrite(t, db.Pool, function, c.right, c.wrong)
+				pgtest.Rewrite(t, db.Pool, function, c.right, c.wrong)
 			} else {
 				change(t, db.Pool)
 			}
-			if c.algorithm == sliding { // what random stories come by too rarely
-				err := replay(t.Context(), db.Pool, "rounding", roundingStory(), 10)
+			if story := rare[c.algorithm]; story != nil {
+				err := replay(t.Context(), db.Pool, "rare", story(), 10)
 				if _, found := errors.AsType[*difference](err); found {
 					return
 				}
 				require.NoError(t, err)
 			}
 			seed := testSeed(t)
-			concerned := func(s step) bool { return c.algorithm == all || algorithm(s.policy) == int16(c.algorithm) }
+			concerned := func(s step) bool { return c.algorithm == all || s.policy.numbers().Algorithm == int16(c.algorithm) }
+			mostly := func(r *rand.Rand) model { // of that algorithm, or it would take three times as many steps
+				p := randomPolicy(r)
+				for c.algorithm != all && p.numbers().Algorithm != int16(c.algorithm) && r.IntN(10) > 0 {
+					p = randomPolicy(r)
+				}
+				return p
+			}
 			for story := uint64(0); ; story++ {
 				require.Less(t, story, uint64(20_000), "the model does not tell the mistake")
-				steps, err := newStory(rand.New(rand.NewPCG(seed, story)), 40)
+				steps, err := newStoryOf(rand.New(rand.NewPCG(seed, story)), 40, mostly)
 				require.NoError(t, err)
 				if !slices.ContainsFunc(steps, concerned) {
 					continue
@@ -82,30 +94,40 @@ func TestMistakesInTheFunctionsDifferFromTheModel(t *testing.T) {
 		})
 	}
 
-	// What stands twice in a function, for each of both tables, may be wrong in one place.
+	// Some code stands twice in a function, once for each table. It may be wrong in one place.
 	eachOf := func(algorithm int, right, wrong string, inOneStatement bool) {
 		for nth := range 2 {
 			name := map[bool]string{false: "one after the other", true: "in one statement"}[inOneStatement]
-			check(fmt.Sprint(name, ", place ", nth), functions[algorithm], mistake{algorithm, right, wrong}, func(t *testing.T, db DBTX) {
-				t.Helper()
-				parts := strings.Split(scalar[string](t, db, "SELECT pg_get_functiondef($1::regproc)", functions[algorithm]), right)
-				require.Len(t, parts, 3)
-				exec(t, db, strings.Join(parts[:nth+1], right)+wrong+strings.Join(parts[nth+1:], right))
-			})
+			check(
+				fmt.Sprint(name, ", place ", nth),
+				functions[algorithm],
+				mistake{algorithm, right, wrong},
+				func(t *testing.T, db pgtest.Executor) {
+					t.Helper()
+					parts := strings.Split(
+						pgtest.Scalar[string](t, db, "SELECT pg_get_functiondef($1::regproc)", functions[algorithm]),
+						right,
+					)
+					require.Len(t, parts, 3)
+					pgtest.Exec(t, db, strings.Join(parts[:nth+1], right)+wrong+strings.Join(parts[nth+1:], right))
+				},
+			)
 		}
 	}
 
 	for _, c := range []mistake{
 		{fixed, "clock >= s.expires_at OR (s.count | s.credit) = 0", "clock > s.expires_at OR (s.count | s.credit) = 0"},
 		{fixed, "s.window_start - clock > window_us", "s.window_start - clock >= window_us"},
-		{fixed, "s.window_start = taken_in[part]", "taken_in[part] IS NOT NULL"},
+		{fixed, "taken_in[part] = s.window_start AND s.window_start = r.window_start", "taken_in[part] IS NOT NULL"},
 		{fixed, "s.since = taken_since[part]", "taken_since[part] IS NOT NULL"},
 		{fixed, "s.credit := s.credit - spent", "s.credit := s.credit"},
 		{fixed, "IF s.credit = 0 THEN -- as", "IF false THEN -- as"},
 		{fixed, "s.count := s.count + units", "s.count := s.count + units + 1"},
 		{sliding, "window_us - 1) / window_us", "window_us) / window_us"},
 		{sliding, "t - s.window_start >= window_us", "t - s.window_start > window_us"},
-		{sliding, "s.window_start - window_us = taken_in[part]", "taken_in[part] IS NOT NULL"},
+		{sliding, "taken_in[part] = s.window_start - window_us", "taken_in[part] IS NOT NULL"},
+		{sliding, "IF r.window_start = s.window_start THEN", "IF true THEN"},
+		{all, "AND r.count = 0 AND r.prev_count = 0", ""},
 		{sliding, "s.expires_at := clock + reset_after_us", "s.expires_at := s.window_start + 2 * window_us"},
 		{sliding, "greatest(cost, 1) - s.credit; -- of so many", "greatest(cost, 1);"},
 		{bucket, "IF clock >= s.expires_at THEN", "IF clock > s.expires_at + 1 THEN"},
@@ -118,8 +140,9 @@ func TestMistakesInTheFunctionsDifferFromTheModel(t *testing.T) {
 		{log, "- s.window_start + clock", "- s.window_start + clock - 1"},
 		{log, "s.log[needed + 1:]", "s.log[needed:]"},
 		{log, "IF units > 0 THEN", "IF true THEN"},
-		{log, "IF back = (s.log[needed] & 1023) THEN", "IF false THEN"},
+		{log, "IF back = (r.log[needed] & 1023) THEN", "IF false THEN"},
 		{log, "(e.entry >> 10) << 10 = taken_in[part] << 10", "e.nth = cardinality(s.log)"},
+		{log, "IF clock < t THEN", "IF false THEN"},
 		{log, "IF s.credit = 0 THEN -- as", "IF false THEN -- as"},
 		{all, "least(granted, remaining / cost)", "least(granted + 1, remaining / cost)"},
 		{all, "asked > -(9223372036854775807 / cost)", "asked > 1 - (9223372036854775807 / cost)"},
@@ -128,7 +151,7 @@ func TestMistakesInTheFunctionsDifferFromTheModel(t *testing.T) {
 		check("rate_limit_all", "rate_limit_all", c, nil)
 	}
 
-	// Of one key after the other.
+	// Mistakes in deciding one key after the other.
 	for _, c := range []mistake{
 		{fixed, "BETWEEN 1 AND max_count / greatest(costs[i], 1)", ">= 1"},
 		{fixed, "r_cost := cost * asked", "r_cost := cost"},
@@ -149,7 +172,7 @@ func TestMistakesInTheFunctionsDifferFromTheModel(t *testing.T) {
 		{sliding, "d.window_start - clock <= window_us", "d.window_start - clock <= 2 * window_us"},
 		{sliding, "AND d.expires_at = d.window_start + 2 * window_us", ""},
 		// The window before is forgotten, or rounded in the caller's favour.
-		{sliding, "(d.prev_count * (d.window_start + window_us - greatest(clock, d.window_start)) + window_us - 1) / window_us", "0"},
+		{sliding, "d.prev_count * (d.window_start", "0 * (d.window_start"},
 		{sliding, "greatest(clock, d.window_start)) + window_us - 1) / window_us", "greatest(clock, d.window_start))) / window_us"},
 		{sliding, "clock, clock + 2 * window_us", "clock, clock + window_us"},
 		{bucket, "* refill - r_cost * every_us,", "* refill - r_cost * every_us - 1,"},
@@ -157,7 +180,7 @@ func TestMistakesInTheFunctionsDifferFromTheModel(t *testing.T) {
 		{bucket, "+ r_cost * every_us - 1) / refill + 1", "+ r_cost * every_us) / refill + 1"},
 		{bucket, "d.count = 0 AND", ""},
 		{bucket, "d.scale = every_us AND", ""},
-		{bucket, "d.capacity = capacity AND", ""},
+		{bucket, "AND d.capacity = capacity", ""},
 		{bucket, "d.refill = refill AND", ""},
 		{bucket, ">= r_cost * every_us", ">= r_cost * every_us - every_us"},
 		{bucket, "credit, scale = s.scale", "credit"},
@@ -182,7 +205,7 @@ func TestMistakesInTheFunctionsDifferFromTheModel(t *testing.T) {
 		}
 	}
 
-	// Of one statement for many keys, which has to decide all that comes.
+	// Mistakes in the one statement for many keys, which has to decide all that comes.
 	for _, c := range []mistake{
 		{fixed, "AND max_count / e.cost THEN", "AND max_count / e.cost + 1 THEN"},
 		{fixed, "ELSE 0 END + excluded.count", "ELSE 0 END + 2 * excluded.count"},
@@ -207,7 +230,7 @@ func TestMistakesInTheFunctionsDifferFromTheModel(t *testing.T) {
 		{sliding, "d.window_start - clock <= window_us", "d.window_start - clock <= 2 * window_us"},
 		{sliding, "WHEN clock >= d.expires_at THEN clock >= d.window_start + window_us", "WHEN clock >= d.expires_at THEN true"},
 		{sliding, "AND d.expires_at = d.window_start + 2 * window_us", ""},
-		{sliding, "(d.prev_count * (d.window_start + window_us - greatest(clock, d.window_start)) + window_us - 1) / window_us", "0"},
+		{sliding, "d.prev_count * (d.window_start", "0 * (d.window_start"},
 		{sliding, "greatest(clock, d.window_start)) + window_us - 1) / window_us", "greatest(clock, d.window_start))) / window_us"},
 		{sliding, "(d.count * (d.expires_at - clock) + window_us - 1) / window_us", "0"},
 		{sliding, "(d.expires_at - clock) + window_us - 1) / window_us", "(d.expires_at - clock)) / window_us"},
@@ -220,7 +243,7 @@ func TestMistakesInTheFunctionsDifferFromTheModel(t *testing.T) {
 		{bucket, "every_us - 1) / refill + 1", "every_us - 1) / refill"},
 		{bucket, "d.count = 0 AND", ""},
 		{bucket, "d.scale = every_us AND", ""},
-		{bucket, "d.capacity = capacity AND", ""},
+		{bucket, "AND d.capacity = capacity", ""},
 		{bucket, "d.refill = refill AND", ""},
 		{bucket, "(full_credit - excluded.credit) > 0", "true"},
 		{bucket, "d.window_start - clock <= (full_credit - 1) / refill + 1", "d.window_start - clock <= (full_credit - 1) / refill + 2 * every_us"},
@@ -231,8 +254,8 @@ func TestMistakesInTheFunctionsDifferFromTheModel(t *testing.T) {
 	}
 	for algorithm := fixed; algorithm <= bucket; algorithm++ {
 		for _, c := range []mistake{
-			{algorithm, "lag(e.key) OVER w IS DISTINCT FROM e.key AS first", "true AS first"},
-			{algorithm, `WINDOW w AS (ORDER BY octet_length(e.key) DESC, e.key COLLATE "C", e.ord)`, "WINDOW w AS (ORDER BY e.ord)"},
+			{algorithm, "lag(e.place) OVER (ORDER BY e.place, e.ord) IS DISTINCT FROM e.place AS first", "true AS first"},
+			{algorithm, "OVER (ORDER BY e.place, e.ord)", "OVER (ORDER BY e.ord)"},
 			{algorithm, "ROW(e.ord, e.units, e.asked,", "ROW(e.ord, e.units, 1,"},
 			{algorithm, "coalesce(undecided[a.ord], a.ord)", "a.ord"},
 		} {
@@ -243,20 +266,22 @@ func TestMistakesInTheFunctionsDifferFromTheModel(t *testing.T) {
 	}
 }
 
-// Of the tests of concurrency, which compare what was granted with the limit and with what is stored: a variant that decides from
-// a row that it has not locked, or from the row as it was before the lock, admits too many.
+// A control of the tests of concurrency, which compare what was granted with the limit and with what is stored. A
+// variant that decides from a row that it has not locked, or from the row as it was before the lock, admits too
+// many.
 func TestDecidingWithoutTheLockAdmitsTooMany(t *testing.T) {
 	t.Parallel()
 
 	for name, variant := range map[string]struct {
-		policy   Policy
+		policy   model
 		function string
 		oldNew   []string
 		taken    int64
 	}{
 		"sliding log": {SlidingLog{Limit: 10, Window: year}, "", nil, 7},
 		"sliding log, without locks": {
-			SlidingLog{Limit: 10, Window: year}, "rate_limit_sliding_log", []string{"FOR UPDATE", "", "CONTINUE WHEN NOT found;", ""}, 7, // the 6 are lost
+			// The 6 are lost.
+			SlidingLog{Limit: 10, Window: year}, "rate_limit_sliding_log", []string{"FOR UPDATE", "", "CONTINUE WHEN NOT found;", ""}, 7,
 		},
 		"fixed window": {FixedWindow{Limit: 10, Window: year}, "", nil, 7},
 		"fixed window, from the row that the statement's snapshot shows": {
@@ -271,19 +296,19 @@ func TestDecidingWithoutTheLockAdmitsTooMany(t *testing.T) {
 			db := pgtest.New(t)
 			broken := variant.function != ""
 			if broken {
-				rewrite(t, db.Pool, variant.function, variant.oldNew...)
+				pgtest.Rewrite(t, db.Pool, variant.function, variant.oldNew...)
 			}
-			config := Config{Name: "test", Policy: variant.policy, Timeout: amply}
+			config := Config{Name: "test", Policy: variant.policy, Client: ClientConfig{Timeout: amply}}
 			limiter := newLimiter(t, db.NewPool(t, nil), config)
 			_, err := limiter.Allow(t.Context(), "key")
 			require.NoError(t, err)
-			somebody := begin(t, db)
+			somebody := pgtest.Begin(t, db)
 			first, err := limiter.AllowNTx(t.Context(), somebody, "key", 6)
 			require.NoError(t, err)
 			require.True(t, first.Allowed)
-			other := begin(t, db) // which waits for as long as it takes, and asks once
-			second := later(func() (Result, error) { return limiter.AllowNTx(context.Background(), other, "key", 6) })
-			waitUntilBlocked(t, db.Pool, 1)
+			other := pgtest.Begin(t, db) // which waits for as long as it takes, and asks once
+			second := testkit.Later(func() (Result, error) { return limiter.AllowNTx(context.Background(), other, "key", 6) })
+			pgtest.WaitUntilBlocked(t, db.Pool, 1)
 			require.NoError(t, somebody.Commit(t.Context()))
 			result, err := second()
 			require.NoError(t, err)
@@ -294,15 +319,15 @@ func TestDecidingWithoutTheLockAdmitsTooMany(t *testing.T) {
 	}
 }
 
-// Of the same tests: a variant that locks a row and updates it by its ctid in one statement loses what it takes after a wait for
-// the lock, because that statement's snapshot does not show the new row.
+// A control of the same tests. A variant that locks a row and updates it by its ctid in one statement loses what
+// it takes after a wait for the lock, because that statement's snapshot does not show the new row.
 func TestUpdatingByTidInTheStatementOfTheLockIsLost(t *testing.T) {
 	t.Parallel()
 
 	for _, broken := range []bool{false, true} {
 		db := pgtest.New(t)
 		if broken {
-			exec(t, db.Pool, `
+			pgtest.Exec(t, db.Pool, `
 				CREATE OR REPLACE FUNCTION rate_limit_fixed_window(
 					name text, keys text[], max_count bigint, window_us bigint, costs bigint[] DEFAULT NULL, counts bigint[] DEFAULT NULL,
 					durable boolean DEFAULT false, lock_timeout_ms integer DEFAULT NULL, synchronous_commit boolean DEFAULT NULL, now timestamptz DEFAULT NULL,
@@ -320,14 +345,18 @@ func TestUpdatingByTidInTheStatementOfTheLockIsLost(t *testing.T) {
 					FROM locked AS l
 				$$`)
 		}
-		exec(t, db.Pool, `INSERT INTO rate_limit_ephemeral (prefix, key, algorithm, count, window_start, expires_at)
+		pgtest.Exec(t, db.Pool, `INSERT INTO rate_limit_ephemeral (prefix, key, algorithm, count, window_start, expires_at)
 			SELECT 'test', 'key', 1, 1, now_us, now_us + 31536000000000 FROM (SELECT (extract(epoch FROM now()) * 1000000)::bigint) AS _ (now_us)`)
-		config := Config{Name: "test", Policy: FixedWindow{Limit: 10, Window: year}, Timeout: amply}
+		config := Config{
+			Name:   "test",
+			Policy: FixedWindow{Limit: 10, Window: year},
+			Client: ClientConfig{Timeout: amply},
+		}
 		limiter := newLimiter(t, db.NewPool(t, nil), config)
-		somebody := begin(t, db)
-		exec(t, somebody, "UPDATE rate_limit_ephemeral SET count = count + 2")
-		wait := later(func() (Result, error) { return limiter.AllowN(context.Background(), "key", 4) })
-		waitUntilBlocked(t, db.Pool, 1)
+		somebody := pgtest.Begin(t, db)
+		pgtest.Exec(t, somebody, "UPDATE rate_limit_ephemeral SET count = count + 2")
+		wait := testkit.Later(func() (Result, error) { return limiter.AllowN(context.Background(), "key", 4) })
+		pgtest.WaitUntilBlocked(t, db.Pool, 1)
 		require.NoError(t, somebody.Commit(t.Context()))
 		result, err := wait()
 		require.NoError(t, err)
@@ -341,32 +370,42 @@ func TestUpdatingByTidInTheStatementOfTheLockIsLost(t *testing.T) {
 	}
 }
 
-// Of TestRowDeletedWhileWeWaitForIt and TestSweeperAtFullSpeed: without the loop, a call whose row vanishes fails.
+// A control of TestRowDeletedWhileWeWaitForIt and TestSweeperAtFullSpeed: without the loop, a call whose row
+// vanishes fails.
 func TestRowThatVanishesIsMissedWithoutTheLoop(t *testing.T) {
 	t.Parallel()
 
 	db := pgtest.New(t)
-	rewrite(t, db.Pool, "rate_limit_all", "FOR attempt IN 1 .. 5 LOOP", "FOR attempt IN 1 .. 2 LOOP") // to look, and to make the row
-	limiter := newLimiter(t, db.NewPool(t, nil), Config{Name: "test", Policy: All(FixedWindow{Limit: 10, Window: year}, SlidingLog{Limit: 10, Window: year}), Timeout: amply})
+	// Two attempts: to look, and to make the row.
+	pgtest.Rewrite(t, db.Pool, "rate_limit_all", "FOR attempt IN 1 .. 5 LOOP", "FOR attempt IN 1 .. 2 LOOP")
+	limiter := newLimiter(
+		t,
+		db.NewPool(t, nil),
+		Config{
+			Name:   "test",
+			Policy: All(FixedWindow{Limit: 10, Window: year}, SlidingLog{Limit: 10, Window: year}),
+			Client: ClientConfig{Timeout: amply},
+		},
+	)
 	_, err := limiter.Allow(t.Context(), "key")
 	var pgErr *pgconn.PgError
 	require.ErrorAs(t, err, &pgErr)
 	require.Equal(t, "55000", pgErr.Code)
 }
 
-// Of TestDenialsWriteNothing.
+// A control of TestDenialsWriteNothing.
 func TestDenialThatWritesIsSeen(t *testing.T) {
 	t.Parallel()
 
 	for name, policy := range slowPolicies(10) {
 		db := pgtest.New(t)
-		rewrite(t, db.Pool, "rate_limit_all", "IF (granted > 0 AND (changed OR NOT gives)) OR", "IF true OR")
-		rewrite(t, db.Pool, functionOf(policy), "IF granted > 0 OR moved THEN", "IF true THEN")
-		config := Config{Name: "test", Policy: policy, Timeout: amply, NoDenialCache: true}
+		pgtest.Rewrite(t, db.Pool, "rate_limit_all", "IF (granted > 0 AND changed) OR", "IF true OR")
+		pgtest.Rewrite(t, db.Pool, functionOf(policy), "IF granted > 0 OR moved THEN", "IF true THEN")
+		config := Config{Name: "test", Policy: policy, Client: ClientConfig{Timeout: amply}, NoDenialCache: true}
 		limiter := newLimiter(t, db.NewPool(t, nil), config)
 		_, err := limiter.AllowN(t.Context(), "key", 10)
 		require.NoError(t, err)
-		tx := begin(t, db)
+		tx := pgtest.Begin(t, db)
 		result, err := limiter.AllowTx(t.Context(), tx, "key")
 		require.NoError(t, err)
 		require.False(t, result.Allowed)
@@ -375,8 +414,8 @@ func TestDenialThatWritesIsSeen(t *testing.T) {
 	}
 }
 
-// Updates of the same keys are HOT, so that the index does not grow and the table stays as small as it is. An index on expires_at,
-// which nearly every update changes, would end that.
+// Updates of the same keys are HOT, so the index does not grow and the table stays as small as it is. An index on
+// expires_at, which nearly every update changes, would end that.
 func TestUpdatesAreHOT(t *testing.T) {
 	t.Parallel()
 
@@ -384,14 +423,15 @@ func TestUpdatesAreHOT(t *testing.T) {
 	for _, indexed := range []bool{false, true} {
 		t.Run(fmt.Sprintf("index on expires_at: %v", indexed), func(t *testing.T) {
 			t.Parallel()
-			// A server of its own: transactions of other tests, also in other databases, would keep old rows alive.
+			// The server is the test's own. Transactions of other tests, even in other databases, would keep old
+			// rows alive.
 			server := pgtest.Server(t, pgserver.Config{})
 			pool, err := pgxpool.New(t.Context(), server.URL())
 			require.NoError(t, err)
 			defer pool.Close()
 			require.NoError(t, migrations.Up(t.Context(), pool))
 			if indexed {
-				exec(t, pool, "CREATE INDEX ON rate_limit_ephemeral (expires_at)")
+				pgtest.Exec(t, pool, "CREATE INDEX ON rate_limit_ephemeral (expires_at)")
 			}
 
 			clock := t0
@@ -399,13 +439,17 @@ func TestUpdatesAreHOT(t *testing.T) {
 				clock = clock.Add(time.Second)
 				return clock
 			}}
-			for name, policy := range map[string]Policy{
+			for name, policy := range map[string]model{
 				"fixed window":   FixedWindow{Limit: 10, Window: time.Second},
 				"sliding window": SlidingWindow{Limit: 10, Window: time.Second},
 				"token bucket":   TokenBucket{Capacity: 10, Refill: 10, Every: time.Second},
 				"sliding log":    SlidingLog{Limit: 10, Window: 100 * time.Second},
 			} {
-				limiter := newLimiter(t, pool, Config{Name: name, Policy: policy, Timeout: amply, Test: everySecond})
+				limiter := newLimiter(
+					t,
+					pool,
+					Config{Name: name, Policy: policy, Client: ClientConfig{Timeout: amply, Test: everySecond}},
+				)
 				for i := range updates {
 					result, err := limiter.Allow(t.Context(), fmt.Sprint(i%keys))
 					require.NoError(t, err)
@@ -415,8 +459,11 @@ func TestUpdatesAreHOT(t *testing.T) {
 
 			pool.Reset() // or what its sessions have counted might not have been told
 			var updated, hot int64
-			waitUntil(t, func() bool {
-				row := pool.QueryRow(t.Context(), "SELECT n_tup_upd, n_tup_hot_upd FROM pg_stat_user_tables WHERE relname = 'rate_limit_ephemeral'")
+			testkit.WaitUntil(t, func() bool {
+				row := pool.QueryRow(
+					t.Context(),
+					"SELECT n_tup_upd, n_tup_hot_upd FROM pg_stat_user_tables WHERE relname = 'rate_limit_ephemeral'",
+				)
 				require.NoError(t, row.Scan(&updated, &hot))
 				return updated >= 4*(updates-keys) // the first take of a key makes its row
 			})
@@ -425,8 +472,16 @@ func TestUpdatesAreHOT(t *testing.T) {
 				return
 			}
 			require.GreaterOrEqual(t, hot, updated*95/100)
-			require.LessOrEqual(t, scalar[int64](t, pool, "SELECT pg_relation_size('rate_limit_ephemeral')"), int64(4*page))
-			require.LessOrEqual(t, scalar[int64](t, pool, "SELECT pg_relation_size('rate_limit_ephemeral_pkey')"), int64(4*page))
+			require.LessOrEqual(
+				t,
+				pgtest.Scalar[int64](t, pool, "SELECT pg_relation_size('rate_limit_ephemeral')"),
+				int64(4*page),
+			)
+			require.LessOrEqual(
+				t,
+				pgtest.Scalar[int64](t, pool, "SELECT pg_relation_size('rate_limit_ephemeral_pkey')"),
+				int64(4*page),
+			)
 		})
 	}
 }

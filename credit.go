@@ -1,19 +1,39 @@
 package ratelimit
 
-// Granted credit is what a key may take above its policy's limit: Grant gives it, and what there is no ordinary room for is taken
-// from it. It stands in its own column of the row: of a window credit, of a bucket count. While a key holds any, each take and each
-// Grant keeps its row for another window (of a SlidingWindow two, of a bucket the time to fill it), and ResetAfter tells how long.
+import "github.com/pgratelimit/ratelimit/internal/algorithm"
 
-// maxCredit is the most credit that a key can hold: with the largest limit, it stays within 64 bits.
+// Granted credit is what a key may take above its policy's limit. Grant gives it, and a request takes from it what
+// there is no ordinary room for. It has its own column of the row: credit for a window or a log, count for a bucket.
+// While a key holds any, each take and each Grant keeps its row for another window (of a SlidingWindow two, of a bucket
+// the time to fill it). ResetAfter tells how long.
+
+// maxCredit is the most credit that a key can hold. With the largest limit, it stays within 64 bits.
 const maxCredit = 1 << 61
 
-// rollForward is a row, rolled forward to the clock.
-func rollForward(p Policy, s state, clock int64) state {
-	_, d := p.decide(s, clock, 0)
-	return d.state
+// creditColumn is the column of a row that holds granted credit.
+func (s *state) creditColumn(code int16) *int64 {
+	if code == algorithm.TokenBucket {
+		return &s.count
+	}
+	return &s.credit
 }
 
-// unlessNew is a window's or log's row that counts nothing: without credit, it is as good as new.
+// grant is the model of a grant of n, at least 1.
+func grant(m model, s state, clock, n int64) (state, decision) {
+	s, _ = m.roll(s, clock)
+	t := max(clock, s.windowStart)
+	if s.since == 0 {
+		s.since = t
+	}
+	credit := s.creditColumn(m.numbers().Algorithm)
+	*credit = min(*credit+n, maxCredit)
+	s.expiresAt = t + m.lasts()
+	_, d := m.decide(s, clock, 0)
+	d.granted, d.retryAfter = 1, 0
+	return s, d
+}
+
+// unlessNew is for the row of a window or a log that counts nothing. Without credit, it is as good as new.
 func (s state) unlessNew() state {
 	if s.credit == 0 {
 		s.since = 0
@@ -21,21 +41,12 @@ func (s state) unlessNew() state {
 	return s
 }
 
-// withCredit is a window's or log's row after a grant at t of n, which lives as long.
-func withCredit(s state, t, life, n int64) state {
-	if s.since == 0 {
-		s.since = t
-	}
-	s.credit = min(s.credit+n, maxCredit)
-	s.expiresAt = t + life
-	return s
-}
-
-// withCreditBack is a window's or log's row after what of k was spent of granted credit went back, and whether that changes it. It
-// goes back to the row that it came from, and not to one that has been made since.
-func withCreditBack(s state, t, life int64, k take) (state, bool) {
-	back := min(k.spent, maxCredit-s.credit)
-	if back == 0 || s.since == 0 || s.since != k.since {
+// withCreditBack returns a window's or log's row after the part of k that was spent of granted credit went back,
+// and whether that changes it. Credit goes back only to the row that it came from, not to one that was made since.
+// rolled is the row rolled forward to t.
+func withCreditBack(s, rolled state, t, life int64, k take) (state, bool) {
+	back := min(k.spent, maxCredit-rolled.credit)
+	if back == 0 || rolled.since == 0 || rolled.since != k.since {
 		return s, false
 	}
 	s.credit += back
@@ -43,19 +54,25 @@ func withCreditBack(s state, t, life int64, k take) (state, bool) {
 	return s, true
 }
 
-// afterGrant is the decision of a grant that has made a row this.
-func afterGrant(p Policy, s state, clock int64) (state, decision) {
-	_, d := p.decide(s, clock, 0)
-	d.granted, d.retryAfter = 1, 0
-	return s, d
-}
-
-// creditResetAfter is Policy.resetAfter while there is granted credit, or was until this statement has spent some of it.
+// creditResetAfter is model.resetAfter while there is granted credit, or was until this statement spent some.
 func creditResetAfter(last decision, credit, units, life int64) int64 {
 	if credit > 0 || last.taken.spent == 0 || units == 0 {
 		return last.resetAfter
 	}
-	// What was spent last came out of credit, so before units more were taken, there was some.
+	// What was spent last came out of credit. So there was some before units more were taken.
 	clock := last.decidedAt.UnixMicro()
 	return max(last.state.windowStart, clock) + life - clock
+}
+
+// afterRefund is the decision of a refund that has turned the row into this one. It does not roll the row forward,
+// because others, who ask under other numbers, may still count what these numbers do not. Nor does it end the row
+// earlier, unless nothing in the row counts.
+func afterRefund(m model, row state, clock int64, changed bool) (state, decision) {
+	_, d := m.decide(row, clock, 0)
+	d.granted, d.retryAfter, d.state.log = 1, 0, ""
+	if changed && d.resetAfter == 0 && row.count == 0 && row.prevCount == 0 { // as good as new
+		d.state.expiresAt = clock
+		row = d.state
+	}
+	return row, d
 }

@@ -13,6 +13,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
+	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
 // creditStep grants credit, or asks for n, or gives back, for n below 0, what was taken last.
@@ -27,7 +28,7 @@ func TestCreditIsSpentAfterTheOrdinaryRoom(t *testing.T) {
 	t.Parallel()
 	for _, test := range []struct {
 		name   string
-		policy Policy
+		policy model
 		steps  []creditStep
 	}{
 		{"fixed window", FixedWindow{10, time.Minute}, []creditStep{
@@ -108,7 +109,7 @@ func TestCreditIsSpentAfterTheOrdinaryRoom(t *testing.T) {
 			var s state
 			for i, step := range test.steps {
 				if step.grant > 0 {
-					next, got, err := checkGrant(test.policy, s, step.at, step.grant)
+					next, got, err := checkedGrant(test.policy, s, step.at, step.grant)
 					require.NoError(t, err)
 					require.Equal(t, step.want, got, "step %d: Grant of %d from %+v", i, step.grant, s)
 					s = next
@@ -128,17 +129,29 @@ func TestCreditIsSpentAfterTheOrdinaryRoom(t *testing.T) {
 
 func TestCreditStaysWhenThePolicyChanges(t *testing.T) {
 	t.Parallel()
-	s, _ := FixedWindow{10, time.Minute}.grant(state{}, c0, 5)
+	s, _ := grant(FixedWindow{10, time.Minute}, state{}, c0, 5)
 	playModel(t, FixedWindow{3, time.Hour}, s, modelStep{c1, 3, granted(5, hour)}, modelStep{c1, 3, granted(2, hour)})
-	s, _ = SlidingWindow{10, time.Minute}.grant(state{}, c0, 5)
-	playModel(t, SlidingWindow{3, time.Hour}, s, modelStep{c1, 3, granted(5, 2*hour)}, modelStep{c1, 3, granted(2, 2*hour)})
-	s, _ = SlidingLog{10, time.Minute}.grant(state{}, c0, 5)
+	s, _ = grant(SlidingWindow{10, time.Minute}, state{}, c0, 5)
+	playModel(
+		t,
+		SlidingWindow{3, time.Hour},
+		s,
+		modelStep{c1, 3, granted(5, 2*hour)},
+		modelStep{c1, 3, granted(2, 2*hour)},
+	)
+	s, _ = grant(SlidingLog{10, time.Minute}, state{}, c0, 5)
 	playModel(t, SlidingLog{3, time.Hour}, s, modelStep{c1, 3, granted(5, hour)}, modelStep{c1, 3, granted(2, hour)})
-	s, _ = TokenBucket{10, 1, time.Second}.grant(state{}, c0, 5)
-	playModel(t, TokenBucket{3, 1, time.Hour}, s, modelStep{c1, 3, granted(5, 3*hour)}, modelStep{c1, 3, granted(2, 3*hour)})
+	s, _ = grant(TokenBucket{10, 1, time.Second}, state{}, c0, 5)
+	playModel(
+		t,
+		TokenBucket{3, 1, time.Hour},
+		s,
+		modelStep{c1, 3, granted(5, 3*hour)},
+		modelStep{c1, 3, granted(2, 3*hour)},
+	)
 }
 
-// Whatever is asked, granted and given back at one time: what is taken stays within the limit and what was granted.
+// Calls ask, grant and give back at one time. What is taken stays within the limit and what was granted.
 func TestNeverMoreThanTheLimitAndWhatWasGranted(t *testing.T) {
 	t.Parallel()
 	d := randomDice(t)
@@ -146,7 +159,7 @@ func TestNeverMoreThanTheLimitAndWhatWasGranted(t *testing.T) {
 	for range 500 {
 		limit, window := d.window()
 		limit = min(limit, 1<<40)
-		p := []Policy{FixedWindow{limit, window}, SlidingWindow{limit, window}, TokenBucket{limit, 1 + limit, window}, SlidingLog{limit, window}}[d(4)]
+		p := []model{FixedWindow{limit, window}, SlidingWindow{limit, window}, TokenBucket{limit, 1 + limit, window}, SlidingLog{limit, window}}[d(4)]
 		if p.validate() != nil {
 			continue
 		}
@@ -156,7 +169,7 @@ func TestNeverMoreThanTheLimitAndWhatWasGranted(t *testing.T) {
 			var got decision
 			if d(5) == 0 {
 				n := d.magnitude(1, limit)
-				s, got = p.grant(s, c0, n)
+				s, got = grant(p, s, c0, n)
 				allowance += n
 			} else {
 				n := d.cost(limit, peek(p, s, c0).remaining)
@@ -183,7 +196,7 @@ func TestGrantMakesARowAndIsWritten(t *testing.T) {
 		require.EqualValues(t, 15, result.Remaining)
 		require.EqualValues(t, 10, result.Limit)
 		require.Positive(t, result.ResetAfter)
-		require.Len(t, storedRows(t, db.Pool, config.Durable), len(limiter.appendParts(nil, "key", 0)))
+		require.Len(t, storedRows(t, db.Pool, config.Durable), len(limiter.models))
 
 		_, err = limiter.AllowN(t.Context(), "key", 11)
 		require.ErrorIs(t, err, ErrCostExceedsLimit)
@@ -231,20 +244,20 @@ func TestGrantIsKeptOrUndoneWithTheTransaction(t *testing.T) {
 			require.NoError(t, err)
 			return result.Remaining
 		}
-		tx := begin(t, db)
+		tx := pgtest.Begin(t, db)
 		grant(tx, 5, 15)
 		require.NoError(t, tx.Rollback(t.Context()))
 		require.Empty(t, storedRows(t, db.Pool, config.Durable))
 
-		tx = begin(t, db)
+		tx = pgtest.Begin(t, db)
 		grant(tx, 5, 15)
 		inner := savepoint(t, tx)
 		grant(inner, 7, 22)
 		require.NoError(t, inner.Rollback(t.Context()))
 		grant(tx, 1, 16)
 		require.EqualValues(t, 10, remaining())
-		other := later(func() (Result, error) { return limiter.AllowN(context.Background(), "key", 10) })
-		waitUntilBlocked(t, db.Pool, 1)
+		other := testkit.Later(func() (Result, error) { return limiter.AllowN(context.Background(), "key", 10) })
+		pgtest.WaitUntilBlocked(t, db.Pool, 1)
 		require.NoError(t, tx.Commit(t.Context()))
 		result, err := other()
 		require.NoError(t, err)
@@ -252,7 +265,7 @@ func TestGrantIsKeptOrUndoneWithTheTransaction(t *testing.T) {
 	})
 }
 
-// Grants, takes and refunds of many callers at once: each unit is spent once.
+// Many callers grant, take and refund at once. Each unit is spent once.
 func TestCreditIsExactUnderConcurrency(t *testing.T) {
 	t.Parallel()
 	eachSlowPolicyAllAndTable(t, 20, func(t *testing.T, config Config) {
@@ -262,7 +275,7 @@ func TestCreditIsExactUnderConcurrency(t *testing.T) {
 		var allowance, out atomic.Int64
 		allowance.Store(20)
 		errs := make([]error, callers)
-		together(callers, func(i int) {
+		testkit.Together(callers, func(i int) {
 			limiter := limiters[i%2]
 			for call := 0; call < calls && errs[i] == nil; call++ {
 				n := 1 + int64((i+call)%5)
@@ -291,7 +304,7 @@ func TestGrantOfABadAmount(t *testing.T) {
 	t.Parallel()
 	db := pgtest.New(t)
 	limiter := newLimiter(t, db.Pool, Config{Name: "test", Policy: FixedWindow{Limit: 10, Window: year}})
-	tx := begin(t, db)
+	tx := pgtest.Begin(t, db)
 	for n, want := range map[int64]error{
 		0: ErrInvalidCost, -1: ErrInvalidCost, math.MinInt64: ErrInvalidCost, maxCredit + 1: ErrCostExceedsLimit, math.MaxInt64: ErrCostExceedsLimit,
 	} {
@@ -304,8 +317,12 @@ func TestGrantOfABadAmount(t *testing.T) {
 			require.NotContains(t, err.Error(), "personal")
 		}
 		if n > maxCredit {
-			require.EqualError(t, err, fmt.Sprintf("ratelimit: cost exceeds the limit: %d is more than the credit that a key can hold, "+
-				"2305843009213693952; grant less", n))
+			require.EqualError(
+				t,
+				err,
+				fmt.Sprintf("ratelimit: cost exceeds the limit: %d is more than the credit that a key can hold, "+
+					"2305843009213693952; grant less", n),
+			)
 		}
 	}
 	require.NoError(t, tx.Commit(t.Context()))

@@ -19,16 +19,16 @@ import (
 	"github.com/pgratelimit/ratelimit/migrations"
 )
 
-// The functions run as a superuser. A role that may do nothing but create in their schema and in public has overloaded all
-// that they call, and all that the limiter's statements call: none of it runs, whoever calls, in whatever way.
+// The functions run as a superuser. A role that may only create, in their schema and in public, has overloaded
+// everything that they and the limiter's statements call. None of that runs, whoever calls, in whatever way.
 func TestNothingThatOthersCreateIsRun(t *testing.T) {
 	t.Parallel()
 
 	db, pool := amongDecoys(t)
 	require.NoError(t, callEverything(t, db, pool))
 
-	// Negative control: with the schema in search_path, before pg_catalog or behind it, or with an argument of a call of ours that has
-	// another type than the parameter, a decoy is run.
+	// Negative control: a decoy runs if the schema is in search_path, before pg_catalog or behind it, or if an
+	// argument of a call of ours has another type than the parameter.
 	const pinned = `SET search_path TO 'pg_catalog', 'pg_temp'`
 	for name, test := range map[string]struct{ function, old, new string }{
 		"schema in search_path":    {"rate_limit_fixed_window", pinned, `SET search_path TO 'limits', 'pg_temp'`},
@@ -38,16 +38,20 @@ func TestNothingThatOthersCreateIsRun(t *testing.T) {
 		"argument of another type": {"rate_limit_fixed_window", `1::smallint`, `1`},
 	} {
 		var definition string
-		row := db.Pool.QueryRow(t.Context(), "SELECT pg_get_functiondef(oid) FROM pg_proc WHERE proname = $1 AND proowner = current_user::regrole", test.function)
+		row := db.Pool.QueryRow(
+			t.Context(),
+			"SELECT pg_get_functiondef(oid) FROM pg_proc WHERE proname = $1 AND proowner = current_user::regrole",
+			test.function,
+		)
 		require.NoError(t, row.Scan(&definition))
 		require.Contains(t, definition, test.old)
-		exec(t, db.Pool, strings.ReplaceAll(definition, test.old, test.new))
+		pgtest.Exec(t, db.Pool, strings.ReplaceAll(definition, test.old, test.new))
 		pool.Reset()
 		err := callEverything(t, db, pool)
 		require.Error(t, err, name)
 		// Too many rows: so says a decoy that compares times.
 		require.Regexp(t, "decoy|is not unique|too many rows|cannot|does not exist|must have type", err.Error(), name)
-		exec(t, db.Pool, definition)
+		pgtest.Exec(t, db.Pool, definition)
 	}
 }
 
@@ -56,19 +60,19 @@ func amongDecoys(t *testing.T) (*pgtest.DB, *pgxpool.Pool) {
 	t.Helper()
 	const role = "pg_signal_backend" // which every server has, and which is not the one that made the decoys
 	db := pgtest.Empty(t)
-	if !scalar[bool](t, db.Pool, "SELECT rolsuper FROM pg_roles WHERE rolname = current_user") {
-		t.Skip("needs a superuser, who can be another role") // never so on a server that the tests start
+	if !pgtest.Scalar[bool](t, db.Pool, "SELECT rolsuper FROM pg_roles WHERE rolname = current_user") {
+		t.Skip("foreign roles: the URL of the server has to name a superuser") // as on servers that the tests start
 	}
-	exec(t, db.Pool, "CREATE SCHEMA limits")
+	pgtest.Exec(t, db.Pool, "CREATE SCHEMA limits")
 	owner := db.NewPool(t, func(config *pgxpool.Config) {
 		delete(config.ConnConfig.RuntimeParams, "role") // make test/role sets one
 		config.ConnConfig.RuntimeParams["search_path"] = "limits"
 	})
 	require.NoError(t, migrations.Up(t.Context(), owner))
-	readme, err := os.ReadFile("README.md")
+	document, err := os.ReadFile("docs/operating.md")
 	require.NoError(t, err)
-	grants := strings.Join(regexp.MustCompile(`(?s)GRANT [^;]* TO app;`).FindAllString(string(readme), -1), "\n")
-	exec(t, owner, strings.NewReplacer("TO app;", "TO "+role+";", "SCHEMA public", "SCHEMA limits").Replace(grants))
+	grants := strings.Join(regexp.MustCompile(`(?s)GRANT [^;]* TO app;`).FindAllString(string(document), -1), "\n")
+	pgtest.Exec(t, owner, strings.NewReplacer("TO app;", "TO "+role+";", "SCHEMA public", "SCHEMA limits").Replace(grants))
 
 	db.Decoys(t, "limits", pgtest.Statements(t, ".")...)
 	_, err = owner.Exec(t.Context(), "SELECT cardinality(ARRAY['a'])")
@@ -99,9 +103,12 @@ func callEverything(t *testing.T, db *pgtest.DB, pool *pgxpool.Pool) error {
 		require.NoError(t, err)
 		for _, step := range steps {
 			limiter := newLimiter(t, pool, Config{
-				Name: fmt.Sprint(story, step.name), Policy: step.policy, Durable: step.durable, Timeout: amply, Test: frozen(time.UnixMicro(step.clock)),
+				Name: fmt.Sprint(
+					story,
+					step.name,
+				), Policy: step.policy, Durable: step.durable, Client: ClientConfig{Timeout: amply, Test: frozen(time.UnixMicro(step.clock))},
 			})
-			if err := limiter.decide(t.Context(), pool, slices.Clone(step.elements), settings{}); err != nil {
+			if err := limiter.decide(t.Context(), pool, slices.Clone(step.elements), transaction{}); err != nil {
 				return fmt.Errorf("%s=%d: %v: %w", seedVariable, seed, step, err)
 			}
 		}
@@ -110,16 +117,20 @@ func callEverything(t *testing.T, db *pgtest.DB, pool *pgxpool.Pool) error {
 	for _, schema := range []string{"", "limits"} {
 		for _, durable := range []bool{false, true} {
 			var requests []Request
+			client := newClient(t, pool, ClientConfig{Schema: schema, Timeout: amply})
 			for name, policy := range slowPolicies(10) {
-				config := Config{Name: schema + name, Policy: policy, Durable: durable, SynchronousCommit: durable, Schema: schema, Timeout: amply}
-				limiter := newLimiter(t, pool, config)
+				config := Config{Name: schema + name, Policy: policy, Durable: durable, SynchronousCommit: durable}
+				limiter := client.limiter(t, config)
 				for name, call := range everyCall(limiter, "key") {
 					if err := call(); err != nil {
 						return fmt.Errorf("%s of %s: %w", name, config.Name, err)
 					}
 				}
-				config.Name, config.Policy = config.Name+" and more", All(policy, FixedWindow{Limit: 100, Window: time.Hour})
-				for name, call := range everyCall(newLimiter(t, pool, config), "key") {
+				config.Name, config.Policy = config.Name+" and more", All(
+					policy,
+					FixedWindow{Limit: 100, Window: time.Hour},
+				)
+				for name, call := range everyCall(client.limiter(t, config), "key") {
 					if err := call(); err != nil {
 						return fmt.Errorf("%s of %s: %w", name, config.Name, err)
 					}
@@ -136,11 +147,22 @@ func callEverything(t *testing.T, db *pgtest.DB, pool *pgxpool.Pool) error {
 		}
 	}
 
-	// The sweeper, as the superuser, with rows that have expired, and more of them than one call deletes.
+	// The functions for people, as the superuser.
 	owner := db.NewPool(t, func(config *pgxpool.Config) {
 		delete(config.ConnConfig.RuntimeParams, "role")
 		config.ConnConfig.RuntimeParams["search_path"] = "limits, public"
 	})
+	for _, call := range []string{
+		"rate_limit_allow('n'::text, 'k'::text, 'fixed 9/1h'::text, 1::bigint, false)",
+		"rate_limit_allow('n'::text, 'k'::text, 'bucket 9 1/1.5h, log 9/1d12h'::text, 2::bigint, true)",
+		"rate_limit_peek('n'::text, 'k'::text, 'sliding 9/1us'::text, false)",
+	} {
+		if _, err := owner.Exec(t.Context(), "SELECT * FROM limits."+call); err != nil {
+			return err
+		}
+	}
+
+	// The sweeper, as the superuser, with rows that have expired, and more of them than one call deletes.
 	sweep, err := os.ReadFile("cleanup/sweep.sql")
 	require.NoError(t, err)
 	later := time.Now().Add(10 * year)
@@ -156,6 +178,13 @@ func callEverything(t *testing.T, db *pgtest.DB, pool *pgxpool.Pool) error {
 			return err
 		}
 	}
-	require.Zero(t, scalar[int](t, owner, "SELECT (SELECT count(*) FROM rate_limit_durable) + (SELECT count(*) FROM rate_limit_ephemeral)"))
+	require.Zero(
+		t,
+		pgtest.Scalar[int](
+			t,
+			owner,
+			"SELECT (SELECT count(*) FROM rate_limit_durable) + (SELECT count(*) FROM rate_limit_ephemeral)",
+		),
+	)
 	return nil
 }

@@ -89,13 +89,14 @@ func (r *heldRows) Scan(targets ...any) error {
 	return nil
 }
 
-// Whatever is under way, executed and answered in whatever order, by whichever method, in transactions that commit or do not: what a
-// remembered denial says is what the database could have said at that time. It knows of everything that the key has taken or got, and
-// that has been answered; of what has not been answered yet, it knows of what came first, up to some time. Nothing is said of a key that a transaction has
-// changed before that has ended: the database would wait.
+// A remembered denial says what the database could have said at that time. That holds whatever is under way, in
+// whatever order it is executed and answered, by whichever method, in transactions that commit or do not. The
+// denial knows everything that the key has taken or got and that has been answered. Of what has not been answered
+// yet, it knows what came first, up to some time. Nothing is said of a key that a transaction has changed before
+// that transaction has ended, because the database would wait.
 func TestDenialsNeverChangeADecisionInAnyOrder(t *testing.T) {
 	t.Parallel()
-	for _, policy := range []Policy{
+	for _, policy := range []model{
 		FixedWindow{Limit: 5, Window: 3 * time.Second},
 		SlidingWindow{Limit: 5, Window: 3 * time.Second},
 		TokenBucket{Capacity: 5, Refill: 3, Every: 2 * time.Second},
@@ -104,7 +105,7 @@ func TestDenialsNeverChangeADecisionInAnyOrder(t *testing.T) {
 		t.Run(fmt.Sprintf("%T", policy), func(t *testing.T) {
 			t.Parallel()
 			db := pgtest.New(t)
-			conn, txConn := connect(t, db), connect(t, db)
+			conn, txConn := pgtest.Connect(t, db), pgtest.Connect(t, db)
 			synctest.Test(t, func(t *testing.T) { // to know when all that can happen has happened
 				o := newOrders(t, policy, conn, txConn)
 				defer o.abandon()
@@ -129,7 +130,7 @@ type orders struct {
 	random  *rand.Rand
 	gate    *gate
 	tx      *pgx.Conn
-	policy  Policy
+	policy  model
 	l, lead *Limiter // lead is another one, for requests that are not l's first
 	tiers   []Policy // under which l is asked, too
 
@@ -144,7 +145,7 @@ type orders struct {
 	taken map[string][]Result // of each key, what may be given back
 }
 
-func newOrders(t *testing.T, policy Policy, conn, tx *pgx.Conn) *orders {
+func newOrders(t *testing.T, policy model, conn, tx *pgx.Conn) *orders {
 	t.Helper()
 	o := &orders{
 		t: t, policy: policy, gate: &gate{conn: conn}, tx: tx,
@@ -152,14 +153,22 @@ func newOrders(t *testing.T, policy Policy, conn, tx *pgx.Conn) *orders {
 	}
 	o.seed = rand.Uint64()
 	o.random = rand.New(rand.NewPCG(o.seed, 0))
-	config := Config{Name: "l", Policy: policy, Timeout: amply, DenialMaxAge: 2 * time.Second, Test: TestConfig{Now: time.Now}}
+	config := Config{
+		Name:   "l",
+		Policy: policy,
+		Client: ClientConfig{Timeout: amply, DenialMaxAge: 2 * time.Second, Test: TestConfig{Now: time.Now}},
+	}
 	o.l = newLimiter(t, o.gate, config)
 	config.Name, config.Policy = "lead", FixedWindow{Limit: 1 << 20, Window: time.Hour}
-	o.lead = newLimiter(t, o.gate, config)
+	o.lead = o.l.client.limiter(t, config)
 	o.tiers = []Policy{
 		policy, policy, policy, policy, policy, policy,
 		FixedWindow{Limit: 6, Window: 2 * time.Second}, SlidingWindow{Limit: 7, Window: 4 * time.Second},
-		TokenBucket{Capacity: 5, Refill: 4, Every: 2 * time.Second}, All(policy, FixedWindow{Limit: 6, Window: 2 * time.Second}),
+		TokenBucket{
+			Capacity: 5,
+			Refill:   4,
+			Every:    2 * time.Second,
+		}, All(policy, FixedWindow{Limit: 6, Window: 2 * time.Second}),
 	}
 	o.event()
 	return o
@@ -187,7 +196,7 @@ func (o *orders) tell(event int) {
 
 func (o *orders) key() string { return []string{"a", "b"}[o.random.IntN(2)] }
 
-func (o *orders) tier() *Limiter { return o.l.with(o.t, o.tiers[o.random.IntN(len(o.tiers))]) }
+func (o *orders) tier() *Limiter { return o.l.under(o.tiers[o.random.IntN(len(o.tiers))]) }
 
 func (o *orders) act() {
 	switch n := o.random.IntN(100); {
@@ -226,7 +235,7 @@ func (o *orders) start(call func() (Result, error)) (result Result, ended bool) 
 
 func (o *orders) allow() {
 	l, key := o.tier(), o.key()
-	n := 1 + o.random.Int64N(l.policy.limit())
+	n := 1 + o.random.Int64N(l.limit)
 	for range 1 + o.random.IntN(3)*o.random.IntN(3) { // together, they are one element of a count
 		got, ended := o.start(func() (Result, error) {
 			result, err := l.AllowN(context.Background(), key, n)
@@ -250,15 +259,15 @@ func (o *orders) check(l *Limiter, key string, n int64, got Result) {
 	got.Source, got.DecidedAt = SourceDatabase, got.DecidedAt.UTC()
 	var possible []Result
 	for _, rows := range o.history[o.told[key]:] {
-		row, clock := rows[key], time.Now()
-		if row.algorithm != columnsOf(l.policy).algorithm {
+		row, clock, m := rows[key], time.Now(), l.models[0]
+		if row.algorithm != m.numbers().Algorithm {
 			row.state = state{}
 		}
-		_, d := l.policy.decide(row.state, clock.UnixMicro(), n)
+		_, d := m.decide(row.state, clock.UnixMicro(), n)
 		d.decidedAt = clock.UTC()
-		possible = append(possible, told(l.policy, &d, n, 1))
+		possible = append(possible, (&part{model: m, cost: n, decision: d}).result(1))
 	}
-	require.Contains(o.t, possible, got, "step %d of seed %d: %v, cost %d", o.step, o.seed, l.policy, n)
+	require.Contains(o.t, possible, got, "step %d of seed %d: %v, cost %d", o.step, o.seed, l.Config().Policy, n)
 }
 
 // keep keeps the result of a take, to give it back.
@@ -343,7 +352,10 @@ func (o *orders) answer() {
 		return
 	}
 	s := o.gate.waiting[i]
-	if slices.ContainsFunc(o.gate.waiting, func(other *underWay) bool { return other.executed && other.event < s.event }) {
+	if slices.ContainsFunc(
+		o.gate.waiting,
+		func(other *underWay) bool { return other.executed && other.event < s.event },
+	) {
 		o.seen["answered in another order"]++
 	}
 	o.tell(s.event)

@@ -9,6 +9,7 @@ import (
 	"time"
 	"unsafe"
 
+	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
@@ -22,35 +23,48 @@ func (c *setClock) now() time.Time { return c.at }
 // testDenials are denials under one policy.
 type testDenials struct {
 	*denials
-	policy Policy
+	policy model
+	space  *keyspace
 }
 
-func newTestDenials(policy Policy, maxAge time.Duration) (testDenials, *setClock) {
+func newTestDenials(policy model, maxAge time.Duration) (testDenials, *setClock) {
 	clock := &setClock{at: time.Date(2026, 1, 1, 12, 0, 0, 0, time.UTC)}
-	return testDenials{newDenials(maxAge, clock.now), policy}, clock
+	return testDenials{newDenials(maxAge, clock.now), policy, &keyspace{}}, clock
 }
 
 func (d testDenials) deny(key string, n int64) (Result, bool) {
-	return d.denials.deny(d.policy, key, n)
+	return d.lookup(d.space, d.policy, key, n)
+}
+
+func (d testDenials) changed(key string, since *changes) { d.forget(d.space, key, since) }
+
+func (d testDenials) remember(key string, denied decision, asked, told time.Duration, since *changes) {
+	d.denials.remember(&part{space: d.space, model: d.policy, key: key, decision: denied}, asked, told, since)
+}
+
+// remembersDenial tells whether a denial of a key is remembered that denies a cost of n.
+func (l *Limiter) remembersDenial(key string, n int64) bool {
+	_, ok := l.client.batcher.denials.lookup(l.space, l.models[0], key, n)
+	return ok
 }
 
 // rememberDenied takes all of a key's limit at the clock, and has what a denial then says remembered.
 func rememberDenied(d testDenials, key string, clock *setClock) {
 	at := clock.at.UnixMicro()
-	s, _ := d.policy.decide(state{}, at, d.policy.limit())
+	s, _ := d.policy.decide(state{}, at, d.policy.numbers().Limit)
 	_, denied := d.policy.decide(s, at, 1)
 	denied.decidedAt = clock.at
-	since := d.leave()
-	d.remember(d.policy, key, denied, d.local(), d.local(), &since)
+	since := d.snapshot()
+	d.remember(key, denied, d.elapsed(), d.elapsed(), &since)
 }
 
-// The two limiters get the same requests; only one remembers denials. With one process, a clock that goes forward, and resets
-// that come through the limiter, not a field of a result may differ.
+// The two limiters get the same requests, and only one remembers denials. With one process, a clock that goes
+// forward, and resets that come through the limiter, no field of a result may differ.
 func TestDenialsNeverChangeADecision(t *testing.T) {
 	t.Parallel()
 	ctx := context.Background()
 	pool := pgtest.New(t).Pool
-	for _, policy := range []Policy{
+	for _, policy := range []model{
 		FixedWindow{Limit: 5, Window: 3 * time.Second},
 		SlidingWindow{Limit: 5, Window: 3 * time.Second},
 		TokenBucket{Capacity: 5, Refill: 3, Every: 2 * time.Second},
@@ -61,7 +75,11 @@ func TestDenialsNeverChangeADecision(t *testing.T) {
 			seed := rand.Uint64()
 			random := rand.New(rand.NewPCG(seed, 0))
 			clock := &setClock{at: time.Date(2026, 1, 1, 12, 0, 0, 0, time.UTC)}
-			config := Config{Name: fmt.Sprintf("%T remembers", policy), Policy: policy, Timeout: time.Minute, Test: TestConfig{Now: clock.now}}
+			config := Config{
+				Name:   fmt.Sprintf("%T remembers", policy),
+				Policy: policy,
+				Client: ClientConfig{Timeout: time.Minute, Test: TestConfig{Now: clock.now}},
+			}
 			remembers, err := New(pool, config)
 			require.NoError(t, err)
 			config.Name, config.NoDenialCache = fmt.Sprintf("%T asks", policy), true
@@ -93,18 +111,18 @@ func TestDenialsNeverChangeADecision(t *testing.T) {
 				cost := 1 + random.Int64N(5)
 				asked := policy
 				if random.IntN(10) == 0 {
-					asked = []Policy{
+					asked = []model{
 						FixedWindow{Limit: 6, Window: 2 * time.Second}, SlidingWindow{Limit: 7, Window: 4 * time.Second},
 						TokenBucket{Capacity: 5, Refill: 4, Every: 2 * time.Second},
 					}[random.IntN(3)]
 				}
-				_, remembered := remembers.denials.deny(asked, key, cost)
+				remembered := remembers.under(asked).remembersDenial(key, cost)
 				if remembered {
 					local++
 				}
-				got, err := remembers.with(t, asked).AllowN(ctx, key, cost)
+				got, err := remembers.under(asked).AllowN(ctx, key, cost)
 				require.NoError(t, err)
-				want, err := asks.with(t, asked).AllowN(ctx, key, cost)
+				want, err := asks.under(asked).AllowN(ctx, key, cost)
 				require.NoError(t, err)
 				require.Equal(t, sources[remembered], got.Source)
 				if got.Allowed {
@@ -162,8 +180,8 @@ func TestDenialIsNotTrustedWhenTheLocalClockHasGoneBack(t *testing.T) {
 	require.False(t, ok)
 }
 
-// The database decided somewhere between asked and told. The local denial ends no later than the true one, and what it tells
-// is no earlier than the truth.
+// The database decided somewhere between asked and told. The local denial ends no later than the true one, and the
+// times that it tells are no earlier than the true ones.
 func TestDenialAllowsForTheTimeThatTheStatementTook(t *testing.T) {
 	t.Parallel()
 	d, clock := newTestDenials(FixedWindow{Limit: 1, Window: time.Second}, time.Minute)
@@ -171,9 +189,9 @@ func TestDenialAllowsForTheTimeThatTheStatementTook(t *testing.T) {
 	s, _ := d.policy.decide(state{}, at, 1)
 	_, denied := d.policy.decide(s, at, 1)
 	denied.decidedAt = clock.at
-	asked, since := d.local(), d.leave()
+	asked, since := d.elapsed(), d.snapshot()
 	clock.at = clock.at.Add(10 * time.Millisecond)
-	d.remember(d.policy, "key", denied, asked, d.local(), &since)
+	d.remember("key", denied, asked, d.elapsed(), &since)
 
 	result, ok := d.deny("key", 1)
 	require.True(t, ok)
@@ -184,16 +202,73 @@ func TestDenialAllowsForTheTimeThatTheStatementTook(t *testing.T) {
 	require.False(t, ok)
 }
 
+// A denial whose statement took time is told with a DecidedAt. For every cost, it says what the model says at that
+// time.
+func TestCachedDenialTellsTheTruthAtItsTime(t *testing.T) {
+	t.Parallel()
+	for _, policy := range []model{
+		FixedWindow{Limit: 1000, Window: time.Second},
+		SlidingWindow{Limit: 1000, Window: time.Second},
+		TokenBucket{Capacity: 1000, Refill: 1000, Every: time.Second},
+		SlidingLog{Limit: 1000, Window: time.Second},
+	} {
+		t.Run(fmt.Sprintf("%T", policy), func(t *testing.T) {
+			t.Parallel()
+			seed := rand.Uint64()
+			random := rand.New(rand.NewPCG(seed, 0))
+			elapse := func(clock *setClock, most time.Duration) {
+				clock.at = clock.at.Add(time.Duration(random.Int64N(int64(most/time.Microsecond))) * time.Microsecond)
+			}
+			told := 0
+			for range 2000 * rounds(t) {
+				d, clock := newTestDenials(policy, time.Minute)
+				var taken state
+				for range 4 {
+					elapse(clock, 500*time.Millisecond)
+					_, left := policy.decide(taken, clock.at.UnixMicro(), 0)
+					taken, _ = policy.decide(
+						taken,
+						clock.at.UnixMicro(),
+						left.remaining-random.Int64N(left.remaining+1)/2,
+					)
+				}
+				asked, since := d.elapsed(), d.snapshot()
+				elapse(clock, 200*time.Millisecond)
+				denied := decision{state: taken, decidedAt: clock.at}
+				elapse(clock, 200*time.Millisecond)
+				d.remember("key", denied, asked, d.elapsed(), &since)
+				for range 4 {
+					elapse(clock, 200*time.Millisecond)
+					cost := 1 + random.Int64N(1000)
+					got, ok := d.deny("key", cost)
+					if !ok {
+						continue
+					}
+					told++
+					_, want := policy.decide(taken, got.DecidedAt.UnixMicro(), cost)
+					require.Zero(t, want.granted, "seed %d", seed)
+					require.Equal(t, want.remaining, got.Remaining, "seed %d, cost %d", seed, cost)
+					require.Equal(t, duration(want.retryAfter), got.RetryAfter, "seed %d, cost %d", seed, cost)
+					require.Equal(t, duration(want.resetAfter), got.ResetAfter, "seed %d, cost %d", seed, cost)
+					_, now := policy.decide(taken, clock.at.UnixMicro(), cost)
+					require.Zero(t, now.granted, "seed %d: it fits by now", seed)
+				}
+			}
+			require.Greater(t, told, 1000, "hardly a denial was told")
+		})
+	}
+}
+
 func TestDenialDecidedBeforeAResetIsNotRemembered(t *testing.T) {
 	t.Parallel()
 	d, clock := newTestDenials(FixedWindow{Limit: 1, Window: time.Hour}, time.Second)
-	before := d.leave()
+	before := d.snapshot()
 	at := clock.at.UnixMicro()
 	s, _ := d.policy.decide(state{}, at, 1)
 	_, denied := d.policy.decide(s, at, 1)
 	denied.decidedAt = clock.at
 	d.changed("key", nil)
-	d.remember(d.policy, "key", denied, d.local(), d.local(), &before)
+	d.remember("key", denied, d.elapsed(), d.elapsed(), &before)
 	_, ok := d.deny("key", 1)
 	require.False(t, ok)
 
@@ -205,8 +280,9 @@ func TestDenialDecidedBeforeAResetIsNotRemembered(t *testing.T) {
 	require.False(t, ok)
 }
 
-// With two statements under way, a denial that comes back after something else did is not remembered: it may have been decided
-// before that. What its own statement has granted, it knows, and what happens to most other keys is of no matter.
+// With two statements under way, a denial that comes back after the answer to something else is not remembered,
+// because it may have been decided earlier. A denial knows what its own statement has granted. What happens to
+// most other keys does not matter.
 func TestDenialThatComesBackLateIsNotRemembered(t *testing.T) {
 	t.Parallel()
 	d, clock := newTestDenials(FixedWindow{Limit: 10, Window: time.Hour}, time.Second)
@@ -215,15 +291,15 @@ func TestDenialThatComesBackLateIsNotRemembered(t *testing.T) {
 	_, denied := d.policy.decide(taken, at, 1)
 	denied.decidedAt = clock.at
 	remembered := func(since changes) bool {
-		d.remember(d.policy, "key", denied, d.local(), d.local(), &since)
+		d.remember("key", denied, d.elapsed(), d.elapsed(), &since)
 		_, ok := d.deny("key", 1)
 		return ok
 	}
 
-	late := d.leave()
+	late := d.snapshot()
 	d.changed("key", nil)
 	require.False(t, remembered(late))
-	own := d.leave()
+	own := d.snapshot()
 	d.changed("key", &own)
 	require.True(t, remembered(own), "10 of 64 were granted, and 54 were not")
 	d.changed("key", nil)
@@ -231,7 +307,7 @@ func TestDenialThatComesBackLateIsNotRemembered(t *testing.T) {
 
 	others := 0
 	for i := range 1000 {
-		since := d.leave()
+		since := d.snapshot()
 		d.changed(fmt.Sprint("other ", i), nil)
 		if !remembered(since) {
 			others++
@@ -245,9 +321,9 @@ func TestDenialOfSomeIsRemembered(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		policy := FixedWindow{Limit: 10, Window: time.Hour}
-		l := newLimiter(t, newModelDB(policy), Config{Name: "test", Policy: policy})
+		l := newLimiter(t, newModelDB(), Config{Name: "test", Policy: policy})
 		elements := []element{{key: "key", cost: 1, count: 64}}
-		require.NoError(t, l.decideAndRemember(t.Context(), elements, l.settings))
+		require.NoError(t, l.decideAndRemember(t.Context(), elements))
 		require.Equal(t, int64(10), elements[0].decision.granted)
 		result, err := l.Allow(t.Context(), "key")
 		require.NoError(t, err)
@@ -262,7 +338,7 @@ func TestDenialsOfAnIdleLimiterAreSmall(t *testing.T) {
 	_, ok := d.deny("key", 1)
 	require.False(t, ok)
 	d.changed("key", nil)
-	_ = d.leave()
+	_ = d.snapshot()
 	require.Nil(t, d.shards.Load())
 	require.LessOrEqual(t, unsafe.Sizeof([denialShards]denialShard{}), uintptr(1024))
 }
@@ -291,15 +367,37 @@ func TestFirstDenial(t *testing.T) {
 		s, _ := d.policy.decide(state{}, clock.at.UnixMicro(), 1)
 		_, denied := d.policy.decide(s, clock.at.UnixMicro(), 1)
 		denied.decidedAt = clock.at
-		since := d.leave()
+		since := d.snapshot()
 		c.meanwhile(d, &since)
-		d.remember(d.policy, "key", denied, d.local(), d.local(), &since)
+		d.remember("key", denied, d.elapsed(), d.elapsed(), &since)
 		_, ok := d.deny("key", 1)
 		require.Equal(t, c.remembered, ok, name)
 	}
 }
 
-// An attacker with a million keys fills the memory of denials, and nothing else: what is not remembered is asked.
+// A clock that stands at the zero time when the limiter is made, and is set later, ages denials all the same. New does
+// not read it.
+func TestDenialsAgeThoughTheClockBeganAtZero(t *testing.T) {
+	t.Parallel()
+	clock := &setClock{}
+	read := 0
+	now := func() time.Time { read++; return clock.now() }
+	l := newLimiter(t, newModelDB(), Config{
+		Name: "test", Policy: hourly, OnFailure: FallbackLocal(0.5), Client: ClientConfig{Test: TestConfig{Now: now}},
+	})
+	require.Zero(t, read)
+	clock.at = t0
+	d := testDenials{l.client.batcher.denials, hourly, l.space}
+	rememberDenied(d, "key", clock)
+	_, ok := d.deny("key", 1)
+	require.True(t, ok)
+	clock.at = clock.at.Add(time.Second)
+	_, ok = d.deny("key", 1)
+	require.False(t, ok)
+}
+
+// An attacker with a million keys fills the memory of denials, and nothing else. The database is asked about what
+// is not remembered.
 func TestDenialsStayBounded(t *testing.T) {
 	t.Parallel()
 	d, clock := newTestDenials(FixedWindow{Limit: 1, Window: time.Hour}, time.Second)
@@ -327,14 +425,15 @@ func TestCachedDenialNeedsNoMemory(t *testing.T) {
 }
 
 // deniedLimiter returns a limiter without a database that remembers a denial of user:123.
-func deniedLimiter(t testing.TB, policy Policy) *Limiter {
-	d := newDenials(time.Hour, nil)
-	rememberDenied(testDenials{d, policy}, "user:123", &setClock{at: time.Now()})
-	return &Limiter{core: &core{denials: d, shared: true}, policy: policy}
+func deniedLimiter(t testing.TB, policy model) *Limiter {
+	l, err := New(&pgxpool.Pool{}, Config{Name: "test", Policy: policy, Client: ClientConfig{DenialMaxAge: time.Hour}})
+	require.NoError(t, err)
+	rememberDenied(testDenials{l.client.batcher.denials, policy, l.space}, "user:123", &setClock{at: time.Now()})
+	return l
 }
 
 func BenchmarkCachedDenial(b *testing.B) {
-	for _, policy := range []Policy{
+	for _, policy := range []model{
 		FixedWindow{Limit: 10, Window: time.Hour},
 		SlidingWindow{Limit: 10, Window: time.Hour},
 		TokenBucket{Capacity: 10, Refill: 1, Every: time.Hour},

@@ -1,22 +1,52 @@
 // Package ratelimit keeps rate limits in the Postgres that an application already has.
 //
-// A [Limiter] has a name, a policy ([FixedWindow], [SlidingWindow], [TokenBucket] or [SlidingLog]) and a pool:
-//
 //	limiter, err := ratelimit.New(pool, ratelimit.Config{
 //		Name:   "login",
 //		Policy: ratelimit.SlidingWindow{Limit: 10, Window: time.Minute},
 //	})
 //	result, err := limiter.Allow(ctx, "user:123")
 //
-// Each decision is made inside Postgres, by a function that locks the row of the key, decides by the database's clock, and
-// updates the row only if the request is allowed. It is exact under any concurrency, over any number of
-// processes and whatever their clocks say, takes one round trip, and a denial takes nothing. Calls that come while others
-// are under way leave together, as one statement.
+// Postgres decides, in one round trip. A function locks the key's row, reads the database's clock, and updates the row
+// only if it allows the request. So limits are exact under any concurrency and over any number of processes, whatever
+// their clocks say, and a denial takes nothing. Calls that arrive while others are under way share a statement.
 //
-// [AllowAll] takes from several limiters or from none of them, and a policy that is [All] of several does so for one key.
-// [Limiter.Wait] blocks until a request is allowed, and [Limiter.With] asks for the same keys with other numbers.
-// When Postgres is away, a call returns an error, or what [Config].OnFailure says: [FailOpen], [FailClosed] or [FallbackLocal].
+// Migrate the database first; see package migrations. The command cmd/pgratelimit shows all of this at work.
 //
-// The database has to be migrated first, see the package migrations; a command that shows all of this at work is
-// cmd/pgratelimit.
+// # Asking
+//
+// [Limiter.Allow] and [Limiter.AllowN] take, [Limiter.Peek] looks, and [Limiter.Wait] and [Limiter.WaitN] block until
+// there is room. [Limiter.With] asks for the same keys with other numbers. Policies are [FixedWindow], [SlidingWindow],
+// [TokenBucket] and [SlidingLog]. Several limiters share one [Client], from [NewClient].
+//
+// # Several limits
+//
+// [AllowAll] takes from several limiters or from none of them, what each [Limiter.Request] says. A policy that is [All]
+// of several does so for one key.
+//
+// # Transactions
+//
+// [Limiter.AllowTx], [Limiter.AllowNTx] and [AllowAllTx] ask in the caller's transaction. A rollback undoes it, as it
+// does with [Limiter.RefundTx], [Limiter.RefundNTx], [Limiter.GrantTx] and [Limiter.ResetTx].
+//
+// # Giving back
+//
+// [Limiter.Refund] and [Limiter.RefundN] give back what a request took. [Limiter.Grant] gives credit above the limit.
+// [Limiter.Reset] makes a key as good as new.
+//
+// # Outages
+//
+// [Config].OnFailure says what a call answers while Postgres is away or slow: [ReturnError], [FailOpen], [FailClosed]
+// or [FallbackLocal]. [Result].Source tells how a decision came about. [ClientConfig].Logger, which defaults to that
+// of the process, tells when an outage begins and ends, and of what only a person can mend. So does [Observer] of
+// outages. [OwnPool] keeps decisions independent of the application's pool.
+//
+// # Errors
+//
+// A denial is a [Result], and no error. Compare errors by [errors.Is] with the variables below. [ErrorKind] names an
+// error in a word.
+//
+// # Testing
+//
+// [TestConfig] replaces the clocks. Package ratelimittest has a database in memory, for tests without Postgres. A
+// limiter that [New] makes with a pgx.Tx decides in it, so a test can roll back.
 package ratelimit

@@ -2,11 +2,14 @@ package ratelimit
 
 import (
 	"context"
+	"errors"
+	"fmt"
 	"os"
 	"path/filepath"
 	"regexp"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
@@ -16,7 +19,8 @@ import (
 	"github.com/pgratelimit/ratelimit/migrations"
 )
 
-// Databases that are not in UTF-8, and sessions in which a backslash in a literal means something, are migrated and decide.
+// Databases that are not in UTF-8 are migrated and decide. So do sessions in which a backslash in a literal means
+// something.
 func TestEncodingsAndLiterals(t *testing.T) {
 	t.Parallel()
 
@@ -24,26 +28,41 @@ func TestEncodingsAndLiterals(t *testing.T) {
 		t.Run(encoding, func(t *testing.T) {
 			t.Parallel()
 			db := pgtest.Empty(t)
-			name := scalar[string](t, db.Pool, "SELECT current_database()") + "_" + strings.ToLower(encoding)
-			exec(t, db.Pool, "CREATE DATABASE "+name+" ENCODING '"+encoding+"' TEMPLATE template0 LC_COLLATE 'C' LC_CTYPE 'C'")
+			name := pgtest.Scalar[string](t, db.Pool, "SELECT current_database()") + "_" + strings.ToLower(encoding)
+			pgtest.Exec(
+				t,
+				db.Pool,
+				"CREATE DATABASE "+name+" ENCODING '"+encoding+"' TEMPLATE template0 LC_COLLATE 'C' LC_CTYPE 'C'",
+			)
 			t.Cleanup(func() {
 				admin := &pgtest.DB{URL: db.URL}
-				_, err := admin.NewPool(t, nil).Exec(context.WithoutCancel(t.Context()), "DROP DATABASE "+name+" WITH (FORCE)")
+				_, err := admin.NewPool(t, nil).
+					Exec(context.WithoutCancel(t.Context()), "DROP DATABASE "+name+" WITH (FORCE)")
 				require.NoError(t, err)
 			})
 			const schema = `Odd "na$$me\`
-			pool := db.NewPool(t, func(config *pgxpool.Config) {
+			configure := func(config *pgxpool.Config) {
 				delete(config.ConnConfig.RuntimeParams, "role")
 				config.ConnConfig.Database = name
 				config.ConnConfig.RuntimeParams["standard_conforming_strings"] = "off"
 				config.ConnConfig.RuntimeParams["search_path"] = pgx.Identifier{schema}.Sanitize()
-			})
-			exec(t, pool, "CREATE SCHEMA "+pgx.Identifier{schema}.Sanitize())
+			}
+			pool := db.NewPool(t, configure)
+			pgtest.Exec(t, pool, "CREATE SCHEMA "+pgx.Identifier{schema}.Sanitize())
 			require.NoError(t, migrations.Up(t.Context(), pool))
 			for name, policy := range slowPolicies(10) {
 				for _, durable := range []bool{false, true} {
 					for _, schema := range []string{"", schema} {
-						limiter := newLimiter(t, pool, Config{Name: name + schema, Policy: policy, Durable: durable, Schema: schema, Timeout: amply})
+						limiter := newLimiter(
+							t,
+							pool,
+							Config{
+								Name:    name + schema,
+								Policy:  policy,
+								Durable: durable,
+								Client:  ClientConfig{Schema: schema, Timeout: amply},
+							},
+						)
 						for name, call := range everyCall(limiter, "key") {
 							require.NoError(t, call(), name)
 						}
@@ -52,18 +71,31 @@ func TestEncodingsAndLiterals(t *testing.T) {
 					}
 				}
 			}
-			exec(t, pool, "SELECT rate_limit_sweep()")
+			utf8 := db.NewPool(t, func(config *pgxpool.Config) {
+				configure(config)
+				config.ConnConfig.RuntimeParams["client_encoding"] = "UTF8"
+			})
+			withReadPolicy(t, utf8)
+			_, difference := readAlike(t, utf8, textsIn(encoding))
+			require.Empty(t, difference)
+			require.True(t, pgtest.Scalar[bool](t, pool, "SELECT allowed FROM rate_limit_allow('n', 'k', 'log 1/1m')"))
+			pgtest.Exec(t, pool, "SELECT rate_limit_sweep()")
 			require.NoError(t, migrations.DownTo(t.Context(), pool, 0))
 		})
 	}
 }
 
-// All SQL is plain ASCII, which every encoding has, and has no backslash in an ordinary literal, where it depends on a setting.
+// All SQL is plain ASCII, which every encoding has. It has no backslash, whose meaning in an ordinary literal depends
+// on a setting. Its lines have at most 120 columns, except what an administrator runs by hand.
 func TestSQLIsPlain(t *testing.T) {
 	t.Parallel()
 
 	odd := regexp.MustCompile(`[^\n -~]|\\`)
-	for _, pattern := range []string{"sql/*.sql", "sql/call/*.sql", "migrations/*.sql", "cleanup/*.sql", "deploy/*.sql", "cmd/pgratelimit/sql/*.sql", "cmd/pgratelimit/sql/doctor/*.sql"} {
+	long := regexp.MustCompile(`.{121,}`)
+	for _, pattern := range []string{
+		"sql/*.sql", "sql/call/*.sql", "migrations/*.sql", "cleanup/*.sql", "deploy/*.sql",
+		"cmd/pgratelimit/sql/*.sql", "cmd/pgratelimit/sql/doctor/*.sql", "internal/catalog/*.sql",
+	} {
 		files, err := filepath.Glob(pattern)
 		require.NoError(t, err)
 		require.NotEmpty(t, files, pattern)
@@ -71,6 +103,214 @@ func TestSQLIsPlain(t *testing.T) {
 			content, err := os.ReadFile(file)
 			require.NoError(t, err)
 			require.Empty(t, odd.FindString(string(content)), file)
+			if pattern != "deploy/*.sql" {
+				require.Empty(t, long.FindString(string(content)), file)
+			}
 		}
+	}
+}
+
+// Only the caller whose key the encoding refuses is told an error, and it shows nothing of the key.
+func TestKeyThatTheEncodingRefuses(t *testing.T) {
+	t.Parallel()
+
+	const emoji = "caller \U0001F600"
+	for name, open := range map[string]func(t *testing.T) *pgxpool.Pool{
+		"client_encoding": func(t *testing.T) *pgxpool.Pool {
+			return pgtest.New(t).NewPool(t, func(config *pgxpool.Config) { config.ConnConfig.RuntimeParams["client_encoding"] = "EUC_JP" })
+		},
+		"server_encoding": func(t *testing.T) *pgxpool.Pool {
+			db := pgtest.New(t)
+			other := db.Pool.Config().ConnConfig.Database + "_win1252"
+			pgtest.Exec(t, db.Pool, fmt.Sprintf("CREATE DATABASE %s ENCODING WIN1252 LC_COLLATE 'C' LC_CTYPE 'C' TEMPLATE template0", other))
+			pool := db.NewPool(t, func(config *pgxpool.Config) {
+				config.ConnConfig.Database = other
+				// Otherwise the bytes of the key would be those of other characters, which is no error.
+				config.ConnConfig.RuntimeParams["client_encoding"] = "UTF8"
+			})
+			t.Cleanup(func() {
+				pool.Close()
+				_, err := db.Pool.Exec(context.Background(), "DROP DATABASE "+other)
+				require.NoError(t, err)
+			})
+			require.NoError(t, migrations.Up(t.Context(), pool))
+			return pool
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			pool := open(t)
+			limiter := newLimiter(
+				t,
+				pool,
+				Config{
+					Name:      "test",
+					Policy:    FixedWindow{Limit: 10, Window: year},
+					Client:    ClientConfig{Timeout: amply},
+					OnFailure: FailOpen(),
+				},
+			)
+			var calls []*request
+			for i := range 64 {
+				key := fmt.Sprint("caller ", i)
+				if i == 17 {
+					key = emoji
+				}
+				calls = append(calls, limiter.requestsFor(key, 1)...)
+			}
+			limiter.send(calls)
+			results, errs := outcomes(calls)
+			refused := func(err error) {
+				t.Helper()
+				var wrong *KeyError
+				require.ErrorAs(t, err, &wrong)
+				require.ErrorIs(t, err, ErrInvalidKey)
+				require.NotContains(t, err.Error(), "0x")
+				require.NotContains(t, err.Error(), emoji)
+			}
+			for i := range calls {
+				if i == 17 {
+					refused(errs[i])
+					continue
+				}
+				require.NoError(t, errs[i])
+				require.Equal(t, SourceDatabase, results[i].Source)
+			}
+			peeked, err := limiter.Peek(t.Context(), emoji)
+			require.Zero(t, peeked)
+			refused(err)
+			refused(limiter.Reset(t.Context(), emoji))
+			_, err = limiter.Grant(t.Context(), emoji, 1)
+			refused(err)
+			_, err = AllowAll(t.Context(), limiter.Request("plain", 1), limiter.Request(emoji, 1))
+			refused(err)
+			var which *RequestError
+			require.ErrorAs(t, err, &which)
+			require.Equal(t, 1, which.Index)
+			tx := poolTx(t, pool)
+			_, err = limiter.AllowTx(t.Context(), tx, emoji)
+			refused(err)
+			require.NoError(t, tx.Rollback(t.Context()))
+			require.Len(t, storedRows(t, pool, false), 63)
+		})
+	}
+}
+
+// Every method tells apart from the key a name that is too long only in the encoding of the database, and a name
+// that the database refuses.
+func TestNameThatTheEncodingRefuses(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	open := func(encoding string) *pgxpool.Pool {
+		return db.NewPool(
+			t,
+			func(config *pgxpool.Config) { config.ConnConfig.RuntimeParams["client_encoding"] = encoding },
+		)
+	}
+	// In LATIN1 each byte of UTF-8 is a character. In the database it takes two bytes if it is not ASCII.
+	eucJP, latin1 := open("EUC_JP"), open("LATIN1")
+	long := strings.Repeat("\u00E4", 256)
+	for _, c := range []struct {
+		pool      *pgxpool.Pool
+		name, key string
+		isKey     bool
+	}{
+		{eucJP, "name \U0001F600", "key", false},
+		{eucJP, "name \U0001F600", "key \U0001F600", false},
+		{eucJP, "name \u00E9", "key \U0001F600", true},
+		{latin1, long[:128], "key", false},
+		{latin1, "name", long, true},
+	} {
+		for _, policy := range []Policy{hourly, SlidingLog{Limit: 10, Window: time.Hour}} {
+			limiter := newLimiter(
+				t,
+				c.pool,
+				Config{Name: c.name, Policy: policy, Client: ClientConfig{Timeout: amply}, OnFailure: FailOpen()},
+			)
+			several := limiter
+			if len(c.name) < maxNameLen {
+				several = limiter.with(t, All(policy, hourly))
+			}
+			ctx := context.Background()
+			for name, call := range map[string]func() error{
+				"Allow":  func() error { _, err := limiter.Allow(ctx, c.key); return err },
+				"AllowN": func() error { _, err := several.AllowN(ctx, c.key, 2); return err },
+				"Peek":   func() error { _, err := limiter.Peek(ctx, c.key); return err },
+				"Grant":  func() error { _, err := limiter.Grant(ctx, c.key, 1); return err },
+				"Reset":  func() error { return several.Reset(ctx, c.key) },
+				"AllowAll": func() error {
+					_, err := AllowAll(ctx, limiter.Request(c.key, 1), limiter.Request("other", 1))
+					return err
+				},
+			} {
+				err := call()
+				require.Equal(t, c.isKey, errors.Is(err, ErrInvalidKey), "%s: %v", name, err)
+				var config *ConfigError
+				require.Equal(
+					t,
+					!c.isKey,
+					errors.As(err, &config) && config.Field == "Config.Name",
+					"%s: %v",
+					name,
+					err,
+				)
+				require.NotContains(t, err.Error(), "0x")
+			}
+		}
+	}
+	require.Empty(t, storedRows(t, db.Pool, false))
+}
+
+// Of a statement for several limiters, only the callers of the one whose name the encoding refuses are told an error,
+// and the caller of a key that it refuses.
+func TestMixedBatchWithARefusedName(t *testing.T) {
+	t.Parallel()
+
+	const emoji = "name \U0001F600"
+	db := pgtest.New(t)
+	long := strings.Repeat("\u00E4", maxNameLen/2)
+	for encoding, names := range map[string][]string{
+		"EUC_JP": {"a", "b", emoji, "name \u00E9", "c", "d"},
+		// Each byte of UTF-8 is a character of its own there, and takes two in the database.
+		"LATIN1": {"a", "b", long, "name \u00E9", "c", "d"},
+	} {
+		pool := db.NewPool(t, func(config *pgxpool.Config) {
+			config.ConnConfig.RuntimeParams["client_encoding"] = encoding
+		})
+		client := newClient(t, pool, ClientConfig{Timeout: amply})
+		var batch []*request
+		wrong := map[int]bool{}
+		for i, name := range names {
+			limiter := client.limiter(t, Config{Name: name, Policy: hourly, Durable: i%2 == 0})
+			for _, key := range []string{"x", "y"} {
+				wrong[len(batch)] = i == 2
+				batch = append(batch, limiter.requestsFor(key, 1)...)
+			}
+		}
+		first := client.limiter(t, Config{Name: "a", Policy: hourly})
+		refusedKey := -1
+		if encoding == "EUC_JP" {
+			refusedKey = len(batch)
+			batch = append(batch, first.requestsFor("key \U0001F600", 1)...)
+		}
+		first.send(batch)
+		results, errs := outcomes(batch)
+		for i := range batch {
+			var config *ConfigError
+			switch {
+			case wrong[i]:
+				require.ErrorAs(t, errs[i], &config, i)
+				require.Equal(t, "Config.Name", config.Field)
+			case i == refusedKey:
+				require.ErrorIs(t, errs[i], ErrInvalidKey)
+			default:
+				require.NoError(t, errs[i], i)
+				require.True(t, results[i].Allowed)
+			}
+		}
+		require.Len(t, storedRows(t, db.Pool, false), 3*2)
+		require.Len(t, storedRows(t, db.Pool, true), 2*2)
+		pgtest.Exec(t, db.Pool, "TRUNCATE rate_limit_ephemeral, rate_limit_durable")
 	}
 }

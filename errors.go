@@ -1,82 +1,83 @@
 package ratelimit
 
 import (
-	"context"
 	"errors"
 	"fmt"
-	"slices"
 	"strings"
 	"time"
 
-	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/jackc/pgx/v5"
+
+	"github.com/pgratelimit/ratelimit/internal/algorithm"
+	"github.com/pgratelimit/ratelimit/internal/pg"
 )
 
-// What can go wrong with a call; compare with [errors.Is]. A denial is none of them: it is a [Result].
+// What can go wrong with a call, to compare with [errors.Is]. A denial is a [Result], and no error.
 var (
-	// ErrInvalidKey is returned by every method that takes a key, for a key that is empty, longer than 512 bytes, not valid
-	// UTF-8, that has a NUL byte, or that the encoding of the database has no characters for. The error is a [*KeyError]; nothing was taken.
+	// ErrInvalidKey: the key is empty, longer than 512 bytes or not valid UTF-8, has a NUL byte, or does not fit
+	// the database's encoding. It is a [*KeyError]. Nothing was taken.
 	ErrInvalidKey = errors.New("ratelimit: invalid key")
-
-	// ErrInvalidCost is returned by AllowN and AllowNTx for a cost below 0, and by RefundN, Grant and
-	// their twins for less than 1, or more than is left to give back. The error is a [*CostError]; nothing was asked.
+	// ErrInvalidCost: the cost is below 0, or of a Request, RefundN or Grant below 1, or it is more than is left
+	// to give back. It is a [*CostError]. The database was not asked.
 	ErrInvalidCost = errors.New("ratelimit: invalid cost")
-
-	// ErrNothingToRefund is returned by Refund and its twins for a result that took nothing, of which all was given back, or that
-	// the database has not decided: a denial, a Peek, or what [Config].OnFailure has answered. Nothing was asked.
-	ErrNothingToRefund = errors.New("ratelimit: nothing to refund: the result took nothing from the database, or all of it was given back")
-
-	// ErrCostExceedsLimit is returned by AllowN and AllowNTx for a cost above the policy's limit, which no waiting can make
-	// fit, and by Grant and GrantTx for more than a key can hold. The error is a [*CostError]; nothing was asked.
+	// ErrNothingToRefund: the result took nothing (a denial or a Peek), all of it was given back, or OnFailure has
+	// decided it instead of the database. The database was not asked.
+	ErrNothingToRefund = errors.New("ratelimit: nothing to refund: " +
+		"the result took nothing from the database, or all of it was given back")
+	// ErrCostExceedsLimit: the cost is above the policy's limit, so that no waiting helps, or a Grant is more than
+	// a key can hold. It is a [*CostError]. The database was not asked.
 	ErrCostExceedsLimit = errors.New("ratelimit: cost exceeds the limit")
-
-	// ErrWouldExceedDeadline is returned by Wait and WaitN where the context's deadline comes before the retry time. The error is a
-	// [*WaitError]; nothing was taken.
+	// ErrWouldExceedDeadline: the context ends before Wait's retry time. It is a [*WaitError]. Nothing was taken.
 	ErrWouldExceedDeadline = errors.New("ratelimit: waiting would exceed the context's deadline")
 
-	// ErrNotMigrated: the tables or functions are not where the call looked for them. Run migrations.Up, or
-	// `goose -dir migrations postgres "$DATABASE_URL" up`; see [Config].Schema if they are in a schema of their own.
-	ErrNotMigrated = errors.New("the database is not migrated, or Config.Schema or search_path does not name the schema; " +
-		`run migrations.Up or 'goose -dir migrations postgres "$DATABASE_URL" up'`)
-
-	// ErrNewerSchema: a newer release of this library has migrated the database, and taken away what this one calls. Upgrade the
-	// application to that release. (What a newer release leaves as it is, older ones go on to use.)
-	ErrNewerSchema = errors.New("the database was migrated by a newer release of this library; upgrade the application to it")
-
+	// ErrNotMigrated: the tables or functions are not where the call looked. Call migrations.Up, or run
+	// `pgratelimit migrate up`. Set [ClientConfig].Schema if they have a schema of their own.
+	ErrNotMigrated = pg.ErrNotMigrated
+	// ErrNewerSchema: a newer release has migrated the database, and removed what this one calls. Upgrade the
+	// application to it. Older releases go on to use what a newer one leaves as it is.
+	ErrNewerSchema = pg.ErrNewerSchema
 	// ErrNotPermitted: the database role may not execute the functions. GRANT EXECUTE on them.
-	ErrNotPermitted = errors.New("the database role may not do this; GRANT USAGE on the schema, and EXECUTE on its rate_limit_ functions")
-
-	// ErrPreparedStatements: something between the pool and Postgres, PgBouncer in transaction mode most likely, does not keep
-	// prepared statements. Set default_query_exec_mode=exec in the connection string.
-	ErrPreparedStatements = errors.New("prepared statements are lost between the pool and Postgres, as by PgBouncer in transaction mode; " +
-		"set default_query_exec_mode=exec in the connection string")
-
-	// ErrUnavailable: the database could not be reached, is shutting down or starting up, refuses connections, or has ended the
-	// connection, or somebody has locked the table, as VACUUM FULL does. Whether the call counted is not in doubt (it did not) unless the error is ErrOutcomeUnknown as well.
-	ErrUnavailable = errors.New("the database is unavailable")
-
-	// ErrReadOnly: the database accepts no writes, like a standby or a primary that was demoted. It is an ErrUnavailable too.
-	ErrReadOnly = errors.New("the database is read-only, like a standby or a demoted primary; connect to the primary, for example with target_session_attrs=read-write")
-
-	// ErrTimeout: the database did not decide within [Config].Timeout, because it is slow, or, if it is an ErrKeyHeld too, because
-	// somebody's transaction holds the key's row. It is an ErrOutcomeUnknown too if the request had been sent.
-	ErrTimeout = errors.New("the database did not decide within Config.Timeout")
-
-	// ErrKeyHeld: somebody's transaction, such as one that has called AllowTx, has held the key's row for a quarter of Config.Timeout.
-	// Nothing was taken. It is an ErrTimeout too, but no outage: OnFailure does not answer it.
-	ErrKeyHeld = errors.New("somebody's transaction holds the row of the key; end transactions soon after AllowTx")
-
-	// ErrOutcomeUnknown: the connection broke, or the time was up, after the request had been sent, so it may or may not have
-	// counted. The limiter never repeats such a call by itself.
-	ErrOutcomeUnknown = errors.New("the outcome is unknown; the request may or may not have counted")
+	ErrNotPermitted = pg.ErrNotPermitted
+	// ErrPreparedStatements: prepared statements get lost before Postgres, most likely in PgBouncer in transaction
+	// mode. Set default_query_exec_mode=exec in the connection string.
+	ErrPreparedStatements = pg.ErrPreparedStatements
+	// ErrSetup: the log-in was refused, there is no such database, the two sides do not agree on TLS, the server
+	// refuses a setting of the connection, or a setting or type of the application's keeps pgx from sending arguments
+	// or reading results. The message says which. OnFailure does not answer it. Nothing was taken; with
+	// ErrOutcomeUnknown, the result was unreadable.
+	ErrSetup = pg.ErrSetup
+	// ErrUnavailable: the database is not reachable, starts or stops, refuses connections or has ended this one,
+	// or somebody has locked the table, as VACUUM FULL does. The call did not count, except with
+	// ErrOutcomeUnknown.
+	ErrUnavailable = pg.ErrUnavailable
+	// ErrReadOnly: the database accepts no writes, like a standby or a demoted primary. It is ErrUnavailable too.
+	ErrReadOnly = pg.ErrReadOnly
+	// ErrTimeout: the database did not decide within [ClientConfig].Timeout, because it is slow, somebody holds the
+	// key's row (ErrKeyHeld), or the pool has no connection (ErrPoolExhausted). It is an ErrOutcomeUnknown if the
+	// request had been sent.
+	ErrTimeout = pg.ErrTimeout
+	// ErrKeyHeld: a transaction, such as one that has called AllowTx, held the key's row for a quarter of the
+	// Timeout. Nothing was taken. It is an ErrTimeout too, but OnFailure does not answer it.
+	ErrKeyHeld = pg.ErrKeyHeld
+	// ErrPoolExhausted: others held all connections of the *pgxpool.Pool for the whole Timeout. Nothing was taken.
+	// Most likely, transactions call Allow instead of AllowTx, so that each needs a second connection. Use AllowTx
+	// there, raise MaxConns, or give the client a pool of its own ([OwnPool]). It is an ErrTimeout too, and
+	// OnFailure answers it.
+	ErrPoolExhausted = pg.ErrPoolExhausted
+	// ErrOutcomeUnknown: the connection broke or the time was up after the request had been sent, so it may
+	// have counted. The limiter never repeats such a call. In a transaction of the caller's, it has not counted: the
+	// error says that the transaction is rolled back, and is not an ErrOutcomeUnknown.
+	ErrOutcomeUnknown = pg.ErrOutcomeUnknown
 )
 
-// ConfigError says which field of a [Config] New has refused, and why.
+// ConfigError says which field of a configuration cannot work, and why. A call returns it for a nil transaction,
+// or if the database's encoding refuses the Name.
 type ConfigError struct {
-	Field  string // as written in Go, such as "Policy.Limit"
+	Field  string // such as "Config.Policy.Limit" or "cleanup.Config.Share", or an argument: "db", "tx"
 	Reason string // completes the sentence that Field begins
 }
 
-func (e *ConfigError) Error() string { return "ratelimit: Config." + e.Field + " " + e.Reason }
+func (e *ConfigError) Error() string { return "ratelimit: " + e.Field + " " + e.Reason }
 
 // PolicyError says what [ParsePolicy] could not read. It wraps a [*ConfigError] if only the numbers are wrong.
 type PolicyError struct {
@@ -85,10 +86,10 @@ type PolicyError struct {
 }
 
 func (e *PolicyError) Error() string {
-	return fmt.Sprintf("ratelimit: policy %q: %s; write one of %s", e.Text, strings.TrimPrefix(e.Err.Error(), "ratelimit: Config.Policy."), policyForms)
+	return fmt.Sprintf("ratelimit: policy %q: %s; write one of %s",
+		e.Text, strings.TrimPrefix(e.Err.Error(), "ratelimit: Config.Policy."), policyForms())
 }
 
-// Unwrap returns what is wrong.
 func (e *PolicyError) Unwrap() error { return e.Err }
 
 // KeyError says what is wrong with a key, without the key, which may be personal data. It is an ErrInvalidKey.
@@ -96,14 +97,15 @@ type KeyError struct{ Reason string }
 
 func (e *KeyError) Error() string { return ErrInvalidKey.Error() + ": it " + e.Reason }
 
-// Is tells that it is an ErrInvalidKey.
+// Is reports ErrInvalidKey.
 func (e *KeyError) Is(target error) bool { return target == ErrInvalidKey }
 
-// CostError is a cost that cannot be asked for: too small (ErrInvalidCost), or above the limit (ErrCostExceedsLimit).
+// CostError is a cost that is too small (ErrInvalidCost) or above the limit (ErrCostExceedsLimit).
 type CostError struct {
 	Cost, Limit int64
-	Least       int64 // what may be asked for: from 0, or from 1 of a Request, RefundN or Grant
+	Least       int64 // the least that may be asked for: 0, or 1 of a Request, RefundN or Grant
 	refund      bool  // Limit is what is left to give back
+	grant       bool  // Limit is the credit that a key can hold
 }
 
 func (e *CostError) Error() string {
@@ -113,10 +115,12 @@ func (e *CostError) Error() string {
 	if e.refund {
 		return fmt.Sprintf("%v: %d is more than the %d that are left to give back", ErrInvalidCost, e.Cost, e.Limit)
 	}
-	if e.Limit == maxCredit {
-		return fmt.Sprintf("%v: %d is more than the credit that a key can hold, %d; grant less", ErrCostExceedsLimit, e.Cost, e.Limit)
+	if e.grant {
+		return fmt.Sprintf("%v: %d is more than the credit that a key can hold, %d; grant less",
+			ErrCostExceedsLimit, e.Cost, e.Limit)
 	}
-	return fmt.Sprintf("%v: %d can never fit into %d; ask for less at once, or raise the limit", ErrCostExceedsLimit, e.Cost, e.Limit)
+	return fmt.Sprintf("%v: %d can never fit into %d; ask for less at once, or raise the limit",
+		ErrCostExceedsLimit, e.Cost, e.Limit)
 }
 
 // Is tells which of the two it is.
@@ -130,19 +134,44 @@ func (e *CostError) Is(target error) bool {
 	return false
 }
 
-// RefundError says that a result cannot be given back by this limiter, because another one has taken it: one of another name, or of
-// another table, schema or database. Nothing was asked.
+// RequestError says which request of [AllowAll] cannot be asked, and why. Nothing was taken. It wraps a
+// [*KeyError] or a [*CostError] if the key or the cost is wrong.
+type RequestError struct {
+	Index int // from 0
+	Err   error
+}
+
+func (e *RequestError) Error() string {
+	reason := strings.TrimPrefix(e.Err.Error(), "ratelimit: ")
+	return fmt.Sprintf("ratelimit: request %d of AllowAll: %s", e.Index, reason)
+}
+
+func (e *RequestError) Unwrap() error { return e.Err }
+
+var (
+	errNoLimiter = errors.New("it has no limiter; make it with Limiter.Request")
+	errSameKey   = errors.New("it is for the same limiter and key as one before it; " +
+		"ask once, for the sum of the costs")
+	errOtherClient = errors.New("its limiter has another client than that of the first request; " +
+		"make both with Client.Limiter")
+	errOtherSchema = errors.New("its limiter has another schema than that of the first request")
+)
+
+// RefundError says that another limiter has taken the result: one of another name, table or schema, or of another
+// pool or connection, even to the same database. Nothing was asked.
 type RefundError struct{ Limiter, TakenBy string } // their names
 
 func (e *RefundError) Error() string {
 	if e.Limiter == e.TakenBy {
-		return fmt.Sprintf("ratelimit: the result is of a limiter %q with another Durable, Schema or database; refund it there", e.TakenBy)
+		return fmt.Sprintf("ratelimit: the result is of a limiter %q with another Durable, Schema, "+
+			"pool or connection; refund it there", e.TakenBy)
 	}
-	return fmt.Sprintf("ratelimit: the result is of the limiter %q, and not of %q; refund it there", e.TakenBy, e.Limiter)
+	return fmt.Sprintf("ratelimit: the result is of the limiter %q, and not of %q; refund it there",
+		e.TakenBy, e.Limiter)
 }
 
-// WaitError says why Wait has not waited: the request, or one before it in the line, cannot be allowed before Deadline, that of the
-// context. It is an ErrWouldExceedDeadline.
+// WaitError is an ErrWouldExceedDeadline: the request, or one before it in the line, cannot be allowed before the
+// context's Deadline.
 type WaitError struct {
 	RetryAfter time.Duration // the least that the wait would have taken
 	Deadline   time.Time
@@ -153,193 +182,63 @@ func (e *WaitError) Error() string {
 		ErrWouldExceedDeadline, e.RetryAfter, e.Deadline.Format(time.RFC3339Nano))
 }
 
-// Is tells that it is an ErrWouldExceedDeadline.
+// Is reports ErrWouldExceedDeadline.
 func (e *WaitError) Is(target error) bool { return target == ErrWouldExceedDeadline }
 
-// StoreError is a failure of the database, or on the way to it. It is one or more of ErrNotMigrated, ErrNewerSchema, ErrNotPermitted,
-// ErrPreparedStatements, ErrUnavailable, ErrReadOnly, ErrTimeout, ErrKeyHeld and ErrOutcomeUnknown, and wraps the driver's error.
-type StoreError struct {
-	kinds []error
-	err   error
-}
+// StoreError is a failure of the database, or on the way to it: one or more of ErrNotMigrated to
+// ErrOutcomeUnknown. It wraps the driver's error, which may be a *pgconn.PgError.
+type StoreError = pg.Error
 
-func (e *StoreError) Error() string {
-	var text strings.Builder
-	text.WriteString("ratelimit: ")
-	for _, kind := range e.kinds {
-		text.WriteString(kind.Error() + ": ")
-	}
-	return text.String() + e.err.Error()
-}
-
-// Unwrap returns the kinds of the error and the driver's error, which may be a *pgconn.PgError.
-func (e *StoreError) Unwrap() []error { return append(slices.Clip(e.kinds), e.err) }
-
-// lockTimeout tells whether the database gave up waiting for a lock, so that nothing was taken.
-func lockTimeout(err error) bool {
-	pgErr, ok := errors.AsType[*pgconn.PgError](err)
-	return ok && pgErr.Code == "55P03"
-}
-
-// tableLocked tells of a lockTimeout whether it was the table that was locked, as far as the statement has told that apart: it waits
-// for the table in a LOCK TABLE of its own then, and the text of a statement is the same in every language of the server.
-func tableLocked(err error) bool {
-	pgErr, ok := errors.AsType[*pgconn.PgError](err)
-	return ok && pgErr.Code == "55P03" && strings.Contains(pgErr.Where, "LOCK TABLE")
-}
-
-// keyHeld is what a caller is told whose key is held.
+// keyHeld is what callers are told whose key is held.
 func keyHeld() error {
-	return &StoreError{kinds: []error{ErrTimeout, ErrKeyHeld}, err: errStillHeld}
-}
-
-// lockedTable is what the callers are told who have waited for the table.
-func lockedTable(err error) *StoreError {
-	return &StoreError{kinds: []error{ErrUnavailable}, err: fmt.Errorf("somebody has locked the table, as VACUUM FULL does: %w", err)}
+	return pg.NewError(errStillHeld, ErrTimeout, ErrKeyHeld)
 }
 
 var (
 	errStillHeld = errors.New("it was held each time that it was asked for, and nothing was taken")
-	errHeldUp    = errors.New("rows that somebody holds have taken the time; it was not asked")
-	// errOthersHeld is what callers are told whom held rows, not of theirs, have kept from being asked for in time.
-	errOthersHeld error = &StoreError{kinds: []error{ErrTimeout}, err: errHeldUp}
+	// errOthersHeld is for callers whom held rows have kept from being decided in time. The rows may be those
+	// of other callers, or their own, which one transaction after the other has held.
+	errOthersHeld error = pg.NewError(pg.ErrHeldUp, ErrTimeout)
 )
 
-// errNotAsked is why a call that has waited too long in the process is given up.
-var errNotAsked = errors.New("the statements before this one took that long; it was not asked")
+// errNotTried is why a call is not made while the breaker is open. The callers of Allow, Peek and Wait get the
+// answer of OnFailure instead.
+var errNotTried error = pg.NewError(
+	errors.New("it has just failed, and is tried by one call at a time; this was not the one"), ErrUnavailable)
 
-// undone tells whether the database has rolled a statement back for a reason that is gone when it runs again: it lost a race
-// that isolation levels above READ COMMITTED do not let it win, or it was chosen to end a deadlock that a caller's transaction made.
-func undone(err error) bool {
-	pgErr, ok := errors.AsType[*pgconn.PgError](err)
-	return ok && (pgErr.Code == "40001" || pgErr.Code == "40P01")
+// errNotAsked is why a call is given up that has waited too long in the process.
+var errNotAsked error = pg.NewError(
+	errors.New("the statements before this one took that long; it was not asked"), ErrTimeout)
+
+// errNoConnection is why a call is given up that has waited too long behind statements without a connection.
+var errNoConnection error = pg.NewError(
+	errors.New("the statements before this one got none; it was not asked"), ErrPoolExhausted, ErrTimeout)
+
+// gaveUp is what callers get whose context has ended.
+func gaveUp(err error) error { return fmt.Errorf("ratelimit: gave up waiting: %w", err) }
+
+// checkTx refuses a nil transaction.
+func checkTx(tx pgx.Tx) error {
+	if pg.IsNil(tx) {
+		return &ConfigError{Field: "tx", Reason: "is nil, and must be a transaction that has begun"}
+	}
+	return nil
 }
 
-// canceled tells whether the server was told to end the statement. If our time is not up, it may have told itself: a lock_timeout that
-// ends just when the lock is granted, while the statement goes on to wait for the next one, is reported as if somebody had asked for it.
-func canceled(err error) bool {
-	pgErr, ok := errors.AsType[*pgconn.PgError](err)
-	return ok && pgErr.Code == "57014"
-}
+var (
+	// errRefused is for a key that Go accepts and the database does not.
+	errRefused error = &KeyError{Reason: "cannot be stored in the encoding of the database, or of the connection, " +
+		"or has more than 512 bytes in it; use ASCII, a database in UTF8, and client_encoding=UTF8"}
+	// errNameRefused is for all callers of a limiter with such a name.
+	errNameRefused error = &ConfigError{
+		Field: "Config.Name",
+		Reason: "cannot be stored in the encoding of the database, or of the connection, " +
+			"or has more than 128 bytes in it; use ASCII, a database in UTF8, and client_encoding=UTF8",
+	}
+)
 
-// remade tells whether the database has rolled a statement back because a function or type that it used was dropped under it, as a
-// migration may: if it has been made again, the statement works when it runs again.
-func remade(err error) bool {
-	pgErr, ok := errors.AsType[*pgconn.PgError](err)
-	return ok && (pgErr.Code == "XX000" && (strings.HasPrefix(pgErr.Message, "cache lookup failed for ") || // which is in English everywhere
-		pgErr.Routine == "relation_open") ||
-		pgErr.Code == "0A000" && pgErr.Routine == "RevalidateCachedQuery") // the plan of a prepared statement returned another type
-}
-
-// NewStoreError translates an error of the driver, for statements that are not a limiter's, such as those of package cleanup.
-func NewStoreError(err error) *StoreError {
-	_, refused := errors.AsType[*pgconn.ConnectError](err)
-	return storeError(err, !refused)
-}
-
-// storeError translates an error of the driver. sent tells whether the request may have reached the database.
-func storeError(err error, sent bool) *StoreError {
-	if tableLocked(err) {
-		return lockedTable(err)
-	}
-	if pgErr, ok := errors.AsType[*pgconn.PgError](err); ok {
-		return &StoreError{kinds: sqlStateKinds(pgErr, sent), err: err}
-	}
-	kind := ErrUnavailable
-	if errors.Is(err, context.DeadlineExceeded) || pgconn.Timeout(err) {
-		kind = ErrTimeout
-	}
-	if sent && !neverSent(err) {
-		return &StoreError{kinds: []error{kind, ErrOutcomeUnknown}, err: err}
-	}
-	return &StoreError{kinds: []error{kind}, err: err}
-}
-
-// schemaVersion is the number of the last migration: of that version is what this package calls.
-const schemaVersion = 3
-
-// explain says which version the database has been migrated to if what was called is not there. That takes a query more, but only then.
-func (c *core) explain(ctx context.Context, db DBTX, err error) error {
-	if !errors.Is(err, ErrNotMigrated) || remade(err) {
-		return err
-	}
-	var version int64
-	statement := qualify("SELECT rate_limit_version()", c.config.Schema)
-	if query(ctx, db, false, statement, nil, []any{&version}, func() error { return nil }) != nil {
-		return err // there is no such function, or this was in a transaction, which the error has ended
-	}
-	kind, says := ErrNotMigrated, "which has what is missing: search_path may name another schema first"
-	if version < schemaVersion {
-		says = "and what is missing came later"
-	} else if version > schemaVersion {
-		kind = ErrNewerSchema
-		says = "which has it no longer"
-	}
-	why := err
-	if stored, ok := errors.AsType[*StoreError](err); ok {
-		why = stored.err
-	}
-	return &StoreError{kinds: []error{kind}, err: fmt.Errorf("the database is at version %d of the migrations, %s; this release was made for version %d: %w",
-		version, says, schemaVersion, why)}
-}
-
-// statementError translates an error of a statement of a limiter's. One that says that the database's encoding, or the connection's, has
-// no place for a key becomes a KeyError: the message of the database shows bytes of it.
-func statementError(err error) error {
-	if pgErr, ok := errors.AsType[*pgconn.PgError](err); ok && pgErr.SeverityUnlocalized == "ERROR" {
-		switch pgErr.Code {
-		case "22021", "22P05": // no such character
-			return errRefused
-		case "22023": // of our functions: it has become too long
-			if pgErr.ColumnName == "key" {
-				return errRefused
-			}
-		}
-	}
-	return storeError(err, true)
-}
-
-// errRefused is the KeyError of a key that Go accepts and the database does not.
-var errRefused error = &KeyError{Reason: "cannot be stored in the encoding of the database, or of the connection, or has more than 512 bytes in it; " +
-	"use ASCII, a database in UTF8, and client_encoding=UTF8"}
-
-// neverSent tells whether an error surely came before anything was sent. pgconn.SafeToRetry says that of ErrConnClosed too, but in
-// the simple protocol that is what comes of a connection that breaks after the statement was sent.
-func neverSent(err error) bool {
-	return pgconn.SafeToRetry(err) && !errors.Is(err, pgconn.ErrConnClosed)
-}
-
-// sqlStateKinds tells what the database means by an error.
-func sqlStateKinds(err *pgconn.PgError, sent bool) []error {
-	if remade(err) {
-		return []error{ErrNotMigrated}
-	}
-	switch err.Code {
-	case "42P01", "42883", "3F000", "42704", "42703": // no such table, function, schema, type, column
-		return []error{ErrNotMigrated}
-	case "42501":
-		return []error{ErrNotPermitted}
-	case "26000", "42P05": // no such prepared statement, one of that name already
-		return []error{ErrPreparedStatements}
-	case "08P01": // protocol violation
-		// Of Postgres: these are not the parameters of the statement prepared. Of PgBouncer, whose errors are FATAL: nearly
-		// anything, such as the end of its connection to Postgres during the call.
-		if err.SeverityUnlocalized == "ERROR" {
-			return []error{ErrPreparedStatements}
-		}
-	case "25006": // a write to a read-only database
-		return []error{ErrUnavailable, ErrReadOnly}
-	case "55P03", "57014": // lock_timeout; statement_timeout or a cancel request
-		return []error{ErrTimeout}
-	}
-	switch class := err.Code[:min(2, len(err.Code))]; {
-	case err.Code == "0A000" && err.Routine == "get_relation_info": // a read of an unlogged table on a standby
-		return []error{ErrUnavailable, ErrReadOnly}
-	case sent && err.SeverityUnlocalized != "ERROR": // a FATAL or PANIC ends the connection, and may come after the commit
-		return []error{ErrUnavailable, ErrOutcomeUnknown}
-	case !sent, // the connection was refused: no such role or database, a wrong password
-		class == "08" || class == "53" || class == "58" || err.Code == "57P01" || err.Code == "57P02" || err.Code == "57P03":
-		return []error{ErrUnavailable}
-	}
-	return nil // an ERROR has rolled the statement back
+// policyForms is what an error of ParsePolicy shows.
+func policyForms() string {
+	return algorithm.Examples() + ", or several with commas between them " +
+		"(100/1m is 100 a minute; 20 5/10s is 20 at once, and 5 more every 10 seconds)"
 }

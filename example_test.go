@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"log"
-	"log/slog"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -95,6 +94,17 @@ func ExampleLimiter_AllowTx() {
 }
 
 // A cost per request, as for an API that charges by the byte.
+func ExampleLimiter_Allow() {
+	var limiter *ratelimit.Limiter
+	result, err := limiter.Allow(context.Background(), "user:123")
+	switch {
+	case err != nil:
+		fmt.Println("no decision:", err)
+	case !result.Allowed:
+		fmt.Println("retry after", result.RetryAfter)
+	}
+}
+
 func ExampleLimiter_AllowN() {
 	var limiter *ratelimit.Limiter
 	result, err := limiter.AllowN(context.Background(), "user:123", 1500)
@@ -115,7 +125,7 @@ func ExampleLimiter_With() {
 		paying = true
 		err    error
 	)
-	// What a customer has taken stays taken when he changes the tier; a bucket's tokens stay in it.
+	// What a customer has taken stays taken when the tier changes; a bucket's tokens stay in it.
 	limiter := free
 	if paying {
 		limiter, err = free.With(ratelimit.TokenBucket{Capacity: 1000, Refill: 1000, Every: time.Minute})
@@ -145,8 +155,9 @@ func ExampleFallbackLocal() {
 		Name:      "api",
 		Policy:    ratelimit.SlidingWindow{Limit: 100, Window: time.Minute},
 		OnFailure: ratelimit.FallbackLocal(0.25), // 25 a minute in each of four processes
-		Logger:    slog.Default(),                // two lines for each outage: away, and back
-		Timeout:   200 * time.Millisecond,        // the longest that a call waits
+		Client: ratelimit.ClientConfig{
+			Timeout: 200 * time.Millisecond, // the longest that a call waits
+		},
 	})
 	if err != nil {
 		log.Fatal(err)
@@ -191,7 +202,7 @@ func ExampleLimiter_RefundN() {
 	}
 }
 
-// A customer has bought 500 more; they are there once the purchase is.
+// A customer has bought 500 more. They are there once the purchase is.
 func ExampleLimiter_Grant() {
 	var (
 		ctx     context.Context
@@ -210,20 +221,51 @@ func ExampleLimiter_Grant() {
 	}
 }
 
+// Limiters of one client share its connections. If many of them have a few calls each, one statement decides for
+// all.
+func ExampleClient() {
+	pool, err := pgxpool.New(context.Background(), "postgres://localhost/app")
+	if err != nil {
+		log.Fatal(err)
+	}
+	defer pool.Close()
+	client, err := ratelimit.NewClient(pool, ratelimit.ClientConfig{})
+	if err != nil {
+		log.Fatal(err)
+	}
+	perAddress, err := client.Limiter(ratelimit.Config{
+		Name:   "address",
+		Policy: ratelimit.SlidingWindow{Limit: 100, Window: time.Minute},
+	})
+	if err != nil {
+		log.Fatal(err)
+	}
+	perUser, err := client.Limiter(ratelimit.Config{
+		Name:   "user",
+		Policy: ratelimit.TokenBucket{Capacity: 50, Refill: 10, Every: time.Second},
+	})
+	if err != nil {
+		log.Fatal(err)
+	}
+	fmt.Println(perAddress.Config().Policy, perUser.Config().Policy)
+	// Output: sliding 100/1m bucket 50 10/1s
+}
+
 // A request counts for its address, its user and the whole service, or for none of them.
 func ExampleAllowAll() {
 	var (
 		ctx                          = context.Background()
-		perAddress, perUser, overall *ratelimit.Limiter
+		perAddress, perUser, overall *ratelimit.Limiter // of one client
 	)
-	results, err := ratelimit.AllowAll(ctx, perAddress.Request("192.0.2.1", 1), perUser.Request("user:123", 1), overall.Request("all", 1))
+	results, err := ratelimit.AllowAll(ctx,
+		perAddress.Request("192.0.2.1", 1), perUser.Request("user:123", 1), overall.Request("all", 1))
 	if err != nil {
 		log.Fatal(err)
 	}
 	if !results.Allowed {
 		fmt.Println("retry after", results.RetryAfter)
 		for i, limit := range []string{"address", "user", "service"} {
-			fmt.Println(limit, "has room:", results.Each[i].Allowed)
+			fmt.Println(limit, "has room:", results.Each[i].RetryAfter == 0)
 		}
 	}
 }

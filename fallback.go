@@ -5,88 +5,108 @@ import (
 	"math"
 	"sync"
 	"time"
+
+	"github.com/pgratelimit/ratelimit/internal/algorithm"
 )
 
-// fallback decides in this process while the database is away, on the models. It knows keys by a hash of 64 bits with a seed of its own:
-// so a key needs the same memory however long it is, and that two of them share a state is as good as impossible.
+// fallback decides in this process while the database is away, by the models. It knows keys by a 64-bit hash with
+// a seed of its own. So a key needs the same memory however long it is, and it is as good as impossible that two
+// keys share a state.
 type fallback struct {
-	now   func() time.Time
+	clock func() time.Time // replaces the clock, unless it is nil
 	begin time.Time
 	seed  maphash.Seed
 
 	mu     sync.Mutex
 	states map[uint64]localState
-	used   int   // of localMemory
-	swept  int64 // when states was last
+	used   int   // how much of localMemory
+	swept  int64 // when states was last swept
 }
 
 // localState is a key's state, under policies of one algorithm.
 type localState struct {
-	statement string // of the algorithm
-	size      int    // what it was given of localMemory
+	algorithm int16
+	size      int // how much of localMemory it was given
 	state     state
 }
 
-// localMemory is what a fallback may use, in bytes: enough for 65,536 keys. Nobody is pushed out, so a flood of keys gains nothing for
-// those that are known. Those for which there is no room until others have expired share one state, and so what is otherwise one key's.
-// The shared states, one for each policy of an All, come on top.
+// localMemory is what a fallback may use, in bytes. It is enough for 65,536 keys. Nobody is pushed out, so a flood
+// of keys gains nothing for those that are known. Keys for which there is no room share one state, and so share
+// what is otherwise one key's, until others have expired. The shared states, one for each policy of an All, come
+// on top.
 const localMemory = 18 << 20
 
 // localSize is more than what a key needs under a policy.
-func localSize(policy Policy) int {
-	if log, ok := policy.(SlidingLog); ok {
-		return 288 + 8*int(log.Limit)
+func localSize(m model) int {
+	if n := m.numbers(); n.Algorithm == algorithm.SlidingLog {
+		return 288 + 8*int(n.Limit)
 	}
 	return 288
 }
 
-func newFallback(config Config) *fallback {
-	if config.OnFailure.answer != fallbackLocal {
-		return nil
-	}
-	f := &fallback{now: config.Test.Now, seed: maphash.MakeSeed()}
-	if f.now == nil {
-		f.now = time.Now
-	}
-	f.begin = f.now()
-	return f
+func newFallback(clock func() time.Time) *fallback {
+	return &fallback{clock: clock, begin: time.Now(), seed: maphash.MakeSeed()}
 }
 
-// decide decides under all of the policies, or takes nothing: shares of the limiter's own.
-func (f *fallback) decide(policies []Policy, key string, n int64) ([]decision, time.Time) {
-	now := f.now()
-	// Monotonic, whatever is done to the machine's clock.
-	clock := f.begin.UnixMicro() + now.Sub(f.begin).Microseconds()
-	hash := maphash.String(f.seed, key)
+// now returns this process's clock, and the same in microseconds. The microseconds are monotonic, whatever is done
+// to the machine's clock.
+func (f *fallback) now() (time.Time, int64) {
+	if f.clock != nil {
+		now := f.clock()
+		return now, now.UnixMicro()
+	}
+	now := time.Now()
+	return now, f.begin.UnixMicro() + now.Sub(f.begin).Microseconds()
+}
+
+// take decides a request under shares, the shares of its parts' models.
+func (f *fallback) take(r *request, shares []model) {
+	now, clock := f.now()
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	decisions := make([]decision, len(policies))
-	several, fits := len(policies) > 1, true
-	for i, policy := range policies {
-		decisions[i] = f.ask(policy, hash, uint64(i), n, clock, !several)
-		fits = fits && decisions[i].granted == 1
+	several, fits, n := len(shares) > 1, true, r.parts[0].cost
+	decide := func(i int, n int64, keep bool) {
+		p := &r.parts[i]
+		p.decision = f.one(shares[i], f.hash(p), uint64(i), n, clock, keep)
+		p.decision.decidedAt = now
 	}
-	for i, policy := range policies {
+	for i := range shares {
+		decide(i, n, !several)
+		fits = fits && r.parts[i].decision.granted == 1
+	}
+	for i := range shares {
 		switch {
 		case !several || n == 0:
 		case fits:
-			decisions[i] = f.ask(policy, hash, uint64(i), n, clock, true)
-		case decisions[i].granted == 1: // it had room, but nothing is taken
-			decisions[i] = f.ask(policy, hash, uint64(i), 0, clock, false)
+			decide(i, n, true)
+		case r.parts[i].decision.granted == 1: // it had room, but nothing is taken
+			decide(i, 0, false)
 		}
 	}
-	return decisions, now
 }
 
-// ask decides under one policy, the i-th of its limiter; keep says whether what it takes is taken.
-func (f *fallback) ask(policy Policy, hash, i uint64, n, clock int64, keep bool) decision {
-	size := localSize(policy)
-	hash = f.room(hash+i, i, size, clock)
-	known := f.states[hash]
-	if known.statement != policy.statement() {
-		known = localState{statement: policy.statement(), size: known.size}
+// hash returns the hash of a part's row. Limiters of one name share their keys here, too.
+func (f *fallback) hash(p *part) uint64 {
+	var h maphash.Hash
+	h.SetSeed(f.seed)
+	_, _ = h.WriteString(p.name)
+	if p.space.durable {
+		_ = h.WriteByte(1)
 	}
-	next, d := policy.decide(known.state, clock, n)
+	_ = h.WriteByte(0) // which no name has
+	_, _ = h.WriteString(p.key)
+	return h.Sum64()
+}
+
+// one decides under one model, the i-th of its limiter. keep tells whether to keep what that takes.
+func (f *fallback) one(m model, hash, i uint64, n, clock int64, keep bool) decision {
+	size := localSize(m)
+	hash = f.room(hash, i, size, clock)
+	known := f.states[hash]
+	if code := m.numbers().Algorithm; known.algorithm != code {
+		known = localState{algorithm: code, size: known.size}
+	}
+	next, d := m.decide(known.state, clock, n)
 	if keep && next != known.state {
 		if f.states == nil {
 			f.states = make(map[uint64]localState)
@@ -101,7 +121,7 @@ func (f *fallback) ask(policy Policy, hash, i uint64, n, clock int64, keep bool)
 	return d
 }
 
-// room returns the hash under which a key is known: its own, or the shared one if there is no room for one of that size.
+// room returns the hash under which a key is known: its own, or the shared one if there is no room for the size.
 func (f *fallback) room(hash, shared uint64, size int, clock int64) uint64 {
 	fits := func() bool {
 		known := f.states[hash].size
@@ -110,7 +130,7 @@ func (f *fallback) room(hash, shared uint64, size int, clock int64) uint64 {
 	if fits() {
 		return hash
 	}
-	// To look through all takes a millisecond or two, so not at every call.
+	// Looking through all states takes a millisecond or two, so it is not done at every call.
 	if clock-f.swept >= time.Second.Microseconds() {
 		f.swept = clock
 		for other, known := range f.states {
@@ -126,7 +146,33 @@ func (f *fallback) room(hash, shared uint64, size int, clock int64) uint64 {
 	return shared
 }
 
-// shareOf is a share of a limit, at least 1, and rounded down, but not for what a float64 lacks: 0.29 of 100 is 29.
+// sharesOf are models with a share of their limits, above 0 and at most 1.
+func sharesOf(models []model, share float64) []model {
+	shares := make([]model, len(models))
+	for i, m := range models {
+		shares[i] = policyOf(scaled(m.numbers(), share))
+	}
+	return shares
+}
+
+// scaled is a policy with a share of its limit.
+func scaled(n algorithm.Numbers, share float64) algorithm.Numbers {
+	n.Limit = shareOf(n.Limit, share)
+	if n.Algorithm == algorithm.TokenBucket {
+		// This changes Every rather than Refill, of which a share might be less than 1. It goes no further than
+		// the exact range.
+		every := int64(min(math.Ceil(float64(micros(n.Span))/share), maxSpan))
+		every = min(every, maxProduct/n.Limit)
+		if n.Refill < n.Limit {
+			every = min(every, mulDiv(n.Refill, maxSpan, n.Limit))
+		}
+		n.Span = duration(every)
+	}
+	return n
+}
+
+// shareOf is a share of a limit, rounded down, but at least 1. It makes up for what a float64 lacks: 0.29 of 100
+// is 29.
 func shareOf(limit int64, share float64) int64 {
 	scaled := math.Floor(float64(limit) * share * (1 + 1e-12))
 	return min(max(int64(min(scaled, 1<<62)), 1), limit)

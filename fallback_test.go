@@ -2,7 +2,6 @@ package ratelimit
 
 import (
 	"fmt"
-	"hash/maphash"
 	"math"
 	"math/rand/v2"
 	"runtime"
@@ -16,19 +15,25 @@ import (
 )
 
 func newTestFallback(clock *setClock) *fallback {
-	return newFallback(Config{OnFailure: FallbackLocal(1), Test: TestConfig{Now: clock.now}})
+	return newFallback(clock.now)
 }
 
-func (f *fallback) one(policy Policy, key string, n int64) (decision, time.Time) {
-	decisions, now := f.decide([]Policy{policy}, key, n)
-	return decisions[0], now
+// decide decides a request of a limiter with one policy.
+func (f *fallback) decide(policy model, key string, n int64) (decision, time.Time) {
+	var r request
+	r.add(&keyspace{name: "test"}, []model{policy}, key, n, nil)
+	f.take(&r, []model{policy})
+	d := r.parts[0].decision
+	at := d.decidedAt
+	d.decidedAt = time.Time{}
+	return d, at
 }
 
 // Several policies take from all of them, or from none.
 func TestFallbackOfSeveralPolicies(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
-		db := newModelDB(hourly)
+		db := newModelDB()
 		policy := All(FixedWindow{Limit: 30, Window: time.Second}, FixedWindow{Limit: 50, Window: time.Hour})
 		l := newLimiter(t, db, Config{Name: "test", Policy: policy, OnFailure: FallbackLocal(0.1)})
 		db.set(turnedAway)
@@ -41,22 +46,58 @@ func TestFallbackOfSeveralPolicies(t *testing.T) {
 			result.DecidedAt = time.Time{}
 			return result
 		}
-		require.Equal(t, Result{Allowed: true, Source: SourceFallback, Limit: 30, Remaining: 1, ResetAfter: time.Hour}, ask(2))
-		require.Equal(t, Result{Source: SourceFallback, Limit: 30, Remaining: 1, RetryAfter: time.Second, ResetAfter: time.Hour}, ask(2))
-		require.Equal(t, Result{Allowed: true, Source: SourceFallback, Limit: 30, Remaining: 1, ResetAfter: time.Hour}, ask(0))
-		require.Equal(t, Result{Source: SourceFallback, Limit: 30, Remaining: 1, RetryAfter: time.Hour, ResetAfter: time.Hour}, ask(4))
+		require.Equal(
+			t,
+			Result{Allowed: true, Source: SourceFallback, Limit: 30, Remaining: 1, ResetAfter: time.Hour},
+			ask(2),
+		)
+		require.Equal(
+			t,
+			Result{Source: SourceFallback, Limit: 30, Remaining: 1, RetryAfter: time.Second, ResetAfter: time.Hour},
+			ask(2),
+		)
+		require.Equal(
+			t,
+			Result{Allowed: true, Source: SourceFallback, Limit: 30, Remaining: 1, ResetAfter: time.Hour},
+			ask(0),
+		)
+		require.Equal(
+			t,
+			Result{Source: SourceFallback, Limit: 30, Remaining: 1, RetryAfter: time.Hour, ResetAfter: time.Hour},
+			ask(4),
+		)
 		elapse(time.Second)
-		require.Equal(t, Result{Allowed: true, Source: SourceFallback, Limit: 30, Remaining: 0, ResetAfter: time.Hour - time.Second}, ask(3))
+		require.Equal(
+			t,
+			Result{Allowed: true, Source: SourceFallback, Limit: 30, Remaining: 0, ResetAfter: time.Hour - time.Second},
+			ask(3),
+		)
 		elapse(time.Second)
-		require.Equal(t, Result{Source: SourceFallback, Limit: 50, Remaining: 0, RetryAfter: time.Hour - 2*time.Second, ResetAfter: time.Hour - 2*time.Second}, ask(1))
-		require.Equal(t, int64(3), l.fallback.ask(FixedWindow{Limit: 3, Window: time.Second}, maphash.String(l.fallback.seed, "key"), 0, 0, time.Now().UnixMicro(), false).remaining)
+		require.Equal(
+			t,
+			Result{
+				Source:     SourceFallback,
+				Limit:      50,
+				Remaining:  0,
+				RetryAfter: time.Hour - 2*time.Second,
+				ResetAfter: time.Hour - 2*time.Second,
+			},
+			ask(1),
+		)
+		f := l.client.fallback.Load()
+		row := f.hash(&part{space: l.space, name: "test", key: "key"})
+		require.Equal(
+			t,
+			int64(3),
+			f.one(FixedWindow{Limit: 3, Window: time.Second}, row, 0, 0, time.Now().UnixMicro(), false).remaining,
+		)
 	})
 }
 
 // It decides as the model does, for every key by itself and for every algorithm.
 func TestFallbackDecidesAsTheModel(t *testing.T) {
 	t.Parallel()
-	for _, policy := range []Policy{
+	for _, policy := range []model{
 		FixedWindow{Limit: 5, Window: 3 * time.Second},
 		SlidingWindow{Limit: 5, Window: 3 * time.Second},
 		TokenBucket{Capacity: 5, Refill: 3, Every: 2 * time.Second},
@@ -71,7 +112,7 @@ func TestFallbackDecidesAsTheModel(t *testing.T) {
 			cost := random.Int64N(7)
 			var want decision
 			states[key], want = policy.decide(states[key], clock.at.UnixMicro(), cost)
-			got, now := f.one(policy, key, cost)
+			got, now := f.decide(policy, key, cost)
 			require.Equal(t, want, got, "step %d of seed %d", step, seed)
 			require.Equal(t, clock.at, now)
 			clock.at = clock.at.Add(time.Duration(random.Int64N(400_000)) * time.Microsecond)
@@ -83,16 +124,16 @@ func TestFallbackDecidesAsTheModel(t *testing.T) {
 func TestFallbackKeepsAlgorithmsApart(t *testing.T) {
 	t.Parallel()
 	f := newTestFallback(&setClock{at: t0})
-	_, _ = f.one(FixedWindow{Limit: 5, Window: time.Hour}, "key", 5)
-	d, _ := f.one(FixedWindow{Limit: 7, Window: time.Hour}, "key", 0)
+	_, _ = f.decide(FixedWindow{Limit: 5, Window: time.Hour}, "key", 5)
+	d, _ := f.decide(FixedWindow{Limit: 7, Window: time.Hour}, "key", 0)
 	require.Equal(t, int64(2), d.remaining)
-	d, _ = f.one(TokenBucket{Capacity: 5, Refill: 1, Every: time.Hour}, "key", 1)
+	d, _ = f.decide(TokenBucket{Capacity: 5, Refill: 1, Every: time.Hour}, "key", 1)
 	require.Equal(t, int64(4), d.remaining)
 	require.Equal(t, localSize(hourly), f.used)
 }
 
-// A flood of keys takes a bounded amount of memory, whatever their length, gains nothing for a key that is known, and shares one
-// share where there is no room. What has expired makes room.
+// A flood of keys takes a bounded amount of memory, however long the keys are. It gains nothing for a key that is
+// known. Keys for which there is no room share one share. What has expired makes room.
 func TestFallbackIsBounded(t *testing.T) {
 	t.Parallel()
 	clock := &setClock{at: t0}
@@ -101,7 +142,7 @@ func TestFallbackIsBounded(t *testing.T) {
 	maxLocal := localMemory / localSize(policy)
 	require.Equal(t, 65536, maxLocal)
 	allowed := func(key string) bool {
-		d, _ := f.one(policy, key, 1)
+		d, _ := f.decide(policy, key, 1)
 		return d.granted == 1
 	}
 	require.True(t, allowed("known"))
@@ -136,8 +177,8 @@ func TestFallbackIsBounded(t *testing.T) {
 	require.Equal(t, 3*localSize(policy), f.used)
 }
 
-// Whatever policies With asks for the keys under, what their states take is accounted for, and is bounded: one that grows has to find
-// room first.
+// With may ask for keys under any policies. The memory of their states is accounted for and bounded, and a state
+// that grows has to find room first.
 func TestFallbackIsBoundedThroughWith(t *testing.T) {
 	t.Parallel()
 	clock := &setClock{at: t0}
@@ -149,17 +190,23 @@ func TestFallbackIsBoundedThroughWith(t *testing.T) {
 		used := 0
 		for _, known := range f.states {
 			used += known.size
-			require.LessOrEqual(t, int(unsafe.Sizeof(uint64(0))+unsafe.Sizeof(known))+len(known.state.log), known.size, "seed %d", seed)
+			require.LessOrEqual(
+				t,
+				int(unsafe.Sizeof(uint64(0))+unsafe.Sizeof(known))+len(known.state.log),
+				known.size,
+				"seed %d",
+				seed,
+			)
 		}
 		require.Equal(t, used, f.used, "seed %d", seed)
 		require.LessOrEqual(t, used, localMemory+localSize(SlidingLog{Limit: maxLogLimit}), "seed %d", seed)
 	}
-	policies := []Policy{
+	policies := []model{
 		hourly, SlidingLog{Limit: 1, Window: time.Minute}, SlidingLog{Limit: 50, Window: time.Hour},
 		SlidingLog{Limit: maxLogLimit, Window: time.Hour}, TokenBucket{Capacity: 5, Refill: 1, Every: time.Minute},
 	}
 	for range 20_000 {
-		_, _ = f.one(policies[random.IntN(len(policies))], fmt.Sprint(random.IntN(5)), 1+random.Int64N(2))
+		_, _ = f.decide(policies[random.IntN(len(policies))], fmt.Sprint(random.IntN(5)), 1+random.Int64N(2))
 		clock.at = clock.at.Add(time.Duration(random.IntN(1000)) * time.Millisecond)
 	}
 	requireAccounted()
@@ -167,35 +214,35 @@ func TestFallbackIsBoundedThroughWith(t *testing.T) {
 	// As many keys as there is room for, and then some of them under the largest policy.
 	small, large := SlidingLog{Limit: 2, Window: time.Hour}, SlidingLog{Limit: maxLogLimit, Window: time.Hour}
 	for i := range localMemory / localSize(small) {
-		_, _ = f.one(small, fmt.Sprint("key ", i), 1)
+		_, _ = f.decide(small, fmt.Sprint("key ", i), 1)
 		clock.at = clock.at.Add(time.Microsecond)
 	}
 	requireAccounted()
 	for i := range 2000 {
-		_, _ = f.one(large, fmt.Sprint("key ", i), 1)
+		_, _ = f.decide(large, fmt.Sprint("key ", i), 1)
 		clock.at = clock.at.Add(time.Microsecond)
 	}
 	requireAccounted()
 	clock.at = clock.at.Add(2 * time.Hour)
 	for i := range localMemory / localSize(large) {
-		d, _ := f.one(large, fmt.Sprint("key ", i), 1)
+		d, _ := f.decide(large, fmt.Sprint("key ", i), 1)
 		require.EqualValues(t, maxLogLimit-1, d.remaining, "it has a state of its own, since the others have expired")
 	}
 	requireAccounted()
 }
 
-// The clock is monotonic: what is done to the machine's plays no part.
+// The clock is monotonic, so changes to the machine's clock play no part.
 func TestFallbackCountsElapsedTime(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
-		f := newFallback(Config{OnFailure: FallbackLocal(1)})
+		f := newFallback(nil)
 		policy := FixedWindow{Limit: 1, Window: time.Minute}
-		_, _ = f.one(policy, "key", 1)
+		_, _ = f.decide(policy, "key", 1)
 		elapse(time.Minute - time.Microsecond)
-		d, _ := f.one(policy, "key", 1)
+		d, _ := f.decide(policy, "key", 1)
 		require.Equal(t, decision{retryAfter: 1, resetAfter: 1, state: d.state, taken: d.taken}, d)
 		elapse(time.Microsecond)
-		d, _ = f.one(policy, "key", 1)
+		d, _ = f.decide(policy, "key", 1)
 		require.EqualValues(t, 1, d.granted)
 	})
 }
@@ -203,15 +250,23 @@ func TestFallbackCountsElapsedTime(t *testing.T) {
 func TestCostAboveTheShareIsDenied(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
-		db := newModelDB(hourly)
+		db := newModelDB()
 		db.set(turnedAway)
 		l := newLimiter(t, db, Config{Name: "test", Policy: hourly, OnFailure: FallbackLocal(0.1)})
 		result, err := l.AllowN(t.Context(), "key", 11)
 		require.NoError(t, err)
-		require.Equal(t, Result{Source: SourceFallback, Limit: 100, Remaining: 10, RetryAfter: breakerPause, DecidedAt: time.Now()}, result)
+		require.Equal(
+			t,
+			Result{Source: SourceFallback, Limit: 100, Remaining: 10, RetryAfter: breakerPause, DecidedAt: time.Now()},
+			result,
+		)
 		result, err = l.AllowN(t.Context(), "key", 10)
 		require.NoError(t, err)
-		require.Equal(t, Result{Allowed: true, Source: SourceFallback, Limit: 100, ResetAfter: time.Hour, DecidedAt: time.Now()}, result)
+		require.Equal(
+			t,
+			Result{Allowed: true, Source: SourceFallback, Limit: 100, ResetAfter: time.Hour, DecidedAt: time.Now()},
+			result,
+		)
 	})
 }
 
@@ -240,15 +295,29 @@ func TestShares(t *testing.T) {
 	}
 }
 
-// A share of any policy is a policy that works: its numbers stay within the exact range, and in the long run it gives no more.
+// A share of any policy is a policy that works. Its numbers stay within the exact range, and in the long run it
+// gives no more.
 func TestScaledPolicies(t *testing.T) {
 	t.Parallel()
 	bucket := TokenBucket{Capacity: 100, Refill: 5, Every: 10 * time.Second}
-	require.Equal(t, FixedWindow{Limit: 20, Window: time.Hour}, hourly.scaled(0.2))
-	require.Equal(t, SlidingWindow{Limit: 20, Window: time.Hour}, SlidingWindow(hourly).scaled(0.2))
-	require.Equal(t, TokenBucket{Capacity: 10, Refill: 5, Every: 100 * time.Second}, bucket.scaled(0.1))
-	require.Equal(t, bucket, bucket.scaled(1))
-	require.NoError(t, TokenBucket{Capacity: 8914236150213484, Refill: 4, Every: time.Microsecond}.scaled(0.237).validate())
+	require.Equal(t, FixedWindow{Limit: 20, Window: time.Hour}, policyOf(scaled(hourly.numbers(), 0.2)))
+	require.Equal(
+		t,
+		SlidingWindow{Limit: 20, Window: time.Hour},
+		policyOf(scaled(SlidingWindow(hourly).numbers(), 0.2)),
+	)
+	require.Equal(
+		t,
+		TokenBucket{Capacity: 10, Refill: 5, Every: 100 * time.Second},
+		policyOf(scaled(bucket.numbers(), 0.1)),
+	)
+	require.Equal(t, bucket, policyOf(scaled(bucket.numbers(), 1)))
+	require.NoError(
+		t,
+		policyOf(
+			scaled(TokenBucket{Capacity: 8914236150213484, Refill: 4, Every: time.Microsecond}.numbers(), 0.237),
+		).validate(),
+	)
 
 	seed := rand.Uint64()
 	random := rand.New(rand.NewPCG(seed, 0))
@@ -257,7 +326,7 @@ func TestScaledPolicies(t *testing.T) {
 	for valid < 20_000 {
 		limit, span := number(), duration(min(number(), maxSpan))
 		share := math.Exp(-40 * random.Float64() * random.Float64())
-		for _, policy := range []Policy{
+		for _, policy := range []model{
 			FixedWindow{Limit: limit, Window: span}, SlidingWindow{Limit: limit, Window: span},
 			TokenBucket{Capacity: limit, Refill: number(), Every: span},
 		} {
@@ -265,10 +334,11 @@ func TestScaledPolicies(t *testing.T) {
 				continue
 			}
 			valid++
-			scaled := policy.scaled(share)
+			scaled := policyOf(scaled(policy.numbers(), share))
 			require.NoError(t, scaled.validate(), "%v of %v, seed %d", share, policy, seed)
-			require.LessOrEqual(t, scaled.limit(), policy.limit())
-			if bucket, ok := scaled.(TokenBucket); ok && bucket.Every > time.Millisecond && bucket.Every < duration(maxSpan/2) {
+			require.LessOrEqual(t, scaled.numbers().Limit, policy.numbers().Limit)
+			if bucket, ok := scaled.(TokenBucket); ok && bucket.Every > time.Millisecond &&
+				bucket.Every < duration(maxSpan/2) {
 				of, _ := policy.(TokenBucket)
 				require.LessOrEqual(t, share*float64(bucket.Every), float64(of.Every)*1.001)
 				require.GreaterOrEqual(t, share*float64(bucket.Every), float64(of.Every)*0.999)
@@ -286,7 +356,7 @@ func TestFallbackMemory(t *testing.T) {
 	runtime.GC()
 	runtime.ReadMemStats(&before)
 	for i := range localMemory / localSize(hourly) {
-		_, _ = f.one(hourly, fmt.Sprint("user:", i), 1)
+		_, _ = f.decide(hourly, fmt.Sprint("user:", i), 1)
 	}
 	runtime.GC()
 	runtime.ReadMemStats(&after)
@@ -296,11 +366,11 @@ func TestFallbackMemory(t *testing.T) {
 }
 
 func BenchmarkFallback(b *testing.B) {
-	f := newFallback(Config{OnFailure: FallbackLocal(1)})
+	f := newFallback(nil)
 	b.ReportAllocs()
 	b.RunParallel(func(pb *testing.PB) {
 		for i := 0; pb.Next(); i++ {
-			_, _ = f.one(hourly, "user:123", 1)
+			_, _ = f.decide(hourly, "user:123", 1)
 		}
 	})
 }

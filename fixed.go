@@ -1,68 +1,51 @@
 package ratelimit
 
 import (
-	_ "embed"
-	"fmt"
 	"time"
+
+	"github.com/pgratelimit/ratelimit/internal/algorithm"
 )
 
-// FixedWindow admits Limit per Window. A window starts at a key's first request after the window before has ended; it
-// is not aligned to the wall clock. All that it admits may come at once, so around the edge of two windows 2 × Limit − 1 can
-// pass within a moment (2 × Limit, if what opened the first one is given back); a [SlidingWindow] does not let that through.
+// FixedWindow admits Limit per Window. A window starts at a key's first request after the one before has ended,
+// not by the wall clock. All of it may come at once, so around the edge of two windows 2 × Limit − 1 can pass
+// within a moment, or 2 × Limit if what opened the first one is given back. A [SlidingWindow] prevents that.
 //
-// With FixedWindow{Limit: 10, Window: time.Minute}, a key that asks for 1 each second from 0 s on gets ten from 0 s to
-// 9 s, is told at 10 s to retry after 50 s, and has ten again from 60 s on.
+// With FixedWindow{Limit: 10, Window: time.Minute}, a key that asks for 1 each second gets ten from 0 s to 9 s. At
+// 10 s it is told to retry after 50 s, and from 60 s on it has ten again.
 type FixedWindow struct {
-	// Limit is how much a window admits, in units of cost: at least 1, and Limit × Window in microseconds at most 2^62.
-	Limit int64
-	// Window is the length of a window: whole microseconds, from 1 µs to 2^51 µs (71 years).
-	Window time.Duration
+	Limit  int64         // in units of cost: at least 1, and Limit × Window in microseconds at most 2^62
+	Window time.Duration // whole microseconds, from 1 µs to 2^51 µs (71 years)
 }
 
-var _ Policy = FixedWindow{}
+var _ model = FixedWindow{}
 
-//go:embed sql/call/fixed.sql
-var fixedStatement string
+func (p FixedWindow) String() string { return p.numbers().String() }
 
-// String is the policy as [ParsePolicy] reads it: fixed 100/1m.
-func (p FixedWindow) String() string { return fmt.Sprintf("fixed %d/%s", p.Limit, spanText(p.Window)) }
+func (p FixedWindow) models() []model { return []model{p} }
+func (p FixedWindow) validate() error { return validateWindow(p.Limit, p.Window) }
+func (p FixedWindow) lasts() int64    { return micros(p.Window) }
 
-func (p FixedWindow) validate() error   { return validateWindow(p.Limit, p.Window) }
-func (p FixedWindow) limit() int64      { return p.Limit }
-func (p FixedWindow) statement() string { return fixedStatement }
-func (p FixedWindow) numbers() []any    { return []any{p.Limit, micros(p.Window)} }
+func (p FixedWindow) numbers() algorithm.Numbers {
+	return algorithm.Numbers{Algorithm: algorithm.FixedWindow, Limit: p.Limit, Span: p.Window}
+}
 
 func (p FixedWindow) resetAfter(last decision, units int64) int64 {
-	return creditResetAfter(last, last.state.credit, units, micros(p.Window))
-}
-
-func (p FixedWindow) grant(s state, clock, n int64) (state, decision) {
-	s = rollForward(p, s, clock)
-	s = withCredit(s, max(clock, s.windowStart), micros(p.Window), n)
-	return afterGrant(p, s, clock)
+	return creditResetAfter(last, last.state.credit, units, p.lasts())
 }
 
 func (p FixedWindow) refund(s state, clock int64, t take) (state, decision) {
-	row := rollForward(p, s, clock)
+	rolled, _ := p.roll(s, clock)
 	back := int64(0)
-	if row.windowStart == t.in {
-		back = min(t.units-t.spent, row.count)
+	if t.in == s.windowStart && t.in == rolled.windowStart {
+		back = min(t.units-t.spent, rolled.count)
 	}
-	row.count -= back
-	row, credited := withCreditBack(row, max(clock, row.windowStart), micros(p.Window), t)
-	return afterRefund(p, s, row, clock, back > 0 || credited)
+	s.count -= back
+	s, credited := withCreditBack(s, rolled, max(clock, rolled.windowStart), p.lasts(), t)
+	return afterRefund(p, s, clock, back > 0 || credited)
 }
 
-func (p FixedWindow) scaled(share float64) Policy {
-	p.Limit = shareOf(p.Limit, share)
-	return p
-}
-
-func (p FixedWindow) decide(s state, clock, n int64) (state, decision) {
+func (p FixedWindow) roll(s state, clock int64) (rolled state, moved bool) {
 	window := micros(p.Window)
-	stored, moved := s, false
-
-	// Roll the row forward to the clock.
 	if clock >= s.expiresAt || s.count == 0 && s.credit == 0 {
 		s = state{windowStart: clock, expiresAt: s.expiresAt}
 	} else if s.windowStart-clock > window { // the clock has jumped back: keep the usage, from now on
@@ -75,7 +58,15 @@ func (p FixedWindow) decide(s state, clock, n int64) (state, decision) {
 		s.count, s.windowStart = 0, t
 		s = s.unlessNew()
 	}
-	// A denial writes nothing, but for a row that the clock has left behind: unwritten, it would deny for ever.
+	return s, moved
+}
+
+func (p FixedWindow) decide(s state, clock, n int64) (state, decision) {
+	window, stored := micros(p.Window), s
+	s, moved := p.roll(s, clock)
+	t := max(clock, s.windowStart)
+	// A denial writes nothing, except to a row that the clock has left behind. Left as it is, it would deny for
+	// ever.
 	changed := moved && 0 < n && n <= p.Limit
 
 	room := max(p.Limit-s.count, 0)

@@ -205,13 +205,14 @@ func TestFixedWindowExpiredRowEqualsNoRow(t *testing.T) {
 
 func TestFixedWindowProperties(t *testing.T) {
 	t.Parallel()
-	testModelProperties(t, func(d dice) Policy {
+	testModelProperties(t, func(d dice) model {
 		limit, window := d.window()
 		return FixedWindow{limit, window}
 	})
 }
 
-// slowFixed is design.md's: a window starts at the first request after the previous one ended. Allowed if count + n ≤ Limit.
+// slowFixed follows design.md: a window starts at the first request after the previous one ended. A request is
+// allowed if count + n ≤ Limit.
 type slowFixed struct {
 	limit, window int64
 	start         *int64
@@ -242,7 +243,7 @@ func (m *slowFixed) state(t int64) state {
 
 func TestFixedWindowEqualsTheDesignInRationals(t *testing.T) {
 	t.Parallel()
-	testAgainstSlowModel(t, func(d dice) (Policy, slowModel) {
+	testAgainstSlowModel(t, func(d dice) (model, slowModel) {
 		limit, window := d.window()
 		return FixedWindow{limit, window}, &slowFixed{limit: limit, window: micros(window)}
 	})
@@ -275,18 +276,12 @@ func TestFixedWindowNeverGrantsMoreThanTheLimitInAWindow(t *testing.T) {
 
 func TestFixedWindowNeverGrantsMoreThanTheClockGives(t *testing.T) {
 	t.Parallel()
-	testNeverMoreThanTheClockGives(t, func(d dice) (p Policy, first, rate, span int64, whole bool) {
+	testNeverMoreThanTheClockGives(t, func(d dice) (p model, first, rate, span int64, whole bool) {
 		limit, window := d.window()
 		return FixedWindow{limit, window}, limit, limit, micros(window), true
 	})
 }
 
 func FuzzFixedWindow(f *testing.F) {
-	f.Add(int64(10), minute, int64(20), minute, []byte("a request at each of some clocks, at some costs"))
-	f.Add(int64(2048), int64(maxSpan), int64(1), int64(1), []byte("\x00\x01\x02\x03\x04\x05\x06\x07\x08\x09\x0a\x0b\x0c\x0d\x0e\x0f"))
-	f.Add(int64(maxProduct), int64(1), int64(2048), int64(maxSpan), []byte("\xff\xfe\xfd\xfc\xfb\xfa\xf9\xf8\xf7\xf6\xf5\xf4\xf3\xf2\xf1\xf0"))
-	f.Add(int64(1), int64(3), int64(3), int64(1), []byte("the clock steps back and the policy changes"))
-	f.Fuzz(func(t *testing.T, limit, window, limit2, window2 int64, steps []byte) {
-		fuzzModel(t, steps, FixedWindow{limit, duration(window)}, FixedWindow{limit2, duration(window2)})
-	})
+	fuzzWindows(f, func(limit int64, window time.Duration) model { return FixedWindow{limit, window} })
 }

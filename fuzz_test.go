@@ -18,8 +18,8 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 )
 
-// The fuzz targets that ask a database; make fuzz runs fewer inputs of those. The models' own are in fixed_test.go, sliding_test.go,
-// tokenbucket_test.go, slidinglog_test.go and policy_test.go.
+// The fuzz targets that ask a database. make fuzz runs them with fewer inputs. The models' own targets are in
+// fixed_test.go, sliding_test.go, tokenbucket_test.go, slidinglog_test.go and policy_test.go.
 
 // hostile are texts that have a meaning to somebody on their way.
 func hostile() []string {
@@ -27,18 +27,24 @@ func hostile() []string {
 		"", "user:123", " ", "\x00", "a\x00b", "\xff", "\xc0\x80", "\xed\xa0\x80", "ключ", "\u00a0", "\ufeff", "\U0010ffff", "\n\t\r",
 		`'`, `''`, `"`, `""`, `\`, `\'`, `$1`, `$$`, `{a,b}`, `{`, `NULL`, `null`, `%s`, `rate_limit_`, `pg_temp`, `public`,
 		`'; DROP TABLE rate_limit_ephemeral; --`, `"; DROP SCHEMA public CASCADE; --`, `x', 'y`, `x","y`, `/*`, `--`, `;`, `E'\047'`,
-		strings.Repeat("k", 128), strings.Repeat("k", 129), strings.Repeat("ä", 256), strings.Repeat("k", 513), strings.Repeat(`'`, 128),
+		strings.Repeat(
+			"k",
+			128,
+		), strings.Repeat("k", 129), strings.Repeat("ä", 256), strings.Repeat("k", 513), strings.Repeat(`'`, 128),
 	}
 }
 
 // textPool is a pool that sends values within the statement, where quoting is all that keeps them apart from it.
 func textPool(f *testing.F, db *pgtest.DB) *pgxpool.Pool {
 	f.Helper()
-	return db.NewPool(f, func(config *pgxpool.Config) { config.ConnConfig.DefaultQueryExecMode = pgx.QueryExecModeSimpleProtocol })
+	return db.NewPool(
+		f,
+		func(config *pgxpool.Config) { config.ConnConfig.DefaultQueryExecMode = pgx.QueryExecModeSimpleProtocol },
+	)
 }
 
-// FuzzDatabaseKeys: any name and key are refused before anything is asked, or are stored and found again, and no other row is
-// touched, however they are sent.
+// FuzzDatabaseKeys: any name and key are either refused before the database is asked, or stored and found again.
+// No other row is touched, however they are sent.
 func FuzzDatabaseKeys(f *testing.F) {
 	for _, text := range hostile() {
 		f.Add("name", text)
@@ -49,11 +55,14 @@ func FuzzDatabaseKeys(f *testing.F) {
 	text := textPool(f, db)
 	f.Fuzz(func(t *testing.T, name, key string) {
 		policy := FixedWindow{Limit: 10, Window: year}
-		one, err := New(text, Config{Name: name, Policy: policy, Timeout: amply, NoDenialCache: true})
+		one, err := New(
+			text,
+			Config{Name: name, Policy: policy, Client: ClientConfig{Timeout: amply}, NoDenialCache: true},
+		)
 		if len(name) < 1 || len(name) > 128 || strings.Contains(name, "\x00") || !utf8.ValidString(name) {
 			var refused *ConfigError
 			require.ErrorAs(t, err, &refused)
-			require.Equal(t, "Name", refused.Field)
+			require.Equal(t, "Config.Name", refused.Field)
 			return
 		}
 		require.NoError(t, err)
@@ -67,17 +76,36 @@ func FuzzDatabaseKeys(f *testing.F) {
 		require.True(t, result.Allowed)
 		require.EqualValues(t, 9, result.Remaining)
 
-		other := newLimiter(t, db.Pool, one.config)
+		other := newLimiter(t, db.Pool, one.Config())
 		result, err = other.AllowN(context.Background(), key, 4)
 		require.NoError(t, err)
 		require.EqualValues(t, 5, result.Remaining)
-		require.EqualValues(t, 5, scalar[int64](t, db.Pool, "SELECT count FROM rate_limit_ephemeral WHERE prefix = $1 AND key = $2", name, key))
+		require.EqualValues(
+			t,
+			5,
+			pgtest.Scalar[int64](
+				t,
+				db.Pool,
+				"SELECT count FROM rate_limit_ephemeral WHERE prefix = $1 AND key = $2",
+				name,
+				key,
+			),
+		)
 		require.NoError(t, one.Reset(context.Background(), key))
-		require.Zero(t, scalar[int64](t, db.Pool, "SELECT count(*) FROM rate_limit_ephemeral WHERE prefix = $1 AND key = $2", name, key))
+		require.Zero(
+			t,
+			pgtest.Scalar[int64](
+				t,
+				db.Pool,
+				"SELECT count(*) FROM rate_limit_ephemeral WHERE prefix = $1 AND key = $2",
+				name,
+				key,
+			),
+		)
 	})
 }
 
-// FuzzDatabaseSchemas: any text as a schema is the name of a schema, and nothing else.
+// FuzzDatabaseSchemas: any text as a schema is taken for the name of a schema, and for nothing else.
 func FuzzDatabaseSchemas(f *testing.F) {
 	for _, text := range hostile() {
 		f.Add(text)
@@ -86,11 +114,18 @@ func FuzzDatabaseSchemas(f *testing.F) {
 	text := textPool(f, db)
 	f.Fuzz(func(t *testing.T, schema string) {
 		for _, pool := range []*pgxpool.Pool{db.Pool, text} {
-			limiter, err := New(pool, Config{Name: "test", Policy: FixedWindow{Limit: 10, Window: year}, Schema: schema, Timeout: amply})
-			if strings.Contains(schema, "\x00") || !utf8.ValidString(schema) {
+			limiter, err := New(
+				pool,
+				Config{
+					Name:   "test",
+					Policy: FixedWindow{Limit: 10, Window: year},
+					Client: ClientConfig{Schema: schema, Timeout: amply},
+				},
+			)
+			if strings.ContainsAny(schema, "\x00\n\r") || !utf8.ValidString(schema) {
 				var refused *ConfigError
 				require.ErrorAs(t, err, &refused)
-				require.Equal(t, "Schema", refused.Field)
+				require.Equal(t, "ClientConfig.Schema", refused.Field)
 				return
 			}
 			require.NoError(t, err)
@@ -102,12 +137,12 @@ func FuzzDatabaseSchemas(f *testing.F) {
 				}
 			}
 		}
-		require.True(t, scalar[bool](t, db.Pool, "SELECT to_regclass('public.rate_limit_ephemeral') IS NOT NULL"))
+		require.True(t, pgtest.Scalar[bool](t, db.Pool, "SELECT to_regclass('public.rate_limit_ephemeral') IS NOT NULL"))
 	})
 }
 
-// FuzzDatabaseNumbers: a function that is called with any numbers refuses them in its own words, or decides as the model does; it
-// never overflows.
+// FuzzDatabaseNumbers: a function that is called with any numbers either refuses them in its own words or decides
+// as the model does. It never overflows.
 func FuzzDatabaseNumbers(f *testing.F) {
 	for _, n := range []int64{math.MinInt64, -1, 0, 1, 10, 1 << 31, maxSpan, maxSpan + 1, maxProduct, maxProduct + 1, math.MaxInt64} {
 		f.Add(n, int64(1000), int64(1), int64(1), int64(1))
@@ -123,7 +158,7 @@ func FuzzDatabaseNumbers(f *testing.F) {
 	var calls atomic.Int64
 	f.Fuzz(func(t *testing.T, limit, span, refill, cost, count int64) {
 		clock := t0.UnixMicro()
-		for policy, numbers := range map[Policy][]any{
+		for policy, numbers := range map[model][]any{
 			FixedWindow{limit, duration(span)}:         {limit, span},
 			SlidingWindow{limit, duration(span)}:       {limit, span},
 			SlidingLog{limit, duration(span)}:          {limit, span},
@@ -133,9 +168,31 @@ func FuzzDatabaseNumbers(f *testing.F) {
 				count = 1000 // the model takes one by one
 			}
 			name := fmt.Sprint(calls.Add(1))
-			args := append([]any{name, []string{"key"}, []int64{cost}, []int64{count}, false, nil, nil, time.UnixMicro(clock), nil, nil, nil, nil, false}, numbers...)
+			args := append(
+				[]any{
+					name,
+					[]string{"key"},
+					[]int64{cost},
+					[]int64{count},
+					false,
+					nil,
+					nil,
+					time.UnixMicro(clock),
+					nil,
+					nil,
+					nil,
+					nil,
+					false,
+				},
+				numbers...)
 			var got decision
-			err := queryDecisions(context.Background(), db.Pool, false, policy.statement(), args, func(_ int64, d decision) { got = d })
+			err := queryDecisions(
+				context.Background(),
+				db.Pool,
+				statementOf(policy),
+				args,
+				func(_ int64, d decision) { got = d },
+			)
 			exact := 1 <= span && span <= maxSpan && policy.validate() == nil
 			if !exact || count < 1 {
 				var refused *pgconn.PgError
@@ -146,11 +203,15 @@ func FuzzDatabaseNumbers(f *testing.F) {
 			}
 			require.NoError(t, err)
 			model := rows{false: {}}
-			s := step{policy: policy, name: name, clock: clock, elements: []element{{key: "key", cost: cost, count: count}}}
+			s := step{
+				policy:   policy,
+				name:     name,
+				clock:    clock,
+				elements: []element{{key: "key", cost: cost, count: count}},
+			}
 			model.decide(s)
 			want := s.elements[0].decision
 			got.decidedAt = got.decidedAt.UTC()
-			got.state, want.state = used(got.state, algorithm(policy)), used(want.state, algorithm(policy))
 			require.Equal(t, want, got, "%#v, cost %d, count %d", policy, cost, count)
 		}
 	})

@@ -2,6 +2,7 @@ package ratelimit
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"strings"
@@ -11,6 +12,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/ratelimit/internal/pg"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 )
 
@@ -18,17 +20,28 @@ func TestObserver(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		var decisions []DecisionEvent
-		var batches []BatchEvent
-		db := newModelDB(FixedWindow{Limit: 2, Window: time.Hour})
+		var batches []StatementEvent
+		db := newModelDB()
 		slow := func(context.Context) error {
 			elapse(3 * time.Millisecond)
 			return nil
 		}
 		db.set(slow)
-		l := newLimiter(t, db, Config{Name: "test", Policy: db.policy, OnFailure: FailOpen(), Observer: &Observer{
-			Decision: func(e DecisionEvent) { decisions = append(decisions, e) },
-			Batch:    func(e BatchEvent) { batches = append(batches, e) },
-		}})
+		l := newLimiter(
+			t,
+			db,
+			Config{
+				Name:      "test",
+				Policy:    FixedWindow{Limit: 2, Window: time.Hour},
+				OnFailure: FailOpen(),
+				Client: ClientConfig{
+					Observer: &Observer{
+						Decision:  func(e DecisionEvent) { decisions = append(decisions, e) },
+						Statement: func(e StatementEvent) { batches = append(batches, e) },
+					},
+				},
+			},
+		)
 		next := func(outcome string, source Source, cost int64, latency time.Duration) DecisionEvent {
 			t.Helper()
 			require.NotEmpty(t, decisions)
@@ -64,7 +77,7 @@ func TestObserver(t *testing.T) {
 		require.Len(t, batches, 5)
 		for i, b := range batches {
 			if i < 3 {
-				require.Equal(t, BatchEvent{Limiter: "test", Size: 1, Latency: 3 * time.Millisecond}, b)
+				require.Equal(t, StatementEvent{Limiter: "test", Size: 1, Latency: 3 * time.Millisecond}, b)
 			}
 		}
 		require.ErrorIs(t, batches[3].Err, ErrUnavailable)
@@ -76,15 +89,19 @@ func TestObserver(t *testing.T) {
 func TestObserverOfBatches(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
-		var batches []BatchEvent
-		db := newModelDB(hourly)
+		var batches []StatementEvent
+		db := newModelDB()
 		release := make(chan struct{})
 		db.set(func(context.Context) error {
 			<-release
 			return nil
 		})
-		l := newLimiter(t, db, Config{Name: "test", Policy: hourly, MaxInFlight: 1, MaxBatch: 10, Observer: &Observer{
-			Batch: func(e BatchEvent) { batches = append(batches, e) }, // and no other
+		l := newLimiter(t, db, Config{Name: "test", Policy: hourly, Client: ClientConfig{
+			MaxInFlight: 1,
+			MaxBatch:    10,
+			Observer: &Observer{
+				Statement: func(e StatementEvent) { batches = append(batches, e) }, // and no other
+			},
 		}})
 		for i := range 26 {
 			go func() { _, _ = l.Allow(t.Context(), fmt.Sprint("personal ", i)) }()
@@ -92,7 +109,7 @@ func TestObserverOfBatches(t *testing.T) {
 		}
 		close(release)
 		synctest.Wait()
-		for i, want := range []BatchEvent{{Size: 1, Queued: 0}, {Size: 10, Queued: 15}, {Size: 10, Queued: 5}, {Size: 5, Queued: 0}} {
+		for i, want := range []StatementEvent{{Size: 1, Queued: 0}, {Size: 10, Queued: 15}, {Size: 10, Queued: 5}, {Size: 5, Queued: 0}} {
 			want.Limiter = "test"
 			require.Equal(t, want, batches[i])
 		}
@@ -104,10 +121,13 @@ func TestObserverOfTransactions(t *testing.T) {
 	t.Parallel()
 	var decisions []DecisionEvent
 	db := pgtest.New(t)
-	l := newLimiter(t, db.Pool, Config{Name: "test", Policy: hourly, Timeout: amply, Observer: &Observer{
-		Decision: func(e DecisionEvent) { decisions = append(decisions, e) },
+	l := newLimiter(t, db.Pool, Config{Name: "test", Policy: hourly, Client: ClientConfig{
+		Timeout: amply,
+		Observer: &Observer{
+			Decision: func(e DecisionEvent) { decisions = append(decisions, e) },
+		},
 	}})
-	tx := begin(t, db)
+	tx := pgtest.Begin(t, db)
 	_, err := l.AllowNTx(t.Context(), tx, "personal", 3)
 	require.NoError(t, err)
 	_, err = l.AllowTx(t.Context(), tx, "")
@@ -121,19 +141,18 @@ func TestObserverOfTransactions(t *testing.T) {
 	require.NotContains(t, fmt.Sprintf("%+v", decisions), "personal")
 }
 
-// Each limiter of an AllowAll is told of its part, with the time that all of it took; refunds and grants are no decisions.
+// Each limiter of an AllowAll is told of its part, with the time that all of it took. Refunds and grants are no
+// decisions.
 func TestObserverOfSeveralLimits(t *testing.T) {
 	t.Parallel()
 	var decisions []DecisionEvent
 	db := pgtest.New(t)
-	limiter := func(name string, limit int64, observer *Observer) *Limiter {
-		return newLimiter(t, db.Pool, Config{Name: name, Policy: FixedWindow{Limit: limit, Window: year}, Timeout: amply, Observer: observer})
-	}
 	observer := &Observer{Decision: func(e DecisionEvent) { decisions = append(decisions, e) }}
-	silent, address, user := limiter("silent", 9, nil), limiter("address", 9, observer), limiter("user", 4, observer)
-	deaf := limiter("deaf", 9, &Observer{})
-	three := []Request{silent.Request("personal", 1), address.Request("personal", 2), user.Request("personal", 3), deaf.Request("personal", 1)}
-	// requireTold requires one event of each limiter that has an observer, and returns them.
+	client := newClient(t, db.Pool, ClientConfig{Timeout: amply, Observer: observer})
+	address := client.limiter(t, Config{Name: "address", Policy: FixedWindow{Limit: 9, Window: year}})
+	user := client.limiter(t, Config{Name: "user", Policy: FixedWindow{Limit: 4, Window: year}})
+	both := []Request{address.Request("personal", 2), user.Request("personal", 3)}
+	// requireTold requires one event of each limiter, and returns them.
 	requireTold := func() (ofAddress, ofUser DecisionEvent) {
 		t.Helper()
 		require.Len(t, decisions, 2)
@@ -149,30 +168,32 @@ func TestObserverOfSeveralLimits(t *testing.T) {
 	calls := map[string]func(requests ...Request) (Results, error){
 		"AllowAll": func(requests ...Request) (Results, error) { return AllowAll(t.Context(), requests...) },
 		"AllowAllTx": func(requests ...Request) (results Results, err error) {
-			tx := begin(t, db)
+			tx := pgtest.Begin(t, db)
 			results, err = AllowAllTx(t.Context(), tx, requests...)
 			require.NoError(t, tx.Commit(t.Context()))
 			return results, err
 		},
 	}
 	for name, allowAll := range calls {
-		results, err := allowAll(three...)
+		results, err := allowAll(both...)
 		require.NoError(t, err, name)
 		ofAddress, ofUser := requireTold()
 		require.Equal(t, "allowed", ofAddress.Outcome())
 		require.Equal(t, "allowed", ofUser.Outcome())
 		require.Equal(t, []int64{2, 3}, []int64{ofAddress.Cost, ofUser.Cost})
-		require.Equal(t, []Result{ofAddress.Result, ofUser.Result}, results.Each[1:3])
-		taken := results.Each[2]
+		require.Equal(t, []Result{ofAddress.Result, ofUser.Result}, results.Each)
+		taken := results.Each[1]
 
-		results, err = allowAll(three...)
+		results, err = allowAll(both...)
 		require.NoError(t, err, name)
 		ofAddress, ofUser = requireTold()
 		require.Equal(t, "allowed", ofAddress.Outcome(), "it had room")
 		require.Zero(t, ofAddress.Cost, "but nothing was taken")
 		require.Equal(t, "denied", ofUser.Outcome())
 		require.EqualValues(t, 3, ofUser.Cost)
-		require.Equal(t, []Result{ofAddress.Result, ofUser.Result}, results.Each[1:3])
+		require.False(t, results.Each[0].Allowed)
+		ofAddress.Result.Allowed = false
+		require.Equal(t, []Result{ofAddress.Result, ofUser.Result}, results.Each)
 
 		_, err = allowAll(address.Request("personal", 1), user.Request("", 2), Request{})
 		require.ErrorIs(t, err, ErrInvalidKey)
@@ -193,15 +214,21 @@ func TestObserverOfSeveralLimits(t *testing.T) {
 	}
 }
 
-// What is asked for those who wait is told, and what they take is told once.
+// What is asked for waiting callers is told, and what they take is told once.
 func TestObserverOfWaiters(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		var decisions []DecisionEvent
-		db := newModelDB(FixedWindow{Limit: 3, Window: time.Hour})
-		l := newLimiter(t, db, Config{Name: "test", Policy: db.policy, Observer: &Observer{
-			Decision: func(e DecisionEvent) { decisions = append(decisions, e) },
-		}})
+		db := newModelDB()
+		l := newLimiter(
+			t,
+			db,
+			Config{Name: "test", Policy: FixedWindow{Limit: 3, Window: time.Hour}, Client: ClientConfig{
+				Observer: &Observer{
+					Decision: func(e DecisionEvent) { decisions = append(decisions, e) },
+				},
+			}},
+		)
 		_, err := l.AllowN(t.Context(), "personal", 3)
 		require.NoError(t, err)
 		for range 3 {
@@ -226,25 +253,47 @@ func TestObserverOfWaiters(t *testing.T) {
 
 func TestErrorKinds(t *testing.T) {
 	t.Parallel()
-	broken := storeError(errors.New("broken"), true)
+	broken := pg.Translate(errors.New("broken"), true)
 	for kind, err := range map[string]error{
-		"":                    nil,
-		"invalid_key":         &KeyError{},
-		"invalid_cost":        &CostError{Cost: 5, Limit: 3},
-		"not_migrated":        storeError(sqlState("42P01")(nil), true),
-		"not_permitted":       storeError(sqlState("42501")(nil), true),
-		"prepared_statements": storeError(sqlState("26000")(nil), true),
-		"read_only":           storeError(sqlState("25006")(nil), true),
-		"timeout":             storeError(context.DeadlineExceeded, true),
-		"unavailable":         broken,
-		"context":             waitError(context.DeadlineExceeded),
-		"other":               storeError(sqlState("XX000")(nil), true),
+		"":                      nil,
+		"invalid_key":           &KeyError{},
+		"invalid_cost":          &CostError{Cost: 5, Limit: 3},
+		"invalid_request":       &RequestError{Err: errSameKey},
+		"would_exceed_deadline": &WaitError{},
+		"not_migrated":          pg.Translate(sqlState("42P01")(nil), true),
+		"not_permitted":         pg.Translate(sqlState("42501")(nil), true),
+		"prepared_statements":   pg.Translate(sqlState("26000")(nil), true),
+		"setup":                 pg.Translate(fatal("28P01")(nil), false),
+		"read_only":             pg.Translate(sqlState("25006")(nil), true),
+		"timeout":               pg.Translate(context.DeadlineExceeded, true),
+		"unavailable":           broken,
+		"context":               gaveUp(context.DeadlineExceeded),
+		"other":                 pg.Translate(sqlState("XX000")(nil), true),
 	} {
 		require.Equal(t, kind, ErrorKind(err), "%v", err)
 		require.Equal(t, kind, ErrorKind(wrapped(err)), "%v", err)
 	}
 	require.Equal(t, "invalid_cost", ErrorKind(&CostError{Cost: -1, Limit: 3}))
-	require.Equal(t, "context", ErrorKind(waitError(context.Canceled)))
+	require.Equal(t, "context", ErrorKind(gaveUp(context.Canceled)))
+	require.Equal(t, "invalid_key", ErrorKind(&RequestError{Err: &KeyError{}}))
+	require.Equal(t, "invalid_cost", ErrorKind(&RequestError{Err: &CostError{Cost: 5, Limit: 3}}))
+}
+
+// A Result in JSON says in words how it came about.
+func TestResultInJSON(t *testing.T) {
+	t.Parallel()
+	for source := SourceDatabase; source <= SourceFailedClosed; source++ {
+		text, err := json.Marshal(Result{Source: source})
+		require.NoError(t, err)
+		require.Contains(t, string(text), fmt.Sprintf(`"Source":%q`, source))
+		var back Result
+		require.NoError(t, json.Unmarshal(text, &back))
+		require.Equal(t, source, back.Source)
+	}
+	require.ErrorContains(t, json.Unmarshal([]byte(`{"Source":"hearsay"}`), &Result{}), `"hearsay" is no Source`)
+	text, err := json.Marshal(Result{Source: SourceCachedDenial})
+	require.NoError(t, err)
+	require.Contains(t, string(text), `"Source":"cached denial"`)
 }
 
 func wrapped(err error) error {
@@ -264,8 +313,8 @@ func TestFailureModes(t *testing.T) {
 		FallbackLocal(0.2): "fall back to 0.2 of the limit in each process",
 	} {
 		require.Equal(t, text, mode.String())
-		l := newLimiter(t, newModelDB(hourly), Config{Name: "test", Policy: hourly, OnFailure: mode})
-		require.Equal(t, mode, l.OnFailure())
+		l := newLimiter(t, newModelDB(), Config{Name: "test", Policy: hourly, OnFailure: mode})
+		require.Equal(t, mode, l.Config().OnFailure)
 	}
 	require.NotEqual(t, FailureMode{}, ReturnError(), "a choice can be told from none")
 
@@ -282,7 +331,7 @@ func TestFailureModes(t *testing.T) {
 func BenchmarkObservedDenial(b *testing.B) {
 	l := deniedLimiter(b, SlidingWindow{Limit: 10, Window: time.Hour})
 	calls := 0
-	l.config.Observer = &Observer{Decision: func(DecisionEvent) { calls++ }}
+	l.client.config.Observer = &Observer{Decision: func(DecisionEvent) { calls++ }}
 	b.ReportAllocs()
 	for b.Loop() {
 		if result, err := l.Allow(context.Background(), "user:123"); err != nil || result.Allowed {

@@ -8,10 +8,9 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-func TestPolicyTextIsReadAndWritten(t *testing.T) {
-	t.Parallel()
-
-	for text, want := range map[string]Policy{
+// policyTexts are texts as String writes them.
+func policyTexts() map[string]Policy {
+	return map[string]Policy{
 		"fixed 100/1m":                  FixedWindow{Limit: 100, Window: time.Minute},
 		"sliding 100/1m":                SlidingWindow{Limit: 100, Window: time.Minute},
 		"log 100/1m":                    SlidingLog{Limit: 100, Window: time.Minute},
@@ -27,52 +26,24 @@ func TestPolicyTextIsReadAndWritten(t *testing.T) {
 		"sliding 1/1.5s":                SlidingWindow{Limit: 1, Window: 1500 * time.Millisecond},
 		"sliding 1/20ms":                SlidingWindow{Limit: 1, Window: 20 * time.Millisecond},
 		"fixed 4611686018427387904/1µs": FixedWindow{Limit: maxProduct, Window: time.Microsecond},
-	} {
-		require.Equal(t, text, want.String())
-		got, err := ParsePolicy(text)
-		require.NoError(t, err)
-		require.Equal(t, want, got)
 	}
-	for text, want := range map[string]string{
+}
+
+// otherPolicyTexts are texts that are read, with what String writes.
+func otherPolicyTexts() map[string]string {
+	return map[string]string{
 		" fixed\t100/60s ":       "fixed 100/1m",
 		"sliding 100/1m0s":       "sliding 100/1m",
 		"sliding 0100/1us":       "sliding 100/1µs",
 		"bucket  20   5/10000ms": "bucket 20 5/10s",
 		"fixed 1/1d12h":          "fixed 1/36h",
 		"fixed 1/24h":            "fixed 1/1d",
-	} {
-		got, err := ParsePolicy(text)
-		require.NoError(t, err)
-		require.Equal(t, want, got.String())
 	}
 }
 
-// Whatever New accepts, ParsePolicy reads back.
-func TestEveryPolicyIsReadAsItWasWritten(t *testing.T) {
-	t.Parallel()
-
-	r := rand.New(rand.NewPCG(1, 2))
-	for range 20_000 {
-		want := randomPolicy(r)
-		if r.IntN(4) == 0 {
-			want = All(want, randomPolicy(r), randomPolicy(r))
-		}
-		got, err := ParsePolicy(want.String())
-		require.NoError(t, err, want)
-		require.Equal(t, want, got)
-	}
-	for seconds := range 3 * 24 * 60 * 6 { // with all the zeros that a text may end in
-		want := FixedWindow{Limit: 1, Window: time.Duration(seconds+1) * 10 * time.Second}
-		got, err := ParsePolicy(want.String())
-		require.NoError(t, err, want)
-		require.Equal(t, want, got)
-	}
-}
-
-func TestPolicyTextThatIsNotAccepted(t *testing.T) {
-	t.Parallel()
-
-	for text, words := range map[string]string{
+// unreadablePolicyTexts are texts that cannot be read, with what the error says.
+func unreadablePolicyTexts() map[string]string {
+	return map[string]string{
 		"":                             "is empty",
 		"  ":                           "is empty",
 		"100/1m":                       `"100/1m" is no algorithm`,
@@ -100,18 +71,12 @@ func TestPolicyTextThatIsNotAccepted(t *testing.T) {
 		"bucket 20":                    "has 1 words",
 		"bucket x 5/10s":               `"x" is not a whole number`,
 		"bucket 20 x/10s":              `"x" is not a whole number`,
-	} {
-		policy, err := ParsePolicy(text)
-		require.Nil(t, policy, text)
-		var policyErr *PolicyError
-		require.ErrorAs(t, err, &policyErr, text)
-		require.Equal(t, text, policyErr.Text)
-		require.ErrorContains(t, err, words)
-		require.ErrorContains(t, err, policyForms)
 	}
+}
 
-	// What can be read, and New would refuse.
-	for text, field := range map[string]string{
+// impossiblePolicyTexts can be read, and New would refuse them for that field.
+func impossiblePolicyTexts() map[string]string {
+	return map[string]string{
 		"fixed 0/1m":                     "Policy.Limit",
 		"sliding -5/1m":                  "Policy.Limit",
 		"fixed 100/0s":                   "Policy.Window",
@@ -122,12 +87,76 @@ func TestPolicyTextThatIsNotAccepted(t *testing.T) {
 		"log 1001/1m":                    "Policy.Limit",
 		"bucket 0 5/10s":                 "Policy.Capacity",
 		"bucket 20 0/10s":                "Policy.Refill",
-	} {
+	}
+}
+
+// fuzzedPolicyTexts are where FuzzParsePolicy begins.
+func fuzzedPolicyTexts() []string {
+	return []string{
+		"fixed 100/1m", "sliding 100/1h30m", "log 1000/1h30m", "bucket 20 5/10s", "fixed 1/30d", "fixed 1/1d12h", "sliding 1/1.000001s",
+		"fixed 1/.5s",
+		"", "bucket", "fixed /", "fixed 1/d", "fixed 100/106751d23h47m16.854775807s", "fixed -1/-1s",
+		"fixed 4611686018427387904/1µs",
+	}
+}
+
+func TestPolicyTextIsReadAndWritten(t *testing.T) {
+	t.Parallel()
+
+	for text, want := range policyTexts() {
+		require.Equal(t, text, want.String())
+		got, err := ParsePolicy(text)
+		require.NoError(t, err)
+		require.Equal(t, want, got)
+	}
+	for text, want := range otherPolicyTexts() {
+		got, err := ParsePolicy(text)
+		require.NoError(t, err)
+		require.Equal(t, want, got.String())
+	}
+}
+
+// Whatever New accepts, ParsePolicy reads back.
+func TestEveryPolicyIsReadAsItWasWritten(t *testing.T) {
+	t.Parallel()
+
+	r := rand.New(rand.NewPCG(1, 2))
+	for range 20_000 {
+		var want Policy = randomPolicy(r)
+		if r.IntN(4) == 0 {
+			want = All(want, randomPolicy(r), randomPolicy(r))
+		}
+		got, err := ParsePolicy(want.String())
+		require.NoError(t, err, want)
+		require.Equal(t, want, got)
+	}
+	for seconds := range 3 * 24 * 60 * 6 { // with all the zeros that a text may end in
+		want := FixedWindow{Limit: 1, Window: time.Duration(seconds+1) * 10 * time.Second}
+		got, err := ParsePolicy(want.String())
+		require.NoError(t, err, want)
+		require.Equal(t, want, got)
+	}
+}
+
+func TestPolicyTextThatIsNotAccepted(t *testing.T) {
+	t.Parallel()
+
+	for text, words := range unreadablePolicyTexts() {
+		policy, err := ParsePolicy(text)
+		require.Nil(t, policy, text)
+		var policyErr *PolicyError
+		require.ErrorAs(t, err, &policyErr, text)
+		require.Equal(t, text, policyErr.Text)
+		require.ErrorContains(t, err, words)
+		require.ErrorContains(t, err, policyForms())
+	}
+
+	for text, field := range impossiblePolicyTexts() {
 		policy, err := ParsePolicy(text)
 		require.Nil(t, policy, text)
 		var configErr *ConfigError
 		require.ErrorAs(t, err, &configErr, text)
-		require.Equal(t, field, configErr.Field, text)
+		require.Equal(t, "Config."+field, configErr.Field, text)
 		require.ErrorAs(t, err, new(*PolicyError))
 	}
 }
@@ -139,21 +168,20 @@ func TestThePolicyFormsAreAccepted(t *testing.T) {
 	for _, text := range []string{"fixed 100/1m", "sliding 100/1m", "log 100/1m", "bucket 20 5/10s"} {
 		_, err := ParsePolicy(text + "," + text)
 		require.NoError(t, err)
-		require.Contains(t, policyForms, `"`+text+`"`)
+		require.Contains(t, policyForms(), `"`+text+`"`)
 		_, err = ParsePolicy(text)
 		require.NoError(t, err)
 	}
 	_, err := ParsePolicy("fixed 1/1m,")
 	require.ErrorContains(t, err, "is empty")
-	_, err = ParsePolicy("fixed 1/1m,fixed 1/1m,fixed 1/1m,fixed 1/1m,fixed 1/1m,fixed 1/1m,fixed 1/1m,fixed 1/1m,fixed 1/1m")
+	_, err = ParsePolicy(
+		"fixed 1/1m,fixed 1/1m,fixed 1/1m,fixed 1/1m,fixed 1/1m,fixed 1/1m,fixed 1/1m,fixed 1/1m,fixed 1/1m",
+	)
 	require.ErrorContains(t, err, "needs 2 to 8")
 }
 
 func FuzzParsePolicy(f *testing.F) {
-	for _, text := range []string{
-		"fixed 100/1m", "sliding 100/1h30m", "log 1000/1h30m", "bucket 20 5/10s", "fixed 1/30d", "fixed 1/1d12h", "sliding 1/1.000001s", "fixed 1/.5s",
-		"", "bucket", "fixed /", "fixed 1/d", "fixed 100/106751d23h47m16.854775807s", "fixed -1/-1s", "fixed 4611686018427387904/1µs",
-	} {
+	for _, text := range fuzzedPolicyTexts() {
 		f.Add(text)
 	}
 	f.Fuzz(func(t *testing.T, text string) {
@@ -163,7 +191,7 @@ func FuzzParsePolicy(f *testing.F) {
 			require.ErrorAs(t, err, new(*PolicyError))
 			return
 		}
-		require.NoError(t, policy.validate())
+		require.NoError(t, validatePolicy(policy))
 		again, err := ParsePolicy(policy.String())
 		require.NoError(t, err)
 		require.Equal(t, policy, again)

@@ -10,23 +10,27 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 )
 
-// The functions, as plpgsql_check sees them: it looks at paths that no call takes, too. Skipped where the server does not have
-// that extension, unless RATELIMIT_TEST_PLPGSQL_CHECK is set.
+// The functions, as plpgsql_check sees them. It also looks at paths that no call takes. The test is skipped if the
+// server does not have that extension, unless RATELIMIT_TEST_PLPGSQL_CHECK is set.
 func TestFunctionsPassPlpgsqlCheck(t *testing.T) {
 	t.Parallel()
 
 	db := pgtest.New(t)
-	available := scalar[bool](t, db.Pool, "SELECT EXISTS (SELECT FROM pg_available_extensions WHERE name = 'plpgsql_check')")
+	available := pgtest.Scalar[bool](
+		t,
+		db.Pool,
+		"SELECT EXISTS (SELECT FROM pg_available_extensions WHERE name = 'plpgsql_check')",
+	)
 	if !available && os.Getenv("RATELIMIT_TEST_PLPGSQL_CHECK") == "" {
-		t.Skip("the server does not have the extension plpgsql_check (Debian: postgresql-15-plpgsql-check)")
+		t.Skip("plpgsql_check: install this extension of the server (Debian: postgresql-15-plpgsql-check)")
 	}
-	exec(t, db.Pool, "CREATE EXTENSION plpgsql_check")
+	pgtest.Exec(t, db.Pool, "CREATE EXTENSION plpgsql_check")
 	findings := func() []string {
 		rows, err := db.Pool.Query(t.Context(), `
 			SELECT concat_ws(', ', p.proname, 'line ' || f.lineno, f.level, f.sqlstate, f.message, f.detail, f.hint)
 			FROM pg_proc AS p, LATERAL plpgsql_check_function_tb(p.oid, extra_warnings => true, security_warnings => true) AS f
 			WHERE p.pronamespace = 'public'::regnamespace AND p.prolang = (SELECT oid FROM pg_language WHERE lanname = 'plpgsql')
-				AND p.proname ~ '^rate_limit_' AND f.message <> 'never read variable "ignored"'
+				AND p.proname ~ '^_?rate_limit_' AND f.message <> 'never read variable "ignored"'
 				AND f.message <> 'unused parameter "taken_at"' -- which only buckets need`)
 		require.NoError(t, err)
 		findings, err := pgx.CollectRows(rows, pgx.RowTo[string])
@@ -36,7 +40,7 @@ func TestFunctionsPassPlpgsqlCheck(t *testing.T) {
 	require.Empty(t, findings())
 
 	// Negative control: a column that is not there, on a path that no call takes.
-	exec(t, db.Pool, `
+	pgtest.Exec(t, db.Pool, `
 		CREATE FUNCTION rate_limit_broken() RETURNS bigint LANGUAGE plpgsql AS $$
 		BEGIN
 			IF false THEN
@@ -44,6 +48,6 @@ func TestFunctionsPassPlpgsqlCheck(t *testing.T) {
 			END IF;
 			RETURN 1;
 		END $$`)
-	require.EqualValues(t, 1, scalar[int64](t, db.Pool, "SELECT rate_limit_broken()"))
+	require.EqualValues(t, 1, pgtest.Scalar[int64](t, db.Pool, "SELECT rate_limit_broken()"))
 	require.Len(t, findings(), 1)
 }

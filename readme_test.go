@@ -2,33 +2,83 @@ package ratelimit_test
 
 import (
 	"os"
+	"path/filepath"
+	"regexp"
 	"strings"
 	"testing"
 
 	"github.com/stretchr/testify/require"
 )
 
-// TestReadmeShowsCompiledCode compares each Go block of README.md with the examples, so that what README shows compiles: a block is
-// lines of one of them, whatever their indentation.
-func TestReadmeShowsCompiledCode(t *testing.T) {
+// TestDocumentsShowCompiledCode compares each Go block of README.md and docs/ with the examples, so what they show
+// compiles. A block consists of lines of one example, whatever their indentation.
+func TestDocumentsShowCompiledCode(t *testing.T) {
 	t.Parallel()
-	readme, err := os.ReadFile("README.md")
-	require.NoError(t, err)
 	var compiled string
-	for _, file := range []string{"example_test.go", "cleanup/example_test.go", "httplimit/example_test.go", "examples/hello/main.go"} {
+	for _, file := range []string{
+		"example_test.go", "cleanup/example_test.go", "httplimit/example_test.go", "examples/hello/main.go",
+		"grpclimit/example_test.go", "integration_test/frameworks/recipes_test.go",
+		"integration_test/metrics/application_test.go", "ratelimittest/handler_test.go",
+	} {
 		code, err := os.ReadFile(file)
 		require.NoError(t, err)
 		compiled += withoutIndentation(string(code))
 	}
-
-	blocks := strings.Split(string(readme), "```go\n")[1:]
-	require.NotEmpty(t, blocks)
-	for _, block := range blocks {
-		code, _, closed := strings.Cut(block, "```")
-		require.True(t, closed)
-		require.Contains(t, compiled, withoutIndentation(code))
+	documents, err := filepath.Glob("docs/*.md")
+	require.NoError(t, err)
+	var blocks int
+	for _, file := range append(documents, "README.md") {
+		document, err := os.ReadFile(file)
+		require.NoError(t, err)
+		for _, block := range strings.Split(string(document), "```go\n")[1:] {
+			code, _, closed := strings.Cut(block, "```")
+			require.True(t, closed, file)
+			require.Contains(t, compiled, withoutIndentation(code), file)
+			blocks++
+		}
 	}
+	require.Greater(t, blocks, 10)
 	require.NotContains(t, compiled, withoutIndentation("func notThere() {}"))
+}
+
+// Every link within README.md and docs/ leads to a file, and to a heading of it.
+func TestLinksLeadSomewhere(t *testing.T) {
+	t.Parallel()
+	documents, err := filepath.Glob("docs/*.md")
+	require.NoError(t, err)
+	links := 0
+	for _, file := range append(documents, "README.md") {
+		document, err := os.ReadFile(file)
+		require.NoError(t, err)
+		for _, link := range regexp.MustCompile(`\]\(([^)]+)\)`).FindAllStringSubmatch(string(document), -1) {
+			if strings.Contains(link[1], "://") {
+				continue
+			}
+			target, heading, _ := strings.Cut(link[1], "#")
+			path := file
+			if target != "" {
+				path = filepath.Join(filepath.Dir(file), target)
+			}
+			_, err := os.Stat(path)
+			require.NoError(t, err, "%s: %s", file, link[1])
+			if heading != "" {
+				text, err := os.ReadFile(path)
+				require.NoError(t, err)
+				require.Contains(t, headings(string(text)), heading, "%s: %s", file, link[1])
+			}
+			links++
+		}
+	}
+	require.Greater(t, links, 30)
+}
+
+// headings are the anchors of a document's headings, as they are made of their texts.
+func headings(document string) (anchors []string) {
+	for _, heading := range regexp.MustCompile(`(?m)^#+ (.+)$`).FindAllStringSubmatch(document, -1) {
+		anchor := regexp.MustCompile(`[^a-z0-9 _-]`).ReplaceAllString(strings.ToLower(heading[1]), "")
+		anchors = append(anchors, strings.ReplaceAll(anchor, " ", "-"))
+	}
+	return anchors
 }
 
 func withoutIndentation(code string) string {

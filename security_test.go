@@ -17,23 +17,25 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
+	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// application returns a pool of a role that has the grants of the README and nothing else, and whose every connection does what
-// it can to be mistaken for the tables and functions: it has tables, types and functions of these names in pg_temp, and a
-// search_path that looks first into a schema that has them too, and operators and a clock of its own.
+// application returns a pool of a role that has the grants of docs/operating.md and nothing else. Every connection does
+// what it can to have other things mistaken for the tables and functions. It has tables, types and functions of
+// these names in pg_temp. Its search_path looks first into a schema that has them too, along with operators and a
+// clock of its own.
 func application(t *testing.T, db *pgtest.DB) *pgxpool.Pool {
 	t.Helper()
-	if !scalar[bool](t, db.Pool, "SELECT rolsuper FROM pg_roles WHERE rolname = current_user") {
-		t.Skip("needs a superuser, who can be another role") // never so on a server that the tests start
+	if !pgtest.Scalar[bool](t, db.Pool, "SELECT rolsuper FROM pg_roles WHERE rolname = current_user") {
+		t.Skip("foreign roles: the URL of the server has to name a superuser") // as on servers that the tests start
 	}
 	const role = "pg_monitor" // which every server has, and which may do nothing here
-	readme, err := os.ReadFile("README.md")
+	document, err := os.ReadFile("docs/operating.md")
 	require.NoError(t, err)
-	grants := regexp.MustCompile(`(?s)GRANT [^;]* TO app;`).FindAllString(string(readme), -1)
+	grants := regexp.MustCompile(`(?s)GRANT [^;]* TO app;`).FindAllString(string(document), -1)
 	require.Len(t, grants, 2)
-	exec(t, db.Pool, strings.ReplaceAll(strings.Join(grants, "\n"), "TO app;", "TO "+role+";"))
-	exec(t, db.Pool, "CREATE SCHEMA decoy AUTHORIZATION "+role)
+	pgtest.Exec(t, db.Pool, strings.ReplaceAll(strings.Join(grants, "\n"), "TO app;", "TO "+role+";"))
+	pgtest.Exec(t, db.Pool, "CREATE SCHEMA decoy AUTHORIZATION "+role)
 
 	decoys := func(schema string) string {
 		const columns = `(prefix text, key text, algorithm smallint DEFAULT 0, count bigint DEFAULT 0, prev_count bigint DEFAULT 0,
@@ -48,11 +50,11 @@ func application(t *testing.T, db *pgtest.DB) *pgxpool.Pool {
 			CREATE OR REPLACE FUNCTION $.rate_limit_all(integer[], text[], text[], boolean[], smallint[], bigint[], bigint[], bigint[], bigint[], bigint[],
 				integer, boolean, timestamptz, bigint[], bigint[], bigint[], bigint[], boolean)
 				RETURNS SETOF public.rate_limit_decision LANGUAGE sql AS 'SELECT NULL::public.rate_limit_decision WHERE false';
-			CREATE OR REPLACE FUNCTION $.rate_limit_late() RETURNS boolean LANGUAGE sql AS 'SELECT true';
+			CREATE OR REPLACE FUNCTION $._rate_limit_late() RETURNS boolean LANGUAGE sql AS 'SELECT true';
 			CREATE OR REPLACE FUNCTION $.yes(bigint, bigint) RETURNS boolean LANGUAGE sql AS 'SELECT true';`,
 			"ephemeral", "durable"), "$", schema)
 	}
-	exec(t, db.Pool, "SET ROLE "+role+";"+decoys("decoy")+`
+	pgtest.Exec(t, db.Pool, "SET ROLE "+role+";"+decoys("decoy")+`
 		CREATE OPERATOR decoy.<= (FUNCTION = decoy.yes, LEFTARG = bigint, RIGHTARG = bigint);
 		CREATE OPERATOR decoy.>= (FUNCTION = decoy.yes, LEFTARG = bigint, RIGHTARG = bigint);
 		RESET ROLE`)
@@ -64,8 +66,8 @@ func application(t *testing.T, db *pgtest.DB) *pgxpool.Pool {
 			return err
 		}
 	})
-	require.Equal(t, role, scalar[string](t, pool, "SELECT current_user"))
-	require.Equal(t, 2001, scalar[time.Time](t, pool, "SELECT clock_timestamp()").Year()) // the decoys are in place
+	require.Equal(t, role, pgtest.Scalar[string](t, pool, "SELECT current_user"))
+	require.Equal(t, 2001, pgtest.Scalar[time.Time](t, pool, "SELECT clock_timestamp()").Year()) // the decoys are in place
 	return pool
 }
 
@@ -82,21 +84,22 @@ func TestApplicationsDecoysChangeNoDecision(t *testing.T) {
 		require.NoError(t, err)
 		for _, step := range steps {
 			limiter := newLimiter(t, pool, Config{
-				Name: fmt.Sprint(story, step.name), Policy: step.policy, Durable: step.durable, Schema: "public", Timeout: amply,
-				Test: frozen(time.UnixMicro(step.clock)),
+				Name: fmt.Sprint(
+					story,
+					step.name,
+				), Policy: step.policy, Durable: step.durable, Client: ClientConfig{Schema: "public", Timeout: amply, Test: frozen(time.UnixMicro(step.clock))},
 			})
 			got := slices.Clone(step.elements)
-			require.NoError(t, limiter.decide(t.Context(), pool, got, settings{}), "%s=%d", seedVariable, seed)
+			require.NoError(t, limiter.decide(t.Context(), pool, got, transaction{}), "%s=%d", seedVariable, seed)
 			for i, want := range step.elements {
 				got, want := got[i].decision, want.decision
 				got.decidedAt = got.decidedAt.UTC()
-				got.state, want.state = used(got.state, algorithm(step.policy)), used(want.state, algorithm(step.policy))
 				require.Equal(t, want, got, "%s=%d: %v", seedVariable, seed, step)
 			}
 		}
 	}
 	for _, decoy := range []string{"decoy.rate_limit_ephemeral", "decoy.rate_limit_durable"} {
-		require.Zero(t, scalar[int](t, db.Pool, "SELECT count(*) FROM "+decoy))
+		require.Zero(t, pgtest.Scalar[int](t, db.Pool, "SELECT count(*) FROM "+decoy))
 	}
 }
 
@@ -109,10 +112,16 @@ func TestApplicationNeedsNothingButExecute(t *testing.T) {
 	pool := application(t, db)
 	for name, policy := range slowPolicies(limit) {
 		for _, durable := range []bool{false, true} {
-			config := Config{Name: name, Policy: policy, Durable: durable, SynchronousCommit: durable, Schema: "public", Timeout: amply}
+			config := Config{
+				Name:              name,
+				Policy:            policy,
+				Durable:           durable,
+				SynchronousCommit: durable,
+				Client:            ClientConfig{Schema: "public", Timeout: amply},
+			}
 			limiters := []*Limiter{newLimiter(t, pool, config), newLimiter(t, pool, config)}
 			results, errs := make([]Result, 2*limit), make([]error, 2*limit)
-			together(len(errs), func(i int) { results[i], errs[i] = limiters[i%2].Allow(t.Context(), "key") })
+			testkit.Together(len(errs), func(i int) { results[i], errs[i] = limiters[i%2].Allow(t.Context(), "key") })
 			require.NoError(t, errors.Join(errs...))
 			admitted := 0
 			for _, result := range results {
@@ -143,12 +152,16 @@ func TestFunctionsWithoutTheirSearchPathTakeDecoys(t *testing.T) {
 
 	db := pgtest.New(t)
 	pool := application(t, db)
-	config := Config{Name: "test", Policy: FixedWindow{Limit: 10, Window: year}, Schema: "public", Timeout: amply}
+	config := Config{
+		Name:   "test",
+		Policy: FixedWindow{Limit: 10, Window: year},
+		Client: ClientConfig{Schema: "public", Timeout: amply},
+	}
 	_, err := newLimiter(t, pool, config).Allow(t.Context(), "key")
 	require.NoError(t, err)
 	require.EqualValues(t, 1, taken(t, db.Pool, config, "key"))
 
-	exec(t, db.Pool, "ALTER FUNCTION rate_limit_fixed_window RESET search_path")
+	pgtest.Exec(t, db.Pool, "ALTER FUNCTION rate_limit_fixed_window RESET search_path")
 	pool.Reset()
 	_, err = newLimiter(t, pool, config).Allow(t.Context(), "key")
 	stored := taken(t, db.Pool, config, "key")

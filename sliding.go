@@ -1,81 +1,66 @@
 package ratelimit
 
 import (
-	_ "embed"
-	"fmt"
 	"time"
+
+	"github.com/pgratelimit/ratelimit/internal/algorithm"
 )
 
-// SlidingWindow admits Limit in any Window, as estimated from two counters: what was taken in the current window, and what
-// was taken in the one before, times the share of that one which a window ending now still covers. It smooths the edge
-// that a [FixedWindow] has, for the same two numbers per key; the estimate is exact for traffic that is spread evenly over the
-// window before. The comparison itself is exact, in whole microseconds.
+// SlidingWindow admits Limit in any Window, estimated from two counters. They are what was taken in the current
+// window, and what was taken in the one before, times the share of it that a window ending now still covers. This
+// smooths the edge of a [FixedWindow], with the same two numbers per key. The estimate is exact for traffic that
+// was spread evenly over the window before. The comparison is always exact, in whole microseconds.
 //
-// A window starts at a key's first request after two windows without any; while requests go on, windows follow each other
-// without a gap. Let e be the time since the current one started: a request of cost n is allowed if
+// A window starts at a key's first request after two windows without any. While requests go on, windows follow
+// each other without a gap. A request of cost n, at time e of the current window, is allowed if
 //
 //	prev × (Window − e) + (count + n) × Window ≤ Limit × Window
 //
-// With SlidingWindow{Limit: 50, Window: time.Minute}, 40 taken in the window before and 10 in this one, which is 15 s old:
-// 40 × 0.75 + 10 = 40, and 10 more are allowed. With a Limit of 10 per minute, and 10 taken at 0 s, a request at 5 s is told
-// to retry after 61 s: at 60 s all 10 still count, and at 66 s nine tenths of them do.
+// With SlidingWindow{Limit: 50, Window: time.Minute}, 40 taken in the window before and 10 in this one, which is
+// 15 s old: 40 × 0.75 + 10 = 40, and 10 more are allowed. With 10 a minute, all taken at 0 s, a request at 5 s is
+// told to retry after 61 s: at 60 s all 10 still count, and at 66 s nine tenths of them do.
 type SlidingWindow struct {
-	// Limit is how much a window admits, in units of cost: at least 1, and Limit × Window in microseconds at most 2^62.
-	Limit int64
-	// Window is the length of a window: whole microseconds, from 1 µs to 2^51 µs (71 years).
-	Window time.Duration
+	Limit  int64         // in units of cost: at least 1, and Limit × Window in microseconds at most 2^62
+	Window time.Duration // whole microseconds, from 1 µs to 2^51 µs (71 years)
 }
 
-var _ Policy = SlidingWindow{}
+var _ model = SlidingWindow{}
 
-//go:embed sql/call/sliding.sql
-var slidingStatement string
+func (p SlidingWindow) String() string { return p.numbers().String() }
 
-// String is the policy as [ParsePolicy] reads it: sliding 100/1m.
-func (p SlidingWindow) String() string {
-	return fmt.Sprintf("sliding %d/%s", p.Limit, spanText(p.Window))
+func (p SlidingWindow) models() []model { return []model{p} }
+func (p SlidingWindow) validate() error { return validateWindow(p.Limit, p.Window) }
+func (p SlidingWindow) lasts() int64    { return 2 * micros(p.Window) }
+
+func (p SlidingWindow) numbers() algorithm.Numbers {
+	return algorithm.Numbers{Algorithm: algorithm.SlidingWindow, Limit: p.Limit, Span: p.Window}
 }
-
-func (p SlidingWindow) validate() error   { return validateWindow(p.Limit, p.Window) }
-func (p SlidingWindow) limit() int64      { return p.Limit }
-func (p SlidingWindow) statement() string { return slidingStatement }
-func (p SlidingWindow) numbers() []any    { return []any{p.Limit, micros(p.Window)} }
 
 func (p SlidingWindow) resetAfter(last decision, units int64) int64 {
-	return creditResetAfter(last, last.state.credit, units, 2*micros(p.Window))
-}
-
-func (p SlidingWindow) grant(s state, clock, n int64) (state, decision) {
-	s = rollForward(p, s, clock)
-	s = withCredit(s, max(clock, s.windowStart), 2*micros(p.Window), n)
-	return afterGrant(p, s, clock)
+	return creditResetAfter(last, last.state.credit, units, p.lasts())
 }
 
 func (p SlidingWindow) refund(s state, clock int64, t take) (state, decision) {
-	row := rollForward(p, s, clock)
-	back := int64(0)
-	switch t.in {
-	case row.windowStart:
-		back = min(t.units-t.spent, row.count)
-		row.count -= back
-	case row.windowStart - micros(p.Window):
-		back = min(t.units-t.spent, row.prevCount)
-		row.prevCount -= back
-	}
-	row, credited := withCreditBack(row, max(clock, row.windowStart), 2*micros(p.Window), t)
-	return afterRefund(p, s, row, clock, back > 0 || credited)
-}
-
-func (p SlidingWindow) scaled(share float64) Policy {
-	p.Limit = shareOf(p.Limit, share)
-	return p
-}
-
-func (p SlidingWindow) decide(s state, clock, n int64) (state, decision) {
 	window := micros(p.Window)
-	stored, moved := s, false
+	rolled, _ := p.roll(s, clock)
+	back := int64(0)
+	switch from := rolled.windowStart - s.windowStart; {
+	case from == 0 && t.in == s.windowStart:
+		back = min(t.units-t.spent, rolled.count)
+		s.count -= back
+	case from == 0 && t.in == s.windowStart-window:
+		back = min(t.units-t.spent, rolled.prevCount)
+		s.prevCount -= back
+	case from == window && t.in == s.windowStart: // a window later than the row, which stays as it is
+		back = min(t.units-t.spent, rolled.prevCount)
+		s.count -= back
+	}
+	s, credited := withCreditBack(s, rolled, max(clock, rolled.windowStart), p.lasts(), t)
+	return afterRefund(p, s, clock, back > 0 || credited)
+}
 
-	// Roll the row forward to the clock.
+func (p SlidingWindow) roll(s state, clock int64) (rolled state, moved bool) {
+	window := micros(p.Window)
 	if clock >= s.expiresAt || s.count == 0 && s.prevCount == 0 && s.credit == 0 {
 		s = state{windowStart: clock, expiresAt: s.expiresAt}
 	} else if s.windowStart-clock > window { // the clock has jumped back: keep the usage, from now on
@@ -95,15 +80,22 @@ func (p SlidingWindow) decide(s state, clock, n int64) (state, decision) {
 		s.prevCount, s.count = s.count, 0
 		s.windowStart += window
 	}
+	return s, moved
+}
 
-	// A denial writes nothing, but for a row that the clock has left behind: unwritten, it would deny for ever.
+func (p SlidingWindow) decide(s state, clock, n int64) (state, decision) {
+	window, stored := micros(p.Window), s
+	s, moved := p.roll(s, clock)
+	t := max(clock, s.windowStart)
+
+	// A denial writes nothing, except to a row that the clock has left behind. Left as it is, it would deny for ever.
 	changed := moved && 0 < n && n <= p.Limit
 
-	// rest is how long the current window still lasts, and so how much of the window before is still covered;
+	// rest is how long the current window still lasts, and so how much of the window before is still covered.
 	// weight is what that one still weighs, rounded up.
 	rest := s.windowStart + window - t
 	weight := p.Limit
-	// A prevCount that an older, larger limit has left could overflow the product; this asks by division.
+	// A prevCount that an older, larger limit has left could overflow the product, so this divides.
 	if s.prevCount == 0 || rest <= p.Limit*window/s.prevCount {
 		weight = ceilDiv(s.prevCount*rest, window)
 	}
@@ -127,7 +119,7 @@ func (p SlidingWindow) decide(s state, clock, n int64) (state, decision) {
 		// It fits into this window, once prevCount × rest has fallen to what is left of Limit × Window.
 		d.retryAfter = min(t+rest-(p.Limit-s.count-ask)*window/s.prevCount, s.expiresAt) - clock
 	default:
-		// Only into the next window, where count takes the place of prevCount.
+		// It fits only into the next window, where count takes the place of prevCount.
 		d.retryAfter = min(t+rest+window-(p.Limit-ask)*window/s.count, s.expiresAt) - clock
 	}
 	switch {

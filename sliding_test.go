@@ -169,7 +169,8 @@ func TestSlidingWindowRetryAfterLooksIntoTheNextWindow(t *testing.T) {
 	}
 }
 
-// Bug 9 of the peers: in 64 bits, the product of a count and a time of this size once became negative, and everything passed.
+// Bug 9 of the peers: in 64 bits, the product of a count and a time of this size once became negative, and
+// everything passed.
 func TestSlidingWindowProductsNeverOverflow(t *testing.T) {
 	t.Parallel()
 	playModel(t, SlidingWindow{2048, maxSpan * time.Microsecond}, state{},
@@ -288,7 +289,8 @@ func TestSlidingWindowShorterWindowAppliesAtOnce(t *testing.T) {
 	}
 }
 
-// The clock jumps back, and the window has become longer: the row that is pulled back starts anew, under the new window.
+// The clock jumps back, and the window has become longer. The row that is pulled back starts anew, under the new
+// window.
 func TestSlidingWindowLongerWindowAfterAJumpBack(t *testing.T) {
 	t.Parallel()
 	s := playModel(t, SlidingWindow{10, time.Second}, state{}, modelStep{at("12:01:31"), 10, granted(0, 2*second)})
@@ -310,7 +312,7 @@ func TestSlidingWindowExpiredRowEqualsNoRow(t *testing.T) {
 
 func TestSlidingWindowProperties(t *testing.T) {
 	t.Parallel()
-	testModelProperties(t, func(d dice) Policy {
+	testModelProperties(t, func(d dice) model {
 		limit, window := d.window()
 		return SlidingWindow{limit, window}
 	})
@@ -357,7 +359,7 @@ func (m *slowSliding) state(t int64) state {
 
 func TestSlidingWindowEqualsTheDesignInRationals(t *testing.T) {
 	t.Parallel()
-	testAgainstSlowModel(t, func(d dice) (Policy, slowModel) {
+	testAgainstSlowModel(t, func(d dice) (model, slowModel) {
 		limit, window := d.window()
 		return SlidingWindow{limit, window}, &slowSliding{limit: limit, window: micros(window)}
 	})
@@ -386,20 +388,14 @@ func TestSlidingWindowWeightedSumNeverExceedsTheLimit(t *testing.T) {
 
 func TestSlidingWindowNeverGrantsMoreThanTheClockGives(t *testing.T) {
 	t.Parallel()
-	testNeverMoreThanTheClockGives(t, func(d dice) (p Policy, first, rate, span int64, whole bool) {
+	testNeverMoreThanTheClockGives(t, func(d dice) (p model, first, rate, span int64, whole bool) {
 		limit, window := d.window()
 		return SlidingWindow{limit, window}, limit, limit, micros(window), true
 	})
 }
 
 func FuzzSlidingWindow(f *testing.F) {
-	f.Add(int64(10), minute, int64(20), minute, []byte("a request at each of some clocks, at some costs"))
-	f.Add(int64(2048), int64(maxSpan), int64(1), int64(1), []byte("\x00\x01\x02\x03\x04\x05\x06\x07\x08\x09\x0a\x0b\x0c\x0d\x0e\x0f"))
-	f.Add(int64(maxProduct), int64(1), int64(2048), int64(maxSpan), []byte("\xff\xfe\xfd\xfc\xfb\xfa\xf9\xf8\xf7\xf6\xf5\xf4\xf3\xf2\xf1\xf0"))
-	f.Add(int64(1), int64(3), int64(3), int64(1), []byte("the clock steps back and the policy changes"))
-	f.Fuzz(func(t *testing.T, limit, window, limit2, window2 int64, steps []byte) {
-		fuzzModel(t, steps, SlidingWindow{limit, duration(window)}, SlidingWindow{limit2, duration(window2)})
-	})
+	fuzzWindows(f, func(limit int64, window time.Duration) model { return SlidingWindow{limit, window} })
 }
 
 // Found by TestSQLEqualsModel: the count and the cost, both of 2^62, added up to less than nothing.

@@ -58,7 +58,7 @@ const chartTemplate = `<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 880 
 
 // chartLine is a policy that decides the traffic.
 type chartLine struct {
-	Policy
+	model
 	Path  string // of the line
 	Most  int64  // in any minute
 	state state
@@ -93,8 +93,8 @@ func TestChartOfSlidingLogAndSlidingWindow(t *testing.T) {
 		Requests, TooEarly int
 		Ticks              []tick
 	}{
-		Log:    &chartLine{Policy: SlidingLog{chartLimit, time.Minute}},
-		Window: &chartLine{Policy: SlidingWindow{chartLimit, time.Minute}},
+		Log:    &chartLine{model: SlidingLog{chartLimit, time.Minute}},
+		Window: &chartLine{model: SlidingWindow{chartLimit, time.Minute}},
 	}
 	for minutes := 0; minutes*60 <= chartSeconds; minutes += 2 {
 		chart.Ticks = append(chart.Ticks, tick{chartLeft + minutes*60, fmt.Sprintf("%d min", minutes)})

@@ -194,11 +194,12 @@ func TestSlidingLogShorterWindowAppliesAtOnce(t *testing.T) {
 	playModel(t, shorter, s,
 		modelStep{at("12:20:30"), 3, denied(2, 30*second, 30*second)},
 		modelStep{at("12:21:00"), 3, granted(0, minute)})
-	// What has left the shorter window is gone once something was taken; a denial takes nothing, so until then it is there.
+	// What has left the shorter window is gone once something was taken. A denial takes nothing, so until then it
+	// is still there.
 	playModel(t, longer, s, modelStep{at("12:20:30"), 1, denied(0, 39*minute+30*second, 59*minute+30*second)})
 	s = playModel(t, shorter, s, modelStep{at("12:20:30"), 1, granted(1, minute)})
 	playModel(t, longer, s, modelStep{at("12:20:30"), 2, denied(1, minute, minute)})
-	// The same of a row that a denial pulls back to the clock: two have left.
+	// The same for a row that a denial pulls back to the clock. Two entries have left.
 	s = playModel(t, shorter, s, modelStep{at("12:20:40"), 1, granted(0, minute)})
 	playModel(t, SlidingLog{3, 10 * time.Second}, s,
 		modelStep{at("12:20:00"), 3, denied(2, 10*second, 10*second)},
@@ -208,7 +209,12 @@ func TestSlidingLogShorterWindowAppliesAtOnce(t *testing.T) {
 func TestSlidingLogExpiredRowEqualsNoRow(t *testing.T) {
 	t.Parallel()
 	p := SlidingLog{10, time.Minute}
-	row := state{count: 10, windowStart: c0, expiresAt: c5, log: entries("").with(c0, 10)} // a window of 5 s has left it
+	row := state{
+		count:       10,
+		windowStart: c0,
+		expiresAt:   c5,
+		log:         entries("").with(c0, 10),
+	} // a window of 5 s has left it
 	require.False(t, equalsNoRow(p, row, c5-1))
 	for _, clock := range []int64{c5, c5 + 1, c0 + minute - 1, c0 + minute, c0 + hour} {
 		require.True(t, equalsNoRow(p, row, clock))
@@ -217,7 +223,7 @@ func TestSlidingLogExpiredRowEqualsNoRow(t *testing.T) {
 
 func TestSlidingLogProperties(t *testing.T) {
 	t.Parallel()
-	testModelProperties(t, func(d dice) Policy { return d.log() })
+	testModelProperties(t, func(d dice) model { return d.log() })
 }
 
 // slowLog is the definition: what was taken within the window before t, and n, are at most the limit.
@@ -251,7 +257,7 @@ func (m *slowLog) state(t int64) state {
 
 func TestSlidingLogEqualsItsDefinition(t *testing.T) {
 	t.Parallel()
-	testAgainstSlowModel(t, func(d dice) (Policy, slowModel) {
+	testAgainstSlowModel(t, func(d dice) (model, slowModel) {
 		p := d.log()
 		return p, &slowLog{limit: p.Limit, window: micros(p.Window)}
 	})
@@ -259,7 +265,7 @@ func TestSlidingLogEqualsItsDefinition(t *testing.T) {
 
 func TestSlidingLogNeverGrantsMoreThanTheClockGives(t *testing.T) {
 	t.Parallel()
-	testNeverMoreThanTheClockGives(t, func(d dice) (p Policy, first, rate, span int64, whole bool) {
+	testNeverMoreThanTheClockGives(t, func(d dice) (p model, first, rate, span int64, whole bool) {
 		log := d.log()
 		return log, log.Limit, log.Limit, micros(log.Window), true
 	})
@@ -267,8 +273,20 @@ func TestSlidingLogNeverGrantsMoreThanTheClockGives(t *testing.T) {
 
 func FuzzSlidingLog(f *testing.F) {
 	f.Add(int64(10), minute, int64(20), minute, []byte("a request at each of some clocks, at some costs"))
-	f.Add(int64(1000), int64(maxSpan), int64(1), int64(1), []byte("\x00\x01\x02\x03\x04\x05\x06\x07\x08\x09\x0a\x0b\x0c\x0d\x0e\x0f"))
-	f.Add(int64(1000), int64(1), int64(999), int64(maxSpan), []byte("\xff\xfe\xfd\xfc\xfb\xfa\xf9\xf8\xf7\xf6\xf5\xf4\xf3\xf2\xf1\xf0"))
+	f.Add(
+		int64(1000),
+		int64(maxSpan),
+		int64(1),
+		int64(1),
+		[]byte("\x00\x01\x02\x03\x04\x05\x06\x07\x08\x09\x0a\x0b\x0c\x0d\x0e\x0f"),
+	)
+	f.Add(
+		int64(1000),
+		int64(1),
+		int64(999),
+		int64(maxSpan),
+		[]byte("\xff\xfe\xfd\xfc\xfb\xfa\xf9\xf8\xf7\xf6\xf5\xf4\xf3\xf2\xf1\xf0"),
+	)
 	f.Add(int64(1), int64(3), int64(3), int64(1), []byte("the clock steps back and the policy changes"))
 	f.Fuzz(func(t *testing.T, limit, window, limit2, window2 int64, steps []byte) {
 		fuzzModel(t, steps, SlidingLog{limit, duration(window)}, SlidingLog{limit2, duration(window2)})
@@ -282,32 +300,56 @@ func TestLongLogsEqualTheModel(t *testing.T) {
 	policy := SlidingLog{Limit: maxLogLimit, Window: duration(window)}
 	for _, durable := range []bool{false, true} {
 		var steps []step
-		ask := func(p Policy, clock int64, elements ...element) {
+		ask := func(p model, clock int64, elements ...element) {
 			steps = append(steps, step{policy: p, durable: durable, name: "a", clock: clock, elements: elements})
 		}
 		for i := range int64(window + 20) { // then each is taken when another one leaves
 			ask(policy, c0+i, element{key: "x", cost: 1, count: 1})
 		}
 		for i := range int64(window / 2) {
-			ask(policy, c0+2*window+i, element{key: "x", cost: 2, count: 1}, element{key: "x", cost: 900, count: 1}, element{key: "y", cost: 1, count: 1})
+			ask(
+				policy,
+				c0+2*window+i,
+				element{key: "x", cost: 2, count: 1},
+				element{key: "x", cost: 900, count: 1},
+				element{key: "y", cost: 1, count: 1},
+			)
 		}
-		ask(policy, c0+2*window, element{key: "x", cost: 3, count: 1}, element{key: "x", cost: 0, count: 1})         // the clock steps back
-		ask(policy, c0-window, element{key: "x", cost: 3, count: 1}, element{key: "x", cost: 1, count: 1})           // and jumps
-		ask(SlidingLog{Limit: 500, Window: duration(window)}, c0-window+200, element{key: "x", cost: 100, count: 1}) // not yet
+		ask(
+			policy,
+			c0+2*window,
+			element{key: "x", cost: 3, count: 1},
+			element{key: "x", cost: 0, count: 1},
+		) // the clock steps back
+		ask(
+			policy,
+			c0-window,
+			element{key: "x", cost: 3, count: 1},
+			element{key: "x", cost: 1, count: 1},
+		) // and jumps
+		ask(
+			SlidingLog{Limit: 500, Window: duration(window)},
+			c0-window+200,
+			element{key: "x", cost: 100, count: 1},
+		) // not yet
 		ask(policy, c0-window+200, element{key: "x", cost: 100, count: 3})
-		ask(SlidingLog{Limit: maxLogLimit, Window: duration(window / 4)}, c0-window+200, element{key: "x", cost: 100, count: 3})
+		ask(
+			SlidingLog{Limit: maxLogLimit, Window: duration(window / 4)},
+			c0-window+200,
+			element{key: "x", cost: 100, count: 3},
+		)
 		ask(FixedWindow{Limit: 10, Window: duration(window)}, c0-window+200, element{key: "x", cost: 1, count: 1})
 		ask(policy, c0-window+200, element{key: "x", cost: 1, count: 1})
 
 		pool := pgtest.New(t).Pool
 		require.NoError(t, replay(t.Context(), pool, "", steps[:window], 50))
-		require.Equal(t, maxLogLimit, scalar[int](t, pool, "SELECT max(cardinality(log)) FROM "+table(durable)))
-		exec(t, pool, "DELETE FROM "+table(durable))
+		require.Equal(t, maxLogLimit, pgtest.Scalar[int](t, pool, "SELECT max(cardinality(log)) FROM "+pgtest.Table(durable)))
+		pgtest.Exec(t, pool, "DELETE FROM "+pgtest.Table(durable))
 		require.NoError(t, replay(t.Context(), pool, "", steps, 50))
 	}
 }
 
-// What the stories of TestSQLEqualsModel come by too rarely for their controls.
+// Cases that the stories of TestSQLEqualsModel meet too rarely for their controls.
 func TestRareStepsOfLogsEqualTheModel(t *testing.T) {
 	t.Parallel()
 	policy := SlidingLog{Limit: 10, Window: time.Minute}
@@ -326,7 +368,7 @@ func TestRareStepsOfLogsEqualTheModel(t *testing.T) {
 	}{
 		"a refund of the newest entry moves the log's own time back, which what comes behind it goes by": {
 			[]step{ask(c0, 2), ask(c9, 6), giveBack},
-			"rate_limit_all", "s.window_start := t - (t - (s.log[newest] >> 10) & age_bits);", "",
+			"rate_limit_all", "r.window_start := t - (t - (r.log[newest] >> 10) & age_bits);", "",
 		},
 		"a denial waits for as many entries as the credit lacks": {
 			[]step{ask(c0, -5), ask(c1, 4), ask(c2, 8), ask(c4, 6)},
@@ -336,7 +378,7 @@ func TestRareStepsOfLogsEqualTheModel(t *testing.T) {
 		for _, broken := range []bool{false, true} {
 			db := pgtest.New(t)
 			if broken {
-				rewrite(t, db.Pool, test.function, test.right, test.wrong)
+				pgtest.Rewrite(t, db.Pool, test.function, test.right, test.wrong)
 			}
 			err := replay(t.Context(), db.Pool, "", test.steps, 10)
 			if !broken {
@@ -354,7 +396,11 @@ func TestEntriesAreThoseOfTheTable(t *testing.T) {
 	require.Empty(t, newEntries(nil))
 	log := newEntries([]int64{c0<<10 | 3, c2<<10 | 1000})
 	require.Equal(t, log, entries("").with(c0, 1).with(c0, 2).with(c2, 1000))
-	require.Equal(t, []int64{3, 1000, c5 - c0, c5 - c2}, []int64{log.units(0), log.units(1), log.age(0, c5), log.age(1, c5)})
+	require.Equal(
+		t,
+		[]int64{3, 1000, c5 - c0, c5 - c2},
+		[]int64{log.units(0), log.units(1), log.age(0, c5), log.age(1, c5)},
+	)
 	require.Equal(t, entries("").with(c1, 3).with(c3, 1000), log.shifted(c0-c1))
 
 	// Ages are right whatever the time.

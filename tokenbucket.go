@@ -1,66 +1,67 @@
 package ratelimit
 
 import (
-	_ "embed"
 	"fmt"
-	"math"
 	"time"
+
+	"github.com/pgratelimit/ratelimit/internal/algorithm"
 )
 
-// TokenBucket holds up to Capacity tokens, starts full, and gets Refill tokens, evenly, over every Every. A request of cost
-// n takes n tokens, or none if there are fewer. So bursts of Capacity pass, and Refill/Every in the long run.
+// TokenBucket holds up to Capacity tokens, starts full, and gets Refill tokens, evenly, over every Every. A
+// request of cost n takes n tokens, or none if there are fewer. So bursts of Capacity pass, and Refill/Every in
+// the long run. No refill is rounded: the bucket counts in units of 1/Every(µs) token, and exactly Refill of them
+// flow in each microsecond.
 //
-// No refill is rounded: the bucket counts in units of 1/Every(µs) token, of which exactly Refill flow in each microsecond.
-//
-// With TokenBucket{Capacity: 20, Refill: 5, Every: 10 * time.Second}, a new key may take 20 at once; then it gets one more every
-// 2 s, is told so by RetryAfter, and is full again 40 s after the last request.
+// With TokenBucket{Capacity: 20, Refill: 5, Every: 10 * time.Second}, a new key may take 20 at once. Then it gets
+// one more every 2 s, as RetryAfter tells, and is full again 40 s after the last request.
 type TokenBucket struct {
-	// Capacity is the size of the bucket, the largest burst: at least 1, and Capacity × Every in microseconds at most 2^62.
-	Capacity int64
-	// Refill is how many tokens flow in over Every: at least 1.
-	Refill int64
-	// Every is the time over which Refill tokens flow in: whole microseconds, at least 1 µs. To fill an empty bucket,
-	// Capacity × Every / Refill, may take at most 2^51 µs (71 years).
+	Capacity int64 // the largest burst: at least 1, and Capacity × Every in microseconds at most 2^62
+	Refill   int64 // the tokens that flow in over Every: at least 1
+	// Every is in whole microseconds, at least 1 µs. Filling the bucket, Capacity × Every / Refill, may take at most
+	// 2^51 µs (71 years).
 	Every time.Duration
 }
 
-var _ Policy = TokenBucket{}
+var _ model = TokenBucket{}
 
-// maxReturned is how much a bucket counts as given back before it forgets what was taken, lest the sum overflow.
+// maxReturned is how much given back a bucket counts before it forgets what was taken. More could overflow the
+// sum.
 const maxReturned = 1 << 61
 
-//go:embed sql/call/tokenbucket.sql
-var tokenBucketStatement string
+func (p TokenBucket) String() string { return p.numbers().String() }
 
-// String is the policy as [ParsePolicy] reads it: bucket 20 5/10s.
-func (p TokenBucket) String() string {
-	return fmt.Sprintf("bucket %d %d/%s", p.Capacity, p.Refill, spanText(p.Every))
+func (p TokenBucket) models() []model { return []model{p} }
+func (p TokenBucket) lasts() int64    { return p.fillTime(p.full()) }
+
+func (p TokenBucket) numbers() algorithm.Numbers {
+	return algorithm.Numbers{Algorithm: algorithm.TokenBucket, Limit: p.Capacity, Span: p.Every, Refill: p.Refill}
 }
 
 func (p TokenBucket) validate() error {
 	if p.Capacity < 1 {
-		return &ConfigError{Field: "Policy.Capacity", Reason: fmt.Sprintf("is %d, and must be at least 1", p.Capacity)}
+		return &ConfigError{
+			Field: "Config.Policy.Capacity", Reason: fmt.Sprintf("is %d, and must be at least 1", p.Capacity),
+		}
 	}
 	if p.Refill < 1 {
-		return &ConfigError{Field: "Policy.Refill", Reason: fmt.Sprintf("is %d, and must be at least 1", p.Refill)}
+		return &ConfigError{
+			Field: "Config.Policy.Refill", Reason: fmt.Sprintf("is %d, and must be at least 1", p.Refill),
+		}
 	}
-	if err := validateSpan("Policy.Every", p.Every); err != nil {
+	if err := validateSpan("Config.Policy.Every", p.Every); err != nil {
 		return err
 	}
 	if p.Capacity > maxProduct/micros(p.Every) {
-		return &ConfigError{Field: "Policy.Capacity", Reason: fmt.Sprintf(
-			"is %d with Every %v, outside the exact range: for this Every it may be at most %d", p.Capacity, p.Every, maxProduct/micros(p.Every))}
+		return &ConfigError{Field: "Config.Policy.Capacity", Reason: fmt.Sprintf(
+			"is %d with Every %v, outside the exact range: for this Every it may be at most %d",
+			p.Capacity, p.Every, maxProduct/micros(p.Every))}
 	}
 	if p.fillTime(p.full()) > maxSpan {
-		return &ConfigError{Field: "Policy.Refill", Reason: fmt.Sprintf(
+		return &ConfigError{Field: "Config.Policy.Refill", Reason: fmt.Sprintf(
 			"is %d every %v, which takes more than 71 years to fill a Capacity of %d", p.Refill, p.Every, p.Capacity)}
 	}
 	return nil
 }
-
-func (p TokenBucket) limit() int64      { return p.Capacity }
-func (p TokenBucket) statement() string { return tokenBucketStatement }
-func (p TokenBucket) numbers() []any    { return []any{p.Capacity, p.Refill, micros(p.Every)} }
 
 // full is the credit of a full bucket.
 func (p TokenBucket) full() int64 { return p.Capacity * micros(p.Every) }
@@ -68,80 +69,65 @@ func (p TokenBucket) full() int64 { return p.Capacity * micros(p.Every) }
 // fillTime is how many microseconds it takes until credit has flowed in.
 func (p TokenBucket) fillTime(credit int64) int64 { return ceilDiv(credit, p.Refill) }
 
-func (p TokenBucket) grant(s state, clock, n int64) (state, decision) {
-	s = rollForward(p, s, clock)
-	s.count = min(s.count+n, maxCredit)
-	s.expiresAt = s.windowStart + p.fillTime(p.full())
-	return afterGrant(p, s, clock)
-}
-
-// refund gives back what of a take has not flowed in again. The tokens that are missing are a queue: a take joins its end, refill
-// serves its front, and a refund leaves from where it stands. If nobody before it has left the queue since, a take of n that had
-// others of size b before it has b + n - refill of its own left; and if others have, at most b less was before it, but never less
-// than nothing. Not knowing where those stood who have left, refund takes them all to have stood before it, the worst case: that is
+// refund gives back what of a take has not flowed in again. The tokens that are missing are a queue: a take joins
+// its end, refill serves its front, and a refund leaves from where it stands. If nobody before it has left the
+// queue since, a take of n that had others of size b before it has b + n - refill of its own left; and if others
+// have, at most b less was before it, but never less than nothing. Not knowing where those stood who have left,
+// refund takes them all to have stood before it, the worst case: that is
 //
 //	max(b - returned since, 0) + n - refill since, and at most n
 //
-// Why this mints nothing: without the takes that are given back, the queue would be shorter by what is left of them at most, because
-// refill that has served them would have served others. So a bucket never holds more than it would hold without these takes.
+// Why this mints nothing: without the takes that are given back, the queue would be shorter by what is left of
+// them at most, because refill that has served them would have served others. So a bucket never holds more than it
+// would hold without these takes.
+//
+// A row that the clock has left behind gives nothing back: the next take makes it a new bucket, with another since.
 func (p TokenBucket) refund(s state, clock int64, k take) (state, decision) {
 	every, full := micros(p.Every), p.full()
-	row := rollForward(p, s, clock)
-	t := row.windowStart
-	if row.since != k.since || row.credit == full && row.count == 0 { // another bucket, or as good as new
-		return afterRefund(p, s, row, clock, false)
+	rolled, moved := p.roll(s, clock)
+	t := rolled.windowStart
+	if moved ||
+		// It was taken from under other numbers since.
+		s.scale != every || s.capacity != p.Capacity || s.refill != p.Refill ||
+		rolled.since != k.since || rolled.credit == full && rolled.count == 0 { // another bucket, or as good as new
+		return afterRefund(p, s, clock, false)
 	}
-	spent := min(k.spent, maxCredit-row.count)
+	spent := min(k.spent, maxCredit-s.count)
 	if spent > 0 {
-		row.count += spent
-		row.expiresAt = max(row.expiresAt, t+p.fillTime(full))
+		s.count += spent
+		s.expiresAt = max(s.expiresAt, t+p.lasts())
 	}
 	back := int64(0)
 	if 0 <= k.in && k.in <= t {
 		n := min(k.units-k.spent, p.Capacity) * every
-		left := min(max(max(k.at, 0)-row.returned, n), full) // but for refill
+		left := min(max(max(k.at, 0)-s.returned, n), full) // but for refill
 		if elapsed := t - k.in; elapsed <= left/p.Refill {
-			back = min(n, left-elapsed*p.Refill, full-row.credit)
+			back = min(n, left-elapsed*p.Refill, full-rolled.credit)
 		}
 	}
-	row.credit += back
-	row.returned += back
-	if row.returned > maxReturned {
-		row.since, row.returned = max(row.since+1, t), 0
+	s.credit += back
+	s.returned += back
+	if s.returned > maxReturned {
+		s.since, s.returned = max(s.since+1, t), 0
 	}
-	return afterRefund(p, s, row, clock, spent > 0 || back > 0)
+	return afterRefund(p, s, clock, spent > 0 || back > 0)
 }
 
 func (p TokenBucket) resetAfter(last decision, units int64) int64 {
-	if last.state.count > 0 || last.taken.spent > 0 { // there is granted credit, or was
-		return creditResetAfter(last, last.state.count, units, p.fillTime(p.full()))
+	if last.state.count > 0 || last.taken.spent > 0 { // there is granted credit, or there was
+		return creditResetAfter(last, last.state.count, units, p.lasts())
 	}
 	need := p.full() - last.state.credit
-	// What the two have in common is how far the row's time lies ahead of the clock, if it does.
+	// The first two differ by how far the row's time lies ahead of the clock, if it does.
 	return last.resetAfter - p.fillTime(need) + p.fillTime(need-units*micros(p.Every))
 }
 
-func (p TokenBucket) scaled(share float64) Policy {
-	p.Capacity = shareOf(p.Capacity, share)
-	// Every rather than Refill, of which a share might be less than 1; but no further than the exact range.
-	every := int64(min(math.Ceil(float64(micros(p.Every))/share), maxSpan))
-	every = min(every, maxProduct/p.Capacity)
-	if p.Refill < p.Capacity {
-		every = min(every, mulDiv(p.Refill, maxSpan, p.Capacity))
-	}
-	p.Every = duration(every)
-	return p
-}
-
-func (p TokenBucket) decide(s state, clock, n int64) (state, decision) {
+func (p TokenBucket) roll(s state, clock int64) (rolled state, moved bool) {
 	every, full := micros(p.Every), p.full()
-	stored, moved := s, false
-
-	// Roll the row forward to the clock.
 	if clock >= s.expiresAt {
 		s = state{credit: full, windowStart: clock, expiresAt: s.expiresAt}
 	} else {
-		if s.scale != every || s.capacity != p.Capacity || s.refill != p.Refill { // what was taken before stays taken
+		if s.scale != every || s.capacity != p.Capacity || s.refill != p.Refill { // what was taken stays taken
 			s.since, s.returned = max(s.since+1, s.windowStart, clock), 0
 		}
 		if s.scale != every { // the policy has changed: keep whole tokens, and the part of one, rounded down
@@ -166,7 +152,7 @@ func (p TokenBucket) decide(s state, clock, n int64) (state, decision) {
 	}
 	s.scale, s.capacity, s.refill = every, p.Capacity, p.Refill
 	t := max(clock, s.windowStart)
-	// Asked by division, because the product overflows after a long time.
+	// This divides, because the product overflows after a long time.
 	if s.credit < full && t-s.windowStart <= (full-s.credit-1)/p.Refill {
 		s.credit += (t - s.windowStart) * p.Refill
 	} else {
@@ -176,8 +162,16 @@ func (p TokenBucket) decide(s state, clock, n int64) (state, decision) {
 		}
 	}
 	s.windowStart = t
+	return s, moved
+}
 
-	// A denial writes nothing, but for a row that the clock has left behind: unwritten, it would deny for ever.
+func (p TokenBucket) decide(s state, clock, n int64) (state, decision) {
+	every, full, stored := micros(p.Every), p.full(), s
+	s, moved := p.roll(s, clock)
+	t := s.windowStart
+
+	// A denial writes nothing, except to a row that the clock has left behind. Left as it is, it would deny for
+	// ever.
 	changed := moved && 0 < n && n <= p.Capacity
 
 	room := s.credit / every
@@ -209,6 +203,7 @@ func (p TokenBucket) decide(s state, clock, n int64) (state, decision) {
 		stored = s
 	}
 	d.state = s
-	d.taken.units, d.taken.since, d.taken.in, d.taken.at = d.granted*n, s.since, s.windowStart, s.returned+full-s.credit
+	d.taken.units, d.taken.since, d.taken.in, d.taken.at =
+		d.granted*n, s.since, s.windowStart, s.returned+full-s.credit
 	return stored, d
 }

@@ -118,7 +118,8 @@ func TestTokenBucket(t *testing.T) {
 	}
 }
 
-// Bug 1 of the peers: those who floor the elapsed intervals and store the current time grant half of that.
+// Bug 1 of the peers: if they round the elapsed intervals down and store the current time, they grant half of
+// that.
 func TestTokenBucketCallEveryPartOfAnIntervalGetsTheFullRate(t *testing.T) {
 	t.Parallel()
 	for _, every := range []time.Duration{10 * time.Microsecond, time.Second, 24 * time.Hour} {
@@ -156,7 +157,7 @@ func TestTokenBucketRaisedLimitsHelpAtOnce(t *testing.T) {
 	playModel(t, TokenBucket{10, 4, time.Second}, s,
 		modelStep{c1, 5, denied(4, second/4, second+second/2)},
 		modelStep{c1, 4, granted(0, 10*second/4)})
-	// The tokens stay; there is more room for them. As the row was last written it is full at c0 + 10 s.
+	// The tokens stay, and there is more room for them. As the row was last written, it is full at c0 + 10 s.
 	playModel(t, TokenBucket{20, 1, time.Second}, s,
 		modelStep{c9, 10, denied(9, second, second)},
 		modelStep{c9, 1, granted(8, 12*second)},
@@ -225,7 +226,7 @@ func TestTokenBucketKeepsItsTokensWhenTheIntervalChanges(t *testing.T) {
 		modelStep{c0, 7, denied(6, second/1000, 4*second/1000)},
 		modelStep{c0, 6, granted(0, 10*second/1000)})
 
-	// Of two thirds of a token, rounded down: one half, two thirds, five eighths.
+	// Two thirds of a token, rounded down to each scale: one half, two thirds, five eighths.
 	s = playModel(t, TokenBucket{10, 1, 3 * time.Microsecond}, state{},
 		modelStep{c0, 10, granted(0, 30)},
 		modelStep{c0 + 8, 2, granted(0, 28)})
@@ -287,10 +288,11 @@ func TestTokenBucketExpiredRowEqualsNoRow(t *testing.T) {
 
 func TestTokenBucketProperties(t *testing.T) {
 	t.Parallel()
-	testModelProperties(t, func(d dice) Policy { return d.bucket() })
+	testModelProperties(t, func(d dice) model { return d.bucket() })
 }
 
-// slowBucket is design.md's: Refill tokens flow in evenly over every Every, up to Capacity; a new key starts full.
+// slowBucket follows design.md: Refill tokens flow in evenly over every Every, up to Capacity. A new key starts
+// full.
 type slowBucket struct {
 	TokenBucket
 	last   int64
@@ -322,7 +324,7 @@ func (m *slowBucket) state(t int64) state {
 
 func TestTokenBucketEqualsTheDesignInRationals(t *testing.T) {
 	t.Parallel()
-	testAgainstSlowModel(t, func(d dice) (Policy, slowModel) {
+	testAgainstSlowModel(t, func(d dice) (model, slowModel) {
 		p := d.bucket()
 		return p, &slowBucket{TokenBucket: p}
 	})
@@ -336,7 +338,8 @@ func TestTokenBucketNeverGrantsMoreThanCapacityAndRefillInAnyInterval(t *testing
 		var s state
 		var last decision
 		clock := d.magnitude(0, 1<<52)
-		// Of an interval that ends now, what was granted in it less what has flowed in is the largest since the level was lowest.
+		// Consider every interval that ends now, and what was granted in it less what has flowed in. That is
+		// largest for the interval that began when the level was lowest.
 		level, lowest := new(big.Rat), new(big.Rat)
 		for range 40 {
 			was := clock
@@ -349,27 +352,56 @@ func TestTokenBucketNeverGrantsMoreThanCapacityAndRefillInAnyInterval(t *testing
 			n := d.cost(p.Capacity, peek(p, s, clock).remaining)
 			s, last = p.decide(s, clock, n)
 			level.Add(level, rat(last.granted*n))
-			require.LessOrEqual(t, new(big.Rat).Sub(level, lowest).Cmp(rat(p.Capacity)), 0, "%+v: %d at %d", p, n, clock)
+			require.LessOrEqual(
+				t,
+				new(big.Rat).Sub(level, lowest).Cmp(rat(p.Capacity)),
+				0,
+				"%+v: %d at %d",
+				p,
+				n,
+				clock,
+			)
 		}
 	}
 }
 
 func TestTokenBucketNeverGrantsMoreThanTheClockGives(t *testing.T) {
 	t.Parallel()
-	testNeverMoreThanTheClockGives(t, func(d dice) (p Policy, first, rate, span int64, whole bool) {
+	testNeverMoreThanTheClockGives(t, func(d dice) (p model, first, rate, span int64, whole bool) {
 		b := d.bucket()
 		return b, b.Capacity, b.Refill, micros(b.Every), false
 	})
 }
 
 func FuzzTokenBucket(f *testing.F) {
-	f.Add(int64(10), int64(1), second, int64(20), int64(5), 10*second, []byte("a request at each of some clocks, at some costs"))
+	f.Add(
+		int64(10),
+		int64(1),
+		second,
+		int64(20),
+		int64(5),
+		10*second,
+		[]byte("a request at each of some clocks, at some costs"),
+	)
 	f.Add(int64(2048), int64(2048), int64(maxSpan), int64(3), int64(3), int64(7),
 		[]byte("\x00\x01\x02\x03\x04\x05\x06\x07\x08\x09\x0a\x0b\x0c\x0d\x0e\x0f"))
 	f.Add(int64(maxProduct), int64(math.MaxInt64), int64(1), int64(maxProduct), int64(2048), int64(1),
 		[]byte("\xff\xfe\xfd\xfc\xfb\xfa\xf9\xf8\xf7\xf6\xf5\xf4\xf3\xf2\xf1\xf0"))
-	f.Add(int64(2), int64(7), int64(5), int64(5), int64(2), int64(3), []byte("the clock steps back and the policy changes"))
+	f.Add(
+		int64(2),
+		int64(7),
+		int64(5),
+		int64(5),
+		int64(2),
+		int64(3),
+		[]byte("the clock steps back and the policy changes"),
+	)
 	f.Fuzz(func(t *testing.T, capacity, refill, every, capacity2, refill2, every2 int64, steps []byte) {
-		fuzzModel(t, steps, TokenBucket{capacity, refill, duration(every)}, TokenBucket{capacity2, refill2, duration(every2)})
+		fuzzModel(
+			t,
+			steps,
+			TokenBucket{capacity, refill, duration(every)},
+			TokenBucket{capacity2, refill2, duration(every2)},
+		)
 	})
 }

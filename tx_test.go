@@ -14,6 +14,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
+	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
 func TestTransactionKeepsOrGivesBack(t *testing.T) {
@@ -34,15 +35,15 @@ func TestTransactionKeepsOrGivesBack(t *testing.T) {
 			require.Equal(t, want, result.Remaining)
 		}
 
-		// Rolled back: a new key is new again.
-		tx := begin(t, db)
+		// After a rollback a new key is new again.
+		tx := pgtest.Begin(t, db)
 		take(tx, 4, 6)
 		take(tx, 1, 5)
 		require.EqualValues(t, 10, remaining()) // nobody else sees it yet
 		require.NoError(t, tx.Rollback(t.Context()))
 		require.Empty(t, storedRows(t, db.Pool, config.Durable))
 
-		tx = begin(t, db)
+		tx = pgtest.Begin(t, db)
 		take(tx, 4, 6)
 		result, err := limiter.AllowTx(t.Context(), tx, "key")
 		require.NoError(t, err)
@@ -50,7 +51,7 @@ func TestTransactionKeepsOrGivesBack(t *testing.T) {
 		require.NoError(t, tx.Commit(t.Context()))
 		require.EqualValues(t, 5, remaining())
 
-		tx = begin(t, db)
+		tx = pgtest.Begin(t, db)
 		take(tx, 1, 4)
 		inner := savepoint(t, tx)
 		take(inner, 3, 1)
@@ -63,7 +64,7 @@ func TestTransactionKeepsOrGivesBack(t *testing.T) {
 		require.NoError(t, tx.Commit(t.Context()))
 		require.EqualValues(t, 1, remaining())
 
-		tx = begin(t, db)
+		tx = pgtest.Begin(t, db)
 		require.NoError(t, limiter.ResetTx(t.Context(), tx, "key"))
 		take(tx, 10, 0)
 		require.NoError(t, limiter.ResetTx(t.Context(), tx, "key"))
@@ -75,7 +76,7 @@ func TestTransactionKeepsOrGivesBack(t *testing.T) {
 		require.NoError(t, tx.Rollback(t.Context()))
 		require.EqualValues(t, 1, remaining())
 
-		tx = begin(t, db)
+		tx = pgtest.Begin(t, db)
 		require.NoError(t, limiter.ResetTx(t.Context(), tx, "key"))
 		require.NoError(t, limiter.ResetTx(t.Context(), tx, "unknown"))
 		require.NoError(t, tx.Commit(t.Context()))
@@ -83,14 +84,15 @@ func TestTransactionKeepsOrGivesBack(t *testing.T) {
 	})
 }
 
-// A denial of what a transaction has taken must not outlive it in this process: another call may be granted after the rollback.
+// A denial because of what a transaction has taken must not outlive the transaction in this process. Another call
+// may be granted after the rollback.
 func TestDenialInATransactionIsForgottenWithIt(t *testing.T) {
 	t.Parallel()
 
 	eachSlowPolicyAndTable(t, 10, func(t *testing.T, config Config) {
 		db := pgtest.New(t)
 		limiter := newLimiter(t, db.NewPool(t, nil), config)
-		tx := begin(t, db)
+		tx := pgtest.Begin(t, db)
 		for _, want := range []bool{true, false} {
 			result, err := limiter.AllowNTx(t.Context(), tx, "key", 10)
 			require.NoError(t, err)
@@ -105,8 +107,8 @@ func TestDenialInATransactionIsForgottenWithIt(t *testing.T) {
 		denied, err := limiter.Allow(t.Context(), "key")
 		require.NoError(t, err)
 		require.False(t, denied.Allowed)
-		tx = begin(t, db)
-		exec(t, tx, "DELETE FROM "+table(config.Durable))
+		tx = pgtest.Begin(t, db)
+		pgtest.Exec(t, tx, "DELETE FROM "+pgtest.Table(config.Durable))
 		result, err = limiter.AllowTx(t.Context(), tx, "key")
 		require.NoError(t, err)
 		require.True(t, result.Allowed)
@@ -119,13 +121,13 @@ func TestTransactionStaysUsable(t *testing.T) {
 
 	eachSlowPolicyAndTable(t, 10, func(t *testing.T, config Config) {
 		db := pgtest.New(t)
-		exec(t, db.Pool, "CREATE TABLE work (done text)")
+		pgtest.Exec(t, db.Pool, "CREATE TABLE work (done text)")
 		limiter := newLimiter(t, db.NewPool(t, nil), config)
 		cancelled, cancel := context.WithCancel(t.Context())
 		cancel()
 
-		tx := begin(t, db)
-		exec(t, tx, "INSERT INTO work VALUES ('before')")
+		tx := pgtest.Begin(t, db)
+		pgtest.Exec(t, tx, "INSERT INTO work VALUES ('before')")
 		_, err := limiter.AllowNTx(t.Context(), tx, "key", 10)
 		require.NoError(t, err)
 		denied, err := limiter.AllowTx(t.Context(), tx, "key")
@@ -146,9 +148,9 @@ func TestTransactionStaysUsable(t *testing.T) {
 		require.ErrorIs(t, err, context.Canceled)
 		require.ErrorIs(t, limiter.ResetTx(t.Context(), tx, "\xff"), ErrInvalidKey)
 		require.ErrorIs(t, limiter.ResetTx(cancelled, tx, "key"), context.Canceled)
-		exec(t, tx, "INSERT INTO work VALUES ('after')")
+		pgtest.Exec(t, tx, "INSERT INTO work VALUES ('after')")
 		require.NoError(t, tx.Commit(t.Context()))
-		require.Equal(t, 2, scalar[int](t, db.Pool, "SELECT count(*) FROM work"))
+		require.Equal(t, 2, pgtest.Scalar[int](t, db.Pool, "SELECT count(*) FROM work"))
 		require.EqualValues(t, 10, taken(t, db.Pool, config, "key"))
 	})
 }
@@ -163,11 +165,11 @@ func TestOthersWaitForATransaction(t *testing.T) {
 			_, err := limiter.AllowN(t.Context(), "key", 2)
 			require.NoError(t, err)
 
-			tx := begin(t, db)
+			tx := pgtest.Begin(t, db)
 			_, err = limiter.AllowNTx(t.Context(), tx, "key", 7)
 			require.NoError(t, err)
-			other := later(func() (Result, error) { return limiter.AllowN(context.Background(), "key", 3) })
-			waitUntilBlocked(t, db.Pool, 1)
+			other := testkit.Later(func() (Result, error) { return limiter.AllowN(context.Background(), "key", 3) })
+			pgtest.WaitUntilBlocked(t, db.Pool, 1)
 			_, err = limiter.Allow(t.Context(), "another key") // nobody waits for that
 			require.NoError(t, err)
 			want := Result{Allowed: true, Remaining: 5}
@@ -188,10 +190,18 @@ func TestTransactionThatWaitsTooLong(t *testing.T) {
 	t.Parallel()
 
 	db := pgtest.New(t)
-	config := Config{Name: "test", Policy: FixedWindow{Limit: 10, Window: year}, Timeout: 500 * time.Millisecond}
+	config := Config{
+		Name:   "test",
+		Policy: FixedWindow{Limit: 10, Window: year},
+		Client: ClientConfig{Timeout: 500 * time.Millisecond},
+	}
 	limiter := newLimiter(t, db.NewPool(t, nil), config)
-	first, second := begin(t, db), begin(t, db)
-	_, err := newLimiter(t, db.Pool, Config{Name: "test", Policy: config.Policy, Timeout: amply}).AllowTx(t.Context(), first, "key")
+	first, second := pgtest.Begin(t, db), pgtest.Begin(t, db)
+	_, err := newLimiter(
+		t,
+		db.Pool,
+		Config{Name: "test", Policy: config.Policy, Client: ClientConfig{Timeout: amply}},
+	).AllowTx(t.Context(), first, "key")
 	require.NoError(t, err)
 	result, err := limiter.AllowTx(t.Context(), second, "key")
 	require.ErrorIs(t, err, ErrTimeout)
@@ -201,7 +211,8 @@ func TestTransactionThatWaitsTooLong(t *testing.T) {
 	require.EqualValues(t, 1, taken(t, db.Pool, config, "key"))
 }
 
-// At the higher isolation levels the database may refuse, with 40001 and nothing else, and it never grants what is not there.
+// At the higher isolation levels the database may refuse, with 40001 and nothing else. It never grants what is not
+// there.
 func TestIsolationLevels(t *testing.T) {
 	t.Parallel()
 
@@ -212,7 +223,7 @@ func TestIsolationLevels(t *testing.T) {
 			limiter := newLimiter(t, db.NewPool(t, nil), config)
 			var granted, refused atomic.Int64
 			errs := make([]error, workers)
-			together(workers, func(i int) {
+			testkit.Together(workers, func(i int) {
 				for call := 0; call < each && errs[i] == nil; {
 					allowed := int64(0)
 					err := pgx.BeginTxFunc(t.Context(), db.Pool, pgx.TxOptions{IsoLevel: level}, func(tx pgx.Tx) error {
@@ -264,8 +275,8 @@ func eachSlowPolicyAndTableAt(t *testing.T, level pgx.TxIsoLevel, limit int64, t
 	})
 }
 
-// What a snapshot does not show must not be decided from: deterministically, a row that somebody has changed, made or deleted
-// since.
+// A decision must not depend on what a snapshot does not show. This is the deterministic case: a row that somebody
+// has changed, made or deleted since.
 func TestOldSnapshots(t *testing.T) {
 	t.Parallel()
 
@@ -279,9 +290,9 @@ func TestOldSnapshots(t *testing.T) {
 			}
 			old := map[string]pgx.Tx{}
 			for _, key := range []string{"changed", "deleted", "untouched", "made"} {
-				tx, err := connect(t, db).BeginTx(t.Context(), pgx.TxOptions{IsoLevel: level})
+				tx, err := pgtest.Connect(t, db).BeginTx(t.Context(), pgx.TxOptions{IsoLevel: level})
 				require.NoError(t, err)
-				exec(t, tx, "SELECT FROM pg_class")
+				pgtest.Exec(t, tx, "SELECT FROM pg_class")
 				old[key] = tx
 			}
 			for _, key := range []string{"changed", "made"} {
@@ -325,10 +336,19 @@ func TestDefaultIsolationOfThePool(t *testing.T) {
 	pool := db.NewPool(t, func(config *pgxpool.Config) {
 		config.ConnConfig.RuntimeParams["default_transaction_isolation"] = "serializable"
 	})
-	limiter := newLimiter(t, pool, Config{Name: "test", Policy: FixedWindow{Limit: 30, Window: year}, Timeout: amply, MaxBatch: 1, MaxInFlight: 6, NoDenialCache: true})
+	limiter := newLimiter(
+		t,
+		pool,
+		Config{
+			Name:          "test",
+			Policy:        FixedWindow{Limit: 30, Window: year},
+			Client:        ClientConfig{Timeout: amply, MaxBatch: 1, MaxInFlight: 6},
+			NoDenialCache: true,
+		},
+	)
 	var granted atomic.Int64
 	errs := make([]error, 100)
-	together(len(errs), func(i int) {
+	testkit.Together(len(errs), func(i int) {
 		result, err := limiter.Allow(t.Context(), "key")
 		if errs[i] = err; result.Allowed {
 			granted.Add(1)
@@ -336,5 +356,49 @@ func TestDefaultIsolationOfThePool(t *testing.T) {
 	})
 	require.NoError(t, errors.Join(errs...))
 	require.Equal(t, int64(30), granted.Load())
-	require.Equal(t, int64(30), taken(t, db.Pool, limiter.config, "key"))
+	require.Equal(t, int64(30), taken(t, db.Pool, limiter.Config(), "key"))
+}
+
+// A call that gets no answer closes the connection of the caller's transaction, which rolls it back. So it is known that
+// the call has not counted.
+func TestTimeoutRollsTheTransactionBack(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	config := Config{Name: "test", Policy: hourly}
+	patient := newLimiter(t, db.Pool, config)
+	taken, err := patient.Allow(t.Context(), "key")
+	require.NoError(t, err)
+	config.Client.Timeout = 100 * time.Millisecond
+	limiter := newLimiter(t, db.Pool, config)
+	holder := pgtest.Begin(t, db)
+	_, err = patient.AllowTx(t.Context(), holder, "key")
+	require.NoError(t, err)
+	for name, call := range map[string]func(tx pgx.Tx) error{
+		"AllowTx": func(tx pgx.Tx) error {
+			_, err := limiter.AllowTx(t.Context(), tx, "key")
+			return err
+		},
+		"AllowAllTx": func(tx pgx.Tx) error {
+			_, err := AllowAllTx(t.Context(), tx, limiter.Request("key", 1), limiter.Request("other", 1))
+			return err
+		},
+		"RefundTx": func(tx pgx.Tx) error {
+			_, err := limiter.RefundTx(t.Context(), tx, taken)
+			return err
+		},
+		"ResetTx": func(tx pgx.Tx) error { return limiter.ResetTx(t.Context(), tx, "key") },
+	} {
+		tx, err := db.Pool.Begin(t.Context())
+		require.NoError(t, err)
+		err = call(tx)
+		require.ErrorIs(t, err, ErrTimeout, name)
+		require.NotErrorIs(t, err, ErrOutcomeUnknown, name)
+		require.ErrorContains(t, err, "the connection is closed, so the transaction is rolled back", name)
+		require.Error(t, tx.Commit(t.Context()), name)
+	}
+	require.NoError(t, holder.Rollback(t.Context()))
+	result, err := patient.Refund(t.Context(), taken)
+	require.NoError(t, err)
+	require.Equal(t, hourly.Limit, result.Remaining)
 }

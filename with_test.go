@@ -15,6 +15,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
+	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
 // with is the limiter's view under a policy that must be good.
@@ -67,16 +68,16 @@ func TestOtherNumbersOnLiveKeys(t *testing.T) {
 	pool := pgtest.New(t).Pool
 	type step struct {
 		at     time.Duration
-		policy Policy
+		policy model
 		n      int64
 		want   Result // but for Limit and DecidedAt
 	}
 	allowed := func(remaining int64, resetAfter time.Duration) Result {
 		return Result{Allowed: true, Remaining: remaining, ResetAfter: resetAfter}
 	}
-	fixed := func(limit int64, window time.Duration) Policy { return FixedWindow{Limit: limit, Window: window} }
-	sliding := func(limit int64, window time.Duration) Policy { return SlidingWindow{Limit: limit, Window: window} }
-	bucket := func(capacity int64, every time.Duration) Policy {
+	fixed := func(limit int64, window time.Duration) model { return FixedWindow{Limit: limit, Window: window} }
+	sliding := func(limit int64, window time.Duration) model { return SlidingWindow{Limit: limit, Window: window} }
+	bucket := func(capacity int64, every time.Duration) model {
 		return TokenBucket{Capacity: capacity, Refill: 10, Every: every}
 	}
 	for name, steps := range map[string][]step{
@@ -126,11 +127,19 @@ func TestOtherNumbersOnLiveKeys(t *testing.T) {
 		},
 	} {
 		clock := &setClock{at: t0}
-		limiter := newLimiter(t, pool, Config{Name: name, Policy: FixedWindow{Limit: 1, Window: time.Second}, Timeout: amply, Test: TestConfig{Now: clock.now}})
+		limiter := newLimiter(
+			t,
+			pool,
+			Config{
+				Name:   name,
+				Policy: FixedWindow{Limit: 1, Window: time.Second},
+				Client: ClientConfig{Timeout: amply, Test: TestConfig{Now: clock.now}},
+			},
+		)
 		for i, step := range steps {
 			clock.at = t0.Add(step.at)
-			step.want.Limit, step.want.DecidedAt = step.policy.limit(), clock.at
-			got, err := limiter.with(t, step.policy).AllowN(t.Context(), "key", step.n)
+			step.want.Limit, step.want.DecidedAt = step.policy.numbers().Limit, clock.at
+			got, err := limiter.under(step.policy).AllowN(t.Context(), "key", step.n)
 			require.NoError(t, err)
 			require.Equal(t, step.want, utc(got), "%s, step %d", name, i)
 		}
@@ -138,8 +147,8 @@ func TestOtherNumbersOnLiveKeys(t *testing.T) {
 }
 
 // numbersOf are a policy and what may become of it: more or less, and in more or less time.
-func numbersOf(p Policy) map[string]Policy {
-	numbers := map[string]Policy{}
+func numbersOf(p Policy) map[string]model {
+	numbers := map[string]model{}
 	for name, change := range map[string]struct {
 		limit int64
 		time  time.Duration
@@ -162,8 +171,8 @@ func numbersOf(p Policy) map[string]Policy {
 	return numbers
 }
 
-// From every algorithm to every other and back, raised and lowered, longer and shorter, with much and little taken, sooner and later:
-// the limiter says what the models say, whether it remembers denials or not.
+// From every algorithm to every other and back, raised and lowered, longer and shorter, with much and little
+// taken, sooner and later: the limiter says what the models say, whether it remembers denials or not.
 func TestEveryChangeOfPolicyEqualsTheModel(t *testing.T) {
 	t.Parallel()
 
@@ -179,7 +188,11 @@ func TestEveryChangeOfPolicyEqualsTheModel(t *testing.T) {
 			t.Run(fromName+" to "+toName, func(t *testing.T) {
 				t.Parallel()
 				clock := &setClock{at: t0}
-				config := Config{Name: fromName + " to " + toName, Policy: from, Timeout: amply, Test: TestConfig{Now: clock.now}}
+				config := Config{
+					Name:   fromName + " to " + toName,
+					Policy: from,
+					Client: ClientConfig{Timeout: amply, Test: TestConfig{Now: clock.now}},
+				}
 				remembers := newLimiter(t, db.Pool, config)
 				config.NoDenialCache = true
 				asks := newLimiter(t, db.Pool, config)
@@ -193,11 +206,11 @@ func TestEveryChangeOfPolicyEqualsTheModel(t *testing.T) {
 				}
 				for change, to := range numbersOf(to) {
 					for _, later := range afterwards {
-						model := rows{false: {}}
+						expected := rows{false: {}}
 						clock.at = t0
 						for i, ask := range []struct {
 							after  time.Duration
-							policy Policy
+							policy model
 							cost   int64
 						}{
 							{0, from, -1}, {0, from, 10}, {later, to, 0}, {0, to, 2}, {0, to, 1}, // the first takes what is to be taken
@@ -207,20 +220,34 @@ func TestEveryChangeOfPolicyEqualsTheModel(t *testing.T) {
 							s := step{policy: ask.policy, name: config.Name, clock: clock.at.UnixMicro()}
 							views := make([]*Limiter, len(callers))
 							for n, c := range callers {
-								views[n] = c.limiter.with(t, ask.policy)
+								views[n] = c.limiter.under(ask.policy)
 								e := element{key: fmt.Sprint(n, change, later), cost: ask.cost, count: 1}
 								if i == 0 {
 									e.cost = c.taken
 								}
 								s.elements = append(s.elements, e)
 							}
-							model.decide(s)
+							expected.decide(s)
 							got, errs := make([]Result, len(callers)), make([]error, len(callers))
-							together(len(callers), func(n int) { got[n], errs[n] = views[n].AllowN(t.Context(), s.elements[n].key, s.elements[n].cost) })
+							testkit.Together(
+								len(callers),
+								func(n int) { got[n], errs[n] = views[n].AllowN(t.Context(), s.elements[n].key, s.elements[n].cost) },
+							)
 							require.NoError(t, errors.Join(errs...))
 							for n := range callers {
 								got[n].Source = SourceDatabase // or a denial that was remembered
-								require.Equal(t, utc(views[n].result(&s.elements[n], 1)), utc(got[n]), "%s, caller %d, %v later, request %d", change, n, later, i)
+								want := views[n].requestsOf(s.elements[n : n+1])[0]
+								want.parts[0].decision = s.elements[n].decision
+								require.Equal(
+									t,
+									utc(want.result()),
+									utc(got[n]),
+									"%s, caller %d, %v later, request %d",
+									change,
+									n,
+									later,
+									i,
+								)
 							}
 						}
 					}
@@ -234,7 +261,7 @@ func TestWithRefusesWhatNewRefuses(t *testing.T) {
 	t.Parallel()
 
 	limiter := newLimiter(t, unusedPool(t), policy(FixedWindow{Limit: 1, Window: time.Second}))
-	for _, bad := range []Policy{
+	for _, bad := range []model{
 		nil, &FixedWindow{Limit: 1, Window: time.Second}, (*TokenBucket)(nil), FixedWindow{}, FixedWindow{Limit: -1, Window: time.Second},
 		SlidingWindow{Limit: math.MaxInt64, Window: time.Second}, TokenBucket{Capacity: 1, Every: time.Second},
 	} {
@@ -246,6 +273,69 @@ func TestWithRefusesWhatNewRefuses(t *testing.T) {
 	}
 }
 
+// Another kind of policy would take the rows of the first for none, so With refuses it, for each policy of All.
+func TestWithKeepsTheAlgorithm(t *testing.T) {
+	t.Parallel()
+
+	kinds, raised := slowPolicies(10), slowPolicies(20)
+	for from, one := range kinds {
+		for to := range kinds {
+			var policies [][2]Policy // of the limiter, and of With
+			for other := range kinds {
+				policies = append(policies, [2]Policy{one, raised[to]},
+					[2]Policy{one, All(raised[to], raised[other])}, [2]Policy{All(one, kinds[other]), raised[to]},
+					[2]Policy{All(one, kinds[other]), All(raised[to], kinds[other])},
+					[2]Policy{All(kinds[other], one), All(kinds[other], raised[to])})
+			}
+			for _, p := range policies {
+				with, err := newLimiter(t, unusedPool(t), policy(p[0])).With(p[1])
+				if from == to {
+					require.NoError(t, err)
+					require.Equal(t, p[1], with.Config().Policy)
+					continue
+				}
+				require.Nil(t, with)
+				var refused *ConfigError
+				require.ErrorAs(t, err, &refused, "%v to %v", p[0], p[1])
+				kind := func(p Policy) string { return strings.TrimPrefix(fmt.Sprintf("%T", p), "ratelimit.") }
+				require.Equal(t, "Config.Policy", refused.Field)
+				require.Equal(t, fmt.Sprintf("is a %s, and the keys' rows are of a %s, which would start anew; "+
+					"make a limiter of another name", kind(raised[to]), kind(one)), refused.Reason)
+			}
+		}
+	}
+}
+
+// What Policy says of two kinds of policy on one key: each takes the other's row for none.
+func TestTwoAlgorithmsOnOneKeyAdmitBoth(t *testing.T) {
+	t.Parallel()
+
+	const limit, calls = 10, 100
+	client := newClient(t, pgtest.New(t).Pool, ClientConfig{Timeout: amply})
+	for oneName, one := range slowPolicies(limit) {
+		for otherName, other := range slowPolicies(limit) {
+			name := oneName + " and " + otherName
+			limiters := []*Limiter{
+				client.limiter(t, Config{Name: name, Policy: one}),
+				client.limiter(t, Config{Name: name, Policy: other}),
+			}
+			allowed := 0
+			for call := range calls {
+				result, err := limiters[call%2].Allow(t.Context(), "key")
+				require.NoError(t, err)
+				if result.Allowed {
+					allowed++
+				}
+			}
+			if oneName == otherName {
+				require.Equal(t, limit, allowed)
+			} else {
+				require.Equal(t, calls, allowed)
+			}
+		}
+	}
+}
+
 func TestWithSharesEverythingElse(t *testing.T) {
 	t.Parallel()
 
@@ -253,8 +343,17 @@ func TestWithSharesEverythingElse(t *testing.T) {
 	const schema = `a "schema"`
 	migrateInto(t, db, schema)
 	for name, policy := range slowPolicies(10) {
-		limiter := newLimiter(t, db.Pool, Config{Name: "test", Policy: FixedWindow{Limit: 1, Window: year}, Durable: true, Schema: schema, Timeout: amply})
-		view := limiter.with(t, policy)
+		limiter := newLimiter(
+			t,
+			db.Pool,
+			Config{
+				Name:    "test",
+				Policy:  FixedWindow{Limit: 1, Window: year},
+				Durable: true,
+				Client:  ClientConfig{Schema: schema, Timeout: amply},
+			},
+		)
+		view := limiter.under(policy)
 		result, err := view.AllowN(t.Context(), name, 10)
 		require.NoError(t, err)
 		require.True(t, result.Allowed)
@@ -265,12 +364,20 @@ func TestWithSharesEverythingElse(t *testing.T) {
 		require.NoError(t, err)
 		require.Equal(t, name != "fixed window", result.Allowed)
 
-		tx := begin(t, db)
+		tx := pgtest.Begin(t, db)
 		_, err = view.AllowTx(t.Context(), tx, "in a transaction")
 		require.NoError(t, err)
 		require.NoError(t, view.ResetTx(t.Context(), tx, name))
 		require.NoError(t, tx.Commit(t.Context()))
-		require.Equal(t, "in a transaction", scalar[string](t, db.Pool, "DELETE FROM "+pgx.Identifier{schema, "rate_limit_durable"}.Sanitize()+" RETURNING key"))
+		require.Equal(
+			t,
+			"in a transaction",
+			pgtest.Scalar[string](
+				t,
+				db.Pool,
+				"DELETE FROM "+pgx.Identifier{schema, "rate_limit_durable"}.Sanitize()+" RETURNING key",
+			),
+		)
 	}
 }
 
@@ -280,7 +387,11 @@ func TestDenialIsRememberedForItsPolicy(t *testing.T) {
 
 	pool, asked := tracedPool(t, pgtest.New(t))
 	for name, base := range slowPolicies(10) {
-		free := newLimiter(t, pool, Config{Name: name, Policy: base, Timeout: amply, DenialMaxAge: amply})
+		free := newLimiter(
+			t,
+			pool,
+			Config{Name: name, Policy: base, Client: ClientConfig{Timeout: amply, DenialMaxAge: amply}},
+		)
 		paid := free.with(t, slowPolicies(100)[name])
 		ask := func(limiter *Limiter, n int64, allowed bool, statements int) {
 			t.Helper()
@@ -313,15 +424,19 @@ func TestPoliciesShareTheConnections(t *testing.T) {
 
 	const policies, callers = 12, 40
 	pool, asked := tracedPool(t, pgtest.New(t))
-	limiter := newLimiter(t, pool, Config{Name: "test", Policy: FixedWindow{Limit: 1, Window: year}, Timeout: amply})
+	limiter := newLimiter(
+		t,
+		pool,
+		Config{Name: "test", Policy: FixedWindow{Limit: 1, Window: year}, Client: ClientConfig{Timeout: amply}},
+	)
 	var mu sync.Mutex
 	allowed := map[string]int{}
 	errs := make([]error, policies*callers)
-	together(len(errs), func(i int) {
+	testkit.Together(len(errs), func(i int) {
 		number := i % policies
 		view, err := limiter.With(FixedWindow{Limit: int64(1 + number), Window: year})
 		if number%2 == 1 {
-			view, err = limiter.With(SlidingWindow{Limit: int64(1 + number), Window: year})
+			view = limiter.under(SlidingWindow{Limit: int64(1 + number), Window: year})
 		}
 		if err == nil {
 			var result Result
@@ -338,36 +453,43 @@ func TestPoliciesShareTheConnections(t *testing.T) {
 	for number := range policies {
 		require.Equal(t, 1+number, allowed[fmt.Sprint(number)])
 	}
-	require.LessOrEqual(t, asked.atOnce, 3)            // one of them for keys whose row was waited for, on a busy machine
+	require.LessOrEqual(
+		t,
+		asked.atOnce,
+		3,
+	) // one of them for keys whose row was waited for, on a busy machine
 	require.Less(t, asked.count(), policies*callers/2) // they do coalesce
 }
 
 func TestBoardTakesCallsOfOnePolicy(t *testing.T) {
 	t.Parallel()
 
-	free := newLimiter(t, &pgxpool.Pool{}, Config{Name: "test", Policy: FixedWindow{Limit: 1, Window: time.Second}, MaxBatch: 3})
+	free := newLimiter(
+		t,
+		&pgxpool.Pool{},
+		Config{Name: "test", Policy: FixedWindow{Limit: 1, Window: time.Second}, Client: ClientConfig{MaxBatch: 3}},
+	)
 	paid := free.with(t, FixedWindow{Limit: 2, Window: time.Second})
 	again := free.with(t, FixedWindow{Limit: 1, Window: time.Second})
-	other := free.with(t, SlidingWindow{Limit: 1, Window: time.Second})
+	other := free.under(SlidingWindow{Limit: 1, Window: time.Second})
 	for key, by := range []*Limiter{free, paid, again, other, free, paid, free, other, again, paid, free} {
-		calls := newCalls(fmt.Sprint(key), 1)
-		calls[0].by = by
-		free.queue = append(free.queue, calls...)
+		free.client.queue.push(by.requestsFor(fmt.Sprint(key), 1)[0])
 	}
 	for _, want := range []string{"0 2 4", "1 5 9", "3 7", "6 8 10", ""} {
 		var keys []string
-		for _, c := range free.board(nil) {
-			keys = append(keys, c.key)
+		for _, c := range free.client.queue.next(nil) {
+			keys = append(keys, c.parts[0].key)
 		}
 		require.Equal(t, want, strings.Join(keys, " "))
 	}
-	require.Empty(t, free.queue)
+	require.Zero(t, free.client.queue.waiting)
 }
 
 func BenchmarkWith(b *testing.B) {
-	limiter, err := New(&pgxpool.Pool{}, Config{Name: "test", Policy: FixedWindow{Limit: 10, Window: time.Minute}, Schema: "limits"})
-	require.NoError(b, err)
-	for _, policy := range []Policy{FixedWindow{Limit: 20, Window: time.Minute}, SlidingWindow{Limit: 20, Window: time.Minute}} {
+	for _, policy := range []model{FixedWindow{Limit: 20, Window: time.Minute}, SlidingWindow{Limit: 20, Window: time.Minute}} {
+		config := Config{Name: "test", Policy: policy, Client: ClientConfig{Schema: "limits"}}
+		limiter, err := New(&pgxpool.Pool{}, config)
+		require.NoError(b, err)
 		b.Run(fmt.Sprintf("%T", policy), func(b *testing.B) {
 			b.ReportAllocs()
 			for b.Loop() {

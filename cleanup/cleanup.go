@@ -4,11 +4,13 @@
 //	…
 //	go sweeper.Run(ctx) // in every process, if you like: one of them sweeps
 //
-// An expired row means the same as no row, so a limiter needs no sweeping to be right, and sweeping changes no decision. It
-// keeps the tables small. Without Go, the function rate_limit_sweep does the same from pg_cron; its comment says how.
+// An expired row means the same as no row. So a limiter is right without sweeping, and sweeping changes no
+// decision. It keeps the tables small. Without Go, the function rate_limit_sweep does the same from pg_cron. Its
+// comment says how.
 package cleanup
 
 import (
+	"cmp"
 	"context"
 	"crypto/rand"
 	_ "embed"
@@ -23,21 +25,25 @@ import (
 	"unicode/utf8"
 
 	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/internal/algorithm"
+	"github.com/pgratelimit/ratelimit/internal/pg"
+	"github.com/pgratelimit/ratelimit/internal/turn"
 )
 
 const (
-	// batchPages is how many pages a batch reads at most: 0.8 MB, which takes a millisecond if they are in memory. Meanwhile the expired
-	// rows that it has found stay locked: at ten times as many, the slowest of a hundred calls beside a sweeper that does not pause
-	// took 2.4 times as long as without one; at this, 1.7 times.
+	// batchPages is how many pages a batch reads at most: 0.8 MB, which takes a millisecond if they are in
+	// memory. Meanwhile the expired rows that it has found stay locked. With this number, beside a sweeper that
+	// does not pause, the slowest of a hundred calls took 1.7 times as long as without one. With ten times as
+	// many pages it took 2.4 times as long.
 	batchPages = 100
 
-	// maxPause keeps a pass the sweeper's own: 10 s after a batch, rate_limit_sweep lets another one go on with it.
+	// maxPause keeps a pass for the sweeper that began it. If a sweeper pauses for 10 s after a batch,
+	// rate_limit_sweep lets another one go on with the pass.
 	maxPause = 5 * time.Second
 
-	// patience is how long a batch may take, which takes milliseconds unless the database does not answer.
+	// patience is how long a batch may take. It takes milliseconds unless the database does not answer.
 	patience = 30 * time.Second
 )
 
@@ -48,43 +54,48 @@ type Config struct {
 	// Defaults to "": found through the connection's search_path.
 	Schema string
 
-	// BatchSize is how many rows are deleted in one transaction at most. It takes about a millisecond for each thousand.
+	// BatchSize is how many rows are deleted in one transaction at most, from 1 to 1,000,000. Each thousand takes
+	// about a millisecond.
 	//
 	// Defaults to 1,000.
 	BatchSize int
 
-	// Share is the share of its time in which a pass keeps the database busy, above 0 and at most 1: after a batch of 1 ms, it
-	// pauses for 4 ms with a share of 0.2. A pause is at most 5 seconds long.
+	// Share is the share of its time in which a pass keeps the database busy, above 0 and at most 1. With a share
+	// of 0.2, it pauses for 4 ms after a batch of 1 ms. A pause is at most 5 seconds long.
 	//
 	// Defaults to 0.2.
 	Share float64
 
-	// MaxDuration ends a pass, pauses included: no batch but the first begins after it. The next pass goes on where this one
-	// stopped. A batch takes milliseconds; if the database does not answer, it is given up after 30 seconds.
+	// MaxDuration ends a pass, pauses included. No batch but the first begins after it, and the next pass goes on
+	// where this one stopped. A batch takes milliseconds. If the database does not answer, a batch is given up
+	// after 30 seconds.
 	//
 	// Defaults to 10 minutes.
 	MaxDuration time.Duration
 
-	// Interval is the time from one pass of Run to the next, give or take a tenth. Sweepers of several processes share it: while
-	// one has reached the end within this time, the others skip theirs.
+	// Interval is the time from one pass of Run to the next, give or take a tenth, at least 1 second. Sweepers of
+	// several processes share it: if one has reached the end within this time, the others skip their pass.
 	//
 	// Defaults to 5 minutes.
 	Interval time.Duration
 
-	// Names are the names of all limiters that still exist. Rows of any other name are deleted, WHETHER THEY HAVE EXPIRED OR NOT:
-	// a limiter that is missing here, in whichever application, forgets what its keys have taken at every pass.
+	// Names are the names of all limiters that still exist. For a limiter of several policies (ratelimit.All) its
+	// name is enough: rows named api/2 to api/8 belong to api. Rows of any other name are deleted, WHETHER THEY HAVE
+	// EXPIRED OR NOT. If a limiter is missing here, in whichever application, its keys lose what they have taken
+	// at every pass.
 	//
-	// Defaults to nil: rows are deleted when they have expired, whatever their name. That is enough to be rid of a limiter
-	// that is no longer used; with Names its rows go at once.
+	// Defaults to nil: rows are deleted when they have expired, whatever their name. That is enough to get rid of
+	// a limiter that is no longer used. With Names its rows go at once.
 	Names []string
 
-	// Logger gets one line for each pass that deleted something, and for each that failed and that Run tries again.
+	// Logger gets a line for each pass that deleted something. Of Run, it also gets a line when passes begin to
+	// fail, with the cause, one when they work again, and one if Run returns an error.
 	//
-	// Defaults to nil: nothing is logged.
+	// Defaults to slog.Default(). slog.DiscardHandler turns it off.
 	Logger *slog.Logger
 
-	// Progress is called after each batch with how many pages of the tables lie behind it, and how many there are. A pass that
-	// goes on where the one before has stopped does not begin at 0.
+	// Progress is called after each batch, with how many pages of the tables lie behind it and how many there
+	// are. If a pass goes on where the one before has stopped, it does not begin at 0.
 	//
 	// Defaults to nil.
 	Progress func(done, total int64)
@@ -106,20 +117,17 @@ func (c Config) withDefaults() Config {
 	if c.Interval == 0 {
 		c.Interval = 5 * time.Minute
 	}
-	if c.Logger == nil {
-		c.Logger = slog.New(slog.DiscardHandler)
-	}
 	c.Names = slices.Clone(c.Names)
 	return c
 }
 
 func (c Config) validate() error {
 	refuse := func(field, reason string, args ...any) error {
-		return &ratelimit.ConfigError{Field: field, Reason: fmt.Sprintf(reason, args...)}
+		return &ratelimit.ConfigError{Field: "cleanup.Config." + field, Reason: fmt.Sprintf(reason, args...)}
 	}
 	switch {
-	case !utf8.ValidString(c.Schema) || strings.ContainsRune(c.Schema, 0):
-		return refuse("Schema", "must be valid UTF-8 without NUL")
+	case !utf8.ValidString(c.Schema) || strings.ContainsAny(c.Schema, "\x00\n\r"):
+		return refuse("Schema", "must be valid UTF-8 without NUL and line breaks")
 	case c.BatchSize < 1 || c.BatchSize > 1_000_000:
 		return refuse("BatchSize", "is %d, and must be from 1 to 1,000,000", c.BatchSize)
 	case !(c.Share > 0 && c.Share <= 1):
@@ -139,7 +147,7 @@ func (c Config) validate() error {
 	return nil
 }
 
-// Result is what a pass has done. That of a pass that failed tells what it had done until then.
+// Result is what a pass has done. If the pass failed, it is what was done until then.
 type Result struct {
 	// Scanned is how many pages of 8 kB the pass has read.
 	Scanned int64
@@ -147,68 +155,91 @@ type Result struct {
 	Deleted int64
 	// Batches is how many transactions that took.
 	Batches int
-	// Complete tells whether the pass has reached the end of both tables. If not, the next one goes on where it stopped.
+	// Complete tells whether the pass has reached the end of both tables. If not, the next pass goes on where it
+	// stopped.
 	Complete bool
-	// Skipped tells that another sweeper is at work, which this one left to it; or, in Run, that another one has reached the
-	// end within Config.Interval.
+	// Skipped tells that this sweeper left the work to another one that is at it. In Run it may also mean that
+	// another one has reached the end within Config.Interval.
 	Skipped bool
 	// Took is how long the pass took, pauses included.
 	Took time.Duration
 }
 
-// Sweeper deletes the rows that expired a minute ago or more, from both tables, by the database's clock. It reads the tables
-// in the order in which they lie on disk, in batches, each a short transaction of its own; passes over rows that somebody has
-// locked; and works for a set share of the time only. One sweeper works in a schema at a time, and where it stops, the next one goes
-// on, in whichever process.
+// Sweeper deletes the rows that expired a minute ago or more, from both tables, by the database's clock. It reads
+// the tables in the order in which they lie on disk, in batches, each a short transaction of its own. It passes
+// over rows that somebody has locked, and works for a set share of the time only. One sweeper works in a schema
+// at a time. Where it stops, the next one goes on, in whichever process.
 //
-// It is safe for concurrent use, needs no Close, and takes one of the pool's connections during a batch, and none between batches.
+// It is safe for concurrent use, and needs no Close. It takes one of the pool's connections during a batch, and
+// none between batches. On a single connection, its batches and the calls of limiters on that connection take
+// turns.
 type Sweeper struct {
 	db      ratelimit.DBTX
 	config  Config
-	id      string // to know its own pass again
+	names   []string // of the rows of all limiters that still exist; nil if that is not known
+	id      string   // by which a sweeper recognizes its own pass
 	sweepQL string
 	working sync.Mutex // held during a pass
+	turn    *turn.Turn // held during a batch; if db is one connection, all limiters and sweepers on it share it
 }
 
 //go:embed sweep.sql
 var sweepStatement string
 
-// New returns a sweeper of the database behind db, a *pgxpool.Pool or a connection. It asks nothing of the database and starts
-// nothing. It returns a *[ratelimit.ConfigError] for a configuration that cannot work.
+// New returns a sweeper of the database behind db, a *pgxpool.Pool or a connection. It asks nothing of the
+// database and starts nothing. It returns a *[ratelimit.ConfigError] for a configuration that cannot work.
 func New(db ratelimit.DBTX, config Config) (*Sweeper, error) {
-	if pool, ok := db.(*pgxpool.Pool); db == nil || ok && pool == nil {
+	if pg.IsNil(db) {
 		return nil, &ratelimit.ConfigError{Field: "db", Reason: "is nil, and must be a *pgxpool.Pool or a connection"}
 	}
 	if _, ok := db.(pgx.Tx); ok {
-		return nil, &ratelimit.ConfigError{Field: "db", Reason: "is a transaction, which would lock all that is swept until it ends; use a *pgxpool.Pool or a connection"}
+		return nil, &ratelimit.ConfigError{Field: "db", Reason: "is a transaction, " +
+			"which would lock all that is swept until it ends; use a *pgxpool.Pool or a connection"}
 	}
 	config = config.withDefaults()
 	if err := config.validate(); err != nil {
 		return nil, err
 	}
-	statement := sweepStatement
-	if config.Schema != "" {
-		statement = strings.Replace(statement, "rate_limit_sweep", pgx.Identifier{config.Schema}.Sanitize()+".rate_limit_sweep", 1)
+	sweepQL := pg.Qualify(sweepStatement, config.Schema)
+	var names []string // nil for all
+	for _, name := range config.Names {
+		names = append(names, algorithm.RowNames(name)...)
 	}
-	return &Sweeper{db: db, config: config, id: rand.Text(), sweepQL: statement}, nil
+	s := &Sweeper{db: db, config: config, names: names, id: rand.Text(), sweepQL: sweepQL, turn: turn.Of(db)}
+	if s.turn == nil { // a pool, where no call has to wait for another
+		s.turn = turn.New()
+	}
+	return s, nil
 }
 
-// Run does a pass now, and one every [Config].Interval, until the context ends, and then returns nil. It returns early with
-// an error that waiting does not mend: [ratelimit.ErrNotMigrated], [ratelimit.ErrNotPermitted] or
-// [ratelimit.ErrPreparedStatements]. After any other it waits for the next pass.
+// Run does a pass now, and one every [Config].Interval, until the context ends. Then it returns nil. It returns
+// early with an error that waiting does not mend: [ratelimit.ErrNotMigrated], [ratelimit.ErrNotPermitted] or
+// [ratelimit.ErrPreparedStatements]. After any other error it waits for the next pass.
 func (s *Sweeper) Run(ctx context.Context) error {
 	least := s.config.Interval - s.config.Interval/10
+	failing := "" // why, as ErrorKind says
 	for ctx.Err() == nil {
-		result, err := s.pass(ctx, &least)
+		_, err := s.pass(ctx, &least)
 		switch {
-		case err == nil, ctx.Err() != nil:
-		case errors.Is(err, ratelimit.ErrNotMigrated), errors.Is(err, ratelimit.ErrNotPermitted), errors.Is(err, ratelimit.ErrPreparedStatements):
+		case ctx.Err() != nil:
+		case err == nil:
+			if failing != "" {
+				s.log(ctx, slog.LevelInfo, "ratelimit: sweeps work again")
+				failing = ""
+			}
+		case errors.Is(err, ratelimit.ErrNotMigrated), errors.Is(err, ratelimit.ErrNotPermitted),
+			errors.Is(err, ratelimit.ErrPreparedStatements):
+			s.log(ctx, slog.LevelError, "ratelimit: the sweeper has ended; mend the cause, and call Run again",
+				slog.Any("error", err))
 			return err
 		default:
-			s.config.Logger.LogAttrs(ctx, slog.LevelWarn, "ratelimit: a sweep failed; it is tried again",
-				slog.Any("error", err), slog.Duration("took", result.Took))
+			if kind := ratelimit.ErrorKind(err); kind != failing {
+				s.log(ctx, slog.LevelWarn, "ratelimit: sweeps fail, and are tried again; "+
+					"further ones are not logged until one works", slog.Any("error", err))
+				failing = kind
+			}
 		}
-		// Never less than least, or a sweeper would skip a pass because of its own last one.
+		// The wait is never less than least. Otherwise a sweeper would skip a pass because of its own last one.
 		wait(ctx, least+mathrand.N(s.config.Interval/5))
 	}
 	return nil
@@ -216,8 +247,9 @@ func (s *Sweeper) Run(ctx context.Context) error {
 
 // RunOnce does one pass.
 //
-// The end of the context ends the pass, and the statement under way with it, which closes that connection; the error is the
-// context's then. Any other is a [*ratelimit.StoreError]. What was deleted stays deleted, and the next pass goes on from there.
+// When the context ends, so does the pass. The statement under way ends with it, which closes that connection,
+// and the error is the context's. Any other error is a [*ratelimit.StoreError]. What was deleted stays deleted,
+// and the next pass goes on from there.
 func (s *Sweeper) RunOnce(ctx context.Context) (Result, error) {
 	return s.pass(ctx, nil)
 }
@@ -231,8 +263,9 @@ func (s *Sweeper) pass(ctx context.Context, atMostEvery *time.Duration) (result 
 	defer func() {
 		result.Took = time.Since(began)
 		if result.Deleted > 0 {
-			s.config.Logger.LogAttrs(ctx, slog.LevelInfo, "ratelimit: swept",
-				slog.Int64("deleted", result.Deleted), slog.Int64("scanned_pages", result.Scanned), slog.Int("batches", result.Batches),
+			s.log(ctx, slog.LevelInfo, "ratelimit: swept",
+				slog.Int64("deleted", result.Deleted), slog.Int64("scanned_pages", result.Scanned),
+				slog.Int("batches", result.Batches),
 				slog.Bool("complete", result.Complete), slog.Duration("took", result.Took))
 		}
 	}()
@@ -252,26 +285,25 @@ func (s *Sweeper) pass(ctx context.Context, atMostEvery *time.Duration) (result 
 	}
 }
 
-// batch sweeps one batch, and adds what it has done to a result.
+func (s *Sweeper) log(ctx context.Context, level slog.Level, message string, attributes ...slog.Attr) {
+	cmp.Or(s.config.Logger, slog.Default()).LogAttrs(ctx, level, message, attributes...)
+}
+
+// batch sweeps one batch, and adds what it has done to result.
 func (s *Sweeper) batch(ctx context.Context, atMostEvery *time.Duration, result *Result) error {
-	if err := ctx.Err(); err != nil {
-		return ended(err)
-	}
 	var now *time.Time
 	if s.config.Test.Now != nil {
 		t := s.config.Test.Now()
 		now = &t
 	}
 	var scanned, deleted, page, pages int64
-	batchCtx, cancel := context.WithTimeout(ctx, patience)
-	defer cancel()
-	err := s.db.QueryRow(batchCtx, s.sweepQL, s.config.BatchSize, batchPages, s.config.Names, s.id, atMostEvery, now).
-		Scan(&result.Skipped, &result.Complete, &scanned, &deleted, &page, &pages)
+	err := s.query(ctx, []any{s.config.BatchSize, batchPages, s.names, s.id, atMostEvery, now},
+		&result.Skipped, &result.Complete, &scanned, &deleted, &page, &pages)
 	switch {
 	case ctx.Err() != nil && err != nil:
 		return ended(ctx.Err())
 	case err != nil:
-		return ratelimit.NewStoreError(err)
+		return pg.Translate(err, true)
 	case result.Skipped:
 		return nil
 	}
@@ -284,7 +316,25 @@ func (s *Sweeper) batch(ctx context.Context, atMostEvery *time.Duration, result 
 	return nil
 }
 
-// wait waits, or until the context ends.
+// query runs the statement when it is this sweeper's turn.
+func (s *Sweeper) query(ctx context.Context, args []any, targets ...any) error {
+	if err := s.turn.Take(ctx); err != nil { // if ctx has ended, the statement would close the connection
+		return err
+	}
+	defer s.turn.Pass()
+	ctx, cancel := context.WithTimeout(ctx, patience)
+	defer cancel()
+	rows, err := s.db.Query(ctx, s.sweepQL, args...)
+	if err != nil {
+		return err
+	}
+	_, err = pgx.CollectExactlyOneRow(rows, func(row pgx.CollectableRow) (struct{}, error) {
+		return struct{}{}, row.Scan(targets...)
+	})
+	return err
+}
+
+// wait waits for d, or until the context ends.
 func wait(ctx context.Context, d time.Duration) {
 	timer := time.NewTimer(d)
 	defer timer.Stop()
@@ -294,5 +344,5 @@ func wait(ctx context.Context, d time.Duration) {
 	}
 }
 
-// ended is what the caller gets whose context has ended.
+// ended is the error for a caller whose context has ended.
 func ended(err error) error { return fmt.Errorf("ratelimit: the sweep was ended: %w", err) }

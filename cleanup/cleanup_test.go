@@ -12,7 +12,9 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/internal/limitertest"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
+	"github.com/pgratelimit/ratelimit/internal/testkit"
 	"github.com/pgratelimit/ratelimit/migrations"
 )
 
@@ -43,13 +45,18 @@ func TestNewRefusesWhatCannotWork(t *testing.T) {
 		_, err := New(pool, c.config)
 		var configErr *ratelimit.ConfigError
 		require.ErrorAs(t, err, &configErr, "%+v", c.config)
-		require.Equal(t, c.field, configErr.Field)
+		require.Equal(t, "cleanup.Config."+c.field, configErr.Field)
+		require.EqualError(t, err, "ratelimit: cleanup.Config."+c.field+" "+configErr.Reason)
 	}
-	for _, db := range []ratelimit.DBTX{nil, (*pgxpool.Pool)(nil), &pgxpool.Tx{}} {
+	for db, says := range map[ratelimit.DBTX]string{
+		nil: "is nil", (*pgxpool.Pool)(nil): "is nil", (*pgxpool.Conn)(nil): "is nil", (*pgx.Conn)(nil): "is nil",
+		(*pgxpool.Tx)(nil): "is nil", &pgxpool.Tx{}: "is a transaction",
+	} {
 		_, err := New(db, Config{})
 		var configErr *ratelimit.ConfigError
 		require.ErrorAs(t, err, &configErr)
 		require.Equal(t, "db", configErr.Field)
+		require.ErrorContains(t, err, "ratelimit: db "+says)
 	}
 
 	sweeper, err := New(pool, Config{})
@@ -77,21 +84,51 @@ func TestWhatIsDeleted(t *testing.T) {
 	}
 	for _, durable := range []bool{false, true} {
 		for key, at := range stored {
-			exec(t, db.Pool, "INSERT INTO "+table(durable)+" (prefix, key, expires_at) VALUES ('a', $1, $2)", key, at.UnixMicro())
+			pgtest.Exec(
+				t,
+				db.Pool,
+				"INSERT INTO "+pgtest.Table(
+					durable,
+				)+" (prefix, key, expires_at) VALUES ('a', $1, $2)",
+				key,
+				at.UnixMicro(),
+			)
 		}
 	}
-	result := runOnce(t, newSweeper(t, db.Pool, Config{Test: frozen(t0)}))
+	result := runOnce(t, newSweeper(t, db.Pool, Config{Test: limitertest.Frozen(t0)}))
 	require.Positive(t, result.Took)
 	result.Took = 0
 	require.Equal(t, Result{Scanned: 2, Deleted: 6, Batches: 1, Complete: true}, result)
 	for _, durable := range []bool{false, true} {
-		require.Equal(t, []string{"expired a moment less", "expires later", "expires now"}, keys(t, db.Pool, table(durable)))
+		require.Equal(
+			t,
+			[]string{"expired a moment less", "expires later", "expires now"},
+			keys(t, db.Pool, pgtest.Table(durable)),
+		)
 	}
-	require.Equal(t, t0, scalar[time.Time](t, db.Pool, "SELECT completed_at FROM rate_limit_sweeper").UTC())
+	require.Equal(t, t0, pgtest.Scalar[time.Time](t, db.Pool, "SELECT completed_at FROM rate_limit_sweeper").UTC())
 
 	// By the database's own clock, t0 is long past.
 	result = runOnce(t, newSweeper(t, db.Pool, Config{}))
 	require.EqualValues(t, 6, result.Deleted)
+}
+
+// The rows of a limiter of several policies belong to its name.
+func TestRowsOfSeveralPoliciesExist(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	limiter := limitertest.New(t, db.Pool, ratelimit.Config{Name: "api", Policy: ratelimit.All(
+		ratelimit.SlidingWindow{Limit: 10, Window: time.Second}, ratelimit.FixedWindow{Limit: 3, Window: time.Hour},
+	)})
+	sweeper := newSweeper(t, db.Pool, Config{Names: []string{limiter.Config().Name}})
+	for i := range 5 {
+		result, err := limiter.Allow(t.Context(), "alice")
+		require.NoError(t, err)
+		require.Equal(t, i < 3, result.Allowed)
+		_, err = sweeper.RunOnce(t.Context())
+		require.NoError(t, err)
+	}
 }
 
 func TestRowsOfNamesThatNoLongerExist(t *testing.T) {
@@ -100,19 +137,26 @@ func TestRowsOfNamesThatNoLongerExist(t *testing.T) {
 	db := pgtest.New(t)
 	for _, durable := range []bool{false, true} {
 		for _, name := range []string{"kept", "kept too", "gone", `"; DROP TABLE x; --`} {
-			fill(t, db.Pool, table(durable), name, 3, t0.Add(time.Hour))
+			pgtest.Fill(t, db.Pool, pgtest.Table(durable), name, 3, t0.Add(time.Hour))
 		}
 	}
-	require.Zero(t, runOnce(t, newSweeper(t, db.Pool, Config{Test: frozen(t0)})).Deleted)
+	require.Zero(t, runOnce(t, newSweeper(t, db.Pool, Config{Test: limitertest.Frozen(t0)})).Deleted)
 	names := []string{"kept", "kept too", `never "seen"`}
-	sweeper := newSweeper(t, db.Pool, Config{Names: names, BatchSize: 5, Test: frozen(t0)})
+	sweeper := newSweeper(t, db.Pool, Config{Names: names, BatchSize: 5, Test: limitertest.Frozen(t0)})
 	names[0] = "changed by the caller"
 	result := runOnce(t, sweeper)
 	require.EqualValues(t, 12, result.Deleted)
 	require.True(t, result.Complete)
 	for _, durable := range []bool{false, true} {
-		require.EqualValues(t, 6, rowCount(t, db.Pool, table(durable)))
-		require.Zero(t, scalar[int](t, db.Pool, "SELECT count(*) FROM "+table(durable)+" WHERE prefix NOT LIKE 'kept%'"))
+		require.EqualValues(t, 6, rowCount(t, db.Pool, pgtest.Table(durable)))
+		require.Zero(
+			t,
+			pgtest.Scalar[int](
+				t,
+				db.Pool,
+				"SELECT count(*) FROM "+pgtest.Table(durable)+" WHERE prefix NOT LIKE 'kept%'",
+			),
+		)
 	}
 }
 
@@ -121,15 +165,15 @@ func TestBatchesAreBoundedAndCommitted(t *testing.T) {
 	t.Parallel()
 
 	db := pgtest.New(t)
-	other := connect(t, db)
-	fill(t, db.Pool, table(false), "a", 1234, t0)
-	fill(t, db.Pool, table(true), "a", 766, t0)
+	other := pgtest.Connect(t, db)
+	pgtest.Fill(t, db.Pool, pgtest.Table(false), "a", 1234, t0)
+	pgtest.Fill(t, db.Pool, pgtest.Table(true), "a", 766, t0)
 	pages := pageCount(t, db.Pool)
 	left := []int64{2000}
 	var done []int64
 	sweeper := newSweeper(t, db.Pool, Config{
 		BatchSize: 100, Share: 1, Progress: func(scanned, total int64) {
-			left = append(left, rowCount(t, other, table(false))+rowCount(t, other, table(true)))
+			left = append(left, rowCount(t, other, pgtest.Table(false))+rowCount(t, other, pgtest.Table(true)))
 			done = append(done, scanned)
 			require.Equal(t, pages, total)
 		},
@@ -154,15 +198,30 @@ func TestPassThatIsCutOffGoesOnWhereItStopped(t *testing.T) {
 	t.Parallel()
 
 	db := pgtest.New(t)
-	fill(t, db.Pool, table(false), "kept", 500, t0.Add(time.Hour)) // or it would not be seen when one began at the start
-	fill(t, db.Pool, table(false), "a", 500, t0.Add(-time.Hour))
-	fill(t, db.Pool, table(true), "a", 500, t0.Add(-time.Hour))
+	pgtest.Fill(
+		t,
+		db.Pool,
+		pgtest.Table(false),
+		"kept",
+		500,
+		t0.Add(time.Hour),
+	) // or it would not be seen when one began at the start
+	pgtest.Fill(t, db.Pool, pgtest.Table(false), "a", 500, t0.Add(-time.Hour))
+	pgtest.Fill(t, db.Pool, pgtest.Table(true), "a", 500, t0.Add(-time.Hour))
 	pages := pageCount(t, db.Pool)
 
 	var all Result
 	for i := 0; !all.Complete; i++ {
 		// Each is another process, some time after the last.
-		sweeper := newSweeper(t, db.Pool, Config{BatchSize: 70, MaxDuration: 1, Test: frozen(t0.Add(time.Duration(i) * 11 * time.Second))})
+		sweeper := newSweeper(
+			t,
+			db.Pool,
+			Config{
+				BatchSize:   70,
+				MaxDuration: 1,
+				Test:        limitertest.Frozen(t0.Add(time.Duration(i) * 11 * time.Second)),
+			},
+		)
 		result := runOnce(t, sweeper)
 		require.Equal(t, 1, result.Batches)
 		all.Scanned += result.Scanned
@@ -177,7 +236,7 @@ func TestPauseIsNotBegunIfThePassEndsInIt(t *testing.T) {
 	t.Parallel()
 
 	db := pgtest.New(t)
-	fill(t, db.Pool, table(false), "a", 10, t0)
+	pgtest.Fill(t, db.Pool, pgtest.Table(false), "a", 10, t0)
 	result := runOnce(t, newSweeper(t, db.Pool, Config{BatchSize: 1, Share: 1e-9, MaxDuration: maxPause}))
 	require.Equal(t, 1, result.Batches)
 	require.False(t, result.Complete)
@@ -188,10 +247,10 @@ func TestOneSweeperAtATime(t *testing.T) {
 	t.Parallel()
 
 	db := pgtest.New(t)
-	fill(t, db.Pool, table(false), "a", 100, t0)
+	pgtest.Fill(t, db.Pool, pgtest.Table(false), "a", 100, t0)
 	at := t0.Add(time.Hour)
 	other := func(after time.Duration) *Sweeper {
-		return newSweeper(t, db.Pool, Config{BatchSize: 10, MaxDuration: 1, Test: frozen(at.Add(after))})
+		return newSweeper(t, db.Pool, Config{BatchSize: 10, MaxDuration: 1, Test: limitertest.Frozen(at.Add(after))})
 	}
 	requireSkipped := func(result Result) {
 		t.Helper()
@@ -199,27 +258,31 @@ func TestOneSweeperAtATime(t *testing.T) {
 		require.Equal(t, Result{Skipped: true}, result)
 	}
 
-	runOnce(t, newSweeper(t, db.Pool, Config{Test: frozen(t0)})) // makes the row that says whose turn it is
+	runOnce(t, newSweeper(t, db.Pool, Config{Test: limitertest.Frozen(t0)})) // makes the row that says whose turn it is
 
 	// During a batch: nobody waits.
-	batch := begin(t, db)
-	exec(t, batch, "SELECT rate_limit_sweep(max_rows => 10, now => $1)", at)
+	batch := pgtest.Begin(t, db)
+	pgtest.Exec(t, batch, "SELECT rate_limit_sweep(max_rows => 10, now => $1)", at)
 	requireSkipped(runOnce(t, other(0)))
 	require.NoError(t, batch.Rollback(t.Context()))
 
 	// Between two batches, other sweepers, the same one again, and pg_cron.
 	var sweeper *Sweeper
 	batches := 0
-	sweeper = newSweeper(t, db.Pool, Config{BatchSize: 10, Share: 1, Test: frozen(at), Progress: func(done, total int64) {
-		batches++
-		if done == total {
-			return
-		}
-		requireSkipped(runOnce(t, sweeper))
-		requireSkipped(runOnce(t, other(0)))
-		requireSkipped(runOnce(t, other(10*time.Second)))
-		require.True(t, scalar[bool](t, db.Pool, "SELECT skipped FROM rate_limit_sweep(now => $1)", at))
-	}})
+	sweeper = newSweeper(
+		t,
+		db.Pool,
+		Config{BatchSize: 10, Share: 1, Test: limitertest.Frozen(at), Progress: func(done, total int64) {
+			batches++
+			if done == total {
+				return
+			}
+			requireSkipped(runOnce(t, sweeper))
+			requireSkipped(runOnce(t, other(0)))
+			requireSkipped(runOnce(t, other(10*time.Second)))
+			require.True(t, pgtest.Scalar[bool](t, db.Pool, "SELECT skipped FROM rate_limit_sweep(now => $1)", at))
+		}},
+	)
 	result := runOnce(t, sweeper)
 	require.Greater(t, batches, 9)
 	require.EqualValues(t, 100, result.Deleted)
@@ -227,7 +290,7 @@ func TestOneSweeperAtATime(t *testing.T) {
 	require.False(t, result.Skipped)
 
 	// Whoever is cut off, or dies, is waited for for 10 s, and not for a clock that has stepped back.
-	fill(t, db.Pool, table(false), "a", 100, t0)
+	pgtest.Fill(t, db.Pool, pgtest.Table(false), "a", 100, t0)
 	require.EqualValues(t, 10, runOnce(t, other(0)).Deleted)
 	requireSkipped(runOnce(t, other(10*time.Second)))
 	require.EqualValues(t, 10, runOnce(t, other(10*time.Second+time.Microsecond)).Deleted)
@@ -235,9 +298,13 @@ func TestOneSweeperAtATime(t *testing.T) {
 	require.EqualValues(t, 10, runOnce(t, other(-time.Microsecond)).Deleted)
 
 	// The first one comes back, finds that another has gone on, and leaves it to him.
-	first := newSweeper(t, db.Pool, Config{BatchSize: 10, Share: 1, Test: frozen(at.Add(time.Minute)), Progress: func(int64, int64) {
-		exec(t, db.Pool, "UPDATE rate_limit_sweeper SET held_by = 'somebody else'")
-	}})
+	first := newSweeper(
+		t,
+		db.Pool,
+		Config{BatchSize: 10, Share: 1, Test: limitertest.Frozen(at.Add(time.Minute)), Progress: func(int64, int64) {
+			pgtest.Exec(t, db.Pool, "UPDATE rate_limit_sweeper SET held_by = 'somebody else'")
+		}},
+	)
 	result = runOnce(t, first)
 	require.True(t, result.Skipped)
 	require.EqualValues(t, 10, result.Deleted)
@@ -252,25 +319,25 @@ type turns struct {
 	next  int
 }
 
-func (d *turns) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
+func (d *turns) Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error) {
 	d.next++
-	return d.conns[d.next%len(d.conns)].QueryRow(ctx, sql, args...)
+	return d.conns[d.next%len(d.conns)].Query(ctx, sql, args...)
 }
 
 func TestEachBatchMayHaveAnotherSession(t *testing.T) {
 	t.Parallel()
 
 	db := pgtest.New(t)
-	fill(t, db.Pool, table(false), "a", 100, t0)
-	fill(t, db.Pool, table(true), "a", 100, t0)
-	sessions := &turns{conns: []*pgx.Conn{connect(t, db), connect(t, db), connect(t, db)}}
+	pgtest.Fill(t, db.Pool, pgtest.Table(false), "a", 100, t0)
+	pgtest.Fill(t, db.Pool, pgtest.Table(true), "a", 100, t0)
+	sessions := &turns{conns: []*pgx.Conn{pgtest.Connect(t, db), pgtest.Connect(t, db), pgtest.Connect(t, db)}}
 	result := runOnce(t, newSweeper(t, sessions, Config{BatchSize: 10, Share: 1}))
 	require.True(t, result.Complete)
 	require.EqualValues(t, 200, result.Deleted)
 	require.GreaterOrEqual(t, result.Batches, 20)
 
 	// Nothing is left in any of them: another one goes on at once.
-	require.Zero(t, scalar[int](t, db.Pool, `SELECT count(*) FROM pg_locks
+	require.Zero(t, pgtest.Scalar[int](t, db.Pool, `SELECT count(*) FROM pg_locks
 		WHERE locktype = 'advisory' AND database = (SELECT oid FROM pg_database WHERE datname = current_database())`))
 	require.True(t, runOnce(t, newSweeper(t, db.Pool, Config{})).Complete)
 }
@@ -281,11 +348,11 @@ func TestManySweepersAtOnce(t *testing.T) {
 
 	db := pgtest.New(t)
 	const sweepers, rows = 8, 3000
-	fill(t, db.Pool, table(false), "a", rows/2, t0)
-	fill(t, db.Pool, table(true), "a", rows/2, t0)
+	pgtest.Fill(t, db.Pool, pgtest.Table(false), "a", rows/2, t0)
+	pgtest.Fill(t, db.Pool, pgtest.Table(true), "a", rows/2, t0)
 	results := make([]Result, sweepers)
 	errs := make([]error, sweepers)
-	together(sweepers, func(i int) {
+	testkit.Together(sweepers, func(i int) {
 		sweeper, err := New(db.Pool, Config{BatchSize: 50, Share: 1})
 		for !results[i].Complete && err == nil {
 			var result Result
@@ -301,7 +368,7 @@ func TestManySweepersAtOnce(t *testing.T) {
 		deleted += result.Deleted
 	}
 	require.EqualValues(t, rows, deleted)
-	require.Zero(t, rowCount(t, db.Pool, table(false))+rowCount(t, db.Pool, table(true)))
+	require.Zero(t, rowCount(t, db.Pool, pgtest.Table(false))+rowCount(t, db.Pool, pgtest.Table(true)))
 }
 
 // A row that somebody has locked is passed over, and deleted when he has left it.
@@ -309,22 +376,22 @@ func TestLockedRowIsPassedOver(t *testing.T) {
 	t.Parallel()
 
 	for _, durable := range []bool{false, true} {
-		t.Run(table(durable), func(t *testing.T) {
+		t.Run(pgtest.Table(durable), func(t *testing.T) {
 			t.Parallel()
 			db := pgtest.New(t)
-			fill(t, db.Pool, table(durable), "a", 9, t0)
-			holder := begin(t, db)
-			exec(t, holder, "SELECT FROM "+table(durable)+" WHERE key IN ('key 1', 'key 5') FOR UPDATE")
+			pgtest.Fill(t, db.Pool, pgtest.Table(durable), "a", 9, t0)
+			holder := pgtest.Begin(t, db)
+			pgtest.Exec(t, holder, "SELECT FROM "+pgtest.Table(durable)+" WHERE key IN ('key 1', 'key 5') FOR UPDATE")
 
 			// The batches are full of others.
 			result := runOnce(t, newSweeper(t, db.Pool, Config{BatchSize: 3, Share: 1}))
 			require.True(t, result.Complete)
 			require.EqualValues(t, 7, result.Deleted)
-			require.Equal(t, []string{"key 1", "key 5"}, keys(t, db.Pool, table(durable)))
+			require.Equal(t, []string{"key 1", "key 5"}, keys(t, db.Pool, pgtest.Table(durable)))
 
 			// Another sweeper waits, and this test sees it.
-			wait := later(func() (any, error) { return nil, naive(context.Background(), db.Pool, t0) })
-			waitUntilBlocked(t, db.Pool, 1)
+			wait := testkit.Later(func() (any, error) { return nil, naive(context.Background(), db.Pool, t0) })
+			pgtest.WaitUntilBlocked(t, db.Pool, 1)
 			require.NoError(t, holder.Rollback(t.Context()))
 			_, err := wait()
 			require.NoError(t, err)
@@ -336,8 +403,8 @@ func TestSweepFromSQL(t *testing.T) {
 	t.Parallel()
 
 	db := pgtest.New(t)
-	fill(t, db.Pool, table(false), "a", 1000, t0)
-	fill(t, db.Pool, table(true), "a", 1000, t0)
+	pgtest.Fill(t, db.Pool, pgtest.Table(false), "a", 1000, t0)
+	pgtest.Fill(t, db.Pool, pgtest.Table(true), "a", 1000, t0)
 	pages := pageCount(t, db.Pool)
 
 	// By pages: each is read once, in order.
@@ -353,21 +420,21 @@ func TestSweepFromSQL(t *testing.T) {
 		require.Equal(t, page, done)
 		require.Equal(t, pages, total)
 	}
-	require.Zero(t, rowCount(t, db.Pool, table(false))+rowCount(t, db.Pool, table(true)))
+	require.Zero(t, rowCount(t, db.Pool, pgtest.Table(false))+rowCount(t, db.Pool, pgtest.Table(true)))
 
 	// A table that has become smaller than the place where the last pass stopped.
-	exec(t, db.Pool, "UPDATE rate_limit_sweeper SET durable = true, next_page = 1000000")
-	exec(t, db.Pool, "TRUNCATE rate_limit_durable")
-	require.True(t, scalar[bool](t, db.Pool, "SELECT complete AND scanned = 0 FROM rate_limit_sweep()"))
+	pgtest.Exec(t, db.Pool, "UPDATE rate_limit_sweeper SET durable = true, next_page = 1000000")
+	pgtest.Exec(t, db.Pool, "TRUNCATE rate_limit_durable")
+	require.True(t, pgtest.Scalar[bool](t, db.Pool, "SELECT complete AND scanned = 0 FROM rate_limit_sweep()"))
 	// And somebody has emptied the table that says where.
-	exec(t, db.Pool, "TRUNCATE rate_limit_sweeper")
-	require.True(t, scalar[bool](t, db.Pool, "SELECT complete FROM rate_limit_sweep()"))
+	pgtest.Exec(t, db.Pool, "TRUNCATE rate_limit_sweeper")
+	require.True(t, pgtest.Scalar[bool](t, db.Pool, "SELECT complete FROM rate_limit_sweep()"))
 
 	// Its commit does not wait for the disk.
-	tx := begin(t, db)
-	exec(t, tx, "SET LOCAL synchronous_commit = on")
-	exec(t, tx, "SELECT rate_limit_sweep()")
-	require.Equal(t, "off", scalar[string](t, tx, "SHOW synchronous_commit"))
+	tx := pgtest.Begin(t, db)
+	pgtest.Exec(t, tx, "SET LOCAL synchronous_commit = on")
+	pgtest.Exec(t, tx, "SELECT rate_limit_sweep()")
+	require.Equal(t, "off", pgtest.Scalar[string](t, tx, "SHOW synchronous_commit"))
 	require.NoError(t, tx.Rollback(t.Context()))
 
 	for _, arguments := range []string{"0", "-1", "NULL", "1, 0", "1, NULL", "names => '{}'"} {
@@ -375,8 +442,8 @@ func TestSweepFromSQL(t *testing.T) {
 		require.ErrorContains(t, err, "SQLSTATE 22023", arguments)
 	}
 	// A NULL among the names spares rows rather than deleting them.
-	fill(t, db.Pool, table(false), "live", 1, time.Now().Add(time.Hour))
-	require.Zero(t, scalar[int](t, db.Pool, "SELECT deleted FROM rate_limit_sweep(names => ARRAY['a', NULL])"))
+	pgtest.Fill(t, db.Pool, pgtest.Table(false), "live", 1, time.Now().Add(time.Hour))
+	require.Zero(t, pgtest.Scalar[int](t, db.Pool, "SELECT deleted FROM rate_limit_sweep(names => ARRAY['a', NULL])"))
 }
 
 // An application may have set other defaults for its sessions.
@@ -385,8 +452,11 @@ func TestIsolationLevels(t *testing.T) {
 
 	db := pgtest.New(t)
 	for _, level := range []string{"read committed", "repeatable read", "serializable"} {
-		fill(t, db.Pool, table(false), "a", 100, t0)
-		pool := db.NewPool(t, func(config *pgxpool.Config) { config.ConnConfig.RuntimeParams["default_transaction_isolation"] = level })
+		pgtest.Fill(t, db.Pool, pgtest.Table(false), "a", 100, t0)
+		pool := db.NewPool(
+			t,
+			func(config *pgxpool.Config) { config.ConnConfig.RuntimeParams["default_transaction_isolation"] = level },
+		)
 		result := runOnce(t, newSweeper(t, pool, Config{BatchSize: 30, Share: 1}))
 		require.True(t, result.Complete)
 		require.EqualValues(t, 100, result.Deleted, level)
@@ -403,17 +473,17 @@ func TestQueryExecModesAndSchemas(t *testing.T) {
 		t.Run(mode.String(), func(t *testing.T) {
 			t.Parallel()
 			db := pgtest.Empty(t)
-			exec(t, db.Pool, `CREATE SCHEMA "Odd ""na'me"`)
+			pgtest.Exec(t, db.Pool, `CREATE SCHEMA "Odd ""na'me"`)
 			require.NoError(t, migrations.Up(t.Context(), db.NewPool(t, func(config *pgxpool.Config) {
 				config.ConnConfig.RuntimeParams["search_path"] = `"Odd ""na'me"`
 			})))
 			pool := db.NewPool(t, func(config *pgxpool.Config) { config.ConnConfig.DefaultQueryExecMode = mode })
 			const odd = `"Odd ""na'me".rate_limit_durable`
 			for _, names := range [][]string{nil, {"a", `quo"ted', {}`}} {
-				for _, test := range []ratelimit.TestConfig{{}, frozen(t0.Add(time.Hour))} {
-					exec(t, pool, "TRUNCATE "+odd)
-					fill(t, pool, odd, "a", 3, t0)
-					fill(t, pool, odd, "b", 2, t0.Add(20*365*24*time.Hour))
+				for _, test := range []ratelimit.TestConfig{{}, limitertest.Frozen(t0.Add(time.Hour))} {
+					pgtest.Exec(t, pool, "TRUNCATE "+odd)
+					pgtest.Fill(t, pool, odd, "a", 3, t0)
+					pgtest.Fill(t, pool, odd, "b", 2, t0.Add(20*365*24*time.Hour))
 					sweeper := newSweeper(t, pool, Config{Schema: `Odd "na'me`, Names: names, Test: test})
 					interval := time.Duration(0)
 					result, err := sweeper.pass(t.Context(), &interval)
@@ -432,11 +502,11 @@ func TestOneConnectionIsEnough(t *testing.T) {
 	one := db.NewPool(t, func(config *pgxpool.Config) { config.MaxConns = 1 })
 	conn, err := one.Acquire(t.Context())
 	require.NoError(t, err)
-	for i, of := range []ratelimit.DBTX{connect(t, db), conn, one} {
+	for i, of := range []ratelimit.DBTX{pgtest.Connect(t, db), conn, one} {
 		if of == ratelimit.DBTX(one) {
 			conn.Release()
 		}
-		fill(t, db.Pool, table(false), "a", 100, t0)
+		pgtest.Fill(t, db.Pool, pgtest.Table(false), "a", 100, t0)
 		config := Config{BatchSize: 10, Share: 1, Progress: func(int64, int64) {
 			require.LessOrEqual(t, one.Stat().AcquiredConns(), int32(1-i/2), "it keeps a connection in the pause")
 		}}

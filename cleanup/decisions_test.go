@@ -15,14 +15,16 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/internal/limitertest"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
+	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
 // spared is the part of rate_limit_sweep that controls replace.
 const spared = "interval '1 minute'"
 
-// The same random traffic goes to two databases. One is swept, at random moments, and the other never is: every caller is told
-// the same by both. The clock goes back, too, by as much as a minute behind the latest sweep.
+// The same random traffic goes to two databases. One is swept, at random moments, and the other never is: every
+// caller is told the same by both. The clock goes back, too, by as much as a minute behind the latest sweep.
 func TestSweepingChangesNoDecision(t *testing.T) {
 	t.Parallel()
 
@@ -45,7 +47,7 @@ func TestSweepingTooEarlyChangesDecisions(t *testing.T) {
 		t.Run(early, func(t *testing.T) {
 			t.Parallel()
 			swept, plain := pgtest.New(t), pgtest.New(t)
-			rewrite(t, swept.Pool, "rate_limit_sweep", spared, early)
+			pgtest.Rewrite(t, swept.Pool, "rate_limit_sweep", spared, early)
 			for story := range 1000 {
 				if _, err := play(t, swept, plain, fmt.Sprint(story), rand.Uint64()); err != nil {
 					return
@@ -56,16 +58,8 @@ func TestSweepingTooEarlyChangesDecisions(t *testing.T) {
 	}
 }
 
-// plain is a result without what it remembers of its take.
-func plain(r ratelimit.Result) ratelimit.Result {
-	return ratelimit.Result{
-		Allowed: r.Allowed, Source: r.Source, Limit: r.Limit, Remaining: r.Remaining,
-		RetryAfter: r.RetryAfter, ResetAfter: r.ResetAfter, DecidedAt: r.DecidedAt,
-	}
-}
-
-// play plays a random story to both databases, under a name of its own, and tells how many rows were swept. It ends at the first
-// call that is told something else by the one than by the other.
+// play plays a random story to both databases, under a name of its own, and tells how many rows were swept. It
+// ends at the first call that is told something else by the one than by the other.
 func play(t *testing.T, swept, kept *pgtest.DB, name string, seed uint64) (deleted int64, err error) {
 	t.Helper()
 	r := rand.New(rand.NewPCG(seed, 0))
@@ -91,7 +85,10 @@ func play(t *testing.T, swept, kept *pgtest.DB, name string, seed uint64) (delet
 				ratelimit.SlidingLog{Limit: limit, Window: span},
 			}[r.IntN(4)]
 			for i, db := range []*pgtest.DB{swept, kept} {
-				of[i] = newLimiter(t, db.Pool, ratelimit.Config{Name: name, Policy: policy, Durable: durable, NoDenialCache: true, Test: now})
+				of[i] = limitertest.New(t, db.Pool, ratelimit.Config{
+					Name: name, Policy: policy, Durable: durable, NoDenialCache: true,
+					Client: ratelimit.ClientConfig{Test: now},
+				})
 			}
 		}
 
@@ -129,7 +126,10 @@ func play(t *testing.T, swept, kept *pgtest.DB, name string, seed uint64) (delet
 		for i, limiter := range of {
 			switch kind {
 			case 0:
-				if told[i], errs[i] = limiter.Refund(t.Context(), taken[key][i]); errors.Is(errs[i], ratelimit.ErrNothingToRefund) {
+				if told[i], errs[i] = limiter.Refund(t.Context(), taken[key][i]); errors.Is(
+					errs[i],
+					ratelimit.ErrNothingToRefund,
+				) {
 					errs[i] = nil
 				}
 			case 1:
@@ -141,20 +141,29 @@ func play(t *testing.T, swept, kept *pgtest.DB, name string, seed uint64) (delet
 		if kind > 1 && cost > 0 && told[0].Allowed && told[1].Allowed {
 			taken[key] = told
 		}
-		if _, refused := errors.AsType[*ratelimit.ConfigError](errs[0]); refused || errors.Is(errs[0], ratelimit.ErrCostExceedsLimit) {
+		if _, refused := errors.AsType[*ratelimit.ConfigError](errs[0]); refused ||
+			errors.Is(errs[0], ratelimit.ErrCostExceedsLimit) {
 			continue
 		}
 		require.NoError(t, errors.Join(errs[:]...))
-		if plain(told[0]) != plain(told[1]) {
-			return deleted, fmt.Errorf("kind %d (%q, %d) at %v: %+v with sweeps, %+v without", kind, key, cost, clock, told[0], told[1])
+		if limitertest.Plain(told[0]) != limitertest.Plain(told[1]) {
+			return deleted, fmt.Errorf(
+				"kind %d (%q, %d) at %v: %+v with sweeps, %+v without",
+				kind,
+				key,
+				cost,
+				clock,
+				told[0],
+				told[1],
+			)
 		}
 		expiries = append(expiries, clock.Add(told[0].ResetAfter))
 	}
 	return deleted, nil
 }
 
-// A clock that steps back by more than the minute: what was swept before is as good as new, once, and what is decided afterwards
-// stands.
+// A clock that steps back by more than the minute: what was swept before is as good as new, once, and what is
+// decided afterwards stands.
 func TestClockStepsFarBackAfterASweep(t *testing.T) {
 	t.Parallel()
 
@@ -164,7 +173,9 @@ func TestClockStepsFarBackAfterASweep(t *testing.T) {
 			db := pgtest.New(t)
 			clock := t0
 			now := ratelimit.TestConfig{Now: func() time.Time { return clock }}
-			limiter := newLimiter(t, db.Pool, ratelimit.Config{Name: "a", Policy: policy, NoDenialCache: true, Test: now})
+			limiter := limitertest.New(t, db.Pool, ratelimit.Config{
+				Name: "a", Policy: policy, NoDenialCache: true, Client: ratelimit.ClientConfig{Test: now},
+			})
 			sweeper := newSweeper(t, db.Pool, Config{Test: now})
 			take := func() bool {
 				result, err := limiter.AllowN(t.Context(), "key", 10)
@@ -187,30 +198,39 @@ func TestClockStepsFarBackAfterASweep(t *testing.T) {
 	}
 }
 
-// The sweeper has deleted the row, and not yet committed, when somebody asks for its key: he waits, and then finds either no row or
-// the expired one, which is the same.
+// The sweeper has deleted the row, and not yet committed, when somebody asks for its key: he waits, and then finds
+// either no row or the expired one, which is the same.
 func TestRowVanishesWhileADecisionWaits(t *testing.T) {
 	t.Parallel()
 
 	for name, policy := range policies() {
 		for _, durable := range []bool{false, true} {
-			t.Run(name+" in "+table(durable), func(t *testing.T) {
+			t.Run(name+" in "+pgtest.Table(durable), func(t *testing.T) {
 				t.Parallel()
 				db := pgtest.New(t)
-				sweeper := connect(t, db)
+				sweeper := pgtest.Connect(t, db)
 				for i := range 170 {
 					clock := t0.Add(time.Duration(i) * 10 * time.Hour)
-					config := ratelimit.Config{Name: "a", Policy: policy, Durable: durable, Test: ratelimit.TestConfig{Now: func() time.Time { return clock }}}
-					limiter := newLimiter(t, db.Pool, config)
+					now := ratelimit.TestConfig{Now: func() time.Time { return clock }}
+					config := ratelimit.Config{
+						Name: "a", Policy: policy, Durable: durable, Client: ratelimit.ClientConfig{Test: now},
+					}
+					limiter := limitertest.New(t, db.Pool, config)
 					_, err := limiter.AllowN(t.Context(), "key", 4)
 					require.NoError(t, err)
 
 					clock = clock.Add(3 * time.Hour)
 					tx, err := sweeper.Begin(t.Context())
 					require.NoError(t, err)
-					require.EqualValues(t, 1, scalar[int64](t, tx, "SELECT deleted FROM rate_limit_sweep(now => $1)", clock))
-					wait := later(func() (ratelimit.Result, error) { return limiter.AllowN(context.Background(), "key", 3) })
-					waitUntilBlocked(t, db.Pool, 1)
+					require.EqualValues(
+						t,
+						1,
+						pgtest.Scalar[int64](t, tx, "SELECT deleted FROM rate_limit_sweep(now => $1)", clock),
+					)
+					wait := testkit.Later(
+						func() (ratelimit.Result, error) { return limiter.AllowN(context.Background(), "key", 3) },
+					)
+					pgtest.WaitUntilBlocked(t, db.Pool, 1)
 					if i%2 == 0 {
 						require.NoError(t, tx.Commit(t.Context()))
 					} else {
@@ -229,8 +249,8 @@ func TestRowVanishesWhileADecisionWaits(t *testing.T) {
 	}
 }
 
-// A request for several keys has seen that "a" has no row. While it waits for somebody else who makes one, the rows behind it are
-// swept, and one of them is made again.
+// A request for several keys has seen that "a" has no row. While it waits for somebody else who makes one, the
+// rows behind it are swept, and one of them is made again.
 func TestRowsVanishBetweenLookAndInsert(t *testing.T) {
 	t.Parallel()
 
@@ -242,26 +262,34 @@ func TestRowsVanishBetweenLookAndInsert(t *testing.T) {
 	}
 	for name, function := range functions {
 		for _, durable := range []bool{false, true} {
-			t.Run(name+" in "+table(durable), func(t *testing.T) {
+			t.Run(name+" in "+pgtest.Table(durable), func(t *testing.T) {
 				t.Parallel()
 				db := pgtest.New(t)
-				take := func(db ratelimit.DBTX, at time.Time, keys ...string) (remaining []int64, err error) {
-					err = db.QueryRow(context.Background(), "SELECT array_agg(remaining ORDER BY ord) FROM "+function, keys, durable, at).Scan(&remaining)
+				take := func(db pgtest.Querier, at time.Time, keys ...string) (remaining []int64, err error) {
+					err = db.QueryRow(context.Background(), "SELECT array_agg(remaining ORDER BY ord) FROM "+function, keys, durable, at).
+						Scan(&remaining)
 					return remaining, err
 				}
 				for i := range 50 {
 					at := t0.Add(time.Duration(i) * 10 * time.Hour)
-					exec(t, db.Pool, "DELETE FROM "+table(durable))
+					pgtest.Exec(t, db.Pool, "DELETE FROM "+pgtest.Table(durable))
 					_, err := take(db.Pool, at, "m", "n", "z")
 					require.NoError(t, err)
 
 					at = at.Add(3 * time.Hour)
-					somebody := begin(t, db)
+					somebody := pgtest.Begin(t, db)
 					_, err = take(somebody, at, "a")
 					require.NoError(t, err)
-					wait := later(func() ([]int64, error) { return take(db.Pool, at, "z", "n", "m", "a") })
-					waitUntilBlocked(t, db.Pool, 1)
-					require.EqualValues(t, 3, runOnce(t, newSweeper(t, db.Pool, Config{BatchSize: 1 + i%3, Share: 1, Test: frozen(at)})).Deleted)
+					wait := testkit.Later(func() ([]int64, error) { return take(db.Pool, at, "z", "n", "m", "a") })
+					pgtest.WaitUntilBlocked(t, db.Pool, 1)
+					require.EqualValues(
+						t,
+						3,
+						runOnce(
+							t,
+							newSweeper(t, db.Pool, Config{BatchSize: 1 + i%3, Share: 1, Test: limitertest.Frozen(at)}),
+						).Deleted,
+					)
 					_, err = take(db.Pool, at, "n")
 					require.NoError(t, err)
 					require.NoError(t, somebody.Commit(t.Context()))
@@ -276,19 +304,22 @@ func TestRowsVanishBetweenLookAndInsert(t *testing.T) {
 	}
 }
 
-// A row has expired, and somebody who takes from it has not committed yet when the sweeper comes by. What he takes is kept; a
-// sweeper that waits for him and does not look again takes it away.
+// A row has expired, and somebody who takes from it has not committed yet when the sweeper comes by. What he takes
+// is kept; a sweeper that waits for him and does not look again takes it away.
 func TestWhatIsTakenBesideASweepIsKept(t *testing.T) {
 	t.Parallel()
 
 	for name, policy := range policies() {
 		for _, durable := range []bool{false, true} {
-			t.Run(name+" in "+table(durable), func(t *testing.T) {
+			t.Run(name+" in "+pgtest.Table(durable), func(t *testing.T) {
 				t.Parallel()
 				db := pgtest.New(t)
 				clock := t0
-				config := ratelimit.Config{Name: "a", Policy: policy, Durable: durable, Test: ratelimit.TestConfig{Now: func() time.Time { return clock }}}
-				limiter := newLimiter(t, db.Pool, config)
+				config := ratelimit.Config{
+					Name: "a", Policy: policy, Durable: durable,
+					Client: ratelimit.ClientConfig{Test: ratelimit.TestConfig{Now: func() time.Time { return clock }}},
+				}
+				limiter := limitertest.New(t, db.Pool, config)
 				for _, sweep := range []struct {
 					run   func() error
 					waits bool
@@ -300,12 +331,12 @@ func TestWhatIsTakenBesideASweepIsKept(t *testing.T) {
 					_, err := limiter.AllowN(t.Context(), "key", 4)
 					require.NoError(t, err)
 					clock = clock.Add(3 * time.Hour)
-					somebody := begin(t, db)
+					somebody := pgtest.Begin(t, db)
 					_, err = limiter.AllowNTx(t.Context(), somebody, "key", 7)
 					require.NoError(t, err)
-					wait := later(func() (any, error) { return nil, sweep.run() })
+					wait := testkit.Later(func() (any, error) { return nil, sweep.run() })
 					if sweep.waits {
-						waitUntilBlocked(t, db.Pool, 1)
+						pgtest.WaitUntilBlocked(t, db.Pool, 1)
 					} else {
 						_, err = wait()
 						require.NoError(t, err)
@@ -324,7 +355,7 @@ func TestWhatIsTakenBesideASweepIsKept(t *testing.T) {
 }
 
 func sweepOnce(db *pgtest.DB, at time.Time) error {
-	sweeper, err := New(db.Pool, Config{Test: frozen(at)})
+	sweeper, err := New(db.Pool, Config{Test: limitertest.Frozen(at)})
 	if err == nil {
 		_, err = sweeper.RunOnce(context.Background())
 	}
@@ -336,13 +367,20 @@ func TestFullSpeed(t *testing.T) {
 	t.Parallel()
 
 	for _, durable := range []bool{false, true} {
-		t.Run(table(durable), func(t *testing.T) {
+		t.Run(pgtest.Table(durable), func(t *testing.T) {
 			t.Parallel()
 			db := pgtest.New(t)
 			swept, told := atFullSpeed(t, db, durable)
 			require.NoError(t, checkWindows(told))
 			require.Positive(t, swept)
-			require.Zero(t, scalar[int64](t, db.Pool, "SELECT deadlocks FROM pg_stat_database WHERE datname = current_database()"))
+			require.Zero(
+				t,
+				pgtest.Scalar[int64](
+					t,
+					db.Pool,
+					"SELECT deadlocks FROM pg_stat_database WHERE datname = current_database()",
+				),
+			)
 		})
 	}
 }
@@ -352,7 +390,7 @@ func TestFullSpeedSeesALostWindow(t *testing.T) {
 	t.Parallel()
 
 	db := pgtest.New(t)
-	rewrite(t, db.Pool, "rate_limit_sweep", spared, "interval '30 seconds'")
+	pgtest.Rewrite(t, db.Pool, "rate_limit_sweep", spared, "interval '30 seconds'")
 	_, told := atFullSpeed(t, db, false)
 	require.Error(t, checkWindows(told))
 }
@@ -374,16 +412,17 @@ func atFullSpeed(t *testing.T, db *pgtest.DB, durable bool) (swept int64, told m
 			config.ConnConfig.RuntimeParams["application_name"] = "limiter"
 		})
 	}
-	clock := connect(t, db)
+	clock := pgtest.Connect(t, db)
 	sweeper := newSweeper(t, pools[0], Config{BatchSize: 2, Share: 1, Test: ratelimit.TestConfig{
-		// The database's own clock, a moment ago, and the minute that is spared.
+		// The database's own clock and the minute that is spared, but for the 10 ms by which the clock of a
+		// decision may be older than the locks it has, and as much again.
 		Now: func() (now time.Time) {
 			_ = clock.QueryRow(context.Background(), "SELECT clock_timestamp()").Scan(&now)
-			return now.Add(margin)
+			return now.Add(margin - 20*time.Millisecond)
 		},
 	}})
 	ctx, stop := context.WithCancel(t.Context())
-	sweeps := later(func() (_ any, err error) {
+	sweeps := testkit.Later(func() (_ any, err error) {
 		for ctx.Err() == nil && err == nil {
 			var result Result
 			result, err = sweeper.RunOnce(context.Background())
@@ -395,12 +434,13 @@ func atFullSpeed(t *testing.T, db *pgtest.DB, durable bool) (swept int64, told m
 	told = map[string][]ratelimit.Result{}
 	var mu sync.Mutex
 	errs := make([]error, writers)
-	together(writers, func(i int) {
+	testkit.Together(writers, func(i int) {
 		limiter, err := ratelimit.New(pools[i%len(pools)], ratelimit.Config{
-			Name: "a", Policy: ratelimit.FixedWindow{Limit: fastLimit, Window: fastWindow}, Durable: durable, Timeout: amply, NoDenialCache: true,
+			Name: "a", Policy: ratelimit.FixedWindow{Limit: fastLimit, Window: fastWindow}, Durable: durable,
+			NoDenialCache: true, Client: ratelimit.ClientConfig{Timeout: amply},
 		})
-		// Most calls are for few keys, whose windows fill; the others for keys that rest for a while, so that they can be swept. However
-		// the two share the machine, some must have been.
+		// Most calls are for few keys, whose windows fill; the others for keys that rest for a while, so that they
+		// can be swept. However the two share the machine, some must have been.
 		for call := 0; (call < calls || deleted.Load() < 10) && call < 100*calls && err == nil; call++ {
 			key := fmt.Sprint("key ", (i+call)%keys)
 			if call%4 == 0 {
@@ -423,15 +463,15 @@ func atFullSpeed(t *testing.T, db *pgtest.DB, durable bool) (swept int64, told m
 	for _, pool := range pools {
 		pool.Close()
 	}
-	waitUntil(t, func() bool {
-		return scalar[int](t, db.Pool, `SELECT count(*) FROM pg_stat_activity
+	testkit.WaitUntil(t, func() bool {
+		return pgtest.Scalar[int](t, db.Pool, `SELECT count(*) FROM pg_stat_activity
 			WHERE datname = current_database() AND application_name = 'limiter'`) == 0
 	})
 	return deleted.Load(), told
 }
 
-// checkWindows checks what callers were told by fixed windows: each window has admitted no more than the limit, and exactly the
-// limit if it has denied anybody; and none has begun before the one before it had ended.
+// checkWindows checks what callers were told by fixed windows: each window has admitted no more than the limit,
+// and exactly the limit if it has denied anybody; and none has begun before the one before it had ended.
 func checkWindows(told map[string][]ratelimit.Result) error {
 	for key, results := range told {
 		type window struct{ granted, denied int }

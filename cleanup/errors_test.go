@@ -3,7 +3,6 @@ package cleanup
 import (
 	"context"
 	"errors"
-	"net"
 	"testing"
 	"time"
 
@@ -13,6 +12,7 @@ import (
 
 	"github.com/pgratelimit/ratelimit"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
+	"github.com/pgratelimit/ratelimit/internal/testkit"
 	"github.com/pgratelimit/ratelimit/migrations"
 )
 
@@ -37,22 +37,22 @@ func TestNotMigrated(t *testing.T) {
 	t.Parallel()
 
 	db := pgtest.Empty(t)
-	requireKind(t, db.Pool, Config{}, ratelimit.ErrNotMigrated, "goose -dir migrations")
+	requireKind(t, db.Pool, Config{}, ratelimit.ErrNotMigrated, "migrations.Up(ctx, pool)")
 	require.NoError(t, migrations.Up(t.Context(), db.Pool))
 	requireKind(t, db.Pool, Config{Schema: "nowhere"}, ratelimit.ErrNotMigrated, "Config.Schema")
 	require.True(t, runOnce(t, newSweeper(t, db.Pool, Config{})).Complete)
 
 	// An older release has migrated it.
 	require.NoError(t, migrations.DownTo(t.Context(), db.Pool, 2))
-	requireKind(t, db.Pool, Config{}, ratelimit.ErrNotMigrated, "run migrations.Up")
+	requireKind(t, db.Pool, Config{}, ratelimit.ErrNotMigrated, "call migrations.Up")
 }
 
 func TestNotPermitted(t *testing.T) {
 	t.Parallel()
 
 	db := pgtest.New(t)
-	exec(t, db.Pool, "REVOKE ALL ON ALL FUNCTIONS IN SCHEMA public FROM CURRENT_USER")
-	superuser := scalar[bool](t, db.Pool, "SELECT rolsuper FROM pg_roles WHERE rolname = current_user")
+	pgtest.Exec(t, db.Pool, "REVOKE ALL ON ALL FUNCTIONS IN SCHEMA public FROM CURRENT_USER")
+	superuser := pgtest.Scalar[bool](t, db.Pool, "SELECT rolsuper FROM pg_roles WHERE rolname = current_user")
 	pool := db.NewPool(t, func(config *pgxpool.Config) {
 		if superuser { // to whom everything is permitted
 			config.ConnConfig.RuntimeParams["role"] = "pg_monitor"
@@ -65,8 +65,8 @@ func TestNotPermitted(t *testing.T) {
 	if !superuser {
 		return
 	}
-	exec(t, db.Pool, "GRANT EXECUTE ON FUNCTION rate_limit_sweep TO pg_monitor")
-	fill(t, db.Pool, table(false), "a", 3, t0)
+	pgtest.Exec(t, db.Pool, "GRANT EXECUTE ON FUNCTION rate_limit_sweep TO pg_monitor")
+	pgtest.Fill(t, db.Pool, pgtest.Table(false), "a", 3, t0)
 	require.EqualValues(t, 3, runOnce(t, newSweeper(t, pool, Config{})).Deleted)
 	for _, sql := range []string{"DELETE FROM rate_limit_ephemeral", "SELECT FROM rate_limit_durable", "SELECT FROM rate_limit_sweeper"} {
 		_, err := pool.Exec(t.Context(), sql)
@@ -78,20 +78,21 @@ func TestReadOnly(t *testing.T) {
 	t.Parallel()
 
 	db := pgtest.New(t)
-	fill(t, db.Pool, table(false), "a", 3, t0)
-	pool := db.NewPool(t, func(config *pgxpool.Config) { config.ConnConfig.RuntimeParams["default_transaction_read_only"] = "on" })
+	pgtest.Fill(t, db.Pool, pgtest.Table(false), "a", 3, t0)
+	pool := db.NewPool(
+		t,
+		func(config *pgxpool.Config) { config.ConnConfig.RuntimeParams["default_transaction_read_only"] = "on" },
+	)
 	requireKind(t, pool, Config{}, ratelimit.ErrReadOnly, "target_session_attrs")
 	requireKind(t, pool, Config{}, ratelimit.ErrUnavailable, "")
-	require.EqualValues(t, 3, rowCount(t, db.Pool, table(false)))
+	require.EqualValues(t, 3, rowCount(t, db.Pool, pgtest.Table(false)))
 }
 
 func TestUnreachable(t *testing.T) {
 	t.Parallel()
 
-	listener, err := net.Listen("tcp", "127.0.0.1:0")
-	require.NoError(t, err)
-	require.NoError(t, listener.Close())
-	pool, err := pgxpool.New(t.Context(), "postgres://someone:secret@"+listener.Addr().String()+"/nothing?sslmode=disable")
+	address := testkit.FreeAddress(t)
+	pool, err := pgxpool.New(t.Context(), "postgres://someone:secret@"+address+"/nothing?sslmode=disable")
 	require.NoError(t, err)
 	t.Cleanup(pool.Close)
 	requireKind(t, pool, Config{}, ratelimit.ErrUnavailable, "")
@@ -104,10 +105,10 @@ func TestTableThatIsLocked(t *testing.T) {
 	t.Parallel()
 
 	db := pgtest.New(t)
-	fill(t, db.Pool, table(false), "a", 3, t0)
-	fill(t, db.Pool, table(true), "a", 3, t0)
-	somebody := begin(t, db)
-	lock := func(int64, int64) { exec(t, somebody, "LOCK TABLE rate_limit_durable") }
+	pgtest.Fill(t, db.Pool, pgtest.Table(false), "a", 3, t0)
+	pgtest.Fill(t, db.Pool, pgtest.Table(true), "a", 3, t0)
+	somebody := pgtest.Begin(t, db)
+	lock := func(int64, int64) { pgtest.Exec(t, somebody, "LOCK TABLE rate_limit_durable") }
 	result, err := newSweeper(t, db.Pool, Config{BatchSize: 3, Share: 1, Progress: lock}).RunOnce(t.Context())
 	require.ErrorIs(t, err, ratelimit.ErrTimeout)
 	var pgErr *pgconn.PgError
@@ -116,8 +117,8 @@ func TestTableThatIsLocked(t *testing.T) {
 	require.EqualValues(t, 3, result.Deleted)
 	require.Equal(t, 1, result.Batches)
 	require.NoError(t, somebody.Rollback(t.Context()))
-	require.Zero(t, rowCount(t, db.Pool, table(false)))
-	require.EqualValues(t, 3, rowCount(t, db.Pool, table(true)))
+	require.Zero(t, rowCount(t, db.Pool, pgtest.Table(false)))
+	require.EqualValues(t, 3, rowCount(t, db.Pool, pgtest.Table(true)))
 }
 
 func TestContextEndsThePass(t *testing.T) {
@@ -127,7 +128,7 @@ func TestContextEndsThePass(t *testing.T) {
 		t.Run(when, func(t *testing.T) {
 			t.Parallel()
 			db := pgtest.New(t)
-			fill(t, db.Pool, table(false), "a", 30, t0)
+			pgtest.Fill(t, db.Pool, pgtest.Table(false), "a", 30, t0)
 			ctx, cancel := context.WithCancel(t.Context())
 			defer cancel()
 			want, config := int64(0), Config{BatchSize: 10}
@@ -139,16 +140,16 @@ func TestContextEndsThePass(t *testing.T) {
 				config.Share = 1e-9
 				config.Progress = func(int64, int64) { cancel() }
 			case "in a batch":
-				exec(t, db.Pool, "ALTER FUNCTION rate_limit_sweep SET lock_timeout = 0")
-				somebody := begin(t, db)
-				exec(t, somebody, "LOCK TABLE rate_limit_ephemeral")
+				pgtest.Exec(t, db.Pool, "ALTER FUNCTION rate_limit_sweep SET lock_timeout = 0")
+				somebody := pgtest.Begin(t, db)
+				pgtest.Exec(t, somebody, "LOCK TABLE rate_limit_ephemeral")
 				defer somebody.Rollback(t.Context())
 			}
 			began := time.Now()
 			sweeper := newSweeper(t, db.Pool, config)
-			wait := later(func() (Result, error) { return sweeper.RunOnce(ctx) })
+			wait := testkit.Later(func() (Result, error) { return sweeper.RunOnce(ctx) })
 			if when == "in a batch" {
-				waitUntilBlocked(t, db.Pool, 1)
+				pgtest.WaitUntilBlocked(t, db.Pool, 1)
 				cancel()
 			}
 			result, err := wait()

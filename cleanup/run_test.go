@@ -1,63 +1,39 @@
 package cleanup
 
 import (
-	"bytes"
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"log/slog"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/internal/limitertest"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
+	"github.com/pgratelimit/ratelimit/internal/testkit"
+	"github.com/pgratelimit/ratelimit/internal/turn"
 )
-
-// journal is a Logger's output.
-type journal struct {
-	mu     sync.Mutex
-	buffer bytes.Buffer
-}
-
-func (j *journal) Write(p []byte) (int, error) {
-	j.mu.Lock()
-	defer j.mu.Unlock()
-	return j.buffer.Write(p)
-}
-
-// entries are the lines that were logged.
-func (j *journal) entries(t *testing.T) (entries []map[string]any) {
-	t.Helper()
-	j.mu.Lock()
-	defer j.mu.Unlock()
-	for line := range bytes.Lines(j.buffer.Bytes()) {
-		var entry map[string]any
-		require.NoError(t, json.Unmarshal(line, &entry))
-		entries = append(entries, entry)
-	}
-	return entries
-}
-
-func (j *journal) logger() *slog.Logger { return slog.New(slog.NewJSONHandler(j, nil)) }
 
 func TestOneLineForEachPassThatDeletedSomething(t *testing.T) {
 	t.Parallel()
 
 	db := pgtest.New(t)
-	var j journal
-	sweeper := newSweeper(t, db.Pool, Config{BatchSize: 4, Share: 1, Logger: j.logger()})
+	var j testkit.Journal
+	sweeper := newSweeper(t, db.Pool, Config{BatchSize: 4, Share: 1, Logger: j.JSONLogger()})
 	runOnce(t, sweeper)
-	require.Empty(t, j.entries(t))
+	require.Empty(t, j.Entries(t))
 	for pass := 1; pass <= 3; pass++ {
-		fill(t, db.Pool, table(false), "a", 10, t0)
+		pgtest.Fill(t, db.Pool, pgtest.Table(false), "a", 10, t0)
 		runOnce(t, sweeper)
 		runOnce(t, sweeper)
-		entries := j.entries(t)
+		entries := j.Entries(t)
 		require.Len(t, entries, pass)
 		entry := entries[pass-1]
 		require.Equal(t, "INFO", entry["level"])
@@ -66,7 +42,7 @@ func TestOneLineForEachPassThatDeletedSomething(t *testing.T) {
 		require.EqualValues(t, 3, entry["batches"])
 		require.Equal(t, true, entry["complete"])
 		require.Positive(t, entry["took"])
-		require.NotContains(t, j.buffer.String(), "key 1")
+		require.NotContains(t, j.String(), "key 1")
 	}
 }
 
@@ -77,43 +53,47 @@ type failing struct {
 	errs []error
 }
 
-func (f *failing) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
+func (f *failing) next() error {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	if len(f.errs) > 0 {
-		err := f.errs[0]
-		f.errs = f.errs[1:]
-		return failedRow{err}
+	if len(f.errs) == 0 {
+		return nil
 	}
-	return f.DBTX.QueryRow(ctx, sql, args...)
+	err := f.errs[0]
+	f.errs = f.errs[1:]
+	return err
 }
 
-type failedRow struct{ err error }
-
-func (r failedRow) Scan(...any) error { return r.err }
+func (f *failing) Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error) {
+	if err := f.next(); err != nil {
+		return nil, err
+	}
+	return f.DBTX.Query(ctx, sql, args...)
+}
 
 // Run does a pass at once and then one in each interval, whatever becomes of the one before, until its context ends.
 func TestRun(t *testing.T) {
 	t.Parallel()
 
 	db := pgtest.New(t)
-	fill(t, db.Pool, table(false), "a", 5, t0)
-	var j journal
-	flaky := &failing{DBTX: db.Pool, errs: []error{errors.New("the network is down")}}
-	sweeper := newSweeper(t, flaky, Config{Interval: time.Second, Logger: j.logger()})
+	pgtest.Fill(t, db.Pool, pgtest.Table(false), "a", 5, t0)
+	var j testkit.Journal
+	down := errors.New("the network is down")
+	flaky := &failing{DBTX: db.Pool, errs: []error{down, down}}
+	sweeper := newSweeper(t, flaky, Config{Interval: time.Second, Logger: j.JSONLogger()})
 	ctx, cancel := context.WithCancel(t.Context())
-	wait := later(func() (any, error) { return nil, sweeper.Run(ctx) })
+	wait := testkit.Later(func() (any, error) { return nil, sweeper.Run(ctx) })
 
-	waitUntil(t, func() bool { return len(j.entries(t)) == 2 })
-	fill(t, db.Pool, table(false), "a", 5, t0)
-	waitUntil(t, func() bool { return len(j.entries(t)) == 3 })
-	require.Zero(t, rowCount(t, db.Pool, table(false)))
+	testkit.WaitUntil(t, func() bool { return len(j.Entries(t)) == 3 })
+	pgtest.Fill(t, db.Pool, pgtest.Table(false), "a", 5, t0)
+	testkit.WaitUntil(t, func() bool { return len(j.Entries(t)) == 4 })
+	require.Zero(t, rowCount(t, db.Pool, pgtest.Table(false)))
 	cancel()
 	_, err := wait()
 	require.NoError(t, err)
 
-	entries := j.entries(t)
-	require.Len(t, entries, 3)
+	entries := j.Entries(t)
+	require.Len(t, entries, 4, "one line for both failures, one for their end, and one for each pass that deleted")
 	require.Equal(t, "WARN", entries[0]["level"])
 	require.Contains(t, fmt.Sprint(entries[0]["error"]), "the network is down")
 	for _, entry := range entries[1:] {
@@ -129,7 +109,11 @@ func TestSweepersShareTheInterval(t *testing.T) {
 	const interval = 10 * time.Minute
 	pass := func(at time.Time) Result {
 		least := interval
-		result, err := newSweeper(t, db.Pool, Config{Interval: interval, Test: frozen(at)}).pass(t.Context(), &least)
+		result, err := newSweeper(
+			t,
+			db.Pool,
+			Config{Interval: interval, Test: limitertest.Frozen(at)},
+		).pass(t.Context(), &least)
 		require.NoError(t, err)
 		return result
 	}
@@ -141,38 +125,38 @@ func TestSweepersShareTheInterval(t *testing.T) {
 	require.True(t, pass(t0).Complete, "a clock that has stepped back stops nobody")
 
 	// A pass that was cut off is gone on with at once.
-	fill(t, db.Pool, table(true), "a", 3, t0)
-	exec(t, db.Pool, "UPDATE rate_limit_sweeper SET durable = true")
+	pgtest.Fill(t, db.Pool, pgtest.Table(true), "a", 3, t0)
+	pgtest.Exec(t, db.Pool, "UPDATE rate_limit_sweeper SET durable = true")
 	require.True(t, pass(t0).Complete)
 	require.True(t, pass(t0).Skipped)
 
 	// RunOnce is for whoever wants a pass now.
-	require.True(t, runOnce(t, newSweeper(t, db.Pool, Config{Test: frozen(t0)})).Complete)
+	require.True(t, runOnce(t, newSweeper(t, db.Pool, Config{Test: limitertest.Frozen(t0)})).Complete)
 }
 
 func TestRunLeavesTheIntervalToTheirPasses(t *testing.T) {
 	t.Parallel()
 
 	db := pgtest.New(t)
-	fill(t, db.Pool, table(false), "a", 5, t0)
+	pgtest.Fill(t, db.Pool, pgtest.Table(false), "a", 5, t0)
 	ctx, cancel := context.WithCancel(t.Context())
 	runs := make([]func() (any, error), 3)
 	for i := range runs {
 		sweeper := newSweeper(t, db.Pool, Config{})
-		runs[i] = later(func() (any, error) { return nil, sweeper.Run(ctx) })
+		runs[i] = testkit.Later(func() (any, error) { return nil, sweeper.Run(ctx) })
 	}
-	waitUntil(t, func() bool { return rowCount(t, db.Pool, table(false)) == 0 })
-	completed := scalar[time.Time](t, db.Pool, "SELECT completed_at FROM rate_limit_sweeper")
+	testkit.WaitUntil(t, func() bool { return rowCount(t, db.Pool, pgtest.Table(false)) == 0 })
+	completed := pgtest.Scalar[time.Time](t, db.Pool, "SELECT completed_at FROM rate_limit_sweeper")
 	watched := &stopwatch{DBTX: db.Pool}
 	late := newSweeper(t, watched, Config{})
-	runs = append(runs, later(func() (any, error) { return nil, late.Run(ctx) }))
-	waitUntil(t, func() bool { return len(watched.times()) == 1 })
+	runs = append(runs, testkit.Later(func() (any, error) { return nil, late.Run(ctx) }))
+	testkit.WaitUntil(t, func() bool { return len(watched.times()) == 1 })
 	cancel()
 	for _, wait := range runs {
 		_, err := wait()
 		require.NoError(t, err)
 	}
-	require.Equal(t, completed, scalar[time.Time](t, db.Pool, "SELECT completed_at FROM rate_limit_sweeper"))
+	require.Equal(t, completed, pgtest.Scalar[time.Time](t, db.Pool, "SELECT completed_at FROM rate_limit_sweeper"))
 }
 
 // With a share of a tenth, each batch but the last is followed by a pause nine times as long.
@@ -180,7 +164,7 @@ func TestShareOfTime(t *testing.T) {
 	t.Parallel()
 
 	db := pgtest.New(t)
-	fill(t, db.Pool, table(false), "a", 100, t0)
+	pgtest.Fill(t, db.Pool, pgtest.Table(false), "a", 100, t0)
 	watched := &stopwatch{DBTX: db.Pool}
 	result := runOnce(t, newSweeper(t, watched, Config{BatchSize: 10, Share: 0.1}))
 	require.True(t, result.Complete)
@@ -206,21 +190,95 @@ func (s *stopwatch) times() []time.Duration {
 	return s.took
 }
 
-func (s *stopwatch) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
+func (s *stopwatch) Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error) {
 	began := time.Now()
-	return timedRow{row: s.DBTX.QueryRow(ctx, sql, args...), watch: s, began: began}
+	rows, err := s.DBTX.Query(ctx, sql, args...)
+	return timedRows{Rows: rows, watch: s, began: began}, err
 }
 
-type timedRow struct {
-	row   pgx.Row
+type timedRows struct {
+	pgx.Rows
 	watch *stopwatch
 	began time.Time
 }
 
-func (r timedRow) Scan(targets ...any) error {
-	err := r.row.Scan(targets...)
+func (r timedRows) Close() {
+	r.Rows.Close()
 	r.watch.mu.Lock()
 	defer r.watch.mu.Unlock()
 	r.watch.took = append(r.watch.took, time.Since(r.began))
-	return err
+}
+
+// turnTracer counts the statements of a connection, and those that begin or end while nobody has the connection's turn.
+type turnTracer struct{ statements, withoutTurn atomic.Int64 }
+
+func (t *turnTracer) look(conn *pgx.Conn) {
+	t.statements.Add(1)
+	if turn := turn.Of(conn); turn.TryTake() {
+		turn.Pass()
+		t.withoutTurn.Add(1)
+	}
+}
+
+func (t *turnTracer) TraceQueryStart(ctx context.Context, conn *pgx.Conn, _ pgx.TraceQueryStartData) context.Context {
+	t.look(conn)
+	return ctx
+}
+
+func (t *turnTracer) TraceQueryEnd(_ context.Context, conn *pgx.Conn, _ pgx.TraceQueryEndData) {
+	t.look(conn)
+}
+
+// A sweeper and limiters on one connection never use it at the same time.
+func TestSweeperOnASharedConnectionTakesTurns(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	var tracer turnTracer
+	pool := db.NewPool(t, func(config *pgxpool.Config) { config.ConnConfig.Tracer = &tracer })
+	pooled, err := pool.Acquire(t.Context())
+	require.NoError(t, err)
+	t.Cleanup(pooled.Release)
+	tracer.withoutTurn.Store(0) // what opens a connection has no turn
+	limiter := limitertest.New(t, pooled.Conn(), ratelimit.Config{
+		Name: "test", Policy: ratelimit.FixedWindow{Limit: 1 << 20, Window: time.Hour},
+		Client: ratelimit.ClientConfig{Timeout: amply},
+	})
+	for name, conn := range map[string]ratelimit.DBTX{"connection": pooled.Conn(), "pooled connection": pooled} {
+		sweeper := newSweeper(t, conn, Config{Share: 1})
+		before := tracer.statements.Load()
+		runOnce(t, sweeper)
+		require.Greater(t, tracer.statements.Load(), before, name)
+		require.Zero(t, tracer.withoutTurn.Load(), name)
+
+		errs := make([]error, 24)
+		testkit.Together(len(errs), func(i int) {
+			for range 10 {
+				_, err1 := limiter.Allow(context.Background(), "key")
+				_, err2 := sweeper.RunOnce(context.Background())
+				errs[i] = errors.Join(errs[i], err1, err2)
+			}
+		})
+		require.NoError(t, errors.Join(errs...), name)
+	}
+}
+
+// Run ends with an error that waiting does not mend. Whoever has started it with go, and drops the error, finds it in
+// the log, which defaults to that of the process.
+//
+//nolint:paralleltest // it replaces slog.Default
+func TestRunLogsWhyItEnds(t *testing.T) {
+	db := pgtest.Empty(t)
+	before := slog.Default()
+	defer slog.SetDefault(before)
+	var j testkit.Journal
+	slog.SetDefault(j.JSONLogger())
+	require.ErrorIs(t, newSweeper(t, db.Pool, Config{}).Run(t.Context()), ratelimit.ErrNotMigrated)
+	require.ErrorIs(t, newSweeper(t, db.Pool, Config{Logger: slog.New(slog.DiscardHandler)}).Run(t.Context()),
+		ratelimit.ErrNotMigrated)
+	entries := j.Entries(t)
+	require.Len(t, entries, 1)
+	require.Equal(t, "ERROR", entries[0]["level"])
+	require.Contains(t, entries[0]["msg"], "the sweeper has ended")
+	require.Contains(t, entries[0]["error"], "not migrated")
 }

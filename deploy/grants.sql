@@ -1,13 +1,22 @@
--- What each of the roles of roles.sql may do. Run it after each 'pgratelimit migrate up', as the owner of the database:
+-- Gives each of the roles of roles.sql its rights. Run it after each 'pgratelimit migrate up', as the owner of the
+-- database:
 --
---   psql "$DATABASE_URL" -f deploy/grants.sql
+--   psql "$DATABASE_URL" -v ON_ERROR_STOP=1 -f deploy/grants.sql
 
 SET search_path = rate_limit;
 
--- The functions do the rest with the rights of their owner; nobody else reaches the tables.
-GRANT EXECUTE ON FUNCTION rate_limit_fixed_window, rate_limit_sliding_window, rate_limit_token_bucket, rate_limit_sliding_log, rate_limit_all, rate_limit_reset TO rate_limit_app;
+-- No role needs rights to write to the tables, because the functions run with the rights of their owner.
+GRANT EXECUTE ON FUNCTION rate_limit_fixed_window, rate_limit_sliding_window, rate_limit_token_bucket,
+    rate_limit_sliding_log, rate_limit_all, rate_limit_allow, rate_limit_peek, rate_limit_reset TO rate_limit_app;
+GRANT SELECT ON rate_limit_sweeper TO rate_limit_app; -- for metrics of the tables; it holds no keys
 GRANT EXECUTE ON FUNCTION rate_limit_sweep TO rate_limit_sweeper;
 GRANT SELECT ON rate_limit_ephemeral, rate_limit_durable, rate_limit_sweeper TO rate_limit_reader;
-GRANT SELECT ON rate_limit_goose_version TO rate_limit_reader; -- if 'pgratelimit migrate' or goose has migrated
+DO $$
+BEGIN
+    IF to_regclass('rate_limit_goose_version') IS NOT NULL THEN -- 'pgratelimit migrate' or goose has migrated
+        GRANT SELECT ON rate_limit_goose_version TO rate_limit_reader;
+    END IF;
+END
+$$;
 
 RESET search_path;

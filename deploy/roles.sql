@@ -1,23 +1,39 @@
--- Four roles, so that nobody can do more than it needs, and a schema. As a superuser, or as the owner of the database with
--- CREATEROLE and the right to grant pg_read_all_stats, once:
+-- Makes four roles, each with no more rights than it needs, and a schema. Run it once in each database, as a superuser,
+-- or as the owner of the database with CREATEROLE and the right to grant pg_read_all_stats:
 --
---   psql "$DATABASE_URL" -f deploy/roles.sql
---   pgratelimit migrate up --database-url "$DATABASE_URL&role=rate_limit_owner" --schema rate_limit
---   psql "$DATABASE_URL" -f deploy/grants.sql
+--   psql "$DATABASE_URL" -v ON_ERROR_STOP=1 -f deploy/roles.sql
+--   PGOPTIONS='-c role=rate_limit_owner' pgratelimit migrate up --database-url "$DATABASE_URL" --schema rate_limit
+--   psql "$DATABASE_URL" -v ON_ERROR_STOP=1 -f deploy/grants.sql
 --
--- None of them logs in. Make those who do members: GRANT rate_limit_app TO my_application. Everybody names the schema, by
--- Config.Schema, --schema, or search_path in the connection string.
+-- None of these roles logs in. Make the roles that do their members: GRANT rate_limit_app TO my_application. Whoever
+-- connects names the schema, by ClientConfig.Schema, --schema, or search_path in the connection string.
+--
+-- Roles belong to all databases of a server, so those that another database has brought are used here too:
+--   rate_limit_owner    migrates, and owns what the migrations make
+--   rate_limit_app      the application: takes, peeks and resets
+--   rate_limit_sweeper  sweeps
+--   rate_limit_reader   a person on call or a dashboard: runs limits and doctor. As a member of rate_limit_app too,
+--                       also top and reset --all
 
-CREATE ROLE rate_limit_owner NOLOGIN;   -- migrates, and owns what that makes
-CREATE ROLE rate_limit_app NOLOGIN;     -- the application: takes, peeks and resets
-CREATE ROLE rate_limit_sweeper NOLOGIN; -- sweeps
-CREATE ROLE rate_limit_reader NOLOGIN;  -- a person on call or a dashboard: limits, doctor; with rate_limit_app top and reset --all, too
+DO $$
+DECLARE
+    role pg_catalog.text;
+BEGIN
+    FOREACH role IN ARRAY ARRAY['rate_limit_owner', 'rate_limit_app', 'rate_limit_sweeper', 'rate_limit_reader'] LOOP
+        IF pg_catalog.to_regrole(role) IS NULL THEN
+            EXECUTE pg_catalog.format('CREATE ROLE %I NOLOGIN', role);
+        END IF;
+    END LOOP;
+END
+$$;
 
-GRANT rate_limit_owner TO CURRENT_USER; -- for role=rate_limit_owner above, unless it is a superuser
+GRANT rate_limit_owner TO CURRENT_USER; -- a superuser could use role=rate_limit_owner above without it
 CREATE SCHEMA rate_limit AUTHORIZATION rate_limit_owner;
--- In a schema where others may create, they could put functions beside ours that somebody calls by mistake. Nobody may here. If the
--- functions are in another schema, such as public (where PostgreSQL 14 and databases that come from it let everybody create):
+-- Whoever may create in the schema could put functions there that somebody calls in the place of ours. In this schema
+-- only its owner may create. If you put the functions into another schema, take that right from others. In public,
+-- PostgreSQL 14 and databases that come from it let everybody create:
 --   REVOKE CREATE ON SCHEMA public FROM PUBLIC;
+-- The owner of the schema can replace what is in it, so the role that migrates should own it.
 GRANT USAGE ON SCHEMA rate_limit TO rate_limit_app, rate_limit_sweeper, rate_limit_reader;
 
 GRANT pg_read_all_stats TO rate_limit_reader; -- for doctor to see what holds VACUUM up

@@ -9,6 +9,9 @@ import (
 	"strings"
 )
 
+// defaultHeader is where proxies tell whom a request is from.
+const defaultHeader = "X-Forwarded-For"
+
 // maxHops is how many proxies a request may have come through.
 const maxHops = 100
 
@@ -23,10 +26,11 @@ type addresses struct {
 // IPOption is an option of ByIP.
 type IPOption func(*addresses)
 
-// ByIP is the client's address: that of the peer, RemoteAddr, unless that is a trusted proxy. IPv6 addresses count by their /64
-// network, because a client owns all of it. A request whose address cannot be told has no key.
+// ByIP is the client's address: that of the peer, RemoteAddr, unless the peer is a trusted proxy. IPv6 addresses
+// count by their /64 network, because a client owns all of it. A request whose address cannot be told has no key.
+// If requests seem to come through a proxy that is not trusted, [Config].Logger is told once.
 func ByIP(options ...IPOption) Key {
-	a := &addresses{header: "X-Forwarded-For", ipv6Bits: 64}
+	a := &addresses{header: defaultHeader, ipv6Bits: 64}
 	for _, option := range options {
 		option(a)
 	}
@@ -36,9 +40,10 @@ func ByIP(options ...IPOption) Key {
 	return Key{find: a.key}
 }
 
-// TrustedProxies names the networks of the proxies in front of this server. If the peer is one of them, the client is the last
-// address in X-Forwarded-For that is none: what stands before it is hearsay, and is not looked at. All lines of the header count,
-// in order. If all addresses are trusted, the client is the first of them; without the header, the peer. Each proxy has to append the
+// TrustedProxies names the networks of the proxies in front of this server. If the peer is one of them, the
+// client is the last address in X-Forwarded-For that is not a trusted proxy. What stands before that address is
+// not looked at, because anybody may have written it. All lines of the header count, in order. If all addresses
+// are trusted, the client is the first of them. Without the header, it is the peer. Each proxy has to append the
 // address of its own peer, or to replace the header with it.
 func TrustedProxies(prefixes ...netip.Prefix) IPOption {
 	return func(a *addresses) {
@@ -47,7 +52,8 @@ func TrustedProxies(prefixes ...netip.Prefix) IPOption {
 			case !prefix.IsValid():
 				a.err = errors.New("is ByIP with TrustedProxies of a prefix that is not valid")
 			case prefix.Bits() == 0:
-				a.err = fmt.Errorf("is ByIP with TrustedProxies(%v), which trusts everybody, so that everybody could choose his address", prefix)
+				a.err = fmt.Errorf("is ByIP with TrustedProxies(%v), which trusts everybody, "+
+					"so that all clients could choose their address", prefix)
 			case prefix.Addr().Is4In6():
 				a.err = fmt.Errorf("is ByIP with TrustedProxies(%v); write it as IPv4", prefix)
 			}
@@ -56,9 +62,9 @@ func TrustedProxies(prefixes ...netip.Prefix) IPOption {
 	}
 }
 
-// AddressHeader names the header that trusted proxies set, if it is not X-Forwarded-For. Forwarded is read as RFC 7239 has it, and
-// any other, such as X-Real-IP, as a list of addresses. No other header counts: the proxies must not hand on a client's
-// version of this one.
+// AddressHeader names the header that trusted proxies set, if it is not X-Forwarded-For. Forwarded is read as RFC
+// 7239 defines it, and any other, such as X-Real-IP, as a list of addresses. No other header counts. The proxies
+// must not hand on a client's version of this one.
 func AddressHeader(name string) IPOption {
 	return func(a *addresses) {
 		if !isToken(name) {
@@ -78,8 +84,8 @@ func IPv6Prefix(bits int) IPOption {
 	}
 }
 
-func (a *addresses) key(r *http.Request) (string, error) {
-	client, err := a.client(r)
+func (a *addresses) key(r *http.Request, hint *proxyHint) (string, error) {
+	client, err := a.client(r, hint)
 	if err != nil {
 		return "", err
 	}
@@ -93,16 +99,21 @@ func (a *addresses) key(r *http.Request) (string, error) {
 	return network.String(), nil
 }
 
-func (a *addresses) client(r *http.Request) (netip.Addr, error) {
+func (a *addresses) client(r *http.Request, hint *proxyHint) (netip.Addr, error) {
 	client, ok := parseAddress(r.RemoteAddr)
 	if !ok {
 		return netip.Addr{}, &KeyError{Reason: "the address of the peer cannot be read"}
 	}
 	if !a.trusts(client) {
+		hint.onUntrusted(a, r, client)
 		return client, nil
 	}
+	lines := r.Header[a.header]
+	if len(lines) == 0 {
+		hint.onTrusted(a, r)
+	}
 	hops := 0
-	for _, line := range slices.Backward(r.Header[a.header]) {
+	for _, line := range slices.Backward(lines) {
 		texts, ok := a.read(line)
 		if !ok {
 			return netip.Addr{}, a.unreadable()
@@ -128,7 +139,7 @@ func (a *addresses) trusts(address netip.Addr) bool {
 	return slices.ContainsFunc(a.trusted, func(prefix netip.Prefix) bool { return prefix.Contains(address) })
 }
 
-// read returns the addresses of a line of the header, the last one first, and no more of them than it takes.
+// read returns the addresses of a line of the header, the last one first. It stops after the most that count.
 func (a *addresses) read(line string) ([]string, bool) {
 	if a.header == "Forwarded" {
 		return readForwarded(line)
@@ -145,8 +156,9 @@ func (a *addresses) read(line string) ([]string, bool) {
 	return texts, true
 }
 
-// readForwarded returns what "for" is in each element of a line of Forwarded (RFC 7239 section 4), the last one first. A line
-// with any fault is refused as a whole: a client who leaves a quote open could otherwise hide what the proxy appends.
+// readForwarded returns what "for" is in each element of a line of Forwarded (RFC 7239 section 4), the last one
+// first. It refuses a line with any fault as a whole, because a client that leaves a quote open could otherwise
+// hide what the proxy appends.
 func readForwarded(line string) ([]string, bool) {
 	var texts []string
 	for address := ""; ; {
@@ -182,7 +194,8 @@ func readForwarded(line string) ([]string, bool) {
 	}
 }
 
-// readValue reads a quoted string, or what reaches to the next separator: many a proxy does not quote IPv6 addresses.
+// readValue reads a quoted string, or else everything up to the next separator, because many proxies do not quote
+// IPv6 addresses.
 func readValue(line string) (value, rest string, ok bool) {
 	if !strings.HasPrefix(line, `"`) {
 		end := strings.IndexAny(line, ",; \t\"")
@@ -206,8 +219,8 @@ func readValue(line string) (value, rest string, ok bool) {
 	return "", "", false
 }
 
-// parseAddress reads an IPv4 or IPv6 address, with or without a port: 192.0.2.1, 192.0.2.1:80, 2001:db8::1, [2001:db8::1],
-// [2001:db8::1]:80.
+// parseAddress reads an IPv4 or IPv6 address, with or without a port: 192.0.2.1, 192.0.2.1:80, 2001:db8::1,
+// [2001:db8::1], [2001:db8::1]:80.
 func parseAddress(text string) (netip.Addr, bool) {
 	text = strings.Trim(text, " \t")
 	var address netip.Addr

@@ -167,7 +167,8 @@ func TestForwarded(t *testing.T) {
 	}
 }
 
-// requireAddressOrError requires that a key is the text of one address or network, or that there is an error without the input.
+// requireAddressOrError requires that a key is the text of one address or network, or that there is an error
+// without the input.
 func requireAddressOrError(t *testing.T, key string, err error, input string) {
 	t.Helper()
 	if err != nil {

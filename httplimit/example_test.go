@@ -4,6 +4,8 @@ import (
 	"log"
 	"net/http"
 	"net/netip"
+	"os"
+	"strings"
 	"time"
 
 	"github.com/jackc/pgx/v5/pgxpool"
@@ -39,17 +41,55 @@ func Example() {
 // 5 failed logins in a quarter of an hour, for each address and name. Neither is stored in plain text.
 func ExampleChargeFailures() {
 	var (
-		limiter *ratelimit.Limiter
-		login   http.Handler
-		secret  []byte
+		pool            *pgxpool.Pool
+		passwordIsRight func(r *http.Request) bool
 	)
-	name := httplimit.ByFunc(func(r *http.Request) (string, error) { return r.PostFormValue("name"), nil })
+	limiter, err := ratelimit.New(pool, ratelimit.Config{
+		Name:      "login",
+		Policy:    ratelimit.SlidingWindow{Limit: 5, Window: 15 * time.Minute},
+		OnFailure: ratelimit.FailClosed(), // nobody guesses passwords while Postgres is away
+	})
+	if err != nil {
+		log.Fatal(err)
+	}
+	address := httplimit.ByIP() // behind proxies: httplimit.ByIP(httplimit.TrustedProxies(...))
+	name := httplimit.ByFunc(func(r *http.Request) (string, error) {
+		return strings.ToLower(strings.TrimSpace(r.PostFormValue("name"))), nil // as the application compares names
+	})
+	secret := []byte(os.Getenv("RATE_LIMIT_SECRET")) // 16 bytes or more, the same in all processes
 	limit, err := httplimit.New(limiter, httplimit.Config{
-		Key:    httplimit.HMAC(secret, httplimit.Join(httplimit.ByIP(), name)),
+		Key:    httplimit.HMAC(secret, httplimit.Join(address, name)),
 		Charge: httplimit.ChargeFailures,
 	})
 	if err != nil {
 		log.Fatal(err)
 	}
+	login := http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if !passwordIsRight(r) {
+			http.Error(w, "wrong name or password", http.StatusUnauthorized)
+			return
+		}
+		w.WriteHeader(http.StatusNoContent)
+	})
 	http.Handle("POST /login", limit(login))
+}
+
+func ExampleTransport() {
+	var pool *pgxpool.Pool
+	limiter, err := ratelimit.New(pool, ratelimit.Config{
+		Name:   "partner",
+		Policy: ratelimit.SlidingLog{Limit: 100, Window: time.Minute}, // as the partner's terms say
+	})
+	if err != nil {
+		log.Fatal(err)
+	}
+	client := &http.Client{
+		Transport: &httplimit.Transport{Limiter: limiter},
+		Timeout:   2 * time.Minute, // with all waits
+	}
+	response, err := client.Get("https://api.example.com/v1/things")
+	if err != nil {
+		log.Fatal(err)
+	}
+	defer response.Body.Close()
 }

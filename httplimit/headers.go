@@ -1,11 +1,13 @@
 package httplimit
 
 import (
+	"fmt"
 	"net/http"
 	"strconv"
 	"time"
 
 	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/internal/algorithm"
 )
 
 // Headers says which header fields tell clients about their limit, on all responses that the database has decided.
@@ -15,38 +17,64 @@ const (
 	// None is no fields but Retry-After, with a rejection.
 	None Headers = iota
 
-	// IETFDraft11 is revision 11 of draft-ietf-httpapi-ratelimit-headers, a draft that will still change: RateLimit-Policy with
-	// the limit and, if it is whole seconds, its window; RateLimit with what remains, and the seconds until there is more, where that
-	// is known: if the request is denied, and in a fixed window. Several limits on one way are members of one list.
+	// IETFDraft11 is revision 11 of draft-ietf-httpapi-ratelimit-headers, a draft that will still change.
+	// RateLimit-Policy has the limit and, if it is whole seconds, its window. RateLimit has what remains, and the
+	// seconds until there is more, where that is known: if the request is denied, and in a fixed window. If a
+	// request passes several limits, they are members of one list.
 	IETFDraft11
 
-	// XRateLimit is X-RateLimit-Limit, -Remaining and -Reset: the seconds from now until the key is as good as new. Of several limits
-	// on one way, the last one is shown.
+	// XRateLimit is X-RateLimit-Limit, -Remaining and -Reset, which is the seconds from now until the key is as
+	// good as new. If a request passes several limits, the last one is shown.
 	XRateLimit
 
-	// GitHub is XRateLimit with Reset as that service has it: in seconds since 1970, by the clock of the database.
+	// GitHub is XRateLimit with Reset as GitHub has it: in seconds since 1970, by the clock of the database.
 	GitHub
+
+	// IETFDraft6 is revision 6 of draft-ietf-httpapi-ratelimit-headers, for clients that know RateLimit-Limit,
+	// -Remaining and -Reset, which later revisions have not. Reset is the seconds from now until the key is as good as
+	// new or, if the request is denied, until the same request is allowed. RateLimit-Policy has the limit and its
+	// window, if that is whole seconds. If a request passes several limits, the last one is shown.
+	IETFDraft6
 )
 
 // maxInteger is the largest integer of a structured field (RFC 9651).
 const maxInteger = 999_999_999_999_999
 
-// set writes the fields for a decision after which so much remains.
-func (p Headers) set(header http.Header, name string, policy ratelimit.Policy, result ratelimit.Result, remaining int64) {
+// shape is what header fields tell of a policy. They tell nothing of All.
+type shape struct {
+	window int64 // in seconds; see windowSeconds
+	fixed  bool  // it is a FixedWindow, for which it is known when there is more
+}
+
+func shapeOf(policy ratelimit.Policy) shape {
+	if policy == nil {
+		return shape{}
+	}
+	numbers, err := algorithm.Parse(policy.String())
+	if err != nil || len(numbers) != 1 {
+		return shape{}
+	}
+	return shape{windowSeconds(numbers[0]), numbers[0].Algorithm == algorithm.FixedWindow}
+}
+
+// set writes the fields for a decision. remaining is what remains after it.
+func (p Headers) set(header http.Header, name string, policy shape, result ratelimit.Result, remaining int64) {
+	xRateLimit := [3]string{"X-Ratelimit-Limit", "X-Ratelimit-Remaining", "X-Ratelimit-Reset"}
+	draft6 := [3]string{"Ratelimit-Limit", "Ratelimit-Remaining", "Ratelimit-Reset"}
 	switch p {
 	case IETFDraft11:
 		text := make([]byte, 0, 128)
 		text = appendMember(text, name, ";q=", result.Limit)
-		if window := windowSeconds(policy); window > 0 {
+		if policy.window > 0 {
 			text = append(text, ";w="...)
-			text = strconv.AppendInt(text, window, 10)
+			text = strconv.AppendInt(text, policy.window, 10)
 		}
 		end := len(text)
 		text = appendMember(text, name, ";r=", remaining)
 		if !result.Allowed {
 			text = append(text, ";t="...)
 			text = strconv.AppendInt(text, wholeSeconds(result.RetryAfter), 10)
-		} else if _, ok := policy.(ratelimit.FixedWindow); ok {
+		} else if policy.fixed {
 			text = append(text, ";t="...)
 			text = strconv.AppendInt(text, wholeSeconds(result.ResetAfter), 10)
 		}
@@ -55,18 +83,29 @@ func (p Headers) set(header http.Header, name string, policy ratelimit.Policy, r
 		add(header, "Ratelimit-Policy", values[0:1:1])
 		add(header, "Ratelimit", values[1:2:2])
 	case XRateLimit:
-		setTriple(header, result.Limit, remaining, wholeSeconds(result.ResetAfter))
+		setTriple(header, xRateLimit, result.Limit, remaining, wholeSeconds(result.ResetAfter))
 	case GitHub:
 		reset := result.DecidedAt.Add(result.ResetAfter)
 		seconds := reset.Unix()
 		if reset.Nanosecond() > 0 {
 			seconds++
 		}
-		setTriple(header, result.Limit, remaining, seconds)
+		setTriple(header, xRateLimit, result.Limit, remaining, seconds)
+	case IETFDraft6:
+		reset := result.ResetAfter
+		if !result.Allowed {
+			reset = result.RetryAfter // or Retry-After would be earlier, which the draft does not want
+		}
+		limit := min(result.Limit, maxInteger)
+		setTriple(header, draft6, limit, min(remaining, maxInteger), wholeSeconds(reset))
+		if policy.window > 0 {
+			header["Ratelimit-Policy"] = []string{fmt.Sprintf("%d;w=%d", limit, policy.window)}
+		}
 	}
 }
 
-// appendMember appends a String of a structured field, whose characters New has checked, and its first parameter.
+// appendMember appends a String of a structured field and its first parameter. New has checked the characters of
+// name.
 func appendMember(text []byte, name, parameter string, value int64) []byte {
 	text = append(text, '"')
 	text = append(text, name...)
@@ -75,7 +114,7 @@ func appendMember(text []byte, name, parameter string, value int64) []byte {
 	return strconv.AppendInt(text, min(value, maxInteger), 10)
 }
 
-// add adds a value to those of an outer middleware, if there are any.
+// add adds a value to those that an outer middleware has set.
 func add(header http.Header, name string, value []string) {
 	if outer := header[name]; len(outer) > 0 {
 		value = append(outer, value...)
@@ -83,11 +122,12 @@ func add(header http.Header, name string, value []string) {
 	header[name] = value
 }
 
-func setTriple(header http.Header, limit, remaining, reset int64) {
+// setTriple sets three fields. Their names are canonical.
+func setTriple(header http.Header, names [3]string, limit, remaining, reset int64) {
 	values := []string{strconv.FormatInt(limit, 10), strconv.FormatInt(remaining, 10), strconv.FormatInt(reset, 10)}
-	header["X-Ratelimit-Limit"] = values[0:1:1]
-	header["X-Ratelimit-Remaining"] = values[1:2:2]
-	header["X-Ratelimit-Reset"] = values[2:3:3]
+	for i, name := range names {
+		header[name] = values[i : i+1 : i+1]
+	}
 }
 
 // wholeSeconds rounds up, for a duration ≥ 0.
@@ -100,18 +140,11 @@ func wholeSeconds(d time.Duration) int64 {
 }
 
 // windowSeconds is the time in which a policy allows its limit, in the long run; 0 if that is not whole seconds.
-func windowSeconds(policy ratelimit.Policy) int64 {
-	var micros int64
-	switch p := policy.(type) {
-	case ratelimit.FixedWindow:
-		micros = p.Window.Microseconds()
-	case ratelimit.SlidingWindow:
-		micros = p.Window.Microseconds()
-	case ratelimit.SlidingLog:
-		micros = p.Window.Microseconds()
-	case ratelimit.TokenBucket:
-		full := p.Capacity * p.Every.Microseconds() // in the exact range
-		if micros = full / p.Refill; micros*p.Refill != full {
+func windowSeconds(n algorithm.Numbers) int64 {
+	micros := n.Span.Microseconds()
+	if n.Refill > 0 {
+		full := n.Limit * micros // in the exact range
+		if micros = full / n.Refill; micros*n.Refill != full {
 			return 0
 		}
 	}

@@ -1,8 +1,10 @@
 package httplimit
 
 import (
+	"errors"
 	"math"
 	"net/http"
+	"strconv"
 	"testing"
 	"time"
 
@@ -19,8 +21,19 @@ func TestHeaders(t *testing.T) {
 	sliding := ratelimit.SlidingWindow{Limit: 10, Window: time.Hour}
 	bucket := ratelimit.TokenBucket{Capacity: 20, Refill: 5, Every: 10 * time.Second}
 	at := time.Date(2026, 11, 21, 12, 0, 0, 0, time.UTC)
-	allowed := ratelimit.Result{Allowed: true, Limit: 10, Remaining: 9, ResetAfter: 59*time.Second + time.Microsecond, DecidedAt: at}
-	denied := ratelimit.Result{Limit: 10, RetryAfter: 29*time.Second + time.Microsecond, ResetAfter: 41 * time.Second, DecidedAt: at.Add(time.Microsecond)}
+	allowed := ratelimit.Result{
+		Allowed:    true,
+		Limit:      10,
+		Remaining:  9,
+		ResetAfter: 59*time.Second + time.Microsecond,
+		DecidedAt:  at,
+	}
+	denied := ratelimit.Result{
+		Limit:      10,
+		RetryAfter: 29*time.Second + time.Microsecond,
+		ResetAfter: 41 * time.Second,
+		DecidedAt:  at.Add(time.Microsecond),
+	}
 	huge := ratelimit.Result{Allowed: true, Limit: math.MaxInt64, Remaining: math.MaxInt64, DecidedAt: at}
 
 	for _, test := range []struct {
@@ -52,6 +65,19 @@ func TestHeaders(t *testing.T) {
 		{GitHub, fixed, ratelimit.Result{Allowed: true, Limit: 10, Remaining: 10, DecidedAt: at}, http.Header{
 			"X-Ratelimit-Limit": {"10"}, "X-Ratelimit-Remaining": {"10"}, "X-Ratelimit-Reset": {"1795262400"},
 		}},
+		{IETFDraft6, fixed, allowed, http.Header{
+			"Ratelimit-Limit": {"10"}, "Ratelimit-Remaining": {"9"}, "Ratelimit-Reset": {"60"}, "Ratelimit-Policy": {"10;w=60"},
+		}},
+		{IETFDraft6, sliding, denied, http.Header{ // Reset is not later than Retry-After
+			"Ratelimit-Limit": {"10"}, "Ratelimit-Remaining": {"0"}, "Ratelimit-Reset": {"30"}, "Ratelimit-Policy": {"10;w=3600"},
+		}},
+		{IETFDraft6, ratelimit.FixedWindow{Limit: 10, Window: time.Millisecond}, allowed, http.Header{
+			"Ratelimit-Limit": {"10"}, "Ratelimit-Remaining": {"9"}, "Ratelimit-Reset": {"60"},
+		}},
+		{IETFDraft6, bucket, huge, http.Header{
+			"Ratelimit-Limit": {"999999999999999"}, "Ratelimit-Remaining": {"999999999999999"}, "Ratelimit-Reset": {"0"},
+			"Ratelimit-Policy": {"999999999999999;w=40"},
+		}},
 	} {
 		limiter := &fakeLimiter{onFailure: ratelimit.ReturnError(), policy: test.policy, result: test.result}
 		header := serve(t, limited(t, limiter, Config{Headers: test.headers}, nil)).header
@@ -81,7 +107,7 @@ func TestWindowSeconds(t *testing.T) {
 		{ratelimit.TokenBucket{Capacity: 1 << 62, Refill: 1 << 62, Every: time.Microsecond}, 0},
 		{nil, 0},
 	} {
-		require.Equal(t, test.want, windowSeconds(test.policy), "%v", test.policy)
+		require.Equal(t, test.want, shapeOf(test.policy).window, "%v", test.policy)
 	}
 }
 
@@ -92,11 +118,60 @@ func TestSeveralLimits(t *testing.T) {
 	for headers, want := range map[Headers]http.Header{
 		IETFDraft11: {"Ratelimit-Policy": {`"address";q=10;w=60`, `"user";q=3;w=60`}, "Ratelimit": {`"address";r=7;t=42`, `"user";r=2;t=1`}},
 		XRateLimit:  {"X-Ratelimit-Limit": {"3"}, "X-Ratelimit-Remaining": {"2"}, "X-Ratelimit-Reset": {"1"}},
+		IETFDraft6: {
+			"Ratelimit-Limit": {"3"}, "Ratelimit-Remaining": {"2"}, "Ratelimit-Reset": {"1"}, "Ratelimit-Policy": {"3;w=60"},
+		},
 	} {
 		second := allowing()
 		second.result.Limit, second.result.Remaining, second.result.ResetAfter = 3, 2, time.Millisecond
-		inner := limited(t, second, Config{Headers: headers, PolicyName: "user"}, func(http.ResponseWriter, *http.Request) {})
+		inner := limited(
+			t,
+			second,
+			Config{Headers: headers, PolicyName: "user"},
+			func(http.ResponseWriter, *http.Request) {},
+		)
 		outer := limited(t, allowing(), Config{Headers: headers, PolicyName: "address"}, inner.ServeHTTP)
 		require.Equal(t, want, serve(t, outer).header)
+	}
+}
+
+// The application's own fields are on responses to what is let through, once, and on no others. They tell what the
+// other fields tell.
+func TestAddFields(t *testing.T) {
+	t.Parallel()
+
+	calls := 0
+	add := func(header http.Header, result ratelimit.Result) {
+		calls++
+		header.Add("Left", strconv.FormatInt(result.Remaining, 10)+" after "+header.Get("X-Ratelimit-Remaining"))
+		header.Add("Source", result.Source.String())
+	}
+	failedOpen := allowing()
+	failedOpen.result = ratelimit.Result{Allowed: true, Source: ratelimit.SourceFailedOpen, Limit: 10}
+	failed := allowing()
+	failed.err = errors.New("it is gone")
+	for name, test := range map[string]struct {
+		limiter *fakeLimiter
+		config  Config
+		status  int
+		want    []string
+	}{
+		"allowed":     {allowing(), Config{}, 200, []string{"7 after 7"}},
+		"denied":      {denying(time.Second), Config{}, 429, nil},
+		"failed":      {failed, Config{}, 503, nil},
+		"failed open": {failedOpen, Config{}, 200, []string{"0 after "}},
+		"given back":  {allowing(), Config{Charge: ChargeFailures}, 200, []string{"8 after 8"}},
+		"charged":     {allowing(), Config{Charge: ChargeSuccesses}, 200, []string{"7 after 7"}},
+		"skipped":     {allowing(), Config{Skip: func(*http.Request) bool { return true }}, 200, nil},
+	} {
+		calls = 0
+		test.config.Headers, test.config.AddFields = XRateLimit, add
+		answer := serve(t, limited(t, test.limiter, test.config, nil))
+		require.Equal(t, test.status, answer.status, name)
+		require.Equal(t, test.want, answer.header["Left"], name)
+		require.Len(t, test.want, calls, name)
+		if calls > 0 {
+			require.Equal(t, test.limiter.result.Source.String(), answer.header.Get("Source"), name)
+		}
 	}
 }

@@ -10,12 +10,14 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/internal/limitertest"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 )
 
 func TestMain(m *testing.M) { pgtest.Main(m) }
 
-// The attack on logins: good ones that are held open over several windows, and finished one at a time, each to make room for a bad one.
+// The attack on logins: good ones that are held open over several windows, and finished one at a time, each to
+// make room for a bad one.
 func TestHeldRequestsDoNotLetFailuresThrough(t *testing.T) {
 	t.Parallel()
 	const limit = 5
@@ -29,26 +31,31 @@ func TestHeldRequestsDoNotLetFailuresThrough(t *testing.T) {
 			t.Parallel()
 			var mu sync.Mutex
 			now := time.Date(2026, 3, 1, 12, 0, 0, 0, time.UTC)
-			limiter, err := ratelimit.New(pgtest.New(t).Pool, ratelimit.Config{
-				Name: "login", Policy: policy, Timeout: time.Minute, NoDenialCache: true, Test: ratelimit.TestConfig{Now: func() time.Time {
+			limiter := limitertest.New(t, pgtest.New(t).Pool, ratelimit.Config{
+				Name: "login", Policy: policy, NoDenialCache: true,
+				Client: ratelimit.ClientConfig{Test: ratelimit.TestConfig{Now: func() time.Time {
 					mu.Lock()
 					defer mu.Unlock()
 					return now
-				}},
+				}}},
 			})
-			require.NoError(t, err)
 			began, finish := make(chan struct{}), make(chan struct{})
-			handler := limited(t, limiter, Config{Charge: ChargeFailures, OnError: func(w http.ResponseWriter, _ *http.Request, _ error) {
-				w.WriteHeader(http.StatusServiceUnavailable)
-			}}, func(w http.ResponseWriter, r *http.Request) {
-				if r.URL.Path == "/bad" {
-					w.WriteHeader(http.StatusUnauthorized)
-					return
-				}
-				began <- struct{}{}
-				<-finish
-				w.WriteHeader(http.StatusOK)
-			})
+			handler := limited(
+				t,
+				limiter,
+				Config{Charge: ChargeFailures, OnError: func(w http.ResponseWriter, _ *http.Request, _ error) {
+					w.WriteHeader(http.StatusServiceUnavailable)
+				}},
+				func(w http.ResponseWriter, r *http.Request) {
+					if r.URL.Path == "/bad" {
+						w.WriteHeader(http.StatusUnauthorized)
+						return
+					}
+					began <- struct{}{}
+					<-finish
+					w.WriteHeader(http.StatusOK)
+				},
+			)
 			login := func(path string) int {
 				recorder := httptest.NewRecorder()
 				handler.ServeHTTP(recorder, httptest.NewRequest(http.MethodPost, path, nil))

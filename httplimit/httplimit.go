@@ -1,20 +1,26 @@
 // Package httplimit puts a limit of package ratelimit in front of an [http.Handler].
 //
-// [New] makes a middleware of a limiter: a function from handler to handler, for net/http and everything that takes such functions.
-// [Config].Key says whom a request is charged to, such as [ByIP]. What is forged counts for nothing: addresses in headers are
-// believed only behind proxies that were named, and then only the last one that is not theirs.
+// [New] makes a middleware of a limiter: a function from handler to handler, for net/http and everything that
+// takes such functions. [Config].Key says whom a request is charged to, such as [ByIP]. Nothing that clients can
+// forge counts. Addresses in headers are believed only behind proxies that were named, and then only the last
+// address that is not a proxy's.
 //
-// A request that is denied gets status 429 and a Retry-After that is true: it says the time at which the same request is allowed if
-// nobody else takes anything, in whole seconds, rounded up. What happens while Postgres is away has to be chosen, see [New].
+// A denied request gets status 429 and a true Retry-After: the time at which the same request is allowed if
+// nobody else takes anything, in whole seconds, rounded up. What happens while Postgres is away has to be chosen,
+// see [New].
 //
-// On top of the limiter's own call this takes half a microsecond and 3 allocations with [ByIP] and [IETFDraft11], one microsecond
-// and 4 behind a proxy, the same for keys in [HMAC], and 6 allocations for a denial. To give back the cost of a request, see
-// [Config].Charge, takes another call of the limiter, before the response ends.
+// The middleware adds half a microsecond and 3 allocations to the limiter's own call, with [ByIP] and
+// [IETFDraft11]. Behind a proxy it adds one microsecond and 4 allocations, and as much for keys in [HMAC]. A
+// denial adds 6 allocations. To give back the cost of a request, see [Config].Charge, takes another call of the
+// limiter, before the response ends.
 //
-// It knows nothing of gRPC, where a denial is ResourceExhausted with a RetryInfo, and a failure of the store Unavailable.
+// [Transport] is for the other side: it keeps a client within a limit that its processes share.
+//
+// For gRPC there is the module github.com/pgratelimit/ratelimit/grpclimit, which takes the keys of this package.
 package httplimit
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"log/slog"
@@ -25,21 +31,21 @@ import (
 	"time"
 
 	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/internal/pg"
 )
 
-// statusClientClosedRequest is what other servers log for a client that has left. It is not there to read it, but the 200 of a
-// handler that writes nothing would look like a success.
+// statusClientClosedRequest is what other servers log for a client that has left. No client reads it, but without
+// it the 200 of a handler that writes nothing would look like a success.
 const statusClientClosedRequest = 499
 
 // Limiter is what New needs of a [ratelimit.Limiter].
 type Limiter interface {
-	// Name is the default of Config.PolicyName, and Policy is shown in header fields.
-	Name() string
-	Policy() ratelimit.Policy
-	// OnFailure tells what was chosen for the time when Postgres is away.
-	OnFailure() ratelimit.FailureMode
+	// Config is the limiter's configuration. New asks for it once. Its Name is the default of Config.PolicyName,
+	// its Policy is shown in header fields, and its OnFailure tells what was chosen for the time when Postgres is
+	// away.
+	Config() ratelimit.Config
 	AllowN(ctx context.Context, key string, n int64) (ratelimit.Result, error)
-	// Refund gives back what AllowN has taken, by its result. It is called if there is a Config.Charge.
+	// Refund gives back what AllowN has taken, by its result. It is called only with a Config.Charge.
 	Refund(ctx context.Context, result ratelimit.Result) (ratelimit.Result, error)
 }
 
@@ -47,8 +53,8 @@ var _ Limiter = (*ratelimit.Limiter)(nil)
 
 // Config says how requests are limited. Key is required.
 type Config struct {
-	// Key says whom a request is charged to: ByIP, ByHeader, ByContext, ByFunc, or several of them in Join. A request without a
-	// key is rejected, with status 400.
+	// Key says whom a request is charged to: ByIP, ByHeader, ByContext, ByFunc, or several of them in Join. A
+	// request without a key is rejected with status 400.
 	Key Key
 
 	// Skip tells which requests are not limited at all.
@@ -56,22 +62,36 @@ type Config struct {
 	// Defaults to none.
 	Skip func(*http.Request) bool
 
-	// Cost is what a request takes. One that costs nothing passes without a question, and one that costs more than the whole
-	// limit, or less than nothing, is rejected, with status 400.
+	// Cost is what a request takes. A request that costs nothing passes, and the limiter is not asked. One that
+	// costs more than the whole limit, or less than nothing, is rejected with status 400.
 	//
 	// Defaults to 1 for each.
 	Cost func(*http.Request) int64
 
 	// Charge tells by the status of the response whether the request is charged: ChargeFailures, ChargeSuccesses,
-	// ChargeAllButServerErrors, or any function. The cost is taken first, so within a window no more requests are let in than the
-	// limit allows, whatever becomes of them; slow ones of earlier windows may still run beside them. It is given back when the
-	// handler is done, as far as it still counts: see [ratelimit.Limiter.Refund].
+	// ChargeAllButServerErrors, or any function. The cost is taken first. So within a window no more requests are
+	// let in than the limit allows, whatever becomes of them, though slow ones of earlier windows may still run
+	// beside them. The cost is given back when the handler is done, as far as it still counts: see
+	// [ratelimit.Limiter.Refund].
 	//
-	// In doubt it stays taken, whatever Charge would say. For its cost to come back, a handler has to write a status, or something of
-	// the response, to the ResponseWriter that it was given, before it returns: w.WriteHeader(http.StatusNoContent), say. One that writes
-	// nothing, or panics before it does, is charged; so is one whose status is written by an error handler in front of this middleware,
-	// or past it, as some frameworks do. It stays taken as well if the client has left before there was a status. What cannot be given
-	// back, because Postgres is away, stays counted, and so does what a FallbackLocal has taken.
+	// In doubt the cost stays taken. For it to come back, a handler has to write a status, or a part of the
+	// response, to the ResponseWriter that it was given, and to return: w.WriteHeader(http.StatusNoContent), say.
+	// A request is charged if
+	//
+	//   - its handler writes nothing, panics, takes the connection over, calls Unwrap, or writes several statuses
+	//     of which one is charged;
+	//   - its status is written by an error handler in front of this middleware, or past it, as some frameworks
+	//     do;
+	//   - the client has left before there was a status;
+	//   - the deadline of its context has passed when the handler returns.
+	//
+	// A writer in front with the methods Written or Status, as those of frameworks have, has a say. Nothing else
+	// in front may change a status that it was given, because this middleware would not see that.
+	//
+	// The header fields are sent before the cost comes back. If Charge says of the first status that the cost
+	// comes back, they show what remains as if it had. The time of Reset is that of the take.
+	//
+	// What cannot be given back, because Postgres is away, stays counted. So does what a FallbackLocal has taken.
 	//
 	// Defaults to charging every request.
 	Charge func(status int) bool
@@ -81,84 +101,94 @@ type Config struct {
 	// Defaults to None: only Retry-After, with a rejection.
 	Headers Headers
 
-	// PolicyName is how clients see the limit, in header fields and problems: printable ASCII without quotes and backslashes.
+	// AddFields adds fields of the application's own to the header of a response to a request that is let through. It
+	// is called after the fields of Headers are set, and before the status is written. With a Charge that will probably
+	// give the cost back, the Remaining of the decision is what then remains. Its Source tells if the database did not
+	// decide. For requests that are rejected, see Reject.
+	//
+	// Defaults to adding none.
+	AddFields func(http.Header, ratelimit.Result)
+
+	// PolicyName is the limit's name in header fields and problems, for clients: printable ASCII without quotes
+	// and backslashes.
 	//
 	// Defaults to the limiter's name.
 	PolicyName string
 
-	// Reject answers a request that does not reach the handler: ProblemJSON, PlainText, or any function, which may choose another
-	// status. Retry-After and the fields of Headers are set before.
+	// Reject answers a request that does not reach the handler: ProblemJSON, PlainText, or any function, which
+	// may choose another status. Retry-After and the fields of Headers are set before.
 	//
 	// Defaults to ProblemJSON.
 	Reject func(http.ResponseWriter, *http.Request, Rejection)
 
-	// OnError answers a request that the limiter has returned an error for. It is one way to choose what happens while Postgres is
-	// away; the limiter's own Config.OnFailure is the other, and New refuses a limiter with neither.
+	// OnError answers a request that the limiter has returned an error for. It is one way to choose what happens
+	// while Postgres is away. The limiter's own Config.OnFailure is the other, and New refuses a limiter with
+	// neither.
 	//
 	// Defaults to Reject, with status 503.
 	OnError func(http.ResponseWriter, *http.Request, error)
 
-	// Logger is told of requests without a usable key, of errors and of refunds that get lost: once when they begin, and not for
-	// each request.
+	// Logger is told of requests without a usable key, of costs that can never be taken, of errors, of refunds that
+	// get lost, and of proxies that ByIP does not trust. It is told once when they begin, and not for each request.
+	// What keeps the database from deciding is logged by the limiter's client, see [ratelimit.ClientConfig].Logger.
 	//
-	// Defaults to nil: nothing is logged.
+	// Defaults to slog.Default(). slog.DiscardHandler turns it off.
 	Logger *slog.Logger
 }
 
-func (c Config) withDefaults(limiter Limiter) Config {
+func (c Config) withDefaults(limiter ratelimit.Config) Config {
 	if c.PolicyName == "" {
-		c.PolicyName = limiter.Name()
+		c.PolicyName = limiter.Name
 	}
 	if c.Reject == nil {
 		c.Reject = ProblemJSON
 	}
-	if c.Logger == nil {
-		c.Logger = slog.New(slog.DiscardHandler)
-	}
 	return c
 }
 
-func (c Config) validate(limiter Limiter) error {
+func (c Config) validate(limiter ratelimit.Config) error {
+	refuse := func(field, reason string) error {
+		return &ratelimit.ConfigError{Field: "httplimit.Config." + field, Reason: reason}
+	}
 	if err := c.Key.usable(); err != nil {
-		return &ConfigError{Field: "Key", Reason: err.Error()}
+		return refuse("Key", err.Error())
 	}
 	unprintable := func(c rune) bool { return c < ' ' || c > '~' || c == '"' || c == '\\' }
 	switch {
 	case c.PolicyName == "" || strings.ContainsFunc(c.PolicyName, unprintable):
-		return &ConfigError{Field: "PolicyName", Reason: "(by default the limiter's name) must be printable ASCII without quotes and backslashes, and is " +
-			strconv.Quote(c.PolicyName)}
-	case c.Headers < None || c.Headers > GitHub:
-		return &ConfigError{Field: "Headers", Reason: "must be None, IETFDraft11, XRateLimit or GitHub"}
-	case c.OnError == nil && limiter.OnFailure() == ratelimit.FailureMode{}:
-		return &ConfigError{Field: "OnError", Reason: "is required for this limiter: nothing says what happens to requests while Postgres is away. " +
-			"Set it, or OnFailure in the limiter's ratelimit.Config: FailOpen, FailClosed, FallbackLocal, or ReturnError, which rejects with status 503"}
+		return refuse("PolicyName", "(by default the limiter's name) must be printable ASCII "+
+			"without quotes and backslashes, and is "+strconv.Quote(c.PolicyName))
+	case c.Headers < None || c.Headers > IETFDraft6:
+		return refuse("Headers", "must be None, IETFDraft11, IETFDraft6, XRateLimit or GitHub")
+	case c.OnError == nil && limiter.OnFailure == ratelimit.FailureMode{}:
+		return refuse("OnError", "is required for this limiter: "+
+			"nothing says what happens to requests while Postgres is away. "+
+			"Set it, or OnFailure in the limiter's ratelimit.Config: FailOpen, FailClosed, FallbackLocal, "+
+			"or ReturnError, which rejects with status 503")
 	}
 	return nil
 }
 
-// ConfigError says which field of a [Config] New has refused, and why.
-type ConfigError struct {
-	Field  string
-	Reason string // completes the sentence that Field begins
-}
-
-func (e *ConfigError) Error() string { return "httplimit: Config." + e.Field + " " + e.Reason }
-
-// New returns a middleware that lets through to a handler what the limiter allows. It returns a *ConfigError for a configuration
-// that cannot work.
+// New returns a middleware that lets through to a handler what the limiter allows. It returns a
+// [*ratelimit.ConfigError] for a configuration that cannot work.
 //
-// A request that is denied is answered with status 429, and Retry-After, in whole seconds: no sooner does it make sense to try
-// again. One that nobody could decide about, because Postgres is away and the limiter fails closed or returns an error, is answered
-// with 503. Everything else reaches the handler, with the ResponseWriter as it is unless there is a [Config].Charge.
+// A denied request is answered with status 429 and a Retry-After in whole seconds, before which it makes no sense
+// to try again. A request that nobody could decide about, because Postgres is away and the limiter fails closed
+// or returns an error, is answered with 503. Everything else reaches the handler. The ResponseWriter reaches it
+// as it is, unless there is a [Config].Charge.
 func New(limiter Limiter, config Config) (func(http.Handler) http.Handler, error) {
 	if l, ok := limiter.(*ratelimit.Limiter); limiter == nil || ok && l == nil {
 		return nil, errors.New("httplimit: the limiter is nil")
 	}
-	config = config.withDefaults(limiter)
-	if err := config.validate(limiter); err != nil {
+	limits := limiter.Config()
+	config = config.withDefaults(limits)
+	if err := config.validate(limits); err != nil {
 		return nil, err
 	}
-	m := &middleware{limiter: limiter, policy: limiter.Policy(), config: config}
+	m := &middleware{limiter: limiter, policy: shapeOf(limits.Policy), config: config}
+	m.proxies.log = func(r *http.Request, message, write string) {
+		m.log(r.Context(), slog.LevelWarn, message, slog.String("write", write))
+	}
 	return func(next http.Handler) http.Handler {
 		return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { m.serve(w, r, next) })
 	}, nil
@@ -166,12 +196,13 @@ func New(limiter Limiter, config Config) (func(http.Handler) http.Handler, error
 
 type middleware struct {
 	limiter Limiter
-	policy  ratelimit.Policy
+	policy  shape
 	config  Config
 
 	// What has been logged.
-	keyless, badCost atomic.Bool // it happens at all, since anybody can make it happen
+	keyless, badCost atomic.Bool // only that it happens, since any client can make it happen
 	errors, refunds  health
+	proxies          proxyHint
 }
 
 func (m *middleware) serve(w http.ResponseWriter, r *http.Request, next http.Handler) {
@@ -186,7 +217,7 @@ func (m *middleware) serve(w http.ResponseWriter, r *http.Request, next http.Han
 			return
 		}
 	}
-	key, err := m.config.Key.Of(r)
+	key, err := m.config.Key.of(r, &m.proxies)
 	if err != nil {
 		m.rejectKey(w, r, err)
 		return
@@ -213,10 +244,15 @@ func (m *middleware) serve(w http.ResponseWriter, r *http.Request, next http.Han
 	}
 }
 
-// setHeaders sets the fields of Config.Headers, unless nothing is known about the key.
+// setHeaders sets the fields of Config.Headers, unless nothing is known about the key. If the request is let through,
+// it adds those of Config.AddFields.
 func (m *middleware) setHeaders(header http.Header, result ratelimit.Result, remaining int64) {
 	if result.Source != ratelimit.SourceFailedOpen {
 		m.config.Headers.set(header, m.config.PolicyName, m.policy, result, remaining)
+	}
+	if result.Allowed && m.config.AddFields != nil {
+		result.Remaining = remaining
+		m.config.AddFields(header, result)
 	}
 }
 
@@ -226,10 +262,11 @@ func (m *middleware) rejectKey(w http.ResponseWriter, r *http.Request, err error
 		reason := err
 		if own, ok := errors.AsType[*KeyError](err); ok {
 			reason = own
-		} else if !errors.Is(err, ratelimit.ErrInvalidKey) { // of a function given to ByFunc: who knows what is in it
+		} else if !errors.Is(err, ratelimit.ErrInvalidKey) { // from a function given to ByFunc; may show personal data
 			reason = &KeyError{Reason: "Config.Key returned an error"}
 		}
-		m.warn(r.Context(), "httplimit: a request has no usable key, and is rejected; further ones are not logged", reason)
+		m.warn(r.Context(), "httplimit: a request has no usable key, and is rejected; further ones are not logged",
+			reason)
 	}
 	m.reject(w, r, Rejection{Status: http.StatusBadRequest, Err: err})
 }
@@ -244,13 +281,15 @@ func (m *middleware) rejectError(w http.ResponseWriter, r *http.Request, err err
 		return
 	case errors.Is(err, ratelimit.ErrCostExceedsLimit), errors.Is(err, ratelimit.ErrInvalidCost):
 		if !m.badCost.Swap(true) {
-			m.warn(r.Context(), "httplimit: a request has a cost that can never be taken, and is rejected; further ones are not logged", err)
+			m.warn(r.Context(),
+				"httplimit: a request has a cost that can never be taken, and is rejected; further ones are not logged",
+				err)
 		}
 		m.reject(w, r, Rejection{Status: http.StatusBadRequest, Err: err})
 		return
 	}
-	// A deadline of the request's own says nothing about the limiter.
-	if r.Context().Err() == nil && m.errors.changed(err) {
+	// A deadline of the request's own says nothing about the limiter, and trouble is logged by the client.
+	if r.Context().Err() == nil && !pg.IsTrouble(err) && m.errors.changed(err) {
 		m.warn(r.Context(), "httplimit: the limiter fails; further errors are not logged until it decides again", err)
 	}
 	if m.config.OnError != nil {
@@ -260,7 +299,7 @@ func (m *middleware) rejectError(w http.ResponseWriter, r *http.Request, err err
 	m.reject(w, r, Rejection{Status: http.StatusServiceUnavailable, Err: err})
 }
 
-// reject answers a request. A rejection that is over sometime gets a Retry-After of at least a second.
+// reject answers a request. Unless its status is 400, it gets a Retry-After of at least a second.
 func (m *middleware) reject(w http.ResponseWriter, r *http.Request, rejection Rejection) {
 	rejection.Policy = m.config.PolicyName
 	if rejection.Status != http.StatusBadRequest {
@@ -273,20 +312,26 @@ func (m *middleware) reject(w http.ResponseWriter, r *http.Request, rejection Re
 
 // warn logs an error in which there is no key.
 func (m *middleware) warn(ctx context.Context, message string, err error) {
-	m.config.Logger.LogAttrs(ctx, slog.LevelWarn, message, slog.String("policy", m.config.PolicyName), slog.Any("error", err))
+	m.log(ctx, slog.LevelWarn, message, slog.Any("error", err))
 }
 
 func (m *middleware) info(ctx context.Context, message string) {
-	m.config.Logger.LogAttrs(ctx, slog.LevelInfo, message, slog.String("policy", m.config.PolicyName))
+	m.log(ctx, slog.LevelInfo, message)
 }
 
-// calm is how long something has to fail at least before it is said to work again: what fails now and then is logged now and then.
+func (m *middleware) log(ctx context.Context, level slog.Level, message string, attributes ...slog.Attr) {
+	cmp.Or(m.config.Logger, slog.Default()).LogAttrs(ctx, level, message,
+		append([]slog.Attr{slog.String("policy", m.config.PolicyName)}, attributes...)...)
+}
+
+// calm is for how long something has to fail before its recovery is logged. So failures now and then do not fill
+// the log.
 const calm = 10 * time.Second
 
-// health is whether something works, so that only changes are logged.
-type health struct{ failing atomic.Int64 } // since when, in nanoseconds since 1970; 0: it works
+// health tells whether something works, so that only changes are logged.
+type health struct{ failing atomic.Int64 } // since when, in nanoseconds since 1970; 0 if it works
 
-// changed tells whether the last attempt went otherwise than those before.
+// changed tells whether the last attempt went differently from those before.
 func (h *health) changed(err error) bool {
 	since := h.failing.Load()
 	switch {

@@ -15,6 +15,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
 func TestNewRefusesWhatCannotWork(t *testing.T) {
@@ -46,14 +47,14 @@ func TestNewRefusesWhatCannotWork(t *testing.T) {
 		{Config{Key: ByIP(), PolicyName: `a\b`}, "PolicyName", "printable ASCII"},
 		{Config{Key: ByIP(), PolicyName: "ä"}, "PolicyName", "printable ASCII"},
 		{Config{Key: ByIP(), PolicyName: "a\r\nb"}, "PolicyName", "printable ASCII"},
-		{Config{Key: ByIP(), Headers: 4}, "Headers", "IETFDraft11"},
+		{Config{Key: ByIP(), Headers: IETFDraft6 + 1}, "Headers", "IETFDraft11"},
 		{Config{Key: ByIP(), Headers: -1}, "Headers", "IETFDraft11"},
 	} {
 		_, err := New(allowing(), test.config)
-		configErr, ok := errors.AsType[*ConfigError](err)
+		configErr, ok := errors.AsType[*ratelimit.ConfigError](err)
 		require.True(t, ok, "%+v", test)
-		require.Equal(t, test.field, configErr.Field)
-		require.ErrorContains(t, err, "httplimit: Config."+test.field)
+		require.Equal(t, "httplimit.Config."+test.field, configErr.Field)
+		require.EqualError(t, err, "ratelimit: httplimit.Config."+test.field+" "+configErr.Reason)
 		require.ErrorContains(t, err, test.reason)
 	}
 	_, err := New(nil, Config{Key: ByIP()})
@@ -66,9 +67,9 @@ func TestChoiceForOutagesIsRequired(t *testing.T) {
 
 	undecided := &fakeLimiter{}
 	_, err := New(undecided, Config{Key: ByIP()})
-	configErr, ok := errors.AsType[*ConfigError](err)
+	configErr, ok := errors.AsType[*ratelimit.ConfigError](err)
 	require.True(t, ok)
-	require.Equal(t, "OnError", configErr.Field)
+	require.Equal(t, "httplimit.Config.OnError", configErr.Field)
 	for _, way := range []string{"OnFailure", "FailOpen", "FailClosed", "FallbackLocal", "ReturnError"} {
 		require.ErrorContains(t, err, way)
 	}
@@ -172,15 +173,15 @@ func TestSourcesOfADecision(t *testing.T) {
 	}
 }
 
-// An error of the limiter is not the client's fault. It is logged when it begins and when it is over, and not for each request,
-// also if only some fail.
+// An error of the limiter is not the client's fault. It is logged when it begins and when it is over, and not for
+// each request, also if only some fail.
 func TestErrorsOfTheLimiter(t *testing.T) {
 	t.Parallel()
 
 	synctest.Test(t, func(t *testing.T) {
-		var log journal
+		var log testkit.Journal
 		limiter := allowing()
-		handler := limited(t, limiter, Config{Logger: log.logger()}, nil)
+		handler := limited(t, limiter, Config{Logger: log.Logger()}, nil)
 		for range 3 {
 			for range 100 {
 				limiter.err = errors.New("the database is gone")
@@ -191,7 +192,7 @@ func TestErrorsOfTheLimiter(t *testing.T) {
 				limiter.err = nil
 				require.Equal(t, http.StatusOK, serve(t, handler).status)
 			}
-			lines := log.lines()
+			lines := log.Lines()
 			require.Len(t, lines, 1)
 			require.Contains(t, lines[0], "level=WARN")
 			require.Contains(t, lines[0], "the database is gone")
@@ -201,7 +202,7 @@ func TestErrorsOfTheLimiter(t *testing.T) {
 			for range 100 {
 				require.Equal(t, http.StatusOK, serve(t, handler).status)
 			}
-			lines = log.lines()
+			lines = log.Lines()
 			require.Len(t, lines, 1)
 			require.Contains(t, lines[0], "level=INFO")
 		}
@@ -209,7 +210,9 @@ func TestErrorsOfTheLimiter(t *testing.T) {
 
 	limiter := allowing()
 	limiter.err = errors.New("the database is gone")
-	own := Config{OnError: func(w http.ResponseWriter, _ *http.Request, err error) { http.Error(w, err.Error(), http.StatusTeapot) }}
+	own := Config{
+		OnError: func(w http.ResponseWriter, _ *http.Request, err error) { http.Error(w, err.Error(), http.StatusTeapot) },
+	}
 	response := serve(t, limited(t, limiter, own, nil))
 	require.Equal(t, http.StatusTeapot, response.status)
 	require.Equal(t, "the database is gone\n", response.body)
@@ -219,17 +222,20 @@ func TestErrorsOfTheLimiter(t *testing.T) {
 func TestClientThatLeavesIsNoFailure(t *testing.T) {
 	t.Parallel()
 
-	var log journal
+	var log testkit.Journal
 	limiter := allowing()
 	limiter.err = fmt.Errorf("ratelimit: gave up waiting: %w", context.Canceled)
-	config := Config{Logger: log.logger(), OnError: func(http.ResponseWriter, *http.Request, error) { t.Error("it is no error") }}
+	config := Config{
+		Logger:  log.Logger(),
+		OnError: func(http.ResponseWriter, *http.Request, error) { t.Error("it is no error") },
+	}
 	handler := limited(t, limiter, config, nil)
 	ctx, leave := context.WithCancel(t.Context())
 	leave()
 	response := serve(t, handler, httptest.NewRequestWithContext(ctx, http.MethodGet, "/", nil))
 	require.Equal(t, statusClientClosedRequest, response.status)
 	require.Empty(t, response.body)
-	require.Empty(t, log.lines())
+	require.Empty(t, log.Lines())
 
 	// A request with a deadline of its own has somebody who waits for the answer.
 	ctx, cancel := context.WithTimeout(t.Context(), 0)
@@ -238,11 +244,11 @@ func TestClientThatLeavesIsNoFailure(t *testing.T) {
 	config.OnError = nil
 	response = serve(t, limited(t, limiter, config, nil), httptest.NewRequestWithContext(ctx, http.MethodGet, "/", nil))
 	require.Equal(t, http.StatusServiceUnavailable, response.status)
-	require.Empty(t, log.lines())
+	require.Empty(t, log.Lines())
 
 	// The limiter's own context, of a client that is still there, is a failure.
 	require.Equal(t, http.StatusServiceUnavailable, serve(t, limited(t, limiter, config, nil)).status)
-	require.Len(t, log.lines(), 1)
+	require.Len(t, log.Lines(), 1)
 }
 
 func TestSkip(t *testing.T) {
@@ -264,10 +270,10 @@ func TestSkip(t *testing.T) {
 func TestCost(t *testing.T) {
 	t.Parallel()
 
-	var log journal
+	var log testkit.Journal
 	cost, limiter := int64(0), allowing()
 	handler := limited(t, limiter, Config{
-		Logger: log.logger(), Cost: func(*http.Request) int64 { return cost },
+		Logger: log.Logger(), Cost: func(*http.Request) int64 { return cost },
 	}, nil)
 	require.Equal(t, http.StatusOK, serve(t, handler).status)
 	require.Empty(t, limiter.asked)
@@ -285,11 +291,11 @@ func TestCost(t *testing.T) {
 			require.Empty(t, response.header.Get("Retry-After"))
 		}
 	}
-	require.Len(t, log.lines(), 1)
+	require.Len(t, log.Lines(), 1)
 }
 
-// A request without a usable key is rejected; it shares no key with others of its kind. One line is logged, with nothing of what the
-// client has sent.
+// A request without a usable key is rejected; it shares no key with others of its kind. One line is logged, with
+// nothing of what the client has sent.
 func TestRequestsWithoutAKey(t *testing.T) {
 	t.Parallel()
 
@@ -326,9 +332,9 @@ func TestRequestsWithoutAKey(t *testing.T) {
 			return "", fmt.Errorf("%s: %w", personal, err)
 		}), func(*http.Request) {}},
 	} {
-		var log journal
+		var log testkit.Journal
 		limiter := allowing()
-		config := Config{Key: test.key, Logger: log.logger()}
+		config := Config{Key: test.key, Logger: log.Logger()}
 		handler := limited(t, limiter, config, nil)
 		for range 100 {
 			request := httptest.NewRequestWithContext(t.Context(), http.MethodGet, "/", nil)
@@ -339,7 +345,7 @@ func TestRequestsWithoutAKey(t *testing.T) {
 			require.NotContains(t, response.body, personal, name)
 		}
 		require.Empty(t, limiter.asked, name)
-		lines := log.lines()
+		lines := log.Lines()
 		require.Len(t, lines, 1, name)
 		require.NotContains(t, lines[0], personal, name)
 
@@ -357,14 +363,14 @@ func TestRequestsWithoutAKey(t *testing.T) {
 func TestKeyThatCannotBeStored(t *testing.T) {
 	t.Parallel()
 
-	var log journal
+	var log testkit.Journal
 	limiter := allowing()
 	limiter.err = &ratelimit.KeyError{Reason: "has 513 bytes"}
-	handler := limited(t, limiter, Config{Logger: log.logger()}, nil)
+	handler := limited(t, limiter, Config{Logger: log.Logger()}, nil)
 	for range 100 {
 		require.Equal(t, http.StatusBadRequest, serve(t, handler).status)
 	}
-	require.Len(t, log.lines(), 1)
+	require.Len(t, log.Lines(), 1)
 }
 
 type contextKey struct{}

@@ -16,59 +16,65 @@ import (
 )
 
 const (
-	// maxHeaderKey bounds the value that ByHeader takes, in bytes: as much as most servers take in all header lines together.
+	// maxHeaderKey is the longest value that ByHeader takes, in bytes. Most servers take about as much in all
+	// header lines together.
 	maxHeaderKey = 8 << 10
 
-	// minSecret and hmacLen are the bytes of a secret at least, and of the HMAC that are kept: with 128 bits, two of a billion
-	// keys are one with a probability of 10^-21.
+	// minSecret is the least length of a secret, and hmacLen is how much of an HMAC is kept, both in bytes. With
+	// 128 bits, the probability that any two of a billion keys get the same HMAC is 10^-21.
 	minSecret = 16
 	hmacLen   = 16
 )
 
 // Key says whom a request is charged to. The zero Key is none, and New refuses it.
 type Key struct {
-	find func(*http.Request) (string, error)
+	find func(*http.Request, *proxyHint) (string, error)
 	err  error // why New refuses it
 }
 
-// KeyError says why a request has no key, in words that hold nothing of what the client has sent.
+// KeyError says why a request has no key. Its words hold nothing of what the client has sent.
 type KeyError struct{ Reason string }
 
 func (e *KeyError) Error() string { return "httplimit: no key: " + e.Reason }
 
-// Of returns the key of a request, for functions that choose between keys. Its errors are *KeyErrors, and what a function
-// given to ByFunc returns.
-func (k Key) Of(r *http.Request) (string, error) {
+// Of returns the key of a request, for functions that choose between keys. Its errors are *KeyErrors, and what a
+// function given to ByFunc returns.
+func (k Key) Of(r *http.Request) (string, error) { return k.of(r, nil) }
+
+// of is Of that also gives the hint, unless it is nil.
+func (k Key) of(r *http.Request, hint *proxyHint) (string, error) {
 	switch {
 	case k.err != nil:
 		return "", k.err
 	case k.find == nil:
 		return "", &KeyError{Reason: "no Key was chosen"}
 	}
-	key, err := k.find(r)
+	key, err := k.find(r, hint)
 	if err == nil && key == "" {
 		err = &KeyError{Reason: "it is empty"}
 	}
 	return key, err
 }
 
-// ByFunc is any key: a function returns it, or an error if the request has none. Keys are at most 512 bytes of UTF-8 without NUL,
-// or any bytes inside HMAC. Never return one key for all requests that have none: they would share its limit.
+// ByFunc is any key. find returns it, or an error if the request has none. A key is at most 512 bytes of UTF-8
+// without NUL, or any bytes inside HMAC. Never return one key for all requests that have none: they would share
+// its limit.
 func ByFunc(find func(*http.Request) (string, error)) Key {
 	if find == nil {
 		return Key{err: errors.New("is ByFunc of no function")}
 	}
-	return Key{find: find}
+	return Key{find: func(r *http.Request, _ *proxyHint) (string, error) { return find(r) }}
 }
 
-// ByHeader is the value of a header, for API keys and the like. A request without it has no key, nor has one with several, or
-// with control characters. Clients choose their headers: let only those pass whose key has been checked, or limit addresses too.
+// ByHeader is the value of a header, for API keys and the like. A request has no key if it lacks the header, has
+// several, or has control characters in it. Clients choose their headers. So let only requests pass whose key has
+// been checked, or limit addresses too.
 func ByHeader(name string) Key {
 	if !isToken(name) {
 		return Key{err: fmt.Errorf("is ByHeader(%q), which is no name of a header", name)}
 	}
 	canonical := http.CanonicalHeaderKey(name)
-	return Key{find: func(r *http.Request) (string, error) {
+	return Key{find: func(r *http.Request, _ *proxyHint) (string, error) {
 		values := r.Header[canonical]
 		switch {
 		case len(values) == 0 || len(values) == 1 && values[0] == "":
@@ -84,13 +90,15 @@ func ByHeader(name string) Key {
 	}}
 }
 
-// ByContext is a string that is in the request's context, where the application's authentication has put the user, say. See
-// [context.Context.Value] for what contextKey is.
+// ByContext is a string in the request's context, such as the user that the application's authentication has put
+// there. See [context.Context.Value] for what contextKey is.
 func ByContext(contextKey any) Key {
 	if contextKey == nil {
 		return Key{err: errors.New("is ByContext(nil)")}
 	}
-	return Key{find: func(r *http.Request) (string, error) { return fromContext(r.Context(), contextKey) }}
+	return Key{find: func(r *http.Request, _ *proxyHint) (string, error) {
+		return fromContext(r.Context(), contextKey)
+	}}
 }
 
 func fromContext(ctx context.Context, contextKey any) (string, error) {
@@ -101,8 +109,8 @@ func fromContext(ctx context.Context, contextKey any) (string, error) {
 	return value, nil
 }
 
-// Join is several keys in one: for each address and user, say. Two requests have the same key only if all parts are the same,
-// whatever is in them. A request that lacks a part has no key.
+// Join makes one key of several, for example of address and user. Two requests have the same key only if all
+// parts are the same, whatever is in them. A request that lacks a part has no key.
 func Join(parts ...Key) Key {
 	if len(parts) == 0 {
 		return Key{err: errors.New("is Join of no keys")}
@@ -113,10 +121,10 @@ func Join(parts ...Key) Key {
 		}
 	}
 	escape := strings.NewReplacer(`\`, `\\`, `|`, `\|`)
-	return Key{find: func(r *http.Request) (string, error) {
+	return Key{find: func(r *http.Request, hint *proxyHint) (string, error) {
 		var joined strings.Builder
 		for i, part := range parts {
-			text, err := part.Of(r)
+			text, err := part.of(r, hint)
 			if err != nil {
 				return "", err
 			}
@@ -129,10 +137,10 @@ func Join(parts ...Key) Key {
 	}}
 }
 
-// HMAC keeps personal data out of the database: instead of a key, it stores the first 128 bits of its HMAC-SHA-256, as 22
-// characters of base64url. Whoever does not know the secret, of at least 16 random bytes, cannot tell which address or user a
-// row belongs to. All processes have to use the same one; another one begins with new keys. For `pgratelimit reset`, say, compute
-// the key the same way.
+// HMAC keeps personal data out of the database. Instead of a key, it stores the first 128 bits of its
+// HMAC-SHA-256, as 22 characters of base64url. Without the secret, which has at least 16 random bytes, nobody can
+// tell which address or user a row belongs to. All processes have to use the same secret. Another secret begins
+// with new keys. To name a key elsewhere, as for `pgratelimit reset`, compute it the same way.
 func HMAC(secret []byte, key Key) Key {
 	if len(secret) < minSecret {
 		return Key{err: fmt.Errorf("is HMAC with a secret of %d bytes, and needs at least %d", len(secret), minSecret)}
@@ -146,8 +154,8 @@ func HMAC(secret []byte, key Key) Key {
 		text []byte
 	}
 	states := sync.Pool{New: func() any { return &state{mac: hmac.New(sha256.New, secret)} }}
-	return Key{find: func(r *http.Request) (string, error) {
-		text, err := key.Of(r)
+	return Key{find: func(r *http.Request, hint *proxyHint) (string, error) {
+		text, err := key.of(r, hint)
 		if err != nil {
 			return "", err
 		}
@@ -162,7 +170,7 @@ func HMAC(secret []byte, key Key) Key {
 	}}
 }
 
-// usable returns why New refuses a key; the words complete a sentence.
+// usable returns why New refuses a key. The words complete the sentence that the field's name begins.
 func (k Key) usable() error {
 	if k.err == nil && k.find == nil {
 		return errors.New("is none")
@@ -176,5 +184,6 @@ func isToken(text string) bool {
 }
 
 func isTokenChar(c rune) bool {
-	return 'a' <= c && c <= 'z' || 'A' <= c && c <= 'Z' || '0' <= c && c <= '9' || strings.ContainsRune("!#$%&'*+-.^_`|~", c)
+	return 'a' <= c && c <= 'z' || 'A' <= c && c <= 'Z' || '0' <= c && c <= '9' ||
+		strings.ContainsRune("!#$%&'*+-.^_`|~", c)
 }

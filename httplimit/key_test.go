@@ -47,7 +47,8 @@ func TestLongHeader(t *testing.T) {
 	require.Len(t, key, 22)
 }
 
-// The value was computed with: printf '192.0.2.1' | openssl dgst -sha256 -mac HMAC -macopt hexkey:000102…0f -binary | head -c 16 | basenc --base64url
+// The value was computed with: printf '192.0.2.1' | openssl dgst -sha256 -mac HMAC -macopt hexkey:000102…0f
+// -binary | head -c 16 | basenc --base64url
 func TestHMACKeepsPersonalDataOut(t *testing.T) {
 	t.Parallel()
 

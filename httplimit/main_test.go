@@ -3,10 +3,8 @@ package httplimit
 import (
 	"context"
 	"io"
-	"log/slog"
 	"net/http"
 	"net/http/httptest"
-	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -35,16 +33,13 @@ type fakeLimiter struct {
 	refunded []ratelimit.Result
 }
 
-func (f *fakeLimiter) Name() string { return "login" }
-
-func (f *fakeLimiter) Policy() ratelimit.Policy {
-	if f.policy != nil {
-		return f.policy
+func (f *fakeLimiter) Config() ratelimit.Config {
+	config := ratelimit.Config{Name: "login", Policy: f.policy, OnFailure: f.onFailure}
+	if config.Policy == nil {
+		config.Policy = ratelimit.FixedWindow{Limit: 10, Window: time.Minute}
 	}
-	return ratelimit.FixedWindow{Limit: 10, Window: time.Minute}
+	return config
 }
-
-func (f *fakeLimiter) OnFailure() ratelimit.FailureMode { return f.onFailure }
 
 func (f *fakeLimiter) AllowN(_ context.Context, key string, n int64) (ratelimit.Result, error) {
 	f.mu.Lock()
@@ -131,27 +126,4 @@ func get(t *testing.T, client *http.Client, url string) answer {
 	body, err := io.ReadAll(response.Body)
 	require.NoError(t, err)
 	return answer{response.StatusCode, response.Header, string(body)}
-}
-
-// journal is a Logger's output.
-type journal struct {
-	mu   sync.Mutex
-	text strings.Builder
-}
-
-func (j *journal) Write(line []byte) (int, error) {
-	j.mu.Lock()
-	defer j.mu.Unlock()
-	return j.text.Write(line)
-}
-
-func (j *journal) logger() *slog.Logger { return slog.New(slog.NewTextHandler(j, nil)) }
-
-// lines are what was logged since the last call.
-func (j *journal) lines() []string {
-	j.mu.Lock()
-	defer j.mu.Unlock()
-	text := j.text.String()
-	j.text.Reset()
-	return strings.FieldsFunc(text, func(c rune) bool { return c == '\n' })
 }

@@ -11,16 +11,17 @@ import (
 
 // Rejection is why a request does not reach the handler.
 type Rejection struct {
-	// Status is 429 for a request that is denied; 503 for one that nobody could decide about; 400 for one without a usable key,
-	// or with a cost that can never be taken.
+	// Status is 429 for a request that is denied, and 503 for one that nobody could decide about. It is 400 for a
+	// request without a usable key, or with a cost that can never be taken.
 	Status int
 	// Policy is the Config.PolicyName of the limit.
 	Policy string
-	// RetryAfter is when to try again, in whole seconds, as the response's header says; 0 if it says nothing.
+	// RetryAfter is when to try again, in whole seconds, as the response's header says. It is 0 if the header
+	// says nothing.
 	RetryAfter time.Duration
-	// Result is the decision, of a request that is denied.
+	// Result is the decision, if the request is denied.
 	Result ratelimit.Result
-	// Err is why there is no decision, of a request that is not denied; nil if the limiter fails closed.
+	// Err is why there is no decision, if the request is not denied. It is nil if the limiter fails closed.
 	Err error
 }
 
@@ -30,7 +31,7 @@ const (
 	temporaryReducedCapacity = "https://iana.org/assignments/http-problem-types#temporary-reduced-capacity"
 )
 
-// ProblemJSON answers with a problem of RFC 9457, application/problem+json. It is what Config.Reject defaults to.
+// ProblemJSON answers with a problem of RFC 9457, application/problem+json. Config.Reject defaults to it.
 func ProblemJSON(w http.ResponseWriter, _ *http.Request, rejection Rejection) {
 	problemType := ""
 	switch rejection.Status {

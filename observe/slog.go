@@ -1,4 +1,4 @@
-// Package observe has an observer of limiters that logs. One for OpenTelemetry is in the module
+// Package observe has an observer of limiters that logs. An observer for OpenTelemetry is in the module
 // github.com/pgratelimit/ratelimit/otelratelimit, because of its dependencies.
 package observe
 
@@ -9,30 +9,26 @@ import (
 	"github.com/pgratelimit/ratelimit"
 )
 
-// Slog returns an observer that logs to logger: each decision and each statement at the level Debug, and when Postgres is away and
-// when it is back at Warn and Info. A limiter whose Config.Logger is the same logger would log those last two twice.
+// Slog returns an observer that logs each decision and each statement to logger, at the level Debug. A statement
+// that decided for several limiters has limiter="". Outages are logged by the client itself, to
+// [ratelimit.ClientConfig].Logger.
 func Slog(logger *slog.Logger) *ratelimit.Observer {
 	return &ratelimit.Observer{
 		Decision: func(e ratelimit.DecisionEvent) {
 			debug(logger, "ratelimit: decision", e.Err,
-				slog.String("limiter", e.Limiter), slog.String("outcome", e.Outcome()), slog.String("source", e.Result.Source.String()),
+				slog.String("limiter", e.Limiter), slog.String("outcome", e.Outcome()),
+				slog.String("source", e.Result.Source.String()),
 				slog.Int64("cost", e.Cost), slog.Duration("latency", e.Latency))
 		},
-		Batch: func(e ratelimit.BatchEvent) {
+		Statement: func(e ratelimit.StatementEvent) {
 			debug(logger, "ratelimit: statement", e.Err,
-				slog.String("limiter", e.Limiter), slog.Int("size", e.Size), slog.Int("queued", e.Queued), slog.Duration("latency", e.Latency))
-		},
-		Breaker: func(e ratelimit.BreakerEvent) {
-			if e.Open {
-				logger.Warn("ratelimit: Postgres is away or slow", slog.String("limiter", e.Limiter), slog.Any("error", e.Err))
-			} else {
-				logger.Info("ratelimit: Postgres decides again", slog.String("limiter", e.Limiter))
-			}
+				slog.String("limiter", e.Limiter), slog.Int("size", e.Size), slog.Int("queued", e.Queued),
+				slog.Duration("latency", e.Latency))
 		},
 	}
 }
 
-// debug logs, if anybody reads that. Building the line costs more than to find out.
+// debug logs only if the level is enabled. To build the line costs more than to find that out.
 func debug(logger *slog.Logger, message string, err error, attributes ...slog.Attr) {
 	ctx := context.Background()
 	if !logger.Enabled(ctx, slog.LevelDebug) {

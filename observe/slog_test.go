@@ -18,9 +18,8 @@ func tell(o *ratelimit.Observer) {
 		Limiter: "login", Cost: 2, Latency: 3 * time.Millisecond, Result: ratelimit.Result{Source: ratelimit.SourceFallback},
 	})
 	o.Decision(ratelimit.DecisionEvent{Limiter: "login", Cost: 1, Err: errors.New("broken")})
-	o.Batch(ratelimit.BatchEvent{Limiter: "login", Size: 5, Queued: 7, Latency: time.Millisecond})
-	o.Breaker(ratelimit.BreakerEvent{Limiter: "login", Open: true, Err: errors.New("broken")})
-	o.Breaker(ratelimit.BreakerEvent{Limiter: "login"})
+	o.Statement(ratelimit.StatementEvent{Limiter: "login", Size: 5, Queued: 7, Latency: time.Millisecond})
+	o.Statement(ratelimit.StatementEvent{Size: 40, Latency: time.Millisecond})
 }
 
 func logged(level slog.Level) string {
@@ -43,13 +42,13 @@ func TestSlog(t *testing.T) {
 level=DEBUG msg="ratelimit: decision" limiter=login outcome=denied source=fallback cost=2 latency=3ms
 level=DEBUG msg="ratelimit: decision" limiter=login outcome=error source=database cost=1 latency=0s error=broken
 level=DEBUG msg="ratelimit: statement" limiter=login size=5 queued=7 latency=1ms
-level=WARN msg="ratelimit: Postgres is away or slow" limiter=login error=broken
-level=INFO msg="ratelimit: Postgres decides again" limiter=login
+level=DEBUG msg="ratelimit: statement" limiter="" size=40 queued=0 latency=1ms
 `, "\n"), logged(slog.LevelDebug))
 }
 
-// At the default level there are two lines for an outage, whatever the number of calls.
+// At the default level there is nothing, whatever the number of calls. The client itself logs outages, once.
 func TestSlogAtTheDefaultLevel(t *testing.T) {
 	t.Parallel()
-	require.Equal(t, 2, strings.Count(logged(slog.LevelInfo), "\n"))
+	require.Empty(t, logged(slog.LevelInfo))
+	require.Nil(t, observe.Slog(slog.Default()).Breaker)
 }

@@ -19,9 +19,9 @@ func Example() {
 		return
 	}
 	limiter, err := ratelimit.New(pool, ratelimit.Config{
-		Name:     "login",
-		Policy:   ratelimit.SlidingWindow{Limit: 10, Window: time.Minute},
-		Observer: observer,
+		Name:   "login",
+		Policy: ratelimit.SlidingWindow{Limit: 10, Window: time.Minute},
+		Client: ratelimit.ClientConfig{Observer: observer},
 	})
 	fmt.Println(limiter != nil, err)
 }

@@ -1,5 +1,8 @@
-// Package otelratelimit feeds what limiters do to OpenTelemetry metrics. It is a module of its own, so that who does not use
-// OpenTelemetry does not depend on it.
+// Package otelratelimit feeds OpenTelemetry metrics: [New] with what limiters do, [ObserveTables] with how large their
+// tables are and when they were swept. It is a module of its own, so that programs without OpenTelemetry do not depend
+// on it.
+//
+// The folder deploy has alerts for Prometheus and a dashboard for Grafana that use these metrics.
 package otelratelimit
 
 import (
@@ -12,16 +15,23 @@ import (
 	"github.com/pgratelimit/ratelimit"
 )
 
-// New returns an observer that records to instruments of meter, for any number of limiters. Each has the attribute limiter, the
-// limiter's name:
+// New returns an observer that records to instruments of meter, for a client and all its limiters. All
+// instruments but the last have the attribute limiter, the limiter's name:
 //
-//   - ratelimit.decision.duration, a histogram in seconds, and so the number of decisions too, with outcome (allowed, denied, error),
-//     source (see [ratelimit.Source]) and, of an error, error.type (see [ratelimit.ErrorKind]);
+//   - ratelimit.decision.duration, a histogram in seconds, which also counts the decisions, with outcome
+//     (allowed, denied, error), source (see [ratelimit.Source]) and, for an error, error.type (see
+//     [ratelimit.ErrorKind]);
 //   - ratelimit.statement.duration, a histogram in seconds, with error.type;
-//   - ratelimit.statement.size and ratelimit.statement.queued, histograms: how many calls left together, and how many stayed behind;
-//   - ratelimit.breaker.open, a gauge: 1 from when Postgres is taken to be away until it is back, then 0.
+//   - ratelimit.statement.size and ratelimit.statement.queued, histograms: how many calls left together, and how
+//     many stayed behind;
+//   - ratelimit.breaker.open, a gauge with limits (see [ratelimit.BreakerEvent]): 1 from when Postgres is taken to be
+//     away until it is back, then 0.
 //
-// None of them has a key, so their number does not grow with users.
+// A statement that decided for several limiters has the empty string as its limiter. A breaker belongs to a
+// client. So an application with several clients gives each an observer of its own, of a meter of its own. If
+// clients shared one, each would overwrite what the others have told of their breaker.
+//
+// No measurement has a key, so the number of time series does not grow with users.
 func New(meter metric.Meter) (*ratelimit.Observer, error) {
 	seconds := metric.WithExplicitBucketBoundaries(
 		0.00001, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
@@ -42,13 +52,15 @@ func New(meter metric.Meter) (*ratelimit.Observer, error) {
 	ctx := context.Background()
 	return &ratelimit.Observer{
 		Decision: func(e ratelimit.DecisionEvent) {
-			attributes := []attribute.KeyValue{attribute.String("limiter", e.Limiter), attribute.String("outcome", e.Outcome())}
+			attributes := []attribute.KeyValue{
+				attribute.String("limiter", e.Limiter), attribute.String("outcome", e.Outcome()),
+			}
 			if e.Err == nil {
 				attributes = append(attributes, attribute.String("source", e.Result.Source.String()))
 			}
 			decisions.Record(ctx, e.Latency.Seconds(), with(e.Err, attributes...))
 		},
-		Batch: func(e ratelimit.BatchEvent) {
+		Statement: func(e ratelimit.StatementEvent) {
 			limiter := attribute.String("limiter", e.Limiter)
 			statements.Record(ctx, e.Latency.Seconds(), with(e.Err, limiter))
 			sizes.Record(ctx, int64(e.Size), with(nil, limiter))
@@ -59,12 +71,12 @@ func New(meter metric.Meter) (*ratelimit.Observer, error) {
 			if e.Open {
 				state = 1
 			}
-			breaker.Record(ctx, state, with(nil, attribute.String("limiter", e.Limiter)))
+			breaker.Record(ctx, state, metric.WithAttributes(attribute.String("limits", e.Limits)))
 		},
 	}, nil
 }
 
-// with is the attributes of a measurement, and what kind of error it was.
+// with returns the attributes of a measurement, with the kind of err if there is one.
 func with(err error, attributes ...attribute.KeyValue) metric.MeasurementOption {
 	if err != nil {
 		attributes = append(attributes, attribute.String("error.type", ratelimit.ErrorKind(err)))

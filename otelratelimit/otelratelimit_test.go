@@ -14,6 +14,7 @@ import (
 	"go.opentelemetry.io/otel/sdk/metric/metricdata/metricdatatest"
 
 	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/internal/limitertest"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/otelratelimit"
 )
@@ -70,15 +71,29 @@ func TestMetrics(t *testing.T) {
 	t.Parallel()
 	reader, o := newReader(t)
 	for range 3 {
-		o.Decision(ratelimit.DecisionEvent{Limiter: "login", Result: ratelimit.Result{Allowed: true}, Latency: 250 * time.Millisecond})
+		o.Decision(
+			ratelimit.DecisionEvent{
+				Limiter: "login",
+				Result:  ratelimit.Result{Allowed: true},
+				Latency: 250 * time.Millisecond,
+			},
+		)
 	}
-	o.Decision(ratelimit.DecisionEvent{Limiter: "login", Result: ratelimit.Result{Source: ratelimit.SourceFailedClosed}, Latency: time.Second})
+	o.Decision(
+		ratelimit.DecisionEvent{
+			Limiter: "login",
+			Result:  ratelimit.Result{Source: ratelimit.SourceFailedClosed},
+			Latency: time.Second,
+		},
+	)
 	o.Decision(ratelimit.DecisionEvent{Limiter: "mail", Err: &ratelimit.KeyError{}, Latency: time.Second})
-	o.Batch(ratelimit.BatchEvent{Limiter: "login", Size: 5, Queued: 7, Latency: time.Second})
-	o.Batch(ratelimit.BatchEvent{Limiter: "login", Size: 3, Queued: 0, Latency: time.Second, Err: ratelimit.ErrTimeout})
-	o.Breaker(ratelimit.BreakerEvent{Limiter: "login", Open: true, Err: ratelimit.ErrTimeout})
-	o.Breaker(ratelimit.BreakerEvent{Limiter: "mail", Open: true, Err: ratelimit.ErrTimeout})
-	o.Breaker(ratelimit.BreakerEvent{Limiter: "mail"})
+	o.Statement(ratelimit.StatementEvent{Limiter: "login", Size: 5, Queued: 7, Latency: time.Second})
+	o.Statement(ratelimit.StatementEvent{Limiter: "login", Size: 3, Latency: time.Second, Err: ratelimit.ErrTimeout})
+	o.Statement(ratelimit.StatementEvent{Size: 40, Queued: 2, Latency: 2 * time.Second}) // of several limiters
+	o.Breaker(ratelimit.BreakerEvent{Limits: "durable", Open: true, Err: ratelimit.ErrTimeout})
+	requireOpen(t, reader, 1)
+	o.Breaker(ratelimit.BreakerEvent{Limits: "durable"})
+	requireOpen(t, reader, 0)
 
 	data, units := collect(t, reader)
 	require.Equal(t, map[string]string{
@@ -93,22 +108,33 @@ func TestMetrics(t *testing.T) {
 	requireHistogram(t, data["ratelimit.statement.duration"], map[attribute.Set]sum[float64]{
 		set("limiter", "login"):                          {1, 1},
 		set("limiter", "login", "error.type", "timeout"): {1, 1},
+		set("limiter", ""):                               {1, 2},
 	})
-	requireHistogram(t, data["ratelimit.statement.size"], map[attribute.Set]sum[int64]{set("limiter", "login"): {2, 8}})
-	requireHistogram(t, data["ratelimit.statement.queued"], map[attribute.Set]sum[int64]{set("limiter", "login"): {2, 7}})
-	metricdatatest.AssertAggregationsEqual(t, metricdata.Gauge[int64]{DataPoints: []metricdata.DataPoint[int64]{
-		{Attributes: set("limiter", "login"), Value: 1}, {Attributes: set("limiter", "mail"), Value: 0},
-	}}, data["ratelimit.breaker.open"], metricdatatest.IgnoreTimestamp())
+	requireHistogram(t, data["ratelimit.statement.size"], map[attribute.Set]sum[int64]{
+		set("limiter", "login"): {2, 8}, set("limiter", ""): {1, 40},
+	})
+	requireHistogram(t, data["ratelimit.statement.queued"], map[attribute.Set]sum[int64]{
+		set("limiter", "login"): {2, 7}, set("limiter", ""): {1, 2},
+	})
+}
+
+// requireOpen requires what the breaker of durable limiters is said to be.
+func requireOpen(t *testing.T, reader sdk.Reader, want int64) {
+	t.Helper()
+	data, _ := collect(t, reader)
+	metricdatatest.AssertAggregationsEqual(t, metricdata.Gauge[int64]{
+		DataPoints: []metricdata.DataPoint[int64]{{Attributes: set("limits", "durable"), Value: want}},
+	}, data["ratelimit.breaker.open"], metricdatatest.IgnoreTimestamp())
 }
 
 // A limiter on Postgres, observed: the counts are those of its calls.
 func TestMetricsOfALimiter(t *testing.T) {
 	t.Parallel()
 	reader, o := newReader(t)
-	limiter, err := ratelimit.New(pgtest.New(t).Pool, ratelimit.Config{
-		Name: "login", Policy: ratelimit.FixedWindow{Limit: 3, Window: time.Hour}, Timeout: time.Minute, Observer: o,
+	limiter := limitertest.New(t, pgtest.New(t).Pool, ratelimit.Config{
+		Name: "login", Policy: ratelimit.FixedWindow{Limit: 3, Window: time.Hour},
+		Client: ratelimit.ClientConfig{Observer: o},
 	})
-	require.NoError(t, err)
 	for range 5 {
 		_, err := limiter.Allow(t.Context(), "personal")
 		require.NoError(t, err)

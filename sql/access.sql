@@ -1,17 +1,20 @@
--- Who may call, and what the functions see. They run with their owner's rights, so that an application needs nothing but
--- EXECUTE on them; so nobody has that unless it is granted, and nothing that others can create is ever run by them:
+-- Who may call, and what the functions see. They run with their owner's rights, so an application needs nothing but
+-- EXECUTE on them. In return, nobody has EXECUTE unless it is granted, and the functions never run anything that others
+-- can create:
 --
---   - search_path is pg_catalog. What others create elsewhere, with the very types that a call has, would be preferred to
---     a function or operator of pg_catalog that has to be cast for. (pg_temp is named last: unnamed, it would come first.)
---   - Names of ours are written with their schema. That is known here and not before, so the bodies are rewritten: each
---     rate_limit_ in one is the beginning of such a name. A call of ours has all arguments, of exactly the right types.
+--   - search_path is pg_catalog. Otherwise a function or operator that others create elsewhere with exactly the types
+--     of a call would be preferred to one of pg_catalog that needs a cast. (pg_temp is named last, because it would
+--     come first if it were not named.)
+--   - Names of ours are written with their schema. The schema is not known before this block runs, so it rewrites the
+--     bodies: each rate_limit_ or _rate_limit_ in a body is the beginning of such a name. A call of ours has all
+--     arguments, of exactly the right types.
 --
--- Nor does a plan depend on the settings of the session: JIT would compile for longer than a decision takes, and without index
--- and TID scans or nested loops nothing but a scan of the table would be left. (Each setting costs a call 0.1 us.)
+-- Nor does a plan depend on the settings of the session. JIT would compile for longer than a decision takes. Without
+-- index scans, TID scans and nested loops, only a scan of the table would be left. (Each setting costs a call 0.1 us.)
 --
--- The internal functions run with the settings of those that call them, and are faster without their own.
+-- The internal functions run with the settings of their callers, and are faster without their own.
 --
--- What runs here may have the rights of a superuser, and search_path may name a schema where others create. So this block is
+-- This block may run with the rights of a superuser, and search_path may name a schema in which others create. So it is
 -- written with care too: until search_path is pg_catalog, every name has its schema.
 DO $$
 DECLARE
@@ -19,51 +22,66 @@ DECLARE
     schema CONSTANT pg_catalog.name := pg_catalog.current_schema();
     fn pg_catalog.pg_proc;
     prefix pg_catalog.text;
+    internal pg_catalog.text;
     signature pg_catalog.text;
     relation pg_catalog.regclass;
     grantee pg_catalog.oid;
 BEGIN
     PERFORM pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);
+    -- The schema's name is put into comments too, which end with the line.
+    IF strpos(schema, chr(10)) > 0 OR strpos(schema, chr(13)) > 0 THEN
+        RAISE EXCEPTION 'the name of the schema has a line break'
+            USING ERRCODE = 'invalid_schema_name', HINT = 'Rename the schema, or migrate into another one.';
+    END IF;
     prefix := format('%I.rate_limit_', schema);
+    internal := format('%I._rate_limit_', schema);
     FOR fn IN
         SELECT p.*
         FROM pg_proc AS p
         WHERE p.pronamespace = (SELECT n.oid FROM pg_namespace AS n WHERE n.nspname = schema)
             AND p.proowner = (SELECT r.oid FROM pg_roles AS r WHERE r.rolname = current_user)
-            AND p.proname IN ('rate_limit_late', 'rate_limit_fixed_window', 'rate_limit_sliding_window',
-                'rate_limit_token_bucket', 'rate_limit_sliding_log', 'rate_limit_all', 'rate_limit_reset', 'rate_limit_sweep')
+            AND p.proname IN ('rate_limit_fixed_window', 'rate_limit_sliding_window', 'rate_limit_token_bucket',
+                'rate_limit_sliding_log', 'rate_limit_all', 'rate_limit_allow', 'rate_limit_peek', 'rate_limit_reset',
+                'rate_limit_sweep', '_rate_limit_late', '_rate_limit_policy', '_rate_limit_ask')
     LOOP
         signature := fn.oid::regprocedure::text;
-        IF strpos(fn.prosrc, prefix) = 0 THEN -- a migration before this one may have done it
+        -- A migration before this one may have done it.
+        IF strpos(fn.prosrc, prefix) = 0 AND strpos(fn.prosrc, internal) = 0 THEN
             EXECUTE format('REVOKE ALL ON FUNCTION %s FROM PUBLIC', signature);
-            -- What ALTER DEFAULT PRIVILEGES has granted.
-            FOR grantee IN SELECT DISTINCT a.grantee FROM aclexplode(fn.proacl) AS a WHERE a.grantee NOT IN (0, fn.proowner) LOOP
+            -- ALTER DEFAULT PRIVILEGES may have granted it to others.
+            FOR grantee IN
+                SELECT DISTINCT a.grantee FROM aclexplode(fn.proacl) AS a WHERE a.grantee NOT IN (0, fn.proowner)
+            LOOP
                 EXECUTE format('REVOKE ALL ON FUNCTION %s FROM %s CASCADE', signature, grantee::regrole);
             END LOOP;
             EXECUTE replace(pg_get_functiondef(fn.oid), '$function$' || fn.prosrc || '$function$',
-                quote_literal(replace(fn.prosrc, 'rate_limit_', prefix)));
+                quote_literal(replace(replace(fn.prosrc, 'rate_limit_', prefix),
+                    '_' || prefix, internal)));
         END IF;
         IF fn.prosecdef THEN
             EXECUTE format('ALTER FUNCTION %s SET search_path = pg_catalog, pg_temp', signature);
             EXECUTE format('ALTER FUNCTION %s SET jit = off', signature);
         END IF;
-        IF 'enable_seqscan=off' = ANY (fn.proconfig) THEN -- those that look rows up, and do not only leave it to an INSERT
+        -- This function looks rows up itself, rather than leave it to an INSERT.
+        IF 'enable_seqscan=off' = ANY (fn.proconfig) THEN
             EXECUTE format('ALTER FUNCTION %s SET enable_indexscan = on', signature);
             EXECUTE format('ALTER FUNCTION %s SET enable_tidscan = on', signature);
         END IF;
     END LOOP;
-    -- Whoever has the right TRIGGER on a table has code run with the rights of those who write to it. Nobody needs more than SELECT.
+    -- Whoever has the right TRIGGER on a table can have code run with the rights of those who write to it. Nobody needs
+    -- more than SELECT.
     FOR relation, grantee IN
         SELECT DISTINCT c.oid::regclass, a.grantee
         FROM pg_class AS c
         CROSS JOIN aclexplode(c.relacl) AS a
         WHERE c.relnamespace = (SELECT n.oid FROM pg_namespace AS n WHERE n.nspname = schema)
             AND c.relowner = (SELECT r.oid FROM pg_roles AS r WHERE r.rolname = current_user)
-            AND c.relname IN ('rate_limit_ephemeral', 'rate_limit_durable', 'rate_limit_sweeper', 'rate_limit_goose_version')
+            AND c.relname IN (
+                'rate_limit_ephemeral', 'rate_limit_durable', 'rate_limit_sweeper', 'rate_limit_goose_version')
             AND a.grantee <> c.relowner AND a.privilege_type <> 'SELECT'
     LOOP
-        EXECUTE format('REVOKE INSERT, UPDATE, DELETE, TRUNCATE, REFERENCES, TRIGGER ON TABLE %s FROM %s CASCADE', relation,
-            CASE WHEN grantee = 0::oid THEN 'PUBLIC' ELSE grantee::regrole::text END);
+        EXECUTE format('REVOKE INSERT, UPDATE, DELETE, TRUNCATE, REFERENCES, TRIGGER ON TABLE %s FROM %s CASCADE',
+            relation, CASE WHEN grantee = 0::oid THEN 'PUBLIC' ELSE grantee::regrole::text END);
     END LOOP;
     PERFORM pg_catalog.set_config('search_path', path, true);
 END

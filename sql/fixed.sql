@@ -1,11 +1,16 @@
-{{/* The fixed window; fixed.go holds its specification and its model. What each block is for stands in limit.sql and all.sql. */}}
+{{/* The fixed window. fixed.go holds its specification and its model. limit.sql and all.sql show what each block is
+for. */}}
+{{define "fixed.title"}}The fixed window; see fixed.go{{end}}
 {{define "fixed.arguments"}}
 --   max_count           the limit, in units of cost; max_count * window_us may reach 2^62
 --   window_us           length of the window in microseconds, at most 2^51 (71 years)
 {{end}}
-{{define "fixed.valid"}}max_count >= 1 AND window_us BETWEEN 1 AND 2251799813685248 AND max_count <= 4611686018427387904 / window_us{{end}}
-{{define "fixed.hint"}}max_count and window_us are at least 1, window_us is at most 2^51, and their product is at most 2^62.{{end}}
-{{define "fixed.comment"}}Takes from fixed windows of window_us microseconds, each of which admits max_count. A window starts at the first request after the one before has ended.{{end}}
+{{define "fixed.valid"}}max_count >= 1 AND window_us BETWEEN 1 AND 2251799813685248
+    AND max_count <= 4611686018427387904 / window_us{{end}}
+{{define "fixed.hint"}}max_count and window_us are at least 1, window_us is at most 2^51, '
+'and their product is at most 2^62.{{end}}
+{{define "fixed.comment"}}Takes from fixed windows of window_us microseconds, each of which admits max_count. '
+'A window starts at the first request after the one before has ended.{{end}}
 {{define "fixed.example"}}(''login'', ARRAY[''user:123''], 10, 60000000) takes one of 10 a minute{{end}}
 {{define "fixed.lasts"}}window_us{{end}}
 
@@ -21,7 +26,8 @@ expires_at = CASE WHEN clock < d.expires_at THEN d.expires_at ELSE excluded.expi
 {{define "fixed.excluded"}}excluded.count{{end}}
 {{define "fixed.fits"}}
 d.algorithm = 1 AND d.since IS NULL AND d.window_start - clock <= window_us
-    AND {{if .Rolls}}{{.Units}} > 0 AND (clock >= d.expires_at OR {{end}}clock + 10000 < d.expires_at AND d.expires_at = d.window_start + window_us
+    AND {{if .Rolls}}{{.Units}} > 0 AND (clock >= d.expires_at
+    OR {{end}}clock + 10000 < d.expires_at AND d.expires_at = d.window_start + window_us
     AND {{.Units}} <= max_count - d.count{{if .Rolls}}){{end}}
 {{end}}
 {{define "fixed.new"}}{{.}}count = {{.}}cost{{end}}
@@ -53,11 +59,7 @@ IF t - s.window_start >= window_us OR s.count = 0 THEN
     s.since := CASE WHEN s.credit > 0 THEN s.since END;
 END IF;
 {{end}}
-{{define "fixed.refund"}}
-IF s.window_start = taken_in[part] THEN
-    changed := changed OR (units > 0 AND s.count > 0);
-    s.count := s.count - least(units, s.count);
-END IF;
+{{define "fixed.empty"}}
 IF s.count = 0 THEN
     IF s.credit = 0 THEN -- as good as new
         t := clock;
@@ -65,6 +67,15 @@ IF s.count = 0 THEN
     END IF;
     s.window_start := t;
 END IF;
+{{end}}
+{{define "fixed.refund"}}
+IF taken_in[part] = s.window_start AND s.window_start = r.window_start THEN
+    back := least(units, s.count);
+    changed := changed OR back > 0;
+    s.count := s.count - back;
+    r.count := r.count - back;
+END IF;
+{{include "fixed.empty"}}
 {{end}}
 {{define "fixed.room"}}
 remaining := greatest(max_count - s.count, 0);

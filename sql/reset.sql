@@ -1,5 +1,5 @@
 -- rate_limit_reset makes a key as good as new, whichever algorithm wrote its row, and tells whether there was a row.
--- Parameters as the algorithms take them.
+-- Its parameters are those of the functions of one limit.
 CREATE FUNCTION rate_limit_reset(
     name text,
     key text,
@@ -16,13 +16,18 @@ AS $$
 DECLARE
     ignored text;
 BEGIN
+    IF octet_length(name) > 128 OR octet_length(key) > 512 THEN -- in the encoding of the database
+        RAISE EXCEPTION 'rate_limit: % is too long', CASE WHEN octet_length(name) > 128 THEN 'name' ELSE 'key' END
+            USING ERRCODE = 'invalid_parameter_value', HINT = 'A name has 1 to 128 bytes, and a key 1 to 512.',
+                COLUMN = CASE WHEN octet_length(name) > 128 THEN 'name' ELSE 'key' END;
+    END IF;
     IF lock_timeout_ms IS NOT NULL THEN
         ignored := set_config('lock_timeout', lock_timeout_ms::text, true);
     END IF;
     IF synchronous_commit IS NOT NULL THEN
         ignored := set_config('synchronous_commit', CASE WHEN synchronous_commit THEN 'on' ELSE 'off' END, true);
     END IF;
-    -- That the table is locked, and not only the row, shows in the error: it comes from LOCK TABLE.
+    -- LOCK TABLE comes first, so that an error tells a locked table from a locked row.
     IF durable THEN
         LOCK TABLE rate_limit_durable IN ROW EXCLUSIVE MODE;
         DELETE FROM rate_limit_durable AS r WHERE r.prefix = name AND r.key = key;
@@ -35,4 +40,5 @@ END
 $$;
 
 COMMENT ON FUNCTION rate_limit_reset IS 'Makes a key as good as new, and tells whether it had been anything else.
+A policy of several parts has a row for each of them: reset those of name/2, name/3 and so on too.
 Example: SELECT rate_limit_reset(''login'', ''user:123'')';

@@ -1,19 +1,25 @@
-{{/* The sliding window counter; sliding.go holds its specification and its model. What each block is for stands in limit.sql and all.sql. */}}
+{{/* The sliding window counter. sliding.go holds its specification and its model. limit.sql and all.sql show what each
+block is for. */}}
+{{define "sliding.title"}}The sliding window counter; see sliding.go{{end}}
 {{define "sliding.arguments"}}{{include "fixed.arguments"}}{{end}}
 {{define "sliding.valid"}}{{include "fixed.valid"}}{{end}}
 {{define "sliding.hint"}}{{include "fixed.hint"}}{{end}}
-{{define "sliding.comment"}}Takes from sliding windows of window_us microseconds, each of which admits max_count, estimated from two counters: the window before counts for the share of it that the sliding window still covers.{{end}}
+{{define "sliding.comment"}}Takes from sliding windows of window_us microseconds, each of which admits max_count. '
+'What a window has taken is estimated from two counters: '
+'the window before counts for the share of it that the sliding window still covers.{{end}}
 {{define "sliding.example"}}{{include "fixed.example"}}{{end}}
 {{define "sliding.lasts"}}2 * window_us{{end}}
 
 {{define "sliding.insert"}}(prefix, key, algorithm, count, window_start, expires_at){{end}}
 {{define "sliding.values"}}2, {{.}}, clock, clock + 2 * window_us{{end}}
-{{define "sliding.start"}}CASE WHEN clock < d.window_start + window_us THEN d.window_start WHEN clock < d.expires_at THEN d.window_start + window_us ELSE clock END{{end}}
+{{define "sliding.start"}}CASE WHEN clock < d.window_start + window_us THEN d.window_start
+    WHEN clock < d.expires_at THEN d.window_start + window_us ELSE clock END{{end}}
 {{define "sliding.adds"}}count = d.count + r_cost{{end}}
 {{define "sliding.undoes"}}count = d.count - r_cost{{end}}
 {{define "sliding.rolls"}}
 count = CASE WHEN clock < d.window_start + window_us THEN d.count ELSE 0 END + excluded.count,
-prev_count = CASE WHEN clock < d.window_start + window_us THEN d.prev_count WHEN clock < d.expires_at THEN d.count ELSE 0 END,
+prev_count = CASE WHEN clock < d.window_start + window_us THEN d.prev_count
+    WHEN clock < d.expires_at THEN d.count ELSE 0 END,
 window_start = {{include "sliding.start"}},
 expires_at = {{include "sliding.start"}} + 2 * window_us
 {{end}}
@@ -22,21 +28,30 @@ expires_at = {{include "sliding.start"}} + 2 * window_us
 d.algorithm = 2 AND d.since IS NULL AND d.window_start - clock <= window_us
     AND {{if .Rolls}}{{.Units}} > 0 AND CASE
         WHEN clock >= d.expires_at THEN clock >= d.window_start + window_us
-        WHEN clock >= d.window_start + window_us AND d.expires_at = d.window_start + 2 * window_us AND clock + 10000 < d.expires_at THEN d.count <= max_count
-            AND {{.Units}} <= max_count - (d.count * (d.expires_at - clock) + window_us - 1) / window_us
-        ELSE {{end}}clock + 10000 < d.window_start + window_us AND d.expires_at = d.window_start + 2 * window_us AND d.prev_count <= max_count
-            AND {{.Units}} <= max_count - d.count
-                - (d.prev_count * (d.window_start + window_us - greatest(clock, d.window_start)) + window_us - 1) / window_us
+        WHEN clock >= d.window_start + window_us AND d.expires_at = d.window_start + 2 * window_us
+                AND clock + 10000 < d.expires_at
+            THEN d.count BETWEEN 1 AND max_count
+            AND {{.Units}} <= max_count
+                - (d.count * (d.expires_at - clock) + window_us - 1) / window_us
+        ELSE {{end}}clock + 10000 < d.window_start + window_us
+            AND d.expires_at = d.window_start + 2 * window_us AND d.prev_count <= max_count
+            AND {{.Units}} <= max_count - d.count - (d.prev_count * (d.window_start + window_us
+                - greatest(clock, d.window_start)) + window_us - 1) / window_us
     {{- if .Rolls}} END{{end}}
 {{end}}
 {{define "sliding.new"}}{{.}}count = {{.}}cost AND {{.}}prev_count = 0{{end}}
 {{define "sliding.latest"}}{{.}}window_start + window_us - 1{{end}}
 {{define "sliding.left"}}max_count - {{.Row}}count
-    - ({{.Row}}prev_count * ({{.Row}}window_start + window_us - greatest({{.At}}, {{.Row}}window_start)) + window_us - 1) / window_us{{end}}
+    - ({{.Row}}prev_count * ({{.Row}}window_start + window_us - greatest({{.At}}, {{.Row}}window_start))
+        + window_us - 1) / window_us{{end}}
 {{define "sliding.columns"}}count, prev_count, window_start, credit, expires_at, since{{end}}
 {{define "sliding.returned"}}count, prev_count, window_start, expires_at{{end}}
-{{define "sliding.row"}}{{.}}count, {{.}}prev_count, {{.}}window_start, 0, NULL, {{.}}expires_at, NULL, NULL, NULL, NULL{{end}}
-{{define "sliding.state"}}{{.}}count, {{.}}prev_count, {{.}}window_start, 0::bigint, NULL::bigint, {{.}}expires_at{{end}}
+{{define "sliding.row"}}
+{{- .}}count, {{.}}prev_count, {{.}}window_start, 0, NULL, {{.}}expires_at, NULL, NULL, NULL, NULL
+{{- end}}
+{{define "sliding.state"}}
+{{- .}}count, {{.}}prev_count, {{.}}window_start, 0::bigint, NULL::bigint, {{.}}expires_at
+{{- end}}
 {{define "sliding.receipt"}}{{include "fixed.receipt" .}}{{end}}
 {{define "sliding.resets"}}{{.}}window_start + 2 * window_us{{end}}
 
@@ -55,7 +70,9 @@ ELSIF s.window_start - clock > window_us THEN
 END IF;
 t := greatest(clock, s.window_start);
 IF s.count = 0 OR t - s.window_start >= window_us THEN
-    IF t - s.window_start >= 2 * window_us OR (s.count = 0 AND (s.prev_count = 0 OR t - s.window_start >= window_us)) THEN
+    IF t - s.window_start >= 2 * window_us
+        OR (s.count = 0 AND (s.prev_count = 0 OR t - s.window_start >= window_us))
+    THEN
         s.count := 0;
         s.prev_count := 0;
         s.window_start := t;
@@ -68,12 +85,22 @@ IF s.count = 0 OR t - s.window_start >= window_us THEN
 END IF;
 {{end}}
 {{define "sliding.refund"}}
-IF s.window_start = taken_in[part] THEN
-    changed := changed OR (units > 0 AND s.count > 0);
-    s.count := s.count - least(units, s.count);
-ELSIF s.window_start - window_us = taken_in[part] THEN
-    changed := changed OR (units > 0 AND s.prev_count > 0);
-    s.prev_count := s.prev_count - least(units, s.prev_count);
+IF taken_in[part] = s.window_start AND s.window_start = r.window_start THEN
+    back := least(units, s.count);
+    changed := changed OR back > 0;
+    s.count := s.count - back;
+    r.count := r.count - back;
+ELSIF taken_in[part] = s.window_start - window_us
+    AND r.window_start IN (s.window_start, taken_in[part])
+THEN
+    back := least(units, s.prev_count);
+    changed := changed OR back > 0;
+    s.prev_count := s.prev_count - back;
+    IF r.window_start = s.window_start THEN
+        r.prev_count := r.prev_count - back;
+    ELSE
+        r.count := r.count - back;
+    END IF;
 END IF;
 IF s.count = 0 AND s.prev_count = 0 THEN
     IF s.credit = 0 THEN -- as good as new
@@ -84,24 +111,28 @@ IF s.count = 0 AND s.prev_count = 0 THEN
 END IF;
 {{end}}
 {{define "sliding.room"}}
-rest := s.window_start + window_us - t; -- how long the current window still lasts, and how much of the one before is still covered
-remaining := greatest(max_count - s.count - CASE -- what the window before still weighs: prev_count * rest / window_us, rounded up
+-- rest is how long the current window still lasts, and how much of the one before is still
+-- covered. The window before still weighs prev_count * rest / window_us, rounded up.
+rest := s.window_start + window_us - t;
+remaining := greatest(max_count - s.count - CASE
     WHEN s.prev_count = 0 THEN 0
-    -- A prev_count that an older, larger limit has left could overflow the product; this asks by division.
+    -- A prev_count that an older, larger limit has left could overflow the product. So this
+    -- divides instead.
     WHEN rest > max_count * window_us / s.prev_count THEN max_count
     ELSE (s.prev_count * rest + window_us - 1) / window_us
 END, 0);
 {{end}}
-{{define "sliding.take"}}
-s.count := s.count + units;
-{{end}}
+{{define "sliding.take"}}{{include "fixed.take"}}{{end}}
 {{define "sliding.retry"}}
 free_at := greatest(cost, 1) - s.credit; -- of so many
 free_at := t + CASE
-    -- They fit into this window, once prev_count * rest has fallen to what is left of max_count * window_us.
-    WHEN free_at <= max_count - s.count THEN rest - (max_count - s.count - free_at) * window_us / s.prev_count
-    -- Only into the next one, where count takes the place of prev_count.
+    -- They fit into this window once prev_count * rest has fallen to what is left of
+    -- max_count * window_us.
+    WHEN free_at <= max_count - s.count THEN
+        rest - (max_count - s.count - free_at) * window_us / s.prev_count
+    -- They fit only into the next one, where count takes the place of prev_count.
     ELSE rest + window_us - (max_count - free_at) * window_us / s.count
 END;
 {{end}}
-{{define "sliding.reset"}}CASE WHEN s.count > 0 THEN s.window_start + 2 * window_us WHEN s.prev_count > 0 THEN s.window_start + window_us END{{end}}
+{{define "sliding.reset"}}CASE WHEN s.count > 0 THEN s.window_start + 2 * window_us
+    WHEN s.prev_count > 0 THEN s.window_start + window_us END{{end}}

@@ -1,28 +1,32 @@
--- The sweeper: rate_limit_sweep deletes rows that have expired, a bounded number of them in each call. The package cleanup calls
--- it again and again, each call a short transaction of its own; pg_cron calls it once a minute, with the larger defaults.
+-- The sweeper. rate_limit_sweep deletes rows that have expired, a bounded number of them in each call. The package
+-- cleanup calls it again and again, each time in a short transaction of its own. pg_cron calls it once a minute, with
+-- the larger defaults.
 --
---   max_rows       how many rows this call may delete. Their keys, all of which have been out of use for a while, are locked
---                  until it commits
+--   max_rows       how many rows this call may delete. Their keys, which nobody has used for a while, stay locked until
+--                  the call commits
 --   max_pages      how many pages of 8 kB it may read
---   names          the limiters that still exist: the rows of all others are deleted, expired or not; NULL spares them
---   sweeper        who sweeps. A pass of several calls is his from one to the next: for others, skipped is true until he has
---                  reached the end or has been away for 10 s. NULL: this call is all
---   at_most_every  a pass begins only if the one before reached the end so long ago; else skipped is true
+--   names          the limiters that still exist. The rows of all others are deleted, expired or not. NULL spares them
+--   sweeper        who sweeps. A pass may take several calls, and belongs to this sweeper between them: for others,
+--                  skipped is true until the pass has reached the end, or has had no call for 10 s. NULL means that
+--                  this call is the whole pass
+--   at_most_every  how long ago the last pass must have reached the end before a new one begins; else skipped is true
 --   now            replaces the clock, for tests
 --
--- Why this can never change a decision: an expired row means the same as no row; whether it has expired is asked again once it is
--- locked, of the row as it is then and of the clock as it is then; and whoever waits for that lock finds that the row is gone, and
--- makes it anew. A row that is being made is not visible yet, and one that somebody has locked is passed over.
+-- Why this can never change a decision: An expired row means the same as no row. Whether a row has expired is asked
+-- again once it is locked, of the row as it is then and of the clock as it is then. Whoever waits for that lock finds
+-- that the row is gone, and makes it anew. A row that is still being made is not visible yet, and a row that somebody
+-- has locked is passed over.
 --
--- One clock is not enough to say "expired", though: it may step back, and then a row that had expired by it has not by the
--- decision that comes next. So a row stays for another minute, and a clock that steps back by up to that changes nothing. If it
--- steps back by more, keys whose rows were swept in the meantime are as good as new, once, as they all were for whoever asked
--- before it did. The minute also spares the keys that are about to come back, for whom an UPDATE is cheaper than an INSERT.
+-- One reading of the clock is not enough to say "expired", though. The clock may step back, and a row that had expired
+-- before may not have expired at the next decision. So a row stays for another minute, and a clock that steps back by
+-- up to a minute changes nothing. If it steps back by more, the keys whose rows were swept in the meantime are as good
+-- as new, once. They were as good as new for every caller before the step, too. The minute also spares keys that are
+-- about to come back: for them an UPDATE is cheaper than an INSERT.
 --
--- The tables are read in the order in which they lie there, by ranges of ctid (a TID range scan, from Postgres 14 on), which takes no
--- index, and a pass goes on where the last one stopped, whoever that was: the place is kept in rate_limit_sweeper. So is whose
--- turn it is. An advisory lock could not say that: held by a session it is lost and left behind in PgBouncer's
--- transaction mode, and held by a transaction it is open to others in the pause between two batches.
+-- The tables are read in the order in which they lie on disk, by ranges of ctid (a TID range scan, from Postgres 14
+-- on). That needs no index. A pass goes on where the last one stopped, whoever made that one: rate_limit_sweeper keeps
+-- the place. It also keeps whose turn it is. An advisory lock could not do that. A session's lock is lost and left
+-- behind in PgBouncer's transaction mode, and a transaction's lock is free for others in the pause between two batches.
 CREATE TABLE rate_limit_sweeper (
     one          boolean NOT NULL DEFAULT true,
     durable      boolean NOT NULL DEFAULT false,
@@ -34,13 +38,14 @@ CREATE TABLE rate_limit_sweeper (
     CONSTRAINT rate_limit_sweeper_one CHECK (one)
 );
 
-COMMENT ON TABLE rate_limit_sweeper IS 'Where the sweeper is, in one row, which the first one makes.';
+COMMENT ON TABLE rate_limit_sweeper IS 'Where the sweeper is. It has one row, which the first sweep makes.';
 COMMENT ON COLUMN rate_limit_sweeper.one IS 'There is one row only.';
-COMMENT ON COLUMN rate_limit_sweeper.durable IS 'The table that is read next: rate_limit_durable, rather than rate_limit_ephemeral, which comes first.';
+COMMENT ON COLUMN rate_limit_sweeper.durable IS
+    'Which table is read next: rate_limit_durable if true, rate_limit_ephemeral, which comes first, if false.';
 COMMENT ON COLUMN rate_limit_sweeper.next_page IS 'The page of that table that is read next.';
-COMMENT ON COLUMN rate_limit_sweeper.held_by IS 'Whose pass it is; NULL: it is for anybody to go on.';
-COMMENT ON COLUMN rate_limit_sweeper.held_at IS 'When a batch was swept last. 10 seconds later it is for anybody to go on.';
-COMMENT ON COLUMN rate_limit_sweeper.completed_at IS 'When a pass reached the end of both tables last.';
+COMMENT ON COLUMN rate_limit_sweeper.held_by IS 'Whose pass it is. NULL if anybody may go on with it.';
+COMMENT ON COLUMN rate_limit_sweeper.held_at IS 'When a batch was last swept. 10 seconds later anybody may go on.';
+COMMENT ON COLUMN rate_limit_sweeper.completed_at IS 'When a pass last reached the end of both tables.';
 
 CREATE FUNCTION rate_limit_sweep(
     max_rows integer DEFAULT 50000,
@@ -59,53 +64,60 @@ CREATE FUNCTION rate_limit_sweep(
 LANGUAGE plpgsql
 SECURITY DEFINER
 SET enable_nestloop = on
-SET enable_seqscan = off -- or a table that is small would be scanned as a whole, and still be when it has grown
-SET lock_timeout = '1s'  -- for a table that somebody alters: it waits for no row
+SET enable_seqscan = off -- else a small table would be scanned as a whole, and still be when it has grown
+SET lock_timeout = '1s'  -- for a table that somebody alters; it waits for no row
 AS $$
 #variable_conflict use_variable
 DECLARE
     s rate_limit_sweeper;
     clock timestamptz;
     page_bytes bigint := current_setting('block_size')::bigint;
-    expired bigint; -- what expired by then is to go
+    expired bigint; -- rows that had expired by then are deleted
     sizes bigint[]; -- of the two tables, in pages
-    size bigint;    -- of the one at hand
-    first tid;      -- the part of it that is read next
+    size bigint;    -- of the table that is being read
+    first tid;      -- the range of it that is read next
     past tid;
     past_page bigint;
-    tids tid[];     -- of the rows there that are to go
-    room bigint;    -- for so many of them
+    tids tid[];     -- of the rows there that are to be deleted
+    room bigint;    -- for how many of them
     n bigint;
     ignored text;
 BEGIN
     IF (max_rows >= 1 AND max_pages >= 1 AND coalesce(cardinality(names) >= 1, true)) IS NOT TRUE THEN
-        RAISE EXCEPTION 'rate_limit: max_rows, max_pages and the number of names must be at least 1'
+        RAISE EXCEPTION 'rate_limit: %', CASE
+                WHEN (max_rows >= 1) IS NOT TRUE THEN 'max_rows must be at least 1'
+                WHEN (max_pages >= 1) IS NOT TRUE THEN 'max_pages must be at least 1'
+                ELSE 'names must have at least 1 element' END
             USING ERRCODE = 'invalid_parameter_value', HINT = 'NULL instead of names spares the rows of every limiter.';
     END IF;
-    ignored := set_config('synchronous_commit', 'off', true); -- what a crash brings back has expired still
+    ignored := set_config('synchronous_commit', 'off', true); -- a row that a crash brings back is still expired
     complete := false;
     scanned := 0;
     deleted := 0;
     page := 0;
     pages := 0;
 
-    IF NOT EXISTS (SELECT FROM rate_limit_sweeper AS w WHERE w.one) THEN -- or each INSERT would wait for who has locked the row
+    -- Without this question each INSERT would wait for whoever has locked the row.
+    IF NOT EXISTS (SELECT FROM rate_limit_sweeper AS w WHERE w.one) THEN
         INSERT INTO rate_limit_sweeper DEFAULT VALUES ON CONFLICT (one) DO NOTHING;
     END IF;
     SELECT * INTO s FROM rate_limit_sweeper AS w WHERE w.one FOR UPDATE SKIP LOCKED;
-    clock := coalesce(now, clock_timestamp()); -- not before, or it could be older than what the row says
-    -- BETWEEN: a clock that has stepped back prolongs nobody's turn.
+    clock := coalesce(now, clock_timestamp()); -- after the lock, or it could be older than the row
+    -- BETWEEN, so that a clock that has stepped back does not make a turn longer.
     skipped := (NOT found
         OR s.held_by IS DISTINCT FROM sweeper AND clock BETWEEN s.held_at AND s.held_at + interval '10 seconds'
-        OR NOT s.durable AND s.next_page = 0 AND clock BETWEEN s.completed_at AND s.completed_at + at_most_every) IS TRUE;
+        OR NOT s.durable AND s.next_page = 0
+            AND clock BETWEEN s.completed_at AND s.completed_at + at_most_every) IS TRUE;
     IF skipped THEN
         RETURN;
     END IF;
 
     WHILE NOT complete AND scanned < max_pages AND deleted < max_rows LOOP
         sizes := ARRAY[
-            (SELECT pg_relation_size(y.typrelid) FROM pg_type AS y WHERE y.oid = pg_typeof(NULL::rate_limit_ephemeral)) / page_bytes,
-            (SELECT pg_relation_size(y.typrelid) FROM pg_type AS y WHERE y.oid = pg_typeof(NULL::rate_limit_durable)) / page_bytes];
+            (SELECT pg_relation_size(y.typrelid) FROM pg_type AS y WHERE y.oid = pg_typeof(NULL::rate_limit_ephemeral))
+                / page_bytes,
+            (SELECT pg_relation_size(y.typrelid) FROM pg_type AS y WHERE y.oid = pg_typeof(NULL::rate_limit_durable))
+                / page_bytes];
         size := sizes[CASE WHEN s.durable THEN 2 ELSE 1 END];
         s.next_page := least(s.next_page, size);
         past_page := least(s.next_page + max_pages - scanned, size);
@@ -114,35 +126,25 @@ BEGIN
         room := max_rows - deleted;
 
         expired := (extract(epoch FROM coalesce(now, clock_timestamp()) - interval '1 minute') * 1000000)::bigint;
-        IF s.durable THEN
+{{- range .Tables}}
+        {{if eq .Name "ephemeral"}}IF NOT s.durable THEN{{else}}ELSE{{end}}
             SELECT array_agg(e.tid) INTO tids
             FROM (
                 SELECT d.ctid AS tid
-                FROM rate_limit_durable AS d
+                FROM rate_limit_{{.Name}} AS d
                 WHERE d.ctid >= first AND d.ctid < past AND (d.expires_at <= expired OR d.prefix <> ALL (names))
                 LIMIT room
                 FOR UPDATE SKIP LOCKED
             ) AS e;
             expired := (extract(epoch FROM coalesce(now, clock_timestamp()) - interval '1 minute') * 1000000)::bigint;
-            DELETE FROM rate_limit_durable AS d
+            DELETE FROM rate_limit_{{.Name}} AS d
             WHERE d.ctid = ANY (tids) AND (d.expires_at <= expired OR d.prefix <> ALL (names));
-        ELSE
-            SELECT array_agg(e.tid) INTO tids
-            FROM (
-                SELECT d.ctid AS tid
-                FROM rate_limit_ephemeral AS d
-                WHERE d.ctid >= first AND d.ctid < past AND (d.expires_at <= expired OR d.prefix <> ALL (names))
-                LIMIT room
-                FOR UPDATE SKIP LOCKED
-            ) AS e;
-            expired := (extract(epoch FROM coalesce(now, clock_timestamp()) - interval '1 minute') * 1000000)::bigint;
-            DELETE FROM rate_limit_ephemeral AS d
-            WHERE d.ctid = ANY (tids) AND (d.expires_at <= expired OR d.prefix <> ALL (names));
+{{- end}}
         END IF;
         GET DIAGNOSTICS n = ROW_COUNT;
         deleted := deleted + n;
 
-        IF cardinality(tids) = room THEN -- there may be more on the page of the last
+        IF cardinality(tids) = room THEN -- there may be more on the page of the last one
             past_page := least((tids[room]::text::point)[0]::bigint, past_page);
             scanned := scanned + past_page - s.next_page;
             s.next_page := past_page;
@@ -169,8 +171,12 @@ BEGIN
 END
 $$;
 
-COMMENT ON FUNCTION rate_limit_sweep IS 'Deletes rows that expired a minute ago or more, at most max_rows of them, from at most max_pages pages, and goes on there when it is called again. It waits for no row, and changes no decision.
-It returns skipped (somebody else is sweeping, nothing was done), complete (it reached the end of both tables), scanned (how many pages it read), deleted (how many rows), and page and pages (how far it is, and of how many).
+COMMENT ON FUNCTION rate_limit_sweep IS
+    'Deletes rows that expired a minute ago or more: at most max_rows of them, from at most max_pages pages. '
+    'The next call goes on where this one stopped. It waits for no row, and changes no decision.
+It returns skipped (somebody else is sweeping, and nothing was done), '
+    'complete (it reached the end of both tables), scanned (how many pages it read), deleted (how many rows), '
+    'and page and pages (how far it is, and of how many).
 Example: SELECT * FROM rate_limit_sweep()
 With pg_cron, every minute: SELECT cron.schedule(''rate_limit_sweep'', ''* * * * *'', ''SELECT rate_limit_sweep()'')
 names => ARRAY[''login'', ''api''] deletes the rows of all other limiters too, EXPIRED OR NOT.';

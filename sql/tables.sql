@@ -1,16 +1,20 @@
--- The two tables that hold every limit. Same columns, same meaning; they differ only in what a crash of the server does.
+-- The two tables that hold every limit. Their columns are the same and mean the same. They differ only in what a crash
+-- of the server does to them.
 --
--- Times are whole microseconds since 1970-01-01 00:00 UTC, so that all arithmetic on them is exact integer arithmetic;
--- to_timestamp(expires_at / 1e6) shows one to a person. There is no index but the primary key, on purpose: an index
--- on a column that every update changes (expires_at, say) would make no update HOT, and the table would bloat.
+-- Times are whole microseconds since 1970-01-01 00:00 UTC, so all arithmetic on them is exact integer arithmetic.
+-- to_timestamp(expires_at / 1e6) shows one to a person.
 --
--- A page is filled by half, so that the update that follows a row's insertion, and those after it, find room on its page.
--- Measured with 100,000 keys: of the updates of new rows all are HOT, where they were two fifths at a fillfactor of 90;
--- the table is no larger (20 MB both times, because at 90 their second versions went to further pages); and a decision
--- in a batch of 256 costs the server 10 to 15 % less, because pages need pruning less often.
+-- The primary key is the only index, on purpose. With an index on a column that every update changes, such as
+-- expires_at, no update would be HOT, and the table would bloat.
 --
--- A row in which something is NULL has 8 bytes more, to say what. So what only buckets need is NULL elsewhere, as the log is: then
--- a window's row is as large as it would be without these columns, 88 bytes with a key of 10 bytes, and a bucket's 128.
+-- A page is filled by half. So the update that follows a row's insertion, and those after it, find room on its page.
+-- Measured with 100,000 keys, against a fillfactor of 90: all updates of new rows are HOT rather than two fifths of
+-- them. The table is no larger, 20 MB both times, because at 90 the second versions of rows went to further pages. A
+-- decision in a batch of 256 costs the server 10 to 15 % less, because pages need pruning less often.
+--
+-- A row in which something is NULL needs 8 bytes more, to say what. So log is NULL where it is not needed, and so are
+-- the columns that only buckets need. Then a window's row is as large as it would be without these columns: 88 bytes
+-- with a key of 10 bytes. A bucket's row has 128 bytes.
 
 {{- range .Tables}}
 CREATE {{.Kind}} rate_limit_{{.Name}} (
@@ -31,23 +35,48 @@ CREATE {{.Kind}} rate_limit_{{.Name}} (
     CONSTRAINT rate_limit_{{.Name}}_pkey PRIMARY KEY (prefix, key)
 ) WITH (fillfactor = 50);
 
--- A log of more than 2 kB, about 250 entries, is kept out of its row, and not compressed: to compress one of 1,000 saves a quarter
--- of its 8 kB, and makes a decision cost 555 us of the server's CPU instead of 125 us.
+-- A log of more than 2 kB, about 250 entries, is stored outside its row and is not compressed. Compressing a log of
+-- 1,000 entries would save a quarter of its 8 kB, but a decision would cost 555 us of the server's CPU instead of
+-- 125 us.
 ALTER TABLE rate_limit_{{.Name}} ALTER COLUMN log SET STORAGE EXTERNAL;
 
-COMMENT ON TABLE rate_limit_{{.Name}} IS '{{.Comment}}';
-COMMENT ON COLUMN rate_limit_{{.Name}}.prefix IS 'Name of the limiter, which keeps limiters apart.';
+COMMENT ON TABLE rate_limit_{{.Name}} IS
+    '{{.Comment}}';
+COMMENT ON COLUMN rate_limit_{{.Name}}.prefix IS 'Name of the limiter. It keeps limiters apart.';
 COMMENT ON COLUMN rate_limit_{{.Name}}.key IS 'Who is limited: 1 to 512 bytes.';
-COMMENT ON COLUMN rate_limit_{{.Name}}.algorithm IS 'Which function wrote the row: 1 fixed window, 2 sliding window, 3 token bucket, 4 sliding window log. To another one the row counts as no row.';
-COMMENT ON COLUMN rate_limit_{{.Name}}.count IS 'Windows: what has been taken in the window that starts at window_start. Sliding window log: the sum of the log. Token bucket: granted tokens, above the capacity.';
-COMMENT ON COLUMN rate_limit_{{.Name}}.prev_count IS 'Sliding window: what had been taken in the window before that one.';
-COMMENT ON COLUMN rate_limit_{{.Name}}.window_start IS 'Windows: start of the window. Sliding window log: when something was last taken. Token bucket: the time up to which refill is part of credit. In microseconds since 1970 UTC.';
-COMMENT ON COLUMN rate_limit_{{.Name}}.credit IS 'Token bucket: what is left, in units of 1/scale token. Windows: granted credit, above the limit.';
-COMMENT ON COLUMN rate_limit_{{.Name}}.scale IS 'Token bucket: units of credit in one token; the policy''s refill interval in microseconds. NULL of others.';
-COMMENT ON COLUMN rate_limit_{{.Name}}.expires_at IS 'From then on the row means the same as no row, in microseconds since 1970 UTC: to_timestamp(expires_at / 1e6).';
-COMMENT ON COLUMN rate_limit_{{.Name}}.log IS 'Sliding window log: what has been taken, oldest first, each entry the time in microseconds since 1970 UTC * 1024 + the units: to_timestamp((entry >> 10) / 1e6), entry & 1023.';
-COMMENT ON COLUMN rate_limit_{{.Name}}.since IS 'What tells a refund that the row is still the one that was taken from. Token bucket: since when all that was taken counts, in microseconds since 1970 UTC. Others: when credit was first granted, or NULL.';
-COMMENT ON COLUMN rate_limit_{{.Name}}.capacity IS 'Token bucket: the policy''s capacity. NULL of others.';
-COMMENT ON COLUMN rate_limit_{{.Name}}.refill IS 'Token bucket: the policy''s refill. NULL of others.';
-COMMENT ON COLUMN rate_limit_{{.Name}}.returned IS 'Token bucket: what refunds have given back since then, in units of 1/scale token. NULL of others.';
+COMMENT ON COLUMN rate_limit_{{.Name}}.algorithm IS
+    'Which function wrote the row: 1 fixed window, 2 sliding window, 3 token bucket, 4 sliding window log. '
+    'For the other functions the row counts as no row.';
+COMMENT ON COLUMN rate_limit_{{.Name}}.count IS
+    'Windows: what has been taken in the window that starts at window_start. '
+    'Sliding window log: the sum of the log. '
+    'Token bucket: granted tokens, above the capacity.';
+COMMENT ON COLUMN rate_limit_{{.Name}}.prev_count IS
+    'Sliding window: what had been taken in the window before that one.';
+COMMENT ON COLUMN rate_limit_{{.Name}}.window_start IS
+    'Windows: start of the window. '
+    'Sliding window log: when something was last taken. '
+    'Token bucket: the time up to which refill is part of credit. '
+    'In microseconds since 1970 UTC.';
+COMMENT ON COLUMN rate_limit_{{.Name}}.credit IS
+    'Token bucket: what is left, in units of 1/scale token. '
+    'Windows: granted credit, above the limit.';
+COMMENT ON COLUMN rate_limit_{{.Name}}.scale IS
+    'Token bucket: units of credit in one token, which is the policy''s refill interval in microseconds. '
+    'Otherwise NULL.';
+COMMENT ON COLUMN rate_limit_{{.Name}}.expires_at IS
+    'From this time on the row means the same as no row. In microseconds since 1970 UTC: '
+    'to_timestamp(expires_at / 1e6).';
+COMMENT ON COLUMN rate_limit_{{.Name}}.log IS
+    'Sliding window log: what has been taken, oldest first. '
+    'Each entry is the time in microseconds since 1970 UTC * 1024 + the units: '
+    'to_timestamp((entry >> 10) / 1e6), entry & 1023.';
+COMMENT ON COLUMN rate_limit_{{.Name}}.since IS
+    'Tells a refund whether the row is still the one that was taken from. '
+    'Token bucket: the time since which all that was taken counts, in microseconds since 1970 UTC. '
+    'Otherwise: when credit was first granted, or NULL.';
+COMMENT ON COLUMN rate_limit_{{.Name}}.capacity IS 'Token bucket: the policy''s capacity. Otherwise NULL.';
+COMMENT ON COLUMN rate_limit_{{.Name}}.refill IS 'Token bucket: the policy''s refill. Otherwise NULL.';
+COMMENT ON COLUMN rate_limit_{{.Name}}.returned IS
+    'Token bucket: what refunds have given back since the time in since, in units of 1/scale token. Otherwise NULL.';
 {{end -}}

@@ -1,55 +1,87 @@
-{{/* The token bucket; tokenbucket.go holds its specification and its model. What each block is for stands in limit.sql and all.sql. */}}
+{{/* The token bucket. tokenbucket.go holds its specification and its model. limit.sql and all.sql show what each
+block is for. */}}
+{{define "tokenbucket.title"}}The token bucket; see tokenbucket.go{{end}}
 {{define "tokenbucket.arguments"}}
 --   capacity            tokens in a full bucket; capacity * every_us may reach 2^62
 --   refill              tokens that flow in, evenly, over every_us; at least 1
---   every_us            in microseconds, from 1 to 2^51; to fill an empty bucket may take 2^51 microseconds (71 years)
+--   every_us            in microseconds, from 1 to 2^51. Filling an empty bucket may take 2^51 microseconds (71 years)
 {{end}}
-{{define "tokenbucket.valid"}}capacity >= 1 AND refill >= 1 AND every_us BETWEEN 1 AND 2251799813685248 AND capacity <= 4611686018427387904 / every_us
+{{define "tokenbucket.valid"}}capacity >= 1 AND refill >= 1 AND every_us BETWEEN 1 AND 2251799813685248
+    AND capacity <= 4611686018427387904 / every_us
     AND (capacity * every_us - 1) / refill < 2251799813685248{{end}}
-{{define "tokenbucket.hint"}}capacity, refill and every_us are at least 1, every_us is at most 2^51, capacity * every_us is at most 2^62, and divided by refill it is at most 2^51.{{end}}
-{{define "tokenbucket.comment"}}Takes from token buckets, which hold capacity tokens, start full, and get refill tokens, evenly, over every_us microseconds.{{end}}
-{{define "tokenbucket.example"}}(''api'', ARRAY[''user:123''], 20, 5, 10000000) takes one token from a bucket of 20 that gets 5 more every 10 seconds{{end}}
+{{define "tokenbucket.hint"}}capacity, refill and every_us are at least 1, every_us is at most 2^51, '
+'capacity * every_us is at most 2^62, and divided by refill it is at most 2^51.{{end}}
+{{define "tokenbucket.comment"}}Takes from token buckets. '
+'A bucket holds capacity tokens, starts full, and gets refill tokens, evenly, over every_us microseconds.{{end}}
+{{define "tokenbucket.example"}}(''api'', ARRAY[''user:123''], 20, 5, 10000000) '
+    'takes one token from a bucket of 20 that gets 5 more every 10 seconds{{end}}
 {{define "tokenbucket.lasts"}}(capacity * every_us - 1) / refill + 1{{end}}
 
-{{define "tokenbucket.insert"}}(prefix, key, algorithm, credit, scale, capacity, refill, since, returned, window_start, expires_at){{end}}
-{{define "tokenbucket.values"}}3, full_credit - {{.}} * every_us, every_us, capacity, refill, clock, 0, clock, clock + ({{.}} * every_us - 1) / refill + 1{{end}}
+{{define "tokenbucket.insert"}}
+(prefix, key, algorithm, credit, scale, capacity, refill, since, returned,
+    window_start, expires_at)
+{{- end}}
+{{define "tokenbucket.values"}}3, full_credit - {{.}} * every_us, every_us, capacity, refill, clock, 0,
+    clock, clock + ({{.}} * every_us - 1) / refill + 1{{end}}
 {{define "tokenbucket.runs"}}clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / refill{{end}}
 {{define "tokenbucket.level"}}d.credit + greatest(clock - d.window_start, 0) * refill{{end}}
 {{define "tokenbucket.adds"}}
 credit = {{include "tokenbucket.level"}} - r_cost * every_us,
 window_start = greatest(clock, d.window_start),
-expires_at = greatest(clock, d.window_start) + (full_credit - ({{include "tokenbucket.level"}}) + r_cost * every_us - 1) / refill + 1
+expires_at = greatest(clock, d.window_start)
+    + (full_credit - ({{include "tokenbucket.level"}})
+        + r_cost * every_us - 1) / refill + 1
 {{end}}
 {{define "tokenbucket.undoes"}}credit = d.credit + r_cost * every_us{{end}}
 {{define "tokenbucket.rolls"}}
-credit = CASE WHEN {{include "tokenbucket.runs"}} THEN {{include "tokenbucket.level"}} - full_credit ELSE 0 END + excluded.credit,
-window_start = CASE WHEN {{include "tokenbucket.runs"}} THEN greatest(clock, d.window_start) ELSE clock END,
-since = CASE WHEN {{include "tokenbucket.runs"}} THEN d.since ELSE clock END,
-returned = CASE WHEN {{include "tokenbucket.runs"}} THEN d.returned ELSE 0 END,
-expires_at = CASE WHEN {{include "tokenbucket.runs"}} THEN greatest(clock, d.window_start) + (full_credit - ({{include "tokenbucket.level"}}) + (full_credit - excluded.credit) - 1) / refill + 1
+credit = CASE WHEN {{include "tokenbucket.runs"}}
+    THEN {{include "tokenbucket.level"}} - full_credit
+    ELSE 0 END + excluded.credit,
+window_start = CASE WHEN {{include "tokenbucket.runs"}}
+    THEN greatest(clock, d.window_start) ELSE clock END,
+since = CASE WHEN {{include "tokenbucket.runs"}}
+    THEN d.since ELSE clock END,
+returned = CASE WHEN {{include "tokenbucket.runs"}}
+    THEN d.returned ELSE 0 END,
+expires_at = CASE WHEN {{include "tokenbucket.runs"}}
+    THEN greatest(clock, d.window_start)
+        + (full_credit - ({{include "tokenbucket.level"}})
+        + (full_credit - excluded.credit) - 1) / refill + 1
     ELSE excluded.expires_at END
 {{end}}
 {{define "tokenbucket.excluded"}}(full_credit - excluded.credit){{end}}
 {{define "tokenbucket.fits"}}
-d.algorithm = 3 AND d.count = 0 AND d.scale = every_us AND d.capacity = capacity AND d.refill = refill AND d.credit < full_credit
+d.algorithm = 3 AND d.count = 0 AND d.scale = every_us AND d.capacity = capacity
+    AND d.refill = refill AND d.credit < full_credit
     AND d.window_start - clock <= (full_credit - 1) / refill + 1
-    AND {{if .Rolls}}{{.Units}} > 0 AND CASE WHEN {{include "tokenbucket.runs"}} THEN {{include "tokenbucket.level"}} >= {{.Units}}
+    AND {{if .Rolls}}{{.Units}} > 0 AND CASE
+        WHEN {{include "tokenbucket.runs"}}
+            THEN {{include "tokenbucket.level"}}
+                >= {{.Units}}
         ELSE clock - d.window_start > (full_credit - d.credit - 1) / refill END
-    {{- else}}{{include "tokenbucket.runs"}} AND {{include "tokenbucket.level"}} >= {{.Units}} * every_us{{end}}
+    {{- else}}{{include "tokenbucket.runs"}}
+    AND {{include "tokenbucket.level"}} >= {{.Units}} * every_us{{end}}
 {{end}}
 {{define "tokenbucket.new"}}{{.}}credit = full_credit - {{.}}cost * every_us{{end}}
-{{define "tokenbucket.latest"}}{{.}}window_start + (full_credit - {{.}}cost * every_us - {{.}}credit - 1) / refill{{end}}
+{{define "tokenbucket.latest"}}
+{{- .}}window_start + (full_credit - {{.}}cost * every_us - {{.}}credit - 1) / refill
+{{- end}}
 {{define "tokenbucket.then"}}{{.Row}}credit + greatest({{.At}} - {{.Row}}window_start, 0) * refill{{end}}
 {{define "tokenbucket.left"}}({{include "tokenbucket.then" .}}) / every_us{{end}}
 {{define "tokenbucket.columns"}}count, window_start, credit, scale, expires_at, since, capacity, refill, returned{{end}}
 {{define "tokenbucket.returned"}}window_start, credit, expires_at, since, returned{{end}}
-{{define "tokenbucket.row"}}0, 0, {{.}}window_start, {{.}}credit, every_us, {{.}}expires_at, {{.}}since, capacity, refill, {{.}}returned{{end}}
+{{define "tokenbucket.row"}}
+{{- ""}}0, 0, {{.}}window_start, {{.}}credit, every_us, {{.}}expires_at, {{.}}since, capacity, refill, {{.}}returned
+{{- end}}
 {{define "tokenbucket.state"}}0::bigint, 0::bigint, {{.}}window_start, {{.}}credit, every_us, {{.}}expires_at{{end}}
-{{define "tokenbucket.receipt"}}{{.Row}}since, {{.Row}}window_start, {{.Row}}returned + full_credit - {{.Row}}credit{{end}}
+{{define "tokenbucket.receipt"}}
+{{- .Row}}since, {{.Row}}window_start, {{.Row}}returned + full_credit - {{.Row}}credit
+{{- end}}
 {{define "tokenbucket.resets"}}{{.}}window_start + (full_credit - {{.}}credit - 1) / refill + 1{{end}}
 
 {{define "tokenbucket.enough"}}s.scale = every_us AND cost <= least(s.credit / every_us, capacity){{end}}
-{{define "tokenbucket.full"}}s.credit = full_credit AND s.count = 0{{end}}
+{{define "tokenbucket.another"}}moved OR s.credit = full_credit AND s.count = 0
+    OR (r.scale, r.capacity, r.refill) IS DISTINCT FROM (every_us, capacity, refill){{end}}
 {{define "tokenbucket.roll"}}
 full_credit := capacity * every_us;
 IF clock >= s.expires_at THEN
@@ -57,25 +89,30 @@ IF clock >= s.expires_at THEN
     s.credit := full_credit;
     s.window_start := clock;
 ELSE
-    IF s.scale <> every_us OR s.capacity <> capacity OR s.refill <> refill THEN -- what was taken before stays taken
+    -- What was taken under another policy stays taken.
+    IF s.scale <> every_us OR s.capacity <> capacity OR s.refill <> refill THEN
         s.since := greatest(s.since + 1, s.window_start, clock);
         s.returned := 0;
     END IF;
     IF s.scale <> every_us THEN
-        -- The policy has changed. Whole tokens are kept, and the part of one, rounded down; its product may
-        -- need 128 bits, which only numeric has, and this runs only until the next grant.
+        -- The policy has changed. Whole tokens are kept, and so is the part of one, rounded
+        -- down. Its product may need 128 bits, which only numeric has. This runs only until the
+        -- next grant.
         s.credit := CASE WHEN s.credit / s.scale >= capacity THEN full_credit
-            ELSE s.credit / s.scale * every_us + div((s.credit % s.scale)::numeric * every_us, s.scale)::bigint END;
+            ELSE s.credit / s.scale * every_us
+                + div((s.credit % s.scale)::numeric * every_us, s.scale)::bigint END;
     END IF;
     s.credit := least(s.credit, full_credit);
-    IF s.credit = full_credit AND s.count = 0 THEN -- the capacity is lower now: as good as new
+    -- The capacity may be lower now, and the bucket as good as new.
+    IF s.credit = full_credit AND s.count = 0 THEN
         s.window_start := clock;
         s.expires_at := clock;
     ELSIF s.window_start - clock > (full_credit - 1) / refill + 1 THEN
         s.window_start := clock;
         s.since := greatest(s.since + 1, clock);
         s.returned := 0;
-        s.expires_at := clock + (full_credit - CASE WHEN s.count > 0 THEN 0 ELSE s.credit END - 1) / refill + 1;
+        s.expires_at := clock
+            + (full_credit - CASE WHEN s.count > 0 THEN 0 ELSE s.credit END - 1) / refill + 1;
         moved := true;
     END IF;
 END IF;
@@ -83,7 +120,7 @@ s.scale := every_us;
 s.capacity := capacity;
 s.refill := refill;
 t := greatest(clock, s.window_start);
--- Asked by division, because the product overflows after a long time.
+-- This divides, because the product would overflow after a long time.
 IF s.credit < full_credit AND t - s.window_start <= (full_credit - s.credit - 1) / refill THEN
     s.credit := s.credit + (t - s.window_start) * refill;
 ELSE
@@ -96,21 +133,31 @@ END IF;
 s.window_start := t;
 {{end}}
 {{define "tokenbucket.refund"}}
--- Where the units are in the queue of missing tokens: see TokenBucket.refund in tokenbucket.go.
-IF s.since = taken_since[part] AND taken_in[part] BETWEEN 0 AND t AND s.credit < full_credit THEN
+-- TokenBucket.refund in tokenbucket.go explains where the units are in the queue of
+-- missing tokens.
+IF s.since = taken_since[part] AND taken_in[part] BETWEEN 0 AND t
+    AND NOT ({{include "tokenbucket.another"}})
+THEN
     units := least(units, capacity) * every_us;
-    need := least(greatest(greatest(coalesce(taken_at[part], 0), 0) - s.returned, units), full_credit);
+    need := least(
+        greatest(greatest(coalesce(taken_at[part], 0), 0) - s.returned, units),
+        full_credit);
     back := CASE
-        WHEN t - taken_in[part] <= need / refill THEN least(units, need - (t - taken_in[part]) * refill, full_credit - s.credit)
+        WHEN t - taken_in[part] <= need / refill
+            THEN least(units, need - (t - taken_in[part]) * refill,
+                full_credit - s.credit)
         ELSE 0
     END;
     changed := changed OR back > 0;
     s.credit := s.credit + back;
+    r.credit := r.credit + back;
     s.returned := s.returned + back;
-    IF s.returned > 2305843009213693952 THEN -- lest the sum overflow
+    IF s.returned > 2305843009213693952 THEN -- so that the sum never overflows
         s.since := greatest(s.since + 1, t);
         s.returned := 0;
     END IF;
+    r.since := s.since;
+    r.returned := s.returned;
 END IF;
 IF changed AND s.credit = full_credit AND s.count = 0 THEN -- as good as new
     t := clock;
@@ -128,4 +175,7 @@ s.credit := s.credit - units * every_us;
 {{define "tokenbucket.retry"}}
 free_at := t + ((greatest(cost, 1) - s.count) * every_us - s.credit - 1) / refill + 1;
 {{end}}
-{{define "tokenbucket.reset"}}CASE WHEN s.credit < full_credit THEN t + (full_credit - s.credit - 1) / refill + 1 END{{end}}
+{{define "tokenbucket.reset"}}
+CASE WHEN s.credit < full_credit
+    THEN t + (full_credit - s.credit - 1) / refill + 1 END
+{{- end}}

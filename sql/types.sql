@@ -3,18 +3,18 @@ CREATE TYPE rate_limit_row AS (
     ord bigint,          -- the element's place in the request, from 1
     cost bigint,
     asked bigint,        -- how many requests of that cost
-    tid tid,             -- where the row is; NULL: there is none
+    tid tid,             -- where the row is; NULL if there is none
     count bigint,
     prev_count bigint,
     window_start bigint,
     credit bigint,
     scale bigint,
-    expires_at bigint,   -- 0, long past: there is no row, or another algorithm wrote it
+    expires_at bigint,   -- 0, long past, if there is no row or another algorithm wrote it
     since bigint,
     capacity bigint,
     refill bigint,
     returned bigint,
-    log bigint[]         -- NULL but for the sliding window log
+    log bigint[]         -- only of the sliding window log, otherwise NULL
 );
 
 -- What the functions return for each element of a request.
@@ -24,24 +24,28 @@ CREATE TYPE rate_limit_decision AS (
     remaining bigint,       -- the largest cost that would be granted next
     retry_after_us bigint,  -- microseconds until the others can be granted; 0: all were; NULL: never
     reset_after_us bigint,  -- microseconds until the key is as good as new
-    decided_at timestamptz, -- the database's clock at the decision, from which both count
-    count bigint,           -- and the key's state, as in the table
+    decided_at timestamptz, -- the database's clock at the decision, from which the two above count
+    -- The key's state, as in the table.
+    count bigint,
     prev_count bigint,
     window_start bigint,
     credit bigint,
     scale bigint,
     expires_at bigint,
-    log bigint[],           -- of this, only the entries that have to leave until retry_after_us
-    taken_since bigint,     -- what a refund of the last request has to tell: the row's since,
-    taken_in bigint,        -- the window, the entry of the log or the time in the bucket's life: window_start,
-    taken_at bigint,        -- where its units end in the bucket's queue (see TokenBucket.refund in tokenbucket.go),
-    taken_spent bigint      -- and how much of what these requests took came out of granted credit
+    log bigint[],           -- only the entries that have to leave until retry_after_us
+    -- What a refund of the last request has to tell.
+    taken_since bigint,     -- the row's since
+    taken_in bigint,        -- its window_start: the window, the entry of the log or the time in the bucket's life
+    taken_at bigint,        -- where its units end in the bucket's queue: see TokenBucket.refund in tokenbucket.go
+    taken_spent bigint      -- how much of what these requests took came out of granted credit
 );
 
-COMMENT ON TYPE rate_limit_decision IS 'What the rate_limit_ functions decided for one key; their comments explain it.';
+COMMENT ON TYPE rate_limit_decision IS
+    'What the rate_limit_ functions decided for one key. The comments on the functions explain it.';
 
--- rate_limit_late gives up a statement that has waited for too many rows, one after the other: lock_timeout counts for each of them.
-CREATE FUNCTION rate_limit_late()
+-- _rate_limit_late ends a statement that has waited for too many rows in turn. lock_timeout alone would not do that,
+-- because it counts anew for each row.
+CREATE FUNCTION _rate_limit_late()
 RETURNS boolean
 LANGUAGE plpgsql
 AS $$

@@ -1,6 +1,6 @@
--- What the database has been migrated to: internal/gensql puts the number in, in each migration. Everybody may ask, since a role
--- that may do nothing but call the functions can see by it that there is nothing left to migrate.
-CREATE OR REPLACE FUNCTION rate_limit_version()
+-- What the database has been migrated to. internal/gensql puts the number into each migration. Everybody may ask, so
+-- a role that may only call the functions can see that there is nothing left to migrate.
+CREATE FUNCTION rate_limit_version()
 RETURNS bigint
 LANGUAGE sql
 IMMUTABLE

@@ -4,7 +4,6 @@ import (
 	"context"
 	_ "embed"
 	"fmt"
-	"math"
 	"slices"
 	"strings"
 	"time"
@@ -12,20 +11,22 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 
-	"github.com/pgratelimit/ratelimit/migrations"
+	"github.com/pgratelimit/ratelimit/internal/algorithm"
+	"github.com/pgratelimit/ratelimit/internal/catalog"
 )
 
-// From where on the doctor says something.
+// These are the limits from which on the doctor says something.
 const (
 	oldestVersion = 140000               // older ones get no more fixes
 	longTime      = 5 * time.Minute      // of a transaction; autovacuum comes every minute
-	failsafeAge   = int64(1_600_000_000) // where Postgres 14 and later drop everything else for a VACUUM against wraparound
-	fewUpdates    = 1000                 // too few to tell a share
+	failsafeAge   = int64(1_600_000_000) // where Postgres 14 and later rush a VACUUM against wraparound
+	fewUpdates    = 1000                 // below, too few to tell a share
 	leastHOT      = 0.95
 	fewDead       = 10_000 // rows
 	lateVacuum    = 24 * time.Hour
-	smallTable    = 10 << 20 // bytes; below, free space is no matter
-	leastFull     = 0.5
+	fillfactor    = 50       // of sql/tables.sql
+	smallTable    = 10 << 20 // bytes; below, free space does not matter
+	mostRoom      = 3        // times what the rows need
 	mostExpired   = 0.5
 )
 
@@ -38,6 +39,8 @@ var (
 	functionsSQL string
 	//go:embed sql/doctor/strangers.sql
 	strangersSQL string
+	//go:embed sql/doctor/jit.sql
+	jitSQL string
 	//go:embed sql/doctor/tables.sql
 	tablesSQL string
 	//go:embed sql/doctor/sample.sql
@@ -50,29 +53,44 @@ type examination struct {
 	pool   *pgxpool.Pool
 	server server
 
-	expected map[string]function // set by checkMigrations
-	newer    bool                // the database is of a newer version than this command
-	found    []foundFunction     // set by checkFunctions
+	applied int64           // the last migration; set by checkMigrations
+	told    bool            // checkMigrations could find out which it is
+	found   catalog.Catalog // set by checkMigrations
 }
 
-// server is what serverSQL tells.
+// server is what serverSQL tells. Names are quoted as SQL needs it, but for that of the owner.
 type server struct {
 	versionNum   int
 	version      string
 	standby      bool
 	trackCounts  bool
+	countsHere   bool // track_counts was set for this database or role
 	autovacuum   bool
 	freezeMaxAge int64
 	standbys     int
-	hasTables    bool
-	schema       string // of the tables, quoted
+	database     string
+	role         string
+	schema       string   // of the tables; empty if search_path leads to none
+	tables       int      // how many of the two there are
+	usable       bool     // this role has USAGE on their schema
+	readable     bool     // this role may read both
+	owner        string   // of the tables, as it is
+	ownerSQL     string   // the same, quoted
+	usableIn     []string // schemas that have tables of these names
+	lockedIn     []string // the same without USAGE
 }
+
+func (s server) hasTables() bool { return s.tables == 2 && s.usable }
 
 func (e *examination) readServer(ctx context.Context) error {
 	s := &e.server
-	return e.row(ctx, serverSQL, &s.versionNum, &s.version, &s.standby, &s.trackCounts, &s.autovacuum, &s.freezeMaxAge,
-		&s.standbys, &s.hasTables, &s.schema)
+	return e.row(ctx, serverSQL, &s.versionNum, &s.version, &s.standby, &s.trackCounts, &s.countsHere, &s.autovacuum,
+		&s.freezeMaxAge, &s.standbys, &s.database, &s.role, &s.schema, &s.tables, &s.usable, &s.readable, &s.owner,
+		&s.ownerSQL, &s.usableIn, &s.lockedIn)
 }
+
+// name is a name of ours in SQL.
+func (s server) name(of string) string { return s.schema + "." + of }
 
 // row reads the only row of a query.
 func (e *examination) row(ctx context.Context, sql string, into ...any) error {
@@ -81,13 +99,13 @@ func (e *examination) row(ctx context.Context, sql string, into ...any) error {
 
 func (e *examination) checkServer(context.Context) (finding, error) {
 	if e.server.versionNum < oldestVersion {
-		return warning.finding("upgrade it", "PostgreSQL %s no longer gets fixes", e.server.version), nil
+		return warning.finding("upgrade the server", "PostgreSQL %s no longer gets fixes", e.server.version), nil
 	}
 	return ok("PostgreSQL %s", e.server.version), nil
 }
 
-// checkConnection looks for a pooler. To each of its clients that tells a process id of its own making; and in transaction mode
-// two clients that take turns get the same session of Postgres.
+// checkConnection looks for a pooler. A pooler tells each client a process id that it has made up. In transaction
+// mode, two clients that take turns get the same session of Postgres.
 func (e *examination) checkConnection(ctx context.Context) (finding, error) {
 	first, err := e.pool.Acquire(ctx)
 	if err != nil {
@@ -100,7 +118,7 @@ func (e *examination) checkConnection(ctx context.Context) (finding, error) {
 	}
 	defer second.Release()
 	direct, shared := true, false
-	last := map[uint32]*pgxpool.Conn{} // who had a session last
+	last := map[uint32]*pgxpool.Conn{} // by process id, the client that had the session last
 	for range 3 {
 		for _, client := range []*pgxpool.Conn{first, second} {
 			var pid uint32
@@ -124,30 +142,46 @@ func (e *examination) checkConnection(ctx context.Context) (finding, error) {
 	case !shared:
 		return ok("through a pooler that keeps each client's session"), nil
 	case mode == pgx.QueryExecModeExec || mode == pgx.QueryExecModeSimpleProtocol:
-		return ok("through a pooler in transaction mode, with default_query_exec_mode=%s; migrate on a direct connection", name), nil
+		return ok("through a pooler in transaction mode, with default_query_exec_mode=%s; "+
+			"migrate on a direct connection", name), nil
 	}
-	return warning.finding("add default_query_exec_mode=exec to the connection string, unless the pooler keeps prepared statements "+
-		"(PgBouncer 1.21 with max_prepared_statements); and migrate on a direct connection",
+	return warning.finding("add default_query_exec_mode=exec to the connection string, "+
+		"unless the pooler keeps prepared statements (PgBouncer 1.21 with max_prepared_statements); "+
+		"and migrate on a direct connection",
 		"through a pooler in transaction mode, with default_query_exec_mode=%s", name), nil
 }
 
 func (e *examination) checkStandby(context.Context) (finding, error) {
 	switch {
 	case e.server.standby:
-		return problem.finding("connect the application to the primary, for example with target_session_attrs=read-write",
-			"this is a standby: nothing can be taken here, and rate_limit_ephemeral, which is unlogged, cannot even be read"), nil
+		return problem.finding(
+			"connect the application to the primary, for example with target_session_attrs=read-write",
+			"this is a standby: nothing can be taken here, "+
+				"and rate_limit_ephemeral, which is unlogged, cannot even be read"), nil
 	case e.server.standbys > 0:
-		return ok("%d connected; after a failover rate_limit_ephemeral, which is unlogged, starts empty", e.server.standbys), nil
+		return ok("%d connected; after a failover rate_limit_ephemeral, which is unlogged, starts empty",
+			e.server.standbys), nil
 	}
 	return ok("none is connected"), nil
 }
 
 func (e *examination) checkStatistics(context.Context) (finding, error) {
+	var off, mend []string
 	if !e.server.trackCounts {
-		return problem.finding("set track_counts = on", "track_counts is off, so autovacuum never comes"), nil
+		off = append(off, "track_counts")
+		if e.server.countsHere {
+			mend = append(mend, "`ALTER DATABASE "+e.server.database+" SET track_counts = on`")
+		} else {
+			mend = append(mend, "`ALTER SYSTEM SET track_counts = on`")
+		}
 	}
 	if !e.server.autovacuum {
-		return problem.finding("set autovacuum = on", "autovacuum is off, so dead tuples stay and transaction ids run out"), nil
+		off, mend = append(off, "autovacuum"), append(mend, "`ALTER SYSTEM SET autovacuum = on`")
+	}
+	if len(off) > 0 {
+		return problem.finding("as a superuser: "+strings.Join(append(mend, "`SELECT pg_reload_conf()`"), ", "),
+			"%s off, so autovacuum never comes: dead tuples stay, and transaction ids run out",
+			map[int]string{1: off[0] + " is", 2: "track_counts and autovacuum are"}[len(off)]), nil
 	}
 	return ok("track_counts and autovacuum are on"), nil
 }
@@ -173,118 +207,87 @@ func judgeHorizon(age time.Duration, what, mend *string, seesAll bool) finding {
 	case age < longTime:
 		return ok("the longest, of %s, has been open for %v%s", printable(*what), age, unseen)
 	}
-	return warning.finding(*mend, "%s has a transaction open for %v: until it ends, VACUUM removes no tuple that died since%s",
+	return warning.finding(*mend,
+		"%s has a transaction open for %v: until it ends, VACUUM removes no tuple that died since%s",
 		printable(*what), age, unseen)
-}
-
-// checkMigrations also finds out which functions are to be expected.
-func (e *examination) checkMigrations(ctx context.Context) (finding, error) {
-	all, err := readMigrations()
-	if err != nil {
-		return finding{}, err
-	}
-	pool, err := e.app.open(ctx, e.app.inSchema)
-	if err != nil {
-		return finding{}, err
-	}
-	defer pool.Close()
-	latest := all[len(all)-1].Version
-	e.expected = expectedFunctions(all, latest)
-	status, err := migrations.Status(ctx, pool)
-	if err != nil && !e.server.hasTables {
-		return problem.finding("say with --schema where the tables are", "%s", oneLine(err)), ctx.Err()
-	}
-	if err != nil {
-		return finding{}, err
-	}
-	var applied int64
-	var pending []string
-	for _, migration := range status {
-		if migration.Applied {
-			applied = max(applied, migration.Version)
-		} else {
-			pending = append(pending, fmt.Sprintf("%d %s", migration.Version, migration.Name))
-		}
-	}
-	const up = "run 'pgratelimit migrate up'"
-	switch {
-	case !e.server.hasTables:
-		return problem.finding(up+", or say with --schema where they are", "the tables are not there"), nil
-	case applied == 0:
-		return ok("the tables are there, and were made by another tool than 'pgratelimit migrate'"), nil
-	case applied > latest:
-		e.newer = true
-		return ok("at version %d, of a newer release than this command", applied), nil
-	}
-	e.expected = expectedFunctions(all, applied)
-	if len(pending) > 0 {
-		return problem.finding(up, "not applied: %s", strings.Join(pending, ", ")), nil
-	}
-	return ok("up to date, at version %d in schema %s", applied, e.server.schema), nil
 }
 
 // foundFunction is a row of functionsSQL.
 type foundFunction struct {
 	name           string
-	function       function
-	pinned         bool // its settings are fixed
-	notCallable    bool // the role may not execute it, and applications call it
+	executable     bool // by this role
 	public         bool // everybody may execute it
-	ownerIsBlocked bool // its owner may not do with the tables what it does
+	ownerIsBlocked bool // its owner lacks the rights for what it does with the tables
+	nobodys        bool // only its owner may execute it, who cannot log in
 }
 
-func (e *examination) checkFunctions(ctx context.Context) (finding, error) {
+func (e *examination) checkRights(ctx context.Context) (finding, error) {
+	var found []foundFunction
 	err := e.app.look(ctx, e.pool, func(tx pgx.Tx) error {
-		rows, err := tx.Query(ctx, functionsSQL, callable(e.expected))
+		rows, err := tx.Query(ctx, functionsSQL)
 		if err != nil {
 			return err
 		}
-		e.found, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (f foundFunction, err error) {
-			err = row.Scan(&f.name, &f.function.body, &f.function.definer, &f.pinned, &f.notCallable, &f.public, &f.ownerIsBlocked)
-			return f, err
+		found, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (f foundFunction, err error) {
+			return f, row.Scan(&f.name, &f.executable, &f.public, &f.ownerIsBlocked, &f.nobodys)
 		})
 		return err
 	})
-	if err != nil || e.newer {
-		return ok("of a newer release than this command, which cannot tell whether they are right"), err
-	}
-	for name, function := range e.expected {
-		function.body = e.inSchema(function.body)
-		e.expected[name] = function
-	}
-	return judgeFunctions(e.expected, e.found), nil
+	return e.server.judgeRights(found), err
 }
 
-// inSchema writes our names with their schema, as access.sql does.
-func (e *examination) inSchema(body string) string {
-	return strings.ReplaceAll(body, "rate_limit_", e.server.schema+".rate_limit_")
-}
-
-func judgeFunctions(expected map[string]function, found []foundFunction) finding {
-	var wrong []string
-	for name, want := range expected {
-		same := func(f foundFunction) bool {
-			return f.name == name && f.function == want && (f.pinned || !want.definer)
+func (s server) judgeRights(found []foundFunction) finding {
+	var blocked, public, missing, nobodys []string
+	calls, sweeps := 0, false
+	for _, f := range found {
+		if f.ownerIsBlocked {
+			blocked = append(blocked, f.name)
+		}
+		if f.public && f.name != "rate_limit_version" {
+			public = append(public, s.name(f.name))
+		}
+		if f.nobodys && (slices.Contains(algorithm.Functions(), f.name) || f.name == "rate_limit_sweep") {
+			nobodys = append(nobodys, f.name)
 		}
 		switch {
-		case slices.ContainsFunc(found, same):
-		case slices.ContainsFunc(found, func(f foundFunction) bool { return f.name == name }):
-			wrong = append(wrong, name+" was changed")
-		default:
-			wrong = append(wrong, name+" is missing")
+		case slices.Contains(algorithm.Functions(), f.name) && f.executable:
+			calls++
+		case slices.Contains(algorithm.Functions(), f.name):
+			missing = append(missing, s.name(f.name))
+		case f.name == "rate_limit_sweep":
+			sweeps = f.executable
 		}
 	}
-	if len(wrong) > 0 {
-		slices.Sort(wrong)
-		return problem.finding("run the SQL of 'pgratelimit migrate print' for them again, with CREATE OR REPLACE; or, if the counts may go, "+
-			"'pgratelimit migrate down --to 0' and 'up'", "not what the migrations made: %s", strings.Join(wrong, ", "))
+	grant := fmt.Sprintf("`GRANT EXECUTE ON FUNCTION %s TO %s`", strings.Join(missing, ", "), s.role)
+	switch {
+	case len(blocked) > 0:
+		return problem.finding(fmt.Sprintf("`GRANT USAGE ON SCHEMA %s TO %s`, "+
+			"`GRANT SELECT, INSERT, UPDATE, DELETE ON %s, %s TO %s`",
+			s.schema, s.ownerSQL, s.name(table(false)), s.name(table(true)), s.ownerSQL),
+			"the functions run with the rights of their owner, who may not use the tables: %s",
+			strings.Join(blocked, ", "))
+	case len(public) > 0:
+		return warning.finding(fmt.Sprintf("`REVOKE EXECUTE ON FUNCTION %s FROM PUBLIC`, "+
+			"and grant it to the roles that need it", strings.Join(public, ", ")),
+			"every role may execute %s", strings.Join(public, ", "))
+	case len(nobodys) >= len(algorithm.Functions()): // somebody has forgotten them all
+		return warning.finding("grant EXECUTE on them, as deploy/grants.sql does after each migration",
+			"only their owner, who cannot log in, may execute %s", strings.Join(nobodys, ", "))
+	case len(missing) == 0:
+		return ok("this role may execute the functions, and not everybody may")
+	case calls > 0:
+		return warning.finding("if it is the application's role, "+grant, "this role may not execute %s",
+			strings.Join(missing, ", "))
+	case sweeps:
+		return ok("this role may sweep, and not take, as the sweeper of deploy/roles.sql")
+	case s.readable:
+		return ok("this role may read the tables, and not take, as the reader of deploy/roles.sql")
 	}
-	return ok("the %d that the migrations made, unchanged", len(expected))
+	return problem.finding("if it is the application's role, "+grant,
+		"this role may neither execute the functions nor read the tables")
 }
 
-func (e *examination) checkRights(context.Context) (finding, error) { return judgeRights(e.found), nil }
-
-// checkStrangers looks for those who could put something in the place of what is ours.
+// checkStrangers looks for roles that could put something in the place of what is ours.
 func (e *examination) checkStrangers(ctx context.Context) (finding, error) {
 	var found, mend []string
 	err := e.app.look(ctx, e.pool, func(tx pgx.Tx) error {
@@ -300,44 +303,40 @@ func (e *examination) checkStrangers(ctx context.Context) (finding, error) {
 		return err
 	})
 	if err != nil || len(found) == 0 {
-		return ok("nobody but the owner may create in schema %s, and all in it that has our names is the owner's", e.server.schema), err
+		return ok("nobody but the owner may create in schema %s, and all in it that has our names is the owner's",
+			e.server.schema), err
 	}
 	return problem.finding(printable(strings.Join(mend, "; ")),
-		"what others make there can be run by whoever calls the functions, with their rights: %s", printable(strings.Join(found, ", "))), nil
+		"what others make there can be run by whoever calls the functions, with their rights: %s",
+		printable(strings.Join(found, ", "))), nil
 }
 
-func judgeRights(found []foundFunction) finding {
-	var blocked, public, notCallable []string
-	for _, f := range found {
-		if f.ownerIsBlocked {
-			blocked = append(blocked, f.name)
-		}
-		if f.public && f.name != "rate_limit_version" {
-			public = append(public, f.name)
-		}
-		if f.notCallable {
-			notCallable = append(notCallable, f.name)
-		}
+func (e *examination) checkJIT(ctx context.Context) (finding, error) {
+	var compiles bool
+	var above float64
+	if err := e.row(ctx, jitSQL, &compiles, &above); err != nil {
+		return finding{}, err
 	}
-	switch {
-	case len(blocked) > 0:
-		return problem.finding("GRANT SELECT, INSERT, UPDATE, DELETE on both tables, and USAGE on their schema, to the owner of the functions",
-			"the functions run with the rights of their owner, who may not use the tables: %s", strings.Join(blocked, ", "))
-	case len(public) > 0:
-		return warning.finding("REVOKE ALL ON FUNCTION … FROM PUBLIC, and GRANT EXECUTE to the roles that need it",
-			"every role may execute %s", strings.Join(public, ", "))
-	case len(notCallable) > 0:
-		return warning.finding("if it is the application's role, GRANT EXECUTE, as in deploy/grants.sql",
-			"this role may not execute %s", strings.Join(notCallable, ", "))
+	if compiles {
+		f := warning.finding("`ALTER ROLE "+e.server.role+" SET jit = off`, if it is the application's role, "+
+			"or raise jit_above_cost",
+			"with jit_above_cost = %v, Postgres compiles the statement of each call, "+
+				"which takes it 10 ms to seconds", above)
+		f.any = true
+		return f, nil
 	}
-	return ok("this role may execute the functions, and not everybody may")
+	return ok("the statements that call the functions are not compiled"), nil
 }
 
 // tableHealth is a row of tablesSQL, and what a sample tells.
 type tableHealth struct {
 	name          string
+	sql           string // the name with its schema
+	sweep         string // the command line that sweeps
 	persistence   string
 	bytes         int64
+	toastBytes    int64
+	fillfactor    int64
 	live, dead    int64
 	updated, hot  int64
 	vacuumed      *time.Time
@@ -345,13 +344,14 @@ type tableHealth struct {
 	xidAge        int64
 	autovacuum    bool
 	otherIndexes  []string
-	sampledBytes  float64 // of the table's size
+	sampled       float64 // the part of the table that was read
 	sampledRows   int64
 	sampledLive   int64
 	sampledFilled int64 // bytes
+	sampledToast  int64 // bytes
 }
 
-// checkTables has a few findings for each table.
+// checkTables returns a few findings for each table.
 func (e *examination) checkTables(ctx context.Context) ([]finding, error) {
 	var tables []tableHealth
 	err := e.app.look(ctx, e.pool, func(tx pgx.Tx) error {
@@ -360,8 +360,9 @@ func (e *examination) checkTables(ctx context.Context) ([]finding, error) {
 			return err
 		}
 		tables, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (t tableHealth, err error) {
-			err = row.Scan(&t.name, &t.persistence, &t.bytes, &t.live, &t.dead, &t.updated, &t.hot, &t.vacuumed, &t.now, &t.xidAge,
-				&t.autovacuum, &t.otherIndexes)
+			err = row.Scan(&t.name, &t.persistence, &t.bytes, &t.toastBytes, &t.fillfactor, &t.live, &t.dead,
+				&t.updated, &t.hot, &t.vacuumed, &t.now, &t.xidAge, &t.autovacuum, &t.otherIndexes)
+			t.sql, t.sweep = e.server.name(t.name), e.command("sweep")
 			return t, err
 		})
 		return err
@@ -369,12 +370,20 @@ func (e *examination) checkTables(ctx context.Context) ([]finding, error) {
 	if err != nil {
 		return nil, err
 	}
+	var findings []finding
+	if e.server.standby { // which has no statistics of its own, and cannot read rate_limit_ephemeral
+		for _, t := range tables {
+			f := t.judgeKind()
+			f.Check = t.name + ": kind"
+			findings = append(findings, f)
+		}
+		return findings, nil
+	}
 	var sampling finding
 	sampleErr := e.sample(ctx, tables)
 	if err := could(sampleErr, &sampling); err != nil {
 		return nil, err
 	}
-	var findings []finding
 	for _, t := range tables {
 		checks := []struct {
 			name  string
@@ -404,7 +413,7 @@ func (e *examination) sample(ctx context.Context, tables []tableHealth) error {
 	percent := map[string]float64{}
 	for i := range tables {
 		share := sampleShare(tables[i].bytes)
-		tables[i].sampledBytes = share * float64(tables[i].bytes)
+		tables[i].sampled = share
 		percent[tables[i].name] = 100 * share
 	}
 	return e.app.look(ctx, e.pool, func(tx pgx.Tx) error {
@@ -413,11 +422,11 @@ func (e *examination) sample(ctx context.Context, tables []tableHealth) error {
 			return err
 		}
 		var name string
-		var all, live, filled int64
-		_, err = pgx.ForEachRow(rows, []any{&name, &all, &live, &filled}, func() error {
+		var all, live, filled, toast int64
+		_, err = pgx.ForEachRow(rows, []any{&name, &all, &live, &filled, &toast}, func() error {
 			for i := range tables {
 				if t := &tables[i]; t.name == name {
-					t.sampledRows, t.sampledLive, t.sampledFilled = all, live, filled
+					t.sampledRows, t.sampledLive, t.sampledFilled, t.sampledToast = all, live, filled, toast
 				}
 			}
 			return nil
@@ -433,11 +442,15 @@ func (t tableHealth) judgeKind() finding {
 	}
 	switch {
 	case t.persistence != want:
-		return warning.finding(fmt.Sprintf("ALTER TABLE %s SET %s", t.name, strings.ToUpper(kinds[want])),
+		return warning.finding(fmt.Sprintf("`ALTER TABLE %s SET %s`", t.sql, strings.ToUpper(kinds[want])),
 			"it is %s, and the migrations made it %s", kinds[t.persistence], kinds[want])
 	case len(t.otherIndexes) > 0:
-		return problem.finding("DROP INDEX "+strings.Join(t.otherIndexes, ", "),
-			"it has an index besides its primary key, so updates that change the index's columns are not HOT, and the table bloats")
+		return problem.finding("`DROP INDEX "+strings.Join(t.otherIndexes, ", ")+"`",
+			"it has an index besides its primary key, so updates that change "+
+				"the index's columns are not HOT, and the table bloats")
+	case t.fillfactor != fillfactor:
+		return warning.finding(fmt.Sprintf("`ALTER TABLE %s SET (fillfactor = %d)`", t.sql, fillfactor),
+			"its fillfactor is %d, so fewer updates find room on their page than with %d", t.fillfactor, fillfactor)
 	}
 	return ok("%s, with no index but the primary key", kinds[want])
 }
@@ -448,15 +461,20 @@ func (t tableHealth) judgeHOT() finding {
 	}
 	share := float64(t.hot) / float64(t.updated)
 	if share < leastHOT {
-		return warning.finding("look for long transactions and further indexes, and whether autovacuum keeps up",
+		f := warning.finding("mend what else is found here, and long transactions, which keep dead tuples on the "+
+			"pages; then, as a superuser, `VACUUM "+t.sql+"`, and to count anew "+
+			"`SELECT pg_stat_reset_single_table_counters('"+
+			strings.ReplaceAll(t.sql, "'", "''")+"'::regclass)`",
 			"%.1f %% of %d updates were HOT; the others write the index too", 100*share, t.updated)
+		f.any = true
+		return f
 	}
 	return ok("%.1f %% of %d updates", 100*share, t.updated)
 }
 
 func (t tableHealth) judgeDead() finding {
 	if t.dead > fewDead && t.dead > t.live {
-		return warning.finding("VACUUM "+t.name+", and look for long transactions and for what keeps autovacuum away",
+		return warning.finding("`VACUUM "+t.sql+"`, and look for long transactions and for what keeps autovacuum away",
 			"%d dead and %d live", t.dead, t.live)
 	}
 	return ok("%d dead and %d live", t.dead, t.live)
@@ -470,42 +488,57 @@ func (t tableHealth) judgeVacuum() finding {
 	}
 	switch {
 	case !t.autovacuum:
-		return problem.finding(fmt.Sprintf("ALTER TABLE %s RESET (autovacuum_enabled)", t.name), "it is turned off for this table; last visit: %s", last)
+		return problem.finding(fmt.Sprintf("`ALTER TABLE %s RESET (autovacuum_enabled)`", t.sql),
+			"it is turned off for this table; last visit: %s", last)
 	case late && t.dead > fewDead:
-		return warning.finding("VACUUM "+t.name+", and see whether autovacuum is busy elsewhere: pg_stat_progress_vacuum, autovacuum_max_workers",
+		return warning.finding("`VACUUM "+t.sql+"`, and see whether autovacuum is busy elsewhere: "+
+			"pg_stat_progress_vacuum, autovacuum_max_workers",
 			"last visit: %s, and there are %d dead tuples", last, t.dead)
 	}
 	return ok("last visit: %s", last)
 }
 
 func (t tableHealth) judgeAge(freezeMaxAge int64) finding {
-	const do = "let VACUUM finish: end long transactions and prepared ones, drop abandoned replication slots, then VACUUM FREEZE "
+	do := "let VACUUM finish: end long transactions and prepared ones, " +
+		"drop abandoned replication slots, then `VACUUM FREEZE " + t.sql + "`"
 	switch {
 	case t.xidAge > failsafeAge:
-		return problem.finding(do+t.name, "%d transactions old; at 2,100,000,000 Postgres stops taking commands", t.xidAge)
+		return problem.finding(do,
+			"%d transactions old; at 2,100,000,000 Postgres stops taking commands", t.xidAge)
 	case t.xidAge > freezeMaxAge+freezeMaxAge/10:
-		return warning.finding(do+t.name, "%d transactions old, and autovacuum should have come at %d", t.xidAge, freezeMaxAge)
+		return warning.finding(do,
+			"%d transactions old, and autovacuum should have come at %d", t.xidAge, freezeMaxAge)
 	}
 	return ok("%d transactions old; autovacuum comes at %d", t.xidAge, freezeMaxAge)
 }
 
+// judgeBloat compares the size with what the rows of the sample would need if they had just been written. A healthy
+// table needs what it has, because its pages are filled up to the fillfactor only.
 func (t tableHealth) judgeBloat() finding {
-	if t.bytes < smallTable {
-		return ok("%s, too small to matter", size(t.bytes))
+	bytes := t.bytes + t.toastBytes
+	if bytes < smallTable {
+		return ok("%s, too small to matter", size(bytes))
 	}
-	full := min(float64(t.sampledFilled)/math.Max(t.sampledBytes, 1), 1)
-	if full < leastFull {
-		return warning.finding("new rows will use the space; to give it back, VACUUM FULL, which locks the table, or pg_repack, which does not",
-			"%s, of which rows fill %.0f %%", size(t.bytes), 100*full)
+	const pageHeader = 24
+	needed := float64(t.sampledFilled)*100/float64(t.fillfactor)*blockSize/(blockSize-pageHeader) +
+		float64(t.sampledToast)
+	room := t.sampled * float64(bytes)
+	share := 100 * min(needed/room, 1)
+	if room > mostRoom*needed {
+		return warning.finding(fmt.Sprintf("`VACUUM FULL %s` gives the rest back, and locks the table meanwhile, so "+
+			"that calls fail; pg_repack does not lock it; without either, new rows use the room after a VACUUM", t.sql),
+			"%s, of which its rows need %.0f %%", size(bytes), share)
 	}
-	return ok("%s, of which rows fill %.0f %%", size(t.bytes), 100*full)
+	return ok("%s, of which its rows need %.0f %%", size(bytes), share)
 }
 
 func (t tableHealth) judgeSweeping() finding {
 	expired := t.sampledRows - t.sampledLive
 	if t.bytes >= smallTable && float64(expired) > mostExpired*float64(t.sampledRows) {
-		return warning.finding("run 'pgratelimit sweep' from cron, see deploy/",
+		f := warning.finding(t.sweep+", best from cron, see deploy/",
 			"%.0f %% of the rows have expired", 100*float64(expired)/float64(t.sampledRows))
+		f.any = true
+		return f
 	}
 	if t.sampledRows == 0 {
 		return ok("no rows")

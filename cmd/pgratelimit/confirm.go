@@ -16,18 +16,20 @@ func addYes(cmd *cobra.Command, yes *bool) {
 	cmd.Flags().BoolVarP(yes, "yes", "y", false, "do not ask")
 }
 
-// confirm asks a person, and returns an error unless the answer is yes. Without a terminal there is nobody to ask.
+// confirm asks a person, and returns an error unless the answer is yes. Without a terminal there is nobody to
+// ask.
 func (a *app) confirm(ctx context.Context, question string, yes bool) error {
 	if yes {
 		return nil
 	}
 	if !isTerminal(a.stdin) {
-		return usageError{errors.New("standard input is no terminal, so nobody can be asked; --yes does it without asking")}
+		return usageError{errors.New("standard input is no terminal, so nobody can be asked; " +
+			"--yes does it without asking")}
 	}
 	fmt.Fprintf(a.stderr, "%s [y/N] ", question)
 	answers := make(chan string, 1)
 	go func() {
-		answer, _ := bufio.NewReader(a.stdin).ReadString('\n') // whatever comes instead of an answer is not yes
+		answer, _ := bufio.NewReader(a.stdin).ReadString('\n') // an error leaves the answer empty, which is not yes
 		answers <- answer
 	}()
 	select {
@@ -43,7 +45,7 @@ func (a *app) confirm(ctx context.Context, question string, yes bool) error {
 	}
 }
 
-// isTerminal tells whether a person is at the other end.
+// isTerminal tells whether a stream is a terminal, where a person may be.
 func isTerminal(stream any) bool {
 	file, ok := stream.(*os.File)
 	return ok && term.IsTerminal(int(file.Fd()))

@@ -19,18 +19,20 @@ import (
 const (
 	connectTimeout = 10 * time.Second // unless the connection string has another
 
-	// cancelGrace is how long a statement that was interrupted may take to end.
+	// cancelGrace is how long an interrupted statement may take to end.
 	cancelGrace = 2 * time.Second
 )
 
 var (
 	//go:embed sql/session.sql
 	sessionSQL string
+	//go:embed sql/lockable.sql
+	lockableSQL string
 	//go:embed sql/foreign.sql
 	foreignSQL string
 )
 
-// open returns a pool of a few connections. It connects when it is used.
+// open returns a pool of a few connections. It connects when it is first used.
 func (a *app) open(ctx context.Context, configure ...func(*pgxpool.Config)) (*pgxpool.Pool, error) {
 	config, err := pgxpool.ParseConfig(a.databaseURL)
 	if err != nil {
@@ -38,7 +40,7 @@ func (a *app) open(ctx context.Context, configure ...func(*pgxpool.Config)) (*pg
 	}
 	config.MaxConns = 2
 	conn := config.ConnConfig
-	// Each statement is sent once, so there is nothing to gain from preparing it, which a pooler may not like.
+	// Each statement is sent once, so there is nothing to gain from preparing it, and a pooler may not allow it.
 	conn.DefaultQueryExecMode = pgx.QueryExecModeExec
 	if conn.ConnectTimeout == 0 {
 		conn.ConnectTimeout = connectTimeout
@@ -46,7 +48,7 @@ func (a *app) open(ctx context.Context, configure ...func(*pgxpool.Config)) (*pg
 	if conn.RuntimeParams["application_name"] == "" {
 		conn.RuntimeParams["application_name"] = "pgratelimit"
 	}
-	// An interrupted statement is ended on the server too.
+	// This ends an interrupted statement on the server too.
 	conn.BuildContextWatcherHandler = func(conn *pgconn.PgConn) ctxwatch.Handler {
 		return &pgconn.CancelRequestContextWatcherHandler{Conn: conn, DeadlineDelay: cancelGrace}
 	}
@@ -64,13 +66,14 @@ func checkSearchPath(ctx context.Context, conn *pgx.Conn) error {
 		return err
 	}
 	if first, rest, _ := strings.Cut(path, ","); first != "pg_catalog" && strings.Contains(rest, "pg_catalog") {
-		return errors.New("search_path names pg_catalog behind another schema, so whoever may create there could have code run by " +
-			"this command: leave pg_catalog out, which is then the first")
+		return errors.New("search_path names pg_catalog behind another schema, " +
+			"so whoever may create there could have code run by this command: " +
+			"leave pg_catalog out, which is then the first")
 	}
 	return nil
 }
 
-// home returns the schema of the tables and functions, ” if there are none, after a look at whose they are.
+// home returns the schema of the tables and functions, or "" if there are none, after a check of who owns them.
 func (a *app) home(ctx context.Context, pool *pgxpool.Pool) (schema string, err error) {
 	err = a.read(ctx, pool, func(tx pgx.Tx) error {
 		schema = tx.(qualified).schema
@@ -91,7 +94,7 @@ func (a *app) read(ctx context.Context, pool *pgxpool.Pool, query func(tx pgx.Tx
 	return a.transaction(ctx, pool, pgx.ReadOnly, true, query)
 }
 
-// look is read for what calls no function of ours.
+// look is read for statements that call no function of ours.
 func (a *app) look(ctx context.Context, pool *pgxpool.Pool, query func(tx pgx.Tx) error) error {
 	return a.transaction(ctx, pool, pgx.ReadOnly, false, query)
 }
@@ -101,25 +104,52 @@ func (a *app) write(ctx context.Context, pool *pgxpool.Pool, query func(tx pgx.T
 	return a.transaction(ctx, pool, pgx.ReadWrite, true, query)
 }
 
-func (a *app) transaction(ctx context.Context, pool *pgxpool.Pool, mode pgx.TxAccessMode, calls bool, query func(tx pgx.Tx) error) error {
-	return pgx.BeginTxFunc(ctx, pool, pgx.TxOptions{AccessMode: mode}, func(tx pgx.Tx) error {
-		var schema string
-		if err := tx.QueryRow(ctx, sessionSQL, strconv.FormatInt(a.timeout.Milliseconds(), 10), a.schema).Scan(&schema, nil, nil, nil); err != nil {
+func (a *app) transaction(
+	ctx context.Context, pool *pgxpool.Pool, mode pgx.TxAccessMode, calls bool, query func(tx pgx.Tx) error,
+) error {
+	// Each statement has to see what has happened before it, whatever the database's default is.
+	return refusedText(pgx.BeginTxFunc(ctx, pool, pgx.TxOptions{
+		IsoLevel: pgx.ReadCommitted, AccessMode: mode,
+	}, func(tx pgx.Tx) error {
+		// Where enable_nestloop is off, Postgres takes statements that look at its catalogs for dear ones, and would
+		// compile them for seconds.
+		if _, err := tx.Exec(ctx, "SET LOCAL jit = off"); err != nil {
 			return err
 		}
+		var schema string
+		if err := tx.QueryRow(ctx, sessionSQL, strconv.FormatInt(a.timeout.Milliseconds(), 10), a.schema).Scan(
+			&schema, nil, nil, nil); err != nil {
+			return err
+		}
+		locked := false
+		if !calls {
+			// A stranger who may create in the schema could have made the tables. Then the doctor is to say so.
+			// The lock keeps them tables.
+			var tables []string
+			if err := tx.QueryRow(ctx, lockableSQL).Scan(&tables); err != nil {
+				return err
+			}
+			if locked = len(tables) == 2; locked {
+				if _, err := tx.Exec(ctx,
+					"LOCK TABLE "+strings.Join(tables, ", ")+" IN ACCESS SHARE MODE"); err != nil {
+					return err
+				}
+			}
+		}
 		var foreign string
-		switch err := tx.QueryRow(ctx, foreignSQL, calls).Scan(&foreign); {
+		switch err := tx.QueryRow(ctx, foreignSQL, calls, locked).Scan(&foreign); {
 		case err == nil:
-			return fmt.Errorf("%s is not what the migrations make, so somebody's code could run with your rights; drop it if it is not yours, or name "+
-				"the limiters' schema with --schema", foreign)
+			return fmt.Errorf("%s, so somebody's code could run with your rights; "+
+				"drop it if it is not yours, or name the limiters' schema with --schema; "+
+				"if it is right, let the owner of the schema own it, or run this as its owner", foreign)
 		case !errors.Is(err, pgx.ErrNoRows):
 			return err
 		}
 		return query(qualified{tx, schema})
-	})
+	}))
 }
 
-// qualified is a transaction in whose statements the names that begin with rate_limit_ get their schema.
+// qualified is a transaction that adds the schema to all names in its statements that begin with rate_limit_.
 type qualified struct {
 	pgx.Tx
 	schema string
@@ -143,10 +173,12 @@ func (q qualified) qualify(sql string) string {
 		return sql
 	}
 	prefix := pgx.Identifier{q.schema}.Sanitize() + "."
-	return ourName.ReplaceAllStringFunc(commentLine.ReplaceAllString(sql, ""), func(name string) string { return name[:1] + prefix + name[1:] })
+	return ourName.ReplaceAllStringFunc(commentLine.ReplaceAllString(sql, ""), func(name string) string {
+		return name[:1] + prefix + name[1:]
+	})
 }
 
-// table is where the limiters' rows are.
+// table returns the name of the table with the limiters' rows.
 func table(durable bool) string {
 	if durable {
 		return "rate_limit_durable"

@@ -16,7 +16,7 @@ func TestNothingThatOthersCreateIsRun(t *testing.T) {
 	t.Parallel()
 
 	db := pgtest.Empty(t)
-	exe(t, db, "CREATE SCHEMA limits")
+	pgtest.Exec(t, db.Pool, "CREATE SCHEMA limits")
 	url := urlWith(t, db, "search_path=limits,public")
 	invoke(t, url, "migrate", "up").done(t)
 	var statements []string
@@ -30,7 +30,10 @@ func TestNothingThatOthersCreateIsRun(t *testing.T) {
 		}
 	}
 	db.Decoys(t, "limits", statements...)
-	pool := db.NewPool(t, func(config *pgxpool.Config) { config.ConnConfig.RuntimeParams["search_path"] = "limits, public" })
+	pool := db.NewPool(
+		t,
+		func(config *pgxpool.Config) { config.ConnConfig.RuntimeParams["search_path"] = "limits, public" },
+	)
 	_, err := pool.Exec(t.Context(), "SELECT cardinality(ARRAY['a'])")
 	require.ErrorContains(t, err, "decoy limits.cardinality(text[]) was run by") // so they are in place
 

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"log/slog"
 	"net"
 	"net/http"
 	"net/url"
@@ -46,11 +47,12 @@ func (a *app) demoCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "demo",
 		Short: "Show on a small web server what a limit does",
-		Long: `Puts a limit of 10 requests a minute in front of a small web server, and shows what happens to 15 requests, and why. It takes a
-few seconds.
+		Long: `Puts a limit of 10 requests a minute in front of a small web server, and shows what happens to
+15 requests, and why. It takes a few seconds.
 
-It uses the Postgres of --database-url or DATABASE_URL, in a schema of its own. Without one it starts a Postgres, from the programs
-of this machine or with Docker. Either way it leaves nothing behind.`,
+It uses the Postgres of --database-url or DATABASE_URL, in a schema of its own. Without one it
+starts a Postgres, from the programs of this machine or with Docker. Either way it leaves nothing
+behind.`,
 		Example: `  pgratelimit demo
   pgratelimit demo --serve
   DATABASE_URL=postgres://me@localhost/app pgratelimit demo`,
@@ -60,12 +62,13 @@ of this machine or with Docker. Either way it leaves nothing behind.`,
 			return runDemo(ctx, a.stdout, opts)
 		}),
 	}
-	cmd.Flags().BoolVar(&opts.serve, "serve", false, "keep the web server running afterwards, to try it with curl, until Ctrl-C")
+	cmd.Flags().BoolVar(&opts.serve, "serve", false,
+		"keep the web server running afterwards, to try it with curl, until Ctrl-C")
 	return cmd
 }
 
-// runDemo shows what the library does, and checks that what it shows is true. Whatever it has started or made is gone when
-// it returns.
+// runDemo shows what the library does, and checks that what it shows is true. When it returns, whatever it has
+// started or made is gone.
 func runDemo(ctx context.Context, out io.Writer, opts demoOptions) error {
 	d := &demo{out: out}
 	err := d.run(ctx, opts)
@@ -78,11 +81,11 @@ func runDemo(ctx context.Context, out io.Writer, opts demoOptions) error {
 // demo is what the steps of a demonstration share.
 type demo struct {
 	out    io.Writer
-	outErr error // the first
+	outErr error // the first one
 
 	server *pgserver.Server
 	pool   *pgxpool.Pool
-	schema string // of our own, if the server is not; else empty
+	schema string // the demo's own, if the server is not; else empty
 
 	limiter *ratelimit.Limiter
 	web     *http.Server
@@ -139,8 +142,8 @@ func (d *demo) openDatabase(ctx context.Context, databaseURL string) (err error)
 		d.printf("   The demo works in a schema of its own, %s, and drops it when it ends.\n", d.schema)
 	}
 
-	// Not to be interrupted: after a connection has broken off, the server may still make what it was asked for, and close
-	// might look for that too early.
+	// This must not be interrupted. After a connection has broken off, the server may still make what it was
+	// asked for, and close might look for that too early.
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), setUpTimeout)
 	defer cancel()
 	if d.pool, err = pgxpool.NewWithConfig(ctx, config); err != nil {
@@ -152,7 +155,7 @@ func (d *demo) openDatabase(ctx context.Context, databaseURL string) (err error)
 	return migrations.Up(ctx, d.pool)
 }
 
-// createSchema makes the schema of our own, if there is to be one, and sees that we are in it.
+// createSchema makes the demo's own schema, if it needs one, and checks that it is the current one.
 func (d *demo) createSchema(ctx context.Context) error {
 	if d.schema == "" {
 		return nil
@@ -165,7 +168,8 @@ func (d *demo) createSchema(ctx context.Context) error {
 		return err
 	}
 	if current != d.schema {
-		return errors.New("something between here and Postgres, perhaps a pooler, drops search_path; connect to Postgres itself")
+		return errors.New("something between here and Postgres, perhaps a pooler, " +
+			"drops search_path; connect to Postgres itself")
 	}
 	return nil
 }
@@ -176,6 +180,7 @@ func (d *demo) startWeb(context.Context) (err error) {
 		Name:      "shorten",
 		Policy:    ratelimit.SlidingWindow{Limit: demoLimit, Window: time.Minute},
 		OnFailure: ratelimit.ReturnError(),
+		Client:    ratelimit.ClientConfig{Logger: slog.New(slog.DiscardHandler)}, // the error is printed
 	})
 	if err != nil {
 		return err
@@ -199,11 +204,12 @@ func (d *demo) startWeb(context.Context) (err error) {
 	return nil
 }
 
-// sendRequests uses the limit up, and more.
+// sendRequests uses up the limit, and goes on.
 func (d *demo) sendRequests(ctx context.Context) error {
-	d.printf("\n3. %d requests from %s: %d are allowed, the others are told how long to wait.\n\n", demoRequests, demoClient, demoLimit)
+	d.printf("\n3. %d requests from %s: %d are allowed, the others are told how long to wait.\n\n",
+		demoRequests, demoClient, demoLimit)
 
-	client := &http.Client{Transport: &http.Transport{}, Timeout: requestTimeout} // a transport that heeds no proxy
+	client := &http.Client{Transport: &http.Transport{}, Timeout: requestTimeout} // a transport that uses no proxy
 	defer client.CloseIdleConnections()
 	for i := 1; i <= demoRequests; i++ {
 		answer, err := post(ctx, client, d.baseURL+"/shorten")
@@ -243,7 +249,7 @@ func post(ctx context.Context, client *http.Client, shortenURL string) (answer, 
 		return answer{}, err
 	}
 	defer response.Body.Close()
-	if _, err := io.Copy(io.Discard, response.Body); err != nil { // or the connection could not be used again
+	if _, err := io.Copy(io.Discard, response.Body); err != nil { // otherwise the connection could not be used again
 		return answer{}, err
 	}
 	return answer{
@@ -271,22 +277,26 @@ func (a answer) check(i int) error {
 	return nil
 }
 
-// showEdge asks a fixed and a sliding window for the same, before and after the edge of the fixed one.
+// showEdge sends a fixed and a sliding window the same requests, before and after the edge of the fixed one.
 func (d *demo) showEdge(ctx context.Context) error {
 	noon := time.Date(2026, time.January, 1, 12, 0, 0, 0, time.UTC)
 	now := noon
-	newLimiter := func(name string, policy ratelimit.Policy) (*ratelimit.Limiter, error) {
-		return ratelimit.New(d.pool, ratelimit.Config{
-			Name:   name,
-			Policy: policy,
-			Test:   ratelimit.TestConfig{Now: func() time.Time { return now }},
-		})
-	}
-	fixed, err := newLimiter("edge-fixed", ratelimit.FixedWindow{Limit: demoLimit, Window: time.Minute})
+	client, err := ratelimit.NewClient(d.pool, ratelimit.ClientConfig{
+		Logger: slog.New(slog.DiscardHandler), // the error is printed
+		Test:   ratelimit.TestConfig{Now: func() time.Time { return now }},
+	})
 	if err != nil {
 		return err
 	}
-	sliding, err := newLimiter("edge-sliding", ratelimit.SlidingWindow{Limit: demoLimit, Window: time.Minute})
+	fixed, err := client.Limiter(ratelimit.Config{
+		Name: "edge-fixed", Policy: ratelimit.FixedWindow{Limit: demoLimit, Window: time.Minute},
+	})
+	if err != nil {
+		return err
+	}
+	sliding, err := client.Limiter(ratelimit.Config{
+		Name: "edge-sliding", Policy: ratelimit.SlidingWindow{Limit: demoLimit, Window: time.Minute},
+	})
 	if err != nil {
 		return err
 	}
@@ -363,7 +373,8 @@ FROM ` + inSchema + `rate_limit_ephemeral WHERE prefix = 'shorten'`
 	if count := record.value("count"); count != strconv.Itoa(demoLimit) {
 		return fmt.Errorf("the row counts %s requests, expected %d", count, demoLimit)
 	}
-	d.printf("\n   Algorithm 2 is the sliding window. The count is %d: denied requests take nothing,\n   and write nothing.\n", demoLimit)
+	d.printf("\n   Algorithm 2 is the sliding window. The count is %d: denied requests take nothing,\n"+
+		"   and write nothing.\n", demoLimit)
 
 	if record, err = queryRecord(ctx, d.pool, take); err != nil {
 		return err
@@ -376,7 +387,7 @@ FROM ` + inSchema + `rate_limit_ephemeral WHERE prefix = 'shorten'`
 	return nil
 }
 
-// keepServing waits for the end of the context.
+// keepServing keeps the web server running until the context ends.
 func (d *demo) keepServing(ctx context.Context) error {
 	if err := d.limiter.Reset(ctx, demoClient); err != nil {
 		return err
@@ -385,7 +396,8 @@ func (d *demo) keepServing(ctx context.Context) error {
 	if d.server.Owned() {
 		database = "'" + d.server.URL() + "'"
 	}
-	d.printf("\n6. The limit has been reset, and the web server goes on until Ctrl-C. Try these in\n   another terminal:\n\n")
+	d.printf("\n6. The limit has been reset, and the web server goes on until Ctrl-C. Try these in\n" +
+		"   another terminal:\n\n")
 	d.printf("curl -i -d url=https://www.postgresql.org/docs/ %s/shorten\n", d.baseURL)
 	d.printf("psql %s\n", database)
 	if d.outErr != nil {
@@ -400,7 +412,7 @@ func (d *demo) keepServing(ctx context.Context) error {
 	}
 }
 
-// close ends and removes all that there is of the demo.
+// close ends and removes all that belongs to the demo.
 func (d *demo) close() error {
 	ctx, cancel := context.WithTimeout(context.Background(), cleanUpTimeout)
 	defer cancel()

@@ -18,6 +18,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
+	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
 func TestDemoInADatabaseOfSomebody(t *testing.T) {
@@ -26,21 +27,23 @@ func TestDemoInADatabaseOfSomebody(t *testing.T) {
 	db := pgtest.Empty(t)
 	_, err := db.Pool.Exec(t.Context(), "CREATE TABLE rate_limit_ephemeral AS SELECT 'is the application''s' AS note")
 	require.NoError(t, err)
-	before := objects(t, db)
+	before := pgtest.Objects(t, db.Pool)
 
 	var out bytes.Buffer
 	require.NoError(t, runDemo(t.Context(), &out, demoOptions{databaseURL: db.URL}))
 	requireStory(t, out.String())
 	require.Regexp(t, `a schema of its own, pgratelimit_demo_\w{8}, `, out.String())
 	require.Contains(t, out.String(), "SELECT * FROM pgratelimit_demo_")
-	require.Equal(t, before, objects(t, db))
+	require.Equal(t, before, pgtest.Objects(t, db.Pool))
 }
 
 func TestDemoOnAServerOfItsOwn(t *testing.T) {
 	t.Parallel()
+	pgtest.OwnServer(t)
 
 	cmd := command(t, "", "demo")
-	tempDir := openTempDir(t, cmd)
+	tempDir := testkit.OpenDir(t) // the user of the server can reach it
+	cmd.Env = append(cmd.Env, "TMPDIR="+tempDir)
 	out, err := cmd.Output()
 	require.NoError(t, err)
 	requireStory(t, string(out))
@@ -49,9 +52,11 @@ func TestDemoOnAServerOfItsOwn(t *testing.T) {
 
 func TestServeAndInterrupt(t *testing.T) {
 	t.Parallel()
+	pgtest.OwnServer(t)
 
 	cmd := command(t, "", "demo", "--serve")
-	tempDir := openTempDir(t, cmd)
+	tempDir := testkit.OpenDir(t) // the user of the server can reach it
+	cmd.Env = append(cmd.Env, "TMPDIR="+tempDir)
 	process := start(t, cmd)
 	process.readTo("psql 'postgres")
 
@@ -82,7 +87,7 @@ func TestInterruptAtAnyTime(t *testing.T) {
 			t.Parallel()
 
 			db := pgtest.Empty(t)
-			before := objects(t, db)
+			before := pgtest.Objects(t, db.Pool)
 			process := start(t, command(t, db.URL, "demo", "--serve"))
 			process.readTo(moment)
 			if err := process.interrupt(); err != nil {
@@ -94,7 +99,7 @@ func TestInterruptAtAnyTime(t *testing.T) {
 				require.Contains(t, process.out.String(), "\n6. ")
 				require.Empty(t, process.stderr.String())
 			}
-			require.Equal(t, before, objects(t, db))
+			require.Equal(t, before, pgtest.Objects(t, db.Pool))
 		})
 	}
 }
@@ -103,7 +108,8 @@ func TestInterruptWhileTheServerStarts(t *testing.T) {
 	t.Parallel()
 
 	cmd := command(t, "", "demo")
-	tempDir := openTempDir(t, cmd)
+	tempDir := testkit.OpenDir(t) // the user of the server can reach it
+	cmd.Env = append(cmd.Env, "TMPDIR="+tempDir)
 	process := start(t, cmd)
 	process.readTo("1.")
 	require.Error(t, process.interrupt())
@@ -116,23 +122,19 @@ func TestReaderLeaves(t *testing.T) {
 	t.Parallel()
 
 	db := pgtest.Empty(t)
-	before := objects(t, db)
+	before := pgtest.Objects(t, db.Pool)
 	process := start(t, command(t, db.URL, "demo", "--serve"))
 	process.readTo("   The demo works in a schema")
 	require.NoError(t, process.stdout.Close())
 	require.Error(t, process.cmd.Wait())
 	require.Contains(t, process.stderr.String(), "broken pipe")
-	require.Equal(t, before, objects(t, db))
+	require.Equal(t, before, pgtest.Objects(t, db.Pool))
 }
 
 func TestUnreachableDatabase(t *testing.T) {
 	t.Parallel()
 
-	listener, err := net.Listen("tcp", "127.0.0.1:0")
-	require.NoError(t, err)
-	require.NoError(t, listener.Close()) // nobody listens there now
-
-	_, err = command(t, "postgres://me:secret@"+listener.Addr().String()+"/app", "demo").Output()
+	_, err := command(t, "postgres://me:secret@"+testkit.FreeAddress(t)+"/app", "demo").Output()
 	var exit *exec.ExitError
 	require.ErrorAs(t, err, &exit)
 	require.Equal(t, 1, exit.ExitCode())
@@ -146,7 +148,10 @@ func TestDatabaseThatIsNotOurs(t *testing.T) {
 	t.Parallel()
 
 	db := pgtest.Empty(t)
-	_, err := db.Pool.Exec(t.Context(), `DO $$ BEGIN EXECUTE format('ALTER DATABASE %I SET default_transaction_read_only = on', current_database()); END $$`)
+	_, err := db.Pool.Exec(
+		t.Context(),
+		`DO $$ BEGIN EXECUTE format('ALTER DATABASE %I SET default_transaction_read_only = on', current_database()); END $$`,
+	)
 	require.NoError(t, err)
 
 	var out bytes.Buffer
@@ -176,7 +181,11 @@ func TestRecordLooksAsInPsql(t *testing.T) {
 	t.Parallel()
 
 	db := pgtest.Empty(t)
-	record, err := queryRecord(t.Context(), db.Pool, "SELECT 'shorten' AS prefix, 10 AS count, 1.5::float8 AS window_start")
+	record, err := queryRecord(
+		t.Context(),
+		db.Pool,
+		"SELECT 'shorten' AS prefix, 10 AS count, 1.5::float8 AS window_start",
+	)
 	require.NoError(t, err)
 	require.Equal(t, ""+
 		"-[ RECORD 1 ]+--------\n"+
@@ -190,7 +199,8 @@ func requireStory(t *testing.T, out string) {
 	t.Helper()
 	created := regexp.MustCompile(`(?m)^ ?\d+  201 Created            remaining \d$`).FindAllString(out, -1)
 	require.Len(t, created, 10)
-	denied := regexp.MustCompile(`(?m)^\d+  429 Too Many Requests  remaining 0  Retry-After (\d+)s$`).FindAllStringSubmatch(out, -1)
+	denied := regexp.MustCompile(`(?m)^\d+  429 Too Many Requests  remaining 0  Retry-After (\d+)s$`).
+		FindAllStringSubmatch(out, -1)
 	require.Len(t, denied, 5)
 	for _, match := range denied {
 		seconds, err := strconv.Atoi(match[1])
@@ -218,31 +228,6 @@ func requireEmpty(t *testing.T, dir string) {
 	entries, err := os.ReadDir(dir)
 	require.NoError(t, err)
 	require.Empty(t, entries)
-}
-
-// objects lists what is in a database.
-func objects(t *testing.T, db *pgtest.DB) (list []string) {
-	t.Helper()
-	require.NoError(t, db.Pool.QueryRow(t.Context(), `
-		SELECT array_agg(object ORDER BY object)
-		FROM (
-			SELECT 'schema ' || nspname AS object FROM pg_namespace
-			UNION ALL SELECT 'relation ' || oid || ' ' || relname FROM pg_class
-			UNION ALL SELECT 'function ' || oid || ' ' || proname FROM pg_proc
-			UNION ALL SELECT 'type ' || oid || ' ' || typname FROM pg_type
-		) AS objects`).Scan(&list))
-	return list
-}
-
-// openTempDir gives a process a folder for temporary files that the user of the server can reach as well.
-func openTempDir(t *testing.T, cmd *exec.Cmd) string {
-	t.Helper()
-	dir, err := os.MkdirTemp("", "pgratelimit-test-") //nolint:usetesting // t.TempDir is closed to other users
-	require.NoError(t, err)
-	t.Cleanup(func() { require.NoError(t, os.RemoveAll(dir)) })
-	require.NoError(t, os.Chmod(dir, 0o777))
-	cmd.Env = append(cmd.Env, "TMPDIR="+dir)
-	return dir
 }
 
 func find(t *testing.T, pattern, text string) string {

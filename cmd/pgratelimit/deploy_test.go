@@ -5,6 +5,8 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"regexp"
+	"strconv"
 	"strings"
 	"testing"
 
@@ -44,7 +46,9 @@ func TestRoles(t *testing.T) {
 		return parsed.String()
 	}
 
-	psql("CREATE ROLE boss LOGIN CREATEROLE; ALTER DATABASE postgres OWNER TO boss; GRANT pg_read_all_stats TO boss WITH ADMIN OPTION") // no superuser
+	psql(
+		"CREATE ROLE boss LOGIN CREATEROLE; ALTER DATABASE postgres OWNER TO boss; GRANT pg_read_all_stats TO boss WITH ADMIN OPTION",
+	) // no superuser
 	boss, err := pgx.Connect(t.Context(), as("boss", ""))
 	require.NoError(t, err)
 	defer boss.Close(t.Context())
@@ -54,8 +58,17 @@ func TestRoles(t *testing.T) {
 	}
 	follow("roles.sql")
 	invoke(t, as("boss", "&role=rate_limit_owner"), "migrate", "up").done(t)
+	// What to do as the owner is told in full.
+	psql("DROP FUNCTION rate_limit.rate_limit_sweep")
+	require.Contains(t, invoke(t, as("boss", ""), "doctor").stdout,
+		"`PGOPTIONS='-c role=rate_limit_owner' pgratelimit migrate down --to ")
+	invoke(t, as("boss", "&role=rate_limit_owner"), "migrate", "down", "--to", "1", "--yes").done(t)
+	invoke(t, as("boss", "&role=rate_limit_owner"), "migrate", "up").done(t)
+	const forgotten = "only their owner, who cannot log in, may execute rate_limit_all"
+	require.Contains(t, invoke(t, as("boss", ""), "doctor").stdout, forgotten)
 	follow("grants.sql")
 	follow("grants.sql") // after the next migration, too
+	require.NotContains(t, invoke(t, as("boss", ""), "doctor").stdout, forgotten)
 
 	psql(`
 		CREATE ROLE app LOGIN IN ROLE rate_limit_app;
@@ -111,11 +124,15 @@ func TestRoles(t *testing.T) {
 		"TRUNCATE rate_limit_ephemeral":                                                    "",
 		"SELECT FROM rate_limit_durable":                                                   "reader on_call",
 		"SELECT FROM rate_limit_durable FOR UPDATE":                                        "",
-		"SELECT FROM rate_limit_sweeper":                                                   "reader on_call",
+		"SELECT FROM rate_limit_sweeper":                                                   "app reader on_call",
 		"UPDATE rate_limit_sweeper SET next_page = 0":                                      "",
-		"SELECT rate_limit_late()":                                                         "",
+		"SELECT _rate_limit_late()":                                                        "",
 		"SELECT rate_limit_all('{1}', '{a}', '{b}', '{f}', '{1}', '{1}', '{1}', '{0}')":    "app on_call",
 		"SELECT rate_limit_sweep()":                                                        "sweeper",
+		"SELECT rate_limit_allow('a', 'b', 'log 1/1m')":                                    "app on_call",
+		"SELECT rate_limit_peek('a', 'b', 'log 1/1m')":                                     "app on_call",
+		"SELECT _rate_limit_ask('a', 'b', 'log 1/1m', 1, false)":                           "",
+		"SELECT _rate_limit_policy('log 1/1m')":                                            "",
 		"SELECT rate_limit_fixed_window('a', '{b}', 1, 1)":                                 "app on_call",
 		"CREATE TABLE more (a int)":                                                        "",
 		"CREATE FUNCTION rate_limit_fixed_window() RETURNS int LANGUAGE sql AS 'SELECT 1'": "",
@@ -138,6 +155,60 @@ func TestRoles(t *testing.T) {
 		}
 	}
 	invoke(t, as("boss", "&role=rate_limit_owner"), "migrate", "down", "--to", "0", "--yes").done(t)
+}
+
+// The command lines of roles.sql, as a person types them, in two databases of one server, whatever the connection
+// string looks like.
+func TestRolesInEveryDatabaseOfAServer(t *testing.T) {
+	t.Parallel()
+
+	psql, err := exec.LookPath("psql")
+	if err != nil {
+		t.Skip("there is no psql")
+	}
+	server := pgtest.Server(t, pgserver.Config{})
+	admin, err := pgx.Connect(t.Context(), server.URL())
+	require.NoError(t, err)
+	defer admin.Close(t.Context())
+	for _, sql := range []string{
+		"CREATE ROLE boss LOGIN CREATEROLE", "GRANT pg_read_all_stats TO boss WITH ADMIN OPTION",
+		"CREATE DATABASE one OWNER boss", "CREATE DATABASE two OWNER boss", "CREATE DATABASE three OWNER boss",
+	} {
+		_, err := admin.Exec(t.Context(), sql)
+		require.NoError(t, err)
+	}
+	self, err := os.Executable()
+	require.NoError(t, err)
+	bin := t.TempDir()
+	require.NoError(t, os.Symlink(self, filepath.Join(bin, "pgratelimit")))
+	lines := regexp.MustCompile(`(?m)^--   (.*(?:psql|pgratelimit) .*)$`).FindAllStringSubmatch(readDeploy(t, "roles.sql"), -1)
+	require.Len(t, lines, 3)
+
+	config := admin.Config()
+	for _, databaseURL := range []string{
+		"postgres://boss@/one", "postgres:///two?user=boss", "dbname=three user=boss",
+	} {
+		for _, line := range lines {
+			cmd := exec.CommandContext(t.Context(), "sh", "-c", line[1])
+			cmd.Dir = "../.."
+			cmd.Env = append(os.Environ(), "PATH="+bin+":"+filepath.Dir(psql)+":"+os.Getenv("PATH"), commandVariable+"=yes",
+				"DATABASE_URL="+databaseURL, "PGHOST="+config.Host, "PGPORT="+strconv.Itoa(int(config.Port)))
+			output, err := cmd.CombinedOutput()
+			require.NoError(t, err, "%s: %s: %s", databaseURL, line[1], output)
+		}
+		config := config.Copy()
+		named, err := pgx.ParseConfig(databaseURL)
+		require.NoError(t, err)
+		config.Database = named.Database
+		conn, err := pgx.ConnectConfig(t.Context(), config)
+		require.NoError(t, err)
+		var owners []string
+		require.NoError(t, conn.QueryRow(t.Context(), `
+			SELECT array_agg(DISTINCT pg_get_userbyid(relowner)::text) FROM pg_class
+			WHERE relnamespace = 'rate_limit'::regnamespace`).Scan(&owners))
+		require.Equal(t, []string{"rate_limit_owner"}, owners)
+		require.NoError(t, conn.Close(t.Context()))
+	}
 }
 
 func TestDeployRunsTheCommand(t *testing.T) {
@@ -189,13 +260,13 @@ func TestDeployRunsTheCommand(t *testing.T) {
 	}
 }
 
-func TestReadmesCommandsMakeSense(t *testing.T) {
+func TestDocumentedCommandsMakeSense(t *testing.T) {
 	t.Parallel()
 
-	readme, err := os.ReadFile("../../README.md")
+	document, err := os.ReadFile("../../docs/operating.md")
 	require.NoError(t, err)
 	seen := map[string]bool{}
-	for line := range strings.Lines(string(readme)) {
+	for line := range strings.Lines(string(document)) {
 		if strings.HasPrefix(line, "pgratelimit ") {
 			for _, args := range examples(t, line) {
 				requireAccepted(t, args)
@@ -205,7 +276,7 @@ func TestReadmesCommandsMakeSense(t *testing.T) {
 	}
 	for name := range commands(t) {
 		first, _, _ := strings.Cut(name, " ")
-		require.True(t, seen[first] || first == "demo", "%s is not in README.md", first)
+		require.True(t, seen[first] || first == "demo", "%s is not in docs/operating.md", first)
 	}
 }
 
@@ -215,15 +286,17 @@ func TestSystemdUnits(t *testing.T) {
 
 	analyze, err := exec.LookPath("systemd-analyze")
 	if err != nil {
-		t.Log("there is no systemd-analyze")
-		return
+		t.Skip("systemd: install it (Debian: systemd)")
 	}
 	dir := t.TempDir()
 	self, err := os.Executable()
 	require.NoError(t, err)
 	verify := func(service string) ([]byte, error) {
 		require.NoError(t, os.WriteFile(filepath.Join(dir, "pgratelimit.service"), []byte(service), 0o600))
-		require.NoError(t, os.WriteFile(filepath.Join(dir, "pgratelimit.timer"), []byte(readDeploy(t, "pgratelimit.timer")), 0o600))
+		require.NoError(
+			t,
+			os.WriteFile(filepath.Join(dir, "pgratelimit.timer"), []byte(readDeploy(t, "pgratelimit.timer")), 0o600),
+		)
 		return exec.CommandContext(t.Context(), analyze, "verify", "--man=no",
 			filepath.Join(dir, "pgratelimit.service"), filepath.Join(dir, "pgratelimit.timer")).CombinedOutput()
 	}

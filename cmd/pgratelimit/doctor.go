@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"strings"
 
 	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgxpool"
@@ -25,7 +26,8 @@ type finding struct {
 	Check string `json:"check"`
 	Level level  `json:"level"`
 	Found string `json:"found"`
-	Do    string `json:"do,omitempty"` // what to do about it
+	Do    string `json:"do,omitempty"` // what to do about it; statements and command lines stand between backquotes
+	any   bool   // somebody else than the owner of the tables has to do it
 }
 
 func ok(found string, args ...any) finding {
@@ -40,8 +42,9 @@ func (a *app) doctorCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "doctor",
 		Short: "Examine the database, and say what to do",
-		Long: `Examines the database and says what to do about whatever it finds. It only reads: catalogs and statistics, and of each table a random
-sample of at most 100 MB. The exit code is 1 if there is a problem.`,
+		Long: `Examines the database, and says what to do about whatever it finds. It only reads: catalogs and
+statistics, and of each table a random sample of at most 100 MB. The exit code is 1 if there is a
+problem.`,
 		Example: `  pgratelimit doctor
   pgratelimit doctor --json | jq '.[] | select(.level != "ok")'`,
 		Args: cobra.NoArgs,
@@ -94,43 +97,77 @@ func (a *app) examine(ctx context.Context, pool *pgxpool.Pool) ([]finding, error
 		{"server", e.checkServer},
 		{"connection", e.checkConnection},
 		{"standby", e.checkStandby},
-		{"statistics", e.checkStatistics},
-		{"long transactions", e.checkHorizon},
-		{"migrations", e.checkMigrations},
 	}
-	if e.server.hasTables {
-		checks = append(checks, check{"functions", e.checkFunctions}, check{"rights", e.checkRights}, check{"schema", e.checkStrangers})
+	if !e.server.standby { // a standby waits for its primary's autovacuum
+		checks = append(checks, check{"statistics", e.checkStatistics}, check{"long transactions", e.checkHorizon})
+	}
+	general := len(checks) // what follows is about what the owner of the tables owns
+	checks = append(checks, check{"migrations", e.checkMigrations})
+	if e.server.tables > 0 && e.server.usable {
+		checks = append(checks, check{"objects", e.checkObjects})
+	}
+	if e.server.hasTables() {
+		checks = append(checks,
+			check{"rights", e.checkRights}, check{"schema", e.checkStrangers}, check{"jit", e.checkJIT})
 	}
 	var findings []finding
-	for _, check := range checks {
+	for i, check := range checks {
 		finding, err := check.look(ctx)
 		if err := could(err, &finding); err != nil {
 			return nil, err
 		}
 		finding.Check = check.name
+		if i >= general {
+			e.address(&finding)
+		}
 		findings = append(findings, finding)
 	}
-	if e.server.hasTables {
+	if e.server.hasTables() {
 		of, err := e.checkTables(ctx)
 		if err != nil {
 			return nil, err
+		}
+		for i := range of {
+			e.address(&of[i])
 		}
 		findings = append(findings, of...)
 	}
 	return findings, nil
 }
 
-// check is one of the doctor's.
+// address says who can do what a finding advises, and where.
+func (e *examination) address(f *finding) {
+	var by []string
+	if e.server.standby {
+		by = append(by, "on the primary")
+	}
+	if owner := e.server.ownerSQL; owner != "" && owner != e.server.role {
+		by = append(by, "as "+printable(owner))
+	}
+	if f.Do != "" && len(by) > 0 && !f.any {
+		f.Do = strings.Join(by, ", ") + ": " + f.Do
+	}
+	// Whoever may take the owner's role pastes the line as it is.
+	if owner := e.server.ownerSQL; owner != "" && owner != e.server.role && !strings.Contains(owner, `"`) {
+		f.Do = strings.ReplaceAll(f.Do, "`pgratelimit migrate", "`PGOPTIONS='-c role="+owner+"' pgratelimit migrate")
+	}
+}
+
+// check is one of the doctor's checks.
 type check struct {
 	name string
 	look func(context.Context) (finding, error)
 }
 
-// could makes a finding of an error that the database gave to this check alone.
+// could turns an error that the database gave to this check alone into a finding.
 func could(err error, f *finding) error {
 	if pgErr, ok := errors.AsType[*pgconn.PgError](err); ok {
-		*f = warning.finding("run it as a role that may look, such as a member of the reader in deploy/grants.sql",
-			"could not be looked at: %s (SQLSTATE %s)", pgErr.Message, pgErr.Code)
+		do := "mend what else is found, and run this again"
+		if pgErr.Code == "42501" {
+			do = "run this as a role that may look, such as a member of rate_limit_reader in deploy/roles.sql"
+		}
+		*f = warning.finding(do, "could not be looked at: %s (SQLSTATE %s)", pgErr.Message, pgErr.Code)
+		f.any = true
 		return nil
 	}
 	return err

@@ -8,13 +8,13 @@ import (
 	"github.com/jackc/pgx/v5/pgconn"
 
 	"github.com/pgratelimit/ratelimit"
-	"github.com/pgratelimit/ratelimit/internal/pgserver"
+	"github.com/pgratelimit/ratelimit/internal/pgfind"
 )
 
 var (
 	errInterrupted = errors.New("interrupted")
 
-	// errDenied has been said on stdout.
+	// errDenied is not printed, because stdout says it already.
 	errDenied = errors.New("denied")
 )
 
@@ -24,7 +24,7 @@ type failure struct{ err error }
 func (f *failure) Error() string { return f.err.Error() }
 func (f *failure) Unwrap() error { return f.err }
 
-// usageError is about the command line, found by the command itself.
+// usageError is an error in the command line that the command itself has found.
 type usageError struct{ error }
 
 func isUsage(err error) bool {
@@ -35,12 +35,28 @@ func isUsage(err error) bool {
 		cost   *ratelimit.CostError
 		url    *pgconn.ParseConfigError
 	)
-	return errors.As(err, &usage) || errors.As(err, &config) || errors.As(err, &key) || errors.As(err, &cost) || errors.As(err, &url)
+	return errors.As(err, &usage) || errors.As(err, &config) || errors.As(err, &key) ||
+		errors.As(err, &cost) || errors.As(err, &url)
 }
 
-// message is an error in one line, with what to do about it. But a list of ways to get a Postgres stays a list.
+// refusedText replaces the error of a text that the database has no characters for, and of one that is too long.
+// The message of the first shows bytes of the text, which may be a key.
+func refusedText(err error) error {
+	pgErr, ok := errors.AsType[*pgconn.PgError](err)
+	switch {
+	case ok && (pgErr.Code == "22021" || pgErr.Code == "22P05"):
+		return usageError{errors.New("a name or key is not valid in the encoding of the connection, " +
+			"or cannot be stored in that of the database; use ASCII, a database in UTF8, and client_encoding=UTF8")}
+	case ok && pgErr.Code == "22023" && (pgErr.ColumnName == "name" || pgErr.ColumnName == "key"):
+		return usageError{errors.New("a name may have at most 128 bytes, and a key 512, " +
+			"in the encoding of the database")}
+	}
+	return err
+}
+
+// message returns an error in one line, with what to do about it. A list of ways to get a Postgres stays a list.
 func (a *app) message(err error) string {
-	if errors.Is(err, pgserver.ErrNotFound) {
+	if errors.Is(err, pgfind.ErrNotFound) {
 		return err.Error()
 	}
 	text := oneLine(err)
@@ -57,15 +73,15 @@ func (a *app) message(err error) string {
 	if !ok {
 		return text
 	}
-	if isStore && !errors.Is(store, ratelimit.ErrOutcomeUnknown) { // else it tells a programmer what to do
+	if isStore && !errors.Is(store, ratelimit.ErrOutcomeUnknown) { // otherwise its text tells a programmer what to do
 		text = oneLine(pgErr)
 	}
 	switch pgErr.Code {
 	case "42P01", "42883", "42704", "42703", "3F000":
 		text += "; migrate the database with 'pgratelimit migrate up', or say with --schema where the tables are; " +
-			"they cannot be seen without USAGE on their schema"
+			"they cannot be seen without USAGE on their schema; 'pgratelimit doctor' finds out which it is"
 	case "42501":
-		text += "; deploy/grants.sql shows who needs which rights"
+		text += "; deploy/roles.sql and deploy/grants.sql show who needs which rights"
 	case "57014":
 		text += fmt.Sprintf("; --timeout allows a statement more than %v", a.timeout)
 	case "55P03":
@@ -78,7 +94,7 @@ func (a *app) message(err error) string {
 	return text
 }
 
-// oneLine is an error in one line: pgx for one has a line for each address that it has tried.
+// oneLine returns an error in one line. An error of pgx may have a line for each address that it has tried.
 func oneLine(err error) string {
 	return strings.NewReplacer(":\n\t", ": ", "\n\t", "; ", "\n", "; ").Replace(err.Error())
 }

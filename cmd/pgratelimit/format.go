@@ -9,7 +9,7 @@ import (
 	"unicode/utf8"
 )
 
-// printable is a name or key as a terminal may show it: whoever chose it may have put control characters into it.
+// printable returns a name or key in a form that is safe for a terminal. It may have control characters in it.
 func printable(text string) string {
 	odd := func(r rune) bool { return !unicode.IsPrint(r) || r == utf8.RuneError }
 	if strings.ContainsFunc(text, odd) || strings.HasPrefix(text, `"`) || strings.TrimSpace(text) != text {
@@ -20,7 +20,7 @@ func printable(text string) string {
 
 func instant(t time.Time) string { return t.UTC().Format("2006-01-02 15:04:05Z") }
 
-// wait is so many microseconds, rounded up to milliseconds: when they are over, it is over.
+// wait formats a time in microseconds, rounded up to milliseconds, so that it is over when the text says so.
 func wait(micros int64) string {
 	return (time.Duration((micros+999)/1000) * time.Millisecond).String()
 }

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"log/slog"
 	"slices"
 	"time"
 
@@ -14,11 +15,13 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/internal/algorithm"
+	"github.com/pgratelimit/ratelimit/internal/pg"
 )
 
 func (a *app) peekCommand() *cobra.Command {
-	cmd := a.askCommand(func(ctx context.Context, limiter *ratelimit.Limiter, key string) (ratelimit.Result, error) {
-		return limiter.Peek(ctx, key)
+	cmd := a.askCommand(func(ctx context.Context, q question) (ratelimit.Result, error) {
+		return q.limiter.Peek(ctx, q.key)
 	})
 	cmd.Use = "peek NAME KEY --policy POLICY"
 	cmd.Short = "Show what is left of a key's limit, and take nothing"
@@ -29,11 +32,16 @@ func (a *app) peekCommand() *cobra.Command {
 
 func (a *app) takeCommand() *cobra.Command {
 	var cost int64
-	cmd := a.askCommand(func(ctx context.Context, limiter *ratelimit.Limiter, key string) (ratelimit.Result, error) {
+	var receipt string
+	cmd := a.askCommand(func(ctx context.Context, q question) (result ratelimit.Result, err error) {
 		if cost < 1 {
-			return ratelimit.Result{}, usageError{fmt.Errorf("--cost is %d, and must be at least 1", cost)}
+			return result, usageError{fmt.Errorf("--cost is %d, and must be at least 1", cost)}
 		}
-		result, err := limiter.AllowN(ctx, key, cost)
+		if receipt != "" && !q.dry {
+			result, err = a.takeWithReceipt(ctx, q.pool, q.limiter.Config(), q.key, cost, receipt)
+		} else {
+			result, err = q.limiter.AllowN(ctx, q.key, cost)
+		}
 		if err == nil && !result.Allowed {
 			err = errDenied
 		}
@@ -44,6 +52,27 @@ func (a *app) takeCommand() *cobra.Command {
 	cmd.Example = `  pgratelimit take mail alice --policy "bucket 20 5/10s" && sendmail alice
   pgratelimit take export acme --policy "sliding 100/1h" --cost 10 --json`
 	cmd.Flags().Int64Var(&cost, "cost", 1, "how much to take, all of it or nothing")
+	cmd.Flags().StringVar(&receipt, "receipt", "",
+		"new `file` that says what was taken, for refund; it holds the key, and only you can read it")
+	return cmd
+}
+
+func (a *app) grantCommand() *cobra.Command {
+	var cost int64
+	cmd := a.askCommand(func(ctx context.Context, q question) (ratelimit.Result, error) {
+		return q.limiter.Grant(ctx, q.key, cost)
+	})
+	cmd.Use = "grant NAME KEY --policy POLICY --cost N"
+	cmd.Short = "Give a key credit above its limit"
+	cmd.Long = `Gives a key credit of --cost above its limit, for support or a purchase, say. It is spent once there
+is no ordinary room, each unit once, and lapses when the key is not used for a window (of a sliding
+window two, of a bucket the time to fill it). This is also how to give back what an application took
+for nothing: only the application can refund its own takes. Give the policy that the application has.
+Under another kind of policy, what the key has taken so far is forgotten. Each run grants anew.`
+	cmd.Example = `  pgratelimit grant login user:123 --policy "sliding 10/1m" --cost 5
+  pgratelimit grant api acme --policy "fixed 100000/30d" --durable --cost 20000 --json`
+	cmd.Flags().Int64Var(&cost, "cost", 0, "how much credit to give")
+	cobra.CheckErr(cmd.MarkFlagRequired("cost"))
 	return cmd
 }
 
@@ -57,8 +86,16 @@ type decision struct {
 	DecidedAt    time.Time `json:"decided_at"`
 }
 
-// askCommand is a command that asks one limiter for one key.
-func (a *app) askCommand(ask func(context.Context, *ratelimit.Limiter, string) (ratelimit.Result, error)) *cobra.Command {
+// question is what a command asks one limiter about one key.
+type question struct {
+	pool    *pgxpool.Pool
+	limiter *ratelimit.Limiter
+	key     string
+	dry     bool // the context has ended: only whether the question makes sense is wanted
+}
+
+// askCommand returns a command that asks one limiter about one key.
+func (a *app) askCommand(ask func(context.Context, question) (ratelimit.Result, error)) *cobra.Command {
 	var policy policyValue
 	var durable bool
 	cmd := &cobra.Command{
@@ -69,24 +106,29 @@ func (a *app) askCommand(ask func(context.Context, *ratelimit.Limiter, string) (
 				return err
 			}
 			defer pool.Close()
-			config := ratelimit.Config{Name: args[0], Policy: policy.Policy, Durable: durable, Schema: a.schema, Timeout: a.timeout}
+			config := ratelimit.Config{
+				Name: args[0], Policy: policy.Policy, Durable: durable,
+				Client: ratelimit.ClientConfig{
+					Schema: a.schema, Timeout: a.timeout, Logger: slog.New(slog.DiscardHandler), // the error is printed
+				},
+			}
 			limiter, err := ratelimit.New(pool, config)
 			if err != nil {
 				return err
 			}
-			// What makes no sense is refused before anything is asked.
+			// A command line that makes no sense is refused before the database is asked.
 			over, cancel := context.WithCancel(ctx)
 			cancel()
-			if _, err := ask(over, limiter, args[1]); !errors.Is(err, context.Canceled) {
+			if _, err := ask(over, question{pool, limiter, args[1], true}); !errors.Is(err, context.Canceled) {
 				return err
 			}
-			if config.Schema, err = a.home(ctx, pool); err != nil {
+			if config.Client.Schema, err = a.home(ctx, pool); err != nil {
 				return err
 			}
 			if limiter, err = ratelimit.New(pool, config); err != nil {
 				return err
 			}
-			result, err := ask(ctx, limiter, args[1])
+			result, err := ask(ctx, question{pool, limiter, args[1], false})
 			if err != nil && !errors.Is(err, errDenied) {
 				return err
 			}
@@ -101,19 +143,23 @@ func (a *app) askCommand(ask func(context.Context, *ratelimit.Limiter, string) (
 }
 
 func (a *app) printDecision(r ratelimit.Result) error {
-	d := decision{r.Allowed, r.Limit, r.Remaining, r.RetryAfter.Microseconds(), r.ResetAfter.Microseconds(), r.DecidedAt}
+	d := decision{r.Allowed, r.Limit, r.Remaining,
+		r.RetryAfter.Microseconds(), r.ResetAfter.Microseconds(), r.DecidedAt}
 	return a.print(d, func(w io.Writer) {
 		word, retry := "allowed", ""
 		if !d.Allowed {
 			word, retry = "denied", ", retry after "+wait(d.RetryAfterUS)
 		}
-		fmt.Fprintf(w, "%s: %d of %d remaining%s, as good as new after %s\n", word, d.Remaining, d.Limit, retry, wait(d.ResetAfterUS))
+		fmt.Fprintf(w, "%s: %d of %d remaining%s, as good as new after %s\n",
+			word, d.Remaining, d.Limit, retry, wait(d.ResetAfterUS))
 	})
 }
 
 var (
 	//go:embed sql/reset.sql
 	resetSQL string
+	//go:embed sql/reset_keys.sql
+	resetKeysSQL string
 	//go:embed sql/reset_batch_ephemeral.sql
 	resetEphemeralBatchSQL string
 	//go:embed sql/reset_batch_durable.sql
@@ -124,9 +170,13 @@ var (
 	nextEphemeralKeysSQL string
 	//go:embed sql/next_keys_durable.sql
 	nextDurableKeysSQL string
+	//go:embed sql/count_ephemeral.sql
+	countEphemeralKeysSQL string
+	//go:embed sql/count_durable.sql
+	countDurableKeysSQL string
 )
 
-// batchSize is how many keys one statement deals with at most.
+// batchSize is how many keys one statement handles at most.
 const batchSize = 1000
 
 func (a *app) resetCommand() *cobra.Command {
@@ -134,8 +184,8 @@ func (a *app) resetCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "reset NAME {KEY | --all}",
 		Short: "Make a key as good as new, or all keys of a limiter",
-		Long: `Makes a key as good as new, or all keys of a limiter, in small transactions. Processes that remember a denial of the key do so for
-up to a second longer.`,
+		Long: `Makes a key as good as new, or all keys of a limiter, in small transactions. Processes that remember
+a denial of the key do so for up to a second longer. Of a limiter of several policies, all rows go.`,
 		Example: `  pgratelimit reset login user:123
   pgratelimit reset login --all
   pgratelimit reset api --all --durable --yes`,
@@ -152,14 +202,21 @@ up to a second longer.`,
 			}
 			defer pool.Close()
 			if !all {
-				n, err := a.resetKey(ctx, pool, args[0], args[1], durable)
+				n, err := a.resetKey(ctx, pool, algorithm.RowNames(args[0]), args[1], durable)
 				return errors.Join(err, a.printReset(n, durable, err))
 			}
 			question := fmt.Sprintf("Reset all keys of limiter %s in %s?", printable(args[0]), table(durable))
 			if err := a.confirm(ctx, question, yes); err != nil {
 				return err
 			}
-			n, err := a.resetAll(ctx, pool, args[0], durable)
+			var n int64
+			for _, name := range algorithm.RowNames(args[0]) {
+				var more int64
+				more, err = a.resetAll(ctx, pool, name, durable)
+				if n += more; err != nil {
+					break
+				}
+			}
 			return errors.Join(err, a.printReset(n, durable, err))
 		}),
 	}
@@ -171,25 +228,29 @@ up to a second longer.`,
 	return cmd
 }
 
-// resetKey returns 1 if there was something to reset.
-func (a *app) resetKey(ctx context.Context, pool *pgxpool.Pool, name, key string, durable bool) (n int64, err error) {
-	err = a.write(ctx, pool, func(tx pgx.Tx) error { return tx.QueryRow(ctx, resetSQL, name, key, durable).Scan(&n) })
+// resetKey returns how many rows of a key were removed. A key has one for each policy of its limiter.
+func (a *app) resetKey(
+	ctx context.Context, pool *pgxpool.Pool, names []string, key string, durable bool,
+) (n int64, err error) {
+	err = a.write(ctx, pool, func(tx pgx.Tx) error { return tx.QueryRow(ctx, resetSQL, names, key, durable).Scan(&n) })
 	return n, err
 }
 
-// resetAll goes through the keys in order. Those that are added meanwhile may stay.
+// resetAll goes through the keys of rows of a name in order. Keys that are added meanwhile may stay.
 //
-// It never waits for a row while it holds another one, so it cannot deadlock with anybody. A batch leaves out the keys that somebody
-// holds; at the end they are reset one at a time. A role that may not delete by itself resets all of them like that.
+// It never waits for a row while it holds another one, so it cannot deadlock with anybody. A batch leaves out the
+// keys that somebody holds, and at the end they are reset one at a time. A role that may not delete from the
+// table has the function do it, which may not leave out keys: of a batch in which somebody holds a key, all are reset
+// one at a time.
 func (a *app) resetAll(ctx context.Context, pool *pgxpool.Pool, name string, durable bool) (total int64, err error) {
-	query := resetEphemeralBatchSQL
+	query, count := resetEphemeralBatchSQL, countEphemeralKeysSQL
 	if durable {
-		query = resetDurableBatchSQL
+		query, count = resetDurableBatchSQL, countDurableKeysSQL
 	}
 	var mayDelete bool
 	if err := a.read(ctx, pool, func(tx pgx.Tx) error {
 		err := tx.QueryRow(ctx, mayDeleteSQL, table(durable)).Scan(&mayDelete)
-		if errors.Is(err, pgx.ErrNoRows) { // the next statement says what is wrong
+		if errors.Is(err, pgx.ErrNoRows) { // then the next statement says what is wrong
 			return nil
 		}
 		return err
@@ -197,10 +258,18 @@ func (a *app) resetAll(ctx context.Context, pool *pgxpool.Pool, name string, dur
 		return 0, err
 	}
 
+	bar, all, passed := a.newBar("resetting"), int64(0), int64(0)
+	defer bar.remove()
+	if bar.shown != nil {
+		err := a.read(ctx, pool, func(tx pgx.Tx) error { return tx.QueryRow(ctx, count, name).Scan(&all) })
+		if err != nil {
+			return 0, err
+		}
+	}
 	var held []string
 	one := func(keys []string) error {
 		for _, key := range keys {
-			n, err := a.resetKey(ctx, pool, name, key, durable)
+			n, err := a.resetKey(ctx, pool, []string{name}, key, durable)
 			total += n
 			if err != nil {
 				return err
@@ -211,7 +280,8 @@ func (a *app) resetAll(ctx context.Context, pool *pgxpool.Pool, name string, dur
 	for after := ""; ; {
 		var keys, reset []string
 		if err := a.write(ctx, pool, func(tx pgx.Tx) (err error) {
-			if keys, err = nextKeys(ctx, tx, name, after, batchSize, durable); err != nil || len(keys) == 0 || !mayDelete {
+			if keys, err = nextKeys(ctx, tx, name, after, batchSize, durable); err != nil ||
+				len(keys) == 0 || !mayDelete {
 				return err
 			}
 			rows, err := tx.Query(ctx, query, name, keys)
@@ -229,6 +299,8 @@ func (a *app) resetAll(ctx context.Context, pool *pgxpool.Pool, name string, dur
 		}
 		after = keys[len(keys)-1]
 		total += int64(len(reset))
+		passed += int64(len(keys))
+		bar.update(passed, all)
 		slices.Sort(reset) // the keys are in the order of their bytes
 		keys = slices.DeleteFunc(keys, func(key string) bool {
 			_, found := slices.BinarySearch(reset, key)
@@ -236,13 +308,22 @@ func (a *app) resetAll(ctx context.Context, pool *pgxpool.Pool, name string, dur
 		})
 		if mayDelete {
 			held = append(held, keys...)
-		} else if err := one(keys); err != nil {
+			continue
+		}
+		var n int64
+		err := a.write(ctx, pool, func(tx pgx.Tx) error {
+			return tx.QueryRow(ctx, resetKeysSQL, name, keys, durable).Scan(&n)
+		})
+		if total += n; pg.LockTimeout(err) {
+			err = one(keys)
+		}
+		if err != nil {
 			return total, err
 		}
 	}
 }
 
-// nextKeys returns up to limit keys of a limiter that come after one, in order.
+// nextKeys returns up to limit keys of a limiter that come after the key after, in order.
 func nextKeys(ctx context.Context, tx pgx.Tx, name, after string, limit int64, durable bool) ([]string, error) {
 	query := nextEphemeralKeysSQL
 	if durable {
@@ -255,7 +336,7 @@ func nextKeys(ctx context.Context, tx pgx.Tx, name, after string, limit int64, d
 	return pgx.CollectRows(rows, pgx.RowTo[string])
 }
 
-// printReset says how far it got, also if an error came in between.
+// printReset says how many keys were reset, also if an error came in between.
 func (a *app) printReset(n int64, durable bool, err error) error {
 	if err != nil && n == 0 {
 		return nil
@@ -269,7 +350,8 @@ func (a *app) printReset(n int64, durable bool, err error) error {
 		case n > 0:
 			fmt.Fprintf(w, "reset %d in %s\n", n, value.Table)
 		case durable:
-			fmt.Fprintf(w, "nothing to reset in %s; without --durable it would have been %s\n", value.Table, table(false))
+			fmt.Fprintf(w, "nothing to reset in %s; without --durable it would have been %s\n",
+				value.Table, table(false))
 		default:
 			fmt.Fprintf(w, "nothing to reset in %s; --durable is for %s\n", value.Table, table(true))
 		}

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"net/url"
 	"strings"
 	"testing"
 	"time"
@@ -12,7 +13,9 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/internal/limitertest"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
+	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
 func TestTakePeekAndReset(t *testing.T) {
@@ -24,7 +27,7 @@ func TestTakePeekAndReset(t *testing.T) {
 				t.Parallel()
 				db := pgtest.New(t)
 				if len(more) == 2 {
-					exe(t, db, `CREATE SCHEMA "my limits"`)
+					pgtest.Exec(t, db.Pool, `CREATE SCHEMA "my limits"`)
 					invoke(t, db.URL, append([]string{"migrate", "up"}, more...)...).done(t)
 				}
 				ask := func(verb string, args ...string) outcome {
@@ -40,12 +43,20 @@ func TestTakePeekAndReset(t *testing.T) {
 
 				require.Regexp(t, `^allowed: 2 of 3 remaining, as good as new after \S+\n$`, ask("take").done(t))
 				taken := decode[decision](t, ask("take", "--cost", "2", "--json"))
-				require.Equal(t, decision{Allowed: true, Limit: 3, ResetAfterUS: taken.ResetAfterUS, DecidedAt: taken.DecidedAt}, taken)
+				require.Equal(
+					t,
+					decision{Allowed: true, Limit: 3, ResetAfterUS: taken.ResetAfterUS, DecidedAt: taken.DecidedAt},
+					taken,
+				)
 				require.Positive(t, taken.ResetAfterUS)
 
 				denied := ask("take")
 				require.Equal(t, exitDenied, denied.code)
-				require.Regexp(t, `^denied: 0 of 3 remaining, retry after \S+, as good as new after \S+\n$`, denied.stdout)
+				require.Regexp(
+					t,
+					`^denied: 0 of 3 remaining, retry after \S+, as good as new after \S+\n$`,
+					denied.stdout,
+				)
 				require.Empty(t, denied.stderr)
 				peeked := decode[decision](t, ask("peek", "--json"))
 				require.False(t, peeked.Allowed)
@@ -60,10 +71,44 @@ func TestTakePeekAndReset(t *testing.T) {
 	}
 }
 
+// What the encoding of the database refuses is the caller's mistake, and the complaint shows nothing of it.
+func TestTextThatTheEncodingRefuses(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	latin1 := pgtest.Scalar[string](t, db.Pool, "SELECT current_database()") + "_latin1"
+	pgtest.Exec(t, db.Pool, "CREATE DATABASE "+latin1+" ENCODING LATIN1 LC_COLLATE 'C' LC_CTYPE 'C' TEMPLATE template0")
+	t.Cleanup(func() {
+		_, err := db.Pool.Exec(context.Background(), "DROP DATABASE "+latin1)
+		require.NoError(t, err)
+	})
+	parsed, err := url.Parse(urlWith(t, db, "client_encoding=UTF8"))
+	require.NoError(t, err)
+	parsed.Path = latin1
+	invoke(t, parsed.String(), "migrate", "up").done(t)
+	for _, args := range [][]string{
+		{"take", "n", "k\U0001F600", "--policy", "fixed 5/1m"},
+		{"peek", "n", "k\U0001F600", "--policy", "log 5/1m"},
+		{"take", "n\U0001F600", "k", "--policy", "fixed 5/1m"},
+		{"reset", "n", "k\U0001F600"},
+		{"reset", "n", "k\xff"},
+		{"reset", "n", strings.Repeat("k", 513)},
+		{"reset", strings.Repeat("n", 129), "k"},
+		{"reset", "n\U0001F600", "--all", "--yes"},
+		{"top", "n\U0001F600", "--policy", "fixed 5/1m"},
+		{"limits", "--schema", "s\U0001F600"},
+	} {
+		o := invoke(t, parsed.String(), args...)
+		o.complains(t, exitUsage, "encoding")
+		require.NotContains(t, o.stderr, "0x", args)
+		require.NotContains(t, o.stderr, "\U0001F600", args)
+	}
+}
+
 // fill makes rows of a limiter in SQL: key 1 to n, each with so much taken of a window of a year.
 func fill(t *testing.T, db *pgtest.DB, table, name string, n, taken int) {
 	t.Helper()
-	exe(t, db, `INSERT INTO `+table+` (prefix, key, algorithm, count, window_start, expires_at)
+	pgtest.Exec(t, db.Pool, `INSERT INTO `+table+` (prefix, key, algorithm, count, window_start, expires_at)
 		SELECT $1, 'key ' || i, 1, $3, now_us, now_us + 365 * 86400 * 1000000::bigint
 		FROM generate_series(1, $2) AS i, (SELECT (extract(epoch FROM now()) * 1000000)::bigint AS now_us) AS clock`, name, n, taken)
 }
@@ -77,9 +122,13 @@ func TestResetAll(t *testing.T) {
 		fill(t, db, table, "logins", 7, 1)
 	}
 	rows := func() string {
-		return scalar[string](t, db, `SELECT string_agg(concat_ws(' ', prefix, t, n), ', ' ORDER BY prefix, t) FROM (
+		return pgtest.Scalar[string](
+			t,
+			db.Pool,
+			`SELECT string_agg(concat_ws(' ', prefix, t, n), ', ' ORDER BY prefix, t) FROM (
 			SELECT prefix, 'ephemeral' AS t, count(*) AS n FROM rate_limit_ephemeral GROUP BY 1
-			UNION ALL SELECT prefix, 'durable', count(*) FROM rate_limit_durable GROUP BY 1) AS counts`)
+			UNION ALL SELECT prefix, 'durable', count(*) FROM rate_limit_durable GROUP BY 1) AS counts`,
+		)
 	}
 	invoke(t, db.URL, "reset", "login", "--all").complains(t, exitUsage, "--yes")
 	require.Equal(t, "login durable 2500, login ephemeral 2500, logins durable 7, logins ephemeral 7", rows())
@@ -110,7 +159,43 @@ func TestResetAll(t *testing.T) {
 	require.Contains(t, invoke(t, db.URL, "reset", "login", "--all", "--yes").done(t), "nothing to reset")
 }
 
-// A function locks longer keys first. What resets a whole limiter in another order, and waits with rows in its hands, deadlocks with it.
+// A function locks longer keys first. What resets a whole limiter in another order, and waits with rows in its
+// hands, deadlocks with it.
+// A role that may only read and call has the function delete, and waits for the key that somebody holds by itself.
+func TestResetAllByARoleThatMayNotDelete(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	fill(t, db, "rate_limit_ephemeral", "login", 2*batchSize+500, 1)
+	pgtest.Exec(t, db.Pool, `GRANT SELECT ON rate_limit_ephemeral TO pg_monitor;
+		GRANT EXECUTE ON FUNCTION rate_limit_reset TO pg_monitor`)
+	holder := pgtest.Begin(t, db)
+	pgtest.Exec(t, holder, "SELECT FROM rate_limit_ephemeral WHERE prefix = 'login' ORDER BY key LIMIT 1 FOR UPDATE")
+	reset := testkit.Later(func() (outcome, error) {
+		return invoke(t, urlWith(t, db, "role=pg_monitor"), "reset", "login", "--all", "--yes"), nil
+	})
+	pgtest.WaitUntilBlocked(t, db.Pool, 1)
+	require.NoError(t, holder.Rollback(t.Context()))
+	o, err := reset()
+	require.NoError(t, err)
+	require.Equal(t, "reset 2500 in rate_limit_ephemeral\n", o.done(t))
+}
+
+// A limiter of several policies has a row for each.
+func TestResetOfSeveralPolicies(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	const policy = "--policy=sliding 10/1s, fixed 1/1h"
+	for _, args := range [][]string{{"alice"}, {"--all", "--yes"}} {
+		invoke(t, db.URL, "take", "mp", "alice", policy).done(t)
+		require.Equal(t, exitDenied, invoke(t, db.URL, "take", "mp", "alice", policy).code)
+		require.Equal(t, "reset 2 in rate_limit_ephemeral\n",
+			invoke(t, db.URL, append([]string{"reset", "mp"}, args...)...).done(t))
+	}
+	invoke(t, db.URL, "take", "mp", "alice", policy).done(t)
+}
+
 func TestResetAllDeadlocksWithNobody(t *testing.T) {
 	t.Parallel()
 
@@ -136,8 +221,7 @@ func TestResetAllDeadlocksWithNobody(t *testing.T) {
 			t.Parallel()
 			db := pgtest.New(t)
 			policy := ratelimit.FixedWindow{Limit: 10, Window: time.Hour}
-			limiter, err := ratelimit.New(db.Pool, ratelimit.Config{Name: "login", Policy: policy, Timeout: patience})
-			require.NoError(t, err)
+			limiter := limitertest.New(t, db.Pool, ratelimit.Config{Name: "login", Policy: policy})
 			for _, key := range []string{"a", "bb"} {
 				_, err := limiter.Allow(t.Context(), key)
 				require.NoError(t, err)
@@ -151,9 +235,13 @@ func TestResetAllDeadlocksWithNobody(t *testing.T) {
 			require.NoError(t, err)
 			reset := make(chan error, 1)
 			go func() { reset <- test.reset(t, db) }()
-			require.Eventually(t, func() bool {
-				return scalar[int](t, db, "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'") == 1
-			}, patience, time.Millisecond)
+			testkit.WaitUntil(t, func() bool {
+				return pgtest.Scalar[int](
+					t,
+					db.Pool,
+					"SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'",
+				) == 1
+			})
 			_, err = limiter.AllowTx(t.Context(), tx, "a")
 			if err == nil {
 				err = tx.Commit(t.Context())
@@ -176,8 +264,7 @@ func TestResetAllUnderLoad(t *testing.T) {
 
 	db := pgtest.New(t)
 	policy := ratelimit.FixedWindow{Limit: 1_000_000, Window: time.Hour}
-	limiter, err := ratelimit.New(db.Pool, ratelimit.Config{Name: "login", Policy: policy, Timeout: patience})
-	require.NoError(t, err)
+	limiter := limitertest.New(t, db.Pool, ratelimit.Config{Name: "login", Policy: policy})
 	a := &app{databaseURL: db.URL, timeout: patience}
 	pool, err := a.open(t.Context())
 	require.NoError(t, err)
@@ -206,7 +293,10 @@ func TestResetAllUnderLoad(t *testing.T) {
 		default:
 		}
 	}
-	require.Zero(t, scalar[int](t, db, "SELECT deadlocks FROM pg_stat_database WHERE datname = current_database()"))
+	require.Zero(
+		t,
+		pgtest.Scalar[int](t, db.Pool, "SELECT deadlocks FROM pg_stat_database WHERE datname = current_database()"),
+	)
 }
 
 func TestTop(t *testing.T) {
@@ -216,18 +306,22 @@ func TestTop(t *testing.T) {
 	const policy = "sliding 10/365d"
 	parsed, err := ratelimit.ParsePolicy(policy)
 	require.NoError(t, err)
-	limiter, err := ratelimit.New(db.Pool, ratelimit.Config{Name: "login", Policy: parsed, Timeout: patience})
-	require.NoError(t, err)
+	limiter := limitertest.New(t, db.Pool, ratelimit.Config{Name: "login", Policy: parsed})
 	for key, n := range map[string]int64{"a": 3, "b": 10, "c": 9, "d": 10, "e": 1} {
 		result, err := limiter.AllowN(t.Context(), key, n)
 		require.NoError(t, err)
 		require.True(t, result.Allowed)
 	}
 	fill(t, db, "rate_limit_ephemeral", "other", 3, 1)
-	exe(t, db, "INSERT INTO rate_limit_ephemeral (prefix, key, algorithm, count) VALUES ('login', 'expired', 2, 10)")
+	pgtest.Exec(t, db.Pool,
+		"INSERT INTO rate_limit_ephemeral (prefix, key, algorithm, count) VALUES ('login', 'expired', 2, 10)")
 
 	top := decode[topResult](t, invoke(t, db.URL, "top", "login", "--policy", policy, "--json"))
-	require.Equal(t, topResult{Limiter: "login", Table: "rate_limit_ephemeral", Looked: 6, Complete: true, Keys: top.Keys}, top)
+	require.Equal(
+		t,
+		topResult{Limiter: "login", Table: "rate_limit_ephemeral", Looked: 6, Complete: true, Share: 1, At: top.At, Keys: top.Keys},
+		top,
+	)
 	var order []string
 	for _, key := range top.Keys {
 		order = append(order, fmt.Sprint(key.Key, key.Remaining))
@@ -257,26 +351,39 @@ func TestTopOfAnotherTableAndAlgorithm(t *testing.T) {
 
 	db := pgtest.New(t)
 	fill(t, db, "rate_limit_durable", "api", 2*batchSize+1, 4)
-	exe(t, db, "UPDATE rate_limit_durable SET count = 5 WHERE key = 'key 99'") // not in the first batch
-	top := decode[topResult](t, invoke(t, db.URL, "top", "api", "--policy", "fixed 5/365d", "--durable", "--json", "-n", "2"))
+	pgtest.Exec(t, db.Pool, "UPDATE rate_limit_durable SET count = 5 WHERE key = 'key 99'") // not in the first batch
+	top := decode[topResult](
+		t,
+		invoke(t, db.URL, "top", "api", "--policy", "fixed 5/365d", "--durable", "--json", "-n", "2"),
+	)
 	require.EqualValues(t, 2*batchSize+1, top.Looked)
 	require.True(t, top.Complete)
 	require.Equal(t, "key 99", top.Keys[0].Key)
 	require.EqualValues(t, 1, top.Keys[1].Remaining)
 
 	for maxRows, complete := range map[string]bool{"1": false, "1000": false, "2000": false, "2001": true, "5000": true} {
-		top := decode[topResult](t, invoke(t, db.URL, "top", "api", "--policy", "fixed 5/365d", "--durable", "--json", "--max-rows", maxRows))
+		top := decode[topResult](
+			t,
+			invoke(t, db.URL, "top", "api", "--policy", "fixed 5/365d", "--durable", "--json", "--max-rows", maxRows),
+		)
 		require.Equal(t, complete, top.Complete, maxRows)
 		if !complete {
 			require.Equal(t, maxRows, fmt.Sprint(top.Looked))
 		}
 	}
-	require.Contains(t, invoke(t, db.URL, "top", "api", "--policy", "fixed 5/365d", "--durable", "--max-rows", "10").done(t),
-		"10 rows of limiter api in rate_limit_durable looked at, and there are more: see --max-rows\n")
+	require.Contains(
+		t,
+		invoke(t, db.URL, "top", "api", "--policy", "fixed 5/365d", "--durable", "--max-rows", "10").done(t),
+		"10 rows of limiter api in rate_limit_durable looked at, chosen at random, "+
+			"which is about 0.5 % of them: see --max-rows\n",
+	)
 
 	// To another algorithm they are as good as new.
 	for _, policy := range []string{"sliding 5/365d", "bucket 5 1/1d", "log 5/365d"} {
-		require.Empty(t, decode[topResult](t, invoke(t, db.URL, "top", "api", "--policy", policy, "--durable", "--json")).Keys)
+		require.Empty(
+			t,
+			decode[topResult](t, invoke(t, db.URL, "top", "api", "--policy", policy, "--durable", "--json")).Keys,
+		)
 	}
 	require.Zero(t, decode[topResult](t, invoke(t, db.URL, "top", "api", "--policy", "fixed 5/365d", "--json")).Looked)
 }
@@ -303,7 +410,16 @@ func TestKeysAreShownHarmlessly(t *testing.T) {
 	t.Parallel()
 
 	db := pgtest.New(t)
-	hostile := []string{"\x1b]0;title\a", "tab\there", "line\nbreak", "\u202eright to left", "  spaces ", `"quoted"`, "\u009b2J", "schön"}
+	hostile := []string{
+		"\x1b]0;title\a",
+		"tab\there",
+		"line\nbreak",
+		"\u202eright to left",
+		"  spaces ",
+		`"quoted"`,
+		"\u009b2J",
+		"schön",
+	}
 	for _, key := range hostile {
 		require.Zero(t, invoke(t, db.URL, "take", "login", key, "--policy", "fixed 5/365d").code)
 	}

@@ -18,10 +18,10 @@ import (
 )
 
 const (
-	// blockSize is that of nearly every Postgres; it only decides how much is read.
+	// blockSize is the block size of nearly every Postgres, in bytes. It only decides how much is read.
 	blockSize = 8192
 
-	// sampleBlocks is how much of a table is read at most, 100 MB, unless it is all to be counted.
+	// sampleBlocks is how much of a table is read at most, 100 MB, unless all rows are to be counted.
 	sampleBlocks = 12_800
 )
 
@@ -33,17 +33,17 @@ type limiterRows struct {
 	Live         int64      `json:"live"`  // not expired
 	Bytes        int64      `json:"bytes"` // of the rows, without free space and index
 	OldestExpiry time.Time  `json:"oldest_expiry"`
-	Estimated    bool       `json:"estimated"`  // all of these, from a sample
-	DeniedNow    *deniedNow `json:"denied_now"` // null: no policy was given
+	Estimated    bool       `json:"estimated"`  // the numbers above, from a sample
+	DeniedNow    *deniedNow `json:"denied_now"` // null if no policy was given
 }
 
 // deniedNow is how many keys have no room for a cost of 1.
 type deniedNow struct {
 	Keys     int64 `json:"keys"`
-	Complete bool  `json:"complete"` // else there are more rows than were looked at
+	Complete bool  `json:"complete"` // else keys is estimated, from a sample
 }
 
-// tableSize is what a table takes, as the file system sees it.
+// tableSize is the space that a table takes in the file system.
 type tableSize struct {
 	Table      string `json:"table"`
 	TableBytes int64  `json:"table_bytes"`
@@ -57,9 +57,10 @@ func (a *app) limitsCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "limits",
 		Short: "List the limiters, with how much each has in the tables",
-		Long: `Lists each limiter's rows: all, those that have not expired, the space that they take, and when the first of them expired or will.
-Of a table beyond 100 MB a random sample of that size is read, and what was estimated is marked with ~, unless --exact is given.
-How many keys are denied now depends on the policy, which the rows do not hold: give it with --policy.`,
+		Long: `Lists for each limiter how many rows it has, how many of them have not expired, the space that they
+take, and when the first of them expired or will expire. Of a table beyond 100 MB it reads a random
+sample of that size, and marks estimates with ~, unless --exact is given. How many keys are denied
+now depends on the policy, which the rows do not hold: give it with --policy.`,
 		Example: `  pgratelimit limits
   pgratelimit limits --policy "login=sliding 10/1m" --policy "api=bucket 20 5/10s"
   pgratelimit limits --exact --timeout 5m --json`,
@@ -89,7 +90,8 @@ How many keys are denied now depends on the policy, which the rows do not hold: 
 			return a.print(value, func(w io.Writer) { printLimiters(w, sizes, limiters) })
 		}),
 	}
-	cmd.Flags().Var(policies, "policy", "limit of each key of a limiter, like \"login=sliding 100/1m\"; can be given for each")
+	cmd.Flags().Var(policies, "policy",
+		"limit of each key of a limiter, like \"login=sliding 100/1m\"; can be given for each")
 	cmd.Flags().BoolVar(&exact, "exact", false, "read the whole tables, however large")
 	addMaxRows(cmd, &maxRows)
 	a.addTimeout(cmd)
@@ -105,7 +107,9 @@ var (
 )
 
 // countLimiters reads the tables, or a sample of them.
-func (a *app) countLimiters(ctx context.Context, pool *pgxpool.Pool, exact bool) (sizes []tableSize, limiters []limiterRows, err error) {
+func (a *app) countLimiters(
+	ctx context.Context, pool *pgxpool.Pool, exact bool,
+) (sizes []tableSize, limiters []limiterRows, err error) {
 	err = a.read(ctx, pool, func(tx pgx.Tx) error {
 		rows, err := tx.Query(ctx, sizesSQL)
 		if err != nil {
@@ -146,30 +150,36 @@ func (a *app) countLimiters(ctx context.Context, pool *pgxpool.Pool, exact bool)
 	return sizes, limiters, err
 }
 
-// sampleShare is how much of a table a sample reads.
+// sampleShare returns how much of a table a sample reads, from 0 to 1.
 func sampleShare(bytes int64) float64 {
 	return min(1, sampleBlocks*blockSize/math.Max(float64(bytes), 1))
 }
 
-func (a *app) countDenied(ctx context.Context, pool *pgxpool.Pool, l *limiterRows, policies policiesValue, maxRows int64) (err error) {
+func (a *app) countDenied(
+	ctx context.Context, pool *pgxpool.Pool, l *limiterRows, policies policiesValue, maxRows int64,
+) error {
 	policy, ok := policies[l.Limiter]
 	if !ok {
 		return nil
 	}
 	l.DeniedNow = &deniedNow{}
-	_, l.DeniedNow.Complete, err = a.peekAll(ctx, pool, l.Limiter, policy, l.Table == table(true), maxRows, func(states []keyState) {
-		for _, state := range states {
-			if state.Remaining == 0 {
-				l.DeniedNow.Keys++
+	sample, err := a.peekAll(ctx, pool, l.Limiter, policy, l.Table == table(true), maxRows,
+		func(states []keyState) {
+			for _, state := range states {
+				if state.Remaining == 0 {
+					l.DeniedNow.Keys++
+				}
 			}
-		}
-	})
+		})
+	if l.DeniedNow.Complete = sample.share == 1; !l.DeniedNow.Complete && err == nil {
+		l.DeniedNow.Keys = int64(float64(l.DeniedNow.Keys) / sample.share)
+	}
 	return err
 }
 
 func printLimiters(w io.Writer, sizes []tableSize, limiters []limiterRows) {
 	fmt.Fprintf(w, "LIMITER\tTABLE\tROWS\tLIVE\tDENIED NOW\tBYTES\tOLDEST EXPIRY\n")
-	estimated, unknown := false, false
+	estimated, sampled, unknown := false, false, false
 	for _, l := range limiters {
 		about := ""
 		if l.Estimated {
@@ -182,9 +192,10 @@ func printLimiters(w io.Writer, sizes []tableSize, limiters []limiterRows) {
 		case l.DeniedNow.Complete:
 			denied = strconv.FormatInt(l.DeniedNow.Keys, 10)
 		default:
-			denied = fmt.Sprintf("≥%d", l.DeniedNow.Keys)
+			denied, sampled = fmt.Sprintf("~%d", l.DeniedNow.Keys), true
 		}
-		fmt.Fprintf(w, "%s\t%s\t%s%d\t%s%d\t%s\t%s%s\t%s%s\n", printable(l.Limiter), l.Table, about, l.Rows, about, l.Live, denied,
+		fmt.Fprintf(w, "%s\t%s\t%s%d\t%s%d\t%s\t%s%s\t%s%s\n",
+			printable(l.Limiter), l.Table, about, l.Rows, about, l.Live, denied,
 			about, size(l.Bytes), about, instant(l.OldestExpiry))
 	}
 	if len(limiters) == 0 {
@@ -196,6 +207,9 @@ func printLimiters(w io.Writer, sizes []tableSize, limiters []limiterRows) {
 	}
 	if estimated {
 		fmt.Fprintf(w, "~ is estimated from a sample of %s; --exact counts\n", size(sampleBlocks*blockSize))
+	}
+	if sampled {
+		fmt.Fprintf(w, "~ of those that are denied is estimated from a sample; --max-rows reads more\n")
 	}
 	if unknown {
 		fmt.Fprintf(w, "? depends on the policy: --policy \"NAME=sliding 100/1m\"\n")

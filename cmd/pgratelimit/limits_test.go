@@ -23,8 +23,12 @@ func TestLimits(t *testing.T) {
 	fill(t, db, "rate_limit_ephemeral", "login", batchSize+20, 5)
 	fill(t, db, "rate_limit_durable", "login", 3, 1)
 	fill(t, db, "rate_limit_durable", "api", 2, 1)
-	exe(t, db, "UPDATE rate_limit_ephemeral SET count = 4 WHERE key IN ('key 1', 'key 2')")
-	exe(t, db, "UPDATE rate_limit_ephemeral SET expires_at = 1700000000 * 1000000::bigint WHERE key IN ('key 3', 'key 4', 'key 5')")
+	pgtest.Exec(t, db.Pool, "UPDATE rate_limit_ephemeral SET count = 4 WHERE key IN ('key 1', 'key 2')")
+	pgtest.Exec(
+		t,
+		db.Pool,
+		"UPDATE rate_limit_ephemeral SET expires_at = 1700000000 * 1000000::bigint WHERE key IN ('key 3', 'key 4', 'key 5')",
+	)
 
 	out := decode[limitsOutput](t, invoke(t, db.URL, "limits", "--json", "--policy", "login=fixed 5/365d"))
 	require.Len(t, out.Limiters, 3)
@@ -38,16 +42,29 @@ func TestLimits(t *testing.T) {
 	require.Equal(t, &deniedNow{Keys: batchSize + 15, Complete: true}, ephemeral.DeniedNow)
 	require.False(t, ephemeral.Estimated)
 	require.EqualValues(t, 1_700_000_000, ephemeral.OldestExpiry.Unix())
-	require.InEpsilon(t, scalar[int64](t, db, "SELECT sum(pg_column_size(r.*)) FROM rate_limit_ephemeral AS r"), ephemeral.Bytes, 0.001)
+	require.InEpsilon(
+		t,
+		pgtest.Scalar[int64](t, db.Pool, "SELECT sum(pg_column_size(r.*)) FROM rate_limit_ephemeral AS r"),
+		ephemeral.Bytes,
+		0.001,
+	)
 	require.Equal(t, &deniedNow{Complete: true}, durable.DeniedNow)
-	require.Equal(t, scalar[int64](t, db, "SELECT pg_total_relation_size('rate_limit_durable')"), out.Tables[1].TotalBytes)
+	require.Equal(
+		t,
+		pgtest.Scalar[int64](t, db.Pool, "SELECT pg_total_relation_size('rate_limit_durable')"),
+		out.Tables[1].TotalBytes,
+	)
 
 	text := invoke(t, db.URL, "limits", "--policy", "login=fixed 5/365d", "--max-rows", "1000").done(t)
 	require.Regexp(t, `(?m)^LIMITER  TABLE                 ROWS  LIVE  DENIED NOW  BYTES +OLDEST EXPIRY$`, text)
-	require.Regexp(t, `(?m)^login    rate_limit_ephemeral  1020  1017  ≥\d{3} +\S+ kB +2023-11-14 22:13:20Z$`, text)
+	require.Regexp(t, `(?m)^login    rate_limit_ephemeral  1020  1017  ~\d{4} +\S+ kB +2023-11-14 22:13:20Z$`, text)
 	require.Regexp(t, `(?m)^login    rate_limit_durable    3     3     0 `, text)
 	require.Regexp(t, `(?m)^api      rate_limit_durable    2     2     \? `, text)
 	require.Contains(t, text, "\n? depends on the policy")
+	require.Contains(t, text, "\n~ of those that are denied is estimated from a sample; --max-rows reads more\n")
+	require.NotContains(t, text, "--exact")
+	text = invoke(t, db.URL, "limits", "--policy", "login=fixed 5/365d").done(t)
+	require.Regexp(t, `(?m)^login    rate_limit_ephemeral  1020  1017  1015 `, text)
 	require.NotContains(t, text, "~")
 }
 
@@ -57,9 +74,14 @@ func TestLimitsOfALargeTableAreEstimated(t *testing.T) {
 
 	db := pgtest.New(t)
 	// One row in each block: large for the command, and small for the machine.
-	exe(t, db, "ALTER TABLE rate_limit_ephemeral SET (fillfactor = 10)")
+	pgtest.Exec(t, db.Pool, "ALTER TABLE rate_limit_ephemeral SET (fillfactor = 10)")
 	rows := 3 * sampleBlocks / 2
-	exe(t, db, `INSERT INTO rate_limit_ephemeral (prefix, key, expires_at) SELECT 'login', i || repeat('k', 500), 9e15 FROM generate_series(1, $1) AS i`, rows)
+	pgtest.Exec(
+		t,
+		db.Pool,
+		`INSERT INTO rate_limit_ephemeral (prefix, key, expires_at) SELECT 'login', i || repeat('k', 500), 9e15 FROM generate_series(1, $1) AS i`,
+		rows,
+	)
 
 	estimate := decode[limitsOutput](t, invoke(t, db.URL, "limits", "--json")).Limiters[0]
 	require.True(t, estimate.Estimated)

@@ -1,4 +1,4 @@
-// Command pgratelimit operates rate limits that are kept in Postgres; see its help.
+// Command pgratelimit operates rate limits that are kept in Postgres. Its help describes it.
 package main
 
 import (
@@ -27,13 +27,15 @@ const (
 
 const longHelp = `Operates rate limits that are kept in Postgres.
 
-The database is the one of --database-url or DATABASE_URL, else that of the variables that psql heeds too: PGHOST, PGDATABASE,
-PGUSER and so on, with the password from PGPASSWORD or ~/.pgpass.
+The database is the one of --database-url or DATABASE_URL. Without these it is the one of the
+variables that psql uses too: PGHOST, PGDATABASE, PGUSER and so on, with the password from
+PGPASSWORD or ~/.pgpass.
 
 Exit codes: 0 done, 1 failed, 2 the command line makes no sense, 3 denied (take).`
 
 func main() {
-	// A reader of our output that has seen enough, like head, must not end us before we have cleaned up.
+	// If a reader of our output, such as head, has seen enough, that must not end this process before it has
+	// cleaned up.
 	signal.Ignore(syscall.SIGPIPE)
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM, syscall.SIGHUP)
 	code := run(ctx, os.Args[1:], &app{stdin: os.Stdin, stdout: os.Stdout, stderr: os.Stderr})
@@ -90,7 +92,7 @@ func (a *app) rootCommand() *cobra.Command {
 		RunE:               missingCommand,
 		SilenceErrors:      true,
 		SilenceUsage:       true,
-		DisableSuggestions: true, // they have lines of their own
+		DisableSuggestions: true, // they would take several lines
 	}
 	flags := root.PersistentFlags()
 	flags.StringVar(&a.databaseURL, "database-url", os.Getenv("DATABASE_URL"),
@@ -99,7 +101,7 @@ func (a *app) rootCommand() *cobra.Command {
 	flags.StringVar(&a.schema, "schema", "", "schema of the tables and functions (default: found through search_path)")
 
 	root.AddCommand(a.demoCommand(), a.migrateCommand(), a.sweepCommand(), a.limitsCommand(), a.topCommand(),
-		a.peekCommand(), a.takeCommand(), a.resetCommand(), a.doctorCommand())
+		a.peekCommand(), a.takeCommand(), a.refundCommand(), a.grantCommand(), a.resetCommand(), a.doctorCommand())
 	for _, cmd := range root.Commands() {
 		if cmd.ValidArgsFunction == nil {
 			cmd.ValidArgsFunction = cobra.NoFileCompletions
@@ -108,7 +110,7 @@ func (a *app) rootCommand() *cobra.Command {
 	return root
 }
 
-// version is that of the module that `go install` has built.
+// version returns the version of the module that `go install` has built.
 func version() string {
 	if info, ok := debug.ReadBuildInfo(); ok && info.Main.Version != "" {
 		return info.Main.Version
@@ -118,13 +120,13 @@ func version() string {
 
 func missingCommand(*cobra.Command, []string) error { return errors.New("a command is missing") }
 
-// action is what a command does. Whatever it returns is a failure, unless isUsage says otherwise; all other errors that
-// cobra returns are about the command line.
+// action makes a command of run. Whatever run returns is a failure, unless isUsage says otherwise. All other
+// errors that cobra returns are about the command line.
 func action(run func(ctx context.Context, args []string) error) func(*cobra.Command, []string) error {
 	return func(cmd *cobra.Command, args []string) error {
 		err := run(cmd.Context(), args)
 		if err != nil && cmd.Context().Err() != nil && !errors.Is(err, errInterrupted) {
-			err = errInterrupted // whatever it has led to
+			err = errInterrupted // whatever error that has led to
 		}
 		if err != nil {
 			return &failure{err}
@@ -138,7 +140,8 @@ func (a *app) addJSON(cmd *cobra.Command) {
 }
 
 func (a *app) addTimeout(cmd *cobra.Command) {
-	cmd.Flags().DurationVar(&a.timeout, "timeout", 10*time.Second, "longest time that the database may take for one statement")
+	cmd.Flags().DurationVar(&a.timeout, "timeout", 10*time.Second,
+		"longest time that the database may take for one statement")
 	cmd.PreRunE = func(*cobra.Command, []string) error {
 		if a.timeout < time.Millisecond {
 			return fmt.Errorf("--timeout is %v, and must be at least 1ms", a.timeout)
@@ -147,7 +150,8 @@ func (a *app) addTimeout(cmd *cobra.Command) {
 	}
 }
 
-// print writes what a command has to say at once, as JSON if that was asked for; tabs of the text become columns.
+// print writes all that a command has to say at once, as JSON if that was asked for. Tabs of the text become
+// columns.
 func (a *app) print(value any, text func(w io.Writer)) error {
 	var out bytes.Buffer
 	if a.json {

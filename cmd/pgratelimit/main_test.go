@@ -8,14 +8,18 @@ import (
 	"net/url"
 	"os"
 	"os/exec"
+	"path/filepath"
 	"strings"
 	"testing"
 	"time"
 
+	"github.com/jackc/pgx/v5"
 	"github.com/spf13/cobra"
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/ratelimit/internal/pgserver"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
+	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
 // commandVariable makes the test binary behave as the command.
@@ -98,19 +102,6 @@ func urlWith(t *testing.T, db *pgtest.DB, parameter string) string {
 	}
 	parsed.RawQuery += parameter
 	return parsed.String()
-}
-
-func exe(t *testing.T, db *pgtest.DB, sql string, args ...any) {
-	t.Helper()
-	_, err := db.Pool.Exec(t.Context(), sql, args...)
-	require.NoError(t, err)
-}
-
-func scalar[T any](t *testing.T, db *pgtest.DB, sql string, args ...any) T {
-	t.Helper()
-	var value T
-	require.NoError(t, db.Pool.QueryRow(t.Context(), sql, args...).Scan(&value))
-	return value
 }
 
 // commands returns all commands that do something, by what a person types.
@@ -240,7 +231,9 @@ func TestCommandLinesThatMakeNoSense(t *testing.T) {
 		{[]string{"sweep", "now"}, `"now"`},
 		{[]string{"sweep", "--every", "1"}, "--every"},
 		{[]string{"sweep", "--every", "1ms"}, "at least 1s"},
+		{[]string{"sweep", "--every", "0s"}, "at least 1s"},
 		{[]string{"sweep", "--share", "2"}, "at most 1"},
+		{[]string{"sweep", "--share", "0"}, "above 0"},
 		{[]string{"sweep", "--existing", ""}, "not empty"},
 		{[]string{"doctor", "who"}, `"who"`},
 		{[]string{"doctor", "--database-url", "postgres://me:secret@localhost:port/app"}, "cannot parse"},
@@ -249,15 +242,6 @@ func TestCommandLinesThatMakeNoSense(t *testing.T) {
 		o.complains(t, exitUsage, test.want, "--help'")
 		require.NotContains(t, o.stderr, "secret")
 	}
-}
-
-// closedAddress is one at which nobody listens.
-func closedAddress(t *testing.T) string {
-	t.Helper()
-	listener, err := net.Listen("tcp", "127.0.0.1:0")
-	require.NoError(t, err)
-	require.NoError(t, listener.Close())
-	return listener.Addr().String()
 }
 
 // asking are all commands that ask the database, with arguments with which they would work.
@@ -281,7 +265,7 @@ func asking() [][]string {
 func TestNoDatabase(t *testing.T) {
 	t.Parallel()
 
-	address := closedAddress(t)
+	address := testkit.FreeAddress(t)
 	for _, args := range asking() {
 		o := invoke(t, "postgres://me:secret@"+address+"/app", args...)
 		o.complains(t, exitFailed, "refused", "DATABASE_URL")
@@ -305,7 +289,7 @@ func TestDatabaseThatIsNotMigrated(t *testing.T) {
 	t.Parallel()
 
 	db := pgtest.Empty(t)
-	before := objects(t, db)
+	before := pgtest.Objects(t, db.Pool)
 	for _, args := range asking()[3:] {
 		if args[0] != "doctor" {
 			o := invoke(t, db.URL, args...)
@@ -318,7 +302,7 @@ func TestDatabaseThatIsNotMigrated(t *testing.T) {
 	require.Contains(t, o.stdout, "the tables are not there\n")
 	require.Contains(t, o.stdout, "pgratelimit migrate up")
 	require.Equal(t, "pgratelimit doctor: 1 of 6 checks found a problem\n", o.stderr)
-	require.Equal(t, before, objects(t, db))
+	require.Equal(t, before, pgtest.Objects(t, db.Pool))
 }
 
 // What others have put where the tables and functions should be is not run with the rights of whoever looks after them.
@@ -338,29 +322,114 @@ func TestForeignObjectsAreNotRun(t *testing.T) {
 			db = pgtest.Empty(t)
 		}
 		if kind != "function" {
-			exe(t, db, sql)
+			pgtest.Exec(t, db.Pool, sql)
 			for _, args := range asking()[3:] { // those before them migrate
 				invoke(t, db.URL, args...).complains(t, 1, kind+" ", "is not what the migrations make")
 			}
 			continue
 		}
 		for _, function := range []string{"fixed_window", "sliding_window", "token_bucket", "sliding_log", "all", "reset", "sweep"} {
-			exe(t, db, "ALTER FUNCTION rate_limit_"+function+" SECURITY INVOKER")
-			invoke(t, db.URL, "limits").complains(t, 1, "function public.rate_limit_"+function+"(", "is not what the migrations make")
-			exe(t, db, "ALTER FUNCTION rate_limit_"+function+" SECURITY DEFINER")
+			pgtest.Exec(t, db.Pool, "ALTER FUNCTION rate_limit_"+function+" SECURITY INVOKER")
+			invoke(
+				t,
+				db.URL,
+				"limits",
+			).complains(t, 1, "function public.rate_limit_"+function+"(", "is not what the migrations make")
+			pgtest.Exec(t, db.Pool, "ALTER FUNCTION rate_limit_"+function+" SECURITY DEFINER")
 		}
 	}
 	db := pgtest.New(t)
 	invoke(t, urlWith(t, db, "search_path=public,pg_catalog"), "limits").complains(t, 1, "leave pg_catalog out")
 }
 
+// What a stranger owns could become something else between the look at it and its use, so nothing of it is used.
+func TestObjectsOfStrangersAreNotUsed(t *testing.T) {
+	t.Parallel()
+
+	for _, owned := range []string{"TABLE rate_limit_ephemeral", "TABLE rate_limit_durable", "FUNCTION rate_limit_sweep", "FUNCTION rate_limit_all"} {
+		db := pgtest.New(t)
+		pgtest.Exec(t, db.Pool, "GRANT CREATE ON SCHEMA public TO pg_monitor; ALTER "+owned+" OWNER TO pg_monitor")
+		for _, args := range asking()[3:] { // those before them migrate
+			if args[0] != "doctor" {
+				invoke(
+					t,
+					db.URL,
+					args...).complains(t, 1, "belongs to pg_monitor, who owns neither the schema nor the database")
+			}
+		}
+		// The owner of the database could put anything there at any time.
+		pgtest.Exec(t, db.Pool,
+			`DO $$ BEGIN EXECUTE format('ALTER DATABASE %I OWNER TO pg_monitor', current_database()); END $$`)
+		invoke(t, db.URL, "limits").done(t)
+	}
+}
+
+// The doctor looks at tables of strangers too. They cannot attach anything to them meanwhile that would run.
+func TestDoctorRunsNothingThatAppearsMeanwhile(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	pgtest.Exec(
+		t,
+		db.Pool,
+		`DO $$ BEGIN EXECUTE format('ALTER DATABASE %I SET default_transaction_isolation = %L', current_database(), 'repeatable read'); END $$;
+		GRANT CREATE ON SCHEMA public TO pg_monitor; ALTER TABLE rate_limit_ephemeral OWNER TO pg_monitor;
+		INSERT INTO rate_limit_ephemeral (prefix, key) VALUES ('login', 'user:123');
+		CREATE FUNCTION attack() RETURNS boolean LANGUAGE plpgsql AS 'BEGIN RAISE EXCEPTION $$it was run$$; END'`,
+	)
+	begin := func() pgx.Tx {
+		tx, err := db.Pool.Begin(t.Context())
+		require.NoError(t, err)
+		_, err = tx.Exec(t.Context(), "SET LOCAL ROLE pg_monitor")
+		require.NoError(t, err)
+		return tx
+	}
+	waiting := func(want int) {
+		testkit.WaitUntil(t, func() bool {
+			return want == pgtest.Scalar[int](
+				t,
+				db.Pool,
+				"SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'",
+			)
+		})
+	}
+	// The doctor has looked at the table, and waits for the first transaction to use it. The next one comes before its
+	// next use.
+	first, second := begin(), begin()
+	_, err := first.Exec(t.Context(), "LOCK TABLE rate_limit_ephemeral")
+	require.NoError(t, err)
+	doctor := command(t, urlWith(t, db, "role=pg_read_all_data"), "doctor")
+	var out bytes.Buffer
+	doctor.Stdout, doctor.Stderr = &out, &out
+	require.NoError(t, doctor.Start())
+	waiting(1)
+	attached := make(chan error, 1)
+	go func() {
+		_, err := second.Exec(
+			t.Context(),
+			`LOCK TABLE rate_limit_ephemeral; CREATE POLICY attack ON rate_limit_ephemeral USING (attack());
+			ALTER TABLE rate_limit_ephemeral ENABLE ROW LEVEL SECURITY`,
+		)
+		attached <- err
+	}()
+	waiting(2)
+	require.NoError(t, first.Commit(t.Context()))
+	require.NoError(t, <-attached)
+	waiting(1)
+	require.NoError(t, second.Commit(t.Context()))
+	require.Error(t, doctor.Wait())
+	require.NotContains(t, out.String(), "it was run")
+	require.Contains(t, out.String(), "table public.rate_limit_ephemeral is not what the migrations make")
+}
+
 func TestRoleWithoutRights(t *testing.T) {
 	t.Parallel()
 
 	db := pgtest.New(t)
-	exe(t, db, "REVOKE CREATE ON SCHEMA public FROM PUBLIC")
-	exe(t, db, "INSERT INTO rate_limit_ephemeral (prefix, key, expires_at) VALUES ('login', 'user:123', 9e15)")
-	before := objects(t, db)
+	pgtest.Exec(t, db.Pool, "REVOKE CREATE ON SCHEMA public FROM PUBLIC")
+	pgtest.Exec(t, db.Pool,
+		"INSERT INTO rate_limit_ephemeral (prefix, key, expires_at) VALUES ('login', 'user:123', 9e15)")
+	before := pgtest.Objects(t, db.Pool)
 	monitor := urlWith(t, db, "role=pg_monitor")
 	for _, args := range asking()[3:] {
 		if args[0] != "doctor" {
@@ -371,16 +440,58 @@ func TestRoleWithoutRights(t *testing.T) {
 	}
 	invoke(t, monitor, "migrate", "down", "--yes").complains(t, exitFailed, "42501")
 	empty := pgtest.Empty(t)
-	exe(t, empty, "REVOKE CREATE ON SCHEMA public FROM PUBLIC")
-	invoke(t, urlWith(t, empty, "role=pg_monitor"), "migrate", "up").complains(t, exitFailed, "not applied: 1 create_tables", "CREATE on the schema")
+	pgtest.Exec(t, empty.Pool, "REVOKE CREATE ON SCHEMA public FROM PUBLIC")
+	invoke(
+		t,
+		urlWith(t, empty, "role=pg_monitor"),
+		"migrate",
+		"up",
+	).complains(t, exitFailed, "not applied: 1 create_tables", "CREATE on the schema")
 
 	o := invoke(t, monitor, "doctor")
-	require.Zero(t, o.code, o.stderr)
-	require.Contains(t, o.stdout, "this role may not execute rate_limit_all, ")
+	require.Equal(t, exitFailed, o.code)
+	require.Contains(t, o.stdout, "this role may neither execute the functions nor read the tables")
 	require.Contains(t, o.stdout, "could not be looked at: permission denied") // the tables
-	require.Equal(t, before, objects(t, db))
-	require.Equal(t, 1, scalar[int](t, db, "SELECT count(*) FROM rate_limit_ephemeral"))
+	require.Equal(t, before, pgtest.Objects(t, db.Pool))
+	require.Equal(t, 1, pgtest.Scalar[int](t, db.Pool, "SELECT count(*) FROM rate_limit_ephemeral"))
 }
 
 // patience is how long a test waits at most for what is certain to come.
 const patience = time.Minute
+
+// Statements that look at the catalogs seem dear where enable_nestloop is off, and took seconds to compile. Here
+// whatever is to be compiled fails, because plpgsql is no compiler.
+func TestCommandsAreNotCompiled(t *testing.T) {
+	t.Parallel()
+
+	server := pgtest.Server(t, pgserver.Config{Settings: map[string]string{
+		"jit_provider": "plpgsql", "jit_above_cost": "20", "enable_nestloop": "off",
+	}})
+	const policy = "--policy=sliding 10/1m"
+	receipt := filepath.Join(t.TempDir(), "receipt.json")
+	for _, args := range [][]string{
+		{"migrate", "up"},
+		{"migrate", "status"},
+		{"take", "login", "a", policy, "--receipt", receipt},
+		{"refund", receipt},
+		{"grant", "login", "a", policy, "--cost", "5"},
+		{"peek", "login", "a", policy},
+		{"limits"},
+		{"limits", policy[:9] + "login=sliding 10/1m"},
+		{"top", "login", policy},
+		{"reset", "login", "a"},
+		{"reset", "login", "--all", "--yes"},
+		{"sweep"},
+		{"migrate", "down", "--yes"},
+		{"migrate", "up"},
+	} {
+		invoke(t, server.URL(), args...).done(t)
+	}
+	// The doctor finds out whether there is a compiler, which is the only thing that fails.
+	require.Equal(t, 1, strings.Count(invoke(t, server.URL(), "doctor").stdout, "could not be looked at"))
+	conn, err := pgx.Connect(t.Context(), server.URL())
+	require.NoError(t, err)
+	defer conn.Close(t.Context())
+	_, err = conn.Exec(t.Context(), "SELECT FROM pg_class JOIN pg_namespace ON true")
+	require.ErrorContains(t, err, "_PG_jit_provider_init", "nothing tells whether a statement is compiled")
+}

@@ -10,7 +10,6 @@ import (
 	"strings"
 	"time"
 
-	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/pressly/goose/v3"
 	"github.com/spf13/cobra"
 
@@ -21,8 +20,8 @@ func (a *app) migrateCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "migrate",
 		Short: "Make the tables and functions, or remove them",
-		Long: `Makes the tables and functions of the limiters in the schema of --schema, which has to exist, or in the one that search_path
-names first. Connect to Postgres itself, not through a pooler.`,
+		Long: `Makes the tables and functions of the limiters in the schema of --schema, which has to exist, or in
+the one that search_path names first. Connect to Postgres itself, not through a pooler.`,
 		Args: cobra.NoArgs,
 		RunE: missingCommand,
 	}
@@ -51,8 +50,8 @@ func (a *app) migrateDownCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "down",
 		Short: "Roll back the migration that was applied last",
-		Long: `Rolls back the migration that was applied last, or all those above a version. What a migration has made goes with it: the first
-one's tables, and so every count.`,
+		Long: `Rolls back the migration that was applied last, or all those above a version. What a migration has
+made goes with it. To roll back the first one drops the tables, and so every count.`,
 		Example: `  pgratelimit migrate down
   pgratelimit migrate down --to 0 --yes`,
 		Args: cobra.NoArgs,
@@ -61,7 +60,7 @@ one's tables, and so every count.`,
 		down, question := migrations.Down, "Roll back the last migration?"
 		if cmd.Flags().Changed("to") {
 			question = fmt.Sprintf("Roll back all migrations above version %d?", to)
-			down = func(ctx context.Context, pool *pgxpool.Pool) error { return migrations.DownTo(ctx, pool, to) }
+			down = func(ctx context.Context, pool migrations.DB) error { return migrations.DownTo(ctx, pool, to) }
 		}
 		if err := a.confirm(ctx, question+" What they have made goes with them, counts too.", yes); err != nil {
 			return err
@@ -80,7 +79,7 @@ func (a *app) migrateStatusCommand() *cobra.Command {
 		Short: "List the migrations, and when each was applied",
 		Args:  cobra.NoArgs,
 		RunE: action(func(ctx context.Context, _ []string) error {
-			return a.migrate(ctx, func(context.Context, *pgxpool.Pool) error { return nil })
+			return a.migrate(ctx, func(context.Context, migrations.DB) error { return nil })
 		}),
 	}
 	a.addJSON(cmd)
@@ -91,11 +90,12 @@ func (a *app) migrateStatusCommand() *cobra.Command {
 type migrationStatus struct {
 	Version   int64      `json:"version"`
 	Name      string     `json:"name"`
-	AppliedAt *time.Time `json:"applied_at"` // null: it is not applied
+	Applied   bool       `json:"applied"`
+	AppliedAt *time.Time `json:"applied_at"` // null if it is not applied, or if nobody can tell when
 }
 
-// migrate changes the database and prints what there is afterwards.
-func (a *app) migrate(ctx context.Context, change func(context.Context, *pgxpool.Pool) error) error {
+// migrate changes the database, and prints what is applied afterwards.
+func (a *app) migrate(ctx context.Context, change func(context.Context, migrations.DB) error) error {
 	pool, err := a.open(ctx, a.inSchema)
 	if err != nil {
 		return err
@@ -110,8 +110,8 @@ func (a *app) migrate(ctx context.Context, change func(context.Context, *pgxpool
 	}
 	list := make([]migrationStatus, len(all))
 	for i, migration := range all {
-		list[i] = migrationStatus{Version: migration.Version, Name: migration.Name}
-		if migration.Applied {
+		list[i] = migrationStatus{Version: migration.Version, Name: migration.Name, Applied: migration.Applied}
+		if !migration.AppliedAt.IsZero() {
 			list[i].AppliedAt = &migration.AppliedAt
 		}
 	}
@@ -119,8 +119,11 @@ func (a *app) migrate(ctx context.Context, change func(context.Context, *pgxpool
 		fmt.Fprintf(w, "VERSION\tNAME\tAPPLIED\n")
 		for _, migration := range list {
 			applied := "no"
-			if migration.AppliedAt != nil {
+			switch {
+			case migration.AppliedAt != nil:
 				applied = instant(*migration.AppliedAt)
+			case migration.Applied:
+				applied = "yes" // another tool has, or this role may not see when
 			}
 			name := migration.Name
 			if name == "" {
@@ -210,7 +213,7 @@ func withoutGoose(sql string) string {
 	return strings.TrimSpace(kept.String()) + "\n"
 }
 
-// choose returns the migrations of the given versions; without any, all.
+// choose returns the migrations of the given versions, or all if none are given.
 func choose(all []migration, versions []string) ([]migration, error) {
 	if len(versions) == 0 {
 		return all, nil

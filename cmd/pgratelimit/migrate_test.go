@@ -16,8 +16,8 @@ func TestMigrateUpAndDown(t *testing.T) {
 	t.Parallel()
 
 	db := pgtest.Empty(t)
-	exe(t, db, `CREATE SCHEMA "of somebody's"`)
-	before := objects(t, db)
+	pgtest.Exec(t, db.Pool, `CREATE SCHEMA "of somebody's"`)
+	before := pgtest.Objects(t, db.Pool)
 	all, err := readMigrations()
 	require.NoError(t, err)
 	applied := func(args ...string) (n int) {
@@ -31,20 +31,29 @@ func TestMigrateUpAndDown(t *testing.T) {
 	}
 
 	require.Zero(t, applied("migrate", "status"))
-	require.Equal(t, before, objects(t, db), "status writes")
+	require.Equal(t, before, pgtest.Objects(t, db.Pool), "status writes")
 	require.Len(t, all, applied("migrate", "up"))
 	require.Len(t, all, applied("migrate", "up"))
 	require.Len(t, all, applied("migrate", "status"))
-	require.Equal(t, "of somebody's", scalar[string](t, db, "SELECT schemaname FROM pg_tables WHERE tablename = 'rate_limit_durable'"))
-	require.Contains(t, invoke(t, db.URL, "migrate", "status").done(t), "create_tables     no\n", "in public there are none")
+	require.Equal(
+		t,
+		"of somebody's",
+		pgtest.Scalar[string](t, db.Pool, "SELECT schemaname FROM pg_tables WHERE tablename = 'rate_limit_durable'"),
+	)
+	require.Contains(
+		t,
+		invoke(t, db.URL, "migrate", "status").done(t),
+		"create_tables     no\n",
+		"in public there are none",
+	)
 
 	o := invoke(t, db.URL, "migrate", "down", "--schema", "of somebody's")
 	o.complains(t, exitUsage, "no terminal", "--yes")
 	require.Len(t, all, applied("migrate", "status"))
 	require.Len(t, all, applied("migrate", "down", "--yes")+1)
 	require.Zero(t, applied("migrate", "down", "--yes", "--to", "0"))
-	exe(t, db, `DROP TABLE "of somebody's".rate_limit_goose_version`)
-	require.Equal(t, before, objects(t, db))
+	pgtest.Exec(t, db.Pool, `DROP TABLE "of somebody's".rate_limit_goose_version`)
+	require.Equal(t, before, pgtest.Objects(t, db.Pool))
 }
 
 // What migrate print prints does, in another tool, what migrate up does.
@@ -52,16 +61,22 @@ func TestMigratePrint(t *testing.T) {
 	t.Parallel()
 
 	db := pgtest.Empty(t)
-	before := objects(t, db)
+	pgtest.Exec(t, db.Pool, "REVOKE CREATE ON SCHEMA public FROM PUBLIC") // which Postgres 14 grants
+	before := pgtest.Objects(t, db.Pool)
 	apply := func(args ...string) {
-		_, err := db.Pool.Exec(t.Context(), invoke(t, "", append([]string{"migrate", "print"}, args...)...).done(t), pgx.QueryExecModeSimpleProtocol)
+		_, err := db.Pool.Exec(
+			t.Context(),
+			invoke(t, "", append([]string{"migrate", "print"}, args...)...).done(t),
+			pgx.QueryExecModeSimpleProtocol,
+		)
 		require.NoError(t, err)
 	}
 	apply()
 	o := invoke(t, db.URL, "doctor")
 	require.Contains(t, o.done(t), "up to date, at version 3")
+	require.Regexp(t, `(?m)^3 +create_sweep +yes$`, invoke(t, db.URL, "migrate", "status").done(t))
 	apply("--down")
-	require.Equal(t, before, objects(t, db))
+	require.Equal(t, before, pgtest.Objects(t, db.Pool))
 
 	all, err := readMigrations()
 	require.NoError(t, err)
@@ -70,7 +85,28 @@ func TestMigratePrint(t *testing.T) {
 	}
 	require.Contains(t, invoke(t, db.URL, "doctor").done(t), "up to date, at version 3")
 	apply("--down")
-	require.Equal(t, before, objects(t, db))
+	require.Equal(t, before, pgtest.Objects(t, db.Pool))
+
+	// What was printed is adopted, from every version on, and rolled back. Status, doctor and the tables agree.
+	for _, migration := range all {
+		apply(fmt.Sprint(migration.Version))
+		listed := decode[[]migrationStatus](t, invoke(t, db.URL, "migrate", "up", "--json"))
+		require.Len(t, listed, len(all))
+		for _, one := range listed {
+			require.NotZero(t, *one.AppliedAt)
+		}
+		require.Contains(t, invoke(t, db.URL, "doctor").done(t), "up to date, at version 3")
+		invoke(t, db.URL, "migrate", "down", "--to", fmt.Sprint(migration.Version), "--yes").done(t)
+		pgtest.Exec(t, db.Pool, "DROP TABLE rate_limit_goose_version")
+	}
+	invoke(t, db.URL, "migrate", "down", "--to", "0", "--yes").done(t)
+	pgtest.Exec(t, db.Pool, "DROP TABLE rate_limit_goose_version")
+	require.Equal(t, before, pgtest.Objects(t, db.Pool))
+
+	// What was changed since is not.
+	apply()
+	pgtest.Exec(t, db.Pool, "ALTER TABLE rate_limit_durable DROP COLUMN scale")
+	invoke(t, db.URL, "migrate", "up").complains(t, exitFailed, "table rate_limit_durable lacks column scale")
 
 	for i, printed := range decode[[]migration](t, invoke(t, "", "migrate", "print", "--json")) {
 		require.Equal(t, all[i].Version, printed.Version)
@@ -84,7 +120,7 @@ func TestMigrateStatusOfANewerVersion(t *testing.T) {
 
 	db := pgtest.Empty(t)
 	require.NoError(t, migrations.Up(t.Context(), db.Pool))
-	exe(t, db, "INSERT INTO rate_limit_goose_version (version_id, is_applied) VALUES (99999, true)")
+	pgtest.Exec(t, db.Pool, "INSERT INTO rate_limit_goose_version (version_id, is_applied) VALUES (99999, true)")
 	require.Contains(t, invoke(t, db.URL, "migrate", "status").done(t), "99999    (of a newer version of this command)")
 	invoke(t, db.URL, "migrate", "down", "--yes").complains(t, exitFailed, "newer version of this module")
 }

@@ -8,11 +8,10 @@ import (
 	"github.com/spf13/pflag"
 
 	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/internal/algorithm"
 )
 
-const policyUsage = `limit of each key, like "fixed 100/1m", "sliding 100/1m", "log 100/1m" or "bucket 20 5/10s"`
-
-// policyValue is a flag that is a policy.
+// policyValue is a flag whose value is a policy.
 type policyValue struct{ ratelimit.Policy }
 
 var _ pflag.Value = (*policyValue)(nil)
@@ -31,15 +30,20 @@ func (v *policyValue) String() string {
 
 func (*policyValue) Type() string { return "policy" }
 
-// addPolicy adds a flag without which the command does not run.
+// addPolicy adds the flag --policy, without which the command does not run.
 func addPolicy(cmd *cobra.Command, policy *policyValue) {
-	cmd.Flags().Var(policy, "policy", policyUsage)
+	cmd.Flags().Var(policy, "policy", "limit of each key, like "+algorithm.Examples())
 	cobra.CheckErr(cmd.MarkFlagRequired("policy"))
-	cobra.CheckErr(cmd.RegisterFlagCompletionFunc("policy", cobra.FixedCompletions(policyExamples(), cobra.ShellCompDirectiveNoFileComp)))
+	cobra.CheckErr(cmd.RegisterFlagCompletionFunc("policy",
+		cobra.FixedCompletions(policyExamples(), cobra.ShellCompDirectiveNoFileComp)))
 }
 
 func policyExamples() []string {
-	return []string{"fixed 100/1m", "sliding 100/1m", "log 100/1m", "bucket 20 5/10s"}
+	var examples []string
+	for _, a := range algorithm.All() {
+		examples = append(examples, a.Example)
+	}
+	return examples
 }
 
 // policiesValue is a flag that gives policies to limiters by their names.
@@ -48,7 +52,7 @@ type policiesValue map[string]ratelimit.Policy
 var _ pflag.Value = policiesValue{}
 
 func (v policiesValue) Set(text string) error {
-	i := strings.LastIndexByte(text, '=') // a name may have one
+	i := strings.LastIndexByte(text, '=') // the last one, since a name may have one too
 	if i < 1 {
 		return errors.New(`it has to look like "login=sliding 100/1m"`)
 	}
@@ -61,5 +65,6 @@ func (policiesValue) String() string { return "" }
 func (policiesValue) Type() string   { return "name=policy" }
 
 func addDurable(cmd *cobra.Command, durable *bool) {
-	cmd.Flags().BoolVar(durable, "durable", false, "the limiter's rows are in rate_limit_durable, not in rate_limit_ephemeral")
+	cmd.Flags().BoolVar(durable, "durable", false,
+		"the limiter's rows are in rate_limit_durable, not in rate_limit_ephemeral")
 }

@@ -21,7 +21,8 @@ type shortener struct {
 	links sync.Map // from code to URL
 }
 
-// newShortener returns the demo's web application: POST /shorten makes a short link, and GET follows it. Only the first is limited.
+// newShortener returns the demo's web application: POST /shorten makes a short link, and GET follows it. Only
+// POST is limited.
 func newShortener(base string, limiter *ratelimit.Limiter) (http.Handler, error) {
 	limit, err := httplimit.New(limiter, httplimit.Config{
 		Key: httplimit.ByIP(), Headers: httplimit.XRateLimit, Logger: slog.Default(),

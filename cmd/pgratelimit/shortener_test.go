@@ -21,7 +21,7 @@ func newTestShortener(t *testing.T, pool *pgxpool.Pool, limit int64) http.Handle
 		Name:      "shorten",
 		Policy:    ratelimit.SlidingWindow{Limit: limit, Window: time.Minute},
 		OnFailure: ratelimit.ReturnError(),
-		Test:      ratelimit.TestConfig{Now: func() time.Time { return now }},
+		Client:    ratelimit.ClientConfig{Test: ratelimit.TestConfig{Now: func() time.Time { return now }}},
 	})
 	require.NoError(t, err)
 	handler, err := newShortener("http://short.test", limiter)

@@ -8,7 +8,6 @@ import (
 	"log/slog"
 	"time"
 
-	"github.com/schollz/progressbar/v3"
 	"github.com/spf13/cobra"
 
 	"github.com/pgratelimit/ratelimit/cleanup"
@@ -30,9 +29,10 @@ func (a *app) sweepCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "sweep",
 		Short: "Delete the rows that have expired",
-		Long: `Deletes the rows that expired a minute ago or more, in small transactions that wait for nobody, and uses a set share of the time.
-One pass, for cron, takes ten minutes at most; the next one goes on where it stopped. With --every it stays, and logs a line for each
-pass that deleted something. Sweeping changes no decision: an expired row means the same as no row.`,
+		Long: `Deletes the rows that expired a minute ago or more, in small transactions that wait for nobody, and
+uses a set share of the time. One pass, for cron, takes ten minutes at most, and the next one goes on
+where it stopped. With --every the command stays, and logs a line for each pass that deleted
+something. Sweeping changes no decision: an expired row means the same as no row.`,
 		Example: `  pgratelimit sweep
   pgratelimit sweep --every 5m
   pgratelimit sweep --existing login --existing api`,
@@ -43,10 +43,11 @@ pass that deleted something. Sweeping changes no decision: an expired row means 
 				return err
 			}
 			defer pool.Close()
+			config.Logger = slog.New(slog.DiscardHandler) // what one pass has done is printed
 			if every != 0 {
 				config.Interval, config.Logger = every, a.logger()
 			}
-			if _, err := cleanup.New(pool, config); err != nil { // before anything is asked
+			if _, err := cleanup.New(pool, config); err != nil { // checks config before the database is asked
 				return err
 			}
 			if config.Schema, err = a.home(ctx, pool); err != nil {
@@ -59,10 +60,8 @@ pass that deleted something. Sweeping changes no decision: an expired row means 
 				}
 				return sweeper.Run(ctx)
 			}
-			bar := newBar(a.stderr)
-			if isTerminal(a.stderr) && !a.json {
-				config.Progress = bar.update
-			}
+			bar := a.newBar("sweeping")
+			config.Progress = bar.update
 			sweeper, err := cleanup.New(pool, config)
 			if err != nil {
 				return err
@@ -75,8 +74,18 @@ pass that deleted something. Sweeping changes no decision: an expired row means 
 			return errors.Join(err, a.printSweep(result))
 		}),
 	}
+	cmd.PreRunE = func(cmd *cobra.Command, _ []string) error { // a zero would be taken for the default
+		switch {
+		case cmd.Flags().Changed("every") && every == 0:
+			return usageError{errors.New("--every must be at least 1s")}
+		case cmd.Flags().Changed("share") && config.Share == 0:
+			return usageError{errors.New("--share must be above 0 and at most 1")}
+		}
+		return nil
+	}
 	cmd.Flags().DurationVar(&every, "every", 0, "stay, and do a pass in each of these times, at least 1s")
-	cmd.Flags().Float64Var(&config.Share, "share", 0.2, "share of the time in which the database works for a pass, at most 1")
+	cmd.Flags().Float64Var(&config.Share, "share", 0.2,
+		"share of the time in which the database works for a pass, at most 1")
 	cmd.Flags().StringArrayVar(&config.Names, "existing", nil,
 		"`name` of a limiter that exists; name ALL of them, since the rows of all others are deleted, EXPIRED OR NOT")
 	a.addJSON(cmd)
@@ -88,33 +97,6 @@ func (a *app) logger() *slog.Logger {
 		return slog.New(slog.NewJSONHandler(a.stdout, nil))
 	}
 	return slog.New(slog.NewTextHandler(a.stdout, nil))
-}
-
-// bar shows how far a sweep is, from its first update on. If it cannot be drawn, that is no reason to stop.
-type bar struct{ *progressbar.ProgressBar }
-
-func newBar(w io.Writer) bar {
-	return bar{progressbar.NewOptions64(1,
-		progressbar.OptionSetWriter(w),
-		progressbar.OptionSetDescription("sweeping"),
-		progressbar.OptionSetWidth(40),
-		progressbar.OptionSetElapsedTime(false),
-		progressbar.OptionThrottle(50*time.Millisecond),
-		progressbar.OptionClearOnFinish(),
-	)}
-}
-
-func (b bar) update(done, total int64) {
-	if total > 0 { // else there is nothing to sweep
-		b.ChangeMax64(total)
-		_ = b.Set64(done)
-	}
-}
-
-func (b bar) remove() {
-	if b.IsStarted() {
-		_ = b.Clear()
-	}
 }
 
 func (a *app) printSweep(r cleanup.Result) error {

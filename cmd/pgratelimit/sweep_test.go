@@ -13,7 +13,13 @@ import (
 // fillExpired makes rows that expired long ago.
 func fillExpired(t *testing.T, db *pgtest.DB, name string, n int) {
 	t.Helper()
-	exe(t, db, "INSERT INTO rate_limit_ephemeral (prefix, key, expires_at) SELECT $1, i::text, 1 FROM generate_series(1, $2::int) AS i", name, n)
+	pgtest.Exec(
+		t,
+		db.Pool,
+		"INSERT INTO rate_limit_ephemeral (prefix, key, expires_at) SELECT $1, i::text, 1 FROM generate_series(1, $2::int) AS i",
+		name,
+		n,
+	)
 }
 
 func TestSweep(t *testing.T) {
@@ -23,7 +29,7 @@ func TestSweep(t *testing.T) {
 	fillExpired(t, db, "login", 2500)
 	fill(t, db, "rate_limit_ephemeral", "login", 3, 1)
 	require.Regexp(t, `^deleted 2500 rows, read \d+ pages, in 3 batches and \S+\n$`, invoke(t, db.URL, "sweep").done(t))
-	require.Equal(t, 3, scalar[int](t, db, "SELECT count(*) FROM rate_limit_ephemeral"))
+	require.Equal(t, 3, pgtest.Scalar[int](t, db.Pool, "SELECT count(*) FROM rate_limit_ephemeral"))
 
 	fillExpired(t, db, "login", 10)
 	result := decode[sweepResult](t, invoke(t, db.URL, "sweep", "--json"))
@@ -33,10 +39,11 @@ func TestSweep(t *testing.T) {
 
 	fill(t, db, "rate_limit_durable", "api", 4, 1)
 	require.EqualValues(t, 3, decode[sweepResult](t, invoke(t, db.URL, "sweep", "--json", "--existing", "api")).Deleted)
-	require.Equal(t, 4, scalar[int](t, db, "SELECT count(*) FROM rate_limit_durable"))
+	require.Equal(t, 4, pgtest.Scalar[int](t, db.Pool, "SELECT count(*) FROM rate_limit_durable"))
 
-	exe(t, db, "UPDATE rate_limit_sweeper SET held_by = 'somebody', held_at = clock_timestamp() + interval '1 second'")
-	exe(t, db, "UPDATE rate_limit_sweeper SET held_at = clock_timestamp()")
+	pgtest.Exec(t, db.Pool,
+		"UPDATE rate_limit_sweeper SET held_by = 'somebody', held_at = clock_timestamp() + interval '1 second'")
+	pgtest.Exec(t, db.Pool, "UPDATE rate_limit_sweeper SET held_at = clock_timestamp()")
 	require.Equal(t, "skipped: another sweeper is at work\n", invoke(t, db.URL, "sweep").done(t))
 }
 
@@ -44,7 +51,7 @@ func TestSweepStays(t *testing.T) {
 	t.Parallel()
 
 	db := pgtest.New(t)
-	rows := func() int { return scalar[int](t, db, "SELECT count(*) FROM rate_limit_ephemeral") }
+	rows := func() int { return pgtest.Scalar[int](t, db.Pool, "SELECT count(*) FROM rate_limit_ephemeral") }
 	fillExpired(t, db, "login", 5)
 	process := start(t, command(t, db.URL, "sweep", "--every", "1s", "--json"))
 	process.readTo(`{"time":`)
@@ -93,7 +100,7 @@ func TestInterruptASweep(t *testing.T) {
 	db := pgtest.New(t)
 	fillExpired(t, db, "login", 20_000)
 	p := onTerminal(t, command(t, db.URL, "sweep", "--share", "0.001")) // with long pauses
-	rows := func() int { return scalar[int](t, db, "SELECT count(*) FROM rate_limit_ephemeral") }
+	rows := func() int { return pgtest.Scalar[int](t, db.Pool, "SELECT count(*) FROM rate_limit_ephemeral") }
 	p.waitFor("sweeping") // the first batch is done
 	p.typeIn("\x03")
 	code, shown := p.wait()

@@ -14,6 +14,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
+	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
 // terminal is a command on a terminal of its own, with a person at it.
@@ -54,7 +55,14 @@ func (p *terminal) shown() string {
 
 func (p *terminal) waitFor(text string) {
 	p.t.Helper()
-	require.Eventually(p.t, func() bool { return strings.Contains(p.shown(), text) }, patience, 5*time.Millisecond, "%q does not come", text)
+	require.Eventually(
+		p.t,
+		func() bool { return strings.Contains(p.shown(), text) },
+		patience,
+		5*time.Millisecond,
+		"%q does not come",
+		text,
+	)
 }
 
 func (p *terminal) typeIn(text string) {
@@ -80,7 +88,12 @@ func TestResetAllAsksFirst(t *testing.T) {
 	ask := func() *terminal {
 		p := onTerminal(t, command(t, db.URL, "reset", "login", "--all"))
 		p.waitFor(question)
-		require.Equal(t, 20, scalar[int](t, db, "SELECT count(*) FROM rate_limit_ephemeral"), "it did not wait for the answer")
+		require.Equal(
+			t,
+			20,
+			pgtest.Scalar[int](t, db.Pool, "SELECT count(*) FROM rate_limit_ephemeral"),
+			"it did not wait for the answer",
+		)
 		return p
 	}
 	for answer, says := range map[string]string{
@@ -95,7 +108,7 @@ func TestResetAllAsksFirst(t *testing.T) {
 		code, shown := p.wait()
 		require.Equal(t, exitFailed, code)
 		require.True(t, strings.HasSuffix(shown, says), shown)
-		require.Equal(t, 20, scalar[int](t, db, "SELECT count(*) FROM rate_limit_ephemeral"))
+		require.Equal(t, 20, pgtest.Scalar[int](t, db.Pool, "SELECT count(*) FROM rate_limit_ephemeral"))
 	}
 
 	p := ask()
@@ -103,27 +116,27 @@ func TestResetAllAsksFirst(t *testing.T) {
 	code, shown := p.wait()
 	require.Zero(t, code, shown)
 	require.True(t, strings.HasSuffix(shown, "reset 20 in rate_limit_ephemeral\n"), shown)
-	require.Zero(t, scalar[int](t, db, "SELECT count(*) FROM rate_limit_ephemeral"))
+	require.Zero(t, pgtest.Scalar[int](t, db.Pool, "SELECT count(*) FROM rate_limit_ephemeral"))
 }
 
 func TestMigrateDownAsksFirst(t *testing.T) {
 	t.Parallel()
 
 	db := pgtest.New(t)
-	before := objects(t, db)
+	before := pgtest.Objects(t, db.Pool)
 	p := onTerminal(t, command(t, db.URL, "migrate", "down", "--to", "0"))
 	p.waitFor("Roll back all migrations above version 0? What they have made goes with them, counts too. [y/N] ")
 	p.typeIn("n\n")
 	code, _ := p.wait()
 	require.Equal(t, exitFailed, code)
-	require.Equal(t, before, objects(t, db))
+	require.Equal(t, before, pgtest.Objects(t, db.Pool))
 
 	p = onTerminal(t, command(t, db.URL, "migrate", "down"))
 	p.waitFor("[y/N] ")
 	p.typeIn("y\n")
 	code, shown := p.wait()
 	require.Zero(t, code, shown)
-	require.NotEqual(t, before, objects(t, db))
+	require.NotEqual(t, before, pgtest.Objects(t, db.Pool))
 }
 
 // Ctrl-C ends the statement on the server too.
@@ -137,11 +150,19 @@ func TestInterruptedStatementsEnd(t *testing.T) {
 	require.NoError(t, err)
 	p := onTerminal(t, command(t, db.URL, "limits", "--timeout", "1h"))
 	waiting := func() int {
-		return scalar[int](t, db, "SELECT count(*) FROM pg_stat_activity WHERE application_name = 'pgratelimit' AND datname = current_database()")
+		return pgtest.Scalar[int](
+			t,
+			db.Pool,
+			"SELECT count(*) FROM pg_stat_activity WHERE application_name = 'pgratelimit' AND datname = current_database()",
+		)
 	}
-	require.Eventually(t, func() bool {
-		return scalar[bool](t, db, "SELECT count(*) = 1 FROM pg_locks WHERE NOT granted AND relation = 'rate_limit_ephemeral'::regclass")
-	}, patience, 5*time.Millisecond)
+	testkit.WaitUntil(t, func() bool {
+		return pgtest.Scalar[bool](
+			t,
+			db.Pool,
+			"SELECT count(*) = 1 FROM pg_locks WHERE NOT granted AND relation = 'rate_limit_ephemeral'::regclass",
+		)
+	})
 	p.typeIn("\x03")
 	code, shown := p.wait()
 	require.Equal(t, exitFailed, code)

@@ -8,19 +8,21 @@ import (
 	"fmt"
 	"io"
 	"slices"
+	"time"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/spf13/cobra"
 
 	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/internal/algorithm"
 )
 
 // keyState is what is left to a key. Times are microseconds.
 type keyState struct {
 	Key          string `json:"key"`
 	Remaining    int64  `json:"remaining"`
-	RetryAfterUS int64  `json:"retry_after_us"` // 0: a cost of 1 fits
+	RetryAfterUS int64  `json:"retry_after_us"` // 0 if a cost of 1 fits
 	ResetAfterUS int64  `json:"reset_after_us"`
 }
 
@@ -30,6 +32,8 @@ type topResult struct {
 	Table    string     `json:"table"`
 	Looked   int64      `json:"rows_looked_at"`
 	Complete bool       `json:"complete"` // all rows of the limiter were looked at
+	Share    float64    `json:"share"`    // about how much of the limiter's rows that is, from 0 to 1
+	At       time.Time  `json:"at"`       // the database's clock, from which all times count
 	Keys     []keyState `json:"keys"`
 }
 
@@ -41,9 +45,11 @@ func (a *app) topCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "top NAME --policy POLICY",
 		Short: "List the keys of a limiter that are closest to their limit, or over it",
-		Long: `Lists the keys of a limiter that have least left, with how long it takes until a cost of 1 fits, and until they are as good as new.
-The policy has to be given, because the rows do not hold it. The keys are looked at in batches, which read and wait for nobody;
-of a limiter with more than --max-rows keys, only that many, and the output says so. Keys that have taken nothing are not listed.`,
+		Long: `Lists the keys of a limiter that have least left, with how long it takes until a cost of 1 fits, and
+until they are as good as new. All times count from one moment. The policy has to be given, because
+the rows do not hold it. The keys are looked at in batches, which only read, and wait for nobody. If a
+limiter has more than --max-rows keys, about that many are looked at, chosen at random, and the output
+says which share of them that is. Keys that have taken nothing are not listed.`,
 		Example: `  pgratelimit top login --policy "sliding 10/1m"
   pgratelimit top api --policy "fixed 100000/30d" --durable -n 50 --json`,
 		Args: cobra.ExactArgs(1),
@@ -57,14 +63,18 @@ of a limiter with more than --max-rows keys, only that many, and the output says
 			}
 			defer pool.Close()
 			result := topResult{Limiter: args[0], Table: table(durable), Keys: []keyState{}}
-			result.Looked, result.Complete, err = a.peekAll(ctx, pool, args[0], policy.Policy, durable, maxRows, func(states []keyState) {
-				result.Keys = append(result.Keys, slices.DeleteFunc(states, func(s keyState) bool { return s.ResetAfterUS == 0 })...)
+			sample, err := a.peekAll(ctx, pool, args[0], policy.Policy, durable, maxRows, func(states []keyState) {
+				result.Keys = append(result.Keys, slices.DeleteFunc(states, func(s keyState) bool {
+					return s.ResetAfterUS == 0
+				})...)
 				slices.SortFunc(result.Keys, closest)
 				result.Keys = result.Keys[:min(n, len(result.Keys))]
 			})
 			if err != nil {
 				return err
 			}
+			result.Looked, result.Complete = int64(len(sample.keys)), sample.share == 1
+			result.Share, result.At = sample.share, sample.at.UTC()
 			return a.print(result, result.print)
 		}),
 	}
@@ -77,11 +87,14 @@ of a limiter with more than --max-rows keys, only that many, and the output says
 	return cmd
 }
 
+const defaultMaxRows = 100_000
+
 func addMaxRows(cmd *cobra.Command, maxRows *int64) {
-	cmd.Flags().Int64Var(maxRows, "max-rows", 100_000, "look at no more rows of a limiter; 100,000 take about a second")
+	cmd.Flags().Int64Var(maxRows, "max-rows", defaultMaxRows,
+		"look at no more rows of a limiter, chosen at random; 100,000 take some seconds")
 }
 
-// closest puts those first that have least left, and among these those that have to wait longest.
+// closest sorts the keys that have least left first, and among these the ones that have to wait longest.
 func closest(a, b keyState) int {
 	return cmp.Or(cmp.Compare(a.Remaining, b.Remaining), cmp.Compare(b.RetryAfterUS, a.RetryAfterUS),
 		cmp.Compare(b.ResetAfterUS, a.ResetAfterUS), cmp.Compare(a.Key, b.Key))
@@ -98,70 +111,118 @@ func (r topResult) print(w io.Writer) {
 	}
 	fmt.Fprintf(w, "\n%d rows of limiter %s in %s looked at", r.Looked, printable(r.Limiter), r.Table)
 	if !r.Complete {
-		fmt.Fprintf(w, ", and there are more: see --max-rows")
+		fmt.Fprintf(w, ", chosen at random, which is about %.2g %% of them: see --max-rows", 100*r.Share)
 	}
 	fmt.Fprintln(w)
 }
 
 var (
-	//go:embed sql/peek_fixed.sql
-	peekFixedSQL string
-	//go:embed sql/peek_sliding.sql
-	peekSlidingSQL string
-	//go:embed sql/peek_bucket.sql
-	peekBucketSQL string
-	//go:embed sql/peek_log.sql
-	peekLogSQL string
+	//go:embed sql/peek.sql
+	peekSQL string
+	//go:embed sql/sample_ephemeral.sql
+	sampleEphemeralSQL string
+	//go:embed sql/sample_durable.sql
+	sampleDurableSQL string
 )
 
-// peekAll asks for the state of a limiter's keys, in batches, each in its own transaction. It tells how many rows it has looked
-// at, and whether those were all.
-func (a *app) peekAll(ctx context.Context, pool *pgxpool.Pool, name string, policy ratelimit.Policy, durable bool, maxRows int64,
+// sample is some keys of a limiter, or all of them.
+type sample struct {
+	keys  []string
+	share float64   // about how much of the limiter's keys these are; 1 if they are all
+	at    time.Time // the database's clock when they were chosen
+}
+
+// peekAll asks for the state of a limiter's keys at one moment, in batches, each in its own transaction. Of more than
+// maxRows keys it takes a sample.
+func (a *app) peekAll(
+	ctx context.Context, pool *pgxpool.Pool, name string, policy ratelimit.Policy, durable bool, maxRows int64,
 	visit func([]keyState),
-) (looked int64, complete bool, err error) {
-	var after string
-	for {
-		left := maxRows - looked
-		var keys []string
+) (s sample, err error) {
+	if s, err = a.sampleKeys(ctx, pool, name, durable, maxRows); err != nil {
+		return s, err
+	}
+	bar, done := a.newBar("looking"), 0
+	defer bar.remove()
+	for keys := range slices.Chunk(s.keys, batchSize) {
 		var states []keyState
-		err := a.read(ctx, pool, func(tx pgx.Tx) (err error) {
-			// With nothing left to look at, one more key tells that there are more.
-			keys, err = nextKeys(ctx, tx, name, after, min(batchSize, max(left, 1)), durable)
-			if err == nil && len(keys) > 0 && left > 0 {
-				states, err = peekKeys(ctx, tx, name, policy, durable, keys)
-			}
+		if err := a.read(ctx, pool, func(tx pgx.Tx) (err error) {
+			states, err = peekKeys(ctx, tx, name, policy, durable, keys, s.at)
 			return err
-		})
-		switch {
-		case err != nil:
-			return looked, false, err
-		case len(keys) == 0:
-			return looked, true, nil
-		case left == 0:
-			return looked, false, nil
+		}); err != nil {
+			return s, err
 		}
 		visit(states)
-		looked += int64(len(keys))
-		after = keys[len(keys)-1]
+		done += len(keys)
+		bar.update(int64(done), int64(len(s.keys)))
 	}
+	return s, nil
+}
+
+// sampleKeys returns all keys of a limiter, or if it has more than maxRows, some of them. Then each block of the
+// table, and each row of the limiter in these blocks, is as likely as any other.
+func (a *app) sampleKeys(
+	ctx context.Context, pool *pgxpool.Pool, name string, durable bool, maxRows int64,
+) (s sample, err error) {
+	query := sampleEphemeralSQL
+	if durable {
+		query = sampleDurableSQL
+	}
+	err = a.read(ctx, pool, func(tx pgx.Tx) (err error) {
+		if err = tx.QueryRow(ctx, "SELECT clock_timestamp()").Scan(&s.at); err != nil {
+			return err
+		}
+		s.share = 1
+		if s.keys, err = nextKeys(ctx, tx, name, "", maxRows+1, durable); err != nil || int64(len(s.keys)) <= maxRows {
+			return err
+		}
+		rows, err := tx.Query(ctx, sizesSQL)
+		if err != nil {
+			return err
+		}
+		var size tableSize
+		if _, err = pgx.ForEachRow(rows, []any{&size.Table, &size.TableBytes, &size.TotalBytes}, func() error {
+			if size.Table == table(durable) {
+				// A sample of the usual size holds about as many rows as are looked at by default.
+				s.share = sampleShare(size.TableBytes) * max(1, float64(maxRows)/defaultMaxRows)
+			}
+			return nil
+		}); err != nil {
+			return err
+		}
+		s.share = min(s.share, 1)
+		if rows, err = tx.Query(ctx, query, name, 100*s.share, maxRows); err != nil {
+			return err
+		}
+		s.keys = nil
+		var key string
+		var from int64
+		_, err = pgx.ForEachRow(rows, []any{&key, &from}, func() error {
+			s.keys = append(s.keys, key)
+			return nil
+		})
+		slices.Sort(s.keys) // so that a batch is close together in the index
+		if from > 0 {
+			s.share *= float64(len(s.keys)) / float64(from)
+		}
+		return err
+	})
+	return s, err
 }
 
 // peekKeys asks the database for the states of keys, in their order.
-func peekKeys(ctx context.Context, tx pgx.Tx, name string, policy ratelimit.Policy, durable bool, keys []string) ([]keyState, error) {
-	query, args := peekFixedSQL, []any{name, keys, durable}
-	switch p := policy.(type) {
-	case ratelimit.FixedWindow:
-		args = append(args, p.Limit, p.Window.Microseconds())
-	case ratelimit.SlidingWindow:
-		query, args = peekSlidingSQL, append(args, p.Limit, p.Window.Microseconds())
-	case ratelimit.TokenBucket:
-		query, args = peekBucketSQL, append(args, p.Capacity, p.Refill, p.Every.Microseconds())
-	case ratelimit.SlidingLog:
-		query, args = peekLogSQL, append(args, p.Limit, p.Window.Microseconds())
-	default:
-		return nil, fmt.Errorf("one policy is needed: the rows of the second of %q are those of the limiter %s/2, and so on", policy, name)
+func peekKeys(
+	ctx context.Context, tx pgx.Tx, name string, policy ratelimit.Policy, durable bool, keys []string, at time.Time,
+) ([]keyState, error) {
+	numbers, err := algorithm.Parse(policy.String())
+	if err != nil {
+		return nil, err
 	}
-	rows, err := tx.Query(ctx, query, args...)
+	if len(numbers) > 1 {
+		return nil, fmt.Errorf("one policy is needed: "+
+			"the rows of the second of %q are those of the limiter %s/2, and so on", policy, name)
+	}
+	p := numbers[0]
+	rows, err := tx.Query(ctx, peekSQL, name, keys, durable, p.Algorithm, p.Limit, p.Span.Microseconds(), p.Refill, at)
 	if err != nil {
 		return nil, err
 	}

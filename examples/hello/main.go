@@ -1,7 +1,9 @@
+// A server that admits ten requests a minute from each address.
 package main
 
 import (
 	"context"
+	"fmt"
 	"log"
 	"net/http"
 	"os"
@@ -9,22 +11,36 @@ import (
 
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/httplimit"
+	"github.com/pgratelimit/ratelimit/migrations"
 )
 
 func main() {
-	pool, err := pgxpool.New(context.Background(), os.Getenv("DATABASE_URL"))
+	ctx := context.Background()
+	pool, err := pgxpool.New(ctx, os.Getenv("DATABASE_URL"))
 	if err != nil {
 		log.Fatal(err)
 	}
-	limiter, err := ratelimit.New(pool, ratelimit.Config{Name: "hello", Policy: ratelimit.SlidingWindow{Limit: 10, Window: time.Minute}})
+	if err := migrations.Up(ctx, pool); err != nil { // makes the library's tables and functions
+		log.Fatal(err)
+	}
+	limiter, err := ratelimit.New(pool, ratelimit.Config{
+		Name:      "address",
+		Policy:    ratelimit.SlidingWindow{Limit: 10, Window: time.Minute},
+		OnFailure: ratelimit.FailOpen(), // let requests pass while Postgres is away
+	})
 	if err != nil {
 		log.Fatal(err)
 	}
-	log.Fatal(http.ListenAndServe("localhost:8080", http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		if result, err := limiter.Allow(r.Context(), r.URL.Path); err != nil {
-			http.Error(w, err.Error(), http.StatusServiceUnavailable)
-		} else if !result.Allowed {
-			http.Error(w, "retry after "+result.RetryAfter.String(), http.StatusTooManyRequests)
-		}
-	})))
+	limit, err := httplimit.New(limiter, httplimit.Config{
+		Key:     httplimit.ByIP(),
+		Headers: httplimit.IETFDraft11,
+	})
+	if err != nil {
+		log.Fatal(err)
+	}
+	hello := http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		fmt.Fprintln(w, "hello")
+	})
+	log.Fatal(http.ListenAndServe("localhost:8080", limit(hello)))
 }

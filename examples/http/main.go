@@ -1,5 +1,5 @@
-// A small API with three limits: each address may make 100 requests a minute, each user 20, and each address may fail to log in 5
-// times in a quarter of an hour.
+// A small API with three limits. Each address may make 100 requests a minute, each user 20, and each address may
+// fail to log in 5 times in a quarter of an hour.
 package main
 
 import (
@@ -34,15 +34,29 @@ func main() {
 }
 
 func newAPI(pool *pgxpool.Pool) (http.Handler, error) {
-	// Behind a load balancer in 10.0.0.0/8, the client is who that says it is; nobody else is believed.
+	// With one client for the pool, the three limiters share two of its connections.
+	client, err := ratelimit.NewClient(pool, ratelimit.ClientConfig{})
+	if err != nil {
+		return nil, err
+	}
+	// A load balancer in 10.0.0.0/8 is believed when it says who the client is, and nobody else is.
 	address := httplimit.ByIP(httplimit.TrustedProxies(netip.MustParsePrefix("10.0.0.0/8")))
 
-	perAddress, err := limit(pool, "address", ratelimit.SlidingWindow{Limit: 100, Window: time.Minute}, ratelimit.FailOpen(),
-		httplimit.Config{Key: address})
-	perUser, err2 := limit(pool, "user", ratelimit.TokenBucket{Capacity: 20, Refill: 20, Every: time.Minute}, ratelimit.FailOpen(),
-		httplimit.Config{Key: httplimit.ByContext(userKey{})})
-	perFailure, err3 := limit(pool, "login", ratelimit.SlidingWindow{Limit: 5, Window: 15 * time.Minute}, ratelimit.FailClosed(),
-		httplimit.Config{Key: address, Charge: httplimit.ChargeFailures})
+	perAddress, err := limit(client, ratelimit.Config{
+		Name:      "address",
+		Policy:    ratelimit.SlidingWindow{Limit: 100, Window: time.Minute},
+		OnFailure: ratelimit.FailOpen(),
+	}, httplimit.Config{Key: address})
+	perUser, err2 := limit(client, ratelimit.Config{
+		Name:      "user",
+		Policy:    ratelimit.TokenBucket{Capacity: 20, Refill: 20, Every: time.Minute},
+		OnFailure: ratelimit.FailOpen(),
+	}, httplimit.Config{Key: httplimit.ByContext(userKey{})})
+	perFailure, err3 := limit(client, ratelimit.Config{
+		Name:      "login",
+		Policy:    ratelimit.SlidingWindow{Limit: 5, Window: 15 * time.Minute},
+		OnFailure: ratelimit.FailClosed(),
+	}, httplimit.Config{Key: address, Charge: httplimit.ChargeFailures})
 	if err := errors.Join(err, err2, err3); err != nil {
 		return nil, err
 	}
@@ -53,15 +67,17 @@ func newAPI(pool *pgxpool.Pool) (http.Handler, error) {
 	return perAddress(mux), nil
 }
 
-// limit is a middleware of a limiter of its own. For the time when Postgres is away, somebody has to choose what happens.
-func limit(pool *pgxpool.Pool, name string, policy ratelimit.Policy, outage ratelimit.FailureMode, config httplimit.Config) (
-	func(http.Handler) http.Handler, error) {
-	limiter, err := ratelimit.New(pool, ratelimit.Config{Name: name, Policy: policy, OnFailure: outage})
+// limit returns a middleware with a limiter of its own. httplimit.New requires that OnFailure says what happens
+// while Postgres is away.
+func limit(
+	client *ratelimit.Client, config ratelimit.Config, web httplimit.Config,
+) (func(http.Handler) http.Handler, error) {
+	limiter, err := client.Limiter(config)
 	if err != nil {
 		return nil, err
 	}
-	config.Headers = httplimit.IETFDraft11
-	return httplimit.New(limiter, config)
+	web.Headers = httplimit.IETFDraft11
+	return httplimit.New(limiter, web)
 }
 
 func login(w http.ResponseWriter, r *http.Request) {
@@ -75,7 +91,7 @@ func login(w http.ResponseWriter, r *http.Request) {
 
 type userKey struct{}
 
-// authenticate stands for a real one.
+// authenticate stands for the application's own authentication.
 func authenticate(next http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		cookie, err := r.Cookie("user")

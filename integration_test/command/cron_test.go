@@ -12,19 +12,20 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
+	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// Debian's cron runs deploy/pgratelimit.cron, once a minute and with another path and database, and the rows go away. It sees
-// folders of the test's own in place of the machine's crontabs.
+// Debian's cron runs deploy/pgratelimit.cron, once a minute and with another path and database, and the rows go
+// away. It sees folders of the test in place of the machine's crontabs.
 func TestCron(t *testing.T) {
 	t.Parallel()
 
 	if os.Geteuid() != 0 {
-		t.Skip("cron runs its jobs as other users, which takes root")
+		t.Skip("cron: it runs its jobs as other users, which takes root")
 	}
 	cron, err := exec.LookPath("/usr/sbin/cron")
 	if err != nil {
-		t.Skip("there is no cron: install Debian's package")
+		t.Skip("cron: install it (Debian: cron)")
 	}
 	db := pgtest.New(t)
 	binary := buildCommand(t)
@@ -41,7 +42,7 @@ func TestCron(t *testing.T) {
 		crontab = strings.ReplaceAll(crontab, from, to)
 	}
 
-	dir := openDir(t)
+	dir := testkit.OpenDir(t)
 	for _, folder := range []string{"cron.d", "spool", "run"} {
 		require.NoError(t, os.Mkdir(filepath.Join(dir, folder), 0o755))
 	}

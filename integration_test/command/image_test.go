@@ -10,6 +10,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
+	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
 // What deploy/Dockerfile builds works in an image from scratch: with no other file, as a user that no file knows.
@@ -27,7 +28,7 @@ func TestBinaryNeedsNothing(t *testing.T) {
 	db := pgtest.New(t)
 	cmd := exec.CommandContext(t.Context(), binary, "sweep", "--json")
 	if os.Geteuid() == 0 {
-		root := openDir(t)
+		root := testkit.OpenDir(t)
 		require.NoError(t, os.Link(binary, root+"/pgratelimit"))
 		cmd = exec.CommandContext(t.Context(), "/pgratelimit", "sweep", "--json")
 		cmd.Dir = "/"

@@ -1,3 +1,4 @@
+// Package command tests what is deployed of the command: its image, its cron job, and its way through a pooler.
 package command
 
 import (
@@ -13,6 +14,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
+	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
 func TestMain(m *testing.M) { pgtest.Main(m) }
@@ -20,11 +22,12 @@ func TestMain(m *testing.M) { pgtest.Main(m) }
 const (
 	repository = "../.."
 
-	// patience is how long a test waits at most for what is certain to come: cron comes once a minute.
+	// patience is how long a test waits at most for what is certain to come. cron comes once a minute.
 	patience = 3 * time.Minute
 )
 
-// building is locked by who builds: the next one finds it all in Go's cache, which takes minutes to fill.
+// building is locked while somebody builds. The next one finds everything in Go's cache, which takes minutes to
+// fill.
 var building sync.Mutex
 
 // buildCommand builds the command with the line of deploy/Dockerfile, and returns its path.
@@ -37,21 +40,16 @@ func buildCommand(t *testing.T) string {
 	line := regexp.MustCompile(`(?m)^RUN (.* go build .* -o /pgratelimit .*)$`).FindSubmatch(dockerfile)
 	require.NotNil(t, line)
 
-	dir := openDir(t)
+	dir := testkit.OpenDir(t)
 	binary := filepath.Join(dir, "pgratelimit")
-	cmd := exec.CommandContext(t.Context(), "sh", "-c", strings.Replace(string(line[1]), "/pgratelimit ", "'"+binary+"' ", 1))
+	cmd := exec.CommandContext(
+		t.Context(),
+		"sh",
+		"-c",
+		strings.Replace(string(line[1]), "/pgratelimit ", "'"+binary+"' ", 1),
+	)
 	cmd.Dir = repository
 	output, err := cmd.CombinedOutput()
 	require.NoError(t, err, string(output))
 	return binary
-}
-
-// openDir is a folder that every user may enter, and that is gone when the test ends.
-func openDir(t *testing.T) string {
-	t.Helper()
-	dir, err := os.MkdirTemp("", "pgratelimit-") //nolint:usetesting // t.TempDir is closed to other users
-	require.NoError(t, err)
-	t.Cleanup(func() { require.NoError(t, os.RemoveAll(dir)) })
-	require.NoError(t, os.Chmod(dir, 0o755))
-	return dir
 }

@@ -9,7 +9,10 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/internal/limitertest"
 	"github.com/pgratelimit/ratelimit/internal/pgserver"
+	"github.com/pgratelimit/ratelimit/internal/pgtest"
+	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
 // crashLimit is so low that some keys reach it before the server is killed.
@@ -21,17 +24,18 @@ func crashes(t *testing.T, settings map[string]string, config ratelimit.Config, 
 	t.Helper()
 	random := random(t)
 	server, pool := newServer(t, pgserver.Config{Fsync: true, Settings: settings})
-	require.Equal(t, "on", scalar[string](t, pool, "SHOW fsync"))
-	config.Name, config.Policy, config.Timeout = "test", ratelimit.FixedWindow{Limit: crashLimit, Window: year}, amply
+	require.Equal(t, "on", pgtest.Scalar[string](t, pool, "SHOW fsync"))
+	config.Name, config.Policy = "test", ratelimit.FixedWindow{Limit: crashLimit, Window: year}
+	config.Client.Timeout = amply
 
 	var known ledger
-	for round := range rounds(t, 3) {
-		limiter := newLimiter(t, newPool(t, server.URL(), nil), config)
+	for round := range testkit.Rounds(t, "ROUNDS", 3) {
+		limiter := limitertest.New(t, newPool(t, server.URL(), nil), config)
 		before := known.count()
 		wait := known.load(t, limiter, random.Uint64(), func(random *rand.Rand) string {
 			return fmt.Sprint("round ", round, ", key ", random.IntN(1+random.IntN(30)))
 		})
-		waitUntil(t, func() bool { return known.count() > before })
+		testkit.WaitUntil(t, func() bool { return known.count() > before })
 		pause(t.Context(), time.Duration(random.Int64N(int64(longest))))
 		killed := time.Now()
 		require.NoError(t, server.Kill())
@@ -41,7 +45,7 @@ func crashes(t *testing.T, settings map[string]string, config ratelimit.Config, 
 		pool.Reset()
 		check(known.entries, counted(t, pool, config.Durable), killed)
 		requireHealed(t, limiter)
-		execute(t, pool, "DELETE FROM rate_limit_durable WHERE key = 'healed'")
+		pgtest.Exec(t, pool, "DELETE FROM rate_limit_durable WHERE key = 'healed'")
 	}
 	t.Logf("%d grants, acknowledged or perhaps", len(known.entries))
 }
@@ -62,11 +66,17 @@ func TestForgottenGrantIsCaught(t *testing.T) {
 
 	lazy := map[string]string{"wal_writer_delay": "10s", "wal_writer_flush_after": "1GB", "wal_buffers": "64MB"}
 	caught := 0
-	crashes(t, lazy, ratelimit.Config{Durable: true}, 600*time.Millisecond, func(known entries, table map[string]int64, _ time.Time) {
-		if acknowledged, _ := known.sums(time.Now()); forgotten(acknowledged, table) != "" {
-			caught++
-		}
-	})
+	crashes(
+		t,
+		lazy,
+		ratelimit.Config{Durable: true},
+		600*time.Millisecond,
+		func(known entries, table map[string]int64, _ time.Time) {
+			if acknowledged, _ := known.sums(time.Now()); forgotten(acknowledged, table) != "" {
+				caught++
+			}
+		},
+	)
 	require.Positive(t, caught)
 }
 
@@ -76,16 +86,22 @@ func TestKilledServerForgetsLittle(t *testing.T) {
 
 	const bound = 3 * 200 * time.Millisecond // as Postgres ships
 	var before entries
-	crashes(t, nil, ratelimit.Config{Durable: true}, 2*bound, func(known entries, table map[string]int64, killed time.Time) {
-		// What an earlier crash has forgotten stays forgotten.
-		this := known[len(before):]
-		before = known
-		acknowledged, atMost := this.sums(killed.Add(-bound))
-		require.Empty(t, forgotten(acknowledged, table))
-		for key, sum := range atMost {
-			require.LessOrEqual(t, table[key], min(sum, crashLimit))
-		}
-	})
+	crashes(
+		t,
+		nil,
+		ratelimit.Config{Durable: true},
+		2*bound,
+		func(known entries, table map[string]int64, killed time.Time) {
+			// What an earlier crash has forgotten stays forgotten.
+			this := known[len(before):]
+			before = known
+			acknowledged, atMost := this.sums(killed.Add(-bound))
+			require.Empty(t, forgotten(acknowledged, table))
+			for key, sum := range atMost {
+				require.LessOrEqual(t, table[key], min(sum, crashLimit))
+			}
+		},
+	)
 }
 
 // The unlogged table is empty after a crash, and everybody starts afresh.

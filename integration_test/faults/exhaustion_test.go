@@ -14,19 +14,26 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/internal/limitertest"
 	"github.com/pgratelimit/ratelimit/internal/pgserver"
+	"github.com/pgratelimit/ratelimit/internal/pgtest"
+	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// The server takes no further connection. A limiter that has one goes on; one that has none is told so, and nothing is counted.
+// The server takes no further connection. A limiter that has a connection goes on. A limiter that has none says
+// so, and nothing is counted.
 func TestConnectionsExhausted(t *testing.T) {
 	t.Parallel()
 
 	server, pool := newServer(t, pgserver.Config{Settings: map[string]string{
 		"max_connections": "8", "superuser_reserved_connections": "0", "max_wal_senders": "0", "wal_level": "minimal",
 	}})
-	config := ratelimit.Config{Name: "test", Policy: ratelimit.FixedWindow{Limit: 10, Window: year}, Timeout: amply}
-	inside := newLimiter(t, pool, config)
-	outside := newLimiter(t, newPool(t, server.URL(), nil), config)
+	config := ratelimit.Config{
+		Name: "test", Policy: ratelimit.FixedWindow{Limit: 10, Window: year},
+		Client: ratelimit.ClientConfig{Timeout: amply},
+	}
+	inside := limitertest.New(t, pool, config)
+	outside := limitertest.New(t, newPool(t, server.URL(), nil), config)
 	_, err := inside.Allow(t.Context(), "key")
 	require.NoError(t, err)
 
@@ -39,7 +46,7 @@ func TestConnectionsExhausted(t *testing.T) {
 	}
 	require.ErrorContains(t, err, "53300")
 	_, err = outside.Allow(t.Context(), "key")
-	requireKinds(t, err, ratelimit.ErrUnavailable)
+	limitertest.RequireKinds(t, err, ratelimit.ErrUnavailable)
 	require.ErrorContains(t, err, "53300")
 	result, err := inside.Allow(t.Context(), "key")
 	require.NoError(t, err)
@@ -48,19 +55,19 @@ func TestConnectionsExhausted(t *testing.T) {
 	for _, conn := range conns {
 		require.NoError(t, conn.Close(t.Context()))
 	}
-	waitUntil(t, func() bool { // until the server knows that they have gone
+	testkit.WaitUntil(t, func() bool { // until the server knows that they have gone
 		result, err = outside.Allow(t.Context(), "key")
 		return err == nil
 	})
 	require.EqualValues(t, 7, result.Remaining)
 }
 
-// smallDisk mounts a file system of so many MiB in memory. It is to be asked for before the server that uses it, so that it outlives
-// it.
+// smallDisk mounts a file system of so many MiB in memory. Ask for it before the server that uses it, so that it
+// outlives the server.
 func smallDisk(t *testing.T, mebibytes int) string {
 	t.Helper()
 	if os.Geteuid() != 0 {
-		t.Skip("only root may mount a small disk")
+		t.Skip("a full disk: only root may mount a small one")
 	}
 	dir := t.TempDir()
 	require.NoError(t, os.Chmod(filepath.Dir(dir), 0o755)) // the server runs as somebody else
@@ -74,7 +81,8 @@ func smallDisk(t *testing.T, mebibytes int) string {
 
 func mount(t *testing.T, dir, options string) {
 	t.Helper()
-	output, err := exec.CommandContext(t.Context(), "mount", "-t", "tmpfs", "-o", options, "tmpfs", dir).CombinedOutput()
+	output, err := exec.CommandContext(t.Context(), "mount", "-t", "tmpfs", "-o", options, "tmpfs", dir).
+		CombinedOutput()
 	require.NoError(t, err, string(output))
 }
 
@@ -95,23 +103,24 @@ func askUntilError(limiter *ratelimit.Limiter) (granted int, err error) {
 	}
 }
 
-// The disk of the tables is full. New keys cannot be counted, and the caller is told so; nobody gets anything that is not
-// counted, known keys are still denied, and all goes on when there is room again.
+// The disk of the tables is full. New keys cannot be counted, and the caller is told so. Nobody gets anything that
+// is not counted, known keys are still denied, and all goes on when there is room again.
 func TestFullDisk(t *testing.T) {
 	t.Parallel()
 
 	dir := smallDisk(t, 1)
 	server, pool := newServer(t, pgserver.Config{})
 	give(t, server, dir)
-	execute(t, pool, fmt.Sprintf("CREATE TABLESPACE small LOCATION '%s'", dir))
-	execute(t, pool, "ALTER TABLE rate_limit_durable SET TABLESPACE small")
-	execute(t, pool, "ALTER INDEX rate_limit_durable_pkey SET TABLESPACE small")
-	limiter := newLimiter(t, pool, ratelimit.Config{
-		Name: "test", Policy: ratelimit.FixedWindow{Limit: 1, Window: year}, Durable: true, SynchronousCommit: true, Timeout: amply,
+	pgtest.Exec(t, pool, fmt.Sprintf("CREATE TABLESPACE small LOCATION '%s'", dir))
+	pgtest.Exec(t, pool, "ALTER TABLE rate_limit_durable SET TABLESPACE small")
+	pgtest.Exec(t, pool, "ALTER INDEX rate_limit_durable_pkey SET TABLESPACE small")
+	limiter := limitertest.New(t, pool, ratelimit.Config{
+		Name: "test", Policy: ratelimit.FixedWindow{Limit: 1, Window: year}, Durable: true, SynchronousCommit: true,
+		Client:        ratelimit.ClientConfig{Timeout: amply},
 		NoDenialCache: true,
 	})
 	granted, err := askUntilError(limiter)
-	requireKinds(t, err, ratelimit.ErrUnavailable)
+	limitertest.RequireKinds(t, err, ratelimit.ErrUnavailable)
 	require.ErrorContains(t, err, "53100")
 	require.Positive(t, granted)
 	require.Len(t, counted(t, pool, true), granted)
@@ -126,8 +135,8 @@ func TestFullDisk(t *testing.T) {
 	require.Len(t, counted(t, pool, true), granted+1)
 }
 
-// The disk of the write-ahead log is full, which ends the server in the middle of a commit. When there is room again, all is there
-// that was acknowledged.
+// The disk of the write-ahead log is full, which ends the server in the middle of a commit. When there is room
+// again, everything that was acknowledged is there.
 func TestFullDiskOfTheLog(t *testing.T) {
 	t.Parallel()
 
@@ -138,19 +147,24 @@ func TestFullDiskOfTheLog(t *testing.T) {
 	require.NoError(t, server.Stop(t.Context(), pgserver.Fast))
 	give(t, server, dir)
 	log := filepath.Join(server.DataDir(), "pg_wal")
-	output, err := exec.CommandContext(t.Context(), "sh", "-c", `cp -a "$1"/. "$2" && rm -r "$1" && ln -s "$2" "$1"`, "sh", log, dir).CombinedOutput()
+	output, err := exec.CommandContext(t.Context(), "sh", "-c", `cp -a "$1"/. "$2" && rm -r "$1" && ln -s "$2" "$1"`, "sh", log, dir).
+		CombinedOutput()
 	require.NoError(t, err, string(output))
 	require.NoError(t, server.Restart(t.Context()))
 
-	limiter := newLimiter(t, newPool(t, server.URL(), nil), ratelimit.Config{
-		Name: "test", Policy: ratelimit.FixedWindow{Limit: 1, Window: year}, Durable: true, SynchronousCommit: true, Timeout: amply,
+	limiter := limitertest.New(t, newPool(t, server.URL(), nil), ratelimit.Config{
+		Name: "test", Policy: ratelimit.FixedWindow{Limit: 1, Window: year}, Durable: true, SynchronousCommit: true,
+		Client: ratelimit.ClientConfig{Timeout: amply},
 	})
 	noise := newPool(t, server.URL(), func(config *pgxpool.Config) { config.MaxConns = 1 })
 	noisy := make(chan error, 1)
 	go func() {
 		var err error
 		for err == nil {
-			_, err = noise.Exec(context.Background(), "SELECT pg_logical_emit_message(false, 'noise', repeat('x', 200000))")
+			_, err = noise.Exec(
+				context.Background(),
+				"SELECT pg_logical_emit_message(false, 'noise', repeat('x', 200000))",
+			)
 		}
 		noisy <- err
 	}()

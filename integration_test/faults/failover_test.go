@@ -14,17 +14,27 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/internal/limitertest"
 	"github.com/pgratelimit/ratelimit/internal/pgserver"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
+	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
 // newStandby starts a standby of a primary, and returns once it has all that the primary has.
 func newStandby(t *testing.T, primary *pgserver.Server, pool *pgxpool.Pool) (*pgserver.Server, *pgxpool.Pool) {
 	t.Helper()
 	if primary.DataDir() == "" {
-		t.Skip("a standby is made in the data directory, which a server in Docker does not show")
+		t.Skip("a standby, which is made in the data directory: that of a server in Docker is out of reach, so install Postgres")
 	}
-	standby := pgtest.Server(t, pgserver.Config{Fsync: true, Settings: map[string]string{"primary_conninfo": primary.URL()}})
+	binDir := pgtest.Scalar[string](t, pool, "SELECT setting FROM pg_config WHERE name = 'BINDIR'")
+	program, err := exec.LookPath(filepath.Join(binDir, "pg_basebackup"))
+	if err != nil {
+		t.Skip("failover to a standby: npm delivers no pg_basebackup, so install Postgres (Debian: postgresql)")
+	}
+	standby := pgtest.Server(
+		t,
+		pgserver.Config{Fsync: true, Settings: map[string]string{"primary_conninfo": primary.URL()}},
+	)
 	require.NoError(t, standby.Stop(t.Context(), pgserver.Fast))
 	dir := standby.DataDir()
 	conf, err := os.ReadFile(filepath.Join(dir, "postgresql.conf")) // which has the folder of its socket, say
@@ -37,15 +47,25 @@ func newStandby(t *testing.T, primary *pgserver.Server, pool *pgxpool.Pool) (*pg
 		require.NoError(t, os.RemoveAll(filepath.Join(dir, file.Name())))
 	}
 
-	binDir := scalar[string](t, pool, "SELECT setting FROM pg_config WHERE name = 'BINDIR'")
-	backup := exec.CommandContext(t.Context(), filepath.Join(binDir, "pg_basebackup"), "-d", primary.URL(), "-D", dir, "-c", "fast", "--no-sync")
+	backup := exec.CommandContext(
+		t.Context(),
+		program,
+		"-d",
+		primary.URL(),
+		"-D",
+		dir,
+		"-c",
+		"fast",
+		"--no-sync",
+	)
 	output, err := backup.CombinedOutput()
 	require.NoError(t, err, string(output))
 	require.NoError(t, os.WriteFile(filepath.Join(dir, "postgresql.conf"), conf, 0o600))
 	require.NoError(t, os.WriteFile(filepath.Join(dir, "standby.signal"), nil, 0o600))
 	if os.Geteuid() == 0 {
 		// As the one who may write here; chown follows the owner that pgserver has given to the folder.
-		output, err = exec.CommandContext(t.Context(), "chown", "-R", "--reference="+filepath.Dir(dir), dir).CombinedOutput()
+		output, err = exec.CommandContext(t.Context(), "chown", "-R", "--reference="+filepath.Dir(dir), dir).
+			CombinedOutput()
 		require.NoError(t, err, string(output))
 	}
 	require.NoError(t, os.Chmod(dir, owner.Mode().Perm()))
@@ -58,9 +78,11 @@ func newStandby(t *testing.T, primary *pgserver.Server, pool *pgxpool.Pool) (*pg
 // requireReplayed waits until a standby has all that the primary has now.
 func requireReplayed(t *testing.T, primary, standby *pgxpool.Pool) {
 	t.Helper()
-	execute(t, primary, "CREATE TABLE IF NOT EXISTS flushed ()") // flushes what asynchronous commits have left
-	now := scalar[string](t, primary, "SELECT pg_current_wal_lsn()::text")
-	waitUntil(t, func() bool { return scalar[bool](t, standby, "SELECT pg_last_wal_replay_lsn() >= $1::pg_lsn", now) })
+	pgtest.Exec(t, primary, "CREATE TABLE IF NOT EXISTS flushed ()") // flushes what asynchronous commits have left
+	now := pgtest.Scalar[string](t, primary, "SELECT pg_current_wal_lsn()::text")
+	testkit.WaitUntil(t, func() bool {
+		return pgtest.Scalar[bool](t, standby, "SELECT pg_last_wal_replay_lsn() >= $1::pg_lsn", now)
+	})
 }
 
 // bothHosts is a connection string for whichever of two servers takes writes.
@@ -77,43 +99,49 @@ func bothHosts(t *testing.T, a, b *pgserver.Server) string {
 	return first.String()
 }
 
-// The primary is killed under load, and a synchronous standby promoted: the limiter finds it by itself, with all that was
-// acknowledged.
+// The primary is killed under load, and a synchronous standby promoted. The limiter finds it by itself, with all
+// that was acknowledged.
 func TestFailoverToASynchronousStandby(t *testing.T) {
 	t.Parallel()
 
 	random := random(t)
 	primary, pool := newServer(t, pgserver.Config{Fsync: true})
 	standby, standbyPool := newStandby(t, primary, pool)
-	execute(t, pool, "ALTER SYSTEM SET synchronous_standby_names = '*'")
-	execute(t, pool, "SELECT pg_reload_conf()")
-	waitUntil(t, func() bool {
-		return scalar[bool](t, pool, "SELECT EXISTS (SELECT FROM pg_stat_replication WHERE sync_state = 'sync')")
+	pgtest.Exec(t, pool, "ALTER SYSTEM SET synchronous_standby_names = '*'")
+	pgtest.Exec(t, pool, "SELECT pg_reload_conf()")
+	testkit.WaitUntil(t, func() bool {
+		return pgtest.Scalar[bool](t, pool, "SELECT EXISTS (SELECT FROM pg_stat_replication WHERE sync_state = 'sync')")
 	})
 
 	const limit = 200
-	limiter := newLimiter(t, newPool(t, bothHosts(t, primary, standby), nil), ratelimit.Config{
-		Name: "test", Policy: ratelimit.FixedWindow{Limit: limit, Window: year}, Durable: true, SynchronousCommit: true, Timeout: amply,
+	limiter := limitertest.New(t, newPool(t, bothHosts(t, primary, standby), nil), ratelimit.Config{
+		Name: "test", Policy: ratelimit.FixedWindow{Limit: limit, Window: year}, Durable: true, SynchronousCommit: true,
+		Client: ratelimit.ClientConfig{Timeout: amply},
 	})
 	var known ledger
-	wait := known.load(t, limiter, random.Uint64(), func(random *rand.Rand) string { return keyNumber(random.IntN(100)) })
+	wait := known.load(
+		t,
+		limiter,
+		random.Uint64(),
+		func(random *rand.Rand) string { return keyNumber(random.IntN(100)) },
+	)
 	pause(t.Context(), 100*time.Millisecond+time.Duration(random.Int64N(int64(300*time.Millisecond))))
 	require.NoError(t, primary.Kill())
 	wait()
 	var err error
-	waitUntil(t, func() bool { // the connections that were at rest are found broken
+	testkit.WaitUntil(t, func() bool { // the connections that were at rest are found broken
 		_, err = limiter.Allow(t.Context(), keyNumber(0))
 		return !errors.Is(err, ratelimit.ErrOutcomeUnknown)
 	})
-	requireKinds(t, err, ratelimit.ErrUnavailable) // nobody takes writes
+	limitertest.RequireKinds(t, err, ratelimit.ErrUnavailable) // nobody takes writes
 
-	require.True(t, scalar[bool](t, standbyPool, "SELECT pg_promote()"))
+	require.True(t, pgtest.Scalar[bool](t, standbyPool, "SELECT pg_promote()"))
 	require.NotEmpty(t, known.entries)
 	known.requireTable(t, counted(t, standbyPool, true), limit, time.Now())
 	requireHealed(t, limiter)
 }
 
-// A standby that has fallen behind is promoted: it knows what it has got, and nothing of the unlogged table.
+// A standby that has fallen behind is promoted. It knows what it has got, and nothing of the unlogged table.
 func TestFailoverToAnAsynchronousStandby(t *testing.T) {
 	t.Parallel()
 
@@ -122,8 +150,9 @@ func TestFailoverToAnAsynchronousStandby(t *testing.T) {
 	url := bothHosts(t, primary, standby)
 	limiters := map[bool]*ratelimit.Limiter{}
 	for _, durable := range []bool{true, false} {
-		limiters[durable] = newLimiter(t, newPool(t, url, nil), ratelimit.Config{
-			Name: "test", Policy: ratelimit.FixedWindow{Limit: 10, Window: year}, Durable: durable, SynchronousCommit: durable, Timeout: amply,
+		limiters[durable] = limitertest.New(t, newPool(t, url, nil), ratelimit.Config{
+			Name: "test", Policy: ratelimit.FixedWindow{Limit: 10, Window: year},
+			Durable: durable, SynchronousCommit: durable, Client: ratelimit.ClientConfig{Timeout: amply},
 		})
 	}
 	for _, limiter := range limiters {
@@ -139,13 +168,13 @@ func TestFailoverToAnAsynchronousStandby(t *testing.T) {
 	require.NoError(t, primary.Kill())
 	require.NoError(t, standby.Restart(t.Context()))
 	standbyPool.Reset()
-	require.True(t, scalar[bool](t, standbyPool, "SELECT pg_promote()"))
+	require.True(t, pgtest.Scalar[bool](t, standbyPool, "SELECT pg_promote()"))
 
 	require.Equal(t, map[string]int64{"key": 3}, counted(t, standbyPool, true))
 	require.Empty(t, counted(t, standbyPool, false))
 	for durable, want := range map[bool]int64{true: 6, false: 9} {
 		var result ratelimit.Result
-		waitUntil(t, func() (healed bool) {
+		testkit.WaitUntil(t, func() (healed bool) {
 			var err error
 			result, err = limiters[durable].Allow(t.Context(), "key")
 			return err == nil

@@ -3,6 +3,7 @@ package faults
 import (
 	"bufio"
 	"context"
+	"encoding/gob"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -93,7 +94,8 @@ func (w workload) run(ctx context.Context, ready func() error) ([]operation, err
 			return nil, err
 		}
 		if limiters[i], err = ratelimit.New(pool, ratelimit.Config{
-			Name: "test", Policy: w.policy(), Durable: w.Durable, Timeout: amply, NoDenialCache: !w.Cache, DenialMaxAge: w.DenialMaxAge,
+			Name: "test", Policy: w.policy(), Durable: w.Durable, NoDenialCache: !w.Cache,
+			Client: ratelimit.ClientConfig{Timeout: amply, DenialMaxAge: w.DenialMaxAge},
 		}); err != nil {
 			return nil, err
 		}
@@ -154,8 +156,14 @@ func (w workload) call(ctx context.Context, limiter *ratelimit.Limiter, caller i
 	return history, nil
 }
 
-// make makes the call, and tells whether it belongs to the history: one that has failed and surely took nothing does not.
-func (op *operation) make(ctx context.Context, limiter *ratelimit.Limiter, leaves bool, patience time.Duration) (occurred bool, err error) {
+// make makes the call, and tells whether it belongs to the history. A call that has failed and surely took nothing
+// does not.
+func (op *operation) make(
+	ctx context.Context,
+	limiter *ratelimit.Limiter,
+	leaves bool,
+	patience time.Duration,
+) (occurred bool, err error) {
 	callCtx := ctx
 	if leaves {
 		var cancel context.CancelFunc
@@ -189,8 +197,9 @@ func (op *operation) make(ctx context.Context, limiter *ratelimit.Limiter, leave
 // workVariable holds the workload of a test binary that another one has started.
 const workVariable = "RATELIMIT_TEST_WORK"
 
-// workInChild does the work of a child process: it says on stdout that it is ready, waits for a line on stdin, and writes its
-// history to stdout. It returns the exit code.
+// workInChild does the work of a child process. It says on stdout that it is ready, waits for a line on stdin, and
+// writes its history to stdout. It does not use JSON, which would not bring the history back as it was. It returns
+// the exit code.
 func workInChild(work string) int {
 	var w workload
 	err := json.Unmarshal([]byte(work), &w)
@@ -205,7 +214,7 @@ func workInChild(work string) int {
 		})
 	}
 	if err == nil {
-		err = json.NewEncoder(os.Stdout).Encode(history)
+		err = gob.NewEncoder(os.Stdout).Encode(history)
 	}
 	if err != nil {
 		fmt.Fprintln(os.Stderr, err)
@@ -214,7 +223,7 @@ func workInChild(work string) int {
 	return 0
 }
 
-// processes is how many do a workload at once; this one is among them.
+// processes is how many processes do a workload at once. This one is among them.
 const processes = 2
 
 // runInProcesses does a workload in several processes on one database, and returns one history.
@@ -262,7 +271,7 @@ func (w workload) runInProcesses(t *testing.T, db *pgtest.DB) []operation {
 	})
 	require.NoError(t, err)
 	for i, c := range children {
-		require.NoError(t, json.NewDecoder(c.stdout).Decode(&histories[i+1]), &c.stderr)
+		require.NoError(t, gob.NewDecoder(c.stdout).Decode(&histories[i+1]), &c.stderr)
 		require.NoError(t, c.Wait(), &c.stderr)
 	}
 	return slices.Concat(histories...)

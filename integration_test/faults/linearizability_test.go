@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"math"
+	"math/rand/v2"
 	"os"
 	"slices"
 	"testing"
@@ -14,25 +15,30 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/internal/limitertest"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
+	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// judge says whether a history of calls can be explained by calls that were made one after the other, each at some moment
-// between its begin and its end, and each decided by the rule at the database time that it returned.
+// judge says whether a history of calls can be explained by calls that were made one after the other. Each must
+// happen at some moment between its begin and its end, and be decided by the rule at the database time that it
+// returned.
 type judge struct {
 	rule
 	// cache says that denials may come from a cache. They are then told from what was known when they were remembered.
 	cache bool
-	// untimed says that RetryAfter and ResetAfter are not compared: after refunds and grants they depend on when calls were decided
-	// whose outcome is unknown.
+	// untimed says that RetryAfter and ResetAfter are not compared. After refunds and grants they depend on when
+	// calls were decided whose outcome is unknown.
 	untimed bool
 }
 
-// step returns what an account may be after an operation; nothing if the operation cannot be at this point.
+// step returns what an account may be after an operation. It returns nothing if the operation cannot be at this
+// point.
 func (j judge) step(a account, op operation) []any {
 	switch {
 	case op.Reset:
-		return []any{account{}} // of a new row, which no lock was waited for, the time may be that at which its statement began
+		// Nobody has waited for the lock of a new row, so its time may be that at which its statement began.
+		return []any{account{}}
 	case op.Unknown:
 		// When it was decided is unknown too. These histories have policies for which that does not matter.
 		if op.Cost > j.roomAt(a, a.clock) {
@@ -44,7 +50,8 @@ func (j judge) step(a account, op operation) []any {
 	}
 	at := op.Result.DecidedAt.UnixMicro()
 	next, want := j.decide(a, at, op.Cost, op.Of)
-	if j.untimed && want.Remaining != op.Result.Remaining { // where a call whose outcome is unknown has begun the window, when is, too
+	// If a call whose outcome is unknown has begun the window, its time is unknown, too.
+	if j.untimed && want.Remaining != op.Result.Remaining {
 		next, want = j.decide(a, at, op.Cost, op.anyway(a))
 	}
 	unchanged := next == a
@@ -72,8 +79,9 @@ func (j judge) mayBeCached(op operation) bool {
 	return j.cache && op.Cost > 0 && !op.Reset && !op.Unknown && !op.Result.Allowed
 }
 
-// interval is when an operation may have taken effect. In a history where everybody takes, and so holds the row's lock when the
-// clock is read, that is when it was decided. (Calls of one statement have the same time, and any order.)
+// interval is when an operation may have taken effect. In a history where everybody takes, and so holds the row's
+// lock when the clock is read, that is when it was decided. (Calls of one statement have the same time, and any
+// order.)
 func (j judge) interval(history []operation, op operation, staleness time.Duration, allTake bool) (from, to int64) {
 	at := op.Result.DecidedAt.UnixMicro()
 	switch {
@@ -90,20 +98,13 @@ func (j judge) interval(history []operation, op operation, staleness time.Durati
 	case allTake:
 		return at, at
 	}
-	// Others see it when it is committed: those that need the row's lock do not look before, but a look does, and so does a
-	// reset if there was no row.
+	// Others see it when it is committed. Those that need the row's lock cannot look before. A look can, and so
+	// can a reset if there was no row.
 	return at, op.Return
 }
 
-// plain is a result without what it remembers of its take.
-func plain(r ratelimit.Result) ratelimit.Result {
-	return ratelimit.Result{
-		Allowed: r.Allowed, Source: r.Source, Limit: r.Limit, Remaining: r.Remaining,
-		RetryAfter: r.RetryAfter, ResetAfter: r.ResetAfter, DecidedAt: r.DecidedAt,
-	}
-}
-
-// anyway is what an operation gives back as if it was taken from the account as it is; nil if it gives nothing back.
+// anyway is what an operation gives back as if it was taken from the account as it is. It is nil if the operation
+// gives nothing back.
 func (op operation) anyway(a account) *portion {
 	if op.Of == nil {
 		return nil
@@ -116,11 +117,11 @@ func (op operation) anyway(a account) *portion {
 func same(a, b ratelimit.Result) bool {
 	at, bt := a.DecidedAt, b.DecidedAt
 	a.DecidedAt, b.DecidedAt = time.Time{}, time.Time{}
-	return plain(a) == plain(b) && at.Equal(bt)
+	return limitertest.Plain(a) == limitertest.Plain(b) && at.Equal(bt)
 }
 
-// cached says whether a remembered denial is right. Of a cost of 1 its times are exact. To a larger one smaller requests may have
-// been granted since, and then the right time is later.
+// cached says whether a remembered denial is right. For a cost of 1 its times are exact. For a larger cost,
+// smaller requests may have been granted since, and then the right time is later.
 func (j judge) cached(op operation, want ratelimit.Result) bool {
 	got := op.Result
 	if want.Allowed || got.Remaining >= op.Cost || got.Limit != want.Limit {
@@ -156,16 +157,27 @@ func (j judge) model() porcupine.Model {
 			case op.Unknown:
 				return fmt.Sprintf("%d: unknown", op.Cost)
 			}
-			return fmt.Sprintf("%d: %t, remaining %d, retry %v, reset %v, at %d", op.Cost, op.Result.Allowed, op.Result.Remaining,
-				op.Result.RetryAfter, op.Result.ResetAfter, op.Result.DecidedAt.UnixMicro())
+			return fmt.Sprintf(
+				"%d: %t, remaining %d, retry %v, reset %v, at %d",
+				op.Cost,
+				op.Result.Allowed,
+				op.Result.Remaining,
+				op.Result.RetryAfter,
+				op.Result.ResetAfter,
+				op.Result.DecidedAt.UnixMicro(),
+			)
 		},
 		DescribeState: func(state any) string { return fmt.Sprintf("%+v", state) },
 	}
 	return model.ToModel()
 }
 
-// check looks for an explanation of a history; picture is a file that shows what was found if there is none.
-func (j judge) check(t *testing.T, history []operation, staleness time.Duration) (result porcupine.CheckResult, picture string) {
+// check looks for an explanation of a history. If there is none, picture is a file that shows what was found.
+func (j judge) check(
+	t *testing.T,
+	history []operation,
+	staleness time.Duration,
+) (result porcupine.CheckResult, picture string) {
 	t.Helper()
 	allTake := !slices.ContainsFunc(history, func(op operation) bool { return op.Reset || op.Unknown || op.Cost <= 0 })
 	ops := make([]porcupine.Operation, len(history))
@@ -177,7 +189,11 @@ func (j judge) check(t *testing.T, history []operation, staleness time.Duration)
 }
 
 // explain looks for an order of operations that a model allows.
-func explain(t *testing.T, model porcupine.Model, ops []porcupine.Operation) (result porcupine.CheckResult, picture string) {
+func explain(
+	t *testing.T,
+	model porcupine.Model,
+	ops []porcupine.Operation,
+) (result porcupine.CheckResult, picture string) {
 	t.Helper()
 	result, info := porcupine.CheckOperationsVerbose(model, ops, amply)
 	if result == porcupine.Ok {
@@ -190,12 +206,13 @@ func explain(t *testing.T, model porcupine.Model, ops []porcupine.Operation) (re
 	return result, file.Name()
 }
 
-// staleSince is the earliest time for which a denial may speak. A reset by another limiter need not be known for so long; one by
-// the same limiter is known at once.
+// staleSince is the earliest time for which a denial may speak. A reset by another limiter may stay unknown for so
+// long. A reset by the same limiter is known at once.
 func staleSince(history []operation, denial operation, staleness time.Duration) int64 {
 	since := denial.Call - staleness.Microseconds()
 	for _, op := range history {
-		if (op.Reset || op.Cost < 0) && op.Limiter == denial.Limiter && op.Key == denial.Key && op.Return < denial.Call {
+		if (op.Reset || op.Cost < 0) && op.Limiter == denial.Limiter && op.Key == denial.Key &&
+			op.Return < denial.Call {
 			since = max(since, op.Return)
 		}
 	}
@@ -219,7 +236,8 @@ func histories(algorithm string) map[string]workload {
 	cachedResets.Cache, cachedResets.Resets, cachedResets.DenialMaxAge, cachedResets.Callers = true, 5, 5*time.Millisecond, 3
 	// A row that comes and goes.
 	reset.Keys, reset.Resets, reset.Callers, reset.Gap = 1, 30, 4, 0
-	// Waves of the same request for one key: what coalescing merges. Nobody looks, or the search could take for ever.
+	// Waves of the same request for one key, which coalescing merges. Nobody looks, or the search could take for
+	// ever.
 	hot.Keys, hot.MaxCost, hot.Callers, hot.Calls, hot.Gap, hot.Looks = 1, 1, 24, 10, 0, 0
 	return map[string]workload{
 		"plain": plain, "durable": durable, "cache": cached, "resets": resets, "cache and resets": cachedResets,
@@ -229,15 +247,16 @@ func histories(algorithm string) map[string]workload {
 
 var algorithms = []string{"fixed window", "sliding window", "token bucket", "sliding log"}
 
-// What many callers over several pools and processes are told is what they would be told one after the other.
+// Many callers over several pools and processes are told what they would be told one after the other.
 func TestLinearizable(t *testing.T) {
 	t.Parallel()
 
 	random := random(t)
 	for _, algorithm := range algorithms {
 		for name, w := range histories(algorithm) {
-			for range rounds(t, 1) {
-				// Until some were allowed and some denied: a busy machine makes few calls within a span.
+			for range testkit.Rounds(t, "ROUNDS", 1) {
+				// This goes on until some were allowed and some denied, because a busy machine makes few calls
+				// within a span.
 				for w, varied := w, false; !varied; w.Span *= 2 {
 					require.Less(t, w.Span, time.Minute, "%s, %s: not varied enough", algorithm, name)
 					w.Seed = random.Uint64()
@@ -258,12 +277,14 @@ func hasBothOutcomes(history []operation) bool {
 	return slices.ContainsFunc(history, allowed) && slices.ContainsFunc(history, denied)
 }
 
-// uncertain runs a workload in which sessions are ended by the database and callers leave, so that it is not known of some calls
-// whether they have counted. Of a call that failed otherwise it is known that it has not.
+// uncertain runs a workload in which the database ends sessions and callers leave, so it is not known of some
+// calls whether they have counted. A call that failed in another way is known not to have counted.
 func uncertain(w workload, t *testing.T, db *pgtest.DB) []operation {
 	t.Helper()
 	// Every key has been asked for before, so that it is known when its window begins.
-	primer := newLimiter(t, db.Pool, ratelimit.Config{Name: "test", Policy: w.policy(), Timeout: amply})
+	primer := limitertest.New(t, db.Pool, ratelimit.Config{
+		Name: "test", Policy: w.policy(), Client: ratelimit.ClientConfig{Timeout: amply},
+	})
 	var history []operation
 	for key := range w.Keys {
 		op := operation{Client: 1 << 10, Limiter: 1 << 10, Key: keyNumber(key), Cost: 2}
@@ -308,7 +329,7 @@ func TestLinearizableWithUnknownOutcomes(t *testing.T) {
 			continue // its times tell when each one was decided
 		}
 		// Until a session was ended while it decided, which is chance.
-		for round := 0; round < rounds(t, 2) || unknown == 0; round++ {
+		for round := 0; round < testkit.Rounds(t, "ROUNDS", 2) || unknown == 0; round++ {
 			require.Less(t, round, 100)
 			db := pgtest.New(t)
 			w := uncertainWorkload(algorithm)
@@ -343,25 +364,25 @@ func TestJudgeCatches(t *testing.T) {
 		misread func(j *judge, w *workload, history []operation) []operation
 	}{
 		"the time of the transaction's begin": {history: "plain", spoil: func(t *testing.T, pool *pgxpool.Pool) {
-			rewrite(t, pool, "rate_limit_sliding_window", "clock_timestamp()", "pg_catalog.now()")
-			rewrite(t, pool, "rate_limit_all", "clock_timestamp()", "pg_catalog.now()")
+			pgtest.Rewrite(t, pool, "rate_limit_sliding_window", "clock_timestamp()", "pg_catalog.now()")
+			pgtest.Rewrite(t, pool, "rate_limit_all", "clock_timestamp()", "pg_catalog.now()")
 		}},
 		"rows that are read without a lock": {history: "plain", spoil: func(t *testing.T, pool *pgxpool.Pool) {
 			// Nothing is left to the statements that decide ordinary takes, which always lock.
-			rewrite(t, pool, "rate_limit_sliding_window", "few := n BETWEEN", "few := false AND n BETWEEN")
-			rewrite(t, pool, "rate_limit_sliding_window", "IF NOT few AND", "IF false AND")
-			rewrite(t, pool, "rate_limit_all", "FOR UPDATE SKIP LOCKED", "OFFSET 0")
-			rewrite(t, pool, "rate_limit_all", "FOR UPDATE", "OFFSET 0")
+			pgtest.Rewrite(t, pool, "rate_limit_sliding_window", "few := n BETWEEN", "few := false AND n BETWEEN")
+			pgtest.Rewrite(t, pool, "rate_limit_sliding_window", "IF NOT few AND", "IF false AND")
+			pgtest.Rewrite(t, pool, "rate_limit_all", "FOR UPDATE SKIP LOCKED", "OFFSET 0")
+			pgtest.Rewrite(t, pool, "rate_limit_all", "FOR UPDATE", "OFFSET 0")
 		}},
 		"takes that forget the window before": {history: "plain", spoil: func(t *testing.T, pool *pgxpool.Pool) {
-			rewrite(t, pool, "rate_limit_sliding_window", "- (d.prev_count *", "- 0 * (d.prev_count *")
+			pgtest.Rewrite(t, pool, "rate_limit_sliding_window", "- (d.prev_count *", "- 0 * (d.prev_count *")
 		}},
 		"a retry time that is a microsecond late": {history: "plain", spoil: func(t *testing.T, pool *pgxpool.Pool) {
-			rewrite(t, pool, "rate_limit_all", "RETURN NEXT ROW(part::bigint, granted, remaining, retry_after_us,",
+			pgtest.Rewrite(t, pool, "rate_limit_all", "RETURN NEXT ROW(part::bigint, granted, remaining, retry_after_us,",
 				"RETURN NEXT ROW(part::bigint, granted, remaining, retry_after_us + (retry_after_us > 0)::int,")
 		}},
 		"a reset that resets nothing": {history: "resets", spoil: func(t *testing.T, pool *pgxpool.Pool) {
-			rewrite(t, pool, "rate_limit_reset", "r.key = key", "r.key = ''")
+			pgtest.Rewrite(t, pool, "rate_limit_reset", "r.key = key", "r.key = ''")
 		}},
 		"a cache that is said to know of every reset at once": {
 			history: "cache and resets", misread: func(_ *judge, w *workload, history []operation) []operation {
@@ -374,13 +395,15 @@ func TestJudgeCatches(t *testing.T) {
 			return history
 		}},
 		"refunds that give nothing back": {history: "refunds and grants", spoil: func(t *testing.T, pool *pgxpool.Pool) {
-			rewrite(t, pool, "rate_limit_all", "s.count - least(units, s.count)", "s.count")
+			pgtest.Rewrite(t, pool, "rate_limit_all", "back := least(units, s.count);", "back := 0;")
 		}},
 		"refunds of what does not count any more": {history: "refunds and grants", spoil: func(t *testing.T, pool *pgxpool.Pool) {
-			rewrite(t, pool, "rate_limit_all", "s.window_start = taken_in[part]", "taken_in[part] IS NOT NULL")
+			pgtest.Rewrite(t, pool,
+				"rate_limit_all", "taken_in[part] = s.window_start AND s.window_start = r.window_start", "taken_in[part] IS NOT NULL")
 		}},
 		"credit that is spent twice": {history: "refunds and grants", spoil: func(t *testing.T, pool *pgxpool.Pool) {
-			rewrite(t, pool, "rate_limit_all", "s.expires_at := clock + reset_after_us", "s.expires_at := clock + reset_after_us; s.credit := s.credit + spent")
+			pgtest.Rewrite(t, pool,
+				"rate_limit_all", "s.expires_at := clock + reset_after_us", "s.expires_at := clock + reset_after_us; s.credit := s.credit + spent")
 		}},
 		"a grant that got lost": {history: "plain", misread: func(_ *judge, _ *workload, history []operation) []operation {
 			return slices.DeleteFunc(history, func(op operation) bool { return op.Key == keyNumber(0) && op.Cost > 0 && op.Result.Allowed })
@@ -389,7 +412,9 @@ func TestJudgeCatches(t *testing.T) {
 			return slices.DeleteFunc(history, func(op operation) bool { return op.Unknown })
 		}},
 	} {
+		random := rand.New(rand.NewPCG(random.Uint64(), 0))
 		t.Run(name, func(t *testing.T) {
+			t.Parallel()
 			caught := porcupine.Ok
 			for attempt := 0; caught == porcupine.Ok && attempt < 100; attempt++ {
 				db := pgtest.New(t)

@@ -1,7 +1,9 @@
-// Package faults breaks the database, and the way to it, while limiters are at work: connections that are cut at every message,
-// servers that are killed, stopped, demoted, replaced and filled up. And it judges histories of concurrent calls.
+// Package faults breaks the database, and the way to it, while limiters are at work: connections that are cut at
+// every message, servers that are killed, stopped, demoted, replaced and filled up. It also judges histories of
+// concurrent calls.
 //
-// Tests of random events go round as often as the variable ROUNDS says, and draw from the seed of the variable SEED.
+// Tests of random events go round as often as the variable ROUNDS says, and draw from the seed of the variable
+// SEED.
 package faults
 
 import (
@@ -9,8 +11,6 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"os"
-	"strconv"
-	"strings"
 	"testing"
 	"time"
 
@@ -18,8 +18,8 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
-	"github.com/pgratelimit/ratelimit"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
+	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
 func TestMain(m *testing.M) {
@@ -32,46 +32,16 @@ func TestMain(m *testing.M) {
 }
 
 const (
-	// amply is a Config.Timeout that no call comes near, however slow the machine, and the longest that a test waits for
-	// an event that is certain to come.
-	amply = time.Minute
-
-	// tick is how often a test looks whether the event has come.
-	tick = 2 * time.Millisecond
+	// amply is a ClientConfig.Timeout that no call comes near, however slow the machine.
+	amply = testkit.Amply
 
 	year = 365 * 24 * time.Hour
 )
 
-// rounds is how often a test of random events goes round: as the variable ROUNDS says, or few times.
-func rounds(t *testing.T, few int) int {
-	t.Helper()
-	text := os.Getenv("ROUNDS")
-	if text == "" {
-		return few
-	}
-	n, err := strconv.Atoi(text)
-	require.NoError(t, err, "ROUNDS")
-	return n
-}
-
 // random is what a test draws from. The variable SEED makes it draw the same again.
 func random(t *testing.T) *rand.Rand {
 	t.Helper()
-	seed := rand.Uint64()
-	if text := os.Getenv("SEED"); text != "" {
-		var err error
-		seed, err = strconv.ParseUint(text, 10, 64)
-		require.NoError(t, err, "SEED")
-	}
-	t.Logf("SEED=%d", seed)
-	return rand.New(rand.NewPCG(seed, 0))
-}
-
-func newLimiter(t *testing.T, db ratelimit.DBTX, config ratelimit.Config) *ratelimit.Limiter {
-	t.Helper()
-	limiter, err := ratelimit.New(db, config)
-	require.NoError(t, err)
-	return limiter
+	return rand.New(rand.NewPCG(testkit.Seed(t, "SEED"), 0))
 }
 
 // newPool is a pool of any server's database, closed at the end of the test.
@@ -80,28 +50,10 @@ func newPool(t *testing.T, url string, configure func(*pgxpool.Config)) *pgxpool
 	return (&pgtest.DB{URL: url}).NewPool(t, configure)
 }
 
-func execute(t *testing.T, db ratelimit.DBTX, sql string, args ...any) {
-	t.Helper()
-	_, err := db.Exec(t.Context(), sql, args...)
-	require.NoError(t, err)
-}
-
-// scalar runs a query for one value.
-func scalar[T any](t *testing.T, db ratelimit.DBTX, sql string, args ...any) T {
-	t.Helper()
-	var value T
-	require.NoError(t, db.QueryRow(t.Context(), sql, args...).Scan(&value))
-	return value
-}
-
 // counted is what the windows in a table hold, for each key.
-func counted(t *testing.T, db ratelimit.DBTX, durable bool) map[string]int64 {
+func counted(t *testing.T, db pgtest.Querier, durable bool) map[string]int64 {
 	t.Helper()
-	table := "rate_limit_ephemeral"
-	if durable {
-		table = "rate_limit_durable"
-	}
-	rows, err := db.Query(t.Context(), "SELECT key, count FROM "+table)
+	rows, err := db.Query(t.Context(), "SELECT key, count FROM "+pgtest.Table(durable))
 	require.NoError(t, err)
 	counts := map[string]int64{}
 	var key string
@@ -114,30 +66,12 @@ func counted(t *testing.T, db ratelimit.DBTX, durable bool) map[string]int64 {
 	return counts
 }
 
-// waitUntil returns when condition is true.
-func waitUntil(t *testing.T, condition func() bool) {
-	t.Helper()
-	ticker := time.NewTicker(tick)
-	defer ticker.Stop()
-	for deadline := time.Now().Add(amply); !condition(); <-ticker.C {
-		require.True(t, time.Now().Before(deadline), "what the test waits for does not happen")
-	}
-}
-
 // pause waits for that long, or until the context ends.
 func pause(ctx context.Context, d time.Duration) {
 	select {
 	case <-time.After(d):
 	case <-ctx.Done():
 	}
-}
-
-// rewrite replaces part of a function in the test's database: a broken variant, for a check to prove itself on.
-func rewrite(t *testing.T, db ratelimit.DBTX, function, old, replacement string) {
-	t.Helper()
-	source := scalar[string](t, db, "SELECT pg_get_functiondef($1::regproc)", function)
-	require.Contains(t, source, old)
-	execute(t, db, strings.ReplaceAll(source, old, replacement))
 }
 
 func keyNumber(i int) string { return fmt.Sprint("key ", i) }

@@ -8,8 +8,8 @@ import (
 	"github.com/pgratelimit/ratelimit"
 )
 
-// account is a key as the oracle keeps it. The zero value is a key that nobody has asked for. It says nothing of rows: what has
-// run out is still in it.
+// account is a key as the oracle keeps it. The zero value is a key that nobody has asked for. It says nothing
+// about rows: what has run out is still in it.
 type account struct {
 	kind    string                    // the algorithm that it was written by
 	clock   int64                     // of the last decision under the row's lock, in microseconds since 1970
@@ -26,9 +26,9 @@ type account struct {
 	expires int64                     // when the key is as good as new, by the policy that has written it
 }
 
-// rule is an algorithm as its documentation states it, written a second time. All that it knows is how an account moves on to a
-// time, and how much room there is then. What a caller is told follows from that by search: RetryAfter is the first time at
-// which the request fits, ResetAfter the first at which everything does.
+// rule is an algorithm as its documentation states it, written a second time. It knows only how an account moves
+// on to a time, and how much room there is then. A search finds what a caller is told: RetryAfter is the first
+// time at which the request fits, and ResetAfter the first at which everything does.
 type rule struct {
 	kind    string
 	limit   int64
@@ -36,8 +36,10 @@ type rule struct {
 	roll    func(a account, t int64) account
 	room    func(a account, t int64) int64 // of an account that was rolled to t
 	take    func(a account, t, n int64) account
-	back    func(a account, t, n int64, of portion) account // after a refund of n of what was taken so, ordinary room only
-	life    int64                                           // microseconds after a take or a grant, in which all of it is over; credit lasts that long
+	// back is the account after a refund of n of what was taken so, ordinary room only. It gives back only what
+	// still counts in rolled, which is a at t. It does not move a on, because others may count more of it.
+	back func(a, rolled account, t, n int64, of portion) account
+	life int64 // microseconds after a take or a grant, in which all of it is over; credit lasts that long
 }
 
 func ruleOf(policy ratelimit.Policy) rule {
@@ -46,8 +48,8 @@ func ruleOf(policy ratelimit.Policy) rule {
 		window := p.Window.Microseconds()
 		return rule{
 			kind: "fixed window", limit: p.Limit, horizon: window, take: count(1), life: window,
-			back: func(a account, _, n int64, of portion) account {
-				if of.In == a.start {
+			back: func(a, rolled account, _, n int64, of portion) account {
+				if of.In == a.start && a.start == rolled.start {
 					a.count -= min(n, a.count)
 				}
 				return a
@@ -65,11 +67,11 @@ func ruleOf(policy ratelimit.Policy) rule {
 		window := p.Window.Microseconds()
 		return rule{
 			kind: "sliding window", limit: p.Limit, horizon: 2 * window, take: count(1), life: 2 * window,
-			back: func(a account, _, n int64, of portion) account {
-				switch of.In {
-				case a.start:
+			back: func(a, rolled account, _, n int64, of portion) account {
+				switch {
+				case of.In == a.start && (rolled.start == a.start || rolled.start == a.start+window):
 					a.count -= min(n, a.count)
-				case a.start - window:
+				case of.In == a.start-window && rolled.start == a.start:
 					a.prev -= min(n, a.prev)
 				}
 				return a
@@ -93,13 +95,13 @@ func ruleOf(policy ratelimit.Policy) rule {
 		every := p.Every.Microseconds()
 		return rule{
 			kind: "token bucket", limit: p.Capacity, horizon: p.Capacity*every/p.Refill + 1, take: count(every),
-			back: func(a account, t, n int64, of portion) account {
-				if of.Since != a.since || of.In > t {
+			back: func(a, rolled account, t, n int64, of portion) account {
+				if of.Since != rolled.since || of.In > t {
 					return a
 				}
 				// Those before it were at.At - n - returned at most.
 				left := max(of.At-a.back, n*every) - (t-of.In)*p.Refill
-				given := max(0, min(left, n*every, a.count))
+				given := max(0, min(left, n*every, rolled.count))
 				a.count, a.back = a.count-given, a.back+given
 				return a
 			},
@@ -156,9 +158,9 @@ func ruleOf(policy ratelimit.Policy) rule {
 				}
 				return a
 			},
-			back: func(a account, _, n int64, of portion) account {
+			back: func(a, _ account, t, n int64, of portion) account {
 				for i := int64(0); i < a.count && n > 0; {
-					if a.log[i].at != of.In {
+					if a.log[i].at != of.In || t >= of.In+window {
 						i++
 						continue
 					}
@@ -190,7 +192,7 @@ func (a account) unlessNew() int64 {
 // part is what a result remembers of a take from one row, which it does not export.
 type portion struct{ Units, Spent, Since, In, At int64 }
 
-// partsOf are those of a result; nil if it has taken nothing.
+// partsOf are those of a result. It is nil if the result has taken nothing.
 func partsOf(result ratelimit.Result) []portion {
 	receipt := reflect.ValueOf(result).FieldByName("receipt")
 	if receipt.IsNil() {
@@ -231,7 +233,8 @@ func (r rule) fits(a account, t, n int64) int64 {
 	return t + int64(sort.Search(int(r.horizon), func(d int) bool { return r.roomAt(a, t+int64(d)) >= n }))
 }
 
-// decide is what has to come of a request for n at t; n = 0 looks, n below 0 gives back what was taken so, or grants.
+// decide is the right answer to a request for n at t. n = 0 looks; n below 0 gives back what was taken so, or
+// grants.
 func (r rule) decide(a account, t, n int64, of *portion) (account, ratelimit.Result) {
 	grant, changed := n < 0 && of == nil, true
 	result := ratelimit.Result{Limit: r.limit, DecidedAt: time.UnixMicro(t)}
@@ -244,14 +247,16 @@ func (r rule) decide(a account, t, n int64, of *portion) (account, ratelimit.Res
 		}
 		result.Allowed = true
 	case n < 0:
-		rolled := r.at(a, t)
-		next := r.back(rolled, t, of.Units-of.Spent, *of)
-		if of.Spent > 0 && of.Since == rolled.since && rolled.since > 0 && (r.kind != "token bucket" || rolled.count > 0 || rolled.credit > 0) {
+		rolled, next := r.at(a, t), a
+		if t < a.expires && a.kind == r.kind {
+			next = r.back(a, rolled, t, of.Units-of.Spent, *of)
+		}
+		if of.Spent > 0 && of.Since == rolled.since && rolled.since > 0 &&
+			(r.kind != "token bucket" || rolled.count > 0 || rolled.credit > 0) {
 			next.credit, next.expires = next.credit+of.Spent, max(next.expires, t+r.life)
 		}
-		if changed = next != rolled; changed {
-			a = next
-		}
+		changed = next != a
+		a = next
 		result.Allowed = true
 	case !result.Allowed:
 		result.RetryAfter = time.Duration(r.fits(a, t, max(n, 1))-t) * time.Microsecond
@@ -267,7 +272,8 @@ func (r rule) decide(a account, t, n int64, of *portion) (account, ratelimit.Res
 		reset = rolled.expires
 	}
 	result.ResetAfter = time.Duration(reset-t) * time.Microsecond
-	if n < 0 && changed || n > 0 && result.Allowed {
+	nothing := reset == t && (r.kind == "token bucket" || a.count == 0 && a.prev == 0) // is left
+	if grant || n < 0 && changed && nothing || n > 0 && result.Allowed {
 		a.expires = reset
 	}
 	return a, result

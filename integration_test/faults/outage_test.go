@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"net"
-	"slices"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -15,8 +14,10 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/internal/limitertest"
 	"github.com/pgratelimit/ratelimit/internal/pgserver"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
+	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
 // outageCall is what one call came to.
@@ -27,9 +28,9 @@ type outageCall struct {
 	took   time.Duration
 }
 
-// Postgres is stopped, or frozen, while 32 callers ask some thousand times a second, and is back a while later. Nobody gets an error; while
-// it is away there are no connection attempts but those of one probe in each pause; and the books are right: each key is admitted
-// its limit, and beyond that what the mode says and no more.
+// Postgres is stopped, or frozen, while 32 callers ask some thousand times a second, and is back a while later.
+// Nobody gets an error. While it is away there are no connection attempts but those of one probe in each pause.
+// And the books are right: each key is admitted its limit, and beyond that what the mode says and no more.
 func TestOutageUnderLoad(t *testing.T) {
 	t.Parallel()
 
@@ -43,6 +44,7 @@ func TestOutageUnderLoad(t *testing.T) {
 	} {
 		for _, frozen := range []bool{false, true} {
 			t.Run(name+map[bool]string{false: ", stopped", true: ", frozen"}[frozen], func(t *testing.T) {
+				t.Parallel() // most of its time goes by without work
 				server, pool := newServer(t, pgserver.Config{})
 				var attempts, statements atomic.Int64
 				limited := newPool(t, server.URL(), func(config *pgxpool.Config) {
@@ -54,17 +56,20 @@ func TestOutageUnderLoad(t *testing.T) {
 				transitions := make(chan ratelimit.BreakerEvent, 100)
 				config := ratelimit.Config{
 					Name: "test", Policy: ratelimit.FixedWindow{Limit: limit, Window: year}, OnFailure: mode, NoDenialCache: true,
-					Observer: &ratelimit.Observer{
-						Batch:   func(ratelimit.BatchEvent) { statements.Add(1) },
-						Breaker: func(e ratelimit.BreakerEvent) { transitions <- e },
+					Client: ratelimit.ClientConfig{
+						Observer: &ratelimit.Observer{
+							Statement: func(ratelimit.StatementEvent) { statements.Add(1) },
+							Breaker:   func(e ratelimit.BreakerEvent) { transitions <- e },
+						},
 					},
 				}
-				// Frozen is found out by waiting, so a machine that stands still for a second makes an outage of its own.
+				// Waiting shows that a server is frozen, so a machine that stands still for a second makes an
+				// outage of its own.
 				strict := !frozen
-				if strict {
-					config.Timeout = amply
+				if frozen {
+					config.Client.Timeout = time.Second
 				}
-				limiter := newLimiter(t, limited, config)
+				limiter := limitertest.New(t, limited, config)
 
 				var mu sync.Mutex
 				var calls []outageCall
@@ -78,7 +83,9 @@ func TestOutageUnderLoad(t *testing.T) {
 							c.result, err = limiter.Allow(context.Background(), c.key)
 							c.took = time.Since(c.began)
 							if frozen && errors.Is(err, ratelimit.ErrKeyHeld) {
-								continue // it waited for another call's row when the server froze, and so it did until the thaw
+								// It waited for another call's row when the server froze, and went on waiting
+								// until the thaw.
+								continue
 							}
 							if err != nil {
 								t.Error(err)
@@ -116,7 +123,7 @@ func TestOutageUnderLoad(t *testing.T) {
 						}
 					}
 				}
-				waitUntil(t, func() bool { return len(since(time.Time{})) > 1000 })
+				testkit.WaitUntil(t, func() bool { return len(since(time.Time{})) > 1000 })
 				require.True(t, !strict || len(transitions) == 0)
 
 				// Away.
@@ -128,7 +135,7 @@ func TestOutageUnderLoad(t *testing.T) {
 				}
 				opened := transition(true)
 				triedBefore, sentBefore := attempts.Load(), statements.Load()
-				waitUntil(t, func() bool { return statements.Load() > sentBefore+2 })
+				testkit.WaitUntil(t, func() bool { return statements.Load() > sentBefore+2 })
 				tried, sent := attempts.Load()-triedBefore, statements.Load()-sentBefore
 				most := int64(time.Since(opened)/pauses) + 2 // another was in flight when it opened
 				require.LessOrEqual(t, sent, most)
@@ -143,7 +150,7 @@ func TestOutageUnderLoad(t *testing.T) {
 				returned := time.Now()
 				closed := transition(false)
 				pool.Reset()
-				waitUntil(t, func() bool {
+				testkit.WaitUntil(t, func() bool {
 					counts := counted(t, pool, false)
 					for i := range keys {
 						if counts[keyNumber(i)] < limit {
@@ -153,7 +160,7 @@ func TestOutageUnderLoad(t *testing.T) {
 					return true
 				})
 				quiet := time.Now()
-				waitUntil(t, func() bool { return len(since(quiet)) > 1000 })
+				testkit.WaitUntil(t, func() bool { return len(since(quiet)) > 1000 })
 				stop()
 				wg.Wait()
 				require.True(t, !strict || len(transitions) == 0)
@@ -194,16 +201,26 @@ func TestOutageUnderLoad(t *testing.T) {
 						open = append(open, c.took)
 					}
 				}
-				t.Logf("until the breaker opened, in %v: %d calls, p99 %v; while it was open: %d calls, p99 %v, %d probes; back after %v",
-					opened.Sub(away), len(until), p99(until), len(open), p99(open), sent, closed.Sub(returned))
+				t.Logf(
+					"until the breaker opened, in %v: %d calls, p99 %v; while it was open: %d calls, p99 %v, %d probes; back after %v",
+					opened.Sub(
+						away,
+					),
+					len(until),
+					testkit.Quantile(until, 0.99),
+					len(open),
+					testkit.Quantile(open, 0.99),
+					sent,
+					closed.Sub(returned),
+				)
 			})
 		}
 	}
 }
 
-// Where the network swallows packets, connections that are being made hang for as long as the pool's connect_timeout, also when the
-// network is there again, and each takes one of the pool's places. The limiter is back all the same, without waiting for pgx's own
-// two minutes.
+// If the network swallows packets, connections that are being made hang for as long as the pool's connect_timeout,
+// even when the network is there again. Each takes one of the pool's places. The limiter is back all the same,
+// without waiting for pgx's own two minutes.
 func TestOutageThatSwallowsConnections(t *testing.T) {
 	t.Parallel()
 
@@ -221,28 +238,23 @@ func TestOutageThatSwallowsConnections(t *testing.T) {
 			return dial(ctx, network, address)
 		}
 	})
-	limiter := newLimiter(t, pool, ratelimit.Config{
-		Name: "test", Policy: ratelimit.FixedWindow{Limit: 1, Window: year}, NoDenialCache: true, Timeout: 100 * time.Millisecond,
+	limiter := limitertest.New(t, pool, ratelimit.Config{
+		Name: "test", Policy: ratelimit.FixedWindow{Limit: 1, Window: year}, NoDenialCache: true,
 		OnFailure: ratelimit.FailClosed(),
-		Observer:  &ratelimit.Observer{Batch: func(ratelimit.BatchEvent) { statements.Add(1) }},
+		Client: ratelimit.ClientConfig{
+			Timeout:  100 * time.Millisecond,
+			Observer: &ratelimit.Observer{Statement: func(ratelimit.StatementEvent) { statements.Add(1) }},
+		},
 	})
 	source := func() ratelimit.Source {
 		result, err := limiter.Allow(t.Context(), "key")
 		require.NoError(t, err)
 		return result.Source
 	}
-	waitUntil(t, func() bool { return source() == ratelimit.SourceDatabase })
+	testkit.WaitUntil(t, func() bool { return source() == ratelimit.SourceDatabase })
 	hole.Store(true)
 	pool.Reset()
-	waitUntil(t, func() bool { return source() == ratelimit.SourceFailedClosed && statements.Load() > 10 })
+	testkit.WaitUntil(t, func() bool { return source() == ratelimit.SourceFailedClosed && statements.Load() > 10 })
 	hole.Store(false)
-	waitUntil(t, func() bool { return source() == ratelimit.SourceDatabase })
-}
-
-func p99(took []time.Duration) time.Duration {
-	if len(took) == 0 {
-		return 0
-	}
-	slices.Sort(took)
-	return took[len(took)*99/100]
+	testkit.WaitUntil(t, func() bool { return source() == ratelimit.SourceDatabase })
 }

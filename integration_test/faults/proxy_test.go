@@ -2,8 +2,6 @@ package faults
 
 import (
 	"context"
-	"errors"
-	"slices"
 	"sync"
 	"testing"
 	"time"
@@ -14,23 +12,10 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/internal/limitertest"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
+	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
-
-var kinds = []error{
-	ratelimit.ErrNotMigrated, ratelimit.ErrNotPermitted, ratelimit.ErrPreparedStatements, ratelimit.ErrUnavailable,
-	ratelimit.ErrReadOnly, ratelimit.ErrTimeout, ratelimit.ErrOutcomeUnknown,
-}
-
-// requireKinds requires a StoreError of exactly these kinds.
-func requireKinds(t *testing.T, err error, want ...error) {
-	t.Helper()
-	var store *ratelimit.StoreError
-	require.ErrorAs(t, err, &store)
-	for _, kind := range kinds {
-		require.Equal(t, slices.Contains(want, kind), errors.Is(err, kind), "%v: %v", kind, err)
-	}
-}
 
 func throughProxy(t *testing.T, mode pgx.QueryExecMode) (*wireProxy, *pgtest.DB, *pgxpool.Pool) {
 	t.Helper()
@@ -67,7 +52,11 @@ func wireFaults(mode pgx.QueryExecMode) map[string]wireFault {
 	if mode == pgx.QueryExecModeCacheStatement { // the others would wait as long for the same
 		faults["request swallowed"] = wireFault{fault{request: anyRequest, then: swallow}, timeout, 0}
 		faults["reply swallowed"] = wireFault{fault{reply: anyReply, then: swallow}, timeout, 1}
-		faults["ReadyForQuery swallowed"] = wireFault{fault{reply: replyIs[*pgproto3.ReadyForQuery], then: swallow}, timeout, 1}
+		faults["ReadyForQuery swallowed"] = wireFault{
+			fault{reply: replyIs[*pgproto3.ReadyForQuery], then: swallow},
+			timeout,
+			1,
+		}
 	}
 	if mode != pgx.QueryExecModeSimpleProtocol {
 		// Without Sync the statement is executed, and rolled back with the connection.
@@ -76,7 +65,8 @@ func wireFaults(mode pgx.QueryExecMode) map[string]wireFault {
 	return faults
 }
 
-// What a caller is told, what was taken, that it was asked once, and that the next call works.
+// Compares what a caller is told and what was taken, and checks that it was asked once, and that the next call
+// works.
 func TestBrokenConnections(t *testing.T) {
 	t.Parallel()
 
@@ -88,15 +78,18 @@ func TestBrokenConnections(t *testing.T) {
 			t.Run(mode.String()+": "+name, func(t *testing.T) {
 				t.Parallel()
 				proxy, db, pool := throughProxy(t, mode)
-				config := ratelimit.Config{Name: "test", Policy: ratelimit.FixedWindow{Limit: 10, Window: year}, Durable: true, Timeout: amply}
-				limiter := newLimiter(t, pool, config)
+				config := ratelimit.Config{
+					Name: "test", Policy: ratelimit.FixedWindow{Limit: 10, Window: year}, Durable: true,
+					Client: ratelimit.ClientConfig{Timeout: amply},
+				}
+				limiter := limitertest.New(t, pool, config)
 				_, err := limiter.Allow(t.Context(), "key") // which prepares the statement
 				require.NoError(t, err)
 
 				if c.then == swallow {
-					config.Timeout = 2 * time.Second
+					config.Client.Timeout = 2 * time.Second
 				}
-				failing := newLimiter(t, pool, config)
+				failing := limitertest.New(t, pool, config)
 				moment := make(chan struct{})
 				c.until = moment
 				time.AfterFunc(50*time.Millisecond, func() { close(moment) })
@@ -107,7 +100,7 @@ func TestBrokenConnections(t *testing.T) {
 					require.NoError(t, err)
 					require.EqualValues(t, 8, result.Remaining)
 				} else {
-					requireKinds(t, err, c.kinds...)
+					limitertest.RequireKinds(t, err, c.kinds...)
 					require.Zero(t, result)
 				}
 				want := 1 + c.taken
@@ -121,13 +114,16 @@ func TestBrokenConnections(t *testing.T) {
 	}
 }
 
-// A connection that breaks while the statement is prepared: nothing was taken, and nothing is taken twice.
+// A connection breaks while the statement is prepared. Nothing was taken, and nothing is taken twice.
 func TestBrokenConnectionWhilePreparing(t *testing.T) {
 	t.Parallel()
 
 	for _, f := range []fault{{request: anyRequest, preparing: true}, {reply: anyReply, preparing: true}} {
 		proxy, db, pool := throughProxy(t, pgx.QueryExecModeCacheStatement)
-		limiter := newLimiter(t, pool, ratelimit.Config{Name: "test", Policy: ratelimit.FixedWindow{Limit: 10, Window: year}, Timeout: amply})
+		limiter := limitertest.New(t, pool, ratelimit.Config{
+			Name: "test", Policy: ratelimit.FixedWindow{Limit: 10, Window: year},
+			Client: ratelimit.ClientConfig{Timeout: amply},
+		})
 		proxy.fail(&f)
 		_, err := limiter.Allow(t.Context(), "key")
 		require.ErrorIs(t, err, ratelimit.ErrUnavailable)
@@ -145,7 +141,10 @@ func TestBlindRetryIsCaught(t *testing.T) {
 	t.Parallel()
 
 	proxy, db, pool := throughProxy(t, pgx.QueryExecModeCacheStatement)
-	limiter := newLimiter(t, pool, ratelimit.Config{Name: "test", Policy: ratelimit.FixedWindow{Limit: 10, Window: year}, Timeout: amply})
+	limiter := limitertest.New(t, pool, ratelimit.Config{
+		Name: "test", Policy: ratelimit.FixedWindow{Limit: 10, Window: year},
+		Client: ratelimit.ClientConfig{Timeout: amply},
+	})
 	proxy.fail(&fault{reply: anyReply})
 	_, err := limiter.Allow(t.Context(), "key")
 	require.Error(t, err)
@@ -155,7 +154,7 @@ func TestBlindRetryIsCaught(t *testing.T) {
 	require.EqualValues(t, 2, counted(t, db.Pool, false)["key"])
 }
 
-// A batch shares its fate: all of its callers are told that the outcome is unknown, and all others get their decision.
+// A batch shares its fate: all of its callers are told that the outcome is unknown. All others get their decision.
 func TestBrokenConnectionOfABatch(t *testing.T) {
 	t.Parallel()
 
@@ -170,10 +169,12 @@ func TestBrokenConnectionOfABatch(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			proxy, db, pool := throughProxy(t, pgx.QueryExecModeCacheStatement)
-			limiter := newLimiter(t, pool, ratelimit.Config{
-				Name: "test", Policy: ratelimit.FixedWindow{Limit: 1000, Window: year}, Timeout: amply, MaxInFlight: 1,
+			limiter := limitertest.New(t, pool, ratelimit.Config{
+				Name: "test", Policy: ratelimit.FixedWindow{Limit: 1000, Window: year},
+				Client: ratelimit.ClientConfig{Timeout: amply, MaxInFlight: 1},
 			})
-			// While the reply to the first is late, all others queue; they leave together, in the statement that breaks.
+			// While the reply to the first is late, all others queue. They leave together, in the statement that
+			// breaks.
 			release := make(chan struct{})
 			proxy.fail(&fault{reply: anyReply, then: late, until: release}, &c.fault)
 			const callers = 40
@@ -181,7 +182,7 @@ func TestBrokenConnectionOfABatch(t *testing.T) {
 			errs := make([]error, callers)
 			call := func(i int) { wg.Go(func() { _, errs[i] = limiter.Allow(t.Context(), "key") }) }
 			call(0)
-			waitUntil(t, func() bool { return proxy.sent() == 1 })
+			testkit.WaitUntil(t, func() bool { return proxy.sent() == 1 })
 			for i := 1; i < callers; i++ {
 				call(i)
 			}
@@ -194,7 +195,7 @@ func TestBrokenConnectionOfABatch(t *testing.T) {
 					granted++
 					continue
 				}
-				requireKinds(t, err, ratelimit.ErrUnavailable, ratelimit.ErrOutcomeUnknown)
+				limitertest.RequireKinds(t, err, ratelimit.ErrUnavailable, ratelimit.ErrOutcomeUnknown)
 				unknown++
 			}
 			require.Positive(t, unknown)
@@ -211,7 +212,10 @@ func TestOneByteAtATime(t *testing.T) {
 
 	proxy, db, pool := throughProxy(t, pgx.QueryExecModeCacheStatement)
 	proxy.trickle = true
-	limiter := newLimiter(t, pool, ratelimit.Config{Name: "test", Policy: ratelimit.FixedWindow{Limit: 10, Window: year}, Timeout: amply})
+	limiter := limitertest.New(t, pool, ratelimit.Config{
+		Name: "test", Policy: ratelimit.FixedWindow{Limit: 10, Window: year},
+		Client: ratelimit.ClientConfig{Timeout: amply},
+	})
 	for want := range int64(10) {
 		result, err := limiter.Allow(t.Context(), "key")
 		require.NoError(t, err)
@@ -224,30 +228,37 @@ func TestOneByteAtATime(t *testing.T) {
 	require.Empty(t, counted(t, db.Pool, false))
 }
 
-// A connection that was cut while nobody used it looks alive until something is sent on it; what was sent then is in doubt.
+// A connection that was cut while nobody used it looks alive until something is sent on it. What was sent then is
+// in doubt.
 func TestConnectionCutAtRest(t *testing.T) {
 	t.Parallel()
 
 	proxy, db, pool := throughProxy(t, pgx.QueryExecModeCacheStatement)
-	limiter := newLimiter(t, pool, ratelimit.Config{Name: "test", Policy: ratelimit.FixedWindow{Limit: 10, Window: year}, Timeout: amply})
+	limiter := limitertest.New(t, pool, ratelimit.Config{
+		Name: "test", Policy: ratelimit.FixedWindow{Limit: 10, Window: year},
+		Client: ratelimit.ClientConfig{Timeout: amply},
+	})
 	_, err := limiter.Allow(t.Context(), "key")
 	require.NoError(t, err)
 	proxy.cutAll()
 	_, err = limiter.Allow(t.Context(), "key")
-	requireKinds(t, err, ratelimit.ErrUnavailable, ratelimit.ErrOutcomeUnknown)
+	limitertest.RequireKinds(t, err, ratelimit.ErrUnavailable, ratelimit.ErrOutcomeUnknown)
 	require.EqualValues(t, 1, counted(t, db.Pool, false)["key"])
 	result, err := limiter.Allow(t.Context(), "key")
 	require.NoError(t, err)
 	require.EqualValues(t, 8, result.Remaining)
 }
 
-// The connection of the caller's transaction breaks: what the limiter took in it is rolled back with it.
+// The connection of the caller's transaction breaks. What the limiter took in it is rolled back with it.
 func TestBrokenConnectionOfATransaction(t *testing.T) {
 	t.Parallel()
 
 	for _, f := range []fault{{request: anyRequest}, {reply: anyReply}, {reply: replyIs[*pgproto3.ReadyForQuery]}} {
 		proxy, db, pool := throughProxy(t, pgx.QueryExecModeCacheStatement)
-		limiter := newLimiter(t, pool, ratelimit.Config{Name: "test", Policy: ratelimit.FixedWindow{Limit: 10, Window: year}, Timeout: amply})
+		limiter := limitertest.New(t, pool, ratelimit.Config{
+			Name: "test", Policy: ratelimit.FixedWindow{Limit: 10, Window: year},
+			Client: ratelimit.ClientConfig{Timeout: amply},
+		})
 		_, err := limiter.Allow(t.Context(), "key")
 		require.NoError(t, err)
 		err = pgx.BeginFunc(t.Context(), pool, func(tx pgx.Tx) error {
@@ -255,10 +266,13 @@ func TestBrokenConnectionOfATransaction(t *testing.T) {
 			_, err := limiter.AllowTx(t.Context(), tx, "key")
 			return err
 		})
-		requireKinds(t, err, ratelimit.ErrUnavailable, ratelimit.ErrOutcomeUnknown)
+		limitertest.RequireKinds(t, err, ratelimit.ErrUnavailable)
 		require.Equal(t, 1, proxy.sent())
 		// The server may learn of it a moment later.
-		result, err := newLimiter(t, db.Pool, ratelimit.Config{Name: "test", Policy: ratelimit.FixedWindow{Limit: 10, Window: year}, Timeout: 4 * amply}).
+		result, err := limitertest.New(t, db.Pool, ratelimit.Config{
+			Name: "test", Policy: ratelimit.FixedWindow{Limit: 10, Window: year},
+			Client: ratelimit.ClientConfig{Timeout: 4 * amply},
+		}).
 			Allow(t.Context(), "key")
 		require.NoError(t, err)
 		require.EqualValues(t, 8, result.Remaining)
@@ -270,8 +284,9 @@ func TestBrokenConnectionOfAReset(t *testing.T) {
 	t.Parallel()
 
 	proxy, _, pool := throughProxy(t, pgx.QueryExecModeCacheStatement)
-	limiter := newLimiter(t, pool, ratelimit.Config{
-		Name: "test", Policy: ratelimit.FixedWindow{Limit: 1, Window: year}, Timeout: amply, DenialMaxAge: amply,
+	limiter := limitertest.New(t, pool, ratelimit.Config{
+		Name: "test", Policy: ratelimit.FixedWindow{Limit: 1, Window: year},
+		Client: ratelimit.ClientConfig{Timeout: amply, DenialMaxAge: amply},
 	})
 	for range 2 {
 		_, err := limiter.Allow(t.Context(), "key")
@@ -280,7 +295,7 @@ func TestBrokenConnectionOfAReset(t *testing.T) {
 	proxy.fail(&fault{reply: anyReply})
 	err := limiter.Reset(t.Context(), "key")
 	require.Equal(t, 1, proxy.sent())
-	requireKinds(t, err, ratelimit.ErrUnavailable, ratelimit.ErrOutcomeUnknown)
+	limitertest.RequireKinds(t, err, ratelimit.ErrUnavailable, ratelimit.ErrOutcomeUnknown)
 	result, err := limiter.Allow(t.Context(), "key")
 	require.NoError(t, err)
 	require.True(t, result.Allowed)

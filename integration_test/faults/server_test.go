@@ -14,6 +14,7 @@ import (
 	"github.com/pgratelimit/ratelimit"
 	"github.com/pgratelimit/ratelimit/internal/pgserver"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
+	"github.com/pgratelimit/ratelimit/internal/testkit"
 	"github.com/pgratelimit/ratelimit/migrations"
 )
 
@@ -66,7 +67,7 @@ func (e entries) sums(until time.Time) (acknowledged, atMost map[string]int64) {
 	return acknowledged, atMost
 }
 
-// forgotten is a key of which a table holds less than it must; "" if there is none.
+// forgotten is a key of which a table holds less than it must. It is "" if there is none.
 func forgotten(acknowledged, table map[string]int64) string {
 	for key, sum := range acknowledged {
 		if table[key] < sum {
@@ -76,8 +77,8 @@ func forgotten(acknowledged, table map[string]int64) string {
 	return ""
 }
 
-// requireTable requires that the table holds all that was acknowledged until then and nothing that was not asked for, and
-// that no key was given more than the limit.
+// requireTable requires that the table holds all that was acknowledged until then and nothing that was not asked
+// for, and that no key was given more than the limit.
 func (e entries) requireTable(t *testing.T, table map[string]int64, limit int64, until time.Time) {
 	t.Helper()
 	acknowledged, atMost := e.sums(until)
@@ -91,9 +92,14 @@ func (e entries) requireTable(t *testing.T, table map[string]int64, limit int64,
 	}
 }
 
-// load asks until the server is gone, and keeps the ledger. Then errors must say that it is, and whether the request may have
-// counted.
-func (l *ledger) load(t *testing.T, limiter *ratelimit.Limiter, seed uint64, key func(*rand.Rand) string) (wait func()) {
+// load asks until the server is gone, and keeps the ledger. Then errors must say that the server is gone, and
+// whether the request may have counted.
+func (l *ledger) load(
+	t *testing.T,
+	limiter *ratelimit.Limiter,
+	seed uint64,
+	key func(*rand.Rand) string,
+) (wait func()) {
 	t.Helper()
 	const callers = 12
 	var wg sync.WaitGroup
@@ -120,10 +126,11 @@ func (l *ledger) load(t *testing.T, limiter *ratelimit.Limiter, seed uint64, key
 	}
 }
 
-// requireHealed requires that a limiter works again. Connections from before may still be in its pool, and fail once each.
+// requireHealed requires that a limiter works again. Connections from before may still be in its pool, and fail
+// once each.
 func requireHealed(t *testing.T, limiter *ratelimit.Limiter) {
 	t.Helper()
-	waitUntil(t, func() bool {
+	testkit.WaitUntil(t, func() bool {
 		result, err := limiter.Allow(t.Context(), "healed")
 		return err == nil && result.Allowed
 	})

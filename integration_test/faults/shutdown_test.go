@@ -11,10 +11,14 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/internal/limitertest"
 	"github.com/pgratelimit/ratelimit/internal/pgserver"
+	"github.com/pgratelimit/ratelimit/internal/pgtest"
+	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// A shutdown under load, and the server is back. A fast one keeps both tables; an immediate one is a crash to the unlogged table.
+// The server shuts down under load, and comes back. A fast shutdown keeps both tables. An immediate one is a crash
+// for the unlogged table.
 func TestShutdownUnderLoad(t *testing.T) {
 	t.Parallel()
 
@@ -32,17 +36,23 @@ func TestShutdownUnderLoad(t *testing.T) {
 			const limit = 200
 			policy := ratelimit.FixedWindow{Limit: limit, Window: year}
 			limiters := map[bool]*ratelimit.Limiter{
-				true: newLimiter(t, newPool(t, server.URL(), nil), ratelimit.Config{
-					Name: "test", Policy: policy, Durable: true, SynchronousCommit: true, Timeout: amply,
+				true: limitertest.New(t, newPool(t, server.URL(), nil), ratelimit.Config{
+					Name: "test", Policy: policy, Durable: true, SynchronousCommit: true,
+					Client: ratelimit.ClientConfig{Timeout: amply},
 				}),
-				false: newLimiter(t, newPool(t, server.URL(), nil), ratelimit.Config{Name: "test", Policy: policy, Timeout: amply}),
+				false: limitertest.New(t, newPool(t, server.URL(), nil), ratelimit.Config{
+					Name: "test", Policy: policy, Client: ratelimit.ClientConfig{Timeout: amply},
+				}),
 			}
 			ledgers := map[bool]*ledger{true: {}, false: {}}
 			var waits []func()
 			for durable, limiter := range limiters {
-				waits = append(waits, ledgers[durable].load(t, limiter, random.Uint64(), func(random *rand.Rand) string {
-					return keyNumber(random.IntN(200))
-				}))
+				waits = append(
+					waits,
+					ledgers[durable].load(t, limiter, random.Uint64(), func(random *rand.Rand) string {
+						return keyNumber(random.IntN(200))
+					}),
+				)
 			}
 			pause(t.Context(), time.Duration(random.Int64N(int64(300*time.Millisecond))))
 			require.NoError(t, server.Stop(t.Context(), c.mode))
@@ -65,21 +75,24 @@ func TestShutdownUnderLoad(t *testing.T) {
 	}
 }
 
-// A smart shutdown lets those in who are in: their limiters go on, and a limiter that would have to connect is told that the
-// database is unavailable.
+// A smart shutdown keeps the connections that exist. Their limiters go on. A limiter that would have to connect is
+// told that the database is unavailable.
 func TestSmartShutdown(t *testing.T) {
 	t.Parallel()
 
 	server, pool := newServer(t, pgserver.Config{})
-	config := ratelimit.Config{Name: "test", Policy: ratelimit.FixedWindow{Limit: 10, Window: year}, Timeout: amply}
-	inside := newLimiter(t, pool, config)
-	outside := newLimiter(t, newPool(t, server.URL(), nil), config)
+	config := ratelimit.Config{
+		Name: "test", Policy: ratelimit.FixedWindow{Limit: 10, Window: year},
+		Client: ratelimit.ClientConfig{Timeout: amply},
+	}
+	inside := limitertest.New(t, pool, config)
+	outside := limitertest.New(t, newPool(t, server.URL(), nil), config)
 	_, err := inside.Allow(t.Context(), "key")
 	require.NoError(t, err)
 
 	stopped := make(chan error, 1)
 	go func() { stopped <- server.Stop(context.Background(), pgserver.Smart) }()
-	waitUntil(t, func() bool {
+	testkit.WaitUntil(t, func() bool {
 		conn, err := pgx.Connect(t.Context(), server.URL())
 		if err == nil {
 			_ = conn.Close(t.Context())
@@ -87,7 +100,7 @@ func TestSmartShutdown(t *testing.T) {
 		return err != nil
 	})
 	_, err = outside.Allow(t.Context(), "key")
-	requireKinds(t, err, ratelimit.ErrUnavailable)
+	limitertest.RequireKinds(t, err, ratelimit.ErrUnavailable)
 	result, err := inside.Allow(t.Context(), "key")
 	require.NoError(t, err)
 	require.EqualValues(t, 8, result.Remaining)
@@ -112,23 +125,27 @@ func TestDemotedServer(t *testing.T) {
 		config.ConnConfig.RuntimeParams["default_transaction_read_only"] = "off"
 	})
 	for _, durable := range []bool{false, true} {
-		limiter := newLimiter(t, pool, ratelimit.Config{
-			Name: "test", Policy: ratelimit.FixedWindow{Limit: 10, Window: year}, Durable: durable, Timeout: amply,
+		limiter := limitertest.New(t, pool, ratelimit.Config{
+			Name: "test", Policy: ratelimit.FixedWindow{Limit: 10, Window: year}, Durable: durable,
+			Client: ratelimit.ClientConfig{Timeout: amply},
 		})
 		_, err := limiter.Allow(t.Context(), "key")
 		require.NoError(t, err)
 		conns := pool.Stat().NewConnsCount()
 
 		setReadOnly := func(value string) {
-			execute(t, admin, "ALTER SYSTEM SET default_transaction_read_only = "+value)
-			execute(t, admin, "SELECT pg_reload_conf()")
-			waitUntil(t, func() bool { return scalar[string](t, pool, "SHOW default_transaction_read_only") == value })
+			pgtest.Exec(t, admin, "ALTER SYSTEM SET default_transaction_read_only = "+value)
+			pgtest.Exec(t, admin, "SELECT pg_reload_conf()")
+			testkit.WaitUntil(
+				t,
+				func() bool { return pgtest.Scalar[string](t, pool, "SHOW default_transaction_read_only") == value },
+			)
 		}
 		setReadOnly("on")
 		require.NoError(t, pool.Ping(t.Context()))
 		_, err = limiter.Allow(t.Context(), "key")
-		requireKinds(t, err, ratelimit.ErrUnavailable, ratelimit.ErrReadOnly)
-		requireKinds(t, limiter.Reset(t.Context(), "key"), ratelimit.ErrUnavailable, ratelimit.ErrReadOnly)
+		limitertest.RequireKinds(t, err, ratelimit.ErrUnavailable, ratelimit.ErrReadOnly)
+		limitertest.RequireKinds(t, limiter.Reset(t.Context(), "key"), ratelimit.ErrUnavailable, ratelimit.ErrReadOnly)
 		result, err := limiter.Peek(t.Context(), "key")
 		require.NoError(t, err)
 		require.EqualValues(t, 9, result.Remaining)

@@ -12,18 +12,23 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/internal/limitertest"
 	"github.com/pgratelimit/ratelimit/internal/pgserver"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
+	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// What flows in while a call waits for two seconds for the row is there when it gets it; so is it for everybody behind it.
+// A call waits for the row for two seconds. What flows in meanwhile is there when it gets the row, and also for
+// everybody behind it.
 func TestLockWaitOfSeconds(t *testing.T) {
 	t.Parallel()
 
 	const wait = 2 * time.Second
 	db := pgtest.New(t)
 	policy := ratelimit.TokenBucket{Capacity: 100, Refill: 10, Every: time.Second}
-	limiter := newLimiter(t, db.Pool, ratelimit.Config{Name: "test", Policy: policy, Timeout: 4 * amply, NoDenialCache: true})
+	limiter := limitertest.New(t, db.Pool, ratelimit.Config{
+		Name: "test", Policy: policy, NoDenialCache: true, Client: ratelimit.ClientConfig{Timeout: 4 * amply},
+	})
 	tx, err := db.Pool.Begin(t.Context())
 	require.NoError(t, err)
 	emptied, err := limiter.AllowNTx(t.Context(), tx, "key", 100)
@@ -36,14 +41,14 @@ func TestLockWaitOfSeconds(t *testing.T) {
 	for i := range callers {
 		wg.Go(func() { results[i], errs[i] = limiter.Allow(t.Context(), "key") })
 	}
-	waitUntil(t, func() bool {
-		return scalar[int](t, db.Pool, `SELECT count(*) FROM pg_stat_activity
+	testkit.WaitUntil(t, func() bool {
+		return pgtest.Scalar[int](t, db.Pool, `SELECT count(*) FROM pg_stat_activity
 			WHERE datname = current_database() AND cardinality(pg_blocking_pids(pid)) > 0`) > 0
 	})
-	waitUntil(t, func() bool {
-		return scalar[time.Time](t, tx, "SELECT clock_timestamp()").Sub(emptied.DecidedAt) >= wait
+	testkit.WaitUntil(t, func() bool {
+		return pgtest.Scalar[time.Time](t, tx, "SELECT clock_timestamp()").Sub(emptied.DecidedAt) >= wait
 	})
-	released := scalar[time.Time](t, tx, "SELECT clock_timestamp()")
+	released := pgtest.Scalar[time.Time](t, tx, "SELECT clock_timestamp()")
 	require.NoError(t, tx.Commit(t.Context()))
 	wg.Wait()
 	require.NoError(t, errors.Join(errs...))
@@ -63,8 +68,8 @@ func TestLockWaitOfSeconds(t *testing.T) {
 	require.LessOrEqual(t, allowed, int64(last.Sub(emptied.DecidedAt)*10/time.Second))
 }
 
-// storm makes 2,000 calls in about a second, each with a context that ends within 2 ms, while an answer takes at least 5 ms. It
-// returns how many connections that opened.
+// storm makes 2,000 calls in about a second, each with a context that ends within 2 ms, while an answer takes at
+// least 5 ms. It returns how many connections that opened.
 func storm(t *testing.T, pool *pgxpool.Pool, call func(ctx context.Context) error) int64 {
 	t.Helper()
 	const calls = 1000
@@ -102,16 +107,21 @@ func pgxTimeout(err error) bool {
 	return ok && timeout.Timeout()
 }
 
-// Callers that leave, 2,000 in a second, as when a load balancer gives up: the connections stay. Negative control: with contexts
-// that reach the driver, they do not.
+// Callers leave, 2,000 in a second, as when a load balancer gives up, and the connections stay. Negative control:
+// if contexts reach the driver, they do not.
 func TestCancelledContextsOpenNoConnections(t *testing.T) {
 	t.Parallel()
 
 	db := pgtest.New(t)
-	rewrite(t, db.Pool, "rate_limit_fixed_window", "clock_timestamp()", "(SELECT clock_timestamp() FROM pg_sleep(0.005))")
-	pool := db.NewPool(t, func(config *pgxpool.Config) { config.ConnConfig.RuntimeParams["application_name"] = "limiter" })
-	limiter := newLimiter(t, pool, ratelimit.Config{
-		Name: "test", Policy: ratelimit.FixedWindow{Limit: 1 << 20, Window: time.Hour}, Timeout: amply,
+	pgtest.Rewrite(t, db.Pool,
+		"rate_limit_fixed_window", "clock_timestamp()", "(SELECT clock_timestamp() FROM pg_sleep(0.005))")
+	pool := db.NewPool(
+		t,
+		func(config *pgxpool.Config) { config.ConnConfig.RuntimeParams["application_name"] = "limiter" },
+	)
+	limiter := limitertest.New(t, pool, ratelimit.Config{
+		Name: "test", Policy: ratelimit.FixedWindow{Limit: 1 << 20, Window: time.Hour},
+		Client: ratelimit.ClientConfig{Timeout: amply},
 	})
 	// The two connections that it uses, beside the one for keys that are held.
 	var wg sync.WaitGroup
@@ -140,24 +150,25 @@ func TestCancelledContextsOpenNoConnections(t *testing.T) {
 	require.Greater(t, opened, int64(20))
 }
 
-// Somebody's transaction is open for long, so that nothing that died since can be removed. The table grows; decisions are right.
-// When it has ended, the table grows no further.
+// Somebody's transaction is open for long, so nothing that died since can be removed. The table grows, and
+// decisions are right. When the transaction has ended, the table grows no further.
 func TestLongForeignTransaction(t *testing.T) {
 	t.Parallel()
 
-	const calls = 2000
+	const calls = 1000
 	// A server of its own, and no autovacuum, which is another such transaction while it analyzes.
 	_, pool := newServer(t, pgserver.Config{Settings: map[string]string{"autovacuum": "off"}})
 	for _, durable := range []bool{false, true} {
-		limiter := newLimiter(t, pool, ratelimit.Config{
-			Name: "test", Policy: ratelimit.FixedWindow{Limit: 3 * calls, Window: year}, Durable: durable, Timeout: amply,
+		limiter := limitertest.New(t, pool, ratelimit.Config{
+			Name: "test", Policy: ratelimit.FixedWindow{Limit: 3 * calls, Window: year}, Durable: durable,
+			Client: ratelimit.ClientConfig{Timeout: amply},
 		})
 		taken := int64(0)
 		// take makes calls one after the other, and returns by how many pages the table grew.
 		take := func() int64 {
 			const pages = "SELECT pg_relation_size($1::text::regclass) / current_setting('block_size')::int"
-			table := map[bool]string{false: "rate_limit_ephemeral", true: "rate_limit_durable"}[durable]
-			before := scalar[int64](t, pool, pages, table)
+			table := pgtest.Table(durable)
+			before := pgtest.Scalar[int64](t, pool, pages, table)
 			for range calls {
 				result, err := limiter.Allow(t.Context(), "key")
 				require.NoError(t, err)
@@ -165,13 +176,13 @@ func TestLongForeignTransaction(t *testing.T) {
 				require.True(t, result.Allowed)
 				require.Equal(t, 3*calls-taken, result.Remaining)
 			}
-			return scalar[int64](t, pool, pages, table) - before
+			return pgtest.Scalar[int64](t, pool, pages, table) - before
 		}
 		require.LessOrEqual(t, take(), int64(2))
 
 		foreign, err := pool.BeginTx(t.Context(), pgx.TxOptions{IsoLevel: pgx.RepeatableRead})
 		require.NoError(t, err)
-		execute(t, foreign, "SELECT FROM pg_class")
+		pgtest.Exec(t, foreign, "SELECT FROM pg_class")
 		grown := take()
 		require.Greater(t, grown, int64(10)) // or it held nothing back
 		require.NoError(t, foreign.Rollback(t.Context()))

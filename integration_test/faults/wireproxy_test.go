@@ -10,8 +10,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// wireProxy stands between a pool and Postgres, and understands what they say to each other. It passes all of it on, but for the
-// statements after fail was called.
+// wireProxy stands between a pool and Postgres, and understands what they say to each other. It passes everything
+// on, except the statements after fail was called.
 type wireProxy struct {
 	target string
 	url    string // leads through the proxy
@@ -27,7 +27,8 @@ type wireProxy struct {
 type fault struct {
 	// The request is not passed on from this message on.
 	request func(pgproto3.FrontendMessage) bool
-	// The reply is held back from this message on, and the fault strikes when it is complete: so the database has committed.
+	// The reply is held back from this message on. The fault strikes when the reply is complete, so the database
+	// has committed.
 	reply func(pgproto3.BackendMessage) bool
 	then  outcome
 	until <-chan struct{} // when what is late is passed on

@@ -1,14 +1,17 @@
 package frameworks
 
 import (
+	"io"
+	"net"
 	"net/http"
-	"net/http/httptest"
 	"testing"
 
 	"github.com/gofiber/fiber/v2"
 	"github.com/gofiber/fiber/v2/middleware/adaptor"
 	recoverer "github.com/gofiber/fiber/v2/middleware/recover"
 	"github.com/gofiber/fiber/v2/utils"
+	"github.com/stretchr/testify/require"
+	"github.com/valyala/fasthttp"
 
 	"github.com/pgratelimit/ratelimit"
 )
@@ -18,9 +21,9 @@ func testFiberAdaptor(t *testing.T) {
 	requireCharges(t, fiberWith(t, adaptor.HTTPMiddleware(newLimit(t))), false, false)
 }
 
-// limitFiber charges failures: it takes first, lets fiber run, and gives back what came to a success. An error that a handler returns has
-// no status yet, and is a failure.
-func limitFiber(limiter *ratelimit.Limiter, key func(*fiber.Ctx) string) fiber.Handler {
+// limitFiberThroughout charges failures. It takes first, lets fiber run, and leaves a note of how to give back what has
+// come to a success. Without settleFiber everything stays charged.
+func limitFiberThroughout(limiter *ratelimit.Limiter, key func(*fiber.Ctx) string) fiber.Handler {
 	return func(c *fiber.Ctx) error {
 		key := utils.CopyString(key(c)) // fiber uses the memory of its strings again
 		result, err := limiter.Allow(c.UserContext(), key)
@@ -31,29 +34,80 @@ func limitFiber(limiter *ratelimit.Limiter, key func(*fiber.Ctx) string) fiber.H
 			c.Set(fiber.HeaderRetryAfter, retryAfter(result))
 			return fiber.ErrTooManyRequests
 		}
-		err = c.Next() // a panic passes, and stays charged
-		if err == nil && c.Response().StatusCode() < 400 {
-			giveBack(c.UserContext(), limiter, result)
+		ctx := c.UserContext()
+		c.Locals(refund{}, func() { giveBack(ctx, limiter, result) })
+		return c.Next()
+	}
+}
+
+type refund struct{}
+
+// settleFiber gives back what came to a success. It stands around the whole app, because every middleware, and the
+// error handler, may still change a response that is not sent yet. When a handler takes the connection over,
+// nobody knows what is written there.
+func settleFiber(app *fiber.App) {
+	next := app.Server().Handler
+	app.Server().Handler = func(ctx *fasthttp.RequestCtx) {
+		next(ctx)
+		giveBack, taken := ctx.UserValue(refund{}).(func())
+		if taken && ctx.Response.StatusCode() < 400 && !ctx.Hijacked() && ctx.LastTimeoutErrorResponse() == nil {
+			giveBack()
 		}
-		return err
 	}
 }
 
 func testFiberNative(t *testing.T) {
 	path := func(c *fiber.Ctx) string { return c.Path() }
-	requireCharges(t, fiberWith(t, limitFiber(newLimiter(t), path)), true, true)
+	requireCharges(t, fiberWith(t, limitFiberThroughout(newLimiter(t), path)), true, true)
 }
 
 func fiberWith(t *testing.T, limit fiber.Handler) (ask func(path string) int) {
-	app := fiber.New()
-	app.Use(recoverer.New(), limit)
+	t.Helper()
+	app := fiber.New(fiber.Config{DisableStartupMessage: true})
+	settleFiber(app)
+	app.Use(recoverer.New(), func(c *fiber.Ctx) error {
+		err := c.Next()
+		if err == nil && c.Path() == overruled && c.Response().StatusCode() < 400 {
+			err = c.SendStatus(http.StatusUnauthorized)
+		}
+		return err
+	}, limit)
 	app.Get(good, func(c *fiber.Ctx) error { return c.SendString("welcome") })
 	app.Get(nothing, func(*fiber.Ctx) error { return nil })
 	app.Get(wrong, func(c *fiber.Ctx) error { return c.SendStatus(http.StatusUnauthorized) })
 	app.Get(refused, func(*fiber.Ctx) error { return fiber.NewError(http.StatusUnauthorized) })
 	app.Get(panics, func(*fiber.Ctx) error { panic("oh") })
+	app.Get(failedCopy, func(c *fiber.Ctx) error {
+		if _, err := io.Copy(c, upstream); err != nil {
+			return c.SendStatus(http.StatusUnauthorized)
+		}
+		return nil
+	})
+	app.Get(overruled, func(c *fiber.Ctx) error { return c.SendString("welcome") })
+	app.Get(hijacked, func(c *fiber.Ctx) error {
+		c.Context().HijackSetNoResponse(true)
+		c.Context().Hijack(func(conn net.Conn) { writeRaw(conn, nil, nil) })
+		return nil
+	})
+	url := serveFiber(t, app)
+	client := &http.Client{Transport: &http.Transport{DisableKeepAlives: true}}
 	return func(path string) int {
-		request := httptest.NewRequestWithContext(t.Context(), http.MethodGet, path, nil)
-		return status(t, request, func(r *http.Request) (*http.Response, error) { return app.Test(r, -1) })
+		request, err := http.NewRequestWithContext(t.Context(), http.MethodGet, url+path, nil)
+		require.NoError(t, err)
+		return status(t, request, client.Do)
 	}
+}
+
+// serveFiber serves an app, and returns its URL.
+func serveFiber(t *testing.T, app *fiber.App) string {
+	t.Helper()
+	listener, err := net.Listen("tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	served := make(chan error, 1)
+	go func() { served <- app.Listener(listener) }()
+	t.Cleanup(func() {
+		require.NoError(t, app.Shutdown())
+		require.NoError(t, <-served)
+	})
+	return "http://" + listener.Addr().String()
 }

@@ -1,6 +1,7 @@
 package frameworks
 
 import (
+	"errors"
 	"io"
 	"net/http"
 	"testing"
@@ -10,8 +11,9 @@ import (
 	"github.com/pgratelimit/ratelimit"
 )
 
-// limitGin mounts net/http's middleware, which sees what handlers write.
-func limitGin(limit func(http.Handler) http.Handler) gin.HandlerFunc {
+// limitGinThroughout mounts net/http's middleware, which sees what handlers write while they write it. So the fields of
+// Config.Headers show what remains.
+func limitGinThroughout(limit func(http.Handler) http.Handler) gin.HandlerFunc {
 	return func(c *gin.Context) {
 		own, passed := c.Writer, false
 		limit(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
@@ -54,10 +56,16 @@ func (w ginWriter) Flush() {
 }
 
 func testGin(t *testing.T) {
+	requireCharges(t, served(t, ginWith(limitGinThroughout(newLimit(t)))), true, false)
+}
+
+// limitGin, which the cookbook shows.
+func testGinByStatus(t *testing.T) {
 	requireCharges(t, served(t, ginWith(limitGin(newLimit(t)))), true, false)
 }
 
-// limitGinBlindly is the adapter that is found most often. Handlers write past the middleware, so everything is charged.
+// limitGinBlindly is the adapter that is found most often. Handlers write past the middleware, so everything is
+// charged.
 func limitGinBlindly(limit func(http.Handler) http.Handler) gin.HandlerFunc {
 	return func(c *gin.Context) {
 		passed := false
@@ -75,8 +83,8 @@ func testGinPassedBy(t *testing.T) {
 	requireCharges(t, served(t, ginWith(limitGinBlindly(newLimit(t)))), false, false)
 }
 
-// limitGinNatively charges failures without net/http's middleware: it takes first, lets gin run, and gives back what came to a success. In
-// doubt it gives nothing back: where nothing is written yet, an error handler in front may still write an error.
+// limitGinNatively charges failures without net/http's middleware. It takes first, lets gin run, and gives back
+// what came to a success. In doubt it gives nothing back.
 func limitGinNatively(limiter *ratelimit.Limiter, key func(*gin.Context) string) gin.HandlerFunc {
 	return func(c *gin.Context) {
 		result, err := limiter.Allow(c.Request.Context(), key(c))
@@ -87,12 +95,24 @@ func limitGinNatively(limiter *ratelimit.Limiter, key func(*gin.Context) string)
 			c.Header("Retry-After", retryAfter(result))
 			c.AbortWithStatus(http.StatusTooManyRequests)
 		default:
+			w, ctx := c.Writer, c.Request.Context()
 			c.Next() // a panic passes, and stays charged
-			if c.Writer.Written() && c.Writer.Status() < 400 && c.Request.Context().Err() == nil {
-				giveBack(c.Request.Context(), limiter, result)
+			if succeeded(w) && ctx.Err() == nil {
+				giveBack(ctx, limiter, result)
 			}
 		}
 	}
+}
+
+// succeeded tells whether a success was sent. If nothing is written yet, an error handler in front may still write
+// an error. If a handler has taken the connection over, nobody knows what it has written there, and gin's writer
+// says 200.
+func succeeded(w gin.ResponseWriter) bool {
+	if !w.Written() || w.Status() >= 400 {
+		return false
+	}
+	_, err := w.Write(nil)
+	return !errors.Is(err, http.ErrHijacked)
 }
 
 func testGinNative(t *testing.T) {
@@ -103,11 +123,56 @@ func testGinNative(t *testing.T) {
 func ginWith(limit gin.HandlerFunc) http.Handler {
 	gin.SetMode(gin.ReleaseMode)
 	r := gin.New()
-	r.Use(gin.RecoveryWithWriter(io.Discard), limit)
+	r.Use(gin.RecoveryWithWriter(io.Discard), overruleGin, limit)
 	r.GET(good, func(c *gin.Context) { c.String(http.StatusOK, "welcome") })
 	r.GET(nothing, func(*gin.Context) {})
 	r.GET(wrong, func(c *gin.Context) { c.JSON(http.StatusUnauthorized, gin.H{"error": "no"}) })
 	r.GET(refused, func(c *gin.Context) { c.AbortWithStatus(http.StatusUnauthorized) })
 	r.GET(panics, func(*gin.Context) { panic("oh") })
+	r.GET(failedCopy, func(c *gin.Context) {
+		if _, err := io.Copy(c.Writer, upstream); err != nil {
+			c.AbortWithStatus(http.StatusUnauthorized)
+		}
+	})
+	r.GET(overruled, func(c *gin.Context) { c.Status(http.StatusNoContent) })
+	r.GET(hijacked, func(c *gin.Context) { writeRaw(c.Writer.Hijack()) })
 	return r
+}
+
+// overruleGin stands in front of a limit. gin's writer holds a status back until there is text, so the status can
+// still be changed.
+func overruleGin(c *gin.Context) {
+	c.Next()
+	if c.Request.URL.Path == overruled {
+		c.AbortWithStatus(http.StatusUnauthorized)
+	}
+}
+
+// Around a handler of net/http, the middleware writes to gin's own writer. Its status may be from before, and may
+// still change.
+func testGinAround(t *testing.T) {
+	gin.SetMode(gin.ReleaseMode)
+	r := gin.New()
+	r.Use(gin.RecoveryWithWriter(io.Discard), overruleGin)
+	limit := newLimit(t)
+	get := func(path string, handler http.HandlerFunc) { r.GET(path, gin.WrapH(limit(handler))) }
+	get(good, func(w http.ResponseWriter, _ *http.Request) { _, _ = io.WriteString(w, "welcome") })
+	get(nothing, func(http.ResponseWriter, *http.Request) {})
+	get(wrong, func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(http.StatusUnauthorized) })
+	get(panics, func(http.ResponseWriter, *http.Request) { panic("oh") })
+	get(failedCopy, func(w http.ResponseWriter, _ *http.Request) {
+		if _, err := io.Copy(w, upstream); err != nil {
+			http.Error(w, "no", http.StatusUnauthorized)
+		}
+	})
+	get(overruled, func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(http.StatusNoContent) })
+	get(hijacked, func(w http.ResponseWriter, _ *http.Request) { writeRaw(w.(http.Hijacker).Hijack()) })
+	r.GET(
+		refused,
+		func(c *gin.Context) { c.Status(http.StatusUnauthorized) },
+		gin.WrapH(
+			limit(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { _, _ = io.WriteString(w, "no") })),
+		),
+	)
+	requireCharges(t, served(t, r), true, false)
 }

@@ -1,22 +1,27 @@
-// Package frameworks charges by the outcome behind web frameworks: with net/http's middleware as people mount it, and, where that cannot
-// see the outcome, with a few lines in the framework's own terms.
+// Package frameworks charges by the outcome behind web frameworks. It uses net/http's middleware as people mount
+// it. Where that cannot see the outcome, it uses a few lines in the framework's own terms.
 package frameworks
 
 import (
+	"bufio"
 	"context"
+	"errors"
 	"io"
 	"log/slog"
 	"math"
+	"net"
 	"net/http"
 	"net/http/httptest"
 	"strconv"
 	"testing"
+	"testing/iotest"
 	"time"
 
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit"
 	"github.com/pgratelimit/ratelimit/httplimit"
+	"github.com/pgratelimit/ratelimit/internal/limitertest"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 )
 
@@ -41,24 +46,42 @@ func retryAfter(result ratelimit.Result) string {
 	return strconv.Itoa(int(math.Ceil(result.RetryAfter.Seconds())))
 }
 
-// The handlers, by their paths; each has a limit of its own. Those that fail do so in as many ways as the framework knows.
+// The handlers, by their paths. Each has a limit of its own. Those that fail do so in as many ways as the
+// framework knows.
 const (
 	good    = "/good"    // writes a response
 	nothing = "/nothing" // writes none
 	wrong   = "/wrong"   // writes status 401
 	refused = "/refused" // returns the framework's error of 401, or ends with it
 	panics  = "/panics"  // and the framework answers for it
+
+	failedCopy = "/failed-copy" // copies from what fails at once, and writes status 401
+	overruled  = "/overruled"   // succeeds, and a middleware in front writes 401, as far as it still can
+	hijacked   = "/hijacked"    // takes the connection over, and writes 401 to it
 )
+
+// upstream is what fails at once.
+var upstream = iotest.ErrReader(errors.New("upstream"))
+
+// raw is what is written to a connection that was taken over.
+const raw = "HTTP/1.1 401 Unauthorized\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+
+// writeRaw writes it, with what a Hijack has returned.
+func writeRaw(conn net.Conn, _ *bufio.ReadWriter, err error) {
+	if err != nil {
+		panic(err)
+	}
+	_, _ = io.WriteString(conn, raw)
+	_ = conn.Close()
+}
 
 // newLimiter is a limiter that admits two failures for each path.
 func newLimiter(t *testing.T) *ratelimit.Limiter {
 	t.Helper()
-	limiter, err := ratelimit.New(pgtest.New(t).Pool, ratelimit.Config{
+	return limitertest.New(t, pgtest.New(t).Pool, ratelimit.Config{
 		Name: "failures", Policy: ratelimit.FixedWindow{Limit: 2, Window: 365 * 24 * time.Hour},
-		OnFailure: ratelimit.ReturnError(), Timeout: time.Minute,
+		OnFailure: ratelimit.ReturnError(),
 	})
-	require.NoError(t, err)
-	return limiter
 }
 
 // newLimit is net/http's middleware.
@@ -72,14 +95,16 @@ func newLimit(t *testing.T) func(http.Handler) http.Handler {
 	return limit
 }
 
-// requireCharges asks for each path four times. Failures are charged, whatever the framework. Successes are not where the outcome is
-// seen, and a handler that writes nothing is charged unless the framework knows that this is its 200.
+// requireCharges asks for each path four times. Failures are charged, whatever the framework. Successes are not
+// charged where the outcome is seen. A handler that writes nothing is charged, unless the framework knows that
+// this is its 200.
 func requireCharges(t *testing.T, ask func(path string) int, goodIsSeen, nothingIsSeen bool) {
 	t.Helper()
 	charged := func(status int) []int { return []int{status, status, 429, 429} }
 	free := func(status int) []int { return []int{status, status, status, status} }
 	wants := map[string][]int{
 		good: charged(200), nothing: charged(200), wrong: charged(401), refused: charged(401), panics: charged(500),
+		failedCopy: charged(401), overruled: charged(401), hijacked: charged(401),
 	}
 	if goodIsSeen {
 		wants[good] = free(200)
@@ -130,8 +155,10 @@ func TestFailuresAreCharged(t *testing.T) {
 		"echo":                            testEcho,
 		"echo, with its recoverer behind": testEchoWithItsRecovererBehind,
 		"gin, with a writer of its own":   testGin,
+		"gin, told by the status":         testGinByStatus,
 		"gin, whose writer is passed by":  testGinPassedBy,
 		"gin, in its own terms":           testGinNative,
+		"gin, around a http.Handler":      testGinAround,
 		"fiber, through its adaptor":      testFiberAdaptor,
 		"fiber, in its own terms":         testFiberNative,
 	} {

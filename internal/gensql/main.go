@@ -3,7 +3,7 @@
 //	go run ./internal/gensql           # writes migrations/*.sql
 //	go run ./internal/gensql -check    # only tells whether they are up to date
 //
-// A migration that was released is never changed: it leaves this list, and what changes goes into a new one.
+// A released migration never changes. It leaves the list below, and a new migration brings what changes.
 package main
 
 import (
@@ -17,31 +17,37 @@ import (
 	"strconv"
 	"strings"
 	"text/template"
+
+	"github.com/pgratelimit/ratelimit/internal/algorithm"
 )
 
-// migration is a file of package migrations and what it is made of. Its number is its place in the list.
+// migration is a file of package migrations, and what it is made of. Its number is its place in the list.
 type migration struct {
 	file    string
 	comment string
-	sources []string // of sql/; version.sql is part of each
+	sources []string // files of sql/; each migration also has version.sql
 }
 
 func migrations() []migration {
 	return []migration{
 		{
-			file:    "00001_create_tables.sql",
-			comment: `Makes the tables, in the schema that search_path names first. Down drops them, and every count with them.`,
-			sources: []string{"tables.sql"},
+			file: "00001_create_tables.sql",
+			comment: `Makes the tables in the schema that search_path names first. Down drops them, and every count with
+them.`,
+			sources: []string{"tables.sql", "access.sql"},
 		},
 		{
 			file: "00002_create_functions.sql",
-			comment: `Makes the functions that decide, in the schema that search_path names first; they look for the tables of 00001 there, and
-nowhere else. Down drops them and keeps the tables.`,
-			sources: []string{"types.sql", "all.sql", "limit.sql", "reset.sql", "access.sql"},
+			comment: `Makes the functions that decide, in the schema that search_path names first. They look for the
+tables of 00001 there, and nowhere else. Down drops the functions and keeps the tables.`,
+			sources: []string{
+				"types.sql", "all.sql", "limit.sql", "reset.sql", "policy.sql", "allow.sql", "access.sql",
+			},
 		},
 		{
-			file:    "00003_create_sweep.sql",
-			comment: `Makes the sweeper, in the schema that search_path names first. Down drops it and keeps the rows that it would have swept.`,
+			file: "00003_create_sweep.sql",
+			comment: `Makes the sweeper in the schema that search_path names first. Down drops it, and keeps the rows
+that it would have swept.`,
 			sources: []string{"sweep.sql", "access.sql"},
 		},
 	}
@@ -82,61 +88,72 @@ func generate(root string, check bool) error {
 }
 
 // pin begins both halves of a migration. It lasts until the end of their transaction.
-const pin = `-- Whoever migrates may be a superuser, with a search_path of several schemas where others create: now only ours is looked into,
--- after pg_catalog.
+const pin = `-- This may run as a superuser, with a search_path of several schemas in which others create. From here on,
+-- names are looked up only in pg_catalog and then in our schema.
 SELECT pg_catalog.set_config('search_path', pg_catalog.format('%I, pg_temp', pg_catalog.current_schema()), true);
 `
 
 // table is one of those that hold limits.
 type table struct {
 	Name, Kind, Comment string
-	If, Elsif           string // for what is to be done to the first table and to the second
-	IfPart              string
-	Is                  string // that a request is for this table
+	If, Elsif           string // what begins the branch for this table, by the argument durable
+	IfPart              string // and by the element of a part in durables
+	Is                  string // the condition that a request is for this table
 	Alias               string
 }
 
-// Of is the condition that a row of an alias is in the table.
+// Of is the condition that what the alias stands for is in the table.
 func (t table) Of(alias string) string { return strings.Replace(t.Is, "durable", alias+".durable", 1) }
 
-// algorithm is one that decides; a file of its name in sql/ has its rules.
-type algorithm struct {
-	Code                int
+// rules are the rules of an algorithm. A file of its name in sql/ holds them.
+type rules struct {
+	algorithm.Algorithm
+
 	Name                string
-	Title               string
-	Function            string
-	Arguments           []string
-	Limit, Span, Refill string // which arguments are these
-	Above               string // the column that holds credit above the limit
+	Limit, Span, Refill string // the arguments for these
 }
 
-// data is what the sources are written for.
+func rulesOf(a algorithm.Algorithm) rules {
+	last := len(a.Arguments) - 1
+	r := rules{Algorithm: a, Name: a.File, Limit: a.Arguments[0], Span: a.Arguments[last], Refill: "0::bigint"}
+	if a.Refills() {
+		r.Refill = a.Arguments[1]
+	}
+	return r
+}
+
+// data is what the templates in sql/ are executed with.
 type data struct {
 	Tables     []table
-	Algorithms []algorithm
-	Few        int // of so many keys, one statement for all costs more than two for each
+	Algorithms []rules
+	Few        int
 }
 
 func schema() data {
-	window := []string{"max_count", "window_us"}
+	var all []rules
+	for _, a := range algorithm.All() {
+		all = append(all, rulesOf(a))
+	}
 	return data{
-		Few: 8,
+		Few: algorithm.Few,
 		Tables: []table{
-			{Name: "ephemeral", Kind: "UNLOGGED TABLE", Comment: "Limits for abuse protection. Unlogged: fast, and empty again after a crash of the server.",
-				If: "IF durable IS NOT TRUE THEN", Elsif: "ELSIF durable IS NOT TRUE THEN", IfPart: "IF NOT durables[part] THEN", Is: "NOT durable", Alias: "d"},
-			{Name: "durable", Kind: "TABLE", Comment: "Limits for quotas and billing. Logged: kept over a crash of the server.",
-				If: "ELSE", Elsif: "ELSE", IfPart: "ELSE", Is: "durable", Alias: "l"},
+			{
+				Name: "ephemeral", Kind: "UNLOGGED TABLE",
+				Comment: "Limits for abuse protection. Unlogged: fast, and empty again after a crash of the server.",
+				If:      "IF durable IS NOT TRUE THEN", Elsif: "ELSIF durable IS NOT TRUE THEN",
+				IfPart: "IF NOT durables[part] THEN", Is: "NOT durable", Alias: "d",
+			},
+			{
+				Name: "durable", Kind: "TABLE",
+				Comment: "Limits for quotas and billing. Logged: kept over a crash of the server.",
+				If:      "ELSE", Elsif: "ELSE", IfPart: "ELSE", Is: "durable", Alias: "l",
+			},
 		},
-		Algorithms: []algorithm{
-			{1, "fixed", "The fixed window; see fixed.go", "rate_limit_fixed_window", window, "max_count", "window_us", "0::bigint", "credit"},
-			{2, "sliding", "The sliding window counter; see sliding.go", "rate_limit_sliding_window", window, "max_count", "window_us", "0::bigint", "credit"},
-			{3, "tokenbucket", "The token bucket; see tokenbucket.go", "rate_limit_token_bucket", []string{"capacity", "refill", "every_us"}, "capacity", "every_us", "refill", "count"},
-			{4, "slidinglog", "The sliding window log; see slidinglog.go", "rate_limit_sliding_log", window, "max_count", "window_us", "0::bigint", "credit"},
-		},
+		Algorithms: all,
 	}
 }
 
-// parse reads all sources. They are templates, so that what stands in several functions is written once.
+// parse reads all sources. They are templates, so that SQL that several functions share is written once.
 func parse(dir string) (*template.Template, error) {
 	all := template.New("")
 	include := func(name string, about ...any) (string, error) {
@@ -167,7 +184,10 @@ func parse(dir string) (*template.Template, error) {
 		},
 		"split":  func(list string) []string { return strings.Split(list, ", ") },
 		"prefix": func(with, list string) string { return with + strings.ReplaceAll(list, ", ", ", "+with) },
-		"hang":   func(n int, text string) string { return strings.ReplaceAll(text, "\n", "\n"+strings.Repeat(" ", n)) },
+		"hang": func(n int, text string) string {
+			return strings.ReplaceAll(text, "\n", "\n"+strings.Repeat(" ", n))
+		},
+		"fold": fold,
 		"indent": func(n int, text string) string {
 			return strings.Repeat(" ", n) + strings.ReplaceAll(text, "\n", "\n"+strings.Repeat(" ", n))
 		},
@@ -203,21 +223,48 @@ func (m migration) text(sources *template.Template, number int) ([]byte, error) 
 		return nil, err
 	}
 	says := func(number int) string { return strings.ReplaceAll(version, versionMark, strconv.Itoa(number)) }
+	// Replacing a function would leave it to its owner, who may be a stranger. So the one of the version before is
+	// dropped.
+	drop := "\n" + strings.Join(drops(version), "\n") + "\n"
+	down.WriteString(drop)
 	if number > 1 {
-		write(&up, says(number))
+		up.WriteString(drop)
 		write(&down, says(number-1))
-	} else {
-		write(&up, strings.Replace(says(number), "OR REPLACE ", "", 1)) // somebody else's would stay theirs
-		down.WriteString(strings.Join(drops(version), "\n") + "\n")
 	}
-	head := "-- Generated by internal/gensql from sql/; do not edit.\n--\n-- " + strings.ReplaceAll(m.comment, "\n", "\n-- ")
-	return fmt.Appendf(nil, "%s\n\n-- +goose Up\n%s%s\n-- +goose Down\n%s%s", head, pin, up.String(), pin, down.String()), nil
+	write(&up, says(number))
+	head := "-- Generated by internal/gensql from sql/; do not edit.\n--\n-- " +
+		strings.ReplaceAll(m.comment, "\n", "\n-- ")
+	return fmt.Appendf(nil, "%s\n\n-- +goose Up\n%s%s\n-- +goose Down\n%s%s",
+		head, pin, up.String(), pin, down.String()), nil
+}
+
+// maxColumns is how long a line of SQL may be.
+const maxColumns = 120
+
+// fold breaks a list of one line, so that it fits where its lines are indented by n spaces.
+func fold(n int, list string) string {
+	var text strings.Builder
+	column := n
+	for i, item := range strings.Split(list, ", ") {
+		switch {
+		case i == 0:
+		case column+len(", ")+len(item)+len(",") > maxColumns:
+			text.WriteString(",\n" + strings.Repeat(" ", n))
+			column = n
+		default:
+			text.WriteString(", ")
+			column += len(", ")
+		}
+		text.WriteString(item)
+		column += len(item)
+	}
+	return text.String()
 }
 
 // versionMark stands in version.sql for the number of the migration.
 const versionMark = "{version}"
 
-// write writes a source in the format of goose, which splits at semicolons and does not know of dollar quotes.
+// write writes a source in the format of goose. goose splits at semicolons, and does not know dollar quotes.
 func write(to *strings.Builder, source string) {
 	for _, block := range blocks(source) {
 		to.WriteString("\n")
@@ -254,7 +301,7 @@ func blocks(source string) []string {
 	return all
 }
 
-// leadingComment splits a block behind the comment that it begins with.
+// leadingComment splits a block after the comment that it begins with.
 func leadingComment(block string) (comment, statement string) {
 	statement = block
 	for strings.HasPrefix(statement, "--") {
@@ -268,22 +315,23 @@ var (
 	comments = regexp.MustCompile(`\s*--[^\n]*`)
 )
 
-// drops returns the statements that drop what a source makes, in the order in which it makes them.
+// drops returns the statements that drop what a source makes, in the order in which it is made.
 func drops(source string) []string {
 	var statements []string
 	for _, at := range makes.FindAllStringSubmatchIndex(source, -1) {
 		kind, name := strings.TrimPrefix(source[at[2]:at[3]], "UNLOGGED "), source[at[4]:at[5]]
-		statement := "DROP " + kind + " " + name
+		// What is missing is no reason to keep the rest: "down" and "up" mend a schema that somebody has damaged.
+		statement := "DROP " + kind + " IF EXISTS " + name
 		if kind == "FUNCTION" {
-			statement += "(" + strings.Join(argumentTypes(source[at[5]:]), ", ") + ")"
+			statement = fold(4, statement+"("+strings.Join(argumentTypes(source[at[5]:]), ", ")+")")
 		}
 		statements = append(statements, statement+";")
 	}
 	return statements
 }
 
-// argumentTypes returns the types of a function's input arguments; the text begins with their parenthesis, and each argument has
-// a line of its own, or all of them share one without defaults that contain a comma.
+// argumentTypes returns the types of a function's input arguments. The text begins with their parenthesis. Each
+// argument has a line of its own, or all of them share one line and no default contains a comma.
 func argumentTypes(text string) []string {
 	list, _, _ := strings.Cut(text, ")\n")
 	list, _, _ = strings.Cut(list, "\n)") // of a list of several lines

@@ -17,8 +17,12 @@ import (
 
 func TestMain(m *testing.M) { pgtest.Main(m) }
 
-// sources are the files that define the schema, in the order in which they can be applied. The others hold blocks of these.
-var sources = []string{"tables.sql", "types.sql", "all.sql", "limit.sql", "reset.sql", "sweep.sql", "access.sql", "version.sql"}
+// sources are the files that define the schema, in the order in which they can be applied. The other files hold blocks
+// that these include.
+var sources = []string{
+	"tables.sql", "types.sql", "all.sql", "limit.sql", "reset.sql", "policy.sql", "allow.sql", "sweep.sql",
+	"access.sql", "version.sql",
+}
 
 func TestMigrationsYieldWhatSQLSays(t *testing.T) {
 	t.Parallel()
@@ -34,7 +38,8 @@ func TestMigrationsYieldWhatSQLSays(t *testing.T) {
 	require.NoError(t, err)
 	defines := regexp.MustCompile(`(?m)^(CREATE|ALTER|COMMENT|GRANT|REVOKE|DO)\b`)
 	for _, file := range files {
-		require.Equal(t, defines.MatchString(text(filepath.Base(file))), slices.Contains(sources, filepath.Base(file)), file)
+		require.Equal(t,
+			defines.MatchString(text(filepath.Base(file))), slices.Contains(sources, filepath.Base(file)), file)
 	}
 
 	db := pgtest.Empty(t)
@@ -50,26 +55,28 @@ func TestMigrationsYieldWhatSQLSays(t *testing.T) {
 
 	want := pgtest.WithoutSchema(pgtest.Catalog(t, db.Pool, "by_migrations"), "by_migrations")
 	require.NotEmpty(t, want)
-	require.Empty(t, pgtest.Differences(want, pgtest.WithoutSchema(pgtest.Catalog(t, db.Pool, "by_sources"), "by_sources")))
+	require.Empty(t, pgtest.Differences(
+		want, pgtest.WithoutSchema(pgtest.Catalog(t, db.Pool, "by_sources"), "by_sources")))
 
-	// The comparison can fail: each of these is seen.
+	// The comparison can fail. It sees each of these changes.
 	for name, change := range map[string]string{
-		"relation option":       `ALTER TABLE rate_limit_durable SET (fillfactor = 42)`,
-		"persistence":           `ALTER TABLE rate_limit_ephemeral SET LOGGED`,
-		"column":                `ALTER TABLE rate_limit_durable ADD COLUMN more bigint`,
-		"column type":           `ALTER TABLE rate_limit_durable ALTER COLUMN prefix TYPE varchar(128) COLLATE "C"`,
-		"column default":        `ALTER TABLE rate_limit_durable ALTER COLUMN count SET DEFAULT 1`,
-		"column not null":       `ALTER TABLE rate_limit_durable ALTER COLUMN count DROP NOT NULL`,
-		"column collation":      `ALTER TABLE rate_limit_durable ALTER COLUMN prefix TYPE text COLLATE "POSIX"`,
-		"column storage":        `ALTER TABLE rate_limit_durable ALTER COLUMN key SET STORAGE PLAIN`,
-		"constraint":            `ALTER TABLE rate_limit_durable ADD CONSTRAINT more CHECK (count >= 0)`,
-		"name of a constraint":  `ALTER TABLE rate_limit_durable RENAME CONSTRAINT rate_limit_durable_pkey TO other`,
-		"index":                 `CREATE INDEX ON rate_limit_durable (expires_at)`,
-		"privilege on a table":  `GRANT SELECT ON rate_limit_durable TO pg_monitor`,
-		"comment on a table":    `COMMENT ON TABLE rate_limit_durable IS 'Other.'`,
-		"comment on a column":   `COMMENT ON COLUMN rate_limit_durable.key IS NULL`,
-		"function":              `CREATE FUNCTION rate_limit_more() RETURNS integer LANGUAGE sql AS 'SELECT 1'`,
-		"body":                  `CREATE OR REPLACE FUNCTION rate_limit_late() RETURNS boolean LANGUAGE plpgsql AS 'BEGIN RETURN true; END'`,
+		"relation option":      `ALTER TABLE rate_limit_durable SET (fillfactor = 42)`,
+		"persistence":          `ALTER TABLE rate_limit_ephemeral SET LOGGED`,
+		"column":               `ALTER TABLE rate_limit_durable ADD COLUMN more bigint`,
+		"column type":          `ALTER TABLE rate_limit_durable ALTER COLUMN prefix TYPE varchar(128) COLLATE "C"`,
+		"column default":       `ALTER TABLE rate_limit_durable ALTER COLUMN count SET DEFAULT 1`,
+		"column not null":      `ALTER TABLE rate_limit_durable ALTER COLUMN count DROP NOT NULL`,
+		"column collation":     `ALTER TABLE rate_limit_durable ALTER COLUMN prefix TYPE text COLLATE "POSIX"`,
+		"column storage":       `ALTER TABLE rate_limit_durable ALTER COLUMN key SET STORAGE PLAIN`,
+		"constraint":           `ALTER TABLE rate_limit_durable ADD CONSTRAINT more CHECK (count >= 0)`,
+		"name of a constraint": `ALTER TABLE rate_limit_durable RENAME CONSTRAINT rate_limit_durable_pkey TO other`,
+		"index":                `CREATE INDEX ON rate_limit_durable (expires_at)`,
+		"privilege on a table": `GRANT SELECT ON rate_limit_durable TO pg_monitor`,
+		"comment on a table":   `COMMENT ON TABLE rate_limit_durable IS 'Other.'`,
+		"comment on a column":  `COMMENT ON COLUMN rate_limit_durable.key IS NULL`,
+		"function":             `CREATE FUNCTION rate_limit_more() RETURNS integer LANGUAGE sql AS 'SELECT 1'`,
+		"body": `CREATE OR REPLACE FUNCTION _rate_limit_late() RETURNS boolean
+			LANGUAGE plpgsql AS 'BEGIN RETURN true; END'`,
 		"setting of a function": `ALTER FUNCTION rate_limit_reset SET work_mem = '1MB'`,
 		"search_path":           `ALTER FUNCTION rate_limit_reset SET search_path = pg_temp, by_sources`,
 		"rights of a function":  `ALTER FUNCTION rate_limit_reset SECURITY INVOKER`,
@@ -78,8 +85,9 @@ func TestMigrationsYieldWhatSQLSays(t *testing.T) {
 		"comment on a function": `COMMENT ON FUNCTION rate_limit_reset IS NULL`,
 		"type":                  `CREATE TYPE rate_limit_more AS ENUM ('a')`,
 		"composite type":        `CREATE TYPE rate_limit_more AS (a integer)`,
-		"trigger":               `CREATE TRIGGER more BEFORE UPDATE ON rate_limit_durable FOR EACH ROW EXECUTE FUNCTION suppress_redundant_updates_trigger()`,
-		"policy":                `CREATE POLICY more ON rate_limit_durable`,
+		"trigger": `CREATE TRIGGER more BEFORE UPDATE ON rate_limit_durable
+			FOR EACH ROW EXECUTE FUNCTION suppress_redundant_updates_trigger()`,
+		"policy": `CREATE POLICY more ON rate_limit_durable`,
 	} {
 		t.Run(name, func(t *testing.T) {
 			tx, err := direct.Begin(t.Context())
@@ -88,7 +96,8 @@ func TestMigrationsYieldWhatSQLSays(t *testing.T) {
 
 			_, err = tx.Exec(t.Context(), change)
 			require.NoError(t, err)
-			require.NotEmpty(t, pgtest.Differences(want, pgtest.WithoutSchema(pgtest.Catalog(t, tx, "by_sources"), "by_sources")))
+			require.NotEmpty(t, pgtest.Differences(
+				want, pgtest.WithoutSchema(pgtest.Catalog(t, tx, "by_sources"), "by_sources")))
 		})
 	}
 }

@@ -12,14 +12,15 @@ import (
 	"syscall"
 )
 
-// account is the user as whom the server runs; nil is the current one.
+// account is the user that the server runs as. nil is the current user.
 type account struct {
 	name string
 	uid  uint32
 	gid  uint32
 }
 
-// serverAccount returns an unprivileged account if the current one is root, as whom Postgres refuses to run.
+// serverAccount returns an unprivileged account if the current user is root, because Postgres refuses to run as
+// root.
 func serverAccount() (*account, error) {
 	if os.Geteuid() != 0 {
 		return nil, nil
@@ -37,8 +38,8 @@ func serverAccount() (*account, error) {
 		}
 		return &account{name: name, uid: uint32(uid), gid: uint32(gid)}, nil
 	}
-	return nil, errors.New("pgserver: Postgres does not run as root, and there is no user postgres or nobody to run it as: " +
-		"start this program as another user")
+	return nil, errors.New("pgserver: Postgres does not run as root, " +
+		"and there is no user postgres or nobody to run it as: start this program as another user")
 }
 
 // own gives a file to the account.
@@ -49,8 +50,8 @@ func (a *account) own(path string) error {
 	return os.Chown(path, int(a.uid), int(a.gid))
 }
 
-// checkAccess returns an error for people if the account cannot use the folder or the programs. Without it the same fault
-// shows as an error of initdb, or as "permission denied" from fork.
+// checkAccess returns a readable error if the account cannot use the folder or the programs. Without it the same
+// fault shows as an error of initdb, or as "permission denied" from fork.
 func (a *account) checkAccess(dir, binDir string) error {
 	if a == nil {
 		return nil
@@ -70,8 +71,8 @@ func (a *account) checkAccess(dir, binDir string) error {
 	if ok, err := can("-w", dir); err != nil {
 		return fmt.Errorf("pgserver: run a program as user %s, since Postgres does not run as root: %w", a.name, err)
 	} else if !ok {
-		return fmt.Errorf("pgserver: user %s, as whom the server runs since Postgres does not run as root, has no access to %s: "+
-			"set TMPDIR to a folder that every user may enter", a.name, dir)
+		return fmt.Errorf("pgserver: user %s, as whom the server runs since Postgres does not run as root, "+
+			"has no access to %s: set TMPDIR to a folder that every user may enter", a.name, dir)
 	}
 	if ok, err := can("-x", binDir+"/postgres"); err != nil || !ok {
 		return fmt.Errorf("pgserver: user %s, as whom the server runs since Postgres does not run as root, "+
@@ -80,7 +81,8 @@ func (a *account) checkAccess(dir, binDir string) error {
 	return nil
 }
 
-// detached gives a child a session of its own, out of reach of Ctrl-C and of the end of the terminal, and an account.
+// detached gives a child a session of its own, which neither Ctrl-C nor the end of the terminal reaches, and an
+// account.
 func detached(account *account) *syscall.SysProcAttr {
 	attr := &syscall.SysProcAttr{Setsid: true}
 	if account != nil {

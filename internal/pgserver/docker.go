@@ -15,18 +15,13 @@ import (
 	"time"
 )
 
-const (
-	// engineTimeout bounds the first question to the engine: one that is about to start, or far away, may never answer.
-	engineTimeout = 10 * time.Second
-
-	// dockerTimeout bounds the Docker commands that have no context of a caller, or must not be interrupted by it.
-	dockerTimeout = time.Minute
-)
+// dockerTimeout bounds the Docker commands that have no caller's context, or must not be interrupted by it.
+const dockerTimeout = time.Minute
 
 // containerWatchdog removes the container named $2 with the docker command $1.
 //
-// Its input is "pending" before "docker run" and "settled" after it. If we end in between, a container may still come up
-// after it was looked for, so the script looks for it again for a while.
+// Its input is "pending" before "docker run" and "settled" after it. If this process ends in between, a container
+// may come up after the script has looked for it. So the script looks for it again for a while.
 const containerWatchdog = `
 trap '' HUP INT TERM
 state=settled
@@ -54,26 +49,12 @@ type container struct {
 	watchdog *watchdog
 
 	starting sync.Mutex // held by start
-	created  bool       // the container exists, and its port is settled; guarded by starting
+	created  bool       // the container exists and its port is settled; guarded by starting
 }
 
 var _ engine = (*container)(nil)
 
-// findDocker returns the path of the docker command if there is one with an engine that answers.
-func findDocker(ctx context.Context, host host) (string, error) {
-	path, err := host.lookPath("docker")
-	if err != nil {
-		return "", errors.New("no docker command in PATH")
-	}
-	ctx, cancel := context.WithTimeout(ctx, engineTimeout)
-	defer cancel()
-	if _, err := runDocker(ctx, path, "version", "--format", "{{.Server.Version}}"); err != nil {
-		return "", fmt.Errorf("the Docker engine does not answer: %w", err)
-	}
-	return path, nil
-}
-
-// newContainer gets the image. The container itself is made by start.
+// newContainer gets the image. start makes the container itself.
 func newContainer(ctx context.Context, config Config, host host, docker string) (engine, error) {
 	port, err := host.port()
 	if err != nil {
@@ -85,7 +66,7 @@ func newContainer(ctx context.Context, config Config, host host, docker string) 
 		}
 	}
 
-	// Known before the container exists, so that it can be removed whatever happens.
+	// The name is known before the container exists, so that it can be removed whatever happens.
 	name := "pgserver-" + strings.ToLower(rand.Text())
 	watchdog, err := startWatchdog(containerWatchdog, docker, name)
 	if err != nil {
@@ -136,7 +117,7 @@ func (c *container) start(ctx context.Context) (version string, err error) {
 	return version, nil
 }
 
-// launch runs a new container the first time, and starts it again later.
+// launch runs a new container the first time, and starts that container again later.
 func (c *container) launch(ctx context.Context) error {
 	if c.created {
 		if err := c.watchdog.do(func() (string, error) { return "settled", nil }); err != nil {
@@ -153,7 +134,7 @@ func (c *container) launch(ctx context.Context) error {
 		return err
 	}
 
-	// Interrupted, the command would leave open whether there is a container.
+	// If the command were interrupted, nobody would know whether there is a container.
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), dockerTimeout)
 	defer cancel()
 
@@ -162,7 +143,8 @@ func (c *container) launch(ctx context.Context) error {
 	}
 	_, runErr := c.command(ctx, c.runArgs()...)
 	if runErr != nil {
-		// A container whose port was taken is there nevertheless; or there is none, which is no news.
+		// If the port was taken, there is a container nevertheless. If there is none, the error of this command
+		// is no news.
 		_, _ = c.command(ctx, "rm", "-f", "-v", c.name)
 	}
 	if err := c.watchdog.do(func() (string, error) { return "settled", nil }); err != nil {
@@ -181,7 +163,7 @@ func (c *container) launch(ctx context.Context) error {
 	return runErr
 }
 
-// runArgs has no --rm: a container that removes itself could not be started again after Stop or Kill.
+// runArgs leaves out --rm, because a container that removes itself could not be started again after Stop or Kill.
 func (c *container) runArgs() []string {
 	args := []string{
 		"run", "--detach",
@@ -222,7 +204,7 @@ func (c *container) stop(ctx context.Context, mode Mode) error {
 	return err
 }
 
-// kill needs no list of processes: with the first one of a container the kernel kills all.
+// kill needs no list of processes. When the first process of a container dies, the kernel kills all others.
 func (c *container) kill() error {
 	ctx, cancel := context.WithTimeout(context.Background(), dockerTimeout)
 	defer cancel()
@@ -240,7 +222,7 @@ func (c *container) kill() error {
 func (c *container) freeze() error { return c.pause("pause", "running") }
 func (c *container) thaw() error   { return c.pause("unpause", "paused") }
 
-// pause runs the command if the container is in the state which that wants.
+// pause runs the command if the container is in the state from.
 func (c *container) pause(command, from string) error {
 	ctx, cancel := context.WithTimeout(context.Background(), dockerTimeout)
 	defer cancel()
@@ -265,7 +247,7 @@ func (c *container) running(ctx context.Context) (bool, error) {
 	return state == "running" || state == "paused", err
 }
 
-// state returns one word: created, running, paused, exited …
+// state returns one word, such as created, running, paused or exited.
 func (c *container) state(ctx context.Context) (string, error) {
 	return c.command(ctx, "container", "inspect", "--format", "{{.State.Status}}", c.name)
 }
@@ -292,8 +274,8 @@ func (c *container) command(ctx context.Context, args ...string) (string, error)
 	return output, nil
 }
 
-// runDocker returns what the command prints; its error holds what it complains of, but not the arguments, one of which is a
-// password.
+// runDocker returns what the command prints. Its error holds what the command complains of, but not the
+// arguments, because one of them is a password.
 func runDocker(ctx context.Context, docker string, args ...string) (string, error) {
 	cmd := dockerCommand(ctx, docker, args...)
 	var complaint bytes.Buffer
@@ -307,7 +289,7 @@ func runDocker(ctx context.Context, docker string, args ...string) (string, erro
 
 func dockerCommand(ctx context.Context, docker string, args ...string) *exec.Cmd {
 	cmd := exec.CommandContext(ctx, docker, args...)
-	cmd.SysProcAttr = detached(nil) // Ctrl-C is for us to handle
+	cmd.SysProcAttr = detached(nil) // so that Ctrl-C reaches this process alone
 	cmd.WaitDelay = time.Second     // children of a killed command may hold its output open
 	return cmd
 }

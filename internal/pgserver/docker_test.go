@@ -13,10 +13,13 @@ import (
 	"testing"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit/internal/pgfind"
+	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// fakeDocker stands in for the docker command. It logs its arguments, one command per line, and its container is a process
-// that forwards the published port to a real server. The state of the container is a file.
+// fakeDocker stands in for the docker command. It logs its arguments, one command per line, and its container is a
+// process that forwards the published port to a real server. The state of the container is a file.
 const fakeDocker = `#!/bin/sh
 here=$(dirname "$0")
 echo "$@" >>"$here/log"
@@ -74,20 +77,21 @@ esac
 // installFakeDocker returns the path of the command; its files are next to it.
 func installFakeDocker(t *testing.T, target string) string {
 	t.Helper()
-	path := filepath.Join(openTempDir(t), "docker")
-	script := strings.NewReplacer("HELPER", helperVariable, "FORWARDER", testBinary(t), "TARGET", target).Replace(fakeDocker)
-	writeProgram(t, path, []byte(script))
+	path := filepath.Join(testkit.OpenDir(t), "docker")
+	script := strings.NewReplacer("HELPER", helperVariable, "FORWARDER", testBinary(t), "TARGET", target).
+		Replace(fakeDocker)
+	testkit.WriteProgram(t, path, []byte(script))
 	return path
 }
 
 // dockerHost has the docker command and nothing else.
 func dockerHost(docker string) host {
-	return host{port: freePort, tempDir: os.TempDir(), lookPath: func(name string) (string, error) {
+	return host{port: freePort, tempDir: os.TempDir(), Host: pgfind.Host{LookPath: func(name string) (string, error) {
 		if name == "docker" {
 			return docker, nil
 		}
 		return "", exec.ErrNotFound
-	}}
+	}}}
 }
 
 // commands returns what the fake has logged, with the random parts and the port replaced.
@@ -101,7 +105,8 @@ func commands(t *testing.T, docker string) []string {
 	var commands []string
 	for line := range strings.Lines(text) {
 		// How often we look at the container is no matter.
-		if line = strings.TrimSpace(line); line != "wait NAME" && line != "container inspect --format {{.State.Status}} NAME" {
+		if line = strings.TrimSpace(line); line != "wait NAME" &&
+			line != "container inspect --format {{.State.Status}} NAME" {
 			commands = append(commands, line)
 		}
 	}
@@ -134,7 +139,11 @@ func TestDocker(t *testing.T) {
 	require.Equal(t, want, commands(t, docker))
 
 	require.True(t, server.Owned())
-	require.Regexp(t, `^PostgreSQL \d+\S* from the Docker image some/image:1, started on 127\.0\.0\.1:\d+$`, server.Describe())
+	require.Regexp(
+		t,
+		`^PostgreSQL \d+\S* from the Docker image some/image:1, started on 127\.0\.0\.1:\d+$`,
+		server.Describe(),
+	)
 	require.Equal(t, "1", query(t, server.URL(), "SELECT 1"))
 	require.ErrorIs(t, server.Restart(t.Context()), ErrRunning)
 
@@ -175,16 +184,6 @@ func TestDocker(t *testing.T) {
 		return slices.Equal(log[len(log)-2:], []string{"rm -f -v NAME", "ps -aq --filter name=NAME"})
 	}, patience, poll, "nobody has removed the container of a killed owner")
 	require.NoFileExists(t, filepath.Join(folder, "state"))
-}
-
-func TestDockerWithoutEngine(t *testing.T) {
-	t.Parallel()
-
-	docker := filepath.Join(t.TempDir(), "docker")
-	writeProgram(t, docker, []byte("#!/bin/sh\necho 'Cannot connect to the Docker daemon' >&2\nexit 1\n"))
-	_, err := start(t.Context(), Config{}, dockerHost(docker))
-	require.ErrorIs(t, err, ErrNotFound)
-	require.ErrorContains(t, err, "Cannot connect to the Docker daemon")
 }
 
 func TestDockerContainerThatEnds(t *testing.T) {

@@ -20,6 +20,8 @@ import (
 
 	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
 // The test binary runs itself as another process: one that owns a server and ends in the way named by ownerEnd, or the
@@ -135,8 +137,9 @@ type owner struct {
 // startOwner leaves it to the test to await the report, and to end the owner.
 func startOwner(t *testing.T, end string, environment ...string) *owner {
 	t.Helper()
+	needPrograms(t)
 
-	tempDir := openTempDir(t)
+	tempDir := testkit.OpenDir(t)
 	cmd := exec.Command(testBinary(t))
 	cmd.Env = append(os.Environ(), helperVariable+"=owner", ownerEndVariable+"="+end, "TMPDIR="+tempDir)
 	cmd.Env = append(cmd.Env, environment...)
@@ -180,26 +183,6 @@ func requireNothingLeft(t *testing.T, tempDir string, pids []int) {
 	}, patience, poll, "of the processes %v of the server, some still run", pids)
 }
 
-// openTempDir is t.TempDir for folders that other users must be able to reach; that one is closed to them.
-func openTempDir(t *testing.T) string {
-	t.Helper()
-	dir, err := os.MkdirTemp("", "pgserver-test-") //nolint:usetesting // see above
-	require.NoError(t, err)
-	t.Cleanup(func() { require.NoError(t, os.RemoveAll(dir)) })
-	require.NoError(t, os.Chmod(dir, 0o777))
-	return dir
-}
-
-// writeProgram writes a file that is about to be run. A child that another test forks meanwhile would hold it open for
-// writing until its own exec, and ours would fail: "text file busy".
-func writeProgram(t *testing.T, path string, content []byte) {
-	t.Helper()
-	syscall.ForkLock.RLock()
-	defer syscall.ForkLock.RUnlock()
-	require.NoError(t, os.WriteFile(path, content, 0o700))
-	require.NoError(t, os.Chmod(path, 0o755)) // whatever the umask
-}
-
 func testBinary(t *testing.T) string {
 	t.Helper()
 	path, err := os.Executable()
@@ -207,16 +190,25 @@ func testBinary(t *testing.T) string {
 	return path
 }
 
+// needPrograms skips a test where only Docker has a Postgres, or only somebody who has given a server to other tests.
+func needPrograms(t *testing.T) {
+	t.Helper()
+	if way, err := newHost().Find(t.Context(), ""); err != nil || way.Docker != "" {
+		t.Skip("a server of the test's own processes: install Postgres (Debian: postgresql), or npm")
+	}
+}
+
 // startServer starts a server that ends with the test, in a folder which must be empty then.
 func startServer(t *testing.T, config Config) *Server {
 	t.Helper()
 	host := newHost()
-	host.tempDir = openTempDir(t)
+	host.tempDir = testkit.OpenDir(t)
 	return startServerOn(t, config, host)
 }
 
 func startServerOn(t *testing.T, config Config, host host) *Server {
 	t.Helper()
+	needPrograms(t)
 	server, err := start(t.Context(), config, host)
 	require.NoError(t, err)
 	t.Cleanup(func() {
@@ -285,7 +277,7 @@ func sharedMemoryExists(t *testing.T, id string) bool {
 	t.Helper()
 	text, err := os.ReadFile("/proc/sysvipc/shm")
 	if err != nil {
-		t.Skip("no list of shared memory segments on this system")
+		t.Skip("shared memory: only Linux lists its segments")
 	}
 	for line := range strings.Lines(string(text)) {
 		if fields := strings.Fields(line); len(fields) > 1 && fields[1] == id {

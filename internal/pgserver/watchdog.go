@@ -10,11 +10,12 @@ import (
 	"sync"
 )
 
-// watchdog is a shell script that outlives us by the moment it takes to clean up.
+// watchdog is a shell script that outlives this process for as long as it takes to clean up.
 //
-// It reads from a pipe whose other end only this process holds. The operating system closes that end when the process
-// ends, however it ends; then the script goes to work. It runs in a session of its own, so the Ctrl-C that ends us does not
-// end it. Close uses the same way, so there is one code that removes a server and no race between two.
+// It reads from a pipe whose other end only this process holds. The operating system closes that end when the
+// process ends, however it ends. Then the script goes to work. It runs in a session of its own, so the Ctrl-C
+// that ends this process does not end the script. Close cleans up through the watchdog too. So only one piece of
+// code removes a server, and nothing races with it.
 type watchdog struct {
 	pipe *os.File
 	done chan struct{} // closed when the script has ended and been reaped
@@ -46,13 +47,14 @@ func startWatchdog(script string, args ...string) (*watchdog, error) {
 	go func() {
 		w.err = cmd.Wait()
 		close(w.done)
-		// A caller may keep the URL and drop the Server; a collected pipe would be a closed one.
+		// A caller may keep the URL and drop the Server. If the pipe were then collected, it would be closed.
 		runtime.KeepAlive(w.pipe)
 	}()
 	return w, nil
 }
 
-// do runs a step that the script must know of, and tells it what the step returns. After close it does not run the step.
+// do runs a step that the script must know of, and tells the script what the step returns. After close it does
+// not run the step.
 func (w *watchdog) do(step func() (line string, err error)) error {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -70,7 +72,7 @@ func (w *watchdog) do(step func() (line string, err error)) error {
 	return nil
 }
 
-// close makes the script clean up, and returns when it has.
+// close makes the script clean up, and returns when it has done so.
 func (w *watchdog) close() error {
 	w.mu.Lock()
 	w.closed = true

@@ -61,7 +61,8 @@ func TestOwnerEndsDuringInitdb(t *testing.T) {
 	require.Eventually(t, func() bool { return !processMentions(t, owner.tempDir) }, patience, poll)
 }
 
-// TestDroppedServerRuns: many a caller keeps the URL alone. A pipe that the garbage collector closes would end its server.
+// TestDroppedServerRuns: many a caller keeps the URL alone. A pipe that the garbage collector closes would end its
+// server.
 func TestDroppedServerRuns(t *testing.T) {
 	t.Parallel()
 
@@ -84,7 +85,7 @@ func TestCloseWithoutWatchdog(t *testing.T) {
 	t.Parallel()
 
 	server := startServer(t, Config{})
-	watchdog := server.engine.(*local).watchdog
+	watchdog := server.engine.(*binaries).watchdog
 	children, err := listProcesses(t.Context())
 	require.NoError(t, err)
 	for _, pid := range children.descendants(os.Getpid()) {

@@ -1,7 +1,6 @@
 package pgtest
 
 import (
-	"context"
 	_ "embed"
 	"fmt"
 	"slices"
@@ -13,7 +12,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// InSchema returns a pool in whose search_path the schema comes first, before public. The schema is made if need be.
+// InSchema returns a pool whose search_path names the schema first, and then public. It makes the schema if need
+// be.
 func (db *DB) InSchema(t *testing.T, schema string) *pgxpool.Pool {
 	t.Helper()
 	quoted := pgx.Identifier{schema}.Sanitize()
@@ -22,11 +22,6 @@ func (db *DB) InSchema(t *testing.T, schema string) *pgxpool.Pool {
 	return db.NewPool(t, func(config *pgxpool.Config) {
 		config.ConnConfig.RuntimeParams["search_path"] = quoted + ", public"
 	})
-}
-
-// Querier is what a catalog is read from: a pool, a connection or a transaction.
-type Querier interface {
-	Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error)
 }
 
 // catalogSQL describes a schema.
@@ -50,7 +45,7 @@ func Catalog(t *testing.T, db Querier, schema string) map[string]string {
 	return all
 }
 
-// WithoutSchema returns a catalog without the name of its schema, however that is written.
+// WithoutSchema returns a catalog without the name of its schema, in whatever way that is written.
 func WithoutSchema(catalog map[string]string, schema string) map[string]string {
 	quoted := pgx.Identifier{schema}.Sanitize()
 	setting := "'" + strings.ReplaceAll(schema, "'", "''") + "'" // as a function's definition has it
@@ -70,7 +65,7 @@ func WithoutSchema(catalog map[string]string, schema string) map[string]string {
 	return all
 }
 
-// Differences lists what is not the same in two catalogs.
+// Differences lists what differs between two catalogs.
 func Differences(want, got map[string]string) []string {
 	var all []string
 	for object := range want {

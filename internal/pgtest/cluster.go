@@ -20,7 +20,7 @@ import (
 )
 
 const (
-	// emptyTemplate comes with every server, has nothing of its own in it, and lets nobody connect.
+	// emptyTemplate comes with every server. It holds nothing of its own, and lets nobody connect.
 	emptyTemplate = "template0"
 
 	templatePrefix = "ratelimit_template_"
@@ -28,9 +28,13 @@ const (
 
 	// templateLock is the advisory lock under which the template is made. It must not be that of the migrations.
 	templateLock int64 = 0x706774656d706c74 // "pgtemplt" in ASCII
+
+	// usersLock is the advisory lock that all test binaries share while they use a server that was given.
+	usersLock int64 = 0x7067757365727320 // "pgusers " in ASCII
 )
 
-// cluster is a server and the template on it. Both are made when first asked for; an error stays, for all tests alike.
+// cluster is a server and the template on it. Both are made when they are first asked for. An error stays, for
+// all tests alike.
 type cluster struct {
 	config func() pgserver.Config
 
@@ -38,13 +42,14 @@ type cluster struct {
 	startErr error
 	server   *pgserver.Server
 	admin    *pgxpool.Pool // of the database that the server's URL names
+	user     *pgxpool.Conn // holds usersLock, on a server that was given
 
 	migrating  sync.Once
 	migrateErr error
 	template   string
 }
 
-// start does not take the context of a test: the others go on when that one ends.
+// start does not take the context of a test, because other tests go on when that one ends.
 func (c *cluster) start() error {
 	c.starting.Do(func() {
 		ctx := context.Background()
@@ -60,6 +65,12 @@ func (c *cluster) start() error {
 			config.MaxConns = 4
 			c.admin, err = pgxpool.NewWithConfig(ctx, config)
 		}
+		if err == nil && !server.Owned() {
+			c.user, err = c.admin.Acquire(ctx)
+		}
+		if err == nil && c.user != nil {
+			_, err = c.user.Exec(ctx, "SELECT pg_advisory_lock_shared($1)", usersLock)
+		}
 		if err != nil {
 			c.startErr = fmt.Errorf("pgtest: %w", err)
 		}
@@ -68,16 +79,47 @@ func (c *cluster) start() error {
 }
 
 func (c *cluster) close() error {
+	var err error
+	if c.user != nil {
+		ctx, cancel := context.WithTimeout(context.Background(), patience)
+		defer cancel()
+		err = c.leave(ctx)
+		c.user.Release()
+	}
 	if c.admin != nil {
 		c.admin.Close()
 	}
 	if c.server == nil {
-		return nil
+		return err
 	}
-	return c.server.Close()
+	return errors.Join(err, c.server.Close())
 }
 
-// create makes a database with a name that nobody else uses, and returns the name.
+// leave removes what tests have made on a server that was given, unless others still use it. Then they will.
+func (c *cluster) leave(ctx context.Context) error {
+	var last bool
+	err := c.user.QueryRow(ctx, `
+		SELECT pg_try_advisory_lock($1)
+		FROM (SELECT pg_advisory_unlock_shared($1) AS unlocked OFFSET 0) AS mine
+		WHERE unlocked`, usersLock).Scan(&last)
+	if err != nil || !last {
+		return err
+	}
+	rows, err := c.user.Query(ctx, `
+		SELECT datname FROM pg_database
+		WHERE datdba = (SELECT oid FROM pg_roles WHERE rolname = current_user) AND datname ~ $1`,
+		"^("+testPrefix+"[a-z2-7]{26}|"+templatePrefix+"[0-9a-f]{16}(_unfinished)?)$")
+	if err != nil {
+		return err
+	}
+	names, err := pgx.CollectRows(rows, pgx.RowTo[string])
+	for _, name := range names {
+		err = errors.Join(err, c.drop(ctx, name))
+	}
+	return err
+}
+
+// create makes a database with a name of its own, and returns the name.
 func (c *cluster) create(ctx context.Context, template string) (string, error) {
 	if err := c.start(); err != nil {
 		return "", err
@@ -87,14 +129,15 @@ func (c *cluster) create(ctx context.Context, template string) (string, error) {
 }
 
 func (c *cluster) createDatabase(ctx context.Context, name, template string) error {
-	_, err := c.admin.Exec(ctx, fmt.Sprintf("CREATE DATABASE %s TEMPLATE %s ENCODING 'UTF8'", quote(name), quote(template)))
+	_, err := c.admin.Exec(ctx,
+		fmt.Sprintf("CREATE DATABASE %s TEMPLATE %s ENCODING 'UTF8'", quote(name), quote(template)))
 	if err != nil {
 		return fmt.Errorf("pgtest: create database %s: %w", name, err)
 	}
 	return nil
 }
 
-// drop ends the sessions of a database and removes it. A database that does not exist is no error.
+// drop ends the sessions of a database and removes it. It is no error if the database does not exist.
 func (c *cluster) drop(ctx context.Context, name string) error {
 	if _, err := c.admin.Exec(ctx, fmt.Sprintf("DROP DATABASE IF EXISTS %s WITH (FORCE)", quote(name))); err != nil {
 		return fmt.Errorf("pgtest: drop database %s: %w", name, err)
@@ -102,7 +145,7 @@ func (c *cluster) drop(ctx context.Context, name string) error {
 	return nil
 }
 
-// migratedTemplate returns the name of the template, and makes it unless the server has it.
+// migratedTemplate returns the name of the template. It makes the template unless the server has it.
 func (c *cluster) migratedTemplate() (string, error) {
 	if err := c.start(); err != nil {
 		return "", err
@@ -131,14 +174,16 @@ func (c *cluster) ensureTemplate(ctx context.Context) (_ string, err error) {
 	}()
 
 	var exists bool
-	if err := conn.QueryRow(ctx, "SELECT EXISTS (SELECT FROM pg_database WHERE datname = $1)", name).Scan(&exists); err != nil {
+	if err := conn.QueryRow(ctx,
+		"SELECT EXISTS (SELECT FROM pg_database WHERE datname = $1)", name).Scan(&exists); err != nil {
 		return "", fmt.Errorf("pgtest: look for the template: %w", err)
 	}
 	if exists {
 		return name, nil
 	}
 
-	// It gets its name when it is finished: whoever dies before that leaves nothing that looks like a template.
+	// It gets its name when it is finished, so that a process that dies before leaves nothing that looks like a
+	// template.
 	unfinished := name + "_unfinished"
 	if err := c.drop(ctx, unfinished); err != nil {
 		return "", err
@@ -160,7 +205,7 @@ func (c *cluster) ensureTemplate(ctx context.Context) (_ string, err error) {
 	return name, nil
 }
 
-// migrate leaves nobody connected.
+// migrate leaves no connection open.
 func (c *cluster) migrate(ctx context.Context, database string) error {
 	url, err := withDatabase(c.server.URL(), database)
 	if err != nil {
@@ -174,7 +219,7 @@ func (c *cluster) migrate(ctx context.Context, database string) error {
 	return migrations.Up(ctx, pool)
 }
 
-// templateName changes with every file of the migrations.
+// templateName returns a name that changes with every file of the migrations.
 func templateName() (string, error) {
 	hash := sha256.New()
 	err := fs.WalkDir(migrations.FS, ".", func(path string, entry fs.DirEntry, err error) error {
@@ -191,7 +236,8 @@ func templateName() (string, error) {
 	return templatePrefix + hex.EncodeToString(hash.Sum(nil))[:16], nil
 }
 
-// withDatabase returns a connection string, be it a URL or keywords and values, with another database in it.
+// withDatabase returns a connection string with another database in it. The string may be a URL, or keywords and
+// values.
 func withDatabase(connString, database string) (string, error) {
 	if !strings.HasPrefix(connString, "postgres://") && !strings.HasPrefix(connString, "postgresql://") {
 		return connString + " dbname=" + database, nil // the last one counts

@@ -16,26 +16,28 @@ import (
 //go:embed decoys.sql
 var decoysSQL string
 
-// DecoyRole makes the decoys: a role that every server has, and that has nothing to do with ours.
+// DecoyRole is the role that makes the decoys. Every server has it, and it has nothing to do with ours.
 const DecoyRole = "pg_monitor"
 
 var calls = regexp.MustCompile(`(\w+)\s*\(`)
 
-// Decoys overloads every function and operator of Postgres that the functions of a schema call, or that stands in one of the
-// texts, and the functions of the schema as well: in that schema and in public, as a role that may do nothing but create there. Each
-// of them fails, and says "decoy".
+// Decoys overloads every function and operator of Postgres that the functions of a schema call, or that one of
+// the texts contains, and the functions of the schema as well. It makes the overloads in that schema and in
+// public, as a role that may do nothing but create there. Each of them fails, and says "decoy".
 func (db *DB) Decoys(t testing.TB, schema string, texts ...string) {
 	t.Helper()
-	db.decoys(t, "text name bigint integer smallint boolean numeric timestamptz tid text[] bigint[] integer[] smallint[] boolean[]", schema, texts)
+	db.decoys(t, "text name bigint integer smallint boolean numeric timestamptz tid "+
+		"text[] bigint[] integer[] smallint[] boolean[]", schema, texts)
 }
 
-// SomeDecoys is Decoys for the most frequent types, for a test that is about something else too. It takes a third of the time.
+// SomeDecoys is Decoys for the most frequent types, for a test that is also about something else. It takes a
+// third of the time.
 func (db *DB) SomeDecoys(t testing.TB, schema string, texts ...string) {
 	t.Helper()
 	db.decoys(t, "text bigint integer boolean text[] bigint[]", schema, texts)
 }
 
-// Statements are those of the limiters and of the sweeper. root is where the repository is.
+// Statements returns those of the limiters and of the sweeper. root is where the repository is.
 func Statements(t testing.TB, root string) (statements []string) {
 	t.Helper()
 	files, err := filepath.Glob(filepath.Join(root, "sql", "call", "*.sql"))
@@ -54,7 +56,8 @@ func Statements(t testing.TB, root string) (statements []string) {
 
 func (db *DB) decoys(t testing.TB, types, schema string, texts []string) {
 	t.Helper()
-	rows, err := db.Pool.Query(t.Context(), "SELECT prosrc FROM pg_proc WHERE pronamespace = (SELECT oid FROM pg_namespace WHERE nspname = $1)", schema)
+	rows, err := db.Pool.Query(t.Context(), "SELECT prosrc FROM pg_proc "+
+		"WHERE pronamespace = (SELECT oid FROM pg_namespace WHERE nspname = $1)", schema)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -68,14 +71,20 @@ func (db *DB) decoys(t testing.TB, types, schema string, texts []string) {
 		names = append(names, match[1])
 	}
 	slices.Sort(names)
-	schemas := []string{"public", schema} // that one last: the decoys of its own functions in it would get decoys too, four times as many
+	// That schema comes last. Otherwise the decoys of its own functions would get decoys too, four times as many.
+	schemas := []string{"public", schema}
 	for _, where := range slices.Compact(schemas) {
 		if err := pgx.BeginFunc(t.Context(), db.Pool, func(tx pgx.Tx) error {
-			if _, err := tx.Exec(t.Context(), "GRANT USAGE, CREATE ON SCHEMA "+quote(where)+", "+quote(schema)+" TO "+DecoyRole+"; SET LOCAL ROLE "+DecoyRole); err != nil {
+			if _, err := tx.Exec(t.Context(), "GRANT USAGE, CREATE ON SCHEMA "+quote(where)+", "+quote(schema)+
+				" TO "+DecoyRole+"; SET LOCAL ROLE "+DecoyRole); err != nil {
 				return err
 			}
-			for name, value := range map[string]string{"text": text, "names": strings.Join(slices.Compact(names), " "), "schema": where, "ours": schema, "types": types} {
-				if _, err := tx.Exec(t.Context(), "SELECT set_config('decoys.' || $1::text, $2, true)", name, value); err != nil {
+			for name, value := range map[string]string{
+				"text": text, "names": strings.Join(slices.Compact(names), " "),
+				"schema": where, "ours": schema, "types": types,
+			} {
+				if _, err := tx.Exec(t.Context(),
+					"SELECT set_config('decoys.' || $1::text, $2, true)", name, value); err != nil {
 					return err
 				}
 			}

@@ -68,7 +68,7 @@ BEGIN
             WHERE e.place <= n))
         FROM pg_proc AS p, generate_series((p.pronargs - p.pronargdefaults)::integer, p.pronargs::integer) AS n, generate_series(0, n) AS changed,
             unnest(ARRAY['smallint', 'integer', 'bigint', 'numeric']) AS kind
-        WHERE p.pronamespace = (SELECT oid FROM pg_namespace WHERE nspname = ours) AND p.proname LIKE 'rate\_limit\_%' AND p.pronargs > 0
+        WHERE p.pronamespace = (SELECT oid FROM pg_namespace WHERE nspname = ours) AND ltrim(p.proname, '_') LIKE 'rate\_limit\_%' AND p.pronargs > 0
             AND (changed > 0 OR n < p.pronargs)
         ) AS decoys
         ORDER BY name, replace(arguments, 'VARIADIC ', ''), arguments DESC

@@ -1,6 +1,6 @@
-// Package pgtest gives each test a Postgres database of its own, so that all tests can run in parallel and none has to clean
-// up. A database is cloned from a migrated template. It has 300 files, so that takes 10 ms in memory (a server started with
-// TMPDIR=/dev/shm) and up to 100 ms on a disk.
+// Package pgtest gives each test a Postgres database of its own. So all tests can run in parallel, and none has
+// to clean up. A database is cloned from a migrated template. It has 300 files, so that takes 10 ms in memory (a
+// server started with TMPDIR=/dev/shm) and up to 100 ms on a disk.
 //
 //	func TestMain(m *testing.M) { pgtest.Main(m) }
 //
@@ -10,43 +10,56 @@
 //		…
 //	}
 //
-// The databases are on the server that RATELIMIT_TEST_DATABASE_URL names, where the user needs CREATEDB, else on one that
-// package pgserver finds or starts. Several test binaries may share a server: the template carries a hash of the migrations
-// in its name, and whoever comes first makes it. On a server that was given it stays for the next run.
+// The databases are on the server that RATELIMIT_TEST_DATABASE_URL names, where the user needs CREATEDB. Without
+// it they are on one that package pgserver finds or starts. Several test binaries may share a server. The
+// template carries a hash of the migrations in its name, and whoever comes first makes it. Whoever leaves a given
+// server last removes the template, and whatever a binary that was killed has left. Nothing else is touched there.
 //
-// RATELIMIT_TEST_POSTGRES_MAJOR=17 says which major version is to be tested, and a test that gets another one fails.
+// RATELIMIT_TEST_POSTGRES_MAJOR=17 says which major version is to be tested. A test that gets another one fails.
 //
-// RATELIMIT_TEST_ROLE=pg_monitor makes all pools but DB.Pool connect as that role, which gets the grants that the README names, and
-// nothing else: so the tests show that an application needs no more. The server's own user must be a superuser.
+// RATELIMIT_TEST_ROLE=pg_monitor makes all pools but DB.Pool connect as that role. It gets the grants that
+// docs/operating.md names, and nothing else, so the tests show that an application needs no more. The server's own user
+// must be a superuser.
 package pgtest
 
 import (
 	"context"
 	"errors"
+	"flag"
 	"fmt"
 	"os"
+	"runtime"
+	"strconv"
 	"strings"
 	"testing"
 	"time"
 
 	"github.com/jackc/pgx/v5/pgxpool"
 
+	"github.com/pgratelimit/ratelimit/internal/algorithm"
+	"github.com/pgratelimit/ratelimit/internal/pgfind"
 	"github.com/pgratelimit/ratelimit/internal/pgserver"
 )
 
 const (
-	// maxConns is the size of a pool: more than a test usually needs, and few enough for many parallel tests on a server
-	// with the default of 100 connections.
+	urlVariable = "RATELIMIT_TEST_DATABASE_URL"
+
+	// maxConns is the size of a pool. It is more than a test usually needs, and few enough for many parallel
+	// tests on a server with the default of 100 connections.
 	maxConns = 8
+
+	// atOnce is the least number of parallel tests that run at once.
+	atOnce = 4
 
 	// patience bounds steps at the end of a test. Each takes milliseconds unless the test has left something behind.
 	patience = time.Minute
 )
 
 // shared is what New and Empty of one test binary share. Only they start it, and only Main ends it.
-var shared = &cluster{config: func() pgserver.Config {
-	return pgserver.Config{URL: os.Getenv("RATELIMIT_TEST_DATABASE_URL")}
-}}
+var shared = &cluster{config: func() pgserver.Config { return pgserver.Config{URL: os.Getenv(urlVariable)} }}
+
+// given is whether somebody has given a server to these tests. They may still want one of their own.
+var given = os.Getenv(urlVariable) != ""
 
 // DB is the database of one test.
 type DB struct {
@@ -57,8 +70,13 @@ type DB struct {
 	URL string
 }
 
-// Main is all that TestMain has to do: it runs the tests, closes the server if one was started, and exits.
+// Main is all that TestMain has to do. It runs the tests, closes the server if one was started, and exits. On a
+// small machine it runs more tests at once than there are processors, because most of them wait for the database
+// now and then, or for time to go by. The flag -parallel overrides that.
 func Main(m *testing.M) {
+	if runtime.GOMAXPROCS(0) < atOnce {
+		_ = flag.Set("test.parallel", strconv.Itoa(atOnce)) // the command line is read later, and wins
+	}
 	code := m.Run()
 	if err := shared.close(); err != nil {
 		fmt.Fprintln(os.Stderr, "pgtest: close the server:", err)
@@ -67,14 +85,13 @@ func Main(m *testing.M) {
 	os.Exit(code)
 }
 
-// New returns a database with all migrations applied, in schema public. It is dropped at the end of the test, whatever is
-// still connected to it. If there is no Postgres to run on, the test fails with an error that says how to provide one.
+// New returns a database with all migrations applied, in schema public. It is dropped at the end of the test,
+// whatever is still connected to it. If there is no Postgres to run on, the test fails with an error that says
+// how to provide one.
 func New(t testing.TB) *DB {
 	t.Helper()
 	template, err := shared.migratedTemplate()
-	if err != nil {
-		t.Fatal(err)
-	}
+	need(t, err)
 	return shared.newDB(t, template)
 }
 
@@ -84,8 +101,8 @@ func Empty(t testing.TB) *DB {
 	return shared.newDB(t, emptyTemplate)
 }
 
-// NewPool returns another pool of the same database, which is closed at the end of the test t. configure, which may be nil,
-// changes its configuration first.
+// NewPool returns another pool of the same database, which is closed at the end of the test t. configure may
+// change its configuration first, and may be nil.
 func (db *DB) NewPool(t testing.TB, configure func(*pgxpool.Config)) *pgxpool.Pool {
 	t.Helper()
 	config, err := pgxpool.ParseConfig(db.URL)
@@ -113,20 +130,19 @@ func (db *DB) NewPool(t testing.TB, configure func(*pgxpool.Config)) *pgxpool.Po
 		select {
 		case <-closed:
 		case <-time.After(patience):
-			t.Errorf("pgtest: the test has ended without giving back %d connections of a pool", pool.Stat().AcquiredConns())
+			t.Errorf("pgtest: the test has ended without giving back %d connections of a pool",
+				pool.Stat().AcquiredConns())
 		}
 	})
 	return pool
 }
 
-// Server returns a server of the test's own, for tests that stop or kill it, and closes it at the end of the test. It is
-// started even if RATELIMIT_TEST_DATABASE_URL is set, and has no migrations.
+// Server returns a server of the test's own, for tests that stop or kill it, and closes it at the end of the
+// test. It is started even if RATELIMIT_TEST_DATABASE_URL is set, and has no migrations.
 func Server(t testing.TB, config pgserver.Config) *pgserver.Server {
 	t.Helper()
 	server, err := startServer(t.Context(), config)
-	if err != nil {
-		t.Fatal(err)
-	}
+	need(t, err)
 	t.Cleanup(func() {
 		if err := server.Close(); err != nil {
 			t.Errorf("pgtest: close the server: %v", err)
@@ -137,8 +153,27 @@ func Server(t testing.TB, config pgserver.Config) *pgserver.Server {
 
 func role() string { return os.Getenv("RATELIMIT_TEST_ROLE") }
 
-// startServer refuses a server of another version than the one to be tested: whoever asks for 17 does not want to be told that
-// all is well on 15.
+// OwnServer skips a test that starts a server without Server, where Server would do so.
+func OwnServer(t testing.TB) {
+	t.Helper()
+	_, err := pgfind.NewHost().Find(t.Context(), "")
+	need(t, err)
+}
+
+// need ends the test if it cannot have a server. Where somebody has given us one, and there is no other, a test that
+// stops, kills or configures its server is skipped.
+func need(t testing.TB, err error) {
+	t.Helper()
+	if given && errors.Is(err, pgfind.ErrNotFound) {
+		t.Skip("a server of the test's own: install Postgres (Debian: postgresql), Docker, or npm")
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+// startServer refuses a server of another version than the one to be tested. Whoever asks for 17 does not want to
+// be told that all is well on 15.
 func startServer(ctx context.Context, config pgserver.Config) (*pgserver.Server, error) {
 	server, err := pgserver.Start(ctx, config)
 	if err != nil {
@@ -156,11 +191,9 @@ func startServer(ctx context.Context, config pgserver.Config) (*pgserver.Server,
 func (c *cluster) newDB(t testing.TB, template string) *DB {
 	t.Helper()
 	name, err := c.create(t.Context(), template)
-	if err != nil {
-		t.Fatal(err)
-	}
+	need(t, err)
 	t.Cleanup(func() {
-		// The context of the test has ended.
+		// The context of the test has ended by then.
 		ctx, cancel := context.WithTimeout(context.Background(), patience)
 		defer cancel()
 		if err := c.drop(ctx, name); err != nil {
@@ -175,8 +208,9 @@ func (c *cluster) newDB(t testing.TB, template string) *DB {
 	db := &DB{URL: url}
 	db.Pool = db.NewPool(t, nil)
 	if template != emptyTemplate && role() != "" {
-		const grants = "GRANT EXECUTE ON FUNCTION rate_limit_fixed_window, rate_limit_sliding_window, rate_limit_token_bucket, rate_limit_sliding_log, rate_limit_all, rate_limit_reset TO "
-		if _, err := db.Pool.Exec(t.Context(), grants+quote(role())); err != nil {
+		functions := strings.Join(algorithm.Functions(), ", ")
+		if _, err := db.Pool.Exec(t.Context(),
+			"GRANT EXECUTE ON FUNCTION "+functions+" TO "+quote(role())); err != nil {
 			t.Fatal(err)
 		}
 	}

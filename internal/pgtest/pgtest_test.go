@@ -5,20 +5,19 @@ import (
 	"fmt"
 	"os"
 	"os/exec"
+	"strings"
 	"testing"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/ratelimit/internal/pgfind"
 	"github.com/pgratelimit/ratelimit/internal/pgserver"
 )
 
 // childVariable marks a test binary that another one has started.
-const (
-	urlVariable   = "RATELIMIT_TEST_DATABASE_URL"
-	childVariable = "PGTEST_TEST_CHILD"
-)
+const childVariable = "PGTEST_TEST_CHILD"
 
 func TestMain(m *testing.M) { Main(m) }
 
@@ -33,7 +32,11 @@ func TestNewGivesEachTestItsOwnDatabase(t *testing.T) {
 				db := New(t)
 				urls[i] = db.URL
 
-				_, err := db.Pool.Exec(t.Context(), "INSERT INTO rate_limit_ephemeral (prefix, key) VALUES ('test', $1)", fmt.Sprint(i))
+				_, err := db.Pool.Exec(
+					t.Context(),
+					"INSERT INTO rate_limit_ephemeral (prefix, key) VALUES ('test', $1)",
+					fmt.Sprint(i),
+				)
 				require.NoError(t, err)
 
 				rows, err := db.Pool.Query(t.Context(), "SELECT key FROM rate_limit_ephemeral")
@@ -94,7 +97,8 @@ func TestNewPool(t *testing.T) {
 		{configured, 1, "other"},
 	} {
 		var database, searchPath string
-		err := pool.QueryRow(t.Context(), "SELECT current_database(), current_setting('search_path')").Scan(&database, &searchPath)
+		err := pool.QueryRow(t.Context(), "SELECT current_database(), current_setting('search_path')").
+			Scan(&database, &searchPath)
 		require.NoError(t, err)
 		require.Equal(t, db.Pool.Config().ConnConfig.Database, database)
 		require.Equal(t, pool.searchPath, searchPath)
@@ -121,20 +125,28 @@ func TestServerIsTheTestsOwn(t *testing.T) {
 	require.NotEmpty(t, databases(t, sharedURL(t)))
 }
 
-// Several test binaries at once on one server: they make one template, and leave nothing else.
+// Several test binaries at once on one server make one template. The last one to leave removes it, and what others
+// have left that were killed. Whatever else is there stays.
 func TestSharedServer(t *testing.T) {
 	t.Parallel()
 
 	server := Server(t, pgserver.Config{})
 	template, err := templateName()
 	require.NoError(t, err)
-
-	// A binary was killed while it made the template.
 	conn, err := pgx.Connect(t.Context(), server.URL())
 	require.NoError(t, err)
 	defer conn.Close(context.Background())
-	_, err = conn.Exec(t.Context(), "CREATE DATABASE "+quote(template+"_unfinished"))
-	require.NoError(t, err)
+	theirs := []string{"postgres", "ratelimit_test_of_somebody", "ratelimit_template_", "my_ratelimit_test_" + left}
+	for _, name := range append(theirs[1:], template+"_unfinished", testPrefix+left) {
+		_, err = conn.Exec(t.Context(), "CREATE DATABASE "+quote(name))
+		require.NoError(t, err)
+	}
+	stranger := testPrefix + strings.Repeat("b", 26)
+	for _, sql := range []string{"CREATE ROLE other", "CREATE DATABASE " + stranger + " OWNER other"} {
+		_, err = conn.Exec(t.Context(), sql)
+		require.NoError(t, err)
+	}
+	theirs = append(theirs, stranger)
 
 	run := func() {
 		children := make([]*exec.Cmd, 4)
@@ -146,17 +158,24 @@ func TestSharedServer(t *testing.T) {
 		for _, child := range children {
 			require.NoError(t, child.Wait())
 		}
-		require.ElementsMatch(t, []string{"postgres", template}, databases(t, server.URL()))
 	}
+	_, err = conn.Exec(t.Context(), "SELECT pg_advisory_lock_shared($1)", usersLock)
+	require.NoError(t, err)
+	const oid = "SELECT oid FROM pg_database WHERE datname = $1"
 	run()
+	first := Scalar[uint32](t, conn, oid, template)
+	run()
+	require.Equal(t, first, Scalar[uint32](t, conn, oid, template), "the second run has made the template again")
+	require.ElementsMatch(t, append(theirs, template, testPrefix+left), databases(t, server.URL()))
 
-	var oid, oidAfter uint32
-	const oidSQL = "SELECT oid FROM pg_database WHERE datname = $1"
-	require.NoError(t, conn.QueryRow(t.Context(), oidSQL, template).Scan(&oid))
+	_, err = conn.Exec(t.Context(), "SELECT pg_advisory_unlock_shared($1)", usersLock)
+	require.NoError(t, err)
 	run()
-	require.NoError(t, conn.QueryRow(t.Context(), oidSQL, template).Scan(&oidAfter))
-	require.Equal(t, oid, oidAfter, "the second run has made the template again")
+	require.ElementsMatch(t, theirs, databases(t, server.URL()))
 }
+
+// left is the name of a database that a test binary has left which was killed, without the prefix.
+const left = "abcdefghijklmnopqrstuvwxyz"
 
 func TestNoPostgresFailsTheTest(t *testing.T) {
 	t.Parallel()
@@ -165,6 +184,22 @@ func TestNoPostgresFailsTheTest(t *testing.T) {
 	require.Error(t, err)
 	require.Contains(t, string(output), "--- FAIL: TestInChild")
 	require.Contains(t, string(output), "pgserver: use the server of the given URL")
+}
+
+func TestServerOfItsOwnIsNotFound(t *testing.T) {
+	t.Parallel()
+
+	for given, want := range map[bool]string{true: "--- SKIP: TestInChild", false: "--- FAIL: TestInChild"} {
+		url := ""
+		if given {
+			url = sharedURL(t)
+		}
+		child := child(t, url)
+		child.Env = append(child.Env, childVariable+"=not found")
+		output, err := child.CombinedOutput()
+		require.Equal(t, given, err == nil, "%s", output)
+		require.Contains(t, string(output), want)
+	}
 }
 
 func TestServerOfAnotherVersionFailsTheTest(t *testing.T) {
@@ -185,7 +220,10 @@ func TestInChild(t *testing.T) {
 	t.Parallel()
 
 	if os.Getenv(childVariable) == "" {
-		t.Skip("runs in a child process only")
+		return
+	}
+	if os.Getenv(childVariable) == "not found" {
+		need(t, &pgfind.NotFoundError{})
 	}
 	for i := range 4 {
 		t.Run(fmt.Sprint(i), func(t *testing.T) {
@@ -238,7 +276,7 @@ func sharedURL(t *testing.T) string {
 // child is this test binary again, with only TestInChild to run, on the server of the given URL.
 func child(t *testing.T, url string) *exec.Cmd {
 	t.Helper()
-	cmd := exec.CommandContext(t.Context(), os.Args[0], "-test.run=^TestInChild$")
+	cmd := exec.CommandContext(t.Context(), os.Args[0], "-test.v", "-test.run=^TestInChild$")
 	cmd.Env = append(os.Environ(), urlVariable+"="+url, childVariable+"=1")
 	return cmd
 }
@@ -250,7 +288,10 @@ func databases(t *testing.T, url string) []string {
 	require.NoError(t, err)
 	defer conn.Close(context.Background())
 
-	rows, err := conn.Query(t.Context(), "SELECT datname FROM pg_database WHERE datname NOT IN ('template0', 'template1')")
+	rows, err := conn.Query(
+		t.Context(),
+		"SELECT datname FROM pg_database WHERE datname NOT IN ('template0', 'template1')",
+	)
 	require.NoError(t, err)
 	names, err := pgx.CollectRows(rows, pgx.RowTo[string])
 	require.NoError(t, err)

@@ -1,26 +1,59 @@
--- What has a name of ours in the schema, and is not of the kind that the migrations make: a view, a table with triggers or rules, or a
--- function that would run with the rights of whoever calls it. Nothing of it may be run: whoever looks after the limiters may be a
--- superuser, and others may create there, or in a schema that search_path names before ours. Of functions, those count that a call of
--- ours means: with the very same types.
+-- Looks for a thing in the schema that has a name of ours but is not of the kind that the migrations make: a view, a
+-- table with triggers or rules, or a function that would run with its caller's rights. A thing of the right kind counts
+-- too if its owner could change that before it is used.
+--
+-- Nothing of it may be run. This role may be a superuser, and others may create in the schema, or in one that
+-- search_path names before ours. Trusted are the owners of the schema and of the database, and every role with the
+-- rights of this one. Only functions that a call of ours would run count: those with exactly the same types.
 --   $1  whether functions are called
-SELECT format('%s %I.%I', CASE c.relkind WHEN 'r' THEN 'table' WHEN 'v' THEN 'view' ELSE 'relation' END, n.nspname, c.relname)
+--   $2  whether the tables that hold limits are locked, and so stay what they are
+WITH schema AS (
+    SELECT n.oid, n.nspname, n.nspowner, d.datdba, me.oid AS me
+    FROM pg_namespace AS n
+    JOIN pg_database AS d ON d.datname = current_database()
+    JOIN pg_roles AS me ON me.rolname = current_user
+    WHERE n.nspname = current_setting('pgratelimit.schema')
+),
+trusted AS (
+    SELECT r.oid
+    FROM pg_roles AS r
+    CROSS JOIN schema AS n
+    WHERE pg_has_role(r.oid, n.me, 'USAGE') OR pg_has_role(r.oid, n.nspowner, 'USAGE')
+        OR pg_has_role(r.oid, n.datdba, 'USAGE')
+)
+SELECT format(CASE WHEN c.relkind <> 'r' OR c.relhastriggers OR c.relhasrules OR c.relrowsecurity
+        THEN '%s %I.%I is not what the migrations make'
+    ELSE '%s %I.%I belongs to %I, who owns neither the schema nor the database' END,
+    CASE c.relkind WHEN 'r' THEN 'table' WHEN 'v' THEN 'view' ELSE 'relation' END,
+    n.nspname, c.relname, pg_get_userbyid(c.relowner))
 FROM pg_class AS c
-JOIN pg_namespace AS n ON n.oid = c.relnamespace
-WHERE n.nspname = current_setting('pgratelimit.schema')
-    AND c.relname IN ('rate_limit_ephemeral', 'rate_limit_durable', 'rate_limit_sweeper', 'rate_limit_goose_version')
-    AND (c.relkind <> 'r' OR c.relhastriggers OR c.relhasrules OR c.relrowsecurity)
+JOIN schema AS n ON n.oid = c.relnamespace
+WHERE c.relname IN ('rate_limit_ephemeral', 'rate_limit_durable', 'rate_limit_sweeper', 'rate_limit_goose_version')
+    AND (c.relkind <> 'r' OR c.relhastriggers OR c.relhasrules OR c.relrowsecurity
+        OR NOT $2::boolean AND c.relname <> 'rate_limit_goose_version'
+            AND c.relowner NOT IN (SELECT t.oid FROM trusted AS t))
 UNION ALL
-SELECT format('function %s', p.oid::regprocedure)
+SELECT format(CASE WHEN p.prosecdef THEN 'function %s belongs to %I, who owns neither the schema nor the database'
+    ELSE 'function %s is not what the migrations make' END, p.oid::regprocedure, pg_get_userbyid(p.proowner))
 FROM pg_proc AS p
-JOIN pg_namespace AS n ON n.oid = p.pronamespace
-WHERE n.nspname = current_setting('pgratelimit.schema')
-    AND (p.proname, oidvectortypes(p.proargtypes)) IN (
-        ('rate_limit_fixed_window', 'text, text[], bigint, bigint, bigint[], bigint[], boolean, integer, boolean, timestamp with time zone, bigint[], bigint[], bigint[], bigint[], boolean'),
-        ('rate_limit_sliding_window', 'text, text[], bigint, bigint, bigint[], bigint[], boolean, integer, boolean, timestamp with time zone, bigint[], bigint[], bigint[], bigint[], boolean'),
-        ('rate_limit_sliding_log', 'text, text[], bigint, bigint, bigint[], bigint[], boolean, integer, boolean, timestamp with time zone, bigint[], bigint[], bigint[], bigint[], boolean'),
-        ('rate_limit_token_bucket', 'text, text[], bigint, bigint, bigint, bigint[], bigint[], boolean, integer, boolean, timestamp with time zone, bigint[], bigint[], bigint[], bigint[], boolean'),
-        ('rate_limit_all', 'integer[], text[], text[], boolean[], smallint[], bigint[], bigint[], bigint[], bigint[], bigint[], integer, boolean, timestamp with time zone, bigint[], bigint[], bigint[], bigint[], boolean'),
+JOIN schema AS n ON n.oid = p.pronamespace
+WHERE (p.proname, oidvectortypes(p.proargtypes)) IN (
+        ('rate_limit_fixed_window',
+            'text, text[], bigint, bigint, bigint[], bigint[], boolean, integer, boolean, timestamp with time zone, '
+            'bigint[], bigint[], bigint[], bigint[], boolean'),
+        ('rate_limit_sliding_window',
+            'text, text[], bigint, bigint, bigint[], bigint[], boolean, integer, boolean, timestamp with time zone, '
+            'bigint[], bigint[], bigint[], bigint[], boolean'),
+        ('rate_limit_sliding_log',
+            'text, text[], bigint, bigint, bigint[], bigint[], boolean, integer, boolean, timestamp with time zone, '
+            'bigint[], bigint[], bigint[], bigint[], boolean'),
+        ('rate_limit_token_bucket',
+            'text, text[], bigint, bigint, bigint, bigint[], bigint[], boolean, integer, boolean, '
+            'timestamp with time zone, bigint[], bigint[], bigint[], bigint[], boolean'),
+        ('rate_limit_all',
+            'integer[], text[], text[], boolean[], smallint[], bigint[], bigint[], bigint[], bigint[], bigint[], '
+            'integer, boolean, timestamp with time zone, bigint[], bigint[], bigint[], bigint[], boolean'),
         ('rate_limit_reset', 'text, text, boolean, integer, boolean'),
         ('rate_limit_sweep', 'integer, integer, text[], text, interval, timestamp with time zone'))
-    AND NOT p.prosecdef AND $1::boolean
+    AND (NOT p.prosecdef OR p.proowner NOT IN (SELECT t.oid FROM trusted AS t)) AND $1::boolean
 LIMIT 1

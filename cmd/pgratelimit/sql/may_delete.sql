@@ -1,4 +1,4 @@
--- Whether the role may lock and delete rows by itself, rather than by rate_limit_reset.
+-- Whether the role may lock and delete rows itself, without rate_limit_reset.
 --   $1  the table
 SELECT has_table_privilege(c.oid, 'UPDATE') AND has_table_privilege(c.oid, 'DELETE')
 FROM pg_class AS c

@@ -1,4 +1,4 @@
--- The keys of a limiter in rate_limit_durable, in order, a batch at a time: each is a range of the primary key.
+-- The keys of a limiter in rate_limit_durable, in order. Each batch is a range of the primary key.
 --   $1 name, $2 key after which to begin, $3 how many
 SELECT key
 FROM rate_limit_durable

@@ -1,5 +1,5 @@
--- Resets keys of a limiter in rate_limit_ephemeral, but for those whose rows are held, and returns the ones that it has reset. It waits for
--- no row, so the order in which it locks them is no matter.
+-- Resets keys of a limiter in rate_limit_ephemeral, except those whose rows are held, and returns the ones that it has
+-- reset. It waits for no row, so the order in which it locks them does not matter.
 --   $1 name, $2 keys
 WITH free AS MATERIALIZED (
     SELECT ctid

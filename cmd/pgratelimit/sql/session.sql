@@ -1,5 +1,6 @@
--- Begins a transaction, and returns the schema of the tables and functions; '' if there are none. In what follows nothing is
--- looked up but in pg_catalog: whoever looks after the limiters may be a superuser, and others may create in the schemas of search_path.
+-- Sets up a transaction, and returns the schema of the tables and functions, or '' if there are none. From here on
+-- names are looked up only in pg_catalog, because this role may be a superuser, and others may create in the schemas of
+-- search_path.
 --   $1  longest time for a statement, in milliseconds
 --   $2  the schema; '' looks for it in search_path
 SELECT
@@ -12,7 +13,8 @@ FROM (
         SELECT n.nspname::pg_catalog.text
         FROM pg_catalog.pg_class AS c
         JOIN pg_catalog.pg_namespace AS n ON n.oid OPERATOR(pg_catalog.=) c.relnamespace
-        WHERE c.oid OPERATOR(pg_catalog.=) pg_catalog.to_regclass('rate_limit_ephemeral')
+        WHERE c.oid OPERATOR(pg_catalog.=) coalesce(
+            pg_catalog.to_regclass('rate_limit_ephemeral'), pg_catalog.to_regclass('rate_limit_durable'))
     ), '') END AS schema
     OFFSET 0
 ) AS found

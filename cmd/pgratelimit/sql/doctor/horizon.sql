@@ -1,16 +1,18 @@
--- What holds VACUUM up longest: a session's transaction or a prepared one. And whether the role can see those of other roles.
+-- What holds VACUUM up longest: a session's transaction or a prepared one. The last column says whether this role can
+-- see the transactions of other roles.
 SELECT held.seconds, held.what, held.mend, pg_has_role('pg_read_all_stats', 'USAGE')
 FROM (
     SELECT extract(epoch FROM clock_timestamp() - xact_start)::bigint AS seconds,
-        format('session %s (%s, %s)', pid, coalesce(nullif(application_name, ''), 'no application_name'), state) AS what,
-        format('end it: SELECT pg_terminate_backend(%s)', pid) AS mend
+        format('session %s (%s, %s)',
+            pid, coalesce(nullif(application_name, ''), 'no application_name'), state) AS what,
+        format('end it: `SELECT pg_terminate_backend(%s)`', pid) AS mend
     FROM pg_stat_activity
     WHERE pid <> pg_backend_pid() AND xact_start IS NOT NULL AND backend_type = 'client backend'
         AND (datname = current_database() OR datname IS NULL)
     UNION ALL
     SELECT extract(epoch FROM clock_timestamp() - prepared)::bigint,
         format('prepared transaction %L', gid),
-        format('COMMIT PREPARED %L or ROLLBACK PREPARED %1$L', gid)
+        format('`ROLLBACK PREPARED %L`, or COMMIT PREPARED', gid)
     FROM pg_prepared_xacts
     WHERE database = current_database()
     UNION ALL

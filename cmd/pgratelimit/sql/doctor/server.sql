@@ -1,17 +1,33 @@
--- The server, as far as it concerns the limiters.
+-- What concerns the limiters about the server, and where the tables are.
+WITH found AS (
+    SELECT n.nspname, c.relname, c.relowner, has_schema_privilege(n.oid, 'USAGE') AS usable,
+        has_table_privilege(c.oid, 'SELECT') AS readable
+    FROM pg_class AS c
+    JOIN pg_namespace AS n ON n.oid = c.relnamespace
+    WHERE c.relname IN ('rate_limit_ephemeral', 'rate_limit_durable')
+),
+ours AS (
+    SELECT f.*
+    FROM found AS f
+    WHERE f.nspname = current_setting('pgratelimit.schema')
+)
 SELECT
     current_setting('server_version_num')::integer,
     current_setting('server_version'),
     pg_is_in_recovery(),
     current_setting('track_counts')::boolean,
+    (SELECT s.source IN ('database', 'user', 'database user') FROM pg_settings AS s WHERE s.name = 'track_counts'),
     current_setting('autovacuum')::boolean,
     current_setting('autovacuum_freeze_max_age')::bigint,
     (SELECT count(*) FROM pg_stat_replication),
-    2 = (
-        SELECT count(*)
-        FROM pg_class AS c
-        JOIN pg_namespace AS n ON n.oid = c.relnamespace
-        WHERE n.nspname = current_setting('pgratelimit.schema') AND c.relname IN ('rate_limit_ephemeral', 'rate_limit_durable')
-            AND has_schema_privilege(n.oid, 'USAGE')
-    ),
-    quote_ident(current_setting('pgratelimit.schema'))
+    quote_ident(current_database()),
+    quote_ident(current_user),
+    quote_ident(current_setting('pgratelimit.schema')),
+    (SELECT count(*) FROM ours),
+    (SELECT coalesce(bool_and(o.usable), true) FROM ours AS o),
+    (SELECT coalesce(bool_and(o.readable), false) FROM ours AS o),
+    -- rate_limit_ephemeral comes first, because whoever may create can add no second table of that name.
+    coalesce((SELECT pg_get_userbyid(o.relowner)::text FROM ours AS o ORDER BY o.relname DESC LIMIT 1), ''),
+    coalesce((SELECT quote_ident(pg_get_userbyid(o.relowner)) FROM ours AS o ORDER BY o.relname DESC LIMIT 1), ''),
+    ARRAY(SELECT DISTINCT quote_ident(f.nspname) FROM found AS f WHERE f.usable ORDER BY 1),
+    ARRAY(SELECT DISTINCT quote_ident(f.nspname) FROM found AS f WHERE NOT f.usable ORDER BY 1)

@@ -1,8 +1,11 @@
--- Who else could make something in the schema that is taken for ours, or has: what is wrong, and what mends it. The owner is that
--- of rate_limit_ephemeral: functions of its name anybody may add who may create, but no second table.
+-- Who else could make something in the schema that would be taken for ours, or has made it. A row says what is wrong,
+-- and what mends it. The owner is that of rate_limit_ephemeral: whoever may create can add a function of one of our
+-- names, but no second table of that name.
 WITH schema AS (
-    SELECT n.oid, n.nspowner, n.nspacl, quote_ident(n.nspname) AS name
+    SELECT n.oid, n.nspowner, n.nspacl, quote_ident(n.nspname) AS name,
+        CASE pg_get_userbyid(n.nspowner) WHEN 'pg_database_owner' THEN d.datdba ELSE n.nspowner END AS owner
     FROM pg_namespace AS n
+    JOIN pg_database AS d ON d.datname = current_database()
     WHERE n.nspname = current_setting('pgratelimit.schema')
 ),
 owner AS (
@@ -13,7 +16,7 @@ owner AS (
 )
 SELECT
     format('%s may create in schema %s', coalesce(quote_ident(r.rolname), 'everybody'), s.name),
-    format('REVOKE CREATE ON SCHEMA %s FROM %s', s.name, coalesce(quote_ident(r.rolname), 'PUBLIC'))
+    format('`REVOKE CREATE ON SCHEMA %s FROM %s`', s.name, coalesce(quote_ident(r.rolname), 'PUBLIC'))
 FROM schema AS s
 CROSS JOIN owner AS o
 CROSS JOIN aclexplode(coalesce(s.nspacl, acldefault('n', s.nspowner))) AS a
@@ -22,25 +25,37 @@ WHERE a.privilege_type = 'CREATE' AND a.grantee <> s.nspowner AND a.grantee <> o
     AND (a.grantee = 0 OR NOT r.rolsuper AND NOT pg_has_role(a.grantee, o.oid, 'MEMBER'))
 UNION ALL
 SELECT
-    format('%s %s.%I belongs to %I, and not to %s, as rate_limit_ephemeral does', CASE c.relkind WHEN 'r' THEN 'table' ELSE 'relation' END, s.name, c.relname,
+    format('schema %s belongs to %I, who may put tables of their own in the place of those of %s',
+        s.name, r.rolname, o.name),
+    format('`ALTER SCHEMA %s OWNER TO %s`', s.name, o.name)
+FROM schema AS s
+CROSS JOIN owner AS o
+JOIN pg_roles AS r ON r.oid = s.owner
+WHERE r.oid <> o.oid AND NOT r.rolsuper AND NOT pg_has_role(r.oid, o.oid, 'MEMBER')
+UNION ALL
+SELECT
+    format('%s %s.%I belongs to %I, and not to %s, as rate_limit_ephemeral does',
+        CASE c.relkind WHEN 'r' THEN 'table' ELSE 'relation' END, s.name, c.relname,
         pg_get_userbyid(c.relowner), o.name),
-    format('ALTER TABLE %s.%I OWNER TO %s', s.name, c.relname, o.name)
+    format('if you have made it, `ALTER TABLE %s.%I OWNER TO %s`, and else drop it', s.name, c.relname, o.name)
 FROM schema AS s
 CROSS JOIN owner AS o
 JOIN pg_class AS c ON c.relnamespace = s.oid AND c.relowner <> o.oid
 WHERE c.relname IN ('rate_limit_ephemeral', 'rate_limit_durable', 'rate_limit_sweeper', 'rate_limit_goose_version')
 UNION ALL
 SELECT
-    format('function %s belongs to %I, and not to %s, as the tables do', p.oid::regprocedure, pg_get_userbyid(p.proowner), o.name),
-    format('if it is not of the migrations, DROP FUNCTION %1$s; else ALTER FUNCTION %1$s OWNER TO %2$s', p.oid::regprocedure, o.name)
+    format('function %s belongs to %I, and not to %s, as the tables do',
+        p.oid::regprocedure, pg_get_userbyid(p.proowner), o.name),
+    format('`DROP FUNCTION %s`, whatever its body is', p.oid::regprocedure)
 FROM schema AS s
 CROSS JOIN owner AS o
 JOIN pg_proc AS p ON p.pronamespace = s.oid AND p.proowner <> o.oid
-WHERE starts_with(p.proname, 'rate_limit_')
+WHERE starts_with(ltrim(p.proname, '_'), 'rate_limit_')
 UNION ALL
 SELECT
-    format('%s may put triggers on %s, which run with the rights of %s', coalesce(quote_ident(r.rolname), 'everybody'), c.oid::regclass, o.name),
-    format('REVOKE TRIGGER ON TABLE %s FROM %s', c.oid::regclass, coalesce(quote_ident(r.rolname), 'PUBLIC'))
+    format('%s may put triggers on %s, which run with the rights of %s',
+        coalesce(quote_ident(r.rolname), 'everybody'), c.oid::regclass, o.name),
+    format('`REVOKE TRIGGER ON TABLE %s FROM %s`', c.oid::regclass, coalesce(quote_ident(r.rolname), 'PUBLIC'))
 FROM schema AS s
 CROSS JOIN owner AS o
 JOIN pg_class AS c ON c.relnamespace = s.oid AND c.relowner = o.oid

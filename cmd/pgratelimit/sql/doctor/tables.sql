@@ -1,8 +1,14 @@
--- The tables, from the catalogs and the statistics; nothing is read of the tables themselves.
+-- The tables, from the catalogs and the statistics. The tables themselves are not read.
 SELECT
     c.relname,
     c.relpersistence::text,
     pg_relation_size(c.oid),
+    coalesce(pg_relation_size(nullif(c.reltoastrelid, 0)), 0),
+    coalesce((
+        SELECT o.option_value::bigint
+        FROM pg_options_to_table(c.reloptions) AS o
+        WHERE o.option_name = 'fillfactor'
+    ), 100),
     coalesce(s.n_live_tup, 0),
     coalesce(s.n_dead_tup, 0),
     coalesce(s.n_tup_upd, 0),
@@ -10,7 +16,11 @@ SELECT
     greatest(s.last_autovacuum, s.last_vacuum),
     clock_timestamp(),
     age(c.relfrozenxid)::bigint,
-    coalesce((SELECT o.option_value::boolean FROM pg_options_to_table(c.reloptions) AS o WHERE o.option_name = 'autovacuum_enabled'), true),
+    coalesce((
+        SELECT o.option_value::boolean
+        FROM pg_options_to_table(c.reloptions) AS o
+        WHERE o.option_name = 'autovacuum_enabled'
+    ), true),
     ARRAY(
         SELECT i.indexrelid::regclass::text
         FROM pg_index AS i

@@ -1,0 +1,55 @@
+package ratelimit
+
+import (
+	_ "embed"
+
+	"github.com/pgratelimit/ratelimit/internal/algorithm"
+)
+
+var (
+	//go:embed sql/call/fixed.sql
+	fixedStatement string
+	//go:embed sql/call/sliding.sql
+	slidingStatement string
+	//go:embed sql/call/tokenbucket.sql
+	tokenBucketStatement string
+	//go:embed sql/call/slidinglog.sql
+	slidingLogStatement string
+	//go:embed sql/call/all.sql
+	allStatement string
+	//go:embed sql/call/reset.sql
+	resetStatement string
+)
+
+// implementation is what only this package knows of an algorithm.
+type implementation struct {
+	statement string // that decides
+	policy    func(algorithm.Numbers) model
+}
+
+// implementationOf has a line for each line of the table algorithm.All.
+func implementationOf(code int16) implementation {
+	type nums = algorithm.Numbers
+	return [...]implementation{
+		algorithm.FixedWindow:   {fixedStatement, func(n nums) model { return FixedWindow{n.Limit, n.Span} }},
+		algorithm.SlidingWindow: {slidingStatement, func(n nums) model { return SlidingWindow{n.Limit, n.Span} }},
+		algorithm.TokenBucket: {
+			tokenBucketStatement, func(n nums) model { return TokenBucket{n.Limit, n.Refill, n.Span} },
+		},
+		algorithm.SlidingLog: {slidingLogStatement, func(n nums) model { return SlidingLog{n.Limit, n.Span} }},
+	}[code]
+}
+
+// statementOf is the statement that decides under one policy.
+func statementOf(m model) string { return implementationOf(m.numbers().Algorithm).statement }
+
+// policyOf is the policy of these numbers.
+func policyOf(n algorithm.Numbers) model { return implementationOf(n.Algorithm).policy(n) }
+
+// argumentsOf are a policy's numbers, as the function of its algorithm takes them.
+func argumentsOf(n algorithm.Numbers) []any {
+	if n.Refills() {
+		return []any{n.Limit, n.Refill, micros(n.Span)}
+	}
+	return []any{n.Limit, micros(n.Span)}
+}

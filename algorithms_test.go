@@ -1,0 +1,77 @@
+package ratelimit
+
+import (
+	"os"
+	"strings"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit/internal/algorithm"
+	"github.com/pgratelimit/ratelimit/migrations"
+)
+
+// For each line of the table there is all that an algorithm needs.
+func TestEveryAlgorithmIsComplete(t *testing.T) {
+	t.Parallel()
+
+	read := func(file string) string {
+		content, err := os.ReadFile(file)
+		require.NoError(t, err)
+		return string(content)
+	}
+	functions, err := migrations.FS.ReadFile("00002_create_functions.sql")
+	require.NoError(t, err)
+	sources := read("sql/all.sql") + read("sql/limit.sql")
+	for i, a := range algorithm.All() {
+		require.EqualValues(t, i+1, a.Code)
+		require.Equal(t, a, algorithm.ByCode(a.Code))
+		byWord, ok := algorithm.ByWord(a.Word)
+		require.True(t, ok)
+		require.Equal(t, a, byWord)
+
+		// Its policy.
+		all, err := algorithm.Parse(a.Example)
+		require.NoError(t, err)
+		require.Len(t, all, 1)
+		require.Equal(t, a.Code, all[0].Algorithm)
+		policy := policyOf(all[0])
+		require.Equal(t, all[0], policy.numbers())
+		require.Equal(t, a.Example, policy.String())
+		require.Equal(t, []model{policy}, policy.models())
+		parsed, err := ParsePolicy(a.Example)
+		require.NoError(t, err)
+		require.Equal(t, Policy(policy), parsed)
+		require.Len(t, argumentsOf(all[0]), len(a.Arguments))
+		columns := state{count: 1, credit: 2}
+		require.Equal(t, map[string]int64{"count": 1, "credit": 2}[a.Credit], *columns.creditColumn(a.Code))
+
+		// Its files.
+		require.Contains(t, read(a.File+".go"), "package ratelimit\n")
+		require.Contains(t, read(a.File+"_test.go"), "func Test")
+		require.Equal(t, read("sql/call/"+a.File+".sql"), statementOf(policy))
+		require.Contains(t, statementOf(policy), "\nFROM "+a.Function+"(\n")
+		rules := read("sql/" + a.File + ".sql")
+		for _, block := range []string{
+			"title", "arguments", "valid", "hint", "comment", "example", "lasts", "columns",
+			"enough", "roll", "refund", "room", "take", "retry", "reset",
+		} {
+			require.Contains(t, rules, `{{define "`+a.File+"."+block+`"}}`)
+			require.Contains(t, sources, `".`+block+`"`)
+		}
+
+		// Its function.
+		require.Contains(
+			t,
+			string(functions),
+			"\nCREATE FUNCTION "+a.Function+"(\n    name text,\n    keys text[],\n    "+
+				strings.Join(a.Arguments, " bigint,\n    ")+" bigint,\n    costs ",
+		)
+		for _, file := range []string{
+			"sql/access.sql", "deploy/grants.sql", "docs/operating.md", "cmd/pgratelimit/sql/foreign.sql",
+		} {
+			require.Contains(t, read(file), a.Function, file)
+		}
+		require.Contains(t, read("docs/algorithms.md"), "`"+a.Example+"`")
+	}
+}

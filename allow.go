@@ -1,0 +1,126 @@
+package ratelimit
+
+import (
+	"context"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+)
+
+// Allow takes 1 from key's limit if that fits, and tells whether it did. It uses a connection of the client's pool.
+// A caller that holds one already, as in a transaction, calls AllowTx, or makes the client with [OwnPool]: otherwise
+// enough such callers wait for each other ([ErrPoolExhausted]). Errors: a [*KeyError]; the context's error, if that
+// ends first (the request may still count); else a [*StoreError].
+func (l *Limiter) Allow(ctx context.Context, key string) (Result, error) {
+	return l.allow(ctx, key, 1)
+}
+
+// AllowN takes n from key's limit if that fits, or nothing; with n = 0 it is Peek. Errors: as Allow, and a
+// [*CostError] for n below 0 or above the policy's limit.
+func (l *Limiter) AllowN(ctx context.Context, key string, n int64) (Result, error) {
+	return l.allow(ctx, key, n)
+}
+
+// AllowTx is Allow within the caller's transaction. A rollback gives back what it takes. Once it has allowed a
+// request, everybody else who asks for the key waits until tx ends, or gets [ErrKeyHeld] after a quarter of their
+// Timeout. So ask late, and never for a key that many share. If the work need not decide over the quota, Allow
+// before the transaction instead, and [Limiter.Refund] if the work comes to nothing. Then nobody waits, but a
+// process that dies in between has taken for nothing. Do not Allow within the transaction: that takes a second
+// connection.
+//
+// A denial leaves tx as it was, as does an error before the database is asked. An error of the database aborts tx.
+// The context counts only until the statement is sent, because interrupting it would break tx. Without an answer
+// within [ClientConfig].Timeout, because another transaction holds the row, say, it is an [ErrTimeout], and tx's
+// connection is closed, which rolls tx back. To wait for a shorter time, set lock_timeout in tx. At
+// REPEATABLE READ and SERIALIZABLE the database may refuse with SQLSTATE 40001: try the whole transaction again.
+func (l *Limiter) AllowTx(ctx context.Context, tx pgx.Tx, key string) (Result, error) {
+	return l.allowTx(ctx, tx, key, 1)
+}
+
+// AllowNTx is AllowN within the caller's transaction; see AllowTx.
+func (l *Limiter) AllowNTx(ctx context.Context, tx pgx.Tx, key string, n int64) (Result, error) {
+	return l.allowTx(ctx, tx, key, n)
+}
+
+func (l *Limiter) allow(ctx context.Context, key string, n int64) (result Result, err error) {
+	if l.client.config.Observer != nil {
+		defer l.observe(time.Now(), n, &result, &err)
+	}
+	if err := l.check(key, n); err != nil {
+		return Result{}, err
+	}
+	if err := ctx.Err(); err != nil {
+		return Result{}, gaveUp(err)
+	}
+	if l.remembers() && n > 0 {
+		if result, ok := l.client.batcher.denials.lookup(l.space, l.models[0], key, n); ok {
+			return result, nil
+		}
+	}
+	r := l.newRequest(key, n)
+	if err := l.client.queue.submit(ctx, r); err != nil {
+		if isAway(err) && !l.space.asks {
+			return l.answer(key, n), nil
+		}
+		return Result{}, err
+	}
+	result = r.result()
+	l.client.requests.put(r)
+	return result, nil
+}
+
+// remembers tells whether the limiter's denials are remembered.
+func (l *Limiter) remembers() bool {
+	return l.space.remember && len(l.models) == 1 && l.client.batcher.denials != nil
+}
+
+func (l *Limiter) allowTx(ctx context.Context, tx pgx.Tx, key string, n int64) (result Result, err error) {
+	if l.client.config.Observer != nil {
+		defer l.observe(time.Now(), n, &result, &err)
+	}
+	if err := checkTx(tx); err != nil {
+		return Result{}, err
+	}
+	if err := l.check(key, n); err != nil {
+		return Result{}, err
+	}
+	return l.client.decideTx(ctx, tx, l.newRequest(key, n))
+}
+
+// decideTx decides a request of one limiter in the caller's transaction.
+func (c *Client) decideTx(ctx context.Context, tx pgx.Tx, r *request) (Result, error) {
+	if err := c.batcher.decideInTx(ctx, tx, r); err != nil {
+		return Result{}, err
+	}
+	result := r.result()
+	c.requests.put(r)
+	return result, nil
+}
+
+// answer is what OnFailure answers to a request that the database does not decide.
+func (l *Limiter) answer(key string, n int64) Result {
+	switch l.onFailure.answer {
+	case failOpen:
+		return Result{Allowed: true, Source: SourceFailedOpen, Limit: l.limit, DecidedAt: time.Now()}
+	case fallbackLocal:
+		r := l.newRequest(key, n)
+		l.client.fallback.Load().take(r, l.shares)
+		for i := range r.parts {
+			if d := &r.parts[i].decision; d.retryAfter == never { // the share is too small for it
+				d.retryAfter = micros(breakerPause)
+			}
+		}
+		result := r.result()
+		result.Source, result.receipt = SourceFallback, nil
+		return result
+	default:
+		return Result{Source: SourceFailedClosed, Limit: l.limit, RetryAfter: breakerPause, DecidedAt: time.Now()}
+	}
+}
+
+// observe tells the observer about a call that ends here.
+func (l *Limiter) observe(began time.Time, n int64, result *Result, err *error) {
+	if tell := l.client.config.Observer.Decision; tell != nil {
+		tell(DecisionEvent{Limiter: l.space.name, Cost: n, Result: *result, Err: *err, Latency: time.Since(began)})
+	}
+}

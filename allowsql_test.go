@@ -1,0 +1,235 @@
+package ratelimit
+
+import (
+	"fmt"
+	"math/rand/v2"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit/internal/algorithm"
+	"github.com/pgratelimit/ratelimit/internal/pgtest"
+)
+
+// answer is what rate_limit_allow and rate_limit_peek return.
+type answer struct {
+	Allowed                bool
+	Remaining              int64
+	RetryAfter, ResetAfter time.Duration
+}
+
+func askSQL(t testing.TB, db pgtest.Querier, sql string, args ...any) answer {
+	t.Helper()
+	rows, err := db.Query(t.Context(), "SELECT allowed, remaining, retry_after, reset_after FROM "+sql, args...)
+	require.NoError(t, err, sql)
+	got, err := pgx.CollectExactlyOneRow(rows, pgx.RowToStructByPos[answer])
+	require.NoError(t, err, sql)
+	return got
+}
+
+func allowSQL(t testing.TB, db pgtest.Querier, name, policy string, cost int64, durable bool) answer {
+	t.Helper()
+	return askSQL(t, db, "rate_limit_allow($1, 'key', $2, $3, $4)", name, policy, cost, durable)
+}
+
+func peekSQL(t testing.TB, db pgtest.Querier, name, policy string, durable bool) answer {
+	t.Helper()
+	return askSQL(t, db, "rate_limit_peek($1, 'key', $2, $3)", name, policy, durable)
+}
+
+// A limiter and the functions for people take from the same limits, and decide alike. In a transaction the clock
+// goes on, so of the times it is only known that those of the later call are not longer.
+func TestSQLAllowsAsALimiterDoes(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	r := rand.New(rand.NewPCG(testSeed(t), 0))
+	for i, policy := range []Policy{
+		FixedWindow{Limit: 10, Window: year}, SlidingWindow{Limit: 10, Window: year},
+		TokenBucket{Capacity: 10, Refill: 1, Every: year / 10}, SlidingLog{Limit: 10, Window: year},
+		All(FixedWindow{Limit: 10, Window: year}, SlidingLog{Limit: 8, Window: year}, TokenBucket{Capacity: 9, Refill: 1, Every: year}),
+	} {
+		for _, durable := range []bool{false, true} {
+			config := Config{
+				Policy: policy, Durable: durable, NoDenialCache: true, Client: ClientConfig{Timeout: amply},
+			}
+			config.Name = fmt.Sprint("go ", i)
+			limiter := newLimiter(t, db.Pool, config)
+			config.Name = fmt.Sprint("sql ", i)
+			same := newLimiter(t, db.Pool, config) // shares its rows with the function
+			denied := 0
+			for range 20 {
+				cost := 1 + r.Int64N(4)
+				want, err := limiter.AllowN(t.Context(), "key", cost)
+				require.NoError(t, err)
+				requireAlike(t, want, allowSQL(t, db.Pool, config.Name, policy.String(), cost, durable))
+				if !want.Allowed {
+					denied++
+				}
+
+				want, err = limiter.Peek(t.Context(), "key")
+				require.NoError(t, err)
+				requireAlike(t, want, peekSQL(t, db.Pool, config.Name, policy.String(), durable))
+				got, err := same.Peek(t.Context(), "key")
+				require.NoError(t, err)
+				require.Equal(t, want.Remaining, got.Remaining)
+			}
+			require.Positive(t, denied)
+			require.NoError(t, same.Reset(t.Context(), "key"))
+			require.Equal(t, answer{Allowed: true, Remaining: limiter.limit}, peekSQL(t, db.Pool, config.Name, policy.String(), durable))
+		}
+	}
+}
+
+// requireAlike compares two decisions, of which the second was made up to a minute later or earlier.
+func requireAlike(t *testing.T, want Result, got answer) {
+	t.Helper()
+	require.Equal(t, want.Allowed, got.Allowed)
+	require.Equal(t, want.Remaining, got.Remaining)
+	for _, times := range [][2]time.Duration{{want.RetryAfter, got.RetryAfter}, {want.ResetAfter, got.ResetAfter}} {
+		require.Equal(t, times[0] > 0, times[1] > 0)
+		require.InDelta(t, times[0], times[1], float64(time.Minute))
+	}
+}
+
+// Each argument that is refused is named, with what would be right, and nothing of the key is told.
+func TestSQLNamesTheArgumentThatItRefuses(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	const all = "rate_limit_all(%s, %s, %s, %s, %s, %s, %s, %s, %s, %s)"
+	part := []any{"'{1}'", "'{n}'", "'{k}'", "'{f}'", "'{1}'", "'{5}'", "'{1000}'", "'{0}'", "NULL", "NULL"}
+	with := func(i int, argument string) string {
+		changed := append([]any{}, part...)
+		changed[i] = argument
+		return fmt.Sprintf(all, changed...)
+	}
+	pgtest.Exec(t, db.Pool, "SELECT * FROM "+fmt.Sprintf(all, part...))
+	for call, argument := range map[string]string{
+		"rate_limit_allow(NULL, 'secret', 'fixed 1/1m')":                             "name",
+		"rate_limit_allow('', 'secret', 'fixed 1/1m')":                               "name",
+		"rate_limit_allow(repeat('n', 129), 'secret', 'fixed 1/1m')":                 "name",
+		"rate_limit_allow(repeat('n', 127), 'secret', 'fixed 1/1m, log 1/1m')":       "name",
+		"rate_limit_allow('n', NULL, 'fixed 1/1m')":                                  "key",
+		"rate_limit_allow('n', '', 'fixed 1/1m')":                                    "key",
+		"rate_limit_allow('n', repeat('secret', 100), 'fixed 1/1m')":                 "key",
+		"rate_limit_allow('n', 'secret', NULL)":                                      "policy",
+		"rate_limit_allow('n', 'secret', '60')":                                      "policy",
+		"rate_limit_allow('n', 'fixed 1/1m', 'secret')":                              "policy",
+		"rate_limit_allow('n', 'secret', 'log 1001/1m')":                             "policy",
+		"rate_limit_allow('n', 'secret', 'fixed 1/1m', NULL)":                        "cost",
+		"rate_limit_allow('n', 'secret', 'fixed 1/1m', -1)":                          "cost",
+		"rate_limit_allow('n', 'secret', 'fixed 1/1m', 2)":                           "cost",
+		"rate_limit_allow('n', 'secret', 'fixed 2/1m, log 1/1m', 2)":                 "cost",
+		"rate_limit_peek(NULL, 'secret', 'fixed 1/1m')":                              "name",
+		"rate_limit_peek('n', NULL, 'fixed 1/1m')":                                   "key",
+		"rate_limit_peek('n', 'secret', '')":                                         "policy",
+		"rate_limit_reset(repeat('n', 129), 'secret')":                               "name",
+		"rate_limit_reset('n', repeat('secret', 100))":                               "key",
+		"rate_limit_sweep(0)":                                                        "max_rows",
+		"rate_limit_sweep(1, NULL)":                                                  "max_pages",
+		"rate_limit_sweep(1, 1, '{}')":                                               "names",
+		"rate_limit_fixed_window('', '{k}', 1, 1)":                                   "name",
+		"rate_limit_fixed_window('n', '{}', 1, 1)":                                   "keys",
+		"rate_limit_fixed_window('n', '{k}', 0, 1)":                                  "max_count",
+		"rate_limit_fixed_window('n', '{k}', 1, 0)":                                  "window_us",
+		"rate_limit_token_bucket('n', '{k}', 1, 0, 1)":                               "refill",
+		"rate_limit_fixed_window('n', '{k}', 1, 1, '{}')":                            "costs",
+		"rate_limit_fixed_window('n', '{k}', 1, 1, '{1}', '{}')":                     "counts",
+		"rate_limit_fixed_window('n', '{k}', 1, 1, '{1}', '{0}')":                    "count",
+		"rate_limit_fixed_window('n', '{k}', 1, 1, '{-1}', '{1}', taken_in => '{}')": "taken_in",
+		"rate_limit_fixed_window('n', ARRAY['k', repeat('secret', 100)], 1, 1)":      "key",
+		with(0, "'{}'"):     "requests",
+		with(1, "'{}'"):     "names",
+		with(1, "'{\"\"}'"): "name",
+		with(2, "'{}'"):     "keys",
+		with(2, "'{\"\"}'"): "key",
+		with(3, "'{}'"):     "durables",
+		with(3, "'{NULL}'"): "durable",
+		with(4, "'{}'"):     "algorithms",
+		with(4, "'{9}'"):    "9 is no algorithm",
+		with(5, "NULL"):     "limits",
+		with(5, "'{0}'"):    "limit",
+		with(6, "'{}'"):     "spans_us",
+		with(7, "'{}'"):     "refills",
+		with(8, "'{}'"):     "costs",
+		with(8, "'{NULL}'"): "cost",
+		with(9, "'{}'"):     "counts",
+		with(9, "'{0}'"):    "count",
+	} {
+		_, err := db.Pool.Exec(t.Context(), "SELECT * FROM "+call)
+		var pgErr *pgconn.PgError
+		require.ErrorAs(t, err, &pgErr, call)
+		require.Equal(t, "22023", pgErr.Code, call)
+		require.Regexp(t, `^rate_limit: .*\b`+argument+`\b`, pgErr.Message, call)
+		require.NotEmpty(t, pgErr.Hint, call)
+		require.NotContains(t, strings.ToLower(fmt.Sprintf("%+v", *pgErr)), "secret", call)
+	}
+	require.Len(t, storedRows(t, db.Pool, false), 1)
+}
+
+// Who was granted rate_limit_allow needs nothing else, and the helpers stay closed.
+func TestSQLForPeopleNeedsNothingButExecute(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	pool := application(t, db) // with decoys in its search_path and in pg_temp
+	const call, look = "public.rate_limit_allow('n', 'key', 'fixed 2/1h, log 1/1h')", "public.rate_limit_peek('n', 'key', 'fixed 2/1h')"
+	for _, sql := range []string{"SELECT * FROM " + call, "SELECT * FROM " + look} {
+		refused(t, pool, sql, sql, "42501")
+	}
+	pgtest.Exec(t, db.Pool, "GRANT EXECUTE ON FUNCTION rate_limit_allow, rate_limit_peek TO pg_monitor")
+	require.True(t, askSQL(t, pool, call).Allowed)
+	require.False(t, askSQL(t, pool, call).Allowed)
+	require.EqualValues(t, 1, askSQL(t, pool, look).Remaining)
+	for _, sql := range []string{
+		"SELECT * FROM public._rate_limit_ask('n', 'key', 'fixed 2/1h', 1, false)",
+		"SELECT * FROM public._rate_limit_policy('fixed 2/1h')", "SELECT public._rate_limit_late()",
+	} {
+		refused(t, pool, sql, sql, "42501")
+	}
+}
+
+// A look writes nothing, so it is possible on a standby, and a take is not.
+func TestSQLPeeksWhereNothingCanBeWritten(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	conn := pgtest.Connect(t, db)
+	pgtest.Exec(t, conn, "SET default_transaction_read_only = on")
+	require.True(t, peekSQL(t, conn, "n", "bucket 20 5/10s", true).Allowed)
+	require.EqualValues(t, 20, allowSQL(t, conn, "n", "bucket 20 5/10s", 0, true).Remaining)
+	_, err := conn.Exec(t.Context(), "SELECT rate_limit_allow('n', 'key', 'bucket 20 5/10s')")
+	require.ErrorContains(t, err, "25006")
+}
+
+// The collation of an argument is the caller's, and changes nothing.
+func TestSQLAllowsUnderEveryCollation(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	pgtest.Exec(t, db.Pool, "CREATE COLLATION loose (provider = icu, locale = 'und-u-ks-level1', deterministic = false)")
+	for _, collate := range []string{`COLLATE "C"`, "COLLATE loose"} {
+		const call = "rate_limit_allow('n' %[1]s, 'key' %[1]s, 'sliding 10/1h, Bucket 1 1/1h' %[1]s)"
+		sql := "SELECT * FROM " + fmt.Sprintf(call, collate)
+		refused(t, db.Pool, sql, sql, "22023")
+		require.True(t, askSQL(t, db.Pool, strings.Replace(fmt.Sprintf(call, collate), "Bucket 1", "bucket 9", 1)).Allowed)
+	}
+	require.True(t, askSQL(t, db.Pool, `(SELECT 'n' COLLATE "C" AS n, 'key' COLLATE loose AS k) AS t, rate_limit_allow(t.n, t.k, 'fixed 1/1h')`).Allowed)
+}
+
+// What a person sees of the functions fits on a screen.
+func TestHelpersAreOutOfSight(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	names := pgtest.Scalar[[]string](t, db.Pool, `
+		SELECT array_agg(proname::text ORDER BY proname) FROM pg_proc
+		WHERE pronamespace = 'public'::regnamespace AND proname ~ '^(rate_limit_.*)$'`) // as psql's \df rate_limit_* asks
+	want := append([]string{"rate_limit_allow", "rate_limit_peek", "rate_limit_sweep", "rate_limit_version"}, algorithm.Functions()...)
+	require.ElementsMatch(t, want, names)
+}

@@ -1,0 +1,189 @@
+package main
+
+import (
+	"regexp"
+	"testing"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit/internal/pgserver"
+	"github.com/pgratelimit/ratelimit/internal/pgtest"
+	"github.com/pgratelimit/ratelimit/internal/testkit"
+	"github.com/pgratelimit/ratelimit/migrations"
+)
+
+// Dead tuples, free space, expired rows and updates that are not HOT, as Postgres counts them, each cured by what the
+// doctor says.
+func TestDoctorOfATableThatNobodyTendsTo(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	conn, err := pgx.Connect(t.Context(), db.URL)
+	require.NoError(t, err)
+	for _, sql := range []string{
+		"REVOKE CREATE ON SCHEMA public FROM PUBLIC",
+		"ALTER TABLE rate_limit_ephemeral SET (autovacuum_enabled = off, fillfactor = 100)",
+		"INSERT INTO rate_limit_ephemeral (prefix, key) SELECT 'login', i || repeat('k', 500) FROM generate_series(1, 40000) AS i",
+		"DELETE FROM rate_limit_ephemeral WHERE count = 0 AND ctid > '(700,0)'",
+		"UPDATE rate_limit_ephemeral SET count = 1",
+	} {
+		_, err := conn.Exec(t.Context(), sql)
+		require.NoError(t, err)
+	}
+	require.NoError(t, conn.Close(t.Context())) // and so it reports its statistics
+
+	const of = "rate_limit_ephemeral: "
+	var all map[string]finding
+	testkit.WaitUntil(t, func() bool {
+		all = examined(t, db.URL)
+		return all[of+"HOT updates"].Level == warning && all[of+"dead tuples"].Level == warning
+	})
+	for check, found := range map[string]string{
+		"kind":        `^its fillfactor is 100`,
+		"HOT updates": `^\d+\.\d % of \d+ updates were HOT`,
+		"dead tuples": `^\d{5} dead and \d+ live`,
+		"bloat":       `^\d\d\.\d MB, of which its rows need [12]\d %`,
+		"sweeping":    `^100 % of the rows have expired`,
+		"autovacuum":  `^it is turned off for this table`,
+	} {
+		require.NotEqual(t, fine, all[of+check].Level, check)
+		require.Regexp(t, found, all[of+check].Found)
+	}
+	for _, check := range []string{"kind", "dead tuples", "sweeping", "bloat", "HOT updates", "autovacuum"} {
+		testkit.WaitUntil(t, func() bool { // the statistics come late, and a foreign snapshot keeps the dead rows
+			follow(t, db, all[of+check].Do)
+			f := examined(t, db.URL)[of+check]
+			if check == "bloat" || check == "dead tuples" {
+				return f.Level == fine
+			}
+			require.Equal(t, fine, f.Level, f)
+			return true
+		})
+	}
+	for check, f := range examined(t, db.URL) {
+		if check != "long transactions" {
+			require.Equal(t, fine, f.Level, f)
+		}
+	}
+}
+
+// A table that VACUUM FULL has just written is healthy, and so is one whose rows have been updated since, or that has long
+// logs. One that is nearly empty is not, until what the doctor says is done.
+func TestDoctorTellsBloatFromFillfactor(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	const check = "rate_limit_durable: bloat"
+	for name, insert := range map[string]string{
+		"windows":         "SELECT 'login', 'key ' || i, NULL FROM generate_series(1, 70000) AS i",
+		"long keys":       "SELECT 'login', i || repeat('k', 500), NULL FROM generate_series(1, 10000) AS i",
+		"logs in the row": "SELECT 'login', 'key ' || i, array_fill(i::bigint, ARRAY[100]) FROM generate_series(1, 8000) AS i",
+		"logs in TOAST":   "SELECT 'login', 'key ' || i, array_fill(i::bigint, ARRAY[1000]) FROM generate_series(1, 1600) AS i",
+	} {
+		pgtest.Exec(t, db.Pool, "TRUNCATE rate_limit_durable")
+		pgtest.Exec(t, db.Pool, "ALTER TABLE rate_limit_durable SET (autovacuum_enabled = off, toast.autovacuum_enabled = off)")
+		pgtest.Exec(t, db.Pool, "INSERT INTO rate_limit_durable (prefix, key, log) "+insert)
+		healthy := func(need string) {
+			f := examined(t, db.URL)[check]
+			require.Equal(t, fine, f.Level, f)
+			require.Regexp(t, `^[\d.]+ MB, of which its rows need (100|`+need+`) %$`, f.Found, name)
+		}
+		healthy(`[7-9]\d`)
+		pgtest.Exec(t, db.Pool, "UPDATE rate_limit_durable SET count = count + 1") // as a busy limiter does
+		pgtest.Exec(t, db.Pool, "VACUUM rate_limit_durable")
+		if name != "logs in TOAST" { // each update writes them anew
+			pgtest.Exec(t, db.Pool, "UPDATE rate_limit_durable SET count = count + 1")
+		}
+		healthy(`[4-9]\d`)
+		testkit.WaitUntil(t, func() bool { // an ANALYZE by autovacuum makes VACUUM FULL keep the dead rows
+			pgtest.Exec(t, db.Pool, "VACUUM FULL rate_limit_durable")
+			return regexp.MustCompile(`need (100|[7-9]\d) %$`).MatchString(examined(t, db.URL)[check].Found)
+		})
+		healthy(`[7-9]\d`)
+		// 2 % stay, all over the table, and enough that it is not too small to matter.
+		pgtest.Exec(t, db.Pool, "DELETE FROM rate_limit_durable WHERE abs(hashtext(key)) % 50 > 0")
+		pgtest.Exec(t, db.Pool, "VACUUM rate_limit_durable")
+		f := examined(t, db.URL)[check]
+		require.Equal(t, warning, f.Level, "%s: %v", name, f)
+		require.Regexp(t, `^[\d.]+ MB, of which its rows need [1-4] %$`, f.Found, name)
+		testkit.WaitUntil(t, func() bool {
+			follow(t, db, f.Do)
+			return examined(t, db.URL)[check].Level == fine
+		})
+	}
+}
+
+// What concerns a whole server is tried on a server of the test's own.
+func TestDoctorOfAServer(t *testing.T) {
+	t.Parallel()
+
+	server := pgtest.Server(t, pgserver.Config{Settings: map[string]string{
+		"autovacuum_freeze_max_age": "100000", "max_prepared_transactions": "2"}})
+	db := &pgtest.DB{URL: server.URL()}
+	pool, err := pgxpool.New(t.Context(), db.URL)
+	require.NoError(t, err)
+	t.Cleanup(pool.Close)
+	db.Pool = pool
+	require.NoError(t, migrations.Up(t.Context(), pool))
+	cures := func(check, found string, want level) {
+		t.Helper()
+		var f finding
+		testkit.WaitUntil(t, func() bool { // the server reads its settings again, and counts, a little later
+			f = examined(t, db.URL)[check]
+			return f.Level == want
+		})
+		require.Regexp(t, found, f.Found)
+		follow(t, db, f.Do)
+		testkit.WaitUntil(t, func() bool { return examined(t, db.URL)[check].Level == fine })
+	}
+
+	pgtest.Exec(t, pool, "ALTER SYSTEM SET autovacuum = off")
+	pgtest.Exec(t, pool, "SELECT pg_reload_conf()")
+	testkit.WaitUntil(t, func() bool { return examined(t, db.URL)["statistics"].Level == problem })
+
+	// Nobody vacuums, and dead tuples gather.
+	busy := pgtest.Connect(t, db)
+	pgtest.Exec(t, busy, `INSERT INTO rate_limit_durable (prefix, key) SELECT 'a', i FROM generate_series(1, 11000) AS i`)
+	pgtest.Exec(t, busy, "DELETE FROM rate_limit_durable")
+	require.NoError(t, busy.Close(t.Context()))
+	cures("rate_limit_durable: autovacuum", "^last visit: never, and there are 11000 dead tuples", warning)
+	cures("statistics", "^autovacuum is off", problem)
+
+	// A transaction holds VACUUM up while others use up transaction ids.
+	old := pgtest.Begin(t, db)
+	pgtest.Exec(t, old, "SELECT pg_current_xact_id()")
+	pgtest.Exec(t, pool, `CREATE TEMP TABLE spent (n int); DO $$ BEGIN
+		FOR i IN 1..111000 LOOP
+			BEGIN INSERT INTO pg_temp.spent VALUES (i); EXCEPTION WHEN division_by_zero THEN NULL; END;
+		END LOOP; END $$`)
+	found := examined(t, db.URL)["rate_limit_durable: transaction ids"]
+	require.Equal(t, warning, found.Level, found)
+	holding := func() (what, mend *string) {
+		require.NoError(t, pool.QueryRow(t.Context(), horizonSQL).Scan(nil, &what, &mend, nil))
+		return what, mend
+	}
+	testkit.WaitUntil(t, func() bool { // somebody else's worker may have begun earlier
+		what, mend := holding()
+		if what == nil {
+			return true
+		}
+		follow(t, db, judgeHorizon(longTime, what, mend, true).Do) // nobody wants to wait so long
+		return false
+	})
+	require.Error(t, old.Commit(t.Context()), "it was not ended")
+	cures("rate_limit_durable: transaction ids", `^\d{6} transactions old, and autovacuum should have come at 100000`, warning)
+
+	pgtest.Exec(t, pool, "BEGIN; SELECT pg_current_xact_id(); PREPARE TRANSACTION 'it''s'", pgx.QueryExecModeSimpleProtocol)
+	what, mend := holding()
+	require.Equal(t, "prepared transaction 'it''s'", *what)
+	follow(t, db, judgeHorizon(longTime, what, mend, true).Do)
+	what, _ = holding()
+	require.Nil(t, what)
+
+	if pgtest.Scalar[bool](t, pool, "SELECT pg_jit_available()") { // in some systems it is a package of its own
+		pgtest.Exec(t, pool, "ALTER DATABASE postgres SET jit_above_cost = 0")
+		cures("jit", "^with jit_above_cost = 0", warning)
+	}
+}

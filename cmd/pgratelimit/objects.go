@@ -1,0 +1,183 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"strings"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+
+	"github.com/pgratelimit/ratelimit/internal/catalog"
+	"github.com/pgratelimit/ratelimit/migrations"
+)
+
+// command is a command line of this command for the same schema, between backquotes.
+func (e *examination) command(line string) string {
+	if e.app.schema != "" {
+		line += " --schema '" + strings.ReplaceAll(e.app.schema, "'", `'\''`) + "'"
+	}
+	return "`pgratelimit " + line + "`"
+}
+
+// checkMigrations also finds out what is there.
+func (e *examination) checkMigrations(ctx context.Context) (finding, error) {
+	all, err := readMigrations()
+	if err != nil {
+		return finding{}, err
+	}
+	pool, err := e.app.open(ctx, e.app.inSchema)
+	if err != nil {
+		return finding{}, err
+	}
+	defer pool.Close()
+	if !e.server.usable {
+		return problem.finding(fmt.Sprintf("`GRANT USAGE ON SCHEMA %s TO %s`", e.server.schema, e.server.role),
+			"this role may not use schema %s, where the tables are", e.server.schema), nil
+	}
+	if e.server.tables > 0 {
+		if err := e.readCatalog(ctx); err != nil {
+			return finding{}, err
+		}
+	}
+	if e.app.schema != "" && e.server.tables > 0 {
+		var current *string
+		if err := pool.QueryRow(ctx, "SELECT pg_catalog.current_schema()").Scan(&current); err != nil {
+			return finding{}, err
+		}
+		if current == nil || *current != e.app.schema {
+			return warning.finding("connect to Postgres itself rather than to a pooler",
+				"could not be looked at: this connection does not take the search_path of --schema"), nil
+		}
+	}
+	status, err := migrations.Status(ctx, pool)
+	if err != nil && e.server.tables == 0 {
+		return e.elsewhere(oneLine(err)), ctx.Err()
+	}
+	if _, answered := errors.AsType[*pgconn.PgError](err); err != nil && (answered || ctx.Err() != nil) {
+		return finding{}, err
+	}
+	e.told = true
+	if err != nil { // for example because of a stranger's version table or function
+		e.applied = e.found.Nearest(e.server.owner)
+		return problem.finding("do what it says", "%s", oneLine(err)), nil
+	}
+	var pending []string
+	for _, migration := range status {
+		if migration.Applied {
+			e.applied = max(e.applied, migration.Version)
+		} else {
+			pending = append(pending, fmt.Sprintf("%d %s", migration.Version, migration.Name))
+		}
+	}
+	latest := all[len(all)-1].Version
+	switch {
+	case e.server.tables == 0 && e.applied == 0:
+		return e.elsewhere("the tables are not there"), nil
+	case e.server.tables == 0:
+		return problem.finding(e.command("migrate down --to 0")+", then "+e.command("migrate up"),
+			"somebody has dropped the tables: migrations up to %d are applied, and no table is there", e.applied), nil
+	case e.applied == 0:
+		e.applied = e.found.Nearest(e.server.owner)
+		name := e.server.name("rate_limit_version()")
+		return problem.finding(fmt.Sprintf("`CREATE FUNCTION %s RETURNS bigint LANGUAGE sql IMMUTABLE "+
+			"AS ' SELECT %d::bigint '`, `GRANT EXECUTE ON FUNCTION %s TO PUBLIC`, then %s",
+			name, e.applied, name, e.command("migrate up")),
+			"there are tables, and nothing says which version they are of; they are most like those of version %d",
+			e.applied), nil
+	case e.applied > latest:
+		return ok("at version %d, of a newer release than this command", e.applied), nil
+	case len(pending) > 0:
+		return problem.finding("run "+e.command("migrate up"), "not applied: %s", strings.Join(pending, ", ")), nil
+	}
+	return ok("up to date, at version %d in schema %s", e.applied, e.server.schema), nil
+}
+
+// elsewhere is the finding that the tables are not where this role looks. found says so.
+func (e *examination) elsewhere(found string) finding {
+	switch {
+	case len(e.server.usableIn) > 0:
+		return problem.finding(fmt.Sprintf("name the schema with --schema, or run %s", e.command("migrate up")),
+			"%s; tables of these names are in schema %s", found, strings.Join(e.server.usableIn, ", "))
+	case len(e.server.lockedIn) > 0:
+		return problem.finding(fmt.Sprintf("`GRANT USAGE ON SCHEMA %s TO %s`, if it is the right one",
+			e.server.lockedIn[0], e.server.role),
+			"%s; tables of these names are in schema %s, which this role may not use",
+			found, strings.Join(e.server.lockedIn, ", "))
+	}
+	return problem.finding("run "+e.command("migrate up")+", or say with --schema where they are", "%s", found)
+}
+
+// readCatalog reads what there is in the schema of the tables.
+func (e *examination) readCatalog(ctx context.Context) error {
+	return e.app.look(ctx, e.pool, func(tx pgx.Tx) (err error) {
+		q, _ := tx.(qualified) // catalog names the schema itself
+		e.found, err = catalog.Read(ctx, q.Tx, q.schema)
+		return err
+	})
+}
+
+// checkObjects compares what is there with what the migrations make.
+func (e *examination) checkObjects(context.Context) (finding, error) {
+	if !e.told {
+		return warning.finding("mend what keeps the migrations from being looked at",
+			"could not be looked at, because nothing tells what the migrations have made"), nil
+	}
+	made, known := catalog.Made(e.applied)
+	if !known {
+		return ok("of a newer release than this command, which cannot tell whether they are right"), nil
+	}
+	return e.judgeObjects(made), nil
+}
+
+// judgeObjects leaves to the checks of the tables what can be mended and keeps the counts.
+func (e *examination) judgeObjects(made catalog.Catalog) finding {
+	var wrong, mend []string
+	damaged := map[string]bool{} // of the two tables
+	remake, version := false, false
+	for _, d := range e.found.Differences(made, e.server.owner) {
+		name := catalog.Name(d.Object)
+		_, expected := made[d.Object]
+		_, index := strings.CutPrefix(d.Aspect, "index ")
+		switch {
+		case d.Aspect == "persistence" || d.Aspect == "fillfactor" || index && made[d.Object].Aspects[d.Aspect] == "":
+			continue // judgeKind
+		case !expected:
+			kind, signature, _ := strings.Cut(d.Object, " ")
+			mend = append(mend, fmt.Sprintf("`DROP %s %s`", strings.ToUpper(kind), e.server.name(signature)))
+		case name == table(false) || name == table(true):
+			damaged[name] = true
+		case name == "rate_limit_version":
+			version = true
+		default:
+			remake = true
+		}
+		wrong = append(wrong, d.Text)
+	}
+	if len(wrong) == 0 {
+		return ok("the %d that the migrations made, unchanged", len(made))
+	}
+	if version {
+		name := e.server.name("rate_limit_version()")
+		mend = append(mend, fmt.Sprintf("`DROP FUNCTION IF EXISTS %s`, `CREATE FUNCTION %s RETURNS bigint "+
+			"LANGUAGE sql IMMUTABLE AS ' SELECT %d::bigint '`, `GRANT EXECUTE ON FUNCTION %s TO PUBLIC`",
+			name, name, e.applied, name))
+	}
+	for _, durable := range []bool{false, true} {
+		if name := e.server.name(table(durable)); len(damaged) == 1 && damaged[table(durable)] {
+			kind := map[bool]string{false: "UNLOGGED TABLE", true: "TABLE"}[durable]
+			mend = append(mend, fmt.Sprintf("`DROP TABLE IF EXISTS %s`, `CREATE %s %s (LIKE %s INCLUDING ALL) "+
+				"WITH (fillfactor = 50)`, `ALTER TABLE %s OWNER TO %s` (its counts are lost)",
+				name, kind, name, e.server.name(table(!durable)), name, e.server.ownerSQL))
+		}
+	}
+	switch {
+	case len(damaged) == 2:
+		mend = append(mend, e.command("migrate down --to 0")+", then "+e.command("migrate up")+" (all counts are lost)")
+	case remake:
+		mend = append(mend, e.command("migrate down --to 1")+", then "+e.command("migrate up")+" (the counts stay)")
+	}
+	return problem.finding(strings.Join(mend, "; then ")+"; then grant the rights again, as in deploy/grants.sql",
+		"not what the migrations made: %s", strings.Join(wrong, "; "))
+}

@@ -1,0 +1,18 @@
+-- Whether this session compiles the statements that call the functions. It does if their plan costs more than
+-- jit_above_cost. The functions themselves have jit = off, but that does not apply to the statement that calls them.
+-- The command has turned it off for its own statements, so it is turned on again where the session has it on.
+SELECT
+    above.jit = 'on' AND pg_jit_available() AND above.cost >= 0 AND above.cost < (
+        SELECT max(p.procost * current_setting('cpu_operator_cost')::float8
+            + p.prorows * current_setting('cpu_tuple_cost')::float8)
+        FROM pg_proc AS p
+        JOIN pg_namespace AS n ON n.oid = p.pronamespace
+        WHERE n.nspname = current_setting('pgratelimit.schema') AND starts_with(p.proname, 'rate_limit_')
+    ),
+    above.cost
+FROM (
+    SELECT current_setting('jit_above_cost')::float8 AS cost, set_config('jit', s.reset_val, true) AS jit
+    FROM pg_settings AS s
+    WHERE s.name = 'jit'
+    OFFSET 0
+) AS above

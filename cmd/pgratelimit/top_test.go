@@ -1,0 +1,101 @@
+package main
+
+import (
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit/internal/pgtest"
+)
+
+// The keys that are limited come behind all others, by their names and on disk.
+func TestTopFindsKeysThatComeLast(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	fill(t, db, "rate_limit_ephemeral", "login", 20_000, 1)
+	pgtest.Exec(t, db.Pool, "UPDATE rate_limit_ephemeral SET key = 'z' || key, count = 5 WHERE substr(key, 5)::int > 10000")
+	pgtest.Exec(t, db.Pool, "VACUUM FULL rate_limit_ephemeral")
+	top := decode[topResult](t,
+		invoke(t, db.URL, "top", "login", "--policy", "fixed 5/365d", "--max-rows", "500", "--json"))
+	require.EqualValues(t, 500, top.Looked)
+	require.False(t, top.Complete)
+	require.InDelta(t, 0.025, top.Share, 0.0001)
+	require.Len(t, top.Keys, 10)
+	for _, key := range top.Keys {
+		require.Zero(t, key.Remaining)
+		require.True(t, strings.HasPrefix(key.Key, "z"))
+	}
+}
+
+// Of a table beyond the size of a sample, a part is read.
+func TestTopOfALargeTable(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	// One row in each block: large for the command, and small for the machine.
+	pgtest.Exec(t, db.Pool, "ALTER TABLE rate_limit_durable SET (fillfactor = 10)")
+	const rows = 3 * sampleBlocks / 2
+	pgtest.Exec(t, db.Pool, `INSERT INTO rate_limit_durable (prefix, key, algorithm, count, window_start, expires_at)
+		SELECT 'login', i || repeat('k', 500), 1, 1, 9e14, 9e15 FROM generate_series(1, $1) AS i`, rows)
+	for maxRows, looked := range map[string]float64{"1000": 1000, "15000": sampleBlocks} {
+		top := decode[topResult](t, invoke(t, db.URL,
+			"top", "login", "--policy", "fixed 5/365d", "--durable", "--max-rows", maxRows, "--json"))
+		require.False(t, top.Complete)
+		require.InEpsilon(t, looked, top.Looked, 0.1) // more than ten standard deviations
+		require.InEpsilon(t, float64(top.Looked)/rows, top.Share, 0.1)
+	}
+	top := decode[topResult](t, invoke(t, db.URL,
+		"top", "login", "--policy", "fixed 5/365d", "--durable", "--max-rows", "19200", "--json"))
+	require.True(t, top.Complete)
+	require.EqualValues(t, rows, top.Looked)
+}
+
+// All times count from one moment, however many batches there are: keys that are alike are told the same.
+func TestTopTellsOneMoment(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	fill(t, db, "rate_limit_ephemeral", "login", 5*batchSize, 5)
+	began := pgtest.Scalar[time.Time](t, db.Pool, "SELECT clock_timestamp()")
+	top := decode[topResult](t, invoke(t, db.URL, "top", "login", "--policy", "fixed 5/365d", "-n", "5000", "--json"))
+	require.True(t, top.At.After(began))
+	require.Len(t, top.Keys, 5*batchSize)
+	ends := pgtest.Scalar[int64](t, db.Pool, "SELECT max(expires_at) FROM rate_limit_ephemeral")
+	for _, key := range top.Keys {
+		require.Equal(t, ends, top.At.UnixMicro()+key.RetryAfterUS)
+		require.Equal(t, key.RetryAfterUS, key.ResetAfterUS)
+	}
+}
+
+func TestLongWorkShowsABarOnATerminal(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	fill(t, db, "rate_limit_ephemeral", "login", 20*batchSize, 1)
+	for _, test := range []struct {
+		args       []string
+		shows, end string
+	}{
+		{[]string{"top", "login", "--policy", "fixed 5/365d", "-n", "1"}, "looking",
+			"\n20000 rows of limiter login in rate_limit_ephemeral looked at\n"},
+		{[]string{"limits", "--policy", "login=fixed 5/365d"}, "looking", ""},
+		{[]string{"reset", "login", "--all", "--yes"}, "resetting", "reset 20000 in rate_limit_ephemeral\n"},
+	} {
+		code, shown := onTerminal(t, command(t, db.URL, append(test.args, "--json")...)).wait()
+		require.Zero(t, code, shown)
+		require.True(t, strings.HasPrefix(shown, "{\n"), shown)
+		if test.args[0] == "reset" {
+			fill(t, db, "rate_limit_ephemeral", "login", 20*batchSize, 1)
+		}
+
+		code, shown = onTerminal(t, command(t, db.URL, test.args...)).wait()
+		require.Zero(t, code, shown)
+		require.Regexp(t, test.shows+` +\d+% \|█+ *\|`, shown)
+		require.NotContains(t, shown[strings.LastIndex(shown, "\r")+1:], "█", "the bar stays")
+		require.True(t, strings.HasSuffix(shown, test.end), shown)
+	}
+	require.Zero(t, pgtest.Scalar[int](t, db.Pool, "SELECT count(*) FROM rate_limit_ephemeral"))
+}

@@ -1,0 +1,43 @@
+package ratelimit
+
+import (
+	"context"
+
+	"github.com/jackc/pgx/v5"
+)
+
+// Grant gives key a credit of n above its limit, for support or a purchase, say, and tells what remains with it.
+// Requests take from it once there is no ordinary room, each unit once. It does not refill, and lets no single
+// request cost more than the limit. With [All], each policy has a credit of n.
+//
+// Credit lasts until it is spent, or until nothing was taken from the key, given back or granted to it for a Window
+// (of a [SlidingWindow] two, of a [TokenBucket] the time to fill it), as ResetAfter tells. It stays when the policy's
+// numbers change, and is gone after a Reset or under another kind of policy. A key holds up to 2^61, and the rest
+// is lost. The result says Allowed. Errors: as Allow, and a [*CostError] for n below 1 or above 2^61.
+func (l *Limiter) Grant(ctx context.Context, key string, n int64) (Result, error) {
+	if err := checkGrant(key, n); err != nil {
+		return Result{}, err
+	}
+	return l.give(ctx, l.newRequest(key, -n))
+}
+
+// GrantTx is Grant within the caller's transaction. A rollback takes it away. Others wait, as after AllowTx.
+func (l *Limiter) GrantTx(ctx context.Context, tx pgx.Tx, key string, n int64) (Result, error) {
+	if err := checkTx(tx); err != nil {
+		return Result{}, err
+	}
+	if err := checkGrant(key, n); err != nil {
+		return Result{}, err
+	}
+	return l.client.decideTx(ctx, tx, l.newRequest(key, -n))
+}
+
+func checkGrant(key string, n int64) error {
+	if err := checkKey(key); err != nil {
+		return err
+	}
+	if n < 1 || n > maxCredit {
+		return &CostError{Cost: n, Limit: maxCredit, Least: 1, grant: true}
+	}
+	return nil
+}

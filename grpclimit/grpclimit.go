@@ -1,0 +1,241 @@
+// Package grpclimit puts a limit of package ratelimit in front of a gRPC server. It is a module of its own, so that
+// programs without gRPC do not depend on it.
+//
+// [New] makes interceptors of a limiter, one for unary calls and one for streams. A stream is decided about once, when
+// it opens. Its messages do not count.
+//
+// [Config].Key says whom a call is charged to. The keys are those of package httplimit, because a call of gRPC is a
+// request of HTTP: its path is the full method, and its header is the metadata. [httplimit.ByIP] is the address of the
+// peer, or of the client behind proxies that were named. [httplimit.ByHeader] is a value of the metadata. [ByFunc] is
+// anything else. [httplimit.Join] and [httplimit.HMAC] make keys of other keys.
+//
+// A call that is let through reaches the handler. Every other call gets one of these codes:
+//
+//   - ResourceExhausted: it is denied. A RetryInfo says when the same call is allowed if nobody else takes anything.
+//   - Unavailable: nobody could decide, because Postgres is away, or a transaction holds the key. There is a RetryInfo
+//     if it is known when to try again. The limiter's OnFailure may let calls through while Postgres is away, see
+//     [ratelimit.Config].
+//   - InvalidArgument: it has no usable key, or a cost that can never be taken.
+//   - Canceled or DeadlineExceeded: its context has ended before there was a decision.
+package grpclimit
+
+import (
+	"context"
+	"errors"
+	"log/slog"
+	"net/http"
+	"net/url"
+	"strings"
+
+	"google.golang.org/genproto/googleapis/rpc/errdetails"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/metadata"
+	"google.golang.org/grpc/peer"
+	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/types/known/durationpb"
+
+	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/httplimit"
+)
+
+// Config says how calls are limited. Key is required.
+type Config struct {
+	// Key says whom a call is charged to: httplimit.ByIP, httplimit.ByHeader, ByFunc, or several of them in
+	// httplimit.Join. A call without a key is rejected with InvalidArgument. Over a Unix socket, peers have no address.
+	Key httplimit.Key
+
+	// Cost is what a call takes. A call that costs nothing passes, and the limiter is not asked, which suits health
+	// checks. One that costs more than the whole limit, or less than nothing, is rejected with InvalidArgument.
+	//
+	// Defaults to 1 for each.
+	Cost func(ctx context.Context, fullMethod string) int64
+
+	// Charge tells by the code of the outcome whether the call is charged: ChargeFailures, or any function. The cost is
+	// taken first, and comes back when the handler is done, as far as it still counts: see [ratelimit.Limiter.Refund].
+	//
+	// In doubt the cost stays taken: if the handler panics, or if the client has left, or the deadline has passed, by
+	// the time it returns. The code is that of the handler and of the interceptors behind this one. So put those that
+	// change codes behind it.
+	//
+	// What cannot be given back, because Postgres is away, stays counted. So does what a FallbackLocal has taken.
+	//
+	// Defaults to charging every call.
+	Charge func(codes.Code) bool
+
+	// Logger is told what [httplimit.Config].Logger is told, by lines that begin with httplimit.
+	//
+	// Defaults to slog.Default(). slog.DiscardHandler turns it off.
+	Logger *slog.Logger
+}
+
+// ChargeFailures is a Config.Charge for logins and whatever else must not be guessed. A call is charged unless its code
+// is OK.
+func ChargeFailures(code codes.Code) bool { return code != codes.OK }
+
+// ByFunc is any key. find returns it, or an error if the call has none. A key is at most 512 bytes of UTF-8 without
+// NUL, or any bytes inside httplimit.HMAC. Never return one key for all calls that have none: they would share its
+// limit.
+func ByFunc(find func(ctx context.Context, fullMethod string) (string, error)) httplimit.Key {
+	if find == nil {
+		return httplimit.ByFunc(nil) // which New refuses
+	}
+	return httplimit.ByFunc(func(r *http.Request) (string, error) { return find(r.Context(), r.URL.Path) })
+}
+
+// Interceptors are those of one limit, for [grpc.ChainUnaryInterceptor] and [grpc.ChainStreamInterceptor]. They are
+// safe for concurrent use.
+type Interceptors struct {
+	limit func(http.Handler) http.Handler
+}
+
+var (
+	_ grpc.UnaryServerInterceptor  = (*Interceptors)(nil).Unary
+	_ grpc.StreamServerInterceptor = (*Interceptors)(nil).Stream
+)
+
+// New returns the interceptors. It returns a [*ratelimit.ConfigError] for a configuration that cannot work. It refuses
+// a limiter without an OnFailure, so that nobody leaves to chance what happens while Postgres is away.
+func New(limiter httplimit.Limiter, config Config) (*Interceptors, error) {
+	if l, ok := limiter.(*ratelimit.Limiter); limiter == nil || ok && l == nil {
+		return nil, errors.New("grpclimit: the limiter is nil")
+	}
+	limits := limiter.Config()
+	if limits.OnFailure == (ratelimit.FailureMode{}) {
+		return nil, &ratelimit.ConfigError{Field: "Config.OnFailure", Reason: "is required for grpclimit: " +
+			"nothing says what happens to calls while Postgres is away. " +
+			"Choose FailOpen, FailClosed, FallbackLocal, or ReturnError, which rejects with Unavailable"}
+	}
+	web := httplimit.Config{
+		Key:        config.Key,
+		PolicyName: strings.Map(printable, limits.Name), // for the log
+		Reject:     reject,
+		Logger:     config.Logger,
+	}
+	if config.Cost != nil {
+		web.Cost = func(r *http.Request) int64 { return config.Cost(r.Context(), r.URL.Path) }
+	}
+	if config.Charge != nil {
+		web.Charge = func(status int) bool { return config.Charge(codes.Code(status - statusOK)) }
+	}
+	limit, err := httplimit.New(limiter, web)
+	if refused, ok := errors.AsType[*ratelimit.ConfigError](err); ok {
+		field := strings.Replace(refused.Field, "httplimit.", "grpclimit.", 1)
+		return nil, &ratelimit.ConfigError{Field: field, Reason: refused.Reason}
+	}
+	if err != nil {
+		return nil, err
+	}
+	return &Interceptors{limit}, nil
+}
+
+// printable replaces what httplimit does not take in the name of a limit.
+func printable(c rune) rune {
+	if c < ' ' || c > '~' || c == '"' || c == '\\' {
+		return '?'
+	}
+	return c
+}
+
+// Unary is a [grpc.UnaryServerInterceptor].
+func (i *Interceptors) Unary(
+	ctx context.Context, request any, info *grpc.UnaryServerInfo, handler grpc.UnaryHandler,
+) (response any, err error) {
+	err = i.pass(ctx, info.FullMethod, func() error {
+		response, err = handler(ctx, request)
+		return err
+	})
+	return response, err
+}
+
+// Stream is a [grpc.StreamServerInterceptor].
+func (i *Interceptors) Stream(
+	server any, stream grpc.ServerStream, info *grpc.StreamServerInfo, handler grpc.StreamHandler,
+) error {
+	return i.pass(stream.Context(), info.FullMethod, func() error { return handler(server, stream) })
+}
+
+// pass shows a call to httplimit as a request of HTTP, and returns its outcome.
+func (i *Interceptors) pass(ctx context.Context, fullMethod string, handle func() error) error {
+	// This outcome remains if httplimit answers nothing, which it does only if the client has left.
+	c := &call{handle: handle, outcome: status.FromContextError(context.Canceled).Err()}
+	i.limit(c).ServeHTTP(c, request(ctx, fullMethod))
+	return c.outcome
+}
+
+func request(ctx context.Context, fullMethod string) *http.Request {
+	values, _ := metadata.FromIncomingContext(ctx)
+	header := make(http.Header, len(values))
+	for name, value := range values {
+		header[http.CanonicalHeaderKey(name)] = value
+	}
+	r := &http.Request{Method: http.MethodPost, URL: &url.URL{Path: fullMethod}, Header: header, Body: http.NoBody}
+	if p, ok := peer.FromContext(ctx); ok && p.Addr != nil {
+		r.RemoteAddr = p.Addr.String()
+	}
+	return r.WithContext(ctx)
+}
+
+// call is a call as httplimit sees it: the handler of a request, and the writer of its response.
+type call struct {
+	handle  func() error // the rest of the chain
+	outcome error        // what the client is told
+	header  http.Header
+}
+
+// statusOK is the status that stands for the code OK. Those of other codes are greater by their numbers. A status below
+// 200 would not be taken for an outcome.
+const statusOK = 200
+
+// ServeHTTP is called for a call that is let through. It reports the outcome as a status, for Config.Charge.
+func (c *call) ServeHTTP(w http.ResponseWriter, _ *http.Request) {
+	c.outcome = c.handle()
+	w.WriteHeader(statusOK + int(codeOf(c.outcome)))
+}
+
+// codeOf is the code that a server makes of a handler's error.
+func codeOf(err error) codes.Code {
+	if own, ok := status.FromError(err); ok {
+		return own.Code()
+	}
+	return status.FromContextError(err).Code()
+}
+
+// reject sets the outcome of a call that does not reach the handler.
+func reject(w http.ResponseWriter, r *http.Request, rejection httplimit.Rejection) {
+	c := w.(*call)
+	if err := r.Context().Err(); err != nil && rejection.Err != nil {
+		c.outcome = status.FromContextError(err).Err()
+		return
+	}
+	var answer *status.Status
+	switch rejection.Status {
+	case http.StatusTooManyRequests:
+		answer = status.New(codes.ResourceExhausted, "too many calls")
+	case http.StatusServiceUnavailable:
+		answer = status.New(codes.Unavailable, "the service cannot take this call for now")
+	default:
+		answer = status.New(codes.InvalidArgument,
+			"the call does not say whom it is from, or asks for what is never allowed")
+	}
+	if after := rejection.Result.RetryAfter; after > 0 {
+		info := &errdetails.RetryInfo{RetryDelay: durationpb.New(after)}
+		if detailed, err := answer.WithDetails(info); err == nil {
+			answer = detailed
+		}
+	}
+	c.outcome = answer.Err()
+}
+
+// Header, Write and WriteHeader are those of a response that nobody reads.
+
+func (c *call) Header() http.Header {
+	if c.header == nil {
+		c.header = http.Header{}
+	}
+	return c.header
+}
+
+func (c *call) Write(data []byte) (int, error) { return len(data), nil }
+
+func (c *call) WriteHeader(int) {}

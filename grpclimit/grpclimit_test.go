@@ -1,0 +1,432 @@
+package grpclimit_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"net/netip"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/stretchr/testify/require"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/metadata"
+	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/types/known/wrapperspb"
+
+	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/grpclimit"
+	"github.com/pgratelimit/ratelimit/httplimit"
+	"github.com/pgratelimit/ratelimit/internal/limitertest"
+	"github.com/pgratelimit/ratelimit/internal/pgtest"
+	"github.com/pgratelimit/ratelimit/internal/testkit"
+	"github.com/pgratelimit/ratelimit/ratelimittest"
+)
+
+// The time stands still, so retry times are exact.
+var noon = time.Date(2026, 3, 1, 12, 0, 0, 0, time.UTC)
+
+// twoAnHour is a limiter of two calls an hour.
+func twoAnHour(t *testing.T, db ratelimit.DBTX) patient {
+	t.Helper()
+	return patient{limitertest.New(t, db, ratelimit.Config{
+		Name: "login", Policy: ratelimit.FixedWindow{Limit: 2, Window: time.Hour}, OnFailure: ratelimit.ReturnError(),
+		Client: ratelimit.ClientConfig{Test: limitertest.Frozen(noon)},
+	})}
+}
+
+// onBoth runs a test on Postgres and on the database in memory.
+func onBoth(t *testing.T, test func(t *testing.T, db ratelimit.DBTX)) {
+	t.Run("Postgres", func(t *testing.T) {
+		t.Parallel()
+		test(t, pgtest.New(t).Pool)
+	})
+	t.Run("in memory", func(t *testing.T) {
+		t.Parallel()
+		test(t, ratelimittest.NewDB())
+	})
+}
+
+// The server that docs/cookbook.md shows: failures are charged, and successes are not.
+func TestRecipe(t *testing.T) {
+	t.Parallel()
+
+	onBoth(t, func(t *testing.T, db ratelimit.DBTX) {
+		conn := connect(t, newServer(twoAnHour(t, db)))
+		require.Equal(t, []codes.Code{
+			codes.OK, codes.OK, codes.OK,
+			codes.Unauthenticated, codes.OK, codes.Unauthenticated,
+			codes.ResourceExhausted, codes.ResourceExhausted,
+		}, codesOf(t, conn, right, right, right, "wrong", right, "wrong", "wrong", right))
+		err := call(t.Context(), conn, right)
+		require.Equal(t, time.Hour, retryDelay(t, err))
+		require.Equal(t, "too many calls", status.Convert(err).Message())
+
+		// Other methods are not limited.
+		for range 3 {
+			require.Equal(t, []string{"EOF"}, watchFor(t, conn))
+		}
+	})
+}
+
+// watchFor sends texts through one stream, and returns what comes back, with the end.
+func watchFor(t *testing.T, conn *grpc.ClientConn, texts ...string) (got []string) {
+	t.Helper()
+	stream, err := conn.NewStream(t.Context(), &description.Streams[0], watch)
+	require.NoError(t, err)
+	for _, text := range texts {
+		if err := stream.SendMsg(wrapperspb.String(text)); err != nil {
+			require.ErrorIs(t, err, io.EOF) // the server has answered already
+		}
+	}
+	require.NoError(t, stream.CloseSend())
+	for {
+		message := &wrapperspb.StringValue{}
+		switch err := stream.RecvMsg(message); {
+		case errors.Is(err, io.EOF):
+			return append(got, "EOF")
+		case status.Code(err) == codes.ResourceExhausted:
+			require.Equal(t, time.Hour, retryDelay(t, err))
+			fallthrough
+		case err != nil:
+			return append(got, status.Code(err).String())
+		}
+		got = append(got, message.GetValue())
+	}
+}
+
+// A stream is decided about when it opens, however many messages it has. Its outcome is that of its handler.
+func TestStream(t *testing.T) {
+	t.Parallel()
+
+	onBoth(t, func(t *testing.T, db ratelimit.DBTX) {
+		conn := limited(t, twoAnHour(t, db), grpclimit.Config{Key: httplimit.ByIP()})
+		for range 2 {
+			require.Equal(t, []string{right, right, right, right, "EOF"}, watchFor(t, conn, right, right, right, right))
+		}
+		require.Equal(t, []string{"ResourceExhausted"}, watchFor(t, conn, right))
+	})
+	onBoth(t, func(t *testing.T, db ratelimit.DBTX) {
+		conn := limited(t, twoAnHour(t, db), grpclimit.Config{Key: httplimit.ByIP(), Charge: grpclimit.ChargeFailures})
+		for range 3 {
+			require.Equal(t, []string{right, "EOF"}, watchFor(t, conn, right))
+		}
+		for range 2 {
+			require.Equal(t, []string{right, "Unauthenticated"}, watchFor(t, conn, right, "wrong"))
+		}
+		require.Equal(t, []string{"ResourceExhausted"}, watchFor(t, conn, right))
+	})
+}
+
+// refusing is a database that is not there.
+type refusing struct{}
+
+func (refusing) Query(context.Context, string, ...any) (pgx.Rows, error) {
+	return nil, &pgconn.PgError{Code: "57P03", SeverityUnlocalized: "FATAL"}
+}
+
+// While nobody can decide, a call passes only if OnFailure lets it.
+func TestWithoutADecision(t *testing.T) {
+	t.Parallel()
+
+	for name, test := range map[string]struct {
+		onFailure ratelimit.FailureMode
+		want      codes.Code
+		retry     bool
+	}{
+		"return error": {ratelimit.ReturnError(), codes.Unavailable, false},
+		"fail open":    {ratelimit.FailOpen(), codes.Unauthenticated, false}, // by the handler
+		"fail closed":  {ratelimit.FailClosed(), codes.Unavailable, true},
+		"fall back":    {ratelimit.FallbackLocal(1), codes.Unauthenticated, false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			var journal testkit.Journal
+			limiter := limitertest.New(t, refusing{}, ratelimit.Config{
+				Name: "login", Policy: ratelimit.FixedWindow{Limit: 2, Window: time.Hour}, OnFailure: test.onFailure,
+				Client: ratelimit.ClientConfig{Logger: journal.Logger()},
+			})
+			conn := limited(t, limiter, grpclimit.Config{Key: httplimit.ByIP(), Charge: grpclimit.ChargeFailures})
+			err := call(t.Context(), conn, "wrong")
+			require.Equal(t, test.want, status.Code(err))
+			require.Equal(t, test.retry, retryDelay(t, err) > 0)
+			require.Equal(t, []string{test.want.String()}, watchFor(t, conn, "wrong"))
+		})
+	}
+}
+
+// A key that somebody's transaction holds is decided by nobody, whatever OnFailure says.
+func TestHeldKey(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	limiter := limitertest.New(t, db.Pool, ratelimit.Config{
+		Name: "login", Policy: ratelimit.FixedWindow{Limit: 2, Window: time.Hour}, OnFailure: ratelimit.FailOpen(),
+		Client: ratelimit.ClientConfig{Timeout: 8 * time.Second},
+	})
+	conn := limited(t, limiter, grpclimit.Config{
+		Key: httplimit.ByHeader("user"), Logger: slog.New(slog.DiscardHandler),
+	})
+	ctx := metadata.AppendToOutgoingContext(t.Context(), "user", "123")
+
+	tx := pgtest.Begin(t, db)
+	_, err := limiter.AllowTx(t.Context(), tx, "123")
+	require.NoError(t, err)
+	err = call(ctx, conn, right)
+	require.Equal(t, codes.Unavailable, status.Code(err))
+	require.Zero(t, retryDelay(t, err))
+	require.NoError(t, tx.Rollback(t.Context()))
+	require.NoError(t, call(ctx, conn, right))
+}
+
+// What a limiter answers, as codes.
+func TestCodes(t *testing.T) {
+	t.Parallel()
+
+	for name, test := range map[string]struct {
+		result ratelimit.Result
+		err    error
+		want   codes.Code
+		retry  time.Duration
+	}{
+		"allowed": {result: ratelimit.Result{Allowed: true}, want: codes.OK},
+		"denied": {
+			result: ratelimit.Result{RetryAfter: 1500*time.Millisecond + time.Microsecond},
+			want:   codes.ResourceExhausted, retry: 1500*time.Millisecond + time.Microsecond,
+		},
+		"denied, nobody knows for how long": {want: codes.ResourceExhausted},
+		"closed": {
+			result: ratelimit.Result{Source: ratelimit.SourceFailedClosed, RetryAfter: time.Second},
+			want:   codes.Unavailable, retry: time.Second,
+		},
+		"invalid key":   {err: &ratelimit.KeyError{Reason: "is odd"}, want: codes.InvalidArgument},
+		"large cost":    {err: &ratelimit.CostError{Cost: 11, Limit: 10}, want: codes.InvalidArgument},
+		"negative cost": {err: &ratelimit.CostError{Cost: -1, Limit: 10}, want: codes.InvalidArgument},
+		"not migrated":  {err: ratelimit.ErrNotMigrated, want: codes.Unavailable},
+		"held":          {err: ratelimit.ErrKeyHeld, want: codes.Unavailable},
+		"any other":     {err: errors.New("of user:123"), want: codes.Unavailable},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			var journal testkit.Journal
+			limiter := &fakeLimiter{result: test.result, err: test.err}
+			conn := limited(t, limiter, grpclimit.Config{Key: httplimit.ByIP(), Logger: journal.Logger()})
+			err := call(t.Context(), conn, right)
+			require.Equal(t, test.want, status.Code(err))
+			require.Equal(t, test.retry, retryDelay(t, err))
+			require.NotContains(t, status.Convert(err).Message(), "user:123")
+			require.Equal(t, test.err != nil, journal.String() != "")
+		})
+	}
+}
+
+// A call whose context has ended before the decision gets the context's code. The handler does not run.
+func TestEndedContext(t *testing.T) {
+	t.Parallel()
+
+	for _, test := range []struct {
+		ended func() (context.Context, context.CancelFunc)
+		want  codes.Code
+	}{
+		{func() (context.Context, context.CancelFunc) { return context.WithCancel(t.Context()) }, codes.Canceled},
+		{func() (context.Context, context.CancelFunc) {
+			return context.WithDeadline(t.Context(), noon.AddDate(-1, 0, 0))
+		}, codes.DeadlineExceeded},
+	} {
+		ctx, cancel := test.ended()
+		cancel()
+		limit, err := grpclimit.New(twoAnHour(t, ratelimittest.NewDB()), grpclimit.Config{Key: always()})
+		require.NoError(t, err)
+		response, err := limit.Unary(ctx, nil, &grpc.UnaryServerInfo{FullMethod: logIn},
+			func(context.Context, any) (any, error) { return "reached", nil })
+		require.Nil(t, response)
+		require.Equal(t, test.want, status.Code(err))
+	}
+}
+
+func TestKeys(t *testing.T) {
+	t.Parallel()
+
+	secret := []byte("a secret of sixteen bytes or more")
+	user := httplimit.ByHeader("X-User")
+	failing := errors.New("of user:123")
+	for name, test := range map[string]struct {
+		key      httplimit.Key
+		metadata []string
+		want     string // "" if there is none
+	}{
+		"peer":              {key: httplimit.ByIP(), want: "127.0.0.1"},
+		"peer that forges":  {key: httplimit.ByIP(), metadata: []string{"x-forwarded-for", "192.0.2.1"}, want: "127.0.0.1"},
+		"metadata":          {key: user, metadata: []string{"x-user", "ann"}, want: "ann"},
+		"no metadata":       {key: user},
+		"metadata twice":    {key: user, metadata: []string{"x-user", "ann", "x-user", "bob"}},
+		"binary metadata":   {key: httplimit.ByHeader("id-bin"), metadata: []string{"id-bin", "\xffid"}, want: "\xffid"},
+		"error of a ByFunc": {key: grpclimit.ByFunc(func(context.Context, string) (string, error) { return "", failing })},
+		"method": {
+			key:  grpclimit.ByFunc(func(_ context.Context, method string) (string, error) { return method, nil }),
+			want: logIn,
+		},
+		"context": {
+			key: grpclimit.ByFunc(func(ctx context.Context, _ string) (string, error) {
+				values := metadata.ValueFromIncomingContext(ctx, "x-user")
+				return fmt.Sprint(values), nil
+			}),
+			metadata: []string{"x-user", "ann"}, want: "[ann]",
+		},
+		"joined": {key: httplimit.Join(httplimit.ByIP(), user), metadata: []string{"x-user", "ann"}, want: "127.0.0.1|ann"},
+		"hashed": {key: httplimit.HMAC(secret, user), metadata: []string{"x-user", "ann"}, want: "CsKaE3DCTMskr-pemw6mjg"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			var journal testkit.Journal
+			limiter := allowing()
+			conn := limited(t, limiter, grpclimit.Config{Key: test.key, Logger: journal.Logger()})
+			for range 2 {
+				err := call(metadata.AppendToOutgoingContext(t.Context(), test.metadata...), conn, right)
+				if test.want == "" {
+					require.Equal(t, codes.InvalidArgument, status.Code(err))
+					require.NotContains(t, status.Convert(err).Message(), "user:123")
+				} else {
+					require.NoError(t, err)
+				}
+			}
+			if test.want == "" {
+				require.Empty(t, limiter.keys)
+				require.Len(t, journal.Lines(), 1)
+				require.NotContains(t, journal.String(), "user:123")
+				return
+			}
+			require.Equal(t, []string{test.want, test.want}, limiter.keys)
+		})
+	}
+}
+
+// Behind a proxy, the client's address is the key, if the proxy is named. If not, somebody is told, once.
+func TestProxies(t *testing.T) {
+	t.Parallel()
+
+	ctx := metadata.AppendToOutgoingContext(t.Context(), "x-forwarded-for", "2001:db8::1:2:3:4")
+	limiter := allowing()
+	trusted := httplimit.TrustedProxies(netip.MustParsePrefix("127.0.0.0/8"))
+	require.NoError(t, call(ctx, limited(t, limiter, grpclimit.Config{Key: httplimit.ByIP(trusted)}), right))
+	require.Equal(t, []string{"2001:db8::/64"}, limiter.keys)
+
+	var journal testkit.Journal
+	conn := limited(t, allowing(), grpclimit.Config{Key: httplimit.ByIP(), Logger: journal.Logger()})
+	for range 2 {
+		require.NoError(t, call(ctx, conn, right))
+	}
+	lines := journal.Lines()
+	require.Len(t, lines, 1)
+	require.Contains(t, lines[0], "TrustedProxies")
+	require.NotContains(t, lines[0], "2001:db8")
+}
+
+func TestCost(t *testing.T) {
+	t.Parallel()
+
+	limiter := allowing()
+	conn := limited(t, limiter, grpclimit.Config{
+		Key: always(),
+		Cost: func(_ context.Context, method string) int64 {
+			if method == watch {
+				return 0
+			}
+			return 3
+		},
+	})
+	require.Equal(t, []codes.Code{codes.OK, codes.Unauthenticated}, codesOf(t, conn, right, "wrong"))
+	require.Equal(t, []string{right, "EOF"}, watchFor(t, conn, right))
+	require.Equal(t, []int64{3, 3}, limiter.costs)
+}
+
+// always is one key for all calls.
+func always() httplimit.Key {
+	return grpclimit.ByFunc(func(context.Context, string) (string, error) { return "key", nil })
+}
+
+// The cost comes back by the code that the client gets, and not in doubt.
+func TestCharge(t *testing.T) {
+	t.Parallel()
+
+	allBut := func(free codes.Code) func(codes.Code) bool {
+		return func(code codes.Code) bool { return code != free }
+	}
+	wrapped := fmt.Errorf("more: %w", status.Error(codes.NotFound, ""))
+	for name, test := range map[string]struct {
+		charge  func(codes.Code) bool
+		err     error // of the handler
+		left    bool  // the client has left by then
+		refunds int
+	}{
+		"success":             {charge: grpclimit.ChargeFailures, refunds: 1},
+		"error":               {charge: grpclimit.ChargeFailures, err: errors.New("oh")},
+		"plain error is free": {charge: allBut(codes.Unknown), err: errors.New("oh"), refunds: 1},
+		"code is free":        {charge: allBut(codes.NotFound), err: status.Error(codes.NotFound, ""), refunds: 1},
+		"wrapped code":        {charge: allBut(codes.NotFound), err: wrapped, refunds: 1},
+		"code of a context":   {charge: allBut(codes.Canceled), err: context.Canceled, refunds: 1},
+		"code of one's own":   {charge: allBut(4711), err: status.Error(4711, ""), refunds: 1},
+		"other code":          {charge: allBut(4711), err: status.Error(4712, "")},
+		"the client has left": {charge: grpclimit.ChargeFailures, left: true},
+		"nothing is free":     {},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			limiter := allowing()
+			limit, err := grpclimit.New(limiter, grpclimit.Config{Key: always(), Charge: test.charge})
+			require.NoError(t, err)
+			ctx, leave := context.WithCancel(t.Context())
+			defer leave()
+			response, err := limit.Unary(ctx, nil, &grpc.UnaryServerInfo{}, func(context.Context, any) (any, error) {
+				if test.left {
+					leave()
+				}
+				return "response", test.err
+			})
+			require.Equal(t, "response", response)
+			require.Equal(t, test.err, err) // as it is
+			require.Equal(t, test.refunds, limiter.refunded)
+		})
+	}
+
+	limiter := allowing()
+	limit, err := grpclimit.New(limiter, grpclimit.Config{Key: always(), Charge: grpclimit.ChargeFailures})
+	require.NoError(t, err)
+	require.PanicsWithValue(t, "oh", func() {
+		_, _ = limit.Unary(t.Context(), nil, &grpc.UnaryServerInfo{},
+			func(context.Context, any) (any, error) { panic("oh") })
+	})
+	require.Zero(t, limiter.refunded)
+}
+
+func TestConfigurationsThatCannotWork(t *testing.T) {
+	t.Parallel()
+
+	noChoice := limitertest.New(t, ratelimittest.NewDB(), ratelimit.Config{
+		Name: "login", Policy: ratelimit.FixedWindow{Limit: 2, Window: time.Hour},
+	})
+	for _, test := range []struct {
+		limiter httplimit.Limiter
+		key     httplimit.Key
+		says    string
+	}{
+		{nil, always(), "grpclimit: the limiter is nil"},
+		{(*ratelimit.Limiter)(nil), always(), "grpclimit: the limiter is nil"},
+		{noChoice, always(), "Config.OnFailure is required for grpclimit"},
+		{allowing(), httplimit.Key{}, "ratelimit: grpclimit.Config.Key is none"},
+		{allowing(), grpclimit.ByFunc(nil), "ratelimit: grpclimit.Config.Key is ByFunc of no function"},
+	} {
+		limit, err := grpclimit.New(test.limiter, grpclimit.Config{Key: test.key})
+		require.ErrorContains(t, err, test.says)
+		require.Nil(t, limit)
+	}
+
+	// Any name of a limiter will do.
+	_, err := grpclimit.New(&fakeLimiter{name: "Anmeldung für \"alle\""}, grpclimit.Config{Key: always()})
+	require.NoError(t, err)
+}

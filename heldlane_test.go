@@ -1,0 +1,387 @@
+package ratelimit
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit/internal/pgtest"
+	"github.com/pgratelimit/ratelimit/internal/testkit"
+)
+
+// A statement with a key whose row is held by somebody's transaction fails for that key alone.
+func TestHeldKeyDoesNotSpoilItsBatch(t *testing.T) {
+	t.Parallel()
+
+	for _, durable := range []bool{false, true} {
+		t.Run(pgtest.Table(durable), func(t *testing.T) {
+			t.Parallel()
+			db := pgtest.New(t)
+			// The call waits for the row for a quarter of the Timeout. What is left must be enough for the others
+			// on any machine.
+			config := Config{
+				Name:    "test",
+				Policy:  FixedWindow{Limit: 10, Window: year},
+				Durable: durable,
+				Client:  ClientConfig{Timeout: 10 * time.Second},
+			}
+			pool := db.NewPool(t, nil)
+			limiter := newLimiter(t, pool, config)
+			for _, key := range []string{"b", "held", "deleted"} {
+				_, err := limiter.Allow(t.Context(), key)
+				require.NoError(t, err)
+			}
+			holder := hold(t, db, config, "held")
+			pgtest.Exec(t, holder, "DELETE FROM "+pgtest.Table(durable)+" WHERE key = 'deleted'")
+
+			batch := slices.Concat(
+				limiter.requestsFor("z", 1),
+				limiter.requestsFor("held", 1, 2),
+				limiter.requestsFor("b", 1, 1),
+				limiter.requestsFor("a", 2, 1),
+				limiter.requestsFor("deleted", 1),
+				limiter.requestsFor("held", 1),
+			)
+			limiter.send(batch)
+			results, errs := outcomes(batch)
+			require.NoError(t, holder.Rollback(t.Context()))
+			for i, c := range batch {
+				if key := c.parts[0].key; key == "held" || key == "deleted" {
+					require.ErrorIs(t, errs[i], ErrTimeout)
+					require.ErrorIs(t, errs[i], ErrKeyHeld)
+					require.NotErrorIs(t, errs[i], ErrOutcomeUnknown) // it has not counted
+					require.Zero(t, results[i])
+					continue
+				}
+				require.NoError(t, errs[i])
+				require.True(t, results[i].Allowed)
+			}
+			for key, want := range map[string]int64{"z": 1, "held": 1, "deleted": 1, "b": 3, "a": 3} {
+				require.Equal(t, want, taken(t, db.Pool, config, key), key)
+			}
+			require.LessOrEqual(t, pool.Stat().NewConnsCount(), int64(2)) // the lane's
+		})
+	}
+}
+
+// A call that has nearly no time left would leave none to the others of its batch.
+func TestCallThatHasWaitedTooLongIsNotAsked(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	limiter := newLimiter(
+		t,
+		db.Pool,
+		Config{Name: "test", Policy: FixedWindow{Limit: 10, Window: year}, Client: ClientConfig{Timeout: amply}},
+	)
+	batch := limiter.requestsFor("key", 1, 1, 1, 1)
+	batch[0].since = batch[0].since.Add(-2 * amply)
+	batch[1].since = batch[1].since.Add(-amply * 19 / 20)
+	batch[2].since = batch[2].since.Add(-amply / 2)
+	limiter.send(batch)
+	results, errs := outcomes(batch)
+	for i := range 2 {
+		require.ErrorIs(t, errs[i], ErrTimeout)
+		require.NotErrorIs(t, errs[i], ErrOutcomeUnknown)
+		require.Zero(t, results[i])
+	}
+	for i, want := range map[int]int64{2: 9, 3: 8} {
+		require.NoError(t, errs[i])
+		require.Equal(t, want, results[i].Remaining)
+	}
+	require.EqualValues(t, 2, taken(t, db.Pool, limiter.Config(), "key"))
+}
+
+// However many wait for a key that somebody holds, the pool's other connections are free for the application.
+func TestHeldKeyLeavesThePoolToOthers(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	pool := db.NewPool(t, func(config *pgxpool.Config) { config.MaxConns = 4 })
+	limiter := newLimiter(
+		t,
+		pool,
+		Config{Name: "test", Policy: FixedWindow{Limit: 5000, Window: year}, Client: ClientConfig{Timeout: 4 * amply}},
+	)
+	_, err := limiter.Allow(t.Context(), "key")
+	require.NoError(t, err)
+	holder := hold(t, db, limiter.Config(), "key")
+
+	const callers = 2000
+	errs := make([]error, callers)
+	done := testkit.Later(func() (any, error) {
+		testkit.Together(callers, func(i int) { _, errs[i] = limiter.Allow(context.Background(), "key") })
+		return nil, errors.Join(errs...)
+	})
+	waitUntilHeld(t, db.Pool, limiter)
+	for range 20 {
+		require.Equal(t, 1, pgtest.Scalar[int](t, pool, "SELECT 1"))
+	}
+	require.LessOrEqual(t, pool.Stat().AcquiredConns(), int32(3)) // MaxInFlight, and the lane
+	require.NoError(t, holder.Commit(t.Context()))
+	_, err = done()
+	require.NoError(t, err)
+	require.EqualValues(t, callers+1, taken(t, db.Pool, limiter.Config(), "key"))
+}
+
+// At rest, a limiter that has met held rows has no goroutine.
+func TestLaneIsServedByNobodyAtRest(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	limiter := newLimiter(
+		t,
+		db.NewPool(t, nil),
+		Config{Name: "test", Policy: FixedWindow{Limit: 10, Window: year}, Client: ClientConfig{Timeout: amply}},
+	)
+	holder := keep(t, db, limiter.Config(), "key", false)
+	var call func() (Result, error)
+	goroutines := testkit.Offspring(t, func(context.Context) {
+		call = testkit.Later(func() (Result, error) { return limiter.Allow(context.Background(), "key") })
+	})
+	waitUntilHeld(t, db.Pool, limiter)
+	require.Positive(t, goroutines())
+	require.NoError(t, holder.Commit(t.Context()))
+	_, err := call()
+	require.NoError(t, err)
+	testkit.WaitUntil(t, func() bool { return goroutines() == 0 })
+	lane := limiter.client.queue.lane
+	lane.mu.Lock()
+	defer lane.mu.Unlock()
+	require.False(t, lane.serving)
+}
+
+// A key is surely held if the same transaction is found to have locked it for longer than a statement of ours would.
+func TestWhatIsSurelyHeld(t *testing.T) {
+	t.Parallel()
+
+	synctest.Test(t, func(t *testing.T) {
+		limiter := newLimiter(t, newModelDB(), Config{Name: "test", Policy: hourly})
+		held, r := limiter.client.batcher.held, limiter.requestsFor("key", 1)[0]
+		known := func() bool { return held.knows(r) }
+		find := func(by int64) bool {
+			sure := held.found(r, []int64{by})
+			require.Equal(t, sure, known())
+			return sure
+		}
+		for by := int64(1); by < 20; by++ { // one after the other
+			require.False(t, find(by))
+			<-time.After(maxRowWait - 1)
+			require.False(t, find(by))
+		}
+		<-time.After(1)
+		require.True(t, find(19))
+		require.True(t, find(20), "the next one is likely to stay as long")
+		held.decided([]*request{r})
+		require.True(t, known())
+		<-time.After(held.memory())
+		require.False(t, known())
+
+		require.True(t, find(0), "being made")
+		held.decided([]*request{r})
+		require.False(t, known(), "whoever has made it has committed")
+	})
+}
+
+// A key that one transaction after the other holds, none of them for long, is waited for until Timeout.
+func TestKeyHeldByTurns(t *testing.T) {
+	t.Parallel()
+
+	synctest.Test(t, func(t *testing.T) {
+		db := newModelDB()
+		db.takes = time.Millisecond / 2
+		limiter := newLimiter(
+			t,
+			db,
+			Config{Name: "test", Policy: hourly, Client: ClientConfig{Timeout: time.Second}, OnFailure: FailOpen()},
+		)
+		hold := func(by int64) {
+			db.mu.Lock()
+			defer db.mu.Unlock()
+			db.held = map[string]int64{"key": by}
+		}
+		hold(1)
+		call := testkit.Later(func() (Result, error) { return limiter.Allow(context.Background(), "key") })
+		for by := int64(2); by < 30; by++ {
+			<-time.After(20 * time.Millisecond)
+			hold(by)
+		}
+		db.mu.Lock()
+		db.held = nil
+		db.mu.Unlock()
+		result, err := call()
+		require.NoError(t, err)
+		require.Equal(t, SourceDatabase, result.Source)
+	})
+}
+
+// However short the Timeout is, or the session's statement_timeout, a held key is an ErrKeyHeld within the Timeout, and
+// no outage, nor does it make one of the keys beside it.
+func TestHeldKeysAndShortTimeouts(t *testing.T) {
+	t.Parallel()
+
+	for _, timeout := range []int{20, 40, 60, 100, 1000} {
+		for _, cutOff := range []int{0, 5, 15, 50, 90, 150} {
+			for by, title := range []string{"being made", "locked"} {
+				t.Run(fmt.Sprintf("Timeout %d, statement_timeout %d, %s", timeout, cutOff, title), func(t *testing.T) {
+					t.Parallel()
+					synctest.Test(t, func(t *testing.T) {
+						db := newModelDB()
+						db.takes, db.cutOff = time.Millisecond/2, time.Duration(cutOff)*time.Millisecond
+						db.held = map[string]int64{"held": int64(by)}
+						config := Config{Name: "test", Policy: hourly, OnFailure: FailOpen()}
+						config.Client.Timeout = time.Duration(timeout) * time.Millisecond
+						limiter := newLimiter(t, db, config)
+						for range 10 {
+							calls := []func() (Result, error){}
+							began := time.Now()
+							for i := range 3 {
+								calls = append(
+									calls,
+									testkit.Later(
+										func() (Result, error) { return limiter.Allow(context.Background(), "held") },
+									),
+									testkit.Later(
+										func() (Result, error) { return limiter.Allow(context.Background(), fmt.Sprint("free ", i)) },
+									),
+								)
+							}
+							for i, call := range calls {
+								result, err := call()
+								require.LessOrEqual(t, time.Since(began), config.Client.Timeout)
+								if i%2 == 0 {
+									require.ErrorIs(t, err, ErrKeyHeld, "%+v", result)
+									continue
+								}
+								require.NoError(t, err)
+								require.Equal(t, SourceDatabase, result.Source)
+							}
+						}
+						require.False(t, limiter.client.batcher.breaker.isOpen(kindEphemeral))
+						synctest.Wait()
+					})
+				})
+			}
+		}
+	}
+}
+
+// On a single connection, the session's lock_timeout or statement_timeout ends the wait for a held row, which is no
+// outage, and for a locked table, which is one. A session that has neither waits for Timeout, and what it has waited
+// for cannot be told.
+func TestSingleConnectionTellsRowsFromTables(t *testing.T) {
+	t.Parallel()
+
+	for _, session := range []string{"lock_timeout", "statement_timeout", ""} {
+		for _, durable := range []bool{false, true} {
+			for _, what := range []string{"row", "new row", "table"} {
+				t.Run(fmt.Sprintf("%s, %s, durable: %t", session, what, durable), func(t *testing.T) {
+					t.Parallel()
+					db := pgtest.New(t)
+					config := Config{
+						Name:      "test",
+						Policy:    hourly,
+						Durable:   durable,
+						OnFailure: FailOpen(),
+						Client:    ClientConfig{Timeout: amply},
+					}
+					if session == "" {
+						config.Client.Timeout = 300 * time.Millisecond
+					}
+					conn, err := db.NewPool(t, func(config *pgxpool.Config) {
+						// A statement_timeout must not end the statement that waits for nobody, however busy the machine is.
+						if session != "" {
+							config.ConnConfig.RuntimeParams[session] = map[string]string{
+								"lock_timeout": "500ms", "statement_timeout": "3s",
+							}[session]
+						}
+					}).Acquire(t.Context())
+					require.NoError(t, err)
+					defer conn.Release()
+					limiter := newLimiter(t, conn, config)
+					var holder pgx.Tx
+					if what == "table" {
+						holder = pgtest.Begin(t, db)
+						pgtest.Exec(t, holder, "LOCK TABLE "+pgtest.Table(durable)+" IN ACCESS EXCLUSIVE MODE")
+					} else {
+						holder = keep(t, db, config, "key", what == "new row")
+					}
+					result, err := limiter.Allow(t.Context(), "key")
+					if what == "table" || session == "" {
+						require.NoError(t, err)
+						require.Equal(t, SourceFailedOpen, result.Source)
+					} else {
+						require.ErrorIs(t, err, ErrKeyHeld)
+						_, err = AllowAll(t.Context(), limiter.Request("key", 1), limiter.Request("other", 1))
+						require.ErrorIs(t, err, ErrKeyHeld)
+						require.NoError(t, holder.Commit(t.Context()))
+						result, err = limiter.Allow(t.Context(), "key")
+						require.NoError(t, err)
+						require.Equal(t, SourceDatabase, result.Source)
+					}
+				})
+			}
+		}
+	}
+}
+
+// All who wait for a database that does not answer are told within one budget.
+func TestWaitersOnAFrozenDatabase(t *testing.T) {
+	t.Parallel()
+
+	for name, mode := range map[string]FailureMode{"error": {}, "fail open": FailOpen(), "fallback": FallbackLocal(0.1)} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			synctest.Test(t, func(t *testing.T) {
+				db := newModelDB()
+				db.set(silent)
+				var observed int64
+				limiter := newLimiter(t, db, Config{Name: "test", Policy: hourly, Client: ClientConfig{
+					Timeout: 300 * time.Millisecond,
+					Observer: &Observer{
+						Decision: func(e DecisionEvent) {
+							if e.Err == nil && e.Result.Allowed {
+								observed += e.Cost
+							}
+						},
+					},
+				}, OnFailure: mode})
+				ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
+				defer cancel()
+				w := newWaits(t)
+				for who := range 20 {
+					w.add(ctx, limiter, who, 1)
+				}
+				<-time.After(301 * time.Millisecond)
+				told := w.told()
+				switch name {
+				case "error":
+					require.Len(t, told, 20)
+					for _, one := range told {
+						require.ErrorIs(t, one.err, ErrTimeout)
+					}
+				case "fail open":
+					require.Len(t, told, 20)
+					require.EqualValues(t, 20, observed)
+					for _, one := range told {
+						require.Equal(t, SourceFailedOpen, one.result.Source)
+					}
+				case "fallback":
+					require.Len(t, told, 10) // a tenth of 100
+					require.EqualValues(t, 10, observed)
+				}
+				cancel()
+				<-time.After(time.Second)
+				w.all(limiter)
+			})
+		})
+	}
+}

@@ -1,0 +1,86 @@
+package httplimit
+
+import (
+	"fmt"
+	"net/http"
+	"net/netip"
+	"sync/atomic"
+)
+
+// proxyHint tells the operator, once, that requests seem to come through a proxy that ByIP does not read the clients'
+// addresses from. All clients behind it share one limit then. It tells no address, only which of the networks that are
+// reserved for private use the proxy is in.
+type proxyHint struct {
+	given atomic.Bool
+	log   func(r *http.Request, message, write string)
+}
+
+// onUntrusted is for a request whose peer is not trusted. On the open internet, anybody may send such headers.
+func (h *proxyHint) onUntrusted(a *addresses, r *http.Request, peer netip.Addr) {
+	if h == nil || h.given.Load() {
+		return
+	}
+	network := reservedNetwork(peer)
+	if network == "" {
+		return
+	}
+	header := forwardingHeader(a, r)
+	if header == "" || h.given.Swap(true) {
+		return
+	}
+	write := fmt.Sprintf("httplimit.TrustedProxies(netip.MustParsePrefix(`%s`))", network)
+	if header != defaultHeader {
+		write += fmt.Sprintf(", httplimit.AddressHeader(`%s`)", header)
+	}
+	h.log(r, "httplimit: a peer in a private network sends "+header+", but ByIP does not trust it; "+
+		"if it is your proxy, all clients behind it share one limit: "+
+		"pass this to ByIP, with the narrowest prefix that your proxies are in", write)
+}
+
+// onTrusted is for a request of a trusted proxy that lacks the header which ByIP reads.
+func (h *proxyHint) onTrusted(a *addresses, r *http.Request) {
+	if h == nil || h.given.Load() {
+		return
+	}
+	header := forwardingHeader(a, r)
+	if header == "" || h.given.Swap(true) {
+		return
+	}
+	h.log(r, "httplimit: a trusted proxy sends "+header+", but not "+a.header+", which ByIP reads; "+
+		"all clients behind it share one limit: if the proxy itself sets the header, pass this to ByIP",
+		fmt.Sprintf("httplimit.AddressHeader(`%s`)", header))
+}
+
+// forwardingHeader returns the first header of a request in which proxies tell whom it is from, or "".
+func forwardingHeader(a *addresses, r *http.Request) string {
+	for _, name := range [...]string{
+		a.header, defaultHeader, "Forwarded", "X-Real-Ip", "True-Client-Ip", "Cf-Connecting-Ip",
+	} {
+		if len(r.Header[name]) > 0 {
+			return name
+		}
+	}
+	return ""
+}
+
+// reservedNetwork returns the network for loopback or private use that an address is in, or "".
+func reservedNetwork(address netip.Addr) string {
+	switch {
+	case address.IsLoopback() && address.Is4():
+		return "127.0.0.0/8"
+	case address.IsLoopback():
+		return "::1/128"
+	case !address.IsPrivate():
+		return ""
+	case address.Is6():
+		return "fc00::/7"
+	}
+	switch address.As4()[0] {
+	case 10:
+		return "10.0.0.0/8"
+	case 172:
+		return "172.16.0.0/12"
+	default:
+		return "192.168.0.0/16"
+	}
+}

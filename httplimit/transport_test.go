@@ -1,0 +1,402 @@
+package httplimit
+
+import (
+	"context"
+	"errors"
+	"io"
+	"net"
+	"net/http"
+	"strings"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/internal/testkit"
+	"github.com/pgratelimit/ratelimit/ratelimittest"
+)
+
+// api answers requests without a network, and remembers them.
+type api struct {
+	answer func(n int) (status int, header http.Header) // to the n-th request, from 0
+	first  time.Duration                                // how long the first answer takes
+
+	mu     sync.Mutex
+	sent   []time.Duration // when, since the test began
+	bodies []string
+	began  time.Time
+}
+
+func newAPI(answer func(n int) (int, http.Header)) *api {
+	return &api{answer: answer, began: time.Now()}
+}
+
+func (a *api) RoundTrip(r *http.Request) (*http.Response, error) {
+	body := ""
+	if r.Body != nil {
+		text, err := io.ReadAll(r.Body)
+		if err != nil {
+			return nil, err
+		}
+		_ = r.Body.Close()
+		body = string(text)
+	}
+	a.mu.Lock()
+	n := len(a.sent)
+	a.sent, a.bodies = append(a.sent, time.Since(a.began)), append(a.bodies, body)
+	a.mu.Unlock()
+	if n == 0 {
+		<-time.After(a.first)
+	}
+	status, header := http.StatusOK, http.Header{}
+	if a.answer != nil {
+		status, header = a.answer(n)
+	}
+	return &http.Response{
+		StatusCode: status, Header: header, Request: r, Body: io.NopCloser(strings.NewReader("text")),
+	}, nil
+}
+
+// times is when requests were sent.
+func (a *api) times() []time.Duration {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	return a.sent
+}
+
+// retryAfter answers the first n requests with that status and header, and the others with 200.
+func retryAfter(n, status int, lines ...string) func(int) (int, http.Header) {
+	return func(i int) (int, http.Header) {
+		header := http.Header{}
+		if i >= n {
+			return http.StatusOK, header
+		}
+		for j := 0; j < len(lines); j += 2 {
+			header.Set(lines[j], lines[j+1])
+		}
+		return status, header
+	}
+}
+
+// waiter is a limiter in memory.
+func waiter(t *testing.T, db ratelimit.DBTX, policy ratelimit.Policy) *ratelimit.Limiter {
+	t.Helper()
+	limiter, err := ratelimit.New(db, ratelimit.Config{Name: "api", Policy: policy})
+	require.NoError(t, err)
+	return limiter
+}
+
+// plenty is a limit that keeps nobody waiting.
+func plenty() ratelimit.Policy { return ratelimit.FixedWindow{Limit: 1000, Window: time.Second} }
+
+func newRequest(t *testing.T, ctx context.Context, method, url string, body io.Reader) *http.Request { //nolint:revive // as in http
+	t.Helper()
+	r, err := http.NewRequestWithContext(ctx, method, url, body)
+	require.NoError(t, err)
+	return r
+}
+
+// Transports of several processes send no more than the limit that they share, of each host.
+func TestTransportKeepsWithinTheLimit(t *testing.T) {
+	t.Parallel()
+
+	synctest.Test(t, func(t *testing.T) {
+		db, api := ratelimittest.NewDB(), newAPI(nil)
+		transports := make([]*Transport, 3)
+		for i := range transports {
+			transports[i] = &Transport{
+				Limiter: waiter(t, db, ratelimit.SlidingLog{Limit: 2, Window: time.Minute}), Base: api,
+			}
+		}
+		testkit.Together(7, func(i int) {
+			url := []string{"https://api.example.com/a", "https://API.example.com/b"}[i%2]
+			response, err := transports[i%3].RoundTrip(newRequest(t, t.Context(), http.MethodGet, url, nil))
+			if err != nil {
+				t.Error(err)
+				return
+			}
+			_ = response.Body.Close()
+		})
+		sent := api.times()
+		require.Len(t, sent, 7)
+		for i := 2; i < len(sent); i++ {
+			require.GreaterOrEqual(t, sent[i]-sent[i-2], time.Minute)
+		}
+		require.Less(t, sent[6], 4*time.Minute)
+
+		response, err := transports[0].RoundTrip(newRequest(t, t.Context(), http.MethodGet, "https://another.example.com", nil))
+		require.NoError(t, err)
+		require.NoError(t, response.Body.Close())
+		require.Equal(t, sent[6], api.times()[7])
+	})
+}
+
+func TestTransportObeysRetryAfter(t *testing.T) {
+	t.Parallel()
+
+	const text = "the body"
+	again := func() io.Reader { return strings.NewReader(text) }
+	once := func() io.Reader { return io.NopCloser(strings.NewReader(text)) }
+	s := time.Second
+	for name, test := range map[string]struct {
+		answer func(int) (int, http.Header)
+		method string
+		body   func() io.Reader
+		header http.Header
+		sent   []time.Duration
+		status int
+	}{
+		"nothing to obey":            {answer: nil, sent: []time.Duration{0}, status: 200},
+		"seconds, 429":               {answer: retryAfter(1, 429, "Retry-After", "5"), sent: []time.Duration{0, 5 * s}, status: 200},
+		"seconds, 503":               {answer: retryAfter(1, 503, "Retry-After", "5"), sent: []time.Duration{0, 5 * s}, status: 200},
+		"again and again":            {answer: retryAfter(3, 429, "Retry-After", "5"), sent: []time.Duration{0, 5 * s, 10 * s, 15 * s}, status: 200},
+		"at least a second":          {answer: retryAfter(1, 429, "Retry-After", "0"), sent: []time.Duration{0, s}, status: 200},
+		"a date of this clock":       {answer: retryAfter(1, 429, "Retry-After", "Sat, 01 Jan 2000 00:00:07 GMT"), sent: []time.Duration{0, 7 * s}, status: 200},
+		"a date of RFC 850":          {answer: retryAfter(1, 429, "Retry-After", "Saturday, 01-Jan-00 00:00:07 GMT"), sent: []time.Duration{0, 7 * s}, status: 200},
+		"a date that is past":        {answer: retryAfter(1, 429, "Retry-After", "Fri, 31 Dec 1999 00:00:00 GMT"), sent: []time.Duration{0, s}, status: 200},
+		"a date of another clock":    {answer: retryAfter(1, 503, "Retry-After", "Sun, 22 Nov 2026 12:00:09 GMT", "Date", "Sun, 22 Nov 2026 12:00:00 GMT"), sent: []time.Duration{0, 9 * s}, status: 200},
+		"no Retry-After":             {answer: retryAfter(1, 429), sent: []time.Duration{0}, status: 429},
+		"negative":                   {answer: retryAfter(1, 429, "Retry-After", "-5"), sent: []time.Duration{0}, status: 429},
+		"a fraction":                 {answer: retryAfter(1, 429, "Retry-After", "1.5"), sent: []time.Duration{0}, status: 429},
+		"no date":                    {answer: retryAfter(1, 429, "Retry-After", "tomorrow"), sent: []time.Duration{0}, status: 429},
+		"another status":             {answer: retryAfter(1, 500, "Retry-After", "5"), sent: []time.Duration{0}, status: 500},
+		"too late":                   {answer: retryAfter(1, 429, "Retry-After", "3601"), sent: []time.Duration{0}, status: 429},
+		"much too late":              {answer: retryAfter(1, 429, "Retry-After", "99999999999999999999"), sent: []time.Duration{0}, status: 429},
+		"the latest date":            {answer: retryAfter(1, 429, "Retry-After", "Fri, 31 Dec 9999 23:59:59 GMT"), sent: []time.Duration{0}, status: 429},
+		"a body in memory":           {answer: retryAfter(2, 429, "Retry-After", "5"), method: "POST", body: again, sent: []time.Duration{0, 5 * s, 10 * s}, status: 200},
+		"a body that is gone":        {answer: retryAfter(1, 429, "Retry-After", "5"), method: "POST", body: once, sent: []time.Duration{0}, status: 429},
+		"no body":                    {answer: retryAfter(1, 429, "Retry-After", "5"), method: "POST", sent: []time.Duration{0, 5 * s}, status: 200},
+		"503, and not idempotent":    {answer: retryAfter(1, 503, "Retry-After", "5"), method: "POST", body: again, sent: []time.Duration{0}, status: 503},
+		"503, PATCH":                 {answer: retryAfter(1, 503, "Retry-After", "5"), method: "PATCH", sent: []time.Duration{0}, status: 503},
+		"503, PUT":                   {answer: retryAfter(1, 503, "Retry-After", "5"), method: "PUT", body: again, sent: []time.Duration{0, 5 * s}, status: 200},
+		"503, with Idempotency-Key":  {answer: retryAfter(1, 503, "Retry-After", "5"), method: "POST", body: again, header: http.Header{"Idempotency-Key": {"1"}}, sent: []time.Duration{0, 5 * s}, status: 200},
+		"429 after 503, and so on":   {answer: func(n int) (int, http.Header) { return []int{503, 429, 503, 200}[n], http.Header{"Retry-After": {"2"}} }, sent: []time.Duration{0, 2 * s, 4 * s, 6 * s}, status: 200},
+		"a success with Retry-After": {answer: retryAfter(1, 200, "Retry-After", "5"), sent: []time.Duration{0}, status: 200},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			synctest.Test(t, func(t *testing.T) {
+				api := newAPI(test.answer)
+				client := http.Client{
+					Transport: &Transport{Limiter: waiter(t, ratelimittest.NewDB(), plenty()), Base: api},
+					Timeout:   time.Hour,
+				}
+				var body io.Reader
+				if test.body != nil {
+					body = test.body()
+				}
+				r := newRequest(t, t.Context(), test.method, "https://api.example.com", body)
+				if test.header != nil {
+					r.Header = test.header
+				}
+				response, err := client.Do(r)
+				require.NoError(t, err)
+				require.Equal(t, test.status, response.StatusCode)
+				require.Equal(t, test.sent, api.times())
+				read, err := io.ReadAll(response.Body)
+				require.NoError(t, err)
+				require.NoError(t, response.Body.Close())
+				require.Equal(t, "text", string(read))
+				for _, sent := range api.bodies {
+					if test.body != nil {
+						require.Equal(t, text, sent)
+					}
+				}
+			})
+		})
+	}
+}
+
+// closing tells when a body is closed.
+type closing struct {
+	io.Reader
+	closed bool
+}
+
+func (c *closing) Close() error { c.closed = true; return nil }
+
+// During a pause nothing is sent for the key. Who cannot wait for its end is told at once, or when the context ends.
+func TestTransportDuringAPause(t *testing.T) {
+	t.Parallel()
+
+	synctest.Test(t, func(t *testing.T) {
+		api := newAPI(retryAfter(1, 429, "Retry-After", "60"))
+		transport := &Transport{Limiter: waiter(t, ratelimittest.NewDB(), plenty()), Base: api}
+		began := time.Now()
+		first := testkit.Later(func() (int, error) {
+			response, err := transport.RoundTrip(newRequest(t, t.Context(), http.MethodGet, "https://api.example.com", nil))
+			if err != nil {
+				return 0, err
+			}
+			return response.StatusCode, response.Body.Close()
+		})
+		synctest.Wait()
+		require.Len(t, api.times(), 1)
+
+		soon, cancel := context.WithTimeout(t.Context(), 59*time.Second)
+		defer cancel()
+		body := &closing{Reader: strings.NewReader("x")}
+		_, err := transport.RoundTrip(newRequest(t, soon, http.MethodPost, "https://api.example.com", body)) //nolint:bodyclose // there is none
+		var late *ratelimit.WaitError
+		require.ErrorAs(t, err, &late)
+		require.Equal(t, time.Minute, late.RetryAfter)
+		require.Zero(t, time.Since(began))
+		require.True(t, body.closed)
+
+		canceled, leave := context.WithCancel(t.Context())
+		time.AfterFunc(10*time.Second, leave)
+		body = &closing{Reader: strings.NewReader("x")}
+		_, err = transport.RoundTrip(newRequest(t, canceled, http.MethodPost, "https://api.example.com", body)) //nolint:bodyclose // there is none
+		require.ErrorIs(t, err, context.Canceled)
+		require.Equal(t, 10*time.Second, time.Since(began))
+		require.True(t, body.closed)
+		require.Len(t, api.times(), 1)
+
+		other, err := transport.RoundTrip(newRequest(t, t.Context(), http.MethodGet, "https://api.example.com:444", nil))
+		require.NoError(t, err)
+		require.NoError(t, other.Body.Close())
+		status, err := first()
+		require.NoError(t, err)
+		require.Equal(t, http.StatusOK, status)
+		require.Equal(t, []time.Duration{0, 10 * time.Second, time.Minute}, api.times())
+		transport.pause("another", time.Now().Add(time.Second))
+		require.Len(t, transport.pauses, 1) // the one that has ended is gone
+	})
+}
+
+// Those who already wait for room when the server asks for a pause are not sent during it, nor all at once after it.
+// What was taken for them during the pause is given back.
+func TestTransportPausesThoseWhoWait(t *testing.T) {
+	t.Parallel()
+
+	synctest.Test(t, func(t *testing.T) {
+		api := newAPI(retryAfter(1, 429, "Retry-After", "100"))
+		api.first = 50 * time.Second
+		limiter := waiter(t, ratelimittest.NewDB(), ratelimit.FixedWindow{Limit: 1, Window: 100 * time.Second})
+		transport := &Transport{Limiter: limiter, Base: api}
+		testkit.Together(3, func(int) {
+			response, err := transport.RoundTrip(newRequest(t, t.Context(), http.MethodGet, "https://api.example.com", nil))
+			if err != nil {
+				t.Error(err)
+				return
+			}
+			_ = response.Body.Close()
+		})
+		sent := api.times()
+		require.Len(t, sent, 4)
+		for i, least := range []time.Duration{0, 150 * time.Second, 250 * time.Second, 350 * time.Second} {
+			require.GreaterOrEqual(t, sent[i], least)
+			require.Less(t, sent[i], least+time.Second)
+		}
+	})
+}
+
+// failingWaiter is a limiter whose database is away.
+type failingWaiter struct{ err error }
+
+func (f failingWaiter) Wait(context.Context, string) (ratelimit.Result, error) {
+	return ratelimit.Result{}, f.err
+}
+
+func (f failingWaiter) Refund(context.Context, ratelimit.Result) (ratelimit.Result, error) {
+	return ratelimit.Result{}, f.err
+}
+
+func TestTransportErrors(t *testing.T) {
+	t.Parallel()
+
+	gone := errors.New("it is gone")
+	limiter := waiter(t, ratelimittest.NewDB(), plenty())
+	for name, test := range map[string]struct {
+		transport *Transport
+		url, want string
+	}{
+		"no limiter":      {&Transport{}, "https://api.example.com", "httplimit.Transport.Limiter is required"},
+		"a limiter fails": {&Transport{Limiter: failingWaiter{gone}}, "https://api.example.com", "it is gone"},
+		"no key":          {&Transport{Limiter: limiter, Key: ByHeader("Account")}, "https://api.example.com", "no header Account"},
+		"a bad Key":       {&Transport{Limiter: limiter, Key: ByHeader("")}, "https://api.example.com", "no name of a header"},
+		"a long host":     {&Transport{Limiter: limiter}, "https://" + strings.Repeat("x", 513), "invalid key"},
+	} {
+		test.transport.Base = newAPI(nil)
+		body := &closing{Reader: strings.NewReader("x")}
+		_, err := test.transport.RoundTrip(newRequest(t, t.Context(), http.MethodPost, test.url, body)) //nolint:bodyclose // there is none
+		require.ErrorContains(t, err, test.want, name)
+		require.True(t, body.closed, name)
+		require.Empty(t, test.transport.Base.(*api).times(), name)
+	}
+	base := &Transport{Limiter: limiter, Base: failing{gone}}
+	_, err := base.RoundTrip(newRequest(t, t.Context(), http.MethodGet, "https://api.example.com", nil)) //nolint:bodyclose // there is none
+	require.ErrorIs(t, err, gone)
+}
+
+type failing struct{ err error }
+
+func (f failing) RoundTrip(*http.Request) (*http.Response, error) { return nil, f.err }
+
+// pipes is a network in memory, whose time is that of a bubble.
+type pipes chan net.Conn
+
+func (p pipes) Accept() (net.Conn, error) {
+	if conn, ok := <-p; ok {
+		return conn, nil
+	}
+	return nil, net.ErrClosed
+}
+func (p pipes) Close() error { close(p); return nil }
+func (pipes) Addr() net.Addr { return &net.UnixAddr{Name: "pipes", Net: "unix"} }
+func (p pipes) dial(context.Context, string, string) (net.Conn, error) {
+	client, server := net.Pipe()
+	p <- server
+	return client, nil
+}
+
+// A real client and a real server: a body that is sent again arrives in full, on the same connection, and the caller's
+// request stays as it was.
+func TestTransportOnARealServer(t *testing.T) {
+	t.Parallel()
+
+	synctest.Test(t, func(t *testing.T) {
+		network := make(pipes)
+		var bodies []string
+		server := http.Server{Handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+			body, err := io.ReadAll(r.Body)
+			if err != nil {
+				t.Error(err)
+			}
+			if bodies = append(bodies, string(body)); len(bodies) == 1 {
+				w.Header().Set("Retry-After", time.Now().Add(time.Minute).UTC().Format(http.TimeFormat))
+				w.WriteHeader(http.StatusTooManyRequests)
+			}
+			_, _ = io.WriteString(w, "answer")
+		})}
+		ended := make(chan error, 1)
+		go func() { ended <- server.Serve(network) }()
+		dials := 0
+		base := &http.Transport{DialContext: func(ctx context.Context, kind, address string) (net.Conn, error) {
+			dials++
+			return network.dial(ctx, kind, address)
+		}}
+		began := time.Now()
+		client := http.Client{Transport: &Transport{Limiter: waiter(t, ratelimittest.NewDB(), plenty()), Base: base}}
+		text := strings.Repeat("x", 100_000)
+		r := newRequest(t, t.Context(), http.MethodPost, "http://api.example.com", strings.NewReader(text))
+		before := r.Body
+		response, err := client.Do(r)
+		require.NoError(t, err)
+		require.Equal(t, http.StatusOK, response.StatusCode)
+		answer, err := io.ReadAll(response.Body)
+		require.NoError(t, err)
+		require.NoError(t, response.Body.Close())
+		require.Equal(t, "answer", string(answer))
+		require.Equal(t, []string{text, text}, bodies)
+		require.Equal(t, time.Minute, time.Since(began))
+		require.Equal(t, 1, dials)
+		require.Equal(t, before, r.Body)
+		base.CloseIdleConnections()
+		require.NoError(t, server.Close())
+		require.ErrorIs(t, <-ended, http.ErrServerClosed)
+	})
+}

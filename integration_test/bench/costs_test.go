@@ -1,0 +1,116 @@
+package bench
+
+import (
+	"bytes"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/require"
+)
+
+// costs is what a load has cost its server, and this process.
+type costs struct {
+	serverCPU, clientCPU time.Duration // 0: the operating system does not tell
+	postgres             postgresCosts
+}
+
+// postgresCosts is what Postgres counts.
+type postgresCosts struct {
+	wal     int64 // bytes
+	xids    int64 // transaction ids
+	updates int64 // rows, of one table
+	hot     int64 // of these, how many were HOT
+}
+
+// costsOf runs a load from its first call to its last, warm-up included, and returns what that has cost. Nobody
+// asks anything before or after it, so there is nothing to subtract.
+func (a *arena) costsOf(c *contender, run func()) costs {
+	a.b.Helper()
+	postgres := a.postgresCosts(c)
+	server, client := cpuTime(c.pids()...), cpuTime(os.Getpid())
+	run()
+	spent := costs{serverCPU: cpuTime(c.pids()...) - server, clientCPU: cpuTime(os.Getpid()) - client}
+	after := a.postgresCosts(c)
+	spent.postgres = postgresCosts{
+		wal:     after.wal - postgres.wal,
+		xids:    after.xids - postgres.xids,
+		updates: after.updates - postgres.updates,
+		hot:     after.hot - postgres.hot,
+	}
+	return spent
+}
+
+// postgresCosts uses up no transaction id. The position in the WAL is that of insertion. A commit that does not
+// wait has been inserted, though perhaps not yet written.
+func (a *arena) postgresCosts(c *contender) (now postgresCosts) {
+	a.b.Helper()
+	if c.pool == nil {
+		return now
+	}
+	a.flushStatistics(c.pool)
+	require.NoError(a.b, a.admin.QueryRow(a.ctx(), `
+		SELECT pg_wal_lsn_diff(pg_current_wal_insert_lsn(), '0/0')::bigint,
+			pg_snapshot_xmax(pg_current_snapshot())::text::bigint,
+			coalesce(pg_stat_get_tuples_updated(to_regclass(nullif($1, ''))), 0),
+			coalesce(pg_stat_get_tuples_hot_updated(to_regclass(nullif($1, ''))), 0)`,
+		c.store.table).Scan(&now.wal, &now.xids, &now.updates, &now.hot))
+	return now
+}
+
+// flushStatistics makes the sessions of a pool report what they have counted. Otherwise they would do it after a
+// second.
+func (a *arena) flushStatistics(pool *pgxpool.Pool) {
+	a.b.Helper()
+	conns := pool.AcquireAllIdle(a.ctx())
+	errs := make([]error, len(conns))
+	var sessions sync.WaitGroup
+	for i, conn := range conns {
+		sessions.Go(func() {
+			defer conn.Release()
+			_, errs[i] = conn.Exec(a.ctx(), "SELECT pg_stat_force_next_flush()")
+		})
+	}
+	sessions.Wait()
+	for _, err := range errs {
+		require.NoError(a.b, err)
+	}
+}
+
+// cpuTime is how much CPU time processes have used. It counts all their threads, by the scheduler's accounting,
+// which is exact, and their children that have ended, in hundredths of a second.
+func cpuTime(pids ...int) (total time.Duration) {
+	for _, pid := range pids {
+		threads, _ := filepath.Glob(fmt.Sprintf("/proc/%d/task/*/schedstat", pid))
+		for _, thread := range threads {
+			// nanoseconds on a CPU, and two other numbers
+			if fields := procFields(thread); len(fields) > 0 {
+				total += time.Duration(number(fields[0]))
+			}
+		}
+		// pid (name) state …; the 16th and 17th field are times of children, in clock ticks.
+		if fields := procFields(fmt.Sprintf("/proc/%d/stat", pid)); len(fields) > 14 {
+			total += time.Duration(number(fields[13])+number(fields[14])) * time.Second / 100
+		}
+	}
+	return total
+}
+
+// procFields are the fields of a file in /proc, without pid and name. There are none if the process has ended.
+func procFields(path string) []string {
+	content, err := os.ReadFile(path)
+	if err != nil {
+		return nil
+	}
+	return strings.Fields(string(content[bytes.LastIndexByte(content, ')')+1:]))
+}
+
+func number(field string) int64 {
+	n, _ := strconv.ParseInt(field, 10, 64)
+	return n
+}

@@ -1,0 +1,208 @@
+package bench
+
+import (
+	"context"
+	"runtime"
+	"strconv"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/maypok86/otter/v2"
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit"
+)
+
+// cachedKeys is how many denials this library's cache holds at most, in its two generations. otter gets as many.
+const cachedKeys = 2 * 8192
+
+// BenchmarkDenialCache compares this library's cache of denials with a cache library that holds the same. Both stand
+// where they would in a limiter, before a database that denies everything and takes no time about it.
+//
+//	hit     a denied key is asked for again. For this library that is all of Allow, decision included. For otter it is
+//	        only the look-up and what a caller must check in any case, so otter is favoured.
+//	insert  each key is new, is denied by the database and remembered, at 16,384 keys at most. Nearly all of the time is
+//	        the way to the database and back, so compare with "insert/none", where nothing is remembered. When this
+//	        library is full, it takes in nothing more until its denials are too old (hence 1s, the default, and 10ms,
+//	        where that is soon). otter evicts for each new key.
+func BenchmarkDenialCache(b *testing.B) {
+	ctx := b.Context()
+	for _, width := range []struct {
+		name string
+		run  func(b *testing.B, call func(i int) bool)
+	}{{"single", single}, {"parallel", parallel}} {
+		for _, keys := range []int{1, 1_000} {
+			name := "hit/" + strconv.Itoa(keys) + "-keys/" + width.name
+			b.Run(name+"/ratelimit", func(b *testing.B) {
+				limiter := denyingLimiter(b, ratelimit.Config{Client: ratelimit.ClientConfig{DenialMaxAge: time.Hour}})
+				users := keyNames(keys)
+				for i := range users {
+					require.True(b, denies(ctx, limiter, users[i]))
+				}
+				width.run(b, func(i int) bool { return denies(ctx, limiter, users[i%keys]) })
+			})
+			b.Run(name+"/otter", func(b *testing.B) {
+				cache := newOtter(time.Hour)
+				users := keyNames(keys)
+				for i := range users {
+					cache.Set(users[i], remembered())
+				}
+				begin := time.Now()
+				width.run(b, func(i int) bool {
+					known, ok := cache.GetIfPresent(users[i%keys])
+					return ok && time.Since(begin) >= known.asked
+				})
+			})
+		}
+
+		users := keyNames(1 << 20)
+		for _, variant := range []struct {
+			name   string
+			config ratelimit.Config
+		}{
+			{"none", ratelimit.Config{NoDenialCache: true}},
+			{"ratelimit-1s", ratelimit.Config{}},
+			{"ratelimit-10ms", ratelimit.Config{Client: ratelimit.ClientConfig{DenialMaxAge: 10 * time.Millisecond}}},
+		} {
+			b.Run("insert/"+width.name+"/"+variant.name, func(b *testing.B) {
+				limiter := denyingLimiter(b, variant.config)
+				width.run(b, func(i int) bool { return denies(ctx, limiter, users[i%len(users)]) })
+			})
+		}
+		b.Run("insert/"+width.name+"/otter", func(b *testing.B) {
+			limiter, cache := denyingLimiter(b, ratelimit.Config{NoDenialCache: true}), newOtter(time.Second)
+			width.run(b, func(i int) bool {
+				key := users[i%len(users)]
+				if _, ok := cache.GetIfPresent(key); ok {
+					return true
+				}
+				denied := denies(ctx, limiter, key)
+				cache.Set(key, remembered())
+				return denied
+			})
+		})
+	}
+	b.Run("bytes-per-key", func(b *testing.B) {
+		users := keyNames(cachedKeys)
+		before := heap()
+		limiter := denyingLimiter(b, ratelimit.Config{Client: ratelimit.ClientConfig{DenialMaxAge: time.Hour}})
+		for _, user := range users {
+			require.True(b, denies(ctx, limiter, user))
+		}
+		b.ReportMetric(
+			float64(heap()-before)/cachedKeys*2,
+			"ratelimit-B/key",
+		) // one generation is half of what it holds
+		before = heap()
+		cache := newOtter(time.Hour)
+		for _, user := range users {
+			cache.Set(user, remembered())
+		}
+		cache.CleanUp()
+		b.ReportMetric(float64(heap()-before)/cachedKeys, "otter-B/key")
+		b.ReportMetric(0, "ns/op")
+		runtime.KeepAlive(limiter)
+		runtime.KeepAlive(cache)
+	})
+}
+
+// single and parallel are one caller, and one for each core. A call tells whether it went well.
+func single(b *testing.B, call func(i int) bool) {
+	b.Helper()
+	b.ReportAllocs()
+	for i := 0; b.Loop(); i++ {
+		if !call(i) {
+			b.Fatal("not denied")
+		}
+	}
+}
+
+func parallel(b *testing.B, call func(i int) bool) {
+	b.Helper()
+	b.ReportAllocs()
+	var callers atomic.Int64
+	b.RunParallel(func(pb *testing.PB) {
+		for i := int(callers.Add(1)) << 18; pb.Next(); i++ { // far from the keys of the others
+			if !call(i) {
+				b.Error("not denied")
+			}
+		}
+	})
+}
+
+func keyNames(n int) []string {
+	names := make([]string, n)
+	for i := range names {
+		names[i] = "user:" + strconv.Itoa(i)
+	}
+	return names
+}
+
+// denial is as large as what this library remembers of one.
+type denial struct {
+	asked   time.Duration
+	numbers [10]int64
+}
+
+func remembered() denial { return denial{numbers: [10]int64{1}} }
+
+func newOtter(maxAge time.Duration) *otter.Cache[string, denial] {
+	return otter.Must(&otter.Options[string, denial]{
+		MaximumSize:      cachedKeys,
+		ExpiryCalculator: otter.ExpiryWriting[string, denial](maxAge),
+	})
+}
+
+func denyingLimiter(b *testing.B, config ratelimit.Config) *ratelimit.Limiter {
+	b.Helper()
+	config.Name, config.Policy = "denied", ratelimit.SlidingWindow{Limit: 1, Window: window}
+	limiter, err := ratelimit.New(denier{}, config)
+	require.NoError(b, err)
+	return limiter
+}
+
+func denies(ctx context.Context, limiter *ratelimit.Limiter, key string) bool {
+	result, err := limiter.Allow(ctx, key)
+	return err == nil && !result.Allowed
+}
+
+// denier is a database that denies everything, as the SQL functions would.
+type denier struct{}
+
+var _ ratelimit.DBTX = denier{}
+
+func (denier) Query(_ context.Context, _ string, args ...any) (pgx.Rows, error) {
+	return &denials{rows: int64(len(args[1].([]string))), now: time.Now()}, nil
+}
+
+// denials are the rows that a batch gets.
+type denials struct {
+	pgx.Rows
+	row, rows int64
+	now       time.Time
+}
+
+func (d *denials) Next() bool { d.row++; return d.row <= d.rows }
+func (d *denials) Err() error { return nil }
+func (d *denials) Close()     {}
+func (d *denials) FieldDescriptions() []pgconn.FieldDescription {
+	return make([]pgconn.FieldDescription, 12)
+}
+func (d *denials) CommandTag() pgconn.CommandTag { return pgconn.CommandTag{} }
+
+// Scan fills ord, granted, remaining, retry_after_us, reset_after_us, decided_at in microseconds, count,
+// prev_count, window_start, credit, scale and expires_at.
+func (d *denials) Scan(dest ...any) error {
+	now := d.now.UnixMicro()
+	retryAfter := window.Microseconds()
+	*dest[3].(**int64) = &retryAfter
+	for i, value := range map[int]int64{
+		0: d.row, 1: 0, 2: 0, 4: 2 * retryAfter, 5: now, 6: 1, 7: 0, 8: now, 9: 0, 10: 0, 11: now + 2*retryAfter,
+	} {
+		*dest[i].(*int64) = value
+	}
+	return nil
+}

@@ -1,0 +1,442 @@
+package bench
+
+import (
+	"context"
+	"fmt"
+	"math"
+	"sync"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/redis/go-redis/v9"
+	"github.com/stretchr/testify/require"
+	"golang.org/x/time/rate"
+
+	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/migrations"
+)
+
+// window is that of every limit. It is so long that nothing flows back while the benchmark runs, so the rows must
+// add up.
+const window = 12 * time.Hour
+
+// patience is the budget of a call of this library. A machine that is busy with something else shall not fail the run.
+const patience = 10 * time.Second
+
+// subject is one of those that run side by side.
+type subject struct {
+	title string
+	ours  bool
+	open  func(a *arena, data dataset) *store
+}
+
+// store is where a subject keeps a data set.
+type store struct {
+	data    dataset
+	missing string                    // why this subject cannot run here; then the rest is not set
+	connect func(far bool) *contender // a way to it
+	table   string                    // "": there is none in Postgres
+	taken   func() int64              // what has been taken in all, as the table says; nil: it is not asked
+
+	expected int64 // what taken must return, as callers have been told
+	place    int   // arena.schemas when it was opened, from which the name of what it made follows
+}
+
+// contender is a subject on a data set.
+type contender struct {
+	*store
+	take take
+	pids func() []int  // of its server; none: it runs in this process
+	pool *pgxpool.Pool // nil: it is not on Postgres
+}
+
+type contenderID struct {
+	subject *subject
+	data    string
+	far     bool
+}
+
+// contender returns a subject ready for a workload. Its table is made and filled when it is asked for the first
+// time.
+func (a *arena) contender(s *subject, w workload) *contender {
+	a.b.Helper()
+	id := contenderID{subject: s, data: w.data.title}
+	kept, ok := a.stores[id]
+	if !ok {
+		a.progress("filling: %s, %s", s.title, w.data.title)
+		place := a.schemas
+		kept = s.open(a, w.data)
+		kept.place = place
+		a.stores[id] = kept
+		a.fill(kept)
+	}
+	id.far = w.far
+	if a.contenders[id] == nil && kept.missing == "" {
+		c := kept.connect(w.far)
+		c.store = kept
+		a.contenders[id] = c
+	}
+	return a.contenders[id]
+}
+
+// missing is why a subject has no contender for a workload.
+func (a *arena) missing(s *subject, w workload) string {
+	return a.stores[contenderID{subject: s, data: w.data.title}].missing
+}
+
+// fill takes once from each key, unless open has put the keys there, so that what follows finds a row for each.
+func (a *arena) fill(s *store) {
+	a.b.Helper()
+	if s.missing != "" {
+		return
+	}
+	if s.taken != nil {
+		s.expected = s.taken()
+	}
+	if s.expected > 0 || s.data.size == 0 {
+		return
+	}
+	c := s.connect(false)
+	const callers = 512
+	errs := make([]error, callers)
+	var filling sync.WaitGroup
+	for i := range callers {
+		filling.Go(func() {
+			for j := i; j < s.data.size && errs[i] == nil; j += callers {
+				var admitted bool
+				if admitted, errs[i] = c.take(a.ctx(), s.data.key(j)); !admitted && errs[i] == nil {
+					errs[i] = fmt.Errorf("key %d was denied before anybody took from it", j)
+				}
+			}
+		})
+	}
+	filling.Wait()
+	for _, err := range errs {
+		require.NoError(a.b, err)
+	}
+	s.expected += int64(s.data.size)
+}
+
+// The rivals. Those with Redis are one with as many connections as everybody, one as the driver comes, and one on
+// a new kind of client that coalesces commands too.
+var (
+	redisPool16 = redisRate("redis_rate, pool of 16", 0, redis.Options{PoolSize: poolSize}, false)
+	redisStock  = redisRate("redis_rate, go-redis's default pool", 1, redis.Options{}, false)
+	redisAuto   = redisRate(
+		"redis_rate, auto-pipelining client (experimental)",
+		2,
+		redis.Options{PoolSize: poolSize},
+		true,
+	)
+
+	fiveRoundTrips = &subject{title: "five round trips, sliding window", open: openFiveRoundTrips}
+	plainUpdate    = &subject{title: "UPDATE by key", open: openPlainUpdate}
+	selectOne      = &subject{title: "SELECT 1", open: openSelectOne}
+	inProcess      = &subject{title: "golang.org/x/time/rate, in this process", open: openInProcess}
+)
+
+// This library.
+var (
+	slidingWindow = library("sliding window", sliding, ratelimit.Config{})
+	fixedWindow   = library("fixed window", fixed, ratelimit.Config{})
+	tokenBucket   = library("token bucket", bucket, ratelimit.Config{
+		Client: ratelimit.ClientConfig{Test: ratelimit.TestConfig{Now: standstill}},
+	})
+	durable     = library("sliding window, durable", sliding, ratelimit.Config{Durable: true})
+	durableSync = library(
+		"sliding window, durable, SynchronousCommit",
+		sliding,
+		ratelimit.Config{Durable: true, SynchronousCommit: true},
+	)
+	withoutDenials = library("sliding window, NoDenialCache", sliding, ratelimit.Config{NoDenialCache: true})
+	allOfTwo       = sets("AllowAll of two limits, one shared", 2)
+	allOfThree     = sets("AllowAll of three limits, one shared", 3)
+)
+
+// algorithm is one of this library's.
+type algorithm struct {
+	policy func(limit int64) ratelimit.Policy
+	taken  string // what all keys have taken, in SQL
+}
+
+var (
+	sliding = algorithm{
+		policy: func(limit int64) ratelimit.Policy { return ratelimit.SlidingWindow{Limit: limit, Window: window} },
+		taken:  "sum(count)",
+	}
+	fixed = algorithm{
+		policy: func(limit int64) ratelimit.Policy { return ratelimit.FixedWindow{Limit: limit, Window: window} },
+		taken:  "sum(count)",
+	}
+	bucket = algorithm{
+		policy: func(limit int64) ratelimit.Policy {
+			return ratelimit.TokenBucket{Capacity: limit, Refill: 10_000, Every: window}
+		},
+		taken: "sum($2 - credit / scale)",
+	}
+)
+
+// standstill is the clock of token buckets: what flows back into them would hide what has been taken.
+func standstill() time.Time { return time.Date(2026, 1, 1, 0, 0, 0, 0, time.UTC) }
+
+// library is a limiter of this library. It keeps its data set in a schema of its own.
+func library(title string, kind algorithm, config ratelimit.Config) *subject {
+	s := &subject{title: "ratelimit, " + title, ours: true}
+	config.Name, config.Client.Timeout = "bench", patience
+	s.open = func(a *arena, data dataset) *store {
+		config := config
+		config.Policy = kind.policy(data.limit)
+		config.Client.Schema = a.migratedSchema()
+		table := "rate_limit_ephemeral"
+		if config.Durable {
+			table = "rate_limit_durable"
+		}
+		table = pgx.Identifier{config.Client.Schema, table}.Sanitize()
+		if data.bySQL {
+			a.fillBySQL(table, config.Name, data)
+		}
+		taken := fmt.Sprintf(
+			"SELECT coalesce(%s, 0)::bigint FROM %s WHERE prefix = $1 AND $2::bigint > 0",
+			kind.taken,
+			table,
+		)
+		return &store{
+			data:  data,
+			table: table,
+			taken: func() int64 { return a.count(taken, config.Name, data.limit) },
+			connect: func(far bool) *contender {
+				pool := a.pool(far)
+				limiter, err := ratelimit.New(pool, config)
+				require.NoError(a.b, err)
+				return &contender{
+					pool: pool,
+					pids: a.postgresPIDs,
+					take: func(ctx context.Context, key string) (bool, error) {
+						result, err := limiter.Allow(ctx, key)
+						return result.Allowed, err
+					},
+				}
+			},
+		}
+	}
+	return s
+}
+
+// sets takes from several limiters of this library at once. In all but the last it takes from the key, and in the
+// last from a key that everybody shares.
+func sets(title string, limits int) *subject {
+	s := &subject{title: "ratelimit, " + title, ours: true}
+	s.open = func(a *arena, data dataset) *store {
+		schema := a.migratedSchema()
+		table := pgx.Identifier{schema, "rate_limit_ephemeral"}.Sanitize()
+		return &store{
+			data:  data,
+			table: table,
+			taken: func() int64 {
+				limits := " FROM (SELECT sum(count) AS taken FROM " + table + " GROUP BY prefix) AS limits"
+				require.LessOrEqual(
+					a.b,
+					a.count("SELECT count(DISTINCT taken)"+limits),
+					int64(1),
+					"from all limits, or from none",
+				)
+				return a.count("SELECT coalesce(max(taken), 0)::bigint" + limits)
+			},
+			connect: func(far bool) *contender {
+				pool := a.pool(far)
+				client, err := ratelimit.NewClient(pool, ratelimit.ClientConfig{Schema: schema, Timeout: patience})
+				require.NoError(a.b, err)
+				limiters := make([]*ratelimit.Limiter, limits)
+				for i := range limiters {
+					limiters[i], err = client.Limiter(ratelimit.Config{
+						Name: fmt.Sprintf("limit %d", i+1), Policy: sliding.policy(data.limit),
+					})
+					require.NoError(a.b, err)
+				}
+				return &contender{
+					pool: pool,
+					pids: a.postgresPIDs,
+					take: func(ctx context.Context, key string) (bool, error) {
+						requests := make([]ratelimit.Request, limits)
+						for i, limiter := range limiters {
+							requests[i] = limiter.Request(key, 1)
+						}
+						requests[limits-1] = limiters[limits-1].Request("all", 1)
+						results, err := ratelimit.AllowAll(ctx, requests...)
+						return results.Allowed, err
+					},
+				}
+			},
+		}
+	}
+	return s
+}
+
+// migratedSchema makes a schema of a new name, with the tables and functions of this library in it.
+func (a *arena) migratedSchema() string {
+	a.b.Helper()
+	a.schemas++
+	name := fmt.Sprintf("bench_%d", a.schemas)
+	if a.attached {
+		return name
+	}
+	a.exec("CREATE SCHEMA " + name)
+	pool := a.newPool(inSchema(name))
+	defer pool.Close()
+	require.NoError(a.b, migrations.Up(a.ctx(), pool))
+	return name
+}
+
+func inSchema(name string) func(*pgxpool.Config) {
+	return func(config *pgxpool.Config) { config.ConnConfig.RuntimeParams["search_path"] = name }
+}
+
+// fillBySQL makes rows, many millions in a minute. Nobody gathers statistics about them, neither now nor later, and no
+// vacuum disturbs the measurement: autovacuum would do both, at a time of its own.
+func (a *arena) fillBySQL(table, name string, data dataset) {
+	a.b.Helper()
+	a.exec("ALTER TABLE " + table + " SET (autovacuum_enabled = false)")
+	a.insertRows(table, name, data)
+}
+
+// insertRows makes rows of a sliding window as if each key had taken 1.
+func (a *arena) insertRows(table, name string, data dataset) {
+	a.b.Helper()
+	if a.attached {
+		return
+	}
+	a.exec(`
+		INSERT INTO `+table+` (prefix, key, algorithm, count, window_start, expires_at)
+		SELECT $1, $2::text || i, 2, 1, clock, clock + 2 * $4::bigint
+		FROM generate_series(0, $3::integer - 1) AS i, (SELECT (extract(epoch FROM clock_timestamp()) * 1000000)::bigint AS clock) AS c`,
+		name, data.prefix, data.size, window.Microseconds())
+}
+
+// openFiveRoundTrips is the transaction of the design that this library began with, sent step by step. The row is
+// locked while its client thinks.
+func openFiveRoundTrips(a *arena, data dataset) *store {
+	table := a.plainTable(data)
+	insert := "INSERT INTO " + table + " (key) VALUES ($1) ON CONFLICT DO NOTHING"
+	// The clock is read above the lock, so after it.
+	lock := `SELECT count, prev_count, window_start, (extract(epoch FROM clock_timestamp()) * 1000000)::bigint
+		FROM (SELECT count, prev_count, window_start FROM ` + table + ` WHERE key = $1 FOR UPDATE) AS locked`
+	update := "UPDATE " + table + " SET count = $2, prev_count = $3, window_start = $4 WHERE key = $1"
+	return a.plainStore(data, table, func(pool *pgxpool.Pool) take {
+		return func(ctx context.Context, key string) (admitted bool, err error) {
+			err = pgx.BeginFunc(ctx, pool, func(tx pgx.Tx) error {
+				if _, err := tx.Exec(ctx, insert, key); err != nil {
+					return err
+				}
+				var count, before, start, now int64
+				if err := tx.QueryRow(ctx, lock, key).Scan(&count, &before, &start, &now); err != nil {
+					return err
+				}
+				now = max(now, start)
+				switch age, window := now-start, window.Microseconds(); {
+				case age >= 2*window:
+					count, before, start = 0, 0, now
+				case age >= window:
+					count, before, start = 0, count, start+window
+				}
+				rest := start + window.Microseconds() - now
+				if (data.limit-count-1)*window.Microseconds() < before*rest {
+					return nil
+				}
+				admitted = true
+				_, err := tx.Exec(ctx, update, key, count+1, before, start)
+				return err
+			})
+			return admitted && err == nil, err
+		}
+	})
+}
+
+// openPlainUpdate is the least that any limiter on Postgres must do, and does not decide anything: a statement for each
+// call that counts in a row of this library's table. A key that is new needs a row first.
+func openPlainUpdate(a *arena, data dataset) *store {
+	data.limit = ample // it denies nobody
+	schema := a.migratedSchema()
+	table := pgx.Identifier{schema, "rate_limit_ephemeral"}.Sanitize()
+	sql := "UPDATE " + table + " SET count = count + 1 WHERE prefix = $1 AND key = $2"
+	if data.size == 0 {
+		sql = "INSERT INTO " + table + ` AS r (prefix, key, count) VALUES ($1, $2, 1)
+			ON CONFLICT (prefix, key) DO UPDATE SET count = r.count + 1`
+	}
+	const prefix = "bench"
+	a.insertRows(table, prefix, data)
+	return a.plainStore(data, table, func(pool *pgxpool.Pool) take {
+		return func(ctx context.Context, key string) (bool, error) {
+			tag, err := pool.Exec(ctx, sql, prefix, key)
+			return tag.RowsAffected() == 1, err
+		}
+	})
+}
+
+// openSelectOne is the least that a round trip to Postgres can be.
+func openSelectOne(a *arena, data dataset) *store {
+	s := a.plainStore(data, "", func(pool *pgxpool.Pool) take {
+		return func(ctx context.Context, _ string) (bool, error) {
+			var one int
+			err := pool.QueryRow(ctx, "SELECT 1").Scan(&one)
+			return one == 1, err
+		}
+	})
+	s.data.size, s.taken = 0, nil
+	return s
+}
+
+// plainTable makes an unlogged table of a new name, for those that are not this library. Each key has taken 1.
+func (a *arena) plainTable(data dataset) string {
+	a.b.Helper()
+	a.schemas++
+	table := fmt.Sprintf("bench_%d", a.schemas)
+	a.exec(`
+		CREATE UNLOGGED TABLE ` + table + ` (
+			key          text COLLATE "C" PRIMARY KEY,
+			count        bigint NOT NULL DEFAULT 0,
+			prev_count   bigint NOT NULL DEFAULT 0,
+			window_start bigint NOT NULL DEFAULT 0
+		) WITH (fillfactor = 90)`)
+	a.exec(`
+		INSERT INTO `+table+` (key, count, window_start)
+		SELECT $1::text || i, 1, (extract(epoch FROM now()) * 1000000)::bigint
+		FROM generate_series(0, $2::integer - 1) AS i`, data.prefix, data.size)
+	return table
+}
+
+func (a *arena) plainStore(data dataset, table string, open func(pool *pgxpool.Pool) take) *store {
+	return &store{
+		data:  data,
+		table: table,
+		taken: func() int64 { return a.count("SELECT coalesce(sum(count), 0)::bigint FROM " + table) },
+		connect: func(far bool) *contender {
+			pool := a.pool(far)
+			return &contender{pool: pool, pids: a.postgresPIDs, take: open(pool)}
+		},
+	}
+}
+
+// openInProcess is a limiter of one process for each key, which limits nothing across processes.
+func openInProcess(_ *arena, data dataset) *store {
+	var limiters sync.Map
+	c := &contender{pids: func() []int { return nil }, take: func(_ context.Context, key string) (bool, error) {
+		limiter, ok := limiters.Load(key)
+		if !ok {
+			burst := int(data.limit)
+			if burst == ample {
+				burst = math.MaxInt32 // it decides so many that it would use up what is ample for the others
+			}
+			limiter, _ = limiters.LoadOrStore(key, rate.NewLimiter(rate.Every(window/time.Duration(data.limit)), burst))
+		}
+		return limiter.(*rate.Limiter).Allow(), nil
+	}}
+	return &store{data: data, connect: func(bool) *contender { return c }}
+}
+
+func (a *arena) count(sql string, args ...any) int64 {
+	a.b.Helper()
+	var n int64
+	require.NoError(a.b, a.admin.QueryRow(a.ctx(), sql, args...).Scan(&n))
+	return n
+}

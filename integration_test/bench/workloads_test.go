@@ -1,0 +1,301 @@
+package bench
+
+import (
+	"fmt"
+	"math/rand/v2"
+	"strconv"
+	"sync/atomic"
+	"time"
+
+	"github.com/pgratelimit/ratelimit/integration_test/svg"
+)
+
+// plan is what one run of the benchmark measures, and for how long.
+type plan struct {
+	Mode     string        `json:"mode"`
+	Command  string        `json:"command"`
+	Rounds   int           `json:"rounds"`
+	WarmUp   time.Duration `json:"warm_up_ns"`
+	Measured time.Duration `json:"measured_ns"`
+
+	groups        [][]workload // each group runs in rounds of its own
+	idleLimiters  int
+	deniedKeys    int           // asked for, to see what their denials need of memory
+	pgbenchScale  int           // 100,000 accounts each
+	pgbench       time.Duration // of one run
+	pgbenchRounds int
+	neighbourhood []neighbour
+}
+
+// dataset is a set of keys, all with the same limit.
+type dataset struct {
+	title  string
+	prefix string // of each key, and of no other data set's keys
+	size   int    // 0: each key is new
+	limit  int64
+	bySQL  bool // filled by one statement, for a sliding window
+	key    func(i int) string
+}
+
+// ample is a limit that is never reached. Times window in microseconds it is close to 2^62, the most that there may be.
+const ample = 100_000_000
+
+func newDataset(title, prefix string, size int, limit int64) dataset {
+	d := dataset{title: title, prefix: prefix, size: size, limit: limit}
+	d.key = func(i int) string { return prefix + strconv.Itoa(i) }
+	if size == 0 || size > 100_000 {
+		return d
+	}
+	keys := make([]string, size)
+	for i := range keys {
+		keys[i] = d.key(i)
+	}
+	d.key = func(i int) string { return keys[i] }
+	return d
+}
+
+// newcomers is a data set of keys that nobody has asked for before. They come in no order, as addresses do: each goes
+// to another place in an index. The factor is odd, so no two products modulo 2^64 are the same.
+func newcomers() dataset {
+	const prefix = "new:"
+	return dataset{title: "new keys", prefix: prefix, limit: ample, key: func(i int) string {
+		return prefix + strconv.FormatUint(uint64(i)*0x9E3779B97F4A7C15, 36)
+	}}
+}
+
+// rowsOf is a data set that is made by SQL. Its keys are made as they are asked for, however many or few there are.
+func rowsOf(size int) dataset {
+	d := newDataset(svg.Thousands(size)+" rows", fmt.Sprintf("row-%d-", size), 0, ample)
+	d.size, d.bySQL = size, true
+	return d
+}
+
+// workload is who asks for what.
+type workload struct {
+	ID        string `json:"id"`
+	Title     string `json:"title"`
+	Processes int    `json:"processes"` // 1: this one
+	Callers   int    `json:"callers"`   // in each process
+
+	data     dataset
+	spread   spread
+	far      bool
+	subjects []*subject
+}
+
+// spread is which keys of a number of keys one caller asks for, one after the other.
+type spread func(rng *rand.Rand, keys int) func() int
+
+func uniform(rng *rand.Rand, keys int) func() int { return func() int { return rng.IntN(keys) } }
+
+// zipf asks for the k-th most popular key in proportion to 1/k^1.1. Of 100,000 keys, the first gets one request in
+// seven, and the first hundred get more than half.
+func zipf(rng *rand.Rand, keys int) func() int {
+	z := rand.NewZipf(rng, 1.1, 1, uint64(keys-1))
+	return func() int { return int(z.Uint64()) }
+}
+
+func hot(*rand.Rand, int) func() int { return func() int { return 0 } }
+
+// newKeys is how many keys of data sets without a size have been asked for.
+var newKeys atomic.Int64
+
+func (w workload) keys(seed uint64) keySource {
+	return func(caller int) func() string {
+		if w.data.size == 0 {
+			return func() string { return w.data.key(int(newKeys.Add(1))) }
+		}
+		pick := w.spread(rand.New(rand.NewPCG(seed, uint64(caller))), w.data.size)
+		return func() string { return w.data.key(pick()) }
+	}
+}
+
+// The workloads that the targets are about, by their IDs.
+const (
+	oneCallerID  = "one-caller"
+	uniform64ID  = "uniform-64"
+	uniform512ID = "uniform-512"
+	hot64ID      = "hot-64"
+	hot512ID     = "hot-512"
+	hot1ID       = "hot-1"
+	new64ID      = "new-64"
+	fourID       = "4x8"
+	sixteenID    = "16x2"
+	fewRowsID    = "few-rows"
+	manyRowsID   = "many-rows"
+)
+
+// fullPlan is what `make bench` runs, in 20 minutes.
+func fullPlan() plan {
+	redis := []*subject{redisPool16, redisStock, redisAuto}
+	ours := []*subject{slidingWindow, fixedWindow, tokenBucket, durable, durableSync}
+	limiters := join(ours, redis, []*subject{fiveRoundTrips, plainUpdate})
+	everybody := join(limiters, []*subject{selectOne})
+	withSets := join(everybody, []*subject{inProcess, allOfTwo, allOfThree})
+	deniers := join([]*subject{slidingWindow, withoutDenials}, redis, []*subject{fiveRoundTrips, plainUpdate})
+	few := []*subject{slidingWindow, redisPool16, redisAuto, plainUpdate}
+	popular := join([]*subject{slidingWindow, durable}, redis, []*subject{fiveRoundTrips, plainUpdate})
+	remote := join([]*subject{slidingWindow, durable}, redis, []*subject{fiveRoundTrips, plainUpdate, selectOne})
+
+	users := newDataset("100,000 keys", "user:", 100_000, ample)
+	fresh := newcomers()
+	thousand := newDataset("1,000 denied keys", "denied:", 1_000, 1)
+	hundredThousand := newDataset("100,000 denied keys", "locked-out:", 100_000, 1)
+
+	return plan{
+		Mode: "full", Command: "make bench", Rounds: 3, WarmUp: 300 * time.Millisecond, Measured: time.Second,
+		groups: [][]workload{
+			{
+				{oneCallerID, "One caller, 100,000 keys", 1, 1, users, uniform, false, withSets},
+				{uniform64ID, "64 callers, 100,000 keys uniformly", 1, 64, users, uniform, false, withSets},
+				{uniform512ID, "512 callers, 100,000 keys uniformly", 1, 512, users, uniform, false, everybody},
+				{
+					"zipf-64",
+					"64 callers, 100,000 keys in a Zipf distribution (s = 1.1)",
+					1,
+					64,
+					users,
+					zipf,
+					false,
+					popular,
+				},
+				{
+					"zipf-512",
+					"512 callers, 100,000 keys in a Zipf distribution (s = 1.1)",
+					1,
+					512,
+					users,
+					zipf,
+					false,
+					popular,
+				},
+				{hot64ID, "64 callers, one hot key", 1, 64, users, hot, false, limiters},
+				{hot512ID, "512 callers, one hot key", 1, 512, users, hot, false, limiters},
+				{hot1ID, "One caller, one hot key", 1, 1, users, hot, false, few},
+				{"new-1", "One caller, each key new", 1, 1, fresh, nil, false, join(few, []*subject{durable})},
+				{new64ID, "64 callers, each key new", 1, 64, fresh, nil, false, limiters},
+				{
+					"new-512",
+					"512 callers, each key new",
+					1,
+					512,
+					fresh,
+					nil,
+					false,
+					join(few, []*subject{redisStock, durable}),
+				},
+				{"denied-64", "64 callers, 1,000 keys, all denied", 1, 64, thousand, uniform, false, deniers},
+				{
+					"locked-out-64",
+					"64 callers, 100,000 keys, all denied",
+					1,
+					64,
+					hundredThousand,
+					uniform,
+					false,
+					deniers,
+				},
+				{"far-1", "One caller, 100,000 keys, 1 ms away", 1, 1, users, uniform, true, remote},
+				{"far-64", "64 callers, 100,000 keys uniformly, 1 ms away", 1, 64, users, uniform, true, remote},
+				{"far-512", "512 callers, 100,000 keys uniformly, 1 ms away", 1, 512, users, uniform, true, remote},
+			},
+			processWorkloads(users, fresh, few),
+			rowWorkloads(10_000_000),
+		},
+		idleLimiters: 5_000, deniedKeys: 1_000_000, pgbenchScale: 10, pgbench: 3 * time.Second, pgbenchRounds: 3,
+		neighbourhood: []neighbour{
+			nobody,
+			{"ratelimit, 64 callers", slidingWindow, uniform, 0}, {"redis_rate, 64 callers", redisPool16, uniform, 0},
+			{"ratelimit, durable, 64 callers", durable, uniform, 0},
+			{
+				"ratelimit, 64 callers, one hot key",
+				slidingWindow,
+				hot,
+				0,
+			}, {"redis_rate, 64 callers, one hot key", redisPool16, hot, 0},
+			{
+				"ratelimit, 64 callers at 10,000 a second",
+				slidingWindow,
+				uniform,
+				10_000,
+			}, {"redis_rate, 64 callers at 10,000 a second", redisPool16, uniform, 10_000},
+		},
+	}
+}
+
+// quickPlan has something for each target and for the chart, and says nothing reliable.
+func quickPlan() plan {
+	users := newDataset("20,000 keys", "user:", 20_000, ample)
+	denied := newDataset("1,000 denied keys", "denied:", 1_000, 1)
+	chart := []*subject{slidingWindow, redisPool16, fiveRoundTrips}
+	few := []*subject{slidingWindow, redisPool16, plainUpdate}
+	several := join(chart, []*subject{redisStock, redisAuto, plainUpdate, allOfTwo, allOfThree})
+	lasting := join(chart, []*subject{plainUpdate, durable})
+	deniers := []*subject{slidingWindow, withoutDenials, plainUpdate}
+	fresh := newcomers()
+
+	return plan{
+		Mode: "quick", Command: "BENCH=quick make bench", Rounds: 2,
+		WarmUp: 100 * time.Millisecond, Measured: 300 * time.Millisecond,
+		groups: [][]workload{
+			{
+				{uniform64ID, "64 callers, 20,000 keys uniformly", 1, 64, users, uniform, false, several},
+				{uniform512ID, "512 callers, 20,000 keys uniformly", 1, 512, users, uniform, false, lasting},
+				{hot64ID, "64 callers, one hot key", 1, 64, users, hot, false, join(chart, []*subject{plainUpdate})},
+				{hot512ID, "512 callers, one hot key", 1, 512, users, hot, false, join(chart, []*subject{plainUpdate})},
+				{hot1ID, "One caller, one hot key", 1, 1, users, hot, false, few},
+				{"new-1", "One caller, each key new", 1, 1, fresh, nil, false, few},
+				{new64ID, "64 callers, each key new", 1, 64, fresh, nil, false, few},
+				{"new-512", "512 callers, each key new", 1, 512, fresh, nil, false, few},
+				{"denied-64", "64 callers, 1,000 keys, all denied", 1, 64, denied, uniform, false, deniers},
+				{"far-64", "64 callers, 20,000 keys uniformly, 1 ms away", 1, 64, users, uniform, true, few},
+			},
+			processWorkloads(users, fresh, few),
+			rowWorkloads(500_000),
+		},
+		idleLimiters: 500, deniedKeys: 100_000, pgbenchScale: 5, pgbench: time.Second, pgbenchRounds: 1,
+		neighbourhood: []neighbour{
+			nobody, {"ratelimit, 64 callers", slidingWindow, uniform, 0}, {"redis_rate, 64 callers", redisPool16, uniform, 0},
+		},
+	}
+}
+
+// processWorkloads have several small processes instead of one large one. Each can put little together.
+func processWorkloads(there, fresh dataset, subjects []*subject) (all []workload) {
+	for _, size := range []struct{ processes, callers int }{{4, 8}, {16, 2}} {
+		id := fmt.Sprintf("%dx%d", size.processes, size.callers)
+		title := fmt.Sprintf("%d processes of %d callers, ", size.processes, size.callers)
+		all = append(
+			all,
+			workload{
+				id,
+				title + there.title + " uniformly",
+				size.processes,
+				size.callers,
+				there,
+				uniform,
+				false,
+				subjects,
+			},
+			workload{id + "-new", title + "each key new", size.processes, size.callers, fresh, nil, false, subjects},
+			workload{id + "-hot", title + "one hot key", size.processes, size.callers, there, hot, false, subjects},
+		)
+	}
+	return all
+}
+
+// rowWorkloads compare a table of so many rows with one of 100,000.
+func rowWorkloads(many int) []workload {
+	few, lots := rowsOf(100_000), rowsOf(many)
+	return []workload{
+		{fewRowsID, "64 callers, a table of " + few.title, 1, 64, few, uniform, false, []*subject{slidingWindow}},
+		{manyRowsID, "64 callers, a table of " + lots.title, 1, 64, lots, uniform, false, []*subject{slidingWindow}},
+	}
+}
+
+func join(lists ...[]*subject) (all []*subject) {
+	for _, list := range lists {
+		all = append(all, list...)
+	}
+	return all
+}

@@ -1,0 +1,192 @@
+package command
+
+import (
+	"net/url"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit/internal/pgserver"
+	"github.com/pgratelimit/ratelimit/internal/pgtest"
+	"github.com/pgratelimit/ratelimit/migrations"
+)
+
+// shellAndSQL are the blocks of shell and SQL in README.md and docs/, each with the test that runs it.
+func shellAndSQL(t *testing.T) (blocks []string) {
+	t.Helper()
+	files, err := filepath.Glob(filepath.Join(repository, "docs/*.md"))
+	require.NoError(t, err)
+	for _, file := range append(files, filepath.Join(repository, "README.md")) {
+		text, err := os.ReadFile(file)
+		require.NoError(t, err)
+		for _, block := range regexp.MustCompile("(?ms)^ *```(?:sh|sql)\n(.*?)^ *```").FindAllSubmatch(text, -1) {
+			blocks = append(blocks, string(block[1]))
+		}
+	}
+	return blocks
+}
+
+// TestShellAndSQLOfTheDocuments runs all lines of shell and SQL that README.md and docs/ show, as they stand there.
+func TestShellAndSQLOfTheDocuments(t *testing.T) {
+	t.Parallel()
+
+	blocks := shellAndSQL(t)
+	// block takes out the block that has this text.
+	block := func(t *testing.T, has string) string {
+		t.Helper()
+		for i, block := range blocks {
+			if strings.Contains(block, has) {
+				blocks = append(blocks[:i:i], blocks[i+1:]...)
+				return block
+			}
+		}
+		require.Fail(t, "no block has "+has)
+		return ""
+	}
+	psql, err := exec.LookPath("psql")
+	if err != nil {
+		t.Skip("psql: install it (Debian: postgresql-client)")
+	}
+	binary := buildCommand(t)
+	server := pgtest.Server(t, pgserver.Config{}) // roles belong to a whole server
+
+	// connect makes a database and connects to it as a superuser.
+	connect := func(t *testing.T, name string) (*pgx.Conn, string) {
+		t.Helper()
+		conn, err := pgx.Connect(t.Context(), server.URL())
+		require.NoError(t, err)
+		defer conn.Close(t.Context())
+		_, err = conn.Exec(t.Context(), "CREATE DATABASE "+name)
+		require.NoError(t, err)
+		parsed, err := url.Parse(server.URL())
+		require.NoError(t, err)
+		parsed.Path = "/" + name
+		conn, err = pgx.Connect(t.Context(), parsed.String())
+		require.NoError(t, err)
+		t.Cleanup(func() { require.NoError(t, conn.Close(t.Context())) })
+		return conn, parsed.String()
+	}
+	shell := func(t *testing.T, dir, databaseURL, script string, environment ...string) string {
+		t.Helper()
+		cmd := exec.CommandContext(t.Context(), "bash", "-euxo", "pipefail", "-c", script)
+		cmd.Dir = dir
+		path := filepath.Dir(binary) + ":" + filepath.Dir(psql) + ":" + os.Getenv("PATH")
+		cmd.Env = append(os.Environ(), append(environment, "PATH="+path, "DATABASE_URL="+databaseURL)...)
+		output, err := cmd.CombinedOutput()
+		require.NoError(t, err, string(output))
+		return string(output)
+	}
+	sql := func(t *testing.T, conn *pgx.Conn, script string) {
+		t.Helper()
+		_, err := conn.Exec(t.Context(), script, pgx.QueryExecModeSimpleProtocol)
+		require.NoError(t, err, script)
+	}
+
+	conn, databaseURL := connect(t, "one")
+
+	// docs/operating.md
+	require.NotContains(t, shell(t, repository, databaseURL, block(t, "# tables and functions")), "warning")
+	roles := block(t, "deploy/roles.sql")
+	for _, name := range []string{"alice", "bob"} { // in each database of the server
+		_, url := connect(t, name)
+		shell(t, repository, url, roles)
+	}
+	logins := block(t, "CREATE ROLE shop LOGIN")
+	sql(t, conn, logins)
+	dir := t.TempDir() // of the receipt
+	shell(t, dir, databaseURL, "pgratelimit take mail alice --policy 'bucket 20 5/10s' --receipt alice.json")
+	shell(t, dir, databaseURL, block(t, "pgratelimit top login"))
+	sql(t, conn, "CREATE ROLE app LOGIN")
+	sql(t, conn, block(t, "GRANT USAGE ON SCHEMA public TO app"))
+	sql(t, conn, block(t, "REVOKE CREATE"))
+	sql(t, conn, block(t, "SET jit = off"))
+	schedule := block(t, "cron.schedule")
+	var hasPgCron bool
+	require.NoError(t, conn.QueryRow(t.Context(),
+		"SELECT EXISTS (SELECT FROM pg_available_extensions WHERE name = 'pg_cron')").Scan(&hasPgCron))
+	t.Run("pg_cron", func(t *testing.T) {
+		t.Parallel()
+		if !hasPgCron {
+			t.Skip("pg_cron: install this extension of the server (Debian: postgresql-15-cron)")
+		}
+		sweepByPgCron(t, schedule)
+	})
+
+	// docs/cookbook.md
+	sql(t, conn, block(t, "FROM rate_limit_allow("))
+
+	// docs/comparison.md
+	own := block(t, "INTO hits")
+	sql(t, conn, "CREATE TABLE hits (key text, minute timestamptz, count int, PRIMARY KEY (key, minute))")
+	var count int
+	for range 10 {
+		sql(t, conn, "UPDATE hits SET minute = date_trunc('minute', clock_timestamp())") // if that has just ended
+		require.NoError(t, conn.QueryRow(t.Context(), own, "a").Scan(&count))
+	}
+	require.Equal(t, 10, count)
+	sql(t, conn, "UPDATE hits SET minute = date_trunc('minute', clock_timestamp())")
+	require.ErrorIs(t, conn.QueryRow(t.Context(), own, "a").Scan(&count), pgx.ErrNoRows)
+
+	// README.md
+	demo, tests, _ := strings.Cut(block(t, "pgratelimit demo"), "\n")
+	output := shell(t, repository, databaseURL, demo)
+	require.Equal(t, 10, strings.Count(output, "201 Created"), output)
+	require.Equal(t, 5, strings.Count(output, "429 Too Many Requests"), output)
+	shell(t, repository, databaseURL, strings.Replace(tests, "make ", "make --dry-run ", 1)) // or it would run itself
+	get := block(t, "go get")
+	t.Run("an application of one's own", func(t *testing.T) {
+		build := func(dir, script string) { // without the network
+			shell(t, dir, databaseURL, script, "GOFLAGS=", "GOPROXY=off", "GOSUMDB=off")
+		}
+		buildApplication(t, build, get)
+	})
+
+	require.Empty(t, blocks, "no test runs these")
+}
+
+// buildApplication builds README.md's program in a module of its own, as README.md says. The library is not taken from
+// the network but from here.
+func buildApplication(t *testing.T, shell func(dir, script string), get string) {
+	t.Helper()
+	text, err := os.ReadFile(filepath.Join(repository, "README.md"))
+	require.NoError(t, err)
+	program := regexp.MustCompile("(?ms)^```go\n(package main\n.*?)^```").FindSubmatch(text)
+	require.NotNil(t, program)
+	library, err := filepath.Abs(repository)
+	require.NoError(t, err)
+	dir := t.TempDir()
+	require.NoError(t, os.WriteFile(filepath.Join(dir, "main.go"), program[1], 0o600))
+	shell(dir, "go mod init example.com/mine\ngo mod edit -replace 'github.com/pgratelimit/ratelimit="+library+"'")
+	shell(dir, get)
+	shell(dir, "go build -o mine .")
+}
+
+// sweepByPgCron has pg_cron, which wakes up once a minute, sweep as it was told.
+func sweepByPgCron(t *testing.T, schedule string) {
+	t.Helper()
+	server := pgtest.Server(t, pgserver.Config{Settings: map[string]string{
+		"shared_preload_libraries": "pg_cron", "cron.database_name": "postgres", "cron.use_background_workers": "on",
+	}})
+	pool, err := pgxpool.New(t.Context(), server.URL())
+	require.NoError(t, err)
+	t.Cleanup(pool.Close)
+	require.NoError(t, migrations.Up(t.Context(), pool))
+	_, err = pool.Exec(t.Context(), "CREATE EXTENSION pg_cron")
+	require.NoError(t, err)
+	pgtest.Fill(t, pool, "rate_limit_ephemeral", "login", 1500, time.UnixMicro(1))
+	_, err = pool.Exec(t.Context(), schedule)
+	require.NoError(t, err)
+	require.Eventually(t, func() bool {
+		var rows int
+		require.NoError(t, pool.QueryRow(t.Context(), "SELECT count(*) FROM rate_limit_ephemeral").Scan(&rows))
+		return rows == 0
+	}, patience, 100*time.Millisecond)
+}

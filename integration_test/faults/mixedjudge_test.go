@@ -1,0 +1,213 @@
+package faults
+
+import (
+	"fmt"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/anishathalye/porcupine"
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit"
+)
+
+// books are the accounts of all rows that the calls of one space take from.
+type books [8]account
+
+// mixJudge says whether a history of a mix can be explained by calls that were made one after the other.
+type mixJudge struct {
+	mix
+	rules map[ratelimit.Policy]rule
+}
+
+func (m mix) judge(t *testing.T) mixJudge {
+	t.Helper()
+	j := mixJudge{mix: m, rules: map[ratelimit.Policy]rule{}}
+	rows := 0
+	for i, l := range m.limits {
+		for _, policies := range l.policies {
+			for _, policy := range policies {
+				j.rules[policy] = ruleOf(policy)
+			}
+		}
+		rows = max(rows, m.row(i, m.width(i)-1, l.keys-1)+1)
+	}
+	require.LessOrEqual(t, rows, len(books{}))
+	return j
+}
+
+// width is how many rows a key of a limiter has.
+func (m mix) width(limit int) int {
+	width := 0
+	for _, policies := range m.limits[limit].policies {
+		width = max(width, len(policies))
+	}
+	return width
+}
+
+// row is where in the books a policy's account is.
+func (m mix) row(limit, part, key int) int {
+	row := part*m.limits[limit].keys + key
+	for i := range limit {
+		row += m.width(i) * m.limits[i].keys
+	}
+	return row
+}
+
+// step returns the books after an operation, and whether it can be at this point.
+func (j mixJudge) step(before books, op mixedOperation) (bool, books) {
+	after := before
+	if op.kind == reset {
+		a := op.asks[0]
+		for part := range j.limits[a.limit].policies[a.policy] {
+			row := j.row(a.limit, part, a.key)
+			after[row] = account{}
+		}
+		return true, after
+	}
+
+	at := op.results.Each[0].DecidedAt.UnixMicro()
+	if at < op.call || at > op.end {
+		return false, before
+	}
+	fits := true
+	for _, a := range op.asks {
+		for part, policy := range j.limits[a.limit].policies[a.policy] {
+			fits = fits && a.cost <= j.rules[policy].roomAt(before[j.row(a.limit, part, a.key)], at)
+		}
+	}
+	want := ratelimit.Results{Allowed: true}
+	for i, a := range op.asks {
+		var of ratelimit.Result
+		for part, policy := range j.limits[a.limit].policies[a.policy] {
+			row, rule, cost := j.row(a.limit, part, a.key), j.rules[policy], a.cost
+			if at < before[row].clock {
+				return false, before // under a row's lock, the clock moves on
+			}
+			if !fits && cost <= rule.roomAt(before[row], at) {
+				cost = 0 // it has room, but nothing is taken
+			}
+			var back *portion
+			if op.kind == refund {
+				back = &op.of[part]
+			}
+			next, one := rule.decide(before[row], at, cost, back)
+			nothing := cost == 0 || op.kind == refund && next == before[row]
+			next.clock = at
+			if fits && !nothing && op.kind != rolledBack {
+				after[row] = next
+			}
+			of = combine(of, one, part == 0)
+		}
+		of.Allowed = of.Allowed && fits // if nothing was taken, none of them says that it was
+		got := op.results.Each[i]
+		if op.kind == wait && of.ResetAfter <= got.ResetAfter {
+			of.ResetAfter = got.ResetAfter // that of the last of those who were allowed together
+		}
+		if !same(of, got) {
+			return false, before
+		}
+		want.Allowed = want.Allowed && of.Allowed
+		want.RetryAfter = max(want.RetryAfter, of.RetryAfter)
+	}
+	return want.Allowed == op.results.Allowed && want.RetryAfter == op.results.RetryAfter, after
+}
+
+// combine is what is told about several policies, of which one is the next.
+func combine(r, one ratelimit.Result, first bool) ratelimit.Result {
+	if first {
+		return one
+	}
+	if one.Remaining < r.Remaining {
+		r.Limit, r.Remaining = one.Limit, one.Remaining
+	}
+	r.Allowed = r.Allowed && one.Allowed
+	r.RetryAfter, r.ResetAfter = max(r.RetryAfter, one.RetryAfter), max(r.ResetAfter, one.ResetAfter)
+	return r
+}
+
+// interval is when an operation may have taken effect.
+func (op mixedOperation) interval() (from, to int64) {
+	if op.kind == reset {
+		return op.call, op.end
+	}
+	switch at := op.results.Each[0].DecidedAt.UnixMicro(); {
+	case op.kind == refund:
+		return op.call, op.end // a refund of nothing locks no row, and so looks before it reads the clock
+	case op.kind == peek, op.kind == rolledBack:
+		return op.call, at // what is seen by nobody else may have looked without locks, before it read the clock
+	case op.kind == grant, op.results.Allowed:
+		return at, op.end // others may see it once it is committed
+	}
+	return op.call, op.end // a denial may have looked, too, or have seen what its statement was about to commit
+}
+
+func (op mixedOperation) describe() string {
+	var text strings.Builder
+	_, _ = fmt.Fprintf(&text, "%s, %t", op.kind, op.results.Allowed)
+	for i, r := range op.results.Each {
+		_, _ = fmt.Fprintf(&text, "; %+v: %t, remaining %d, retry %v, reset %v, at %d",
+			op.asks[i], r.Allowed, r.Remaining, r.RetryAfter, r.ResetAfter, r.DecidedAt.UnixMicro())
+	}
+	return text.String()
+}
+
+func (j mixJudge) check(t *testing.T, history []mixedOperation) (result porcupine.CheckResult, picture string) {
+	t.Helper()
+	ops := make([]porcupine.Operation, len(history))
+	for i, op := range history {
+		from, to := op.interval()
+		ops[i] = porcupine.Operation{ClientId: op.client, Input: op, Call: from, Return: to}
+	}
+	return explain(t, porcupine.Model{
+		Init: func() any { return books{} },
+		Step: func(state, input, _ any) (bool, any) {
+			return j.step(state.(books), input.(mixedOperation))
+		},
+		Partition: func(history []porcupine.Operation) [][]porcupine.Operation {
+			partitions := make([][]porcupine.Operation, spaces)
+			for _, op := range history {
+				space := op.Input.(mixedOperation).space
+				partitions[space] = append(partitions[space], op)
+			}
+			return partitions
+		},
+		DescribeOperation: func(input, _ any) string { return input.(mixedOperation).describe() },
+		DescribeState:     func(state any) string { return fmt.Sprintf("%+v", state) },
+	}, ops)
+}
+
+// outcomes are what was seen in histories: that some calls were allowed, some denied, and some of those although a
+// limiter had room; and that statements have decided for several limiters.
+type outcomes struct {
+	kinds                           map[kind]bool
+	allowed, denied, spared, shared bool
+}
+
+func (o *outcomes) add(history []mixedOperation, shared int64) {
+	o.shared = o.shared || shared > 0
+	for _, op := range history {
+		if o.kinds == nil {
+			o.kinds = map[kind]bool{}
+		}
+		o.kinds[op.kind] = true
+		o.allowed = o.allowed || op.results.Allowed
+		o.denied = o.denied || !op.results.Allowed && op.kind != reset
+		hadRoom := func(r ratelimit.Result) bool { return r.RetryAfter == 0 }
+		o.spared = o.spared || !op.results.Allowed && slices.ContainsFunc(op.results.Each, hadRoom)
+	}
+}
+
+// all tells whether the histories were worth to be judged: each kind of call of the mix is in them, and each outcome.
+func (o *outcomes) all(m mix) bool {
+	for _, kind := range m.calls {
+		if !o.kinds[kind] {
+			return false
+		}
+	}
+	several := slices.ContainsFunc(m.calls, func(k kind) bool {
+		return k == allowAll || k == allowAllTx || k == rolledBack
+	})
+	return o.allowed && o.denied && (o.spared || !several) && (o.shared || !m.crowd)
+}

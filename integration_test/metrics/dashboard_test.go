@@ -1,0 +1,246 @@
+package metrics
+
+import (
+	"encoding/json"
+	"math"
+	"net/http"
+	"net/http/httptest"
+	"os"
+	"regexp"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+	registries "github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/promhttp"
+	"github.com/stretchr/testify/require"
+	"go.opentelemetry.io/otel/exporters/prometheus"
+	"go.opentelemetry.io/otel/sdk/metric"
+
+	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/cleanup"
+	"github.com/pgratelimit/ratelimit/internal/pgserver"
+	"github.com/pgratelimit/ratelimit/internal/pgtest"
+	"github.com/pgratelimit/ratelimit/migrations"
+	"github.com/pgratelimit/ratelimit/otelratelimit"
+)
+
+// dashboard is deploy/grafana-dashboard.json, as far as the tests look at it.
+type dashboard struct {
+	Title         string
+	UID           string
+	SchemaVersion int
+	Templating    struct{ List []struct{ Name string } }
+	Panels        []panel
+}
+
+type panel struct {
+	ID                       int
+	Type, Title, Description string
+	FieldConfig              struct{ Defaults struct{ Unit string } }
+	GridPos                  struct{ X, Y, W, H int }
+	Targets                  []struct{ RefID, Expr, LegendFormat string }
+}
+
+func readDashboard(t *testing.T) (d dashboard) {
+	t.Helper()
+	content, err := os.ReadFile(deploy + "grafana-dashboard.json")
+	require.NoError(t, err)
+	require.NoError(t, json.Unmarshal(content, &d))
+	return d
+}
+
+// query is an expression of the dashboard with Grafana's variables filled in. On a busy machine, Prometheus may miss
+// some scrapes.
+func query(expr string) string {
+	interval := time.Minute
+	if drawing() {
+		interval = 4 * scrapes // as Grafana has it
+	}
+	return strings.NewReplacer("$job", ".*", "$__rate_interval", interval.String()).Replace(expr)
+}
+
+// What a person who edits the dashboard may forget.
+func TestDashboardIsComplete(t *testing.T) {
+	t.Parallel()
+
+	d := readDashboard(t)
+	require.Equal(t, "pgratelimit", d.UID)
+	require.GreaterOrEqual(t, d.SchemaVersion, 39)
+	require.Equal(t, "datasource", d.Templating.List[0].Name)
+	explained := named(t, docs+"operating.md", `(?m)^\| ([^|]+) \|`)
+	drawn := named(t, docs+"dashboard.svg", `<text class="strong"[^>]*>([^<]+)<`)
+	ids := map[int]bool{}
+	places := map[[2]int]bool{}
+	for _, p := range d.Panels {
+		ids[p.ID] = true
+		places[[2]int{p.GridPos.X, p.GridPos.Y}] = true
+		require.NotEmpty(t, p.Description, p.Title)
+		require.NotEmpty(t, p.FieldConfig.Defaults.Unit, p.Title)
+		require.NotEmpty(t, p.Targets, p.Title)
+		for _, target := range p.Targets {
+			require.NotEmpty(t, target.Expr, p.Title)
+			require.NotEmpty(t, target.LegendFormat, p.Title)
+		}
+		require.True(t, explained[p.Title], "docs/operating.md does not explain %s", p.Title)
+		require.True(t, drawn[p.Title], "docs/dashboard.svg lacks %s: set %s=1 to draw it anew", p.Title, drawVariable)
+	}
+	require.Len(t, ids, len(d.Panels))
+	require.Len(t, places, len(d.Panels))
+}
+
+// Every metric that dashboard and alerts ask for is one that the exporter prints.
+func TestMetricsExist(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	registry := registries.NewRegistry()
+	exporter, err := prometheus.New(prometheus.WithRegisterer(registry))
+	require.NoError(t, err)
+	meter := metric.NewMeterProvider(metric.WithReader(exporter)).Meter("test")
+	observer, err := otelratelimit.New(meter)
+	require.NoError(t, err)
+	_, err = otelratelimit.ObserveTables(meter, db.Pool, "")
+	require.NoError(t, err)
+	observer.Decision(ratelimit.DecisionEvent{})
+	observer.Statement(ratelimit.StatementEvent{})
+	observer.Breaker(ratelimit.BreakerEvent{})
+	sweep(t, db.Pool)
+
+	response := httptest.NewRecorder()
+	promhttp.HandlerFor(registry, promhttp.HandlerOpts{}).
+		ServeHTTP(response, httptest.NewRequest(http.MethodGet, "/metrics", nil))
+	printed := map[string]bool{}
+	for _, match := range regexp.MustCompile(`(?m)^ratelimit_\w+`).FindAllString(response.Body.String(), -1) {
+		printed[match] = true
+	}
+	require.Greater(t, len(printed), 10)
+	asked := 0
+	for _, file := range []string{"grafana-dashboard.json", "prometheus-rules.yml"} {
+		content, err := os.ReadFile(deploy + file)
+		require.NoError(t, err)
+		for _, name := range regexp.MustCompile(`\bratelimit_\w+`).FindAllString(string(content), -1) {
+			require.True(t, printed[name], "%s asks for %s, which there is not", file, name)
+			asked++
+		}
+	}
+	require.Greater(t, asked, 20)
+}
+
+func sweep(t *testing.T, pool *pgxpool.Pool) {
+	t.Helper()
+	sweeper, err := cleanup.New(pool, cleanup.Config{})
+	require.NoError(t, err)
+	result, err := sweeper.RunOnce(t.Context())
+	require.NoError(t, err)
+	require.True(t, result.Complete)
+}
+
+// A real Prometheus, with the configuration of deploy/, watches an application through an ordinary time, a key that
+// somebody holds, an outage and a sweep. Then each query of the dashboard has something to show, Prometheus could
+// evaluate every alert, and the one for the breaker was about to fire.
+func TestDashboard(t *testing.T) {
+	t.Parallel()
+
+	program(t, "prometheus")
+	server := pgtest.Server(t, pgserver.Config{})
+	pool := (&pgtest.DB{URL: server.URL()}).NewPool(t, nil)
+	require.NoError(t, migrations.Up(t.Context(), pool))
+	sweep(t, pool)
+	pgtest.Fill(t, pool, pgtest.Table(false), "yesterday", 20_000, time.Now().Add(-24*time.Hour))
+
+	app := newApplication(t, pool)
+	p := startPrometheus(t, app.address)
+	began := time.Now()
+	end := app.run()
+	defer end()
+	for _, outcome := range []string{"allowed", "denied"} {
+		for _, limiter := range []string{"api", "login"} {
+			p.waitFor(t, `rate(ratelimit_decision_duration_seconds_count{`+
+				`limiter="`+limiter+`",outcome="`+outcome+`"}[1m]) > 0`)
+		}
+	}
+	look(t)
+
+	release := app.hold(t)
+	p.waitFor(t, `rate(ratelimit_decision_duration_seconds_count{error_type="key_held"}[1m]) > 0`)
+	look(t)
+	release()
+	look(t)
+
+	outage := period{from: time.Now()}
+	require.NoError(t, server.Stop(t.Context(), pgserver.Fast))
+	p.waitFor(t, "ratelimit_breaker_open == 1")
+	p.waitFor(t, `rate(ratelimit_decision_duration_seconds_count{source="failed open"}[1m]) > 0`)
+	p.waitFor(t, `rate(ratelimit_decision_duration_seconds_count{error_type="unavailable"}[1m]) > 0`)
+	p.waitFor(t, `ALERTS{alertname="RateLimitBreakerOpen", limits="ephemeral"}`) // it fires after a minute
+	look(t)
+	require.NoError(t, server.Restart(t.Context()))
+	outage.to = time.Now()
+	p.waitFor(t, "ratelimit_breaker_open == 0")
+	look(t)
+
+	sweep(t, pool)
+	p.waitFor(t, `rate(ratelimit_table_deleted_total{table="ephemeral"}[1m]) > 0`)
+	look(t)
+	end()
+
+	all := period{began, time.Now()}
+	d := readDashboard(t)
+	shown := make([][]series, len(d.Panels))
+	for i, panel := range d.Panels {
+		for _, target := range panel.Targets {
+			found := p.over(t, query(target.Expr), all.from, all.to)
+			requireSomething(t, panel.Title+": "+target.Expr, found)
+			for j := range found {
+				found[j].name = legend(target.LegendFormat, found[j].Metric)
+			}
+			shown[i] = append(shown[i], found...)
+		}
+	}
+	alerts := p.alerts(t)
+	require.Len(t, alerts, len(ruleNames(t)))
+	for name, alert := range alerts {
+		require.Equal(t, "ok", alert.Health, "%s: %s", name, alert.LastError)
+	}
+	drawn, err := draw(d, shown, all, outage)
+	require.NoError(t, err)
+	requireWellFormed(t, drawn)
+	if drawing() {
+		require.NoError(t, os.WriteFile(docs+"dashboard.svg", drawn, 0o644))
+	}
+}
+
+func drawing() bool { return os.Getenv(drawVariable) != "" }
+
+// look gives a person something to look at: without a pause, all would happen at once in the chart.
+func look(t *testing.T) {
+	t.Helper()
+	if drawing() {
+		select {
+		case <-time.After(15 * time.Second):
+		case <-t.Context().Done():
+		}
+	}
+}
+
+// requireSomething requires that a query has found a number other than 0.
+func requireSomething(t *testing.T, query string, found []series) {
+	t.Helper()
+	for _, s := range found {
+		for _, point := range s.Values {
+			if point.Value != 0 && !math.IsNaN(point.Value) {
+				return
+			}
+		}
+	}
+	require.Fail(t, "nothing to show", query)
+}
+
+// legend is a LegendFormat of Grafana's, such as "{{limiter}} p99", for a series.
+func legend(format string, labels map[string]string) string {
+	return regexp.MustCompile(`{{(\w+)}}`).ReplaceAllStringFunc(format, func(label string) string {
+		return labels[strings.Trim(label, "{}")]
+	})
+}

@@ -1,0 +1,390 @@
+package soak
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/internal/pgtest"
+)
+
+// soakAccount is a key whose window outlasts the soak, and what its callers know of it. Whatever has happened, its row
+// has to agree:
+//
+//	durable, synchronous commit   acknowledged ≤ row ≤ acknowledged + unknown
+//	durable                       the same, but a crash may have taken what was acknowledged before it
+//	ephemeral                     the same, in each life of the server
+//
+// And never is more acknowledged than the limit allows.
+type soakAccount struct {
+	of                 *soakLimiter
+	number, generation int
+
+	use sync.RWMutex // held shared during a call, and alone when the account is audited
+	key string
+
+	mu           sync.Mutex
+	acknowledged int64
+	unknown      int64                  // may have been taken, or may yet be
+	lives        map[int64]*soakTakings // the same for each life of the server
+	takes        []soakTake             // the latest ones of which something is left to give back, also from before it was begun anew
+	refunded     int64                  // what refunds were ever asked for
+	epoch        int                    // how often it was begun anew
+}
+
+// soakTake is what somebody has taken, and may give back.
+type soakTake struct {
+	result ratelimit.Result
+	n      int64
+	pool   int
+	life   int64 // of the server
+	epoch  int   // of the account
+}
+
+// soakTakings are what was taken in one life of the server. What was asked in one life and acknowledged in another
+// is unknown in both, because nobody can tell in which of them it was taken.
+type soakTakings struct {
+	acknowledged, unknown int64
+	returned              int64 // by refunds that were acknowledged in it, which a crash may forget
+}
+
+func newAccount(of *soakLimiter, number int) *soakAccount {
+	a := &soakAccount{of: of, number: number, lives: map[int64]*soakTakings{}}
+	a.key = a.name()
+	return a
+}
+
+func (a *soakAccount) name() string { return fmt.Sprintf("account:%d:%d", a.number, a.generation) }
+
+// in is what was taken in a life.
+func (a *soakAccount) in(life int64) *soakTakings {
+	if a.lives[life] == nil {
+		a.lives[life] = &soakTakings{}
+	}
+	return a.lives[life]
+}
+
+// least is what has been taken for certain, for somebody who asks now, and what refunds were asked for until now.
+func (a *soakAccount) least(life int64) (least, refunded int64) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	switch {
+	case a.of.SynchronousCommit:
+		return a.acknowledged, a.refunded
+	case a.forgets():
+		return a.in(
+			life,
+		).acknowledged - a.unknown, a.refunded // a refund that was asked for in an earlier life may come yet
+	}
+	return a.in(life).acknowledged, a.refunded
+}
+
+// forgets tells whether a crash takes some of what was acknowledged, and not all.
+func (a *soakAccount) forgets() bool { return a.of.Durable && !a.of.SynchronousCommit }
+
+// keep remembers a take for a refund.
+func (a *soakAccount) keep(take soakTake) {
+	const most = 40
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if len(a.takes) == most {
+		a.takes = slices.Delete(a.takes, 0, 1)
+	}
+	take.epoch = a.epoch
+	a.takes = append(a.takes, take)
+}
+
+// beginRefund notes that a part of a take is about to be given back. From now on nobody knows whether it still
+// counts. What was taken before the account was begun anew does not count, and giving it back must change nothing.
+func (a *soakAccount) beginRefund(take soakTake, n, from int64) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	a.refunded += n
+	a.doubt(take, n, from)
+}
+
+// doubt moves n of what was acknowledged to what is unknown, or back.
+func (a *soakAccount) doubt(take soakTake, n, from int64) {
+	if take.epoch != a.epoch {
+		return
+	}
+	a.acknowledged, a.unknown = a.acknowledged-n, a.unknown+n
+	in := a.in(take.life)
+	in.acknowledged, in.unknown = in.acknowledged-n, in.unknown+n
+	if a.forgets() && from != take.life { // the crash may have taken what is given back now, and left the row
+		a.in(from).acknowledged -= n
+	}
+}
+
+// endRefund notes what came of it.
+func (a *soakAccount) endRefund(take soakTake, outcome soakOutcome, n, from, to int64) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if outcome == soakNothing {
+		a.doubt(take, -n, from)
+		return
+	}
+	if take.epoch != a.epoch {
+		return
+	}
+	if a.forgets() {
+		for life := from + 1; life <= to; life++ {
+			a.in(life).acknowledged -= n
+		}
+	}
+	if outcome == soakUnknown || from != to && !a.of.SynchronousCommit {
+		return
+	}
+	a.unknown -= n
+	a.in(to).returned += n
+	if to == take.life {
+		a.in(to).unknown -= n
+	}
+}
+
+// soakOutcome is what a caller knows about what it has asked for.
+type soakOutcome int
+
+const (
+	soakNothing soakOutcome = iota // it was denied, has failed, or was rolled back
+	soakAcknowledged
+	soakUnknown
+)
+
+// outcomeOf says what the answer of a limiter means, and notes an error that no fault explains.
+func (s *soak) outcomeOf(result ratelimit.Result, err error) soakOutcome {
+	s.calls.Add(1)
+	switch {
+	case errors.Is(err, ratelimit.ErrKeyHeld) && !errors.Is(err, ratelimit.ErrOutcomeUnknown):
+		s.held.Add(1)
+		return soakNothing
+	case err == nil && result.Allowed:
+		s.granted.Add(1)
+		return soakAcknowledged
+	case err == nil:
+		s.denied.Add(1)
+		return soakNothing
+	case errors.Is(err, ratelimit.ErrOutcomeUnknown),
+		errors.Is(err, context.Canceled),
+		errors.Is(err, context.DeadlineExceeded) && !isStoreError(err):
+		s.doubtful.Add(1)
+		return soakUnknown
+	case errors.Is(err, ratelimit.ErrUnavailable), errors.Is(err, ratelimit.ErrTimeout):
+		s.failed.Add(1)
+		return soakNothing
+	}
+	s.violate("an error that nothing explains: %v", err)
+	return soakUnknown
+}
+
+func isStoreError(err error) bool {
+	_, ok := errors.AsType[*ratelimit.StoreError](err)
+	return ok
+}
+
+// note enters the outcome of a call for n, which was made in one life and ended in another, or in the same.
+func (a *soakAccount) note(outcome soakOutcome, n, from, to int64) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	switch outcome {
+	case soakAcknowledged:
+		a.acknowledged += n
+	case soakUnknown:
+		a.unknown += n
+	}
+	switch {
+	case outcome == soakAcknowledged && from == to:
+		a.in(to).acknowledged += n
+	case outcome != soakNothing:
+		for life := from; life <= to; life++ {
+			a.in(life).unknown += n
+		}
+	}
+}
+
+// audit compares an account with its row when nobody uses it, and begins it anew.
+func (s *soak) audit(ctx context.Context, a *soakAccount) {
+	a.use.Lock()
+	defer a.use.Unlock()
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	ctx = context.WithoutCancel(ctx) // what was begun is finished, also when the soak ends meanwhile
+
+	taken, life, ok := s.read(ctx, a)
+	if !ok {
+		return
+	}
+	s.audits.Add(1)
+	least, most := a.in(life).acknowledged, a.acknowledged+a.unknown
+	switch {
+	case a.of.SynchronousCommit:
+		least = a.acknowledged
+	case !a.of.Durable:
+		most = a.in(life).acknowledged + a.in(life).unknown
+	default:
+		for earlier, takings := range a.lives {
+			if earlier != life {
+				most += takings.returned
+			}
+		}
+	}
+	if taken < least || taken > most || taken > soakLimit {
+		s.violate(
+			"%s, %s: the row says that %d were taken, the callers that it must be %d to %d, of %d",
+			a.of.Name,
+			a.key,
+			taken,
+			least,
+			most,
+			soakLimit,
+		)
+	}
+	for _, takings := range a.lives {
+		if takings.acknowledged > soakLimit || a.of.SynchronousCommit && a.acknowledged > soakLimit {
+			s.violate(
+				"%s, %s: acknowledged %d, and %d in all lives of the server, of %d",
+				a.of.Name,
+				a.key,
+				takings.acknowledged,
+				a.acknowledged,
+				soakLimit,
+			)
+		}
+	}
+
+	certain := a.unknown == 0
+	for deadline := time.Now().Add(time.Minute); ; {
+		_, err := s.extra.Exec(
+			ctx,
+			"SELECT rate_limit_reset($1::text, $2::text, $3::boolean, 250, NULL::boolean)",
+			a.of.Name,
+			a.key,
+			a.of.Durable,
+		)
+		if err == nil {
+			break
+		}
+		if certain = false; time.Now().After(deadline) {
+			s.violate("an account cannot be reset: %v", err)
+			return
+		}
+		soakWait(ctx, 20*time.Millisecond)
+	}
+	if !certain { // what is under way may still come, and is for a key that nobody uses any more
+		s.mu.Lock()
+		s.archived[soakRowID{a.of.Name, a.key}] = a.unknown
+		s.mu.Unlock()
+		a.generation++
+		a.key = a.name()
+	}
+	a.acknowledged, a.unknown, a.lives = 0, 0, map[int64]*soakTakings{}
+	a.epoch++
+}
+
+// read reads what the row of an account says, and in which life of the server that was. Of a bucket it returns the
+// nearest whole number, because some of a token has flowed in again during the soak, or did before it was given
+// back.
+func (s *soak) read(ctx context.Context, a *soakAccount) (taken, life int64, ok bool) {
+	table := pgtest.Table(a.of.Durable)
+	for deadline := time.Now().Add(time.Minute); time.Now().Before(deadline); soakWait(ctx, 20*time.Millisecond) {
+		life, taken = s.life.Load(), 0
+		short, cancel := context.WithTimeout(ctx, 5*time.Second)
+		err := s.extra.QueryRow(short, "SELECT CASE algorithm WHEN 3 THEN $3 - (credit + scale / 2) / scale ELSE count END FROM "+table+" WHERE prefix = $1 AND key = $2",
+			a.of.Name, a.key, int64(soakLimit)).
+			Scan(&taken)
+		cancel()
+		if (err == nil || errors.Is(err, pgx.ErrNoRows)) && life == s.life.Load() {
+			return taken, life, true
+		}
+	}
+	s.violate("an account cannot be read")
+	return 0, 0, false
+}
+
+// soakRegular is a key whose windows end all the time, and what it was granted in each life of the server.
+type soakRegular struct {
+	of  *soakLimiter
+	key string
+
+	mu    sync.Mutex
+	lives map[int64]*soakGrants
+}
+
+// soakGrants are what a key was granted, the first and the last by the database's clock.
+type soakGrants struct {
+	total       int64
+	first, last time.Time
+	partial     bool // the first may have been in the middle of a window
+}
+
+func newRegular(of *soakLimiter, key string) *soakRegular {
+	return &soakRegular{of: of, key: key, lives: map[int64]*soakGrants{}}
+}
+
+func (r *soakRegular) in(life int64) *soakGrants {
+	if r.lives[life] == nil {
+		r.lives[life] = &soakGrants{partial: r.of.Durable && len(r.lives) > 0}
+	}
+	return r.lives[life]
+}
+
+func (r *soakRegular) note(outcome soakOutcome, n int64, at time.Time, from, to int64) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if outcome == soakAcknowledged && from == to {
+		r.in(to).add(n, at)
+	} else if outcome != soakNothing {
+		for life := from; life <= to; life++ {
+			r.in(life).partial = true
+		}
+	}
+}
+
+func (g *soakGrants) add(n int64, at time.Time) {
+	if g.total == 0 || at.Before(g.first) {
+		g.first = at
+	}
+	if g.total == 0 || at.After(g.last) {
+		g.last = at
+	}
+	g.total += n
+}
+
+// most is what a policy grants from the first to the last of these, at most.
+func (g *soakGrants) most(policy ratelimit.Policy) int64 {
+	span := g.last.Sub(g.first)
+	windows := int64(span/soakWindow) + 1 // each begins a window's length after the one before, or later
+	if g.partial {
+		windows++
+	}
+	if bucket, ok := policy.(ratelimit.TokenBucket); ok {
+		return bucket.Capacity + int64(span)*bucket.Refill/int64(bucket.Every)
+	}
+	return windows * soakRegularLimit
+}
+
+// judge compares what a key was granted with what its policy allows.
+func (s *soak) judge(r *soakRegular) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for life, g := range r.lives {
+		if most := g.most(r.of.Policy); g.total > most {
+			s.violate(
+				"%s, %s: granted %d in life %d of the server, of at most %d from %s to %s",
+				r.of.Name,
+				r.key,
+				g.total,
+				life,
+				most,
+				g.first.Format(time.RFC3339Nano),
+				g.last.Format(time.RFC3339Nano),
+			)
+		}
+	}
+}

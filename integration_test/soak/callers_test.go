@@ -1,0 +1,220 @@
+package soak
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"slices"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+
+	"github.com/pgratelimit/ratelimit"
+)
+
+// call is one caller of a process, who does one thing after the other until the context ends.
+func (s *soak) call(ctx context.Context, pool int, rng *rand.Rand) {
+	for soakWait(ctx, time.Duration(rng.Int64N(int64(soakThinkTime)))) {
+		switch choice := rng.IntN(100); {
+		case choice < 60:
+			s.useAccount(ctx, pool, rng)
+		case choice < 90:
+			l := s.passing[rng.IntN(len(s.passing))]
+			s.useRegular(ctx, l.regulars[rng.IntN(len(l.regulars))], pool, rng)
+		default:
+			s.visit(ctx, pool, rng)
+		}
+	}
+}
+
+// visit has a new key ask some times, and never again.
+func (s *soak) visit(ctx context.Context, pool int, rng *rand.Rand) {
+	l := s.passing[rng.IntN(len(s.passing))]
+	r := newRegular(l, fmt.Sprintf("visitor:%d", s.visitors.Add(1)))
+	for range 1 + rng.IntN(3) {
+		s.useRegular(ctx, r, pool, rng)
+	}
+	s.judge(r)
+}
+
+func (s *soak) useRegular(ctx context.Context, r *soakRegular, pool int, rng *rand.Rand) {
+	s.takeRegular(ctx, r, pool, soakCost(rng))
+}
+
+func (s *soak) takeRegular(ctx context.Context, r *soakRegular, pool int, n int64) {
+	from := s.life.Load()
+	result, err := r.of.limiters[pool].AllowN(context.WithoutCancel(ctx), r.key, n)
+	r.note(s.outcomeOf(result, err), n, result.DecidedAt, from, s.life.Load())
+}
+
+// soakCost is 1, most of the time.
+func soakCost(rng *rand.Rand) int64 {
+	if rng.IntN(5) > 0 {
+		return 1
+	}
+	return 1 + rng.Int64N(soakRegularLimit)
+}
+
+// useAccount does something with an account, unless it is being audited.
+func (s *soak) useAccount(ctx context.Context, pool int, rng *rand.Rand) {
+	l := s.accounts[rng.IntN(len(s.accounts))]
+	a := l.accounts[rng.IntN(soakHotAccounts)]
+	if rng.IntN(2) == 0 {
+		a = l.accounts[soakHotAccounts+rng.IntN(soakAccounts-soakHotAccounts)]
+	}
+	if !a.use.TryRLock() {
+		return
+	}
+	denied := s.ask(context.WithoutCancel(ctx), a, pool, rng)
+	a.use.RUnlock()
+	if denied && rng.IntN(10) == 0 {
+		s.audit(ctx, a)
+	}
+}
+
+// ask asks for something of an account that is in use, and tells whether it was denied.
+func (s *soak) ask(ctx context.Context, a *soakAccount, pool int, rng *rand.Rand) (denied bool) {
+	limiter, n := a.of.limiters[pool], soakCost(rng)
+	from := s.life.Load()
+	least, refunded := a.least(from)
+	var result ratelimit.Result
+	var err error
+	switch rng.IntN(20) {
+	case 0:
+		n = 0
+		result, err = limiter.Peek(ctx, a.key)
+	case 1, 2:
+		s.askInTransaction(ctx, a, pool, rng, func() {})
+		return false
+	case 4, 5:
+		s.giveBack(ctx, a, rng)
+		return false
+	case 3: // a caller that leaves before it is told
+		impatient, cancel := context.WithTimeout(ctx, time.Duration(rng.Int64N(int64(5*time.Millisecond))))
+		defer cancel()
+		result, err = limiter.AllowN(impatient, a.key, n)
+	default:
+		result, err = limiter.AllowN(ctx, a.key, n)
+	}
+	outcome, to := s.outcomeOf(result, err), s.life.Load()
+	a.note(outcome, n, from, to)
+	if outcome == soakAcknowledged && n > 0 && from == to {
+		a.keep(soakTake{result: result, n: n, pool: pool, life: to})
+	}
+	// What had been acknowledged before the call must be missing from what it was told, except what was given back
+	// meanwhile. A denial may come from the cache, which lacks what others have taken since.
+	_, refundedSince := a.least(to)
+	if most := soakLimit - least + refundedSince - refunded - n; err == nil && from == to &&
+		(n == 0 || result.Allowed) &&
+		result.Remaining > most {
+		s.violate(
+			"%s, %s: %d remain after a call for %d, and at most %d can",
+			a.of.Name,
+			a.key,
+			result.Remaining,
+			n,
+			most,
+		)
+	}
+	return err == nil && !result.Allowed
+}
+
+// giveBack gives back a take from an account that is in use, or a part of it.
+func (s *soak) giveBack(ctx context.Context, a *soakAccount, rng *rand.Rand) {
+	a.mu.Lock()
+	if len(a.takes) == 0 {
+		a.mu.Unlock()
+		return
+	}
+	at := rng.IntN(len(a.takes))
+	take := a.takes[at]
+	a.takes = slices.Delete(a.takes, at, at+1)
+	stale := take.epoch != a.epoch
+	a.mu.Unlock()
+
+	limiter, n, from := a.of.limiters[take.pool], take.n, s.life.Load()
+	if rng.IntN(4) == 0 {
+		n = 1 + rng.Int64N(n)
+	}
+	a.beginRefund(take, n, from)
+	result, err := limiter.RefundN(ctx, take.result, n)
+	outcome := s.outcomeOf(result, err)
+	a.endRefund(take, outcome, n, from, s.life.Load())
+	if outcome != soakAcknowledged {
+		return
+	}
+	s.refunds.Add(1)
+	if stale {
+		s.staleRefunds.Add(1)
+	}
+	if _, err := limiter.RefundN(ctx, take.result, take.n-n+1); !errors.Is(err, ratelimit.ErrInvalidCost) &&
+		!errors.Is(err, ratelimit.ErrNothingToRefund) {
+		s.violate(
+			"%s, %s: %d of a take of %d were given back, and then %d: %v",
+			a.of.Name,
+			a.key,
+			n,
+			take.n,
+			take.n-n+1,
+			err,
+		)
+	}
+}
+
+// askInTransaction takes from an account in a transaction of the caller's. The transaction holds the row while the
+// function hold runs, and then commits or rolls back. It tells whether it has committed.
+func (s *soak) askInTransaction(
+	ctx context.Context,
+	a *soakAccount,
+	pool int,
+	rng *rand.Rand,
+	hold func(),
+) (committed bool) {
+	n, commit, from := soakCost(rng), rng.IntN(2) == 0, s.life.Load()
+	levels := []pgx.TxIsoLevel{pgx.ReadCommitted, pgx.RepeatableRead, pgx.Serializable}
+	options := pgx.TxOptions{IsoLevel: levels[rng.IntN(len(levels))]}
+	ctx, cancel := context.WithTimeout(ctx, 10*time.Second)
+	defer cancel()
+	tx, err := s.pools[pool].BeginTx(ctx, options)
+	if err != nil {
+		return false
+	}
+	defer tx.Rollback(ctx)
+	result, err := a.of.limiters[pool].AllowNTx(ctx, tx, a.key, n)
+	if err != nil && soakSQLState(err) == "40001" { // as these levels of isolation have it
+		return false
+	}
+	if s.outcomeOf(result, err) != soakAcknowledged {
+		return false // nothing is taken by a transaction that nobody has asked to commit
+	}
+	hold()
+	if !commit {
+		s.rolledBack.Add(1)
+		return false
+	}
+	outcome := soakAcknowledged
+	if err := tx.Commit(ctx); errors.Is(err, pgx.ErrTxCommitRollback) || soakSQLState(err) == "40001" {
+		outcome = soakNothing
+	} else if err != nil {
+		outcome = soakUnknown
+	}
+	to := s.life.Load()
+	a.note(outcome, n, from, to)
+	if outcome != soakAcknowledged {
+		return false
+	}
+	if from == to {
+		a.keep(soakTake{result: result, n: n, pool: pool, life: to})
+	}
+	return true
+}
+
+// soakSQLState is "" if the error is not one of the database.
+func soakSQLState(err error) string {
+	if pgErr, ok := errors.AsType[*pgconn.PgError](err); ok {
+		return pgErr.Code
+	}
+	return ""
+}

@@ -1,0 +1,308 @@
+package soak
+
+import (
+	"errors"
+	"fmt"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/cleanup"
+	"github.com/pgratelimit/ratelimit/internal/pgtest"
+)
+
+// These tests show that the soak finds what it is there to find: each runs it on something that is broken on purpose.
+
+// A row that is read without being locked loses what others take at the same time.
+func TestSoakFindsLostUpdates(t *testing.T) {
+	t.Parallel()
+	s := newSoak(t, 1, nil)
+	s.lockNothing("PERFORM pg_sleep(0.002)") // so that others do meanwhile
+	s.run(time.Minute, nil)                  // which the first violation ends
+	require.NotEmpty(t, s.violations)
+	require.Regexp(t, "the row says that|remain after a call", s.violations[0])
+}
+
+// A commit that does not wait for the log is forgotten in a crash, though SynchronousCommit promised that it would
+// not be.
+func TestSoakFindsForgottenGrants(t *testing.T) {
+	t.Parallel()
+	s := newSoak(t, 1, map[string]string{
+		"synchronous_commit": "off", "wal_writer_delay": "10s", "wal_writer_flush_after": "1GB", "wal_buffers": "64MB", "autovacuum": "off",
+	})
+	for _, function := range append(soakFunctions(), "rate_limit_all") {
+		pgtest.Rewrite(
+			s.t,
+			s.extra,
+			function,
+			"set_config('synchronous_commit', synchronous_commit::text, true)",
+			"NULL",
+		)
+	}
+	_, err := s.extra.Exec(t.Context(), "CHECKPOINT") // or the tables would be forgotten too
+	require.NoError(t, err)
+	rng := s.rng(0)
+	each := func(do func(a *soakAccount)) {
+		for _, l := range s.accounts {
+			for _, a := range l.accounts {
+				do(a)
+			}
+		}
+	}
+	s.waitUntil("a grant is forgotten", func() bool { // unless the log has been written just now
+		each(func(a *soakAccount) { s.ask(t.Context(), a, 0, rng) })
+		require.NoError(t, s.restart(true, s.server.Kill))
+		each(func(a *soakAccount) { s.audit(t.Context(), a) })
+		return len(s.violations) > 0
+	})
+	for _, violation := range s.violations {
+		require.Contains(t, violation, "synchronous ", "the others may forget")
+		require.Contains(t, violation, "the row says that 0 were taken")
+	}
+}
+
+// Windows that begin twice grant twice, in keys that nothing else looks at.
+func TestSoakFindsTooManyGrants(t *testing.T) {
+	t.Parallel()
+	s := newSoak(t, 1, nil)
+	const over = "IF clock >= s.expires_at"
+	pgtest.Rewrite(s.t, s.extra, "rate_limit_fixed_window", over, over+" - 300000")
+	pgtest.Rewrite(s.t, s.extra, "rate_limit_sliding_log", over, over+" - 300000")
+	pgtest.Rewrite(s.t, s.extra, "rate_limit_sliding_window", over, over+" - 800000")
+	pgtest.Rewrite(s.t, s.extra, "rate_limit_token_bucket", over, over+" - 450000")
+	for _, l := range s.passing {
+		r := l.regulars[0]
+		s.waitUntil("too many grants are found", func() bool {
+			s.takeRegular(
+				t.Context(),
+				r,
+				0,
+				soakRegularLimit,
+			) // all of a window at once, so that a slow machine finds them too
+			s.judge(r)
+			return len(s.violations) > 0
+		})
+		require.Contains(t, s.violations[0], l.Name+", regular:0: granted")
+		s.violations = nil
+	}
+}
+
+// A call that has counted is told that its key is held.
+func TestSoakFindsHeldCallsThatCount(t *testing.T) {
+	t.Parallel()
+	s := newSoak(t, 1, nil)
+	pgtest.Rewrite(s.t, s.extra, "rate_limit_fixed_window", "\nBEGIN\n", `
+		BEGIN
+		IF NOT skip_held THEN RAISE EXCEPTION 'held' USING ERRCODE = 'lock_not_available'; END IF;
+		`)
+	// As if a transaction had locked them.
+	pgtest.Rewrite(s.t, s.extra, "rate_limit_all", "RETURN NEXT ROW(part::bigint, granted,", `
+		IF skip_held THEN
+			RETURN NEXT ROW(part::bigint, -2::bigint, 1::bigint, NULL::bigint, 0::bigint, decided_at,
+				0::bigint, 0::bigint, 0::bigint, 0::bigint, 0::bigint, 0::bigint, NULL::bigint[],
+				0::bigint, 0::bigint, 0::bigint, 0::bigint);
+			CONTINUE;
+		END IF;
+		RETURN NEXT ROW(part::bigint, granted,`)
+	a := s.accounts[0].accounts[0]
+	require.Equal(t, ratelimit.FixedWindow{Limit: soakLimit, Window: soakAges}, a.of.Policy)
+	result, err := a.of.limiters[0].Allow(t.Context(), a.key)
+	require.ErrorIs(t, err, ratelimit.ErrKeyHeld)
+	a.note(s.outcomeOf(result, err), 1, 0, 0)
+	require.EqualValues(t, 1, s.held.Load())
+	require.Empty(t, s.violations)
+	s.audit(t.Context(), a)
+	require.Len(t, s.violations, 1)
+	require.Regexp(t, "the row says that [1-9][0-9]* were taken, the callers that it must be 0 to 0", s.violations[0])
+}
+
+// A row that somebody holds is read without being locked.
+func TestSoakFindsGrantsOfHeldRows(t *testing.T) {
+	t.Parallel()
+	s := newSoak(t, 1, nil)
+	s.lockNothing("RETURN") // or the writing would wait
+	rng := s.rng(0)
+	s.waitUntil("a grant is found", func() bool { // unless the holder rolls back
+		require.NoError(t, s.holdRows(t.Context(), rng))
+		return strings.Contains(strings.Join(s.violations, "\n"), "were granted while somebody held the row")
+	})
+}
+
+// A refund that is not tied to its take gives back what was taken later.
+func TestSoakFindsRefundsOfWhatDoesNotCount(t *testing.T) {
+	t.Parallel()
+	for _, broken := range []bool{false, true} {
+		s := newSoak(t, 1, nil)
+		if broken {
+			pgtest.Rewrite(
+				s.t,
+				s.extra,
+				"rate_limit_all",
+				"taken_in[part] = s.window_start AND s.window_start = r.window_start",
+				"true",
+			)
+		}
+		a, rng := s.accounts[0].accounts[0], s.rng(0)
+		take := func() {
+			result, err := a.of.limiters[0].AllowN(t.Context(), a.key, soakRegularLimit)
+			require.NoError(t, err)
+			a.note(soakAcknowledged, soakRegularLimit, 0, 0)
+			a.keep(soakTake{result: result, n: soakRegularLimit})
+		}
+		take()
+		s.audit(t.Context(), a)
+		take()
+		a.takes = a.takes[:1] // that of the row that was reset
+		s.giveBack(t.Context(), a, rng)
+		require.EqualValues(t, 1, s.staleRefunds.Load())
+		require.Empty(t, s.violations)
+		s.audit(t.Context(), a)
+		if broken {
+			require.Len(t, s.violations, 1)
+			require.Contains(t, s.violations[0], "the callers that it must be 20 to 20")
+		} else {
+			require.Empty(t, s.violations)
+		}
+	}
+}
+
+// A function that finds what others have created in its schema before what Postgres has.
+func TestSoakFindsDecoysThatRun(t *testing.T) {
+	t.Parallel()
+	s := newSoak(t, 1, nil)
+	pgtest.Rewrite(s.t, s.extra, "rate_limit_fixed_window", "'pg_catalog', 'pg_temp'", "'public', 'pg_temp'")
+	s.attack()
+	s.run(time.Minute, nil) // which the first violation ends
+	require.NotEmpty(t, s.violations)
+	require.Regexp(
+		t,
+		"an error that nothing explains: .*(decoy|is not unique|cannot|must have type|does not exist)",
+		s.violations[0],
+	)
+}
+
+// What a leak looks like: a table that nobody sweeps.
+func TestSoakFindsALeakingTable(t *testing.T) {
+	t.Parallel()
+	for _, swept := range []bool{true, false} {
+		t.Run(fmt.Sprintf("swept %v", swept), func(t *testing.T) {
+			t.Parallel()
+			s := newSoak(t, 1, map[string]string{"autovacuum": "off"})
+			limiter := s.passing[0].limiters[0]
+			sweeper, err := cleanup.New(
+				s.extra,
+				cleanup.Config{Share: 1, Test: ratelimit.TestConfig{Now: func() time.Time {
+					return time.Now().Add(time.Hour)
+				}}},
+			)
+			require.NoError(t, err)
+			for step := range 20 {
+				errs := make([]error, 300)
+				var wg sync.WaitGroup
+				for i := range errs {
+					wg.Go(func() {
+						errs[i] = ratelimit.ErrTimeout // a busy machine may need longer
+						for errors.Is(errs[i], ratelimit.ErrTimeout) {
+							_, errs[i] = limiter.Allow(t.Context(), fmt.Sprintf("visitor:%d:%d", step, i))
+						}
+					})
+				}
+				wg.Wait()
+				require.NoError(t, errors.Join(errs...))
+				var now soakSample
+				require.NoError(t, s.take(t.Context(), &now))
+				// The rest is the business of all tests of this process, or of statistics that come late.
+				s.samples = append(
+					s.samples,
+					soakSample{Rows: now.Rows, EphemeralBytes: now.EphemeralBytes, IndexBytes: now.IndexBytes},
+				)
+				if swept {
+					_, err := sweeper.RunOnce(t.Context())
+					require.NoError(t, err)
+					_, err = s.extra.Exec(t.Context(), "VACUUM rate_limit_ephemeral")
+					require.NoError(t, err)
+				}
+			}
+			found := soakLeaks(s.samples)
+			if swept {
+				require.Empty(t, found)
+			} else {
+				require.Len(t, found, 1)
+				require.Contains(t, found[0], "rows: ")
+			}
+		})
+	}
+}
+
+// Each quantity by itself: steady growth is found, and what goes up and down is not.
+func TestSoakLeaks(t *testing.T) {
+	t.Parallel()
+	run := func(change func(s *soakSample, step int64)) []string {
+		var samples []soakSample
+		for step := range int64(200) {
+			s := soakSample{
+				At: float64(
+					step,
+				), EphemeralBytes: 4 << 20, DurableBytes: 4 << 20, IndexBytes: 4 << 20, Rows: 5000, DeadTuples: 9000,
+				Updates: 1000 * step, HOTUpdates: 950 * step, TransactionIDs: 500 * step, Connections: 30, Goroutines: 100,
+				HeapBytes: 20 << 20, Calls: 1000 * step,
+			}
+			if change != nil {
+				change(&s, step)
+			}
+			samples = append(samples, s)
+		}
+		return soakLeaks(samples)
+	}
+	require.Empty(t, run(nil))
+	require.Empty(t, run(func(s *soakSample, step int64) {
+		saw := 1 + step%20
+		s.EphemeralBytes, s.DeadTuples, s.Connections, s.HeapBytes = saw<<20, 1000*saw, saw, saw<<20
+	}))
+	for name, change := range map[string]func(s *soakSample, step int64){
+		"rate_limit_ephemeral": func(s *soakSample, step int64) { s.EphemeralBytes = step << 15 },
+		"rate_limit_durable":   func(s *soakSample, step int64) { s.DurableBytes = step << 15 },
+		"indexes":              func(s *soakSample, step int64) { s.IndexBytes = step << 15 },
+		"rows":                 func(s *soakSample, step int64) { s.Rows = 20 * step },
+		"dead tuples":          func(s *soakSample, step int64) { s.DeadTuples = 40 * step },
+		"connections":          func(s *soakSample, step int64) { s.Connections = step / 8 },
+		"goroutines":           func(s *soakSample, step int64) { s.Goroutines = step },
+		"heap":                 func(s *soakSample, step int64) { s.HeapBytes = step << 18 },
+		"transaction ids":      func(s *soakSample, step int64) { s.TransactionIDs = 5 * step * step },
+		"HOT":                  func(s *soakSample, step int64) { s.HOTUpdates = 900*step - 2*step*step },
+	} {
+		found := run(change)
+		require.Len(t, found, 1, name)
+		require.Contains(t, found[0], name)
+	}
+}
+
+// soakFunctions are those that decide for keys of one limiter.
+func soakFunctions() []string {
+	return []string{
+		"rate_limit_fixed_window",
+		"rate_limit_sliding_window",
+		"rate_limit_token_bucket",
+		"rate_limit_sliding_log",
+	}
+}
+
+// lockNothing has rate_limit_all decide everything, from rows that it does not lock, and puts a statement before
+// it writes them.
+func (s *soak) lockNothing(beforeWriting string) {
+	s.t.Helper()
+	for _, function := range soakFunctions() {
+		pgtest.Rewrite(s.t, s.extra, function, "few := n BETWEEN", "few := false AND n BETWEEN")
+		if function != "rate_limit_sliding_log" {
+			pgtest.Rewrite(s.t, s.extra, function, "IF NOT few AND", "IF false AND")
+		}
+	}
+	pgtest.Rewrite(s.t, s.extra, "rate_limit_all", "FOR UPDATE SKIP LOCKED", "OFFSET 0")
+	pgtest.Rewrite(s.t, s.extra, "rate_limit_all", "FOR UPDATE", "OFFSET 0")
+	const writing = "RETURN;\n        ELSIF locking THEN"
+	pgtest.Rewrite(s.t, s.extra, "rate_limit_all", writing, writing+" "+beforeWriting+";")
+}

@@ -1,0 +1,117 @@
+// Package algorithm is the one table of the algorithms, and the text form of the policies that use them.
+package algorithm
+
+import (
+	"fmt"
+	"slices"
+	"strings"
+	"time"
+)
+
+// Algorithm is a line of the table.
+type Algorithm struct {
+	Code     int16  // in the rows, and for rate_limit_all
+	Word     string // that a policy's text begins with
+	Example  string // of such a text
+	File     string // the NAME of NAME.go, NAME_test.go, sql/NAME.sql and sql/call/NAME.sql
+	Function string // which decides for keys of one limiter
+	// Arguments of the function, for the numbers of a policy: the limit, the refill if there is one, and the span.
+	Arguments []string
+	Credit    string // the column that holds granted credit
+}
+
+// The codes.
+const (
+	FixedWindow int16 = 1 + iota
+	SlidingWindow
+	TokenBucket
+	SlidingLog
+)
+
+// Few is how many keys a function decides one after the other. For more keys, one statement for all costs less.
+const Few = 8
+
+// All returns the table, in the order of the codes.
+//
+// A new algorithm needs a line here and one in algorithms.go, NAME.go with its policy and its model, sql/NAME.sql
+// with the rules, and sql/call/NAME.sql with the statement. Its function's name goes into sql/access.sql,
+// deploy/grants.sql and docs/operating.md. Then run make sql. TestEveryAlgorithmIsComplete tells what is missing.
+func All() []Algorithm { return slices.Clone(table[:]) }
+
+//nolint:gochecknoglobals // nobody changes it, and With asks it for each request
+var (
+	window = []string{"max_count", "window_us"}
+	bucket = []string{"capacity", "refill", "every_us"}
+	table  = [...]Algorithm{
+		{FixedWindow, "fixed", "fixed 100/1m", "fixed", "rate_limit_fixed_window", window, "credit"},
+		{SlidingWindow, "sliding", "sliding 100/1m", "sliding", "rate_limit_sliding_window", window, "credit"},
+		{TokenBucket, "bucket", "bucket 20 5/10s", "tokenbucket", "rate_limit_token_bucket", bucket, "count"},
+		{SlidingLog, "log", "log 100/1m", "slidinglog", "rate_limit_sliding_log", window, "credit"},
+	}
+)
+
+// ByWord returns the algorithm whose texts begin with a word.
+func ByWord(word string) (Algorithm, bool) {
+	for _, a := range table {
+		if a.Word == word {
+			return a, true
+		}
+	}
+	return Algorithm{}, false
+}
+
+// ByCode returns the algorithm of a code that exists.
+func ByCode(code int16) Algorithm { return table[code-1] }
+
+// Refills tells whether a policy has a refill, besides limit and span.
+func (a *Algorithm) Refills() bool { return len(a.Arguments) == 3 }
+
+// Functions names the functions that applications call: those that decide, and the one that resets.
+func Functions() []string {
+	var names []string
+	for _, a := range table {
+		names = append(names, a.Function)
+	}
+	return append(names, "rate_limit_all", "rate_limit_reset")
+}
+
+// Examples lists a text for each algorithm, in quotation marks, for people to read.
+func Examples() string {
+	var quoted []string
+	for _, a := range table {
+		quoted = append(quoted, `"`+a.Example+`"`)
+	}
+	last := len(quoted) - 1
+	return strings.Join(quoted[:last], ", ") + " or " + quoted[last]
+}
+
+// Numbers are a policy's data. Two policies for one row are the same if their Numbers are equal.
+type Numbers struct {
+	Algorithm int16
+	Limit     int64         // of a bucket, its capacity
+	Span      time.Duration // the window; of a bucket, the time in which Refill flows in
+	Refill    int64         // of a bucket; else 0
+}
+
+// Refills tells whether there is a refill, besides limit and span.
+func (n Numbers) Refills() bool { return table[n.Algorithm-1].Refills() }
+
+// MaxPolicies is how many policies a limiter may have.
+const MaxPolicies = 8
+
+// RowName is the name of the rows that a limiter keeps for its i-th policy, from 0.
+func RowName(limiter string, i int) string {
+	if i == 0 {
+		return limiter
+	}
+	return fmt.Sprintf("%s/%d", limiter, i+1)
+}
+
+// RowNames are the names of all rows that a limiter may have.
+func RowNames(limiter string) []string {
+	names := make([]string, MaxPolicies)
+	for i := range names {
+		names[i] = RowName(limiter, i)
+	}
+	return names
+}

@@ -1,0 +1,169 @@
+// Package catalog knows what the migrations make, as the catalogs of Postgres tell it. With it a schema that was made
+// by other means, or changed since, is compared with what it should be.
+package catalog
+
+import (
+	"context"
+	_ "embed"
+	"encoding/json"
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+
+	"github.com/jackc/pgx/v5"
+)
+
+//go:embed read.sql
+var readSQL string
+
+// madeJSON holds what there is after each migration. "make sql" writes it from a database, and a test compares it with
+// the database of the tests, on each version of Postgres.
+//
+//go:embed made.json
+var madeJSON []byte
+
+// Catalog holds the objects of ours in a schema, by kind and name: "table rate_limit_durable",
+// "function _rate_limit_late()".
+type Catalog map[string]Object
+
+// Object is a table, type or function.
+type Object struct {
+	// Owner is "" in what the migrations make, since anybody may run them.
+	Owner string `json:"owner,omitempty"`
+
+	// Aspects holds all else, by what it is: "column key", "body". A body is a hash.
+	Aspects map[string]string `json:"aspects"`
+}
+
+// Made returns what there is after all migrations up to a version. After version 0 there is nothing. For a version that
+// this release does not know, ok is false.
+func Made(version int64) (made Catalog, ok bool) {
+	if version == 0 {
+		return Catalog{}, true
+	}
+	made, ok = all()[version]
+	return made, ok
+}
+
+func all() map[int64]Catalog {
+	made := map[int64]Catalog{}
+	// It is part of this program, and a test reads all of it.
+	_ = json.Unmarshal(madeJSON, &made)
+	return made
+}
+
+// Names returns the names of all tables, types and functions that there are after any migration.
+func Names() []string {
+	names := map[string]bool{}
+	for _, made := range all() {
+		for object := range made {
+			names[Name(object)] = true
+		}
+	}
+	return slices.Sorted(maps.Keys(names))
+}
+
+// Name returns the name of an object without its kind and arguments.
+func Name(object string) string {
+	_, name, _ := strings.Cut(object, " ")
+	name, _, _ = strings.Cut(name, "(")
+	return name
+}
+
+// Read returns what is in a schema of the objects with our names, whoever has made them. It runs nothing that is there.
+// Until the end of the transaction, search_path is pg_catalog.
+func Read(ctx context.Context, tx pgx.Tx, schema string) (Catalog, error) {
+	return read(ctx, tx, schema, Names())
+}
+
+func read(ctx context.Context, tx pgx.Tx, schema string, names []string) (Catalog, error) {
+	if _, err := tx.Exec(ctx, "SET LOCAL search_path = pg_catalog, pg_temp"); err != nil {
+		return nil, err
+	}
+	rows, err := tx.Query(ctx, readSQL, schema, names)
+	if err != nil {
+		return nil, err
+	}
+	found := Catalog{}
+	var object, owner, aspect, value string
+	_, err = pgx.ForEachRow(rows, []any{&object, &owner, &aspect, &value}, func() error {
+		if _, ok := found[object]; !ok {
+			found[object] = Object{Owner: owner, Aspects: map[string]string{}}
+		}
+		found[object].Aspects[aspect] = value
+		return nil
+	})
+	return found, err
+}
+
+// Difference is one between what was found and what the migrations make.
+type Difference struct {
+	Object string
+	Aspect string // "" if the object as a whole is missing, is one too many, or belongs to somebody else
+	Text   string // a clause that says all: "table rate_limit_durable lacks column key"
+}
+
+// Differences compares what was found with what the migrations up to a version make. All of it must belong to owner. An
+// object that the migrations do not make counts only if it is the owner's.
+func (found Catalog) Differences(made Catalog, owner string) []Difference {
+	var all []Difference
+	for _, object := range slices.Sorted(maps.Keys(made)) {
+		got, ok := found[object]
+		switch {
+		case !ok:
+			all = append(all, Difference{Object: object, Text: object + " is missing"})
+		case got.Owner != owner:
+			all = append(all, Difference{Object: object, Text: fmt.Sprintf(
+				"%s belongs to %s, and not to %s", object, got.Owner, owner)})
+		default:
+			all = append(all, aspects(object, made[object].Aspects, got.Aspects)...)
+		}
+	}
+	for _, object := range slices.Sorted(maps.Keys(found)) {
+		if _, ok := made[object]; !ok && found[object].Owner == owner {
+			all = append(all, Difference{Object: object, Text: object + " should not be there"})
+		}
+	}
+	return all
+}
+
+func aspects(object string, made, found map[string]string) []Difference {
+	var all []Difference
+	add := func(aspect, text string, args ...any) {
+		all = append(all, Difference{object, aspect, object + " " + fmt.Sprintf(text, args...)})
+	}
+	const order = "order of columns" // another one says nothing new if a column is missing
+	for _, aspect := range slices.Sorted(maps.Keys(made)) {
+		switch got, ok := found[aspect]; {
+		case aspect == order || got == made[aspect]:
+		case !ok:
+			add(aspect, "lacks %s", aspect)
+		case aspect == "body":
+			add(aspect, "has another body")
+		default:
+			add(aspect, "has %s %q instead of %q", aspect, got, made[aspect])
+		}
+	}
+	for _, aspect := range slices.Sorted(maps.Keys(found)) {
+		if _, ok := made[aspect]; !ok {
+			add(aspect, "has %s, which should not be there", aspect)
+		}
+	}
+	if len(all) == 0 && found[order] != made[order] {
+		add(order, "has its columns in another order")
+	}
+	return all
+}
+
+// Nearest returns the version of all but 0 whose migrations make what differs least from what was found.
+func (found Catalog) Nearest(owner string) (nearest int64) {
+	least := -1
+	for version, made := range all() {
+		n := len(found.Differences(made, owner))
+		if least < 0 || n < least || n == least && version > nearest {
+			nearest, least = version, n
+		}
+	}
+	return nearest
+}

@@ -1,0 +1,102 @@
+-- What the catalogs say about the objects of ours in a schema, but for rights and comments: one row for each object and
+-- aspect. The name of the schema is left out of the values. In a body it is {schema}, because a name without its schema
+-- is another name.
+--   $1  the schema
+--   $2  the names of our tables, types and functions
+WITH schema AS (
+    SELECT n.oid, quote_ident(n.nspname) || '.' AS prefix
+    FROM pg_namespace AS n
+    WHERE n.nspname = $1::text
+),
+relation AS (
+    SELECT c.*, s.prefix,
+        concat(CASE c.relkind WHEN 'r' THEN 'table ' WHEN 'c' THEN 'type ' WHEN 'v' THEN 'view ' ELSE 'relation ' END,
+            c.relname) AS object
+    FROM pg_class AS c
+    JOIN schema AS s ON s.oid = c.relnamespace
+    WHERE c.relname = ANY ($2::text[])
+),
+attribute AS (
+    SELECT a.*, r.object, r.relowner, r.prefix, d.adbin
+    FROM relation AS r
+    JOIN pg_attribute AS a ON a.attrelid = r.oid AND a.attnum > 0 AND NOT a.attisdropped
+    LEFT JOIN pg_attrdef AS d ON d.adrelid = a.attrelid AND d.adnum = a.attnum
+),
+function AS (
+    SELECT p.*, s.prefix, concat('function ', p.proname, '(', oidvectortypes(p.proargtypes), ')') AS object
+    FROM pg_proc AS p
+    JOIN schema AS s ON s.oid = p.pronamespace
+    WHERE p.proname = ANY ($2::text[])
+),
+found (object, owner, aspect, value) AS (
+    SELECT r.object, r.relowner, 'persistence', CASE r.relpersistence WHEN 'u' THEN 'unlogged' ELSE 'logged' END
+    FROM relation AS r
+    UNION ALL
+    SELECT r.object, r.relowner, 'fillfactor', coalesce((
+        SELECT o.option_value FROM pg_options_to_table(r.reloptions) AS o WHERE o.option_name = 'fillfactor'), 'unset')
+    FROM relation AS r
+    UNION ALL
+    SELECT r.object, r.relowner, 'row security', CASE WHEN r.relrowsecurity THEN 'on' ELSE 'off' END
+    FROM relation AS r
+    UNION ALL
+    SELECT a.object, a.relowner, 'order of columns', string_agg(a.attname::text, ', ' ORDER BY a.attnum)
+    FROM attribute AS a
+    GROUP BY a.object, a.relowner
+    UNION ALL
+    SELECT a.object, a.relowner, concat('column ', a.attname), concat_ws(' ',
+        replace(format_type(a.atttypid, a.atttypmod), a.prefix, ''),
+        CASE WHEN a.attnotnull THEN 'not null' END,
+        'default ' || pg_get_expr(a.adbin, a.attrelid),
+        'collate ' || nullif(a.attcollation, 0)::regcollation::text,
+        'generated ' || nullif(concat(a.attgenerated::text, a.attidentity::text), ''),
+        'storage ' || a.attstorage::text)
+    FROM attribute AS a
+    UNION ALL
+    SELECT r.object, r.relowner, concat('index ', x.relname), replace(concat_ws(' ', pg_get_indexdef(i.indexrelid),
+        CASE WHEN NOT i.indisvalid THEN 'invalid' END), r.prefix, '')
+    FROM relation AS r
+    JOIN pg_index AS i ON i.indrelid = r.oid
+    JOIN pg_class AS x ON x.oid = i.indexrelid
+    UNION ALL
+    -- That a column is not null is a constraint too, from Postgres 18 on.
+    SELECT r.object, r.relowner, concat('constraint ', c.conname), concat_ws(' ', pg_get_constraintdef(c.oid))
+    FROM relation AS r
+    JOIN pg_constraint AS c ON c.conrelid = r.oid
+    WHERE c.contype <> 'n'
+    UNION ALL
+    SELECT r.object, r.relowner, concat('trigger ', t.tgname), pg_get_triggerdef(t.oid)
+    FROM relation AS r
+    JOIN pg_trigger AS t ON t.tgrelid = r.oid
+    WHERE NOT t.tgisinternal
+    UNION ALL
+    SELECT r.object, r.relowner, concat('rule ', w.rulename), w.ev_type::text
+    FROM relation AS r
+    JOIN pg_rewrite AS w ON w.ev_class = r.oid
+    UNION ALL
+    SELECT f.object, f.proowner, 'arguments', replace(pg_get_function_arguments(f.oid), f.prefix, '')
+    FROM function AS f
+    UNION ALL
+    SELECT f.object, f.proowner, 'result', replace(pg_get_function_result(f.oid), f.prefix, '')
+    FROM function AS f
+    UNION ALL
+    SELECT f.object, f.proowner, 'body', encode(sha256(convert_to(
+        replace(replace(f.prosrc, f.prefix || 'rate_limit_', '{schema}.rate_limit_'),
+            f.prefix || '_rate_limit_', '{schema}._rate_limit_'), 'UTF8')), 'hex')
+    FROM function AS f
+    UNION ALL
+    SELECT f.object, f.proowner, 'settings', coalesce((
+        SELECT string_agg(setting, ', ' ORDER BY setting COLLATE "C") FROM unnest(f.proconfig) AS setting), 'none')
+    FROM function AS f
+    UNION ALL
+    SELECT f.object, f.proowner, 'kind', concat_ws(' ', l.lanname,
+        CASE f.provolatile WHEN 'i' THEN 'immutable' WHEN 's' THEN 'stable' ELSE 'volatile' END,
+        CASE WHEN f.prosecdef THEN 'security definer' ELSE 'security invoker' END,
+        CASE WHEN f.proisstrict THEN 'strict' END,
+        CASE WHEN f.proleakproof THEN 'leakproof' END,
+        'parallel ' || f.proparallel::text, 'cost ' || f.procost, 'rows ' || f.prorows, 'kind ' || f.prokind::text)
+    FROM function AS f
+    JOIN pg_language AS l ON l.oid = f.prolang
+)
+SELECT object, pg_get_userbyid(owner)::text, aspect, coalesce(value, 'none')
+FROM found
+ORDER BY object COLLATE "C", aspect COLLATE "C"

@@ -1,0 +1,68 @@
+// Package limitertest holds what tests of packages that use a limiter have in common. The tests of package
+// ratelimit itself cannot import it.
+package limitertest
+
+import (
+	"errors"
+	"slices"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/internal/testkit"
+)
+
+// New returns a limiter with a client of its own, made by NewClient.
+func New(t testing.TB, db ratelimit.DBTX, config ratelimit.Config) *ratelimit.Limiter {
+	t.Helper()
+	client := NewClient(t, db, config.Client)
+	config.Client = ratelimit.ClientConfig{}
+	return Of(t, client, config)
+}
+
+// NewClient returns a client. Its Timeout defaults to one that no call comes near, however slow the machine.
+func NewClient(t testing.TB, db ratelimit.DBTX, config ratelimit.ClientConfig) *ratelimit.Client {
+	t.Helper()
+	if config.Timeout == 0 {
+		config.Timeout = testkit.Amply
+	}
+	client, err := ratelimit.NewClient(db, config)
+	require.NoError(t, err)
+	return client
+}
+
+// Of returns a limiter of a client.
+func Of(t testing.TB, client *ratelimit.Client, config ratelimit.Config) *ratelimit.Limiter {
+	t.Helper()
+	limiter, err := client.Limiter(config)
+	require.NoError(t, err)
+	return limiter
+}
+
+// Frozen returns a clock that stands still.
+func Frozen(at time.Time) ratelimit.TestConfig {
+	return ratelimit.TestConfig{Now: func() time.Time { return at }}
+}
+
+// Plain returns a result without what it remembers of its take, so that == compares what callers see.
+func Plain(r ratelimit.Result) ratelimit.Result {
+	return ratelimit.Result{
+		Allowed: r.Allowed, Source: r.Source, Limit: r.Limit, Remaining: r.Remaining,
+		RetryAfter: r.RetryAfter, ResetAfter: r.ResetAfter, DecidedAt: r.DecidedAt,
+	}
+}
+
+// RequireKinds requires a StoreError of exactly these kinds.
+func RequireKinds(t testing.TB, err error, want ...error) {
+	t.Helper()
+	var store *ratelimit.StoreError
+	require.ErrorAs(t, err, &store)
+	for _, kind := range []error{
+		ratelimit.ErrNotMigrated, ratelimit.ErrNotPermitted, ratelimit.ErrPreparedStatements, ratelimit.ErrSetup,
+		ratelimit.ErrUnavailable, ratelimit.ErrReadOnly, ratelimit.ErrTimeout, ratelimit.ErrOutcomeUnknown,
+	} {
+		require.Equal(t, slices.Contains(want, kind), errors.Is(err, kind), "%v: %v", kind, err)
+	}
+}

@@ -1,0 +1,313 @@
+package pg
+
+import (
+	"context"
+	"crypto/tls"
+	"errors"
+	"fmt"
+	"net"
+	"slices"
+	"strings"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+)
+
+// The kinds of an [Error]. Package ratelimit exports them under the same names, and says what they mean.
+var (
+	ErrNotMigrated = errors.New(prefix + "the database is not migrated, " +
+		"or ClientConfig.Schema, cleanup.Config.Schema or search_path does not name the schema; " +
+		"call migrations.Up(ctx, pool), or run 'pgratelimit migrate up', or " +
+		"'go run github.com/pgratelimit/ratelimit/cmd/pgratelimit@latest migrate up'")
+	ErrNewerSchema = errors.New(prefix + "the database was migrated by a newer release of this library; " +
+		"upgrade the application to it")
+	ErrNotPermitted = errors.New(prefix + "the database role may not do this; " +
+		"GRANT USAGE on the schema, and EXECUTE on its rate_limit_ functions")
+	ErrPreparedStatements = errors.New(prefix + "prepared statements are lost between the pool and Postgres, " +
+		"as by PgBouncer in transaction mode; set default_query_exec_mode=exec in the connection string")
+	ErrSetup = errors.New(prefix + "the connection is not set up for the limiter; " +
+		"look at the connection string, pg_hba.conf, and the settings and types of the session")
+	ErrUnavailable = errors.New(prefix + "the database is unavailable")
+	ErrReadOnly    = errors.New(prefix + "the database is read-only, like a standby or a demoted primary; " +
+		"connect to the primary, for example with target_session_attrs=read-write")
+	ErrTimeout       = errors.New(prefix + "the database did not decide within ClientConfig.Timeout")
+	ErrPoolExhausted = errors.New(prefix + "all connections of the pool are in use; in a transaction use AllowTx, " +
+		"else hold connections for less time, raise MaxConns, or make the client with OwnPool")
+	ErrKeyHeld = errors.New(prefix + "somebody's transaction holds the row of the key; " +
+		"end transactions soon after AllowTx")
+	ErrOutcomeUnknown = errors.New(prefix + "the outcome is unknown; the request may or may not have counted")
+)
+
+// ErrHeldUp is why callers are not decided in time whom held rows have kept from it.
+var ErrHeldUp = errors.New("rows that somebody holds have taken the time; nothing was taken")
+
+// prefix says whose error it is.
+const prefix = "ratelimit: "
+
+// Error is a failure of the database, or on the way to it. It has the kinds above that apply, or none, and the
+// driver's error.
+type Error struct {
+	kinds []error
+	err   error
+}
+
+// NewError returns an error of these kinds for a reason that the driver has not told.
+func NewError(err error, kinds ...error) *Error { return &Error{kinds: kinds, err: err} }
+
+func (e *Error) Error() string {
+	var text strings.Builder
+	text.WriteString(prefix)
+	for _, kind := range e.kinds {
+		text.WriteString(strings.TrimPrefix(kind.Error(), prefix) + ": ")
+	}
+	return text.String() + e.err.Error()
+}
+
+// Unwrap returns the kinds of the error and the driver's error, which may be a *pgconn.PgError.
+func (e *Error) Unwrap() []error { return append(slices.Clip(e.kinds), e.err) }
+
+// Cause returns the error that an [Error] was made of, and any other error as it is.
+func Cause(err error) error {
+	if e, ok := errors.AsType[*Error](err); ok {
+		return e.err
+	}
+	return err
+}
+
+// RolledBack returns the error of a statement in a caller's transaction. If the connection is closed, what became of
+// the statement is known.
+func RolledBack(tx any, err error) error {
+	if conn := Conn(tx); !errors.Is(err, ErrOutcomeUnknown) || conn == nil || !conn.IsClosed() {
+		return err
+	}
+	var kinds []error
+	if e, ok := errors.AsType[*Error](err); ok {
+		kinds = slices.DeleteFunc(slices.Clone(e.kinds), func(kind error) bool {
+			return errors.Is(kind, ErrOutcomeUnknown)
+		})
+	}
+	return NewError(fmt.Errorf("the connection is closed, so the transaction is rolled back: %w", Cause(err)), kinds...)
+}
+
+// Translate tells what an error of the driver means. sent tells whether the request may have reached the database. An
+// error that was translated already stays as it is.
+func Translate(err error, sent bool) *Error {
+	if e, ok := errors.AsType[*Error](err); ok {
+		return e
+	}
+	if TableLocked(err) {
+		return LockedTable(err)
+	}
+	if _, refused := errors.AsType[*pgconn.ConnectError](err); refused {
+		sent = false
+	}
+	if pgErr, ok := errors.AsType[*pgconn.PgError](err); ok {
+		return NewError(err, kindsOf(pgErr, sent)...)
+	}
+	if _, unreadable := errors.AsType[pgx.ScanArgError](err); unreadable {
+		return NewError(err, ErrSetup, ErrOutcomeUnknown)
+	}
+	if !sent && notSecure(err) {
+		return NewError(err, ErrSetup)
+	}
+	kind := ErrUnavailable
+	if errors.Is(err, context.DeadlineExceeded) || pgconn.Timeout(err) {
+		kind = ErrTimeout
+	}
+	if sent && !NeverSent(err) {
+		return NewError(err, kind, ErrOutcomeUnknown)
+	}
+	return NewError(err, kind)
+}
+
+// notSecure tells whether client and server do not agree on TLS: one of them does not do it, or does not trust the
+// other's certificate. pgx's own error has no type.
+func notSecure(err error) bool {
+	_, untrusted := errors.AsType[*tls.CertificateVerificationError](err)
+	alert, ok := errors.AsType[*net.OpError](err)
+	refused := ok && alert.Op == "remote error" // as crypto/tls calls an alert of the other side
+	_, noTLS := errors.AsType[tls.RecordHeaderError](err)
+	_, connecting := errors.AsType[*pgconn.ConnectError](err)
+	return untrusted || refused || noTLS ||
+		connecting && strings.Contains(err.Error(), "server refused TLS connection")
+}
+
+// kindsOf tells what an error of the database means.
+func kindsOf(err *pgconn.PgError, sent bool) []error {
+	if Remade(err) {
+		return []error{ErrNotMigrated}
+	}
+	class := err.Code[:min(2, len(err.Code))]
+	switch {
+	case err.Code == "42501":
+		return []error{ErrNotPermitted}
+	case class == "28", class == "3D", // refused log-in, no such database
+		!sent && (class == "22" || class == "42" || err.Code == "0A000"): // no such setting, or not this value
+		return []error{ErrSetup}
+	}
+	switch err.Code {
+	case "42P01", "42883", "3F000", "42704", "42703": // no such table, function, schema, type, column
+		return []error{ErrNotMigrated}
+	case "26000", "42P05": // no such prepared statement, one of that name already
+		return []error{ErrPreparedStatements}
+	case "08P01": // protocol violation
+		// From Postgres it means that the parameters are not those of the prepared statement. PgBouncer, whose errors
+		// are FATAL, uses it for nearly anything, such as the end of its connection to Postgres during the call.
+		if err.SeverityUnlocalized == "ERROR" {
+			return []error{ErrPreparedStatements}
+		}
+	case "25006": // a write to a read-only database
+		return []error{ErrUnavailable, ErrReadOnly}
+	case "55P03", "57014": // lock_timeout; statement_timeout or a cancel request
+		return []error{ErrTimeout}
+	}
+	switch {
+	case err.Code == "0A000" && err.Routine == "get_relation_info": // a read of an unlogged table on a standby
+		return []error{ErrUnavailable, ErrReadOnly}
+	case sent && err.SeverityUnlocalized != "ERROR" && !EndedIdle(err):
+		// A FATAL or PANIC ends the connection, and may come after the commit.
+		return []error{ErrUnavailable, ErrOutcomeUnknown}
+	case !sent, // the connection was refused
+		class == "08", class == "53", class == "58",
+		slices.Contains([]string{"57P01", "57P02", "57P03", "57P05"}, err.Code):
+		return []error{ErrUnavailable}
+	}
+	return nil // an ERROR has rolled the statement back
+}
+
+// Unsent returns the error of a statement that pgx has refused to send on db, or nil if err is another one. pgx's
+// own errors have no type. They leave the connection open, while those of the network do not.
+func Unsent(db any, err error) error {
+	conn := Conn(db)
+	_, answered := errors.AsType[*pgconn.PgError](err)
+	if conn == nil || conn.IsClosed() || answered || NeverSent(err) || pgconn.Timeout(err) ||
+		errors.Is(err, context.DeadlineExceeded) {
+		return nil
+	}
+	if refused := Unencoded(err); refused != nil {
+		return refused
+	}
+	return NewError(err, ErrSetup)
+}
+
+// Garbled returns the error of a statement on a connection whose client_encoding has characters with bytes of ASCII in
+// them. There the server would take a key's bytes for others than pgx has sent, and for the end of the key. These
+// encodings are those that a server cannot have. It returns nil for other connections.
+func Garbled(db any) error {
+	conn := Conn(db)
+	if conn == nil {
+		return nil
+	}
+	switch encoding := conn.PgConn().ParameterStatus("client_encoding"); encoding {
+	case "SJIS", "SHIFT_JIS_2004", "BIG5", "GBK", "UHC", "GB18030", "JOHAB":
+		return NewError(
+			errors.New("client_encoding is "+encoding+", in which pgx does not write; set it to UTF8"), ErrSetup)
+	}
+	return nil
+}
+
+// Unencoded returns the error of a statement whose arguments pgx could not encode, or nil if err is another one. The
+// text of pgx's own error shows the argument.
+func Unencoded(err error) error {
+	if _, answered := errors.AsType[*pgconn.PgError](err); answered || !strings.Contains(err.Error(), "encode ") {
+		return nil
+	}
+	return NewError(errors.New(
+		"pgx cannot encode an argument; has the application registered another codec for its type?"), ErrSetup)
+}
+
+// NeverSent tells whether an error surely came before anything was sent. pgconn.SafeToRetry says so of
+// ErrConnClosed too. But in the simple protocol ErrConnClosed also comes when a connection breaks after the
+// statement was sent.
+func NeverSent(err error) bool {
+	return pgconn.SafeToRetry(err) && !errors.Is(err, pgconn.ErrConnClosed)
+}
+
+// EndedIdle tells whether idle_session_timeout had ended the connection before the statement came to it.
+func EndedIdle(err error) bool {
+	pgErr, ok := errors.AsType[*pgconn.PgError](err)
+	return ok && pgErr.Code == "57P05"
+}
+
+// Undone tells whether the database has rolled a statement back for a reason that is gone when it runs again. The
+// statement may have lost a race that isolation levels above READ COMMITTED do not let it win. Or it was chosen to
+// end a deadlock that a caller's transaction made.
+func Undone(err error) bool {
+	pgErr, ok := errors.AsType[*pgconn.PgError](err)
+	return ok && (pgErr.Code == "40001" || pgErr.Code == "40P01")
+}
+
+// Canceled tells whether the server was told to end the statement. If our time is not up, the server may have told
+// itself. A lock_timeout may end just when the lock is granted, while the statement goes on to wait for the next
+// one. The server reports that as if somebody had asked for it.
+func Canceled(err error) bool {
+	pgErr, ok := errors.AsType[*pgconn.PgError](err)
+	return ok && pgErr.Code == "57014"
+}
+
+// Remade tells whether the database has rolled a statement back because a function or type that it used was
+// dropped, as a migration may do. If the function or type was made again, the statement works when it runs again.
+func Remade(err error) bool {
+	pgErr, ok := errors.AsType[*pgconn.PgError](err)
+	if !ok {
+		return false
+	}
+	switch pgErr.Code {
+	case "XX000": // the first message is in English everywhere
+		return strings.HasPrefix(pgErr.Message, "cache lookup failed for ") || pgErr.Routine == "relation_open"
+	case "42804": // of PL/pgSQL: the type of a variable is no longer that of a row
+		return pgErr.Routine == "exec_assign_value"
+	case "0A000": // the plan of a prepared statement returned another type
+		return pgErr.Routine == "RevalidateCachedQuery"
+	}
+	return false
+}
+
+// LockTimeout tells whether the database gave up waiting for a lock, so that nothing was taken.
+func LockTimeout(err error) bool {
+	pgErr, ok := errors.AsType[*pgconn.PgError](err)
+	return ok && pgErr.Code == "55P03"
+}
+
+// RowHeld tells whether an error means that somebody's transaction has held a row. A locked table is ErrUnavailable.
+func RowHeld(err error) bool {
+	return errors.Is(err, ErrKeyHeld) || errors.Is(err, ErrHeldUp) ||
+		LockTimeout(err) && !errors.Is(err, ErrUnavailable)
+}
+
+// IsTrouble tells whether an error means that something keeps the database from deciding, which clients log. What
+// concerns a key or a transaction does not.
+func IsTrouble(err error) bool {
+	_, ok := errors.AsType[*Error](err)
+	return ok && !RowHeld(err) && !Undone(err)
+}
+
+// TableLocked tells whether a LockTimeout came from a locked table, as far as the statement has told that apart.
+// The statement waits for the table in a LOCK TABLE of its own. A statement's text is the same in every language
+// of the server.
+func TableLocked(err error) bool {
+	pgErr, ok := errors.AsType[*pgconn.PgError](err)
+	return ok && pgErr.Code == "55P03" && strings.Contains(pgErr.Where, "LOCK TABLE")
+}
+
+// LockedTable is the error for callers who have waited for the table.
+func LockedTable(err error) *Error {
+	err = Cause(err) // or it would be an ErrTimeout as well
+	return NewError(fmt.Errorf("somebody has locked the table, as VACUUM FULL does: %w", err), ErrUnavailable)
+}
+
+// Unencodable tells whether the encoding of the database or of the connection has no place for a text. argument
+// tells which one it is, "key" or "name", if a function has refused it because it becomes too long.
+func Unencodable(err error) (argument string, unencodable bool) {
+	pgErr, ok := errors.AsType[*pgconn.PgError](err)
+	if !ok || pgErr.SeverityUnlocalized != "ERROR" {
+		return "", false
+	}
+	switch pgErr.Code {
+	case "22021", "22P05": // no such character
+		return "", true
+	case "22023":
+		return pgErr.ColumnName, pgErr.ColumnName == "key" || pgErr.ColumnName == "name"
+	}
+	return "", false
+}

@@ -1,0 +1,81 @@
+// Package pg knows what limiters and sweepers need to know of Postgres and pgx: what an error of the database means,
+// which connection is behind a value, and how a schema is named.
+package pg
+
+import (
+	"context"
+	"fmt"
+	"reflect"
+	"strings"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+)
+
+// IsNil tells whether db is nil, or an interface that holds a nil pointer, such as (*pgxpool.Pool)(nil).
+func IsNil(db any) bool {
+	if db == nil {
+		return true
+	}
+	v := reflect.ValueOf(db)
+	return v.Kind() == reflect.Pointer && v.IsNil()
+}
+
+// Conn returns the connection behind db, which may be a connection or a transaction. It returns nil for a pool,
+// and for a transaction of the application's own making that has no connection.
+func Conn(db any) *pgx.Conn {
+	var conn *pgx.Conn
+	switch db := db.(type) {
+	case *pgx.Conn:
+		conn = db
+	case interface{ Conn() *pgx.Conn }: // pgx.Tx, *pgxpool.Conn
+		conn = db.Conn()
+	}
+	if conn == nil || conn.PgConn() == nil {
+		return nil
+	}
+	return conn
+}
+
+// Qualify puts the schema before the functions in a statement. Their names must all begin with rate_limit_.
+func Qualify(statement, schema string) string {
+	if schema == "" {
+		return statement
+	}
+	return strings.ReplaceAll(statement, "rate_limit_", pgx.Identifier{schema}.Sanitize()+".rate_limit_")
+}
+
+// Pool is a pool of connections that is not a *pgxpool.Pool: the one of package sqldb.
+type Pool interface {
+	// Use calls use with a connection that is its own until it returns. It returns use's error, or an [Error] if there
+	// is no connection.
+	Use(ctx context.Context, use func(*pgx.Conn) error) error
+}
+
+// Use calls use with a connection of a pool. It returns use's error, or an [Error] if there is no connection.
+func Use(ctx context.Context, pool any, use func(*pgx.Conn) error) error {
+	switch pool := pool.(type) {
+	case *pgxpool.Pool:
+		// This is apart from the use, to know what was not sent.
+		full := allAcquired(pool)
+		conn, err := pool.Acquire(ctx)
+		switch {
+		case err != nil && ctx.Err() != nil && full && allAcquired(pool):
+			return NewError(err, ErrPoolExhausted, ErrTimeout)
+		case err != nil:
+			return Translate(err, false)
+		}
+		defer conn.Release()
+		return use(conn.Conn())
+	case Pool:
+		return pool.Use(ctx, use)
+	}
+	return NewError(fmt.Errorf("a %T is no *pgxpool.Pool, nor a *sql.DB in sqldb.Pool", pool), ErrSetup)
+}
+
+// allAcquired tells whether nobody can have a connection of the pool without waiting for one to come back. Whoever
+// sees that before and after a wait has waited for that. It takes a ten-thousandth of a millisecond.
+func allAcquired(pool *pgxpool.Pool) bool {
+	stat := pool.Stat()
+	return stat.AcquiredConns() == stat.MaxConns()
+}

@@ -1,0 +1,152 @@
+package pgtest
+
+import (
+	"context"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit/internal/testkit"
+)
+
+// Querier asks questions of a database: a pool, a connection or a transaction.
+type Querier interface {
+	Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error)
+	QueryRow(ctx context.Context, sql string, args ...any) pgx.Row
+}
+
+// Executor runs statements too: a pool, a connection or a transaction.
+type Executor interface {
+	Querier
+	Exec(ctx context.Context, sql string, args ...any) (pgconn.CommandTag, error)
+}
+
+// Exec runs a statement that must succeed. Without arguments it may run several statements.
+func Exec(t testing.TB, db Executor, sql string, args ...any) {
+	t.Helper()
+	_, err := db.Exec(t.Context(), sql, args...)
+	require.NoError(t, err)
+}
+
+// Scalar runs a query for one value.
+func Scalar[T any](t testing.TB, db Querier, sql string, args ...any) T {
+	t.Helper()
+	rows, err := db.Query(t.Context(), sql, args...)
+	require.NoError(t, err)
+	value, err := pgx.CollectOneRow(rows, pgx.RowTo[T])
+	require.NoError(t, err)
+	return value
+}
+
+// Connect returns a connection of the test's own, outside all pools.
+func Connect(t testing.TB, db *DB) *pgx.Conn {
+	t.Helper()
+	conn, err := pgx.Connect(t.Context(), db.URL)
+	require.NoError(t, err)
+	t.Cleanup(func() { _ = conn.Close(context.Background()) })
+	return conn
+}
+
+// Begin begins a transaction on a connection of its own. The test has to end it.
+func Begin(t testing.TB, db *DB) pgx.Tx {
+	t.Helper()
+	tx, err := Connect(t, db).Begin(t.Context())
+	require.NoError(t, err)
+	return tx
+}
+
+// WaitUntilBlocked returns when so many sessions of the database wait for a lock that another session has.
+func WaitUntilBlocked(t testing.TB, db Querier, sessions int) {
+	t.Helper()
+	testkit.WaitUntil(t, func() bool {
+		return sessions == Scalar[int](t, db, `
+			SELECT count(*) FROM pg_stat_activity
+			WHERE datname = current_database() AND cardinality(pg_blocking_pids(pid)) > 0`)
+	})
+}
+
+// Rewrite replaces parts of a function in the test's database. The result is a broken variant, with which a check
+// can show that it notices mistakes. oldNew are pairs of a text that must be in the function, and of what
+// replaces it.
+func Rewrite(t testing.TB, db Executor, function string, oldNew ...string) {
+	t.Helper()
+	source := Scalar[string](t, db, "SELECT pg_get_functiondef($1::regproc)", function)
+	for i := 0; i < len(oldNew); i += 2 {
+		require.Contains(t, source, oldNew[i])
+		source = strings.ReplaceAll(source, oldNew[i], oldNew[i+1])
+	}
+	Exec(t, db, source)
+}
+
+// Table returns the name of one of the two tables.
+func Table(durable bool) string {
+	if durable {
+		return "rate_limit_durable"
+	}
+	return "rate_limit_ephemeral"
+}
+
+// Fill adds rows of a limiter to a table, with the keys "key 1" and on in this order. All of them expire at
+// expiresAt.
+func Fill(t testing.TB, db Executor, table, name string, rows int, expiresAt time.Time) {
+	t.Helper()
+	Exec(t, db, "INSERT INTO "+table+` (prefix, key, expires_at)
+		SELECT $1, 'key ' || n, $2 FROM generate_series(1, $3::integer) AS n`, name, expiresAt.UnixMicro(), rows)
+}
+
+// Scans is what statements have read of a table.
+type Scans struct {
+	Sequential int64 // scans of the whole table
+	Rows       int64 // rows that these have read
+	IndexRows  int64 // rows that were found through an index
+}
+
+// ScansOfAGrownTable returns what statements read of a table on a session that has planned them before the table
+// grew. plan runs them on the small table. It is called often enough that the session may keep a plan. grow makes
+// the table large, and run runs the statements again.
+func ScansOfAGrownTable(t testing.TB, conn *pgx.Conn, table, mode string, plan, grow, run func()) (scans Scans) {
+	t.Helper()
+	Exec(t, conn, "ALTER TABLE "+table+" SET (autovacuum_enabled = off)")
+	Exec(t, conn, "SET plan_cache_mode = "+mode)
+	Exec(t, conn, "ANALYZE "+table)
+	for range 10 { // past the five calls after which a session may keep a plan
+		plan()
+	}
+	grow()
+
+	// They are counted in a transaction, where the session's own counters can be read at once.
+	Exec(t, conn, "BEGIN")
+	run()
+	row := conn.QueryRow(t.Context(), `
+		SELECT pg_stat_get_xact_numscans($1::regclass), pg_stat_get_xact_tuples_returned($1::regclass),
+			(SELECT sum(pg_stat_get_xact_tuples_returned(indexrelid))
+				FROM pg_index WHERE indrelid = $1::regclass)::bigint`, table)
+	require.NoError(t, row.Scan(&scans.Sequential, &scans.Rows, &scans.IndexRows))
+	Exec(t, conn, "COMMIT")
+	return scans
+}
+
+// Objects lists what is in a database: all schemas, relations, functions and types, or those in one schema. It
+// includes the oids, so that whatever was made anew shows.
+func Objects(t testing.TB, db Querier, schema ...string) []string {
+	t.Helper()
+	rows, err := db.Query(t.Context(), `
+		SELECT format('%s %s %s %s', o.kind, n.nspname, o.name, o.oid)
+		FROM (
+			SELECT 'schema', '', oid, oid FROM pg_namespace WHERE $1::text[] IS NULL
+			UNION ALL SELECT 'relation', relname, oid, relnamespace FROM pg_class
+			UNION ALL SELECT 'function', proname, oid, pronamespace FROM pg_proc
+			UNION ALL SELECT 'type', typname, oid, typnamespace FROM pg_type
+		) AS o (kind, name, oid, namespace)
+		JOIN pg_namespace AS n ON n.oid = o.namespace
+		WHERE $1 IS NULL OR n.nspname = ANY ($1)
+		ORDER BY 1`, schema)
+	require.NoError(t, err)
+	all, err := pgx.CollectRows(rows, pgx.RowTo[string])
+	require.NoError(t, err)
+	return all
+}

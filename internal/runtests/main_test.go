@@ -1,0 +1,125 @@
+package main
+
+import (
+	"bytes"
+	"errors"
+	"os/exec"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit/internal/pgfind"
+)
+
+// nowhere is a machine without anything.
+func nowhere() pgfind.Host {
+	return pgfind.Host{LookPath: func(string) (string, error) { return "", exec.ErrNotFound }}
+}
+
+func TestWithoutPostgresNothingIsRun(t *testing.T) {
+	t.Parallel()
+
+	var out bytes.Buffer
+	err := run(t.Context(), nowhere(), &out, nil, nil)
+	require.ErrorIs(t, err, pgfind.ErrNotFound)
+	require.Equal(t, 2, exitStatus(err))
+	require.Empty(t, out.String())
+	require.Equal(t, 1, exitStatus(errFailed))
+	require.Equal(t, 1, exitStatus(errors.Join(errFailed, errors.New("and more"))))
+}
+
+func TestServerOfAVariable(t *testing.T) {
+	t.Parallel()
+
+	for _, test := range []struct {
+		environment []string
+		name, url   string
+	}{
+		{[]string{"A=1", "DATABASE_URL=postgres://me:secret@one"}, "DATABASE_URL", "postgres://me:secret@one"},
+		{
+			[]string{"DATABASE_URL=one", "RATELIMIT_TEST_DATABASE_URL=two", "A=1"},
+			"RATELIMIT_TEST_DATABASE_URL", "two",
+		},
+		{[]string{"DATABASE_URL=one", "RATELIMIT_TEST_DATABASE_URL=", "A=1"}, "DATABASE_URL", "one"},
+	} {
+		server, environment, err := findServer(t.Context(), nowhere(), test.environment)
+		require.NoError(t, err)
+		require.Contains(t, server, "the server of "+test.name+".")
+		require.NotContains(t, server, "secret")
+		// DATABASE_URL is gone: it would change what tests of the command see.
+		require.Equal(t, []string{"A=1", "RATELIMIT_TEST_DATABASE_URL=" + test.url}, environment)
+	}
+	_, _, err := findServer(t.Context(), nowhere(), []string{"DATABASE_URL="})
+	require.ErrorIs(t, err, pgfind.ErrNotFound)
+}
+
+func TestReport(t *testing.T) {
+	t.Parallel()
+
+	var out strings.Builder
+	r := &report{out: &out}
+	require.NoError(t, r.read(strings.NewReader(`go: downloading something
+{"Action":"start","Package":"github.com/pgratelimit/ratelimit"}
+{"Action":"output","Package":"github.com/pgratelimit/ratelimit","Test":"TestGood","Output":"a log of a test that passes\n"}
+{"Action":"pass","Package":"github.com/pgratelimit/ratelimit","Test":"TestGood","Elapsed":1}
+{"Action":"output","Package":"github.com/pgratelimit/ratelimit","Test":"TestA","Output":"    a_test.go:1: PgBouncer: install it\n"}
+{"Action":"output","Package":"github.com/pgratelimit/ratelimit","Test":"TestA","Output":"--- SKIP: TestA (0.00s)\n"}
+{"Action":"skip","Package":"github.com/pgratelimit/ratelimit","Test":"TestA","Elapsed":0}
+{"Action":"output","Package":"github.com/pgratelimit/ratelimit","Test":"TestB","Output":"    b_test.go:1: cron: install it\n"}
+{"Action":"skip","Package":"github.com/pgratelimit/ratelimit","Test":"TestB","Elapsed":0}
+{"Action":"output","Package":"github.com/pgratelimit/ratelimit","Test":"TestC/sub","Output":"    c_test.go:1: PgBouncer: install it\n"}
+{"Action":"skip","Package":"github.com/pgratelimit/ratelimit","Test":"TestC/sub","Elapsed":0}
+{"Action":"skip","Package":"github.com/pgratelimit/ratelimit","Test":"TestD","Elapsed":0}
+{"Action":"pass","Package":"github.com/pgratelimit/ratelimit","Elapsed":12.34}
+{"Action":"skip","Package":"github.com/pgratelimit/ratelimit/without","Elapsed":0}
+`)))
+	require.NoError(t, r.finish(83*time.Second))
+	require.Equal(t, `go: downloading something
+ok    (the library)                    12.3 s
+
+Not tested here:
+  PgBouncer: install it (TestA and 1 more)
+  cron: install it (TestB)
+  no reason given (TestD)
+
+All passed in 1m23s.
+`, out.String())
+
+	out.Reset()
+	r = &report{out: &out}
+	require.NoError(t, r.read(strings.NewReader(`
+{"Action":"output","Package":"github.com/pgratelimit/ratelimit/sub","Test":"TestBad","Output":"    why it failed\n"}
+{"Action":"output","Package":"github.com/pgratelimit/ratelimit/sub","Test":"TestBad","Output":"--- FAIL: TestBad\n"}
+{"Action":"fail","Package":"github.com/pgratelimit/ratelimit/sub","Test":"TestBad","Elapsed":1}
+{"Action":"output","Package":"github.com/pgratelimit/ratelimit/sub","Output":"exit status 3\n"}
+{"Action":"output","Package":"github.com/pgratelimit/ratelimit/sub","Test":"TestHangs","Output":"panic: test timed out\n"}
+{"Action":"fail","Package":"github.com/pgratelimit/ratelimit/sub","Elapsed":1}
+{"ImportPath":"github.com/pgratelimit/ratelimit/x","Action":"build-output","Output":"x.go:1: syntax error\n"}
+{"ImportPath":"github.com/pgratelimit/ratelimit/x","Action":"build-fail"}
+`)))
+	require.ErrorIs(t, r.finish(time.Second), errFailed)
+	require.Equal(t, `
+    why it failed
+--- FAIL: TestBad
+exit status 3
+panic: test timed out
+FAIL  sub                              1.0 s
+x.go:1: syntax error
+
+Nothing was left out.
+`, out.String())
+}
+
+// A go test that ends badly is a failure, whatever it has said.
+func TestExitStatusCounts(t *testing.T) {
+	t.Parallel()
+
+	var out strings.Builder
+	r := &report{out: &out}
+	require.NoError(t, r.run(exec.CommandContext(t.Context(), "sh", "-c", "echo why >&2; exit 1")))
+	require.ErrorIs(t, r.finish(0), errFailed)
+	require.Contains(t, out.String(), "why\n")
+	require.ErrorContains(t, r.run(exec.CommandContext(t.Context(), "/nowhere")), "run the tests")
+}

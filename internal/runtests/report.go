@@ -1,0 +1,150 @@
+package main
+
+import (
+	"bufio"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+)
+
+// module is what all packages have in common.
+const module = "github.com/pgratelimit/ratelimit"
+
+// event is one line of go test -json. See go doc test2json.
+type event struct {
+	Action  string
+	Package string
+	Test    string
+	Elapsed float64 // seconds
+	Output  string
+}
+
+// report prints what people want to know of a test run: a line for each package, all that a failed test has
+// written, and at the end what was not tested.
+type report struct {
+	mu      sync.Mutex // several go tests may run
+	out     io.Writer
+	failed  bool
+	skipped []skip
+}
+
+// skip is a reason for which tests were skipped.
+type skip struct {
+	reason string
+	tests  []string
+}
+
+// testKey is a test, or a package if test is empty.
+type testKey struct{ pkg, test string }
+
+// read reads the events of one go test.
+func (r *report) read(events io.Reader) error {
+	written := map[testKey]*strings.Builder{}
+	scanner := bufio.NewScanner(events)
+	scanner.Buffer(nil, 16<<20)
+	for scanner.Scan() {
+		r.readLine(scanner.Bytes(), written)
+	}
+	return scanner.Err()
+}
+
+// readLine reads one event. written is what the tests that still run have printed.
+func (r *report) readLine(line []byte, written map[testKey]*strings.Builder) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	var e event
+	if json.Unmarshal(line, &e) != nil {
+		fmt.Fprintln(r.out, string(line)) // go itself complains
+		return
+	}
+	k := testKey{e.Package, e.Test}
+	if written[k] == nil {
+		written[k] = &strings.Builder{}
+	}
+	switch e.Action {
+	case "build-output":
+		fmt.Fprint(r.out, e.Output)
+	case "output":
+		written[k].WriteString(e.Output)
+	case "pass", "fail", "skip":
+		text := written[k].String()
+		delete(written, k)
+		if e.Action == "fail" {
+			r.failed = true
+			fmt.Fprint(r.out, text)
+			if e.Test == "" {
+				r.unfinished(e.Package, written)
+			}
+		}
+		if e.Test == "" {
+			r.packageEnded(e)
+		} else if e.Action == "skip" {
+			r.skip(e.Test, text)
+		}
+	}
+}
+
+// unfinished prints what the tests of a package have printed that had not ended when it did.
+func (r *report) unfinished(pkg string, written map[testKey]*strings.Builder) {
+	for k, text := range written {
+		if k.pkg == pkg {
+			fmt.Fprint(r.out, text)
+		}
+	}
+}
+
+func (r *report) packageEnded(e event) {
+	name := strings.TrimPrefix(strings.TrimPrefix(e.Package, module), "/")
+	if name == "" {
+		name = "(the library)"
+	}
+	switch e.Action {
+	case "pass":
+		fmt.Fprintf(r.out, "ok    %-32s %.1f s\n", name, e.Elapsed)
+	case "fail":
+		fmt.Fprintf(r.out, "FAIL  %-32s %.1f s\n", name, e.Elapsed)
+	}
+}
+
+// skip notes why a test was skipped. Its text ends with "file.go:1: the reason" and "--- SKIP", in either order.
+func (r *report) skip(test, text string) {
+	reason := "no reason given"
+	for line := range strings.Lines(text) {
+		if place, after, ok := strings.Cut(strings.TrimSpace(line), ": "); ok && strings.Contains(place, ".go:") {
+			reason = after
+		}
+	}
+	i := slices.IndexFunc(r.skipped, func(s skip) bool { return s.reason == reason })
+	if i < 0 {
+		i = len(r.skipped)
+		r.skipped = append(r.skipped, skip{reason: reason})
+	}
+	r.skipped[i].tests = append(r.skipped[i].tests, test)
+}
+
+var errFailed = errors.New("FAILED: see above")
+
+func (r *report) finish(took time.Duration) error {
+	if len(r.skipped) == 0 {
+		fmt.Fprintln(r.out, "\nNothing was left out.")
+	} else {
+		fmt.Fprintln(r.out, "\nNot tested here:")
+	}
+	for _, s := range r.skipped {
+		more := ""
+		if len(s.tests) > 1 {
+			more = fmt.Sprintf(" and %d more", len(s.tests)-1)
+		}
+		fmt.Fprintf(r.out, "  %s (%s%s)\n", s.reason, s.tests[0], more)
+	}
+	if r.failed {
+		return errFailed
+	}
+	_, err := fmt.Fprintf(r.out, "\nAll passed in %s.\n", took.Round(time.Second))
+	return err
+}

@@ -1,0 +1,93 @@
+package testkit
+
+import (
+	"bytes"
+	"context"
+	"net"
+	"os"
+	"os/exec"
+	"syscall"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+)
+
+// FreeAddress returns an address of this machine at which nobody listens right now.
+func FreeAddress(t testing.TB) string {
+	t.Helper()
+	listener, err := net.Listen("tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	require.NoError(t, listener.Close())
+	return listener.Addr().String()
+}
+
+// OpenDir returns a folder that every user may enter and write to, unlike that of t.TempDir. Its path is short
+// enough for a socket. It is removed at the end of the test.
+func OpenDir(t testing.TB) string {
+	t.Helper()
+	dir, err := os.MkdirTemp("", "ratelimit-test-") //nolint:usetesting // see above
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, os.RemoveAll(dir)) })
+	require.NoError(t, os.Chmod(dir, 0o777))
+	return dir
+}
+
+// WriteProgram writes a program that everybody may run. A child that another test forks meanwhile would hold the file
+// open for writing until its own exec, and ours would fail: "text file busy".
+func WriteProgram(t testing.TB, path string, content []byte) {
+	t.Helper()
+	syscall.ForkLock.RLock()
+	defer syscall.ForkLock.RUnlock()
+	require.NoError(t, os.WriteFile(path, content, 0o700))
+	require.NoError(t, os.Chmod(path, 0o755)) // whatever the umask
+}
+
+// Program finds a program, also outside the PATH of an ordinary user. It returns "" if there is none.
+func Program(name string) string {
+	for _, path := range []string{name, "/usr/sbin/" + name} {
+		if found, err := exec.LookPath(path); err == nil {
+			return found
+		}
+	}
+	return ""
+}
+
+// Start runs a server until the test ends, and returns when it is ready.
+func Start(t testing.TB, ready func() error, program string, args ...string) {
+	t.Helper()
+	cmd := exec.CommandContext(context.Background(), program, args...)
+	var log bytes.Buffer
+	cmd.Stdout, cmd.Stderr = &log, &log
+	require.NoError(t, cmd.Start())
+	ended := make(chan struct{})
+	go func() {
+		_ = cmd.Wait() // it is killed
+		close(ended)
+	}()
+	t.Cleanup(func() {
+		_ = cmd.Process.Kill()
+		<-ended
+		if t.Failed() {
+			t.Log(log.String())
+		}
+	})
+	WaitUntil(t, func() bool {
+		select {
+		case <-ended:
+			require.Fail(t, program+" has ended")
+		default:
+		}
+		return ready() == nil
+	}, "%s does not get ready", program)
+}
+
+// Accepts returns a ready function for Start: it succeeds once somebody listens at the address.
+func Accepts(address string) (ready func() error) {
+	return func() error {
+		conn, err := net.Dial("tcp", address)
+		if err != nil {
+			return err
+		}
+		return conn.Close()
+	}
+}

@@ -1,0 +1,132 @@
+package ratelimit
+
+import (
+	"context"
+	"fmt"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit/internal/pgtest"
+	"github.com/pgratelimit/ratelimit/internal/testkit"
+)
+
+// What makes the statements of one limiter fail is no failure of the others of its client, whose calls may leave in
+// the same statements.
+func TestFailureOfOneLimiterLeavesOthersAlone(t *testing.T) {
+	t.Parallel()
+
+	const limiters, callers, calls, guilty = 8, 4, 20, 7
+	trigger := func(code string) string {
+		return `CREATE FUNCTION boom() RETURNS trigger LANGUAGE plpgsql AS
+				$$BEGIN RAISE 'boom' USING ERRCODE = '` + code + `'; END$$;
+			CREATE TRIGGER boom BEFORE INSERT OR UPDATE ON rate_limit_durable FOR EACH ROW EXECUTE FUNCTION boom()`
+	}
+	for what, fault := range map[string]struct {
+		durable bool // the guilty limiter
+		sql     string
+	}{
+		"a damaged page":  {true, trigger("XX001")},
+		"a full disk":     {true, trigger("53100")},
+		"a cancellation":  {true, trigger("57014")},
+		"a missing table": {true, "ALTER TABLE rate_limit_durable RENAME TO gone"},
+		"a refused row":   {false, fmt.Sprintf("ALTER TABLE rate_limit_ephemeral ADD CHECK (prefix <> '%d')", guilty)},
+	} {
+		t.Run(what, func(t *testing.T) {
+			t.Parallel()
+
+			db := pgtest.New(t)
+			client := newClient(t, db.Pool, ClientConfig{Timeout: amply})
+			all := make([]*Limiter, limiters)
+			for i := range all {
+				all[i] = client.limiter(t, Config{
+					Name: fmt.Sprint(i), Policy: SlidingWindow{Limit: 5, Window: time.Hour},
+					Durable: fault.durable && i == guilty, OnFailure: FailOpen(),
+				})
+			}
+			pgtest.Exec(t, db.Pool, fault.sql)
+			var mu sync.Mutex
+			var failed, decided int
+			testkit.Together(limiters*callers, func(g int) {
+				for i := range calls {
+					result, err := all[g%limiters].Allow(context.Background(), fmt.Sprint(g, i))
+					ok := err == nil && result.Source == SourceDatabase
+					mu.Lock()
+					if g%limiters == guilty && ok {
+						decided++
+					} else if g%limiters != guilty && !ok {
+						failed++
+					}
+					mu.Unlock()
+				}
+			})
+			require.Zero(t, failed)
+			require.Zero(t, decided, "there was no fault")
+		})
+	}
+}
+
+// A lock on one table does not open the breaker for limiters of the other one.
+func TestLockedTableOpensNoBreakerForTheOther(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	client := newClient(t, db.Pool, ClientConfig{})
+	policy := FixedWindow{Limit: 5, Window: time.Hour}
+	login := client.limiter(t, Config{Name: "login", Policy: policy, OnFailure: FailOpen()})
+	quota := client.limiter(t, Config{Name: "quota", Policy: policy, Durable: true, OnFailure: FailOpen()})
+	pgtest.Exec(t, pgtest.Begin(t, db), "LOCK TABLE rate_limit_durable IN SHARE MODE") // as CREATE INDEX does
+	for i := range breakerFailures {
+		result, err := quota.Allow(t.Context(), fmt.Sprint(i))
+		require.NoError(t, err)
+		require.Equal(t, SourceFailedOpen, result.Source)
+	}
+	require.True(t, client.batcher.breaker.isOpen(kindDurable))
+	require.False(t, client.batcher.breaker.isOpen(kindEphemeral))
+	through := 0
+	for range 100 {
+		if result, err := login.Allow(t.Context(), "attacker"); err == nil && result.Allowed {
+			through++
+		}
+	}
+	require.Equal(t, 5, through)
+}
+
+// While the statements of one kind are slow, they leave a place to the others, who leave at once.
+func TestSlowKindLeavesAPlace(t *testing.T) {
+	t.Parallel()
+
+	b := newBoard(500)
+	q := b.queue
+	q.maxInFlight, q.batcher = 2, &batcher{begin: time.Now()}
+	b.spaces["bills"] = &keyspace{name: "bills", durable: true}
+	b.push("bills", 5, 30, 1)
+	q.departs(kindDurable)
+	q.inFlight++
+	require.True(t, q.mayLeave(kindDurable), "30 wait")
+	q.lands(kindDurable, 2*tooLong)
+	q.departs(kindDurable)
+	require.True(t, q.mayLeave(kindDurable), "there are no others")
+	require.Equal(t, []string{"bills 5: 30"}, b.next())
+
+	q.departs(kindEphemeral)
+	q.lands(kindEphemeral, time.Millisecond)
+	b.push("bills", 5, 30, 1)
+	require.False(t, q.mayLeave(kindDurable), "the second place is for others")
+	require.Empty(t, b.next())
+	b.push("login", 5, 1, 1)
+	require.True(t, q.mayLeave(kindEphemeral), "what is in flight may take long")
+	require.Equal(t, []string{"login 5: 1"}, b.next())
+	q.departs(kindEphemeral)
+	q.inFlight++
+	require.False(t, q.mayLeave(kindEphemeral), "all places are taken")
+
+	q.lands(kindDurable, time.Millisecond)
+	require.Equal(t, []string{"bills 5: 30"}, b.next())
+	q.departs(kindDurable)
+	q.inFlight--
+	b.push("bills", 5, 30, 1)
+	require.True(t, q.mayLeave(kindDurable), "it is fast again")
+}

@@ -1,0 +1,200 @@
+package ratelimit
+
+import (
+	"fmt"
+	"reflect"
+	"strings"
+	"unicode/utf8"
+
+	"github.com/pgratelimit/ratelimit/internal/algorithm"
+)
+
+// Limiter decides whether keys may go on. It is safe for concurrent use, and needs no Close. At rest it holds no
+// goroutine, timer or connection, only remembered denials and what [FallbackLocal] has allowed.
+//
+//   - Allow takes 1, and AllowN takes n. Peek looks. Wait and WaitN block until there is room.
+//   - Request is for [AllowAll], which takes from several limiters or none. A policy of [All] does so for one key.
+//   - AllowTx, AllowNTx and [AllowAllTx] ask within a transaction of the caller's.
+//   - Refund and RefundN give back, Grant gives more, and Reset forgets; so do RefundTx, RefundNTx, GrantTx and
+//     ResetTx, within a transaction.
+//   - With asks for the same keys with other numbers.
+//
+// A context ends only the caller's wait. The statement goes on within [ClientConfig].Timeout, and the request may
+// still count. Ending the statement would close its connection, and thousands of impatient clients would cost the
+// application thousands of connections.
+type Limiter struct {
+	client    *Client
+	space     *keyspace
+	waiting   *waitLines
+	onFailure FailureMode
+	policy    Policy
+	models    []model // of the policy
+	one       [1]model
+	shares    []model // of the models, what FallbackLocal allows; nil otherwise
+	limit     int64   // the largest cost that can ever be allowed
+}
+
+// Config says what a [Limiter] limits. Name and Policy are required.
+type Config struct {
+	// Name keeps limiters apart that share a database: the same key of two names is two keys. 1 to 128 bytes of
+	// UTF-8 without NUL. Limiters of one name, in any number of processes, share their keys.
+	Name   string
+	Policy Policy // how much a key may take
+	// Durable keeps the rows in rate_limit_durable, which survives a crash of the server, for quotas and billing.
+	// Defaults to false: rate_limit_ephemeral, an unlogged table, for protection against abuse. A crash empties
+	// it, and every key is as good as new.
+	Durable bool
+	// SynchronousCommit makes a durable limiter's calls wait until the WAL is flushed, so that a crash forgets
+	// nothing. Defaults to false: it may forget the last three wal_writer_delays, 0.6 s as Postgres ships. The
+	// caller's transactions commit as their owner says, so a client of a single connection or transaction refuses
+	// it.
+	SynchronousCommit bool
+	NoDenialCache     bool // has every call ask the database; see [ClientConfig].DenialMaxAge
+	// OnFailure is what Allow, AllowN, Peek, Wait and WaitN answer when Postgres is away or too slow to decide.
+	// All other methods return the error, which is the default here too. [Result].Source says so.
+	OnFailure FailureMode
+	Client    ClientConfig // for [New]; [Client.Limiter] refuses it, because its client is configured
+}
+
+// New returns a limiter with a [Client] of its own. For several limiters make one client. Errors: a
+// [*ConfigError].
+func New(db DBTX, config Config) (*Limiter, error) {
+	client, err := NewClient(db, config.Client)
+	if err != nil {
+		return nil, err
+	}
+	config.Client = ClientConfig{}
+	return client.Limiter(config)
+}
+
+// Limiter returns a limiter that asks through c. Errors: a [*ConfigError].
+func (c *Client) Limiter(config Config) (*Limiter, error) {
+	if err := config.validate(); err != nil {
+		return nil, err
+	}
+	if config.SynchronousCommit && !c.database.pooled() {
+		return nil, &ConfigError{
+			Field: "Config.SynchronousCommit",
+			Reason: "has no effect on a single connection or transaction, which commits as its session says; " +
+				"run SET synchronous_commit = on there, or SET LOCAL in a transaction, or pass a *pgxpool.Pool",
+		}
+	}
+	space := &keyspace{
+		database: c.database, name: config.Name, durable: config.Durable, flush: config.SynchronousCommit,
+		remember: !config.NoDenialCache, asks: config.OnFailure.answer <= returnError,
+	}
+	if config.OnFailure.answer == fallbackLocal && c.fallback.Load() == nil {
+		c.fallback.CompareAndSwap(nil, newFallback(c.config.Test.Now))
+	}
+	l := &Limiter{client: c, space: space, waiting: &waitLines{}, onFailure: config.OnFailure}
+	return l.under(config.Policy), nil
+}
+
+func (c Config) validate() error {
+	switch {
+	case c.Name == "":
+		return &ConfigError{
+			Field: "Config.Name", Reason: "is required: it keeps this limiter's keys apart from those of others",
+		}
+	case !utf8.ValidString(c.Name) || strings.ContainsRune(c.Name, 0):
+		return &ConfigError{Field: "Config.Name", Reason: "must be valid UTF-8 without NUL"}
+	case c.SynchronousCommit && !c.Durable:
+		return &ConfigError{
+			Field: "Config.SynchronousCommit", Reason: "needs Durable: there is nothing to flush for an unlogged table",
+		}
+	case c.OnFailure.answer == fallbackLocal && !(c.OnFailure.share > 0 && c.OnFailure.share <= 1): // which NaN is not
+		return &ConfigError{Field: "Config.OnFailure", Reason: fmt.Sprintf(
+			"is FallbackLocal(%v), and its share must be above 0 and at most 1", c.OnFailure.share)}
+	case !reflect.ValueOf(c.Client).IsZero():
+		return &ConfigError{Field: "Config.Client", Reason: "is for New; this client was configured by NewClient"}
+	}
+	if err := validatePolicy(c.Policy); err != nil {
+		return err
+	}
+	return validateName(c.Name, c.Policy)
+}
+
+// validateName checks the length of the name with what All adds to it.
+func validateName(name string, policy Policy) error {
+	longest := len(name)
+	if several, ok := policy.(all); ok {
+		longest = len(algorithm.RowName(name, several.n-1))
+	}
+	if longest > maxNameLen {
+		return &ConfigError{Field: "Config.Name", Reason: fmt.Sprintf(
+			"has %d bytes with what the policy adds, and may have at most %d", longest, maxNameLen)}
+	}
+	return nil
+}
+
+// With returns a limiter of other numbers for the same keys: for tiers, such as free and paid, or for numbers that
+// stand in a table of customers. It asks nothing and starts nothing, so it may be called for each request.
+// Everything but the policy is shared with l. A policy that many ask under has statements of its own. Where many
+// policies have a few calls each, one statement decides for all.
+//
+// What a key has taken stays taken when it is asked for under another policy: see [Policy] for what is made of it.
+// A denial is remembered for the policy that it was made under, so a raised limit helps at the next call.
+//
+// Errors: a [*ConfigError] for a policy that cannot work, or that is of another kind, such as a [TokenBucket] for a
+// [SlidingWindow]. Of [All], that goes for each of the policies, in their order; there may be more of them or fewer.
+func (l *Limiter) With(policy Policy) (*Limiter, error) {
+	if err := validatePolicy(policy); err != nil {
+		return nil, err
+	}
+	if err := validateName(l.space.name, policy); err != nil {
+		return nil, err
+	}
+	with := l.under(policy)
+	for i := range min(len(with.models), len(l.models)) {
+		now, before := with.models[i], l.models[i]
+		if now.numbers().Algorithm != before.numbers().Algorithm {
+			return nil, &ConfigError{Field: "Config.Policy", Reason: fmt.Sprintf("is a %s, and the keys' rows are of "+
+				"a %s, which would start anew; make a limiter of another name", typeName(now), typeName(before))}
+		}
+	}
+	return with, nil
+}
+
+// typeName is the name of a model's type.
+func typeName(m model) string { return reflect.TypeOf(m).Name() }
+
+// under is With for a policy that is valid.
+func (l *Limiter) under(policy Policy) *Limiter {
+	with := &Limiter{client: l.client, space: l.space, waiting: l.waiting, onFailure: l.onFailure, policy: policy}
+	with.models = modelsOf(policy, &with.one)
+	with.limit = with.models[0].numbers().Limit
+	for _, m := range with.models[1:] {
+		with.limit = min(with.limit, m.numbers().Limit)
+	}
+	if l.onFailure.answer == fallbackLocal {
+		with.shares = sharesOf(with.models, l.onFailure.share)
+	}
+	return with
+}
+
+// Config returns the configuration: the Policy is the one of this limiter, even if With made it, and Client is
+// empty.
+func (l *Limiter) Config() Config {
+	return Config{
+		Name: l.space.name, Policy: l.policy, Durable: l.space.durable, SynchronousCommit: l.space.flush,
+		NoDenialCache: !l.space.remember, OnFailure: l.onFailure,
+	}
+}
+
+// newRequest returns a request for a key.
+func (l *Limiter) newRequest(key string, cost int64) *request {
+	r := l.client.requests.get(l.space, l.policy)
+	r.add(l.space, l.models, key, cost, nil)
+	return r
+}
+
+// check tells what is wrong with a key or a cost.
+func (l *Limiter) check(key string, n int64) error {
+	if err := checkKey(key); err != nil {
+		return err
+	}
+	if n < 0 || n > l.limit {
+		return &CostError{Cost: n, Limit: l.limit}
+	}
+	return nil
+}

@@ -1,0 +1,256 @@
+package ratelimit
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"slices"
+	"sync"
+	"testing"
+
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit/internal/pg"
+	"github.com/pgratelimit/ratelimit/internal/pgtest"
+	"github.com/pgratelimit/ratelimit/internal/testkit"
+)
+
+// deadlocks returns how many deadlocks the database has ever had. It closes the connections of the pools first, so
+// that theirs are counted.
+func deadlocks(t *testing.T, db *pgtest.DB, pools ...*pgxpool.Pool) int64 {
+	t.Helper()
+	for _, pool := range pools {
+		pool.Close()
+	}
+	testkit.WaitUntil(t, func() bool {
+		return pgtest.Scalar[int](t, db.Pool, `SELECT count(*) FROM pg_stat_activity
+			WHERE datname = current_database() AND application_name = 'limiter'`) == 0
+	})
+	return pgtest.Scalar[int64](t, db.Pool, "SELECT deadlocks FROM pg_stat_database WHERE datname = current_database()")
+}
+
+// Batches of many keys cross each other, and most of the keys are new. Each key gets exactly its limit, and there
+// is no deadlock.
+func TestCrossingBatchesDoNotDeadlock(t *testing.T) {
+	t.Parallel()
+
+	const limit, keys, batches, perBatch, workers = 10, 150, 12, 60, 8
+	eachSlowPolicyAndTable(t, limit, func(t *testing.T, config Config) {
+		db := pgtest.New(t)
+		pools := smallPools(t, db, 4)
+		seed := testSeed(t)
+		var mu sync.Mutex
+		granted, asked := map[string]int64{}, map[string]int64{}
+		errs := make([]error, workers)
+		testkit.Together(workers, func(worker int) {
+			limiter, err := New(pools[worker%len(pools)], config)
+			if err != nil {
+				errs[worker] = err
+				return
+			}
+			r := rand.New(rand.NewPCG(seed, uint64(worker)))
+			for batch := range batches {
+				var elements []element
+				for _, key := range r.Perm(keys)[:perBatch] {
+					// New keys all the time, in the midst of known ones.
+					e := element{key: fmt.Sprint(key, " ", key%3*batch/4), cost: 1, count: 1 + r.Int64N(4)}
+					elements = append(elements, e)
+					if r.IntN(8) == 0 {
+						elements = append(elements, e) // and one that stands twice
+					}
+				}
+				if err := limiter.decide(context.Background(), limiter.client.database.db, elements, limiter.ownTransaction()); err != nil {
+					errs[worker] = err
+					return
+				}
+				mu.Lock()
+				for _, e := range elements {
+					granted[e.key] += e.decision.granted
+					asked[e.key] += e.count
+				}
+				mu.Unlock()
+			}
+		})
+		require.NoError(t, errors.Join(errs...), "%s=%d", seedVariable, seed)
+
+		stored := storedRows(t, db.Pool, config.Durable)
+		require.Len(t, stored, len(asked))
+		full := 0
+		for key := range asked {
+			require.Equal(t, min(asked[key], limit), granted[key], key)
+			require.Equal(t, granted[key], takenOf(config, stored, key), key)
+			if asked[key] > limit {
+				full++
+			}
+		}
+		require.Greater(t, full, keys/2)
+		require.Zero(t, deadlocks(t, db, pools...))
+	})
+}
+
+// What the test above would see if rows were not locked in one order. The functions here lock in the order given:
+// the one whose single statement decides ordinary takes, and rate_limit_all, to which the log leaves everything.
+func TestLockingInTheOrderGivenDeadlocks(t *testing.T) {
+	t.Parallel()
+
+	fixed, log := FixedWindow{Limit: 10, Window: year}, SlidingLog{Limit: 10, Window: year}
+	takes := []string{"FROM e ORDER BY e.place", "FROM e ORDER BY e.ord"}
+	known := []string{"ORDER BY e.place, e.refused, e.ord\n", "ORDER BY e.ord\n"}
+	made := []string{
+		`GROUP BY e.name COLLATE "C", e.key COLLATE "C"`, "",
+		`ORDER BY octet_length(e.key COLLATE "C") DESC, e.key COLLATE "C", e.name COLLATE "C"`, "",
+	}
+	for name, change := range map[string]struct {
+		policy   model
+		function string
+		oldNew   []string
+		exist    []string // keys that have a row at the beginning
+	}{
+		"of known keys":       {fixed, "rate_limit_fixed_window", takes, []string{"a", "b", "m"}},
+		"of new keys":         {fixed, "rate_limit_fixed_window", takes, []string{"m"}},
+		"of a few keys":       {fixed, "rate_limit_fixed_window", []string{"few := few AND (-octet_length", "few := few OR (-octet_length"}, []string{"a", "b", "m"}},
+		"of known keys' logs": {log, "rate_limit_all", known, []string{"a", "b", "m"}},
+		"of new keys' logs":   {log, "rate_limit_all", slices.Concat(known, made), []string{"m"}},
+	} {
+		for _, broken := range []bool{false, true} {
+			t.Run(fmt.Sprintf("%s, broken: %v", name, broken), func(t *testing.T) {
+				t.Parallel()
+				db := pgtest.New(t)
+				if broken {
+					pgtest.Rewrite(t, db.Pool, change.function, change.oldNew...)
+				}
+				config := Config{Name: "test", Policy: change.policy, Client: ClientConfig{Timeout: amply}}
+				pool := smallPools(t, db, 1)[0]
+				limiter := newLimiter(t, pool, config)
+				for _, key := range change.exist {
+					_, err := limiter.Allow(t.Context(), key)
+					require.NoError(t, err)
+				}
+
+				// One transaction has locked a (and b, if in order) and waits for m. Another wants a and b.
+				holder := hold(t, db, config, "m")
+				one := limiter.takeLater("a", "m", "b")
+				pgtest.WaitUntilBlocked(t, db.Pool, 1)
+				other := limiter.takeLater("b", "a")
+				pgtest.WaitUntilBlocked(t, db.Pool, 2)
+				require.NoError(t, holder.Commit(t.Context()))
+
+				_, err1 := one()
+				_, err2 := other()
+				if !broken {
+					require.NoError(t, errors.Join(err1, err2))
+					require.Zero(t, deadlocks(t, db, pool))
+					return
+				}
+				requireDeadlock(t, errors.Join(err1, err2))
+				testkit.WaitUntil(t, func() bool { return deadlocks(t, db, pool) == 1 })
+			})
+		}
+	}
+}
+
+// A key may be left to rate_limit_all, because another algorithm has written its row. It is locked before the keys
+// behind it.
+func TestKeysBehindOneThatIsLeftAreNotLocked(t *testing.T) {
+	t.Parallel()
+	for _, broken := range []bool{false, true} {
+		db := pgtest.New(t)
+		if broken {
+			pgtest.Rewrite(t, db.Pool, "rate_limit_fixed_window", "EXIT each_key", "EXIT")
+		}
+		config := Config{
+			Name:   "test",
+			Policy: FixedWindow{Limit: 10, Window: year},
+			Client: ClientConfig{Timeout: amply},
+		}
+		limiter := newLimiter(t, smallPools(t, db, 1)[0], config)
+		_, err := limiter.Allow(t.Context(), "b")
+		require.NoError(t, err)
+		other := config
+		other.Policy = SlidingWindow{Limit: 10, Window: year}
+		_, err = newLimiter(t, db.Pool, other).Allow(t.Context(), "a")
+		require.NoError(t, err)
+
+		holder := hold(t, db, config, "a")
+		take := limiter.takeLater("a", "b")
+		pgtest.WaitUntilBlocked(t, db.Pool, 1)
+		looker := pgtest.Begin(t, db)
+		_, err = looker.Exec(t.Context(), "SELECT FROM rate_limit_ephemeral WHERE key = 'b' FOR UPDATE NOWAIT")
+		require.Equal(t, broken, pg.LockTimeout(err), err)
+		require.NoError(t, looker.Rollback(t.Context()))
+		require.NoError(t, holder.Commit(t.Context()))
+		_, err = take()
+		require.NoError(t, err)
+	}
+}
+
+// takeLater takes 1 from each key, in one statement, in the background.
+func (l *Limiter) takeLater(keys ...string) func() ([]element, error) {
+	elements := make([]element, len(keys))
+	for i, key := range keys {
+		elements[i] = element{key: key, cost: 1, count: 1}
+	}
+	return testkit.Later(func() ([]element, error) {
+		return elements, l.decide(context.Background(), l.client.database.db, elements, transaction{})
+	})
+}
+
+func requireDeadlock(t *testing.T, err error) {
+	t.Helper()
+	var pgErr *pgconn.PgError
+	require.ErrorAs(t, err, &pgErr)
+	require.Equal(t, "40P01", pgErr.Code)
+}
+
+// Rows are made in the order of locking, too. "a" and "z" are new, and somebody holds "m". Then "z" is not made
+// before "m" is locked. The test catches a variant of rate_limit_all that passes over "m". Elsewhere one statement
+// makes rows and locks them.
+func TestRowsAreMadeAndLockedInOneOrder(t *testing.T) {
+	t.Parallel()
+
+	for name, variant := range map[string]struct {
+		policy model
+		broken bool
+	}{
+		"fixed window":        {FixedWindow{Limit: 10, Window: year}, false},
+		"sliding log":         {SlidingLog{Limit: 10, Window: year}, false},
+		"sliding log, broken": {SlidingLog{Limit: 10, Window: year}, true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			db := pgtest.New(t)
+			broken := variant.broken
+			if broken {
+				pgtest.Rewrite(
+					t,
+					db.Pool,
+					"rate_limit_all",
+					"DO UPDATE SET count = d.count WHERE clock_timestamp() > give_up AND",
+					"DO NOTHING; PERFORM 1 WHERE false AND",
+				)
+			}
+			config := Config{Name: "test", Policy: variant.policy, Client: ClientConfig{Timeout: amply}}
+			limiter := newLimiter(t, db.NewPool(t, nil), config)
+			_, err := limiter.Allow(t.Context(), "m")
+			require.NoError(t, err)
+
+			holder := hold(t, db, config, "m")
+			batch := limiter.takeLater("z", "m", "a")
+			pgtest.WaitUntilBlocked(t, db.Pool, 1)
+			_, err = limiter.AllowTx(t.Context(), holder, "z")
+			err = errors.Join(err, holder.Commit(t.Context()))
+			_, batchErr := batch()
+			if broken {
+				requireDeadlock(t, errors.Join(err, batchErr))
+				return
+			}
+			require.NoError(t, errors.Join(err, batchErr))
+			for key, want := range map[string]int64{"a": 1, "m": 2, "z": 2} {
+				require.Equal(t, want, taken(t, db.Pool, config, key), key)
+			}
+		})
+	}
+}

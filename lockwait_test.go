@@ -1,0 +1,247 @@
+package ratelimit
+
+import (
+	"context"
+	"fmt"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit/internal/pgtest"
+	"github.com/pgratelimit/ratelimit/internal/testkit"
+)
+
+// aroundALockWait returns a function that takes n, then asks for 1 of the same key while somebody holds its row.
+// The function returns the decision, and when the row was released, by the database's clock. All connections are
+// made beforehand, and only once.
+func aroundALockWait(
+	t *testing.T,
+	db *pgtest.DB,
+	config Config,
+	wait time.Duration,
+) func(key string, n int64) (released time.Time, result Result) {
+	t.Helper()
+	limiter := newLimiter(t, db.NewPool(t, nil), config)
+	his, ours := pgtest.Connect(t, db), pgtest.Connect(t, db)
+	return func(key string, n int64) (released time.Time, result Result) {
+		t.Helper()
+		first, err := limiter.AllowN(t.Context(), key, n)
+		require.NoError(t, err)
+		require.True(t, first.Allowed)
+
+		holder := holdOn(t, his, config, key)
+		tx, err := ours.Begin(t.Context())
+		require.NoError(t, err)
+		// In a transaction one statement waits until the end. Outside of one, several would wait in turn.
+		decision := testkit.Later(func() (Result, error) { return limiter.AllowTx(context.Background(), tx, key) })
+		pgtest.WaitUntilBlocked(t, db.Pool, 1)
+		begun := pgtest.Scalar[time.Time](t, holder, "SELECT clock_timestamp()")
+		testkit.WaitUntil(t, func() bool {
+			released = pgtest.Scalar[time.Time](t, holder, "SELECT clock_timestamp()")
+			return released.Sub(begun) >= wait
+		})
+		require.NoError(t, holder.Commit(t.Context()))
+
+		result, err = decision()
+		require.NoError(t, err)
+		require.NoError(t, tx.Commit(t.Context()))
+		return released, result
+	}
+}
+
+// The time for which a call waits for a row counts: the clock is read when the row is locked, whether the take
+// would have fitted before or not. The test catches variants that use the transaction's time, and variants that
+// decide by the reading before the lock however old it is.
+func TestClockIsReadAfterTheLockWait(t *testing.T) {
+	t.Parallel()
+
+	const wait = 50 * time.Millisecond
+	for name, policy := range map[string]struct {
+		model
+		function string
+	}{
+		"fixed window":   {FixedWindow{Limit: 5, Window: wait}, "rate_limit_fixed_window"},
+		"sliding window": {SlidingWindow{Limit: 5, Window: wait / 2}, "rate_limit_sliding_window"},
+		"token bucket":   {TokenBucket{Capacity: 5, Refill: 5, Every: 5 * wait}, "rate_limit_token_bucket"},
+		"sliding log":    {SlidingLog{Limit: 5, Window: wait}, "rate_limit_sliding_log"},
+	} {
+		for _, durable := range []bool{false, true} {
+			t.Run(fmt.Sprintf("%s in %s", name, pgtest.Table(durable)), func(t *testing.T) {
+				t.Parallel()
+				db := pgtest.New(t)
+				config := Config{Name: "test", Policy: policy, Durable: durable, Client: ClientConfig{Timeout: amply}}
+				askAroundAWait := aroundALockWait(t, db, config, wait)
+				for _, n := range []int64{1, 5} {
+					released, result := askAroundAWait(fmt.Sprint(n), n)
+					require.False(t, result.DecidedAt.Before(released))
+					require.True(t, result.Allowed) // what flowed in, or ran out, while it waited
+					if n == 1 {
+						require.EqualValues(t, 5-1, result.Remaining)
+					}
+				}
+
+				// Negative controls. now() is the time of a transaction's begin, which no lock wait moves.
+				db = pgtest.New(t)
+				pgtest.Rewrite(t, db.Pool, policy.function, "clock_timestamp()", "pg_catalog.now()")
+				released, result := aroundALockWait(t, db, config, wait)("key", 5)
+				require.True(t, result.DecidedAt.Before(released))
+				if policy.function == "rate_limit_sliding_log" {
+					return // which has no statement for many keys
+				}
+				db = pgtest.New(t)
+				neverFew(t, db.Pool)
+				pgtest.Rewrite(t, db.Pool, policy.function, "clock_timestamp() < decided_at + interval '10 ms'", "true")
+				askAroundAWait = aroundALockWait(t, db, config, wait)
+				for i := 0; ; i++ { // until the call comes before the window of the first one ends
+					require.Less(t, i, 100)
+					if released, result := askAroundAWait(fmt.Sprint(i), 1); result.DecidedAt.Before(released) {
+						break
+					}
+				}
+			})
+		}
+	}
+}
+
+// A take is told of a time after the lock and before the end of the window. That also holds if the window ends, or
+// the bucket becomes full, between the first reading of the clock and the lock. The test catches variants that ask
+// only at the first reading whether the window goes on.
+func TestTakesAreToldOfTheTimeTheyAreLocked(t *testing.T) {
+	t.Parallel()
+
+	const pause, window = 4 * time.Millisecond, 15 * time.Millisecond
+	for name, c := range map[string]struct {
+		policy   model
+		function string
+		oldNew   []string
+		over     time.Duration // with no more than that until the key is as good as new, the time of the take is over
+	}{
+		"fixed window": {FixedWindow{Limit: 5, Window: window}, "rate_limit_fixed_window", []string{"clock + 10000 <", "clock <"}, 0},
+		"sliding window": {
+			SlidingWindow{Limit: 5, Window: window}, "rate_limit_sliding_window", []string{"clock + 10000 <", "clock <"}, window,
+		},
+		"token bucket": {
+			TokenBucket{Capacity: 5, Refill: 1, Every: pause}, "rate_limit_token_bucket",
+			[]string{"clock + 10000 - d.window_start", "clock - d.window_start"}, pause - 1, // that of the token itself
+		},
+	} {
+		for _, broken := range []bool{false, true} {
+			t.Run(fmt.Sprintf("%s, broken: %v", name, broken), func(t *testing.T) {
+				t.Parallel()
+				db := pgtest.New(t)
+				const take = "IF durable IS NOT TRUE THEN\n                UPDATE"
+				pgtest.Rewrite(t, db.Pool, c.function, take, fmt.Sprintf("PERFORM pg_sleep(%f); %s", pause.Seconds(), take))
+				if broken {
+					pgtest.Rewrite(
+						t,
+						db.Pool,
+						c.function,
+						append(
+							c.oldNew,
+							"IF t BETWEEN clock AND r_window_start",
+							"IF true OR t BETWEEN clock AND r_window_start",
+						)...)
+				}
+				limiter := newLimiter(
+					t,
+					db.NewPool(t, nil),
+					Config{Name: "test", Policy: c.policy, Client: ClientConfig{Timeout: amply}, NoDenialCache: true},
+				)
+				_, err := limiter.Allow(t.Context(), "key") // makes the row
+				require.NoError(t, err)
+				wrong := false
+				for i := 0; i < 1000 && !wrong && (broken || i < 50); i++ {
+					if _, ok := c.policy.(TokenBucket); ok { // it becomes full during the pause, unless the machine is slow
+						pgtest.Exec(
+							t,
+							db.Pool,
+							`UPDATE rate_limit_ephemeral SET credit = 17000, window_start = clock, expires_at = clock + 3000
+							FROM (SELECT (extract(epoch FROM clock_timestamp()) * 1000000)::bigint AS clock) AS c`,
+						)
+					}
+					before := pgtest.Scalar[time.Time](t, db.Pool, "SELECT clock_timestamp()")
+					result, err := limiter.Allow(t.Context(), "key")
+					require.NoError(t, err)
+					// A take that begins a window, or takes from a full bucket, is told of the first reading.
+					// Nobody else can have decided by it since.
+					wrong = result.Allowed &&
+						(result.ResetAfter <= c.over || result.Remaining < 4 && result.DecidedAt.Before(before.Add(pause)))
+				}
+				require.Equal(t, broken, wrong)
+			})
+		}
+	}
+}
+
+// A window that begins in an existing row, and a bucket that is as good as new, begin at one reading of the clock.
+// All their columns show that same reading.
+func TestNewWindowsBeginAtOneReadingOfTheClock(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	for range 100 {
+		pgtest.Exec(
+			t,
+			db.Pool,
+			`SELECT rate_limit_fixed_window('fixed', '{key}', 5, 10), rate_limit_sliding_window('sliding', '{key}', 5, 10),
+			rate_limit_token_bucket('bucket', '{key}', 5, 100, 10)`,
+		)
+		require.Empty(
+			t,
+			pgtest.Scalar[[]string](
+				t,
+				db.Pool,
+				`SELECT array_agg(prefix) FROM rate_limit_ephemeral WHERE expires_at - window_start
+			<> CASE prefix WHEN 'fixed' THEN 10 WHEN 'sliding' THEN 20 ELSE 1 END OR since <> window_start`,
+			),
+		)
+	}
+}
+
+// A row that was made or changed while a call waited is newer than that call's statement. The call must decide
+// from the row as it is, also when it waits for several rows in turn.
+func TestWaitingForSeveralRowsInTurn(t *testing.T) {
+	t.Parallel()
+
+	eachSlowPolicyAndTable(t, 10, func(t *testing.T, config Config) {
+		db := pgtest.New(t)
+		limiter := newLimiter(t, db.NewPool(t, nil), config)
+		keys := []string{"a", "b", "c"}
+		holders := make([]pgx.Tx, len(keys))
+		for i, key := range keys {
+			_, err := limiter.Allow(t.Context(), key)
+			require.NoError(t, err)
+			holders[i] = pgtest.Begin(t, db)
+			_, err = limiter.AllowNTx(t.Context(), holders[i], key, 2)
+			require.NoError(t, err)
+		}
+		elements := []element{
+			{key: "c", cost: 1, count: 9},
+			{key: "b", cost: 1, count: 9},
+			{key: "a", cost: 1, count: 9},
+		}
+		done := testkit.Later(func() (any, error) {
+			return nil, limiter.decide(context.Background(), limiter.client.database.db, elements, transaction{})
+		})
+		for _, holder := range holders {
+			pid := holder.Conn().PgConn().PID()
+			testkit.WaitUntil(t, func() bool {
+				return pgtest.Scalar[bool](
+					t,
+					db.Pool,
+					"SELECT EXISTS (SELECT FROM pg_stat_activity WHERE $1::int = ANY (pg_blocking_pids(pid)))",
+					int32(pid),
+				)
+			})
+			require.NoError(t, holder.Commit(t.Context()))
+		}
+		_, err := done()
+		require.NoError(t, err)
+		for _, e := range elements {
+			require.EqualValues(t, 7, e.decision.granted, e.key)
+			require.EqualValues(t, 10, taken(t, db.Pool, config, e.key), e.key)
+		}
+	})
+}

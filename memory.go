@@ -1,0 +1,137 @@
+package ratelimit
+
+import (
+	"time"
+
+	"github.com/pgratelimit/ratelimit/internal/memory"
+)
+
+// errMemoryTx is for a transaction of the caller's, which no row in memory can be part of.
+var errMemoryTx error = &ConfigError{
+	Field: "tx",
+	Reason: "cannot be used with a limiter in memory (package ratelimittest); " +
+		"test what asks in a transaction on Postgres",
+}
+
+// memoryRow is a row in memory.
+type memoryRow struct {
+	algorithm int16
+	state     state
+}
+
+// decideInMemory decides requests by the models, one after the other, as the database would.
+func (d *database) decideInMemory(db DBTX, requests []*request) error {
+	if db != d.db {
+		return errMemoryTx
+	}
+	now := time.Now()
+	if d.clock != nil {
+		now = d.clock()
+	}
+	d.memory.Mu.Lock()
+	defer d.memory.Mu.Unlock()
+	for _, r := range requests {
+		r.decideIn(d.memory, now.UnixMicro())
+	}
+	return nil
+}
+
+// decideIn decides a request and those that are decided as one with it. Each takes from all of its rows, or from
+// none.
+func (r *request) decideIn(db *memory.DB, clock int64) {
+	before := make([]state, len(r.parts))
+	for i := range r.parts {
+		before[i] = r.parts[i].load(db)
+	}
+	granted := int64(0)
+	for granted < r.count && r.fitsIn(db, clock) {
+		granted++
+		for i := range r.parts {
+			p := &r.parts[i]
+			next, _ := p.decide(p.load(db), clock, p.cost)
+			p.store(db, next)
+		}
+	}
+	for i := range r.parts {
+		p := &r.parts[i]
+		now := p.load(db)
+		_, p.decision = p.decide(now, clock, 0)
+		p.decision.retryAfter, p.decision.state.log = 0, ""
+		if granted < r.count {
+			if next, d := p.decide(now, clock, p.cost); d.granted == 0 { // this part refuses
+				p.store(db, next) // which the clock may have left behind
+				p.decision = d
+			}
+		}
+		if p.cost > 0 {
+			p.decision.taken.spent = p.credit(before[i], clock) - p.credit(now, clock)
+		}
+		p.decision.granted, p.decision.decidedAt = granted, time.UnixMicro(clock)
+	}
+}
+
+// fitsIn tells whether all parts of a request have room for it.
+func (r *request) fitsIn(db *memory.DB, clock int64) bool {
+	for i := range r.parts {
+		p := &r.parts[i]
+		if _, d := p.decide(p.load(db), clock, p.cost); d.granted == 0 {
+			return false
+		}
+	}
+	return true
+}
+
+// decide decides about a row in the state s: a take of n, a look (0), or what is given back or granted (below 0).
+func (p *part) decide(s state, clock, n int64) (state, decision) {
+	switch {
+	case n >= 0:
+		return p.model.decide(s, clock, n)
+	case p.refund == nil:
+		return grant(p.model, s, clock, -n)
+	}
+	k := *p.refund
+	k.units = -n
+	return p.model.refund(s, clock, k)
+}
+
+// credit is the granted credit of a row in the state s.
+func (p *part) credit(s state, clock int64) int64 {
+	_, d := p.decide(s, clock, 0)
+	return *d.state.creditColumn(p.model.numbers().Algorithm)
+}
+
+func (p *part) row() memory.Row {
+	return memory.Row{Durable: p.space.durable, Name: p.name, Key: p.key}
+}
+
+// load returns the state of the part's row. A row of another algorithm counts as none.
+func (p *part) load(db *memory.DB) state {
+	row, _ := db.Rows[p.row()].(memoryRow)
+	if row.algorithm != p.model.numbers().Algorithm {
+		return state{}
+	}
+	return row.state
+}
+
+func (p *part) store(db *memory.DB, s state) {
+	if s == p.load(db) { // there may be no row, and nothing to give back to it
+		return
+	}
+	if db.Rows == nil {
+		db.Rows = map[memory.Row]any{}
+	}
+	db.Rows[p.row()] = memoryRow{algorithm: p.model.numbers().Algorithm, state: s}
+}
+
+// resetInMemory deletes rows of a key.
+func (d *database) resetInMemory(db DBTX, space *keyspace, names []string, key string) error {
+	if db != d.db {
+		return errMemoryTx
+	}
+	d.memory.Mu.Lock()
+	defer d.memory.Mu.Unlock()
+	for _, name := range names {
+		delete(d.memory.Rows, memory.Row{Durable: space.durable, Name: name, Key: key})
+	}
+	return nil
+}

@@ -1,0 +1,256 @@
+package ratelimit
+
+import (
+	"context"
+	"fmt"
+	"math/rand/v2"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit/internal/memory"
+	"github.com/pgratelimit/ratelimit/internal/pgtest"
+	"github.com/pgratelimit/ratelimit/internal/testkit"
+)
+
+// year2106 is until when the time of a decision on Postgres is exact; see database.decisions.
+const year2106 = 4_291_747_200_000_000
+
+// twins are limiters with the same history, on Postgres and in memory.
+type twins struct {
+	real, memory *Limiter
+}
+
+// with asks both under another policy.
+func (w twins) with(t *testing.T, policy Policy) (twins, bool) {
+	t.Helper()
+	onPostgres, err := w.real.With(policy)
+	inMemory, memoryErr := w.memory.With(policy)
+	require.Equal(t, err, memoryErr)
+	return twins{onPostgres, inMemory}, err == nil
+}
+
+// told is what a call has returned.
+type told struct {
+	result Result
+	err    error
+}
+
+// seen is what the caller sees. What a result remembers of its take is compared by giving back.
+// Which denials are remembered depends on a random hash, too.
+func (w told) seen() told {
+	if w.result.Source == SourceCachedDenial {
+		w.result.Source = SourceDatabase
+	}
+	return told{utc(w.result), w.err}
+}
+
+// A limiter in memory answers as one on Postgres does: every field and every error, whatever is asked in which order.
+func TestMemoryEqualsPostgres(t *testing.T) {
+	t.Parallel()
+
+	pool := pgtest.New(t).Pool
+	seed := testSeed(t)
+	var took, denied, looked, gaveBack, granted, failed, sets, halfRefused, together int
+	varied := func() bool { // there was enough of everything
+		return min(took, denied, looked, gaveBack, granted, failed, sets, halfRefused, together) > 5
+	}
+	for story := uint64(0); story < uint64(20*rounds(t)) || !varied(); story++ {
+		require.Less(t, story, uint64(5_000), "took %d, denied %d, looked %d, gave back %d, granted %d, failed %d, sets %d, "+
+			"half refused %d, some of several %d", took, denied, looked, gaveBack, granted, failed, sets, halfRefused, together)
+		r := rand.New(rand.NewPCG(seed, story))
+		clock := int64(1)<<50 + r.Int64N(1<<51)
+		config := ClientConfig{
+			Timeout: amply, Test: TestConfig{Now: func() time.Time { return time.UnixMicro(clock) }},
+		}
+		onPostgres, inMemory := newClient(t, pool, config), newClient(t, &memory.DB{}, config)
+		policies := make([]Policy, 3)
+		limiters := make([]twins, len(policies))
+		for i := range policies {
+			policies[i] = randomPolicy(r)
+			if i == 2 {
+				policies[i] = All(randomPolicy(r), randomPolicy(r), randomPolicy(r))
+			}
+			config := Config{
+				Name: fmt.Sprint("story ", story, " ", i), Policy: policies[i],
+				Durable: r.IntN(4) == 0, NoDenialCache: r.IntN(2) == 0,
+			}
+			limiters[i] = twins{onPostgres.limiter(t, config), inMemory.limiter(t, config)}
+		}
+		var takes [][2]Result
+		var goals []int64
+		for step := range 60 {
+			title := fmt.Sprintf("%s=%d, story %d, step %d", seedVariable, seed, story, step)
+			i := r.IntN(len(limiters))
+			clock = min(nextClock(r, clock, policies[i].models()[0], goals), year2106)
+			goals = goals[:0]
+			if single, ok := policies[i].(model); ok && r.IntN(10) == 0 {
+				changed := changedPolicy(r, single)
+				if with, ok := limiters[i].with(t, changed); ok {
+					limiters[i], policies[i] = with, changed
+				}
+			}
+			l := limiters[i]
+			key := [...]string{"x", "y", "Y", "ä", "", "x\x00"}[min(r.IntN(20), 5-r.IntN(2)*2)]
+			if r.IntN(10) > 0 {
+				key = [...]string{"x", "y", "ä"}[r.IntN(3)]
+			}
+			var a, b told
+			switch kind := r.IntN(12); {
+			case kind < 5:
+				n := randomTake(r, l.real.limit)
+				if r.IntN(4) == 0 {
+					n = randomCost(r, l.real.limit)
+				}
+				a.result, a.err = l.real.AllowN(t.Context(), key, n)
+				b.result, b.err = l.memory.AllowN(t.Context(), key, n)
+				switch {
+				case a.err != nil:
+				case n == 0:
+					looked++
+				case a.result.Allowed:
+					took++
+				default:
+					denied++
+				}
+			case kind == 5:
+				a.result, a.err = l.real.Peek(t.Context(), key)
+				b.result, b.err = l.memory.Peek(t.Context(), key)
+			case kind == 6 && r.IntN(3) == 0:
+				a.err, b.err = l.real.Reset(t.Context(), key), l.memory.Reset(t.Context(), key)
+			case kind < 8:
+				n := randomCost(r, l.real.limit)
+				a.result, a.err = l.real.Grant(t.Context(), key, n)
+				b.result, b.err = l.memory.Grant(t.Context(), key, n)
+				if a.err == nil {
+					granted++
+				}
+			case kind < 10 && len(takes) > 0:
+				take := takes[len(takes)-1-r.IntN(min(len(takes), 4))]
+				n := r.Int64N(max(take[0].receipt.leftover(), 0)+2) + int64(r.IntN(2)) - 1
+				a.result, a.err = l.real.RefundN(t.Context(), take[0], n)
+				b.result, b.err = l.memory.RefundN(t.Context(), take[1], n)
+				if a.err == nil {
+					gaveBack++
+				}
+			case kind == 10:
+				if checkKey(key) != nil {
+					continue
+				}
+				n, count := randomTake(r, l.real.limit), 1+r.Int64N(5)
+				on, err := l.real.together(t.Context(), key, n, count)
+				require.NoError(t, err, title)
+				in, err := l.memory.together(t.Context(), key, n, count)
+				require.NoError(t, err, title)
+				require.Equal(t, on, in, title)
+				if on[0].granted > 0 && on[0].granted < count {
+					together++
+				}
+				continue
+			default:
+				var asked [2][]Request
+				for _, j := range r.Perm(len(limiters))[:1+r.IntN(len(limiters))] {
+					n := max(randomTake(r, limiters[j].real.limit)-int64(r.IntN(8)/7), 0)
+					asked[0] = append(asked[0], limiters[j].real.Request(key, n))
+					asked[1] = append(asked[1], limiters[j].memory.Request(key, n))
+				}
+				on, err := AllowAll(t.Context(), asked[0]...)
+				in, memoryErr := AllowAll(t.Context(), asked[1]...)
+				require.Equal(t, err, memoryErr, title)
+				require.Equal(t, on.Allowed, in.Allowed, title)
+				require.Equal(t, on.RetryAfter, in.RetryAfter, title)
+				require.Len(t, in.Each, len(on.Each), title)
+				for k := range on.Each {
+					require.Equal(t, told{result: on.Each[k]}.seen(), told{result: in.Each[k]}.seen(), title)
+					if on.Each[k].receipt != nil {
+						takes = append(takes, [2]Result{on.Each[k], in.Each[k]})
+					}
+					if !on.Allowed && on.Each[k].RetryAfter == 0 {
+						halfRefused++
+					}
+				}
+				sets++
+				continue
+			}
+			if a.err != nil {
+				failed++
+			}
+			require.Equal(t, a.seen(), b.seen(), title)
+			require.Equal(t, a.result.receipt.leftover(), b.result.receipt.leftover(), title)
+			if a.result.receipt != nil {
+				takes = append(takes, [2]Result{a.result, b.result})
+			}
+			if a.err == nil {
+				goals = append(goals, clock+micros(a.result.RetryAfter), clock+micros(a.result.ResetAfter))
+			}
+		}
+	}
+}
+
+// together is what is decided about the rows of a key if several callers ask at the same time. The rows' state is told
+// for denials alone, which are remembered.
+func (l *Limiter) together(ctx context.Context, key string, n, count int64) ([]decision, error) {
+	r := l.newRequest(key, n)
+	r.count = count
+	if err := l.client.batcher.decide(ctx, l.client.database.db, []*request{r}, transaction{}); err != nil {
+		return nil, err
+	}
+	decisions := make([]decision, len(r.parts))
+	for i, p := range r.parts {
+		d := p.decision
+		d.decidedAt, d.taken.units, d.state = d.decidedAt.UTC(), 0, toldState(d.state)
+		if d.granted == count {
+			d.state = state{}
+		}
+		decisions[i] = d
+	}
+	return decisions, nil
+}
+
+// Callers of several limiters on one database in memory are admitted exactly the limit.
+func TestMemoryIsExactUnderConcurrency(t *testing.T) {
+	t.Parallel()
+
+	eachSlowPolicyAllAndTable(t, 100, func(t *testing.T, config Config) {
+		db := &memory.DB{}
+		limiters := []*Limiter{newLimiter(t, db, config), newLimiter(t, db, config)}
+		var granted atomic.Int64
+		testkit.Together(300, func(i int) {
+			result, err := limiters[i%2].Allow(t.Context(), "key")
+			if err != nil {
+				t.Error(err)
+			}
+			if result.Allowed {
+				granted.Add(1)
+			}
+		})
+		require.EqualValues(t, 100, granted.Load())
+	})
+}
+
+// What has no sense in memory is refused, and takes nothing.
+func TestMemoryHasNoTransactions(t *testing.T) {
+	t.Parallel()
+
+	config := Config{Name: "test", Policy: FixedWindow{Limit: 3, Window: year}}
+	limiter := newLimiter(t, &memory.DB{}, config)
+	result, err := limiter.Allow(t.Context(), "key")
+	require.NoError(t, err)
+	tx := pgtest.Begin(t, pgtest.New(t))
+	for name, call := range map[string]func() error{
+		"AllowTx":    func() error { _, err := limiter.AllowTx(t.Context(), tx, "key"); return err },
+		"RefundTx":   func() error { _, err := limiter.RefundTx(t.Context(), tx, result); return err },
+		"GrantTx":    func() error { _, err := limiter.GrantTx(t.Context(), tx, "key", 1); return err },
+		"ResetTx":    func() error { return limiter.ResetTx(t.Context(), tx, "key") },
+		"AllowAllTx": func() error { _, err := AllowAllTx(t.Context(), tx, limiter.Request("key", 1)); return err },
+	} {
+		var refused *ConfigError
+		require.ErrorAs(t, call(), &refused, name)
+		require.Equal(t, "tx", refused.Field)
+	}
+	result, err = limiter.Peek(t.Context(), "key")
+	require.NoError(t, err)
+	require.EqualValues(t, 2, result.Remaining)
+}

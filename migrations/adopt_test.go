@@ -1,0 +1,345 @@
+package migrations_test
+
+import (
+	"fmt"
+	"io/fs"
+	"maps"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/pressly/goose/v3"
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit/internal/pgtest"
+	"github.com/pgratelimit/ratelimit/migrations"
+)
+
+// script is half of a migration, as another tool runs it.
+func script(t *testing.T, version int64, down bool) string {
+	t.Helper()
+	files, err := fs.Glob(migrations.FS, fmt.Sprintf("%05d_*.sql", version))
+	require.NoError(t, err)
+	require.Len(t, files, 1)
+	content, err := fs.ReadFile(migrations.FS, files[0])
+	require.NoError(t, err)
+	up, back, ok := strings.Cut(string(content), "-- +goose Down\n")
+	require.True(t, ok)
+	if down {
+		return back
+	}
+	return up
+}
+
+// scripted applies the migrations up to a version without a record of them.
+func scripted(t *testing.T, pool *pgxpool.Pool, version int64) {
+	t.Helper()
+	for v := int64(1); v <= version; v++ {
+		_, err := pool.Exec(t.Context(), script(t, v, false), pgx.QueryExecModeSimpleProtocol)
+		require.NoError(t, err)
+	}
+}
+
+func requireApplied(t *testing.T, pool *pgxpool.Pool, version int64) {
+	t.Helper()
+	status, err := migrations.Status(t.Context(), pool)
+	require.NoError(t, err)
+	for _, migration := range status {
+		require.Equal(t, migration.Version <= version, migration.Applied, migration)
+		require.Equal(t, migration.Applied, !migration.AppliedAt.IsZero(), migration)
+	}
+	require.Equal(t, version, appliedVersion(t, pool))
+}
+
+// ours is the catalog of a schema without the table in which the plain goose command keeps its records.
+func ours(t *testing.T, pool *pgxpool.Pool, schema string) map[string]string {
+	t.Helper()
+	all := pgtest.Catalog(t, pool, schema)
+	maps.DeleteFunc(all, func(object, _ string) bool { return strings.Contains(object, "goose_db_version") })
+	return all
+}
+
+// However the tables and functions came, Up goes on from there, and Down and goose go back.
+func TestUpAdoptsWhatAnotherToolHasMade(t *testing.T) {
+	t.Parallel()
+
+	fresh := pgtest.New(t)
+	for name, apply := range map[string]func(t *testing.T, pool *pgxpool.Pool, version int64){
+		"printed": scripted,
+		"goose with its own table": func(t *testing.T, pool *pgxpool.Pool, version int64) {
+			t.Helper()
+			_, err := newProvider(t, pool, migrations.FS, goose.DefaultTablename).UpTo(t.Context(), version)
+			require.NoError(t, err)
+		},
+		"a part by Up, the rest printed": func(t *testing.T, pool *pgxpool.Pool, version int64) {
+			t.Helper()
+			require.NoError(t, migrations.Up(t.Context(), pool))
+			require.NoError(t, migrations.DownTo(t.Context(), pool, min(version, 1)))
+			for v := int64(2); v <= version; v++ {
+				pgtest.Exec(t, pool, script(t, v, false), pgx.QueryExecModeSimpleProtocol)
+			}
+		},
+		"by Up, a part rolled back as printed": func(t *testing.T, pool *pgxpool.Pool, version int64) {
+			t.Helper()
+			require.NoError(t, migrations.Up(t.Context(), pool))
+			for v := latest(t); v > version; v-- {
+				pgtest.Exec(t, pool, script(t, v, true), pgx.QueryExecModeSimpleProtocol)
+			}
+		},
+	} {
+		for version := latest(t); version >= 0; version-- {
+			t.Run(fmt.Sprintf("%s, version %d", name, version), func(t *testing.T) {
+				t.Parallel()
+
+				for _, up := range []bool{true, false} {
+					pool := pgtest.Empty(t).InSchema(t, oddSchema)
+					if version > 0 || name != "goose with its own table" { // which takes 0 for all
+						apply(t, pool, version)
+					}
+					want := version
+					if up {
+						require.NoError(t, migrations.Up(t.Context(), pool))
+						want = latest(t)
+						requireApplied(t, pool, want)
+						require.Empty(t, pgtest.Differences(
+							pgtest.WithoutSchema(ours(t, fresh.Pool, "public"), "public"),
+							pgtest.WithoutSchema(ours(t, pool, oddSchema), oddSchema)))
+						require.NoError(t, migrations.Up(t.Context(), pool))
+					}
+					for want > 0 { // Down adopts too
+						require.NoError(t, migrations.Down(t.Context(), pool))
+						want--
+						requireApplied(t, pool, want)
+					}
+					require.Empty(t, ours(t, pool, oddSchema))
+					require.NoError(t, migrations.Up(t.Context(), pool))
+					requireApplied(t, pool, latest(t))
+				}
+			})
+		}
+	}
+}
+
+// Who only calls the functions may call Up too, before they are adopted and after.
+func TestUpByARoleThatAdoptsNothing(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.Empty(t)
+	pgtest.Exec(t, db.Pool, "CREATE SCHEMA limits AUTHORIZATION pg_monitor; GRANT USAGE ON SCHEMA limits TO PUBLIC")
+	as := func(role string) *pgxpool.Pool {
+		return db.NewPool(t, func(config *pgxpool.Config) {
+			config.ConnConfig.RuntimeParams["role"] = role
+			config.ConnConfig.RuntimeParams["search_path"] = "limits"
+		})
+	}
+	owner, application, superuser := as("pg_monitor"), as("pg_signal_backend"), as("none")
+	scripted(t, owner, latest(t))
+	for _, pool := range []*pgxpool.Pool{application, superuser} {
+		require.NoError(t, migrations.Up(t.Context(), pool))
+		status, err := migrations.Status(t.Context(), pool)
+		require.NoError(t, err)
+		for _, migration := range status {
+			require.True(t, migration.Applied)
+			require.Zero(t, migration.AppliedAt)
+		}
+	}
+	require.NotContains(t, fmt.Sprint(pgtest.Objects(t, db.Pool, "limits")), "rate_limit_goose_version")
+	// The superuser has the rights, and would leave objects of two owners.
+	require.ErrorContains(t, migrations.Down(t.Context(), superuser),
+		"rate_limit_version belongs to another role: run this as pg_monitor")
+	require.NotContains(t, fmt.Sprint(pgtest.Objects(t, db.Pool, "limits")), "rate_limit_goose_version")
+
+	_, err := owner.Exec(t.Context(), script(t, latest(t), true), pgx.QueryExecModeSimpleProtocol)
+	require.NoError(t, err)
+	for _, pool := range []*pgxpool.Pool{application, superuser} {
+		err := migrations.Up(t.Context(), pool)
+		require.ErrorContains(t, err, "not applied: 3 create_sweep; this role may not apply it")
+		require.ErrorContains(t, err, "run this as pg_monitor")
+	}
+	require.NoError(t, migrations.Up(t.Context(), owner))
+	requireApplied(t, owner, latest(t))
+	require.NoError(t, migrations.Up(t.Context(), application))
+	require.NoError(t, migrations.Up(t.Context(), superuser))
+	require.NoError(t, migrations.DownTo(t.Context(), owner, 0))
+	require.Empty(t, pgtest.Catalog(t, db.Pool, "limits"))
+}
+
+// What is not exactly what the migrations make is not adopted. The error says what differs, and nothing changes.
+func TestWhatDiffersIsNotAdopted(t *testing.T) {
+	t.Parallel()
+
+	for sql, want := range map[string][]string{
+		"DROP TABLE rate_limit_durable":      {"version 3 make: table rate_limit_durable is missing. Nothing was changed"},
+		"DROP FUNCTION rate_limit_sweep":     {"function rate_limit_sweep(integer, integer, text[], text, interval, timestamp with time zone) is missing"},
+		"DROP FUNCTION rate_limit_version()": {"version 3 make: function rate_limit_version() is missing."},
+		"DROP TABLE rate_limit_sweeper":      {"table rate_limit_sweeper is missing"},
+		"ALTER TABLE rate_limit_durable DROP count, ADD more int; ALTER FUNCTION _rate_limit_late() SECURITY DEFINER": {
+			"function _rate_limit_late() has kind", "table rate_limit_durable lacks column count; table rate_limit_durable has column more, which"},
+		"ALTER FUNCTION rate_limit_reset RESET search_path":                                                          {`has settings "enable_indexscan=on, enable_seqscan=off, enable_tidscan=on, jit=off" instead of`},
+		"CREATE OR REPLACE FUNCTION _rate_limit_late() RETURNS boolean LANGUAGE plpgsql AS 'BEGIN RETURN true; END'": {"function _rate_limit_late() has another body"},
+		"CREATE OR REPLACE FUNCTION rate_limit_version() RETURNS bigint LANGUAGE sql IMMUTABLE AS ' SELECT 2::bigint '": {
+			"version 2 make: function rate_limit_sweep(integer, integer, text[], text, interval, timestamp with time zone) should not be there; table rate_limit_sweeper should"},
+		"CREATE OR REPLACE FUNCTION rate_limit_version() RETURNS bigint LANGUAGE sql IMMUTABLE AS 'SELECT NULL::bigint'": {
+			"function rate_limit_version() has another body"},
+		"ALTER TABLE rate_limit_durable OWNER TO pg_monitor":  {"table rate_limit_durable belongs to pg_monitor, and not to "},
+		"ALTER FUNCTION _rate_limit_late OWNER TO pg_monitor": {"function _rate_limit_late() belongs to pg_monitor, and not to "},
+		`CREATE FUNCTION f() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RETURN NEW; END';
+			CREATE TRIGGER t BEFORE INSERT ON rate_limit_durable FOR EACH ROW EXECUTE FUNCTION f()`: {"has trigger t, which should not be there"},
+	} {
+		t.Run(sql, func(t *testing.T) {
+			t.Parallel()
+
+			pool := pgtest.Empty(t).Pool
+			scripted(t, pool, latest(t))
+			pgtest.Exec(t, pool, sql)
+			objects, catalog := pgtest.Objects(t, pool), pgtest.Catalog(t, pool, "public")
+			err := migrations.Up(t.Context(), pool)
+			for _, text := range want {
+				require.ErrorContains(t, err, text)
+			}
+			require.Equal(t, objects, pgtest.Objects(t, pool))
+			require.Empty(t, pgtest.Differences(catalog, pgtest.Catalog(t, pool, "public")))
+		})
+	}
+}
+
+// psql commits each statement by itself unless it is told otherwise, so a script may stop anywhere. Up then says what is
+// missing, or goes on from a migration that is complete.
+func TestHalfAppliedMigrations(t *testing.T) {
+	t.Parallel()
+
+	var statements []string
+	for version := int64(1); version <= latest(t); version++ {
+		for rest := script(t, version, false); rest != ""; {
+			var statement string
+			_, block, ok := strings.Cut(rest, "-- +goose StatementBegin\n")
+			if semicolon := strings.Index(rest, ";\n"); ok && len(rest)-len(block) < semicolon {
+				statement, rest, _ = strings.Cut(block, "-- +goose StatementEnd\n")
+			} else if statement, rest, ok = strings.Cut(rest, ";\n"); !ok {
+				break
+			}
+			statements = append(statements, statement)
+		}
+	}
+	require.Greater(t, len(statements), 70)
+	statements = slices.DeleteFunc(statements, func(sql string) bool { return strings.Contains(sql, "set_config('search_path', pg_catalog.format") })
+
+	db := pgtest.Empty(t)
+	var schema string
+	var pool *pgxpool.Pool
+	begin := func(done ...string) { // in another schema
+		schema = fmt.Sprintf("after_%d", len(done))
+		pool = db.InSchema(t, schema)
+		for _, sql := range done {
+			pgtest.Exec(t, pool, sql)
+		}
+	}
+	begin()
+	adopted, refused := 0, 0
+	for done, sql := range statements {
+		pgtest.Exec(t, pool, sql)
+		if strings.Contains(sql, "\nCOMMENT ON ") { // changes nothing that is looked at
+			continue
+		}
+		before := pgtest.Objects(t, db.Pool, schema)
+		if err := migrations.Up(t.Context(), pool); err == nil {
+			requireApplied(t, pool, latest(t))
+			adopted++
+			begin(statements[:done+1]...)
+		} else {
+			require.ErrorContains(t, err, "Nothing was changed")
+			require.Regexp(t, ` is missing| should not be there| has another body| has settings | lacks `, err.Error())
+			require.Equal(t, before, pgtest.Objects(t, db.Pool, schema))
+			refused++
+		}
+	}
+	require.EqualValues(t, 2*latest(t), adopted) // where the version is there, and after its GRANT
+	require.Greater(t, refused, 20)
+}
+
+// The version table that Up makes to adopt the rest gives nobody a right that ALTER DEFAULT PRIVILEGES promises.
+func TestAdoptingGivesNothing(t *testing.T) {
+	t.Parallel()
+
+	pool := pgtest.Empty(t).InSchema(t, oddSchema)
+	pgtest.Exec(t, pool, "ALTER DEFAULT PRIVILEGES GRANT ALL ON TABLES TO pg_monitor, PUBLIC")
+	scripted(t, pool, latest(t))
+	require.NoError(t, migrations.Up(t.Context(), pool))
+	requireApplied(t, pool, latest(t))
+	require.False(t, pgtest.Scalar[bool](t, pool, `SELECT has_table_privilege('pg_monitor',
+		'rate_limit_goose_version', 'INSERT, UPDATE, DELETE, TRUNCATE, REFERENCES, TRIGGER')`))
+}
+
+// Many processes that start at once adopt it once.
+func TestManyAdoptAtOnce(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.Empty(t)
+	scripted(t, db.Pool, 2)
+	done := make(chan error)
+	for range 8 {
+		go func() { done <- migrations.Up(t.Context(), db.Pool) }()
+	}
+	for range 8 {
+		require.NoError(t, <-done)
+	}
+	requireApplied(t, db.Pool, latest(t))
+	require.Equal(t, latest(t)+1, pgtest.Scalar[int64](t, db.Pool, "SELECT count(*) FROM rate_limit_goose_version"))
+}
+
+// Another tool may have applied a newer release. This one leaves it alone.
+func TestNewerVersionByAnotherTool(t *testing.T) {
+	t.Parallel()
+
+	for _, recorded := range []bool{false, true} {
+		pool := pgtest.Empty(t).Pool
+		if recorded {
+			require.NoError(t, migrations.Up(t.Context(), pool))
+		} else {
+			scripted(t, pool, latest(t))
+		}
+		pgtest.Exec(t, pool, "CREATE OR REPLACE FUNCTION rate_limit_version() RETURNS bigint LANGUAGE sql IMMUTABLE AS 'SELECT 99999::bigint'")
+		before := pgtest.Objects(t, pool)
+		require.NoError(t, migrations.Up(t.Context(), pool))
+		for _, err := range []error{migrations.Down(t.Context(), pool), migrations.DownTo(t.Context(), pool, 0)} {
+			require.ErrorIs(t, err, goose.ErrVersionNotFound)
+		}
+		require.Equal(t, before, pgtest.Objects(t, pool))
+	}
+}
+
+// Down rolls back what somebody has damaged, so that Up makes it anew. The counts of the tables that stay are kept.
+func TestDownAndUpMendADamagedSchema(t *testing.T) {
+	t.Parallel()
+
+	fresh := pgtest.New(t)
+	for sql, to := range map[string]int64{
+		"DROP FUNCTION rate_limit_version()": 1,
+		"DROP FUNCTION _rate_limit_late(), rate_limit_sweep; ALTER FUNCTION rate_limit_reset RESET ALL": 1,
+		"DROP TYPE rate_limit_row":                            1,
+		"DROP TYPE rate_limit_decision CASCADE":               1,
+		"DROP TABLE rate_limit_sweeper":                       2,
+		"DROP TABLE rate_limit_ephemeral, rate_limit_durable": 0,
+	} {
+		for _, adopted := range []bool{true, false} {
+			if !adopted && strings.Contains(sql, "rate_limit_version") {
+				continue // nothing says what there is
+			}
+			db := pgtest.New(t)
+			pgtest.Exec(t, db.Pool, "INSERT INTO rate_limit_durable (prefix, key) VALUES ('a', 'b')")
+			if !adopted {
+				pgtest.Exec(t, db.Pool, "DROP TABLE rate_limit_goose_version")
+			}
+			pgtest.Exec(t, db.Pool, sql)
+			require.NoError(t, migrations.DownTo(t.Context(), db.Pool, to), sql)
+			require.NoError(t, migrations.Up(t.Context(), db.Pool), sql)
+			require.Empty(t, pgtest.Differences(pgtest.Catalog(t, fresh.Pool, "public"), pgtest.Catalog(t, db.Pool, "public")), sql)
+			requireApplied(t, db.Pool, latest(t))
+			if to > 0 {
+				require.True(t, pgtest.Scalar[bool](t, db.Pool, "SELECT count(*) = 1 FROM rate_limit_durable"))
+			}
+		}
+	}
+}

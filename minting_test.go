@@ -1,0 +1,353 @@
+package ratelimit
+
+import (
+	"fmt"
+	"math/big"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit/internal/pgtest"
+)
+
+// aTake is one that was allowed in a random history: what is kept was never given back.
+type aTake struct {
+	policy      model
+	clock, in   int64
+	units, kept int64
+	giveBack    func(clock, n int64) error
+}
+
+// takesOf plays a random history for one key: takes, now and then under another limit, and refunds of what was
+// taken, each unit at most once. take returns nil if it is denied.
+func takesOf(
+	d dice,
+	draw func() model,
+	steps int,
+	back bool,
+	ask func(p model, clock, n int64) (*aTake, error),
+) (takes []*aTake, forwards *big.Int, err error) {
+	p, clock, forwards := draw(), d.magnitude(1<<50, 1<<51), new(big.Int)
+	for range steps {
+		step := d.magnitude(1, 2*reach(p))
+		if d(4) == 0 {
+			step = 1
+		}
+		if back && d(8) == 0 {
+			clock -= step
+		} else {
+			clock += step
+			forwards.Add(forwards, big.NewInt(step))
+		}
+		if d(10) == 0 {
+			p = draw()
+		}
+		for range 1 + d(4) {
+			if len(takes) == 0 || d(2) == 0 {
+				took, err := ask(p, clock, min(d.magnitude(1, p.numbers().Limit), 1+d(max(p.numbers().Limit/2, 1))))
+				if err != nil {
+					return nil, nil, err
+				}
+				if took != nil {
+					took.policy, took.clock, took.kept = p, clock, took.units
+					takes = append(takes, took)
+				}
+			} else if took := takes[len(takes)-1-int(d(int64(min(len(takes), 12))))]; took.kept > 0 {
+				n := took.kept
+				if d(3) == 0 {
+					n = 1 + d(n)
+				}
+				if err := took.giveBack(clock, n); err != nil {
+					return nil, nil, err
+				}
+				took.kept -= n
+			}
+		}
+	}
+	return takes, forwards, nil
+}
+
+// mints tells what is wrong with what a history has kept.
+func mints(takes []*aTake) error {
+	var without state // of a bucket without all that was given back
+	largest := int64(0)
+	for i, took := range takes {
+		if took.kept == 0 {
+			continue
+		}
+		limit, window := took.policy.numbers().Limit, reach(took.policy)
+		var within, same, before int64 // kept in the window that ends here, in the same of the row's and in the one before
+		for _, other := range takes[:i+1] {
+			if other.clock > took.clock-window {
+				within += other.kept
+			}
+			switch other.in {
+			case took.in:
+				same += other.kept
+			case took.in - window:
+				before += other.kept
+			}
+		}
+		largest = max(largest, limit)
+		ok := true
+		switch p := took.policy.(type) {
+		case FixedWindow: // the take that has opened a window may have been given back
+			ok = same <= limit && within <= 2*largest
+		case SlidingWindow:
+			sum := new(big.Int).Mul(big.NewInt(before), big.NewInt(window-(took.clock-took.in)))
+			sum.Add(sum, new(big.Int).Mul(big.NewInt(same), big.NewInt(window)))
+			ok = sum.Cmp(new(big.Int).Mul(big.NewInt(limit), big.NewInt(window))) <= 0 && within <= 2*largest-1
+		case SlidingLog:
+			ok = within <= limit
+		case TokenBucket:
+			var d decision
+			without, d = p.decide(without, took.clock, took.kept)
+			ok = d.granted == 1
+		}
+		if !ok {
+			return fmt.Errorf(
+				"%T%+v: %d at %d are too many: %d in the row's window, %d in the one before, %d within the window that ends here",
+				took.policy,
+				took.policy,
+				took.kept,
+				took.clock,
+				same,
+				before,
+				within,
+			)
+		}
+	}
+	return nil
+}
+
+// drawFor returns policies of one kind, which differ in nothing but their limit, and buckets in nothing: of a
+// bucket it matters whose numbers it was last rolled forward by, so that a take can let others through that would
+// not have been without it.
+func (d dice) drawFor(kind int64) func() model {
+	window := 1_000_000 + d.magnitude(0, 1<<40)
+	capacity := 1 + d(20)
+	refill := ceilDiv(capacity*window, maxSpan) + d(20)
+	return func() model {
+		limit := 1 + d(20)
+		return []model{
+			FixedWindow{limit, duration(window)}, SlidingWindow{limit, duration(window)}, SlidingLog{limit, duration(window)},
+			TokenBucket{capacity, refill, duration(window)},
+		}[kind]
+	}
+}
+
+// askModel asks the model, and gives back as refund does.
+func askModel(refund func(p model, s state, clock int64, k take) state) func(p model, clock, n int64) (*aTake, error) {
+	var s state
+	return func(p model, clock, n int64) (*aTake, error) {
+		next, d := p.decide(s, clock, n)
+		s = next
+		if d.granted == 0 {
+			return nil, nil
+		}
+		left := n
+		return &aTake{units: n, in: d.taken.in, giveBack: func(clock, n int64) error {
+			k := d.taken.portion(p, left-n, left)
+			left -= n
+			s = refund(p, s, clock, k)
+			return nil
+		}}, nil
+	}
+}
+
+func rightRefund(p model, s state, clock int64, k take) state {
+	next, _ := p.refund(s, clock, k)
+	return next
+}
+
+// What is admitted and never given back stays within what the policy admits without refunds, whatever is given
+// back and when.
+func TestRefundsMintNothing(t *testing.T) {
+	t.Parallel()
+	d := randomDice(t)
+	for range 2000 {
+		for kind := range int64(4) {
+			takes, _, err := takesOf(d, d.drawFor(kind), 60, false, askModel(rightRefund))
+			require.NoError(t, err)
+			require.NoError(t, mints(takes))
+		}
+	}
+}
+
+// With a clock that steps back, at most what the clock gives forwards.
+func TestRefundsMintNothingWhenTheClockStepsBack(t *testing.T) {
+	t.Parallel()
+	d := randomDice(t)
+	for range 1000 {
+		for kind := range int64(4) {
+			p := d.drawFor(kind)()
+			takes, forwards, err := takesOf(d, func() model { return p }, 60, true, askModel(rightRefund))
+			require.NoError(t, err)
+			kept := int64(0)
+			for _, took := range takes {
+				kept += took.kept
+			}
+			gives := new(big.Int).Quo(forwards, big.NewInt(reach(p)))
+			gives.Mul(gives, big.NewInt(p.numbers().Limit))
+			if bucket, ok := p.(TokenBucket); ok {
+				gives.Mul(forwards, big.NewInt(bucket.Refill))
+				gives.Quo(gives, big.NewInt(micros(bucket.Every)))
+			}
+			require.LessOrEqual(
+				t,
+				big.NewInt(kept).Cmp(gives.Add(gives, big.NewInt(p.numbers().Limit))),
+				0,
+				"%T%+v: %d kept",
+				p,
+				p,
+				kept,
+			)
+		}
+	}
+}
+
+// Negative controls: refunds that are broken in one way mint, and the check sees it.
+func TestBrokenRefundsMint(t *testing.T) {
+	t.Parallel()
+	for name, c := range map[string]struct {
+		kinds  []int64
+		refund func(p model, s state, clock int64, k take) state
+	}{
+		"of whatever the row counts now": {[]int64{0, 1, 2, 3}, func(p model, s state, clock int64, k take) state {
+			row := rollForward(p, s, clock)
+			k.since, k.in = row.since, row.windowStart
+			return rightRefund(p, s, clock, k)
+		}},
+		"twice": {[]int64{0, 1, 2, 3}, func(p model, s state, clock int64, k take) state {
+			return rightRefund(p, rightRefund(p, s, clock, k), clock, k)
+		}},
+		"that do not move up those behind them": {[]int64{3}, func(p model, s state, clock int64, k take) state {
+			next := rightRefund(p, s, clock, k)
+			next.returned = 0
+			return next
+		}},
+		"of tokens that have flowed in since": {[]int64{3}, func(p model, s state, clock int64, k take) state {
+			k.in = max(rollForward(p, s, clock).windowStart, k.in)
+			return rightRefund(p, s, clock, k)
+		}},
+	} {
+		for _, kind := range c.kinds {
+			d := randomDice(t)
+			caught := false
+			for range 3000 {
+				takes, _, err := takesOf(d, d.drawFor(kind), 60, false, askModel(c.refund))
+				require.NoError(t, err)
+				if caught = mints(takes) != nil; caught {
+					break
+				}
+			}
+			require.True(t, caught, "refunds %s, of kind %d", name, kind)
+		}
+	}
+}
+
+// askLimiter asks a limiter, whose clock is clock.
+func askLimiter(t *testing.T, l *Limiter, clock *time.Time) func(p model, at, n int64) (*aTake, error) {
+	return func(p model, at, n int64) (*aTake, error) {
+		*clock = time.UnixMicro(at)
+		result, err := l.under(p).AllowN(t.Context(), "key", n)
+		if err != nil || !result.Allowed {
+			return nil, err
+		}
+		return &aTake{units: n, in: result.receipt.parts[0].in, giveBack: func(at, n int64) error {
+			*clock = time.UnixMicro(at)
+			_, err := l.RefundN(t.Context(), result, n)
+			return err
+		}}, nil
+	}
+}
+
+func TestRefundsMintNothingOnAServer(t *testing.T) {
+	t.Parallel()
+	d := randomDice(t)
+	play := func(pool *pgxpool.Pool, kind int64, name string) error {
+		var clock time.Time
+		draw := d.drawFor(kind)
+		l := newLimiter(
+			t,
+			pool,
+			Config{
+				Name:          name,
+				Policy:        draw(),
+				Client:        ClientConfig{Timeout: amply, Test: TestConfig{Now: func() time.Time { return clock }}},
+				NoDenialCache: true,
+			},
+		)
+		takes, _, err := takesOf(d, draw, 40, false, askLimiter(t, l, &clock))
+		require.NoError(t, err)
+		return mints(takes)
+	}
+	pool := pgtest.New(t).Pool
+	for round := range 8 * rounds(t) {
+		for kind := range int64(4) {
+			require.NoError(t, play(pool, kind, fmt.Sprint(round, kind)))
+		}
+	}
+	const ofTheSameWindow, ofAny = "taken_in[part] = s.window_start AND s.window_start = r.window_start", "taken_in[part] IS NOT NULL"
+	for _, mutant := range []struct {
+		kind         int64
+		function     string
+		right, wrong string
+	}{
+		{0, "rate_limit_all", ofTheSameWindow, ofAny},
+		{1, "rate_limit_all", ofTheSameWindow, ofAny},
+		{2, "rate_limit_all", "= taken_in[part] << 10", "<> 0 LIMIT 1"},
+		{3, "rate_limit_all", "s.returned := s.returned + back;", ""},
+		// What a take that was decided in one statement says of itself: its place in the queue.
+		{3, "rate_limit_token_bucket", "returned + full_credit -", "returned + 2 * full_credit -"},
+	} {
+		db := pgtest.New(t)
+		pgtest.Rewrite(t, db.Pool, mutant.function, mutant.right, mutant.wrong)
+		caught := false
+		for round := 0; round < 400 && !caught; round++ {
+			caught = play(db.Pool, mutant.kind, fmt.Sprint(round)) != nil
+		}
+		require.True(t, caught, "%+v", mutant)
+	}
+}
+
+// The attack that refunds by key alone allowed: takes all along, which are given back together.
+func TestHoardedTakesGiveNothingBack(t *testing.T) {
+	t.Parallel()
+	const limit = 5
+	eachSlowPolicyAllAndTable(t, limit, func(t *testing.T, config Config) {
+		now := t0
+		config.Client.Test.Now, config.NoDenialCache = func() time.Time { return now }, true
+		config.Policy = map[string]Policy{
+			"ratelimit.FixedWindow": FixedWindow{limit, time.Minute}, "ratelimit.SlidingWindow": SlidingWindow{limit, time.Minute},
+			"ratelimit.SlidingLog": SlidingLog{limit, time.Minute}, "ratelimit.TokenBucket": TokenBucket{limit, limit, time.Minute},
+			"ratelimit.all": All(FixedWindow{limit, time.Minute}, SlidingLog{limit, time.Minute}),
+		}[fmt.Sprintf("%T", config.Policy)]
+		limiter := newLimiter(t, pgtest.New(t).Pool, config)
+		var takes []Result
+		for range 10 {
+			result, err := limiter.AllowN(t.Context(), "key", limit)
+			require.NoError(t, err)
+			require.True(t, result.Allowed)
+			takes = append(takes, result)
+			now = now.Add(2 * time.Minute)
+		}
+		admitted := 0
+		for _, result := range takes {
+			_, err := limiter.Refund(t.Context(), result)
+			require.NoError(t, err)
+			for {
+				result, err := limiter.Allow(t.Context(), "key")
+				require.NoError(t, err)
+				if !result.Allowed {
+					break
+				}
+				admitted++
+			}
+			now = now.Add(50 * time.Millisecond)
+		}
+		require.Equal(t, limit, admitted)
+	})
+}

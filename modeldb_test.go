@@ -1,0 +1,254 @@
+package ratelimit
+
+import (
+	"context"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+
+	"github.com/pgratelimit/ratelimit/internal/algorithm"
+)
+
+// modelDB is a database in memory for tests in a bubble of time (testing/synctest), where a connection to a real one
+// would stand still. It decides by the models and the bubble's clock, and it can be away.
+type modelDB struct {
+	mu     sync.Mutex
+	away   func(ctx context.Context) error // nil: it is there
+	asked  int                             // statements
+	atOnce int                             // statements at the same time, at most
+	now    int
+	rows   rows
+	units  int64 // that were taken
+
+	takes  time.Duration    // how long a statement takes beside its waits; it decides after half of that
+	cutOff time.Duration    // the statement_timeout; 0: none
+	held   map[string]int64 // the transactions that have locked keys; 0: the row is being made
+}
+
+func newModelDB() *modelDB { return &modelDB{rows: rows{false: {}, true: {}}} }
+
+// set says what becomes of statements from now on, and begins to count anew.
+func (db *modelDB) set(away func(ctx context.Context) error) {
+	db.mu.Lock()
+	defer db.mu.Unlock()
+	db.away, db.asked, db.atOnce = away, 0, db.now
+}
+
+// counts is how many statements there were since set, and how many at the same time at most.
+func (db *modelDB) counts() (asked, atOnce int) {
+	db.mu.Lock()
+	defer db.mu.Unlock()
+	return db.asked, db.atOnce
+}
+
+// statements is how many there were since set.
+func (db *modelDB) statements() int {
+	asked, _ := db.counts()
+	return asked
+}
+
+// taken is how many units the statements have taken.
+func (db *modelDB) taken() int64 {
+	db.mu.Lock()
+	defer db.mu.Unlock()
+	return db.units
+}
+
+// Query decides. It waits with mu free, because a goroutine that waits for a mutex holds up the bubble's time.
+func (db *modelDB) Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error) {
+	db.mu.Lock()
+	db.asked++
+	db.now++
+	db.atOnce = max(db.atOnce, db.now)
+	away := db.away
+	db.mu.Unlock()
+	answer, err := (*modelRows)(nil), error(nil)
+	if away != nil {
+		err = away(ctx)
+	}
+	if err == nil {
+		answer, err = db.decide(sql, args)
+	}
+	db.mu.Lock()
+	defer db.mu.Unlock()
+	db.now--
+	if err != nil {
+		return nil, err
+	}
+	return answer, nil
+}
+
+func (db *modelDB) decide(sql string, args []any) (*modelRows, error) {
+	requests, lockTimeout, skip := askedOf(sql, args)
+	db.mu.Lock()
+	wait, code := db.takes/2, ""
+	passed := map[int][]int64{} // by which transactions the parts of requests are locked
+	for i := 0; i < len(requests) && code == ""; i++ {
+		for _, p := range requests[i].parts {
+			by, ok := db.held[p.id.key]
+			if !ok || p.cost == 0 {
+				continue
+			}
+			if passed[i] == nil {
+				passed[i] = slices.Repeat([]int64{notLocked}, len(requests[i].parts))
+			}
+			passed[i][slices.IndexFunc(requests[i].parts, func(q modelPart) bool { return q.id == p.id })] = by
+			if by == 0 || !skip {
+				wait += time.Duration(*lockTimeout) * time.Millisecond
+			}
+			if !skip {
+				code = "55P03"
+				break
+			}
+		}
+	}
+	if db.cutOff > 0 && wait > db.cutOff {
+		wait, code = db.cutOff, "57014"
+	}
+	takes := db.takes
+	db.mu.Unlock()
+	elapse(wait)
+	if code != "" {
+		return nil, &pgconn.PgError{Code: code, Severity: "ERROR", SeverityUnlocalized: "ERROR"}
+	}
+	answer := db.answer(requests, passed)
+	elapse(takes / 2)
+	return answer, nil
+}
+
+// answer decides the requests that were not passed over.
+func (db *modelDB) answer(requests []modelRequest, passed map[int][]int64) *modelRows {
+	db.mu.Lock()
+	defer db.mu.Unlock()
+	clock := time.Now().UnixMicro()
+	var decided []modelRequest
+	for i, r := range requests {
+		if passed[i] == nil {
+			decided = append(decided, r)
+		}
+	}
+	db.rows.decideAll(decided, clock)
+	answer, ord := &modelRows{}, int64(0)
+	for i, r := range requests { // whose parts are those of decided
+		if passed[i] == nil && r.parts[0].cost > 0 {
+			for _, p := range r.parts {
+				db.units += p.decision.granted * p.cost
+			}
+		}
+		for j := range r.parts {
+			d := &r.parts[j].decision
+			if passed[i] != nil {
+				*d = decision{granted: undecided, decidedAt: time.UnixMicro(clock)}
+				if by := passed[i][j]; by != notLocked {
+					d.granted, d.remaining = locked, by
+				}
+			}
+			ord++
+			answer.values = append(answer.values, []any{
+				ord, d.granted, d.remaining, &d.retryAfter, d.resetAfter, d.decidedAt.UnixMicro(),
+				d.state.count, d.state.prevCount, d.state.windowStart, d.state.credit, d.state.scale, d.state.expiresAt,
+				d.taken.spent, d.taken.since, d.taken.at, d.state.log.numbers(),
+			})
+		}
+	}
+	return answer
+}
+
+// numbers are the entries as a column has them.
+func (e entries) numbers() (log []int64) {
+	for i := range len(e) / 8 {
+		log = append(log, e.entry(i))
+	}
+	return log
+}
+
+// askedOf is what a statement asks for.
+func askedOf(sql string, args []any) (requests []modelRequest, lockTimeout *int32, skip bool) {
+	if name, one := args[0].(string); one { // the function of an algorithm; rate_limit_all is asked for the same so
+		n, of := len(args[1].([]string)), args[13:]
+		code := 1 + slices.IndexFunc(algorithm.All(), func(a algorithm.Algorithm) bool {
+			return implementationOf(a.Code).statement == sql
+		})
+		owners, refill := make([]int32, n), int64(0)
+		for i := range owners {
+			owners[i] = int32(i)
+		}
+		if len(of) == 3 {
+			refill = of[1].(int64)
+		}
+		args = slices.Concat([]any{
+			owners, slices.Repeat([]string{name}, n), args[1], slices.Repeat([]bool{args[4].(bool)}, n),
+			slices.Repeat([]int16{int16(code)}, n), slices.Repeat([]int64{of[0].(int64)}, n),
+			slices.Repeat([]int64{of[len(of)-1].(int64)}, n), slices.Repeat([]int64{refill}, n), args[2], args[3],
+		}, args[5:13])
+	}
+	numbers := func(i int) []int64 { return args[i].([]int64) }
+	refund := func(i, part int) (n int64, ok bool) {
+		if all := args[i].([]*int64); all != nil && all[part] != nil {
+			return *all[part], true
+		}
+		return 0, false
+	}
+	for i, owner := range args[0].([]int32) {
+		p := modelPart{
+			id: rowID{args[1].([]string)[i], args[2].([]string)[i]}, durable: args[3].([]bool)[i], cost: 1,
+			policy: policyOf(algorithm.Numbers{
+				Algorithm: args[4].([]int16)[i],
+				Limit:     numbers(5)[i], Span: duration(numbers(6)[i]), Refill: numbers(7)[i],
+			}),
+		}
+		if numbers(8) != nil {
+			p.cost = numbers(8)[i]
+		}
+		if since, ok := refund(13, i); ok {
+			k := take{since: since}
+			k.in, _ = refund(14, i)
+			k.at, _ = refund(15, i)
+			k.spent, _ = refund(16, i)
+			p.refund = []take{k}
+		}
+		if i == 0 || owner != args[0].([]int32)[i-1] {
+			requests = append(requests, modelRequest{count: 1})
+		}
+		r := &requests[len(requests)-1]
+		r.parts = append(r.parts, p)
+		if numbers(9) != nil {
+			r.count = numbers(9)[i]
+		}
+	}
+	return requests, args[10].(*int32), args[17].(bool)
+}
+
+// modelRows are what a statement returns.
+type modelRows struct {
+	pgx.Rows
+	values [][]any
+}
+
+func (r *modelRows) Next() bool { return len(r.values) > 0 }
+func (*modelRows) Err() error   { return nil }
+func (r *modelRows) FieldDescriptions() []pgconn.FieldDescription {
+	if len(r.values) == 0 {
+		return nil
+	}
+	return make([]pgconn.FieldDescription, len(r.values[0]))
+}
+func (*modelRows) Close() {}
+func (r *modelRows) Scan(targets ...any) error {
+	for i, value := range r.values[0] {
+		switch target := targets[i].(type) {
+		case *int64:
+			*target = value.(int64)
+		case **int64:
+			*target = value.(*int64)
+		case *[]int64:
+			*target = value.([]int64)
+		}
+	}
+	r.values = r.values[1:]
+	return nil
+}
+func (*modelRows) CommandTag() pgconn.CommandTag { return pgconn.CommandTag{} }

@@ -1,0 +1,111 @@
+package otelratelimit
+
+import (
+	"context"
+	_ "embed"
+	"errors"
+	"fmt"
+	"strings"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"go.opentelemetry.io/otel/attribute"
+	"go.opentelemetry.io/otel/metric"
+
+	"github.com/pgratelimit/ratelimit"
+)
+
+// patience is how long a collection waits for Postgres. Prometheus gives up a scrape after 10 seconds, and the
+// metrics of the limiters, which are most needed in an outage, must be there before.
+const patience = 2 * time.Second
+
+//go:embed tables.sql
+var tablesQL string
+
+// ObserveTables asks the database about the tables of the limiters and about their sweeper whenever meter's metrics
+// are collected, until Unregister is called. Whoever sweeps is seen: package cleanup, pg_cron or the command.
+//
+//   - ratelimit.table.size, a gauge in bytes, with indexes;
+//   - ratelimit.table.rows, a gauge: how many rows there are, as Postgres estimates it;
+//   - ratelimit.table.deleted, a counter of rows that were deleted, by sweeps and resets;
+//   - ratelimit.sweep.age, a gauge in seconds: how long ago a sweep last reached the end of both tables. It is missing
+//     before the first one.
+//
+// The first three have the attribute table, which is ephemeral or durable. All processes of an application may do
+// this. They report the same.
+//
+// db is a *pgxpool.Pool, or a *sql.DB in sqldb.Pool. Its role needs USAGE on the schema, and SELECT on the table
+// rate_limit_sweeper. schema is the schema that the migrations were applied in. If it is "", it is found through the
+// connection's search_path.
+//
+// A collection is one statement, which reads no rows of the limiters, and waits for Postgres for two seconds at most.
+// If it fails, OpenTelemetry gets the error, and the metrics above are missing from that collection.
+func ObserveTables(meter metric.Meter, db ratelimit.DBTX, schema string) (metric.Registration, error) {
+	switch db := db.(type) {
+	case nil, *pgx.Conn, interface{ Conn() *pgx.Conn }:
+		return nil, &ratelimit.ConfigError{Field: "db", Reason: "must be a pool, since collections come at any time"}
+	case *pgxpool.Pool:
+		if db == nil {
+			return nil, &ratelimit.ConfigError{Field: "db", Reason: "is nil, and must be a pool"}
+		}
+	}
+	size, err1 := meter.Int64ObservableGauge("ratelimit.table.size",
+		metric.WithUnit("By"), metric.WithDescription("The size of a table and its indexes."))
+	rows, err2 := meter.Int64ObservableGauge("ratelimit.table.rows",
+		metric.WithUnit("{row}"), metric.WithDescription("How many rows a table has, as Postgres estimates it."))
+	deleted, err3 := meter.Int64ObservableCounter("ratelimit.table.deleted",
+		metric.WithUnit("{row}"), metric.WithDescription("How many rows were deleted, by sweeps and resets."))
+	age, err4 := meter.Float64ObservableGauge("ratelimit.sweep.age",
+		metric.WithUnit("s"), metric.WithDescription("How long ago a sweep last reached the end of both tables."))
+	if err := errors.Join(err1, err2, err3, err4); err != nil {
+		return nil, err
+	}
+	statement := tablesQL
+	if schema != "" {
+		statement = strings.ReplaceAll(tablesQL, "rate_limit_", pgx.Identifier{schema}.Sanitize()+".rate_limit_")
+	}
+	return meter.RegisterCallback(func(ctx context.Context, o metric.Observer) error {
+		tables, err := askTables(ctx, db, statement)
+		if err != nil {
+			return err
+		}
+		for _, t := range tables {
+			table := metric.WithAttributes(attribute.String("table", t.Name))
+			o.ObserveInt64(size, t.Size, table)
+			o.ObserveInt64(rows, t.Rows, table)
+			o.ObserveInt64(deleted, t.Deleted, table)
+			if t.SweepAge != nil {
+				o.ObserveFloat64(age, *t.SweepAge) // the same in both rows
+			}
+		}
+		return nil
+	}, size, rows, deleted, age)
+}
+
+// table is a row of tables.sql.
+type table struct {
+	Name                string
+	Size, Rows, Deleted int64
+	SweepAge            *float64
+}
+
+// askTables returns both tables, or an error.
+func askTables(ctx context.Context, db ratelimit.DBTX, statement string) ([]table, error) {
+	ctx, cancel := context.WithTimeout(ctx, patience)
+	defer cancel()
+	found, err := db.Query(ctx, statement)
+	var tables []table
+	if err == nil {
+		tables, err = pgx.CollectRows(found, pgx.RowToStructByPos[table])
+	}
+	if refused, ok := errors.AsType[*pgconn.PgError](err); ok && refused.Code == "42501" {
+		return nil, fmt.Errorf("otelratelimit: GRANT USAGE on the schema, and SELECT on its table rate_limit_sweeper, "+
+			"to the role: %w", err)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("otelratelimit: ask for the tables of the limiters: %w", err)
+	}
+	return tables, nil
+}

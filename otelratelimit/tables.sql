@@ -1,0 +1,17 @@
+-- The size of each table, its live rows, how many rows were ever deleted, and how long ago a sweep last reached the end
+-- of both tables, in seconds. Nothing but rate_limit_sweeper, which has one row, is read: the rest are statistics.
+SELECT t.name,
+    pg_catalog.pg_total_relation_size(t.id),
+    pg_catalog.pg_stat_get_live_tuples(t.id),
+    pg_catalog.pg_stat_get_tuples_deleted(t.id),
+    (SELECT pg_catalog.date_part('epoch',
+            pg_catalog.clock_timestamp() OPERATOR(pg_catalog.-) w.completed_at)
+        FROM rate_limit_sweeper AS w)
+FROM (
+    SELECT CASE WHEN y.oid OPERATOR(pg_catalog.=) pg_catalog.pg_typeof(NULL::rate_limit_durable)
+            THEN 'durable' ELSE 'ephemeral' END AS name,
+        y.typrelid AS id
+    FROM pg_catalog.pg_type AS y
+    WHERE y.oid OPERATOR(pg_catalog.=) pg_catalog.pg_typeof(NULL::rate_limit_ephemeral)
+        OR y.oid OPERATOR(pg_catalog.=) pg_catalog.pg_typeof(NULL::rate_limit_durable)
+) AS t

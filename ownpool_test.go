@@ -1,0 +1,249 @@
+package ratelimit
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit/internal/pgserver"
+	"github.com/pgratelimit/ratelimit/internal/pgtest"
+	"github.com/pgratelimit/ratelimit/internal/testkit"
+	"github.com/pgratelimit/ratelimit/migrations"
+)
+
+// poolOfSize returns a pool of so many connections.
+func poolOfSize(t *testing.T, db *pgtest.DB, n int32) *pgxpool.Pool {
+	t.Helper()
+	return db.NewPool(t, func(config *pgxpool.Config) { config.MaxConns = n })
+}
+
+// Allow, in a transaction that has the pool's last connection, waits for a second one in vain. It is told so, and not
+// that Postgres is away. OnFailure answers it.
+func TestAllowInATransactionOfTheLastConnection(t *testing.T) {
+	t.Parallel()
+	all := map[Source]FailureMode{SourceDatabase: ReturnError()}
+	maps.Copy(all, modes)
+	for source, mode := range all {
+		for _, size := range []int32{1, 4} {
+			t.Run(fmt.Sprint(mode, ", ", size), func(t *testing.T) {
+				t.Parallel()
+				db := pgtest.New(t)
+				pool := poolOfSize(t, db, size)
+				for range size - 1 {
+					defer acquire(t, pool).Release()
+				}
+				var log testkit.Journal
+				var decisions []DecisionEvent
+				var breakers []BreakerEvent
+				l := newLimiter(t, pool, Config{Name: "test", Policy: hourly, OnFailure: mode, Client: ClientConfig{
+					Timeout: 100 * time.Millisecond,
+					Logger:  log.Logger(),
+					Observer: &Observer{
+						Decision: func(e DecisionEvent) { decisions = append(decisions, e) },
+						Breaker:  func(e BreakerEvent) { breakers = append(breakers, e) },
+					},
+				}})
+				tx, err := pool.Begin(t.Context())
+				require.NoError(t, err)
+				for range breakerFailures {
+					result, err := l.Allow(t.Context(), "personal")
+					if source == SourceDatabase {
+						requireKinds(t, err, "personal", ErrPoolExhausted, ErrTimeout)
+						require.Contains(t, err.Error(), "AllowTx")
+						require.Equal(t, "pool_exhausted", ErrorKind(decisions[len(decisions)-1].Err))
+					} else {
+						require.NoError(t, err)
+						require.Equal(t, source, result.Source)
+					}
+				}
+				requireKinds(t, l.Reset(t.Context(), "personal"), "personal", ErrPoolExhausted, ErrTimeout)
+				_, err = AllowAll(t.Context(), l.Request("personal", 1))
+				require.Error(t, err)
+				require.Len(t, breakers, 1)
+				require.ErrorIs(t, breakers[0].Err, ErrPoolExhausted)
+				lines := log.Lines()
+				require.Len(t, lines, 1)
+				require.Contains(t, lines[0], `level=WARN msg="ratelimit: the pool has no connection to spare"`)
+				require.Contains(t, lines[0], "MaxConns")
+				require.NotContains(t, log.String(), "away")
+				require.NotContains(t, log.String(), "personal")
+
+				// What it should have called needs no second connection.
+				patient := newLimiter(t, pool, Config{
+					Name: "test", Policy: hourly, Client: ClientConfig{Timeout: amply},
+				})
+				result, err := patient.AllowTx(t.Context(), tx, "personal")
+				require.NoError(t, err)
+				require.EqualValues(t, 99, result.Remaining)
+				require.NoError(t, tx.Commit(t.Context()))
+				testkit.WaitUntil(t, func() bool {
+					result, err := l.Peek(t.Context(), "personal")
+					return err == nil && result.Source == SourceDatabase && result.Remaining == 99
+				})
+				require.Contains(t, log.String(), "trouble=pool_exhausted")
+			})
+		}
+	}
+}
+
+// Who waited behind statements that got no connection is told of the pool, too.
+func TestCallsBehindAnExhaustedPool(t *testing.T) {
+	t.Parallel()
+	db := pgtest.New(t)
+	pool := poolOfSize(t, db, 1)
+	defer acquire(t, pool).Release()
+	var log testkit.Journal
+	l := newLimiter(t, pool, Config{Name: "test", Policy: hourly, Client: ClientConfig{
+		Timeout: 200 * time.Millisecond, MaxInFlight: 1, MaxBatch: 1, Logger: log.Logger(),
+	}})
+	errs := make([]error, 20)
+	testkit.Together(len(errs), func(i int) { _, errs[i] = l.Allow(context.Background(), fmt.Sprint("personal ", i)) })
+	notAsked := 0
+	for _, err := range errs {
+		requireKinds(t, err, "personal", ErrPoolExhausted, ErrTimeout)
+		if errors.Is(err, errNoConnection) {
+			notAsked++
+		}
+	}
+	require.Positive(t, notAsked)
+	require.Len(t, log.Lines(), 1)
+}
+
+// A connection that is being opened, and has hooks that take long, is none that others have.
+func TestSlowConnectionIsNoExhaustedPool(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.New(t).NewPool(t, func(c *pgxpool.Config) {
+		c.MaxConns = 1
+		c.AfterConnect = func(ctx context.Context, _ *pgx.Conn) error {
+			<-ctx.Done()
+			return ctx.Err()
+		}
+	})
+	l := newLimiter(t, pool, Config{
+		Name: "test", Policy: hourly, Client: ClientConfig{Timeout: 100 * time.Millisecond},
+	})
+	_, err := l.Allow(t.Context(), "personal")
+	requireKinds(t, err, "personal", ErrTimeout)
+}
+
+// Postgres freezes under connections that are about to be used. They are all of the pool's, and yet it is not the
+// application that has them.
+func TestFrozenServerIsNoExhaustedPool(t *testing.T) {
+	t.Parallel()
+	server := pgtest.Server(t, pgserver.Config{})
+	pool, err := pgxpool.New(t.Context(), server.URL())
+	require.NoError(t, err)
+	t.Cleanup(pool.Close)
+	require.NoError(t, migrations.Up(t.Context(), pool))
+	own, err := OwnPool(pool)
+	require.NoError(t, err)
+	t.Cleanup(own.Close)
+	var open []*pgxpool.Conn
+	for range ownConns {
+		open = append(open, acquire(t, own))
+	}
+	for _, conn := range open {
+		conn.Release()
+	}
+	var log testkit.Journal
+	l := newLimiter(t, own, Config{Name: "test", Policy: hourly, Client: ClientConfig{
+		Timeout: 100 * time.Millisecond, Logger: log.Logger(),
+	}})
+	one := pool.Config()
+	one.MaxConns = 1
+	one.ShouldPing = func(context.Context, pgxpool.ShouldPingParams) bool { return true }
+	pinging, err := pgxpool.NewWithConfig(t.Context(), one)
+	require.NoError(t, err)
+	t.Cleanup(pinging.Close)
+	acquire(t, pinging).Release()
+	require.NoError(t, server.Freeze())
+	defer func() { require.NoError(t, server.Thaw()) }()
+	// pgxpool tries an idle connection before it hands it out. That is the only one of this pool.
+	_, err = newLimiter(t, pinging, Config{
+		Name: "test", Policy: hourly, Client: ClientConfig{Timeout: 100 * time.Millisecond, Logger: log.Logger()},
+	}).Allow(t.Context(), "personal")
+	requireKinds(t, err, "personal", ErrTimeout)
+	require.Len(t, log.Lines(), 1)
+	for range 10 { // of which the later ones find nothing but connections that are being closed
+		errs := make([]error, 64)
+		testkit.Together(len(errs), func(i int) { _, errs[i] = l.Allow(context.Background(), fmt.Sprint("personal ", i)) })
+		for _, err := range errs {
+			require.ErrorIs(t, err, ErrTimeout)
+			require.NotErrorIs(t, err, ErrPoolExhausted)
+		}
+	}
+	lines := log.Lines()
+	require.Len(t, lines, 1)
+	require.Contains(t, lines[0], "Postgres is away or slow")
+}
+
+// 200 transactions on a pool of 4 ask outside of their transactions. With connections of the limiter's own, each is
+// decided by the database, and exactly the limit is admitted.
+func TestOwnPoolDecidesWhileThePoolIsExhausted(t *testing.T) {
+	t.Parallel()
+	db := pgtest.New(t)
+	pool := poolOfSize(t, db, 4)
+	own, err := OwnPool(pool)
+	require.NoError(t, err)
+	t.Cleanup(own.Close)
+	config := Config{
+		Name: "test", Policy: FixedWindow{Limit: 50, Window: year}, OnFailure: FailOpen(),
+		Client: ClientConfig{Timeout: amply},
+	}
+	l := newLimiter(t, own, config)
+	var allowed atomic.Int64
+	errs := make([]error, 200)
+	testkit.Together(len(errs), func(i int) {
+		errs[i] = pgx.BeginFunc(context.Background(), pool, func(pgx.Tx) error {
+			result, err := l.Allow(context.Background(), "key")
+			if err == nil && result.Source != SourceDatabase && result.Source != SourceCachedDenial {
+				err = errors.New(result.Source.String())
+			}
+			if result.Allowed {
+				allowed.Add(1)
+			}
+			return err
+		})
+	})
+	require.NoError(t, errors.Join(errs...))
+	require.EqualValues(t, 50, allowed.Load())
+
+	// A transaction of the application's own pool may ask it as well.
+	tx, err := pool.Begin(t.Context())
+	require.NoError(t, err)
+	result, err := l.AllowTx(t.Context(), tx, "another key")
+	require.NoError(t, err)
+	require.EqualValues(t, 49, result.Remaining)
+	require.NoError(t, tx.Rollback(t.Context()))
+}
+
+func TestOwnPool(t *testing.T) {
+	t.Parallel()
+	_, err := OwnPool(nil)
+	var configErr *ConfigError
+	require.ErrorAs(t, err, &configErr)
+	require.Equal(t, "pool", configErr.Field)
+
+	db := pgtest.New(t)
+	pool := db.NewPool(t, func(c *pgxpool.Config) {
+		c.MaxConns, c.MinConns, c.MinIdleConns = 20, 10, 10
+		c.ConnConfig.RuntimeParams["application_name"] = "the application"
+	})
+	own, err := OwnPool(pool)
+	require.NoError(t, err)
+	require.EqualValues(t, ownConns, own.Config().MaxConns)
+	require.Zero(t, own.Config().MinConns+own.Config().MinIdleConns)
+	require.Zero(t, own.Stat().TotalConns())
+	require.EqualValues(t, 20, pool.Config().MaxConns, "the application's pool is as it was")
+	require.Equal(t, "the application", pgtest.Scalar[string](t, own, "SHOW application_name"))
+	own.Close()
+	require.Equal(t, "the application", pgtest.Scalar[string](t, pool, "SHOW application_name"))
+}

@@ -1,0 +1,78 @@
+package ratelimit
+
+import (
+	"context"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/pgratelimit/ratelimit/internal/algorithm"
+	"github.com/pgratelimit/ratelimit/internal/pg"
+	"github.com/pgratelimit/ratelimit/internal/turn"
+)
+
+// Reset makes key as good as new. Under [All] it does so for one policy after the other. If somebody takes
+// meanwhile, as the first for a long time, some policies may count that and others not. Errors: as Allow.
+func (l *Limiter) Reset(ctx context.Context, key string) error {
+	if err := checkKey(key); err != nil {
+		return err
+	}
+	d := l.client.database
+	if !d.pooled() {
+		if err := d.turn.Take(ctx); err != nil {
+			return gaveUp(err)
+		}
+		defer d.turn.Pass()
+		defer l.waiting.wakeUp(key)
+		return l.reset(ctx, d.db, key, transaction{})
+	}
+	if err := ctx.Err(); err != nil {
+		return gaveUp(err)
+	}
+	done := make(chan error, 1)
+	go func() {
+		wait := l.client.batcher.held.patience() / time.Duration(len(l.models)) // for each of the key's rows
+		err := l.reset(ctx, d.db, key, transaction{lockTimeout: lockTimeout(wait)})
+		l.waiting.wakeUp(key)
+		done <- err
+	}()
+	select {
+	case err := <-done:
+		return err
+	case <-ctx.Done():
+		return gaveUp(ctx.Err())
+	}
+}
+
+// ResetTx is Reset within the caller's transaction; see AllowTx.
+func (l *Limiter) ResetTx(ctx context.Context, tx pgx.Tx, key string) error {
+	if err := checkTx(tx); err != nil {
+		return err
+	}
+	if err := checkKey(key); err != nil {
+		return err
+	}
+	mine := turn.Of(tx)
+	if err := mine.Take(ctx); err != nil {
+		return gaveUp(err)
+	}
+	defer mine.Pass()
+	return pg.RolledBack(tx, l.reset(ctx, tx, key, transaction{}))
+}
+
+func (l *Limiter) reset(ctx context.Context, db DBTX, key string, tx transaction) error {
+	if err := ctx.Err(); err != nil {
+		return gaveUp(err)
+	}
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), l.client.config.Timeout)
+	defer cancel()
+	names := make([]string, len(l.models))
+	for i := range names {
+		names[i] = algorithm.RowName(l.space.name, i)
+	}
+	err := l.client.database.deleteRows(ctx, db, l.space, names, key, tx)
+	if denials := l.client.batcher.denials; denials != nil {
+		denials.forget(l.space, key, nil) // even after an error: the key may have been reset
+	}
+	return err
+}

@@ -1,0 +1,68 @@
+package ratelimit
+
+import (
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit/internal/pgtest"
+)
+
+func TestReset(t *testing.T) {
+	t.Parallel()
+
+	eachSlowPolicyAndTable(t, 10, func(t *testing.T, config Config) {
+		db := pgtest.New(t)
+		limiter := newLimiter(t, db.NewPool(t, nil), config)
+		config.Name = "another"
+		another := newLimiter(t, db.Pool, config)
+		config.Name, config.Durable = "test", !config.Durable
+		elsewhere := newLimiter(t, db.Pool, config)
+		all := []*Limiter{limiter, another, elsewhere}
+		for _, l := range all {
+			for _, key := range []string{"key", "other key"} {
+				_, err := l.AllowN(t.Context(), key, 10)
+				require.NoError(t, err)
+				denied, err := l.Allow(t.Context(), key) // which is remembered
+				require.NoError(t, err)
+				require.False(t, denied.Allowed)
+			}
+		}
+
+		require.NoError(t, limiter.Reset(t.Context(), "key"))
+		require.NoError(t, limiter.Reset(t.Context(), "unknown"))
+		for i, l := range all {
+			for _, key := range []string{"key", "other key"} {
+				result, err := l.Allow(t.Context(), key)
+				require.NoError(t, err)
+				require.Equal(t, i == 0 && key == "key", result.Allowed)
+			}
+		}
+		require.NoError(t, limiter.Reset(t.Context(), "key"))
+		require.NoError(t, limiter.Reset(t.Context(), "key"))
+		require.Len(t, storedRows(t, db.Pool, !config.Durable), 3)
+		require.Len(t, storedRows(t, db.Pool, config.Durable), 2)
+	})
+}
+
+func TestResetOfAHeldKeyGivesUp(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	limiter := newLimiter(
+		t,
+		db.Pool,
+		Config{
+			Name:   "test",
+			Policy: FixedWindow{Limit: 10, Window: year},
+			Client: ClientConfig{Timeout: 4 * time.Second},
+		},
+	)
+	_, err := limiter.Allow(t.Context(), "key")
+	require.NoError(t, err)
+	holder := hold(t, db, limiter.Config(), "key")
+	require.ErrorIs(t, limiter.Reset(t.Context(), "key"), ErrTimeout)
+	require.NoError(t, holder.Rollback(t.Context()))
+	require.EqualValues(t, 1, taken(t, db.Pool, limiter.Config(), "key"))
+}

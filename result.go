@@ -1,0 +1,174 @@
+package ratelimit
+
+import (
+	"fmt"
+	"sync/atomic"
+	"time"
+)
+
+// Result is a decision. The zero Result denies. A Result remembers what it took, for [Limiter.Refund].
+type Result struct {
+	Allowed bool   // and its cost taken; of a Peek: whether a cost of 1 would be allowed
+	Source  Source // who decided; see [Config].OnFailure and [ClientConfig].DenialMaxAge
+	Limit   int64  // the policy's; of a bucket, its capacity
+	// Remaining is the largest cost that would be allowed right after the decision: 7 after taking 3 of 10. Credit
+	// from [Limiter.Grant] may raise it above Limit, and then no single request may take all of it.
+	Remaining int64
+	// RetryAfter is 0 if the request was allowed. Else the same request is allowed this long after the decision,
+	// and not a microsecond earlier, if nobody else takes anything. With 10 a minute in a sliding window, all
+	// taken at 0 s, it is 61 s at 5 s.
+	RetryAfter time.Duration
+	// ResetAfter is how long after the decision the key is as good as new if nobody takes; 0 if it already is. In
+	// that example it is 115 s at 5 s, because what was taken counts for two windows.
+	ResetAfter time.Duration
+	DecidedAt  time.Time // the database's clock, or this process's if Source says that Postgres is away
+
+	receipt *receipt // what was taken, for Refund; nil if nothing was, or the database has not decided it
+}
+
+// Source says how a decision came about.
+type Source uint8
+
+// The sources of a decision.
+const (
+	SourceDatabase     Source = iota // the database decided
+	SourceCachedDenial               // it had denied before, and would again; see [ClientConfig].DenialMaxAge
+	SourceFallback                   // Postgres is away, and this process decided; see [FallbackLocal]
+	SourceFailedOpen                 // Postgres is away, and the request is allowed for that; see [FailOpen]
+	SourceFailedClosed               // Postgres is away, and the request is denied for that; see [FailClosed]
+)
+
+// String is "database", "cached denial", "fallback", "failed open" or "failed closed", for logs and metrics.
+func (s Source) String() string {
+	switch s {
+	case SourceDatabase:
+		return "database"
+	case SourceCachedDenial:
+		return "cached denial"
+	case SourceFallback:
+		return "fallback"
+	case SourceFailedOpen:
+		return "failed open"
+	case SourceFailedClosed:
+		return "failed closed"
+	default:
+		return fmt.Sprintf("Source(%d)", uint8(s))
+	}
+}
+
+// MarshalText returns the String, for JSON.
+func (s Source) MarshalText() ([]byte, error) { return []byte(s.String()), nil }
+
+// UnmarshalText reads what MarshalText wrote.
+func (s *Source) UnmarshalText(text []byte) error {
+	for source := SourceDatabase; source <= SourceFailedClosed; source++ {
+		if source.String() == string(text) {
+			*s = source
+			return nil
+		}
+	}
+	return fmt.Errorf("ratelimit: %q is no Source", text)
+}
+
+// result is what the caller of a request of one limiter is told.
+func (r *request) result() Result { return r.resultOf(0, len(r.parts), r.policy) }
+
+// resultOf is what is told about the parts from first to before last. They belong to one limiter, with that
+// policy.
+func (r *request) resultOf(first, last int, policy Policy) Result {
+	result := r.parts[first].result(r.place)
+	for i := first + 1; i < last; i++ {
+		one := r.parts[i].result(r.place)
+		if one.Remaining < result.Remaining {
+			result.Limit, result.Remaining = one.Limit, one.Remaining
+		}
+		result.Allowed = result.Allowed && one.Allowed
+		result.RetryAfter = max(result.RetryAfter, one.RetryAfter)
+		result.ResetAfter = max(result.ResetAfter, one.ResetAfter)
+	}
+	if p := &r.parts[first]; p.cost > 0 && r.place <= p.decision.granted {
+		result.receipt = newReceipt(p.space, policy, p.key, p.cost, last-first)
+		for i := range result.receipt.parts {
+			part := &r.parts[first+i]
+			result.receipt.parts[i] = part.decision.takenBy(part.model, part.cost, r.place)
+		}
+	}
+	return result
+}
+
+// result is what the request at that place, from 1, is told about a part that several requests asked for as one.
+func (p *part) result(place int64) Result {
+	d := &p.decision
+	r := Result{
+		Limit:      p.model.numbers().Limit,
+		Remaining:  d.remaining,
+		ResetAfter: duration(d.resetAfter),
+		DecidedAt:  d.decidedAt,
+	}
+	switch {
+	case place <= d.granted:
+		after := (d.granted - place) * p.cost // what the requests behind it have taken
+		r.Allowed = true
+		r.Remaining += after
+		r.ResetAfter = duration(p.model.resetAfter(*d, after))
+	case d.retryAfter == 0: // it looked, or another part has refused
+		r.Allowed = true
+	default:
+		r.RetryAfter = duration(d.retryAfter)
+	}
+	return r
+}
+
+// takenBy is what the request at that place has taken. It is one of those that were granted.
+func (d *decision) takenBy(m model, cost, place int64) take {
+	k := d.taken
+	k.units = d.granted * cost
+	return k.portion(m, (place-1)*cost, place*cost)
+}
+
+// receipt is what a Result remembers of a take.
+type receipt struct {
+	space  *keyspace
+	policy Policy
+	key    string
+	left   atomic.Int64 // how many units are left to give back; these are the first ones
+	parts  []take       // one for each row
+	one    [1]take      // the memory of parts if there is one part
+}
+
+// newReceipt returns a receipt of units whose parts are still to be set.
+func newReceipt(space *keyspace, policy Policy, key string, units int64, parts int) *receipt {
+	r := &receipt{space: space, policy: policy, key: key}
+	r.left.Store(units)
+	if r.parts = r.one[:]; parts != 1 {
+		r.parts = make([]take, parts)
+	}
+	return r
+}
+
+// leftover is how much is left to give back.
+func (r *receipt) leftover() int64 {
+	if r == nil {
+		return 0
+	}
+	return r.left.Load()
+}
+
+// between are the parts of the units from the from-th to the to-th.
+func (r *receipt) between(from, to int64) []take {
+	parts := make([]take, len(r.parts))
+	for i, m := range r.policy.models() {
+		parts[i] = r.parts[i].portion(m, from, to)
+	}
+	return parts
+}
+
+// share is the receipt of one caller, for whom the units from the from-th to the to-th were taken.
+func (r *receipt) share(from, to int64) *receipt {
+	if r == nil || from == to {
+		return nil
+	}
+	s := newReceipt(r.space, r.policy, r.key, to-from, len(r.parts))
+	copy(s.parts, r.between(from, to))
+	return s
+}

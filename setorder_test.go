@@ -1,0 +1,144 @@
+package ratelimit
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit/internal/pgtest"
+	"github.com/pgratelimit/ratelimit/internal/testkit"
+)
+
+// Random sets of limits, new and known keys, in any order, beside calls for single limits, batches and resets.
+func TestRandomSetsDoNotDeadlock(t *testing.T) {
+	t.Parallel()
+
+	const workers, calls = 16, 60
+	db := pgtest.New(t)
+	pools := smallPools(t, db, 4)
+	errs := make([]error, workers)
+	testkit.Together(workers, func(w int) {
+		r := rand.New(rand.NewPCG(testSeed(t), uint64(w)))
+		client, err := NewClient(pools[w%len(pools)], ClientConfig{Timeout: amply, MaxInFlight: 3})
+		errs[w] = errors.Join(errs[w], err)
+		var limiters []*Limiter
+		for i := range 6 {
+			policies := []model{
+				FixedWindow{Limit: 1000, Window: year},
+				SlidingWindow{Limit: 40, Window: year},
+				TokenBucket{Capacity: 50, Refill: 1, Every: year},
+				SlidingLog{Limit: 60, Window: year},
+			}
+			l, err := client.Limiter(Config{Name: fmt.Sprint(i), Policy: policies[i%4], Durable: i%2 == 1})
+			errs[w] = errors.Join(errs[w], err)
+			limiters = append(limiters, l)
+		}
+		several, err := client.Limiter(
+			Config{Name: "several", Policy: All(limiters[0].Config().Policy, limiters[1].Config().Policy)},
+		)
+		errs[w] = errors.Join(errs[w], err)
+		limiters = append(limiters, several)
+		key := func() string {
+			return []string{"a", "bb", "c", "dd", "everybody", fmt.Sprint("new ", r.IntN(1000))}[r.IntN(6)]
+		}
+		for range calls {
+			l := limiters[r.IntN(len(limiters))]
+			var err error
+			switch r.IntN(10) {
+			case 0:
+				_, err = l.Allow(t.Context(), key())
+			case 1:
+				_, err = l.Refund(t.Context(), forged(l, key(), 1))
+			case 2:
+				_, err = l.Grant(t.Context(), key(), 1)
+			case 3:
+				err = l.decide(
+					t.Context(),
+					l.client.database.db,
+					[]element{
+						{key: "dd", cost: 1, count: 1},
+						{key: "a", cost: 1, count: 1},
+						{key: key(), cost: 1, count: 1},
+					},
+					l.ownTransaction(),
+				)
+			case 4:
+				err = l.Reset(t.Context(), key())
+			default:
+				var requests []Request
+				for _, i := range r.Perm(len(limiters))[:1+r.IntN(len(limiters))] {
+					requests = append(requests, limiters[i].Request(key(), 1))
+				}
+				_, err = AllowAll(t.Context(), requests...)
+			}
+			errs[w] = errors.Join(errs[w], err)
+		}
+	})
+	require.NoError(t, errors.Join(errs...))
+	require.Zero(t, deadlocks(t, db, pools...))
+}
+
+// What that test would see: two sets that lock their rows in the order given, because the function does not sort
+// them, or takes any order for the order of locking.
+func TestLockingSetsInTheOrderGivenDeadlocks(t *testing.T) {
+	t.Parallel()
+
+	for name, oldNew := range map[string][]string{
+		"as it is":    nil,
+		"not sorted":  {"ORDER BY e.place, e.refused, e.ord\n", "ORDER BY e.ord\n"},
+		"not checked": {"in_order := in_order AND (", "in_order := in_order OR ("},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			db := pgtest.New(t)
+			pgtest.Rewrite(t, db.Pool, "rate_limit_all", oldNew...)
+			pool := smallPools(t, db, 1)[0]
+			limiterA, limiterB, limiterC := threeLimits(t, pool, 10, 10, 10)
+			part := func(limiter *Limiter, key string) modelPart {
+				_, err := limiter.Allow(t.Context(), key) // makes the row
+				require.NoError(t, err)
+				return modelPart{
+					id:      rowID{limiter.Config().Name, key},
+					durable: limiter.Config().Durable,
+					policy:  limiter.models[0],
+					cost:    1,
+				}
+			}
+			a, b, c := part(limiterA, "x"), part(limiterB, "x"), part(limiterC, "m")
+			ask := func(parts ...modelPart) func() (any, error) { // as given: AllowAll would put them in order
+				args := append(
+					allArrays([]modelRequest{{parts: parts, count: 1}}),
+					nil,
+					nil,
+					nil,
+					nil,
+					nil,
+					nil,
+					nil,
+					false,
+				)
+				return testkit.Later(func() (any, error) { return pool.Exec(context.Background(), allStatement, args...) })
+			}
+			holder := hold(t, db, limiterC.Config(), "m")
+			one := ask(a, c, b) // in the order given it has the first, and waits for the second
+			pgtest.WaitUntilBlocked(t, db.Pool, 1)
+			other := ask(b, a)
+			if oldNew != nil {
+				pgtest.WaitUntilBlocked(t, db.Pool, 2)
+			}
+			require.NoError(t, holder.Commit(t.Context()))
+			_, err1 := one()
+			_, err2 := other()
+			if oldNew == nil {
+				require.NoError(t, errors.Join(err1, err2))
+				require.Zero(t, deadlocks(t, db, pool))
+				return
+			}
+			requireDeadlock(t, errors.Join(err1, err2))
+		})
+	}
+}

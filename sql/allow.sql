@@ -1,0 +1,100 @@
+{{/* A function that asks for one key. */}}
+{{define "asks"}}
+CREATE FUNCTION {{.Name}}(
+    name text,
+    key text,
+    policy text,
+{{- if eq .Cost "cost"}}
+    cost bigint DEFAULT 1,
+{{- end}}
+    durable boolean DEFAULT false,
+    OUT allowed boolean,
+    OUT remaining bigint,
+    OUT retry_after interval,
+    OUT reset_after interval
+)
+LANGUAGE plpgsql
+SECURITY DEFINER
+AS $$
+#variable_conflict use_variable
+BEGIN
+    SELECT a.* INTO allowed, remaining, retry_after, reset_after
+    FROM _rate_limit_ask(name COLLATE "C", key COLLATE "C", policy COLLATE "C", {{.Cost}}, durable) AS a;
+END
+$$;
+{{end}}
+-- The functions for people and triggers. Other languages call them too, unless they ask for many keys at once.
+
+-- _rate_limit_ask decides, or only looks if cost is 0. Its texts have the collation of the tables, whatever collation
+-- the caller's have.
+CREATE FUNCTION _rate_limit_ask(
+    name text,
+    key text,
+    policy text,
+    cost bigint,
+    durable boolean,
+    OUT allowed boolean,
+    OUT remaining bigint,
+    OUT retry_after interval,
+    OUT reset_after interval
+)
+LANGUAGE plpgsql
+AS $$
+#variable_conflict use_variable
+DECLARE
+    p record;
+    n integer;
+    names text[]; -- of the rows: the second policy's has the name with /2, and so on
+BEGIN
+    SELECT * INTO p FROM _rate_limit_policy(policy);
+    n := cardinality(p.algorithms);
+    names := ARRAY(
+        SELECT CASE WHEN i = 1 THEN name ELSE concat(name, '/', i) END FROM generate_series(1, n) AS i ORDER BY i);
+    IF (octet_length(name) >= 1 AND octet_length(names[n]) <= 128) IS NOT TRUE THEN
+        RAISE EXCEPTION 'rate_limit: name is NULL, empty or too long'
+            USING ERRCODE = 'invalid_parameter_value', COLUMN = 'name',
+                HINT = 'A name has 1 to 128 bytes. A policy of several parts adds 2 of them.';
+    END IF;
+    IF (octet_length(key) BETWEEN 1 AND 512) IS NOT TRUE THEN
+        RAISE EXCEPTION 'rate_limit: key is NULL, empty or too long'
+            USING ERRCODE = 'invalid_parameter_value', COLUMN = 'key',
+                HINT = 'A key has 1 to 512 bytes. Hash longer ones.';
+    END IF;
+    IF (cost >= 0 AND cost <= ALL (p.limits)) IS NOT TRUE THEN
+        RAISE EXCEPTION 'rate_limit: cost is %, and the policy can never allow it', coalesce(cost::text, 'NULL')
+            USING ERRCODE = 'invalid_parameter_value', COLUMN = 'cost',
+                HINT = 'It is at least 0, and at most the smallest limit. Ask for less at once, or raise the limit.';
+    END IF;
+    SELECT max(a.retry_after_us) = 0, min(a.remaining),
+        max(a.retry_after_us) * interval '1 microsecond', max(a.reset_after_us) * interval '1 microsecond'
+    INTO allowed, remaining, retry_after, reset_after
+    FROM rate_limit_all(
+        array_fill(1, ARRAY[n]), names, array_fill(key, ARRAY[n]), array_fill(coalesce(durable, false), ARRAY[n]),
+        p.algorithms, p.limits, p.spans_us, p.refills, array_fill(cost, ARRAY[n]), NULL::bigint[],
+        NULL::integer, NULL::boolean, NULL::timestamptz,
+        NULL::bigint[], NULL::bigint[], NULL::bigint[], NULL::bigint[], false) AS a;
+END
+$$;
+
+{{include "asks" (dict "Name" "rate_limit_allow" "Cost" "cost")}}
+
+COMMENT ON FUNCTION rate_limit_allow IS 'Takes cost from a key''s limit if that fits, or nothing.
+Example: SELECT * FROM rate_limit_allow(''login'', ''user:123'', ''sliding 10/1m'')
+  name         the limiter, which keeps its keys apart from those of others
+  key          who is limited
+  policy       {{range $i, $a := .Algorithms}}{{if $i}}, {{end}}{{$a.Example}}{{end}} -
+               with commas between them, all of them. Durations: 10s, 1m, 1h30m, 30d
+  durable      whether to keep the limit in rate_limit_durable, which survives a crash
+It returns
+  allowed      whether it fitted. A denial takes nothing
+  remaining    the largest cost that would be allowed next
+  retry_after  how long until the same cost fits, if nobody else takes. 0 if allowed
+  reset_after  how long until the key is as good as new
+What is taken is kept or given back with the transaction.
+Until that ends, others who ask for the key wait.';
+
+{{include "asks" (dict "Name" "rate_limit_peek" "Cost" "0::bigint")}}
+
+COMMENT ON FUNCTION rate_limit_peek IS 'Shows what is left of a key''s limit, and takes nothing.
+allowed tells whether a cost of 1 would fit. See rate_limit_allow for the rest.
+Example: SELECT * FROM rate_limit_peek(''login'', ''user:123'', ''sliding 10/1m'')';

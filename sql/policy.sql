@@ -1,0 +1,101 @@
+-- _rate_limit_policy reads the text of a policy, such as "sliding 10/1m", or of several with commas between them. It
+-- accepts what ParsePolicy of the Go package accepts, and refuses the rest: TestSQLReadsPoliciesAsGoDoes. This is
+-- internal, like all whose names begin with _rate_limit_.
+CREATE FUNCTION _rate_limit_policy(
+    policy text,
+    OUT algorithms smallint[],
+    OUT limits bigint[],
+    OUT spans_us bigint[],
+    OUT refills bigint[]
+)
+LANGUAGE plpgsql
+AS $$
+#variable_conflict use_variable
+DECLARE
+    -- In ASCII: another character is a ~ and three octal digits for each of its bytes in UTF-8. So this does not depend
+    -- on the encoding of the database. A ~ of the text itself becomes a !, which no policy has either.
+    ascii text := translate(encode(convert_to(policy, 'UTF8'), 'escape'), chr(92) || '~', '~!');
+    one text;
+    words text[];   -- of one policy: algorithm, capacity of a bucket, amount, duration
+    parts text[];   -- of the duration: days, and the rest
+    term text[];    -- of the rest: whole number, fraction, unit
+    unit bigint;    -- in nanoseconds
+    span numeric;   -- in nanoseconds
+    fraction numeric;
+    scale double precision;
+    digit text;
+    algorithm smallint;
+    max_count bigint;
+    window_us bigint;
+    refill bigint;
+    capacity ALIAS FOR max_count;
+    every_us ALIAS FOR window_us;
+    biggest CONSTANT numeric := 9223372036854775807;
+    number CONSTANT text := '[+]?0*[0-9]{1,19}';
+    terms CONSTANT text := '([0-9]+[.]?[0-9]*|[.][0-9]+)(ns|us|ms|s|m|h)';
+BEGIN
+    ascii := regexp_replace(ascii, '(~302~265|~316~274)s', 'us', 'g'); -- the micro sign, and the letter mu
+    -- White space is what unicode.IsSpace takes for it.
+    ascii := regexp_replace(ascii, '([[:space:]]|~302~205|~302~240|~341~232~200'
+        '|~342~200~2(0[0-7]|1[0-2]|5[017])|~342~201~237|~343~200~200)+', ' ', 'g');
+    FOREACH one IN ARRAY regexp_split_to_array(coalesce(ascii, ''), ',') LOOP
+        words := regexp_match(one, '^ ?([a-z]+) (?:(' || number || ') )?(' || number || ')/([^ ]+) ?$');
+        algorithm := CASE
+{{- range .Algorithms}}
+            WHEN words[1] = '{{.Word}}' AND words[2] IS {{if .Refills}}NOT {{end}}NULL THEN {{.Code}}
+{{- end}}
+        END;
+        parts := regexp_match(words[4], '^(?:0*([0-9]{1,6})d)?(.*)$');
+        IF (algorithm IS NOT NULL
+                AND words[3]::numeric <= biggest AND coalesce(words[2]::numeric, 1) <= biggest
+                AND CASE WHEN parts[1] IS NULL THEN parts[2] ~ concat('^[+]?(', terms, ')+$')
+                    ELSE parts[2] ~ concat('^(0|(', terms, ')*)$') END) IS NOT TRUE
+        THEN
+            RAISE EXCEPTION 'rate_limit: policy cannot be read'
+                USING ERRCODE = 'invalid_parameter_value', COLUMN = 'policy',
+                    HINT = 'Write {{range $i, $a := .Algorithms}}{{if $i}}, {{end}}"{{$a.Example}}"{{end}}, or several '
+                        'of these with commas between them. A duration has units: 10s, 1m, 1h30m, 30d.';
+        END IF;
+        span := coalesce(parts[1]::numeric, 0) * 86400000000000;
+        FOR term IN SELECT regexp_matches(parts[2], '([0-9]*)[.]?([0-9]*)([^.0-9+]+)', 'g') LOOP
+            unit := CASE term[3] WHEN 'h' THEN 3600000000000 WHEN 'm' THEN 60000000000 WHEN 's' THEN 1000000000
+                WHEN 'ms' THEN 1000000 WHEN 'ns' THEN 1 ELSE 1000 END;
+            span := span + CASE WHEN length(ltrim(term[1], '0')) > 19 THEN biggest * 1000
+                ELSE concat('0', term[1])::numeric * unit END;
+            -- As time.ParseDuration does it: in floating point, with as many digits as fit into an integer. Behind the
+            -- first 40 digits there is less than a nanosecond.
+            fraction := 0;
+            scale := 1;
+            FOREACH digit IN ARRAY regexp_split_to_array(left(term[2], 40), '') LOOP
+                EXIT WHEN digit = '' OR fraction * 10 + digit::numeric > biggest + 1;
+                fraction := fraction * 10 + digit::numeric;
+                scale := scale * 10;
+            END LOOP;
+            span := span + trunc(fraction::double precision * (unit::double precision / scale))::bigint;
+        END LOOP;
+        max_count := coalesce(words[2], words[3])::bigint;
+        refill := CASE WHEN words[2] IS NULL THEN 0 ELSE words[3]::bigint END;
+        window_us := CASE WHEN span % 1000 = 0 AND span / 1000 <= biggest THEN span / 1000 END;
+        IF (CASE algorithm
+{{- range .Algorithms}}
+            WHEN {{.Code}} THEN {{include (print .Name ".valid") | hang 16}}
+{{- end}}
+            END) IS NOT TRUE
+        THEN
+            RAISE EXCEPTION 'rate_limit: policy is outside the exact range'
+                USING ERRCODE = 'invalid_parameter_value', COLUMN = 'policy',
+                    HINT = 'Each number is at least 1. A duration is whole microseconds, and at most 71 years. '
+                        'The limit of a log is at most 1000. Other limits multiplied by their duration are at most '
+                        '2^62 microseconds. A bucket is full after 71 years at most.';
+        END IF;
+        algorithms := algorithms || algorithm;
+        limits := limits || max_count;
+        spans_us := spans_us || window_us;
+        refills := refills || refill;
+    END LOOP;
+    IF cardinality(algorithms) > 8 THEN
+        RAISE EXCEPTION 'rate_limit: policy has % parts with commas between them', cardinality(algorithms)
+            USING ERRCODE = 'invalid_parameter_value', COLUMN = 'policy', HINT = 'It may have at most 8.';
+    END IF;
+END
+$$;

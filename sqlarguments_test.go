@@ -1,0 +1,226 @@
+package ratelimit
+
+import (
+	"fmt"
+	"strings"
+	"testing"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit/internal/pgtest"
+)
+
+// Anybody may call the functions from psql. What cannot be done is refused in words, and leaves no trace.
+func TestSQLRefusesBadArguments(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	calls := map[string]string{
+		"fixed window":   "rate_limit_fixed_window(%s, %s, 10, 1000%s)",
+		"sliding window": "rate_limit_sliding_window(%s, %s, 10, 1000%s)",
+		"token bucket":   "rate_limit_token_bucket(%s, %s, 10, 1, 1000%s)",
+		"sliding log":    "rate_limit_sliding_log(%s, %s, 10, 1000%s)",
+	}
+	const invalid = "22023"
+	long := "repeat('ä', 257)"
+	for name, call := range calls {
+		for what, arguments := range map[string]struct{ name, keys, more, code string }{
+			"no name":                        {"NULL", "ARRAY['a']", "", invalid},
+			"an empty name":                  {"''", "ARRAY['a']", "", invalid},
+			"a long name":                    {"repeat('n', 129)", "ARRAY['a']", "", invalid},
+			"no keys":                        {"'n'", "NULL", "", invalid},
+			"an empty array":                 {"'n'", "ARRAY[]::text[]", "", invalid},
+			"an empty array of everything":   {"'n'", "ARRAY[]::text[]", ", ARRAY[]::bigint[], ARRAY[]::bigint[]", invalid},
+			"a key that is NULL":             {"'n'", "ARRAY[NULL]::text[]", "", invalid},
+			"NULL among keys":                {"'n'", "ARRAY['a', NULL, 'b']", "", invalid},
+			"NULL among keys to look at":     {"'n'", "ARRAY['a', NULL, 'b']", ", ARRAY[0, 0, 0]", invalid},
+			"an empty key":                   {"'n'", "ARRAY['a', '']", "", invalid},
+			"a long key":                     {"'n'", "ARRAY[" + long + "]", "", invalid},
+			"a long key among others":        {"'n'", "ARRAY['a', " + long + ", 'z']", "", invalid},
+			"a long key to look at":          {"'n'", "ARRAY[" + long + "]", ", ARRAY[0]", invalid},
+			"a huge key":                     {"'n'", "ARRAY['a', (SELECT string_agg(md5(i::text), '') FROM generate_series(1, 30000) AS i)]", "", invalid},
+			"keys in two dimensions":         {"'n'", "ARRAY[ARRAY['a'], ARRAY['b']]", "", invalid},
+			"keys that are counted from 5":   {"'n'", "'[5:6]={a,b}'::text[]", "", invalid},
+			"a count of 0":                   {"'n'", "ARRAY['a', 'b']", ", NULL, ARRAY[1, 0]", invalid},
+			"a negative count":               {"'n'", "ARRAY['a', 'b']", ", NULL, ARRAY[1, -1]", invalid},
+			"fewer costs than keys":          {"'n'", "ARRAY['a', 'b']", ", ARRAY[1]", invalid},
+			"more costs than keys":           {"'n'", "ARRAY['a']", ", ARRAY[1, 1]", invalid},
+			"no costs for one key":           {"'n'", "ARRAY['a']", ", ARRAY[]::bigint[]", invalid},
+			"fewer counts than keys":         {"'n'", "ARRAY['a', 'b']", ", NULL, ARRAY[1]", invalid},
+			"more counts than keys":          {"'n'", "ARRAY['a']", ", NULL, ARRAY[1, 1]", invalid},
+			"a negative lock timeout":        {"'n'", "ARRAY['a']", ", lock_timeout_ms => -1", invalid},
+			"a key that cannot be in UTF-8":  {"'n'", `ARRAY[E'\xff']`, "", "22021"},
+			"a key with NUL":                 {"'n'", `ARRAY[E'\u0000']`, "", "42601"},
+			"a cost that is no whole number": {"'n'", "ARRAY['a']", ", ARRAY['1.5']::bigint[]", "22P02"},
+		} {
+			for _, durable := range []string{"", ", durable => true"} {
+				refused(
+					t,
+					db.Pool,
+					fmt.Sprintf("%s, %s", name, what),
+					"SELECT * FROM "+fmt.Sprintf(
+						call,
+						arguments.name,
+						arguments.keys,
+						arguments.more+durable,
+					),
+					arguments.code,
+				)
+			}
+		}
+	}
+
+	for _, numbers := range []string{
+		"NULL, 1000", "10, NULL", "0, 1000", "10, 0", "-1, 1000", "10, -1", "-9223372036854775808, -9223372036854775808",
+		"1, 2251799813685249", "2049, 2251799813685248", "4611686018427387905, 1", "2305843009213693953, 2", "9223372036854775807, 9223372036854775807",
+	} {
+		refused(t, db.Pool, numbers, "SELECT * FROM rate_limit_fixed_window('n', ARRAY['a'], "+numbers+")", invalid)
+		refused(t, db.Pool, numbers, "SELECT * FROM rate_limit_sliding_window('n', ARRAY['a'], "+numbers+")", invalid)
+		refused(t, db.Pool, numbers, "SELECT * FROM rate_limit_sliding_log('n', ARRAY['a'], "+numbers+")", invalid)
+	}
+	refused(t, db.Pool, "1001 in a log", "SELECT * FROM rate_limit_sliding_log('n', ARRAY['a'], 1001, 1000)", invalid)
+	for _, numbers := range []string{
+		"NULL, 1, 1000", "10, NULL, 1000", "10, 1, NULL", "0, 1, 1000", "10, 0, 1000", "10, 1, 0", "-1, 1, 1000", "10, -1, 1000", "10, 1, -1",
+		"1, 1, 2251799813685249", "2, 1, 2251799813685248", "4611686018427387905, 4611686018427387905, 1", "4611686018427387904, 2047, 1",
+		"9223372036854775807, 9223372036854775807, 9223372036854775807",
+	} {
+		refused(t, db.Pool, numbers, "SELECT * FROM rate_limit_token_bucket('n', ARRAY['a'], "+numbers+")", invalid)
+	}
+	for _, key := range []string{"NULL, NULL", "NULL, 'a'", "'n', NULL", "'', ''"} {
+		require.False(t, pgtest.Scalar[bool](t, db.Pool, "SELECT rate_limit_reset("+key+")"))
+	}
+	for _, key := range []string{"'n', " + long, long + ", 'a'"} {
+		refused(t, db.Pool, key, "SELECT rate_limit_reset("+key+")", invalid)
+	}
+	for _, durable := range []bool{false, true} {
+		require.Empty(t, storedRows(t, db.Pool, durable))
+	}
+
+	// The ends of the range are part of it.
+	for _, call := range []string{
+		"fixed_window('n', ARRAY['a'], 2048, 2251799813685248)", "fixed_window('n', ARRAY['a'], 4611686018427387904, 1)",
+		"sliding_window('n', ARRAY['a'], 2048, 2251799813685248)", "sliding_window('n', ARRAY['a'], 4611686018427387904, 1)",
+		"token_bucket('n', ARRAY['a'], 1, 1, 2251799813685248)", "token_bucket('n', ARRAY['a'], 4611686018427387904, 2048, 1)",
+		"token_bucket('n', ARRAY['a'], 1, 9223372036854775807, 1)", "sliding_log('n', ARRAY['a'], 1000, 2251799813685248)",
+		"fixed_window(repeat('n', 128), ARRAY[repeat('k', 512)], 1, 1)",
+	} {
+		require.EqualValues(t, 1, pgtest.Scalar[int64](t, db.Pool, "SELECT granted FROM rate_limit_"+call), call)
+	}
+}
+
+// refused runs a statement that the database must refuse with that SQLSTATE, saying what is wrong or what would be
+// right.
+func refused(t *testing.T, db pgtest.Executor, what, sql, code string) {
+	t.Helper()
+	_, err := db.Exec(t.Context(), sql)
+	var pgErr *pgconn.PgError
+	require.ErrorAs(t, err, &pgErr, "%s: %s", what, sql)
+	require.Equal(t, code, pgErr.Code, "%s: %s: %v", what, sql, pgErr)
+	if code == "22023" && !strings.Contains(sql, "lock_timeout_ms") {
+		require.Contains(t, pgErr.Message, "rate_limit: ", "%s: %s", what, sql)
+		require.NotEmpty(t, pgErr.Hint, "%s: %s", what, sql)
+	}
+}
+
+func TestNullMeansTheDefaultInSQL(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	for i, call := range []string{
+		"ARRAY['x', 'y'], 10, 1000000",
+		"ARRAY['x', 'y'], 10, 1000000, NULL, NULL, NULL, NULL, NULL, NULL",
+		"ARRAY['x', 'y'], 10, 1000000, ARRAY[NULL, 1]::bigint[], ARRAY[1, NULL]::bigint[]",
+	} {
+		rows, err := db.Pool.Query(
+			t.Context(),
+			fmt.Sprintf("SELECT remaining FROM rate_limit_fixed_window('%d', %s)", i, call),
+		)
+		require.NoError(t, err)
+		remaining, err := pgx.CollectRows(rows, pgx.RowTo[int64])
+		require.NoError(t, err)
+		require.Equal(t, []int64{9, 9}, remaining)
+	}
+	require.Len(t, storedRows(t, db.Pool, false), 6)
+	require.Empty(t, storedRows(t, db.Pool, true))
+}
+
+// The statement that follows "Example:" in each function's comment works as it stands.
+func TestExamplesInCommentsWork(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	rows, err := db.Pool.Query(t.Context(), `
+		SELECT proname, coalesce(obj_description(oid, 'pg_proc'), '') FROM pg_proc
+		WHERE pronamespace = 'public'::regnamespace AND starts_with(proname, 'rate_limit_') AND proname <> 'rate_limit_version'
+		ORDER BY proname`)
+	require.NoError(t, err)
+	type function struct{ Name, Comment string }
+	functions, err := pgx.CollectRows(rows, pgx.RowToStructByPos[function])
+	require.NoError(t, err)
+	require.Len(t, functions, 9)
+
+	for _, f := range functions {
+		_, example, found := strings.Cut(f.Comment, "Example: ")
+		require.True(t, found, f.Name)
+		sql := example[:closing(example)+1]
+
+		before := len(storedRows(t, db.Pool, false))
+		rows, err := db.Pool.Query(t.Context(), sql)
+		require.NoError(t, err, sql)
+		values, err := pgx.CollectRows(rows, pgx.RowToMap)
+		require.NoError(t, err, sql)
+		if f.Name == "rate_limit_all" {
+			require.Len(t, values, 2, sql)
+			require.EqualValues(t, 1, values[0]["granted"], sql)
+			require.EqualValues(t, 1, values[1]["granted"], sql)
+			continue
+		}
+		require.Len(t, values, 1, sql)
+		if f.Name == "rate_limit_sweep" {
+			require.Equal(t, true, values[0]["complete"])
+			for column := range values[0] {
+				require.Contains(t, f.Comment, column)
+			}
+			continue
+		}
+		if f.Name == "rate_limit_allow" || f.Name == "rate_limit_peek" {
+			require.Equal(t, true, values[0]["allowed"])
+			for column := range values[0] {
+				require.Contains(t, functions[1].Comment, column)
+			}
+			continue
+		}
+		if f.Name == "rate_limit_reset" {
+			// It comes after the functions of windows, and its key is that of their examples.
+			require.Equal(t, true, values[0]["rate_limit_reset"])
+			continue
+		}
+		require.EqualValues(t, 1, values[0]["granted"], sql)
+		for _, column := range []string{"ord", "remaining", "retry_after_us", "reset_after_us", "decided_at"} {
+			require.Contains(t, values[0], column)
+			require.Contains(t, f.Comment, column)
+		}
+		require.GreaterOrEqual(t, len(storedRows(t, db.Pool, false)), before)
+
+		// And what it says is optional, by name.
+		optional := strings.TrimSuffix(sql, ")") + ", costs => ARRAY[2], counts => ARRAY[3], durable => true)"
+		require.EqualValues(t, 3, pgtest.Scalar[int64](t, db.Pool, strings.Replace(optional, "*", "granted", 1)), optional)
+	}
+}
+
+// closing is where the first parenthesis of a text closes.
+func closing(text string) int {
+	depth := 0
+	return strings.IndexFunc(text, func(r rune) bool {
+		switch r {
+		case '(':
+			depth++
+		case ')':
+			depth--
+			return depth == 0
+		}
+		return false
+	})
+}

@@ -1,0 +1,344 @@
+package ratelimit
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/pgratelimit/ratelimit/internal/pg"
+)
+
+// execute has the database decide all requests in one statement, and sets the decisions of their parts. Requests
+// for the same key are decided in their order. After an error nothing was taken, unless it is ErrOutcomeUnknown.
+// db is the database's own, or a transaction.
+func (d *database) execute(ctx context.Context, db DBTX, requests []*request, tx transaction) error {
+	if d.memory != nil {
+		return d.decideInMemory(db, requests)
+	}
+	var args []any
+	var into []*part // in the order of the arguments
+	code := ofAll
+	if ofOneFunction(requests) {
+		code = requests[0].parts[0].model.numbers().Algorithm
+		args, into = d.argumentsOfOne(requests, tx)
+	} else {
+		args, into = d.argumentsOfAll(requests, tx)
+	}
+	for _, p := range into {
+		p.decision.granted = passedOver // unless a row comes back
+	}
+	err := d.queryDecisions(ctx, db, tx.own(), d.statement(code), args, into)
+	if requests[0].looks() && pg.LockTimeout(err) { // a request that looks waits for no row
+		return pg.LockedTable(err)
+	}
+	return d.explain(ctx, db, requests, err)
+}
+
+// ofOneFunction tells whether the function of an algorithm can decide the requests. It can if they ask for keys of
+// one limiter, under one policy.
+func ofOneFunction(requests []*request) bool {
+	first := &requests[0].parts[0]
+	for _, r := range requests {
+		if len(r.parts) != 1 || r.parts[0].space != first.space || r.parts[0].model != first.model {
+			return false
+		}
+	}
+	return true
+}
+
+// argumentsOfOne are the arguments of an algorithm's function.
+func (d *database) argumentsOfOne(requests []*request, tx transaction) ([]any, []*part) {
+	n := len(requests)
+	keys, into := make([]string, n), make([]*part, n)
+	numbers := make([]int64, 2*n)
+	costs, counts := numbers[:n], numbers[n:]
+	costsAre1, countsAre1 := true, true
+	var refunds refundArguments
+	for i, r := range requests {
+		p := &r.parts[0]
+		keys[i], costs[i], counts[i], into[i] = p.key, p.cost, r.count, p
+		costsAre1, countsAre1 = costsAre1 && costs[i] == 1, countsAre1 && counts[i] == 1
+		refunds.set(i, n, p.refund)
+	}
+	// Without them, the function takes all to be 1, which is the shortest way.
+	if costsAre1 {
+		costs = nil
+	}
+	if countsAre1 {
+		counts = nil
+	}
+	space, of := into[0].space, into[0].model.numbers()
+	args := []any{
+		space.name, keys, costs, counts, space.durable, tx.lockTimeout,
+		d.synchronousCommit(tx, space.durable, space.flush), d.now(),
+		refunds.since, refunds.in, refunds.at, refunds.spent, tx.skipHeld,
+	}
+	return append(args, argumentsOf(of)...), into
+}
+
+// argumentsOfAll are the arguments of rate_limit_all.
+func (d *database) argumentsOfAll(requests []*request, tx transaction) ([]any, []*part) {
+	n := 0
+	for _, r := range requests {
+		n += len(r.parts)
+	}
+	owners, names, keys := make([]int32, n), make([]string, n), make([]string, n)
+	durables, algorithms := make([]bool, n), make([]int16, n)
+	numbers := make([]int64, 5*n)
+	limits, spans, refills, costs, counts :=
+		numbers[:n], numbers[n:2*n], numbers[2*n:3*n], numbers[3*n:4*n], numbers[4*n:]
+	into := make([]*part, 0, n)
+	for i, r := range requests {
+		for j := range r.parts {
+			owners[len(into)], counts[len(into)] = int32(i), r.count
+			into = append(into, &r.parts[j])
+		}
+	}
+	if len(requests) == 1 { // not needed, but it saves the function the sorting
+		slices.SortFunc(into, inLockOrder)
+	}
+	var refunds refundArguments
+	durable, flush := false, false
+	for i, p := range into {
+		of := p.model.numbers()
+		names[i], keys[i], durables[i], algorithms[i] = p.name, p.key, p.space.durable, of.Algorithm
+		limits[i], spans[i], refills[i], costs[i] = of.Limit, micros(of.Span), of.Refill, p.cost
+		refunds.set(i, n, p.refund)
+		durable, flush = durable || p.space.durable, flush || p.space.flush
+	}
+	return []any{
+		owners, names, keys, durables, algorithms, limits, spans, refills, costs, counts, tx.lockTimeout,
+		d.synchronousCommit(tx, durable, flush), d.now(),
+		refunds.since, refunds.in, refunds.at, refunds.spent, tx.skipHeld,
+	}, into
+}
+
+// inLockOrder is the order in which rate_limit_all locks rows.
+func inLockOrder(a, b *part) int {
+	table := func(p *part) int {
+		if p.space.durable {
+			return 1
+		}
+		return 0
+	}
+	return cmp.Or(
+		table(a)-table(b), len(b.key)-len(a.key), strings.Compare(a.key, b.key), strings.Compare(a.name, b.name))
+}
+
+// synchronousCommit is the setting for a transaction of ours that writes durable rows. nil leaves the session's.
+func (d *database) synchronousCommit(tx transaction, durable, flush bool) *bool {
+	if !tx.own() || !d.pooled() || !durable {
+		return nil
+	}
+	return &flush
+}
+
+// refundArguments tell the database which takes are given back. They are NULL for all other parts, and nil if
+// there are no refunds.
+type refundArguments struct{ since, in, at, spent []*int64 }
+
+// set says that the i-th of n parts gives back k, if k is not nil.
+func (r *refundArguments) set(i, n int, k *take) {
+	if k == nil {
+		return
+	}
+	if r.in == nil {
+		*r = refundArguments{make([]*int64, n), make([]*int64, n), make([]*int64, n), make([]*int64, n)}
+	}
+	r.since[i], r.in[i], r.at[i], r.spent[i] = &k.since, &k.in, &k.at, &k.spent
+}
+
+// queryDecisions runs a statement that decides. It sets the decision of each part for which a row comes back.
+//
+// The statement returns times in microseconds, because the text of a timestamptz depends on DateStyle. For that it
+// multiplies date_part, a double precision number of seconds. This is exact until 2106 (TestTimesAreReadExactly),
+// and cheaper than extract, which is numeric.
+func (d *database) queryDecisions(ctx context.Context, db DBTX, own bool, sql string, args []any, into []*part) error {
+	var ord, decidedAt int64
+	var retryAfter *int64
+	var one decision
+	var log []int64
+	targets := []any{
+		&ord, &one.granted, &one.remaining, &retryAfter, &one.resetAfter, &decidedAt,
+		&one.state.count, &one.state.prevCount, &one.state.windowStart,
+		&one.state.credit, &one.state.scale, &one.state.expiresAt,
+		&one.taken.spent, &one.taken.since, &one.taken.at, &log,
+	}
+	return query(ctx, db, own, sql, args, targets, func() error {
+		one.retryAfter = never
+		if retryAfter != nil {
+			one.retryAfter = *retryAfter
+		}
+		one.decidedAt = time.UnixMicro(decidedAt)
+		one.state.log = newEntries(log)
+		one.state.since, one.taken.in = one.taken.since, one.state.windowStart
+		into[ord-1].decision = one
+		return nil
+	})
+}
+
+// deleteRows deletes rows of a key.
+func (d *database) deleteRows(
+	ctx context.Context, db DBTX, space *keyspace, names []string, key string, tx transaction,
+) error {
+	if d.memory != nil {
+		return d.resetInMemory(db, space, names, key)
+	}
+	args := []any{names, key, space.durable, tx.lockTimeout, d.synchronousCommit(tx, space.durable, space.flush)}
+	err := query(ctx, db, tx.own(), pg.Qualify(resetStatement, d.schema), args, []any{nil}, func() error { return nil })
+	if pg.LockTimeout(err) && !isAway(err) {
+		return keyHeld()
+	}
+	one := &request{parts: []part{{space: space}}}
+	return d.explain(ctx, db, []*request{one}, err)
+}
+
+// maxTries is how often a statement runs that others undo. Somebody who holds a row again and again undoes it each time
+// at REPEATABLE READ and SERIALIZABLE.
+const maxTries = 5
+
+// query runs a statement, scans each row into targets, and translates the error. It retries once if nothing was sent,
+// and on the next connection if the server had ended an idle one. In a transaction of our own it also retries on 40001
+// and 40P01, a few times, and once after a migration or a cancellation.
+func query(ctx context.Context, db DBTX, own bool, sql string, args, targets []any, each func() error) error {
+	for n := 1; ; n++ {
+		first := n == 1
+		err := queryOnce(ctx, db, sql, args, targets, each)
+		again := first && pg.NeverSent(err) || pg.EndedIdle(err) ||
+			own && (n < maxTries && pg.Undone(err) || first && (pg.Remade(err) || pg.Canceled(err)))
+		if err == nil || !again || ctx.Err() != nil {
+			return err
+		}
+	}
+}
+
+func queryOnce(ctx context.Context, db DBTX, sql string, args, targets []any, each func() error) error {
+	switch db.(type) {
+	case *pgxpool.Pool, pg.Pool:
+		return pg.Use(ctx, db, func(conn *pgx.Conn) error { return queryOn(ctx, conn, sql, args, targets, each) })
+	}
+	return queryOn(ctx, db, sql, args, targets, each)
+}
+
+// queryOn is queryOnce on a connection or transaction.
+func queryOn(ctx context.Context, db DBTX, sql string, args, targets []any, each func() error) error {
+	if err := pg.Garbled(db); err != nil {
+		return err
+	}
+	rows, err := db.Query(ctx, sql, args...)
+	if err != nil {
+		if err := pg.Unsent(db, err); err != nil {
+			return err
+		}
+		return statementError(err)
+	}
+	// The last column, the log, is there only where there may be logs. It costs a batch a hundredth.
+	targets = targets[:min(len(targets), len(rows.FieldDescriptions()))]
+	// This closes rows and returns their error, even one that comes after the last row. In the extended protocol
+	// that is the error of the commit.
+	if _, err := pgx.ForEachRow(rows, targets, each); err != nil {
+		return statementError(err)
+	}
+	return nil
+}
+
+// schemaVersion is the number of the last migration. This package calls what that version has.
+const schemaVersion = 3
+
+// explain adds to an error what takes another query to find out. If what was called is missing, it is the version
+// to which the database has been migrated. If the encoding refuses a text, it is whether that is the limiter's
+// name.
+func (d *database) explain(ctx context.Context, db DBTX, requests []*request, err error) error {
+	if _, ok := db.(*pgxpool.Pool); ok {
+		err = d.blame(err)
+	}
+	switch {
+	case err == nil:
+		return nil
+	case errors.Is(err, errRefused):
+		first := requests[0].parts[0].space
+		if !isASCII(first.name) && d.refusesName(ctx, db, requests, first) {
+			return errNameRefused
+		}
+		return err
+	}
+	return d.explainVersion(ctx, db, err)
+}
+
+// closeTimeout is how long pgxpool takes to close a connection that does not answer. Until then it counts as acquired.
+const closeTimeout = 15 * time.Second
+
+// blame finds out whether it was the application that had all connections of the pool, or statements that hang in
+// Postgres, as those before have shown. In the second case it is an ordinary ErrTimeout.
+func (d *database) blame(err error) error {
+	hungAt := d.hungAt.Load()
+	switch {
+	case errors.Is(err, ErrPoolExhausted):
+		if hungAt != nil && time.Since(*hungAt) < closeTimeout {
+			return pg.Translate(pg.Cause(err), false)
+		}
+	case isAway(err):
+		now := time.Now()
+		d.hungAt.Store(&now)
+	case hungAt != nil:
+		d.hungAt.Store(nil)
+	}
+	return err
+}
+
+// refusesName tells whether the encoding refuses the name of the only limiter, so that no key is to blame. It
+// cannot tell in a transaction, which the error has ended.
+func (d *database) refusesName(ctx context.Context, db DBTX, requests []*request, space *keyspace) bool {
+	for _, r := range requests {
+		for i := range r.parts {
+			if r.parts[i].space != space {
+				return false
+			}
+		}
+	}
+	err := query(ctx, db, false, "SELECT $1::pg_catalog.text", []any{space.name}, []any{nil},
+		func() error { return nil })
+	return errors.Is(err, errRefused)
+}
+
+func (d *database) explainVersion(ctx context.Context, db DBTX, err error) error {
+	if !errors.Is(err, ErrNotMigrated) || pg.Remade(err) {
+		return err
+	}
+	var version int64
+	statement := pg.Qualify("SELECT rate_limit_version()", d.schema)
+	if query(ctx, db, false, statement, nil, []any{&version}, func() error { return nil }) != nil {
+		return err // there is no such function, or the error has ended the transaction
+	}
+	kind, says := ErrNotMigrated, "which has what is missing: search_path may name another schema first"
+	if version < schemaVersion {
+		says = "and what is missing came later"
+	} else if version > schemaVersion {
+		kind = ErrNewerSchema
+		says = "which has it no longer"
+	}
+	return pg.NewError(fmt.Errorf("the database is at version %d of the migrations, %s; "+
+		"this release was made for version %d: %w", version, says, schemaVersion, pg.Cause(err)), kind)
+}
+
+// statementError translates an error of a statement. If the encoding of the database or the connection refuses a
+// key, it is a KeyError instead, because the database's message shows bytes of the key.
+func statementError(err error) error {
+	if argument, ok := pg.Unencodable(err); ok && argument == "name" {
+		return errNameRefused
+	} else if ok {
+		return errRefused
+	}
+	return pg.Translate(err, true)
+}
+
+func isASCII(text string) bool {
+	return strings.IndexFunc(text, func(r rune) bool { return r > 127 }) < 0
+}

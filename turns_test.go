@@ -1,0 +1,188 @@
+package ratelimit
+
+import (
+	"fmt"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+)
+
+// board is a queue that is asked what leaves next, without a database.
+type board struct {
+	queue  *queue
+	spaces map[string]*keyspace
+}
+
+func newBoard(maxBatch int) *board {
+	return &board{&queue{maxBatch: maxBatch}, make(map[string]*keyspace)}
+}
+
+// push has n requests come to a limiter, under a policy of that limit.
+func (b *board) push(limiter string, limit int64, n int, cost int64) {
+	space, ok := b.spaces[limiter]
+	if !ok {
+		space = &keyspace{name: limiter}
+		b.spaces[limiter] = space
+	}
+	for i := range n {
+		r := &request{space: space, policy: FixedWindow{Limit: limit, Window: year}}
+		r.parts = r.single[:0]
+		r.add(space, r.policy.models(), fmt.Sprint("key ", i), cost, nil)
+		b.queue.push(r)
+	}
+}
+
+// next tells how many requests of each limiter leave next, in their order.
+func (b *board) next() (left []string) {
+	type line struct {
+		name  string
+		limit int64
+		n     int
+	}
+	var lines []line
+	for _, r := range b.queue.next(nil) {
+		name, limit := r.space.name, r.policy.models()[0].numbers().Limit
+		if last := len(lines) - 1; last >= 0 && lines[last].name == name && lines[last].limit == limit {
+			lines[last].n++
+			continue
+		}
+		lines = append(lines, line{name, limit, 1})
+	}
+	for _, l := range lines {
+		left = append(left, fmt.Sprintf("%s %d: %d", l.name, l.limit, l.n))
+	}
+	return left
+}
+
+func TestLimitersTakeTurns(t *testing.T) {
+	t.Parallel()
+
+	t.Run("a huge one and a small one", func(t *testing.T) {
+		t.Parallel()
+		b := newBoard(500)
+		b.push("huge", 1, 2000, 1)
+		b.push("small", 1, 3, 1)
+		for _, want := range []string{"huge 1: 500", "small 1: 3", "huge 1: 500", "huge 1: 500", "huge 1: 500"} {
+			require.Equal(t, []string{want}, b.next())
+		}
+		require.Empty(t, b.next())
+		require.Zero(t, b.queue.waiting)
+	})
+	t.Run("many policies are no more turns", func(t *testing.T) {
+		t.Parallel()
+		b := newBoard(500)
+		for limit := range int64(10) {
+			b.push("tiers", 1+limit, 100, 1)
+		}
+		b.push("other", 1, 100, 1)
+		require.Equal(t, []string{"tiers 1: 100"}, b.next())
+		require.Equal(t, []string{"other 1: 100"}, b.next())
+		for limit := 2; limit <= 10; limit++ {
+			require.Equal(t, []string{fmt.Sprintf("tiers %d: 100", limit)}, b.next())
+		}
+	})
+	t.Run("shares", func(t *testing.T) {
+		t.Parallel()
+		b := newBoard(500)
+		left := map[string]int{}
+		for _, name := range []string{"a", "b", "c"} {
+			b.push(name, 1, 2000, 1)
+			left[name] = 2000
+		}
+		for b.queue.waiting > 0 {
+			for _, r := range b.queue.next(nil) {
+				left[r.space.name]--
+			}
+			for _, n := range left {
+				require.LessOrEqual(t, max(left["a"], left["b"], left["c"])-n, 500)
+			}
+		}
+	})
+	t.Run("who comes again goes to the back", func(t *testing.T) {
+		t.Parallel()
+		b := newBoard(500)
+		b.push("a", 1, 20, 1)
+		b.push("b", 1, 20, 1)
+		require.Equal(t, []string{"a 1: 20"}, b.next())
+		b.push("a", 1, 20, 1)
+		require.Equal(t, []string{"b 1: 20"}, b.next())
+		require.Equal(t, []string{"a 1: 20"}, b.next())
+	})
+}
+
+func TestShortLinesLeaveTogether(t *testing.T) {
+	t.Parallel()
+
+	b := newBoard(500)
+	for i := range worthMixing - 1 {
+		b.push(fmt.Sprint("limiter ", i), 1, 1+i, 1)
+	}
+	require.Equal(t, []string{"limiter 0 1: 1"}, b.next(), "too few of them")
+	b.push("limiter 0", 1, shortLine, 1)
+	b.push("limiter 5", 1, shortLine+1, 1) // is not short
+	b.push("limiter 6", 1, 2, 0)           // looks
+	require.Equal(t, []string{"limiter 1 1: 2"}, b.next())
+	b.push("limiter 1", 1, 2, 1)
+	b.push("limiter 7", 1, 1, 1)
+	require.Equal(
+		t,
+		[]string{
+			"limiter 2 1: 3",
+			"limiter 3 1: 4",
+			"limiter 4 1: 5",
+			"limiter 0 1: 8",
+			"limiter 1 1: 2",
+			"limiter 7 1: 1",
+		},
+		b.next(),
+	)
+	require.Equal(t, []string{"limiter 5 1: 9"}, b.next(), "was passed over, and keeps its place")
+	require.Equal(t, []string{"limiter 6 1: 2"}, b.next())
+	require.Empty(t, b.next())
+
+	// No more than MaxBatch, and nobody is forgotten.
+	b = newBoard(2 * shortLine)
+	for i := range worthMixing {
+		b.push(fmt.Sprint("limiter ", i), 1, shortLine, 1)
+	}
+	require.Equal(t, []string{"limiter 0 1: 8", "limiter 1 1: 8"}, b.next())
+	require.Equal(t, []string{"limiter 2 1: 8"}, b.next(), "too few are left")
+}
+
+// However few calls a statement may decide, somebody leaves as long as somebody waits, and nobody twice.
+func TestSmallBatchesOfManyLimiters(t *testing.T) {
+	t.Parallel()
+
+	for maxBatch := 1; maxBatch <= 2*shortLine; maxBatch++ {
+		b := newBoard(maxBatch)
+		waiting := 0
+		for i := range 2 * worthMixing {
+			b.push(fmt.Sprint("limiter ", i), 1, 1+i, 1)
+			waiting += 1 + i
+		}
+		for waiting > 0 {
+			batch := b.queue.next(nil)
+			require.NotEmpty(t, batch)
+			require.LessOrEqual(t, len(batch), maxBatch)
+			waiting -= len(batch)
+		}
+		require.Zero(t, b.queue.waiting)
+		require.Empty(t, b.next())
+	}
+}
+
+// An idle limiter holds no memory for what a burst needed, and one that is used again and again needs no new
+// memory for its line.
+func TestLinesKeepLittleMemory(t *testing.T) {
+	t.Parallel()
+
+	b := newBoard(500)
+	b.push("a", 1, 2000, 1)
+	for len(b.next()) > 0 {
+	}
+	require.Empty(t, b.spaces["a"].lines)
+	require.Nil(t, b.spaces["a"].spare)
+	b.push("a", 1, 3, 1)
+	b.next()
+	require.NotNil(t, b.spaces["a"].spare)
+}

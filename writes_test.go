@@ -1,0 +1,175 @@
+package ratelimit
+
+import (
+	"errors"
+	"fmt"
+	"testing"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit/internal/pgserver"
+	"github.com/pgratelimit/ratelimit/internal/pgtest"
+	"github.com/pgratelimit/ratelimit/internal/testkit"
+	"github.com/pgratelimit/ratelimit/migrations"
+)
+
+// tuple is where a row's version is in its table, and which transaction wrote it.
+type tuple struct{ Ctid, Xmin string }
+
+func tupleOf(t *testing.T, db pgtest.Executor, config Config, key string) tuple {
+	t.Helper()
+	rows, err := db.Query(
+		t.Context(),
+		"SELECT ctid::text, xmin::text FROM "+pgtest.Table(config.Durable)+" WHERE prefix = $1 AND key = $2",
+		config.Name,
+		key,
+	)
+	require.NoError(t, err)
+	row, err := pgx.CollectExactlyOneRow(rows, pgx.RowToStructByPos[tuple])
+	require.NoError(t, err)
+	return row
+}
+
+// written is how many tuples the transaction has written to a table.
+func written(t *testing.T, tx pgx.Tx, config Config) int64 {
+	t.Helper()
+	return pgtest.Scalar[int64](
+		t,
+		tx,
+		`SELECT n_tup_ins + n_tup_upd + n_tup_del FROM pg_stat_xact_user_tables WHERE relname = $1`,
+		pgtest.Table(config.Durable),
+	)
+}
+
+func TestDenialsWriteNothing(t *testing.T) {
+	t.Parallel()
+
+	eachSlowPolicyAndTable(t, 10, func(t *testing.T, config Config) {
+		db := pgtest.New(t)
+		config.NoDenialCache = true
+		limiter := newLimiter(t, db.NewPool(t, nil), config)
+		for range 10 {
+			result, err := limiter.Allow(t.Context(), "key")
+			require.NoError(t, err)
+			require.True(t, result.Allowed)
+		}
+		before, rowsBefore := tupleOf(t, db.Pool, config, "key"), storedRows(t, db.Pool, config.Durable)
+
+		errs := make([]error, 50)
+		testkit.Together(len(errs), func(i int) {
+			for call := range 20 {
+				result, err := limiter.AllowN(t.Context(), "key", int64(1+call%10))
+				if err == nil && result.Allowed {
+					err = errors.New("allowed")
+				}
+				errs[i] = errors.Join(errs[i], err)
+			}
+		})
+		require.NoError(t, errors.Join(errs...))
+		require.Equal(t, before, tupleOf(t, db.Pool, config, "key"))
+		require.Equal(t, rowsBefore, storedRows(t, db.Pool, config.Durable))
+
+		// In a transaction, where the statistics are those of this very moment.
+		tx := pgtest.Begin(t, db)
+		for range 3 {
+			result, err := limiter.AllowTx(t.Context(), tx, "key")
+			require.NoError(t, err)
+			require.False(t, result.Allowed)
+			_, err = limiter.AllowNTx(t.Context(), tx, "key", 0)
+			require.NoError(t, err)
+			_, err = limiter.AllowNTx(t.Context(), tx, "unknown", 0)
+			require.NoError(t, err)
+		}
+		require.Zero(t, written(t, tx, config))
+		_, err := limiter.AllowTx(t.Context(), tx, "other key")
+		require.NoError(t, err)
+		require.Positive(t, written(t, tx, config)) // the statistics do count
+		require.NoError(t, tx.Rollback(t.Context()))
+	})
+}
+
+func TestLooksTakeNoTransactionIDAndWaitForNobody(t *testing.T) {
+	t.Parallel()
+
+	eachSlowPolicyAndTable(t, 10, func(t *testing.T, config Config) {
+		db := pgtest.New(t)
+		limiter := newLimiter(t, db.NewPool(t, nil), config)
+		peek, err := limiter.Peek(t.Context(), "key")
+		require.NoError(t, err)
+		require.Equal(
+			t,
+			Result{Allowed: true, Limit: 10, Remaining: 10},
+			Result{Allowed: peek.Allowed, Limit: peek.Limit, Remaining: peek.Remaining},
+		)
+		require.Zero(t, peek.RetryAfter+peek.ResetAfter)
+		require.Empty(t, storedRows(t, db.Pool, config.Durable))
+
+		_, err = limiter.AllowN(t.Context(), "key", 10)
+		require.NoError(t, err)
+		holder := hold(t, db, config, "key")
+		require.NoError(t, limiter.ResetTx(t.Context(), holder, "key"))
+		for range 10 {
+			peek, err = limiter.Peek(t.Context(), "key")
+			require.NoError(t, err)
+			require.False(t, peek.Allowed)
+			require.Zero(t, peek.Remaining)
+			require.Positive(t, peek.RetryAfter)
+		}
+		require.NoError(t, holder.Rollback(t.Context()))
+
+		tx := pgtest.Begin(t, db)
+		_, err = limiter.AllowNTx(t.Context(), tx, "key", 0)
+		require.NoError(t, err)
+		require.Nil(t, pgtest.Scalar[*string](t, tx, "SELECT pg_current_xact_id_if_assigned()::text"))
+		require.NoError(t, tx.Rollback(t.Context()))
+	})
+}
+
+// A statement takes one transaction id, however many keys it is about. It takes one even if it denies all of them,
+// because it has locked their rows. Looks take none, and neither does a denial that is remembered.
+func TestTransactionIDs(t *testing.T) {
+	t.Parallel()
+
+	// Nobody else takes transaction ids on this server.
+	server := pgtest.Server(t, pgserver.Config{Settings: map[string]string{"autovacuum": "off"}})
+	pool, err := pgxpool.New(t.Context(), server.URL())
+	require.NoError(t, err)
+	t.Cleanup(pool.Close)
+	require.NoError(t, migrations.Up(t.Context(), pool))
+	next := func() int64 {
+		return pgtest.Scalar[int64](t, pool, "SELECT pg_snapshot_xmax(pg_current_snapshot())::text::bigint")
+	}
+
+	for name, policy := range slowPolicies(10) {
+		for _, durable := range []bool{false, true} {
+			limiter := newLimiter(
+				t,
+				pool,
+				Config{Name: name, Policy: policy, Durable: durable, Client: ClientConfig{Timeout: amply}},
+			)
+			for _, c := range []struct{ cost, granted, want int64 }{
+				{10, 1, 1}, // of new keys
+				{1, 0, 1},  // denied
+				{0, 0, 0},  // a look
+			} {
+				elements := make([]element, 100)
+				for i := range elements {
+					elements[i] = element{key: fmt.Sprint(i), cost: c.cost, count: 1}
+				}
+				before := next()
+				require.NoError(t, limiter.decideAndRemember(t.Context(), elements))
+				require.Equal(t, c.want, next()-before, "%s: %+v", name, c)
+				for _, e := range elements {
+					require.Equal(t, c.granted, e.decision.granted)
+				}
+			}
+			before := next()
+			result, err := limiter.Allow(t.Context(), "7")
+			require.NoError(t, err)
+			require.False(t, result.Allowed)
+			require.Equal(t, before, next())
+		}
+	}
+}
