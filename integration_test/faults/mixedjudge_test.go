@@ -135,8 +135,12 @@ func (op mixedOperation) interval() (from, to int64) {
 	switch at := op.results.Each[0].DecidedAt.UnixMicro(); {
 	case op.kind == refund:
 		return op.call, op.end // a refund of nothing locks no row, and so looks before it reads the clock
-	case op.kind == peek, op.kind == rolledBack:
-		return op.call, at // what is seen by nobody else may have looked without locks, before it read the clock
+	case op.kind == peek:
+		return op.call, at // it looks without locks, before it reads the clock
+	case op.kind == rolledBack:
+		// Nobody else sees what it does. A denial may have looked as a peek does. A take may have read the clock
+		// up to 10 ms before it made a row, and somebody may have reset the key meanwhile.
+		return op.call, op.end
 	case op.kind == grant, op.results.Allowed:
 		return at, op.end // others may see it once it is committed
 	}
