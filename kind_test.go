@@ -130,3 +130,28 @@ func TestSlowKindLeavesAPlace(t *testing.T) {
 	b.push("bills", 5, 30, 1)
 	require.True(t, q.mayLeave(kindDurable), "it is fast again")
 }
+
+// While the only statement is about to leave, or has just come back, no second one leaves. Those who come then go with
+// the one that there is.
+func TestSecondStatementDoesNotLeaveBetweenTwo(t *testing.T) {
+	t.Parallel()
+
+	b := newBoard(500)
+	q := b.queue
+	q.maxInFlight, q.batcher = 2, &batcher{begin: time.Now()}
+	b.push("login", 5, 1, 1)
+	require.True(t, q.mayLeave(kindEphemeral), "nothing is in flight")
+	q.inFlight++ // its goroutine starts
+	b.push("login", 5, 1, 1)
+	require.False(t, q.mayLeave(kindEphemeral))
+	require.Equal(t, []string{"login 5: 2"}, b.next())
+	q.departs(kindEphemeral)
+	b.push("login", 5, 1, 1)
+	require.False(t, q.mayLeave(kindEphemeral))
+	for _, took := range []time.Duration{far / 2, 2 * tooLong} {
+		q.lands(kindEphemeral, took)
+		require.False(t, q.mayLeave(kindEphemeral))
+		require.False(t, q.mayLeave(kindDurable), "nor one of another kind")
+		q.departs(kindEphemeral)
+	}
+}

@@ -187,14 +187,16 @@ func (q *queue) hasPlace(k kind) bool {
 	return true // there are no others
 }
 
-// allSlow tells whether what is in flight is all of slow kinds.
+// allSlow tells whether what is in flight is all of slow kinds. What is about to leave, or has just come back, is not:
+// it takes those who wait with it.
 func (q *queue) allSlow() bool {
+	slow := 0
 	for _, f := range q.flights {
-		if f.n > 0 && !f.slow {
-			return false
+		if f.slow {
+			slow += int(f.n)
 		}
 	}
-	return true
+	return slow == q.inFlight
 }
 
 // departs records that a statement was sent. q.mu is locked.
@@ -249,7 +251,7 @@ func (q *queue) run() {
 	var buf buffers
 	for {
 		q.mu.Lock()
-		buf.batch = q.next(buf.batch[:0])
+		buf.batch = q.nextBatch(buf.batch[:0])
 		if len(buf.batch) == 0 {
 			q.inFlight--
 			if cap(q.turns) > 64 { // free what a burst needed
@@ -277,9 +279,9 @@ func (q *queue) run() {
 	}
 }
 
-// next moves the requests that leave next from their lines to batch. They are those of the line whose turn it is,
+// nextBatch moves the requests that leave next from their lines to batch. They are those of the line whose turn it is,
 // or of many short lines. q.mu is locked.
-func (q *queue) next(batch []*request) []*request {
+func (q *queue) nextBatch(batch []*request) []*request {
 	turn, i, found := q.nextLine()
 	if !found {
 		return batch
