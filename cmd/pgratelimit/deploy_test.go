@@ -57,6 +57,15 @@ func TestRoles(t *testing.T) {
 		require.NoError(t, err, name)
 	}
 	follow("roles.sql")
+	// Whoever forgets the role is told.
+	o := invoke(t, as("boss", ""), "migrate", "up")
+	require.Zero(t, o.code)
+	require.Equal(t, "warning: what was made belongs to boss, and its functions run with the rights of boss. "+
+		"Schema rate_limit belongs to rate_limit_owner. To have all of it belong to rate_limit_owner, "+
+		"run `pgratelimit migrate down --to 0`, `DROP TABLE rate_limit.rate_limit_goose_version`, then `PGOPTIONS='-c role=rate_limit_owner' pgratelimit migrate up`\n", o.stderr)
+	invoke(t, as("boss", ""), "migrate", "up").done(t)
+	invoke(t, as("boss", ""), "migrate", "down", "--to", "0", "--yes").done(t)
+	psql("DROP TABLE rate_limit.rate_limit_goose_version")
 	invoke(t, as("boss", "&role=rate_limit_owner"), "migrate", "up").done(t)
 	// What to do as the owner is told in full.
 	psql("DROP FUNCTION rate_limit.rate_limit_sweep")

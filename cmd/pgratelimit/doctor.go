@@ -147,10 +147,15 @@ func (e *examination) address(f *finding) {
 	if f.Do != "" && len(by) > 0 && !f.any {
 		f.Do = strings.Join(by, ", ") + ": " + f.Do
 	}
-	// Whoever may take the owner's role pastes the line as it is.
+	f.Do = e.asOwner(f.Do)
+}
+
+// asOwner has the lines that migrate run as the owner of the tables, for whoever may take that role.
+func (e *examination) asOwner(text string) string {
 	if owner := e.server.ownerSQL; owner != "" && owner != e.server.role && !strings.Contains(owner, `"`) {
-		f.Do = strings.ReplaceAll(f.Do, "`pgratelimit migrate", "`PGOPTIONS='-c role="+owner+"' pgratelimit migrate")
+		return strings.ReplaceAll(text, "`pgratelimit migrate", "`PGOPTIONS='-c role="+owner+"' pgratelimit migrate")
 	}
+	return text
 }
 
 // check is one of the doctor's checks.

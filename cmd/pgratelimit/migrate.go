@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	_ "embed"
 	"fmt"
 	"io"
 	"io/fs"
@@ -10,11 +11,15 @@ import (
 	"strings"
 	"time"
 
+	"github.com/jackc/pgx/v5"
 	"github.com/pressly/goose/v3"
 	"github.com/spf13/cobra"
 
 	"github.com/pgratelimit/ratelimit/migrations"
 )
+
+//go:embed sql/owner.sql
+var ownerSQL string
 
 func (a *app) migrateCommand() *cobra.Command {
 	cmd := &cobra.Command{
@@ -36,12 +41,33 @@ func (a *app) migrateUpCommand() *cobra.Command {
 		Example: `  pgratelimit migrate up
   pgratelimit migrate up --schema limits`,
 		Args: cobra.NoArgs,
-		RunE: action(func(ctx context.Context, _ []string) error {
-			return a.migrate(ctx, migrations.Up)
-		}),
+		RunE: action(func(ctx context.Context, _ []string) error { return a.migrate(ctx, a.migrateUp) }),
 	}
 	a.addJSON(cmd)
 	return cmd
+}
+
+// migrateUp applies all migrations. If it made everything as another role than the owner of the schema, although it
+// could have taken that role, it says so.
+func (a *app) migrateUp(ctx context.Context, pool migrations.DB) error {
+	before, err := migrations.Status(ctx, pool)
+	first := err == nil && !slices.ContainsFunc(before, func(m migrations.Migration) bool { return m.Applied })
+	if err := migrations.Up(ctx, pool); err != nil || !first {
+		return err
+	}
+	rows, err := pool.Query(ctx, ownerSQL)
+	if err != nil {
+		return err
+	}
+	found, err := pgx.CollectRows(rows, pgx.RowToStructByPos[struct{ Me, Schema, Owner string }])
+	for _, f := range found {
+		e := examination{app: a, server: server{ownerSQL: f.Owner}}
+		fmt.Fprintf(a.stderr, "warning: what was made belongs to %s, and its functions run with the rights of %s. "+
+			"Schema %s belongs to %s. To have all of it belong to %s, run %s, "+
+			"`DROP TABLE %s.rate_limit_goose_version`, then %s\n", f.Me, f.Me, f.Schema, f.Owner, f.Owner,
+			e.command("migrate down --to 0"), f.Schema, e.asOwner(e.command("migrate up")))
+	}
+	return err
 }
 
 func (a *app) migrateDownCommand() *cobra.Command {

@@ -1,0 +1,7 @@
+-- Whose the schema is, if it is another role's as which this one may act.
+SELECT quote_ident(current_user), quote_ident(n.nspname), quote_ident(o.rolname)
+FROM pg_namespace AS n
+JOIN pg_database AS d ON d.datname = current_database()
+JOIN pg_roles AS o
+    ON o.oid = CASE pg_get_userbyid(n.nspowner) WHEN 'pg_database_owner' THEN d.datdba ELSE n.nspowner END
+WHERE n.nspname = current_schema() AND o.rolname <> current_user AND pg_has_role(o.oid, 'MEMBER')
