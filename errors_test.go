@@ -423,7 +423,7 @@ func TestStoreErrors(t *testing.T) {
 		{"42P01 42883 3F000 42704 42703", []error{ErrNotMigrated}},
 		{"42501", []error{ErrNotPermitted}},
 		{"26000 42P05", []error{ErrPreparedStatements}},
-		{"28000 28P01 3D000", []error{ErrSetup}},
+		{"28000 28P01 3D000 22P02", []error{ErrSetup}},
 		{"25006", []error{ErrUnavailable, ErrReadOnly}},
 		{"55P03 57014", []error{ErrTimeout}},
 		{"08000 08003 08006 53000 53100 53200 53300 53400 58000 58030 57P01 57P02 57P03", []error{ErrUnavailable}},

@@ -343,6 +343,25 @@ func TestSettingsOfTheOutput(t *testing.T) {
 	}
 }
 
+// With array_nulls off, Postgres takes a NULL within an array for a word, if the array comes as text. Refunds that leave
+// together with other requests send such arrays.
+func TestArrayNullsOff(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.New(t).NewPool(t, func(config *pgxpool.Config) {
+		config.ConnConfig.RuntimeParams["array_nulls"] = "off"
+		config.ConnConfig.DefaultQueryExecMode = pgx.QueryExecModeExec
+	})
+	limiter := newLimiter(t, pool, Config{Name: "test", Policy: hourly})
+	taken, err := limiter.AllowN(t.Context(), "personal", 3)
+	require.NoError(t, err)
+	requests := []*request{limiter.newRequest("other", 1), limiter.refundRequest(taken.receipt, 0, 3)}
+	err = limiter.client.batcher.decide(t.Context(), pool, requests, limiter.ownTransaction())
+	requireKinds(t, err, "personal", ErrSetup)
+	require.ErrorContains(t, err, "array_nulls")
+	_, err = limiter.Refund(t.Context(), taken)
+	require.NoError(t, err)
+}
+
 // Types of the application's, in pg_temp, are not taken for those of Postgres.
 func TestTypesOfTheApplication(t *testing.T) {
 	t.Parallel()

@@ -102,6 +102,9 @@ func Translate(err error, sent bool) *Error {
 		sent = false
 	}
 	if pgErr, ok := errors.AsType[*pgconn.PgError](err); ok {
+		if pgErr.Code == "22P02" { // it takes a NULL within an array for a word
+			err = fmt.Errorf("is array_nulls off in this session? %w", err)
+		}
 		return NewError(err, kindsOf(pgErr, sent)...)
 	}
 	if _, unreadable := errors.AsType[pgx.ScanArgError](err); unreadable {
@@ -142,6 +145,7 @@ func kindsOf(err *pgconn.PgError, sent bool) []error {
 	case err.Code == "42501":
 		return []error{ErrNotPermitted}
 	case class == "28", class == "3D", // refused log-in, no such database
+		err.Code == "22P02", // an argument as text that the server cannot read
 		!sent && (class == "22" || class == "42" || err.Code == "0A000"): // no such setting, or not this value
 		return []error{ErrSetup}
 	}
