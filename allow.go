@@ -59,8 +59,8 @@ func (l *Limiter) allow(ctx context.Context, key string, n int64) (result Result
 	}
 	r := l.newRequest(key, n)
 	if err := l.client.queue.submit(ctx, r); err != nil {
-		if isAway(err) && !l.space.asks {
-			return l.answer(key, n), nil
+		if isAway(err) && !l.space.returnsErrors {
+			return l.answerOnFailure(key, n), nil
 		}
 		return Result{}, err
 	}
@@ -95,27 +95,6 @@ func (c *Client) decideTx(ctx context.Context, tx pgx.Tx, r *request) (Result, e
 	result := r.result()
 	c.requests.put(r)
 	return result, nil
-}
-
-// answer is what OnFailure answers to a request that the database does not decide.
-func (l *Limiter) answer(key string, n int64) Result {
-	switch l.onFailure.answer {
-	case failOpen:
-		return Result{Allowed: true, Source: SourceFailedOpen, Limit: l.limit, DecidedAt: time.Now()}
-	case fallbackLocal:
-		r := l.newRequest(key, n)
-		l.client.fallback.Load().take(r, l.shares)
-		for i := range r.parts {
-			if d := &r.parts[i].decision; d.retryAfter == never { // the share is too small for it
-				d.retryAfter = micros(breakerPause)
-			}
-		}
-		result := r.result()
-		result.Source, result.receipt = SourceFallback, nil
-		return result
-	default:
-		return Result{Source: SourceFailedClosed, Limit: l.limit, RetryAfter: breakerPause, DecidedAt: time.Now()}
-	}
 }
 
 // observe tells the observer about a call that ends here.

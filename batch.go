@@ -91,7 +91,7 @@ func (b *batcher) send(buf *buffers) (held, lost []*request) {
 	s.queued = buf.queued
 	// If held rows leave requests undecided for this long, the lane takes over.
 	s.until = now.Add(b.held.patience() / 5)
-	leaders, wait := buf.group(requests), b.rowWait()
+	leaders, wait := buf.mergeAlike(requests), b.rowWait()
 	if len(leaders) == 1 { // it keeps no other row from anybody
 		wait = wait * 5 / 2
 	}
@@ -99,14 +99,14 @@ func (b *batcher) send(buf *buffers) (held, lost []*request) {
 	return s.held, s.lost
 }
 
-// group has requests that are alike decided as one. They are of one line, for the same key and of the same cost,
+// mergeAlike has requests that are alike decided as one. They are of one line, for the same key and of the same cost,
 // without one of another cost for that key between them. So requests of a line for one key are decided in the
 // order in which they came.
 //
-// If there are only a few keys, group puts them into the order in which rows are locked, because the functions
+// If there are only a few keys, mergeAlike puts them into the order in which rows are locked, because the functions
 // decide them faster then. Refunds and grants stay apart, because they stop at full: what remains after all of
 // them does not tell what remained after each. Requests of AllowAll stay apart, too.
-func (buf *buffers) group(requests []*request) (leaders []*request) {
+func (buf *buffers) mergeAlike(requests []*request) (leaders []*request) {
 	buf.leaders = buf.leaders[:0]
 	clear(buf.last)
 	if buf.last == nil && len(requests) > 1 {

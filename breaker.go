@@ -6,8 +6,6 @@ import (
 	"sync"
 	"sync/atomic"
 	"time"
-
-	"github.com/pgratelimit/ratelimit/internal/pg"
 )
 
 // breaker tells whether to ask the database at all, so that an outage does not cost every call its Timeout. It is
@@ -110,14 +108,4 @@ func (b *breaker) report(k kind, err error, probe bool) (closed bool) {
 		b.observer.Breaker(BreakerEvent{Limits: k.String(), Open: isOpen, Err: err})
 	}
 	return wasOpen && !isOpen
-}
-
-// isAway tells whether OnFailure answers an error, because Postgres is away or slow. A fault of the set-up does not
-// count: it has to be seen, and waiting does not mend it. A row that somebody's transaction holds does not either.
-// Postgres has answered then, and callers who can keep a row locked must not be let through for it. A locked table
-// is an outage. So is an exhausted pool, because a Postgres that answers nobody fills the application's pool, too.
-func isAway(err error) bool {
-	_, ok := errors.AsType[*StoreError](err)
-	return ok && !pg.RowHeld(err) && !errors.Is(err, ErrSetup) &&
-		(errors.Is(err, ErrUnavailable) || errors.Is(err, ErrTimeout) || errors.Is(err, ErrOutcomeUnknown))
 }

@@ -51,7 +51,7 @@ func TestApplicationsClockIsReadForDifferencesOnly(t *testing.T) {
 		"fallback.go: newFallback", "fallback.go: now", // when there is no database to decide
 		"heldkeys.go: longHeld", "heldkeys.go: find", "heldkeys.go: found", "heldkeys.go: still", // how long a row was held
 		"heldlane.go: giveUp", "heldlane.go: waitForFirst", "heldlane.go: waitForFirst", "heldlane.go: waitForFirst",
-		"memory.go: decideInMemory", // the clock of a database in memory
+		"inmemory.go: decideInMemory", // the clock of a database in memory
 		// how long a call has waited, or a statement took
 		"queue.go: submit", "queue.go: departs", "queue.go: leaveLate", "queue.go: run", "queue.go: run",
 		"statement.go: blame", "statement.go: blame", // how long ago it has hung

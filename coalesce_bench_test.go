@@ -49,7 +49,7 @@ func BenchmarkGroupAndFinish(b *testing.B) {
 					continue
 				}
 				done = 0
-				for _, r := range buf.group(batch) {
+				for _, r := range buf.mergeAlike(batch) {
 					r.parts[0].decision.granted = r.count
 					r.finish(nil)
 				}

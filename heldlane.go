@@ -97,7 +97,7 @@ func (h *heldLane) ask(buf *buffers, requests []*request, skip bool, wait time.D
 	}
 	s := h.batcher.newBatch(requests, probe)
 	s.again, s.alone = true, !skip
-	s.ask(buf.group(requests), skip, wait)
+	s.ask(buf.mergeAlike(requests), skip, wait)
 	h.lost(s.lost)
 	return s.held
 }

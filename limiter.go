@@ -81,7 +81,7 @@ func (c *Client) Limiter(config Config) (*Limiter, error) {
 	}
 	space := &keyspace{
 		database: c.database, name: config.Name, durable: config.Durable, flush: config.SynchronousCommit,
-		remember: !config.NoDenialCache, asks: config.OnFailure.answer <= returnError,
+		remember: !config.NoDenialCache, returnsErrors: config.OnFailure.answer <= returnError,
 	}
 	if config.OnFailure.answer == fallbackLocal && c.fallback.Load() == nil {
 		c.fallback.CompareAndSwap(nil, newFallback(c.config.Test.Now))

@@ -228,7 +228,7 @@ func TestGroupMergesOnlyNeighboursOfAKey(t *testing.T) {
 		cost, count int64
 	}
 	var got []merged
-	for _, e := range new(buffers).group(batch) {
+	for _, e := range new(buffers).mergeAlike(batch) {
 		got = append(got, merged{e.parts[0].key, e.parts[0].cost, e.count})
 	}
 	require.Equal(
@@ -245,8 +245,8 @@ func TestGroupMergesOnlyNeighboursOfAKey(t *testing.T) {
 		},
 		got,
 	)
-	require.Len(t, new(buffers).group(batch[:1]), 1)
-	require.Empty(t, new(buffers).group(nil))
+	require.Len(t, new(buffers).mergeAlike(batch[:1]), 1)
+	require.Empty(t, new(buffers).mergeAlike(nil))
 }
 
 func TestBoardTakesCallsInOrder(t *testing.T) {
@@ -263,7 +263,7 @@ func TestBoardTakesCallsInOrder(t *testing.T) {
 	// Those that look and those that take leave apart, by turns, and no more than MaxBatch at once.
 	for _, want := range []string{"0 1 2", "4 5 7", "3 6 8", "9 10", ""} {
 		var keys []string
-		for _, c := range limiter.client.queue.next(nil) {
+		for _, c := range limiter.client.queue.nextBatch(nil) {
 			keys = append(keys, c.parts[0].key)
 		}
 		require.Equal(t, want, strings.Join(keys, " "))

@@ -18,12 +18,12 @@ const (
 
 // keyspace is the keys of one name in one table. A limiter and those that its With has returned share it.
 type keyspace struct {
-	database *database
-	name     string
-	durable  bool
-	flush    bool // SynchronousCommit
-	remember bool // whether its denials are remembered
-	asks     bool // OnFailure returns errors, so the breaker turns none of its requests away
+	database      *database
+	name          string
+	durable       bool
+	flush         bool // SynchronousCommit
+	remember      bool // whether its denials are remembered
+	returnsErrors bool // OnFailure does, so the breaker turns none of its requests away
 
 	// Guarded by the queue's mutex.
 	lines []line
@@ -107,7 +107,7 @@ func (r *request) gives() bool { return r.parts[0].cost < 0 }
 // asksAnyway tells whether it asks the database even while the breaker is open.
 func (r *request) asksAnyway() bool {
 	for i := range r.parts {
-		if !r.parts[i].space.asks {
+		if !r.parts[i].space.returnsErrors {
 			return false
 		}
 	}

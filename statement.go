@@ -102,7 +102,7 @@ func (d *database) argumentsOfAll(requests []*request, tx transaction) ([]any, [
 		}
 	}
 	if len(requests) == 1 { // not needed, but it saves the function the sorting
-		slices.SortFunc(into, inLockOrder)
+		slices.SortFunc(into, compareLockOrder)
 	}
 	var refunds refundArguments
 	durable, flush := false, false
@@ -120,8 +120,8 @@ func (d *database) argumentsOfAll(requests []*request, tx transaction) ([]any, [
 	}, into
 }
 
-// inLockOrder is the order in which rate_limit_all locks rows.
-func inLockOrder(a, b *part) int {
+// compareLockOrder is the order in which rate_limit_all locks rows.
+func compareLockOrder(a, b *part) int {
 	table := func(p *part) int {
 		if p.space.durable {
 			return 1

@@ -40,7 +40,7 @@ func (b *board) next() (left []string) {
 		n     int
 	}
 	var lines []line
-	for _, r := range b.queue.next(nil) {
+	for _, r := range b.queue.nextBatch(nil) {
 		name, limit := r.space.name, r.policy.models()[0].numbers().Limit
 		if last := len(lines) - 1; last >= 0 && lines[last].name == name && lines[last].limit == limit {
 			lines[last].n++
@@ -90,7 +90,7 @@ func TestLimitersTakeTurns(t *testing.T) {
 			left[name] = 2000
 		}
 		for b.queue.waiting > 0 {
-			for _, r := range b.queue.next(nil) {
+			for _, r := range b.queue.nextBatch(nil) {
 				left[r.space.name]--
 			}
 			for _, n := range left {
@@ -161,7 +161,7 @@ func TestSmallBatchesOfManyLimiters(t *testing.T) {
 			waiting += 1 + i
 		}
 		for waiting > 0 {
-			batch := b.queue.next(nil)
+			batch := b.queue.nextBatch(nil)
 			require.NotEmpty(t, batch)
 			require.LessOrEqual(t, len(batch), maxBatch)
 			waiting -= len(batch)

@@ -54,5 +54,5 @@ func (l *Limiter) answerAndObserve(key string, n int64) (result Result) {
 		var err error
 		defer l.observe(time.Now(), n, &result, &err)
 	}
-	return l.answer(key, n)
+	return l.answerOnFailure(key, n)
 }

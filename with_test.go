@@ -477,7 +477,7 @@ func TestBoardTakesCallsOfOnePolicy(t *testing.T) {
 	}
 	for _, want := range []string{"0 2 4", "1 5 9", "3 7", "6 8 10", ""} {
 		var keys []string
-		for _, c := range free.client.queue.next(nil) {
+		for _, c := range free.client.queue.nextBatch(nil) {
 			keys = append(keys, c.parts[0].key)
 		}
 		require.Equal(t, want, strings.Join(keys, " "))

@@ -53,7 +53,7 @@ COMMENT ON TABLE rate_limit_ephemeral IS
 COMMENT ON COLUMN rate_limit_ephemeral.prefix IS 'Name of the limiter. It keeps limiters apart.';
 COMMENT ON COLUMN rate_limit_ephemeral.key IS 'Who is limited: 1 to 512 bytes.';
 COMMENT ON COLUMN rate_limit_ephemeral.algorithm IS
-    'Which function wrote the row: 1 fixed window, 2 sliding window, 3 token bucket, 4 sliding window log. '
+    'Which function wrote the row: 1 fixed window, 2 sliding window, 3 token bucket, 4 sliding log. '
     'For the other functions the row counts as no row.';
 COMMENT ON COLUMN rate_limit_ephemeral.count IS
     'Windows: what has been taken in the window that starts at window_start. '
@@ -116,7 +116,7 @@ COMMENT ON TABLE rate_limit_durable IS
 COMMENT ON COLUMN rate_limit_durable.prefix IS 'Name of the limiter. It keeps limiters apart.';
 COMMENT ON COLUMN rate_limit_durable.key IS 'Who is limited: 1 to 512 bytes.';
 COMMENT ON COLUMN rate_limit_durable.algorithm IS
-    'Which function wrote the row: 1 fixed window, 2 sliding window, 3 token bucket, 4 sliding window log. '
+    'Which function wrote the row: 1 fixed window, 2 sliding window, 3 token bucket, 4 sliding log. '
     'For the other functions the row counts as no row.';
 COMMENT ON COLUMN rate_limit_durable.count IS
     'Windows: what has been taken in the window that starts at window_start. '
@@ -194,9 +194,11 @@ BEGIN
         FROM pg_proc AS p
         WHERE p.pronamespace = (SELECT n.oid FROM pg_namespace AS n WHERE n.nspname = schema)
             AND p.proowner = (SELECT r.oid FROM pg_roles AS r WHERE r.rolname = current_user)
-            AND p.proname IN ('rate_limit_fixed_window', 'rate_limit_sliding_window', 'rate_limit_token_bucket',
-                'rate_limit_sliding_log', 'rate_limit_all', 'rate_limit_allow', 'rate_limit_peek', 'rate_limit_reset',
-                'rate_limit_sweep', '_rate_limit_late', '_rate_limit_policy', '_rate_limit_ask')
+            AND p.proname IN (
+                'rate_limit_fixed_window', 'rate_limit_sliding_window', 'rate_limit_token_bucket',
+                'rate_limit_sliding_log', 'rate_limit_all',
+                'rate_limit_allow', 'rate_limit_peek', 'rate_limit_reset', 'rate_limit_sweep',
+                '_rate_limit_late', '_rate_limit_policy', '_rate_limit_ask')
     LOOP
         signature := fn.oid::regprocedure::text;
         -- A migration before this one may have done it.

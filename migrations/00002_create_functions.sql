@@ -74,7 +74,7 @@ $$;
 --   requests            the request that a part belongs to. Parts of one request stand together, and requests ascend
 --   names, keys         the limiter and the key of each part. A request may name the same row only once
 --   durables            whether its row is in rate_limit_durable rather than in rate_limit_ephemeral
---   algorithms          1 fixed window, 2 sliding window, 3 token bucket, 4 sliding window log
+--   algorithms          1 fixed window, 2 sliding window, 3 token bucket, 4 sliding log
 --   limits              max_count of a window, capacity of a bucket
 --   spans_us            window_us of a window, every_us of a bucket
 --   refills             refill of a bucket
@@ -1237,8 +1237,7 @@ BEGIN
                     ELSE
                         RAISE EXCEPTION 'rate_limit: % is no algorithm', algorithm
                             USING ERRCODE = 'invalid_parameter_value',
-                                HINT = 'Write 1 for a fixed window, 2 for a sliding window, 3 for a token bucket, '
-                                    '4 for a sliding window log.';
+                                HINT = 'Write 1 fixed window, 2 sliding window, 3 token bucket, 4 sliding log.';
                     END CASE;
                     IF pass = first_pass AND NOT (just_look OR gives) THEN
                         any_moved := any_moved OR (moved AND cost > remaining AND cost <= max_count);
@@ -1495,7 +1494,7 @@ COMMENT ON FUNCTION rate_limit_all IS
     'Decides requests that take from several limits at once, or from none of them. '
     'The arrays have an element for each part: the request that it belongs to, limiter, key, '
     'whether it is in rate_limit_durable, '
-    'algorithm (1 fixed window, 2 sliding window, 3 token bucket, 4 sliding window log), '
+    'algorithm (1 fixed window, 2 sliding window, 3 token bucket, 4 sliding log), '
     'max_count or capacity, window_us or every_us, and refill.
 It returns a row for each part, as the functions of one limit do. '
     'granted is that of the whole request. '
@@ -3832,9 +3831,11 @@ BEGIN
         FROM pg_proc AS p
         WHERE p.pronamespace = (SELECT n.oid FROM pg_namespace AS n WHERE n.nspname = schema)
             AND p.proowner = (SELECT r.oid FROM pg_roles AS r WHERE r.rolname = current_user)
-            AND p.proname IN ('rate_limit_fixed_window', 'rate_limit_sliding_window', 'rate_limit_token_bucket',
-                'rate_limit_sliding_log', 'rate_limit_all', 'rate_limit_allow', 'rate_limit_peek', 'rate_limit_reset',
-                'rate_limit_sweep', '_rate_limit_late', '_rate_limit_policy', '_rate_limit_ask')
+            AND p.proname IN (
+                'rate_limit_fixed_window', 'rate_limit_sliding_window', 'rate_limit_token_bucket',
+                'rate_limit_sliding_log', 'rate_limit_all',
+                'rate_limit_allow', 'rate_limit_peek', 'rate_limit_reset', 'rate_limit_sweep',
+                '_rate_limit_late', '_rate_limit_policy', '_rate_limit_ask')
     LOOP
         signature := fn.oid::regprocedure::text;
         -- A migration before this one may have done it.

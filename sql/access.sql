@@ -40,9 +40,11 @@ BEGIN
         FROM pg_proc AS p
         WHERE p.pronamespace = (SELECT n.oid FROM pg_namespace AS n WHERE n.nspname = schema)
             AND p.proowner = (SELECT r.oid FROM pg_roles AS r WHERE r.rolname = current_user)
-            AND p.proname IN ('rate_limit_fixed_window', 'rate_limit_sliding_window', 'rate_limit_token_bucket',
-                'rate_limit_sliding_log', 'rate_limit_all', 'rate_limit_allow', 'rate_limit_peek', 'rate_limit_reset',
-                'rate_limit_sweep', '_rate_limit_late', '_rate_limit_policy', '_rate_limit_ask')
+            AND p.proname IN (
+                {{define "deciding"}}{{range .}}'{{.Function}}', {{end}}'rate_limit_all'{{end -}}
+                {{fold 16 (include "deciding" .Algorithms)}},
+                'rate_limit_allow', 'rate_limit_peek', 'rate_limit_reset', 'rate_limit_sweep',
+                '_rate_limit_late', '_rate_limit_policy', '_rate_limit_ask')
     LOOP
         signature := fn.oid::regprocedure::text;
         -- A migration before this one may have done it.

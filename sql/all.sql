@@ -1,3 +1,6 @@
+{{/* The algorithms by their codes, for people to read. */}}
+{{define "codes"}}{{range $i, $a := .}}{{if $i}}, {{end}}{{$a.Code}} {{$a.Title}}{{end}}{{end}}
+
 {{/* What the heads of all deciding functions share. */}}
 {{define "arguments"}}
     lock_timeout_ms integer DEFAULT NULL,
@@ -47,7 +50,7 @@ END - clock;
 --   requests            the request that a part belongs to. Parts of one request stand together, and requests ascend
 --   names, keys         the limiter and the key of each part. A request may name the same row only once
 --   durables            whether its row is in rate_limit_durable rather than in rate_limit_ephemeral
---   algorithms          1 fixed window, 2 sliding window, 3 token bucket, 4 sliding window log
+--   algorithms          {{include "codes" .Algorithms}}
 --   limits              max_count of a window, capacity of a bucket
 --   spans_us            window_us of a window, every_us of a bucket
 --   refills             refill of a bucket
@@ -450,8 +453,7 @@ BEGIN
                     ELSE
                         RAISE EXCEPTION 'rate_limit: % is no algorithm', algorithm
                             USING ERRCODE = 'invalid_parameter_value',
-                                HINT = 'Write 1 for a fixed window, 2 for a sliding window, 3 for a token bucket, '
-                                    '4 for a sliding window log.';
+                                HINT = 'Write {{include "codes" .Algorithms}}.';
                     END CASE;
                     IF pass = first_pass AND NOT (just_look OR gives) THEN
                         any_moved := any_moved OR (moved AND cost > remaining AND cost <= max_count);
@@ -579,7 +581,7 @@ COMMENT ON FUNCTION rate_limit_all IS
     'Decides requests that take from several limits at once, or from none of them. '
     'The arrays have an element for each part: the request that it belongs to, limiter, key, '
     'whether it is in rate_limit_durable, '
-    'algorithm (1 fixed window, 2 sliding window, 3 token bucket, 4 sliding window log), '
+    'algorithm ({{include "codes" .Algorithms}}), '
     'max_count or capacity, window_us or every_us, and refill.
 It returns a row for each part, as the functions of one limit do. '
     'granted is that of the whole request. '

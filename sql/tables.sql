@@ -45,7 +45,7 @@ COMMENT ON TABLE rate_limit_{{.Name}} IS
 COMMENT ON COLUMN rate_limit_{{.Name}}.prefix IS 'Name of the limiter. It keeps limiters apart.';
 COMMENT ON COLUMN rate_limit_{{.Name}}.key IS 'Who is limited: 1 to 512 bytes.';
 COMMENT ON COLUMN rate_limit_{{.Name}}.algorithm IS
-    'Which function wrote the row: 1 fixed window, 2 sliding window, 3 token bucket, 4 sliding window log. '
+    'Which function wrote the row: {{include "codes" $.Algorithms}}. '
     'For the other functions the row counts as no row.';
 COMMENT ON COLUMN rate_limit_{{.Name}}.count IS
     'Windows: what has been taken in the window that starts at window_start. '

@@ -33,9 +33,10 @@ const Few = 8
 
 // All returns the table, in the order of the codes.
 //
-// A new algorithm needs a line here and one in algorithms.go, NAME.go with its policy and its model, sql/NAME.sql
-// with the rules, and sql/call/NAME.sql with the statement. Its function's name goes into sql/access.sql,
-// deploy/grants.sql and docs/operating.md. Then run make sql. TestEveryAlgorithmIsComplete tells what is missing.
+// A new algorithm needs a line here and one in algorithms.go, NAME.go with its policy and its model, and NAME_test.go.
+// It needs sql/NAME.sql with the rules, and sql/call/NAME.sql with the statement. Its function's name goes into
+// deploy/grants.sql, docs/operating.md and cmd/pgratelimit/sql/foreign.sql, and an example of its text form into
+// docs/algorithms.md. Then run make sql. TestEveryAlgorithmIsComplete tells what is missing.
 func All() []Algorithm { return slices.Clone(table[:]) }
 
 //nolint:gochecknoglobals // nobody changes it, and With asks it for each request

@@ -122,6 +122,11 @@ func rulesOf(a algorithm.Algorithm) rules {
 	return r
 }
 
+// Title is what people call it.
+func (r rules) Title() string {
+	return strings.ReplaceAll(strings.TrimPrefix(r.Function, "rate_limit_"), "_", " ")
+}
+
 // data is what the templates in sql/ are executed with.
 type data struct {
 	Tables     []table
