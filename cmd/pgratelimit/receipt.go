@@ -6,6 +6,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io/fs"
 	"os"
 	"time"
 
@@ -49,6 +50,9 @@ For what an application took, and for more than a limit, see grant.`,
 		Args: cobra.ExactArgs(1),
 		RunE: action(func(ctx context.Context, args []string) error {
 			content, err := os.ReadFile(args[0])
+			if errors.Is(err, fs.ErrNotExist) {
+				return fmt.Errorf("%w; if this receipt was used before, there is nothing left to give back", err)
+			}
 			if err != nil {
 				return err
 			}

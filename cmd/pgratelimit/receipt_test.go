@@ -48,7 +48,7 @@ func TestRefundByReceipt(t *testing.T) {
 
 				require.Regexp(t, `^allowed: 4 of 5 remaining, as good as new after \S+\n$`, invoke(t, db.URL, refund...).done(t))
 				require.EqualValues(t, 4, remaining())
-				invoke(t, db.URL, refund...).complains(t, exitFailed, "no such file")
+				invoke(t, db.URL, refund...).complains(t, exitFailed, "no such file", "used before")
 				require.EqualValues(t, 4, remaining())
 
 				// What is denied leaves no receipt, and what no longer counts gives nothing back.
