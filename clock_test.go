@@ -43,12 +43,12 @@ func TestApplicationsClockIsReadForDifferencesOnly(t *testing.T) {
 	}
 	require.Equal(t, []string{
 		"allow.go: allow", "allow.go: allowTx", // how long a call took
-		"allow.go: answer", "allow.go: answer", // when there is no database to decide
 		"allow.go: observe", "allowall.go: AllowAll", "allowall.go: AllowAllTx", "allowall.go: observeAll", // how long a call took
 		"batch.go: send", "batch.go: ask", "batch.go: ask", "batch.go: deliver", "batch.go: report", "batch.go: observe", // how long a statement took
 		"breaker.go: clock", "client.go: NewClient", // how long the database has been away
 		"denials.go: newDenials", "denials.go: elapsed", // how old a denial is
-		"fallback.go: newFallback", "fallback.go: now", // when there is no database to decide
+		// when there is no database to decide
+		"failuremode.go: answerOnFailure", "failuremode.go: answerOnFailure", "fallback.go: newFallback", "fallback.go: now",
 		"heldkeys.go: longHeld", "heldkeys.go: find", "heldkeys.go: found", "heldkeys.go: still", // how long a row was held
 		"heldlane.go: giveUp", "heldlane.go: waitForFirst", "heldlane.go: waitForFirst", "heldlane.go: waitForFirst",
 		"inmemory.go: decideInMemory", // the clock of a database in memory

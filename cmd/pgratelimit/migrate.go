@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/pressly/goose/v3"
 	"github.com/spf13/cobra"
 
@@ -49,17 +50,21 @@ func (a *app) migrateUpCommand() *cobra.Command {
 
 // migrateUp applies all migrations. If it made everything as another role than the owner of the schema, although it
 // could have taken that role, it says so.
-func (a *app) migrateUp(ctx context.Context, pool migrations.DB) error {
+func (a *app) migrateUp(ctx context.Context, pool *pgxpool.Pool) error {
 	before, err := migrations.Status(ctx, pool)
 	first := err == nil && !slices.ContainsFunc(before, func(m migrations.Migration) bool { return m.Applied })
 	if err := migrations.Up(ctx, pool); err != nil || !first {
 		return err
 	}
-	rows, err := pool.Query(ctx, ownerSQL)
-	if err != nil {
+	type owners struct{ Me, Schema, Owner string }
+	var found []owners
+	err = a.look(ctx, pool, func(tx pgx.Tx) error {
+		rows, err := tx.Query(ctx, ownerSQL)
+		if err == nil {
+			found, err = pgx.CollectRows(rows, pgx.RowToStructByPos[owners])
+		}
 		return err
-	}
-	found, err := pgx.CollectRows(rows, pgx.RowToStructByPos[struct{ Me, Schema, Owner string }])
+	})
 	for _, f := range found {
 		e := examination{app: a, server: server{ownerSQL: f.Owner}}
 		fmt.Fprintf(a.stderr, "warning: what was made belongs to %s, and its functions run with the rights of %s. "+
@@ -83,10 +88,11 @@ made goes with it. To roll back the first one drops the tables, and so every cou
 		Args: cobra.NoArgs,
 	}
 	cmd.RunE = action(func(ctx context.Context, _ []string) error {
-		down, question := migrations.Down, "Roll back the last migration?"
+		down := func(ctx context.Context, pool *pgxpool.Pool) error { return migrations.Down(ctx, pool) }
+		question := "Roll back the last migration?"
 		if cmd.Flags().Changed("to") {
 			question = fmt.Sprintf("Roll back all migrations above version %d?", to)
-			down = func(ctx context.Context, pool migrations.DB) error { return migrations.DownTo(ctx, pool, to) }
+			down = func(ctx context.Context, pool *pgxpool.Pool) error { return migrations.DownTo(ctx, pool, to) }
 		}
 		if err := a.confirm(ctx, question+" What they have made goes with them, counts too.", yes); err != nil {
 			return err
@@ -105,7 +111,7 @@ func (a *app) migrateStatusCommand() *cobra.Command {
 		Short: "List the migrations, and when each was applied",
 		Args:  cobra.NoArgs,
 		RunE: action(func(ctx context.Context, _ []string) error {
-			return a.migrate(ctx, func(context.Context, migrations.DB) error { return nil })
+			return a.migrate(ctx, func(context.Context, *pgxpool.Pool) error { return nil })
 		}),
 	}
 	a.addJSON(cmd)
@@ -121,7 +127,7 @@ type migrationStatus struct {
 }
 
 // migrate changes the database, and prints what is applied afterwards.
-func (a *app) migrate(ctx context.Context, change func(context.Context, migrations.DB) error) error {
+func (a *app) migrate(ctx context.Context, change func(context.Context, *pgxpool.Pool) error) error {
 	pool, err := a.open(ctx, a.inSchema)
 	if err != nil {
 		return err

@@ -4,4 +4,4 @@ FROM pg_namespace AS n
 JOIN pg_database AS d ON d.datname = current_database()
 JOIN pg_roles AS o
     ON o.oid = CASE pg_get_userbyid(n.nspowner) WHEN 'pg_database_owner' THEN d.datdba ELSE n.nspowner END
-WHERE n.nspname = current_schema() AND o.rolname <> current_user AND pg_has_role(o.oid, 'MEMBER')
+WHERE n.nspname = current_setting('pgratelimit.schema') AND o.rolname <> current_user AND pg_has_role(o.oid, 'MEMBER')
