@@ -72,24 +72,37 @@ func ExampleSlidingLog() {
 // An order and the quota that it uses are kept together, or not at all.
 func ExampleLimiter_AllowTx() {
 	var (
-		ctx     context.Context
-		pool    *pgxpool.Pool
-		limiter *ratelimit.Limiter
+		ctx  context.Context
+		pool *pgxpool.Pool
 	)
-	errQuota := errors.New("no orders left today")
-	err := pgx.BeginFunc(ctx, pool, func(tx pgx.Tx) error {
+	limiter, err := ratelimit.New(pool, ratelimit.Config{
+		Name:    "orders",
+		Policy:  ratelimit.FixedWindow{Limit: 100, Window: 24 * time.Hour}, // from a customer's first order on
+		Durable: true,
+	})
+	if err != nil {
+		log.Fatal(err)
+	}
+	errQuota := errors.New("no orders left")
+	var result ratelimit.Result
+	err = pgx.BeginFunc(ctx, pool, func(tx pgx.Tx) (err error) {
 		if _, err := tx.Exec(ctx, `INSERT INTO orders (customer) VALUES ('acme')`); err != nil {
 			return err
 		}
 		// As late as possible: from here to the commit, others who ask for this key wait.
-		result, err := limiter.AllowTx(ctx, tx, "customer:acme")
+		result, err = limiter.AllowTx(ctx, tx, "customer:acme")
 		if err == nil && !result.Allowed {
 			err = errQuota // rolls the order back
 		}
 		return err
 	})
-	if err != nil {
-		log.Print(err)
+	switch {
+	case errors.Is(err, errQuota):
+		fmt.Println("429: come back in", result.RetryAfter)
+	case errors.Is(err, ratelimit.ErrTimeout):
+		fmt.Println("503: somebody else's transaction holds the key, or the database is slow")
+	case err != nil:
+		fmt.Println("500:", err)
 	}
 }
 
@@ -234,8 +247,9 @@ func ExampleClient() {
 		log.Fatal(err)
 	}
 	perAddress, err := client.Limiter(ratelimit.Config{
-		Name:   "address",
-		Policy: ratelimit.SlidingWindow{Limit: 100, Window: time.Minute},
+		Name:      "address",
+		Policy:    ratelimit.SlidingWindow{Limit: 100, Window: time.Minute},
+		OnFailure: ratelimit.FailOpen(),
 	})
 	if err != nil {
 		log.Fatal(err)

@@ -1,8 +1,13 @@
 package httplimit_test
 
 import (
+	"bytes"
+	"encoding/json"
+	"fmt"
+	"io"
 	"log"
 	"net/http"
+	"net/http/httptest"
 	"net/netip"
 	"os"
 	"strings"
@@ -72,6 +77,25 @@ func ExampleChargeFailures() {
 		w.WriteHeader(http.StatusNoContent)
 	})
 	http.Handle("POST /login", limit(login))
+}
+
+// The name of a log-in that comes as JSON.
+func ExampleByFunc() {
+	name := httplimit.ByFunc(func(r *http.Request) (string, error) {
+		body, err := io.ReadAll(io.LimitReader(r.Body, 10_000))
+		if err != nil {
+			return "", err
+		}
+		r.Body = io.NopCloser(bytes.NewReader(body)) // for the handler
+		var form struct{ Name string }
+		err = json.Unmarshal(body, &form)
+		return strings.ToLower(strings.TrimSpace(form.Name)), err
+	})
+	r := httptest.NewRequest(http.MethodPost, "/login", strings.NewReader(`{"name": "Alice", "password": "secret"}`))
+	key, err := name.Of(r)
+	left, _ := io.ReadAll(r.Body)
+	fmt.Println(key, err, string(left))
+	// Output: alice <nil> {"name": "Alice", "password": "secret"}
 }
 
 func ExampleTransport() {

@@ -163,8 +163,8 @@ func (c Config) validate(limiter ratelimit.Config) error {
 	case c.OnError == nil && limiter.OnFailure == ratelimit.FailureMode{}:
 		return refuse("OnError", "is required for this limiter: "+
 			"nothing says what happens to requests while Postgres is away. "+
-			"Set it, or OnFailure in the limiter's ratelimit.Config: FailOpen, FailClosed, FallbackLocal, "+
-			"or ReturnError, which rejects with status 503")
+			"Set OnFailure in the limiter's ratelimit.Config: FailOpen, FailClosed, FallbackLocal, "+
+			"or ReturnError, which rejects with status 503. Or set OnError here")
 	}
 	return nil
 }

@@ -113,6 +113,9 @@ func (r topResult) print(w io.Writer) {
 	if !r.Complete {
 		fmt.Fprintf(w, ", chosen at random, which is about %.2g %% of them: see --max-rows", 100*r.Share)
 	}
+	if r.Looked == 0 && r.Table == table(false) {
+		fmt.Fprintf(w, "; --durable is for %s", table(true))
+	}
 	fmt.Fprintln(w)
 }
 

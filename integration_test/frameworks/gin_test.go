@@ -7,6 +7,7 @@ import (
 	"testing"
 
 	"github.com/gin-gonic/gin"
+	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit"
 )
@@ -61,7 +62,11 @@ func testGin(t *testing.T) {
 
 // limitGin, which the cookbook shows.
 func testGinByStatus(t *testing.T) {
-	requireCharges(t, served(t, ginWith(limitGin(newLimit(t)))), true, false)
+	ask := served(t, ginWith(limitGin(newLimit(t))))
+	requireCharges(t, ask, true, false)
+	for range 4 {
+		require.Equal(t, http.StatusNoContent, ask("/sent"))
+	}
 }
 
 // limitGinBlindly is the adapter that is found most often. Handlers write past the middleware, so everything is
@@ -135,6 +140,10 @@ func ginWith(limit gin.HandlerFunc) http.Handler {
 		}
 	})
 	r.GET(overruled, func(c *gin.Context) { c.Status(http.StatusNoContent) })
+	r.GET("/sent", func(c *gin.Context) {
+		c.Status(http.StatusNoContent)
+		c.Writer.WriteHeaderNow()
+	})
 	r.GET(hijacked, func(c *gin.Context) { writeRaw(c.Writer.Hijack()) })
 	return r
 }

@@ -74,7 +74,7 @@ func limitGin(limit func(http.Handler) http.Handler) gin.HandlerFunc {
 		limit(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
 			passed = true
 			c.Next()
-			if c.Writer.Size() > 0 {
+			if c.Writer.Size() > 0 || c.Writer.Written() && c.Writer.Status() != http.StatusOK {
 				w.WriteHeader(c.Writer.Status())
 			}
 		})).ServeHTTP(c.Writer, c.Request)

@@ -86,7 +86,11 @@ func RolledBack(tx any, err error) error {
 			return errors.Is(kind, ErrOutcomeUnknown)
 		})
 	}
-	return NewError(fmt.Errorf("the connection is closed, so the transaction is rolled back: %w", Cause(err)), kinds...)
+	why := "the connection is closed, so the transaction is rolled back"
+	if slices.Contains(kinds, ErrTimeout) {
+		why += "; perhaps another one holds the key's row"
+	}
+	return NewError(fmt.Errorf("%s: %w", why, Cause(err)), kinds...)
 }
 
 // Translate tells what an error of the driver means. sent tells whether the request may have reached the database. An
