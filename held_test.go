@@ -217,7 +217,7 @@ func TestLockedTable(t *testing.T) {
 			OnFailure: FailOpen(),
 		}
 		patient := newLimiter(t, pool, config)
-		config.Client.Timeout = 400 * time.Millisecond
+		config.Client.Timeout = 3 * time.Second // a quarter of it, in which a busy machine finds the lock
 		open := newLimiter(t, pool, config)
 		config.OnFailure = ReturnError()
 		strict := newLimiter(t, pool, config)
