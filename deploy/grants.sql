@@ -1,5 +1,5 @@
--- Gives each of the roles of roles.sql its rights. Run it after each 'pgratelimit migrate up', as the owner of the
--- database:
+-- Gives each of the roles of roles.sql its rights. Run it after each 'pgratelimit migrate up', as a member of
+-- rate_limit_owner, which whoever ran roles.sql is:
 --
 --   psql "$DATABASE_URL" -v ON_ERROR_STOP=1 -f deploy/grants.sql
 

@@ -100,7 +100,7 @@ func TestErrorsSayWhatToDo(t *testing.T) {
 		func(config *pgxpool.Config) { config.ConnConfig.RuntimeParams["search_path"] = "nowhere" },
 	)
 	_, err := migrations.Status(t.Context(), nowhere)
-	require.ErrorContains(t, err, "ratelimit/migrations: status: no schema that search_path names exists")
+	require.ErrorContains(t, err, "ratelimit/migrations: status: no schema that search_path names exists, or this role lacks USAGE on it")
 	require.ErrorContains(t, migrations.Up(t.Context(), nowhere), "ratelimit/migrations: up: no schema")
 	require.ErrorContains(t, migrations.Down(t.Context(), nowhere), "ratelimit/migrations: down: no schema")
 	require.ErrorContains(t, migrations.DownTo(t.Context(), nowhere, 0), "ratelimit/migrations: down to 0: no schema")

@@ -197,13 +197,13 @@ func (e *examination) checkHorizon(ctx context.Context) (finding, error) {
 }
 
 func judgeHorizon(age time.Duration, what, mend *string, seesAll bool) finding {
-	unseen := ""
+	none, unseen := "none", ""
 	if !seesAll {
-		unseen = "; those of other roles cannot be seen without pg_read_all_stats"
+		none, unseen = "none of this role's", "; those of other roles cannot be seen without pg_read_all_stats"
 	}
 	switch {
 	case what == nil:
-		return ok("none%s", unseen)
+		return ok("%s%s", none, unseen)
 	case age < longTime:
 		return ok("the longest, of %s, has been open for %v%s", printable(*what), age, unseen)
 	}
@@ -258,7 +258,8 @@ func (s server) judgeRights(found []foundFunction) finding {
 			sweeps = f.executable
 		}
 	}
-	grant := fmt.Sprintf("`GRANT EXECUTE ON FUNCTION %s TO %s`", strings.Join(missing, ", "), s.role)
+	grant := fmt.Sprintf("`GRANT EXECUTE ON FUNCTION %s TO %s`, or with the roles of deploy/roles.sql, "+
+		"run deploy/grants.sql again", strings.Join(missing, ", "), s.role)
 	switch {
 	case len(blocked) > 0:
 		return problem.finding(fmt.Sprintf("`GRANT USAGE ON SCHEMA %s TO %s`, "+
@@ -271,7 +272,7 @@ func (s server) judgeRights(found []foundFunction) finding {
 			"and grant it to the roles that need it", strings.Join(public, ", ")),
 			"every role may execute %s", strings.Join(public, ", "))
 	case len(nobodys) >= len(algorithm.Functions()): // somebody has forgotten them all
-		return warning.finding("grant EXECUTE on them, as deploy/grants.sql does after each migration",
+		return problem.finding("grant EXECUTE on them, as deploy/grants.sql does after each migration",
 			"only their owner, who cannot log in, may execute %s", strings.Join(nobodys, ", "))
 	case len(missing) == 0:
 		return ok("this role may execute the functions, and not everybody may")
@@ -379,10 +380,13 @@ func (e *examination) checkTables(ctx context.Context) ([]finding, error) {
 		}
 		return findings, nil
 	}
-	var sampling finding
-	sampleErr := e.sample(ctx, tables)
-	if err := could(sampleErr, &sampling); err != nil {
-		return nil, err
+	sampling, sampled := ok("not looked at, because this role may not read the tables"), false
+	if e.server.readable {
+		err := e.sample(ctx, tables)
+		if err := could(err, &sampling); err != nil {
+			return nil, err
+		}
+		sampled = err == nil
 	}
 	for _, t := range tables {
 		checks := []struct {
@@ -399,7 +403,7 @@ func (e *examination) checkTables(ctx context.Context) ([]finding, error) {
 		}
 		for _, check := range checks {
 			f := sampling
-			if sampleErr == nil || check.name != "bloat" && check.name != "sweeping" {
+			if sampled || check.name != "bloat" && check.name != "sweeping" {
 				f = check.judge()
 			}
 			f.Check = t.name + ": " + check.name
@@ -445,7 +449,7 @@ func (t tableHealth) judgeKind() finding {
 		return warning.finding(fmt.Sprintf("`ALTER TABLE %s SET %s`", t.sql, strings.ToUpper(kinds[want])),
 			"it is %s, and the migrations made it %s", kinds[t.persistence], kinds[want])
 	case len(t.otherIndexes) > 0:
-		return problem.finding("`DROP INDEX "+strings.Join(t.otherIndexes, ", ")+"`",
+		return problem.finding("`DROP INDEX CONCURRENTLY "+strings.Join(t.otherIndexes, ", ")+"`",
 			"it has an index besides its primary key, so updates that change "+
 				"the index's columns are not HOT, and the table bloats")
 	case t.fillfactor != fillfactor:

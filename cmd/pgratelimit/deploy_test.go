@@ -57,6 +57,8 @@ func TestRoles(t *testing.T) {
 		require.NoError(t, err, name)
 	}
 	follow("roles.sql")
+	require.Contains(t, invoke(t, as("boss", ""), "doctor", "--schema", "rate_limit").stdout,
+		"run `PGOPTIONS='-c role=rate_limit_owner' pgratelimit migrate up --schema 'rate_limit'`")
 	// Whoever forgets the role is told.
 	o := invoke(t, as("boss", ""), "migrate", "up")
 	require.Zero(t, o.code)
@@ -64,7 +66,19 @@ func TestRoles(t *testing.T) {
 		"Schema rate_limit belongs to rate_limit_owner. To have all of it belong to rate_limit_owner, "+
 		"run `pgratelimit migrate down --to 0`, `DROP TABLE rate_limit.rate_limit_goose_version`, then `PGOPTIONS='-c role=rate_limit_owner' pgratelimit migrate up`\n", o.stderr)
 	invoke(t, as("boss", ""), "migrate", "up").done(t)
-	invoke(t, as("boss", ""), "migrate", "down", "--to", "0", "--yes").done(t)
+	// So is whoever did not read it, and keeps the counts.
+	invoke(t, as("boss", ""), "take", "login", "a", "--policy=sliding 100/1m").done(t)
+	o = invoke(t, as("boss", ""), "doctor", "--json")
+	o.code, o.stderr = 0, ""
+	for _, f := range decode[[]finding](t, o) {
+		if f.Check == "schema" {
+			psql("SET search_path = rate_limit; " + strings.Split(f.Do, "`")[1] + "; RESET search_path")
+		}
+	}
+	require.NotContains(t, invoke(t, as("boss", ""), "doctor").stdout, "belongs to")
+	invoke(t, as("boss", "&role=rate_limit_owner"), "migrate", "up").done(t)
+	require.Contains(t, invoke(t, as("boss", "&role=rate_limit_owner"), "peek", "login", "a", "--policy=sliding 100/1m").done(t), "99 of 100")
+	invoke(t, as("boss", "&role=rate_limit_owner"), "migrate", "down", "--to", "0", "--yes").done(t)
 	psql("DROP TABLE rate_limit.rate_limit_goose_version")
 	invoke(t, as("boss", "&role=rate_limit_owner"), "migrate", "up").done(t)
 	// What to do as the owner is told in full.

@@ -115,6 +115,7 @@ func TestDoctorFindsWhatIsWrong(t *testing.T) {
 	t.Parallel()
 
 	const database = `DO $$ BEGIN EXECUTE format('ALTER DATABASE %I OWNER TO pg_monitor', current_database()); END $$; `
+	const granted = `GRANT EXECUTE ON ALL FUNCTIONS IN SCHEMA public TO pg_signal_backend; ` // for pg_monitor cannot log in
 	for name, test := range map[string]struct {
 		sql, check string
 		level      level
@@ -123,7 +124,7 @@ func TestDoctorFindsWhatIsWrong(t *testing.T) {
 		"changed function": {
 			sql:   `DO $$ BEGIN EXECUTE replace(pg_get_functiondef('rate_limit_reset'::regproc), 'RETURN found', 'RETURN true'); END $$`,
 			check: "objects", level: problem, found: "function rate_limit_reset(text, text, boolean, integer, boolean) has another body",
-			do: "`pgratelimit migrate down --to 1`, then `pgratelimit migrate up` (the counts stay); then grant the rights again",
+			do: "`pgratelimit migrate down --to 1`, then `pgratelimit migrate up`; then grant the rights again",
 		},
 		"missing functions": {
 			sql:   `DROP FUNCTION rate_limit_reset, _rate_limit_late`,
@@ -163,7 +164,7 @@ func TestDoctorFindsWhatIsWrong(t *testing.T) {
 		},
 		"dropped table": {
 			sql:   `DROP TABLE rate_limit_durable`,
-			check: "objects", level: problem, found: "table rate_limit_durable is missing", do: "(its counts are lost)",
+			check: "objects", level: problem, found: "table rate_limit_durable is missing", do: "make it anew, which loses its counts",
 		},
 		"the other table dropped": {
 			sql:   `DROP TABLE rate_limit_ephemeral`,
@@ -175,7 +176,7 @@ func TestDoctorFindsWhatIsWrong(t *testing.T) {
 		},
 		"the sweeper's table dropped": {
 			sql:   `DROP TABLE rate_limit_sweeper`,
-			check: "objects", level: problem, found: "table rate_limit_sweeper is missing", do: "(the counts stay)",
+			check: "objects", level: problem, found: "table rate_limit_sweeper is missing", do: "which keeps the counts",
 		},
 		"a column dropped": {
 			sql:   `ALTER TABLE rate_limit_durable DROP COLUMN credit`,
@@ -184,7 +185,7 @@ func TestDoctorFindsWhatIsWrong(t *testing.T) {
 		"both tables changed": {
 			sql: `ALTER TABLE rate_limit_durable DROP CONSTRAINT rate_limit_durable_pkey;
 				ALTER TABLE rate_limit_ephemeral ALTER count DROP NOT NULL`,
-			check: "objects", level: problem, found: "lacks constraint rate_limit_durable_pkey", do: "(all counts are lost)",
+			check: "objects", level: problem, found: "lacks constraint rate_limit_durable_pkey", do: "make all anew, which loses all counts",
 		},
 		"open to everybody": {
 			sql:   `GRANT EXECUTE ON FUNCTION rate_limit_token_bucket TO PUBLIC`,
@@ -219,16 +220,16 @@ func TestDoctorFindsWhatIsWrong(t *testing.T) {
 			check: "objects", level: problem, found: "belongs to pg_monitor, and not to postgres",
 		},
 		"schema of another role": {
-			sql:   `ALTER SCHEMA public OWNER TO pg_monitor`,
-			check: "schema", level: problem, found: "schema public belongs to pg_monitor", do: "`ALTER SCHEMA public OWNER TO postgres`",
+			sql:   granted + `ALTER SCHEMA public OWNER TO pg_monitor`,
+			check: "schema", level: problem, found: "schema public belongs to pg_monitor", do: "`DO $$ DECLARE ours text; BEGIN",
 		},
 		"database of another role": {
-			sql:   `ALTER SCHEMA public OWNER TO pg_database_owner; ` + database,
-			check: "schema", level: problem, found: "schema public belongs to pg_monitor", do: "`ALTER SCHEMA public OWNER TO postgres`",
+			sql:   granted + `ALTER SCHEMA public OWNER TO pg_database_owner; ` + database,
+			check: "schema", level: problem, found: "schema public belongs to pg_monitor", do: "`DO $$ DECLARE ours text; BEGIN",
 		},
 		"further index": {
 			sql:   `CREATE INDEX sweep_me ON rate_limit_ephemeral (expires_at)`,
-			check: "rate_limit_ephemeral: kind", level: problem, found: "an index besides its primary key", do: "`DROP INDEX public.sweep_me`",
+			check: "rate_limit_ephemeral: kind", level: problem, found: "an index besides its primary key", do: "`DROP INDEX CONCURRENTLY public.sweep_me`",
 		},
 		"logged": {
 			sql:   `ALTER TABLE rate_limit_ephemeral SET LOGGED`,
@@ -271,7 +272,7 @@ func TestDoctorFindsWhatIsWrong(t *testing.T) {
 				}
 			}
 			require.Len(t, cured, len(healthy))
-			if strings.Contains(found.Do, "(the counts stay)") {
+			if strings.Contains(found.Do, "which keeps the counts") {
 				require.True(t, pgtest.Scalar[bool](t, db.Pool, "SELECT count(*) = 1 FROM rate_limit_durable"))
 			}
 			// And it works.

@@ -78,8 +78,8 @@ func (a *app) message(err error) string {
 	}
 	switch pgErr.Code {
 	case "42P01", "42883", "42704", "42703", "3F000":
-		text += "; migrate the database with 'pgratelimit migrate up', or say with --schema where the tables are; " +
-			"they cannot be seen without USAGE on their schema; 'pgratelimit doctor' finds out which it is"
+		text += "; 'pgratelimit doctor' finds out why: the database is not migrated ('pgratelimit migrate up'), " +
+			"or the tables are elsewhere (--schema), or this role lacks USAGE on their schema, or something is missing"
 	case "42501":
 		text += "; deploy/roles.sql and deploy/grants.sql show who needs which rights"
 	case "57014":

@@ -89,12 +89,16 @@ made goes with it. To roll back the first one drops the tables, and so every cou
 	}
 	cmd.RunE = action(func(ctx context.Context, _ []string) error {
 		down := func(ctx context.Context, pool *pgxpool.Pool) error { return migrations.Down(ctx, pool) }
-		question := "Roll back the last migration?"
+		question := "Roll back the last migration? What it has made goes with it."
 		if cmd.Flags().Changed("to") {
-			question = fmt.Sprintf("Roll back all migrations above version %d?", to)
+			question = fmt.Sprintf("Roll back all migrations above version %d? "+
+				"What they have made goes with them, and calls fail without it. The counts stay.", to)
+			if to < 1 {
+				question = "Roll back all migrations? The tables go too, and with them all counts."
+			}
 			down = func(ctx context.Context, pool *pgxpool.Pool) error { return migrations.DownTo(ctx, pool, to) }
 		}
-		if err := a.confirm(ctx, question+" What they have made goes with them, counts too.", yes); err != nil {
+		if err := a.confirm(ctx, question, yes); err != nil {
 			return err
 		}
 		return a.migrate(ctx, down)

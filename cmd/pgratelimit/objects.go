@@ -76,7 +76,8 @@ func (e *examination) checkMigrations(ctx context.Context) (finding, error) {
 	case e.server.tables == 0 && e.applied == 0:
 		return e.elsewhere("the tables are not there"), nil
 	case e.server.tables == 0:
-		return problem.finding(e.command("migrate down --to 0")+", then "+e.command("migrate up"),
+		return problem.finding(e.command("migrate down --to 0")+", then "+e.command("migrate up")+
+			"; then grant the rights again, as in deploy/grants.sql",
 			"somebody has dropped the tables: migrations up to %d are applied, and no table is there", e.applied), nil
 	case e.applied == 0:
 		e.applied = e.found.Nearest(e.server.owner)
@@ -167,16 +168,19 @@ func (e *examination) judgeObjects(made catalog.Catalog) finding {
 	for _, durable := range []bool{false, true} {
 		if name := e.server.name(table(durable)); len(damaged) == 1 && damaged[table(durable)] {
 			kind := map[bool]string{false: "UNLOGGED TABLE", true: "TABLE"}[durable]
-			mend = append(mend, fmt.Sprintf("`DROP TABLE IF EXISTS %s`, `CREATE %s %s (LIKE %s INCLUDING ALL) "+
-				"WITH (fillfactor = 50)`, `ALTER TABLE %s OWNER TO %s` (its counts are lost)",
+			mend = append(mend, fmt.Sprintf("make it anew, which loses its counts: "+
+				"`DROP TABLE IF EXISTS %s`, `CREATE %s %s (LIKE %s INCLUDING ALL) WITH (fillfactor = 50)`, "+
+				"`ALTER TABLE %s OWNER TO %s`",
 				name, kind, name, e.server.name(table(!durable)), name, e.server.ownerSQL))
 		}
 	}
 	switch {
 	case len(damaged) == 2:
-		mend = append(mend, e.command("migrate down --to 0")+", then "+e.command("migrate up")+" (all counts are lost)")
+		mend = append(mend, "make all anew, which loses all counts: "+
+			e.command("migrate down --to 0")+", then "+e.command("migrate up"))
 	case remake:
-		mend = append(mend, e.command("migrate down --to 1")+", then "+e.command("migrate up")+" (the counts stay)")
+		mend = append(mend, "make the functions anew, which keeps the counts, while calls fail: "+
+			e.command("migrate down --to 1")+", then "+e.command("migrate up"))
 	}
 	return problem.finding(strings.Join(mend, "; then ")+"; then grant the rights again, as in deploy/grants.sql",
 		"not what the migrations made: %s", strings.Join(wrong, "; "))

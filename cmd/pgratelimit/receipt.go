@@ -134,7 +134,7 @@ func (a *app) takeWithReceipt(
 ) (ratelimit.Result, error) {
 	file, err := createReceipt(path) // before anything is taken that could not be given back
 	if err != nil {
-		return ratelimit.Result{}, err
+		return ratelimit.Result{}, fmt.Errorf("%w; nothing was taken", err)
 	}
 	r := receipt{Limiter: config.Name, Key: key, Policy: config.Policy.String(), Durable: config.Durable, Cost: cost}
 	policies, err := algorithm.Parse(r.Policy)

@@ -5,7 +5,7 @@ FROM (
     SELECT extract(epoch FROM clock_timestamp() - xact_start)::bigint AS seconds,
         format('session %s (%s, %s)',
             pid, coalesce(nullif(application_name, ''), 'no application_name'), state) AS what,
-        format('end it: `SELECT pg_terminate_backend(%s)`', pid) AS mend
+        format('as its role or a superuser, end it: `SELECT pg_terminate_backend(%s)`', pid) AS mend
     FROM pg_stat_activity
     WHERE pid <> pg_backend_pid() AND xact_start IS NOT NULL AND backend_type = 'client backend'
         AND (datname = current_database() OR datname IS NULL)

@@ -28,6 +28,15 @@ SELECT
     (SELECT coalesce(bool_and(o.readable), false) FROM ours AS o),
     -- rate_limit_ephemeral comes first, because whoever may create can add no second table of that name.
     coalesce((SELECT pg_get_userbyid(o.relowner)::text FROM ours AS o ORDER BY o.relname DESC LIMIT 1), ''),
-    coalesce((SELECT quote_ident(pg_get_userbyid(o.relowner)) FROM ours AS o ORDER BY o.relname DESC LIMIT 1), ''),
+    -- Without tables it is who should make them: the owner of the schema, if this role may act as the owner.
+    coalesce(
+        (SELECT quote_ident(pg_get_userbyid(o.relowner)) FROM ours AS o ORDER BY o.relname DESC LIMIT 1),
+        (SELECT quote_ident(r.rolname)
+            FROM pg_namespace AS n
+            JOIN pg_database AS d ON d.datname = current_database()
+            JOIN pg_roles AS r ON r.oid =
+                CASE pg_get_userbyid(n.nspowner) WHEN 'pg_database_owner' THEN d.datdba ELSE n.nspowner END
+            WHERE n.nspname = current_setting('pgratelimit.schema') AND pg_has_role(r.oid, 'MEMBER')),
+        ''),
     ARRAY(SELECT DISTINCT quote_ident(f.nspname) FROM found AS f WHERE f.usable ORDER BY 1),
     ARRAY(SELECT DISTINCT quote_ident(f.nspname) FROM found AS f WHERE NOT f.usable ORDER BY 1)

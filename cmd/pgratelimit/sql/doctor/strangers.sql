@@ -27,7 +27,18 @@ UNION ALL
 SELECT
     format('schema %s belongs to %I, who may put tables of their own in the place of those of %s',
         s.name, r.rolname, o.name),
-    format('`ALTER SCHEMA %s OWNER TO %s`', s.name, o.name)
+    -- Whoever has forgotten to migrate as the owner of the schema gives it all to the owner.
+    CASE WHEN pg_has_role(o.oid, r.oid, 'MEMBER') THEN format('`DO $$ DECLARE ours text; BEGIN FOR ours IN '
+        'SELECT format(''TABLE %%s'', c.oid::regclass) FROM pg_class AS c WHERE c.relnamespace = %1$L::regnamespace '
+            'AND c.relowner = %2$L::regrole AND c.relkind = ''r'' AND starts_with(c.relname, ''rate_limit_'') '
+        'UNION ALL SELECT format(''TYPE %%s'', c.reltype::regtype) FROM pg_class AS c '
+            'WHERE c.relnamespace = %1$L::regnamespace AND c.relowner = %2$L::regrole AND c.relkind = ''c'' '
+            'AND starts_with(c.relname, ''rate_limit_'') '
+        'UNION ALL SELECT format(''FUNCTION %%s'', p.oid::regprocedure) FROM pg_proc AS p '
+            'WHERE p.pronamespace = %1$L::regnamespace AND p.proowner = %2$L::regrole '
+            'AND starts_with(ltrim(p.proname, ''_''), ''rate_limit_'') '
+        'LOOP EXECUTE format(''ALTER %%s OWNER TO %%s'', ours, %3$L); END LOOP; END $$`', s.name, o.name, quote_ident(r.rolname))
+    ELSE format('`ALTER SCHEMA %s OWNER TO %s`', s.name, o.name) END
 FROM schema AS s
 CROSS JOIN owner AS o
 JOIN pg_roles AS r ON r.oid = s.owner
