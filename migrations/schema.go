@@ -157,7 +157,7 @@ func look(ctx context.Context, tx pgx.Tx) (in schema, err error) {
 	err = tx.QueryRow(ctx, schemaSQL).Scan(&in.name, &in.table, &in.readable, &in.foreignTable,
 		&in.version, &in.owned, &in.foreignFunction, &in.create, &in.owner, &in.me)
 	if errors.Is(err, pgx.ErrNoRows) {
-		return in, errors.New("no schema that search_path names exists, or this role lacks USAGE on it: "+
+		return in, errors.New("no schema that search_path names exists, or this role lacks USAGE on it: " +
 			"create it, or set another search_path")
 	}
 	return in, err

@@ -37,7 +37,8 @@ SELECT
         'UNION ALL SELECT format(''FUNCTION %%s'', p.oid::regprocedure) FROM pg_proc AS p '
             'WHERE p.pronamespace = %1$L::regnamespace AND p.proowner = %2$L::regrole '
             'AND starts_with(ltrim(p.proname, ''_''), ''rate_limit_'') '
-        'LOOP EXECUTE format(''ALTER %%s OWNER TO %%s'', ours, %3$L); END LOOP; END $$`', s.name, o.name, quote_ident(r.rolname))
+        'LOOP EXECUTE format(''ALTER %%s OWNER TO %%s'', ours, %3$L); END LOOP; END $$`',
+        s.name, o.name, quote_ident(r.rolname))
     ELSE format('`ALTER SCHEMA %s OWNER TO %s`', s.name, o.name) END
 FROM schema AS s
 CROSS JOIN owner AS o
