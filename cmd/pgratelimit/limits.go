@@ -10,11 +10,14 @@ import (
 	"math"
 	"slices"
 	"strconv"
+	"strings"
 	"time"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/spf13/cobra"
+
+	"github.com/pgratelimit/ratelimit/internal/algorithm"
 )
 
 const (
@@ -29,6 +32,7 @@ const (
 type limiterRows struct {
 	Limiter      string     `json:"limiter"`
 	Table        string     `json:"table"`
+	Algorithms   []string   `json:"algorithms"` // which wrote the rows, as a policy's text begins
 	Rows         int64      `json:"rows"`
 	Live         int64      `json:"live"`  // not expired
 	Bytes        int64      `json:"bytes"` // of the rows, without free space and index
@@ -57,8 +61,8 @@ func (a *app) limitsCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "limits",
 		Short: "List the limiters, with how much each has in the tables",
-		Long: `Lists for each limiter how many rows it has, how many of them have not expired, the space that they
-take, and when the first of them expired or will expire. Of a table beyond 100 MB it reads a random
+		Long: `Lists for each limiter which algorithm wrote its rows, how many there are, how many of them have not
+expired, the space that they take, and when the first of them expired or will expire. Of a table beyond 100 MB it reads a random
 sample of that size, and marks estimates with ~, unless --exact is given. How many keys are denied
 now depends on the policy, which the rows do not hold: give it with --policy.`,
 		Example: `  pgratelimit limits
@@ -131,9 +135,14 @@ func (a *app) countLimiters(
 			return err
 		}
 		limiters, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (l limiterRows, err error) {
-			var expires int64
-			err = row.Scan(&l.Table, &l.Limiter, &l.Rows, &l.Live, &l.Bytes, &expires)
+			var expires, algorithms int64
+			err = row.Scan(&l.Table, &l.Limiter, &algorithms, &l.Rows, &l.Live, &l.Bytes, &expires)
 			l.OldestExpiry = time.UnixMicro(expires).UTC()
+			for _, a := range algorithm.All() {
+				if algorithms>>a.Code&1 == 1 {
+					l.Algorithms = append(l.Algorithms, a.Word)
+				}
+			}
 			if share := percent[l.Table] / 100; share < 1 {
 				l.Estimated = true
 				for _, n := range []*int64{&l.Rows, &l.Live, &l.Bytes} {
@@ -178,7 +187,7 @@ func (a *app) countDenied(
 }
 
 func printLimiters(w io.Writer, sizes []tableSize, limiters []limiterRows) {
-	fmt.Fprintf(w, "LIMITER\tTABLE\tROWS\tLIVE\tDENIED NOW\tBYTES\tOLDEST EXPIRY\n")
+	fmt.Fprintf(w, "LIMITER\tTABLE\tALGORITHM\tROWS\tLIVE\tDENIED NOW\tBYTES\tOLDEST EXPIRY\n")
 	estimated, sampled, unknown := false, false, false
 	for _, l := range limiters {
 		about := ""
@@ -194,8 +203,8 @@ func printLimiters(w io.Writer, sizes []tableSize, limiters []limiterRows) {
 		default:
 			denied, sampled = fmt.Sprintf("~%d", l.DeniedNow.Keys), true
 		}
-		fmt.Fprintf(w, "%s\t%s\t%s%d\t%s%d\t%s\t%s%s\t%s%s\n",
-			printable(l.Limiter), l.Table, about, l.Rows, about, l.Live, denied,
+		fmt.Fprintf(w, "%s\t%s\t%s\t%s%d\t%s%d\t%s\t%s%s\t%s%s\n",
+			printable(l.Limiter), l.Table, strings.Join(l.Algorithms, ", "), about, l.Rows, about, l.Live, denied,
 			about, size(l.Bytes), about, instant(l.OldestExpiry))
 	}
 	if len(limiters) == 0 {

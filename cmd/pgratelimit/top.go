@@ -47,9 +47,11 @@ func (a *app) topCommand() *cobra.Command {
 		Short: "List the keys of a limiter that are closest to their limit, or over it",
 		Long: `Lists the keys of a limiter that have least left, with how long it takes until a cost of 1 fits, and
 until they are as good as new. All times count from one moment. The policy has to be given, because
-the rows do not hold it. The keys are looked at in batches, which only read, and wait for nobody. If a
-limiter has more than --max-rows keys, about that many are looked at, chosen at random, and the output
-says which share of them that is. Keys that have taken nothing are not listed.`,
+the rows do not hold it. Keys that another algorithm has written count as new: 'pgratelimit limits'
+lists the algorithms. The keys are looked at in batches, which only read, and wait for nobody. If a
+limiter has more than --max-rows keys, about that many are looked at, and the output says which share
+of them that is. They are those of pages chosen at random, so keys that were made together are looked
+at together, or not at all. Keys that have taken nothing are not listed.`,
 		Example: `  pgratelimit top login --policy "sliding 10/1m"
   pgratelimit top api --policy "fixed 100000/30d" --durable -n 50 --json`,
 		Args: cobra.ExactArgs(1),

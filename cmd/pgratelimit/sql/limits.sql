@@ -2,12 +2,12 @@
 --   $1  percent of the blocks of rate_limit_ephemeral to read, chosen at random; 100 is all
 --   $2  of rate_limit_durable
 WITH clock AS (SELECT (extract(epoch FROM clock_timestamp()) * 1000000)::bigint AS now)
-SELECT 'rate_limit_ephemeral', prefix, count(*), count(*) FILTER (WHERE expires_at > (SELECT now FROM clock)),
-    sum(pg_column_size(r.*)), min(expires_at)
+SELECT 'rate_limit_ephemeral', prefix, bit_or(1 << algorithm), count(*),
+    count(*) FILTER (WHERE expires_at > (SELECT now FROM clock)), sum(pg_column_size(r.*)), min(expires_at)
 FROM rate_limit_ephemeral AS r TABLESAMPLE SYSTEM ($1::real)
 GROUP BY prefix
 UNION ALL
-SELECT 'rate_limit_durable', prefix, count(*), count(*) FILTER (WHERE expires_at > (SELECT now FROM clock)),
-    sum(pg_column_size(r.*)), min(expires_at)
+SELECT 'rate_limit_durable', prefix, bit_or(1 << algorithm), count(*),
+    count(*) FILTER (WHERE expires_at > (SELECT now FROM clock)), sum(pg_column_size(r.*)), min(expires_at)
 FROM rate_limit_durable AS r TABLESAMPLE SYSTEM ($2::real)
 GROUP BY prefix
