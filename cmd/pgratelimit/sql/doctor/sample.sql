@@ -1,27 +1,21 @@
 -- What is in a random sample of the blocks of both tables: the table, its rows, the live ones, the bytes of all rows
 -- with their line pointers, and the bytes that they have in the TOAST table. Postgres stores the log of a row of more
--- than 2,032 bytes there.
+-- than 2,032 bytes there. A table without rows is left out.
 --   $1  percent of the blocks of rate_limit_ephemeral to read; 100 is all
 --   $2  of rate_limit_durable
 WITH clock AS (SELECT (extract(epoch FROM clock_timestamp()) * 1000000)::bigint AS now)
-SELECT 'rate_limit_ephemeral', count(*), count(*) FILTER (WHERE r.expires_at > (SELECT now FROM clock)),
-    coalesce(sum((
-        CASE WHEN r.bytes + r.log > 2032 THEN r.bytes + 18 ELSE r.bytes + r.log END + 7) / 8 * 8 + 4
-    ), 0),
+SELECT r.name, count(*), count(*) FILTER (WHERE r.expires_at > (SELECT now FROM clock)),
+    sum((CASE WHEN r.bytes + r.log > 2032 THEN r.bytes + 18 ELSE r.bytes + r.log END + 7) / 8 * 8 + 4),
     coalesce(sum(r.log) FILTER (WHERE r.bytes + r.log > 2032), 0)
 FROM (
-    SELECT expires_at, coalesce(pg_column_size(log), 0) AS log, pg_column_size(ROW(prefix, key, algorithm, count,
-        prev_count, window_start, credit, scale, expires_at, since, capacity, refill, returned)) AS bytes
+    SELECT 'rate_limit_ephemeral' AS name, expires_at, coalesce(pg_column_size(log), 0) AS log,
+        pg_column_size(ROW(prefix, key, algorithm, count, prev_count, window_start, credit, scale, expires_at,
+            since, capacity, refill, returned)) AS bytes
     FROM rate_limit_ephemeral TABLESAMPLE SYSTEM ($1::real)
-) AS r
-UNION ALL
-SELECT 'rate_limit_durable', count(*), count(*) FILTER (WHERE r.expires_at > (SELECT now FROM clock)),
-    coalesce(sum((
-        CASE WHEN r.bytes + r.log > 2032 THEN r.bytes + 18 ELSE r.bytes + r.log END + 7) / 8 * 8 + 4
-    ), 0),
-    coalesce(sum(r.log) FILTER (WHERE r.bytes + r.log > 2032), 0)
-FROM (
-    SELECT expires_at, coalesce(pg_column_size(log), 0) AS log, pg_column_size(ROW(prefix, key, algorithm, count,
-        prev_count, window_start, credit, scale, expires_at, since, capacity, refill, returned)) AS bytes
+    UNION ALL
+    SELECT 'rate_limit_durable', expires_at, coalesce(pg_column_size(log), 0),
+        pg_column_size(ROW(prefix, key, algorithm, count, prev_count, window_start, credit, scale, expires_at,
+            since, capacity, refill, returned))
     FROM rate_limit_durable TABLESAMPLE SYSTEM ($2::real)
 ) AS r
+GROUP BY r.name
