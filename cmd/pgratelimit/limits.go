@@ -62,9 +62,10 @@ func (a *app) limitsCommand() *cobra.Command {
 		Use:   "limits",
 		Short: "List the limiters, with how much each has in the tables",
 		Long: `Lists for each limiter which algorithm wrote its rows, how many there are, how many of them have not
-expired, the space that they take, and when the first of them expired or will expire. Of a table beyond 100 MB it reads a random
-sample of that size, and marks estimates with ~, unless --exact is given. How many keys are denied
-now depends on the policy, which the rows do not hold: give it with --policy.`,
+expired, the space that they take, and when the first of them expired or will expire. Of a table
+beyond 100 MB it reads a random sample of that size, and marks estimates with ~, unless --exact is
+given. How many keys are denied now depends on the policy, which the rows do not hold: give it with
+--policy.`,
 		Example: `  pgratelimit limits
   pgratelimit limits --policy "login=sliding 10/1m" --policy "api=bucket 20 5/10s"
   pgratelimit limits --exact --timeout 5m --json`,
