@@ -34,9 +34,13 @@ const Few = 8
 // All returns the table, in the order of the codes.
 //
 // A new algorithm needs a line here and one in algorithms.go, NAME.go with its policy and its model, and NAME_test.go.
-// It needs sql/NAME.sql with the rules, and sql/call/NAME.sql with the statement. Its function's name goes into
-// deploy/grants.sql, docs/operating.md and cmd/pgratelimit/sql/foreign.sql, and an example of its text form into
-// docs/algorithms.md. Then run make sql. TestEveryAlgorithmIsComplete tells what is missing.
+// It needs sql/NAME.sql with the rules, and sql/call/NAME.sql with the statement. Its function goes into
+// deploy/grants.sql, docs/operating.md and, with the types of its arguments, cmd/pgratelimit/sql/foreign.sql. An
+// example of its text form goes into docs/algorithms.md. Then run make sql. TestEveryAlgorithmIsComplete tells which
+// of these is missing. Once a release has the functions, internal/gensql needs a further migration for it.
+//
+// If something flows in, as into a TokenBucket, or if there is a log, as of a SlidingLog, look for these names and
+// codes in fallback.go, model.go, credit.go, sql/limit.sql and sql/all.sql, too.
 func All() []Algorithm { return slices.Clone(table[:]) }
 
 //nolint:gochecknoglobals // nobody changes it, and With asks it for each request
