@@ -143,8 +143,8 @@ func TestShellAndSQLOfTheDocuments(t *testing.T) {
 	shell(t, repository, databaseURL, strings.Replace(tests, "make ", "make --dry-run ", 1)) // or it would run itself
 	get := block(t, "go get")
 	t.Run("an application of one's own", func(t *testing.T) {
-		build := func(dir, script string) { // without the network
-			shell(t, dir, databaseURL, script, "GOFLAGS=", "GOPROXY=off", "GOSUMDB=off")
+		build := func(dir, script string, environment ...string) {
+			shell(t, dir, databaseURL, script, append(environment, "GOFLAGS=", "GOSUMDB=off")...)
 		}
 		buildApplication(t, build, get)
 	})
@@ -154,7 +154,7 @@ func TestShellAndSQLOfTheDocuments(t *testing.T) {
 
 // buildApplication builds README.md's program in a module of its own, as README.md says. The library is not taken from
 // the network but from here.
-func buildApplication(t *testing.T, shell func(dir, script string), get string) {
+func buildApplication(t *testing.T, shell func(dir, script string, environment ...string), get string) {
 	t.Helper()
 	text, err := os.ReadFile(filepath.Join(repository, "README.md"))
 	require.NoError(t, err)
@@ -162,11 +162,14 @@ func buildApplication(t *testing.T, shell func(dir, script string), get string) 
 	require.NotNil(t, program)
 	library, err := filepath.Abs(repository)
 	require.NoError(t, err)
+	replace := "go mod edit -replace 'github.com/pgratelimit/ratelimit=" + library + "'\n"
+	// This loads the go.mod files that go get reads and that nobody needed to build this repository.
+	shell(t.TempDir(), "go mod init example.com/graph\n"+replace+"go get github.com/pgratelimit/ratelimit@v0.0.0")
 	dir := t.TempDir()
 	require.NoError(t, os.WriteFile(filepath.Join(dir, "main.go"), program[1], 0o600))
-	shell(dir, "go mod init example.com/mine\ngo mod edit -replace 'github.com/pgratelimit/ratelimit="+library+"'")
-	shell(dir, get)
-	shell(dir, "go build -o mine .")
+	shell(dir, "go mod init example.com/mine\n"+replace)
+	shell(dir, get, "GOPROXY=off") // or it would look for a published version
+	shell(dir, "go build -o mine .", "GOPROXY=off")
 }
 
 // sweepByPgCron has pg_cron, which wakes up once a minute, sweep as it was told.
