@@ -449,7 +449,8 @@ func (t tableHealth) judgeKind() finding {
 		return warning.finding(fmt.Sprintf("`ALTER TABLE %s SET %s`", t.sql, strings.ToUpper(kinds[want])),
 			"it is %s, and the migrations made it %s", kinds[t.persistence], kinds[want])
 	case len(t.otherIndexes) > 0:
-		return problem.finding("`DROP INDEX CONCURRENTLY "+strings.Join(t.otherIndexes, ", ")+"`",
+		drop := "`DROP INDEX CONCURRENTLY " // which takes one index
+		return problem.finding(drop+strings.Join(t.otherIndexes, "`, "+drop)+"`",
 			"it has an index besides its primary key, so updates that change "+
 				"the index's columns are not HOT, and the table bloats")
 	case t.fillfactor != fillfactor:

@@ -227,8 +227,9 @@ func TestDoctorFindsWhatIsWrong(t *testing.T) {
 			sql:   granted + `ALTER SCHEMA public OWNER TO pg_database_owner; ` + database,
 			check: "schema", level: problem, found: "schema public belongs to pg_monitor", do: "`DO $$ DECLARE ours text; BEGIN",
 		},
-		"further index": {
-			sql:   `CREATE INDEX sweep_me ON rate_limit_ephemeral (expires_at)`,
+		"further indexes": {
+			sql: `CREATE INDEX sweep_me ON rate_limit_ephemeral (expires_at);
+				CREATE INDEX sweep_me_too ON rate_limit_ephemeral (count)`,
 			check: "rate_limit_ephemeral: kind", level: problem, found: "an index besides its primary key", do: "`DROP INDEX CONCURRENTLY public.sweep_me`",
 		},
 		"logged": {

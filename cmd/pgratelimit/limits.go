@@ -138,7 +138,7 @@ func (a *app) countLimiters(
 		limiters, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (l limiterRows, err error) {
 			var expires, algorithms int64
 			err = row.Scan(&l.Table, &l.Limiter, &algorithms, &l.Rows, &l.Live, &l.Bytes, &expires)
-			l.OldestExpiry = time.UnixMicro(expires).UTC()
+			l.OldestExpiry, l.Algorithms = time.UnixMicro(expires).UTC(), []string{}
 			for _, a := range algorithm.All() {
 				if algorithms>>a.Code&1 == 1 {
 					l.Algorithms = append(l.Algorithms, a.Word)
