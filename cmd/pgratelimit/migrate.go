@@ -67,9 +67,10 @@ func (a *app) migrateUp(ctx context.Context, pool *pgxpool.Pool) error {
 	})
 	for _, f := range found {
 		e := examination{app: a, server: server{ownerSQL: f.Owner}}
-		fmt.Fprintln(a.stderr, printable(fmt.Sprintf("warning: what was made belongs to %s, and its functions run with the rights of %s. "+
-			"Schema %s belongs to %s. To have all of it belong to %s, run %s, "+
-			"`DROP TABLE %s.rate_limit_goose_version`, then %s", f.Me, f.Me, f.Schema, f.Owner, f.Owner,
+		fmt.Fprintln(a.stderr, printable(fmt.Sprintf(
+			"warning: what was made belongs to %s, and its functions run with the rights of %s. "+
+				"Schema %s belongs to %s. To have all of it belong to %s, run %s, "+
+				"`DROP TABLE %s.rate_limit_goose_version`, then %s", f.Me, f.Me, f.Schema, f.Owner, f.Owner,
 			e.command("migrate down --to 0"), f.Schema, e.asOwner(e.command("migrate up")))))
 	}
 	return err
