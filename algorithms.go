@@ -15,6 +15,8 @@ var (
 	tokenBucketStatement string
 	//go:embed sql/call/slidinglog.sql
 	slidingLogStatement string
+	//go:embed sql/call/calendar.sql
+	calendarStatement string
 	//go:embed sql/call/all.sql
 	allStatement string
 	//go:embed sql/call/reset.sql
@@ -36,7 +38,8 @@ func implementationOf(code int16) implementation {
 		algorithm.TokenBucket: {
 			tokenBucketStatement, func(n nums) model { return TokenBucket{n.Limit, n.Refill, n.Span} },
 		},
-		algorithm.SlidingLog: {slidingLogStatement, func(n nums) model { return SlidingLog{n.Limit, n.Span} }},
+		algorithm.SlidingLog:     {slidingLogStatement, func(n nums) model { return SlidingLog{n.Limit, n.Span} }},
+		algorithm.CalendarWindow: {calendarStatement, calendarWindow},
 	}[code]
 }
 
@@ -48,8 +51,11 @@ func policyOf(n algorithm.Numbers) model { return implementationOf(n.Algorithm).
 
 // argumentsOf are a policy's numbers, as the function of its algorithm takes them.
 func argumentsOf(n algorithm.Numbers) []any {
-	if n.Refills() {
+	switch {
+	case n.Refills():
 		return []any{n.Limit, n.Refill, micros(n.Span)}
+	case n.Zoned():
+		return []any{n.Limit, micros(n.Span), n.Zone}
 	}
 	return []any{n.Limit, micros(n.Span)}
 }

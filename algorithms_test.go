@@ -2,7 +2,6 @@ package ratelimit
 
 import (
 	"os"
-	"strings"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -61,12 +60,12 @@ func TestEveryAlgorithmIsComplete(t *testing.T) {
 		}
 
 		// Its function.
-		require.Contains(
-			t,
-			string(functions),
-			"\nCREATE FUNCTION "+a.Function+"(\n    name text,\n    keys text[],\n    "+
-				strings.Join(a.Arguments, " bigint,\n    ")+" bigint,\n    costs ",
-		)
+		arguments := ""
+		for _, argument := range a.Arguments {
+			arguments += argument + " " + algorithm.TypeOf(argument) + ",\n    "
+		}
+		require.Contains(t, string(functions),
+			"\nCREATE FUNCTION "+a.Function+"(\n    name text,\n    keys text[],\n    "+arguments+"costs ")
 		for _, file := range []string{"deploy/grants.sql", "docs/operating.md", "cmd/pgratelimit/sql/foreign.sql"} {
 			require.Contains(t, read(file), a.Function, file)
 		}

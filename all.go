@@ -69,8 +69,9 @@ func (p all) models() []model {
 func validatePolicy(policy Policy) error {
 	if policy == nil || reflect.TypeOf(policy).Kind() == reflect.Pointer {
 		return &ConfigError{
-			Field:  "Config.Policy",
-			Reason: "is required: a FixedWindow, SlidingWindow, TokenBucket or SlidingLog (not a pointer to one)",
+			Field: "Config.Policy",
+			Reason: "is required: a FixedWindow, SlidingWindow, TokenBucket, SlidingLog or CalendarWindow " +
+				"(not a pointer to one)",
 		}
 	}
 	switch p := policy.(type) {

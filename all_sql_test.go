@@ -271,6 +271,16 @@ func randomRequest(
 	return request
 }
 
+// allZones are the time zones of parts.
+func allZones(requests []modelRequest) (zones []string) {
+	for _, request := range requests {
+		for _, p := range request.parts {
+			zones = append(zones, p.policy.numbers().Zone)
+		}
+	}
+	return zones
+}
+
 // allArrays are the arguments of rate_limit_all from $1 to $10.
 func allArrays(requests []modelRequest) []any {
 	var owners []int32
@@ -343,7 +353,7 @@ func compareOne(t *testing.T, pool *pgxpool.Pool, title string, p modelPart, clo
 func compareAll(t *testing.T, pool *pgxpool.Pool, title string, requests []modelRequest, clock int64, skip bool) {
 	t.Helper()
 	got := map[int64]decision{}
-	args := append(append(allArrays(requests), nil, nil, time.UnixMicro(clock)), append(allRefunds(requests), skip)...)
+	args := append(append(allArrays(requests), nil, nil, time.UnixMicro(clock)), append(allRefunds(requests), skip, allZones(requests))...)
 	err := queryDecisions(t.Context(), pool, allStatement, args, func(ord int64, d decision) { got[ord] = d })
 	require.NoError(t, err, "%s\n%v", title, requests)
 	ord := int64(0)

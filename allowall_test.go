@@ -218,7 +218,7 @@ func TestAllFunctionRefusesBadParts(t *testing.T) {
 				parts: []modelPart{{id: rowID{"a", "y"}, policy: SlidingWindow{Limit: 3, Window: time.Hour}, cost: 1}},
 				count: 1,
 			},
-		}), nil, nil, t0, nil, nil, nil, nil, false)
+		}), nil, nil, t0, nil, nil, nil, nil, false, nil)
 	}
 	_, err := pool.Exec(t.Context(), allStatement, good()...)
 	require.NoError(t, err)

@@ -194,7 +194,8 @@ func (s *batch) ask(requests []*request, skip bool, wait time.Duration) {
 	// A statement_timeout that is shorter than the wait looks like an outage. The next statement, which does not
 	// wait, shows whether it is one.
 	waited := pg.LockTimeout(err) && !isAway(err) || pg.Canceled(err) && !skip && !looks || pg.Undone(err) && !looks
-	refused := errors.Is(err, errRefused) || errors.Is(err, errNameRefused)
+	_, misconfigured := errors.AsType[*ConfigError](err) // a name or a time zone that the database refuses
+	refused := errors.Is(err, errRefused) || misconfigured
 	if waited || pg.LockTimeout(err) || refused {
 		s.heldAt.Store(int64(time.Since(s.begin)))
 	}

@@ -54,6 +54,9 @@ func TestMixedStatementEqualsTheModel(t *testing.T) {
 					FixedWindow{limit, window}, SlidingWindow{limit, window},
 					TokenBucket{limit, 1 + r.Int64N(3), window}, SlidingLog{limit, window},
 				}[i%4]
+				if i == 3 && story%2 == 0 {
+					return CalendarWindow{limit, oneOf(r, calendarUnits()), oneOf(r, steadyZones())}
+				}
 				if i == 4 {
 					return All(policy, SlidingLog{limit + 2, window}, TokenBucket{limit + 1, 1, window})
 				}
@@ -209,7 +212,7 @@ func TestTwentyLimitersShareTwoConnections(t *testing.T) {
 		client := newClient(t, pool, ClientConfig{Timeout: amply})
 		var all []*Limiter
 		for i := range limiters {
-			kind := [...]string{"fixed window", "sliding window", "token bucket", "sliding log"}[i%4]
+			kind := [...]string{"fixed window", "sliding window", "token bucket", "sliding log", "calendar"}[i%5]
 			name, policy := fmt.Sprint("limiter ", i), slowPolicies(limit)[kind]
 			config := Config{Name: name, Policy: policy, Durable: i%3 == 0, NoDenialCache: true}
 			if share {

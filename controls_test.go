@@ -37,13 +37,15 @@ func TestMistakesInTheFunctionsDifferFromTheModel(t *testing.T) {
 		sliding
 		bucket
 		log
+		calendar
 		all // of any algorithm
 	)
 	functions := map[int]string{
 		fixed: "rate_limit_fixed_window", sliding: "rate_limit_sliding_window", bucket: "rate_limit_token_bucket", log: "rate_limit_sliding_log",
+		calendar: "rate_limit_calendar_window",
 	}
 	// What random stories come by too rarely.
-	rare := map[int]func() []step{sliding: roundingStory, log: refundBehindTheClock, all: refundOfTheWindowBefore}
+	rare := map[int]func() []step{sliding: roundingStory, log: refundBehindTheClock, calendar: calendarBehindTheClock, all: refundOfTheWindowBefore}
 	type mistake struct {
 		algorithm    int
 		right, wrong string
@@ -144,6 +146,16 @@ func TestMistakesInTheFunctionsDifferFromTheModel(t *testing.T) {
 		{log, "(e.entry >> 10) << 10 = taken_in[part] << 10", "e.nth = cardinality(s.log)"},
 		{log, "IF clock < t THEN", "IF false THEN"},
 		{log, "IF s.credit = 0 THEN -- as", "IF false THEN -- as"},
+		{calendar, "s.scale <= 2 * window_us THEN s.count", "s.scale <= 3 * window_us THEN s.count"},
+		{calendar, "s.scale := window_us;", "s.scale := window_us + 1;"},
+		{calendar, "CASE WHEN s.credit > 0 THEN 2 * window_us ELSE window_us END", "window_us"},
+		{calendar, "t - s.window_start >= s.scale", "t - s.window_start > s.scale"},
+		{calendar, "_rate_limit_window_end(t, window_us, zone) - t", "window_us"},
+		{calendar, "_rate_limit_window_end(t, window_us, zone) - t", "public._rate_limit_window_end(t, window_us, 'UTC') - t"},
+		{calendar, "free_at := s.window_start + s.scale", "free_at := s.window_start + window_us"},
+		{calendar, "THEN s.window_start + s.scale END", "THEN s.window_start + window_us END"},
+		{calendar, "t + 2 * window_us", "t + window_us"},
+		{calendar, "s.scale, s.expires_at", "NULL::bigint, s.expires_at"},
 		{all, "least(granted, remaining / cost)", "least(granted + 1, remaining / cost)"},
 		{all, "asked > -(9223372036854775807 / cost)", "asked > 1 - (9223372036854775807 / cost)"},
 		{all, "locked := CASE WHEN gives AND NOT grants THEN", "locked := CASE WHEN false THEN"}, // refunds make rows
@@ -186,11 +198,23 @@ func TestMistakesInTheFunctionsDifferFromTheModel(t *testing.T) {
 		{bucket, "credit, scale = s.scale", "credit"},
 		{log, "least(asked, remaining / cost)", "least(asked, remaining / cost + 1)"},
 		{log, "log = s.log", "log = d.log"},
+		{calendar, "r_cost := cost * asked", "r_cost := cost"},
+		{calendar, "count = d.count + r_cost", "count = d.count + r_cost + 1"},
+		{calendar, "d.algorithm = 5 AND", ""},
+		{calendar, "d.since IS NULL AND", ""},
+		{calendar, "d.window_start - clock <= window_us", "d.window_start - clock <= 2 * window_us"},
+		{calendar, "AND d.scale <= 2 * window_us", ""},
+		{calendar, "AND d.expires_at = d.window_start + d.scale", ""}, // what was given back has left an empty row
+		{calendar, "r_cost <= max_count - d.count", "r_cost <= max_count - d.count + 1"},
+		{calendar, "clock, window_end - clock, window_end", "clock, window_us, clock + window_us"},
+		{calendar, "clock, window_end - clock, window_end", "clock, window_us, window_end"},
+		{calendar, "s.scale, s.expires_at,", "NULL::bigint, s.expires_at,"},
+		{calendar, "IF granted > 0 OR moved THEN", "IF granted > 0 THEN"},
 		{log, "needed := 0;\n                IF granted > 0", "IF granted > 0"},
 	} {
 		check("one after the other", functions[c.algorithm], c, nil)
 	}
-	for algorithm := fixed; algorithm <= log; algorithm++ {
+	for algorithm := fixed; algorithm <= calendar; algorithm++ {
 		for _, stands := range []string{"count = d.count + r_cost", "VALUES (name, keys[i], ", "WHERE d.ctid = s.tid"} {
 			if algorithm == log && !strings.HasPrefix(stands, "VALUES") {
 				continue // it has no such statement, or goes on to rate_limit_all
@@ -234,6 +258,20 @@ func TestMistakesInTheFunctionsDifferFromTheModel(t *testing.T) {
 		{sliding, "greatest(clock, d.window_start)) + window_us - 1) / window_us", "greatest(clock, d.window_start))) / window_us"},
 		{sliding, "(d.count * (d.expires_at - clock) + window_us - 1) / window_us", "0"},
 		{sliding, "(d.expires_at - clock) + window_us - 1) / window_us", "(d.expires_at - clock)) / window_us"},
+		{calendar, "ELSE 0 END + excluded.count", "ELSE 0 END + 2 * excluded.count"},
+		{calendar, "CASE WHEN clock < d.expires_at THEN d.count ELSE 0 END + excluded.count", "d.count + excluded.count"},
+		{calendar, "THEN d.window_start ELSE", "THEN clock ELSE"},
+		{calendar, "THEN d.scale ELSE", "THEN excluded.scale ELSE"},
+		{calendar, "ELSE excluded.scale END", "ELSE d.scale END"},
+		{calendar, "THEN d.expires_at ELSE", "THEN excluded.expires_at ELSE"},
+		{calendar, "clock, window_end - clock, window_end", "clock, window_us, clock + window_us"},
+		{calendar, "d.algorithm = 5 AND", ""},
+		{calendar, "d.since IS NULL AND", ""},
+		{calendar, "d.window_start - clock <= window_us", "d.window_start - clock <= 2 * window_us"},
+		{calendar, "clock >= d.expires_at", "clock >= d.expires_at - 1"},
+		{calendar, "AND d.scale <= 2 * window_us", ""},
+		{calendar, "AND d.expires_at = d.window_start + d.scale", ""},
+		{calendar, "excluded.count <= max_count - d.count", "excluded.count <= max_count - d.count + 1"},
 		{bucket, "ELSE 0 END + excluded.credit", "ELSE -1 END + excluded.credit"},
 		{bucket, "THEN d.credit + greatest(clock - d.window_start, 0) * refill - full_credit", "THEN d.credit - full_credit"},
 		{bucket, "THEN greatest(clock, d.window_start) ELSE", "THEN clock ELSE"},
@@ -252,7 +290,7 @@ func TestMistakesInTheFunctionsDifferFromTheModel(t *testing.T) {
 	} {
 		check("in one statement", functions[c.algorithm], c, nil)
 	}
-	for algorithm := fixed; algorithm <= bucket; algorithm++ {
+	for _, algorithm := range []int{fixed, sliding, bucket, calendar} {
 		for _, c := range []mistake{
 			{algorithm, "lag(e.place) OVER (ORDER BY e.place, e.ord) IS DISTINCT FROM e.place AS first", "true AS first"},
 			{algorithm, "OVER (ORDER BY e.place, e.ord)", "OVER (ORDER BY e.ord)"},
@@ -261,7 +299,7 @@ func TestMistakesInTheFunctionsDifferFromTheModel(t *testing.T) {
 		} {
 			check("in one statement", functions[algorithm], c, nil)
 		}
-		counted := map[int]string{fixed: "excluded.count,", sliding: "excluded.count,", bucket: "excluded.credit,"}[algorithm]
+		counted := map[int]string{fixed: "excluded.count,", sliding: "excluded.count,", bucket: "excluded.credit,", calendar: "excluded.count,"}[algorithm]
 		eachOf(algorithm, counted, "1 + "+counted, true)
 	}
 }
@@ -444,6 +482,7 @@ func TestUpdatesAreHOT(t *testing.T) {
 				"sliding window": SlidingWindow{Limit: 10, Window: time.Second},
 				"token bucket":   TokenBucket{Capacity: 10, Refill: 10, Every: time.Second},
 				"sliding log":    SlidingLog{Limit: 10, Window: 100 * time.Second},
+				"calendar":       CalendarWindow{Limit: 10, Unit: Minute},
 			} {
 				limiter := newLimiter(
 					t,
@@ -465,7 +504,7 @@ func TestUpdatesAreHOT(t *testing.T) {
 					"SELECT n_tup_upd, n_tup_hot_upd FROM pg_stat_user_tables WHERE relname = 'rate_limit_ephemeral'",
 				)
 				require.NoError(t, row.Scan(&updated, &hot))
-				return updated >= 4*(updates-keys) // the first take of a key makes its row
+				return updated >= 5*(updates-keys) // the first take of a key makes its row
 			})
 			if indexed {
 				require.Less(t, hot, updated/2)

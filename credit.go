@@ -4,8 +4,8 @@ import "github.com/pgratelimit/ratelimit/internal/algorithm"
 
 // Granted credit is what a key may take above its policy's limit. Grant gives it, and a request takes from it what
 // there is no ordinary room for. It has its own column of the row: credit for a window or a log, count for a bucket.
-// While a key holds any, each take and each Grant keeps its row for another window (of a SlidingWindow two, of a bucket
-// the time to fill it). ResetAfter tells how long.
+// While a key holds any, each take and each Grant keeps its row for another window (of a SlidingWindow and of a
+// CalendarWindow two, of a bucket the time to fill it). ResetAfter tells how long.
 
 // maxCredit is the most credit that a key can hold. With the largest limit, it stays within 64 bits.
 const maxCredit = 1 << 61

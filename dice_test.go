@@ -84,6 +84,16 @@ func (d dice) bucket() TokenBucket {
 	return TokenBucket{Capacity: capacity, Refill: d.magnitude(slowest, math.MaxInt64), Every: duration(every)}
 }
 
+// calendar draws a CalendarWindow.
+func (d dice) calendar() CalendarWindow {
+	limit := 1 + d(20)
+	if d(3) == 0 {
+		limit = d.magnitude(1, maxProduct)
+	}
+	units, zones := calendarUnits(), steadyZones()
+	return CalendarWindow{Limit: limit, Unit: units[d(int64(len(units)))], Zone: zones[d(int64(len(zones)))]}
+}
+
 // clock draws the clock of the next request: where something happens to the row, a microsecond beside that, or any
 // step away, forwards and back.
 func (d dice) clock(p model, s state, clock int64, last decision) int64 {

@@ -16,7 +16,7 @@
 //
 // [Limiter.Allow] and [Limiter.AllowN] take, [Limiter.Peek] looks, and [Limiter.Wait] and [Limiter.WaitN] block until
 // there is room. [Limiter.With] asks for the same keys with other numbers. Policies are [FixedWindow], [SlidingWindow],
-// [TokenBucket] and [SlidingLog]. Several limiters share one [Client], from [NewClient].
+// [TokenBucket], [SlidingLog] and [CalendarWindow]. Several limiters share one [Client], from [NewClient].
 //
 // # Several limits
 //

@@ -70,8 +70,8 @@ var (
 	ErrOutcomeUnknown = pg.ErrOutcomeUnknown
 )
 
-// ConfigError says which field of a configuration cannot work, and why. A call returns it for a nil transaction,
-// or if the database's encoding refuses the Name.
+// ConfigError says which field of a configuration cannot work, and why. A call returns it for a nil transaction, if
+// the database's encoding refuses the Name, or if its server does not know the Zone of a [CalendarWindow].
 type ConfigError struct {
 	Field  string // such as "Config.Policy.Limit" or "cleanup.Config.Share", or an argument: "db", "tx"
 	Reason string // completes the sentence that Field begins
@@ -237,8 +237,14 @@ var (
 	}
 )
 
+// errZone is for all callers of a limiter with such a time zone.
+func errZone(zone, why string) error {
+	return &ConfigError{Field: "Config.Policy.Zone", Reason: fmt.Sprintf("is %q, %s", zone, why)}
+}
+
 // policyForms is what an error of ParsePolicy shows.
 func policyForms() string {
 	return algorithm.Examples() + ", or several with commas between them " +
-		"(100/1m is 100 a minute; 20 5/10s is 20 at once, and 5 more every 10 seconds)"
+		"(100/1m is 100 a minute; 20 5/10s is 20 at once, and 5 more every 10 seconds; " +
+		"1000/month is by the calendar, of UTC if no time zone follows)"
 }

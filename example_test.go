@@ -69,6 +69,21 @@ func ExampleSlidingLog() {
 	fmt.Println(result.Allowed, result.RetryAfter, err)
 }
 
+// 1,000 a month, as the contract says: from the first of a month in Berlin to the last.
+func ExampleCalendarWindow() {
+	var pool *pgxpool.Pool
+	limiter, err := ratelimit.New(pool, ratelimit.Config{
+		Name:    "mails",
+		Policy:  ratelimit.CalendarWindow{Limit: 1000, Unit: ratelimit.Month, Zone: "Europe/Berlin"},
+		Durable: true,
+	})
+	if err != nil {
+		log.Fatal(err)
+	}
+	result, err := limiter.Allow(context.Background(), "customer:123")
+	fmt.Println(result.Allowed, result.Remaining, err)
+}
+
 // An order and the quota that it uses are kept together, or not at all.
 func ExampleLimiter_AllowTx() {
 	var (

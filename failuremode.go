@@ -43,7 +43,8 @@ func FailClosed() FailureMode { return FailureMode{answer: failClosed} }
 // Process and database do not know what the other has admitted. So over an outage, a key of n processes is
 // admitted the limit and n × share of it at most: twice the limit with a share of 1/n. A process remembers 65,536
 // keys, in less than 19 MB; under a SlidingLog fewer, 2,277 with a Limit of 1,000, because each may need 8 bytes for
-// each unit of its Limit. Until one of them expires, all others share what is one key's.
+// each unit of its Limit. Until one of them expires, all others share what is one key's. Windows of the calendar are
+// those of this process's time zone data, or of UTC if it has none for a Zone.
 func FallbackLocal(share float64) FailureMode {
 	return FailureMode{answer: fallbackLocal, share: share}
 }

@@ -204,6 +204,7 @@ func TestFallbackIsBoundedThroughWith(t *testing.T) {
 	policies := []model{
 		hourly, SlidingLog{Limit: 1, Window: time.Minute}, SlidingLog{Limit: 50, Window: time.Hour},
 		SlidingLog{Limit: maxLogLimit, Window: time.Hour}, TokenBucket{Capacity: 5, Refill: 1, Every: time.Minute},
+		CalendarWindow{Limit: 5, Unit: Minute, Zone: "Asia/Kolkata"},
 	}
 	for range 20_000 {
 		_, _ = f.decide(policies[random.IntN(len(policies))], fmt.Sprint(random.IntN(5)), 1+random.Int64N(2))
@@ -328,7 +329,7 @@ func TestScaledPolicies(t *testing.T) {
 		share := math.Exp(-40 * random.Float64() * random.Float64())
 		for _, policy := range []model{
 			FixedWindow{Limit: limit, Window: span}, SlidingWindow{Limit: limit, Window: span},
-			TokenBucket{Capacity: limit, Refill: number(), Every: span},
+			TokenBucket{Capacity: limit, Refill: number(), Every: span}, CalendarWindow{Limit: limit, Unit: Week, Zone: "Asia/Tokyo"},
 		} {
 			if policy.validate() != nil {
 				continue

@@ -15,11 +15,12 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/ratelimit/internal/algorithm"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 )
 
 // The fuzz targets that ask a database. make fuzz runs them with fewer inputs. The models' own targets are in
-// fixed_test.go, sliding_test.go, tokenbucket_test.go, slidinglog_test.go and policy_test.go.
+// fixed_test.go, sliding_test.go, tokenbucket_test.go, slidinglog_test.go, calendar_test.go and policy_test.go.
 
 // hostile are texts that have a meaning to somebody on their way.
 func hostile() []string {
@@ -154,15 +155,19 @@ func FuzzDatabaseNumbers(f *testing.F) {
 	}
 	f.Add(int64(2048), int64(maxSpan), int64(math.MaxInt64), int64(2048), int64(7))
 	f.Add(int64(maxProduct), int64(1), int64(2048), int64(maxProduct-1), int64(1))
+	for _, unit := range calendarUnits() {
+		f.Add(int64(maxProduct), CalendarWindow{Unit: unit}.span(), int64(1), int64(maxProduct-1), int64(2))
+	}
 	db := pgtest.New(f)
 	var calls atomic.Int64
 	f.Fuzz(func(t *testing.T, limit, span, refill, cost, count int64) {
 		clock := t0.UnixMicro()
 		for policy, numbers := range map[model][]any{
-			FixedWindow{limit, duration(span)}:         {limit, span},
-			SlidingWindow{limit, duration(span)}:       {limit, span},
-			SlidingLog{limit, duration(span)}:          {limit, span},
-			TokenBucket{limit, refill, duration(span)}: {limit, refill, span},
+			FixedWindow{limit, duration(span)}:                                               {limit, span},
+			SlidingWindow{limit, duration(span)}:                                             {limit, span},
+			SlidingLog{limit, duration(span)}:                                                {limit, span},
+			TokenBucket{limit, refill, duration(span)}:                                       {limit, refill, span},
+			CalendarWindow{limit, Unit(algorithm.UnitName(duration(span))), "Europe/Berlin"}: {limit, span, "Europe/Berlin"},
 		} {
 			if cost > 0 && min(limit/cost, count) > 1000 {
 				count = 1000 // the model takes one by one

@@ -28,6 +28,15 @@ func (d *database) decideInMemory(db DBTX, requests []*request) error {
 	if d.clock != nil {
 		now = d.clock()
 	}
+	for _, r := range requests {
+		for i := range r.parts {
+			if zone := r.parts[i].model.numbers().Zone; zone != "" {
+				if _, err := location(zone); err != nil {
+					return errZone(zone, "which this process has no time zone data for; import _ \"time/tzdata\"")
+				}
+			}
+		}
+	}
 	d.memory.Mu.Lock()
 	defer d.memory.Mu.Unlock()
 	for _, r := range requests {

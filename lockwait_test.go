@@ -66,11 +66,13 @@ func TestClockIsReadAfterTheLockWait(t *testing.T) {
 		"sliding window": {SlidingWindow{Limit: 5, Window: wait / 2}, "rate_limit_sliding_window"},
 		"token bucket":   {TokenBucket{Capacity: 5, Refill: 5, Every: 5 * wait}, "rate_limit_token_bucket"},
 		"sliding log":    {SlidingLog{Limit: 5, Window: wait}, "rate_limit_sliding_log"},
+		"calendar":       {CalendarWindow{Limit: 5, Unit: Minute}, "rate_limit_calendar_window"},
 	} {
 		for _, durable := range []bool{false, true} {
 			t.Run(fmt.Sprintf("%s in %s", name, pgtest.Table(durable)), func(t *testing.T) {
 				t.Parallel()
 				db := pgtest.New(t)
+				shortCalendar(t, db.Pool, wait)
 				config := Config{Name: "test", Policy: policy, Durable: durable, Client: ClientConfig{Timeout: amply}}
 				askAroundAWait := aroundALockWait(t, db, config, wait)
 				for _, n := range []int64{1, 5} {
@@ -84,6 +86,7 @@ func TestClockIsReadAfterTheLockWait(t *testing.T) {
 
 				// Negative controls. now() is the time of a transaction's begin, which no lock wait moves.
 				db = pgtest.New(t)
+				shortCalendar(t, db.Pool, wait)
 				pgtest.Rewrite(t, db.Pool, policy.function, "clock_timestamp()", "pg_catalog.now()")
 				released, result := aroundALockWait(t, db, config, wait)("key", 5)
 				require.True(t, result.DecidedAt.Before(released))
@@ -91,6 +94,7 @@ func TestClockIsReadAfterTheLockWait(t *testing.T) {
 					return // which has no statement for many keys
 				}
 				db = pgtest.New(t)
+				shortCalendar(t, db.Pool, wait)
 				neverFew(t, db.Pool)
 				pgtest.Rewrite(t, db.Pool, policy.function, "clock_timestamp() < decided_at + interval '10 ms'", "true")
 				askAroundAWait = aroundALockWait(t, db, config, wait)
@@ -103,6 +107,13 @@ func TestClockIsReadAfterTheLockWait(t *testing.T) {
 			})
 		}
 	}
+}
+
+// shortCalendar has all windows of the calendar last for so long, because a test cannot wait for a minute to end.
+func shortCalendar(t *testing.T, db pgtest.Executor, window time.Duration) {
+	t.Helper()
+	pgtest.Rewrite(t, db, "_rate_limit_window_end",
+		"RETURN extract(epoch FROM ends)::bigint * 1000000", fmt.Sprintf("RETURN clock + %d", window.Microseconds()))
 }
 
 // A take is told of a time after the lock and before the end of the window. That also holds if the window ends, or
@@ -126,11 +137,13 @@ func TestTakesAreToldOfTheTimeTheyAreLocked(t *testing.T) {
 			TokenBucket{Capacity: 5, Refill: 1, Every: pause}, "rate_limit_token_bucket",
 			[]string{"clock + 10000 - d.window_start", "clock - d.window_start"}, pause - 1, // that of the token itself
 		},
+		"calendar": {CalendarWindow{Limit: 5, Unit: Minute}, "rate_limit_calendar_window", []string{"clock + 10000 <", "clock <"}, 0},
 	} {
 		for _, broken := range []bool{false, true} {
 			t.Run(fmt.Sprintf("%s, broken: %v", name, broken), func(t *testing.T) {
 				t.Parallel()
 				db := pgtest.New(t)
+				shortCalendar(t, db.Pool, window)
 				const take = "IF durable IS NOT TRUE THEN\n                UPDATE"
 				pgtest.Rewrite(t, db.Pool, c.function, take, fmt.Sprintf("PERFORM pg_sleep(%f); %s", pause.Seconds(), take))
 				if broken {
@@ -140,8 +153,8 @@ func TestTakesAreToldOfTheTimeTheyAreLocked(t *testing.T) {
 						c.function,
 						append(
 							c.oldNew,
-							"IF t BETWEEN clock AND r_window_start",
-							"IF true OR t BETWEEN clock AND r_window_start",
+							"IF t BETWEEN clock AND",
+							"IF true OR t BETWEEN clock AND",
 						)...)
 				}
 				limiter := newLimiter(

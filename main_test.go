@@ -39,7 +39,17 @@ func slowPolicies(limit int64) map[string]Policy {
 		"sliding window": SlidingWindow{Limit: limit, Window: year},
 		"token bucket":   TokenBucket{Capacity: limit, Refill: 1, Every: 24 * time.Hour},
 		"sliding log":    SlidingLog{Limit: limit, Window: year},
+		"calendar":       slowCalendar(limit),
 	}
+}
+
+// slowCalendar is a month that does not end while a test runs.
+func slowCalendar(limit int64) CalendarWindow {
+	p := CalendarWindow{Limit: limit, Unit: Month}
+	if now := time.Now().UnixMicro(); p.end(now)-now < 2*hour {
+		p.Zone = "Asia/Tokyo"
+	}
+	return p
 }
 
 // eachSlowPolicyAndTable runs a test for every algorithm on both tables, side by side, with a complete Config.

@@ -99,6 +99,8 @@ func mints(takes []*aTake) error {
 			sum := new(big.Int).Mul(big.NewInt(before), big.NewInt(window-(took.clock-took.in)))
 			sum.Add(sum, new(big.Int).Mul(big.NewInt(same), big.NewInt(window)))
 			ok = sum.Cmp(new(big.Int).Mul(big.NewInt(limit), big.NewInt(window))) <= 0 && within <= 2*largest-1
+		case CalendarWindow:
+			ok = same <= limit && ofTheCalendar(p, takes[:i+1]) <= limit
 		case SlidingLog:
 			ok = within <= limit
 		case TokenBucket:
@@ -122,6 +124,17 @@ func mints(takes []*aTake) error {
 	return nil
 }
 
+// ofTheCalendar is what is kept in the window of the calendar that the last take is in.
+func ofTheCalendar(p CalendarWindow, takes []*aTake) (kept int64) {
+	end := p.end(takes[len(takes)-1].clock)
+	for _, took := range takes {
+		if p.end(took.clock) == end {
+			kept += took.kept
+		}
+	}
+	return kept
+}
+
 // drawFor returns policies of one kind, which differ in nothing but their limit, and buckets in nothing: of a
 // bucket it matters whose numbers it was last rolled forward by, so that a take can let others through that would
 // not have been without it.
@@ -129,11 +142,12 @@ func (d dice) drawFor(kind int64) func() model {
 	window := 1_000_000 + d.magnitude(0, 1<<40)
 	capacity := 1 + d(20)
 	refill := ceilDiv(capacity*window, maxSpan) + d(20)
+	unit, zone := calendarUnits()[d(5)], steadyZones()[d(int64(len(steadyZones())))]
 	return func() model {
 		limit := 1 + d(20)
 		return []model{
 			FixedWindow{limit, duration(window)}, SlidingWindow{limit, duration(window)}, SlidingLog{limit, duration(window)},
-			TokenBucket{capacity, refill, duration(window)},
+			TokenBucket{capacity, refill, duration(window)}, CalendarWindow{Limit: limit, Unit: unit, Zone: zone},
 		}[kind]
 	}
 }
@@ -168,7 +182,7 @@ func TestRefundsMintNothing(t *testing.T) {
 	t.Parallel()
 	d := randomDice(t)
 	for range 2000 {
-		for kind := range int64(4) {
+		for kind := range int64(5) {
 			takes, _, err := takesOf(d, d.drawFor(kind), 60, false, askModel(rightRefund))
 			require.NoError(t, err)
 			require.NoError(t, mints(takes))
@@ -181,7 +195,7 @@ func TestRefundsMintNothingWhenTheClockStepsBack(t *testing.T) {
 	t.Parallel()
 	d := randomDice(t)
 	for range 1000 {
-		for kind := range int64(4) {
+		for kind := range int64(5) {
 			p := d.drawFor(kind)()
 			takes, forwards, err := takesOf(d, func() model { return p }, 60, true, askModel(rightRefund))
 			require.NoError(t, err)
@@ -191,6 +205,10 @@ func TestRefundsMintNothingWhenTheClockStepsBack(t *testing.T) {
 			}
 			gives := new(big.Int).Quo(forwards, big.NewInt(reach(p)))
 			gives.Mul(gives, big.NewInt(p.numbers().Limit))
+			if calendar, ok := p.(CalendarWindow); ok { // few windows are shorter: the first, and an hour that is cut short
+				gives.Quo(forwards, big.NewInt(calendar.span()/10*9))
+				gives.Add(gives, big.NewInt(2)).Mul(gives, big.NewInt(calendar.Limit))
+			}
 			if bucket, ok := p.(TokenBucket); ok {
 				gives.Mul(forwards, big.NewInt(bucket.Refill))
 				gives.Quo(gives, big.NewInt(micros(bucket.Every)))
@@ -215,12 +233,12 @@ func TestBrokenRefundsMint(t *testing.T) {
 		kinds  []int64
 		refund func(p model, s state, clock int64, k take) state
 	}{
-		"of whatever the row counts now": {[]int64{0, 1, 2, 3}, func(p model, s state, clock int64, k take) state {
+		"of whatever the row counts now": {[]int64{0, 1, 2, 3, 4}, func(p model, s state, clock int64, k take) state {
 			row := rollForward(p, s, clock)
 			k.since, k.in = row.since, row.windowStart
 			return rightRefund(p, s, clock, k)
 		}},
-		"twice": {[]int64{0, 1, 2, 3}, func(p model, s state, clock int64, k take) state {
+		"twice": {[]int64{0, 1, 2, 3, 4}, func(p model, s state, clock int64, k take) state {
 			return rightRefund(p, rightRefund(p, s, clock, k), clock, k)
 		}},
 		"that do not move up those behind them": {[]int64{3}, func(p model, s state, clock int64, k take) state {
@@ -286,7 +304,7 @@ func TestRefundsMintNothingOnAServer(t *testing.T) {
 	}
 	pool := pgtest.New(t).Pool
 	for round := range 8 * rounds(t) {
-		for kind := range int64(4) {
+		for kind := range int64(5) {
 			require.NoError(t, play(pool, kind, fmt.Sprint(round, kind)))
 		}
 	}
@@ -298,6 +316,7 @@ func TestRefundsMintNothingOnAServer(t *testing.T) {
 	}{
 		{0, "rate_limit_all", ofTheSameWindow, ofAny},
 		{1, "rate_limit_all", ofTheSameWindow, ofAny},
+		{4, "rate_limit_all", ofTheSameWindow, ofAny},
 		{2, "rate_limit_all", "= taken_in[part] << 10", "<> 0 LIMIT 1"},
 		{3, "rate_limit_all", "s.returned := s.returned + back;", ""},
 		// What a take that was decided in one statement says of itself: its place in the queue.
@@ -306,7 +325,7 @@ func TestRefundsMintNothingOnAServer(t *testing.T) {
 		db := pgtest.New(t)
 		pgtest.Rewrite(t, db.Pool, mutant.function, mutant.right, mutant.wrong)
 		caught := false
-		for round := 0; round < 400 && !caught; round++ {
+		for round := 0; round < 1000 && !caught; round++ {
 			caught = play(db.Pool, mutant.kind, fmt.Sprint(round)) != nil
 		}
 		require.True(t, caught, "%+v", mutant)
@@ -323,7 +342,8 @@ func TestHoardedTakesGiveNothingBack(t *testing.T) {
 		config.Policy = map[string]Policy{
 			"ratelimit.FixedWindow": FixedWindow{limit, time.Minute}, "ratelimit.SlidingWindow": SlidingWindow{limit, time.Minute},
 			"ratelimit.SlidingLog": SlidingLog{limit, time.Minute}, "ratelimit.TokenBucket": TokenBucket{limit, limit, time.Minute},
-			"ratelimit.all": All(FixedWindow{limit, time.Minute}, SlidingLog{limit, time.Minute}),
+			"ratelimit.CalendarWindow": CalendarWindow{Limit: limit, Unit: Minute},
+			"ratelimit.all":            All(FixedWindow{limit, time.Minute}, SlidingLog{limit, time.Minute}),
 		}[fmt.Sprintf("%T", config.Policy)]
 		limiter := newLimiter(t, pgtest.New(t).Pool, config)
 		var takes []Result

@@ -35,11 +35,11 @@ type state struct {
 	// capacity.
 	count     int64
 	prevCount int64 // sliding window: what was taken in the window before
-	// Of a window, the start of the current one. Of a log, its newest time. Of a bucket, the time up to which credit
-	// includes refill.
+	// Of a window, the start of the current one, which is a key's first take in it. Of a log, its newest time. Of a
+	// bucket, the time up to which credit includes refill.
 	windowStart int64
 	credit      int64   // bucket: what is left, in units of 1/scale token; windows and log: granted above the limit
-	scale       int64   // bucket: units of credit in a token
+	scale       int64   // bucket: units of credit in a token; calendar: from windowStart to the end of the window
 	expiresAt   int64   // from then on the row means the same as no row
 	log         entries // sliding log: what was taken, and when
 

@@ -53,13 +53,16 @@ func reach(p model) int64 {
 		return micros(p.Window)
 	case TokenBucket:
 		return p.fillTime(p.full())
+	case CalendarWindow:
+		return p.span()
 	}
 	panic("a new policy")
 }
 
 // longestWait is the longest RetryAfter and ResetAfter of a row whose time does not lie ahead of the clock.
 func longestWait(p model) int64 {
-	if _, ok := p.(SlidingWindow); ok {
+	switch p.(type) {
+	case SlidingWindow, CalendarWindow: // of a longer unit of the calendar, a window of up to two
 		return 2 * reach(p)
 	}
 	return reach(p)

@@ -172,18 +172,21 @@ func askedOf(sql string, args []any) (requests []modelRequest, lockTimeout *int3
 		code := 1 + slices.IndexFunc(algorithm.All(), func(a algorithm.Algorithm) bool {
 			return implementationOf(a.Code).statement == sql
 		})
-		owners, refill := make([]int32, n), int64(0)
+		owners, refill, zones := make([]int32, n), int64(0), []string(nil)
 		for i := range owners {
 			owners[i] = int32(i)
 		}
-		if len(of) == 3 {
+		switch a := algorithm.ByCode(int16(code)); {
+		case a.Refills():
 			refill = of[1].(int64)
+		case a.Zoned():
+			zones, of = slices.Repeat([]string{of[2].(string)}, n), of[:2]
 		}
 		args = slices.Concat([]any{
 			owners, slices.Repeat([]string{name}, n), args[1], slices.Repeat([]bool{args[4].(bool)}, n),
 			slices.Repeat([]int16{int16(code)}, n), slices.Repeat([]int64{of[0].(int64)}, n),
 			slices.Repeat([]int64{of[len(of)-1].(int64)}, n), slices.Repeat([]int64{refill}, n), args[2], args[3],
-		}, args[5:13])
+		}, args[5:13], []any{zones})
 	}
 	numbers := func(i int) []int64 { return args[i].([]int64) }
 	refund := func(i, part int) (n int64, ok bool) {
@@ -193,11 +196,15 @@ func askedOf(sql string, args []any) (requests []modelRequest, lockTimeout *int3
 		return 0, false
 	}
 	for i, owner := range args[0].([]int32) {
+		zone := ""
+		if zones := args[18].([]string); zones != nil {
+			zone = zones[i]
+		}
 		p := modelPart{
 			id: rowID{args[1].([]string)[i], args[2].([]string)[i]}, durable: args[3].([]bool)[i], cost: 1,
 			policy: policyOf(algorithm.Numbers{
 				Algorithm: args[4].([]int16)[i],
-				Limit:     numbers(5)[i], Span: duration(numbers(6)[i]), Refill: numbers(7)[i],
+				Limit:     numbers(5)[i], Span: duration(numbers(6)[i]), Refill: numbers(7)[i], Zone: zone,
 			}),
 		}
 		if numbers(8) != nil {

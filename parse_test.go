@@ -26,6 +26,13 @@ func policyTexts() map[string]Policy {
 		"sliding 1/1.5s":                SlidingWindow{Limit: 1, Window: 1500 * time.Millisecond},
 		"sliding 1/20ms":                SlidingWindow{Limit: 1, Window: 20 * time.Millisecond},
 		"fixed 4611686018427387904/1µs": FixedWindow{Limit: maxProduct, Window: time.Microsecond},
+
+		"every 1000/month Europe/Berlin":                 CalendarWindow{Limit: 1000, Unit: Month, Zone: "Europe/Berlin"},
+		"every 1000/month":                               CalendarWindow{Limit: 1000, Unit: Month},
+		"every 1/week America/Argentina/San_Juan":        CalendarWindow{1, Week, "America/Argentina/San_Juan"},
+		"every 1/day America/Port-au-Prince":             CalendarWindow{1, Day, "America/Port-au-Prince"},
+		"every 4611686018427387904/hour Pacific/Chatham": CalendarWindow{maxProduct, Hour, "Pacific/Chatham"},
+		"every 1/minute Etc/UTC":                         CalendarWindow{1, Minute, "Etc/UTC"},
 	}
 }
 
@@ -38,6 +45,8 @@ func otherPolicyTexts() map[string]string {
 		"bucket  20   5/10000ms": "bucket 20 5/10s",
 		"fixed 1/1d12h":          "fixed 1/36h",
 		"fixed 1/24h":            "fixed 1/1d",
+		"every 5/day UTC":        "every 5/day",
+		" every  05/week\tUTC ":  "every 5/week",
 	}
 }
 
@@ -71,6 +80,15 @@ func unreadablePolicyTexts() map[string]string {
 		"bucket 20":                    "has 1 words",
 		"bucket x 5/10s":               `"x" is not a whole number`,
 		"bucket 20 x/10s":              `"x" is not a whole number`,
+		"every":                        "has 0 words",
+		"every 5/day Europe/Berlin x":  "has 3 words",
+		"every 5":                      "no slash",
+		"every x/day":                  `"x" is not a whole number`,
+		"every 5/1d":                   `"1d" is not "minute", "hour", "day", "week" or "month"`,
+		"every 5/Day":                  `"Day" is not "minute"`,
+		"every day":                    "no slash",
+		"fixed 5/day":                  `is not a duration`,
+		"fixed 5/1d UTC":               "has 2 words",
 	}
 }
 
@@ -87,6 +105,16 @@ func impossiblePolicyTexts() map[string]string {
 		"log 1001/1m":                    "Policy.Limit",
 		"bucket 0 5/10s":                 "Policy.Capacity",
 		"bucket 20 0/10s":                "Policy.Refill",
+		"every 0/day":                    "Policy.Limit",
+		"every 4611686018427387905/day":  "Policy.Limit",
+		"every 5/day CET":                "Policy.Zone",
+		"every 5/day EST5EDT":            "Policy.Zone",
+		"every 5/day <+03>-3":            "Policy.Zone",
+		"every 5/day Etc/GMT+3":          "Policy.Zone",
+		"every 5/day Japan":              "Policy.Zone",
+		"every 5/day Europe/Berlin3":     "Policy.Zone",
+		"every 5/day europe/berlin":      "Policy.Zone",
+		"every 5/day Local":              "Policy.Zone",
 	}
 }
 
@@ -94,7 +122,7 @@ func impossiblePolicyTexts() map[string]string {
 func fuzzedPolicyTexts() []string {
 	return []string{
 		"fixed 100/1m", "sliding 100/1h30m", "log 1000/1h30m", "bucket 20 5/10s", "fixed 1/30d", "fixed 1/1d12h", "sliding 1/1.000001s",
-		"fixed 1/.5s",
+		"fixed 1/.5s", "every 1000/month Europe/Berlin", "every 5/day", "every 5/hour America/Port-au-Prince", "every 1/minute UTC",
 		"", "bucket", "fixed /", "fixed 1/d", "fixed 100/106751d23h47m16.854775807s", "fixed -1/-1s",
 		"fixed 4611686018427387904/1µs",
 	}

@@ -81,6 +81,7 @@ func scansOfAGrownTable(t *testing.T, conn *pgx.Conn, durable bool, mode string,
 	for algorithm, policy := range []model{
 		FixedWindow{Limit: 1000, Window: time.Hour}, SlidingWindow{Limit: 1000, Window: time.Hour},
 		TokenBucket{Capacity: 1000, Refill: 1, Every: time.Hour}, SlidingLog{Limit: 1000, Window: time.Hour},
+		slowCalendar(1000),
 	} {
 		limiters[algorithm] = newLimiter(
 			t,

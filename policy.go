@@ -5,7 +5,8 @@ import (
 	"time"
 )
 
-// Policy says how much a key may take. It is one of [FixedWindow], [SlidingWindow], [TokenBucket] and [SlidingLog].
+// Policy says how much a key may take. It is one of [FixedWindow], [SlidingWindow], [TokenBucket], [SlidingLog]
+// and [CalendarWindow].
 //
 // A policy may be changed while keys are in use. What has been taken stays taken, and the new numbers apply at
 // once: a raised limit helps immediately, and a lowered one denies until enough has drained. A bucket keeps its

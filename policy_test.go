@@ -53,6 +53,7 @@ func TestCoalescedRequestsAreToldWhatSingleOnesWouldBe(t *testing.T) {
 	t.Parallel()
 	for _, p := range []model{
 		FixedWindow{10, 10 * time.Second}, SlidingWindow{10, 10 * time.Second}, TokenBucket{10, 3, 7 * time.Second}, SlidingLog{10, 10 * time.Second},
+		CalendarWindow{10, Minute, ""},
 	} {
 		s, _ := p.decide(state{}, c2, 1)
 		for _, clock := range []int64{c0, c2, c5, c5 + 1, c2 + 9*second, c2 + 10*second, c2 + 15*second} {
@@ -256,6 +257,7 @@ func TestPolicyAtTheEdgeOfTheExactRangeIsAccepted(t *testing.T) {
 	for _, p := range []model{
 		FixedWindow{1, time.Microsecond}, FixedWindow{maxProduct, time.Microsecond}, FixedWindow{2048, longest},
 		SlidingWindow{1, time.Microsecond}, SlidingWindow{maxProduct, time.Microsecond}, SlidingWindow{2048, longest},
+		CalendarWindow{1, Minute, ""}, CalendarWindow{maxProduct, Month, "Pacific/Chatham"},
 		SlidingLog{1, time.Microsecond}, SlidingLog{1000, time.Microsecond}, SlidingLog{1000, longest},
 		TokenBucket{1, 1, time.Microsecond}, TokenBucket{2048, 2048, longest}, TokenBucket{maxSpan, 1, time.Microsecond},
 		TokenBucket{2 * maxSpan, 2, time.Microsecond}, TokenBucket{1, 1, longest}, TokenBucket{2048, math.MaxInt64, longest},

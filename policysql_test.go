@@ -20,18 +20,22 @@ import (
 func readPolicies(t testing.TB, db pgtest.Executor, texts []string) [][]algorithm.Numbers {
 	t.Helper()
 	rows, err := db.Query(t.Context(), `
-		SELECT p.algorithms, p.limits, p.spans_us, p.refills
+		SELECT p.algorithms, p.limits, p.spans_us, p.refills, p.zones
 		FROM unnest($1::text[]) WITH ORDINALITY AS t (policy, place), read_policy(t.policy) AS p
 		ORDER BY t.place`, texts)
 	require.NoError(t, err)
 	all, err := pgx.CollectRows(rows, func(row pgx.CollectableRow) (numbers []algorithm.Numbers, err error) {
 		var algorithms []int16
 		var limits, spans, refills []int64
-		err = row.Scan(&algorithms, &limits, &spans, &refills)
+		var zones []*string
+		err = row.Scan(&algorithms, &limits, &spans, &refills, &zones)
 		for i, code := range algorithms {
 			numbers = append(numbers, algorithm.Numbers{
 				Algorithm: code, Limit: limits[i], Span: duration(spans[i]), Refill: refills[i],
 			})
+			if zones[i] != nil {
+				numbers[i].Zone = *zones[i]
+			}
 		}
 		return numbers, err
 	})
@@ -45,11 +49,11 @@ func withReadPolicy(t testing.TB, db pgtest.Executor) {
 	t.Helper()
 	pgtest.Exec(t, db, `
 		CREATE FUNCTION read_policy(policy text,
-			OUT algorithms smallint[], OUT limits bigint[], OUT spans_us bigint[], OUT refills bigint[])
+			OUT algorithms smallint[], OUT limits bigint[], OUT spans_us bigint[], OUT refills bigint[], OUT zones text[])
 		LANGUAGE plpgsql AS $$
 		DECLARE "column" text; hint text; message text;
 		BEGIN
-			SELECT * INTO algorithms, limits, spans_us, refills FROM _rate_limit_policy(policy);
+			SELECT * INTO algorithms, limits, spans_us, refills, zones FROM _rate_limit_policy(policy);
 		EXCEPTION WHEN invalid_parameter_value THEN
 			GET STACKED DIAGNOSTICS "column" = COLUMN_NAME, hint = PG_EXCEPTION_HINT, message = MESSAGE_TEXT;
 			ASSERT "column" = 'policy' AND hint <> '' AND message LIKE 'rate_limit: policy %', message;
@@ -100,6 +104,15 @@ func edgesOfPolicies() []string {
 		"fixed 1/1s/1s", "fixed 1//1s", "fixed 1/1h/", "fixed 1/d1h", "fixed 1/1dd", "fixed 1/1h1d", "fixed 1/1d1d", "fixed 1/1 d",
 		",", "fixed 1/1s,", ",fixed 1/1s", "fixed 1/1s,,fixed 1/1s", "fixed 1/1s, log 1/1s", "fixed 1/1s ,bucket 1 1/1s\n,sliding 1/1s",
 		strings.TrimSuffix(strings.Repeat("fixed 1/1s,", 8), ","), strings.TrimSuffix(strings.Repeat("fixed 1/1s,", 9), ","), "%", "%s", "'", `"`,
+		"every 1/Day", "every 1/days", "every 1/1d", "every 1/", "every /day", "every 0/day", "every -1/day", "every +1/day",
+		"every 4611686018427387904/day", "every 4611686018427387905/day", "every 1 1/day", "every 1/day UTC", "every 1/day utc",
+		"every 1/day Europe/Berlin", "every\t1/week\u2003Europe/Berlin ", "every 1/day Europe/Berlin UTC", "every 1/day Europe /Berlin",
+		"every 1/day Europe/", "every 1/day /Berlin", "every 1/day Europe//Berlin", "every 1/day europe/Berlin", "every 1/day Europe/berlin",
+		"every 1/day CET", "every 1/day EST5EDT", "every 1/day <+03>-3", "every 1/day +03", "every 1/day Etc/GMT+3", "every 1/day Berlin",
+		"every 1/day Europe/Berlin3", "every 1/day 3Europe/Berlin", "every 1/day America/Port-au-Prince", "every 1/day A/B", "every 1/day America/Argentina/San_Juan",
+		"every 1/day Mars/Phobos", "every 1/day Europe/Bérlin", "every 1/day Europe/Berlin~", "every 1/day Europe/Berlin'",
+		"every 1/day Europe/" + strings.Repeat("B", 57), "every 1/day Europe/" + strings.Repeat("B", 58),
+		"every 1/day Europe/Berlin,every 2/month,fixed 1/1s", "fixed 1/1s UTC", "bucket 1 1/1s UTC", "fixed 1/day", "log 1/month",
 		"fixed\u202f1/1s", "fixed\u20571/1s", "fixed\u205f1/1s",
 	})
 }
@@ -176,6 +189,13 @@ func TestMistakesInTheReaderOfPoliciesAreSeen(t *testing.T) {
 		"span % 1000 = 0":                   "span % 1 = 0",
 		"capacity <= 4611686018427387904 /": "capacity < 4611686018427387904 /",
 		"max_count BETWEEN 1 AND 1000":      "max_count BETWEEN 1 AND 1001",
+		"max_count BETWEEN 1 AND 4611":      "max_count BETWEEN 0 AND 4611",
+		"octet_length(zone) <= 64":          "octet_length(zone) <= 65",
+		"(/[A-Z][A-Za-z_-]*)+)$'":           "(/[A-Z][A-Za-z_-]*)*)$'",
+		"~ '^(UTC|":                         "~ '(UTC|",
+		"coalesce(words[5], 'UTC')":         "coalesce(words[5], 'Etc/UTC')",
+		"WHEN 'week' THEN '7d'":             "WHEN 'week' THEN '8d'",
+		"AND words[5] IS NULL":              "",
 		"cardinality(algorithms) > 8":       "cardinality(algorithms) > 9",
 	} {
 		require.Contains(t, definition, right)
@@ -191,7 +211,7 @@ func TestMistakesInTheReaderOfPoliciesAreSeen(t *testing.T) {
 // mutatePolicy changes a character or two of a text.
 func mutatePolicy(r *rand.Rand, text string) string {
 	runes := []rune(text)
-	const alphabet = "0123456789 dhmsnuµμ./+-,fixedlogbuckt\t\\~!"
+	const alphabet = "0123456789 dhmsnuµμ./+-,fixedlogbucktverywnUTCB_\t\\~!"
 	characters := []rune(alphabet)
 	for range 1 + r.IntN(2) {
 		at := r.IntN(len(runes) + 1)

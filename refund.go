@@ -12,12 +12,12 @@ import (
 // limiter, from one that With has returned, or from one of the same name, table and schema on the same pool or
 // connection.
 //
-// It gives back what still counts under the policy that took: of a [FixedWindow] while its window lasts, of a
-// [SlidingWindow] during the next one too, of a [SlidingLog] while it is in the log, of a [TokenBucket] what has
-// not flowed in again, of [All] in each of its policies. Credit ([Limiter.Grant]) goes back as credit, unless the
-// row has expired. After takes under other numbers of a TokenBucket, or other windows of a SlidingWindow, nothing
-// may be left to give back. Nothing else of the key changes. So what was admitted and never given back stays
-// within the policy.
+// It gives back what still counts under the policy that took: of a [FixedWindow] or [CalendarWindow] while its
+// window lasts, of a [SlidingWindow] during the next one too, of a [SlidingLog] while it is in the log, of a
+// [TokenBucket] what has not flowed in again, of [All] in each of its policies. Credit ([Limiter.Grant]) goes back
+// as credit, unless the row has expired. After takes under other numbers of a TokenBucket, or other windows of a
+// SlidingWindow, nothing may be left to give back. Nothing else of the key changes. So what was admitted and never
+// given back stays within the policy.
 //
 // Nothing is given back twice: the result is used up before the database is asked, and restored only if the refund
 // surely did not count. Do not refund a take whose transaction has rolled back, which is given back already.

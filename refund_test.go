@@ -61,11 +61,12 @@ func TestRefundAmongOtherPolicies(t *testing.T) {
 	d := randomDice(t)
 	back, credited := 0, 0
 	for range 4000 {
-		kind, policies := d(4), make([]model, 3)
+		kind, policies := d(5), make([]model, 3)
 		for i := range policies {
 			limit, span := 1+d(20), duration(1+d(100))
 			policies[i] = []model{
 				FixedWindow{limit, span}, SlidingWindow{limit, span}, SlidingLog{limit, span}, TokenBucket{limit, 1 + d(20), span},
+				CalendarWindow{limit, calendarUnits()[d(5)], steadyZones()[d(3)]},
 			}[kind]
 		}
 		var s state

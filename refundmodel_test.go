@@ -235,7 +235,7 @@ func TestRefundBehindTheClockCountsNoMore(t *testing.T) {
 // What came out of credit goes back as credit, and before the rest; but not to a row that was made since.
 func TestRefundGivesCreditBackAsCredit(t *testing.T) {
 	t.Parallel()
-	for _, p := range []model{FixedWindow{10, time.Minute}, SlidingWindow{10, time.Minute}, TokenBucket{10, 1, time.Hour}, SlidingLog{10, time.Minute}} {
+	for _, p := range []model{FixedWindow{10, time.Minute}, SlidingWindow{10, time.Minute}, TokenBucket{10, 1, time.Hour}, SlidingLog{10, time.Minute}, CalendarWindow{10, Minute, ""}} {
 		s, _ := grant(p, state{}, c0, 5)
 		s, _ = p.decide(s, c1, 8)
 		s, d := p.decide(s, c2, 6)
@@ -304,7 +304,7 @@ func TestRefundUndoesATake(t *testing.T) {
 	undone := 0
 	for range 3000 {
 		limit, window := d.window()
-		p := []model{FixedWindow{limit, window}, SlidingWindow{limit, window}, d.bucket(), d.log()}[d(4)]
+		p := []model{FixedWindow{limit, window}, SlidingWindow{limit, window}, d.bucket(), d.log(), d.calendar()}[d(5)]
 		if bucket, ok := p.(TokenBucket); ok && bucket.full() > maxReturned/4 {
 			continue // it may forget, see maxReturned
 		}

@@ -32,8 +32,9 @@ func TestRandomSetsDoNotDeadlock(t *testing.T) {
 				SlidingWindow{Limit: 40, Window: year},
 				TokenBucket{Capacity: 50, Refill: 1, Every: year},
 				SlidingLog{Limit: 60, Window: year},
+				slowCalendar(70),
 			}
-			l, err := client.Limiter(Config{Name: fmt.Sprint(i), Policy: policies[i%4], Durable: i%2 == 1})
+			l, err := client.Limiter(Config{Name: fmt.Sprint(i), Policy: policies[i%5], Durable: i%2 == 1})
 			errs[w] = errors.Join(errs[w], err)
 			limiters = append(limiters, l)
 		}
@@ -120,6 +121,7 @@ func TestLockingSetsInTheOrderGivenDeadlocks(t *testing.T) {
 					nil,
 					nil,
 					false,
+					nil,
 				)
 				return testkit.Later(func() (any, error) { return pool.Exec(context.Background(), allStatement, args...) })
 			}

@@ -42,6 +42,7 @@ func TestSQLEqualsModel(t *testing.T) {
 			prepare(t, db.Pool)
 			require.NoError(t, replay(t.Context(), db.Pool, "rounding", roundingStory(), 10))
 			require.NoError(t, replay(t.Context(), db.Pool, "behind the clock", refundBehindTheClock(), 10))
+			require.NoError(t, replay(t.Context(), db.Pool, "calendar", calendarBehindTheClock(), 10))
 			require.NoError(t, replay(t.Context(), db.Pool, "of the window before", refundOfTheWindowBefore(), 10))
 			requireModel(t, db)
 		})
@@ -78,6 +79,26 @@ func refundOfTheWindowBefore() []step {
 		{policy: policy, name: "a", clock: c0 + 2*minute, elements: []element{
 			{key: "x", cost: -1, count: 1, refund: []take{{units: 1, in: c0 + minute}}},
 		}},
+	}
+}
+
+// calendarBehindTheClock lets the clock step back from windows of the calendar: from one of which all was given back, and
+// from one of a key with credit, some of which is given back.
+func calendarBehindTheClock() []step {
+	ask := func(key string, clock, cost int64, refund []take) step {
+		return step{
+			policy: CalendarWindow{Limit: 9, Unit: Day, Zone: "America/New_York"}, name: "a", clock: clock,
+			elements: []element{{key: key, cost: cost, count: 1, refund: refund}},
+		}
+	}
+	return []step{
+		ask("x", c0+1, 1, nil),
+		ask("x", c0, -1, []take{{units: 1, in: c0 + 1}}),
+		ask("x", c0-hour, 1, nil),
+		ask("y", c0-1, -20, nil),
+		ask("y", c0+24*hour+1, 9, nil),
+		ask("y", c0+24*hour+1, 9, nil),
+		ask("y", c0, -1, []take{{units: 1, spent: 1, since: c0 - 1, in: c0 + 24*hour + 1}}),
 	}
 }
 

@@ -22,6 +22,7 @@ func TestSQLRefusesBadArguments(t *testing.T) {
 		"sliding window": "rate_limit_sliding_window(%s, %s, 10, 1000%s)",
 		"token bucket":   "rate_limit_token_bucket(%s, %s, 10, 1, 1000%s)",
 		"sliding log":    "rate_limit_sliding_log(%s, %s, 10, 1000%s)",
+		"calendar":       "rate_limit_calendar_window(%s, %s, 10, 60000000, 'UTC'%s)",
 	}
 	const invalid = "22023"
 	long := "repeat('ä', 257)"
@@ -88,6 +89,19 @@ func TestSQLRefusesBadArguments(t *testing.T) {
 	} {
 		refused(t, db.Pool, numbers, "SELECT * FROM rate_limit_token_bucket('n', ARRAY['a'], "+numbers+")", invalid)
 	}
+	for _, numbers := range []string{
+		"NULL, 60000000, 'UTC'", "10, NULL, 'UTC'", "10, 60000000, NULL", "0, 60000000, 'UTC'", "-1, 60000000, 'UTC'",
+		"4611686018427387905, 60000000, 'UTC'", "10, 0, 'UTC'", "10, 60000001, 'UTC'", "10, 2592000000000, 'UTC'",
+		"10, 60000000, ''", "10, 60000000, 'utc'", "10, 60000000, 'CET'", "10, 60000000, 'EST5EDT'", "10, 60000000, '<+03>-3'",
+		"10, 60000000, 'Etc/GMT+3'", "10, 60000000, 'Europe/Berlin1'",
+	} {
+		refused(t, db.Pool, numbers, "SELECT * FROM rate_limit_calendar_window('n', ARRAY['a'], "+numbers+")", invalid)
+		number := strings.Split(numbers, ", ")
+		refused(t, db.Pool, numbers, fmt.Sprintf("SELECT * FROM rate_limit_all('{1}', '{n}', '{a}', '{f}', '{5}', "+
+			"ARRAY[%s]::bigint[], ARRAY[%s]::bigint[], '{0}', zones => ARRAY[%s]::text[])", number[0], number[1], number[2]), invalid)
+	}
+	refused(t, db.Pool, "too few zones", "SELECT * FROM rate_limit_all('{1,2}', '{n,n}', '{a,b}', '{f,f}', '{5,5}', "+
+		"'{1,1}', '{60000000,60000000}', '{0,0}', zones => '{UTC}')", invalid)
 	for _, key := range []string{"NULL, NULL", "NULL, 'a'", "'n', NULL", "'', ''"} {
 		require.False(t, pgtest.Scalar[bool](t, db.Pool, "SELECT rate_limit_reset("+key+")"))
 	}
@@ -105,6 +119,8 @@ func TestSQLRefusesBadArguments(t *testing.T) {
 		"token_bucket('n', ARRAY['a'], 1, 1, 2251799813685248)", "token_bucket('n', ARRAY['a'], 4611686018427387904, 2048, 1)",
 		"token_bucket('n', ARRAY['a'], 1, 9223372036854775807, 1)", "sliding_log('n', ARRAY['a'], 1000, 2251799813685248)",
 		"fixed_window(repeat('n', 128), ARRAY[repeat('k', 512)], 1, 1)",
+		"calendar_window('n', ARRAY['a'], 4611686018427387904, 2678400000000, 'America/Argentina/ComodRivadavia')",
+		"all('{1}', '{n}', '{b}', '{f}', '{5}', '{10}', '{3600000000}', '{0}')", // of UTC
 	} {
 		require.EqualValues(t, 1, pgtest.Scalar[int64](t, db.Pool, "SELECT granted FROM rate_limit_"+call), call)
 	}
@@ -159,7 +175,7 @@ func TestExamplesInCommentsWork(t *testing.T) {
 	type function struct{ Name, Comment string }
 	functions, err := pgx.CollectRows(rows, pgx.RowToStructByPos[function])
 	require.NoError(t, err)
-	require.Len(t, functions, 9)
+	require.Len(t, functions, 10)
 
 	for _, f := range functions {
 		_, example, found := strings.Cut(f.Comment, "Example: ")

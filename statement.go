@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/pgratelimit/ratelimit/internal/pg"
@@ -94,6 +95,7 @@ func (d *database) argumentsOfAll(requests []*request, tx transaction) ([]any, [
 	numbers := make([]int64, 5*n)
 	limits, spans, refills, costs, counts :=
 		numbers[:n], numbers[n:2*n], numbers[2*n:3*n], numbers[3*n:4*n], numbers[4*n:]
+	var zones []string // nil if no part has one
 	into := make([]*part, 0, n)
 	for i, r := range requests {
 		for j := range r.parts {
@@ -110,13 +112,19 @@ func (d *database) argumentsOfAll(requests []*request, tx transaction) ([]any, [
 		of := p.model.numbers()
 		names[i], keys[i], durables[i], algorithms[i] = p.name, p.key, p.space.durable, of.Algorithm
 		limits[i], spans[i], refills[i], costs[i] = of.Limit, micros(of.Span), of.Refill, p.cost
+		if of.Zone != "" {
+			if zones == nil {
+				zones = make([]string, n)
+			}
+			zones[i] = of.Zone
+		}
 		refunds.set(i, n, p.refund)
 		durable, flush = durable || p.space.durable, flush || p.space.flush
 	}
 	return []any{
 		owners, names, keys, durables, algorithms, limits, spans, refills, costs, counts, tx.lockTimeout,
 		d.synchronousCommit(tx, durable, flush), d.now(),
-		refunds.since, refunds.in, refunds.at, refunds.spent, tx.skipHeld,
+		refunds.since, refunds.in, refunds.at, refunds.spent, tx.skipHeld, zones,
 	}, into
 }
 
@@ -269,7 +277,29 @@ func (d *database) explain(ctx context.Context, db DBTX, requests []*request, er
 		}
 		return err
 	}
+	if zone := unknownZone(requests, err); zone != "" {
+		return errZone(zone, "which the database's server does not know; "+
+			"SELECT name FROM pg_timezone_names lists what it knows")
+	}
 	return d.explainVersion(ctx, db, err)
+}
+
+// unknownZone returns the time zone that an error of Postgres is about, or nothing. Such an error has the name of the
+// zone in its text, in whatever language that is.
+func unknownZone(requests []*request, err error) (zone string) {
+	pgErr, ok := errors.AsType[*pgconn.PgError](err)
+	if !ok || pgErr.Code != "22023" || strings.HasPrefix(pgErr.Message, "rate_limit: ") {
+		return ""
+	}
+	for _, r := range requests {
+		for i := range r.parts {
+			name := r.parts[i].model.numbers().Zone
+			if len(name) > len(zone) && strings.Contains(pgErr.Message, name) {
+				zone = name
+			}
+		}
+	}
+	return zone
 }
 
 // closeTimeout is how long pgxpool takes to close a connection that does not answer. Until then it counts as acquired.

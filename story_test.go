@@ -207,6 +207,8 @@ func randomRefund(r *rand.Rand, p model, takes []take, cost, count int64) (int64
 	return -k.units, 1, []take{k}
 }
 
+func oneOf[T any](r *rand.Rand, all []T) T { return all[r.IntN(len(all))] }
+
 // magnitude is a number from 1 to limit of any order of magnitude, and often the one or the other end.
 func magnitude(r *rand.Rand, limit int64) int64 {
 	switch r.IntN(12) {
@@ -232,13 +234,15 @@ func randomPolicy(r *rand.Rand) model {
 	case 4:
 		limit = maxProduct / window
 	}
-	switch r.IntN(4) {
+	switch r.IntN(5) {
 	case 0:
 		return FixedWindow{Limit: limit, Window: duration(window)}
 	case 1:
 		return SlidingWindow{Limit: limit, Window: duration(window)}
 	case 2:
 		return SlidingLog{Limit: min(limit, maxLogLimit), Window: duration(window)}
+	case 3:
+		return CalendarWindow{Limit: limit, Unit: oneOf(r, calendarUnits()), Zone: oneOf(r, steadyZones())}
 	}
 	slowest := ceilDiv(limit*window, maxSpan)
 	refill := slowest + magnitude(r, math.MaxInt64-slowest)
@@ -277,6 +281,16 @@ func changedPolicy(r *rand.Rand, p model) model {
 	case TokenBucket:
 		p.Capacity, p.Refill, p.Every = vary(p.Capacity), vary(p.Refill), duration(vary(micros(p.Every))%(2*maxSpan))
 		changed = p
+	case CalendarWindow:
+		if p.Limit = vary(p.Limit); r.IntN(3) == 0 {
+			p.Unit = oneOf(r, calendarUnits())
+		}
+		if r.IntN(3) == 0 {
+			p.Zone = oneOf(r, steadyZones())
+		}
+		if changed = p; r.IntN(6) == 0 {
+			changed = FixedWindow{p.Limit, duration(p.span())}
+		}
 	}
 	if changed.validate() != nil {
 		return p
@@ -347,6 +361,8 @@ func nextClock(r *rand.Rand, clock int64, policy model, goals []int64) int64 {
 		window = micros(p.Window)
 	case TokenBucket:
 		window = p.fillTime(p.full())
+	case CalendarWindow:
+		window = p.span()
 	}
 	switch choice := r.IntN(20); {
 	case choice < 4:

@@ -164,6 +164,9 @@ func numbersOf(p Policy) map[string]model {
 			numbers[name] = SlidingWindow{Limit: change.limit, Window: change.time}
 		case SlidingLog:
 			numbers[name] = SlidingLog{Limit: change.limit, Window: change.time}
+		case CalendarWindow:
+			unit := map[time.Duration]Unit{time.Minute: Hour, 5 * time.Minute: Day, 7 * time.Second: Minute}[change.time]
+			numbers[name] = CalendarWindow{Limit: change.limit, Unit: unit, Zone: "Asia/Kolkata"}
 		case TokenBucket:
 			numbers[name] = TokenBucket{Capacity: change.limit, Refill: 7, Every: change.time}
 		}

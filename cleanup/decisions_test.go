@@ -70,6 +70,7 @@ func play(t *testing.T, swept, kept *pgtest.DB, name string, seed uint64) (delet
 		newSweeper(t, swept.Pool, Config{BatchSize: 2, MaxDuration: 1, Test: now}),
 	}
 	spans := []time.Duration{time.Millisecond, 10 * time.Second, time.Minute, time.Hour}
+	units := []ratelimit.Unit{ratelimit.Minute, ratelimit.Hour, ratelimit.Day}
 	durable := r.IntN(2) == 0
 	var of [2]*ratelimit.Limiter
 	var expiries []time.Time // when rows expire
@@ -83,7 +84,8 @@ func play(t *testing.T, swept, kept *pgtest.DB, name string, seed uint64) (delet
 				ratelimit.SlidingWindow{Limit: limit, Window: span},
 				ratelimit.TokenBucket{Capacity: limit, Refill: 1 + r.Int64N(3), Every: span},
 				ratelimit.SlidingLog{Limit: limit, Window: span},
-			}[r.IntN(4)]
+				ratelimit.CalendarWindow{Limit: limit, Unit: units[r.IntN(len(units))], Zone: "Australia/Lord_Howe"},
+			}[r.IntN(5)]
 			for i, db := range []*pgtest.DB{swept, kept} {
 				of[i] = limitertest.New(t, db.Pool, ratelimit.Config{
 					Name: name, Policy: policy, Durable: durable, NoDenialCache: true,
@@ -259,6 +261,7 @@ func TestRowsVanishBetweenLookAndInsert(t *testing.T) {
 		"sliding window": "rate_limit_sliding_window('a', $1::text[], 10, 3600000000, durable => $2, now => $3)",
 		"token bucket":   "rate_limit_token_bucket('a', $1::text[], 10, 10, 3600000000, durable => $2, now => $3)",
 		"sliding log":    "rate_limit_sliding_log('a', $1::text[], 10, 3600000000, durable => $2, now => $3)",
+		"calendar":       "rate_limit_calendar_window('a', $1::text[], 10, 3600000000, 'UTC', durable => $2, now => $3)",
 	}
 	for name, function := range functions {
 		for _, durable := range []bool{false, true} {

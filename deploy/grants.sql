@@ -7,7 +7,8 @@ SET search_path = rate_limit;
 
 -- No role needs rights to write to the tables, because the functions run with the rights of their owner.
 GRANT EXECUTE ON FUNCTION rate_limit_fixed_window, rate_limit_sliding_window, rate_limit_token_bucket,
-    rate_limit_sliding_log, rate_limit_all, rate_limit_allow, rate_limit_peek, rate_limit_reset TO rate_limit_app;
+    rate_limit_sliding_log, rate_limit_calendar_window, rate_limit_all, rate_limit_allow, rate_limit_peek,
+    rate_limit_reset TO rate_limit_app;
 GRANT SELECT ON rate_limit_sweeper TO rate_limit_app; -- for metrics of the tables; it holds no keys
 GRANT EXECUTE ON FUNCTION rate_limit_sweep TO rate_limit_sweeper;
 GRANT SELECT ON rate_limit_ephemeral, rate_limit_durable, rate_limit_sweeper TO rate_limit_reader;

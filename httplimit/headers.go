@@ -43,7 +43,7 @@ const maxInteger = 999_999_999_999_999
 // shape is what header fields tell of a policy. They tell nothing of All.
 type shape struct {
 	window int64 // in seconds; see windowSeconds
-	fixed  bool  // it is a FixedWindow, for which it is known when there is more
+	fixed  bool  // it is a FixedWindow or CalendarWindow, for which it is known when there is more
 }
 
 func shapeOf(policy ratelimit.Policy) shape {
@@ -54,7 +54,8 @@ func shapeOf(policy ratelimit.Policy) shape {
 	if err != nil || len(numbers) != 1 {
 		return shape{}
 	}
-	return shape{windowSeconds(numbers[0]), numbers[0].Algorithm == algorithm.FixedWindow}
+	n := numbers[0]
+	return shape{windowSeconds(n), n.Algorithm == algorithm.FixedWindow || n.Algorithm == algorithm.CalendarWindow}
 }
 
 // set writes the fields for a decision. remaining is what remains after it.
@@ -139,7 +140,8 @@ func wholeSeconds(d time.Duration) int64 {
 	return seconds
 }
 
-// windowSeconds is the time in which a policy allows its limit, in the long run; 0 if that is not whole seconds.
+// windowSeconds is the time in which a policy allows its limit, in the long run; 0 if that is not whole seconds. A
+// month of the calendar has 31 days here.
 func windowSeconds(n algorithm.Numbers) int64 {
 	micros := n.Span.Microseconds()
 	if n.Refill > 0 {

@@ -100,6 +100,8 @@ func TestWindowSeconds(t *testing.T) {
 		{ratelimit.FixedWindow{Limit: 1, Window: time.Microsecond}, 0},
 		{ratelimit.SlidingWindow{Limit: 1, Window: 24 * time.Hour}, 86400},
 		{ratelimit.SlidingLog{Limit: 1, Window: time.Hour}, 3600},
+		{ratelimit.CalendarWindow{Limit: 1, Unit: ratelimit.Day, Zone: "Europe/Berlin"}, 86400},
+		{ratelimit.CalendarWindow{Limit: 1, Unit: ratelimit.Month}, 31 * 86400},
 		{ratelimit.TokenBucket{Capacity: 1, Refill: 1, Every: time.Second}, 1},
 		{ratelimit.TokenBucket{Capacity: 1, Refill: 3, Every: time.Second}, 0},
 		{ratelimit.TokenBucket{Capacity: 3, Refill: 3, Every: time.Second}, 1},

@@ -24,7 +24,7 @@ SELECT pg_catalog.set_config('search_path', pg_catalog.format('%I, pg_temp', pg_
 --
 -- A row in which something is NULL needs 8 bytes more, to say what. So log is NULL where it is not needed, and so are
 -- the columns that only buckets need. Then a window's row is as large as it would be without these columns: 88 bytes
--- with a key of 10 bytes. A bucket's row has 128 bytes.
+-- with a key of 10 bytes. A calendar window's row has 96 bytes, and a bucket's 128.
 CREATE UNLOGGED TABLE rate_limit_ephemeral (
     prefix       text COLLATE "C" NOT NULL,
     key          text COLLATE "C" NOT NULL,
@@ -53,7 +53,7 @@ COMMENT ON TABLE rate_limit_ephemeral IS
 COMMENT ON COLUMN rate_limit_ephemeral.prefix IS 'Name of the limiter. It keeps limiters apart.';
 COMMENT ON COLUMN rate_limit_ephemeral.key IS 'Who is limited: 1 to 512 bytes.';
 COMMENT ON COLUMN rate_limit_ephemeral.algorithm IS
-    'Which function wrote the row: 1 fixed window, 2 sliding window, 3 token bucket, 4 sliding log. '
+    'Which function wrote the row: 1 fixed window, 2 sliding window, 3 token bucket, 4 sliding log, 5 calendar window. '
     'For the other functions the row counts as no row.';
 COMMENT ON COLUMN rate_limit_ephemeral.count IS
     'Windows: what has been taken in the window that starts at window_start. '
@@ -62,7 +62,7 @@ COMMENT ON COLUMN rate_limit_ephemeral.count IS
 COMMENT ON COLUMN rate_limit_ephemeral.prev_count IS
     'Sliding window: what had been taken in the window before that one.';
 COMMENT ON COLUMN rate_limit_ephemeral.window_start IS
-    'Windows: start of the window. '
+    'Windows: start of the window; of a calendar window, when something was first taken in it. '
     'Sliding window log: when something was last taken. '
     'Token bucket: the time up to which refill is part of credit. '
     'In microseconds since 1970 UTC.';
@@ -71,6 +71,7 @@ COMMENT ON COLUMN rate_limit_ephemeral.credit IS
     'Windows: granted credit, above the limit.';
 COMMENT ON COLUMN rate_limit_ephemeral.scale IS
     'Token bucket: units of credit in one token, which is the policy''s refill interval in microseconds. '
+    'Calendar window: microseconds from window_start to the end of the window. '
     'Otherwise NULL.';
 COMMENT ON COLUMN rate_limit_ephemeral.expires_at IS
     'From this time on the row means the same as no row. In microseconds since 1970 UTC: '
@@ -116,7 +117,7 @@ COMMENT ON TABLE rate_limit_durable IS
 COMMENT ON COLUMN rate_limit_durable.prefix IS 'Name of the limiter. It keeps limiters apart.';
 COMMENT ON COLUMN rate_limit_durable.key IS 'Who is limited: 1 to 512 bytes.';
 COMMENT ON COLUMN rate_limit_durable.algorithm IS
-    'Which function wrote the row: 1 fixed window, 2 sliding window, 3 token bucket, 4 sliding log. '
+    'Which function wrote the row: 1 fixed window, 2 sliding window, 3 token bucket, 4 sliding log, 5 calendar window. '
     'For the other functions the row counts as no row.';
 COMMENT ON COLUMN rate_limit_durable.count IS
     'Windows: what has been taken in the window that starts at window_start. '
@@ -125,7 +126,7 @@ COMMENT ON COLUMN rate_limit_durable.count IS
 COMMENT ON COLUMN rate_limit_durable.prev_count IS
     'Sliding window: what had been taken in the window before that one.';
 COMMENT ON COLUMN rate_limit_durable.window_start IS
-    'Windows: start of the window. '
+    'Windows: start of the window; of a calendar window, when something was first taken in it. '
     'Sliding window log: when something was last taken. '
     'Token bucket: the time up to which refill is part of credit. '
     'In microseconds since 1970 UTC.';
@@ -134,6 +135,7 @@ COMMENT ON COLUMN rate_limit_durable.credit IS
     'Windows: granted credit, above the limit.';
 COMMENT ON COLUMN rate_limit_durable.scale IS
     'Token bucket: units of credit in one token, which is the policy''s refill interval in microseconds. '
+    'Calendar window: microseconds from window_start to the end of the window. '
     'Otherwise NULL.';
 COMMENT ON COLUMN rate_limit_durable.expires_at IS
     'From this time on the row means the same as no row. In microseconds since 1970 UTC: '
@@ -196,9 +198,9 @@ BEGIN
             AND p.proowner = (SELECT r.oid FROM pg_roles AS r WHERE r.rolname = current_user)
             AND p.proname IN (
                 'rate_limit_fixed_window', 'rate_limit_sliding_window', 'rate_limit_token_bucket',
-                'rate_limit_sliding_log', 'rate_limit_all',
+                'rate_limit_sliding_log', 'rate_limit_calendar_window', 'rate_limit_all',
                 'rate_limit_allow', 'rate_limit_peek', 'rate_limit_reset', 'rate_limit_sweep',
-                '_rate_limit_late', '_rate_limit_policy', '_rate_limit_ask')
+                '_rate_limit_late', '_rate_limit_policy', '_rate_limit_ask', '_rate_limit_window_end')
     LOOP
         signature := fn.oid::regprocedure::text;
         -- A migration before this one may have done it.

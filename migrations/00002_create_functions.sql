@@ -67,6 +67,40 @@ END
 $$;
 -- +goose StatementEnd
 
+-- _rate_limit_window_end tells when the window ends that a clock is in: when the next one starts, by date_trunc.
+-- Clocks change at whole seconds, so it takes whole seconds.
+-- +goose StatementBegin
+CREATE FUNCTION _rate_limit_window_end(
+    clock bigint,
+    window_us bigint,
+    zone text
+)
+RETURNS bigint
+LANGUAGE plpgsql
+AS $$
+#variable_conflict use_variable
+DECLARE
+    unit CONSTANT text := CASE window_us WHEN 60000000 THEN 'minute' WHEN 3600000000 THEN 'hour'
+        WHEN 86400000000 THEN 'day' WHEN 604800000000 THEN 'week' ELSE 'month' END;
+    instant CONSTANT timestamptz := timestamptz 'epoch' + clock / 1000000 * interval '1 second';
+    begins CONSTANT timestamptz := date_trunc(unit, instant, zone);
+    -- A time in the next window: windows of days and more differ in length by less than half of it. Of hours and
+    -- minutes the next one starts where date_trunc changes, which is within a window only if clocks change there.
+    later CONSTANT timestamptz := begins
+        + CASE WHEN window_us < 86400000000 THEN window_us - 1000000 ELSE window_us / 2 * 3 END
+            * interval '1 microsecond';
+    ends timestamptz := date_trunc(unit, later, zone);
+BEGIN
+    IF begins > instant THEN -- midnight comes once more, or was left out
+        ends := begins;
+    ELSIF ends <= instant THEN
+        ends := begins + window_us * interval '1 microsecond';
+    END IF;
+    RETURN extract(epoch FROM ends)::bigint * 1000000;
+END
+$$;
+-- +goose StatementEnd
+
 -- rate_limit_all decides requests of several parts each, such as one for an address, one for a user and one for
 -- everybody. A request takes from all of its parts or from none. The parts may differ in everything: limiter, key,
 -- algorithm, cost and table.
@@ -74,9 +108,9 @@ $$;
 --   requests            the request that a part belongs to. Parts of one request stand together, and requests ascend
 --   names, keys         the limiter and the key of each part. A request may name the same row only once
 --   durables            whether its row is in rate_limit_durable rather than in rate_limit_ephemeral
---   algorithms          1 fixed window, 2 sliding window, 3 token bucket, 4 sliding log
+--   algorithms          1 fixed window, 2 sliding window, 3 token bucket, 4 sliding log, 5 calendar window
 --   limits              max_count of a window, capacity of a bucket
---   spans_us            window_us of a window, every_us of a bucket
+--   spans_us            window_us of a window, every_us of a bucket; of a calendar window, as its function takes it
 --   refills             refill of a bucket
 --   costs               cost of each part; NULL means 1 each. Costs that are all 0 only look. A request whose costs are
 --                       below 0 gives back to all of its parts, or grants credit to all of them: see taken_in
@@ -91,6 +125,7 @@ $$;
 --                       just making, and decide only the others. A row that is being made cannot be seen, and is waited
 --                       for as long as lock_timeout_ms. After five such waits, requests for rows that still have to be
 --                       made are passed over as well
+--   zones               time zone of each part that is a calendar window; NULL means UTC for each
 --
 -- It returns a row for each part. granted is that of the request. A part with room for one more has a retry_after_us of
 -- 0, so the parts that refused are those with another retry_after_us. The request fits after the longest of them. Of a
@@ -130,7 +165,8 @@ CREATE FUNCTION rate_limit_all(
     taken_in bigint[] DEFAULT NULL,
     taken_at bigint[] DEFAULT NULL,
     taken_spent bigint[] DEFAULT NULL,
-    skip_held boolean DEFAULT false
+    skip_held boolean DEFAULT false,
+    zones text[] DEFAULT NULL
 )
 RETURNS SETOF rate_limit_decision
 LANGUAGE plpgsql
@@ -200,6 +236,7 @@ DECLARE
     max_count bigint;
     window_us bigint;
     refill bigint;
+    zone text;
     capacity ALIAS FOR max_count;
     every_us ALIAS FOR window_us;
     full_credit bigint;
@@ -1234,10 +1271,101 @@ BEGIN
                         END IF;
                         remaining := greatest(max_count - s.count, 0);
                         remaining := remaining + s.credit;
+                    WHEN 5 THEN
+                        zone := CASE WHEN zones IS NULL THEN 'UTC' ELSE zones[part] END;
+                        IF pass = first_pass
+                            AND ((cost >= 1 OR just_look OR gives OR cost = 0 AND to_part = from_part)
+                                AND max_count BETWEEN 1 AND 4611686018427387904
+                                    AND window_us IN (60000000, 3600000000, 86400000000, 604800000000, 2678400000000)
+                                    AND octet_length(zone) <= 64
+                                    AND zone COLLATE "C" ~ '^(UTC|[A-Z][A-Za-z_-]*(/[A-Z][A-Za-z_-]*)+)$'
+                                AND timestamptz 'epoch' AT TIME ZONE zone IS NOT NULL
+                            ) IS NOT TRUE
+                        THEN
+                            RAISE EXCEPTION 'rate_limit: the % of part % is outside the exact range', CASE
+                                    WHEN (cost >= 1 OR just_look OR gives OR cost = 0 AND to_part = from_part)
+                                        IS NOT TRUE THEN 'cost'
+                                    ELSE 'limit, span or zone' END, part
+                                USING ERRCODE = 'invalid_parameter_value',
+                                    HINT = 'Of limit, span and zone: '
+                                    'max_count is at least 1 and at most 2^62. '
+                                    'window_us is 60000000 (a minute), 3600000000 (an hour), 86400000000 (a day), '
+                                    '604800000000 (a week) or 2678400000000 (a month). '
+                                    'zone is UTC or a name like Europe/Berlin.';
+                        END IF;
+                        -- What fits into less than the room there is, fits. Then the rest need not be worked out.
+                        CONTINUE WHEN pass = 1 AND asked = 1
+                            AND cost <= max_count - s.count;
+                        -- Not the window of a longer unit.
+                        s.count := CASE WHEN s.scale <= 2 * window_us THEN s.count ELSE 0 END;
+                        IF clock >= s.expires_at OR (s.count | s.credit) = 0 THEN
+                            s.count := 0;
+                            s.credit := 0;
+                            s.window_start := clock;
+                            s.since := NULL;
+                        ELSIF s.window_start - clock > window_us THEN
+                            s.window_start := clock;
+                            s.scale := window_us;
+                            s.expires_at := clock + CASE WHEN s.credit > 0 THEN 2 * window_us ELSE window_us END;
+                            moved := true;
+                        END IF;
+                        t := greatest(clock, s.window_start);
+                        IF s.count = 0 OR t - s.window_start >= s.scale THEN
+                            s.count := 0;
+                            s.window_start := t;
+                            s.scale := _rate_limit_window_end(t, window_us, zone) - t;
+                            s.since := CASE WHEN s.credit > 0 THEN s.since END;
+                        END IF;
+                        IF gives AND pass = 2 AND NOT as_seen THEN
+                            -- This divides, because the product could overflow.
+                            units := CASE WHEN asked > -(9223372036854775807 / cost) THEN 9223372036854775807
+                                ELSE -asked * cost END;
+                            IF grants THEN
+                                changed := true;
+                                s.credit := least(s.credit + least(units, 2305843009213693952),
+                                    2305843009213693952);
+                                s.since := coalesce(s.since, t);
+                                s.expires_at := t + 2 * window_us;
+                            ELSE
+                                -- What goes back is all that changes. The row is not rolled forward, and it does
+                                -- not end earlier, unless nothing in it counts. Callers who ask under other numbers
+                                -- may still count what these numbers no longer count.
+                                r := asked_rows[at];
+                                -- What came out of credit goes back first, as credit, if the row is still the one
+                                -- that it came from.
+                                back := least(greatest(coalesce(taken_spent[part], 0), 0), units);
+                                units := units - back;
+                                changed := coalesce(back > 0 AND s.since = taken_since[part]
+                                    AND s.credit < 2305843009213693952,
+                                    false);
+                                IF changed THEN
+                                    s.credit := s.credit + least(back, 2305843009213693952 - s.credit);
+                                    r.credit := s.credit;
+                                    s.expires_at := greatest(s.expires_at, t + 2 * window_us);
+                                    r.expires_at := greatest(r.expires_at, t + 2 * window_us);
+                                END IF;
+                                IF taken_in[part] = s.window_start AND s.window_start = r.window_start THEN
+                                    back := least(units, s.count);
+                                    changed := changed OR back > 0;
+                                    s.count := s.count - back;
+                                    r.count := r.count - back;
+                                END IF;
+                                IF s.count = 0 THEN
+                                    IF s.credit = 0 THEN -- as good as new
+                                        t := clock;
+                                        s.since := NULL;
+                                    END IF;
+                                    s.window_start := t;
+                                    s.scale := _rate_limit_window_end(t, window_us, zone) - t;
+                                END IF;
+                            END IF;
+                        END IF;
+                        remaining := greatest(max_count - s.count, 0);
+                        remaining := remaining + s.credit;
                     ELSE
                         RAISE EXCEPTION 'rate_limit: % is no algorithm', algorithm
-                            USING ERRCODE = 'invalid_parameter_value',
-                                HINT = 'Write 1 fixed window, 2 sliding window, 3 token bucket, 4 sliding log.';
+                            USING ERRCODE = 'invalid_parameter_value', HINT = 'Write '
+                                '1 fixed window, 2 sliding window, 3 token bucket, 4 sliding log, 5 calendar window.';
                     END CASE;
                     IF pass = first_pass AND NOT (just_look OR gives) THEN
                         any_moved := any_moved OR (moved AND cost > remaining AND cost <= max_count);
@@ -1364,6 +1492,27 @@ BEGIN
                                 coalesce(CASE WHEN s.count > 0 THEN s.window_start + window_us END, clock),
                                 s.expires_at), clock)
                         END - clock;
+                    WHEN 5 THEN
+                        IF granted > 0 AND NOT gives THEN
+                            IF s.credit > 0 THEN
+                                spent := greatest(granted * cost - (remaining - s.credit), 0);
+                                s.credit := s.credit - spent;
+                            END IF;
+                            units := granted * cost - spent;
+                            s.count := s.count + units;
+                            s.expires_at := t + 2 * window_us;
+                            remaining := remaining - granted * cost;
+                        END IF;
+                        IF retry_after_us > 0 THEN
+                            free_at := s.window_start + s.scale;
+                            retry_after_us := least(free_at, s.expires_at) - clock;
+                        END IF;
+                        reset_after_us := CASE
+                            WHEN s.credit > 0 THEN s.expires_at
+                            ELSE greatest(least(
+                                coalesce(CASE WHEN s.count > 0 THEN s.window_start + s.scale END, clock),
+                                s.expires_at), clock)
+                        END - clock;
                     END CASE;
 
                     IF (granted > 0 AND changed) OR (moved AND cost > 0 AND retry_after_us > 0) THEN
@@ -1377,7 +1526,7 @@ BEGIN
                     END IF;
                     RETURN NEXT ROW(part::bigint, granted, remaining, retry_after_us, reset_after_us, decided_at,
                         s.count, s.prev_count, s.window_start, s.credit,
-                        CASE WHEN algorithm = 3 THEN s.scale END, s.expires_at,
+                        s.scale, s.expires_at,
                         CASE WHEN needed > 0 THEN s.log[1:least(needed, 64)] END, -- 64 is maxDenialEntries
                         s.since, s.window_start,
                         CASE WHEN algorithm = 3 THEN s.returned + full_credit - s.credit END, spent);
@@ -1494,8 +1643,9 @@ COMMENT ON FUNCTION rate_limit_all IS
     'Decides requests that take from several limits at once, or from none of them. '
     'The arrays have an element for each part: the request that it belongs to, limiter, key, '
     'whether it is in rate_limit_durable, '
-    'algorithm (1 fixed window, 2 sliding window, 3 token bucket, 4 sliding log), '
-    'max_count or capacity, window_us or every_us, and refill.
+    'algorithm (1 fixed window, 2 sliding window, 3 token bucket, 4 sliding log, 5 calendar window), '
+    'max_count or capacity, window_us or every_us, and refill. '
+    'zones, by name, has the time zone of each that is a calendar window; NULL means UTC.
 It returns a row for each part, as the functions of one limit do. '
     'granted is that of the whole request. '
     'The parts that refused it are those with a retry_after_us other than 0. '
@@ -1986,7 +2136,8 @@ BEGIN
         array_fill(max_count, ARRAY[cardinality(keys)]), array_fill(window_us, ARRAY[cardinality(keys)]),
         array_fill(0::bigint, ARRAY[cardinality(keys)]),
         costs, counts, lock_timeout_ms, synchronous_commit, now,
-        taken_since, taken_in, taken_at, taken_spent, skip_held) AS a;
+        taken_since, taken_in, taken_at, taken_spent, skip_held,
+        NULL::text[]) AS a;
 END
 $$;
 -- +goose StatementEnd
@@ -2554,7 +2705,8 @@ BEGIN
         array_fill(max_count, ARRAY[cardinality(keys)]), array_fill(window_us, ARRAY[cardinality(keys)]),
         array_fill(0::bigint, ARRAY[cardinality(keys)]),
         costs, counts, lock_timeout_ms, synchronous_commit, now,
-        taken_since, taken_in, taken_at, taken_spent, skip_held) AS a;
+        taken_since, taken_in, taken_at, taken_spent, skip_held,
+        NULL::text[]) AS a;
 END
 $$;
 -- +goose StatementEnd
@@ -3154,7 +3306,8 @@ BEGIN
         array_fill(capacity, ARRAY[cardinality(keys)]), array_fill(every_us, ARRAY[cardinality(keys)]),
         array_fill(refill, ARRAY[cardinality(keys)]),
         costs, counts, lock_timeout_ms, synchronous_commit, now,
-        taken_since, taken_in, taken_at, taken_spent, skip_held) AS a;
+        taken_since, taken_in, taken_at, taken_spent, skip_held,
+        NULL::text[]) AS a;
 END
 $$;
 -- +goose StatementEnd
@@ -3484,7 +3637,8 @@ BEGIN
         array_fill(max_count, ARRAY[cardinality(keys)]), array_fill(window_us, ARRAY[cardinality(keys)]),
         array_fill(0::bigint, ARRAY[cardinality(keys)]),
         costs, counts, lock_timeout_ms, synchronous_commit, now,
-        taken_since, taken_in, taken_at, taken_spent, skip_held) AS a;
+        taken_since, taken_in, taken_at, taken_spent, skip_held,
+        NULL::text[]) AS a;
 END
 $$;
 -- +goose StatementEnd
@@ -3505,6 +3659,534 @@ It returns a row for each key: '
     'A refund is always granted, even if there was nothing to give back. '
     'What is taken commits or rolls back with the transaction.
 Example: SELECT * FROM rate_limit_sliding_log(''login'', ARRAY[''user:123''], 10, 60000000) takes one of 10 a minute.
+Optional, by name: costs and counts for each key, which are 1 each by default, '
+    'and durable => true for rate_limit_durable. '
+    'A cost of 0 only looks. A cost below 0 grants credit above the limit. '
+    'With the taken_since, taken_in, taken_at and taken_spent of a decision that took, a cost below 0 is a refund: '
+    'it gives back what that take still counts. '
+    'Each unit is given back only once if the caller asks only once.';
+
+-- The calendar window; see calendar.go.
+--
+--   name                the limiter's name, 1 to 128 bytes
+--   keys                who asks, 1 to 512 bytes each. A key may stand here several times, and is decided in that order
+--   max_count           the limit, in units of cost, at most 2^62
+--   window_us           60000000 for windows of a minute, 3600000000 for an hour, 86400000000 for a day, 604800000000
+--                       for a week, 2678400000000 for a month
+--   zone                the time zone: UTC, or a name with a slash, such as Europe/Berlin
+--   costs               cost of one request, for each key; NULL means 1 each. A cost of 0 takes nothing and tells
+--                       whether a cost of 1 would fit. A cost below 0 gives back or grants, see taken_in. A cost
+--                       above max_count is denied with a retry_after_us of NULL, which means never
+--   counts              how many such requests are asked, for each key; NULL means 1 each
+--   durable             whether the rows are in rate_limit_durable rather than in rate_limit_ephemeral
+--   lock_timeout_ms     longest wait for one row, for this transaction; NULL leaves the session's lock_timeout
+--   synchronous_commit  whether the commit of this transaction waits for the WAL; NULL leaves the session's setting
+--   now                 replaces the clock, for tests
+--   taken_since, taken_in, taken_at, taken_spent
+--                       which take a cost below 0 gives back: what the decision of that take returned under these
+--                       names, for each key. If taken_in is NULL, nothing is given back, and the cost grants credit
+--                       above the limit. A key holds up to 2^61 of credit
+--   skip_held           whether to decide only the other keys if somebody's transaction has locked the row of a key, or
+--                       is just making it. For such a key a row comes back with a granted of -2, or none: see
+--                       rate_limit_all
+--
+-- A few keys that come in the order of locking are decided one after the other. If the row exists and will
+-- stay in force for a while, an UPDATE takes from it. Otherwise the row is locked and written, or made. Many keys are
+-- decided by one statement: it takes from each row as it is, or makes it. Everything
+-- less ordinary is left to rate_limit_all.
+--
+-- The clock is read twice: before a row is locked, and with the lock held. A decision is made by the first reading, and
+-- what it needs must be true then and still be true 10 ms later. So it was also true when the row was locked: the one
+-- statement leaves out rows that were waited for longer, and the UPDATE is undone if its row had ended before the lock.
+-- The decision is told by the second reading. Only a window or a bucket that begins does so at the first reading,
+-- because nobody else can have decided anything by it since.
+-- +goose StatementBegin
+CREATE FUNCTION rate_limit_calendar_window(
+    name text,
+    keys text[],
+    max_count bigint,
+    window_us bigint,
+    zone text,
+    costs bigint[] DEFAULT NULL,
+    counts bigint[] DEFAULT NULL,
+    durable boolean DEFAULT false,
+    lock_timeout_ms integer DEFAULT NULL,
+    synchronous_commit boolean DEFAULT NULL,
+    now timestamptz DEFAULT NULL,
+    taken_since bigint[] DEFAULT NULL,
+    taken_in bigint[] DEFAULT NULL,
+    taken_at bigint[] DEFAULT NULL,
+    taken_spent bigint[] DEFAULT NULL,
+    skip_held boolean DEFAULT false
+)
+RETURNS SETOF rate_limit_decision
+LANGUAGE plpgsql
+SECURITY DEFINER
+SET enable_seqscan = off -- a plan must not depend on how small the table was when it was made
+SET enable_nestloop = off -- two lists of keys are joined below, and the planner takes them for short ones
+AS $$
+#variable_conflict use_variable
+DECLARE
+    decided_at timestamptz;
+    clock bigint;
+    taken rate_limit_row[]; -- the rows that one statement took from or made; their cost is what was taken
+    t bigint;
+    n integer := cardinality(keys);
+    few boolean;            -- whether to decide one key after the other
+    undecided bigint[];     -- the places of the keys that are left to rate_limit_all
+    give_up timestamptz;
+    cost bigint := 1;       -- what is asked for the current key
+    asked bigint := 1;
+    r_cost bigint := 1;     -- all of that together, and below it the row if it was taken from it
+    r_count bigint;
+    r_window_start bigint;
+    r_scale bigint;
+    r_expires_at bigint;
+    s rate_limit_row;       -- otherwise the row's state
+    moved boolean;          -- the clock has jumped back, and the row with it
+    granted bigint;
+    remaining bigint;
+    spent bigint;
+    units bigint;
+    free_at bigint;
+    retry_after_us bigint;
+    reset_after_us bigint;
+    window_end bigint;      -- of a window that begins now
+    ignored text;
+BEGIN
+    -- One key, as in most calls of an application that is not under load, or a few in the order of locking, are decided
+    -- one after the other. Each operator counts here, because plpgsql prepares an expression anew in every transaction.
+    few := n BETWEEN 1 AND 8 AND taken_in IS NULL AND NOT skip_held
+        AND max_count BETWEEN 1 AND 4611686018427387904
+            AND window_us IN (60000000, 3600000000, 86400000000, 604800000000, 2678400000000)
+            AND octet_length(zone) <= 64
+            AND zone COLLATE "C" ~ '^(UTC|[A-Z][A-Za-z_-]*(/[A-Z][A-Za-z_-]*)+)$'
+        AND timestamptz 'epoch' AT TIME ZONE zone IS NOT NULL;
+    IF few AND (n > 1 OR costs IS NOT NULL OR counts IS NOT NULL) THEN
+        few := coalesce(cardinality(costs), n) = n AND coalesce(cardinality(counts), n) = n;
+        FOR i IN 1 .. n LOOP
+            few := few AND coalesce(costs[i], 1) BETWEEN 1 AND max_count
+                AND coalesce(counts[i], 1) BETWEEN 1 AND max_count / greatest(costs[i], 1);
+        END LOOP;
+        FOR i IN 2 .. n LOOP
+            few := few AND (-octet_length(keys[i - 1]), keys[i - 1] COLLATE "C")
+                <= (-octet_length(keys[i]), keys[i] COLLATE "C");
+        END LOOP;
+    END IF;
+    IF few THEN
+        IF lock_timeout_ms IS NOT NULL THEN
+            ignored := set_config('lock_timeout', lock_timeout_ms::text, true);
+        END IF;
+        IF synchronous_commit IS NOT NULL THEN
+            ignored := set_config('synchronous_commit', synchronous_commit::text, true);
+        END IF;
+        <<each_key>>
+        FOR i IN 1 .. n LOOP
+            IF i > 1 THEN -- the rows before this one are locked
+                give_up := coalesce(give_up, clock_timestamp() + lock_timeout_ms * interval '25 ms');
+                IF now IS NULL AND clock_timestamp() > give_up THEN
+                    PERFORM _rate_limit_late();
+                END IF;
+            END IF;
+            IF costs IS NOT NULL OR counts IS NOT NULL THEN
+                cost := coalesce(costs[i], 1);
+                asked := coalesce(counts[i], 1);
+                r_cost := cost * asked;
+            END IF;
+            -- Most calls take from a row as it is. (If there is one, the name and the key are valid.)
+            decided_at := coalesce(now, clock_timestamp());
+            clock := (extract(epoch FROM decided_at) * 1000000)::bigint;
+            IF durable IS NOT TRUE THEN
+                UPDATE rate_limit_ephemeral AS d SET
+                    count = d.count + r_cost
+                WHERE d.prefix = name AND d.key = keys[i]
+                    AND d.algorithm = 5 AND d.since IS NULL AND d.window_start - clock <= window_us
+                        AND clock + 10000 < d.expires_at AND d.expires_at = d.window_start + d.scale
+                        AND d.scale <= 2 * window_us AND r_cost <= max_count - d.count
+                RETURNING d.count, d.window_start, d.scale, d.expires_at
+                INTO r_count, r_window_start, r_scale, r_expires_at;
+            ELSE
+                UPDATE rate_limit_durable AS d SET
+                    count = d.count + r_cost
+                WHERE d.prefix = name AND d.key = keys[i]
+                    AND d.algorithm = 5 AND d.since IS NULL AND d.window_start - clock <= window_us
+                        AND clock + 10000 < d.expires_at AND d.expires_at = d.window_start + d.scale
+                        AND d.scale <= 2 * window_us AND r_cost <= max_count - d.count
+                RETURNING d.count, d.window_start, d.scale, d.expires_at
+                INTO r_count, r_window_start, r_scale, r_expires_at;
+            END IF;
+            IF found THEN
+                decided_at := coalesce(now, clock_timestamp());
+                t := (extract(epoch FROM decided_at) * 1000000)::bigint;
+                -- Is the window still running, or the bucket still filling?
+                IF t BETWEEN clock AND r_expires_at - 1 THEN
+                    RETURN NEXT ROW(i::bigint, asked,
+                        max_count - r_count,
+                        0::bigint, r_expires_at - t,
+                        decided_at,
+                        r_count, 0::bigint, r_window_start, 0::bigint, r_scale, r_expires_at, NULL::bigint[],
+                        NULL::bigint, r_window_start, NULL::bigint, 0::bigint);
+                    CONTINUE;
+                END IF;
+                -- The wait for the row lasted until the row ended, or the clock was set meanwhile. Another decision
+                -- may be due.
+                IF durable IS NOT TRUE THEN
+                    UPDATE rate_limit_ephemeral AS d SET count = d.count - r_cost
+                    WHERE d.prefix = name AND d.key = keys[i];
+                ELSE
+                    UPDATE rate_limit_durable AS d SET count = d.count - r_cost
+                    WHERE d.prefix = name AND d.key = keys[i];
+                END IF;
+            END IF;
+            IF (octet_length(name) BETWEEN 1 AND 128 AND octet_length(keys[i]) BETWEEN 1 AND 512) IS NOT TRUE THEN
+                undecided := ARRAY(SELECT generate_series(i, n)::bigint); -- rate_limit_all raises the error
+                EXIT;
+            END IF;
+            FOR attempt IN 1 .. 3 LOOP
+                IF attempt = 3 THEN
+                    -- Another algorithm has written the row, or somebody deletes it all the time. The keys behind it
+                    -- are left to rate_limit_all too: locking a later row before this one could cause a deadlock.
+                    undecided := ARRAY(SELECT generate_series(i, n)::bigint);
+                    EXIT each_key;
+                END IF;
+                IF durable IS NOT TRUE THEN
+                    SELECT NULL::bigint, NULL::bigint, NULL::bigint, d.ctid,
+                        d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at, d.since, d.capacity,
+                        d.refill, d.returned, d.log
+                    INTO s
+                    FROM rate_limit_ephemeral AS d
+                    WHERE d.prefix = name AND d.key = keys[i] AND d.algorithm = 5
+                    FOR UPDATE;
+                ELSE
+                    SELECT NULL::bigint, NULL::bigint, NULL::bigint, d.ctid,
+                        d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at, d.since, d.capacity,
+                        d.refill, d.returned, d.log
+                    INTO s
+                    FROM rate_limit_durable AS d
+                    WHERE d.prefix = name AND d.key = keys[i] AND d.algorithm = 5
+                    FOR UPDATE;
+                END IF;
+                IF NOT found THEN -- what is asked fits into a new row
+                    IF attempt > 1 THEN
+                        decided_at := coalesce(now, clock_timestamp());
+                        clock := (extract(epoch FROM decided_at) * 1000000)::bigint;
+                    END IF;
+                    window_end := _rate_limit_window_end(clock, window_us, zone);
+                    IF durable IS NOT TRUE THEN
+                        INSERT INTO rate_limit_ephemeral AS d
+                            (prefix, key, algorithm, count, window_start, scale, expires_at)
+                        VALUES (name, keys[i], 5, r_cost, clock, window_end - clock, window_end)
+                        ON CONFLICT (prefix, key) DO NOTHING
+                        RETURNING d.count, d.window_start, d.scale, d.expires_at
+                        INTO r_count, r_window_start, r_scale, r_expires_at;
+                    ELSE
+                        INSERT INTO rate_limit_durable AS d
+                            (prefix, key, algorithm, count, window_start, scale, expires_at)
+                        VALUES (name, keys[i], 5, r_cost, clock, window_end - clock, window_end)
+                        ON CONFLICT (prefix, key) DO NOTHING
+                        RETURNING d.count, d.window_start, d.scale, d.expires_at
+                        INTO r_count, r_window_start, r_scale, r_expires_at;
+                    END IF;
+                    CONTINUE WHEN NOT found; -- somebody else has made it
+                    -- Whoever was making it may have rolled back. Then this call has waited for them, and its reading
+                    -- of the clock is too old.
+                    IF now IS NULL AND clock_timestamp() > decided_at + interval '10 ms' THEN
+                        PERFORM rate_limit_reset(name, keys[i], durable, NULL::integer, NULL::boolean);
+                        CONTINUE;
+                    END IF;
+                    RETURN NEXT ROW(i::bigint, asked,
+                        max_count - r_count,
+                        0::bigint, r_expires_at - clock,
+                        decided_at,
+                        r_count, 0::bigint, r_window_start, 0::bigint, r_scale, r_expires_at, NULL::bigint[],
+                        NULL::bigint, r_window_start, NULL::bigint, 0::bigint);
+                    EXIT;
+                END IF;
+                -- The clock is read after the row is locked. Read before, it could be older than the row.
+                decided_at := coalesce(now, clock_timestamp());
+                clock := (extract(epoch FROM decided_at) * 1000000)::bigint;
+                moved := false;
+                -- Not the window of a longer unit.
+                s.count := CASE WHEN s.scale <= 2 * window_us THEN s.count ELSE 0 END;
+                IF clock >= s.expires_at OR (s.count | s.credit) = 0 THEN
+                    s.count := 0;
+                    s.credit := 0;
+                    s.window_start := clock;
+                    s.since := NULL;
+                ELSIF s.window_start - clock > window_us THEN
+                    s.window_start := clock;
+                    s.scale := window_us;
+                    s.expires_at := clock + CASE WHEN s.credit > 0 THEN 2 * window_us ELSE window_us END;
+                    moved := true;
+                END IF;
+                t := greatest(clock, s.window_start);
+                IF s.count = 0 OR t - s.window_start >= s.scale THEN
+                    s.count := 0;
+                    s.window_start := t;
+                    s.scale := _rate_limit_window_end(t, window_us, zone) - t;
+                    s.since := CASE WHEN s.credit > 0 THEN s.since END;
+                END IF;
+                remaining := greatest(max_count - s.count, 0);
+                remaining := remaining + s.credit;
+                granted := least(asked, remaining / cost);
+                retry_after_us := CASE WHEN granted = asked THEN 0 ELSE 1 END;
+                spent := 0;
+                IF granted > 0 THEN
+                    IF s.credit > 0 THEN
+                        spent := greatest(granted * cost - (remaining - s.credit), 0);
+                        s.credit := s.credit - spent;
+                    END IF;
+                    units := granted * cost - spent;
+                    s.count := s.count + units;
+                    s.expires_at := t + 2 * window_us;
+                    remaining := remaining - granted * cost;
+                END IF;
+                IF retry_after_us > 0 THEN
+                    free_at := s.window_start + s.scale;
+                    retry_after_us := least(free_at, s.expires_at) - clock;
+                END IF;
+                reset_after_us := CASE
+                    WHEN s.credit > 0 THEN s.expires_at
+                    ELSE greatest(least(
+                        coalesce(CASE WHEN s.count > 0 THEN s.window_start + s.scale END, clock),
+                        s.expires_at), clock)
+                END - clock;
+                IF granted > 0 OR moved THEN
+                    s.expires_at := clock + reset_after_us;
+                    IF durable IS NOT TRUE THEN
+                        UPDATE rate_limit_ephemeral AS d SET
+                            count = s.count, window_start = s.window_start, credit = s.credit, scale = s.scale,
+                            expires_at = s.expires_at, since = s.since
+                        WHERE d.ctid = s.tid;
+                    ELSE
+                        UPDATE rate_limit_durable AS d SET
+                            count = s.count, window_start = s.window_start, credit = s.credit, scale = s.scale,
+                            expires_at = s.expires_at, since = s.since
+                        WHERE d.ctid = s.tid;
+                    END IF;
+                END IF;
+                RETURN NEXT ROW(i::bigint, granted, remaining, retry_after_us, reset_after_us, decided_at,
+                    s.count, s.prev_count, s.window_start, s.credit,
+                    s.scale, s.expires_at,
+                    NULL::bigint[],
+                    s.since, s.window_start,
+                    NULL::bigint, spent);
+                EXIT;
+            END LOOP;
+        END LOOP;
+        IF undecided IS NULL THEN
+            RETURN;
+        END IF;
+    END IF;
+
+    IF (max_count BETWEEN 1 AND 4611686018427387904
+        AND window_us IN (60000000, 3600000000, 86400000000, 604800000000, 2678400000000)
+        AND octet_length(zone) <= 64
+        AND zone COLLATE "C" ~ '^(UTC|[A-Z][A-Za-z_-]*(/[A-Z][A-Za-z_-]*)+)$'
+    AND timestamptz 'epoch' AT TIME ZONE zone IS NOT NULL) IS NOT TRUE THEN
+        RAISE EXCEPTION 'rate_limit: max_count %, window_us %, zone %: outside the exact range',
+                max_count,
+                window_us,
+                zone
+            USING ERRCODE = 'invalid_parameter_value',
+                HINT = 'max_count is at least 1 and at most 2^62. '
+                    'window_us is 60000000 (a minute), 3600000000 (an hour), 86400000000 (a day), '
+                    '604800000000 (a week) or 2678400000000 (a month). '
+                    'zone is UTC or a name like Europe/Berlin.';
+    END IF;
+    IF (octet_length(name) BETWEEN 1 AND 128 AND keys[cardinality(keys)] IS NOT NULL
+            AND (costs IS NULL OR cardinality(costs) = cardinality(keys))
+            AND (counts IS NULL OR cardinality(counts) = cardinality(keys))
+            AND (taken_in IS NULL OR cardinality(taken_in) = cardinality(keys))) IS NOT TRUE THEN
+        RAISE EXCEPTION 'rate_limit: % is not valid', CASE
+                WHEN (octet_length(name) BETWEEN 1 AND 128) IS NOT TRUE THEN 'name'
+                WHEN keys[cardinality(keys)] IS NULL THEN 'keys'
+                WHEN cardinality(costs) <> cardinality(keys) THEN 'costs'
+                WHEN cardinality(counts) <> cardinality(keys) THEN 'counts'
+                ELSE 'taken_in' END
+            USING ERRCODE = 'invalid_parameter_value',
+                HINT = 'A name has 1 to 128 bytes. At least one key is needed, and as many costs, counts and taken_in '
+                    'as keys. NULL instead of costs or counts means 1 for each key, and NULL instead of taken_in that '
+                    'there are no refunds.',
+                COLUMN = CASE WHEN octet_length(name) > 128 THEN 'name' ELSE '' END;
+    END IF;
+    IF NOT few AND NOT (skip_held IS TRUE OR taken_in IS NOT NULL
+        OR 1 > ANY (costs) OR max_count < ANY (costs)) IS TRUE
+    THEN
+        IF lock_timeout_ms IS NOT NULL THEN
+            ignored := set_config('lock_timeout', lock_timeout_ms::text, true);
+        END IF;
+        IF synchronous_commit IS NOT NULL THEN
+            ignored := set_config('synchronous_commit', synchronous_commit::text, true);
+        END IF;
+        decided_at := coalesce(now, clock_timestamp());
+        clock := (extract(epoch FROM decided_at) * 1000000)::bigint;
+        window_end := _rate_limit_window_end(clock, window_us, zone);
+        IF durable IS NOT TRUE THEN
+            WITH e AS (
+                SELECT e.ord, e.place, e.key, e.asked,
+                    CASE WHEN e.asked BETWEEN 1 AND max_count / e.cost THEN e.cost * e.asked ELSE 0 END AS units
+                FROM (
+                    SELECT e.*, lag(e.place) OVER (ORDER BY e.place, e.ord) IS DISTINCT FROM e.place AS first
+                    FROM (
+                        SELECT e.ord, e.key, coalesce(e.cost, 1) AS cost, coalesce(e.asked, 1) AS asked,
+                            concat(1512 - octet_length(e.key), e.key) COLLATE "C" AS place
+                        FROM unnest((SELECT keys), (SELECT costs), (SELECT counts))
+                            WITH ORDINALITY AS e (key, cost, asked, ord)
+                    ) AS e
+                ) AS e
+                WHERE e.first AND octet_length(e.key) BETWEEN 1 AND 512
+            ), d AS (
+                INSERT INTO rate_limit_ephemeral AS d
+                    (prefix, key, algorithm, count, window_start, scale, expires_at)
+                SELECT name, e.key, 5, e.units, clock, window_end - clock, window_end
+                FROM e ORDER BY e.place
+                ON CONFLICT (prefix, key) DO UPDATE SET
+                    count = CASE WHEN clock < d.expires_at THEN d.count ELSE 0 END + excluded.count,
+                    window_start = CASE WHEN clock < d.expires_at THEN d.window_start ELSE clock END,
+                    scale = CASE WHEN clock < d.expires_at THEN d.scale ELSE excluded.scale END,
+                    expires_at = CASE WHEN clock < d.expires_at THEN d.expires_at ELSE excluded.expires_at END
+                WHERE (clock_timestamp() < decided_at + interval '10 ms' OR now IS NOT NULL
+                        OR lock_timeout_ms IS NOT NULL
+                            AND clock_timestamp() > decided_at + lock_timeout_ms * interval '25 ms'
+                            AND _rate_limit_late())
+                    AND d.algorithm = 5 AND d.since IS NULL AND d.window_start - clock <= window_us
+                        AND excluded.count > 0 AND (clock >= d.expires_at
+                        OR clock + 10000 < d.expires_at AND d.expires_at = d.window_start + d.scale
+                        AND d.scale <= 2 * window_us AND excluded.count <= max_count - d.count)
+                RETURNING d.*
+            )
+            SELECT array_agg(ROW(e.ord, e.units, e.asked, NULL,
+                d.count, 0, d.window_start, 0, d.scale, d.expires_at, NULL, NULL, NULL, NULL, NULL
+            )::rate_limit_row)
+            INTO taken
+            FROM d
+            JOIN e ON e.key = d.key COLLATE "C"
+            WHERE e.units > 0;
+        ELSE
+            WITH e AS (
+                SELECT e.ord, e.place, e.key, e.asked,
+                    CASE WHEN e.asked BETWEEN 1 AND max_count / e.cost THEN e.cost * e.asked ELSE 0 END AS units
+                FROM (
+                    SELECT e.*, lag(e.place) OVER (ORDER BY e.place, e.ord) IS DISTINCT FROM e.place AS first
+                    FROM (
+                        SELECT e.ord, e.key, coalesce(e.cost, 1) AS cost, coalesce(e.asked, 1) AS asked,
+                            concat(1512 - octet_length(e.key), e.key) COLLATE "C" AS place
+                        FROM unnest((SELECT keys), (SELECT costs), (SELECT counts))
+                            WITH ORDINALITY AS e (key, cost, asked, ord)
+                    ) AS e
+                ) AS e
+                WHERE e.first AND octet_length(e.key) BETWEEN 1 AND 512
+            ), d AS (
+                INSERT INTO rate_limit_durable AS d
+                    (prefix, key, algorithm, count, window_start, scale, expires_at)
+                SELECT name, e.key, 5, e.units, clock, window_end - clock, window_end
+                FROM e ORDER BY e.place
+                ON CONFLICT (prefix, key) DO UPDATE SET
+                    count = CASE WHEN clock < d.expires_at THEN d.count ELSE 0 END + excluded.count,
+                    window_start = CASE WHEN clock < d.expires_at THEN d.window_start ELSE clock END,
+                    scale = CASE WHEN clock < d.expires_at THEN d.scale ELSE excluded.scale END,
+                    expires_at = CASE WHEN clock < d.expires_at THEN d.expires_at ELSE excluded.expires_at END
+                WHERE (clock_timestamp() < decided_at + interval '10 ms' OR now IS NOT NULL
+                        OR lock_timeout_ms IS NOT NULL
+                            AND clock_timestamp() > decided_at + lock_timeout_ms * interval '25 ms'
+                            AND _rate_limit_late())
+                    AND d.algorithm = 5 AND d.since IS NULL AND d.window_start - clock <= window_us
+                        AND excluded.count > 0 AND (clock >= d.expires_at
+                        OR clock + 10000 < d.expires_at AND d.expires_at = d.window_start + d.scale
+                        AND d.scale <= 2 * window_us AND excluded.count <= max_count - d.count)
+                RETURNING d.*
+            )
+            SELECT array_agg(ROW(e.ord, e.units, e.asked, NULL,
+                d.count, 0, d.window_start, 0, d.scale, d.expires_at, NULL, NULL, NULL, NULL, NULL
+            )::rate_limit_row)
+            INTO taken
+            FROM d
+            JOIN e ON e.key = d.key COLLATE "C"
+            WHERE e.units > 0;
+        END IF;
+    END IF;
+
+    IF taken IS NOT NULL THEN
+        -- The clock may have been set back meanwhile.
+        t := greatest((extract(epoch FROM coalesce(now, clock_timestamp())) * 1000000)::bigint, clock);
+        -- If a new row was made late, the first reading may be too old for it: another transaction may have made the
+        -- same row, and rolled back after this one had waited for it. Such a row is deleted, and decided anew.
+        IF t > clock + 10000 THEN
+            PERFORM rate_limit_reset(name, keys[e.ord], durable, NULL::integer, NULL::boolean)
+            FROM unnest(taken) AS e
+            WHERE CASE
+                WHEN e.count = e.cost THEN e.window_start
+                ELSE least(t, e.expires_at - 1)
+            END = clock;
+            taken := ARRAY(
+                SELECT e FROM unnest(taken) AS e
+                WHERE CASE
+                    WHEN e.count = e.cost THEN e.window_start
+                    ELSE least(t, e.expires_at - 1)
+                END <> clock);
+        END IF;
+        RETURN QUERY
+        SELECT e.ord, e.asked,
+            max_count - e.count,
+            0::bigint, e.expires_at - e.at,
+            decided_at + (e.at - clock) * interval '1 microsecond',
+            e.count, 0::bigint, e.window_start, 0::bigint, e.scale, e.expires_at, NULL::bigint[],
+            NULL::bigint, e.window_start, NULL::bigint, 0::bigint
+        FROM (
+            SELECT e.*, CASE
+                WHEN e.count = e.cost THEN e.window_start
+                ELSE least(t, e.expires_at - 1)
+            END AS at
+            FROM unnest(taken) AS e
+        ) AS e;
+        IF cardinality(taken) = cardinality(keys) THEN
+            RETURN;
+        END IF;
+        undecided := ARRAY(
+            SELECT e.ord FROM generate_series(1, cardinality(keys)) AS e (ord)
+            WHERE NOT EXISTS (SELECT FROM unnest(taken) AS k WHERE k.ord = e.ord));
+    END IF;
+    IF undecided IS NOT NULL THEN
+        SELECT array_agg(keys[e.ord] ORDER BY e.ord), array_agg(coalesce(costs[e.ord], 1) ORDER BY e.ord),
+            array_agg(coalesce(counts[e.ord], 1) ORDER BY e.ord)
+        INTO keys, costs, counts
+        FROM unnest(undecided) AS e (ord);
+    END IF;
+    RETURN QUERY
+    SELECT coalesce(undecided[a.ord], a.ord), a.granted, a.remaining, a.retry_after_us, a.reset_after_us, a.decided_at,
+        a.count, a.prev_count, a.window_start, a.credit, a.scale, a.expires_at, a.log,
+        a.taken_since, a.taken_in, a.taken_at, a.taken_spent
+    FROM rate_limit_all(
+        ARRAY(SELECT generate_series(1, cardinality(keys))), array_fill(name, ARRAY[cardinality(keys)]), keys,
+        array_fill(coalesce(durable, false), ARRAY[cardinality(keys)]),
+        array_fill(5::smallint, ARRAY[cardinality(keys)]),
+        array_fill(max_count, ARRAY[cardinality(keys)]), array_fill(window_us, ARRAY[cardinality(keys)]),
+        array_fill(0::bigint, ARRAY[cardinality(keys)]),
+        costs, counts, lock_timeout_ms, synchronous_commit, now,
+        taken_since, taken_in, taken_at, taken_spent, skip_held,
+        array_fill(zone, ARRAY[cardinality(keys)])) AS a;
+END
+$$;
+-- +goose StatementEnd
+
+COMMENT ON FUNCTION rate_limit_calendar_window IS
+    'Takes from the minutes, hours, days, weeks or months of a time zone, '
+    'each of which admits max_count.
+It returns a row for each key: '
+    'ord (its place in keys), '
+    'granted (how many of the counts requests were granted), '
+    'remaining (the largest cost that would be granted next), '
+    'retry_after_us (microseconds until the others can be granted; 0: all were; NULL: never), '
+    'reset_after_us (microseconds until the key is as good as new), '
+    'decided_at (the database clock at the decision), '
+    'the state of the key then, as in the table, '
+    'and what a refund has to tell: taken_since, taken_in, taken_at and taken_spent. '
+    'A denial is a row with granted = 0, never an error, and takes nothing. '
+    'A refund is always granted, even if there was nothing to give back. '
+    'What is taken commits or rolls back with the transaction.
+Example: SELECT * FROM rate_limit_calendar_window(''mail'', ''{user:123}'', 1000, 2678400000000, ''Europe/Berlin'') '
+'takes one of 1000 a month.
 Optional, by name: costs and counts for each key, which are 1 each by default, '
     'and durable => true for rate_limit_durable. '
     'A cost of 0 only looks. A cost below 0 grants credit above the limit. '
@@ -3568,7 +4250,8 @@ CREATE FUNCTION _rate_limit_policy(
     OUT algorithms smallint[],
     OUT limits bigint[],
     OUT spans_us bigint[],
-    OUT refills bigint[]
+    OUT refills bigint[],
+    OUT zones text[]
 )
 LANGUAGE plpgsql
 AS $$
@@ -3578,7 +4261,7 @@ DECLARE
     -- on the encoding of the database. A ~ of the text itself becomes a !, which no policy has either.
     ascii text := translate(encode(convert_to(policy, 'UTF8'), 'escape'), chr(92) || '~', '~!');
     one text;
-    words text[];   -- of one policy: algorithm, capacity of a bucket, amount, duration
+    words text[];   -- of one policy: algorithm, capacity of a bucket, amount, duration or unit, time zone
     parts text[];   -- of the duration: days, and the rest
     term text[];    -- of the rest: whole number, fraction, unit
     unit bigint;    -- in nanoseconds
@@ -3590,6 +4273,7 @@ DECLARE
     max_count bigint;
     window_us bigint;
     refill bigint;
+    zone text;
     capacity ALIAS FOR max_count;
     every_us ALIAS FOR window_us;
     biggest CONSTANT numeric := 9223372036854775807;
@@ -3601,13 +4285,20 @@ BEGIN
     ascii := regexp_replace(ascii, '([[:space:]]|~302~205|~302~240|~341~232~200'
         '|~342~200~2(0[0-7]|1[0-2]|5[017])|~342~201~237|~343~200~200)+', ' ', 'g');
     FOREACH one IN ARRAY regexp_split_to_array(coalesce(ascii, ''), ',') LOOP
-        words := regexp_match(one, '^ ?([a-z]+) (?:(' || number || ') )?(' || number || ')/([^ ]+) ?$');
+        words := regexp_match(one, '^ ?([a-z]+) (?:(' || number || ') )?(' || number || ')/([^ ]+)(?: ([^ ]+))? ?$');
         algorithm := CASE
-            WHEN words[1] = 'fixed' AND words[2] IS NULL THEN 1
-            WHEN words[1] = 'sliding' AND words[2] IS NULL THEN 2
-            WHEN words[1] = 'bucket' AND words[2] IS NOT NULL THEN 3
-            WHEN words[1] = 'log' AND words[2] IS NULL THEN 4
+            WHEN words[1] = 'fixed' AND words[2] IS NULL AND words[5] IS NULL THEN 1
+            WHEN words[1] = 'sliding' AND words[2] IS NULL AND words[5] IS NULL THEN 2
+            WHEN words[1] = 'bucket' AND words[2] IS NOT NULL AND words[5] IS NULL THEN 3
+            WHEN words[1] = 'log' AND words[2] IS NULL AND words[5] IS NULL THEN 4
+            WHEN words[1] = 'every' AND words[2] IS NULL THEN 5
         END;
+        zone := NULL;
+        IF algorithm = 5 THEN
+            zone := coalesce(words[5], 'UTC');
+            words[4] := CASE words[4] WHEN 'minute' THEN '1m' WHEN 'hour' THEN '1h' WHEN 'day' THEN '1d'
+                WHEN 'week' THEN '7d' WHEN 'month' THEN '31d' END;
+        END IF;
         parts := regexp_match(words[4], '^(?:0*([0-9]{1,6})d)?(.*)$');
         IF (algorithm IS NOT NULL
                 AND words[3]::numeric <= biggest AND coalesce(words[2]::numeric, 1) <= biggest
@@ -3616,8 +4307,11 @@ BEGIN
         THEN
             RAISE EXCEPTION 'rate_limit: policy cannot be read'
                 USING ERRCODE = 'invalid_parameter_value', COLUMN = 'policy',
-                    HINT = 'Write "fixed 100/1m", "sliding 100/1m", "bucket 20 5/10s", "log 100/1m", or several '
-                        'of these with commas between them. A duration has units: 10s, 1m, 1h30m, 30d.';
+                    HINT = 'Write '
+                        '"fixed 100/1m", "sliding 100/1m", "bucket 20 5/10s", '
+                        '"log 100/1m", "every 1000/month Europe/Berlin", or several '
+                        'of these with commas between them. A duration has units: 10s, 1m, 1h30m, 30d. '
+                        'A window of the calendar is a minute, hour, day, week or month.';
         END IF;
         span := coalesce(parts[1]::numeric, 0) * 86400000000000;
         FOR term IN SELECT regexp_matches(parts[2], '([0-9]*)[.]?([0-9]*)([^.0-9+]+)', 'g') LOOP
@@ -3648,18 +4342,24 @@ BEGIN
                     AND capacity <= 4611686018427387904 / every_us
                     AND (capacity * every_us - 1) / refill < 2251799813685248
             WHEN 4 THEN max_count BETWEEN 1 AND 1000 AND window_us BETWEEN 1 AND 2251799813685248
+            WHEN 5 THEN max_count BETWEEN 1 AND 4611686018427387904
+                    AND window_us IN (60000000, 3600000000, 86400000000, 604800000000, 2678400000000)
+                    AND octet_length(zone) <= 64
+                    AND zone COLLATE "C" ~ '^(UTC|[A-Z][A-Za-z_-]*(/[A-Z][A-Za-z_-]*)+)$'
             END) IS NOT TRUE
         THEN
             RAISE EXCEPTION 'rate_limit: policy is outside the exact range'
                 USING ERRCODE = 'invalid_parameter_value', COLUMN = 'policy',
                     HINT = 'Each number is at least 1. A duration is whole microseconds, and at most 71 years. '
                         'The limit of a log is at most 1000. Other limits multiplied by their duration are at most '
-                        '2^62 microseconds. A bucket is full after 71 years at most.';
+                        '2^62 microseconds. A bucket is full after 71 years at most. '
+                        'A time zone is UTC or a name like Europe/Berlin.';
         END IF;
         algorithms := algorithms || algorithm;
         limits := limits || max_count;
         spans_us := spans_us || window_us;
         refills := refills || refill;
+        zones := zones || zone;
     END LOOP;
     IF cardinality(algorithms) > 8 THEN
         RAISE EXCEPTION 'rate_limit: policy has % parts with commas between them', cardinality(algorithms)
@@ -3719,7 +4419,7 @@ BEGIN
         array_fill(1, ARRAY[n]), names, array_fill(key, ARRAY[n]), array_fill(coalesce(durable, false), ARRAY[n]),
         p.algorithms, p.limits, p.spans_us, p.refills, array_fill(cost, ARRAY[n]), NULL::bigint[],
         NULL::integer, NULL::boolean, NULL::timestamptz,
-        NULL::bigint[], NULL::bigint[], NULL::bigint[], NULL::bigint[], false) AS a;
+        NULL::bigint[], NULL::bigint[], NULL::bigint[], NULL::bigint[], false, p.zones) AS a;
 END
 $$;
 -- +goose StatementEnd
@@ -3751,8 +4451,9 @@ COMMENT ON FUNCTION rate_limit_allow IS 'Takes cost from a key''s limit if that 
 Example: SELECT * FROM rate_limit_allow(''login'', ''user:123'', ''sliding 10/1m'')
   name         the limiter, which keeps its keys apart from those of others
   key          who is limited
-  policy       fixed 100/1m, sliding 100/1m, bucket 20 5/10s, log 100/1m -
-               with commas between them, all of them. Durations: 10s, 1m, 1h30m, 30d
+  policy       fixed 100/1m, sliding 100/1m, bucket 20 5/10s, log 100/1m, every 1000/month Europe/Berlin -
+               with commas between them, all of them. Durations: 10s, 1m, 1h30m, 30d. Windows of
+               the calendar: minute, hour, day, week, month; without a time zone, of UTC
   durable      whether to keep the limit in rate_limit_durable, which survives a crash
 It returns
   allowed      whether it fitted. A denial takes nothing
@@ -3833,9 +4534,9 @@ BEGIN
             AND p.proowner = (SELECT r.oid FROM pg_roles AS r WHERE r.rolname = current_user)
             AND p.proname IN (
                 'rate_limit_fixed_window', 'rate_limit_sliding_window', 'rate_limit_token_bucket',
-                'rate_limit_sliding_log', 'rate_limit_all',
+                'rate_limit_sliding_log', 'rate_limit_calendar_window', 'rate_limit_all',
                 'rate_limit_allow', 'rate_limit_peek', 'rate_limit_reset', 'rate_limit_sweep',
-                '_rate_limit_late', '_rate_limit_policy', '_rate_limit_ask')
+                '_rate_limit_late', '_rate_limit_policy', '_rate_limit_ask', '_rate_limit_window_end')
     LOOP
         signature := fn.oid::regprocedure::text;
         -- A migration before this one may have done it.
@@ -3907,6 +4608,8 @@ DROP FUNCTION IF EXISTS rate_limit_allow(text, text, text, bigint, boolean);
 DROP FUNCTION IF EXISTS _rate_limit_ask(text, text, text, bigint, boolean);
 DROP FUNCTION IF EXISTS _rate_limit_policy(text);
 DROP FUNCTION IF EXISTS rate_limit_reset(text, text, boolean, integer, boolean);
+DROP FUNCTION IF EXISTS rate_limit_calendar_window(text, text[], bigint, bigint, text, bigint[], bigint[], boolean,
+    integer, boolean, timestamptz, bigint[], bigint[], bigint[], bigint[], boolean);
 DROP FUNCTION IF EXISTS rate_limit_sliding_log(text, text[], bigint, bigint, bigint[], bigint[], boolean, integer,
     boolean, timestamptz, bigint[], bigint[], bigint[], bigint[], boolean);
 DROP FUNCTION IF EXISTS rate_limit_token_bucket(text, text[], bigint, bigint, bigint, bigint[], bigint[], boolean,
@@ -3916,7 +4619,9 @@ DROP FUNCTION IF EXISTS rate_limit_sliding_window(text, text[], bigint, bigint, 
 DROP FUNCTION IF EXISTS rate_limit_fixed_window(text, text[], bigint, bigint, bigint[], bigint[], boolean, integer,
     boolean, timestamptz, bigint[], bigint[], bigint[], bigint[], boolean);
 DROP FUNCTION IF EXISTS rate_limit_all(integer[], text[], text[], boolean[], smallint[], bigint[], bigint[],
-    bigint[], bigint[], bigint[], integer, boolean, timestamptz, bigint[], bigint[], bigint[], bigint[], boolean);
+    bigint[], bigint[], bigint[], integer, boolean, timestamptz, bigint[], bigint[], bigint[], bigint[], boolean,
+    text[]);
+DROP FUNCTION IF EXISTS _rate_limit_window_end(bigint, bigint, text);
 DROP FUNCTION IF EXISTS _rate_limit_late();
 DROP TYPE IF EXISTS rate_limit_decision;
 DROP TYPE IF EXISTS rate_limit_row;

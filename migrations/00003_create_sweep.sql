@@ -248,9 +248,9 @@ BEGIN
             AND p.proowner = (SELECT r.oid FROM pg_roles AS r WHERE r.rolname = current_user)
             AND p.proname IN (
                 'rate_limit_fixed_window', 'rate_limit_sliding_window', 'rate_limit_token_bucket',
-                'rate_limit_sliding_log', 'rate_limit_all',
+                'rate_limit_sliding_log', 'rate_limit_calendar_window', 'rate_limit_all',
                 'rate_limit_allow', 'rate_limit_peek', 'rate_limit_reset', 'rate_limit_sweep',
-                '_rate_limit_late', '_rate_limit_policy', '_rate_limit_ask')
+                '_rate_limit_late', '_rate_limit_policy', '_rate_limit_ask', '_rate_limit_window_end')
     LOOP
         signature := fn.oid::regprocedure::text;
         -- A migration before this one may have done it.

@@ -11,7 +11,8 @@
 // to migrate and nothing to sweep.
 //
 // Time is that of this process. In a bubble of testing/synctest it is the bubble's, so a minute's wait takes no time.
-// [ratelimit.TestConfig] replaces it by a clock of the test's.
+// [ratelimit.TestConfig] replaces it by a clock of the test's. Time zones are those that this process has data for; the
+// package time/tzdata brings it.
 //
 // Never use it in production. Nothing is shared with other processes, nothing survives a restart, and keys are never
 // forgotten.

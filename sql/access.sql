@@ -44,7 +44,7 @@ BEGIN
                 {{define "deciding"}}{{range .}}'{{.Function}}', {{end}}'rate_limit_all'{{end -}}
                 {{fold 16 (include "deciding" .Algorithms)}},
                 'rate_limit_allow', 'rate_limit_peek', 'rate_limit_reset', 'rate_limit_sweep',
-                '_rate_limit_late', '_rate_limit_policy', '_rate_limit_ask')
+                '_rate_limit_late', '_rate_limit_policy', '_rate_limit_ask', '_rate_limit_window_end')
     LOOP
         signature := fn.oid::regprocedure::text;
         -- A migration before this one may have done it.

@@ -10,7 +10,8 @@
     taken_in bigint[] DEFAULT NULL,
     taken_at bigint[] DEFAULT NULL,
     taken_spent bigint[] DEFAULT NULL,
-    skip_held boolean DEFAULT false
+    skip_held boolean DEFAULT false{{with .}},
+    {{.}}{{end}}
 )
 RETURNS SETOF rate_limit_decision
 LANGUAGE plpgsql
@@ -52,7 +53,7 @@ END - clock;
 --   durables            whether its row is in rate_limit_durable rather than in rate_limit_ephemeral
 --   algorithms          {{include "codes" .Algorithms}}
 --   limits              max_count of a window, capacity of a bucket
---   spans_us            window_us of a window, every_us of a bucket
+--   spans_us            window_us of a window, every_us of a bucket; of a calendar window, as its function takes it
 --   refills             refill of a bucket
 --   costs               cost of each part; NULL means 1 each. Costs that are all 0 only look. A request whose costs are
 --                       below 0 gives back to all of its parts, or grants credit to all of them: see taken_in
@@ -67,6 +68,7 @@ END - clock;
 --                       just making, and decide only the others. A row that is being made cannot be seen, and is waited
 --                       for as long as lock_timeout_ms. After five such waits, requests for rows that still have to be
 --                       made are passed over as well
+--   zones               time zone of each part that is a calendar window; NULL means UTC for each
 --
 -- It returns a row for each part. granted is that of the request. A part with room for one more has a retry_after_us of
 -- 0, so the parts that refused are those with another retry_after_us. The request fits after the longest of them. Of a
@@ -98,7 +100,7 @@ CREATE FUNCTION rate_limit_all(
     refills bigint[],
     costs bigint[] DEFAULT NULL,
     counts bigint[] DEFAULT NULL,
-{{include "arguments"}}
+{{include "arguments" "zones text[] DEFAULT NULL"}}
 SET enable_nestloop = on
 SET enable_seqscan = off -- a plan must not depend on how small the table was when it was made
 AS $$
@@ -164,6 +166,7 @@ DECLARE
     max_count bigint;
     window_us bigint;
     refill bigint;
+    zone text;
     capacity ALIAS FOR max_count;
     every_us ALIAS FOR window_us;
     full_credit bigint;
@@ -397,17 +400,22 @@ BEGIN
                     CASE algorithm
 {{- range .Algorithms}}
                     WHEN {{.Code}} THEN
+{{- if .Zoned}}
+                        zone := CASE WHEN zones IS NULL THEN 'UTC' ELSE zones[part] END;
+{{- end}}
                         IF pass = first_pass
                             AND ((cost >= 1 OR just_look OR gives OR cost = 0 AND to_part = from_part)
                                 AND {{include (print .Name ".valid") | hang 32}}
+                                {{- with maybe (print .Name ".known") ""}}
+                                AND {{.}}{{end}}
                             ) IS NOT TRUE
                         THEN
                             RAISE EXCEPTION 'rate_limit: the % of part % is outside the exact range', CASE
                                     WHEN (cost >= 1 OR just_look OR gives OR cost = 0 AND to_part = from_part)
                                         IS NOT TRUE THEN 'cost'
-                                    ELSE 'limit, span or refill' END, part
+                                    ELSE 'limit, span or {{if .Zoned}}zone{{else}}refill{{end}}' END, part
                                 USING ERRCODE = 'invalid_parameter_value',
-                                    HINT = 'Of limit, span and refill: '
+                                    HINT = 'Of limit, span and {{if .Zoned}}zone{{else}}refill{{end}}: '
                                     '{{include (print .Name ".hint") | hang 36}}';
                         END IF;
                         -- What fits into less than the room there is, fits. Then the rest need not be worked out.
@@ -452,8 +460,8 @@ BEGIN
 {{- end}}
                     ELSE
                         RAISE EXCEPTION 'rate_limit: % is no algorithm', algorithm
-                            USING ERRCODE = 'invalid_parameter_value',
-                                HINT = 'Write {{include "codes" .Algorithms}}.';
+                            USING ERRCODE = 'invalid_parameter_value', HINT = 'Write '
+                                '{{include "codes" .Algorithms}}.';
                     END CASE;
                     IF pass = first_pass AND NOT (just_look OR gives) THEN
                         any_moved := any_moved OR (moved AND cost > remaining AND cost <= max_count);
@@ -491,7 +499,7 @@ BEGIN
                     END IF;
                     RETURN NEXT ROW(part::bigint, granted, remaining, retry_after_us, reset_after_us, decided_at,
                         s.count, s.prev_count, s.window_start, s.credit,
-                        CASE WHEN algorithm = 3 THEN s.scale END, s.expires_at,
+                        s.scale, s.expires_at,
                         CASE WHEN needed > 0 THEN s.log[1:least(needed, 64)] END, -- 64 is maxDenialEntries
                         s.since, s.window_start,
                         CASE WHEN algorithm = 3 THEN s.returned + full_credit - s.credit END, spent);
@@ -582,7 +590,8 @@ COMMENT ON FUNCTION rate_limit_all IS
     'The arrays have an element for each part: the request that it belongs to, limiter, key, '
     'whether it is in rate_limit_durable, '
     'algorithm ({{include "codes" .Algorithms}}), '
-    'max_count or capacity, window_us or every_us, and refill.
+    'max_count or capacity, window_us or every_us, and refill. '
+    'zones, by name, has the time zone of each that is a calendar window; NULL means UTC.
 It returns a row for each part, as the functions of one limit do. '
     'granted is that of the whole request. '
     'The parts that refused it are those with a retry_after_us other than 0. '

@@ -72,7 +72,7 @@ BEGIN
         array_fill(1, ARRAY[n]), names, array_fill(key, ARRAY[n]), array_fill(coalesce(durable, false), ARRAY[n]),
         p.algorithms, p.limits, p.spans_us, p.refills, array_fill(cost, ARRAY[n]), NULL::bigint[],
         NULL::integer, NULL::boolean, NULL::timestamptz,
-        NULL::bigint[], NULL::bigint[], NULL::bigint[], NULL::bigint[], false) AS a;
+        NULL::bigint[], NULL::bigint[], NULL::bigint[], NULL::bigint[], false, p.zones) AS a;
 END
 $$;
 
@@ -83,7 +83,8 @@ Example: SELECT * FROM rate_limit_allow(''login'', ''user:123'', ''sliding 10/1m
   name         the limiter, which keeps its keys apart from those of others
   key          who is limited
   policy       {{range $i, $a := .Algorithms}}{{if $i}}, {{end}}{{$a.Example}}{{end}} -
-               with commas between them, all of them. Durations: 10s, 1m, 1h30m, 30d
+               with commas between them, all of them. Durations: 10s, 1m, 1h30m, 30d. Windows of
+               the calendar: minute, hour, day, week, month; without a time zone, of UTC
   durable      whether to keep the limit in rate_limit_durable, which survives a crash
 It returns
   allowed      whether it fitted. A denial takes nothing

@@ -89,12 +89,12 @@ CREATE FUNCTION {{.Function}}(
     name text,
     keys text[],
 {{- range .Arguments}}
-    {{.}} bigint,
+    {{.}} {{type .}},
 {{- end}}
     costs bigint[] DEFAULT NULL,
     counts bigint[] DEFAULT NULL,
     durable boolean DEFAULT false,
-{{include "arguments"}}
+{{include "arguments" ""}}
 SET enable_seqscan = off -- a plan must not depend on how small the table was when it was made
 {{- if has (print .Name ".rolls")}}
 SET enable_nestloop = off -- two lists of keys are joined below, and the planner takes them for short ones
@@ -137,13 +137,17 @@ DECLARE
     newest integer;
     needed integer;
     age_bits CONSTANT bigint := 9007199254740991; -- as in rate_limit_all
+{{- else if .Zoned}}
+    window_end bigint;      -- of a window that begins now
 {{- end}}
     ignored text;
 BEGIN
     -- One key, as in most calls of an application that is not under load, or a few in the order of locking, are decided
     -- one after the other. Each operator counts here, because plpgsql prepares an expression anew in every transaction.
     few := n BETWEEN 1 AND {{$.Few}} AND taken_in IS NULL AND NOT skip_held
-        AND {{include (print .Name ".valid") | hang 8}};
+        AND {{include (print .Name ".valid") | hang 8}}
+        {{- with maybe (print .Name ".known") ""}}
+        AND {{.}}{{end}};
     IF few AND (n > 1 OR costs IS NOT NULL OR counts IS NOT NULL) THEN
         few := coalesce(cardinality(costs), n) = n AND coalesce(cardinality(counts), n) = n;
         FOR i IN 1 .. n LOOP
@@ -235,6 +239,9 @@ BEGIN
                         decided_at := coalesce(now, clock_timestamp());
                         clock := (extract(epoch FROM decided_at) * 1000000)::bigint;
                     END IF;
+{{- with maybe (print .Name ".begin") ""}}
+                    {{.}}
+{{- end}}
 {{- range $t := $.Tables}}
                     {{$t.If}}
                         INSERT INTO rate_limit_{{$t.Name}} AS d
@@ -306,7 +313,7 @@ BEGIN
                 END IF;
                 RETURN NEXT ROW(i::bigint, granted, remaining, retry_after_us, reset_after_us, decided_at,
                     s.count, s.prev_count, s.window_start, s.credit,
-                    {{if eq .Name "tokenbucket"}}s.scale{{else}}NULL::bigint{{end}}, s.expires_at,
+                    {{if or (eq .Name "tokenbucket") .Zoned}}s.scale{{else}}NULL::bigint{{end}}, s.expires_at,
                     {{if eq .Name "slidinglog" -}}
                         CASE WHEN needed > 0 THEN s.log[1:least(needed, 64)] END
                     {{- else}}NULL::bigint[]{{end}},
@@ -320,7 +327,9 @@ BEGIN
         END IF;
     END IF;
 
-    IF ({{include (print .Name ".valid") | hang 4}}) IS NOT TRUE THEN
+    IF ({{include (print .Name ".valid") | hang 4}}
+        {{- with maybe (print .Name ".known") ""}}
+    AND {{.}}{{end}}) IS NOT TRUE THEN
         RAISE EXCEPTION 'rate_limit: {{range $i, $n := .Arguments}}{{if $i}}, {{end}}{{$n}} %{{end}}
             {{- ": "}}outside the exact range'
             {{- range .Arguments}},
@@ -353,6 +362,9 @@ BEGIN
         clock := (extract(epoch FROM decided_at) * 1000000)::bigint;
 {{- if eq .Name "tokenbucket"}}
         full_credit := capacity * every_us;
+{{- end}}
+{{- with maybe (print .Name ".begin") ""}}
+        {{.}}
 {{- end}}
 {{- range $t := $.Tables}}
         {{$t.If}}
@@ -431,7 +443,8 @@ BEGIN
         array_fill({{.Limit}}, ARRAY[cardinality(keys)]), array_fill({{.Span}}, ARRAY[cardinality(keys)]),
         array_fill({{.Refill}}, ARRAY[cardinality(keys)]),
         costs, counts, lock_timeout_ms, synchronous_commit, now,
-        taken_since, taken_in, taken_at, taken_spent, skip_held) AS a;
+        taken_since, taken_in, taken_at, taken_spent, skip_held,
+        {{if .Zoned}}array_fill(zone, ARRAY[cardinality(keys)]){{else}}NULL::text[]{{end}}) AS a;
 END
 $$;
 

@@ -6,7 +6,8 @@ CREATE FUNCTION _rate_limit_policy(
     OUT algorithms smallint[],
     OUT limits bigint[],
     OUT spans_us bigint[],
-    OUT refills bigint[]
+    OUT refills bigint[],
+    OUT zones text[]
 )
 LANGUAGE plpgsql
 AS $$
@@ -16,7 +17,7 @@ DECLARE
     -- on the encoding of the database. A ~ of the text itself becomes a !, which no policy has either.
     ascii text := translate(encode(convert_to(policy, 'UTF8'), 'escape'), chr(92) || '~', '~!');
     one text;
-    words text[];   -- of one policy: algorithm, capacity of a bucket, amount, duration
+    words text[];   -- of one policy: algorithm, capacity of a bucket, amount, duration or unit, time zone
     parts text[];   -- of the duration: days, and the rest
     term text[];    -- of the rest: whole number, fraction, unit
     unit bigint;    -- in nanoseconds
@@ -28,6 +29,7 @@ DECLARE
     max_count bigint;
     window_us bigint;
     refill bigint;
+    zone text;
     capacity ALIAS FOR max_count;
     every_us ALIAS FOR window_us;
     biggest CONSTANT numeric := 9223372036854775807;
@@ -39,12 +41,23 @@ BEGIN
     ascii := regexp_replace(ascii, '([[:space:]]|~302~205|~302~240|~341~232~200'
         '|~342~200~2(0[0-7]|1[0-2]|5[017])|~342~201~237|~343~200~200)+', ' ', 'g');
     FOREACH one IN ARRAY regexp_split_to_array(coalesce(ascii, ''), ',') LOOP
-        words := regexp_match(one, '^ ?([a-z]+) (?:(' || number || ') )?(' || number || ')/([^ ]+) ?$');
+        words := regexp_match(one, '^ ?([a-z]+) (?:(' || number || ') )?(' || number || ')/([^ ]+)(?: ([^ ]+))? ?$');
         algorithm := CASE
 {{- range .Algorithms}}
-            WHEN words[1] = '{{.Word}}' AND words[2] IS {{if .Refills}}NOT {{end}}NULL THEN {{.Code}}
+            WHEN words[1] = '{{.Word}}' AND words[2] IS {{if .Refills}}NOT {{end}}NULL
+                {{- if not .Zoned}} AND words[5] IS NULL{{end}} THEN {{.Code}}
 {{- end}}
         END;
+        zone := NULL;
+{{- range .Algorithms}}
+{{- if .Zoned}}
+        IF algorithm = {{.Code}} THEN
+            zone := coalesce(words[5], 'UTC');
+            words[4] := CASE words[4] WHEN 'minute' THEN '1m' WHEN 'hour' THEN '1h' WHEN 'day' THEN '1d'
+                WHEN 'week' THEN '7d' WHEN 'month' THEN '31d' END;
+        END IF;
+{{- end}}
+{{- end}}
         parts := regexp_match(words[4], '^(?:0*([0-9]{1,6})d)?(.*)$');
         IF (algorithm IS NOT NULL
                 AND words[3]::numeric <= biggest AND coalesce(words[2]::numeric, 1) <= biggest
@@ -53,8 +66,11 @@ BEGIN
         THEN
             RAISE EXCEPTION 'rate_limit: policy cannot be read'
                 USING ERRCODE = 'invalid_parameter_value', COLUMN = 'policy',
-                    HINT = 'Write {{range $i, $a := .Algorithms}}{{if $i}}, {{end}}"{{$a.Example}}"{{end}}, or several '
-                        'of these with commas between them. A duration has units: 10s, 1m, 1h30m, 30d.';
+                    HINT = 'Write '
+                        '{{range $i, $a := .Algorithms}}{{if eq $i 3}}, '
+                        '{{else if $i}}, {{end}}"{{$a.Example}}"{{end}}, or several '
+                        'of these with commas between them. A duration has units: 10s, 1m, 1h30m, 30d. '
+                        'A window of the calendar is a minute, hour, day, week or month.';
         END IF;
         span := coalesce(parts[1]::numeric, 0) * 86400000000000;
         FOR term IN SELECT regexp_matches(parts[2], '([0-9]*)[.]?([0-9]*)([^.0-9+]+)', 'g') LOOP
@@ -86,12 +102,14 @@ BEGIN
                 USING ERRCODE = 'invalid_parameter_value', COLUMN = 'policy',
                     HINT = 'Each number is at least 1. A duration is whole microseconds, and at most 71 years. '
                         'The limit of a log is at most 1000. Other limits multiplied by their duration are at most '
-                        '2^62 microseconds. A bucket is full after 71 years at most.';
+                        '2^62 microseconds. A bucket is full after 71 years at most. '
+                        'A time zone is UTC or a name like Europe/Berlin.';
         END IF;
         algorithms := algorithms || algorithm;
         limits := limits || max_count;
         spans_us := spans_us || window_us;
         refills := refills || refill;
+        zones := zones || zone;
     END LOOP;
     IF cardinality(algorithms) > 8 THEN
         RAISE EXCEPTION 'rate_limit: policy has % parts with commas between them', cardinality(algorithms)

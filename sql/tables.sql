@@ -14,7 +14,7 @@
 --
 -- A row in which something is NULL needs 8 bytes more, to say what. So log is NULL where it is not needed, and so are
 -- the columns that only buckets need. Then a window's row is as large as it would be without these columns: 88 bytes
--- with a key of 10 bytes. A bucket's row has 128 bytes.
+-- with a key of 10 bytes. A calendar window's row has 96 bytes, and a bucket's 128.
 
 {{- range .Tables}}
 CREATE {{.Kind}} rate_limit_{{.Name}} (
@@ -54,7 +54,7 @@ COMMENT ON COLUMN rate_limit_{{.Name}}.count IS
 COMMENT ON COLUMN rate_limit_{{.Name}}.prev_count IS
     'Sliding window: what had been taken in the window before that one.';
 COMMENT ON COLUMN rate_limit_{{.Name}}.window_start IS
-    'Windows: start of the window. '
+    'Windows: start of the window; of a calendar window, when something was first taken in it. '
     'Sliding window log: when something was last taken. '
     'Token bucket: the time up to which refill is part of credit. '
     'In microseconds since 1970 UTC.';
@@ -63,6 +63,7 @@ COMMENT ON COLUMN rate_limit_{{.Name}}.credit IS
     'Windows: granted credit, above the limit.';
 COMMENT ON COLUMN rate_limit_{{.Name}}.scale IS
     'Token bucket: units of credit in one token, which is the policy''s refill interval in microseconds. '
+    'Calendar window: microseconds from window_start to the end of the window. '
     'Otherwise NULL.';
 COMMENT ON COLUMN rate_limit_{{.Name}}.expires_at IS
     'From this time on the row means the same as no row. In microseconds since 1970 UTC: '

@@ -156,6 +156,7 @@ func TestRoles(t *testing.T) {
 		"SELECT rate_limit_peek('a', 'b', 'log 1/1m')":                                     "app on_call",
 		"SELECT _rate_limit_ask('a', 'b', 'log 1/1m', 1, false)":                           "",
 		"SELECT _rate_limit_policy('log 1/1m')":                                            "",
+		"SELECT _rate_limit_window_end(1, 60000000, 'UTC')":                                "",
 		"SELECT rate_limit_fixed_window('a', '{b}', 1, 1)":                                 "app on_call",
 		"CREATE TABLE more (a int)":                                                        "",
 		"CREATE FUNCTION rate_limit_fixed_window() RETURNS int LANGUAGE sql AS 'SELECT 1'": "",

@@ -66,9 +66,10 @@ func (a *app) grantCommand() *cobra.Command {
 	cmd.Short = "Give a key credit above its limit"
 	cmd.Long = `Gives a key credit of --cost above its limit, for support or a purchase, say. It is spent once there
 is no ordinary room, each unit once, and lapses when the key is not used for a window (of a sliding
-window two, of a bucket the time to fill it). This is also how to give back what an application took
-for nothing: only the application can refund its own takes. Give the policy that the application has.
-Under another kind of policy, what the key has taken so far is forgotten. Each run grants anew.`
+or calendar window two, of a bucket the time to fill it). This is also how to give back what an
+application took for nothing: only the application can refund its own takes. Give the policy that
+the application has. Under another kind of policy, what the key has taken so far is forgotten. Each
+run grants anew.`
 	cmd.Example = `  pgratelimit grant login user:123 --policy "sliding 10/1m" --cost 5
   pgratelimit grant api acme --policy "fixed 100000/30d" --durable --cost 20000 --json`
 	cmd.Flags().Int64Var(&cost, "cost", 0, "how much credit to give")

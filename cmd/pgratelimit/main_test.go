@@ -328,7 +328,7 @@ func TestForeignObjectsAreNotRun(t *testing.T) {
 			}
 			continue
 		}
-		for _, function := range []string{"fixed_window", "sliding_window", "token_bucket", "sliding_log", "all", "reset", "sweep"} {
+		for _, function := range []string{"fixed_window", "sliding_window", "token_bucket", "sliding_log", "calendar_window", "all", "reset", "sweep"} {
 			pgtest.Exec(t, db.Pool, "ALTER FUNCTION rate_limit_"+function+" SECURITY INVOKER")
 			invoke(
 				t,

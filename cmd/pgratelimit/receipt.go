@@ -155,7 +155,7 @@ var takeSQL string
 func (a *app) settle(
 	ctx context.Context, pool *pgxpool.Pool, r *receipt, policies []algorithm.Numbers, cost int64,
 ) (result ratelimit.Result, err error) {
-	var names []string
+	var names, zones []string
 	var algorithms []int16
 	var limits, spans, refills []int64
 	var since, in, at, spent []*int64
@@ -163,6 +163,7 @@ func (a *app) settle(
 		names = append(names, algorithm.RowName(r.Limiter, i))
 		algorithms, limits = append(algorithms, p.Algorithm), append(limits, p.Limit)
 		spans, refills = append(spans, p.Span.Microseconds()), append(refills, p.Refill)
+		zones = append(zones, p.Zone)
 		if cost < 0 {
 			t := r.Taken[i]
 			since, in, at, spent = append(since, t.Since), append(in, t.In), append(at, t.At), append(spent, t.Spent)
@@ -171,7 +172,7 @@ func (a *app) settle(
 	var taken []takenFrom
 	err = a.write(ctx, pool, func(tx pgx.Tx) error {
 		rows, err := tx.Query(ctx, takeSQL, names, r.Key, r.Durable, algorithms, limits, spans, refills, cost,
-			since, in, at, spent)
+			since, in, at, spent, zones)
 		if err != nil {
 			return err
 		}

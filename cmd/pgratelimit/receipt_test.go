@@ -17,6 +17,7 @@ func TestRefundByReceipt(t *testing.T) {
 
 	for _, policy := range []string{
 		"fixed 5/365d", "sliding 5/365d", "log 5/365d", "bucket 5 1/365d", "fixed 5/365d, log 6/365d, bucket 7 1/365d",
+		"fixed 5/365d, every 5/month Europe/Berlin",
 	} {
 		for _, more := range [][]string{nil, {"--durable"}, {"--schema", "my limits"}} {
 			t.Run(policy+strings.Join(more, " "), func(t *testing.T) {
@@ -144,6 +145,7 @@ func TestGrant(t *testing.T) {
 	db := pgtest.New(t)
 	for _, policy := range []string{
 		"fixed 2/365d", "sliding 2/365d", "log 2/365d", "bucket 2 1/365d", "fixed 2/365d, log 2/365d",
+		"fixed 2/365d, every 2/month Asia/Tokyo",
 	} {
 		ask := func(verb string, args ...string) outcome {
 			return invoke(t, db.URL, append([]string{verb, policy, "alice", "--policy", policy}, args...)...)

@@ -227,7 +227,8 @@ func peekKeys(
 			"the rows of the second of %q are those of the limiter %s/2, and so on", policy, name)
 	}
 	p := numbers[0]
-	rows, err := tx.Query(ctx, peekSQL, name, keys, durable, p.Algorithm, p.Limit, p.Span.Microseconds(), p.Refill, at)
+	rows, err := tx.Query(ctx, peekSQL, name, keys, durable, p.Algorithm, p.Limit, p.Span.Microseconds(), p.Refill, at,
+		p.Zone)
 	if err != nil {
 		return nil, err
 	}

@@ -81,6 +81,8 @@ func TestLongWorkShowsABarOnATerminal(t *testing.T) {
 	}{
 		{[]string{"top", "login", "--policy", "fixed 5/365d", "-n", "1"}, "looking",
 			"\n20000 rows of limiter login in rate_limit_ephemeral looked at\n"},
+		{[]string{"top", "login", "--policy", "every 5/month Asia/Tokyo", "-n", "1"}, "looking",
+			"\n20000 rows of limiter login in rate_limit_ephemeral looked at\n"},
 		{[]string{"limits", "--policy", "login=fixed 5/365d"}, "looking", ""},
 		{[]string{"reset", "login", "--all", "--yes"}, "resetting", "reset 20000 in rate_limit_ephemeral\n"},
 	} {

@@ -15,7 +15,8 @@ type Algorithm struct {
 	Example  string // of such a text
 	File     string // the NAME of NAME.go, NAME_test.go, sql/NAME.sql and sql/call/NAME.sql
 	Function string // which decides for keys of one limiter
-	// Arguments of the function, for the numbers of a policy: the limit, the refill if there is one, and the span.
+	// Arguments of the function, for the numbers of a policy: the limit, the refill if there is one, the span, and the
+	// time zone if there is one.
 	Arguments []string
 	Credit    string // the column that holds granted credit
 }
@@ -26,6 +27,7 @@ const (
 	SlidingWindow
 	TokenBucket
 	SlidingLog
+	CalendarWindow
 )
 
 // Few is how many keys a function decides one after the other. For more keys, one statement for all costs less.
@@ -39,19 +41,25 @@ const Few = 8
 // example of its text form goes into docs/algorithms.md. Then run make sql. TestEveryAlgorithmIsComplete tells which
 // of these is missing. Once a release has the functions, internal/gensql needs a further migration for it.
 //
-// If something flows in, as into a TokenBucket, or if there is a log, as of a SlidingLog, look for these names and
-// codes in fallback.go, model.go, credit.go, sql/limit.sql and sql/all.sql, too.
+// If something flows in, as into a TokenBucket, if there is a log, as of a SlidingLog, or a time zone, as of a
+// CalendarWindow, look for these names and codes in fallback.go, model.go, credit.go, statement.go, text.go here,
+// sql/limit.sql, sql/all.sql and sql/policy.sql, too.
 func All() []Algorithm { return slices.Clone(table[:]) }
 
 //nolint:gochecknoglobals // nobody changes it, and With asks it for each request
 var (
 	window = []string{"max_count", "window_us"}
 	bucket = []string{"capacity", "refill", "every_us"}
+	zoned  = []string{"max_count", "window_us", "zone"}
 	table  = [...]Algorithm{
 		{FixedWindow, "fixed", "fixed 100/1m", "fixed", "rate_limit_fixed_window", window, "credit"},
 		{SlidingWindow, "sliding", "sliding 100/1m", "sliding", "rate_limit_sliding_window", window, "credit"},
 		{TokenBucket, "bucket", "bucket 20 5/10s", "tokenbucket", "rate_limit_token_bucket", bucket, "count"},
 		{SlidingLog, "log", "log 100/1m", "slidinglog", "rate_limit_sliding_log", window, "credit"},
+		{
+			CalendarWindow, "every", "every 1000/month Europe/Berlin", "calendar", "rate_limit_calendar_window",
+			zoned, "credit",
+		},
 	}
 )
 
@@ -69,7 +77,18 @@ func ByWord(word string) (Algorithm, bool) {
 func ByCode(code int16) Algorithm { return table[code-1] }
 
 // Refills tells whether a policy has a refill, besides limit and span.
-func (a *Algorithm) Refills() bool { return len(a.Arguments) == 3 }
+func (a *Algorithm) Refills() bool { return slices.Contains(a.Arguments, "refill") }
+
+// Zoned tells whether a policy has a time zone.
+func (a *Algorithm) Zoned() bool { return slices.Contains(a.Arguments, "zone") }
+
+// TypeOf is the type of one of the Arguments.
+func TypeOf(argument string) string {
+	if argument == "zone" {
+		return "text"
+	}
+	return "bigint"
+}
 
 // Functions names the functions that applications call: those that decide, and the one that resets.
 func Functions() []string {
@@ -93,13 +112,48 @@ func Examples() string {
 // Numbers are a policy's data. Two policies for one row are the same if their Numbers are equal.
 type Numbers struct {
 	Algorithm int16
-	Limit     int64         // of a bucket, its capacity
-	Span      time.Duration // the window; of a bucket, the time in which Refill flows in
-	Refill    int64         // of a bucket; else 0
+	Limit     int64 // of a bucket, its capacity
+	// Span is the window; of a bucket, the time in which Refill flows in. A month of the calendar counts as 31 days,
+	// however long it is.
+	Span   time.Duration
+	Refill int64  // of a bucket; else 0
+	Zone   string // of a calendar window; else empty
 }
 
 // Refills tells whether there is a refill, besides limit and span.
 func (n Numbers) Refills() bool { return table[n.Algorithm-1].Refills() }
+
+// Zoned tells whether there is a time zone.
+func (n Numbers) Zoned() bool { return table[n.Algorithm-1].Zoned() }
+
+//nolint:gochecknoglobals // nobody changes it
+var units = [...]struct {
+	name string
+	span time.Duration
+}{{"minute", time.Minute}, {"hour", time.Hour}, {"day", day}, {"week", 7 * day}, {"month", 31 * day}}
+
+// UnitSpan is the Span of windows of a unit of the calendar, or 0 if there is no such unit.
+func UnitSpan(name string) time.Duration {
+	for _, u := range units {
+		if u.name == name {
+			return u.span
+		}
+	}
+	return 0
+}
+
+// UnitName is the unit of the calendar with a Span, or empty if there is none.
+func UnitName(span time.Duration) string {
+	for _, u := range units {
+		if u.span == span {
+			return u.name
+		}
+	}
+	return ""
+}
+
+// UnitNames lists the units of the calendar, for people to read.
+func UnitNames() string { return `"minute", "hour", "day", "week" or "month"` }
 
 // MaxPolicies is how many policies a limiter may have.
 const MaxPolicies = 8

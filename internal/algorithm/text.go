@@ -25,8 +25,13 @@ func Parse(text string) ([]Numbers, error) {
 // String is the text that Parse reads.
 func (n Numbers) String() string {
 	a := &table[n.Algorithm-1]
-	if a.Refills() {
+	switch {
+	case a.Refills():
 		return fmt.Sprintf("%s %d %d/%s", a.Word, n.Limit, n.Refill, spanText(n.Span))
+	case a.Zoned() && n.Zone == utc:
+		return fmt.Sprintf("%s %d/%s", a.Word, n.Limit, UnitName(n.Span))
+	case a.Zoned():
+		return fmt.Sprintf("%s %d/%s %s", a.Word, n.Limit, UnitName(n.Span), n.Zone)
 	}
 	return fmt.Sprintf("%s %d/%s", a.Word, n.Limit, spanText(n.Span))
 }
@@ -40,6 +45,9 @@ func parse(words []string) (Numbers, error) {
 		return Numbers{}, fmt.Errorf("%q is no algorithm", words[0])
 	}
 	words = words[1:]
+	if a.Zoned() {
+		return parseZoned(&a, words)
+	}
 	want := 1
 	if a.Refills() {
 		want = 2
@@ -59,17 +67,46 @@ func parse(words []string) (Numbers, error) {
 	return n, err
 }
 
+// utc is the time zone of a text that names none.
+const utc = "UTC"
+
+// parseZoned reads 1000/month Europe/Berlin, or 1000/month for UTC.
+func parseZoned(a *Algorithm, words []string) (Numbers, error) {
+	if len(words) != 1 && len(words) != 2 {
+		return Numbers{}, fmt.Errorf("has %d words after %q, and needs 1 or 2", len(words), a.Word)
+	}
+	amount, unit, err := parsePer(words[0])
+	if err != nil {
+		return Numbers{}, err
+	}
+	n := Numbers{Algorithm: a.Code, Limit: amount, Span: UnitSpan(unit), Zone: utc}
+	if n.Span == 0 {
+		return Numbers{}, fmt.Errorf("%q is not %s", unit, UnitNames())
+	}
+	if len(words) == 2 {
+		n.Zone = words[1]
+	}
+	return n, nil
+}
+
 // parseRate reads 100/1m.
 func parseRate(text string) (amount int64, span time.Duration, err error) {
-	before, after, ok := strings.Cut(text, "/")
-	if !ok {
-		return 0, 0, fmt.Errorf("%q has no slash between amount and duration", text)
-	}
-	if amount, err = parseAmount(before); err != nil {
+	amount, after, err := parsePer(text)
+	if err != nil {
 		return 0, 0, err
 	}
 	span, err = parseSpan(after)
 	return amount, span, err
+}
+
+// parsePer reads the amount before a slash.
+func parsePer(text string) (amount int64, after string, err error) {
+	before, after, ok := strings.Cut(text, "/")
+	if !ok {
+		return 0, "", fmt.Errorf("%q has no slash between amount and duration", text)
+	}
+	amount, err = parseAmount(before)
+	return amount, after, err
 }
 
 func parseAmount(text string) (int64, error) {

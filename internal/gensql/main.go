@@ -41,7 +41,8 @@ them.`,
 			comment: `Makes the functions that decide, in the schema that search_path names first. They look for the
 tables of 00001 there, and nowhere else. Down drops the functions and keeps the tables.`,
 			sources: []string{
-				"types.sql", "all.sql", "limit.sql", "reset.sql", "policy.sql", "allow.sql", "access.sql",
+				"types.sql", "calendar.sql", "all.sql", "limit.sql", "reset.sql", "policy.sql", "allow.sql",
+				"access.sql",
 			},
 		},
 		{
@@ -114,10 +115,9 @@ type rules struct {
 }
 
 func rulesOf(a algorithm.Algorithm) rules {
-	last := len(a.Arguments) - 1
-	r := rules{Algorithm: a, Name: a.File, Limit: a.Arguments[0], Span: a.Arguments[last], Refill: "0::bigint"}
+	r := rules{Algorithm: a, Name: a.File, Limit: a.Arguments[0], Span: a.Arguments[1], Refill: "0::bigint"}
 	if a.Refills() {
-		r.Refill = a.Arguments[1]
+		r.Span, r.Refill = a.Arguments[2], a.Arguments[1]
 	}
 	return r
 }
@@ -187,6 +187,7 @@ func parse(dir string) (*template.Template, error) {
 			}
 			return dict
 		},
+		"type":   algorithm.TypeOf,
 		"split":  func(list string) []string { return strings.Split(list, ", ") },
 		"prefix": func(with, list string) string { return with + strings.ReplaceAll(list, ", ", ", "+with) },
 		"hang": func(n int, text string) string {

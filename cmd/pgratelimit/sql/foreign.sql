@@ -47,12 +47,15 @@ WHERE (p.proname, oidvectortypes(p.proargtypes)) IN (
         ('rate_limit_sliding_log',
             'text, text[], bigint, bigint, bigint[], bigint[], boolean, integer, boolean, timestamp with time zone, '
             'bigint[], bigint[], bigint[], bigint[], boolean'),
+        ('rate_limit_calendar_window',
+            'text, text[], bigint, bigint, text, bigint[], bigint[], boolean, integer, boolean, '
+            'timestamp with time zone, bigint[], bigint[], bigint[], bigint[], boolean'),
         ('rate_limit_token_bucket',
             'text, text[], bigint, bigint, bigint, bigint[], bigint[], boolean, integer, boolean, '
             'timestamp with time zone, bigint[], bigint[], bigint[], bigint[], boolean'),
         ('rate_limit_all',
             'integer[], text[], text[], boolean[], smallint[], bigint[], bigint[], bigint[], bigint[], bigint[], '
-            'integer, boolean, timestamp with time zone, bigint[], bigint[], bigint[], bigint[], boolean'),
+            'integer, boolean, timestamp with time zone, bigint[], bigint[], bigint[], bigint[], boolean, text[]'),
         ('rate_limit_reset', 'text, text, boolean, integer, boolean'),
         ('rate_limit_sweep', 'integer, integer, text[], text, interval, timestamp with time zone'))
     AND (NOT p.prosecdef OR p.proowner NOT IN (SELECT t.oid FROM trusted AS t)) AND $1::boolean

@@ -2,6 +2,7 @@
 --   $1 name, $2 keys, $3 whether they are in rate_limit_durable
 --   $4 algorithm, $5 limit, $6 span in microseconds, $7 refill
 --   $8 the time from which to count, so that several calls count from the same one
+--   $9 time zone; empty if the policy has none
 SELECT a.ord, a.remaining, coalesce(a.retry_after_us, 0), a.reset_after_us
 FROM (SELECT ARRAY[cardinality($2::text[])] AS n) AS keys
 CROSS JOIN LATERAL rate_limit_all(
@@ -9,4 +10,4 @@ CROSS JOIN LATERAL rate_limit_all(
     array_fill($3::boolean, n), array_fill($4::smallint, n),
     array_fill($5::bigint, n), array_fill($6::bigint, n), array_fill($7::bigint, n),
     array_fill(0::bigint, n), NULL::bigint[], NULL::integer, NULL::boolean, $8::timestamptz,
-    NULL::bigint[], NULL::bigint[], NULL::bigint[], NULL::bigint[], false) AS a
+    NULL::bigint[], NULL::bigint[], NULL::bigint[], NULL::bigint[], false, array_fill($9::text, n)) AS a
