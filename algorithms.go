@@ -21,6 +21,12 @@ var (
 	allStatement string
 	//go:embed sql/call/reset.sql
 	resetStatement string
+	//go:embed sql/call/policies.sql
+	policiesStatement string
+	//go:embed sql/call/ban.sql
+	banStatement string
+	//go:embed sql/call/report.sql
+	reportStatement string
 )
 
 // implementation is what only this package knows of an algorithm.

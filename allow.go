@@ -46,27 +46,69 @@ func (l *Limiter) allow(ctx context.Context, key string, n int64) (result Result
 	if l.client.config.Observer != nil {
 		defer l.observe(time.Now(), n, &result, &err)
 	}
-	if err := l.check(key, n); err != nil {
+	if err := checkKey(key); err != nil {
+		return Result{}, err
+	}
+	in, row, err := l.inForce(ctx, key)
+	switch {
+	case err != nil:
+		return l.whileUnknown(err, key, n)
+	case row != nil:
+		return l.decision(row, n)
+	}
+	if err := in.checkCost(n); err != nil {
 		return Result{}, err
 	}
 	if err := ctx.Err(); err != nil {
 		return Result{}, gaveUp(err)
 	}
-	if l.remembers() && n > 0 {
-		if result, ok := l.client.batcher.denials.lookup(l.space, l.models[0], key, n); ok {
+	beside := l.shadowOf(key)
+	if in.remembers() && n > 0 {
+		if result, ok := in.remembered(beside, key, n); ok {
+			l.strike(key)
+			l.count(beside, key, &result)
 			return result, nil
 		}
 	}
-	r := l.newRequest(key, n)
+	r := in.newRequest(key, n)
+	if beside != nil {
+		r.shadow = l.newShadow(beside, key, n)
+	}
 	if err := l.client.queue.submit(ctx, r); err != nil {
 		if isAway(err) && !l.space.returnsErrors {
-			return l.answerOnFailure(key, n), nil
+			return in.answerOnFailure(key, n), nil
 		}
 		return Result{}, err
 	}
 	result = r.result()
+	result.Shadow = r.shadow.result()
 	l.client.requests.put(r)
+	if n > 0 {
+		if !result.Allowed {
+			l.strike(key)
+		}
+		l.count(beside, key, &result)
+	}
 	return result, nil
+}
+
+// remembered returns a denial that the database would repeat, as would the row that is decided beside it, if any.
+func (l *Limiter) remembered(beside *rule, key string, n int64) (Result, bool) {
+	denials := l.client.batcher.denials
+	result, ok := denials.lookup(l.space, l.models[0], key, n)
+	if !ok || beside == nil {
+		return result, ok
+	}
+	models := beside.Value.policy.models()
+	if len(models) > 1 || n > models[0].numbers().Limit {
+		return Result{}, false
+	}
+	shadow, ok := denials.lookup(l.space.shadow, models[0], key, n)
+	if !ok {
+		return Result{}, false
+	}
+	result.Shadow = &shadow
+	return result, true
 }
 
 // remembers tells whether the limiter's denials are remembered.
@@ -81,10 +123,15 @@ func (l *Limiter) allowTx(ctx context.Context, tx pgx.Tx, key string, n int64) (
 	if err := checkTx(tx); err != nil {
 		return Result{}, err
 	}
-	if err := l.check(key, n); err != nil {
-		return Result{}, err
+	r, answer, err := l.requestInForce(ctx, key, n)
+	if r == nil {
+		return answer, err
 	}
-	return l.client.decideTx(ctx, tx, l.newRequest(key, n))
+	result, err = l.client.decideTx(ctx, tx, r)
+	if err == nil && !result.Allowed && n > 0 {
+		l.strike(key)
+	}
+	return result, err
 }
 
 // decideTx decides a request of one limiter in the caller's transaction.

@@ -60,22 +60,14 @@ func AllowAll(ctx context.Context, requests ...Request) (results Results, err er
 	if observed(requests) {
 		defer observeAll(time.Now(), requests, &results, &err)
 	}
-	r, firsts, err := newSet(requests, false)
+	s, err := newSet(ctx, requests, false)
 	if err != nil {
 		return Results{}, err
 	}
 	if err := ctx.Err(); err != nil {
 		return Results{}, gaveUp(err)
 	}
-	c := requests[0].limiter.client
-	if err := c.queue.submit(ctx, r); errors.Is(err, errRefused) {
-		return Results{}, refusedRequest(r, firsts)
-	} else if err != nil {
-		return Results{}, err
-	}
-	results = resultsOf(r, firsts, requests)
-	c.requests.put(r)
-	return results, nil
+	return s.decide(func(c *Client, r *request) error { return c.queue.submit(ctx, r) })
 }
 
 // AllowAllTx is AllowAll within the caller's transaction; see [Limiter.AllowTx]. The limiters may have several
@@ -88,61 +80,108 @@ func AllowAllTx(ctx context.Context, tx pgx.Tx, requests ...Request) (results Re
 	if err := checkTx(tx); err != nil {
 		return Results{}, err
 	}
-	r, firsts, err := newSet(requests, true)
+	s, err := newSet(ctx, requests, true)
 	if err != nil {
 		return Results{}, err
 	}
-	c := requests[0].limiter.client
-	if err := c.batcher.decideInTx(ctx, tx, r); errors.Is(err, errRefused) {
-		return Results{}, refusedRequest(r, firsts)
-	} else if err != nil {
-		return Results{}, err
-	}
-	results = resultsOf(r, firsts, requests)
-	c.requests.put(r)
-	return results, nil
+	return s.decide(func(c *Client, r *request) error { return c.batcher.decideInTx(ctx, tx, r) })
 }
 
-// newSet checks the requests, and makes one request of them. firsts are the indices of the first part of
-// each. In a transaction of the caller's it does not matter which databases the limiters have.
-func newSet(requests []Request, inTx bool) (r *request, firsts []int, err error) {
+// set is the requests of one AllowAll, as one request.
+type set struct {
+	client  *Client
+	request *request
+	entries []setEntry
+	denied  *Result // what a row of rate_limit_policy denies, so that nobody is asked; else nil
+}
+
+// setEntry is one of the requests.
+type setEntry struct {
+	limiter     *Limiter // of the policy in force
+	first, last int      // its parts: from first to before last; none if a row allows or denies everything
+	answer      Result   // what that row says
+}
+
+// newSet checks the requests. In a transaction of the caller's it does not matter which databases the limiters have.
+func newSet(ctx context.Context, requests []Request, inTx bool) (*set, error) {
 	if len(requests) == 0 || len(requests) > maxRequests {
-		return nil, nil, &RequestError{
+		return nil, &RequestError{
 			Err: fmt.Errorf("there are %d requests; pass 1 to %d", len(requests), maxRequests),
 		}
 	}
+	s := &set{entries: make([]setEntry, len(requests))}
 	for i, q := range requests {
-		if q.limiter == nil {
-			return nil, nil, &RequestError{Index: i, Err: errNoLimiter}
-		}
-		l, first := q.limiter, requests[0].limiter
-		err := l.check(q.key, max(q.cost, 1))
-		if err == nil && q.cost < 1 {
-			err = &CostError{Cost: q.cost, Limit: l.limit, Least: 1}
-		}
-		if err == nil && l.client != first.client && (!inTx || l.client.config.Schema != first.client.config.Schema) {
-			err = errOtherClient
-			if inTx {
-				err = errOtherSchema
+		if err := s.add(ctx, i, q, inTx); err != nil {
+			if _, store := errors.AsType[*StoreError](err); store || ctx.Err() != nil {
+				return nil, err
 			}
+			return nil, &RequestError{Index: i, Err: err}
 		}
-		if err != nil {
-			return nil, nil, &RequestError{Index: i, Err: err}
+	}
+	return s, nil
+}
+
+func (s *set) add(ctx context.Context, i int, q Request, inTx bool) error {
+	if q.limiter == nil {
+		return errNoLimiter
+	}
+	if err := checkKey(q.key); err != nil {
+		return err
+	}
+	in, row, err := q.limiter.inForce(ctx, q.key)
+	if err != nil {
+		return err
+	}
+	if q.cost < 1 {
+		return &CostError{Cost: q.cost, Limit: in.limit, Least: 1}
+	}
+	if err := in.checkCost(q.cost); err != nil && row == nil {
+		return err
+	}
+	if s.client == nil {
+		s.client = in.client
+		s.request = s.client.requests.get(s.client.setSpace(), nil)
+	}
+	if in.client != s.client && (!inTx || in.client.config.Schema != s.client.config.Schema) {
+		if inTx {
+			return errOtherSchema
 		}
-		if r == nil {
-			r = first.client.requests.get(first.client.setSpace(), nil)
+		return errOtherClient
+	}
+	r, e := s.request, &s.entries[i]
+	e.limiter, e.first = in, len(r.parts)
+	if row != nil {
+		e.answer, _ = in.decision(row, q.cost)
+		if !e.answer.Allowed {
+			s.denied = &e.answer
 		}
-		firsts = append(firsts, len(r.parts))
-		r.add(l.space, l.models, q.key, q.cost, nil)
-		for _, p := range r.parts[firsts[i]:] {
-			for _, other := range r.parts[:firsts[i]] {
-				if p.key == other.key && p.name == other.name && p.space.durable == other.space.durable {
-					return nil, nil, &RequestError{Index: i, Err: errSameKey}
-				}
+		e.last = e.first
+		return nil
+	}
+	r.add(in.space, in.models, q.key, q.cost, nil)
+	e.last = len(r.parts)
+	for _, p := range r.parts[e.first:] {
+		for _, other := range r.parts[:e.first] {
+			if p.key == other.key && p.name == other.name && p.space.durable == other.space.durable {
+				return errSameKey
 			}
 		}
 	}
-	return r, firsts, nil
+	return nil
+}
+
+// decide has the set decided by ask, unless rows of rate_limit_policy have decided it already.
+func (s *set) decide(ask func(*Client, *request) error) (Results, error) {
+	if s.denied == nil && len(s.request.parts) > 0 {
+		if err := ask(s.client, s.request); errors.Is(err, errRefused) {
+			return Results{}, s.refused()
+		} else if err != nil {
+			return Results{}, err
+		}
+	}
+	results := s.results()
+	s.client.requests.put(s.request)
+	return results, nil
 }
 
 // setSpace is whose turn it is for AllowAll.
@@ -153,15 +192,22 @@ func (c *Client) setSpace() *keyspace {
 	return c.sets.Load()
 }
 
-// resultsOf is what the caller of a request of several limiters is told.
-func resultsOf(r *request, firsts []int, requests []Request) Results {
-	results := Results{Allowed: r.place <= r.parts[0].decision.granted, Each: make([]Result, len(requests))}
-	for i, first := range firsts {
-		last := len(r.parts)
-		if i+1 < len(firsts) {
-			last = firsts[i+1]
+// results is what the caller is told.
+func (s *set) results() Results {
+	r := s.request
+	results := Results{Allowed: s.denied == nil, Each: make([]Result, len(s.entries))}
+	if results.Allowed && len(r.parts) > 0 {
+		results.Allowed = r.place <= r.parts[0].decision.granted
+	}
+	for i, e := range s.entries {
+		each := e.answer
+		switch {
+		case e.first == e.last:
+		case s.denied == nil:
+			each = r.resultOf(e.first, e.last, e.limiter.policy)
+		default: // nobody has been asked
+			each = Result{Source: SourcePolicy, Limit: e.limiter.limit, DecidedAt: s.denied.DecidedAt}
 		}
-		each := r.resultOf(first, last, requests[i].limiter.policy)
 		each.Allowed = results.Allowed
 		results.Each[i] = each
 		results.RetryAfter = max(results.RetryAfter, each.RetryAfter)
@@ -169,12 +215,15 @@ func resultsOf(r *request, firsts []int, requests []Request) Results {
 	return results
 }
 
-// refusedRequest is the error for a request of several limiters that the database's encoding refuses. It says
-// which of them is to blame if only one can be.
-func refusedRequest(r *request, firsts []int) error {
+// refused is the error for a set that the database's encoding refuses. It says which of the requests is to blame if
+// only one can be.
+func (s *set) refused() error {
 	index, suspects := 0, 0
-	for i, first := range firsts {
-		if p := r.parts[first]; !isASCII(p.key + p.name) {
+	for i, e := range s.entries {
+		if e.first == e.last {
+			continue
+		}
+		if p := s.request.parts[e.first]; !isASCII(p.key + p.name) {
 			index, suspects = i, suspects+1
 		}
 	}

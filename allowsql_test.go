@@ -188,7 +188,7 @@ func TestSQLForPeopleNeedsNothingButExecute(t *testing.T) {
 	require.EqualValues(t, 1, askSQL(t, pool, look).Remaining)
 	for _, sql := range []string{
 		"SELECT * FROM public._rate_limit_ask('n', 'key', 'fixed 2/1h', 1, false)",
-		"SELECT * FROM public._rate_limit_policy('fixed 2/1h')", "SELECT public._rate_limit_late()",
+		"SELECT * FROM public._rate_limit_read_policy('fixed 2/1h'::text)", "SELECT public._rate_limit_late()",
 	} {
 		refused(t, pool, sql, sql, "42501")
 	}
@@ -230,6 +230,9 @@ func TestHelpersAreOutOfSight(t *testing.T) {
 	names := pgtest.Scalar[[]string](t, db.Pool, `
 		SELECT array_agg(proname::text ORDER BY proname) FROM pg_proc
 		WHERE pronamespace = 'public'::regnamespace AND proname ~ '^(rate_limit_.*)$'`) // as psql's \df rate_limit_* asks
-	want := append([]string{"rate_limit_allow", "rate_limit_peek", "rate_limit_sweep", "rate_limit_version"}, algorithm.Functions()...)
+	want := append([]string{
+		"rate_limit_allow", "rate_limit_peek", "rate_limit_sweep", "rate_limit_version", "rate_limit_policies", "rate_limit_ban",
+		"rate_limit_report",
+	}, algorithm.Functions()...)
 	require.ElementsMatch(t, want, names)
 }

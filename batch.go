@@ -324,14 +324,27 @@ func (b *batcher) decide(ctx context.Context, db DBTX, requests []*request, tx t
 	asked, since := b.denials.elapsed(), b.denials.snapshot()
 	err := b.database.execute(ctx, db, requests, tx)
 	told := b.denials.elapsed()
+	for _, r := range shadowsOf(requests) {
+		b.settleDenials(r, err, asked, told, &since)
+	}
 	for _, r := range requests {
-		b.forget(r, err, &since)
-		if p := &r.parts[0]; err == nil && len(r.parts) == 1 && p.space.remember && p.cost > 0 &&
-			!r.passedOver() && p.decision.granted < r.count {
-			b.denials.remember(p, asked, told, &since)
+		b.settleDenials(r, err, asked, told, &since)
+		if r.gives() {
+			for i := range r.parts {
+				r.parts[i].space.announce(r.parts[i].key)
+			}
 		}
 	}
 	return err
+}
+
+// settleDenials forgets or remembers a request's denial.
+func (b *batcher) settleDenials(r *request, err error, asked, told time.Duration, since *changes) {
+	b.forget(r, err, since)
+	if p := &r.parts[0]; err == nil && len(r.parts) == 1 && p.space.remember && p.cost > 0 &&
+		!r.passedOver() && p.decision.granted < r.count {
+		b.denials.remember(p, asked, told, since)
+	}
 }
 
 // forget forgets the denials of a request's keys if the request has taken or given something, or may have. since

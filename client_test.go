@@ -105,9 +105,9 @@ func TestMixedStatementEqualsTheModel(t *testing.T) {
 						l := limiters[i][r.IntN(2)]
 						set = append(set, l.Request(key, 1+r.Int64N(min(l.limit, 3))))
 					}
-					var err error
-					q, _, err = newSet(set, false)
+					of, err := newSet(t.Context(), set, false)
 					require.NoError(t, err)
+					q = of.request
 					for _, one := range set {
 						asked[q] = append(asked[q], kept{limiter: one.limiter, key: key, units: one.cost})
 					}

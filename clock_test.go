@@ -44,6 +44,7 @@ func TestApplicationsClockIsReadForDifferencesOnly(t *testing.T) {
 	require.Equal(t, []string{
 		"allow.go: allow", "allow.go: allowTx", // how long a call took
 		"allow.go: observe", "allowall.go: AllowAll", "allowall.go: AllowAllTx", "allowall.go: observeAll", // how long a call took
+		"ban.go: newStrikes", "ban.go: count", // how long ago a key was first denied
 		"batch.go: send", "batch.go: ask", "batch.go: ask", "batch.go: deliver", "batch.go: report", "batch.go: observe", // how long a statement took
 		"breaker.go: clock", "client.go: NewClient", // how long the database has been away
 		"denials.go: newDenials", "denials.go: elapsed", // how old a denial is
@@ -52,6 +53,10 @@ func TestApplicationsClockIsReadForDifferencesOnly(t *testing.T) {
 		"heldkeys.go: longHeld", "heldkeys.go: find", "heldkeys.go: found", "heldkeys.go: still", // how long a row was held
 		"heldlane.go: giveUp", "heldlane.go: waitForFirst", "heldlane.go: waitForFirst", "heldlane.go: waitForFirst",
 		"inmemory.go: decideInMemory", // the clock of a database in memory
+		// the database's clock is read once, and the time since then added; how long ago the last question was
+		"policies.go: Status", "policies.go: now",
+		"policywatch.go: poll", "policywatch.go: poll", "policywatch.go: listen", "policywatch.go: listen",
+		"policywatch.go: listen", "policywatch.go: listen", "policywatch.go: load", "policywatch.go: load",
 		// how long a call has waited, or a statement took
 		"queue.go: submit", "queue.go: departs", "queue.go: leaveLate", "queue.go: run", "queue.go: run",
 		"statement.go: blame", "statement.go: blame", // how long ago it has hung

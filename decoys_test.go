@@ -162,6 +162,26 @@ func callEverything(t *testing.T, db *pgtest.DB, pool *pgxpool.Pool) error {
 		}
 	}
 
+	// Policies: those that people write, bans, and what processes read of them.
+	for _, sql := range []string{
+		"INSERT INTO limits.rate_limit_policy (name, key, policy, comment) VALUES ('n', 'k', 'fixed 9/1h', 'why')",
+		"UPDATE limits.rate_limit_policy SET policy = 'bucket 9 1/1.5h', valid_until = '2100-01-01' WHERE mode = 'enforce'",
+		"SELECT * FROM limits.rate_limit_policies(NULL::bigint)",
+		"DELETE FROM limits.rate_limit_policy",
+		"SELECT * FROM limits.rate_limit_policies((SELECT version FROM limits.rate_limit_policy_history ORDER BY version LIMIT 1))",
+		"SELECT * FROM limits.rate_limit_ban('n'::text, 'k'::text, '1us'::interval, '1h'::interval, '1h'::interval, 'why'::text, 60000)",
+		"SELECT * FROM limits.rate_limit_ban('n'::text, 'k'::text, '1us'::interval, '1h'::interval, '1h'::interval, 'why'::text, 60000)",
+		"SELECT * FROM limits.rate_limit_policies(999999::bigint)",
+	} {
+		if _, err := owner.Exec(t.Context(), sql); err != nil {
+			return err
+		}
+	}
+	if _, err := owner.Exec(t.Context(), "TRUNCATE limits.rate_limit_policy"); err == nil ||
+		!strings.Contains(err.Error(), "cannot be truncated") {
+		return fmt.Errorf("TRUNCATE: %w", err)
+	}
+
 	// The sweeper, as the superuser, with rows that have expired, and more of them than one call deletes.
 	sweep, err := os.ReadFile("cleanup/sweep.sql")
 	require.NoError(t, err)

@@ -280,6 +280,33 @@ func ExampleClient() {
 	// Output: sliding 100/1m bucket 50 10/1s
 }
 
+// The rows of rate_limit_policy come before the policy in the code.
+func ExamplePolicies() {
+	var (
+		ctx  context.Context // ends with the application
+		pool *pgxpool.Pool
+	)
+	policies, err := ratelimit.NewPolicies(pool, ratelimit.PoliciesConfig{})
+	if err != nil {
+		log.Fatal(err)
+	}
+	go policies.Run(ctx)
+	limiter, err := ratelimit.New(pool, ratelimit.Config{
+		Name:     "api",
+		Policy:   ratelimit.SlidingWindow{Limit: 100, Window: time.Minute},
+		Policies: policies,
+		Ban:      ratelimit.Ban{Denials: 500, Within: time.Minute, First: time.Hour, Longest: 24 * time.Hour},
+	})
+	if err != nil {
+		log.Fatal(err)
+	}
+	result, err := limiter.Allow(ctx, "customer:42")
+	if err != nil {
+		log.Fatal(err)
+	}
+	fmt.Println(result.Allowed, result.Limit)
+}
+
 // A request counts for its address, its user and the whole service, or for none of them.
 func ExampleAllowAll() {
 	var (

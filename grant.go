@@ -19,7 +19,7 @@ func (l *Limiter) Grant(ctx context.Context, key string, n int64) (Result, error
 	if err := checkGrant(key, n); err != nil {
 		return Result{}, err
 	}
-	return l.give(ctx, l.newRequest(key, -n))
+	return l.give(ctx, l.knownInForce(key).newRequest(key, -n))
 }
 
 // GrantTx is Grant within the caller's transaction. A rollback takes it away. Others wait, as after AllowTx.
@@ -30,7 +30,7 @@ func (l *Limiter) GrantTx(ctx context.Context, tx pgx.Tx, key string, n int64) (
 	if err := checkGrant(key, n); err != nil {
 		return Result{}, err
 	}
-	return l.client.decideTx(ctx, tx, l.newRequest(key, -n))
+	return l.client.decideTx(ctx, tx, l.knownInForce(key).newRequest(key, -n))
 }
 
 func checkGrant(key string, n int64) error {

@@ -50,6 +50,12 @@ type Config struct {
 	// it.
 	SynchronousCommit bool
 	NoDenialCache     bool // has every call ask the database; see [ClientConfig].DenialMaxAge
+	// Policies makes the limiter obey the rows of rate_limit_policy that name it. Policy holds where there is none.
+	// Defaults to nil: the limiter obeys Policy.
+	Policies *Policies
+	// Ban denies everything to keys that are denied again and again. It needs Policies. Defaults to the zero Ban, which
+	// bans nobody.
+	Ban Ban
 	// OnFailure is what Allow, AllowN, Peek, Wait and WaitN answer when Postgres is away or too slow to decide.
 	// All other methods return the error, which is the default here too. [Result].Source says so.
 	OnFailure FailureMode
@@ -83,6 +89,17 @@ func (c *Client) Limiter(config Config) (*Limiter, error) {
 		database: c.database, name: config.Name, durable: config.Durable, flush: config.SynchronousCommit,
 		remember: !config.NoDenialCache, returnsErrors: config.OnFailure.answer <= returnError,
 	}
+	if config.Policies != nil {
+		space.policies, space.page = config.Policies, config.Policies.book.Page(config.Name)
+		config.Policies.addCache(c.batcher.denials)
+		space.shadow = &keyspace{
+			database: c.database, name: config.Name + shadowSuffix, durable: config.Durable, remember: true,
+			flush: config.SynchronousCommit,
+		}
+	}
+	if config.Ban != (Ban{}) {
+		space.strikes = newStrikes(config.Ban)
+	}
 	if config.OnFailure.answer == fallbackLocal && c.fallback.Load() == nil {
 		c.fallback.CompareAndSwap(nil, newFallback(c.config.Test.Now))
 	}
@@ -107,6 +124,9 @@ func (c Config) validate() error {
 			"is FallbackLocal(%v), and its share must be above 0 and at most 1", c.OnFailure.share)}
 	case !reflect.ValueOf(c.Client).IsZero():
 		return &ConfigError{Field: "Config.Client", Reason: "is for New; this client was configured by NewClient"}
+	}
+	if err := c.Ban.validate(c.Policies); err != nil {
+		return err
 	}
 	if err := validatePolicy(c.Policy); err != nil {
 		return err
@@ -145,14 +165,22 @@ func (l *Limiter) With(policy Policy) (*Limiter, error) {
 		return nil, err
 	}
 	with := l.under(policy)
-	for i := range min(len(with.models), len(l.models)) {
-		now, before := with.models[i], l.models[i]
+	if err := with.sameKind(l); err != nil {
+		return nil, err
+	}
+	return with, nil
+}
+
+// sameKind tells why two limiters cannot share rows.
+func (l *Limiter) sameKind(other *Limiter) error {
+	for i := range min(len(l.models), len(other.models)) {
+		now, before := l.models[i], other.models[i]
 		if now.numbers().Algorithm != before.numbers().Algorithm {
-			return nil, &ConfigError{Field: "Config.Policy", Reason: fmt.Sprintf("is a %s, and the keys' rows are of "+
+			return &ConfigError{Field: "Config.Policy", Reason: fmt.Sprintf("is a %s, and the keys' rows are of "+
 				"a %s, which would start anew; make a limiter of another name", typeName(now), typeName(before))}
 		}
 	}
-	return with, nil
+	return nil
 }
 
 // typeName is the name of a model's type.
@@ -177,7 +205,8 @@ func (l *Limiter) under(policy Policy) *Limiter {
 func (l *Limiter) Config() Config {
 	return Config{
 		Name: l.space.name, Policy: l.policy, Durable: l.space.durable, SynchronousCommit: l.space.flush,
-		NoDenialCache: !l.space.remember, OnFailure: l.onFailure,
+		NoDenialCache: !l.space.remember, OnFailure: l.onFailure, Policies: l.space.policies,
+		Ban: l.space.strikes.config(),
 	}
 }
 
@@ -188,11 +217,8 @@ func (l *Limiter) newRequest(key string, cost int64) *request {
 	return r
 }
 
-// check tells what is wrong with a key or a cost.
-func (l *Limiter) check(key string, n int64) error {
-	if err := checkKey(key); err != nil {
-		return err
-	}
+// checkCost tells what is wrong with a cost.
+func (l *Limiter) checkCost(n int64) error {
 	if n < 0 || n > l.limit {
 		return &CostError{Cost: n, Limit: l.limit}
 	}

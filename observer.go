@@ -42,6 +42,14 @@ func (e DecisionEvent) Outcome() string {
 	}
 }
 
+// ShadowOutcome is what a row of the mode shadow would have decided, "allowed" or "denied", or "" if none was asked.
+func (e DecisionEvent) ShadowOutcome() string {
+	if e.Result.Shadow == nil {
+		return ""
+	}
+	return DecisionEvent{Result: *e.Result.Shadow}.Outcome()
+}
+
 // StatementEvent is a statement that has ended.
 type StatementEvent struct {
 	Limiter string // Config.Name; "" if it decided for several limiters

@@ -282,7 +282,7 @@ func TestErrorKinds(t *testing.T) {
 // A Result in JSON says in words how it came about.
 func TestResultInJSON(t *testing.T) {
 	t.Parallel()
-	for source := SourceDatabase; source <= SourceFailedClosed; source++ {
+	for source := SourceDatabase; source <= SourcePolicy; source++ {
 		text, err := json.Marshal(Result{Source: source})
 		require.NoError(t, err)
 		require.Contains(t, string(text), fmt.Sprintf(`"Source":%q`, source))
@@ -319,11 +319,11 @@ func TestFailureModes(t *testing.T) {
 	require.NotEqual(t, FailureMode{}, ReturnError(), "a choice can be told from none")
 
 	seen := map[string]bool{}
-	for source := SourceDatabase; source <= SourceFailedClosed; source++ {
+	for source := SourceDatabase; source <= SourcePolicy; source++ {
 		seen[source.String()] = true
 		require.False(t, strings.HasPrefix(source.String(), "Source("))
 	}
-	require.Len(t, seen, 5)
+	require.Len(t, seen, 6)
 	require.Equal(t, "Source(9)", Source(9).String())
 }
 

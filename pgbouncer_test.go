@@ -163,6 +163,12 @@ func TestPgBouncerHandsNoSettingsOn(t *testing.T) {
 				}
 			}
 		}
+		if broken == "" || broken == "rate_limit_ban" {
+			pgtest.Exec(t, limiters, "SELECT rate_limit_ban('a', 'b', '1h', '1h', '1h', 'why', 10000)")
+			if after = pgtest.Scalar[string](t, somebody, show); broken == "" {
+				require.Equal(t, before, after)
+			}
+		}
 		if broken != "" { // whoever set them last
 			require.Regexp(t, "^(10s|25ms), ", after, broken)
 		}

@@ -28,7 +28,9 @@ func TestFunctionsPassPlpgsqlCheck(t *testing.T) {
 	findings := func() []string {
 		rows, err := db.Pool.Query(t.Context(), `
 			SELECT concat_ws(', ', p.proname, 'line ' || f.lineno, f.level, f.sqlstate, f.message, f.detail, f.hint)
-			FROM pg_proc AS p, LATERAL plpgsql_check_function_tb(p.oid, extra_warnings => true, security_warnings => true) AS f
+			FROM pg_proc AS p, LATERAL plpgsql_check_function_tb(p.oid,
+				CASE WHEN p.prorettype = 'trigger'::regtype THEN 'rate_limit_policy'::regclass ELSE 0 END,
+				extra_warnings => true, security_warnings => true) AS f
 			WHERE p.pronamespace = 'public'::regnamespace AND p.prolang = (SELECT oid FROM pg_language WHERE lanname = 'plpgsql')
 				AND p.proname ~ '^_?rate_limit_' AND f.message <> 'never read variable "ignored"'
 				AND f.message <> 'unused parameter "taken_at"' -- which only buckets need`)

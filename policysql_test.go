@@ -53,7 +53,7 @@ func withReadPolicy(t testing.TB, db pgtest.Executor) {
 		LANGUAGE plpgsql AS $$
 		DECLARE "column" text; hint text; message text;
 		BEGIN
-			SELECT * INTO algorithms, limits, spans_us, refills, zones FROM _rate_limit_policy(policy);
+			SELECT * INTO algorithms, limits, spans_us, refills, zones FROM _rate_limit_read_policy(policy);
 		EXCEPTION WHEN invalid_parameter_value THEN
 			GET STACKED DIAGNOSTICS "column" = COLUMN_NAME, hint = PG_EXCEPTION_HINT, message = MESSAGE_TEXT;
 			ASSERT "column" = 'policy' AND hint <> '' AND message LIKE 'rate_limit: policy %', message;
@@ -172,7 +172,7 @@ func TestMistakesInTheReaderOfPoliciesAreSeen(t *testing.T) {
 
 	db := pgtest.New(t)
 	withReadPolicy(t, db.Pool)
-	definition := pgtest.Scalar[string](t, db.Pool, "SELECT pg_get_functiondef('_rate_limit_policy'::regproc)")
+	definition := pgtest.Scalar[string](t, db.Pool, "SELECT pg_get_functiondef('_rate_limit_read_policy'::regproc)")
 	texts := edgesOfPolicies()
 	for right, wrong := range map[string]string{
 		"'~!'":                              "'~'",

@@ -8,6 +8,7 @@ import (
 	"unicode/utf8"
 
 	"github.com/pgratelimit/ratelimit/internal/algorithm"
+	"github.com/pgratelimit/ratelimit/internal/rulebook"
 )
 
 const (
@@ -21,9 +22,13 @@ type keyspace struct {
 	database      *database
 	name          string
 	durable       bool
-	flush         bool // SynchronousCommit
-	remember      bool // whether its denials are remembered
-	returnsErrors bool // OnFailure does, so the breaker turns none of its requests away
+	flush         bool                   // SynchronousCommit
+	remember      bool                   // whether its denials are remembered
+	returnsErrors bool                   // OnFailure does, so the breaker turns none of its requests away
+	policies      *Policies              // nil if the limiter obeys no table of policies
+	page          *rulebook.Page[ruling] // of these, those with the name
+	strikes       *strikes               // nil if nobody is banned
+	shadow        *keyspace              // the keys of its shadow policies; nil without policies
 
 	// Guarded by the queue's mutex.
 	lines []line
@@ -41,6 +46,7 @@ type request struct {
 	probe  bool          // it may ask the database although the breaker is open
 	done   chan struct{} // gets one value, once the parts' decisions or err are set
 	err    error
+	shadow *shadow // decided beside it; nil if there is none
 
 	// Requests of the same key, policy and cost are decided as one, the first of them.
 	count int64    // how many there are, this one and those behind next
@@ -94,7 +100,7 @@ func (r *request) add(space *keyspace, models []model, key string, cost int64, r
 // put has a request used again. Only its caller may do that, and only once the request has been decided.
 func (p *requestPool) put(r *request) {
 	r.single[0] = part{}
-	r.space, r.policy, r.parts, r.err, r.next, r.last = nil, nil, nil, nil, nil, nil
+	r.space, r.policy, r.parts, r.err, r.next, r.last, r.shadow = nil, nil, nil, nil, nil, nil, nil
 	p.pool.Put(r)
 }
 
@@ -117,7 +123,8 @@ func (r *request) asksAnyway() bool {
 // joins tells whether a request can be decided as one with another one in the same line.
 func (r *request) joins(other *request) bool {
 	return r.policy != nil && !r.gives() &&
-		r.parts[0].key == other.parts[0].key && r.parts[0].cost == other.parts[0].cost
+		r.parts[0].key == other.parts[0].key && r.parts[0].cost == other.parts[0].cost &&
+		r.shadow.rule() == other.shadow.rule()
 }
 
 // passedOver tells whether a statement has left the request undecided.
@@ -130,6 +137,9 @@ func (r *request) finish(err error) {
 		next := f.next // read now, because its caller goes on and uses it again
 		for i := range f.parts {
 			f.parts[i].decision = r.parts[i].decision
+		}
+		if f.shadow != nil {
+			f.shadow.copyFrom(r.shadow, place)
 		}
 		f.place, f.err = place, err
 		f.done <- struct{}{}

@@ -66,13 +66,16 @@ func (l *Limiter) reset(ctx context.Context, db DBTX, key string, tx transaction
 	}
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), l.client.config.Timeout)
 	defer cancel()
-	names := make([]string, len(l.models))
+	names := make([]string, max(len(l.models), len(l.knownInForce(key).models)))
 	for i := range names {
 		names[i] = algorithm.RowName(l.space.name, i)
 	}
 	err := l.client.database.deleteRows(ctx, db, l.space, names, key, tx)
 	if denials := l.client.batcher.denials; denials != nil {
 		denials.forget(l.space, key, nil) // even after an error: the key may have been reset
+	}
+	if tx.own() {
+		l.space.announce(key)
 	}
 	return err
 }

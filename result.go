@@ -23,6 +23,10 @@ type Result struct {
 	ResetAfter time.Duration
 	DecidedAt  time.Time // the database's clock, or this process's if Source says that Postgres is away
 
+	// Shadow is what a row of the mode shadow would have decided, with a count of its own; see [Policies]. It is nil if
+	// there is no such row, or if it was not decided. It changes nothing.
+	Shadow *Result
+
 	receipt *receipt // what was taken, for Refund; nil if nothing was, or the database has not decided it
 }
 
@@ -36,9 +40,10 @@ const (
 	SourceFallback                   // Postgres is away, and this process decided; see [FallbackLocal]
 	SourceFailedOpen                 // Postgres is away, and the request is allowed for that; see [FailOpen]
 	SourceFailedClosed               // Postgres is away, and the request is denied for that; see [FailClosed]
+	SourcePolicy                     // a row of the mode off or deny decided, and nothing was counted; see [Policies]
 )
 
-// String is "database", "cached denial", "fallback", "failed open" or "failed closed", for logs and metrics.
+// String is "database", "cached denial", "fallback", "failed open", "failed closed" or "policy", for logs and metrics.
 func (s Source) String() string {
 	switch s {
 	case SourceDatabase:
@@ -51,6 +56,8 @@ func (s Source) String() string {
 		return "failed open"
 	case SourceFailedClosed:
 		return "failed closed"
+	case SourcePolicy:
+		return "policy"
 	default:
 		return fmt.Sprintf("Source(%d)", uint8(s))
 	}
@@ -61,7 +68,7 @@ func (s Source) MarshalText() ([]byte, error) { return []byte(s.String()), nil }
 
 // UnmarshalText reads what MarshalText wrote.
 func (s *Source) UnmarshalText(text []byte) error {
-	for source := SourceDatabase; source <= SourceFailedClosed; source++ {
+	for source := SourceDatabase; source <= SourcePolicy; source++ {
 		if source.String() == string(text) {
 			*s = source
 			return nil

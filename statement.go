@@ -23,23 +23,32 @@ func (d *database) execute(ctx context.Context, db DBTX, requests []*request, tx
 	if d.memory != nil {
 		return d.decideInMemory(db, requests)
 	}
-	var args []any
-	var into []*part // in the order of the arguments
-	code := ofAll
-	if ofOneFunction(requests) {
-		code = requests[0].parts[0].model.numbers().Algorithm
-		args, into = d.argumentsOfOne(requests, tx)
-	} else {
-		args, into = d.argumentsOfAll(requests, tx)
+	if tx.own() && !tx.skipHeld && d.pooled() {
+		if shadows := shadowsOf(requests); shadows != nil {
+			if decided, err := d.executeBoth(ctx, db, requests, shadows, tx); decided {
+				return err
+			}
+		}
 	}
+	sql, args, into := d.call(requests, tx)
 	for _, p := range into {
 		p.decision.granted = passedOver // unless a row comes back
 	}
-	err := d.queryDecisions(ctx, db, tx.own(), d.statement(code), args, into)
+	err := d.queryDecisions(ctx, db, tx.own(), sql, args, into)
 	if requests[0].looks() && pg.LockTimeout(err) { // a request that looks waits for no row
 		return pg.LockedTable(err)
 	}
 	return d.explain(ctx, db, requests, err)
+}
+
+// call returns the statement for requests, and whose decisions its rows are.
+func (d *database) call(requests []*request, tx transaction) (sql string, args []any, into []*part) {
+	if ofOneFunction(requests) {
+		args, into = d.argumentsOfOne(requests, tx)
+		return d.statement(requests[0].parts[0].model.numbers().Algorithm), args, into
+	}
+	args, into = d.argumentsOfAll(requests, tx)
+	return d.statement(ofAll), args, into
 }
 
 // ofOneFunction tells whether the function of an algorithm can decide the requests. It can if they ask for keys of
@@ -169,17 +178,30 @@ func (r *refundArguments) set(i, n int, k *take) {
 // multiplies date_part, a double precision number of seconds. This is exact until 2106 (TestTimesAreReadExactly),
 // and cheaper than extract, which is numeric.
 func (d *database) queryDecisions(ctx context.Context, db DBTX, own bool, sql string, args []any, into []*part) error {
+	targets, each := decisionsInto(into)
+	return query(ctx, db, own, sql, args, targets, each)
+}
+
+// readDecisions reads the rows of such a statement.
+func readDecisions(rows pgx.Rows, into []*part) error {
+	targets, each := decisionsInto(into)
+	_, err := pgx.ForEachRow(rows, targets[:min(len(targets), len(rows.FieldDescriptions()))], each)
+	return err
+}
+
+// decisionsInto returns what a row is scanned into, and what sets its part's decision then.
+func decisionsInto(into []*part) (targets []any, each func() error) {
 	var ord, decidedAt int64
 	var retryAfter *int64
 	var one decision
 	var log []int64
-	targets := []any{
+	targets = []any{
 		&ord, &one.granted, &one.remaining, &retryAfter, &one.resetAfter, &decidedAt,
 		&one.state.count, &one.state.prevCount, &one.state.windowStart,
 		&one.state.credit, &one.state.scale, &one.state.expiresAt,
 		&one.taken.spent, &one.taken.since, &one.taken.at, &log,
 	}
-	return query(ctx, db, own, sql, args, targets, func() error {
+	return targets, func() error {
 		one.retryAfter = never
 		if retryAfter != nil {
 			one.retryAfter = *retryAfter
@@ -189,7 +211,7 @@ func (d *database) queryDecisions(ctx context.Context, db DBTX, own bool, sql st
 		one.state.since, one.taken.in = one.taken.since, one.state.windowStart
 		into[ord-1].decision = one
 		return nil
-	})
+	}
 }
 
 // deleteRows deletes rows of a key.
@@ -258,7 +280,7 @@ func queryOn(ctx context.Context, db DBTX, sql string, args, targets []any, each
 }
 
 // schemaVersion is the number of the last migration. This package calls what that version has.
-const schemaVersion = 3
+const schemaVersion = 4
 
 // explain adds to an error what takes another query to find out. If what was called is missing, it is the version
 // to which the database has been migrated. If the encoding refuses a text, it is whether that is the limiter's

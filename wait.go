@@ -23,7 +23,14 @@ func (l *Limiter) Wait(ctx context.Context, key string) (Result, error) {
 // WaitN is Wait for n. With n = 0 it waits until 1 would fit, and takes nothing. All that are allowed together get
 // the ResetAfter of the last. Errors: as Wait, and a [*CostError] for n below 0 or above the limit.
 func (l *Limiter) WaitN(ctx context.Context, key string, n int64) (Result, error) {
-	if err := l.check(key, n); err != nil {
+	if err := checkKey(key); err != nil {
+		return Result{}, err
+	}
+	in, row, err := l.inForce(ctx, key)
+	if err != nil {
+		return l.whileUnknown(err, key, n)
+	}
+	if err := in.checkCost(n); err != nil && (row == nil || n < 0) {
 		return Result{}, err
 	}
 	if err := ctx.Err(); err != nil {
@@ -31,9 +38,9 @@ func (l *Limiter) WaitN(ctx context.Context, key string, n int64) (Result, error
 	}
 	w := &waiter{cost: n, told: make(chan struct{})}
 	w.deadline, _ = ctx.Deadline()
-	in := w.join(l.waiting, key, l.policy, func() *waitLine {
+	line := w.join(l.waiting, key, in.policy, func() *waitLine {
 		return &waitLine{
-			limit:  l.limit,
+			limit:  in.limit,
 			ask:    func(n int64) (Result, error) { return l.allow(context.Background(), key, n) },
 			answer: func(n int64) Result { return l.answerAndObserve(key, n) },
 			owned:  !l.client.database.pooled(),
@@ -42,7 +49,7 @@ func (l *Limiter) WaitN(ctx context.Context, key string, n int64) (Result, error
 	select {
 	case <-w.told:
 	case <-ctx.Done():
-		in.leave(w, gaveUp(ctx.Err()))
+		line.leave(w, gaveUp(ctx.Err()))
 	}
 	return w.result, w.err
 }

@@ -2,6 +2,7 @@ package ratelimit
 
 import (
 	"container/list"
+	"errors"
 	"math/rand/v2"
 	"slices"
 	"sync"
@@ -13,6 +14,9 @@ import (
 // first. It costs at most 2 % of a rate that nothing accumulates for (a bucket of capacity 1, or windows that
 // begin with the first request), and nothing of a larger bucket's.
 const maxJitter = 100 * time.Millisecond
+
+// banPause is how often those who wait ask whether a ban has been lifted. It costs no statement.
+const banPause = time.Second
 
 // waitLines are where callers wait for keys. A limiter and those that its With has returned share them.
 type waitLines struct {
@@ -105,6 +109,9 @@ func (in *waitLine) serve() {
 			return
 		}
 		result, err := in.ask(cost)
+		if errors.Is(err, ErrCostExceedsLimit) && len(group) > 1 {
+			result, err = Result{}, nil // a row of rate_limit_policy has lowered the limit: ask for fewer
+		}
 		if pause := in.settle(group, cost, result, err); pause > 0 {
 			timer := time.NewTimer(pause)
 			select {
@@ -172,7 +179,7 @@ func (in *waitLine) settle(group []*waiter, cost int64, result Result, err error
 				in.end(w, own, err)
 			}
 		}
-		if err != nil || result.Source != SourceDatabase {
+		if err != nil || result.Source != SourceDatabase && result.Source != SourcePolicy {
 			in.answerAll(err)
 		}
 		return 0
@@ -194,6 +201,9 @@ func (in *waitLine) settle(group []*waiter, cost int64, result Result, err error
 	first := in.first()
 	if first == nil || first.cost != cost {
 		return 0
+	}
+	if result.Source == SourcePolicy {
+		return min(result.RetryAfter, banPause)
 	}
 	jitter := min(result.RetryAfter/50, maxJitter)
 	if !first.deadline.IsZero() {

@@ -1,4 +1,4 @@
--- Makes four roles, each with no more rights than it needs, and a schema. Run it once in each database, as a superuser,
+-- Makes five roles, each with no more rights than it needs, and a schema. Run it once in each database, as a superuser,
 -- or as the owner of the database with CREATEROLE and the right to grant pg_read_all_stats:
 --
 --   psql "$DATABASE_URL" -v ON_ERROR_STOP=1 -f deploy/roles.sql
@@ -9,17 +9,19 @@
 -- connects names the schema, by ClientConfig.Schema, --schema, or search_path in the connection string.
 --
 -- Roles belong to all databases of a server, so those that another database has brought are used here too:
---   rate_limit_owner    migrates, and owns what the migrations make
---   rate_limit_app      the application: takes, peeks and resets
---   rate_limit_sweeper  sweeps
---   rate_limit_reader   a person on call or a dashboard: runs limits and doctor. As a member of rate_limit_app too,
---                       also top and reset --all
+--   rate_limit_owner         migrates, and owns what the migrations make
+--   rate_limit_app           the application: takes, peeks and resets, reads policies, and bans
+--   rate_limit_sweeper       sweeps
+--   rate_limit_reader        a person on call or a dashboard: runs limits and doctor, and reads policies. As a member of
+--                            rate_limit_app too, also top and reset --all
+--   rate_limit_policy_admin  changes policies: policy set, ban and so on. The history tells which of its members did
 
 DO $$
 DECLARE
     role pg_catalog.text;
 BEGIN
-    FOREACH role IN ARRAY ARRAY['rate_limit_owner', 'rate_limit_app', 'rate_limit_sweeper', 'rate_limit_reader'] LOOP
+    FOREACH role IN ARRAY ARRAY['rate_limit_owner', 'rate_limit_app', 'rate_limit_sweeper', 'rate_limit_reader',
+        'rate_limit_policy_admin'] LOOP
         IF pg_catalog.to_regrole(role) IS NULL THEN
             EXECUTE pg_catalog.format('CREATE ROLE %I NOLOGIN', role);
         END IF;
@@ -34,6 +36,7 @@ CREATE SCHEMA rate_limit AUTHORIZATION rate_limit_owner;
 -- PostgreSQL 14 and databases that come from it let everybody create:
 --   REVOKE CREATE ON SCHEMA public FROM PUBLIC;
 -- The owner of the schema can replace what is in it, so the role that migrates should own it.
-GRANT USAGE ON SCHEMA rate_limit TO rate_limit_app, rate_limit_sweeper, rate_limit_reader;
+GRANT USAGE ON SCHEMA rate_limit TO rate_limit_app, rate_limit_sweeper, rate_limit_reader,
+    rate_limit_policy_admin;
 
 GRANT pg_read_all_stats TO rate_limit_reader; -- for doctor to see what holds VACUUM up

@@ -155,7 +155,7 @@ func TestUpByARoleThatAdoptsNothing(t *testing.T) {
 	require.NoError(t, err)
 	for _, pool := range []*pgxpool.Pool{application, superuser} {
 		err := migrations.Up(t.Context(), pool)
-		require.ErrorContains(t, err, "not applied: 3 create_sweep; this role may not apply it")
+		require.ErrorContains(t, err, "not applied: 4 create_policies; this role may not apply it")
 		require.ErrorContains(t, err, "run this as pg_monitor")
 	}
 	require.NoError(t, migrations.Up(t.Context(), owner))
@@ -171,16 +171,18 @@ func TestWhatDiffersIsNotAdopted(t *testing.T) {
 	t.Parallel()
 
 	for sql, want := range map[string][]string{
-		"DROP TABLE rate_limit_durable":      {"version 3 make: table rate_limit_durable is missing. Nothing was changed"},
+		"DROP TABLE rate_limit_durable":      {"version 4 make: table rate_limit_durable is missing. Nothing was changed"},
 		"DROP FUNCTION rate_limit_sweep":     {"function rate_limit_sweep(integer, integer, text[], text, interval, timestamp with time zone) is missing"},
-		"DROP FUNCTION rate_limit_version()": {"version 3 make: function rate_limit_version() is missing."},
+		"DROP FUNCTION rate_limit_version()": {"version 4 make: function rate_limit_version() is missing."},
 		"DROP TABLE rate_limit_sweeper":      {"table rate_limit_sweeper is missing"},
 		"ALTER TABLE rate_limit_durable DROP count, ADD more int; ALTER FUNCTION _rate_limit_late() SECURITY DEFINER": {
 			"function _rate_limit_late() has kind", "table rate_limit_durable lacks column count; table rate_limit_durable has column more, which"},
 		"ALTER FUNCTION rate_limit_reset RESET search_path":                                                          {`has settings "enable_indexscan=on, enable_seqscan=off, enable_tidscan=on, jit=off" instead of`},
 		"CREATE OR REPLACE FUNCTION _rate_limit_late() RETURNS boolean LANGUAGE plpgsql AS 'BEGIN RETURN true; END'": {"function _rate_limit_late() has another body"},
 		"CREATE OR REPLACE FUNCTION rate_limit_version() RETURNS bigint LANGUAGE sql IMMUTABLE AS ' SELECT 2::bigint '": {
-			"version 2 make: function rate_limit_sweep(integer, integer, text[], text, interval, timestamp with time zone) should not be there; table rate_limit_sweeper should"},
+			"version 2 make: function _rate_limit_check_policy() should not be there; ",
+			"function rate_limit_sweep(integer, integer, text[], text, interval, timestamp with time zone) should not be there; ",
+			"table rate_limit_sweeper should not be there"},
 		"CREATE OR REPLACE FUNCTION rate_limit_version() RETURNS bigint LANGUAGE sql IMMUTABLE AS 'SELECT NULL::bigint'": {
 			"function rate_limit_version() has another body"},
 		"ALTER TABLE rate_limit_durable OWNER TO pg_monitor":  {"table rate_limit_durable belongs to pg_monitor, and not to "},

@@ -42,6 +42,7 @@ func TestStatus(t *testing.T) {
 		{Version: 1, Name: "create_tables"},
 		{Version: 2, Name: "create_functions"},
 		{Version: 3, Name: "create_sweep"},
+		{Version: 4, Name: "create_policies"},
 	}
 	status, err := migrations.Status(t.Context(), pool)
 	require.NoError(t, err)
@@ -59,7 +60,7 @@ func TestStatus(t *testing.T) {
 	require.Equal(t, want, status)
 
 	require.NoError(t, migrations.Down(t.Context(), pool))
-	want[len(want)-1] = migrations.Migration{Version: 3, Name: "create_sweep"}
+	want[len(want)-1] = migrations.Migration{Version: 4, Name: "create_policies"}
 	status, err = migrations.Status(t.Context(), pool)
 	require.NoError(t, err)
 	require.Equal(t, want, status)

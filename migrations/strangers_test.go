@@ -2,6 +2,7 @@ package migrations_test
 
 import (
 	"fmt"
+	"regexp"
 	"strings"
 	"testing"
 	"time"
@@ -260,7 +261,7 @@ func TestUpByARoleWithoutRights(t *testing.T) {
 	require.NoError(t, err)
 
 	require.ErrorContains(t, migrations.Up(t.Context(), application),
-		"not applied: 1 create_tables, 2 create_functions, 3 create_sweep; this role may not apply it")
+		"not applied: 1 create_tables, 2 create_functions, 3 create_sweep, 4 create_policies; this role may not apply it")
 	// The schema public may belong to pg_database_owner, as which nobody logs in.
 	_, err = owner.Exec(t.Context(), "REVOKE CREATE ON SCHEMA public FROM PUBLIC")
 	require.NoError(t, err)
@@ -336,6 +337,30 @@ func TestDefaultPrivilegesGiveNothing(t *testing.T) {
 		CREATE TRIGGER t BEFORE DELETE ON rate_limit_goose_version FOR EACH ROW EXECUTE FUNCTION f()`)
 	require.NoError(t, err)
 	require.ErrorContains(t, migrations.Down(t.Context(), pool), "has triggers or rules")
+}
+
+// Whoever may change policies may still do so after the next migration, and no more than that.
+func TestMigratingKeepsTheRightToChangePolicies(t *testing.T) {
+	t.Parallel()
+
+	pool := pgtest.Empty(t).Pool
+	require.NoError(t, migrations.Up(t.Context(), pool))
+	pgtest.Exec(t, pool, `GRANT SELECT, INSERT, UPDATE, DELETE, TRUNCATE, REFERENCES, TRIGGER
+		ON rate_limit_policy, rate_limit_policy_history, rate_limit_durable TO pg_monitor`)
+	access := regexp.MustCompile(`(?s)DO \$\$\nDECLARE\n    path CONSTANT.*?\n\$\$;`).FindString(script(t, latest(t), false))
+	pgtest.Exec(t, pool, access) // which each migration has
+	rows, err := pool.Query(t.Context(), `
+		SELECT concat_ws(' ', c.relname, a.privilege_type)
+		FROM pg_class AS c, aclexplode(c.relacl) AS a
+		WHERE a.grantee = 'pg_monitor'::regrole
+		ORDER BY 1`)
+	require.NoError(t, err)
+	left, err := pgx.CollectRows(rows, pgx.RowTo[string])
+	require.NoError(t, err)
+	require.Equal(t, []string{
+		"rate_limit_durable SELECT", "rate_limit_policy DELETE", "rate_limit_policy INSERT", "rate_limit_policy SELECT",
+		"rate_limit_policy UPDATE", "rate_limit_policy_history SELECT",
+	}, left)
 }
 
 // A search_path in which others' functions come before those of Postgres is refused.

@@ -15,10 +15,15 @@ import (
 func Slog(logger *slog.Logger) *ratelimit.Observer {
 	return &ratelimit.Observer{
 		Decision: func(e ratelimit.DecisionEvent) {
-			debug(logger, "ratelimit: decision", e.Err,
+			attributes := []slog.Attr{
 				slog.String("limiter", e.Limiter), slog.String("outcome", e.Outcome()),
 				slog.String("source", e.Result.Source.String()),
-				slog.Int64("cost", e.Cost), slog.Duration("latency", e.Latency))
+				slog.Int64("cost", e.Cost), slog.Duration("latency", e.Latency),
+			}
+			if shadow := e.ShadowOutcome(); shadow != "" {
+				attributes = append(attributes, slog.String("shadow", shadow))
+			}
+			debug(logger, "ratelimit: decision", e.Err, attributes...)
 		},
 		Statement: func(e ratelimit.StatementEvent) {
 			debug(logger, "ratelimit: statement", e.Err,

@@ -18,6 +18,9 @@ func tell(o *ratelimit.Observer) {
 		Limiter: "login", Cost: 2, Latency: 3 * time.Millisecond, Result: ratelimit.Result{Source: ratelimit.SourceFallback},
 	})
 	o.Decision(ratelimit.DecisionEvent{Limiter: "login", Cost: 1, Err: errors.New("broken")})
+	o.Decision(ratelimit.DecisionEvent{
+		Limiter: "login", Cost: 1, Result: ratelimit.Result{Allowed: true, Shadow: &ratelimit.Result{}},
+	})
 	o.Statement(ratelimit.StatementEvent{Limiter: "login", Size: 5, Queued: 7, Latency: time.Millisecond})
 	o.Statement(ratelimit.StatementEvent{Size: 40, Latency: time.Millisecond})
 }
@@ -41,6 +44,7 @@ func TestSlog(t *testing.T) {
 	require.Equal(t, strings.TrimLeft(`
 level=DEBUG msg="ratelimit: decision" limiter=login outcome=denied source=fallback cost=2 latency=3ms
 level=DEBUG msg="ratelimit: decision" limiter=login outcome=error source=database cost=1 latency=0s error=broken
+level=DEBUG msg="ratelimit: decision" limiter=login outcome=allowed source=database cost=1 latency=0s shadow=denied
 level=DEBUG msg="ratelimit: statement" limiter=login size=5 queued=7 latency=1ms
 level=DEBUG msg="ratelimit: statement" limiter="" size=40 queued=0 latency=1ms
 `, "\n"), logged(slog.LevelDebug))

@@ -19,8 +19,8 @@ import (
 // instruments but the last have the attribute limiter, the limiter's name:
 //
 //   - ratelimit.decision.duration, a histogram in seconds, which also counts the decisions, with outcome
-//     (allowed, denied, error), source (see [ratelimit.Source]) and, for an error, error.type (see
-//     [ratelimit.ErrorKind]);
+//     (allowed, denied, error), source (see [ratelimit.Source]), shadow (allowed, denied) if a policy of the mode
+//     shadow was asked too and, for an error, error.type (see [ratelimit.ErrorKind]);
 //   - ratelimit.statement.duration, a histogram in seconds, with error.type;
 //   - ratelimit.statement.size and ratelimit.statement.queued, histograms: how many calls left together, and how
 //     many stayed behind;
@@ -57,6 +57,9 @@ func New(meter metric.Meter) (*ratelimit.Observer, error) {
 			}
 			if e.Err == nil {
 				attributes = append(attributes, attribute.String("source", e.Result.Source.String()))
+			}
+			if shadow := e.ShadowOutcome(); shadow != "" {
+				attributes = append(attributes, attribute.String("shadow", shadow))
 			}
 			decisions.Record(ctx, e.Latency.Seconds(), with(e.Err, attributes...))
 		},

@@ -26,6 +26,7 @@ DECLARE
     signature pg_catalog.text;
     relation pg_catalog.regclass;
     grantee pg_catalog.oid;
+    made pg_catalog.bool := false; -- whether this migration has made the table of policies
 BEGIN
     PERFORM pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);
     -- The schema's name is put into comments too, which end with the line.
@@ -44,11 +45,14 @@ BEGIN
                 {{define "deciding"}}{{range .}}'{{.Function}}', {{end}}'rate_limit_all'{{end -}}
                 {{fold 16 (include "deciding" .Algorithms)}},
                 'rate_limit_allow', 'rate_limit_peek', 'rate_limit_reset', 'rate_limit_sweep',
-                '_rate_limit_late', '_rate_limit_policy', '_rate_limit_ask', '_rate_limit_window_end')
+                'rate_limit_policies', 'rate_limit_ban', 'rate_limit_report',
+                '_rate_limit_check_policy', '_rate_limit_note_policy',
+                '_rate_limit_late', '_rate_limit_read_policy', '_rate_limit_ask', '_rate_limit_window_end')
     LOOP
         signature := fn.oid::regprocedure::text;
         -- A migration before this one may have done it.
         IF strpos(fn.prosrc, prefix) = 0 AND strpos(fn.prosrc, internal) = 0 THEN
+            made := made OR fn.proname = '_rate_limit_note_policy';
             EXECUTE format('REVOKE ALL ON FUNCTION %s FROM PUBLIC', signature);
             -- ALTER DEFAULT PRIVILEGES may have granted it to others.
             FOR grantee IN
@@ -71,7 +75,8 @@ BEGIN
         END IF;
     END LOOP;
     -- Whoever has the right TRIGGER on a table can have code run with the rights of those who write to it. Nobody needs
-    -- more than SELECT.
+    -- more than SELECT, but for those who change policies. Of the table of policies, ALTER DEFAULT PRIVILEGES may have
+    -- granted more to others while it was made. What was granted since stays.
     FOR relation, grantee IN
         SELECT DISTINCT c.oid::regclass, a.grantee
         FROM pg_class AS c
@@ -79,10 +84,13 @@ BEGIN
         WHERE c.relnamespace = (SELECT n.oid FROM pg_namespace AS n WHERE n.nspname = schema)
             AND c.relowner = (SELECT r.oid FROM pg_roles AS r WHERE r.rolname = current_user)
             AND c.relname IN (
-                'rate_limit_ephemeral', 'rate_limit_durable', 'rate_limit_sweeper', 'rate_limit_goose_version')
+                'rate_limit_ephemeral', 'rate_limit_durable', 'rate_limit_sweeper', 'rate_limit_goose_version',
+                'rate_limit_policy', 'rate_limit_policy_history', 'rate_limit_shadow')
             AND a.grantee <> c.relowner AND a.privilege_type <> 'SELECT'
+            AND (made OR c.relname <> 'rate_limit_policy' OR a.privilege_type NOT IN ('INSERT', 'UPDATE', 'DELETE'))
     LOOP
-        EXECUTE format('REVOKE INSERT, UPDATE, DELETE, TRUNCATE, REFERENCES, TRIGGER ON TABLE %s FROM %s CASCADE',
+        EXECUTE format('REVOKE %sTRUNCATE, REFERENCES, TRIGGER ON TABLE %s FROM %s CASCADE',
+            CASE WHEN made OR relation::text NOT LIKE '%rate_limit_policy' THEN 'INSERT, UPDATE, DELETE, ' END,
             relation, CASE WHEN grantee = 0::oid THEN 'PUBLIC' ELSE grantee::regrole::text END);
     END LOOP;
     PERFORM pg_catalog.set_config('search_path', path, true);

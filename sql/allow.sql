@@ -46,7 +46,7 @@ DECLARE
     n integer;
     names text[]; -- of the rows: the second policy's has the name with /2, and so on
 BEGIN
-    SELECT * INTO p FROM _rate_limit_policy(policy);
+    SELECT * INTO p FROM _rate_limit_read_policy(policy);
     n := cardinality(p.algorithms);
     names := ARRAY(
         SELECT CASE WHEN i = 1 THEN name ELSE concat(name, '/', i) END FROM generate_series(1, n) AS i ORDER BY i);

@@ -1,7 +1,7 @@
--- _rate_limit_policy reads the text of a policy, such as "sliding 10/1m", or of several with commas between them. It
--- accepts what ParsePolicy of the Go package accepts, and refuses the rest: TestSQLReadsPoliciesAsGoDoes. This is
+-- _rate_limit_read_policy reads the text of a policy, such as "sliding 10/1m", or of several with commas between them.
+-- It accepts what ParsePolicy of the Go package accepts, and refuses the rest: TestSQLReadsPoliciesAsGoDoes. This is
 -- internal, like all whose names begin with _rate_limit_.
-CREATE FUNCTION _rate_limit_policy(
+CREATE FUNCTION _rate_limit_read_policy(
     policy text,
     OUT algorithms smallint[],
     OUT limits bigint[],

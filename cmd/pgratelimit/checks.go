@@ -74,6 +74,8 @@ type server struct {
 	tables       int      // how many of the two there are
 	usable       bool     // this role has USAGE on their schema
 	readable     bool     // this role may read both
+	policies     *bool    // this role may read the policies; nil if there is no table of them
+	changes      *bool    // this role may change them
 	owner        string   // of the tables, as it is
 	ownerSQL     string   // the same, quoted
 	usableIn     []string // schemas that have tables of these names
@@ -85,8 +87,8 @@ func (s server) hasTables() bool { return s.tables == 2 && s.usable }
 func (e *examination) readServer(ctx context.Context) error {
 	s := &e.server
 	return e.row(ctx, serverSQL, &s.versionNum, &s.version, &s.standby, &s.trackCounts, &s.countsHere, &s.autovacuum,
-		&s.freezeMaxAge, &s.standbys, &s.database, &s.role, &s.schema, &s.tables, &s.usable, &s.readable, &s.owner,
-		&s.ownerSQL, &s.usableIn, &s.lockedIn)
+		&s.freezeMaxAge, &s.standbys, &s.database, &s.role, &s.schema, &s.tables, &s.usable, &s.readable, &s.policies,
+		&s.changes, &s.owner, &s.ownerSQL, &s.usableIn, &s.lockedIn)
 }
 
 // name is a name of ours in SQL.
@@ -281,6 +283,8 @@ func (s server) judgeRights(found []foundFunction) finding {
 			strings.Join(missing, ", "))
 	case sweeps:
 		return ok("this role may sweep, and not take, as the sweeper of deploy/roles.sql")
+	case s.changes != nil && *s.changes:
+		return ok("this role may change policies, and not take, as the policy admin of deploy/roles.sql")
 	case s.readable:
 		return ok("this role may read the tables, and not take, as the reader of deploy/roles.sql")
 	}

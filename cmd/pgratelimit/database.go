@@ -121,15 +121,15 @@ func (a *app) transaction(
 			&schema, nil, nil, nil); err != nil {
 			return err
 		}
-		locked := false
+		locked := []string{}
 		if !calls {
 			// A stranger who may create in the schema could have made the tables. Then the doctor is to say so.
 			// The lock keeps them tables.
 			var tables []string
-			if err := tx.QueryRow(ctx, lockableSQL).Scan(&tables); err != nil {
+			if err := tx.QueryRow(ctx, lockableSQL).Scan(&locked, &tables); err != nil {
 				return err
 			}
-			if locked = len(tables) == 2; locked {
+			if len(tables) > 0 {
 				if _, err := tx.Exec(ctx,
 					"LOCK TABLE "+strings.Join(tables, ", ")+" IN ACCESS SHARE MODE"); err != nil {
 					return err
@@ -163,9 +163,13 @@ func (q qualified) QueryRow(ctx context.Context, sql string, args ...any) pgx.Ro
 	return q.Tx.QueryRow(ctx, q.qualify(sql), args...)
 }
 
+func (q qualified) Exec(ctx context.Context, sql string, args ...any) (pgconn.CommandTag, error) {
+	return q.Tx.Exec(ctx, q.qualify(sql), args...)
+}
+
 var (
 	commentLine = regexp.MustCompile(`(?m)^--.*\n`)
-	ourName     = regexp.MustCompile(`([^'\w])(rate_limit_)`) // outside of quotes
+	ourName     = regexp.MustCompile(`([^'\w.])(rate_limit_)`) // outside of quotes
 )
 
 func (q qualified) qualify(sql string) string {

@@ -20,7 +20,7 @@ func TestNothingThatOthersCreateIsRun(t *testing.T) {
 	url := urlWith(t, db, "search_path=limits,public")
 	invoke(t, url, "migrate", "up").done(t)
 	var statements []string
-	for _, pattern := range []string{"sql/*.sql", "sql/doctor/*.sql", "../../cleanup/*.sql", "../../sql/call/*.sql"} {
+	for _, pattern := range []string{"sql/*.sql", "sql/doctor/*.sql", "sql/policy/*.sql", "../../cleanup/*.sql", "../../sql/call/*.sql"} {
 		files, err := filepath.Glob(pattern)
 		require.NoError(t, err)
 		for _, file := range files {
@@ -52,7 +52,11 @@ func TestNothingThatOthersCreateIsRun(t *testing.T) {
 				}
 			}
 		}
-		for _, args := range [][]string{{"limits"}, {"limits", "--exact", "--policy", "login=fixed 100/1h"}, {"sweep"}, {"migrate", "status"}, {"migrate", "up"}} {
+		for _, args := range [][]string{{"limits"}, {"limits", "--exact", "--policy", "login=fixed 100/1h"}, {"sweep"}, {"migrate", "status"}, {"migrate", "up"},
+			{"policy", "set", "login", "--key=a", "sliding 9/1h", why}, {"policy", "set", "login", "--prefix=a", "sliding 9/1h", why},
+			{"policy", "set", "login", "--key=a", "sliding 8/1h", why, "--force", "--until=1h"}, {"policy", "list"}, {"policy", "get", "login", "a"},
+			{"explain", "login", "a"}, {"ban", "login", "a", "--for=1h", why}, {"unban", "login", "a"}, {"policy", "unset", "login", "--key=a"},
+			{"policy", "history", "login", "--key=a"}} {
 			invoke(t, url, append(args, schema...)...).done(t)
 		}
 		o := invoke(t, url, append([]string{"doctor"}, schema...)...)

@@ -98,8 +98,9 @@ func TestRoles(t *testing.T) {
 		CREATE ROLE sweeper LOGIN IN ROLE rate_limit_sweeper;
 		CREATE ROLE reader LOGIN IN ROLE rate_limit_reader;
 		CREATE ROLE on_call LOGIN IN ROLE rate_limit_reader, rate_limit_app;
+		CREATE ROLE admin LOGIN IN ROLE rate_limit_policy_admin;
 		CREATE ROLE nobody LOGIN`)
-	logins := []string{"app", "sweeper", "reader", "on_call", "nobody"}
+	logins := []string{"app", "sweeper", "reader", "on_call", "admin", "nobody"}
 
 	const policy = "--policy=sliding 100/1m"
 	for _, test := range []struct {
@@ -115,11 +116,20 @@ func TestRoles(t *testing.T) {
 		{[]string{"sweep"}, "sweeper"},
 		{[]string{"limits"}, "reader on_call"},
 		{[]string{"limits", "--policy=login=sliding 100/1m"}, "on_call"},
-		{[]string{"migrate", "status"}, "app sweeper reader on_call"},
+		{[]string{"migrate", "status"}, "app sweeper reader on_call admin"},
 		{[]string{"top", "login", policy}, "on_call"},
 		{[]string{"reset", "login", "--all", "--yes"}, "on_call"},
-		{[]string{"migrate", "up"}, "app sweeper reader on_call"}, // to whom it says that there is nothing to do
+		{[]string{"migrate", "up"}, "app sweeper reader on_call admin"}, // to whom it says that there is nothing to do
 		{[]string{"migrate", "down", "--yes"}, ""},
+		{[]string{"policy", "set", "login", "--key=a", "sliding 100/1m", why}, "admin"},
+		{[]string{"policy", "set", "login", "--key=a", "sliding 100/1m", why, "--dry-run"}, "reader on_call admin"},
+		{[]string{"policy", "list"}, "reader on_call admin"},
+		{[]string{"policy", "get", "login", "a"}, "reader on_call admin"},
+		{[]string{"policy", "history"}, "reader on_call admin"},
+		{[]string{"explain", "login", "a"}, "reader on_call admin"},
+		{[]string{"ban", "login", "a", "--for=1h", why}, "admin"},
+		{[]string{"unban", "login", "a"}, "admin"},
+		{[]string{"policy", "unset", "login", "--key=a"}, "admin"},
 	} {
 		if test.args[0] == "limits" { // there has to be something to count
 			invoke(t, as("app", ""), "take", "login", "b", policy).done(t)
@@ -139,28 +149,46 @@ func TestRoles(t *testing.T) {
 	require.NotContains(t, invoke(t, as("reader", ""), "doctor").stdout, "cannot be seen")
 	require.NotContains(t, invoke(t, as("reader", ""), "doctor").stdout, "could not be looked at")
 
+	invoke(t, as("admin", ""), "doctor").done(t)
+	require.Contains(t, invoke(t, as("on_call", ""), "explain", "login", "a", policy).done(t), "under sliding 100/1m")
+	// The history tells who it was, and not in which role.
+	require.Equal(t, "admin", decode[[]policyEvent](t, invoke(t, as("reader", ""), "policy", "history", "--json"))[0].By)
+	require.Equal(t, "admin", changed(t, as("admin", "&role=rate_limit_policy_admin"), "ban", "login", "a", "--for=1h", why).Added.ChangedBy)
+
 	// What the command does not try.
 	for sql, allowed := range map[string]string{
-		"INSERT INTO rate_limit_ephemeral (prefix, key) VALUES ('a', 'b')":                 "",
-		"UPDATE rate_limit_durable SET count = 0":                                          "",
-		"DELETE FROM rate_limit_durable":                                                   "",
-		"TRUNCATE rate_limit_ephemeral":                                                    "",
-		"SELECT FROM rate_limit_durable":                                                   "reader on_call",
-		"SELECT FROM rate_limit_durable FOR UPDATE":                                        "",
-		"SELECT FROM rate_limit_sweeper":                                                   "app reader on_call",
-		"UPDATE rate_limit_sweeper SET next_page = 0":                                      "",
-		"SELECT _rate_limit_late()":                                                        "",
-		"SELECT rate_limit_all('{1}', '{a}', '{b}', '{f}', '{1}', '{1}', '{1}', '{0}')":    "app on_call",
-		"SELECT rate_limit_sweep()":                                                        "sweeper",
-		"SELECT rate_limit_allow('a', 'b', 'log 1/1m')":                                    "app on_call",
-		"SELECT rate_limit_peek('a', 'b', 'log 1/1m')":                                     "app on_call",
-		"SELECT _rate_limit_ask('a', 'b', 'log 1/1m', 1, false)":                           "",
-		"SELECT _rate_limit_policy('log 1/1m')":                                            "",
-		"SELECT _rate_limit_window_end(1, 60000000, 'UTC')":                                "",
-		"SELECT rate_limit_fixed_window('a', '{b}', 1, 1)":                                 "app on_call",
-		"CREATE TABLE more (a int)":                                                        "",
-		"CREATE FUNCTION rate_limit_fixed_window() RETURNS int LANGUAGE sql AS 'SELECT 1'": "",
-		"DROP TABLE rate_limit_ephemeral":                                                  "",
+		"INSERT INTO rate_limit_ephemeral (prefix, key) VALUES ('a', 'b')":                        "",
+		"UPDATE rate_limit_durable SET count = 0":                                                 "",
+		"DELETE FROM rate_limit_durable":                                                          "",
+		"TRUNCATE rate_limit_ephemeral":                                                           "",
+		"SELECT FROM rate_limit_durable":                                                          "reader on_call",
+		"SELECT FROM rate_limit_durable FOR UPDATE":                                               "",
+		"SELECT FROM rate_limit_sweeper":                                                          "app reader on_call",
+		"UPDATE rate_limit_sweeper SET next_page = 0":                                             "",
+		"SELECT _rate_limit_late()":                                                               "",
+		"SELECT rate_limit_all('{1}', '{a}', '{b}', '{f}', '{1}', '{1}', '{1}', '{0}')":           "app on_call",
+		"SELECT rate_limit_policies()":                                                            "app on_call",
+		"SELECT rate_limit_ban('login', 'c', '1h', '1h', '1h', 'why')":                            "app on_call",
+		"SELECT FROM rate_limit_policy":                                                           "reader on_call admin",
+		"UPDATE rate_limit_policy SET comment = 'why'":                                            "admin",
+		"TRUNCATE rate_limit_policy":                                                              "",
+		"SELECT FROM rate_limit_policy_history":                                                   "reader on_call admin",
+		"UPDATE rate_limit_policy_history SET by = 'nobody'":                                      "",
+		"DELETE FROM rate_limit_policy_history":                                                   "",
+		"DO $$ BEGIN LOCK TABLE rate_limit_policy_history IN SHARE UPDATE EXCLUSIVE MODE; END $$": "",
+		"SELECT rate_limit_sweep()":                                                               "sweeper",
+		"SELECT rate_limit_allow('a', 'b', 'log 1/1m')":                                           "app on_call",
+		"SELECT rate_limit_peek('a', 'b', 'log 1/1m')":                                            "app on_call",
+		"SELECT _rate_limit_window_end(1, 60000000, 'UTC')":                                       "",
+		"SELECT rate_limit_report('{1}', '{a}', '{1}', '{1}', '{1}')":                             "app on_call",
+		"SELECT FROM rate_limit_shadow":                                                           "reader on_call admin",
+		"DELETE FROM rate_limit_shadow":                                                           "",
+		"SELECT _rate_limit_ask('a', 'b', 'log 1/1m', 1, false)":                                  "",
+		"SELECT _rate_limit_read_policy('log 1/1m'::text)":                                        "",
+		"SELECT rate_limit_fixed_window('a', '{b}', 1, 1)":                                        "app on_call",
+		"CREATE TABLE more (a int)":                                                               "",
+		"CREATE FUNCTION rate_limit_fixed_window() RETURNS int LANGUAGE sql AS 'SELECT 1'":        "",
+		"DROP TABLE rate_limit_ephemeral":                                                         "",
 	} {
 		for _, login := range logins {
 			conn, err := pgx.Connect(t.Context(), as(login, ""))

@@ -109,6 +109,9 @@ func (a *app) examine(ctx context.Context, pool *pgxpool.Pool) ([]finding, error
 	if e.server.hasTables() {
 		checks = append(checks,
 			check{"rights", e.checkRights}, check{"schema", e.checkStrangers}, check{"jit", e.checkJIT})
+		if e.server.policies != nil {
+			checks = append(checks, check{"policies", e.checkPolicies})
+		}
 	}
 	var findings []finding
 	for i, check := range checks {

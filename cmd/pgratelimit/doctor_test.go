@@ -1,10 +1,7 @@
 package main
 
 import (
-	"context"
 	"maps"
-	"os"
-	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
@@ -15,7 +12,6 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit/internal/algorithm"
-	"github.com/pgratelimit/ratelimit/internal/pgserver"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/migrations"
 )
@@ -27,7 +23,7 @@ func TestDoctorOfAHealthyDatabase(t *testing.T) {
 	pgtest.Exec(t, db.Pool, "REVOKE CREATE ON SCHEMA public FROM PUBLIC") // which Postgres 14 grants
 	before := pgtest.Objects(t, db.Pool)
 	findings := decode[[]finding](t, invoke(t, db.URL, "doctor", "--json"))
-	require.Len(t, findings, 10+2*7)
+	require.Len(t, findings, 11+2*7)
 	for _, f := range findings {
 		if f.Check != "long transactions" { // somebody else's test may be slow
 			require.Equal(t, fine, f.Level, f)
@@ -152,15 +148,17 @@ func TestDoctorFindsWhatIsWrong(t *testing.T) {
 		},
 		"missing version without records": {
 			sql:   `DROP FUNCTION rate_limit_version(); DROP TABLE rate_limit_goose_version`,
-			check: "migrations", level: problem, found: "most like those of version 3",
+			check: "migrations", level: problem, found: "most like those of version 4",
 		},
 		"wrong version": {
-			sql:   `CREATE OR REPLACE FUNCTION rate_limit_version() RETURNS bigint LANGUAGE sql IMMUTABLE AS ' SELECT 3::bigint + 0'`,
+			sql:   `CREATE OR REPLACE FUNCTION rate_limit_version() RETURNS bigint LANGUAGE sql IMMUTABLE AS ' SELECT 4::bigint + 0'`,
 			check: "objects", level: problem, found: "function rate_limit_version() has another body",
 		},
 		"behind": {
-			sql:   `DROP FUNCTION rate_limit_sweep; DROP TABLE rate_limit_sweeper; CREATE OR REPLACE FUNCTION rate_limit_version() RETURNS bigint LANGUAGE sql IMMUTABLE AS ' SELECT 2::bigint '`,
-			check: "migrations", level: problem, found: "not applied: 3 create_sweep", do: "run `pgratelimit migrate up`",
+			sql: `DROP TABLE rate_limit_policy, rate_limit_policy_history, rate_limit_shadow;
+				DROP FUNCTION rate_limit_policies, rate_limit_ban, rate_limit_report, _rate_limit_check_policy, _rate_limit_note_policy;
+				DROP FUNCTION rate_limit_sweep; DROP TABLE rate_limit_sweeper; CREATE OR REPLACE FUNCTION rate_limit_version() RETURNS bigint LANGUAGE sql IMMUTABLE AS ' SELECT 2::bigint '`,
+			check: "migrations", level: problem, found: "not applied: 3 create_sweep, 4 create_policies", do: "run `pgratelimit migrate up`",
 		},
 		"dropped table": {
 			sql:   `DROP TABLE rate_limit_durable`,
@@ -172,7 +170,7 @@ func TestDoctorFindsWhatIsWrong(t *testing.T) {
 		},
 		"both tables dropped": {
 			sql:   `DROP TABLE rate_limit_ephemeral, rate_limit_durable`,
-			check: "migrations", level: problem, found: "somebody has dropped the tables: migrations up to 3", do: "`pgratelimit migrate down --to 0`",
+			check: "migrations", level: problem, found: "somebody has dropped the tables: migrations up to 4", do: "`pgratelimit migrate down --to 0`",
 		},
 		"the sweeper's table dropped": {
 			sql:   `DROP TABLE rate_limit_sweeper`,
@@ -191,6 +189,50 @@ func TestDoctorFindsWhatIsWrong(t *testing.T) {
 			sql:   `GRANT EXECUTE ON FUNCTION rate_limit_token_bucket TO PUBLIC`,
 			check: "rights", level: warning, found: "every role may execute public.rate_limit_token_bucket",
 			do: "`REVOKE EXECUTE ON FUNCTION public.rate_limit_token_bucket FROM PUBLIC`",
+		},
+		"a trigger of the policies dropped": {
+			sql:   `DROP TRIGGER rate_limit_policy_note ON rate_limit_policy`,
+			check: "objects", level: problem, found: "table rate_limit_policy lacks trigger rate_limit_policy_note", do: "bring the policies back, without their history",
+		},
+		"a column of the policies dropped": {
+			sql:   `ALTER TABLE rate_limit_policy DROP COLUMN comment`,
+			check: "objects", level: problem, found: "table rate_limit_policy lacks column comment", do: "This loses all policies",
+		},
+		"the policies dropped": {
+			sql:   `DROP TABLE rate_limit_policy`,
+			check: "objects", level: problem, found: "table rate_limit_policy is missing", do: "This loses all policies",
+		},
+		"the history of policies dropped": {
+			sql:   `DROP TABLE rate_limit_policy_history`,
+			check: "objects", level: problem, found: "table rate_limit_policy_history is missing", do: "put the policies aside",
+		},
+		"a policy of a newer release": {
+			sql: `SET session_replication_role = replica; UPDATE rate_limit_policy SET policy = 'leap 1/1m' WHERE key = 'customer:42'; RESET session_replication_role;
+				INSERT INTO rate_limit_policy (name, mode, comment) VALUES ('api', 'off', 'why')`,
+			check: "policies", level: problem, found: "rows with a policy that this release cannot read (id 1)", do: "`DELETE FROM public.rate_limit_policy WHERE id IN (1)`",
+		},
+		"policies that make no sense": {
+			sql: `SET session_replication_role = replica;
+				INSERT INTO rate_limit_policy (name, key, key_prefix, mode, policy, comment) VALUES
+					('api', NULL, NULL, 'throttle', 'fixed 1/1m', 'mode'), ('api', 'secret', NULL, 'deny', 'fixed 1/1m', 'policy'),
+					('api', NULL, NULL, 'enforce', NULL, 'none'), (repeat('n', 129), NULL, NULL, 'off', NULL, 'name'), ('api', '', NULL, 'off', NULL, 'key'),
+					('api', 'a', 'b', 'off', NULL, 'two'), ('api', NULL, repeat('n', 513), 'off', NULL, 'prefix');
+				RESET session_replication_role`,
+			check: "policies", level: problem, found: "rows with a name, key or prefix that no limiter has (id 5, 6, 7, 8)", do: "IN (3, 4, 5, 6, 7, 8, 2)",
+		},
+		"triggers of the policies disabled": {
+			sql: `ALTER TABLE rate_limit_policy DISABLE TRIGGER USER;
+				INSERT INTO rate_limit_policy (name, key, mode, policy, comment) VALUES ('api', 'secret', 'enforce', 'none', 'why');
+				ALTER TABLE rate_limit_policy ENABLE REPLICA TRIGGER rate_limit_policy_note`,
+			check: "policies", level: problem, found: "triggers are turned off", do: "ENABLE TRIGGER rate_limit_policy_turn`",
+		},
+		"another role may put triggers on the policies": {
+			sql:   `GRANT TRIGGER ON rate_limit_policy_history TO pg_monitor`,
+			check: "schema", level: problem, found: "pg_monitor may put triggers on public.rate_limit_policy_history",
+		},
+		"policies of another role": {
+			sql:   `ALTER TABLE rate_limit_policy_history OWNER TO pg_monitor`,
+			check: "schema", level: problem, found: "table public.rate_limit_policy_history belongs to pg_monitor",
 		},
 		"everybody may create": {
 			sql:   `GRANT CREATE ON SCHEMA public TO PUBLIC`,
@@ -258,6 +300,7 @@ func TestDoctorFindsWhatIsWrong(t *testing.T) {
 			db := pgtest.New(t)
 			pgtest.Exec(t, db.Pool, "REVOKE CREATE ON SCHEMA public FROM PUBLIC") // as Postgres 14 comes without it
 			pgtest.Exec(t, db.Pool, "INSERT INTO rate_limit_durable (prefix, key) VALUES ('a', 'b')")
+			pgtest.Exec(t, db.Pool, "INSERT INTO rate_limit_policy (name, key, policy, comment) VALUES ('api', 'customer:42', 'fixed 1/1m', 'why')")
 			healthy := examined(t, db.URL)
 			require.Equal(t, fine, healthy[test.check].Level)
 			pgtest.Exec(t, db.Pool, test.sql)
@@ -276,11 +319,17 @@ func TestDoctorFindsWhatIsWrong(t *testing.T) {
 			if strings.Contains(found.Do, "which keeps the counts") {
 				require.True(t, pgtest.Scalar[bool](t, db.Pool, "SELECT count(*) = 1 FROM rate_limit_durable"))
 			}
+			if strings.Contains(found.Do, "put the policies aside") {
+				require.True(t, pgtest.Scalar[bool](t, db.Pool, "SELECT count(*) = 1 FROM rate_limit_policy WHERE key = 'customer:42' AND comment = 'why'"))
+			}
 			// And it works.
 			invoke(t, db.URL, "take", "login", "a", "--policy=fixed 1/1m", "--durable").done(t)
 			invoke(t, db.URL, "take", "login", "a", "--policy=fixed 1/1m").done(t)
 			invoke(t, db.URL, "sweep").done(t)
 			invoke(t, db.URL, "migrate", "up").done(t)
+			reader := len(decode[[]policyEvent](t, invoke(t, db.URL, "policy", "history", "--json")))
+			changed(t, db.URL, "policy", "set", "api", "--key=a", "fixed 1/1m", why, "--force")
+			require.Len(t, decode[[]policyEvent](t, invoke(t, db.URL, "policy", "history", "--json")), min(reader+1, 50))
 		})
 	}
 }
@@ -316,6 +365,7 @@ func TestDoctorOfRoles(t *testing.T) {
 			"may not execute public.rate_limit_calendar_window, public.rate_limit_fixed_window, public.rate_limit_sliding_log, public.rate_limit_sliding_window, public.rate_limit_token_bucket"},
 		"application":   {"GRANT EXECUTE ON FUNCTION " + strings.Join(algorithm.Functions(), ", ") + " TO pg_monitor", fine, "may execute the functions"},
 		"sweeper":       {"GRANT EXECUTE ON FUNCTION rate_limit_sweep TO pg_monitor", fine, "may sweep"},
+		"policy admin":  {"GRANT SELECT, INSERT, UPDATE, DELETE ON rate_limit_policy TO pg_monitor", fine, "may change policies"},
 		"reader":        {"GRANT SELECT ON rate_limit_ephemeral, rate_limit_durable TO pg_monitor", fine, "may read the tables"},
 		"half a reader": {"GRANT SELECT ON rate_limit_ephemeral TO pg_monitor", problem, "neither execute"},
 	} {
@@ -495,50 +545,15 @@ func TestDoctorsThresholds(t *testing.T) {
 	require.Equal(t, warning, tableHealth{dead: fewDead + 1, autovacuum: true}.judgeVacuum().Level)
 	require.Equal(t, fine, tableHealth{autovacuum: true}.judgeVacuum().Level)
 
+	for live, want := range map[int64]level{mostPolicies: fine, mostPolicies + 1: warning} {
+		off := modeOff
+		f := server{schema: "public"}.judgePolicies([]foundPolicies{{mode: &off, count: live + 1, live: live, ended: 1}}, nil)
+		require.Equal(t, want, f.Level)
+		require.Equal(t, want == warning, strings.Contains(f.Do, "GROUP BY"))
+	}
 	for num, want := range map[int]level{oldestVersion: fine, oldestVersion - 1: warning} {
 		f, err := (&examination{server: server{versionNum: num}}).checkServer(t.Context())
 		require.NoError(t, err)
 		require.Equal(t, want, f.Level)
 	}
-}
-
-func TestStandby(t *testing.T) {
-	t.Parallel()
-
-	server := pgtest.Server(t, pgserver.Config{})
-	pool, err := pgxpool.New(t.Context(), server.URL())
-	require.NoError(t, err)
-	require.NoError(t, migrations.Up(t.Context(), pool))
-	pool.Close()
-	require.NoError(t, server.Stop(t.Context(), pgserver.Fast))
-	signal := filepath.Join(server.DataDir(), "standby.signal")
-	require.NoError(t, os.WriteFile(signal, nil, 0o666))
-	require.NoError(t, os.Chmod(signal, 0o666))
-	ctx, cancel := context.WithTimeout(t.Context(), patience)
-	defer cancel()
-	require.NoError(t, server.Restart(ctx))
-
-	// What a standby cannot tell or do is not asked of it.
-	for check, f := range examined(t, server.URL()) {
-		if check == "standby" {
-			require.Equal(t, problem, f.Level)
-			require.Contains(t, f.Found, "this is a standby")
-			require.Contains(t, f.Do, "target_session_attrs=read-write")
-			continue
-		}
-		require.Contains(t, []string{"server", "connection", "migrations", "objects", "rights", "schema", "jit",
-			"rate_limit_ephemeral: kind", "rate_limit_durable: kind"}, check)
-		if check != "schema" { // in Postgres 14 everybody may create in public
-			require.Equal(t, fine, f.Level, f)
-		}
-	}
-	const policy = "--policy=fixed 1/1m"
-	for _, args := range [][]string{{"limits"}, {"take", "login", "a", policy}, {"take", "login", "a", policy, "--durable"}, {"reset", "login", "a", "--durable"}} {
-		invoke(t, server.URL(), args...).complains(t, exitFailed, "connect to the primary")
-	}
-	require.True(
-		t,
-		decode[decision](t, invoke(t, server.URL(), "peek", "login", "a", policy, "--durable", "--json")).Allowed,
-	)
-	require.Empty(t, decode[topResult](t, invoke(t, server.URL(), "top", "login", policy, "--durable", "--json")).Keys)
 }

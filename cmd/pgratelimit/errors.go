@@ -3,6 +3,7 @@ package main
 import (
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 
 	"github.com/jackc/pgx/v5/pgconn"
@@ -47,8 +48,8 @@ func refusedText(err error) error {
 	case ok && (pgErr.Code == "22021" || pgErr.Code == "22P05"):
 		return usageError{errors.New("a name or key is not valid in the encoding of the connection, " +
 			"or cannot be stored in that of the database; use ASCII, a database in UTF8, and client_encoding=UTF8")}
-	case ok && pgErr.Code == "22023" && (pgErr.ColumnName == "name" || pgErr.ColumnName == "key"):
-		return usageError{errors.New("a name may have at most 128 bytes, and a key 512, " +
+	case ok && pgErr.Code == "22023" && slices.Contains([]string{"name", "key", "key_prefix"}, pgErr.ColumnName):
+		return usageError{errors.New("a name may have at most 128 bytes, and a key or a prefix 512, " +
 			"in the encoding of the database")}
 	}
 	return err
@@ -82,6 +83,13 @@ func (a *app) message(err error) string {
 			"or the tables are elsewhere (--schema), or this role lacks USAGE on their schema, or something is missing"
 	case "42501":
 		text += "; deploy/roles.sql and deploy/grants.sql show who needs which rights"
+		if strings.Contains(pgErr.Message, "rate_limit_policy") {
+			text += ": rate_limit_policy_admin changes policies, and rate_limit_reader reads them"
+		}
+	case "22023":
+		if strings.HasPrefix(pgErr.Message, "rate_limit: ") && pgErr.Hint != "" {
+			text += "; " + oneLine(errors.New(pgErr.Hint))
+		}
 	case "57014":
 		text += fmt.Sprintf("; --timeout allows a statement more than %v", a.timeout)
 	case "55P03":

@@ -16,6 +16,7 @@ import (
 
 	"github.com/pgratelimit/ratelimit"
 	"github.com/pgratelimit/ratelimit/internal/algorithm"
+	"github.com/pgratelimit/ratelimit/internal/forget"
 	"github.com/pgratelimit/ratelimit/internal/pg"
 )
 
@@ -60,7 +61,12 @@ func (a *app) takeCommand() *cobra.Command {
 func (a *app) grantCommand() *cobra.Command {
 	var cost int64
 	cmd := a.askCommand(func(ctx context.Context, q question) (ratelimit.Result, error) {
-		return q.limiter.Grant(ctx, q.key, cost)
+		result, err := q.limiter.Grant(ctx, q.key, cost)
+		if err == nil {
+			name := q.limiter.Config().Name
+			err = a.write(ctx, q.pool, func(tx pgx.Tx) error { return announce(ctx, tx, name, q.key) })
+		}
+		return result, err
 	})
 	cmd.Use = "grant NAME KEY --policy POLICY --cost N"
 	cmd.Short = "Give a key credit above its limit"
@@ -186,7 +192,8 @@ func (a *app) resetCommand() *cobra.Command {
 		Use:   "reset NAME {KEY | --all}",
 		Short: "Make a key as good as new, or all keys of a limiter",
 		Long: `Makes a key as good as new, or all keys of a limiter, in small transactions. Processes that remember
-a denial of the key do so for up to a second longer. Of a limiter of several policies, all rows go.`,
+a denial of the key do so for up to a second longer, unless they have Policies and hear of it. Of a
+limiter of several policies, all rows go.`,
 		Example: `  pgratelimit reset login user:123
   pgratelimit reset login --all
   pgratelimit reset api --all --durable --yes`,
@@ -233,8 +240,27 @@ a denial of the key do so for up to a second longer. Of a limiter of several pol
 func (a *app) resetKey(
 	ctx context.Context, pool *pgxpool.Pool, names []string, key string, durable bool,
 ) (n int64, err error) {
-	err = a.write(ctx, pool, func(tx pgx.Tx) error { return tx.QueryRow(ctx, resetSQL, names, key, durable).Scan(&n) })
+	err = a.write(ctx, pool, func(tx pgx.Tx) error {
+		if err := tx.QueryRow(ctx, resetSQL, names, key, durable).Scan(&n); err != nil {
+			return err
+		}
+		return announce(ctx, tx, names[0], key)
+	})
 	return n, err
+}
+
+// announce tells processes that something was given to keys, when the transaction commits.
+func announce(ctx context.Context, tx pgx.Tx, limiter string, keys ...string) error {
+	hashes := map[string]bool{}
+	for _, key := range keys {
+		hashes[forget.Hash(limiter, key)] = true
+	}
+	for payload := range forget.Payloads(hashes) {
+		if _, err := tx.Exec(ctx, "SELECT pg_notify($1, $2)", forget.Channel, payload); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // resetAll goes through the keys of rows of a name in order. Keys that are added meanwhile may stay.
@@ -289,8 +315,10 @@ func (a *app) resetAll(ctx context.Context, pool *pgxpool.Pool, name string, dur
 			if err != nil {
 				return err
 			}
-			reset, err = pgx.CollectRows(rows, pgx.RowTo[string])
-			return err
+			if reset, err = pgx.CollectRows(rows, pgx.RowTo[string]); err != nil {
+				return err
+			}
+			return announce(ctx, tx, name, reset...)
 		}); err != nil {
 			return total, err
 		}

@@ -101,7 +101,8 @@ func (a *app) rootCommand() *cobra.Command {
 	flags.StringVar(&a.schema, "schema", "", "schema of the tables and functions (default: found through search_path)")
 
 	root.AddCommand(a.demoCommand(), a.migrateCommand(), a.sweepCommand(), a.limitsCommand(), a.topCommand(),
-		a.peekCommand(), a.takeCommand(), a.refundCommand(), a.grantCommand(), a.resetCommand(), a.doctorCommand())
+		a.peekCommand(), a.takeCommand(), a.refundCommand(), a.grantCommand(), a.resetCommand(),
+		a.policyCommand(), a.banCommand(), a.unbanCommand(), a.explainCommand(), a.doctorCommand())
 	for _, cmd := range root.Commands() {
 		if cmd.ValidArgsFunction == nil {
 			cmd.ValidArgsFunction = cobra.NoFileCompletions

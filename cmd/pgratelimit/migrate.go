@@ -83,7 +83,8 @@ func (a *app) migrateDownCommand() *cobra.Command {
 		Use:   "down",
 		Short: "Roll back the migration that was applied last",
 		Long: `Rolls back the migration that was applied last, or all those above a version. What a migration has
-made goes with it. To roll back the first one drops the tables, and so every count.`,
+made goes with it. To roll back create_policies drops all policies and their history, and to roll back
+the first one drops the tables, and so every count.`,
 		Example: `  pgratelimit migrate down
   pgratelimit migrate down --to 0 --yes`,
 		Args: cobra.NoArgs,
@@ -93,7 +94,7 @@ made goes with it. To roll back the first one drops the tables, and so every cou
 		question := "Roll back the last migration? What it has made goes with it."
 		if cmd.Flags().Changed("to") {
 			question = fmt.Sprintf("Roll back all migrations above version %d? "+
-				"What they have made goes with them, and calls fail without it. The counts stay.", to)
+				"What they have made goes with them, such as policies, and calls fail without it. The counts stay.", to)
 			if to < 1 {
 				question = "Roll back all migrations? The tables go too, and with them all counts."
 			}

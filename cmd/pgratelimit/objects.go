@@ -137,6 +137,7 @@ func (e *examination) judgeObjects(made catalog.Catalog) finding {
 	var wrong, mend []string
 	damaged := map[string]bool{} // of the two tables
 	remake, version := false, false
+	var drop []string // tables first, because functions may belong to their triggers
 	for _, d := range e.found.Differences(made, e.server.owner) {
 		name := catalog.Name(d.Object)
 		_, expected := made[d.Object]
@@ -146,7 +147,7 @@ func (e *examination) judgeObjects(made catalog.Catalog) finding {
 			continue // judgeKind
 		case !expected:
 			kind, signature, _ := strings.Cut(d.Object, " ")
-			mend = append(mend, fmt.Sprintf("`DROP %s %s`", strings.ToUpper(kind), e.server.name(signature)))
+			drop = append(drop, fmt.Sprintf("`DROP %s %s`", strings.ToUpper(kind), e.server.name(signature)))
 		case name == table(false) || name == table(true):
 			damaged[name] = true
 		case name == "rate_limit_version":
@@ -155,6 +156,13 @@ func (e *examination) judgeObjects(made catalog.Catalog) finding {
 			remake = true
 		}
 		wrong = append(wrong, d.Text)
+	}
+	for _, tables := range []bool{true, false} {
+		for _, statement := range drop {
+			if strings.HasPrefix(statement, "`DROP TABLE ") == tables {
+				mend = append(mend, statement)
+			}
+		}
 	}
 	if len(wrong) == 0 {
 		return ok("the %d that the migrations made, unchanged", len(made))
@@ -182,6 +190,33 @@ func (e *examination) judgeObjects(made catalog.Catalog) finding {
 		mend = append(mend, "make the functions anew, which keeps the counts, while calls fail: "+
 			e.command("migrate down --to 1")+", then "+e.command("migrate up"))
 	}
-	return problem.finding(strings.Join(mend, "; then ")+"; then grant the rights again, as in deploy/grants.sql",
+	aside, back := "", ""
+	if len(damaged) == 2 || remake {
+		aside, back = e.keepPolicies(made)
+	}
+	return problem.finding(
+		aside+strings.Join(mend, "; then ")+"; then grant the rights again, as in deploy/grants.sql"+back,
 		"not what the migrations made: %s", strings.Join(wrong, "; "))
+}
+
+// policyColumns are those of rate_limit_policy that people write.
+const policyColumns = "name, key, key_prefix, mode, policy, valid_from, valid_until, comment, automatic"
+
+// keepPolicies returns what puts the policies aside while all is made anew, and what brings them back.
+func (e *examination) keepPolicies(made catalog.Catalog) (aside, back string) {
+	const object = "table rate_limit_policy"
+	if _, expected := made[object]; !expected {
+		return "", ""
+	}
+	for column := range strings.SplitSeq(policyColumns, ", ") {
+		if e.found[object].Aspects["column "+column] == "" {
+			return "", ". This loses all policies"
+		}
+	}
+	policies, kept := e.server.name("rate_limit_policy"), e.server.name("kept_policies")
+	return fmt.Sprintf("put the policies aside: `CREATE TABLE %s AS SELECT %s FROM %s`; then ",
+			kept, policyColumns, policies),
+		fmt.Sprintf("; then bring the policies back, without their history: "+
+			"`INSERT INTO %s (%s) SELECT %s FROM %s`, `DROP TABLE %s`",
+			policies, policyColumns, policyColumns, kept, kept)
 }

@@ -191,7 +191,10 @@ func (a *app) settle(
 				taken = append(taken, t)
 				return nil
 			})
-		return err
+		if err != nil || cost > 0 {
+			return err
+		}
+		return announce(ctx, tx, r.Limiter, r.Key)
 	})
 	if cost > 0 {
 		r.Taken = taken

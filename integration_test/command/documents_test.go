@@ -108,6 +108,9 @@ func TestShellAndSQLOfTheDocuments(t *testing.T) {
 	sql(t, conn, block(t, "GRANT USAGE ON SCHEMA public TO app"))
 	sql(t, conn, block(t, "REVOKE CREATE"))
 	sql(t, conn, block(t, "SET jit = off"))
+	shell(t, dir, databaseURL, block(t, "pgratelimit policy set api"))
+	sql(t, conn, block(t, "INSERT INTO rate_limit_policy"))
+	sql(t, conn, block(t, "DELETE FROM rate_limit_policy_history"))
 	schedule := block(t, "cron.schedule")
 	var hasPgCron bool
 	require.NoError(t, conn.QueryRow(t.Context(),

@@ -64,7 +64,8 @@ found (object, owner, aspect, value) AS (
     JOIN pg_constraint AS c ON c.conrelid = r.oid
     WHERE c.contype <> 'n'
     UNION ALL
-    SELECT r.object, r.relowner, concat('trigger ', t.tgname), pg_get_triggerdef(t.oid)
+    SELECT r.object, r.relowner, concat('trigger ', t.tgname),
+        replace(pg_get_triggerdef(t.oid), r.prefix, '')
     FROM relation AS r
     JOIN pg_trigger AS t ON t.tgrelid = r.oid
     WHERE NOT t.tgisinternal

@@ -51,6 +51,12 @@ tables of 00001 there, and nowhere else. Down drops the functions and keeps the 
 that it would have swept.`,
 			sources: []string{"sweep.sql", "access.sql"},
 		},
+		{
+			file: "00004_create_policies.sql",
+			comment: `Makes the table of policies in the schema that search_path names first, and what checks and tells
+it. Down drops them, and every policy with them.`,
+			sources: []string{"policies.sql", "access.sql"},
+		},
 	}
 }
 

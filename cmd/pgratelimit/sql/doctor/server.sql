@@ -10,6 +10,14 @@ ours AS (
     SELECT f.*
     FROM found AS f
     WHERE f.nspname = current_setting('pgratelimit.schema')
+),
+policies AS (
+    SELECT has_schema_privilege(n.oid, 'USAGE') AND has_table_privilege(c.oid, 'SELECT') AS readable,
+        has_schema_privilege(n.oid, 'USAGE') AND has_table_privilege(c.oid, 'INSERT')
+            AND has_table_privilege(c.oid, 'UPDATE') AND has_table_privilege(c.oid, 'DELETE') AS changeable
+    FROM pg_class AS c
+    JOIN pg_namespace AS n ON n.oid = c.relnamespace
+    WHERE c.relname = 'rate_limit_policy' AND n.nspname = current_setting('pgratelimit.schema')
 )
 SELECT
     current_setting('server_version_num')::integer,
@@ -26,6 +34,9 @@ SELECT
     (SELECT count(*) FROM ours),
     (SELECT coalesce(bool_and(o.usable), true) FROM ours AS o),
     (SELECT coalesce(bool_and(o.readable), false) FROM ours AS o),
+    -- Whether this role may read the policies, and change them; NULL if there is no table of them.
+    (SELECT p.readable FROM policies AS p),
+    (SELECT p.changeable FROM policies AS p),
     -- rate_limit_ephemeral comes first, because whoever may create can add no second table of that name.
     coalesce((SELECT pg_get_userbyid(o.relowner)::text FROM ours AS o ORDER BY o.relname DESC LIMIT 1), ''),
     -- Without tables it is who should make them: the owner of the schema, if this role may act as the owner.

@@ -1,0 +1,160 @@
+package ratelimit
+
+import (
+	"errors"
+	"fmt"
+	"log/slog"
+	"math"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit/internal/pgtest"
+	"github.com/pgratelimit/ratelimit/internal/testkit"
+)
+
+// A key that is denied often enough is banned in all processes, and longer each time.
+func TestBan(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	ban := Ban{Denials: 5, Within: time.Hour, First: time.Hour, Longest: 3 * time.Hour, ForgivenAfter: time.Hour}
+	config := Config{Name: "login", Policy: FixedWindow{1, time.Hour}, Ban: ban}
+	limiters := make([]*Limiter, 2)
+	for i := range limiters {
+		config.Policies = runningPolicies(t, db.Pool, PoliciesConfig{})
+		limiters[i] = newLimiter(t, db.Pool, config)
+	}
+	require.Equal(t, ban, limiters[0].Config().Ban)
+	banned := func(l *Limiter) (Result, bool) {
+		result, err := l.Peek(t.Context(), "key")
+		require.NoError(t, err)
+		return result, result.Source == SourcePolicy
+	}
+	row := func() (lasts time.Duration) {
+		return pgtest.Scalar[time.Duration](t, db.Pool, `SELECT valid_until - valid_from FROM rate_limit_policy
+			WHERE name = 'login' AND key = 'key' AND mode = 'deny' AND automatic AND comment = '5 denials within 1h0m0s'`)
+	}
+	for _, want := range []time.Duration{time.Hour, 2 * time.Hour, 3 * time.Hour, 3 * time.Hour} {
+		tx := pgtest.Begin(t, db)
+		for denied := 0; denied < ban.Denials; {
+			_, isBanned := banned(limiters[0]) // to look is no denial
+			require.False(t, isBanned)
+			ask := func() (Result, error) { return limiters[0].Allow(t.Context(), "key") }
+			if want == 2*time.Hour {
+				ask = func() (Result, error) { return limiters[0].AllowTx(t.Context(), tx, "key") }
+			}
+			result, err := ask()
+			require.NoError(t, err)
+			if !result.Allowed {
+				denied++
+			}
+		}
+		require.NoError(t, tx.Rollback(t.Context()))
+		for _, l := range limiters {
+			testkit.WaitUntil(t, func() bool { _, isBanned := banned(l); return isBanned })
+		}
+		result, err := limiters[1].Allow(t.Context(), "key")
+		require.NoError(t, err)
+		require.False(t, result.Allowed)
+		require.Equal(t, SourcePolicy, result.Source)
+		require.InDelta(t, want, result.RetryAfter, float64(time.Minute))
+		require.Equal(t, want, row())
+		for range 10 { // what a ban denies does not count
+			_, err := limiters[0].Allow(t.Context(), "key")
+			require.NoError(t, err)
+		}
+		require.Zero(t, limiters[0].space.strikes.counted("key"))
+
+		// The ban has ended half an hour ago.
+		pgtest.Exec(t, db.Pool, "UPDATE rate_limit_policy SET valid_from = valid_from - (valid_until - now()) - interval '30 minutes', "+
+			"valid_until = now() - interval '30 minutes'")
+		for _, l := range limiters {
+			testkit.WaitUntil(t, func() bool { _, isBanned := banned(l); return !isBanned })
+		}
+	}
+}
+
+// counted is how many denials of a key have been counted.
+func (s *strikes) counted(key string) (n int) {
+	for i := range s.shards {
+		shard := &s.shards[i]
+		shard.mu.Lock()
+		n += shard.keys[key].n
+		shard.mu.Unlock()
+	}
+	return n
+}
+
+// Denials count within the time from the first of them, and for as many keys as there is room for.
+func TestStrikes(t *testing.T) {
+	t.Parallel()
+
+	s := newStrikes(Ban{Denials: 3, Within: time.Minute, First: time.Hour})
+	require.False(t, s.count("a"))
+	require.False(t, s.count("a"))
+	require.True(t, s.count("a"))
+	require.Zero(t, s.counted("a"))
+	require.False(t, s.count("a"))
+	require.False(t, s.count("a"))
+	s.begin = s.begin.Add(-time.Minute - time.Second)
+	require.False(t, s.count("a"))
+	require.False(t, s.count("a"))
+	require.True(t, s.count("a"))
+
+	for i := range 3 * maxStrikes {
+		require.False(t, s.count(fmt.Sprint(i)))
+	}
+	keys := 0
+	for i := range s.shards {
+		keys += len(s.shards[i].keys)
+	}
+	require.LessOrEqual(t, keys, maxStrikes)
+	require.Greater(t, keys, maxStrikes*9/10)
+}
+
+// A ban that cannot be made is logged once, without the key, and decisions go on.
+func TestBanThatCannotBeMade(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	pgtest.Exec(t, db.Pool, "DROP FUNCTION rate_limit_ban")
+	var journal testkit.Journal
+	l := newLimiter(t, db.Pool, Config{
+		Name: "login", Policy: FixedWindow{1, time.Hour}, Policies: runningPolicies(t, db.Pool, PoliciesConfig{Logger: journal.Logger()}),
+		Ban: Ban{Denials: 1, Within: time.Hour, First: time.Hour},
+	})
+	for range 20 {
+		_, err := l.Allow(t.Context(), "secret")
+		require.NoError(t, err)
+	}
+	testkit.WaitUntil(t, func() bool { return journal.String() != "" && len(l.space.policies.bans) == 0 })
+	require.Contains(t, journal.String(), "a key cannot be banned")
+	require.NotContains(t, journal.String(), "secret")
+	require.Len(t, journal.Lines(), 1)
+}
+
+func TestBanConfig(t *testing.T) {
+	t.Parallel()
+
+	p, err := NewPolicies(pgtest.New(t).Pool, PoliciesConfig{Logger: slog.Default()})
+	require.NoError(t, err)
+	good := Ban{Denials: 1, Within: 1, First: time.Millisecond}
+	require.NoError(t, good.validate(p))
+	require.NoError(t, Ban{}.validate(nil))
+	for field, change := range map[string]func(*Ban){
+		"Config.Ban.Denials":       func(b *Ban) { b.Denials = 0 },
+		"Config.Ban.Within":        func(b *Ban) { b.Within = 0 },
+		"Config.Ban.First":         func(b *Ban) { b.First = time.Millisecond - 1 },
+		"Config.Ban.Longest":       func(b *Ban) { b.Longest = 1 },
+		"Config.Ban.ForgivenAfter": func(b *Ban) { b.ForgivenAfter = math.MaxInt64 },
+	} {
+		bad := good
+		change(&bad)
+		config, ok := errors.AsType[*ConfigError](bad.validate(p))
+		require.True(t, ok, field)
+		require.Equal(t, field, config.Field)
+	}
+	require.ErrorContains(t, good.validate(nil), "needs Config.Policies")
+}

@@ -1,0 +1,193 @@
+package ratelimit
+
+import (
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit/internal/pgtest"
+	"github.com/pgratelimit/ratelimit/internal/testkit"
+)
+
+// banned is what rate_limit_ban answers.
+type banned struct {
+	Ends time.Time
+	Made bool
+}
+
+// ban bans the key k of n, for an hour at first and at most for 3 hours, forgiven after a day.
+func ban(t *testing.T, db pgtest.Querier, key string) banned {
+	t.Helper()
+	rows, err := db.Query(t.Context(), "SELECT ends, made FROM rate_limit_ban('n', $1, '1h', '3h', '1d', 'too many')", key)
+	require.NoError(t, err)
+	answer, err := pgx.CollectOneRow(rows, pgx.RowToStructByName[banned])
+	require.NoError(t, err)
+	return answer
+}
+
+// age makes all bans older.
+func age(t *testing.T, db pgtest.Executor, by string) {
+	t.Helper()
+	pgtest.Exec(t, db, "UPDATE rate_limit_policy SET valid_from = valid_from - $1::interval, valid_until = valid_until - $1::interval", by)
+}
+
+// lasts is how long the newest ban of a key lasts.
+func lasts(t *testing.T, db pgtest.Querier, key string) time.Duration {
+	t.Helper()
+	return pgtest.Scalar[time.Duration](t, db,
+		"SELECT valid_until - valid_from FROM rate_limit_policy WHERE key = $1 ORDER BY valid_until DESC LIMIT 1", key)
+}
+
+func TestBansBecomeLonger(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	first := ban(t, db.Pool, "k")
+	require.True(t, first.Made)
+	require.Equal(t, time.Hour, lasts(t, db.Pool, "k"))
+	again := ban(t, db.Pool, "k")
+	require.False(t, again.Made)
+	require.True(t, first.Ends.Equal(again.Ends)) // it stays as it is
+	require.True(t, ban(t, db.Pool, "another").Made)
+	pgtest.Exec(t, db.Pool, "DELETE FROM rate_limit_policy WHERE key = 'another'")
+
+	for _, want := range []time.Duration{2 * time.Hour, 3 * time.Hour, 3 * time.Hour} { // and at most 3 hours
+		age(t, db.Pool, "4h")
+		next := ban(t, db.Pool, "k")
+		require.True(t, next.Made)
+		require.Equal(t, want, lasts(t, db.Pool, "k"))
+		require.Equal(t, 1, pgtest.Scalar[int](t, db.Pool, "SELECT count(*) FROM rate_limit_policy")) // it takes the place of the last
+	}
+	row := db.Pool.QueryRow(t.Context(), "SELECT mode, policy IS NULL, automatic, comment, now() BETWEEN valid_from AND valid_until FROM rate_limit_policy")
+	var mode, comment string
+	var none, automatic, now bool
+	require.NoError(t, row.Scan(&mode, &none, &automatic, &comment, &now))
+	require.Equal(t, []any{"deny", true, true, "too many", true}, []any{mode, none, automatic, comment, now})
+
+	age(t, db.Pool, "27h") // forgiven a day after its end
+	require.True(t, ban(t, db.Pool, "k").Made)
+	require.Equal(t, time.Hour, lasts(t, db.Pool, "k"))
+
+	// A ban that was made shorter by hand is followed by one that is no shorter than a first one.
+	pgtest.Exec(t, db.Pool, "UPDATE rate_limit_policy SET valid_until = clock_timestamp()")
+	require.True(t, ban(t, db.Pool, "k").Made)
+	require.Equal(t, time.Hour, lasts(t, db.Pool, "k"))
+	pgtest.Exec(t, db.Pool, "UPDATE rate_limit_policy SET valid_from = '-infinity', valid_until = clock_timestamp()")
+	require.True(t, ban(t, db.Pool, "k").Made)
+	require.Equal(t, time.Hour, lasts(t, db.Pool, "k"))
+}
+
+// Whoever is banned by a person is banned already. What a person wrote, and what is for others, stays.
+func TestBansByPeopleStay(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	pgtest.Exec(t, db.Pool, `INSERT INTO rate_limit_policy (name, key, mode, policy, valid_from, valid_until, comment) VALUES
+		('n', 'k', 'deny', NULL, now(), '2100-01-01Z', 'by hand'), ('n', 'ended', 'deny', NULL, '2000-01-01', '2001-01-01', 'by hand'),
+		('n', 'soon', 'deny', NULL, '2100-01-01', '2101-01-01', 'by hand'), ('n', 'off', 'off', NULL, now(), 'infinity', 'by hand'),
+		('n', 'own', 'enforce', 'fixed 1/1h', now(), 'infinity', 'by hand'), ('m', 'own', 'deny', NULL, now(), 'infinity', 'by hand'),
+		('n', 'ever', 'deny', NULL, now(), 'infinity', 'by hand')`)
+	for key, made := range map[string]bool{"k": false, "ended": true, "soon": true, "off": true, "own": true} {
+		answer := ban(t, db.Pool, key)
+		require.Equal(t, made, answer.Made, key)
+		if key == "k" {
+			require.Equal(t, time.Date(2100, 1, 1, 0, 0, 0, 0, time.UTC), answer.Ends.UTC())
+		}
+	}
+	require.Equal(t, 7, pgtest.Scalar[int](t, db.Pool, "SELECT count(*) FROM rate_limit_policy WHERE NOT automatic"))
+	require.True(t, pgtest.Scalar[bool](t, db.Pool,
+		"SELECT ends = 'infinity' AND NOT made FROM rate_limit_ban('n', 'ever', '1h', '1h', '1h', 'why')"))
+}
+
+// However many processes ban a key at once, there is one ban.
+func TestConcurrentBansOfAKey(t *testing.T) {
+	t.Parallel()
+
+	const callers = 16
+	db := pgtest.New(t)
+	answers := make([]banned, callers)
+	testkit.Together(callers, func(i int) { answers[i] = ban(t, db.Pool, "k") })
+	made := 0
+	for _, answer := range answers {
+		require.True(t, answers[0].Ends.Equal(answer.Ends))
+		if answer.Made {
+			made++
+		}
+	}
+	require.Equal(t, 1, made)
+	require.Equal(t, 1, pgtest.Scalar[int](t, db.Pool, "SELECT count(*) FROM rate_limit_policy"))
+}
+
+// Each ban clears away some that are forgiven, and no others.
+func TestForgivenBansAreClearedAway(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	pgtest.Exec(t, db.Pool, `INSERT INTO rate_limit_policy (name, key, mode, valid_from, valid_until, comment, automatic)
+		SELECT CASE n WHEN 1 THEN 'm' ELSE 'n' END, n, 'deny', '2000-01-01', CASE n WHEN 2 THEN now() ELSE '2001-01-01' END, 'why', n <> 3
+		FROM generate_series(1, 28) AS n`)
+	count := func() int { return pgtest.Scalar[int](t, db.Pool, "SELECT count(*) FROM rate_limit_policy") }
+	ban(t, db.Pool, "a")
+	require.Equal(t, 19, count()) // ten less, and one more
+	locked := pgtest.Begin(t, db)
+	pgtest.Exec(t, locked, "SELECT FROM rate_limit_policy FOR UPDATE")
+	ban(t, db.Pool, "b") // waits for nobody's row
+	require.Equal(t, 20, count())
+	require.NoError(t, locked.Rollback(t.Context()))
+	ban(t, db.Pool, "c")
+	ban(t, db.Pool, "d")
+	require.Equal(t, []string{"1", "2", "3", "a", "b", "c", "d"},
+		pgtest.Scalar[[]string](t, db.Pool, "SELECT array_agg(key ORDER BY key) FROM rate_limit_policy"))
+}
+
+// A ban waits for whoever is changing policies, as long as it is told. It deadlocks with nobody.
+func TestBansWaitForWriters(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	ban(t, db.Pool, "k")
+	age(t, db.Pool, "2h")
+	person := pgtest.Begin(t, db)
+	pgtest.Exec(t, person, addPolicySQL, "a", "fixed 1/1h")
+	refused(t, db.Pool, "lock_timeout_ms", "SELECT rate_limit_ban('n', 'k', '1h', '1h', '1h', 'why', 1)", "55P03")
+	conn := pgtest.Connect(t, db)
+	pgtest.Exec(t, conn, "SET lock_timeout = 1")
+	refused(t, conn, "the session's", "SELECT rate_limit_ban('n', 'k', '1h', '1h', '1h', 'why', NULL)", "55P03")
+	waiting := testkit.Later(func() (banned, error) { return ban(t, db.Pool, "k"), nil })
+	pgtest.WaitUntilBlocked(t, db.Pool, 1)
+	pgtest.Exec(t, person, "DELETE FROM rate_limit_policy WHERE key = 'k'") // which that one is going to lock
+	require.NoError(t, person.Commit(t.Context()))
+	answer, err := waiting()
+	require.NoError(t, err)
+	require.True(t, answer.Made)
+	require.Equal(t, time.Hour, lasts(t, db.Pool, "k"))
+}
+
+func TestBansThatMakeNoSense(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	for _, arguments := range []string{
+		"'n', 'k', '0', '1h', '1h', 'why'", "'n', 'k', '-1h', '1h', '1h', 'why'", "'n', 'k', NULL, '1h', '1h', 'why'", "'n', 'k', '1h', '59min', '1h', 'why'",
+		"'n', 'k', '1h', NULL, '1h', 'why'", "'n', 'k', '1h', '1h', '-1us', 'why'", "'n', 'k', '1h', '1h', NULL, 'why'", "NULL, 'k', '1h', '1h', '1h', 'why'",
+		"'n', '', '1h', '1h', '1h', 'why'", "'n', repeat('k', 513), '1h', '1h', '1h', 'why'", "'n', 'k', '1h', '1h', '1h', ''", "'n', 'k', '1h', '1h', '1h', NULL",
+		"'', 'k', '1h', '1h', '1h', 'why'",
+	} {
+		refused(t, db.Pool, "ban", "SELECT rate_limit_ban("+arguments+")", "22023")
+	}
+	require.Zero(t, pgtest.Scalar[int](t, db.Pool, "SELECT count(*) FROM rate_limit_policy"))
+}
+
+// The collation of an argument is the caller's, and changes nothing.
+func TestBansUnderEveryCollation(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	pgtest.Exec(t, db.Pool, "CREATE COLLATION loose (provider = icu, locale = 'und-u-ks-level1', deterministic = false)")
+	for i, key := range []string{"'k'", "'k' COLLATE loose", "'K' COLLATE loose"} {
+		require.Equal(t, i != 1, pgtest.Scalar[bool](t, db.Pool,
+			"SELECT made FROM (SELECT "+key+" AS key) AS k, rate_limit_ban('n', k.key, '1h', '1h', '1h', 'why')"), key)
+	}
+}

@@ -1,0 +1,184 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/spf13/cobra"
+
+	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/internal/algorithm"
+)
+
+// explanation says what is in force for a key, and why.
+type explanation struct {
+	Limiter string      `json:"name"`
+	Key     string      `json:"key"`
+	At      time.Time   `json:"at"`      // the database's clock
+	Source  string      `json:"source"`  // of what decides: key, prefix, everybody or code
+	Decides *policyRow  `json:"decides"` // null if the policy in the code does
+	Shadow  *policyRow  `json:"shadow"`  // null if there is none
+	Bans    []policyRow `json:"bans"`    // of the key, of a prefix of it, or of everybody
+	Table   string      `json:"table"`
+	State   []ruleState `json:"state"` // null if no policy is known, or this role may not ask
+	Unknown string      `json:"unknown,omitempty"`
+}
+
+// ruleState is what is left of a key's limit, for one of the policies that decide.
+type ruleState struct {
+	Policy string `json:"policy"`
+	keyState
+}
+
+func (a *app) explainCommand() *cobra.Command {
+	var policy policyValue
+	var durable bool
+	cmd := &cobra.Command{
+		Use:   "explain NAME KEY",
+		Short: "Say which policy is in force for a key, why, and what is left of it",
+		Long: `Says which policy is in force for a key, and where it comes from: a row for the key, for a prefix of it,
+or for everybody, or the policy in the code, which this command cannot know. It also shows the policy
+that is tried as a shadow, and bans. It tells what is left under the policy in force, and takes
+nothing. If that policy is in the code, give it with --policy.`,
+		Example: `  pgratelimit explain login user:123
+  pgratelimit explain api acme --policy "fixed 100000/30d" --durable --json`,
+		Args: cobra.ExactArgs(2),
+		RunE: action(func(ctx context.Context, args []string) error {
+			to := policyTarget{key: &args[1]}
+			if err := checkPolicyTarget(args[0], to); err != nil {
+				return err
+			}
+			pool, err := a.open(ctx)
+			if err != nil {
+				return err
+			}
+			defer pool.Close()
+			e := explanation{Limiter: args[0], Key: args[1], Source: "code", Bans: []policyRow{}, Table: table(durable)}
+			if err := a.read(ctx, pool, func(tx pgx.Tx) error {
+				rows, at, err := applyingPolicies(ctx, tx, args[0], to, false)
+				e.judge(rows, at)
+				return err
+			}); err != nil {
+				return err
+			}
+			text := ""
+			switch {
+			case e.Decides != nil && e.Decides.Policy != nil:
+				text = *e.Decides.Policy
+			case e.Decides != nil:
+				e.Unknown = "nothing is counted while this row is in force"
+			case policy.Policy != nil:
+				text = policy.String()
+			default:
+				e.Unknown = "it depends on the policy in the code: give that with --policy"
+			}
+			if text != "" {
+				if err := a.explainState(ctx, pool, &e, text, durable); err != nil {
+					return err
+				}
+			}
+			return a.print(e, e.print)
+		}),
+	}
+	cmd.Flags().Var(&policy, "policy", "the policy in the code, for what is left if no row is in force")
+	addDurable(cmd, &durable)
+	a.addTimeout(cmd)
+	a.addJSON(cmd)
+	return cmd
+}
+
+// judge takes the rows that apply, best first.
+func (e *explanation) judge(rows []policyRow, at time.Time) {
+	judge(rows, at)
+	e.At, e.Decides, e.Shadow = at, first(rows, at, false), first(rows, at, true)
+	if r := e.Decides; r != nil {
+		e.Source = "everybody"
+		if r.Key != nil {
+			e.Source = "key"
+		} else if r.KeyPrefix != nil {
+			e.Source = "prefix"
+		}
+	}
+	for _, r := range rows {
+		if r.Mode == modeDeny && r.counts(at) {
+			e.Bans = append(e.Bans, r)
+		}
+	}
+}
+
+// explainState asks for what is left under policies, at one moment. A role that may not ask is told so.
+func (a *app) explainState(
+	ctx context.Context, pool *pgxpool.Pool, e *explanation, text string, durable bool,
+) error {
+	policies, err := algorithm.Parse(text)
+	if err != nil {
+		e.Unknown = "this command cannot read the policy: " + oneLine(err)
+		return nil
+	}
+	err = a.read(ctx, pool, func(tx pgx.Tx) error {
+		for i, numbers := range policies {
+			policy, err := ratelimit.ParsePolicy(numbers.String())
+			if err != nil {
+				return err
+			}
+			states, err := peekKeys(ctx, tx, algorithm.RowName(e.Limiter, i), policy, durable, []string{e.Key}, e.At)
+			if err != nil {
+				return err
+			}
+			e.State = append(e.State, ruleState{policy.String(), states[0]})
+		}
+		return nil
+	})
+	if pgErr, ok := errors.AsType[*pgconn.PgError](err); ok && pgErr.Code == "42501" {
+		e.State, e.Unknown = nil, "this role may not ask: deploy/grants.sql lets rate_limit_app do so"
+		return nil
+	}
+	return err
+}
+
+func (e explanation) print(w io.Writer) {
+	about := func(r *policyRow) string {
+		text := fmt.Sprintf("%s, by the row %d for %s", r.decides(), r.ID, r.target())
+		if r.ValidUntil != nil {
+			text += ", until " + instant(*r.ValidUntil)
+		}
+		return fmt.Sprintf("%s, of %s: %s", text, printable(r.ChangedBy), printable(r.Comment))
+	}
+	if e.Decides == nil {
+		fmt.Fprintf(w, "in force\tthe policy in the code, which this command cannot know\n")
+	} else {
+		fmt.Fprintf(w, "in force\t%s\n", about(e.Decides))
+	}
+	if e.Shadow != nil {
+		fmt.Fprintf(w, "shadow\t%s\n", about(e.Shadow))
+	}
+	for i := range e.Bans {
+		r := &e.Bans[i]
+		until := "without an end"
+		if r.ValidUntil != nil {
+			until = "until " + instant(*r.ValidUntil)
+		}
+		who := "by " + printable(r.ChangedBy)
+		if r.Automatic {
+			who = "by a limiter"
+		}
+		fmt.Fprintf(w, "banned\t%s, %s, for %s: %s\n", until, who, r.target(), printable(r.Comment))
+	}
+	for _, s := range e.State {
+		free := "now"
+		if s.RetryAfterUS > 0 {
+			free = "after " + wait(s.RetryAfterUS)
+		}
+		fmt.Fprintf(w, "left\t%d under %s in %s, free %s, as good as new after %s\n",
+			s.Remaining, s.Policy, e.Table, free, wait(s.ResetAfterUS))
+	}
+	if e.Unknown != "" {
+		fmt.Fprintf(w, "left\tnot known: %s\n", e.Unknown)
+	}
+}

@@ -1,0 +1,504 @@
+package main
+
+import (
+	"context"
+	"fmt"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit/internal/pgtest"
+	"github.com/pgratelimit/ratelimit/internal/testkit"
+)
+
+// why is the flag that commands require which change policies.
+const why = "--comment=why"
+
+// changed is the JSON of a command that changes policies.
+func changed(t *testing.T, url string, args ...string) policyChange {
+	t.Helper()
+	return decode[policyChange](t, invoke(t, url, append(args, "--json")...))
+}
+
+// gets are the policies that apply to a key, or to everybody, as "state mode policy".
+func gets(t *testing.T, url string, args ...string) (all []string) {
+	t.Helper()
+	for _, r := range decode[[]policyRow](t, invoke(t, url, append([]string{"policy", "get", "api", "--json"}, args...)...)) {
+		all = append(all, fmt.Sprintf("%s %s %s", r.State, r.Mode, r.decides()))
+	}
+	return all
+}
+
+func TestPolicySetReplacesWhatIsInForce(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	first := changed(t, db.URL, "policy", "set", "api", "--key", "a", "sliding 100/1m", why)
+	require.Empty(t, first.Removed)
+	require.False(t, first.Lowers || first.DryRun)
+	require.Equal(t, "sliding 100/1m", *first.Added.Policy)
+	require.Equal(t, "why", first.Added.Comment)
+	require.Equal(t, "postgres", first.Added.ChangedBy)
+	require.Nil(t, first.Added.ValidUntil)
+
+	second := changed(t, db.URL, "policy", "set", "api", "--key", "a", "sliding 200/1m", why)
+	require.Len(t, second.Removed, 1)
+	require.Equal(t, first.Added.ID, second.Removed[0].ID)
+	require.Equal(t, []string{"in force enforce sliding 200/1m"}, gets(t, db.URL, "a"))
+	require.Empty(t, gets(t, db.URL, "ab"))
+
+	// Others' rows stay: of prefixes, everybody, limiters, and shadows.
+	changed(t, db.URL, "policy", "set", "api", "--prefix", "a", "sliding 300/1m", why)
+	changed(t, db.URL, "policy", "set", "api", "--everybody", "sliding 10/1m", why)
+	changed(t, db.URL, "policy", "set", "api", "--key", "a", "sliding 1/1m", "--mode", "shadow", why)
+	changed(t, db.URL, "policy", "set", "login", "--key", "a", "sliding 1/1m", why)
+	shadow := changed(t, db.URL, "policy", "set", "api", "--key", "a", "sliding 2/1m", "--mode=shadow", why)
+	require.Equal(t, "sliding 1/1m", *shadow.Removed[0].Policy)
+	require.Len(t, shadow.Removed, 1)
+	off := changed(t, db.URL, "policy", "set", "api", "--key", "a", "--off", why)
+	require.Equal(t, "sliding 200/1m", *off.Removed[0].Policy)
+	require.Equal(t, []string{
+		"in force off off", "in force shadow sliding 2/1m", "overridden enforce sliding 300/1m", "overridden enforce sliding 10/1m",
+	}, gets(t, db.URL, "a"))
+	require.Equal(t, []string{"in force enforce sliding 300/1m", "overridden enforce sliding 10/1m"}, gets(t, db.URL, "ab"))
+	require.Equal(t, []string{"in force enforce sliding 10/1m"}, gets(t, db.URL))
+}
+
+// What has an end overrides what is there, which is in force again afterwards.
+func TestPolicySetForAWhile(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	changed(t, db.URL, "policy", "set", "api", "--key", "a", "sliding 100/1m", why)
+	c := changed(t, db.URL, "policy", "set", "api", "--key", "a", "sliding 200/1m", why, "--until", "1d2h")
+	require.Empty(t, c.Removed)
+	require.Equal(t, "sliding 100/1m", *c.Overrides.Policy)
+	require.Equal(t, 26*time.Hour, c.Added.ValidUntil.Sub(*c.Added.ValidFrom))
+	require.WithinDuration(t, pgtest.Scalar[time.Time](t, db.Pool, "SELECT now()"), *c.Added.ValidFrom, time.Hour)
+	require.Equal(t, []string{"in force enforce sliding 200/1m", "overridden enforce sliding 100/1m"}, gets(t, db.URL, "a"))
+
+	c = changed(t, db.URL, "policy", "set", "api", "--key", "a", "--off", why, "--until", "2100-01-02T18:00:00+01:00", "--from", "2100-01-02")
+	require.Equal(t, time.Date(2100, 1, 2, 0, 0, 0, 0, time.UTC), *c.Added.ValidFrom)
+	require.Equal(t, 17*time.Hour, c.Added.ValidUntil.Sub(*c.Added.ValidFrom))
+	c = changed(t, db.URL, "policy", "set", "api", "--key", "a", "sliding 300/1m", why, "--from", "1d", "--until", "2h")
+	require.Equal(t, 2*time.Hour, c.Added.ValidUntil.Sub(*c.Added.ValidFrom)) // from the beginning on
+	require.Equal(t, "sliding 200/1m", *c.Overrides.Policy)                   // which then is still in force
+	require.Contains(t, invoke(t, db.URL, "policy", "set", "api", "--key", "a", "sliding 400/1m", why, "--from", "2d", "--dry-run").done(t),
+		"would be overridden  api      key a  enforce  sliding 100/1m")
+	c = changed(t, db.URL, "policy", "set", "api", "--key", "a", "sliding 400/1m", why, "--from", "2d")
+	require.Nil(t, c.Added.ValidUntil)
+	require.Equal(t, []string{
+		"not yet off off", "not yet enforce sliding 400/1m", "not yet enforce sliding 300/1m",
+		"in force enforce sliding 200/1m", "overridden enforce sliding 100/1m",
+	}, gets(t, db.URL, "a"))
+
+	// Without an end, what has begun is replaced, and what is yet to begin stays.
+	c = changed(t, db.URL, "policy", "set", "api", "--key", "a", "sliding 500/1m", why)
+	require.Len(t, c.Removed, 2)
+	require.Nil(t, c.Overrides)
+	require.Len(t, gets(t, db.URL, "a"), 4)
+
+	for _, when := range []string{"--from=2001-01-01", "--until=2001-01-01 10:00", "--until=2000-01-01 10:00:00+02:00"} {
+		invoke(t, db.URL, "policy", "set", "api", "--key", "a", "sliding 1000/1m", why, when).complains(t, exitUsage, "not later than")
+	}
+	invoke(t, db.URL, "policy", "set", "api", "--key", "a", "sliding 1000/1m", why, "--from=2100-01-02", "--until=2100-01-01").
+		complains(t, exitUsage, "--until, 2100-01-01 00:00:00Z, is not later than the beginning, 2100-01-02 00:00:00Z")
+	require.Len(t, gets(t, db.URL, "a"), 4)
+}
+
+// A limit becomes lower only by --force: at once or in the long run, of what is replaced, or of what would be in force.
+func TestPolicySetLowersOnlyByForce(t *testing.T) {
+	t.Parallel()
+
+	for _, test := range []struct {
+		was, now string
+		lowers   bool
+	}{
+		{"sliding 100/1m", "sliding 100/1m", false},
+		{"sliding 100/1m", "fixed 101/1m", false},
+		{"sliding 100/1m", "log 99/1m", true},
+		{"sliding 100/1m", "sliding 1000/1h", true}, // in the long run
+		{"sliding 100/1m", "sliding 2/1s", true},    // at once
+		{"sliding 100/1m", "bucket 100 2/1s", false},
+		{"bucket 20 5/10s", "bucket 20 4/10s", true},
+		{"bucket 20 5/10s", "bucket 19 5/10s", true},
+		{"bucket 20 5/10s", "sliding 20/40s", false},
+		{"sliding 10/1s, sliding 100/1m", "sliding 100/1m", false},
+		{"sliding 100/1m", "sliding 10/1s, sliding 100/1m", true},
+		{"sliding 100/1m", "--off", false},
+		{"--off", "sliding 100/1m", true},
+		{"--off", "--off", false},
+	} {
+		t.Run(test.was+" to "+test.now, func(t *testing.T) {
+			t.Parallel()
+			db := pgtest.New(t)
+			changed(t, db.URL, "policy", "set", "api", "--key", "a", test.was, why)
+			set := []string{"policy", "set", "api", "--key", "a", test.now, why}
+			for _, more := range [][]string{{}, {"--until", "1h"}, {"--from", "1h"}} {
+				dry := changed(t, db.URL, append(append(set, more...), "--dry-run")...)
+				require.Equal(t, test.lowers, dry.Lowers)
+				if test.lowers {
+					invoke(t, db.URL, append(set, more...)...).complains(t, exitFailed,
+						"nothing was done", "lowers the limit", "from "+strings.Trim(test.was, "-"), "--force")
+				}
+			}
+			if test.now != "--off" {
+				require.False(t, changed(t, db.URL, append(set, "--dry-run", "--mode=shadow")...).Lowers)
+			}
+			require.Len(t, gets(t, db.URL, "a"), 1) // nothing was done so far
+			require.Equal(t, test.lowers, changed(t, db.URL, append(set, "--force")...).Lowers)
+		})
+	}
+
+	// What is in force for a wider prefix or for everybody counts, and what is for others or in the code does not.
+	db := pgtest.New(t)
+	changed(t, db.URL, "policy", "set", "api", "--everybody", "sliding 50/1m", why)
+	changed(t, db.URL, "policy", "set", "api", "--prefix", "a:", "sliding 100/1m", why)
+	for target, lowers := range map[string]bool{
+		"--key=a:b": true, "--prefix=a:b": true, "--prefix=a": false, "--prefix=b:": false, "--key=b": false, "--everybody": false,
+	} {
+		require.Equal(t, lowers, changed(t, db.URL, "policy", "set", "api", target, "sliding 60/1m", why, "--dry-run").Lowers, target)
+	}
+	// A ban that is replaced hides no limit under it, and nothing is lower than a ban.
+	changed(t, db.URL, "policy", "set", "api", "--key", "c", "sliding 100/1m", why)
+	changed(t, db.URL, "ban", "api", "c", "--for", "1h", why)
+	changed(t, db.URL, "ban", "api", "d", "--for", "1h", why)
+	require.True(t, changed(t, db.URL, "policy", "set", "api", "--key", "c", "sliding 99/1m", why, "--dry-run").Lowers)
+	require.False(t, changed(t, db.URL, "policy", "set", "api", "--key", "d", "sliding 1/1m", why, "--dry-run").Lowers)
+	// A policy that cannot be read cannot be compared.
+	pgtest.Exec(t, db.Pool, "SET session_replication_role = replica; UPDATE rate_limit_policy SET policy = 'leap 1/1m' WHERE key = 'c'; RESET session_replication_role")
+	invoke(t, db.URL, "policy", "set", "api", "--key", "c", "sliding 999/1m", why).complains(t, exitFailed, "from leap 1/1m", "--force")
+}
+
+// A dry run tells the same as a run, and changes nothing. It needs no right to change anything.
+func TestPolicyDryRun(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	changed(t, db.URL, "policy", "set", "api", "--key", "a", "sliding 100/1m", why)
+	pgtest.Exec(t, db.Pool, "GRANT SELECT ON rate_limit_policy TO pg_monitor")
+	reader := urlWith(t, db, "role=pg_monitor")
+	for _, args := range [][]string{
+		{"policy", "set", "api", "--key", "a", "sliding 50/1m", why}, {"policy", "unset", "api", "--key", "a"},
+	} {
+		dry := changed(t, reader, append(args, "--dry-run")...)
+		require.True(t, dry.DryRun)
+		out := invoke(t, reader, append(args, "--dry-run")...).done(t)
+		require.Contains(t, out, "would be re")
+		if args[1] == "set" {
+			require.Contains(t, out, "this lowers the limit, from sliding 100/1m to sliding 50/1m, and needs --force\n")
+			args = append(args, "--force")
+		}
+		require.Equal(t, []string{"in force enforce sliding 100/1m"}, gets(t, db.URL, "a"))
+		invoke(t, reader, args...).complains(t, exitFailed, "42501", "rate_limit_policy_admin")
+	}
+	require.Equal(t, 1, pgtest.Scalar[int](t, db.Pool, "SELECT count(*) FROM rate_limit_policy_history"))
+}
+
+func TestPolicyUnset(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	for _, args := range [][]string{
+		{"--key=a", "sliding 1/1m"}, {"--key=a", "sliding 2/1m", "--from=1d"}, {"--key=a", "sliding 3/1m", "--mode=shadow"},
+		{"--prefix=a", "sliding 4/1m"}, {"--everybody", "--off"},
+	} {
+		changed(t, db.URL, append([]string{"policy", "set", "api", why, "--force"}, args...)...)
+	}
+	pgtest.Exec(t, db.Pool, "SELECT rate_limit_ban('api', 'a', '1h', '1h', '1h', 'too many')")
+	require.Len(t, changed(t, db.URL, "policy", "unset", "api", "--key=a").Removed, 2)
+	require.Equal(t, []string{
+		"in force deny deny", "in force shadow sliding 3/1m", "overridden enforce sliding 4/1m", "overridden off off",
+	}, gets(t, db.URL, "a"))
+	require.Len(t, changed(t, db.URL, "policy", "unset", "api", "--key=a", "--mode=shadow").Removed, 1)
+	require.Len(t, changed(t, db.URL, "policy", "unset", "api", "--prefix=a").Removed, 1)
+	require.Len(t, changed(t, db.URL, "policy", "unset", "api", "--everybody").Removed, 1)
+	require.Equal(t, []string{"in force deny deny"}, gets(t, db.URL, "a"))
+	require.Equal(t, "there is nothing to remove\n", invoke(t, db.URL, "policy", "unset", "api", "--everybody").done(t))
+}
+
+// What a person sees.
+func TestPoliciesAreListed(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	require.Equal(t, "there is none\n", invoke(t, db.URL, "policy", "list").done(t))
+	require.Equal(t, "there is none, so the policy in the code holds\n", invoke(t, db.URL, "policy", "get", "api", "a").done(t))
+	require.Equal(t, "there is none\n", invoke(t, db.URL, "policy", "history").done(t))
+	changed(t, db.URL, "policy", "set", "api", "--key", "line\nbreak", "sliding 100/1m", "--comment", "bell\a, 2 lines\nof text")
+	changed(t, db.URL, "policy", "set", "api", "--key", "line\nbreak", "sliding 200/1m", why, "--until", "2100-01-01")
+	changed(t, db.URL, "policy", "set", "login", "--everybody", "--off", why, "--from", "2100-01-01")
+	pgtest.Exec(t, db.Pool, `INSERT INTO rate_limit_policy (name, key_prefix, mode, valid_from, comment) VALUES ('api', 'p', 'deny', '-infinity', 'why');
+		INSERT INTO rate_limit_policy (name, key_prefix, mode, valid_from, valid_until, comment) VALUES ('api', 'ended', 'deny', '2000-01-01', '2001-01-01', 'why');
+		SELECT rate_limit_ban('api', 'b', '1h', '1h', '1h', 'too many')`)
+	out := invoke(t, db.URL, "policy", "list").done(t)
+	lines := strings.Split(out, "\n")
+	require.Regexp(t, `^STATE +LIMITER +FOR +MODE +POLICY +FROM +UNTIL +BY +COMMENT$`, lines[0])
+	require.Regexp(t, `^in force +api +key "line\\nbreak" +enforce +sliding 200/1m +20\S+ \S+Z +2100-01-01 00:00:00Z +postgres +why$`, lines[1])
+	require.Regexp(t, `^overridden +api +key "line\\nbreak" +enforce +sliding 100/1m +20\S+ \S+Z +postgres +"bell\\a, 2 lines\\nof text"$`, lines[2])
+	require.Regexp(t, `^in force +api +prefix p +deny +always +postgres +why$`, lines[3])
+	require.Regexp(t, `^not yet +login +everybody +off +2100-01-01 00:00:00Z +postgres +why$`, lines[4])
+	require.Equal(t, []string{"", "bans that limiters have made: 1; --bans lists them", ""}, lines[5:])
+	require.Regexp(t, `(?m)^in force +api +key b +deny +20\S+ \S+Z +20\S+ \S+Z +postgres \(limiter\) +too many$`, invoke(t, db.URL, "policy", "list", "--bans").done(t))
+	require.NotContains(t, invoke(t, db.URL, "policy", "list", "login").done(t), "api")
+	listed := decode[struct {
+		Policies []policyRow `json:"policies"`
+		Bans     int64       `json:"automatic_bans"`
+	}](t, invoke(t, db.URL, "policy", "list", "api", "--json"))
+	require.Len(t, listed.Policies, 3)
+	require.EqualValues(t, 1, listed.Bans)
+	require.Equal(t, "line\nbreak", *listed.Policies[0].Key)
+	require.Equal(t, inForce, listed.Policies[2].State)
+	require.Nil(t, listed.Policies[2].ValidFrom)
+}
+
+func TestPolicyHistory(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	changed(t, db.URL, "policy", "set", "api", "--key", "a", "sliding 100/1m", why)
+	changed(t, db.URL, "policy", "set", "api", "--key", "a", "sliding 200/1m", "--comment=more")
+	changed(t, db.URL, "policy", "set", "api", "--prefix", "a", "sliding 1/1m", why)
+	changed(t, db.URL, "policy", "set", "api", "--everybody", "sliding 2/1m", why)
+	pgtest.Exec(t, db.Pool, "UPDATE rate_limit_policy SET name = 'login', valid_until = '2100-01-01' WHERE key_prefix = 'a'")
+	history := func(args ...string) []policyEvent {
+		return decode[[]policyEvent](t, invoke(t, db.URL, append([]string{"policy", "history", "--json"}, args...)...))
+	}
+	all := history()
+	require.Len(t, all, 6)
+	for i, action := range []string{"update", "insert", "insert", "insert", "delete", "insert"} {
+		require.Equal(t, action, all[i].Action)
+		require.Equal(t, "postgres", all[i].By)
+		require.Equal(t, action == "insert", all[i].Before == nil)
+		require.Equal(t, action == "delete", all[i].After == nil)
+	}
+	require.Equal(t, "api", all[0].Before.Limiter)
+	require.Equal(t, "login", all[0].After.Limiter)
+	require.Equal(t, 2100, all[0].After.ValidUntil.Year())
+	require.Equal(t, all[5].After, all[4].Before)
+	require.Equal(t, "more", all[3].After.Comment)
+	require.Len(t, history("-n", "2"), 2)
+	require.Len(t, history("api"), 6)
+	require.Len(t, history("login"), 1)
+	require.Len(t, history("api", "--key", "a"), 3)
+	require.Len(t, history("--prefix", "a"), 2)
+	require.Len(t, history("--everybody"), 1)
+	require.Empty(t, history("none"))
+	out := invoke(t, db.URL, "policy", "history").done(t)
+	require.Regexp(t, `(?m)^20\S+ \S+Z +postgres +update of +api +prefix a +enforce +sliding 1/1m`, out)
+	require.Regexp(t, `(?m)^ +to +login +prefix a +enforce +sliding 1/1m .* 2100-01-01 00:00:00Z +postgres +why$`, out)
+	require.Regexp(t, `(?m)^20\S+ \S+Z +postgres +delete +api +key a +enforce +sliding 100/1m`, out)
+}
+
+// Two people change the policy of a key at once. The second one waits, and sees what the first one has done.
+func TestOperatorsTakeTurns(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	other := pgtest.Begin(t, db)
+	pgtest.Exec(t, other, "INSERT INTO rate_limit_policy (name, key, policy, comment) VALUES ('api', 'a', 'sliding 100/1m', 'why')")
+	set := testkit.Later(func() (outcome, error) {
+		return invoke(t, db.URL, "policy", "set", "api", "--key", "a", "sliding 200/1m", why, "--json", "--timeout", patience.String()), nil
+	})
+	lower := testkit.Later(func() (outcome, error) {
+		return invoke(t, db.URL, "policy", "set", "api", "--key", "a", "sliding 50/1m", why, "--timeout", patience.String()), nil
+	})
+	pgtest.WaitUntilBlocked(t, db.Pool, 2)
+	invoke(t, db.URL, "policy", "set", "api", "--key", "a", "sliding 200/1m", why, "--timeout", "20ms").
+		complains(t, exitFailed, "57014", "--timeout allows")
+	require.NoError(t, other.Commit(t.Context()))
+	o, err := set()
+	require.NoError(t, err)
+	require.Len(t, decode[policyChange](t, o).Removed, 1)
+	o, err = lower()
+	require.NoError(t, err)
+	o.complains(t, exitFailed, "lowers the limit")
+	require.Equal(t, []string{"in force enforce sliding 200/1m"}, gets(t, db.URL, "a"))
+}
+
+// Without the table, or without rights, the command says what to do, and nothing of the key.
+func TestPoliciesThatCannotBeChanged(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	stranger := urlWith(t, db, "role=pg_monitor")
+	commands := [][]string{
+		{"policy", "list"}, {"policy", "get", "api", "secret"}, {"policy", "history"}, {"explain", "api", "secret"}, {"unban", "api", "secret"},
+		{"policy", "set", "api", "--key", "secret", "sliding 1/1m", why}, {"policy", "unset", "api", "--key", "secret"},
+		{"ban", "api", "secret", "--for", "1h", why},
+	}
+	for _, args := range commands {
+		o := invoke(t, stranger, args...)
+		o.complains(t, exitFailed, "42501", "rate_limit_policy_admin", "rate_limit_reader", "deploy/grants.sql")
+		require.NotContains(t, o.stderr, "secret")
+	}
+	for _, args := range [][]string{{"policy", "get", "api", "secret\xff"}, {"policy", "set", "api", "--prefix=secret\xff", "--off", why}} {
+		o := invoke(t, db.URL, args...)
+		o.complains(t, exitUsage, "encoding")
+		require.NotContains(t, o.stderr, "secret")
+	}
+	pgtest.Exec(t, db.Pool, "DROP TABLE rate_limit_policy, rate_limit_policy_history")
+	for _, args := range commands {
+		invoke(t, db.URL, args...).complains(t, exitFailed, "42P01", "pgratelimit migrate up", "pgratelimit doctor")
+	}
+}
+
+// The rows are those of the schema that is asked about, whatever its name is.
+func TestPoliciesInASchema(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.Empty(t)
+	const schema = `rate_limit_ "of" 'ours'`
+	pgtest.Exec(t, db.Pool, "CREATE SCHEMA "+pgx.Identifier{schema}.Sanitize())
+	run := func(args ...string) outcome { return invoke(t, db.URL, append(args, "--schema", schema)...) }
+	run("migrate", "up").done(t)
+	for _, args := range [][]string{
+		{"policy", "set", "api", "--key", "a", "sliding 100/1m", why}, {"ban", "api", "a", "--for", "1h", why}, {"policy", "list"},
+		{"policy", "get", "api", "a"}, {"policy", "history"}, {"explain", "api", "a"}, {"unban", "api", "a"}, {"explain", "api", "a"},
+		{"policy", "unset", "api", "--key", "a"},
+	} {
+		require.Contains(t, run(args...).done(t), "why", args)
+	}
+}
+
+// A trigger that somebody else has put on the table, or a function of a stranger's, is not run.
+func TestForeignTriggersOfPoliciesAreNotRun(t *testing.T) {
+	t.Parallel()
+
+	for _, sql := range []string{
+		`CREATE FUNCTION pwned() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RAISE EXCEPTION ''it was run''; END';
+			CREATE TRIGGER t BEFORE DELETE ON rate_limit_policy FOR EACH STATEMENT EXECUTE FUNCTION pwned()`,
+		"ALTER FUNCTION _rate_limit_note_policy SECURITY INVOKER",
+		"GRANT CREATE ON SCHEMA public TO pg_monitor; ALTER FUNCTION _rate_limit_check_policy OWNER TO pg_monitor",
+		"CREATE RULE r AS ON DELETE TO rate_limit_policy DO INSTEAD NOTHING",
+		"ALTER TABLE rate_limit_policy ENABLE ROW LEVEL SECURITY",
+		`CREATE FUNCTION pwned() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RETURN NULL; END';
+			CREATE TRIGGER t BEFORE INSERT ON rate_limit_policy_history FOR EACH ROW EXECUTE FUNCTION pwned()`,
+	} {
+		db := pgtest.New(t)
+		pgtest.Exec(t, db.Pool, sql)
+		invoke(t, db.URL, "policy", "unset", "api", "--everybody").complains(t, exitFailed, "table public.rate_limit_policy", "is not what the migrations make")
+	}
+	for _, table := range []string{"rate_limit_policy", "rate_limit_policy_history"} {
+		db := pgtest.New(t)
+		pgtest.Exec(t, db.Pool, "GRANT CREATE ON SCHEMA public TO pg_monitor; ALTER TABLE "+table+" OWNER TO pg_monitor")
+		invoke(t, db.URL, "policy", "list").complains(t, exitFailed, "table public."+table, "belongs to pg_monitor")
+	}
+}
+
+func TestBanAndUnban(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	c := changed(t, db.URL, "ban", "api", "a", "--for", "1h", "--comment", "tries passwords")
+	require.Equal(t, modeDeny, c.Added.Mode)
+	require.Equal(t, time.Hour, c.Added.ValidUntil.Sub(*c.Added.ValidFrom))
+	require.False(t, c.Added.Automatic)
+	// A shorter one changes nothing, a longer one takes its place, and a limiter's stays.
+	require.Regexp(t, "^the key is banned already, until 20.*Z\n$", invoke(t, db.URL, "ban", "api", "a", "--for", "59m", why).done(t))
+	c = changed(t, db.URL, "ban", "api", "a", "--for", "7d", why)
+	require.Len(t, c.Removed, 1)
+	pgtest.Exec(t, db.Pool, "SELECT rate_limit_ban('api', 'b', '1h', '1h', '1h', 'too many')")
+	require.Empty(t, changed(t, db.URL, "ban", "api", "b", "--for", "2h", why).Removed)
+	pgtest.Exec(t, db.Pool, "INSERT INTO rate_limit_policy (name, key, mode, comment) VALUES ('api', 'c', 'deny', 'for ever')")
+	require.Equal(t, "the key is banned already, without an end\n", invoke(t, db.URL, "ban", "api", "c", "--for", "9d", why).done(t))
+
+	changed(t, db.URL, "policy", "set", "api", "--key", "b", "sliding 1/1m", why, "--until", "1h")
+	require.Len(t, changed(t, db.URL, "unban", "api", "b").Removed, 2)
+	require.Equal(t, []string{"in force enforce sliding 1/1m"}, gets(t, db.URL, "b"))
+	require.Contains(t, invoke(t, db.URL, "unban", "api", "a").done(t), "removed  api      key a  deny")
+	require.Equal(t, "the key is not banned\n", invoke(t, db.URL, "unban", "api", "a").done(t))
+	// Whoever is unbanned begins anew.
+	pgtest.Exec(t, db.Pool, `INSERT INTO rate_limit_policy (name, key, mode, valid_from, valid_until, comment, automatic)
+		VALUES ('api', 'd', 'deny', now() - interval '2 hours', now() - interval '1 hour', 'why', true)`)
+	require.Len(t, changed(t, db.URL, "unban", "api", "d").Removed, 1)
+	// set replaces a ban, and shows it.
+	require.Equal(t, modeDeny, changed(t, db.URL, "policy", "set", "api", "--key", "c", "sliding 1/1m", why).Removed[0].Mode)
+}
+
+func TestExplain(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	explain := func(args ...string) explanation {
+		return decode[explanation](t, invoke(t, db.URL, append([]string{"explain", "api", "a:1", "--json"}, args...)...))
+	}
+	e := explain()
+	require.Equal(t, "code", e.Source)
+	require.Nil(t, e.Decides)
+	require.Contains(t, e.Unknown, "--policy")
+	require.EqualValues(t, 10, explain("--policy", "sliding 10/1m").State[0].Remaining)
+	out := invoke(t, db.URL, "explain", "api", "a:1").done(t)
+	require.Contains(t, out, "in force  the policy in the code, which this command cannot know\n")
+	require.Contains(t, out, "left      not known: it depends on the policy in the code: give that with --policy\n")
+
+	invoke(t, db.URL, "take", "api", "a:1", "--policy", "sliding 100/1h, sliding 1000/1d", "--cost", "40").done(t)
+	changed(t, db.URL, "policy", "set", "api", "--everybody", "sliding 100/1h, sliding 1000/1d", why)
+	changed(t, db.URL, "policy", "set", "api", "--prefix", "a", "sliding 5/1h", "--mode", "shadow", why)
+	e = explain("--policy", "sliding 1/1s")
+	require.Equal(t, "everybody", e.Source)
+	require.Equal(t, "sliding 5/1h", *e.Shadow.Policy)
+	require.Len(t, e.State, 2)
+	require.EqualValues(t, 60, e.State[0].Remaining)
+	require.EqualValues(t, 960, e.State[1].Remaining)
+	require.EqualValues(t, 100, explain("--durable").State[0].Remaining)
+	out = invoke(t, db.URL, "explain", "api", "a:1").done(t)
+	require.Regexp(t, `(?m)^in force +sliding 100/1h, sliding 1000/1d, by the row \d+ for everybody, of postgres: why$`, out)
+	require.Regexp(t, `(?m)^shadow +sliding 5/1h, by the row \d+ for prefix a, of postgres: why$`, out)
+	require.Regexp(t, `(?m)^left +960 under sliding 1000/1d in rate_limit_ephemeral, free now, as good as new after`, out)
+	require.True(t, pgtest.Scalar[bool](t, db.Pool, "SELECT sum(count) = 80 FROM rate_limit_ephemeral")) // it took nothing
+
+	pgtest.Exec(t, db.Pool, "INSERT INTO rate_limit_policy (name, key_prefix, mode, comment) VALUES ('api', 'a:', 'deny', 'attack')")
+	require.Equal(t, "prefix", explain().Source)
+	pgtest.Exec(t, db.Pool, "SELECT rate_limit_ban('api', 'a:1', '1h', '1h', '1h', 'too many')")
+	e = explain()
+	require.Equal(t, "key", e.Source)
+	require.Len(t, e.Bans, 2)
+	require.Equal(t, modeDeny, e.Decides.Mode)
+	out = invoke(t, db.URL, "explain", "api", "a:1").done(t)
+	require.Regexp(t, `(?m)^banned +until 20\S+ \S+Z, by a limiter, for key a:1: too many$`, out)
+	require.Regexp(t, `(?m)^banned +without an end, by postgres, for prefix a:: attack$`, out)
+	require.Contains(t, out, "left      not known: nothing is counted while this row is in force\n")
+
+	// Whoever may read policies, and not ask, is told the rest.
+	pgtest.Exec(t, db.Pool, "GRANT SELECT ON rate_limit_policy TO pg_monitor")
+	out = invoke(t, urlWith(t, db, "role=pg_monitor"), "explain", "api", "b").done(t)
+	require.Contains(t, out, "for everybody")
+	require.Contains(t, out, "left      not known: this role may not ask")
+}
+
+// The statements of the commands need no scan of a large table, whatever the planner believes.
+func TestPolicyCommandsUseTheIndex(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	conn := pgtest.Connect(t, db)
+	scans := pgtest.ScansOfAGrownTable(t, conn, "rate_limit_policy", "force_custom_plan", func() {}, func() {
+		pgtest.Exec(t, conn, `INSERT INTO rate_limit_policy (name, key, mode, comment)
+			SELECT 'api', 'key ' || n, 'deny', 'why' FROM generate_series(1, 20000) AS n`)
+		pgtest.Exec(t, conn, "ANALYZE rate_limit_policy")
+	}, func() {
+		rows, _, err := applyingPolicies(context.WithoutCancel(t.Context()), anyTx{conn: conn}, "api", policyTarget{key: &[]string{"key 7"}[0]}, false)
+		require.NoError(t, err)
+		require.Len(t, rows, 1)
+	})
+	require.Zero(t, scans.Sequential)
+	require.Less(t, scans.IndexRows, int64(100))
+}
+
+// anyTx is a connection in the place of a transaction.
+type anyTx struct {
+	pgx.Tx
+	conn *pgx.Conn
+}
+
+func (a anyTx) Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error) {
+	return a.conn.Query(ctx, sql, append([]any{pgx.QueryExecModeExec}, args...)...)
+}
+
+func (a anyTx) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
+	return a.conn.QueryRow(ctx, sql, args...)
+}

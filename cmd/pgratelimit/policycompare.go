@@ -1,0 +1,122 @@
+package main
+
+import (
+	"context"
+	_ "embed"
+	"errors"
+	"fmt"
+	"io"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/spf13/cobra"
+)
+
+//go:embed sql/policy/compare.sql
+var comparePoliciesSQL string
+
+// comparison is what a shadow policy would have decided.
+type comparison struct {
+	ID        int64         `json:"id"`
+	Key       *string       `json:"key"`
+	KeyPrefix *string       `json:"key_prefix"`
+	Policy    string        `json:"policy"`
+	Decided   int64         `json:"decided"`
+	Denied    int64         `json:"denied"` // by the policy in force
+	WouldDeny int64         `json:"would_deny"`
+	Since     *time.Time    `json:"since"` // null if nothing has been reported
+	Until     *time.Time    `json:"until"`
+	Keys      []comparedKey `json:"keys"` // those that it would have denied most
+}
+
+// comparedKey is how often a key was denied, and would have been.
+type comparedKey struct {
+	Key       string `json:"key"`
+	WouldDeny int64  `json:"would_deny"`
+	Denied    int64  `json:"denied"`
+}
+
+func (a *app) policyCompareCommand() *cobra.Command {
+	var n int64
+	cmd := &cobra.Command{
+		Use:   "compare NAME",
+		Short: "Show what shadow policies would have denied",
+		Long: `Shows how many requests each shadow policy of a limiter has been asked about, how many of them the policy
+in force denied and how many the shadow would have denied, and which keys most. The processes report this
+every 10 seconds, and lose what they have not reported when they are killed. It begins anew when the row
+of the policy changes. Of the keys, each process counts 500 at most in 10 seconds.`,
+		Example: `  pgratelimit policy compare login
+  pgratelimit policy compare login -n 100 --json`,
+		Args: cobra.ExactArgs(1),
+	}
+	cmd.RunE = action(func(ctx context.Context, args []string) error {
+		if n < 0 {
+			return usageError{errors.New("--number must not be negative")}
+		}
+		pool, err := a.open(ctx)
+		if err != nil {
+			return err
+		}
+		defer pool.Close()
+		all := []comparison{}
+		if err := a.read(ctx, pool, func(tx pgx.Tx) error {
+			rows, err := tx.Query(ctx, comparePoliciesSQL, args[0], n)
+			if err != nil {
+				return err
+			}
+			all, err = pgx.AppendRows(all, rows, scanComparison)
+			return err
+		}); err != nil {
+			return err
+		}
+		return a.print(all, func(w io.Writer) { printComparisons(w, all) })
+	})
+	cmd.Flags().Int64VarP(&n, "number", "n", 10, "how many keys to list for each policy")
+	a.addTimeout(cmd)
+	a.addJSON(cmd)
+	return cmd
+}
+
+func scanComparison(row pgx.CollectableRow) (c comparison, err error) {
+	var keys []string
+	var wouldDeny, denied []int64
+	err = row.Scan(&c.ID, &c.Key, &c.KeyPrefix, &c.Policy, &c.Decided, &c.Denied, &c.WouldDeny, &c.Since, &c.Until,
+		&keys, &wouldDeny, &denied)
+	c.Keys = []comparedKey{}
+	for i, key := range keys {
+		c.Keys = append(c.Keys, comparedKey{Key: key, WouldDeny: wouldDeny[i], Denied: denied[i]})
+	}
+	for _, t := range []*time.Time{c.Since, c.Until} {
+		if t != nil {
+			*t = t.UTC()
+		}
+	}
+	return c, err
+}
+
+func printComparisons(w io.Writer, all []comparison) {
+	if len(all) == 0 {
+		fmt.Fprintln(w, "there is no shadow policy")
+		return
+	}
+	fmt.Fprintln(w, "FOR\tSHADOW POLICY\tDECIDED\tDENIED\tWOULD BE DENIED\tSINCE")
+	for _, c := range all {
+		since := "nothing reported yet"
+		if c.Since != nil {
+			since = instant(*c.Since)
+		}
+		fmt.Fprintf(w, "%v\t%s\t%d\t%s\t%s\t%s\n", policyTarget{c.Key, c.KeyPrefix}, printable(c.Policy), c.Decided,
+			share(c.Denied, c.Decided), share(c.WouldDeny, c.Decided), since)
+		for _, k := range c.Keys {
+			fmt.Fprintf(w, "  %s\t\t\t%d\t%d\t\n", printable(k.Key), k.Denied, k.WouldDeny)
+		}
+	}
+}
+
+// share is a number and which part of all it is.
+func share(n, all int64) string {
+	if all == 0 {
+		return "0"
+	}
+	return fmt.Sprintf("%d (%.1f %%)", n, 100*float64(n)/float64(all))
+}

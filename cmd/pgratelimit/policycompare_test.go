@@ -1,0 +1,41 @@
+package main
+
+import (
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit/internal/pgtest"
+)
+
+// What the processes have reported is shown for each shadow policy, with the keys that it would have denied most.
+func TestPolicyCompare(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	require.Equal(t, "there is no shadow policy\n", invoke(t, db.URL, "policy", "compare", "login").done(t))
+	for _, args := range [][]string{
+		{"login", "--everybody", "sliding 5/1m", "--mode=shadow"}, {"login", "--prefix=user:", "log 3/1m", "--mode=shadow"},
+		{"login", "--prefix=user:", "sliding 10/1m"}, {"other", "--everybody", "sliding 5/1m", "--mode=shadow"},
+	} {
+		invoke(t, db.URL, append(append([]string{"policy", "set"}, args...), why)...).done(t)
+	}
+	id := pgtest.Scalar[int64](t, db.Pool, "SELECT id FROM rate_limit_policy WHERE policy = 'sliding 5/1m' AND name = 'login'")
+	pgtest.Exec(t, db.Pool, `SELECT rate_limit_report(array_fill($1::bigint, ARRAY[4]), ARRAY['', 'a', E'b\n', 'c'],
+		ARRAY[1000, 0, 0, 0]::bigint[], ARRAY[10, 8, 2, 0]::bigint[], ARRAY[55, 20, 30, 5]::bigint[])`, id)
+
+	require.Regexp(t, `^FOR +SHADOW POLICY +DECIDED +DENIED +WOULD BE DENIED +SINCE
+everybody +sliding 5/1m +1000 +10 \(1\.0 %\) +55 \(5\.5 %\) +\d\S+ \S+
+  "b\\n" +2 +30 *
+  a +8 +20 *
+prefix user: +log 3/1m +0 +0 +0 +nothing reported yet
+$`, invoke(t, db.URL, "policy", "compare", "login", "-n", "2").done(t))
+
+	all := decode[[]comparison](t, invoke(t, db.URL, "policy", "compare", "login", "--json"))
+	require.Len(t, all, 2)
+	require.Equal(t, []comparedKey{{"b\n", 30, 2}, {"a", 20, 8}, {"c", 5, 0}}, all[0].Keys)
+	require.Nil(t, all[1].Since)
+	require.Empty(t, decode[[]comparison](t, invoke(t, db.URL, "policy", "compare", "login", "--json", "-n", "0"))[0].Keys)
+	require.Equal(t, exitUsage, invoke(t, db.URL, "policy", "compare", "login", "-n", "-1").code)
+	require.Equal(t, exitUsage, invoke(t, db.URL, "policy", "compare").code)
+}

@@ -1,0 +1,9 @@
+-- Adds a policy, and returns its row.
+--   $1 name of the limiter, $2 key or NULL, $3 prefix or NULL, $4 mode, $5 policy
+--   $6 from when on, $7 until when; NULL is without an end
+--   $8 comment
+INSERT INTO rate_limit_policy AS p (name, key, key_prefix, mode, policy, valid_from, valid_until, comment)
+VALUES ($1::text, $2::text, $3::text, $4::text, $5::text, $6::timestamptz,
+    coalesce($7::timestamptz, 'infinity'), $8::text)
+RETURNING p.id, p.name, p.key, p.key_prefix, p.mode, p.policy, nullif(p.valid_from, '-infinity'),
+    nullif(p.valid_until, 'infinity'), p.comment, p.automatic, p.changed_by, p.changed_at

@@ -1,0 +1,18 @@
+-- What the shadow policies of a limiter would have decided, as the processes have reported it.
+--   $1 name of the limiter
+--   $2 how many keys for each, those that it would have denied most first
+SELECT p.id, p.key, p.key_prefix, p.policy, coalesce(s.decided, 0), coalesce(s.denied, 0), coalesce(s.would_deny, 0),
+    s.first_at, s.last_at,
+    ARRAY(
+        SELECT k.key FROM rate_limit_shadow AS k WHERE k.policy_id = p.id AND k.key <> ''
+        ORDER BY k.would_deny DESC, k.key LIMIT $2::bigint),
+    ARRAY(
+        SELECT k.would_deny FROM rate_limit_shadow AS k WHERE k.policy_id = p.id AND k.key <> ''
+        ORDER BY k.would_deny DESC, k.key LIMIT $2::bigint),
+    ARRAY(
+        SELECT k.denied FROM rate_limit_shadow AS k WHERE k.policy_id = p.id AND k.key <> ''
+        ORDER BY k.would_deny DESC, k.key LIMIT $2::bigint)
+FROM rate_limit_policy AS p
+LEFT JOIN rate_limit_shadow AS s ON s.policy_id = p.id AND s.key = ''
+WHERE p.name = $1::text AND p.mode = 'shadow'
+ORDER BY p.key_prefix IS NOT NULL, p.key_prefix, p.key IS NOT NULL, p.key, p.id

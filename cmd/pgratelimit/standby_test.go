@@ -1,0 +1,59 @@
+package main
+
+import (
+	"context"
+	"os"
+	"path/filepath"
+	"testing"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit/internal/pgserver"
+	"github.com/pgratelimit/ratelimit/internal/pgtest"
+	"github.com/pgratelimit/ratelimit/migrations"
+)
+
+func TestStandby(t *testing.T) {
+	t.Parallel()
+
+	server := pgtest.Server(t, pgserver.Config{})
+	pool, err := pgxpool.New(t.Context(), server.URL())
+	require.NoError(t, err)
+	require.NoError(t, migrations.Up(t.Context(), pool))
+	pool.Close()
+	require.NoError(t, server.Stop(t.Context(), pgserver.Fast))
+	signal := filepath.Join(server.DataDir(), "standby.signal")
+	require.NoError(t, os.WriteFile(signal, nil, 0o666))
+	require.NoError(t, os.Chmod(signal, 0o666))
+	ctx, cancel := context.WithTimeout(t.Context(), patience)
+	defer cancel()
+	require.NoError(t, server.Restart(ctx))
+
+	// What a standby cannot tell or do is not asked of it.
+	for check, f := range examined(t, server.URL()) {
+		if check == "standby" {
+			require.Equal(t, problem, f.Level)
+			require.Contains(t, f.Found, "this is a standby")
+			require.Contains(t, f.Do, "target_session_attrs=read-write")
+			continue
+		}
+		require.Contains(t, []string{"server", "connection", "migrations", "objects", "rights", "schema", "jit", "policies",
+			"rate_limit_ephemeral: kind", "rate_limit_durable: kind"}, check)
+		if check != "schema" { // in Postgres 14 everybody may create in public
+			require.Equal(t, fine, f.Level, f)
+		}
+	}
+	const policy = "--policy=fixed 1/1m"
+	for _, args := range [][]string{{"limits"}, {"take", "login", "a", policy}, {"take", "login", "a", policy, "--durable"}, {"reset", "login", "a", "--durable"},
+		{"ban", "login", "a", "--for=1h", why}} {
+		invoke(t, server.URL(), args...).complains(t, exitFailed, "connect to the primary")
+	}
+	require.True(
+		t,
+		decode[decision](t, invoke(t, server.URL(), "peek", "login", "a", policy, "--durable", "--json")).Allowed,
+	)
+	require.Empty(t, decode[topResult](t, invoke(t, server.URL(), "top", "login", policy, "--durable", "--json")).Keys)
+	require.Equal(t, "there is none\n", invoke(t, server.URL(), "policy", "list").done(t))
+	invoke(t, server.URL(), "policy", "set", "login", "--key=a", "fixed 1/1m", why, "--dry-run").done(t)
+}

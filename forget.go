@@ -1,0 +1,111 @@
+package ratelimit
+
+import (
+	"context"
+	"log/slog"
+	"slices"
+
+	"github.com/pgratelimit/ratelimit/internal/forget"
+)
+
+// Processes that share Policies tell each other which keys were given back to, granted credit or reset, so that denials
+// that others remember of them are forgotten; see package forget.
+//
+// What is done in a transaction of the caller's is not told. Postgres has all transactions that notify commit one after
+// the other, and those of the application should not.
+
+// addCache has a client's denials forgotten when others say so. It is nil if nothing is remembered.
+func (p *Policies) addCache(d *denials) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if d != nil && !slices.Contains(p.caches, d) {
+		p.caches = append(p.caches, d)
+	}
+}
+
+// announce tells other processes that something was given to a key.
+func (s *keyspace) announce(key string) {
+	p := s.policies
+	if p == nil {
+		return
+	}
+	p.mu.Lock()
+	if p.running {
+		if p.given == nil {
+			p.given = make(map[string]bool)
+		}
+		p.given[forget.Hash(s.name, key)] = true
+	}
+	p.mu.Unlock()
+	select {
+	case p.telling <- struct{}{}:
+	default:
+	}
+}
+
+// tell tells other processes what was given, four times a second at most, until the context ends.
+func (p *Policies) tell(ctx context.Context) {
+	failing := ""
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-p.telling:
+		}
+		p.mu.Lock()
+		given := p.given
+		p.given = nil
+		p.mu.Unlock()
+		for payload := range forget.Payloads(given) {
+			switch err := p.notify(ctx, payload); {
+			case ctx.Err() != nil:
+				return
+			case err == nil:
+				failing = ""
+			case ErrorKind(err) != failing:
+				failing = ErrorKind(err)
+				p.log(ctx, slog.LevelWarn, "ratelimit: other processes cannot be told to forget denials, which end "+
+					"by their age; further failures are not logged until it works again", slog.Any("error", err))
+			}
+		}
+		sleep(ctx, gatherTime)
+	}
+}
+
+// hear forgets denials if the payload of a notification says so.
+func (p *Policies) hear(payload string) {
+	hashes, ok := forget.Read(payload)
+	if !ok {
+		return
+	}
+	p.mu.Lock()
+	caches := slices.Clone(p.caches)
+	p.mu.Unlock()
+	for _, d := range caches {
+		d.forgetHashes(hashes)
+	}
+}
+
+// forgetHashes forgets the denials of keys with these hashes, and remembers none that are still on their way.
+func (d *denials) forgetHashes(hashes map[string]bool) {
+	d.early.Add(1)
+	shards := d.shards.Load()
+	if shards == nil {
+		return
+	}
+	for i := range shards {
+		s := &shards[i]
+		s.mu.Lock()
+		for j := range s.changes {
+			s.changes[j].Add(1)
+		}
+		for _, generation := range []map[denialKey]denial{s.young, s.old} {
+			for k := range generation {
+				if hashes[forget.Hash(k.space.name, k.key)] {
+					delete(generation, k)
+				}
+			}
+		}
+		s.mu.Unlock()
+	}
+}

@@ -1,0 +1,63 @@
+package ratelimit
+
+import (
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit/internal/forget"
+	"github.com/pgratelimit/ratelimit/internal/pgtest"
+	"github.com/pgratelimit/ratelimit/internal/testkit"
+)
+
+// What one process gives to a key, others hear of: they forget that it was denied, however long they would remember.
+func TestDenialsAreForgottenElsewhere(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	limiters := make([]*Limiter, 2)
+	for i := range limiters {
+		limiters[i] = newLimiter(t, db.Pool, Config{
+			Name: "api", Policy: FixedWindow{1, time.Hour}, Policies: runningPolicies(t, db.Pool, PoliciesConfig{}),
+			Client: ClientConfig{DenialMaxAge: time.Hour},
+		})
+		testkit.WaitUntil(t, func() bool { return limiters[i].space.policies.Status().Listening })
+	}
+	for name, give := range map[string]func(key string, taken Result) error{
+		"reset":  func(key string, _ Result) error { return limiters[1].Reset(t.Context(), key) },
+		"refund": func(_ string, taken Result) error { return errorOf(limiters[1].Refund(t.Context(), taken)) },
+		"grant":  func(key string, _ Result) error { return errorOf(limiters[1].Grant(t.Context(), key, 1)) },
+	} {
+		taken, err := limiters[1].Allow(t.Context(), name)
+		require.NoError(t, err)
+		other, err := limiters[0].Allow(t.Context(), "other "+name)
+		require.NoError(t, err)
+		require.True(t, other.Allowed)
+		for _, key := range []string{name, "other " + name} {
+			for range 2 {
+				denied, err := limiters[0].Allow(t.Context(), key)
+				require.NoError(t, err)
+				require.False(t, denied.Allowed)
+			}
+		}
+		require.NoError(t, give(name, taken))
+		testkit.WaitUntil(t, func() bool {
+			result, err := limiters[0].Allow(t.Context(), name)
+			require.NoError(t, err)
+			return result.Allowed
+		})
+		still, err := limiters[0].Allow(t.Context(), "other "+name)
+		require.NoError(t, err)
+		require.Equal(t, SourceCachedDenial, still.Source)
+	}
+
+	// A denial that is on its way meanwhile is not remembered.
+	denials := limiters[0].client.batcher.denials
+	since := denials.snapshot()
+	denials.forgetHashes(map[string]bool{forget.Hash("api", "x"): true})
+	p := &part{space: limiters[0].space, model: FixedWindow{1, time.Hour}, key: "x", decision: decision{decidedAt: t0}}
+	denials.remember(p, 0, denials.elapsed(), &since)
+	_, remembered := denials.lookup(p.space, p.model, "x", 1)
+	require.False(t, remembered)
+}

@@ -1,0 +1,365 @@
+// Package rulebook finds the rule that holds for a key, among as many rules as a process can hold.
+//
+// Which one holds: that of the exact key, then that of the longest prefix, then that for everybody. Of several rules
+// for the same, it is the one that began last. Only rules count that have begun and have not ended. The oracle in the
+// tests says this in ten lines. What is here says it in 100 ns.
+package rulebook
+
+import (
+	"cmp"
+	"hash/maphash"
+	"slices"
+	"strings"
+	"sync"
+	"sync/atomic"
+)
+
+// Rule says what holds for the keys that it is for. It does not change once it is in a book.
+type Rule[V any] struct {
+	ID     int64
+	Name   string // of the limiter
+	Target Target
+	Text   string // the key or the prefix
+	Shadow bool   // shadows are looked up among themselves
+	From   int64  // when it begins
+	Value  V
+}
+
+// Target is what a rule is for.
+type Target uint8
+
+// The targets.
+const (
+	Everybody Target = iota
+	Prefix
+	Key
+)
+
+// Book holds rules. One goroutine writes to it, while any number look rules up. The zero Book is empty.
+type Book[V any] struct {
+	mu    sync.Mutex
+	pages map[string]*Page[V] // by the limiter's name
+	byID  map[int64]*Rule[V]
+}
+
+// Page returns the rules of one limiter, which stay those when the book changes.
+func (b *Book[V]) Page(name string) *Page[V] {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.page(name)
+}
+
+func (b *Book[V]) page(name string) *Page[V] {
+	if b.pages == nil {
+		b.pages = make(map[string]*Page[V])
+	}
+	page, ok := b.pages[name]
+	if !ok {
+		page = &Page[V]{}
+		for i := range page.sections {
+			page.sections[i].seed = maphash.MakeSeed()
+		}
+		b.pages[name] = page
+	}
+	return page
+}
+
+// Len is how many rules there are.
+func (b *Book[V]) Len() int {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return len(b.byID)
+}
+
+// Names lists the limiters that have rules.
+func (b *Book[V]) Names() []string {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	names := map[string]bool{}
+	for _, r := range b.byID {
+		names[r.Name] = true
+	}
+	sorted := make([]string, 0, len(names))
+	for name := range names {
+		sorted = append(sorted, name)
+	}
+	slices.Sort(sorted)
+	return sorted
+}
+
+// Update puts rules in the place of those with their ids, and removes others. If all is true, rules are all that there
+// are, and whatever else is in the book goes. The book holds at most limit rules. Update returns how many had no room.
+//
+// The rules for one key, one prefix or everybody change in one moment. So while one is replaced, either it or the new
+// one is found.
+func (b *Book[V]) Update(rules []*Rule[V], removed []int64, all bool, limit int) (noRoom int) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if b.byID == nil {
+		b.byID = make(map[int64]*Rule[V])
+	}
+	gone := make(map[int64]bool, len(removed))
+	if all {
+		for id := range b.byID {
+			gone[id] = true
+		}
+	}
+	for _, id := range removed {
+		gone[id] = true
+	}
+	c := change[V]{}
+	for _, r := range rules {
+		delete(gone, r.ID)
+	}
+	room := limit - len(b.byID)
+	for id := range gone {
+		if _, ok := b.byID[id]; ok {
+			room++
+		}
+	}
+	for _, r := range rules {
+		old, known := b.byID[r.ID]
+		switch {
+		case known:
+			c.touch(old).drop(old)
+		case room <= 0:
+			noRoom++
+			continue
+		default:
+			room--
+		}
+		b.byID[r.ID] = r
+		c.touch(r).add(r)
+	}
+	for id := range gone {
+		if old, ok := b.byID[id]; ok {
+			c.touch(old).drop(old)
+			delete(b.byID, id)
+		}
+	}
+	for at, what := range c {
+		b.page(at.name).section(at.shadow).apply(what)
+	}
+	return noRoom
+}
+
+// change is what happens to targets, by the section that they are in.
+type change[V any] map[place]map[target]*layersChange[V]
+
+type place struct {
+	name   string
+	shadow bool
+}
+
+type target struct {
+	kind Target
+	text string
+}
+
+type layersChange[V any] struct{ added, dropped []*Rule[V] }
+
+func (c change[V]) touch(r *Rule[V]) *layersChange[V] {
+	at, to := place{r.Name, r.Shadow}, target{r.Target, r.Text}
+	if c[at] == nil {
+		c[at] = map[target]*layersChange[V]{}
+	}
+	if c[at][to] == nil {
+		c[at][to] = &layersChange[V]{}
+	}
+	return c[at][to]
+}
+
+func (l *layersChange[V]) add(r *Rule[V])  { l.added = append(l.added, r) }
+func (l *layersChange[V]) drop(r *Rule[V]) { l.dropped = append(l.dropped, r) }
+
+// Page is the rules of one limiter.
+type Page[V any] struct{ sections [2]section[V] } // those that decide, and the shadows
+
+func (p *Page[V]) section(shadow bool) *section[V] {
+	if shadow {
+		return &p.sections[1]
+	}
+	return &p.sections[0]
+}
+
+// Find returns the rule that decides for a key, or nil if none does. counts tells which rules count now.
+func (p *Page[V]) Find(key string, counts func(*Rule[V]) bool) *Rule[V] {
+	return p.sections[0].find(key, counts)
+}
+
+// Shadow returns the rule that is decided beside it, or nil.
+func (p *Page[V]) Shadow(key string, counts func(*Rule[V]) bool) *Rule[V] {
+	return p.sections[1].find(key, counts)
+}
+
+// Empty tells whether there is no rule at all.
+func (p *Page[V]) Empty() bool { return p.sections[0].empty() && p.sections[1].empty() }
+
+// layers are the rules for one target, those that begin last first.
+type layers[V any] []*Rule[V]
+
+func (l layers[V]) find(counts func(*Rule[V]) bool) *Rule[V] {
+	for _, r := range l {
+		if counts(r) {
+			return r
+		}
+	}
+	return nil
+}
+
+func (l layers[V]) with(what *layersChange[V]) layers[V] {
+	var next layers[V]
+	for _, r := range l {
+		if !slices.Contains(what.dropped, r) {
+			next = append(next, r)
+		}
+	}
+	for _, r := range what.added {
+		if !slices.Contains(what.dropped, r) {
+			next = append(next, r)
+		}
+	}
+	slices.SortFunc(next, func(a, b *Rule[V]) int {
+		return cmp.Or(cmp.Compare(b.From, a.From), cmp.Compare(b.ID, a.ID))
+	})
+	return next
+}
+
+const shards = 16
+
+// section is rules among which one is found.
+type section[V any] struct {
+	seed   maphash.Seed
+	keys   atomic.Int64 // how many keys have rules of their own
+	shards [shards]struct {
+		mu   sync.RWMutex
+		keys map[string]layers[V]
+	}
+	// prefixes are sorted. Among the prefixes that come before a key, the last one is either one of the key's or begins
+	// with the longest one of the key's, since all that come between a prefix of the key and the key begin with it.
+	prefixes  atomic.Pointer[[]prefix[V]]
+	everybody atomic.Pointer[layers[V]]
+}
+
+type prefix[V any] struct {
+	text   string
+	layers layers[V]
+	within int // the longest other prefix that this one begins with, or -1
+}
+
+func (s *section[V]) empty() bool {
+	return s.keys.Load() == 0 && s.prefixes.Load() == nil && s.everybody.Load() == nil
+}
+
+func (s *section[V]) find(key string, counts func(*Rule[V]) bool) *Rule[V] {
+	if s.keys.Load() > 0 {
+		shard := &s.shards[maphash.String(s.seed, key)%shards]
+		shard.mu.RLock()
+		l := shard.keys[key]
+		shard.mu.RUnlock()
+		if r := l.find(counts); r != nil {
+			return r
+		}
+	}
+	if prefixes := s.prefixes.Load(); prefixes != nil {
+		all := *prefixes
+		i, found := slices.BinarySearchFunc(all, key, func(p prefix[V], key string) int {
+			return strings.Compare(p.text, key)
+		})
+		if !found {
+			i--
+		}
+		for i >= 0 {
+			if strings.HasPrefix(key, all[i].text) {
+				if r := all[i].layers.find(counts); r != nil {
+					return r
+				}
+			}
+			i = all[i].within
+		}
+	}
+	if everybody := s.everybody.Load(); everybody != nil {
+		return everybody.find(counts)
+	}
+	return nil
+}
+
+// apply changes the layers of some targets.
+func (s *section[V]) apply(what map[target]*layersChange[V]) {
+	changed := map[string]*layersChange[V]{} // prefixes
+	for at, change := range what {
+		switch at.kind {
+		case Key:
+			s.applyToKey(at.text, change)
+		case Prefix:
+			changed[at.text] = change
+		case Everybody:
+			var l layers[V]
+			if before := s.everybody.Load(); before != nil {
+				l = *before
+			}
+			if l = l.with(change); l == nil {
+				s.everybody.Store(nil)
+			} else {
+				s.everybody.Store(&l)
+			}
+		}
+	}
+	if len(changed) > 0 {
+		s.applyToPrefixes(changed)
+	}
+}
+
+func (s *section[V]) applyToKey(key string, change *layersChange[V]) {
+	shard := &s.shards[maphash.String(s.seed, key)%shards]
+	shard.mu.Lock()
+	defer shard.mu.Unlock()
+	before, there := shard.keys[key]
+	l := before.with(change)
+	if shard.keys == nil {
+		shard.keys = make(map[string]layers[V])
+	}
+	shard.keys[key] = l
+	if l == nil {
+		delete(shard.keys, key)
+	}
+	switch {
+	case there && l == nil:
+		s.keys.Add(-1)
+	case !there && l != nil:
+		s.keys.Add(1)
+	}
+}
+
+func (s *section[V]) applyToPrefixes(changed map[string]*layersChange[V]) {
+	var all []prefix[V]
+	if before := s.prefixes.Load(); before != nil {
+		for _, p := range *before {
+			if change, ok := changed[p.text]; ok {
+				p.layers = p.layers.with(change)
+				delete(changed, p.text)
+			}
+			if p.layers != nil {
+				all = append(all, p)
+			}
+		}
+	}
+	for text, change := range changed {
+		if l := (layers[V](nil)).with(change); l != nil {
+			all = append(all, prefix[V]{text: text, layers: l})
+		}
+	}
+	if all == nil {
+		s.prefixes.Store(nil)
+		return
+	}
+	slices.SortFunc(all, func(a, b prefix[V]) int { return strings.Compare(a.text, b.text) })
+	for i := range all {
+		within := i - 1
+		for within >= 0 && !strings.HasPrefix(all[i].text, all[within].text) {
+			within = all[within].within
+		}
+		all[i].within = within
+	}
+	s.prefixes.Store(&all)
+}

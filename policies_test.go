@@ -1,0 +1,570 @@
+package ratelimit
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"math/rand/v2"
+	"runtime"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit/internal/memory"
+	"github.com/pgratelimit/ratelimit/internal/pgtest"
+	"github.com/pgratelimit/ratelimit/internal/rulebook"
+	"github.com/pgratelimit/ratelimit/internal/testkit"
+)
+
+// runningPolicies are policies that run until the end of the test.
+func runningPolicies(t *testing.T, db DBTX, config PoliciesConfig) *Policies {
+	t.Helper()
+	if config.Logger == nil {
+		config.Logger = slog.New(slog.DiscardHandler)
+	}
+	p, err := NewPolicies(db, config)
+	require.NoError(t, err)
+	ctx, stop := context.WithCancel(context.Background())
+	var running sync.WaitGroup
+	running.Go(func() { p.Run(ctx) })
+	t.Cleanup(func() {
+		stop()
+		running.Wait()
+	})
+	return p
+}
+
+// knows waits until the policies are those of the table.
+func (p *Policies) knows(t *testing.T, db pgtest.Querier) {
+	t.Helper()
+	version := pgtest.Scalar[int64](t, db, "SELECT coalesce(max(version), 0) FROM rate_limit_policy_history")
+	testkit.WaitUntil(t, func() bool {
+		p.mu.Lock()
+		defer p.mu.Unlock()
+		return p.version != nil && *p.version >= version
+	})
+}
+
+const addPolicy = `INSERT INTO rate_limit_policy (name, key, key_prefix, mode, policy, comment)
+	VALUES ($1, nullif($2, ''), nullif($3, ''), $4, nullif($5, ''), 'test')`
+
+// The row that the precedence names decides, for every way to ask.
+func TestPoliciesDecide(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	p := runningPolicies(t, db.Pool, PoliciesConfig{})
+	client := newClient(t, db.Pool, ClientConfig{})
+	l := client.limiter(t, Config{Name: "api", Policy: FixedWindow{10, time.Hour}, Policies: p})
+	other := client.limiter(t, Config{Name: "other", Policy: FixedWindow{10, time.Hour}, Policies: p})
+	require.Same(t, p, l.Config().Policies)
+
+	for _, row := range [][]any{
+		{"api", "", "", "enforce", "fixed 20/1h"},
+		{"api", "", "customer:", "enforce", "fixed 30/1h"},
+		{"api", "", "customer:4", "off", ""},
+		{"api", "customer:42", "", "enforce", "fixed 40/1h"},
+		{"api", "customer:43", "", "deny", ""},
+	} {
+		pgtest.Exec(t, db.Pool, addPolicy, row...)
+	}
+	p.knows(t, db.Pool)
+
+	for key, limit := range map[string]int64{"user": 20, "customer:1": 30, "customer:42": 40} {
+		peeked, err := l.Peek(t.Context(), key)
+		require.NoError(t, err)
+		require.Equal(t, limit, peeked.Limit, key)
+		require.Equal(t, limit, peeked.Remaining, key)
+		require.Equal(t, SourceDatabase, peeked.Source)
+
+		result, err := l.AllowN(t.Context(), key, limit)
+		require.NoError(t, err)
+		require.True(t, result.Allowed)
+		require.ErrorIs(t, errorOf(l.AllowN(t.Context(), key, limit+1)), ErrCostExceedsLimit)
+		refunded, err := l.RefundN(t.Context(), result, 3)
+		require.NoError(t, err)
+		require.EqualValues(t, 3, refunded.Remaining)
+
+		tx := pgtest.Begin(t, db)
+		result, err = l.AllowNTx(t.Context(), tx, key, 2)
+		require.NoError(t, err)
+		require.Equal(t, limit, result.Limit)
+		require.EqualValues(t, 1, result.Remaining)
+		require.NoError(t, tx.Commit(t.Context()))
+
+		granted, err := l.Grant(t.Context(), key, 5)
+		require.NoError(t, err)
+		require.Equal(t, limit, granted.Limit)
+		require.EqualValues(t, 6, granted.Remaining)
+		waited, err := l.WaitN(t.Context(), key, 6)
+		require.NoError(t, err)
+		require.Equal(t, limit, waited.Limit)
+
+		denied, err := l.Allow(t.Context(), key)
+		require.NoError(t, err)
+		require.False(t, denied.Allowed)
+		denied, err = l.Allow(t.Context(), key) // as it is remembered
+		require.NoError(t, err)
+		require.Equal(t, SourceCachedDenial, denied.Source)
+		require.Equal(t, limit, denied.Limit)
+	}
+	peeked, err := other.Peek(t.Context(), "customer:42")
+	require.NoError(t, err)
+	require.EqualValues(t, 10, peeked.Limit)
+
+	// What is off or denied is decided here.
+	before := storedRows(t, db.Pool, false)
+	tx := pgtest.Begin(t, db)
+	for _, ask := range []func(key string) (Result, error){
+		func(key string) (Result, error) { return l.Allow(t.Context(), key) },
+		func(key string) (Result, error) { return l.AllowN(t.Context(), key, 1000) },
+		func(key string) (Result, error) { return l.Peek(t.Context(), key) },
+		func(key string) (Result, error) { return l.AllowTx(t.Context(), tx, key) },
+	} {
+		result, err := ask("customer:4444")
+		require.NoError(t, err)
+		require.True(t, result.Allowed)
+		require.Equal(t, SourcePolicy, result.Source)
+		require.EqualValues(t, 10, result.Remaining)
+		require.WithinDuration(t, time.Now(), result.DecidedAt, time.Minute)
+		require.ErrorIs(t, errorOf(l.Refund(t.Context(), result)), ErrNothingToRefund)
+
+		result, err = ask("customer:43")
+		require.NoError(t, err)
+		require.False(t, result.Allowed)
+		require.Equal(t, SourcePolicy, result.Source)
+		require.Equal(t, duration(maxSpan), result.RetryAfter)
+	}
+	waited, err := l.WaitN(t.Context(), "customer:4444", 100)
+	require.NoError(t, err)
+	require.Equal(t, SourcePolicy, waited.Source)
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	require.ErrorIs(t, errorOf(l.Wait(ctx, "customer:43")), ErrWouldExceedDeadline)
+	require.ErrorIs(t, errorOf(l.AllowN(t.Context(), "customer:43", -1)), ErrInvalidCost)
+	require.ErrorIs(t, errorOf(l.WaitN(t.Context(), "customer:43", -1)), ErrInvalidCost)
+	require.NoError(t, tx.Rollback(t.Context()))
+	require.Equal(t, before, storedRows(t, db.Pool, false))
+
+	// In a set, what is off takes nothing, and what is denied denies all.
+	for _, all := range []func(...Request) (Results, error){
+		func(requests ...Request) (Results, error) { return AllowAll(t.Context(), requests...) },
+		func(requests ...Request) (Results, error) {
+			tx := pgtest.Begin(t, db)
+			results, err := AllowAllTx(t.Context(), tx, requests...)
+			require.NoError(t, tx.Commit(t.Context()))
+			return results, err
+		},
+	} {
+		results, err := all(l.Request("customer:4444", 1), other.Request("user", 2), l.Request("customer:45", 1))
+		require.NoError(t, err)
+		require.True(t, results.Allowed)
+		require.Equal(t, SourcePolicy, results.Each[0].Source)
+		require.EqualValues(t, 10, results.Each[1].Limit)
+		require.Equal(t, SourceDatabase, results.Each[1].Source)
+
+		results, err = all(l.Request("customer:44", 1), l.Request("customer:4444", 1))
+		require.NoError(t, err)
+		require.True(t, results.Allowed)
+		require.True(t, results.Each[1].Allowed)
+
+		before := storedRows(t, db.Pool, false)
+		results, err = all(other.Request("user", 2), l.Request("customer:43", 1), l.Request("customer:42", 1))
+		require.NoError(t, err)
+		require.False(t, results.Allowed)
+		require.Equal(t, duration(maxSpan), results.RetryAfter)
+		require.Equal(t, results.RetryAfter, results.Each[1].RetryAfter)
+		require.Zero(t, results.Each[0].RetryAfter)
+		require.EqualValues(t, 40, results.Each[2].Limit)
+		require.False(t, results.Each[0].Allowed)
+		require.Equal(t, before, storedRows(t, db.Pool, false))
+	}
+	require.ErrorIs(t, errorOf(AllowAll(t.Context(), l.Request("customer:43", 0))), ErrInvalidCost)
+	require.ErrorIs(t, errorOf(AllowAll(t.Context(), l.Request("customer:42", 41))), ErrCostExceedsLimit)
+}
+
+func errorOf[T any](_ T, err error) error { return err }
+
+// A row counts while it lasts, then what was before it, and its policy is shared by limiters of With.
+func TestPoliciesBeginAndEnd(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	p := runningPolicies(t, db.Pool, PoliciesConfig{})
+	l := newLimiter(t, db.Pool, Config{Name: "api", Policy: FixedWindow{10, time.Hour}, Policies: p})
+	limit := func() int64 {
+		result, err := l.Peek(t.Context(), "key")
+		require.NoError(t, err)
+		return result.Limit
+	}
+	require.EqualValues(t, 10, limit())
+	pgtest.Exec(t, db.Pool, addPolicy, "api", "key", "", "enforce", "fixed 20/1h")
+	pgtest.Exec(t, db.Pool, `INSERT INTO rate_limit_policy (name, key, policy, valid_from, valid_until, comment) VALUES
+		('api', 'key', 'fixed 30/1h', clock_timestamp(), clock_timestamp() + interval '1 second', 'test'),
+		('api', 'key', 'fixed 40/1h', clock_timestamp() + interval '1 second', clock_timestamp() + interval '2 seconds', 'test'),
+		('api', 'key', 'fixed 50/1h', '-infinity', 'infinity', 'test')`)
+	p.knows(t, db.Pool)
+	var limits []int64
+	testkit.WaitUntil(t, func() bool {
+		if now := limit(); len(limits) == 0 || limits[len(limits)-1] != now {
+			limits = append(limits, now)
+		}
+		return limits[len(limits)-1] == 20
+	})
+	require.Subset(t, []int64{30, 40, 20}, limits)
+
+	with := l.with(t, FixedWindow{11, time.Hour})
+	result, err := with.Peek(t.Context(), "key")
+	require.NoError(t, err)
+	require.EqualValues(t, 20, result.Limit)
+	result, err = with.Peek(t.Context(), "another")
+	require.NoError(t, err)
+	require.EqualValues(t, 11, result.Limit)
+
+	pgtest.Exec(t, db.Pool, "UPDATE rate_limit_policy SET mode = 'deny', policy = NULL, valid_until = clock_timestamp() + interval '1 hour' "+
+		"WHERE policy = 'fixed 20/1h'")
+	p.knows(t, db.Pool)
+	result, err = l.Allow(t.Context(), "key")
+	require.NoError(t, err)
+	require.False(t, result.Allowed)
+	require.InDelta(t, time.Hour, result.RetryAfter, float64(time.Minute))
+
+	pgtest.Exec(t, db.Pool, "DELETE FROM rate_limit_policy")
+	p.knows(t, db.Pool)
+	require.EqualValues(t, 10, limit())
+	require.Zero(t, p.Status().Rows)
+}
+
+// A limiter with policies asks the database no more than one without.
+func TestPoliciesCostNoStatement(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	pool, counted := tracedPool(t, db)
+	p := runningPolicies(t, db.Pool, PoliciesConfig{})
+	l := newLimiter(t, pool, Config{Name: "api", Policy: FixedWindow{1000, time.Hour}, Policies: p})
+	pgtest.Exec(t, db.Pool, addPolicy, "api", "", "k", "enforce", "fixed 2000/1h")
+	p.knows(t, db.Pool)
+	for range 20 {
+		result, err := l.Allow(t.Context(), "key")
+		require.NoError(t, err)
+		require.EqualValues(t, 2000, result.Limit)
+	}
+	require.Equal(t, 20, counted.count())
+}
+
+// A row that this release cannot read, or whose policy is of another kind, is passed over: what comes after it in the
+// precedence holds.
+func TestPoliciesThatCannotBeObeyed(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	var journal testkit.Journal
+	p := runningPolicies(t, db.Pool, PoliciesConfig{Logger: journal.Logger()})
+	l := newLimiter(t, db.Pool, Config{Name: "api", Policy: FixedWindow{10, time.Hour}, Policies: p})
+	pgtest.Exec(t, db.Pool, addPolicy, "api", "", "", "enforce", "fixed 20/1h")
+	pgtest.Exec(t, db.Pool, addPolicy, "api", "secret", "", "enforce", "sliding 30/1h")
+	pgtest.Exec(t, db.Pool, addPolicy, "api", "", "a", "enforce", "fixed 30/1h")
+	pgtest.Exec(t, db.Pool, addPolicy, "api", "", "b", "enforce", "fixed 30/1h")
+	p.knows(t, db.Pool)
+	expect := func(limits map[string]int64) {
+		for key, limit := range limits {
+			for range 2 {
+				result, err := l.Peek(t.Context(), key)
+				require.NoError(t, err)
+				require.Equal(t, limit, result.Limit, key)
+			}
+		}
+	}
+	expect(map[string]int64{"secret": 20, "a": 30, "b": 30})
+	require.Zero(t, p.Status().Unreadable)
+
+	// As a newer release might write it, or a superuser.
+	tx := pgtest.Begin(t, db)
+	pgtest.Exec(t, tx, "ALTER TABLE rate_limit_policy DISABLE TRIGGER rate_limit_policy_check")
+	pgtest.Exec(t, tx, "UPDATE rate_limit_policy SET policy = 'leaky 30/1h' WHERE key_prefix = 'a'")
+	pgtest.Exec(t, tx, "UPDATE rate_limit_policy SET mode = 'maybe' WHERE key_prefix = 'b'")
+	pgtest.Exec(t, tx, "ALTER TABLE rate_limit_policy ENABLE TRIGGER rate_limit_policy_check")
+	require.NoError(t, tx.Commit(t.Context()))
+	p.knows(t, db.Pool)
+	expect(map[string]int64{"secret": 20, "a": 20, "b": 20})
+	require.Equal(t, 2, p.Status().Unreadable)
+
+	pgtest.Exec(t, db.Pool, "UPDATE rate_limit_policy SET policy = 'fixed 31/1h', mode = 'enforce' WHERE key_prefix IN ('a', 'b')")
+	p.knows(t, db.Pool)
+	expect(map[string]int64{"a": 31, "b": 31})
+	require.Zero(t, p.Status().Unreadable)
+
+	lines := journal.String()
+	require.Contains(t, lines, "a policy cannot be read, and is passed over")
+	require.Contains(t, lines, "is a SlidingWindow, and the keys' rows are of a FixedWindow")
+	require.NotContains(t, lines, "secret")
+	require.Len(t, journal.Lines(), 3, lines)
+}
+
+// Until the rows have been read, nobody is let through who may be banned.
+func TestPoliciesBeforeTheyAreRead(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	p, err := NewPolicies(db.Pool, PoliciesConfig{})
+	require.NoError(t, err)
+	config := Config{
+		Name: "api", Policy: FixedWindow{10, time.Hour}, Policies: p, Client: ClientConfig{Timeout: 50 * time.Millisecond},
+	}
+	l := newLimiter(t, db.Pool, config)
+	for _, ask := range asks(t, db, l) {
+		err := ask()
+		require.ErrorIs(t, err, ErrTimeout)
+		require.ErrorContains(t, err, "has Policies.Run been started?")
+	}
+	require.ErrorIs(t, errorOf(l.Allow(t.Context(), "")), ErrInvalidKey)
+	require.ErrorIs(t, errorOf(l.AllowN(t.Context(), "key", 11)), ErrCostExceedsLimit)
+	ended, end := context.WithCancel(t.Context())
+	end()
+	require.ErrorIs(t, errorOf(l.Allow(ended, "key")), context.Canceled)
+	config.OnFailure = FailClosed()
+	closed := newLimiter(t, db.Pool, config)
+	result, err := closed.Allow(t.Context(), "key")
+	require.NoError(t, err)
+	require.Equal(t, SourceFailedClosed, result.Source)
+	explanation, err := closed.Explain(t.Context(), "key")
+	require.NoError(t, err)
+	require.Equal(t, SourceFailedClosed, explanation.State.Source)
+
+	// The cause is told at once, as far as it is known.
+	empty := pgtest.Empty(t)
+	p = runningPolicies(t, empty.Pool, PoliciesConfig{})
+	l = newLimiter(t, db.Pool, Config{Name: "api", Policy: FixedWindow{10, time.Hour}, Policies: p, OnFailure: FailOpen()})
+	for _, ask := range asks(t, db, l) {
+		require.ErrorIs(t, ask(), ErrNotMigrated)
+	}
+	require.ErrorIs(t, p.Status().Err, ErrNotMigrated)
+}
+
+// asks are all ways to ask with a limiter.
+func asks(t *testing.T, db *pgtest.DB, l *Limiter) []func() error {
+	t.Helper()
+	tx := pgtest.Begin(t, db)
+	return []func() error{
+		func() error { return errorOf(l.Allow(t.Context(), "key")) },
+		func() error { return errorOf(l.Peek(t.Context(), "key")) },
+		func() error { return errorOf(l.Wait(t.Context(), "key")) },
+		func() error { return errorOf(l.Explain(t.Context(), "key")) },
+		func() error { return errorOf(l.AllowTx(t.Context(), tx, "key")) },
+		func() error { return errorOf(AllowAll(t.Context(), l.Request("key", 1))) },
+		func() error { return errorOf(AllowAllTx(t.Context(), tx, l.Request("key", 1))) },
+	}
+}
+
+// Explain names the row that decides.
+func TestExplain(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	p := runningPolicies(t, db.Pool, PoliciesConfig{})
+	policy := FixedWindow{10, time.Hour}
+	l := newLimiter(t, db.Pool, Config{Name: "api", Policy: policy, Policies: p})
+	explain := func(key string) Explanation {
+		e, err := l.Explain(t.Context(), key)
+		require.NoError(t, err)
+		require.Positive(t, e.Age)
+		require.NotZero(t, e.State)
+		e.Age, e.State = 0, Result{}
+		return e
+	}
+	require.Equal(t, Explanation{Mode: "enforce", Policy: policy}, explain("key"))
+	pgtest.Exec(t, db.Pool, addPolicy, "api", "", "", "enforce", "fixed 20/1h")
+	pgtest.Exec(t, db.Pool, addPolicy, "api", "", "ke", "off", "")
+	until := pgtest.Scalar[time.Time](t, db.Pool, `INSERT INTO rate_limit_policy (name, key, mode, valid_until, comment)
+		VALUES ('api', 'key', 'deny', now() + interval '1 hour', 'test') RETURNING valid_until`)
+	p.knows(t, db.Pool)
+	require.Equal(t, Explanation{Origin: OriginEverybody, Row: 1, Mode: "enforce", Policy: FixedWindow{20, time.Hour}}, explain("other"))
+	require.Equal(t, Explanation{Origin: OriginPrefix, Row: 2, Prefix: "ke", Mode: "off"}, explain("kept"))
+	e := explain("key")
+	require.True(t, until.Equal(e.Until))
+	e.Until = time.Time{}
+	require.Equal(t, Explanation{Origin: OriginKey, Row: 3, Mode: "deny"}, e)
+
+	pgtest.Exec(t, db.Pool, addPolicy, "api", "", "oth", "shadow", "log 5/1h")
+	p.knows(t, db.Pool)
+	beside := explain("other")
+	require.Equal(t, Policy(SlidingLog{5, time.Hour}), beside.Shadow)
+	require.EqualValues(t, 4, beside.ShadowRow)
+	require.EqualValues(t, 1, beside.Row)
+
+	without, err := newLimiter(t, db.Pool, Config{Name: "without", Policy: policy}).Explain(t.Context(), "key")
+	require.NoError(t, err)
+	require.Equal(t, policy, without.Policy)
+	require.Zero(t, without.Age)
+
+	for origin, text := range map[Origin]string{
+		OriginCode: "code", OriginEverybody: "everybody", OriginPrefix: "prefix", OriginKey: "key", 9: "Origin(9)",
+	} {
+		written, err := origin.MarshalText()
+		require.NoError(t, err)
+		require.Equal(t, text, string(written))
+	}
+}
+
+func TestNewPoliciesRefuses(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	for name, test := range map[string]struct {
+		db     DBTX
+		config PoliciesConfig
+		field  string
+	}{
+		"no db":       {(*pgxpool.Pool)(nil), PoliciesConfig{}, "db"},
+		"memory":      {&memory.DB{}, PoliciesConfig{}, "db"},
+		"connection":  {pgtest.Connect(t, db), PoliciesConfig{}, "db"},
+		"transaction": {pgtest.Begin(t, db), PoliciesConfig{}, "db"},
+		"schema":      {db.Pool, PoliciesConfig{Schema: "a\nb"}, "PoliciesConfig.Schema"},
+		"rows":        {db.Pool, PoliciesConfig{MaxRows: -1}, "PoliciesConfig.MaxRows"},
+	} {
+		_, err := NewPolicies(test.db, test.config)
+		config, ok := errors.AsType[*ConfigError](err)
+		require.True(t, ok, name)
+		require.Equal(t, test.field, config.Field, name)
+	}
+
+	// A second Run waits for the first, and for no longer than its context.
+	p := runningPolicies(t, db.Pool, PoliciesConfig{})
+	p.knows(t, db.Pool)
+	ctx, end := context.WithCancel(t.Context())
+	end()
+	p.Run(ctx)
+}
+
+// Rows beyond MaxRows are left out: bans that limiters have made before what people have written.
+func TestMaxRows(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	pgtest.Exec(t, db.Pool, `INSERT INTO rate_limit_policy (name, key, mode, valid_until, comment, automatic)
+		SELECT 'api', 'ban' || i, 'deny', now() + interval '1 hour', 'test', true FROM generate_series(1, 5) AS i`)
+	pgtest.Exec(t, db.Pool, addPolicy, "api", "person", "", "deny", "")
+	var journal testkit.Journal
+	p := runningPolicies(t, db.Pool, PoliciesConfig{MaxRows: 4, Logger: journal.Logger()})
+	l := newLimiter(t, db.Pool, Config{Name: "api", Policy: FixedWindow{10, time.Hour}, Policies: p})
+	result, err := l.Allow(t.Context(), "person")
+	require.NoError(t, err)
+	require.False(t, result.Allowed)
+	require.Equal(t, 4, p.Status().Rows)
+	require.Equal(t, 2, p.Status().NoRoom)
+	require.Contains(t, journal.String(), "more policies than this process may hold")
+
+	// Once there is room, nothing is left out any more.
+	pgtest.Exec(t, db.Pool, "DELETE FROM rate_limit_policy WHERE key IN ('ban1', 'ban2')")
+	testkit.WaitUntil(t, func() bool { return p.Status().NoRoom == 0 })
+	require.Equal(t, 4, p.Status().Rows)
+}
+
+// While one process knows of a change and another one does not, a key is admitted what the larger limit admits, in
+// all, whoever asks when. Their clock stands still, so nothing flows back.
+func TestProcessesThatDisagree(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	for name, policies := range map[string][2]Policy{
+		"fixed":   {FixedWindow{10, time.Hour}, FixedWindow{25, time.Minute}},
+		"sliding": {SlidingWindow{10, time.Hour}, SlidingWindow{25, time.Minute}},
+		"log":     {SlidingLog{10, time.Hour}, SlidingLog{25, time.Minute}},
+		"bucket":  {TokenBucket{10, 1, time.Hour}, TokenBucket{25, 2, time.Minute}},
+		"all":     {All(FixedWindow{10, time.Hour}, FixedWindow{10, time.Hour}), FixedWindow{25, time.Hour}},
+	} {
+		for _, raised := range []bool{true, false} {
+			older, newer := policies[0], policies[1]
+			if !raised {
+				older, newer = newer, older
+			}
+			key := fmt.Sprint(name, raised)
+			pgtest.Exec(t, db.Pool, addPolicy, "api"+key, "", "", "enforce", older.String())
+			limiters := make([]*Limiter, 2)
+			for i := range limiters {
+				p, err := NewPolicies(db.Pool, PoliciesConfig{})
+				require.NoError(t, err)
+				if i == 1 {
+					pgtest.Exec(t, db.Pool, addPolicy, "api"+key, "", "", "enforce", newer.String())
+				}
+				require.NoError(t, p.load(t.Context(), db.Pool)) // and never again
+				limiters[i] = newLimiter(t, db.Pool, Config{
+					Name: "api" + key, Policy: older, Policies: p, Client: ClientConfig{Test: frozen(t0)},
+				})
+			}
+			var admitted atomic.Int64
+			testkit.Together(60, func(i int) {
+				result, err := limiters[i%2].Allow(t.Context(), "key")
+				require.NoError(t, err)
+				if result.Allowed {
+					admitted.Add(1)
+				}
+			})
+			require.LessOrEqual(t, admitted.Load(), int64(25), key)
+			if name != "bucket" { // which a smaller capacity empties
+				require.EqualValues(t, 25, admitted.Load(), key)
+			}
+		}
+	}
+}
+
+// BenchmarkPolicies shows what the rows cost a decision: 100,000 for single keys, and 1,000 for prefixes.
+func BenchmarkPolicies(b *testing.B) {
+	keys := make([]string, 1024)
+	for i := range keys {
+		keys[i] = fmt.Sprintf("customer:%d", rand.IntN(100_000))
+	}
+	for _, with := range []bool{false, true} {
+		var p *Policies
+		if with {
+			p = &Policies{ready: make(chan struct{}), config: PoliciesConfig{Schema: ""}}
+			close(p.ready)
+			p.clock.Store(&databaseClock{micros: t0.UnixMicro(), at: time.Now()})
+			var rules []*rule
+			shared := sharedPolicy{FixedWindow{1, time.Hour}, new(atomic.Pointer[Limiter])}
+			before := heap()
+			for id := range int64(101_000) {
+				r := &rule{ID: id, Name: "api", Value: ruling{mode: modeEnforce, from: alwaysBegun, until: noEnd, sharedPolicy: shared}}
+				r.Target, r.Text = rulebook.Key, fmt.Sprintf("customer:%d", id)
+				if id >= 100_000 {
+					r.Target, r.Text = rulebook.Prefix, fmt.Sprintf("tenant:%d:", id)
+				}
+				rules = append(rules, r)
+			}
+			require.Zero(b, p.book.Update(rules, nil, true, defaultMaxRows))
+			rules = nil
+			b.Logf("%d bytes for each row", (heap()-before)/101_000)
+		}
+		client, err := NewClient(&memory.DB{}, ClientConfig{DenialMaxAge: time.Hour})
+		require.NoError(b, err)
+		l, err := client.Limiter(Config{Name: "api", Policy: FixedWindow{1, time.Hour}, Policies: p})
+		require.NoError(b, err)
+		for _, key := range keys {
+			for range 2 {
+				_, err := l.Allow(b.Context(), key)
+				require.NoError(b, err)
+			}
+		}
+		b.Run(fmt.Sprintf("cached denial with policies %v", with), func(b *testing.B) {
+			b.ReportAllocs()
+			i := 0
+			for b.Loop() {
+				_, _ = l.Allow(b.Context(), keys[i%len(keys)])
+				i++
+			}
+		})
+	}
+}
+
+func heap() uint64 {
+	runtime.GC()
+	var stats runtime.MemStats
+	runtime.ReadMemStats(&stats)
+	return stats.HeapAlloc
+}

@@ -1,0 +1,396 @@
+package ratelimit
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"math"
+	"math/rand/v2"
+	"strconv"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/jackc/pgx/v5/pgconn/ctxwatch"
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/pgratelimit/ratelimit/internal/forget"
+	"github.com/pgratelimit/ratelimit/internal/pg"
+	"github.com/pgratelimit/ratelimit/internal/rulebook"
+)
+
+const (
+	// Run asks this often where it listens, and where it does not.
+	listenPeriod, pollPeriod = time.Second, 500 * time.Millisecond
+	// gatherTime is how long changes that follow one another are gathered, so that a thousand of them cost a process
+	// four questions a second. A change after a pause is asked for at once.
+	gatherTime = 250 * time.Millisecond
+	// hearing is how long a notification of our own may take. If it does not come, something between us and Postgres
+	// keeps notifications back, and retryListening is how long that is taken for granted.
+	hearing, retryListening = 3 * time.Second, 10 * time.Minute
+	// loadTimeout is for one question. A million rows take two seconds.
+	loadTimeout = 20 * time.Second
+)
+
+const alwaysBegun, noEnd = math.MinInt64, math.MaxInt64
+
+// Run keeps the policies up to date until the context ends. It needs rights that deploy/grants.sql gives to
+// applications: EXECUTE on rate_limit_policies, on rate_limit_report for shadows, and on rate_limit_ban for bans.
+// Whatever fails is tried again, and logged when it begins and when it is over. What is known stays in force after the
+// end. A second Run waits for the end of the first.
+func (p *Policies) Run(ctx context.Context) {
+	if p.turn.Take(ctx) != nil {
+		return
+	}
+	defer p.turn.Pass()
+	p.mu.Lock()
+	p.running = true
+	p.mu.Unlock()
+	defer func() {
+		p.mu.Lock()
+		p.running, p.status.Listening = false, false
+		p.mu.Unlock()
+	}()
+	var helpers sync.WaitGroup
+	defer helpers.Wait()
+	helpers.Go(func() { p.ban(ctx) })
+	helpers.Go(func() { p.tell(ctx) })
+	helpers.Go(func() { p.report(ctx) })
+	for ctx.Err() == nil {
+		switch err := p.listen(ctx); {
+		case ctx.Err() != nil:
+		case errors.Is(err, errDeaf):
+			p.log(ctx, slog.LevelInfo, "ratelimit: no notifications arrive, so changes of policies are asked for "+
+				"twice a second; a pooler in transaction mode does that", slog.Any("error", err))
+			p.poll(ctx, retryListening)
+		default:
+			p.poll(ctx, pollPeriod)
+		}
+	}
+}
+
+// errDeaf tells that there is no way to listen.
+var errDeaf = errors.New("ratelimit: cannot listen")
+
+// ifRefused says errDeaf too if the database has refused a statement, rather than been away.
+func ifRefused(err error) error {
+	if _, answered := errors.AsType[*pgconn.PgError](err); answered && (!isAway(err) || errors.Is(err, ErrReadOnly)) {
+		return fmt.Errorf("%w: %w", errDeaf, err)
+	}
+	return err
+}
+
+// poll asks again and again, for as long as that says.
+func (p *Policies) poll(ctx context.Context, lasts time.Duration) {
+	for began := time.Now(); time.Since(began) < lasts && ctx.Err() == nil; {
+		_ = p.load(ctx, p.db)
+		sleep(ctx, pollPeriod)
+	}
+}
+
+// listen listens until it fails. It returns errDeaf if there is no point in trying again soon.
+func (p *Policies) listen(ctx context.Context) error {
+	conn, err := p.connect(ctx)
+	if err != nil {
+		return err
+	}
+	defer func() {
+		p.setListening(false)
+		closing, cancel := context.WithTimeout(context.WithoutCancel(ctx), time.Second)
+		defer cancel()
+		_ = conn.Close(closing)
+	}()
+	if _, err := conn.Exec(ctx, "LISTEN "+forget.Channel); err != nil {
+		return ifRefused(pg.Translate(err, true)) // such as on a standby
+	}
+	// What changed before this is in the answer, and what changes later is told. All is asked for, since this may be
+	// another server than before, which has not got the last changes.
+	p.mu.Lock()
+	p.version = nil
+	p.mu.Unlock()
+	hello := "hello " + strconv.FormatUint(rand.Uint64(), 36)
+	greeted, heard := time.Time{}, false
+	receive := func(payload string) {
+		if payload == hello {
+			heard = true
+			p.setListening(true)
+		}
+		p.hear(payload)
+	}
+	for {
+		if err := p.load(ctx, conn); err != nil {
+			return err
+		}
+		loaded := time.Now()
+		switch {
+		case greeted.IsZero():
+			greeted = time.Now()
+			// Another connection sends it, as others will send theirs.
+			if err := p.notify(ctx, hello); err != nil {
+				return ifRefused(err)
+			}
+		case !heard && time.Since(greeted) > hearing:
+			return fmt.Errorf("%w: a notification of its own has not come back", errDeaf)
+		}
+		period := listenPeriod
+		if !heard {
+			period = pollPeriod
+		}
+		payload, err := p.next(ctx, conn, period)
+		if ctx.Err() != nil || err != nil && conn.IsClosed() {
+			return err
+		}
+		receive(payload)
+		if since := time.Since(loaded); since < gatherTime {
+			sleep(ctx, gatherTime-since)
+		}
+		// The question that follows tells of all that has been notified until now.
+		over, end := context.WithCancel(ctx)
+		end()
+		for {
+			notification, err := conn.WaitForNotification(over)
+			if err != nil {
+				break
+			}
+			receive(notification.Payload)
+		}
+	}
+}
+
+// next waits for a notification, and returns its payload; "" after the period.
+func (p *Policies) next(ctx context.Context, conn *pgx.Conn, period time.Duration) (string, error) {
+	ctx, cancel := context.WithTimeout(ctx, period)
+	defer cancel()
+	notification, err := conn.WaitForNotification(ctx)
+	if err != nil {
+		return "", err
+	}
+	return notification.Payload, nil
+}
+
+func (p *Policies) setListening(listening bool) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.status.Listening = listening
+}
+
+// connect opens a connection of our own, as the pool would.
+func (p *Policies) connect(ctx context.Context) (*pgx.Conn, error) {
+	pool, ok := p.db.(*pgxpool.Pool)
+	if !ok {
+		return nil, fmt.Errorf("%w: %T is no *pgxpool.Pool", errDeaf, p.db)
+	}
+	ctx, cancel := context.WithTimeout(ctx, loadTimeout)
+	defer cancel()
+	config := pool.Config()
+	if config.BeforeConnect != nil {
+		if err := config.BeforeConnect(ctx, config.ConnConfig); err != nil {
+			return nil, err
+		}
+	}
+	// A wait that ends without a notification must not end the connection.
+	config.ConnConfig.BuildContextWatcherHandler = func(conn *pgconn.PgConn) ctxwatch.Handler {
+		return &pgconn.DeadlineContextWatcherHandler{Conn: conn.Conn()}
+	}
+	conn, err := pgx.ConnectConfig(ctx, config.ConnConfig)
+	if err == nil && config.AfterConnect != nil {
+		if err = config.AfterConnect(ctx, conn); err != nil {
+			_ = conn.Close(ctx)
+		}
+	}
+	return conn, err
+}
+
+func (p *Policies) notify(ctx context.Context, payload string) error {
+	ctx, cancel := context.WithTimeout(ctx, loadTimeout)
+	defer cancel()
+	return query(ctx, p.db, false, "SELECT pg_catalog.pg_notify('rate_limit'::pg_catalog.text, $1::pg_catalog.text)",
+		[]any{payload}, []any{nil}, func() error { return nil })
+}
+
+// load asks what has changed, and notes it.
+func (p *Policies) load(ctx context.Context, db DBTX) error {
+	ctx, cancel := context.WithTimeout(ctx, loadTimeout)
+	defer cancel()
+	asked := time.Now()
+	a, err := p.ask(ctx, db)
+	if err != nil {
+		p.note(ctx, err)
+		return err
+	}
+	took := time.Since(asked)
+	p.clock.Store(&databaseClock{micros: a.clock, at: asked.Add(took / 2)})
+	noRoom := p.book.Update(a.rules, a.removed, a.complete, p.config.MaxRows)
+
+	p.mu.Lock()
+	p.version, p.asked = &a.version, asked
+	before := p.status
+	if a.complete {
+		p.unreadable, p.status.NoRoom = map[int64]bool{}, 0
+	}
+	for _, id := range a.removed {
+		delete(p.unreadable, id)
+	}
+	for _, r := range a.rules {
+		delete(p.unreadable, r.ID)
+	}
+	for id := range a.unreadable {
+		p.unreadable[id] = true
+	}
+	p.status.Unreadable = len(p.unreadable)
+	p.status.NoRoom += noRoom
+	after := p.status
+	if !a.complete && after.NoRoom > 0 && p.book.Len() < p.config.MaxRows {
+		p.version = nil // there is room for what was left out, so all is asked for again
+	}
+	p.mu.Unlock()
+
+	for id, err := range a.unreadable {
+		p.log(ctx, slog.LevelWarn, "ratelimit: a policy cannot be read, and is passed over", slog.Int64("id", id),
+			slog.Any("error", err))
+	}
+	if after.NoRoom > 0 && before.NoRoom == 0 {
+		p.log(ctx, slog.LevelError, "ratelimit: there are more policies than this process may hold; some are left out",
+			slog.Int("left_out", after.NoRoom), slog.Int("max_rows", p.config.MaxRows))
+	}
+	p.note(ctx, nil)
+	return nil
+}
+
+// note remembers whether the database could be asked, and logs when that changes.
+func (p *Policies) note(ctx context.Context, err error) {
+	if err != nil && ctx.Err() != nil && errors.Is(err, context.Canceled) {
+		return // Run ends
+	}
+	p.mu.Lock()
+	before := p.status.Err
+	p.status.Err = err
+	p.mu.Unlock()
+	switch {
+	case err != nil:
+		p.failed.Store(&err)
+		if before == nil || ErrorKind(before) != ErrorKind(err) {
+			p.log(ctx, slog.LevelWarn, "ratelimit: policies cannot be read, and what was known last stays in force; "+
+				"further failures are not logged until it works again", slog.Any("error", err))
+		}
+		return
+	case before != nil:
+		p.log(ctx, slog.LevelInfo, "ratelimit: policies can be read again")
+	}
+	p.failed.Store(nil)
+	select {
+	case <-p.ready:
+	default:
+		close(p.ready)
+	}
+}
+
+// policyAnswer is what rate_limit_policies has returned.
+type policyAnswer struct {
+	version, clock int64
+	complete       bool
+	rules          []*rule
+	removed        []int64
+	unreadable     map[int64]error // by the id
+}
+
+func (p *Policies) ask(ctx context.Context, db DBTX) (*policyAnswer, error) {
+	p.mu.Lock()
+	known := p.version
+	p.mu.Unlock()
+	a := &policyAnswer{unreadable: map[int64]error{}}
+	var id int64
+	var removed bool
+	var name, mode, policy string
+	var key, prefix *string
+	var from, until *int64
+	read := map[string]sharedPolicy{} // most rows have one of a few texts
+	names := map[string]string{}
+	targets := []any{
+		&a.version, &a.complete, &a.clock, &id, &removed, &name, &key, &prefix, &mode, &policy, &from, &until,
+	}
+	err := query(ctx, db, true, pg.Qualify(policiesStatement, p.config.Schema), []any{known}, targets, func() error {
+		if id == 0 {
+			return nil
+		}
+		if removed {
+			a.removed = append(a.removed, id)
+			return nil
+		}
+		if same, ok := names[name]; ok {
+			name = same // or each row would keep a name of its own
+		}
+		names[name] = name
+		r := &rule{
+			ID: id, Name: name, From: math.MinInt64,
+			Value: ruling{mode: ruleMode(mode), from: alwaysBegun, until: noEnd},
+		}
+		if from != nil {
+			r.From = *from
+		}
+		if r.From > a.clock {
+			r.Value.from = r.From
+		}
+		if until != nil {
+			r.Value.until = *until
+		}
+		switch {
+		case key != nil:
+			r.Target, r.Text = rulebook.Key, *key
+		case prefix != nil:
+			r.Target, r.Text = rulebook.Prefix, *prefix
+		}
+		r.Shadow = r.Value.mode == modeShadow
+		if err := r.Value.readPolicy(name, policy, read); err != nil {
+			a.unreadable[id] = err
+		} else if r.Value.until > a.clock {
+			a.rules = append(a.rules, r)
+			return nil
+		}
+		a.removed = append(a.removed, id) // what it said before holds no longer
+		return nil
+	})
+	return a, (&database{schema: p.config.Schema}).explainVersion(ctx, db, err)
+}
+
+// readPolicy reads the text of a row's policy.
+func (v *ruling) readPolicy(name, text string, read map[string]sharedPolicy) error {
+	switch v.mode {
+	case modeOff, modeDeny:
+		return nil
+	case modeEnforce, modeShadow:
+	default:
+		return fmt.Errorf("ratelimit: the mode %q is not known", v.mode)
+	}
+	shared, ok := read[text]
+	if !ok {
+		policy, err := ParsePolicy(text)
+		if err != nil {
+			return err
+		}
+		shared = sharedPolicy{policy, new(atomic.Pointer[Limiter])}
+		read[text] = shared
+	}
+	v.sharedPolicy = shared
+	if v.mode == modeShadow {
+		name += shadowSuffix
+	}
+	return validateName(name, shared.policy)
+}
+
+func (p *Policies) log(ctx context.Context, level slog.Level, message string, attributes ...slog.Attr) {
+	cmp.Or(p.config.Logger, slog.Default()).LogAttrs(context.WithoutCancel(ctx), level, message, attributes...)
+}
+
+func sleep(ctx context.Context, d time.Duration) {
+	timer := time.NewTimer(d)
+	defer timer.Stop()
+	select {
+	case <-timer.C:
+	case <-ctx.Done():
+	}
+}

@@ -1,0 +1,190 @@
+package ratelimit
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"net"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit/internal/pgtest"
+	"github.com/pgratelimit/ratelimit/internal/testkit"
+)
+
+// endListeners ends the connections on which policies listen, and tells how many there were.
+const endListeners = `SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity
+	WHERE datname = current_database() AND pid <> pg_backend_pid() AND (query = 'LISTEN rate_limit' OR query LIKE '%rate_limit_policies%')`
+
+// Many processes, many changes at once, some in transactions that take long, some rolled back, and listeners that are
+// killed all the time: in the end everybody knows what is in the table.
+func TestPoliciesMissNothing(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	pools := make([]*pgxpool.Pool, 2)
+	for i := range pools {
+		pools[i] = db.NewPool(t, func(*pgxpool.Config) {})
+	}
+	all := make([]*Policies, 6)
+	limiters := make([]*Limiter, len(all))
+	for i := range all {
+		all[i] = runningPolicies(t, pools[i%2], PoliciesConfig{})
+		limiters[i] = newLimiter(t, db.Pool, Config{Name: "api", Policy: FixedWindow{1, time.Hour}, Policies: all[i]})
+	}
+	for _, p := range all {
+		testkit.WaitUntil(t, func() bool { return p.Status().Listening })
+	}
+	var killed atomic.Int64
+	done := make(chan struct{})
+	killer := testkit.Later(func() (any, error) {
+		for {
+			select {
+			case <-done:
+				return nil, nil
+			default:
+				killed.Add(pgtest.Scalar[int64](t, db.Pool, endListeners))
+			}
+		}
+	})
+	const keys = 20
+	testkit.Together(4, func(int) {
+		for range 25 {
+			tx, err := db.Pool.Begin(context.Background())
+			require.NoError(t, err)
+			for range 1 + rand.IntN(3) {
+				key := fmt.Sprint(rand.IntN(keys))
+				pgtest.Exec(t, tx, "DELETE FROM rate_limit_policy WHERE key = $1", key)
+				if rand.IntN(4) > 0 {
+					pgtest.Exec(t, tx, addPolicy, "api", key, "", "enforce", fmt.Sprintf("fixed %d/1h", 2+rand.IntN(1000)))
+				}
+			}
+			if rand.IntN(4) == 0 {
+				require.NoError(t, tx.Rollback(context.Background()))
+			} else {
+				require.NoError(t, tx.Commit(context.Background()))
+			}
+		}
+	})
+	close(done)
+	_, _ = killer()
+	require.Positive(t, killed.Load())
+	for i, p := range all {
+		p.knows(t, db.Pool)
+		for key := range keys {
+			key := fmt.Sprint(key)
+			want := pgtest.Scalar[string](t, db.Pool, `SELECT coalesce((SELECT policy FROM rate_limit_policy
+				WHERE key = $1 ORDER BY valid_from DESC, id DESC LIMIT 1), 'fixed 1/1h')`, key)
+			e, err := limiters[i].Explain(t.Context(), key)
+			require.NoError(t, err)
+			require.Equal(t, want, shorten(e.Policy), key)
+		}
+	}
+	for _, p := range all {
+		testkit.WaitUntil(t, func() bool { return p.Status().Listening })
+	}
+}
+
+// shorten is the text of a policy of hours as the test writes it.
+func shorten(p Policy) string {
+	return fmt.Sprintf("fixed %d/%dh", p.(FixedWindow).Limit, p.(FixedWindow).Window/time.Hour)
+}
+
+// While the database is away, what was known last stays in force. When it is back, changes are learnt again.
+func TestPoliciesWhileTheDatabaseIsAway(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	var away atomic.Bool
+	pool := db.NewPool(t, func(config *pgxpool.Config) {
+		dial := config.ConnConfig.DialFunc
+		config.ConnConfig.DialFunc = func(ctx context.Context, network, address string) (net.Conn, error) {
+			if away.Load() {
+				return nil, errors.New("away")
+			}
+			return dial(ctx, network, address)
+		}
+	})
+	var journal testkit.Journal
+	p := runningPolicies(t, pool, PoliciesConfig{Logger: journal.Logger()})
+	l := newLimiter(t, pool, Config{Name: "api", Policy: FixedWindow{10, time.Hour}, Policies: p, OnFailure: FailOpen()})
+	pgtest.Exec(t, db.Pool, addPolicy, "api", "banned", "", "deny", "")
+	p.knows(t, db.Pool)
+	testkit.WaitUntil(t, func() bool { return p.Status().Listening })
+	require.Empty(t, journal.String())
+
+	away.Store(true)
+	pool.Reset()
+	pgtest.Scalar[int64](t, db.Pool, endListeners)
+	testkit.WaitUntil(t, func() bool { return p.Status().Err != nil })
+	require.False(t, p.Status().Listening)
+	result, err := l.Allow(t.Context(), "banned")
+	require.NoError(t, err)
+	require.False(t, result.Allowed)
+	require.Equal(t, SourcePolicy, result.Source)
+	result, err = l.Allow(t.Context(), "other")
+	require.NoError(t, err)
+	require.Equal(t, SourceFailedOpen, result.Source)
+	require.Positive(t, p.Status().Age)
+
+	pgtest.Exec(t, db.Pool, "DELETE FROM rate_limit_policy")
+	away.Store(false)
+	p.knows(t, db.Pool)
+	require.NoError(t, p.Status().Err)
+	testkit.WaitUntil(t, func() bool { return p.Status().Listening })
+	require.Regexp(t, `(?s)policies cannot be read, and what was known last stays in force.*policies can be read again`, journal.String())
+	require.Len(t, journal.Lines(), 2, journal.String())
+}
+
+// A history that was cut off, and a database that was restored from an older one, are read anew.
+func TestPoliciesAreReadAnew(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	p := runningPolicies(t, db.Pool, PoliciesConfig{})
+	pgtest.Exec(t, db.Pool, addPolicy, "api", "a", "", "deny", "")
+	pgtest.Exec(t, db.Pool, addPolicy, "api", "b", "", "deny", "")
+	p.knows(t, db.Pool)
+	tx := pgtest.Begin(t, db)
+	pgtest.Exec(t, tx, "DELETE FROM rate_limit_policy WHERE key = 'a'")
+	pgtest.Exec(t, tx, addPolicy, "api", "c", "", "deny", "")
+	pgtest.Exec(t, tx, "DELETE FROM rate_limit_policy_history WHERE version < (SELECT max(version) FROM rate_limit_policy_history)")
+	require.NoError(t, tx.Commit(t.Context()))
+	p.knows(t, db.Pool)
+	require.Equal(t, 2, p.Status().Rows)
+
+	pgtest.Exec(t, db.Pool, "ALTER TABLE rate_limit_policy DISABLE TRIGGER ALL")
+	pgtest.Exec(t, db.Pool, "DELETE FROM rate_limit_policy WHERE key = 'c'")
+	pgtest.Exec(t, db.Pool, "TRUNCATE rate_limit_policy_history")
+	testkit.WaitUntil(t, func() bool { return p.Status().Rows == 1 })
+}
+
+// Behind PgBouncer in transaction mode no notification arrives. Run finds that out, says so, and asks instead.
+func TestPoliciesBehindPgBouncer(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	pool := startBouncer(t, db, 2).pool(t, pgx.QueryExecModeExec)
+	var journal testkit.Journal
+	p := runningPolicies(t, pool, PoliciesConfig{Logger: journal.Logger()})
+	l := newLimiter(t, pool, Config{Name: "api", Policy: FixedWindow{10, time.Hour}, Policies: p})
+	// Others listen, as behind the pooler they cannot.
+	direct := runningPolicies(t, db.Pool, PoliciesConfig{})
+	testkit.WaitUntil(t, func() bool { return journal.String() != "" && direct.Status().Listening })
+	require.Regexp(t, "no notifications arrive, so changes of policies are asked for twice a second", journal.String())
+	for limit := range int64(3) {
+		pgtest.Exec(t, db.Pool, addPolicy, "api", "key", "", "enforce", fmt.Sprintf("fixed %d/1h", 20+limit))
+		p.knows(t, db.Pool)
+		result, err := l.Peek(t.Context(), "key")
+		require.NoError(t, err)
+		require.Equal(t, 20+limit, result.Limit)
+	}
+	require.False(t, p.Status().Listening)
+	require.Len(t, journal.Lines(), 1, journal.String())
+}

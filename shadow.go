@@ -1,0 +1,137 @@
+package ratelimit
+
+import (
+	"context"
+	"errors"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/pgratelimit/ratelimit/internal/pg"
+)
+
+// shadowSuffix ends the name of the rows that count for policies of the mode shadow.
+const shadowSuffix = "/shadow"
+
+// shadowWait is how long a shadow waits for a row that somebody holds, in milliseconds. If that is not enough, it is
+// left undecided.
+const shadowWait = 5
+
+// shadow is what a request asks of a policy of the mode shadow. It is decided in the statement of its request, after
+// it, and never twice: if anything goes wrong, the request is decided without it.
+type shadow struct {
+	row     *rule
+	request request
+}
+
+// rule is nil if there is no shadow.
+func (s *shadow) rule() *rule {
+	if s == nil {
+		return nil
+	}
+	return s.row
+}
+
+// shadowOf returns the row of the mode shadow for a key, or nil.
+func (l *Limiter) shadowOf(key string) *rule {
+	if l.space.policies == nil {
+		return nil
+	}
+	return l.space.page.Shadow(key, l.space.policies.counts)
+}
+
+// newShadow returns a shadow that is still to be decided. It is the caller's.
+func (l *Limiter) newShadow(row *rule, key string, cost int64) *shadow {
+	s := &shadow{row: row}
+	s.request.parts, s.request.policy, s.request.space = s.request.single[:0], row.Value.policy, l.space.shadow
+	s.request.place = 1
+	s.request.add(l.space.shadow, row.Value.policy.models(), key, cost, nil)
+	for i := range s.request.parts {
+		s.request.parts[i].decision.granted = passedOver
+	}
+	return s
+}
+
+// copyFrom sets what was decided for a request that was merged with another one, of which it is that place.
+func (s *shadow) copyFrom(of *shadow, place int64) {
+	s.request.place = place
+	for i := range s.request.parts {
+		s.request.parts[i].decision = of.request.parts[i].decision
+	}
+}
+
+// result is what the caller is told, or nil if it was left undecided.
+func (s *shadow) result() *Result {
+	if s == nil || s.request.passedOver() {
+		return nil
+	}
+	for i := range s.request.parts {
+		if d := &s.request.parts[i].decision; d.retryAfter == never { // the cost is above this limit
+			d.retryAfter = maxSpan
+		}
+	}
+	result := s.request.result()
+	result.receipt = nil
+	return &result
+}
+
+// shadowsOf are the shadows of requests that leave together.
+func shadowsOf(requests []*request) (shadows []*request) {
+	for _, r := range requests {
+		if r.shadow != nil {
+			r.shadow.request.count = r.count
+			shadows = append(shadows, &r.shadow.request)
+		}
+	}
+	return shadows
+}
+
+// executeBoth has requests and their shadows decided in one round trip and one transaction. If it has not decided
+// them, nothing was taken, unless there is an error.
+func (d *database) executeBoth(
+	ctx context.Context, db DBTX, requests, shadows []*request, tx transaction,
+) (decided bool, err error) {
+	sql, args, into := d.call(requests, tx)
+	shadowTx := tx
+	shadowTx.lockTimeout = new(int32(shadowWait))
+	shadowSQL, shadowArgs, shadowInto := d.call(shadows, shadowTx)
+	undecide := func() {
+		for _, p := range into {
+			p.decision.granted = passedOver
+		}
+		for _, p := range shadowInto {
+			p.decision.granted = passedOver
+		}
+	}
+	undecide()
+	err = pg.Use(ctx, db, func(conn *pgx.Conn) error {
+		if err := pg.Garbled(conn); err != nil {
+			return err
+		}
+		batch := &pgx.Batch{}
+		batch.Queue(sql, args...)
+		batch.Queue(shadowSQL, shadowArgs...)
+		results := conn.SendBatch(ctx, batch)
+		for _, into := range [][]*part{into, shadowInto} {
+			rows, err := results.Query()
+			if err == nil {
+				err = readDecisions(rows, into)
+			}
+			if err != nil {
+				_ = results.Close()
+				return statementError(err)
+			}
+		}
+		if err := results.Close(); err != nil {
+			return statementError(err)
+		}
+		return nil
+	})
+	if err == nil {
+		return true, nil
+	}
+	undecide()
+	if errors.Is(err, ErrOutcomeUnknown) {
+		return true, err
+	}
+	return false, nil
+}

@@ -1,0 +1,398 @@
+-- Policies as data. A row of rate_limit_policy says which policy holds for a key, for the keys that begin with a
+-- prefix, or for everybody. Limiters of the Go package whose Config.Policies is set obey it. People write to the table,
+-- with psql or with 'pgratelimit policy', and the triggers below check what they write and remember it.
+--
+-- Which row counts: an exact key, then the longest prefix, then everybody, then the policy in the code; of several rows
+-- for the same, the one that began last, and of those, the one with the highest id. Only rows count that have begun and
+-- have not ended. Rows of the mode shadow are looked up in the same way, but among themselves.
+
+-- _rate_limit_check_policy refuses a row that limiters could not read. It does so before any constraint would, because
+-- the message of a constraint shows the row, and a key is personal data.
+CREATE FUNCTION _rate_limit_check_policy()
+RETURNS trigger
+LANGUAGE plpgsql
+SECURITY DEFINER
+AS $$
+DECLARE
+    wrong text;
+    hint text;
+BEGIN
+    IF TG_OP = 'TRUNCATE' THEN
+        RAISE EXCEPTION 'rate_limit: the table of policies cannot be truncated'
+            USING ERRCODE = 'feature_not_supported',
+                HINT = 'DELETE its rows. Then every process learns of it, and the history tells who did it.';
+    END IF;
+    IF NEW.id IS NULL OR TG_OP = 'UPDATE' AND NEW.id <> OLD.id THEN
+        wrong := 'id';
+        hint := 'It comes by itself and stays, because processes know the row by it.';
+    ELSIF (octet_length(NEW.name) BETWEEN 1 AND 128) IS NOT TRUE THEN
+        wrong := 'name';
+        hint := 'It is the name of a limiter, of 1 to 128 bytes.';
+    ELSIF octet_length(NEW.key) NOT BETWEEN 1 AND 512 THEN
+        wrong := 'key';
+        hint := 'A key has 1 to 512 bytes. NULL stands for no single key.';
+    ELSIF octet_length(NEW.key_prefix) NOT BETWEEN 1 AND 512 OR NEW.key IS NOT NULL AND NEW.key_prefix IS NOT NULL THEN
+        wrong := 'key_prefix';
+        hint := 'It has 1 to 512 bytes, and key is NULL then. If both are NULL, the policy is for everybody.';
+    ELSIF (NEW.mode IN ('enforce', 'shadow', 'off', 'deny')) IS NOT TRUE THEN
+        wrong := 'mode';
+        hint := 'It is enforce, shadow, off (allow, and count nothing) or deny.';
+    ELSIF NEW.mode IN ('enforce', 'shadow') AND NEW.policy IS NULL
+        OR NEW.mode IN ('off', 'deny') AND NEW.policy IS NOT NULL
+    THEN
+        wrong := 'policy';
+        hint := 'enforce and shadow need one, such as sliding 100/1m. off and deny have none.';
+    ELSIF (NEW.valid_from < NEW.valid_until) IS NOT TRUE THEN
+        wrong := 'valid_until';
+        hint := 'It comes after valid_from. Without an end it is infinity.';
+    ELSIF (btrim(NEW.comment) <> '') IS NOT TRUE THEN
+        wrong := 'comment';
+        hint := 'It is required: say why, for whoever reads this next.';
+    ELSIF NEW.automatic IS NULL THEN
+        wrong := 'automatic';
+        hint := 'It is true for bans that limiters have made, and false otherwise.';
+    END IF;
+    IF wrong IS NOT NULL THEN
+        RAISE EXCEPTION 'rate_limit: column % of the policy is not valid', wrong
+            USING ERRCODE = 'invalid_parameter_value', HINT = hint, COLUMN = wrong;
+    END IF;
+    IF NEW.policy IS NOT NULL THEN
+        PERFORM _rate_limit_read_policy(NEW.policy COLLATE "C"); -- it raises the error
+    END IF;
+    NEW.changed_by := session_user;
+    NEW.changed_at := clock_timestamp();
+    RETURN NEW;
+END
+$$;
+
+-- _rate_limit_note_policy writes the history, and wakes up whoever listens. Before a statement changes anything, it
+-- takes a lock that lasts until the transaction ends. It makes the numbers of the history ascend in the order of the
+-- commits, so whoever has read up to a number misses nothing by going on from there. It comes before the locks of
+-- rows, so those who change policies cannot deadlock.
+CREATE FUNCTION _rate_limit_note_policy()
+RETURNS trigger
+LANGUAGE plpgsql
+SECURITY DEFINER
+AS $$
+BEGIN
+    IF TG_LEVEL = 'STATEMENT' THEN
+        LOCK TABLE rate_limit_policy_history IN SHARE UPDATE EXCLUSIVE MODE;
+        RETURN NULL;
+    END IF;
+    INSERT INTO rate_limit_policy_history (at, by, action, policy_id, before, after)
+    VALUES (clock_timestamp(), session_user, lower(TG_OP), CASE TG_OP WHEN 'DELETE' THEN OLD.id ELSE NEW.id END,
+        CASE WHEN TG_OP <> 'INSERT' THEN to_jsonb(OLD) END, CASE WHEN TG_OP <> 'DELETE' THEN to_jsonb(NEW) END);
+    IF TG_OP <> 'INSERT' THEN
+        DELETE FROM rate_limit_shadow AS s WHERE s.policy_id = OLD.id; -- what was counted was another policy's
+    END IF;
+    PERFORM pg_notify('rate_limit', 'policies');
+    RETURN NULL;
+END
+$$;
+
+CREATE TABLE rate_limit_policy (
+    id          bigint NOT NULL GENERATED ALWAYS AS IDENTITY,
+    name        text COLLATE "C" NOT NULL,
+    key         text COLLATE "C",
+    key_prefix  text COLLATE "C",
+    mode        text NOT NULL DEFAULT 'enforce',
+    policy      text,
+    valid_from  timestamptz NOT NULL DEFAULT now(),
+    valid_until timestamptz NOT NULL DEFAULT 'infinity',
+    comment     text NOT NULL,
+    automatic   boolean NOT NULL DEFAULT false,
+    changed_by  text NOT NULL DEFAULT session_user,
+    changed_at  timestamptz NOT NULL DEFAULT now(),
+    CONSTRAINT rate_limit_policy_pkey PRIMARY KEY (id)
+);
+
+CREATE INDEX rate_limit_policy_target ON rate_limit_policy (name, key, key_prefix);
+
+CREATE INDEX rate_limit_policy_bans ON rate_limit_policy (name, valid_until) WHERE automatic;
+
+COMMENT ON TABLE rate_limit_policy IS
+    'Which policy holds for whom, for limiters that obey it. '
+    'An exact key comes before the longest prefix, that before everybody, and that before the policy in the code. '
+    'Of several rows for the same, the one that began last counts.
+Example: INSERT INTO rate_limit_policy (name, key, policy, comment)
+    VALUES (''api'', ''customer:42'', ''sliding 5000/1m'', ''contract of 2026, ticket 1234'')';
+COMMENT ON COLUMN rate_limit_policy.id IS 'Tells rows apart, also in the history.';
+COMMENT ON COLUMN rate_limit_policy.name IS 'Name of the limiter.';
+COMMENT ON COLUMN rate_limit_policy.key IS 'The key that the row is for. NULL: see key_prefix.';
+COMMENT ON COLUMN rate_limit_policy.key_prefix IS
+    'What the keys begin with that the row is for. NULL, and key NULL too: all keys of the limiter.';
+COMMENT ON COLUMN rate_limit_policy.mode IS
+    'enforce: the policy decides. '
+    'shadow: it is decided too, and only reported. '
+    'off: everything is allowed, and nothing counted. '
+    'deny: everything is denied, until valid_until.';
+COMMENT ON COLUMN rate_limit_policy.policy IS
+    'The policy of enforce and shadow, such as sliding 100/1m. rate_limit_allow explains the text.';
+COMMENT ON COLUMN rate_limit_policy.valid_from IS 'From when on the row counts.';
+COMMENT ON COLUMN rate_limit_policy.valid_until IS 'Until when the row counts; infinity if it has no end.';
+COMMENT ON COLUMN rate_limit_policy.comment IS 'Why. It is required.';
+COMMENT ON COLUMN rate_limit_policy.automatic IS 'Whether rate_limit_ban has made the row.';
+COMMENT ON COLUMN rate_limit_policy.changed_by IS 'Who last changed the row: the role that logged in.';
+COMMENT ON COLUMN rate_limit_policy.changed_at IS 'When the row was last changed.';
+
+CREATE TABLE rate_limit_policy_history (
+    version   bigint NOT NULL GENERATED ALWAYS AS IDENTITY,
+    at        timestamptz NOT NULL,
+    by        text NOT NULL,
+    action    text NOT NULL,
+    policy_id bigint NOT NULL,
+    before    jsonb,
+    after     jsonb,
+    CONSTRAINT rate_limit_policy_history_pkey PRIMARY KEY (version)
+);
+
+COMMENT ON TABLE rate_limit_policy_history IS
+    'Every change of rate_limit_policy, in the order of the commits. '
+    'Old rows may be deleted. Keep the last one: processes compare its version with what they know.';
+COMMENT ON COLUMN rate_limit_policy_history.version IS 'Number of the change. It ascends.';
+COMMENT ON COLUMN rate_limit_policy_history.at IS 'When it was made.';
+COMMENT ON COLUMN rate_limit_policy_history.by IS 'Who made it: the role that logged in.';
+COMMENT ON COLUMN rate_limit_policy_history.action IS 'insert, update or delete.';
+COMMENT ON COLUMN rate_limit_policy_history.policy_id IS 'The id of the row in rate_limit_policy.';
+COMMENT ON COLUMN rate_limit_policy_history.before IS 'The row before the change. NULL if there was none.';
+COMMENT ON COLUMN rate_limit_policy_history.after IS 'The row after the change. NULL if it was deleted.';
+
+CREATE TABLE rate_limit_shadow (
+    policy_id  bigint NOT NULL,
+    key        text COLLATE "C" NOT NULL,
+    decided    bigint NOT NULL,
+    denied     bigint NOT NULL,
+    would_deny bigint NOT NULL,
+    first_at   timestamptz NOT NULL,
+    last_at    timestamptz NOT NULL,
+    CONSTRAINT rate_limit_shadow_pkey PRIMARY KEY (policy_id, key)
+);
+
+COMMENT ON TABLE rate_limit_shadow IS
+    'What policies of the mode shadow would have decided, as the processes report it every 10 seconds. '
+    'A row for each policy, and one for each of the up to 1000 keys that it would have denied most.';
+COMMENT ON COLUMN rate_limit_shadow.policy_id IS 'The id of the row in rate_limit_policy.';
+COMMENT ON COLUMN rate_limit_shadow.key IS 'Which key; empty for all keys together.';
+COMMENT ON COLUMN rate_limit_shadow.decided IS 'How many requests were decided; 0 for a single key.';
+COMMENT ON COLUMN rate_limit_shadow.denied IS 'How many of them the policy in force has denied.';
+COMMENT ON COLUMN rate_limit_shadow.would_deny IS 'How many of them this policy would have denied.';
+COMMENT ON COLUMN rate_limit_shadow.first_at IS 'When the first report came.';
+COMMENT ON COLUMN rate_limit_shadow.last_at IS 'When the last report came.';
+
+CREATE TRIGGER rate_limit_policy_check BEFORE INSERT OR UPDATE ON rate_limit_policy
+FOR EACH ROW EXECUTE FUNCTION _rate_limit_check_policy();
+
+CREATE TRIGGER rate_limit_policy_keep BEFORE TRUNCATE ON rate_limit_policy
+FOR EACH STATEMENT EXECUTE FUNCTION _rate_limit_check_policy();
+
+CREATE TRIGGER rate_limit_policy_turn BEFORE INSERT OR UPDATE OR DELETE ON rate_limit_policy
+FOR EACH STATEMENT EXECUTE FUNCTION _rate_limit_note_policy();
+
+CREATE TRIGGER rate_limit_policy_note AFTER INSERT OR UPDATE OR DELETE ON rate_limit_policy
+FOR EACH ROW EXECUTE FUNCTION _rate_limit_note_policy();
+
+-- rate_limit_policies tells a process what has changed since it last asked. It returns one row for each policy, and one
+-- row with an id of NULL if there is none to tell.
+--
+--   known     the version that the last answer told; NULL tells all rows that have not ended
+--   version   what the answer brings the caller up to. Changes that commit meanwhile may be in the answer already, and
+--             are told again next time
+--   complete  whether these are all rows. Otherwise the caller knows the others already
+--   clock_us  the database's clock. Times are in microseconds since 1970 UTC, as in the tables of limits
+--   removed   whether the row was deleted. Then only its id is told
+--   from_us   valid_from; NULL if it is -infinity
+--   until_us  valid_until; NULL if it is infinity
+CREATE FUNCTION rate_limit_policies(
+    known bigint DEFAULT NULL,
+    OUT version bigint,
+    OUT complete boolean,
+    OUT clock_us bigint,
+    OUT id bigint,
+    OUT removed boolean,
+    OUT name text,
+    OUT key text,
+    OUT key_prefix text,
+    OUT mode text,
+    OUT policy text,
+    OUT from_us bigint,
+    OUT until_us bigint,
+    OUT automatic boolean
+)
+RETURNS SETOF record
+LANGUAGE plpgsql
+SECURITY DEFINER
+SET enable_nestloop = on
+SET enable_seqscan = off
+AS $$
+#variable_conflict use_variable
+DECLARE
+    clock timestamptz := clock_timestamp();
+BEGIN
+    version := coalesce((SELECT max(h.version) FROM rate_limit_policy_history AS h), 0);
+    clock_us := (extract(epoch FROM clock) * 1000000)::bigint;
+    complete := known IS NULL;
+    IF known = version THEN
+        RETURN NEXT;
+        RETURN;
+    END IF;
+    -- What is known may be older than the history, or of another database that this one was restored from. Nor does
+    -- anything tell whether the history still has what came after version 0.
+    IF NOT EXISTS (SELECT FROM rate_limit_policy_history AS h WHERE h.version = known) THEN
+        complete := true;
+    END IF;
+    IF complete THEN
+        -- What people have written comes first, for processes that cannot hold all.
+        RETURN QUERY
+        SELECT version, complete, clock_us, p.id, false, p.name, p.key, p.key_prefix, p.mode, p.policy,
+            CASE WHEN isfinite(p.valid_from) THEN (extract(epoch FROM p.valid_from) * 1000000)::bigint END,
+            CASE WHEN isfinite(p.valid_until) THEN (extract(epoch FROM p.valid_until) * 1000000)::bigint END,
+            p.automatic
+        FROM rate_limit_policy AS p
+        WHERE p.valid_until > clock
+        ORDER BY p.automatic, p.valid_until DESC, p.id;
+    ELSE
+        RETURN QUERY
+        SELECT version, complete, clock_us, h.policy_id, p.id IS NULL, p.name, p.key, p.key_prefix, p.mode, p.policy,
+            CASE WHEN isfinite(p.valid_from) THEN (extract(epoch FROM p.valid_from) * 1000000)::bigint END,
+            CASE WHEN isfinite(p.valid_until) THEN (extract(epoch FROM p.valid_until) * 1000000)::bigint END,
+            p.automatic
+        FROM (SELECT DISTINCT h.policy_id FROM rate_limit_policy_history AS h WHERE h.version > known) AS h
+        LEFT JOIN LATERAL ( -- each by the index, however many the planner expects
+            SELECT p.* FROM rate_limit_policy AS p WHERE p.id = h.policy_id OFFSET 0
+        ) AS p ON true
+        ORDER BY h.policy_id;
+    END IF;
+    IF NOT found THEN
+        RETURN NEXT;
+    END IF;
+END
+$$;
+
+COMMENT ON FUNCTION rate_limit_policies IS
+    'Tells a process which policies have changed since it last asked: those after the version that it passes as known. '
+    'NULL tells all. It listens on the channel rate_limit, or asks again every now and then.
+Example: SELECT * FROM rate_limit_policies()';
+
+-- rate_limit_ban denies everything to a key for a while. Another ban of the same key lasts twice as long as the one
+-- before it.
+--
+--   name, key        whom
+--   first            how long the first ban lasts
+--   longest          how long a ban lasts at most
+--   forgiven_after   how long after the end of a ban the next one is a first one again
+--   comment          why
+--   lock_timeout_ms  longest wait for whoever else is changing policies; NULL leaves the session's lock_timeout
+--
+-- It returns when the ban ends, and whether it has made one. If the key is banned already, that ban stays as it is.
+CREATE FUNCTION rate_limit_ban(
+    name text,
+    key text,
+    first interval,
+    longest interval,
+    forgiven_after interval,
+    comment text,
+    lock_timeout_ms integer DEFAULT NULL,
+    OUT ends timestamptz,
+    OUT made boolean
+)
+LANGUAGE plpgsql
+SECURITY DEFINER
+SET enable_nestloop = on
+SET enable_seqscan = off
+AS $$
+#variable_conflict use_variable
+DECLARE
+    clock timestamptz;
+    last record;
+    lasts interval;
+    ended bigint[];
+    ignored text;
+BEGIN
+    IF (first > interval '0' AND longest >= first AND forgiven_after >= interval '0') IS NOT TRUE THEN
+        RAISE EXCEPTION 'rate_limit: a ban cannot last that long'
+            USING ERRCODE = 'invalid_parameter_value',
+                HINT = 'first is above 0, longest is at least first, and forgiven_after is not negative.';
+    END IF;
+    IF lock_timeout_ms IS NOT NULL THEN
+        ignored := set_config('lock_timeout', lock_timeout_ms::text, true);
+    END IF;
+    -- From here on nobody else bans the key.
+    LOCK TABLE rate_limit_policy_history IN SHARE UPDATE EXCLUSIVE MODE;
+    clock := clock_timestamp();
+    SELECT p.id, p.valid_from, p.valid_until INTO last
+    FROM rate_limit_policy AS p
+    WHERE p.name = name COLLATE "C" AND p.key = key COLLATE "C" AND p.mode = 'deny'
+        AND (p.automatic OR p.valid_from <= clock AND p.valid_until > clock)
+    ORDER BY p.valid_until DESC LIMIT 1;
+    made := (last.valid_until > clock) IS NOT TRUE;
+    IF NOT made THEN
+        ends := last.valid_until;
+        RETURN;
+    END IF;
+    lasts := CASE WHEN last.valid_until + forgiven_after > clock AND isfinite(last.valid_from)
+        THEN greatest(least((last.valid_until - last.valid_from) * 2, longest), first) ELSE first END;
+    ends := clock + lasts;
+    -- Ended bans are kept until they are forgiven. Each new one clears some of those away, so they do not pile up. It
+    -- passes over rows that somebody has locked, who may be waiting for this transaction.
+    ended := ARRAY(
+        SELECT p.id FROM rate_limit_policy AS p
+        WHERE p.name = name COLLATE "C" AND p.automatic AND p.valid_until < clock - forgiven_after
+        ORDER BY p.valid_until LIMIT 10
+        FOR UPDATE SKIP LOCKED)
+        || ARRAY(SELECT p.id FROM rate_limit_policy AS p WHERE p.id = last.id FOR UPDATE SKIP LOCKED);
+    DELETE FROM rate_limit_policy AS p WHERE p.id = ANY (ended);
+    INSERT INTO rate_limit_policy AS p (name, key, mode, valid_from, valid_until, comment, automatic)
+    VALUES (name, key, 'deny', clock, ends, comment, true);
+END
+$$;
+
+COMMENT ON FUNCTION rate_limit_ban IS
+    'Denies everything to a key for the time first, or twice as long as the last ban of that key, and at most longest. '
+    'forgiven_after the end of a ban, the next one lasts for the time first again. '
+    'Returns when the ban ends, and whether it is a new one.
+Example: SELECT * FROM rate_limit_ban(''login'', ''user:123'', ''1 hour'', ''1 week'', ''1 day'', ''too many'')';
+
+-- rate_limit_report adds to rate_limit_shadow what a process has counted. The arrays have an element for each row.
+--
+--   policy_ids, keys             which row; an empty key for all keys together
+--   decided, denied, would_deny  what is added
+CREATE FUNCTION rate_limit_report(
+    policy_ids bigint[],
+    keys text[],
+    decided bigint[],
+    denied bigint[],
+    would_deny bigint[]
+)
+RETURNS void
+LANGUAGE plpgsql
+SECURITY DEFINER
+SET enable_nestloop = on
+SET enable_seqscan = off
+AS $$
+#variable_conflict use_variable
+DECLARE
+    clock timestamptz := clock_timestamp();
+    id bigint;
+BEGIN
+    INSERT INTO rate_limit_shadow AS s (policy_id, key, decided, denied, would_deny, first_at, last_at)
+    SELECT e.policy_id, e.key, e.decided, e.denied, e.would_deny, clock, clock
+    FROM unnest(policy_ids, keys, decided, denied, would_deny) AS e (policy_id, key, decided, denied, would_deny)
+    WHERE EXISTS (SELECT FROM rate_limit_policy AS p WHERE p.id = e.policy_id AND p.mode = 'shadow')
+        AND octet_length(e.key) <= 512
+    ORDER BY e.policy_id, e.key
+    ON CONFLICT (policy_id, key) DO UPDATE SET
+        decided = s.decided + excluded.decided, denied = s.denied + excluded.denied,
+        would_deny = s.would_deny + excluded.would_deny, last_at = excluded.last_at;
+    FOR id IN SELECT DISTINCT e FROM unnest(policy_ids) AS e ORDER BY e LOOP
+        DELETE FROM rate_limit_shadow AS s
+        WHERE s.policy_id = id AND s.key IN (
+            SELECT d.key FROM rate_limit_shadow AS d
+            WHERE d.policy_id = id AND d.key <> ''
+            ORDER BY d.would_deny DESC, d.key OFFSET 1000);
+    END LOOP;
+END
+$$;
+
+COMMENT ON FUNCTION rate_limit_report IS
+    'Adds what a process has counted to rate_limit_shadow. An empty key stands for all keys together.
+Example: SELECT rate_limit_report(ARRAY[1], ARRAY[''''], ARRAY[100], ARRAY[0], ARRAY[5])';
