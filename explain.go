@@ -18,6 +18,7 @@ type Explanation struct {
 	Mode   string
 	Policy Policy    // nil if Mode is "off" or "deny"
 	Until  time.Time // when the row ends, by the database's clock; the zero time if it does not
+	Learnt time.Time // since when this process knows what the row says, by the database's clock
 	// Shadow is the policy that is decided beside it, and ShadowRow is the id of its row. They are nil and 0 if there
 	// is none.
 	Shadow    Policy
@@ -89,6 +90,7 @@ func (l *Limiter) Explain(ctx context.Context, key string) (Explanation, error) 
 	default:
 		e.Origin = OriginEverybody
 	}
+	e.Learnt = time.UnixMicro(r.Value.learnt)
 	if r.Value.until != noEnd {
 		e.Until = time.UnixMicro(r.Value.until)
 	}

@@ -110,6 +110,7 @@ type ruling struct {
 	// It counts from from on, and at until no longer, in microseconds since 1970. from is alwaysBegun if it had begun
 	// when it was read.
 	from, until int64
+	learnt      int64 // when this process first heard of what it says, by the database's clock
 
 	sharedPolicy
 }
@@ -209,6 +210,12 @@ func (p *Policies) await(ctx context.Context, timeout time.Duration) error {
 func (p *Policies) now() int64 {
 	c := p.clock.Load()
 	return c.micros + time.Since(c.at).Microseconds()
+}
+
+// saysTheSame tells whether nothing has changed about a row.
+func saysTheSame(a, b *rule) bool {
+	return a.Name == b.Name && a.Target == b.Target && a.Text == b.Text && a.From == b.From &&
+		a.Value.mode == b.Value.mode && a.Value.until == b.Value.until && a.Value.policy == b.Value.policy
 }
 
 // counts tells whether a rule has begun, and has not ended.

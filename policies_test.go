@@ -375,7 +375,11 @@ func TestExplain(t *testing.T) {
 		require.NoError(t, err)
 		require.Positive(t, e.Age)
 		require.NotZero(t, e.State)
-		e.Age, e.State = 0, Result{}
+		require.Equal(t, e.Row == 0, e.Learnt.IsZero())
+		if e.Row != 0 {
+			require.WithinDuration(t, e.State.DecidedAt, e.Learnt, time.Minute)
+		}
+		e.Age, e.State, e.Learnt = 0, Result{}, time.Time{}
 		return e
 	}
 	require.Equal(t, Explanation{Mode: "enforce", Policy: policy}, explain("key"))
@@ -397,6 +401,22 @@ func TestExplain(t *testing.T) {
 	require.Equal(t, Policy(SlidingLog{5, time.Hour}), beside.Shadow)
 	require.EqualValues(t, 4, beside.ShadowRow)
 	require.EqualValues(t, 1, beside.Row)
+
+	// To read all again is no news, and another policy is.
+	first, err := l.Explain(t.Context(), "other")
+	require.NoError(t, err)
+	p.mu.Lock()
+	p.version = nil
+	p.mu.Unlock()
+	p.knows(t, db.Pool)
+	again, err := l.Explain(t.Context(), "other")
+	require.NoError(t, err)
+	require.Equal(t, first.Learnt, again.Learnt)
+	pgtest.Exec(t, db.Pool, "UPDATE rate_limit_policy SET policy = 'fixed 21/1h' WHERE id = 1")
+	p.knows(t, db.Pool)
+	again, err = l.Explain(t.Context(), "other")
+	require.NoError(t, err)
+	require.True(t, again.Learnt.After(first.Learnt))
 
 	without, err := newLimiter(t, db.Pool, Config{Name: "without", Policy: policy}).Explain(t.Context(), "key")
 	require.NoError(t, err)
@@ -510,6 +530,62 @@ func TestProcessesThatDisagree(t *testing.T) {
 			if name != "bucket" { // which a smaller capacity empties
 				require.EqualValues(t, 25, admitted.Load(), key)
 			}
+		}
+	}
+}
+
+// Policies change in the middle of a history, by rows for the key, its prefix and everybody. At each step the limiter
+// decides as one of the same rows does that is given the policy in force by With.
+func TestHistoriesInWhichPoliciesChange(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	now := t0
+	clock := TestConfig{Now: func() time.Time { return now }}
+	for name, random := range map[string]func() Policy{
+		"fixed":   func() Policy { return FixedWindow{1 + rand.Int64N(9), time.Duration(1+rand.IntN(3)) * time.Minute} },
+		"sliding": func() Policy { return SlidingWindow{1 + rand.Int64N(9), time.Duration(1+rand.IntN(3)) * time.Minute} },
+		"log":     func() Policy { return SlidingLog{1 + rand.Int64N(9), time.Duration(1+rand.IntN(3)) * time.Minute} },
+		"bucket":  func() Policy { return TokenBucket{1 + rand.Int64N(9), 1 + rand.Int64N(3), time.Minute} },
+		"calendar": func() Policy {
+			return CalendarWindow{Limit: 1 + rand.Int64N(9), Unit: []Unit{Minute, Hour}[rand.IntN(2)]}
+		},
+	} {
+		p, err := NewPolicies(db.Pool, PoliciesConfig{})
+		require.NoError(t, err)
+		code := random()
+		l := newLimiter(t, db.Pool, Config{Name: name, Policy: code, Policies: p, Client: ClientConfig{Test: clock}})
+		twin := newLimiter(t, db.Pool, Config{Name: name + " twin", Policy: code, Client: ClientConfig{Test: clock}})
+		inForce := map[string]Policy{}
+		for range 150 {
+			now = now.Add(time.Duration(rand.IntN(40)) * time.Second)
+			if rand.IntN(4) == 0 {
+				target := []string{"", "ke", "key"}[rand.IntN(3)]
+				pgtest.Exec(t, db.Pool, "DELETE FROM rate_limit_policy WHERE name = $1 AND coalesce(key, key_prefix, '') = $2", name, target)
+				delete(inForce, target)
+				if rand.IntN(3) > 0 {
+					inForce[target] = random()
+					key, prefix := target, ""
+					if target == "ke" {
+						key, prefix = "", target
+					}
+					pgtest.Exec(t, db.Pool, addPolicy, name, key, prefix, "enforce", inForce[target].String())
+				}
+			}
+			require.NoError(t, p.load(t.Context(), db.Pool))
+			policy := code
+			for _, target := range []string{"key", "ke", ""} {
+				if row, ok := inForce[target]; ok {
+					policy = row
+					break
+				}
+			}
+			n := rand.Int64N(4)
+			got, err := l.AllowN(t.Context(), "key", n)
+			want, wantErr := twin.with(t, policy).AllowN(t.Context(), "key", n)
+			require.Equal(t, wantErr, err)
+			got.receipt, want.receipt = nil, nil
+			require.Equal(t, want, got, "%s: %d under %v", name, n, policy)
 		}
 	}
 }

@@ -224,6 +224,12 @@ func (p *Policies) load(ctx context.Context, db DBTX) error {
 	}
 	took := time.Since(asked)
 	p.clock.Store(&databaseClock{micros: a.clock, at: asked.Add(took / 2)})
+	for _, r := range a.rules {
+		r.Value.learnt = a.clock
+		if known := p.book.Rule(r.ID); known != nil && saysTheSame(known, r) {
+			r.Value.learnt = known.Value.learnt
+		}
+	}
 	noRoom := p.book.Update(a.rules, a.removed, a.complete, p.config.MaxRows)
 
 	p.mu.Lock()

@@ -71,6 +71,13 @@ func (b *Book[V]) Len() int {
 	return len(b.byID)
 }
 
+// Rule returns the rule with an id, or nil.
+func (b *Book[V]) Rule(id int64) *Rule[V] {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.byID[id]
+}
+
 // Names lists the limiters that have rules.
 func (b *Book[V]) Names() []string {
 	b.mu.Lock()

@@ -128,6 +128,28 @@ func TestFindsWhatTheOracleFinds(t *testing.T) {
 	}
 }
 
+// Prefixes that begin with each other, as many as a key can have, are found one after the other.
+func TestNestedPrefixes(t *testing.T) {
+	t.Parallel()
+
+	var book rulebook.Book[until]
+	var rules []*rule
+	key := strings.Repeat("x", 512)
+	for id := range int64(512) {
+		rules = append(rules, &rule{
+			ID: id, Name: "api", Target: rulebook.Prefix, Text: key[:id+1], From: math.MinInt64, Value: until(id + 1),
+		})
+	}
+	book.Update(rules, nil, true, 1000)
+	page := book.Page("api")
+	for now := range int64(512) {
+		require.Same(t, rules[511], page.Find(key, counts(now))) // the longest one, which lasts longest
+		require.Same(t, oracle(rules, "api", key[:now+1]+"y", false, now), page.Find(key[:now+1]+"y", counts(now)))
+	}
+	require.Nil(t, page.Find(key, counts(512)))
+	require.Nil(t, page.Find("y", counts(0)))
+}
+
 // Rules beyond the limit are left out, and counted. A changed rule needs no more room.
 func TestLimit(t *testing.T) {
 	t.Parallel()
