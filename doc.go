@@ -23,6 +23,11 @@
 // [AllowAll] takes from several limiters or from none of them, what each [Limiter.Request] says. A policy that is [All]
 // of several does so for one key.
 //
+// # Limits without a deploy
+//
+// [Policies] are rows of a table, in which people change limits, ban keys and try policies out. [Limiter.Explain] tells
+// which one is in force for a key. [Ban] bans keys that are denied again and again.
+//
 // # Transactions
 //
 // [Limiter.AllowTx], [Limiter.AllowNTx] and [AllowAllTx] ask in the caller's transaction. A rollback undoes it, as it
