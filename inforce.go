@@ -101,8 +101,8 @@ func (l *Limiter) whileUnknown(err error, key string, n int64) (Result, error) {
 	return Result{}, err
 }
 
-// request returns a request for a key under the policy in force. If a row allows or denies everything, there is no
-// request, and the result is the answer.
+// requestInForce returns a request for a key under the policy in force. If a row allows or denies everything,
+// there is no request, and answer is the decision.
 func (l *Limiter) requestInForce(ctx context.Context, key string, n int64) (r *request, answer Result, err error) {
 	if err := checkKey(key); err != nil {
 		return nil, Result{}, err

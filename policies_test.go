@@ -205,8 +205,8 @@ func TestPoliciesBeginAndEnd(t *testing.T) {
 	require.EqualValues(t, 10, limit())
 	pgtest.Exec(t, db.Pool, addPolicy, "api", "key", "", "enforce", "fixed 20/1h")
 	pgtest.Exec(t, db.Pool, `INSERT INTO rate_limit_policy (name, key, policy, valid_from, valid_until, comment) VALUES
-		('api', 'key', 'fixed 30/1h', clock_timestamp(), clock_timestamp() + interval '1 second', 'test'),
-		('api', 'key', 'fixed 40/1h', clock_timestamp() + interval '1 second', clock_timestamp() + interval '2 seconds', 'test'),
+		('api', 'key', 'fixed 30/1h', now(), now() + interval '1 second', 'test'),
+		('api', 'key', 'fixed 40/1h', now() + interval '1 second', now() + interval '2 seconds', 'test'),
 		('api', 'key', 'fixed 50/1h', '-infinity', 'infinity', 'test')`)
 	p.knows(t, db.Pool)
 	var limits []int64
@@ -226,7 +226,7 @@ func TestPoliciesBeginAndEnd(t *testing.T) {
 	require.NoError(t, err)
 	require.EqualValues(t, 11, result.Limit)
 
-	pgtest.Exec(t, db.Pool, "UPDATE rate_limit_policy SET mode = 'deny', policy = NULL, valid_until = clock_timestamp() + interval '1 hour' "+
+	pgtest.Exec(t, db.Pool, "UPDATE rate_limit_policy SET mode = 'deny', policy = NULL, valid_until = now() + interval '1 hour' "+
 		"WHERE policy = 'fixed 20/1h'")
 	p.knows(t, db.Pool)
 	result, err = l.Allow(t.Context(), "key")

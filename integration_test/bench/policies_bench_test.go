@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"log/slog"
+	"runtime"
 	"sync"
 	"testing"
 	"time"
@@ -19,7 +20,8 @@ import (
 )
 
 // BenchmarkPolicies measures what it costs the server that 50 processes know the policies, at rest and while 100 of them
-// change each second. It also tells how long the last change of 1,000 took until all 50 knew it.
+// change each second. It also tells how long the last change of 1,000 took until all 50 knew it, and how long one took
+// that was made just after all their listening connections were killed.
 //
 //	go test -run '^$' -bench '^BenchmarkPolicies$' -benchtime 1x ./bench
 func BenchmarkPolicies(b *testing.B) {
@@ -69,10 +71,82 @@ func BenchmarkPolicies(b *testing.B) {
 		last := time.Now()
 		everyone(func(s ratelimit.PoliciesStatus) bool { return s.Rows == changes })
 		b.ReportMetric(time.Since(last).Seconds()*1e3, "ms-until-all-know")
+		a.exec(`SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid()
+			AND (query LIKE 'LISTEN%' OR query LIKE '%rate_limit_policies%')`)
+		a.exec("DELETE FROM rate_limit_policy WHERE key = 'customer:0'")
+		last = time.Now()
+		everyone(func(s ratelimit.PoliciesStatus) bool { return s.Rows == changes-1 })
+		b.ReportMetric(time.Since(last).Seconds()*1e3, "ms-until-all-know-after-a-kill")
 		b.ReportMetric(resting*100, "%-of-a-core-at-rest")
 		b.ReportMetric(working*100, "%-of-a-core-at-100-changes/s")
 		stop()
 		running.Wait()
 	}
 	b.ReportMetric(0, "ns/op")
+}
+
+// BenchmarkPoliciesLoad measures how long a process takes to read 100,000 rows, and a million of which it may hold
+// 200,000, what they need of its memory, and how long a decision took at most meanwhile.
+//
+//	go test -run '^$' -bench '^BenchmarkPoliciesLoad$' -benchtime 1x ./bench
+func BenchmarkPoliciesLoad(b *testing.B) {
+	server, err := pgserver.Start(b.Context(), pgserver.Config{Settings: map[string]string{"autovacuum": "off"}})
+	require.NoError(b, err)
+	b.Cleanup(func() { require.NoError(b, server.Close()) })
+	a := &arena{b: b, server: server, url: server.URL()}
+	a.admin, err = pgx.Connect(a.ctx(), server.URL())
+	require.NoError(b, err)
+	b.Cleanup(func() { _ = a.admin.Close(context.Background()) })
+	pool := a.newPool(nil)
+	require.NoError(b, migrations.Up(a.ctx(), pool))
+	a.exec("INSERT INTO rate_limit_policy (name, key, mode, comment) VALUES ('api', 'free', 'off', 'test')")
+	for _, rows := range []int{100_000, 1_000_000} {
+		a.exec(`INSERT INTO rate_limit_policy (name, key, policy, comment)
+			SELECT 'api', 'customer:' || i, 'sliding 100/1m', 'test' FROM generate_series((SELECT count(*) FROM rate_limit_policy), $1) AS i`,
+			rows)
+		b.Run(fmt.Sprint(rows), func(b *testing.B) {
+			for b.Loop() {
+				p, err := ratelimit.NewPolicies(pool, ratelimit.PoliciesConfig{Logger: slog.New(slog.DiscardHandler)})
+				require.NoError(b, err)
+				limiter, err := ratelimit.New(pool, ratelimit.Config{
+					Name: "api", Policy: ratelimit.SlidingWindow{Limit: 10, Window: time.Minute}, Policies: p,
+				})
+				require.NoError(b, err)
+				before := heapInUse()
+				ctx, stop := context.WithCancel(a.ctx())
+				var running sync.WaitGroup
+				began := time.Now()
+				running.Go(func() { p.Run(ctx) })
+				_, err = limiter.Allow(ctx, "free")
+				require.NoError(b, err)
+				b.ReportMetric(time.Since(began).Seconds(), "s-to-load")
+				held := p.Status()
+				b.ReportMetric(float64(held.Rows), "rows-held")
+				b.ReportMetric((heapInUse()-before)/float64(held.Rows), "bytes/row")
+
+				// All is read anew while decisions go on.
+				slowest, n := time.Duration(0), 0
+				a.exec("DELETE FROM rate_limit_policy_history")
+				a.exec("UPDATE rate_limit_policy SET comment = 'again' WHERE key = 'free'")
+				for until := time.Now().Add(4 * time.Second); time.Now().Before(until); n++ {
+					began := time.Now()
+					_, err := limiter.Allow(ctx, "free")
+					require.NoError(b, err)
+					slowest = max(slowest, time.Since(began))
+				}
+				b.ReportMetric(slowest.Seconds()*1e3, "ms-slowest-decision")
+				stop()
+				running.Wait()
+			}
+			b.ReportMetric(0, "ns/op")
+		})
+	}
+}
+
+// heapInUse is what is left after a garbage collection.
+func heapInUse() float64 {
+	runtime.GC()
+	var stats runtime.MemStats
+	runtime.ReadMemStats(&stats)
+	return float64(stats.HeapAlloc)
 }
