@@ -428,6 +428,7 @@ func TestPoliciesNeedNothingButExecute(t *testing.T) {
 	db := pgtest.New(t)
 	pool := application(t, db)
 	const read, ban = "SELECT count(*) FROM public.rate_limit_policies()", "SELECT made FROM public.rate_limit_ban('n', 'k', '1h', '1h', '1h', 'why')"
+	pgtest.Exec(t, db.Pool, "REVOKE ALL ON FUNCTION rate_limit_policies, rate_limit_ban FROM pg_monitor")
 	for _, sql := range []string{read, ban} {
 		refused(t, pool, sql, sql, "42501")
 	}
