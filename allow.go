@@ -12,13 +12,15 @@ import (
 // enough such callers wait for each other ([ErrPoolExhausted]). Errors: a [*KeyError]; the context's error, if that
 // ends first (the request may still count); else a [*StoreError].
 func (l *Limiter) Allow(ctx context.Context, key string) (Result, error) {
-	return l.allow(ctx, key, 1)
+	return l.AllowN(ctx, key, 1)
 }
 
 // AllowN takes n from key's limit if that fits, or nothing; with n = 0 it is Peek. Errors: as Allow, and a
 // [*CostError] for n below 0 or above the policy's limit.
 func (l *Limiter) AllowN(ctx context.Context, key string, n int64) (Result, error) {
-	return l.allow(ctx, key, n)
+	result, err := l.allow(ctx, key, n, true)
+	l.strike(key, n, &result, err)
+	return result, err
 }
 
 // AllowTx is Allow within the caller's transaction. A rollback gives back what it takes. Once it has allowed a
@@ -42,7 +44,8 @@ func (l *Limiter) AllowNTx(ctx context.Context, tx pgx.Tx, key string, n int64) 
 	return l.allowTx(ctx, tx, key, n)
 }
 
-func (l *Limiter) allow(ctx context.Context, key string, n int64) (result Result, err error) {
+// allow is AllowN without what counts denials for bans. If shadows is false, none is decided beside it.
+func (l *Limiter) allow(ctx context.Context, key string, n int64, shadows bool) (result Result, err error) {
 	if l.client.config.Observer != nil {
 		defer l.observe(time.Now(), n, &result, &err)
 	}
@@ -62,10 +65,12 @@ func (l *Limiter) allow(ctx context.Context, key string, n int64) (result Result
 	if err := ctx.Err(); err != nil {
 		return Result{}, gaveUp(err)
 	}
-	beside := l.shadowOf(key)
+	var beside *rule
+	if shadows {
+		beside = l.shadowOf(key)
+	}
 	if in.remembers() && n > 0 {
 		if result, ok := in.remembered(beside, key, n); ok {
-			l.strike(key)
 			l.count(beside, key, &result)
 			return result, nil
 		}
@@ -84,9 +89,6 @@ func (l *Limiter) allow(ctx context.Context, key string, n int64) (result Result
 	result.Shadow = r.shadow.result()
 	l.client.requests.put(r)
 	if n > 0 {
-		if !result.Allowed {
-			l.strike(key)
-		}
 		l.count(beside, key, &result)
 	}
 	return result, nil
@@ -128,9 +130,7 @@ func (l *Limiter) allowTx(ctx context.Context, tx pgx.Tx, key string, n int64) (
 		return answer, err
 	}
 	result, err = l.client.decideTx(ctx, tx, r)
-	if err == nil && !result.Allowed && n > 0 {
-		l.strike(key)
-	}
+	l.strike(key, n, &result, err)
 	return result, err
 }
 

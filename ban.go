@@ -16,8 +16,8 @@ import (
 //
 //	Ban{Denials: 100, Within: time.Minute, First: time.Hour, Longest: 24 * time.Hour}
 //
-// a key that is denied 100 times within a minute is denied everything for an hour, in all processes. If it comes to
-// that again, it is 2 hours, then 4, 8, 16 and 24. A day after the end of a ban the key is forgiven, and the next ban
+// a key that is denied 100 times within a minute of the first of these denials is denied everything for an hour, in all
+// processes. If it comes to that again, it is 2 hours, then 4, 8, 16 and 24. A day after the end of a ban the key is forgiven, and the next ban
 // lasts an hour again.
 //
 // A ban is a row of rate_limit_policy, made by the function rate_limit_ban, which the application's role must be
@@ -25,11 +25,11 @@ import (
 // ends it. A row for a prefix or for everybody does not end it; an exact row that begins later does.
 //
 // Denials are counted by each process for itself, in memory, and only denials: those of Allow and AllowN and of their
-// twins for transactions, but none of a ban itself. So with n processes a key is banned after at most n × Denials of
+// twins for transactions, but none of a ban itself, of Wait or while Postgres is away. So with n processes a key is banned after at most n × Denials of
 // them. A process counts for at most 65,536 keys. If more are denied, some are forgotten.
 type Ban struct {
 	Denials int           // how many, at least 1
-	Within  time.Duration // how long after the first of them the last one comes at most
+	Within  time.Duration // how long denials are counted from the first one on; then the count begins anew
 	First   time.Duration // how long the first ban lasts, at least 1 ms
 	Longest time.Duration // how long a ban lasts at most; defaults to First
 	// ForgivenAfter is how long after the end of a ban the next one is a first one again. Defaults to Longest.
@@ -139,11 +139,11 @@ func (s *strikes) count(key string) bool {
 	return false
 }
 
-// strike counts a denial of a key, and has Policies.Run ban it if there were enough. If Run cannot keep up, the denials
-// are counted anew.
-func (l *Limiter) strike(key string) {
+// strike counts a decision if it is a denial, and has Policies.Run ban the key if there were enough. If Run cannot keep
+// up, the denials are counted anew. Only what the database denies counts.
+func (l *Limiter) strike(key string, n int64, result *Result, err error) {
 	s := l.space.strikes
-	if s == nil || !s.count(key) {
+	if s == nil || err != nil || result.Allowed || n == 0 || result.Source > SourceCachedDenial || !s.count(key) {
 		return
 	}
 	select {
@@ -187,5 +187,8 @@ func (p *Policies) makeBan(ctx context.Context, b banRequest) error {
 	args := []any{b.name, b.key, b.ban.First, b.ban.Longest, b.ban.ForgivenAfter, comment, lockTimeout(loadTimeout / 2)}
 	err := query(ctx, p.db, true, pg.Qualify(banStatement, p.config.Schema), args, []any{nil},
 		func() error { return nil })
+	if pg.LockTimeout(err) {
+		return fmt.Errorf("ratelimit: somebody has been changing policies for %v: %w", loadTimeout/2, pg.Cause(err))
+	}
 	return (&database{schema: p.config.Schema}).explainVersion(ctx, p.db, err)
 }

@@ -246,6 +246,11 @@ func isZone(zone string) bool {
 	if len(zone) > 64 || !strings.Contains(zone, "/") {
 		return false
 	}
+	// Of these folders the server may have files that count leap seconds, and others that are there twice.
+	first, _, _ := strings.Cut(strings.ToLower(zone), "/")
+	if first == "right" || first == "posix" {
+		return false
+	}
 	for part := range strings.SplitSeq(zone, "/") {
 		other := func(r rune) bool { return !isLetter(r) && r != '_' && r != '-' }
 		if part == "" || part[0] < 'A' || part[0] > 'Z' || strings.IndexFunc(part, other) >= 0 {

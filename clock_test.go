@@ -61,7 +61,7 @@ func TestApplicationsClockIsReadForDifferencesOnly(t *testing.T) {
 		"queue.go: submit", "queue.go: departs", "queue.go: leaveLate", "queue.go: run", "queue.go: run",
 		"statement.go: blame", "statement.go: blame", // how long ago it has hung
 		"troublelog.go: note", "troublelog.go: noteDecision", // how long the database has been away
-		"wait.go: answerAndObserve", "waitline.go: settle", "waitline.go: refuse", // how long it is to the retry time
+		"wait.go: answerAndObserve", "waitline.go: sleep", "waitline.go: sleep", "waitline.go: settle", "waitline.go: refuse", // how long it is to the retry time
 	}, readers)
 }
 

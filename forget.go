@@ -4,6 +4,7 @@ import (
 	"context"
 	"log/slog"
 	"slices"
+	"weak"
 
 	"github.com/pgratelimit/ratelimit/internal/forget"
 )
@@ -18,8 +19,21 @@ import (
 func (p *Policies) addCache(d *denials) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if d != nil && !slices.Contains(p.caches, d) {
-		p.caches = append(p.caches, d)
+	p.caches = slices.DeleteFunc(p.caches, func(c weak.Pointer[denials]) bool { return c.Value() == nil })
+	if d != nil && !slices.Contains(p.caches, weak.Make(d)) {
+		p.caches = append(p.caches, weak.Make(d))
+	}
+}
+
+// forgetIf forgets the denials of some keys, in all caches.
+func (p *Policies) forgetIf(is func(denialKey) bool) {
+	p.mu.Lock()
+	caches := slices.Clone(p.caches)
+	p.mu.Unlock()
+	for _, c := range caches {
+		if d := c.Value(); d != nil {
+			d.forgetIf(is)
+		}
 	}
 }
 
@@ -78,16 +92,11 @@ func (p *Policies) hear(payload string) {
 	if !ok {
 		return
 	}
-	p.mu.Lock()
-	caches := slices.Clone(p.caches)
-	p.mu.Unlock()
-	for _, d := range caches {
-		d.forgetHashes(hashes)
-	}
+	p.forgetIf(func(k denialKey) bool { return hashes[forget.Hash(k.space.name, k.key)] })
 }
 
-// forgetHashes forgets the denials of keys with these hashes, and remembers none that are still on their way.
-func (d *denials) forgetHashes(hashes map[string]bool) {
+// forgetIf forgets the denials of some keys, and remembers none that are still on their way.
+func (d *denials) forgetIf(is func(denialKey) bool) {
 	d.early.Add(1)
 	shards := d.shards.Load()
 	if shards == nil {
@@ -101,7 +110,7 @@ func (d *denials) forgetHashes(hashes map[string]bool) {
 		}
 		for _, generation := range []map[denialKey]denial{s.young, s.old} {
 			for k := range generation {
-				if hashes[forget.Hash(k.space.name, k.key)] {
+				if is(k) {
 					delete(generation, k)
 				}
 			}

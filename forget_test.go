@@ -6,7 +6,6 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"github.com/pgratelimit/ratelimit/internal/forget"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
@@ -55,7 +54,7 @@ func TestDenialsAreForgottenElsewhere(t *testing.T) {
 	// A denial that is on its way meanwhile is not remembered.
 	denials := limiters[0].client.batcher.denials
 	since := denials.snapshot()
-	denials.forgetHashes(map[string]bool{forget.Hash("api", "x"): true})
+	denials.forgetIf(func(k denialKey) bool { return k.key == "x" })
 	p := &part{space: limiters[0].space, model: FixedWindow{1, time.Hour}, key: "x", decision: decision{decidedAt: t0}}
 	denials.remember(p, 0, denials.elapsed(), &since)
 	_, remembered := denials.lookup(p.space, p.model, "x", 1)

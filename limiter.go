@@ -115,6 +115,10 @@ func (c Config) validate() error {
 		}
 	case !utf8.ValidString(c.Name) || strings.ContainsRune(c.Name, 0):
 		return &ConfigError{Field: "Config.Name", Reason: "must be valid UTF-8 without NUL"}
+	case strings.HasSuffix(c.Name, shadowSuffix):
+		return &ConfigError{
+			Field: "Config.Name", Reason: "ends with " + shadowSuffix + ", as the names of rows do that count for shadows",
+		}
 	case c.SynchronousCommit && !c.Durable:
 		return &ConfigError{
 			Field: "Config.SynchronousCommit", Reason: "needs Durable: there is nothing to flush for an unlogged table",

@@ -10,6 +10,7 @@ import (
 	"sync/atomic"
 	"time"
 	"unicode/utf8"
+	"weak"
 
 	"github.com/pgratelimit/ratelimit/internal/memory"
 	"github.com/pgratelimit/ratelimit/internal/pg"
@@ -31,21 +32,22 @@ import (
 // passed over, and logged, if this release cannot read it, or if its policy is of another kind than the limiter's, as
 // [Limiter.With] says.
 //
-// A row of the mode shadow is looked up in the same way among its like. Allow, AllowN, Peek and Wait decide it beside
-// the policy in force, in the same round trip and of whatever kind it is. It counts for itself, under the limiter's
-// name with /shadow behind it. [Result].Shadow and the observer tell what it would have decided, and `pgratelimit
-// policy compare` how often it would have denied. It changes no decision. If its row is held, or anything else goes
-// wrong, it is left out. It is not asked within transactions, in sets, or where a row of the mode off or deny decides,
+// A row of the mode shadow is looked up in the same way among its like. Allow, AllowN and Peek decide it beside the
+// policy in force, in the same round trip and of whatever kind it is. It counts for itself, under the limiter's name
+// with /shadow behind it. [Result].Shadow and the observer tell what it would have decided, and `pgratelimit policy
+// compare` how often it would have denied. It changes no decision. If its row is held, or anything else goes wrong, it
+// is left out. It is not asked within transactions, in sets, by Wait, or where a row of the mode off or deny decides,
 // and Refund gives nothing back to it.
 //
 // A decision reads the rows in memory, and asks the database nothing more for it. A change takes effect in all
 // processes within a second: Run listens on a connection of its own, and asks once a second besides. Where it hears
 // nothing, as behind PgBouncer in transaction mode, it asks twice a second, and logs that. While the database is away,
 // what was known last goes on. Until the first rows have been read, calls wait for that within [ClientConfig].Timeout.
-// If it fails, they fail as if the database were away, and [Config].OnFailure answers. So a ban is never forgotten.
+// If it fails, they fail as if the database were away, and [Config].OnFailure answers.
 //
 // While processes hear of a change, some decide by the old row and some by the new one. What a key has taken counts for
-// both. So it is admitted what the larger of the two limits admits, at most.
+// both. So it is admitted what the larger of the two limits admits, at most. Of a [CalendarWindow] whose unit changes
+// it is both.
 //
 // Policies are safe for concurrent use.
 type Policies struct {
@@ -63,13 +65,17 @@ type Policies struct {
 	mu sync.Mutex
 	// caches are what clients remember of denials, and given is what has been given back, granted or reset in this
 	// process, of which other processes have not been told yet.
-	caches  []*denials
+	caches  []weak.Pointer[denials]
 	given   map[string]bool
 	shadows map[int64]*shadowCount // by the id of the row, what has not been reported yet
 	running bool
 	status  PoliciesStatus
 	asked   time.Time // when the last answer was asked for
-	version *int64    // of that answer
+	// completeAt is when all rows were last read, and swept is when those that had ended were dropped, by the database's
+	// clock.
+	completeAt time.Time
+	swept      int64
+	version    *int64 // of that answer
 	// unreadable are the ids of rows that this release cannot read.
 	unreadable map[int64]bool
 }

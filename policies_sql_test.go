@@ -77,31 +77,38 @@ func TestPoliciesThatNobodyCouldRead(t *testing.T) {
 	pgtest.Exec(t, db.Pool, addPolicySQL, "secret", "fixed 1/1h")
 	const columns = "INSERT INTO rate_limit_policy (name, key, key_prefix, mode, policy, valid_from, valid_until, comment, automatic) VALUES "
 	for values, want := range map[string]string{
-		"(NULL, 'secret', NULL, 'off', NULL, now(), 'infinity', 'why', false)":                              "name",
-		"('', 'secret', NULL, 'off', NULL, now(), 'infinity', 'why', false)":                                "name",
-		"(repeat('n', 129), 'secret', NULL, 'off', NULL, now(), 'infinity', 'why', false)":                  "name",
-		"('n', '', NULL, 'off', NULL, now(), 'infinity', 'why', false)":                                     "key",
-		"('n', repeat('secret', 86), NULL, 'off', NULL, now(), 'infinity', 'why', false)":                   "key",
-		"('n', NULL, '', 'off', NULL, now(), 'infinity', 'why', false)":                                     "key_prefix",
-		"('n', NULL, repeat('secret', 86), 'off', NULL, now(), 'infinity', 'why', false)":                   "key_prefix",
-		"('n', 'secret', 'secr', 'off', NULL, now(), 'infinity', 'why', false)":                             "key_prefix",
-		"('n', 'secret', NULL, 'on', NULL, now(), 'infinity', 'why', false)":                                "mode",
-		"('n', 'secret', NULL, NULL, NULL, now(), 'infinity', 'why', false)":                                "mode",
-		"('n', 'secret', NULL, 'enforce', NULL, now(), 'infinity', 'why', false)":                           "policy",
-		"('n', 'secret', NULL, 'shadow', NULL, now(), 'infinity', 'why', false)":                            "policy",
-		"('n', 'secret', NULL, 'off', 'fixed 1/1h', now(), 'infinity', 'why', false)":                       "policy",
-		"('n', 'secret', NULL, 'deny', 'fixed 1/1h', now(), 'infinity', 'why', false)":                      "policy",
-		"('n', 'secret', NULL, 'enforce', 'fixed 1', now(), 'infinity', 'why', false)":                      "policy",
-		"('n', 'secret', NULL, 'shadow', 'fixed 0/1h', now(), 'infinity', 'why', false)":                    "policy",
-		"('n', 'secret', NULL, 'off', NULL, now(), now(), 'why', false)":                                    "valid_until",
-		"('n', 'secret', NULL, 'off', NULL, NULL, 'infinity', 'why', false)":                                "valid_until",
-		"('n', 'secret', NULL, 'off', NULL, now(), NULL, 'why', false)":                                     "valid_until",
-		"('n', 'secret', NULL, 'off', NULL, 'infinity', 'infinity', 'why', false)":                          "valid_until",
-		"('n', 'secret', NULL, 'off', NULL, now(), 'infinity', NULL, false)":                                "comment",
-		"('n', 'secret', NULL, 'off', NULL, now(), 'infinity', '  ', false)":                                "comment",
-		"('n', 'secret', NULL, 'off', NULL, now(), 'infinity', 'why', NULL)":                                "automatic",
-		"('n', 'secret', NULL, 'enforce', 'log 1/1h,log 1/2h,log 1', now(), 'infinity', 'why', false)":      "policy",
-		"('n', 'secret', NULL, 'enforce', 'sliding 99999999999999999999/1h', now(), 'infinity', 'x', true)": "policy",
+		"(NULL, 'secret', NULL, 'off', NULL, now(), 'infinity', 'why', false)":                                     "name",
+		"('', 'secret', NULL, 'off', NULL, now(), 'infinity', 'why', false)":                                       "name",
+		"(repeat('n', 129), 'secret', NULL, 'off', NULL, now(), 'infinity', 'why', false)":                         "name",
+		"('n', '', NULL, 'off', NULL, now(), 'infinity', 'why', false)":                                            "key",
+		"('n', repeat('secret', 86), NULL, 'off', NULL, now(), 'infinity', 'why', false)":                          "key",
+		"('n', NULL, '', 'off', NULL, now(), 'infinity', 'why', false)":                                            "key_prefix",
+		"('n', NULL, repeat('secret', 86), 'off', NULL, now(), 'infinity', 'why', false)":                          "key_prefix",
+		"('n', 'secret', 'secr', 'off', NULL, now(), 'infinity', 'why', false)":                                    "key_prefix",
+		"('n', 'secret', NULL, 'on', NULL, now(), 'infinity', 'why', false)":                                       "mode",
+		"('n', 'secret', NULL, NULL, NULL, now(), 'infinity', 'why', false)":                                       "mode",
+		"('n', 'secret', NULL, 'enforce', NULL, now(), 'infinity', 'why', false)":                                  "policy",
+		"('n', 'secret', NULL, 'shadow', NULL, now(), 'infinity', 'why', false)":                                   "policy",
+		"('n', 'secret', NULL, 'off', 'fixed 1/1h', now(), 'infinity', 'why', false)":                              "policy",
+		"('n', 'secret', NULL, 'deny', 'fixed 1/1h', now(), 'infinity', 'why', false)":                             "policy",
+		"('n', 'secret', NULL, 'enforce', 'fixed 1', now(), 'infinity', 'why', false)":                             "policy",
+		"('n', 'secret', NULL, 'shadow', 'fixed 0/1h', now(), 'infinity', 'why', false)":                           "policy",
+		"('n', 'secret', NULL, 'off', NULL, now(), now(), 'why', false)":                                           "valid_until",
+		"('n', 'secret', NULL, 'off', NULL, NULL, 'infinity', 'why', false)":                                       "valid_from",
+		"('n', 'secret', NULL, 'off', NULL, '0001-01-01 BC', 'infinity', 'why', false)":                            "valid_from",
+		"('n', 'secret', NULL, 'off', NULL, now(), '10000-01-01', 'why', false)":                                   "valid_until",
+		"('n', 'secret', NULL, 'off', NULL, now(), 'infinity', E' \\n', false)":                                    "comment",
+		"('n', 'secret', NULL, 'enforce', 'every 1/day Mars/Phobos', now(), 'infinity', 'why', false)":             "policy",
+		"('n', 'secret', NULL, 'enforce', 'every 1/day Right/Europe/Berlin', now(), 'infinity', 'why', false)":     "policy",
+		"(repeat('n', 122), 'secret', NULL, 'shadow', 'fixed 1/1h', now(), 'infinity', 'why', false)":              "name",
+		"(repeat('n', 127), 'secret', NULL, 'enforce', 'fixed 1/1h, fixed 1/2h', now(), 'infinity', 'why', false)": "name",
+		"('n', 'secret', NULL, 'off', NULL, now(), NULL, 'why', false)":                                            "valid_until",
+		"('n', 'secret', NULL, 'off', NULL, 'infinity', 'infinity', 'why', false)":                                 "valid_until",
+		"('n', 'secret', NULL, 'off', NULL, now(), 'infinity', NULL, false)":                                       "comment",
+		"('n', 'secret', NULL, 'off', NULL, now(), 'infinity', '  ', false)":                                       "comment",
+		"('n', 'secret', NULL, 'off', NULL, now(), 'infinity', 'why', NULL)":                                       "automatic",
+		"('n', 'secret', NULL, 'enforce', 'log 1/1h,log 1/2h,log 1', now(), 'infinity', 'why', false)":             "policy",
+		"('n', 'secret', NULL, 'enforce', 'sliding 99999999999999999999/1h', now(), 'infinity', 'x', true)":        "policy",
 	} {
 		refusedPolicy(t, db.Pool, columns+values, want)
 	}
@@ -522,4 +529,35 @@ func TestPoliciesWithoutTriggers(t *testing.T) {
 	require.Zero(t, reader.told)
 	_, err := db.Pool.Exec(t.Context(), "INSERT INTO rate_limit_policy (name, key, mode) VALUES ('n', 'secret', 'off')")
 	require.ErrorContains(t, err, "23502")
+}
+
+// The time of a row may be as far away as Postgres can tell, if the triggers were off. It is told all the same.
+func TestFarTimesOfPoliciesAreTold(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	tx := pgtest.Begin(t, db)
+	pgtest.Exec(t, tx, "ALTER TABLE rate_limit_policy DISABLE TRIGGER USER")
+	pgtest.Exec(t, tx, `INSERT INTO rate_limit_policy (name, mode, valid_from, valid_until, comment)
+		VALUES ('a', 'deny', '4713-01-01 BC', '294276-12-31', 'why'), ('b', 'deny', '294276-12-30', '294276-12-31', 'why')`)
+	require.Equal(t, []string{"a t t", "b f t"}, pgtest.Scalar[[]string](t, tx, `
+		SELECT array_agg(concat_ws(' ', name, from_us < 0, until_us IS NULL) ORDER BY name) FROM rate_limit_policies()`))
+}
+
+// A ban that is in force stays as it is. One that something else overrides is none.
+func TestBansBesideOtherPolicies(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	const ban = "SELECT made FROM rate_limit_ban('n', 'k', '1h', '1h', '1h', 'why')"
+	pgtest.Exec(t, db.Pool, "INSERT INTO rate_limit_policy (name, key, mode, comment) VALUES ('n', 'k', 'deny', 'why')")
+	require.False(t, pgtest.Scalar[bool](t, db.Pool, ban))
+	pgtest.Exec(t, db.Pool, "INSERT INTO rate_limit_policy (name, key, policy, comment) VALUES ('n', 'k', 'fixed 1/1h', 'why')")
+	require.True(t, pgtest.Scalar[bool](t, db.Pool, ban))
+	require.False(t, pgtest.Scalar[bool](t, db.Pool, ban))
+	for _, sql := range []string{
+		"SELECT rate_limit_ban('n', NULL, '1h', '1h', '1h', 'why')", "SELECT rate_limit_ban(NULL, 'k', '1h', '1h', '1h', 'why')",
+	} {
+		refused(t, db.Pool, sql, sql, "22023")
+	}
 }

@@ -12,6 +12,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
@@ -513,7 +514,7 @@ func TestProcessesThatDisagree(t *testing.T) {
 				if i == 1 {
 					pgtest.Exec(t, db.Pool, addPolicy, "api"+key, "", "", "enforce", newer.String())
 				}
-				require.NoError(t, p.load(t.Context(), db.Pool)) // and never again
+				require.NoError(t, p.load(t.Context(), db.Pool, amply)) // and never again
 				limiters[i] = newLimiter(t, db.Pool, Config{
 					Name: "api" + key, Policy: older, Policies: p, Client: ClientConfig{Test: frozen(t0)},
 				})
@@ -572,7 +573,7 @@ func TestHistoriesInWhichPoliciesChange(t *testing.T) {
 					pgtest.Exec(t, db.Pool, addPolicy, name, key, prefix, "enforce", inForce[target].String())
 				}
 			}
-			require.NoError(t, p.load(t.Context(), db.Pool))
+			require.NoError(t, p.load(t.Context(), db.Pool, amply))
 			policy := code
 			for _, target := range []string{"key", "ke", ""} {
 				if row, ok := inForce[target]; ok {
@@ -588,6 +589,99 @@ func TestHistoriesInWhichPoliciesChange(t *testing.T) {
 			require.Equal(t, want, got, "%s: %d under %v", name, n, policy)
 		}
 	}
+}
+
+// Those who wait hear of another policy, and a policy that is lowered below what one of them asks for is not the fault
+// of the others.
+func TestWaitersHearOfPolicies(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	p := runningPolicies(t, db.Pool, PoliciesConfig{})
+	l := newLimiter(t, db.Pool, Config{
+		Name: "api", Policy: FixedWindow{10, time.Hour}, Policies: p, Ban: Ban{Denials: 2, Within: time.Hour, First: time.Hour},
+	})
+	full, err := l.AllowN(t.Context(), "key", 10)
+	require.NoError(t, err)
+	require.True(t, full.Allowed)
+	waits := make([]func() (Result, error), 4)
+	for i := range waits {
+		n := int64(1)
+		if i == 0 {
+			n = 8
+		}
+		waits[i] = testkit.Later(func() (Result, error) { return l.WaitN(t.Context(), "key", n) })
+		testkit.WaitUntil(t, func() bool {
+			l.waiting.mu.Lock()
+			defer l.waiting.mu.Unlock()
+			return len(l.waiting.all["key"]) == 1 && l.waiting.all["key"][0].waiters.Len() == i+1
+		})
+	}
+	pgtest.Exec(t, db.Pool, addPolicy, "api", "key", "", "enforce", "fixed 5/1h")
+	_, err = waits[0]()
+	require.ErrorIs(t, err, ErrCostExceedsLimit)
+	pgtest.Exec(t, db.Pool, addPolicy, "api", "key", "", "off", "")
+	for _, wait := range waits[1:] {
+		result, err := wait()
+		require.NoError(t, err)
+		require.Equal(t, SourcePolicy, result.Source)
+	}
+	require.Zero(t, l.space.strikes.counted("key")) // to wait is no denial
+	require.Zero(t, len(p.bans))
+}
+
+// An application that listens itself, with a pool that it holds, and statements that may not take long, keeps nothing
+// from hearing.
+func TestPoliciesOfApplicationsThatListen(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	pool := db.NewPool(t, func(config *pgxpool.Config) {
+		config.MaxConns = 1
+		config.ConnConfig.RuntimeParams["statement_timeout"] = "1s"
+		config.ConnConfig.OnNotification = func(*pgconn.PgConn, *pgconn.Notification) {}
+	})
+	held, err := pool.Acquire(t.Context())
+	require.NoError(t, err)
+	p := runningPolicies(t, pool, PoliciesConfig{})
+	l := newLimiter(t, pool, Config{Name: "api", Policy: FixedWindow{10, time.Hour}, Policies: p})
+	for range 3 {
+		pgtest.Exec(t, db.Pool, addPolicy, "api", "key", "", "deny", "")
+		p.knows(t, db.Pool)
+		result, err := l.Allow(t.Context(), "key")
+		require.NoError(t, err)
+		require.Equal(t, SourcePolicy, result.Source)
+	}
+	held.Release()
+	testkit.WaitUntil(t, func() bool { return p.Status().Listening })
+}
+
+// A ban by a person finds room among those that limiters have made, and what has ended makes room.
+func TestFullBooks(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	add := `INSERT INTO rate_limit_policy (name, key, mode, valid_until, comment, automatic)
+		VALUES ('api', $1, 'deny', now() + $2::interval, 'test', $3)`
+	for i := range 4 {
+		pgtest.Exec(t, db.Pool, add, fmt.Sprint("bot", i), time.Hour, true)
+	}
+	p := runningPolicies(t, db.Pool, PoliciesConfig{MaxRows: 4})
+	l := newLimiter(t, db.Pool, Config{Name: "api", Policy: FixedWindow{10, time.Hour}, Policies: p})
+	banned := func(key string) bool {
+		p.knows(t, db.Pool)
+		result, err := l.Peek(t.Context(), key)
+		require.NoError(t, err)
+		return result.Source == SourcePolicy
+	}
+	pgtest.Exec(t, db.Pool, add, "person", time.Hour, false)
+	require.True(t, banned("person"))
+	pgtest.Exec(t, db.Pool, add, "another bot", time.Hour, true)
+	require.False(t, banned("another bot"))
+	require.True(t, banned("person"))
+	pgtest.Exec(t, db.Pool, "UPDATE rate_limit_policy SET valid_from = now() - interval '2 hours', valid_until = now() WHERE key LIKE 'bot%'")
+	testkit.WaitUntil(t, func() bool { return banned("another bot") })
+	require.Zero(t, p.Status().NoRoom)
 }
 
 // BenchmarkPolicies shows what the rows cost a decision: 100,000 for single keys, and 1,000 for prefixes.

@@ -26,6 +26,8 @@ import (
 const (
 	// Run asks this often where it listens, and where it does not.
 	listenPeriod, pollPeriod = time.Second, 500 * time.Millisecond
+	// sweepPeriod is how often rows that have ended are dropped, and all rows read again if some have had no room.
+	sweepPeriod = time.Minute
 	// gatherTime is how long changes that follow one another are gathered, so that a thousand of them cost a process
 	// four questions a second. A change after a pause is asked for at once.
 	gatherTime = 250 * time.Millisecond
@@ -34,7 +36,12 @@ const (
 	hearing, retryListening = 3 * time.Second, 10 * time.Minute
 	// loadTimeout is for one question. A million rows take two seconds.
 	loadTimeout = 20 * time.Second
+	// checkTimeout is for one on a connection that has answered before. A connection that has died is found out by it.
+	checkTimeout = 3 * time.Second
 )
+
+// maxPolicyText is longer than any policy that the database accepts.
+const maxPolicyText = 4096
 
 const alwaysBegun, noEnd = math.MinInt64, math.MaxInt64
 
@@ -60,15 +67,19 @@ func (p *Policies) Run(ctx context.Context) {
 	helpers.Go(func() { p.ban(ctx) })
 	helpers.Go(func() { p.tell(ctx) })
 	helpers.Go(func() { p.report(ctx) })
-	for ctx.Err() == nil {
+	for deaf := false; ctx.Err() == nil; {
 		switch err := p.listen(ctx); {
 		case ctx.Err() != nil:
 		case errors.Is(err, errDeaf):
-			p.log(ctx, slog.LevelInfo, "ratelimit: no notifications arrive, so changes of policies are asked for "+
-				"twice a second; a pooler in transaction mode does that", slog.Any("error", err))
+			if !deaf {
+				p.log(ctx, slog.LevelInfo, "ratelimit: no notifications arrive, so changes of policies are asked for "+
+					"twice a second; a pooler in transaction mode does that", slog.Any("error", err))
+			}
+			deaf = true
 			p.poll(ctx, retryListening)
 		default:
-			p.poll(ctx, pollPeriod)
+			_ = p.load(ctx, p.db, time.Second)
+			sleep(ctx, pollPeriod)
 		}
 	}
 }
@@ -87,7 +98,7 @@ func ifRefused(err error) error {
 // poll asks again and again, for as long as that says.
 func (p *Policies) poll(ctx context.Context, lasts time.Duration) {
 	for began := time.Now(); time.Since(began) < lasts && ctx.Err() == nil; {
-		_ = p.load(ctx, p.db)
+		_ = p.load(ctx, p.db, loadTimeout)
 		sleep(ctx, pollPeriod)
 	}
 }
@@ -114,6 +125,10 @@ func (p *Policies) listen(ctx context.Context) error {
 	p.mu.Unlock()
 	hello := "hello " + strconv.FormatUint(rand.Uint64(), 36)
 	greeted, heard := time.Time{}, false
+	var greeting sync.WaitGroup
+	defer greeting.Wait()
+	ctx, end := context.WithCancel(ctx)
+	defer end()
 	receive := func(payload string) {
 		if payload == hello {
 			heard = true
@@ -122,17 +137,21 @@ func (p *Policies) listen(ctx context.Context) error {
 		p.hear(payload)
 	}
 	for {
-		if err := p.load(ctx, conn); err != nil {
+		timeout := loadTimeout
+		if !greeted.IsZero() {
+			timeout = checkTimeout // there is little to tell
+		}
+		if err := p.load(ctx, conn, timeout); err != nil {
 			return err
 		}
 		loaded := time.Now()
 		switch {
 		case greeted.IsZero():
+			// What is remembered of denials may be over by what nobody has heard.
+			p.forgetIf(func(denialKey) bool { return true })
 			greeted = time.Now()
-			// Another connection sends it, as others will send theirs.
-			if err := p.notify(ctx, hello); err != nil {
-				return ifRefused(err)
-			}
+			// Another connection sends it, as others will send theirs. If there is none, that shows soon enough.
+			greeting.Go(func() { _ = p.notify(ctx, hello) })
 		case !heard && time.Since(greeted) > hearing:
 			return fmt.Errorf("%w: a notification of its own has not come back", errDeaf)
 		}
@@ -149,11 +168,11 @@ func (p *Policies) listen(ctx context.Context) error {
 			sleep(ctx, gatherTime-since)
 		}
 		// The question that follows tells of all that has been notified until now.
-		over, end := context.WithCancel(ctx)
-		end()
+		over, stop := context.WithCancel(ctx)
+		stop()
 		for {
 			notification, err := conn.WaitForNotification(over)
-			if err != nil {
+			if err != nil || notification == nil {
 				break
 			}
 			receive(notification.Payload)
@@ -166,7 +185,7 @@ func (p *Policies) next(ctx context.Context, conn *pgx.Conn, period time.Duratio
 	ctx, cancel := context.WithTimeout(ctx, period)
 	defer cancel()
 	notification, err := conn.WaitForNotification(ctx)
-	if err != nil {
+	if err != nil || notification == nil {
 		return "", err
 	}
 	return notification.Payload, nil
@@ -196,13 +215,22 @@ func (p *Policies) connect(ctx context.Context) (*pgx.Conn, error) {
 	config.ConnConfig.BuildContextWatcherHandler = func(conn *pgconn.PgConn) ctxwatch.Handler {
 		return &pgconn.DeadlineContextWatcherHandler{Conn: conn.Conn()}
 	}
+	config.ConnConfig.OnNotification = nil // or notifications would go there
 	conn, err := pgx.ConnectConfig(ctx, config.ConnConfig)
-	if err == nil && config.AfterConnect != nil {
-		if err = config.AfterConnect(ctx, conn); err != nil {
-			_ = conn.Close(ctx)
-		}
+	if err != nil {
+		return nil, err
 	}
-	return conn, err
+	if config.AfterConnect != nil {
+		err = config.AfterConnect(ctx, conn)
+	}
+	if err == nil { // all rows may take longer than the application's statements may
+		_, err = conn.Exec(ctx, "SET statement_timeout = 0")
+	}
+	if err != nil {
+		_ = conn.Close(ctx)
+		return nil, err
+	}
+	return conn, nil
 }
 
 func (p *Policies) notify(ctx context.Context, payload string) error {
@@ -213,8 +241,8 @@ func (p *Policies) notify(ctx context.Context, payload string) error {
 }
 
 // load asks what has changed, and notes it.
-func (p *Policies) load(ctx context.Context, db DBTX) error {
-	ctx, cancel := context.WithTimeout(ctx, loadTimeout)
+func (p *Policies) load(ctx context.Context, db DBTX, timeout time.Duration) error {
+	ctx, cancel := context.WithTimeout(ctx, timeout)
 	defer cancel()
 	asked := time.Now()
 	a, err := p.ask(ctx, db)
@@ -222,18 +250,32 @@ func (p *Policies) load(ctx context.Context, db DBTX) error {
 		p.note(ctx, err)
 		return err
 	}
-	took := time.Since(asked)
-	p.clock.Store(&databaseClock{micros: a.clock, at: asked.Add(took / 2)})
+	// The clock was read before the answer came, so it is behind. Then no ban ends early.
+	p.clock.Store(&databaseClock{micros: a.clock, at: time.Now()})
+	changed := a.removed
 	for _, r := range a.rules {
 		r.Value.learnt = a.clock
 		if known := p.book.Rule(r.ID); known != nil && saysTheSame(known, r) {
 			r.Value.learnt = known.Value.learnt
+		} else if known != nil {
+			changed = append(changed, r.ID)
 		}
+	}
+	p.mu.Lock()
+	full := p.status.NoRoom > 0
+	p.mu.Unlock()
+	if now := a.clock; full || now-p.swept > sweepPeriod.Microseconds() {
+		p.swept = now
+		ended := p.book.IDs(func(r *rule) bool { return r.Value.until <= now })
+		p.book.Update(nil, ended, false, p.config.MaxRows)
 	}
 	noRoom := p.book.Update(a.rules, a.removed, a.complete, p.config.MaxRows)
 
 	p.mu.Lock()
 	p.version, p.asked = &a.version, asked
+	for _, id := range changed {
+		delete(p.shadows, id) // they counted for another policy
+	}
 	before := p.status
 	if a.complete {
 		p.unreadable, p.status.NoRoom = map[int64]bool{}, 0
@@ -250,8 +292,11 @@ func (p *Policies) load(ctx context.Context, db DBTX) error {
 	p.status.Unreadable = len(p.unreadable)
 	p.status.NoRoom += noRoom
 	after := p.status
-	if !a.complete && after.NoRoom > 0 && p.book.Len() < p.config.MaxRows {
-		p.version = nil // there is room for what was left out, so all is asked for again
+	// If there is room for what was left out, or if it is long ago that this was found out, all is asked for again.
+	if a.complete {
+		p.completeAt = asked
+	} else if after.NoRoom > 0 && (p.book.Len() < p.config.MaxRows || asked.Sub(p.completeAt) > sweepPeriod) {
+		p.version = nil
 	}
 	p.mu.Unlock()
 
@@ -312,12 +357,13 @@ func (p *Policies) ask(ctx context.Context, db DBTX) (*policyAnswer, error) {
 	var id int64
 	var removed bool
 	var name, mode, policy string
+	var automatic bool
 	var key, prefix *string
 	var from, until *int64
 	read := map[string]sharedPolicy{} // most rows have one of a few texts
 	names := map[string]string{}
 	targets := []any{
-		&a.version, &a.complete, &a.clock, &id, &removed, &name, &key, &prefix, &mode, &policy, &from, &until,
+		&a.version, &a.complete, &a.clock, &id, &removed, &name, &key, &prefix, &mode, &policy, &from, &until, &automatic,
 	}
 	err := query(ctx, db, true, pg.Qualify(policiesStatement, p.config.Schema), []any{known}, targets, func() error {
 		if id == 0 {
@@ -332,7 +378,7 @@ func (p *Policies) ask(ctx context.Context, db DBTX) (*policyAnswer, error) {
 		}
 		names[name] = name
 		r := &rule{
-			ID: id, Name: name, From: math.MinInt64,
+			ID: id, Name: name, From: math.MinInt64, Weak: automatic,
 			Value: ruling{mode: ruleMode(mode), from: alwaysBegun, until: noEnd},
 		}
 		if from != nil {
@@ -371,6 +417,9 @@ func (v *ruling) readPolicy(name, text string, read map[string]sharedPolicy) err
 	case modeEnforce, modeShadow:
 	default:
 		return fmt.Errorf("ratelimit: the mode %q is not known", v.mode)
+	}
+	if len(text) > maxPolicyText {
+		return fmt.Errorf("ratelimit: the text of the policy has %d bytes", len(text))
 	}
 	shared, ok := read[text]
 	if !ok {

@@ -167,7 +167,7 @@ func BenchmarkShadow(b *testing.B) {
 	p, err := NewPolicies(db.Pool, PoliciesConfig{})
 	require.NoError(b, err)
 	pgtest.Exec(b, db.Pool, addPolicy, "shadowed", "", "", "shadow", "sliding 2000000/1h")
-	require.NoError(b, p.load(b.Context(), db.Pool))
+	require.NoError(b, p.load(b.Context(), db.Pool, amply))
 	client, err := NewClient(db.Pool, ClientConfig{})
 	require.NoError(b, err)
 	for _, callers := range []int{1, 64} {

@@ -41,9 +41,10 @@ func (l *Limiter) WaitN(ctx context.Context, key string, n int64) (Result, error
 	line := w.join(l.waiting, key, in.policy, func() *waitLine {
 		return &waitLine{
 			limit:  in.limit,
-			ask:    func(n int64) (Result, error) { return l.allow(context.Background(), key, n) },
-			answer: func(n int64) Result { return l.answerAndObserve(key, n) },
+			ask:    func(n int64) (Result, error) { return l.allow(context.Background(), key, n, false) },
+			answer: func(n int64) Result { return in.answerAndObserve(key, n) },
 			owned:  !l.client.database.pooled(),
+			stale:  l.staleness(key, in.policy),
 		}
 	})
 	select {
@@ -52,6 +53,17 @@ func (l *Limiter) WaitN(ctx context.Context, key string, n int64) (Result, error
 		line.leave(w, gaveUp(ctx.Err()))
 	}
 	return w.result, w.err
+}
+
+// staleness tells whether another policy than that is in force for a key. It is nil if that cannot be.
+func (l *Limiter) staleness(key string, policy Policy) func() bool {
+	if l.space.policies == nil {
+		return nil
+	}
+	return func() bool {
+		in, row, err := l.inForce(context.Background(), key)
+		return err == nil && (row != nil || in.policy != policy)
+	}
 }
 
 // answerAndObserve is OnFailure's answer to a caller who has waited behind one that the database did not

@@ -15,7 +15,8 @@ import (
 // begin with the first request), and nothing of a larger bucket's.
 const maxJitter = 100 * time.Millisecond
 
-// banPause is how often those who wait ask whether a ban has been lifted. It costs no statement.
+// banPause is how often those who wait look whether another policy is in force, or a ban has been lifted. It costs no
+// statement.
 const banPause = time.Second
 
 // waitLines are where callers wait for keys. A limiter and those that its With has returned share them.
@@ -35,6 +36,7 @@ type waitLine struct {
 	limit  int64                         // the most that one call may ask for
 	ask    func(n int64) (Result, error) // has the database decide, or OnFailure
 	answer func(n int64) Result          // is OnFailure's answer
+	stale  func() bool                   // another policy is in force by now; nil if that cannot be
 	owned  bool                          // the connection is the caller's, who must not go on while it is in use
 
 	// Guarded by the mutex of lines.
@@ -112,14 +114,7 @@ func (in *waitLine) serve() {
 		if errors.Is(err, ErrCostExceedsLimit) && len(group) > 1 {
 			result, err = Result{}, nil // a row of rate_limit_policy has lowered the limit: ask for fewer
 		}
-		if pause := in.settle(group, cost, result, err); pause > 0 {
-			timer := time.NewTimer(pause)
-			select {
-			case <-timer.C:
-			case <-in.signal:
-				timer.Stop()
-			}
-		}
+		in.sleep(in.settle(group, cost, result, err))
 		clear(group)
 		remaining = 0
 		if err == nil && (result.Source == SourceDatabase || result.Source == SourceCachedDenial) {
@@ -127,6 +122,25 @@ func (in *waitLine) serve() {
 			if result.Allowed {
 				remaining = result.Remaining
 			}
+		}
+	}
+}
+
+// sleep lasts until there may be room: for that long, or until something is given, or another policy is in force.
+func (in *waitLine) sleep(pause time.Duration) {
+	for end := time.Now().Add(pause); pause > 0; pause = time.Until(end) {
+		if in.stale != nil {
+			pause = min(pause, banPause)
+		}
+		timer := time.NewTimer(pause)
+		select {
+		case <-timer.C:
+		case <-in.signal:
+			timer.Stop()
+			return
+		}
+		if in.stale != nil && in.stale() {
+			return
 		}
 	}
 }
@@ -178,6 +192,9 @@ func (in *waitLine) settle(group []*waiter, cost int64, result Result, err error
 				own.receipt = result.receipt.share(cost-behind-w.cost, cost-behind)
 				in.end(w, own, err)
 			}
+		}
+		if errors.Is(err, ErrCostExceedsLimit) {
+			return 0 // which is only this one's fault
 		}
 		if err != nil || result.Source != SourceDatabase && result.Source != SourcePolicy {
 			in.answerAll(err)

@@ -27,6 +27,7 @@ AS $$
 DECLARE
     wrong text;
     hint text;
+    parts record;
 BEGIN
     IF TG_OP = 'TRUNCATE' THEN
         RAISE EXCEPTION 'rate_limit: the table of policies cannot be truncated'
@@ -53,10 +54,15 @@ BEGIN
     THEN
         wrong := 'policy';
         hint := 'enforce and shadow need one, such as sliding 100/1m. off and deny have none.';
-    ELSIF (NEW.valid_from < NEW.valid_until) IS NOT TRUE THEN
+    ELSIF (NEW.valid_from = '-infinity' OR NEW.valid_from >= timestamptz '0001-01-01 00:00:00Z') IS NOT TRUE THEN
+        wrong := 'valid_from';
+        hint := 'It is a time from the year 1 on, or -infinity.';
+    ELSIF (NEW.valid_until > NEW.valid_from
+        AND (NEW.valid_until = 'infinity' OR NEW.valid_until < timestamptz '9999-12-31 00:00:00Z')) IS NOT TRUE
+    THEN
         wrong := 'valid_until';
-        hint := 'It comes after valid_from. Without an end it is infinity.';
-    ELSIF (btrim(NEW.comment) <> '') IS NOT TRUE THEN
+        hint := 'It comes after valid_from, before the end of the year 9999. Without an end it is infinity.';
+    ELSIF (NEW.comment ~ '[^[:space:]]') IS NOT TRUE THEN
         wrong := 'comment';
         hint := 'It is required: say why, for whoever reads this next.';
     ELSIF NEW.automatic IS NULL THEN
@@ -68,7 +74,22 @@ BEGIN
             USING ERRCODE = 'invalid_parameter_value', HINT = hint, COLUMN = wrong;
     END IF;
     IF NEW.policy IS NOT NULL THEN
-        PERFORM _rate_limit_read_policy(NEW.policy COLLATE "C"); -- it raises the error
+        SELECT * INTO parts FROM _rate_limit_read_policy(NEW.policy COLLATE "C"); -- it raises the error
+        IF (octet_length(NEW.name) + CASE WHEN cardinality(parts.algorithms) > 1 THEN 2 ELSE 0 END
+            + CASE WHEN NEW.mode = 'shadow' THEN 7 ELSE 0 END > 128)
+        THEN
+            RAISE EXCEPTION 'rate_limit: column name of the policy is not valid'
+                USING ERRCODE = 'invalid_parameter_value', COLUMN = 'name',
+                    HINT = 'A policy of several parts adds 2 bytes to the name, and the mode shadow 7. Together '
+                        'they are at most 128.';
+        END IF;
+        BEGIN
+            PERFORM timestamptz 'epoch' AT TIME ZONE z.zone FROM unnest(parts.zones) AS z (zone);
+        EXCEPTION WHEN invalid_parameter_value THEN
+            RAISE EXCEPTION 'rate_limit: the server does not know the time zone of the policy'
+                USING ERRCODE = 'invalid_parameter_value', COLUMN = 'policy',
+                    HINT = 'pg_timezone_names lists those that it knows. Without a zone it is UTC.';
+        END;
     END IF;
     NEW.changed_by := session_user;
     NEW.changed_at := clock_timestamp();
@@ -96,7 +117,9 @@ BEGIN
     VALUES (clock_timestamp(), session_user, lower(TG_OP), CASE TG_OP WHEN 'DELETE' THEN OLD.id ELSE NEW.id END,
         CASE WHEN TG_OP <> 'INSERT' THEN to_jsonb(OLD) END, CASE WHEN TG_OP <> 'DELETE' THEN to_jsonb(NEW) END);
     IF TG_OP <> 'INSERT' THEN
-        DELETE FROM rate_limit_shadow AS s WHERE s.policy_id = OLD.id; -- what was counted was another policy's
+        -- What was counted was another policy's. The rows are locked in the order in which rate_limit_report does it.
+        PERFORM FROM rate_limit_shadow AS s WHERE s.policy_id = OLD.id ORDER BY s.key FOR UPDATE;
+        DELETE FROM rate_limit_shadow AS s WHERE s.policy_id = OLD.id;
     END IF;
     PERFORM pg_notify('rate_limit', 'policies');
     RETURN NULL;
@@ -215,7 +238,7 @@ FOR EACH ROW EXECUTE FUNCTION _rate_limit_note_policy();
 --   clock_us  the database's clock. Times are in microseconds since 1970 UTC, as in the tables of limits
 --   removed   whether the row was deleted. Then only its id is told
 --   from_us   valid_from; NULL if it is -infinity
---   until_us  valid_until; NULL if it is infinity
+--   until_us  valid_until; NULL if it is infinity, or after the year 9999
 -- +goose StatementBegin
 CREATE FUNCTION rate_limit_policies(
     known bigint DEFAULT NULL,
@@ -242,6 +265,7 @@ AS $$
 #variable_conflict use_variable
 DECLARE
     clock timestamptz := clock_timestamp();
+    far CONSTANT timestamptz := '9999-12-31 00:00:00Z'; -- later times may not fit into microseconds
 BEGIN
     version := coalesce((SELECT max(h.version) FROM rate_limit_policy_history AS h), 0);
     clock_us := (extract(epoch FROM clock) * 1000000)::bigint;
@@ -259,8 +283,9 @@ BEGIN
         -- What people have written comes first, for processes that cannot hold all.
         RETURN QUERY
         SELECT version, complete, clock_us, p.id, false, p.name, p.key, p.key_prefix, p.mode, p.policy,
-            CASE WHEN isfinite(p.valid_from) THEN (extract(epoch FROM p.valid_from) * 1000000)::bigint END,
-            CASE WHEN isfinite(p.valid_until) THEN (extract(epoch FROM p.valid_until) * 1000000)::bigint END,
+            CASE WHEN p.valid_from > '-infinity'
+                THEN (extract(epoch FROM least(p.valid_from, far)) * 1000000)::bigint END,
+            CASE WHEN p.valid_until < far THEN (extract(epoch FROM p.valid_until) * 1000000)::bigint END,
             p.automatic
         FROM rate_limit_policy AS p
         WHERE p.valid_until > clock
@@ -268,8 +293,9 @@ BEGIN
     ELSE
         RETURN QUERY
         SELECT version, complete, clock_us, h.policy_id, p.id IS NULL, p.name, p.key, p.key_prefix, p.mode, p.policy,
-            CASE WHEN isfinite(p.valid_from) THEN (extract(epoch FROM p.valid_from) * 1000000)::bigint END,
-            CASE WHEN isfinite(p.valid_until) THEN (extract(epoch FROM p.valid_until) * 1000000)::bigint END,
+            CASE WHEN p.valid_from > '-infinity'
+                THEN (extract(epoch FROM least(p.valid_from, far)) * 1000000)::bigint END,
+            CASE WHEN p.valid_until < far THEN (extract(epoch FROM p.valid_until) * 1000000)::bigint END,
             p.automatic
         FROM (SELECT DISTINCT h.policy_id FROM rate_limit_policy_history AS h WHERE h.version > known) AS h
         LEFT JOIN LATERAL ( -- each by the index, however many the planner expects
@@ -321,10 +347,15 @@ AS $$
 DECLARE
     clock timestamptz;
     last record;
+    in_force record;
     lasts interval;
     ended bigint[];
     ignored text;
 BEGIN
+    IF name IS NULL OR key IS NULL THEN
+        RAISE EXCEPTION 'rate_limit: % is NULL', CASE WHEN name IS NULL THEN 'name' ELSE 'key' END
+            USING ERRCODE = 'invalid_parameter_value', HINT = 'A ban is for one key of one limiter.';
+    END IF;
     IF (first > interval '0' AND longest >= first AND forgiven_after >= interval '0') IS NOT TRUE THEN
         RAISE EXCEPTION 'rate_limit: a ban cannot last that long'
             USING ERRCODE = 'invalid_parameter_value',
@@ -336,18 +367,26 @@ BEGIN
     -- From here on nobody else bans the key.
     LOCK TABLE rate_limit_policy_history IN SHARE UPDATE EXCLUSIVE MODE;
     clock := clock_timestamp();
-    SELECT p.id, p.valid_from, p.valid_until INTO last
+    SELECT p.mode, p.valid_until INTO in_force
     FROM rate_limit_policy AS p
-    WHERE p.name = name COLLATE "C" AND p.key = key COLLATE "C" AND p.mode = 'deny'
-        AND (p.automatic OR p.valid_from <= clock AND p.valid_until > clock)
-    ORDER BY p.valid_until DESC LIMIT 1;
-    made := (last.valid_until > clock) IS NOT TRUE;
+    WHERE p.name = name COLLATE "C" AND p.key = key COLLATE "C" AND p.mode <> 'shadow'
+        AND p.valid_from <= clock AND p.valid_until > clock
+    ORDER BY p.valid_from DESC, p.id DESC LIMIT 1;
+    made := (in_force.mode = 'deny') IS NOT TRUE;
     IF NOT made THEN
-        ends := last.valid_until;
+        ends := in_force.valid_until;
         RETURN;
     END IF;
+    SELECT p.id, p.valid_from, p.valid_until INTO last
+    FROM rate_limit_policy AS p
+    WHERE p.name = name COLLATE "C" AND p.key = key COLLATE "C" AND p.mode = 'deny' AND p.automatic
+    ORDER BY p.valid_until DESC LIMIT 1;
+    -- In seconds, because days are not the same everywhere.
     lasts := CASE WHEN last.valid_until + forgiven_after > clock AND isfinite(last.valid_from)
-        THEN greatest(least((last.valid_until - last.valid_from) * 2, longest), first) ELSE first END;
+        THEN greatest(least(
+            extract(epoch FROM last.valid_until - last.valid_from)::double precision * interval '2 seconds', longest),
+            first)
+        ELSE first END;
     ends := clock + lasts;
     -- Ended bans are kept until they are forgiven. Each new one clears some of those away, so they do not pile up. It
     -- passes over rows that somebody has locked, who may be waiting for this transaction.

@@ -10,7 +10,8 @@ is for. */}}
 {{define "calendar.valid"}}max_count BETWEEN 1 AND 4611686018427387904
     AND window_us IN (60000000, 3600000000, 86400000000, 604800000000, 2678400000000)
     AND octet_length(zone) <= 64
-    AND zone COLLATE "C" ~ '^(UTC|[A-Z][A-Za-z_-]*(/[A-Z][A-Za-z_-]*)+)$'{{end}}
+    AND zone COLLATE "C" ~ '^(UTC|[A-Z][A-Za-z_-]*(/[A-Z][A-Za-z_-]*)+)$'
+    AND zone COLLATE "C" !~* '^(right|posix)/'{{end}}
 {{define "calendar.known"}}timestamptz 'epoch' AT TIME ZONE zone IS NOT NULL{{end}}
 {{define "calendar.hint"}}max_count is at least 1 and at most 2^62. '
 'window_us is 60000000 (a minute), 3600000000 (an hour), 86400000000 (a day), '
@@ -131,6 +132,11 @@ BEGIN
         ends := begins;
     ELSIF ends <= instant THEN
         ends := begins + window_us * interval '1 microsecond';
+    END IF;
+    IF ends <= instant THEN
+        RAISE EXCEPTION 'rate_limit: what the server knows of the time zone is not right'
+            USING ERRCODE = 'invalid_parameter_value', COLUMN = 'zone',
+                HINT = 'Its files may count leap seconds, as those in the folder right do. Take another zone.';
     END IF;
     RETURN extract(epoch FROM ends)::bigint * 1000000;
 END

@@ -35,9 +35,18 @@ prefix or everybody, INSERT a row of the mode deny into rate_limit_policy.`,
 			longer := ""
 			decide := func(rows []policyRow, c *policyChange) error {
 				ends := c.at.Add(time.Duration(lasts))
+				decided := false // by a row before this one, which began later
 				for _, r := range rows {
+					if !r.target().is(to) || r.shadow() || !r.counts(c.at) {
+						continue
+					}
+					overridden := decided
+					decided = true
 					switch {
-					case !r.target().is(to) || r.Mode != modeDeny || !r.counts(c.at):
+					case r.Mode != modeDeny:
+					case overridden && r.Automatic:
+					case overridden:
+						c.Removed = append(c.Removed, r)
 					case r.ValidUntil == nil:
 						longer = "the key is banned already, without an end"
 					case r.ValidUntil.After(ends):

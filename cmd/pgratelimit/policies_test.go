@@ -406,6 +406,13 @@ func TestBanAndUnban(t *testing.T) {
 	pgtest.Exec(t, db.Pool, "INSERT INTO rate_limit_policy (name, key, mode, comment) VALUES ('api', 'c', 'deny', 'for ever')")
 	require.Equal(t, "the key is banned already, without an end\n", invoke(t, db.URL, "ban", "api", "c", "--for", "9d", why).done(t))
 
+	// A ban that something else overrides bans nobody.
+	changed(t, db.URL, "ban", "api", "e", "--for", "100d", why)
+	changed(t, db.URL, "policy", "set", "api", "--key", "e", "sliding 1/1m", why, "--until", "1h")
+	c = changed(t, db.URL, "ban", "api", "e", "--for", "2h", why)
+	require.Len(t, c.Removed, 1)
+	require.Equal(t, []string{"in force deny deny", "overridden enforce sliding 1/1m"}, gets(t, db.URL, "e"))
+
 	changed(t, db.URL, "policy", "set", "api", "--key", "b", "sliding 1/1m", why, "--until", "1h")
 	require.Len(t, changed(t, db.URL, "unban", "api", "b").Removed, 2)
 	require.Equal(t, []string{"in force enforce sliding 1/1m"}, gets(t, db.URL, "b"))

@@ -22,6 +22,7 @@ type Rule[V any] struct {
 	Text   string // the key or the prefix
 	Shadow bool   // shadows are looked up among themselves
 	From   int64  // when it begins
+	Weak   bool   // gives way to one that is not if there is no room for both
 	Value  V
 }
 
@@ -94,60 +95,86 @@ func (b *Book[V]) Names() []string {
 	return sorted
 }
 
+// IDs lists rules.
+func (b *Book[V]) IDs(is func(*Rule[V]) bool) (ids []int64) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	for id, r := range b.byID {
+		if is(r) {
+			ids = append(ids, id)
+		}
+	}
+	return ids
+}
+
 // Update puts rules in the place of those with their ids, and removes others. If all is true, rules are all that there
-// are, and whatever else is in the book goes. The book holds at most limit rules. Update returns how many had no room.
+// are, and whatever else is in the book goes. The book holds at most limit rules. If there are more, the first ones of
+// rules find room, and a weak rule gives way to one that is not. Update returns how many were left out.
 //
-// The rules for one key, one prefix or everybody change in one moment. So while one is replaced, either it or the new
-// one is found.
+// At any time a key finds a rule that was in the book before, or one that is in it afterwards, and never none between
+// the two: all that comes is added before anything goes.
 func (b *Book[V]) Update(rules []*Rule[V], removed []int64, all bool, limit int) (noRoom int) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	if b.byID == nil {
 		b.byID = make(map[int64]*Rule[V])
 	}
-	gone := make(map[int64]bool, len(removed))
-	if all {
-		for id := range b.byID {
-			gone[id] = true
-		}
-	}
-	for _, id := range removed {
-		gone[id] = true
-	}
-	c := change[V]{}
-	for _, r := range rules {
-		delete(gone, r.ID)
-	}
-	room := limit - len(b.byID)
-	for id := range gone {
-		if _, ok := b.byID[id]; ok {
-			room++
-		}
-	}
-	for _, r := range rules {
-		old, known := b.byID[r.ID]
-		switch {
-		case known:
-			c.touch(old).drop(old)
-		case room <= 0:
-			noRoom++
-			continue
-		default:
-			room--
-		}
-		b.byID[r.ID] = r
-		c.touch(r).add(r)
-	}
-	for id := range gone {
+	comes, goes := change[V]{}, change[V]{}
+	drop := func(id int64) {
 		if old, ok := b.byID[id]; ok {
-			c.touch(old).drop(old)
+			goes.of(old).dropped[old] = true
 			delete(b.byID, id)
 		}
 	}
-	for at, what := range c {
+	if all { // in their order, whatever was there before
+		noRoom = max(len(rules)-limit, 0)
+		rules = rules[:len(rules)-noRoom]
+		stays := make(map[int64]bool, len(rules))
+		for _, r := range rules {
+			stays[r.ID] = true
+		}
+		for id := range b.byID {
+			if !stays[id] {
+				drop(id)
+			}
+		}
+	}
+	for _, id := range removed {
+		drop(id)
+	}
+	for _, r := range rules {
+		if _, known := b.byID[r.ID]; !known && len(b.byID) >= limit {
+			noRoom++
+			weak, found := b.weakest()
+			if r.Weak || !found {
+				continue
+			}
+			drop(weak)
+		}
+		drop(r.ID)
+		b.byID[r.ID] = r
+		comes.of(r).added = append(comes.of(r).added, r)
+	}
+	for at, what := range comes {
+		b.page(at.name).section(at.shadow).apply(what)
+	}
+	for at := range goes {
+		b.page(at.name).section(at.shadow).changes.Add(1)
+	}
+	for at, what := range goes {
 		b.page(at.name).section(at.shadow).apply(what)
 	}
 	return noRoom
+}
+
+// weakest returns the id of any weak rule.
+func (b *Book[V]) weakest() (id int64, found bool) {
+	for id, r := range b.byID {
+		if r.Weak {
+			return id, true
+		}
+	}
+	return 0, false
 }
 
 // change is what happens to targets, by the section that they are in.
@@ -163,21 +190,22 @@ type target struct {
 	text string
 }
 
-type layersChange[V any] struct{ added, dropped []*Rule[V] }
+type layersChange[V any] struct {
+	added   []*Rule[V]
+	dropped map[*Rule[V]]bool
+}
 
-func (c change[V]) touch(r *Rule[V]) *layersChange[V] {
+// of is what happens to a rule's target.
+func (c change[V]) of(r *Rule[V]) *layersChange[V] {
 	at, to := place{r.Name, r.Shadow}, target{r.Target, r.Text}
 	if c[at] == nil {
 		c[at] = map[target]*layersChange[V]{}
 	}
 	if c[at][to] == nil {
-		c[at][to] = &layersChange[V]{}
+		c[at][to] = &layersChange[V]{dropped: map[*Rule[V]]bool{}}
 	}
 	return c[at][to]
 }
-
-func (l *layersChange[V]) add(r *Rule[V])  { l.added = append(l.added, r) }
-func (l *layersChange[V]) drop(r *Rule[V]) { l.dropped = append(l.dropped, r) }
 
 // Page is the rules of one limiter.
 type Page[V any] struct{ sections [2]section[V] } // those that decide, and the shadows
@@ -216,13 +244,8 @@ func (l layers[V]) find(counts func(*Rule[V]) bool) *Rule[V] {
 
 func (l layers[V]) with(what *layersChange[V]) layers[V] {
 	var next layers[V]
-	for _, r := range l {
-		if !slices.Contains(what.dropped, r) {
-			next = append(next, r)
-		}
-	}
-	for _, r := range what.added {
-		if !slices.Contains(what.dropped, r) {
+	for _, r := range append(slices.Clone(l), what.added...) {
+		if !what.dropped[r] {
 			next = append(next, r)
 		}
 	}
@@ -236,9 +259,12 @@ const shards = 16
 
 // section is rules among which one is found.
 type section[V any] struct {
-	seed   maphash.Seed
-	keys   atomic.Int64 // how many keys have rules of their own
-	shards [shards]struct {
+	seed maphash.Seed
+	// changes counts how often rules were about to go. Whoever has looked meanwhile looks again, because what has come in
+	// their place may be where nobody looked any more.
+	changes atomic.Uint64
+	keys    atomic.Int64 // how many keys have rules of their own
+	shards  [shards]struct {
 		mu   sync.RWMutex
 		keys map[string]layers[V]
 	}
@@ -259,6 +285,16 @@ func (s *section[V]) empty() bool {
 }
 
 func (s *section[V]) find(key string, counts func(*Rule[V]) bool) *Rule[V] {
+	for {
+		changes := s.changes.Load()
+		r := s.findOnce(key, counts)
+		if s.changes.Load() == changes {
+			return r
+		}
+	}
+}
+
+func (s *section[V]) findOnce(key string, counts func(*Rule[V]) bool) *Rule[V] {
 	if s.keys.Load() > 0 {
 		shard := &s.shards[maphash.String(s.seed, key)%shards]
 		shard.mu.RLock()
@@ -319,10 +355,11 @@ func (s *section[V]) apply(what map[target]*layersChange[V]) {
 
 func (s *section[V]) applyToKey(key string, change *layersChange[V]) {
 	shard := &s.shards[maphash.String(s.seed, key)%shards]
-	shard.mu.Lock()
-	defer shard.mu.Unlock()
+	// Nobody else writes, so the slow part needs no lock.
 	before, there := shard.keys[key]
 	l := before.with(change)
+	shard.mu.Lock()
+	defer shard.mu.Unlock()
 	if shard.keys == nil {
 		shard.keys = make(map[string]layers[V])
 	}

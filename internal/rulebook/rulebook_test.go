@@ -166,9 +166,29 @@ func TestLimit(t *testing.T) {
 	require.NotNil(t, book.Page("api").Find("2", everyRule))
 	require.Nil(t, book.Page("api").Find("3", everyRule))
 
+	// A complete answer is taken in its order, whatever was there before.
+	require.Equal(t, 2, book.Update([]*rule{rules[4], rules[3], rules[2], rules[1], rules[0]}, nil, true, 3))
+	require.Nil(t, book.Page("api").Find("0", everyRule))
+	require.NotNil(t, book.Page("api").Find("4", everyRule))
+	require.Equal(t, 2, book.Update(rules, nil, true, 3))
+
 	changed := *rules[0]
 	require.Equal(t, 1, book.Update([]*rule{&changed, rules[3]}, nil, false, 3))
 	require.Same(t, &changed, book.Page("api").Find("0", everyRule))
+
+	// A weak one gives way, and only to one that is not.
+	weak, strong := *rules[0], *rules[4]
+	weak.Weak = true
+	book.Update([]*rule{&weak}, nil, false, 3)
+	other := *rules[3]
+	other.Weak = true
+	require.Equal(t, 1, book.Update([]*rule{&other}, nil, false, 3))
+	require.Nil(t, book.Page("api").Find("3", everyRule))
+	require.Equal(t, 1, book.Update([]*rule{&strong}, nil, false, 3))
+	require.Same(t, &strong, book.Page("api").Find("4", everyRule))
+	require.Nil(t, book.Page("api").Find("0", everyRule))
+	require.Equal(t, []int64{4}, book.IDs(func(r *rule) bool { return r == &strong }))
+	book.Update([]*rule{rules[0]}, []int64{4}, false, 3)
 
 	require.Zero(t, book.Update([]*rule{rules[3]}, []int64{1}, false, 3))
 	require.NotNil(t, book.Page("api").Find("3", everyRule))
@@ -208,6 +228,49 @@ func TestNoMomentWithoutARule(t *testing.T) {
 		done.Store(true)
 		readers.Wait()
 	}
+}
+
+// While a rule moves between a key, its prefixes and everybody, by its id or another one, the key always finds it.
+func TestNoMomentWithoutARuleThatMoves(t *testing.T) {
+	t.Parallel()
+
+	var book rulebook.Book[until]
+	var others []*rule // so that a change takes its time
+	for id := range int64(2000) {
+		others = append(others, &rule{ID: 1000 + id, Name: "api", Target: rulebook.Prefix, Text: fmt.Sprint("other", id)})
+	}
+	book.Update(others, nil, true, 10_000)
+	put := func(id int64) *rule {
+		r := &rule{ID: id % 3, Name: "api", Target: rulebook.Target(rand.IntN(3))}
+		if r.Target != rulebook.Everybody {
+			r.Text = "key"
+		}
+		return r
+	}
+	book.Update([]*rule{put(0)}, nil, false, 10_000)
+	page := book.Page("api")
+	var done atomic.Bool
+	var readers sync.WaitGroup
+	for range 2 {
+		readers.Go(func() {
+			for !done.Load() {
+				if page.Find("key", everyRule) == nil {
+					t.Error("there was no rule")
+					return
+				}
+			}
+		})
+	}
+	for id := range int64(1000) {
+		if id%2 == 0 {
+			book.Update([]*rule{put(id / 2)}, nil, false, 10_000)
+		} else {
+			next := put(id/2 + 1)
+			book.Update([]*rule{next}, []int64{id / 2 % 3}, false, 10_000)
+		}
+	}
+	done.Store(true)
+	readers.Wait()
 }
 
 func BenchmarkFind(b *testing.B) {
