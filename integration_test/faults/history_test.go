@@ -42,7 +42,7 @@ type workload struct {
 	URL          string
 	Algorithm    string
 	Limit        int64
-	Span         time.Duration // the window, or the time to fill a bucket
+	Span         time.Duration // the window, the month of the calendar, or the time to fill a bucket
 	Durable      bool
 	Cache        bool
 	DenialMaxAge time.Duration
@@ -69,6 +69,8 @@ func (w workload) policy() ratelimit.Policy {
 		return ratelimit.SlidingWindow{Limit: w.Limit, Window: w.Span}
 	case "sliding log":
 		return ratelimit.SlidingLog{Limit: w.Limit, Window: w.Span}
+	case "calendar window":
+		return ratelimit.CalendarWindow{Limit: w.Limit, Unit: ratelimit.Month}
 	case "token bucket":
 		return ratelimit.TokenBucket{Capacity: w.Limit, Refill: w.Limit, Every: w.Span}
 	}

@@ -1,6 +1,7 @@
 package faults
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"math"
@@ -226,7 +227,7 @@ func histories(algorithm string) map[string]workload {
 		Limiters: 2, Callers: 6, Calls: 40, Keys: 4, MaxCost: 7, Looks: 10, Gap: time.Millisecond,
 	}
 	plain, durable, cached, resets, cachedResets, reset, hot := base, base, base, base, base, base, base
-	gifts, cachedGifts := base, base
+	gifts, cachedGifts, many := base, base, base
 	gifts.Refunds, gifts.Grants = 15, 5
 	cachedGifts.Cache, cachedGifts.Refunds, cachedGifts.Grants, cachedGifts.DenialMaxAge, cachedGifts.Callers = true, 5, 2, 5*time.Millisecond, 3
 	durable.Durable = true
@@ -239,13 +240,15 @@ func histories(algorithm string) map[string]workload {
 	// Waves of the same request for one key, which coalescing merges. Nobody looks, or the search could take for
 	// ever.
 	hot.Keys, hot.MaxCost, hot.Callers, hot.Calls, hot.Gap, hot.Looks = 1, 1, 24, 10, 0, 0
+	// So many keys leave together that one statement decides them all.
+	many.Keys, many.Callers, many.Gap = 12, 30, 0
 	return map[string]workload{
-		"plain": plain, "durable": durable, "cache": cached, "resets": resets, "cache and resets": cachedResets,
+		"plain": plain, "many keys": many, "durable": durable, "cache": cached, "resets": resets, "cache and resets": cachedResets,
 		"one key, reset all the time": reset, "one hot key": hot, "refunds and grants": gifts, "cache, refunds and grants": cachedGifts,
 	}
 }
 
-var algorithms = []string{"fixed window", "sliding window", "token bucket", "sliding log"}
+var algorithms = []string{"fixed window", "sliding window", "token bucket", "sliding log", "calendar window"}
 
 // Many callers over several pools and processes are told what they would be told one after the other.
 func TestLinearizable(t *testing.T) {
@@ -260,9 +263,9 @@ func TestLinearizable(t *testing.T) {
 				for w, varied := w, false; !varied; w.Span *= 2 {
 					require.Less(t, w.Span, time.Minute, "%s, %s: not varied enough", algorithm, name)
 					w.Seed = random.Uint64()
-					history := w.runInProcesses(t, pgtest.New(t))
+					history := w.runInProcesses(t, withMonths(t, w.Span))
 					varied = hasBothOutcomes(history)
-					result, picture := judge{ruleOf(w.policy()), w.Cache, false}.check(t, history, w.DenialMaxAge)
+					result, picture := judge{ruleOf(w.policy(), w.Span), w.Cache, false}.check(t, history, w.DenialMaxAge)
 					require.Equal(t, porcupine.Ok, result, "%s, %s: see %s", algorithm, name, picture)
 				}
 			}
@@ -314,7 +317,7 @@ func uncertain(w workload, t *testing.T, db *pgtest.DB) []operation {
 
 func uncertainWorkload(algorithm string) workload {
 	return workload{
-		Algorithm: algorithm, Limit: 60, Span: year,
+		Algorithm: algorithm, Limit: 60, Span: 30 * day,
 		Limiters: 2, Callers: 6, Calls: 16, Keys: 24, MaxCost: 7, Looks: 10, Leaves: 5, Gap: time.Millisecond,
 	}
 }
@@ -331,8 +334,8 @@ func TestLinearizableWithUnknownOutcomes(t *testing.T) {
 		// Until a session was ended while it decided, which is chance.
 		for round := 0; round < testkit.Rounds(t, "ROUNDS", 2) || unknown == 0; round++ {
 			require.Less(t, round, 100)
-			db := pgtest.New(t)
 			w := uncertainWorkload(algorithm)
+			db := withMonths(t, w.Span)
 			gifts := round%2 == 1
 			if gifts {
 				w.Refunds, w.Grants = 10, 5
@@ -344,7 +347,7 @@ func TestLinearizableWithUnknownOutcomes(t *testing.T) {
 					unknown++
 				}
 			}
-			result, picture := judge{ruleOf(w.policy()), w.Cache, gifts}.check(t, history, 0)
+			result, picture := judge{ruleOf(w.policy(), w.Span), w.Cache, gifts}.check(t, history, 0)
 			require.Equal(t, porcupine.Ok, result, "%s: see %s", algorithm, picture)
 		}
 	}
@@ -356,12 +359,12 @@ func TestLinearizableWithUnknownOutcomes(t *testing.T) {
 func TestJudgeCatches(t *testing.T) {
 	t.Parallel()
 
-	const algorithm = "sliding window"
 	random := random(t)
 	for name, broken := range map[string]struct {
-		history string // "": with unknown outcomes
-		spoil   func(t *testing.T, pool *pgxpool.Pool)
-		misread func(j *judge, w *workload, history []operation) []operation
+		algorithm string // "": sliding window
+		history   string // "": with unknown outcomes
+		spoil     func(t *testing.T, pool *pgxpool.Pool)
+		misread   func(j *judge, w *workload, history []operation) []operation
 	}{
 		"the time of the transaction's begin": {history: "plain", spoil: func(t *testing.T, pool *pgxpool.Pool) {
 			pgtest.Rewrite(t, pool, "rate_limit_sliding_window", "clock_timestamp()", "pg_catalog.now()")
@@ -405,6 +408,23 @@ func TestJudgeCatches(t *testing.T) {
 			pgtest.Rewrite(t, pool,
 				"rate_limit_all", "s.expires_at := clock + reset_after_us", "s.expires_at := clock + reset_after_us; s.credit := s.credit + spent")
 		}},
+		"windows of the calendar that last from the first take on": {
+			algorithm: "calendar window", history: "plain", spoil: func(t *testing.T, pool *pgxpool.Pool) {
+				pgtest.Rewrite(t, pool, "_rate_limit_window_end", "(clock / 50000 + 1) * 50000", "clock + 50000")
+			},
+		},
+		"takes from many keys that count on from a window of the calendar that is over": {
+			algorithm: "calendar window", history: "many keys", spoil: func(t *testing.T, pool *pgxpool.Pool) {
+				pgtest.Rewrite(t, pool, "rate_limit_calendar_window", "CASE WHEN clock < d.expires_at THEN d.count ELSE 0 END", "d.count")
+			},
+		},
+		"windows of the calendar that go on while there is credit": {
+			algorithm: "calendar window", history: "refunds and grants", spoil: func(t *testing.T, pool *pgxpool.Pool) {
+				for _, function := range []string{"rate_limit_calendar_window", "rate_limit_all"} {
+					pgtest.Rewrite(t, pool, function, "OR t - s.window_start >= s.scale", "")
+				}
+			},
+		},
 		"a grant that got lost": {history: "plain", misread: func(_ *judge, _ *workload, history []operation) []operation {
 			return slices.DeleteFunc(history, func(op operation) bool { return op.Key == keyNumber(0) && op.Cost > 0 && op.Result.Allowed })
 		}},
@@ -417,17 +437,18 @@ func TestJudgeCatches(t *testing.T) {
 			t.Parallel()
 			caught := porcupine.Ok
 			for attempt := 0; caught == porcupine.Ok && attempt < 100; attempt++ {
-				db := pgtest.New(t)
-				if broken.spoil != nil {
-					broken.spoil(t, db.Pool)
-				}
+				algorithm := cmp.Or(broken.algorithm, "sliding window")
 				w, run := histories(algorithm)[broken.history], workload.runInProcesses
 				if broken.history == "" {
 					w, run = uncertainWorkload(algorithm), uncertain
 				}
+				db := withMonths(t, w.Span)
+				if broken.spoil != nil {
+					broken.spoil(t, db.Pool)
+				}
 				w.Seed = random.Uint64()
 				history := run(w, t, db)
-				j := judge{ruleOf(w.policy()), w.Cache, false}
+				j := judge{ruleOf(w.policy(), w.Span), w.Cache, false}
 				if broken.misread != nil {
 					history = broken.misread(&j, &w, history)
 				}

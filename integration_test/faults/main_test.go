@@ -35,13 +35,25 @@ const (
 	// amply is a ClientConfig.Timeout that no call comes near, however slow the machine.
 	amply = testkit.Amply
 
-	year = 365 * 24 * time.Hour
+	day  = 24 * time.Hour
+	year = 365 * day
 )
 
 // random is what a test draws from. The variable SEED makes it draw the same again.
 func random(t *testing.T) *rand.Rand {
 	t.Helper()
 	return rand.New(rand.NewPCG(testkit.Seed(t, "SEED"), 0))
+}
+
+// withMonths returns a database in whose calendar the months last that long, so that many end during a history. Only
+// where a month ends is replaced. That this is right is tested where the calendar is.
+func withMonths(t *testing.T, month time.Duration) *pgtest.DB {
+	t.Helper()
+	db := pgtest.New(t)
+	pgtest.Rewrite(t, db.Pool, "_rate_limit_window_end", "extract(epoch FROM ends)::bigint * 1000000",
+		fmt.Sprintf("(clock / %[1]d + 1) * %[1]d", month.Microseconds()))
+	db.Pool.Reset() // a test has many databases, and the server not as many connections
+	return db
 }
 
 // newPool is a pool of any server's database, closed at the end of the test.

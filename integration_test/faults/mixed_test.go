@@ -45,6 +45,7 @@ type mix struct {
 	holds  bool   // somebody's transactions keep rows locked, some of them for longer than the others have the patience
 	crowd  bool   // so many callers at once that statements decide for several limiters
 	apart  bool   // each limiter has a client of its own, so that no statement does
+	month  time.Duration
 }
 
 // limit is a limiter of a mix.
@@ -354,6 +355,7 @@ func mixes(span time.Duration) map[string]mix {
 	sliding := ratelimit.SlidingWindow{Limit: 20, Window: span}
 	bucket := ratelimit.TokenBucket{Capacity: 15, Refill: 10, Every: span}
 	log := ratelimit.SlidingLog{Limit: 14, Window: span}
+	month := ratelimit.CalendarWindow{Limit: 13, Unit: ratelimit.Month, Zone: "Europe/Berlin"}
 	several := [][]ratelimit.Policy{
 		{ratelimit.SlidingWindow{Limit: 10, Window: span / 4}, ratelimit.FixedWindow{Limit: 16, Window: span}},
 	}
@@ -364,9 +366,10 @@ func mixes(span time.Duration) map[string]mix {
 			2,
 			one(fixed),
 		}, {"user", true, 2, one(sliding)}, {"session", false, 1, one(bucket)}, {"everybody", true, 1, one(log)},
+		{"quota", false, 1, one(month)},
 	}
 	severalLimits := []limit{
-		{"address", false, 2, several}, {"everybody", true, 1, [][]ratelimit.Policy{{bucket, log, fixed}}},
+		{"address", false, 2, several}, {"everybody", true, 1, [][]ratelimit.Policy{{bucket, log, month}}},
 	}
 	// There is no bucket of other numbers. What flowed in during the last milliseconds before a change, between
 	// the two readings of the clock (see sql/limit.sql), counts by the new numbers.
@@ -375,19 +378,21 @@ func mixes(span time.Duration) map[string]mix {
 		{"user", true, 1, one(sliding, ratelimit.SlidingWindow{Limit: 10, Window: 2 * span}, fixed)},
 		{"session", false, 1, one(bucket, log, fixed)},
 		{"everybody", true, 1, one(log, ratelimit.SlidingLog{Limit: 20, Window: span / 2}, bucket)},
+		{"quota", false, 1, one(month, ratelimit.CalendarWindow{Limit: 9, Unit: ratelimit.Month}, fixed)},
 	}
 	everything := []limit{
 		{"address", false, 2, slices.Concat(one(fixed), several, one(log))}, {"user", true, 1, one(sliding, bucket)},
 		{"session", false, 1, one(bucket, sliding)}, {"everybody", true, 1, one(log, fixed)},
+		{"quota", false, 1, one(month, sliding)},
 	}
 	// Each is one line of the queue, and so many short lines of one table leave together.
 	many := slices.Concat(limits[2:])
-	for i, policy := range []ratelimit.Policy{fixed, sliding, bucket, log, sliding, bucket} {
+	for i, policy := range []ratelimit.Policy{fixed, sliding, bucket, log, month} {
 		many = append(many, limit{fmt.Sprint("tenant ", i), false, 1, one(policy)})
 	}
 	crowded := slices.Clone(everything)
 	crowded[1].durable = false
-	return map[string]mix{
+	all := map[string]mix{
 		"sets": {limits: limits, calls: []kind{allowAll, allowAll, allowAll, allow, peek}},
 		"held rows": {
 			limits: limits,
@@ -429,6 +434,11 @@ func mixes(span time.Duration) map[string]mix {
 			reset,
 		}, crowd: true},
 	}
+	for name, m := range all {
+		m.month = span
+		all[name] = m
+	}
+	return all
 }
 
 // briefly is a span within which a machine at rest makes some calls of a mix, and not all of them.
@@ -447,7 +457,7 @@ func TestMixesAreLinearizable(t *testing.T) {
 			for span := briefly; !seen.all(mixes(span)[name]); span *= 2 {
 				require.Less(t, span, time.Minute, "%s: not varied enough: %+v", name, seen)
 				m := mixes(span)[name]
-				db := pgtest.New(t)
+				db := withMonths(t, m.month)
 				if m.decoys && round == 0 && span == briefly { // once, because it takes some seconds
 					attack(t, db)
 				}

@@ -28,7 +28,7 @@ func (m mix) judge(t *testing.T) mixJudge {
 	for i, l := range m.limits {
 		for _, policies := range l.policies {
 			for _, policy := range policies {
-				j.rules[policy] = ruleOf(policy)
+				j.rules[policy] = ruleOf(policy, m.month)
 			}
 		}
 		rows = max(rows, m.row(i, m.width(i)-1, l.keys-1)+1)

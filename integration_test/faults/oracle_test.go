@@ -42,7 +42,8 @@ type rule struct {
 	life int64 // microseconds after a take or a grant, in which all of it is over; credit lasts that long
 }
 
-func ruleOf(policy ratelimit.Policy) rule {
+// ruleOf returns the rule of a policy. month is how long the months of withMonths last.
+func ruleOf(policy ratelimit.Policy, month time.Duration) rule {
 	switch p := policy.(type) {
 	case ratelimit.FixedWindow:
 		window := p.Window.Microseconds()
@@ -125,6 +126,25 @@ func ruleOf(policy ratelimit.Policy) rule {
 				return a
 			},
 			room: func(a account, _ int64) int64 { return (p.Capacity*every - a.count) / every },
+		}
+	case ratelimit.CalendarWindow:
+		window := month.Microseconds()
+		return rule{
+			kind: "calendar window", limit: p.Limit, horizon: window, take: count(1), life: 62 * day.Microseconds(),
+			back: func(a, rolled account, _, n int64, of portion) account {
+				if of.In == a.start && a.start == rolled.start {
+					a.count -= min(n, a.count)
+				}
+				return a
+			},
+			roll: func(a account, t int64) account {
+				if t/window > a.start/window || a.count == 0 {
+					a.start, a.count = t, 0
+					a.since = a.unlessNew()
+				}
+				return a
+			},
+			room: func(a account, _ int64) int64 { return max(0, p.Limit-a.count) },
 		}
 	case ratelimit.SlidingLog:
 		window := p.Window.Microseconds()
