@@ -17,16 +17,17 @@ import (
 //	Ban{Denials: 100, Within: time.Minute, First: time.Hour, Longest: 24 * time.Hour}
 //
 // a key that is denied 100 times within a minute of the first of these denials is denied everything for an hour, in all
-// processes. If it comes to that again, it is 2 hours, then 4, 8, 16 and 24. A day after the end of a ban the key is forgiven, and the next ban
-// lasts an hour again.
+// processes. If it comes to that again, it is 2 hours, then 4, 8, 16 and 24. A day after the end of a ban the key is
+// forgiven, and the next ban lasts an hour again.
 //
 // A ban is a row of rate_limit_policy, made by the function rate_limit_ban, which the application's role must be
 // allowed to execute. So a ban survives restarts, `pgratelimit policy list --bans` shows it and `pgratelimit unban`
 // ends it. A row for a prefix or for everybody does not end it; an exact row that begins later does.
 //
 // Denials are counted by each process for itself, in memory, and only denials: those of Allow and AllowN and of their
-// twins for transactions, but none of a ban itself, of Wait or while Postgres is away. So with n processes a key is banned after at most n × Denials of
-// them. A process counts for at most 65,536 keys. If more are denied, some are forgotten.
+// twins for transactions, but none of a ban itself, of Wait or while Postgres is away. So with n processes a key is
+// banned after at most n × Denials of them. A process counts for at most 65,536 keys. If more are denied, some are
+// forgotten.
 type Ban struct {
 	Denials int           // how many, at least 1
 	Within  time.Duration // how long denials are counted from the first one on; then the count begins anew

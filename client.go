@@ -44,8 +44,8 @@ type ClientConfig struct {
 	// [Config].NoDenialCache turns it off. A limiter, and those that With returns from it, forget a key at once
 	// when they take from it, reset it, give back to it or grant it credit, even in a transaction or by AllowAll.
 	// What others do takes effect here within this time: until then a reset may not be seen, unless [Policies] hear of
-	// it, and a RetryAfter may be too short. Another limiter from [Client.Limiter] or [New] is one of the others, even with the same Name.
-	// So is a call that may still count after an [ErrOutcomeUnknown].
+	// it, and a RetryAfter may be too short. Another limiter from [Client.Limiter] or [New] is one of the others, even
+	// with the same Name. So is a call that may still count after an [ErrOutcomeUnknown].
 	DenialMaxAge time.Duration
 	// Logger gets a line with the cause when something keeps the database from deciding, and one when it decides
 	// again: for the first call after an outage, or after 10 seconds without such a failure. There is no line for

@@ -117,7 +117,7 @@ func (c Config) validate() error {
 		return &ConfigError{Field: "Config.Name", Reason: "must be valid UTF-8 without NUL"}
 	case strings.HasSuffix(c.Name, shadowSuffix):
 		return &ConfigError{
-			Field: "Config.Name", Reason: "ends with " + shadowSuffix + ", as the names of rows do that count for shadows",
+			Field: "Config.Name", Reason: "ends with " + shadowSuffix + ", as the names of rows of shadows do",
 		}
 	case c.SynchronousCommit && !c.Durable:
 		return &ConfigError{

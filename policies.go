@@ -71,8 +71,8 @@ type Policies struct {
 	running bool
 	status  PoliciesStatus
 	asked   time.Time // when the last answer was asked for
-	// completeAt is when all rows were last read, and swept is when those that had ended were dropped, by the database's
-	// clock.
+	// completeAt is when all rows were last read, and swept is when those that had ended were dropped, by the
+	// database's clock.
 	completeAt time.Time
 	swept      int64
 	version    *int64 // of that answer

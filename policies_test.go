@@ -627,7 +627,7 @@ func TestWaitersHearOfPolicies(t *testing.T) {
 		require.Equal(t, SourcePolicy, result.Source)
 	}
 	require.Zero(t, l.space.strikes.counted("key")) // to wait is no denial
-	require.Zero(t, len(p.bans))
+	require.Empty(t, p.bans)
 }
 
 // An application that listens itself, with a pool that it holds, and statements that may not take long, keeps nothing

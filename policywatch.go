@@ -290,7 +290,7 @@ func (p *Policies) load(ctx context.Context, db DBTX, timeout time.Duration) err
 		p.unreadable[id] = true
 	}
 	p.status.Unreadable = len(p.unreadable)
-	p.status.NoRoom += noRoom
+	p.status.NoRoom = max(p.status.NoRoom, noRoom) // the next complete answer tells it exactly
 	after := p.status
 	// If there is room for what was left out, or if it is long ago that this was found out, all is asked for again.
 	if a.complete {
@@ -363,7 +363,8 @@ func (p *Policies) ask(ctx context.Context, db DBTX) (*policyAnswer, error) {
 	read := map[string]sharedPolicy{} // most rows have one of a few texts
 	names := map[string]string{}
 	targets := []any{
-		&a.version, &a.complete, &a.clock, &id, &removed, &name, &key, &prefix, &mode, &policy, &from, &until, &automatic,
+		&a.version, &a.complete, &a.clock, &id, &removed, &name, &key, &prefix, &mode, &policy, &from, &until,
+		&automatic,
 	}
 	err := query(ctx, db, true, pg.Qualify(policiesStatement, p.config.Schema), []any{known}, targets, func() error {
 		if id == 0 {

@@ -260,8 +260,8 @@ const shards = 16
 // section is rules among which one is found.
 type section[V any] struct {
 	seed maphash.Seed
-	// changes counts how often rules were about to go. Whoever has looked meanwhile looks again, because what has come in
-	// their place may be where nobody looked any more.
+	// changes counts how often rules were about to go. Whoever has looked meanwhile looks again, because what has come
+	// in their place may be where nobody looked any more.
 	changes atomic.Uint64
 	keys    atomic.Int64 // how many keys have rules of their own
 	shards  [shards]struct {
