@@ -25,9 +25,11 @@ type explanation struct {
 	Decides *policyRow  `json:"decides"` // null if the policy in the code does
 	Shadow  *policyRow  `json:"shadow"`  // null if there is none
 	Bans    []policyRow `json:"bans"`    // of the key, of a prefix of it, or of everybody
-	Table   string      `json:"table"`
-	State   []ruleState `json:"state"` // null if no policy is known, or this role may not ask
-	Unknown string      `json:"unknown,omitempty"`
+	// PassedOver are rows that limiters pass over, because they are of another kind than --policy, or cannot be read.
+	PassedOver []policyRow `json:"passed_over"`
+	Table      string      `json:"table"`
+	State      []ruleState `json:"state"` // null if no policy is known, or this role may not ask
+	Unknown    string      `json:"unknown,omitempty"`
 }
 
 // ruleState is what is left of a key's limit, for one of the policies that decide.
@@ -59,10 +61,11 @@ nothing. If that policy is in the code, give it with --policy.`,
 				return err
 			}
 			defer pool.Close()
-			e := explanation{Limiter: args[0], Key: args[1], Source: "code", Bans: []policyRow{}, Table: table(durable)}
+			e := explanation{Limiter: args[0], Key: args[1], Source: "code", Bans: []policyRow{},
+				PassedOver: []policyRow{}, Table: table(durable)}
 			if err := a.read(ctx, pool, func(tx pgx.Tx) error {
 				rows, at, err := applyingPolicies(ctx, tx, args[0], to, false)
-				e.judge(rows, at)
+				e.judge(e.obeyed(rows, policy.Policy), at)
 				return err
 			}); err != nil {
 				return err
@@ -91,6 +94,33 @@ nothing. If that policy is in the code, give it with --policy.`,
 	a.addTimeout(cmd)
 	a.addJSON(cmd)
 	return cmd
+}
+
+// obeyed are the rows that a limiter with that policy in the code obeys. It is nil if that is not known.
+func (e *explanation) obeyed(rows []policyRow, code ratelimit.Policy) (obeyed []policyRow) {
+	for _, r := range rows {
+		if r.Mode == modeEnforce && !sameKind(*r.Policy, code) {
+			e.PassedOver = append(e.PassedOver, r)
+		} else {
+			obeyed = append(obeyed, r)
+		}
+	}
+	return obeyed
+}
+
+// sameKind tells whether a limiter can obey the text of a policy.
+func sameKind(text string, code ratelimit.Policy) bool {
+	row, err := algorithm.Parse(text)
+	if err != nil || code == nil {
+		return err == nil
+	}
+	mine, err := algorithm.Parse(code.String())
+	for i := range min(len(row), len(mine)) {
+		if row[i].Algorithm != mine[i].Algorithm {
+			return false
+		}
+	}
+	return err == nil
 }
 
 // judge takes the rows that apply, best first.
@@ -154,6 +184,9 @@ func (e explanation) print(w io.Writer) {
 		fmt.Fprintf(w, "in force\tthe policy in the code, which this command cannot know\n")
 	} else {
 		fmt.Fprintf(w, "in force\t%s\n", about(e.Decides))
+	}
+	for i := range e.PassedOver {
+		fmt.Fprintf(w, "passed over\t%s\n", about(&e.PassedOver[i]))
 	}
 	if e.Shadow != nil {
 		fmt.Fprintf(w, "shadow\t%s\n", about(e.Shadow))

@@ -452,6 +452,12 @@ func TestExplain(t *testing.T) {
 	require.EqualValues(t, 60, e.State[0].Remaining)
 	require.EqualValues(t, 960, e.State[1].Remaining)
 	require.EqualValues(t, 100, explain("--durable").State[0].Remaining)
+	// A limiter of another kind passes the row over.
+	e = explain("--policy", "fixed 7/1h")
+	require.Equal(t, "code", e.Source)
+	require.Len(t, e.PassedOver, 1)
+	require.EqualValues(t, 7, e.State[0].Remaining)
+	require.Contains(t, invoke(t, db.URL, "explain", "api", "a:1", "--policy", "fixed 7/1h").done(t), "passed over")
 	out = invoke(t, db.URL, "explain", "api", "a:1").done(t)
 	require.Regexp(t, `(?m)^in force +sliding 100/1h, sliding 1000/1d, by the row \d+ for everybody, of postgres: why$`, out)
 	require.Regexp(t, `(?m)^shadow +sliding 5/1h, by the row \d+ for prefix a, of postgres: why$`, out)
