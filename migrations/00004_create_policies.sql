@@ -265,7 +265,7 @@ AS $$
 #variable_conflict use_variable
 DECLARE
     clock timestamptz := clock_timestamp();
-    far CONSTANT timestamptz := '9999-12-31 00:00:00Z'; -- later times may not fit into microseconds
+    far CONSTANT timestamptz := timestamptz '9999-12-31 00:00:00Z'; -- later times may not fit into microseconds
 BEGIN
     version := coalesce((SELECT max(h.version) FROM rate_limit_policy_history AS h), 0);
     clock_us := (extract(epoch FROM clock) * 1000000)::bigint;
