@@ -124,7 +124,8 @@ func (p *Policies) listen(ctx context.Context) error {
 	p.version = nil
 	p.mu.Unlock()
 	hello := "hello " + strconv.FormatUint(rand.Uint64(), 36)
-	greeted, heard := time.Time{}, false
+	first, greeted, heard := true, time.Time{}, false
+	sent := make(chan error, 1)
 	var greeting sync.WaitGroup
 	defer greeting.Wait()
 	ctx, end := context.WithCancel(ctx)
@@ -138,21 +139,34 @@ func (p *Policies) listen(ctx context.Context) error {
 	}
 	for {
 		timeout := loadTimeout
-		if !greeted.IsZero() {
+		if !first {
 			timeout = checkTimeout // there is little to tell
 		}
 		if err := p.load(ctx, conn, timeout); err != nil {
 			return err
 		}
 		loaded := time.Now()
-		switch {
-		case greeted.IsZero():
+		greet := func() { greeting.Go(func() { sent <- p.notify(ctx, hello) }) }
+		if first {
 			// What is remembered of denials may be over by what nobody has heard.
 			p.forgetIf(func(denialKey) bool { return true })
-			greeted = time.Now()
-			// Another connection sends it, as others will send theirs. If there is none, that shows soon enough.
-			greeting.Go(func() { _ = p.notify(ctx, hello) })
-		case !heard && time.Since(greeted) > hearing:
+			// Another connection sends it, as others will send theirs. Nothing waits for it.
+			greet()
+		}
+		first = false
+		select {
+		case err := <-sent:
+			switch err = ifRefused(err); {
+			case err == nil:
+				greeted = time.Now()
+			case errors.Is(err, errDeaf):
+				return err
+			default: // which says nothing about notifications
+				greet()
+			}
+		default:
+		}
+		if !heard && !greeted.IsZero() && time.Since(greeted) > hearing {
 			return fmt.Errorf("%w: a notification of its own has not come back", errDeaf)
 		}
 		period := listenPeriod
