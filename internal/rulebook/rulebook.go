@@ -79,22 +79,6 @@ func (b *Book[V]) Rule(id int64) *Rule[V] {
 	return b.byID[id]
 }
 
-// Names lists the limiters that have rules.
-func (b *Book[V]) Names() []string {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	names := map[string]bool{}
-	for _, r := range b.byID {
-		names[r.Name] = true
-	}
-	sorted := make([]string, 0, len(names))
-	for name := range names {
-		sorted = append(sorted, name)
-	}
-	slices.Sort(sorted)
-	return sorted
-}
-
 // IDs lists rules.
 func (b *Book[V]) IDs(is func(*Rule[V]) bool) (ids []int64) {
 	b.mu.Lock()
