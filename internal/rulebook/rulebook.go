@@ -41,6 +41,7 @@ type Book[V any] struct {
 	mu    sync.Mutex
 	pages map[string]*Page[V] // by the limiter's name
 	byID  map[int64]*Rule[V]
+	weak  int // how many of these are weak, because it takes long to find none
 }
 
 // Page returns the rules of one limiter, which stay those when the book changes.
@@ -108,6 +109,9 @@ func (b *Book[V]) Update(rules []*Rule[V], removed []int64, all bool, limit int)
 		if old, ok := b.byID[id]; ok {
 			goes.of(old).dropped[old] = true
 			delete(b.byID, id)
+			if old.Weak {
+				b.weak--
+			}
 		}
 	}
 	if all { // in their order, whatever was there before
@@ -129,14 +133,20 @@ func (b *Book[V]) Update(rules []*Rule[V], removed []int64, all bool, limit int)
 	for _, r := range rules {
 		if _, known := b.byID[r.ID]; !known && len(b.byID) >= limit {
 			noRoom++
-			weak, found := b.weakest()
-			if r.Weak || !found {
+			if r.Weak {
+				continue
+			}
+			weak, found := b.anyWeak()
+			if !found {
 				continue
 			}
 			drop(weak)
 		}
 		drop(r.ID)
 		b.byID[r.ID] = r
+		if r.Weak {
+			b.weak++
+		}
 		comes.of(r).added = append(comes.of(r).added, r)
 	}
 	for at, what := range comes {
@@ -151,8 +161,11 @@ func (b *Book[V]) Update(rules []*Rule[V], removed []int64, all bool, limit int)
 	return noRoom
 }
 
-// weakest returns the id of any weak rule.
-func (b *Book[V]) weakest() (id int64, found bool) {
+// anyWeak returns the id of one of the weak rules.
+func (b *Book[V]) anyWeak() (id int64, found bool) {
+	if b.weak == 0 {
+		return 0, false
+	}
 	for id, r := range b.byID {
 		if r.Weak {
 			return id, true

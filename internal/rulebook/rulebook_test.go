@@ -10,6 +10,7 @@ import (
 	"sync"
 	"sync/atomic"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 
@@ -194,6 +195,31 @@ func TestLimit(t *testing.T) {
 	require.NotNil(t, book.Page("api").Find("3", everyRule))
 	require.Zero(t, book.Update(rules[:2], nil, true, 3))
 	require.Equal(t, 2, book.Len())
+}
+
+// A full book turns rules away, weak or not, without looking through all that it holds for each of them: that would
+// take ten seconds here.
+func TestFullBookIsNotSearched(t *testing.T) {
+	t.Parallel()
+
+	const limit = 200_000
+	rules := func(first, n int64, weak bool) (list []*rule) {
+		for id := first; id < first+n; id++ {
+			list = append(list, &rule{ID: id, Name: "api", Target: rulebook.Key, Text: fmt.Sprint(id), Weak: weak})
+		}
+		return list
+	}
+	var book rulebook.Book[until]
+	require.Zero(t, book.Update(append(rules(0, limit-2, false), rules(limit, 2, true)...), nil, true, limit))
+	for _, weak := range []bool{true, false} {
+		begin := time.Now()
+		require.Equal(t, 1000, book.Update(rules(limit+10, 1000, weak), nil, false, limit))
+		require.Less(t, time.Since(begin), 3*time.Second)
+	}
+	require.Nil(t, book.Rule(limit)) // the weak ones have given way
+	require.Nil(t, book.Rule(limit+1))
+	require.NotNil(t, book.Rule(limit+10))
+	require.Equal(t, limit, book.Len())
 }
 
 // While a rule is replaced again and again, it always holds in one form or the other.
