@@ -324,11 +324,11 @@ func (b *batcher) decide(ctx context.Context, db DBTX, requests []*request, tx t
 	asked, since := b.denials.elapsed(), b.denials.snapshot()
 	err := b.database.execute(ctx, db, requests, tx)
 	told := b.denials.elapsed()
-	for _, r := range shadowsOf(requests) {
-		b.settleDenials(r, err, asked, told, &since)
-	}
 	for _, r := range requests {
 		b.settleDenials(r, err, asked, told, &since)
+		if r.shadow != nil {
+			b.settleDenials(&r.shadow.request, err, asked, told, &since)
+		}
 		if r.gives() {
 			for i := range r.parts {
 				r.parts[i].space.announce(r.parts[i].key)
