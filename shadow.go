@@ -85,11 +85,12 @@ func shadowsOf(requests []*request) (shadows []*request) {
 	return shadows
 }
 
-// executeBoth has requests and their shadows decided in one round trip and one transaction. If it has not decided
-// them, nothing was taken, unless there is an error.
+// executeBoth has requests and their shadows decided in one round trip and one transaction. Unless it returns that this
+// is over, nothing was taken, and the requests are to be decided without their shadows. If the requests have waited for
+// a lock in vain, it is over, or they would wait once more.
 func (d *database) executeBoth(
 	ctx context.Context, db DBTX, requests, shadows []*request, tx transaction,
-) (decided bool, err error) {
+) (over bool, err error) {
 	sql, args, into := d.call(requests, tx)
 	shadowTx := tx
 	shadowTx.lockTimeout = new(int32(shadowWait))
@@ -111,13 +112,14 @@ func (d *database) executeBoth(
 		batch.Queue(sql, args...)
 		batch.Queue(shadowSQL, shadowArgs...)
 		results := conn.SendBatch(ctx, batch)
-		for _, into := range [][]*part{into, shadowInto} {
+		for i, into := range [][]*part{into, shadowInto} {
 			rows, err := results.Query()
 			if err == nil {
 				err = readDecisions(rows, into)
 			}
 			if err != nil {
 				_ = results.Close()
+				over = i == 0 && pg.LockTimeout(err)
 				return statementError(err)
 			}
 		}
@@ -130,7 +132,7 @@ func (d *database) executeBoth(
 		return true, nil
 	}
 	undecide()
-	if errors.Is(err, ErrOutcomeUnknown) {
+	if over || errors.Is(err, ErrOutcomeUnknown) {
 		return true, err
 	}
 	return false, nil

@@ -9,6 +9,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/ratelimit/internal/pg"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
@@ -159,6 +160,33 @@ func TestShadowThatFails(t *testing.T) {
 	results, err := AllowAll(t.Context(), l.Request("third", 1))
 	require.NoError(t, err)
 	require.Nil(t, results.Each[0].Shadow)
+}
+
+// Requests with a shadow that wait for a held row in vain do so once, and not once more without the shadow.
+func TestShadowDoesNotWaitTwice(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	pool, counted := tracedPool(t, db) // which does not count batches, such as a request and its shadow
+	p := runningPolicies(t, db.Pool, PoliciesConfig{})
+	pgtest.Exec(t, db.Pool, addPolicy, "api", "", "", "shadow", "fixed 5/1h")
+	p.knows(t, db.Pool)
+	l := newLimiter(t, pool, Config{Name: "api", Policy: FixedWindow{10, time.Hour}, Policies: p})
+	result, err := l.Allow(t.Context(), "key")
+	require.NoError(t, err)
+	require.NotNil(t, result.Shadow)
+
+	tx := pgtest.Begin(t, db)
+	pgtest.Exec(t, tx, "SELECT FROM rate_limit_ephemeral WHERE prefix = 'api' FOR UPDATE")
+	before := counted.count()
+	r := l.newRequest("key", 1)
+	r.shadow = l.newShadow(l.shadowOf("key"), "key", 1)
+	b := l.client.batcher
+	err = b.decide(t.Context(), pool, []*request{r}, transaction{lockTimeout: lockTimeout(50 * time.Millisecond)})
+	require.True(t, pg.LockTimeout(err), err)
+	require.Equal(t, before, counted.count())
+	require.True(t, r.passedOver())
+	require.Nil(t, r.shadow.result())
 }
 
 // BenchmarkShadow shows what a shadow costs a decision, for one caller and for 64.

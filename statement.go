@@ -23,18 +23,19 @@ func (d *database) execute(ctx context.Context, db DBTX, requests []*request, tx
 	if d.memory != nil {
 		return d.decideInMemory(db, requests)
 	}
+	over, err := false, error(nil)
 	if tx.own() && !tx.skipHeld && d.pooled() {
 		if shadows := shadowsOf(requests); shadows != nil {
-			if decided, err := d.executeBoth(ctx, db, requests, shadows, tx); decided {
-				return err
-			}
+			over, err = d.executeBoth(ctx, db, requests, shadows, tx)
 		}
 	}
-	sql, args, into := d.call(requests, tx)
-	for _, p := range into {
-		p.decision.granted = passedOver // unless a row comes back
+	if !over {
+		sql, args, into := d.call(requests, tx)
+		for _, p := range into {
+			p.decision.granted = passedOver // unless a row comes back
+		}
+		err = d.queryDecisions(ctx, db, tx.own(), sql, args, into)
 	}
-	err := d.queryDecisions(ctx, db, tx.own(), sql, args, into)
 	if requests[0].looks() && pg.LockTimeout(err) { // a request that looks waits for no row
 		return pg.LockedTable(err)
 	}
