@@ -112,7 +112,7 @@ func newSet(ctx context.Context, requests []Request, inTx bool) (*set, error) {
 	s := &set{entries: make([]setEntry, len(requests))}
 	for i, q := range requests {
 		if err := s.add(ctx, i, q, inTx); err != nil {
-			if _, store := errors.AsType[*StoreError](err); store || ctx.Err() != nil {
+			if _, store := errors.AsType[*StoreError](err); store || errors.Is(err, ctx.Err()) {
 				return nil, err
 			}
 			return nil, &RequestError{Index: i, Err: err}

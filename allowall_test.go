@@ -188,15 +188,19 @@ func TestRequestsThatCannotBeAsked(t *testing.T) {
 			"another client",
 		},
 	}
+	over, end := context.WithCancel(t.Context())
+	end()
 	for name, test := range tests {
-		results, err := AllowAll(t.Context(), test.requests...)
-		var refused *RequestError
-		require.ErrorAs(t, err, &refused, name)
-		require.Equal(t, test.index, refused.Index, name)
-		require.ErrorContains(t, err, test.says, name)
-		require.Zero(t, results, name)
-		if test.is != nil {
-			require.ErrorIs(t, err, test.is, name)
+		for _, ctx := range []context.Context{t.Context(), over} {
+			results, err := AllowAll(ctx, test.requests...)
+			var refused *RequestError
+			require.ErrorAs(t, err, &refused, name)
+			require.Equal(t, test.index, refused.Index, name)
+			require.ErrorContains(t, err, test.says, name)
+			require.Zero(t, results, name)
+			if test.is != nil {
+				require.ErrorIs(t, err, test.is, name)
+			}
 		}
 	}
 	require.Empty(t, storedRows(t, db.Pool, false))
