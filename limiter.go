@@ -93,8 +93,8 @@ func (c *Client) Limiter(config Config) (*Limiter, error) {
 		space.policies, space.page = config.Policies, config.Policies.book.Page(config.Name)
 		config.Policies.addCache(c.batcher.denials)
 		space.shadow = &keyspace{
-			database: c.database, name: config.Name + shadowSuffix, durable: config.Durable, remember: true,
-			flush: config.SynchronousCommit,
+			database: c.database, name: config.Name + shadowSuffix, durable: space.durable, flush: space.flush,
+			remember: space.remember,
 		}
 	}
 	if config.Ban != (Ban{}) {

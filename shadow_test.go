@@ -189,6 +189,26 @@ func TestShadowDoesNotWaitTwice(t *testing.T) {
 	require.Nil(t, r.shadow.result())
 }
 
+// What would not be looked up is not remembered, for a shadow as for its limiter.
+func TestShadowDenialsOfLimitersThatRememberNone(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	p := runningPolicies(t, db.Pool, PoliciesConfig{})
+	pgtest.Exec(t, db.Pool, addPolicy, "api", "", "", "shadow", "fixed 1/1h")
+	p.knows(t, db.Pool)
+	for _, none := range []bool{false, true} {
+		l := newLimiter(t, db.Pool, Config{Name: "api", Policy: FixedWindow{10, time.Hour}, Policies: p, NoDenialCache: none})
+		for range 2 {
+			result, err := l.Allow(t.Context(), fmt.Sprint(none))
+			require.NoError(t, err)
+			require.True(t, result.Allowed)
+			require.NotNil(t, result.Shadow)
+		}
+		require.Equal(t, none, l.client.batcher.denials.shards.Load() == nil)
+	}
+}
+
 // BenchmarkShadow shows what a shadow costs a decision, for one caller and for 64.
 func BenchmarkShadow(b *testing.B) {
 	db := pgtest.New(b)
