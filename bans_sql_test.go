@@ -77,6 +77,13 @@ func TestBansBecomeLonger(t *testing.T) {
 	pgtest.Exec(t, db.Pool, "UPDATE rate_limit_policy SET valid_from = '-infinity', valid_until = clock_timestamp()")
 	require.True(t, ban(t, db.Pool, "k").Made)
 	require.Equal(t, time.Hour, lasts(t, db.Pool, "k"))
+
+	// So is one that was made to last for ever, and that a later row has taken out of force.
+	pgtest.Exec(t, db.Pool, "UPDATE rate_limit_policy SET valid_until = 'infinity'")
+	pgtest.Exec(t, db.Pool, addPolicy, "n", "k", "", "off", "")
+	require.True(t, ban(t, db.Pool, "k").Made)
+	pgtest.Exec(t, db.Pool, "DELETE FROM rate_limit_policy WHERE mode = 'off'")
+	require.Equal(t, time.Hour, lasts(t, db.Pool, "k"))
 }
 
 // Whoever is banned by a person is banned already. What a person wrote, and what is for others, stays.

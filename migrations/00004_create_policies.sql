@@ -382,7 +382,8 @@ BEGIN
     WHERE p.name = name COLLATE "C" AND p.key = key COLLATE "C" AND p.mode = 'deny' AND p.automatic
     ORDER BY p.valid_until DESC LIMIT 1;
     -- In seconds, because days are not the same everywhere.
-    lasts := CASE WHEN last.valid_until + forgiven_after > clock AND isfinite(last.valid_from)
+    lasts := CASE WHEN last.valid_until + forgiven_after > clock
+            AND isfinite(last.valid_from) AND isfinite(last.valid_until)
         THEN greatest(least(
             extract(epoch FROM last.valid_until - last.valid_from)::double precision * interval '2 seconds', longest),
             first)
