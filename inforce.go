@@ -57,7 +57,7 @@ func (l *Limiter) canObey(r *rule) bool {
 		return true
 	}
 	p := l.space.policies
-	if _, told := p.told.LoadOrStore(r.ID, true); !told {
+	if policy, told := p.told.Swap(r.ID, r.Value.policy); !told || policy != r.Value.policy {
 		p.log(context.Background(), slog.LevelWarn, "ratelimit: a policy is of another kind than the limiter's, and "+
 			"is passed over", slog.Int64("id", r.ID), slog.String("limiter", l.space.name), slog.Any("error", err))
 	}
