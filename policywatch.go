@@ -374,7 +374,7 @@ func (p *Policies) ask(ctx context.Context, db DBTX) (*policyAnswer, error) {
 	var automatic bool
 	var key, prefix *string
 	var from, until *int64
-	read := map[string]sharedPolicy{} // most rows have one of a few texts
+	read := map[nameAndText]sharedPolicy{} // most rows have one of a few texts
 	names := map[string]string{}
 	targets := []any{
 		&a.version, &a.complete, &a.clock, &id, &removed, &name, &key, &prefix, &mode, &policy, &from, &until,
@@ -424,8 +424,11 @@ func (p *Policies) ask(ctx context.Context, db DBTX) (*policyAnswer, error) {
 	return a, (&database{schema: p.config.Schema}).explainVersion(ctx, db, err)
 }
 
+// nameAndText are what rows have in common that share a policy: a limiter's name, and the text of the policy.
+type nameAndText struct{ name, text string }
+
 // readPolicy reads the text of a row's policy.
-func (v *ruling) readPolicy(name, text string, read map[string]sharedPolicy) error {
+func (v *ruling) readPolicy(name, text string, read map[nameAndText]sharedPolicy) error {
 	switch v.mode {
 	case modeOff, modeDeny:
 		return nil
@@ -436,14 +439,14 @@ func (v *ruling) readPolicy(name, text string, read map[string]sharedPolicy) err
 	if len(text) > maxPolicyText {
 		return fmt.Errorf("ratelimit: the text of the policy has %d bytes", len(text))
 	}
-	shared, ok := read[text]
+	shared, ok := read[nameAndText{name, text}]
 	if !ok {
 		policy, err := ParsePolicy(text)
 		if err != nil {
 			return err
 		}
 		shared = sharedPolicy{policy, new(atomic.Pointer[Limiter])}
-		read[text] = shared
+		read[nameAndText{name, text}] = shared
 	}
 	v.sharedPolicy = shared
 	if v.mode == modeShadow {

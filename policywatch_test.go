@@ -188,3 +188,50 @@ func TestPoliciesBehindPgBouncer(t *testing.T) {
 	require.False(t, p.Status().Listening)
 	require.Len(t, journal.Lines(), 1, journal.String())
 }
+
+// A row of another kind than the limiter's is logged once for each policy that it has.
+func TestPolicyOfAnotherKindIsLoggedAnew(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	var journal testkit.Journal
+	p := runningPolicies(t, db.Pool, PoliciesConfig{Logger: journal.Logger()})
+	l := newLimiter(t, db.Pool, Config{Name: "api", Policy: FixedWindow{10, time.Hour}, Policies: p})
+	pgtest.Exec(t, db.Pool, addPolicy, "api", "", "", "enforce", "sliding 20/1h")
+	for _, policy := range []string{"sliding 20/1h", "log 20/1h", "sliding 20/1h"} {
+		pgtest.Exec(t, db.Pool, "UPDATE rate_limit_policy SET policy = $1", policy)
+		p.knows(t, db.Pool)
+		for range 2 {
+			result, err := l.Peek(t.Context(), "key")
+			require.NoError(t, err)
+			require.EqualValues(t, 10, result.Limit)
+		}
+		require.Len(t, journal.Lines(), 1, policy)
+	}
+}
+
+// A limiter under a row's policy is made once, though another limiter has a row of the same policy.
+func TestLimitersOfRowsAreMadeOnce(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	p := runningPolicies(t, db.Pool, PoliciesConfig{})
+	client := newClient(t, db.Pool, ClientConfig{})
+	var limiters, inForce []*Limiter
+	for _, name := range []string{"api", "login"} {
+		limiters = append(limiters, client.limiter(t, Config{Name: name, Policy: FixedWindow{10, time.Hour}, Policies: p}))
+		pgtest.Exec(t, db.Pool, addPolicy, name, "", "", "enforce", "fixed 20/1h")
+	}
+	p.mu.Lock()
+	p.version = nil // both in one answer
+	p.mu.Unlock()
+	p.knows(t, db.Pool)
+	for i := range 4 {
+		in, _, err := limiters[i%2].inForce(t.Context(), "key")
+		require.NoError(t, err)
+		require.EqualValues(t, 20, in.limit)
+		inForce = append(inForce, in)
+	}
+	require.Same(t, inForce[0], inForce[2])
+	require.Same(t, inForce[1], inForce[3])
+}
