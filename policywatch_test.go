@@ -235,3 +235,27 @@ func TestLimitersOfRowsAreMadeOnce(t *testing.T) {
 	require.Same(t, inForce[0], inForce[2])
 	require.Same(t, inForce[1], inForce[3])
 }
+
+// Whoever waits is told of each change once, and does not ask again and again because of it.
+func TestStalenessIsToldOnce(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	p := runningPolicies(t, db.Pool, PoliciesConfig{})
+	l := newLimiter(t, db.Pool, Config{Name: "api", Policy: FixedWindow{10, time.Hour}, Policies: p})
+	p.knows(t, db.Pool)
+	stale := l.staleness("key", l.policy, nil)
+	require.False(t, stale())
+	for _, change := range []string{
+		"INSERT INTO rate_limit_policy (name, policy, comment) VALUES ('api', 'fixed 5/1h', 'test')",
+		"UPDATE rate_limit_policy SET policy = 'fixed 6/1h'",
+		"UPDATE rate_limit_policy SET policy = NULL, mode = 'deny'",
+		"UPDATE rate_limit_policy SET mode = 'off'",
+		"DELETE FROM rate_limit_policy",
+	} {
+		pgtest.Exec(t, db.Pool, change)
+		p.knows(t, db.Pool)
+		require.True(t, stale(), change)
+		require.False(t, stale(), change)
+	}
+}

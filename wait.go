@@ -44,7 +44,7 @@ func (l *Limiter) WaitN(ctx context.Context, key string, n int64) (Result, error
 			ask:    func(n int64) (Result, error) { return l.allow(context.Background(), key, n, false) },
 			answer: func(n int64) Result { return in.answerAndObserve(key, n) },
 			owned:  !l.client.database.pooled(),
-			stale:  l.staleness(key, in.policy),
+			stale:  l.staleness(key, in.policy, row),
 		}
 	})
 	select {
@@ -55,14 +55,19 @@ func (l *Limiter) WaitN(ctx context.Context, key string, n int64) (Result, error
 	return w.result, w.err
 }
 
-// staleness tells whether another policy than that is in force for a key. It is nil if that cannot be.
-func (l *Limiter) staleness(key string, policy Policy) func() bool {
+// staleness tells whether what is in force for a key has changed since it was last asked, or since it was this policy
+// or row. It is nil if that cannot be.
+func (l *Limiter) staleness(key string, policy Policy, row *rule) func() bool {
 	if l.space.policies == nil {
 		return nil
 	}
 	return func() bool {
-		in, row, err := l.inForce(context.Background(), key)
-		return err == nil && (row != nil || in.policy != policy)
+		in, now, err := l.inForce(context.Background(), key)
+		if err != nil || now == row && in.policy == policy {
+			return false
+		}
+		policy, row = in.policy, now
+		return true
 	}
 }
 

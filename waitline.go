@@ -15,8 +15,8 @@ import (
 // begin with the first request), and nothing of a larger bucket's.
 const maxJitter = 100 * time.Millisecond
 
-// banPause is how often those who wait look whether another policy is in force, or a ban has been lifted. It costs no
-// statement.
+// banPause is how often those who wait look whether another policy has come into force, or a ban has been lifted. To
+// look costs no statement.
 const banPause = time.Second
 
 // waitLines are where callers wait for keys. A limiter and those that its With has returned share them.
@@ -36,7 +36,7 @@ type waitLine struct {
 	limit  int64                         // the most that one call may ask for
 	ask    func(n int64) (Result, error) // has the database decide, or OnFailure
 	answer func(n int64) Result          // is OnFailure's answer
-	stale  func() bool                   // another policy is in force by now; nil if that cannot be
+	stale  func() bool                   // another policy has come into force; nil if that cannot be
 	owned  bool                          // the connection is the caller's, who must not go on while it is in use
 
 	// Guarded by the mutex of lines.
