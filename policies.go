@@ -60,7 +60,8 @@ type Policies struct {
 	telling chan struct{}                 // has a value if something is in given
 	failed  atomic.Pointer[error]         // why the last try to read them failed; nil if it did not
 	clock   atomic.Pointer[databaseClock] // nil before ready
-	told    sync.Map                      // ids of rows whose policy is of another kind than a limiter's, as logged
+	told    sync.Map                      // by the id of the row, the policy that was logged to be of another kind
+	swept   int64                         // when Run last dropped rows that had ended, by the database's clock
 
 	mu sync.Mutex
 	// caches are what clients remember of denials, and given is what has been given back, granted or reset in this
@@ -70,12 +71,10 @@ type Policies struct {
 	shadows map[int64]*shadowCount // by the id of the row, what has not been reported yet
 	running bool
 	status  PoliciesStatus
-	asked   time.Time // when the last answer was asked for
-	// completeAt is when all rows were last read, and swept is when those that had ended were dropped, by the
-	// database's clock.
-	completeAt time.Time
-	swept      int64
-	version    *int64 // of that answer
+	// asked is when the last answer was asked for, and version is what that has told; nil asks for all rows. completeAt
+	// is when all were last asked for.
+	asked, completeAt time.Time
+	version           *int64
 	// unreadable are the ids of rows that this release cannot read.
 	unreadable map[int64]bool
 }
@@ -212,7 +211,8 @@ func (p *Policies) await(ctx context.Context, timeout time.Duration) error {
 	}
 }
 
-// now is the database's clock as this process knows it, in microseconds since 1970.
+// now is the database's clock as this process knows it, in microseconds since 1970. It is not known before ready, and
+// is only asked for where there is a row.
 func (p *Policies) now() int64 {
 	c := p.clock.Load()
 	return c.micros + time.Since(c.at).Microseconds()
