@@ -67,7 +67,7 @@ func (l *Limiter) canObey(r *rule) bool {
 // under returns l with the row's policy.
 func (v *ruling) under(l *Limiter) *Limiter {
 	with := v.limiter.Load()
-	if with == nil || with.space != l.space || with.onFailure != l.onFailure {
+	if with == nil || with.space != l.space {
 		with = l.under(v.policy)
 		v.limiter.Store(with)
 	}
