@@ -20,7 +20,7 @@ type Explanation struct {
 	Until  time.Time // when the row ends, by the database's clock; the zero time if it does not
 	Learnt time.Time // since when this process knows what the row says, by the database's clock
 	// Shadow is the policy that is decided beside it, and ShadowRow is the id of its row. They are nil and 0 if there
-	// is none.
+	// is none, as beside "off" and "deny".
 	Shadow    Policy
 	ShadowRow int64
 	State     Result // what [Limiter.Peek] says
@@ -74,10 +74,10 @@ func (l *Limiter) Explain(ctx context.Context, key string) (Explanation, error) 
 	if p.clock.Load() == nil { // OnFailure has answered
 		return e, nil
 	}
-	if beside := l.shadowOf(key); beside != nil {
+	r := l.rule(key)
+	if beside := l.shadowOf(key); beside != nil && (r == nil || r.Value.mode == modeEnforce) {
 		e.Shadow, e.ShadowRow = beside.Value.policy, beside.ID
 	}
-	r := l.rule(key)
 	if r == nil {
 		return e, nil
 	}

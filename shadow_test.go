@@ -209,6 +209,29 @@ func TestShadowDenialsOfLimitersThatRememberNone(t *testing.T) {
 	}
 }
 
+// Where a row allows or denies everything, no shadow is decided, and Explain tells of none.
+func TestNoShadowBesideOffAndDeny(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	p := runningPolicies(t, db.Pool, PoliciesConfig{})
+	l := newLimiter(t, db.Pool, Config{Name: "api", Policy: FixedWindow{10, time.Hour}, Policies: p})
+	pgtest.Exec(t, db.Pool, addPolicy, "api", "", "", "shadow", "fixed 1/1h")
+	pgtest.Exec(t, db.Pool, addPolicy, "api", "off", "", "off", "")
+	pgtest.Exec(t, db.Pool, addPolicy, "api", "deny", "", "deny", "")
+	pgtest.Exec(t, db.Pool, addPolicy, "api", "enforce", "", "enforce", "fixed 20/1h")
+	p.knows(t, db.Pool)
+	for key, shadow := range map[string]bool{"off": false, "deny": false, "enforce": true, "of the code": true} {
+		result, err := l.Allow(t.Context(), key)
+		require.NoError(t, err)
+		require.Equal(t, shadow, result.Shadow != nil, key)
+		e, err := l.Explain(t.Context(), key)
+		require.NoError(t, err)
+		require.Equal(t, shadow, e.Shadow != nil, key)
+		require.Equal(t, shadow, e.ShadowRow != 0, key)
+	}
+}
+
 // BenchmarkShadow shows what a shadow costs a decision, for one caller and for 64.
 func BenchmarkShadow(b *testing.B) {
 	db := pgtest.New(b)
