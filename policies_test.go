@@ -5,20 +5,15 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"math/rand/v2"
-	"runtime"
 	"sync"
-	"sync/atomic"
 	"testing"
 	"time"
 
-	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit/internal/memory"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
-	"github.com/pgratelimit/ratelimit/internal/rulebook"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
@@ -363,76 +358,6 @@ func asks(t *testing.T, db *pgtest.DB, l *Limiter) []func() error {
 	}
 }
 
-// Explain names the row that decides.
-func TestExplain(t *testing.T) {
-	t.Parallel()
-
-	db := pgtest.New(t)
-	p := runningPolicies(t, db.Pool, PoliciesConfig{})
-	policy := FixedWindow{10, time.Hour}
-	l := newLimiter(t, db.Pool, Config{Name: "api", Policy: policy, Policies: p})
-	explain := func(key string) Explanation {
-		e, err := l.Explain(t.Context(), key)
-		require.NoError(t, err)
-		require.Positive(t, e.Age)
-		require.NotZero(t, e.State)
-		require.Equal(t, e.Row == 0, e.Learnt.IsZero())
-		if e.Row != 0 {
-			require.WithinDuration(t, e.State.DecidedAt, e.Learnt, time.Minute)
-		}
-		e.Age, e.State, e.Learnt = 0, Result{}, time.Time{}
-		return e
-	}
-	require.Equal(t, Explanation{Mode: "enforce", Policy: policy}, explain("key"))
-	pgtest.Exec(t, db.Pool, addPolicy, "api", "", "", "enforce", "fixed 20/1h")
-	pgtest.Exec(t, db.Pool, addPolicy, "api", "", "ke", "off", "")
-	until := pgtest.Scalar[time.Time](t, db.Pool, `INSERT INTO rate_limit_policy (name, key, mode, valid_until, comment)
-		VALUES ('api', 'key', 'deny', now() + interval '1 hour', 'test') RETURNING valid_until`)
-	p.knows(t, db.Pool)
-	require.Equal(t, Explanation{Origin: OriginEverybody, Row: 1, Mode: "enforce", Policy: FixedWindow{20, time.Hour}}, explain("other"))
-	require.Equal(t, Explanation{Origin: OriginPrefix, Row: 2, Prefix: "ke", Mode: "off"}, explain("kept"))
-	e := explain("key")
-	require.True(t, until.Equal(e.Until))
-	e.Until = time.Time{}
-	require.Equal(t, Explanation{Origin: OriginKey, Row: 3, Mode: "deny"}, e)
-
-	pgtest.Exec(t, db.Pool, addPolicy, "api", "", "oth", "shadow", "log 5/1h")
-	p.knows(t, db.Pool)
-	beside := explain("other")
-	require.Equal(t, Policy(SlidingLog{5, time.Hour}), beside.Shadow)
-	require.EqualValues(t, 4, beside.ShadowRow)
-	require.EqualValues(t, 1, beside.Row)
-
-	// To read all again is no news, and another policy is.
-	first, err := l.Explain(t.Context(), "other")
-	require.NoError(t, err)
-	p.mu.Lock()
-	p.version = nil
-	p.mu.Unlock()
-	p.knows(t, db.Pool)
-	again, err := l.Explain(t.Context(), "other")
-	require.NoError(t, err)
-	require.Equal(t, first.Learnt, again.Learnt)
-	pgtest.Exec(t, db.Pool, "UPDATE rate_limit_policy SET policy = 'fixed 21/1h' WHERE id = 1")
-	p.knows(t, db.Pool)
-	again, err = l.Explain(t.Context(), "other")
-	require.NoError(t, err)
-	require.True(t, again.Learnt.After(first.Learnt))
-
-	without, err := newLimiter(t, db.Pool, Config{Name: "without", Policy: policy}).Explain(t.Context(), "key")
-	require.NoError(t, err)
-	require.Equal(t, policy, without.Policy)
-	require.Zero(t, without.Age)
-
-	for origin, text := range map[Origin]string{
-		OriginCode: "code", OriginEverybody: "everybody", OriginPrefix: "prefix", OriginKey: "key", 9: "Origin(9)",
-	} {
-		written, err := origin.MarshalText()
-		require.NoError(t, err)
-		require.Equal(t, text, string(written))
-	}
-}
-
 func TestNewPoliciesRefuses(t *testing.T) {
 	t.Parallel()
 
@@ -487,175 +412,6 @@ func TestMaxRows(t *testing.T) {
 	require.Equal(t, 4, p.Status().Rows)
 }
 
-// While one process knows of a change and another one does not, a key is admitted what the larger limit admits, in
-// all, whoever asks when. Their clock stands still, so nothing flows back.
-func TestProcessesThatDisagree(t *testing.T) {
-	t.Parallel()
-
-	db := pgtest.New(t)
-	for name, policies := range map[string][2]Policy{
-		"fixed":   {FixedWindow{10, time.Hour}, FixedWindow{25, time.Minute}},
-		"sliding": {SlidingWindow{10, time.Hour}, SlidingWindow{25, time.Minute}},
-		"log":     {SlidingLog{10, time.Hour}, SlidingLog{25, time.Minute}},
-		"bucket":  {TokenBucket{10, 1, time.Hour}, TokenBucket{25, 2, time.Minute}},
-		"all":     {All(FixedWindow{10, time.Hour}, FixedWindow{10, time.Hour}), FixedWindow{25, time.Hour}},
-	} {
-		for _, raised := range []bool{true, false} {
-			older, newer := policies[0], policies[1]
-			if !raised {
-				older, newer = newer, older
-			}
-			key := fmt.Sprint(name, raised)
-			pgtest.Exec(t, db.Pool, addPolicy, "api"+key, "", "", "enforce", older.String())
-			limiters := make([]*Limiter, 2)
-			for i := range limiters {
-				p, err := NewPolicies(db.Pool, PoliciesConfig{})
-				require.NoError(t, err)
-				if i == 1 {
-					pgtest.Exec(t, db.Pool, addPolicy, "api"+key, "", "", "enforce", newer.String())
-				}
-				require.NoError(t, p.load(t.Context(), db.Pool, amply)) // and never again
-				limiters[i] = newLimiter(t, db.Pool, Config{
-					Name: "api" + key, Policy: older, Policies: p, Client: ClientConfig{Test: frozen(t0)},
-				})
-			}
-			var admitted atomic.Int64
-			testkit.Together(60, func(i int) {
-				result, err := limiters[i%2].Allow(t.Context(), "key")
-				require.NoError(t, err)
-				if result.Allowed {
-					admitted.Add(1)
-				}
-			})
-			require.LessOrEqual(t, admitted.Load(), int64(25), key)
-			if name != "bucket" { // which a smaller capacity empties
-				require.EqualValues(t, 25, admitted.Load(), key)
-			}
-		}
-	}
-}
-
-// Policies change in the middle of a history, by rows for the key, its prefix and everybody. At each step the limiter
-// decides as one of the same rows does that is given the policy in force by With.
-func TestHistoriesInWhichPoliciesChange(t *testing.T) {
-	t.Parallel()
-
-	db := pgtest.New(t)
-	now := t0
-	clock := TestConfig{Now: func() time.Time { return now }}
-	for name, random := range map[string]func() Policy{
-		"fixed":   func() Policy { return FixedWindow{1 + rand.Int64N(9), time.Duration(1+rand.IntN(3)) * time.Minute} },
-		"sliding": func() Policy { return SlidingWindow{1 + rand.Int64N(9), time.Duration(1+rand.IntN(3)) * time.Minute} },
-		"log":     func() Policy { return SlidingLog{1 + rand.Int64N(9), time.Duration(1+rand.IntN(3)) * time.Minute} },
-		"bucket":  func() Policy { return TokenBucket{1 + rand.Int64N(9), 1 + rand.Int64N(3), time.Minute} },
-		"calendar": func() Policy {
-			return CalendarWindow{Limit: 1 + rand.Int64N(9), Unit: []Unit{Minute, Hour}[rand.IntN(2)]}
-		},
-	} {
-		p, err := NewPolicies(db.Pool, PoliciesConfig{})
-		require.NoError(t, err)
-		code := random()
-		l := newLimiter(t, db.Pool, Config{Name: name, Policy: code, Policies: p, Client: ClientConfig{Test: clock}})
-		twin := newLimiter(t, db.Pool, Config{Name: name + " twin", Policy: code, Client: ClientConfig{Test: clock}})
-		inForce := map[string]Policy{}
-		for range 150 {
-			now = now.Add(time.Duration(rand.IntN(40)) * time.Second)
-			if rand.IntN(4) == 0 {
-				target := []string{"", "ke", "key"}[rand.IntN(3)]
-				pgtest.Exec(t, db.Pool, "DELETE FROM rate_limit_policy WHERE name = $1 AND coalesce(key, key_prefix, '') = $2", name, target)
-				delete(inForce, target)
-				if rand.IntN(3) > 0 {
-					inForce[target] = random()
-					key, prefix := target, ""
-					if target == "ke" {
-						key, prefix = "", target
-					}
-					pgtest.Exec(t, db.Pool, addPolicy, name, key, prefix, "enforce", inForce[target].String())
-				}
-			}
-			require.NoError(t, p.load(t.Context(), db.Pool, amply))
-			policy := code
-			for _, target := range []string{"key", "ke", ""} {
-				if row, ok := inForce[target]; ok {
-					policy = row
-					break
-				}
-			}
-			n := rand.Int64N(4)
-			got, err := l.AllowN(t.Context(), "key", n)
-			want, wantErr := twin.with(t, policy).AllowN(t.Context(), "key", n)
-			require.Equal(t, wantErr, err)
-			got.receipt, want.receipt = nil, nil
-			require.Equal(t, want, got, "%s: %d under %v", name, n, policy)
-		}
-	}
-}
-
-// Those who wait hear of another policy, and a policy that is lowered below what one of them asks for is not the fault
-// of the others.
-func TestWaitersHearOfPolicies(t *testing.T) {
-	t.Parallel()
-
-	db := pgtest.New(t)
-	p := runningPolicies(t, db.Pool, PoliciesConfig{})
-	l := newLimiter(t, db.Pool, Config{
-		Name: "api", Policy: FixedWindow{10, time.Hour}, Policies: p, Ban: Ban{Denials: 2, Within: time.Hour, First: time.Hour},
-	})
-	full, err := l.AllowN(t.Context(), "key", 10)
-	require.NoError(t, err)
-	require.True(t, full.Allowed)
-	waits := make([]func() (Result, error), 4)
-	for i := range waits {
-		n := int64(1)
-		if i == 0 {
-			n = 8
-		}
-		waits[i] = testkit.Later(func() (Result, error) { return l.WaitN(t.Context(), "key", n) })
-		testkit.WaitUntil(t, func() bool {
-			l.waiting.mu.Lock()
-			defer l.waiting.mu.Unlock()
-			return len(l.waiting.all["key"]) == 1 && l.waiting.all["key"][0].waiters.Len() == i+1
-		})
-	}
-	pgtest.Exec(t, db.Pool, addPolicy, "api", "key", "", "enforce", "fixed 5/1h")
-	_, err = waits[0]()
-	require.ErrorIs(t, err, ErrCostExceedsLimit)
-	pgtest.Exec(t, db.Pool, addPolicy, "api", "key", "", "off", "")
-	for _, wait := range waits[1:] {
-		result, err := wait()
-		require.NoError(t, err)
-		require.Equal(t, SourcePolicy, result.Source)
-	}
-	require.Zero(t, l.space.strikes.counted("key")) // to wait is no denial
-	require.Empty(t, p.bans)
-}
-
-// An application that listens itself, with a pool that it holds, and statements that may not take long, keeps nothing
-// from hearing.
-func TestPoliciesOfApplicationsThatListen(t *testing.T) {
-	t.Parallel()
-
-	db := pgtest.New(t)
-	pool := db.NewPool(t, func(config *pgxpool.Config) {
-		config.MaxConns = 1
-		config.ConnConfig.RuntimeParams["statement_timeout"] = "1s"
-		config.ConnConfig.OnNotification = func(*pgconn.PgConn, *pgconn.Notification) {}
-	})
-	held, err := pool.Acquire(t.Context())
-	require.NoError(t, err)
-	p := runningPolicies(t, pool, PoliciesConfig{})
-	l := newLimiter(t, pool, Config{Name: "api", Policy: FixedWindow{10, time.Hour}, Policies: p})
-	for range 3 {
-		pgtest.Exec(t, db.Pool, addPolicy, "api", "key", "", "deny", "")
-		p.knows(t, db.Pool)
-		result, err := l.Allow(t.Context(), "key")
-		require.NoError(t, err)
-		require.Equal(t, SourcePolicy, result.Source)
-	}
-	held.Release()
-	testkit.WaitUntil(t, func() bool { return p.Status().Listening })
-}
-
 // A ban by a person finds room among those that limiters have made, and what has ended makes room.
 func TestFullBooks(t *testing.T) {
 	t.Parallel()
@@ -682,59 +438,4 @@ func TestFullBooks(t *testing.T) {
 	pgtest.Exec(t, db.Pool, "UPDATE rate_limit_policy SET valid_from = now() - interval '2 hours', valid_until = now() WHERE key LIKE 'bot%'")
 	testkit.WaitUntil(t, func() bool { return banned("another bot") })
 	require.Zero(t, p.Status().NoRoom)
-}
-
-// BenchmarkPolicies shows what the rows cost a decision: 100,000 for single keys, and 1,000 for prefixes.
-func BenchmarkPolicies(b *testing.B) {
-	keys := make([]string, 1024)
-	for i := range keys {
-		keys[i] = fmt.Sprintf("customer:%d", rand.IntN(100_000))
-	}
-	for _, with := range []bool{false, true} {
-		var p *Policies
-		if with {
-			p = &Policies{ready: make(chan struct{}), config: PoliciesConfig{Schema: ""}}
-			close(p.ready)
-			p.clock.Store(&databaseClock{micros: t0.UnixMicro(), at: time.Now()})
-			var rules []*rule
-			shared := sharedPolicy{FixedWindow{1, time.Hour}, new(atomic.Pointer[Limiter])}
-			before := heap()
-			for id := range int64(101_000) {
-				r := &rule{ID: id, Name: "api", Value: ruling{mode: modeEnforce, from: alwaysBegun, until: noEnd, sharedPolicy: shared}}
-				r.Target, r.Text = rulebook.Key, fmt.Sprintf("customer:%d", id)
-				if id >= 100_000 {
-					r.Target, r.Text = rulebook.Prefix, fmt.Sprintf("tenant:%d:", id)
-				}
-				rules = append(rules, r)
-			}
-			require.Zero(b, p.book.Update(rules, nil, true, defaultMaxRows))
-			rules = nil
-			b.Logf("%d bytes for each row", (heap()-before)/101_000)
-		}
-		client, err := NewClient(&memory.DB{}, ClientConfig{DenialMaxAge: time.Hour})
-		require.NoError(b, err)
-		l, err := client.Limiter(Config{Name: "api", Policy: FixedWindow{1, time.Hour}, Policies: p})
-		require.NoError(b, err)
-		for _, key := range keys {
-			for range 2 {
-				_, err := l.Allow(b.Context(), key)
-				require.NoError(b, err)
-			}
-		}
-		b.Run(fmt.Sprintf("cached denial with policies %v", with), func(b *testing.B) {
-			b.ReportAllocs()
-			i := 0
-			for b.Loop() {
-				_, _ = l.Allow(b.Context(), keys[i%len(keys)])
-				i++
-			}
-		})
-	}
-}
-
-func heap() uint64 {
-	runtime.GC()
-	var stats runtime.MemStats
-	runtime.ReadMemStats(&stats)
-	return stats.HeapAlloc
 }

@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
@@ -163,6 +164,32 @@ func TestPoliciesAreReadAnew(t *testing.T) {
 	pgtest.Exec(t, db.Pool, "DELETE FROM rate_limit_policy WHERE key = 'c'")
 	pgtest.Exec(t, db.Pool, "TRUNCATE rate_limit_policy_history")
 	testkit.WaitUntil(t, func() bool { return p.Status().Rows == 1 })
+}
+
+// An application that listens itself, with a pool that it holds, and statements that may not take long, keeps nothing
+// from hearing.
+func TestPoliciesOfApplicationsThatListen(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	pool := db.NewPool(t, func(config *pgxpool.Config) {
+		config.MaxConns = 1
+		config.ConnConfig.RuntimeParams["statement_timeout"] = "1s"
+		config.ConnConfig.OnNotification = func(*pgconn.PgConn, *pgconn.Notification) {}
+	})
+	held, err := pool.Acquire(t.Context())
+	require.NoError(t, err)
+	p := runningPolicies(t, pool, PoliciesConfig{})
+	l := newLimiter(t, pool, Config{Name: "api", Policy: FixedWindow{10, time.Hour}, Policies: p})
+	for range 3 {
+		pgtest.Exec(t, db.Pool, addPolicy, "api", "key", "", "deny", "")
+		p.knows(t, db.Pool)
+		result, err := l.Allow(t.Context(), "key")
+		require.NoError(t, err)
+		require.Equal(t, SourcePolicy, result.Source)
+	}
+	held.Release()
+	testkit.WaitUntil(t, func() bool { return p.Status().Listening })
 }
 
 // Behind PgBouncer in transaction mode no notification arrives. Run finds that out, says so, and asks instead.

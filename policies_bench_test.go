@@ -1,0 +1,70 @@
+package ratelimit
+
+import (
+	"fmt"
+	"math/rand/v2"
+	"runtime"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit/internal/memory"
+	"github.com/pgratelimit/ratelimit/internal/rulebook"
+)
+
+// BenchmarkPolicies shows what the rows cost a decision: 100,000 for single keys, and 1,000 for prefixes.
+func BenchmarkPolicies(b *testing.B) {
+	keys := make([]string, 1024)
+	for i := range keys {
+		keys[i] = fmt.Sprintf("customer:%d", rand.IntN(100_000))
+	}
+	for _, with := range []bool{false, true} {
+		var p *Policies
+		if with {
+			p = &Policies{ready: make(chan struct{}), config: PoliciesConfig{Schema: ""}}
+			close(p.ready)
+			p.clock.Store(&databaseClock{micros: t0.UnixMicro(), at: time.Now()})
+			var rules []*rule
+			shared := sharedPolicy{FixedWindow{1, time.Hour}, new(atomic.Pointer[Limiter])}
+			before := heap()
+			for id := range int64(101_000) {
+				r := &rule{ID: id, Name: "api", Value: ruling{mode: modeEnforce, from: alwaysBegun, until: noEnd, sharedPolicy: shared}}
+				r.Target, r.Text = rulebook.Key, fmt.Sprintf("customer:%d", id)
+				if id >= 100_000 {
+					r.Target, r.Text = rulebook.Prefix, fmt.Sprintf("tenant:%d:", id)
+				}
+				rules = append(rules, r)
+			}
+			require.Zero(b, p.book.Update(rules, nil, true, defaultMaxRows))
+			rules = nil
+			b.Logf("%d bytes for each row", (heap()-before)/101_000)
+		}
+		client, err := NewClient(&memory.DB{}, ClientConfig{DenialMaxAge: time.Hour})
+		require.NoError(b, err)
+		l, err := client.Limiter(Config{Name: "api", Policy: FixedWindow{1, time.Hour}, Policies: p})
+		require.NoError(b, err)
+		for _, key := range keys {
+			for range 2 {
+				_, err := l.Allow(b.Context(), key)
+				require.NoError(b, err)
+			}
+		}
+		b.Run(fmt.Sprintf("cached denial with policies %v", with), func(b *testing.B) {
+			b.ReportAllocs()
+			i := 0
+			for b.Loop() {
+				_, _ = l.Allow(b.Context(), keys[i%len(keys)])
+				i++
+			}
+		})
+	}
+}
+
+func heap() uint64 {
+	runtime.GC()
+	var stats runtime.MemStats
+	runtime.ReadMemStats(&stats)
+	return stats.HeapAlloc
+}
