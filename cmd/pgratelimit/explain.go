@@ -96,19 +96,32 @@ nothing. If that policy is in the code, give it with --policy.`,
 	return cmd
 }
 
-// obeyed are the rows that a limiter with that policy in the code obeys. It is nil if that is not known.
+// obeyed are the rows that a limiter obeys. code is its policy in the code, or nil if that is not known.
 func (e *explanation) obeyed(rows []policyRow, code ratelimit.Policy) (obeyed []policyRow) {
 	for _, r := range rows {
-		if r.Mode == modeEnforce && !sameKind(*r.Policy, code) {
-			e.PassedOver = append(e.PassedOver, r)
-		} else {
+		if r.obeyedBy(code) {
 			obeyed = append(obeyed, r)
+		} else {
+			e.PassedOver = append(e.PassedOver, r)
 		}
 	}
 	return obeyed
 }
 
-// sameKind tells whether a limiter can obey the text of a policy.
+// obeyedBy tells whether a limiter with a policy in the code obeys a row, which a newer release may have written.
+func (r *policyRow) obeyedBy(code ratelimit.Policy) bool {
+	switch r.Mode {
+	case modeOff, modeDeny:
+		return true
+	case modeShadow:
+		return r.Policy != nil && sameKind(*r.Policy, nil)
+	case modeEnforce:
+		return r.Policy != nil && sameKind(*r.Policy, code)
+	}
+	return false
+}
+
+// sameKind tells whether the text of a policy can be read, and is of the kind of another policy, if that is known.
 func sameKind(text string, code ratelimit.Policy) bool {
 	row, err := algorithm.Parse(text)
 	if err != nil || code == nil {

@@ -458,6 +458,19 @@ func TestExplain(t *testing.T) {
 	require.Len(t, e.PassedOver, 1)
 	require.EqualValues(t, 7, e.State[0].Remaining)
 	require.Contains(t, invoke(t, db.URL, "explain", "api", "a:1", "--policy", "fixed 7/1h").done(t), "passed over")
+	// So does every limiter with rows that cannot be read, as a newer release might write them.
+	tx := pgtest.Begin(t, db)
+	pgtest.Exec(t, tx, `ALTER TABLE rate_limit_policy DISABLE TRIGGER USER;
+		INSERT INTO rate_limit_policy (name, key, mode, policy, comment) VALUES ('api', 'a:1', 'enforce', NULL, 'none'),
+			('api', 'a:1', 'enforce', 'leap 1/1h', 'leap'), ('api', 'a:1', 'throttle', 'fixed 1/1h', 'throttle'),
+			('api', 'a:1', 'shadow', NULL, 'none'), ('api', 'a:1', 'shadow', 'leap 1/1h', 'leap');
+		ALTER TABLE rate_limit_policy ENABLE TRIGGER USER`)
+	require.NoError(t, tx.Commit(t.Context()))
+	e = explain()
+	require.Equal(t, "everybody", e.Source)
+	require.Equal(t, "sliding 5/1h", *e.Shadow.Policy)
+	require.Len(t, e.PassedOver, 5)
+	pgtest.Exec(t, db.Pool, "DELETE FROM rate_limit_policy WHERE key = 'a:1'")
 	out = invoke(t, db.URL, "explain", "api", "a:1").done(t)
 	require.Regexp(t, `(?m)^in force +sliding 100/1h, sliding 1000/1d, by the row \d+ for everybody, of postgres: why$`, out)
 	require.Regexp(t, `(?m)^shadow +sliding 5/1h, by the row \d+ for prefix a, of postgres: why$`, out)
