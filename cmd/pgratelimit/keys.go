@@ -64,7 +64,11 @@ func (a *app) grantCommand() *cobra.Command {
 		result, err := q.limiter.Grant(ctx, q.key, cost)
 		if err == nil {
 			name := q.limiter.Config().Name
-			err = a.write(ctx, q.pool, func(tx pgx.Tx) error { return announce(ctx, tx, name, q.key) })
+			told := a.write(ctx, q.pool, func(tx pgx.Tx) error { return announce(ctx, tx, name, q.key) })
+			if told != nil { // the credit is given, and whoever sees an error would give it again
+				fmt.Fprintf(a.stderr, "warning: the credit is given, and processes were not told to forget denials of "+
+					"the key: %s\n", a.message(told))
+			}
 		}
 		return result, err
 	})
@@ -192,8 +196,8 @@ func (a *app) resetCommand() *cobra.Command {
 		Use:   "reset NAME {KEY | --all}",
 		Short: "Make a key as good as new, or all keys of a limiter",
 		Long: `Makes a key as good as new, or all keys of a limiter, in small transactions. Processes that remember
-a denial of the key do so for up to a second longer, unless they have Policies and hear of it. Of a
-limiter of several policies, all rows go.`,
+a denial of the key go on denying for up to a second. Those whose Config.Policies is set are told to
+forget it. If the limiter has several policies, the key has a row for each of them, and all of them go.`,
 		Example: `  pgratelimit reset login user:123
   pgratelimit reset login --all
   pgratelimit reset api --all --durable --yes`,
@@ -241,10 +245,10 @@ func (a *app) resetKey(
 	ctx context.Context, pool *pgxpool.Pool, names []string, key string, durable bool,
 ) (n int64, err error) {
 	err = a.write(ctx, pool, func(tx pgx.Tx) error {
-		if err := tx.QueryRow(ctx, resetSQL, names, key, durable).Scan(&n); err != nil {
+		if err := announce(ctx, tx, names[0], key); err != nil {
 			return err
 		}
-		return announce(ctx, tx, names[0], key)
+		return tx.QueryRow(ctx, resetSQL, names, key, durable).Scan(&n)
 	})
 	return n, err
 }
@@ -341,6 +345,9 @@ func (a *app) resetAll(ctx context.Context, pool *pgxpool.Pool, name string, dur
 		}
 		var n int64
 		err := a.write(ctx, pool, func(tx pgx.Tx) error {
+			if err := announce(ctx, tx, name, keys...); err != nil {
+				return err
+			}
 			return tx.QueryRow(ctx, resetKeysSQL, name, keys, durable).Scan(&n)
 		})
 		if total += n; pg.LockTimeout(err) {

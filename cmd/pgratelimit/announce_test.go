@@ -1,0 +1,78 @@
+package main
+
+import (
+	"context"
+	"path/filepath"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit/internal/forget"
+	"github.com/pgratelimit/ratelimit/internal/pgtest"
+)
+
+// Whatever gives something to a key tells processes to forget denials of it, also where the function resets because the
+// role may not delete. Nothing else does.
+func TestProcessesAreToldToForget(t *testing.T) {
+	t.Parallel()
+
+	const policy = "--policy=fixed 5/1h"
+	db := pgtest.New(t)
+	pgtest.Exec(t, db.Pool, `GRANT SELECT ON rate_limit_ephemeral TO pg_monitor;
+		GRANT EXECUTE ON ALL FUNCTIONS IN SCHEMA public TO pg_monitor`)
+	conn := pgtest.Connect(t, db)
+	pgtest.Exec(t, conn, "LISTEN "+forget.Channel)
+	told := func(want ...string) {
+		t.Helper()
+		pgtest.Exec(t, db.Pool, "NOTIFY "+forget.Channel+", 'last'")
+		ctx, cancel := context.WithTimeout(t.Context(), patience)
+		defer cancel()
+		hashes, wanted := map[string]bool{}, map[string]bool{}
+		for {
+			notification, err := conn.WaitForNotification(ctx)
+			require.NoError(t, err)
+			more, ok := forget.Read(notification.Payload)
+			if !ok {
+				break
+			}
+			for hash := range more {
+				hashes[hash] = true
+			}
+		}
+		for _, key := range want {
+			wanted[forget.Hash("login", key)] = true
+		}
+		require.Equal(t, wanted, hashes)
+	}
+	receipt := filepath.Join(t.TempDir(), "receipt")
+	take := func() {
+		for _, key := range []string{"a", "b", "c"} {
+			invoke(t, db.URL, "take", "login", key, policy).done(t)
+		}
+	}
+	take()
+	invoke(t, db.URL, "take", "login", "c", policy, "--receipt", receipt).done(t)
+	invoke(t, db.URL, "peek", "login", "c", policy).done(t)
+	told()
+	invoke(t, db.URL, "refund", receipt).done(t)
+	told("c")
+	invoke(t, db.URL, "grant", "login", "d", policy, "--cost", "1").done(t)
+	told("d")
+	invoke(t, db.URL, "reset", "login", "a").done(t)
+	told("a")
+	take()
+	invoke(t, db.URL, "reset", "login", "--all", "--yes").done(t)
+	told("a", "b", "c", "d")
+	take()
+	require.Contains(t, invoke(t, urlWith(t, db, "role=pg_monitor"), "reset", "login", "--all", "--yes").done(t), "reset 3")
+	told("a", "b", "c")
+
+	// Credit that is given is no failure, or somebody would give it again.
+	pgtest.Exec(t, db.Pool, "REVOKE EXECUTE ON FUNCTION pg_notify FROM PUBLIC")
+	o := invoke(t, urlWith(t, db, "role=pg_monitor"), "grant", "login", "secret", policy, "--cost", "1")
+	require.Zero(t, o.code)
+	require.Contains(t, o.stdout, "allowed: 6 of 5 remaining")
+	require.Regexp(t, "^warning: the credit is given, and .*pg_notify.*\n$", o.stderr)
+	require.NotContains(t, o.stderr, "secret")
+	told()
+}
