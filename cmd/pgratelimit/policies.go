@@ -85,9 +85,11 @@ func (r *policyRow) columns() []any {
 		&r.Comment, &r.Automatic, &r.ChangedBy, &r.ChangedAt}
 }
 
-// inUTC makes the times of a row those that the output has.
-func (r *policyRow) inUTC() {
-	for _, t := range []*time.Time{r.ValidFrom, r.ValidUntil, &r.ChangedAt} {
+func (r *policyRow) inUTC() { inUTC(r.ValidFrom, r.ValidUntil, &r.ChangedAt) }
+
+// inUTC makes times those that the output has.
+func inUTC(times ...*time.Time) {
+	for _, t := range times {
 		if t != nil {
 			*t = t.UTC()
 		}

@@ -86,11 +86,7 @@ func scanComparison(row pgx.CollectableRow) (c comparison, err error) {
 	for i, key := range keys {
 		c.Keys = append(c.Keys, comparedKey{Key: key, WouldDeny: wouldDeny[i], Denied: denied[i]})
 	}
-	for _, t := range []*time.Time{c.Since, c.Until} {
-		if t != nil {
-			*t = t.UTC()
-		}
-	}
+	inUTC(c.Since, c.Until)
 	return c, err
 }
 

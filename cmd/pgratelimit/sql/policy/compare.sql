@@ -2,17 +2,20 @@
 --   $1 name of the limiter
 --   $2 how many keys for each, those that it would have denied most first
 SELECT p.id, p.key, p.key_prefix, p.policy, coalesce(s.decided, 0), coalesce(s.denied, 0), coalesce(s.would_deny, 0),
-    s.first_at, s.last_at,
-    ARRAY(
-        SELECT k.key FROM rate_limit_shadow AS k WHERE k.policy_id = p.id AND k.key <> ''
-        ORDER BY k.would_deny DESC, k.key LIMIT $2::bigint),
-    ARRAY(
-        SELECT k.would_deny FROM rate_limit_shadow AS k WHERE k.policy_id = p.id AND k.key <> ''
-        ORDER BY k.would_deny DESC, k.key LIMIT $2::bigint),
-    ARRAY(
-        SELECT k.denied FROM rate_limit_shadow AS k WHERE k.policy_id = p.id AND k.key <> ''
-        ORDER BY k.would_deny DESC, k.key LIMIT $2::bigint)
+    s.first_at, s.last_at, most.keys, most.would_deny, most.denied
 FROM rate_limit_policy AS p
 LEFT JOIN rate_limit_shadow AS s ON s.policy_id = p.id AND s.key = ''
+CROSS JOIN LATERAL (
+    SELECT array_agg(k.key ORDER BY k.would_deny DESC, k.key) AS keys,
+        array_agg(k.would_deny ORDER BY k.would_deny DESC, k.key) AS would_deny,
+        array_agg(k.denied ORDER BY k.would_deny DESC, k.key) AS denied
+    FROM (
+        SELECT k.key, k.would_deny, k.denied
+        FROM rate_limit_shadow AS k
+        WHERE k.policy_id = p.id AND k.key <> ''
+        ORDER BY k.would_deny DESC, k.key
+        LIMIT $2::bigint
+    ) AS k
+) AS most
 WHERE p.name = $1::text AND p.mode = 'shadow'
 ORDER BY p.key_prefix IS NOT NULL, p.key_prefix, p.key IS NOT NULL, p.key, p.id
