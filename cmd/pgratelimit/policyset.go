@@ -96,10 +96,10 @@ func (a *app) policySetCommand() *cobra.Command {
 		Short: "Set the policy for a key, for a prefix, or for everybody",
 		Long: `Sets the policy for a key, for all keys with a prefix, or for everybody. Processes learn of it at once.
 
-Without --until and --from, it takes the place of the rows for the same that are in force or
-overridden now, also of a ban, and shows them. Rows that are yet to begin stay. With --until, it holds
-until then, and afterwards what it overrides is in force again. With --from, it begins then, and
-overrides what is in force by then. Rows of --mode shadow replace only each other.
+Without --until and --from, it replaces the rows for the same key, for the same prefix or for everybody
+that have begun, even a ban, and shows them. Rows that are yet to begin stay. With --until or --from, it
+replaces nothing. It overrides what is in force when it begins, and when it ends, that is in force again.
+Rows of --mode shadow replace and override only each other.
 
 It lowers a limit only with --force. A limit is lower if it allows less at once, or less in the long
 run, than a row that it replaces, or than the row that would otherwise be in force when it begins, be
