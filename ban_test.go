@@ -8,6 +8,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
@@ -32,26 +33,34 @@ func TestBan(t *testing.T) {
 		require.NoError(t, err)
 		return result, result.Source == SourcePolicy
 	}
-	row := func() (lasts time.Duration) {
-		return pgtest.Scalar[time.Duration](t, db.Pool, `SELECT valid_until - valid_from FROM rate_limit_policy
-			WHERE name = 'login' AND key = 'key' AND mode = 'deny' AND automatic AND comment = '5 denials within 1h0m0s'`)
+	taken, err := limiters[0].Allow(t.Context(), "key")
+	require.NoError(t, err)
+	require.True(t, taken.Allowed)
+	allow := func() (Result, error) { return limiters[0].Allow(t.Context(), "key") }
+	allowTx := func() (result Result, err error) {
+		err = pgx.BeginFunc(t.Context(), db.Pool, func(tx pgx.Tx) error {
+			result, err = limiters[0].AllowTx(t.Context(), tx, "key")
+			return err
+		})
+		return result, err
 	}
-	for _, want := range []time.Duration{time.Hour, 2 * time.Hour, 3 * time.Hour, 3 * time.Hour} {
-		tx := pgtest.Begin(t, db)
-		for denied := 0; denied < ban.Denials; {
+	for _, round := range []struct {
+		ask  func() (Result, error)
+		want time.Duration
+	}{
+		{allow, time.Hour}, {allowTx, 2 * time.Hour}, {allow, 3 * time.Hour}, {allow, 3 * time.Hour},
+	} {
+		for denied := range ban.Denials {
 			_, isBanned := banned(limiters[0]) // to look is no denial
 			require.False(t, isBanned)
-			ask := func() (Result, error) { return limiters[0].Allow(t.Context(), "key") }
-			if want == 2*time.Hour {
-				ask = func() (Result, error) { return limiters[0].AllowTx(t.Context(), tx, "key") }
-			}
-			result, err := ask()
+			looked, err := limiters[0].AllowN(t.Context(), "key", 0)
 			require.NoError(t, err)
-			if !result.Allowed {
-				denied++
-			}
+			require.False(t, looked.Allowed)
+			require.Equal(t, denied, limiters[0].space.strikes.counted("key"))
+			result, err := round.ask()
+			require.NoError(t, err)
+			require.False(t, result.Allowed)
 		}
-		require.NoError(t, tx.Rollback(t.Context()))
 		for _, l := range limiters {
 			testkit.WaitUntil(t, func() bool { _, isBanned := banned(l); return isBanned })
 		}
@@ -59,17 +68,17 @@ func TestBan(t *testing.T) {
 		require.NoError(t, err)
 		require.False(t, result.Allowed)
 		require.Equal(t, SourcePolicy, result.Source)
-		require.InDelta(t, want, result.RetryAfter, float64(time.Minute))
-		require.Equal(t, want, row())
+		require.InDelta(t, round.want, result.RetryAfter, float64(time.Minute))
+		require.Equal(t, round.want, lasts(t, db.Pool, "key"))
+		require.True(t, pgtest.Scalar[bool](t, db.Pool, `SELECT name = 'login' AND mode = 'deny' AND automatic
+			AND comment = '5 denials within 1h0m0s' FROM rate_limit_policy WHERE key = 'key'`))
 		for range 10 { // what a ban denies does not count
 			_, err := limiters[0].Allow(t.Context(), "key")
 			require.NoError(t, err)
 		}
 		require.Zero(t, limiters[0].space.strikes.counted("key"))
 
-		// The ban has ended half an hour ago.
-		pgtest.Exec(t, db.Pool, "UPDATE rate_limit_policy SET valid_from = valid_from - (valid_until - now()) - interval '30 minutes', "+
-			"valid_until = now() - interval '30 minutes'")
+		age(t, db.Pool, (round.want + 30*time.Minute).String()) // it has ended half an hour ago
 		for _, l := range limiters {
 			testkit.WaitUntil(t, func() bool { _, isBanned := banned(l); return !isBanned })
 		}
@@ -122,8 +131,9 @@ func TestBanThatCannotBeMade(t *testing.T) {
 	pgtest.Exec(t, db.Pool, "DROP FUNCTION rate_limit_ban")
 	var journal testkit.Journal
 	l := newLimiter(t, db.Pool, Config{
-		Name: "login", Policy: FixedWindow{1, time.Hour}, Policies: runningPolicies(t, db.Pool, PoliciesConfig{Logger: journal.Logger()}),
-		Ban: Ban{Denials: 1, Within: time.Hour, First: time.Hour},
+		Name: "login", Policy: FixedWindow{1, time.Hour},
+		Policies: runningPolicies(t, db.Pool, PoliciesConfig{Logger: journal.Logger()}),
+		Ban:      Ban{Denials: 1, Within: time.Hour, First: time.Hour},
 	})
 	for range 20 {
 		_, err := l.Allow(t.Context(), "secret")

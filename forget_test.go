@@ -51,12 +51,41 @@ func TestDenialsAreForgottenElsewhere(t *testing.T) {
 		require.Equal(t, SourceCachedDenial, still.Source)
 	}
 
-	// A denial that is on its way meanwhile is not remembered.
-	denials := limiters[0].client.batcher.denials
-	since := denials.snapshot()
-	denials.forgetIf(func(k denialKey) bool { return k.key == "x" })
-	p := &part{space: limiters[0].space, model: FixedWindow{1, time.Hour}, key: "x", decision: decision{decidedAt: t0}}
-	denials.remember(p, 0, denials.elapsed(), &since)
-	_, remembered := denials.lookup(p.space, p.model, "x", 1)
-	require.False(t, remembered)
+	// A denial that is on its way meanwhile is not remembered, also if it is the first one that this process sees.
+	fresh := newLimiter(t, db.Pool, Config{Name: "api", Policy: FixedWindow{1, time.Hour}})
+	for _, l := range []*Limiter{limiters[0], fresh} {
+		denials := l.client.batcher.denials
+		p := &part{space: l.space, model: FixedWindow{1, time.Hour}, key: "x", decision: decision{decidedAt: t0}}
+		since := denials.snapshot()
+		denials.forgetIf(func(k denialKey) bool { return k.key == "x" })
+		denials.remember(p, 0, denials.elapsed(), &since)
+		_, remembered := denials.lookup(p.space, p.model, "x", 1)
+		require.False(t, remembered)
+	}
+}
+
+// While a process does not listen, it hears of nothing. So it forgets all denials when it listens again.
+func TestDenialsAreForgottenWhenListeningBegins(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	p := runningPolicies(t, db.Pool, PoliciesConfig{})
+	l := newLimiter(t, db.Pool, Config{
+		Name: "api", Policy: FixedWindow{1, time.Hour}, Policies: p, Client: ClientConfig{DenialMaxAge: time.Hour},
+	})
+	testkit.WaitUntil(t, func() bool { return p.Status().Listening })
+	for range 2 {
+		_, err := l.Allow(t.Context(), "key")
+		require.NoError(t, err)
+	}
+	pgtest.Exec(t, db.Pool, "DELETE FROM rate_limit_ephemeral") // which nobody is told
+	result, err := l.Allow(t.Context(), "key")
+	require.NoError(t, err)
+	require.Equal(t, SourceCachedDenial, result.Source)
+	require.Positive(t, pgtest.Scalar[int64](t, db.Pool, endListeners))
+	testkit.WaitUntil(t, func() bool {
+		result, err := l.Allow(t.Context(), "key")
+		require.NoError(t, err)
+		return result.Allowed
+	})
 }

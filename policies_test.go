@@ -203,9 +203,10 @@ func TestPoliciesBeginAndEnd(t *testing.T) {
 	pgtest.Exec(t, db.Pool, `INSERT INTO rate_limit_policy (name, key, policy, valid_from, valid_until, comment) VALUES
 		('api', 'key', 'fixed 30/1h', now(), now() + interval '1 second', 'test'),
 		('api', 'key', 'fixed 40/1h', now() + interval '1 second', now() + interval '2 seconds', 'test'),
-		('api', 'key', 'fixed 50/1h', '-infinity', 'infinity', 'test')`)
+		('api', 'key', 'fixed 50/1h', '-infinity', 'infinity', 'test'),
+		('api', 'key', 'fixed 60/1h', now() + interval '1 hour', 'infinity', 'test')`)
 	p.knows(t, db.Pool)
-	var limits []int64
+	var limits []int64 // some of those below, if this process has no time to see all
 	testkit.WaitUntil(t, func() bool {
 		if now := limit(); len(limits) == 0 || limits[len(limits)-1] != now {
 			limits = append(limits, now)
@@ -213,6 +214,8 @@ func TestPoliciesBeginAndEnd(t *testing.T) {
 		return limits[len(limits)-1] == 20
 	})
 	require.Subset(t, []int64{30, 40, 20}, limits)
+	require.NotContains(t, limits[1:], int64(30))
+	require.NotContains(t, limits[:len(limits)-1], int64(20))
 
 	with := l.with(t, FixedWindow{11, time.Hour})
 	result, err := with.Peek(t.Context(), "key")
@@ -234,6 +237,26 @@ func TestPoliciesBeginAndEnd(t *testing.T) {
 	p.knows(t, db.Pool)
 	require.EqualValues(t, 10, limit())
 	require.Zero(t, p.Status().Rows)
+}
+
+// Rows with the same text share a policy, and the limiters that they are for count each for itself.
+func TestLimitersThatShareAPolicy(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	for _, name := range []string{"one", "two"} {
+		pgtest.Exec(t, db.Pool, addPolicy, name, "", "", "enforce", "fixed 2/1h")
+	}
+	p := runningPolicies(t, db.Pool, PoliciesConfig{})
+	for _, name := range []string{"one", "two"} {
+		l := newLimiter(t, db.Pool, Config{Name: name, Policy: FixedWindow{1, time.Hour}, Policies: p})
+		for _, remaining := range []int64{1, 0} {
+			result, err := l.Allow(t.Context(), "key")
+			require.NoError(t, err)
+			require.True(t, result.Allowed)
+			require.Equal(t, remaining, result.Remaining)
+		}
+	}
 }
 
 // A limiter with policies asks the database no more than one without.

@@ -164,6 +164,12 @@ func TestPoliciesAreReadAnew(t *testing.T) {
 	pgtest.Exec(t, db.Pool, "DELETE FROM rate_limit_policy WHERE key = 'c'")
 	pgtest.Exec(t, db.Pool, "TRUNCATE rate_limit_policy_history")
 	testkit.WaitUntil(t, func() bool { return p.Status().Rows == 1 })
+
+	// So is a server that has another past than the one before it, as after a failover.
+	pgtest.Exec(t, db.Pool, addPolicy, "api", "d", "", "deny", "")
+	testkit.WaitUntil(t, func() bool { return p.Status().Listening })
+	pgtest.Scalar[int64](t, db.Pool, endListeners)
+	testkit.WaitUntil(t, func() bool { return p.Status().Rows == 2 })
 }
 
 // An application that listens itself, with a pool that it holds, and statements that may not take long, keeps nothing

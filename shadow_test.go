@@ -292,9 +292,26 @@ func TestShadowsAreReported(t *testing.T) {
 	require.Zero(t, pgtest.Scalar[int64](t, db.Pool, "SELECT count(*) FROM rate_limit_shadow WHERE would_deny <= 1000 AND key <> ''"))
 
 	// Of a policy that is gone, or has become another one, nothing is kept or taken.
+	_, err := l.Allow(t.Context(), "c")
+	require.NoError(t, err)
 	pgtest.Exec(t, db.Pool, "UPDATE rate_limit_policy SET policy = 'fixed 3/1h'")
+	p.knows(t, db.Pool)
+	require.NoError(t, p.reportOnce(t.Context()))
 	require.Zero(t, pgtest.Scalar[int64](t, db.Pool, "SELECT count(*) FROM rate_limit_shadow"))
 	pgtest.Exec(t, db.Pool, "DELETE FROM rate_limit_policy")
 	pgtest.Exec(t, db.Pool, report)
 	require.Zero(t, pgtest.Scalar[int64](t, db.Pool, "SELECT count(*) FROM rate_limit_shadow"))
+}
+
+// Of the keys that a shadow would have denied, as many are counted as are reported. The others count in the sums.
+func TestShadowsCountSoManyKeys(t *testing.T) {
+	t.Parallel()
+
+	p := &Policies{running: true}
+	l := &Limiter{space: &keyspace{policies: p}}
+	for i := range maxReported + 10 {
+		l.count(&rule{ID: 7}, fmt.Sprint(i), &Result{Shadow: &Result{}})
+	}
+	require.Len(t, p.shadows[7].keys, maxReported)
+	require.EqualValues(t, maxReported+10, p.shadows[7].wouldDeny)
 }
