@@ -353,7 +353,8 @@ func compareOne(t *testing.T, pool *pgxpool.Pool, title string, p modelPart, clo
 func compareAll(t *testing.T, pool *pgxpool.Pool, title string, requests []modelRequest, clock int64, skip bool) {
 	t.Helper()
 	got := map[int64]decision{}
-	args := append(append(allArrays(requests), nil, nil, time.UnixMicro(clock)), append(allRefunds(requests), skip, allZones(requests))...)
+	args := append(allArrays(requests), nil, nil, time.UnixMicro(clock))
+	args = append(append(args, allRefunds(requests)...), skip, allZones(requests))
 	err := queryDecisions(t.Context(), pool, allStatement, args, func(ord int64, d decision) { got[ord] = d })
 	require.NoError(t, err, "%s\n%v", title, requests)
 	ord := int64(0)

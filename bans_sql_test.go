@@ -30,7 +30,8 @@ func ban(t *testing.T, db pgtest.Querier, key string) banned {
 // age makes all bans older.
 func age(t *testing.T, db pgtest.Executor, by string) {
 	t.Helper()
-	pgtest.Exec(t, db, "UPDATE rate_limit_policy SET valid_from = valid_from - $1::interval, valid_until = valid_until - $1::interval", by)
+	pgtest.Exec(t, db, `UPDATE rate_limit_policy
+		SET valid_from = valid_from - $1::interval, valid_until = valid_until - $1::interval`, by)
 }
 
 // lasts is how long the newest ban of a key lasts.
@@ -58,13 +59,11 @@ func TestBansBecomeLonger(t *testing.T) {
 		next := ban(t, db.Pool, "k")
 		require.True(t, next.Made)
 		require.Equal(t, want, lasts(t, db.Pool, "k"))
-		require.Equal(t, 1, pgtest.Scalar[int](t, db.Pool, "SELECT count(*) FROM rate_limit_policy")) // it takes the place of the last
+		// It takes the place of the last.
+		require.Equal(t, 1, pgtest.Scalar[int](t, db.Pool, "SELECT count(*) FROM rate_limit_policy"))
 	}
-	row := db.Pool.QueryRow(t.Context(), "SELECT mode, policy IS NULL, automatic, comment, now() BETWEEN valid_from AND valid_until FROM rate_limit_policy")
-	var mode, comment string
-	var none, automatic, now bool
-	require.NoError(t, row.Scan(&mode, &none, &automatic, &comment, &now))
-	require.Equal(t, []any{"deny", true, true, "too many", true}, []any{mode, none, automatic, comment, now})
+	require.True(t, pgtest.Scalar[bool](t, db.Pool, `SELECT mode = 'deny' AND policy IS NULL AND automatic
+		AND comment = 'too many' AND now() BETWEEN valid_from AND valid_until FROM rate_limit_policy`))
 
 	age(t, db.Pool, "27h") // forgiven a day after its end
 	require.True(t, ban(t, db.Pool, "k").Made)
@@ -133,7 +132,8 @@ func TestForgivenBansAreClearedAway(t *testing.T) {
 
 	db := pgtest.New(t)
 	pgtest.Exec(t, db.Pool, `INSERT INTO rate_limit_policy (name, key, mode, valid_from, valid_until, comment, automatic)
-		SELECT CASE n WHEN 1 THEN 'm' ELSE 'n' END, n, 'deny', '2000-01-01', CASE n WHEN 2 THEN now() ELSE '2001-01-01' END, 'why', n <> 3
+		SELECT CASE n WHEN 1 THEN 'm' ELSE 'n' END, n, 'deny', '2000-01-01',
+			CASE n WHEN 2 THEN now() ELSE '2001-01-01' END, 'why', n <> 3
 		FROM generate_series(1, 28) AS n`)
 	count := func() int { return pgtest.Scalar[int](t, db.Pool, "SELECT count(*) FROM rate_limit_policy") }
 	ban(t, db.Pool, "a")
@@ -177,10 +177,12 @@ func TestBansThatMakeNoSense(t *testing.T) {
 
 	db := pgtest.New(t)
 	for _, arguments := range []string{
-		"'n', 'k', '0', '1h', '1h', 'why'", "'n', 'k', '-1h', '1h', '1h', 'why'", "'n', 'k', NULL, '1h', '1h', 'why'", "'n', 'k', '1h', '59min', '1h', 'why'",
-		"'n', 'k', '1h', NULL, '1h', 'why'", "'n', 'k', '1h', '1h', '-1us', 'why'", "'n', 'k', '1h', '1h', NULL, 'why'", "NULL, 'k', '1h', '1h', '1h', 'why'",
-		"'n', '', '1h', '1h', '1h', 'why'", "'n', repeat('k', 513), '1h', '1h', '1h', 'why'", "'n', 'k', '1h', '1h', '1h', ''", "'n', 'k', '1h', '1h', '1h', NULL",
-		"'', 'k', '1h', '1h', '1h', 'why'",
+		"'n', 'k', '0', '1h', '1h', 'why'", "'n', 'k', '-1h', '1h', '1h', 'why'", "'n', 'k', NULL, '1h', '1h', 'why'",
+		"'n', 'k', '1h', '59min', '1h', 'why'", "'n', 'k', '1h', NULL, '1h', 'why'",
+		"'n', 'k', '1h', '1h', '-1us', 'why'", "'n', 'k', '1h', '1h', NULL, 'why'",
+		"'', 'k', '1h', '1h', '1h', 'why'", "NULL, 'k', '1h', '1h', '1h', 'why'",
+		"'n', '', '1h', '1h', '1h', 'why'", "'n', repeat('k', 513), '1h', '1h', '1h', 'why'",
+		"'n', 'k', '1h', '1h', '1h', ''", "'n', 'k', '1h', '1h', '1h', NULL",
 	} {
 		refused(t, db.Pool, "ban", "SELECT rate_limit_ban("+arguments+")", "22023")
 	}

@@ -159,7 +159,10 @@ func TestNeverMoreThanTheLimitAndWhatWasGranted(t *testing.T) {
 	for range 500 {
 		limit, window := d.window()
 		limit = min(limit, 1<<40)
-		p := []model{FixedWindow{limit, window}, SlidingWindow{limit, window}, TokenBucket{limit, 1 + limit, window}, SlidingLog{limit, window}, d.calendar()}[d(5)]
+		p := []model{
+			FixedWindow{limit, window}, SlidingWindow{limit, window}, TokenBucket{limit, 1 + limit, window},
+			SlidingLog{limit, window}, d.calendar(),
+		}[d(5)]
 		if calendar, ok := p.(CalendarWindow); ok {
 			calendar.Limit = limit
 			p = calendar

@@ -35,7 +35,8 @@ func TestExplain(t *testing.T) {
 	until := pgtest.Scalar[time.Time](t, db.Pool, `INSERT INTO rate_limit_policy (name, key, mode, valid_until, comment)
 		VALUES ('api', 'key', 'deny', now() + interval '1 hour', 'test') RETURNING valid_until`)
 	p.knows(t, db.Pool)
-	require.Equal(t, Explanation{Origin: OriginEverybody, Row: 1, Mode: "enforce", Policy: FixedWindow{20, time.Hour}}, explain("other"))
+	require.Equal(t, Explanation{Origin: OriginEverybody, Row: 1, Mode: "enforce", Policy: FixedWindow{20, time.Hour}},
+		explain("other"))
 	require.Equal(t, Explanation{Origin: OriginPrefix, Row: 2, Prefix: "ke", Mode: "off"}, explain("kept"))
 	e := explain("key")
 	require.True(t, until.Equal(e.Until))

@@ -30,8 +30,8 @@ func BenchmarkPolicies(b *testing.B) {
 			shared := sharedPolicy{FixedWindow{1, time.Hour}, new(atomic.Pointer[Limiter])}
 			before := heap()
 			for id := range int64(101_000) {
-				r := &rule{ID: id, Name: "api", Value: ruling{mode: modeEnforce, from: alwaysBegun, until: noEnd, sharedPolicy: shared}}
-				r.Target, r.Text = rulebook.Key, fmt.Sprintf("customer:%d", id)
+				r := &rule{ID: id, Name: "api", Target: rulebook.Key, Text: fmt.Sprintf("customer:%d", id)}
+				r.Value = ruling{mode: modeEnforce, from: alwaysBegun, until: noEnd, sharedPolicy: shared}
 				if id >= 100_000 {
 					r.Target, r.Text = rulebook.Prefix, fmt.Sprintf("tenant:%d:", id)
 				}

@@ -75,7 +75,8 @@ func TestPoliciesThatNobodyCouldRead(t *testing.T) {
 
 	db := pgtest.New(t)
 	pgtest.Exec(t, db.Pool, addPolicySQL, "secret", "fixed 1/1h")
-	const columns = "INSERT INTO rate_limit_policy (name, key, key_prefix, mode, policy, valid_from, valid_until, comment, automatic) VALUES "
+	const columns = "INSERT INTO rate_limit_policy " +
+		"(name, key, key_prefix, mode, policy, valid_from, valid_until, comment, automatic) VALUES "
 	for values, want := range map[string]string{
 		"(NULL, 'secret', NULL, 'off', NULL, now(), 'infinity', 'why', false)":                                     "name",
 		"('', 'secret', NULL, 'off', NULL, now(), 'infinity', 'why', false)":                                       "name",
@@ -113,7 +114,8 @@ func TestPoliciesThatNobodyCouldRead(t *testing.T) {
 		refusedPolicy(t, db.Pool, columns+values, want)
 	}
 	for change, want := range map[string]string{
-		"SET id = DEFAULT": "id", "SET name = ''": "name", "SET mode = 'deny'": "policy", "SET policy = 'none'": "policy", "SET comment = ''": "comment",
+		"SET id = DEFAULT": "id", "SET name = ''": "name", "SET mode = 'deny'": "policy",
+		"SET policy = 'none'": "policy", "SET comment = ''": "comment",
 		"SET key_prefix = 'secr'": "key_prefix", "SET valid_until = '-infinity'": "valid_until",
 	} {
 		refusedPolicy(t, db.Pool, "UPDATE rate_limit_policy "+change, want)
@@ -176,7 +178,8 @@ func TestHistoryOfPolicies(t *testing.T) {
 	me := pgtest.Scalar[string](t, conn, "SELECT session_user::text")
 	pgtest.Exec(t, conn, "GRANT SELECT, INSERT, UPDATE, DELETE ON rate_limit_policy TO pg_monitor; SET ROLE pg_monitor")
 	for _, sql := range []string{
-		"INSERT INTO rate_limit_policy (name, key, policy, comment, changed_by, changed_at) VALUES ('n', E'a\nb', 'fixed 1/1h', 'one', 'somebody else', '2001-01-01')",
+		`INSERT INTO rate_limit_policy (name, key, policy, comment, changed_by, changed_at)
+			VALUES ('n', E'a\nb', 'fixed 1/1h', 'one', 'somebody else', '2001-01-01')`,
 		"UPDATE rate_limit_policy SET policy = 'fixed 2/1h', comment = 'two', changed_by = 'somebody else'",
 		"UPDATE rate_limit_policy SET comment = 'nobody' WHERE name = 'none'",
 		"DELETE FROM rate_limit_policy",
@@ -285,7 +288,8 @@ func TestProcessesReadWhatHasChanged(t *testing.T) {
 	require.Equal(t, []string{"fixed 3/1h", "fixed 5/1h"}, all.policies())
 
 	// What people have written comes first, and bans that end soon come last.
-	pgtest.Exec(t, db.Pool, `SELECT rate_limit_ban('n', 'x', '1h', '1h', '1h', 'why'), rate_limit_ban('n', 'y', '2h', '2h', '1h', 'why')`)
+	pgtest.Exec(t, db.Pool, "SELECT rate_limit_ban('n', 'x', '1h', '1h', '1h', 'why')")
+	pgtest.Exec(t, db.Pool, "SELECT rate_limit_ban('n', 'y', '2h', '2h', '1h', 'why')")
 	pgtest.Exec(t, db.Pool, addPolicySQL, "f", "fixed 6/1h")
 	require.Equal(t, []string{"a", "e", "f", "y", "x"}, pgtest.Scalar[[]string](t, db.Pool,
 		"SELECT array_agg(p.key) FROM rate_limit_policies() AS p"))
@@ -434,7 +438,8 @@ func TestPoliciesNeedNothingButExecute(t *testing.T) {
 
 	db := pgtest.New(t)
 	pool := application(t, db)
-	const read, ban = "SELECT count(*) FROM public.rate_limit_policies()", "SELECT made FROM public.rate_limit_ban('n', 'k', '1h', '1h', '1h', 'why')"
+	const read = "SELECT count(*) FROM public.rate_limit_policies()"
+	const ban = "SELECT made FROM public.rate_limit_ban('n', 'k', '1h', '1h', '1h', 'why')"
 	pgtest.Exec(t, db.Pool, "REVOKE ALL ON FUNCTION rate_limit_policies, rate_limit_ban FROM pg_monitor")
 	for _, sql := range []string{read, ban} {
 		refused(t, pool, sql, sql, "42501")

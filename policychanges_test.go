@@ -88,7 +88,8 @@ func TestHistoriesInWhichPoliciesChange(t *testing.T) {
 			now = now.Add(time.Duration(rand.IntN(40)) * time.Second)
 			if rand.IntN(4) == 0 {
 				target := []string{"", "ke", "key"}[rand.IntN(3)]
-				pgtest.Exec(t, db.Pool, "DELETE FROM rate_limit_policy WHERE name = $1 AND coalesce(key, key_prefix, '') = $2", name, target)
+				pgtest.Exec(t, db.Pool,
+					"DELETE FROM rate_limit_policy WHERE name = $1 AND coalesce(key, key_prefix, '') = $2", name, target)
 				delete(inForce, target)
 				if rand.IntN(3) > 0 {
 					inForce[target] = random()
@@ -125,7 +126,8 @@ func TestWaitersHearOfPolicies(t *testing.T) {
 	db := pgtest.New(t)
 	p := runningPolicies(t, db.Pool, PoliciesConfig{})
 	l := newLimiter(t, db.Pool, Config{
-		Name: "api", Policy: FixedWindow{10, time.Hour}, Policies: p, Ban: Ban{Denials: 2, Within: time.Hour, First: time.Hour},
+		Name: "api", Policy: FixedWindow{10, time.Hour}, Policies: p,
+		Ban: Ban{Denials: 2, Within: time.Hour, First: time.Hour},
 	})
 	full, err := l.AllowN(t.Context(), "key", 10)
 	require.NoError(t, err)

@@ -21,7 +21,8 @@ import (
 
 // endListeners ends the connections on which policies listen, and tells how many there were.
 const endListeners = `SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity
-	WHERE datname = current_database() AND pid <> pg_backend_pid() AND (query = 'LISTEN rate_limit' OR query LIKE '%rate_limit_policies%')`
+	WHERE datname = current_database() AND pid <> pg_backend_pid()
+		AND (query = 'LISTEN rate_limit' OR query LIKE '%rate_limit_policies%')`
 
 // Many processes, many changes at once, some in transactions that take long, some rolled back, and listeners that are
 // killed all the time: in the end everybody knows what is in the table.
@@ -139,7 +140,8 @@ func TestPoliciesWhileTheDatabaseIsAway(t *testing.T) {
 	p.knows(t, db.Pool)
 	require.NoError(t, p.Status().Err)
 	testkit.WaitUntil(t, func() bool { return p.Status().Listening })
-	require.Regexp(t, `(?s)policies cannot be read, and what was known last stays in force.*policies can be read again`, journal.String())
+	require.Regexp(t, `(?s)policies cannot be read, and what was known last stays in force.*policies can be read again`,
+		journal.String())
 	require.Len(t, journal.Lines(), 2, journal.String())
 }
 

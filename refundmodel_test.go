@@ -235,7 +235,10 @@ func TestRefundBehindTheClockCountsNoMore(t *testing.T) {
 // What came out of credit goes back as credit, and before the rest; but not to a row that was made since.
 func TestRefundGivesCreditBackAsCredit(t *testing.T) {
 	t.Parallel()
-	for _, p := range []model{FixedWindow{10, time.Minute}, SlidingWindow{10, time.Minute}, TokenBucket{10, 1, time.Hour}, SlidingLog{10, time.Minute}, CalendarWindow{10, Minute, ""}} {
+	for _, p := range []model{
+		FixedWindow{10, time.Minute}, SlidingWindow{10, time.Minute}, TokenBucket{10, 1, time.Hour},
+		SlidingLog{10, time.Minute}, CalendarWindow{10, Minute, ""},
+	} {
 		s, _ := grant(p, state{}, c0, 5)
 		s, _ = p.decide(s, c1, 8)
 		s, d := p.decide(s, c2, 6)

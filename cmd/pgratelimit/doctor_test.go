@@ -157,7 +157,8 @@ func TestDoctorFindsWhatIsWrong(t *testing.T) {
 		"behind": {
 			sql: `DROP TABLE rate_limit_policy, rate_limit_policy_history, rate_limit_shadow;
 				DROP FUNCTION rate_limit_policies, rate_limit_ban, rate_limit_report, _rate_limit_check_policy, _rate_limit_note_policy;
-				DROP FUNCTION rate_limit_sweep; DROP TABLE rate_limit_sweeper; CREATE OR REPLACE FUNCTION rate_limit_version() RETURNS bigint LANGUAGE sql IMMUTABLE AS ' SELECT 2::bigint '`,
+				DROP FUNCTION rate_limit_sweep; DROP TABLE rate_limit_sweeper;
+				CREATE OR REPLACE FUNCTION rate_limit_version() RETURNS bigint LANGUAGE sql IMMUTABLE AS ' SELECT 2::bigint '`,
 			check: "migrations", level: problem, found: "not applied: 3 create_sweep, 4 create_policies", do: "run `pgratelimit migrate up`",
 		},
 		"dropped table": {
@@ -207,7 +208,8 @@ func TestDoctorFindsWhatIsWrong(t *testing.T) {
 			check: "objects", level: problem, found: "table rate_limit_policy_history is missing", do: "put the policies aside",
 		},
 		"a policy of a newer release": {
-			sql: `SET session_replication_role = replica; UPDATE rate_limit_policy SET policy = 'leap 1/1m' WHERE key = 'customer:42'; RESET session_replication_role;
+			sql: `SET session_replication_role = replica;
+				UPDATE rate_limit_policy SET policy = 'leap 1/1m' WHERE key = 'customer:42'; RESET session_replication_role;
 				INSERT INTO rate_limit_policy (name, mode, comment) VALUES ('api', 'off', 'why')`,
 			check: "policies", level: problem, found: "rows with a policy that this release cannot read (id 1)", do: "`DELETE FROM public.rate_limit_policy WHERE id IN (1)`",
 		},

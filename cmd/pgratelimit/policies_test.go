@@ -80,15 +80,17 @@ func TestPolicySetForAWhile(t *testing.T) {
 	require.WithinDuration(t, pgtest.Scalar[time.Time](t, db.Pool, "SELECT now()"), *c.Added.ValidFrom, time.Hour)
 	require.Equal(t, []string{"in force enforce sliding 200/1m", "overridden enforce sliding 100/1m"}, gets(t, db.URL, "a"))
 
-	c = changed(t, db.URL, "policy", "set", "api", "--key", "a", "--off", why, "--until", "2100-01-02T18:00:00+01:00", "--from", "2100-01-02")
+	c = changed(t, db.URL, "policy", "set", "api", "--key", "a", "--off", why,
+		"--from", "2100-01-02", "--until", "2100-01-02T18:00:00+01:00")
 	require.Equal(t, time.Date(2100, 1, 2, 0, 0, 0, 0, time.UTC), *c.Added.ValidFrom)
 	require.Equal(t, 17*time.Hour, c.Added.ValidUntil.Sub(*c.Added.ValidFrom))
 	c = changed(t, db.URL, "policy", "set", "api", "--key", "a", "sliding 300/1m", why, "--from", "1d", "--until", "2h")
 	require.Equal(t, 2*time.Hour, c.Added.ValidUntil.Sub(*c.Added.ValidFrom)) // from the beginning on
 	require.Equal(t, "sliding 200/1m", *c.Overrides.Policy)                   // which then is still in force
-	require.Contains(t, invoke(t, db.URL, "policy", "set", "api", "--key", "a", "sliding 400/1m", why, "--from", "2d", "--dry-run").done(t),
+	set := []string{"policy", "set", "api", "--key", "a", "sliding 400/1m", why, "--from", "2d"}
+	require.Contains(t, invoke(t, db.URL, append(set, "--dry-run")...).done(t),
 		"would be overridden  api      key a  enforce  sliding 100/1m")
-	c = changed(t, db.URL, "policy", "set", "api", "--key", "a", "sliding 400/1m", why, "--from", "2d")
+	c = changed(t, db.URL, set...)
 	require.Nil(t, c.Added.ValidUntil)
 	require.Equal(t, []string{
 		"not yet off off", "not yet enforce sliding 400/1m", "not yet enforce sliding 300/1m",
@@ -169,8 +171,10 @@ func TestPolicySetLowersOnlyByForce(t *testing.T) {
 	require.True(t, changed(t, db.URL, "policy", "set", "api", "--key", "c", "sliding 99/1m", why, "--dry-run").Lowers)
 	require.False(t, changed(t, db.URL, "policy", "set", "api", "--key", "d", "sliding 1/1m", why, "--dry-run").Lowers)
 	// A policy that cannot be read cannot be compared.
-	pgtest.Exec(t, db.Pool, "SET session_replication_role = replica; UPDATE rate_limit_policy SET policy = 'leap 1/1m' WHERE key = 'c'; RESET session_replication_role")
-	invoke(t, db.URL, "policy", "set", "api", "--key", "c", "sliding 999/1m", why).complains(t, exitFailed, "from leap 1/1m", "--force")
+	pgtest.Exec(t, db.Pool, `SET session_replication_role = replica;
+		UPDATE rate_limit_policy SET policy = 'leap 1/1m' WHERE key = 'c'; RESET session_replication_role`)
+	invoke(t, db.URL, "policy", "set", "api", "--key", "c", "sliding 999/1m", why).
+		complains(t, exitFailed, "from leap 1/1m", "--force")
 }
 
 // A dry run tells the same as a run, and changes nothing. It needs no right to change anything.
@@ -231,8 +235,8 @@ func TestPoliciesAreListed(t *testing.T) {
 	changed(t, db.URL, "policy", "set", "api", "--key", "line\nbreak", "sliding 100/1m", "--comment", "bell\a, 2 lines\nof text")
 	changed(t, db.URL, "policy", "set", "api", "--key", "line\nbreak", "sliding 200/1m", why, "--until", "2100-01-01")
 	changed(t, db.URL, "policy", "set", "login", "--everybody", "--off", why, "--from", "2100-01-01")
-	pgtest.Exec(t, db.Pool, `INSERT INTO rate_limit_policy (name, key_prefix, mode, valid_from, comment) VALUES ('api', 'p', 'deny', '-infinity', 'why');
-		INSERT INTO rate_limit_policy (name, key_prefix, mode, valid_from, valid_until, comment) VALUES ('api', 'ended', 'deny', '2000-01-01', '2001-01-01', 'why');
+	pgtest.Exec(t, db.Pool, `INSERT INTO rate_limit_policy (name, key_prefix, mode, valid_from, valid_until, comment)
+		VALUES ('api', 'p', 'deny', '-infinity', 'infinity', 'why'), ('api', 'ended', 'deny', '2000-01-01', '2001-01-01', 'why');
 		SELECT rate_limit_ban('api', 'b', '1h', '1h', '1h', 'too many')`)
 	out := invoke(t, db.URL, "policy", "list").done(t)
 	lines := strings.Split(out, "\n")
@@ -242,7 +246,8 @@ func TestPoliciesAreListed(t *testing.T) {
 	require.Regexp(t, `^in force +api +prefix p +deny +always +postgres +why$`, lines[3])
 	require.Regexp(t, `^not yet +login +everybody +off +2100-01-01 00:00:00Z +postgres +why$`, lines[4])
 	require.Equal(t, []string{"", "bans that limiters have made: 1; --bans lists them", ""}, lines[5:])
-	require.Regexp(t, `(?m)^in force +api +key b +deny +20\S+ \S+Z +20\S+ \S+Z +postgres \(limiter\) +too many$`, invoke(t, db.URL, "policy", "list", "--bans").done(t))
+	require.Regexp(t, `(?m)^in force +api +key b +deny +20\S+ \S+Z +20\S+ \S+Z +postgres \(limiter\) +too many$`,
+		invoke(t, db.URL, "policy", "list", "--bans").done(t))
 	require.NotContains(t, invoke(t, db.URL, "policy", "list", "login").done(t), "api")
 	listed := decode[struct {
 		Policies []policyRow `json:"policies"`
@@ -300,12 +305,13 @@ func TestOperatorsTakeTurns(t *testing.T) {
 	db := pgtest.New(t)
 	other := pgtest.Begin(t, db)
 	pgtest.Exec(t, other, "INSERT INTO rate_limit_policy (name, key, policy, comment) VALUES ('api', 'a', 'sliding 100/1m', 'why')")
-	set := testkit.Later(func() (outcome, error) {
-		return invoke(t, db.URL, "policy", "set", "api", "--key", "a", "sliding 200/1m", why, "--json", "--timeout", patience.String()), nil
-	})
-	lower := testkit.Later(func() (outcome, error) {
-		return invoke(t, db.URL, "policy", "set", "api", "--key", "a", "sliding 50/1m", why, "--timeout", patience.String()), nil
-	})
+	later := func(policy string) func() (outcome, error) {
+		return testkit.Later(func() (outcome, error) {
+			return invoke(t, db.URL, "policy", "set", "api", "--key", "a", policy, why, "--json",
+				"--timeout", patience.String()), nil
+		})
+	}
+	set, lower := later("sliding 200/1m"), later("sliding 50/1m")
 	pgtest.WaitUntilBlocked(t, db.Pool, 2)
 	invoke(t, db.URL, "policy", "set", "api", "--key", "a", "sliding 200/1m", why, "--timeout", "20ms").
 		complains(t, exitFailed, "57014", "--timeout allows")
@@ -326,7 +332,8 @@ func TestPoliciesThatCannotBeChanged(t *testing.T) {
 	db := pgtest.New(t)
 	stranger := urlWith(t, db, "role=pg_monitor")
 	commands := [][]string{
-		{"policy", "list"}, {"policy", "get", "api", "secret"}, {"policy", "history"}, {"explain", "api", "secret"}, {"unban", "api", "secret"},
+		{"policy", "list"}, {"policy", "get", "api", "secret"}, {"policy", "history"}, {"explain", "api", "secret"},
+		{"unban", "api", "secret"},
 		{"policy", "set", "api", "--key", "secret", "sliding 1/1m", why}, {"policy", "unset", "api", "--key", "secret"},
 		{"ban", "api", "secret", "--for", "1h", why},
 	}
@@ -335,7 +342,9 @@ func TestPoliciesThatCannotBeChanged(t *testing.T) {
 		o.complains(t, exitFailed, "42501", "rate_limit_policy_admin", "rate_limit_reader", "deploy/grants.sql")
 		require.NotContains(t, o.stderr, "secret")
 	}
-	for _, args := range [][]string{{"policy", "get", "api", "secret\xff"}, {"policy", "set", "api", "--prefix=secret\xff", "--off", why}} {
+	for _, args := range [][]string{
+		{"policy", "get", "api", "secret\xff"}, {"policy", "set", "api", "--prefix=secret\xff", "--off", why},
+	} {
 		o := invoke(t, db.URL, args...)
 		o.complains(t, exitUsage, "encoding")
 		require.NotContains(t, o.stderr, "secret")
@@ -380,7 +389,8 @@ func TestForeignTriggersOfPoliciesAreNotRun(t *testing.T) {
 	} {
 		db := pgtest.New(t)
 		pgtest.Exec(t, db.Pool, sql)
-		invoke(t, db.URL, "policy", "unset", "api", "--everybody").complains(t, exitFailed, "table public.rate_limit_policy", "is not what the migrations make")
+		invoke(t, db.URL, "policy", "unset", "api", "--everybody").
+			complains(t, exitFailed, "table public.rate_limit_policy", "is not what the migrations make")
 	}
 	for _, table := range []string{"rate_limit_policy", "rate_limit_policy_history"} {
 		db := pgtest.New(t)
@@ -507,7 +517,8 @@ func TestPolicyCommandsUseTheIndex(t *testing.T) {
 			SELECT 'api', 'key ' || n, 'deny', 'why' FROM generate_series(1, 20000) AS n`)
 		pgtest.Exec(t, conn, "ANALYZE rate_limit_policy")
 	}, func() {
-		rows, _, err := applyingPolicies(context.WithoutCancel(t.Context()), anyTx{conn: conn}, "api", policyTarget{key: &[]string{"key 7"}[0]}, false)
+		key := "key 7"
+		rows, _, err := applyingPolicies(t.Context(), anyTx{conn: conn}, "api", policyTarget{key: &key}, false)
 		require.NoError(t, err)
 		require.Len(t, rows, 1)
 	})
