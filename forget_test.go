@@ -50,17 +50,31 @@ func TestDenialsAreForgottenElsewhere(t *testing.T) {
 		require.NoError(t, err)
 		require.Equal(t, SourceCachedDenial, still.Source)
 	}
+}
 
-	// A denial that is on its way meanwhile is not remembered, also if it is the first one that this process sees.
-	fresh := newLimiter(t, db.Pool, Config{Name: "api", Policy: FixedWindow{1, time.Hour}})
-	for _, l := range []*Limiter{limiters[0], fresh} {
-		denials := l.client.batcher.denials
-		p := &part{space: l.space, model: FixedWindow{1, time.Hour}, key: "x", decision: decision{decidedAt: t0}}
-		since := denials.snapshot()
-		denials.forgetIf(func(k denialKey) bool { return k.key == "x" })
-		denials.remember(p, 0, denials.elapsed(), &since)
-		_, remembered := denials.lookup(p.space, p.model, "x", 1)
-		require.False(t, remembered)
+// A denial that is on its way while others say what was given is not remembered, also if it is the first one.
+func TestDenialsOnTheirWayAreForgotten(t *testing.T) {
+	t.Parallel()
+
+	for _, isFirst := range []bool{true, false} {
+		for _, told := range []bool{true, false} {
+			d, clock := newTestDenials(FixedWindow{1, time.Hour}, time.Hour)
+			if !isFirst {
+				rememberDenied(d, "other", clock)
+			}
+			since := d.snapshot()
+			if told {
+				d.forgetIf(func(k denialKey) bool { return k.key == "key" })
+			}
+			taken, _ := d.policy.decide(state{}, clock.at.UnixMicro(), 1)
+			_, denied := d.policy.decide(taken, clock.at.UnixMicro(), 1)
+			denied.decidedAt = clock.at
+			d.remember("key", denied, d.elapsed(), d.elapsed(), &since)
+			_, remembered := d.deny("key", 1)
+			require.Equal(t, told, !remembered)
+			_, remembered = d.deny("other", 1)
+			require.Equal(t, !isFirst, remembered)
+		}
 	}
 }
 
