@@ -65,6 +65,10 @@ func TestPolicySetReplacesWhatIsInForce(t *testing.T) {
 	}, gets(t, db.URL, "a"))
 	require.Equal(t, []string{"in force enforce sliding 300/1m", "overridden enforce sliding 10/1m"}, gets(t, db.URL, "ab"))
 	require.Equal(t, []string{"in force enforce sliding 10/1m"}, gets(t, db.URL))
+	changed(t, db.URL, "policy", "set", "api", "--prefix", "ab", "sliding 400/1m", why)
+	require.Equal(t, []string{
+		"in force enforce sliding 400/1m", "overridden enforce sliding 300/1m", "overridden enforce sliding 10/1m",
+	}, gets(t, db.URL, "abc"))
 }
 
 // What has an end overrides what is there, which is in force again afterwards.
