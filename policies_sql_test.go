@@ -557,6 +557,9 @@ func TestBansBesideOtherPolicies(t *testing.T) {
 	const ban = "SELECT made FROM rate_limit_ban('n', 'k', '1h', '1h', '1h', 'why')"
 	pgtest.Exec(t, db.Pool, "INSERT INTO rate_limit_policy (name, key, mode, comment) VALUES ('n', 'k', 'deny', 'why')")
 	require.False(t, pgtest.Scalar[bool](t, db.Pool, ban))
+	pgtest.Exec(t, db.Pool, `INSERT INTO rate_limit_policy (name, key, mode, policy, comment)
+		VALUES ('n', 'k', 'shadow', 'fixed 1/1h', 'why')`) // which overrides nothing
+	require.False(t, pgtest.Scalar[bool](t, db.Pool, ban))
 	pgtest.Exec(t, db.Pool, "INSERT INTO rate_limit_policy (name, key, policy, comment) VALUES ('n', 'k', 'fixed 1/1h', 'why')")
 	require.True(t, pgtest.Scalar[bool](t, db.Pool, ban))
 	require.False(t, pgtest.Scalar[bool](t, db.Pool, ban))
