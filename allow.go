@@ -69,6 +69,13 @@ func (l *Limiter) allow(ctx context.Context, key string, n int64, shadows bool) 
 	if shadows {
 		beside = l.shadowOf(key)
 	}
+	leases := l.client.batcher.leases
+	leased := in.space.lease != nil && beside == nil && n > 0
+	if leased {
+		if result, ok := leases.spend(in.space, in.policy, key, n); ok {
+			return result, nil
+		}
+	}
 	if in.remembers() && n > 0 {
 		if result, ok := in.remembered(beside, key, n); ok {
 			l.count(beside, key, &result)
@@ -79,6 +86,9 @@ func (l *Limiter) allow(ctx context.Context, key string, n int64, shadows bool) 
 	if beside != nil {
 		r.shadow = l.newShadow(beside, key, n)
 	}
+	if leased {
+		r.ahead = leases.ahead(in, key, n)
+	}
 	if err := l.client.queue.submit(ctx, r); err != nil {
 		if isAway(err) && !l.space.returnsErrors {
 			return in.answerOnFailure(key, n), nil
@@ -88,8 +98,11 @@ func (l *Limiter) allow(ctx context.Context, key string, n int64, shadows bool) 
 	result = r.result()
 	result.Shadow = r.shadow.result()
 	l.client.requests.put(r)
-	if n > 0 {
+	switch {
+	case n > 0:
 		l.count(beside, key, &result)
+	case in.space.lease != nil: // a look
+		result.add(leases.held(in.space, in.policy, key))
 	}
 	return result, nil
 }

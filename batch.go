@@ -32,6 +32,7 @@ type batcher struct {
 	breaker  *breaker
 	log      *troubleLog
 	denials  *denials // nil if none are remembered
+	leases   *leases
 	held     *heldKeys
 	observer *Observer
 	timeout  time.Duration
@@ -124,12 +125,16 @@ func (buf *buffers) mergeAlike(requests []*request) (leaders []*request) {
 			leader.last.next = r
 			leader.last = r
 			leader.count++
+			leader.ahead = max(leader.ahead, r.ahead)
 			continue
 		}
 		if len(requests) > 1 {
 			buf.last[key] = r
 		}
 		buf.leaders = append(buf.leaders, r)
+	}
+	for _, leader := range buf.leaders {
+		leader.count += leader.ahead
 	}
 	if oneLine && 1 < len(buf.leaders) && len(buf.leaders) <= algorithm.Few && requests[0].policy != nil {
 		slices.SortStableFunc(buf.leaders, func(a, b *request) int {
@@ -308,7 +313,7 @@ func (s *batch) observe(began time.Time, requests []*request, err error) {
 	}
 	e := StatementEvent{Limiter: requests[0].space.name, Queued: s.queued, Err: err, Latency: time.Since(began)}
 	for _, r := range requests {
-		e.Size += int(r.count)
+		e.Size += int(r.count - r.ahead)
 		if r.space != requests[0].space {
 			e.Limiter = ""
 		}
@@ -321,15 +326,26 @@ func (b *batcher) decide(ctx context.Context, db DBTX, requests []*request, tx t
 	if b.denials == nil {
 		return b.database.execute(ctx, db, requests, tx)
 	}
+	leasing := slices.ContainsFunc(requests, func(r *request) bool { return r.parts[0].space.lease != nil })
 	asked, since := b.denials.elapsed(), b.denials.snapshot()
+	var left instant
+	if leasing {
+		left = b.leases.now()
+	}
 	err := b.database.execute(ctx, db, requests, tx)
 	told := b.denials.elapsed()
+	if leasing {
+		came := b.leases.now()
+		for _, r := range requests {
+			b.leases.settle(r, err, left, came)
+		}
+	}
 	for _, r := range requests {
 		b.settleDenials(r, err, asked, told, &since)
 		if r.shadow != nil {
 			b.settleDenials(&r.shadow.request, err, asked, told, &since)
 		}
-		if r.gives() {
+		if r.gives() && !r.ofLease {
 			for i := range r.parts {
 				r.parts[i].space.announce(r.parts[i].key)
 			}

@@ -100,6 +100,10 @@ func calendarWindow(n algorithm.Numbers) model {
 	return p
 }
 
+func (p CalendarWindow) leaseOf(s state, clock, longest int64) (spare, lasts int64) {
+	return never, min(longest, p.span()/leasesInWindow, min(s.windowStart+s.scale, s.expiresAt)-clock)
+}
+
 func (p CalendarWindow) resetAfter(last decision, units int64) int64 {
 	return creditResetAfter(last, last.state.credit, units, p.lasts())
 }

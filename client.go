@@ -123,12 +123,15 @@ func NewClient(db DBTX, config ClientConfig) (*Client, error) {
 		breaker:  &breaker{timeout: config.Timeout, observer: config.Observer, begin: begin},
 		log:      &troubleLog{logger: config.Logger, begin: begin},
 		held:     &heldKeys{timeout: config.Timeout},
+		leases:   newLeases(config.Test.Now, config.Timeout, config.Observer),
 		observer: config.Observer, timeout: config.Timeout, begin: begin,
 	}
 	if b.database.pooled() {
 		b.denials = newDenials(config.DenialMaxAge, config.Test.Now)
 	}
-	return &Client{
+	c := &Client{
 		config: config, database: b.database, batcher: b, queue: newQueue(b, config.MaxInFlight, config.MaxBatch),
-	}, nil
+	}
+	b.leases.giveBack = c.giveBack
+	return c, nil
 }

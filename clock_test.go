@@ -52,13 +52,14 @@ func TestApplicationsClockIsReadForDifferencesOnly(t *testing.T) {
 		"failuremode.go: answerOnFailure", "failuremode.go: answerOnFailure", "fallback.go: newFallback", "fallback.go: now",
 		"heldkeys.go: longHeld", "heldkeys.go: find", "heldkeys.go: found", "heldkeys.go: still", // how long a row was held
 		"heldlane.go: giveUp", "heldlane.go: waitForFirst", "heldlane.go: waitForFirst", "heldlane.go: waitForFirst",
-		"inmemory.go: decideInMemory", // the clock of a database in memory
+		"inmemory.go: decideInMemory",                // the clock of a database in memory
+		"leases.go: clocksOf", "leases.go: clocksOf", // how long ago a lease was taken
 		// the database's clock is read once, and the time since then added; how long ago the last question was
 		"policies.go: Status", "policies.go: now",
 		"policywatch.go: poll", "policywatch.go: poll", "policywatch.go: listen", "policywatch.go: listen",
 		"policywatch.go: listen", "policywatch.go: listen", "policywatch.go: load", "policywatch.go: load",
 		// how long a call has waited, or a statement took
-		"queue.go: submit", "queue.go: departs", "queue.go: leaveLate", "queue.go: run", "queue.go: run",
+		"queue.go: submit", "queue.go: submitAll", "queue.go: departs", "queue.go: leaveLate", "queue.go: run", "queue.go: run",
 		"statement.go: blame", "statement.go: blame", // how long ago it has hung
 		"troublelog.go: note", "troublelog.go: noteDecision", // how long the database has been away
 		"wait.go: answerAndObserve", "waitline.go: sleep", "waitline.go: sleep", "waitline.go: settle", "waitline.go: refuse", // how long it is to the retry time

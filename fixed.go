@@ -29,6 +29,11 @@ func (p FixedWindow) numbers() algorithm.Numbers {
 	return algorithm.Numbers{Algorithm: algorithm.FixedWindow, Limit: p.Limit, Span: p.Window}
 }
 
+func (p FixedWindow) leaseOf(s state, clock, longest int64) (spare, lasts int64) {
+	window := micros(p.Window)
+	return never, min(longest, window/leasesInWindow, min(s.windowStart+window, s.expiresAt)-clock)
+}
+
 func (p FixedWindow) resetAfter(last decision, units int64) int64 {
 	return creditResetAfter(last, last.state.credit, units, p.lasts())
 }

@@ -56,6 +56,9 @@ type Config struct {
 	// Ban denies everything to keys that are denied again and again. It needs Policies. Defaults to the zero Ban, which
 	// bans nobody.
 	Ban Ban
+	// Lease has the process take ahead of busy keys, and decide most calls for them by itself. &Lease{} has defaults
+	// that suit most limits. Defaults to nil: every call asks the database, except for remembered denials.
+	Lease *Lease
 	// OnFailure is what Allow, AllowN, Peek, Wait and WaitN answer when Postgres is away or too slow to decide.
 	// All other methods return the error, which is the default here too. [Result].Source says so.
 	OnFailure FailureMode
@@ -85,8 +88,12 @@ func (c *Client) Limiter(config Config) (*Limiter, error) {
 				"run SET synchronous_commit = on there, or SET LOCAL in a transaction, or pass a *pgxpool.Pool",
 		}
 	}
+	lease := config.Lease.withDefaults()
+	if err := lease.validate(config.Policy, c.database.pooled()); err != nil {
+		return nil, err
+	}
 	space := &keyspace{
-		database: c.database, name: config.Name, durable: config.Durable, flush: config.SynchronousCommit,
+		lease: lease, database: c.database, name: config.Name, durable: config.Durable, flush: config.SynchronousCommit,
 		remember: !config.NoDenialCache, returnsErrors: config.OnFailure.answer <= returnError,
 	}
 	if config.Policies != nil {
@@ -210,7 +217,7 @@ func (l *Limiter) Config() Config {
 	return Config{
 		Name: l.space.name, Policy: l.policy, Durable: l.space.durable, SynchronousCommit: l.space.flush,
 		NoDenialCache: !l.space.remember, OnFailure: l.onFailure, Policies: l.space.policies,
-		Ban: l.space.strikes.config(),
+		Ban: l.space.strikes.config(), Lease: l.space.lease.withDefaults(),
 	}
 }
 

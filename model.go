@@ -24,6 +24,10 @@ type model interface {
 	refund(s state, clock int64, t take) (state, decision)
 	// lasts is for how many microseconds a take or a grant keeps the row.
 	lasts() int64
+	// leaseOf tells how many units may be held of a row in the state s, at the time clock, to be spent later, and for
+	// how many microseconds, at most longest. If it is below 0, as many have to be taken from the row before any may
+	// be held. docs/guarantees.md says why these bounds keep the policy.
+	leaseOf(s state, clock, longest int64) (spare, lasts int64)
 	// resetAfter is the ResetAfter of a decision after which the same statement took units more. last is what the
 	// database said after all of them.
 	resetAfter(last decision, units int64) int64

@@ -16,6 +16,9 @@ type Observer struct {
 	// Statement is called after each statement that calls may share, also of Refund and Grant; not for a single
 	// connection. After a held row, or a key that the encoding refuses, it has an Err, and its calls come again.
 	Statement func(StatementEvent)
+	// Lease is called when a process has taken more of a key than its callers asked for, and when it has given the rest
+	// back, or could not; see [Config].Lease.
+	Lease func(LeaseEvent)
 	// Breaker is called when OnFailure begins to answer at once, because Postgres is away or too slow or the pool is
 	// exhausted, and when Postgres decides again.
 	Breaker func(BreakerEvent)
@@ -57,6 +60,22 @@ type StatementEvent struct {
 	Queued  int    // how many calls stayed behind when it left
 	Err     error  // nil if it decided
 	Latency time.Duration
+}
+
+// LeaseEvent counts units of keys that a process has taken ahead. Taken is what was spent in decisions with the
+// [SourceLease], plus Returned, plus Stranded, plus what is still held.
+type LeaseEvent struct {
+	Limiter  string // Config.Name
+	Taken    int64  // beyond what the callers asked for
+	Returned int64  // went back unused
+	Stranded int64  // counts as used, because it could not go back, or made room in a bucket: see [Lease]
+}
+
+// lease tells the observer, if there is one.
+func (o *Observer) lease(e LeaseEvent) {
+	if o != nil && o.Lease != nil {
+		o.Lease(e)
+	}
 }
 
 // BreakerEvent is a change between decisions by Postgres and by [Config].OnFailure.

@@ -95,6 +95,30 @@ func (q *queue) submit(ctx context.Context, r *request) error {
 	return q.wait(ctx, r)
 }
 
+// submitAll has requests decided that give back, as soon as their turn comes. It does not wait for that. While the
+// breaker is open, they are turned away.
+func (q *queue) submitAll(requests []*request) {
+	now, leave := time.Now(), false
+	q.mu.Lock()
+	for _, r := range requests {
+		var pass bool
+		if pass, r.probe = q.batcher.breaker.admit(r.kind(), r.asksAnyway()); !pass {
+			r.finish(errNotTried)
+			continue
+		}
+		r.since = now
+		q.push(r)
+	}
+	if q.waiting > 0 && q.inFlight == 0 {
+		q.inFlight++
+		leave = true
+	}
+	q.mu.Unlock()
+	if leave {
+		go q.run()
+	}
+}
+
 // wait returns when a request has been decided, or when ctx ends.
 func (q *queue) wait(ctx context.Context, r *request) error {
 	select {

@@ -23,7 +23,7 @@ import (
 // surely did not count. Do not refund a take whose transaction has rolled back, which is given back already.
 // Errors: [ErrNothingToRefund]; a [*RefundError] for a result of another limiter; else as Allow.
 func (l *Limiter) Refund(ctx context.Context, result Result) (Result, error) {
-	return l.refund(ctx, result, result.receipt.leftover())
+	return l.refund(ctx, result, result.taken().leftover())
 }
 
 // RefundN is Refund of n of what the request took: 600 if 1,000 were reserved and 400 used. What came out of
@@ -35,7 +35,7 @@ func (l *Limiter) RefundN(ctx context.Context, result Result, n int64) (Result, 
 // RefundTx is Refund within the caller's transaction. A rollback takes again. Others wait, as after AllowTx. It
 // does not use result up, because tx may be run again. So give back only once what commits.
 func (l *Limiter) RefundTx(ctx context.Context, tx pgx.Tx, result Result) (Result, error) {
-	return l.refundTx(ctx, tx, result, result.receipt.leftover())
+	return l.refundTx(ctx, tx, result, result.taken().leftover())
 }
 
 // RefundNTx is RefundN within the caller's transaction; see RefundTx.
@@ -44,7 +44,7 @@ func (l *Limiter) RefundNTx(ctx context.Context, tx pgx.Tx, result Result, n int
 }
 
 func (l *Limiter) refund(ctx context.Context, result Result, n int64) (Result, error) {
-	r := result.receipt
+	r := result.taken()
 	left := r.leftover()
 	if err := l.checkRefund(r, n, left); err != nil {
 		return Result{}, err
@@ -70,7 +70,7 @@ func (l *Limiter) refundTx(ctx context.Context, tx pgx.Tx, result Result, n int6
 	if err := checkTx(tx); err != nil {
 		return Result{}, err
 	}
-	r := result.receipt
+	r := result.taken()
 	left := r.leftover()
 	if err := l.checkRefund(r, n, left); err != nil {
 		return Result{}, err

@@ -29,6 +29,7 @@ type keyspace struct {
 	page          *rulebook.Page[ruling] // of these, those with the name
 	strikes       *strikes               // nil if nobody is banned
 	shadow        *keyspace              // the keys of its shadow policies; nil without policies
+	lease         *Lease                 // nil if nothing is taken ahead
 
 	// Guarded by the queue's mutex.
 	lines []line
@@ -47,6 +48,9 @@ type request struct {
 	done   chan struct{} // gets one value, once the parts' decisions or err are set
 	err    error
 	shadow *shadow // decided beside it; nil if there is none
+	ahead  int64   // how many requests more are asked for, to be spent later; part of count
+	// ofLease tells that it gives back what is left of a lease.
+	ofLease bool
 
 	// Requests of the same key, policy and cost are decided as one, the first of them.
 	count int64    // how many there are, this one and those behind next
@@ -101,6 +105,7 @@ func (r *request) add(space *keyspace, models []model, key string, cost int64, r
 func (p *requestPool) put(r *request) {
 	r.single[0] = part{}
 	r.space, r.policy, r.parts, r.err, r.next, r.last, r.shadow = nil, nil, nil, nil, nil, nil, nil
+	r.ahead, r.ofLease = 0, false
 	p.pool.Put(r)
 }
 

@@ -2,6 +2,7 @@ package ratelimit
 
 import (
 	"fmt"
+	"sync"
 	"sync/atomic"
 	"time"
 )
@@ -28,6 +29,8 @@ type Result struct {
 	Shadow *Result
 
 	receipt *receipt // what was taken, for Refund; nil if nothing was, or the database has not decided it
+	// Of a receipt of a lease, which units are this one's. units is 0 if the whole receipt is.
+	first, units int64
 }
 
 // Source says how a decision came about.
@@ -41,9 +44,11 @@ const (
 	SourceFailedOpen                 // Postgres is away, and the request is allowed for that; see [FailOpen]
 	SourceFailedClosed               // Postgres is away, and the request is denied for that; see [FailClosed]
 	SourcePolicy                     // a row of the mode off or deny decided, and nothing was counted; see [Policies]
+	SourceLease                      // this process had taken it from the database before; see [Lease]
 )
 
-// String is "database", "cached denial", "fallback", "failed open", "failed closed" or "policy", for logs and metrics.
+// String is "database", "cached denial", "fallback", "failed open", "failed closed", "policy" or "lease", for logs and
+// metrics.
 func (s Source) String() string {
 	switch s {
 	case SourceDatabase:
@@ -58,9 +63,16 @@ func (s Source) String() string {
 		return "failed closed"
 	case SourcePolicy:
 		return "policy"
+	case SourceLease:
+		return "lease"
 	default:
 		return fmt.Sprintf("Source(%d)", uint8(s))
 	}
+}
+
+// isAway tells whether OnFailure has answered.
+func (s Source) isAway() bool {
+	return s == SourceFallback || s == SourceFailedOpen || s == SourceFailedClosed
 }
 
 // MarshalText returns the String, for JSON.
@@ -68,7 +80,7 @@ func (s Source) MarshalText() ([]byte, error) { return []byte(s.String()), nil }
 
 // UnmarshalText reads what MarshalText wrote.
 func (s *Source) UnmarshalText(text []byte) error {
-	for source := SourceDatabase; source <= SourcePolicy; source++ {
+	for source := SourceDatabase; source <= SourceLease; source++ {
 		if source.String() == string(text) {
 			*s = source
 			return nil
@@ -141,6 +153,27 @@ type receipt struct {
 	left   atomic.Int64 // how many units are left to give back; these are the first ones
 	parts  []take       // one for each row
 	one    [1]take      // the memory of parts if there is one part
+	shares *sync.Map    // of a lease: the receipts of those who have spent from it and give back, by their first unit
+}
+
+// add adds what this process holds of a key to what the database has told about it.
+func (r *Result) add(held int64) {
+	r.Remaining += held
+	if held > 0 {
+		r.Allowed, r.RetryAfter = true, 0
+	}
+}
+
+// taken is the receipt of this result alone, or nil if nothing was taken.
+func (r *Result) taken() *receipt {
+	if r.units == 0 {
+		return r.receipt
+	}
+	if known, ok := r.receipt.shares.Load(r.first); ok {
+		return known.(*receipt) //nolint:forcetypeassert // nothing else is stored
+	}
+	known, _ := r.receipt.shares.LoadOrStore(r.first, r.receipt.share(r.first, r.first+r.units))
+	return known.(*receipt) //nolint:forcetypeassert // nothing else is stored
 }
 
 // newReceipt returns a receipt of units whose parts are still to be set.

@@ -36,6 +36,11 @@ func (p SlidingWindow) numbers() algorithm.Numbers {
 	return algorithm.Numbers{Algorithm: algorithm.SlidingWindow, Limit: p.Limit, Span: p.Window}
 }
 
+func (p SlidingWindow) leaseOf(s state, clock, longest int64) (spare, lasts int64) {
+	window := micros(p.Window)
+	return never, min(longest, window/leasesInWindow, min(s.windowStart+window, s.expiresAt)-clock)
+}
+
 func (p SlidingWindow) resetAfter(last decision, units int64) int64 {
 	return creditResetAfter(last, last.state.credit, units, p.lasts())
 }

@@ -51,6 +51,9 @@ func (p SlidingLog) validate() error {
 	return validateWindow(p.Limit, p.Window)
 }
 
+// leaseOf leases nothing, because the log has the times at which units were taken, not those at which they are spent.
+func (p SlidingLog) leaseOf(state, int64, int64) (spare, lasts int64) { return 0, 0 }
+
 func (p SlidingLog) resetAfter(last decision, units int64) int64 {
 	return creditResetAfter(last, last.state.credit, units, p.lasts())
 }

@@ -113,6 +113,16 @@ func (p TokenBucket) refund(s state, clock int64, k take) (state, decision) {
 	return afterRefund(p, s, clock, spent > 0 || back > 0)
 }
 
+// leaseOf leaves so much of the bucket empty that what is held could be put back at any time until the lease ends.
+func (p TokenBucket) leaseOf(s state, _, longest int64) (spare, lasts int64) {
+	lasts = min(longest, p.lasts()/leasesInBucket)
+	room := p.full() - lasts*p.Refill - s.credit
+	if room < 0 {
+		return -ceilDiv(-room, micros(p.Every)), lasts
+	}
+	return room / micros(p.Every), lasts
+}
+
 func (p TokenBucket) resetAfter(last decision, units int64) int64 {
 	if last.state.count > 0 || last.taken.spent > 0 { // there is granted credit, or there was
 		return creditResetAfter(last, last.state.count, units, p.lasts())

@@ -117,7 +117,7 @@ func (in *waitLine) serve() {
 		in.sleep(in.settle(group, cost, result, err))
 		clear(group)
 		remaining = 0
-		if err == nil && (result.Source == SourceDatabase || result.Source == SourceCachedDenial) {
+		if err == nil && !result.Source.isAway() && result.Source != SourcePolicy {
 			remaining = min(result.Remaining, max(cost-1, 0))
 			if result.Allowed {
 				remaining = result.Remaining
@@ -183,20 +183,20 @@ func (in *waitLine) settle(group []*waiter, cost int64, result Result, err error
 	in.asking = nil
 	switch {
 	case err != nil || result.Allowed:
-		behind := cost // what those behind have taken
+		behind, taken := cost, result.taken() // what those behind have taken
 		for _, w := range group {
 			behind -= w.cost
 			if w.place != nil {
 				own := result
 				own.Remaining += behind
-				own.receipt = result.receipt.share(cost-behind-w.cost, cost-behind)
+				own.receipt, own.first, own.units = taken.share(cost-behind-w.cost, cost-behind), 0, 0
 				in.end(w, own, err)
 			}
 		}
 		if errors.Is(err, ErrCostExceedsLimit) {
 			return 0 // which is only this one's fault
 		}
-		if err != nil || result.Source != SourceDatabase && result.Source != SourcePolicy {
+		if err != nil || result.Source.isAway() {
 			in.answerAll(err)
 		}
 		return 0

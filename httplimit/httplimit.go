@@ -236,7 +236,7 @@ func (m *middleware) serve(w http.ResponseWriter, r *http.Request, next http.Han
 	case !result.Allowed:
 		m.setHeaders(w.Header(), result, result.Remaining)
 		m.reject(w, r, Rejection{Status: http.StatusTooManyRequests, RetryAfter: result.RetryAfter, Result: result})
-	case m.config.Charge != nil && result.Source == ratelimit.SourceDatabase:
+	case m.config.Charge != nil && (result.Source == ratelimit.SourceDatabase || result.Source == ratelimit.SourceLease):
 		m.serveAndSettle(w, r, next, charge{cost: cost, result: result})
 	default:
 		m.setHeaders(w.Header(), result, result.Remaining)

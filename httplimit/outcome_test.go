@@ -329,6 +329,15 @@ func TestClientThatLeavesDuringTheHandler(t *testing.T) {
 	require.Empty(t, limiter.refunds())
 }
 
+// What was spent of a lease is given back too.
+func TestChargeOfALease(t *testing.T) {
+	t.Parallel()
+	limiter := allowing()
+	limiter.result.Source = ratelimit.SourceLease
+	require.Equal(t, http.StatusOK, serve(t, limited(t, limiter, Config{Charge: ChargeFailures}, nil)).status)
+	require.Len(t, limiter.refunds(), 1)
+}
+
 // The response does not wait for a refund that takes long, and refunds that get lost are logged once.
 func TestLostRefunds(t *testing.T) {
 	t.Parallel()

@@ -9,7 +9,7 @@ import (
 	"github.com/pgratelimit/ratelimit"
 )
 
-// Slog returns an observer that logs each decision and each statement to logger, at the level Debug. A statement
+// Slog returns an observer that logs each decision, statement and lease to logger, at the level Debug. A statement
 // that decided for several limiters has limiter="". Outages are logged by the client itself, to
 // [ratelimit.ClientConfig].Logger.
 func Slog(logger *slog.Logger) *ratelimit.Observer {
@@ -29,6 +29,11 @@ func Slog(logger *slog.Logger) *ratelimit.Observer {
 			debug(logger, "ratelimit: statement", e.Err,
 				slog.String("limiter", e.Limiter), slog.Int("size", e.Size), slog.Int("queued", e.Queued),
 				slog.Duration("latency", e.Latency))
+		},
+		Lease: func(e ratelimit.LeaseEvent) {
+			debug(logger, "ratelimit: lease", nil,
+				slog.String("limiter", e.Limiter), slog.Int64("taken", e.Taken), slog.Int64("returned", e.Returned),
+				slog.Int64("stranded", e.Stranded))
 		},
 	}
 }

@@ -23,6 +23,7 @@ func tell(o *ratelimit.Observer) {
 	})
 	o.Statement(ratelimit.StatementEvent{Limiter: "login", Size: 5, Queued: 7, Latency: time.Millisecond})
 	o.Statement(ratelimit.StatementEvent{Size: 40, Latency: time.Millisecond})
+	o.Lease(ratelimit.LeaseEvent{Limiter: "login", Taken: 3, Returned: 2, Stranded: 1})
 }
 
 func logged(level slog.Level) string {
@@ -47,6 +48,7 @@ level=DEBUG msg="ratelimit: decision" limiter=login outcome=error source=databas
 level=DEBUG msg="ratelimit: decision" limiter=login outcome=allowed source=database cost=1 latency=0s shadow=denied
 level=DEBUG msg="ratelimit: statement" limiter=login size=5 queued=7 latency=1ms
 level=DEBUG msg="ratelimit: statement" limiter="" size=40 queued=0 latency=1ms
+level=DEBUG msg="ratelimit: lease" limiter=login taken=3 returned=2 stranded=1
 `, "\n"), logged(slog.LevelDebug))
 }
 

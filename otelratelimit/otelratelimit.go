@@ -24,6 +24,8 @@ import (
 //   - ratelimit.statement.duration, a histogram in seconds, with error.type;
 //   - ratelimit.statement.size and ratelimit.statement.queued, histograms: how many calls left together, and how
 //     many stayed behind;
+//   - ratelimit.lease.units, a counter of what processes take ahead (see [ratelimit.LeaseEvent]), with fate (taken,
+//     returned, stranded);
 //   - ratelimit.breaker.open, a gauge with limits (see [ratelimit.BreakerEvent]): 1 from when Postgres is taken to be
 //     away until it is back, then 0.
 //
@@ -46,7 +48,9 @@ func New(meter metric.Meter) (*ratelimit.Observer, error) {
 		metric.WithUnit("{call}"), metric.WithDescription("How many calls had to wait for the next statement."))
 	breaker, err5 := meter.Int64Gauge("ratelimit.breaker.open",
 		metric.WithDescription("1 while Postgres is taken to be away and decisions are made without it, else 0."))
-	if err := errors.Join(err1, err2, err3, err4, err5); err != nil {
+	leases, err6 := meter.Int64Counter("ratelimit.lease.units",
+		metric.WithUnit("{unit}"), metric.WithDescription("What processes have taken ahead, and what became of it."))
+	if err := errors.Join(err1, err2, err3, err4, err5, err6); err != nil {
 		return nil, err
 	}
 	ctx := context.Background()
@@ -68,6 +72,15 @@ func New(meter metric.Meter) (*ratelimit.Observer, error) {
 			statements.Record(ctx, e.Latency.Seconds(), with(e.Err, limiter))
 			sizes.Record(ctx, int64(e.Size), with(nil, limiter))
 			queued.Record(ctx, int64(e.Queued), with(nil, limiter))
+		},
+		Lease: func(e ratelimit.LeaseEvent) {
+			for fate, units := range map[string]int64{
+				"taken": e.Taken, "returned": e.Returned, "stranded": e.Stranded,
+			} {
+				if units > 0 {
+					leases.Add(ctx, units, with(nil, attribute.String("limiter", e.Limiter), attribute.String("fate", fate)))
+				}
+			}
 		},
 		Breaker: func(e ratelimit.BreakerEvent) {
 			state := int64(0)

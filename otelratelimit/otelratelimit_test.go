@@ -90,6 +90,9 @@ func TestMetrics(t *testing.T) {
 	o.Statement(ratelimit.StatementEvent{Limiter: "login", Size: 5, Queued: 7, Latency: time.Second})
 	o.Statement(ratelimit.StatementEvent{Limiter: "login", Size: 3, Latency: time.Second, Err: ratelimit.ErrTimeout})
 	o.Statement(ratelimit.StatementEvent{Size: 40, Queued: 2, Latency: 2 * time.Second}) // of several limiters
+	o.Lease(ratelimit.LeaseEvent{Limiter: "login", Taken: 100, Stranded: 1})
+	o.Lease(ratelimit.LeaseEvent{Limiter: "login", Taken: 20})
+	o.Lease(ratelimit.LeaseEvent{Limiter: "login", Returned: 30})
 	o.Breaker(ratelimit.BreakerEvent{Limits: "durable", Open: true, Err: ratelimit.ErrTimeout})
 	requireOpen(t, reader, 1)
 	o.Breaker(ratelimit.BreakerEvent{Limits: "durable"})
@@ -99,6 +102,7 @@ func TestMetrics(t *testing.T) {
 	require.Equal(t, map[string]string{
 		"ratelimit.decision.duration": "s", "ratelimit.statement.duration": "s",
 		"ratelimit.statement.size": "{call}", "ratelimit.statement.queued": "{call}", "ratelimit.breaker.open": "",
+		"ratelimit.lease.units": "{unit}",
 	}, units)
 	requireHistogram(t, data["ratelimit.decision.duration"], map[attribute.Set]sum[float64]{
 		set("limiter", "login", "outcome", "allowed", "source", "database"):     {3, 0.75},
@@ -116,6 +120,14 @@ func TestMetrics(t *testing.T) {
 	requireHistogram(t, data["ratelimit.statement.queued"], map[attribute.Set]sum[int64]{
 		set("limiter", "login"): {2, 7}, set("limiter", ""): {1, 2},
 	})
+	metricdatatest.AssertAggregationsEqual(t, metricdata.Sum[int64]{
+		Temporality: metricdata.CumulativeTemporality, IsMonotonic: true,
+		DataPoints: []metricdata.DataPoint[int64]{
+			{Attributes: set("limiter", "login", "fate", "taken"), Value: 120},
+			{Attributes: set("limiter", "login", "fate", "returned"), Value: 30},
+			{Attributes: set("limiter", "login", "fate", "stranded"), Value: 1},
+		},
+	}, data["ratelimit.lease.units"], metricdatatest.IgnoreTimestamp())
 }
 
 // requireOpen requires what the breaker of durable limiters is said to be.

@@ -1,0 +1,369 @@
+package ratelimit
+
+import (
+	"context"
+	"errors"
+	"math"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit/internal/pgtest"
+	"github.com/pgratelimit/ratelimit/internal/testkit"
+)
+
+// leaseTest is a limiter with leases on a database that is a model, and what its observer was told.
+type leaseTest struct {
+	*Limiter
+
+	t      *testing.T
+	db     *modelDB
+	leases LeaseEvent // the sum
+}
+
+// withLeases runs a test in a bubble. The limit is 100,000, of which one process holds 1,000 at most.
+func withLeases(t *testing.T, change func(*Config), test func(t *testing.T, l *leaseTest)) {
+	t.Helper()
+	synctest.Test(t, func(t *testing.T) {
+		l := &leaseTest{t: t, db: newModelDB()}
+		config := Config{
+			Name: "api", Policy: FixedWindow{Limit: 100_000, Window: time.Hour},
+			Lease:  &Lease{MaxShare: 0.01},
+			Client: ClientConfig{Timeout: amply, Observer: &Observer{Lease: l.observe}},
+		}
+		if change != nil {
+			change(&config)
+		}
+		l.Limiter = newLimiter(t, l.db, config)
+		test(t, l)
+	})
+}
+
+func (l *leaseTest) observe(e LeaseEvent) {
+	require.Equal(l.t, "api", e.Limiter)
+	l.leases.Taken += e.Taken
+	l.leases.Returned += e.Returned
+	l.leases.Stranded += e.Stranded
+}
+
+// allow calls n times, and returns how often the database was asked.
+func (l *leaseTest) allow(key string, n int) (asked int) {
+	l.t.Helper()
+	before := l.db.statements()
+	for range n {
+		result, err := l.Allow(l.t.Context(), key)
+		require.NoError(l.t, err)
+		require.True(l.t, result.Allowed)
+	}
+	synctest.Wait() // for what goes back
+	return l.db.statements() - before
+}
+
+// held is how much of a key the process holds.
+func (l *leaseTest) held(key string) int64 {
+	return l.client.batcher.leases.held(l.space, l.policy, key)
+}
+
+// left is what the database has left of a key.
+func (l *leaseTest) left(key string) int64 {
+	l.t.Helper()
+	result, err := l.Peek(l.t.Context(), key)
+	require.NoError(l.t, err)
+	return result.Remaining - l.held(key)
+}
+
+// A key that is asked for once, or seldom, is not leased. What is taken ahead doubles while it is used up.
+func TestLeasesFollowTheDemand(t *testing.T) {
+	t.Parallel()
+	withLeases(t, nil, func(t *testing.T, l *leaseTest) {
+		for range 3 {
+			require.Equal(t, 1, l.allow("seldom", 1))
+			require.Zero(t, l.held("seldom"))
+			elapse(11 * time.Second)
+		}
+		require.Equal(t, 1, l.allow("key", 1))
+		for size := 1; size < 1000; size *= 2 {
+			require.Equal(t, 1, l.allow("key", 1), "before %d", size)
+			require.EqualValues(t, size, l.held("key"))
+			require.Zero(t, l.allow("key", size))
+		}
+		require.Equal(t, 1, l.allow("key", 1))
+		require.EqualValues(t, 989, l.held("key"), "a hundredth of what remained")
+	})
+}
+
+// What is not used goes back before the lease ends. The next lease has what was used of this one, and nothing is left
+// at rest.
+func TestLeasesGoBack(t *testing.T) {
+	t.Parallel()
+	withLeases(t, nil, func(t *testing.T, l *leaseTest) {
+		l.allow("key", 1+2+3+5+9+17)
+		require.Equal(t, 1, l.allow("key", 1))
+		require.EqualValues(t, 32, l.held("key"))
+		l.allow("key", 5)
+		left := l.left("key")
+		elapse(7 * time.Second)
+		synctest.Wait()
+		require.Equal(t, left, l.left("key"))
+		elapse(time.Second)
+		synctest.Wait()
+		require.Zero(t, l.held("key"))
+		require.Equal(t, left+27, l.left("key"))
+		require.Equal(t, LeaseEvent{Taken: 63, Returned: 27}, l.leases)
+
+		require.Equal(t, 1, l.allow("key", 1))
+		require.EqualValues(t, 5, l.held("key"))
+		elapse(30 * time.Second) // it goes back, and the key is forgotten
+		synctest.Wait()
+		require.Equal(t, LeaseEvent{Taken: 68, Returned: 32}, l.leases)
+		require.Zero(t, l.client.batcher.leases.due, "no timer at rest")
+		for i := range l.client.batcher.leases.shards.Load() {
+			require.Empty(t, l.client.batcher.leases.shards.Load()[i].keys)
+		}
+	})
+}
+
+// Near the limit each call asks, and takes for itself alone.
+func TestNoLeasesNearTheLimit(t *testing.T) {
+	t.Parallel()
+	withLeases(t, func(c *Config) { c.Lease = &Lease{} }, func(t *testing.T, l *leaseTest) {
+		_, err := l.AllowN(t.Context(), "key", 100_000-2047)
+		require.NoError(t, err)
+		require.Equal(t, 2047, l.allow("key", 2047))
+		require.Zero(t, l.leases)
+		result, err := l.Allow(t.Context(), "key")
+		require.NoError(t, err)
+		require.False(t, result.Allowed)
+	})
+}
+
+func TestLeasedResults(t *testing.T) {
+	t.Parallel()
+	withLeases(t, nil, func(t *testing.T, l *leaseTest) {
+		l.db.set(func(context.Context) error { elapse(3 * time.Millisecond); return nil })
+		l.allow("key", 1)
+		began := time.Now()
+		asked, err := l.Allow(t.Context(), "key")
+		require.NoError(t, err)
+		require.Equal(t, SourceDatabase, asked.Source)
+		elapse(40 * time.Millisecond)
+		leased, err := l.Allow(t.Context(), "key")
+		require.NoError(t, err)
+		require.True(t, leased.Allowed)
+		require.Equal(t, SourceLease, leased.Source)
+		require.EqualValues(t, 100_000, leased.Limit)
+		require.EqualValues(t, 99_997, leased.Remaining)
+		require.Zero(t, leased.RetryAfter)
+		require.Equal(t, asked.DecidedAt.Add(40*time.Millisecond), leased.DecidedAt)
+		require.Equal(t, asked.ResetAfter-40*time.Millisecond, leased.ResetAfter)
+		require.False(t, leased.DecidedAt.After(time.Now()))
+		require.False(t, leased.DecidedAt.Before(began.Add(40*time.Millisecond)))
+	})
+}
+
+// The other methods beside a lease.
+func TestMethodsBesideALease(t *testing.T) {
+	t.Parallel()
+	withLeases(t, nil, func(t *testing.T, l *leaseTest) {
+		ctx := t.Context()
+		l.allow("key", 1+2+3+5)
+		require.Equal(t, 1, l.allow("key", 1))
+		require.EqualValues(t, 8, l.held("key"))
+
+		peeked, err := l.Peek(ctx, "key")
+		require.NoError(t, err)
+		require.True(t, peeked.Allowed)
+		require.EqualValues(t, 100_000-12, peeked.Remaining, "with what is held")
+
+		sets, err := AllowAll(ctx, l.Request("key", 1))
+		require.NoError(t, err)
+		require.Equal(t, SourceDatabase, sets.Each[0].Source)
+		require.EqualValues(t, 8, l.held("key"))
+
+		several, err := l.AllowN(ctx, "key", 9) // more than is held
+		require.NoError(t, err)
+		require.Equal(t, SourceDatabase, several.Source)
+		waited, err := l.WaitN(ctx, "key", 2)
+		require.NoError(t, err)
+		require.Equal(t, SourceLease, waited.Source)
+
+		// A refund is the database's, and gives back once.
+		synctest.Wait() // what that lease had left goes back
+		before := l.left("key")
+		leased, err := l.AllowN(ctx, "key", 3)
+		require.NoError(t, err)
+		require.Equal(t, SourceLease, leased.Source)
+		_, err = l.RefundN(ctx, leased, 1)
+		require.NoError(t, err)
+		_, err = l.Refund(ctx, leased)
+		require.NoError(t, err)
+		_, err = l.Refund(ctx, leased)
+		require.ErrorIs(t, err, ErrNothingToRefund)
+		_, err = l.Refund(ctx, waited)
+		require.NoError(t, err)
+		require.Equal(t, before+5, l.left("key"))
+
+		// A lease under another policy is not spent, and goes back when the key is asked for.
+		held, returned := l.held("key"), l.leases.Returned
+		require.Positive(t, held)
+		other, err := l.With(FixedWindow{Limit: 50, Window: time.Hour})
+		require.NoError(t, err)
+		_, err = other.Allow(ctx, "key")
+		require.NoError(t, err)
+		synctest.Wait()
+		require.Zero(t, l.held("key"))
+		require.Equal(t, held, l.leases.Returned-returned)
+
+	})
+}
+
+// Those who wait behind somebody who spends from a lease are not told that the database is away.
+func TestWaitersBesideALease(t *testing.T) {
+	t.Parallel()
+	withLeases(t, func(c *Config) { c.OnFailure = FailOpen() }, func(t *testing.T, l *leaseTest) {
+		l.allow("key", 1+2+3+5)
+		require.Equal(t, 1, l.allow("key", 1))
+		var waiting sync.WaitGroup
+		for range 12 {
+			waiting.Go(func() {
+				result, err := l.Wait(t.Context(), "key")
+				require.NoError(t, err)
+				require.Contains(t, []Source{SourceDatabase, SourceLease}, result.Source)
+			})
+		}
+		waiting.Wait()
+	})
+}
+
+// While the database is away, a lease is spent until it ends. What cannot go back counts as used.
+func TestLeasesWhileTheDatabaseIsAway(t *testing.T) {
+	t.Parallel()
+	withLeases(t, nil, func(t *testing.T, l *leaseTest) {
+		l.allow("key", 1+2+3+5)
+		require.Equal(t, 1, l.allow("key", 1))
+		l.db.set(turnedAway)
+		require.Zero(t, l.allow("key", 5))
+		require.ErrorIs(t, l.ReturnLeases(t.Context()), ErrUnavailable)
+		require.Equal(t, LeaseEvent{Taken: 15, Stranded: 3}, l.leases)
+		_, err := l.Allow(t.Context(), "key")
+		require.ErrorIs(t, err, ErrUnavailable)
+		canceled, cancel := context.WithCancel(t.Context())
+		cancel()
+		require.ErrorIs(t, l.ReturnLeases(canceled), context.Canceled)
+	})
+}
+
+// An answer that comes too late leaves nothing to spend.
+func TestLeaseThatEndsOnItsWay(t *testing.T) {
+	t.Parallel()
+	withLeases(t, func(c *Config) { c.Policy = FixedWindow{Limit: 100_000, Window: 80 * time.Millisecond} },
+		func(t *testing.T, l *leaseTest) {
+			l.allow("key", 1)
+			l.db.set(func(context.Context) error { elapse(11 * time.Millisecond); return nil })
+			l.allow("key", 1)
+			require.Zero(t, l.held("key"))
+			elapse(20 * time.Millisecond)
+			synctest.Wait()
+			require.Equal(t, LeaseEvent{Taken: 1, Returned: 1}, l.leases)
+		})
+}
+
+// A bucket that fills up while it is leased from has room for what could go back.
+func TestLeaseOfAFullBucket(t *testing.T) {
+	t.Parallel()
+	withLeases(t, func(c *Config) {
+		c.Policy = TokenBucket{Capacity: 128_000, Refill: 1000, Every: time.Second} // 1 s of 128 s: 1,000
+	}, func(t *testing.T, l *leaseTest) {
+		l.allow("key", 1)
+		l.allow("key", 1)
+		require.EqualValues(t, 2, l.held("key"))
+		require.Equal(t, LeaseEvent{Taken: 1000, Stranded: 998}, l.leases)
+		l.allow("key", 3)
+		require.EqualValues(t, 4, l.held("key"))
+		require.Equal(t, LeaseEvent{Taken: 1004, Stranded: 998}, l.leases, "the room is still there")
+	})
+}
+
+func TestLeaseConfig(t *testing.T) {
+	t.Parallel()
+	db := pgtest.New(t)
+	window := FixedWindow{Limit: 1, Window: time.Second}
+	for _, c := range []struct {
+		field  string
+		db     DBTX
+		lease  Lease
+		policy Policy
+	}{
+		{"Config.Lease", pgtest.Connect(t, db), Lease{}, window},
+		{"Config.Lease", db.Pool, Lease{}, SlidingLog{Limit: 1, Window: time.Second}},
+		{"Config.Lease", db.Pool, Lease{}, All(window, SlidingLog{Limit: 1, Window: time.Second})},
+		{"Config.Lease.MaxShare", db.Pool, Lease{MaxShare: 0.11}, window},
+		{"Config.Lease.MaxShare", db.Pool, Lease{MaxShare: -1}, window},
+		{"Config.Lease.MaxShare", db.Pool, Lease{MaxShare: math.NaN()}, window},
+		{"Config.Lease.MaxLength", db.Pool, Lease{MaxLength: time.Microsecond}, window},
+		{"Config.Lease.MaxLength", db.Pool, Lease{MaxLength: -time.Second}, window},
+	} {
+		_, err := New(c.db, Config{Name: "api", Policy: c.policy, Lease: &c.lease})
+		wrong, ok := errors.AsType[*ConfigError](err)
+		require.True(t, ok, "%v", err)
+		require.Equal(t, c.field, wrong.Field)
+	}
+	l, err := New(db.Pool, Config{Name: "api", Policy: window, Lease: &Lease{}})
+	require.NoError(t, err)
+	require.Equal(t, &Lease{MaxShare: 1.0 / 2048, MaxLength: 10 * time.Second}, l.Config().Lease)
+}
+
+// A row of rate_limit_policy holds at once for a key that is leased, and keys with a shadow are not leased.
+func TestLeasesUnderPolicies(t *testing.T) {
+	t.Parallel()
+	db := pgtest.New(t)
+	policies := runningPolicies(t, db.Pool, PoliciesConfig{})
+	l := newLimiter(t, db.Pool, Config{
+		Name: "api", Policy: FixedWindow{Limit: 100_000, Window: time.Hour}, Policies: policies,
+		Lease: &Lease{MaxShare: 0.01}, Client: ClientConfig{Timeout: amply},
+	})
+	leased := func() bool {
+		result, err := l.Allow(t.Context(), "key")
+		require.NoError(t, err)
+		return result.Source == SourceLease
+	}
+	testkit.WaitUntil(t, leased)
+	pgtest.Exec(t, db.Pool, addPolicy, "api", "", "ke", "deny", "")
+	policies.knows(t, db.Pool)
+	result, err := l.Allow(t.Context(), "key")
+	require.NoError(t, err)
+	require.Equal(t, SourcePolicy, result.Source)
+	require.False(t, result.Allowed)
+
+	pgtest.Exec(t, db.Pool, "DELETE FROM rate_limit_policy")
+	pgtest.Exec(t, db.Pool, addPolicy, "api", "key", "", "shadow", "fixed 5/1h")
+	policies.knows(t, db.Pool)
+	for range 10 {
+		require.False(t, leased())
+	}
+}
+
+// After a reset, nothing that this process took before is spent, or goes back.
+func TestResetForgetsALease(t *testing.T) {
+	t.Parallel()
+	const limit = 10_000
+	l := newLimiter(t, pgtest.New(t).Pool, Config{
+		Name: "api", Policy: FixedWindow{Limit: limit, Window: time.Hour}, Lease: &Lease{MaxShare: 0.01},
+		Client: ClientConfig{Timeout: amply},
+	})
+	for range 21 {
+		_, err := l.Allow(t.Context(), "key")
+		require.NoError(t, err)
+	}
+	leases := l.client.batcher.leases
+	require.Positive(t, leases.held(l.space, l.policy, "key"))
+	require.NoError(t, l.Reset(t.Context(), "key"))
+	require.Zero(t, leases.held(l.space, l.policy, "key"))
+	require.NoError(t, l.ReturnLeases(t.Context()))
+	result, err := l.Allow(t.Context(), "key")
+	require.NoError(t, err)
+	require.EqualValues(t, limit-1, result.Remaining)
+}
