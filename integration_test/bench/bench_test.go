@@ -243,12 +243,13 @@ func (a *arena) measure(plan plan, w workload, s *subject, c *contender, seed ui
 	var tally tally
 	costs := a.costsOf(c, func() {
 		load := startLoad(a.ctx(), c.take, w.keys(seed), options)
-		a.wait(plan.WarmUp)
+		a.wait(max(plan.WarmUp, w.warmUp))
 		load.measure()
 		a.wait(plan.Measured)
 		var err error
 		tally, err = load.stop()
 		require.NoError(a.b, err, "%s: %s", w.Title, s.title)
+		c.giveBack(a)
 	})
 
 	a.audit(w.Title+": "+s.title, c, tally)

@@ -163,7 +163,7 @@ func workInProcess(b *testing.B, plan plan, text string) {
 		}
 		require.NoError(b, err)
 		w, c, first := a.attach(plan, next)
-		warmUp := plan.WarmUp
+		warmUp := max(plan.WarmUp, w.warmUp)
 		if first { // each of the many connections has plans to make
 			warmUp *= 4
 		}
@@ -217,6 +217,7 @@ func (a *arena) do(w workload, c *contender, seed uint64, warmUp, measured time.
 	a.wait(measured)
 	t, err := load.stop()
 	require.NoError(a.b, err)
+	c.giveBack(a)
 	cpu = cpuTime(os.Getpid()) - cpu
 	if c.pool != nil {
 		a.flushStatistics(c.pool)

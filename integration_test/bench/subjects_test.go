@@ -47,8 +47,16 @@ type store struct {
 type contender struct {
 	*store
 	take take
-	pids func() []int  // of its server; none: it runs in this process
-	pool *pgxpool.Pool // nil: it is not on Postgres
+	back func(context.Context) error // gives back what was taken ahead; nil: nothing was
+	pids func() []int                // of its server; none: it runs in this process
+	pool *pgxpool.Pool               // nil: it is not on Postgres
+}
+
+func (c *contender) giveBack(a *arena) {
+	a.b.Helper()
+	if c.back != nil {
+		require.NoError(a.b, c.back(a.ctx()))
+	}
 }
 
 type contenderID struct {
@@ -149,6 +157,7 @@ var (
 		sliding,
 		ratelimit.Config{Durable: true, SynchronousCommit: true},
 	)
+	leased         = library("sliding window, Lease", sliding, ratelimit.Config{Lease: &ratelimit.Lease{}})
 	withoutDenials = library("sliding window, NoDenialCache", sliding, ratelimit.Config{NoDenialCache: true})
 	allOfTwo       = sets("AllowAll of two limits, one shared", 2)
 	allOfThree     = sets("AllowAll of three limits, one shared", 3)
@@ -212,6 +221,7 @@ func library(title string, kind algorithm, config ratelimit.Config) *subject {
 				return &contender{
 					pool: pool,
 					pids: a.postgresPIDs,
+					back: limiter.ReturnLeases,
 					take: func(ctx context.Context, key string) (bool, error) {
 						result, err := limiter.Allow(ctx, key)
 						return result.Allowed, err

@@ -86,6 +86,16 @@ func (r *report) judge() {
 	} {
 		r.target(t.title, goal{95, 99, "%.2f %%"}, r.result(t.id).find(slidingWindow).all(hotShare))
 	}
+	for _, t := range []struct {
+		title, id    string
+		atLeast, aim float64
+	}{
+		{"one hot key, 16 processes of 2 callers, with leases, against redis_rate", hotSixteenID, 3, 20},
+		{"5,000 keys, 16 processes of 2 callers, with leases, against redis_rate", busyID, 1.5, 0},
+	} {
+		result := r.result(t.id)
+		r.target(t.title, goal{t.atLeast, t.aim, "%.2f"}, ratios(result.find(leased), result.redis()))
+	}
 	r.target("memory of an idle limiter", goal{1 << 10, 0, "%.0f bytes"}, []float64{r.Memory.Idle})
 	r.target(fmt.Sprintf("memory with %s denied keys", svg.Thousands(r.Memory.DeniedKeys)),
 		goal{denialBound, 0, "%.0f bytes"}, []float64{r.Memory.Denied})

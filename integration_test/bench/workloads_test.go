@@ -81,6 +81,7 @@ type workload struct {
 	spread   spread
 	far      bool
 	subjects []*subject
+	warmUp   time.Duration // more than that of the plan, for what has to learn which keys are busy
 }
 
 // spread is which keys of a number of keys one caller asks for, one after the other.
@@ -123,6 +124,8 @@ const (
 	sixteenID    = "16x2"
 	fewRowsID    = "few-rows"
 	manyRowsID   = "many-rows"
+	busyID       = "16x2-busy"
+	hotSixteenID = sixteenID + "-hot"
 )
 
 // fullPlan is what `make bench` runs, in 20 minutes.
@@ -138,6 +141,7 @@ func fullPlan() plan {
 	remote := join([]*subject{slidingWindow, durable}, redis, []*subject{fiveRoundTrips, plainUpdate, selectOne})
 
 	users := newDataset("100,000 keys", "user:", 100_000, ample)
+	busy := newDataset("5,000 keys", "busy:", 5_000, ample)
 	fresh := newcomers()
 	thousand := newDataset("1,000 denied keys", "denied:", 1_000, 1)
 	hundredThousand := newDataset("100,000 denied keys", "locked-out:", 100_000, 1)
@@ -146,9 +150,9 @@ func fullPlan() plan {
 		Mode: "full", Command: "make bench", Rounds: 3, WarmUp: 300 * time.Millisecond, Measured: time.Second,
 		groups: [][]workload{
 			{
-				{oneCallerID, "One caller, 100,000 keys", 1, 1, users, uniform, false, withSets},
-				{uniform64ID, "64 callers, 100,000 keys uniformly", 1, 64, users, uniform, false, withSets},
-				{uniform512ID, "512 callers, 100,000 keys uniformly", 1, 512, users, uniform, false, everybody},
+				{oneCallerID, "One caller, 100,000 keys", 1, 1, users, uniform, false, withSets, 0},
+				{uniform64ID, "64 callers, 100,000 keys uniformly", 1, 64, users, uniform, false, withSets, 0},
+				{uniform512ID, "512 callers, 100,000 keys uniformly", 1, 512, users, uniform, false, everybody, 0},
 				{
 					"zipf-64",
 					"64 callers, 100,000 keys in a Zipf distribution (s = 1.1)",
@@ -157,7 +161,7 @@ func fullPlan() plan {
 					users,
 					zipf,
 					false,
-					popular,
+					popular, 0,
 				},
 				{
 					"zipf-512",
@@ -167,13 +171,13 @@ func fullPlan() plan {
 					users,
 					zipf,
 					false,
-					popular,
+					popular, 0,
 				},
-				{hot64ID, "64 callers, one hot key", 1, 64, users, hot, false, limiters},
-				{hot512ID, "512 callers, one hot key", 1, 512, users, hot, false, limiters},
-				{hot1ID, "One caller, one hot key", 1, 1, users, hot, false, few},
-				{"new-1", "One caller, each key new", 1, 1, fresh, nil, false, join(few, []*subject{durable})},
-				{new64ID, "64 callers, each key new", 1, 64, fresh, nil, false, limiters},
+				{hot64ID, "64 callers, one hot key", 1, 64, users, hot, false, limiters, 0},
+				{hot512ID, "512 callers, one hot key", 1, 512, users, hot, false, limiters, 0},
+				{hot1ID, "One caller, one hot key", 1, 1, users, hot, false, few, 0},
+				{"new-1", "One caller, each key new", 1, 1, fresh, nil, false, join(few, []*subject{durable}), 0},
+				{new64ID, "64 callers, each key new", 1, 64, fresh, nil, false, limiters, 0},
 				{
 					"new-512",
 					"512 callers, each key new",
@@ -182,9 +186,9 @@ func fullPlan() plan {
 					fresh,
 					nil,
 					false,
-					join(few, []*subject{redisStock, durable}),
+					join(few, []*subject{redisStock, durable}), 0,
 				},
-				{"denied-64", "64 callers, 1,000 keys, all denied", 1, 64, thousand, uniform, false, deniers},
+				{"denied-64", "64 callers, 1,000 keys, all denied", 1, 64, thousand, uniform, false, deniers, 0},
 				{
 					"locked-out-64",
 					"64 callers, 100,000 keys, all denied",
@@ -193,13 +197,14 @@ func fullPlan() plan {
 					hundredThousand,
 					uniform,
 					false,
-					deniers,
+					deniers, 0,
 				},
-				{"far-1", "One caller, 100,000 keys, 1 ms away", 1, 1, users, uniform, true, remote},
-				{"far-64", "64 callers, 100,000 keys uniformly, 1 ms away", 1, 64, users, uniform, true, remote},
-				{"far-512", "512 callers, 100,000 keys uniformly, 1 ms away", 1, 512, users, uniform, true, remote},
+				{"far-1", "One caller, 100,000 keys, 1 ms away", 1, 1, users, uniform, true, remote, 0},
+				{"far-64", "64 callers, 100,000 keys uniformly, 1 ms away", 1, 64, users, uniform, true, remote, 0},
+				{"far-512", "512 callers, 100,000 keys uniformly, 1 ms away", 1, 512, users, uniform, true, remote, 0},
 			},
 			processWorkloads(users, fresh, few),
+			leaseWorkloads(busy, 10*time.Second, few),
 			rowWorkloads(10_000_000),
 		},
 		idleLimiters: 5_000, deniedKeys: 1_000_000, pgbenchScale: 10, pgbench: 3 * time.Second, pgbenchRounds: 3,
@@ -232,6 +237,7 @@ func quickPlan() plan {
 	several := join(chart, []*subject{redisStock, redisAuto, plainUpdate, allOfTwo, allOfThree})
 	lasting := join(chart, []*subject{plainUpdate, durable})
 	deniers := []*subject{slidingWindow, withoutDenials, plainUpdate}
+	busy := newDataset("5,000 keys", "busy:", 5_000, ample)
 	fresh := newcomers()
 
 	return plan{
@@ -239,18 +245,19 @@ func quickPlan() plan {
 		WarmUp: 100 * time.Millisecond, Measured: 300 * time.Millisecond,
 		groups: [][]workload{
 			{
-				{uniform64ID, "64 callers, 20,000 keys uniformly", 1, 64, users, uniform, false, several},
-				{uniform512ID, "512 callers, 20,000 keys uniformly", 1, 512, users, uniform, false, lasting},
-				{hot64ID, "64 callers, one hot key", 1, 64, users, hot, false, join(chart, []*subject{plainUpdate})},
-				{hot512ID, "512 callers, one hot key", 1, 512, users, hot, false, join(chart, []*subject{plainUpdate})},
-				{hot1ID, "One caller, one hot key", 1, 1, users, hot, false, few},
-				{"new-1", "One caller, each key new", 1, 1, fresh, nil, false, few},
-				{new64ID, "64 callers, each key new", 1, 64, fresh, nil, false, few},
-				{"new-512", "512 callers, each key new", 1, 512, fresh, nil, false, few},
-				{"denied-64", "64 callers, 1,000 keys, all denied", 1, 64, denied, uniform, false, deniers},
-				{"far-64", "64 callers, 20,000 keys uniformly, 1 ms away", 1, 64, users, uniform, true, few},
+				{uniform64ID, "64 callers, 20,000 keys uniformly", 1, 64, users, uniform, false, several, 0},
+				{uniform512ID, "512 callers, 20,000 keys uniformly", 1, 512, users, uniform, false, lasting, 0},
+				{hot64ID, "64 callers, one hot key", 1, 64, users, hot, false, join(chart, []*subject{plainUpdate}), 0},
+				{hot512ID, "512 callers, one hot key", 1, 512, users, hot, false, join(chart, []*subject{plainUpdate}), 0},
+				{hot1ID, "One caller, one hot key", 1, 1, users, hot, false, few, 0},
+				{"new-1", "One caller, each key new", 1, 1, fresh, nil, false, few, 0},
+				{new64ID, "64 callers, each key new", 1, 64, fresh, nil, false, few, 0},
+				{"new-512", "512 callers, each key new", 1, 512, fresh, nil, false, few, 0},
+				{"denied-64", "64 callers, 1,000 keys, all denied", 1, 64, denied, uniform, false, deniers, 0},
+				{"far-64", "64 callers, 20,000 keys uniformly, 1 ms away", 1, 64, users, uniform, true, few, 0},
 			},
 			processWorkloads(users, fresh, few),
+			leaseWorkloads(busy, time.Second, few),
 			rowWorkloads(500_000),
 		},
 		idleLimiters: 500, deniedKeys: 100_000, pgbenchScale: 5, pgbench: time.Second, pgbenchRounds: 1,
@@ -264,32 +271,34 @@ func quickPlan() plan {
 func processWorkloads(there, fresh dataset, subjects []*subject) (all []workload) {
 	for _, size := range []struct{ processes, callers int }{{4, 8}, {16, 2}} {
 		id := fmt.Sprintf("%dx%d", size.processes, size.callers)
-		title := fmt.Sprintf("%d processes of %d callers, ", size.processes, size.callers)
-		all = append(
-			all,
-			workload{
-				id,
-				title + there.title + " uniformly",
-				size.processes,
-				size.callers,
-				there,
-				uniform,
-				false,
-				subjects,
-			},
-			workload{id + "-new", title + "each key new", size.processes, size.callers, fresh, nil, false, subjects},
-			workload{id + "-hot", title + "one hot key", size.processes, size.callers, there, hot, false, subjects},
-		)
+		of := func(id, title string, data dataset, spread spread, subjects []*subject) {
+			title = fmt.Sprintf("%d processes of %d callers, %s", size.processes, size.callers, title)
+			all = append(all, workload{
+				ID: id, Title: title, Processes: size.processes, Callers: size.callers,
+				data: data, spread: spread, subjects: subjects,
+			})
+		}
+		of(id, there.title+" uniformly", there, uniform, subjects)
+		of(id+"-new", "each key new", fresh, nil, subjects)
+		of(id+"-hot", "one hot key", there, hot, join(subjects, []*subject{leased}))
 	}
 	return all
+}
+
+// leaseWorkloads have keys that each of many processes asks for again and again, and time to learn that.
+func leaseWorkloads(busy dataset, warmUp time.Duration, subjects []*subject) []workload {
+	return []workload{{
+		ID: busyID, Title: "16 processes of 2 callers, " + busy.title + " uniformly", Processes: 16, Callers: 2,
+		data: busy, spread: uniform, subjects: join(subjects, []*subject{leased}), warmUp: warmUp,
+	}}
 }
 
 // rowWorkloads compare a table of so many rows with one of 100,000.
 func rowWorkloads(many int) []workload {
 	few, lots := rowsOf(100_000), rowsOf(many)
 	return []workload{
-		{fewRowsID, "64 callers, a table of " + few.title, 1, 64, few, uniform, false, []*subject{slidingWindow}},
-		{manyRowsID, "64 callers, a table of " + lots.title, 1, 64, lots, uniform, false, []*subject{slidingWindow}},
+		{fewRowsID, "64 callers, a table of " + few.title, 1, 64, few, uniform, false, []*subject{slidingWindow}, 0},
+		{manyRowsID, "64 callers, a table of " + lots.title, 1, 64, lots, uniform, false, []*subject{slidingWindow}, 0},
 	}
 }
 
