@@ -12,9 +12,9 @@ import (
 // database ([SourceLease]). All that is spent was taken in the database before, so the limit holds for any number of
 // processes, also if they die, freeze or lose the database. docs/guarantees.md has the argument for each policy.
 //
-// What is taken ahead follows the demand. A key that is asked for once is not leased. If it is asked for again, 1 is
-// taken ahead, and twice as much each time that this is used up before it ends. Of a lease that ends unused, the next
-// one has only what was used. One process never holds more of a key than MaxShare of what remains of it. With a limit
+// What is taken ahead follows the demand. A key that is asked for once is not leased. If it is asked for again soon, up
+// to 4 calls more are taken ahead, and twice as much each time that this is used up in less than half of the lease's
+// time. If a lease ends with something left, the next one has only what was used. One process never holds more of a key than MaxShare of what remains of it. With a limit
 // of 1,000,000 and all of it left, that is 488, and with 2,047 left it is none. Near the limit, each call asks.
 //
 // A lease ends after MaxLength, or an eighth of a window, or 1/128 of the time to fill a bucket, if that is shorter. It
@@ -33,7 +33,7 @@ type Lease struct {
 	// MaxShare is how much of what remains of a key one process holds at most, from 0 to 0.1. Defaults to 1/2048, so
 	// that 16 processes hold less than a hundredth.
 	MaxShare float64
-	// MaxLength is how long a lease lasts at most, at least 1 ms. Defaults to 10 seconds.
+	// MaxLength is how long a lease lasts at most, at least 1 ms. Defaults to 30 seconds.
 	MaxLength time.Duration
 }
 
@@ -52,7 +52,7 @@ func (c *Lease) withDefaults() *Lease {
 		with.MaxShare = 1.0 / 2048
 	}
 	if with.MaxLength == 0 {
-		with.MaxLength = 10 * time.Second
+		with.MaxLength = 30 * time.Second
 	}
 	return &with
 }

@@ -82,10 +82,14 @@ func TestLeasesFollowTheDemand(t *testing.T) {
 		for range 3 {
 			require.Equal(t, 1, l.allow("seldom", 1))
 			require.Zero(t, l.held("seldom"))
-			elapse(11 * time.Second)
+			elapse(31 * time.Second)
 		}
+		require.Equal(t, 1, l.allow("now and then", 1))
+		elapse(12 * time.Second)
+		require.Equal(t, 1, l.allow("now and then", 1))
+		require.EqualValues(t, 2, l.held("now and then"), "30 s / 12 s")
 		require.Equal(t, 1, l.allow("key", 1))
-		for size := 1; size < 1000; size *= 2 {
+		for size := 4; size < 1000; size *= 2 {
 			require.Equal(t, 1, l.allow("key", 1), "before %d", size)
 			require.EqualValues(t, size, l.held("key"))
 			require.Zero(t, l.allow("key", size))
@@ -100,25 +104,25 @@ func TestLeasesFollowTheDemand(t *testing.T) {
 func TestLeasesGoBack(t *testing.T) {
 	t.Parallel()
 	withLeases(t, nil, func(t *testing.T, l *leaseTest) {
-		l.allow("key", 1+2+3+5+9+17)
+		l.allow("key", 1+5+9+17)
 		require.Equal(t, 1, l.allow("key", 1))
 		require.EqualValues(t, 32, l.held("key"))
 		l.allow("key", 5)
 		left := l.left("key")
-		elapse(7 * time.Second)
+		elapse(24 * time.Second)
 		synctest.Wait()
 		require.Equal(t, left, l.left("key"))
-		elapse(time.Second)
+		elapse(3 * time.Second)
 		synctest.Wait()
 		require.Zero(t, l.held("key"))
 		require.Equal(t, left+27, l.left("key"))
-		require.Equal(t, LeaseEvent{Taken: 63, Returned: 27}, l.leases)
+		require.Equal(t, LeaseEvent{Taken: 60, Returned: 27}, l.leases)
 
 		require.Equal(t, 1, l.allow("key", 1))
 		require.EqualValues(t, 5, l.held("key"))
-		elapse(30 * time.Second) // it goes back, and the key is forgotten
+		elapse(90 * time.Second) // it goes back, and the key is forgotten
 		synctest.Wait()
-		require.Equal(t, LeaseEvent{Taken: 68, Returned: 32}, l.leases)
+		require.Equal(t, LeaseEvent{Taken: 65, Returned: 32}, l.leases)
 		require.Zero(t, l.client.batcher.leases.due, "no timer at rest")
 		for i := range l.client.batcher.leases.shards.Load() {
 			require.Empty(t, l.client.batcher.leases.shards.Load()[i].keys)
@@ -169,14 +173,14 @@ func TestMethodsBesideALease(t *testing.T) {
 	t.Parallel()
 	withLeases(t, nil, func(t *testing.T, l *leaseTest) {
 		ctx := t.Context()
-		l.allow("key", 1+2+3+5)
+		l.allow("key", 1+5)
 		require.Equal(t, 1, l.allow("key", 1))
 		require.EqualValues(t, 8, l.held("key"))
 
 		peeked, err := l.Peek(ctx, "key")
 		require.NoError(t, err)
 		require.True(t, peeked.Allowed)
-		require.EqualValues(t, 100_000-12, peeked.Remaining, "with what is held")
+		require.EqualValues(t, 100_000-7, peeked.Remaining, "with what is held")
 
 		sets, err := AllowAll(ctx, l.Request("key", 1))
 		require.NoError(t, err)
@@ -224,7 +228,7 @@ func TestMethodsBesideALease(t *testing.T) {
 func TestWaitersBesideALease(t *testing.T) {
 	t.Parallel()
 	withLeases(t, func(c *Config) { c.OnFailure = FailOpen() }, func(t *testing.T, l *leaseTest) {
-		l.allow("key", 1+2+3+5)
+		l.allow("key", 1+5)
 		require.Equal(t, 1, l.allow("key", 1))
 		var waiting sync.WaitGroup
 		for range 12 {
@@ -242,12 +246,12 @@ func TestWaitersBesideALease(t *testing.T) {
 func TestLeasesWhileTheDatabaseIsAway(t *testing.T) {
 	t.Parallel()
 	withLeases(t, nil, func(t *testing.T, l *leaseTest) {
-		l.allow("key", 1+2+3+5)
+		l.allow("key", 1+5)
 		require.Equal(t, 1, l.allow("key", 1))
 		l.db.set(turnedAway)
 		require.Zero(t, l.allow("key", 5))
 		require.ErrorIs(t, l.ReturnLeases(t.Context()), ErrUnavailable)
-		require.Equal(t, LeaseEvent{Taken: 15, Stranded: 3}, l.leases)
+		require.Equal(t, LeaseEvent{Taken: 12, Stranded: 3}, l.leases)
 		_, err := l.Allow(t.Context(), "key")
 		require.ErrorIs(t, err, ErrUnavailable)
 		canceled, cancel := context.WithCancel(t.Context())
@@ -267,7 +271,7 @@ func TestLeaseThatEndsOnItsWay(t *testing.T) {
 			require.Zero(t, l.held("key"))
 			elapse(20 * time.Millisecond)
 			synctest.Wait()
-			require.Equal(t, LeaseEvent{Taken: 1, Returned: 1}, l.leases)
+			require.Equal(t, LeaseEvent{Taken: 4, Returned: 4}, l.leases)
 		})
 }
 
@@ -279,11 +283,11 @@ func TestLeaseOfAFullBucket(t *testing.T) {
 	}, func(t *testing.T, l *leaseTest) {
 		l.allow("key", 1)
 		l.allow("key", 1)
-		require.EqualValues(t, 2, l.held("key"))
-		require.Equal(t, LeaseEvent{Taken: 1000, Stranded: 998}, l.leases)
-		l.allow("key", 3)
-		require.EqualValues(t, 4, l.held("key"))
-		require.Equal(t, LeaseEvent{Taken: 1004, Stranded: 998}, l.leases, "the room is still there")
+		require.EqualValues(t, 5, l.held("key"), "and one that the caller left")
+		require.Equal(t, LeaseEvent{Taken: 1003, Stranded: 998}, l.leases)
+		l.allow("key", 6)
+		require.EqualValues(t, 10, l.held("key"))
+		require.Equal(t, LeaseEvent{Taken: 1013, Stranded: 998}, l.leases, "the room is still there")
 	})
 }
 
@@ -313,7 +317,7 @@ func TestLeaseConfig(t *testing.T) {
 	}
 	l, err := New(db.Pool, Config{Name: "api", Policy: window, Lease: &Lease{}})
 	require.NoError(t, err)
-	require.Equal(t, &Lease{MaxShare: 1.0 / 2048, MaxLength: 10 * time.Second}, l.Config().Lease)
+	require.Equal(t, &Lease{MaxShare: 1.0 / 2048, MaxLength: 30 * time.Second}, l.Config().Lease)
 }
 
 // A row of rate_limit_policy holds at once for a key that is leased, and keys with a shadow are not leased.
@@ -354,7 +358,7 @@ func TestResetForgetsALease(t *testing.T) {
 		Name: "api", Policy: FixedWindow{Limit: limit, Window: time.Hour}, Lease: &Lease{MaxShare: 0.01},
 		Client: ClientConfig{Timeout: amply},
 	})
-	for range 21 {
+	for range 7 {
 		_, err := l.Allow(t.Context(), "key")
 		require.NoError(t, err)
 	}

@@ -33,7 +33,8 @@ type leases struct {
 
 const (
 	leaseShards = 16
-	maxLeased   = 16384 // keys that have an entry, at most; others are not leased
+	maxLeased   = 16384 // keys that have an entry, at most
+	firstLease  = 4     // calls, at most
 	// minLeaseTick keeps a timer for many short leases from firing for each of them.
 	minLeaseTick = 5 * time.Millisecond
 )
@@ -195,8 +196,8 @@ func (ls *leases) ahead(l *Limiter, key string, n int64) int64 {
 }
 
 // wants is how many units to take ahead, going by the demand: what was used of the last lease, or twice as much if that
-// was used up within half of its time. It is n at least if the last call came so lately that a lease would have lasted
-// until now.
+// was used up within half of its time. If there was none, it is what will be used if calls come as this one has come
+// after the last one, but little.
 func (e *lease) wants(now instant, n int64) int64 {
 	if e.receipt != nil {
 		e.size = e.next
@@ -204,8 +205,8 @@ func (e *lease) wants(now instant, n int64) int64 {
 			e.size = 2 * e.end
 		}
 	}
-	if now.since(e.known.asked) < e.known.lasts {
-		e.size = max(e.size, n)
+	if gap := now.since(e.known.asked); e.size < n && gap < e.known.lasts {
+		e.size = n * min(firstLease, int64(e.known.lasts/max(gap, 1)))
 	}
 	return e.size
 }
@@ -257,7 +258,7 @@ func (s *leaseShard) entry(space *keyspace, key string, add bool) (e *lease, kep
 		return e, true
 	}
 	e = &lease{}
-	if !add || len(s.keys) >= maxLeased/leaseShards {
+	if !add || len(s.keys) >= maxLeased/leaseShards && !s.evict() {
 		return e, false
 	}
 	if s.keys == nil {
@@ -265,6 +266,22 @@ func (s *leaseShard) entry(space *keyspace, key string, add bool) (e *lease, kep
 	}
 	s.keys[denialKey{space, strings.Clone(key)}] = e
 	return e, true
+}
+
+// evict forgets a key of which nothing is held, so that a flood of keys keeps no busy one out for long. It tells whether
+// it has found one among a few.
+func (s *leaseShard) evict() bool {
+	tries := 8
+	for k, e := range s.keys { // in random order
+		if e.next == e.end {
+			delete(s.keys, k)
+			return true
+		}
+		if tries--; tries == 0 {
+			return false
+		}
+	}
+	return false
 }
 
 // learn is leases.learn for the entry. It returns what is to be given back.
@@ -343,7 +360,7 @@ func (e *lease) lapse(space *keyspace) (rests []rest) {
 // is done before it ends, or the key is to be forgotten.
 func (e *lease) due() time.Duration {
 	if e.next < e.end {
-		return e.asked.elapsed + e.lasts/4*3
+		return e.asked.elapsed + e.lasts/8*7
 	}
 	return e.known.asked.elapsed + e.memory
 }
@@ -383,7 +400,7 @@ func (ls *leases) outdated(now instant) (rests []rest, next time.Duration) {
 	next = never
 	rests = ls.collect(func(e *lease) (lapse, forget bool) {
 		// Those that are due a little later go back now, in the same statement.
-		if e.next < e.end && (now.elapsed >= e.due()-e.lasts/8 || now.since(e.asked) >= e.lasts) {
+		if e.next < e.end && (now.elapsed >= e.due()-e.lasts/16 || now.since(e.asked) >= e.lasts) {
 			next = min(next, e.known.asked.elapsed+e.memory)
 			return true, false
 		}

@@ -243,7 +243,7 @@ func (a *arena) measure(plan plan, w workload, s *subject, c *contender, seed ui
 	var tally tally
 	costs := a.costsOf(c, func() {
 		load := startLoad(a.ctx(), c.take, w.keys(seed), options)
-		a.wait(max(plan.WarmUp, w.warmUp))
+		a.wait(c.warmUp(plan, w))
 		load.measure()
 		a.wait(plan.Measured)
 		var err error

@@ -163,7 +163,7 @@ func workInProcess(b *testing.B, plan plan, text string) {
 		}
 		require.NoError(b, err)
 		w, c, first := a.attach(plan, next)
-		warmUp := max(plan.WarmUp, w.warmUp)
+		warmUp := c.warmUp(plan, w)
 		if first { // each of the many connections has plans to make
 			warmUp *= 4
 		}

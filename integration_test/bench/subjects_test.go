@@ -52,6 +52,14 @@ type contender struct {
 	pool *pgxpool.Pool               // nil: it is not on Postgres
 }
 
+// warmUp is how long the contender is asked before anything is measured.
+func (c *contender) warmUp(plan plan, w workload) time.Duration {
+	if c.back != nil {
+		return max(plan.WarmUp, w.warmUp)
+	}
+	return plan.WarmUp
+}
+
 func (c *contender) giveBack(a *arena) {
 	a.b.Helper()
 	if c.back != nil {
@@ -218,15 +226,18 @@ func library(title string, kind algorithm, config ratelimit.Config) *subject {
 				pool := a.pool(far)
 				limiter, err := ratelimit.New(pool, config)
 				require.NoError(a.b, err)
-				return &contender{
+				c := &contender{
 					pool: pool,
 					pids: a.postgresPIDs,
-					back: limiter.ReturnLeases,
 					take: func(ctx context.Context, key string) (bool, error) {
 						result, err := limiter.Allow(ctx, key)
 						return result.Allowed, err
 					},
 				}
+				if config.Lease != nil {
+					c.back = limiter.ReturnLeases
+				}
+				return c
 			},
 		}
 	}

@@ -81,7 +81,7 @@ type workload struct {
 	spread   spread
 	far      bool
 	subjects []*subject
-	warmUp   time.Duration // more than that of the plan, for what has to learn which keys are busy
+	warmUp   time.Duration // for what has to learn which keys are busy
 }
 
 // spread is which keys of a number of keys one caller asks for, one after the other.
@@ -204,7 +204,7 @@ func fullPlan() plan {
 				{"far-512", "512 callers, 100,000 keys uniformly, 1 ms away", 1, 512, users, uniform, true, remote, 0},
 			},
 			processWorkloads(users, fresh, few),
-			leaseWorkloads(busy, 10*time.Second, few),
+			leaseWorkloads(busy, 40*time.Second, few),
 			rowWorkloads(10_000_000),
 		},
 		idleLimiters: 5_000, deniedKeys: 1_000_000, pgbenchScale: 10, pgbench: 3 * time.Second, pgbenchRounds: 3,
