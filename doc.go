@@ -38,6 +38,10 @@
 // [Limiter.Refund] and [Limiter.RefundN] give back what a request took. [Limiter.Grant] gives credit above the limit.
 // [Limiter.Reset] makes a key as good as new.
 //
+// # Busy keys
+//
+// With a [Lease], a process takes some of a busy key's limit ahead, and decides most calls by itself.
+//
 // # Outages
 //
 // [Config].OnFailure says what a call answers while Postgres is away or slow: [ReturnError], [FailOpen], [FailClosed]

@@ -308,6 +308,31 @@ func ExamplePolicies() {
 }
 
 // A request counts for its address, its user and the whole service, or for none of them.
+// A limit of many calls, of which each process takes some ahead.
+func ExampleLease() {
+	var (
+		ctx  context.Context // ends with the application
+		pool *pgxpool.Pool
+	)
+	limiter, err := ratelimit.New(pool, ratelimit.Config{
+		Name:   "api",
+		Policy: ratelimit.SlidingWindow{Limit: 1_000_000, Window: time.Minute},
+		Lease:  &ratelimit.Lease{},
+	})
+	if err != nil {
+		log.Fatal(err)
+	}
+	result, err := limiter.Allow(ctx, "partner:7")
+	if err != nil {
+		log.Fatal(err)
+	}
+	fmt.Println(result.Allowed, "by the", result.Source)
+	// Before the application ends, or not at all:
+	if err := limiter.ReturnLeases(context.Background()); err != nil {
+		log.Print("what was taken ahead counts as used: ", err)
+	}
+}
+
 func ExampleAllowAll() {
 	var (
 		ctx                          = context.Background()

@@ -14,19 +14,20 @@ import (
 //
 // What is taken ahead follows the demand. A key that is asked for once is not leased. If it is asked for again soon, up
 // to 4 calls more are taken ahead, and twice as much each time that this is used up in less than half of the lease's
-// time. If a lease ends with something left, the next one has only what was used. One process never holds more of a key than MaxShare of what remains of it. With a limit
-// of 1,000,000 and all of it left, that is 488, and with 2,047 left it is none. Near the limit, each call asks.
+// time. If a lease ends with something left, the next one has only what was used. One process never holds more of a
+// key than MaxShare of what remains of it. With a limit of 1,000,000 and all of it left, that is 488, and with 2,047
+// left it is none. Near the limit, each call asks.
 //
 // A lease ends after MaxLength, or an eighth of a window, or 1/128 of the time to fill a bucket, if that is shorter. It
 // also ends with its window. Before that, what is left goes back. A process that dies gives nothing back: what it held
-// counts as used.
-//
-// A bucket that is leased from fills up only to 127/128 of its Capacity, or a little more.
+// counts as used. A bucket that is leased from fills up to 127/128 of its Capacity only.
 //
 //   - AllowN takes from a lease if that has enough for all of n, and asks for all of n otherwise.
-//   - Wait does what AllowN does. AllowTx, AllowAll and Peek ask the database, for which a lease is taken.
+//   - Remaining is what the database had left when it was last asked, and what is left of the lease.
+//   - Wait does what AllowN does. AllowTx and AllowAll ask the database and spend no lease. So does Peek, and adds what
+//     is held to what remains.
 //   - Refund gives back to the database.
-//   - With and [Policies] change the policy at once. A lease under another policy is not spent.
+//   - With and [Policies] change the policy at once. What was leased under another one is not spent.
 //   - Reset forgets this process's lease. Others may spend what they took before it until that ends.
 //   - Keys with a policy of the mode shadow are not leased.
 type Lease struct {

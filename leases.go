@@ -268,8 +268,8 @@ func (s *leaseShard) entry(space *keyspace, key string, add bool) (e *lease, kep
 	return e, true
 }
 
-// evict forgets a key of which nothing is held, so that a flood of keys keeps no busy one out for long. It tells whether
-// it has found one among a few.
+// evict forgets a key of which nothing is held, so that a flood of keys keeps no busy one out for long. It tells
+// whether it has found one among a few.
 func (s *leaseShard) evict() bool {
 	tries := 8
 	for k, e := range s.keys { // in random order
