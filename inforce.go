@@ -2,6 +2,7 @@ package ratelimit
 
 import (
 	"context"
+	"fmt"
 	"log/slog"
 	"time"
 )
@@ -52,16 +53,28 @@ func (l *Limiter) canObey(r *rule) bool {
 	if r.Value.mode != modeEnforce {
 		return true
 	}
-	err := r.Value.under(l).sameKind(l)
-	if err == nil {
+	with := r.Value.under(l)
+	if with.sameKind(l) == nil {
 		return true
 	}
 	p := l.space.policies
 	if policy, told := p.told.Swap(r.ID, r.Value.policy); !told || policy != r.Value.policy {
 		p.log(context.Background(), slog.LevelWarn, "ratelimit: a policy is of another kind than the limiter's, and "+
-			"is passed over", slog.Int64("id", r.ID), slog.String("limiter", l.space.name), slog.Any("error", err))
+			"is passed over", slog.Int64("id", r.ID), slog.String("limiter", l.space.name),
+			slog.Any("error", otherKind(with.models, l.models)))
 	}
 	return false
+}
+
+// otherKind says what differs between the models of a row and those of the code.
+func otherKind(row, code []model) error {
+	for i := range min(len(row), len(code)) {
+		if row[i].numbers().Algorithm != code[i].numbers().Algorithm {
+			return fmt.Errorf("the row's policy is a %s, and Config.Policy is a %s",
+				typeName(row[i]), typeName(code[i]))
+		}
+	}
+	return nil
 }
 
 // under returns l with the row's policy.

@@ -324,7 +324,7 @@ func TestPoliciesThatCannotBeObeyed(t *testing.T) {
 
 	lines := journal.String()
 	require.Contains(t, lines, "a policy cannot be read, and is passed over")
-	require.Contains(t, lines, "is a SlidingWindow, and the keys' rows are of a FixedWindow")
+	require.Contains(t, lines, "the row's policy is a SlidingWindow, and Config.Policy is a FixedWindow")
 	require.NotContains(t, lines, "secret")
 	require.Len(t, journal.Lines(), 3, lines)
 }
