@@ -10,7 +10,8 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/algorithm"
 )
 
-// Headers says which header fields tell clients about their limit, on all responses that the database has decided.
+// Headers says which header fields tell clients about their limit, on all responses that the database has decided. Of a
+// ban that lasts for more than ten years, or has no end, they say that it is over in a day.
 type Headers int
 
 const (
@@ -36,6 +37,18 @@ const (
 	// window, if that is whole seconds. If a request passes several limits, the last one is shown.
 	IETFDraft6
 )
+
+// A ban without an end seems to last for 71 years. Somebody will end it sooner, so clients should ask again. Nothing
+// above noEnd is taken for an end. It counts as askAgain.
+const noEnd, askAgain = 10 * 365 * 24 * time.Hour, 24 * time.Hour
+
+// foreseeable is d, unless that is above noEnd.
+func foreseeable(d time.Duration) time.Duration {
+	if d > noEnd {
+		return askAgain
+	}
+	return d
+}
 
 // maxInteger is the largest integer of a structured field (RFC 9651).
 const maxInteger = 999_999_999_999_999

@@ -2,6 +2,7 @@ package httplimit
 
 import (
 	"errors"
+	"fmt"
 	"math"
 	"net/http"
 	"strconv"
@@ -85,6 +86,47 @@ func TestHeaders(t *testing.T) {
 			header.Del(name)
 		}
 		require.Equal(t, test.want, header, "%d %v", test.headers, test.policy)
+	}
+}
+
+// A ban without an end is told as one of a day, and other times as they are.
+func TestBanWithoutAnEnd(t *testing.T) {
+	t.Parallel()
+
+	const day, ever = 24 * time.Hour, math.MaxInt64 / 4096 * time.Microsecond
+	sliding := ratelimit.SlidingWindow{Limit: 10, Window: time.Hour}
+	at := time.Date(2026, 11, 21, 12, 0, 0, 0, time.UTC)
+	fields := map[Headers][2]string{
+		None: {"Retry-After", "%d"}, IETFDraft11: {"Ratelimit", `"login";r=0;t=%d`},
+		XRateLimit: {"X-Ratelimit-Reset", "%d"}, IETFDraft6: {"Ratelimit-Reset", "%d"},
+	}
+	for _, test := range []struct {
+		source     ratelimit.Source
+		lasts, say time.Duration
+	}{
+		{ratelimit.SourcePolicy, ever, day},
+		{ratelimit.SourcePolicy, noEnd + 1, day},
+		{ratelimit.SourcePolicy, noEnd, noEnd},
+		{ratelimit.SourcePolicy, 30 * day, 30 * day},
+		{ratelimit.SourceDatabase, noEnd + day, noEnd + day},
+	} {
+		denied := ratelimit.Result{
+			Source: test.source, Limit: 10, RetryAfter: test.lasts, ResetAfter: test.lasts, DecidedAt: at,
+		}
+		want := int64(test.say / time.Second)
+		var rejection Rejection
+		reject := func(w http.ResponseWriter, _ *http.Request, r Rejection) { rejection = r; w.WriteHeader(r.Status) }
+		for headers, field := range fields {
+			limiter := &fakeLimiter{onFailure: ratelimit.ReturnError(), policy: sliding, result: denied}
+			header := serve(t, limited(t, limiter, Config{Headers: headers, Reject: reject}, nil)).header
+			require.Equal(t, strconv.FormatInt(want, 10), header.Get("Retry-After"))
+			require.Equal(t, fmt.Sprintf(field[1], want), header.Get(field[0]))
+			require.Equal(t, test.say, rejection.RetryAfter)
+			require.Equal(t, denied, rejection.Result) // as it is
+		}
+		limiter := &fakeLimiter{onFailure: ratelimit.ReturnError(), policy: sliding, result: denied}
+		header := serve(t, limited(t, limiter, Config{Headers: GitHub}, nil)).header
+		require.Equal(t, strconv.FormatInt(at.Unix()+want, 10), header.Get("X-Ratelimit-Reset"))
 	}
 }
 

@@ -17,7 +17,7 @@ type Rejection struct {
 	// Policy is the Config.PolicyName of the limit.
 	Policy string
 	// RetryAfter is when to try again, in whole seconds, as the response's header says. It is 0 if the header
-	// says nothing.
+	// says nothing. During a ban that lasts for more than ten years, or has no end, it is a day.
 	RetryAfter time.Duration
 	// Result is the decision, if the request is denied.
 	Result ratelimit.Result

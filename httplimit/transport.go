@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"io"
-	"math"
 	"net/http"
 	"strconv"
 	"strings"
@@ -31,7 +30,8 @@ var _ Waiter = (*ratelimit.Limiter)(nil)
 // Each request waits until the limiter allows it, see [ratelimit.Limiter.Wait]. So does each further try.
 //
 // If a response with status 429 or 503 has a Retry-After, seconds or a date, this Transport sends nothing more for that
-// key until then, and for a second at least. Other processes do not know, and learn it from a response of their own.
+// key until then, and for a second at least. If that is more than ten years ahead, as when a ban without an end is told
+// so, the pause is a day. Other processes do not know, and learn it from a response of their own.
 // Then the request is sent again, as often as it is answered like that, until its context ends. It is not sent again,
 // and the caller gets the response, if
 //
@@ -171,9 +171,6 @@ func (t *Transport) pause(key string, until time.Time) {
 	}
 }
 
-// maxPause is the longest pause. It is longer than any process runs.
-const maxPause = math.MaxInt64 / 2
-
 // retryAt is the time that a response names for the next try, if it does.
 func retryAt(response *http.Response) (time.Time, bool) {
 	if response.StatusCode != http.StatusTooManyRequests && response.StatusCode != http.StatusServiceUnavailable {
@@ -182,8 +179,8 @@ func retryAt(response *http.Response) (time.Time, bool) {
 	text, now := response.Header.Get("Retry-After"), time.Now()
 	seconds, err := strconv.ParseUint(text, 10, 64)
 	if err == nil || errors.Is(err, strconv.ErrRange) {
-		pause := time.Duration(min(seconds, maxPause/uint64(time.Second))) * time.Second
-		return now.Add(max(pause, time.Second)), true
+		pause := time.Duration(min(seconds, uint64(noEnd/time.Second)+1)) * time.Second
+		return now.Add(foreseeable(max(pause, time.Second))), true
 	}
 	date, err := http.ParseTime(text)
 	if err != nil {
@@ -194,7 +191,7 @@ func retryAt(response *http.Response) (time.Time, bool) {
 	if err != nil {
 		sent = now
 	}
-	return now.Add(min(max(date.Sub(sent), time.Second), maxPause)), true
+	return now.Add(foreseeable(max(date.Sub(sent), time.Second))), true
 }
 
 // repeated is the request to send again at a time, if it can be.

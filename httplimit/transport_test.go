@@ -218,6 +218,30 @@ type closing struct {
 
 func (c *closing) Close() error { c.closed = true; return nil }
 
+// A time that nobody can mean is a pause of a day, and a long one that somebody may mean is kept.
+func TestTransportAfterAnEndThatNobodyMeans(t *testing.T) {
+	t.Parallel()
+
+	const day = 24 * time.Hour
+	for text, pause := range map[string]time.Duration{
+		"2251799814":                    day, // of a ban without an end
+		"99999999999999999999":          day,
+		"Fri, 31 Dec 9999 23:59:59 GMT": day,
+		"315360001":                     day,
+		"315360000":                     noEnd,
+		"Tue, 01 Feb 2000 00:00:00 GMT": 31 * day,
+	} {
+		synctest.Test(t, func(t *testing.T) {
+			api := newAPI(retryAfter(1, 429, "Retry-After", text))
+			transport := &Transport{Limiter: waiter(t, ratelimittest.NewDB(), plenty()), Base: api}
+			response, err := transport.RoundTrip(newRequest(t, t.Context(), http.MethodGet, "https://api.example.com", nil))
+			require.NoError(t, err)
+			require.NoError(t, response.Body.Close())
+			require.Equal(t, []time.Duration{0, pause}, api.times(), text)
+		})
+	}
+}
+
 // During a pause nothing is sent for the key. Who cannot wait for its end is told at once, or when the context ends.
 func TestTransportDuringAPause(t *testing.T) {
 	t.Parallel()
