@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"strings"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -121,7 +122,7 @@ func printPolicyHistory(w io.Writer, events []policyEvent) {
 		fmt.Fprintln(w, "there is none")
 		return
 	}
-	fmt.Fprintf(w, "AT\tBY\tACTION\t%s\n", policyHeader)
+	fmt.Fprintf(w, "AT\tBY\tACTION\t%s\n", strings.Replace(policyHeader, "\tBY\t", "\tROW BY\t", 1))
 	for _, e := range events {
 		switch {
 		case e.Before == nil:
