@@ -20,12 +20,18 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pg"
 )
 
+// noPolicies is what the commands that ask under --policy do not do.
+const noPolicies = `This does not look
+into rate_limit_policy: its rows, bans too, are obeyed only by limiters whose Config.Policies is set.
+'pgratelimit explain' shows them.`
+
 func (a *app) peekCommand() *cobra.Command {
 	cmd := a.askCommand(func(ctx context.Context, q question) (ratelimit.Result, error) {
 		return q.limiter.Peek(ctx, q.key)
 	})
 	cmd.Use = "peek NAME KEY --policy POLICY"
 	cmd.Short = "Show what is left of a key's limit, and take nothing"
+	cmd.Long = `Shows what is left of a key's limit under --policy, and takes nothing. ` + noPolicies
 	cmd.Example = `  pgratelimit peek login user:123 --policy "sliding 10/1m"
   pgratelimit peek api acme --policy "fixed 100000/30d" --durable --json`
 	return cmd
@@ -50,6 +56,7 @@ func (a *app) takeCommand() *cobra.Command {
 	})
 	cmd.Use = "take NAME KEY --policy POLICY"
 	cmd.Short = "Take from a key's limit, and exit with 3 if that is denied"
+	cmd.Long = `Takes from a key's limit under --policy, and exits with 3 if that is denied. ` + noPolicies
 	cmd.Example = `  pgratelimit take mail alice --policy "bucket 20 5/10s" && sendmail alice
   pgratelimit take export acme --policy "sliding 100/1h" --cost 10 --json`
 	cmd.Flags().Int64Var(&cost, "cost", 1, "how much to take, all of it or nothing")
