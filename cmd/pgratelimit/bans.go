@@ -37,7 +37,7 @@ prefix or everybody, INSERT a row of the mode deny into rate_limit_policy.`,
 				ends := c.at.Add(time.Duration(lasts))
 				decided := false // by a row before this one, which began later
 				for _, r := range rows {
-					if !r.target().is(to) || r.shadow() || !r.counts(c.at) {
+					if !r.target().is(to) || r.shadow() || !r.counts(c.at) || !r.readable() {
 						continue
 					}
 					overridden := decided

@@ -47,7 +47,8 @@ func (a *app) explainCommand() *cobra.Command {
 		Long: `Says which policy is in force for a key, and where it comes from: a row for the key, for a prefix of it,
 or for everybody, or the policy in the code, which this command cannot know. It also shows the policy
 that is tried as a shadow, and bans. It tells what is left under the policy in force, and takes
-nothing. If that policy is in the code, give it with --policy.`,
+nothing. Give the policy in the code with --policy: limiters pass over rows of another kind, and
+without rows it is in force.`,
 		Example: `  pgratelimit explain login user:123
   pgratelimit explain api acme --policy "fixed 100000/30d" --durable --json`,
 		Args: cobra.ExactArgs(2),
@@ -89,7 +90,8 @@ nothing. If that policy is in the code, give it with --policy.`,
 			return a.print(e, e.print)
 		}),
 	}
-	cmd.Flags().Var(&policy, "policy", "the policy in the code, for what is left if no row is in force")
+	cmd.Flags().Var(&policy, "policy",
+		"the policy in the code, for which rows are passed over, and for what is left if none is in force")
 	addDurable(cmd, &durable)
 	a.addTimeout(cmd)
 	a.addJSON(cmd)
@@ -108,7 +110,10 @@ func (e *explanation) obeyed(rows []policyRow, code ratelimit.Policy) (obeyed []
 	return obeyed
 }
 
-// obeyedBy tells whether a limiter with a policy in the code obeys a row, which a newer release may have written.
+// readable tells whether limiters can read a row, which a newer release may have written.
+func (r *policyRow) readable() bool { return r.obeyedBy(nil) }
+
+// obeyedBy tells whether a limiter with a policy in the code obeys a row.
 func (r *policyRow) obeyedBy(code ratelimit.Policy) bool {
 	switch r.Mode {
 	case modeOff, modeDeny:
@@ -217,6 +222,10 @@ func (e explanation) print(w io.Writer) {
 		fmt.Fprintf(w, "banned\t%s, %s, for %s: %s\n", until, who, r.target(), printable(r.Comment))
 	}
 	for _, s := range e.State {
+		if s.ResetAfterUS == 0 {
+			fmt.Fprintf(w, "left\t%d under %s in %s, untouched\n", s.Remaining, s.Policy, e.Table)
+			continue
+		}
 		free := "now"
 		if s.RetryAfterUS > 0 {
 			free = "after " + wait(s.RetryAfterUS)

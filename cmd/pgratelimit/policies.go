@@ -76,7 +76,8 @@ type policyRow struct {
 // These are the states of a row.
 const (
 	inForce    = "in force"
-	overridden = "overridden" // by another row, for now
+	overridden = "overridden"  // by another row, for now
+	passedOver = "passed over" // because limiters of this release cannot read it
 	notYet     = "not yet"
 )
 
@@ -117,7 +118,7 @@ func (r *policyRow) decides() string {
 // first returns the row of those that apply to a key that is in force, or nil. They have to come best first.
 func first(rows []policyRow, at time.Time, shadow bool) *policyRow {
 	for i := range rows {
-		if rows[i].shadow() == shadow && rows[i].counts(at) {
+		if rows[i].shadow() == shadow && rows[i].counts(at) && rows[i].readable() {
 			return &rows[i]
 		}
 	}
@@ -131,6 +132,8 @@ func judge(rows []policyRow, at time.Time) {
 		switch r := &rows[i]; {
 		case r == decides || r == shadows:
 			r.State = inForce
+		case !r.readable():
+			r.State = passedOver
 		case !r.begun(at):
 			r.State = notYet
 		default:
@@ -173,8 +176,9 @@ func (a *app) policyCommand() *cobra.Command {
 		Long: `Policies that are rows of the table rate_limit_policy. Limiters whose Config.Policies is set obey them.
 Of the rows for a key, one for exactly this key comes first, then that for the longest prefix, then
 one for everybody, and then the policy in the code, which this command cannot know. Of several rows
-for the same, the one that began last is in force. Rows of the mode shadow are looked up in the same
-way, but among themselves: they are decided too, and only reported.`,
+for the same, the one that began last is in force. Rows that limiters cannot read, or whose policy is
+of another kind than the one in the code, are passed over. Rows of the mode shadow are looked up in the
+same way, but among themselves: they are decided too, and only reported.`,
 		Args: cobra.NoArgs,
 		RunE: missingCommand,
 	}
@@ -365,9 +369,9 @@ type policyChange struct {
 	Added   *policyRow  `json:"added"` // null if nothing is
 	// Overrides is the row for the same that would be in force when the added one begins, and stays.
 	Overrides *policyRow `json:"overrides"`
-	Lowers    bool       `json:"lowers"` // the limit, which needs --force
+	Lowers    bool       `json:"lowers"` // the limit, or may do so, which needs --force
 	at        time.Time
-	lowered   string // from which limit
+	because   string // it lowers which limit
 }
 
 // changePolicies has decide look at the rows that apply to a target, and say what is to change. Nobody else can change
@@ -437,8 +441,7 @@ func (a *app) printPolicyChange(change *policyChange, removed, added, none strin
 			fmt.Fprintf(w, "%soverridden\t%s\n", would, change.Overrides.line())
 		}
 		if change.DryRun && change.Lowers {
-			fmt.Fprintf(w, "\nthis lowers the limit, from %s to %s, and needs --force\n",
-				change.lowered, change.Added.decides())
+			fmt.Fprintf(w, "\nthis %s, and needs --force\n", change.because)
 		}
 	})
 }

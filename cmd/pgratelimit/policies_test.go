@@ -178,7 +178,10 @@ func TestPolicySetLowersOnlyByForce(t *testing.T) {
 	pgtest.Exec(t, db.Pool, `SET session_replication_role = replica;
 		UPDATE rate_limit_policy SET policy = 'leap 1/1m' WHERE key = 'c'; RESET session_replication_role`)
 	invoke(t, db.URL, "policy", "set", "api", "--key", "c", "sliding 999/1m", why).
-		complains(t, exitFailed, "from leap 1/1m", "--force")
+		complains(t, exitFailed, "replaces leap 1/1m, which this release cannot read", "--force")
+	require.Contains(t, invoke(t, db.URL, "policy", "set", "api", "--key", "c", "sliding 999/1m", why, "--dry-run").done(t),
+		"this replaces leap 1/1m, which this release cannot read, and needs --force")
+	require.False(t, changed(t, db.URL, "policy", "set", "api", "--key", "c", "--off", why, "--dry-run").Lowers)
 }
 
 // A dry run tells the same as a run, and changes nothing. It needs no right to change anything.
@@ -452,6 +455,8 @@ func TestExplain(t *testing.T) {
 	require.Nil(t, e.Decides)
 	require.Contains(t, e.Unknown, "--policy")
 	require.EqualValues(t, 10, explain("--policy", "sliding 10/1m").State[0].Remaining)
+	require.Contains(t, invoke(t, db.URL, "explain", "api", "a:1", "--policy", "sliding 10/1m").done(t),
+		"left      10 under sliding 10/1m in rate_limit_ephemeral, untouched\n")
 	out := invoke(t, db.URL, "explain", "api", "a:1").done(t)
 	require.Contains(t, out, "in force  the policy in the code, which this command cannot know\n")
 	require.Contains(t, out, "left      not known: it depends on the policy in the code: give that with --policy\n")
@@ -484,6 +489,17 @@ func TestExplain(t *testing.T) {
 	require.Equal(t, "everybody", e.Source)
 	require.Equal(t, "sliding 5/1h", *e.Shadow.Policy)
 	require.Len(t, e.PassedOver, 5)
+	shown := gets(t, db.URL, "a:1")
+	for _, s := range shown[:5] {
+		require.Regexp(t, "^passed over ", s)
+	}
+	require.Equal(t, []string{"in force shadow sliding 5/1h", "in force enforce sliding 100/1h, sliding 1000/1d"}, shown[5:])
+	require.Equal(t, 5, strings.Count(invoke(t, db.URL, "policy", "list").done(t), passedOver))
+	// What is set is compared with what is in force.
+	set := []string{"policy", "set", "api", "--key", "a:1", "--until=1h", "--dry-run", why}
+	require.False(t, changed(t, db.URL, append(set, "sliding 100/1h, sliding 1000/1d")...).Lowers)
+	require.True(t, changed(t, db.URL, append(set, "sliding 99/1h")...).Lowers)
+	require.Nil(t, changed(t, db.URL, append(set, "sliding 99/1h")...).Overrides)
 	pgtest.Exec(t, db.Pool, "DELETE FROM rate_limit_policy WHERE key = 'a:1'")
 	out = invoke(t, db.URL, "explain", "api", "a:1").done(t)
 	require.Regexp(t, `(?m)^in force +sliding 100/1h, sliding 1000/1d, by the row \d+ for everybody, of postgres: why$`, out)

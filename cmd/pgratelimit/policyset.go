@@ -94,7 +94,9 @@ func (a *app) policySetCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "set NAME {--key KEY | --prefix PREFIX | --everybody} {POLICY | --off} --comment WHY",
 		Short: "Set the policy for a key, for a prefix, or for everybody",
-		Long: `Sets the policy for a key, for all keys with a prefix, or for everybody. Processes learn of it at once.
+		Long: `Sets the policy for a key, for all keys with a prefix, or for everybody. Processes learn of it
+within a second of its commit. A limiter passes over a policy of another kind than the one in the
+code, and logs that.
 
 Without --until and --from, it replaces the rows for the same key, for the same prefix or for everybody
 that have begun, even a ban, and shows them. Rows that are yet to begin stay. With --until or --from, it
@@ -104,7 +106,8 @@ Rows of --mode shadow replace and override only each other.
 It lowers a limit only with --force. A limit is lower if it allows less at once, or less in the long
 run, than a row that it replaces, or than the row that would otherwise be in force when it begins, be
 that for a shorter prefix or for everybody. The policy in the code is not compared, because this
-command cannot know it. --off lowers nothing, and neither does a shadow.`,
+command cannot know it. --off lowers nothing, and neither does a shadow. A row that this release
+cannot read is not compared, and is replaced only with --force.`,
 		Example: `  pgratelimit policy set api --key customer:42 "sliding 5000/1m" --comment "ticket 1234"
   pgratelimit policy set api --prefix free: "sliding 50/1m" --until 2h --force --comment "attack"
   pgratelimit policy set login --everybody "sliding 5/1m" --mode shadow --comment "would 5 do?"
@@ -160,8 +163,7 @@ command cannot know it. --off lowers nothing, and neither does a shadow.`,
 			}
 			c.compare(rows)
 			if c.Lowers && !force && !dry {
-				return fmt.Errorf("nothing was done, because this lowers the limit, from %s to %s; --force does it",
-					c.lowered, wanted.decides())
+				return fmt.Errorf("nothing was done, because this %s; --force does it", c.because)
 			}
 			return nil
 		})
@@ -211,7 +213,7 @@ func (r *policyRow) begin(from, until *momentValue, now time.Time) error {
 
 // compare finds out whether the row that is added lowers the limit. rows are those that apply to the same.
 func (c *policyChange) compare(rows []policyRow) {
-	if c.Added.shadow() {
+	if c.Added.shadow() || c.Added.Mode == modeOff {
 		return
 	}
 	others := c.Removed
@@ -219,27 +221,30 @@ func (c *policyChange) compare(rows []policyRow) {
 		others = append([]policyRow{*r}, others...)
 	}
 	for i := range others {
-		if isLower(c.Added, &others[i]) {
-			c.Lowers, c.lowered = true, others[i].decides()
-			return
+		switch r := &others[i]; {
+		case !r.readable(): // limiters of a newer release may obey it
+			c.because = fmt.Sprintf("replaces %s, which this release cannot read", r.decides())
+		case isLower(c.Added, r):
+			c.because = fmt.Sprintf("lowers the limit, from %s to %s", r.decides(), c.Added.decides())
+		default:
+			continue
 		}
+		c.Lowers = true
+		return
 	}
 }
 
-// isLower tells whether a row allows less than another one, at once or in the long run.
+// isLower tells whether a row with a policy allows less than another one, at once or in the long run.
 func isLower(r, than *policyRow) bool {
 	switch {
-	case r.Mode == modeOff || than.Mode == modeDeny:
+	case than.Mode == modeDeny:
 		return false
 	case than.Policy == nil: // all is allowed
 		return true
 	}
 	burst, rate, err := allowance(*r.Policy)
 	otherBurst, otherRate, otherErr := allowance(*than.Policy)
-	if err != nil || otherErr != nil { // of a newer release, say
-		return true
-	}
-	return burst.Cmp(otherBurst) < 0 || rate.Cmp(otherRate) < 0
+	return err != nil || otherErr != nil || burst.Cmp(otherBurst) < 0 || rate.Cmp(otherRate) < 0
 }
 
 // allowance returns how much policies allow at once, and each nanosecond in the long run.
