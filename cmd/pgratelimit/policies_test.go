@@ -184,6 +184,37 @@ func TestPolicySetLowersOnlyByForce(t *testing.T) {
 	require.False(t, changed(t, db.URL, "policy", "set", "api", "--key", "c", "--off", why, "--dry-run").Lowers)
 }
 
+// Whoever sets a policy of another kind than all rows of the limiter is warned.
+func TestPolicySetOfAnotherKind(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	set := func(args ...string) string {
+		o := invoke(t, db.URL, append([]string{"policy", "set", "api", "--everybody", why}, args...)...)
+		require.Zero(t, o.code)
+		return o.stderr
+	}
+	const warned = "warning: this policy is of the kind sliding, and the rows of api are of the kind fixed, bucket: " +
+		"if the policy in the code is too, limiters pass this one over\n"
+	pgtest.Exec(t, db.Pool, "SELECT rate_limit_allow('api', 'expired', 'sliding 1/1us')")
+	require.Empty(t, set("fixed 10/1m")) // there are no rows
+	pgtest.Exec(t, db.Pool, "SELECT rate_limit_allow('api', 'a', 'bucket 10 1/1d'), rate_limit_allow('api', 'b', 'fixed 10/1d', durable => true)")
+	require.Equal(t, warned, set("sliding 10/1m"))
+	require.Equal(t, warned, set("sliding 10/1m, fixed 10/1d", "--dry-run"))
+	require.Empty(t, set("sliding 10/1m", "--mode=shadow"))
+	require.Empty(t, set("--off"))
+	require.Empty(t, set("fixed 10/1m", "--force"))
+	require.Empty(t, set("bucket 10 10/1m, log 10/1h", "--force"))
+	pgtest.Exec(t, db.Pool, "SELECT rate_limit_allow('api', 'c', 'sliding 10/1d')")
+	require.Empty(t, set("sliding 10/1m", "--force"))
+
+	// A role that may not look sets it all the same.
+	pgtest.Exec(t, db.Pool, "GRANT SELECT, INSERT, UPDATE, DELETE ON rate_limit_policy TO pg_monitor")
+	o := invoke(t, urlWith(t, db, "role=pg_monitor"), "policy", "set", "api", "--key=a", "log 10/1m", "--force", why)
+	require.Zero(t, o.code)
+	require.Empty(t, o.stderr)
+}
+
 // A dry run tells the same as a run, and changes nothing. It needs no right to change anything.
 func TestPolicyDryRun(t *testing.T) {
 	t.Parallel()

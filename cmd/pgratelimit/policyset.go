@@ -96,7 +96,7 @@ func (a *app) policySetCommand() *cobra.Command {
 		Short: "Set the policy for a key, for a prefix, or for everybody",
 		Long: `Sets the policy for a key, for all keys with a prefix, or for everybody. Processes learn of it
 within a second of its commit. A limiter passes over a policy of another kind than the one in the
-code, and logs that.
+code, and logs that. If all rows of its keys are of another kind, this command warns of that.
 
 Without --until and --from, it replaces the rows for the same key, for the same prefix or for everybody
 that have begun, even a ban, and shows them. Rows that are yet to begin stay. With --until or --from, it
@@ -170,6 +170,7 @@ cannot read is not compared, and is replaced only with --force.`,
 		if err != nil {
 			return err
 		}
+		a.warnOfKind(ctx, pool, change.Added)
 		return a.printPolicyChange(&change, "replaced", "set", "")
 	})
 	target.add(cmd)
