@@ -226,7 +226,17 @@ func TestDoctorFindsWhatIsWrong(t *testing.T) {
 			sql: `ALTER TABLE rate_limit_policy DISABLE TRIGGER USER;
 				INSERT INTO rate_limit_policy (name, key, mode, policy, comment) VALUES ('api', 'secret', 'enforce', 'none', 'why');
 				ALTER TABLE rate_limit_policy ENABLE REPLICA TRIGGER rate_limit_policy_note`,
-			check: "policies", level: problem, found: "triggers are turned off", do: "ENABLE TRIGGER rate_limit_policy_turn`",
+			check: "policies", level: problem, found: "trigger rate_limit_policy_note is turned off, so no process learns of changes", do: "ENABLE TRIGGER rate_limit_policy_turn`",
+		},
+		"the check of the policies disabled": {
+			sql:   `ALTER TABLE rate_limit_policy DISABLE TRIGGER rate_limit_policy_check`,
+			check: "policies", level: problem, found: "trigger rate_limit_policy_check is turned off, so nobody checks what is written", do: "ENABLE TRIGGER rate_limit_policy_check`",
+		},
+		"a policy of another kind than the rows": {
+			sql: `SELECT rate_limit_allow('mail', 'key', 'bucket 20 5/10s');
+				INSERT INTO rate_limit_policy (name, policy, comment) VALUES ('mail', 'sliding 10/1m', 'why'), ('mail', 'bucket 10 5/10s', 'why')`,
+			check: "policies", level: warning, do: "another name in the code",
+			found: "policies of the kind sliding for limiter mail, whose rows are of the kind bucket (id 2)",
 		},
 		"another role may put triggers on the policies": {
 			sql:   `GRANT TRIGGER ON rate_limit_policy_history TO pg_monitor`,

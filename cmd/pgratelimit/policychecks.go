@@ -21,6 +21,8 @@ var (
 	policiesSQL string
 	//go:embed sql/doctor/triggers.sql
 	triggersSQL string
+	//go:embed sql/doctor/enforced.sql
+	enforcedSQL string
 )
 
 // foundPolicies are rows of rate_limit_policy that say the same.
@@ -54,13 +56,15 @@ func (e *examination) checkPolicies(ctx context.Context) (finding, error) {
 		return ok("not looked at, because this role may not read the policies"), nil
 	}
 	var found []foundPolicies
-	var disabled []string
+	var disabled []disabledTrigger
 	err := e.app.look(ctx, e.pool, func(tx pgx.Tx) error {
 		rows, err := tx.Query(ctx, triggersSQL)
 		if err != nil {
 			return err
 		}
-		if disabled, err = pgx.CollectRows(rows, pgx.RowTo[string]); err != nil {
+		if disabled, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (t disabledTrigger, err error) {
+			return t, row.Scan(&t.name, &t.enable)
+		}); err != nil {
 			return err
 		}
 		if rows, err = tx.Query(ctx, policiesSQL); err != nil {
@@ -71,20 +75,109 @@ func (e *examination) checkPolicies(ctx context.Context) (finding, error) {
 		})
 		return err
 	})
-	return e.server.judgePolicies(found, disabled), err
+	f := e.server.judgePolicies(found, disabled)
+	if err != nil || f.Level != fine || !e.server.readable || e.server.standby {
+		return f, err
+	}
+	all, err := e.enforcedPolicies(ctx)
+	if err != nil {
+		return f, err
+	}
+	return e.server.judgeKinds(f, all), nil
 }
 
-func (s server) judgePolicies(found []foundPolicies, disabled []string) finding {
+// enforcedPolicy is a policy that a limiter is to obey.
+type enforcedPolicy struct {
+	limiter, policy string
+	ids             []int64 // of its rows
+	kinds           int64   // of the limiter's rows, as rowKinds tells them
+}
+
+func (e *examination) enforcedPolicies(ctx context.Context) (all []enforcedPolicy, err error) {
+	err = e.app.look(ctx, e.pool, func(tx pgx.Tx) error {
+		rows, err := tx.Query(ctx, enforcedSQL)
+		if err != nil {
+			return err
+		}
+		if all, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (p enforcedPolicy, err error) {
+			return p, row.Scan(&p.limiter, &p.policy, &p.ids)
+		}); err != nil {
+			return err
+		}
+		var names []string
+		for _, p := range all {
+			if len(names) == 0 || names[len(names)-1] != p.limiter {
+				names = append(names, p.limiter)
+			}
+		}
+		kinds, err := rowKinds(ctx, tx, names)
+		for i := range all {
+			all[i].kinds = kinds[all[i].limiter]
+		}
+		return err
+	})
+	return all, err
+}
+
+// judgeKinds returns a warning of policies that limiters seem to pass over, or f.
+func (s server) judgeKinds(f finding, all []enforcedPolicy) finding {
+	var passed, ids []string
+	for _, p := range all {
+		if own, others := otherKinds(p.policy, p.kinds); others != "" {
+			passed = append(passed, fmt.Sprintf(
+				"policies of the kind %s for limiter %s, whose rows are of the kind %s (id %s)",
+				own, printable(p.limiter), others, join(p.ids)))
+			ids = append(ids, join(p.ids))
+		}
+	}
+	if len(passed) == 0 {
+		return f
+	}
+	return warning.finding(fmt.Sprintf("if that is the kind in the code too, set policies of that kind, or give the "+
+		"limiter another name in the code, or `DELETE FROM %s WHERE id IN (%s)`",
+		s.name("rate_limit_policy"), strings.Join(ids, ", ")),
+		"limiters seem to pass over %s", strings.Join(passed, "; "))
+}
+
+func join(ids []int64) string {
+	var numbers []string
+	for _, id := range ids {
+		numbers = append(numbers, strconv.FormatInt(id, 10))
+	}
+	return strings.Join(numbers, ", ")
+}
+
+// disabledTrigger is a trigger that does not run.
+type disabledTrigger struct {
+	name   string
+	enable string // the statement that turns it on
+}
+
+// without says what is missing without the trigger.
+func (t disabledTrigger) without() string {
+	switch t.name {
+	case checkTrigger:
+		return "nobody checks what is written"
+	case "rate_limit_policy_keep":
+		return "TRUNCATE is not refused, of which no process learns"
+	case "rate_limit_policy_turn":
+		return "processes may miss changes that are made at the same time"
+	case "rate_limit_policy_note":
+		return "no process learns of changes, and the history has none of them"
+	}
+	return "what it does is not done"
+}
+
+// checkTrigger is the one trigger without which processes miss nothing.
+const checkTrigger = "rate_limit_policy_check"
+
+func (s server) judgePolicies(found []foundPolicies, disabled []disabledTrigger) finding {
 	var wrong, mend, ids []string
 	var count, live, ended int64
 	table := s.name("rate_limit_policy")
 	note := func(reason string, of []int64) {
-		var numbers []string
-		for _, id := range of {
-			numbers = append(numbers, strconv.FormatInt(id, 10))
-		}
-		wrong = append(wrong, fmt.Sprintf("rows with %s (id %s)", reason, strings.Join(numbers, ", ")))
-		ids = append(ids, numbers...)
+		wrong = append(wrong, fmt.Sprintf("rows with %s (id %s)", reason, join(of)))
+		ids = append(ids, join(of))
 	}
 	for _, f := range found {
 		count, live, ended = count+f.count, live+f.live, ended+f.ended
@@ -98,10 +191,19 @@ func (s server) judgePolicies(found []foundPolicies, disabled []string) finding 
 		mend = append(mend, fmt.Sprintf("upgrade to the release that has written them, or correct them, or "+
 			"`DELETE FROM %s WHERE id IN (%s)`", table, strings.Join(ids, ", ")))
 	}
-	if len(disabled) > 0 {
-		wrong = append(wrong, "triggers are turned off, so nobody checks what is written, and no process learns of it")
-		mend = append(mend, "turn them on: `"+strings.Join(disabled, "`, `")+
-			"`, and have processes read what they have missed: `UPDATE "+table+" SET comment = comment`")
+	missed := false
+	var enable []string
+	for _, t := range disabled {
+		wrong = append(wrong, fmt.Sprintf("trigger %s is turned off, so %s", t.name, t.without()))
+		enable = append(enable, "`"+t.enable+"`")
+		missed = missed || t.name != checkTrigger
+	}
+	if len(enable) > 0 {
+		do := "turn on what is off: " + strings.Join(enable, ", ")
+		if missed {
+			do += ", and have processes read what they have missed: `UPDATE " + table + " SET comment = comment`"
+		}
+		mend = append(mend, do)
 	}
 	switch {
 	case len(wrong) > 0:

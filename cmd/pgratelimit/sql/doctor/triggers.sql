@@ -1,5 +1,5 @@
 -- The triggers of rate_limit_policy that do not run, or only for what is replicated.
-SELECT format('ALTER TABLE %s ENABLE TRIGGER %I', t.tgrelid::regclass, t.tgname)
+SELECT t.tgname::text, format('ALTER TABLE %s ENABLE TRIGGER %I', t.tgrelid::regclass, t.tgname)
 FROM pg_trigger AS t
 JOIN pg_class AS c ON c.oid = t.tgrelid
 WHERE c.reltype = pg_typeof(NULL::rate_limit_policy) AND NOT t.tgisinternal AND t.tgenabled IN ('D', 'R')
