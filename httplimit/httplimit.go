@@ -241,7 +241,8 @@ func (m *middleware) serve(w http.ResponseWriter, r *http.Request, next http.Han
 		}
 		m.setHeaders(w.Header(), told, told.Remaining)
 		m.reject(w, r, Rejection{Status: http.StatusTooManyRequests, RetryAfter: told.RetryAfter, Result: result})
-	case m.config.Charge != nil && (result.Source == ratelimit.SourceDatabase || result.Source == ratelimit.SourceLease):
+	case m.config.Charge != nil &&
+		(result.Source == ratelimit.SourceDatabase || result.Source == ratelimit.SourceLease):
 		m.serveAndSettle(w, r, next, charge{cost: cost, result: result})
 	default:
 		m.setHeaders(w.Header(), result, result.Remaining)
