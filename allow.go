@@ -75,6 +75,9 @@ func (l *Limiter) allow(ctx context.Context, key string, n int64, shadows bool) 
 		if result, ok := leases.spend(in.space, in.policy, key, n); ok {
 			return result, nil
 		}
+		if back := leases.release(in.space, key); back != nil {
+			go l.client.startGiving(back)()
+		}
 	}
 	if in.remembers() && n > 0 {
 		if result, ok := in.remembered(beside, key, n); ok {

@@ -2,6 +2,7 @@ package ratelimit
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"time"
 
@@ -14,27 +15,33 @@ import (
 //
 // What is taken ahead follows the demand. A key that is asked for once is not leased. If it is asked for again soon, up
 // to 4 calls more are taken ahead, and twice as much each time that this is used up in less than half of the lease's
-// time. If a lease ends with something left, the next one has only what was used. One process never holds more of a
-// key than MaxShare of what remains of it. With a limit of 1,000,000 and all of it left, that is 488, and with 2,047
-// left it is none. Near the limit, each call asks.
+// time. If a lease ends with something left, the next one has only what was used. One process holds at most MaxShare of
+// what remains of a key. With a limit of 1,000,000 and all of it left, that is 488, and with 2,047 left it is none. Near
+// the limit, each call asks. What remains is known from the last answer. If that is older than 100 ms, at most 64 units
+// are taken ahead, because others may have taken nearly all.
 //
 // A lease ends after MaxLength, or an eighth of a window, or 1/128 of the time to fill a bucket, if that is shorter. It
-// also ends with its window. Before that, what is left goes back. A process that dies gives nothing back: what it held
-// counts as used. A bucket that is leased from fills up to 127/128 of its Capacity only.
+// also ends with its window. Shortly before that, what is left goes back. A process that dies gives nothing back: what
+// it held counts as used. Nothing is leased for less than 10 ms.
 //
-//   - AllowN takes from a lease if that has enough for all of n, and asks for all of n otherwise.
+// A bucket that is leased from fills up to 127/128 of its Capacity only. Of [All] with a bucket, nothing is leased while
+// the bucket is fuller than that.
+//
+//   - AllowN takes from a lease if that has enough for all of n. Otherwise it gives back what is left, and asks.
 //   - Remaining is what the database had left when it was last asked, and what is left of the lease.
 //   - Wait does what AllowN does. AllowTx and AllowAll ask the database and spend no lease. So does Peek, and adds what
 //     is held to what remains.
 //   - Refund gives back to the database.
-//   - With and [Policies] change the policy at once. What was leased under another one is not spent.
+//   - With and [Policies] change the policy at once. What was leased under another one is not spent. Other processes may
+//     spend what they have leased under the old policy until they hear of the new one, or until the lease ends. So while
+//     some obey the one and some the other, a key is admitted that much more at most.
 //   - Reset forgets this process's lease. Others may spend what they took before it until that ends.
 //   - Keys with a policy of the mode shadow are not leased.
 type Lease struct {
 	// MaxShare is how much of what remains of a key one process holds at most, from 0 to 0.1. Defaults to 1/2048, so
 	// that 16 processes hold less than a hundredth.
 	MaxShare float64
-	// MaxLength is how long a lease lasts at most, at least 1 ms. Defaults to 30 seconds.
+	// MaxLength is how long a lease lasts at most, at least 20 ms. Defaults to 30 seconds.
 	MaxLength time.Duration
 }
 
@@ -69,9 +76,9 @@ func (c *Lease) validate(policy Policy, pooled bool) error {
 	case !(c.MaxShare > 0 && c.MaxShare <= 0.1): // which NaN is not
 		return &ConfigError{Field: "Config.Lease.MaxShare", Reason: fmt.Sprintf(
 			"is %v, and must be above 0 and at most 0.1", c.MaxShare)}
-	case c.MaxLength < time.Millisecond:
+	case c.MaxLength < 2*shortestLease:
 		return &ConfigError{Field: "Config.Lease.MaxLength", Reason: fmt.Sprintf(
-			"is %v, and must be at least 1ms", c.MaxLength)}
+			"is %v, and must be at least %v", c.MaxLength, 2*shortestLease)}
 	}
 	return leasable(policy)
 }
@@ -98,49 +105,47 @@ func (c *Client) ReturnLeases(ctx context.Context) error {
 	if err := ctx.Err(); err != nil {
 		return gaveUp(err)
 	}
-	done := make(chan error, 1)
-	go func() {
-		done <- c.giveBack(c.batcher.leases.collect(func(*lease) (lapse, forget bool) { return true, false }))
-	}()
-	select {
-	case err := <-done:
-		return err
-	case <-ctx.Done():
-		return gaveUp(ctx.Err())
+	leases := c.batcher.leases
+	go c.giveBack(leases.all())
+	var errs []error
+	for _, back := range leases.onTheirWay() {
+		select {
+		case <-back.done:
+			errs = append(errs, back.err)
+		case <-ctx.Done():
+			return gaveUp(ctx.Err())
+		}
 	}
+	return errors.Join(errs...)
 }
 
-// giveBack gives back what is left of leases, and returns when that is done, with the first error.
-func (c *Client) giveBack(rests []rest) (err error) {
-	if len(rests) == 0 {
-		return nil
-	}
-	requests := make([]*request, len(rests))
-	for i, back := range rests {
-		r := c.requests.get(back.space, back.receipt.policy)
-		r.add(back.space, back.receipt.policy.models(), back.receipt.key, back.from-back.to,
-			back.receipt.between(back.from, back.to))
+// giveBack gives back what is left of leases, and returns when that has ended.
+func (c *Client) giveBack(back *giving) { c.startGiving(back)() }
+
+// startGiving puts what is to be given back into the queue, before what comes later. It returns a function that waits
+// until that has ended.
+func (c *Client) startGiving(back *giving) (wait func()) {
+	requests := make([]*request, len(back.rests))
+	for i, left := range back.rests {
+		r := c.requests.get(left.space, left.receipt.policy)
+		r.add(left.space, left.receipt.policy.models(), left.receipt.key, left.from-left.to,
+			left.receipt.between(left.from, left.to))
 		r.ofLease = true
 		requests[i] = r
 	}
 	c.queue.submitAll(requests)
-	for i, r := range requests {
-		<-r.done
-		back, units := &rests[i], rests[i].to-rests[i].from
-		if r.err == nil {
-			c.config.Observer.lease(LeaseEvent{Limiter: back.space.name, Returned: units})
-		} else {
-			c.config.Observer.lease(LeaseEvent{Limiter: back.space.name, Stranded: units})
-			err = firstError(err, r.err)
+	return func() {
+		for i, r := range requests {
+			<-r.done
+			e := LeaseEvent{Limiter: back.rests[i].space.name}
+			if units := back.rests[i].to - back.rests[i].from; r.err == nil {
+				e.Returned = units
+			} else {
+				e.Stranded, back.err = units, r.err
+			}
+			c.config.Observer.lease(e)
+			c.requests.put(r)
 		}
-		c.requests.put(r)
+		c.batcher.leases.end(back)
 	}
-	return err
-}
-
-func firstError(first, err error) error {
-	if first != nil {
-		return first
-	}
-	return err
 }

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"math"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -85,9 +86,9 @@ func TestLeasesFollowTheDemand(t *testing.T) {
 			elapse(31 * time.Second)
 		}
 		require.Equal(t, 1, l.allow("now and then", 1))
-		elapse(12 * time.Second)
+		elapse(7 * time.Second)
 		require.Equal(t, 1, l.allow("now and then", 1))
-		require.EqualValues(t, 2, l.held("now and then"), "30 s / 12 s")
+		require.EqualValues(t, 2, l.held("now and then"), "half of 30 s / 7 s")
 		require.Equal(t, 1, l.allow("key", 1))
 		for size := 4; size < 1000; size *= 2 {
 			require.Equal(t, 1, l.allow("key", 1), "before %d", size)
@@ -242,6 +243,89 @@ func TestWaitersBesideALease(t *testing.T) {
 	})
 }
 
+// What is left of a lease goes back before a call asks for which it is not enough. So what remains can be had.
+func TestAllThatRemainsCanBeHad(t *testing.T) {
+	t.Parallel()
+	withLeases(t, nil, func(t *testing.T, l *leaseTest) {
+		l.allow("key", 1+5)
+		require.Equal(t, 1, l.allow("key", 1))
+		leased, err := l.Allow(t.Context(), "key")
+		require.NoError(t, err)
+		require.Equal(t, SourceLease, leased.Source)
+		all, err := l.AllowN(t.Context(), "key", leased.Remaining)
+		require.NoError(t, err)
+		require.True(t, all.Allowed)
+		require.Zero(t, all.Remaining)
+	})
+}
+
+// Others may have taken nearly all since this process last asked. So it takes little ahead until it has asked again.
+func TestLeasesByWhatWasKnownLongAgo(t *testing.T) {
+	t.Parallel()
+	withLeases(t, nil, func(t *testing.T, l *leaseTest) {
+		other := newLimiter(t, l.db, Config{
+			Name: "api", Policy: l.policy, Client: ClientConfig{Timeout: amply},
+		})
+		for l.held("key") != 512 {
+			l.allow("key", 1)
+		}
+		left := l.left("key")
+		_, err := other.AllowN(t.Context(), "key", left-600)
+		require.NoError(t, err)
+		elapse(time.Second)
+		l.allow("key", 512)
+		taken := l.leases.Taken
+		require.Equal(t, 1, l.allow("key", 1))
+		require.Equal(t, taken, l.leases.Taken)
+		require.EqualValues(t, 599, l.left("key"))
+		require.Equal(t, 1, l.allow("key", 1))
+		require.EqualValues(t, 5, l.held("key"), "a hundredth")
+	})
+}
+
+// ReturnLeases waits for what is on its way already.
+func TestReturnLeasesWaits(t *testing.T) {
+	t.Parallel()
+	withLeases(t, nil, func(t *testing.T, l *leaseTest) {
+		l.allow("key", 1+5)
+		require.Equal(t, 1, l.allow("key", 1))
+		l.db.set(func(context.Context) error { elapse(5 * time.Second); return nil })
+		elapse(27 * time.Second) // it is on its way
+		require.Zero(t, l.held("key"))
+		require.Zero(t, l.leases.Returned)
+		require.NoError(t, l.ReturnLeases(t.Context()))
+		require.Equal(t, LeaseEvent{Taken: 12, Returned: 8}, l.leases)
+	})
+}
+
+// Of several policies, a bucket that is nearly full costs the others nothing: nothing is leased.
+func TestLeasesOfSeveralPolicies(t *testing.T) {
+	t.Parallel()
+	change := func(c *Config) {
+		c.Policy = All(
+			TokenBucket{Capacity: 20_000, Refill: 2000, Every: time.Second}, FixedWindow{Limit: 1_000_000, Window: time.Hour})
+	}
+	withLeases(t, change, func(t *testing.T, l *leaseTest) {
+		l.allow("key", 50)
+		require.Zero(t, l.leases)
+		_, err := l.AllowN(t.Context(), "key", 500)
+		require.NoError(t, err)
+		for range 200 {
+			l.allow("key", 10)
+			elapse(time.Millisecond)
+		}
+		require.NoError(t, l.ReturnLeases(t.Context()))
+		require.Positive(t, l.leases.Taken-l.leases.Returned, "something was spent")
+		require.Zero(t, l.leases.Stranded)
+		window := newLimiter(t, l.db, Config{
+			Name: "api/2", Policy: FixedWindow{Limit: 1_000_000, Window: time.Hour}, Client: ClientConfig{Timeout: amply},
+		})
+		seen, err := window.Peek(t.Context(), "key")
+		require.NoError(t, err)
+		require.EqualValues(t, 1_000_000-50-500-2000, seen.Remaining)
+	})
+}
+
 // While the database is away, a lease is spent until it ends. What cannot go back counts as used.
 func TestLeasesWhileTheDatabaseIsAway(t *testing.T) {
 	t.Parallel()
@@ -263,13 +347,13 @@ func TestLeasesWhileTheDatabaseIsAway(t *testing.T) {
 // An answer that comes too late leaves nothing to spend.
 func TestLeaseThatEndsOnItsWay(t *testing.T) {
 	t.Parallel()
-	withLeases(t, func(c *Config) { c.Policy = FixedWindow{Limit: 100_000, Window: 80 * time.Millisecond} },
+	withLeases(t, func(c *Config) { c.Policy = FixedWindow{Limit: 100_000, Window: 160 * time.Millisecond} },
 		func(t *testing.T, l *leaseTest) {
 			l.allow("key", 1)
-			l.db.set(func(context.Context) error { elapse(11 * time.Millisecond); return nil })
+			l.db.set(func(context.Context) error { elapse(21 * time.Millisecond); return nil })
 			l.allow("key", 1)
 			require.Zero(t, l.held("key"))
-			elapse(20 * time.Millisecond)
+			elapse(30 * time.Millisecond)
 			synctest.Wait()
 			require.Equal(t, LeaseEvent{Taken: 4, Returned: 4}, l.leases)
 		})
@@ -354,9 +438,12 @@ func TestLeasesUnderPolicies(t *testing.T) {
 func TestResetForgetsALease(t *testing.T) {
 	t.Parallel()
 	const limit = 10_000
+	var sum atomic.Int64
 	l := newLimiter(t, pgtest.New(t).Pool, Config{
 		Name: "api", Policy: FixedWindow{Limit: limit, Window: time.Hour}, Lease: &Lease{MaxShare: 0.01},
-		Client: ClientConfig{Timeout: amply},
+		Client: ClientConfig{Timeout: amply, Observer: &Observer{
+			Lease: func(e LeaseEvent) { sum.Add(e.Taken - e.Returned - e.Stranded) },
+		}},
 	})
 	for range 7 {
 		_, err := l.Allow(t.Context(), "key")
@@ -367,6 +454,7 @@ func TestResetForgetsALease(t *testing.T) {
 	require.NoError(t, l.Reset(t.Context(), "key"))
 	require.Zero(t, leases.held(l.space, l.policy, "key"))
 	require.NoError(t, l.ReturnLeases(t.Context()))
+	require.EqualValues(t, 4, sum.Load(), "what was spent")
 	result, err := l.Allow(t.Context(), "key")
 	require.NoError(t, err)
 	require.EqualValues(t, limit-1, result.Remaining)

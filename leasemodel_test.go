@@ -173,8 +173,9 @@ func (w *leaseWorld) call(p *leaser, n int64) {
 		if w.mistake == sinceTheAnswer {
 			asked = w.read(p)
 		}
-		rests, _, _ := p.leases.learn(p.request, nil, asked, w.read(p))
-		p.outbox = append(p.outbox, rests...)
+		if back, _, _ := p.leases.learn(p.request, nil, asked, w.read(p)); back != nil {
+			p.outbox = append(p.outbox, back.rests...)
+		}
 		p.request = nil
 	}
 }
@@ -198,9 +199,10 @@ func (w *leaseWorld) giveBack(p *leaser, all bool) {
 	}
 	kept := w.clone().processes[slices.Index(w.processes, p)].leases
 	if all {
-		p.outbox = p.leases.collect(func(*lease) (lapse, forget bool) { return true, false })
+		p.outbox = p.leases.all().rests
 	} else {
-		p.outbox, _ = p.leases.outdated(w.read(p))
+		back, _ := p.leases.outdated(w.read(p))
+		p.outbox = back.rests
 	}
 	if w.mistake == spentAndReturned {
 		p.leases.shards.Store(kept.shards.Load())
@@ -287,9 +289,9 @@ func TestLeasesInEveryOrder(t *testing.T) {
 	t.Parallel()
 	depth := min(5+rounds(t)/4, 7)
 	for name, policy := range map[string]model{
-		"fixed":   FixedWindow{Limit: 3, Window: 800 * time.Microsecond},
-		"sliding": SlidingWindow{Limit: 3, Window: 800 * time.Microsecond},
-		"bucket":  TokenBucket{Capacity: 3, Refill: 1, Every: 4096 * time.Microsecond}, // leased from for 96 µs
+		"fixed":   FixedWindow{Limit: 3, Window: 800 * time.Millisecond},
+		"sliding": SlidingWindow{Limit: 3, Window: 800 * time.Millisecond},
+		"bucket":  TokenBucket{Capacity: 3, Refill: 1, Every: 4096 * time.Millisecond}, // leased from for 96 ms
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
@@ -344,7 +346,7 @@ func inEveryOrder(w *leaseWorld, depth int, leased *int64) error {
 		case 2:
 			next.crash(action % 2)
 		case 3:
-			next.pass([]int64{40, 790}[action%2], nil)
+			next.pass([]int64{40_000, 790_000}[action%2], nil)
 		default:
 			if len(p.mine) == 0 {
 				continue
@@ -363,9 +365,9 @@ func inEveryOrder(w *leaseWorld, depth int, leased *int64) error {
 func TestLeasesInStories(t *testing.T) {
 	t.Parallel()
 	policies := map[string]model{
-		"fixed":    FixedWindow{Limit: 1000, Window: 8 * time.Millisecond},
-		"sliding":  SlidingWindow{Limit: 1000, Window: 8 * time.Millisecond},
-		"bucket":   TokenBucket{Capacity: 1000, Refill: 1000, Every: 128 * time.Millisecond}, // leased from for 1 ms
+		"fixed":    FixedWindow{Limit: 1000, Window: 800 * time.Millisecond},
+		"sliding":  SlidingWindow{Limit: 1000, Window: 800 * time.Millisecond},
+		"bucket":   TokenBucket{Capacity: 1000, Refill: 1000, Every: 13 * time.Second}, // leased from for 101 ms
 		"calendar": CalendarWindow{Limit: 1000, Unit: Minute},
 	}
 	for name, policy := range policies {
@@ -384,7 +386,9 @@ func TestLeasesInStories(t *testing.T) {
 			survivesItsWindow, fullBucket, wrongClock, sinceTheAnswer, returnedTwice, spentAndReturned,
 		} {
 			_, bucket := policy.(TokenBucket)
-			if bucket && mistake == survivesItsWindow || !bucket && mistake == fullBucket {
+			_, calendar := policy.(CalendarWindow)
+			if bucket && mistake == survivesItsWindow || !bucket && mistake == fullBucket ||
+				calendar && mistake != survivesItsWindow { // as of a fixed window
 				continue
 			}
 			t.Run(fmt.Sprint(name, " with mistake ", mistake), func(t *testing.T) {
@@ -484,4 +488,53 @@ func (w *leaseWorld) tell(r *rand.Rand) {
 		}
 		w.pass(r.Int64N(max(longest/50, 2)), nil)
 	}
+}
+
+// A reset comes while a question is on its way. What was taken before it is not spent, and what was taken after it goes
+// back.
+func TestResetWhileALeaseIsOnItsWay(t *testing.T) {
+	t.Parallel()
+	for _, before := range []bool{false, true} {
+		w := newLeasingWorld(FixedWindow{Limit: 3, Window: 800 * time.Millisecond}, noMistake)
+		p := w.processes[0]
+		w.call(p, 1)
+		if before {
+			w.call(p, 1)
+		}
+		clear(w.rows)
+		w.pass(1, nil)
+		if !before {
+			w.call(p, 1)
+		}
+		w.pass(1, nil)
+		p.leases.drop(p.limiter.space, "key", p.at)
+		w.call(p, 1) // it hears of it
+		require.Zero(t, p.leases.held(p.limiter.space, p.limiter.policy, "key"))
+		require.Len(t, p.outbox, 1)
+		w.giveBack(p, false)
+		left := &request{space: p.limiter.space, policy: p.limiter.policy, count: 1, place: 1}
+		left.add(p.limiter.space, p.limiter.models, "key", 0, nil)
+		left.decideIn(w.database(), w.clock)
+		require.Equal(t, map[bool]int64{false: 2, true: 3}[before], left.parts[0].decision.remaining)
+	}
+}
+
+// Answers come in any order. What is known of a key is what the latest tells.
+func TestLeasesKnowTheLatest(t *testing.T) {
+	t.Parallel()
+	w := newLeaseWorld(FixedWindow{Limit: 1000, Window: time.Hour}, 1, noMistake)
+	p := w.processes[0]
+	hear := func(later time.Duration, remaining int64) int64 {
+		r := &request{space: p.limiter.space, policy: p.limiter.policy, count: 1, place: 1}
+		r.add(p.limiter.space, p.limiter.models, "key", 1, nil)
+		r.parts[0].decision = decision{
+			granted: 1, remaining: remaining, decidedAt: time.UnixMicro(w.clock).Add(later),
+			state: state{windowStart: w.clock, expiresAt: never},
+		}
+		p.leases.learn(r, nil, p.at, p.at)
+		return p.leases.shard("key").keys[denialKey{p.limiter.space, "key"}].known.remaining
+	}
+	require.EqualValues(t, 900, hear(time.Second, 900))
+	require.EqualValues(t, 900, hear(0, 950))
+	require.EqualValues(t, 800, hear(2*time.Second, 800))
 }

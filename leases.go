@@ -2,6 +2,8 @@ package ratelimit
 
 import (
 	"hash/maphash"
+	"maps"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -22,21 +24,25 @@ type leases struct {
 	now      func() instant
 	timeout  time.Duration
 	seed     maphash.Seed
-	giveBack func([]rest) error // see Client.giveBack
+	giveBack func(*giving) // see Client.giveBack
 	observer *Observer
 	shards   atomic.Pointer[[leaseShards]leaseShard] // nil until a limiter with a Lease has asked
 
 	mu    sync.Mutex
 	timer *time.Timer
-	due   time.Duration // when the timer fires; 0 if it is not set
+	due   time.Duration    // when the timer fires; 0 if it is not set
+	under map[*giving]bool // what is on its way back
 }
 
 const (
 	leaseShards = 16
 	maxLeased   = 16384 // keys that have an entry, at most
 	firstLease  = 4     // calls, at most
-	// minLeaseTick keeps a timer for many short leases from firing for each of them.
-	minLeaseTick = 5 * time.Millisecond
+	// shortestLease is what is worth it. It keeps the timer from firing all the time.
+	shortestLease = 10 * time.Millisecond
+	// Of what is known of a key for longer than this, no more units are taken ahead than that. Others may have taken
+	// nearly all that was left then.
+	freshFor, staleUnits = 100 * time.Millisecond, 64
 )
 
 type leaseShard struct {
@@ -66,6 +72,7 @@ type lease struct {
 		lasts            time.Duration // how long a lease of then could last
 	}
 	asking time.Duration // until then another call is taking ahead
+	reset  time.Duration // when the key was last reset; nothing that was asked for before is spent
 	memory time.Duration // how long the entry is kept
 }
 
@@ -74,6 +81,40 @@ type rest struct {
 	space    *keyspace
 	receipt  *receipt
 	from, to int64
+}
+
+// giving is what is on its way back.
+type giving struct {
+	rests []rest
+	err   error         // why something did not arrive
+	done  chan struct{} // closed when it has ended
+}
+
+// begin is called before leases end of which something is to be given back, so that nobody takes it to be back.
+func (ls *leases) begin() *giving {
+	g := &giving{done: make(chan struct{})}
+	ls.mu.Lock()
+	defer ls.mu.Unlock()
+	if ls.under == nil {
+		ls.under = make(map[*giving]bool)
+	}
+	ls.under[g] = true
+	return g
+}
+
+// end tells that all has gone back, or did not arrive.
+func (ls *leases) end(g *giving) {
+	ls.mu.Lock()
+	defer ls.mu.Unlock()
+	delete(ls.under, g)
+	close(g.done)
+}
+
+// onTheirWay is all that is on its way back.
+func (ls *leases) onTheirWay() []*giving {
+	ls.mu.Lock()
+	defer ls.mu.Unlock()
+	return slices.Collect(maps.Keys(ls.under))
 }
 
 // instant is a time by the clocks of this process.
@@ -182,62 +223,74 @@ func (ls *leases) ahead(l *Limiter, key string, n int64) int64 {
 		return 0
 	}
 	size := min(e.wants(now, n), int64(float64(e.known.remaining)*config.MaxShare))
-	if size < n {
+	if size < n || e.known.lasts < shortestLease {
 		return 0
 	}
-	e.asking = now.elapsed + ls.timeout
 	clock, excess := e.known.decidedAt+microsUp(now.since(e.known.asked)), int64(0)
 	for i, m := range l.models {
 		rolled, _ := m.roll(e.known.states[i], clock)
 		spare, _ := m.leaseOf(rolled, clock, micros(config.MaxLength))
 		excess = max(excess, -spare)
 	}
+	switch {
+	case excess > 0 && len(l.models) > 1: // what makes room in a bucket would be lost to the other policies
+		return 0
+	case size+excess > staleUnits && now.since(e.known.asked) > freshFor:
+		return 0 // this call's answer tells what is left, and the next one takes ahead
+	}
+	e.asking = now.elapsed + ls.timeout
 	return (size + excess) / n
 }
 
-// wants is how many units to take ahead, going by the demand: what was used of the last lease, or twice as much if that
-// was used up within half of its time. If there was none, it is what will be used if calls come as this one has come
-// after the last one, but little.
+// wants is how many units to take ahead, going by the demand. If there is a lease, it is what it would want to be: see
+// outlived. Otherwise it is half of what will be used if calls come as this one has come after the last one, but little.
 func (e *lease) wants(now instant, n int64) int64 {
 	if e.receipt != nil {
 		e.size = e.next
-		if e.next == e.end && now.since(e.asked) < e.lasts/2 {
-			e.size = 2 * e.end
+		if e.next == e.end {
+			e.size = e.outlived(now)
 		}
 	}
-	if gap := now.since(e.known.asked); e.size < n && gap < e.known.lasts {
-		e.size = n * min(firstLease, int64(e.known.lasts/max(gap, 1)))
+	if e.size < n {
+		gap := max(now.since(e.known.asked), 1)
+		e.size = n * min(firstLease, int64(e.known.lasts/gap/2))
 	}
 	return e.size
+}
+
+// outlived is the size of the lease after one that was not enough: twice as much if that took less than half of its time.
+func (e *lease) outlived(now instant) int64 {
+	if now.since(e.asked) < e.lasts/2 {
+		return 2 * e.end
+	}
+	return e.end
 }
 
 // settle keeps what a statement has taken ahead for a request, and what it tells about the key. asked and told are when
 // it left and came back.
 func (ls *leases) settle(r *request, err error, asked, told instant) {
-	rests, due, event := ls.learn(r, err, asked, told)
+	back, due, event := ls.learn(r, err, asked, told)
 	if event.Taken > 0 {
 		ls.observer.lease(event)
 	}
-	if len(rests) > 0 {
-		go ls.giveBack(rests) //nolint:errcheck // the observer is told
+	if back != nil {
+		go ls.giveBack(back)
 	}
 	if due != 0 {
 		ls.wakeAt(due, told.elapsed)
 	}
 }
 
-// learn is settle but for what others have to do: what is to be given back, and when the timer is due, or 0.
+// learn is settle but for what others have to do: what is to be given back, if anything, and when the timer is due,
+// or 0.
 func (ls *leases) learn(
 	r *request, err error, asked, told instant,
-) (rests []rest, due time.Duration, event LeaseEvent) {
+) (back *giving, due time.Duration, event LeaseEvent) {
 	p := &r.parts[0]
 	if p.space.lease == nil || r.policy == nil || p.cost <= 0 || r.shadow != nil || err == nil && r.passedOver() {
 		return nil, 0, event
 	}
-	if ls.shards.Load() == nil {
-		ls.shards.CompareAndSwap(nil, new([leaseShards]leaseShard))
-	}
-	s := ls.shard(p.key)
+	s := ls.make(p.key)
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	e, kept := s.entry(p.space, p.key, err == nil)
@@ -245,11 +298,70 @@ func (ls *leases) learn(
 		e.asking = 0
 		return nil, 0, event
 	}
-	rests, event = e.learn(r, asked, told)
+	rests, event := e.learn(r, asked, told)
 	if !kept {
-		return append(rests, e.lapse(p.space)...), 0, event
+		rests = append(rests, e.lapse(p.space)...)
+	} else {
+		due = e.due()
 	}
-	return rests, e.due(), event
+	if len(rests) > 0 {
+		back = ls.begin()
+		back.rests = rests
+	}
+	return back, due, event
+}
+
+// make returns a key's shard.
+func (ls *leases) make(key string) *leaseShard {
+	if ls.shards.Load() == nil {
+		ls.shards.CompareAndSwap(nil, new([leaseShards]leaseShard))
+	}
+	return ls.shard(key)
+}
+
+// release ends the lease of a key of which not enough is left, so that this goes back before the call asks. It returns
+// nil if nothing is left.
+func (ls *leases) release(space *keyspace, key string) *giving {
+	s := ls.shard(key)
+	if s == nil {
+		return nil
+	}
+	now := ls.now()
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	e := s.keys[denialKey{space, key}]
+	if e == nil || e.next == e.end {
+		return nil
+	}
+	back, size := ls.begin(), e.outlived(now)
+	back.rests = e.lapse(space)
+	e.size = size
+	return back
+}
+
+// forget ends the lease of a key that was just reset.
+func (ls *leases) forget(space *keyspace, key string) {
+	if space.lease == nil {
+		return
+	}
+	now := ls.now()
+	back, due := ls.drop(space, key, now)
+	ls.wakeAt(due, now.elapsed)
+	go ls.giveBack(back)
+}
+
+// drop is forget but for what others have to do. The lease goes back, because it may have been taken after the reset.
+// What is on its way, and was asked for before, is not spent either.
+func (ls *leases) drop(space *keyspace, key string, now instant) (back *giving, due time.Duration) {
+	s := ls.make(key)
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	e, _ := s.entry(space, key, true)
+	back = ls.begin()
+	back.rests = e.lapse(space)
+	*e = lease{reset: now.elapsed, memory: space.lease.MaxLength}
+	e.known.asked = now
+	return back, e.due()
 }
 
 // entry returns the entry of a key, and whether it is kept. One is added if it may be.
@@ -294,24 +406,10 @@ func (e *lease) learn(r *request, asked, told instant) (rests []rest, event Leas
 		rests = e.lapse(space)
 	}
 	if e.policy != r.policy {
-		*e = lease{policy: r.policy}
+		*e = lease{policy: r.policy, reset: e.reset}
 	}
 	e.memory = space.lease.MaxLength
-
-	known := &e.known
-	known.asked, known.decidedAt, known.remaining, known.states = asked, decidedAt, never, known.states[:0]
-	spare, longest := int64(never), micros(space.lease.MaxLength)
-	for i := range r.parts {
-		p := &r.parts[i]
-		if p.decision.remaining < known.remaining {
-			known.limit, known.remaining = p.model.numbers().Limit, p.decision.remaining
-		}
-		known.resetAt = decidedAt + p.decision.resetAfter
-		known.states = append(known.states, p.decision.state)
-		room, lasts := p.model.leaseOf(p.decision.state, decidedAt, longest)
-		spare, longest = min(spare, max(room, 0)), min(longest, lasts)
-	}
-	known.lasts = duration(max(longest, 0)) / 256 * 255 // as if the clocks' rates differed by 0.4 percent
+	spare, lasts := e.know(r, asked)
 	if r.ahead == 0 {
 		return rests, event
 	}
@@ -331,17 +429,48 @@ func (e *lease) learn(r *request, asked, told instant) (rests []rest, event Leas
 		taken.units = d.granted * p.cost
 		e.receipt.parts[i] = taken.portion(p.model, used, used+surplus)
 	}
-	// What a bucket must not hold, so as not to fill up, is lost.
-	may := min(surplus, spare)
-	holds := min(may, max(int64(float64(known.remaining+surplus)*space.lease.MaxShare), 0))
-	e.next, e.end, e.decidedAt, e.asked, e.told, e.lasts = 0, holds, decidedAt, asked, told, known.lasts
-	if told.since(asked) >= e.lasts {
+	room := float64(e.known.remaining+surplus) * space.lease.MaxShare
+	e.next, e.end, e.decidedAt, e.asked, e.told, e.lasts = 0, min(surplus, spare, int64(room)), decidedAt, asked, told, lasts
+	if lasts < shortestLease || told.since(asked) >= lasts || asked.elapsed < e.reset {
 		e.end = 0
 	}
-	if e.end < may {
-		rests = append(rests, rest{space, e.receipt, e.end, may})
+	// The rest goes back. But if a bucket would fill up while something is held, so much of it is lost.
+	returns := surplus
+	if e.end > 0 && len(r.parts) == 1 {
+		returns = min(surplus, spare)
 	}
-	return rests, LeaseEvent{Limiter: space.name, Taken: surplus, Stranded: surplus - may}
+	if e.end < returns {
+		rests = append(rests, rest{space, e.receipt, e.end, returns})
+	}
+	return rests, LeaseEvent{Limiter: space.name, Taken: surplus, Stranded: surplus - returns}
+}
+
+// know keeps what an answer tells about the key, unless a later one has come before it. It returns how much may be held
+// of the key, and for how long.
+func (e *lease) know(r *request, asked instant) (spare int64, lasts time.Duration) {
+	space, decidedAt := r.parts[0].space, r.parts[0].decision.decidedAt.UnixMicro()
+	spare, longest := int64(never), micros(space.lease.MaxLength)
+	for i := range r.parts {
+		p := &r.parts[i]
+		room, micros := p.model.leaseOf(p.decision.state, decidedAt, longest)
+		spare, longest = min(spare, max(room, 0)), min(longest, micros)
+	}
+	lasts = duration(max(longest, 0)) / 256 * 255 // as if the clocks' rates differed by 0.4 percent
+	known := &e.known
+	if decidedAt < known.decidedAt {
+		return spare, lasts
+	}
+	known.asked, known.decidedAt, known.lasts = asked, decidedAt, lasts
+	known.remaining, known.states = never, known.states[:0]
+	for i := range r.parts {
+		p := &r.parts[i]
+		if p.decision.remaining < known.remaining {
+			known.limit, known.remaining = p.model.numbers().Limit, p.decision.remaining
+		}
+		known.resetAt = decidedAt + p.decision.resetAfter
+		known.states = append(known.states, p.decision.state)
+	}
+	return spare, lasts
 }
 
 // lapse ends a lease, and returns what is left of it, to be given back.
@@ -373,7 +502,7 @@ func (ls *leases) wakeAt(at, now time.Duration) {
 		return
 	}
 	ls.due = at
-	wait := max(at-now, minLeaseTick)
+	wait := max(at-now, shortestLease/2)
 	if ls.timer == nil {
 		ls.timer = time.AfterFunc(wait, ls.tidy)
 	} else {
@@ -387,18 +516,18 @@ func (ls *leases) tidy() {
 	ls.due = 0
 	ls.mu.Unlock()
 	now := ls.now()
-	rests, next := ls.outdated(now)
+	back, next := ls.outdated(now)
 	if next != never {
 		ls.wakeAt(next, now.elapsed)
 	}
-	_ = ls.giveBack(rests) // the observer is told
+	ls.giveBack(back)
 }
 
 // outdated ends the leases that end soon, and forgets the keys that nobody asks for. It returns what is to be given
 // back, and when it has to be called next.
-func (ls *leases) outdated(now instant) (rests []rest, next time.Duration) {
+func (ls *leases) outdated(now instant) (back *giving, next time.Duration) {
 	next = never
-	rests = ls.collect(func(e *lease) (lapse, forget bool) {
+	back = ls.collect(func(e *lease) (lapse, forget bool) {
 		// Those that are due a little later go back now, in the same statement.
 		if e.next < e.end && (now.elapsed >= e.due()-e.lasts/16 || now.since(e.asked) >= e.lasts) {
 			next = min(next, e.known.asked.elapsed+e.memory)
@@ -410,14 +539,20 @@ func (ls *leases) outdated(now instant) (rests []rest, next time.Duration) {
 		next = min(next, e.due())
 		return false, false
 	})
-	return rests, next
+	return back, next
+}
+
+// all ends all leases, and returns what is to be given back.
+func (ls *leases) all() *giving {
+	return ls.collect(func(*lease) (lapse, forget bool) { return true, false })
 }
 
 // collect ends some leases, and returns what is left of them. Others it forgets.
-func (ls *leases) collect(which func(*lease) (lapse, forget bool)) (rests []rest) {
+func (ls *leases) collect(which func(*lease) (lapse, forget bool)) *giving {
+	back := ls.begin()
 	shards := ls.shards.Load()
 	if shards == nil {
-		return nil
+		return back
 	}
 	for i := range shards {
 		s := &shards[i]
@@ -425,21 +560,12 @@ func (ls *leases) collect(which func(*lease) (lapse, forget bool)) (rests []rest
 		for k, e := range s.keys {
 			switch lapse, forget := which(e); {
 			case lapse:
-				rests = append(rests, e.lapse(k.space)...)
+				back.rests = append(back.rests, e.lapse(k.space)...)
 			case forget:
 				delete(s.keys, k)
 			}
 		}
 		s.mu.Unlock()
 	}
-	return rests
-}
-
-// drop forgets the lease of a key that was reset.
-func (ls *leases) drop(space *keyspace, key string) {
-	if s := ls.shard(key); s != nil {
-		s.mu.Lock()
-		delete(s.keys, denialKey{space, key})
-		s.mu.Unlock()
-	}
+	return back
 }

@@ -286,7 +286,7 @@ func (p *Policies) load(ctx context.Context, db DBTX, timeout time.Duration) err
 	noRoom := p.book.Update(a.rules, a.removed, a.complete, p.config.MaxRows)
 
 	p.mu.Lock()
-	p.version, p.asked = &a.version, asked
+	p.version, p.asked = new(a.version), asked // a copy, or all of the answer would stay in memory
 	for _, id := range changed {
 		delete(p.shadows, id) // they counted for another policy
 	}

@@ -74,7 +74,7 @@ func (l *Limiter) reset(ctx context.Context, db DBTX, key string, tx transaction
 	if denials := l.client.batcher.denials; denials != nil {
 		denials.forget(l.space, key, nil) // even after an error: the key may have been reset
 	}
-	l.client.batcher.leases.drop(l.space, key)
+	l.client.batcher.leases.forget(l.space, key)
 	if tx.own() {
 		l.space.announce(key)
 	}

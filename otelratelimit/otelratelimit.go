@@ -78,7 +78,8 @@ func New(meter metric.Meter) (*ratelimit.Observer, error) {
 				"taken": e.Taken, "returned": e.Returned, "stranded": e.Stranded,
 			} {
 				if units > 0 {
-					leases.Add(ctx, units, with(nil, attribute.String("limiter", e.Limiter), attribute.String("fate", fate)))
+					limiter := attribute.String("limiter", e.Limiter)
+					leases.Add(ctx, units, with(nil, limiter, attribute.String("fate", fate)))
 				}
 			}
 		},
