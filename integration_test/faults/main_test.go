@@ -26,6 +26,9 @@ func TestMain(m *testing.M) {
 	if work := os.Getenv(workVariable); work != "" {
 		os.Exit(workInChild(work))
 	}
+	if work := os.Getenv(leaseWorkVariable); work != "" {
+		os.Exit(leaseInChild(work))
+	}
 	// A server elsewhere would have another clock, and might want TLS or a password of the proxy.
 	_ = os.Unsetenv("RATELIMIT_TEST_DATABASE_URL")
 	pgtest.Main(m)

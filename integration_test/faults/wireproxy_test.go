@@ -21,6 +21,7 @@ type wireProxy struct {
 	statements int        // that were executed since fail was called
 	conns      []net.Conn // that clients have opened
 	trickle    bool       // one byte at a time
+	refuses    bool       // it ends new connections at once
 }
 
 // fault is what happens to a statement.
@@ -64,7 +65,12 @@ func newWireProxy(t *testing.T, databaseURL string) *wireProxy {
 			}
 			p.mu.Lock()
 			p.conns = append(p.conns, client)
+			refuses := p.refuses
 			p.mu.Unlock()
+			if refuses {
+				client.Close()
+				continue
+			}
 			conns.Go(func() { p.serve(client) })
 		}
 	})
@@ -88,6 +94,16 @@ func (p *wireProxy) sent() int {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	return p.statements
+}
+
+// refuse closes all connections, and those that clients open, or lets them open some again.
+func (p *wireProxy) refuse(refuses bool) {
+	p.mu.Lock()
+	p.refuses = refuses
+	p.mu.Unlock()
+	if refuses {
+		p.cutAll()
+	}
 }
 
 // cutAll closes all connections.

@@ -1,0 +1,395 @@
+package faults
+
+import (
+	"context"
+	"encoding/gob"
+	"encoding/json"
+	"fmt"
+	"io"
+	"math/rand/v2"
+	"os"
+	"os/exec"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/internal/limitertest"
+	"github.com/pgratelimit/ratelimit/internal/pgtest"
+	"github.com/pgratelimit/ratelimit/internal/testkit"
+)
+
+// leaseFleet is several processes with leases, and what they have told.
+type leaseFleet struct {
+	leaseWork
+
+	t        *testing.T
+	mu       sync.Mutex // of what follows
+	uses     []leaseUse
+	ends     map[int]leaseUse // of those that were not killed
+	counts   map[int]int64    // how many statements each of them has sent
+	children int
+	errs     []error
+}
+
+// leaseChild is one of the processes.
+type leaseChild struct {
+	*exec.Cmd
+
+	number int
+	stdin  io.WriteCloser
+	stderr strings.Builder
+	told   chan error // gets what ended the reading of what it tells
+}
+
+func newLeaseFleet(t *testing.T, w leaseWork) *leaseFleet {
+	t.Helper()
+	return &leaseFleet{leaseWork: w, t: t, ends: map[int]leaseUse{}, counts: map[int]int64{}}
+}
+
+// start starts a process that reaches the database at a URL.
+func (f *leaseFleet) start(url string, seed uint64) (*leaseChild, error) {
+	f.mu.Lock()
+	c := &leaseChild{number: f.children, told: make(chan error, 1)}
+	f.children++
+	f.mu.Unlock()
+	w := f.leaseWork
+	w.URL, w.Seed = url, seed
+	text, err := json.Marshal(w)
+	if err != nil {
+		return nil, err
+	}
+	c.Cmd = exec.CommandContext(f.t.Context(), os.Args[0])
+	c.Env = append(os.Environ(), leaseWorkVariable+"="+string(text))
+	c.Stderr = &c.stderr
+	if c.stdin, err = c.StdinPipe(); err != nil {
+		return nil, err
+	}
+	stdout, err := c.StdoutPipe()
+	if err != nil {
+		return nil, err
+	}
+	if err := c.Start(); err != nil {
+		return nil, err
+	}
+	go func() { c.told <- f.hear(c.number, stdout) }()
+	return c, nil
+}
+
+// hear keeps what a process tells, until it has ended. A message that it could not finish was not told.
+func (f *leaseFleet) hear(process int, stdout io.Reader) error {
+	messages := gob.NewDecoder(stdout)
+	places := map[int64]int{} // in uses, by ID
+	for {
+		u := leaseUse{process: process}
+		if err := messages.Decode(&u); err != nil {
+			return err
+		}
+		f.mu.Lock()
+		f.counts[process] = u.Statements
+		switch {
+		case u.Ended:
+			f.ends[process] = u
+		case u.BackOf != 0:
+			f.uses[places[u.BackOf]].back = true
+		default:
+			places[u.ID] = len(f.uses)
+			f.uses = append(f.uses, u)
+		}
+		f.mu.Unlock()
+	}
+}
+
+// kill ends a process as nothing else does.
+func (c *leaseChild) kill() error {
+	err := c.Process.Kill()
+	<-c.told
+	_ = c.Wait() // it was killed
+	return err
+}
+
+// end has a process return its leases, and waits for it.
+func (c *leaseChild) end() error {
+	if err := c.stdin.Close(); err != nil {
+		return err
+	}
+	<-c.told
+	return c.Wait()
+}
+
+// freeze stops a process for some time.
+func (c *leaseChild) freeze(ctx context.Context, d time.Duration) error {
+	if err := c.Process.Signal(syscall.SIGSTOP); err != nil {
+		return err
+	}
+	pause(ctx, d)
+	return c.Process.Signal(syscall.SIGCONT)
+}
+
+// misfortune is what happens to a process.
+type misfortune string
+
+const (
+	frozenBriefly misfortune = "frozen for longer than a lease"
+	frozenForLong misfortune = "frozen for longer than a window"
+	killed        misfortune = "killed"
+	cutOff        misfortune = "its connections are cut"
+	unheard       misfortune = "an answer is lost"
+	away          misfortune = "the database is away for a while"
+)
+
+// live has processes at work, one after the other, to which all misfortunes happen in any order. They reach the
+// database through a proxy.
+func (f *leaseFleet) live(random *rand.Rand, proxy *wireProxy, misfortunes []misfortune) error {
+	ctx := f.t.Context()
+	upTo := func(d time.Duration) time.Duration { return time.Duration(random.Int64N(int64(d))) }
+	child, err := f.start(proxy.url, random.Uint64())
+	if err != nil {
+		return err
+	}
+	random.Shuffle(len(misfortunes), func(a, b int) {
+		misfortunes[a], misfortunes[b] = misfortunes[b], misfortunes[a]
+	})
+	for _, what := range misfortunes {
+		pause(ctx, f.Pace/4+upTo(f.Pace))
+		switch what {
+		case frozenBriefly:
+			err = child.freeze(ctx, f.Pace/8+upTo(f.Pace/2))
+		case frozenForLong:
+			err = child.freeze(ctx, f.Pace+upTo(f.Pace))
+		case killed:
+			if err = child.kill(); err == nil {
+				child, err = f.start(proxy.url, random.Uint64())
+			}
+		case cutOff:
+			proxy.cutAll()
+		case unheard:
+			proxy.fail(&fault{reply: anyReply, then: swallow})
+		case away:
+			proxy.refuse(true)
+			pause(ctx, f.Pace/8+upTo(f.Pace/2))
+			proxy.refuse(false)
+		}
+		if err != nil {
+			return err
+		}
+	}
+	pause(ctx, f.Pace/2)
+	if err := child.end(); err != nil {
+		f.t.Errorf("a child: %v: %s", err, &child.stderr)
+	}
+	return nil
+}
+
+// sums are what was let through in all, what of it was leased, and the statements for it.
+func (f *leaseFleet) sums() (decisions, leased, statements int64) {
+	for _, u := range f.uses {
+		decisions++
+		if u.Leased {
+			leased++
+		}
+	}
+	for _, n := range f.counts {
+		statements += n
+	}
+	return decisions, leased, statements
+}
+
+// together has several processes at work, each behind a proxy of its own. They must have ended well.
+func (f *leaseFleet) together(random *rand.Rand, db *pgtest.DB, processes int, misfortunes ...misfortune) {
+	f.t.Helper()
+	var lives sync.WaitGroup
+	errs := make([]error, processes)
+	for i := range errs {
+		proxy := newWireProxy(f.t, db.URL)
+		mine := rand.New(rand.NewPCG(random.Uint64(), 0))
+		lives.Go(func() { errs[i] = f.live(mine, proxy, append([]misfortune(nil), misfortunes...)) })
+	}
+	lives.Wait()
+	for _, err := range errs {
+		require.NoError(f.t, err)
+	}
+	require.Len(f.t, f.ends, processes)
+}
+
+// leasesAtWork is work by which each window is used up, and by which each process holds leases meanwhile.
+func leasesAtWork(window time.Duration) leaseWork {
+	return leaseWork{
+		Names: []string{"fixed", "sliding", "bucket", "calendar", "all"}, Limit: 600, Window: window, Pace: window,
+		Callers: 6, Gap: 2 * time.Millisecond, Timeout: window / 4, Refunds: true,
+	}
+}
+
+// Processes that lease, freeze, die, and lose the database let through no more than the policies admit.
+func TestLeasesOfUnluckyProcesses(t *testing.T) {
+	t.Parallel()
+
+	random := random(t)
+	for range testkit.Rounds(t, "ROUNDS", 1) {
+		w := leasesAtWork(1200 * time.Millisecond)
+		f := newLeaseFleet(t, w)
+		f.together(random, withMonths(t, w.Window), 4, frozenBriefly, frozenForLong, killed, cutOff, unheard, away)
+		require.NoError(t, leaseJudge{leaseWork: w}.judge(f.uses))
+		decisions, leased, statements := f.sums()
+		t.Logf("%d decisions, %d of them leased, %d statements", decisions, leased, statements)
+		require.Greater(t, leased, decisions/4)
+		for _, end := range f.ends {
+			f.requireBalance(end)
+		}
+	}
+}
+
+// requireBalance requires of a process that has ended that all it took ahead was spent, or went back, or was lost.
+func (f *leaseFleet) requireBalance(end leaseUse) {
+	f.t.Helper()
+	spent := int64(0)
+	for _, u := range f.uses {
+		if u.process == end.process && u.Leased {
+			spent += u.N
+		}
+	}
+	require.Equal(f.t, end.Lease.Taken, spent+end.Lease.Returned+end.Lease.Stranded)
+}
+
+// When processes have ended that were frozen now and then, the rows hold what they have let through, to the unit.
+func TestLeasesOfProcessesAddUp(t *testing.T) {
+	t.Parallel()
+
+	random := random(t)
+	for range testkit.Rounds(t, "ROUNDS", 1) {
+		w := leasesAtWork(day)
+		w.Names = []string{"fixed", "sliding", "all"}
+		w.Limit, w.Length, w.Pace = 1_000_000, 300*time.Millisecond, 700*time.Millisecond
+		w.Timeout, w.Gap = amply, time.Millisecond
+		db := pgtest.New(t)
+		f := newLeaseFleet(t, w)
+		f.together(random, db, 4, frozenBriefly, frozenForLong, frozenForLong)
+		decisions, leased, statements := f.sums()
+		t.Logf("%d decisions, %d of them leased, %d statements", decisions, leased, statements)
+		require.Greater(t, leased, decisions/2)
+		require.Less(t, 2*statements, decisions)
+		admitted := map[string]int64{}
+		for _, u := range f.uses {
+			if !u.back {
+				admitted[u.Policy] += u.N
+			}
+		}
+		for _, name := range w.Names {
+			limiter := limitertest.New(t, db.Pool, ratelimit.Config{Name: name, Policy: w.policy(name)})
+			result, err := limiter.Peek(t.Context(), name)
+			require.NoError(t, err)
+			require.Equal(t, w.Limit-admitted[name], result.Remaining, name)
+		}
+		for _, end := range f.ends {
+			require.Zero(t, end.Lease.Stranded)
+			f.requireBalance(end)
+		}
+	}
+}
+
+// withClock returns a database whose clock a test can set, as an administrator or NTP does on other machines. Those who
+// read it see at once what it was set to.
+func withClock(t *testing.T, month time.Duration) (db *pgtest.DB, set func(offset time.Duration)) {
+	t.Helper()
+	db = withMonths(t, month)
+	pgtest.Exec(t, db.Pool, "CREATE SEQUENCE public.clock_offset MINVALUE -1000000000000 START 0")
+	pgtest.Exec(t, db.Pool, `CREATE FUNCTION public.settable_clock() RETURNS timestamptz LANGUAGE sql VOLATILE AS $$
+		SELECT pg_catalog.clock_timestamp() + last_value * interval '1 microsecond' FROM public.clock_offset $$`)
+	functions := pgtest.Scalar[[]string](t, db.Pool, `SELECT array_agg(oid::regproc::text) FROM pg_proc
+		WHERE proname LIKE '%rate_limit_%' AND prosrc LIKE '%clock_timestamp()%'`)
+	require.NotEmpty(t, functions)
+	for _, function := range functions {
+		pgtest.Rewrite(t, db.Pool, function, "clock_timestamp()", "public.settable_clock()")
+	}
+	db.Pool.Reset()
+	return db, func(offset time.Duration) {
+		pgtest.Exec(t, db.Pool, "SELECT setval('public.clock_offset', $1)", offset.Microseconds())
+	}
+}
+
+// Somebody sets the database's clock while leases are out. What is let through stays within the windows that the
+// callers are told, and of these there are no more than the clock gives.
+func TestLeasesUnderAClockThatIsSet(t *testing.T) {
+	t.Parallel()
+
+	random := random(t)
+	for range testkit.Rounds(t, "ROUNDS", 1) {
+		w := leasesAtWork(time.Second)
+		db, set := withClock(t, w.Window)
+		f := newLeaseFleet(t, w)
+		began, steps := time.Now(), time.Duration(0)
+		ctx, cancel := context.WithCancel(t.Context())
+		ended := make(chan struct{})
+		go func() {
+			defer close(ended)
+			for offset := time.Duration(0); ctx.Err() == nil; pause(ctx, time.Duration(random.Int64N(int64(w.Window)))) {
+				step := time.Duration(random.Int64N(int64(3*w.Window))) - w.Window
+				offset += step
+				steps += max(step, 0)
+				set(offset)
+			}
+		}()
+		mine := rand.New(rand.NewPCG(random.Uint64(), 0))
+		f.together(mine, db, 3, frozenBriefly, frozenBriefly, frozenForLong)
+		cancel()
+		<-ended
+		j := leaseJudge{leaseWork: w, forward: time.Since(began) + steps}
+		require.NoError(t, j.judge(f.uses))
+		decisions, leased, statements := f.sums()
+		t.Logf("%d decisions, %d of them leased, %d statements; set forward by %v", decisions, leased, statements, steps)
+		require.Greater(t, leased, decisions/4)
+	}
+}
+
+// Negative controls: the judge notices what processes, and the database, do wrong.
+func TestJudgeOfLeasesCatches(t *testing.T) {
+	t.Parallel()
+
+	random := random(t)
+	for name, broken := range map[string]struct {
+		mistake leaseMistake
+		name    string
+		old     string
+		new     string // what replaces it in what a refund does in the database
+	}{
+		"leases that survive their window":   {mistake: survivesItsWindow},
+		"leases that end by the wrong clock": {mistake: wrongClock},
+		"what is left goes back twice": {
+			old: "back := least(units, s.count);",
+			new: fmt.Sprintf("back := least(CASE units WHEN %d THEN 1 ELSE 2 END * units, s.count);", refundedCost),
+		},
+		"what was spent goes back twice": {
+			old: "back := least(units, s.count);",
+			new: fmt.Sprintf("back := least(CASE units WHEN %d THEN 2 ELSE 1 END * units, s.count);", refundedCost),
+		},
+		"nothing": {},
+	} {
+		mine := rand.New(rand.NewPCG(random.Uint64(), 0))
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			var caught error
+			innocent := broken.mistake == "" && broken.old == ""
+			for attempt := 0; caught == nil && attempt < 50 && (!innocent || attempt < 2); attempt++ {
+				w := leasesAtWork(500 * time.Millisecond)
+				w.Names, w.Limit, w.Timeout, w.Mistake = []string{"fixed"}, 400, amply, broken.mistake
+				db := pgtest.New(t)
+				if broken.old != "" {
+					pgtest.Rewrite(t, db.Pool, "rate_limit_all", broken.old, broken.new)
+				}
+				f := newLeaseFleet(t, w)
+				f.together(mine, db, 2, frozenBriefly, frozenForLong)
+				caught = leaseJudge{leaseWork: w}.judge(f.uses)
+			}
+			if innocent {
+				require.NoError(t, caught)
+				return
+			}
+			require.Error(t, caught)
+			t.Log(caught)
+		})
+	}
+}

@@ -1,0 +1,298 @@
+package faults
+
+import (
+	"context"
+	"encoding/gob"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"math/rand/v2"
+	"os"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/pgratelimit/ratelimit"
+)
+
+// leaseWork is what each of several processes does whose limiters have leases. All ask for the same keys.
+type leaseWork struct {
+	URL     string
+	Names   []string // of the policies; see policy
+	Limit   int64
+	Window  time.Duration
+	Length  time.Duration // Lease.MaxLength
+	Pace    time.Duration // in which the callers turn to other keys, and misfortunes come and go
+	Callers int
+	Gap     time.Duration // between two calls of a caller
+	Timeout time.Duration
+	Refunds bool // some of what was taken is given back
+	Seed    uint64
+	Mistake leaseMistake
+}
+
+// leaseMistake is what a process does wrong on purpose.
+type leaseMistake string
+
+const (
+	// Some units of leases are spent when the window is over.
+	survivesItsWindow leaseMistake = "survives its window"
+	// The clock that ends leases, and tells DecidedAt, stands still while the process is frozen.
+	wrongClock leaseMistake = "wrong clock"
+)
+
+// refundedCost is the cost of what is given back. Nobody asks for as much otherwise.
+const refundedCost = 7
+
+// policy is the policy of a name.
+func (w leaseWork) policy(name string) ratelimit.Policy {
+	switch name {
+	case "fixed":
+		return ratelimit.FixedWindow{Limit: w.Limit, Window: w.Window}
+	case "sliding":
+		return ratelimit.SlidingWindow{Limit: w.Limit, Window: w.Window}
+	case "bucket":
+		return ratelimit.TokenBucket{Capacity: w.Limit, Refill: w.Limit / 2, Every: w.Window}
+	case "calendar": // see withMonths
+		return ratelimit.CalendarWindow{Limit: w.Limit, Unit: ratelimit.Month}
+	}
+	return ratelimit.All(w.parts(name)...)
+}
+
+// parts are the policies that the policy of a name is made of.
+func (w leaseWork) parts(name string) []ratelimit.Policy {
+	if name == "all" {
+		return []ratelimit.Policy{
+			ratelimit.SlidingWindow{Limit: w.Limit, Window: w.Window},
+			ratelimit.FixedWindow{Limit: 2 * w.Limit, Window: 3 * w.Window},
+			ratelimit.CalendarWindow{Limit: 2 * w.Limit, Unit: ratelimit.Month},
+		}
+	}
+	return []ratelimit.Policy{w.policy(name)}
+}
+
+// leaseUse is what a process tells its parent: something was let through, or will perhaps be given back, or the process
+// has ended.
+type leaseUse struct {
+	Policy       string // its key, too
+	N            int64
+	Leased       bool
+	DecidedAt    int64                // microseconds since 1970, by the database's clock
+	Call, Return int64                // the same, by the clock of this machine
+	In           []int64              // the windows of the rows that it was taken in
+	ID           int64                // in its process
+	BackOf       int64                // if it is not 0, what was let through under this ID is perhaps given back
+	Statements   int64                // of the process, until then
+	Ended        bool                 // nothing comes after it, and all leases have gone back
+	Lease        ratelimit.LeaseEvent // of an end: the sums
+
+	process int
+	back    bool // it was given back, perhaps
+}
+
+// leaseProcess is what the callers of a process share.
+type leaseProcess struct {
+	leaseWork
+
+	limiters   map[string]*ratelimit.Limiter
+	statements atomic.Int64
+
+	mu    sync.Mutex // of what follows
+	tell  *gob.Encoder
+	ids   int64
+	lease ratelimit.LeaseEvent
+	kept  []leaseUse // by mistake
+	awake time.Time  // when a caller has last asked
+}
+
+// leaseWorkVariable holds the work of a test binary that another one has started.
+const leaseWorkVariable = "RATELIMIT_TEST_LEASES"
+
+// leaseInChild does the work of a child process until its standard input ends. It tells of each decision on its
+// standard output. It returns the exit code.
+func leaseInChild(text string) int {
+	p := &leaseProcess{tell: gob.NewEncoder(os.Stdout), limiters: map[string]*ratelimit.Limiter{}, awake: time.Now()}
+	err := json.Unmarshal([]byte(text), &p.leaseWork)
+	if err == nil {
+		ctx, cancel := context.WithCancel(context.Background())
+		go func() {
+			_, _ = io.Copy(io.Discard, os.Stdin)
+			cancel()
+		}()
+		err = p.run(ctx)
+	}
+	if err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		return 1
+	}
+	return 0
+}
+
+func (p *leaseProcess) run(ctx context.Context) error {
+	pool, err := pgxpool.New(ctx, p.URL)
+	if err != nil {
+		return err
+	}
+	defer pool.Close()
+	client, err := ratelimit.NewClient(pool, ratelimit.ClientConfig{
+		Timeout: p.Timeout, Logger: slog.New(slog.DiscardHandler),
+		Observer: &ratelimit.Observer{
+			Statement: func(ratelimit.StatementEvent) { p.statements.Add(1) },
+			Lease:     p.observe,
+		},
+	})
+	if err != nil {
+		return err
+	}
+	for _, name := range p.Names {
+		p.limiters[name], err = client.Limiter(ratelimit.Config{
+			Name: name, Policy: p.policy(name), Lease: &ratelimit.Lease{MaxShare: 0.1, MaxLength: p.Length},
+		})
+		if err != nil {
+			return err
+		}
+	}
+	var callers sync.WaitGroup
+	errs := make([]error, p.Callers)
+	for i := range errs {
+		callers.Go(func() { errs[i] = p.call(ctx, rand.New(rand.NewPCG(p.Seed, uint64(i)))) })
+	}
+	callers.Wait()
+	if err := errors.Join(errs...); err != nil {
+		return err
+	}
+	returned := client.ReturnLeases(context.Background())
+	if returned != nil && !leaseFails(returned) {
+		return returned
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.tell.Encode(leaseUse{Ended: true, Statements: p.statements.Load(), Lease: p.lease})
+}
+
+func (p *leaseProcess) observe(e ratelimit.LeaseEvent) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.lease.Taken += e.Taken
+	p.lease.Returned += e.Returned
+	p.lease.Stranded += e.Stranded
+}
+
+// leaseFails tells whether an error is one of a database that is cut off.
+func leaseFails(err error) bool {
+	return errors.Is(err, ratelimit.ErrUnavailable) || errors.Is(err, ratelimit.ErrTimeout) ||
+		errors.Is(err, ratelimit.ErrKeyHeld)
+}
+
+// draw returns the name of a policy. Most calls are for one of two, which are other ones soon, so that there is room
+// again when they come back.
+func (p *leaseProcess) draw(random *rand.Rand, now int64) string {
+	names := int64(len(p.Names))
+	if random.IntN(5) == 0 {
+		return p.Names[random.Int64N(names)]
+	}
+	slice := now / (p.Pace.Microseconds() * 3 / 4)
+	return p.Names[(slice+random.Int64N(2)*(1+slice/names))%names]
+}
+
+// call is one caller.
+func (p *leaseProcess) call(ctx context.Context, random *rand.Rand) error {
+	for ctx.Err() == nil {
+		use := leaseUse{Call: time.Now().UnixMicro(), N: 1}
+		use.Policy = p.draw(random, use.Call)
+		switch {
+		case p.Refunds && random.IntN(20) == 0:
+			use.N = refundedCost
+		case random.IntN(10) == 0:
+			use.N = 1 + random.Int64N(refundedCost-1)
+		}
+		limiter := p.limiters[use.Policy]
+		result, err := limiter.AllowN(context.Background(), use.Policy, use.N)
+		use.Return = time.Now().UnixMicro()
+		switch {
+		case err != nil && !leaseFails(err):
+			return err
+		case err == nil && result.Allowed:
+			id, err := p.report(use, result)
+			if err == nil && p.Refunds && use.N == refundedCost {
+				err = p.refund(limiter, result, id)
+			}
+			if err != nil {
+				return err
+			}
+		}
+		if p.Gap > 0 {
+			pause(ctx, time.Duration(random.Int64N(int64(2*p.Gap))))
+		}
+	}
+	return nil
+}
+
+// report tells the parent of something that was let through.
+func (p *leaseProcess) report(use leaseUse, result ratelimit.Result) (id int64, err error) {
+	use.Leased, use.DecidedAt = result.Source == ratelimit.SourceLease, result.DecidedAt.UnixMicro()
+	for _, part := range partsOf(result) {
+		use.In = append(use.In, part.In)
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.ids++
+	use.ID, use.Statements = p.ids, p.statements.Load()
+	if p.Mistake != "" {
+		return use.ID, p.mistake(use)
+	}
+	return use.ID, p.tell.Encode(use)
+}
+
+// mistake is report for a process that keeps some of what it has leased until it must not spend it any more.
+func (p *leaseProcess) mistake(use leaseUse) error {
+	now := time.UnixMicro(use.Return)
+	frozen := now.Sub(p.awake) > p.Pace/2
+	p.awake = now
+	window := p.Window.Microseconds()
+	var left []leaseUse
+	for _, kept := range p.kept {
+		switch {
+		case p.Mistake == survivesItsWindow && use.Return >= kept.In[0]+window:
+			kept.Call, kept.DecidedAt, kept.Return = use.Return, use.Return, use.Return
+		case p.Mistake == wrongClock && (frozen || use.Return < kept.Return+window/20):
+			if !frozen {
+				left = append(left, kept)
+				continue
+			}
+			kept.Call, kept.Return = use.Return, use.Return
+		case p.Mistake == wrongClock: // it has kept it for as long as it may
+		default:
+			left = append(left, kept)
+			continue
+		}
+		if err := p.tell.Encode(kept); err != nil {
+			return err
+		}
+	}
+	p.kept = left
+	if use.Leased && use.ID%4 == 0 {
+		p.kept = append(p.kept, use)
+		return nil
+	}
+	return p.tell.Encode(use)
+}
+
+// refund gives back what was taken. The parent is told before, in case that this process does not live to tell it.
+func (p *leaseProcess) refund(limiter *ratelimit.Limiter, result ratelimit.Result, id int64) error {
+	p.mu.Lock()
+	p.ids++
+	err := p.tell.Encode(leaseUse{ID: p.ids, BackOf: id, Statements: p.statements.Load()})
+	p.mu.Unlock()
+	if err != nil {
+		return err
+	}
+	if _, err = limiter.Refund(context.Background(), result); err != nil && !leaseFails(err) {
+		return err
+	}
+	return nil
+}
