@@ -179,16 +179,15 @@ func (j leaseJudge) judgeSteps(policy ratelimit.Policy, part int, uses []leaseUs
 			continue
 		}
 		total += u.N
-		length := int64(0)
 		switch p := policy.(type) {
 		case ratelimit.FixedWindow:
-			window, length = p.Window, p.Window.Microseconds()
+			window = p.Window
 		case ratelimit.SlidingWindow:
-			window, length = p.Window, p.Window.Microseconds()
+			window = p.Window
 		default:
 			continue
 		}
-		in := u.In[part]
+		in, length := u.In[part], window.Microseconds()
 		if inWindow[in] += u.N; inWindow[in] > limit {
 			return fmt.Errorf("%d of %d in the window from %d", inWindow[in], limit, in)
 		}

@@ -33,7 +33,6 @@ type leaseFleet struct {
 	ends     map[int]leaseUse // of those that were not killed
 	counts   map[int]int64    // how many statements each of them has sent
 	children int
-	errs     []error
 }
 
 // leaseChild is one of the processes.
@@ -43,7 +42,7 @@ type leaseChild struct {
 	number int
 	stdin  io.WriteCloser
 	stderr strings.Builder
-	told   chan error // gets what ended the reading of what it tells
+	heard  chan struct{} // is closed when all that it tells was heard
 }
 
 func newLeaseFleet(t *testing.T, w leaseWork) *leaseFleet {
@@ -54,7 +53,7 @@ func newLeaseFleet(t *testing.T, w leaseWork) *leaseFleet {
 // start starts a process that reaches the database at a URL.
 func (f *leaseFleet) start(url string, seed uint64) (*leaseChild, error) {
 	f.mu.Lock()
-	c := &leaseChild{number: f.children, told: make(chan error, 1)}
+	c := &leaseChild{number: f.children, heard: make(chan struct{})}
 	f.children++
 	f.mu.Unlock()
 	w := f.leaseWork
@@ -76,18 +75,21 @@ func (f *leaseFleet) start(url string, seed uint64) (*leaseChild, error) {
 	if err := c.Start(); err != nil {
 		return nil, err
 	}
-	go func() { c.told <- f.hear(c.number, stdout) }()
+	go func() {
+		defer close(c.heard)
+		f.hear(c.number, stdout)
+	}()
 	return c, nil
 }
 
 // hear keeps what a process tells, until it has ended. A message that it could not finish was not told.
-func (f *leaseFleet) hear(process int, stdout io.Reader) error {
+func (f *leaseFleet) hear(process int, stdout io.Reader) {
 	messages := gob.NewDecoder(stdout)
 	places := map[int64]int{} // in uses, by ID
 	for {
 		u := leaseUse{process: process}
-		if err := messages.Decode(&u); err != nil {
-			return err
+		if messages.Decode(&u) != nil {
+			return
 		}
 		f.mu.Lock()
 		f.counts[process] = u.Statements
@@ -107,7 +109,7 @@ func (f *leaseFleet) hear(process int, stdout io.Reader) error {
 // kill ends a process as nothing else does.
 func (c *leaseChild) kill() error {
 	err := c.Process.Kill()
-	<-c.told
+	<-c.heard
 	_ = c.Wait() // it was killed
 	return err
 }
@@ -117,7 +119,7 @@ func (c *leaseChild) end() error {
 	if err := c.stdin.Close(); err != nil {
 		return err
 	}
-	<-c.told
+	<-c.heard
 	return c.Wait()
 }
 
@@ -139,6 +141,7 @@ const (
 	killed        misfortune = "killed"
 	cutOff        misfortune = "its connections are cut"
 	unheard       misfortune = "an answer is lost"
+	slow          misfortune = "answers take longer than a lease lasts"
 	away          misfortune = "the database is away for a while"
 )
 
@@ -169,6 +172,13 @@ func (f *leaseFleet) live(random *rand.Rand, proxy *wireProxy, misfortunes []mis
 			proxy.cutAll()
 		case unheard:
 			proxy.fail(&fault{reply: anyReply, then: swallow})
+		case slow:
+			for range 6 {
+				until := make(chan struct{})
+				proxy.fail(&fault{reply: anyReply, then: late, until: until})
+				pause(ctx, f.Pace/8+upTo(f.Pace/16))
+				close(until)
+			}
 		case away:
 			proxy.refuse(true)
 			pause(ctx, f.Pace/8+upTo(f.Pace/2))
@@ -232,7 +242,8 @@ func TestLeasesOfUnluckyProcesses(t *testing.T) {
 	for range testkit.Rounds(t, "ROUNDS", 1) {
 		w := leasesAtWork(1200 * time.Millisecond)
 		f := newLeaseFleet(t, w)
-		f.together(random, withMonths(t, w.Window), 4, frozenBriefly, frozenForLong, killed, cutOff, unheard, away)
+		f.together(random, withMonths(t, w.Window), 4, frozenBriefly, frozenForLong, killed, cutOff, unheard,
+			slow, away)
 		require.NoError(t, leaseJudge{leaseWork: w}.judge(f.uses))
 		decisions, leased, statements := f.sums()
 		t.Logf("%d decisions, %d of them leased, %d statements", decisions, leased, statements)
