@@ -56,7 +56,7 @@ func (w leaseWork) policy(name string) ratelimit.Policy {
 	case "sliding":
 		return ratelimit.SlidingWindow{Limit: w.Limit, Window: w.Window}
 	case "bucket":
-		return ratelimit.TokenBucket{Capacity: w.Limit, Refill: w.Limit / 2, Every: w.Window}
+		return ratelimit.TokenBucket{Capacity: w.Limit, Refill: w.Limit, Every: w.Window}
 	case "calendar": // see withMonths
 		return ratelimit.CalendarWindow{Limit: w.Limit, Unit: ratelimit.Month}
 	}
@@ -92,6 +92,14 @@ type leaseUse struct {
 
 	process int
 	back    bool // it was given back, perhaps
+}
+
+// learn keeps what a result tells.
+func (u *leaseUse) learn(result ratelimit.Result) {
+	u.Leased, u.DecidedAt = result.Source == ratelimit.SourceLease, result.DecidedAt.UnixMicro()
+	for _, part := range partsOf(result) {
+		u.In = append(u.In, part.In)
+	}
 }
 
 // leaseProcess is what the callers of a process share.
@@ -234,10 +242,7 @@ func (p *leaseProcess) call(ctx context.Context, random *rand.Rand) error {
 
 // report tells the parent of something that was let through.
 func (p *leaseProcess) report(use leaseUse, result ratelimit.Result) (id int64, err error) {
-	use.Leased, use.DecidedAt = result.Source == ratelimit.SourceLease, result.DecidedAt.UnixMicro()
-	for _, part := range partsOf(result) {
-		use.In = append(use.In, part.In)
-	}
+	use.learn(result)
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.ids++

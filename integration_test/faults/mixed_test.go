@@ -44,6 +44,7 @@ type mix struct {
 	decoys bool   // a role that may create in the schema of the functions has made decoys of what they call
 	holds  bool   // somebody's transactions keep rows locked, some of them for longer than the others have the patience
 	crowd  bool   // so many callers at once that statements decide for several limiters
+	leased bool   // the callers take from a key with leases, too
 	apart  bool   // each limiter has a client of its own, so that no statement does
 	month  time.Duration
 }
@@ -121,8 +122,14 @@ func (m mix) run(t *testing.T, db *pgtest.DB, seed uint64) (history []mixedOpera
 			}
 			workers[i].limiters = append(workers[i].limiters, limiters)
 		}
+		if m.leased {
+			workers[i].leased = limitertest.Of(t, client, ratelimit.Config{
+				Name: "sliding", Policy: leasesInMix().policy("sliding"), Lease: &ratelimit.Lease{MaxShare: 0.1},
+			})
+		}
 	}
 	histories, errs := make([][]mixedOperation, pools*callersOfPool+1), make([]error, pools*callersOfPool+1)
+	uses := make([][]leaseUse, pools*callersOfPool)
 	impatient := make(chan struct{}) // closed when a call was told of a held key
 	told := sync.OnceFunc(func() { close(impatient) })
 	end := func() {}
@@ -158,12 +165,18 @@ func (m mix) run(t *testing.T, db *pgtest.DB, seed uint64) (history []mixedOpera
 				}
 				histories[i] = append(histories[i], op)
 				takes = append(takes, op.takes()...)
+				for n := 0; m.leased && n < 4 && errs[i] == nil; n++ {
+					errs[i] = workers[i%pools].takeLeased(t.Context(), random, &uses[i])
+				}
 			}
 		})
 	}
 	callers.Wait()
 	end()
 	require.NoError(t, errors.Join(errs...))
+	if m.leased {
+		requireLeasesInMix(t, slices.Concat(uses...))
+	}
 	select {
 	case <-impatient:
 		require.True(t, m.holds)
@@ -239,6 +252,7 @@ func (w worker) requests(m mix, op mixedOperation) (requests []ratelimit.Request
 type worker struct {
 	pool     *pgxpool.Pool
 	limiters [][]*ratelimit.Limiter // of each limit, one for each policy
+	leased   *ratelimit.Limiter     // beside them
 }
 
 func policyOf(policies []ratelimit.Policy) ratelimit.Policy {
@@ -406,6 +420,7 @@ func mixes(span time.Duration) map[string]mix {
 			decoys: true,
 		},
 		"other policies": {limits: changing, calls: []kind{allowAll, allow, allow, peek}},
+		"beside leases":  {limits: limits, calls: []kind{allowAll, allow, allow, peek, refund, grant}, leased: true},
 		"waits": {
 			limits: slices.Concat(limits[:1], severalLimits[1:]),
 			calls:  []kind{wait, allow, allow, allowAll, allowAll},

@@ -358,15 +358,18 @@ func (g *soakGrants) add(n int64, at time.Time) {
 
 // most is what a policy grants from the first to the last of these, at most.
 func (g *soakGrants) most(policy ratelimit.Policy) int64 {
-	span := g.last.Sub(g.first)
-	windows := int64(span/soakWindow) + 1 // each begins a window's length after the one before, or later
+	span, limit, window := g.last.Sub(g.first), int64(soakRegularLimit), soakWindow
+	if fixed, ok := policy.(ratelimit.FixedWindow); ok {
+		limit, window = fixed.Limit, fixed.Window
+	}
+	windows := int64(span/window) + 1 // each begins a window's length after the one before, or later
 	if g.partial {
 		windows++
 	}
 	if bucket, ok := policy.(ratelimit.TokenBucket); ok {
 		return bucket.Capacity + int64(span)*bucket.Refill/int64(bucket.Every)
 	}
-	return windows * soakRegularLimit
+	return windows * limit
 }
 
 // judge compares what a key was granted with what its policy allows.

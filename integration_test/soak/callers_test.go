@@ -18,8 +18,10 @@ import (
 func (s *soak) call(ctx context.Context, pool int, rng *rand.Rand) {
 	for soakWait(ctx, time.Duration(rng.Int64N(int64(soakThinkTime)))) {
 		switch choice := rng.IntN(100); {
-		case choice < 60:
+		case choice < 50:
 			s.useAccount(ctx, pool, rng)
+		case choice < 60:
+			s.takeRegular(ctx, s.leased, pool, 1+rng.Int64N(3))
 		case choice < 90:
 			l := s.passing[rng.IntN(len(s.passing))]
 			s.useRegular(ctx, l.regulars[rng.IntN(len(l.regulars))], pool, rng)
@@ -46,6 +48,9 @@ func (s *soak) useRegular(ctx context.Context, r *soakRegular, pool int, rng *ra
 func (s *soak) takeRegular(ctx context.Context, r *soakRegular, pool int, n int64) {
 	from := s.life.Load()
 	result, err := r.of.limiters[pool].AllowN(context.WithoutCancel(ctx), r.key, n)
+	if result.Source == ratelimit.SourceLease {
+		s.leasedDecisions.Add(1)
+	}
 	r.note(s.outcomeOf(result, err), n, result.DecidedAt, from, s.life.Load())
 }
 

@@ -46,6 +46,8 @@ const (
 	soakRegulars                  = 10 // for each limiter
 	soakRegularLimit              = 20
 	soakWindow                    = 500 * time.Millisecond
+	soakLeasedLimit               = 200
+	soakLeasedWindow              = 2 * time.Second
 )
 
 // TestSoak runs everything at once, against a server that keeps failing: all algorithms on both tables, hot and
@@ -103,12 +105,13 @@ type soak struct {
 
 	accounts  []*soakLimiter // with windows that outlast the soak: all that was ever taken is in the row
 	passing   []*soakLimiter // with windows that end all the time, whose rows are swept
+	leased    *soakRegular   // a key that processes lease from, the same else
 	life      atomic.Int64   // of the server: how often it has crashed
 	offspring func() int     // how many goroutines of the run, and of the limiters in it, have not ended
 
 	calls, granted, denied, failed, doubtful, rolledBack, audits, swept, visitors atomic.Int64
 
-	held, heldAccounts, refunds, staleRefunds atomic.Int64
+	held, heldAccounts, refunds, staleRefunds, leasedDecisions atomic.Int64
 
 	mu         sync.Mutex
 	stop       context.CancelFunc // ends the run
@@ -187,6 +190,10 @@ func newSoak(t *testing.T, seed uint64, settings map[string]string) *soak {
 			s.passing = append(s.passing, l)
 		}
 	}
+	s.leased = newRegular(s.newLimiter(ratelimit.Config{
+		Name: "leased", Policy: ratelimit.FixedWindow{Limit: soakLeasedLimit, Window: soakLeasedWindow},
+		Durable: true, SynchronousCommit: true, Lease: &ratelimit.Lease{MaxShare: 0.1},
+	}), "leased")
 	return s
 }
 
@@ -294,8 +301,9 @@ func (s *soak) settle() {
 			s.judge(r)
 		}
 	}
+	s.judge(s.leased)
 
-	// All that can expire has expired in a second, and goes. What stays are accounts.
+	// All that can expire has expired in two seconds, and goes. What stays are accounts.
 	sweep := func(config cleanup.Config) {
 		config.Share = 1
 		sweeper, err := cleanup.New(s.extra, config)
@@ -309,7 +317,7 @@ func (s *soak) settle() {
 			})
 		}
 	}
-	later := func() time.Time { return time.Now().Add(time.Minute + 3*soakWindow) }
+	later := func() time.Time { return time.Now().Add(time.Minute + soakLeasedWindow) }
 	sweep(cleanup.Config{Test: ratelimit.TestConfig{Now: later}})
 	s.explainRows()
 	sweep(cleanup.Config{Names: []string{"nobody's"}})
@@ -372,6 +380,7 @@ func (s *soak) counters() map[string]int64 {
 		"statements of several limiters": s.shared.Load(),
 		"told that the key is held":      s.held.Load(), "refunds": s.refunds.Load(),
 		"refunds of what does not count any more": s.staleRefunds.Load(),
+		"leased decisions":                        s.leasedDecisions.Load(),
 	}
 }
 

@@ -1,0 +1,61 @@
+package faults
+
+import (
+	"context"
+	"math/rand/v2"
+	"slices"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit"
+)
+
+// leasesInMix is what the callers of a mix do beside it, with one key. What is leased is not decided in the order of
+// their calls, so it is not judged with them.
+func leasesInMix() leaseWork {
+	return leaseWork{Names: []string{"sliding"}, Limit: 600, Window: time.Second}
+}
+
+// takeLeased takes from that key, by a call of any kind, and perhaps gives it back.
+func (w worker) takeLeased(ctx context.Context, random *rand.Rand, uses *[]leaseUse) (err error) {
+	const key = "sliding"
+	use := leaseUse{Policy: key, N: 1 + random.Int64N(2), Call: time.Now().UnixMicro()}
+	var result ratelimit.Result
+	switch random.IntN(20) {
+	case 0:
+		var results ratelimit.Results
+		if results, err = ratelimit.AllowAll(ctx, w.leased.Request(key, use.N)); err == nil {
+			result = results.Each[0]
+		}
+	case 1:
+		err = pgx.BeginFunc(ctx, w.pool, func(tx pgx.Tx) (err error) {
+			result, err = w.leased.AllowNTx(ctx, tx, key, use.N)
+			return err
+		})
+	case 2:
+		_, err = w.leased.Peek(ctx, key)
+	default:
+		result, err = w.leased.AllowN(ctx, key, use.N)
+	}
+	use.Return = time.Now().UnixMicro()
+	if err != nil || !result.Allowed {
+		return err
+	}
+	if random.IntN(10) == 0 {
+		use.back = true
+		_, err = w.leased.Refund(ctx, result)
+	}
+	use.learn(result)
+	*uses = append(*uses, use)
+	return err
+}
+
+// requireLeasesInMix requires that no more was taken than the policy admits, and that some of it was leased.
+func requireLeasesInMix(t *testing.T, uses []leaseUse) {
+	t.Helper()
+	require.NoError(t, leaseJudge{leaseWork: leasesInMix()}.judge(uses))
+	require.True(t, slices.ContainsFunc(uses, func(u leaseUse) bool { return u.Leased }))
+}
