@@ -49,8 +49,8 @@ fuzz: ## Run every fuzz target for some seconds
 	done
 
 .PHONY: test/faults
-test/faults: ## Judge histories and kill the server more often; ROUNDS=20 SEED=1 as a test has logged
-	cd integration_test && ROUNDS=$(or $(ROUNDS),20) go test -v -count=1 -timeout 20m -run 'Linearizable|Killed|Forgotten' ./faults
+test/faults: ## Judge histories and kill the server, and processes, more often; ROUNDS=20 SEED=1 as a test has logged
+	cd integration_test && ROUNDS=$(or $(ROUNDS),20) go test -v -count=1 -timeout 20m -run 'Linearizable|Killed|Forgotten|Leases' ./faults
 
 .PHONY: bench
 bench: ## Compare with other limiters, side by side; BENCH=quick takes 2 minutes, BENCH_ONLY=new is some workloads
