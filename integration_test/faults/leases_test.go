@@ -9,6 +9,7 @@ import (
 	"math/rand/v2"
 	"os"
 	"os/exec"
+	"slices"
 	"strings"
 	"sync"
 	"syscall"
@@ -264,6 +265,47 @@ func (f *leaseFleet) requireBalance(end leaseUse) {
 		}
 	}
 	require.Equal(f.t, end.Lease.Taken, spent+end.Lease.Returned+end.Lease.Stranded)
+}
+
+// A bucket that could fill up while some of it is leased, and is spent, and all of the bucket after it, gives no more
+// than it holds.
+func TestLeasesOfABucketThatFillsUp(t *testing.T) {
+	t.Parallel()
+
+	w := leaseWork{Names: []string{"bucket"}, Limit: 128_000, Window: 128 * time.Second} // a lease lasts for 1 s
+	for attempt := 0; ; attempt++ {
+		db := pgtest.New(t)
+		config := ratelimit.Config{Name: "bucket", Policy: w.policy("bucket")}
+		plain := limitertest.New(t, db.Pool, config)
+		config.Lease = &ratelimit.Lease{MaxShare: 0.1}
+		leasing := limitertest.New(t, db.Pool, config)
+		var uses []leaseUse
+		take := func(limiter *ratelimit.Limiter, n int64) {
+			use := leaseUse{Policy: "bucket", N: n, Call: time.Now().UnixMicro()}
+			result, err := limiter.AllowN(t.Context(), "bucket", n)
+			require.NoError(t, err)
+			require.True(t, result.Allowed)
+			use.Return = time.Now().UnixMicro()
+			use.learn(result)
+			uses = append(uses, use)
+		}
+		for range 200 {
+			take(leasing, 1)
+		}
+		pause(t.Context(), 600*time.Millisecond)
+		for range 50 {
+			take(leasing, 1)
+		}
+		rest, err := plain.Peek(t.Context(), "bucket")
+		require.NoError(t, err)
+		take(plain, rest.Remaining)
+		require.NoError(t, leaseJudge{leaseWork: w}.judge(uses))
+		require.NoError(t, leasing.ReturnLeases(t.Context()))
+		if !slices.ContainsFunc(uses[200:250], func(u leaseUse) bool { return !u.Leased }) {
+			return
+		}
+		require.Less(t, attempt, 50, "the machine is too slow for a lease that lasts")
+	}
 }
 
 // When processes have ended that were frozen now and then, the rows hold what they have let through, to the unit.
