@@ -82,7 +82,9 @@ func (j leaseJudge) judgeTimes(policy ratelimit.Policy, uses []leaseUse) error {
 type leaseWindow struct{ from, units int64 }
 
 // windowsOf are the windows of a policy's row, which those know who were answered by the database.
-func (j leaseJudge) windowsOf(policy ratelimit.Policy, part int, uses []leaseUse) (windows []leaseWindow, length int64) {
+func (j leaseJudge) windowsOf(
+	policy ratelimit.Policy, part int, uses []leaseUse,
+) (windows []leaseWindow, length int64) {
 	var starts []int64
 	switch p := policy.(type) {
 	case ratelimit.CalendarWindow:
