@@ -15,26 +15,27 @@ import (
 //
 // What is taken ahead follows the demand. A key that is asked for once is not leased. If it is asked for again soon, up
 // to 4 calls more are taken ahead, and twice as much each time that this is used up in less than half of the lease's
-// time. If a lease ends with something left, the next one has only what was used. One process holds at most MaxShare of
-// what remains of a key. With a limit of 1,000,000 and all of it left, that is 488, and with 2,047 left it is none. Near
-// the limit, each call asks. What remains is known from the last answer. If that is older than 100 ms, at most 64 units
-// are taken ahead, because others may have taken nearly all.
+// time. If a lease ends with something left, the next one has only what was used.
+//
+// One process holds at most MaxShare of what remains of a key. With a limit of 1,000,000 and all of it left, that is
+// 488, and with 2,047 left it is none. Near the limit, each call asks. What remains is known from the last answer. If
+// that is older than 100 ms, at most 64 units are taken ahead, because others may have taken nearly all.
 //
 // A lease ends after MaxLength, or an eighth of a window, or 1/128 of the time to fill a bucket, if that is shorter. It
 // also ends with its window. Shortly before that, what is left goes back. A process that dies gives nothing back: what
 // it held counts as used. Nothing is leased for less than 10 ms.
 //
-// A bucket that is leased from fills up to 127/128 of its Capacity only. Of [All] with a bucket, nothing is leased while
-// the bucket is fuller than that.
+// A bucket that is leased from fills up to 127/128 of its Capacity only. Of [All] with a bucket, nothing is leased
+// while the bucket is fuller than that.
 //
 //   - AllowN takes from a lease if that has enough for all of n. Otherwise it gives back what is left, and asks.
 //   - Remaining is what the database had left when it was last asked, and what is left of the lease.
 //   - Wait does what AllowN does. AllowTx and AllowAll ask the database and spend no lease. So does Peek, and adds what
 //     is held to what remains.
 //   - Refund gives back to the database.
-//   - With and [Policies] change the policy at once. What was leased under another one is not spent. Other processes may
-//     spend what they have leased under the old policy until they hear of the new one, or until the lease ends. So while
-//     some obey the one and some the other, a key is admitted that much more at most.
+//   - With and [Policies] change the policy at once. What was leased under another one is not spent. Other processes
+//     may spend what they have leased under the old policy until they hear of the new one, or until the lease ends. So
+//     while some obey the one and some the other, a key is admitted that much more at most.
 //   - Reset forgets this process's lease. Others may spend what they took before it until that ends.
 //   - Keys with a policy of the mode shadow are not leased.
 type Lease struct {

@@ -295,6 +295,14 @@ func TestReturnLeasesWaits(t *testing.T) {
 		require.Zero(t, l.leases.Returned)
 		require.NoError(t, l.ReturnLeases(t.Context()))
 		require.Equal(t, LeaseEvent{Taken: 12, Returned: 8}, l.leases)
+
+		l.db.set(nil)
+		l.allow("other", 1+5)
+		require.Equal(t, 1, l.allow("other", 1))
+		l.db.set(func(context.Context) error { elapse(5 * time.Second); return turnedAway(t.Context()) })
+		elapse(27 * time.Second)
+		require.ErrorIs(t, l.ReturnLeases(t.Context()), ErrUnavailable)
+		require.Equal(t, LeaseEvent{Taken: 24, Returned: 8, Stranded: 8}, l.leases)
 	})
 }
 

@@ -242,8 +242,9 @@ func (ls *leases) ahead(l *Limiter, key string, n int64) int64 {
 	return (size + excess) / n
 }
 
-// wants is how many units to take ahead, going by the demand. If there is a lease, it is what it would want to be: see
-// outlived. Otherwise it is half of what will be used if calls come as this one has come after the last one, but little.
+// wants is how many units to take ahead, going by the demand. If a lease was used up, outlived tells. If it was not, it
+// is what was used of it. If that is nothing, it is half of what will be used if calls come as this one has come after
+// the last one, but little.
 func (e *lease) wants(now instant, n int64) int64 {
 	if e.receipt != nil {
 		e.size = e.next
@@ -258,7 +259,8 @@ func (e *lease) wants(now instant, n int64) int64 {
 	return e.size
 }
 
-// outlived is the size of the lease after one that was not enough: twice as much if that took less than half of its time.
+// outlived is the size of the lease after one that was not enough. It is twice that one's if less than half of its time
+// has passed.
 func (e *lease) outlived(now instant) int64 {
 	if now.since(e.asked) < e.lasts/2 {
 		return 2 * e.end
@@ -430,7 +432,8 @@ func (e *lease) learn(r *request, asked, told instant) (rests []rest, event Leas
 		e.receipt.parts[i] = taken.portion(p.model, used, used+surplus)
 	}
 	room := float64(e.known.remaining+surplus) * space.lease.MaxShare
-	e.next, e.end, e.decidedAt, e.asked, e.told, e.lasts = 0, min(surplus, spare, int64(room)), decidedAt, asked, told, lasts
+	e.next, e.end = 0, min(surplus, spare, int64(room))
+	e.decidedAt, e.asked, e.told, e.lasts = decidedAt, asked, told, lasts
 	if lasts < shortestLease || told.since(asked) >= lasts || asked.elapsed < e.reset {
 		e.end = 0
 	}
