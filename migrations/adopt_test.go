@@ -155,7 +155,7 @@ func TestUpByARoleThatAdoptsNothing(t *testing.T) {
 	require.NoError(t, err)
 	for _, pool := range []*pgxpool.Pool{application, superuser} {
 		err := migrations.Up(t.Context(), pool)
-		require.ErrorContains(t, err, "not applied: 4 create_policies; this role may not apply it")
+		require.ErrorContains(t, err, "not applied: 5 create_leases; this role may not apply it")
 		require.ErrorContains(t, err, "run this as pg_monitor")
 	}
 	require.NoError(t, migrations.Up(t.Context(), owner))
@@ -171,9 +171,9 @@ func TestWhatDiffersIsNotAdopted(t *testing.T) {
 	t.Parallel()
 
 	for sql, want := range map[string][]string{
-		"DROP TABLE rate_limit_durable":      {"version 4 make: table rate_limit_durable is missing. Nothing was changed"},
+		"DROP TABLE rate_limit_durable":      {"version 5 make: table rate_limit_durable is missing. Nothing was changed"},
 		"DROP FUNCTION rate_limit_sweep":     {"function rate_limit_sweep(integer, integer, text[], text, interval, timestamp with time zone) is missing"},
-		"DROP FUNCTION rate_limit_version()": {"version 4 make: function rate_limit_version() is missing."},
+		"DROP FUNCTION rate_limit_version()": {"version 5 make: function rate_limit_version() is missing."},
 		"DROP TABLE rate_limit_sweeper":      {"table rate_limit_sweeper is missing"},
 		"ALTER TABLE rate_limit_durable DROP count, ADD more int; ALTER FUNCTION _rate_limit_late() SECURITY DEFINER": {
 			"function _rate_limit_late() has kind", "table rate_limit_durable lacks column count; table rate_limit_durable has column more, which"},

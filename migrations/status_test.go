@@ -43,6 +43,7 @@ func TestStatus(t *testing.T) {
 		{Version: 2, Name: "create_functions"},
 		{Version: 3, Name: "create_sweep"},
 		{Version: 4, Name: "create_policies"},
+		{Version: 5, Name: "create_leases"},
 	}
 	status, err := migrations.Status(t.Context(), pool)
 	require.NoError(t, err)
@@ -60,7 +61,7 @@ func TestStatus(t *testing.T) {
 	require.Equal(t, want, status)
 
 	require.NoError(t, migrations.Down(t.Context(), pool))
-	want[len(want)-1] = migrations.Migration{Version: 4, Name: "create_policies"}
+	want[len(want)-1] = migrations.Migration{Version: 5, Name: "create_leases"}
 	status, err = migrations.Status(t.Context(), pool)
 	require.NoError(t, err)
 	require.Equal(t, want, status)

@@ -261,7 +261,7 @@ func TestUpByARoleWithoutRights(t *testing.T) {
 	require.NoError(t, err)
 
 	require.ErrorContains(t, migrations.Up(t.Context(), application),
-		"not applied: 1 create_tables, 2 create_functions, 3 create_sweep, 4 create_policies; this role may not apply it")
+		"not applied: 1 create_tables, 2 create_functions, 3 create_sweep, 4 create_policies, 5 create_leases; this role may not apply it")
 	// The schema public may belong to pg_database_owner, as which nobody logs in.
 	_, err = owner.Exec(t.Context(), "REVOKE CREATE ON SCHEMA public FROM PUBLIC")
 	require.NoError(t, err)

@@ -45,7 +45,7 @@ BEGIN
                 {{define "deciding"}}{{range .}}'{{.Function}}', {{end}}'rate_limit_all'{{end -}}
                 {{fold 16 (include "deciding" .Algorithms)}},
                 'rate_limit_allow', 'rate_limit_peek', 'rate_limit_reset', 'rate_limit_sweep',
-                'rate_limit_policies', 'rate_limit_ban', 'rate_limit_report',
+                'rate_limit_policies', 'rate_limit_ban', 'rate_limit_report', 'rate_limit_report_leases',
                 '_rate_limit_check_policy', '_rate_limit_note_policy',
                 '_rate_limit_late', '_rate_limit_read_policy', '_rate_limit_ask', '_rate_limit_window_end')
     LOOP
@@ -85,7 +85,7 @@ BEGIN
             AND c.relowner = (SELECT r.oid FROM pg_roles AS r WHERE r.rolname = current_user)
             AND c.relname IN (
                 'rate_limit_ephemeral', 'rate_limit_durable', 'rate_limit_sweeper', 'rate_limit_goose_version',
-                'rate_limit_policy', 'rate_limit_policy_history', 'rate_limit_shadow')
+                'rate_limit_policy', 'rate_limit_policy_history', 'rate_limit_shadow', 'rate_limit_lease')
             AND a.grantee <> c.relowner AND a.privilege_type <> 'SELECT'
             AND (made OR c.relname <> 'rate_limit_policy' OR a.privilege_type NOT IN ('INSERT', 'UPDATE', 'DELETE'))
     LOOP

@@ -148,18 +148,19 @@ func TestDoctorFindsWhatIsWrong(t *testing.T) {
 		},
 		"missing version without records": {
 			sql:   `DROP FUNCTION rate_limit_version(); DROP TABLE rate_limit_goose_version`,
-			check: "migrations", level: problem, found: "most like those of version 4",
+			check: "migrations", level: problem, found: "most like those of version 5",
 		},
 		"wrong version": {
-			sql:   `CREATE OR REPLACE FUNCTION rate_limit_version() RETURNS bigint LANGUAGE sql IMMUTABLE AS ' SELECT 4::bigint + 0'`,
+			sql:   `CREATE OR REPLACE FUNCTION rate_limit_version() RETURNS bigint LANGUAGE sql IMMUTABLE AS ' SELECT 5::bigint + 0'`,
 			check: "objects", level: problem, found: "function rate_limit_version() has another body",
 		},
 		"behind": {
-			sql: `DROP TABLE rate_limit_policy, rate_limit_policy_history, rate_limit_shadow;
-				DROP FUNCTION rate_limit_policies, rate_limit_ban, rate_limit_report, _rate_limit_check_policy, _rate_limit_note_policy;
+			sql: `DROP TABLE rate_limit_policy, rate_limit_policy_history, rate_limit_shadow, rate_limit_lease;
+				DROP FUNCTION rate_limit_policies, rate_limit_ban, rate_limit_report, rate_limit_report_leases,
+					_rate_limit_check_policy, _rate_limit_note_policy;
 				DROP FUNCTION rate_limit_sweep; DROP TABLE rate_limit_sweeper;
 				CREATE OR REPLACE FUNCTION rate_limit_version() RETURNS bigint LANGUAGE sql IMMUTABLE AS ' SELECT 2::bigint '`,
-			check: "migrations", level: problem, found: "not applied: 3 create_sweep, 4 create_policies", do: "run `pgratelimit migrate up`",
+			check: "migrations", level: problem, found: "not applied: 3 create_sweep, 4 create_policies, 5 create_leases", do: "run `pgratelimit migrate up`",
 		},
 		"dropped table": {
 			sql:   `DROP TABLE rate_limit_durable`,
@@ -171,7 +172,7 @@ func TestDoctorFindsWhatIsWrong(t *testing.T) {
 		},
 		"both tables dropped": {
 			sql:   `DROP TABLE rate_limit_ephemeral, rate_limit_durable`,
-			check: "migrations", level: problem, found: "somebody has dropped the tables: migrations up to 4", do: "`pgratelimit migrate down --to 0`",
+			check: "migrations", level: problem, found: "somebody has dropped the tables: migrations up to 5", do: "`pgratelimit migrate down --to 0`",
 		},
 		"the sweeper's table dropped": {
 			sql:   `DROP TABLE rate_limit_sweeper`,

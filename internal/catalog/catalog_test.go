@@ -99,7 +99,7 @@ func TestDifferences(t *testing.T) {
 		pgtest.Exec(t, tx, sql)
 		found, err := catalog.Read(t.Context(), tx, "public")
 		require.NoError(t, err)
-		made, ok := catalog.Made(4)
+		made, ok := catalog.Made(5)
 		require.True(t, ok)
 		for _, difference := range found.Differences(made, owner) {
 			all = append(all, difference.Text)

@@ -57,6 +57,12 @@ that it would have swept.`,
 it. Down drops them, and every policy with them.`,
 			sources: []string{"policies.sql", "access.sql"},
 		},
+		{
+			file: "00005_create_leases.sql",
+			comment: `Makes the table in which processes tell what they hold by leases, in the schema that search_path
+names first. Down drops it. No decision reads it.`,
+			sources: []string{"leases.sql", "access.sql"},
+		},
 	}
 }
 

@@ -21,7 +21,7 @@ func TestMain(m *testing.M) { pgtest.Main(m) }
 // that these include.
 var sources = []string{
 	"tables.sql", "types.sql", "calendar.sql", "all.sql", "limit.sql", "reset.sql", "policy.sql", "allow.sql",
-	"sweep.sql", "policies.sql", "access.sql", "version.sql",
+	"sweep.sql", "policies.sql", "leases.sql", "access.sql", "version.sql",
 }
 
 func TestMigrationsYieldWhatSQLSays(t *testing.T) {

@@ -209,7 +209,7 @@ func (c *cluster) newDB(t testing.TB, template string) *DB {
 	db.Pool = db.NewPool(t, nil)
 	if template != emptyTemplate && role() != "" {
 		functions := strings.Join(append(algorithm.Functions(),
-			"rate_limit_policies", "rate_limit_ban", "rate_limit_report"), ", ")
+			"rate_limit_policies", "rate_limit_ban", "rate_limit_report", "rate_limit_report_leases"), ", ")
 		if _, err := db.Pool.Exec(t.Context(),
 			"GRANT EXECUTE ON FUNCTION "+functions+" TO "+quote(role())); err != nil {
 			t.Fatal(err)
