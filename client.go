@@ -35,8 +35,9 @@ type ClientConfig struct {
 	// for other keys by some milliseconds at most. Single connections and transactions keep their own settings.
 	Timeout time.Duration
 	// MaxInFlight is how many statements are under way at most, and so how many connections the client uses. Keys
-	// whose row somebody holds may take one more. From 1; defaults to 2. A second one leaves only if 24 callers
-	// wait, if the database is 1 ms away or more, or if the first takes longer than 10 ms. Otherwise, calls wait.
+	// whose row somebody holds may take one more, and so may the report of leases, every 10 seconds. From 1; defaults
+	// to 2. A second one leaves only if 24 callers wait, if the database is 1 ms away or more, or if the first takes
+	// longer than 10 ms. Otherwise, calls wait.
 	MaxInFlight int
 	MaxBatch    int // how many calls leave together in one statement at most; defaults to 500
 	// DenialMaxAge is how long this process remembers a denial, if its RetryAfter does not pass earlier. Until
@@ -132,6 +133,6 @@ func NewClient(db DBTX, config ClientConfig) (*Client, error) {
 	c := &Client{
 		config: config, database: b.database, batcher: b, queue: newQueue(b, config.MaxInFlight, config.MaxBatch),
 	}
-	b.leases.giveBack = c.giveBack
+	b.leases.giveBack, b.leases.report = c.giveBack, newLeaseReport(b.database, &config)
 	return c, nil
 }

@@ -117,7 +117,11 @@ func (c *Client) ReturnLeases(ctx context.Context) error {
 			return gaveUp(ctx.Err())
 		}
 	}
-	return errors.Join(errs...)
+	if err := errors.Join(errs...); err != nil {
+		return err
+	}
+	leases.tellReturned(ctx)
+	return nil
 }
 
 // giveBack gives back what is left of leases, and returns when that has ended.

@@ -26,6 +26,7 @@ type leases struct {
 	seed     maphash.Seed
 	giveBack func(*giving) // see Client.giveBack
 	observer *Observer
+	report   *leaseReport                            // nil: none
 	shards   atomic.Pointer[[leaseShards]leaseShard] // nil until a limiter with a Lease has asked
 
 	mu    sync.Mutex
@@ -274,6 +275,9 @@ func (ls *leases) settle(r *request, err error, asked, told instant) {
 	back, due, event := ls.learn(r, err, asked, told)
 	if event.Taken > 0 {
 		ls.observer.lease(event)
+		if report := ls.report.expect(told.elapsed); report != 0 {
+			ls.wakeAt(report, told.elapsed)
+		}
 	}
 	if back != nil {
 		go ls.giveBack(back)
@@ -513,17 +517,22 @@ func (ls *leases) wakeAt(at, now time.Duration) {
 	}
 }
 
-// tidy gives back the leases that end soon, and forgets the keys that nobody asks for.
+// tidy gives back the leases that end soon, forgets the keys that nobody asks for, and reports what is held if that is
+// due.
 func (ls *leases) tidy() {
 	ls.mu.Lock()
 	ls.due = 0
 	ls.mu.Unlock()
 	now := ls.now()
 	back, next := ls.outdated(now)
-	if next != never {
+	report, at := ls.report.turn(now.elapsed)
+	if next = min(next, at); next != never {
 		ls.wakeAt(next, now.elapsed)
 	}
 	ls.giveBack(back)
+	if report {
+		ls.tell()
+	}
 }
 
 // outdated ends the leases that end soon, and forgets the keys that nobody asks for. It returns what is to be given
