@@ -24,6 +24,7 @@ type leaseWorld struct {
 	mistake   leaseMistake
 	leased    int64 // what was spent of leases
 	stepped   bool  // somebody has set the database's clock
+	resets    []int64
 }
 
 // leaser is a process.
@@ -273,7 +274,8 @@ func (w *leaseWorld) judge() error {
 		}
 		inWindow[in] += u.n
 		weighed := inWindow[in] * window
-		if _, ok := w.policy.(SlidingWindow); ok && !w.stepped {
+		forgotten := slices.ContainsFunc(w.resets, func(at int64) bool { return in-window < at && at <= in })
+		if _, ok := w.policy.(SlidingWindow); ok && !w.stepped && !forgotten {
 			weighed += inWindow[in-window] * (window - (u.at - in))
 		}
 		if weighed > limit*window {
@@ -463,7 +465,8 @@ func (w *leaseWorld) tell(r *rand.Rand) {
 			}
 		case 12:
 			if !bucket && r.IntN(10) == 0 {
-				clear(w.rows) // a reset
+				clear(w.rows)
+				w.resets = append(w.resets, w.clock)
 			}
 		case 13: // whatever it takes ahead
 			p.wants(r.Int64N(500))
