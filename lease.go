@@ -32,7 +32,8 @@ import (
 //   - Remaining is what the database had left when it was last asked, and what is left of the lease.
 //   - Wait does what AllowN does. AllowTx and AllowAll ask the database and spend no lease. So does Peek, and adds what
 //     is held to what remains.
-//   - Refund gives back to the database.
+//   - Refund gives back to the database. What goes back to a [TokenBucket] while others hold leases of it may come on
+//     top of the policy, at most as much as they hold.
 //   - With and [Policies] change the policy at once. What was leased under another one is not spent. Other processes
 //     may spend what they have leased under the old policy until they hear of the new one, or until the lease ends. So
 //     while some obey the one and some the other, a key is admitted that much more at most.
