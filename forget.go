@@ -105,9 +105,6 @@ func (d *denials) forgetIf(is func(denialKey) bool) {
 	for i := range shards {
 		s := &shards[i]
 		s.mu.Lock()
-		for j := range s.changes {
-			s.changes[j].Add(1)
-		}
 		for _, generation := range []map[denialKey]denial{s.young, s.old} {
 			for k := range generation {
 				if is(k) {
