@@ -41,7 +41,7 @@ type denials struct {
 	maxAge time.Duration
 	seed   maphash.Seed
 	begin  time.Time                                 // the local clock counts from here
-	early  atomic.Uint32                             // changes of all keys, while there are no shards
+	early  atomic.Uint32                             // changes of all keys: told by others, or before there are shards
 	shards atomic.Pointer[[denialShards]denialShard] // nil until a key is denied, so that an idle limiter stays small
 }
 
