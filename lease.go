@@ -108,9 +108,11 @@ func (c *Client) ReturnLeases(ctx context.Context) error {
 		return gaveUp(err)
 	}
 	leases := c.batcher.leases
-	go c.giveBack(leases.all())
+	mine := leases.all()
+	all := leases.onTheirWay() // now, because what fails at once is not there any more
+	go c.giveBack(mine)
 	var errs []error
-	for _, back := range leases.onTheirWay() {
+	for _, back := range all {
 		select {
 		case <-back.done:
 			errs = append(errs, back.err)

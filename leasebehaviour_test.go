@@ -306,6 +306,32 @@ func TestReturnLeasesWaits(t *testing.T) {
 	})
 }
 
+// What goes back while a statement is slow does not have callers wait for that one.
+func TestCallersDoNotWaitBehindWhatGoesBack(t *testing.T) {
+	t.Parallel()
+	withLeases(t, nil, func(t *testing.T, l *leaseTest) {
+		l.allow("key", 1+5)
+		require.Equal(t, 1, l.allow("key", 1))
+		slow := true
+		l.db.set(func(context.Context) error {
+			if slow {
+				slow = false
+				elapse(5 * time.Second)
+			}
+			return nil
+		})
+		var calls sync.WaitGroup
+		calls.Go(func() { _, _ = l.Allow(t.Context(), "slow") })
+		synctest.Wait()
+		calls.Go(func() { _ = l.ReturnLeases(t.Context()) })
+		synctest.Wait()
+		began := time.Now()
+		l.allow("other", 1)
+		require.Less(t, time.Since(began), time.Second)
+		calls.Wait()
+	})
+}
+
 // Of several policies, a bucket that is nearly full costs the others nothing: nothing is leased.
 func TestLeasesOfSeveralPolicies(t *testing.T) {
 	t.Parallel()

@@ -98,7 +98,10 @@ func (q *queue) submit(ctx context.Context, r *request) error {
 // submitAll has requests decided that give back, as soon as their turn comes. It does not wait for that. While the
 // breaker is open, they are turned away.
 func (q *queue) submitAll(requests []*request) {
-	now, leave := time.Now(), false
+	if len(requests) == 0 {
+		return
+	}
+	now, kind := time.Now(), requests[0].kind() // read now, because a request that has ended is used again
 	q.mu.Lock()
 	for _, r := range requests {
 		var pass bool
@@ -109,14 +112,7 @@ func (q *queue) submitAll(requests []*request) {
 		r.since = now
 		q.push(r)
 	}
-	if q.waiting > 0 && q.inFlight == 0 {
-		q.inFlight++
-		leave = true
-	}
-	q.mu.Unlock()
-	if leave {
-		go q.run()
-	}
+	q.leaveSoon(kind)
 }
 
 // wait returns when a request has been decided, or when ctx ends.
@@ -162,7 +158,13 @@ func (q *queue) pushBack(requests []*request) {
 		l.requests = slices.Insert(l.requests, 0, r)
 		q.waiting++
 	}
-	leave := q.mayLeave(requests[0].kind())
+	q.leaveSoon(requests[0].kind())
+}
+
+// leaveSoon sends a statement, now or after a while, for requests of a kind that nobody has submitted by themselves. It
+// unlocks q.mu.
+func (q *queue) leaveSoon(k kind) {
+	leave := q.mayLeave(k)
 	if leave {
 		q.inFlight++
 	}
