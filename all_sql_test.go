@@ -32,6 +32,7 @@ type modelPart struct {
 type modelRequest struct {
 	parts []modelPart
 	count int64
+	ahead int64 // how many of these are to be spent later
 	moved bool // a row that refuses it is written, because the clock has left it behind
 }
 
@@ -137,6 +138,12 @@ func (m rows) decideRequest(r *modelRequest, clock int64) {
 				r.moved = true
 			}
 		}
+		if bucket, ok := p.policy.(TokenBucket); ok && r.ahead > 0 {
+			log = before[i].log
+			if ahead := granted - (r.count - r.ahead); ahead > 0 {
+				m[p.durable][p.id] = storedRow{bucket.numbers().Algorithm, bucket.lend(m.state(*p), ahead*p.cost)}
+			}
+		}
 		p.decision.state.log = log
 		p.decision.decidedAt = timeRead(clock)
 	}
@@ -149,7 +156,7 @@ func TestAllEqualsModels(t *testing.T) {
 
 	pool := pgtest.New(t).Pool
 	seed := testSeed(t)
-	var granted, refused, halfRefused, looks, refunds, grants int
+	var granted, refused, halfRefused, looks, refunds, grants, lends int
 	for story := range uint64(60 * rounds(t)) {
 		r := rand.New(rand.NewPCG(seed, story))
 		space := fmt.Sprintf("%d ", story)
@@ -183,6 +190,9 @@ func TestAllEqualsModels(t *testing.T) {
 			for _, request := range requests {
 				all := true
 				for _, p := range request.parts {
+					if _, bucket := p.policy.(TokenBucket); bucket && model.state(p).log != "" {
+						lends++
+					}
 					if p.cost > 0 && p.decision.granted > 0 {
 						takes[p.id] = append(
 							takes[p.id],
@@ -214,18 +224,19 @@ func TestAllEqualsModels(t *testing.T) {
 			compareRows(t, pool, title, space, model)
 		}
 	}
-	for _, n := range []int{granted, refused, halfRefused, looks, refunds, grants} {
+	for _, n := range []int{granted, refused, halfRefused, looks, refunds, grants, lends} {
 		require.Greater(
 			t,
 			n,
 			40,
-			"granted %d, refused by all %d, by some %d, looks %d, refunds %d, grants %d",
+			"granted %d, refused by all %d, by some %d, looks %d, refunds %d, grants %d, of buckets that are leased from %d",
 			granted,
 			refused,
 			halfRefused,
 			looks,
 			refunds,
 			grants,
+			lends,
 		)
 	}
 }
@@ -242,6 +253,10 @@ func randomRequest(
 		request.count = 1 + r.Int64N(5)
 	}
 	gives, grants := r.IntN(3) == 0, r.IntN(3) == 0
+	if !look && !gives && r.IntN(3) == 0 {
+		request.ahead = 1 + r.Int64N(5)
+		request.count += request.ahead
+	}
 	for range 1 + r.IntN(4) {
 		name := string('a' + rune(r.IntN(3)))
 		p := modelPart{
@@ -266,6 +281,9 @@ func randomRequest(
 			func(q modelPart) bool { return q.id == p.id && q.durable == p.durable },
 		) {
 			request.parts = append(request.parts, p)
+		}
+		if p.cost > 1<<58 { // the product of both has to fit
+			request.ahead = 0
 		}
 	}
 	return request
@@ -324,9 +342,28 @@ func allRefunds(requests []modelRequest) []any {
 	return []any{refunds.since, refunds.in, refunds.at, refunds.spent}
 }
 
+// allLeased are what is leased, and what is not any more.
+func allLeased(requests []modelRequest) (leased []int64) {
+	for _, request := range requests {
+		for _, p := range request.parts {
+			if p.refund != nil {
+				leased = append(leased, p.refund[0].ended)
+			} else {
+				leased = append(leased, request.ahead*p.cost)
+			}
+		}
+	}
+	return leased
+}
+
 // compareOne asks what a part does of its row alone, by the function of its algorithm, and compares the decision.
 func compareOne(t *testing.T, pool *pgxpool.Pool, title string, p modelPart, clock int64, model rows) {
 	t.Helper()
+	if p.refund != nil { // it cannot tell that a lease has ended
+		k := p.refund[0]
+		k.ended = 0
+		p.refund = []take{k}
+	}
 	one := step{
 		policy:   p.policy,
 		durable:  p.durable,
@@ -354,7 +391,7 @@ func compareAll(t *testing.T, pool *pgxpool.Pool, title string, requests []model
 	t.Helper()
 	got := map[int64]decision{}
 	args := append(allArrays(requests), nil, nil, time.UnixMicro(clock))
-	args = append(append(args, allRefunds(requests)...), skip, allZones(requests))
+	args = append(append(args, allRefunds(requests)...), skip, allZones(requests), allLeased(requests))
 	err := queryDecisions(t.Context(), pool, allStatement, args, func(ord int64, d decision) { got[ord] = d })
 	require.NoError(t, err, "%s\n%v", title, requests)
 	ord := int64(0)
@@ -466,4 +503,57 @@ func TestSetsBesideANewRowAreDecidedAtOneInstant(t *testing.T) {
 			})
 		}
 	}
+}
+
+// Compares what is leased of a bucket, and what goes back beside it, with the model.
+func TestLeasesOfABucketInSQL(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.New(t).Pool
+	seed := testSeed(t)
+	kept := 0 // refunds that left room for leases
+	for story := range uint64(20 * rounds(t)) {
+		r := rand.New(rand.NewPCG(seed, story))
+		bucket := TokenBucket{Capacity: 100 + r.Int64N(3000), Refill: 1 + r.Int64N(50), Every: duration(1 + r.Int64N(2e7))}
+		part := modelPart{id: rowID{fmt.Sprintf("%d a", story), "key"}, policy: bucket}
+		model := rows{false: {}, true: {}}
+		clock, period := int64(1)<<50, bucket.lasts()/leasesInBucket
+		var takes []take
+		for step := range 60 {
+			clock += oneOf(r, []int64{0, 0, r.Int64N(period + 1), r.Int64N(2*period + 1), period, 2 * period})
+			switch r.IntN(20) {
+			case 0:
+				clock += r.Int64N(bucket.lasts())
+			case 1:
+				clock -= r.Int64N(2 * bucket.lasts())
+			}
+			request := modelRequest{parts: []modelPart{part}, count: 1}
+			p := &request.parts[0]
+			if p.cost = 1 + r.Int64N(20); len(takes) > 0 && r.IntN(2) == 0 {
+				k := takes[len(takes)-1-r.IntN(min(len(takes), 4))]
+				if r.IntN(2) == 0 {
+					k.ended = r.Int64N(k.units + 1)
+				}
+				p.cost, p.refund = -k.units, []take{k}
+				full := k
+				full.ended = never
+				_, without := bucket.refund(withoutLog(model.state(*p)), clock, full)
+				_, with := bucket.refund(model.state(*p), clock, k)
+				if without.remaining > with.remaining {
+					kept++
+				}
+			} else if r.IntN(2) == 0 {
+				request.ahead = r.Int64N(1 + bucket.Capacity/40)
+				request.count += request.ahead
+			}
+			requests := []modelRequest{request}
+			model.decideAll(requests, clock)
+			if d := requests[0].parts[0].decision; p.cost > 0 && d.granted > 0 {
+				takes = append(takes, d.takenBy(bucket, p.cost, d.granted))
+			}
+			title := fmt.Sprintf("%s=%d, story %d, step %d", seedVariable, seed, story, step)
+			compareAll(t, pool, title, requests, clock, false)
+			compareRows(t, pool, title, strings.TrimSuffix(part.id.name, "a"), model)
+		}
+	}
+	require.Greater(t, kept, 5*rounds(t))
 }

@@ -222,7 +222,7 @@ func TestAllFunctionRefusesBadParts(t *testing.T) {
 				parts: []modelPart{{id: rowID{"a", "y"}, policy: SlidingWindow{Limit: 3, Window: time.Hour}, cost: 1}},
 				count: 1,
 			},
-		}), nil, nil, t0, nil, nil, nil, nil, false, nil)
+		}), nil, nil, t0, nil, nil, nil, nil, false, nil, nil)
 	}
 	_, err := pool.Exec(t.Context(), allStatement, good()...)
 	require.NoError(t, err)
@@ -242,6 +242,7 @@ func TestAllFunctionRefusesBadParts(t *testing.T) {
 		"no key":                       {2, []*string{nil, nil, nil}},
 		"no keys":                      {2, []string{}},
 		"no durable":                   {3, []*bool{nil, nil, nil}},
+		"too few leased":               {19, []int64{0, 0}},
 		"an unknown algorithm":         {4, []int16{1, 9, 2}},
 		"a limit of 0":                 {5, []int64{3, 3, 0}},
 		"a limit out of range":         {5, []int64{1 << 62, 3, 3}},

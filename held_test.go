@@ -522,7 +522,7 @@ func TestAllSkipsRequestsWithAHeldPart(t *testing.T) {
 		{parts: []modelPart{part(b, "held")}, count: 1},
 	}
 	got := map[int64]int64{}
-	args := append(allArrays(requests), nil, nil, t0, nil, nil, nil, nil, true, nil)
+	args := append(allArrays(requests), nil, nil, t0, nil, nil, nil, nil, true, nil, nil)
 	require.NoError(
 		t,
 		queryDecisions(t.Context(), db.Pool, allStatement, args, func(ord int64, d decision) { got[ord] = d.granted }),

@@ -72,6 +72,12 @@ func (r *request) decideIn(db *memory.DB, clock int64) {
 				p.decision = d
 			}
 		}
+		if bucket, ok := p.model.(TokenBucket); ok && r.ahead > 0 {
+			p.decision.state.log = before[i].log
+			if ahead := granted - (r.count - r.ahead); ahead > 0 {
+				p.store(db, bucket.lend(now, ahead*p.cost))
+			}
+		}
 		if p.cost > 0 {
 			p.decision.taken.spent = p.credit(before[i], clock) - p.credit(now, clock)
 		}

@@ -25,15 +25,15 @@ import (
 // also ends with its window. Shortly before that, what is left goes back. A process that dies gives nothing back: what
 // it held counts as used. Nothing is leased for less than 10 ms.
 //
-// A bucket that is leased from fills up to 127/128 of its Capacity only. Of [All] with a bucket, nothing is leased
-// while the bucket is fuller than that.
+// Of a bucket that is leased from, 1/128 of Capacity stays empty, and as much as was leased in the last 2/128 of the time
+// in which it fills. What goes back and does not fit is lost. Of [All] with a bucket, nothing is leased while the bucket
+// is fuller than that.
 //
 //   - AllowN takes from a lease if that has enough for all of n. Otherwise it gives back what is left, and asks.
 //   - Remaining is what the database had left when it was last asked, and what is left of the lease.
 //   - Wait does what AllowN does. AllowTx and AllowAll ask the database and spend no lease. So does Peek, and adds what
 //     is held to what remains.
-//   - Refund gives back to the database. What goes back to a [TokenBucket] while others hold leases of it may come on
-//     top of the policy, at most as much as they hold.
+//   - Refund gives back to the database.
 //   - With and [Policies] change the policy at once. What was leased under another one is not spent. Other processes
 //     may spend what they have leased under the old policy until they hear of the new one, or until the lease ends. So
 //     while some obey the one and some the other, a key is admitted that much more at most.
@@ -137,7 +137,7 @@ func (c *Client) startGiving(back *giving) (wait func()) {
 	for i, left := range back.rests {
 		r := c.requests.get(left.space, left.receipt.policy)
 		r.add(left.space, left.receipt.policy.models(), left.receipt.key, left.from-left.to,
-			left.receipt.between(left.from, left.to))
+			left.takes())
 		r.ofLease = true
 		requests[i] = r
 	}

@@ -11,6 +11,16 @@ type rest struct {
 	space    *keyspace
 	receipt  *receipt
 	from, to int64
+	ended    int64 // how many units are not held by the lease any more, these and those that were spent
+}
+
+// takes are what the database has to know to take it back.
+func (r *rest) takes() []take {
+	takes := r.receipt.between(r.from, r.to)
+	for i := range takes {
+		takes[i].ended = r.ended
+	}
+	return takes
 }
 
 // giving is what is on its way back.

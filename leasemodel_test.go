@@ -62,6 +62,7 @@ const (
 	returnedTwice                  // what is left goes back twice
 	refundedTwice                  // what was spent and given back goes back once more, with what is left
 	spentAndReturned               // what has gone back is spent nevertheless
+	fillsUp                        // what goes back may fill a bucket although it is leased from
 )
 
 // carelessModel makes mistakes in how long a lease lasts.
@@ -164,7 +165,7 @@ func (w *leaseWorld) call(p *leaser, n int64) {
 		p.request.add(l.space, l.models, "key", n, nil)
 		p.asked, p.decided = w.read(p), false
 	case !p.decided:
-		p.request.decideIn(w.database(), w.clock)
+		w.decide(p.request)
 		p.decided = true
 		if r := p.request.result(); r.Allowed { // it counts from here on, as without leases
 			w.use(p, leaseUse{at: w.clock, told: r.DecidedAt.UnixMicro(), receipt: r.receipt, n: r.receipt.leftover()})
@@ -186,6 +187,14 @@ func (w *leaseWorld) use(p *leaser, u leaseUse) {
 	w.uses = append(w.uses, u)
 }
 
+func (w *leaseWorld) decide(r *request) {
+	r.decideIn(w.database(), w.clock)
+	if row, ok := w.rows[r.parts[0].row()].(memoryRow); ok && w.mistake == fillsUp { // it forgets what is leased
+		row.state.log = ""
+		w.rows[r.parts[0].row()] = row
+	}
+}
+
 func (w *leaseWorld) database() *memory.DB { return &memory.DB{Rows: w.rows} }
 
 // giveBack has a process send what is on its way back, or end its leases, all of them or those that are due.
@@ -194,7 +203,7 @@ func (w *leaseWorld) giveBack(p *leaser, all bool) {
 		back := p.outbox[0]
 		p.outbox = p.outbox[1:]
 		for range map[bool]int{false: 1, true: 2}[w.mistake == returnedTwice] {
-			w.refund(back.receipt, back.from, back.to)
+			w.refund(back.receipt, back.to-back.from, back.takes())
 		}
 		return
 	}
@@ -211,10 +220,10 @@ func (w *leaseWorld) giveBack(p *leaser, all bool) {
 }
 
 // refund gives back units of a take.
-func (w *leaseWorld) refund(of *receipt, from, to int64) {
+func (w *leaseWorld) refund(of *receipt, n int64, takes []take) {
 	r := &request{space: of.space, policy: of.policy, count: 1, place: 1}
-	r.add(of.space, of.policy.models(), "key", from-to, of.between(from, to))
-	r.decideIn(w.database(), w.clock)
+	r.add(of.space, of.policy.models(), "key", -n, takes)
+	w.decide(r)
 }
 
 // refundUse gives back what one of the process's calls has taken.
@@ -222,9 +231,9 @@ func (w *leaseWorld) refundUse(p *leaser, i int) {
 	u := &w.uses[p.mine[i]]
 	p.mine = slices.Delete(p.mine, i, i+1)
 	u.back = true
-	w.refund(u.receipt, u.first, u.first+u.n)
+	w.refund(u.receipt, u.n, u.receipt.between(u.first, u.first+u.n))
 	if w.mistake == refundedTwice {
-		w.refund(u.receipt, u.first, u.first+u.n)
+		w.refund(u.receipt, u.n, u.receipt.between(u.first, u.first+u.n))
 	}
 }
 
@@ -247,7 +256,7 @@ func (w *leaseWorld) judge() error {
 	window := micros(w.policy.numbers().Span)
 	inWindow := map[int64]int64{}
 	limit := w.policy.numbers().Limit
-	level, last, back := int64(0), int64(0), int64(0)
+	level, last := int64(0), int64(0)
 	for _, u := range w.uses {
 		if u.told > u.at+w.policy.lasts()/1000 && !w.stepped { // a process's clock may be a little fast
 			return fmt.Errorf("a decision of %d says that it is of %d", u.at, u.told)
@@ -256,7 +265,6 @@ func (w *leaseWorld) judge() error {
 			u.at = u.told
 		}
 		if u.back {
-			back += u.n
 			continue
 		}
 		if bucket, ok := w.policy.(TokenBucket); ok {
@@ -264,7 +272,7 @@ func (w *leaseWorld) judge() error {
 				level, last = bucket.full(), u.at
 			}
 			level, last = min(level+(u.at-last)*bucket.Refill, bucket.full())-u.n*window, u.at
-			if level < -back*window { // see the exception in docs/guarantees.md
+			if level < 0 {
 				return fmt.Errorf("%d at %d from an empty bucket", u.n, u.at)
 			}
 			continue
@@ -386,11 +394,11 @@ func TestLeasesInStories(t *testing.T) {
 			require.Greater(t, leased, int64(100_000*rounds(t)))
 		})
 		for _, mistake := range []leaseMistake{
-			survivesItsWindow, fullBucket, wrongClock, sinceTheAnswer, returnedTwice, spentAndReturned,
+			survivesItsWindow, fullBucket, wrongClock, sinceTheAnswer, returnedTwice, spentAndReturned, fillsUp,
 		} {
 			_, bucket := policy.(TokenBucket)
 			_, calendar := policy.(CalendarWindow)
-			if bucket && mistake == survivesItsWindow || !bucket && mistake == fullBucket ||
+			if bucket && mistake == survivesItsWindow || !bucket && (mistake == fullBucket || mistake == fillsUp) ||
 				calendar && mistake != survivesItsWindow { // as of a fixed window
 				continue
 			}
@@ -427,7 +435,6 @@ func (w *leaseWorld) tell(r *rand.Rand) {
 	_, bucket := w.policy.(TokenBucket)
 	steps := !bucket && r.IntN(3) == 0
 	busy := r.IntN(2) == 0 // there is never room for long
-	refunds := !bucket || r.IntN(4) == 0
 	for _, p := range w.processes {
 		p.slow = r.Int64N(6) - 3
 		for range 3 { // so that the next call takes ahead
@@ -447,7 +454,7 @@ func (w *leaseWorld) tell(r *rand.Rand) {
 		case 2, 3:
 			w.giveBack(p, false)
 		case 4:
-			if len(p.mine) > 0 && refunds {
+			if len(p.mine) > 0 {
 				w.refundUse(p, r.IntN(len(p.mine)))
 			}
 		case 5:
@@ -473,18 +480,38 @@ func (w *leaseWorld) tell(r *rand.Rand) {
 			}
 		case 13: // whatever it takes ahead
 			p.wants(r.Int64N(500))
+		case 16: // a bucket is leased from as soon as it is full, and some give back
+			if !bucket {
+				continue
+			}
+			w.pass(w.policy.lasts(), nil)
+			for range 2 + r.IntN(10) {
+				p := w.processes[r.IntN(len(w.processes))]
+				if p.request == nil {
+					p.wants(r.Int64N(300))
+				}
+				for range 3 {
+					w.call(p, 1+r.Int64N(10)*r.Int64N(10))
+				}
+				w.pass(r.Int64N(longest), nil)
+			}
+			for _, p := range w.processes {
+				for r.IntN(4) > 0 && len(p.mine) > 0 {
+					w.refundUse(p, len(p.mine)-1)
+				}
+				for range r.IntN(3) {
+					w.giveBack(p, true)
+				}
+			}
+			w.pass(r.Int64N(longest), nil)
+			w.takeAll(r)
 		case 15: // the answer is lost
 			if p.request != nil && p.decided {
 				p.leases.learn(p.request, errNotTried, p.asked, w.read(p))
 				p.request = nil
 			}
 		case 14: // all take what they can
-			for round := range 60 {
-				for _, p := range w.processes {
-					held := p.leases.held(p.limiter.space, p.limiter.policy, "key")
-					w.call(p, max(held, 1+r.Int64N(100)>>(round/8)))
-				}
-			}
+			w.takeAll(r)
 		default:
 			n := 1 + r.Int64N(10)
 			if r.IntN(10) == 0 {
@@ -493,6 +520,64 @@ func (w *leaseWorld) tell(r *rand.Rand) {
 			w.call(p, n)
 		}
 		w.pass(r.Int64N(max(longest/50, 2)), nil)
+	}
+}
+
+func (w *leaseWorld) takeAll(r *rand.Rand) {
+	for round := range 60 {
+		for _, p := range w.processes {
+			held := p.leases.held(p.limiter.space, p.limiter.policy, "key")
+			w.call(p, max(held, 1+r.Int64N(100)>>(round/8)))
+		}
+	}
+}
+
+// What is given back leaves room for what is still leased. Otherwise the bucket would be full before the lease ends.
+func TestLeasesOfABucketThatOthersGiveBackTo(t *testing.T) {
+	t.Parallel()
+	for _, refund := range []bool{false, true} {
+		for _, mistake := range []leaseMistake{noMistake, fillsUp} {
+			w := newLeaseWorld(TokenBucket{Capacity: 1000, Refill: 1000, Every: 13 * time.Second}, 2, mistake)
+			ask := func(p *leaser, n int64) {
+				for range 3 {
+					w.call(p, n)
+				}
+			}
+			first, second := w.processes[0], w.processes[1]
+			for _, p := range w.processes {
+				ask(p, 1)
+				p.mine = nil
+			}
+			w.pass(w.policy.lasts(), nil)
+			w.uses = nil
+
+			ask(first, 9) // as much flows in while a lease of it lasts
+			if refund {
+				ask(first, 100)
+			} else {
+				first.wants(100)
+				ask(first, 1)
+			}
+			w.pass(85_000, nil)
+			ask(second, 1)
+			second.wants(100)
+			ask(second, 1)
+			if refund {
+				w.refundUse(first, 1)
+			}
+			for w.giveBack(first, true); len(first.outbox) > 0; {
+				w.giveBack(first, true)
+			}
+			w.pass(95_000, nil)
+			held := second.leases.held(second.limiter.space, second.limiter.policy, "key")
+			require.Positive(t, held)
+			w.call(second, held)
+			for n := int64(512); n > 0; n /= 2 {
+				ask(first, n)
+				ask(first, n)
+			}
+			require.Equal(t, mistake == fillsUp, w.judge() != nil, "refund %v, mistake %v", refund, mistake)
+		}
 	}
 }
 

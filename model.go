@@ -45,7 +45,7 @@ type state struct {
 	credit      int64   // bucket: what is left, in units of 1/scale token; windows and log: granted above the limit
 	scale       int64   // bucket: units of credit in a token; calendar: from windowStart to the end of the window
 	expiresAt   int64   // from then on the row means the same as no row
-	log         entries // sliding log: what was taken, and when
+	log         entries // sliding log: what was taken, and when; bucket: what is leased
 
 	// since is when the row became what it is, so that a refund can tell that it still is. A bucket always has it, and
 	// the others from the first grant on. 0 is none.
@@ -114,6 +114,8 @@ type take struct {
 	// at is only for a bucket: what was missing from it just after the take, plus all that was given back before, in
 	// units of 1/scale token. See TokenBucket.refund.
 	at int64
+	// ended is only for what is left of a lease from a bucket: how many units are not held by it any more.
+	ended int64
 }
 
 // portion is what the units from the from-th to the to-th have taken.

@@ -212,7 +212,7 @@ func askedOf(sql string, args []any) (requests []modelRequest, lockTimeout *int3
 			owners, slices.Repeat([]string{name}, n), args[1], slices.Repeat([]bool{args[4].(bool)}, n),
 			slices.Repeat([]int16{int16(code)}, n), slices.Repeat([]int64{of[0].(int64)}, n),
 			slices.Repeat([]int64{of[len(of)-1].(int64)}, n), slices.Repeat([]int64{refill}, n), args[2], args[3],
-		}, args[5:13], []any{zones})
+		}, args[5:13], []any{zones, []int64(nil)})
 	}
 	numbers := func(i int) []int64 { return args[i].([]int64) }
 	refund := func(i, part int) (n int64, ok bool) {
@@ -236,8 +236,12 @@ func askedOf(sql string, args []any) (requests []modelRequest, lockTimeout *int3
 		if numbers(8) != nil {
 			p.cost = numbers(8)[i]
 		}
+		leased := int64(0)
+		if all := numbers(19); all != nil {
+			leased = all[i]
+		}
 		if since, ok := refund(13, i); ok {
-			k := take{since: since}
+			k := take{since: since, ended: leased}
 			k.in, _ = refund(14, i)
 			k.at, _ = refund(15, i)
 			k.spent, _ = refund(16, i)
@@ -250,6 +254,9 @@ func askedOf(sql string, args []any) (requests []modelRequest, lockTimeout *int3
 		r.parts = append(r.parts, p)
 		if numbers(9) != nil {
 			r.count = numbers(9)[i]
+		}
+		if p.cost > 0 {
+			r.ahead = leased / p.cost
 		}
 	}
 	return requests, args[10].(*int32), args[17].(bool)

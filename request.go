@@ -115,6 +115,18 @@ func (r *request) looks() bool { return r.parts[0].cost == 0 }
 // gives tells whether it gives back or grants.
 func (r *request) gives() bool { return r.parts[0].cost < 0 }
 
+// leased is what the database has to know of a lease from a bucket: how many of the units that are asked for are to be
+// spent later, or how many are not held any more.
+func (r *request) leased(p *part) int64 {
+	switch {
+	case p.model.numbers().Algorithm != algorithm.TokenBucket:
+		return 0
+	case p.refund != nil:
+		return p.refund.ended
+	}
+	return r.ahead * p.cost
+}
+
 // asksAnyway tells whether it asks the database even while the breaker is open.
 func (r *request) asksAnyway() bool {
 	for i := range r.parts {

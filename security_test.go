@@ -48,7 +48,7 @@ func application(t *testing.T, db *pgtest.DB) *pgxpool.Pool {
 			CREATE OR REPLACE FUNCTION $.set_config(text, text, boolean) RETURNS text LANGUAGE sql AS 'SELECT pg_catalog.pg_sleep(60)::text';
 			CREATE OR REPLACE FUNCTION $.cardinality(anyarray) RETURNS integer LANGUAGE sql AS 'SELECT 0';
 			CREATE OR REPLACE FUNCTION $.rate_limit_all(integer[], text[], text[], boolean[], smallint[], bigint[], bigint[], bigint[], bigint[], bigint[],
-				integer, boolean, timestamptz, bigint[], bigint[], bigint[], bigint[], boolean, text[])
+				integer, boolean, timestamptz, bigint[], bigint[], bigint[], bigint[], boolean, text[], bigint[])
 				RETURNS SETOF public.rate_limit_decision LANGUAGE sql AS 'SELECT NULL::public.rate_limit_decision WHERE false';
 			CREATE OR REPLACE FUNCTION $._rate_limit_late() RETURNS boolean LANGUAGE sql AS 'SELECT true';
 			CREATE OR REPLACE FUNCTION $.yes(bigint, bigint) RETURNS boolean LANGUAGE sql AS 'SELECT true';`,

@@ -122,6 +122,7 @@ func TestLockingSetsInTheOrderGivenDeadlocks(t *testing.T) {
 					nil,
 					false,
 					nil,
+					nil,
 				)
 				return testkit.Later(func() (any, error) { return pool.Exec(context.Background(), allStatement, args...) })
 			}

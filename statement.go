@@ -53,11 +53,11 @@ func (d *database) call(requests []*request, tx transaction) (sql string, args [
 }
 
 // ofOneFunction tells whether the function of an algorithm can decide the requests. It can if they ask for keys of
-// one limiter, under one policy.
+// one limiter, under one policy, and lease nothing of a bucket.
 func ofOneFunction(requests []*request) bool {
 	first := &requests[0].parts[0]
 	for _, r := range requests {
-		if len(r.parts) != 1 || r.parts[0].space != first.space || r.parts[0].model != first.model {
+		if len(r.parts) != 1 || r.leased(&r.parts[0]) != 0 || r.parts[0].space != first.space || r.parts[0].model != first.model {
 			return false
 		}
 	}
@@ -106,6 +106,7 @@ func (d *database) argumentsOfAll(requests []*request, tx transaction) ([]any, [
 	limits, spans, refills, costs, counts :=
 		numbers[:n], numbers[n:2*n], numbers[2*n:3*n], numbers[3*n:4*n], numbers[4*n:]
 	var zones []string // nil if no part has one
+	var leased []int64 // nil if nothing is leased of a bucket
 	into := make([]*part, 0, n)
 	for i, r := range requests {
 		for j := range r.parts {
@@ -128,13 +129,19 @@ func (d *database) argumentsOfAll(requests []*request, tx transaction) ([]any, [
 			}
 			zones[i] = of.Zone
 		}
+		if units := requests[owners[i]].leased(p); units != 0 {
+			if leased == nil {
+				leased = make([]int64, n)
+			}
+			leased[i] = units
+		}
 		refunds.set(i, n, p.refund)
 		durable, flush = durable || p.space.durable, flush || p.space.flush
 	}
 	return []any{
 		owners, names, keys, durables, algorithms, limits, spans, refills, costs, counts, tx.lockTimeout,
 		d.synchronousCommit(tx, durable, flush), d.now(),
-		refunds.since, refunds.in, refunds.at, refunds.spent, tx.skipHeld, zones,
+		refunds.since, refunds.in, refunds.at, refunds.spent, tx.skipHeld, zones, leased,
 	}, into
 }
 

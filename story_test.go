@@ -187,7 +187,7 @@ func randomRefund(r *rand.Rand, p model, takes []take, cost, count int64) (int64
 		extreme := func() int64 {
 			return [...]int64{math.MinInt64, -1, 0, 1, 1 << 61, math.MaxInt64, r.Int64() >> r.IntN(64)}[r.IntN(7)]
 		}
-		k := take{extreme(), extreme(), extreme(), extreme(), extreme()}
+		k := take{extreme(), extreme(), extreme(), extreme(), extreme(), extreme()}
 		if len(takes) > 0 {
 			known := takes[r.IntN(len(takes))]
 			if r.IntN(2) == 0 {
@@ -203,6 +203,9 @@ func randomRefund(r *rand.Rand, p model, takes []take, cost, count int64) (int64
 	if r.IntN(3) == 0 {
 		from := r.Int64N(k.units)
 		k = k.portion(p, from, from+1+r.Int64N(k.units-from))
+	}
+	if r.IntN(2) == 0 { // of a lease
+		k.ended = k.units + r.Int64N(3)
 	}
 	return -k.units, 1, []take{k}
 }

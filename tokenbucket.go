@@ -99,10 +99,15 @@ func (p TokenBucket) refund(s state, clock int64, k take) (state, decision) {
 	}
 	back := int64(0)
 	if 0 <= k.in && k.in <= t {
+		leased := p.leased(s, t)
+		leased.end(k, t)
 		n := min(k.units-k.spent, p.Capacity) * every
 		left := min(max(max(k.at, 0)-s.returned, n), full) // but for refill
 		if elapsed := t - k.in; elapsed <= left/p.Refill {
-			back = min(n, left-elapsed*p.Refill, full-rolled.credit)
+			back = max(min(n, left-elapsed*p.Refill, full-rolled.credit-p.occupied(leased)), 0)
+		}
+		if spent > 0 || back > 0 {
+			s.log = leased.entries()
 		}
 	}
 	s.credit += back
@@ -113,11 +118,76 @@ func (p TokenBucket) refund(s state, clock int64, k take) (state, decision) {
 	return afterRefund(p, s, clock, spent > 0 || back > 0)
 }
 
-// leaseOf leaves so much of the bucket empty that what is held could be put back at any time until the lease ends.
-func (p TokenBucket) leaseOf(s state, _, longest int64) (spare, lasts int64) {
-	lasts = min(longest, p.lasts()/leasesInBucket)
-	room := p.full() - lasts*p.Refill - s.credit
-	if room < 0 {
+// bucketLeases are the tokens of a bucket that may be held by leases. They are in the row's log, so that what is given back
+// leaves as much of the bucket empty. No lease lasts longer than a period. So those of the current period and of the one
+// before are counted. That is too many, because the row does not know which of them have been spent.
+type bucketLeases struct {
+	since  int64 // the start of the current period
+	now    int64
+	before int64
+	period int64
+}
+
+// leased are the leases of a bucket in the state s at time t.
+func (p TokenBucket) leased(s state, t int64) bucketLeases {
+	l := bucketLeases{since: t, period: p.lasts() / leasesInBucket}
+	if s.log == "" {
+		return l
+	}
+	switch since := s.log.entry(0); {
+	case t-since >= 2*l.period:
+	case t-since >= l.period:
+		l.before = s.log.entry(1)
+	default: // since may be after t, if the clock has jumped back
+		l.since, l.now, l.before = min(since, t), s.log.entry(1), s.log.entry(2)
+	}
+	return l
+}
+
+// end ends the lease that k gives back.
+func (l *bucketLeases) end(k take, t int64) {
+	switch {
+	case t-k.in >= l.period: // it may not be counted any more
+	case k.in >= l.since:
+		l.now = max(l.now-max(k.ended, 0), 0)
+	default:
+		l.before = max(l.before-max(k.ended, 0), 0)
+	}
+}
+
+// entries is what the row's log says of them.
+func (l bucketLeases) entries() entries {
+	if l.now+l.before == 0 {
+		return ""
+	}
+	return newEntries([]int64{l.since, l.now, l.before})
+}
+
+// occupied is how much of the bucket stays empty for leases: what is held, and what flows in until they end.
+func (p TokenBucket) occupied(l bucketLeases) int64 {
+	if l.now+l.before == 0 {
+		return 0
+	}
+	return min(l.now+l.before, p.Capacity)*micros(p.Every) + l.period*p.Refill
+}
+
+// lend notes that so many of the units just taken are to be spent later, as far as they may be held.
+func (p TokenBucket) lend(s state, units int64) state {
+	spare, _ := p.leaseOf(s, s.windowStart, never)
+	if units = min(units, spare); units > 0 {
+		l := p.leased(s, s.windowStart)
+		l.now = min(l.now+units, maxCredit)
+		s.log = l.entries()
+	}
+	return s
+}
+
+// leaseOf leaves so much of the bucket empty that all that is held could be put back at any time until the lease ends.
+func (p TokenBucket) leaseOf(s state, clock, longest int64) (spare, lasts int64) {
+	l := p.leased(s, max(clock, s.windowStart))
+	held := min(l.now+l.before, p.Capacity) * micros(p.Every)
+	room := p.full() - s.credit - held - l.period*p.Refill
+	if lasts = min(longest, l.period); room < 0 {
 		return -ceilDiv(-room, micros(p.Every)), lasts
 	}
 	return room / micros(p.Every), lasts
@@ -135,7 +205,7 @@ func (p TokenBucket) resetAfter(last decision, units int64) int64 {
 func (p TokenBucket) roll(s state, clock int64) (rolled state, moved bool) {
 	every, full := micros(p.Every), p.full()
 	if clock >= s.expiresAt {
-		s = state{credit: full, windowStart: clock, expiresAt: s.expiresAt}
+		s = state{credit: full, windowStart: clock, expiresAt: s.expiresAt, log: s.log}
 	} else {
 		if s.scale != every || s.capacity != p.Capacity || s.refill != p.Refill { // what was taken stays taken
 			s.since, s.returned = max(s.since+1, s.windowStart, clock), 0
@@ -149,7 +219,7 @@ func (p TokenBucket) roll(s state, clock int64) (rolled state, moved bool) {
 		}
 		s.credit = min(s.credit, full)
 		if s.credit == full && s.count == 0 { // the capacity is lower now: as good as new
-			s = state{credit: full, windowStart: clock, expiresAt: clock}
+			s = state{credit: full, windowStart: clock, expiresAt: clock, log: s.log}
 		} else if s.windowStart-clock > p.fillTime(full) { // the clock has jumped back: keep the credit, from now on
 			s.windowStart = clock
 			s.since, s.returned = max(s.since+1, clock), 0
@@ -213,6 +283,7 @@ func (p TokenBucket) decide(s state, clock, n int64) (state, decision) {
 		stored = s
 	}
 	d.state = s
+	d.state.log = "" // see request.decideIn
 	d.taken.units, d.taken.since, d.taken.in, d.taken.at =
 		d.granted*n, s.since, s.windowStart, s.returned+full-s.credit
 	return stored, d

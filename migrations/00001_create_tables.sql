@@ -79,7 +79,11 @@ COMMENT ON COLUMN rate_limit_ephemeral.expires_at IS
 COMMENT ON COLUMN rate_limit_ephemeral.log IS
     'Sliding window log: what has been taken, oldest first. '
     'Each entry is the time in microseconds since 1970 UTC * 1024 + the units: '
-    'to_timestamp((entry >> 10) / 1e6), entry & 1023.';
+    'to_timestamp((entry >> 10) / 1e6), entry & 1023. '
+    'Token bucket: the start of the current 128th of the time in which it fills, '
+    'the tokens that processes have leased in it, and those that they had leased in the one before; '
+    'NULL if they have leased none. '
+    'Otherwise NULL.';
 COMMENT ON COLUMN rate_limit_ephemeral.since IS
     'Tells a refund whether the row is still the one that was taken from. '
     'Token bucket: the time since which all that was taken counts, in microseconds since 1970 UTC. '
@@ -143,7 +147,11 @@ COMMENT ON COLUMN rate_limit_durable.expires_at IS
 COMMENT ON COLUMN rate_limit_durable.log IS
     'Sliding window log: what has been taken, oldest first. '
     'Each entry is the time in microseconds since 1970 UTC * 1024 + the units: '
-    'to_timestamp((entry >> 10) / 1e6), entry & 1023.';
+    'to_timestamp((entry >> 10) / 1e6), entry & 1023. '
+    'Token bucket: the start of the current 128th of the time in which it fills, '
+    'the tokens that processes have leased in it, and those that they had leased in the one before; '
+    'NULL if they have leased none. '
+    'Otherwise NULL.';
 COMMENT ON COLUMN rate_limit_durable.since IS
     'Tells a refund whether the row is still the one that was taken from. '
     'Token bucket: the time since which all that was taken counts, in microseconds since 1970 UTC. '

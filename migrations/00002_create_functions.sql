@@ -24,7 +24,7 @@ CREATE TYPE rate_limit_row AS (
     capacity bigint,
     refill bigint,
     returned bigint,
-    log bigint[]         -- only of the sliding window log, otherwise NULL
+    log bigint[]         -- of a sliding window log; what is leased of a bucket; otherwise NULL
 );
 
 -- What the functions return for each element of a request.
@@ -42,7 +42,7 @@ CREATE TYPE rate_limit_decision AS (
     credit bigint,
     scale bigint,
     expires_at bigint,
-    log bigint[],           -- only the entries that have to leave until retry_after_us
+    log bigint[],           -- only the entries that have to leave until retry_after_us; or what was leased of a bucket
     -- What a refund of the last request has to tell.
     taken_since bigint,     -- the row's since
     taken_in bigint,        -- its window_start: the window, the entry of the log or the time in the bucket's life
@@ -131,6 +131,10 @@ $$;
 --                       for as long as lock_timeout_ms. After five such waits, requests for rows that still have to be
 --                       made are passed over as well
 --   zones               time zone of each part that is a calendar window; NULL means UTC for each
+--   leased              of a part that is a token bucket, how many of the units it asks for, the last ones, are to be
+--                       spent later; see Lease in lease.go. Of one that gives back, how many units are not held by that
+--                       lease any more. What is leased of a bucket keeps room in it: see TokenBucket.leased in
+--                       tokenbucket.go
 --
 -- It returns a row for each part. granted is that of the request. A part with room for one more has a retry_after_us of
 -- 0, so the parts that refused are those with another retry_after_us. The request fits after the longest of them. Of a
@@ -171,7 +175,8 @@ CREATE FUNCTION rate_limit_all(
     taken_at bigint[] DEFAULT NULL,
     taken_spent bigint[] DEFAULT NULL,
     skip_held boolean DEFAULT false,
-    zones text[] DEFAULT NULL
+    zones text[] DEFAULT NULL,
+    leased bigint[] DEFAULT NULL
 )
 RETURNS SETOF rate_limit_decision
 LANGUAGE plpgsql
@@ -245,6 +250,9 @@ DECLARE
     capacity ALIAS FOR max_count;
     every_us ALIAS FOR window_us;
     full_credit bigint;
+    ahead bigint;
+    lease_us bigint;   -- no lease of a bucket lasts longer
+    leases bigint[];   -- what may be leased of it: TokenBucket.leased in tokenbucket.go
     need bigint;
     rest bigint;
     newest integer;
@@ -256,13 +264,15 @@ BEGIN
             AND cardinality(algorithms) = parts AND cardinality(limits) = parts AND cardinality(spans_us) = parts
             AND cardinality(refills) = parts
             AND coalesce(cardinality(costs) = parts, true) AND coalesce(cardinality(counts) = parts, true)
-            AND coalesce(cardinality(taken_in) = parts, true)) IS NOT TRUE THEN
+            AND coalesce(cardinality(taken_in) = parts, true) AND coalesce(cardinality(leased) = parts, true))
+        IS NOT TRUE
+    THEN
         RAISE EXCEPTION 'rate_limit: % is not valid', (
                 SELECT (string_to_array('keys requests names durables algorithms limits spans_us refills '
-                    'costs counts taken_in', ' '))[e.place]
+                    'costs counts taken_in leased', ' '))[e.place]
                 FROM unnest(ARRAY[nullif(parts, 0), cardinality(requests), cardinality(names), cardinality(durables),
                     cardinality(algorithms), cardinality(limits), cardinality(spans_us), cardinality(refills),
-                    cardinality(costs), cardinality(counts), cardinality(taken_in)])
+                    cardinality(costs), cardinality(counts), cardinality(taken_in), cardinality(leased)])
                     WITH ORDINALITY AS e (n, place)
                 WHERE e.n IS NULL AND e.place < 9 OR e.n <> parts
                 ORDER BY e.place LIMIT 1)
@@ -1132,10 +1142,34 @@ BEGIN
                                     need := least(
                                         greatest(greatest(coalesce(taken_at[part], 0), 0) - s.returned, units),
                                         full_credit);
+                                    rest := 0; -- how much of the bucket stays empty for leases
+                                    IF s.log IS NOT NULL THEN
+                                        lease_us := ((full_credit - 1) / refill + 1) / 128;
+                                        leases := CASE
+                                            WHEN s.log IS NULL OR t - s.log[1] >= 2 * lease_us THEN ARRAY[t, 0, 0]
+                                            WHEN t - s.log[1] >= lease_us THEN ARRAY[t, 0, s.log[2]]
+                                            ELSE ARRAY[least(s.log[1], t), s.log[2], s.log[3]]
+                                        END;
+                                        ahead := greatest(coalesce(leased[part], 0), 0);
+                                        IF t - taken_in[part] >= lease_us THEN
+                                            ahead := 0; -- its lease may not be counted any more
+                                        END IF;
+                                        IF taken_in[part] >= leases[1] THEN
+                                            leases[2] := greatest(leases[2] - ahead, 0);
+                                        ELSE
+                                            leases[3] := greatest(leases[3] - ahead, 0);
+                                        END IF;
+                                        s.log := NULL;
+                                        IF leases[2] + leases[3] > 0 THEN
+                                            s.log := leases;
+                                            rest := least(leases[2] + leases[3], capacity) * every_us + lease_us * refill;
+                                        END IF;
+                                        r.log := s.log;
+                                    END IF;
                                     back := CASE
                                         WHEN t - taken_in[part] <= need / refill
-                                            THEN least(units, need - (t - taken_in[part]) * refill,
-                                                full_credit - s.credit)
+                                            THEN greatest(least(units, need - (t - taken_in[part]) * refill,
+                                                full_credit - s.credit - rest), 0)
                                         ELSE 0
                                     END;
                                     changed := changed OR back > 0;
@@ -1526,6 +1560,24 @@ BEGIN
                             s.expires_at := clock + reset_after_us;
                             r := s;
                         END IF;
+                        -- How many of the requests that were granted are spent later, and how many units may be held?
+                        -- (TokenBucket.lend in tokenbucket.go.) The decision tells what was leased before.
+                        ahead := CASE WHEN leased[part] > 0 AND algorithm = 3 AND NOT gives
+                            THEN least(leased[part] / cost - (asked - granted), granted) END;
+                        IF ahead > 0 THEN
+                            lease_us := ((full_credit - 1) / refill + 1) / 128;
+                            leases := CASE
+                                WHEN s.log IS NULL OR t - s.log[1] >= 2 * lease_us THEN ARRAY[t, 0, 0]
+                                WHEN t - s.log[1] >= lease_us THEN ARRAY[t, 0, s.log[2]]
+                                ELSE ARRAY[least(s.log[1], t), s.log[2], s.log[3]]
+                            END;
+                            ahead := least(ahead * cost, (full_credit - s.credit
+                                - least(leases[2] + leases[3], capacity) * every_us - lease_us * refill) / every_us);
+                            IF ahead > 0 THEN
+                                leases[2] := least(leases[2] + ahead, 2305843009213693952);
+                                r.log := leases;
+                            END IF;
+                        END IF;
                         asked_rows[at] := r;
                         writers[at] := algorithm;
                         to_write[at] := true;
@@ -1533,7 +1585,10 @@ BEGIN
                     RETURN NEXT ROW(part::bigint, granted, remaining, retry_after_us, reset_after_us, decided_at,
                         s.count, s.prev_count, s.window_start, s.credit,
                         s.scale, s.expires_at,
-                        CASE WHEN needed > 0 THEN s.log[1:least(needed, 64)] END, -- 64 is maxDenialEntries
+                        CASE
+                            WHEN needed > 0 THEN s.log[1:least(needed, 64)] -- 64 is maxDenialEntries
+                            WHEN algorithm = 3 AND leased[part] > 0 AND NOT gives THEN s.log
+                        END,
                         s.since, s.window_start,
                         CASE WHEN algorithm = 3 THEN s.returned + full_credit - s.credit END, spent);
                 END LOOP;
@@ -2143,7 +2198,8 @@ BEGIN
         array_fill(0::bigint, ARRAY[cardinality(keys)]),
         costs, counts, lock_timeout_ms, synchronous_commit, now,
         taken_since, taken_in, taken_at, taken_spent, skip_held,
-        NULL::text[]) AS a;
+        NULL::text[],
+        NULL::bigint[]) AS a;
 END
 $$;
 -- +goose StatementEnd
@@ -2712,7 +2768,8 @@ BEGIN
         array_fill(0::bigint, ARRAY[cardinality(keys)]),
         costs, counts, lock_timeout_ms, synchronous_commit, now,
         taken_since, taken_in, taken_at, taken_spent, skip_held,
-        NULL::text[]) AS a;
+        NULL::text[],
+        NULL::bigint[]) AS a;
 END
 $$;
 -- +goose StatementEnd
@@ -3313,7 +3370,8 @@ BEGIN
         array_fill(refill, ARRAY[cardinality(keys)]),
         costs, counts, lock_timeout_ms, synchronous_commit, now,
         taken_since, taken_in, taken_at, taken_spent, skip_held,
-        NULL::text[]) AS a;
+        NULL::text[],
+        NULL::bigint[]) AS a;
 END
 $$;
 -- +goose StatementEnd
@@ -3644,7 +3702,8 @@ BEGIN
         array_fill(0::bigint, ARRAY[cardinality(keys)]),
         costs, counts, lock_timeout_ms, synchronous_commit, now,
         taken_since, taken_in, taken_at, taken_spent, skip_held,
-        NULL::text[]) AS a;
+        NULL::text[],
+        NULL::bigint[]) AS a;
 END
 $$;
 -- +goose StatementEnd
@@ -4173,7 +4232,8 @@ BEGIN
         array_fill(0::bigint, ARRAY[cardinality(keys)]),
         costs, counts, lock_timeout_ms, synchronous_commit, now,
         taken_since, taken_in, taken_at, taken_spent, skip_held,
-        array_fill(zone, ARRAY[cardinality(keys)])) AS a;
+        array_fill(zone, ARRAY[cardinality(keys)]),
+        NULL::bigint[]) AS a;
 END
 $$;
 -- +goose StatementEnd
@@ -4428,7 +4488,8 @@ BEGIN
         array_fill(1, ARRAY[n]), names, array_fill(key, ARRAY[n]), array_fill(coalesce(durable, false), ARRAY[n]),
         p.algorithms, p.limits, p.spans_us, p.refills, array_fill(cost, ARRAY[n]), NULL::bigint[],
         NULL::integer, NULL::boolean, NULL::timestamptz,
-        NULL::bigint[], NULL::bigint[], NULL::bigint[], NULL::bigint[], false, p.zones) AS a;
+        NULL::bigint[], NULL::bigint[], NULL::bigint[], NULL::bigint[], false, p.zones,
+        NULL::bigint[]) AS a;
 END
 $$;
 -- +goose StatementEnd
@@ -4637,7 +4698,7 @@ DROP FUNCTION IF EXISTS rate_limit_fixed_window(text, text[], bigint, bigint, bi
     boolean, timestamptz, bigint[], bigint[], bigint[], bigint[], boolean);
 DROP FUNCTION IF EXISTS rate_limit_all(integer[], text[], text[], boolean[], smallint[], bigint[], bigint[],
     bigint[], bigint[], bigint[], integer, boolean, timestamptz, bigint[], bigint[], bigint[], bigint[], boolean,
-    text[]);
+    text[], bigint[]);
 DROP FUNCTION IF EXISTS _rate_limit_window_end(bigint, bigint, text);
 DROP FUNCTION IF EXISTS _rate_limit_late();
 DROP TYPE IF EXISTS rate_limit_decision;

@@ -69,6 +69,10 @@ END - clock;
 --                       for as long as lock_timeout_ms. After five such waits, requests for rows that still have to be
 --                       made are passed over as well
 --   zones               time zone of each part that is a calendar window; NULL means UTC for each
+--   leased              of a part that is a token bucket, how many of the units it asks for, the last ones, are to be
+--                       spent later; see Lease in lease.go. Of one that gives back, how many units are not held by that
+--                       lease any more. What is leased of a bucket keeps room in it: see TokenBucket.leased in
+--                       tokenbucket.go
 --
 -- It returns a row for each part. granted is that of the request. A part with room for one more has a retry_after_us of
 -- 0, so the parts that refused are those with another retry_after_us. The request fits after the longest of them. Of a
@@ -100,7 +104,8 @@ CREATE FUNCTION rate_limit_all(
     refills bigint[],
     costs bigint[] DEFAULT NULL,
     counts bigint[] DEFAULT NULL,
-{{include "arguments" "zones text[] DEFAULT NULL"}}
+{{include "arguments" `zones text[] DEFAULT NULL,
+    leased bigint[] DEFAULT NULL`}}
 SET enable_nestloop = on
 SET enable_seqscan = off -- a plan must not depend on how small the table was when it was made
 AS $$
@@ -170,6 +175,9 @@ DECLARE
     capacity ALIAS FOR max_count;
     every_us ALIAS FOR window_us;
     full_credit bigint;
+    ahead bigint;
+    lease_us bigint;   -- no lease of a bucket lasts longer
+    leases bigint[];   -- what may be leased of it: TokenBucket.leased in tokenbucket.go
     need bigint;
     rest bigint;
     newest integer;
@@ -181,13 +189,15 @@ BEGIN
             AND cardinality(algorithms) = parts AND cardinality(limits) = parts AND cardinality(spans_us) = parts
             AND cardinality(refills) = parts
             AND coalesce(cardinality(costs) = parts, true) AND coalesce(cardinality(counts) = parts, true)
-            AND coalesce(cardinality(taken_in) = parts, true)) IS NOT TRUE THEN
+            AND coalesce(cardinality(taken_in) = parts, true) AND coalesce(cardinality(leased) = parts, true))
+        IS NOT TRUE
+    THEN
         RAISE EXCEPTION 'rate_limit: % is not valid', (
                 SELECT (string_to_array('keys requests names durables algorithms limits spans_us refills '
-                    'costs counts taken_in', ' '))[e.place]
+                    'costs counts taken_in leased', ' '))[e.place]
                 FROM unnest(ARRAY[nullif(parts, 0), cardinality(requests), cardinality(names), cardinality(durables),
                     cardinality(algorithms), cardinality(limits), cardinality(spans_us), cardinality(refills),
-                    cardinality(costs), cardinality(counts), cardinality(taken_in)])
+                    cardinality(costs), cardinality(counts), cardinality(taken_in), cardinality(leased)])
                     WITH ORDINALITY AS e (n, place)
                 WHERE e.n IS NULL AND e.place < 9 OR e.n <> parts
                 ORDER BY e.place LIMIT 1)
@@ -493,6 +503,19 @@ BEGIN
                             s.expires_at := clock + reset_after_us;
                             r := s;
                         END IF;
+                        -- How many of the requests that were granted are spent later, and how many units may be held?
+                        -- (TokenBucket.lend in tokenbucket.go.) The decision tells what was leased before.
+                        ahead := CASE WHEN leased[part] > 0 AND algorithm = 3 AND NOT gives
+                            THEN least(leased[part] / cost - (asked - granted), granted) END;
+                        IF ahead > 0 THEN
+{{include "tokenbucket.leases" | indent 28}}
+                            ahead := least(ahead * cost, (full_credit - s.credit
+                                - least(leases[2] + leases[3], capacity) * every_us - lease_us * refill) / every_us);
+                            IF ahead > 0 THEN
+                                leases[2] := least(leases[2] + ahead, 2305843009213693952);
+                                r.log := leases;
+                            END IF;
+                        END IF;
                         asked_rows[at] := r;
                         writers[at] := algorithm;
                         to_write[at] := true;
@@ -500,7 +523,10 @@ BEGIN
                     RETURN NEXT ROW(part::bigint, granted, remaining, retry_after_us, reset_after_us, decided_at,
                         s.count, s.prev_count, s.window_start, s.credit,
                         s.scale, s.expires_at,
-                        CASE WHEN needed > 0 THEN s.log[1:least(needed, 64)] END, -- 64 is maxDenialEntries
+                        CASE
+                            WHEN needed > 0 THEN s.log[1:least(needed, 64)] -- 64 is maxDenialEntries
+                            WHEN algorithm = 3 AND leased[part] > 0 AND NOT gives THEN s.log
+                        END,
                         s.since, s.window_start,
                         CASE WHEN algorithm = 3 THEN s.returned + full_credit - s.credit END, spent);
                 END LOOP;

@@ -72,7 +72,8 @@ BEGIN
         array_fill(1, ARRAY[n]), names, array_fill(key, ARRAY[n]), array_fill(coalesce(durable, false), ARRAY[n]),
         p.algorithms, p.limits, p.spans_us, p.refills, array_fill(cost, ARRAY[n]), NULL::bigint[],
         NULL::integer, NULL::boolean, NULL::timestamptz,
-        NULL::bigint[], NULL::bigint[], NULL::bigint[], NULL::bigint[], false, p.zones) AS a;
+        NULL::bigint[], NULL::bigint[], NULL::bigint[], NULL::bigint[], false, p.zones,
+        NULL::bigint[]) AS a;
 END
 $$;
 

@@ -444,7 +444,8 @@ BEGIN
         array_fill({{.Refill}}, ARRAY[cardinality(keys)]),
         costs, counts, lock_timeout_ms, synchronous_commit, now,
         taken_since, taken_in, taken_at, taken_spent, skip_held,
-        {{if .Zoned}}array_fill(zone, ARRAY[cardinality(keys)]){{else}}NULL::text[]{{end}}) AS a;
+        {{if .Zoned}}array_fill(zone, ARRAY[cardinality(keys)]){{else}}NULL::text[]{{end}},
+        NULL::bigint[]) AS a;
 END
 $$;
 

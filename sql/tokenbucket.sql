@@ -132,6 +132,15 @@ ELSE
 END IF;
 s.window_start := t;
 {{end}}
+{{/* What may be leased at time t: TokenBucket.leased in tokenbucket.go. 128 is leasesInBucket. */}}
+{{define "tokenbucket.leases"}}
+lease_us := ((full_credit - 1) / refill + 1) / 128;
+leases := CASE
+    WHEN s.log IS NULL OR t - s.log[1] >= 2 * lease_us THEN ARRAY[t, 0, 0]
+    WHEN t - s.log[1] >= lease_us THEN ARRAY[t, 0, s.log[2]]
+    ELSE ARRAY[least(s.log[1], t), s.log[2], s.log[3]]
+END;
+{{end}}
 {{define "tokenbucket.refund"}}
 -- TokenBucket.refund in tokenbucket.go explains where the units are in the queue of
 -- missing tokens.
@@ -142,10 +151,29 @@ THEN
     need := least(
         greatest(greatest(coalesce(taken_at[part], 0), 0) - s.returned, units),
         full_credit);
+    rest := 0; -- how much of the bucket stays empty for leases
+    IF s.log IS NOT NULL THEN
+{{include "tokenbucket.leases" | indent 8}}
+        ahead := greatest(coalesce(leased[part], 0), 0);
+        IF t - taken_in[part] >= lease_us THEN
+            ahead := 0; -- its lease may not be counted any more
+        END IF;
+        IF taken_in[part] >= leases[1] THEN
+            leases[2] := greatest(leases[2] - ahead, 0);
+        ELSE
+            leases[3] := greatest(leases[3] - ahead, 0);
+        END IF;
+        s.log := NULL;
+        IF leases[2] + leases[3] > 0 THEN
+            s.log := leases;
+            rest := least(leases[2] + leases[3], capacity) * every_us + lease_us * refill;
+        END IF;
+        r.log := s.log;
+    END IF;
     back := CASE
         WHEN t - taken_in[part] <= need / refill
-            THEN least(units, need - (t - taken_in[part]) * refill,
-                full_credit - s.credit)
+            THEN greatest(least(units, need - (t - taken_in[part]) * refill,
+                full_credit - s.credit - rest), 0)
         ELSE 0
     END;
     changed := changed OR back > 0;

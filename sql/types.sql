@@ -14,7 +14,7 @@ CREATE TYPE rate_limit_row AS (
     capacity bigint,
     refill bigint,
     returned bigint,
-    log bigint[]         -- only of the sliding window log, otherwise NULL
+    log bigint[]         -- of a sliding window log; what is leased of a bucket; otherwise NULL
 );
 
 -- What the functions return for each element of a request.
@@ -32,7 +32,7 @@ CREATE TYPE rate_limit_decision AS (
     credit bigint,
     scale bigint,
     expires_at bigint,
-    log bigint[],           -- only the entries that have to leave until retry_after_us
+    log bigint[],           -- only the entries that have to leave until retry_after_us; or what was leased of a bucket
     -- What a refund of the last request has to tell.
     taken_since bigint,     -- the row's since
     taken_in bigint,        -- its window_start: the window, the entry of the log or the time in the bucket's life

@@ -6,4 +6,5 @@ FROM rate_limit_all(
     $1::integer[], $2::pg_catalog.text[], $3::pg_catalog.text[], $4::boolean[], $5::smallint[],
     $6::bigint[], $7::bigint[], $8::bigint[],
     $9::bigint[], $10::bigint[], $11::integer, $12::boolean, $13::pg_catalog.timestamptz,
-    $14::bigint[], $15::bigint[], $16::bigint[], $17::bigint[], $18::boolean, $19::pg_catalog.text[])
+    $14::bigint[], $15::bigint[], $16::bigint[], $17::bigint[], $18::boolean, $19::pg_catalog.text[],
+    $20::bigint[])

@@ -64,7 +64,8 @@ WHERE (p.proname, oidvectortypes(p.proargtypes)) IN (
             'timestamp with time zone, bigint[], bigint[], bigint[], bigint[], boolean'),
         ('rate_limit_all',
             'integer[], text[], text[], boolean[], smallint[], bigint[], bigint[], bigint[], bigint[], bigint[], '
-            'integer, boolean, timestamp with time zone, bigint[], bigint[], bigint[], bigint[], boolean, text[]'),
+            'integer, boolean, timestamp with time zone, bigint[], bigint[], bigint[], bigint[], boolean, text[], '
+            'bigint[]'),
         ('rate_limit_reset', 'text, text, boolean, integer, boolean'),
         ('rate_limit_sweep', 'integer, integer, text[], text, interval, timestamp with time zone'))
     AND (NOT p.prosecdef OR p.proowner NOT IN (SELECT t.oid FROM trusted AS t)) AND $1::boolean

@@ -11,5 +11,5 @@ CROSS JOIN LATERAL rate_limit_all(
     array_fill(1, n), $1::text[], array_fill($2::text, n), array_fill($3::boolean, n),
     $4::smallint[], $5::bigint[], $6::bigint[], $7::bigint[],
     array_fill($8::bigint, n), NULL::bigint[], NULL::integer, NULL::boolean, NULL::timestamptz,
-    $9::bigint[], $10::bigint[], $11::bigint[], $12::bigint[], false, $13::text[]) AS a
+    $9::bigint[], $10::bigint[], $11::bigint[], $12::bigint[], false, $13::text[], NULL::bigint[]) AS a
 ORDER BY a.ord
