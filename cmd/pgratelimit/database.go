@@ -5,6 +5,7 @@ import (
 	_ "embed"
 	"errors"
 	"fmt"
+	"io"
 	"regexp"
 	"strconv"
 	"strings"
@@ -92,6 +93,29 @@ func (a *app) inSchema(config *pgxpool.Config) {
 // read runs a transaction that cannot write, and in which no statement takes longer than --timeout.
 func (a *app) read(ctx context.Context, pool *pgxpool.Pool, query func(tx pgx.Tx) error) error {
 	return a.transaction(ctx, pool, pgx.ReadOnly, true, query)
+}
+
+// list reads rows, and prints them.
+func list[T any](
+	ctx context.Context, a *app, scan pgx.RowToFunc[T], text func(io.Writer, []T), sql string, args ...any,
+) error {
+	pool, err := a.open(ctx)
+	if err != nil {
+		return err
+	}
+	defer pool.Close()
+	all := []T{} // JSON has [] for no rows
+	if err := a.read(ctx, pool, func(tx pgx.Tx) error {
+		rows, err := tx.Query(ctx, sql, args...)
+		if err != nil {
+			return err
+		}
+		all, err = pgx.AppendRows(all, rows, scan)
+		return err
+	}); err != nil {
+		return err
+	}
+	return a.print(all, func(w io.Writer) { text(w, all) })
 }
 
 // look is read for statements that call no function of ours.

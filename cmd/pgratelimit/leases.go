@@ -48,23 +48,7 @@ held stays until it ends. It is for people: no decision depends on it.`,
 		for i := range args {
 			of[i] = &args[i]
 		}
-		pool, err := a.open(ctx)
-		if err != nil {
-			return err
-		}
-		defer pool.Close()
-		all := []heldLease{}
-		if err := a.read(ctx, pool, func(tx pgx.Tx) error {
-			rows, err := tx.Query(ctx, leasesSQL, of[0], of[1], n)
-			if err != nil {
-				return err
-			}
-			all, err = pgx.AppendRows(all, rows, scanLease)
-			return err
-		}); err != nil {
-			return err
-		}
-		return a.print(all, func(w io.Writer) { printLeases(w, all) })
+		return list(ctx, a, scanLease, printLeases, leasesSQL, of[0], of[1], n)
 	})
 	cmd.Flags().Int64VarP(&n, "number", "n", 100, "how many rows to show at most")
 	a.addTimeout(cmd)

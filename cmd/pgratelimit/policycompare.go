@@ -53,23 +53,7 @@ of the policy changes. Of the keys, each process counts 500 at most in 10 second
 		if n < 0 {
 			return usageError{errors.New("--number must not be negative")}
 		}
-		pool, err := a.open(ctx)
-		if err != nil {
-			return err
-		}
-		defer pool.Close()
-		all := []comparison{}
-		if err := a.read(ctx, pool, func(tx pgx.Tx) error {
-			rows, err := tx.Query(ctx, comparePoliciesSQL, args[0], n)
-			if err != nil {
-				return err
-			}
-			all, err = pgx.AppendRows(all, rows, scanComparison)
-			return err
-		}); err != nil {
-			return err
-		}
-		return a.print(all, func(w io.Writer) { printComparisons(w, all) })
+		return list(ctx, a, scanComparison, printComparisons, comparePoliciesSQL, args[0], n)
 	})
 	cmd.Flags().Int64VarP(&n, "number", "n", 10, "how many keys to list for each policy")
 	a.addTimeout(cmd)

@@ -42,28 +42,13 @@ the role that logged in.`,
 		if n < 1 {
 			return usageError{errors.New("--number must be at least 1")}
 		}
-		pool, err := a.open(ctx)
-		if err != nil {
-			return err
-		}
-		defer pool.Close()
 		var name *string
 		if len(args) > 0 {
 			name = &args[0]
 		}
 		to := target.target(cmd)
-		events := []policyEvent{}
-		if err := a.read(ctx, pool, func(tx pgx.Tx) error {
-			rows, err := tx.Query(ctx, policyHistorySQL, name, to.key, to.prefix, target.everybody, n)
-			if err != nil {
-				return err
-			}
-			events, err = pgx.AppendRows(events, rows, scanPolicyEvent)
-			return err
-		}); err != nil {
-			return err
-		}
-		return a.print(events, func(w io.Writer) { printPolicyHistory(w, events) })
+		return list(ctx, a, scanPolicyEvent, printPolicyHistory, policyHistorySQL,
+			name, to.key, to.prefix, target.everybody, n)
 	})
 	target.add(cmd)
 	cmd.Flags().Int64VarP(&n, "number", "n", 50, "how many changes to list")
