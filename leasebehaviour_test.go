@@ -76,7 +76,8 @@ func (l *leaseTest) left(key string) int64 {
 	return result.Remaining - l.held(key)
 }
 
-// A key that is asked for once, or seldom, is not leased. What is taken ahead doubles while it is used up.
+// A key that is asked for once, or seldom, is not leased. What is taken ahead doubles while it is used up
+// soon.
 func TestLeasesFollowTheDemand(t *testing.T) {
 	t.Parallel()
 	withLeases(t, nil, func(t *testing.T, l *leaseTest) {
@@ -97,6 +98,13 @@ func TestLeasesFollowTheDemand(t *testing.T) {
 		}
 		require.Equal(t, 1, l.allow("key", 1))
 		require.EqualValues(t, 989, l.held("key"), "a hundredth of what remained")
+
+		l.allow("slowly", 1+5)
+		require.Equal(t, 1, l.allow("slowly", 1))
+		elapse(16 * time.Second)
+		require.Zero(t, l.allow("slowly", 8))
+		require.Equal(t, 1, l.allow("slowly", 1))
+		require.EqualValues(t, 8, l.held("slowly"), "as much as was enough for more than half of the time")
 	})
 }
 
@@ -283,6 +291,21 @@ func TestLeasesByWhatWasKnownLongAgo(t *testing.T) {
 	})
 }
 
+// Others may have taken nearly all just now. Then a process holds its share of what they have left.
+func TestLeasesAreAShareOfWhatIsLeft(t *testing.T) {
+	t.Parallel()
+	withLeases(t, nil, func(t *testing.T, l *leaseTest) {
+		l.allow("key", 1+5+9+17)
+		require.Equal(t, 1, l.allow("key", 1))
+		require.EqualValues(t, 32, l.held("key"))
+		other := newLimiter(t, l.db, Config{Name: "api", Policy: l.policy, Client: ClientConfig{Timeout: amply}})
+		_, err := other.AllowN(t.Context(), "key", l.left("key")-1000)
+		require.NoError(t, err)
+		require.Equal(t, 1, l.allow("key", 32+1)-1) // it asks, and gives back
+		require.EqualValues(t, 9, l.held("key"), "a hundredth of 999")
+	})
+}
+
 // ReturnLeases waits for what is on its way already.
 func TestReturnLeasesWaits(t *testing.T) {
 	t.Parallel()
@@ -378,19 +401,25 @@ func TestLeasesWhileTheDatabaseIsAway(t *testing.T) {
 	})
 }
 
-// An answer that comes too late leaves nothing to spend.
+// An answer that comes too late leaves nothing to spend. All that was taken ahead goes back at once, also what would have
+// made room in a bucket.
 func TestLeaseThatEndsOnItsWay(t *testing.T) {
 	t.Parallel()
-	withLeases(t, func(c *Config) { c.Policy = FixedWindow{Limit: 100_000, Window: 160 * time.Millisecond} },
-		func(t *testing.T, l *leaseTest) {
+	for _, policy := range []Policy{
+		FixedWindow{Limit: 100_000, Window: 160 * time.Millisecond},
+		TokenBucket{Capacity: 128_000, Refill: 50_000, Every: time.Second}, // 20 ms of 2.56 s: 1,000
+	} {
+		withLeases(t, func(c *Config) { c.Policy = policy }, func(t *testing.T, l *leaseTest) {
 			l.allow("key", 1)
 			l.db.set(func(context.Context) error { elapse(21 * time.Millisecond); return nil })
 			l.allow("key", 1)
 			require.Zero(t, l.held("key"))
-			elapse(30 * time.Millisecond)
+			elapse(22 * time.Millisecond)
 			synctest.Wait()
-			require.Equal(t, LeaseEvent{Taken: 4, Returned: 4}, l.leases)
+			require.Positive(t, l.leases.Taken)
+			require.Equal(t, LeaseEvent{Taken: l.leases.Taken, Returned: l.leases.Taken}, l.leases)
 		})
+	}
 }
 
 // A bucket that fills up while it is leased from has room for what could go back.

@@ -32,7 +32,7 @@ type leaser struct {
 	leases  *leases
 	limiter *Limiter
 	at      instant // by its own clocks
-	slow    int64   // how many microseconds its clock loses in 1,000
+	slow    int64   // how many microseconds its clocks lose in 1,000
 	request *request
 	asked   instant
 	decided bool
@@ -241,9 +241,10 @@ func (w *leaseWorld) refundUse(p *leaser, i int) {
 func (w *leaseWorld) pass(micros int64, suspended *leaser) {
 	w.clock += micros
 	for _, p := range w.processes {
-		p.at.wall += duration(micros)
+		passed := duration(micros) - time.Duration(micros*p.slow)
+		p.at.wall += passed
 		if p != suspended {
-			p.at.elapsed += duration(micros) - time.Duration(micros*p.slow)
+			p.at.elapsed += passed
 		}
 	}
 }

@@ -1,0 +1,148 @@
+package ratelimit
+
+import (
+	"context"
+	"fmt"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/require"
+)
+
+// holdsTwo returns a world with a process that holds 2 of a limit of 3, for 100 ms at most.
+func holdsTwo(t *testing.T) (*leaseWorld, *leaser) {
+	t.Helper()
+	w := newLeasingWorld(FixedWindow{Limit: 3, Window: 800 * time.Millisecond}, noMistake)
+	p := w.processes[0]
+	for range 3 {
+		w.call(p, 1)
+	}
+	require.EqualValues(t, 2, p.held())
+	return w, p
+}
+
+// held is how much of the key the process holds.
+func (p *leaser) held() int64 { return p.leases.held(p.limiter.space, p.limiter.policy, "key") }
+
+// No lease outlasts its length by the database's clock, whatever the process's clocks do.
+func TestLeasesEndByTheDatabasesClock(t *testing.T) {
+	t.Parallel()
+	for name, pass := range map[string]func(w *leaseWorld, p *leaser){
+		"slow":      func(w *leaseWorld, p *leaser) { p.slow = 3; w.pass(100_000, nil) },
+		"suspended": func(w *leaseWorld, p *leaser) { w.pass(100_000, p) },
+		"set back":  func(w *leaseWorld, p *leaser) { w.pass(100_000, nil); p.at.wall -= time.Hour },
+	} {
+		w, p := holdsTwo(t)
+		pass(w, p)
+		require.Zero(t, p.held(), name)
+	}
+}
+
+// A lease ends when any answer for the key tells that the database's clock was set forward beyond its end.
+func TestLeaseEndsWhenTheClockIsSetForward(t *testing.T) {
+	t.Parallel()
+	w, p := holdsTwo(t)
+	hear := func() { // by a call that asked before the lease was there
+		p.request = &request{space: p.limiter.space, policy: p.limiter.policy, count: 1, place: 1}
+		p.request.add(p.limiter.space, p.limiter.models, "key", 1, nil)
+		p.decided = false
+		w.call(p, 1)
+		w.call(p, 1)
+	}
+	w.clock += 99_608
+	hear()
+	require.EqualValues(t, 2, p.held())
+	w.clock++
+	hear()
+	require.Zero(t, p.held())
+	require.Len(t, p.outbox, 1)
+}
+
+// A flood of keys keeps no busy key out, and ends no lease.
+func TestLeasesInAFloodOfKeys(t *testing.T) {
+	t.Parallel()
+	withLeases(t, nil, func(t *testing.T, l *leaseTest) {
+		l.allow("before", 2)
+		require.EqualValues(t, 4, l.held("before"))
+		leases, n := l.client.batcher.leases, 0
+		for i := range 2 * maxLeased {
+			key := fmt.Sprint(i)
+			leases.make(key).entry(l.space, key, true)
+		}
+		l.allow("after", 2)
+		require.EqualValues(t, 4, l.held("before"))
+		require.EqualValues(t, 4, l.held("after"))
+		for i := range leases.shards.Load() {
+			n += len(leases.shards.Load()[i].keys)
+		}
+		require.LessOrEqual(t, n, maxLeased)
+	})
+}
+
+// While one call takes ahead, the others of the process ask for themselves alone.
+func TestOneCallTakesALease(t *testing.T) {
+	t.Parallel()
+	withLeases(t, nil, func(t *testing.T, l *leaseTest) {
+		l.allow("key", 1+5)
+		taken := l.leases.Taken
+		l.db.set(func(context.Context) error { elapse(time.Second); return nil })
+		var calls sync.WaitGroup
+		for range 3 {
+			calls.Go(func() { require.NoError(t, errorOf(l.Allow(t.Context(), "key"))) })
+			synctest.Wait()
+		}
+		calls.Wait()
+		require.EqualValues(t, 8, l.leases.Taken-taken)
+	})
+}
+
+// Of requests that are decided as one, any may be the one that takes ahead.
+func TestLeaseOfRequestsThatAreAlike(t *testing.T) {
+	t.Parallel()
+	l := newLimiter(t, newModelDB(), Config{Name: "api", Policy: hourly})
+	var requests []*request
+	for _, ahead := range []int64{0, 4, 0} {
+		r := l.newRequest("key", 1)
+		r.ahead = ahead
+		requests = append(requests, r)
+	}
+	leaders := new(buffers).mergeAlike(requests)
+	require.Len(t, leaders, 1)
+	require.EqualValues(t, 4, leaders[0].ahead)
+	require.EqualValues(t, 3+4, leaders[0].count)
+}
+
+// StatementEvent.Size counts calls, not what they take ahead.
+func TestObserverOfStatementsThatLease(t *testing.T) {
+	t.Parallel()
+	decided := 0
+	withLeases(t, func(c *Config) {
+		c.Client.Observer.Statement = func(e StatementEvent) { decided += e.Size }
+	}, func(t *testing.T, l *leaseTest) {
+		require.Equal(t, 2, l.allow("key", 1+5))
+		require.Equal(t, 2, decided)
+	})
+}
+
+// What goes back from leases is not announced to other processes, because that would be too often.
+func TestWhatGoesBackFromLeasesIsNotAnnounced(t *testing.T) {
+	t.Parallel()
+	withLeases(t, func(c *Config) {
+		policies, err := NewPolicies(newModelDB(), PoliciesConfig{})
+		require.NoError(t, err)
+		close(policies.ready)
+		c.Policies = policies
+	}, func(t *testing.T, l *leaseTest) {
+		l.allow("key", 2)
+		leased, err := l.Allow(t.Context(), "key")
+		require.NoError(t, err)
+		require.NoError(t, l.ReturnLeases(t.Context()))
+		require.EqualValues(t, 3, l.leases.Returned)
+		require.Empty(t, l.space.policies.telling)
+		_, err = l.Refund(t.Context(), leased)
+		require.NoError(t, err)
+		require.Len(t, l.space.policies.telling, 1)
+	})
+}
