@@ -146,3 +146,29 @@ func TestWhatGoesBackFromLeasesIsNotAnnounced(t *testing.T) {
 		require.Len(t, l.space.policies.telling, 1)
 	})
 }
+
+// A bucket has more in it than was known when the call asked. Then nothing of several policies is held, and all that was
+// taken ahead goes back. So no more is admitted than the bucket admits, and nothing is lost.
+func TestLeasesOfSeveralPoliciesFromAFullerBucket(t *testing.T) {
+	t.Parallel()
+	const limit = 2560
+	withLeases(t, func(c *Config) {
+		bucket := TokenBucket{Capacity: limit, Refill: 1, Every: time.Second} // 20 s of 2560 s: 20
+		c.Policy, c.Lease = All(bucket, FixedWindow{Limit: 2 * limit, Window: time.Hour}), &Lease{MaxShare: 0.1}
+	}, func(t *testing.T, l *leaseTest) {
+		_, err := l.AllowN(t.Context(), "key", 1000)
+		require.NoError(t, err)
+		for l.held("key") != 32 {
+			l.allow("key", 1)
+		}
+		l.allow("key", 32)
+		clear(l.db.rows[false])
+		taken := l.leases.Taken
+		l.allow("key", 1)
+		require.EqualValues(t, 64, l.leases.Taken-taken)
+		elapse(16 * time.Second)
+		spent := l.held("key")
+		l.allow("key", int(spent))
+		require.EqualValues(t, limit, spent+l.left("key"))
+	})
+}

@@ -351,12 +351,13 @@ func (e *lease) learn(r *request, asked, told instant) (rests []rest, event Leas
 	room := float64(e.known.remaining+surplus) * space.lease.MaxShare
 	e.next, e.end = 0, min(surplus, spare, int64(room))
 	e.decidedAt, e.asked, e.told, e.lasts = decidedAt, asked, told, lasts
-	if lasts < shortestLease || told.since(asked) >= lasts || asked.elapsed < e.reset {
+	if lasts < shortestLease || told.since(asked) >= lasts || asked.elapsed < e.reset ||
+		len(r.parts) > 1 && spare < surplus { // what makes room in a bucket would be lost to the other policies
 		e.end = 0
 	}
 	// The rest goes back. But if a bucket would fill up while something is held, so much of it is lost.
 	returns := surplus
-	if e.end > 0 && len(r.parts) == 1 {
+	if e.end > 0 {
 		returns = min(surplus, spare)
 	}
 	if e.end < returns {
