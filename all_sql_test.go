@@ -33,7 +33,7 @@ type modelRequest struct {
 	parts []modelPart
 	count int64
 	ahead int64 // how many of these are to be spent later
-	moved bool // a row that refuses it is written, because the clock has left it behind
+	moved bool  // a row that refuses it is written, because the clock has left it behind
 }
 
 func (m rows) state(p modelPart) state {

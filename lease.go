@@ -25,9 +25,9 @@ import (
 // also ends with its window. Shortly before that, what is left goes back. A process that dies gives nothing back: what
 // it held counts as used. Nothing is leased for less than 10 ms.
 //
-// Of a bucket that is leased from, 1/128 of Capacity stays empty, and as much as was leased in the last 2/128 of the time
-// in which it fills. What goes back and does not fit is lost. Of [All] with a bucket, nothing is leased while the bucket
-// is fuller than that.
+// Of a bucket that is leased from, 1/128 of Capacity stays empty, and as much as was leased in the last 2/128 of the
+// time in which it fills. What goes back and does not fit is lost. Of [All] with a bucket, nothing is leased while the
+// bucket is fuller than that.
 //
 //   - AllowN takes from a lease if that has enough for all of n. Otherwise it gives back what is left, and asks.
 //   - Remaining is what the database had left when it was last asked, and what is left of the lease.

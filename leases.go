@@ -55,7 +55,6 @@ type lease struct {
 	policy    Policy
 	receipt   *receipt // of what was taken ahead; nil if nothing is held
 	next, end int64    // its units that are left: from next to before end
-	counted   int64    // how many of its units the database counts as leased
 	size      int64    // how many units to take ahead, going by the demand alone
 	decidedAt int64    // when they were taken, by the database's clock
 	asked     instant  // when the statement left that took them
@@ -361,9 +360,9 @@ func (e *lease) learn(r *request, asked, told instant) (rests []rest, event Leas
 		returns = min(surplus, spare)
 	}
 	if e.end < returns {
-		rests = append(rests, rest{space, e.receipt, e.end, returns, returns - e.end})
+		noted := min(surplus, spare) // see TokenBucket.lend
+		rests = append(rests, rest{space, e.receipt, e.end, returns, noted - e.end})
 	}
-	e.counted = surplus - (returns - e.end)
 	return rests, LeaseEvent{Limiter: space.name, Taken: surplus, Stranded: surplus - returns}
 }
 
@@ -401,7 +400,7 @@ func (e *lease) lapse(space *keyspace) (rests []rest) {
 		return nil
 	}
 	if e.next < e.end {
-		rests = append(rests, rest{space, e.receipt, e.next, e.end, e.counted})
+		rests = append(rests, rest{space, e.receipt, e.next, e.end, e.end})
 	}
 	e.size, e.receipt, e.next, e.end = e.next, nil, 0, 0
 	return rests

@@ -57,7 +57,8 @@ func (d *database) call(requests []*request, tx transaction) (sql string, args [
 func ofOneFunction(requests []*request) bool {
 	first := &requests[0].parts[0]
 	for _, r := range requests {
-		if len(r.parts) != 1 || r.leased(&r.parts[0]) != 0 || r.parts[0].space != first.space || r.parts[0].model != first.model {
+		p := &r.parts[0]
+		if len(r.parts) != 1 || p.space != first.space || p.model != first.model || r.leased(p) != 0 {
 			return false
 		}
 	}

@@ -118,13 +118,13 @@ func (p TokenBucket) refund(s state, clock int64, k take) (state, decision) {
 	return afterRefund(p, s, clock, spent > 0 || back > 0)
 }
 
-// bucketLeases are the tokens of a bucket that may be held by leases. They are in the row's log, so that what is given back
-// leaves as much of the bucket empty. No lease lasts longer than a period. So those of the current period and of the one
-// before are counted. That is too many, because the row does not know which of them have been spent.
+// bucketLeases are the tokens of a bucket that leases may hold. They stand in the row's log, so that what is given back
+// leaves as much of the bucket empty. No lease lasts longer than a period, so those of the current period and of the
+// one before are counted. That may be too many: the row does not know which tokens have been spent.
 type bucketLeases struct {
 	since  int64 // the start of the current period
-	now    int64
-	before int64
+	now    int64 // what was leased in it
+	before int64 // what was leased in the period before
 	period int64
 }
 

@@ -166,7 +166,8 @@ THEN
         s.log := NULL;
         IF leases[2] + leases[3] > 0 THEN
             s.log := leases;
-            rest := least(leases[2] + leases[3], capacity) * every_us + lease_us * refill;
+            rest := least(leases[2] + leases[3], capacity) * every_us
+                + lease_us * refill;
         END IF;
         r.log := s.log;
     END IF;
