@@ -94,7 +94,7 @@ func (ls *leases) drop(space *keyspace, key string, now instant) (back *giving, 
 	s := ls.make(key)
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	e, _ := s.entry(space, key, true)
+	e, _ := s.entry(space, key, now.elapsed, true)
 	back = ls.begin()
 	back.rests = e.lapse(space)
 	*e = lease{reset: now.elapsed, memory: space.lease.MaxLength}

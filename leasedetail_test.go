@@ -69,7 +69,7 @@ func TestLeasesInAFloodOfKeys(t *testing.T) {
 		leases, n := l.client.batcher.leases, 0
 		for i := range 2 * maxLeased {
 			key := fmt.Sprint(i)
-			leases.make(key).entry(l.space, key, true)
+			leases.make(key).entry(l.space, key, 0, true)
 		}
 		l.allow("after", 2)
 		require.EqualValues(t, 4, l.held("before"))
@@ -79,6 +79,26 @@ func TestLeasesInAFloodOfKeys(t *testing.T) {
 		}
 		require.LessOrEqual(t, n, maxLeased)
 	})
+}
+
+// A reset is not forgotten in a flood of keys while what was taken before it is on its way.
+func TestResetWhileALeaseIsOnItsWayInAFlood(t *testing.T) {
+	t.Parallel()
+	w := newLeasingWorld(FixedWindow{Limit: 3, Window: 800 * time.Millisecond}, noMistake)
+	p := w.processes[0]
+	w.call(p, 1)
+	w.call(p, 1)
+	clear(w.rows)
+	w.pass(1, nil)
+	p.leases.drop(p.limiter.space, "key", p.at)
+	for i := range 2 * maxLeased {
+		r := &request{space: p.limiter.space, policy: p.limiter.policy, count: 1, place: 1}
+		r.add(p.limiter.space, p.limiter.models, fmt.Sprint("flood ", i), 1, nil)
+		w.decide(r)
+		p.leases.learn(r, nil, p.at, p.at)
+	}
+	w.call(p, 1)
+	require.Zero(t, p.leases.held(p.limiter.space, p.limiter.policy, "key"))
 }
 
 // While one call takes ahead, the others of the process ask for themselves alone.

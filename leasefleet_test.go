@@ -101,6 +101,29 @@ func TestLeasesHoardNothing(t *testing.T) {
 	}
 }
 
+// Processes that share a bucket that is nearly full need fewer statements with leases, although a lease is short, and
+// makes room in the bucket first.
+func TestLeasesOfAFullBucketSaveStatements(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		statements, db := 0, &memory.DB{}
+		var limiters []*Limiter
+		for range fleet {
+			observer := &Observer{Statement: func(StatementEvent) { statements++ }}
+			limiters = append(limiters, newLimiter(t, db, Config{
+				Name: "api", Policy: TokenBucket{Capacity: 100_000, Refill: 100_000, Every: time.Minute}, Lease: &Lease{},
+				Client: ClientConfig{Timeout: amply, Observer: observer},
+			}))
+		}
+		for _, pace := range []time.Duration{20 * time.Millisecond, 100 * time.Millisecond} {
+			statements = 0
+			calls := sumOf(askTogether(t, limiters, 20*time.Second, func(int) time.Duration { return pace }))
+			t.Log(pace, calls, statements)
+			require.Less(t, statements, int(calls)*2/3)
+		}
+	})
+}
+
 // While more is asked than there is, a window admits 97 of 100 at least, and never more than all.
 func TestLeasesUseTheLimit(t *testing.T) {
 	t.Parallel()

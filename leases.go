@@ -256,7 +256,7 @@ func (ls *leases) learn(
 	s := ls.make(p.key)
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	e, kept := s.entry(p.space, p.key, err == nil)
+	e, kept := s.entry(p.space, p.key, told.elapsed, err == nil)
 	if err != nil {
 		e.asking = 0
 		return nil, 0, event
@@ -283,12 +283,12 @@ func (ls *leases) make(key string) *leaseShard {
 }
 
 // entry returns the entry of a key, and whether it is kept. One is added if it may be.
-func (s *leaseShard) entry(space *keyspace, key string, add bool) (e *lease, kept bool) {
+func (s *leaseShard) entry(space *keyspace, key string, now time.Duration, add bool) (e *lease, kept bool) {
 	if e := s.keys[denialKey{space, key}]; e != nil {
 		return e, true
 	}
 	e = &lease{}
-	if !add || len(s.keys) >= maxLeased/leaseShards && !s.evict() {
+	if !add || len(s.keys) >= maxLeased/leaseShards && !s.evict(now) {
 		return e, false
 	}
 	if s.keys == nil {
@@ -299,11 +299,11 @@ func (s *leaseShard) entry(space *keyspace, key string, add bool) (e *lease, kep
 }
 
 // evict forgets a key of which nothing is held, so that a flood of keys keeps no busy one out for long. It tells
-// whether it has found one among a few.
-func (s *leaseShard) evict() bool {
+// whether it has found one among a few. It does not forget a reset while a lease of before may be on its way.
+func (s *leaseShard) evict(now time.Duration) bool {
 	tries := 8
 	for k, e := range s.keys { // in random order
-		if e.next == e.end {
+		if e.next == e.end && (e.reset == 0 || now > e.reset+e.memory) {
 			delete(s.keys, k)
 			return true
 		}
@@ -382,6 +382,7 @@ func (e *lease) know(r *request, asked instant) (spare int64, lasts time.Duratio
 		return spare, lasts
 	}
 	known.asked, known.decidedAt, known.lasts = asked, decidedAt, lasts
+	before := known.states
 	known.remaining, known.states = never, known.states[:0]
 	for i := range r.parts {
 		p := &r.parts[i]
@@ -389,7 +390,11 @@ func (e *lease) know(r *request, asked instant) (spare int64, lasts time.Duratio
 			known.limit, known.remaining = p.model.numbers().Limit, p.decision.remaining
 		}
 		known.resetAt = decidedAt + p.decision.resetAfter
-		known.states = append(known.states, p.decision.state)
+		state := p.decision.state
+		if r.ahead == 0 && len(before) > 0 { // only an answer to what asks ahead tells what is leased of a bucket
+			state.log = before[i].log
+		}
+		known.states = append(known.states, state)
 	}
 	return spare, lasts
 }

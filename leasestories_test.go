@@ -267,3 +267,24 @@ func TestLeasesKnowTheLatest(t *testing.T) {
 	require.EqualValues(t, 900, hear(0, 950))
 	require.EqualValues(t, 800, hear(2*time.Second, 800))
 }
+
+// Only an answer to what asks ahead tells what is leased of a bucket. That is remembered beside later answers.
+func TestLeasesRememberWhatIsLeased(t *testing.T) {
+	t.Parallel()
+	w := newLeaseWorld(TokenBucket{Capacity: 1000, Refill: 1, Every: time.Second}, 1, noMistake)
+	p := w.processes[0]
+	hear := func(ahead int64, log entries) entries {
+		r := &request{space: p.limiter.space, policy: p.limiter.policy, count: 1 + ahead, ahead: ahead, place: 1}
+		r.add(p.limiter.space, p.limiter.models, "key", 1, nil)
+		r.parts[0].decision = decision{
+			granted: 1 + ahead, remaining: 900, decidedAt: time.UnixMicro(w.clock), state: state{log: log, expiresAt: never},
+		}
+		p.leases.learn(r, nil, p.at, p.at)
+		return p.leases.shard("key").keys[denialKey{p.limiter.space, "key"}].known.states[0].log
+	}
+	leased := newEntries([]int64{w.clock, 7, 0})
+	require.Empty(t, hear(0, ""))
+	require.Equal(t, leased, hear(3, leased))
+	require.Equal(t, leased, hear(0, ""))
+	require.Empty(t, hear(3, ""))
+}

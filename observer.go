@@ -67,7 +67,7 @@ type StatementEvent struct {
 type LeaseEvent struct {
 	Limiter  string // Config.Name
 	Taken    int64  // beyond what the callers asked for
-	Returned int64  // went back unused
+	Returned int64  // went back unused; of what does not fit into a bucket, nothing is told
 	Stranded int64  // counts as used, because it could not go back, or made room in a bucket: see [Lease]
 }
 

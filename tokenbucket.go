@@ -176,7 +176,7 @@ func (p TokenBucket) lend(s state, units int64) state {
 	spare, _ := p.leaseOf(s, s.windowStart, never)
 	if units = min(units, spare); units > 0 {
 		l := p.leased(s, s.windowStart)
-		l.now = min(l.now+units, maxCredit)
+		l.now += units
 		s.log = l.entries()
 	}
 	return s
@@ -190,7 +190,7 @@ func (p TokenBucket) leaseOf(s state, clock, longest int64) (spare, lasts int64)
 	if lasts = min(longest, l.period); room < 0 {
 		return -ceilDiv(-room, micros(p.Every)), lasts
 	}
-	return room / micros(p.Every), lasts
+	return min(room/micros(p.Every), maxCredit-l.now), lasts
 }
 
 func (p TokenBucket) resetAfter(last decision, units int64) int64 {

@@ -1572,10 +1572,10 @@ BEGIN
                                 WHEN t - s.log[1] >= lease_us THEN ARRAY[t, 0, s.log[2]]
                                 ELSE ARRAY[least(s.log[1], t), s.log[2], s.log[3]]
                             END;
-                            ahead := least(ahead * cost, (full_credit - s.credit
+                            ahead := least(ahead * cost, 2305843009213693952 - leases[2], (full_credit - s.credit
                                 - least(leases[2] + leases[3], capacity) * every_us - lease_us * refill) / every_us);
                             IF ahead > 0 THEN
-                                leases[2] := least(leases[2] + ahead, 2305843009213693952);
+                                leases[2] := leases[2] + ahead;
                                 r.log := leases;
                             END IF;
                         END IF;

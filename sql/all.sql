@@ -509,10 +509,10 @@ BEGIN
                             THEN least(leased[part] / cost - (asked - granted), granted) END;
                         IF ahead > 0 THEN
 {{include "tokenbucket.leases" | indent 28}}
-                            ahead := least(ahead * cost, (full_credit - s.credit
+                            ahead := least(ahead * cost, 2305843009213693952 - leases[2], (full_credit - s.credit
                                 - least(leases[2] + leases[3], capacity) * every_us - lease_us * refill) / every_us);
                             IF ahead > 0 THEN
-                                leases[2] := least(leases[2] + ahead, 2305843009213693952);
+                                leases[2] := leases[2] + ahead;
                                 r.log := leases;
                             END IF;
                         END IF;
