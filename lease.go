@@ -23,8 +23,8 @@ import (
 //
 // A lease ends after MaxLength, or an eighth of a window, or 1/128 of the time to fill a bucket, if that is shorter. It
 // also ends with its window. Shortly before that, what is left goes back. A process that dies gives nothing back: what
-// it held counts as used. Nothing is leased for less than 10 ms. Leases are worth it for keys that each process asks for
-// several times while a lease lasts, which is 470 ms for a bucket that fills in a minute.
+// it held counts as used. Nothing is leased for less than 10 ms. Leases are worth it for keys that each process asks
+// for several times while a lease lasts, which is 470 ms for a bucket that fills in a minute.
 //
 // Of a bucket that is leased from, 1/128 of Capacity stays empty, and as much as was leased in the last 2/128 of the
 // time in which it fills. What goes back and does not fit is lost. Of [All] with a bucket, nothing is leased while the
