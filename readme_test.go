@@ -16,7 +16,7 @@ func TestDocumentsShowCompiledCode(t *testing.T) {
 	t.Parallel()
 	var compiled string
 	for _, file := range []string{
-		"example_test.go", "cleanup/example_test.go", "httplimit/example_test.go", "examples/hello/main.go",
+		"example_test.go", "cleanup/example_test.go", "httplimit/example_test.go", "examples/hello/main.go", "examples/servers/main.go",
 		"grpclimit/example_test.go", "integration_test/frameworks/recipes_test.go",
 		"integration_test/metrics/application_test.go", "ratelimittest/handler_test.go",
 	} {
