@@ -141,6 +141,22 @@ func TestLeasesUseTheLimit(t *testing.T) {
 	})
 }
 
+// While more is asked than there is, a bucket admits 97 of 100 of what it would admit without leases, although room is
+// made in it for them.
+func TestLeasesUseABucket(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		var admitted [2]int64
+		for i, lease := range []*Lease{nil, {}} {
+			limiters := newFleet(t, TokenBucket{Capacity: 20_000, Refill: 2_000, Every: time.Second}, lease)
+			admitted[i] = sumOf(askTogether(t, limiters, 5*time.Second, func(int) time.Duration { return 2 * time.Millisecond }))
+		}
+		require.InDelta(t, 30_000, admitted[0], 1)
+		require.GreaterOrEqual(t, admitted[1], admitted[0]*97/100)
+		require.LessOrEqual(t, admitted[1], admitted[0])
+	})
+}
+
 // Of processes that ask for a hundredth of what one asks for, none gets less with leases than without.
 func TestLeasesStarveNobody(t *testing.T) {
 	t.Parallel()
