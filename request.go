@@ -118,13 +118,14 @@ func (r *request) gives() bool { return r.parts[0].cost < 0 }
 // leased is what the database has to know of a lease from a bucket: how many of the units that are asked for are to be
 // spent later, or how many are not held any more.
 func (r *request) leased(p *part) int64 {
-	switch {
-	case p.model.numbers().Algorithm != algorithm.TokenBucket:
-		return 0
-	case p.refund != nil:
-		return p.refund.ended
+	units := r.ahead * p.cost
+	if p.refund != nil {
+		units = p.refund.ended
 	}
-	return r.ahead * p.cost
+	if units == 0 || p.model.numbers().Algorithm != algorithm.TokenBucket {
+		return 0
+	}
+	return units
 }
 
 // asksAnyway tells whether it asks the database even while the breaker is open.
