@@ -21,7 +21,7 @@ func TestEveryAlgorithmIsComplete(t *testing.T) {
 	}
 	functions, err := migrations.FS.ReadFile("00002_create_functions.sql")
 	require.NoError(t, err)
-	sources := read("sql/all.sql") + read("sql/limit.sql")
+	sources := read("sql/all.sql") + read("sql/limit.sql") + read("sql/shared.sql")
 	for i, a := range algorithm.All() {
 		require.EqualValues(t, i+1, a.Code)
 		require.Equal(t, a, algorithm.ByCode(a.Code))

@@ -43,7 +43,7 @@ const Few = 8
 //
 // If something flows in, as into a TokenBucket, if there is a log, as of a SlidingLog, or a time zone, as of a
 // CalendarWindow, look for these names and codes in fallback.go, model.go, credit.go, statement.go, text.go here,
-// sql/limit.sql, sql/all.sql and sql/policy.sql, too.
+// sql/shared.sql, sql/limit.sql, sql/all.sql and sql/policy.sql, too.
 func All() []Algorithm { return slices.Clone(table[:]) }
 
 //nolint:gochecknoglobals // nobody changes it, and With asks it for each request
