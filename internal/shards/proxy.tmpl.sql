@@ -1,0 +1,235 @@
+-- The functions of a proxy's database. They have the names and the arguments of those of a shard, and hand each call to
+-- the shards that have its keys, with PL/Proxy. In PL/Proxy's own statements an argument's name is replaced wherever it
+-- stands, except after a dot.
+{{define "names"}}{{range $i, $a := .}}{{if $i}}, {{end}}{{$a.Name}}{{end}}{{end}}
+{{define "typed"}}{{range $i, $a := .}}{{if $i}}, {{end}}{{$a.Name}} {{$a.Type}}{{end}}{{end}}
+{{define "columns"}}{{range $i, $a := .}}{{if $i}}, {{end}}d.{{$a.Name}}{{end}}{{end}}
+
+DO $$
+BEGIN
+    IF to_regtype({{literal (print .Schema ".rate_limit_decision")}}) IS NULL THEN
+        CREATE TYPE {{.Schema}}.rate_limit_decision AS ({{template "typed" .Decision}});
+    END IF;
+END
+$$;
+
+CREATE OR REPLACE FUNCTION {{.Schema}}.rate_limit_version()
+RETURNS bigint
+LANGUAGE sql
+IMMUTABLE
+AS $$ SELECT {{.Version}}::bigint $$;
+
+-- How many shards there are.
+CREATE OR REPLACE FUNCTION {{.Schema}}.rate_limit_shards()
+RETURNS integer
+LANGUAGE sql
+IMMUTABLE
+AS $$ SELECT {{.Shards}} $$;
+
+-- The shard of a key: sha256 of what stands in its first braces, or else of the key. Package shardkey does the same.
+CREATE OR REPLACE FUNCTION {{.Schema}}._rate_limit_shard(key text, shards integer)
+RETURNS integer
+LANGUAGE sql
+IMMUTABLE
+AS $$
+    SELECT ('x' || substr(encode(sha256(convert_to(
+        CASE WHEN strpos(key, '{') = 0 THEN key ELSE coalesce(substring(key, '^[^{]*[{]([^}]+)[}]'), key) END,
+        'UTF8')), 'hex'), 1, 8))::bit(32)::integer & (shards - 1)
+$$;
+
+-- The shard of all keys of a call. NULL if they have several, which is an error for callers that ask again after an
+-- error: it would not mean that nothing was taken. Without valid keys it is the first shard, which says what is wrong.
+CREATE OR REPLACE FUNCTION {{.Schema}}._rate_limit_shard_of_all(keys text[], again boolean)
+RETURNS integer
+LANGUAGE plpgsql
+STABLE
+AS $$
+DECLARE
+    shards CONSTANT integer := {{.Schema}}.rate_limit_shards();
+    shard CONSTANT integer := coalesce({{.Schema}}._rate_limit_shard(keys[1], shards), 0);
+BEGIN
+    IF cardinality(keys) > 1 AND array_position(keys, NULL) IS NULL
+        AND shard <> ANY (ARRAY(SELECT {{.Schema}}._rate_limit_shard(k, shards) FROM unnest(keys) AS k))
+    THEN
+        IF again THEN
+            RAISE EXCEPTION 'rate_limit: the keys are on several of % shards', shards
+                USING ERRCODE = 'RLS01', DETAIL = shards::text,
+                    HINT = 'With lock_timeout_ms or skip_held, ask for the keys of one shard at a time.';
+        END IF;
+        RETURN NULL;
+    END IF;
+    RETURN shard;
+END
+$$;
+
+CREATE OR REPLACE FUNCTION {{.Schema}}._rate_limit_no_transaction()
+RETURNS void
+LANGUAGE plpgsql
+AS $$
+BEGIN
+    RAISE EXCEPTION 'rate_limit: a proxy of shards cannot decide in a transaction of the caller'
+        USING ERRCODE = 'RLS02', HINT = 'What is taken on a shard stays taken when this transaction is rolled back. '
+            'Ask outside of it, or in the database of the shard itself.';
+END
+$$;
+
+CREATE OR REPLACE FUNCTION {{.Schema}}._rate_limit_check_sets(requests integer[], keys text[], shards integer)
+RETURNS void
+LANGUAGE plpgsql
+STABLE
+AS $$
+DECLARE
+    request integer;
+BEGIN
+    SELECT u.request INTO request
+    FROM unnest(requests, keys) AS u (request, key)
+    GROUP BY u.request
+    HAVING count(DISTINCT {{.Schema}}._rate_limit_shard(u.key, shards)) > 1
+    ORDER BY u.request LIMIT 1;
+    IF found THEN
+        RAISE EXCEPTION 'rate_limit: the keys of request % are on several shards', request
+            USING ERRCODE = 'RLS04', DETAIL = shards::text,
+                HINT = 'Keys with the same part in braces are on one shard, such as {user:1}:minute and {user:1}:day.';
+    END IF;
+END
+$$;
+{{range .Functions}}
+CREATE OR REPLACE FUNCTION {{$.Schema}}._{{.Name}}(
+    shard integer, shards integer, {{template "typed" .In}}{{range .Out}}, OUT {{.Name}} {{.Type}}{{end}}
+)
+{{if not .Out}}RETURNS {{.Result}}
+{{else if .Set}}RETURNS SETOF record
+{{end}}LANGUAGE plproxy
+AS $$
+    CLUSTER 'rate_limit_shards';
+    RUN ON shard;
+    SELECT {{if .Columns}}{{template "columns" .Columns}}{{else}}d{{end}}
+    FROM {{$.Schema}}.{{.Name}}({{template "names" .In}}) AS d
+    WHERE (SELECT {{$.Schema}}._rate_limit_own_shard(shard, shards));
+$$;
+
+CREATE OR REPLACE FUNCTION {{$.Schema}}.{{.Name}}(
+    {{.Arguments}}
+)
+{{if not .Out}}RETURNS {{.Result}}
+{{else if .Set}}RETURNS SETOF record
+{{end}}LANGUAGE plpgsql
+SECURITY DEFINER
+SET search_path = pg_catalog, pg_temp
+SET client_min_messages = error -- PL/Proxy warns of connections that it opens anew
+AS $$
+#variable_conflict use_variable
+DECLARE
+    shards CONSTANT integer := {{$.Schema}}.rate_limit_shards();
+    shard integer := {{if .ByKey}}coalesce({{$.Schema}}._rate_limit_shard(key, shards), 0){{else}}0{{end}};
+{{- if .ByKeys}}
+    places bigint[];
+    decisions {{$.Schema}}.rate_limit_decision[];
+{{- else if .Sweeps}}
+    one record;
+    failed text;
+{{- end}}
+BEGIN
+{{- if .Transacts}}
+    IF lock_timeout_ms < 0 THEN
+        PERFORM {{$.Schema}}._rate_limit_no_transaction();
+    END IF;
+{{- end}}
+{{- if .ByKeys}}
+    IF true
+{{- range .PerKey}}{{if ne .Name "keys"}}
+        AND coalesce(cardinality({{.Name}}) = cardinality(keys), true)
+{{- end}}{{end}}
+    THEN
+        shard := {{$.Schema}}._rate_limit_shard_of_all(keys, lock_timeout_ms IS NOT NULL OR skip_held);
+    END IF;
+    IF shard IS NULL THEN
+{{- if .Sets}}
+        PERFORM {{$.Schema}}._rate_limit_check_sets(requests, keys, shards);
+{{- end}}
+        FOR shard, places IN
+            SELECT e.shard, array_agg(e.place ORDER BY e.place)
+            FROM (SELECT {{$.Schema}}._rate_limit_shard(k, shards), i FROM unnest(keys) WITH ORDINALITY AS u (k, i))
+                AS e (shard, place)
+            GROUP BY e.shard
+            ORDER BY e.shard
+        LOOP
+            decisions := decisions || ARRAY(
+                SELECT ROW(places[d.ord]{{range $i, $c := .Columns}}{{if $i}}, d.{{$c.Name}}{{end}}{{end}})
+                    ::{{$.Schema}}.rate_limit_decision
+                FROM {{$.Schema}}._{{.Name}}(shard, shards{{range .In}},
+                    {{if .PerKey}}CASE WHEN {{.Name}} IS NOT NULL THEN
+                        ARRAY(SELECT {{.Name}}[u.p] FROM unnest(places) WITH ORDINALITY AS u (p, i) ORDER BY u.i) END
+                    {{- else}}{{.Name}}{{end}}{{end}}) AS d;
+        END LOOP;
+        RETURN;
+    END IF;
+{{- end}}
+{{- if .Sweeps}}
+    -- A pass that has reached the end of one shard's tables does not begin anew there while others go on.
+    at_most_every := CASE WHEN sweeper IS NULL THEN at_most_every ELSE coalesce(at_most_every, interval '1 minute') END;
+    skipped := true;
+    complete := true;
+    scanned := 0;
+    deleted := 0;
+    page := 0;
+    pages := 0;
+    WHILE shard < shards LOOP
+        BEGIN
+            SELECT {{template "columns" .Out}} INTO STRICT one
+            FROM {{$.Schema}}._{{.Name}}(shard, shards, {{template "names" .In}}) AS d;
+            skipped := skipped AND one.skipped;
+            complete := complete AND (one.complete OR one.skipped);
+            scanned := scanned + coalesce(one.scanned, 0);
+            deleted := deleted + coalesce(one.deleted, 0);
+            page := page + coalesce(one.page, 0);
+            pages := pages + coalesce(one.pages, 0);
+        EXCEPTION WHEN OTHERS THEN
+            failed := coalesce(failed || '; ', '') || sqlerrm;
+        END;
+        shard := shard + 1;
+    END LOOP;
+    IF failed IS NOT NULL THEN
+        RAISE EXCEPTION 'rate_limit: the other shards were swept: %', failed;
+    END IF;
+    complete := complete AND NOT skipped;
+{{- else if .Set}}
+    RETURN QUERY SELECT * FROM {{$.Schema}}._{{.Name}}(shard, shards, {{template "names" .In}});
+{{- else if .Out}}
+    SELECT {{template "columns" .Out}} INTO {{template "names" .Out}}
+    FROM {{$.Schema}}._{{.Name}}(shard, shards, {{template "names" .In}}) AS d;
+{{- else if eq .Result "void"}}
+    PERFORM {{$.Schema}}._{{.Name}}(shard, shards, {{template "names" .In}});
+{{- else}}
+    RETURN {{$.Schema}}._{{.Name}}(shard, shards, {{template "names" .In}});
+{{- end}}
+END
+$$;
+{{end}}
+
+-- Who may call. The functions run with the rights of their owner, who has the user mapping.
+DO $$
+DECLARE
+    of CONSTANT name := (
+        SELECT r.rolname FROM pg_namespace AS n JOIN pg_roles AS r ON r.oid = n.nspowner
+        WHERE n.nspname = {{literal .RawSchema}});
+    fn regprocedure;
+    role text;
+BEGIN
+    FOR fn IN
+        SELECT p.oid::regprocedure FROM pg_proc AS p
+        WHERE p.pronamespace = {{literal .Schema}}::regnamespace AND p.proname ~ '^_?rate_limit_'
+    LOOP
+        EXECUTE format('ALTER FUNCTION %s OWNER TO %I', fn, of);
+        EXECUTE format('REVOKE ALL ON FUNCTION %s FROM PUBLIC', fn);
+    END LOOP;
+    GRANT EXECUTE ON FUNCTION {{.Schema}}.rate_limit_version(), {{.Schema}}.rate_limit_shards() TO PUBLIC;
+    IF to_regrole('rate_limit_app') IS NOT NULL THEN
+        GRANT EXECUTE ON FUNCTION {{range $i, $f := .Functions}}{{if $i}}, {{end}}{{$.Schema}}.{{.Name}}{{end}}
+            TO rate_limit_app;
+    END IF;
+    IF to_regrole('rate_limit_sweeper') IS NOT NULL THEN
+        GRANT EXECUTE ON FUNCTION {{.Schema}}.rate_limit_sweep TO rate_limit_sweeper;
+    END IF;
+END
+$$;

@@ -1,0 +1,39 @@
+-- What a database has that is a shard, besides what the migrations make. It knows which keys are its own, so that two
+-- proxies with different ideas of that cannot both have a key decided.
+CREATE TABLE IF NOT EXISTS {{.Schema}}.rate_limit_shard (
+    one    boolean PRIMARY KEY DEFAULT true,
+    place  integer NOT NULL,
+    shards integer NOT NULL,
+    CONSTRAINT rate_limit_shard_one CHECK (one),
+    CONSTRAINT rate_limit_shard_place CHECK (place >= 0 AND place < shards)
+);
+
+COMMENT ON TABLE {{.Schema}}.rate_limit_shard IS
+    'Which of the shards this database is, from 0. Without a row it decides nothing that a proxy asks.';
+
+-- Raises unless this database has all keys of the shard of a number of shards. Whoever divides the shard locks the table, so
+-- this waits for that, and that for those who have asked before. It also has times written in the way that the proxy
+-- reads them, because PL/Proxy reads text.
+CREATE OR REPLACE FUNCTION {{.Schema}}._rate_limit_own_shard(shard integer, shards integer)
+RETURNS boolean
+LANGUAGE plpgsql
+SECURITY DEFINER
+SET search_path = pg_catalog, pg_temp
+AS $$
+#variable_conflict use_variable
+DECLARE
+    own_place integer;
+    own_shards integer;
+BEGIN
+    SELECT s.place, s.shards INTO own_place, own_shards FROM {{.Schema}}.rate_limit_shard AS s;
+    IF (shards % own_shards = 0 AND shard % own_shards = own_place) IS NOT TRUE THEN
+        RAISE EXCEPTION 'rate_limit: this database is %, and was asked for keys of shard % of %',
+                coalesce(format('shard %s of %s', own_place, own_shards), 'no shard yet'), shard, shards
+            USING ERRCODE = 'RLS03', HINT = 'Look at pgratelimit shard list.';
+    END IF;
+    PERFORM set_config('DateStyle', 'ISO, MDY', true), set_config('IntervalStyle', 'postgres', true);
+    RETURN true;
+END
+$$;
+
+GRANT EXECUTE ON FUNCTION {{.Schema}}._rate_limit_own_shard(integer, integer) TO PUBLIC;

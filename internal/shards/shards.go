@@ -1,0 +1,161 @@
+// Package shards makes the SQL of a proxy's database and of its shards.
+package shards
+
+import (
+	"bytes"
+	"context"
+	_ "embed"
+	"slices"
+	"strings"
+	"text/template"
+
+	"github.com/jackc/pgx/v5"
+)
+
+// Server is the name of the foreign server whose options p0, p1 and so on are the shards' connection strings.
+const Server = "rate_limit_shards"
+
+// Source is what a migrated database has that a proxy of it needs.
+type Source struct {
+	Version   int64
+	Decision  []Argument // the columns of rate_limit_decision
+	Functions []Function
+}
+
+// Function is one that applications call.
+type Function struct {
+	Name      string
+	Arguments string // as it is declared
+	Result    string
+	Set       bool // it returns rows
+	In, Out   []Argument
+	Columns   []Argument // of the rows; none if it returns a value
+
+	ByKey     bool // it has one key
+	ByKeys    bool // it decides many keys
+	Sets      bool // and these may be of sets
+	Sweeps    bool
+	Transacts bool // it can be part of the caller's transaction
+}
+
+// Argument is one of a function, or a column.
+type Argument struct{ Name, Type string }
+
+// PerKey tells whether it has an element for each key, in a function that decides many.
+func (a Argument) PerKey() bool { return strings.HasSuffix(a.Type, "[]") }
+
+// PerKey are the arguments that have an element for each key.
+func (f Function) PerKey() []Argument {
+	return slices.DeleteFunc(slices.Clone(f.In), func(a Argument) bool { return !a.PerKey() })
+}
+
+// decides is what the functions return that decide.
+const decides = "SETOF rate_limit_decision"
+
+// readSQL reads the functions that applications call.
+const readSQL = `
+SELECT p.proname::text,
+    pg_catalog.pg_get_function_arguments(p.oid),
+    pg_catalog.pg_get_function_result(p.oid),
+    p.proretset,
+    p.proargnames,
+    ARRAY(SELECT pg_catalog.format_type(t.type, NULL)
+        FROM pg_catalog.unnest(coalesce(p.proallargtypes, p.proargtypes::pg_catalog.oid[]))
+            WITH ORDINALITY AS t (type, place) ORDER BY t.place),
+    p.pronargs::integer
+FROM pg_catalog.pg_proc AS p
+WHERE p.pronamespace = $1::pg_catalog.regnamespace AND (p.proname IN (
+        'rate_limit_allow', 'rate_limit_peek', 'rate_limit_reset', 'rate_limit_sweep',
+        'rate_limit_policies', 'rate_limit_ban', 'rate_limit_report', 'rate_limit_report_leases')
+    OR p.proretset AND p.prorettype = pg_catalog.to_regtype($1 || '.rate_limit_decision') AND p.proname LIKE 'rate%')
+ORDER BY p.proname`
+
+// Read reads what a proxy needs from a database that is migrated.
+func Read(ctx context.Context, conn *pgx.Conn, schema string) (s Source, err error) {
+	quoted := pgx.Identifier{schema}.Sanitize()
+	if err := conn.QueryRow(ctx, "SELECT "+quoted+".rate_limit_version()").Scan(&s.Version); err != nil {
+		return s, err
+	}
+	rows, err := conn.Query(ctx, `
+SELECT a.attname::text, pg_catalog.format_type(a.atttypid, a.atttypmod)
+FROM pg_catalog.pg_attribute AS a
+WHERE a.attrelid = pg_catalog.to_regclass($1 || '.rate_limit_decision') AND a.attnum > 0 AND NOT a.attisdropped
+ORDER BY a.attnum`, quoted)
+	if err == nil {
+		s.Decision, err = pgx.CollectRows(rows, pgx.RowToStructByPos[Argument])
+	}
+	if err != nil {
+		return s, err
+	}
+	if rows, err = conn.Query(ctx, readSQL, quoted); err != nil {
+		return s, err
+	}
+	s.Functions, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (f Function, err error) {
+		var names, types []string
+		var inputs int
+		if err := row.Scan(&f.Name, &f.Arguments, &f.Result, &f.Set, &names, &types, &inputs); err != nil {
+			return f, err
+		}
+		for i := range names {
+			if a := (Argument{names[i], types[i]}); i < inputs {
+				f.In = append(f.In, a)
+			} else {
+				f.Out = append(f.Out, a)
+			}
+		}
+		f.Columns = f.Out
+		f.classify(s.Decision, quoted)
+		return f, nil
+	})
+	return s, err
+}
+
+// classify finds out how a function's calls are handed to the shards.
+func (f *Function) classify(decision []Argument, schema string) {
+	has := func(name string) bool {
+		return slices.ContainsFunc(f.In, func(a Argument) bool { return a.Name == name })
+	}
+	if strings.HasSuffix(f.Result, "rate_limit_decision") {
+		f.Result, f.Columns, f.ByKeys, f.Sets = "SETOF "+schema+".rate_limit_decision", decision, true, has("requests")
+	}
+	f.Sweeps = f.Name == "rate_limit_sweep"
+	switch f.Name {
+	case "rate_limit_allow", "rate_limit_peek", "rate_limit_reset":
+		f.ByKey = true
+	}
+	f.Transacts = has("lock_timeout_ms") && (f.ByKey || f.ByKeys)
+}
+
+var (
+	//go:embed proxy.tmpl.sql
+	proxyText string
+	//go:embed shard.tmpl.sql
+	shardText string
+
+	proxyTemplate = template.Must(template.New("").Funcs(template.FuncMap{"literal": literal}).Parse(proxyText))
+	shardTemplate = template.Must(template.New("").Parse(shardText))
+)
+
+// Proxy is the SQL that makes the functions of a proxy, or replaces them. Only a superuser may run it.
+func (s Source) Proxy(schema string, shards int) (string, error) {
+	var text bytes.Buffer
+	err := proxyTemplate.Execute(&text, struct {
+		Source
+
+		Schema, RawSchema string
+		Shards            int
+	}{s, pgx.Identifier{schema}.Sanitize(), schema, shards})
+	return text.String(), err
+}
+
+// Shard is the SQL that makes a migrated database able to be a shard.
+func Shard(schema string) (string, error) {
+	var text bytes.Buffer
+	err := shardTemplate.Execute(&text, struct{ Schema string }{pgx.Identifier{schema}.Sanitize()})
+	return text.String(), err
+}
+
+// literal writes a text in SQL, whatever standard_conforming_strings is.
+func literal(text string) string {
+	return "E'" + strings.NewReplacer(`\`, `\\`, `'`, `\'`).Replace(text) + "'"
+}
