@@ -160,7 +160,7 @@ BEGIN
                 FROM {{$.Schema}}._{{.Name}}(shard, shards{{range .In}},
                     {{if .PerKey}}CASE WHEN {{.Name}} IS NOT NULL THEN
                         ARRAY(SELECT {{.Name}}[u.p] FROM unnest(places) WITH ORDINALITY AS u (p, i) ORDER BY u.i) END
-                    {{- else}}{{.Name}}{{end}}{{end}}) AS d;
+                    {{- else}}{{.Name}}{{end}}{{end}}) AS d);
         END LOOP;
         RETURN;
     END IF;

@@ -49,9 +49,6 @@ func (f Function) PerKey() []Argument {
 	return slices.DeleteFunc(slices.Clone(f.In), func(a Argument) bool { return !a.PerKey() })
 }
 
-// decides is what the functions return that decide.
-const decides = "SETOF rate_limit_decision"
-
 // readSQL reads the functions that applications call.
 const readSQL = `
 SELECT p.proname::text,
@@ -132,7 +129,9 @@ var (
 	//go:embed shard.tmpl.sql
 	shardText string
 
+	//nolint:gochecknoglobals // nobody changes them
 	proxyTemplate = template.Must(template.New("").Funcs(template.FuncMap{"literal": literal}).Parse(proxyText))
+	//nolint:gochecknoglobals // as above
 	shardTemplate = template.Must(template.New("").Parse(shardText))
 )
 
