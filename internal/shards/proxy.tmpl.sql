@@ -162,6 +162,7 @@ BEGIN
                         ARRAY(SELECT {{.Name}}[u.p] FROM unnest(places) WITH ORDINALITY AS u (p, i) ORDER BY u.i) END
                     {{- else}}{{.Name}}{{end}}{{end}}) AS d);
         END LOOP;
+        RETURN QUERY SELECT * FROM unnest(decisions) AS d ORDER BY d.ord;
         RETURN;
     END IF;
 {{- end}}
