@@ -26,17 +26,7 @@ LANGUAGE sql
 IMMUTABLE
 AS $$ SELECT {{.Shards}} $$;
 
--- The shard of a key: sha256 of what stands in its first braces, or else of the key. Package shardkey does the same.
-CREATE OR REPLACE FUNCTION {{.Schema}}._rate_limit_shard(key text, shards integer)
-RETURNS integer
-LANGUAGE sql
-IMMUTABLE
-AS $$
-    SELECT ('x' || substr(encode(sha256(convert_to(
-        CASE WHEN strpos(key, '{') = 0 THEN key ELSE coalesce(substring(key, '^[^{]*[{]([^}]+)[}]'), key) END,
-        'UTF8')), 'hex'), 1, 8))::bit(32)::integer & (shards - 1)
-$$;
-
+{{template "hash" .}}
 -- The shard of all keys of a call. NULL if they have several, which is an error for callers that ask again after an
 -- error: it would not mean that nothing was taken. Without valid keys it is the first shard, which says what is wrong.
 CREATE OR REPLACE FUNCTION {{.Schema}}._rate_limit_shard_of_all(keys text[], again boolean)
@@ -211,9 +201,7 @@ $$;
 -- Who may call. The functions run with the rights of their owner, who has the user mapping.
 DO $$
 DECLARE
-    of CONSTANT name := (
-        SELECT r.rolname FROM pg_namespace AS n JOIN pg_roles AS r ON r.oid = n.nspowner
-        WHERE n.nspname = {{literal .RawSchema}});
+    of CONSTANT name := {{literal .Owner}};
     fn regprocedure;
     role text;
 BEGIN

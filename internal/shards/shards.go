@@ -4,7 +4,7 @@ package shards
 import (
 	"bytes"
 	"context"
-	_ "embed"
+	"embed"
 	"slices"
 	"strings"
 	"text/template"
@@ -123,34 +123,29 @@ func (f *Function) classify(decision []Argument, schema string) {
 	f.Transacts = has("lock_timeout_ms") && (f.ByKey || f.ByKeys)
 }
 
-var (
-	//go:embed proxy.tmpl.sql
-	proxyText string
-	//go:embed shard.tmpl.sql
-	shardText string
+//go:embed *.tmpl.sql
+var files embed.FS
 
-	//nolint:gochecknoglobals // nobody changes them
-	proxyTemplate = template.Must(template.New("").Funcs(template.FuncMap{"literal": literal}).Parse(proxyText))
-	//nolint:gochecknoglobals // as above
-	shardTemplate = template.Must(template.New("").Parse(shardText))
-)
+//nolint:gochecknoglobals // nobody changes them
+var templates = template.Must(template.New("").Funcs(template.FuncMap{"literal": literal}).ParseFS(files, "*.tmpl.sql"))
 
-// Proxy is the SQL that makes the functions of a proxy, or replaces them. Only a superuser may run it.
-func (s Source) Proxy(schema string, shards int) (string, error) {
+// Proxy is the SQL that makes the functions of a proxy, or replaces them, for their owner. Only a superuser may run it.
+func (s Source) Proxy(schema, owner string, shards int) (string, error) {
 	var text bytes.Buffer
-	err := proxyTemplate.Execute(&text, struct {
+	err := templates.ExecuteTemplate(&text, "proxy.tmpl.sql", struct {
 		Source
 
-		Schema, RawSchema string
-		Shards            int
-	}{s, pgx.Identifier{schema}.Sanitize(), schema, shards})
+		Schema, Owner string
+		Shards        int
+	}{s, pgx.Identifier{schema}.Sanitize(), owner, shards})
 	return text.String(), err
 }
 
 // Shard is the SQL that makes a migrated database able to be a shard.
 func Shard(schema string) (string, error) {
 	var text bytes.Buffer
-	err := shardTemplate.Execute(&text, struct{ Schema string }{pgx.Identifier{schema}.Sanitize()})
+	err := templates.ExecuteTemplate(&text, "shard.tmpl.sql",
+		struct{ Schema string }{pgx.Identifier{schema}.Sanitize()})
 	return text.String(), err
 }
 
