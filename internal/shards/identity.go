@@ -46,7 +46,11 @@ func ReadIdentity(ctx context.Context, conn *pgx.Conn, schema string) (is Identi
 
 // prepare makes a migrated database able to be a shard.
 func prepare(ctx context.Context, conn *pgx.Conn, schema string) error {
-	text, err := Shard(schema)
+	source, err := Read(ctx, conn, schema)
+	if err != nil {
+		return err
+	}
+	text, err := source.Shard(schema)
 	if err != nil {
 		return err
 	}

@@ -29,7 +29,6 @@ type Function struct {
 	Result    string
 	Set       bool // it returns rows
 	In, Out   []Argument
-	Columns   []Argument // of the rows; none if it returns a value
 
 	ByKey     bool // it has one key
 	ByKeys    bool // it decides many keys
@@ -100,20 +99,19 @@ ORDER BY a.attnum`, quoted)
 				f.Out = append(f.Out, a)
 			}
 		}
-		f.Columns = f.Out
-		f.classify(s.Decision, quoted)
+		f.classify(quoted)
 		return f, nil
 	})
 	return s, err
 }
 
 // classify finds out how a function's calls are handed to the shards.
-func (f *Function) classify(decision []Argument, schema string) {
+func (f *Function) classify(schema string) {
 	has := func(name string) bool {
 		return slices.ContainsFunc(f.In, func(a Argument) bool { return a.Name == name })
 	}
 	if strings.HasSuffix(f.Result, "rate_limit_decision") {
-		f.Result, f.Columns, f.ByKeys, f.Sets = "SETOF "+schema+".rate_limit_decision", decision, true, has("requests")
+		f.Result, f.ByKeys, f.Sets = "SETOF "+schema+".rate_limit_decision", true, has("requests")
 	}
 	f.Sweeps = f.Name == "rate_limit_sweep"
 	switch f.Name {
@@ -142,10 +140,13 @@ func (s Source) Proxy(schema, owner string, shards int) (string, error) {
 }
 
 // Shard is the SQL that makes a migrated database able to be a shard.
-func Shard(schema string) (string, error) {
+func (s Source) Shard(schema string) (string, error) {
 	var text bytes.Buffer
-	err := templates.ExecuteTemplate(&text, "shard.tmpl.sql",
-		struct{ Schema string }{pgx.Identifier{schema}.Sanitize()})
+	err := templates.ExecuteTemplate(&text, "shard.tmpl.sql", struct {
+		Source
+
+		Schema string
+	}{s, pgx.Identifier{schema}.Sanitize()})
 	return text.String(), err
 }
 
