@@ -152,7 +152,7 @@ func TestNothingIsLeftAtRest(t *testing.T) {
 	require.Zero(t, q.inFlight)
 	require.Zero(t, q.waiting)
 	require.Empty(t, q.turns)
-	require.Empty(t, limiter.space.lines)
+	require.Empty(t, q.lines)
 	require.Zero(t, pool.Stat().AcquiredConns())
 }
 
