@@ -146,7 +146,7 @@ func TestNothingIsLeftAtRest(t *testing.T) {
 		require.NoError(t, errors.Join(errs...))
 	})
 	testkit.WaitUntil(t, func() bool { return left() == 0 })
-	q := limiter.client.queue
+	q := limiter.client.queues.first()
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	require.Zero(t, q.inFlight)
