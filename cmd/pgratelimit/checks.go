@@ -132,11 +132,11 @@ func (e *examination) checkConnection(ctx context.Context) (finding, error) {
 			last[pid] = client
 		}
 	}
-	given, err := pgx.ParseConfig(e.app.databaseURL)
+	given, err := e.app.config()
 	if err != nil {
 		return finding{}, err
 	}
-	mode := given.DefaultQueryExecMode
+	mode := given.ConnConfig.DefaultQueryExecMode
 	name := strings.ReplaceAll(mode.String(), " ", "_") // as it is written in a connection string
 	switch {
 	case direct:
@@ -245,7 +245,7 @@ func (s server) judgeRights(found []foundFunction) finding {
 		if f.ownerIsBlocked {
 			blocked = append(blocked, f.name)
 		}
-		if f.public && f.name != "rate_limit_version" {
+		if f.public && f.name != "rate_limit_version" && f.name != "_rate_limit_own_shard" {
 			public = append(public, s.name(f.name))
 		}
 		if f.nobodys && (slices.Contains(algorithm.Functions(), f.name) || f.name == "rate_limit_sweep") {

@@ -49,6 +49,8 @@ type app struct {
 	stdout, stderr io.Writer
 
 	databaseURL string
+	connection  string // of the shard at place; empty for the database of databaseURL
+	place       int
 	schema      string
 	json        bool
 	timeout     time.Duration

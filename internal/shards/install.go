@@ -17,13 +17,18 @@ type Config struct {
 	Password    string
 }
 
+// DB is a connection, or a transaction that the caller commits.
+type DB interface {
+	Begin(ctx context.Context) (pgx.Tx, error)
+}
+
 // Own makes a migrated database the shard of a place.
-func Own(ctx context.Context, conn *pgx.Conn, schema string, place, shards int) error {
+func Own(ctx context.Context, db DB, schema string, place, shards int) error {
 	text, err := Shard(schema)
 	if err != nil {
 		return err
 	}
-	return pgx.BeginFunc(ctx, conn, func(tx pgx.Tx) error {
+	return pgx.BeginFunc(ctx, db, func(tx pgx.Tx) error {
 		if _, err := tx.Exec(ctx, text, pgx.QueryExecModeSimpleProtocol); err != nil {
 			return err
 		}
@@ -35,12 +40,12 @@ func Own(ctx context.Context, conn *pgx.Conn, schema string, place, shards int) 
 
 // Install makes a database a proxy of shards that there are, or changes the one that it is. The connection is a
 // superuser's.
-func Install(ctx context.Context, conn *pgx.Conn, source Source, c Config) error {
+func Install(ctx context.Context, db DB, source Source, c Config) error {
 	text, err := source.Proxy(c.Schema, len(c.Connections))
 	if err != nil {
 		return err
 	}
-	return pgx.BeginFunc(ctx, conn, func(tx pgx.Tx) error {
+	return pgx.BeginFunc(ctx, db, func(tx pgx.Tx) error {
 		// PL/Proxy is wherever it has been created.
 		if _, err := tx.Exec(ctx, "CREATE EXTENSION IF NOT EXISTS plproxy"); err != nil {
 			return err

@@ -37,3 +37,4 @@ END
 $$;
 
 GRANT EXECUTE ON FUNCTION {{.Schema}}._rate_limit_own_shard(integer, integer) TO PUBLIC;
+GRANT SELECT ON {{.Schema}}.rate_limit_shard TO PUBLIC;
