@@ -1,6 +1,5 @@
 -- What a database says of itself that is a shard, or is to be one. It calls no function of ours.
 SELECT
-    current_database(),
     -- 0 if it is not migrated
     coalesce((
         SELECT substring(p.prosrc, '[0-9]+')::bigint
