@@ -245,7 +245,7 @@ func (s server) judgeRights(found []foundFunction) finding {
 		if f.ownerIsBlocked {
 			blocked = append(blocked, f.name)
 		}
-		if f.public && f.name != "rate_limit_version" && f.name != "_rate_limit_own_shard" {
+		if f.public && f.name != "rate_limit_version" {
 			public = append(public, s.name(f.name))
 		}
 		if f.nobodys && (slices.Contains(algorithm.Functions(), f.name) || f.name == "rate_limit_sweep") {

@@ -141,7 +141,7 @@ func own(ctx context.Context, tx pgx.Tx, is shardIs) error {
 	if _, err := tx.Exec(ctx, "SET LOCAL ROLE "+pgx.Identifier{owner}.Sanitize()); err != nil {
 		return err
 	}
-	return shards.Own(ctx, tx, q.schema, is.Place, is.Shards)
+	return shards.Own(ctx, tx.Conn(), q.schema, is.Place, is.Shards)
 }
 
 // proxyTarget is a database that is a proxy, or is to be one.
@@ -156,7 +156,7 @@ type proxyTarget struct {
 	tables         []string // in the schema, with names of ours
 	elsewhere      []string // schemas with the functions of another proxy
 	mapped         bool     // PL/Proxy knows as whom to connect
-	owner          string   // of the schema, quoted
+	owner          string   // of the functions, quoted
 	connections    []string // nil if it is no proxy
 }
 
@@ -176,18 +176,14 @@ func (a *app) readTarget(ctx context.Context, pool *pgxpool.Pool) (t proxyTarget
 			return t, err
 		}
 	}
-	var owner *string
 	err = a.look(ctx, pool, func(tx pgx.Tx) error {
 		if err := tx.QueryRow(ctx, targetSQL, a.schema).Scan(&t.database, &t.role, &t.superuser, &t.major, &t.available,
-			&t.encoding, &t.standby, &t.schemaThere, &t.tables, &t.elsewhere, &t.mapped, &owner); err != nil {
+			&t.encoding, &t.standby, &t.schemaThere, &t.tables, &t.elsewhere, &t.mapped, &t.owner); err != nil {
 			return err
 		}
 		t.connections, err = shards.Connections(ctx, tx)
 		return err
 	})
-	if owner != nil {
-		t.owner = *owner
-	}
 	return t, err
 }
 

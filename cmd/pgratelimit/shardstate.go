@@ -9,6 +9,8 @@ import (
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/pgratelimit/ratelimit/internal/shards"
 )
 
 // farClocks is how far apart clocks may be before somebody should hear of it. A key is on one shard, so no decision
@@ -53,9 +55,9 @@ type shardIs struct {
 
 func (i *shardIs) String() string {
 	if i == nil {
-		return "no shard"
+		return shards.Identity{}.String()
 	}
-	return fmt.Sprintf("shard %d of %d", i.Place, i.Shards)
+	return shards.Identity(*i).String()
 }
 
 // clockTime is how far a server's clock is ahead of ours.
