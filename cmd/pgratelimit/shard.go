@@ -22,7 +22,7 @@ The other commands look at all shards when they are given a proxy.`,
 		Args: cobra.NoArgs,
 		RunE: missingCommand,
 	}
-	cmd.AddCommand(a.shardSetCommand(), a.shardListCommand())
+	cmd.AddCommand(a.shardSetCommand(), a.shardListCommand(), a.shardGrowCommand())
 	for _, sub := range cmd.Commands() {
 		sub.ValidArgsFunction = cobra.NoFileCompletions
 	}
@@ -97,7 +97,7 @@ func printShards(w io.Writer, states []shardState) {
 
 // checkConnections refuses connection strings that PL/Proxy could not use, or that would show a password to everybody.
 func checkConnections(connections []string) error {
-	if n := len(connections); n&(n-1) != 0 {
+	if n := len(connections); n == 0 || n&(n-1) != 0 {
 		return usageError{fmt.Errorf("the number of shards is %d, and must be a power of two: 1, 2, 4, 8 and so on", n)}
 	}
 	for place, connection := range connections {

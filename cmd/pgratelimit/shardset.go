@@ -49,12 +49,7 @@ shard, as deploy/grants.sql gives them. This command itself connects to the shar
 --database-url, who has to be a member of the role that owns their tables. It tries everything before
 it changes the proxy. If something is wrong, the proxy stays as it was.`,
 		Example: `  pgratelimit shard set --user limits_proxy "host=10.0.0.1 dbname=limits_0" "host=10.0.0.2 dbname=limits_1"`,
-		Args: func(_ *cobra.Command, args []string) error {
-			if len(args) == 0 {
-				return errors.New("requires a connection string for each shard")
-			}
-			return checkConnections(args)
-		},
+		Args: func(_ *cobra.Command, args []string) error { return checkConnections(args) },
 		RunE: action(func(ctx context.Context, args []string) error {
 			password, given := os.LookupEnv(passwordVariable)
 			if given && user == "" {
@@ -72,6 +67,10 @@ it changes the proxy. If something is wrong, the proxy stays as it was.`,
 	return cmd
 }
 
+// unloggedSQL keeps the statement that has the password out of the server's log.
+const unloggedSQL = `SET LOCAL log_statement = 'none'; SET LOCAL log_min_duration_statement = -1;
+	SET LOCAL log_min_error_statement = 'panic'`
+
 func (a *app) setShards(ctx context.Context, config shards.Config, yes bool) error {
 	pool, err := a.open(ctx)
 	if err != nil {
@@ -87,8 +86,8 @@ func (a *app) setShards(ctx context.Context, config shards.Config, yes bool) err
 		return err
 	}
 	stores := a.each(config.Connections)
-	states, err := readNewShards(ctx, stores, func(place int) (shardIs, bool) {
-		return shardIs{place, len(stores)}, true
+	states, err := readNewShards(ctx, stores, func(s *shardState) wantedShard {
+		return wantedShard{is: shardIs{s.Place, len(stores)}, fresh: true, counts: len(stores) == 1}
 	})
 	if err != nil {
 		return err
@@ -111,19 +110,15 @@ func (a *app) setShards(ctx context.Context, config shards.Config, yes bool) err
 			return store.about(err)
 		}
 	}
-	// What somebody has done to the functions is what this may have to mend, so it is look that writes here.
+	// What somebody has done to the functions is what this may have to mend, so the functions are not looked at.
 	if err := a.transaction(ctx, pool, pgx.ReadWrite, false, func(tx pgx.Tx) error {
-		for _, setting := range []string{ // so that the log does not have the password
-			"log_statement = 'none'", "log_min_duration_statement = -1", "log_min_error_statement = 'panic'",
-		} {
-			if _, err := tx.Exec(ctx, "SET LOCAL "+setting); err != nil {
-				return err
-			}
+		if _, err := tx.Exec(ctx, unloggedSQL, pgx.QueryExecModeSimpleProtocol); err != nil {
+			return err
 		}
 		if err := shards.Install(ctx, tx, source, config); err != nil {
 			return err
 		}
-		return tryShards(ctx, tx, stores, source, target.owner)
+		return tryShards(ctx, tx, stores, source, target.owner, true)
 	}); err != nil {
 		return fmt.Errorf("the proxy stays as it was: %w", err)
 	}
@@ -251,10 +246,16 @@ func (t *proxyTarget) question(states []shardState, config shards.Config) string
 	return text.String() + "Do it?"
 }
 
-// readNewShards asks databases that are to be shards. It returns an error that says what is wrong with each. want tells
-// what a place has to be, and whether the database need not know that yet.
+// wantedShard is what a database has to be to become a shard.
+type wantedShard struct {
+	is     shardIs
+	fresh  bool // it need not know that yet
+	counts bool // it may have some before
+}
+
+// readNewShards asks databases that are to be shards. It returns an error that says what is wrong with each.
 func readNewShards(
-	ctx context.Context, stores []*app, want func(place int) (is shardIs, fresh bool),
+	ctx context.Context, stores []*app, want func(s *shardState) wantedShard,
 ) ([]shardState, error) {
 	all, err := readMigrations()
 	if err != nil {
@@ -293,9 +294,9 @@ func readNewShards(
 	var wrong []error
 	for i := range states {
 		s := &states[i]
-		is, fresh := want(i)
-		s.judge(is, version, fresh)
-		s.judgeNew(states, is)
+		w := want(s)
+		s.judge(w.is, version, w.fresh)
+		s.judgeNew(states, w)
 		for _, f := range s.Wrong {
 			wrong = append(wrong, fmt.Errorf("%s %s; %s", s.name, f.Found, f.Do))
 		}
@@ -308,38 +309,46 @@ func (s *shardState) readNew(ctx context.Context, tx pgx.Tx, token int32, versio
 	if err := tx.QueryRow(ctx, twinSQL, token, s.Place).Scan(&s.twin); err != nil {
 		return err
 	}
-	if err := s.read(ctx, tx); err != nil || s.Version != version || s.ReadOnly || s.owner != "" {
+	if err := s.read(ctx, tx); err != nil || s.Version != version || s.ReadOnly || !s.member {
 		return err
 	}
 	return tx.QueryRow(ctx, holdsSQL).Scan(&s.counts, &s.policies)
 }
 
-func (s *shardState) judgeNew(all []shardState, is shardIs) {
+func (s *shardState) judgeNew(all []shardState, w wantedShard) {
 	if s.twin != nil {
 		s.add(problem, "place", "name another database", "is the same database as %s", all[*s.twin].name)
 	}
-	if s.owner != "" {
+	if s.owner != "" && !s.member {
 		s.add(problem, "rights", fmt.Sprintf("run this as a role that is a member of %s on each shard",
 			printable(s.owner)), "has tables of %s, and this role is not a member of that", printable(s.owner))
 	}
 	if s.Is != nil || s.twin != nil {
 		return
 	}
-	if s.counts && is.Shards > 1 {
+	if s.counts && !w.counts {
 		s.add(problem, "counts", "make it the only shard, and then grow; or `TRUNCATE` rate_limit_ephemeral and "+
 			"rate_limit_durable, which forgets all counts", "has counts already, of keys that other shards would own")
 	}
-	if s.policies && is.Place > 0 {
+	if s.policies && w.is.Place > 0 {
 		s.add(problem, "policies", "move them to shard 0, and `DELETE` them here",
 			"has policies, and only those of shard 0 are obeyed")
 	}
 }
 
 // tryShards has PL/Proxy ask each shard, in the transaction that makes the proxy.
-func tryShards(ctx context.Context, tx pgx.Tx, stores []*app, source shards.Source, owner string) error {
+// owned tells whether the shards know already which they are.
+func tryShards(
+	ctx context.Context, tx pgx.Tx, stores []*app, source shards.Source, owner string, owned bool,
+) error {
 	q, _ := tx.(qualified)
 	schema := pgx.Identifier{q.schema}.Sanitize()
-	if _, err := q.Tx.Exec(ctx, fmt.Sprintf(checkShardSQL, schema, strings.ReplaceAll(schema, "'", "''"))); err != nil {
+	condition := "true"
+	if owned {
+		condition = "(SELECT " + schema + "._rate_limit_own_shard(shard, shards))"
+	}
+	if _, err := q.Tx.Exec(ctx, fmt.Sprintf(checkShardSQL, schema, strings.ReplaceAll(schema, "'", "''"),
+		condition)); err != nil {
 		return err
 	}
 	// The user mapping is that of the functions' owner.

@@ -39,7 +39,8 @@ type shardState struct {
 	name       string    // for people
 	schema     string    // of the tables and functions
 	encoding   string    //
-	owner      string    // of the tables, if this role is not a member of that
+	owner      string    // of the tables
+	member     bool      // this role is a member of that
 	clock      clockTime //
 	reached    bool      //
 	counts     bool      // there are some; only read for set
@@ -97,7 +98,7 @@ func (s *shardState) read(ctx context.Context, tx pgx.Tx) (err error) {
 	}
 	var readable bool
 	if err := tx.QueryRow(ctx, stateSQL).Scan(
-		&s.Version, &s.ReadOnly, &s.encoding, &s.Rows, &s.owner, &readable); err != nil {
+		&s.Version, &s.ReadOnly, &s.encoding, &s.Rows, &s.owner, &s.member, &readable); err != nil {
 		return err
 	}
 	if s.reached = true; !readable {

@@ -14,12 +14,8 @@ SELECT
         FROM pg_class AS c
         WHERE c.relnamespace = n.oid AND c.relname IN ('rate_limit_ephemeral', 'rate_limit_durable')
     ), 0)::bigint,
-    -- Who owns the tables, if this role is not a member of that.
-    coalesce((
-        SELECT pg_get_userbyid(c.relowner)::text
-        FROM pg_class AS c
-        WHERE c.relnamespace = n.oid AND c.relname = 'rate_limit_durable' AND NOT pg_has_role(c.relowner, 'MEMBER')
-    ), ''),
+    coalesce(pg_get_userbyid(durable.relowner)::text, ''),
+    coalesce(pg_has_role(durable.relowner, 'MEMBER'), false),
     coalesce((
         SELECT c.relkind = 'r' AND has_schema_privilege(n.oid, 'USAGE') AND has_table_privilege(c.oid, 'SELECT')
         FROM pg_class AS c
@@ -27,3 +23,4 @@ SELECT
     ), false)
 FROM (SELECT current_setting('pgratelimit.schema') AS nspname) AS wanted
 LEFT JOIN pg_namespace AS n USING (nspname)
+LEFT JOIN pg_class AS durable ON durable.relnamespace = n.oid AND durable.relname = 'rate_limit_durable'
