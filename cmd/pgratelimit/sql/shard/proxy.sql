@@ -4,6 +4,7 @@ SELECT
     EXISTS (
         SELECT FROM pg_proc AS p
         WHERE p.pronamespace = n.oid AND p.proname = 'rate_limit_shards' AND p.pronargs = 0
+            AND to_regclass(format('%I.rate_limit_ephemeral', n.nspname)) IS NULL
     ),
     coalesce((
         SELECT r.rolname::text
