@@ -364,7 +364,8 @@ func tryShards(
 		var missing []string
 		if err := q.Tx.QueryRow(ctx, "SELECT login, missing FROM "+schema+"._rate_limit_check_shard($1, $2, $3)",
 			i, len(stores), needed).Scan(&login, &missing); err != nil {
-			return store.about(proxyTrouble(err))
+			found, do := proxyTrouble(err)
+			return store.about(errors.New(found + "; " + do))
 		}
 		if len(missing) > 0 {
 			return store.about(fmt.Errorf("role %s may not execute %s; run deploy/grants.sql there, and "+
@@ -378,17 +379,16 @@ func tryShards(
 	return err
 }
 
-// proxyTrouble says what to do about an error of PL/Proxy.
-func proxyTrouble(err error) error {
+// proxyTrouble says what PL/Proxy has met, and what to do about it.
+func proxyTrouble(err error) (found, do string) {
 	pgErr, ok := errors.AsType[*pgconn.PgError](err)
 	if !ok {
-		return err
+		return oneLine(err), "look at the log of both servers"
 	}
 	has := func(part string) bool { return strings.Contains(pgErr.Message, part) }
-	do := "look at the log of both servers"
 	switch {
 	case has("password"):
-		do = passwordVariable + " has to be the password of --user on the shard"
+		do = passwordVariable + " has to be the password of --user on the shard, for `pgratelimit shard set`"
 	case has("role ") && has("does not exist"):
 		do = "make the role on the shard: CREATE ROLE … LOGIN"
 	case has("not permitted to log in"):
@@ -396,9 +396,11 @@ func proxyTrouble(err error) error {
 	case has("pg_hba.conf"):
 		do = "let the shard's pg_hba.conf admit the host of the proxy's server"
 	case has("PQconnect"):
-		do = "the connection string has to work from the host of the proxy's server"
+		do = "give `pgratelimit shard set` a connection string that works from the host of the proxy's server"
 	case pgErr.Code == "42501":
 		do = "run deploy/grants.sql on the shard, and GRANT rate_limit_app, rate_limit_sweeper TO the role of --user"
+	default:
+		do = "look at the log of both servers"
 	}
-	return fmt.Errorf("PL/Proxy could not use it: %s; %s", oneLine(errors.New(pgErr.Message)), do)
+	return "PL/Proxy cannot use it: " + oneLine(errors.New(pgErr.Message)), do
 }
