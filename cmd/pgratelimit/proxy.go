@@ -74,9 +74,9 @@ func readProxy(ctx context.Context, tx pgx.Tx) (connections []string, schema str
 	case err != nil || !proxy:
 		return nil, "", err
 	case stranger != "":
-		return nil, "", fmt.Errorf("the foreign server %s belongs to %s, who owns neither the schema nor the database, "+
-			"so this command could be led to a server of a stranger; drop it, and run 'pgratelimit shard set' as a "+
-			"superuser", shards.Server, printable(stranger))
+		return nil, "", fmt.Errorf("the foreign server %s belongs to %s, who owns neither the schema nor the "+
+			"database, so this command could be led to a server of a stranger; drop it, and run 'pgratelimit shard "+
+			"set' as a superuser", shards.Server, printable(stranger))
 	}
 	if connections, err = shards.Connections(ctx, tx); err != nil {
 		return nil, "", err

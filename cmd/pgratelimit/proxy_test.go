@@ -81,7 +81,9 @@ func TestShardSetRefuses(t *testing.T) {
 	t.Parallel()
 
 	p := newProxy(t, 2)
-	name := func(i int) string { return fmt.Sprintf("shard %d (%s) ", i, p.shards[i].Pool.Config().ConnConfig.Database) }
+	name := func(i int) string {
+		return fmt.Sprintf("shard %d (%s) ", i, p.shards[i].Pool.Config().ConnConfig.Database)
+	}
 	refused := func(words ...string) {
 		t.Helper()
 		p.set(t).complains(t, exitFailed, words...)

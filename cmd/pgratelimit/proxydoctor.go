@@ -162,9 +162,10 @@ type proxyFunction struct {
 	kind       string // its language, and whether it runs with the rights of its owner
 	body       string
 	signature  string
-	executable bool // by this role
-	public     bool // everybody may execute it
-	usable     bool // somebody who logs in may
+	arguments  string // as they are declared
+	executable bool   // by this role
+	public     bool   // everybody may execute it
+	usable     bool   // somebody who logs in may
 }
 
 // checkFunctions compares the functions with those that 'shard set' would make now.
@@ -175,7 +176,7 @@ func (e *proxyExamination) checkFunctions(ctx context.Context) (finding, error) 
 			return err
 		}
 		e.functions, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (f proxyFunction, err error) {
-			return f, row.Scan(&f.name, &f.kind, &f.body, &f.signature, &f.executable, &f.public, &f.usable)
+			return f, row.Scan(&f.name, &f.kind, &f.body, &f.signature, &f.arguments, &f.executable, &f.public, &f.usable)
 		})
 		return err
 	}); err != nil {
@@ -200,7 +201,13 @@ func (e *proxyExamination) checkFunctions(ctx context.Context) (finding, error) 
 	if err != nil {
 		return finding{}, err
 	}
-	return judgeFunctions(functionsIn(text), e.functions), nil
+	made := functionsIn(text)
+	for _, f := range source.Functions {
+		entry := made[f.Name]
+		entry.arguments = f.Arguments
+		made[f.Name] = entry
+	}
+	return judgeFunctions(made, e.functions), nil
 }
 
 var (
@@ -230,9 +237,10 @@ func judgeFunctions(made map[string]proxyFunction, found []proxyFunction) findin
 	for _, f := range found {
 		want, expected := made[f.name]
 		switch {
-		case !expected || seen[f.name]:
+		case !expected || want.arguments != "" && f.arguments != want.arguments:
 			wrong = append(wrong, f.signature+" should not be there")
 			drop = append(drop, "`DROP FUNCTION "+f.signature+"`")
+			continue
 		case f.kind != want.kind:
 			wrong = append(wrong, fmt.Sprintf("%s is %s instead of %s", f.name, f.kind, want.kind))
 		case f.body != want.body:

@@ -101,7 +101,9 @@ func checkConnections(connections []string) error {
 		return usageError{fmt.Errorf("the number of shards is %d, and must be a power of two: 1, 2, 4, 8 and so on", n)}
 	}
 	for place, connection := range connections {
-		refuse := func(why string) error { return usageError{fmt.Errorf("connection string of shard %d: %s", place, why)} }
+		refuse := func(why string) error {
+			return usageError{fmt.Errorf("connection string of shard %d: %s", place, why)}
+		}
 		if strings.HasPrefix(connection, "postgres://") || strings.HasPrefix(connection, "postgresql://") {
 			return refuse(`it is a URL, and PL/Proxy needs keywords: "host=10.0.0.1 dbname=limits_0"`)
 		}
@@ -111,8 +113,8 @@ func checkConnections(connections []string) error {
 		}
 		for _, secret := range []string{"user", "password", "sslpassword"} {
 			if _, given := settings[secret]; given {
-				return refuse(secret + " does not belong in it, because everybody can read it in the proxy's database: " +
-					"--user names the role, and " + passwordVariable + " has the password")
+				return refuse(secret + " does not belong in it, because everybody can read it in the proxy's " +
+					"database: --user names the role, and " + passwordVariable + " has the password")
 			}
 		}
 		if settings["dbname"] == "" {

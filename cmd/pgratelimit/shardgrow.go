@@ -68,12 +68,18 @@ func (a *app) growShards(ctx context.Context, more, others []string, yes bool) e
 		}
 		return ctx.Err()
 	}}
+	var open []*pgx.Conn
+	defer func() {
+		for _, conn := range open {
+			_ = conn.Close(context.WithoutCancel(ctx))
+		}
+	}()
 	for i, store := range g.stores {
 		conn, err := store.own(ctx, g.states[i].owner)
 		if err != nil {
 			return store.about(err)
 		}
-		defer conn.Close(context.WithoutCancel(ctx))
+		open = append(open, conn)
 		if i < len(more) {
 			config.Old = append(config.Old, conn)
 		} else {
@@ -85,7 +91,7 @@ func (a *app) growShards(ctx context.Context, more, others []string, yes bool) e
 		if err != nil {
 			return err
 		}
-		defer conn.Close(context.WithoutCancel(ctx))
+		open = append(open, conn)
 		config.Proxies = append(config.Proxies, conn)
 	}
 	if err := g.try(ctx, config.Old[0]); err != nil {

@@ -30,12 +30,12 @@ var (
 type shardState struct {
 	Place      int       `json:"place"`
 	Connection string    `json:"connection"`
-	Is         *shardIs  `json:"is"`          // null if the database is no shard
-	Version    int64     `json:"version"`     // of the migrations; 0 if there are none
-	ReadOnly   bool      `json:"read_only"`   //
-	Rows       int64     `json:"rows"`        // of keys, estimated
-	ClockUS    int64     `json:"clock_us"`    // ahead of the clock of the proxy
-	Wrong      []finding `json:"wrong"`       // [] if nothing is
+	Is         *shardIs  `json:"is"`        // null if the database is no shard
+	Version    int64     `json:"version"`   // of the migrations; 0 if there are none
+	ReadOnly   bool      `json:"read_only"` //
+	Rows       int64     `json:"rows"`      // of keys, estimated
+	ClockUS    int64     `json:"clock_us"`  // ahead of the clock of the proxy
+	Wrong      []finding `json:"wrong"`     // [] if nothing is
 	name       string    // for people
 	schema     string    // of the tables and functions
 	encoding   string    //
@@ -88,7 +88,9 @@ func readProxyState(ctx context.Context, tx pgx.Tx) (p proxyState, err error) {
 
 // newState returns the state of a shard of which nothing is known yet.
 func (a *app) newState() shardState {
-	return shardState{Place: a.place, Connection: a.connection, Wrong: []finding{}, name: a.shardName(), schema: a.schema}
+	return shardState{
+		Place: a.place, Connection: a.connection, Wrong: []finding{}, name: a.shardName(), schema: a.schema,
+	}
 }
 
 // read asks a shard.
@@ -126,8 +128,8 @@ func (s *shardState) cannotBeRead(err error) {
 		s.add(problem, "state", "mend what it says", "could not be looked at: %s", oneLine(err))
 		return
 	}
-	s.add(problem, "connection", "start it, or correct its connection string with `pgratelimit shard set`, or the rights "+
-		"of this role", "cannot be reached: %s", oneLine(err))
+	s.add(problem, "connection", "start it, or correct its connection string with `pgratelimit shard set`, or the "+
+		"rights of this role", "cannot be reached: %s", oneLine(err))
 }
 
 // judge finds what is wrong with a shard for a proxy with functions of a version. A new one need not know its place.
@@ -144,8 +146,8 @@ func (s *shardState) judge(want shardIs, version int64, fresh bool) {
 		s.add(problem, "version", migrate+", then deploy/grants.sql, and `pgratelimit shard set` for the proxy",
 			"is at version %d, and should be at %d", s.Version, version)
 	case s.Version > version && fresh:
-		s.add(problem, "version", "run the `pgratelimit` of that release", "is at version %d, which this command, of %d, "+
-			"does not know", s.Version, version)
+		s.add(problem, "version", "run the `pgratelimit` of that release", "is at version %d, which this command, "+
+			"of %d, does not know", s.Version, version)
 	case s.Version > version:
 		s.add(problem, "version", "migrate all shards, then run `pgratelimit shard set` for the proxy",
 			"is at version %d, and the proxy's functions are of %d", s.Version, version)
@@ -160,11 +162,13 @@ func (s *shardState) judge(want shardIs, version int64, fresh bool) {
 	}
 	switch {
 	case s.Is == nil && !fresh:
-		s.add(problem, "place", "run `pgratelimit shard set` as its owner, or let this role read rate_limit_shard",
+		s.add(problem, "place", fmt.Sprintf("run `pgratelimit shard set`; or, if it was that shard before and has its "+
+			"counts, `INSERT INTO %s.rate_limit_shard (place, shards) VALUES (%d, %d)`",
+			pgx.Identifier{s.schema}.Sanitize(), want.Place, want.Shards),
 			"does not say which shard it is, and should be %v", &want)
 	case s.Is != nil && *s.Is != want:
-		s.add(problem, "place", "give the connection strings in the order of the shards' places; for a database that no "+
-			"proxy uses any more, drop rate_limit_shard in it", "is %v, and not %v", s.Is, &want)
+		s.add(problem, "place", "give the connection strings in the order of the shards' places; for a database that "+
+			"no proxy uses any more, drop rate_limit_shard in it", "is %v, and not %v", s.Is, &want)
 	}
 }
 
@@ -176,7 +180,7 @@ func (s *shardState) judgeClock(proxy clockTime) {
 	apart := s.clock.ahead - proxy.ahead
 	s.ClockUS = apart.Microseconds()
 	if apart.Abs()-s.clock.error-proxy.error > farClocks {
-		s.add(warning, "clock", "let NTP keep the clocks of all servers", "has a clock that is %v from that of the proxy",
+		s.add(warning, "clock", "let NTP keep the clocks of all servers", "has a clock %v from that of the proxy",
 			apart.Round(time.Millisecond))
 	}
 }

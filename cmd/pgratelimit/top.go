@@ -33,7 +33,7 @@ type topResult struct {
 	Looked   int64      `json:"rows_looked_at"`
 	Complete bool       `json:"complete"` // all rows of the limiter were looked at
 	Share    float64    `json:"share"`    // about how much of the limiter's rows that is, from 0 to 1
-	At       time.Time  `json:"at"`       // the database's clock, from which all times count; of a proxy, that of shard 0
+	At       time.Time  `json:"at"`       // the database's clock (of shard 0), from which all times count
 	Keys     []keyState `json:"keys"`
 }
 
@@ -62,13 +62,14 @@ at together, or not at all. Keys that have taken nothing are not listed.`,
 			result := topResult{Limiter: args[0], Table: table(durable), Complete: true, Keys: []keyState{}}
 			rows := 0.0 // about how many the limiter has
 			if err := a.inStores(ctx, func(store *app, pool *pgxpool.Pool) error {
-				sample, err := store.peekAll(ctx, pool, args[0], policy.Policy, durable, maxRows, func(states []keyState) {
+				add := func(states []keyState) {
 					result.Keys = append(result.Keys, slices.DeleteFunc(states, func(s keyState) bool {
 						return s.ResetAfterUS == 0
 					})...)
 					slices.SortFunc(result.Keys, closest)
 					result.Keys = result.Keys[:min(n, len(result.Keys))]
-				})
+				}
+				sample, err := store.peekAll(ctx, pool, args[0], policy.Policy, durable, maxRows, add)
 				if err != nil {
 					return err
 				}

@@ -4,6 +4,7 @@ SELECT
     concat_ws(' ', l.lanname, CASE WHEN p.prosecdef THEN 'security definer' END),
     p.prosrc,
     p.oid::regprocedure::text,
+    pg_get_function_arguments(p.oid),
     has_function_privilege(p.oid, 'EXECUTE'),
     EXISTS (
         SELECT FROM aclexplode(coalesce(p.proacl, acldefault('f', p.proowner)))
