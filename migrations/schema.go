@@ -54,7 +54,10 @@ SELECT
         CASE WHEN n.nspowner OPERATOR(pg_catalog.=) 6171::pg_catalog.oid -- pg_database_owner, as which nobody logs in
             THEN d.datdba ELSE n.nspowner END)),
     me.rolname,
-    pg_catalog.to_regclass(pg_catalog.format('%I.rate_limit_ephemeral', n.nspname)) IS NULL AND (
+    NOT EXISTS (
+        SELECT FROM pg_catalog.pg_class AS r
+        WHERE r.relnamespace OPERATOR(pg_catalog.=) n.oid AND r.relname OPERATOR(pg_catalog.=) 'rate_limit_ephemeral'
+    ) AND (
         EXISTS (
             SELECT FROM pg_catalog.pg_proc AS q
             WHERE q.pronamespace OPERATOR(pg_catalog.=) n.oid AND q.proname OPERATOR(pg_catalog.=) 'rate_limit_shards'

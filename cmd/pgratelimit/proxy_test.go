@@ -10,9 +10,11 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit/internal/forget"
+	"github.com/pgratelimit/ratelimit/internal/pgserver"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 )
 
@@ -257,4 +259,94 @@ func TestCommandsOnAProxy(t *testing.T) {
 	pgtest.Exec(t, p.Pool, "CREATE SCHEMA other")
 	run("migrate", "up", "--schema=other").complains(t, exitFailed, "migrate each of the shards")
 	run("shard", "list", "--schema=other").complains(t, exitFailed, "is no proxy of shards")
+}
+
+// Shards as docs/operating.md sets them up: a schema and roles with no more rights than they need.
+func TestShardsWithRoles(t *testing.T) {
+	t.Parallel()
+
+	newProxy(t, 0)                                // which skips where there is no PL/Proxy
+	server := pgtest.Server(t, pgserver.Config{}) // roles belong to a whole server
+	config, err := pgx.ParseConfig(server.URL())
+	require.NoError(t, err)
+	as := func(user, database string) string {
+		return fmt.Sprintf("host=%s port=%d user=%s dbname=%s search_path=rate_limit", keywordValue(config.Host), config.Port,
+			user, database)
+	}
+	psql := func(database, sql string) {
+		t.Helper()
+		conn, err := pgx.Connect(t.Context(), as(config.User, database))
+		require.NoError(t, err)
+		defer conn.Close(t.Context())
+		_, err = conn.Exec(t.Context(), sql, pgx.QueryExecModeSimpleProtocol)
+		require.NoError(t, err)
+	}
+	databases := []string{"limits_0", "limits_1", "limits"}
+	for i, database := range databases {
+		psql(config.Database, "CREATE DATABASE "+database)
+		psql(database, readDeploy(t, "roles.sql"))
+		if i < 2 {
+			invoke(t, as(config.User, database)+" role=rate_limit_owner", "migrate", "up").done(t)
+			psql(database, readDeploy(t, "grants.sql"))
+		}
+	}
+	psql("limits", `
+		CREATE ROLE limits_proxy LOGIN;
+		CREATE ROLE app LOGIN IN ROLE rate_limit_app;
+		CREATE ROLE sweeper LOGIN IN ROLE rate_limit_sweeper;
+		CREATE ROLE reader LOGIN IN ROLE rate_limit_reader;
+		CREATE ROLE nobody LOGIN`)
+	set := []string{"shard", "set", "--yes", "--user=limits_proxy"}
+	for _, database := range databases[:2] {
+		set = append(set, fmt.Sprintf("host=%s port=%d dbname=%s", keywordValue(config.Host), config.Port, database))
+	}
+	invoke(t, as("app", "limits"), set...).complains(t, exitFailed, "role app is no superuser")
+	boss := as(config.User, "limits")
+	invoke(t, boss, set...).complains(t, exitFailed, "the proxy stays as it was: shard 0 (limits_0): ", "deploy/grants.sql",
+		"GRANT rate_limit_app, rate_limit_sweeper TO")
+	psql("limits_0", "GRANT rate_limit_app, rate_limit_sweeper TO limits_proxy")
+	invoke(t, boss, set...).done(t)
+	psql("limits_0", "GRANT rate_limit_app TO reader") // to look at keys, as people on call do
+
+	const policy = "--policy=fixed 1/1h"
+	for _, test := range []struct {
+		args    []string
+		allowed string
+	}{
+		{[]string{"take", "login", "a", policy}, "app"},
+		{[]string{"reset", "login", "a"}, "app reader"},
+		{[]string{"sweep"}, "sweeper"},
+		{[]string{"limits"}, "reader"},
+		{[]string{"top", "login", policy}, "reader"},
+		{[]string{"shard", "list"}, "app sweeper reader"},
+		{[]string{"policy", "list"}, "reader"},
+	} {
+		for _, login := range []string{"app", "sweeper", "reader", "nobody"} {
+			o := invoke(t, as(login, "limits"), test.args...)
+			require.Equal(t, slices.Contains(strings.Fields(test.allowed), login), o.code == 0, "%s: %v: %s", login, test.args, o.stderr)
+		}
+	}
+	for check, f := range examined(t, boss) {
+		require.NotEqual(t, problem, f.Level, "%s: %v", check, f)
+	}
+	examined(t, as("app", "limits"))
+}
+
+// The connection strings may lead to PgBouncer in transaction mode.
+func TestShardsBehindPgBouncer(t *testing.T) {
+	t.Parallel()
+
+	p := newProxy(t, 2)
+	for i, shard := range p.shards {
+		p.connections[i], _, _ = strings.Cut(pgtest.PgBouncer(t, shard, "transaction", 4), " user=")
+		p.connections[i] += " dbname=" + shard.Pool.Config().ConnConfig.Database
+		pgtest.Exec(t, shard.Pool, "REVOKE CREATE ON SCHEMA public FROM PUBLIC") // which Postgres 14 grants
+	}
+	p.set(t).done(t)
+	invoke(t, p.URL, "take", "login", "key", "--policy=fixed 1/1h").done(t)
+	invoke(t, p.URL, "limits").done(t)
+	invoke(t, p.URL, "reset", "login", "--all", "--yes").done(t)
+	for check, f := range examined(t, p.URL) {
+		require.NotEqual(t, problem, f.Level, "%s: %v", check, f)
+	}
 }

@@ -176,7 +176,8 @@ func (e *proxyExamination) checkFunctions(ctx context.Context) (finding, error) 
 			return err
 		}
 		e.functions, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (f proxyFunction, err error) {
-			return f, row.Scan(&f.name, &f.kind, &f.body, &f.signature, &f.arguments, &f.executable, &f.public, &f.usable)
+			return f, row.Scan(&f.name, &f.kind, &f.body, &f.signature, &f.arguments, &f.executable, &f.public,
+				&f.usable)
 		})
 		return err
 	}); err != nil {

@@ -48,8 +48,7 @@ PGRATELIMIT_SHARD_PASSWORD. That role needs the rights of rate_limit_app and rat
 shard, as deploy/grants.sql gives them. This command itself connects to the shards as the user of
 --database-url, who has to be a member of the role that owns their tables. It tries everything before
 it changes the proxy. If something is wrong, the proxy stays as it was.`,
-		Example: `  export PGRATELIMIT_SHARD_PASSWORD=secret
-  pgratelimit shard set --user proxy "host=10.0.0.1 dbname=limits_0" "host=10.0.0.2 dbname=limits_1"`,
+		Example: `  pgratelimit shard set --user proxy "host=10.0.0.1 dbname=limits_0" "host=10.0.0.2 dbname=limits_1"`,
 		Args: func(_ *cobra.Command, args []string) error { return checkConnections(args) },
 		RunE: action(func(ctx context.Context, args []string) error {
 			password, given := os.LookupEnv(passwordVariable)
@@ -134,7 +133,7 @@ func own(ctx context.Context, tx pgx.Tx, is shardIs) error {
 		pgx.Identifier{q.schema, table(true)}.Sanitize()).Scan(&owner); err != nil {
 		return err
 	}
-	if _, err := tx.Exec(ctx, "SET LOCAL ROLE "+pgx.Identifier{owner}.Sanitize()); err != nil {
+	if _, err := q.Tx.Exec(ctx, "SET LOCAL ROLE "+pgx.Identifier{owner}.Sanitize()); err != nil {
 		return err
 	}
 	return shards.Own(ctx, tx.Conn(), q.schema, is.Place, is.Shards)

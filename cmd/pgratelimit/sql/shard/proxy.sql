@@ -4,7 +4,8 @@ SELECT
     EXISTS (
         SELECT FROM pg_proc AS p
         WHERE p.pronamespace = n.oid AND p.proname = 'rate_limit_shards' AND p.pronargs = 0
-            AND to_regclass(format('%I.rate_limit_ephemeral', n.nspname)) IS NULL
+            AND NOT EXISTS (
+                SELECT FROM pg_class AS c WHERE c.relnamespace = n.oid AND c.relname = 'rate_limit_ephemeral')
     ),
     coalesce((
         SELECT r.rolname::text

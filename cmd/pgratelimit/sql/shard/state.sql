@@ -5,7 +5,7 @@ SELECT
         SELECT substring(p.prosrc, '[0-9]+')::bigint
         FROM pg_proc AS p
         WHERE p.pronamespace = n.oid AND p.proname = 'rate_limit_version' AND p.pronargs = 0
-            AND to_regclass(format('%I.rate_limit_ephemeral', n.nspname)) IS NOT NULL
+            AND durable.oid IS NOT NULL
     ), 0),
     pg_is_in_recovery() OR current_setting('default_transaction_read_only')::boolean,
     current_setting('server_encoding'),
