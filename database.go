@@ -41,7 +41,10 @@ type database struct {
 	schema string
 	// hungAt is when a statement last failed because Postgres is away or slow, nil if Postgres has answered since.
 	hungAt atomic.Pointer[time.Time]
-	clock  func() time.Time // replaces the database's clock, unless it is nil
+	// sharded tells that it is a proxy for shards. What a shard has decided stays, whatever becomes of the proxy's own
+	// transaction.
+	sharded atomic.Bool
+	clock   func() time.Time // replaces the database's clock, unless it is nil
 	// qualified are the statements by the algorithm's code, if the schema stands in them.
 	qualified map[int16]string
 }
@@ -84,15 +87,23 @@ func (d *database) now() *time.Time {
 	return &t
 }
 
-// transaction says how a statement's transaction is set up. The zero value is a transaction of the caller's,
-// which keeps its settings.
+// transaction says how a statement's transaction is set up. The zero value is that of a single connection, which keeps
+// its settings.
 type transaction struct {
-	lockTimeout *int32 // milliseconds; not nil if the transaction is ours
+	lockTimeout *int32 // milliseconds if the transaction is ours; -1 if it goes on after the statement
 	skipHeld    bool   // pass over rows that somebody has locked
 }
 
 // own tells whether the transaction is ours rather than the caller's.
-func (tx transaction) own() bool { return tx.lockTimeout != nil }
+func (tx transaction) own() bool { return tx.lockTimeout != nil && *tx.lockTimeout > 0 }
+
+// callersTransaction is for a statement on a single connection, or in a transaction.
+func callersTransaction(db DBTX) transaction {
+	if pg.InTransaction(db) {
+		return transaction{lockTimeout: new(int32(-1))}
+	}
+	return transaction{}
+}
 
 // lockTimeout is a lock_timeout in milliseconds. It is at least 1, because 0 would turn it off.
 func lockTimeout(d time.Duration) *int32 {
