@@ -37,7 +37,7 @@ CROSS JOIN LATERAL (
                 OR $1::boolean AND (NOT p.prosecdef OR p.proowner NOT IN (SELECT t.oid FROM trusted AS t)))) END AS odd
 ) AS found
 WHERE c.relname IN ('rate_limit_ephemeral', 'rate_limit_durable', 'rate_limit_sweeper', 'rate_limit_goose_version',
-        'rate_limit_policy', 'rate_limit_policy_history', 'rate_limit_shadow', 'rate_limit_lease')
+        'rate_limit_policy', 'rate_limit_policy_history', 'rate_limit_shadow', 'rate_limit_lease', 'rate_limit_shard')
     AND (found.odd OR ($1::boolean OR c.relname IN ('rate_limit_ephemeral', 'rate_limit_durable'))
         AND c.relname <> ALL ($2::text[]) AND c.relname <> 'rate_limit_goose_version'
         AND c.relowner NOT IN (SELECT t.oid FROM trusted AS t))
