@@ -30,6 +30,8 @@ BEGIN
 END
 $$;
 
+REVOKE ALL ON FUNCTION {{.Schema}}._rate_limit_note_deleted() FROM PUBLIC;
+
 DO $$
 DECLARE
     fn regprocedure;

@@ -29,12 +29,17 @@ FROM pg_class AS c
 JOIN schema AS n ON n.oid = c.relnamespace
 CROSS JOIN LATERAL (
     SELECT c.relkind <> 'r' OR c.relhasrules OR c.relrowsecurity
-        OR CASE WHEN c.relname <> 'rate_limit_policy' THEN c.relhastriggers ELSE EXISTS (
+        OR EXISTS (
             SELECT FROM pg_trigger AS t
             JOIN pg_proc AS p ON p.oid = t.tgfoid
             WHERE t.tgrelid = c.oid AND NOT t.tgisinternal AND (
-                p.pronamespace <> n.oid OR p.proname NOT IN ('_rate_limit_check_policy', '_rate_limit_note_policy')
-                OR $1::boolean AND (NOT p.prosecdef OR p.proowner NOT IN (SELECT t.oid FROM trusted AS t)))) END AS odd
+                p.pronamespace <> n.oid OR p.proname <> ALL (CASE
+                    WHEN c.relname = 'rate_limit_policy' THEN '{_rate_limit_check_policy, _rate_limit_note_policy}'
+                    -- while a shard is divided
+                    WHEN c.relname IN ('rate_limit_ephemeral', 'rate_limit_durable') THEN '{_rate_limit_note_deleted}'
+                    ELSE '{}'
+                END::text[])
+                OR $1::boolean AND (NOT p.prosecdef OR p.proowner NOT IN (SELECT t.oid FROM trusted AS t)))) AS odd
 ) AS found
 WHERE c.relname IN ('rate_limit_ephemeral', 'rate_limit_durable', 'rate_limit_sweeper', 'rate_limit_goose_version',
         'rate_limit_policy', 'rate_limit_policy_history', 'rate_limit_shadow', 'rate_limit_lease', 'rate_limit_shard')
