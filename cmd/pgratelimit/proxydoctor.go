@@ -2,9 +2,7 @@ package main
 
 import (
 	"context"
-	"crypto/sha256"
 	_ "embed"
-	"encoding/binary"
 	"fmt"
 	"regexp"
 	"slices"
@@ -15,6 +13,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/pgratelimit/ratelimit/internal/algorithm"
+	"github.com/pgratelimit/ratelimit/internal/shardkey"
 	"github.com/pgratelimit/ratelimit/internal/shards"
 )
 
@@ -297,19 +296,15 @@ func (e *proxyExamination) checkProxyRights(context.Context) (finding, error) {
 
 // checkThrough asks a shard through the proxy, as an application would.
 func (e *proxyExamination) checkThrough(ctx context.Context, place int) (finding, error) {
-	n := uint32(len(e.states))
-	if e.proxy.shards != len(e.states) || n&(n-1) != 0 || !slices.ContainsFunc(e.functions, func(f proxyFunction) bool {
+	n := len(e.states)
+	if e.proxy.shards != n || n&(n-1) != 0 || !slices.ContainsFunc(e.functions, func(f proxyFunction) bool {
 		return f.name == "rate_limit_peek" && f.executable
 	}) {
 		return ok("not tried, because the map is wrong, or this role may not call rate_limit_peek"), nil
 	}
 	key := ""
-	for i := 0; ; i++ {
+	for i := 0; key == "" || shardkey.Of(key, n) != place; i++ {
 		key = fmt.Sprintf("doctor %d", i)
-		hash := sha256.Sum256([]byte(key))
-		if binary.BigEndian.Uint32(hash[:])&(n-1) == uint32(place) {
-			break
-		}
 	}
 	err := e.app.read(ctx, e.pool, func(tx pgx.Tx) error {
 		_, err := tx.Exec(ctx, "SELECT * FROM rate_limit_peek('pgratelimit doctor', $1, 'fixed 1/1m')", key)

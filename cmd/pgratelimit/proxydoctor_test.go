@@ -94,6 +94,13 @@ func TestDoctorOfAProxy(t *testing.T) {
 	follow(t, p.shards[1], f.Do)
 	require.Equal(t, fine, examined(t, p.URL)[name(1)+"rate_limit_durable: kind"].Level)
 
+	// What is there while a shard is divided is no damage.
+	pgtest.Exec(t, p.shards[1].Pool, "CREATE TRIGGER rate_limit_note_deleted AFTER DELETE ON rate_limit_durable "+
+		"FOR EACH ROW EXECUTE FUNCTION _rate_limit_note_deleted()")
+	require.Equal(t, fine, examined(t, p.URL)[name(1)+"objects"].Level)
+	invoke(t, p.URL, "limits").done(t)
+	pgtest.Exec(t, p.shards[1].Pool, "DROP TRIGGER rate_limit_note_deleted ON rate_limit_durable")
+
 	for sql, test := range map[string]struct{ check, found string }{
 		"DROP FUNCTION rate_limit_peek": {"functions", "rate_limit_peek is missing"},
 		"ALTER FUNCTION rate_limit_peek SECURITY INVOKER": {
