@@ -92,7 +92,7 @@ func (l *Limiter) allow(ctx context.Context, key string, n int64, shadows bool) 
 	if leased {
 		r.ahead = leases.ahead(in, key, n)
 	}
-	if err := l.client.queue.submit(ctx, r); err != nil {
+	if err := l.client.queues.submit(ctx, r); err != nil {
 		if isAway(err) && !l.space.returnsErrors {
 			return in.answerOnFailure(key, n), nil
 		}

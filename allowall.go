@@ -1,6 +1,7 @@
 package ratelimit
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -8,6 +9,9 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
+
+	"github.com/pgratelimit/ratelimit/internal/pg"
+	"github.com/pgratelimit/ratelimit/internal/shardkey"
 )
 
 const maxRequests = 100 // of one AllowAll
@@ -50,6 +54,10 @@ type Results struct {
 // All callers lock rows in one order, so that two never wait for each other. Concurrent calls share statements.
 // Every call asks the database, because denials are not remembered.
 //
+// Behind a proxy for shards, the keys of a call must be on one shard. They are if they share a part in braces, such as
+// {user:1}:minute and {user:1}:day. Otherwise it is an [ErrSharded] before anything is taken, also if a row of
+// [Policies] answers for a key.
+//
 // A limit that everybody shares is one row, from which one statement at a time can take. Give it a short key
 // ("all"): the longest keys are locked first, and the later a row is locked, the less the others wait.
 //
@@ -67,7 +75,10 @@ func AllowAll(ctx context.Context, requests ...Request) (results Results, err er
 	if err := ctx.Err(); err != nil {
 		return Results{}, gaveUp(err)
 	}
-	return s.decide(func(c *Client, r *request) error { return c.queue.submit(ctx, r) })
+	if err := s.across(s.client.queues.shards()); err != nil {
+		return Results{}, err
+	}
+	return s.decide(func(c *Client, r *request) error { return c.queues.submit(ctx, r) })
 }
 
 // AllowAllTx is AllowAll within the caller's transaction; see [Limiter.AllowTx]. The limiters may have several
@@ -98,8 +109,9 @@ type set struct {
 // setEntry is one of the requests.
 type setEntry struct {
 	limiter     *Limiter // of the policy in force
-	first, last int      // its parts: from first to before last; none if a row allows or denies everything
-	answer      Result   // what that row says
+	key         string
+	first, last int    // its parts: from first to before last; none if a row allows or denies everything
+	answer      Result // what that row says
 }
 
 // newSet checks the requests. In a transaction of the caller's it does not matter which databases the limiters have.
@@ -149,7 +161,7 @@ func (s *set) add(ctx context.Context, i int, q Request, inTx bool) error {
 		return errOtherClient
 	}
 	r, e := s.request, &s.entries[i]
-	e.limiter, e.first = in, len(r.parts)
+	e.limiter, e.key, e.first = in, q.key, len(r.parts)
 	if row != nil {
 		e.answer, _ = in.decision(row, q.cost)
 		if !e.answer.Allowed {
@@ -173,15 +185,38 @@ func (s *set) add(ctx context.Context, i int, q Request, inTx bool) error {
 // decide has the set decided by ask, unless rows of rate_limit_policy have decided it already.
 func (s *set) decide(ask func(*Client, *request) error) (Results, error) {
 	if s.denied == nil && len(s.request.parts) > 0 {
-		if err := ask(s.client, s.request); errors.Is(err, errRefused) {
-			return Results{}, s.refused()
-		} else if err != nil {
-			return Results{}, err
+		if err := ask(s.client, s.request); err != nil {
+			return Results{}, s.explain(err)
 		}
 	}
 	results := s.results()
 	s.client.requests.put(s.request)
 	return results, nil
+}
+
+// explain adds to the error of a set which of its requests is to blame.
+func (s *set) explain(err error) error {
+	if errors.Is(err, errRefused) {
+		return s.refused()
+	}
+	if shards, _ := pg.Shards(err); shardkey.Valid(shards) {
+		return cmp.Or(s.across(shards), err)
+	}
+	return err
+}
+
+// across is the error for a set whose keys are on several shards, or nil if they are not.
+func (s *set) across(shards int) error {
+	if shards == 1 {
+		return nil
+	}
+	first := shardkey.Of(s.entries[0].key, shards)
+	for i, e := range s.entries {
+		if shardkey.Of(e.key, shards) != first {
+			return &RequestError{Index: i, Err: errAcrossShards}
+		}
+	}
+	return nil
 }
 
 // setSpace is whose turn it is for AllowAll.

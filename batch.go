@@ -28,6 +28,8 @@ import (
 // locked it. If that is another one than before, the requests have lost a race, and go back to the queue. If it is
 // still the same one, they go to the lane for held keys.
 type batcher struct {
+	queues   *queues // of the client
+	shard    int     // whose requests it has decided, from 0
 	database *database
 	breaker  *breaker
 	log      *troubleLog
@@ -40,6 +42,7 @@ type batcher struct {
 	// When a held row or a refused key last cost others time, and when the pool last had no connection for a
 	// statement, in nanoseconds since begin.
 	heldAt, exhaustedAt atomic.Int64
+	refused             atomic.Pointer[refusal] // the last one by a shard that does not own the keys
 }
 
 // makingWait is how long a statement that passes over locked rows waits for each row that somebody is just making,
@@ -73,8 +76,12 @@ func (b *batcher) send(buf *buffers) (held, lost []*request) {
 		if now.Sub(r.since) <= b.timeout/10*9 {
 			return false
 		}
-		err := errNotAsked
+		err, refused := errNotAsked, b.refused.Load()
 		switch {
+		case refused != nil && refused.at.After(r.since):
+			b.report(r, refused.err, r.probe)
+			r.finish(refused.err)
+			return true
 		case b.begin.Add(time.Duration(b.heldAt.Load())).After(r.since):
 			err = b.held.noTime(r) // which is no outage
 		case b.begin.Add(time.Duration(b.exhaustedAt.Load())).After(r.since):
@@ -195,6 +202,9 @@ func (s *batch) ask(requests []*request, skip bool, wait time.Duration) {
 		transaction{lockTimeout: lockTimeout(min(wait, left/2)), skipHeld: skip})
 	cancel()
 	s.observe(began, requests, err)
+	if s.asksElsewhere(requests, err) {
+		return
+	}
 
 	// A statement_timeout that is shorter than the wait looks like an outage. The next statement, which does not
 	// wait, shows whether it is one.
@@ -311,7 +321,9 @@ func (s *batch) observe(began time.Time, requests []*request, err error) {
 	if s.observer == nil || s.observer.Statement == nil {
 		return
 	}
-	e := StatementEvent{Limiter: requests[0].space.name, Queued: s.queued, Err: err, Latency: time.Since(began)}
+	e := StatementEvent{
+		Limiter: requests[0].space.name, Shard: s.shard, Queued: s.queued, Err: err, Latency: time.Since(began),
+	}
 	for _, r := range requests {
 		e.Size += int(r.count - r.ahead)
 		if r.space != requests[0].space {
@@ -396,7 +408,7 @@ func (b *batcher) decideAlone(ctx context.Context, db DBTX, r *request) error {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), b.timeout)
 	defer cancel()
 	requests := []*request{r}
-	err := b.database.execute(ctx, db, requests, transaction{})
+	err := b.database.execute(ctx, db, requests, callersTransaction(db))
 	if err != nil && !r.looks() {
 		err = b.heldOrAway(ctx, db, requests, err)
 	}

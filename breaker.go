@@ -22,6 +22,7 @@ import (
 // not tell it from the others, and would have to explain it. While the breaker is open, each of these calls is a
 // probe.
 type breaker struct {
+	shard    int           // whose statements these are
 	timeout  time.Duration // of calls
 	observer *Observer
 	begin    time.Time // the breaker's clock counts from here, in nanoseconds
@@ -105,7 +106,7 @@ func (b *breaker) report(k kind, err error, probe bool) (closed bool) {
 	isOpen := b.isOpen(k)
 	b.mu.Unlock()
 	if isOpen != wasOpen && b.observer != nil && b.observer.Breaker != nil {
-		b.observer.Breaker(BreakerEvent{Limits: k.String(), Open: isOpen, Err: err})
+		b.observer.Breaker(BreakerEvent{Limits: k.String(), Shard: b.shard, Open: isOpen, Err: err})
 	}
 	return wasOpen && !isOpen
 }

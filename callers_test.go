@@ -146,13 +146,13 @@ func TestNothingIsLeftAtRest(t *testing.T) {
 		require.NoError(t, errors.Join(errs...))
 	})
 	testkit.WaitUntil(t, func() bool { return left() == 0 })
-	q := limiter.client.queue
+	q := limiter.client.queues.first()
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	require.Zero(t, q.inFlight)
 	require.Zero(t, q.waiting)
 	require.Empty(t, q.turns)
-	require.Empty(t, limiter.space.lines)
+	require.Empty(t, q.lines)
 	require.Zero(t, pool.Stat().AcquiredConns())
 }
 

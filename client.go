@@ -17,11 +17,14 @@ import (
 // turns, so one with many calls delays one with few by a statement at most. Where many have a few calls each, one
 // statement decides for all of them. A Client is safe for concurrent use, starts nothing, and needs no Close.
 // Making clients and limiters asks nothing of the database.
+//
+// Behind a proxy for shards, each shard has a queue and a breaker of its own, as soon as the proxy has told how many
+// there are. So a shard that is away holds up only its own keys.
 type Client struct {
 	config   ClientConfig
 	database *database
-	batcher  *batcher
-	queue    *queue
+	queues   queues
+	batcher  *batcher                 // the first queue's, which also decides in transactions of callers
 	fallback atomic.Pointer[fallback] // nil until a limiter has FallbackLocal
 	sets     atomic.Pointer[keyspace] // whose turn it is for AllowAll; nil until it has been called
 	requests requestPool
@@ -37,7 +40,8 @@ type ClientConfig struct {
 	// MaxInFlight is how many statements are under way at most, and so how many connections the client uses. Keys
 	// whose row somebody holds may take one more, and so may the report of leases, every 10 seconds. From 1; defaults
 	// to 2. A second one leaves only if 24 callers wait, if the database is 1 ms away or more, or if the first takes
-	// longer than 10 ms. Otherwise, calls wait.
+	// longer than 10 ms. Otherwise, calls wait. Behind a proxy for shards, all of this is for each shard. A pool with a
+	// few connections more than MaxInFlight has some to spare for the others while the statements of one shard hang.
 	MaxInFlight int
 	MaxBatch    int // how many calls leave together in one statement at most; defaults to 500
 	// DenialMaxAge is how long this process remembers a denial, if its RetryAfter does not pass earlier. Until
@@ -118,21 +122,22 @@ func NewClient(db DBTX, config ClientConfig) (*Client, error) {
 	if err := config.validate(); err != nil {
 		return nil, err
 	}
-	begin := time.Now()
-	b := &batcher{
-		database: newDatabase(db, config.Schema, config.Test.Now),
-		breaker:  &breaker{timeout: config.Timeout, observer: config.Observer, begin: begin},
-		log:      &troubleLog{logger: config.Logger, begin: begin},
-		held:     &heldKeys{timeout: config.Timeout},
-		leases:   newLeases(config.Test.Now, config.Timeout, config.Observer),
-		observer: config.Observer, timeout: config.Timeout, begin: begin,
+	c := &Client{config: config, database: newDatabase(db, config.Schema, config.Test.Now)}
+	var denials *denials
+	if c.database.pooled() {
+		denials = newDenials(config.DenialMaxAge, config.Test.Now)
 	}
-	if b.database.pooled() {
-		b.denials = newDenials(config.DenialMaxAge, config.Test.Now)
-	}
-	c := &Client{
-		config: config, database: b.database, batcher: b, queue: newQueue(b, config.MaxInFlight, config.MaxBatch),
-	}
-	b.leases.giveBack, b.leases.report = c.giveBack, newLeaseReport(b.database, &config)
+	leases := newLeases(config.Test.Now, config.Timeout, config.Observer)
+	leases.giveBack, leases.report = c.giveBack, newLeaseReport(c.database, &config)
+	c.batcher = c.queues.start(func(shard int) *queue {
+		begin := time.Now()
+		return newQueue(&batcher{
+			queues: &c.queues, shard: shard, database: c.database, denials: denials, leases: leases,
+			breaker:  &breaker{shard: shard, timeout: config.Timeout, observer: config.Observer, begin: begin},
+			log:      &troubleLog{queues: &c.queues, shard: shard, logger: config.Logger, begin: begin},
+			held:     &heldKeys{timeout: config.Timeout},
+			observer: config.Observer, timeout: config.Timeout, begin: begin,
+		}, config.MaxInFlight, config.MaxBatch)
+	}).batcher
 	return c, nil
 }

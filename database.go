@@ -84,15 +84,23 @@ func (d *database) now() *time.Time {
 	return &t
 }
 
-// transaction says how a statement's transaction is set up. The zero value is a transaction of the caller's,
-// which keeps its settings.
+// transaction says how a statement's transaction is set up. The zero value is that of a single connection, which keeps
+// its settings.
 type transaction struct {
-	lockTimeout *int32 // milliseconds; not nil if the transaction is ours
+	lockTimeout *int32 // milliseconds if the transaction is ours; -1 if it goes on after the statement
 	skipHeld    bool   // pass over rows that somebody has locked
 }
 
 // own tells whether the transaction is ours rather than the caller's.
-func (tx transaction) own() bool { return tx.lockTimeout != nil }
+func (tx transaction) own() bool { return tx.lockTimeout != nil && *tx.lockTimeout > 0 }
+
+// callersTransaction is for a statement on a single connection, or in a transaction.
+func callersTransaction(db DBTX) transaction {
+	if pg.InTransaction(db) {
+		return transaction{lockTimeout: new(int32(-1))}
+	}
+	return transaction{}
+}
 
 // lockTimeout is a lock_timeout in milliseconds. It is at least 1, because 0 would turn it off.
 func lockTimeout(d time.Duration) *int32 {

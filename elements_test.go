@@ -63,7 +63,7 @@ func (l *Limiter) ownTransaction() transaction {
 
 // send has a batch leave at once.
 func (l *Limiter) send(batch []*request) {
-	q := l.client.queue
+	q := l.client.queues.first()
 	held, lost := q.batcher.send(&buffers{batch: slices.Clone(batch)})
 	q.lane.add(q.lane.giveUp(held))
 	q.pushBack(lost)

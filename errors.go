@@ -46,6 +46,11 @@ var (
 	// or reading results. The message says which. OnFailure does not answer it. Nothing was taken; with
 	// ErrOutcomeUnknown, the result was unreadable.
 	ErrSetup = pg.ErrSetup
+	// ErrSharded: the database is a proxy for shards, which cannot do that. The keys of an AllowAll are on several
+	// shards: write a part that they share in braces ([*RequestError]). Or the call is part of a transaction of the
+	// caller's, which could not take back what a shard has committed: call Allow before it, or use a pool of the shard's
+	// own database. Nothing was taken.
+	ErrSharded = pg.ErrSharded
 	// ErrUnavailable: the database is not reachable, starts or stops, refuses connections or has ended this one,
 	// or somebody has locked the table, as VACUUM FULL does. The call did not count, except with
 	// ErrOutcomeUnknown.
@@ -154,6 +159,8 @@ var (
 		"ask once, for the sum of the costs")
 	errOtherClient = errors.New("its limiter has another client than that of the first request; " +
 		"make both with Client.Limiter")
+	errAcrossShards = fmt.Errorf("%w: its key is on another shard than that of the first request; "+
+		"write a part that they share in braces, such as {user:1}:minute and {user:1}:day", ErrSharded)
 	errOtherSchema = errors.New("its limiter has another schema than that of the first request")
 )
 

@@ -174,7 +174,7 @@ func TestOnFailureOfASingleConnection(t *testing.T) {
 		}
 	})
 	require.True(t, l.client.batcher.breaker.isOpen(kindEphemeral))
-	require.ErrorIs(t, l.client.queue.submit(t.Context(), l.newRequest("key", 1)), errNotTried)
+	require.ErrorIs(t, l.client.queues.first().submit(t.Context(), l.newRequest("key", 1)), errNotTried)
 }
 
 func TestFailedClosedIsARetryableDenial(t *testing.T) {

@@ -153,7 +153,7 @@ func TestLaneIsServedByNobodyAtRest(t *testing.T) {
 	_, err := call()
 	require.NoError(t, err)
 	testkit.WaitUntil(t, func() bool { return goroutines() == 0 })
-	lane := limiter.client.queue.lane
+	lane := limiter.client.queues.first().lane
 	lane.mu.Lock()
 	defer lane.mu.Unlock()
 	require.False(t, lane.serving)

@@ -142,7 +142,7 @@ func (c *Client) startGiving(back *giving) (wait func()) {
 		r.ofLease = true
 		requests[i] = r
 	}
-	c.queue.submitAll(requests)
+	c.queues.submitAll(requests)
 	return func() {
 		for i, r := range requests {
 			<-r.done

@@ -199,9 +199,9 @@ func holdOn(t *testing.T, conn *pgx.Conn, config Config, key string) pgx.Tx {
 
 // inQueue is how many calls wait for the next statement.
 func (c *Client) inQueue() int {
-	c.queue.mu.Lock()
-	defer c.queue.mu.Unlock()
-	return c.queue.waiting
+	c.queues.first().mu.Lock()
+	defer c.queues.first().mu.Unlock()
+	return c.queues.first().waiting
 }
 
 // waitUntilHeld returns when the lane of a limiter waits for a row.
@@ -223,9 +223,9 @@ func waitUntilHeld(t *testing.T, pool *pgxpool.Pool, l *Limiter) {
 
 // inLane is how many calls wait for the lane.
 func (c *Client) inLane() int {
-	c.queue.lane.mu.Lock()
-	defer c.queue.lane.mu.Unlock()
-	return len(c.queue.lane.requests)
+	c.queues.first().lane.mu.Lock()
+	defer c.queues.first().lane.mu.Unlock()
+	return len(c.queues.first().lane.requests)
 }
 
 // functionOf is the function that decides by a policy.

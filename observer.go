@@ -14,7 +14,8 @@ type Observer struct {
 	// [AllowAll]; and once for all Waits that were asked for together, with the sum of their costs.
 	Decision func(DecisionEvent)
 	// Statement is called after each statement that calls may share, also of Refund and Grant; not for a single
-	// connection. After a held row, or a key that the encoding refuses, it has an Err, and its calls come again.
+	// connection. After a held row, a key that the encoding refuses, or keys of several shards, it has an Err, and its
+	// calls come again.
 	Statement func(StatementEvent)
 	// Lease is called when a process has taken more of a key than its callers asked for, and when it has given the rest
 	// back, or could not; see [Config].Lease.
@@ -56,6 +57,7 @@ func (e DecisionEvent) ShadowOutcome() string {
 // StatementEvent is a statement that has ended.
 type StatementEvent struct {
 	Limiter string // Config.Name; "" if it decided for several limiters
+	Shard   int    // behind a proxy for shards, which one, from 0; else 0
 	Size    int    // how many calls it decided
 	Queued  int    // how many calls stayed behind when it left
 	Err     error  // nil if it decided
@@ -83,15 +85,16 @@ type BreakerEvent struct {
 	// Limits are the limiters of the client that it is for: "ephemeral", "durable", "synchronous" (durable, with
 	// SynchronousCommit), or "several", which is AllowAll over more than one of these.
 	Limits string
+	Shard  int // behind a proxy for shards, which one, from 0; else 0
 
 	Open bool  // Postgres is asked by one call at a time only, and by limiters that return errors
 	Err  error // why, if Open; an ErrPoolExhausted if Postgres may be well
 }
 
 // ErrorKind names an error of a limiter in a word, for metrics: "invalid_key", "invalid_cost",
-// "invalid_request" (any other [RequestError]), "would_exceed_deadline", "not_migrated", "newer_schema",
-// "not_permitted", "prepared_statements", "setup", "read_only", "key_held", "pool_exhausted", "timeout", "unavailable",
-// "context" (the caller's has ended), "other", or "" for nil.
+// "sharded" ([ErrSharded]), "invalid_request" (any other [RequestError]), "would_exceed_deadline", "not_migrated",
+// "newer_schema", "not_permitted", "prepared_statements", "setup", "read_only", "key_held", "pool_exhausted",
+// "timeout", "unavailable", "context" (the caller's has ended), "other", or "" for nil.
 func ErrorKind(err error) string {
 	for _, known := range []struct {
 		err  error
@@ -105,6 +108,7 @@ func ErrorKind(err error) string {
 		{ErrNotMigrated, "not_migrated"},
 		{ErrNewerSchema, "newer_schema"},
 		{ErrNotPermitted, "not_permitted"},
+		{ErrSharded, "sharded"},
 		{ErrPreparedStatements, "prepared_statements"},
 		{ErrSetup, "setup"},
 		{ErrReadOnly, "read_only"},

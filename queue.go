@@ -17,8 +17,10 @@ type queue struct {
 	maxBatch    int
 
 	mu       sync.Mutex
-	turns    []*keyspace // limiters with lines, in the order of their turns
-	waiting  int         // requests in all lines
+	turns    []*lines             // limiters with lines, in the order of their turns
+	lines    map[*keyspace]*lines // the same
+	free     []*lines             // memory that limiters without lines have left for others
+	waiting  int                  // requests in all lines
 	inFlight int
 	fastest  time.Duration // see noteDuration
 	flights  [kindCount]flights
@@ -49,6 +51,8 @@ const (
 	shortLine   = 8 // requests
 	worthMixing = 6 // short lines
 )
+
+const maxFree = 16 // limiters, whose memory a queue keeps for others
 
 func newQueue(b *batcher, maxInFlight, maxBatch int) *queue {
 	q := &queue{batcher: b, maxInFlight: maxInFlight, maxBatch: maxBatch}
@@ -178,18 +182,44 @@ func (q *queue) leaveSoon(k kind) {
 
 // line returns the line in which a request waits. q.mu is locked.
 func (q *queue) line(r *request) *line {
-	s, looks, kind := r.space, r.looks(), r.kind()
-	for i := range s.lines {
-		if l := &s.lines[i]; l.policy == r.policy && l.looks == looks && l.kind == kind {
+	s, looks, kind := q.linesOf(r.space), r.looks(), r.kind()
+	for i := range s.each {
+		if l := &s.each[i]; l.policy == r.policy && l.looks == looks && l.kind == kind {
 			return l
 		}
 	}
-	if len(s.lines) == 0 {
-		q.turns = append(q.turns, s)
-	}
-	s.lines = append(s.lines, line{r.policy, looks, kind, s.spare})
+	s.each = append(s.each, line{r.policy, looks, kind, s.spare})
 	s.spare = nil
-	return &s.lines[len(s.lines)-1]
+	return &s.each[len(s.each)-1]
+}
+
+// linesOf returns the lines of a limiter, which gets a turn if it has had none. q.mu is locked.
+func (q *queue) linesOf(space *keyspace) *lines {
+	s := q.lines[space]
+	if s != nil {
+		return s
+	}
+	if n := len(q.free); n > 0 {
+		s, q.free = q.free[n-1], q.free[:n-1]
+	} else {
+		s = &lines{}
+	}
+	s.space = space
+	if q.lines == nil {
+		q.lines = make(map[*keyspace]*lines)
+	}
+	q.lines[space] = s
+	q.turns = append(q.turns, s)
+	return s
+}
+
+// emptied forgets a limiter that has no lines any more. q.mu is locked.
+func (q *queue) emptied(s *lines) {
+	delete(q.lines, s.space)
+	s.space = nil
+	if len(q.free) < maxFree {
+		q.free = append(q.free, s)
+	}
 }
 
 // mayLeave tells whether a statement may leave for a request of that kind, which has just come. q.mu is locked.
@@ -280,8 +310,8 @@ func (q *queue) run() {
 		buf.batch = q.nextBatch(buf.batch[:0])
 		if len(buf.batch) == 0 {
 			q.inFlight--
-			if cap(q.turns) > 64 { // free what a burst needed
-				q.turns = nil
+			if len(q.turns) == 0 && cap(q.turns) > 64 { // free what a burst needed
+				q.turns, q.lines = nil, nil
 			}
 			q.mu.Unlock()
 			return
@@ -313,20 +343,22 @@ func (q *queue) nextBatch(batch []*request) []*request {
 		return batch
 	}
 	s := q.turns[turn]
-	lead := s.lines[i]
+	lead := s.each[i]
 	if len(lead.requests) > min(shortLine, q.maxBatch) || q.shortLines(&lead) < worthMixing {
 		batch = q.take(batch, s, i)
 		q.turns = slices.Delete(q.turns, turn, turn+1)
-		if len(s.lines) > 0 {
+		if len(s.each) > 0 {
 			q.turns = append(q.turns, s)
+		} else {
+			q.emptied(s)
 		}
 		return batch
 	}
-	served := make(map[*keyspace]bool, len(q.turns))
+	served := make(map[*lines]bool, len(q.turns))
 	for before := -1; len(batch) > before; { // each round takes a line of each limiter
 		before = len(batch)
 		for _, s := range q.turns {
-			if i := s.shortLine(&lead); i >= 0 && len(batch)+len(s.lines[i].requests) <= q.maxBatch {
+			if i := s.shortLine(&lead); i >= 0 && len(batch)+len(s.each[i].requests) <= q.maxBatch {
 				batch = q.take(batch, s, i)
 				served[s] = true
 			}
@@ -339,8 +371,8 @@ func (q *queue) nextBatch(batch []*request) []*request {
 // nextLine is the line whose turn it is, the i-th of a limiter in q.turns. Kinds without a place miss their turn.
 func (q *queue) nextLine() (turn, i int, found bool) {
 	for turn, s := range q.turns {
-		for i := range s.lines {
-			if q.hasPlace(s.lines[i].kind) {
+		for i := range s.each {
+			if q.hasPlace(s.each[i].kind) {
 				return turn, i, true
 			}
 		}
@@ -351,8 +383,8 @@ func (q *queue) nextLine() (turn, i int, found bool) {
 // shortLines counts the short lines that may leave with lead.
 func (q *queue) shortLines(lead *line) (n int) {
 	for _, s := range q.turns {
-		for i := range s.lines {
-			if s.lines[i].leavesWith(lead) {
+		for i := range s.each {
+			if s.each[i].leavesWith(lead) {
 				n++
 			}
 		}
@@ -361,8 +393,8 @@ func (q *queue) shortLines(lead *line) (n int) {
 }
 
 // shortLine returns the index of a limiter's first short line that may leave with lead, or -1.
-func (s *keyspace) shortLine(lead *line) int {
-	return slices.IndexFunc(s.lines, func(l line) bool { return l.leavesWith(lead) })
+func (s *lines) shortLine(lead *line) int {
+	return slices.IndexFunc(s.each, func(l line) bool { return l.leavesWith(lead) })
 }
 
 // leavesWith tells whether one statement can decide a line together with lead. Lines that look take no locks.
@@ -372,34 +404,35 @@ func (l *line) leavesWith(lead *line) bool {
 
 // take moves up to maxBatch requests of a limiter's i-th line to batch. If any are left, the line goes behind the
 // limiter's others.
-func (q *queue) take(batch []*request, s *keyspace, i int) []*request {
-	l := s.lines[i]
+func (q *queue) take(batch []*request, s *lines, i int) []*request {
+	l := s.each[i]
 	n := min(len(l.requests), q.maxBatch)
 	batch = append(batch, l.requests[:n]...)
 	q.waiting -= n
 	rest := copy(l.requests, l.requests[n:])
 	clear(l.requests[rest:])
 	l.requests = l.requests[:rest]
-	s.lines = slices.Delete(s.lines, i, i+1)
+	s.each = slices.Delete(s.each, i, i+1)
 	if rest > 0 {
-		s.lines = append(s.lines, l)
+		s.each = append(s.each, l)
 	} else if cap(l.requests) <= 64 { // free what a burst needed
 		s.spare = l.requests
 	}
-	if len(s.lines) == 0 && cap(s.lines) > 8 {
-		s.lines = nil
+	if len(s.each) == 0 && cap(s.each) > 8 {
+		s.each = nil
 	}
 	return batch
 }
 
 // rotate puts the limiters that were served behind the others, and removes those without lines. All others keep
 // their places.
-func (q *queue) rotate(served map[*keyspace]bool) {
-	var again []*keyspace
+func (q *queue) rotate(served map[*lines]bool) {
+	var again []*lines
 	stay := 0
 	for _, s := range q.turns {
 		switch {
-		case len(s.lines) == 0:
+		case len(s.each) == 0:
+			q.emptied(s)
 		case served[s]:
 			again = append(again, s)
 		default:

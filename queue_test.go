@@ -259,15 +259,15 @@ func TestBoardTakesCallsInOrder(t *testing.T) {
 		Config{Name: "test", Policy: FixedWindow{Limit: 1, Window: time.Second}, Client: ClientConfig{MaxBatch: 3}},
 	)
 	for key, cost := range []int64{1, 1, 1, 1, 0, 0, 2, 0, 1, 1, 1} {
-		limiter.client.queue.push(limiter.requestsFor(fmt.Sprint(key), cost)[0])
+		limiter.client.queues.first().push(limiter.requestsFor(fmt.Sprint(key), cost)[0])
 	}
 	// Those that look and those that take leave apart, by turns, and no more than MaxBatch at once.
 	for _, want := range []string{"0 1 2", "4 5 7", "3 6 8", "9 10", ""} {
 		var keys []string
-		for _, c := range limiter.client.queue.nextBatch(nil) {
+		for _, c := range limiter.client.queues.first().nextBatch(nil) {
 			keys = append(keys, c.parts[0].key)
 		}
 		require.Equal(t, want, strings.Join(keys, " "))
 	}
-	require.Zero(t, limiter.client.queue.waiting)
+	require.Zero(t, limiter.client.queues.first().waiting)
 }

@@ -109,7 +109,7 @@ func (l *Limiter) give(ctx context.Context, r *request) (Result, error) {
 		return Result{}, gaveUp(err)
 	}
 	defer l.waiting.wakeUp(r.parts[0].key) // those who wait for the key may fit now
-	if err := l.client.queue.submit(ctx, r); err != nil {
+	if err := l.client.queues.submit(ctx, r); err != nil {
 		return Result{}, err
 	}
 	result := r.result()

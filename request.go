@@ -30,10 +30,6 @@ type keyspace struct {
 	strikes       *strikes               // nil if nobody is banned
 	shadow        *keyspace              // the keys of its shadow policies; nil without policies
 	lease         *Lease                 // nil if nothing is taken ahead
-
-	// Guarded by the queue's mutex.
-	lines []line
-	spare []*request // memory that an emptied line has left for the next one
 }
 
 // request is a caller's question. It belongs to its caller until it is submitted, and again once it has been
@@ -180,6 +176,13 @@ func checkKey(key string) error {
 		return &KeyError{Reason: "is not valid UTF-8; encode binary keys, for example in base64"}
 	}
 	return nil
+}
+
+// lines are those of one limiter in a queue.
+type lines struct {
+	space *keyspace
+	each  []line
+	spare []*request // memory that an emptied line has left for the next one
 }
 
 // line holds requests that the function of one algorithm can decide together, first come, first served. They are

@@ -24,7 +24,7 @@ func (l *Limiter) Reset(ctx context.Context, key string) error {
 		}
 		defer d.turn.Pass()
 		defer l.waiting.wakeUp(key)
-		return l.reset(ctx, d.db, key, transaction{})
+		return l.reset(ctx, d.db, key, callersTransaction(d.db))
 	}
 	if err := ctx.Err(); err != nil {
 		return gaveUp(err)
@@ -57,7 +57,7 @@ func (l *Limiter) ResetTx(ctx context.Context, tx pgx.Tx, key string) error {
 		return gaveUp(err)
 	}
 	defer mine.Pass()
-	return pg.RolledBack(tx, l.reset(ctx, tx, key, transaction{}))
+	return pg.RolledBack(tx, l.reset(ctx, tx, key, callersTransaction(tx)))
 }
 
 func (l *Limiter) reset(ctx context.Context, db DBTX, key string, tx transaction) error {

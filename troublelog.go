@@ -17,6 +17,8 @@ import (
 type troubleLog struct {
 	logger *slog.Logger // nil: slog.Default, as it is when there is something to log
 	begin  time.Time    // the log's clock counts from here
+	queues *queues      // of the client
+	shard  int          // whose troubles these are
 
 	troubled atomic.Bool // there are troubles
 	mu       sync.Mutex
@@ -135,6 +137,9 @@ func (s *troubleLog) noteDecision(limiter string, k kind, closed bool) {
 func (s *troubleLog) log(level slog.Level, message, limiter string, attributes ...slog.Attr) {
 	if limiter != "" {
 		attributes = append(attributes, slog.String("limiter", limiter))
+	}
+	if s.queues.shards() > 1 {
+		attributes = append(attributes, slog.Int("shard", s.shard))
 	}
 	cmp.Or(s.logger, slog.Default()).LogAttrs(context.Background(), level, message, attributes...)
 }

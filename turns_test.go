@@ -180,9 +180,18 @@ func TestLinesKeepLittleMemory(t *testing.T) {
 	b.push("a", 1, 2000, 1)
 	for len(b.next()) > 0 {
 	}
-	require.Empty(t, b.spaces["a"].lines)
-	require.Nil(t, b.spaces["a"].spare)
+	require.Empty(t, b.queue.lines)
+	require.Len(t, b.queue.free, 1)
+	require.Nil(t, b.queue.free[0].spare)
 	b.push("a", 1, 3, 1)
 	b.next()
-	require.NotNil(t, b.spaces["a"].spare)
+	require.Len(t, b.queue.free, 1)
+	require.NotNil(t, b.queue.free[0].spare)
+	for i := range 2 * maxFree {
+		b.push(fmt.Sprint("limiter ", i), 1, 1, 1)
+	}
+	for len(b.next()) > 0 {
+	}
+	require.Empty(t, b.queue.lines)
+	require.Len(t, b.queue.free, maxFree)
 }

@@ -476,16 +476,16 @@ func TestBoardTakesCallsOfOnePolicy(t *testing.T) {
 	again := free.with(t, FixedWindow{Limit: 1, Window: time.Second})
 	other := free.under(SlidingWindow{Limit: 1, Window: time.Second})
 	for key, by := range []*Limiter{free, paid, again, other, free, paid, free, other, again, paid, free} {
-		free.client.queue.push(by.requestsFor(fmt.Sprint(key), 1)[0])
+		free.client.queues.first().push(by.requestsFor(fmt.Sprint(key), 1)[0])
 	}
 	for _, want := range []string{"0 2 4", "1 5 9", "3 7", "6 8 10", ""} {
 		var keys []string
-		for _, c := range free.client.queue.nextBatch(nil) {
+		for _, c := range free.client.queues.first().nextBatch(nil) {
 			keys = append(keys, c.parts[0].key)
 		}
 		require.Equal(t, want, strings.Join(keys, " "))
 	}
-	require.Zero(t, free.client.queue.waiting)
+	require.Zero(t, free.client.queues.first().waiting)
 }
 
 func BenchmarkWith(b *testing.B) {

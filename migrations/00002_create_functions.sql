@@ -120,7 +120,7 @@ $$;
 --   costs               cost of each part; NULL means 1 each. Costs that are all 0 only look. A request whose costs are
 --                       below 0 gives back to all of its parts, or grants credit to all of them: see taken_in
 --   counts              how many such requests are asked, the same for all parts of a request; NULL means 1 each
---   lock_timeout_ms     as in the functions of one limit, like the next two
+--   lock_timeout_ms     as in the functions of one limit, also if it is -1, like the next two
 --   synchronous_commit
 --   now
 --   taken_since, taken_in, taken_at, taken_spent
@@ -281,7 +281,7 @@ BEGIN
                     'NULL instead of costs or of counts means 1 for each key.';
     END IF;
     ignored := concat(
-        CASE WHEN lock_timeout_ms IS NOT NULL THEN set_config('lock_timeout', lock_timeout_ms::text, true) END,
+        CASE WHEN lock_timeout_ms >= 0 THEN set_config('lock_timeout', lock_timeout_ms::text, true) END,
         CASE WHEN synchronous_commit IS NOT NULL
             THEN set_config('synchronous_commit', synchronous_commit::text, true) END);
     IF costs IS NULL THEN
@@ -307,7 +307,10 @@ BEGIN
         END LOOP;
     END IF;
 
-    give_up := coalesce(clock_timestamp() + lock_timeout_ms * interval '25 ms', 'infinity');
+    give_up := CASE
+        WHEN lock_timeout_ms >= 0 THEN clock_timestamp() + lock_timeout_ms * interval '25 ms'
+        ELSE 'infinity'
+    END;
     FOR attempt IN 1 .. 5 LOOP
         rows := 0;
         asked_rows := '{}';
@@ -1733,7 +1736,9 @@ Optional, by name: costs for each part, which are 1 each by default, and counts.
 --                       above max_count is denied with a retry_after_us of NULL, which means never
 --   counts              how many such requests are asked, for each key; NULL means 1 each
 --   durable             whether the rows are in rate_limit_durable rather than in rate_limit_ephemeral
---   lock_timeout_ms     longest wait for one row, for this transaction; NULL leaves the session's lock_timeout
+--   lock_timeout_ms     longest wait for one row, for this transaction; NULL leaves the session's lock_timeout. So does
+--                       -1, which says that the call is part of a transaction of its caller's, as with AllowTx. A proxy
+--                       for shards refuses that, because it cannot take back what a shard has committed
 --   synchronous_commit  whether the commit of this transaction waits for the WAL; NULL leaves the session's setting
 --   now                 replaces the clock, for tests
 --   taken_since, taken_in, taken_at, taken_spent
@@ -1822,8 +1827,10 @@ BEGIN
         END LOOP;
     END IF;
     IF few THEN
-        IF lock_timeout_ms IS NOT NULL THEN
+        IF lock_timeout_ms >= 0 THEN
             ignored := set_config('lock_timeout', lock_timeout_ms::text, true);
+        ELSE
+            lock_timeout_ms := NULL;
         END IF;
         IF synchronous_commit IS NOT NULL THEN
             ignored := set_config('synchronous_commit', synchronous_commit::text, true);
@@ -2050,8 +2057,10 @@ BEGIN
     IF NOT few AND NOT (skip_held IS TRUE OR taken_in IS NOT NULL
         OR 1 > ANY (costs) OR max_count < ANY (costs)) IS TRUE
     THEN
-        IF lock_timeout_ms IS NOT NULL THEN
+        IF lock_timeout_ms >= 0 THEN
             ignored := set_config('lock_timeout', lock_timeout_ms::text, true);
+        ELSE
+            lock_timeout_ms := NULL;
         END IF;
         IF synchronous_commit IS NOT NULL THEN
             ignored := set_config('synchronous_commit', synchronous_commit::text, true);
@@ -2239,7 +2248,9 @@ Optional, by name: costs and counts for each key, which are 1 each by default, '
 --                       above max_count is denied with a retry_after_us of NULL, which means never
 --   counts              how many such requests are asked, for each key; NULL means 1 each
 --   durable             whether the rows are in rate_limit_durable rather than in rate_limit_ephemeral
---   lock_timeout_ms     longest wait for one row, for this transaction; NULL leaves the session's lock_timeout
+--   lock_timeout_ms     longest wait for one row, for this transaction; NULL leaves the session's lock_timeout. So does
+--                       -1, which says that the call is part of a transaction of its caller's, as with AllowTx. A proxy
+--                       for shards refuses that, because it cannot take back what a shard has committed
 --   synchronous_commit  whether the commit of this transaction waits for the WAL; NULL leaves the session's setting
 --   now                 replaces the clock, for tests
 --   taken_since, taken_in, taken_at, taken_spent
@@ -2330,8 +2341,10 @@ BEGIN
         END LOOP;
     END IF;
     IF few THEN
-        IF lock_timeout_ms IS NOT NULL THEN
+        IF lock_timeout_ms >= 0 THEN
             ignored := set_config('lock_timeout', lock_timeout_ms::text, true);
+        ELSE
+            lock_timeout_ms := NULL;
         END IF;
         IF synchronous_commit IS NOT NULL THEN
             ignored := set_config('synchronous_commit', synchronous_commit::text, true);
@@ -2594,8 +2607,10 @@ BEGIN
     IF NOT few AND NOT (skip_held IS TRUE OR taken_in IS NOT NULL
         OR 1 > ANY (costs) OR max_count < ANY (costs)) IS TRUE
     THEN
-        IF lock_timeout_ms IS NOT NULL THEN
+        IF lock_timeout_ms >= 0 THEN
             ignored := set_config('lock_timeout', lock_timeout_ms::text, true);
+        ELSE
+            lock_timeout_ms := NULL;
         END IF;
         IF synchronous_commit IS NOT NULL THEN
             ignored := set_config('synchronous_commit', synchronous_commit::text, true);
@@ -2811,7 +2826,9 @@ Optional, by name: costs and counts for each key, which are 1 each by default, '
 --                       above capacity is denied with a retry_after_us of NULL, which means never
 --   counts              how many such requests are asked, for each key; NULL means 1 each
 --   durable             whether the rows are in rate_limit_durable rather than in rate_limit_ephemeral
---   lock_timeout_ms     longest wait for one row, for this transaction; NULL leaves the session's lock_timeout
+--   lock_timeout_ms     longest wait for one row, for this transaction; NULL leaves the session's lock_timeout. So does
+--                       -1, which says that the call is part of a transaction of its caller's, as with AllowTx. A proxy
+--                       for shards refuses that, because it cannot take back what a shard has committed
 --   synchronous_commit  whether the commit of this transaction waits for the WAL; NULL leaves the session's setting
 --   now                 replaces the clock, for tests
 --   taken_since, taken_in, taken_at, taken_spent
@@ -2905,8 +2922,10 @@ BEGIN
         END LOOP;
     END IF;
     IF few THEN
-        IF lock_timeout_ms IS NOT NULL THEN
+        IF lock_timeout_ms >= 0 THEN
             ignored := set_config('lock_timeout', lock_timeout_ms::text, true);
+        ELSE
+            lock_timeout_ms := NULL;
         END IF;
         IF synchronous_commit IS NOT NULL THEN
             ignored := set_config('synchronous_commit', synchronous_commit::text, true);
@@ -3187,8 +3206,10 @@ BEGIN
     IF NOT few AND NOT (skip_held IS TRUE OR taken_in IS NOT NULL
         OR 1 > ANY (costs) OR capacity < ANY (costs)) IS TRUE
     THEN
-        IF lock_timeout_ms IS NOT NULL THEN
+        IF lock_timeout_ms >= 0 THEN
             ignored := set_config('lock_timeout', lock_timeout_ms::text, true);
+        ELSE
+            lock_timeout_ms := NULL;
         END IF;
         IF synchronous_commit IS NOT NULL THEN
             ignored := set_config('synchronous_commit', synchronous_commit::text, true);
@@ -3412,7 +3433,9 @@ Optional, by name: costs and counts for each key, which are 1 each by default, '
 --                       above max_count is denied with a retry_after_us of NULL, which means never
 --   counts              how many such requests are asked, for each key; NULL means 1 each
 --   durable             whether the rows are in rate_limit_durable rather than in rate_limit_ephemeral
---   lock_timeout_ms     longest wait for one row, for this transaction; NULL leaves the session's lock_timeout
+--   lock_timeout_ms     longest wait for one row, for this transaction; NULL leaves the session's lock_timeout. So does
+--                       -1, which says that the call is part of a transaction of its caller's, as with AllowTx. A proxy
+--                       for shards refuses that, because it cannot take back what a shard has committed
 --   synchronous_commit  whether the commit of this transaction waits for the WAL; NULL leaves the session's setting
 --   now                 replaces the clock, for tests
 --   taken_since, taken_in, taken_at, taken_spent
@@ -3489,8 +3512,10 @@ BEGIN
         END LOOP;
     END IF;
     IF few THEN
-        IF lock_timeout_ms IS NOT NULL THEN
+        IF lock_timeout_ms >= 0 THEN
             ignored := set_config('lock_timeout', lock_timeout_ms::text, true);
+        ELSE
+            lock_timeout_ms := NULL;
         END IF;
         IF synchronous_commit IS NOT NULL THEN
             ignored := set_config('synchronous_commit', synchronous_commit::text, true);
@@ -3745,7 +3770,9 @@ Optional, by name: costs and counts for each key, which are 1 each by default, '
 --                       above max_count is denied with a retry_after_us of NULL, which means never
 --   counts              how many such requests are asked, for each key; NULL means 1 each
 --   durable             whether the rows are in rate_limit_durable rather than in rate_limit_ephemeral
---   lock_timeout_ms     longest wait for one row, for this transaction; NULL leaves the session's lock_timeout
+--   lock_timeout_ms     longest wait for one row, for this transaction; NULL leaves the session's lock_timeout. So does
+--                       -1, which says that the call is part of a transaction of its caller's, as with AllowTx. A proxy
+--                       for shards refuses that, because it cannot take back what a shard has committed
 --   synchronous_commit  whether the commit of this transaction waits for the WAL; NULL leaves the session's setting
 --   now                 replaces the clock, for tests
 --   taken_since, taken_in, taken_at, taken_spent
@@ -3841,8 +3868,10 @@ BEGIN
         END LOOP;
     END IF;
     IF few THEN
-        IF lock_timeout_ms IS NOT NULL THEN
+        IF lock_timeout_ms >= 0 THEN
             ignored := set_config('lock_timeout', lock_timeout_ms::text, true);
+        ELSE
+            lock_timeout_ms := NULL;
         END IF;
         IF synchronous_commit IS NOT NULL THEN
             ignored := set_config('synchronous_commit', synchronous_commit::text, true);
@@ -4081,8 +4110,10 @@ BEGIN
     IF NOT few AND NOT (skip_held IS TRUE OR taken_in IS NOT NULL
         OR 1 > ANY (costs) OR max_count < ANY (costs)) IS TRUE
     THEN
-        IF lock_timeout_ms IS NOT NULL THEN
+        IF lock_timeout_ms >= 0 THEN
             ignored := set_config('lock_timeout', lock_timeout_ms::text, true);
+        ELSE
+            lock_timeout_ms := NULL;
         END IF;
         IF synchronous_commit IS NOT NULL THEN
             ignored := set_config('synchronous_commit', synchronous_commit::text, true);
@@ -4287,7 +4318,7 @@ BEGIN
             USING ERRCODE = 'invalid_parameter_value', HINT = 'A name has 1 to 128 bytes, and a key 1 to 512.',
                 COLUMN = CASE WHEN octet_length(name) > 128 THEN 'name' ELSE 'key' END;
     END IF;
-    IF lock_timeout_ms IS NOT NULL THEN
+    IF lock_timeout_ms >= 0 THEN -- see the functions of one limit
         ignored := set_config('lock_timeout', lock_timeout_ms::text, true);
     END IF;
     IF synchronous_commit IS NOT NULL THEN

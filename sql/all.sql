@@ -12,7 +12,7 @@
 --   costs               cost of each part; NULL means 1 each. Costs that are all 0 only look. A request whose costs are
 --                       below 0 gives back to all of its parts, or grants credit to all of them: see taken_in
 --   counts              how many such requests are asked, the same for all parts of a request; NULL means 1 each
---   lock_timeout_ms     as in the functions of one limit, like the next two
+--   lock_timeout_ms     as in the functions of one limit, also if it is -1, like the next two
 --   synchronous_commit
 --   now
 --   taken_since, taken_in, taken_at, taken_spent
@@ -160,7 +160,7 @@ BEGIN
                     'NULL instead of costs or of counts means 1 for each key.';
     END IF;
     ignored := concat(
-        CASE WHEN lock_timeout_ms IS NOT NULL THEN set_config('lock_timeout', lock_timeout_ms::text, true) END,
+        CASE WHEN lock_timeout_ms >= 0 THEN set_config('lock_timeout', lock_timeout_ms::text, true) END,
         CASE WHEN synchronous_commit IS NOT NULL
             THEN set_config('synchronous_commit', synchronous_commit::text, true) END);
     IF costs IS NULL THEN
@@ -186,7 +186,10 @@ BEGIN
         END LOOP;
     END IF;
 
-    give_up := coalesce(clock_timestamp() + lock_timeout_ms * interval '25 ms', 'infinity');
+    give_up := CASE
+        WHEN lock_timeout_ms >= 0 THEN clock_timestamp() + lock_timeout_ms * interval '25 ms'
+        ELSE 'infinity'
+    END;
     FOR attempt IN 1 .. 5 LOOP
         rows := 0;
         asked_rows := '{}';

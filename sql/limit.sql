@@ -41,8 +41,10 @@ END{{end}}
 {{- end}}
 
 {{define "settings"}}
-IF lock_timeout_ms IS NOT NULL THEN
+IF lock_timeout_ms >= 0 THEN
     ignored := set_config('lock_timeout', lock_timeout_ms::text, true);
+ELSE
+    lock_timeout_ms := NULL;
 END IF;
 IF synchronous_commit IS NOT NULL THEN
     ignored := set_config('synchronous_commit', synchronous_commit::text, true);
@@ -60,7 +62,9 @@ END IF;
 --                       above {{.Limit}} is denied with a retry_after_us of NULL, which means never
 --   counts              how many such requests are asked, for each key; NULL means 1 each
 --   durable             whether the rows are in rate_limit_durable rather than in rate_limit_ephemeral
---   lock_timeout_ms     longest wait for one row, for this transaction; NULL leaves the session's lock_timeout
+--   lock_timeout_ms     longest wait for one row, for this transaction; NULL leaves the session's lock_timeout. So does
+--                       -1, which says that the call is part of a transaction of its caller's, as with AllowTx. A proxy
+--                       for shards refuses that, because it cannot take back what a shard has committed
 --   synchronous_commit  whether the commit of this transaction waits for the WAL; NULL leaves the session's setting
 --   now                 replaces the clock, for tests
 --   taken_since, taken_in, taken_at, taken_spent

@@ -106,6 +106,9 @@ func Translate(err error, sent bool) *Error {
 		sent = false
 	}
 	if pgErr, ok := errors.AsType[*pgconn.PgError](err); ok {
+		if e := shardsError(pgErr); e != nil {
+			return e
+		}
 		if pgErr.Code == "22P02" { // it takes a NULL within an array for a word
 			err = fmt.Errorf("is array_nulls off in this session? %w", err)
 		}
@@ -141,6 +144,11 @@ func notSecure(err error) bool {
 
 // kindsOf tells what an error of the database means.
 func kindsOf(err *pgconn.PgError, sent bool) []error {
+	there := remote(err)
+	if kinds, known := proxyKinds(err, there); known {
+		return kinds
+	}
+	err = there
 	if Remade(err) {
 		return []error{ErrNotMigrated}
 	}
@@ -262,7 +270,7 @@ func Remade(err error) bool {
 	}
 	switch pgErr.Code {
 	case "XX000": // the first message is in English everywhere
-		return strings.HasPrefix(pgErr.Message, "cache lookup failed for ") || pgErr.Routine == "relation_open"
+		return strings.HasPrefix(remote(pgErr).Message, "cache lookup failed for ") || pgErr.Routine == "relation_open"
 	case "42804": // of PL/pgSQL: the type of a variable is no longer that of a row
 		return pgErr.Routine == "exec_assign_value"
 	case "0A000": // the plan of a prepared statement returned another type

@@ -37,6 +37,15 @@ func Conn(db any) *pgx.Conn {
 	return conn
 }
 
+// InTransaction tells whether a statement on db is part of a transaction that goes on after it.
+func InTransaction(db any) bool {
+	if _, ok := db.(pgx.Tx); ok {
+		return true
+	}
+	conn := Conn(db)
+	return conn != nil && conn.PgConn().TxStatus() != 'I'
+}
+
 // Qualify puts the schema before the functions in a statement. Their names must all begin with rate_limit_.
 func Qualify(statement, schema string) string {
 	if schema == "" {
