@@ -53,7 +53,7 @@ type cluster struct {
 	place  int        // of a shard's server
 	of     int        // how many shards there are; 0 if this is no shard's server
 	source shards.Source
-	tables map[string][]string // of a shard, with their columns
+	tables string // of a shard, as SQL of foreign tables for a proxy
 }
 
 // start does not take the context of a test, because other tests go on when that one ends.

@@ -59,7 +59,7 @@ const (
 var shared = newShared()
 
 func newShared() *cluster {
-	if n := shardsVariable(); n > 0 {
+	if n := Shards(); n > 0 {
 		return newProxy(n)
 	}
 	return &cluster{config: func() pgserver.Config { return pgserver.Config{URL: os.Getenv(urlVariable)} }}

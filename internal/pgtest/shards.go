@@ -5,13 +5,11 @@ import (
 	"errors"
 	"fmt"
 	"os"
-	"slices"
 	"strconv"
 	"strings"
 	"sync"
 	"testing"
 
-	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/pgratelimit/ratelimit/internal/pgserver"
@@ -22,8 +20,8 @@ import (
 // errNoPLProxy says that the proxy's server does not have what it takes to be one.
 var errNoPLProxy = errors.New("PL/Proxy: install this extension of the server (Debian: postgresql-15-plproxy)")
 
-// shardsVariable is how many shards New gives a database, or 0.
-func shardsVariable() int {
+// Shards is how many shards a database of New has, or 0 if it is no proxy.
+func Shards() int {
 	n, _ := strconv.Atoi(os.Getenv("RATELIMIT_TEST_SHARDS"))
 	return n
 }
@@ -82,29 +80,65 @@ func (c *cluster) each(do func(shard *cluster) error) error {
 	return errors.Join(errs...)
 }
 
+// foreignTablesSQL writes the tables of a shard as foreign tables of a proxy, so that tests find the rows of all shards
+// there, change and lock them. A proxy that is not for tests has none. The two tables of limits are divided by their keys;
+// the others are on shard 0.
+const foreignTablesSQL = `
+WITH columns AS (
+	SELECT c.relname, string_agg(format('%I %s', a.attname, format_type(a.atttypid, a.atttypmod)) || CASE
+			WHEN a.attidentity <> '' THEN ' GENERATED ALWAYS AS (0) STORED' -- not sent
+			WHEN a.atthasdef THEN ' DEFAULT ' || pg_get_expr(d.adbin, d.adrelid)
+			ELSE '' END, ', ' ORDER BY a.attnum) AS columns
+	FROM pg_class AS c
+	JOIN pg_attribute AS a ON a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped
+	LEFT JOIN pg_attrdef AS d ON d.adrelid = c.oid AND d.adnum = a.attnum
+	WHERE c.relnamespace = 'public'::regnamespace AND c.relkind = 'r'
+	GROUP BY c.relname
+)
+SELECT string_agg(CASE
+	WHEN relname IN ('rate_limit_ephemeral', 'rate_limit_durable') THEN
+		format('CREATE TABLE %I (%s) PARTITION BY LIST (_rate_limit_shard(key, %s));', relname, columns, $1::integer)
+		|| (SELECT string_agg(format('CREATE FOREIGN TABLE %I PARTITION OF %I FOR VALUES IN (%s) '
+				'SERVER test_%s OPTIONS (table_name %L);', relname || i, relname, i, i, relname), '')
+			FROM generate_series(0, $1 - 1) AS i)
+	ELSE format('CREATE FOREIGN TABLE %I (%s) SERVER test_0;', relname, columns) END, '')
+FROM columns`
+
+// blockedSQL counts the sessions of all shards that wait for a lock that another session has.
+const blockedSQL = `
+CREATE FUNCTION test_blocked() RETURNS SETOF bigint LANGUAGE plproxy AS $$
+	CLUSTER 'rate_limit_shards';
+	RUN ON ALL;
+	SELECT count(*) FROM pg_stat_activity
+	WHERE datname = current_database() AND cardinality(pg_blocking_pids(pid)) > 0;
+$$`
+
+// proxies are the shards of each pool of a proxy.
+var proxies sync.Map
+
+// shardsOf are those that have the functions and the rows of a database: its shards, or itself.
+func shardsOf(db Executor) (all []Executor) {
+	shards, _ := proxies.Load(db)
+	pools, _ := shards.([]*pgxpool.Pool)
+	for _, pool := range pools {
+		all = append(all, pool)
+	}
+	if all == nil {
+		return []Executor{db}
+	}
+	return all
+}
+
 // own makes the template of a shard.
 func (c *cluster) own(ctx context.Context, pool *pgxpool.Pool) error {
 	return pool.AcquireFunc(ctx, func(conn *pgxpool.Conn) error {
 		if err := shards.Own(ctx, conn.Conn(), "public", c.place, c.of); err != nil {
 			return err
 		}
-		rows, err := conn.Query(ctx, `
-			SELECT c.relname, array_agg(format('%I %s', a.attname, format_type(a.atttypid, a.atttypmod)) ORDER BY a.attnum)
-			FROM pg_class AS c JOIN pg_attribute AS a ON a.attrelid = c.oid
-			WHERE c.relnamespace = 'public'::regnamespace AND c.relkind = 'r' AND a.attnum > 0 AND NOT a.attisdropped
-			GROUP BY c.relname`)
-		if err != nil {
+		if err := conn.QueryRow(ctx, foreignTablesSQL, c.of).Scan(&c.tables); err != nil {
 			return err
 		}
-		c.tables = map[string][]string{}
-		var table string
-		var columns []string
-		if _, err := pgx.ForEachRow(rows, []any{&table, &columns}, func() error {
-			c.tables[table] = slices.Clone(columns)
-			return nil
-		}); err != nil {
-			return err
-		}
+		var err error
 		c.source, err = shards.Read(ctx, conn.Conn(), "public")
 		return err
 	})
@@ -126,21 +160,21 @@ func (c *cluster) install(ctx context.Context, pool *pgxpool.Pool) error {
 	if !has {
 		return errNoPLProxy
 	}
-	// Instead of tables it has views, in which tests find the rows of all shards.
-	views := "CREATE USER MAPPING FOR CURRENT_USER SERVER " + shards.Server + " OPTIONS (user 'postgres');\n"
-	for table, columns := range c.shards[0].tables {
-		views += fmt.Sprintf(`
-			CREATE FUNCTION test_%[1]s() RETURNS TABLE (%[2]s) LANGUAGE plproxy
-			AS $$ CLUSTER '%[3]s'; RUN ON ALL; SELECT * FROM %[1]s; $$;
-			CREATE VIEW %[1]s AS SELECT * FROM test_%[1]s();`, table, strings.Join(columns, ", "), shards.Server)
-	}
 	return pool.AcquireFunc(ctx, func(conn *pgxpool.Conn) error {
 		if err := shards.Install(ctx, conn.Conn(), c.shards[0].source, shards.Config{
 			Schema: "public", Connections: make([]string, len(c.shards)), User: "postgres",
 		}); err != nil {
 			return err
 		}
-		_, err := conn.Exec(ctx, views)
+		servers := "CREATE EXTENSION postgres_fdw;" +
+			"CREATE USER MAPPING FOR CURRENT_USER SERVER " + shards.Server + " OPTIONS (user 'postgres');"
+		for i := range c.shards {
+			servers += fmt.Sprintf(`
+				CREATE SERVER test_%[1]d FOREIGN DATA WRAPPER postgres_fdw
+				OPTIONS (host '127.0.0.1', port '', dbname '', use_remote_estimate 'true');
+				CREATE USER MAPPING FOR CURRENT_USER SERVER test_%[1]d OPTIONS (user 'postgres');`, i)
+		}
+		_, err := conn.Exec(ctx, servers+c.shards[0].tables+blockedSQL)
 		return err
 	})
 }
@@ -159,10 +193,14 @@ func (c *cluster) connectShards(t testing.TB, db *DB) {
 		t.Fatal(err)
 	}
 	var options []string
+	var foreign strings.Builder
 	for i, shard := range c.shards {
 		db.Shards = append(db.Shards, shard.open(t, names[i], shard.template).Pool)
 		to := db.Shards[i].Config().ConnConfig
 		options = append(options, fmt.Sprintf("SET p%d 'host=%s port=%d dbname=%s'", i, to.Host, to.Port, to.Database))
+		fmt.Fprintf(&foreign, "; ALTER SERVER test_%d OPTIONS (SET port '%d', SET dbname '%s')", i, to.Port, to.Database)
 	}
-	Exec(t, db.Pool, "ALTER SERVER "+shards.Server+" OPTIONS ("+strings.Join(options, ", ")+")")
+	Exec(t, db.Pool, "ALTER SERVER "+shards.Server+" OPTIONS ("+strings.Join(options, ", ")+")"+foreign.String())
+	proxies.Store(db.Pool, db.Shards)
+	t.Cleanup(func() { proxies.Delete(db.Pool) })
 }
