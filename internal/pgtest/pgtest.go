@@ -76,8 +76,8 @@ type DB struct {
 	// URL is the connection string, for other programs and other ways to connect.
 	URL string
 
-	// Shards are pools of the shards' databases, if this one is a proxy's.
-	Shards []*pgxpool.Pool
+	// Shards are the databases of the shards, if this one is a proxy's.
+	Shards []*DB
 }
 
 // Main is all that TestMain has to do. It runs the tests, closes the server if one was started, and exits. On a

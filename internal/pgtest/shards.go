@@ -51,10 +51,10 @@ func Sharded(t testing.TB, n int) *Fleet {
 	return fleet
 }
 
-// Of returns a pool of the database that has the rows of a key.
-func (db *DB) Of(key string) *pgxpool.Pool {
+// Of returns the database that has the rows of a key: a shard, if there are any.
+func (db *DB) Of(key string) *DB {
 	if len(db.Shards) == 0 {
-		return db.Pool
+		return db
 	}
 	return db.Shards[shardkey.Of(key, len(db.Shards))]
 }
@@ -119,9 +119,9 @@ var proxies sync.Map
 // shardsOf are those that have the functions and the rows of a database: its shards, or itself.
 func shardsOf(db Executor) (all []Executor) {
 	shards, _ := proxies.Load(db)
-	pools, _ := shards.([]*pgxpool.Pool)
-	for _, pool := range pools {
-		all = append(all, pool)
+	its, _ := shards.([]*DB)
+	for _, shard := range its {
+		all = append(all, shard.Pool)
 	}
 	if all == nil {
 		return []Executor{db}
@@ -195,8 +195,8 @@ func (c *cluster) connectShards(t testing.TB, db *DB) {
 	var options []string
 	var foreign strings.Builder
 	for i, shard := range c.shards {
-		db.Shards = append(db.Shards, shard.open(t, names[i], shard.template).Pool)
-		to := db.Shards[i].Config().ConnConfig
+		db.Shards = append(db.Shards, shard.open(t, names[i], shard.template))
+		to := db.Shards[i].Pool.Config().ConnConfig
 		options = append(options, fmt.Sprintf("SET p%d 'host=%s port=%d dbname=%s'", i, to.Host, to.Port, to.Database))
 		fmt.Fprintf(&foreign, "; ALTER SERVER test_%d OPTIONS (SET port '%d', SET dbname '%s')", i, to.Port, to.Database)
 	}
