@@ -35,6 +35,9 @@ func (l *Limiter) AllowN(ctx context.Context, key string, n int64) (Result, erro
 // within [ClientConfig].Timeout, because another transaction holds the row, say, it is an [ErrTimeout], and tx's
 // connection is closed, which rolls tx back. To wait for a shorter time, set lock_timeout in tx. At
 // REPEATABLE READ and SERIALIZABLE the database may refuse with SQLSTATE 40001: try the whole transaction again.
+//
+// A proxy for shards refuses it ([ErrSharded]), because what a shard has committed does not roll back with tx. Allow
+// before the transaction instead, or use a pool of the shard's own database.
 func (l *Limiter) AllowTx(ctx context.Context, tx pgx.Tx, key string) (Result, error) {
 	return l.allowTx(ctx, tx, key, 1)
 }

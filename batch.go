@@ -42,7 +42,7 @@ type batcher struct {
 	// When a held row or a refused key last cost others time, and when the pool last had no connection for a
 	// statement, in nanoseconds since begin.
 	heldAt, exhaustedAt atomic.Int64
-	refused             atomic.Pointer[refusal] // the last one by a shard that does not own the keys
+	refused             atomic.Pointer[refusal] // the last one while the map did not fit
 }
 
 // makingWait is how long a statement that passes over locked rows waits for each row that somebody is just making,

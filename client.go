@@ -130,6 +130,7 @@ func NewClient(db DBTX, config ClientConfig) (*Client, error) {
 	leases := newLeases(config.Test.Now, config.Timeout, config.Observer)
 	leases.giveBack, leases.report = c.giveBack, newLeaseReport(c.database, &config)
 	c.batcher = c.queues.start(func(shard int) *queue {
+		c.database.sharded.Store(shard > 0)
 		begin := time.Now()
 		return newQueue(&batcher{
 			queues: &c.queues, shard: shard, database: c.database, denials: denials, leases: leases,

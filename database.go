@@ -41,7 +41,10 @@ type database struct {
 	schema string
 	// hungAt is when a statement last failed because Postgres is away or slow, nil if Postgres has answered since.
 	hungAt atomic.Pointer[time.Time]
-	clock  func() time.Time // replaces the database's clock, unless it is nil
+	// sharded tells that it is a proxy for shards. What a shard has decided stays, whatever becomes of the proxy's own
+	// transaction.
+	sharded atomic.Bool
+	clock   func() time.Time // replaces the database's clock, unless it is nil
 	// qualified are the statements by the algorithm's code, if the schema stands in them.
 	qualified map[int16]string
 }

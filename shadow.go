@@ -95,15 +95,14 @@ func (d *database) executeBoth(
 	shadowTx := tx
 	shadowTx.lockTimeout = new(int32(shadowWait))
 	shadowSQL, shadowArgs, shadowInto := d.call(shadows, shadowTx)
-	undecide := func() {
-		for _, p := range into {
-			p.decision.granted = passedOver
-		}
-		for _, p := range shadowInto {
+	undecide := func(parts []*part) {
+		for _, p := range parts {
 			p.decision.granted = passedOver
 		}
 	}
-	undecide()
+	undecide(into)
+	undecide(shadowInto)
+	decided := false // a shard has decided the requests, which nothing undoes
 	err = pg.Use(ctx, db, func(conn *pgx.Conn) error {
 		if err := pg.Garbled(conn); err != nil {
 			return err
@@ -119,6 +118,7 @@ func (d *database) executeBoth(
 			}
 			if err != nil {
 				_ = results.Close()
+				decided = i == 1 && (d.sharded.Load() || pg.FromProxy(err))
 				over = i == 0 && pg.LockTimeout(err)
 				return statementError(err)
 			}
@@ -131,7 +131,12 @@ func (d *database) executeBoth(
 	if err == nil {
 		return true, nil
 	}
-	undecide()
+	if decided {
+		undecide(shadowInto)
+		return true, nil
+	}
+	undecide(into)
+	undecide(shadowInto)
 	if over || errors.Is(err, ErrOutcomeUnknown) {
 		return true, err
 	}

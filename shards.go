@@ -121,11 +121,11 @@ func (q *queue) submitAgain(requests []*request) {
 	}))
 }
 
-// mapPause is how long requests wait that a shard has refused because it does not own their keys. While shards are
-// divided, that is so for some 10 ms.
+// mapPause is how long requests wait that were refused because the proxy's map is not that of the shards. While shards
+// are divided, that is so for some 10 ms.
 const mapPause = 5 * time.Millisecond
 
-// refusal is a statement's error that a shard does not own its keys.
+// refusal is the error of such a statement.
 type refusal struct {
 	at  time.Time
 	err error
@@ -137,17 +137,15 @@ func (s *batch) asksElsewhere(requests []*request, err error) bool {
 	if err == nil {
 		return false
 	}
-	shards, refused := pg.Shards(err)
+	shards, several := pg.Shards(err)
+	several = several && s.queues.learn(shards)
 	switch {
-	case refused:
-		// If all of them should be here, the proxy goes by another hash, and would refuse them for ever.
-		if !s.queues.learn(shards) || !slices.ContainsFunc(requests, s.isElsewhere) {
-			return false
-		}
+	case several && slices.ContainsFunc(requests, s.isElsewhere):
 		s.report(requests[0], nil, s.probe)
 		s.queues.submitAgain(appendAll(nil, requests), err)
 		return true
-	case pg.OtherShard(err):
+	case several, // although none has another queue: the proxy's map is just changing
+		pg.OtherShard(err):
 		s.refused.Store(&refusal{time.Now(), err})
 		all := appendAll(nil, requests)
 		time.AfterFunc(mapPause, func() { s.queues.submitAgain(all, err) })

@@ -34,7 +34,11 @@ func (d *database) execute(ctx context.Context, db DBTX, requests []*request, tx
 		for _, p := range into {
 			p.decision.granted = passedOver // unless a row comes back
 		}
-		err = d.queryDecisions(ctx, db, tx.own(), sql, args, into)
+		sharded := d.sharded.Load()
+		err = d.queryDecisions(ctx, db, tx.own() && !sharded, sql, args, into)
+		if sharded && pg.Canceled(err) && !pg.FromProxy(err) { // the proxy has not waited for the shard's answer
+			err = pg.NewError(pg.Cause(err), ErrTimeout, ErrOutcomeUnknown)
+		}
 	}
 	if requests[0].looks() && pg.LockTimeout(err) { // a request that looks waits for no row
 		return pg.LockedTable(err)
@@ -370,7 +374,7 @@ func (d *database) refusesName(ctx context.Context, db DBTX, requests []*request
 }
 
 func (d *database) explainVersion(ctx context.Context, db DBTX, err error) error {
-	if !errors.Is(err, ErrNotMigrated) || pg.Remade(err) {
+	if !errors.Is(err, ErrNotMigrated) || pg.Remade(err) || pg.FromProxy(err) { // a proxy knows only its own version
 		return err
 	}
 	var version int64

@@ -10,7 +10,8 @@ import (
 )
 
 // Slog returns an observer that logs each decision, statement and lease to logger, at the level Debug. A statement
-// that decided for several limiters has limiter="". Outages are logged by the client itself, to
+// that decided for several limiters has limiter="", and one for a shard behind a proxy has a shard, unless that is the
+// shard 0. Outages are logged by the client itself, to
 // [ratelimit.ClientConfig].Logger.
 func Slog(logger *slog.Logger) *ratelimit.Observer {
 	return &ratelimit.Observer{
@@ -26,9 +27,14 @@ func Slog(logger *slog.Logger) *ratelimit.Observer {
 			debug(logger, "ratelimit: decision", e.Err, attributes...)
 		},
 		Statement: func(e ratelimit.StatementEvent) {
-			debug(logger, "ratelimit: statement", e.Err,
+			attributes := []slog.Attr{
 				slog.String("limiter", e.Limiter), slog.Int("size", e.Size), slog.Int("queued", e.Queued),
-				slog.Duration("latency", e.Latency))
+				slog.Duration("latency", e.Latency),
+			}
+			if e.Shard > 0 {
+				attributes = append(attributes, slog.Int("shard", e.Shard))
+			}
+			debug(logger, "ratelimit: statement", e.Err, attributes...)
 		},
 		Lease: func(e ratelimit.LeaseEvent) {
 			debug(logger, "ratelimit: lease", nil,

@@ -22,7 +22,7 @@ func tell(o *ratelimit.Observer) {
 		Limiter: "login", Cost: 1, Result: ratelimit.Result{Allowed: true, Shadow: &ratelimit.Result{}},
 	})
 	o.Statement(ratelimit.StatementEvent{Limiter: "login", Size: 5, Queued: 7, Latency: time.Millisecond})
-	o.Statement(ratelimit.StatementEvent{Size: 40, Latency: time.Millisecond})
+	o.Statement(ratelimit.StatementEvent{Shard: 3, Size: 40, Latency: time.Millisecond})
 	o.Lease(ratelimit.LeaseEvent{Limiter: "login", Taken: 3, Returned: 2, Stranded: 1})
 }
 
@@ -47,7 +47,7 @@ level=DEBUG msg="ratelimit: decision" limiter=login outcome=denied source=fallba
 level=DEBUG msg="ratelimit: decision" limiter=login outcome=error source=database cost=1 latency=0s error=broken
 level=DEBUG msg="ratelimit: decision" limiter=login outcome=allowed source=database cost=1 latency=0s shadow=denied
 level=DEBUG msg="ratelimit: statement" limiter=login size=5 queued=7 latency=1ms
-level=DEBUG msg="ratelimit: statement" limiter="" size=40 queued=0 latency=1ms
+level=DEBUG msg="ratelimit: statement" limiter="" size=40 queued=0 latency=1ms shard=3
 level=DEBUG msg="ratelimit: lease" limiter=login taken=3 returned=2 stranded=1
 `, "\n"), logged(slog.LevelDebug))
 }

@@ -27,7 +27,7 @@ import (
 //   - ratelimit.lease.units, a counter of what processes take ahead (see [ratelimit.LeaseEvent]), with fate (taken,
 //     returned, stranded);
 //   - ratelimit.breaker.open, a gauge with limits (see [ratelimit.BreakerEvent]): 1 from when Postgres is taken to be
-//     away until it is back, then 0.
+//     away until it is back, then 0. Behind a proxy for shards, with shard, unless that is the shard 0.
 //
 // A statement that decided for several limiters has the empty string as its limiter. A breaker belongs to a
 // client. So an application with several clients gives each an observer of its own, of a meter of its own. If
@@ -88,7 +88,11 @@ func New(meter metric.Meter) (*ratelimit.Observer, error) {
 			if e.Open {
 				state = 1
 			}
-			breaker.Record(ctx, state, metric.WithAttributes(attribute.String("limits", e.Limits)))
+			attributes := []attribute.KeyValue{attribute.String("limits", e.Limits)}
+			if e.Shard > 0 {
+				attributes = append(attributes, attribute.Int("shard", e.Shard))
+			}
+			breaker.Record(ctx, state, metric.WithAttributes(attributes...))
 		},
 	}, nil
 }

@@ -97,6 +97,10 @@ func TestMetrics(t *testing.T) {
 	requireOpen(t, reader, 1)
 	o.Breaker(ratelimit.BreakerEvent{Limits: "durable"})
 	requireOpen(t, reader, 0)
+	o.Breaker(ratelimit.BreakerEvent{Limits: "durable", Shard: 2, Open: true})
+	requireOpen(t, reader, 0, metricdata.DataPoint[int64]{
+		Attributes: attribute.NewSet(attribute.String("limits", "durable"), attribute.Int("shard", 2)), Value: 1,
+	})
 
 	data, units := collect(t, reader)
 	require.Equal(t, map[string]string{
@@ -131,11 +135,11 @@ func TestMetrics(t *testing.T) {
 }
 
 // requireOpen requires what the breaker of durable limiters is said to be.
-func requireOpen(t *testing.T, reader sdk.Reader, want int64) {
+func requireOpen(t *testing.T, reader sdk.Reader, want int64, ofShards ...metricdata.DataPoint[int64]) {
 	t.Helper()
 	data, _ := collect(t, reader)
 	metricdatatest.AssertAggregationsEqual(t, metricdata.Gauge[int64]{
-		DataPoints: []metricdata.DataPoint[int64]{{Attributes: set("limits", "durable"), Value: want}},
+		DataPoints: append(ofShards, metricdata.DataPoint[int64]{Attributes: set("limits", "durable"), Value: want}),
 	}, data["ratelimit.breaker.open"], metricdatatest.IgnoreTimestamp())
 }
 

@@ -1,0 +1,623 @@
+package ratelimit
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit/internal/pgtest"
+	"github.com/pgratelimit/ratelimit/internal/shardkey"
+	"github.com/pgratelimit/ratelimit/internal/testkit"
+)
+
+// scriptedProxy is a schema with functions that refuse what a proxy for shards refuses, and raise what a shard that is
+// away would. What they let pass is decided by the functions in public. So no PL/Proxy is needed.
+type scriptedProxy struct {
+	*pgtest.DB
+
+	pool *pgxpool.Pool
+}
+
+// newProxy returns a proxy for so many shards.
+func newProxy(t *testing.T, shards int) *scriptedProxy {
+	t.Helper()
+	p := &scriptedProxy{DB: pgtest.New(t)}
+	pgtest.Exec(t, p.Pool, `
+		CREATE SCHEMA proxy;
+		CREATE TABLE proxy.map (shards integer, refusals integer);
+		CREATE TABLE proxy.broken (place integer, code text, message text, detail text, pattern text);
+		CREATE SEQUENCE proxy.refused;
+		CREATE FUNCTION proxy.rate_limit_shards() RETURNS integer LANGUAGE sql AS 'SELECT shards FROM proxy.map';
+		CREATE FUNCTION proxy._rate_limit_shard(key text, shards integer) RETURNS integer LANGUAGE sql AS $$
+			SELECT (('x' || left(encode(sha256(convert_to(coalesce(substring(key, '^[^{]*[{]([^}]+)[}]'), key), 'UTF8')), 'hex'), 8))
+				::bit(32)::bigint & (shards - 1))::integer
+		$$;
+		CREATE FUNCTION proxy.pass(keys text[], requests integer[], names text[], lock_timeout_ms integer) RETURNS void
+		LANGUAGE plpgsql AS $$
+		DECLARE
+			map proxy.map;
+			places integer[];
+			wrong proxy.broken;
+		BEGIN
+			SELECT * INTO map FROM proxy.map;
+			SELECT array_agg(DISTINCT proxy._rate_limit_shard(k, map.shards)) INTO places FROM unnest(keys) AS k;
+			IF lock_timeout_ms < 0 THEN
+				RAISE EXCEPTION 'rate_limit: part of a transaction' USING ERRCODE = 'RLS02';
+			ELSIF EXISTS (SELECT FROM unnest(requests, keys) AS e (r, k)
+				GROUP BY r HAVING count(DISTINCT proxy._rate_limit_shard(k, map.shards)) > 1)
+			THEN
+				RAISE EXCEPTION 'rate_limit: a request on several shards' USING ERRCODE = 'RLS04', DETAIL = map.shards;
+			ELSIF cardinality(places) > 1 AND lock_timeout_ms IS NOT NULL THEN
+				RAISE EXCEPTION 'rate_limit: several shards' USING ERRCODE = 'RLS01', DETAIL = map.shards;
+			END IF;
+			SELECT * INTO wrong FROM proxy.broken AS b
+			WHERE b.place = ANY (places) AND EXISTS (SELECT FROM unnest(names) AS n WHERE n LIKE b.pattern);
+			IF found THEN
+				RAISE EXCEPTION USING ERRCODE = wrong.code, MESSAGE = wrong.message, DETAIL = coalesce(wrong.detail, '');
+			END IF;
+			IF map.refusals > 0 THEN
+				IF nextval('proxy.refused') <= map.refusals THEN
+					RAISE EXCEPTION 'f(13): [limits_1] REMOTE ERROR: rate_limit: this database is shard 1 of 8, and was asked for '
+						'keys of shard 1 of 4' USING ERRCODE = 'RLS03';
+				END IF;
+			END IF;
+		END
+		$$;
+		DO $do$
+		DECLARE
+			f record;
+		BEGIN
+			FOR f IN
+				SELECT proname, pg_get_function_arguments(oid) AS declared, pg_get_function_result(oid) AS result,
+					(SELECT string_agg('$' || i, ', ' ORDER BY i) FROM generate_series(1, pronargs) AS i) AS passed
+				FROM pg_proc
+				WHERE pronamespace = 'public'::regnamespace AND 'lock_timeout_ms' = ANY (proargnames)
+					AND proname ~ '^rate_limit_.*(window|bucket|log|all|reset)$'
+			LOOP
+				EXECUTE format(
+					'CREATE FUNCTION proxy.%1$I(%2$s) RETURNS %3$s LANGUAGE plpgsql AS $f$
+						#variable_conflict use_variable
+						BEGIN
+							PERFORM proxy.pass(%4$s, lock_timeout_ms);
+							%5$s public.%1$I(%6$s);
+						END $f$',
+					f.proname, f.declared, f.result,
+					CASE f.proname
+						WHEN 'rate_limit_all' THEN 'keys, requests, names'
+						WHEN 'rate_limit_reset' THEN 'ARRAY[key], NULL, ARRAY[name]'
+						ELSE 'keys, NULL, ARRAY[name]'
+					END,
+					CASE f.proname WHEN 'rate_limit_reset' THEN 'RETURN' ELSE 'RETURN QUERY SELECT * FROM' END, f.passed);
+			END LOOP;
+		END
+		$do$;`)
+	pgtest.Exec(t, p.Pool, "INSERT INTO proxy.map VALUES ($1, 0)", shards)
+	p.pool = p.NewPool(t, func(config *pgxpool.Config) { config.MaxConns = 10 })
+	return p
+}
+
+// grow has the proxy know of so many shards.
+func (p *scriptedProxy) grow(t *testing.T, shards int) {
+	t.Helper()
+	pgtest.Exec(t, p.Pool, "UPDATE proxy.map SET shards = $1", shards)
+}
+
+// fail has a shard raise an error for the names that are like names.
+func (p *scriptedProxy) fail(t *testing.T, shard int, code, message, detail, names string) {
+	t.Helper()
+	pgtest.Exec(t, p.Pool, "INSERT INTO proxy.broken VALUES ($1, $2, $3, $4, $5)", shard, code, message, detail, names)
+}
+
+// client returns a client that has learned nothing yet.
+func (p *scriptedProxy) client(t *testing.T, config ClientConfig) *Client {
+	t.Helper()
+	config.Schema = "proxy"
+	if config.Timeout == 0 {
+		config.Timeout = amply
+	}
+	return newClient(t, p.pool, config)
+}
+
+// keysOf returns so many keys of a shard.
+func keysOf(shard, shards, n int) (keys []string) {
+	for i := 0; len(keys) < n; i++ {
+		if key := fmt.Sprint("user:", i); shardkey.Of(key, shards) == shard {
+			keys = append(keys, key)
+		}
+	}
+	return keys
+}
+
+// learns has a client ask until it knows the shards.
+func (c *Client) learns(t *testing.T, shards int) {
+	t.Helper()
+	l := c.limiter(t, Config{Name: "learns", Policy: FixedWindow{Limit: 1, Window: year}, NoDenialCache: true})
+	testkit.WaitUntil(t, func() bool {
+		testkit.Together(64, func(i int) {
+			_, err := l.Allow(t.Context(), fmt.Sprint("user:", i))
+			require.NoError(t, err)
+		})
+		return c.queues.shards() == shards
+	})
+}
+
+// The limit of each key is admitted exactly while the client learns of shards, and when there are more of them.
+func TestShardedClientCountsExactly(t *testing.T) {
+	t.Parallel()
+
+	const callers, keys, limit, tries = 64, 1000, 3, 5
+	p := newProxy(t, 2)
+	var refused, decided atomic.Int64
+	var perShard [8]atomic.Int64
+	client := p.client(t, ClientConfig{MaxBatch: 50, Observer: &Observer{Statement: func(e StatementEvent) {
+		if e.Err == nil {
+			decided.Add(int64(e.Size))
+			perShard[e.Shard].Add(1)
+		} else {
+			refused.Add(1)
+		}
+	}}})
+	for round, policy := range []Policy{
+		SlidingWindow{Limit: limit, Window: year},
+		All(FixedWindow{Limit: limit, Window: year}, FixedWindow{Limit: 2 * limit, Window: 2 * year}),
+		SlidingWindow{Limit: limit, Window: year},
+	} {
+		config := Config{Name: fmt.Sprint("round ", round), Policy: policy, NoDenialCache: true}
+		l := client.limiter(t, config)
+		var each [keys]atomic.Int64
+		var next atomic.Int64
+		var once sync.Once
+		testkit.Together(callers, func(int) {
+			for i := next.Add(1) - 1; i < keys*tries; i = next.Add(1) - 1 {
+				if round == 1 && i == keys*tries/2 {
+					once.Do(func() { p.grow(t, 8) })
+				}
+				result, err := l.Allow(t.Context(), fmt.Sprint("user:", i%keys))
+				require.NoError(t, err)
+				if result.Allowed {
+					each[i%keys].Add(1)
+				}
+			}
+		})
+		stored := storedRows(t, p.Pool, false)
+		for i := range each {
+			require.EqualValues(t, limit, each[i].Load(), i)
+			require.EqualValues(t, limit, stored[rowID{config.Name, fmt.Sprint("user:", i)}].count)
+		}
+	}
+	require.Equal(t, 8, client.queues.shards())
+	require.EqualValues(t, 3*keys*tries, decided.Load(), "each call is decided once")
+	require.Positive(t, refused.Load())
+	for shard := range perShard {
+		require.Positive(t, perShard[shard].Load(), shard)
+	}
+	for _, q := range *client.queues.all.Load() {
+		require.Zero(t, q.waiting)
+	}
+
+	before := refused.Load()
+	p.grow(t, 4) // a map that has shrunk, or that another proxy has
+	client.limiter(t, Config{Name: "shrunk", Policy: FixedWindow{Limit: 1, Window: year}})
+	client.learns(t, 8)
+	require.Equal(t, before, refused.Load(), "who knows of more shards is never refused")
+}
+
+// A shard that is away opens its own breaker, and no other one. All other calls are decided.
+func TestDeadShardHoldsUpItsKeysOnly(t *testing.T) {
+	t.Parallel()
+
+	p := newProxy(t, 2)
+	p.fail(t, 1, "XX000", `PL/Proxy function proxy._f(13): [limits_1] PQconnectPoll: connection refused`, "", "%")
+	journal := &testkit.Journal{}
+	var mu sync.Mutex
+	var events []BreakerEvent
+	client := p.client(t, ClientConfig{Logger: journal.Logger(), Observer: &Observer{Breaker: func(e BreakerEvent) {
+		mu.Lock()
+		defer mu.Unlock()
+		events = append(events, e)
+	}}})
+	policy := SlidingWindow{Limit: 10, Window: year}
+	fails := client.limiter(t, Config{Name: "fails", Policy: policy})
+	closes := client.limiter(t, Config{Name: "closes", Policy: policy, OnFailure: FailClosed()})
+	dead, alive := keysOf(1, 2, 100), keysOf(0, 2, 100)
+
+	// One call is enough to learn of the shards, before the breaker opens for all.
+	_, err := fails.Allow(t.Context(), dead[0])
+	require.ErrorIs(t, err, ErrUnavailable)
+	require.NotErrorIs(t, err, ErrOutcomeUnknown)
+	require.Equal(t, 2, client.queues.shards())
+
+	testkit.Together(100, func(i int) {
+		for _, l := range []*Limiter{fails, closes} {
+			result, err := l.Allow(t.Context(), alive[i])
+			require.NoError(t, err)
+			require.True(t, result.Allowed)
+			require.Equal(t, SourceDatabase, result.Source)
+		}
+		_, err := fails.Allow(t.Context(), dead[i])
+		require.ErrorIs(t, err, ErrUnavailable)
+		result, err := closes.Allow(t.Context(), dead[i])
+		require.NoError(t, err)
+		require.Equal(t, SourceFailedClosed, result.Source)
+	})
+	all := *client.queues.all.Load()
+	require.False(t, all[0].batcher.breaker.isOpen(kindEphemeral))
+	require.True(t, all[1].batcher.breaker.isOpen(kindEphemeral))
+	mu.Lock()
+	told := slices.Clone(events)
+	mu.Unlock()
+	require.NotEmpty(t, told)
+	for _, e := range told {
+		require.Equal(t, 1, e.Shard)
+	}
+	require.Contains(t, journal.String(), "shard=1")
+	require.NotContains(t, journal.String(), dead[0])
+
+	pgtest.Exec(t, p.Pool, "TRUNCATE proxy.broken")
+	testkit.WaitUntil(t, func() bool {
+		result, err := closes.Allow(t.Context(), dead[0])
+		require.NoError(t, err)
+		return result.Source == SourceDatabase
+	})
+}
+
+// A set of keys of several shards is refused, by itself, whether the shards are known or not. Nothing is taken.
+func TestAllowAllAcrossShards(t *testing.T) {
+	t.Parallel()
+
+	p := newProxy(t, 4)
+	config := Config{Name: "set", Policy: FixedWindow{Limit: 1000, Window: year}}
+	here, there := keysOf(0, 4, 100), keysOf(3, 4, 1)[0]
+	conn := pgtest.Connect(t, p.DB)
+	for title, client := range map[string]*Client{
+		"pool": p.client(t, ClientConfig{}), "connection": newClient(t, conn, ClientConfig{Schema: "proxy", Timeout: amply}),
+	} {
+		l := client.limiter(t, config)
+		across := func() error {
+			_, err := AllowAll(t.Context(), l.Request(here[0], 1), l.Request(here[1], 1), l.Request(there, 1))
+			return err
+		}
+		for _, when := range []string{"before the shards are known", "then"} {
+			err := across()
+			request, ok := errors.AsType[*RequestError](err)
+			require.True(t, ok, "%s, %s: %v", title, when, err)
+			require.Equal(t, 2, request.Index)
+			require.ErrorIs(t, err, ErrSharded)
+			require.Equal(t, "sharded", ErrorKind(err))
+			require.ErrorContains(t, err, "{user:1}:minute")
+			require.NotContains(t, err.Error(), there)
+		}
+		require.Empty(t, storedRows(t, p.Pool, false))
+		result, err := AllowAll(t.Context(), l.Request("{a}:minute", 1), l.Request("{a}:day", 1), l.Request("a", 1))
+		require.NoError(t, err)
+		require.True(t, result.Allowed)
+		pgtest.Exec(t, p.Pool, "TRUNCATE rate_limit_ephemeral")
+	}
+
+	// Among others, in one statement.
+	client := p.client(t, ClientConfig{})
+	l := client.limiter(t, config)
+	testkit.Together(100, func(i int) {
+		second := l.Request(here[i]+"{"+here[i]+"}", 1)
+		if i == 50 {
+			second = l.Request(there, 1)
+		}
+		result, err := AllowAll(t.Context(), l.Request(here[i], 1), second)
+		if i == 50 {
+			require.ErrorIs(t, err, ErrSharded)
+			return
+		}
+		if shardkey.Of(here[i]+"{"+here[i]+"}", 4) == 0 {
+			require.NoError(t, err)
+			require.True(t, result.Allowed)
+		}
+	})
+	require.NotContains(t, storedRows(t, p.Pool, false), rowID{"set", there})
+}
+
+// A proxy refuses whatever is part of a transaction, which could not take back what a shard has committed. It goes on to
+// serve a connection outside of a transaction.
+func TestTransactionsOverShardsAreRefused(t *testing.T) {
+	t.Parallel()
+
+	p := newProxy(t, 2)
+	config := Config{Name: "tx", Policy: FixedWindow{Limit: 10, Window: year}, Client: ClientConfig{Schema: "proxy", Timeout: amply}}
+	l := newLimiter(t, p.pool, config)
+	before, err := l.Allow(t.Context(), "key")
+	require.NoError(t, err)
+	requireRefused := func(err error) {
+		t.Helper()
+		require.ErrorIs(t, err, ErrSharded)
+		require.ErrorContains(t, err, "call Allow before the transaction, or use a pool of the shard's own database")
+	}
+	inTx := func(call func(l *Limiter, tx DBTX) error) {
+		t.Helper()
+		tx := pgtest.Begin(t, p.DB)
+		defer func() { _ = tx.Rollback(context.Background()) }()
+		requireRefused(call(l, tx))
+		conn := pgtest.Connect(t, p.DB)
+		pgtest.Exec(t, conn, "BEGIN")
+		requireRefused(call(newLimiter(t, conn, config), nil))
+	}
+	inTx(func(l *Limiter, db DBTX) error {
+		if db == nil {
+			_, err := l.Allow(t.Context(), "key")
+			return err
+		}
+		_, err := newLimiter(t, db, config).Allow(t.Context(), "key")
+		return err
+	})
+	for name, call := range map[string]func() error{
+		"AllowTx":  func() error { _, err := l.AllowTx(t.Context(), pgtest.Begin(t, p.DB), "key"); return err },
+		"AllowNTx": func() error { _, err := l.AllowNTx(t.Context(), pgtest.Begin(t, p.DB), "key", 0); return err },
+		"RefundTx": func() error { _, err := l.RefundTx(t.Context(), pgtest.Begin(t, p.DB), before); return err },
+		"GrantTx":  func() error { _, err := l.GrantTx(t.Context(), pgtest.Begin(t, p.DB), "key", 1); return err },
+		"ResetTx":  func() error { return l.ResetTx(t.Context(), pgtest.Begin(t, p.DB), "key") },
+		"AllowAllTx": func() error {
+			_, err := AllowAllTx(t.Context(), pgtest.Begin(t, p.DB), l.Request("key", 1))
+			return err
+		},
+	} {
+		t.Run(name, func(*testing.T) { requireRefused(call()) })
+	}
+	conn := pgtest.Connect(t, p.DB)
+	pgtest.Exec(t, conn, "BEGIN")
+	requireRefused(newLimiter(t, conn, config).Reset(t.Context(), "key"))
+	pgtest.Exec(t, conn, "ROLLBACK")
+
+	single := newLimiter(t, conn, config)
+	result, err := single.Allow(t.Context(), "key")
+	require.NoError(t, err)
+	require.EqualValues(t, 8, result.Remaining)
+	require.NoError(t, single.Reset(t.Context(), "key"))
+}
+
+// A shard that does not own its keys for a moment, while it is divided, is asked again.
+func TestRefusalsOfADividedShard(t *testing.T) {
+	t.Parallel()
+
+	p := newProxy(t, 4)
+	pgtest.Exec(t, p.Pool, "UPDATE proxy.map SET refusals = 5")
+	config := Config{Name: "divided", Policy: FixedWindow{Limit: 10, Window: year}}
+	client := p.client(t, ClientConfig{})
+	l := client.limiter(t, config)
+	const calls = 20
+	testkit.Together(calls, func(int) {
+		_, err := l.Allow(t.Context(), "key")
+		require.NoError(t, err)
+	})
+	require.EqualValues(t, 10, taken(t, p.Pool, config, "key"))
+	require.Greater(t, pgtest.Scalar[int64](t, p.Pool, "SELECT last_value FROM proxy.refused"), int64(5))
+	require.False(t, client.queues.first().batcher.breaker.isOpen(kindEphemeral))
+
+	// A single connection gets the error.
+	pgtest.Exec(t, p.Pool, "ALTER SEQUENCE proxy.refused RESTART")
+	config.Client = ClientConfig{Schema: "proxy", Timeout: amply}
+	_, err := newLimiter(t, pgtest.Connect(t, p.DB), config).Allow(t.Context(), "key")
+	require.ErrorIs(t, err, ErrUnavailable)
+	require.ErrorContains(t, err, "run 'pgratelimit shard list'")
+}
+
+// While its map changes, a proxy may refuse a statement for keys of one shard. If it goes by another hash, it does so
+// for ever, and that is no reason to wait longer than the Timeout.
+func TestProxyThatRefusesKeysOfOneShard(t *testing.T) {
+	t.Parallel()
+	for _, refusals := range []int{3, 1000} {
+		synctest.Test(t, func(t *testing.T) {
+			db, asked := newModelDB(), 0
+			db.set(func(context.Context) error {
+				if asked++; asked <= refusals {
+					return &pgconn.PgError{SeverityUnlocalized: "ERROR", Code: "RLS01", Detail: "2"}
+				}
+				return nil
+			})
+			client := newClient(t, db, ClientConfig{Timeout: time.Second})
+			l := client.limiter(t, Config{Name: "test", Policy: hourly})
+			began := time.Now()
+			_, err := l.Allow(t.Context(), keysOf(0, 2, 1)[0])
+			if refusals == 3 {
+				require.NoError(t, err)
+				require.Equal(t, 3*mapPause, time.Since(began))
+				return
+			}
+			require.ErrorIs(t, err, ErrSharded)
+			require.LessOrEqual(t, time.Since(began), time.Second)
+			require.Zero(t, db.taken())
+		})
+	}
+}
+
+// A shard that never owns its keys is no reason to wait longer than the Timeout, nor to ask for ever.
+func TestShardThatDoesNotFitTheMap(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		db := newModelDB()
+		db.set(func(context.Context) error {
+			return &pgconn.PgError{SeverityUnlocalized: "ERROR", Code: "RLS03", Message: "rate_limit: this database is shard 1 of 8"}
+		})
+		client := newClient(t, db, ClientConfig{Timeout: time.Second})
+		fails := client.limiter(t, Config{Name: "fails", Policy: hourly})
+		opens := client.limiter(t, Config{Name: "opens", Policy: hourly, OnFailure: FailOpen()})
+		began := time.Now()
+		testkit.Together(10, func(int) {
+			_, err := fails.Allow(t.Context(), "key")
+			require.ErrorIs(t, err, ErrUnavailable)
+			require.NotErrorIs(t, err, ErrOutcomeUnknown)
+			require.ErrorContains(t, err, "run 'pgratelimit shard list'")
+			require.ErrorContains(t, err, "shard 1 of 8")
+		})
+		took := time.Since(began)
+		require.Greater(t, took, 900*time.Millisecond)
+		require.LessOrEqual(t, took, time.Second)
+		require.LessOrEqual(t, db.statements(), 2*int(took/mapPause), "two groups, each with a pause")
+
+		require.True(t, client.batcher.breaker.isOpen(kindEphemeral))
+		result, err := opens.Allow(t.Context(), "key")
+		require.NoError(t, err)
+		require.Equal(t, SourceFailedOpen, result.Source)
+		require.Equal(t, took, time.Since(began))
+
+		db.set(nil)
+		elapse(breakerPause)
+		result, err = opens.Allow(t.Context(), "key")
+		require.NoError(t, err)
+		require.Equal(t, SourceDatabase, result.Source)
+	})
+}
+
+// What a proxy says is not believed if it cannot be.
+func TestUnbelievableProxies(t *testing.T) {
+	t.Parallel()
+
+	p := newProxy(t, 2)
+	key := keysOf(0, 2, 1)[0]
+	for _, detail := range []string{"3", "0", "1", "2048", "-2", "", "many"} {
+		pgtest.Exec(t, p.Pool, "TRUNCATE proxy.broken")
+		p.fail(t, 0, "RLS01", "rate_limit: several shards", detail, "%")
+		client := p.client(t, ClientConfig{})
+		_, err := client.limiter(t, Config{Name: "test", Policy: hourly}).Allow(t.Context(), key)
+		require.ErrorIs(t, err, ErrSharded, detail)
+		require.ErrorContains(t, err, "RLS01")
+		_, err = AllowAll(t.Context(), client.limiter(t, Config{Name: "test", Policy: hourly}).Request(key, 1))
+		require.ErrorContains(t, err, "RLS01")
+		require.Equal(t, 1, client.queues.shards(), detail)
+	}
+}
+
+// What was leased of keys of several shards goes back to each of them.
+func TestLeasesGoBackOverShards(t *testing.T) {
+	t.Parallel()
+
+	const keys, calls = 40, 20
+	p := newProxy(t, 4)
+	var sum struct {
+		sync.Mutex
+		LeaseEvent
+	}
+	client := p.client(t, ClientConfig{Observer: &Observer{Lease: func(e LeaseEvent) {
+		sum.Lock()
+		defer sum.Unlock()
+		sum.Taken, sum.Returned, sum.Stranded = sum.Taken+e.Taken, sum.Returned+e.Returned, sum.Stranded+e.Stranded
+	}}})
+	client.learns(t, 4)
+	config := Config{Name: "lease", Policy: FixedWindow{Limit: 100_000, Window: year}, Lease: &Lease{MaxShare: 0.01}}
+	l := client.limiter(t, config)
+	testkit.Together(keys, func(i int) {
+		for range calls {
+			_, err := l.Allow(t.Context(), fmt.Sprint("user:", i))
+			require.NoError(t, err)
+		}
+	})
+	require.NoError(t, l.ReturnLeases(t.Context()))
+	sum.Lock()
+	defer sum.Unlock()
+	require.Positive(t, sum.Returned)
+	require.Zero(t, sum.Stranded)
+	for i := range keys {
+		require.EqualValues(t, calls, taken(t, p.Pool, config, fmt.Sprint("user:", i)))
+	}
+}
+
+// A key that somebody's transaction holds delays no others while the client learns of shards.
+func TestHeldKeyOfAShard(t *testing.T) {
+	t.Parallel()
+
+	p := newProxy(t, 4)
+	config := Config{Name: "held", Policy: FixedWindow{Limit: 10, Window: year}, NoDenialCache: true}
+	client := p.client(t, ClientConfig{})
+	l := client.limiter(t, config)
+	held := keysOf(2, 4, 1)[0]
+	_, err := l.Allow(t.Context(), held)
+	require.NoError(t, err)
+	tx := hold(t, p.DB, config, held)
+	wait := testkit.Later(func() (Result, error) { return l.Allow(t.Context(), held) })
+	pgtest.WaitUntilBlocked(t, p.Pool, 1)
+	var others sync.WaitGroup
+	for _, key := range append(keysOf(0, 4, 50), keysOf(2, 4, 50)[1:]...) {
+		others.Go(func() {
+			result, err := l.Allow(t.Context(), key)
+			require.NoError(t, err)
+			require.True(t, result.Allowed)
+		})
+	}
+	others.Wait()
+	require.Equal(t, 4, client.queues.shards())
+	require.NoError(t, tx.Rollback(t.Context()))
+	result, err := wait()
+	require.NoError(t, err)
+	require.EqualValues(t, 8, result.Remaining)
+	require.EqualValues(t, 2, taken(t, p.Pool, config, held))
+}
+
+// A shadow that a shard cannot decide does not have its request decided twice: the shard has committed that.
+func TestShadowOfAShard(t *testing.T) {
+	t.Parallel()
+
+	p := newProxy(t, 2)
+	pgtest.Exec(t, p.Pool, addPolicy, "api", "", "", "shadow", "fixed 5/1h")
+	policies := runningPolicies(t, p.Pool, PoliciesConfig{})
+	policies.knows(t, p.Pool)
+	l := p.client(t, ClientConfig{}).limiter(t, Config{Name: "api", Policy: FixedWindow{10, year}, Policies: policies})
+	l.shadows(t)
+	for shard, message := range []string{"f(13): [limits_0] REMOTE ERROR: disk full", "disk full"} {
+		p.fail(t, shard, "53100", message, "", "api/shadow")
+	}
+	asked := 0
+	ask := func(key string) (granted int64) {
+		r := l.newRequest(key, 1)
+		r.shadow = l.newShadow(l.shadowOf(key), key, 1)
+		asked++
+		require.NoError(t, l.client.database.execute(t.Context(), p.pool, []*request{r}, l.ownTransaction()))
+		require.Nil(t, r.shadow.result())
+		return r.parts[0].decision.granted
+	}
+	// In this database, unlike behind a proxy, the transaction rolls back with its second statement.
+	require.EqualValues(t, 1, ask(keysOf(0, 2, 1)[0]), "the error tells of a proxy")
+	require.Empty(t, storedRows(t, p.Pool, false), "so it is not asked again")
+	l.client.queues.learn(2)
+	require.EqualValues(t, 1, ask(keysOf(1, 2, 1)[0]), "the proxy is known")
+	require.Empty(t, storedRows(t, p.Pool, false))
+	require.Equal(t, 2, asked)
+}
+
+// A request that goes to another queue keeps its time, and is turned away by that queue's breaker.
+func TestQueuesOfShards(t *testing.T) {
+	t.Parallel()
+
+	client := newClient(t, &pgxpool.Pool{}, ClientConfig{})
+	l := client.limiter(t, Config{Name: "test", Policy: hourly, OnFailure: FailClosed()})
+	first := client.queues.first()
+	require.True(t, client.queues.learn(4))
+	require.True(t, client.queues.learn(2))
+	require.Equal(t, 4, client.queues.shards())
+	require.Same(t, first, client.queues.first())
+	three := client.queues.of(keysOf(3, 4, 1)[0])
+	require.Equal(t, 3, three.batcher.shard)
+	require.Same(t, first.batcher.denials, three.batcher.denials)
+	require.Same(t, first.batcher.leases, three.batcher.leases)
+	for range breakerFailures {
+		three.batcher.breaker.report(kindEphemeral, turnedAwayError(), false)
+	}
+	require.False(t, first.batcher.breaker.isOpen(kindEphemeral))
+	r, probe := l.newRequest(keysOf(3, 4, 1)[0], 1), l.newRequest(keysOf(3, 4, 2)[1], 1)
+	probe.probe, probe.since = true, time.Now().Add(-time.Minute)
+	since := probe.since
+	three.inFlight = three.maxInFlight // so that nothing leaves
+	client.queues.submitAgain([]*request{r, probe}, nil)
+	<-r.done
+	require.Equal(t, errNotTried, r.err)
+	require.Equal(t, since, probe.since)
+	require.Equal(t, 1, three.waiting)
+	require.True(t, strings.HasPrefix(errAcrossShards.Error(), ErrSharded.Error()))
+}
