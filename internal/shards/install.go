@@ -17,52 +17,38 @@ type Config struct {
 	Password    string
 }
 
-// Own makes a migrated database the shard of a place.
-func Own(ctx context.Context, conn *pgx.Conn, schema string, place, shards int) error {
-	text, err := Shard(schema)
-	if err != nil {
-		return err
-	}
-	return pgx.BeginFunc(ctx, conn, func(tx pgx.Tx) error {
-		if _, err := tx.Exec(ctx, text, pgx.QueryExecModeSimpleProtocol); err != nil {
-			return err
-		}
-		_, err := tx.Exec(ctx, "INSERT INTO "+pgx.Identifier{schema}.Sanitize()+
-			".rate_limit_shard (place, shards) VALUES ($1, $2) ON CONFLICT DO NOTHING", place, shards)
-		return err
-	})
-}
-
 // Install makes a database a proxy of shards that there are, or changes the one that it is. The connection is a
 // superuser's.
 func Install(ctx context.Context, conn *pgx.Conn, source Source, c Config) error {
-	text, err := source.Proxy(c.Schema, len(c.Connections))
-	if err != nil {
-		return err
-	}
 	return pgx.BeginFunc(ctx, conn, func(tx pgx.Tx) error {
 		// PL/Proxy is wherever it has been created.
 		if _, err := tx.Exec(ctx, "CREATE EXTENSION IF NOT EXISTS plproxy"); err != nil {
 			return err
 		}
+		// pg_database_owner (6171) cannot be the owner, because nobody logs in as it.
+		var owner string
+		if err := tx.QueryRow(ctx, `
+SELECT pg_catalog.pg_get_userbyid(CASE WHEN n.nspowner = 6171 THEN d.datdba ELSE n.nspowner END)
+FROM pg_catalog.pg_namespace AS n, pg_catalog.pg_database AS d
+WHERE n.nspname = $1 AND d.datname = pg_catalog.current_database()`, c.Schema).Scan(&owner); err != nil {
+			return fmt.Errorf("schema %q: %w", c.Schema, err)
+		}
+		text, err := source.Proxy(c.Schema, owner, len(c.Connections))
+		if err != nil {
+			return err
+		}
 		if _, err := tx.Exec(ctx, text, pgx.QueryExecModeSimpleProtocol); err != nil {
 			return err
 		}
-		return connect(ctx, tx, c)
+		return connect(ctx, tx, pgx.Identifier{owner}.Sanitize(), c)
 	})
 }
 
-// connect names the shards to PL/Proxy.
-func connect(ctx context.Context, tx pgx.Tx, c Config) error {
+// connect names the shards to PL/Proxy, and as whom to connect when it works for the owner of the functions.
+func connect(ctx context.Context, tx pgx.Tx, owner string, c Config) error {
 	before, err := Connections(ctx, tx)
 	if err != nil {
 		return err
-	}
-	var owner string
-	if err := tx.QueryRow(ctx, `
-SELECT pg_catalog.quote_ident(pg_catalog.pg_get_userbyid(n.nspowner))
-FROM pg_catalog.pg_namespace AS n WHERE n.nspname = $1`, c.Schema).Scan(&owner); err != nil {
-		return fmt.Errorf("schema %q: %w", c.Schema, err)
 	}
 	options := make([]string, 0, len(c.Connections)+len(before))
 	for i, connection := range c.Connections {
@@ -112,4 +98,18 @@ FROM pg_catalog.pg_foreign_server AS s WHERE s.srvname = $1`, Server).Scan(&conn
 		return nil, nil
 	}
 	return connections, err
+}
+
+// readConnections is Connections outside of a transaction.
+func readConnections(ctx context.Context, conn *pgx.Conn) (connections []string, err error) {
+	err = pgx.BeginFunc(ctx, conn, func(tx pgx.Tx) error {
+		connections, err = Connections(ctx, tx)
+		return err
+	})
+	return connections, err
+}
+
+// qualify puts the schema into a statement.
+func qualify(sql, schema string) string {
+	return strings.ReplaceAll(sql, "{schema}", pgx.Identifier{schema}.Sanitize())
 }

@@ -6,7 +6,16 @@
 {{define "columns"}}{{range $i, $a := .}}{{if $i}}, {{end}}d.{{$a.Name}}{{end}}{{end}}
 
 DO $$
+DECLARE
+    fn regprocedure;
 BEGIN
+    -- Nobody else calls these, so nothing is lost.
+    FOR fn IN
+        SELECT p.oid::regprocedure FROM pg_proc AS p
+        WHERE p.pronamespace = {{literal .Schema}}::regnamespace AND p.proname LIKE '#_rate#_limit#_%' ESCAPE '#'
+    LOOP
+        EXECUTE format('DROP FUNCTION %s', fn);
+    END LOOP;
     IF to_regtype({{literal (print .Schema ".rate_limit_decision")}}) IS NULL THEN
         CREATE TYPE {{.Schema}}.rate_limit_decision AS ({{template "typed" .Decision}});
     END IF;
@@ -26,17 +35,7 @@ LANGUAGE sql
 IMMUTABLE
 AS $$ SELECT {{.Shards}} $$;
 
--- The shard of a key: sha256 of what stands in its first braces, or else of the key. Package shardkey does the same.
-CREATE OR REPLACE FUNCTION {{.Schema}}._rate_limit_shard(key text, shards integer)
-RETURNS integer
-LANGUAGE sql
-IMMUTABLE
-AS $$
-    SELECT ('x' || substr(encode(sha256(convert_to(
-        CASE WHEN strpos(key, '{') = 0 THEN key ELSE coalesce(substring(key, '^[^{]*[{]([^}]+)[}]'), key) END,
-        'UTF8')), 'hex'), 1, 8))::bit(32)::integer & (shards - 1)
-$$;
-
+{{template "hash" .}}
 -- The shard of all keys of a call. NULL if they have several, which is an error for callers that ask again after an
 -- error: it would not mean that nothing was taken. Without valid keys it is the first shard, which says what is wrong.
 CREATE OR REPLACE FUNCTION {{.Schema}}._rate_limit_shard_of_all(keys text[], again boolean)
@@ -97,15 +96,20 @@ $$;
 CREATE OR REPLACE FUNCTION {{$.Schema}}._{{.Name}}(
     shard integer, shards integer, {{template "typed" .In}}{{range .Out}}, OUT {{.Name}} {{.Type}}{{end}}
 )
-{{if not .Out}}RETURNS {{.Result}}
+{{if .ByKeys}}RETURNS text
+{{else if not .Out}}RETURNS {{.Result}}
 {{else if .Set}}RETURNS SETOF record
 {{end}}LANGUAGE plproxy
 AS $$
     CLUSTER 'rate_limit_shards';
     RUN ON shard;
-    SELECT {{if .Columns}}{{template "columns" .Columns}}{{else}}d{{end}}
+{{- if .ByKeys}}
+    SELECT {{$.Schema}}._{{.Name}}(shard, shards, {{template "names" .In}});
+{{- else}}
+    SELECT {{if .Out}}{{template "columns" .Out}}{{else}}d{{end}}
     FROM {{$.Schema}}.{{.Name}}({{template "names" .In}}) AS d
     WHERE (SELECT {{$.Schema}}._rate_limit_own_shard(shard, shards));
+{{- end}}
 $$;
 
 CREATE OR REPLACE FUNCTION {{$.Schema}}.{{.Name}}(
@@ -155,18 +159,21 @@ BEGIN
             ORDER BY e.shard
         LOOP
             decisions := decisions || ARRAY(
-                SELECT ROW(places[d.ord]{{range $i, $c := .Columns}}{{if $i}}, d.{{$c.Name}}{{end}}{{end}})
+                SELECT ROW(places[d.ord]{{range $i, $c := $.Decision}}{{if $i}}, d.{{$c.Name}}{{end}}{{end}})
                     ::{{$.Schema}}.rate_limit_decision
-                FROM {{$.Schema}}._{{.Name}}(shard, shards{{range .In}},
+                FROM unnest({{$.Schema}}._{{.Name}}(shard, shards{{range .In}},
                     {{if .PerKey}}CASE WHEN {{.Name}} IS NOT NULL THEN
                         ARRAY(SELECT {{.Name}}[u.p] FROM unnest(places) WITH ORDINALITY AS u (p, i) ORDER BY u.i) END
-                    {{- else}}{{.Name}}{{end}}{{end}}) AS d);
+                    {{- else}}{{.Name}}{{end}}{{end}})::{{$.Schema}}.rate_limit_decision[]) AS d);
         END LOOP;
         RETURN QUERY SELECT * FROM unnest(decisions) AS d ORDER BY d.ord;
         RETURN;
     END IF;
 {{- end}}
-{{- if .Sweeps}}
+{{- if .ByKeys}}
+    RETURN QUERY SELECT * FROM unnest({{$.Schema}}._{{.Name}}(shard, shards, {{template "names" .In}})
+        ::{{$.Schema}}.rate_limit_decision[]);
+{{- else if .Sweeps}}
     -- A pass that has reached the end of one shard's tables does not begin anew there while others go on.
     at_most_every := CASE WHEN sweeper IS NULL THEN at_most_every ELSE coalesce(at_most_every, interval '1 minute') END;
     skipped := true;
@@ -211,9 +218,7 @@ $$;
 -- Who may call. The functions run with the rights of their owner, who has the user mapping.
 DO $$
 DECLARE
-    of CONSTANT name := (
-        SELECT r.rolname FROM pg_namespace AS n JOIN pg_roles AS r ON r.oid = n.nspowner
-        WHERE n.nspname = {{literal .RawSchema}});
+    of CONSTANT name := {{literal .Owner}};
     fn regprocedure;
     role text;
 BEGIN

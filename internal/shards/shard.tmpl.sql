@@ -11,9 +11,23 @@ CREATE TABLE IF NOT EXISTS {{.Schema}}.rate_limit_shard (
 COMMENT ON TABLE {{.Schema}}.rate_limit_shard IS
     'Which of the shards this database is, from 0. Without a row it decides nothing that a proxy asks.';
 
--- Raises unless this database has all keys of the shard of a number of shards. Whoever divides the shard locks the table, so
--- this waits for that, and that for those who have asked before. It also has times written in the way that the proxy
--- reads them, because PL/Proxy reads text.
+DO $$
+DECLARE
+    fn regprocedure;
+BEGIN
+    FOR fn IN
+        SELECT p.oid::regprocedure FROM pg_proc AS p
+        WHERE p.pronamespace = {{literal .Schema}}::regnamespace AND p.proname LIKE '#_rate#_limit#_%' ESCAPE '#'
+            AND p.proargnames[1] = 'shard'
+    LOOP
+        EXECUTE format('DROP FUNCTION %s', fn);
+    END LOOP;
+END
+$$;
+
+-- Raises unless this database has all keys of a shard of so many. Whoever divides the shard locks the table, so this waits
+-- for that, and that for those who have asked before. It also has times written in the way that the proxy reads them,
+-- because PL/Proxy passes text on.
 CREATE OR REPLACE FUNCTION {{.Schema}}._rate_limit_own_shard(shard integer, shards integer)
 RETURNS boolean
 LANGUAGE plpgsql
@@ -37,3 +51,23 @@ END
 $$;
 
 GRANT EXECUTE ON FUNCTION {{.Schema}}._rate_limit_own_shard(integer, integer) TO PUBLIC;
+{{template "hash" .}}
+{{range .Functions}}{{if .ByKeys}}
+-- What a proxy asks. One value, because PL/Proxy prepares no statements: to plan one for rows and columns would take half
+-- as long as to decide.
+CREATE OR REPLACE FUNCTION {{$.Schema}}._{{.Name}}(
+    shard integer, shards integer, {{template "typed" .In}}
+)
+RETURNS text
+LANGUAGE plpgsql
+SET search_path = pg_catalog, pg_temp
+AS $$
+#variable_conflict use_variable
+BEGIN
+    PERFORM {{$.Schema}}._rate_limit_own_shard(shard, shards);
+    RETURN ARRAY(SELECT d FROM {{$.Schema}}.{{.Name}}({{template "names" .In}}) AS d)::text;
+END
+$$;
+
+GRANT EXECUTE ON FUNCTION {{$.Schema}}._{{.Name}} TO PUBLIC; -- it works with the rights of who calls it
+{{end}}{{end}}

@@ -4,7 +4,7 @@ package shards
 import (
 	"bytes"
 	"context"
-	_ "embed"
+	"embed"
 	"slices"
 	"strings"
 	"text/template"
@@ -29,7 +29,6 @@ type Function struct {
 	Result    string
 	Set       bool // it returns rows
 	In, Out   []Argument
-	Columns   []Argument // of the rows; none if it returns a value
 
 	ByKey     bool // it has one key
 	ByKeys    bool // it decides many keys
@@ -100,20 +99,19 @@ ORDER BY a.attnum`, quoted)
 				f.Out = append(f.Out, a)
 			}
 		}
-		f.Columns = f.Out
-		f.classify(s.Decision, quoted)
+		f.classify(quoted)
 		return f, nil
 	})
 	return s, err
 }
 
 // classify finds out how a function's calls are handed to the shards.
-func (f *Function) classify(decision []Argument, schema string) {
+func (f *Function) classify(schema string) {
 	has := func(name string) bool {
 		return slices.ContainsFunc(f.In, func(a Argument) bool { return a.Name == name })
 	}
 	if strings.HasSuffix(f.Result, "rate_limit_decision") {
-		f.Result, f.Columns, f.ByKeys, f.Sets = "SETOF "+schema+".rate_limit_decision", decision, true, has("requests")
+		f.Result, f.ByKeys, f.Sets = "SETOF "+schema+".rate_limit_decision", true, has("requests")
 	}
 	f.Sweeps = f.Name == "rate_limit_sweep"
 	switch f.Name {
@@ -123,34 +121,32 @@ func (f *Function) classify(decision []Argument, schema string) {
 	f.Transacts = has("lock_timeout_ms") && (f.ByKey || f.ByKeys)
 }
 
-var (
-	//go:embed proxy.tmpl.sql
-	proxyText string
-	//go:embed shard.tmpl.sql
-	shardText string
+//go:embed *.tmpl.sql
+var files embed.FS
 
-	//nolint:gochecknoglobals // nobody changes them
-	proxyTemplate = template.Must(template.New("").Funcs(template.FuncMap{"literal": literal}).Parse(proxyText))
-	//nolint:gochecknoglobals // as above
-	shardTemplate = template.Must(template.New("").Parse(shardText))
-)
+//nolint:gochecknoglobals // nobody changes them
+var templates = template.Must(template.New("").Funcs(template.FuncMap{"literal": literal}).ParseFS(files, "*.tmpl.sql"))
 
-// Proxy is the SQL that makes the functions of a proxy, or replaces them. Only a superuser may run it.
-func (s Source) Proxy(schema string, shards int) (string, error) {
+// Proxy is the SQL that makes the functions of a proxy, or replaces them, for their owner. Only a superuser may run it.
+func (s Source) Proxy(schema, owner string, shards int) (string, error) {
 	var text bytes.Buffer
-	err := proxyTemplate.Execute(&text, struct {
+	err := templates.ExecuteTemplate(&text, "proxy.tmpl.sql", struct {
 		Source
 
-		Schema, RawSchema string
-		Shards            int
-	}{s, pgx.Identifier{schema}.Sanitize(), schema, shards})
+		Schema, Owner string
+		Shards        int
+	}{s, pgx.Identifier{schema}.Sanitize(), owner, shards})
 	return text.String(), err
 }
 
 // Shard is the SQL that makes a migrated database able to be a shard.
-func Shard(schema string) (string, error) {
+func (s Source) Shard(schema string) (string, error) {
 	var text bytes.Buffer
-	err := shardTemplate.Execute(&text, struct{ Schema string }{pgx.Identifier{schema}.Sanitize()})
+	err := templates.ExecuteTemplate(&text, "shard.tmpl.sql", struct {
+		Source
+
+		Schema string
+	}{s, pgx.Identifier{schema}.Sanitize()})
 	return text.String(), err
 }
 

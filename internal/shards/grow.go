@@ -1,0 +1,257 @@
+package shards
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+
+	"github.com/jackc/pgx/v5"
+)
+
+// GrowConfig is what [Grow] works on. The connections are not used for anything else meanwhile.
+type GrowConfig struct {
+	Schema   string
+	Proxies  []*pgx.Conn // all that there are, as superusers
+	Old, New []*pgx.Conn // New[i] gets the keys of Old[i] that are not its own any more; as owners of the tables
+	// Connections are PL/Proxy's to the new ones.
+	Connections []string
+	// Progress is told what has been done to the shard of a place. If it fails, Grow ends there.
+	Progress func(place int, step Step) error
+}
+
+// Step is what has been done to a shard.
+type Step string
+
+// The steps, in their order.
+const (
+	Copied   Step = "copied"    // while it went on deciding
+	Stopped  Step = "stopped"   // calls wait; what has changed since has been copied too
+	GaveUp   Step = "gave up"   // it refuses the keys that are not its own any more
+	TookOver Step = "took over" // the new one has them
+	Switched Step = "switched"  // the proxies know
+	Deleted  Step = "deleted"   // the old one has no rows of them any more
+)
+
+// Grow makes 2n shards of n, one after the other, while they decide. At each time at most one shard decides a key, with
+// all that the key has taken: what it finds out from its own row of rate_limit_shard counts, not what proxies know.
+// Calls for a shard wait while it is stopped, which takes as long as to read its tables once. After an error, or a
+// crash, the same call goes on where it was.
+func Grow(ctx context.Context, c GrowConfig) error {
+	n := len(c.Old)
+	source, err := Read(ctx, c.Old[0], c.Schema)
+	if err != nil {
+		return err
+	}
+	// The new places are with the old ones at first.
+	for _, proxy := range c.Proxies {
+		connections, err := readConnections(ctx, proxy)
+		if err != nil {
+			return err
+		}
+		if len(connections) == n {
+			connections = append(connections, connections...)
+			if err := Install(ctx, proxy, source, Config{Schema: c.Schema, Connections: connections}); err != nil {
+				return err
+			}
+		}
+	}
+	for i := range n {
+		if err := c.divide(ctx, i); err != nil {
+			return fmt.Errorf("shard %d of %d: %w", i, n, err)
+		}
+	}
+	return nil
+}
+
+// divide divides the shard of a place.
+func (c GrowConfig) divide(ctx context.Context, place int) error {
+	n, from, to := len(c.Old), c.Old[place], c.New[place]
+	if err := prepare(ctx, to, c.Schema); err != nil {
+		return err
+	}
+	had, err := ReadIdentity(ctx, from, c.Schema)
+	if err != nil {
+		return err
+	}
+	has, err := ReadIdentity(ctx, to, c.Schema)
+	if err != nil {
+		return err
+	}
+	half, other := Identity{place, 2 * n}, Identity{place + n, 2 * n}
+	switch {
+	case had == Identity{place, n} && has == Identity{}:
+		if err := c.move(ctx, place, half, other); err != nil {
+			return err
+		}
+		fallthrough
+	case had == half && has == Identity{}:
+		if err := setIdentity(ctx, to, c.Schema, other); err != nil {
+			return err
+		}
+		if err := c.Progress(place, TookOver); err != nil {
+			return err
+		}
+	case had == half && has == other: // the call before has done it
+	default:
+		return fmt.Errorf("the old database is %v, and the new one %v", had, has)
+	}
+	for _, proxy := range c.Proxies {
+		if _, err := proxy.Exec(ctx, fmt.Sprintf("ALTER SERVER %s OPTIONS (SET p%d %s)",
+			Server, other.Place, literal(c.Connections[place])), pgx.QueryExecModeSimpleProtocol); err != nil {
+			return err
+		}
+	}
+	if err := c.Progress(place, Switched); err != nil {
+		return err
+	}
+	for _, table := range tables() {
+		if _, err := from.Exec(ctx, c.qualify("DELETE FROM {schema}."+table+
+			" WHERE {schema}._rate_limit_shard(key, $1) = $2"), other.Shards, other.Place); err != nil {
+			return err
+		}
+	}
+	return c.Progress(place, Deleted)
+}
+
+// tables are those that move.
+func tables() []string { return []string{"rate_limit_ephemeral", "rate_limit_durable"} }
+
+// move copies the rows of the keys that the old shard is to give up, and has it give them up.
+func (c GrowConfig) move(ctx context.Context, place int, half, other Identity) error {
+	from, to := c.Old[place], c.New[place]
+	// What somebody has left there, perhaps the call before.
+	if _, err := to.Exec(ctx, c.qualify("TRUNCATE {schema}.rate_limit_ephemeral, {schema}.rate_limit_durable"),
+		pgx.QueryExecModeSimpleProtocol); err != nil {
+		return err
+	}
+	moves := fmt.Sprintf("{schema}._rate_limit_shard(key, %d) = %d", other.Shards, other.Place)
+	var horizon string // what has been written since has no older transaction
+	if err := pgx.BeginTxFunc(ctx, from, pgx.TxOptions{IsoLevel: pgx.RepeatableRead}, func(tx pgx.Tx) error {
+		if err := tx.QueryRow(ctx, "SELECT (pg_catalog.pg_snapshot_xmin(pg_catalog.pg_current_snapshot())"+
+			"::text::numeric % 4294967296)::text").Scan(&horizon); err != nil {
+			return err
+		}
+		for _, table := range tables() {
+			if err := c.copy(ctx, tx, to, table, table, moves); err != nil {
+				return err
+			}
+		}
+		return nil
+	}); err != nil {
+		return err
+	}
+	if err := c.Progress(place, Copied); err != nil {
+		return err
+	}
+	if err := pgx.BeginFunc(ctx, from, func(tx pgx.Tx) error {
+		// This waits for the calls that are under way, and those that come wait for it.
+		if _, err := tx.Exec(ctx, c.qualify("LOCK TABLE {schema}.rate_limit_shard IN ACCESS EXCLUSIVE MODE"),
+			pgx.QueryExecModeSimpleProtocol); err != nil {
+			return err
+		}
+		if err := c.catchUp(ctx, tx, to, moves, horizon); err != nil {
+			return err
+		}
+		if err := c.Progress(place, Stopped); err != nil {
+			return err
+		}
+		_, err := tx.Exec(ctx, c.qualify("UPDATE {schema}.rate_limit_shard SET shards = $1"), half.Shards)
+		return err
+	}); err != nil {
+		return err
+	}
+	return c.Progress(place, GaveUp)
+}
+
+// catchUp copies what has changed since the horizon.
+func (c GrowConfig) catchUp(ctx context.Context, from pgx.Tx, to *pgx.Conn, moves, horizon string) error {
+	return pgx.BeginFunc(ctx, to, func(tx pgx.Tx) error {
+		for _, table := range tables() {
+			columns, err := c.columns(ctx, from, table)
+			if err != nil {
+				return err
+			}
+			if _, err := tx.Exec(ctx, c.qualify("CREATE TEMP TABLE changed (LIKE {schema}."+table+
+				") ON COMMIT DROP"), pgx.QueryExecModeSimpleProtocol); err != nil {
+				return err
+			}
+			// A row that was frozen long ago may look new, which does no harm.
+			if err := c.copy(ctx, from, to, table, "changed",
+				moves+" AND pg_catalog.age(xmin) <= pg_catalog.age('"+horizon+"'::xid)"); err != nil {
+				return err
+			}
+			var there, here int64
+			if err := from.QueryRow(ctx, c.qualify("SELECT count(*) FROM {schema}."+table+" WHERE "+moves)).
+				Scan(&there); err != nil {
+				return err
+			}
+			if _, err := tx.Exec(ctx, c.qualify("DELETE FROM {schema}."+table+" AS r USING changed AS c "+
+				"WHERE r.prefix = c.prefix AND r.key = c.key; "+
+				"INSERT INTO {schema}."+table+" ("+columns+") SELECT "+columns+" FROM changed; DROP TABLE changed"),
+				pgx.QueryExecModeSimpleProtocol); err != nil {
+				return err
+			}
+			if err := tx.QueryRow(ctx, c.qualify("SELECT count(*) FROM {schema}."+table)).Scan(&here); err != nil {
+				return err
+			}
+			if here == there {
+				continue
+			}
+			// Rows have been deleted, by a reset or the sweeper.
+			if _, err := tx.Exec(ctx, `CREATE TEMP TABLE kept (prefix text COLLATE "C", key text COLLATE "C")
+				ON COMMIT DROP`, pgx.QueryExecModeSimpleProtocol); err != nil {
+				return err
+			}
+			if err := c.pipe(ctx, from.Conn(), to,
+				"SELECT prefix, key FROM {schema}."+table+" WHERE "+moves, "kept (prefix, key)"); err != nil {
+				return err
+			}
+			if _, err := tx.Exec(ctx, c.qualify("DELETE FROM {schema}."+table+" AS r WHERE NOT EXISTS ("+
+				"SELECT FROM kept AS k WHERE k.prefix = r.prefix AND k.key = r.key); DROP TABLE kept"),
+				pgx.QueryExecModeSimpleProtocol); err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+}
+
+// copy copies rows of a table, by the names of its columns.
+func (c GrowConfig) copy(ctx context.Context, from pgx.Tx, to *pgx.Conn, table, into, where string) error {
+	columns, err := c.columns(ctx, from, table)
+	if err != nil {
+		return err
+	}
+	if into == table {
+		into = "{schema}." + table
+	}
+	return c.pipe(ctx, from.Conn(), to,
+		"SELECT "+columns+" FROM {schema}."+table+" WHERE "+where, into+" ("+columns+")")
+}
+
+// pipe copies what a query returns.
+func (c GrowConfig) pipe(ctx context.Context, from, to *pgx.Conn, query, into string) error {
+	reader, writer := io.Pipe()
+	copied := make(chan error, 1)
+	go func() {
+		_, err := to.PgConn().CopyFrom(ctx, reader, c.qualify("COPY "+into+" FROM STDIN (FORMAT binary)"))
+		_ = reader.CloseWithError(err)
+		copied <- err
+	}()
+	_, err := from.PgConn().CopyTo(ctx, writer, c.qualify("COPY ("+query+") TO STDOUT (FORMAT binary)"))
+	_ = writer.CloseWithError(err)
+	return errors.Join(err, <-copied)
+}
+
+// columns are the names of a table's columns.
+func (c GrowConfig) columns(ctx context.Context, tx pgx.Tx, table string) (columns string, err error) {
+	err = tx.QueryRow(ctx, `
+SELECT pg_catalog.string_agg(pg_catalog.quote_ident(a.attname), ', ' ORDER BY a.attnum)
+FROM pg_catalog.pg_attribute AS a
+WHERE a.attrelid = pg_catalog.to_regclass($1) AND a.attnum > 0 AND NOT a.attisdropped`,
+		c.qualify("{schema}."+table)).Scan(&columns)
+	return columns, err
+}
+
+func (c GrowConfig) qualify(sql string) string { return qualify(sql, c.Schema) }

@@ -1,0 +1,181 @@
+package shards_test
+
+import (
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"runtime"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit/internal/pgtest"
+	"github.com/pgratelimit/ratelimit/internal/shards"
+)
+
+const limit = 1000
+
+// take asks for n of a key's, through a proxy, and tells how many were granted.
+func take(t *testing.T, proxy *pgtest.DB, key string, n int64) (granted int64, err error) {
+	t.Helper()
+	err = proxy.Pool.QueryRow(t.Context(), "SELECT granted FROM rate_limit_sliding_window("+
+		"'api', ARRAY[$1], $2, 3600000000, counts => ARRAY[$3::bigint])", key, limit, n).Scan(&granted)
+	return granted, err
+}
+
+// wrongShard tells whether a shard has refused a key that is not its own.
+func wrongShard(err error) bool {
+	pgErr, ok := errors.AsType[*pgconn.PgError](err)
+	return ok && pgErr.Code == "RLS03"
+}
+
+func (c *cluster) growConfig(t *testing.T, progress func(int, shards.Step) error) shards.GrowConfig {
+	t.Helper()
+	config := shards.GrowConfig{
+		Schema: "public", Proxies: []*pgx.Conn{connect(t, c.proxy)}, Connections: c.moreStrings, Progress: progress,
+	}
+	for i := range c.shards {
+		config.Old, config.New = append(config.Old, connect(t, c.shards[i])), append(config.New, connect(t, c.more[i]))
+	}
+	return config
+}
+
+// Whatever happens at each step, no key gets more than its limit, and after the end each gets just that. Grow may fail
+// after each step, and is then called again.
+func TestGrowAdmitsWhatTheLimitAdmits(t *testing.T) {
+	t.Parallel()
+
+	for _, fails := range []shards.Step{
+		"", shards.Copied, shards.Stopped, shards.GaveUp, shards.TookOver, shards.Switched, shards.Deleted,
+	} {
+		t.Run(string("after "+fails), func(t *testing.T) {
+			t.Parallel()
+
+			c := newCluster(t, 2)
+			granted := map[string]int64{}
+			var keys []string
+			for i := range 40 {
+				keys = append(keys, fmt.Sprintf("key %d", i))
+			}
+			refused := 0
+			ask := func(count int64, keys ...string) {
+				for _, key := range keys {
+					n, err := take(t, c.proxy, key, count)
+					if wrongShard(err) {
+						refused++
+						continue
+					}
+					require.NoError(t, err)
+					granted[key] += n
+				}
+			}
+			ask(1, keys...)
+			fresh := 0
+			failure := errors.New("fails here")
+			progress := func(place int, step shards.Step) error {
+				if step != shards.Stopped { // then they would wait
+					ask(1, keys...)
+					fresh++
+					keys = append(keys, fmt.Sprintf("new %d", fresh))
+				}
+				if step == shards.Copied { // some that have been copied are reset, and one of them has come back
+					for i, key := range keys[:10] {
+						pgtest.Exec(t, c.proxy.Pool, "SELECT rate_limit_reset('api', $1)", key)
+						granted[key] = 0
+						if i < 3 {
+							ask(1, key)
+						}
+					}
+				}
+				if step == fails && place == 0 {
+					return failure
+				}
+				return nil
+			}
+			err := shards.Grow(t.Context(), c.growConfig(t, progress))
+			if fails != "" {
+				require.ErrorIs(t, err, failure)
+				ask(1, keys...)
+				fails = ""
+				require.NoError(t, shards.Grow(t.Context(), c.growConfig(t, progress)))
+			} else {
+				require.NoError(t, err)
+				require.Positive(t, refused) // between two steps nobody has some keys
+			}
+			ask(limit+1, keys...)
+			for _, key := range keys {
+				require.EqualValues(t, limit, granted[key], key)
+			}
+			// Each row is on one shard only.
+			rows := int64(0)
+			for _, db := range append(c.shards, c.more...) {
+				rows += pgtest.Scalar[int64](t, db.Pool, "SELECT count(*) FROM rate_limit_ephemeral")
+			}
+			require.EqualValues(t, len(keys), rows)
+			require.EqualValues(t, 4, pgtest.Scalar[int64](t, c.proxy.Pool, "SELECT rate_limit_shards()"))
+		})
+	}
+}
+
+// The same while callers come all the time, also while a shard is stopped.
+func TestGrowUnderLoad(t *testing.T) {
+	t.Parallel()
+
+	c := newCluster(t, 2)
+	const keys = 200
+	var granted [keys]atomic.Int64
+	var calls, refused atomic.Int64
+	var done atomic.Bool
+	var callers sync.WaitGroup
+	ask := func(i int, count int64) {
+		n, err := take(t, c.proxy, fmt.Sprint(i), count)
+		if wrongShard(err) {
+			refused.Add(1)
+			return
+		}
+		if err != nil {
+			t.Error(err)
+		}
+		granted[i].Add(n)
+		calls.Add(1)
+	}
+	for range 6 {
+		callers.Go(func() {
+			for !done.Load() {
+				ask(rand.IntN(keys), 1)
+			}
+		})
+	}
+	waited := 0
+	progress := func(place int, step shards.Step) error {
+		if step == shards.Stopped { // callers come, and wait for it
+			require.Eventually(t, func() bool {
+				return pgtest.Scalar[bool](t, c.shards[place].Pool, "SELECT EXISTS (SELECT FROM pg_locks "+
+					"WHERE NOT granted AND relation = 'rate_limit_shard'::regclass AND database = ("+
+					"SELECT oid FROM pg_database WHERE datname = current_database()))")
+			}, patience, patience/10000)
+			waited++
+			return nil
+		}
+		for before := calls.Load(); calls.Load() < before+200; { // there are calls in each step
+			runtime.Gosched()
+		}
+		return nil
+	}
+	require.NoError(t, shards.Grow(t.Context(), c.growConfig(t, progress)))
+	done.Store(true)
+	callers.Wait()
+	require.Equal(t, 2, waited)
+	require.Positive(t, refused.Load())
+	for i := range keys {
+		ask(i, limit+1)
+		require.EqualValues(t, limit, granted[i].Load())
+	}
+}
+
+const patience = 30 * time.Second
