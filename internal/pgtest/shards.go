@@ -166,8 +166,7 @@ func (c *cluster) install(ctx context.Context, pool *pgxpool.Pool) error {
 		}); err != nil {
 			return err
 		}
-		servers := "CREATE EXTENSION postgres_fdw;" +
-			"CREATE USER MAPPING FOR CURRENT_USER SERVER " + shards.Server + " OPTIONS (user 'postgres');"
+		servers := "CREATE EXTENSION postgres_fdw;"
 		for i := range c.shards {
 			servers += fmt.Sprintf(`
 				CREATE SERVER test_%[1]d FOREIGN DATA WRAPPER postgres_fdw
