@@ -7,6 +7,7 @@ import (
 	"io"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
 )
 
 // GrowConfig is what [Grow] works on. The connections are not used for anything else meanwhile.
@@ -105,6 +106,9 @@ func (c GrowConfig) divide(ctx context.Context, place int) error {
 	if err := c.Progress(place, Switched); err != nil {
 		return err
 	}
+	if err := c.noteDeleted(ctx, from, false); err != nil {
+		return err
+	}
 	for _, table := range tables() {
 		if _, err := from.Exec(ctx, c.qualify("DELETE FROM {schema}."+table+
 			" WHERE {schema}._rate_limit_shard(key, $1) = $2"), other.Shards, other.Place); err != nil {
@@ -121,8 +125,10 @@ func tables() []string { return []string{"rate_limit_ephemeral", "rate_limit_dur
 func (c GrowConfig) move(ctx context.Context, place int, half, other Identity) error {
 	from, to := c.Old[place], c.New[place]
 	// What somebody has left there, perhaps the call before.
-	if _, err := to.Exec(ctx, c.qualify("TRUNCATE {schema}.rate_limit_ephemeral, {schema}.rate_limit_durable"),
-		pgx.QueryExecModeSimpleProtocol); err != nil {
+	if err := c.run(ctx, to, "TRUNCATE {schema}.rate_limit_ephemeral, {schema}.rate_limit_durable"); err != nil {
+		return err
+	}
+	if err := c.noteDeleted(ctx, from, true); err != nil {
 		return err
 	}
 	moves := fmt.Sprintf("{schema}._rate_limit_shard(key, %d) = %d", other.Shards, other.Place)
@@ -146,8 +152,7 @@ func (c GrowConfig) move(ctx context.Context, place int, half, other Identity) e
 	}
 	if err := pgx.BeginFunc(ctx, from, func(tx pgx.Tx) error {
 		// This waits for the calls that are under way, and those that come wait for it.
-		if _, err := tx.Exec(ctx, c.qualify("LOCK TABLE {schema}.rate_limit_shard IN ACCESS EXCLUSIVE MODE"),
-			pgx.QueryExecModeSimpleProtocol); err != nil {
+		if err := c.run(ctx, tx, "LOCK TABLE {schema}.rate_limit_shard IN ACCESS EXCLUSIVE MODE"); err != nil {
 			return err
 		}
 		if err := c.catchUp(ctx, tx, to, moves, horizon); err != nil {
@@ -164,7 +169,29 @@ func (c GrowConfig) move(ctx context.Context, place int, half, other Identity) e
 	return c.Progress(place, GaveUp)
 }
 
-// catchUp copies what has changed since the horizon.
+// noteDeleted has the old shard note which rows are deleted, or not any more. It waits for transactions that use the
+// tables, but not for long, because others wait behind it.
+func (c GrowConfig) noteDeleted(ctx context.Context, conn *pgx.Conn, begin bool) error {
+	return pgx.BeginFunc(ctx, conn, func(tx pgx.Tx) error {
+		if err := c.run(ctx, tx, "SET LOCAL lock_timeout = '1s'",
+			"TRUNCATE {schema}.rate_limit_shard_deleted"); err != nil {
+			return err
+		}
+		for _, table := range tables() {
+			statement := "DROP TRIGGER IF EXISTS rate_limit_note_deleted ON {schema}." + table
+			if begin {
+				statement = "CREATE OR REPLACE TRIGGER rate_limit_note_deleted AFTER DELETE ON {schema}." + table +
+					" FOR EACH ROW EXECUTE FUNCTION {schema}._rate_limit_note_deleted()"
+			}
+			if err := c.run(ctx, tx, statement); err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+}
+
+// catchUp copies what has changed since the horizon. It reads the tables once, and works out hashes only for few rows.
 func (c GrowConfig) catchUp(ctx context.Context, from pgx.Tx, to *pgx.Conn, moves, horizon string) error {
 	return pgx.BeginFunc(ctx, to, func(tx pgx.Tx) error {
 		for _, table := range tables() {
@@ -172,49 +199,44 @@ func (c GrowConfig) catchUp(ctx context.Context, from pgx.Tx, to *pgx.Conn, move
 			if err != nil {
 				return err
 			}
-			if _, err := tx.Exec(ctx, c.qualify("CREATE TEMP TABLE changed (LIKE {schema}."+table+
-				") ON COMMIT DROP"), pgx.QueryExecModeSimpleProtocol); err != nil {
+			if err := c.run(ctx, tx, "CREATE TEMP TABLE changed (LIKE {schema}."+table+") ON COMMIT DROP",
+				"CREATE TEMP TABLE gone (LIKE {schema}.rate_limit_shard_deleted) ON COMMIT DROP"); err != nil {
+				return err
+			}
+			if err := c.pipe(ctx, from.Conn(), to, "SELECT of, prefix, key FROM {schema}.rate_limit_shard_deleted "+
+				"WHERE of = '"+table+"'", "gone (of, prefix, key)"); err != nil {
 				return err
 			}
 			// A row that was frozen long ago may look new, which does no harm.
 			if err := c.copy(ctx, from, to, table, "changed",
-				moves+" AND pg_catalog.age(xmin) <= pg_catalog.age('"+horizon+"'::xid)"); err != nil {
+				"pg_catalog.age(xmin) <= pg_catalog.age('"+horizon+"'::xid) AND "+moves); err != nil {
 				return err
 			}
-			var there, here int64
-			if err := from.QueryRow(ctx, c.qualify("SELECT count(*) FROM {schema}."+table+" WHERE "+moves)).
-				Scan(&there); err != nil {
-				return err
-			}
-			if _, err := tx.Exec(ctx, c.qualify("DELETE FROM {schema}."+table+" AS r USING changed AS c "+
-				"WHERE r.prefix = c.prefix AND r.key = c.key; "+
-				"INSERT INTO {schema}."+table+" ("+columns+") SELECT "+columns+" FROM changed; DROP TABLE changed"),
-				pgx.QueryExecModeSimpleProtocol); err != nil {
-				return err
-			}
-			if err := tx.QueryRow(ctx, c.qualify("SELECT count(*) FROM {schema}."+table)).Scan(&here); err != nil {
-				return err
-			}
-			if here == there {
-				continue
-			}
-			// Rows have been deleted, by a reset or the sweeper.
-			if _, err := tx.Exec(ctx, `CREATE TEMP TABLE kept (prefix text COLLATE "C", key text COLLATE "C")
-				ON COMMIT DROP`, pgx.QueryExecModeSimpleProtocol); err != nil {
-				return err
-			}
-			if err := c.pipe(ctx, from.Conn(), to,
-				"SELECT prefix, key FROM {schema}."+table+" WHERE "+moves, "kept (prefix, key)"); err != nil {
-				return err
-			}
-			if _, err := tx.Exec(ctx, c.qualify("DELETE FROM {schema}."+table+" AS r WHERE NOT EXISTS ("+
-				"SELECT FROM kept AS k WHERE k.prefix = r.prefix AND k.key = r.key); DROP TABLE kept"),
-				pgx.QueryExecModeSimpleProtocol); err != nil {
+			if err := c.run(ctx, tx, "ANALYZE changed", "ANALYZE gone",
+				"DELETE FROM {schema}."+table+" AS r USING gone AS g WHERE r.prefix = g.prefix AND r.key = g.key",
+				"DELETE FROM {schema}."+table+" AS r USING changed AS c WHERE r.prefix = c.prefix AND r.key = c.key",
+				"INSERT INTO {schema}."+table+" ("+columns+") SELECT "+columns+" FROM changed",
+				"DROP TABLE changed, gone"); err != nil {
 				return err
 			}
 		}
 		return nil
 	})
+}
+
+// run runs statements.
+func (c GrowConfig) run(ctx context.Context, on execer, statements ...string) error {
+	for _, statement := range statements {
+		if _, err := on.Exec(ctx, c.qualify(statement), pgx.QueryExecModeSimpleProtocol); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// execer is a connection or a transaction.
+type execer interface {
+	Exec(ctx context.Context, sql string, args ...any) (pgconn.CommandTag, error)
 }
 
 // copy copies rows of a table, by the names of its columns.

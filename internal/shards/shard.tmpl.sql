@@ -11,6 +11,25 @@ CREATE TABLE IF NOT EXISTS {{.Schema}}.rate_limit_shard (
 COMMENT ON TABLE {{.Schema}}.rate_limit_shard IS
     'Which of the shards this database is, from 0. Without a row it decides nothing that a proxy asks.';
 
+-- What was deleted while the shard is divided. See Grow in grow.go.
+CREATE UNLOGGED TABLE IF NOT EXISTS {{.Schema}}.rate_limit_shard_deleted (
+    of     text NOT NULL, -- the table
+    prefix text COLLATE "C" NOT NULL,
+    key    text COLLATE "C" NOT NULL
+);
+
+CREATE OR REPLACE FUNCTION {{.Schema}}._rate_limit_note_deleted()
+RETURNS trigger
+LANGUAGE plpgsql
+SECURITY DEFINER
+SET search_path = pg_catalog, pg_temp
+AS $$
+BEGIN
+    INSERT INTO {{.Schema}}.rate_limit_shard_deleted (of, prefix, key) VALUES (TG_TABLE_NAME, OLD.prefix, OLD.key);
+    RETURN NULL;
+END
+$$;
+
 DO $$
 DECLARE
     fn regprocedure;
