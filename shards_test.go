@@ -22,137 +22,6 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// scriptedProxy is a schema with functions that refuse what a proxy for shards refuses, and raise what a shard that is
-// away would. What they let pass is decided by the functions in public. So no PL/Proxy is needed.
-type scriptedProxy struct {
-	*pgtest.DB
-
-	pool *pgxpool.Pool
-}
-
-// newProxy returns a proxy for so many shards.
-func newProxy(t *testing.T, shards int) *scriptedProxy {
-	t.Helper()
-	p := &scriptedProxy{DB: pgtest.New(t)}
-	pgtest.Exec(t, p.Pool, `
-		CREATE SCHEMA proxy;
-		CREATE TABLE proxy.map (shards integer, refusals integer);
-		CREATE TABLE proxy.broken (place integer, code text, message text, detail text, pattern text);
-		CREATE SEQUENCE proxy.refused;
-		CREATE FUNCTION proxy.rate_limit_shards() RETURNS integer LANGUAGE sql AS 'SELECT shards FROM proxy.map';
-		CREATE FUNCTION proxy._rate_limit_shard(key text, shards integer) RETURNS integer LANGUAGE sql AS $$
-			SELECT (('x' || left(encode(sha256(convert_to(coalesce(substring(key, '^[^{]*[{]([^}]+)[}]'), key), 'UTF8')), 'hex'), 8))
-				::bit(32)::bigint & (shards - 1))::integer
-		$$;
-		CREATE FUNCTION proxy.pass(keys text[], requests integer[], names text[], lock_timeout_ms integer) RETURNS void
-		LANGUAGE plpgsql AS $$
-		DECLARE
-			map proxy.map;
-			places integer[];
-			wrong proxy.broken;
-		BEGIN
-			SELECT * INTO map FROM proxy.map;
-			SELECT array_agg(DISTINCT proxy._rate_limit_shard(k, map.shards)) INTO places FROM unnest(keys) AS k;
-			IF lock_timeout_ms < 0 THEN
-				RAISE EXCEPTION 'rate_limit: part of a transaction' USING ERRCODE = 'RLS02';
-			ELSIF EXISTS (SELECT FROM unnest(requests, keys) AS e (r, k)
-				GROUP BY r HAVING count(DISTINCT proxy._rate_limit_shard(k, map.shards)) > 1)
-			THEN
-				RAISE EXCEPTION 'rate_limit: a request on several shards' USING ERRCODE = 'RLS04', DETAIL = map.shards;
-			ELSIF cardinality(places) > 1 AND lock_timeout_ms IS NOT NULL THEN
-				RAISE EXCEPTION 'rate_limit: several shards' USING ERRCODE = 'RLS01', DETAIL = map.shards;
-			END IF;
-			SELECT * INTO wrong FROM proxy.broken AS b
-			WHERE b.place = ANY (places) AND EXISTS (SELECT FROM unnest(names) AS n WHERE n LIKE b.pattern);
-			IF found THEN
-				RAISE EXCEPTION USING ERRCODE = wrong.code, MESSAGE = wrong.message, DETAIL = coalesce(wrong.detail, '');
-			END IF;
-			IF map.refusals > 0 THEN
-				IF nextval('proxy.refused') <= map.refusals THEN
-					RAISE EXCEPTION 'f(13): [limits_1] REMOTE ERROR: rate_limit: this database is shard 1 of 8, and was asked for '
-						'keys of shard 1 of 4' USING ERRCODE = 'RLS03';
-				END IF;
-			END IF;
-		END
-		$$;
-		DO $do$
-		DECLARE
-			f record;
-		BEGIN
-			FOR f IN
-				SELECT proname, pg_get_function_arguments(oid) AS declared, pg_get_function_result(oid) AS result,
-					(SELECT string_agg('$' || i, ', ' ORDER BY i) FROM generate_series(1, pronargs) AS i) AS passed
-				FROM pg_proc
-				WHERE pronamespace = 'public'::regnamespace AND 'lock_timeout_ms' = ANY (proargnames)
-					AND proname ~ '^rate_limit_.*(window|bucket|log|all|reset)$'
-			LOOP
-				EXECUTE format(
-					'CREATE FUNCTION proxy.%1$I(%2$s) RETURNS %3$s LANGUAGE plpgsql AS $f$
-						#variable_conflict use_variable
-						BEGIN
-							PERFORM proxy.pass(%4$s, lock_timeout_ms);
-							%5$s public.%1$I(%6$s);
-						END $f$',
-					f.proname, f.declared, f.result,
-					CASE f.proname
-						WHEN 'rate_limit_all' THEN 'keys, requests, names'
-						WHEN 'rate_limit_reset' THEN 'ARRAY[key], NULL, ARRAY[name]'
-						ELSE 'keys, NULL, ARRAY[name]'
-					END,
-					CASE f.proname WHEN 'rate_limit_reset' THEN 'RETURN' ELSE 'RETURN QUERY SELECT * FROM' END, f.passed);
-			END LOOP;
-		END
-		$do$;`)
-	pgtest.Exec(t, p.Pool, "INSERT INTO proxy.map VALUES ($1, 0)", shards)
-	p.pool = p.NewPool(t, func(config *pgxpool.Config) { config.MaxConns = 10 })
-	return p
-}
-
-// grow has the proxy know of so many shards.
-func (p *scriptedProxy) grow(t *testing.T, shards int) {
-	t.Helper()
-	pgtest.Exec(t, p.Pool, "UPDATE proxy.map SET shards = $1", shards)
-}
-
-// fail has a shard raise an error for the names that are like names.
-func (p *scriptedProxy) fail(t *testing.T, shard int, code, message, detail, names string) {
-	t.Helper()
-	pgtest.Exec(t, p.Pool, "INSERT INTO proxy.broken VALUES ($1, $2, $3, $4, $5)", shard, code, message, detail, names)
-}
-
-// client returns a client that has learned nothing yet.
-func (p *scriptedProxy) client(t *testing.T, config ClientConfig) *Client {
-	t.Helper()
-	config.Schema = "proxy"
-	if config.Timeout == 0 {
-		config.Timeout = amply
-	}
-	return newClient(t, p.pool, config)
-}
-
-// keysOf returns so many keys of a shard.
-func keysOf(shard, shards, n int) (keys []string) {
-	for i := 0; len(keys) < n; i++ {
-		if key := fmt.Sprint("user:", i); shardkey.Of(key, shards) == shard {
-			keys = append(keys, key)
-		}
-	}
-	return keys
-}
-
-// learns has a client ask until it knows the shards.
-func (c *Client) learns(t *testing.T, shards int) {
-	t.Helper()
-	l := c.limiter(t, Config{Name: "learns", Policy: FixedWindow{Limit: 1, Window: year}, NoDenialCache: true})
-	testkit.WaitUntil(t, func() bool {
-		testkit.Together(64, func(i int) {
-			_, err := l.Allow(t.Context(), fmt.Sprint("user:", i))
-			require.NoError(t, err)
-		})
-		return c.queues.shards() == shards
-	})
-}
-
 // The limit of each key is admitted exactly while the client learns of shards, and when there are more of them.
 func TestShardedClientCountsExactly(t *testing.T) {
 	t.Parallel()
@@ -279,8 +148,10 @@ func TestAllowAllAcrossShards(t *testing.T) {
 	config := Config{Name: "set", Policy: FixedWindow{Limit: 1000, Window: year}}
 	here, there := keysOf(0, 4, 100), keysOf(3, 4, 1)[0]
 	conn := pgtest.Connect(t, p.DB)
+	var statements atomic.Int64
+	observer := &Observer{Statement: func(StatementEvent) { statements.Add(1) }}
 	for title, client := range map[string]*Client{
-		"pool": p.client(t, ClientConfig{}), "connection": newClient(t, conn, ClientConfig{Schema: "proxy", Timeout: amply}),
+		"pool": p.client(t, ClientConfig{Observer: observer}), "connection": newClient(t, conn, ClientConfig{Schema: "proxy", Timeout: amply}),
 	} {
 		l := client.limiter(t, config)
 		across := func() error {
@@ -297,11 +168,13 @@ func TestAllowAllAcrossShards(t *testing.T) {
 			require.ErrorContains(t, err, "{user:1}:minute")
 			require.NotContains(t, err.Error(), there)
 		}
+		require.LessOrEqual(t, statements.Load(), int64(1), "the second one is refused before it is queued")
 		require.Empty(t, storedRows(t, p.Pool, false))
 		result, err := AllowAll(t.Context(), l.Request("{a}:minute", 1), l.Request("{a}:day", 1), l.Request("a", 1))
 		require.NoError(t, err)
 		require.True(t, result.Allowed)
 		pgtest.Exec(t, p.Pool, "TRUNCATE rate_limit_ephemeral")
+		statements.Store(0)
 	}
 
 	// Among others, in one statement.
@@ -494,6 +367,30 @@ func TestUnbelievableProxies(t *testing.T) {
 	}
 }
 
+// If a proxy cancels its statement, the shard may have decided it. If the shard does, nothing was taken.
+func TestStatementsThatAProxyCancels(t *testing.T) {
+	t.Parallel()
+	for message, unknown := range map[string]bool{
+		"canceling statement due to statement timeout":                            true,
+		"f(13): [limits_1] REMOTE ERROR: canceling statement due to user request": false,
+	} {
+		synctest.Test(t, func(t *testing.T) {
+			db, asked := newModelDB(), 0
+			db.set(func(context.Context) error {
+				if asked++; asked == 1 {
+					return &pgconn.PgError{SeverityUnlocalized: "ERROR", Code: "57014", Message: message}
+				}
+				return nil
+			})
+			client := newClient(t, db, ClientConfig{})
+			client.queues.learn(2)
+			_, err := client.limiter(t, Config{Name: "test", Policy: hourly}).Allow(t.Context(), "key")
+			require.Equal(t, unknown, errors.Is(err, ErrOutcomeUnknown), err)
+			require.Equal(t, unknown, asked == 1)
+		})
+	}
+}
+
 // What was leased of keys of several shards goes back to each of them.
 func TestLeasesGoBackOverShards(t *testing.T) {
 	t.Parallel()
@@ -504,12 +401,21 @@ func TestLeasesGoBackOverShards(t *testing.T) {
 		sync.Mutex
 		LeaseEvent
 	}
-	client := p.client(t, ClientConfig{Observer: &Observer{Lease: func(e LeaseEvent) {
-		sum.Lock()
-		defer sum.Unlock()
-		sum.Taken, sum.Returned, sum.Stranded = sum.Taken+e.Taken, sum.Returned+e.Returned, sum.Stranded+e.Stranded
-	}}})
+	var refused atomic.Int64
+	client := p.client(t, ClientConfig{Observer: &Observer{
+		Lease: func(e LeaseEvent) {
+			sum.Lock()
+			defer sum.Unlock()
+			sum.Taken, sum.Returned, sum.Stranded = sum.Taken+e.Taken, sum.Returned+e.Returned, sum.Stranded+e.Stranded
+		},
+		Statement: func(e StatementEvent) {
+			if _, several := pg.Shards(e.Err); several {
+				refused.Add(1)
+			}
+		},
+	}})
 	client.learns(t, 4)
+	refused.Store(0)
 	config := Config{Name: "lease", Policy: FixedWindow{Limit: 100_000, Window: year}, Lease: &Lease{MaxShare: 0.01}}
 	l := client.limiter(t, config)
 	testkit.Together(keys, func(i int) {
@@ -523,6 +429,7 @@ func TestLeasesGoBackOverShards(t *testing.T) {
 	defer sum.Unlock()
 	require.Positive(t, sum.Returned)
 	require.Zero(t, sum.Stranded)
+	require.Zero(t, refused.Load(), "each goes to the queue of its shard")
 	for i := range keys {
 		require.EqualValues(t, calls, taken(t, p.Pool, config, fmt.Sprint("user:", i)))
 	}
