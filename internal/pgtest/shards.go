@@ -59,6 +59,14 @@ func (db *DB) Of(key string) *DB {
 	return db.Shards[shardkey.Of(key, len(db.Shards))]
 }
 
+// All are the databases that have rows: the shards, or this one.
+func (db *DB) All() []*DB {
+	if len(db.Shards) == 0 {
+		return []*DB{db}
+	}
+	return db.Shards
+}
+
 // newProxy is a proxy's server, with those of its shards.
 func newProxy(n int) *cluster {
 	own := func() pgserver.Config { return pgserver.Config{} }
