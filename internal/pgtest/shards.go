@@ -178,7 +178,7 @@ func (c *cluster) install(ctx context.Context, pool *pgxpool.Pool) error {
 		for i := range c.shards {
 			servers += fmt.Sprintf(`
 				CREATE SERVER test_%[1]d FOREIGN DATA WRAPPER postgres_fdw
-				OPTIONS (host '127.0.0.1', port '', dbname '', use_remote_estimate 'true');
+				OPTIONS (host '127.0.0.1', port '', dbname '');
 				CREATE USER MAPPING FOR CURRENT_USER SERVER test_%[1]d OPTIONS (user 'postgres');`, i)
 		}
 		_, err := conn.Exec(ctx, servers+c.shards[0].tables+blockedSQL)
