@@ -48,8 +48,8 @@ var (
 	ErrSetup = pg.ErrSetup
 	// ErrSharded: the database is a proxy for shards, which cannot do that. The keys of an AllowAll are on several
 	// shards: write a part that they share in braces ([*RequestError]). Or the call is part of a transaction of the
-	// caller's, which could not take back what a shard has committed: call Allow before it, or use a pool of the shard's
-	// own database. Nothing was taken.
+	// caller's, which could not take back what a shard has committed: call Allow before it, or use a pool of the
+	// shard's own database. Nothing was taken.
 	ErrSharded = pg.ErrSharded
 	// ErrUnavailable: the database is not reachable, starts or stops, refuses connections or has ended this one,
 	// or somebody has locked the table, as VACUUM FULL does. The call did not count, except with

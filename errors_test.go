@@ -121,7 +121,7 @@ func TestSentinelsSayWhoseTheyAre(t *testing.T) {
 	all := map[string]error{
 		"ErrInvalidKey": ErrInvalidKey, "ErrInvalidCost": ErrInvalidCost, "ErrNothingToRefund": ErrNothingToRefund,
 		"ErrCostExceedsLimit": ErrCostExceedsLimit, "ErrWouldExceedDeadline": ErrWouldExceedDeadline,
-		"ErrNotMigrated": ErrNotMigrated, "ErrNewerSchema": ErrNewerSchema, "ErrNotPermitted": ErrNotPermitted,
+		"ErrNotMigrated": ErrNotMigrated, "ErrNewerSchema": ErrNewerSchema, "ErrNotPermitted": ErrNotPermitted, "ErrSharded": ErrSharded,
 		"ErrPreparedStatements": ErrPreparedStatements, "ErrSetup": ErrSetup, "ErrUnavailable": ErrUnavailable,
 		"ErrReadOnly": ErrReadOnly, "ErrTimeout": ErrTimeout, "ErrKeyHeld": ErrKeyHeld,
 		"ErrPoolExhausted": ErrPoolExhausted, "ErrOutcomeUnknown": ErrOutcomeUnknown,

@@ -51,7 +51,7 @@ func TestSQLRefusesBadArguments(t *testing.T) {
 			"no costs for one key":           {"'n'", "ARRAY['a']", ", ARRAY[]::bigint[]", invalid},
 			"fewer counts than keys":         {"'n'", "ARRAY['a', 'b']", ", NULL, ARRAY[1]", invalid},
 			"more counts than keys":          {"'n'", "ARRAY['a']", ", NULL, ARRAY[1, 1]", invalid},
-			"a negative lock timeout":        {"'n'", "ARRAY['a']", ", lock_timeout_ms => -1", invalid},
+			"a negative lock timeout":        {"'n'", "ARRAY['a']", ", lock_timeout_ms => -2", invalid},
 			"a key that cannot be in UTF-8":  {"'n'", `ARRAY[E'\xff']`, "", "22021"},
 			"a key with NUL":                 {"'n'", `ARRAY[E'\u0000']`, "", "42601"},
 			"a cost that is no whole number": {"'n'", "ARRAY['a']", ", ARRAY['1.5']::bigint[]", "22P02"},
@@ -243,4 +243,35 @@ func closing(text string) int {
 		}
 		return false
 	})
+}
+
+// A lock_timeout_ms of -1 leaves the session's lock_timeout, as NULL does, however many keys there are.
+func TestLockTimeoutOfTheCallersTransaction(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	for name, policy := range slowPolicies(100) {
+		tx := pgtest.Begin(t, db)
+		pgtest.Exec(t, tx, "SET LOCAL lock_timeout = '54321ms'")
+		l := newLimiter(t, db.Pool, Config{Name: name, Policy: policy})
+		for _, keys := range [][]string{{"a"}, {"bb", "a"}, {"a", "bb"}, {"a", "c", "dd", "e", "f", "g", "h", "i", "j", "k"}} {
+			for _, skipHeld := range []bool{false, true} {
+				var requests []*request
+				for _, key := range keys {
+					requests = append(requests, l.newRequest(key, 1))
+				}
+				own := transaction{lockTimeout: new(int32(-1)), skipHeld: skipHeld}
+				require.NoError(t, l.client.database.execute(t.Context(), tx, requests, own), name)
+				for _, r := range requests {
+					require.EqualValues(t, 1, r.parts[0].decision.granted)
+				}
+				requests[0].policy = nil
+				requests[0].add(l.space, l.models, "another", 1, nil)
+				require.NoError(t, l.client.database.execute(t.Context(), tx, requests, own), name)
+			}
+		}
+		require.NoError(t, l.ResetTx(t.Context(), tx, "a"))
+		require.Equal(t, "54321ms", pgtest.Scalar[string](t, tx, "SELECT current_setting('lock_timeout')"))
+		require.NoError(t, tx.Rollback(t.Context()))
+	}
 }

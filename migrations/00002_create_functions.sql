@@ -281,7 +281,7 @@ BEGIN
                     'NULL instead of costs or of counts means 1 for each key.';
     END IF;
     ignored := concat(
-        CASE WHEN lock_timeout_ms >= 0 THEN set_config('lock_timeout', lock_timeout_ms::text, true) END,
+        CASE WHEN lock_timeout_ms <> -1 THEN set_config('lock_timeout', lock_timeout_ms::text, true) END,
         CASE WHEN synchronous_commit IS NOT NULL
             THEN set_config('synchronous_commit', synchronous_commit::text, true) END);
     IF costs IS NULL THEN
@@ -308,7 +308,7 @@ BEGIN
     END IF;
 
     give_up := CASE
-        WHEN lock_timeout_ms >= 0 THEN clock_timestamp() + lock_timeout_ms * interval '25 ms'
+        WHEN lock_timeout_ms <> -1 THEN clock_timestamp() + lock_timeout_ms * interval '25 ms'
         ELSE 'infinity'
     END;
     FOR attempt IN 1 .. 5 LOOP
@@ -1827,7 +1827,7 @@ BEGIN
         END LOOP;
     END IF;
     IF few THEN
-        IF lock_timeout_ms >= 0 THEN
+        IF lock_timeout_ms <> -1 THEN
             ignored := set_config('lock_timeout', lock_timeout_ms::text, true);
         ELSE
             lock_timeout_ms := NULL;
@@ -2057,7 +2057,7 @@ BEGIN
     IF NOT few AND NOT (skip_held IS TRUE OR taken_in IS NOT NULL
         OR 1 > ANY (costs) OR max_count < ANY (costs)) IS TRUE
     THEN
-        IF lock_timeout_ms >= 0 THEN
+        IF lock_timeout_ms <> -1 THEN
             ignored := set_config('lock_timeout', lock_timeout_ms::text, true);
         ELSE
             lock_timeout_ms := NULL;
@@ -2341,7 +2341,7 @@ BEGIN
         END LOOP;
     END IF;
     IF few THEN
-        IF lock_timeout_ms >= 0 THEN
+        IF lock_timeout_ms <> -1 THEN
             ignored := set_config('lock_timeout', lock_timeout_ms::text, true);
         ELSE
             lock_timeout_ms := NULL;
@@ -2607,7 +2607,7 @@ BEGIN
     IF NOT few AND NOT (skip_held IS TRUE OR taken_in IS NOT NULL
         OR 1 > ANY (costs) OR max_count < ANY (costs)) IS TRUE
     THEN
-        IF lock_timeout_ms >= 0 THEN
+        IF lock_timeout_ms <> -1 THEN
             ignored := set_config('lock_timeout', lock_timeout_ms::text, true);
         ELSE
             lock_timeout_ms := NULL;
@@ -2922,7 +2922,7 @@ BEGIN
         END LOOP;
     END IF;
     IF few THEN
-        IF lock_timeout_ms >= 0 THEN
+        IF lock_timeout_ms <> -1 THEN
             ignored := set_config('lock_timeout', lock_timeout_ms::text, true);
         ELSE
             lock_timeout_ms := NULL;
@@ -3206,7 +3206,7 @@ BEGIN
     IF NOT few AND NOT (skip_held IS TRUE OR taken_in IS NOT NULL
         OR 1 > ANY (costs) OR capacity < ANY (costs)) IS TRUE
     THEN
-        IF lock_timeout_ms >= 0 THEN
+        IF lock_timeout_ms <> -1 THEN
             ignored := set_config('lock_timeout', lock_timeout_ms::text, true);
         ELSE
             lock_timeout_ms := NULL;
@@ -3512,7 +3512,7 @@ BEGIN
         END LOOP;
     END IF;
     IF few THEN
-        IF lock_timeout_ms >= 0 THEN
+        IF lock_timeout_ms <> -1 THEN
             ignored := set_config('lock_timeout', lock_timeout_ms::text, true);
         ELSE
             lock_timeout_ms := NULL;
@@ -3868,7 +3868,7 @@ BEGIN
         END LOOP;
     END IF;
     IF few THEN
-        IF lock_timeout_ms >= 0 THEN
+        IF lock_timeout_ms <> -1 THEN
             ignored := set_config('lock_timeout', lock_timeout_ms::text, true);
         ELSE
             lock_timeout_ms := NULL;
@@ -4110,7 +4110,7 @@ BEGIN
     IF NOT few AND NOT (skip_held IS TRUE OR taken_in IS NOT NULL
         OR 1 > ANY (costs) OR max_count < ANY (costs)) IS TRUE
     THEN
-        IF lock_timeout_ms >= 0 THEN
+        IF lock_timeout_ms <> -1 THEN
             ignored := set_config('lock_timeout', lock_timeout_ms::text, true);
         ELSE
             lock_timeout_ms := NULL;
@@ -4318,7 +4318,7 @@ BEGIN
             USING ERRCODE = 'invalid_parameter_value', HINT = 'A name has 1 to 128 bytes, and a key 1 to 512.',
                 COLUMN = CASE WHEN octet_length(name) > 128 THEN 'name' ELSE 'key' END;
     END IF;
-    IF lock_timeout_ms >= 0 THEN -- see the functions of one limit
+    IF lock_timeout_ms <> -1 THEN -- see the functions of one limit
         ignored := set_config('lock_timeout', lock_timeout_ms::text, true);
     END IF;
     IF synchronous_commit IS NOT NULL THEN

@@ -92,6 +92,8 @@ type Migration struct {
 // with the rights of this one is no stranger. Nor is the owner of the schema, unless this role is a superuser and it is
 // about the table. Nor is the owner of the database, if it is about the function.
 //
+// If the database is a proxy of shards, Up returns an error, and so do Down and Status. Migrate each of the shards.
+//
 // It is safe to call Up twice, and from several processes at once: one works, and the others wait on an advisory lock
 // for as long as their context allows. After a failure or the end of the context, the migrations before that one stay
 // applied, and the next call goes on from there. One connection of the pool is enough.

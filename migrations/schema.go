@@ -53,7 +53,18 @@ SELECT
     pg_catalog.pg_get_userbyid(coalesce(c.relowner, CASE WHEN f.trusted THEN p.proowner END,
         CASE WHEN n.nspowner OPERATOR(pg_catalog.=) 6171::pg_catalog.oid -- pg_database_owner, as which nobody logs in
             THEN d.datdba ELSE n.nspowner END)),
-    me.rolname
+    me.rolname,
+    NOT EXISTS (
+        SELECT FROM pg_catalog.pg_class AS r
+        WHERE r.relnamespace OPERATOR(pg_catalog.=) n.oid AND r.relname OPERATOR(pg_catalog.=) 'rate_limit_ephemeral'
+    ) AND (
+        EXISTS (
+            SELECT FROM pg_catalog.pg_proc AS q
+            WHERE q.pronamespace OPERATOR(pg_catalog.=) n.oid AND q.proname OPERATOR(pg_catalog.=) 'rate_limit_shards'
+                AND q.pronargs OPERATOR(pg_catalog.=) 0::pg_catalog.int2
+        ) OR EXISTS (
+            SELECT FROM pg_catalog.pg_foreign_server AS s WHERE s.srvname OPERATOR(pg_catalog.=) 'rate_limit_shards'
+        ))
 FROM pg_catalog.pg_namespace AS n
 JOIN pg_catalog.pg_roles AS me ON me.rolname OPERATOR(pg_catalog.=) current_user
 JOIN pg_catalog.pg_database AS d ON d.datname OPERATOR(pg_catalog.=) pg_catalog.current_database()
@@ -127,6 +138,7 @@ type schema struct {
 	create          bool   // this role may create
 	owner           string // who could run the migrations
 	me              string // this role
+	proxy           bool   // the database is a proxy of shards, and the schema has no tables
 
 	// Set by status.
 	recorded int64 // the highest version that the version table records, if this role may read it
@@ -153,9 +165,13 @@ func (s schema) goneAstray(recorded []Migration) bool {
 	return known && (int64(len(recorded)) != s.says() || highest != s.says())
 }
 
+// errProxy keeps a proxy from deciding in tables of its own.
+var errProxy = errors.New("the database is a proxy of shards, and has no tables: migrate each of the shards " +
+	"('pgratelimit shard list'), and then run 'pgratelimit shard set' for the proxy")
+
 func look(ctx context.Context, tx pgx.Tx) (in schema, err error) {
 	err = tx.QueryRow(ctx, schemaSQL).Scan(&in.name, &in.table, &in.readable, &in.foreignTable,
-		&in.version, &in.owned, &in.foreignFunction, &in.create, &in.owner, &in.me)
+		&in.version, &in.owned, &in.foreignFunction, &in.create, &in.owner, &in.me, &in.proxy)
 	if errors.Is(err, pgx.ErrNoRows) {
 		return in, errors.New("no schema that search_path names exists, or this role lacks USAGE on it: " +
 			"create it, or set another search_path")
@@ -204,7 +220,10 @@ func status(ctx context.Context, conn *pgx.Conn) ([]Migration, schema, error) {
 			return errors.New("search_path names pg_catalog behind another schema, so whoever may create there " +
 				"could have code run with the rights of this role: leave pg_catalog out, which is then the first")
 		}
-		if in, err = look(ctx, tx); err != nil || !in.table || !in.readable || in.foreignTable != "" {
+		if in, err = look(ctx, tx); err == nil && in.proxy {
+			return errProxy
+		}
+		if err != nil || !in.table || !in.readable || in.foreignTable != "" {
 			return err
 		}
 		recorded, err = in.hold(ctx, tx, "ACCESS SHARE")

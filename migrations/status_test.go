@@ -120,6 +120,26 @@ func TestErrorsSayWhatToDo(t *testing.T) {
 	require.ErrorContains(t, migrations.Up(t.Context(), unprivileged), "the user needs CREATE on the schema")
 }
 
+// A proxy of shards decides nothing itself. Who has tables is none, whatever functions a stranger makes.
+func TestProxyIsNotMigrated(t *testing.T) {
+	t.Parallel()
+
+	const function = "CREATE FUNCTION rate_limit_shards() RETURNS integer LANGUAGE sql AS 'SELECT 4'"
+	pool := pgtest.Empty(t).Pool
+	pgtest.Exec(t, pool, function)
+	before := pgtest.Objects(t, pool)
+	_, err := migrations.Status(t.Context(), pool)
+	for _, err := range []error{err, migrations.Up(t.Context(), pool), migrations.Down(t.Context(), pool),
+		migrations.DownTo(t.Context(), pool, 0)} {
+		require.ErrorContains(t, err, "a proxy of shards, and has no tables: migrate each of the shards")
+	}
+	require.Equal(t, before, pgtest.Objects(t, pool))
+
+	pool = pgtest.New(t).Pool
+	pgtest.Exec(t, pool, function)
+	require.NoError(t, migrations.Up(t.Context(), pool))
+}
+
 // Statements about the catalogs are not compiled, which takes seconds where planner settings make them dear.
 func TestNothingIsCompiled(t *testing.T) {
 	t.Parallel()

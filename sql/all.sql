@@ -160,7 +160,7 @@ BEGIN
                     'NULL instead of costs or of counts means 1 for each key.';
     END IF;
     ignored := concat(
-        CASE WHEN lock_timeout_ms >= 0 THEN set_config('lock_timeout', lock_timeout_ms::text, true) END,
+        CASE WHEN lock_timeout_ms <> -1 THEN set_config('lock_timeout', lock_timeout_ms::text, true) END,
         CASE WHEN synchronous_commit IS NOT NULL
             THEN set_config('synchronous_commit', synchronous_commit::text, true) END);
     IF costs IS NULL THEN
@@ -187,7 +187,7 @@ BEGIN
     END IF;
 
     give_up := CASE
-        WHEN lock_timeout_ms >= 0 THEN clock_timestamp() + lock_timeout_ms * interval '25 ms'
+        WHEN lock_timeout_ms <> -1 THEN clock_timestamp() + lock_timeout_ms * interval '25 ms'
         ELSE 'infinity'
     END;
     FOR attempt IN 1 .. 5 LOOP

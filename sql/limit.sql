@@ -41,7 +41,7 @@ END{{end}}
 {{- end}}
 
 {{define "settings"}}
-IF lock_timeout_ms >= 0 THEN
+IF lock_timeout_ms <> -1 THEN
     ignored := set_config('lock_timeout', lock_timeout_ms::text, true);
 ELSE
     lock_timeout_ms := NULL;

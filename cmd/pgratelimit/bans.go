@@ -27,7 +27,7 @@ prefix or everybody, INSERT a row of the mode deny into rate_limit_policy.`,
 			if err := errors.Join(checkPolicyTarget(args[0], to), checkComment(comment)); err != nil {
 				return usageError{err}
 			}
-			pool, err := a.open(ctx)
+			pool, err := a.openFirst(ctx)
 			if err != nil {
 				return err
 			}
@@ -93,7 +93,7 @@ key again, that ban is as long as a first one. Bans of a prefix of the key, or o
 			if err := checkPolicyTarget(args[0], to); err != nil {
 				return err
 			}
-			pool, err := a.open(ctx)
+			pool, err := a.openFirst(ctx)
 			if err != nil {
 				return err
 			}

@@ -132,11 +132,11 @@ func (e *examination) checkConnection(ctx context.Context) (finding, error) {
 			last[pid] = client
 		}
 	}
-	given, err := pgx.ParseConfig(e.app.databaseURL)
+	given, err := e.app.config()
 	if err != nil {
 		return finding{}, err
 	}
-	mode := given.DefaultQueryExecMode
+	mode := given.ConnConfig.DefaultQueryExecMode
 	name := strings.ReplaceAll(mode.String(), " ", "_") // as it is written in a connection string
 	switch {
 	case direct:

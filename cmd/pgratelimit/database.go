@@ -35,7 +35,7 @@ var (
 
 // open returns a pool of a few connections. It connects when it is first used.
 func (a *app) open(ctx context.Context, configure ...func(*pgxpool.Config)) (*pgxpool.Pool, error) {
-	config, err := pgxpool.ParseConfig(a.databaseURL)
+	config, err := a.config()
 	if err != nil {
 		return nil, err
 	}
@@ -95,11 +95,11 @@ func (a *app) read(ctx context.Context, pool *pgxpool.Pool, query func(tx pgx.Tx
 	return a.transaction(ctx, pool, pgx.ReadOnly, true, query)
 }
 
-// list reads rows, and prints them.
+// list reads rows that one database has for all, and prints them.
 func list[T any](
 	ctx context.Context, a *app, scan pgx.RowToFunc[T], text func(io.Writer, []T), sql string, args ...any,
 ) error {
-	pool, err := a.open(ctx)
+	pool, err := a.openFirst(ctx)
 	if err != nil {
 		return err
 	}

@@ -54,7 +54,7 @@ problem.`,
 				return err
 			}
 			defer pool.Close()
-			findings, err := a.examine(ctx, pool)
+			findings, err := a.examineAll(ctx, pool)
 			if err != nil {
 				return err
 			}

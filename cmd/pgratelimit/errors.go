@@ -66,7 +66,7 @@ func (a *app) message(err error) string {
 		if isStore {
 			text = oneLine(connect)
 		}
-		if !strings.Contains(text, "DATABASE_URL") {
+		if _, ok := errors.AsType[*shardError](err); !ok && !strings.Contains(text, "DATABASE_URL") {
 			text += "; --database-url or DATABASE_URL says where the database is"
 		}
 	}

@@ -57,7 +57,7 @@ without rows it is in force.`,
 			if err := checkPolicyTarget(args[0], to); err != nil {
 				return err
 			}
-			pool, err := a.open(ctx)
+			pool, err := a.openFirst(ctx)
 			if err != nil {
 				return err
 			}
@@ -83,7 +83,12 @@ without rows it is in force.`,
 				e.Unknown = "it depends on the policy in the code: give that with --policy"
 			}
 			if text != "" {
-				if err := a.explainState(ctx, pool, &e, text, durable); err != nil {
+				of, err := a.open(ctx) // which need not be the database of the policies
+				if err != nil {
+					return err
+				}
+				defer of.Close()
+				if err := a.explainState(ctx, of, &e, text, durable); err != nil {
 					return err
 				}
 			}

@@ -229,13 +229,15 @@ forget it. If the limiter has several policies, the key has a row for each of th
 				return err
 			}
 			var n int64
-			for _, name := range algorithm.RowNames(args[0]) {
-				var more int64
-				more, err = a.resetAll(ctx, pool, name, durable)
-				if n += more; err != nil {
-					break
+			err = a.inStores(ctx, func(store *app, in *pgxpool.Pool) error {
+				for _, name := range algorithm.RowNames(args[0]) {
+					more, err := store.resetAll(ctx, in, pool, name, durable)
+					if n += more; err != nil {
+						return err
+					}
 				}
-			}
+				return nil
+			})
 			return errors.Join(err, a.printReset(n, durable, err))
 		}),
 	}
@@ -280,7 +282,12 @@ func announce(ctx context.Context, tx pgx.Tx, limiter string, keys ...string) er
 // keys that somebody holds, and at the end they are reset one at a time. A role that may not delete from the
 // table has the function do it, which may not leave out keys: of a batch in which somebody holds a key, all are reset
 // one at a time.
-func (a *app) resetAll(ctx context.Context, pool *pgxpool.Pool, name string, durable bool) (total int64, err error) {
+//
+// Processes hear what is announced in the database that they use. If that is a proxy of this one, it is told after each
+// transaction.
+func (a *app) resetAll(
+	ctx context.Context, pool, proxy *pgxpool.Pool, name string, durable bool,
+) (total int64, err error) {
 	query, count := resetEphemeralBatchSQL, countEphemeralKeysSQL
 	if durable {
 		query, count = resetDurableBatchSQL, countDurableKeysSQL
@@ -305,10 +312,19 @@ func (a *app) resetAll(ctx context.Context, pool *pgxpool.Pool, name string, dur
 		}
 	}
 	var held []string
+	tell := func(keys ...string) error {
+		if a.connection == "" {
+			return nil
+		}
+		return a.write(ctx, proxy, func(tx pgx.Tx) error { return announce(ctx, tx, name, keys...) })
+	}
 	one := func(keys []string) error {
 		for _, key := range keys {
 			n, err := a.resetKey(ctx, pool, []string{name}, key, durable)
 			total += n
+			if err == nil {
+				err = tell(key)
+			}
 			if err != nil {
 				return err
 			}
@@ -339,6 +355,9 @@ func (a *app) resetAll(ctx context.Context, pool *pgxpool.Pool, name string, dur
 		}
 		after = keys[len(keys)-1]
 		total += int64(len(reset))
+		if err := tell(reset...); err != nil {
+			return total, err
+		}
 		passed += int64(len(keys))
 		bar.update(passed, all)
 		slices.Sort(reset) // the keys are in the order of their bytes
@@ -357,8 +376,11 @@ func (a *app) resetAll(ctx context.Context, pool *pgxpool.Pool, name string, dur
 			}
 			return tx.QueryRow(ctx, resetKeysSQL, name, keys, durable).Scan(&n)
 		})
-		if total += n; pg.LockTimeout(err) {
+		switch total += n; {
+		case pg.LockTimeout(err):
 			err = one(keys)
+		case err == nil:
+			err = tell(keys...)
 		}
 		if err != nil {
 			return total, err

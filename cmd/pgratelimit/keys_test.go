@@ -208,7 +208,7 @@ func TestResetAllDeadlocksWithNobody(t *testing.T) {
 			pool, err := a.open(t.Context())
 			require.NoError(t, err)
 			defer pool.Close()
-			n, err := a.resetAll(t.Context(), pool, "login", false)
+			n, err := a.resetAll(t.Context(), pool, nil, "login", false)
 			require.EqualValues(t, 2, n)
 			return err
 		}},
@@ -284,7 +284,7 @@ func TestResetAllUnderLoad(t *testing.T) {
 		}()
 	}
 	for done := 0; done < cap(errs); {
-		_, err := a.resetAll(t.Context(), pool, "login", false)
+		_, err := a.resetAll(t.Context(), pool, nil, "login", false)
 		require.NoError(t, err)
 		select {
 		case err := <-errs:

@@ -74,19 +74,22 @@ given. How many keys are denied now depends on the policy, which the rows do not
 			if maxRows < 1 {
 				return usageError{errors.New("--max-rows must be at least 1")}
 			}
-			pool, err := a.open(ctx)
-			if err != nil {
-				return err
-			}
-			defer pool.Close()
-			sizes, limiters, err := a.countLimiters(ctx, pool, exact)
-			if err != nil {
-				return err
-			}
-			for i := range limiters {
-				if err := a.countDenied(ctx, pool, &limiters[i], policies, maxRows); err != nil {
+			var sizes []tableSize
+			var limiters []limiterRows
+			if err := a.inStores(ctx, func(store *app, pool *pgxpool.Pool) error {
+				moreSizes, more, err := store.countLimiters(ctx, pool, exact)
+				if err != nil {
 					return err
 				}
+				for i := range more {
+					if err := store.countDenied(ctx, pool, &more[i], policies, maxRows); err != nil {
+						return err
+					}
+				}
+				sizes, limiters = addSizes(sizes, moreSizes), addLimiters(limiters, more)
+				return nil
+			}); err != nil {
+				return err
 			}
 			value := struct {
 				Tables   []tableSize   `json:"tables"`
@@ -154,10 +157,50 @@ func (a *app) countLimiters(
 		})
 		return err
 	})
-	slices.SortFunc(limiters, func(a, b limiterRows) int {
-		return cmp.Or(cmp.Compare(a.Limiter, b.Limiter), cmp.Compare(b.Table, a.Table))
-	})
+	slices.SortFunc(limiters, limiterRows.compare)
 	return sizes, limiters, err
+}
+
+func (l limiterRows) compare(other limiterRows) int {
+	return cmp.Or(cmp.Compare(l.Limiter, other.Limiter), cmp.Compare(other.Table, l.Table))
+}
+
+// addLimiters adds what another shard has to what there is. Both are sorted.
+func addLimiters(all, more []limiterRows) []limiterRows {
+	for _, m := range more {
+		i, found := slices.BinarySearchFunc(all, m, limiterRows.compare)
+		if !found {
+			all = slices.Insert(all, i, m)
+			continue
+		}
+		l := &all[i]
+		l.Rows, l.Live, l.Bytes = l.Rows+m.Rows, l.Live+m.Live, l.Bytes+m.Bytes
+		l.Estimated = l.Estimated || m.Estimated
+		if m.OldestExpiry.Before(l.OldestExpiry) {
+			l.OldestExpiry = m.OldestExpiry
+		}
+		for _, word := range m.Algorithms {
+			if !slices.Contains(l.Algorithms, word) {
+				l.Algorithms = append(l.Algorithms, word)
+			}
+		}
+		if m.DeniedNow != nil { // and so has the other one
+			l.DeniedNow.Keys += m.DeniedNow.Keys
+			l.DeniedNow.Complete = l.DeniedNow.Complete && m.DeniedNow.Complete
+		}
+	}
+	return all
+}
+
+func addSizes(all, more []tableSize) []tableSize {
+	if all == nil {
+		return more
+	}
+	for i := range more {
+		all[i].TableBytes += more[i].TableBytes
+		all[i].TotalBytes += more[i].TotalBytes
+	}
+	return all
 }
 
 // sampleShare returns how much of a table a sample reads, from 0 to 1.

@@ -49,6 +49,8 @@ type app struct {
 	stdout, stderr io.Writer
 
 	databaseURL string
+	connection  string // of the shard at place; empty for the database of databaseURL
+	place       int
 	schema      string
 	json        bool
 	timeout     time.Duration
@@ -102,7 +104,7 @@ func (a *app) rootCommand() *cobra.Command {
 
 	root.AddCommand(a.demoCommand(), a.migrateCommand(), a.sweepCommand(), a.limitsCommand(), a.topCommand(),
 		a.peekCommand(), a.takeCommand(), a.refundCommand(), a.grantCommand(), a.resetCommand(),
-		a.policyCommand(), a.banCommand(), a.unbanCommand(), a.explainCommand(), a.leasesCommand(),
+		a.policyCommand(), a.banCommand(), a.unbanCommand(), a.explainCommand(), a.leasesCommand(), a.shardCommand(),
 		a.doctorCommand())
 	for _, cmd := range root.Commands() {
 		if cmd.ValidArgsFunction == nil {

@@ -53,7 +53,14 @@ type outcome struct {
 // invoke runs the command as a process of its own, with pipes.
 func invoke(t *testing.T, databaseURL string, args ...string) outcome {
 	t.Helper()
+	return invokeWith(t, nil, databaseURL, args...)
+}
+
+// invokeWith is invoke with more variables in the environment.
+func invokeWith(t *testing.T, environment []string, databaseURL string, args ...string) outcome {
+	t.Helper()
 	cmd := command(t, databaseURL, args...)
+	cmd.Env = append(cmd.Env, environment...)
 	var stdout, stderr bytes.Buffer
 	cmd.Stdout, cmd.Stderr = &stdout, &stderr
 	if err := cmd.Run(); err != nil {

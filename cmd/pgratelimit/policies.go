@@ -201,7 +201,7 @@ func (a *app) policyListCommand() *cobra.Command {
   pgratelimit policy list login --bans --json`,
 		Args: cobra.MaximumNArgs(1),
 		RunE: action(func(ctx context.Context, args []string) error {
-			pool, err := a.open(ctx)
+			pool, err := a.openFirst(ctx)
 			if err != nil {
 				return err
 			}
@@ -267,7 +267,7 @@ those for everybody.`,
 			if err := checkPolicyTarget(args[0], target); err != nil {
 				return err
 			}
-			pool, err := a.open(ctx)
+			pool, err := a.openFirst(ctx)
 			if err != nil {
 				return err
 			}

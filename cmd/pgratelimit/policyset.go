@@ -142,7 +142,7 @@ cannot read is not compared, and is replaced only with --force.`,
 		if err := errors.Join(checkPolicyTarget(args[0], to), checkComment(comment)); err != nil {
 			return usageError{err}
 		}
-		pool, err := a.open(ctx)
+		pool, err := a.openFirst(ctx)
 		if err != nil {
 			return err
 		}
@@ -298,7 +298,7 @@ shadow, only rows of that mode go, and without it, only the others.`,
 		if err := checkPolicyTarget(args[0], to); err != nil {
 			return err
 		}
-		pool, err := a.open(ctx)
+		pool, err := a.openFirst(ctx)
 		if err != nil {
 			return err
 		}

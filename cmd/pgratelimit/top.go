@@ -33,7 +33,7 @@ type topResult struct {
 	Looked   int64      `json:"rows_looked_at"`
 	Complete bool       `json:"complete"` // all rows of the limiter were looked at
 	Share    float64    `json:"share"`    // about how much of the limiter's rows that is, from 0 to 1
-	At       time.Time  `json:"at"`       // the database's clock, from which all times count
+	At       time.Time  `json:"at"`       // the database's clock (of shard 0), from which all times count
 	Keys     []keyState `json:"keys"`
 }
 
@@ -59,24 +59,35 @@ at together, or not at all. Keys that have taken nothing are not listed.`,
 			if n < 1 || maxRows < 1 {
 				return usageError{errors.New("--number and --max-rows must be at least 1")}
 			}
-			pool, err := a.open(ctx)
-			if err != nil {
+			result := topResult{Limiter: args[0], Table: table(durable), Complete: true, Keys: []keyState{}}
+			rows := 0.0 // about how many the limiter has
+			if err := a.inStores(ctx, func(store *app, pool *pgxpool.Pool) error {
+				add := func(states []keyState) {
+					result.Keys = append(result.Keys, slices.DeleteFunc(states, func(s keyState) bool {
+						return s.ResetAfterUS == 0
+					})...)
+					slices.SortFunc(result.Keys, closest)
+					result.Keys = result.Keys[:min(n, len(result.Keys))]
+				}
+				sample, err := store.peekAll(ctx, pool, args[0], policy.Policy, durable, maxRows, add)
+				if err != nil {
+					return err
+				}
+				result.Looked += int64(len(sample.keys))
+				result.Complete = result.Complete && sample.share == 1
+				if result.Share = sample.share; len(sample.keys) > 0 {
+					rows += float64(len(sample.keys)) / sample.share
+				}
+				if result.At.IsZero() {
+					result.At = sample.at.UTC()
+				}
+				return nil
+			}); err != nil {
 				return err
 			}
-			defer pool.Close()
-			result := topResult{Limiter: args[0], Table: table(durable), Keys: []keyState{}}
-			sample, err := a.peekAll(ctx, pool, args[0], policy.Policy, durable, maxRows, func(states []keyState) {
-				result.Keys = append(result.Keys, slices.DeleteFunc(states, func(s keyState) bool {
-					return s.ResetAfterUS == 0
-				})...)
-				slices.SortFunc(result.Keys, closest)
-				result.Keys = result.Keys[:min(n, len(result.Keys))]
-			})
-			if err != nil {
-				return err
+			if !result.Complete && rows > 0 {
+				result.Share = float64(result.Looked) / rows
 			}
-			result.Looked, result.Complete = int64(len(sample.keys)), sample.share == 1
-			result.Share, result.At = sample.share, sample.at.UTC()
 			return a.print(result, result.print)
 		}),
 	}
@@ -93,7 +104,7 @@ const defaultMaxRows = 100_000
 
 func addMaxRows(cmd *cobra.Command, maxRows *int64) {
 	cmd.Flags().Int64Var(maxRows, "max-rows", defaultMaxRows,
-		"look at no more rows of a limiter, chosen at random; 100,000 take some seconds")
+		"look at no more rows of a limiter (of each shard), chosen at random; 100,000 take some seconds")
 }
 
 // closest sorts the keys that have least left first, and among these the ones that have to wait longest.

@@ -253,9 +253,9 @@ func Undone(err error) bool {
 	return ok && (pgErr.Code == "40001" || pgErr.Code == "40P01")
 }
 
-// Canceled tells whether the server was told to end the statement, so that nothing was taken. If our time is not up, the server may have told
-// itself. A lock_timeout may end just when the lock is granted, while the statement goes on to wait for the next
-// one. The server reports that as if somebody had asked for it.
+// Canceled tells whether the server was told to end the statement, so that nothing was taken. If our time is not up,
+// the server may have told itself. A lock_timeout may end just when the lock is granted, while the statement goes on to
+// wait for the next one. The server reports that as if somebody had asked for it.
 func Canceled(err error) bool {
 	pgErr, ok := errors.AsType[*pgconn.PgError](err)
 	return ok && pgErr.Code == "57014" && !errors.Is(err, ErrOutcomeUnknown)

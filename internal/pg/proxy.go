@@ -104,9 +104,9 @@ func proxyKinds(err, there *pgconn.PgError) (kinds []error, known bool) {
 	case err.Code == "0A000" && // a read of an unlogged table on a standby
 		there.Message == "cannot access temporary or unlogged relations during recovery":
 		return []error{ErrUnavailable, ErrReadOnly}, true
-	case err.Code == "08P01" && there.SeverityUnlocalized == "FATAL" &&
-		(strings.Contains(there.Message, "server_login_retry") || strings.HasPrefix(there.Message, "query_wait_timeout")):
-		return []error{ErrUnavailable}, true // PgBouncer had no connection for it
+	case err.Code == "08P01" && there.SeverityUnlocalized == "FATAL" && // of PgBouncer, which had no connection for it
+		(strings.Contains(there.Message, "server_login_retry") || there.Message == "query_wait_timeout"):
+		return []error{ErrUnavailable}, true
 	}
 	return nil, false
 }

@@ -17,10 +17,15 @@ type Config struct {
 	Password    string
 }
 
+// DB is a connection, or a transaction that the caller commits.
+type DB interface {
+	Begin(ctx context.Context) (pgx.Tx, error)
+}
+
 // Install makes a database a proxy of shards that there are, or changes the one that it is. The connection is a
 // superuser's.
-func Install(ctx context.Context, conn *pgx.Conn, source Source, c Config) error {
-	return pgx.BeginFunc(ctx, conn, func(tx pgx.Tx) error {
+func Install(ctx context.Context, db DB, source Source, c Config) error {
+	return pgx.BeginFunc(ctx, db, func(tx pgx.Tx) error {
 		// PL/Proxy is wherever it has been created.
 		if _, err := tx.Exec(ctx, "CREATE EXTENSION IF NOT EXISTS plproxy"); err != nil {
 			return err

@@ -233,8 +233,8 @@ BEGIN
     END LOOP;
     GRANT EXECUTE ON FUNCTION {{.Schema}}.rate_limit_version(), {{.Schema}}.rate_limit_shards() TO PUBLIC;
     IF to_regrole('rate_limit_app') IS NOT NULL THEN
-        GRANT EXECUTE ON FUNCTION {{range $i, $f := .Functions}}{{if $i}}, {{end}}{{$.Schema}}.{{.Name}}{{end}}
-            TO rate_limit_app;
+        GRANT EXECUTE ON FUNCTION {{.Schema}}.rate_limit_version()
+            {{- range .Functions}}{{if not .Sweeps}}, {{$.Schema}}.{{.Name}}{{end}}{{end}} TO rate_limit_app;
     END IF;
     IF to_regrole('rate_limit_sweeper') IS NOT NULL THEN
         GRANT EXECUTE ON FUNCTION {{.Schema}}.rate_limit_sweep TO rate_limit_sweeper;

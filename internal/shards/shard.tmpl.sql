@@ -30,6 +30,8 @@ BEGIN
 END
 $$;
 
+REVOKE ALL ON FUNCTION {{.Schema}}._rate_limit_note_deleted() FROM PUBLIC;
+
 DO $$
 DECLARE
     fn regprocedure;
@@ -70,6 +72,7 @@ END
 $$;
 
 GRANT EXECUTE ON FUNCTION {{.Schema}}._rate_limit_own_shard(integer, integer) TO PUBLIC;
+GRANT SELECT ON {{.Schema}}.rate_limit_shard TO PUBLIC;
 {{template "hash" .}}
 {{range .Functions}}{{if .ByKeys}}
 -- What a proxy asks. One value, because PL/Proxy prepares no statements: to plan one for rows and columns would take half

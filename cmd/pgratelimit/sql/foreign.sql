@@ -28,16 +28,21 @@ SELECT format(CASE WHEN found.odd THEN '%s %I.%I is not what the migrations make
 FROM pg_class AS c
 JOIN schema AS n ON n.oid = c.relnamespace
 CROSS JOIN LATERAL (
+    -- relhastriggers would stay true after the last one is gone, until VACUUM comes.
     SELECT c.relkind <> 'r' OR c.relhasrules OR c.relrowsecurity
-        OR CASE WHEN c.relname <> 'rate_limit_policy' THEN c.relhastriggers ELSE EXISTS (
+        OR EXISTS (
             SELECT FROM pg_trigger AS t
             JOIN pg_proc AS p ON p.oid = t.tgfoid
-            WHERE t.tgrelid = c.oid AND NOT t.tgisinternal AND (
-                p.pronamespace <> n.oid OR p.proname NOT IN ('_rate_limit_check_policy', '_rate_limit_note_policy')
-                OR $1::boolean AND (NOT p.prosecdef OR p.proowner NOT IN (SELECT t.oid FROM trusted AS t)))) END AS odd
+            WHERE t.tgrelid = c.oid AND CASE WHEN t.tgisinternal THEN c.relname <> 'rate_limit_policy' ELSE
+                p.pronamespace <> n.oid
+                OR p.proname <> ALL (CASE WHEN c.relname = 'rate_limit_policy'
+                    THEN ARRAY['_rate_limit_check_policy', '_rate_limit_note_policy']
+                    ELSE ARRAY['_rate_limit_note_deleted'] END) -- while a shard is divided
+                OR $1::boolean AND (NOT p.prosecdef OR p.proowner NOT IN (SELECT t.oid FROM trusted AS t)) END) AS odd
 ) AS found
 WHERE c.relname IN ('rate_limit_ephemeral', 'rate_limit_durable', 'rate_limit_sweeper', 'rate_limit_goose_version',
-        'rate_limit_policy', 'rate_limit_policy_history', 'rate_limit_shadow', 'rate_limit_lease')
+        'rate_limit_policy', 'rate_limit_policy_history', 'rate_limit_shadow', 'rate_limit_lease', 'rate_limit_shard',
+        'rate_limit_shard_deleted')
     AND (found.odd OR ($1::boolean OR c.relname IN ('rate_limit_ephemeral', 'rate_limit_durable'))
         AND c.relname <> ALL ($2::text[]) AND c.relname <> 'rate_limit_goose_version'
         AND c.relowner NOT IN (SELECT t.oid FROM trusted AS t))

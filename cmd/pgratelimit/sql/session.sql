@@ -15,6 +15,11 @@ FROM (
         JOIN pg_catalog.pg_namespace AS n ON n.oid OPERATOR(pg_catalog.=) c.relnamespace
         WHERE c.oid OPERATOR(pg_catalog.=) coalesce(
             pg_catalog.to_regclass('rate_limit_ephemeral'), pg_catalog.to_regclass('rate_limit_durable'))
+    ), (
+        SELECT n.nspname::pg_catalog.text -- of a proxy, which has no tables
+        FROM pg_catalog.pg_proc AS p
+        JOIN pg_catalog.pg_namespace AS n ON n.oid OPERATOR(pg_catalog.=) p.pronamespace
+        WHERE p.oid OPERATOR(pg_catalog.=) pg_catalog.to_regprocedure('rate_limit_shards()')
     ), '') END AS schema
     OFFSET 0
 ) AS found

@@ -1,0 +1,356 @@
+package main
+
+import (
+	"context"
+	"crypto/rand"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit/internal/forget"
+	"github.com/pgratelimit/ratelimit/internal/pgserver"
+	"github.com/pgratelimit/ratelimit/internal/pgtest"
+)
+
+// proxy is a database that is to be a proxy of others on the same server.
+type proxy struct {
+	*pgtest.DB
+
+	shards      []*pgtest.DB
+	connections []string
+	user        string
+}
+
+// newProxy makes the databases. It skips the test where the server has no PL/Proxy, unless RATELIMIT_TEST_PLPROXY says
+// that it has.
+func newProxy(t *testing.T, n int) *proxy {
+	t.Helper()
+	p := &proxy{DB: pgtest.Empty(t)}
+	available := pgtest.Scalar[bool](t, p.Pool, `SELECT rolsuper AND EXISTS (
+		SELECT FROM pg_available_extensions WHERE name = 'plproxy') FROM pg_roles WHERE rolname = current_user`)
+	if !available && os.Getenv("RATELIMIT_TEST_PLPROXY") == "" {
+		t.Skip("PL/Proxy: install it (Debian: postgresql-15-plproxy), and test as a superuser, or set RATELIMIT_TEST_PLPROXY")
+	}
+	to := p.Pool.Config().ConnConfig
+	p.user = to.User
+	for range n {
+		shard := pgtest.New(t)
+		p.shards = append(p.shards, shard)
+		p.connections = append(p.connections, fmt.Sprintf("host=%s port=%d dbname=%s",
+			keywordValue(to.Host), to.Port, shard.Pool.Config().ConnConfig.Database))
+	}
+	return p
+}
+
+// set is the command line that makes it a proxy.
+func (p *proxy) set(t *testing.T, args ...string) outcome {
+	t.Helper()
+	cmd := append([]string{"shard", "set", "--yes", "--user", p.user}, args...)
+	return invokeWith(t, []string{passwordVariable + "=" + p.Pool.Config().ConnConfig.Password}, p.URL,
+		append(cmd, p.connections...)...)
+}
+
+// made is a proxy that works.
+func madeProxy(t *testing.T, n int) *proxy {
+	t.Helper()
+	p := newProxy(t, n)
+	p.set(t).done(t)
+	return p
+}
+
+func TestShardSet(t *testing.T) {
+	t.Parallel()
+
+	p := newProxy(t, 4)
+	states := decode[[]shardState](t, p.set(t, "--json"))
+	require.Len(t, states, 4)
+	for i, s := range states {
+		require.Equal(t, i, s.Place)
+		require.Equal(t, &shardIs{i, 4}, s.Is)
+		require.Equal(t, p.connections[i], s.Connection)
+		require.Empty(t, s.Wrong)
+	}
+}
+
+// What is wrong is said before anything is changed, with the shard that it is about.
+func TestShardSetRefuses(t *testing.T) {
+	t.Parallel()
+
+	p := newProxy(t, 2)
+	name := func(i int) string {
+		return fmt.Sprintf("shard %d (%s) ", i, p.shards[i].Pool.Config().ConnConfig.Database)
+	}
+	refused := func(words ...string) {
+		t.Helper()
+		p.set(t).complains(t, exitFailed, words...)
+		require.False(t, pgtest.Scalar[bool](t, p.Pool, "SELECT EXISTS (SELECT FROM pg_proc WHERE proname LIKE 'rate_limit%')"))
+	}
+	right := slices.Clone(p.connections)
+
+	p.connections[1] = right[0] + " application_name=other"
+	refused("is the same database as shard 0 (")
+	p.connections[1] = strings.ReplaceAll(right[1], "dbname=", "dbname=no_")
+	refused("shard 1 (no_", "cannot be reached", "does not exist")
+	p.connections = slices.Clone(right)
+
+	pgtest.Exec(t, p.shards[1].Pool, "INSERT INTO rate_limit_durable (prefix, key) VALUES ('a', 'b')")
+	refused(name(1)+"has counts already", "make it the only shard")
+	pgtest.Exec(t, p.shards[1].Pool, "TRUNCATE rate_limit_durable")
+	pgtest.Exec(t, p.shards[1].Pool, "INSERT INTO rate_limit_policy (name, mode, comment) VALUES ('a', 'off', 'why')")
+	refused(name(1)+"has policies", "only those of shard 0 are obeyed")
+	pgtest.Exec(t, p.shards[1].Pool, "DELETE FROM rate_limit_policy")
+
+	read := "ALTER DATABASE " + p.shards[1].Pool.Config().ConnConfig.Database
+	pgtest.Exec(t, p.Pool, read+" SET default_transaction_read_only = on")
+	refused(name(1) + "can only be read")
+	pgtest.Exec(t, p.Pool, read+" RESET default_transaction_read_only")
+
+	invoke(t, p.shards[0].URL, "migrate", "down", "--yes").done(t)
+	refused(name(0)+"is at version", "pgratelimit migrate up")
+	invoke(t, p.shards[0].URL, "migrate", "down", "--to", "0", "--yes").done(t)
+	refused(name(0)+"is not migrated in schema public", "pgratelimit migrate up")
+	invoke(t, p.shards[0].URL, "migrate", "up").done(t)
+
+	// What PL/Proxy itself meets is found in the transaction that makes the proxy.
+	user := p.user
+	p.user = "nobody_" + strings.ToLower(rand.Text())
+	refused("the proxy stays as it was", "PL/Proxy cannot use it")
+	pgtest.Exec(t, p.Pool, "CREATE ROLE "+p.user+" LOGIN")
+	role := p.user
+	t.Cleanup(func() {
+		_, err := p.Pool.Exec(context.WithoutCancel(t.Context()), "DROP ROLE "+role)
+		require.NoError(t, err)
+	})
+	refused("the proxy stays as it was", "role "+role+" may not execute rate_limit_all", "deploy/grants.sql")
+	p.user = user
+
+	pgtest.Exec(t, p.Pool, "CREATE TABLE rate_limit_ephemeral (n int)")
+	refused("the database has limits itself: rate_limit_ephemeral", "use another database")
+	pgtest.Exec(t, p.Pool, "DROP TABLE rate_limit_ephemeral")
+
+	p.set(t).done(t)
+	p.set(t).done(t) // which changes nothing
+	p.connections = []string{right[1], right[0]}
+	p.set(t).complains(t, exitFailed, "is shard 1 of 2, and not shard 0 of 2", "in the order of the shards' places")
+	p.connections = right[:1]
+	p.set(t).complains(t, exitFailed, "the proxy has 2 shards", "shard grow")
+}
+
+func TestShardConnectionsThatMakeNoSense(t *testing.T) {
+	t.Parallel()
+
+	for connection, want := range map[string]string{
+		"postgres://me@h/limits_0":                    "PL/Proxy needs keywords",
+		"host=h dbname=limits_0 user=me":              "--user names the role",
+		"host=h dbname=limits_0 password='it\\'s it'": passwordVariable,
+		"host=h password = x dbname=limits_0":         passwordVariable,
+		"host=h":                                      "dbname is missing",
+		"host=h dbname='limits_0":                     "the quote of dbname is not closed",
+		"limits_0":                                    "it has to look like",
+		"host=h dbname=limits_0 port=many":            "port",
+	} {
+		for _, command := range []string{"set", "grow"} {
+			o := invoke(t, "", "shard", command, "--yes", "host=h dbname=limits_0", connection)
+			o.complains(t, exitUsage, "connection string of shard 1: ", want)
+		}
+	}
+	for _, n := range []int{0, 3, 6} {
+		invoke(t, "", append([]string{"shard", "set", "--yes"}, slices.Repeat([]string{"dbname=a"}, n)...)...).
+			complains(t, exitUsage, fmt.Sprintf("the number of shards is %d, and must be a power of two", n))
+	}
+	invokeWith(t, []string{passwordVariable + "=x"}, "", "shard", "set", "--yes", "dbname=a").
+		complains(t, exitUsage, "the password of --user, which is missing")
+	invoke(t, "postgres://h/app", "shard", "set", "dbname=a").complains(t, exitFailed)
+}
+
+func TestKeywords(t *testing.T) {
+	t.Parallel()
+
+	got, err := keywords(` host = /tmp  dbname='a \'b\\ c' options='-c x=1 user=me' empty= port=1\ 2`)
+	require.NoError(t, err)
+	require.Equal(t, map[string]string{
+		"host": "/tmp", "dbname": `a 'b\ c`, "options": "-c x=1 user=me", "empty": "port=1 2",
+	}, got)
+	for _, value := range []string{"", "a b", `it's \`, "a=b"} {
+		got, err := keywords("user=" + keywordValue(value) + " dbname=x")
+		require.NoError(t, err)
+		require.Equal(t, map[string]string{"user": value, "dbname": "x"}, got)
+	}
+}
+
+// The commands do with a proxy what they do with a database that has limits.
+func TestCommandsOnAProxy(t *testing.T) {
+	t.Parallel()
+
+	p := madeProxy(t, 2)
+	run := func(args ...string) outcome { return invoke(t, p.URL, args...) }
+	const policy = "--policy=fixed 2/1h"
+	for i := range 20 {
+		run("take", "login", fmt.Sprint("key ", i), policy).done(t)
+	}
+	for _, shard := range p.shards {
+		require.NotZero(t, pgtest.Scalar[int](t, shard.Pool, "SELECT count(*) FROM rate_limit_ephemeral"))
+	}
+	run("take", "login", "key 3", policy).done(t)
+	require.Equal(t, exitDenied, run("take", "login", "key 3", policy).code)
+	require.Contains(t, run("peek", "login", "key 3", policy).stdout, "denied: 0 of 2 remaining")
+
+	limits := decode[struct {
+		Tables   []tableSize   `json:"tables"`
+		Limiters []limiterRows `json:"limiters"`
+	}](t, run("limits", "--json", "--exact", "--policy=login=fixed 2/1h"))
+	require.Len(t, limits.Tables, 2)
+	require.Len(t, limits.Limiters, 1)
+	require.EqualValues(t, 20, limits.Limiters[0].Rows)
+	require.Equal(t, &deniedNow{Keys: 1, Complete: true}, limits.Limiters[0].DeniedNow)
+
+	top := decode[topResult](t, run("top", "login", policy, "--json", "-n", "12"))
+	require.EqualValues(t, 20, top.Looked)
+	require.True(t, top.Complete)
+	require.Len(t, top.Keys, 12)
+	require.Equal(t, "key 3", top.Keys[0].Key)
+	require.True(t, slices.IsSortedFunc(top.Keys, closest))
+
+	receipt := filepath.Join(t.TempDir(), "receipt")
+	run("take", "login", "key 4", policy, "--receipt", receipt).done(t)
+	run("refund", receipt).done(t)
+	require.Contains(t, run("peek", "login", "key 4", policy).done(t), "1 of 2 remaining")
+	run("grant", "login", "key 3", policy, "--cost=1").done(t)
+	run("take", "login", "key 3", policy).done(t)
+
+	run("policy", "set", "login", "fixed 1/1h", "--everybody", "--comment=why", "--force").done(t)
+	run("ban", "login", "key 5", "--for=1h", "--comment=why").done(t)
+	require.Contains(t, run("policy", "list").done(t), "key key 5")
+	require.Contains(t, run("policy", "get", "login", "key 5").done(t), "in force")
+	require.Contains(t, run("policy", "history").done(t), "key key 5")
+	require.Equal(t, 2, pgtest.Scalar[int](t, p.shards[0].Pool, "SELECT count(*) FROM rate_limit_policy"))
+	require.Zero(t, pgtest.Scalar[int](t, p.shards[1].Pool, "SELECT count(*) FROM rate_limit_policy"))
+	require.Equal(t, 2, pgtest.Scalar[int](t, p.Pool, "SELECT count(*) FROM rate_limit_policies(NULL)"))
+	for i := range 4 { // on both shards
+		require.Contains(t, run("explain", "login", fmt.Sprint("key ", i), policy).done(t), " 0 under fixed 1/1h in rate_limit_ephemeral, free after ")
+	}
+	run("unban", "login", "key 5").done(t)
+	run("policy", "unset", "login", "--everybody").done(t)
+	run("leases").done(t)
+
+	require.Equal(t, "reset 1 in rate_limit_ephemeral\n", run("reset", "login", "key 3").done(t))
+	listening := pgtest.Connect(t, p.DB)
+	pgtest.Exec(t, listening, "LISTEN "+forget.Channel)
+	require.Equal(t, "reset 19 in rate_limit_ephemeral\n", run("reset", "login", "--all", "--yes").done(t))
+	pgtest.Exec(t, p.Pool, "SELECT pg_notify($1, 'end')", forget.Channel)
+	told := 0
+	for note := (*pgconn.Notification)(nil); note == nil || note.Payload != "end"; told++ {
+		var err error
+		note, err = listening.WaitForNotification(t.Context())
+		require.NoError(t, err)
+	}
+	require.Equal(t, len(p.shards)+1, told) // each has told what it has reset
+	for _, shard := range p.shards {
+		pgtest.Exec(t, shard.Pool, "INSERT INTO rate_limit_ephemeral (prefix, key) SELECT 'old', i::text FROM generate_series(1, 2000) AS i")
+	}
+	require.Contains(t, run("sweep").done(t), "deleted 4000 rows")
+
+	for _, args := range [][]string{{"up"}, {"down", "--yes"}, {"down", "--to=0", "--yes"}, {"status"}} {
+		run(append([]string{"migrate"}, args...)...).complains(t, exitFailed, "migrate each of the shards", "pgratelimit shard set")
+	}
+	pgtest.Exec(t, p.Pool, "CREATE SCHEMA other")
+	run("migrate", "up", "--schema=other").complains(t, exitFailed, "migrate each of the shards")
+	run("shard", "list", "--schema=other").complains(t, exitFailed, "is no proxy of shards")
+}
+
+// Shards as docs/operating.md sets them up: a schema and roles with no more rights than they need.
+func TestShardsWithRoles(t *testing.T) {
+	t.Parallel()
+
+	newProxy(t, 0)                                // which skips where there is no PL/Proxy
+	server := pgtest.Server(t, pgserver.Config{}) // roles belong to a whole server
+	config, err := pgx.ParseConfig(server.URL())
+	require.NoError(t, err)
+	as := func(user, database string) string {
+		return fmt.Sprintf("host=%s port=%d user=%s dbname=%s search_path=rate_limit", keywordValue(config.Host), config.Port,
+			user, database)
+	}
+	psql := func(database, sql string) {
+		t.Helper()
+		conn, err := pgx.Connect(t.Context(), as(config.User, database))
+		require.NoError(t, err)
+		defer conn.Close(t.Context())
+		_, err = conn.Exec(t.Context(), sql, pgx.QueryExecModeSimpleProtocol)
+		require.NoError(t, err)
+	}
+	databases := []string{"limits_0", "limits_1", "limits"}
+	for i, database := range databases {
+		psql(config.Database, "CREATE DATABASE "+database)
+		psql(database, readDeploy(t, "roles.sql"))
+		if i < 2 {
+			invoke(t, as(config.User, database)+" role=rate_limit_owner", "migrate", "up").done(t)
+			psql(database, readDeploy(t, "grants.sql"))
+		}
+	}
+	psql("limits", `
+		CREATE ROLE limits_proxy LOGIN;
+		CREATE ROLE app LOGIN IN ROLE rate_limit_app;
+		CREATE ROLE sweeper LOGIN IN ROLE rate_limit_sweeper;
+		CREATE ROLE reader LOGIN IN ROLE rate_limit_reader;
+		CREATE ROLE nobody LOGIN`)
+	set := []string{"shard", "set", "--yes", "--user=limits_proxy"}
+	for _, database := range databases[:2] {
+		set = append(set, fmt.Sprintf("host=%s port=%d dbname=%s", keywordValue(config.Host), config.Port, database))
+	}
+	invoke(t, as("app", "limits"), set...).complains(t, exitFailed, "role app is no superuser")
+	boss := as(config.User, "limits")
+	invoke(t, boss, set...).complains(t, exitFailed, "the proxy stays as it was: shard 0 (limits_0): ", "deploy/grants.sql",
+		"GRANT rate_limit_app, rate_limit_sweeper TO")
+	psql("limits_0", "GRANT rate_limit_app, rate_limit_sweeper TO limits_proxy")
+	invoke(t, boss, set...).done(t)
+	psql("limits_0", "GRANT rate_limit_app TO reader") // to look at keys, as people on call do
+
+	const policy = "--policy=fixed 1/1h"
+	for _, test := range []struct {
+		args    []string
+		allowed string
+	}{
+		{[]string{"take", "login", "a", policy}, "app"},
+		{[]string{"reset", "login", "a"}, "app reader"},
+		{[]string{"sweep"}, "sweeper"},
+		{[]string{"limits"}, "reader"},
+		{[]string{"top", "login", policy}, "reader"},
+		{[]string{"shard", "list"}, "app sweeper reader"},
+		{[]string{"policy", "list"}, "reader"},
+	} {
+		for _, login := range []string{"app", "sweeper", "reader", "nobody"} {
+			o := invoke(t, as(login, "limits"), test.args...)
+			require.Equal(t, slices.Contains(strings.Fields(test.allowed), login), o.code == 0, "%s: %v: %s", login, test.args, o.stderr)
+		}
+	}
+	for check, f := range examined(t, boss) {
+		require.NotEqual(t, problem, f.Level, "%s: %v", check, f)
+	}
+	examined(t, as("app", "limits"))
+}
+
+// The connection strings may lead to PgBouncer in transaction mode.
+func TestShardsBehindPgBouncer(t *testing.T) {
+	t.Parallel()
+
+	p := newProxy(t, 2)
+	for i, shard := range p.shards {
+		p.connections[i], _, _ = strings.Cut(pgtest.PgBouncer(t, shard, "transaction", 4), " user=")
+		p.connections[i] += " dbname=" + shard.Pool.Config().ConnConfig.Database
+		pgtest.Exec(t, shard.Pool, "REVOKE CREATE ON SCHEMA public FROM PUBLIC") // which Postgres 14 grants
+	}
+	p.set(t).done(t)
+	invoke(t, p.URL, "take", "login", "key", "--policy=fixed 1/1h").done(t)
+	invoke(t, p.URL, "limits").done(t)
+	invoke(t, p.URL, "reset", "login", "--all", "--yes").done(t)
+	for check, f := range examined(t, p.URL) {
+		require.NotEqual(t, problem, f.Level, "%s: %v", check, f)
+	}
+}

@@ -1,0 +1,321 @@
+package main
+
+import (
+	"context"
+	_ "embed"
+	"fmt"
+	"regexp"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/pgratelimit/ratelimit/internal/algorithm"
+	"github.com/pgratelimit/ratelimit/internal/shardkey"
+	"github.com/pgratelimit/ratelimit/internal/shards"
+)
+
+var (
+	//go:embed sql/shard/examined.sql
+	examinedSQL string
+	//go:embed sql/shard/functions.sql
+	proxyFunctionsSQL string
+)
+
+// proxyExamination is what the checks of a proxy share.
+type proxyExamination struct {
+	*examination
+
+	proxy     proxyState
+	states    []shardState
+	stores    []*app
+	functions []proxyFunction
+	owner     string // of the functions
+}
+
+// examineAll runs all checks: of this database, and if it is a proxy, of each of its shards.
+func (a *app) examineAll(ctx context.Context, pool *pgxpool.Pool) ([]finding, error) {
+	proxy, states, err := a.shardStates(ctx)
+	if err != nil {
+		return nil, err
+	}
+	if states == nil {
+		return a.examine(ctx, pool)
+	}
+	e := &proxyExamination{examination: &examination{app: a, pool: pool}, proxy: proxy, states: states}
+	for i := range states {
+		e.stores = append(e.stores, a.each([]string{states[i].Connection})[0])
+		e.stores[i].place = i
+	}
+	if err := e.readServer(ctx); err != nil {
+		return nil, err
+	}
+	var findings []finding
+	for _, check := range []check{
+		{"server", e.checkServer},
+		{"connection", e.checkConnection},
+		{"PL/Proxy", e.checkPLProxy},
+		{"map", e.checkMap},
+		{"functions", e.checkFunctions},
+		{"rights", e.checkProxyRights},
+	} {
+		f, err := check.look(ctx)
+		if err := could(err, &f); err != nil {
+			return nil, err
+		}
+		f.Check = check.name
+		findings = append(findings, f)
+	}
+	for i := range states {
+		of, err := e.examineShard(ctx, i)
+		if err != nil {
+			return nil, err
+		}
+		findings = append(findings, of...)
+	}
+	return findings, nil
+}
+
+// examineShard runs the checks of one shard.
+func (e *proxyExamination) examineShard(ctx context.Context, place int) ([]finding, error) {
+	s, store := &e.states[place], e.stores[place]
+	findings := slices.Clone(s.Wrong)
+	if len(findings) == 0 {
+		ahead := (time.Duration(s.ClockUS) * time.Microsecond).Round(time.Millisecond)
+		f := ok("%v, at version %d, with a clock %+d ms from the proxy's", s.Is, s.Version, ahead.Milliseconds())
+		f.Check = "place"
+		findings = append(findings, f)
+	}
+	if s.reached {
+		f, err := e.checkThrough(ctx, place)
+		if err != nil {
+			return nil, err
+		}
+		f.Check = "through the proxy"
+		findings = append(findings, f)
+		if err := store.inShard(ctx, func(pool *pgxpool.Pool) error {
+			more, err := store.examine(ctx, pool)
+			for _, f := range more {
+				if f.Check != "connection" { // which PL/Proxy shares with nobody
+					findings = append(findings, f)
+				}
+			}
+			return err
+		}); err != nil {
+			return nil, store.about(err)
+		}
+	}
+	for i := range findings {
+		f := &findings[i]
+		f.Check = s.name + ": " + f.Check
+		if f.Do != "" {
+			f.Do = "on " + s.name + ": " + f.Do
+		}
+	}
+	return findings, nil
+}
+
+func (e *proxyExamination) checkPLProxy(ctx context.Context) (finding, error) {
+	var version, encoding string
+	var major int
+	var usage, mapped bool
+	if err := e.row(ctx, examinedSQL, &version, &major, &encoding, &e.owner, &usage, &mapped); err != nil {
+		return finding{}, err
+	}
+	owner := pgx.Identifier{e.owner}.Sanitize()
+	switch {
+	case version == "":
+		return problem.finding(fmt.Sprintf("install it (Debian: postgresql-%d-plproxy), and run "+
+			"`pgratelimit shard set` as a superuser", major), "the database has no extension plproxy"), nil
+	case encoding != "UTF8":
+		return problem.finding("make the proxy in a database with the encoding UTF8",
+			"the database has the encoding %s, in which keys have other bytes", encoding), nil
+	case !usage:
+		return problem.finding(fmt.Sprintf("`GRANT USAGE ON FOREIGN SERVER %s TO %s`", shards.Server, owner),
+			"the functions run with the rights of %s, who may not use the foreign server", printable(e.owner)), nil
+	case !mapped:
+		return problem.finding("run `pgratelimit shard set` with --user",
+			"nothing says as whom PL/Proxy connects for %s, the owner of the functions", printable(e.owner)), nil
+	}
+	return ok("version %s, and it knows as whom to connect", version), nil
+}
+
+func (e *proxyExamination) checkMap(context.Context) (finding, error) {
+	n := len(e.states)
+	switch {
+	case n == 0 || n&(n-1) != 0:
+		return problem.finding("mend the options of foreign server "+shards.Server,
+			"there are %d connection strings, and PL/Proxy needs a power of two", n), nil
+	case e.proxy.shards != n:
+		return problem.finding("run `pgratelimit shard set`", "the functions know %d shards, and there are %d "+
+			"connection strings", e.proxy.shards, n), nil
+	}
+	return ok("%d shards", n), nil
+}
+
+// proxyFunction is a function of a proxy.
+type proxyFunction struct {
+	name       string
+	kind       string // its language, and whether it runs with the rights of its owner
+	body       string
+	signature  string
+	arguments  string // as they are declared
+	executable bool   // by this role
+	public     bool   // everybody may execute it
+	usable     bool   // somebody who logs in may
+}
+
+// checkFunctions compares the functions with those that 'shard set' would make now.
+func (e *proxyExamination) checkFunctions(ctx context.Context) (finding, error) {
+	if err := e.app.look(ctx, e.pool, func(tx pgx.Tx) error {
+		rows, err := tx.Query(ctx, proxyFunctionsSQL)
+		if err != nil {
+			return err
+		}
+		e.functions, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (f proxyFunction, err error) {
+			return f, row.Scan(&f.name, &f.kind, &f.body, &f.signature, &f.arguments, &f.executable, &f.public,
+				&f.usable)
+		})
+		return err
+	}); err != nil {
+		return finding{}, err
+	}
+	like := slices.IndexFunc(e.states, func(s shardState) bool { return s.reached && s.Version == e.proxy.version })
+	if like < 0 {
+		return warning.finding("mend the shards first", "could not be compared, because no shard of version %d "+
+			"answers", e.proxy.version), nil
+	}
+	store := e.stores[like]
+	var source shards.Source
+	if err := store.inShard(ctx, func(pool *pgxpool.Pool) error {
+		return store.look(ctx, pool, func(tx pgx.Tx) (err error) {
+			source, err = shards.Read(ctx, tx.Conn(), store.schema)
+			return err
+		})
+	}); err != nil {
+		return finding{}, store.about(err)
+	}
+	text, err := source.Proxy(store.schema, e.owner, e.proxy.shards)
+	if err != nil {
+		return finding{}, err
+	}
+	made := functionsIn(text)
+	for _, f := range source.Functions {
+		entry := made[f.Name]
+		entry.arguments = f.Arguments
+		made[f.Name] = entry
+	}
+	return judgeFunctions(made, e.functions), nil
+}
+
+var (
+	functionName     = regexp.MustCompile(`^.*?\.(\w+)\(`)
+	functionLanguage = regexp.MustCompile(`LANGUAGE (\w+)`)
+)
+
+// functionsIn reads the functions that a text of ours makes, by their names.
+func functionsIn(text string) map[string]proxyFunction {
+	all := map[string]proxyFunction{}
+	for _, part := range strings.Split(text, "\nCREATE OR REPLACE FUNCTION ")[1:] {
+		name := functionName.FindStringSubmatch(part)[1]
+		head, rest, _ := strings.Cut(part, "$$")
+		body, _, _ := strings.Cut(rest, "$$")
+		f := proxyFunction{name: name, body: body, kind: functionLanguage.FindStringSubmatch(head)[1]}
+		if strings.Contains(head, "\nSECURITY DEFINER") {
+			f.kind += " security definer"
+		}
+		all[name] = f
+	}
+	return all
+}
+
+func judgeFunctions(made map[string]proxyFunction, found []proxyFunction) finding {
+	var wrong, drop []string
+	seen := map[string]bool{}
+	for _, f := range found {
+		want, expected := made[f.name]
+		switch {
+		case !expected || want.arguments != "" && f.arguments != want.arguments:
+			wrong = append(wrong, f.signature+" should not be there")
+			drop = append(drop, "`DROP FUNCTION "+f.signature+"`")
+			continue
+		case f.kind != want.kind:
+			wrong = append(wrong, fmt.Sprintf("%s is %s instead of %s", f.name, f.kind, want.kind))
+		case f.body != want.body:
+			wrong = append(wrong, f.name+" has another body")
+		}
+		seen[f.name] = true
+	}
+	for name := range made {
+		if !seen[name] {
+			wrong = append(wrong, name+" is missing")
+		}
+	}
+	if len(wrong) == 0 {
+		return ok("the %d that this release makes", len(found))
+	}
+	slices.Sort(wrong)
+	return problem.finding(strings.Join(append(drop, "run `pgratelimit shard set` with the same connection strings"),
+		", then "), "not what this release makes: %s", strings.Join(wrong, "; "))
+}
+
+// checkProxyRights needs what checkFunctions has read.
+func (e *proxyExamination) checkProxyRights(context.Context) (finding, error) {
+	var public, missing, nobodys []string
+	for _, f := range e.functions {
+		if f.public && f.name != "rate_limit_version" && f.name != "rate_limit_shards" {
+			public = append(public, f.signature)
+		}
+		if slices.Contains(algorithm.Functions(), f.name) {
+			if !f.usable {
+				nobodys = append(nobodys, f.signature)
+			}
+			if !f.executable {
+				missing = append(missing, f.signature)
+			}
+		}
+	}
+	grant := func(of []string, to string) string {
+		return fmt.Sprintf("run deploy/roles.sql there and `pgratelimit shard set`, which lets rate_limit_app execute "+
+			"them; or `GRANT EXECUTE ON FUNCTION %s TO %s`", strings.Join(of, ", "), to)
+	}
+	switch {
+	case len(public) > 0:
+		return warning.finding(fmt.Sprintf("`REVOKE EXECUTE ON FUNCTION %s FROM PUBLIC`, and grant it to the roles "+
+			"that need it", strings.Join(public, ", ")), "every role may execute %s", strings.Join(public, ", ")), nil
+	case len(nobodys) > 0:
+		return problem.finding(grant(nobodys, "the application's role"),
+			"only their owner, who cannot log in, may execute %s", strings.Join(nobodys, ", ")), nil
+	case len(missing) > 0:
+		return ok("this role may not execute %s, and others may", strings.Join(missing, ", ")), nil
+	}
+	return ok("this role may execute the functions, and not everybody may"), nil
+}
+
+// checkThrough asks a shard through the proxy, as an application would.
+func (e *proxyExamination) checkThrough(ctx context.Context, place int) (finding, error) {
+	n := len(e.states)
+	if e.proxy.shards != n || n&(n-1) != 0 || !slices.ContainsFunc(e.functions, func(f proxyFunction) bool {
+		return f.name == "rate_limit_peek" && f.executable
+	}) {
+		return ok("not tried, because the map is wrong, or this role may not call rate_limit_peek"), nil
+	}
+	key := ""
+	for i := 0; key == "" || shardkey.Of(key, n) != place; i++ {
+		key = fmt.Sprintf("doctor %d", i)
+	}
+	err := e.app.read(ctx, e.pool, func(tx pgx.Tx) error {
+		_, err := tx.Exec(ctx, "SELECT * FROM rate_limit_peek('pgratelimit doctor', $1, 'fixed 1/1m')", key)
+		return err
+	})
+	if err == nil {
+		return ok("it answers"), nil
+	}
+	if ctx.Err() != nil {
+		return finding{}, err
+	}
+	found, do := proxyTrouble(err)
+	return problem.finding(do, "%s", found), nil
+}

@@ -1,0 +1,202 @@
+package main
+
+import (
+	"encoding/json"
+	"fmt"
+	"strings"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit/internal/pgtest"
+	"github.com/pgratelimit/ratelimit/internal/shards"
+)
+
+// setOption changes a connection string behind the back of the command.
+func (p *proxy) setOption(t *testing.T, place int, connection string) {
+	t.Helper()
+	pgtest.Exec(t, p.Pool, fmt.Sprintf("ALTER SERVER %s OPTIONS (SET p%d %s)", shards.Server, place,
+		"'"+strings.ReplaceAll(connection, "'", "''")+"'"))
+}
+
+// listed is what 'shard list' says, and whether it finds something wrong.
+func (p *proxy) listed(t *testing.T) (states []shardState, wrong bool) {
+	t.Helper()
+	o := invoke(t, p.URL, "shard", "list", "--json")
+	if o.code != 0 {
+		require.Equal(t, exitFailed, o.code, o.stderr)
+		require.Regexp(t, `^pgratelimit shard list: something is wrong with \d of \d shards\n$`, o.stderr)
+	}
+	require.NoError(t, json.Unmarshal([]byte(o.stdout), &states))
+	return states, o.code != 0
+}
+
+func TestShardList(t *testing.T) {
+	t.Parallel()
+
+	p := madeProxy(t, 2)
+	invoke(t, p.URL, "take", "login", "key", "--policy=fixed 1/1h").done(t)
+	states, wrong := p.listed(t)
+	require.False(t, wrong)
+	require.Equal(t, []*shardIs{{0, 2}, {1, 2}}, []*shardIs{states[0].Is, states[1].Is})
+
+	p.setOption(t, 1, "host=127.0.0.1 port=1 dbname=gone")
+	states, wrong = p.listed(t)
+	require.True(t, wrong)
+	require.Empty(t, states[0].Wrong)
+	require.Len(t, states[1].Wrong, 1)
+	require.Contains(t, states[1].Wrong[0].Found, "cannot be reached")
+	require.Contains(t, invoke(t, p.URL, "shard", "list").stdout, "shard 1 (gone) cannot be reached: ")
+
+	p.setOption(t, 1, p.connections[0]) // the map of somebody else
+	states, wrong = p.listed(t)
+	require.True(t, wrong)
+	require.Equal(t, "is shard 0 of 2, and not shard 1 of 2", states[1].Wrong[0].Found)
+
+	p.set(t).done(t)
+	pgtest.Exec(t, p.shards[1].Pool, "TRUNCATE rate_limit_shard")
+	states, _ = p.listed(t)
+	require.Nil(t, states[1].Is)
+	require.Contains(t, states[1].Wrong[0].Found, "does not say which shard it is")
+	_, insert, _ := strings.Cut(states[1].Wrong[0].Do, "counts, ")
+	follow(t, p.shards[1], insert)
+	_, wrong = p.listed(t)
+	require.False(t, wrong)
+
+	invoke(t, p.shards[0].URL, "shard", "list").complains(t, exitFailed, "is no proxy of shards")
+}
+
+// A proxy and shards that are well, and what happens to them, each found.
+func TestDoctorOfAProxy(t *testing.T) {
+	t.Parallel()
+
+	p := madeProxy(t, 2)
+	for _, shard := range p.shards {
+		pgtest.Exec(t, shard.Pool, "REVOKE CREATE ON SCHEMA public FROM PUBLIC") // which Postgres 14 grants
+	}
+	name := func(i int) string {
+		return fmt.Sprintf("shard %d (%s): ", i, p.shards[i].Pool.Config().ConnConfig.Database)
+	}
+	all := examined(t, p.URL)
+	require.Len(t, all, 6+2*(2+10+2*7))
+	for check, f := range all {
+		if !strings.HasSuffix(check, "long transactions") { // somebody else's test may be slow
+			require.Equal(t, fine, f.Level, f)
+		}
+	}
+	require.Equal(t, "it answers", all[name(1)+"through the proxy"].Found)
+
+	// On a shard, its own doctor's cures hold.
+	pgtest.Exec(t, p.shards[1].Pool, "ALTER TABLE rate_limit_durable SET (fillfactor = 90)")
+	f := examined(t, p.URL)[name(1)+"rate_limit_durable: kind"]
+	require.Equal(t, warning, f.Level)
+	require.True(t, strings.HasPrefix(f.Do, "on "+strings.TrimSuffix(name(1), ": ")+": `ALTER TABLE"), f.Do)
+	follow(t, p.shards[1], f.Do)
+	require.Equal(t, fine, examined(t, p.URL)[name(1)+"rate_limit_durable: kind"].Level)
+
+	// What is there while a shard is divided is no damage.
+	pgtest.Exec(t, p.shards[1].Pool, "CREATE TRIGGER rate_limit_note_deleted AFTER DELETE ON rate_limit_durable "+
+		"FOR EACH ROW EXECUTE FUNCTION _rate_limit_note_deleted()")
+	require.Equal(t, fine, examined(t, p.URL)[name(1)+"objects"].Level)
+	invoke(t, p.URL, "limits").done(t)
+	pgtest.Exec(t, p.shards[1].Pool, "DROP TRIGGER rate_limit_note_deleted ON rate_limit_durable")
+
+	for sql, test := range map[string]struct{ check, found string }{
+		"DROP FUNCTION rate_limit_peek": {"functions", "rate_limit_peek is missing"},
+		"ALTER FUNCTION rate_limit_peek SECURITY INVOKER": {
+			"functions", "rate_limit_peek is plpgsql instead of plpgsql security definer"},
+		"CREATE OR REPLACE FUNCTION rate_limit_version() RETURNS bigint LANGUAGE sql IMMUTABLE AS 'SELECT 5'": {
+			"functions", "rate_limit_version has another body"},
+		"CREATE OR REPLACE FUNCTION rate_limit_shards() RETURNS integer LANGUAGE sql IMMUTABLE AS ' SELECT 4 '": {
+			"map", "the functions know 4 shards, and there are 2"},
+		"DO $$ BEGIN EXECUTE format('DROP USER MAPPING FOR %I SERVER rate_limit_shards', current_user); END $$": {
+			"PL/Proxy", "nothing says as whom PL/Proxy connects"},
+		"GRANT EXECUTE ON FUNCTION rate_limit_sweep TO PUBLIC": {"rights", "every role may execute public.rate_limit_sweep("},
+	} {
+		pgtest.Exec(t, p.Pool, sql)
+		f := examined(t, p.URL)[test.check]
+		require.NotEqual(t, fine, f.Level, sql)
+		require.Contains(t, f.Found, test.found)
+		if strings.Contains(f.Do, "pgratelimit shard set") {
+			p.set(t).done(t)
+		} else {
+			follow(t, p.DB, strings.Split(f.Do, ", and grant")[0])
+		}
+		require.Equal(t, fine, examined(t, p.URL)[test.check].Level, sql)
+	}
+	pgtest.Exec(t, p.Pool, "CREATE FUNCTION rate_limit_peek(n integer) RETURNS integer LANGUAGE sql AS 'SELECT 1'")
+	require.Contains(t, examined(t, p.URL)["functions"].Found, "rate_limit_peek(integer) should not be there")
+	pgtest.Exec(t, p.Pool, "DROP FUNCTION rate_limit_peek(integer)")
+
+	p.setOption(t, 1, "host=127.0.0.1 port=1 dbname=gone")
+	require.Equal(t, problem, examined(t, p.URL)["shard 1 (gone): connection"].Level)
+	p.setOption(t, 1, p.connections[1])
+	pgtest.Exec(t, p.shards[1].Pool, "UPDATE rate_limit_shard SET place = 0")
+	all = examined(t, p.URL)
+	require.Equal(t, problem, all[name(1)+"place"].Level)
+	require.Contains(t, all[name(1)+"through the proxy"].Found, "this database is shard 0 of 2")
+}
+
+// Only clocks that are apart for sure are reported.
+func TestJudgeClock(t *testing.T) {
+	t.Parallel()
+
+	for _, test := range []struct {
+		shard, proxy clockTime
+		wrong        bool
+	}{
+		{clockTime{0, 0}, clockTime{farClocks, 0}, false},
+		{clockTime{0, 0}, clockTime{farClocks + 1, 0}, true},
+		{clockTime{farClocks + 1, 0}, clockTime{0, 0}, true},
+		{clockTime{farClocks + 1, 1}, clockTime{0, 0}, false},
+		{clockTime{0, 0}, clockTime{farClocks + 1, 1}, false},
+	} {
+		s := shardState{reached: true}
+		s.judgeClock(test.proxy)
+		s = shardState{reached: true, clock: test.shard}
+		s.judgeClock(test.proxy)
+		require.Equal(t, test.wrong, len(s.Wrong) > 0, test)
+	}
+}
+
+// All keys keep what they have taken, and the new shards decide.
+func TestShardGrow(t *testing.T) {
+	t.Parallel()
+
+	p, more := newProxy(t, 2), newProxy(t, 3)
+	first := p.connections
+	p.connections = first[:1]
+	run := func(args ...string) outcome { return invoke(t, p.URL, args...) }
+	const policy = "--policy=fixed 1/1h"
+	for i := range 12 { // a database that has counts becomes the only shard
+		invoke(t, p.shards[0].URL, "take", "login", fmt.Sprint("key ", i), policy).done(t)
+	}
+	p.set(t).done(t)
+	run("shard", "grow", "--yes", more.connections[0], more.connections[1]).complains(t, exitFailed, "a proxy of 1 shards")
+	run("shard", "grow", "--yes", first[0]).complains(t, exitFailed, "is the same database as shard 0 (")
+
+	other := &proxy{DB: more.DB, user: p.user, connections: p.connections} // another proxy of them
+	other.set(t).done(t)
+	pgtest.Exec(t, more.shards[2].Pool, "INSERT INTO rate_limit_durable (prefix, key) VALUES ('a', 'b')")
+	run("shard", "grow", "--yes", more.connections[2]).complains(t, exitFailed, "has counts already")
+	out := run("shard", "grow", "--yes", "--proxy", other.URL, first[1]).done(t)
+	require.Contains(t, out, ": took over\n")
+	require.Contains(t, out, "shard 1 of 2")
+	states := decode[[]shardState](t, run("shard", "grow", "--yes", "--json", "--proxy", other.URL, first[1]))
+	require.Len(t, states, 2) // what is done is not done again
+	run("shard", "grow", "--yes", "--proxy", other.URL, more.connections[0], more.connections[1]).done(t)
+	for _, url := range []string{p.URL, other.URL} {
+		states := decode[[]shardState](t, invoke(t, url, "shard", "list", "--json"))
+		require.Len(t, states, 4)
+		for i := range 12 {
+			require.Equal(t, exitDenied, invoke(t, url, "take", "login", fmt.Sprint("key ", i), policy).code)
+		}
+	}
+	rows := 0
+	for _, db := range []*pgtest.DB{p.shards[0], p.shards[1], more.shards[0], more.shards[1]} {
+		n := pgtest.Scalar[int](t, db.Pool, "SELECT count(*) FROM rate_limit_ephemeral")
+		require.Less(t, n, 12)
+		rows += n
+	}
+	require.Equal(t, 12, rows)
+}

@@ -1,0 +1,406 @@
+package main
+
+import (
+	"context"
+	"crypto/rand"
+	_ "embed"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"os"
+	"strings"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/spf13/cobra"
+
+	"github.com/pgratelimit/ratelimit/internal/shards"
+)
+
+// passwordVariable has the password of the role as which PL/Proxy connects to the shards. An argument could be seen by
+// others.
+const passwordVariable = "PGRATELIMIT_SHARD_PASSWORD"
+
+var (
+	//go:embed sql/shard/target.sql
+	targetSQL string
+	//go:embed sql/shard/twin.sql
+	twinSQL string
+	//go:embed sql/shard/check.sql
+	checkShardSQL string
+)
+
+func (a *app) shardSetCommand() *cobra.Command {
+	var user string
+	var yes bool
+	cmd := &cobra.Command{
+		Use:   "set CONNECTION...",
+		Short: "Make the database a proxy of shards, or change the one that it is",
+		Long: `Makes the database a proxy of the shards with these connection strings, in the order of their places,
+or changes the one that it is: to other connection strings, another role or password, or the functions
+of another release. It needs a superuser there, and the extension plproxy. The number of shards is a
+power of two; 'pgratelimit shard grow' doubles it. A database that has limits already can become the
+only shard, and then grow. All shards have to be migrated, in a schema of the same name.
+
+PL/Proxy connects to them as --user, with the password from the environment variable
+PGRATELIMIT_SHARD_PASSWORD. That role needs the rights of rate_limit_app and rate_limit_sweeper on each
+shard, as deploy/grants.sql gives them. This command itself connects to the shards as the user of
+--database-url, who has to be a member of the role that owns their tables. It tries everything before
+it changes the proxy. If something is wrong, the proxy stays as it was.`,
+		Example: `  pgratelimit shard set --user proxy "host=10.0.0.1 dbname=limits_0" "host=10.0.0.2 dbname=limits_1"`,
+		Args:    func(_ *cobra.Command, args []string) error { return checkConnections(args) },
+		RunE: action(func(ctx context.Context, args []string) error {
+			password, given := os.LookupEnv(passwordVariable)
+			if given && user == "" {
+				return usageError{errors.New(passwordVariable + " is the password of --user, which is missing")}
+			}
+			config := shards.Config{Connections: args, User: user, Password: password}
+			return a.setShards(ctx, config, yes)
+		}),
+	}
+	cmd.Flags().StringVar(&user, "user", "",
+		"`role` as which PL/Proxy connects to the shards (default: as it is, of a proxy that there is)")
+	addYes(cmd, &yes)
+	a.addTimeout(cmd)
+	a.addJSON(cmd)
+	return cmd
+}
+
+// unloggedSQL keeps the statement that has the password out of the server's log.
+const unloggedSQL = `SET LOCAL log_statement = 'none'; SET LOCAL log_min_duration_statement = -1;
+	SET LOCAL log_min_error_statement = 'panic'`
+
+func (a *app) setShards(ctx context.Context, config shards.Config, yes bool) error {
+	pool, err := a.open(ctx)
+	if err != nil {
+		return err
+	}
+	defer pool.Close()
+	target, err := a.readTarget(ctx, pool)
+	if err != nil {
+		return err
+	}
+	config.Schema = a.schema
+	if err := target.refuse(config); err != nil {
+		return err
+	}
+	stores := a.each(config.Connections)
+	states, err := readNewShards(ctx, stores, func(s *shardState) wantedShard {
+		return wantedShard{is: shardIs{s.Place, len(stores)}, fresh: true, counts: len(stores) == 1}
+	})
+	if err != nil {
+		return err
+	}
+	if err := a.confirm(ctx, target.question(states, config), yes); err != nil {
+		return err
+	}
+	var source shards.Source
+	for i, store := range stores {
+		if err := store.inShard(ctx, func(pool *pgxpool.Pool) error {
+			return store.write(ctx, pool, func(tx pgx.Tx) error {
+				if i == 0 {
+					if source, err = shards.Read(ctx, tx.Conn(), config.Schema); err != nil {
+						return err
+					}
+				}
+				return own(ctx, tx, shardIs{i, len(stores)})
+			})
+		}); err != nil {
+			return store.about(err)
+		}
+	}
+	// What somebody has done to the functions is what this may have to mend, so the functions are not looked at.
+	if err := a.transaction(ctx, pool, pgx.ReadWrite, false, func(tx pgx.Tx) error {
+		if _, err := tx.Exec(ctx, unloggedSQL, pgx.QueryExecModeSimpleProtocol); err != nil {
+			return err
+		}
+		if err := shards.Install(ctx, tx, source, config); err != nil {
+			return err
+		}
+		return tryShards(ctx, tx, stores, source, target.owner, true)
+	}); err != nil {
+		return fmt.Errorf("the proxy stays as it was: %w", err)
+	}
+	return a.listShards(ctx)
+}
+
+// own makes a database the shard of a place, as the owner of its tables.
+func own(ctx context.Context, tx pgx.Tx, is shardIs) error {
+	q, _ := tx.(qualified)
+	var owner string
+	if err := tx.QueryRow(ctx, "SELECT pg_get_userbyid(relowner) FROM pg_class WHERE oid = to_regclass($1)",
+		pgx.Identifier{q.schema, table(true)}.Sanitize()).Scan(&owner); err != nil {
+		return err
+	}
+	if _, err := q.Tx.Exec(ctx, "SET LOCAL ROLE "+pgx.Identifier{owner}.Sanitize()); err != nil {
+		return err
+	}
+	return shards.Own(ctx, tx.Conn(), q.schema, is.Place, is.Shards)
+}
+
+// proxyTarget is a database that is a proxy, or is to be one.
+type proxyTarget struct {
+	database, role string
+	superuser      bool
+	major          int // of Postgres
+	available      bool
+	encoding       string
+	standby        bool
+	schemaThere    bool
+	tables         []string // in the schema, with names of ours
+	elsewhere      []string // schemas with the functions of another proxy
+	mapped         bool     // PL/Proxy knows as whom to connect
+	owner          string   // of the functions, quoted
+	connections    []string // nil if it is no proxy
+}
+
+// readTarget also decides about the schema: that of the proxy, or the one that search_path names first.
+func (a *app) readTarget(ctx context.Context, pool *pgxpool.Pool) (t proxyTarget, err error) {
+	if a.schema == "" {
+		if err := a.look(ctx, pool, func(tx pgx.Tx) error {
+			q, _ := tx.(qualified)
+			a.schema = q.schema
+			return nil
+		}); err != nil {
+			return t, err
+		}
+	}
+	if a.schema == "" {
+		if err := pool.QueryRow(ctx, "SELECT coalesce(pg_catalog.current_schema(), '')").Scan(&a.schema); err != nil {
+			return t, err
+		}
+	}
+	err = a.look(ctx, pool, func(tx pgx.Tx) error {
+		if err := tx.QueryRow(ctx, targetSQL, a.schema).Scan(&t.database, &t.role, &t.superuser, &t.major, &t.available,
+			&t.encoding, &t.standby, &t.schemaThere, &t.tables, &t.elsewhere, &t.mapped, &t.owner); err != nil {
+			return err
+		}
+		t.connections, err = shards.Connections(ctx, tx)
+		return err
+	})
+	return t, err
+}
+
+// refuse returns why the database cannot be a proxy of these shards.
+func (t *proxyTarget) refuse(config shards.Config) error {
+	n := len(t.connections)
+	switch {
+	case t.standby:
+		return errors.New("the database is a standby; make its primary the proxy, and the standby will be one too")
+	case !t.schemaThere:
+		return fmt.Errorf("there is no schema %s; run deploy/roles.sql in the proxy's database, or name another one "+
+			"with --schema", printable(config.Schema))
+	case len(t.tables) > 0:
+		return fmt.Errorf("the database has limits itself: %s in schema %s; a proxy has none, so use another "+
+			"database, and this one can be a shard", printable(strings.Join(t.tables, ", ")), printable(config.Schema))
+	case len(t.elsewhere) > 0:
+		return fmt.Errorf("the database is a proxy already, in schema %s; name that with --schema, or use another "+
+			"database", strings.Join(t.elsewhere, ", "))
+	case t.encoding != "UTF8":
+		return fmt.Errorf("the database has the encoding %s, and a proxy needs UTF8; make it anew: "+
+			"CREATE DATABASE … ENCODING 'UTF8' TEMPLATE template0", t.encoding)
+	case !t.superuser:
+		return fmt.Errorf("role %s is no superuser, and PL/Proxy is an untrusted language, whose functions only "+
+			"superusers make; run this as one", t.role)
+	case !t.available:
+		return fmt.Errorf("the server has no PL/Proxy; install it on the host of the proxy's server (Debian: "+
+			"postgresql-%d-plproxy)", t.major)
+	case n > 0 && n != len(config.Connections):
+		return fmt.Errorf("the proxy has %d shards, and these are %d connection strings; 'pgratelimit shard grow' "+
+			"doubles the number of shards, with the keys moved", n, len(config.Connections))
+	case config.User == "" && !t.mapped:
+		return usageError{errors.New("--user is missing: the role as which PL/Proxy connects to the shards; " +
+			passwordVariable + " has its password")}
+	}
+	return nil
+}
+
+// question says what will be done.
+func (t *proxyTarget) question(states []shardState, config shards.Config) string {
+	var text strings.Builder
+	what := "becomes a proxy"
+	if t.connections != nil {
+		what = "stays a proxy, with new functions,"
+	}
+	fmt.Fprintf(&text, "Database %s %s of these shards, in schema %s:\n",
+		printable(t.database), what, printable(config.Schema))
+	for i := range states {
+		s := &states[i]
+		fmt.Fprintf(&text, "  %d  %s", i, printable(s.Connection))
+		if i < len(t.connections) && t.connections[i] != s.Connection {
+			fmt.Fprintf(&text, ", before: %s", printable(t.connections[i]))
+		}
+		if s.Is == nil {
+			fmt.Fprintf(&text, ", which becomes shard %d of %d", i, len(states))
+		}
+		fmt.Fprintln(&text)
+	}
+	if config.User != "" {
+		with := "with the password of " + passwordVariable
+		if config.Password == "" {
+			with = "without a password"
+		}
+		fmt.Fprintf(&text, "PL/Proxy connects to them as %s, %s.\n", printable(config.User), with)
+	}
+	return text.String() + "Do it?"
+}
+
+// wantedShard is what a database has to be to become a shard.
+type wantedShard struct {
+	is     shardIs
+	fresh  bool // it need not know that yet
+	counts bool // it may have some before
+}
+
+// readNewShards asks databases that are to be shards. It returns an error that says what is wrong with each.
+func readNewShards(
+	ctx context.Context, stores []*app, want func(s *shardState) wantedShard,
+) ([]shardState, error) {
+	all, err := readMigrations()
+	if err != nil {
+		return nil, err
+	}
+	version := all[len(all)-1].Version
+	states := make([]shardState, len(stores))
+	var random [4]byte
+	_, _ = rand.Read(random[:]) // never fails
+	token := int32(binary.BigEndian.Uint32(random[:]))
+	var visit func(place int)
+	visit = func(place int) { // the transactions stay open until all have been asked, for the sake of twin
+		if place == len(stores) {
+			return
+		}
+		visited := false
+		store, s := stores[place], &states[place]
+		*s = store.newState()
+		if err := store.inShard(ctx, func(pool *pgxpool.Pool) error {
+			return store.look(ctx, pool, func(tx pgx.Tx) error {
+				if err := s.readNew(ctx, tx, token, version); err != nil {
+					return err
+				}
+				visited = true
+				visit(place + 1)
+				return nil
+			})
+		}); err != nil {
+			s.cannotBeRead(err)
+		}
+		if !visited {
+			visit(place + 1)
+		}
+	}
+	visit(0)
+	var wrong []error
+	for i := range states {
+		s := &states[i]
+		w := want(s)
+		s.judge(w.is, version, w.fresh)
+		s.judgeNew(states, w)
+		for _, f := range s.Wrong {
+			wrong = append(wrong, fmt.Errorf("%s %s; %s", s.name, f.Found, f.Do))
+		}
+	}
+	return states, errors.Join(wrong...)
+}
+
+// readNew also looks for what only a database that is to be a shard may lack or have.
+func (s *shardState) readNew(ctx context.Context, tx pgx.Tx, token int32, version int64) error {
+	if err := tx.QueryRow(ctx, twinSQL, token, s.Place).Scan(&s.twin); err != nil {
+		return err
+	}
+	if err := s.read(ctx, tx); err != nil || s.Version != version || s.ReadOnly || !s.member {
+		return err
+	}
+	return tx.QueryRow(ctx, holdsSQL).Scan(&s.counts, &s.policies)
+}
+
+func (s *shardState) judgeNew(all []shardState, w wantedShard) {
+	if s.twin != nil {
+		s.add(problem, "place", "name another database", "is the same database as %s", all[*s.twin].name)
+	}
+	if s.owner != "" && !s.member {
+		s.add(problem, "rights", fmt.Sprintf("run this as a role that is a member of %s on each shard",
+			printable(s.owner)), "has tables of %s, and this role is not a member of that", printable(s.owner))
+	}
+	if s.Is != nil || s.twin != nil {
+		return
+	}
+	if s.counts && !w.counts {
+		s.add(problem, "counts", "make it the only shard, and then grow; or `TRUNCATE` rate_limit_ephemeral and "+
+			"rate_limit_durable, which forgets all counts", "has counts already, of keys that other shards would own")
+	}
+	if s.policies && w.is.Place > 0 {
+		s.add(problem, "policies", "move them to shard 0, and `DELETE` them here",
+			"has policies, and only those of shard 0 are obeyed")
+	}
+}
+
+// tryShards has PL/Proxy ask each shard, in the transaction that makes the proxy.
+// owned tells whether the shards know already which they are.
+func tryShards(
+	ctx context.Context, tx pgx.Tx, stores []*app, source shards.Source, owner string, owned bool,
+) error {
+	q, _ := tx.(qualified)
+	schema := pgx.Identifier{q.schema}.Sanitize()
+	condition := "true"
+	if owned {
+		condition = "(SELECT " + schema + "._rate_limit_own_shard(shard, shards))"
+	}
+	if _, err := q.Tx.Exec(ctx, fmt.Sprintf(checkShardSQL, schema, strings.ReplaceAll(schema, "'", "''"),
+		condition)); err != nil {
+		return err
+	}
+	// The user mapping is that of the functions' owner.
+	if _, err := q.Tx.Exec(ctx, "SET LOCAL ROLE "+owner); err != nil {
+		return err
+	}
+	var needed []string
+	for _, f := range source.Functions {
+		needed = append(needed, f.Name)
+	}
+	for i, store := range stores {
+		var login string
+		var missing []string
+		if err := q.Tx.QueryRow(ctx, "SELECT login, missing FROM "+schema+"._rate_limit_check_shard($1, $2, $3)",
+			i, len(stores), needed).Scan(&login, &missing); err != nil {
+			found, do := proxyTrouble(err)
+			return store.about(errors.New(found + "; " + do))
+		}
+		if len(missing) > 0 {
+			return store.about(fmt.Errorf("role %s may not execute %s; run deploy/grants.sql there, and "+
+				"GRANT rate_limit_app, rate_limit_sweeper TO %[1]s", printable(login), strings.Join(missing, ", ")))
+		}
+	}
+	if _, err := q.Tx.Exec(ctx, "RESET ROLE"); err != nil {
+		return err
+	}
+	_, err := q.Tx.Exec(ctx, "DROP FUNCTION "+schema+"._rate_limit_check_shard")
+	return err
+}
+
+// proxyTrouble says what PL/Proxy has met, and what to do about it.
+func proxyTrouble(err error) (found, do string) {
+	pgErr, ok := errors.AsType[*pgconn.PgError](err)
+	if !ok {
+		return oneLine(err), "look at the log of both servers"
+	}
+	has := func(part string) bool { return strings.Contains(pgErr.Message, part) }
+	switch {
+	case has("password"):
+		do = passwordVariable + " has to be the password of --user on the shard, for `pgratelimit shard set`"
+	case has("role ") && has("does not exist"):
+		do = "make the role on the shard: CREATE ROLE … LOGIN"
+	case has("not permitted to log in"):
+		do = "let the role log in: ALTER ROLE … LOGIN"
+	case has("pg_hba.conf"):
+		do = "let the shard's pg_hba.conf admit the host of the proxy's server"
+	case has("PQconnect"):
+		do = "give `pgratelimit shard set` a connection string that works from the host of the proxy's server"
+	case pgErr.Code == "42501":
+		do = "run deploy/grants.sql on the shard, and GRANT rate_limit_app, rate_limit_sweeper TO the role of --user"
+	default:
+		do = "look at the log of both servers"
+	}
+	return "PL/Proxy cannot use it: " + oneLine(errors.New(pgErr.Message)), do
+}

@@ -1,0 +1,26 @@
+-- What a database says of itself that is a shard, or is to be one. It calls no function of ours.
+SELECT
+    -- 0 if it is not migrated
+    coalesce((
+        SELECT substring(p.prosrc, '[0-9]+')::bigint
+        FROM pg_proc AS p
+        WHERE p.pronamespace = n.oid AND p.proname = 'rate_limit_version' AND p.pronargs = 0
+            AND durable.oid IS NOT NULL
+    ), 0),
+    pg_is_in_recovery() OR current_setting('default_transaction_read_only')::boolean,
+    current_setting('server_encoding'),
+    coalesce((
+        SELECT sum(pg_stat_get_live_tuples(c.oid))
+        FROM pg_class AS c
+        WHERE c.relnamespace = n.oid AND c.relname IN ('rate_limit_ephemeral', 'rate_limit_durable')
+    ), 0)::bigint,
+    coalesce(pg_get_userbyid(durable.relowner)::text, ''),
+    coalesce(pg_has_role(durable.relowner, 'MEMBER'), false),
+    coalesce((
+        SELECT c.relkind = 'r' AND has_schema_privilege(n.oid, 'USAGE') AND has_table_privilege(c.oid, 'SELECT')
+        FROM pg_class AS c
+        WHERE c.relnamespace = n.oid AND c.relname = 'rate_limit_shard'
+    ), false)
+FROM (SELECT current_setting('pgratelimit.schema') AS nspname) AS wanted
+LEFT JOIN pg_namespace AS n USING (nspname)
+LEFT JOIN pg_class AS durable ON durable.relnamespace = n.oid AND durable.relname = 'rate_limit_durable'
