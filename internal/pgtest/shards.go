@@ -30,8 +30,10 @@ func Shards() int {
 type Fleet struct {
 	*DB
 
-	ProxyServer  *pgserver.Server
 	ShardServers []*pgserver.Server
+	Connections  []string // of the shards, for PL/Proxy
+
+	cluster *cluster
 }
 
 // Sharded starts a fleet for a test that stops or kills servers. It is closed at the end of the test. Where there is no
@@ -44,11 +46,40 @@ func Sharded(t testing.TB, n int) *Fleet {
 			t.Errorf("pgtest: close the servers: %v", err)
 		}
 	})
-	fleet := &Fleet{DB: c.newMigrated(t), ProxyServer: c.server}
-	for _, shard := range c.shards {
+	_, err := c.migratedTemplate()
+	if errors.Is(err, errNoPLProxy) && os.Getenv("RATELIMIT_TEST_PLPROXY") == "" {
+		t.Skip(err)
+	}
+	fleet := &Fleet{DB: c.newMigrated(t), cluster: c}
+	for i, shard := range c.shards {
 		fleet.ShardServers = append(fleet.ShardServers, shard.server)
+		fleet.Connections = append(fleet.Connections, fleet.Shards[i].connection())
 	}
 	return fleet
+}
+
+// Proxy is another proxy of a fleet, with a map of its own.
+func (f *Fleet) Proxy(t testing.TB, connections []string) *DB {
+	t.Helper()
+	db := f.cluster.newDB(t, f.cluster.template)
+	db.Connect(t, connections)
+	return db
+}
+
+// Connect has a proxy reach its shards by other connection strings.
+func (db *DB) Connect(t testing.TB, connections []string) {
+	t.Helper()
+	options := make([]string, len(connections))
+	for i, connection := range connections {
+		options[i] = fmt.Sprintf("SET p%d '%s'", i, connection)
+	}
+	Exec(t, db.Pool, "ALTER SERVER "+shards.Server+" OPTIONS ("+strings.Join(options, ", ")+")")
+}
+
+// connection is the connection string of a shard, for PL/Proxy.
+func (db *DB) connection() string {
+	to := db.Pool.Config().ConnConfig
+	return fmt.Sprintf("host=%s port=%d dbname=%s", to.Host, to.Port, to.Database)
 }
 
 // Of returns the database that has the rows of a key: a shard, if there are any.
@@ -199,15 +230,16 @@ func (c *cluster) connectShards(t testing.TB, db *DB) {
 	}); err != nil {
 		t.Fatal(err)
 	}
-	var options []string
+	var connections []string
 	var foreign strings.Builder
 	for i, shard := range c.shards {
 		db.Shards = append(db.Shards, shard.open(t, names[i], shard.template))
+		connections = append(connections, db.Shards[i].connection())
 		to := db.Shards[i].Pool.Config().ConnConfig
-		options = append(options, fmt.Sprintf("SET p%d 'host=%s port=%d dbname=%s'", i, to.Host, to.Port, to.Database))
-		fmt.Fprintf(&foreign, "; ALTER SERVER test_%d OPTIONS (SET port '%d', SET dbname '%s')", i, to.Port, to.Database)
+		fmt.Fprintf(&foreign, "ALTER SERVER test_%d OPTIONS (SET port '%d', SET dbname '%s');", i, to.Port, to.Database)
 	}
-	Exec(t, db.Pool, "ALTER SERVER "+shards.Server+" OPTIONS ("+strings.Join(options, ", ")+")"+foreign.String())
+	db.Connect(t, connections)
+	Exec(t, db.Pool, foreign.String())
 	proxies.Store(db.Pool, db.Shards)
 	t.Cleanup(func() { proxies.Delete(db.Pool) })
 }
