@@ -2,6 +2,7 @@ package migrations_test
 
 import (
 	"context"
+	"fmt"
 	"strings"
 	"testing"
 	"time"
@@ -134,6 +135,19 @@ func TestProxyIsNotMigrated(t *testing.T) {
 		require.ErrorContains(t, err, "a proxy of shards, and has no tables: migrate each of the shards")
 	}
 	require.Equal(t, before, pgtest.Objects(t, pool))
+
+	// An application that migrates at each start may do so there, if it is of the proxy's release.
+	version := func(n int) string {
+		return fmt.Sprintf("CREATE OR REPLACE FUNCTION rate_limit_version() RETURNS bigint LANGUAGE sql "+
+			"AS 'SELECT %d::bigint'", n)
+	}
+	pgtest.Exec(t, pool, version(5))
+	require.NoError(t, migrations.Up(t.Context(), pool))
+	require.ErrorContains(t, migrations.Down(t.Context(), pool), "a proxy of shards")
+	for _, other := range []int{4, 6} {
+		pgtest.Exec(t, pool, version(other))
+		require.ErrorContains(t, migrations.Up(t.Context(), pool), "a proxy of shards")
+	}
 
 	pool = pgtest.New(t).Pool
 	pgtest.Exec(t, pool, function)

@@ -1,6 +1,7 @@
 package command
 
 import (
+	"fmt"
 	"net/url"
 	"os"
 	"os/exec"
@@ -121,6 +122,31 @@ func TestShellAndSQLOfTheDocuments(t *testing.T) {
 			t.Skip("pg_cron: install this extension of the server (Debian: postgresql-15-cron)")
 		}
 		sweepByPgCron(t, schedule)
+	})
+
+	role, set, grow := block(t, "CREATE ROLE limits_proxy"), block(t, "shard set"), block(t, "shard grow")
+	var hasPLProxy bool
+	require.NoError(t, conn.QueryRow(t.Context(),
+		"SELECT EXISTS (SELECT FROM pg_available_extensions WHERE name = 'plproxy')").Scan(&hasPLProxy))
+	t.Run("shards", func(t *testing.T) {
+		if !hasPLProxy && os.Getenv("RATELIMIT_TEST_PLPROXY") == "" {
+			t.Skip("PL/Proxy: install this extension of the server (Debian: postgresql-15-plproxy)")
+		}
+		for i := range 4 {
+			_, url := connect(t, fmt.Sprint("limits_", i))
+			shell(t, repository, url, roles)
+		}
+		sql(t, conn, role)
+		proxy, url := connect(t, "proxy")
+		shell(t, repository, url, `psql "$DATABASE_URL" -v ON_ERROR_STOP=1 -f deploy/roles.sql`)
+		config := conn.Config()
+		here := fmt.Sprintf("host=%s port=%d", config.Host, config.Port)
+		script := regexp.MustCompile(`host=10[.0-9]*`).ReplaceAllString(set+grow, here)
+		script = regexp.MustCompile(`shard (set|grow)`).ReplaceAllString(script, "shard $1 --yes") // nobody is asked
+		require.NotContains(t, shell(t, repository, url, script), "problem")
+		var shards int
+		require.NoError(t, proxy.QueryRow(t.Context(), "SELECT rate_limit.rate_limit_shards()").Scan(&shards))
+		require.Equal(t, 4, shards)
 	})
 
 	// docs/cookbook.md

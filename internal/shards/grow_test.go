@@ -179,3 +179,21 @@ func TestGrowUnderLoad(t *testing.T) {
 }
 
 const patience = 30 * time.Second
+
+// What another release of the functions has had is dropped, and rights stay.
+func TestInstallAnew(t *testing.T) {
+	t.Parallel()
+
+	c := newCluster(t, 2)
+	functions := func() string {
+		return pgtest.Scalar[string](t, c.proxy.Pool, "SELECT string_agg(p.oid::regprocedure || ' ' || "+
+			"coalesce(p.proacl::text, ''), ', ' ORDER BY p.oid::regprocedure::text) "+
+			"FROM pg_proc AS p WHERE p.proname ~ '^rate_limit'")
+	}
+	before := functions()
+	require.Contains(t, before, "rate_limit_allow(text,text,text,bigint,boolean)")
+	pgtest.Exec(t, c.proxy.Pool, "CREATE FUNCTION rate_limit_allow(name text) RETURNS text LANGUAGE sql AS 'SELECT 1::text'")
+	require.NotEqual(t, before, functions())
+	c.install(t, c.proxy)
+	require.Equal(t, before, functions())
+}

@@ -9,10 +9,13 @@ DO $$
 DECLARE
     fn regprocedure;
 BEGIN
-    -- Nobody else calls these, so nothing is lost.
+    -- What nobody else calls, and what another release has had.
     FOR fn IN
         SELECT p.oid::regprocedure FROM pg_proc AS p
-        WHERE p.pronamespace = {{literal .Schema}}::regnamespace AND p.proname LIKE '#_rate#_limit#_%' ESCAPE '#'
+        WHERE p.pronamespace = {{literal .Schema}}::regnamespace AND p.proname ~ '^_?rate_limit_'
+            AND (p.proname, oidvectortypes(p.proargtypes)) NOT IN (('rate_limit_version', ''), ('rate_limit_shards', '')
+            {{- range .Functions}},
+                ('{{.Name}}', '{{range $i, $a := .In}}{{if $i}}, {{end}}{{$a.Type}}{{end}}'){{end}})
     LOOP
         EXECUTE format('DROP FUNCTION %s', fn);
     END LOOP;
