@@ -38,6 +38,34 @@ test/role: ## Run the library's tests as a role that may do nothing but what an 
 	# Those that are left out have schemas and roles of their own.
 	RATELIMIT_TEST_ROLE=pg_monitor go test -count=1 -timeout 20m -skip '^Test(Schema|WithSharesEverythingElse|NotPermitted|KeyThatTheEncodingRefuses)$$' .
 
+# What cannot be as it is behind a proxy for shards, by the reason.
+#   transactions of the caller, which a proxy refuses (AllowTx, a single connection, RLS02)
+SHARDS_SKIP = Transaction|TestIsolationLevels|TestOldSnapshots|TestBan$$|TestDenialOfAllWritesNothing|TestDenialThatWritesIsSeen|TestHeldKeysOfFourLimiters
+SHARDS_SKIP := $(SHARDS_SKIP)|TestHoldersOfSkippedRows|TestLimitersOnOneConnection|TestLooksTakeNoTransactionID|TestObserverOfSeveralLimits
+SHARDS_SKIP := $(SHARDS_SKIP)|TestOneConnection|TestOwnPoolDecides|TestPgBouncer$$|TestPoliciesDecide|TestRefundForgetsTheDenial|TestRowsBeingMade
+SHARDS_SKIP := $(SHARDS_SKIP)|TestSeveralPolicies$$|TestShadowThatFails|TestSmallPools|TestTriggerExample|TestTwentyLimiters|TestWaitingForSeveralRows
+SHARDS_SKIP := $(SHARDS_SKIP)|TestWhatCannotBeRefunded|TestCrossingBatches|TestDecidingWithoutTheLock|TestRowDeleted|TestSetsBesideANewRow|TestSingleConnection|TestDenialsNeverChange|TestKeysHeldForGood
+#   one statement that passes over locked rows of several shards (RLS01): its order of locking, and who it waits for
+SHARDS_SKIP := $(SHARDS_SKIP)|TestAllSkipsRequests|TestSkippingHeldRows|TestLocking|TestRowsAreMadeAndLocked|TestCrossingRefunds|TestKeysBehindOne
+SHARDS_SKIP := $(SHARDS_SKIP)|TestCallerLeavesWhile|TestCallerThatLeaves|TestLaneIsServed|TestRowThatVanishes|TestUpdatingByTid|TestClockIsReadAfter
+SHARDS_SKIP := $(SHARDS_SKIP)|TestConnectionIsEnded|TestLockedTable|TestTakesAreTold|TestPgBouncerLosesItsServer|TestSetsThatLose
+#   what a statement does to pages, plans and indexes, and the settings of its session, which is not the shard's
+SHARDS_SKIP := $(SHARDS_SKIP)|TestPlans|TestDenialsWriteNothing|TestRefundWritesOnly|TestSettings|TestReadOnly|TestSQLPeeksWhere|TestStatementTimeout
+SHARDS_SKIP := $(SHARDS_SKIP)|TestAllowAllWaitsForTheLog|TestPgBouncerHandsNoSettings
+#   migrations, roles, encodings, names and texts of what a migrated database has
+SHARDS_SKIP := $(SHARDS_SKIP)|TestMigrat|TestSchema|TestKeyThatTheEncoding|NeedsNothingBut|NeedNothingBut|TestNotPermitted|TestNameThat|TestMixedBatchWithARefused|Decoys|TestHelpers
+SHARDS_SKIP := $(SHARDS_SKIP)|TestExamplesInComments|TestSQLNames|TestSQLRefuses|TestSQLReadsPolicies|TestAllFunctionRefuses|TestCalendarWindowsAreThose
+SHARDS_SKIP := $(SHARDS_SKIP)|TestFunctionsPass|TestMistakesIn|TestLeasesWithoutReports
+#   the table of policies, which is on the first shard: its triggers, its locks, its roles
+SHARDS_SKIP := $(SHARDS_SKIP)|TestBansWaitForWriters|TestFarTimes|TestHistoryOfPolicies|TestPoliciesAreNotTruncated|TestPoliciesMissNothing
+SHARDS_SKIP := $(SHARDS_SKIP)|TestPoliciesShare|TestPoliciesThat|TestPoliciesWakeUp|TestPoliciesWithoutTriggers|TestWritersOfPolicies|TestPoliciesOfApplications
+#   tests of proxies that are scripted, and of the text of this module
+SHARDS_SKIP := $(SHARDS_SKIP)|Shard|TestSentinels|TestApplicationsClock
+
+.PHONY: test/shards
+test/shards: ## Run the library's tests, and those of histories, through a proxy with four shards; needs PL/Proxy
+	RATELIMIT_TEST_SHARDS=4 go test -count=1 -timeout 10m -skip '$(SHARDS_SKIP)' .
+
 .PHONY: fuzz
 fuzz: ## Run every fuzz target for some seconds
 	@grep -rl '^func Fuzz' --include='*_test.go' . | while read -r file; do \

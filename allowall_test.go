@@ -37,7 +37,7 @@ func TestAllowAllTakesFromAllOrFromNone(t *testing.T) {
 
 	pool := pgtest.New(t).Pool
 	a, b, c := threeLimits(t, pool, 5, 4, 3)
-	requests := []Request{a.Request("192.0.2.1", 1), b.Request("ann", 2), c.Request("all", 1)}
+	requests := []Request{a.Request("{all}192.0.2.1", 1), b.Request("{all}ann", 2), c.Request("all", 1)}
 
 	first, err := AllowAll(t.Context(), requests...)
 	require.NoError(t, err)
@@ -65,8 +65,8 @@ func TestAllowAllTakesFromAllOrFromNone(t *testing.T) {
 	for i, want := range []int64{3, 0, 1} {
 		require.Equal(t, want, denied.Each[i].Remaining)
 	}
-	require.EqualValues(t, 2, taken(t, pool, a.Config(), "192.0.2.1"))
-	require.EqualValues(t, 4, taken(t, pool, b.Config(), "ann"))
+	require.EqualValues(t, 2, taken(t, pool, a.Config(), "{all}192.0.2.1"))
+	require.EqualValues(t, 4, taken(t, pool, b.Config(), "{all}ann"))
 	require.EqualValues(t, 2, taken(t, pool, c.Config(), "all"))
 
 	// If two refuse, the longer time is told.
@@ -78,7 +78,7 @@ func TestAllowAllTakesFromAllOrFromNone(t *testing.T) {
 	require.Equal(t, 2*24*time.Hour, denied.Each[1].RetryAfter)
 
 	// The limiters' own calls see what was taken.
-	one, err := a.Peek(t.Context(), "192.0.2.1")
+	one, err := a.Peek(t.Context(), "{all}192.0.2.1")
 	require.NoError(t, err)
 	require.EqualValues(t, 3, one.Remaining)
 }
@@ -288,8 +288,8 @@ func TestAllowAllIsExactUnderConcurrency(t *testing.T) {
 	testkit.Together(users*tries, func(i int) {
 		user, l := i%users, processes[i%len(pools)]
 		requests := []Request{
-			l.a.Request(fmt.Sprint("address ", i%7), 1),
-			l.b.Request(fmt.Sprint("user ", user), 1),
+			l.a.Request(fmt.Sprint("{all}address ", i%7), 1),
+			l.b.Request(fmt.Sprint("{all}user ", user), 1),
 			l.c.Request("all", 1),
 		}
 		rand.Shuffle(len(requests), func(i, j int) { requests[i], requests[j] = requests[j], requests[i] })
@@ -303,14 +303,14 @@ func TestAllowAllIsExactUnderConcurrency(t *testing.T) {
 	for user := range users {
 		n := allowed[user].Load()
 		require.LessOrEqual(t, n, int64(userLimit))
-		require.Equal(t, n, taken(t, db.Pool, processes[0].b.Config(), fmt.Sprint("user ", user)))
+		require.Equal(t, n, taken(t, db.Pool, processes[0].b.Config(), fmt.Sprint("{all}user ", user)))
 		total += n
 	}
 	require.EqualValues(t, everybody, total) // 10 × 25 would be 250
 	require.EqualValues(t, everybody, taken(t, db.Pool, processes[0].c.Config(), "all"))
 	var addresses int64
 	for i := range 7 {
-		addresses += taken(t, db.Pool, processes[0].a.Config(), fmt.Sprint("address ", i))
+		addresses += taken(t, db.Pool, processes[0].a.Config(), fmt.Sprint("{all}address ", i))
 	}
 	require.EqualValues(t, everybody, addresses)
 }
@@ -329,17 +329,17 @@ func TestSetsAreCoalesced(t *testing.T) {
 		Config{Name: "user", Policy: TokenBucket{Capacity: 10, Refill: 1, Every: 24 * time.Hour}, Durable: true},
 	)
 	c := client.limiter(t, Config{Name: "all", Policy: FixedWindow{Limit: 1000, Window: year}})
-	holder := pgtest.Begin(t, db)
+	holder := pgtest.Begin(t, db.Of("all"))
 	pgtest.Exec(t, holder, "LOCK TABLE rate_limit_ephemeral")
-	blocked := testkit.Later(func() (Result, error) { return a.Allow(context.Background(), "blocked") })
+	blocked := testkit.Later(func() (Result, error) { return a.Allow(context.Background(), "{all}blocked") })
 	pgtest.WaitUntilBlocked(t, db.Pool, 1)
 	finished := make([]func() (Results, error), calls)
 	for i := range calls {
 		finished[i] = testkit.Later(func() (Results, error) {
 			return AllowAll(
 				context.Background(),
-				a.Request(fmt.Sprint(i), 1),
-				b.Request(fmt.Sprint(i), 1),
+				a.Request(fmt.Sprint("{all}", i), 1),
+				b.Request(fmt.Sprint("{all}", i), 1),
 				c.Request("all", 1),
 			)
 		})

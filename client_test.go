@@ -77,7 +77,7 @@ func TestMixedStatementEqualsTheModel(t *testing.T) {
 			var requests []*request
 			asked := map[*request][]kept{} // its parts, by limiter
 			for range 2 + r.IntN(9) {
-				l, key := limiters[r.IntN(6)][r.IntN(2)], [...]string{"x", "y", "longer"}[r.IntN(3)]
+				l, key := limiters[r.IntN(6)][r.IntN(2)], fmt.Sprintf("{%d}%s", story, [...]string{"x", "y", "longer"}[r.IntN(3)])
 				if onePolicy {
 					l = limiters[1+4*r.IntN(2)][0]
 				}

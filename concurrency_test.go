@@ -225,10 +225,11 @@ func TestSweeperAtFullSpeed(t *testing.T) {
 		for i := 0; ctx.Err() == nil; i++ {
 			// The sweeper takes one row at a time. If it held one row and waited for another, it would deadlock
 			// with a batch.
-			tag, err := db.Pool.Exec(
+			key := fmt.Sprint(i % keys)
+			tag, err := db.Of(key).Pool.Exec(
 				context.Background(),
 				"DELETE FROM rate_limit_ephemeral WHERE key = $1",
-				fmt.Sprint(i%keys),
+				key,
 			)
 			if err != nil {
 				return 0, err

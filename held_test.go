@@ -20,6 +20,7 @@ import (
 // keep begins a transaction that has taken from a key, whose row it has locked, or, if made is true, has just made.
 func keep(t *testing.T, db *pgtest.DB, config Config, key string, made bool) pgx.Tx {
 	t.Helper()
+	db = db.Of(key)
 	if !made {
 		_, err := newLimiter(
 			t,
@@ -176,15 +177,15 @@ func TestSetsWithAHeldPart(t *testing.T) {
 	for _, made := range []bool{false, true} {
 		db := pgtest.New(t)
 		a, b, c := threeLimits(t, db.NewPool(t, nil), 100, 100, 100)
-		holder := keep(t, db, b.Config(), "held", made)
+		holder := keep(t, db, b.Config(), "{all}held", made)
 		waits := testkit.Later(func() (Results, error) {
-			return AllowAll(context.Background(), a.Request("address", 1), b.Request("held", 1), c.Request("all", 1))
+			return AllowAll(context.Background(), a.Request("{all}address", 1), b.Request("{all}held", 1), c.Request("all", 1))
 		})
 		for i := range 20 {
 			results, err := AllowAll(
 				t.Context(),
-				a.Request("address", 1),
-				b.Request(fmt.Sprint(i), 1),
+				a.Request("{all}address", 1),
+				b.Request(fmt.Sprint("{all}", i), 1),
 				c.Request("all", 1),
 			)
 			require.NoError(t, err)
@@ -196,9 +197,9 @@ func TestSetsWithAHeldPart(t *testing.T) {
 		results, err := waits()
 		require.NoError(t, err)
 		require.True(t, results.Allowed)
-		require.EqualValues(t, 21, taken(t, db.Pool, a.Config(), "address"))
+		require.EqualValues(t, 21, taken(t, db.Pool, a.Config(), "{all}address"))
 		require.EqualValues(t, 41, taken(t, db.Pool, c.Config(), "all"))
-		require.EqualValues(t, 2, taken(t, db.Pool, b.Config(), "held"))
+		require.EqualValues(t, 2, taken(t, db.Pool, b.Config(), "{all}held"))
 	}
 }
 
@@ -221,9 +222,9 @@ func TestLockedTable(t *testing.T) {
 		open := newLimiter(t, pool, config)
 		config.OnFailure = ReturnError()
 		strict := newLimiter(t, pool, config)
-		earlier, err := strict.Allow(t.Context(), "earlier")
+		earlier, err := strict.Allow(t.Context(), "{key}earlier")
 		require.NoError(t, err)
-		holder := pgtest.Begin(t, db)
+		holder := pgtest.Begin(t, db.Of("key"))
 		pgtest.Exec(t, holder, "LOCK TABLE "+pgtest.Table(durable)+" IN ACCESS EXCLUSIVE MODE")
 		for _, call := range []func() (Result, error){
 			func() (Result, error) { return strict.Allow(t.Context(), "key") },
@@ -531,5 +532,5 @@ func TestAllSkipsRequestsWithAHeldPart(t *testing.T) {
 	require.NoError(t, holder.Commit(t.Context()))
 	require.EqualValues(t, 4, taken(t, db.Pool, a.Config(), "x"))
 	require.EqualValues(t, 4, taken(t, db.Pool, c.Config(), "all"))
-	require.EqualValues(t, 1, taken(t, db.Pool, b.Config(), "held"))
+	require.EqualValues(t, 1, taken(t, db.Pool, b.Config(), "{all}held"))
 }

@@ -46,7 +46,9 @@ func TestFailureOfOneLimiterLeavesOthersAlone(t *testing.T) {
 					Durable: fault.durable && i == guilty, OnFailure: FailOpen(),
 				})
 			}
-			pgtest.Exec(t, db.Pool, fault.sql)
+			for _, db := range db.All() {
+				pgtest.Exec(t, db.Pool, fault.sql)
+			}
 			var mu sync.Mutex
 			var failed, decided int
 			testkit.Together(limiters*callers, func(g int) {

@@ -178,7 +178,7 @@ func takenOf(config Config, stored map[rowID]storedRow, key string) int64 {
 // ends. The row must exist.
 func hold(t *testing.T, db *pgtest.DB, config Config, key string) pgx.Tx {
 	t.Helper()
-	return holdOn(t, pgtest.Connect(t, db), config, key)
+	return holdOn(t, pgtest.Connect(t, db.Of(key)), config, key)
 }
 
 // holdOn is hold on a connection that is there already.

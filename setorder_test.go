@@ -43,10 +43,12 @@ func TestRandomSetsDoNotDeadlock(t *testing.T) {
 		)
 		errs[w] = errors.Join(errs[w], err)
 		limiters = append(limiters, several)
+		tag := ""
 		key := func() string {
-			return []string{"a", "bb", "c", "dd", "everybody", fmt.Sprint("new ", r.IntN(1000))}[r.IntN(6)]
+			return tag + []string{"a", "bb", "c", "dd", "everybody", fmt.Sprint("new ", r.IntN(1000))}[r.IntN(6)]
 		}
 		for range calls {
+			tag = fmt.Sprintf("{%d}", r.IntN(3)) // the keys of a set are on one shard
 			l := limiters[r.IntN(len(limiters))]
 			var err error
 			switch r.IntN(10) {
@@ -61,8 +63,8 @@ func TestRandomSetsDoNotDeadlock(t *testing.T) {
 					t.Context(),
 					l.client.database.db,
 					[]element{
-						{key: "dd", cost: 1, count: 1},
-						{key: "a", cost: 1, count: 1},
+						{key: tag + "dd", cost: 1, count: 1},
+						{key: tag + "a", cost: 1, count: 1},
 						{key: key(), cost: 1, count: 1},
 					},
 					l.ownTransaction(),

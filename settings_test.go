@@ -279,11 +279,12 @@ func TestQueryExecModes(t *testing.T) {
 				peek, err := limiter.Peek(t.Context(), key)
 				require.NoError(t, err)
 				require.EqualValues(t, 3, peek.Remaining)
-				require.NoError(t, pgx.BeginFunc(t.Context(), pool, func(tx pgx.Tx) error {
+				rest := func(tx pgx.Tx) error {
 					result, err := limiter.AllowNTx(t.Context(), tx, key, 3)
 					require.True(t, result.Allowed)
 					return err
-				}))
+				}
+				require.NoError(t, pgx.BeginFunc(t.Context(), db.Of(key).Pool, rest))
 				require.EqualValues(t, 10, taken(t, db.Pool, config, key))
 				require.NoError(t, limiter.Reset(t.Context(), key))
 				require.Zero(t, taken(t, db.Pool, config, key))

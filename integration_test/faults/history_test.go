@@ -2,6 +2,7 @@ package faults
 
 import (
 	"bufio"
+	"cmp"
 	"context"
 	"encoding/gob"
 	"encoding/json"
@@ -57,6 +58,7 @@ type workload struct {
 	Grants       int
 	Leaves       int           // whose context ends within moments
 	Gap          time.Duration // between two calls of a caller
+	Timeout      time.Duration // of calls; defaults to one that no call comes near
 	Seed         uint64
 	First        int // number of the first limiter
 }
@@ -97,7 +99,7 @@ func (w workload) run(ctx context.Context, ready func() error) ([]operation, err
 		}
 		if limiters[i], err = ratelimit.New(pool, ratelimit.Config{
 			Name: "test", Policy: w.policy(), Durable: w.Durable, NoDenialCache: !w.Cache,
-			Client: ratelimit.ClientConfig{Timeout: amply, DenialMaxAge: w.DenialMaxAge},
+			Client: ratelimit.ClientConfig{Timeout: cmp.Or(w.Timeout, amply), DenialMaxAge: w.DenialMaxAge},
 		}); err != nil {
 			return nil, err
 		}

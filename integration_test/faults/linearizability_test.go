@@ -3,6 +3,7 @@ package faults
 import (
 	"cmp"
 	"context"
+	"errors"
 	"fmt"
 	"math"
 	"math/rand/v2"
@@ -303,9 +304,13 @@ func uncertain(w workload, t *testing.T, db *pgtest.DB) []operation {
 		var err error
 		for err == nil && ctx.Err() == nil {
 			pause(ctx, 25*time.Millisecond)
-			_, err = db.Pool.Exec(context.WithoutCancel(ctx), `
-				SELECT pg_terminate_backend(pid) FROM pg_stat_activity
-				WHERE datname = current_database() AND application_name = 'limiter' AND state = 'active'`)
+			for _, db := range append(db.Shards, db) { // those of PL/Proxy have no name
+				_, killErr := db.Pool.Exec(context.WithoutCancel(ctx), `
+					SELECT pg_terminate_backend(pid) FROM pg_stat_activity
+					WHERE datname = current_database() AND application_name IN ('limiter', '') AND state = 'active'
+						AND pid <> pg_backend_pid()`)
+				err = errors.Join(err, killErr)
+			}
 		}
 		ended <- err
 	}()

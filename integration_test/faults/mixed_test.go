@@ -203,7 +203,7 @@ func (m mix) hold(
 	err *error,
 ) (end func()) {
 	t.Helper()
-	holder := worker{pool: db.Pool, limiters: limiters}
+	holder := worker{pool: db.Of(keyOf(0, 0)).Pool, limiters: limiters}
 	ctx, cancel := context.WithCancel(t.Context())
 	locked, ended := make(chan struct{}), make(chan struct{})
 	once := func(limits, key int, hold func()) error {
@@ -306,7 +306,8 @@ func (op mixedOperation) takes() []mixedOperation {
 	return refunds
 }
 
-func keyOf(space, key int) string { return fmt.Sprintf("key %d of space %d", key, space) }
+// keyOf returns keys of a space that are on one shard.
+func keyOf(space, key int) string { return fmt.Sprintf("key %d of {space %d}", key, space) }
 
 // make makes a call of a mix.
 func (w worker) make(ctx context.Context, m mix, op *mixedOperation) error {
@@ -449,8 +450,14 @@ func mixes(span time.Duration) map[string]mix {
 			reset,
 		}, crowd: true},
 	}
+	if pgtest.Shards() > 0 { // which decide in no transaction of the caller
+		delete(all, "transactions")
+	}
 	for name, m := range all {
 		m.month = span
+		if pgtest.Shards() > 0 {
+			m.calls = slices.DeleteFunc(m.calls, func(k kind) bool { return k == allowAllTx || k == rolledBack })
+		}
 		all[name] = m
 	}
 	return all
@@ -489,7 +496,9 @@ func TestMixesAreLinearizable(t *testing.T) {
 // the limiters' statements call. A decoy that runs fails, and so does the call.
 func attack(t *testing.T, db *pgtest.DB) {
 	t.Helper()
-	db.SomeDecoys(t, "public", pgtest.Statements(t, "../..")...)
-	_, err := db.Pool.Exec(t.Context(), "SELECT cardinality(ARRAY['a'])")
-	require.ErrorContains(t, err, "decoy public.cardinality(text[]) was run by") // so they are in place
+	for _, db := range append(db.Shards, db) {
+		db.SomeDecoys(t, "public", pgtest.Statements(t, "../..")...)
+		_, err := db.Pool.Exec(t.Context(), "SELECT cardinality(ARRAY['a'])")
+		require.ErrorContains(t, err, "decoy public.cardinality(text[]) was run by") // so they are in place
+	}
 }

@@ -76,6 +76,9 @@ func TestJudgeOfMixesCatches(t *testing.T) {
 			}
 		}},
 	} {
+		if mixes(briefly)[broken.mix].calls == nil {
+			continue
+		}
 		random := rand.New(rand.NewPCG(random.Uint64(), 0))
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()

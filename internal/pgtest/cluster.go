@@ -16,6 +16,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/pgratelimit/ratelimit/internal/pgserver"
+	"github.com/pgratelimit/ratelimit/internal/shards"
 	"github.com/pgratelimit/ratelimit/migrations"
 )
 
@@ -47,6 +48,12 @@ type cluster struct {
 	migrating  sync.Once
 	migrateErr error
 	template   string
+
+	shards []*cluster // of a proxy's server; see sharded
+	place  int        // of a shard's server
+	of     int        // how many shards there are; 0 if this is no shard's server
+	source shards.Source
+	tables string // of a shard, as SQL of foreign tables for a proxy
 }
 
 // start does not take the context of a test, because other tests go on when that one ends.
@@ -80,10 +87,13 @@ func (c *cluster) start() error {
 
 func (c *cluster) close() error {
 	var err error
+	for _, shard := range c.shards {
+		err = errors.Join(err, shard.close())
+	}
 	if c.user != nil {
 		ctx, cancel := context.WithTimeout(context.Background(), patience)
 		defer cancel()
-		err = c.leave(ctx)
+		err = errors.Join(err, c.leave(ctx))
 		c.user.Release()
 	}
 	if c.admin != nil {
@@ -125,6 +135,9 @@ func (c *cluster) create(ctx context.Context, template string) (string, error) {
 		return "", err
 	}
 	name := testPrefix + strings.ToLower(rand.Text())
+	if c.of > 0 {
+		name += fmt.Sprintf("_shard_%d", c.place)
+	}
 	return name, c.createDatabase(ctx, name, template)
 }
 
@@ -191,7 +204,7 @@ func (c *cluster) ensureTemplate(ctx context.Context) (_ string, err error) {
 	if err := c.createDatabase(ctx, unfinished, emptyTemplate); err != nil {
 		return "", err
 	}
-	if err := c.migrate(ctx, unfinished); err != nil {
+	if err := c.fill(ctx, unfinished); err != nil {
 		return "", errors.Join(err, c.drop(ctx, unfinished))
 	}
 	for _, change := range []string{
@@ -205,8 +218,8 @@ func (c *cluster) ensureTemplate(ctx context.Context) (_ string, err error) {
 	return name, nil
 }
 
-// migrate leaves no connection open.
-func (c *cluster) migrate(ctx context.Context, database string) error {
+// fill makes in the template what tests need. It leaves no connection open.
+func (c *cluster) fill(ctx context.Context, database string) error {
 	url, err := withDatabase(c.server.URL(), database)
 	if err != nil {
 		return err
@@ -216,7 +229,13 @@ func (c *cluster) migrate(ctx context.Context, database string) error {
 		return fmt.Errorf("pgtest: %w", err)
 	}
 	defer pool.Close()
-	return migrations.Up(ctx, pool)
+	if c.shards != nil {
+		return c.install(ctx, pool)
+	}
+	if err := migrations.Up(ctx, pool); err != nil || c.of == 0 {
+		return err
+	}
+	return c.own(ctx, pool)
 }
 
 // templateName returns a name that changes with every file of the migrations.

@@ -16,8 +16,8 @@ import (
 
 // PgBouncer starts one in front of a test's database, in the given pool mode. All its clients together get so
 // many connections to the database. It returns the connection string for clients. Where there is no PgBouncer,
-// the test is skipped, unless RATELIMIT_TEST_PGBOUNCER names the program.
-func PgBouncer(t testing.TB, db *DB, mode string, connections int) (connString string) {
+// the test is skipped, unless RATELIMIT_TEST_PGBOUNCER names the program. more are lines of its settings.
+func PgBouncer(t testing.TB, db *DB, mode string, connections int, more ...string) (connString string) {
 	t.Helper()
 	program := os.Getenv("RATELIMIT_TEST_PGBOUNCER")
 	if program == "" {
@@ -52,6 +52,7 @@ func PgBouncer(t testing.TB, db *DB, mode string, connections int) (connString s
 	if _, err := fmt.Sscanf(string(version), "PgBouncer 1.%d", &minor); err != nil || minor >= 21 {
 		settings += "max_prepared_statements = 0\n" // as it was with all versions before
 	}
+	settings += strings.Join(more, "\n") + "\n"
 	file := filepath.Join(dir, "pgbouncer.ini")
 	require.NoError(t, os.WriteFile(file, []byte(strings.ReplaceAll(settings, "\t", "")), 0o644))
 

@@ -56,7 +56,14 @@ const (
 )
 
 // shared is what New and Empty of one test binary share. Only they start it, and only Main ends it.
-var shared = &cluster{config: func() pgserver.Config { return pgserver.Config{URL: os.Getenv(urlVariable)} }}
+var shared = newShared()
+
+func newShared() *cluster {
+	if n := Shards(); n > 0 {
+		return newProxy(n)
+	}
+	return &cluster{config: func() pgserver.Config { return pgserver.Config{URL: os.Getenv(urlVariable)} }}
+}
 
 // given is whether somebody has given a server to these tests. They may still want one of their own.
 var given = os.Getenv(urlVariable) != ""
@@ -68,6 +75,9 @@ type DB struct {
 
 	// URL is the connection string, for other programs and other ways to connect.
 	URL string
+
+	// Shards are the databases of the shards, if this one is a proxy's.
+	Shards []*DB
 }
 
 // Main is all that TestMain has to do. It runs the tests, closes the server if one was started, and exits. On a
@@ -90,9 +100,16 @@ func Main(m *testing.M) {
 // how to provide one.
 func New(t testing.TB) *DB {
 	t.Helper()
-	template, err := shared.migratedTemplate()
+	return shared.newMigrated(t)
+}
+
+func (c *cluster) newMigrated(t testing.TB) *DB {
+	t.Helper()
+	template, err := c.migratedTemplate()
 	need(t, err)
-	return shared.newDB(t, template)
+	db := c.newDB(t, template)
+	c.connectShards(t, db)
+	return db
 }
 
 // Empty is New without the migrations.
@@ -192,6 +209,12 @@ func (c *cluster) newDB(t testing.TB, template string) *DB {
 	t.Helper()
 	name, err := c.create(t.Context(), template)
 	need(t, err)
+	return c.open(t, name, template)
+}
+
+// open lets a test use a database, and drops it in the end.
+func (c *cluster) open(t testing.TB, name, template string) *DB {
+	t.Helper()
 	t.Cleanup(func() {
 		// The context of the test has ended by then.
 		ctx, cancel := context.WithTimeout(context.Background(), patience)

@@ -62,24 +62,28 @@ func Begin(t testing.TB, db *DB) pgx.Tx {
 // WaitUntilBlocked returns when so many sessions of the database wait for a lock that another session has.
 func WaitUntilBlocked(t testing.TB, db Querier, sessions int) {
 	t.Helper()
-	testkit.WaitUntil(t, func() bool {
-		return sessions == Scalar[int](t, db, `
-			SELECT count(*) FROM pg_stat_activity
-			WHERE datname = current_database() AND cardinality(pg_blocking_pids(pid)) > 0`)
-	})
+	blocked := `
+		SELECT count(*) FROM pg_stat_activity
+		WHERE datname = current_database() AND cardinality(pg_blocking_pids(pid)) > 0`
+	if Shards() > 0 {
+		blocked = "SELECT sum(n)::integer FROM test_blocked() AS n"
+	}
+	testkit.WaitUntil(t, func() bool { return sessions == Scalar[int](t, db, blocked) })
 }
 
 // Rewrite replaces parts of a function in the test's database. The result is a broken variant, with which a check
 // can show that it notices mistakes. oldNew are pairs of a text that must be in the function, and of what
-// replaces it.
+// replaces it. The pool of a proxy stands for all its shards.
 func Rewrite(t testing.TB, db Executor, function string, oldNew ...string) {
 	t.Helper()
-	source := Scalar[string](t, db, "SELECT pg_get_functiondef($1::regproc)", function)
-	for i := 0; i < len(oldNew); i += 2 {
-		require.Contains(t, source, oldNew[i])
-		source = strings.ReplaceAll(source, oldNew[i], oldNew[i+1])
+	for _, db := range shardsOf(db) {
+		source := Scalar[string](t, db, "SELECT pg_get_functiondef($1::regproc)", function)
+		for i := 0; i < len(oldNew); i += 2 {
+			require.Contains(t, source, oldNew[i])
+			source = strings.ReplaceAll(source, oldNew[i], oldNew[i+1])
+		}
+		Exec(t, db, source)
 	}
-	Exec(t, db, source)
 }
 
 // Table returns the name of one of the two tables.

@@ -2,6 +2,8 @@ package shardkey_test
 
 import (
 	"fmt"
+	"math/rand/v2"
+	"slices"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -60,5 +62,24 @@ func BenchmarkOf(b *testing.B) {
 	b.ReportAllocs()
 	for b.Loop() {
 		sink = shardkey.Of("user:123456789:2001:db8::ff00:42:8329", 16)
+	}
+}
+
+// The fullest of four shards has 2 % more keys than the mean at most.
+func TestShardsAreEven(t *testing.T) {
+	t.Parallel()
+	const keys, shards = 100_000, 4
+	random := rand.New(rand.NewPCG(1, 2))
+	for name, key := range map[string]func(i int) string{
+		"numbers":        func(i int) string { return fmt.Sprint("user:", i) },
+		"random numbers": func(int) string { return fmt.Sprint("user:", random.Uint64()) },
+		"addresses":      func(i int) string { return fmt.Sprintf("10.%d.%d.%d", i>>16, i>>8&255, i&255) },
+		"tags":           func(i int) string { return fmt.Sprintf("{tenant %d}:minute", i) },
+	} {
+		var counts [shards]int
+		for i := range keys {
+			counts[shardkey.Of(key(i), shards)]++
+		}
+		require.LessOrEqual(t, slices.Max(counts[:]), keys/shards*102/100, name)
 	}
 }

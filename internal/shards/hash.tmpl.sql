@@ -6,7 +6,8 @@ LANGUAGE sql
 IMMUTABLE
 AS $$
     SELECT ('x' || substr(encode(sha256(convert_to(
-        CASE WHEN strpos(key, '{') = 0 THEN key ELSE coalesce(substring(key, '^[^{]*[{]([^}]+)[}]'), key) END,
+        CASE WHEN strpos(key COLLATE "C", '{') = 0 THEN key
+            ELSE coalesce(substring(key COLLATE "C", '^[^{]*[{]([^}]+)[}]'), key) END,
         'UTF8')), 'hex'), 1, 8))::bit(32)::integer & (shards - 1)
 $$;
 {{end}}

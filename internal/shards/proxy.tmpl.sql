@@ -50,7 +50,7 @@ DECLARE
     shards CONSTANT integer := {{.Schema}}.rate_limit_shards();
     shard CONSTANT integer := coalesce({{.Schema}}._rate_limit_shard(keys[1], shards), 0);
 BEGIN
-    IF cardinality(keys) > 1 AND array_position(keys, NULL) IS NULL
+    IF array_ndims(keys) = 1 AND array_lower(keys, 1) = 1 AND array_position(keys, NULL) IS NULL
         AND shard <> ANY (ARRAY(SELECT {{.Schema}}._rate_limit_shard(k, shards) FROM unnest(keys) AS k))
     THEN
         IF again THEN
@@ -135,10 +135,11 @@ DECLARE
 {{- else if .Sweeps}}
     one record;
     failed text;
+    code text;
 {{- end}}
 BEGIN
 {{- if .Transacts}}
-    IF lock_timeout_ms < 0 THEN
+    IF lock_timeout_ms = -1 THEN
         PERFORM {{$.Schema}}._rate_limit_no_transaction();
     END IF;
 {{- end}}
@@ -197,11 +198,12 @@ BEGIN
             pages := pages + coalesce(one.pages, 0);
         EXCEPTION WHEN OTHERS THEN
             failed := coalesce(failed || '; ', '') || sqlerrm;
+            code := coalesce(code, sqlstate);
         END;
         shard := shard + 1;
     END LOOP;
     IF failed IS NOT NULL THEN
-        RAISE EXCEPTION 'rate_limit: the other shards were swept: %', failed;
+        RAISE EXCEPTION 'rate_limit: the other shards were swept: %', failed USING ERRCODE = code;
     END IF;
     complete := complete AND NOT skipped;
 {{- else if .Set}}

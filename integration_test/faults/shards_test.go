@@ -1,0 +1,310 @@
+package faults
+
+import (
+	"context"
+	"fmt"
+	"slices"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/anishathalye/porcupine"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/internal/limitertest"
+	"github.com/pgratelimit/ratelimit/internal/pgtest"
+	"github.com/pgratelimit/ratelimit/internal/shardkey"
+	"github.com/pgratelimit/ratelimit/internal/testkit"
+)
+
+const shardCount = 4
+
+// keyOn returns the n-th of the keys on a shard.
+func keyOn(shard, n int) string {
+	for tag := 0; ; tag++ {
+		if key := fmt.Sprintf("{%d}%d", tag, n); shardkey.Of(key, shardCount) == shard {
+			return key
+		}
+	}
+}
+
+// shardCall is what a call for a key of a shard came to.
+type shardCall struct {
+	shard  int
+	key    string
+	fresh  bool // asked for once
+	result ratelimit.Result
+	err    error
+}
+
+// shardLoad asks for keys of all shards, from callers of each, until it is stopped.
+type shardLoad struct {
+	mu    sync.Mutex
+	calls []shardCall
+
+	fresh atomic.Int64
+	stop  func()
+}
+
+const (
+	hotKeys  = 3 // of each shard
+	hotLimit = 60
+)
+
+func newShardLoad(t *testing.T, limiter *ratelimit.Limiter) *shardLoad {
+	t.Helper()
+	load := &shardLoad{}
+	ctx, cancel := context.WithCancel(t.Context())
+	var callers sync.WaitGroup
+	for i := range 6 * shardCount {
+		callers.Go(func() {
+			for n := 0; ctx.Err() == nil; n++ {
+				c := shardCall{shard: i % shardCount, fresh: n%2 == 0}
+				c.key = keyOn(c.shard, n%hotKeys)
+				if c.fresh {
+					c.key = keyOn(c.shard, hotKeys+int(load.fresh.Add(1)))
+				}
+				load.add(limiter, c)
+				pause(ctx, 5*time.Millisecond)
+			}
+		})
+	}
+	load.stop = sync.OnceFunc(func() {
+		cancel()
+		callers.Wait()
+	})
+	t.Cleanup(load.stop)
+	return load
+}
+
+func (l *shardLoad) add(limiter *ratelimit.Limiter, c shardCall) {
+	c.result, c.err = limiter.Allow(context.Background(), c.key)
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.calls = append(l.calls, c)
+}
+
+// count counts the calls for a shard that were answered by a source.
+func (l *shardLoad) count(shard int, source ratelimit.Source) (n int) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for _, c := range l.calls {
+		if c.shard == shard && c.err == nil && c.result.Source == source {
+			n++
+		}
+	}
+	return n
+}
+
+// awaitMore waits until the calls for each of the shards were decided so often again.
+func (l *shardLoad) awaitMore(t *testing.T, source ratelimit.Source, n int, shards ...int) {
+	t.Helper()
+	for _, shard := range shards {
+		before := l.count(shard, source)
+		testkit.WaitUntil(t, func() bool { return l.count(shard, source) >= before+n }, "shard %d", shard)
+	}
+}
+
+// requireOthersUntouched requires that calls for keys of the other shards were all decided in the database, that each of
+// these keys was given its limit, and that no key of the shard that failed got more from it.
+func (l *shardLoad) requireOthersUntouched(t *testing.T, failed int) {
+	t.Helper()
+	granted := map[string]int{}
+	for _, c := range l.calls {
+		if c.shard != failed {
+			require.NoError(t, c.err)
+			require.Equal(t, ratelimit.SourceDatabase, c.result.Source)
+			require.True(t, c.result.Allowed || !c.fresh)
+		}
+		if c.err == nil && c.result.Allowed && c.result.Source == ratelimit.SourceDatabase {
+			granted[c.key]++
+		}
+	}
+	for shard := range shardCount {
+		for n := range hotKeys {
+			if shard == failed {
+				require.LessOrEqual(t, granted[keyOn(shard, n)], hotLimit)
+			} else {
+				require.Equal(t, hotLimit, granted[keyOn(shard, n)], "shard %d", shard)
+			}
+		}
+	}
+}
+
+// One of four shards is killed, frozen or full while callers ask for keys of all. The others go on as if nothing were:
+// no call for their keys fails or is answered by OnFailure, and their limits are exact. The breaker opens for the failed
+// shard only, and closes when it is back.
+func TestShardThatFails(t *testing.T) {
+	t.Parallel()
+
+	const failing = 2
+	for name, fault := range map[string]func(t *testing.T, fleet *pgtest.Fleet, dir string) (begin, end func()){
+		"killed": func(t *testing.T, fleet *pgtest.Fleet, _ string) (begin, end func()) {
+			t.Helper()
+			server := fleet.ShardServers[failing]
+			return func() { require.NoError(t, server.Kill()) },
+				func() { require.NoError(t, server.Restart(t.Context())) }
+		},
+		// PL/Proxy waits for a frozen server for ever. PgBouncer beside the proxy gives up on it.
+		"frozen": func(t *testing.T, fleet *pgtest.Fleet, _ string) (begin, end func()) {
+			t.Helper()
+			connections := slices.Clone(fleet.Connections)
+			for i, shard := range fleet.Shards {
+				connections[i], _, _ = strings.Cut(pgtest.PgBouncer(t, shard, "transaction", 10,
+					"query_timeout = 3", "query_wait_timeout = 3", "server_connect_timeout = 3"), " user=")
+				connections[i] += " dbname=" + shard.Pool.Config().ConnConfig.Database
+			}
+			fleet.Connect(t, connections)
+			server := fleet.ShardServers[failing]
+			return func() { require.NoError(t, server.Freeze()) }, func() { require.NoError(t, server.Thaw()) }
+		},
+		"full": func(t *testing.T, fleet *pgtest.Fleet, dir string) (begin, end func()) {
+			t.Helper()
+			pool := fleet.Shards[failing].Pool
+			give(t, fleet.ShardServers[failing], dir)
+			pgtest.Exec(t, pool, fmt.Sprintf("CREATE TABLESPACE small LOCATION '%s'", dir))
+			pgtest.Exec(t, pool, "ALTER TABLE rate_limit_durable SET TABLESPACE small")
+			return func() {
+				pgtest.Exec(t, pool, "CREATE TABLE filler (padding text) TABLESPACE small")
+				var err error
+				for err == nil {
+					_, err = pool.Exec(t.Context(), "INSERT INTO filler VALUES (repeat('x', 1000))")
+				}
+				require.ErrorContains(t, err, "53100")
+			}, func() { mount(t, dir, "remount,size=64m") }
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			dir := ""
+			if name == "full" {
+				dir = smallDisk(t, 1)
+			}
+			fleet := pgtest.Sharded(t, shardCount)
+			begin, end := fault(t, fleet, dir)
+
+			var mu sync.Mutex
+			var transitions []ratelimit.BreakerEvent
+			turned := func(open bool) bool {
+				mu.Lock()
+				defer mu.Unlock()
+				return len(transitions) > 0 && transitions[len(transitions)-1].Open == open
+			}
+			pool := fleet.NewPool(t, func(config *pgxpool.Config) { config.MaxConns = 12 })
+			client := limitertest.NewClient(t, pool, ratelimit.ClientConfig{
+				Timeout: 12 * time.Second,
+				Observer: &ratelimit.Observer{Breaker: func(e ratelimit.BreakerEvent) {
+					mu.Lock()
+					defer mu.Unlock()
+					transitions = append(transitions, e)
+				}},
+			})
+			config := ratelimit.Config{
+				Name: "test", Policy: ratelimit.FixedWindow{Limit: hotLimit, Window: year}, Durable: true,
+				SynchronousCommit: true, NoDenialCache: true, OnFailure: ratelimit.FailOpen(),
+			}
+			limiter := limitertest.Of(t, client, config)
+			config.Name, config.OnFailure = "strict", ratelimit.ReturnError()
+			strict := limitertest.Of(t, client, config)
+
+			load := newShardLoad(t, limiter)
+			load.awaitMore(t, ratelimit.SourceDatabase, 20, 0, 1, 2, 3)
+			begin()
+			load.awaitMore(t, ratelimit.SourceFailedOpen, 20, failing)
+			testkit.WaitUntil(t, func() bool { return turned(true) })
+			load.awaitMore(t, ratelimit.SourceDatabase, 20, 0, 1, 3)
+			var err error
+			testkit.WaitUntil(t, func() bool { // a full disk may have room for a row here and there
+				_, err = strict.Allow(t.Context(), keyOn(failing, int(load.fresh.Add(1))))
+				return err != nil
+			})
+			require.ErrorIs(t, err, ratelimit.ErrUnavailable)
+			_, err = strict.Allow(t.Context(), keyOn(1, 0))
+			require.NoError(t, err)
+			end()
+			testkit.WaitUntil(t, func() bool { return turned(false) })
+			load.awaitMore(t, ratelimit.SourceDatabase, 20, 0, 1, 2, 3)
+			load.stop()
+
+			for shard := range shardCount {
+				for n := range hotKeys * hotLimit {
+					load.add(limiter, shardCall{shard: shard, key: keyOn(shard, n%hotKeys)})
+				}
+			}
+			load.requireOthersUntouched(t, failing)
+			require.Zero(t, load.count(0, ratelimit.SourceFailedOpen))
+			for _, e := range transitions {
+				require.Equal(t, failing, e.Shard)
+			}
+		})
+	}
+}
+
+// Two proxies disagree about where two of the shards are. Each shard refuses the calls for keys of others, so the
+// histories of both proxies together are right.
+func TestProxiesWhoseMapsDiffer(t *testing.T) {
+	t.Parallel()
+
+	fleet := pgtest.Sharded(t, shardCount)
+	swapped := slices.Clone(fleet.Connections)
+	swapped[0], swapped[1] = swapped[1], swapped[0]
+	other := fleet.Proxy(t, swapped)
+
+	// Each wrong call fails, and takes nothing.
+	config := ratelimit.Config{
+		Name: "wrong", Policy: ratelimit.FixedWindow{Limit: 10, Window: year},
+		Client: ratelimit.ClientConfig{Timeout: time.Second},
+	}
+	for shard := range shardCount {
+		limiter := limitertest.New(t, other.Pool, config)
+		_, err := limiter.Allow(t.Context(), keyOn(shard, 0))
+		if shard < 2 {
+			require.ErrorIs(t, err, ratelimit.ErrUnavailable)
+			require.NotErrorIs(t, err, ratelimit.ErrOutcomeUnknown)
+			require.ErrorContains(t, err, "RLS03")
+			require.ErrorContains(t, err, fmt.Sprintf("this database is shard %d of 4, and was asked for keys of shard %d of 4", 1-shard, shard))
+			require.NotContains(t, err.Error(), keyOn(shard, 0))
+		} else {
+			require.NoError(t, err)
+		}
+	}
+
+	// Callers of both proxies, with keys of all shards.
+	judged := func() porcupine.CheckResult {
+		for _, db := range fleet.Shards {
+			pgtest.Exec(t, db.Pool, "TRUNCATE rate_limit_ephemeral")
+		}
+		w := workload{Algorithm: "fixed window", Limit: 8, Span: year, Limiters: 1, Callers: 6, Calls: 10, Keys: 8, MaxCost: 3}
+		var histories [2][]operation
+		var errs [2]error
+		var work sync.WaitGroup
+		for i, db := range []*pgtest.DB{fleet.DB, other} {
+			w := w
+			w.URL, w.First, w.Seed = db.URL, i, uint64(i)
+			if db == other {
+				w.Timeout = 2 * time.Second // some keys are refused until then
+			}
+			work.Go(func() { histories[i], errs[i] = w.run(t.Context(), func() error { return nil }) })
+		}
+		work.Wait()
+		require.NoError(t, errs[0])
+		require.NoError(t, errs[1])
+		history := slices.Concat(histories[:]...)
+		require.True(t, hasBothOutcomes(history))
+		result, _ := judge{ruleOf(w.policy(), w.Span), false, false}.check(t, history, 0)
+		return result
+	}
+	require.Equal(t, porcupine.Ok, judged())
+
+	// Negative control: shards that do not look whose keys they are asked for.
+	for _, db := range fleet.Shards {
+		pgtest.Exec(t, db.Pool, `
+			CREATE OR REPLACE FUNCTION _rate_limit_own_shard(shard integer, shards integer) RETURNS boolean
+			LANGUAGE sql AS 'SELECT true'`)
+	}
+	require.Equal(t, porcupine.Illegal, judged())
+}

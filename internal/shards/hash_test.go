@@ -1,0 +1,47 @@
+package shards_test
+
+import (
+	"math/rand/v2"
+	"strings"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit/internal/pgtest"
+	"github.com/pgratelimit/ratelimit/internal/shardkey"
+	"github.com/pgratelimit/ratelimit/internal/shards"
+	"github.com/pgratelimit/ratelimit/internal/testkit"
+)
+
+// The database finds the same shards as the client, for keys of any characters and braces, whatever their collation.
+func TestHashIsThatOfTheClient(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	require.NoError(t, shards.Own(t.Context(), connect(t, db), "public", 0, 4))
+	pgtest.Exec(t, db.Pool, "CREATE COLLATION loose (provider = icu, locale = 'und-u-ks-level1', deterministic = false)")
+
+	random := rand.New(rand.NewPCG(testkit.Seed(t, "RATELIMIT_TEST_SEED"), 0))
+	pieces := []string{"{", "}", "{", "}", "a", "user:", `\`, "'", "\n", " ", "ä", "ß", "語", "🦊", "e\u0301", "\u202e", "\ufeff"}
+	keys := make([]string, 20_000)
+	for i := range keys {
+		var key strings.Builder
+		for range random.IntN(12) {
+			if random.IntN(4) == 0 {
+				key.WriteRune(rune(1 + random.IntN(0xd7ff))) // below the surrogates
+			} else {
+				key.WriteString(pieces[random.IntN(len(pieces))])
+			}
+		}
+		keys[i] = key.String()
+	}
+	for n := 2; n <= 1024; n *= 8 {
+		for _, collation := range []string{"", ` COLLATE "C"`, " COLLATE loose"} {
+			found := pgtest.Scalar[[]int](t, db.Pool, "SELECT array_agg(_rate_limit_shard(key"+collation+
+				", $2) ORDER BY i) FROM unnest($1::text[]) WITH ORDINALITY AS u (key, i)", keys, n)
+			for i, key := range keys {
+				require.Equal(t, shardkey.Of(key, n), found[i], "%q", key)
+			}
+		}
+	}
+}
