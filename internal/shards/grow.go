@@ -34,12 +34,25 @@ const (
 	Deleted  Step = "deleted"   // the old one has no rows of them any more
 )
 
+// growLock is the advisory lock on the first shard under which shards are divided.
+const growLock int64 = 0x706773687264677a // "pgshrdgz" in ASCII
+
 // Grow makes 2n shards of n, one after the other, while they decide. At each time at most one shard decides a key, with
 // all that the key has taken: what it finds out from its own row of rate_limit_shard counts, not what proxies know.
 // Calls for a shard wait while it is stopped, which takes as long as to read its tables once. After an error, or a
 // crash, the same call goes on where it was.
 func Grow(ctx context.Context, c GrowConfig) error {
 	n := len(c.Old)
+	var alone bool
+	if err := c.Old[0].QueryRow(ctx, "SELECT pg_catalog.pg_try_advisory_lock($1)", growLock).Scan(&alone); err != nil {
+		return err
+	}
+	if !alone {
+		return errors.New("these shards are being divided already: wait for the end of that")
+	}
+	defer func() { // the end of the connection frees it, too
+		_, _ = c.Old[0].Exec(context.WithoutCancel(ctx), "SELECT pg_catalog.pg_advisory_unlock($1)", growLock)
+	}()
 	source, err := Read(ctx, c.Old[0], c.Schema)
 	if err != nil {
 		return err
@@ -151,9 +164,12 @@ func (c GrowConfig) move(ctx context.Context, place int, half, other Identity) e
 		return err
 	}
 	if err := pgx.BeginFunc(ctx, from, func(tx pgx.Tx) error {
-		// This waits for the calls that are under way, and those that come wait for it.
-		if err := c.run(ctx, tx, "LOCK TABLE {schema}.rate_limit_shard IN ACCESS EXCLUSIVE MODE"); err != nil {
-			return err
+		// This waits for the calls that are under way, but not for long, because those that come wait for it. The
+		// second lock is for transactions that take in the shard's own database.
+		if err := c.run(ctx, tx, "SET LOCAL lock_timeout = '1s'",
+			"LOCK TABLE {schema}.rate_limit_shard IN ACCESS EXCLUSIVE MODE",
+			"LOCK TABLE {schema}.rate_limit_ephemeral, {schema}.rate_limit_durable IN SHARE MODE"); err != nil {
+			return busy(err)
 		}
 		if err := c.catchUp(ctx, tx, to, moves, horizon); err != nil {
 			return err
@@ -184,11 +200,19 @@ func (c GrowConfig) noteDeleted(ctx context.Context, conn *pgx.Conn, begin bool)
 					" FOR EACH ROW EXECUTE FUNCTION {schema}._rate_limit_note_deleted()"
 			}
 			if err := c.run(ctx, tx, statement); err != nil {
-				return err
+				return busy(err)
 			}
 		}
 		return nil
 	})
+}
+
+// busy says why a lock could not be had.
+func busy(err error) error {
+	if pgErr, ok := errors.AsType[*pgconn.PgError](err); ok && pgErr.Code == "55P03" {
+		return fmt.Errorf("a transaction uses the tables for longer than a second; end it, and call this again: %w", err)
+	}
+	return err
 }
 
 // catchUp copies what has changed since the horizon. It reads the tables once, and works out hashes only for few rows.

@@ -197,3 +197,66 @@ func TestInstallAnew(t *testing.T) {
 	c.install(t, c.proxy)
 	require.Equal(t, before, functions())
 }
+
+// While a transaction takes in the database of a shard itself, what it takes cannot be copied. So the shard is not
+// divided, and the next call of Grow goes on.
+func TestGrowBesideATransactionOnTheShard(t *testing.T) {
+	t.Parallel()
+
+	c := newCluster(t, 2)
+	const key = "one"
+	_, err := take(t, c.proxy, key, 1)
+	require.NoError(t, err)
+	place := pgtest.Scalar[int](t, c.shards[0].Pool, "SELECT _rate_limit_shard($1, 2)", key)
+	var direct pgx.Tx
+	progress := func(at int, step shards.Step) error {
+		if step != shards.Copied || at != place || direct != nil {
+			return nil
+		}
+		direct = pgtest.Begin(t, c.shards[place])
+		pgtest.Exec(t, direct, "SELECT rate_limit_sliding_window('api', ARRAY[$1], $2, 3600000000, counts => '{3}')",
+			key, limit)
+		return shards.Grow(t.Context(), c.growConfig(t, nil)) // somebody else's
+	}
+	err = shards.Grow(t.Context(), c.growConfig(t, progress))
+	require.ErrorContains(t, err, "these shards are being divided already")
+	err = shards.Grow(t.Context(), c.growConfig(t, progress))
+	require.ErrorContains(t, err, "a transaction uses the tables for longer than a second")
+	require.NoError(t, direct.Commit(t.Context()))
+	require.NoError(t, shards.Grow(t.Context(), c.growConfig(t, progress)))
+	granted, err := take(t, c.proxy, key, limit)
+	require.NoError(t, err)
+	require.EqualValues(t, limit-4, granted)
+}
+
+// In a transaction that sees only what was there when it began, a shard cannot know that it was divided meanwhile.
+func TestShardsDecideReadCommitted(t *testing.T) {
+	t.Parallel()
+
+	c := newCluster(t, 2)
+	for _, db := range c.shards {
+		pgtest.Exec(t, db.Pool, "DO $$ BEGIN EXECUTE format("+
+			"'ALTER DATABASE %I SET default_transaction_isolation = %L', current_database(), 'repeatable read'); END $$")
+	}
+	_, err := take(t, c.proxy, "key", 1)
+	require.ErrorContains(t, err, "a shard decides in transactions that are read committed")
+}
+
+// What a stranger has made in the schema of a shard becomes no function of the proxy.
+func TestStrangersFunctionsAreNotRead(t *testing.T) {
+	t.Parallel()
+
+	c := newCluster(t, 2)
+	conn := connect(t, c.shards[0])
+	before, err := shards.Read(t.Context(), conn, "public")
+	require.NoError(t, err)
+	pgtest.Exec(t, c.shards[0].Pool, `
+		CREATE FUNCTION "rate_limit; x"(a text) RETURNS SETOF rate_limit_decision LANGUAGE sql AS 'SELECT NULL::rate_limit_decision';
+		CREATE FUNCTION rate_limit_more(a text) RETURNS SETOF rate_limit_decision LANGUAGE sql AS 'SELECT NULL::rate_limit_decision';
+		ALTER FUNCTION rate_limit_more(text) OWNER TO pg_monitor;
+		CREATE FUNCTION rate_limit_other("a; b" text) RETURNS SETOF rate_limit_decision
+		LANGUAGE sql AS 'SELECT NULL::rate_limit_decision'`)
+	after, err := shards.Read(t.Context(), conn, "public")
+	require.NoError(t, err)
+	require.Equal(t, before, after)
+}

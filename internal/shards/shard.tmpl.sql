@@ -60,6 +60,12 @@ DECLARE
     own_place integer;
     own_shards integer;
 BEGIN
+    -- Otherwise this would see what the table held before it waited.
+    IF current_setting('transaction_isolation') NOT IN ('read committed', 'read uncommitted') THEN
+        RAISE EXCEPTION 'rate_limit: a shard decides in transactions that are read committed'
+            USING ERRCODE = 'object_not_in_prerequisite_state',
+                HINT = 'Reset default_transaction_isolation of the role as which the proxy connects.';
+    END IF;
     SELECT s.place, s.shards INTO own_place, own_shards FROM {{.Schema}}.rate_limit_shard AS s;
     IF (shards % own_shards = 0 AND shard % own_shards = own_place) IS NOT TRUE THEN
         RAISE EXCEPTION 'rate_limit: this database is %, and was asked for keys of shard % of %',

@@ -64,6 +64,11 @@ WHERE p.pronamespace = $1::pg_catalog.regnamespace AND (p.proname IN (
         'rate_limit_allow', 'rate_limit_peek', 'rate_limit_reset', 'rate_limit_sweep',
         'rate_limit_policies', 'rate_limit_ban', 'rate_limit_report', 'rate_limit_report_leases')
     OR p.proretset AND p.prorettype = pg_catalog.to_regtype($1 || '.rate_limit_decision') AND p.proname LIKE 'rate%')
+    -- The proxy's superuser will run what is made of this, so a stranger's functions do not count.
+    AND p.proname ~ '^[a-z_]+$'
+    AND NOT EXISTS (SELECT FROM pg_catalog.unnest(p.proargnames) AS a (name) WHERE a.name !~ '^[a-z_]+$')
+    AND p.proowner = (SELECT c.relowner FROM pg_catalog.pg_class AS c
+        WHERE c.oid = pg_catalog.to_regclass($1 || '.rate_limit_ephemeral'))
 ORDER BY p.proname`
 
 // Read reads what a proxy needs from a database that is migrated.
