@@ -532,5 +532,5 @@ func TestAllSkipsRequestsWithAHeldPart(t *testing.T) {
 	require.NoError(t, holder.Commit(t.Context()))
 	require.EqualValues(t, 4, taken(t, db.Pool, a.Config(), "x"))
 	require.EqualValues(t, 4, taken(t, db.Pool, c.Config(), "all"))
-	require.EqualValues(t, 1, taken(t, db.Pool, b.Config(), "{all}held"))
+	require.EqualValues(t, 1, taken(t, db.Pool, b.Config(), "held"))
 }
