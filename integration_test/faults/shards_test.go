@@ -308,3 +308,66 @@ func TestProxiesWhoseMapsDiffer(t *testing.T) {
 	}
 	require.Equal(t, porcupine.Illegal, judged())
 }
+
+// What a caller is told of a shard that cannot decide: the kind of error, and which database it is. Nothing was taken.
+// Keys of other shards are decided.
+func TestShardThatCannotDecide(t *testing.T) {
+	t.Parallel()
+
+	const wrong = 2
+	fleet := pgtest.Sharded(t, shardCount)
+	shard := fleet.Shards[wrong]
+	name := shard.Pool.Config().ConnConfig.Database
+	missing := slices.Clone(fleet.Connections)
+	missing[wrong] += "_missing"
+	sql := func(statement string) func() {
+		return func() { pgtest.Exec(t, shard.Pool, statement) }
+	}
+	// These sessions have the setting from their beginning.
+	reconnect := "; SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = '" + name + "' AND pid <> pg_backend_pid()"
+	for what, c := range map[string]struct {
+		spoil, mend func()
+		kind        error
+		text        string
+	}{
+		"no such database": {
+			func() { fleet.Connect(t, missing) }, func() { fleet.Connect(t, fleet.Connections) },
+			ratelimit.ErrUnavailable, "[" + name + "_missing]",
+		},
+		"another version": {
+			sql("ALTER FUNCTION _rate_limit_fixed_window RENAME TO gone"), sql("ALTER FUNCTION gone RENAME TO _rate_limit_fixed_window"),
+			ratelimit.ErrNotMigrated, "[" + name + "]",
+		},
+		"no shard yet": {
+			sql("CREATE TABLE kept AS TABLE rate_limit_shard; DELETE FROM rate_limit_shard"),
+			sql("INSERT INTO rate_limit_shard TABLE kept; DROP TABLE kept"),
+			ratelimit.ErrUnavailable, "no shard yet",
+		},
+		"read-only": {
+			sql("ALTER DATABASE " + name + " SET default_transaction_read_only = on" + reconnect),
+			sql("SET default_transaction_read_only = off; ALTER DATABASE " + name + " RESET default_transaction_read_only" + reconnect),
+			ratelimit.ErrReadOnly, "[" + name + "]",
+		},
+	} {
+		c.spoil()
+		limiter := limitertest.New(t, fleet.NewPool(t, nil), ratelimit.Config{
+			Name: what, Policy: ratelimit.FixedWindow{Limit: 5, Window: year}, Client: ratelimit.ClientConfig{Timeout: 3 * time.Second},
+		})
+		key := keyOn(wrong, 0)
+		_, err := limiter.Allow(t.Context(), key)
+		t.Log(what, err)
+		require.ErrorIs(t, err, c.kind, what)
+		require.NotErrorIs(t, err, ratelimit.ErrOutcomeUnknown, what)
+		require.ErrorContains(t, err, c.text, what)
+		require.NotContains(t, err.Error(), key)
+		result, err := limiter.Allow(t.Context(), keyOn(1, 0))
+		require.NoError(t, err, what)
+		require.EqualValues(t, 4, result.Remaining)
+		c.mend()
+		testkit.WaitUntil(t, func() bool {
+			result, err = limiter.Allow(t.Context(), key)
+			return err == nil
+		}, what)
+		require.EqualValues(t, 4, result.Remaining, what)
+	}
+}
