@@ -53,7 +53,7 @@ SHARDS_SKIP := $(SHARDS_SKIP)|TestConnectionIsEnded|TestLockedTable|TestTakesAre
 SHARDS_SKIP := $(SHARDS_SKIP)|TestPlans|TestDenialsWriteNothing|TestRefundWritesOnly|TestSettings|TestReadOnly|TestSQLPeeksWhere|TestStatementTimeout
 SHARDS_SKIP := $(SHARDS_SKIP)|TestAllowAllWaitsForTheLog|TestPgBouncerHandsNoSettings
 #   migrations, roles, encodings, names and texts of what a migrated database has
-SHARDS_SKIP := $(SHARDS_SKIP)|TestMigrat|TestSchema|TestKeyThatTheEncoding|NeedsNothingBut|NeedNothingBut|TestNotPermitted|TestNameThat|TestMixedBatchWithARefused|Decoys|TestHelpers
+SHARDS_SKIP := $(SHARDS_SKIP)|TestMigrat|TestSchema|TestWithSharesEverythingElse|TestKeyThatTheEncoding|NeedsNothingBut|NeedNothingBut|TestNotPermitted|TestNameThat|TestMixedBatchWithARefused|Decoys|TestHelpers
 SHARDS_SKIP := $(SHARDS_SKIP)|TestExamplesInComments|TestSQLNames|TestSQLRefuses|TestSQLReadsPolicies|TestAllFunctionRefuses|TestCalendarWindowsAreThose
 SHARDS_SKIP := $(SHARDS_SKIP)|TestFunctionsPass|TestMistakesIn|TestLeasesWithoutReports
 #   the table of policies, which is on the first shard: its triggers, its locks, its roles

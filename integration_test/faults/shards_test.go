@@ -135,22 +135,32 @@ func (l *shardLoad) requireOthersUntouched(t *testing.T, failed int) {
 	}
 }
 
-// One of four shards is killed, frozen or full while callers ask for keys of all. The others go on as if nothing were:
-// no call for their keys fails or is answered by OnFailure, and their limits are exact. The breaker opens for the failed
-// shard only, and closes when it is back.
-func TestShardThatFails(t *testing.T) {
-	t.Parallel()
+// failing is the shard that fails.
+const failing = 2
 
-	const failing = 2
-	for name, fault := range map[string]func(t *testing.T, fleet *pgtest.Fleet, dir string) (begin, end func()){
-		"killed": func(t *testing.T, fleet *pgtest.Fleet, _ string) (begin, end func()) {
+// fleetThatFails starts a fleet, one shard of which will fail.
+func fleetThatFails(t testing.TB, how string) (fleet *pgtest.Fleet, begin, end func()) {
+	t.Helper()
+	dir := ""
+	if how == "full" {
+		dir = smallDisk(t, 1)
+	}
+	fleet = pgtest.Sharded(t, shardCount)
+	begin, end = shardFaults()[how](t, fleet, dir)
+	return fleet, begin, end
+}
+
+// shardFaults are what can happen to a shard. dir is a small disk.
+func shardFaults() map[string]func(t testing.TB, fleet *pgtest.Fleet, dir string) (begin, end func()) {
+	return map[string]func(t testing.TB, fleet *pgtest.Fleet, dir string) (begin, end func()){
+		"killed": func(t testing.TB, fleet *pgtest.Fleet, _ string) (begin, end func()) {
 			t.Helper()
 			server := fleet.ShardServers[failing]
 			return func() { require.NoError(t, server.Kill()) },
 				func() { require.NoError(t, server.Restart(t.Context())) }
 		},
 		// PL/Proxy waits for a frozen server for ever. PgBouncer beside the proxy gives up on it.
-		"frozen": func(t *testing.T, fleet *pgtest.Fleet, _ string) (begin, end func()) {
+		"frozen": func(t testing.TB, fleet *pgtest.Fleet, _ string) (begin, end func()) {
 			t.Helper()
 			connections := slices.Clone(fleet.Connections)
 			for i, shard := range fleet.Shards {
@@ -162,7 +172,7 @@ func TestShardThatFails(t *testing.T) {
 			server := fleet.ShardServers[failing]
 			return func() { require.NoError(t, server.Freeze()) }, func() { require.NoError(t, server.Thaw()) }
 		},
-		"full": func(t *testing.T, fleet *pgtest.Fleet, dir string) (begin, end func()) {
+		"full": func(t testing.TB, fleet *pgtest.Fleet, dir string) (begin, end func()) {
 			t.Helper()
 			pool := fleet.Shards[failing].Pool
 			give(t, fleet.ShardServers[failing], dir)
@@ -177,15 +187,19 @@ func TestShardThatFails(t *testing.T) {
 				require.ErrorContains(t, err, "53100")
 			}, func() { mount(t, dir, "remount,size=64m") }
 		},
-	} {
+	}
+}
+
+// One of four shards is killed, frozen or full while callers ask for keys of all. The others go on as if nothing were:
+// no call for their keys fails or is answered by OnFailure, and their limits are exact. The breaker opens for the failed
+// shard only, and closes when it is back.
+func TestShardThatFails(t *testing.T) {
+	t.Parallel()
+
+	for name := range shardFaults() {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			dir := ""
-			if name == "full" {
-				dir = smallDisk(t, 1)
-			}
-			fleet := pgtest.Sharded(t, shardCount)
-			begin, end := fault(t, fleet, dir)
+			fleet, begin, end := fleetThatFails(t, name)
 
 			var mu sync.Mutex
 			var transitions []ratelimit.BreakerEvent
