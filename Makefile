@@ -65,6 +65,7 @@ SHARDS_SKIP := $(SHARDS_SKIP)|Shard|TestSentinels|TestApplicationsClock
 .PHONY: test/shards
 test/shards: ## Run the library's tests, and those of histories, through a proxy with four shards; needs PL/Proxy
 	RATELIMIT_TEST_SHARDS=4 go test -count=1 -timeout 10m -skip '$(SHARDS_SKIP)' .
+	cd integration_test && RATELIMIT_TEST_SHARDS=4 go test -count=1 -timeout 20m -run 'Linearizable|JudgeOfMixes' ./faults
 
 .PHONY: fuzz
 fuzz: ## Run every fuzz target for some seconds
