@@ -92,7 +92,10 @@ func newProxy(t *testing.T, shards int) *scriptedProxy {
 					CASE f.proname WHEN 'rate_limit_reset' THEN 'RETURN' ELSE 'RETURN QUERY SELECT * FROM' END, f.passed);
 			END LOOP;
 		END
-		$do$;`)
+		$do$;
+		GRANT USAGE ON SCHEMA proxy TO PUBLIC; -- also to the role of RATELIMIT_TEST_ROLE
+		GRANT ALL ON ALL TABLES IN SCHEMA proxy TO PUBLIC;
+		GRANT ALL ON ALL SEQUENCES IN SCHEMA proxy TO PUBLIC;`)
 	pgtest.Exec(t, p.Pool, "INSERT INTO proxy.map VALUES ($1, 0)", shards)
 	p.pool = p.NewPool(t, func(config *pgxpool.Config) { config.MaxConns = 10 })
 	return p
