@@ -64,7 +64,7 @@ func TestConnectionsExhausted(t *testing.T) {
 
 // smallDisk mounts a file system of so many MiB in memory. Ask for it before the server that uses it, so that it
 // outlives the server.
-func smallDisk(t *testing.T, mebibytes int) string {
+func smallDisk(t testing.TB, mebibytes int) string {
 	t.Helper()
 	if os.Geteuid() != 0 {
 		t.Skip("a full disk: only root may mount a small one")
@@ -79,7 +79,7 @@ func smallDisk(t *testing.T, mebibytes int) string {
 	return dir
 }
 
-func mount(t *testing.T, dir, options string) {
+func mount(t testing.TB, dir, options string) {
 	t.Helper()
 	output, err := exec.CommandContext(t.Context(), "mount", "-t", "tmpfs", "-o", options, "tmpfs", dir).
 		CombinedOutput()
@@ -87,7 +87,7 @@ func mount(t *testing.T, dir, options string) {
 }
 
 // give gives a folder to the owner of a server's.
-func give(t *testing.T, server *pgserver.Server, dir string) {
+func give(t testing.TB, server *pgserver.Server, dir string) {
 	t.Helper()
 	output, err := exec.CommandContext(t.Context(), "chown", "--reference="+server.DataDir(), dir).CombinedOutput()
 	require.NoError(t, err, string(output))

@@ -135,22 +135,32 @@ func (l *shardLoad) requireOthersUntouched(t *testing.T, failed int) {
 	}
 }
 
-// One of four shards is killed, frozen or full while callers ask for keys of all. The others go on as if nothing were:
-// no call for their keys fails or is answered by OnFailure, and their limits are exact. The breaker opens for the failed
-// shard only, and closes when it is back.
-func TestShardThatFails(t *testing.T) {
-	t.Parallel()
+// failing is the shard that fails.
+const failing = 2
 
-	const failing = 2
-	for name, fault := range map[string]func(t *testing.T, fleet *pgtest.Fleet, dir string) (begin, end func()){
-		"killed": func(t *testing.T, fleet *pgtest.Fleet, _ string) (begin, end func()) {
+// fleetThatFails starts a fleet, one shard of which will fail.
+func fleetThatFails(t testing.TB, how string) (fleet *pgtest.Fleet, begin, end func()) {
+	t.Helper()
+	dir := ""
+	if how == "full" {
+		dir = smallDisk(t, 1)
+	}
+	fleet = pgtest.Sharded(t, shardCount)
+	begin, end = shardFaults()[how](t, fleet, dir)
+	return fleet, begin, end
+}
+
+// shardFaults are what can happen to a shard. dir is a small disk.
+func shardFaults() map[string]func(t testing.TB, fleet *pgtest.Fleet, dir string) (begin, end func()) {
+	return map[string]func(t testing.TB, fleet *pgtest.Fleet, dir string) (begin, end func()){
+		"killed": func(t testing.TB, fleet *pgtest.Fleet, _ string) (begin, end func()) {
 			t.Helper()
 			server := fleet.ShardServers[failing]
 			return func() { require.NoError(t, server.Kill()) },
 				func() { require.NoError(t, server.Restart(t.Context())) }
 		},
 		// PL/Proxy waits for a frozen server for ever. PgBouncer beside the proxy gives up on it.
-		"frozen": func(t *testing.T, fleet *pgtest.Fleet, _ string) (begin, end func()) {
+		"frozen": func(t testing.TB, fleet *pgtest.Fleet, _ string) (begin, end func()) {
 			t.Helper()
 			connections := slices.Clone(fleet.Connections)
 			for i, shard := range fleet.Shards {
@@ -162,7 +172,7 @@ func TestShardThatFails(t *testing.T) {
 			server := fleet.ShardServers[failing]
 			return func() { require.NoError(t, server.Freeze()) }, func() { require.NoError(t, server.Thaw()) }
 		},
-		"full": func(t *testing.T, fleet *pgtest.Fleet, dir string) (begin, end func()) {
+		"full": func(t testing.TB, fleet *pgtest.Fleet, dir string) (begin, end func()) {
 			t.Helper()
 			pool := fleet.Shards[failing].Pool
 			give(t, fleet.ShardServers[failing], dir)
@@ -177,15 +187,19 @@ func TestShardThatFails(t *testing.T) {
 				require.ErrorContains(t, err, "53100")
 			}, func() { mount(t, dir, "remount,size=64m") }
 		},
-	} {
+	}
+}
+
+// One of four shards is killed, frozen or full while callers ask for keys of all. The others go on as if nothing were:
+// no call for their keys fails or is answered by OnFailure, and their limits are exact. The breaker opens for the failed
+// shard only, and closes when it is back.
+func TestShardThatFails(t *testing.T) {
+	t.Parallel()
+
+	for name := range shardFaults() {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			dir := ""
-			if name == "full" {
-				dir = smallDisk(t, 1)
-			}
-			fleet := pgtest.Sharded(t, shardCount)
-			begin, end := fault(t, fleet, dir)
+			fleet, begin, end := fleetThatFails(t, name)
 
 			var mu sync.Mutex
 			var transitions []ratelimit.BreakerEvent
@@ -307,4 +321,67 @@ func TestProxiesWhoseMapsDiffer(t *testing.T) {
 			LANGUAGE sql AS 'SELECT true'`)
 	}
 	require.Equal(t, porcupine.Illegal, judged())
+}
+
+// What a caller is told of a shard that cannot decide: the kind of error, and which database it is. Nothing was taken.
+// Keys of other shards are decided.
+func TestShardThatCannotDecide(t *testing.T) {
+	t.Parallel()
+
+	const wrong = 2
+	fleet := pgtest.Sharded(t, shardCount)
+	shard := fleet.Shards[wrong]
+	name := shard.Pool.Config().ConnConfig.Database
+	missing := slices.Clone(fleet.Connections)
+	missing[wrong] += "_missing"
+	sql := func(statement string) func() {
+		return func() { pgtest.Exec(t, shard.Pool, statement) }
+	}
+	// These sessions have the setting from their beginning.
+	reconnect := "; SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = '" + name + "' AND pid <> pg_backend_pid()"
+	for what, c := range map[string]struct {
+		spoil, mend func()
+		kind        error
+		text        string
+	}{
+		"no such database": {
+			func() { fleet.Connect(t, missing) }, func() { fleet.Connect(t, fleet.Connections) },
+			ratelimit.ErrUnavailable, "[" + name + "_missing]",
+		},
+		"another version": {
+			sql("ALTER FUNCTION _rate_limit_fixed_window RENAME TO gone"), sql("ALTER FUNCTION gone RENAME TO _rate_limit_fixed_window"),
+			ratelimit.ErrNotMigrated, "[" + name + "]",
+		},
+		"no shard yet": {
+			sql("CREATE TABLE kept AS TABLE rate_limit_shard; DELETE FROM rate_limit_shard"),
+			sql("INSERT INTO rate_limit_shard TABLE kept; DROP TABLE kept"),
+			ratelimit.ErrUnavailable, "no shard yet",
+		},
+		"read-only": {
+			sql("ALTER DATABASE " + name + " SET default_transaction_read_only = on" + reconnect),
+			sql("SET default_transaction_read_only = off; ALTER DATABASE " + name + " RESET default_transaction_read_only" + reconnect),
+			ratelimit.ErrReadOnly, "[" + name + "]",
+		},
+	} {
+		c.spoil()
+		limiter := limitertest.New(t, fleet.NewPool(t, nil), ratelimit.Config{
+			Name: what, Policy: ratelimit.FixedWindow{Limit: 5, Window: year}, Client: ratelimit.ClientConfig{Timeout: 3 * time.Second},
+		})
+		key := keyOn(wrong, 0)
+		_, err := limiter.Allow(t.Context(), key)
+		t.Log(what, err)
+		require.ErrorIs(t, err, c.kind, what)
+		require.NotErrorIs(t, err, ratelimit.ErrOutcomeUnknown, what)
+		require.ErrorContains(t, err, c.text, what)
+		require.NotContains(t, err.Error(), key)
+		result, err := limiter.Allow(t.Context(), keyOn(1, 0))
+		require.NoError(t, err, what)
+		require.EqualValues(t, 4, result.Remaining)
+		c.mend()
+		testkit.WaitUntil(t, func() bool {
+			result, err = limiter.Allow(t.Context(), key)
+			return err == nil
+		}, what)
+		require.EqualValues(t, 4, result.Remaining, what)
+	}
 }

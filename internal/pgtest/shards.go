@@ -120,7 +120,7 @@ func (c *cluster) each(do func(shard *cluster) error) error {
 }
 
 // foreignTablesSQL writes the tables of a shard as foreign tables of a proxy, so that tests find the rows of all shards
-// there, change and lock them. A proxy that is not for tests has none. The two tables of limits are divided by their keys;
+// there, change and lock them. A proxy that is not for tests has none. The two tables of limits are divided by keys;
 // the others are on shard 0.
 const foreignTablesSQL = `
 WITH columns AS (
@@ -205,14 +205,15 @@ func (c *cluster) install(ctx context.Context, pool *pgxpool.Pool) error {
 		}); err != nil {
 			return err
 		}
-		servers := "CREATE EXTENSION postgres_fdw;"
+		var servers strings.Builder
+		servers.WriteString("CREATE EXTENSION postgres_fdw;")
 		for i := range c.shards {
-			servers += fmt.Sprintf(`
+			fmt.Fprintf(&servers, `
 				CREATE SERVER test_%[1]d FOREIGN DATA WRAPPER postgres_fdw
 				OPTIONS (host '127.0.0.1', port '', dbname '');
 				CREATE USER MAPPING FOR CURRENT_USER SERVER test_%[1]d OPTIONS (user 'postgres');`, i)
 		}
-		_, err := conn.Exec(ctx, servers+c.shards[0].tables+blockedSQL)
+		_, err := conn.Exec(ctx, servers.String()+c.shards[0].tables+blockedSQL)
 		return err
 	})
 }

@@ -210,7 +210,7 @@ func (c GrowConfig) noteDeleted(ctx context.Context, conn *pgx.Conn, begin bool)
 // busy says why a lock could not be had.
 func busy(err error) error {
 	if pgErr, ok := errors.AsType[*pgconn.PgError](err); ok && pgErr.Code == "55P03" {
-		return fmt.Errorf("a transaction uses the tables for longer than a second; end it, and call this again: %w", err)
+		return fmt.Errorf("a transaction uses the tables for longer than a second; end it, and try again: %w", err)
 	}
 	return err
 }

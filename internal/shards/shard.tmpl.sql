@@ -69,7 +69,7 @@ BEGIN
     SELECT s.place, s.shards INTO own_place, own_shards FROM {{.Schema}}.rate_limit_shard AS s;
     IF (shards % own_shards = 0 AND shard % own_shards = own_place) IS NOT TRUE THEN
         RAISE EXCEPTION 'rate_limit: this database is %, and was asked for keys of shard % of %',
-                coalesce(format('shard %s of %s', own_place, own_shards), 'no shard yet'), shard, shards
+                coalesce('shard ' || own_place || ' of ' || own_shards, 'no shard yet'), shard, shards
             USING ERRCODE = 'RLS03', HINT = 'Look at pgratelimit shard list.';
     END IF;
     PERFORM set_config('DateStyle', 'ISO, MDY', true), set_config('IntervalStyle', 'postgres', true);
