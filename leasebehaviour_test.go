@@ -20,8 +20,10 @@ import (
 type leaseTest struct {
 	*Limiter
 
-	t      *testing.T
-	db     *modelDB
+	t  *testing.T
+	db *modelDB
+
+	mu     sync.Mutex
 	leases LeaseEvent // the sum
 }
 
@@ -45,9 +47,19 @@ func withLeases(t *testing.T, change func(*Config), test func(t *testing.T, l *l
 
 func (l *leaseTest) observe(e LeaseEvent) {
 	require.Equal(l.t, "api", e.Limiter)
+	l.mu.Lock()
+	defer l.mu.Unlock()
 	l.leases.Taken += e.Taken
 	l.leases.Returned += e.Returned
 	l.leases.Stranded += e.Stranded
+}
+
+// told returns the sum of what the observer was told, once nothing is under way.
+func (l *leaseTest) told() LeaseEvent {
+	synctest.Wait()
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.leases
 }
 
 // allow calls n times, and returns how often the database was asked.
@@ -125,13 +137,13 @@ func TestLeasesGoBack(t *testing.T) {
 		synctest.Wait()
 		require.Zero(t, l.held("key"))
 		require.Equal(t, left+27, l.left("key"))
-		require.Equal(t, LeaseEvent{Taken: 60, Returned: 27}, l.leases)
+		require.Equal(t, LeaseEvent{Taken: 60, Returned: 27}, l.told())
 
 		require.Equal(t, 1, l.allow("key", 1))
 		require.EqualValues(t, 5, l.held("key"))
 		elapse(90 * time.Second) // it goes back, and the key is forgotten
 		synctest.Wait()
-		require.Equal(t, LeaseEvent{Taken: 65, Returned: 32}, l.leases)
+		require.Equal(t, LeaseEvent{Taken: 65, Returned: 32}, l.told())
 		require.Zero(t, l.client.batcher.leases.due, "no timer at rest")
 		for i := range l.client.batcher.leases.shards.Load() {
 			require.Empty(t, l.client.batcher.leases.shards.Load()[i].keys)
@@ -146,7 +158,7 @@ func TestNoLeasesNearTheLimit(t *testing.T) {
 		_, err := l.AllowN(t.Context(), "key", 100_000-2047)
 		require.NoError(t, err)
 		require.Equal(t, 2047, l.allow("key", 2047))
-		require.Zero(t, l.leases)
+		require.Zero(t, l.told())
 		result, err := l.Allow(t.Context(), "key")
 		require.NoError(t, err)
 		require.False(t, result.Allowed)
@@ -220,7 +232,7 @@ func TestMethodsBesideALease(t *testing.T) {
 		require.Equal(t, before+5, l.left("key"))
 
 		// A lease under another policy is not spent, and goes back when the key is asked for.
-		held, returned := l.held("key"), l.leases.Returned
+		held, returned := l.held("key"), l.told().Returned
 		require.Positive(t, held)
 		other, err := l.With(FixedWindow{Limit: 50, Window: time.Hour})
 		require.NoError(t, err)
@@ -228,7 +240,7 @@ func TestMethodsBesideALease(t *testing.T) {
 		require.NoError(t, err)
 		synctest.Wait()
 		require.Zero(t, l.held("key"))
-		require.Equal(t, held, l.leases.Returned-returned)
+		require.Equal(t, held, l.told().Returned-returned)
 
 	})
 }
@@ -282,9 +294,9 @@ func TestLeasesByWhatWasKnownLongAgo(t *testing.T) {
 		require.NoError(t, err)
 		elapse(time.Second)
 		l.allow("key", 512)
-		taken := l.leases.Taken
+		taken := l.told().Taken
 		require.Equal(t, 1, l.allow("key", 1))
-		require.Equal(t, taken, l.leases.Taken)
+		require.Equal(t, taken, l.told().Taken)
 		require.EqualValues(t, 599, l.left("key"))
 		require.Equal(t, 1, l.allow("key", 1))
 		require.EqualValues(t, 5, l.held("key"), "a hundredth")
@@ -315,9 +327,9 @@ func TestReturnLeasesWaits(t *testing.T) {
 		l.db.set(func(context.Context) error { elapse(5 * time.Second); return nil })
 		elapse(27 * time.Second) // it is on its way
 		require.Zero(t, l.held("key"))
-		require.Zero(t, l.leases.Returned)
+		require.Zero(t, l.told().Returned)
 		require.NoError(t, l.ReturnLeases(t.Context()))
-		require.Equal(t, LeaseEvent{Taken: 12, Returned: 8}, l.leases)
+		require.Equal(t, LeaseEvent{Taken: 12, Returned: 8}, l.told())
 
 		l.db.set(nil)
 		l.allow("other", 1+5)
@@ -325,7 +337,7 @@ func TestReturnLeasesWaits(t *testing.T) {
 		l.db.set(func(context.Context) error { elapse(5 * time.Second); return turnedAway(t.Context()) })
 		elapse(27 * time.Second)
 		require.ErrorIs(t, l.ReturnLeases(t.Context()), ErrUnavailable)
-		require.Equal(t, LeaseEvent{Taken: 24, Returned: 8, Stranded: 8}, l.leases)
+		require.Equal(t, LeaseEvent{Taken: 24, Returned: 8, Stranded: 8}, l.told())
 	})
 }
 
@@ -364,7 +376,7 @@ func TestLeasesOfSeveralPolicies(t *testing.T) {
 	}
 	withLeases(t, change, func(t *testing.T, l *leaseTest) {
 		l.allow("key", 50)
-		require.Zero(t, l.leases)
+		require.Zero(t, l.told())
 		_, err := l.AllowN(t.Context(), "key", 500)
 		require.NoError(t, err)
 		for range 200 {
@@ -372,8 +384,8 @@ func TestLeasesOfSeveralPolicies(t *testing.T) {
 			elapse(time.Millisecond)
 		}
 		require.NoError(t, l.ReturnLeases(t.Context()))
-		require.Positive(t, l.leases.Taken-l.leases.Returned, "something was spent")
-		require.Zero(t, l.leases.Stranded)
+		require.Positive(t, l.told().Taken-l.told().Returned, "something was spent")
+		require.Zero(t, l.told().Stranded)
 		window := newLimiter(t, l.db, Config{
 			Name: "api/2", Policy: FixedWindow{Limit: 1_000_000, Window: time.Hour}, Client: ClientConfig{Timeout: amply},
 		})
@@ -392,7 +404,7 @@ func TestLeasesWhileTheDatabaseIsAway(t *testing.T) {
 		l.db.set(turnedAway)
 		require.Zero(t, l.allow("key", 5))
 		require.ErrorIs(t, l.ReturnLeases(t.Context()), ErrUnavailable)
-		require.Equal(t, LeaseEvent{Taken: 12, Stranded: 3}, l.leases)
+		require.Equal(t, LeaseEvent{Taken: 12, Stranded: 3}, l.told())
 		_, err := l.Allow(t.Context(), "key")
 		require.ErrorIs(t, err, ErrUnavailable)
 		canceled, cancel := context.WithCancel(t.Context())
@@ -416,8 +428,9 @@ func TestLeaseThatEndsOnItsWay(t *testing.T) {
 			require.Zero(t, l.held("key"))
 			elapse(22 * time.Millisecond)
 			synctest.Wait()
-			require.Positive(t, l.leases.Taken)
-			require.Equal(t, LeaseEvent{Taken: l.leases.Taken, Returned: l.leases.Taken}, l.leases)
+			told := l.told()
+			require.Positive(t, told.Taken)
+			require.Equal(t, LeaseEvent{Taken: told.Taken, Returned: told.Taken}, told)
 		})
 	}
 }
@@ -431,10 +444,10 @@ func TestLeaseOfAFullBucket(t *testing.T) {
 		l.allow("key", 1)
 		l.allow("key", 1)
 		require.EqualValues(t, 5, l.held("key"), "and one that the caller left")
-		require.Equal(t, LeaseEvent{Taken: 1003, Stranded: 998}, l.leases)
+		require.Equal(t, LeaseEvent{Taken: 1003, Stranded: 998}, l.told())
 		l.allow("key", 6)
 		require.EqualValues(t, 10, l.held("key"))
-		require.Equal(t, LeaseEvent{Taken: 1013, Stranded: 998}, l.leases, "the room is still there")
+		require.Equal(t, LeaseEvent{Taken: 1013, Stranded: 998}, l.told(), "the room is still there")
 	})
 }
 

@@ -106,7 +106,7 @@ func TestOneCallTakesALease(t *testing.T) {
 	t.Parallel()
 	withLeases(t, nil, func(t *testing.T, l *leaseTest) {
 		l.allow("key", 1+5)
-		taken := l.leases.Taken
+		taken := l.told().Taken
 		l.db.set(func(context.Context) error { elapse(time.Second); return nil })
 		var calls sync.WaitGroup
 		for range 3 {
@@ -114,7 +114,7 @@ func TestOneCallTakesALease(t *testing.T) {
 			synctest.Wait()
 		}
 		calls.Wait()
-		require.EqualValues(t, 8, l.leases.Taken-taken)
+		require.EqualValues(t, 8, l.told().Taken-taken)
 	})
 }
 
@@ -159,7 +159,7 @@ func TestWhatGoesBackFromLeasesIsNotAnnounced(t *testing.T) {
 		leased, err := l.Allow(t.Context(), "key")
 		require.NoError(t, err)
 		require.NoError(t, l.ReturnLeases(t.Context()))
-		require.EqualValues(t, 3, l.leases.Returned)
+		require.EqualValues(t, 3, l.told().Returned)
 		require.Empty(t, l.space.policies.telling)
 		_, err = l.Refund(t.Context(), leased)
 		require.NoError(t, err)
@@ -183,9 +183,9 @@ func TestLeasesOfSeveralPoliciesFromAFullerBucket(t *testing.T) {
 		}
 		l.allow("key", 32)
 		clear(l.db.rows[false])
-		taken := l.leases.Taken
+		taken := l.told().Taken
 		l.allow("key", 1)
-		require.EqualValues(t, 64, l.leases.Taken-taken)
+		require.EqualValues(t, 64, l.told().Taken-taken)
 		elapse(16 * time.Second)
 		spent := l.held("key")
 		l.allow("key", int(spent))
