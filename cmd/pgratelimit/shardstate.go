@@ -106,7 +106,7 @@ func (s *shardState) read(ctx context.Context, tx pgx.Tx) (err error) {
 	if s.reached = true; !readable {
 		return nil
 	}
-	rows, err := tx.Query(ctx, "SELECT place, shards FROM rate_limit_shard")
+	rows, err := tx.Query(ctx, "SELECT place, shards FROM rate_limit_shard WHERE place IS NOT NULL")
 	if err != nil {
 		return err
 	}

@@ -2,6 +2,7 @@ package shards
 
 import (
 	"context"
+	"crypto/rand"
 	"errors"
 	"fmt"
 	"io"
@@ -100,6 +101,9 @@ func (c GrowConfig) divide(ctx context.Context, place int) error {
 		}
 		fallthrough
 	case had == half && has == Identity{}:
+		if err := c.sameDivision(ctx, from, to); err != nil {
+			return err
+		}
 		if err := setIdentity(ctx, to, c.Schema, other); err != nil {
 			return err
 		}
@@ -107,6 +111,9 @@ func (c GrowConfig) divide(ctx context.Context, place int) error {
 			return err
 		}
 	case had == half && has == other: // the call before has done it
+		if err := c.sameDivision(ctx, from, to); err != nil {
+			return err
+		}
 	default:
 		return fmt.Errorf("the old database is %v, and the new one %v", had, has)
 	}
@@ -129,6 +136,23 @@ func (c GrowConfig) divide(ctx context.Context, place int) error {
 		}
 	}
 	return c.Progress(place, Deleted)
+}
+
+// sameDivision returns an error unless the new database has got the keys that the old one gave up.
+func (c GrowConfig) sameDivision(ctx context.Context, from, to *pgx.Conn) error {
+	gave, err := readDivision(ctx, from, c.Schema)
+	if err != nil {
+		return err
+	}
+	got, err := readDivision(ctx, to, c.Schema)
+	if err != nil {
+		return err
+	}
+	if gave == "" || gave != got {
+		return errors.New("it has given half of its keys to another database than this one: name that one, in the " +
+			"same order as before")
+	}
+	return nil
 }
 
 // tables are those that move.
@@ -171,13 +195,15 @@ func (c GrowConfig) move(ctx context.Context, place int, half, other Identity) e
 			"LOCK TABLE {schema}.rate_limit_ephemeral, {schema}.rate_limit_durable IN SHARE MODE"); err != nil {
 			return busy(err)
 		}
-		if err := c.catchUp(ctx, tx, to, moves, horizon); err != nil {
+		division := rand.Text()
+		if err := c.catchUp(ctx, tx, to, moves, horizon, division); err != nil {
 			return err
 		}
 		if err := c.Progress(place, Stopped); err != nil {
 			return err
 		}
-		_, err := tx.Exec(ctx, c.qualify("UPDATE {schema}.rate_limit_shard SET shards = $1"), half.Shards)
+		_, err := tx.Exec(ctx, c.qualify("UPDATE {schema}.rate_limit_shard SET shards = $1, division = $2"),
+			half.Shards, division)
 		return err
 	}); err != nil {
 		return err
@@ -194,12 +220,19 @@ func (c GrowConfig) noteDeleted(ctx context.Context, conn *pgx.Conn, begin bool)
 			return err
 		}
 		for _, table := range tables() {
-			statement := "DROP TRIGGER IF EXISTS rate_limit_note_deleted ON {schema}." + table
-			if begin {
-				statement = "CREATE OR REPLACE TRIGGER rate_limit_note_deleted AFTER DELETE ON {schema}." + table +
-					" FOR EACH ROW EXECUTE FUNCTION {schema}._rate_limit_note_deleted()"
+			on := " ON {schema}." + table
+			statements := []string{
+				"DROP TRIGGER IF EXISTS rate_limit_note_deleted" + on,
+				"DROP TRIGGER IF EXISTS rate_limit_note_truncated" + on,
 			}
-			if err := c.run(ctx, tx, statement); err != nil {
+			if begin {
+				statements = append(statements,
+					"CREATE TRIGGER rate_limit_note_deleted AFTER DELETE"+on+
+						" FOR EACH ROW EXECUTE FUNCTION {schema}._rate_limit_note_deleted()",
+					"CREATE TRIGGER rate_limit_note_truncated AFTER TRUNCATE"+on+
+						" FOR EACH STATEMENT EXECUTE FUNCTION {schema}._rate_limit_note_deleted()")
+			}
+			if err := c.run(ctx, tx, statements...); err != nil {
 				return busy(err)
 			}
 		}
@@ -216,8 +249,14 @@ func busy(err error) error {
 }
 
 // catchUp copies what has changed since the horizon. It reads the tables once, and works out hashes only for few rows.
-func (c GrowConfig) catchUp(ctx context.Context, from pgx.Tx, to *pgx.Conn, moves, horizon string) error {
+func (c GrowConfig) catchUp(
+	ctx context.Context, from pgx.Tx, to *pgx.Conn, moves, horizon, division string,
+) error {
 	return pgx.BeginFunc(ctx, to, func(tx pgx.Tx) error {
+		if _, err := tx.Exec(ctx, c.qualify("INSERT INTO {schema}.rate_limit_shard (division) VALUES ($1) "+
+			"ON CONFLICT (one) DO UPDATE SET division = excluded.division"), division); err != nil {
+			return err
+		}
 		for _, table := range tables() {
 			columns, err := c.columns(ctx, from, table)
 			if err != nil {
@@ -237,6 +276,7 @@ func (c GrowConfig) catchUp(ctx context.Context, from pgx.Tx, to *pgx.Conn, move
 				return err
 			}
 			if err := c.run(ctx, tx, "ANALYZE changed", "ANALYZE gone",
+				"DELETE FROM {schema}."+table+" WHERE EXISTS (SELECT FROM gone WHERE key = '')",
 				"DELETE FROM {schema}."+table+" AS r USING gone AS g WHERE r.prefix = g.prefix AND r.key = g.key",
 				"DELETE FROM {schema}."+table+" AS r USING changed AS c WHERE r.prefix = c.prefix AND r.key = c.key",
 				"INSERT INTO {schema}."+table+" ("+columns+") SELECT "+columns+" FROM changed",

@@ -92,6 +92,18 @@ func TestGrowAdmitsWhatTheLimitAdmits(t *testing.T) {
 						}
 					}
 				}
+				if step == shards.Copied && place == 1 { // and here all of them, but not those that come later
+					rows, err := c.shards[1].Pool.Query(t.Context(), "SELECT key FROM rate_limit_ephemeral")
+					require.NoError(t, err)
+					gone, err := pgx.CollectRows(rows, pgx.RowTo[string])
+					require.NoError(t, err)
+					require.Greater(t, len(gone), 5)
+					pgtest.Exec(t, c.shards[1].Pool, "TRUNCATE rate_limit_ephemeral")
+					for _, key := range gone {
+						granted[key] = 0
+					}
+					ask(1, gone[:3]...)
+				}
 				if step == fails && place == 0 {
 					return failure
 				}
@@ -179,6 +191,36 @@ func TestGrowUnderLoad(t *testing.T) {
 }
 
 const patience = 30 * time.Second
+
+// After a division that was interrupted, only the database goes on that has got the keys.
+func TestGrowGoesOnWithTheSameDatabases(t *testing.T) {
+	t.Parallel()
+
+	for _, fails := range []shards.Step{shards.GaveUp, shards.TookOver} {
+		t.Run(string("after "+fails), func(t *testing.T) {
+			t.Parallel()
+
+			c := newCluster(t, 2)
+			failure := errors.New("fails here")
+			config := c.growConfig(t, func(_ int, step shards.Step) error {
+				if step == fails {
+					return failure
+				}
+				return nil
+			})
+			require.ErrorIs(t, shards.Grow(t.Context(), config), failure)
+
+			config.Progress = func(int, shards.Step) error { return nil }
+			same := config.New
+			config.New = []*pgx.Conn{same[1], same[0]}
+			require.ErrorContains(t, shards.Grow(t.Context(), config), "shard 0 of 2: it has given half of its keys to another")
+			config.New = []*pgx.Conn{connect(t, pgtest.New(t)), same[1]}
+			require.ErrorContains(t, shards.Grow(t.Context(), config), "shard 0 of 2: it has given half of its keys to another")
+			config.New = same
+			require.NoError(t, shards.Grow(t.Context(), config))
+		})
+	}
+}
 
 // What another release of the functions has had is dropped, and rights stay.
 func TestInstallAnew(t *testing.T) {

@@ -36,8 +36,8 @@ func Own(ctx context.Context, conn *pgx.Conn, schema string, place, shards int) 
 
 // ReadIdentity tells which shard a database is, if it was prepared to be one.
 func ReadIdentity(ctx context.Context, conn *pgx.Conn, schema string) (is Identity, err error) {
-	err = conn.QueryRow(ctx, qualify("SELECT place, shards FROM {schema}.rate_limit_shard", schema)).
-		Scan(&is.Place, &is.Shards)
+	err = conn.QueryRow(ctx, qualify("SELECT place, shards FROM {schema}.rate_limit_shard WHERE place IS NOT NULL",
+		schema)).Scan(&is.Place, &is.Shards)
 	if errors.Is(err, pgx.ErrNoRows) {
 		return Identity{}, nil
 	}
@@ -59,7 +59,14 @@ func prepare(ctx context.Context, conn *pgx.Conn, schema string) error {
 }
 
 func setIdentity(ctx context.Context, conn *pgx.Conn, schema string, is Identity) error {
-	_, err := conn.Exec(ctx, qualify("INSERT INTO {schema}.rate_limit_shard (place, shards) VALUES ($1, $2)", schema),
-		is.Place, is.Shards)
+	_, err := conn.Exec(ctx, qualify("INSERT INTO {schema}.rate_limit_shard (place, shards) VALUES ($1, $2) "+
+		"ON CONFLICT (one) DO UPDATE SET place = excluded.place, shards = excluded.shards", schema), is.Place, is.Shards)
 	return err
+}
+
+// readDivision returns the mark of the last division that a database was part of.
+func readDivision(ctx context.Context, conn *pgx.Conn, schema string) (division string, err error) {
+	err = conn.QueryRow(ctx, qualify("SELECT coalesce(max(division), '') FROM {schema}.rate_limit_shard", schema)).
+		Scan(&division)
+	return division, err
 }

@@ -1,11 +1,12 @@
 -- What a database has that is a shard, besides what the migrations make. It knows which keys are its own, so that two
 -- proxies with different ideas of that cannot both have a key decided.
 CREATE TABLE IF NOT EXISTS {{.Schema}}.rate_limit_shard (
-    one    boolean PRIMARY KEY DEFAULT true,
-    place  integer NOT NULL,
-    shards integer NOT NULL,
+    one      boolean PRIMARY KEY DEFAULT true,
+    place    integer, -- NULL in a database that has rows of a shard, and has not taken over from it yet
+    shards   integer,
+    division text, -- the last one: the same on both of its sides
     CONSTRAINT rate_limit_shard_one CHECK (one),
-    CONSTRAINT rate_limit_shard_place CHECK (place >= 0 AND place < shards)
+    CONSTRAINT rate_limit_shard_place CHECK ((place IS NULL) = (shards IS NULL) AND place >= 0 AND place < shards)
 );
 
 COMMENT ON TABLE {{.Schema}}.rate_limit_shard IS
@@ -15,7 +16,7 @@ COMMENT ON TABLE {{.Schema}}.rate_limit_shard IS
 CREATE UNLOGGED TABLE IF NOT EXISTS {{.Schema}}.rate_limit_shard_deleted (
     of     text NOT NULL, -- the table
     prefix text COLLATE "C" NOT NULL,
-    key    text COLLATE "C" NOT NULL
+    key    text COLLATE "C" NOT NULL -- '': all keys
 );
 
 CREATE OR REPLACE FUNCTION {{.Schema}}._rate_limit_note_deleted()
@@ -25,7 +26,11 @@ SECURITY DEFINER
 SET search_path = pg_catalog, pg_temp
 AS $$
 BEGIN
-    INSERT INTO {{.Schema}}.rate_limit_shard_deleted (of, prefix, key) VALUES (TG_TABLE_NAME, OLD.prefix, OLD.key);
+    IF TG_OP = 'TRUNCATE' THEN
+        INSERT INTO {{.Schema}}.rate_limit_shard_deleted (of, prefix, key) VALUES (TG_TABLE_NAME, '', '');
+    ELSE
+        INSERT INTO {{.Schema}}.rate_limit_shard_deleted (of, prefix, key) VALUES (TG_TABLE_NAME, OLD.prefix, OLD.key);
+    END IF;
     RETURN NULL;
 END
 $$;
