@@ -71,6 +71,12 @@ func (l *Limiter) reset(ctx context.Context, db DBTX, key string, tx transaction
 		names[i] = algorithm.RowName(l.space.name, i)
 	}
 	err := l.client.database.deleteRows(ctx, db, l.space, names, key, tx)
+	for tx.own() && pg.OtherShard(err) { // the key's shard is being divided
+		if sleep(ctx, mapPause); ctx.Err() != nil {
+			break
+		}
+		err = l.client.database.deleteRows(ctx, db, l.space, names, key, tx)
+	}
 	if denials := l.client.batcher.denials; denials != nil {
 		denials.forget(l.space, key, nil) // even after an error: the key may have been reset
 	}

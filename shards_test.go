@@ -273,6 +273,10 @@ func TestRefusalsOfADividedShard(t *testing.T) {
 	require.Greater(t, pgtest.Scalar[int64](t, p.Pool, "SELECT last_value FROM proxy.refused"), int64(5))
 	require.False(t, client.queues.first().batcher.breaker.isOpen(kindEphemeral))
 
+	pgtest.Exec(t, p.Pool, "ALTER SEQUENCE proxy.refused RESTART")
+	require.NoError(t, l.Reset(t.Context(), "key"))
+	require.Zero(t, taken(t, p.Pool, config, "key"))
+
 	// A single connection gets the error.
 	pgtest.Exec(t, p.Pool, "ALTER SEQUENCE proxy.refused RESTART")
 	config.Client = ClientConfig{Schema: "proxy", Timeout: amply}
@@ -339,6 +343,10 @@ func TestShardThatDoesNotFitTheMap(t *testing.T) {
 		require.NoError(t, err)
 		require.Equal(t, SourceFailedOpen, result.Source)
 		require.Equal(t, took, time.Since(began))
+
+		reset := time.Now()
+		require.ErrorContains(t, fails.Reset(t.Context(), "key"), "shard 1 of 8")
+		require.Equal(t, time.Second, time.Since(reset))
 
 		db.set(nil)
 		elapse(breakerPause)
