@@ -173,6 +173,12 @@ func (t *proxyTarget) grows(more []string) (bool, error) {
 		now := t.connections[n+i]
 		begun = now == t.connections[i] || now == more[i]
 	}
+	for i := 0; !begun && has == 2*n && i < n; i++ {
+		if t.connections[n+i] == t.connections[i] {
+			return false, fmt.Errorf("database %s has begun to grow by other databases than these: name the same ones, "+
+				"in the same order", printable(t.database))
+		}
+	}
 	if !begun && has != n {
 		return false, fmt.Errorf("database %s is a proxy of %d shards, which takes as many new ones, and these are %d",
 			printable(t.database), has, n)

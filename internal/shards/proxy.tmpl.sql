@@ -123,6 +123,8 @@ CREATE OR REPLACE FUNCTION {{$.Schema}}.{{.Name}}(
 {{end}}LANGUAGE plpgsql
 SECURITY DEFINER
 SET search_path = pg_catalog, pg_temp
+SET datestyle = 'ISO, MDY' -- PL/Proxy passes times on as text, which the shard reads by its own settings
+SET intervalstyle = 'postgres'
 SET client_min_messages = error -- PL/Proxy warns of connections that it opens anew
 AS $$
 #variable_conflict use_variable
@@ -152,6 +154,12 @@ BEGIN
         shard := {{$.Schema}}._rate_limit_shard_of_all(keys, lock_timeout_ms IS NOT NULL OR skip_held);
     END IF;
     IF shard IS NULL THEN
+{{- range .PerKey}}{{if ne .Name "keys"}}
+        IF array_ndims({{.Name}}) > 1 OR array_lower({{.Name}}, 1) <> 1 THEN
+            RAISE EXCEPTION 'rate_limit: {{.Name}} must have one dimension, and begin at 1'
+                USING ERRCODE = 'invalid_parameter_value';
+        END IF;
+{{- end}}{{end}}
 {{- if .Sets}}
         PERFORM {{$.Schema}}._rate_limit_check_sets(requests, keys, shards);
 {{- end}}

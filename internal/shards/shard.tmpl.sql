@@ -41,10 +41,14 @@ DO $$
 DECLARE
     fn regprocedure;
 BEGIN
+    -- What another release has had. Those that stay may be in use.
     FOR fn IN
         SELECT p.oid::regprocedure FROM pg_proc AS p
         WHERE p.pronamespace = {{literal .Schema}}::regnamespace AND p.proname LIKE '#_rate#_limit#_%' ESCAPE '#'
             AND p.proargnames[1] = 'shard'
+            AND (p.proname, oidvectortypes(p.proargtypes)) NOT IN (('_rate_limit_own_shard', 'integer, integer')
+            {{- range .Functions}}{{if .ByKeys}},
+                ('_{{.Name}}', 'integer, integer{{range .In}}, {{.Type}}{{end}}'){{end}}{{end}})
     LOOP
         EXECUTE format('DROP FUNCTION %s', fn);
     END LOOP;

@@ -1,0 +1,62 @@
+package shards_test
+
+import (
+	"testing"
+
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit/internal/pgtest"
+	"github.com/pgratelimit/ratelimit/internal/shards"
+)
+
+// Times and intervals reach a shard as they are, in whatever style the proxy's session writes them.
+func TestStylesOfTheSession(t *testing.T) {
+	t.Parallel()
+
+	c := newCluster(t, 2)
+	for _, style := range []string{"ISO, DMY", "SQL, DMY", "German", "Postgres, MDY"} {
+		t.Run(style, func(t *testing.T) {
+			conn := connect(t, c.proxy)
+			_, err := conn.Exec(t.Context(), "SELECT set_config('DateStyle', $1, false), "+
+				"set_config('TimeZone', 'Asia/Kolkata', false), set_config('IntervalStyle', 'sql_standard', false)", style)
+			require.NoError(t, err)
+			var at int64
+			require.NoError(t, conn.QueryRow(t.Context(), "SELECT extract(epoch FROM decided_at)::bigint FROM "+
+				"rate_limit_fixed_window('api', ARRAY['a'], 5, 3600000000, now => to_timestamp(1793613600))").Scan(&at))
+			require.EqualValues(t, 1793613600, at)
+		})
+	}
+}
+
+// A call that is divided goes by the places of its elements, so arrays have to begin at 1, as those of one server should.
+func TestArraysOfOddShape(t *testing.T) {
+	t.Parallel()
+
+	c := newCluster(t, 2)
+	for _, counts := range []string{"[0:3]={1,3,3,1}", "{{3,2,1,1}}"} {
+		_, err := c.proxy.Pool.Exec(t.Context(), "SELECT * FROM rate_limit_sliding_window("+
+			"'api', ARRAY['a', 'b', 'c', 'd'], 5, 3600000000, counts => $1::text::bigint[])", counts)
+		pgErr := &pgconn.PgError{}
+		require.ErrorAs(t, err, &pgErr)
+		require.Equal(t, "22023", pgErr.Code)
+		require.Equal(t, "rate_limit: counts must have one dimension, and begin at 1", pgErr.Message)
+	}
+}
+
+// A shard is prepared while it is in use, so its functions stay the same ones.
+func TestShardIsPreparedAgain(t *testing.T) {
+	t.Parallel()
+
+	c := newCluster(t, 1)
+	functions := func() string {
+		return pgtest.Scalar[string](t, c.shards[0].Pool, "SELECT string_agg(p.oid || ' ' || p.oid::regprocedure, ', ' "+
+			"ORDER BY p.oid) FROM pg_proc AS p WHERE p.proname ~ '^_rate_limit' AND p.proargnames[1] = 'shard'")
+	}
+	before := functions()
+	require.Contains(t, before, "_rate_limit_all(")
+	pgtest.Exec(t, c.shards[0].Pool,
+		"CREATE FUNCTION _rate_limit_old(shard integer, shards integer) RETURNS text LANGUAGE sql AS 'SELECT 1::text'")
+	require.NoError(t, shards.Own(t.Context(), connect(t, c.shards[0]), "public", 0, 1))
+	require.Equal(t, before, functions())
+}
