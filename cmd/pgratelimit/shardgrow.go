@@ -175,8 +175,8 @@ func (t *proxyTarget) grows(more []string) (bool, error) {
 	}
 	for i := 0; !begun && has == 2*n && i < n; i++ {
 		if t.connections[n+i] == t.connections[i] {
-			return false, fmt.Errorf("database %s has begun to grow by other databases than these: name the same ones, "+
-				"in the same order", printable(t.database))
+			return false, fmt.Errorf("database %s has begun to grow by other databases than these: name the same "+
+				"ones, in the same order", printable(t.database))
 		}
 	}
 	if !begun && has != n {

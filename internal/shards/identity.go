@@ -60,7 +60,8 @@ func prepare(ctx context.Context, conn *pgx.Conn, schema string) error {
 
 func setIdentity(ctx context.Context, conn *pgx.Conn, schema string, is Identity) error {
 	_, err := conn.Exec(ctx, qualify("INSERT INTO {schema}.rate_limit_shard (place, shards) VALUES ($1, $2) "+
-		"ON CONFLICT (one) DO UPDATE SET place = excluded.place, shards = excluded.shards", schema), is.Place, is.Shards)
+		"ON CONFLICT (one) DO UPDATE SET place = excluded.place, shards = excluded.shards", schema),
+		is.Place, is.Shards)
 	return err
 }
 
