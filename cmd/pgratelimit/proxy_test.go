@@ -73,7 +73,7 @@ func TestShardSet(t *testing.T) {
 	require.Len(t, states, 4)
 	for i, s := range states {
 		require.Equal(t, i, s.Place)
-		require.Equal(t, &shardIs{i, 4}, s.Is)
+		require.Equal(t, &shardIs{i, 4, states[0].Is.Cluster}, s.Is)
 		require.Equal(t, p.connections[i], s.Connection)
 		require.Empty(t, s.Wrong)
 	}

@@ -3,6 +3,7 @@ package main
 import (
 	"encoding/json"
 	"fmt"
+	"slices"
 	"strings"
 	"testing"
 
@@ -38,7 +39,9 @@ func TestShardList(t *testing.T) {
 	invoke(t, p.URL, "take", "login", "key", "--policy=fixed 1/1h").done(t)
 	states, wrong := p.listed(t)
 	require.False(t, wrong)
-	require.Equal(t, []*shardIs{{0, 2}, {1, 2}}, []*shardIs{states[0].Is, states[1].Is})
+	cluster := states[0].Is.Cluster
+	require.NotEmpty(t, cluster)
+	require.Equal(t, []*shardIs{{0, 2, cluster}, {1, 2, cluster}}, []*shardIs{states[0].Is, states[1].Is})
 
 	p.setOption(t, 1, "host=127.0.0.1 port=1 dbname=gone")
 	states, wrong = p.listed(t)
@@ -64,6 +67,55 @@ func TestShardList(t *testing.T) {
 	require.False(t, wrong)
 
 	invoke(t, p.shards[0].URL, "shard", "list").complains(t, exitFailed, "is no proxy of shards")
+}
+
+// Two proxies whose maps differ: the doctor of the one that is wrong says with which shards.
+func TestDoctorOfProxiesWhoseMapsDiffer(t *testing.T) {
+	t.Parallel()
+
+	p, strangers := madeProxy(t, 2), newProxy(t, 2)
+	other := &proxy{DB: strangers.DB, user: p.user, connections: slices.Clone(p.connections)}
+	other.set(t).done(t)
+	wrong := func(p *proxy) (found []string) {
+		for check, f := range examined(t, p.URL) {
+			if strings.HasSuffix(check, ": place") && f.Level == problem {
+				found = append(found, check[:len("shard 0")]+" "+f.Found)
+			}
+		}
+		slices.Sort(found)
+		return found
+	}
+	require.Empty(t, wrong(p))
+	require.Empty(t, wrong(other))
+
+	other.setOption(t, 0, p.connections[1])
+	other.setOption(t, 1, p.connections[0])
+	require.Equal(t, []string{"shard 0 is shard 1 of 2, and not shard 0 of 2", "shard 1 is shard 0 of 2, and not shard 1 of 2"}, wrong(other))
+	require.Empty(t, wrong(p))
+	other.set(t).done(t)
+	require.Empty(t, wrong(other))
+
+	// A database that is no shard yet becomes one beside others only if the proxy has had those before.
+	stranger := &proxy{DB: pgtest.Empty(t), user: p.user, connections: []string{p.connections[0], strangers.connections[1]}}
+	stranger.set(t).complains(t, exitFailed, "shard 1 (", " is no shard yet, and shard 0 (", "`pgratelimit shard list` of another proxy")
+	require.Nil(t, pgtest.Scalar[*string](t, strangers.shards[1].Pool, "SELECT to_regclass('rate_limit_shard')::text"))
+
+	// Then it takes the place of another, and whoever still has that one is told.
+	other.connections[1] = strangers.connections[1]
+	other.set(t).done(t)
+	require.Empty(t, wrong(other))
+	require.Equal(t, []string{"shard 1 belongs to other shards than the first ones of these"}, wrong(p))
+	states, _ := p.listed(t)
+	require.NotEqual(t, states[0].Is.Cluster, states[1].Is.Cluster)
+	p.set(t).complains(t, exitFailed, "belongs to other shards than the first ones of these", "`pgratelimit shard list` of all proxies")
+	p.connections[1] = strangers.connections[1]
+	p.set(t).done(t)
+	require.Empty(t, wrong(p))
+
+	// A proxy is no shard.
+	host, _, _ := strings.Cut(p.connections[0], " dbname=")
+	stranger.connections = []string{host + " dbname=" + p.Pool.Config().ConnConfig.Database}
+	stranger.set(t).complains(t, exitFailed, "is a proxy of shards itself")
 }
 
 // A proxy and shards that are well, and what happens to them, each found.

@@ -156,7 +156,7 @@ func (g *growing) read(ctx context.Context, more []string) error {
 	g.stores = g.proxies[0].each(append(append([]string{}, old...), more...))
 	var err error
 	g.states, err = readNewShards(ctx, g.stores, func(s *shardState) wantedShard {
-		w := wantedShard{is: shardIs{s.Place, 2 * n}, fresh: true, counts: g.resumes}
+		w := wantedShard{is: shardIs{Place: s.Place, Shards: 2 * n}, fresh: true, counts: g.resumes}
 		if s.Place < n && (!g.resumes || s.Is == nil || s.Is.Shards == n) {
 			w.is.Shards, w.fresh = n, false
 		}

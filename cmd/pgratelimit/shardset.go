@@ -87,8 +87,12 @@ func (a *app) setShards(ctx context.Context, config shards.Config, yes bool) err
 	}
 	stores := a.each(config.Connections)
 	states, err := readNewShards(ctx, stores, func(s *shardState) wantedShard {
-		return wantedShard{is: shardIs{s.Place, len(stores)}, fresh: true, counts: len(stores) == 1}
+		return wantedShard{is: shardIs{Place: s.Place, Shards: len(stores)}, fresh: true, counts: len(stores) == 1}
 	})
+	if err != nil {
+		return err
+	}
+	cluster, err := target.cluster(states)
 	if err != nil {
 		return err
 	}
@@ -104,7 +108,7 @@ func (a *app) setShards(ctx context.Context, config shards.Config, yes bool) err
 						return err
 					}
 				}
-				return own(ctx, tx, shardIs{i, len(stores)})
+				return own(ctx, tx, shards.Identity{Place: i, Shards: len(stores), Cluster: cluster})
 			})
 		}); err != nil {
 			return store.about(err)
@@ -126,7 +130,7 @@ func (a *app) setShards(ctx context.Context, config shards.Config, yes bool) err
 }
 
 // own makes a database the shard of a place, as the owner of its tables.
-func own(ctx context.Context, tx pgx.Tx, is shardIs) error {
+func own(ctx context.Context, tx pgx.Tx, is shards.Identity) error {
 	q, _ := tx.(qualified)
 	var owner string
 	if err := tx.QueryRow(ctx, "SELECT pg_get_userbyid(relowner) FROM pg_class WHERE oid = to_regclass($1)",
@@ -136,7 +140,7 @@ func own(ctx context.Context, tx pgx.Tx, is shardIs) error {
 	if _, err := q.Tx.Exec(ctx, "SET LOCAL ROLE "+pgx.Identifier{owner}.Sanitize()); err != nil {
 		return err
 	}
-	return shards.Own(ctx, tx.Conn(), q.schema, is.Place, is.Shards)
+	return shards.Own(ctx, tx.Conn(), q.schema, is)
 }
 
 // proxyTarget is a database that is a proxy, or is to be one.
@@ -214,6 +218,30 @@ func (t *proxyTarget) refuse(config shards.Config) error {
 			passwordVariable + " has its password")}
 	}
 	return nil
+}
+
+// cluster names the shards: by a new name if one of them has just become one. Only for a proxy that has the others
+// already may it have taken another's place: any other proxy does not know whether somebody still asks that one.
+func (t *proxyTarget) cluster(states []shardState) (string, error) {
+	var others, fresh *shardState
+	for i := range states {
+		s := &states[i]
+		switch {
+		case s.Is == nil:
+			fresh = s
+		case i >= len(t.connections) || t.connections[i] != s.Connection:
+			others = s
+		}
+	}
+	if fresh != nil && others != nil {
+		return "", fmt.Errorf("%s is no shard yet, and %s is one, of databases that this proxy does not have: name "+
+			"those, as `pgratelimit shard list` of another proxy tells them; if there is no other proxy, "+
+			"`DROP TABLE rate_limit_shard` in %[2]s", fresh.name, others.name)
+	}
+	if fresh != nil {
+		return rand.Text(), nil
+	}
+	return clusterOf(states), nil
 }
 
 // question says what will be done.
@@ -295,6 +323,7 @@ func readNewShards(
 	for i := range states {
 		s := &states[i]
 		w := want(s)
+		w.is.Cluster = clusterOf(states)
 		s.judge(w.is, version, w.fresh)
 		s.judgeNew(states, w)
 		for _, f := range s.Wrong {

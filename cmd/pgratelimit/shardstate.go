@@ -4,6 +4,7 @@ import (
 	"context"
 	_ "embed"
 	"fmt"
+	"strings"
 	"sync"
 	"time"
 
@@ -43,6 +44,7 @@ type shardState struct {
 	member     bool      // this role is a member of that
 	clock      clockTime //
 	reached    bool      //
+	proxy      bool      // it is one itself
 	counts     bool      // there are some; only read for set
 	policies   bool      // as above
 	twin       *int      // the place of a shard before this one that is the same database; as above
@@ -50,8 +52,9 @@ type shardState struct {
 
 // shardIs is the row of rate_limit_shard.
 type shardIs struct {
-	Place  int `json:"place"`
-	Shards int `json:"shards"`
+	Place   int    `json:"place"`
+	Shards  int    `json:"shards"`
+	Cluster string `json:"cluster"` // the same on all shards that belong together
 }
 
 func (i *shardIs) String() string {
@@ -100,13 +103,13 @@ func (s *shardState) read(ctx context.Context, tx pgx.Tx) (err error) {
 	}
 	var readable bool
 	if err := tx.QueryRow(ctx, stateSQL).Scan(
-		&s.Version, &s.ReadOnly, &s.encoding, &s.Rows, &s.owner, &s.member, &readable); err != nil {
+		&s.Version, &s.ReadOnly, &s.encoding, &s.Rows, &s.owner, &s.member, &readable, &s.proxy); err != nil {
 		return err
 	}
 	if s.reached = true; !readable {
 		return nil
 	}
-	rows, err := tx.Query(ctx, "SELECT place, shards FROM rate_limit_shard WHERE place IS NOT NULL")
+	rows, err := tx.Query(ctx, "SELECT place, shards, cluster FROM rate_limit_shard WHERE place IS NOT NULL")
 	if err != nil {
 		return err
 	}
@@ -139,6 +142,8 @@ func (s *shardState) judge(want shardIs, version int64, fresh bool) {
 	}
 	migrate := fmt.Sprintf("run `pgratelimit migrate up --schema %s` there", s.schema)
 	switch {
+	case s.proxy:
+		s.add(problem, "version", "name the databases that have its limits", "is a proxy of shards itself")
 	case s.Version == 0:
 		s.add(problem, "version", migrate+", and deploy/grants.sql, or name another schema with --schema",
 			"is not migrated in schema %s", printable(s.schema))
@@ -163,9 +168,12 @@ func (s *shardState) judge(want shardIs, version int64, fresh bool) {
 	switch {
 	case s.Is == nil && !fresh:
 		s.add(problem, "place", fmt.Sprintf("run `pgratelimit shard set`; or, if it was that shard before and has its "+
-			"counts, `INSERT INTO %s.rate_limit_shard (place, shards) VALUES (%d, %d)`",
-			pgx.Identifier{s.schema}.Sanitize(), want.Place, want.Shards),
+			"counts, `INSERT INTO %s.rate_limit_shard (place, shards, cluster) VALUES (%d, %d, '%s')`",
+			pgx.Identifier{s.schema}.Sanitize(), want.Place, want.Shards, strings.ReplaceAll(want.Cluster, "'", "''")),
 			"does not say which shard it is, and should be %v", &want)
+	case s.Is != nil && s.Is.Cluster != want.Cluster && s.Is.Place == want.Place && s.Is.Shards == want.Shards:
+		s.add(problem, "place", "compare `pgratelimit shard list` of all proxies, and `pgratelimit shard set` those "+
+			"that have a wrong database", "belongs to other shards than the first ones of these")
 	case s.Is != nil && *s.Is != want:
 		s.add(problem, "place", "give the connection strings in the order of the shards' places; for a database that "+
 			"no proxy uses any more, drop rate_limit_shard in it", "is %v, and not %v", s.Is, &want)
@@ -212,13 +220,26 @@ func (a *app) shardStates(ctx context.Context) (p proxyState, states []shardStat
 			}); err != nil {
 				s.cannotBeRead(err)
 			}
-			s.judge(shardIs{i, len(stores)}, p.version, false)
-			s.judgeClock(p.clock)
 			states[i] = s
 		})
 	}
 	reading.Wait()
+	cluster := clusterOf(states)
+	for i := range states {
+		states[i].judge(shardIs{i, len(stores), cluster}, p.version, false)
+		states[i].judgeClock(p.clock)
+	}
 	return p, states, ctx.Err()
+}
+
+// clusterOf is the cluster of the first shard that is one.
+func clusterOf(states []shardState) string {
+	for i := range states {
+		if states[i].Is != nil {
+			return states[i].Is.Cluster
+		}
+	}
+	return ""
 }
 
 // inShard calls do with a pool.

@@ -93,9 +93,9 @@ func (c GrowConfig) divide(ctx context.Context, place int) error {
 	if err != nil {
 		return err
 	}
-	half, other := Identity{place, 2 * n}, Identity{place + n, 2 * n}
+	half, other := Identity{place, 2 * n, had.Cluster}, Identity{place + n, 2 * n, had.Cluster}
 	switch {
-	case had == Identity{place, n} && has == Identity{}:
+	case had == Identity{place, n, had.Cluster} && has == Identity{}:
 		if err := c.move(ctx, place, half, other); err != nil {
 			return err
 		}

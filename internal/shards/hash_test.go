@@ -18,7 +18,7 @@ func TestHashIsThatOfTheClient(t *testing.T) {
 	t.Parallel()
 
 	db := pgtest.New(t)
-	require.NoError(t, shards.Own(t.Context(), connect(t, db), "public", 0, 4))
+	require.NoError(t, shards.Own(t.Context(), connect(t, db), "public", shards.Identity{Place: 0, Shards: 4, Cluster: "test"}))
 	pgtest.Exec(t, db.Pool, "CREATE COLLATION loose (provider = icu, locale = 'und-u-ks-level1', deterministic = false)")
 
 	random := rand.New(rand.NewPCG(testkit.Seed(t, "RATELIMIT_TEST_SEED"), 0))

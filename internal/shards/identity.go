@@ -9,7 +9,10 @@ import (
 )
 
 // Identity is which shard a database is, as its row of rate_limit_shard says. The zero value is that it is none.
-type Identity struct{ Place, Shards int }
+type Identity struct {
+	Place, Shards int
+	Cluster       string // a random name, the same on all shards that belong together
+}
 
 func (i Identity) String() string {
 	if i.Shards == 0 {
@@ -18,26 +21,25 @@ func (i Identity) String() string {
 	return fmt.Sprintf("shard %d of %d", i.Place, i.Shards)
 }
 
-// Own makes a migrated database the shard of a place. It fails if the database is another one already.
-func Own(ctx context.Context, conn *pgx.Conn, schema string, place, shards int) error {
+// Own makes a migrated database a shard. It fails if the database has another place already. Its cluster may change.
+func Own(ctx context.Context, conn *pgx.Conn, schema string, want Identity) error {
 	if err := prepare(ctx, conn, schema); err != nil {
 		return err
 	}
-	switch is, err := ReadIdentity(ctx, conn, schema); {
-	case err != nil:
+	is, err := ReadIdentity(ctx, conn, schema)
+	if err != nil {
 		return err
-	case is == Identity{}:
-		return setIdentity(ctx, conn, schema, Identity{place, shards})
-	case is != Identity{place, shards}:
-		return fmt.Errorf("it is %v already, and cannot be %v", is, Identity{place, shards})
 	}
-	return nil
+	if is.Shards != 0 && (is.Place != want.Place || is.Shards != want.Shards) {
+		return fmt.Errorf("it is %v already, and cannot be %v", is, want)
+	}
+	return setIdentity(ctx, conn, schema, want)
 }
 
 // ReadIdentity tells which shard a database is, if it was prepared to be one.
 func ReadIdentity(ctx context.Context, conn *pgx.Conn, schema string) (is Identity, err error) {
-	err = conn.QueryRow(ctx, qualify("SELECT place, shards FROM {schema}.rate_limit_shard WHERE place IS NOT NULL",
-		schema)).Scan(&is.Place, &is.Shards)
+	err = conn.QueryRow(ctx, qualify("SELECT place, shards, cluster FROM {schema}.rate_limit_shard "+
+		"WHERE place IS NOT NULL", schema)).Scan(&is.Place, &is.Shards, &is.Cluster)
 	if errors.Is(err, pgx.ErrNoRows) {
 		return Identity{}, nil
 	}
@@ -59,9 +61,10 @@ func prepare(ctx context.Context, conn *pgx.Conn, schema string) error {
 }
 
 func setIdentity(ctx context.Context, conn *pgx.Conn, schema string, is Identity) error {
-	_, err := conn.Exec(ctx, qualify("INSERT INTO {schema}.rate_limit_shard (place, shards) VALUES ($1, $2) "+
-		"ON CONFLICT (one) DO UPDATE SET place = excluded.place, shards = excluded.shards", schema),
-		is.Place, is.Shards)
+	_, err := conn.Exec(ctx, qualify("INSERT INTO {schema}.rate_limit_shard (place, shards, cluster) "+
+		"VALUES ($1, $2, $3) ON CONFLICT (one) DO UPDATE "+
+		"SET place = excluded.place, shards = excluded.shards, cluster = excluded.cluster", schema),
+		is.Place, is.Shards, is.Cluster)
 	return err
 }
 

@@ -41,7 +41,7 @@ func newCluster(t *testing.T, n int) *cluster {
 	for i, db := range c.shards {
 		c.connections = append(c.connections, keywords(t, db))
 		c.moreStrings = append(c.moreStrings, keywords(t, c.more[i]))
-		require.NoError(t, shards.Own(t.Context(), connect(t, db), "public", i, n))
+		require.NoError(t, shards.Own(t.Context(), connect(t, db), "public", shards.Identity{Place: i, Shards: n, Cluster: "test"}))
 	}
 	c.install(t, c.proxy)
 	return c

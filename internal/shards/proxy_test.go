@@ -57,6 +57,6 @@ func TestShardIsPreparedAgain(t *testing.T) {
 	require.Contains(t, before, "_rate_limit_all(")
 	pgtest.Exec(t, c.shards[0].Pool,
 		"CREATE FUNCTION _rate_limit_old(shard integer, shards integer) RETURNS text LANGUAGE sql AS 'SELECT 1::text'")
-	require.NoError(t, shards.Own(t.Context(), connect(t, c.shards[0]), "public", 0, 1))
+	require.NoError(t, shards.Own(t.Context(), connect(t, c.shards[0]), "public", shards.Identity{Place: 0, Shards: 1, Cluster: "test"}))
 	require.Equal(t, before, functions())
 }

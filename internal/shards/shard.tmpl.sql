@@ -4,9 +4,11 @@ CREATE TABLE IF NOT EXISTS {{.Schema}}.rate_limit_shard (
     one      boolean PRIMARY KEY DEFAULT true,
     place    integer, -- NULL in a database that has rows of a shard, and has not taken over from it yet
     shards   integer,
+    cluster  text, -- a random name, the same on all shards that belong together
     division text, -- the last one: the same on both of its sides
     CONSTRAINT rate_limit_shard_one CHECK (one),
-    CONSTRAINT rate_limit_shard_place CHECK ((place IS NULL) = (shards IS NULL) AND place >= 0 AND place < shards)
+    CONSTRAINT rate_limit_shard_place CHECK (
+        num_nulls(place, shards, cluster) IN (0, 3) AND place >= 0 AND place < shards)
 );
 
 COMMENT ON TABLE {{.Schema}}.rate_limit_shard IS

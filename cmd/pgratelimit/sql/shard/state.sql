@@ -20,7 +20,8 @@ SELECT
         SELECT c.relkind = 'r' AND has_schema_privilege(n.oid, 'USAGE') AND has_table_privilege(c.oid, 'SELECT')
         FROM pg_class AS c
         WHERE c.relnamespace = n.oid AND c.relname = 'rate_limit_shard'
-    ), false)
+    ), false),
+    EXISTS (SELECT FROM pg_foreign_server AS s WHERE s.srvname = 'rate_limit_shards')
 FROM (SELECT current_setting('pgratelimit.schema') AS nspname) AS wanted
 LEFT JOIN pg_namespace AS n USING (nspname)
 LEFT JOIN pg_class AS durable ON durable.relnamespace = n.oid AND durable.relname = 'rate_limit_durable'
