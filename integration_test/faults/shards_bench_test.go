@@ -22,7 +22,7 @@ func BenchmarkShardThatFails(b *testing.B) {
 	table := "\n| shard 2 is | shard | before, calls/s | p99 | meanwhile, calls/s | p99 | errors | share |\n|---|---|---|---|---|---|---|---|\n"
 	for _, how := range []string{"killed", "frozen", "full"} {
 		b.Run(how, func(b *testing.B) {
-			fleet, begin, end := fleetThatFails(b, how)
+			fleet, begin, end := fleetThatFails(b, how, 32)
 			limiter := limitertest.New(b, fleet.NewPool(b, func(config *pgxpool.Config) { config.MaxConns = 12 }), ratelimit.Config{
 				Name: "test", Policy: ratelimit.SlidingWindow{Limit: 1 << 30, Window: time.Hour}, Durable: true,
 				Client: ratelimit.ClientConfig{Timeout: 4 * time.Second},

@@ -138,12 +138,12 @@ func (l *shardLoad) requireOthersUntouched(t *testing.T, failed int) {
 // failing is the shard that fails.
 const failing = 2
 
-// fleetThatFails starts a fleet, one shard of which will fail.
-func fleetThatFails(t testing.TB, how string) (fleet *pgtest.Fleet, begin, end func()) {
+// fleetThatFails starts a fleet, one shard of which will fail. Its disk has so many MiB if it is to be full.
+func fleetThatFails(t testing.TB, how string, disk int) (fleet *pgtest.Fleet, begin, end func()) {
 	t.Helper()
 	dir := ""
 	if how == "full" {
-		dir = smallDisk(t, 1)
+		dir = smallDisk(t, disk)
 	}
 	fleet = pgtest.Sharded(t, shardCount)
 	begin, end = shardFaults()[how](t, fleet, dir)
@@ -182,7 +182,7 @@ func shardFaults() map[string]func(t testing.TB, fleet *pgtest.Fleet, dir string
 				pgtest.Exec(t, pool, "CREATE TABLE filler (padding text) TABLESPACE small")
 				var err error
 				for err == nil {
-					_, err = pool.Exec(t.Context(), "INSERT INTO filler VALUES (repeat('x', 1000))")
+					_, err = pool.Exec(t.Context(), "INSERT INTO filler SELECT repeat('x', 1000) FROM generate_series(1, 20)")
 				}
 				require.ErrorContains(t, err, "53100")
 			}, func() { mount(t, dir, "remount,size=64m") }
@@ -199,7 +199,7 @@ func TestShardThatFails(t *testing.T) {
 	for name := range shardFaults() {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			fleet, begin, end := fleetThatFails(t, name)
+			fleet, begin, end := fleetThatFails(t, name, 1)
 
 			var mu sync.Mutex
 			var transitions []ratelimit.BreakerEvent

@@ -171,7 +171,8 @@ func shardsOf(db Executor) (all []Executor) {
 // own makes the template of a shard.
 func (c *cluster) own(ctx context.Context, pool *pgxpool.Pool) error {
 	return pool.AcquireFunc(ctx, func(conn *pgxpool.Conn) error {
-		if err := shards.Own(ctx, conn.Conn(), "public", shards.Identity{Place: c.place, Shards: c.of, Cluster: "test"}); err != nil {
+		is := shards.Identity{Place: c.place, Shards: c.of, Cluster: "test"}
+		if err := shards.Own(ctx, conn.Conn(), "public", is); err != nil {
 			return err
 		}
 		if err := conn.QueryRow(ctx, foreignTablesSQL, c.of).Scan(&c.tables); err != nil {

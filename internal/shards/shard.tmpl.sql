@@ -59,12 +59,11 @@ $$;
 
 -- Raises unless this database has all keys of a shard of so many. Whoever divides the shard locks the table, so this waits
 -- for that, and that for those who have asked before. It also has times written in the way that the proxy reads them,
--- because PL/Proxy passes text on.
+-- because PL/Proxy passes text on. It has no search_path of its own, which would cost as much as the rest: what it calls
+-- fits exactly, so pg_catalog's comes first.
 CREATE OR REPLACE FUNCTION {{.Schema}}._rate_limit_own_shard(shard integer, shards integer)
 RETURNS boolean
 LANGUAGE plpgsql
-SECURITY DEFINER
-SET search_path = pg_catalog, pg_temp
 AS $$
 #variable_conflict use_variable
 DECLARE
@@ -80,10 +79,13 @@ BEGIN
     SELECT s.place, s.shards INTO own_place, own_shards FROM {{.Schema}}.rate_limit_shard AS s;
     IF (shards % own_shards = 0 AND shard % own_shards = own_place) IS NOT TRUE THEN
         RAISE EXCEPTION 'rate_limit: this database is %, and was asked for keys of shard % of %',
-                coalesce('shard ' || own_place || ' of ' || own_shards, 'no shard yet'), shard, shards
+                CASE WHEN own_place IS NULL THEN 'no shard yet'
+                    ELSE pg_catalog.format('shard %s of %s', own_place, own_shards) END, shard, shards
             USING ERRCODE = 'RLS03', HINT = 'Look at pgratelimit shard list.';
     END IF;
-    PERFORM set_config('DateStyle', 'ISO, MDY', true), set_config('IntervalStyle', 'postgres', true);
+    IF current_setting('DateStyle') <> 'ISO, MDY' OR current_setting('IntervalStyle') <> 'postgres' THEN
+        PERFORM set_config('DateStyle', 'ISO, MDY', true), set_config('IntervalStyle', 'postgres', true);
+    END IF;
     RETURN true;
 END
 $$;
@@ -93,13 +95,12 @@ GRANT SELECT ON {{.Schema}}.rate_limit_shard TO PUBLIC;
 {{template "hash" .}}
 {{range .Functions}}{{if .ByKeys}}
 -- What a proxy asks. One value, because PL/Proxy prepares no statements: to plan one for rows and columns would take half
--- as long as to decide.
+-- as long as to decide. Nor has it a search_path of its own.
 CREATE OR REPLACE FUNCTION {{$.Schema}}._{{.Name}}(
     shard integer, shards integer, {{template "typed" .In}}
 )
 RETURNS text
 LANGUAGE plpgsql
-SET search_path = pg_catalog, pg_temp
 AS $$
 #variable_conflict use_variable
 BEGIN
