@@ -75,6 +75,7 @@ type mixedOperation struct {
 	results       ratelimit.Results // of one, for a call of one limiter
 	taken         ratelimit.Result  // of a refund: which take
 	of            []portion         // and what that is of each policy
+	followed      bool              // a Wait was not the last of those that were allowed together
 }
 
 // run has several pools of callers at work, as several processes would. It returns what they saw, and how many

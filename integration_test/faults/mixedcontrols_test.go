@@ -5,13 +5,62 @@ import (
 	"os"
 	"slices"
 	"testing"
+	"time"
 
 	"github.com/anishathalye/porcupine"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/ratelimit"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 )
+
+// Two calls of Wait that were allowed together spend the last credit, which lasts longer than what they have taken.
+// Both are told when that is over, and nobody else may be told the time of another.
+func TestJudgeOfMixesKnowsWhoWaitedTogether(t *testing.T) {
+	t.Parallel()
+
+	const window = 40 * time.Millisecond
+	log := ratelimit.SlidingLog{Limit: 4, Window: window}
+	m := mix{limits: []limit{{name: "log", keys: 1, policies: [][]ratelimit.Policy{{log}}}}}
+	history := func(second ratelimit.Result) []mixedOperation {
+		call := func(k kind, ms, cost, remaining, reset int64) mixedOperation {
+			at := time.UnixMilli(ms)
+			one := ratelimit.Result{
+				Allowed: true, Limit: 4, Remaining: remaining, ResetAfter: time.Duration(reset) * time.Millisecond,
+				DecidedAt: at,
+			}
+			return mixedOperation{
+				kind: k, client: int(remaining), asks: []ask{{cost: cost}}, call: at.UnixMicro(), end: at.UnixMicro(),
+				results: ratelimit.Results{Allowed: true, Each: []ratelimit.Result{one}},
+			}
+		}
+		last := call(wait, 1030, 2, 0, 30)
+		last.results.Each[0].ResetAfter += second.ResetAfter
+		last.results.Each[0].Remaining += second.Remaining
+		return []mixedOperation{
+			call(grant, 1000, -3, 7, 40),
+			call(allow, 1020, 4, 3, 40),
+			call(wait, 1030, 1, 2, 30),
+			last,
+		}
+	}
+	for name, of := range map[string]struct {
+		history []mixedOperation
+		want    porcupine.CheckResult
+	}{
+		"together":                           {history(ratelimit.Result{}), porcupine.Ok},
+		"the last is told another time":      {history(ratelimit.Result{ResetAfter: 1}), porcupine.Illegal},
+		"the last is told that more is left": {history(ratelimit.Result{Remaining: 1}), porcupine.Illegal},
+		"alone":                              {history(ratelimit.Result{})[:3], porcupine.Illegal},
+	} {
+		got, picture := m.judge(t).check(t, of.history)
+		require.Equal(t, of.want, got, name)
+		if picture != "" {
+			require.NoError(t, os.Remove(picture))
+		}
+	}
+}
 
 // Negative controls: the judge finds what is wrong with broken variants, in histories like those above.
 func TestJudgeOfMixesCatches(t *testing.T) {

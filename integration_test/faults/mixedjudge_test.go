@@ -102,7 +102,7 @@ func (j mixJudge) step(before books, op mixedOperation) (bool, books) {
 		}
 		of.Allowed = of.Allowed && fits // if nothing was taken, none of them says that it was
 		got := op.results.Each[i]
-		if op.kind == wait && of.ResetAfter <= got.ResetAfter {
+		if op.followed {
 			of.ResetAfter = got.ResetAfter // that of the last of those who were allowed together
 		}
 		if !same(of, got) {
@@ -112,6 +112,19 @@ func (j mixJudge) step(before books, op mixedOperation) (bool, books) {
 		want.RetryAfter = max(want.RetryAfter, of.RetryAfter)
 	}
 	return want.Allowed == op.results.Allowed && want.RetryAfter == op.results.RetryAfter, after
+}
+
+// isFollowedBy tells whether an operation is a Wait that was allowed together with another, which took after it. Both
+// are told the ResetAfter of the last. It may be the shorter one: credit lasts longer than what was taken, until the
+// last of it is spent.
+func (op mixedOperation) isFollowedBy(next mixedOperation) bool {
+	if op.kind != wait || next.kind != wait || op.space != next.space {
+		return false
+	}
+	a, b := op.asks[0], next.asks[0]
+	one, other := op.results.Each[0], next.results.Each[0]
+	return a.limit == b.limit && a.policy == b.policy && a.key == b.key && one.DecidedAt.Equal(other.DecidedAt) &&
+		one.ResetAfter == other.ResetAfter && one.Remaining > other.Remaining
 }
 
 // combine is what is told about several policies, of which one is the next.
@@ -161,6 +174,7 @@ func (j mixJudge) check(t *testing.T, history []mixedOperation) (result porcupin
 	t.Helper()
 	ops := make([]porcupine.Operation, len(history))
 	for i, op := range history {
+		op.followed = slices.ContainsFunc(history, op.isFollowedBy)
 		from, to := op.interval()
 		ops[i] = porcupine.Operation{ClientId: op.client, Input: op, Call: from, Return: to}
 	}
