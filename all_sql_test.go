@@ -373,16 +373,9 @@ func compareOne(t *testing.T, pool *pgxpool.Pool, title string, p modelPart, clo
 		elements: []element{{key: p.id.key, cost: p.cost, count: 1, refund: p.refund}},
 	}
 	model.decide(one)
-	batch := &pgx.Batch{}
-	queueStep(batch, "", one)
-	var got decision
-	args := batch.QueuedQueries[0].Arguments
-	require.NoError(
-		t,
-		queryDecisions(t.Context(), pool, batch.QueuedQueries[0].SQL, args, func(_ int64, d decision) { got = d }),
-		title,
-	)
-	want := one.elements[0].decision
+	c := callOf("", one)
+	require.NoError(t, c.query(t.Context(), pool, false), title)
+	got, want := c.into[0].decision, one.elements[0].decision
 	got.state, want.state, got.decidedAt = state{}, state{}, got.decidedAt.UTC()
 	require.Equal(t, want, got, "%s: %v", title, one)
 }

@@ -12,7 +12,6 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
 
-	"github.com/pgratelimit/ratelimit/internal/algorithm"
 	"github.com/pgratelimit/ratelimit/internal/pg"
 	"github.com/pgratelimit/ratelimit/internal/turn"
 )
@@ -111,9 +110,9 @@ func (b *batcher) send(buf *buffers) (held, lost []*request) {
 // without one of another cost for that key between them. So requests of a line for one key are decided in the
 // order in which they came.
 //
-// If there are only a few keys, mergeAlike puts them into the order in which rows are locked, because the functions
-// decide them faster then. Refunds and grants stay apart, because they stop at full: what remains after all of
-// them does not tell what remained after each. Requests of AllowAll stay apart, too.
+// It puts the keys into the order in which rows are locked, because the functions decide them faster then. Refunds and
+// grants stay apart, because they stop at full: what remains after all of them does not tell what remained after each.
+// Requests of AllowAll stay apart, too.
 func (buf *buffers) mergeAlike(requests []*request) (leaders []*request) {
 	buf.leaders = buf.leaders[:0]
 	clear(buf.last)
@@ -143,7 +142,7 @@ func (buf *buffers) mergeAlike(requests []*request) (leaders []*request) {
 	for _, leader := range buf.leaders {
 		leader.count += leader.ahead
 	}
-	if oneLine && 1 < len(buf.leaders) && len(buf.leaders) <= algorithm.Few && requests[0].policy != nil {
+	if oneLine && len(buf.leaders) > 1 && requests[0].policy != nil {
 		slices.SortStableFunc(buf.leaders, func(a, b *request) int {
 			return cmp.Or(len(b.parts[0].key)-len(a.parts[0].key), strings.Compare(a.parts[0].key, b.parts[0].key))
 		})

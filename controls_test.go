@@ -27,8 +27,7 @@ import (
 // TestPgBouncerHandsNoSettingsOn and TestFunctionsPassPlpgsqlCheck.
 
 // A control of TestSQLEqualsModel: mistakes by one, in places that few requests reach. There are mistakes for each
-// of the three that decide: one key after the other, many keys in one statement, and rate_limit_all, which decides
-// the rest. A difference counts if it is in a step of the algorithm that has the mistake.
+// of the three that decide: for one key, for all keys in one statement, and rate_limit_all, which decides the rest. A difference counts if it is in a step of the algorithm that has the mistake.
 func TestMistakesInTheFunctionsDifferFromTheModel(t *testing.T) {
 	t.Parallel()
 
@@ -41,8 +40,8 @@ func TestMistakesInTheFunctionsDifferFromTheModel(t *testing.T) {
 		all // of any algorithm
 	)
 	functions := map[int]string{
-		fixed: "rate_limit_fixed_window", sliding: "rate_limit_sliding_window", bucket: "rate_limit_token_bucket", log: "rate_limit_sliding_log",
-		calendar: "rate_limit_calendar_window",
+		fixed: "rate_limit_take_fixed_window", sliding: "rate_limit_take_sliding_window", bucket: "rate_limit_take_token_bucket",
+		log: "rate_limit_take_sliding_log", calendar: "rate_limit_take_calendar_window",
 	}
 	// What random stories come by too rarely.
 	rare := map[int]func() []step{sliding: roundingStory, log: refundBehindTheClock, calendar: calendarBehindTheClock, all: refundOfTheWindowBefore}
@@ -55,9 +54,13 @@ func TestMistakesInTheFunctionsDifferFromTheModel(t *testing.T) {
 			t.Parallel()
 			db := pgtest.New(t)
 			if strings.HasPrefix(name, "in one statement") {
-				neverFew(t, db.Pool)
+				neverUpdate(t, db.Pool)
 			}
 			if change == nil {
+				function := function
+				if left := pgtest.LeftBy(function); !strings.Contains(definition(t, db.Pool, function), c.right) {
+					function = left
+				}
 				pgtest.Rewrite(t, db.Pool, function, c.right, c.wrong)
 			} else {
 				change(t, db.Pool)
@@ -96,21 +99,22 @@ func TestMistakesInTheFunctionsDifferFromTheModel(t *testing.T) {
 		})
 	}
 
-	// Some code stands twice in a function, once for each table. It may be wrong in one place.
-	eachOf := func(algorithm int, right, wrong string, inOneStatement bool) {
-		for nth := range 2 {
-			name := map[bool]string{false: "one after the other", true: "in one statement"}[inOneStatement]
+	// Some code stands several times in a function: for each table, and some of it for one key and for many. It may be wrong
+	// in one place.
+	eachOf := func(name string, algorithm int, right, wrong string, places int) {
+		for nth := range places {
 			check(
 				fmt.Sprint(name, ", place ", nth),
 				functions[algorithm],
 				mistake{algorithm, right, wrong},
 				func(t *testing.T, db pgtest.Executor) {
 					t.Helper()
-					parts := strings.Split(
-						pgtest.Scalar[string](t, db, "SELECT pg_get_functiondef($1::regproc)", functions[algorithm]),
-						right,
-					)
-					require.Len(t, parts, 3)
+					text := definition(t, db, functions[algorithm])
+					if !strings.Contains(text, right) {
+						text = definition(t, db, pgtest.LeftBy(functions[algorithm]))
+					}
+					parts := strings.Split(text, right)
+					require.Len(t, parts, places+1)
 					pgtest.Exec(t, db, strings.Join(parts[:nth+1], right)+wrong+strings.Join(parts[nth+1:], right))
 				},
 			)
@@ -163,23 +167,22 @@ func TestMistakesInTheFunctionsDifferFromTheModel(t *testing.T) {
 		check("rate_limit_all", "rate_limit_all", c, nil)
 	}
 
-	// Mistakes in deciding one key after the other.
+	// Mistakes in deciding one key.
 	for _, c := range []mistake{
-		{fixed, "BETWEEN 1 AND max_count / greatest(costs[i], 1)", ">= 1"},
-		{fixed, "r_cost := cost * asked", "r_cost := cost"},
-		{fixed, "count = d.count + r_cost", "count = d.count + r_cost + 1"},
+		{fixed, "counts[1] BETWEEN 1 AND max_count / costs[1]", "counts[1] >= 1"},
+		{fixed, "THEN costs[1] * counts[1]", "THEN costs[1]"},
+		{fixed, "count = d.count + units", "count = d.count + units + 1"},
 		{fixed, "d.algorithm = 1 AND", ""},
 		{fixed, "d.since IS NULL AND", ""},
 		{fixed, "d.window_start - clock <= window_us", "d.window_start - clock <= 2 * window_us"},
 		{fixed, "AND d.expires_at = d.window_start + window_us", ""},
-		{fixed, "r_cost <= max_count - d.count", "r_cost <= max_count - d.count + 1"},
+		{fixed, "units <= max_count - d.count", "units <= max_count - d.count + 1"},
 		{fixed, "clock, clock + window_us", "clock, clock + window_us - 1"},
 		{fixed, "least(asked, remaining / cost)", "least(asked, remaining / cost + 1)"},
 		{fixed, "IF granted > 0 OR moved THEN", "IF granted > 0 THEN"},
 		{fixed, "s.expires_at := clock + reset_after_us", "s.expires_at := clock + reset_after_us + 1"},
 		{fixed, "AND d.algorithm = 1\n", "\n"},
-		{fixed, "generate_series(i, n)", "generate_series(i + 1, n)"},
-		{sliding, "count = d.count + r_cost", "count = d.count + r_cost + 1"},
+		{sliding, "count = d.count + units", "count = d.count + units + 1"},
 		{sliding, "d.since IS NULL AND", ""},
 		{sliding, "d.window_start - clock <= window_us", "d.window_start - clock <= 2 * window_us"},
 		{sliding, "AND d.expires_at = d.window_start + 2 * window_us", ""},
@@ -187,51 +190,59 @@ func TestMistakesInTheFunctionsDifferFromTheModel(t *testing.T) {
 		{sliding, "d.prev_count * (d.window_start", "0 * (d.window_start"},
 		{sliding, "greatest(clock, d.window_start)) + window_us - 1) / window_us", "greatest(clock, d.window_start))) / window_us"},
 		{sliding, "clock, clock + 2 * window_us", "clock, clock + window_us"},
-		{bucket, "* refill - r_cost * every_us,", "* refill - r_cost * every_us - 1,"},
+		{bucket, "* refill - units * every_us,", "* refill - units * every_us - 1,"},
 		{bucket, "window_start = greatest(clock, d.window_start)", "window_start = clock"},
-		{bucket, "+ r_cost * every_us - 1) / refill + 1", "+ r_cost * every_us) / refill + 1"},
+		{bucket, "+ units * every_us - 1) / refill + 1", "+ units * every_us) / refill + 1"},
 		{bucket, "d.count = 0 AND", ""},
 		{bucket, "d.scale = every_us AND", ""},
 		{bucket, "AND d.capacity = capacity", ""},
 		{bucket, "d.refill = refill AND", ""},
-		{bucket, ">= r_cost * every_us", ">= r_cost * every_us - every_us"},
+		{bucket, ">= units * every_us", ">= units * every_us - every_us"},
 		{bucket, "credit, scale = s.scale", "credit"},
 		{log, "least(asked, remaining / cost)", "least(asked, remaining / cost + 1)"},
 		{log, "log = s.log", "log = d.log"},
-		{calendar, "r_cost := cost * asked", "r_cost := cost"},
-		{calendar, "count = d.count + r_cost", "count = d.count + r_cost + 1"},
+		{calendar, "THEN costs[1] * counts[1]", "THEN costs[1]"},
+		{calendar, "count = d.count + units", "count = d.count + units + 1"},
 		{calendar, "d.algorithm = 5 AND", ""},
 		{calendar, "d.since IS NULL AND", ""},
 		{calendar, "d.window_start - clock <= window_us", "d.window_start - clock <= 2 * window_us"},
 		{calendar, "AND d.scale <= 2 * window_us", ""},
 		{calendar, "AND d.expires_at = d.window_start + d.scale", ""}, // what was given back has left an empty row
-		{calendar, "r_cost <= max_count - d.count", "r_cost <= max_count - d.count + 1"},
+		{calendar, "units <= max_count - d.count", "units <= max_count - d.count + 1"},
 		{calendar, "clock, window_end - clock, window_end", "clock, window_us, clock + window_us"},
 		{calendar, "clock, window_end - clock, window_end", "clock, window_us, window_end"},
 		{calendar, "s.scale, s.expires_at,", "NULL::bigint, s.expires_at,"},
 		{calendar, "IF granted > 0 OR moved THEN", "IF granted > 0 THEN"},
-		{log, "needed := 0;\n                IF granted > 0", "IF granted > 0"},
+		{log, "needed := 0;\n            IF granted > 0", "IF granted > 0"},
+		// One key after the other.
+		{fixed, "THEN costs[i] * counts[i]", "THEN costs[i]"},
+		{fixed, "told := told || taken;", "told := taken || told;"},
+		{fixed, "keys := keys[done + 1:]", "keys := keys[done:]"},
+		{fixed, "costs := costs[done + 1:]", "costs := costs[done:]"},
+		{fixed, "counts := counts[done + 1:]", "counts := counts[done:]"},
+		{fixed, "ARRAY[done + 1,", "ARRAY[1,"},
+		{fixed, "done + undecided[a.ord]", "undecided[a.ord]"},
 	} {
-		check("one after the other", functions[c.algorithm], c, nil)
+		check("for one key", functions[c.algorithm], c, nil)
 	}
 	for algorithm := fixed; algorithm <= calendar; algorithm++ {
-		for _, stands := range []string{"count = d.count + r_cost", "VALUES (name, keys[i], ", "WHERE d.ctid = s.tid"} {
-			if algorithm == log && !strings.HasPrefix(stands, "VALUES") {
-				continue // it has no such statement, or goes on to rate_limit_all
+		for _, stands := range []string{"count = d.count + units", "SELECT name, e.key, ", "WHERE d.ctid = s.tid"} {
+			if algorithm == log && !strings.HasPrefix(stands, "WHERE") {
+				continue // it has no such statement
 			}
-			if algorithm == bucket && stands == "count = d.count + r_cost" {
-				stands = "* refill - r_cost * every_us,"
+			if algorithm == bucket && stands == "count = d.count + units" {
+				stands = "* refill - units * every_us,"
 			}
-			eachOf(algorithm, stands, map[string]string{
-				"count = d.count + r_cost": "count = d.count + r_cost + 1", "* refill - r_cost * every_us,": "* refill - r_cost * every_us - 1,",
-				"VALUES (name, keys[i], ": "VALUES (name, keys[i] || '?', ", "WHERE d.ctid = s.tid": "WHERE d.ctid = s.tid AND false",
-			}[stands], false)
+			eachOf("for one key", algorithm, stands, map[string]string{
+				"count = d.count + units": "count = d.count + units + 1", "* refill - units * every_us,": "* refill - units * every_us - 1,",
+				"SELECT name, e.key, ": "SELECT name, e.key || '?', ", "WHERE d.ctid = s.tid": "WHERE d.ctid = s.tid AND false",
+			}[stands], 2)
 		}
 	}
 
 	// Mistakes in the one statement for many keys, which has to decide all that comes.
 	for _, c := range []mistake{
-		{fixed, "AND max_count / e.cost THEN", "AND max_count / e.cost + 1 THEN"},
+		{fixed, "AND max_count / u.cost", "AND max_count / u.cost + 1"},
 		{fixed, "ELSE 0 END + excluded.count", "ELSE 0 END + 2 * excluded.count"},
 		{fixed, "CASE WHEN clock < d.expires_at THEN d.count ELSE 0 END + excluded.count", "d.count + excluded.count"},
 		{fixed, "THEN d.window_start ELSE", "THEN clock ELSE"},
@@ -283,7 +294,6 @@ func TestMistakesInTheFunctionsDifferFromTheModel(t *testing.T) {
 		{bucket, "d.scale = every_us AND", ""},
 		{bucket, "AND d.capacity = capacity", ""},
 		{bucket, "d.refill = refill AND", ""},
-		{bucket, "(full_credit - excluded.credit) > 0", "true"},
 		{bucket, "d.window_start - clock <= (full_credit - 1) / refill + 1", "d.window_start - clock <= (full_credit - 1) / refill + 2 * every_us"},
 		{bucket, ">= (full_credit - excluded.credit)", ">= (full_credit - excluded.credit) - every_us"},
 		{bucket, "full_credit - d.credit - 1) / refill END", "full_credit - d.credit - 1) / refill - 1 END"},
@@ -292,16 +302,21 @@ func TestMistakesInTheFunctionsDifferFromTheModel(t *testing.T) {
 	}
 	for _, algorithm := range []int{fixed, sliding, bucket, calendar} {
 		for _, c := range []mistake{
-			{algorithm, "lag(e.place) OVER (ORDER BY e.place, e.ord) IS DISTINCT FROM e.place AS first", "true AS first"},
-			{algorithm, "OVER (ORDER BY e.place, e.ord)", "OVER (ORDER BY e.ord)"},
-			{algorithm, "ROW(e.ord, e.units, e.asked,", "ROW(e.ord, e.units, 1,"},
-			{algorithm, "coalesce(undecided[a.ord], a.ord)", "a.ord"},
+			{algorithm, "< (-octet_length(this_key)", "<= (-octet_length(this_key)"},
+			{algorithm, "THEN u.cost * u.asked", "THEN u.cost"},
+			{algorithm, "done + undecided[a.ord]", "done + a.ord"},
 		} {
 			check("in one statement", functions[algorithm], c, nil)
 		}
 		counted := map[int]string{fixed: "excluded.count,", sliding: "excluded.count,", bucket: "excluded.credit,", calendar: "excluded.count,"}[algorithm]
-		eachOf(algorithm, counted, "1 + "+counted, true)
+		eachOf("in one statement", algorithm, counted, "1 + "+counted, 2)
 	}
+}
+
+// definition is the text of a function.
+func definition(t *testing.T, db pgtest.Executor, function string) string {
+	t.Helper()
+	return pgtest.Scalar[string](t, db, "SELECT pg_get_functiondef($1::regproc)", function)
 }
 
 // A control of the tests of concurrency, which compare what was granted with the limit and with what is stored. A
@@ -319,13 +334,13 @@ func TestDecidingWithoutTheLockAdmitsTooMany(t *testing.T) {
 		"sliding log": {SlidingLog{Limit: 10, Window: year}, "", nil, 7},
 		"sliding log, without locks": {
 			// The 6 are lost.
-			SlidingLog{Limit: 10, Window: year}, "rate_limit_sliding_log", []string{"FOR UPDATE", "", "CONTINUE WHEN NOT found;", ""}, 7,
+			SlidingLog{Limit: 10, Window: year}, "_rate_limit_left_sliding_log", []string{"FOR UPDATE", ""}, 7,
 		},
 		"fixed window": {FixedWindow{Limit: 10, Window: year}, "", nil, 7},
 		"fixed window, from the row that the statement's snapshot shows": {
-			FixedWindow{Limit: 10, Window: year}, "rate_limit_fixed_window", []string{
-				"r_cost <= max_count - d.count",
-				"r_cost <= max_count - (SELECT r.count FROM public.rate_limit_ephemeral AS r WHERE r.prefix = d.prefix AND r.key = d.key)",
+			FixedWindow{Limit: 10, Window: year}, "rate_limit_take_fixed_window", []string{
+				"units <= max_count - d.count",
+				"units <= max_count - (SELECT r.count FROM public.rate_limit_ephemeral AS r WHERE r.prefix = d.prefix AND r.key = d.key)",
 			}, 13,
 		},
 	} {
@@ -366,20 +381,17 @@ func TestUpdatingByTidInTheStatementOfTheLockIsLost(t *testing.T) {
 		db := pgtest.New(t)
 		if broken {
 			pgtest.Exec(t, db.Pool, `
-				CREATE OR REPLACE FUNCTION rate_limit_fixed_window(
+				CREATE OR REPLACE FUNCTION rate_limit_take_fixed_window(
 					name text, keys text[], max_count bigint, window_us bigint, costs bigint[] DEFAULT NULL, counts bigint[] DEFAULT NULL,
-					durable boolean DEFAULT false, lock_timeout_ms integer DEFAULT NULL, synchronous_commit boolean DEFAULT NULL, now timestamptz DEFAULT NULL,
-					taken_since bigint[] DEFAULT NULL, taken_in bigint[] DEFAULT NULL, taken_at bigint[] DEFAULT NULL, taken_spent bigint[] DEFAULT NULL,
-					skip_held boolean DEFAULT false)
-				RETURNS SETOF rate_limit_decision LANGUAGE sql SECURITY DEFINER AS $$
+					durable boolean DEFAULT false, lock_timeout_ms integer DEFAULT NULL, synchronous_commit boolean DEFAULT NULL, now_us bigint DEFAULT NULL)
+				RETURNS bigint[] LANGUAGE sql SECURITY DEFINER AS $$
 					WITH locked AS (
-						SELECT r.ctid AS tid, r.* FROM rate_limit_ephemeral AS r WHERE r.prefix = name AND r.key = keys[1] AND NOT skip_held FOR UPDATE
+						SELECT r.ctid AS tid, r.* FROM rate_limit_ephemeral AS r WHERE r.prefix = name AND r.key = keys[1] FOR UPDATE
 					), updated AS (
 						UPDATE rate_limit_ephemeral AS r SET count = l.count + costs[1] FROM locked AS l WHERE r.ctid = l.tid
 					)
-					SELECT 1::bigint, 1::bigint, max_count - l.count - costs[1], 0::bigint, 0::bigint, clock_timestamp(),
-						l.count + costs[1], l.prev_count, l.window_start, l.credit, 0::bigint, l.expires_at, l.log,
-						l.since, l.window_start, NULL::bigint, 0::bigint
+					SELECT ARRAY[(extract(epoch FROM clock_timestamp()) * 1000000)::bigint,
+						l.count + costs[1], l.prev_count, l.window_start, l.credit, NULL, l.expires_at, NULL, NULL]
 					FROM locked AS l
 				$$`)
 		}
@@ -438,7 +450,7 @@ func TestDenialThatWritesIsSeen(t *testing.T) {
 	for name, policy := range slowPolicies(10) {
 		db := pgtest.New(t)
 		pgtest.Rewrite(t, db.Pool, "rate_limit_all", "IF (granted > 0 AND changed) OR", "IF true OR")
-		pgtest.Rewrite(t, db.Pool, functionOf(policy), "IF granted > 0 OR moved THEN", "IF true THEN")
+		pgtest.Rewrite(t, db.Pool, pgtest.LeftBy(takingOf(policy)), "IF granted > 0 OR moved THEN", "IF true THEN")
 		config := Config{Name: "test", Policy: policy, Client: ClientConfig{Timeout: amply}, NoDenialCache: true}
 		limiter := newLimiter(t, db.NewPool(t, nil), config)
 		_, err := limiter.AllowN(t.Context(), "key", 10)

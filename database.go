@@ -45,7 +45,7 @@ type database struct {
 	// transaction.
 	sharded atomic.Bool
 	clock   func() time.Time // replaces the database's clock, unless it is nil
-	// qualified are the statements by the algorithm's code, if the schema stands in them.
+	// qualified are the statements by code, as statement takes it, if the schema stands in them.
 	qualified map[int16]string
 }
 
@@ -56,6 +56,7 @@ func newDatabase(db DBTX, schema string, clock func() time.Time) *database {
 		d.qualified = map[int16]string{ofAll: pg.Qualify(allStatement, schema)}
 		for _, a := range algorithm.All() {
 			d.qualified[a.Code] = pg.Qualify(implementationOf(a.Code).statement, schema)
+			d.qualified[-a.Code] = pg.Qualify(implementationOf(a.Code).takes, schema)
 		}
 	}
 	return d
@@ -64,13 +65,15 @@ func newDatabase(db DBTX, schema string, clock func() time.Time) *database {
 // ofAll stands for rate_limit_all, where the codes stand for the functions of the algorithms.
 const ofAll int16 = 0
 
-// statement is the text of a statement that decides.
+// statement is the text of a statement that decides. A code below 0 stands for the function that only takes.
 func (d *database) statement(code int16) string {
 	switch {
 	case d.qualified != nil:
 		return d.qualified[code]
 	case code == ofAll:
 		return allStatement
+	case code < 0:
+		return implementationOf(-code).takes
 	}
 	return implementationOf(code).statement
 }

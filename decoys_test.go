@@ -31,8 +31,8 @@ func TestNothingThatOthersCreateIsRun(t *testing.T) {
 	// argument of a call of ours has another type than the parameter.
 	const pinned = `SET search_path TO 'pg_catalog', 'pg_temp'`
 	for name, test := range map[string]struct{ function, old, new string }{
-		"schema in search_path":    {"rate_limit_fixed_window", pinned, `SET search_path TO 'limits', 'pg_temp'`},
-		"schema behind pg_catalog": {"rate_limit_fixed_window", pinned, `SET search_path TO 'pg_catalog', 'limits', 'pg_temp'`},
+		"schema in search_path":    {"rate_limit_take_fixed_window", pinned, `SET search_path TO 'limits', 'pg_temp'`},
+		"schema behind pg_catalog": {"rate_limit_take_fixed_window", pinned, `SET search_path TO 'pg_catalog', 'limits', 'pg_temp'`},
 		"public":                   {"rate_limit_all", pinned, `SET search_path TO 'pg_catalog', 'public', 'pg_temp'`},
 		"sweeper":                  {"rate_limit_sweep", pinned, `SET search_path TO 'limits', 'pg_temp'`},
 		"argument of another type": {"rate_limit_fixed_window", `1::smallint`, `1`},
@@ -50,7 +50,7 @@ func TestNothingThatOthersCreateIsRun(t *testing.T) {
 		err := callEverything(t, db, pool)
 		require.Error(t, err, name)
 		// Too many rows: so says a decoy that compares times.
-		require.Regexp(t, "decoy|is not unique|too many rows|cannot|does not exist|must have type", err.Error(), name)
+		require.Regexp(t, "decoy|is not unique|too many rows|cannot|does not exist|must have type|does not match", err.Error(), name)
 		pgtest.Exec(t, db.Pool, definition)
 	}
 }

@@ -76,7 +76,8 @@ func queryDecisions(ctx context.Context, db DBTX, sql string, args []any, each f
 	for i := range parts {
 		parts[i] = &part{decision: decision{granted: none}}
 	}
-	err := (&database{}).queryDecisions(ctx, db, false, sql, args, parts)
+	c := call{sql: sql, args: args, into: parts}
+	err := c.query(ctx, db, false)
 	for i, p := range parts {
 		if p.decision.granted != none {
 			each(int64(i)+1, p.decision)

@@ -97,7 +97,7 @@ func TestLockingInTheOrderGivenDeadlocks(t *testing.T) {
 	t.Parallel()
 
 	fixed, log := FixedWindow{Limit: 10, Window: year}, SlidingLog{Limit: 10, Window: year}
-	takes := []string{"FROM e ORDER BY e.place", "FROM e ORDER BY e.ord"}
+	takes := []string{"ascend := (ascend AND", "ascend := true OR (ascend AND"} // in any order
 	known := []string{"ORDER BY e.place, e.refused, e.ord\n", "ORDER BY e.ord\n"}
 	made := []string{
 		`GROUP BY e.name COLLATE "C", e.key COLLATE "C"`, "",
@@ -109,9 +109,8 @@ func TestLockingInTheOrderGivenDeadlocks(t *testing.T) {
 		oldNew   []string
 		exist    []string // keys that have a row at the beginning
 	}{
-		"of known keys":       {fixed, "rate_limit_fixed_window", takes, []string{"a", "b", "m"}},
-		"of new keys":         {fixed, "rate_limit_fixed_window", takes, []string{"m"}},
-		"of a few keys":       {fixed, "rate_limit_fixed_window", []string{"few := few AND (-octet_length", "few := few OR (-octet_length"}, []string{"a", "b", "m"}},
+		"of known keys":       {fixed, "rate_limit_take_fixed_window", takes, []string{"a", "b", "m"}},
+		"of new keys":         {fixed, "rate_limit_take_fixed_window", takes, []string{"m"}},
 		"of known keys' logs": {log, "rate_limit_all", known, []string{"a", "b", "m"}},
 		"of new keys' logs":   {log, "rate_limit_all", slices.Concat(known, made), []string{"m"}},
 	} {
@@ -159,7 +158,8 @@ func TestKeysBehindOneThatIsLeftAreNotLocked(t *testing.T) {
 	for _, broken := range []bool{false, true} {
 		db := pgtest.New(t)
 		if broken {
-			pgtest.Rewrite(t, db.Pool, "rate_limit_fixed_window", "EXIT each_key", "EXIT")
+			each := "FROM unnest((SELECT keys), (SELECT each)) AS e (key, units)"
+			pgtest.Rewrite(t, db.Pool, "rate_limit_take_fixed_window", each, each+" ORDER BY e.key DESC")
 		}
 		config := Config{
 			Name:   "test",

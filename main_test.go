@@ -228,26 +228,35 @@ func (c *Client) inLane() int {
 	return len(c.queues.first().lane.requests)
 }
 
-// functionOf is the function that decides by a policy.
-func functionOf(policy Policy) string {
-	return algorithm.ByCode(policy.models()[0].numbers().Algorithm).Function
+// takingOf is the function that decides by a policy if all requests take.
+func takingOf(policy Policy) string {
+	a := algorithm.ByCode(policy.models()[0].numbers().Algorithm)
+	return a.Takes()
 }
 
-// neverFew has the functions decide a few keys as they decide many: in one statement.
-func neverFew(t *testing.T, db pgtest.Executor) {
+// neverUpdate has the functions decide one key as they decide many: in one statement that takes from rows or makes them.
+func neverUpdate(t *testing.T, db pgtest.Executor) {
 	t.Helper()
 	for _, policy := range slowPolicies(1) {
-		pgtest.Rewrite(t, db, functionOf(policy), "few := n BETWEEN", "few := false AND n BETWEEN")
+		if _, log := policy.(SlidingLog); !log {
+			pgtest.Rewrite(t, db, takingOf(policy),
+				"IF units IS NOT NULL AND ascend IS NOT FALSE AND cardinality(keys) <= 6 THEN", "IF false THEN")
+		}
 	}
 }
 
-// neverCheap has the functions leave everything to rate_limit_all.
+// neverCheap has them decide by the rules of rate_limit_all only, those for one key by themselves.
 func neverCheap(t *testing.T, db pgtest.Executor) {
 	t.Helper()
-	neverFew(t, db)
 	for _, policy := range slowPolicies(1) {
-		if _, log := policy.(SlidingLog); !log {
-			pgtest.Rewrite(t, db, functionOf(policy), "IF NOT few AND", "IF false AND")
-		}
+		pgtest.LeaveToRules(t, db, takingOf(policy))
+	}
+}
+
+// alwaysAll has them leave everything to rate_limit_all.
+func alwaysAll(t *testing.T, db pgtest.Executor) {
+	t.Helper()
+	for _, policy := range slowPolicies(1) {
+		pgtest.LeaveToAll(t, db, takingOf(policy))
 	}
 }

@@ -320,7 +320,7 @@ func TestRefundsMintNothingOnAServer(t *testing.T) {
 		{2, "rate_limit_all", "= taken_in[part] << 10", "<> 0 LIMIT 1"},
 		{3, "rate_limit_all", "s.returned := s.returned + back;", ""},
 		// What a take that was decided in one statement says of itself: its place in the queue.
-		{3, "rate_limit_token_bucket", "returned + full_credit -", "returned + 2 * full_credit -"},
+		{3, "rate_limit_take_token_bucket", "d.since, d.returned]", "d.since, d.returned + capacity * every_us]"},
 	} {
 		db := pgtest.New(t)
 		pgtest.Rewrite(t, db.Pool, mutant.function, mutant.right, mutant.wrong)

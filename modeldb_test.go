@@ -3,11 +3,13 @@ package ratelimit
 import (
 	"context"
 	"slices"
+	"strings"
 	"sync"
 	"time"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/jackc/pgx/v5/pgtype"
 
 	"github.com/pgratelimit/ratelimit/internal/algorithm"
 )
@@ -108,7 +110,7 @@ func (db *modelDB) Query(ctx context.Context, sql string, args ...any) (pgx.Rows
 }
 
 func (db *modelDB) decide(sql string, args []any) (*modelRows, error) {
-	requests, lockTimeout, skip := askedOf(sql, args)
+	requests, lockTimeout, skip, takes := askedOf(sql, args)
 	db.mu.Lock()
 	wait, code := db.takes/2, ""
 	passed := map[int][]int64{} // by which transactions the parts of requests are locked
@@ -134,14 +136,17 @@ func (db *modelDB) decide(sql string, args []any) (*modelRows, error) {
 	if db.cutOff > 0 && wait > db.cutOff {
 		wait, code = db.cutOff, "57014"
 	}
-	takes := db.takes
+	lasts := db.takes
 	db.mu.Unlock()
 	elapse(wait)
 	if code != "" {
 		return nil, &pgconn.PgError{Code: code, Severity: "ERROR", SeverityUnlocalized: "ERROR"}
 	}
 	answer := db.answer(requests, passed)
-	elapse(takes / 2)
+	if takes {
+		answer = answer.asNumbers()
+	}
+	elapse(lasts / 2)
 	return answer, nil
 }
 
@@ -191,12 +196,44 @@ func (e entries) numbers() (log []int64) {
 	return log
 }
 
-// askedOf is what a statement asks for.
-func askedOf(sql string, args []any) (requests []modelRequest, lockTimeout *int32, skip bool) {
+// asNumbers is the answer as a function tells it that only takes, and that leaves all to the rules of rate_limit_all.
+func (r *modelRows) asNumbers() *modelRows {
+	var numbers pgtype.FlatArray[pgtype.Int8]
+	for _, v := range r.values {
+		for _, value := range v[:leftNumbers] {
+			if retryAfter, ok := value.(*int64); ok {
+				value = *retryAfter
+			}
+			n := value.(int64)
+			numbers = append(numbers, pgtype.Int8{Int64: n, Valid: n != never})
+		}
+		if len(r.values) == 1 {
+			for _, entry := range v[15].([]int64) {
+				numbers = append(numbers, pgtype.Int8{Int64: entry, Valid: true})
+			}
+		}
+	}
+	return &modelRows{values: [][]any{{numbers}}}
+}
+
+// askedOf is what a statement asks for. takes tells whether it is a function that only takes.
+func askedOf(sql string, args []any) (requests []modelRequest, lockTimeout *int32, skip, takes bool) {
 	if name, one := args[0].(string); one { // the function of an algorithm; rate_limit_all is asked for the same so
+		takes = strings.Contains(sql, "rate_limit_take_")
+		if takes {
+			none := []*int64(nil)
+			args = slices.Clone(args)
+			if now := args[7].(*int64); now != nil {
+				args[7] = new(time.UnixMicro(*now))
+			} else {
+				args[7] = (*time.Time)(nil)
+			}
+			args = slices.Insert(args, 8, any(none), any(none), any(none), any(none), any(false))
+		}
 		n, of := len(args[1].([]string)), args[13:]
 		code := 1 + slices.IndexFunc(algorithm.All(), func(a algorithm.Algorithm) bool {
-			return implementationOf(a.Code).statement == sql
+			i := implementationOf(a.Code)
+			return i.statement == sql || i.takes == sql
 		})
 		owners, refill, zones := make([]int32, n), int64(0), []string(nil)
 		for i := range owners {
@@ -259,7 +296,7 @@ func askedOf(sql string, args []any) (requests []modelRequest, lockTimeout *int3
 			r.ahead = leased / p.cost
 		}
 	}
-	return requests, args[10].(*int32), args[17].(bool)
+	return requests, args[10].(*int32), args[17].(bool), takes
 }
 
 // modelRows are what a statement returns.
@@ -286,6 +323,8 @@ func (r *modelRows) Scan(targets ...any) error {
 			*target = value.(*int64)
 		case *[]int64:
 			*target = value.([]int64)
+		case *pgtype.FlatArray[pgtype.Int8]:
+			*target = value.(pgtype.FlatArray[pgtype.Int8])
 		}
 	}
 	r.values = r.values[1:]

@@ -89,7 +89,7 @@ func newProxy(t *testing.T, shards int) *scriptedProxy {
 						WHEN 'rate_limit_reset' THEN 'ARRAY[key], NULL, ARRAY[name]'
 						ELSE 'keys, NULL, ARRAY[name]'
 					END,
-					CASE f.proname WHEN 'rate_limit_reset' THEN 'RETURN' ELSE 'RETURN QUERY SELECT * FROM' END, f.passed);
+					CASE WHEN f.result LIKE 'SETOF%' THEN 'RETURN QUERY SELECT * FROM' ELSE 'RETURN' END, f.passed);
 			END LOOP;
 		END
 		$do$;

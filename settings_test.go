@@ -102,7 +102,7 @@ func TestSettingsAreThoseOfTheLimitersTransactionsAlone(t *testing.T) {
 }
 
 // unreadable encodes numbers, and does not read them.
-type unreadable struct{ pgtype.Int8Codec }
+type unreadable struct{ pgtype.Codec }
 
 func (unreadable) PlanScan(*pgtype.Map, uint32, int16, any) pgtype.ScanPlan { return nil }
 
@@ -151,12 +151,18 @@ func TestFaultsOfTheSetup(t *testing.T) {
 			c.ConnConfig.RuntimeParams[name] = value
 		}
 	}
-	codec := func(typeName string, codec pgtype.Codec) func(*pgxpool.Config) { // an application's own
+	codec := func(codec pgtype.Codec, typeNames ...string) func(*pgxpool.Config) { // an application's own
 		return func(c *pgxpool.Config) {
 			c.AfterConnect = func(_ context.Context, conn *pgx.Conn) error {
-				known, ok := conn.TypeMap().TypeForName(typeName)
-				require.True(t, ok)
-				conn.TypeMap().RegisterType(&pgtype.Type{Name: typeName, OID: known.OID, Codec: codec})
+				for _, typeName := range typeNames {
+					known, ok := conn.TypeMap().TypeForName(typeName)
+					require.True(t, ok)
+					if unreadable, ok := codec.(unreadable); ok {
+						unreadable.Codec = known.Codec
+						codec = unreadable
+					}
+					conn.TypeMap().RegisterType(&pgtype.Type{Name: typeName, OID: known.OID, Codec: codec})
+				}
 				return nil
 			}
 		}
@@ -195,9 +201,9 @@ func TestFaultsOfTheSetup(t *testing.T) {
 		"an encoding whose characters have bytes of ASCII in them": {func(t *testing.T) *pgxpool.Pool {
 			return db.NewPool(t, func(c *pgxpool.Config) { c.ConnConfig.RuntimeParams["client_encoding"] = "SJIS" })
 		}, []error{ErrSetup}},
-		"arguments that cannot be sent": {func(t *testing.T) *pgxpool.Pool { return db.NewPool(t, codec("_text", pgtype.BoolCodec{})) }, []error{ErrSetup}},
+		"arguments that cannot be sent": {func(t *testing.T) *pgxpool.Pool { return db.NewPool(t, codec(pgtype.BoolCodec{}, "_text")) }, []error{ErrSetup}},
 		"results that cannot be read": {func(t *testing.T) *pgxpool.Pool {
-			return db.NewPool(t, codec("int8", unreadable{}))
+			return db.NewPool(t, codec(unreadable{}, "int8", "_int8"))
 		}, []error{ErrSetup, ErrOutcomeUnknown}},
 	} {
 		t.Run(name, func(t *testing.T) {

@@ -91,30 +91,25 @@ func shadowsOf(requests []*request) (shadows []*request) {
 func (d *database) executeBoth(
 	ctx context.Context, db DBTX, requests, shadows []*request, tx transaction,
 ) (over bool, err error) {
-	sql, args, into := d.call(requests, tx)
+	first := d.call(requests, tx)
 	shadowTx := tx
 	shadowTx.lockTimeout = new(int32(shadowWait))
-	shadowSQL, shadowArgs, shadowInto := d.call(shadows, shadowTx)
-	undecide := func(parts []*part) {
-		for _, p := range parts {
-			p.decision.granted = passedOver
-		}
-	}
-	undecide(into)
-	undecide(shadowInto)
+	second := d.call(shadows, shadowTx)
+	first.undecide()
+	second.undecide()
 	decided := false // a shard has decided the requests, which nothing undoes
 	err = pg.Use(ctx, db, func(conn *pgx.Conn) error {
 		if err := pg.Garbled(conn); err != nil {
 			return err
 		}
 		batch := &pgx.Batch{}
-		batch.Queue(sql, args...)
-		batch.Queue(shadowSQL, shadowArgs...)
+		batch.Queue(first.sql, first.args...)
+		batch.Queue(second.sql, second.args...)
 		results := conn.SendBatch(ctx, batch)
-		for i, into := range [][]*part{into, shadowInto} {
+		for i, c := range []*call{&first, &second} {
 			rows, err := results.Query()
 			if err == nil {
-				err = readDecisions(rows, into)
+				err = c.read(rows)
 			}
 			if err != nil {
 				_ = results.Close()
@@ -132,11 +127,11 @@ func (d *database) executeBoth(
 		return true, nil
 	}
 	if decided {
-		undecide(shadowInto)
+		second.undecide()
 		return true, nil
 	}
-	undecide(into)
-	undecide(shadowInto)
+	first.undecide()
+	second.undecide()
 	if over || errors.Is(err, ErrOutcomeUnknown) {
 		return true, err
 	}

@@ -149,10 +149,10 @@ func TestShadowThatFails(t *testing.T) {
 	require.NoError(t, tx.Rollback(t.Context()))
 	require.EqualValues(t, 3, allow(7).Shadow.Remaining)
 
-	pgtest.Exec(t, db.Pool, "REVOKE ALL ON FUNCTION rate_limit_token_bucket FROM PUBLIC")
-	pgtest.Exec(t, db.Pool, "ALTER FUNCTION rate_limit_token_bucket RENAME TO rate_limit_gone")
+	pgtest.Exec(t, db.Pool, "REVOKE ALL ON FUNCTION rate_limit_take_token_bucket FROM PUBLIC")
+	pgtest.Exec(t, db.Pool, "ALTER FUNCTION rate_limit_take_token_bucket RENAME TO rate_limit_gone")
 	require.Nil(t, allow(6).Shadow)
-	pgtest.Exec(t, db.Pool, "ALTER FUNCTION rate_limit_gone RENAME TO rate_limit_token_bucket")
+	pgtest.Exec(t, db.Pool, "ALTER FUNCTION rate_limit_gone RENAME TO rate_limit_take_token_bucket")
 	require.EqualValues(t, 2, allow(5).Shadow.Remaining)
 
 	// A cost above the shadow's limit.

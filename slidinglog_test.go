@@ -372,7 +372,7 @@ func TestRareStepsOfLogsEqualTheModel(t *testing.T) {
 		},
 		"a denial waits for as many entries as the credit lacks": {
 			[]step{ask(c0, -5), ask(c1, 4), ask(c2, 8), ask(c4, 6)},
-			"rate_limit_sliding_log", "s.count - s.credit + greatest", "s.count + greatest",
+			"_rate_limit_left_sliding_log", "s.count - s.credit + greatest", "s.count + greatest",
 		},
 	} {
 		for _, broken := range []bool{false, true} {

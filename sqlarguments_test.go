@@ -23,6 +23,12 @@ func TestSQLRefusesBadArguments(t *testing.T) {
 		"token bucket":   "rate_limit_token_bucket(%s, %s, 10, 1, 1000%s)",
 		"sliding log":    "rate_limit_sliding_log(%s, %s, 10, 1000%s)",
 		"calendar":       "rate_limit_calendar_window(%s, %s, 10, 60000000, 'UTC'%s)",
+
+		"take of a fixed window":   "rate_limit_take_fixed_window(%s, %s, 10, 1000%s)",
+		"take of a sliding window": "rate_limit_take_sliding_window(%s, %s, 10, 1000%s)",
+		"take of a token bucket":   "rate_limit_take_token_bucket(%s, %s, 10, 1, 1000%s)",
+		"take of a sliding log":    "rate_limit_take_sliding_log(%s, %s, 10, 1000%s)",
+		"take of a calendar":       "rate_limit_take_calendar_window(%s, %s, 10, 60000000, 'UTC'%s)",
 	}
 	const invalid = "22023"
 	long := "repeat('ä', 257)"
@@ -175,7 +181,7 @@ func TestExamplesInCommentsWork(t *testing.T) {
 	type function struct{ Name, Comment string }
 	functions, err := pgx.CollectRows(rows, pgx.RowToStructByPos[function])
 	require.NoError(t, err)
-	require.Len(t, functions, 14)
+	require.Len(t, functions, 19)
 
 	for _, f := range functions {
 		_, example, found := strings.Cut(f.Comment, "Example: ")
@@ -206,6 +212,12 @@ func TestExamplesInCommentsWork(t *testing.T) {
 			for column := range values[0] {
 				require.Contains(t, functions[1].Comment, column)
 			}
+			continue
+		}
+		if strings.HasPrefix(f.Name, "rate_limit_take_") {
+			numbers, ok := values[0][f.Name].([]any)
+			require.True(t, ok, "%T", values[0][f.Name])
+			require.NotEmpty(t, numbers)
 			continue
 		}
 		if f.Name == "rate_limit_policies" || f.Name == "rate_limit_ban" ||
@@ -273,5 +285,56 @@ func TestLockTimeoutOfTheCallersTransaction(t *testing.T) {
 		require.NoError(t, l.ResetTx(t.Context(), tx, "a"))
 		require.Equal(t, "54321ms", pgtest.Scalar[string](t, tx, "SELECT current_setting('lock_timeout')"))
 		require.NoError(t, tx.Rollback(t.Context()))
+	}
+}
+
+// The functions that take ask little of a key whose row is there. What is not valid they refuse all the same, and
+// nothing is taken.
+func TestTakesFromRowsRefuseBadArguments(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	pgtest.Exec(t, db.Pool, `SELECT
+		rate_limit_take_fixed_window('fixed', '{aaa,bb,c}', 3, 60000000, '{1,3,1}', '{1,1,1}'),
+		rate_limit_take_sliding_window('sliding', '{aaa,bb,c}', 3, 60000000, '{1,3,1}', '{1,1,1}'),
+		rate_limit_take_token_bucket('bucket', '{aaa,bb,c}', 3, 1, 60000000, '{1,3,1}', '{1,1,1}'),
+		rate_limit_take_sliding_log('log', '{aaa,bb,c}', 3, 60000000, '{1,3,1}', '{1,1,1}'),
+		rate_limit_take_calendar_window('calendar', '{aaa,bb,c}', 3, 2678400000000, 'UTC', '{1,3,1}', '{1,1,1}')`)
+	before := storedRows(t, db.Pool, false)
+	require.Len(t, before, 15)
+	const most = "9223372036854775807"
+	for _, call := range []string{
+		// Arrays that are not counted from 1.
+		"fixed_window('fixed', '[0:2]={aaa,bb,c}', 3, 60000000)",
+		"fixed_window('fixed', '[-1:1]={aaa,bb,c}', 3, 60000000)",
+		"fixed_window('fixed', '[0:7]={aaa,w2,w3,w4,w5,w6,w7,w8}', 3, 60000000)",
+		"fixed_window('fixed', '{aaa,bb,c}', 3, 60000000, '[0:2]={1,1,3}', '{1,1,1}')",
+		"fixed_window('fixed', '{aaa,bb,c}', 3, 60000000, '{1,1,1}', '[0:2]={1,1,3}')",
+		"sliding_window('sliding', '[0:2]={aaa,bb,c}', 3, 60000000)",
+		"token_bucket('bucket', '[0:2]={aaa,bb,c}', 3, 1, 60000000)",
+		"sliding_log('log', '[0:2]={aaa,bb,c}', 3, 60000000)",
+		"calendar_window('calendar', '[0:2]={aaa,bb,c}', 3, 2678400000000, 'UTC')",
+		// Policies outside the exact range.
+		"fixed_window('fixed', '{c}', " + most + ", 60000000)",
+		"fixed_window('fixed', '{c}', " + most + ", 60000000, '{4611686018427387904}', '{1}')",
+		"fixed_window('fixed', '{c}', -" + most + " - 1, 60000000)",
+		"fixed_window('fixed', '{c}', 3, " + most + ")",
+		"sliding_window('sliding', '{c}', 3, " + most + ")",
+		"sliding_window('sliding', '{c}', 3, 0)",
+		"sliding_window('sliding', '{c}', " + most + ", 60000000, '{4611686018427387904}', '{1}')",
+		"token_bucket('bucket', '{c}', 3, 0, 60000000)",
+		"token_bucket('bucket', '{c}', " + most + ", 1, 60000000)",
+		"sliding_log('log', '{c}', 1001, 60000000)",
+		"calendar_window('calendar', '{c}', 3, " + most + ", 'UTC')",
+		"calendar_window('calendar', '{c}', 3, 86400000001, 'UTC')",
+		"calendar_window('calendar', '{c}', 3, 2678400000000, '+02')",
+		"calendar_window('calendar', '{c}', 3, 2678400000000, 'EST5EDT')",
+		"calendar_window('calendar', '{c}', " + most + ", 2678400000000, 'UTC')",
+	} {
+		_, err := db.Pool.Exec(t.Context(), "SELECT rate_limit_take_"+call)
+		var refused *pgconn.PgError
+		require.ErrorAs(t, err, &refused, call)
+		require.Equal(t, "22023", refused.Code, "%s: %v", call, refused)
+		require.Equal(t, before, storedRows(t, db.Pool, false), call)
 	}
 }

@@ -11,6 +11,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/jackc/pgx/v5/pgtype"
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/pgratelimit/ratelimit/internal/pg"
@@ -30,12 +31,10 @@ func (d *database) execute(ctx context.Context, db DBTX, requests []*request, tx
 		}
 	}
 	if !over {
-		sql, args, into := d.call(requests, tx)
-		for _, p := range into {
-			p.decision.granted = passedOver // unless a row comes back
-		}
+		c := d.call(requests, tx)
+		c.undecide()
 		sharded := d.sharded.Load()
-		err = d.queryDecisions(ctx, db, tx.own() && !sharded, sql, args, into)
+		err = c.query(ctx, db, tx.own() && !sharded)
 		if sharded && pg.Canceled(err) && !pg.FromProxy(err) { // the proxy has not waited for the shard's answer
 			err = pg.NewError(pg.Cause(err), ErrTimeout, ErrOutcomeUnknown)
 		}
@@ -46,14 +45,21 @@ func (d *database) execute(ctx context.Context, db DBTX, requests []*request, tx
 	return d.explain(ctx, db, requests, err)
 }
 
-// call returns the statement for requests, and whose decisions its rows are.
-func (d *database) call(requests []*request, tx transaction) (sql string, args []any, into []*part) {
-	if ofOneFunction(requests) {
-		args, into = d.argumentsOfOne(requests, tx)
-		return d.statement(requests[0].parts[0].model.numbers().Algorithm), args, into
+// call is a statement that decides, and whose decisions its answer has.
+type call struct {
+	sql    string
+	args   []any
+	into   []*part
+	takes  bool    // the function is one whose name begins with rate_limit_take_
+	counts []int64 // then, of how many requests each part is; nil if that is 1 each
+}
+
+// call returns the statement for requests.
+func (d *database) call(requests []*request, tx transaction) call {
+	if !ofOneFunction(requests) {
+		return d.callAll(requests, tx)
 	}
-	args, into = d.argumentsOfAll(requests, tx)
-	return d.statement(ofAll), args, into
+	return d.callOne(requests, tx)
 }
 
 // ofOneFunction tells whether the function of an algorithm can decide the requests. It can if they ask for keys of
@@ -69,38 +75,53 @@ func ofOneFunction(requests []*request) bool {
 	return true
 }
 
-// argumentsOfOne are the arguments of an algorithm's function.
-func (d *database) argumentsOfOne(requests []*request, tx transaction) ([]any, []*part) {
+// callOne calls a function of an algorithm.
+func (d *database) callOne(requests []*request, tx transaction) call {
 	n := len(requests)
 	keys, into := make([]string, n), make([]*part, n)
-	numbers := make([]int64, 2*n)
-	costs, counts := numbers[:n], numbers[n:]
-	costsAre1, countsAre1 := true, true
-	var refunds refundArguments
+	are1 := true
 	for i, r := range requests {
 		p := &r.parts[0]
-		keys[i], costs[i], counts[i], into[i] = p.key, p.cost, r.count, p
-		costsAre1, countsAre1 = costsAre1 && costs[i] == 1, countsAre1 && counts[i] == 1
-		refunds.set(i, n, p.refund)
+		keys[i], into[i] = p.key, p
+		are1 = are1 && p.cost == 1 && r.count == 1
 	}
-	// Without them, the function takes all to be 1, which is the shortest way.
-	if costsAre1 {
-		costs = nil
-	}
-	if countsAre1 {
-		counts = nil
+	var costs, counts []int64 // nil if all are 1, which is the shortest way
+	var refunds refundArguments
+	if !are1 {
+		numbers := make([]int64, 2*n)
+		costs, counts = numbers[:n], numbers[n:]
+		for i, r := range requests {
+			costs[i], counts[i] = into[i].cost, r.count
+			refunds.set(i, n, into[i].refund)
+		}
 	}
 	space, of := into[0].space, into[0].model.numbers()
-	args := []any{
+	c := call{into: into, counts: counts, takes: onlyTake(requests, tx)}
+	c.args = []any{
 		space.name, keys, costs, counts, space.durable, tx.lockTimeout,
-		d.synchronousCommit(tx, space.durable, space.flush), d.now(),
-		refunds.since, refunds.in, refunds.at, refunds.spent, tx.skipHeld,
+		d.synchronousCommit(tx, space.durable, space.flush),
 	}
-	return append(args, argumentsOf(of)...), into
+	if c.takes {
+		c.sql = d.statement(-of.Algorithm)
+		c.args = append(c.args, microsOf(d.now()))
+	} else {
+		c.sql = d.statement(of.Algorithm)
+		c.args = append(c.args, d.now(), refunds.since, refunds.in, refunds.at, refunds.spent, tx.skipHeld)
+	}
+	c.args = append(c.args, argumentsOf(of)...)
+	return c
 }
 
-// argumentsOfAll are the arguments of rate_limit_all.
-func (d *database) argumentsOfAll(requests []*request, tx transaction) ([]any, []*part) {
+// microsOf are the microseconds since 1970 of a time that may be nil.
+func microsOf(t *time.Time) *int64 {
+	if t == nil {
+		return nil
+	}
+	return new(t.UnixMicro())
+}
+
+// callAll calls rate_limit_all.
+func (d *database) callAll(requests []*request, tx transaction) call {
 	n := 0
 	for _, r := range requests {
 		n += len(r.parts)
@@ -143,11 +164,11 @@ func (d *database) argumentsOfAll(requests []*request, tx transaction) ([]any, [
 		refunds.set(i, n, p.refund)
 		durable, flush = durable || p.space.durable, flush || p.space.flush
 	}
-	return []any{
+	return call{sql: d.statement(ofAll), into: into, args: []any{
 		owners, names, keys, durables, algorithms, limits, spans, refills, costs, counts, tx.lockTimeout,
 		d.synchronousCommit(tx, durable, flush), d.now(),
 		refunds.since, refunds.in, refunds.at, refunds.spent, tx.skipHeld, zones, leased,
-	}, into
+	}}
 }
 
 // compareLockOrder is the order in which rate_limit_all locks rows.
@@ -185,21 +206,39 @@ func (r *refundArguments) set(i, n int, k *take) {
 	r.since[i], r.in[i], r.at[i], r.spent[i] = &k.since, &k.in, &k.at, &k.spent
 }
 
-// queryDecisions runs a statement that decides. It sets the decision of each part for which a row comes back.
+// undecide says of all parts that the statement has not come to them. It does if no row comes back for one.
+func (c *call) undecide() {
+	for _, p := range c.into {
+		p.decision.granted = passedOver
+	}
+}
+
+// query runs the statement. It sets the decision of each part for which a row comes back.
 //
 // The statement returns times in microseconds, because the text of a timestamptz depends on DateStyle. For that it
 // multiplies date_part, a double precision number of seconds. This is exact until 2106 (TestTimesAreReadExactly),
 // and cheaper than extract, which is numeric.
-func (d *database) queryDecisions(ctx context.Context, db DBTX, own bool, sql string, args []any, into []*part) error {
-	targets, each := decisionsInto(into)
-	return query(ctx, db, own, sql, args, targets, each)
+func (c *call) query(ctx context.Context, db DBTX, own bool) error {
+	targets, each := c.answer()
+	return query(ctx, db, own, c.sql, c.args, targets, each)
 }
 
-// readDecisions reads the rows of such a statement.
-func readDecisions(rows pgx.Rows, into []*part) error {
-	targets, each := decisionsInto(into)
+// read reads the rows of the statement.
+func (c *call) read(rows pgx.Rows) error {
+	targets, each := c.answer()
 	_, err := pgx.ForEachRow(rows, targets[:min(len(targets), len(rows.FieldDescriptions()))], each)
 	return err
+}
+
+// answer returns what a row is scanned into, and what sets decisions then.
+func (c *call) answer() (targets []any, each func() error) {
+	if !c.takes {
+		return decisionsInto(c.into)
+	}
+	var numbers pgtype.FlatArray[pgtype.Int8]
+	return []any{&numbers}, func() error {
+		return takenInto(c.into, c.counts, numbers)
+	}
 }
 
 // decisionsInto returns what a row is scanned into, and what sets its part's decision then.

@@ -1749,16 +1749,8 @@ Optional, by name: costs for each part, which are 1 each by default, and counts.
 --                       is just making it. For such a key a row comes back with a granted of -2, or none: see
 --                       rate_limit_all
 --
--- A few keys that come in the order of locking are decided one after the other. If the row exists and will
--- stay in force for a while, an UPDATE takes from it. Otherwise the row is locked and written, or made. Many keys are
--- decided by one statement: it takes from each row as it is, or makes it. Everything
--- less ordinary is left to rate_limit_all.
---
--- The clock is read twice: before a row is locked, and with the lock held. A decision is made by the first reading, and
--- what it needs must be true then and still be true 10 ms later. So it was also true when the row was locked: the one
--- statement leaves out rows that were waited for longer, and the UPDATE is undone if its row had ended before the lock.
--- The decision is told by the second reading. Only a window or a bucket that begins does so at the first reading,
--- because nobody else can have decided anything by it since.
+-- rate_limit_all decides. If all requests take,
+-- rate_limit_take_fixed_window does the same for less.
 -- +goose StatementBegin
 CREATE FUNCTION rate_limit_fixed_window(
     name text,
@@ -1780,255 +1772,11 @@ CREATE FUNCTION rate_limit_fixed_window(
 RETURNS SETOF rate_limit_decision
 LANGUAGE plpgsql
 SECURITY DEFINER
-SET enable_seqscan = off -- a plan must not depend on how small the table was when it was made
-SET enable_nestloop = off -- two lists of keys are joined below, and the planner takes them for short ones
 AS $$
 #variable_conflict use_variable
 DECLARE
-    decided_at timestamptz;
-    clock bigint;
-    taken rate_limit_row[]; -- the rows that one statement took from or made; their cost is what was taken
-    t bigint;
-    n integer := cardinality(keys);
-    few boolean;            -- whether to decide one key after the other
-    undecided bigint[];     -- the places of the keys that are left to rate_limit_all
-    give_up timestamptz;
-    cost bigint := 1;       -- what is asked for the current key
-    asked bigint := 1;
-    r_cost bigint := 1;     -- all of that together, and below it the row if it was taken from it
-    r_count bigint;
-    r_window_start bigint;
-    r_expires_at bigint;
-    s rate_limit_row;       -- otherwise the row's state
-    moved boolean;          -- the clock has jumped back, and the row with it
-    granted bigint;
-    remaining bigint;
-    spent bigint;
-    units bigint;
-    free_at bigint;
-    retry_after_us bigint;
-    reset_after_us bigint;
-    ignored text;
+    n CONSTANT integer := cardinality(keys);
 BEGIN
-    -- One key, as in most calls of an application that is not under load, or a few in the order of locking, are decided
-    -- one after the other. Each operator counts here, because plpgsql prepares an expression anew in every transaction.
-    few := n BETWEEN 1 AND 8 AND taken_in IS NULL AND NOT skip_held
-        AND max_count >= 1 AND window_us BETWEEN 1 AND 2251799813685248
-            AND max_count <= 4611686018427387904 / window_us;
-    IF few AND (n > 1 OR costs IS NOT NULL OR counts IS NOT NULL) THEN
-        few := coalesce(cardinality(costs), n) = n AND coalesce(cardinality(counts), n) = n;
-        FOR i IN 1 .. n LOOP
-            few := few AND coalesce(costs[i], 1) BETWEEN 1 AND max_count
-                AND coalesce(counts[i], 1) BETWEEN 1 AND max_count / greatest(costs[i], 1);
-        END LOOP;
-        FOR i IN 2 .. n LOOP
-            few := few AND (-octet_length(keys[i - 1]), keys[i - 1] COLLATE "C")
-                <= (-octet_length(keys[i]), keys[i] COLLATE "C");
-        END LOOP;
-    END IF;
-    IF few THEN
-        IF lock_timeout_ms <> -1 THEN
-            ignored := set_config('lock_timeout', lock_timeout_ms::text, true);
-        ELSE
-            lock_timeout_ms := NULL;
-        END IF;
-        IF synchronous_commit IS NOT NULL THEN
-            ignored := set_config('synchronous_commit', synchronous_commit::text, true);
-        END IF;
-        <<each_key>>
-        FOR i IN 1 .. n LOOP
-            IF i > 1 THEN -- the rows before this one are locked
-                give_up := coalesce(give_up, clock_timestamp() + lock_timeout_ms * interval '25 ms');
-                IF now IS NULL AND clock_timestamp() > give_up THEN
-                    PERFORM _rate_limit_late();
-                END IF;
-            END IF;
-            IF costs IS NOT NULL OR counts IS NOT NULL THEN
-                cost := coalesce(costs[i], 1);
-                asked := coalesce(counts[i], 1);
-                r_cost := cost * asked;
-            END IF;
-            -- Most calls take from a row as it is. (If there is one, the name and the key are valid.)
-            decided_at := coalesce(now, clock_timestamp());
-            clock := (extract(epoch FROM decided_at) * 1000000)::bigint;
-            IF durable IS NOT TRUE THEN
-                UPDATE rate_limit_ephemeral AS d SET
-                    count = d.count + r_cost
-                WHERE d.prefix = name AND d.key = keys[i]
-                    AND d.algorithm = 1 AND d.since IS NULL AND d.window_start - clock <= window_us
-                        AND clock + 10000 < d.expires_at AND d.expires_at = d.window_start + window_us
-                        AND r_cost <= max_count - d.count
-                RETURNING d.count, d.window_start, d.expires_at
-                INTO r_count, r_window_start, r_expires_at;
-            ELSE
-                UPDATE rate_limit_durable AS d SET
-                    count = d.count + r_cost
-                WHERE d.prefix = name AND d.key = keys[i]
-                    AND d.algorithm = 1 AND d.since IS NULL AND d.window_start - clock <= window_us
-                        AND clock + 10000 < d.expires_at AND d.expires_at = d.window_start + window_us
-                        AND r_cost <= max_count - d.count
-                RETURNING d.count, d.window_start, d.expires_at
-                INTO r_count, r_window_start, r_expires_at;
-            END IF;
-            IF found THEN
-                decided_at := coalesce(now, clock_timestamp());
-                t := (extract(epoch FROM decided_at) * 1000000)::bigint;
-                -- Is the window still running, or the bucket still filling?
-                IF t BETWEEN clock AND r_window_start + window_us - 1 THEN
-                    RETURN NEXT ROW(i::bigint, asked,
-                        max_count - r_count,
-                        0::bigint, r_window_start + window_us - t,
-                        decided_at,
-                        r_count, 0::bigint, r_window_start, 0::bigint, NULL::bigint, r_expires_at, NULL::bigint[],
-                        NULL::bigint, r_window_start, NULL::bigint, 0::bigint);
-                    CONTINUE;
-                END IF;
-                -- The wait for the row lasted until the row ended, or the clock was set meanwhile. Another decision
-                -- may be due.
-                IF durable IS NOT TRUE THEN
-                    UPDATE rate_limit_ephemeral AS d SET count = d.count - r_cost
-                    WHERE d.prefix = name AND d.key = keys[i];
-                ELSE
-                    UPDATE rate_limit_durable AS d SET count = d.count - r_cost
-                    WHERE d.prefix = name AND d.key = keys[i];
-                END IF;
-            END IF;
-            IF (octet_length(name) BETWEEN 1 AND 128 AND octet_length(keys[i]) BETWEEN 1 AND 512) IS NOT TRUE THEN
-                undecided := ARRAY(SELECT generate_series(i, n)::bigint); -- rate_limit_all raises the error
-                EXIT;
-            END IF;
-            FOR attempt IN 1 .. 3 LOOP
-                IF attempt = 3 THEN
-                    -- Another algorithm has written the row, or somebody deletes it all the time. The keys behind it
-                    -- are left to rate_limit_all too: locking a later row before this one could cause a deadlock.
-                    undecided := ARRAY(SELECT generate_series(i, n)::bigint);
-                    EXIT each_key;
-                END IF;
-                IF durable IS NOT TRUE THEN
-                    SELECT NULL::bigint, NULL::bigint, NULL::bigint, d.ctid,
-                        d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at, d.since, d.capacity,
-                        d.refill, d.returned, d.log
-                    INTO s
-                    FROM rate_limit_ephemeral AS d
-                    WHERE d.prefix = name AND d.key = keys[i] AND d.algorithm = 1
-                    FOR UPDATE;
-                ELSE
-                    SELECT NULL::bigint, NULL::bigint, NULL::bigint, d.ctid,
-                        d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at, d.since, d.capacity,
-                        d.refill, d.returned, d.log
-                    INTO s
-                    FROM rate_limit_durable AS d
-                    WHERE d.prefix = name AND d.key = keys[i] AND d.algorithm = 1
-                    FOR UPDATE;
-                END IF;
-                IF NOT found THEN -- what is asked fits into a new row
-                    IF attempt > 1 THEN
-                        decided_at := coalesce(now, clock_timestamp());
-                        clock := (extract(epoch FROM decided_at) * 1000000)::bigint;
-                    END IF;
-                    IF durable IS NOT TRUE THEN
-                        INSERT INTO rate_limit_ephemeral AS d
-                            (prefix, key, algorithm, count, window_start, expires_at)
-                        VALUES (name, keys[i], 1, r_cost, clock, clock + window_us)
-                        ON CONFLICT (prefix, key) DO NOTHING
-                        RETURNING d.count, d.window_start, d.expires_at
-                        INTO r_count, r_window_start, r_expires_at;
-                    ELSE
-                        INSERT INTO rate_limit_durable AS d
-                            (prefix, key, algorithm, count, window_start, expires_at)
-                        VALUES (name, keys[i], 1, r_cost, clock, clock + window_us)
-                        ON CONFLICT (prefix, key) DO NOTHING
-                        RETURNING d.count, d.window_start, d.expires_at
-                        INTO r_count, r_window_start, r_expires_at;
-                    END IF;
-                    CONTINUE WHEN NOT found; -- somebody else has made it
-                    -- Whoever was making it may have rolled back. Then this call has waited for them, and its reading
-                    -- of the clock is too old.
-                    IF now IS NULL AND clock_timestamp() > decided_at + interval '10 ms' THEN
-                        PERFORM rate_limit_reset(name, keys[i], durable, NULL::integer, NULL::boolean);
-                        CONTINUE;
-                    END IF;
-                    RETURN NEXT ROW(i::bigint, asked,
-                        max_count - r_count,
-                        0::bigint, r_window_start + window_us - clock,
-                        decided_at,
-                        r_count, 0::bigint, r_window_start, 0::bigint, NULL::bigint, r_expires_at, NULL::bigint[],
-                        NULL::bigint, r_window_start, NULL::bigint, 0::bigint);
-                    EXIT;
-                END IF;
-                -- The clock is read after the row is locked. Read before, it could be older than the row.
-                decided_at := coalesce(now, clock_timestamp());
-                clock := (extract(epoch FROM decided_at) * 1000000)::bigint;
-                moved := false;
-                IF clock >= s.expires_at OR (s.count | s.credit) = 0 THEN
-                    s.count := 0;
-                    s.credit := 0;
-                    s.window_start := clock;
-                    s.since := NULL;
-                ELSIF s.window_start - clock > window_us THEN
-                    s.window_start := clock;
-                    s.expires_at := clock + window_us;
-                    moved := true;
-                END IF;
-                t := greatest(clock, s.window_start);
-                IF t - s.window_start >= window_us OR s.count = 0 THEN
-                    s.count := 0;
-                    s.window_start := t;
-                    s.since := CASE WHEN s.credit > 0 THEN s.since END;
-                END IF;
-                remaining := greatest(max_count - s.count, 0);
-                remaining := remaining + s.credit;
-                granted := least(asked, remaining / cost);
-                retry_after_us := CASE WHEN granted = asked THEN 0 ELSE 1 END;
-                spent := 0;
-                IF granted > 0 THEN
-                    IF s.credit > 0 THEN
-                        spent := greatest(granted * cost - (remaining - s.credit), 0);
-                        s.credit := s.credit - spent;
-                    END IF;
-                    units := granted * cost - spent;
-                    s.count := s.count + units;
-                    s.expires_at := t + window_us;
-                    remaining := remaining - granted * cost;
-                END IF;
-                IF retry_after_us > 0 THEN
-                    free_at := s.window_start + window_us;
-                    retry_after_us := least(free_at, s.expires_at) - clock;
-                END IF;
-                reset_after_us := CASE
-                    WHEN s.credit > 0 THEN s.expires_at
-                    ELSE greatest(least(
-                        coalesce(CASE WHEN s.count > 0 THEN s.window_start + window_us END, clock),
-                        s.expires_at), clock)
-                END - clock;
-                IF granted > 0 OR moved THEN
-                    s.expires_at := clock + reset_after_us;
-                    IF durable IS NOT TRUE THEN
-                        UPDATE rate_limit_ephemeral AS d SET
-                            count = s.count, window_start = s.window_start, credit = s.credit,
-                            expires_at = s.expires_at, since = s.since
-                        WHERE d.ctid = s.tid;
-                    ELSE
-                        UPDATE rate_limit_durable AS d SET
-                            count = s.count, window_start = s.window_start, credit = s.credit,
-                            expires_at = s.expires_at, since = s.since
-                        WHERE d.ctid = s.tid;
-                    END IF;
-                END IF;
-                RETURN NEXT ROW(i::bigint, granted, remaining, retry_after_us, reset_after_us, decided_at,
-                    s.count, s.prev_count, s.window_start, s.credit,
-                    NULL::bigint, s.expires_at,
-                    NULL::bigint[],
-                    s.since, s.window_start,
-                    NULL::bigint, spent);
-                EXIT;
-            END LOOP;
-        END LOOP;
-        IF undecided IS NULL THEN
-            RETURN;
-        END IF;
-    END IF;
-
     IF (max_count >= 1 AND window_us BETWEEN 1 AND 2251799813685248
         AND max_count <= 4611686018427387904 / window_us) IS NOT TRUE THEN
         RAISE EXCEPTION 'rate_limit: max_count %, window_us %: outside the exact range',
@@ -2054,159 +1802,14 @@ BEGIN
                     'there are no refunds.',
                 COLUMN = CASE WHEN octet_length(name) > 128 THEN 'name' ELSE '' END;
     END IF;
-    IF NOT few AND NOT (skip_held IS TRUE OR taken_in IS NOT NULL
-        OR 1 > ANY (costs) OR max_count < ANY (costs)) IS TRUE
-    THEN
-        IF lock_timeout_ms <> -1 THEN
-            ignored := set_config('lock_timeout', lock_timeout_ms::text, true);
-        ELSE
-            lock_timeout_ms := NULL;
-        END IF;
-        IF synchronous_commit IS NOT NULL THEN
-            ignored := set_config('synchronous_commit', synchronous_commit::text, true);
-        END IF;
-        decided_at := coalesce(now, clock_timestamp());
-        clock := (extract(epoch FROM decided_at) * 1000000)::bigint;
-        IF durable IS NOT TRUE THEN
-            WITH e AS (
-                SELECT e.ord, e.place, e.key, e.asked,
-                    CASE WHEN e.asked BETWEEN 1 AND max_count / e.cost THEN e.cost * e.asked ELSE 0 END AS units
-                FROM (
-                    SELECT e.*, lag(e.place) OVER (ORDER BY e.place, e.ord) IS DISTINCT FROM e.place AS first
-                    FROM (
-                        SELECT e.ord, e.key, coalesce(e.cost, 1) AS cost, coalesce(e.asked, 1) AS asked,
-                            concat(1512 - octet_length(e.key), e.key) COLLATE "C" AS place
-                        FROM unnest((SELECT keys), (SELECT costs), (SELECT counts))
-                            WITH ORDINALITY AS e (key, cost, asked, ord)
-                    ) AS e
-                ) AS e
-                WHERE e.first AND octet_length(e.key) BETWEEN 1 AND 512
-            ), d AS (
-                INSERT INTO rate_limit_ephemeral AS d
-                    (prefix, key, algorithm, count, window_start, expires_at)
-                SELECT name, e.key, 1, e.units, clock, clock + window_us
-                FROM e ORDER BY e.place
-                ON CONFLICT (prefix, key) DO UPDATE SET
-                    count = CASE WHEN clock < d.expires_at THEN d.count ELSE 0 END + excluded.count,
-                    window_start = CASE WHEN clock < d.expires_at THEN d.window_start ELSE clock END,
-                    expires_at = CASE WHEN clock < d.expires_at THEN d.expires_at ELSE excluded.expires_at END
-                WHERE (clock_timestamp() < decided_at + interval '10 ms' OR now IS NOT NULL
-                        OR lock_timeout_ms IS NOT NULL
-                            AND clock_timestamp() > decided_at + lock_timeout_ms * interval '25 ms'
-                            AND _rate_limit_late())
-                    AND d.algorithm = 1 AND d.since IS NULL AND d.window_start - clock <= window_us
-                        AND excluded.count > 0 AND (clock >= d.expires_at
-                        OR clock + 10000 < d.expires_at AND d.expires_at = d.window_start + window_us
-                        AND excluded.count <= max_count - d.count)
-                RETURNING d.*
-            )
-            SELECT array_agg(ROW(e.ord, e.units, e.asked, NULL,
-                d.count, 0, d.window_start, 0, NULL, d.expires_at, NULL, NULL, NULL, NULL, NULL
-            )::rate_limit_row)
-            INTO taken
-            FROM d
-            JOIN e ON e.key = d.key COLLATE "C"
-            WHERE e.units > 0;
-        ELSE
-            WITH e AS (
-                SELECT e.ord, e.place, e.key, e.asked,
-                    CASE WHEN e.asked BETWEEN 1 AND max_count / e.cost THEN e.cost * e.asked ELSE 0 END AS units
-                FROM (
-                    SELECT e.*, lag(e.place) OVER (ORDER BY e.place, e.ord) IS DISTINCT FROM e.place AS first
-                    FROM (
-                        SELECT e.ord, e.key, coalesce(e.cost, 1) AS cost, coalesce(e.asked, 1) AS asked,
-                            concat(1512 - octet_length(e.key), e.key) COLLATE "C" AS place
-                        FROM unnest((SELECT keys), (SELECT costs), (SELECT counts))
-                            WITH ORDINALITY AS e (key, cost, asked, ord)
-                    ) AS e
-                ) AS e
-                WHERE e.first AND octet_length(e.key) BETWEEN 1 AND 512
-            ), d AS (
-                INSERT INTO rate_limit_durable AS d
-                    (prefix, key, algorithm, count, window_start, expires_at)
-                SELECT name, e.key, 1, e.units, clock, clock + window_us
-                FROM e ORDER BY e.place
-                ON CONFLICT (prefix, key) DO UPDATE SET
-                    count = CASE WHEN clock < d.expires_at THEN d.count ELSE 0 END + excluded.count,
-                    window_start = CASE WHEN clock < d.expires_at THEN d.window_start ELSE clock END,
-                    expires_at = CASE WHEN clock < d.expires_at THEN d.expires_at ELSE excluded.expires_at END
-                WHERE (clock_timestamp() < decided_at + interval '10 ms' OR now IS NOT NULL
-                        OR lock_timeout_ms IS NOT NULL
-                            AND clock_timestamp() > decided_at + lock_timeout_ms * interval '25 ms'
-                            AND _rate_limit_late())
-                    AND d.algorithm = 1 AND d.since IS NULL AND d.window_start - clock <= window_us
-                        AND excluded.count > 0 AND (clock >= d.expires_at
-                        OR clock + 10000 < d.expires_at AND d.expires_at = d.window_start + window_us
-                        AND excluded.count <= max_count - d.count)
-                RETURNING d.*
-            )
-            SELECT array_agg(ROW(e.ord, e.units, e.asked, NULL,
-                d.count, 0, d.window_start, 0, NULL, d.expires_at, NULL, NULL, NULL, NULL, NULL
-            )::rate_limit_row)
-            INTO taken
-            FROM d
-            JOIN e ON e.key = d.key COLLATE "C"
-            WHERE e.units > 0;
-        END IF;
-    END IF;
-
-    IF taken IS NOT NULL THEN
-        -- The clock may have been set back meanwhile.
-        t := greatest((extract(epoch FROM coalesce(now, clock_timestamp())) * 1000000)::bigint, clock);
-        -- If a new row was made late, the first reading may be too old for it: another transaction may have made the
-        -- same row, and rolled back after this one had waited for it. Such a row is deleted, and decided anew.
-        IF t > clock + 10000 THEN
-            PERFORM rate_limit_reset(name, keys[e.ord], durable, NULL::integer, NULL::boolean)
-            FROM unnest(taken) AS e
-            WHERE CASE
-                WHEN e.count = e.cost THEN e.window_start
-                ELSE least(t, e.window_start + window_us - 1)
-            END = clock;
-            taken := ARRAY(
-                SELECT e FROM unnest(taken) AS e
-                WHERE CASE
-                    WHEN e.count = e.cost THEN e.window_start
-                    ELSE least(t, e.window_start + window_us - 1)
-                END <> clock);
-        END IF;
-        RETURN QUERY
-        SELECT e.ord, e.asked,
-            max_count - e.count,
-            0::bigint, e.window_start + window_us - e.at,
-            decided_at + (e.at - clock) * interval '1 microsecond',
-            e.count, 0::bigint, e.window_start, 0::bigint, NULL::bigint, e.expires_at, NULL::bigint[],
-            NULL::bigint, e.window_start, NULL::bigint, 0::bigint
-        FROM (
-            SELECT e.*, CASE
-                WHEN e.count = e.cost THEN e.window_start
-                ELSE least(t, e.window_start + window_us - 1)
-            END AS at
-            FROM unnest(taken) AS e
-        ) AS e;
-        IF cardinality(taken) = cardinality(keys) THEN
-            RETURN;
-        END IF;
-        undecided := ARRAY(
-            SELECT e.ord FROM generate_series(1, cardinality(keys)) AS e (ord)
-            WHERE NOT EXISTS (SELECT FROM unnest(taken) AS k WHERE k.ord = e.ord));
-    END IF;
-    IF undecided IS NOT NULL THEN
-        SELECT array_agg(keys[e.ord] ORDER BY e.ord), array_agg(coalesce(costs[e.ord], 1) ORDER BY e.ord),
-            array_agg(coalesce(counts[e.ord], 1) ORDER BY e.ord)
-        INTO keys, costs, counts
-        FROM unnest(undecided) AS e (ord);
-    END IF;
     RETURN QUERY
-    SELECT coalesce(undecided[a.ord], a.ord), a.granted, a.remaining, a.retry_after_us, a.reset_after_us, a.decided_at,
-        a.count, a.prev_count, a.window_start, a.credit, a.scale, a.expires_at, a.log,
-        a.taken_since, a.taken_in, a.taken_at, a.taken_spent
+    SELECT a.*
     FROM rate_limit_all(
-        ARRAY(SELECT generate_series(1, cardinality(keys))), array_fill(name, ARRAY[cardinality(keys)]), keys,
-        array_fill(coalesce(durable, false), ARRAY[cardinality(keys)]),
-        array_fill(1::smallint, ARRAY[cardinality(keys)]),
-        array_fill(max_count, ARRAY[cardinality(keys)]), array_fill(window_us, ARRAY[cardinality(keys)]),
-        array_fill(0::bigint, ARRAY[cardinality(keys)]),
-        costs, counts, lock_timeout_ms, synchronous_commit, now,
+        ARRAY(SELECT generate_series(1, n)), array_fill(name, ARRAY[n]), keys,
+        array_fill(coalesce(durable, false), ARRAY[n]), array_fill(1::smallint, ARRAY[n]),
+        array_fill(max_count, ARRAY[n]), array_fill(window_us, ARRAY[n]), array_fill(0::bigint, ARRAY[n]),
+        array_replace(costs, NULL, 1::bigint), array_replace(counts, NULL, 1::bigint),
+        lock_timeout_ms, synchronous_commit, now,
         taken_since, taken_in, taken_at, taken_spent, skip_held,
         NULL::text[],
         NULL::bigint[]) AS a;
@@ -2237,6 +1840,410 @@ Optional, by name: costs and counts for each key, which are 1 each by default, '
     'it gives back what that take still counts. '
     'Each unit is given back only once if the caller asks only once.';
 
+-- _rate_limit_left_fixed_window decides what is left by
+-- rate_limit_take_fixed_window: of keys, which follow
+-- upon as many as done, those that are not taken_keys. It does so by the rules of rate_limit_all, and returns fifteen
+-- numbers for each. A single key whose row exists is decided here, which costs half as much.
+-- +goose StatementBegin
+CREATE FUNCTION _rate_limit_left_fixed_window(
+    name text,
+    keys text[],
+    max_count bigint,
+    window_us bigint,
+    costs bigint[],
+    counts bigint[],
+    durable boolean,
+    lock_timeout_ms integer,
+    synchronous_commit boolean,
+    now_us bigint,
+    done integer,
+    taken_keys text[]
+)
+RETURNS bigint[]
+LANGUAGE plpgsql
+AS $$
+#variable_conflict use_variable
+DECLARE
+    undecided bigint[]; -- the places of the keys
+    clock bigint;
+    cost bigint;
+    asked bigint;
+    s rate_limit_row;
+    t bigint;
+    moved boolean;      -- the clock has jumped back, and the row with it
+    granted bigint;
+    remaining bigint;
+    spent bigint;
+    units bigint;
+    free_at bigint;
+    retry_after_us bigint;
+    reset_after_us bigint;
+BEGIN
+    IF cardinality(keys) = 1 AND coalesce(cardinality(costs), 1) = 1 AND coalesce(cardinality(counts), 1) = 1
+        AND coalesce(costs[1], 1) BETWEEN 1 AND max_count AND coalesce(counts[1], 1) >= 1
+        AND octet_length(name) BETWEEN 1 AND 128 AND octet_length(keys[1]) BETWEEN 1 AND 512
+        AND max_count >= 1 AND window_us BETWEEN 1 AND 2251799813685248
+            AND max_count <= 4611686018427387904 / window_us
+    THEN
+        IF durable IS NOT TRUE THEN
+            SELECT NULL::bigint, NULL::bigint, NULL::bigint, d.ctid,
+                d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at, d.since, d.capacity, d.refill,
+                d.returned, d.log
+            INTO s
+            FROM rate_limit_ephemeral AS d
+            WHERE d.prefix = name AND d.key = keys[1] AND d.algorithm = 1
+            FOR UPDATE;
+        ELSE
+            SELECT NULL::bigint, NULL::bigint, NULL::bigint, d.ctid,
+                d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at, d.since, d.capacity, d.refill,
+                d.returned, d.log
+            INTO s
+            FROM rate_limit_durable AS d
+            WHERE d.prefix = name AND d.key = keys[1] AND d.algorithm = 1
+            FOR UPDATE;
+        END IF;
+        IF found THEN
+            -- The clock is read after the row is locked. Read before, it could be older than the row.
+            clock := coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint);
+            moved := false;
+            spent := 0;
+            cost := coalesce(costs[1], 1);
+            asked := coalesce(counts[1], 1);
+            IF clock >= s.expires_at OR (s.count | s.credit) = 0 THEN
+                s.count := 0;
+                s.credit := 0;
+                s.window_start := clock;
+                s.since := NULL;
+            ELSIF s.window_start - clock > window_us THEN
+                s.window_start := clock;
+                s.expires_at := clock + window_us;
+                moved := true;
+            END IF;
+            t := greatest(clock, s.window_start);
+            IF t - s.window_start >= window_us OR s.count = 0 THEN
+                s.count := 0;
+                s.window_start := t;
+                s.since := CASE WHEN s.credit > 0 THEN s.since END;
+            END IF;
+            remaining := greatest(max_count - s.count, 0);
+            remaining := remaining + s.credit;
+            granted := least(asked, remaining / cost);
+            retry_after_us := CASE WHEN granted = asked THEN 0 ELSE 1 END;
+            IF granted > 0 THEN
+                IF s.credit > 0 THEN
+                    spent := greatest(granted * cost - (remaining - s.credit), 0);
+                    s.credit := s.credit - spent;
+                END IF;
+                units := granted * cost - spent;
+                s.count := s.count + units;
+                s.expires_at := t + window_us;
+                remaining := remaining - granted * cost;
+            END IF;
+            IF retry_after_us > 0 THEN
+                free_at := s.window_start + window_us;
+                retry_after_us := least(free_at, s.expires_at) - clock;
+            END IF;
+            reset_after_us := CASE
+                WHEN s.credit > 0 THEN s.expires_at
+                ELSE greatest(least(
+                    coalesce(CASE WHEN s.count > 0 THEN s.window_start + window_us END, clock),
+                    s.expires_at), clock)
+            END - clock;
+            IF granted > 0 OR moved THEN
+                s.expires_at := clock + reset_after_us;
+                IF durable IS NOT TRUE THEN
+                    UPDATE rate_limit_ephemeral AS d SET
+                        count = s.count, window_start = s.window_start, credit = s.credit, expires_at = s.expires_at,
+                        since = s.since
+                    WHERE d.ctid = s.tid;
+                ELSE
+                    UPDATE rate_limit_durable AS d SET
+                        count = s.count, window_start = s.window_start, credit = s.credit, expires_at = s.expires_at,
+                        since = s.since
+                    WHERE d.ctid = s.tid;
+                END IF;
+            END IF;
+            RETURN ARRAY[done + 1,
+                granted, remaining, retry_after_us, reset_after_us, clock,
+                s.count, s.prev_count, s.window_start, s.credit,
+                NULL, s.expires_at, spent, s.since,
+                NULL];
+        END IF;
+    END IF;
+
+    -- The row is another algorithm's, or there are several, or something is not valid.
+    undecided := ARRAY(
+        SELECT e.place FROM unnest(keys) WITH ORDINALITY AS e (key, place)
+        WHERE (e.key = ANY (taken_keys)) IS NOT TRUE
+        ORDER BY e.place);
+    IF taken_keys IS NOT NULL THEN
+        SELECT array_agg(keys[e.place] ORDER BY e.place), array_agg(coalesce(costs[e.place], 1) ORDER BY e.place),
+            array_agg(coalesce(counts[e.place], 1) ORDER BY e.place)
+        INTO keys, costs, counts
+        FROM unnest(undecided) AS e (place);
+    END IF;
+    RETURN ARRAY(
+        SELECT unnest(ARRAY[done + undecided[a.ord],
+            a.granted, a.remaining, a.retry_after_us, a.reset_after_us,
+            (extract(epoch FROM a.decided_at) * 1000000)::bigint, a.count, a.prev_count, a.window_start, a.credit,
+            a.scale, a.expires_at, a.taken_spent, a.taken_since, a.taken_at])
+        FROM rate_limit_fixed_window(
+            name, keys, max_count, window_us, costs, counts, durable,
+            lock_timeout_ms, synchronous_commit,
+            timestamptz 'epoch' + now_us / 1000000 * interval '1 second'
+                + now_us % 1000000 * interval '1 microsecond',
+            NULL::bigint[], NULL::bigint[], NULL::bigint[], NULL::bigint[], false) AS a);
+END
+$$;
+-- +goose StatementEnd
+
+-- rate_limit_take_fixed_window decides as
+-- rate_limit_fixed_window does, if all requests take.
+-- This is what the Go package calls. Few keys are taken from one after the other, and many by one statement, which also
+-- makes rows. All that is less ordinary is decided by the rules of rate_limit_all, in the same call. The arguments are
+-- the same, but for now_us, which is a time in microseconds since 1970 UTC, and for costs and counts: both are NULL, or
+-- neither is.
+--
+-- It returns one array, because rows and their columns would cost more than the decision. First, for each key of which
+-- all that was asked could be taken at once, nine numbers, in the order of the keys: the time of the decision, and
+-- count, prev_count, window_start, credit, scale, expires_at, since and returned of the row. What remains, and for how
+-- long, follows from these: see takenDecision in takes.go. Then, for each other key, fifteen: its place in keys, and
+-- from granted to expires_at what rate_limit_fixed_window returns,
+-- then its taken_spent, taken_since and taken_at. Of a single key, the log of that comes last.
+--
+-- The keys must ascend in the order of locking: longer ones first, then by bytes. Otherwise rate_limit_all decides.
+--
+-- The clock is read twice: before a row is locked, and with the lock held. A decision is made by the first reading, and
+-- what it needs must be true then and still be true 10 ms later. So it was also true when the row was locked: rows that
+-- were waited for longer are left out, and the UPDATE is undone if its row had ended before the lock. The decision is
+-- told by the second reading. Only a window or a bucket that begins does so at the first reading, because nobody else
+-- can have decided anything by it since.
+-- +goose StatementBegin
+CREATE FUNCTION rate_limit_take_fixed_window(
+    name text,
+    keys text[],
+    max_count bigint,
+    window_us bigint,
+    costs bigint[] DEFAULT NULL,
+    counts bigint[] DEFAULT NULL,
+    durable boolean DEFAULT false,
+    lock_timeout_ms integer DEFAULT NULL,
+    synchronous_commit boolean DEFAULT NULL,
+    now_us bigint DEFAULT NULL
+)
+RETURNS bigint[]
+LANGUAGE plpgsql
+SECURITY DEFINER
+SET enable_seqscan = off -- a plan must not depend on how small the table was when it was made
+SET plan_cache_mode = force_generic_plan -- the first five calls of a session would each make a plan of their own
+AS $$
+#variable_conflict use_variable
+DECLARE
+    -- Each expression counts here, because plpgsql prepares it anew in every transaction. So this one makes the
+    -- settings, too.
+    clock bigint := CASE
+        WHEN lock_timeout_ms IS NOT NULL AND lock_timeout_ms <> -1
+            AND set_config('lock_timeout', lock_timeout_ms::text, true) IS NULL THEN NULL
+        WHEN synchronous_commit IS NOT NULL
+            AND set_config('synchronous_commit', synchronous_commit::text, true) IS NULL THEN NULL
+        ELSE coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint) END;
+    -- What is asked for a key, or NULL if something is not valid.
+    units bigint := CASE WHEN (max_count >= 1 AND window_us BETWEEN 1 AND 2251799813685248
+            AND max_count <= 4611686018427387904 / window_us) THEN
+        CASE WHEN costs IS NULL AND counts IS NULL THEN 1
+            WHEN cardinality(costs) = cardinality(keys) AND cardinality(counts) = cardinality(keys)
+                AND costs[1] BETWEEN 1 AND max_count AND counts[1] BETWEEN 1 AND max_count / costs[1]
+                THEN costs[1] * counts[1] END END;
+    taken bigint[];
+    ends bigint;       -- the last time by which the row that was taken from is as it was
+    late boolean;      -- a row was waited for, and the reading of the clock is too old
+    each bigint[];     -- units of each key
+    this_key text;
+    before text;       -- the key before it
+    ascend boolean;
+    begun bigint[];    -- which of them have a row that was made
+    until timestamptz; -- by when a row has to be locked
+    give_up timestamptz;
+    told bigint[];     -- of the keys that were taken from one after the other
+    done integer;      -- how many these are
+    taken_keys text[]; -- that were taken from by one statement
+BEGIN
+    IF cardinality(keys) > 1 THEN
+        ascend := keys[cardinality(keys)] IS NOT NULL -- or the arrays are not counted from 1
+            AND (costs IS NULL AND counts IS NULL
+                OR costs[cardinality(keys)] IS NOT NULL AND counts[cardinality(keys)] IS NOT NULL);
+        FOREACH this_key IN ARRAY keys LOOP
+            ascend := (ascend AND octet_length(this_key) BETWEEN 1 AND 512 AND (before IS NULL
+                OR (-octet_length(before), before COLLATE "C")
+                    < (-octet_length(this_key), this_key COLLATE "C"))) IS TRUE;
+            before := this_key;
+        END LOOP;
+    END IF;
+    -- Most calls are for one key or a few, and take from rows as they are. (If there is a row, the name and the key are
+    -- valid.) For more, one statement costs less than one for each.
+    IF units IS NOT NULL AND ascend IS NOT FALSE AND cardinality(keys) <= 6 THEN
+        FOR i IN 1 .. cardinality(keys) LOOP
+            IF i > 1 THEN
+                units := CASE WHEN costs IS NULL AND counts IS NULL THEN 1
+                    WHEN cardinality(costs) = cardinality(keys) AND cardinality(counts) = cardinality(keys)
+                        AND costs[i] BETWEEN 1 AND max_count AND counts[i] BETWEEN 1 AND max_count / costs[i]
+                        THEN costs[i] * counts[i] END;
+            END IF;
+            IF durable IS NOT TRUE THEN
+                UPDATE rate_limit_ephemeral AS d SET
+                    count = d.count + units
+                WHERE d.prefix = name AND d.key = keys[i]
+                    AND d.algorithm = 1 AND d.since IS NULL AND d.window_start - clock <= window_us
+                        AND clock + 10000 < d.expires_at AND d.expires_at = d.window_start + window_us
+                        AND units <= max_count - d.count
+                RETURNING ARRAY[
+    coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint),
+    d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at, d.since, d.returned],
+                    d.window_start + window_us - 1
+                INTO taken, ends;
+            ELSE
+                UPDATE rate_limit_durable AS d SET
+                    count = d.count + units
+                WHERE d.prefix = name AND d.key = keys[i]
+                    AND d.algorithm = 1 AND d.since IS NULL AND d.window_start - clock <= window_us
+                        AND clock + 10000 < d.expires_at AND d.expires_at = d.window_start + window_us
+                        AND units <= max_count - d.count
+                RETURNING ARRAY[
+    coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint),
+    d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at, d.since, d.returned],
+                    d.window_start + window_us - 1
+                INTO taken, ends;
+            END IF;
+            IF taken[1] BETWEEN clock AND ends THEN
+                told := told || taken;
+                done := i;
+                CONTINUE;
+            END IF;
+            IF found THEN
+                -- The wait for the row lasted until the row ended, or the clock was set meanwhile. Another decision may
+                -- be due.
+                late := true;
+                IF durable IS NOT TRUE THEN
+                    UPDATE rate_limit_ephemeral AS d SET count = d.count - units
+                    WHERE d.prefix = name AND d.key = keys[i];
+                ELSE
+                    UPDATE rate_limit_durable AS d SET count = d.count - units
+                    WHERE d.prefix = name AND d.key = keys[i];
+                END IF;
+            END IF;
+            EXIT;
+        END LOOP;
+        IF done = cardinality(keys) THEN
+            RETURN told;
+        ELSIF done > 0 THEN -- go on with the others
+            keys := keys[done + 1:];
+            costs := costs[done + 1:];
+            counts := counts[done + 1:];
+            units := CASE WHEN costs IS NULL AND counts IS NULL THEN 1
+                WHEN cardinality(costs) = cardinality(keys) AND cardinality(counts) = cardinality(keys)
+                    AND costs[1] BETWEEN 1 AND max_count AND counts[1] BETWEEN 1 AND max_count / costs[1]
+                    THEN costs[1] * counts[1] END;
+        END IF;
+    END IF;
+    IF late IS NULL AND ascend IS NOT FALSE
+        AND units IS NOT NULL AND octet_length(name) BETWEEN 1 AND 128 AND octet_length(keys[1]) BETWEEN 1 AND 512
+    THEN
+        IF cardinality(keys) = 1 OR costs IS NULL AND counts IS NULL THEN
+            each := array_fill(units, ARRAY[cardinality(keys)]);
+        ELSE
+            each := ARRAY(
+                SELECT CASE WHEN u.cost BETWEEN 1 AND max_count AND u.asked BETWEEN 1 AND max_count / u.cost
+                    THEN u.cost * u.asked END
+                FROM unnest(costs, counts) AS u (cost, asked));
+        END IF;
+        IF cardinality(each) = cardinality(keys) AND array_position(each, NULL) IS NULL THEN
+            until := CASE WHEN now_us IS NULL THEN timestamptz 'epoch' + (clock + 10000) * interval '1 microsecond'
+                ELSE 'infinity' END;
+            give_up := CASE WHEN lock_timeout_ms <> -1 THEN clock_timestamp() + lock_timeout_ms * interval '25 ms'
+                ELSE 'infinity' END;
+            IF durable IS NOT TRUE THEN
+                -- unnest((SELECT ...)) hides the arrays' length from the planner.
+                WITH d AS (
+                    INSERT INTO rate_limit_ephemeral AS d
+                        (prefix, key, algorithm, count, window_start, expires_at)
+                    SELECT name, e.key, 1, e.units, clock, clock + window_us
+                    FROM unnest((SELECT keys), (SELECT each)) AS e (key, units)
+                    ON CONFLICT (prefix, key) DO UPDATE SET
+                        count = CASE WHEN clock < d.expires_at THEN d.count ELSE 0 END + excluded.count,
+                        window_start = CASE WHEN clock < d.expires_at THEN d.window_start ELSE clock END,
+                        expires_at = CASE WHEN clock < d.expires_at THEN d.expires_at ELSE excluded.expires_at END
+                    WHERE (clock_timestamp() < until OR clock_timestamp() > give_up AND _rate_limit_late())
+                        AND d.algorithm = 1 AND d.since IS NULL AND d.window_start - clock <= window_us
+                            AND (clock >= d.expires_at
+                            OR clock + 10000 < d.expires_at AND d.expires_at = d.window_start + window_us
+                            AND excluded.count <= max_count - d.count)
+                    RETURNING d.key, ARRAY[
+    greatest(clock, least(coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint), clock + 10000)),
+    d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at, d.since, d.returned] AS told
+                )
+                SELECT array_agg(d.key), array_agg(d.told) INTO taken_keys, taken FROM d;
+            ELSE
+                -- unnest((SELECT ...)) hides the arrays' length from the planner.
+                WITH d AS (
+                    INSERT INTO rate_limit_durable AS d
+                        (prefix, key, algorithm, count, window_start, expires_at)
+                    SELECT name, e.key, 1, e.units, clock, clock + window_us
+                    FROM unnest((SELECT keys), (SELECT each)) AS e (key, units)
+                    ON CONFLICT (prefix, key) DO UPDATE SET
+                        count = CASE WHEN clock < d.expires_at THEN d.count ELSE 0 END + excluded.count,
+                        window_start = CASE WHEN clock < d.expires_at THEN d.window_start ELSE clock END,
+                        expires_at = CASE WHEN clock < d.expires_at THEN d.expires_at ELSE excluded.expires_at END
+                    WHERE (clock_timestamp() < until OR clock_timestamp() > give_up AND _rate_limit_late())
+                        AND d.algorithm = 1 AND d.since IS NULL AND d.window_start - clock <= window_us
+                            AND (clock >= d.expires_at
+                            OR clock + 10000 < d.expires_at AND d.expires_at = d.window_start + window_us
+                            AND excluded.count <= max_count - d.count)
+                    RETURNING d.key, ARRAY[
+    greatest(clock, least(coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint), clock + 10000)),
+    d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at, d.since, d.returned] AS told
+                )
+                SELECT array_agg(d.key), array_agg(d.told) INTO taken_keys, taken FROM d;
+            END IF;
+            -- A row that was made begins by the first reading of the clock. That may be too old for it: another
+            -- transaction may have made the same row, and rolled back after this one had waited for it. Such a row is
+            -- deleted, and decided anew.
+            IF clock_timestamp() > until THEN
+                begun := ARRAY(
+                    SELECT k.place
+                    FROM unnest(taken_keys) WITH ORDINALITY AS k (key, place)
+                    JOIN unnest(keys, each) AS e (key, units) ON e.key = k.key COLLATE "C"
+                    CROSS JOIN LATERAL (SELECT taken[k.place][2] AS count, taken[k.place][3] AS prev_count,
+                        taken[k.place][5] AS credit) AS d
+                    WHERE d.count = e.units);
+                PERFORM rate_limit_reset(name, taken_keys[p], durable, NULL::integer, NULL::boolean)
+                FROM unnest(begun) AS p;
+                SELECT array_agg(k.key ORDER BY k.place), array_agg(taken[k.place:k.place] ORDER BY k.place)
+                INTO taken_keys, taken
+                FROM unnest(taken_keys) WITH ORDINALITY AS k (key, place)
+                WHERE k.place <> ALL (begun);
+            END IF;
+            IF cardinality(taken_keys) = cardinality(keys) THEN
+                IF told IS NULL THEN
+                    RETURN taken;
+                END IF;
+                RETURN told || ARRAY(SELECT unnest(taken));
+            END IF;
+            told := told || ARRAY(SELECT unnest(taken));
+        END IF;
+    END IF;
+
+    RETURN told || _rate_limit_left_fixed_window(
+        name, keys, max_count, window_us, costs, counts, durable,
+        lock_timeout_ms, synchronous_commit, now_us, coalesce(done, 0), taken_keys);
+END
+$$;
+-- +goose StatementEnd
+
+COMMENT ON FUNCTION rate_limit_take_fixed_window IS
+    'Takes as rate_limit_fixed_window does, for less. '
+    'It returns an array of numbers, for programs: see sql/limit.sql. For people there is rate_limit_allow.
+Example: SELECT rate_limit_take_fixed_window(''login'', ARRAY[''user:123''], 10, 60000000) takes one of 10 a minute.';
+
 -- The sliding window counter; see sliding.go.
 --
 --   name                the limiter's name, 1 to 128 bytes
@@ -2261,16 +2268,8 @@ Optional, by name: costs and counts for each key, which are 1 each by default, '
 --                       is just making it. For such a key a row comes back with a granted of -2, or none: see
 --                       rate_limit_all
 --
--- A few keys that come in the order of locking are decided one after the other. If the row exists and will
--- stay in force for a while, an UPDATE takes from it. Otherwise the row is locked and written, or made. Many keys are
--- decided by one statement: it takes from each row as it is, or makes it. Everything
--- less ordinary is left to rate_limit_all.
---
--- The clock is read twice: before a row is locked, and with the lock held. A decision is made by the first reading, and
--- what it needs must be true then and still be true 10 ms later. So it was also true when the row was locked: the one
--- statement leaves out rows that were waited for longer, and the UPDATE is undone if its row had ended before the lock.
--- The decision is told by the second reading. Only a window or a bucket that begins does so at the first reading,
--- because nobody else can have decided anything by it since.
+-- rate_limit_all decides. If all requests take,
+-- rate_limit_take_sliding_window does the same for less.
 -- +goose StatementBegin
 CREATE FUNCTION rate_limit_sliding_window(
     name text,
@@ -2292,293 +2291,11 @@ CREATE FUNCTION rate_limit_sliding_window(
 RETURNS SETOF rate_limit_decision
 LANGUAGE plpgsql
 SECURITY DEFINER
-SET enable_seqscan = off -- a plan must not depend on how small the table was when it was made
-SET enable_nestloop = off -- two lists of keys are joined below, and the planner takes them for short ones
 AS $$
 #variable_conflict use_variable
 DECLARE
-    decided_at timestamptz;
-    clock bigint;
-    taken rate_limit_row[]; -- the rows that one statement took from or made; their cost is what was taken
-    t bigint;
-    n integer := cardinality(keys);
-    few boolean;            -- whether to decide one key after the other
-    undecided bigint[];     -- the places of the keys that are left to rate_limit_all
-    give_up timestamptz;
-    cost bigint := 1;       -- what is asked for the current key
-    asked bigint := 1;
-    r_cost bigint := 1;     -- all of that together, and below it the row if it was taken from it
-    r_count bigint;
-    r_prev_count bigint;
-    r_window_start bigint;
-    r_expires_at bigint;
-    s rate_limit_row;       -- otherwise the row's state
-    moved boolean;          -- the clock has jumped back, and the row with it
-    granted bigint;
-    remaining bigint;
-    spent bigint;
-    units bigint;
-    free_at bigint;
-    retry_after_us bigint;
-    reset_after_us bigint;
-    rest bigint;
-    ignored text;
+    n CONSTANT integer := cardinality(keys);
 BEGIN
-    -- One key, as in most calls of an application that is not under load, or a few in the order of locking, are decided
-    -- one after the other. Each operator counts here, because plpgsql prepares an expression anew in every transaction.
-    few := n BETWEEN 1 AND 8 AND taken_in IS NULL AND NOT skip_held
-        AND max_count >= 1 AND window_us BETWEEN 1 AND 2251799813685248
-            AND max_count <= 4611686018427387904 / window_us;
-    IF few AND (n > 1 OR costs IS NOT NULL OR counts IS NOT NULL) THEN
-        few := coalesce(cardinality(costs), n) = n AND coalesce(cardinality(counts), n) = n;
-        FOR i IN 1 .. n LOOP
-            few := few AND coalesce(costs[i], 1) BETWEEN 1 AND max_count
-                AND coalesce(counts[i], 1) BETWEEN 1 AND max_count / greatest(costs[i], 1);
-        END LOOP;
-        FOR i IN 2 .. n LOOP
-            few := few AND (-octet_length(keys[i - 1]), keys[i - 1] COLLATE "C")
-                <= (-octet_length(keys[i]), keys[i] COLLATE "C");
-        END LOOP;
-    END IF;
-    IF few THEN
-        IF lock_timeout_ms <> -1 THEN
-            ignored := set_config('lock_timeout', lock_timeout_ms::text, true);
-        ELSE
-            lock_timeout_ms := NULL;
-        END IF;
-        IF synchronous_commit IS NOT NULL THEN
-            ignored := set_config('synchronous_commit', synchronous_commit::text, true);
-        END IF;
-        <<each_key>>
-        FOR i IN 1 .. n LOOP
-            IF i > 1 THEN -- the rows before this one are locked
-                give_up := coalesce(give_up, clock_timestamp() + lock_timeout_ms * interval '25 ms');
-                IF now IS NULL AND clock_timestamp() > give_up THEN
-                    PERFORM _rate_limit_late();
-                END IF;
-            END IF;
-            IF costs IS NOT NULL OR counts IS NOT NULL THEN
-                cost := coalesce(costs[i], 1);
-                asked := coalesce(counts[i], 1);
-                r_cost := cost * asked;
-            END IF;
-            -- Most calls take from a row as it is. (If there is one, the name and the key are valid.)
-            decided_at := coalesce(now, clock_timestamp());
-            clock := (extract(epoch FROM decided_at) * 1000000)::bigint;
-            IF durable IS NOT TRUE THEN
-                UPDATE rate_limit_ephemeral AS d SET
-                    count = d.count + r_cost
-                WHERE d.prefix = name AND d.key = keys[i]
-                    AND d.algorithm = 2 AND d.since IS NULL AND d.window_start - clock <= window_us
-                        AND clock + 10000 < d.window_start + window_us
-                                AND d.expires_at = d.window_start + 2 * window_us AND d.prev_count <= max_count
-                                AND r_cost <= max_count - d.count - (d.prev_count * (d.window_start + window_us
-                                    - greatest(clock, d.window_start)) + window_us - 1) / window_us
-                RETURNING d.count, d.prev_count, d.window_start, d.expires_at
-                INTO r_count, r_prev_count, r_window_start, r_expires_at;
-            ELSE
-                UPDATE rate_limit_durable AS d SET
-                    count = d.count + r_cost
-                WHERE d.prefix = name AND d.key = keys[i]
-                    AND d.algorithm = 2 AND d.since IS NULL AND d.window_start - clock <= window_us
-                        AND clock + 10000 < d.window_start + window_us
-                                AND d.expires_at = d.window_start + 2 * window_us AND d.prev_count <= max_count
-                                AND r_cost <= max_count - d.count - (d.prev_count * (d.window_start + window_us
-                                    - greatest(clock, d.window_start)) + window_us - 1) / window_us
-                RETURNING d.count, d.prev_count, d.window_start, d.expires_at
-                INTO r_count, r_prev_count, r_window_start, r_expires_at;
-            END IF;
-            IF found THEN
-                decided_at := coalesce(now, clock_timestamp());
-                t := (extract(epoch FROM decided_at) * 1000000)::bigint;
-                -- Is the window still running, or the bucket still filling?
-                IF t BETWEEN clock AND r_window_start + window_us - 1 THEN
-                    RETURN NEXT ROW(i::bigint, asked,
-                        max_count - r_count
-                            - (r_prev_count * (r_window_start + window_us - greatest(t, r_window_start))
-                                + window_us - 1) / window_us,
-                        0::bigint, r_window_start + 2 * window_us - t,
-                        decided_at,
-                        r_count, r_prev_count, r_window_start, 0::bigint, NULL::bigint, r_expires_at, NULL::bigint[],
-                        NULL::bigint, r_window_start, NULL::bigint, 0::bigint);
-                    CONTINUE;
-                END IF;
-                -- The wait for the row lasted until the row ended, or the clock was set meanwhile. Another decision
-                -- may be due.
-                IF durable IS NOT TRUE THEN
-                    UPDATE rate_limit_ephemeral AS d SET count = d.count - r_cost
-                    WHERE d.prefix = name AND d.key = keys[i];
-                ELSE
-                    UPDATE rate_limit_durable AS d SET count = d.count - r_cost
-                    WHERE d.prefix = name AND d.key = keys[i];
-                END IF;
-            END IF;
-            IF (octet_length(name) BETWEEN 1 AND 128 AND octet_length(keys[i]) BETWEEN 1 AND 512) IS NOT TRUE THEN
-                undecided := ARRAY(SELECT generate_series(i, n)::bigint); -- rate_limit_all raises the error
-                EXIT;
-            END IF;
-            FOR attempt IN 1 .. 3 LOOP
-                IF attempt = 3 THEN
-                    -- Another algorithm has written the row, or somebody deletes it all the time. The keys behind it
-                    -- are left to rate_limit_all too: locking a later row before this one could cause a deadlock.
-                    undecided := ARRAY(SELECT generate_series(i, n)::bigint);
-                    EXIT each_key;
-                END IF;
-                IF durable IS NOT TRUE THEN
-                    SELECT NULL::bigint, NULL::bigint, NULL::bigint, d.ctid,
-                        d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at, d.since, d.capacity,
-                        d.refill, d.returned, d.log
-                    INTO s
-                    FROM rate_limit_ephemeral AS d
-                    WHERE d.prefix = name AND d.key = keys[i] AND d.algorithm = 2
-                    FOR UPDATE;
-                ELSE
-                    SELECT NULL::bigint, NULL::bigint, NULL::bigint, d.ctid,
-                        d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at, d.since, d.capacity,
-                        d.refill, d.returned, d.log
-                    INTO s
-                    FROM rate_limit_durable AS d
-                    WHERE d.prefix = name AND d.key = keys[i] AND d.algorithm = 2
-                    FOR UPDATE;
-                END IF;
-                IF NOT found THEN -- what is asked fits into a new row
-                    IF attempt > 1 THEN
-                        decided_at := coalesce(now, clock_timestamp());
-                        clock := (extract(epoch FROM decided_at) * 1000000)::bigint;
-                    END IF;
-                    IF durable IS NOT TRUE THEN
-                        INSERT INTO rate_limit_ephemeral AS d
-                            (prefix, key, algorithm, count, window_start, expires_at)
-                        VALUES (name, keys[i], 2, r_cost, clock, clock + 2 * window_us)
-                        ON CONFLICT (prefix, key) DO NOTHING
-                        RETURNING d.count, d.prev_count, d.window_start, d.expires_at
-                        INTO r_count, r_prev_count, r_window_start, r_expires_at;
-                    ELSE
-                        INSERT INTO rate_limit_durable AS d
-                            (prefix, key, algorithm, count, window_start, expires_at)
-                        VALUES (name, keys[i], 2, r_cost, clock, clock + 2 * window_us)
-                        ON CONFLICT (prefix, key) DO NOTHING
-                        RETURNING d.count, d.prev_count, d.window_start, d.expires_at
-                        INTO r_count, r_prev_count, r_window_start, r_expires_at;
-                    END IF;
-                    CONTINUE WHEN NOT found; -- somebody else has made it
-                    -- Whoever was making it may have rolled back. Then this call has waited for them, and its reading
-                    -- of the clock is too old.
-                    IF now IS NULL AND clock_timestamp() > decided_at + interval '10 ms' THEN
-                        PERFORM rate_limit_reset(name, keys[i], durable, NULL::integer, NULL::boolean);
-                        CONTINUE;
-                    END IF;
-                    RETURN NEXT ROW(i::bigint, asked,
-                        max_count - r_count
-                            - (r_prev_count * (r_window_start + window_us - greatest(clock, r_window_start))
-                                + window_us - 1) / window_us,
-                        0::bigint, r_window_start + 2 * window_us - clock,
-                        decided_at,
-                        r_count, r_prev_count, r_window_start, 0::bigint, NULL::bigint, r_expires_at, NULL::bigint[],
-                        NULL::bigint, r_window_start, NULL::bigint, 0::bigint);
-                    EXIT;
-                END IF;
-                -- The clock is read after the row is locked. Read before, it could be older than the row.
-                decided_at := coalesce(now, clock_timestamp());
-                clock := (extract(epoch FROM decided_at) * 1000000)::bigint;
-                moved := false;
-                IF clock >= s.expires_at OR (s.count | s.prev_count | s.credit) = 0 THEN
-                    s.credit := 0;
-                    s.count := 0;
-                    s.prev_count := 0;
-                    s.window_start := clock;
-                    s.since := NULL;
-                ELSIF s.window_start - clock > window_us THEN
-                    s.window_start := clock;
-                    s.expires_at := clock + CASE WHEN s.count > 0 OR s.credit > 0 THEN 2 ELSE 1 END * window_us;
-                    moved := true;
-                END IF;
-                t := greatest(clock, s.window_start);
-                IF s.count = 0 OR t - s.window_start >= window_us THEN
-                    IF t - s.window_start >= 2 * window_us
-                        OR (s.count = 0 AND (s.prev_count = 0 OR t - s.window_start >= window_us))
-                    THEN
-                        s.count := 0;
-                        s.prev_count := 0;
-                        s.window_start := t;
-                        s.since := CASE WHEN s.credit > 0 THEN s.since END;
-                    ELSIF t - s.window_start >= window_us THEN
-                        s.prev_count := s.count;
-                        s.count := 0;
-                        s.window_start := s.window_start + window_us;
-                    END IF;
-                END IF;
-                -- rest is how long the current window still lasts, and how much of the one before is still
-                -- covered. The window before still weighs prev_count * rest / window_us, rounded up.
-                rest := s.window_start + window_us - t;
-                remaining := greatest(max_count - s.count - CASE
-                    WHEN s.prev_count = 0 THEN 0
-                    -- A prev_count that an older, larger limit has left could overflow the product. So this
-                    -- divides instead.
-                    WHEN rest > max_count * window_us / s.prev_count THEN max_count
-                    ELSE (s.prev_count * rest + window_us - 1) / window_us
-                END, 0);
-                remaining := remaining + s.credit;
-                granted := least(asked, remaining / cost);
-                retry_after_us := CASE WHEN granted = asked THEN 0 ELSE 1 END;
-                spent := 0;
-                IF granted > 0 THEN
-                    IF s.credit > 0 THEN
-                        spent := greatest(granted * cost - (remaining - s.credit), 0);
-                        s.credit := s.credit - spent;
-                    END IF;
-                    units := granted * cost - spent;
-                    s.count := s.count + units;
-                    s.expires_at := t + 2 * window_us;
-                    remaining := remaining - granted * cost;
-                END IF;
-                IF retry_after_us > 0 THEN
-                    free_at := greatest(cost, 1) - s.credit; -- of so many
-                    free_at := t + CASE
-                        -- They fit into this window once prev_count * rest has fallen to what is left of
-                        -- max_count * window_us.
-                        WHEN free_at <= max_count - s.count THEN
-                            rest - (max_count - s.count - free_at) * window_us / s.prev_count
-                        -- They fit only into the next one, where count takes the place of prev_count.
-                        ELSE rest + window_us - (max_count - free_at) * window_us / s.count
-                    END;
-                    retry_after_us := least(free_at, s.expires_at) - clock;
-                END IF;
-                reset_after_us := CASE
-                    WHEN s.credit > 0 THEN s.expires_at
-                    ELSE greatest(least(
-                        coalesce(CASE WHEN s.count > 0 THEN s.window_start + 2 * window_us
-                            WHEN s.prev_count > 0 THEN s.window_start + window_us END, clock),
-                        s.expires_at), clock)
-                END - clock;
-                IF granted > 0 OR moved THEN
-                    s.expires_at := clock + reset_after_us;
-                    IF durable IS NOT TRUE THEN
-                        UPDATE rate_limit_ephemeral AS d SET
-                            count = s.count, prev_count = s.prev_count, window_start = s.window_start,
-                            credit = s.credit, expires_at = s.expires_at, since = s.since
-                        WHERE d.ctid = s.tid;
-                    ELSE
-                        UPDATE rate_limit_durable AS d SET
-                            count = s.count, prev_count = s.prev_count, window_start = s.window_start,
-                            credit = s.credit, expires_at = s.expires_at, since = s.since
-                        WHERE d.ctid = s.tid;
-                    END IF;
-                END IF;
-                RETURN NEXT ROW(i::bigint, granted, remaining, retry_after_us, reset_after_us, decided_at,
-                    s.count, s.prev_count, s.window_start, s.credit,
-                    NULL::bigint, s.expires_at,
-                    NULL::bigint[],
-                    s.since, s.window_start,
-                    NULL::bigint, spent);
-                EXIT;
-            END LOOP;
-        END LOOP;
-        IF undecided IS NULL THEN
-            RETURN;
-        END IF;
-    END IF;
-
     IF (max_count >= 1 AND window_us BETWEEN 1 AND 2251799813685248
         AND max_count <= 4611686018427387904 / window_us) IS NOT TRUE THEN
         RAISE EXCEPTION 'rate_limit: max_count %, window_us %: outside the exact range',
@@ -2604,185 +2321,14 @@ BEGIN
                     'there are no refunds.',
                 COLUMN = CASE WHEN octet_length(name) > 128 THEN 'name' ELSE '' END;
     END IF;
-    IF NOT few AND NOT (skip_held IS TRUE OR taken_in IS NOT NULL
-        OR 1 > ANY (costs) OR max_count < ANY (costs)) IS TRUE
-    THEN
-        IF lock_timeout_ms <> -1 THEN
-            ignored := set_config('lock_timeout', lock_timeout_ms::text, true);
-        ELSE
-            lock_timeout_ms := NULL;
-        END IF;
-        IF synchronous_commit IS NOT NULL THEN
-            ignored := set_config('synchronous_commit', synchronous_commit::text, true);
-        END IF;
-        decided_at := coalesce(now, clock_timestamp());
-        clock := (extract(epoch FROM decided_at) * 1000000)::bigint;
-        IF durable IS NOT TRUE THEN
-            WITH e AS (
-                SELECT e.ord, e.place, e.key, e.asked,
-                    CASE WHEN e.asked BETWEEN 1 AND max_count / e.cost THEN e.cost * e.asked ELSE 0 END AS units
-                FROM (
-                    SELECT e.*, lag(e.place) OVER (ORDER BY e.place, e.ord) IS DISTINCT FROM e.place AS first
-                    FROM (
-                        SELECT e.ord, e.key, coalesce(e.cost, 1) AS cost, coalesce(e.asked, 1) AS asked,
-                            concat(1512 - octet_length(e.key), e.key) COLLATE "C" AS place
-                        FROM unnest((SELECT keys), (SELECT costs), (SELECT counts))
-                            WITH ORDINALITY AS e (key, cost, asked, ord)
-                    ) AS e
-                ) AS e
-                WHERE e.first AND octet_length(e.key) BETWEEN 1 AND 512
-            ), d AS (
-                INSERT INTO rate_limit_ephemeral AS d
-                    (prefix, key, algorithm, count, window_start, expires_at)
-                SELECT name, e.key, 2, e.units, clock, clock + 2 * window_us
-                FROM e ORDER BY e.place
-                ON CONFLICT (prefix, key) DO UPDATE SET
-                    count = CASE WHEN clock < d.window_start + window_us THEN d.count ELSE 0 END + excluded.count,
-                    prev_count = CASE WHEN clock < d.window_start + window_us THEN d.prev_count
-                        WHEN clock < d.expires_at THEN d.count ELSE 0 END,
-                    window_start = CASE WHEN clock < d.window_start + window_us THEN d.window_start
-                        WHEN clock < d.expires_at THEN d.window_start + window_us ELSE clock END,
-                    expires_at = CASE WHEN clock < d.window_start + window_us THEN d.window_start
-                        WHEN clock < d.expires_at THEN d.window_start + window_us ELSE clock END + 2 * window_us
-                WHERE (clock_timestamp() < decided_at + interval '10 ms' OR now IS NOT NULL
-                        OR lock_timeout_ms IS NOT NULL
-                            AND clock_timestamp() > decided_at + lock_timeout_ms * interval '25 ms'
-                            AND _rate_limit_late())
-                    AND d.algorithm = 2 AND d.since IS NULL AND d.window_start - clock <= window_us
-                        AND excluded.count > 0 AND CASE
-                            WHEN clock >= d.expires_at THEN clock >= d.window_start + window_us
-                            WHEN clock >= d.window_start + window_us AND d.expires_at = d.window_start + 2 * window_us
-                                    AND clock + 10000 < d.expires_at
-                                THEN d.count BETWEEN 1 AND max_count
-                                AND excluded.count <= max_count
-                                    - (d.count * (d.expires_at - clock) + window_us - 1) / window_us
-                            ELSE clock + 10000 < d.window_start + window_us
-                                AND d.expires_at = d.window_start + 2 * window_us AND d.prev_count <= max_count
-                                AND excluded.count <= max_count - d.count - (d.prev_count * (d.window_start + window_us
-                                    - greatest(clock, d.window_start)) + window_us - 1) / window_us END
-                RETURNING d.*
-            )
-            SELECT array_agg(ROW(e.ord, e.units, e.asked, NULL,
-                d.count, d.prev_count, d.window_start, 0, NULL, d.expires_at, NULL, NULL, NULL, NULL, NULL
-            )::rate_limit_row)
-            INTO taken
-            FROM d
-            JOIN e ON e.key = d.key COLLATE "C"
-            WHERE e.units > 0;
-        ELSE
-            WITH e AS (
-                SELECT e.ord, e.place, e.key, e.asked,
-                    CASE WHEN e.asked BETWEEN 1 AND max_count / e.cost THEN e.cost * e.asked ELSE 0 END AS units
-                FROM (
-                    SELECT e.*, lag(e.place) OVER (ORDER BY e.place, e.ord) IS DISTINCT FROM e.place AS first
-                    FROM (
-                        SELECT e.ord, e.key, coalesce(e.cost, 1) AS cost, coalesce(e.asked, 1) AS asked,
-                            concat(1512 - octet_length(e.key), e.key) COLLATE "C" AS place
-                        FROM unnest((SELECT keys), (SELECT costs), (SELECT counts))
-                            WITH ORDINALITY AS e (key, cost, asked, ord)
-                    ) AS e
-                ) AS e
-                WHERE e.first AND octet_length(e.key) BETWEEN 1 AND 512
-            ), d AS (
-                INSERT INTO rate_limit_durable AS d
-                    (prefix, key, algorithm, count, window_start, expires_at)
-                SELECT name, e.key, 2, e.units, clock, clock + 2 * window_us
-                FROM e ORDER BY e.place
-                ON CONFLICT (prefix, key) DO UPDATE SET
-                    count = CASE WHEN clock < d.window_start + window_us THEN d.count ELSE 0 END + excluded.count,
-                    prev_count = CASE WHEN clock < d.window_start + window_us THEN d.prev_count
-                        WHEN clock < d.expires_at THEN d.count ELSE 0 END,
-                    window_start = CASE WHEN clock < d.window_start + window_us THEN d.window_start
-                        WHEN clock < d.expires_at THEN d.window_start + window_us ELSE clock END,
-                    expires_at = CASE WHEN clock < d.window_start + window_us THEN d.window_start
-                        WHEN clock < d.expires_at THEN d.window_start + window_us ELSE clock END + 2 * window_us
-                WHERE (clock_timestamp() < decided_at + interval '10 ms' OR now IS NOT NULL
-                        OR lock_timeout_ms IS NOT NULL
-                            AND clock_timestamp() > decided_at + lock_timeout_ms * interval '25 ms'
-                            AND _rate_limit_late())
-                    AND d.algorithm = 2 AND d.since IS NULL AND d.window_start - clock <= window_us
-                        AND excluded.count > 0 AND CASE
-                            WHEN clock >= d.expires_at THEN clock >= d.window_start + window_us
-                            WHEN clock >= d.window_start + window_us AND d.expires_at = d.window_start + 2 * window_us
-                                    AND clock + 10000 < d.expires_at
-                                THEN d.count BETWEEN 1 AND max_count
-                                AND excluded.count <= max_count
-                                    - (d.count * (d.expires_at - clock) + window_us - 1) / window_us
-                            ELSE clock + 10000 < d.window_start + window_us
-                                AND d.expires_at = d.window_start + 2 * window_us AND d.prev_count <= max_count
-                                AND excluded.count <= max_count - d.count - (d.prev_count * (d.window_start + window_us
-                                    - greatest(clock, d.window_start)) + window_us - 1) / window_us END
-                RETURNING d.*
-            )
-            SELECT array_agg(ROW(e.ord, e.units, e.asked, NULL,
-                d.count, d.prev_count, d.window_start, 0, NULL, d.expires_at, NULL, NULL, NULL, NULL, NULL
-            )::rate_limit_row)
-            INTO taken
-            FROM d
-            JOIN e ON e.key = d.key COLLATE "C"
-            WHERE e.units > 0;
-        END IF;
-    END IF;
-
-    IF taken IS NOT NULL THEN
-        -- The clock may have been set back meanwhile.
-        t := greatest((extract(epoch FROM coalesce(now, clock_timestamp())) * 1000000)::bigint, clock);
-        -- If a new row was made late, the first reading may be too old for it: another transaction may have made the
-        -- same row, and rolled back after this one had waited for it. Such a row is deleted, and decided anew.
-        IF t > clock + 10000 THEN
-            PERFORM rate_limit_reset(name, keys[e.ord], durable, NULL::integer, NULL::boolean)
-            FROM unnest(taken) AS e
-            WHERE CASE
-                WHEN e.count = e.cost AND e.prev_count = 0 THEN e.window_start
-                ELSE least(t, e.window_start + window_us - 1)
-            END = clock;
-            taken := ARRAY(
-                SELECT e FROM unnest(taken) AS e
-                WHERE CASE
-                    WHEN e.count = e.cost AND e.prev_count = 0 THEN e.window_start
-                    ELSE least(t, e.window_start + window_us - 1)
-                END <> clock);
-        END IF;
-        RETURN QUERY
-        SELECT e.ord, e.asked,
-            max_count - e.count
-                - (e.prev_count * (e.window_start + window_us - greatest(e.at, e.window_start))
-                    + window_us - 1) / window_us,
-            0::bigint, e.window_start + 2 * window_us - e.at,
-            decided_at + (e.at - clock) * interval '1 microsecond',
-            e.count, e.prev_count, e.window_start, 0::bigint, NULL::bigint, e.expires_at, NULL::bigint[],
-            NULL::bigint, e.window_start, NULL::bigint, 0::bigint
-        FROM (
-            SELECT e.*, CASE
-                WHEN e.count = e.cost AND e.prev_count = 0 THEN e.window_start
-                ELSE least(t, e.window_start + window_us - 1)
-            END AS at
-            FROM unnest(taken) AS e
-        ) AS e;
-        IF cardinality(taken) = cardinality(keys) THEN
-            RETURN;
-        END IF;
-        undecided := ARRAY(
-            SELECT e.ord FROM generate_series(1, cardinality(keys)) AS e (ord)
-            WHERE NOT EXISTS (SELECT FROM unnest(taken) AS k WHERE k.ord = e.ord));
-    END IF;
-    IF undecided IS NOT NULL THEN
-        SELECT array_agg(keys[e.ord] ORDER BY e.ord), array_agg(coalesce(costs[e.ord], 1) ORDER BY e.ord),
-            array_agg(coalesce(counts[e.ord], 1) ORDER BY e.ord)
-        INTO keys, costs, counts
-        FROM unnest(undecided) AS e (ord);
-    END IF;
     RETURN QUERY
-    SELECT coalesce(undecided[a.ord], a.ord), a.granted, a.remaining, a.retry_after_us, a.reset_after_us, a.decided_at,
-        a.count, a.prev_count, a.window_start, a.credit, a.scale, a.expires_at, a.log,
-        a.taken_since, a.taken_in, a.taken_at, a.taken_spent
+    SELECT a.*
     FROM rate_limit_all(
-        ARRAY(SELECT generate_series(1, cardinality(keys))), array_fill(name, ARRAY[cardinality(keys)]), keys,
-        array_fill(coalesce(durable, false), ARRAY[cardinality(keys)]),
-        array_fill(2::smallint, ARRAY[cardinality(keys)]),
-        array_fill(max_count, ARRAY[cardinality(keys)]), array_fill(window_us, ARRAY[cardinality(keys)]),
-        array_fill(0::bigint, ARRAY[cardinality(keys)]),
-        costs, counts, lock_timeout_ms, synchronous_commit, now,
+        ARRAY(SELECT generate_series(1, n)), array_fill(name, ARRAY[n]), keys,
+        array_fill(coalesce(durable, false), ARRAY[n]), array_fill(2::smallint, ARRAY[n]),
+        array_fill(max_count, ARRAY[n]), array_fill(window_us, ARRAY[n]), array_fill(0::bigint, ARRAY[n]),
+        array_replace(costs, NULL, 1::bigint), array_replace(counts, NULL, 1::bigint),
+        lock_timeout_ms, synchronous_commit, now,
         taken_since, taken_in, taken_at, taken_spent, skip_held,
         NULL::text[],
         NULL::bigint[]) AS a;
@@ -2814,6 +2360,473 @@ Optional, by name: costs and counts for each key, which are 1 each by default, '
     'it gives back what that take still counts. '
     'Each unit is given back only once if the caller asks only once.';
 
+-- _rate_limit_left_sliding_window decides what is left by
+-- rate_limit_take_sliding_window: of keys, which follow
+-- upon as many as done, those that are not taken_keys. It does so by the rules of rate_limit_all, and returns fifteen
+-- numbers for each. A single key whose row exists is decided here, which costs half as much.
+-- +goose StatementBegin
+CREATE FUNCTION _rate_limit_left_sliding_window(
+    name text,
+    keys text[],
+    max_count bigint,
+    window_us bigint,
+    costs bigint[],
+    counts bigint[],
+    durable boolean,
+    lock_timeout_ms integer,
+    synchronous_commit boolean,
+    now_us bigint,
+    done integer,
+    taken_keys text[]
+)
+RETURNS bigint[]
+LANGUAGE plpgsql
+AS $$
+#variable_conflict use_variable
+DECLARE
+    undecided bigint[]; -- the places of the keys
+    clock bigint;
+    cost bigint;
+    asked bigint;
+    s rate_limit_row;
+    t bigint;
+    moved boolean;      -- the clock has jumped back, and the row with it
+    granted bigint;
+    remaining bigint;
+    spent bigint;
+    units bigint;
+    free_at bigint;
+    retry_after_us bigint;
+    reset_after_us bigint;
+    rest bigint;
+BEGIN
+    IF cardinality(keys) = 1 AND coalesce(cardinality(costs), 1) = 1 AND coalesce(cardinality(counts), 1) = 1
+        AND coalesce(costs[1], 1) BETWEEN 1 AND max_count AND coalesce(counts[1], 1) >= 1
+        AND octet_length(name) BETWEEN 1 AND 128 AND octet_length(keys[1]) BETWEEN 1 AND 512
+        AND max_count >= 1 AND window_us BETWEEN 1 AND 2251799813685248
+            AND max_count <= 4611686018427387904 / window_us
+    THEN
+        IF durable IS NOT TRUE THEN
+            SELECT NULL::bigint, NULL::bigint, NULL::bigint, d.ctid,
+                d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at, d.since, d.capacity, d.refill,
+                d.returned, d.log
+            INTO s
+            FROM rate_limit_ephemeral AS d
+            WHERE d.prefix = name AND d.key = keys[1] AND d.algorithm = 2
+            FOR UPDATE;
+        ELSE
+            SELECT NULL::bigint, NULL::bigint, NULL::bigint, d.ctid,
+                d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at, d.since, d.capacity, d.refill,
+                d.returned, d.log
+            INTO s
+            FROM rate_limit_durable AS d
+            WHERE d.prefix = name AND d.key = keys[1] AND d.algorithm = 2
+            FOR UPDATE;
+        END IF;
+        IF found THEN
+            -- The clock is read after the row is locked. Read before, it could be older than the row.
+            clock := coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint);
+            moved := false;
+            spent := 0;
+            cost := coalesce(costs[1], 1);
+            asked := coalesce(counts[1], 1);
+            IF clock >= s.expires_at OR (s.count | s.prev_count | s.credit) = 0 THEN
+                s.credit := 0;
+                s.count := 0;
+                s.prev_count := 0;
+                s.window_start := clock;
+                s.since := NULL;
+            ELSIF s.window_start - clock > window_us THEN
+                s.window_start := clock;
+                s.expires_at := clock + CASE WHEN s.count > 0 OR s.credit > 0 THEN 2 ELSE 1 END * window_us;
+                moved := true;
+            END IF;
+            t := greatest(clock, s.window_start);
+            IF s.count = 0 OR t - s.window_start >= window_us THEN
+                IF t - s.window_start >= 2 * window_us
+                    OR (s.count = 0 AND (s.prev_count = 0 OR t - s.window_start >= window_us))
+                THEN
+                    s.count := 0;
+                    s.prev_count := 0;
+                    s.window_start := t;
+                    s.since := CASE WHEN s.credit > 0 THEN s.since END;
+                ELSIF t - s.window_start >= window_us THEN
+                    s.prev_count := s.count;
+                    s.count := 0;
+                    s.window_start := s.window_start + window_us;
+                END IF;
+            END IF;
+            -- rest is how long the current window still lasts, and how much of the one before is still
+            -- covered. The window before still weighs prev_count * rest / window_us, rounded up.
+            rest := s.window_start + window_us - t;
+            remaining := greatest(max_count - s.count - CASE
+                WHEN s.prev_count = 0 THEN 0
+                -- A prev_count that an older, larger limit has left could overflow the product. So this
+                -- divides instead.
+                WHEN rest > max_count * window_us / s.prev_count THEN max_count
+                ELSE (s.prev_count * rest + window_us - 1) / window_us
+            END, 0);
+            remaining := remaining + s.credit;
+            granted := least(asked, remaining / cost);
+            retry_after_us := CASE WHEN granted = asked THEN 0 ELSE 1 END;
+            IF granted > 0 THEN
+                IF s.credit > 0 THEN
+                    spent := greatest(granted * cost - (remaining - s.credit), 0);
+                    s.credit := s.credit - spent;
+                END IF;
+                units := granted * cost - spent;
+                s.count := s.count + units;
+                s.expires_at := t + 2 * window_us;
+                remaining := remaining - granted * cost;
+            END IF;
+            IF retry_after_us > 0 THEN
+                free_at := greatest(cost, 1) - s.credit; -- of so many
+                free_at := t + CASE
+                    -- They fit into this window once prev_count * rest has fallen to what is left of
+                    -- max_count * window_us.
+                    WHEN free_at <= max_count - s.count THEN
+                        rest - (max_count - s.count - free_at) * window_us / s.prev_count
+                    -- They fit only into the next one, where count takes the place of prev_count.
+                    ELSE rest + window_us - (max_count - free_at) * window_us / s.count
+                END;
+                retry_after_us := least(free_at, s.expires_at) - clock;
+            END IF;
+            reset_after_us := CASE
+                WHEN s.credit > 0 THEN s.expires_at
+                ELSE greatest(least(
+                    coalesce(CASE WHEN s.count > 0 THEN s.window_start + 2 * window_us
+                        WHEN s.prev_count > 0 THEN s.window_start + window_us END, clock),
+                    s.expires_at), clock)
+            END - clock;
+            IF granted > 0 OR moved THEN
+                s.expires_at := clock + reset_after_us;
+                IF durable IS NOT TRUE THEN
+                    UPDATE rate_limit_ephemeral AS d SET
+                        count = s.count, prev_count = s.prev_count, window_start = s.window_start, credit = s.credit,
+                        expires_at = s.expires_at, since = s.since
+                    WHERE d.ctid = s.tid;
+                ELSE
+                    UPDATE rate_limit_durable AS d SET
+                        count = s.count, prev_count = s.prev_count, window_start = s.window_start, credit = s.credit,
+                        expires_at = s.expires_at, since = s.since
+                    WHERE d.ctid = s.tid;
+                END IF;
+            END IF;
+            RETURN ARRAY[done + 1,
+                granted, remaining, retry_after_us, reset_after_us, clock,
+                s.count, s.prev_count, s.window_start, s.credit,
+                NULL, s.expires_at, spent, s.since,
+                NULL];
+        END IF;
+    END IF;
+
+    -- The row is another algorithm's, or there are several, or something is not valid.
+    undecided := ARRAY(
+        SELECT e.place FROM unnest(keys) WITH ORDINALITY AS e (key, place)
+        WHERE (e.key = ANY (taken_keys)) IS NOT TRUE
+        ORDER BY e.place);
+    IF taken_keys IS NOT NULL THEN
+        SELECT array_agg(keys[e.place] ORDER BY e.place), array_agg(coalesce(costs[e.place], 1) ORDER BY e.place),
+            array_agg(coalesce(counts[e.place], 1) ORDER BY e.place)
+        INTO keys, costs, counts
+        FROM unnest(undecided) AS e (place);
+    END IF;
+    RETURN ARRAY(
+        SELECT unnest(ARRAY[done + undecided[a.ord],
+            a.granted, a.remaining, a.retry_after_us, a.reset_after_us,
+            (extract(epoch FROM a.decided_at) * 1000000)::bigint, a.count, a.prev_count, a.window_start, a.credit,
+            a.scale, a.expires_at, a.taken_spent, a.taken_since, a.taken_at])
+        FROM rate_limit_sliding_window(
+            name, keys, max_count, window_us, costs, counts, durable,
+            lock_timeout_ms, synchronous_commit,
+            timestamptz 'epoch' + now_us / 1000000 * interval '1 second'
+                + now_us % 1000000 * interval '1 microsecond',
+            NULL::bigint[], NULL::bigint[], NULL::bigint[], NULL::bigint[], false) AS a);
+END
+$$;
+-- +goose StatementEnd
+
+-- rate_limit_take_sliding_window decides as
+-- rate_limit_sliding_window does, if all requests take.
+-- This is what the Go package calls. Few keys are taken from one after the other, and many by one statement, which also
+-- makes rows. All that is less ordinary is decided by the rules of rate_limit_all, in the same call. The arguments are
+-- the same, but for now_us, which is a time in microseconds since 1970 UTC, and for costs and counts: both are NULL, or
+-- neither is.
+--
+-- It returns one array, because rows and their columns would cost more than the decision. First, for each key of which
+-- all that was asked could be taken at once, nine numbers, in the order of the keys: the time of the decision, and
+-- count, prev_count, window_start, credit, scale, expires_at, since and returned of the row. What remains, and for how
+-- long, follows from these: see takenDecision in takes.go. Then, for each other key, fifteen: its place in keys, and
+-- from granted to expires_at what rate_limit_sliding_window returns,
+-- then its taken_spent, taken_since and taken_at. Of a single key, the log of that comes last.
+--
+-- The keys must ascend in the order of locking: longer ones first, then by bytes. Otherwise rate_limit_all decides.
+--
+-- The clock is read twice: before a row is locked, and with the lock held. A decision is made by the first reading, and
+-- what it needs must be true then and still be true 10 ms later. So it was also true when the row was locked: rows that
+-- were waited for longer are left out, and the UPDATE is undone if its row had ended before the lock. The decision is
+-- told by the second reading. Only a window or a bucket that begins does so at the first reading, because nobody else
+-- can have decided anything by it since.
+-- +goose StatementBegin
+CREATE FUNCTION rate_limit_take_sliding_window(
+    name text,
+    keys text[],
+    max_count bigint,
+    window_us bigint,
+    costs bigint[] DEFAULT NULL,
+    counts bigint[] DEFAULT NULL,
+    durable boolean DEFAULT false,
+    lock_timeout_ms integer DEFAULT NULL,
+    synchronous_commit boolean DEFAULT NULL,
+    now_us bigint DEFAULT NULL
+)
+RETURNS bigint[]
+LANGUAGE plpgsql
+SECURITY DEFINER
+SET enable_seqscan = off -- a plan must not depend on how small the table was when it was made
+SET plan_cache_mode = force_generic_plan -- the first five calls of a session would each make a plan of their own
+AS $$
+#variable_conflict use_variable
+DECLARE
+    -- Each expression counts here, because plpgsql prepares it anew in every transaction. So this one makes the
+    -- settings, too.
+    clock bigint := CASE
+        WHEN lock_timeout_ms IS NOT NULL AND lock_timeout_ms <> -1
+            AND set_config('lock_timeout', lock_timeout_ms::text, true) IS NULL THEN NULL
+        WHEN synchronous_commit IS NOT NULL
+            AND set_config('synchronous_commit', synchronous_commit::text, true) IS NULL THEN NULL
+        ELSE coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint) END;
+    -- What is asked for a key, or NULL if something is not valid.
+    units bigint := CASE WHEN (max_count >= 1 AND window_us BETWEEN 1 AND 2251799813685248
+            AND max_count <= 4611686018427387904 / window_us) THEN
+        CASE WHEN costs IS NULL AND counts IS NULL THEN 1
+            WHEN cardinality(costs) = cardinality(keys) AND cardinality(counts) = cardinality(keys)
+                AND costs[1] BETWEEN 1 AND max_count AND counts[1] BETWEEN 1 AND max_count / costs[1]
+                THEN costs[1] * counts[1] END END;
+    taken bigint[];
+    ends bigint;       -- the last time by which the row that was taken from is as it was
+    late boolean;      -- a row was waited for, and the reading of the clock is too old
+    each bigint[];     -- units of each key
+    this_key text;
+    before text;       -- the key before it
+    ascend boolean;
+    begun bigint[];    -- which of them have a row that was made
+    until timestamptz; -- by when a row has to be locked
+    give_up timestamptz;
+    told bigint[];     -- of the keys that were taken from one after the other
+    done integer;      -- how many these are
+    taken_keys text[]; -- that were taken from by one statement
+BEGIN
+    IF cardinality(keys) > 1 THEN
+        ascend := keys[cardinality(keys)] IS NOT NULL -- or the arrays are not counted from 1
+            AND (costs IS NULL AND counts IS NULL
+                OR costs[cardinality(keys)] IS NOT NULL AND counts[cardinality(keys)] IS NOT NULL);
+        FOREACH this_key IN ARRAY keys LOOP
+            ascend := (ascend AND octet_length(this_key) BETWEEN 1 AND 512 AND (before IS NULL
+                OR (-octet_length(before), before COLLATE "C")
+                    < (-octet_length(this_key), this_key COLLATE "C"))) IS TRUE;
+            before := this_key;
+        END LOOP;
+    END IF;
+    -- Most calls are for one key or a few, and take from rows as they are. (If there is a row, the name and the key are
+    -- valid.) For more, one statement costs less than one for each.
+    IF units IS NOT NULL AND ascend IS NOT FALSE AND cardinality(keys) <= 6 THEN
+        FOR i IN 1 .. cardinality(keys) LOOP
+            IF i > 1 THEN
+                units := CASE WHEN costs IS NULL AND counts IS NULL THEN 1
+                    WHEN cardinality(costs) = cardinality(keys) AND cardinality(counts) = cardinality(keys)
+                        AND costs[i] BETWEEN 1 AND max_count AND counts[i] BETWEEN 1 AND max_count / costs[i]
+                        THEN costs[i] * counts[i] END;
+            END IF;
+            IF durable IS NOT TRUE THEN
+                UPDATE rate_limit_ephemeral AS d SET
+                    count = d.count + units
+                WHERE d.prefix = name AND d.key = keys[i]
+                    AND d.algorithm = 2 AND d.since IS NULL AND d.window_start - clock <= window_us
+                        AND clock + 10000 < d.window_start + window_us
+                                AND d.expires_at = d.window_start + 2 * window_us AND d.prev_count <= max_count
+                                AND units <= max_count - d.count
+                                    - (d.prev_count * (d.window_start + window_us
+                                        - greatest(clock, d.window_start)) + window_us - 1) / window_us
+                RETURNING ARRAY[
+    coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint),
+    d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at, d.since, d.returned],
+                    d.window_start + window_us - 1
+                INTO taken, ends;
+            ELSE
+                UPDATE rate_limit_durable AS d SET
+                    count = d.count + units
+                WHERE d.prefix = name AND d.key = keys[i]
+                    AND d.algorithm = 2 AND d.since IS NULL AND d.window_start - clock <= window_us
+                        AND clock + 10000 < d.window_start + window_us
+                                AND d.expires_at = d.window_start + 2 * window_us AND d.prev_count <= max_count
+                                AND units <= max_count - d.count
+                                    - (d.prev_count * (d.window_start + window_us
+                                        - greatest(clock, d.window_start)) + window_us - 1) / window_us
+                RETURNING ARRAY[
+    coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint),
+    d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at, d.since, d.returned],
+                    d.window_start + window_us - 1
+                INTO taken, ends;
+            END IF;
+            IF taken[1] BETWEEN clock AND ends THEN
+                told := told || taken;
+                done := i;
+                CONTINUE;
+            END IF;
+            IF found THEN
+                -- The wait for the row lasted until the row ended, or the clock was set meanwhile. Another decision may
+                -- be due.
+                late := true;
+                IF durable IS NOT TRUE THEN
+                    UPDATE rate_limit_ephemeral AS d SET count = d.count - units
+                    WHERE d.prefix = name AND d.key = keys[i];
+                ELSE
+                    UPDATE rate_limit_durable AS d SET count = d.count - units
+                    WHERE d.prefix = name AND d.key = keys[i];
+                END IF;
+            END IF;
+            EXIT;
+        END LOOP;
+        IF done = cardinality(keys) THEN
+            RETURN told;
+        ELSIF done > 0 THEN -- go on with the others
+            keys := keys[done + 1:];
+            costs := costs[done + 1:];
+            counts := counts[done + 1:];
+            units := CASE WHEN costs IS NULL AND counts IS NULL THEN 1
+                WHEN cardinality(costs) = cardinality(keys) AND cardinality(counts) = cardinality(keys)
+                    AND costs[1] BETWEEN 1 AND max_count AND counts[1] BETWEEN 1 AND max_count / costs[1]
+                    THEN costs[1] * counts[1] END;
+        END IF;
+    END IF;
+    IF late IS NULL AND ascend IS NOT FALSE
+        AND units IS NOT NULL AND octet_length(name) BETWEEN 1 AND 128 AND octet_length(keys[1]) BETWEEN 1 AND 512
+    THEN
+        IF cardinality(keys) = 1 OR costs IS NULL AND counts IS NULL THEN
+            each := array_fill(units, ARRAY[cardinality(keys)]);
+        ELSE
+            each := ARRAY(
+                SELECT CASE WHEN u.cost BETWEEN 1 AND max_count AND u.asked BETWEEN 1 AND max_count / u.cost
+                    THEN u.cost * u.asked END
+                FROM unnest(costs, counts) AS u (cost, asked));
+        END IF;
+        IF cardinality(each) = cardinality(keys) AND array_position(each, NULL) IS NULL THEN
+            until := CASE WHEN now_us IS NULL THEN timestamptz 'epoch' + (clock + 10000) * interval '1 microsecond'
+                ELSE 'infinity' END;
+            give_up := CASE WHEN lock_timeout_ms <> -1 THEN clock_timestamp() + lock_timeout_ms * interval '25 ms'
+                ELSE 'infinity' END;
+            IF durable IS NOT TRUE THEN
+                -- unnest((SELECT ...)) hides the arrays' length from the planner.
+                WITH d AS (
+                    INSERT INTO rate_limit_ephemeral AS d
+                        (prefix, key, algorithm, count, window_start, expires_at)
+                    SELECT name, e.key, 2, e.units, clock, clock + 2 * window_us
+                    FROM unnest((SELECT keys), (SELECT each)) AS e (key, units)
+                    ON CONFLICT (prefix, key) DO UPDATE SET
+                        count = CASE WHEN clock < d.window_start + window_us THEN d.count ELSE 0 END + excluded.count,
+                        prev_count = CASE WHEN clock < d.window_start + window_us THEN d.prev_count
+                            WHEN clock < d.expires_at THEN d.count ELSE 0 END,
+                        window_start = CASE WHEN clock < d.window_start + window_us THEN d.window_start
+                            WHEN clock < d.expires_at THEN d.window_start + window_us ELSE clock END,
+                        expires_at = CASE WHEN clock < d.window_start + window_us THEN d.window_start
+                            WHEN clock < d.expires_at THEN d.window_start + window_us ELSE clock END + 2 * window_us
+                    WHERE (clock_timestamp() < until OR clock_timestamp() > give_up AND _rate_limit_late())
+                        AND d.algorithm = 2 AND d.since IS NULL AND d.window_start - clock <= window_us
+                            AND CASE
+                                WHEN clock >= d.expires_at THEN clock >= d.window_start + window_us
+                                WHEN clock >= d.window_start + window_us
+                                        AND d.expires_at = d.window_start + 2 * window_us
+                                        AND clock + 10000 < d.expires_at
+                                    THEN d.count BETWEEN 1 AND max_count
+                                    AND excluded.count <= max_count
+                                        - (d.count * (d.expires_at - clock) + window_us - 1) / window_us
+                                ELSE clock + 10000 < d.window_start + window_us
+                                    AND d.expires_at = d.window_start + 2 * window_us AND d.prev_count <= max_count
+                                    AND excluded.count <= max_count - d.count
+                                        - (d.prev_count * (d.window_start + window_us
+                                            - greatest(clock, d.window_start)) + window_us - 1) / window_us END
+                    RETURNING d.key, ARRAY[
+    greatest(clock, least(coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint), clock + 10000)),
+    d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at, d.since, d.returned] AS told
+                )
+                SELECT array_agg(d.key), array_agg(d.told) INTO taken_keys, taken FROM d;
+            ELSE
+                -- unnest((SELECT ...)) hides the arrays' length from the planner.
+                WITH d AS (
+                    INSERT INTO rate_limit_durable AS d
+                        (prefix, key, algorithm, count, window_start, expires_at)
+                    SELECT name, e.key, 2, e.units, clock, clock + 2 * window_us
+                    FROM unnest((SELECT keys), (SELECT each)) AS e (key, units)
+                    ON CONFLICT (prefix, key) DO UPDATE SET
+                        count = CASE WHEN clock < d.window_start + window_us THEN d.count ELSE 0 END + excluded.count,
+                        prev_count = CASE WHEN clock < d.window_start + window_us THEN d.prev_count
+                            WHEN clock < d.expires_at THEN d.count ELSE 0 END,
+                        window_start = CASE WHEN clock < d.window_start + window_us THEN d.window_start
+                            WHEN clock < d.expires_at THEN d.window_start + window_us ELSE clock END,
+                        expires_at = CASE WHEN clock < d.window_start + window_us THEN d.window_start
+                            WHEN clock < d.expires_at THEN d.window_start + window_us ELSE clock END + 2 * window_us
+                    WHERE (clock_timestamp() < until OR clock_timestamp() > give_up AND _rate_limit_late())
+                        AND d.algorithm = 2 AND d.since IS NULL AND d.window_start - clock <= window_us
+                            AND CASE
+                                WHEN clock >= d.expires_at THEN clock >= d.window_start + window_us
+                                WHEN clock >= d.window_start + window_us
+                                        AND d.expires_at = d.window_start + 2 * window_us
+                                        AND clock + 10000 < d.expires_at
+                                    THEN d.count BETWEEN 1 AND max_count
+                                    AND excluded.count <= max_count
+                                        - (d.count * (d.expires_at - clock) + window_us - 1) / window_us
+                                ELSE clock + 10000 < d.window_start + window_us
+                                    AND d.expires_at = d.window_start + 2 * window_us AND d.prev_count <= max_count
+                                    AND excluded.count <= max_count - d.count
+                                        - (d.prev_count * (d.window_start + window_us
+                                            - greatest(clock, d.window_start)) + window_us - 1) / window_us END
+                    RETURNING d.key, ARRAY[
+    greatest(clock, least(coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint), clock + 10000)),
+    d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at, d.since, d.returned] AS told
+                )
+                SELECT array_agg(d.key), array_agg(d.told) INTO taken_keys, taken FROM d;
+            END IF;
+            -- A row that was made begins by the first reading of the clock. That may be too old for it: another
+            -- transaction may have made the same row, and rolled back after this one had waited for it. Such a row is
+            -- deleted, and decided anew.
+            IF clock_timestamp() > until THEN
+                begun := ARRAY(
+                    SELECT k.place
+                    FROM unnest(taken_keys) WITH ORDINALITY AS k (key, place)
+                    JOIN unnest(keys, each) AS e (key, units) ON e.key = k.key COLLATE "C"
+                    CROSS JOIN LATERAL (SELECT taken[k.place][2] AS count, taken[k.place][3] AS prev_count,
+                        taken[k.place][5] AS credit) AS d
+                    WHERE d.count = e.units AND d.prev_count = 0);
+                PERFORM rate_limit_reset(name, taken_keys[p], durable, NULL::integer, NULL::boolean)
+                FROM unnest(begun) AS p;
+                SELECT array_agg(k.key ORDER BY k.place), array_agg(taken[k.place:k.place] ORDER BY k.place)
+                INTO taken_keys, taken
+                FROM unnest(taken_keys) WITH ORDINALITY AS k (key, place)
+                WHERE k.place <> ALL (begun);
+            END IF;
+            IF cardinality(taken_keys) = cardinality(keys) THEN
+                IF told IS NULL THEN
+                    RETURN taken;
+                END IF;
+                RETURN told || ARRAY(SELECT unnest(taken));
+            END IF;
+            told := told || ARRAY(SELECT unnest(taken));
+        END IF;
+    END IF;
+
+    RETURN told || _rate_limit_left_sliding_window(
+        name, keys, max_count, window_us, costs, counts, durable,
+        lock_timeout_ms, synchronous_commit, now_us, coalesce(done, 0), taken_keys);
+END
+$$;
+-- +goose StatementEnd
+
+COMMENT ON FUNCTION rate_limit_take_sliding_window IS
+    'Takes as rate_limit_sliding_window does, for less. '
+    'It returns an array of numbers, for programs: see sql/limit.sql. For people there is rate_limit_allow.
+Example: SELECT rate_limit_take_sliding_window(''login'', ARRAY[''user:123''], 10, 60000000) takes one of 10 a minute.';
+
 -- The token bucket; see tokenbucket.go.
 --
 --   name                the limiter's name, 1 to 128 bytes
@@ -2839,16 +2852,8 @@ Optional, by name: costs and counts for each key, which are 1 each by default, '
 --                       is just making it. For such a key a row comes back with a granted of -2, or none: see
 --                       rate_limit_all
 --
--- A few keys that come in the order of locking are decided one after the other. If the row exists and will
--- stay in force for a while, an UPDATE takes from it. Otherwise the row is locked and written, or made. Many keys are
--- decided by one statement: it takes from each row as it is, or makes it. Everything
--- less ordinary is left to rate_limit_all.
---
--- The clock is read twice: before a row is locked, and with the lock held. A decision is made by the first reading, and
--- what it needs must be true then and still be true 10 ms later. So it was also true when the row was locked: the one
--- statement leaves out rows that were waited for longer, and the UPDATE is undone if its row had ended before the lock.
--- The decision is told by the second reading. Only a window or a bucket that begins does so at the first reading,
--- because nobody else can have decided anything by it since.
+-- rate_limit_all decides. If all requests take,
+-- rate_limit_take_token_bucket does the same for less.
 -- +goose StatementBegin
 CREATE FUNCTION rate_limit_token_bucket(
     name text,
@@ -2871,311 +2876,11 @@ CREATE FUNCTION rate_limit_token_bucket(
 RETURNS SETOF rate_limit_decision
 LANGUAGE plpgsql
 SECURITY DEFINER
-SET enable_seqscan = off -- a plan must not depend on how small the table was when it was made
-SET enable_nestloop = off -- two lists of keys are joined below, and the planner takes them for short ones
 AS $$
 #variable_conflict use_variable
 DECLARE
-    decided_at timestamptz;
-    clock bigint;
-    taken rate_limit_row[]; -- the rows that one statement took from or made; their cost is what was taken
-    t bigint;
-    n integer := cardinality(keys);
-    few boolean;            -- whether to decide one key after the other
-    undecided bigint[];     -- the places of the keys that are left to rate_limit_all
-    give_up timestamptz;
-    cost bigint := 1;       -- what is asked for the current key
-    asked bigint := 1;
-    r_cost bigint := 1;     -- all of that together, and below it the row if it was taken from it
-    r_window_start bigint;
-    r_credit bigint;
-    r_expires_at bigint;
-    r_since bigint;
-    r_returned bigint;
-    s rate_limit_row;       -- otherwise the row's state
-    moved boolean;          -- the clock has jumped back, and the row with it
-    granted bigint;
-    remaining bigint;
-    spent bigint;
-    units bigint;
-    free_at bigint;
-    retry_after_us bigint;
-    reset_after_us bigint;
-    full_credit bigint;
-    ignored text;
+    n CONSTANT integer := cardinality(keys);
 BEGIN
-    -- One key, as in most calls of an application that is not under load, or a few in the order of locking, are decided
-    -- one after the other. Each operator counts here, because plpgsql prepares an expression anew in every transaction.
-    few := n BETWEEN 1 AND 8 AND taken_in IS NULL AND NOT skip_held
-        AND capacity >= 1 AND refill >= 1 AND every_us BETWEEN 1 AND 2251799813685248
-            AND capacity <= 4611686018427387904 / every_us
-            AND (capacity * every_us - 1) / refill < 2251799813685248;
-    IF few AND (n > 1 OR costs IS NOT NULL OR counts IS NOT NULL) THEN
-        few := coalesce(cardinality(costs), n) = n AND coalesce(cardinality(counts), n) = n;
-        FOR i IN 1 .. n LOOP
-            few := few AND coalesce(costs[i], 1) BETWEEN 1 AND capacity
-                AND coalesce(counts[i], 1) BETWEEN 1 AND capacity / greatest(costs[i], 1);
-        END LOOP;
-        FOR i IN 2 .. n LOOP
-            few := few AND (-octet_length(keys[i - 1]), keys[i - 1] COLLATE "C")
-                <= (-octet_length(keys[i]), keys[i] COLLATE "C");
-        END LOOP;
-    END IF;
-    IF few THEN
-        IF lock_timeout_ms <> -1 THEN
-            ignored := set_config('lock_timeout', lock_timeout_ms::text, true);
-        ELSE
-            lock_timeout_ms := NULL;
-        END IF;
-        IF synchronous_commit IS NOT NULL THEN
-            ignored := set_config('synchronous_commit', synchronous_commit::text, true);
-        END IF;
-        full_credit := capacity * every_us;
-        <<each_key>>
-        FOR i IN 1 .. n LOOP
-            IF i > 1 THEN -- the rows before this one are locked
-                give_up := coalesce(give_up, clock_timestamp() + lock_timeout_ms * interval '25 ms');
-                IF now IS NULL AND clock_timestamp() > give_up THEN
-                    PERFORM _rate_limit_late();
-                END IF;
-            END IF;
-            IF costs IS NOT NULL OR counts IS NOT NULL THEN
-                cost := coalesce(costs[i], 1);
-                asked := coalesce(counts[i], 1);
-                r_cost := cost * asked;
-            END IF;
-            -- Most calls take from a row as it is. (If there is one, the name and the key are valid.)
-            decided_at := coalesce(now, clock_timestamp());
-            clock := (extract(epoch FROM decided_at) * 1000000)::bigint;
-            IF durable IS NOT TRUE THEN
-                UPDATE rate_limit_ephemeral AS d SET
-                    credit = d.credit + greatest(clock - d.window_start, 0) * refill - r_cost * every_us,
-                    window_start = greatest(clock, d.window_start),
-                    expires_at = greatest(clock, d.window_start)
-                        + (full_credit - (d.credit + greatest(clock - d.window_start, 0) * refill)
-                            + r_cost * every_us - 1) / refill + 1
-                WHERE d.prefix = name AND d.key = keys[i]
-                    AND d.algorithm = 3 AND d.count = 0 AND d.scale = every_us AND d.capacity = capacity
-                        AND d.refill = refill AND d.credit < full_credit
-                        AND d.window_start - clock <= (full_credit - 1) / refill + 1
-                        AND clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / refill
-                        AND d.credit + greatest(clock - d.window_start, 0) * refill >= r_cost * every_us
-                RETURNING d.window_start, d.credit, d.expires_at, d.since, d.returned
-                INTO r_window_start, r_credit, r_expires_at, r_since, r_returned;
-            ELSE
-                UPDATE rate_limit_durable AS d SET
-                    credit = d.credit + greatest(clock - d.window_start, 0) * refill - r_cost * every_us,
-                    window_start = greatest(clock, d.window_start),
-                    expires_at = greatest(clock, d.window_start)
-                        + (full_credit - (d.credit + greatest(clock - d.window_start, 0) * refill)
-                            + r_cost * every_us - 1) / refill + 1
-                WHERE d.prefix = name AND d.key = keys[i]
-                    AND d.algorithm = 3 AND d.count = 0 AND d.scale = every_us AND d.capacity = capacity
-                        AND d.refill = refill AND d.credit < full_credit
-                        AND d.window_start - clock <= (full_credit - 1) / refill + 1
-                        AND clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / refill
-                        AND d.credit + greatest(clock - d.window_start, 0) * refill >= r_cost * every_us
-                RETURNING d.window_start, d.credit, d.expires_at, d.since, d.returned
-                INTO r_window_start, r_credit, r_expires_at, r_since, r_returned;
-            END IF;
-            IF found THEN
-                decided_at := coalesce(now, clock_timestamp());
-                t := (extract(epoch FROM decided_at) * 1000000)::bigint;
-                -- Is the window still running, or the bucket still filling?
-                IF t BETWEEN clock AND r_window_start + (full_credit - r_cost * every_us - r_credit - 1) / refill THEN
-                    RETURN NEXT ROW(i::bigint, asked,
-                        (r_credit + greatest(t - r_window_start, 0) * refill) / every_us,
-                        0::bigint, r_window_start + (full_credit - r_credit - 1) / refill + 1 - t,
-                        decided_at,
-                        0::bigint, 0::bigint, r_window_start, r_credit, every_us, r_expires_at, NULL::bigint[],
-                        r_since, r_window_start, r_returned + full_credit - r_credit, 0::bigint);
-                    CONTINUE;
-                END IF;
-                -- The wait for the row lasted until the row ended, or the clock was set meanwhile. Another decision
-                -- may be due.
-                IF durable IS NOT TRUE THEN
-                    UPDATE rate_limit_ephemeral AS d SET credit = d.credit + r_cost * every_us
-                    WHERE d.prefix = name AND d.key = keys[i];
-                ELSE
-                    UPDATE rate_limit_durable AS d SET credit = d.credit + r_cost * every_us
-                    WHERE d.prefix = name AND d.key = keys[i];
-                END IF;
-            END IF;
-            IF (octet_length(name) BETWEEN 1 AND 128 AND octet_length(keys[i]) BETWEEN 1 AND 512) IS NOT TRUE THEN
-                undecided := ARRAY(SELECT generate_series(i, n)::bigint); -- rate_limit_all raises the error
-                EXIT;
-            END IF;
-            FOR attempt IN 1 .. 3 LOOP
-                IF attempt = 3 THEN
-                    -- Another algorithm has written the row, or somebody deletes it all the time. The keys behind it
-                    -- are left to rate_limit_all too: locking a later row before this one could cause a deadlock.
-                    undecided := ARRAY(SELECT generate_series(i, n)::bigint);
-                    EXIT each_key;
-                END IF;
-                IF durable IS NOT TRUE THEN
-                    SELECT NULL::bigint, NULL::bigint, NULL::bigint, d.ctid,
-                        d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at, d.since, d.capacity,
-                        d.refill, d.returned, d.log
-                    INTO s
-                    FROM rate_limit_ephemeral AS d
-                    WHERE d.prefix = name AND d.key = keys[i] AND d.algorithm = 3
-                    FOR UPDATE;
-                ELSE
-                    SELECT NULL::bigint, NULL::bigint, NULL::bigint, d.ctid,
-                        d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at, d.since, d.capacity,
-                        d.refill, d.returned, d.log
-                    INTO s
-                    FROM rate_limit_durable AS d
-                    WHERE d.prefix = name AND d.key = keys[i] AND d.algorithm = 3
-                    FOR UPDATE;
-                END IF;
-                IF NOT found THEN -- what is asked fits into a new row
-                    IF attempt > 1 THEN
-                        decided_at := coalesce(now, clock_timestamp());
-                        clock := (extract(epoch FROM decided_at) * 1000000)::bigint;
-                    END IF;
-                    IF durable IS NOT TRUE THEN
-                        INSERT INTO rate_limit_ephemeral AS d
-                            (prefix, key, algorithm, credit, scale, capacity, refill, since, returned,
-                                window_start, expires_at)
-                        VALUES (name, keys[i], 3, full_credit - r_cost * every_us, every_us, capacity, refill, clock, 0,
-    clock, clock + (r_cost * every_us - 1) / refill + 1)
-                        ON CONFLICT (prefix, key) DO NOTHING
-                        RETURNING d.window_start, d.credit, d.expires_at, d.since, d.returned
-                        INTO r_window_start, r_credit, r_expires_at, r_since, r_returned;
-                    ELSE
-                        INSERT INTO rate_limit_durable AS d
-                            (prefix, key, algorithm, credit, scale, capacity, refill, since, returned,
-                                window_start, expires_at)
-                        VALUES (name, keys[i], 3, full_credit - r_cost * every_us, every_us, capacity, refill, clock, 0,
-    clock, clock + (r_cost * every_us - 1) / refill + 1)
-                        ON CONFLICT (prefix, key) DO NOTHING
-                        RETURNING d.window_start, d.credit, d.expires_at, d.since, d.returned
-                        INTO r_window_start, r_credit, r_expires_at, r_since, r_returned;
-                    END IF;
-                    CONTINUE WHEN NOT found; -- somebody else has made it
-                    -- Whoever was making it may have rolled back. Then this call has waited for them, and its reading
-                    -- of the clock is too old.
-                    IF now IS NULL AND clock_timestamp() > decided_at + interval '10 ms' THEN
-                        PERFORM rate_limit_reset(name, keys[i], durable, NULL::integer, NULL::boolean);
-                        CONTINUE;
-                    END IF;
-                    RETURN NEXT ROW(i::bigint, asked,
-                        (r_credit + greatest(clock - r_window_start, 0) * refill) / every_us,
-                        0::bigint, r_window_start + (full_credit - r_credit - 1) / refill + 1 - clock,
-                        decided_at,
-                        0::bigint, 0::bigint, r_window_start, r_credit, every_us, r_expires_at, NULL::bigint[],
-                        r_since, r_window_start, r_returned + full_credit - r_credit, 0::bigint);
-                    EXIT;
-                END IF;
-                -- The clock is read after the row is locked. Read before, it could be older than the row.
-                decided_at := coalesce(now, clock_timestamp());
-                clock := (extract(epoch FROM decided_at) * 1000000)::bigint;
-                moved := false;
-                full_credit := capacity * every_us;
-                IF clock >= s.expires_at THEN
-                    s.count := 0;
-                    s.credit := full_credit;
-                    s.window_start := clock;
-                ELSE
-                    -- What was taken under another policy stays taken.
-                    IF s.scale <> every_us OR s.capacity <> capacity OR s.refill <> refill THEN
-                        s.since := greatest(s.since + 1, s.window_start, clock);
-                        s.returned := 0;
-                    END IF;
-                    IF s.scale <> every_us THEN
-                        -- The policy has changed. Whole tokens are kept, and so is the part of one, rounded
-                        -- down. Its product may need 128 bits, which only numeric has. This runs only until the
-                        -- next grant.
-                        s.credit := CASE WHEN s.credit / s.scale >= capacity THEN full_credit
-                            ELSE s.credit / s.scale * every_us
-                                + div((s.credit % s.scale)::numeric * every_us, s.scale)::bigint END;
-                    END IF;
-                    s.credit := least(s.credit, full_credit);
-                    -- The capacity may be lower now, and the bucket as good as new.
-                    IF s.credit = full_credit AND s.count = 0 THEN
-                        s.window_start := clock;
-                        s.expires_at := clock;
-                    ELSIF s.window_start - clock > (full_credit - 1) / refill + 1 THEN
-                        s.window_start := clock;
-                        s.since := greatest(s.since + 1, clock);
-                        s.returned := 0;
-                        s.expires_at := clock
-                            + (full_credit - CASE WHEN s.count > 0 THEN 0 ELSE s.credit END - 1) / refill + 1;
-                        moved := true;
-                    END IF;
-                END IF;
-                s.scale := every_us;
-                s.capacity := capacity;
-                s.refill := refill;
-                t := greatest(clock, s.window_start);
-                -- This divides, because the product would overflow after a long time.
-                IF s.credit < full_credit AND t - s.window_start <= (full_credit - s.credit - 1) / refill THEN
-                    s.credit := s.credit + (t - s.window_start) * refill;
-                ELSE
-                    s.credit := full_credit;
-                    IF s.count = 0 THEN -- as good as new
-                        s.since := t;
-                        s.returned := 0;
-                    END IF;
-                END IF;
-                s.window_start := t;
-                remaining := s.credit / every_us;
-                remaining := remaining + s.count;
-                granted := least(asked, remaining / cost);
-                retry_after_us := CASE WHEN granted = asked THEN 0 ELSE 1 END;
-                spent := 0;
-                IF granted > 0 THEN
-                    IF s.count > 0 THEN
-                        spent := greatest(granted * cost - (remaining - s.count), 0);
-                        s.count := s.count - spent;
-                    END IF;
-                    units := granted * cost - spent;
-                    s.credit := s.credit - units * every_us;
-                    s.expires_at := t + (capacity * every_us - 1) / refill + 1;
-                    remaining := remaining - granted * cost;
-                END IF;
-                IF retry_after_us > 0 THEN
-                    free_at := t + ((greatest(cost, 1) - s.count) * every_us - s.credit - 1) / refill + 1;
-                    retry_after_us := least(free_at, s.expires_at) - clock;
-                END IF;
-                reset_after_us := CASE
-                    WHEN s.count > 0 THEN s.expires_at
-                    ELSE greatest(least(
-                        coalesce(CASE WHEN s.credit < full_credit
-                            THEN t + (full_credit - s.credit - 1) / refill + 1 END, clock),
-                        s.expires_at), clock)
-                END - clock;
-                IF granted > 0 OR moved THEN
-                    s.expires_at := clock + reset_after_us;
-                    IF durable IS NOT TRUE THEN
-                        UPDATE rate_limit_ephemeral AS d SET
-                            count = s.count, window_start = s.window_start, credit = s.credit, scale = s.scale,
-                            expires_at = s.expires_at, since = s.since, capacity = s.capacity, refill = s.refill,
-                            returned = s.returned
-                        WHERE d.ctid = s.tid;
-                    ELSE
-                        UPDATE rate_limit_durable AS d SET
-                            count = s.count, window_start = s.window_start, credit = s.credit, scale = s.scale,
-                            expires_at = s.expires_at, since = s.since, capacity = s.capacity, refill = s.refill,
-                            returned = s.returned
-                        WHERE d.ctid = s.tid;
-                    END IF;
-                END IF;
-                RETURN NEXT ROW(i::bigint, granted, remaining, retry_after_us, reset_after_us, decided_at,
-                    s.count, s.prev_count, s.window_start, s.credit,
-                    s.scale, s.expires_at,
-                    NULL::bigint[],
-                    s.since, s.window_start,
-                    s.returned + full_credit - s.credit, spent);
-                EXIT;
-            END LOOP;
-        END LOOP;
-        IF undecided IS NULL THEN
-            RETURN;
-        END IF;
-    END IF;
-
     IF (capacity >= 1 AND refill >= 1 AND every_us BETWEEN 1 AND 2251799813685248
         AND capacity <= 4611686018427387904 / every_us
         AND (capacity * every_us - 1) / refill < 2251799813685248) IS NOT TRUE THEN
@@ -3203,194 +2908,14 @@ BEGIN
                     'there are no refunds.',
                 COLUMN = CASE WHEN octet_length(name) > 128 THEN 'name' ELSE '' END;
     END IF;
-    IF NOT few AND NOT (skip_held IS TRUE OR taken_in IS NOT NULL
-        OR 1 > ANY (costs) OR capacity < ANY (costs)) IS TRUE
-    THEN
-        IF lock_timeout_ms <> -1 THEN
-            ignored := set_config('lock_timeout', lock_timeout_ms::text, true);
-        ELSE
-            lock_timeout_ms := NULL;
-        END IF;
-        IF synchronous_commit IS NOT NULL THEN
-            ignored := set_config('synchronous_commit', synchronous_commit::text, true);
-        END IF;
-        decided_at := coalesce(now, clock_timestamp());
-        clock := (extract(epoch FROM decided_at) * 1000000)::bigint;
-        full_credit := capacity * every_us;
-        IF durable IS NOT TRUE THEN
-            WITH e AS (
-                SELECT e.ord, e.place, e.key, e.asked,
-                    CASE WHEN e.asked BETWEEN 1 AND capacity / e.cost THEN e.cost * e.asked ELSE 0 END AS units
-                FROM (
-                    SELECT e.*, lag(e.place) OVER (ORDER BY e.place, e.ord) IS DISTINCT FROM e.place AS first
-                    FROM (
-                        SELECT e.ord, e.key, coalesce(e.cost, 1) AS cost, coalesce(e.asked, 1) AS asked,
-                            concat(1512 - octet_length(e.key), e.key) COLLATE "C" AS place
-                        FROM unnest((SELECT keys), (SELECT costs), (SELECT counts))
-                            WITH ORDINALITY AS e (key, cost, asked, ord)
-                    ) AS e
-                ) AS e
-                WHERE e.first AND octet_length(e.key) BETWEEN 1 AND 512
-            ), d AS (
-                INSERT INTO rate_limit_ephemeral AS d
-                    (prefix, key, algorithm, credit, scale, capacity, refill, since, returned,
-                        window_start, expires_at)
-                SELECT name, e.key, 3, full_credit - e.units * every_us, every_us, capacity, refill, clock, 0,
-                    clock, clock + (e.units * every_us - 1) / refill + 1
-                FROM e ORDER BY e.place
-                ON CONFLICT (prefix, key) DO UPDATE SET
-                    credit = CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / refill
-                        THEN d.credit + greatest(clock - d.window_start, 0) * refill - full_credit
-                        ELSE 0 END + excluded.credit,
-                    window_start = CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / refill
-                        THEN greatest(clock, d.window_start) ELSE clock END,
-                    since = CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / refill
-                        THEN d.since ELSE clock END,
-                    returned = CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / refill
-                        THEN d.returned ELSE 0 END,
-                    expires_at = CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / refill
-                        THEN greatest(clock, d.window_start)
-                            + (full_credit - (d.credit + greatest(clock - d.window_start, 0) * refill)
-                            + (full_credit - excluded.credit) - 1) / refill + 1
-                        ELSE excluded.expires_at END
-                WHERE (clock_timestamp() < decided_at + interval '10 ms' OR now IS NOT NULL
-                        OR lock_timeout_ms IS NOT NULL
-                            AND clock_timestamp() > decided_at + lock_timeout_ms * interval '25 ms'
-                            AND _rate_limit_late())
-                    AND d.algorithm = 3 AND d.count = 0 AND d.scale = every_us AND d.capacity = capacity
-                        AND d.refill = refill AND d.credit < full_credit
-                        AND d.window_start - clock <= (full_credit - 1) / refill + 1
-                        AND (full_credit - excluded.credit) > 0 AND CASE
-                            WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / refill
-                                THEN d.credit + greatest(clock - d.window_start, 0) * refill
-                                    >= (full_credit - excluded.credit)
-                            ELSE clock - d.window_start > (full_credit - d.credit - 1) / refill END
-                RETURNING d.*
-            )
-            SELECT array_agg(ROW(e.ord, e.units, e.asked, NULL,
-                0, 0, d.window_start, d.credit, every_us, d.expires_at, d.since, capacity, refill, d.returned, NULL
-            )::rate_limit_row)
-            INTO taken
-            FROM d
-            JOIN e ON e.key = d.key COLLATE "C"
-            WHERE e.units > 0;
-        ELSE
-            WITH e AS (
-                SELECT e.ord, e.place, e.key, e.asked,
-                    CASE WHEN e.asked BETWEEN 1 AND capacity / e.cost THEN e.cost * e.asked ELSE 0 END AS units
-                FROM (
-                    SELECT e.*, lag(e.place) OVER (ORDER BY e.place, e.ord) IS DISTINCT FROM e.place AS first
-                    FROM (
-                        SELECT e.ord, e.key, coalesce(e.cost, 1) AS cost, coalesce(e.asked, 1) AS asked,
-                            concat(1512 - octet_length(e.key), e.key) COLLATE "C" AS place
-                        FROM unnest((SELECT keys), (SELECT costs), (SELECT counts))
-                            WITH ORDINALITY AS e (key, cost, asked, ord)
-                    ) AS e
-                ) AS e
-                WHERE e.first AND octet_length(e.key) BETWEEN 1 AND 512
-            ), d AS (
-                INSERT INTO rate_limit_durable AS d
-                    (prefix, key, algorithm, credit, scale, capacity, refill, since, returned,
-                        window_start, expires_at)
-                SELECT name, e.key, 3, full_credit - e.units * every_us, every_us, capacity, refill, clock, 0,
-                    clock, clock + (e.units * every_us - 1) / refill + 1
-                FROM e ORDER BY e.place
-                ON CONFLICT (prefix, key) DO UPDATE SET
-                    credit = CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / refill
-                        THEN d.credit + greatest(clock - d.window_start, 0) * refill - full_credit
-                        ELSE 0 END + excluded.credit,
-                    window_start = CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / refill
-                        THEN greatest(clock, d.window_start) ELSE clock END,
-                    since = CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / refill
-                        THEN d.since ELSE clock END,
-                    returned = CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / refill
-                        THEN d.returned ELSE 0 END,
-                    expires_at = CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / refill
-                        THEN greatest(clock, d.window_start)
-                            + (full_credit - (d.credit + greatest(clock - d.window_start, 0) * refill)
-                            + (full_credit - excluded.credit) - 1) / refill + 1
-                        ELSE excluded.expires_at END
-                WHERE (clock_timestamp() < decided_at + interval '10 ms' OR now IS NOT NULL
-                        OR lock_timeout_ms IS NOT NULL
-                            AND clock_timestamp() > decided_at + lock_timeout_ms * interval '25 ms'
-                            AND _rate_limit_late())
-                    AND d.algorithm = 3 AND d.count = 0 AND d.scale = every_us AND d.capacity = capacity
-                        AND d.refill = refill AND d.credit < full_credit
-                        AND d.window_start - clock <= (full_credit - 1) / refill + 1
-                        AND (full_credit - excluded.credit) > 0 AND CASE
-                            WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / refill
-                                THEN d.credit + greatest(clock - d.window_start, 0) * refill
-                                    >= (full_credit - excluded.credit)
-                            ELSE clock - d.window_start > (full_credit - d.credit - 1) / refill END
-                RETURNING d.*
-            )
-            SELECT array_agg(ROW(e.ord, e.units, e.asked, NULL,
-                0, 0, d.window_start, d.credit, every_us, d.expires_at, d.since, capacity, refill, d.returned, NULL
-            )::rate_limit_row)
-            INTO taken
-            FROM d
-            JOIN e ON e.key = d.key COLLATE "C"
-            WHERE e.units > 0;
-        END IF;
-    END IF;
-
-    IF taken IS NOT NULL THEN
-        -- The clock may have been set back meanwhile.
-        t := greatest((extract(epoch FROM coalesce(now, clock_timestamp())) * 1000000)::bigint, clock);
-        -- If a new row was made late, the first reading may be too old for it: another transaction may have made the
-        -- same row, and rolled back after this one had waited for it. Such a row is deleted, and decided anew.
-        IF t > clock + 10000 THEN
-            PERFORM rate_limit_reset(name, keys[e.ord], durable, NULL::integer, NULL::boolean)
-            FROM unnest(taken) AS e
-            WHERE CASE
-                WHEN e.credit = full_credit - e.cost * every_us THEN e.window_start
-                ELSE least(t, e.window_start + (full_credit - e.cost * every_us - e.credit - 1) / refill)
-            END = clock;
-            taken := ARRAY(
-                SELECT e FROM unnest(taken) AS e
-                WHERE CASE
-                    WHEN e.credit = full_credit - e.cost * every_us THEN e.window_start
-                    ELSE least(t, e.window_start + (full_credit - e.cost * every_us - e.credit - 1) / refill)
-                END <> clock);
-        END IF;
-        RETURN QUERY
-        SELECT e.ord, e.asked,
-            (e.credit + greatest(e.at - e.window_start, 0) * refill) / every_us,
-            0::bigint, e.window_start + (full_credit - e.credit - 1) / refill + 1 - e.at,
-            decided_at + (e.at - clock) * interval '1 microsecond',
-            0::bigint, 0::bigint, e.window_start, e.credit, every_us, e.expires_at, NULL::bigint[],
-            e.since, e.window_start, e.returned + full_credit - e.credit, 0::bigint
-        FROM (
-            SELECT e.*, CASE
-                WHEN e.credit = full_credit - e.cost * every_us THEN e.window_start
-                ELSE least(t, e.window_start + (full_credit - e.cost * every_us - e.credit - 1) / refill)
-            END AS at
-            FROM unnest(taken) AS e
-        ) AS e;
-        IF cardinality(taken) = cardinality(keys) THEN
-            RETURN;
-        END IF;
-        undecided := ARRAY(
-            SELECT e.ord FROM generate_series(1, cardinality(keys)) AS e (ord)
-            WHERE NOT EXISTS (SELECT FROM unnest(taken) AS k WHERE k.ord = e.ord));
-    END IF;
-    IF undecided IS NOT NULL THEN
-        SELECT array_agg(keys[e.ord] ORDER BY e.ord), array_agg(coalesce(costs[e.ord], 1) ORDER BY e.ord),
-            array_agg(coalesce(counts[e.ord], 1) ORDER BY e.ord)
-        INTO keys, costs, counts
-        FROM unnest(undecided) AS e (ord);
-    END IF;
     RETURN QUERY
-    SELECT coalesce(undecided[a.ord], a.ord), a.granted, a.remaining, a.retry_after_us, a.reset_after_us, a.decided_at,
-        a.count, a.prev_count, a.window_start, a.credit, a.scale, a.expires_at, a.log,
-        a.taken_since, a.taken_in, a.taken_at, a.taken_spent
+    SELECT a.*
     FROM rate_limit_all(
-        ARRAY(SELECT generate_series(1, cardinality(keys))), array_fill(name, ARRAY[cardinality(keys)]), keys,
-        array_fill(coalesce(durable, false), ARRAY[cardinality(keys)]),
-        array_fill(3::smallint, ARRAY[cardinality(keys)]),
-        array_fill(capacity, ARRAY[cardinality(keys)]), array_fill(every_us, ARRAY[cardinality(keys)]),
-        array_fill(refill, ARRAY[cardinality(keys)]),
-        costs, counts, lock_timeout_ms, synchronous_commit, now,
+        ARRAY(SELECT generate_series(1, n)), array_fill(name, ARRAY[n]), keys,
+        array_fill(coalesce(durable, false), ARRAY[n]), array_fill(3::smallint, ARRAY[n]),
+        array_fill(capacity, ARRAY[n]), array_fill(every_us, ARRAY[n]), array_fill(refill, ARRAY[n]),
+        array_replace(costs, NULL, 1::bigint), array_replace(counts, NULL, 1::bigint),
+        lock_timeout_ms, synchronous_commit, now,
         taken_since, taken_in, taken_at, taken_spent, skip_held,
         NULL::text[],
         NULL::bigint[]) AS a;
@@ -3422,6 +2947,498 @@ Optional, by name: costs and counts for each key, which are 1 each by default, '
     'it gives back what that take still counts. '
     'Each unit is given back only once if the caller asks only once.';
 
+-- _rate_limit_left_token_bucket decides what is left by
+-- rate_limit_take_token_bucket: of keys, which follow
+-- upon as many as done, those that are not taken_keys. It does so by the rules of rate_limit_all, and returns fifteen
+-- numbers for each. A single key whose row exists is decided here, which costs half as much.
+-- +goose StatementBegin
+CREATE FUNCTION _rate_limit_left_token_bucket(
+    name text,
+    keys text[],
+    capacity bigint,
+    refill bigint,
+    every_us bigint,
+    costs bigint[],
+    counts bigint[],
+    durable boolean,
+    lock_timeout_ms integer,
+    synchronous_commit boolean,
+    now_us bigint,
+    done integer,
+    taken_keys text[]
+)
+RETURNS bigint[]
+LANGUAGE plpgsql
+AS $$
+#variable_conflict use_variable
+DECLARE
+    undecided bigint[]; -- the places of the keys
+    clock bigint;
+    cost bigint;
+    asked bigint;
+    s rate_limit_row;
+    t bigint;
+    moved boolean;      -- the clock has jumped back, and the row with it
+    granted bigint;
+    remaining bigint;
+    spent bigint;
+    units bigint;
+    free_at bigint;
+    retry_after_us bigint;
+    reset_after_us bigint;
+    full_credit bigint;
+BEGIN
+    IF cardinality(keys) = 1 AND coalesce(cardinality(costs), 1) = 1 AND coalesce(cardinality(counts), 1) = 1
+        AND coalesce(costs[1], 1) BETWEEN 1 AND capacity AND coalesce(counts[1], 1) >= 1
+        AND octet_length(name) BETWEEN 1 AND 128 AND octet_length(keys[1]) BETWEEN 1 AND 512
+        AND capacity >= 1 AND refill >= 1 AND every_us BETWEEN 1 AND 2251799813685248
+            AND capacity <= 4611686018427387904 / every_us
+            AND (capacity * every_us - 1) / refill < 2251799813685248
+    THEN
+        IF durable IS NOT TRUE THEN
+            SELECT NULL::bigint, NULL::bigint, NULL::bigint, d.ctid,
+                d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at, d.since, d.capacity, d.refill,
+                d.returned, d.log
+            INTO s
+            FROM rate_limit_ephemeral AS d
+            WHERE d.prefix = name AND d.key = keys[1] AND d.algorithm = 3
+            FOR UPDATE;
+        ELSE
+            SELECT NULL::bigint, NULL::bigint, NULL::bigint, d.ctid,
+                d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at, d.since, d.capacity, d.refill,
+                d.returned, d.log
+            INTO s
+            FROM rate_limit_durable AS d
+            WHERE d.prefix = name AND d.key = keys[1] AND d.algorithm = 3
+            FOR UPDATE;
+        END IF;
+        IF found THEN
+            -- The clock is read after the row is locked. Read before, it could be older than the row.
+            clock := coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint);
+            moved := false;
+            spent := 0;
+            cost := coalesce(costs[1], 1);
+            asked := coalesce(counts[1], 1);
+            full_credit := capacity * every_us;
+            IF clock >= s.expires_at THEN
+                s.count := 0;
+                s.credit := full_credit;
+                s.window_start := clock;
+            ELSE
+                -- What was taken under another policy stays taken.
+                IF s.scale <> every_us OR s.capacity <> capacity OR s.refill <> refill THEN
+                    s.since := greatest(s.since + 1, s.window_start, clock);
+                    s.returned := 0;
+                END IF;
+                IF s.scale <> every_us THEN
+                    -- The policy has changed. Whole tokens are kept, and so is the part of one, rounded
+                    -- down. Its product may need 128 bits, which only numeric has. This runs only until the
+                    -- next grant.
+                    s.credit := CASE WHEN s.credit / s.scale >= capacity THEN full_credit
+                        ELSE s.credit / s.scale * every_us
+                            + div((s.credit % s.scale)::numeric * every_us, s.scale)::bigint END;
+                END IF;
+                s.credit := least(s.credit, full_credit);
+                -- The capacity may be lower now, and the bucket as good as new.
+                IF s.credit = full_credit AND s.count = 0 THEN
+                    s.window_start := clock;
+                    s.expires_at := clock;
+                ELSIF s.window_start - clock > (full_credit - 1) / refill + 1 THEN
+                    s.window_start := clock;
+                    s.since := greatest(s.since + 1, clock);
+                    s.returned := 0;
+                    s.expires_at := clock
+                        + (full_credit - CASE WHEN s.count > 0 THEN 0 ELSE s.credit END - 1) / refill + 1;
+                    moved := true;
+                END IF;
+            END IF;
+            s.scale := every_us;
+            s.capacity := capacity;
+            s.refill := refill;
+            t := greatest(clock, s.window_start);
+            -- This divides, because the product would overflow after a long time.
+            IF s.credit < full_credit AND t - s.window_start <= (full_credit - s.credit - 1) / refill THEN
+                s.credit := s.credit + (t - s.window_start) * refill;
+            ELSE
+                s.credit := full_credit;
+                IF s.count = 0 THEN -- as good as new
+                    s.since := t;
+                    s.returned := 0;
+                END IF;
+            END IF;
+            s.window_start := t;
+            remaining := s.credit / every_us;
+            remaining := remaining + s.count;
+            granted := least(asked, remaining / cost);
+            retry_after_us := CASE WHEN granted = asked THEN 0 ELSE 1 END;
+            IF granted > 0 THEN
+                IF s.count > 0 THEN
+                    spent := greatest(granted * cost - (remaining - s.count), 0);
+                    s.count := s.count - spent;
+                END IF;
+                units := granted * cost - spent;
+                s.credit := s.credit - units * every_us;
+                s.expires_at := t + (capacity * every_us - 1) / refill + 1;
+                remaining := remaining - granted * cost;
+            END IF;
+            IF retry_after_us > 0 THEN
+                free_at := t + ((greatest(cost, 1) - s.count) * every_us - s.credit - 1) / refill + 1;
+                retry_after_us := least(free_at, s.expires_at) - clock;
+            END IF;
+            reset_after_us := CASE
+                WHEN s.count > 0 THEN s.expires_at
+                ELSE greatest(least(
+                    coalesce(CASE WHEN s.credit < full_credit
+                        THEN t + (full_credit - s.credit - 1) / refill + 1 END, clock),
+                    s.expires_at), clock)
+            END - clock;
+            IF granted > 0 OR moved THEN
+                s.expires_at := clock + reset_after_us;
+                IF durable IS NOT TRUE THEN
+                    UPDATE rate_limit_ephemeral AS d SET
+                        count = s.count, window_start = s.window_start, credit = s.credit, scale = s.scale,
+                        expires_at = s.expires_at, since = s.since, capacity = s.capacity, refill = s.refill,
+                        returned = s.returned
+                    WHERE d.ctid = s.tid;
+                ELSE
+                    UPDATE rate_limit_durable AS d SET
+                        count = s.count, window_start = s.window_start, credit = s.credit, scale = s.scale,
+                        expires_at = s.expires_at, since = s.since, capacity = s.capacity, refill = s.refill,
+                        returned = s.returned
+                    WHERE d.ctid = s.tid;
+                END IF;
+            END IF;
+            RETURN ARRAY[done + 1,
+                granted, remaining, retry_after_us, reset_after_us, clock,
+                s.count, s.prev_count, s.window_start, s.credit,
+                s.scale, s.expires_at, spent, s.since,
+                s.returned + full_credit - s.credit];
+        END IF;
+    END IF;
+
+    -- The row is another algorithm's, or there are several, or something is not valid.
+    undecided := ARRAY(
+        SELECT e.place FROM unnest(keys) WITH ORDINALITY AS e (key, place)
+        WHERE (e.key = ANY (taken_keys)) IS NOT TRUE
+        ORDER BY e.place);
+    IF taken_keys IS NOT NULL THEN
+        SELECT array_agg(keys[e.place] ORDER BY e.place), array_agg(coalesce(costs[e.place], 1) ORDER BY e.place),
+            array_agg(coalesce(counts[e.place], 1) ORDER BY e.place)
+        INTO keys, costs, counts
+        FROM unnest(undecided) AS e (place);
+    END IF;
+    RETURN ARRAY(
+        SELECT unnest(ARRAY[done + undecided[a.ord],
+            a.granted, a.remaining, a.retry_after_us, a.reset_after_us,
+            (extract(epoch FROM a.decided_at) * 1000000)::bigint, a.count, a.prev_count, a.window_start, a.credit,
+            a.scale, a.expires_at, a.taken_spent, a.taken_since, a.taken_at])
+        FROM rate_limit_token_bucket(
+            name, keys, capacity, refill, every_us, costs, counts, durable,
+            lock_timeout_ms, synchronous_commit,
+            timestamptz 'epoch' + now_us / 1000000 * interval '1 second'
+                + now_us % 1000000 * interval '1 microsecond',
+            NULL::bigint[], NULL::bigint[], NULL::bigint[], NULL::bigint[], false) AS a);
+END
+$$;
+-- +goose StatementEnd
+
+-- rate_limit_take_token_bucket decides as
+-- rate_limit_token_bucket does, if all requests take.
+-- This is what the Go package calls. Few keys are taken from one after the other, and many by one statement, which also
+-- makes rows. All that is less ordinary is decided by the rules of rate_limit_all, in the same call. The arguments are
+-- the same, but for now_us, which is a time in microseconds since 1970 UTC, and for costs and counts: both are NULL, or
+-- neither is.
+--
+-- It returns one array, because rows and their columns would cost more than the decision. First, for each key of which
+-- all that was asked could be taken at once, nine numbers, in the order of the keys: the time of the decision, and
+-- count, prev_count, window_start, credit, scale, expires_at, since and returned of the row. What remains, and for how
+-- long, follows from these: see takenDecision in takes.go. Then, for each other key, fifteen: its place in keys, and
+-- from granted to expires_at what rate_limit_token_bucket returns,
+-- then its taken_spent, taken_since and taken_at. Of a single key, the log of that comes last.
+--
+-- The keys must ascend in the order of locking: longer ones first, then by bytes. Otherwise rate_limit_all decides.
+--
+-- The clock is read twice: before a row is locked, and with the lock held. A decision is made by the first reading, and
+-- what it needs must be true then and still be true 10 ms later. So it was also true when the row was locked: rows that
+-- were waited for longer are left out, and the UPDATE is undone if its row had ended before the lock. The decision is
+-- told by the second reading. Only a window or a bucket that begins does so at the first reading, because nobody else
+-- can have decided anything by it since.
+-- +goose StatementBegin
+CREATE FUNCTION rate_limit_take_token_bucket(
+    name text,
+    keys text[],
+    capacity bigint,
+    refill bigint,
+    every_us bigint,
+    costs bigint[] DEFAULT NULL,
+    counts bigint[] DEFAULT NULL,
+    durable boolean DEFAULT false,
+    lock_timeout_ms integer DEFAULT NULL,
+    synchronous_commit boolean DEFAULT NULL,
+    now_us bigint DEFAULT NULL
+)
+RETURNS bigint[]
+LANGUAGE plpgsql
+SECURITY DEFINER
+SET enable_seqscan = off -- a plan must not depend on how small the table was when it was made
+SET plan_cache_mode = force_generic_plan -- the first five calls of a session would each make a plan of their own
+AS $$
+#variable_conflict use_variable
+DECLARE
+    -- Each expression counts here, because plpgsql prepares it anew in every transaction. So this one makes the
+    -- settings, too.
+    clock bigint := CASE
+        WHEN lock_timeout_ms IS NOT NULL AND lock_timeout_ms <> -1
+            AND set_config('lock_timeout', lock_timeout_ms::text, true) IS NULL THEN NULL
+        WHEN synchronous_commit IS NOT NULL
+            AND set_config('synchronous_commit', synchronous_commit::text, true) IS NULL THEN NULL
+        ELSE coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint) END;
+    -- What is asked for a key, or NULL if something is not valid.
+    units bigint := CASE WHEN (capacity >= 1 AND refill >= 1 AND every_us BETWEEN 1 AND 2251799813685248
+            AND capacity <= 4611686018427387904 / every_us
+            AND (capacity * every_us - 1) / refill < 2251799813685248) THEN
+        CASE WHEN costs IS NULL AND counts IS NULL THEN 1
+            WHEN cardinality(costs) = cardinality(keys) AND cardinality(counts) = cardinality(keys)
+                AND costs[1] BETWEEN 1 AND capacity AND counts[1] BETWEEN 1 AND capacity / costs[1]
+                THEN costs[1] * counts[1] END END;
+    taken bigint[];
+    ends bigint;       -- the last time by which the row that was taken from is as it was
+    late boolean;      -- a row was waited for, and the reading of the clock is too old
+    each bigint[];     -- units of each key
+    this_key text;
+    before text;       -- the key before it
+    ascend boolean;
+    begun bigint[];    -- which of them have a row that was made
+    until timestamptz; -- by when a row has to be locked
+    give_up timestamptz;
+    full_credit bigint := CASE WHEN units IS NOT NULL THEN capacity * every_us END;
+    told bigint[];     -- of the keys that were taken from one after the other
+    done integer;      -- how many these are
+    taken_keys text[]; -- that were taken from by one statement
+BEGIN
+    IF cardinality(keys) > 1 THEN
+        ascend := keys[cardinality(keys)] IS NOT NULL -- or the arrays are not counted from 1
+            AND (costs IS NULL AND counts IS NULL
+                OR costs[cardinality(keys)] IS NOT NULL AND counts[cardinality(keys)] IS NOT NULL);
+        FOREACH this_key IN ARRAY keys LOOP
+            ascend := (ascend AND octet_length(this_key) BETWEEN 1 AND 512 AND (before IS NULL
+                OR (-octet_length(before), before COLLATE "C")
+                    < (-octet_length(this_key), this_key COLLATE "C"))) IS TRUE;
+            before := this_key;
+        END LOOP;
+    END IF;
+    -- Most calls are for one key or a few, and take from rows as they are. (If there is a row, the name and the key are
+    -- valid.) For more, one statement costs less than one for each.
+    IF units IS NOT NULL AND ascend IS NOT FALSE AND cardinality(keys) <= 6 THEN
+        FOR i IN 1 .. cardinality(keys) LOOP
+            IF i > 1 THEN
+                units := CASE WHEN costs IS NULL AND counts IS NULL THEN 1
+                    WHEN cardinality(costs) = cardinality(keys) AND cardinality(counts) = cardinality(keys)
+                        AND costs[i] BETWEEN 1 AND capacity AND counts[i] BETWEEN 1 AND capacity / costs[i]
+                        THEN costs[i] * counts[i] END;
+            END IF;
+            IF durable IS NOT TRUE THEN
+                UPDATE rate_limit_ephemeral AS d SET
+                    credit = d.credit + greatest(clock - d.window_start, 0) * refill - units * every_us,
+                    window_start = greatest(clock, d.window_start),
+                    expires_at = greatest(clock, d.window_start)
+                        + (full_credit - (d.credit + greatest(clock - d.window_start, 0) * refill)
+                            + units * every_us - 1) / refill + 1
+                WHERE d.prefix = name AND d.key = keys[i]
+                    AND d.algorithm = 3 AND d.count = 0 AND d.scale = every_us AND d.capacity = capacity
+                        AND d.refill = refill AND d.credit < full_credit
+                        AND d.window_start - clock <= (full_credit - 1) / refill + 1
+                        AND clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / refill
+                        AND d.credit + greatest(clock - d.window_start, 0) * refill >= units * every_us
+                RETURNING ARRAY[
+    coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint),
+    d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at, d.since, d.returned],
+                    d.window_start + (full_credit - units * every_us - d.credit - 1) / refill
+                INTO taken, ends;
+            ELSE
+                UPDATE rate_limit_durable AS d SET
+                    credit = d.credit + greatest(clock - d.window_start, 0) * refill - units * every_us,
+                    window_start = greatest(clock, d.window_start),
+                    expires_at = greatest(clock, d.window_start)
+                        + (full_credit - (d.credit + greatest(clock - d.window_start, 0) * refill)
+                            + units * every_us - 1) / refill + 1
+                WHERE d.prefix = name AND d.key = keys[i]
+                    AND d.algorithm = 3 AND d.count = 0 AND d.scale = every_us AND d.capacity = capacity
+                        AND d.refill = refill AND d.credit < full_credit
+                        AND d.window_start - clock <= (full_credit - 1) / refill + 1
+                        AND clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / refill
+                        AND d.credit + greatest(clock - d.window_start, 0) * refill >= units * every_us
+                RETURNING ARRAY[
+    coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint),
+    d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at, d.since, d.returned],
+                    d.window_start + (full_credit - units * every_us - d.credit - 1) / refill
+                INTO taken, ends;
+            END IF;
+            IF taken[1] BETWEEN clock AND ends THEN
+                told := told || taken;
+                done := i;
+                CONTINUE;
+            END IF;
+            IF found THEN
+                -- The wait for the row lasted until the row ended, or the clock was set meanwhile. Another decision may
+                -- be due.
+                late := true;
+                IF durable IS NOT TRUE THEN
+                    UPDATE rate_limit_ephemeral AS d SET credit = d.credit + units * every_us
+                    WHERE d.prefix = name AND d.key = keys[i];
+                ELSE
+                    UPDATE rate_limit_durable AS d SET credit = d.credit + units * every_us
+                    WHERE d.prefix = name AND d.key = keys[i];
+                END IF;
+            END IF;
+            EXIT;
+        END LOOP;
+        IF done = cardinality(keys) THEN
+            RETURN told;
+        ELSIF done > 0 THEN -- go on with the others
+            keys := keys[done + 1:];
+            costs := costs[done + 1:];
+            counts := counts[done + 1:];
+            units := CASE WHEN costs IS NULL AND counts IS NULL THEN 1
+                WHEN cardinality(costs) = cardinality(keys) AND cardinality(counts) = cardinality(keys)
+                    AND costs[1] BETWEEN 1 AND capacity AND counts[1] BETWEEN 1 AND capacity / costs[1]
+                    THEN costs[1] * counts[1] END;
+        END IF;
+    END IF;
+    IF late IS NULL AND ascend IS NOT FALSE
+        AND units IS NOT NULL AND octet_length(name) BETWEEN 1 AND 128 AND octet_length(keys[1]) BETWEEN 1 AND 512
+    THEN
+        IF cardinality(keys) = 1 OR costs IS NULL AND counts IS NULL THEN
+            each := array_fill(units, ARRAY[cardinality(keys)]);
+        ELSE
+            each := ARRAY(
+                SELECT CASE WHEN u.cost BETWEEN 1 AND capacity AND u.asked BETWEEN 1 AND capacity / u.cost
+                    THEN u.cost * u.asked END
+                FROM unnest(costs, counts) AS u (cost, asked));
+        END IF;
+        IF cardinality(each) = cardinality(keys) AND array_position(each, NULL) IS NULL THEN
+            until := CASE WHEN now_us IS NULL THEN timestamptz 'epoch' + (clock + 10000) * interval '1 microsecond'
+                ELSE 'infinity' END;
+            give_up := CASE WHEN lock_timeout_ms <> -1 THEN clock_timestamp() + lock_timeout_ms * interval '25 ms'
+                ELSE 'infinity' END;
+            IF durable IS NOT TRUE THEN
+                -- unnest((SELECT ...)) hides the arrays' length from the planner.
+                WITH d AS (
+                    INSERT INTO rate_limit_ephemeral AS d
+                        (prefix, key, algorithm, credit, scale, capacity, refill, since, returned,
+                            window_start, expires_at)
+                    SELECT name, e.key, 3, full_credit - e.units * every_us, every_us, capacity, refill, clock, 0,
+                        clock, clock + (e.units * every_us - 1) / refill + 1
+                    FROM unnest((SELECT keys), (SELECT each)) AS e (key, units)
+                    ON CONFLICT (prefix, key) DO UPDATE SET
+                        credit = CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / refill
+                            THEN d.credit + greatest(clock - d.window_start, 0) * refill - full_credit
+                            ELSE 0 END + excluded.credit,
+                        window_start = CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / refill
+                            THEN greatest(clock, d.window_start) ELSE clock END,
+                        since = CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / refill
+                            THEN d.since ELSE clock END,
+                        returned = CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / refill
+                            THEN d.returned ELSE 0 END,
+                        expires_at = CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / refill
+                            THEN greatest(clock, d.window_start)
+                                + (full_credit - (d.credit + greatest(clock - d.window_start, 0) * refill)
+                                + (full_credit - excluded.credit) - 1) / refill + 1
+                            ELSE excluded.expires_at END
+                    WHERE (clock_timestamp() < until OR clock_timestamp() > give_up AND _rate_limit_late())
+                        AND d.algorithm = 3 AND d.count = 0 AND d.scale = every_us AND d.capacity = capacity
+                            AND d.refill = refill AND d.credit < full_credit
+                            AND d.window_start - clock <= (full_credit - 1) / refill + 1
+                            AND CASE
+                                WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / refill
+                                    THEN d.credit + greatest(clock - d.window_start, 0) * refill
+                                        >= (full_credit - excluded.credit)
+                                ELSE clock - d.window_start > (full_credit - d.credit - 1) / refill END
+                    RETURNING d.key, ARRAY[
+    greatest(clock, least(coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint), clock + 10000)),
+    d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at, d.since, d.returned] AS told
+                )
+                SELECT array_agg(d.key), array_agg(d.told) INTO taken_keys, taken FROM d;
+            ELSE
+                -- unnest((SELECT ...)) hides the arrays' length from the planner.
+                WITH d AS (
+                    INSERT INTO rate_limit_durable AS d
+                        (prefix, key, algorithm, credit, scale, capacity, refill, since, returned,
+                            window_start, expires_at)
+                    SELECT name, e.key, 3, full_credit - e.units * every_us, every_us, capacity, refill, clock, 0,
+                        clock, clock + (e.units * every_us - 1) / refill + 1
+                    FROM unnest((SELECT keys), (SELECT each)) AS e (key, units)
+                    ON CONFLICT (prefix, key) DO UPDATE SET
+                        credit = CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / refill
+                            THEN d.credit + greatest(clock - d.window_start, 0) * refill - full_credit
+                            ELSE 0 END + excluded.credit,
+                        window_start = CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / refill
+                            THEN greatest(clock, d.window_start) ELSE clock END,
+                        since = CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / refill
+                            THEN d.since ELSE clock END,
+                        returned = CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / refill
+                            THEN d.returned ELSE 0 END,
+                        expires_at = CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / refill
+                            THEN greatest(clock, d.window_start)
+                                + (full_credit - (d.credit + greatest(clock - d.window_start, 0) * refill)
+                                + (full_credit - excluded.credit) - 1) / refill + 1
+                            ELSE excluded.expires_at END
+                    WHERE (clock_timestamp() < until OR clock_timestamp() > give_up AND _rate_limit_late())
+                        AND d.algorithm = 3 AND d.count = 0 AND d.scale = every_us AND d.capacity = capacity
+                            AND d.refill = refill AND d.credit < full_credit
+                            AND d.window_start - clock <= (full_credit - 1) / refill + 1
+                            AND CASE
+                                WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / refill
+                                    THEN d.credit + greatest(clock - d.window_start, 0) * refill
+                                        >= (full_credit - excluded.credit)
+                                ELSE clock - d.window_start > (full_credit - d.credit - 1) / refill END
+                    RETURNING d.key, ARRAY[
+    greatest(clock, least(coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint), clock + 10000)),
+    d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at, d.since, d.returned] AS told
+                )
+                SELECT array_agg(d.key), array_agg(d.told) INTO taken_keys, taken FROM d;
+            END IF;
+            -- A row that was made begins by the first reading of the clock. That may be too old for it: another
+            -- transaction may have made the same row, and rolled back after this one had waited for it. Such a row is
+            -- deleted, and decided anew.
+            IF clock_timestamp() > until THEN
+                begun := ARRAY(
+                    SELECT k.place
+                    FROM unnest(taken_keys) WITH ORDINALITY AS k (key, place)
+                    JOIN unnest(keys, each) AS e (key, units) ON e.key = k.key COLLATE "C"
+                    CROSS JOIN LATERAL (SELECT taken[k.place][2] AS count, taken[k.place][3] AS prev_count,
+                        taken[k.place][5] AS credit) AS d
+                    WHERE d.credit = full_credit - e.units * every_us);
+                PERFORM rate_limit_reset(name, taken_keys[p], durable, NULL::integer, NULL::boolean)
+                FROM unnest(begun) AS p;
+                SELECT array_agg(k.key ORDER BY k.place), array_agg(taken[k.place:k.place] ORDER BY k.place)
+                INTO taken_keys, taken
+                FROM unnest(taken_keys) WITH ORDINALITY AS k (key, place)
+                WHERE k.place <> ALL (begun);
+            END IF;
+            IF cardinality(taken_keys) = cardinality(keys) THEN
+                IF told IS NULL THEN
+                    RETURN taken;
+                END IF;
+                RETURN told || ARRAY(SELECT unnest(taken));
+            END IF;
+            told := told || ARRAY(SELECT unnest(taken));
+        END IF;
+    END IF;
+
+    RETURN told || _rate_limit_left_token_bucket(
+        name, keys, capacity, refill, every_us, costs, counts, durable,
+        lock_timeout_ms, synchronous_commit, now_us, coalesce(done, 0), taken_keys);
+END
+$$;
+-- +goose StatementEnd
+
+COMMENT ON FUNCTION rate_limit_take_token_bucket IS
+    'Takes as rate_limit_token_bucket does, for less. '
+    'It returns an array of numbers, for programs: see sql/limit.sql. For people there is rate_limit_allow.
+Example: SELECT rate_limit_take_token_bucket(''api'', ARRAY[''user:123''], 20, 5, 10000000) '
+    'takes one token from a bucket of 20 that gets 5 more every 10 seconds.';
+
 -- The sliding window log; see slidinglog.go.
 --
 --   name                the limiter's name, 1 to 128 bytes
@@ -3446,8 +3463,8 @@ Optional, by name: costs and counts for each key, which are 1 each by default, '
 --                       is just making it. For such a key a row comes back with a granted of -2, or none: see
 --                       rate_limit_all
 --
--- A few keys that come in the order of locking are decided one after the other. Everything
--- less ordinary is left to rate_limit_all.
+-- rate_limit_all decides. If all requests take,
+-- rate_limit_take_sliding_log does the same for less.
 -- +goose StatementBegin
 CREATE FUNCTION rate_limit_sliding_log(
     name text,
@@ -3469,223 +3486,11 @@ CREATE FUNCTION rate_limit_sliding_log(
 RETURNS SETOF rate_limit_decision
 LANGUAGE plpgsql
 SECURITY DEFINER
-SET enable_seqscan = off -- a plan must not depend on how small the table was when it was made
 AS $$
 #variable_conflict use_variable
 DECLARE
-    decided_at timestamptz;
-    clock bigint;
-    t bigint;
-    n integer := cardinality(keys);
-    few boolean;            -- whether to decide one key after the other
-    undecided bigint[];     -- the places of the keys that are left to rate_limit_all
-    give_up timestamptz;
-    cost bigint := 1;       -- what is asked for the current key
-    asked bigint := 1;
-    s rate_limit_row;       -- otherwise the row's state
-    moved boolean;          -- the clock has jumped back, and the row with it
-    granted bigint;
-    remaining bigint;
-    spent bigint;
-    units bigint;
-    free_at bigint;
-    retry_after_us bigint;
-    reset_after_us bigint;
-    newest integer;
-    needed integer;
-    age_bits CONSTANT bigint := 9007199254740991; -- as in rate_limit_all
-    ignored text;
+    n CONSTANT integer := cardinality(keys);
 BEGIN
-    -- One key, as in most calls of an application that is not under load, or a few in the order of locking, are decided
-    -- one after the other. Each operator counts here, because plpgsql prepares an expression anew in every transaction.
-    few := n BETWEEN 1 AND 8 AND taken_in IS NULL AND NOT skip_held
-        AND max_count BETWEEN 1 AND 1000 AND window_us BETWEEN 1 AND 2251799813685248;
-    IF few AND (n > 1 OR costs IS NOT NULL OR counts IS NOT NULL) THEN
-        few := coalesce(cardinality(costs), n) = n AND coalesce(cardinality(counts), n) = n;
-        FOR i IN 1 .. n LOOP
-            few := few AND coalesce(costs[i], 1) BETWEEN 1 AND max_count
-                AND coalesce(counts[i], 1) BETWEEN 1 AND max_count / greatest(costs[i], 1);
-        END LOOP;
-        FOR i IN 2 .. n LOOP
-            few := few AND (-octet_length(keys[i - 1]), keys[i - 1] COLLATE "C")
-                <= (-octet_length(keys[i]), keys[i] COLLATE "C");
-        END LOOP;
-    END IF;
-    IF few THEN
-        IF lock_timeout_ms <> -1 THEN
-            ignored := set_config('lock_timeout', lock_timeout_ms::text, true);
-        ELSE
-            lock_timeout_ms := NULL;
-        END IF;
-        IF synchronous_commit IS NOT NULL THEN
-            ignored := set_config('synchronous_commit', synchronous_commit::text, true);
-        END IF;
-        <<each_key>>
-        FOR i IN 1 .. n LOOP
-            IF i > 1 THEN -- the rows before this one are locked
-                give_up := coalesce(give_up, clock_timestamp() + lock_timeout_ms * interval '25 ms');
-                IF now IS NULL AND clock_timestamp() > give_up THEN
-                    PERFORM _rate_limit_late();
-                END IF;
-            END IF;
-            IF costs IS NOT NULL OR counts IS NOT NULL THEN
-                cost := coalesce(costs[i], 1);
-                asked := coalesce(counts[i], 1);
-            END IF;
-            IF (octet_length(name) BETWEEN 1 AND 128 AND octet_length(keys[i]) BETWEEN 1 AND 512) IS NOT TRUE THEN
-                undecided := ARRAY(SELECT generate_series(i, n)::bigint); -- rate_limit_all raises the error
-                EXIT;
-            END IF;
-            FOR attempt IN 1 .. 3 LOOP
-                IF attempt = 3 THEN
-                    -- Another algorithm has written the row, or somebody deletes it all the time. The keys behind it
-                    -- are left to rate_limit_all too: locking a later row before this one could cause a deadlock.
-                    undecided := ARRAY(SELECT generate_series(i, n)::bigint);
-                    EXIT each_key;
-                END IF;
-                IF durable IS NOT TRUE THEN
-                    SELECT NULL::bigint, NULL::bigint, NULL::bigint, d.ctid,
-                        d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at, d.since, d.capacity,
-                        d.refill, d.returned, d.log
-                    INTO s
-                    FROM rate_limit_ephemeral AS d
-                    WHERE d.prefix = name AND d.key = keys[i] AND d.algorithm = 4
-                    FOR UPDATE;
-                ELSE
-                    SELECT NULL::bigint, NULL::bigint, NULL::bigint, d.ctid,
-                        d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at, d.since, d.capacity,
-                        d.refill, d.returned, d.log
-                    INTO s
-                    FROM rate_limit_durable AS d
-                    WHERE d.prefix = name AND d.key = keys[i] AND d.algorithm = 4
-                    FOR UPDATE;
-                END IF;
-                IF NOT found THEN
-                    s := ROW(NULL, NULL, NULL, NULL, 0, 0, 0, 0, NULL, 0, NULL, NULL, NULL, NULL, NULL)::rate_limit_row;
-                END IF;
-                -- The clock is read after the row is locked. Read before, it could be older than the row.
-                decided_at := coalesce(now, clock_timestamp());
-                clock := (extract(epoch FROM decided_at) * 1000000)::bigint;
-                moved := false;
-                IF clock >= s.expires_at OR (s.count | s.credit) = 0 THEN
-                    s.count := 0;
-                    s.credit := 0;
-                    s.window_start := clock;
-                    s.since := NULL;
-                    s.log := NULL;
-                ELSIF s.window_start - clock > window_us THEN
-                    s.log := ARRAY(
-                        SELECT (((e.entry >> 10) - s.window_start + clock) << 10) | (e.entry & 1023)
-                        FROM unnest(s.log) WITH ORDINALITY AS e (entry, place)
-                        ORDER BY e.place
-                    );
-                    s.window_start := clock;
-                    s.expires_at := clock + window_us;
-                    moved := true;
-                END IF;
-                t := greatest(clock, s.window_start);
-                needed := 0;
-                WHILE needed < cardinality(s.log)
-                    AND (t - (s.log[needed + 1] >> 10) & age_bits) >= window_us
-                LOOP
-                    needed := needed + 1;
-                    s.count := s.count - (s.log[needed] & 1023);
-                END LOOP;
-                IF needed > 0 THEN
-                    s.log := s.log[needed + 1:];
-                END IF;
-                IF s.count = 0 THEN
-                    s.window_start := t;
-                    s.since := CASE WHEN s.credit > 0 THEN s.since END;
-                END IF;
-                remaining := greatest(max_count - s.count, 0);
-                remaining := remaining + s.credit;
-                granted := least(asked, remaining / cost);
-                retry_after_us := CASE WHEN granted = asked THEN 0 ELSE 1 END;
-                spent := 0;
-                needed := 0;
-                IF granted > 0 THEN
-                    IF s.credit > 0 THEN
-                        spent := greatest(granted * cost - (remaining - s.credit), 0);
-                        s.credit := s.credit - spent;
-                    END IF;
-                    units := granted * cost - spent;
-                    s.count := s.count + units;
-                    IF units > 0 THEN
-                        newest := coalesce(cardinality(s.log), 0);
-                        IF (t - (s.log[newest] >> 10) & age_bits) = 0 THEN
-                            units := units + (s.log[newest] & 1023);
-                            newest := newest - 1;
-                        END IF;
-                        s.log := s.log[1:newest] || ARRAY[(t << 10) | units];
-                        s.window_start := t;
-                    END IF;
-                    s.expires_at := t + window_us;
-                    remaining := remaining - granted * cost;
-                END IF;
-                IF retry_after_us > 0 THEN
-                    -- It fits when enough of the oldest entries have left.
-                    units := s.count - s.credit + greatest(cost, 1) - max_count;
-                    WHILE units > 0 LOOP
-                        needed := needed + 1;
-                        units := units - (s.log[needed] & 1023);
-                    END LOOP;
-                    free_at := t + window_us - (t - (s.log[needed] >> 10) & age_bits);
-                    retry_after_us := least(free_at, s.expires_at) - clock;
-                END IF;
-                reset_after_us := CASE
-                    WHEN s.credit > 0 THEN s.expires_at
-                    ELSE greatest(least(
-                        coalesce(CASE WHEN s.count > 0 THEN s.window_start + window_us END, clock),
-                        s.expires_at), clock)
-                END - clock;
-                IF granted > 0 OR moved THEN
-                    s.expires_at := clock + reset_after_us;
-                    IF durable IS NOT TRUE THEN
-                        UPDATE rate_limit_ephemeral AS d SET
-                            count = s.count, window_start = s.window_start, credit = s.credit,
-                            expires_at = s.expires_at, since = s.since, log = s.log
-                        WHERE d.ctid = s.tid;
-                        IF s.tid IS NULL THEN
-                            INSERT INTO rate_limit_ephemeral AS d
-                                (prefix, key, algorithm, count, window_start, credit, expires_at, since, log)
-                            VALUES (name, keys[i], 4, s.count, s.window_start, s.credit, s.expires_at, s.since, s.log)
-                            ON CONFLICT (prefix, key) DO NOTHING;
-                        END IF;
-                    ELSE
-                        UPDATE rate_limit_durable AS d SET
-                            count = s.count, window_start = s.window_start, credit = s.credit,
-                            expires_at = s.expires_at, since = s.since, log = s.log
-                        WHERE d.ctid = s.tid;
-                        IF s.tid IS NULL THEN
-                            INSERT INTO rate_limit_durable AS d
-                                (prefix, key, algorithm, count, window_start, credit, expires_at, since, log)
-                            VALUES (name, keys[i], 4, s.count, s.window_start, s.credit, s.expires_at, s.since, s.log)
-                            ON CONFLICT (prefix, key) DO NOTHING;
-                        END IF;
-                    END IF;
-                    CONTINUE WHEN NOT found; -- somebody else has made it
-                    -- Whoever was making it may have rolled back. Then this call has waited for them, and its reading
-                    -- of the clock is too old.
-                    IF s.tid IS NULL AND now IS NULL AND clock_timestamp() > decided_at + interval '10 ms' THEN
-                        PERFORM rate_limit_reset(name, keys[i], durable, NULL::integer, NULL::boolean);
-                        CONTINUE;
-                    END IF;
-                END IF;
-                RETURN NEXT ROW(i::bigint, granted, remaining, retry_after_us, reset_after_us, decided_at,
-                    s.count, s.prev_count, s.window_start, s.credit,
-                    NULL::bigint, s.expires_at,
-                    CASE WHEN needed > 0 THEN s.log[1:least(needed, 64)] END,
-                    s.since, s.window_start,
-                    NULL::bigint, spent);
-                EXIT;
-            END LOOP;
-        END LOOP;
-        IF undecided IS NULL THEN
-            RETURN;
-        END IF;
-    END IF;
-
     IF (max_count BETWEEN 1 AND 1000 AND window_us BETWEEN 1 AND 2251799813685248) IS NOT TRUE THEN
         RAISE EXCEPTION 'rate_limit: max_count %, window_us %: outside the exact range',
                 max_count,
@@ -3710,23 +3515,14 @@ BEGIN
                     'there are no refunds.',
                 COLUMN = CASE WHEN octet_length(name) > 128 THEN 'name' ELSE '' END;
     END IF;
-    IF undecided IS NOT NULL THEN
-        SELECT array_agg(keys[e.ord] ORDER BY e.ord), array_agg(coalesce(costs[e.ord], 1) ORDER BY e.ord),
-            array_agg(coalesce(counts[e.ord], 1) ORDER BY e.ord)
-        INTO keys, costs, counts
-        FROM unnest(undecided) AS e (ord);
-    END IF;
     RETURN QUERY
-    SELECT coalesce(undecided[a.ord], a.ord), a.granted, a.remaining, a.retry_after_us, a.reset_after_us, a.decided_at,
-        a.count, a.prev_count, a.window_start, a.credit, a.scale, a.expires_at, a.log,
-        a.taken_since, a.taken_in, a.taken_at, a.taken_spent
+    SELECT a.*
     FROM rate_limit_all(
-        ARRAY(SELECT generate_series(1, cardinality(keys))), array_fill(name, ARRAY[cardinality(keys)]), keys,
-        array_fill(coalesce(durable, false), ARRAY[cardinality(keys)]),
-        array_fill(4::smallint, ARRAY[cardinality(keys)]),
-        array_fill(max_count, ARRAY[cardinality(keys)]), array_fill(window_us, ARRAY[cardinality(keys)]),
-        array_fill(0::bigint, ARRAY[cardinality(keys)]),
-        costs, counts, lock_timeout_ms, synchronous_commit, now,
+        ARRAY(SELECT generate_series(1, n)), array_fill(name, ARRAY[n]), keys,
+        array_fill(coalesce(durable, false), ARRAY[n]), array_fill(4::smallint, ARRAY[n]),
+        array_fill(max_count, ARRAY[n]), array_fill(window_us, ARRAY[n]), array_fill(0::bigint, ARRAY[n]),
+        array_replace(costs, NULL, 1::bigint), array_replace(counts, NULL, 1::bigint),
+        lock_timeout_ms, synchronous_commit, now,
         taken_since, taken_in, taken_at, taken_spent, skip_held,
         NULL::text[],
         NULL::bigint[]) AS a;
@@ -3757,6 +3553,259 @@ Optional, by name: costs and counts for each key, which are 1 each by default, '
     'it gives back what that take still counts. '
     'Each unit is given back only once if the caller asks only once.';
 
+-- _rate_limit_left_sliding_log decides what is left by
+-- rate_limit_take_sliding_log: of keys, which follow
+-- upon as many as done, those that are not taken_keys. It does so by the rules of rate_limit_all, and returns fifteen
+-- numbers for each. A single key whose row exists is decided here, which costs half as much.
+-- +goose StatementBegin
+CREATE FUNCTION _rate_limit_left_sliding_log(
+    name text,
+    keys text[],
+    max_count bigint,
+    window_us bigint,
+    costs bigint[],
+    counts bigint[],
+    durable boolean,
+    lock_timeout_ms integer,
+    synchronous_commit boolean,
+    now_us bigint,
+    done integer,
+    taken_keys text[]
+)
+RETURNS bigint[]
+LANGUAGE plpgsql
+AS $$
+#variable_conflict use_variable
+DECLARE
+    undecided bigint[]; -- the places of the keys
+    clock bigint;
+    cost bigint;
+    asked bigint;
+    s rate_limit_row;
+    t bigint;
+    moved boolean;      -- the clock has jumped back, and the row with it
+    granted bigint;
+    remaining bigint;
+    spent bigint;
+    units bigint;
+    free_at bigint;
+    retry_after_us bigint;
+    reset_after_us bigint;
+    newest integer;
+    needed integer;
+    age_bits CONSTANT bigint := 9007199254740991; -- as in rate_limit_all
+BEGIN
+    IF cardinality(keys) = 1 AND coalesce(cardinality(costs), 1) = 1 AND coalesce(cardinality(counts), 1) = 1
+        AND coalesce(costs[1], 1) BETWEEN 1 AND max_count AND coalesce(counts[1], 1) >= 1
+        AND octet_length(name) BETWEEN 1 AND 128 AND octet_length(keys[1]) BETWEEN 1 AND 512
+        AND max_count BETWEEN 1 AND 1000 AND window_us BETWEEN 1 AND 2251799813685248
+    THEN
+        IF durable IS NOT TRUE THEN
+            SELECT NULL::bigint, NULL::bigint, NULL::bigint, d.ctid,
+                d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at, d.since, d.capacity, d.refill,
+                d.returned, d.log
+            INTO s
+            FROM rate_limit_ephemeral AS d
+            WHERE d.prefix = name AND d.key = keys[1] AND d.algorithm = 4
+            FOR UPDATE;
+        ELSE
+            SELECT NULL::bigint, NULL::bigint, NULL::bigint, d.ctid,
+                d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at, d.since, d.capacity, d.refill,
+                d.returned, d.log
+            INTO s
+            FROM rate_limit_durable AS d
+            WHERE d.prefix = name AND d.key = keys[1] AND d.algorithm = 4
+            FOR UPDATE;
+        END IF;
+        IF found THEN
+            -- The clock is read after the row is locked. Read before, it could be older than the row.
+            clock := coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint);
+            moved := false;
+            spent := 0;
+            cost := coalesce(costs[1], 1);
+            asked := coalesce(counts[1], 1);
+            IF clock >= s.expires_at OR (s.count | s.credit) = 0 THEN
+                s.count := 0;
+                s.credit := 0;
+                s.window_start := clock;
+                s.since := NULL;
+                s.log := NULL;
+            ELSIF s.window_start - clock > window_us THEN
+                s.log := ARRAY(
+                    SELECT (((e.entry >> 10) - s.window_start + clock) << 10) | (e.entry & 1023)
+                    FROM unnest(s.log) WITH ORDINALITY AS e (entry, place)
+                    ORDER BY e.place
+                );
+                s.window_start := clock;
+                s.expires_at := clock + window_us;
+                moved := true;
+            END IF;
+            t := greatest(clock, s.window_start);
+            needed := 0;
+            WHILE needed < cardinality(s.log)
+                AND (t - (s.log[needed + 1] >> 10) & age_bits) >= window_us
+            LOOP
+                needed := needed + 1;
+                s.count := s.count - (s.log[needed] & 1023);
+            END LOOP;
+            IF needed > 0 THEN
+                s.log := s.log[needed + 1:];
+            END IF;
+            IF s.count = 0 THEN
+                s.window_start := t;
+                s.since := CASE WHEN s.credit > 0 THEN s.since END;
+            END IF;
+            remaining := greatest(max_count - s.count, 0);
+            remaining := remaining + s.credit;
+            granted := least(asked, remaining / cost);
+            retry_after_us := CASE WHEN granted = asked THEN 0 ELSE 1 END;
+            needed := 0;
+            IF granted > 0 THEN
+                IF s.credit > 0 THEN
+                    spent := greatest(granted * cost - (remaining - s.credit), 0);
+                    s.credit := s.credit - spent;
+                END IF;
+                units := granted * cost - spent;
+                s.count := s.count + units;
+                IF units > 0 THEN
+                    newest := coalesce(cardinality(s.log), 0);
+                    IF (t - (s.log[newest] >> 10) & age_bits) = 0 THEN
+                        units := units + (s.log[newest] & 1023);
+                        newest := newest - 1;
+                    END IF;
+                    s.log := s.log[1:newest] || ARRAY[(t << 10) | units];
+                    s.window_start := t;
+                END IF;
+                s.expires_at := t + window_us;
+                remaining := remaining - granted * cost;
+            END IF;
+            IF retry_after_us > 0 THEN
+                -- It fits when enough of the oldest entries have left.
+                units := s.count - s.credit + greatest(cost, 1) - max_count;
+                WHILE units > 0 LOOP
+                    needed := needed + 1;
+                    units := units - (s.log[needed] & 1023);
+                END LOOP;
+                free_at := t + window_us - (t - (s.log[needed] >> 10) & age_bits);
+                retry_after_us := least(free_at, s.expires_at) - clock;
+            END IF;
+            reset_after_us := CASE
+                WHEN s.credit > 0 THEN s.expires_at
+                ELSE greatest(least(
+                    coalesce(CASE WHEN s.count > 0 THEN s.window_start + window_us END, clock),
+                    s.expires_at), clock)
+            END - clock;
+            IF granted > 0 OR moved THEN
+                s.expires_at := clock + reset_after_us;
+                IF durable IS NOT TRUE THEN
+                    UPDATE rate_limit_ephemeral AS d SET
+                        count = s.count, window_start = s.window_start, credit = s.credit, expires_at = s.expires_at,
+                        since = s.since, log = s.log
+                    WHERE d.ctid = s.tid;
+                ELSE
+                    UPDATE rate_limit_durable AS d SET
+                        count = s.count, window_start = s.window_start, credit = s.credit, expires_at = s.expires_at,
+                        since = s.since, log = s.log
+                    WHERE d.ctid = s.tid;
+                END IF;
+            END IF;
+            RETURN ARRAY[done + 1,
+                granted, remaining, retry_after_us, reset_after_us, clock,
+                s.count, s.prev_count, s.window_start, s.credit,
+                NULL, s.expires_at, spent, s.since,
+                NULL]
+
+                -- 64 is maxDenialEntries
+                || CASE WHEN needed > 0 THEN s.log[1:least(needed, 64)] END;
+        END IF;
+    END IF;
+
+    -- The row is another algorithm's, or there are several, or something is not valid.
+    undecided := ARRAY(
+        SELECT e.place FROM unnest(keys) WITH ORDINALITY AS e (key, place)
+        WHERE (e.key = ANY (taken_keys)) IS NOT TRUE
+        ORDER BY e.place);
+    IF taken_keys IS NOT NULL THEN
+        SELECT array_agg(keys[e.place] ORDER BY e.place), array_agg(coalesce(costs[e.place], 1) ORDER BY e.place),
+            array_agg(coalesce(counts[e.place], 1) ORDER BY e.place)
+        INTO keys, costs, counts
+        FROM unnest(undecided) AS e (place);
+    END IF;
+    RETURN ARRAY(
+        SELECT unnest(ARRAY[done + undecided[a.ord],
+            a.granted, a.remaining, a.retry_after_us, a.reset_after_us,
+            (extract(epoch FROM a.decided_at) * 1000000)::bigint, a.count, a.prev_count, a.window_start, a.credit,
+            a.scale, a.expires_at, a.taken_spent, a.taken_since, a.taken_at]
+            || CASE WHEN cardinality(keys) = 1 THEN a.log END)
+        FROM rate_limit_sliding_log(
+            name, keys, max_count, window_us, costs, counts, durable,
+            lock_timeout_ms, synchronous_commit,
+            timestamptz 'epoch' + now_us / 1000000 * interval '1 second'
+                + now_us % 1000000 * interval '1 microsecond',
+            NULL::bigint[], NULL::bigint[], NULL::bigint[], NULL::bigint[], false) AS a);
+END
+$$;
+-- +goose StatementEnd
+
+-- rate_limit_take_sliding_log decides as
+-- rate_limit_sliding_log does, if all requests take.
+-- This is what the Go package calls. Few keys are taken from one after the other, and many by one statement, which also
+-- makes rows. All that is less ordinary is decided by the rules of rate_limit_all, in the same call. The arguments are
+-- the same, but for now_us, which is a time in microseconds since 1970 UTC, and for costs and counts: both are NULL, or
+-- neither is.
+--
+-- It returns one array, because rows and their columns would cost more than the decision. First, for each key of which
+-- all that was asked could be taken at once, nine numbers, in the order of the keys: the time of the decision, and
+-- count, prev_count, window_start, credit, scale, expires_at, since and returned of the row. What remains, and for how
+-- long, follows from these: see takenDecision in takes.go. Then, for each other key, fifteen: its place in keys, and
+-- from granted to expires_at what rate_limit_sliding_log returns,
+-- then its taken_spent, taken_since and taken_at. Of a single key, the log of that comes last.
+--
+-- The keys must ascend in the order of locking: longer ones first, then by bytes. Otherwise rate_limit_all decides.
+-- +goose StatementBegin
+CREATE FUNCTION rate_limit_take_sliding_log(
+    name text,
+    keys text[],
+    max_count bigint,
+    window_us bigint,
+    costs bigint[] DEFAULT NULL,
+    counts bigint[] DEFAULT NULL,
+    durable boolean DEFAULT false,
+    lock_timeout_ms integer DEFAULT NULL,
+    synchronous_commit boolean DEFAULT NULL,
+    now_us bigint DEFAULT NULL
+)
+RETURNS bigint[]
+LANGUAGE plpgsql
+SECURITY DEFINER
+SET enable_seqscan = off -- a plan must not depend on how small the table was when it was made
+SET plan_cache_mode = force_generic_plan -- the first five calls of a session would each make a plan of their own
+AS $$
+#variable_conflict use_variable
+DECLARE
+    told bigint[];     -- of the keys that were taken from one after the other
+    done integer;      -- how many these are
+    taken_keys text[]; -- that were taken from by one statement
+BEGIN
+    IF lock_timeout_ms <> -1 THEN
+        PERFORM set_config('lock_timeout', lock_timeout_ms::text, true);
+    END IF;
+    IF synchronous_commit IS NOT NULL THEN
+        PERFORM set_config('synchronous_commit', synchronous_commit::text, true);
+    END IF;
+
+    RETURN told || _rate_limit_left_sliding_log(
+        name, keys, max_count, window_us, costs, counts, durable,
+        lock_timeout_ms, synchronous_commit, now_us, coalesce(done, 0), taken_keys);
+END
+$$;
+-- +goose StatementEnd
+
+COMMENT ON FUNCTION rate_limit_take_sliding_log IS
+    'Takes as rate_limit_sliding_log does, for less. '
+    'It returns an array of numbers, for programs: see sql/limit.sql. For people there is rate_limit_allow.
+Example: SELECT rate_limit_take_sliding_log(''login'', ARRAY[''user:123''], 10, 60000000) takes one of 10 a minute.';
+
 -- The calendar window; see calendar.go.
 --
 --   name                the limiter's name, 1 to 128 bytes
@@ -3783,16 +3832,8 @@ Optional, by name: costs and counts for each key, which are 1 each by default, '
 --                       is just making it. For such a key a row comes back with a granted of -2, or none: see
 --                       rate_limit_all
 --
--- A few keys that come in the order of locking are decided one after the other. If the row exists and will
--- stay in force for a while, an UPDATE takes from it. Otherwise the row is locked and written, or made. Many keys are
--- decided by one statement: it takes from each row as it is, or makes it. Everything
--- less ordinary is left to rate_limit_all.
---
--- The clock is read twice: before a row is locked, and with the lock held. A decision is made by the first reading, and
--- what it needs must be true then and still be true 10 ms later. So it was also true when the row was locked: the one
--- statement leaves out rows that were waited for longer, and the UPDATE is undone if its row had ended before the lock.
--- The decision is told by the second reading. Only a window or a bucket that begins does so at the first reading,
--- because nobody else can have decided anything by it since.
+-- rate_limit_all decides. If all requests take,
+-- rate_limit_take_calendar_window does the same for less.
 -- +goose StatementBegin
 CREATE FUNCTION rate_limit_calendar_window(
     name text,
@@ -3815,266 +3856,11 @@ CREATE FUNCTION rate_limit_calendar_window(
 RETURNS SETOF rate_limit_decision
 LANGUAGE plpgsql
 SECURITY DEFINER
-SET enable_seqscan = off -- a plan must not depend on how small the table was when it was made
-SET enable_nestloop = off -- two lists of keys are joined below, and the planner takes them for short ones
 AS $$
 #variable_conflict use_variable
 DECLARE
-    decided_at timestamptz;
-    clock bigint;
-    taken rate_limit_row[]; -- the rows that one statement took from or made; their cost is what was taken
-    t bigint;
-    n integer := cardinality(keys);
-    few boolean;            -- whether to decide one key after the other
-    undecided bigint[];     -- the places of the keys that are left to rate_limit_all
-    give_up timestamptz;
-    cost bigint := 1;       -- what is asked for the current key
-    asked bigint := 1;
-    r_cost bigint := 1;     -- all of that together, and below it the row if it was taken from it
-    r_count bigint;
-    r_window_start bigint;
-    r_scale bigint;
-    r_expires_at bigint;
-    s rate_limit_row;       -- otherwise the row's state
-    moved boolean;          -- the clock has jumped back, and the row with it
-    granted bigint;
-    remaining bigint;
-    spent bigint;
-    units bigint;
-    free_at bigint;
-    retry_after_us bigint;
-    reset_after_us bigint;
-    window_end bigint;      -- of a window that begins now
-    ignored text;
+    n CONSTANT integer := cardinality(keys);
 BEGIN
-    -- One key, as in most calls of an application that is not under load, or a few in the order of locking, are decided
-    -- one after the other. Each operator counts here, because plpgsql prepares an expression anew in every transaction.
-    few := n BETWEEN 1 AND 8 AND taken_in IS NULL AND NOT skip_held
-        AND max_count BETWEEN 1 AND 4611686018427387904
-            AND window_us IN (60000000, 3600000000, 86400000000, 604800000000, 2678400000000)
-            AND octet_length(zone) <= 64
-            AND zone COLLATE "C" ~ '^(UTC|[A-Z][A-Za-z_-]*(/[A-Z][A-Za-z_-]*)+)$'
-            AND zone COLLATE "C" !~* '^(right|posix)/'
-        AND timestamptz 'epoch' AT TIME ZONE zone IS NOT NULL;
-    IF few AND (n > 1 OR costs IS NOT NULL OR counts IS NOT NULL) THEN
-        few := coalesce(cardinality(costs), n) = n AND coalesce(cardinality(counts), n) = n;
-        FOR i IN 1 .. n LOOP
-            few := few AND coalesce(costs[i], 1) BETWEEN 1 AND max_count
-                AND coalesce(counts[i], 1) BETWEEN 1 AND max_count / greatest(costs[i], 1);
-        END LOOP;
-        FOR i IN 2 .. n LOOP
-            few := few AND (-octet_length(keys[i - 1]), keys[i - 1] COLLATE "C")
-                <= (-octet_length(keys[i]), keys[i] COLLATE "C");
-        END LOOP;
-    END IF;
-    IF few THEN
-        IF lock_timeout_ms <> -1 THEN
-            ignored := set_config('lock_timeout', lock_timeout_ms::text, true);
-        ELSE
-            lock_timeout_ms := NULL;
-        END IF;
-        IF synchronous_commit IS NOT NULL THEN
-            ignored := set_config('synchronous_commit', synchronous_commit::text, true);
-        END IF;
-        <<each_key>>
-        FOR i IN 1 .. n LOOP
-            IF i > 1 THEN -- the rows before this one are locked
-                give_up := coalesce(give_up, clock_timestamp() + lock_timeout_ms * interval '25 ms');
-                IF now IS NULL AND clock_timestamp() > give_up THEN
-                    PERFORM _rate_limit_late();
-                END IF;
-            END IF;
-            IF costs IS NOT NULL OR counts IS NOT NULL THEN
-                cost := coalesce(costs[i], 1);
-                asked := coalesce(counts[i], 1);
-                r_cost := cost * asked;
-            END IF;
-            -- Most calls take from a row as it is. (If there is one, the name and the key are valid.)
-            decided_at := coalesce(now, clock_timestamp());
-            clock := (extract(epoch FROM decided_at) * 1000000)::bigint;
-            IF durable IS NOT TRUE THEN
-                UPDATE rate_limit_ephemeral AS d SET
-                    count = d.count + r_cost
-                WHERE d.prefix = name AND d.key = keys[i]
-                    AND d.algorithm = 5 AND d.since IS NULL AND d.window_start - clock <= window_us
-                        AND clock + 10000 < d.expires_at AND d.expires_at = d.window_start + d.scale
-                        AND d.scale <= 2 * window_us AND r_cost <= max_count - d.count
-                RETURNING d.count, d.window_start, d.scale, d.expires_at
-                INTO r_count, r_window_start, r_scale, r_expires_at;
-            ELSE
-                UPDATE rate_limit_durable AS d SET
-                    count = d.count + r_cost
-                WHERE d.prefix = name AND d.key = keys[i]
-                    AND d.algorithm = 5 AND d.since IS NULL AND d.window_start - clock <= window_us
-                        AND clock + 10000 < d.expires_at AND d.expires_at = d.window_start + d.scale
-                        AND d.scale <= 2 * window_us AND r_cost <= max_count - d.count
-                RETURNING d.count, d.window_start, d.scale, d.expires_at
-                INTO r_count, r_window_start, r_scale, r_expires_at;
-            END IF;
-            IF found THEN
-                decided_at := coalesce(now, clock_timestamp());
-                t := (extract(epoch FROM decided_at) * 1000000)::bigint;
-                -- Is the window still running, or the bucket still filling?
-                IF t BETWEEN clock AND r_expires_at - 1 THEN
-                    RETURN NEXT ROW(i::bigint, asked,
-                        max_count - r_count,
-                        0::bigint, r_expires_at - t,
-                        decided_at,
-                        r_count, 0::bigint, r_window_start, 0::bigint, r_scale, r_expires_at, NULL::bigint[],
-                        NULL::bigint, r_window_start, NULL::bigint, 0::bigint);
-                    CONTINUE;
-                END IF;
-                -- The wait for the row lasted until the row ended, or the clock was set meanwhile. Another decision
-                -- may be due.
-                IF durable IS NOT TRUE THEN
-                    UPDATE rate_limit_ephemeral AS d SET count = d.count - r_cost
-                    WHERE d.prefix = name AND d.key = keys[i];
-                ELSE
-                    UPDATE rate_limit_durable AS d SET count = d.count - r_cost
-                    WHERE d.prefix = name AND d.key = keys[i];
-                END IF;
-            END IF;
-            IF (octet_length(name) BETWEEN 1 AND 128 AND octet_length(keys[i]) BETWEEN 1 AND 512) IS NOT TRUE THEN
-                undecided := ARRAY(SELECT generate_series(i, n)::bigint); -- rate_limit_all raises the error
-                EXIT;
-            END IF;
-            FOR attempt IN 1 .. 3 LOOP
-                IF attempt = 3 THEN
-                    -- Another algorithm has written the row, or somebody deletes it all the time. The keys behind it
-                    -- are left to rate_limit_all too: locking a later row before this one could cause a deadlock.
-                    undecided := ARRAY(SELECT generate_series(i, n)::bigint);
-                    EXIT each_key;
-                END IF;
-                IF durable IS NOT TRUE THEN
-                    SELECT NULL::bigint, NULL::bigint, NULL::bigint, d.ctid,
-                        d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at, d.since, d.capacity,
-                        d.refill, d.returned, d.log
-                    INTO s
-                    FROM rate_limit_ephemeral AS d
-                    WHERE d.prefix = name AND d.key = keys[i] AND d.algorithm = 5
-                    FOR UPDATE;
-                ELSE
-                    SELECT NULL::bigint, NULL::bigint, NULL::bigint, d.ctid,
-                        d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at, d.since, d.capacity,
-                        d.refill, d.returned, d.log
-                    INTO s
-                    FROM rate_limit_durable AS d
-                    WHERE d.prefix = name AND d.key = keys[i] AND d.algorithm = 5
-                    FOR UPDATE;
-                END IF;
-                IF NOT found THEN -- what is asked fits into a new row
-                    IF attempt > 1 THEN
-                        decided_at := coalesce(now, clock_timestamp());
-                        clock := (extract(epoch FROM decided_at) * 1000000)::bigint;
-                    END IF;
-                    window_end := _rate_limit_window_end(clock, window_us, zone);
-                    IF durable IS NOT TRUE THEN
-                        INSERT INTO rate_limit_ephemeral AS d
-                            (prefix, key, algorithm, count, window_start, scale, expires_at)
-                        VALUES (name, keys[i], 5, r_cost, clock, window_end - clock, window_end)
-                        ON CONFLICT (prefix, key) DO NOTHING
-                        RETURNING d.count, d.window_start, d.scale, d.expires_at
-                        INTO r_count, r_window_start, r_scale, r_expires_at;
-                    ELSE
-                        INSERT INTO rate_limit_durable AS d
-                            (prefix, key, algorithm, count, window_start, scale, expires_at)
-                        VALUES (name, keys[i], 5, r_cost, clock, window_end - clock, window_end)
-                        ON CONFLICT (prefix, key) DO NOTHING
-                        RETURNING d.count, d.window_start, d.scale, d.expires_at
-                        INTO r_count, r_window_start, r_scale, r_expires_at;
-                    END IF;
-                    CONTINUE WHEN NOT found; -- somebody else has made it
-                    -- Whoever was making it may have rolled back. Then this call has waited for them, and its reading
-                    -- of the clock is too old.
-                    IF now IS NULL AND clock_timestamp() > decided_at + interval '10 ms' THEN
-                        PERFORM rate_limit_reset(name, keys[i], durable, NULL::integer, NULL::boolean);
-                        CONTINUE;
-                    END IF;
-                    RETURN NEXT ROW(i::bigint, asked,
-                        max_count - r_count,
-                        0::bigint, r_expires_at - clock,
-                        decided_at,
-                        r_count, 0::bigint, r_window_start, 0::bigint, r_scale, r_expires_at, NULL::bigint[],
-                        NULL::bigint, r_window_start, NULL::bigint, 0::bigint);
-                    EXIT;
-                END IF;
-                -- The clock is read after the row is locked. Read before, it could be older than the row.
-                decided_at := coalesce(now, clock_timestamp());
-                clock := (extract(epoch FROM decided_at) * 1000000)::bigint;
-                moved := false;
-                -- Not the window of a longer unit.
-                s.count := CASE WHEN s.scale <= 2 * window_us THEN s.count ELSE 0 END;
-                IF clock >= s.expires_at OR (s.count | s.credit) = 0 THEN
-                    s.count := 0;
-                    s.credit := 0;
-                    s.window_start := clock;
-                    s.since := NULL;
-                ELSIF s.window_start - clock > window_us THEN
-                    s.window_start := clock;
-                    s.scale := window_us;
-                    s.expires_at := clock + CASE WHEN s.credit > 0 THEN 2 * window_us ELSE window_us END;
-                    moved := true;
-                END IF;
-                t := greatest(clock, s.window_start);
-                IF s.count = 0 OR t - s.window_start >= s.scale THEN
-                    s.count := 0;
-                    s.window_start := t;
-                    s.scale := _rate_limit_window_end(t, window_us, zone) - t;
-                    s.since := CASE WHEN s.credit > 0 THEN s.since END;
-                END IF;
-                remaining := greatest(max_count - s.count, 0);
-                remaining := remaining + s.credit;
-                granted := least(asked, remaining / cost);
-                retry_after_us := CASE WHEN granted = asked THEN 0 ELSE 1 END;
-                spent := 0;
-                IF granted > 0 THEN
-                    IF s.credit > 0 THEN
-                        spent := greatest(granted * cost - (remaining - s.credit), 0);
-                        s.credit := s.credit - spent;
-                    END IF;
-                    units := granted * cost - spent;
-                    s.count := s.count + units;
-                    s.expires_at := t + 2 * window_us;
-                    remaining := remaining - granted * cost;
-                END IF;
-                IF retry_after_us > 0 THEN
-                    free_at := s.window_start + s.scale;
-                    retry_after_us := least(free_at, s.expires_at) - clock;
-                END IF;
-                reset_after_us := CASE
-                    WHEN s.credit > 0 THEN s.expires_at
-                    ELSE greatest(least(
-                        coalesce(CASE WHEN s.count > 0 THEN s.window_start + s.scale END, clock),
-                        s.expires_at), clock)
-                END - clock;
-                IF granted > 0 OR moved THEN
-                    s.expires_at := clock + reset_after_us;
-                    IF durable IS NOT TRUE THEN
-                        UPDATE rate_limit_ephemeral AS d SET
-                            count = s.count, window_start = s.window_start, credit = s.credit, scale = s.scale,
-                            expires_at = s.expires_at, since = s.since
-                        WHERE d.ctid = s.tid;
-                    ELSE
-                        UPDATE rate_limit_durable AS d SET
-                            count = s.count, window_start = s.window_start, credit = s.credit, scale = s.scale,
-                            expires_at = s.expires_at, since = s.since
-                        WHERE d.ctid = s.tid;
-                    END IF;
-                END IF;
-                RETURN NEXT ROW(i::bigint, granted, remaining, retry_after_us, reset_after_us, decided_at,
-                    s.count, s.prev_count, s.window_start, s.credit,
-                    s.scale, s.expires_at,
-                    NULL::bigint[],
-                    s.since, s.window_start,
-                    NULL::bigint, spent);
-                EXIT;
-            END LOOP;
-        END LOOP;
-        IF undecided IS NULL THEN
-            RETURN;
-        END IF;
-    END IF;
-
     IF (max_count BETWEEN 1 AND 4611686018427387904
         AND window_us IN (60000000, 3600000000, 86400000000, 604800000000, 2678400000000)
         AND octet_length(zone) <= 64
@@ -4107,164 +3893,16 @@ BEGIN
                     'there are no refunds.',
                 COLUMN = CASE WHEN octet_length(name) > 128 THEN 'name' ELSE '' END;
     END IF;
-    IF NOT few AND NOT (skip_held IS TRUE OR taken_in IS NOT NULL
-        OR 1 > ANY (costs) OR max_count < ANY (costs)) IS TRUE
-    THEN
-        IF lock_timeout_ms <> -1 THEN
-            ignored := set_config('lock_timeout', lock_timeout_ms::text, true);
-        ELSE
-            lock_timeout_ms := NULL;
-        END IF;
-        IF synchronous_commit IS NOT NULL THEN
-            ignored := set_config('synchronous_commit', synchronous_commit::text, true);
-        END IF;
-        decided_at := coalesce(now, clock_timestamp());
-        clock := (extract(epoch FROM decided_at) * 1000000)::bigint;
-        window_end := _rate_limit_window_end(clock, window_us, zone);
-        IF durable IS NOT TRUE THEN
-            WITH e AS (
-                SELECT e.ord, e.place, e.key, e.asked,
-                    CASE WHEN e.asked BETWEEN 1 AND max_count / e.cost THEN e.cost * e.asked ELSE 0 END AS units
-                FROM (
-                    SELECT e.*, lag(e.place) OVER (ORDER BY e.place, e.ord) IS DISTINCT FROM e.place AS first
-                    FROM (
-                        SELECT e.ord, e.key, coalesce(e.cost, 1) AS cost, coalesce(e.asked, 1) AS asked,
-                            concat(1512 - octet_length(e.key), e.key) COLLATE "C" AS place
-                        FROM unnest((SELECT keys), (SELECT costs), (SELECT counts))
-                            WITH ORDINALITY AS e (key, cost, asked, ord)
-                    ) AS e
-                ) AS e
-                WHERE e.first AND octet_length(e.key) BETWEEN 1 AND 512
-            ), d AS (
-                INSERT INTO rate_limit_ephemeral AS d
-                    (prefix, key, algorithm, count, window_start, scale, expires_at)
-                SELECT name, e.key, 5, e.units, clock, window_end - clock, window_end
-                FROM e ORDER BY e.place
-                ON CONFLICT (prefix, key) DO UPDATE SET
-                    count = CASE WHEN clock < d.expires_at THEN d.count ELSE 0 END + excluded.count,
-                    window_start = CASE WHEN clock < d.expires_at THEN d.window_start ELSE clock END,
-                    scale = CASE WHEN clock < d.expires_at THEN d.scale ELSE excluded.scale END,
-                    expires_at = CASE WHEN clock < d.expires_at THEN d.expires_at ELSE excluded.expires_at END
-                WHERE (clock_timestamp() < decided_at + interval '10 ms' OR now IS NOT NULL
-                        OR lock_timeout_ms IS NOT NULL
-                            AND clock_timestamp() > decided_at + lock_timeout_ms * interval '25 ms'
-                            AND _rate_limit_late())
-                    AND d.algorithm = 5 AND d.since IS NULL AND d.window_start - clock <= window_us
-                        AND excluded.count > 0 AND (clock >= d.expires_at
-                        OR clock + 10000 < d.expires_at AND d.expires_at = d.window_start + d.scale
-                        AND d.scale <= 2 * window_us AND excluded.count <= max_count - d.count)
-                RETURNING d.*
-            )
-            SELECT array_agg(ROW(e.ord, e.units, e.asked, NULL,
-                d.count, 0, d.window_start, 0, d.scale, d.expires_at, NULL, NULL, NULL, NULL, NULL
-            )::rate_limit_row)
-            INTO taken
-            FROM d
-            JOIN e ON e.key = d.key COLLATE "C"
-            WHERE e.units > 0;
-        ELSE
-            WITH e AS (
-                SELECT e.ord, e.place, e.key, e.asked,
-                    CASE WHEN e.asked BETWEEN 1 AND max_count / e.cost THEN e.cost * e.asked ELSE 0 END AS units
-                FROM (
-                    SELECT e.*, lag(e.place) OVER (ORDER BY e.place, e.ord) IS DISTINCT FROM e.place AS first
-                    FROM (
-                        SELECT e.ord, e.key, coalesce(e.cost, 1) AS cost, coalesce(e.asked, 1) AS asked,
-                            concat(1512 - octet_length(e.key), e.key) COLLATE "C" AS place
-                        FROM unnest((SELECT keys), (SELECT costs), (SELECT counts))
-                            WITH ORDINALITY AS e (key, cost, asked, ord)
-                    ) AS e
-                ) AS e
-                WHERE e.first AND octet_length(e.key) BETWEEN 1 AND 512
-            ), d AS (
-                INSERT INTO rate_limit_durable AS d
-                    (prefix, key, algorithm, count, window_start, scale, expires_at)
-                SELECT name, e.key, 5, e.units, clock, window_end - clock, window_end
-                FROM e ORDER BY e.place
-                ON CONFLICT (prefix, key) DO UPDATE SET
-                    count = CASE WHEN clock < d.expires_at THEN d.count ELSE 0 END + excluded.count,
-                    window_start = CASE WHEN clock < d.expires_at THEN d.window_start ELSE clock END,
-                    scale = CASE WHEN clock < d.expires_at THEN d.scale ELSE excluded.scale END,
-                    expires_at = CASE WHEN clock < d.expires_at THEN d.expires_at ELSE excluded.expires_at END
-                WHERE (clock_timestamp() < decided_at + interval '10 ms' OR now IS NOT NULL
-                        OR lock_timeout_ms IS NOT NULL
-                            AND clock_timestamp() > decided_at + lock_timeout_ms * interval '25 ms'
-                            AND _rate_limit_late())
-                    AND d.algorithm = 5 AND d.since IS NULL AND d.window_start - clock <= window_us
-                        AND excluded.count > 0 AND (clock >= d.expires_at
-                        OR clock + 10000 < d.expires_at AND d.expires_at = d.window_start + d.scale
-                        AND d.scale <= 2 * window_us AND excluded.count <= max_count - d.count)
-                RETURNING d.*
-            )
-            SELECT array_agg(ROW(e.ord, e.units, e.asked, NULL,
-                d.count, 0, d.window_start, 0, d.scale, d.expires_at, NULL, NULL, NULL, NULL, NULL
-            )::rate_limit_row)
-            INTO taken
-            FROM d
-            JOIN e ON e.key = d.key COLLATE "C"
-            WHERE e.units > 0;
-        END IF;
-    END IF;
-
-    IF taken IS NOT NULL THEN
-        -- The clock may have been set back meanwhile.
-        t := greatest((extract(epoch FROM coalesce(now, clock_timestamp())) * 1000000)::bigint, clock);
-        -- If a new row was made late, the first reading may be too old for it: another transaction may have made the
-        -- same row, and rolled back after this one had waited for it. Such a row is deleted, and decided anew.
-        IF t > clock + 10000 THEN
-            PERFORM rate_limit_reset(name, keys[e.ord], durable, NULL::integer, NULL::boolean)
-            FROM unnest(taken) AS e
-            WHERE CASE
-                WHEN e.count = e.cost THEN e.window_start
-                ELSE least(t, e.expires_at - 1)
-            END = clock;
-            taken := ARRAY(
-                SELECT e FROM unnest(taken) AS e
-                WHERE CASE
-                    WHEN e.count = e.cost THEN e.window_start
-                    ELSE least(t, e.expires_at - 1)
-                END <> clock);
-        END IF;
-        RETURN QUERY
-        SELECT e.ord, e.asked,
-            max_count - e.count,
-            0::bigint, e.expires_at - e.at,
-            decided_at + (e.at - clock) * interval '1 microsecond',
-            e.count, 0::bigint, e.window_start, 0::bigint, e.scale, e.expires_at, NULL::bigint[],
-            NULL::bigint, e.window_start, NULL::bigint, 0::bigint
-        FROM (
-            SELECT e.*, CASE
-                WHEN e.count = e.cost THEN e.window_start
-                ELSE least(t, e.expires_at - 1)
-            END AS at
-            FROM unnest(taken) AS e
-        ) AS e;
-        IF cardinality(taken) = cardinality(keys) THEN
-            RETURN;
-        END IF;
-        undecided := ARRAY(
-            SELECT e.ord FROM generate_series(1, cardinality(keys)) AS e (ord)
-            WHERE NOT EXISTS (SELECT FROM unnest(taken) AS k WHERE k.ord = e.ord));
-    END IF;
-    IF undecided IS NOT NULL THEN
-        SELECT array_agg(keys[e.ord] ORDER BY e.ord), array_agg(coalesce(costs[e.ord], 1) ORDER BY e.ord),
-            array_agg(coalesce(counts[e.ord], 1) ORDER BY e.ord)
-        INTO keys, costs, counts
-        FROM unnest(undecided) AS e (ord);
-    END IF;
     RETURN QUERY
-    SELECT coalesce(undecided[a.ord], a.ord), a.granted, a.remaining, a.retry_after_us, a.reset_after_us, a.decided_at,
-        a.count, a.prev_count, a.window_start, a.credit, a.scale, a.expires_at, a.log,
-        a.taken_since, a.taken_in, a.taken_at, a.taken_spent
+    SELECT a.*
     FROM rate_limit_all(
-        ARRAY(SELECT generate_series(1, cardinality(keys))), array_fill(name, ARRAY[cardinality(keys)]), keys,
-        array_fill(coalesce(durable, false), ARRAY[cardinality(keys)]),
-        array_fill(5::smallint, ARRAY[cardinality(keys)]),
-        array_fill(max_count, ARRAY[cardinality(keys)]), array_fill(window_us, ARRAY[cardinality(keys)]),
-        array_fill(0::bigint, ARRAY[cardinality(keys)]),
-        costs, counts, lock_timeout_ms, synchronous_commit, now,
+        ARRAY(SELECT generate_series(1, n)), array_fill(name, ARRAY[n]), keys,
+        array_fill(coalesce(durable, false), ARRAY[n]), array_fill(5::smallint, ARRAY[n]),
+        array_fill(max_count, ARRAY[n]), array_fill(window_us, ARRAY[n]), array_fill(0::bigint, ARRAY[n]),
+        array_replace(costs, NULL, 1::bigint), array_replace(counts, NULL, 1::bigint),
+        lock_timeout_ms, synchronous_commit, now,
         taken_since, taken_in, taken_at, taken_spent, skip_held,
-        array_fill(zone, ARRAY[cardinality(keys)]),
+        array_fill(zone, ARRAY[n]),
         NULL::bigint[]) AS a;
 END
 $$;
@@ -4293,6 +3931,431 @@ Optional, by name: costs and counts for each key, which are 1 each by default, '
     'With the taken_since, taken_in, taken_at and taken_spent of a decision that took, a cost below 0 is a refund: '
     'it gives back what that take still counts. '
     'Each unit is given back only once if the caller asks only once.';
+
+-- _rate_limit_left_calendar_window decides what is left by
+-- rate_limit_take_calendar_window: of keys, which follow
+-- upon as many as done, those that are not taken_keys. It does so by the rules of rate_limit_all, and returns fifteen
+-- numbers for each. A single key whose row exists is decided here, which costs half as much.
+-- +goose StatementBegin
+CREATE FUNCTION _rate_limit_left_calendar_window(
+    name text,
+    keys text[],
+    max_count bigint,
+    window_us bigint,
+    zone text,
+    costs bigint[],
+    counts bigint[],
+    durable boolean,
+    lock_timeout_ms integer,
+    synchronous_commit boolean,
+    now_us bigint,
+    done integer,
+    taken_keys text[]
+)
+RETURNS bigint[]
+LANGUAGE plpgsql
+AS $$
+#variable_conflict use_variable
+DECLARE
+    undecided bigint[]; -- the places of the keys
+    clock bigint;
+    cost bigint;
+    asked bigint;
+    s rate_limit_row;
+    t bigint;
+    moved boolean;      -- the clock has jumped back, and the row with it
+    granted bigint;
+    remaining bigint;
+    spent bigint;
+    units bigint;
+    free_at bigint;
+    retry_after_us bigint;
+    reset_after_us bigint;
+BEGIN
+    IF cardinality(keys) = 1 AND coalesce(cardinality(costs), 1) = 1 AND coalesce(cardinality(counts), 1) = 1
+        AND coalesce(costs[1], 1) BETWEEN 1 AND max_count AND coalesce(counts[1], 1) >= 1
+        AND octet_length(name) BETWEEN 1 AND 128 AND octet_length(keys[1]) BETWEEN 1 AND 512
+        AND max_count BETWEEN 1 AND 4611686018427387904
+            AND window_us IN (60000000, 3600000000, 86400000000, 604800000000, 2678400000000)
+            AND octet_length(zone) <= 64
+            AND zone COLLATE "C" ~ '^(UTC|[A-Z][A-Za-z_-]*(/[A-Z][A-Za-z_-]*)+)$'
+            AND zone COLLATE "C" !~* '^(right|posix)/'
+        AND timestamptz 'epoch' AT TIME ZONE zone IS NOT NULL
+    THEN
+        IF durable IS NOT TRUE THEN
+            SELECT NULL::bigint, NULL::bigint, NULL::bigint, d.ctid,
+                d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at, d.since, d.capacity, d.refill,
+                d.returned, d.log
+            INTO s
+            FROM rate_limit_ephemeral AS d
+            WHERE d.prefix = name AND d.key = keys[1] AND d.algorithm = 5
+            FOR UPDATE;
+        ELSE
+            SELECT NULL::bigint, NULL::bigint, NULL::bigint, d.ctid,
+                d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at, d.since, d.capacity, d.refill,
+                d.returned, d.log
+            INTO s
+            FROM rate_limit_durable AS d
+            WHERE d.prefix = name AND d.key = keys[1] AND d.algorithm = 5
+            FOR UPDATE;
+        END IF;
+        IF found THEN
+            -- The clock is read after the row is locked. Read before, it could be older than the row.
+            clock := coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint);
+            moved := false;
+            spent := 0;
+            cost := coalesce(costs[1], 1);
+            asked := coalesce(counts[1], 1);
+            -- Not the window of a longer unit.
+            s.count := CASE WHEN s.scale <= 2 * window_us THEN s.count ELSE 0 END;
+            IF clock >= s.expires_at OR (s.count | s.credit) = 0 THEN
+                s.count := 0;
+                s.credit := 0;
+                s.window_start := clock;
+                s.since := NULL;
+            ELSIF s.window_start - clock > window_us THEN
+                s.window_start := clock;
+                s.scale := window_us;
+                s.expires_at := clock + CASE WHEN s.credit > 0 THEN 2 * window_us ELSE window_us END;
+                moved := true;
+            END IF;
+            t := greatest(clock, s.window_start);
+            IF s.count = 0 OR t - s.window_start >= s.scale THEN
+                s.count := 0;
+                s.window_start := t;
+                s.scale := _rate_limit_window_end(t, window_us, zone) - t;
+                s.since := CASE WHEN s.credit > 0 THEN s.since END;
+            END IF;
+            remaining := greatest(max_count - s.count, 0);
+            remaining := remaining + s.credit;
+            granted := least(asked, remaining / cost);
+            retry_after_us := CASE WHEN granted = asked THEN 0 ELSE 1 END;
+            IF granted > 0 THEN
+                IF s.credit > 0 THEN
+                    spent := greatest(granted * cost - (remaining - s.credit), 0);
+                    s.credit := s.credit - spent;
+                END IF;
+                units := granted * cost - spent;
+                s.count := s.count + units;
+                s.expires_at := t + 2 * window_us;
+                remaining := remaining - granted * cost;
+            END IF;
+            IF retry_after_us > 0 THEN
+                free_at := s.window_start + s.scale;
+                retry_after_us := least(free_at, s.expires_at) - clock;
+            END IF;
+            reset_after_us := CASE
+                WHEN s.credit > 0 THEN s.expires_at
+                ELSE greatest(least(
+                    coalesce(CASE WHEN s.count > 0 THEN s.window_start + s.scale END, clock),
+                    s.expires_at), clock)
+            END - clock;
+            IF granted > 0 OR moved THEN
+                s.expires_at := clock + reset_after_us;
+                IF durable IS NOT TRUE THEN
+                    UPDATE rate_limit_ephemeral AS d SET
+                        count = s.count, window_start = s.window_start, credit = s.credit, scale = s.scale,
+                        expires_at = s.expires_at, since = s.since
+                    WHERE d.ctid = s.tid;
+                ELSE
+                    UPDATE rate_limit_durable AS d SET
+                        count = s.count, window_start = s.window_start, credit = s.credit, scale = s.scale,
+                        expires_at = s.expires_at, since = s.since
+                    WHERE d.ctid = s.tid;
+                END IF;
+            END IF;
+            RETURN ARRAY[done + 1,
+                granted, remaining, retry_after_us, reset_after_us, clock,
+                s.count, s.prev_count, s.window_start, s.credit,
+                s.scale, s.expires_at, spent, s.since,
+                NULL];
+        END IF;
+    END IF;
+
+    -- The row is another algorithm's, or there are several, or something is not valid.
+    undecided := ARRAY(
+        SELECT e.place FROM unnest(keys) WITH ORDINALITY AS e (key, place)
+        WHERE (e.key = ANY (taken_keys)) IS NOT TRUE
+        ORDER BY e.place);
+    IF taken_keys IS NOT NULL THEN
+        SELECT array_agg(keys[e.place] ORDER BY e.place), array_agg(coalesce(costs[e.place], 1) ORDER BY e.place),
+            array_agg(coalesce(counts[e.place], 1) ORDER BY e.place)
+        INTO keys, costs, counts
+        FROM unnest(undecided) AS e (place);
+    END IF;
+    RETURN ARRAY(
+        SELECT unnest(ARRAY[done + undecided[a.ord],
+            a.granted, a.remaining, a.retry_after_us, a.reset_after_us,
+            (extract(epoch FROM a.decided_at) * 1000000)::bigint, a.count, a.prev_count, a.window_start, a.credit,
+            a.scale, a.expires_at, a.taken_spent, a.taken_since, a.taken_at])
+        FROM rate_limit_calendar_window(
+            name, keys, max_count, window_us, zone, costs, counts, durable,
+            lock_timeout_ms, synchronous_commit,
+            timestamptz 'epoch' + now_us / 1000000 * interval '1 second'
+                + now_us % 1000000 * interval '1 microsecond',
+            NULL::bigint[], NULL::bigint[], NULL::bigint[], NULL::bigint[], false) AS a);
+END
+$$;
+-- +goose StatementEnd
+
+-- rate_limit_take_calendar_window decides as
+-- rate_limit_calendar_window does, if all requests take.
+-- This is what the Go package calls. Few keys are taken from one after the other, and many by one statement, which also
+-- makes rows. All that is less ordinary is decided by the rules of rate_limit_all, in the same call. The arguments are
+-- the same, but for now_us, which is a time in microseconds since 1970 UTC, and for costs and counts: both are NULL, or
+-- neither is.
+--
+-- It returns one array, because rows and their columns would cost more than the decision. First, for each key of which
+-- all that was asked could be taken at once, nine numbers, in the order of the keys: the time of the decision, and
+-- count, prev_count, window_start, credit, scale, expires_at, since and returned of the row. What remains, and for how
+-- long, follows from these: see takenDecision in takes.go. Then, for each other key, fifteen: its place in keys, and
+-- from granted to expires_at what rate_limit_calendar_window returns,
+-- then its taken_spent, taken_since and taken_at. Of a single key, the log of that comes last.
+--
+-- The keys must ascend in the order of locking: longer ones first, then by bytes. Otherwise rate_limit_all decides.
+--
+-- The clock is read twice: before a row is locked, and with the lock held. A decision is made by the first reading, and
+-- what it needs must be true then and still be true 10 ms later. So it was also true when the row was locked: rows that
+-- were waited for longer are left out, and the UPDATE is undone if its row had ended before the lock. The decision is
+-- told by the second reading. Only a window or a bucket that begins does so at the first reading, because nobody else
+-- can have decided anything by it since.
+-- +goose StatementBegin
+CREATE FUNCTION rate_limit_take_calendar_window(
+    name text,
+    keys text[],
+    max_count bigint,
+    window_us bigint,
+    zone text,
+    costs bigint[] DEFAULT NULL,
+    counts bigint[] DEFAULT NULL,
+    durable boolean DEFAULT false,
+    lock_timeout_ms integer DEFAULT NULL,
+    synchronous_commit boolean DEFAULT NULL,
+    now_us bigint DEFAULT NULL
+)
+RETURNS bigint[]
+LANGUAGE plpgsql
+SECURITY DEFINER
+SET enable_seqscan = off -- a plan must not depend on how small the table was when it was made
+SET plan_cache_mode = force_generic_plan -- the first five calls of a session would each make a plan of their own
+AS $$
+#variable_conflict use_variable
+DECLARE
+    -- Each expression counts here, because plpgsql prepares it anew in every transaction. So this one makes the
+    -- settings, too.
+    clock bigint := CASE
+        WHEN lock_timeout_ms IS NOT NULL AND lock_timeout_ms <> -1
+            AND set_config('lock_timeout', lock_timeout_ms::text, true) IS NULL THEN NULL
+        WHEN synchronous_commit IS NOT NULL
+            AND set_config('synchronous_commit', synchronous_commit::text, true) IS NULL THEN NULL
+        ELSE coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint) END;
+    -- What is asked for a key, or NULL if something is not valid.
+    units bigint := CASE WHEN (max_count BETWEEN 1 AND 4611686018427387904
+            AND window_us IN (60000000, 3600000000, 86400000000, 604800000000, 2678400000000)
+            AND octet_length(zone) <= 64
+            AND zone COLLATE "C" ~ '^(UTC|[A-Z][A-Za-z_-]*(/[A-Z][A-Za-z_-]*)+)$'
+            AND zone COLLATE "C" !~* '^(right|posix)/') THEN
+        CASE WHEN costs IS NULL AND counts IS NULL THEN 1
+            WHEN cardinality(costs) = cardinality(keys) AND cardinality(counts) = cardinality(keys)
+                AND costs[1] BETWEEN 1 AND max_count AND counts[1] BETWEEN 1 AND max_count / costs[1]
+                THEN costs[1] * counts[1] END END;
+    taken bigint[];
+    ends bigint;       -- the last time by which the row that was taken from is as it was
+    late boolean;      -- a row was waited for, and the reading of the clock is too old
+    window_end bigint; -- of a window that begins now
+    each bigint[];     -- units of each key
+    this_key text;
+    before text;       -- the key before it
+    ascend boolean;
+    begun bigint[];    -- which of them have a row that was made
+    until timestamptz; -- by when a row has to be locked
+    give_up timestamptz;
+    told bigint[];     -- of the keys that were taken from one after the other
+    done integer;      -- how many these are
+    taken_keys text[]; -- that were taken from by one statement
+BEGIN
+    IF cardinality(keys) > 1 THEN
+        ascend := keys[cardinality(keys)] IS NOT NULL -- or the arrays are not counted from 1
+            AND (costs IS NULL AND counts IS NULL
+                OR costs[cardinality(keys)] IS NOT NULL AND counts[cardinality(keys)] IS NOT NULL);
+        FOREACH this_key IN ARRAY keys LOOP
+            ascend := (ascend AND octet_length(this_key) BETWEEN 1 AND 512 AND (before IS NULL
+                OR (-octet_length(before), before COLLATE "C")
+                    < (-octet_length(this_key), this_key COLLATE "C"))) IS TRUE;
+            before := this_key;
+        END LOOP;
+    END IF;
+    -- Most calls are for one key or a few, and take from rows as they are. (If there is a row, the name and the key are
+    -- valid.) For more, one statement costs less than one for each.
+    IF units IS NOT NULL AND ascend IS NOT FALSE AND cardinality(keys) <= 6 THEN
+        FOR i IN 1 .. cardinality(keys) LOOP
+            IF i > 1 THEN
+                units := CASE WHEN costs IS NULL AND counts IS NULL THEN 1
+                    WHEN cardinality(costs) = cardinality(keys) AND cardinality(counts) = cardinality(keys)
+                        AND costs[i] BETWEEN 1 AND max_count AND counts[i] BETWEEN 1 AND max_count / costs[i]
+                        THEN costs[i] * counts[i] END;
+            END IF;
+            IF durable IS NOT TRUE THEN
+                UPDATE rate_limit_ephemeral AS d SET
+                    count = d.count + units
+                WHERE d.prefix = name AND d.key = keys[i]
+                    AND d.algorithm = 5 AND d.since IS NULL AND d.window_start - clock <= window_us
+                        AND clock + 10000 < d.expires_at AND d.expires_at = d.window_start + d.scale
+                        AND d.scale <= 2 * window_us AND units <= max_count - d.count
+                        AND timestamptz 'epoch' AT TIME ZONE zone IS NOT NULL
+                RETURNING ARRAY[
+    coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint),
+    d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at, d.since, d.returned],
+                    d.expires_at - 1
+                INTO taken, ends;
+            ELSE
+                UPDATE rate_limit_durable AS d SET
+                    count = d.count + units
+                WHERE d.prefix = name AND d.key = keys[i]
+                    AND d.algorithm = 5 AND d.since IS NULL AND d.window_start - clock <= window_us
+                        AND clock + 10000 < d.expires_at AND d.expires_at = d.window_start + d.scale
+                        AND d.scale <= 2 * window_us AND units <= max_count - d.count
+                        AND timestamptz 'epoch' AT TIME ZONE zone IS NOT NULL
+                RETURNING ARRAY[
+    coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint),
+    d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at, d.since, d.returned],
+                    d.expires_at - 1
+                INTO taken, ends;
+            END IF;
+            IF taken[1] BETWEEN clock AND ends THEN
+                told := told || taken;
+                done := i;
+                CONTINUE;
+            END IF;
+            IF found THEN
+                -- The wait for the row lasted until the row ended, or the clock was set meanwhile. Another decision may
+                -- be due.
+                late := true;
+                IF durable IS NOT TRUE THEN
+                    UPDATE rate_limit_ephemeral AS d SET count = d.count - units
+                    WHERE d.prefix = name AND d.key = keys[i];
+                ELSE
+                    UPDATE rate_limit_durable AS d SET count = d.count - units
+                    WHERE d.prefix = name AND d.key = keys[i];
+                END IF;
+            END IF;
+            EXIT;
+        END LOOP;
+        IF done = cardinality(keys) THEN
+            RETURN told;
+        ELSIF done > 0 THEN -- go on with the others
+            keys := keys[done + 1:];
+            costs := costs[done + 1:];
+            counts := counts[done + 1:];
+            units := CASE WHEN costs IS NULL AND counts IS NULL THEN 1
+                WHEN cardinality(costs) = cardinality(keys) AND cardinality(counts) = cardinality(keys)
+                    AND costs[1] BETWEEN 1 AND max_count AND counts[1] BETWEEN 1 AND max_count / costs[1]
+                    THEN costs[1] * counts[1] END;
+        END IF;
+    END IF;
+    IF late IS NULL AND ascend IS NOT FALSE
+        AND units IS NOT NULL AND octet_length(name) BETWEEN 1 AND 128 AND octet_length(keys[1]) BETWEEN 1 AND 512
+        AND timestamptz 'epoch' AT TIME ZONE zone IS NOT NULL
+    THEN
+        window_end := _rate_limit_window_end(clock, window_us, zone);
+        IF cardinality(keys) = 1 OR costs IS NULL AND counts IS NULL THEN
+            each := array_fill(units, ARRAY[cardinality(keys)]);
+        ELSE
+            each := ARRAY(
+                SELECT CASE WHEN u.cost BETWEEN 1 AND max_count AND u.asked BETWEEN 1 AND max_count / u.cost
+                    THEN u.cost * u.asked END
+                FROM unnest(costs, counts) AS u (cost, asked));
+        END IF;
+        IF cardinality(each) = cardinality(keys) AND array_position(each, NULL) IS NULL THEN
+            until := CASE WHEN now_us IS NULL THEN timestamptz 'epoch' + (clock + 10000) * interval '1 microsecond'
+                ELSE 'infinity' END;
+            give_up := CASE WHEN lock_timeout_ms <> -1 THEN clock_timestamp() + lock_timeout_ms * interval '25 ms'
+                ELSE 'infinity' END;
+            IF durable IS NOT TRUE THEN
+                -- unnest((SELECT ...)) hides the arrays' length from the planner.
+                WITH d AS (
+                    INSERT INTO rate_limit_ephemeral AS d
+                        (prefix, key, algorithm, count, window_start, scale, expires_at)
+                    SELECT name, e.key, 5, e.units, clock, window_end - clock, window_end
+                    FROM unnest((SELECT keys), (SELECT each)) AS e (key, units)
+                    ON CONFLICT (prefix, key) DO UPDATE SET
+                        count = CASE WHEN clock < d.expires_at THEN d.count ELSE 0 END + excluded.count,
+                        window_start = CASE WHEN clock < d.expires_at THEN d.window_start ELSE clock END,
+                        scale = CASE WHEN clock < d.expires_at THEN d.scale ELSE excluded.scale END,
+                        expires_at = CASE WHEN clock < d.expires_at THEN d.expires_at ELSE excluded.expires_at END
+                    WHERE (clock_timestamp() < until OR clock_timestamp() > give_up AND _rate_limit_late())
+                        AND d.algorithm = 5 AND d.since IS NULL AND d.window_start - clock <= window_us
+                            AND (clock >= d.expires_at
+                            OR clock + 10000 < d.expires_at AND d.expires_at = d.window_start + d.scale
+                            AND d.scale <= 2 * window_us AND excluded.count <= max_count - d.count)
+                    RETURNING d.key, ARRAY[
+    greatest(clock, least(coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint), clock + 10000)),
+    d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at, d.since, d.returned] AS told
+                )
+                SELECT array_agg(d.key), array_agg(d.told) INTO taken_keys, taken FROM d;
+            ELSE
+                -- unnest((SELECT ...)) hides the arrays' length from the planner.
+                WITH d AS (
+                    INSERT INTO rate_limit_durable AS d
+                        (prefix, key, algorithm, count, window_start, scale, expires_at)
+                    SELECT name, e.key, 5, e.units, clock, window_end - clock, window_end
+                    FROM unnest((SELECT keys), (SELECT each)) AS e (key, units)
+                    ON CONFLICT (prefix, key) DO UPDATE SET
+                        count = CASE WHEN clock < d.expires_at THEN d.count ELSE 0 END + excluded.count,
+                        window_start = CASE WHEN clock < d.expires_at THEN d.window_start ELSE clock END,
+                        scale = CASE WHEN clock < d.expires_at THEN d.scale ELSE excluded.scale END,
+                        expires_at = CASE WHEN clock < d.expires_at THEN d.expires_at ELSE excluded.expires_at END
+                    WHERE (clock_timestamp() < until OR clock_timestamp() > give_up AND _rate_limit_late())
+                        AND d.algorithm = 5 AND d.since IS NULL AND d.window_start - clock <= window_us
+                            AND (clock >= d.expires_at
+                            OR clock + 10000 < d.expires_at AND d.expires_at = d.window_start + d.scale
+                            AND d.scale <= 2 * window_us AND excluded.count <= max_count - d.count)
+                    RETURNING d.key, ARRAY[
+    greatest(clock, least(coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint), clock + 10000)),
+    d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at, d.since, d.returned] AS told
+                )
+                SELECT array_agg(d.key), array_agg(d.told) INTO taken_keys, taken FROM d;
+            END IF;
+            -- A row that was made begins by the first reading of the clock. That may be too old for it: another
+            -- transaction may have made the same row, and rolled back after this one had waited for it. Such a row is
+            -- deleted, and decided anew.
+            IF clock_timestamp() > until THEN
+                begun := ARRAY(
+                    SELECT k.place
+                    FROM unnest(taken_keys) WITH ORDINALITY AS k (key, place)
+                    JOIN unnest(keys, each) AS e (key, units) ON e.key = k.key COLLATE "C"
+                    CROSS JOIN LATERAL (SELECT taken[k.place][2] AS count, taken[k.place][3] AS prev_count,
+                        taken[k.place][5] AS credit) AS d
+                    WHERE d.count = e.units);
+                PERFORM rate_limit_reset(name, taken_keys[p], durable, NULL::integer, NULL::boolean)
+                FROM unnest(begun) AS p;
+                SELECT array_agg(k.key ORDER BY k.place), array_agg(taken[k.place:k.place] ORDER BY k.place)
+                INTO taken_keys, taken
+                FROM unnest(taken_keys) WITH ORDINALITY AS k (key, place)
+                WHERE k.place <> ALL (begun);
+            END IF;
+            IF cardinality(taken_keys) = cardinality(keys) THEN
+                IF told IS NULL THEN
+                    RETURN taken;
+                END IF;
+                RETURN told || ARRAY(SELECT unnest(taken));
+            END IF;
+            told := told || ARRAY(SELECT unnest(taken));
+        END IF;
+    END IF;
+
+    RETURN told || _rate_limit_left_calendar_window(
+        name, keys, max_count, window_us, zone, costs, counts, durable,
+        lock_timeout_ms, synchronous_commit, now_us, coalesce(done, 0), taken_keys);
+END
+$$;
+-- +goose StatementEnd
+
+COMMENT ON FUNCTION rate_limit_take_calendar_window IS
+    'Takes as rate_limit_calendar_window does, for less. '
+    'It returns an array of numbers, for programs: see sql/limit.sql. For people there is rate_limit_allow.
+Example: SELECT rate_limit_take_calendar_window(''mail'', ''{user:123}'', 1000, 2678400000000, ''Europe/Berlin'') '
+'takes one of 1000 a month.';
 
 -- rate_limit_reset makes a key as good as new, whichever algorithm wrote its row, and tells whether there was a row.
 -- Its parameters are those of the functions of one limit.
@@ -4636,8 +4699,12 @@ BEGIN
         WHERE p.pronamespace = (SELECT n.oid FROM pg_namespace AS n WHERE n.nspname = schema)
             AND p.proowner = (SELECT r.oid FROM pg_roles AS r WHERE r.rolname = current_user)
             AND p.proname IN (
-                'rate_limit_fixed_window', 'rate_limit_sliding_window', 'rate_limit_token_bucket',
-                'rate_limit_sliding_log', 'rate_limit_calendar_window', 'rate_limit_all',
+                'rate_limit_fixed_window', 'rate_limit_take_fixed_window', '_rate_limit_left_fixed_window',
+                'rate_limit_sliding_window', 'rate_limit_take_sliding_window', '_rate_limit_left_sliding_window',
+                'rate_limit_token_bucket', 'rate_limit_take_token_bucket', '_rate_limit_left_token_bucket',
+                'rate_limit_sliding_log', 'rate_limit_take_sliding_log', '_rate_limit_left_sliding_log',
+                'rate_limit_calendar_window', 'rate_limit_take_calendar_window', '_rate_limit_left_calendar_window',
+                'rate_limit_all',
                 'rate_limit_allow', 'rate_limit_peek', 'rate_limit_reset', 'rate_limit_sweep',
                 'rate_limit_policies', 'rate_limit_ban', 'rate_limit_report', 'rate_limit_report_leases',
                 '_rate_limit_check_policy', '_rate_limit_note_policy',
@@ -4718,14 +4785,34 @@ DROP FUNCTION IF EXISTS rate_limit_allow(text, text, text, bigint, boolean);
 DROP FUNCTION IF EXISTS _rate_limit_ask(text, text, text, bigint, boolean);
 DROP FUNCTION IF EXISTS _rate_limit_read_policy(text);
 DROP FUNCTION IF EXISTS rate_limit_reset(text, text, boolean, integer, boolean);
+DROP FUNCTION IF EXISTS rate_limit_take_calendar_window(text, text[], bigint, bigint, text, bigint[], bigint[],
+    boolean, integer, boolean, bigint);
+DROP FUNCTION IF EXISTS _rate_limit_left_calendar_window(text, text[], bigint, bigint, text, bigint[], bigint[],
+    boolean, integer, boolean, bigint, integer, text[]);
 DROP FUNCTION IF EXISTS rate_limit_calendar_window(text, text[], bigint, bigint, text, bigint[], bigint[], boolean,
     integer, boolean, timestamptz, bigint[], bigint[], bigint[], bigint[], boolean);
+DROP FUNCTION IF EXISTS rate_limit_take_sliding_log(text, text[], bigint, bigint, bigint[], bigint[], boolean,
+    integer, boolean, bigint);
+DROP FUNCTION IF EXISTS _rate_limit_left_sliding_log(text, text[], bigint, bigint, bigint[], bigint[], boolean,
+    integer, boolean, bigint, integer, text[]);
 DROP FUNCTION IF EXISTS rate_limit_sliding_log(text, text[], bigint, bigint, bigint[], bigint[], boolean, integer,
     boolean, timestamptz, bigint[], bigint[], bigint[], bigint[], boolean);
+DROP FUNCTION IF EXISTS rate_limit_take_token_bucket(text, text[], bigint, bigint, bigint, bigint[], bigint[],
+    boolean, integer, boolean, bigint);
+DROP FUNCTION IF EXISTS _rate_limit_left_token_bucket(text, text[], bigint, bigint, bigint, bigint[], bigint[],
+    boolean, integer, boolean, bigint, integer, text[]);
 DROP FUNCTION IF EXISTS rate_limit_token_bucket(text, text[], bigint, bigint, bigint, bigint[], bigint[], boolean,
     integer, boolean, timestamptz, bigint[], bigint[], bigint[], bigint[], boolean);
+DROP FUNCTION IF EXISTS rate_limit_take_sliding_window(text, text[], bigint, bigint, bigint[], bigint[], boolean,
+    integer, boolean, bigint);
+DROP FUNCTION IF EXISTS _rate_limit_left_sliding_window(text, text[], bigint, bigint, bigint[], bigint[], boolean,
+    integer, boolean, bigint, integer, text[]);
 DROP FUNCTION IF EXISTS rate_limit_sliding_window(text, text[], bigint, bigint, bigint[], bigint[], boolean,
     integer, boolean, timestamptz, bigint[], bigint[], bigint[], bigint[], boolean);
+DROP FUNCTION IF EXISTS rate_limit_take_fixed_window(text, text[], bigint, bigint, bigint[], bigint[], boolean,
+    integer, boolean, bigint);
+DROP FUNCTION IF EXISTS _rate_limit_left_fixed_window(text, text[], bigint, bigint, bigint[], bigint[], boolean,
+    integer, boolean, bigint, integer, text[]);
 DROP FUNCTION IF EXISTS rate_limit_fixed_window(text, text[], bigint, bigint, bigint[], bigint[], boolean, integer,
     boolean, timestamptz, bigint[], bigint[], bigint[], bigint[], boolean);
 DROP FUNCTION IF EXISTS rate_limit_all(integer[], text[], text[], boolean[], smallint[], bigint[], bigint[],

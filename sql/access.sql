@@ -42,7 +42,8 @@ BEGIN
         WHERE p.pronamespace = (SELECT n.oid FROM pg_namespace AS n WHERE n.nspname = schema)
             AND p.proowner = (SELECT r.oid FROM pg_roles AS r WHERE r.rolname = current_user)
             AND p.proname IN (
-                {{define "deciding"}}{{range .}}'{{.Function}}', {{end}}'rate_limit_all'{{end -}}
+                {{define "deciding"}}{{range .}}'{{.Function}}', '{{.Takes}}', '{{.Left}}', {{end}}
+                    {{- "'rate_limit_all'"}}{{end -}}
                 {{fold 16 (include "deciding" .Algorithms)}},
                 'rate_limit_allow', 'rate_limit_peek', 'rate_limit_reset', 'rate_limit_sweep',
                 'rate_limit_policies', 'rate_limit_ban', 'rate_limit_report', 'rate_limit_report_leases',

@@ -16,8 +16,8 @@ for. */}}
 
 {{define "fixed.insert"}}(prefix, key, algorithm, count, window_start, expires_at){{end}}
 {{define "fixed.values"}}1, {{.}}, clock, clock + window_us{{end}}
-{{define "fixed.adds"}}count = d.count + r_cost{{end}}
-{{define "fixed.undoes"}}count = d.count - r_cost{{end}}
+{{define "fixed.adds"}}count = d.count + units{{end}}
+{{define "fixed.undoes"}}count = d.count - units{{end}}
 {{define "fixed.rolls"}}
 count = CASE WHEN clock < d.expires_at THEN d.count ELSE 0 END + excluded.count,
 window_start = CASE WHEN clock < d.expires_at THEN d.window_start ELSE clock END,
@@ -26,19 +26,13 @@ expires_at = CASE WHEN clock < d.expires_at THEN d.expires_at ELSE excluded.expi
 {{define "fixed.excluded"}}excluded.count{{end}}
 {{define "fixed.fits"}}
 d.algorithm = 1 AND d.since IS NULL AND d.window_start - clock <= window_us
-    AND {{if .Rolls}}{{.Units}} > 0 AND (clock >= d.expires_at
+    AND {{if .Rolls}}(clock >= d.expires_at
     OR {{end}}clock + 10000 < d.expires_at AND d.expires_at = d.window_start + window_us
     AND {{.Units}} <= max_count - d.count{{if .Rolls}}){{end}}
 {{end}}
-{{define "fixed.new"}}{{.}}count = {{.}}cost{{end}}
+{{define "fixed.new"}}d.count = {{.}}{{end}}
 {{define "fixed.latest"}}{{.}}window_start + window_us - 1{{end}}
-{{define "fixed.left"}}max_count - {{.Row}}count{{end}}
 {{define "fixed.columns"}}count, window_start, credit, expires_at, since{{end}}
-{{define "fixed.returned"}}count, window_start, expires_at{{end}}
-{{define "fixed.row"}}{{.}}count, 0, {{.}}window_start, 0, NULL, {{.}}expires_at, NULL, NULL, NULL, NULL{{end}}
-{{define "fixed.state"}}{{.}}count, 0::bigint, {{.}}window_start, 0::bigint, NULL::bigint, {{.}}expires_at{{end}}
-{{define "fixed.receipt"}}NULL::bigint, {{.Row}}window_start, NULL::bigint{{end}}
-{{define "fixed.resets"}}{{.}}window_start + window_us{{end}}
 
 {{define "fixed.enough"}}cost <= max_count - s.count{{end}}
 {{define "fixed.roll"}}

@@ -1,38 +1,4 @@
-{{/* The function of each algorithm that can be called for keys of one limiter. */}}
-
-{{define "now"}}(extract(epoch FROM coalesce(now, clock_timestamp())) * 1000000)::bigint{{end}}
-
-{{/* Takes from rows as they are, or makes them: an INSERT for what .From gives. */}}
-{{define "upsert"}}
-INSERT INTO rate_limit_{{.Table}} AS d
-    {{include (print .Name ".insert") | hang 4}}
-{{.From}}
-ON CONFLICT (prefix, key) DO UPDATE SET
-{{include (print .Name ".rolls") | indent 4}}
-WHERE (clock_timestamp() < decided_at + interval '10 ms' OR now IS NOT NULL
-        OR lock_timeout_ms IS NOT NULL
-            AND clock_timestamp() > decided_at + lock_timeout_ms * interval '25 ms'
-            AND _rate_limit_late())
-    AND {{include (print .Name ".fits") (dict "Units" (include (print .Name ".excluded")) "Rolls" true) | hang 4}}
-RETURNING {{end}}
-
-{{define "of each"}}
-SELECT name, e.key, {{.}}
-FROM e ORDER BY e.place
-{{end}}
-
-{{/* The decision about a row that took, at time .At. .Row is what precedes a column. */}}
-{{define "took"}}{{include (print .Name ".left") .}},
-0::bigint, {{include (print .Name ".resets") .Row}} - {{.At}},
-{{.DecidedAt}},
-{{include (print .Name ".state") .Row}}, NULL::bigint[],
-{{include (print .Name ".receipt") .}}, 0::bigint{{end}}
-
-{{/* The time by which the decision about a row of the one statement is told: see below. */}}
-{{define "at"}}CASE
-    WHEN {{include (print .Name ".new") "e."}} THEN e.window_start
-    ELSE least(t, {{include (print .Name ".latest") "e."}})
-END{{end}}
+{{/* The functions of each algorithm that can be called for keys of one limiter. */}}
 
 {{define "sets"}}{{range $i, $c := (split .)}}{{if $i}}, {{end}}{{$c}} = s.{{$c}}{{end}}{{end}}
 
@@ -40,16 +6,37 @@ END{{end}}
 {{- prefix . "count, prev_count, window_start, credit, scale, expires_at, since, capacity, refill, returned"}}
 {{- end}}
 
-{{define "settings"}}
-IF lock_timeout_ms <> -1 THEN
-    ignored := set_config('lock_timeout', lock_timeout_ms::text, true);
-ELSE
-    lock_timeout_ms := NULL;
-END IF;
-IF synchronous_commit IS NOT NULL THEN
-    ignored := set_config('synchronous_commit', synchronous_commit::text, true);
-END IF;
-{{end}}
+{{define "reading"}}coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint){{end}}
+
+{{/* The second reading of the clock, for rows that were locked within 10 ms. */}}
+{{define "soon"}}greatest(clock, least({{include "reading"}}, clock + 10000)){{end}}
+
+{{/* What a rate_limit_take_ function tells of a row that it took from as it was, or that it made. */}}
+{{define "told"}}ARRAY[
+    {{.At}},
+    d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at, d.since, d.returned]{{end}}
+
+{{/* What is asked for the key at .I. This divides, because the product could overflow. */}}
+{{define "units"}}CASE WHEN costs IS NULL AND counts IS NULL THEN 1
+    WHEN cardinality(costs) = cardinality(keys) AND cardinality(counts) = cardinality(keys)
+        AND costs[{{.I}}] BETWEEN 1 AND {{.Limit}} AND counts[{{.I}}] BETWEEN 1 AND {{.Limit}} / costs[{{.I}}]
+        THEN costs[{{.I}}] * counts[{{.I}}] END{{end}}
+
+{{define "from each"}}
+SELECT name, e.key, {{.}}
+FROM unnest((SELECT keys), (SELECT each)) AS e (key, units)
+{{- end}}
+
+{{/* Takes from rows as they are, or makes them. */}}
+{{define "upsert"}}
+INSERT INTO rate_limit_{{.Table}} AS d
+    {{include (print .Name ".insert") | hang 4}}
+{{.From}}
+ON CONFLICT (prefix, key) DO UPDATE SET
+    {{include (print .Name ".rolls") | hang 4}}
+WHERE {{.While}}
+    AND {{include (print .Name ".fits") (dict "Units" (include (print .Name ".excluded")) "Rolls" true) | hang 4}}
+{{- end}}
 
 {{range $a := .Algorithms}}
 -- {{include (print .Name ".title")}}.
@@ -75,20 +62,8 @@ END IF;
 --                       is just making it. For such a key a row comes back with a granted of -2, or none: see
 --                       rate_limit_all
 --
--- A few keys that come in the order of locking are decided one after the other
-{{- if has (print .Name ".rolls")}}. If the row exists and will
--- stay in force for a while, an UPDATE takes from it. Otherwise the row is locked and written, or made. Many keys are
--- decided by one statement: it takes from each row as it is, or makes it
-{{- end}}. Everything
--- less ordinary is left to rate_limit_all.
-{{- if has (print .Name ".rolls")}}
---
--- The clock is read twice: before a row is locked, and with the lock held. A decision is made by the first reading, and
--- what it needs must be true then and still be true 10 ms later. So it was also true when the row was locked: the one
--- statement leaves out rows that were waited for longer, and the UPDATE is undone if its row had ended before the lock.
--- The decision is told by the second reading. Only a window or a bucket that begins does so at the first reading,
--- because nobody else can have decided anything by it since.
-{{- end}}
+-- rate_limit_all decides. If all requests take,
+-- {{.Takes}} does the same for less.
 CREATE FUNCTION {{.Function}}(
     name text,
     keys text[],
@@ -99,238 +74,11 @@ CREATE FUNCTION {{.Function}}(
     counts bigint[] DEFAULT NULL,
     durable boolean DEFAULT false,
 {{include "arguments" ""}}
-SET enable_seqscan = off -- a plan must not depend on how small the table was when it was made
-{{- if has (print .Name ".rolls")}}
-SET enable_nestloop = off -- two lists of keys are joined below, and the planner takes them for short ones
-{{- end}}
 AS $$
 #variable_conflict use_variable
 DECLARE
-    decided_at timestamptz;
-    clock bigint;
-{{- if has (print .Name ".rolls")}}
-    taken rate_limit_row[]; -- the rows that one statement took from or made; their cost is what was taken
-{{- end}}
-    t bigint;
-    n integer := cardinality(keys);
-    few boolean;            -- whether to decide one key after the other
-    undecided bigint[];     -- the places of the keys that are left to rate_limit_all
-    give_up timestamptz;
-    cost bigint := 1;       -- what is asked for the current key
-    asked bigint := 1;
-{{- if has (print .Name ".adds")}}
-    r_cost bigint := 1;     -- all of that together, and below it the row if it was taken from it
-{{- range (split (include (print .Name ".returned")))}}
-    r_{{.}} bigint;
-{{- end}}
-{{- end}}
-    s rate_limit_row;       -- otherwise the row's state
-    moved boolean;          -- the clock has jumped back, and the row with it
-    granted bigint;
-    remaining bigint;
-    spent bigint;
-    units bigint;
-    free_at bigint;
-    retry_after_us bigint;
-    reset_after_us bigint;
-{{- if eq .Name "sliding"}}
-    rest bigint;
-{{- else if eq .Name "tokenbucket"}}
-    full_credit bigint;
-{{- else if eq .Name "slidinglog"}}
-    newest integer;
-    needed integer;
-    age_bits CONSTANT bigint := 9007199254740991; -- as in rate_limit_all
-{{- else if .Zoned}}
-    window_end bigint;      -- of a window that begins now
-{{- end}}
-    ignored text;
+    n CONSTANT integer := cardinality(keys);
 BEGIN
-    -- One key, as in most calls of an application that is not under load, or a few in the order of locking, are decided
-    -- one after the other. Each operator counts here, because plpgsql prepares an expression anew in every transaction.
-    few := n BETWEEN 1 AND {{$.Few}} AND taken_in IS NULL AND NOT skip_held
-        AND {{include (print .Name ".valid") | hang 8}}
-        {{- with maybe (print .Name ".known") ""}}
-        AND {{.}}{{end}};
-    IF few AND (n > 1 OR costs IS NOT NULL OR counts IS NOT NULL) THEN
-        few := coalesce(cardinality(costs), n) = n AND coalesce(cardinality(counts), n) = n;
-        FOR i IN 1 .. n LOOP
-            few := few AND coalesce(costs[i], 1) BETWEEN 1 AND {{.Limit}}
-                AND coalesce(counts[i], 1) BETWEEN 1 AND {{.Limit}} / greatest(costs[i], 1);
-        END LOOP;
-        FOR i IN 2 .. n LOOP
-            few := few AND (-octet_length(keys[i - 1]), keys[i - 1] COLLATE "C")
-                <= (-octet_length(keys[i]), keys[i] COLLATE "C");
-        END LOOP;
-    END IF;
-    IF few THEN
-{{include "settings" | indent 8}}
-{{- if eq .Name "tokenbucket"}}
-        full_credit := capacity * every_us;
-{{- end}}
-        <<each_key>>
-        FOR i IN 1 .. n LOOP
-            IF i > 1 THEN -- the rows before this one are locked
-                give_up := coalesce(give_up, clock_timestamp() + lock_timeout_ms * interval '25 ms');
-                IF now IS NULL AND clock_timestamp() > give_up THEN
-                    PERFORM _rate_limit_late();
-                END IF;
-            END IF;
-            IF costs IS NOT NULL OR counts IS NOT NULL THEN
-                cost := coalesce(costs[i], 1);
-                asked := coalesce(counts[i], 1);
-{{- if has (print .Name ".adds")}}
-                r_cost := cost * asked;
-{{- end}}
-            END IF;
-{{- if has (print .Name ".adds")}}
-            -- Most calls take from a row as it is. (If there is one, the name and the key are valid.)
-            decided_at := coalesce(now, clock_timestamp());
-            clock := (extract(epoch FROM decided_at) * 1000000)::bigint;
-{{- range $t := $.Tables}}
-            {{$t.If}}
-                UPDATE rate_limit_{{$t.Name}} AS d SET
-                    {{include (print $a.Name ".adds") | hang 20}}
-                WHERE d.prefix = name AND d.key = keys[i]
-                    AND {{include (print $a.Name ".fits") (dict "Units" "r_cost" "Rolls" false) | hang 20}}
-                RETURNING {{prefix "d." (include (print $a.Name ".returned"))}}
-                INTO {{prefix "r_" (include (print $a.Name ".returned"))}};
-{{- end}}
-            END IF;
-            IF found THEN
-                decided_at := coalesce(now, clock_timestamp());
-                t := (extract(epoch FROM decided_at) * 1000000)::bigint;
-                -- Is the window still running, or the bucket still filling?
-                IF t BETWEEN clock AND {{include (print .Name ".latest") "r_"}} THEN
-                    RETURN NEXT ROW(i::bigint, asked,
-                        {{include "took" (dict "Name" .Name "Row" "r_" "At" "t" "DecidedAt" "decided_at") | hang 24}});
-                    CONTINUE;
-                END IF;
-                -- The wait for the row lasted until the row ended, or the clock was set meanwhile. Another decision
-                -- may be due.
-{{- range $t := $.Tables}}
-                {{$t.If}}
-                    UPDATE rate_limit_{{$t.Name}} AS d SET {{include (print $a.Name ".undoes")}}
-                    WHERE d.prefix = name AND d.key = keys[i];
-{{- end}}
-                END IF;
-            END IF;
-{{- end}}
-            IF (octet_length(name) BETWEEN 1 AND 128 AND octet_length(keys[i]) BETWEEN 1 AND 512) IS NOT TRUE THEN
-                undecided := ARRAY(SELECT generate_series(i, n)::bigint); -- rate_limit_all raises the error
-                EXIT;
-            END IF;
-            FOR attempt IN 1 .. 3 LOOP
-                IF attempt = 3 THEN
-                    -- Another algorithm has written the row, or somebody deletes it all the time. The keys behind it
-                    -- are left to rate_limit_all too: locking a later row before this one could cause a deadlock.
-                    undecided := ARRAY(SELECT generate_series(i, n)::bigint);
-                    EXIT each_key;
-                END IF;
-{{- range $t := $.Tables}}
-                {{$t.If}}
-                    SELECT NULL::bigint, NULL::bigint, NULL::bigint, d.ctid,
-                        {{fold 24 (print (include "row" "d.") ", d.log")}}
-                    INTO s
-                    FROM rate_limit_{{$t.Name}} AS d
-                    WHERE d.prefix = name AND d.key = keys[i] AND d.algorithm = {{$a.Code}}
-                    FOR UPDATE;
-{{- end}}
-                END IF;
-                IF NOT found THEN
-{{- if has (print .Name ".adds")}} -- what is asked fits into a new row
-                    IF attempt > 1 THEN
-                        decided_at := coalesce(now, clock_timestamp());
-                        clock := (extract(epoch FROM decided_at) * 1000000)::bigint;
-                    END IF;
-{{- with maybe (print .Name ".begin") ""}}
-                    {{.}}
-{{- end}}
-{{- range $t := $.Tables}}
-                    {{$t.If}}
-                        INSERT INTO rate_limit_{{$t.Name}} AS d
-                            {{include (print $a.Name ".insert") | hang 28}}
-                        VALUES (name, keys[i], {{include (print $a.Name ".values") "r_cost"}})
-                        ON CONFLICT (prefix, key) DO NOTHING
-                        RETURNING {{prefix "d." (include (print $a.Name ".returned"))}}
-                        INTO {{prefix "r_" (include (print $a.Name ".returned"))}};
-{{- end}}
-                    END IF;
-                    CONTINUE WHEN NOT found; -- somebody else has made it
-                    -- Whoever was making it may have rolled back. Then this call has waited for them, and its reading
-                    -- of the clock is too old.
-                    IF now IS NULL AND clock_timestamp() > decided_at + interval '10 ms' THEN
-                        PERFORM rate_limit_reset(name, keys[i], durable, NULL::integer, NULL::boolean);
-                        CONTINUE;
-                    END IF;
-{{- $about := dict "Name" .Name "Row" "r_" "At" "clock" "DecidedAt" "decided_at"}}
-                    RETURN NEXT ROW(i::bigint, asked,
-                        {{include "took" $about | hang 24}});
-                    EXIT;
-{{- else}}
-                    s := ROW(NULL, NULL, NULL, NULL, 0, 0, 0, 0, NULL, 0, NULL, NULL, NULL, NULL, NULL)::rate_limit_row;
-{{- end}}
-                END IF;
-                -- The clock is read after the row is locked. Read before, it could be older than the row.
-                decided_at := coalesce(now, clock_timestamp());
-                clock := (extract(epoch FROM decided_at) * 1000000)::bigint;
-                moved := false;
-{{include (print .Name ".roll") | indent 16}}
-{{include (print .Name ".room") | indent 16}}
-                remaining := remaining + s.{{.Credit}};
-                granted := least(asked, remaining / cost);
-                retry_after_us := CASE WHEN granted = asked THEN 0 ELSE 1 END;
-                spent := 0;
-{{- if eq .Name "slidinglog"}}
-                needed := 0;
-{{- end}}
-                IF granted > 0 THEN
-{{include "take" . | indent 20}}
-                END IF;
-{{include "tell" . | indent 16}}
-                IF granted > 0 OR moved THEN
-                    s.expires_at := clock + reset_after_us;
-{{- range $t := $.Tables}}
-                    {{$t.If}}
-                        UPDATE rate_limit_{{$t.Name}} AS d SET
-                            {{fold 28 (include "sets" (include (print $a.Name ".columns")))}}
-                        WHERE d.ctid = s.tid;
-{{- if not (has (print $a.Name ".adds"))}}
-                        IF s.tid IS NULL THEN
-                            INSERT INTO rate_limit_{{$t.Name}} AS d
-                                (prefix, key, algorithm, {{include (print $a.Name ".columns")}})
-                            VALUES (name, keys[i], {{$a.Code}}, {{prefix "s." (include (print $a.Name ".columns"))}})
-                            ON CONFLICT (prefix, key) DO NOTHING;
-                        END IF;
-{{- end}}
-{{- end}}
-                    END IF;
-{{- if not (has (print .Name ".adds"))}}
-                    CONTINUE WHEN NOT found; -- somebody else has made it
-                    -- Whoever was making it may have rolled back. Then this call has waited for them, and its reading
-                    -- of the clock is too old.
-                    IF s.tid IS NULL AND now IS NULL AND clock_timestamp() > decided_at + interval '10 ms' THEN
-                        PERFORM rate_limit_reset(name, keys[i], durable, NULL::integer, NULL::boolean);
-                        CONTINUE;
-                    END IF;
-{{- end}}
-                END IF;
-                RETURN NEXT ROW(i::bigint, granted, remaining, retry_after_us, reset_after_us, decided_at,
-                    s.count, s.prev_count, s.window_start, s.credit,
-                    {{if or (eq .Name "tokenbucket") .Zoned}}s.scale{{else}}NULL::bigint{{end}}, s.expires_at,
-                    {{if eq .Name "slidinglog" -}}
-                        CASE WHEN needed > 0 THEN s.log[1:least(needed, 64)] END
-                    {{- else}}NULL::bigint[]{{end}},
-                    s.since, s.window_start,
-                    {{if eq .Name "tokenbucket"}}s.returned + full_credit - s.credit{{else}}NULL::bigint{{end}}, spent);
-                EXIT;
-            END LOOP;
-        END LOOP;
-        IF undecided IS NULL THEN
-            RETURN;
-        END IF;
-    END IF;
-
     IF ({{include (print .Name ".valid") | hang 4}}
         {{- with maybe (print .Name ".known") ""}}
     AND {{.}}{{end}}) IS NOT TRUE THEN
@@ -357,98 +105,16 @@ BEGIN
                     'there are no refunds.',
                 COLUMN = CASE WHEN octet_length(name) > 128 THEN 'name' ELSE '' END;
     END IF;
-{{- if has (print .Name ".rolls")}}
-    IF NOT few AND NOT (skip_held IS TRUE OR taken_in IS NOT NULL
-        OR 1 > ANY (costs) OR {{.Limit}} < ANY (costs)) IS TRUE
-    THEN
-{{include "settings" | indent 8}}
-        decided_at := coalesce(now, clock_timestamp());
-        clock := (extract(epoch FROM decided_at) * 1000000)::bigint;
-{{- if eq .Name "tokenbucket"}}
-        full_credit := capacity * every_us;
-{{- end}}
-{{- with maybe (print .Name ".begin") ""}}
-        {{.}}
-{{- end}}
-{{- range $t := $.Tables}}
-        {{$t.If}}
-            WITH e AS (
-                SELECT e.ord, e.place, e.key, e.asked,
-                    CASE WHEN e.asked BETWEEN 1 AND {{$a.Limit}} / e.cost THEN e.cost * e.asked ELSE 0 END AS units
-                FROM (
-                    SELECT e.*, lag(e.place) OVER (ORDER BY e.place, e.ord) IS DISTINCT FROM e.place AS first
-                    FROM (
-                        SELECT e.ord, e.key, coalesce(e.cost, 1) AS cost, coalesce(e.asked, 1) AS asked,
-                            concat(1512 - octet_length(e.key), e.key) COLLATE "C" AS place
-                        FROM unnest((SELECT keys), (SELECT costs), (SELECT counts))
-                            WITH ORDINALITY AS e (key, cost, asked, ord)
-                    ) AS e
-                ) AS e
-                WHERE e.first AND octet_length(e.key) BETWEEN 1 AND 512
-            ), d AS (
-
-{{- $from := include "of each" (include (print $a.Name ".values") "e.units")}}
-{{include "upsert" (dict "Table" $t.Name "Name" $a.Name "From" $from) | indent 16}}d.*
-            )
-            SELECT array_agg(ROW(e.ord, e.units, e.asked, NULL,
-                {{include (print $a.Name ".row") "d."}}, NULL
-            )::rate_limit_row)
-            INTO taken
-            FROM d
-            JOIN e ON e.key = d.key COLLATE "C"
-            WHERE e.units > 0;
-{{- end}}
-        END IF;
-    END IF;
-
-    IF taken IS NOT NULL THEN
-        -- The clock may have been set back meanwhile.
-        t := greatest({{include "now"}}, clock);
-        -- If a new row was made late, the first reading may be too old for it: another transaction may have made the
-        -- same row, and rolled back after this one had waited for it. Such a row is deleted, and decided anew.
-        IF t > clock + 10000 THEN
-            PERFORM rate_limit_reset(name, keys[e.ord], durable, NULL::integer, NULL::boolean)
-            FROM unnest(taken) AS e
-            WHERE {{include "at" . | hang 12}} = clock;
-            taken := ARRAY(
-                SELECT e FROM unnest(taken) AS e
-                WHERE {{include "at" . | hang 16}} <> clock);
-        END IF;
-        RETURN QUERY
-{{- $decided := "decided_at + (e.at - clock) * interval '1 microsecond'"}}
-        SELECT e.ord, e.asked,
-            {{include "took" (dict "Name" .Name "Row" "e." "At" "e.at" "DecidedAt" $decided) | hang 12}}
-        FROM (
-            SELECT e.*, {{include "at" . | hang 12}} AS at
-            FROM unnest(taken) AS e
-        ) AS e;
-        IF cardinality(taken) = cardinality(keys) THEN
-            RETURN;
-        END IF;
-        undecided := ARRAY(
-            SELECT e.ord FROM generate_series(1, cardinality(keys)) AS e (ord)
-            WHERE NOT EXISTS (SELECT FROM unnest(taken) AS k WHERE k.ord = e.ord));
-    END IF;
-{{- end}}
-    IF undecided IS NOT NULL THEN
-        SELECT array_agg(keys[e.ord] ORDER BY e.ord), array_agg(coalesce(costs[e.ord], 1) ORDER BY e.ord),
-            array_agg(coalesce(counts[e.ord], 1) ORDER BY e.ord)
-        INTO keys, costs, counts
-        FROM unnest(undecided) AS e (ord);
-    END IF;
     RETURN QUERY
-    SELECT coalesce(undecided[a.ord], a.ord), a.granted, a.remaining, a.retry_after_us, a.reset_after_us, a.decided_at,
-        a.count, a.prev_count, a.window_start, a.credit, a.scale, a.expires_at, a.log,
-        a.taken_since, a.taken_in, a.taken_at, a.taken_spent
+    SELECT a.*
     FROM rate_limit_all(
-        ARRAY(SELECT generate_series(1, cardinality(keys))), array_fill(name, ARRAY[cardinality(keys)]), keys,
-        array_fill(coalesce(durable, false), ARRAY[cardinality(keys)]),
-        array_fill({{.Code}}::smallint, ARRAY[cardinality(keys)]),
-        array_fill({{.Limit}}, ARRAY[cardinality(keys)]), array_fill({{.Span}}, ARRAY[cardinality(keys)]),
-        array_fill({{.Refill}}, ARRAY[cardinality(keys)]),
-        costs, counts, lock_timeout_ms, synchronous_commit, now,
+        ARRAY(SELECT generate_series(1, n)), array_fill(name, ARRAY[n]), keys,
+        array_fill(coalesce(durable, false), ARRAY[n]), array_fill({{.Code}}::smallint, ARRAY[n]),
+        array_fill({{.Limit}}, ARRAY[n]), array_fill({{.Span}}, ARRAY[n]), array_fill({{.Refill}}, ARRAY[n]),
+        array_replace(costs, NULL, 1::bigint), array_replace(counts, NULL, 1::bigint),
+        lock_timeout_ms, synchronous_commit, now,
         taken_since, taken_in, taken_at, taken_spent, skip_held,
-        {{if .Zoned}}array_fill(zone, ARRAY[cardinality(keys)]){{else}}NULL::text[]{{end}},
+        {{if .Zoned}}array_fill(zone, ARRAY[n]){{else}}NULL::text[]{{end}},
         NULL::bigint[]) AS a;
 END
 $$;
@@ -474,5 +140,356 @@ Optional, by name: costs and counts for each key, which are 1 each by default, '
     'With the taken_since, taken_in, taken_at and taken_spent of a decision that took, a cost below 0 is a refund: '
     'it gives back what that take still counts. '
     'Each unit is given back only once if the caller asks only once.';
+
+-- {{.Left}} decides what is left by
+-- {{.Takes}}: of keys, which follow
+-- upon as many as done, those that are not taken_keys. It does so by the rules of rate_limit_all, and returns fifteen
+-- numbers for each. A single key whose row exists is decided here, which costs half as much.
+CREATE FUNCTION {{.Left}}(
+    name text,
+    keys text[],
+{{- range .Arguments}}
+    {{.}} {{type .}},
+{{- end}}
+    costs bigint[],
+    counts bigint[],
+    durable boolean,
+    lock_timeout_ms integer,
+    synchronous_commit boolean,
+    now_us bigint,
+    done integer,
+    taken_keys text[]
+)
+RETURNS bigint[]
+LANGUAGE plpgsql
+AS $$
+#variable_conflict use_variable
+DECLARE
+    undecided bigint[]; -- the places of the keys
+    clock bigint;
+    cost bigint;
+    asked bigint;
+    s rate_limit_row;
+    t bigint;
+    moved boolean;      -- the clock has jumped back, and the row with it
+    granted bigint;
+    remaining bigint;
+    spent bigint;
+    units bigint;
+    free_at bigint;
+    retry_after_us bigint;
+    reset_after_us bigint;
+{{- if eq .Name "sliding"}}
+    rest bigint;
+{{- else if eq .Name "tokenbucket"}}
+    full_credit bigint;
+{{- else if eq .Name "slidinglog"}}
+    newest integer;
+    needed integer;
+    age_bits CONSTANT bigint := 9007199254740991; -- as in rate_limit_all
+{{- end}}
+BEGIN
+    IF cardinality(keys) = 1 AND coalesce(cardinality(costs), 1) = 1 AND coalesce(cardinality(counts), 1) = 1
+        AND coalesce(costs[1], 1) BETWEEN 1 AND {{.Limit}} AND coalesce(counts[1], 1) >= 1
+        AND octet_length(name) BETWEEN 1 AND 128 AND octet_length(keys[1]) BETWEEN 1 AND 512
+        AND {{include (print .Name ".valid") | hang 8}}
+        {{- with maybe (print .Name ".known") ""}}
+        AND {{.}}{{end}}
+    THEN
+{{- range $t := $.Tables}}
+        {{$t.If}}
+            SELECT NULL::bigint, NULL::bigint, NULL::bigint, d.ctid,
+                {{fold 16 (print (include "row" "d.") ", d.log")}}
+            INTO s
+            FROM rate_limit_{{$t.Name}} AS d
+            WHERE d.prefix = name AND d.key = keys[1] AND d.algorithm = {{$a.Code}}
+            FOR UPDATE;
+{{- end}}
+        END IF;
+        IF found THEN
+            -- The clock is read after the row is locked. Read before, it could be older than the row.
+            clock := {{include "reading" | hang 12}};
+            moved := false;
+            spent := 0;
+            cost := coalesce(costs[1], 1);
+            asked := coalesce(counts[1], 1);
+{{include (print .Name ".roll") | indent 12}}
+{{include (print .Name ".room") | indent 12}}
+            remaining := remaining + s.{{.Credit}};
+            granted := least(asked, remaining / cost);
+            retry_after_us := CASE WHEN granted = asked THEN 0 ELSE 1 END;
+{{- if eq .Name "slidinglog"}}
+            needed := 0;
+{{- end}}
+            IF granted > 0 THEN
+{{include "take" . | indent 16}}
+            END IF;
+{{include "tell" . | indent 12}}
+            IF granted > 0 OR moved THEN
+                s.expires_at := clock + reset_after_us;
+{{- range $t := $.Tables}}
+                {{$t.If}}
+                    UPDATE rate_limit_{{$t.Name}} AS d SET
+                        {{fold 24 (include "sets" (include (print $a.Name ".columns")))}}
+                    WHERE d.ctid = s.tid;
+{{- end}}
+                END IF;
+            END IF;
+            RETURN ARRAY[done + 1,
+                granted, remaining, retry_after_us, reset_after_us, clock,
+                s.count, s.prev_count, s.window_start, s.credit,
+                {{if or (eq .Name "tokenbucket") .Zoned}}s.scale{{else}}NULL{{end}}, s.expires_at, spent, s.since,
+                {{if eq .Name "tokenbucket"}}s.returned + full_credit - s.credit{{else}}NULL{{end}}]
+                {{- if eq .Name "slidinglog"}}
+
+                -- 64 is maxDenialEntries
+                || CASE WHEN needed > 0 THEN s.log[1:least(needed, 64)] END
+                {{- end}};
+        END IF;
+    END IF;
+
+    -- The row is another algorithm's, or there are several, or something is not valid.
+    undecided := ARRAY(
+        SELECT e.place FROM unnest(keys) WITH ORDINALITY AS e (key, place)
+        WHERE (e.key = ANY (taken_keys)) IS NOT TRUE
+        ORDER BY e.place);
+    IF taken_keys IS NOT NULL THEN
+        SELECT array_agg(keys[e.place] ORDER BY e.place), array_agg(coalesce(costs[e.place], 1) ORDER BY e.place),
+            array_agg(coalesce(counts[e.place], 1) ORDER BY e.place)
+        INTO keys, costs, counts
+        FROM unnest(undecided) AS e (place);
+    END IF;
+    RETURN ARRAY(
+        SELECT unnest(ARRAY[done + undecided[a.ord],
+            a.granted, a.remaining, a.retry_after_us, a.reset_after_us,
+            (extract(epoch FROM a.decided_at) * 1000000)::bigint, a.count, a.prev_count, a.window_start, a.credit,
+            a.scale, a.expires_at, a.taken_spent, a.taken_since, a.taken_at]
+            {{- if eq .Name "slidinglog"}}
+            || CASE WHEN cardinality(keys) = 1 THEN a.log END
+            {{- end}})
+        FROM {{.Function}}(
+            name, keys, {{range .Arguments}}{{.}}, {{end}}costs, counts, durable,
+            lock_timeout_ms, synchronous_commit,
+            timestamptz 'epoch' + now_us / 1000000 * interval '1 second'
+                + now_us % 1000000 * interval '1 microsecond',
+            NULL::bigint[], NULL::bigint[], NULL::bigint[], NULL::bigint[], false) AS a);
+END
+$$;
+
+-- {{.Takes}} decides as
+-- {{.Function}} does, if all requests take.
+-- This is what the Go package calls. Few keys are taken from one after the other, and many by one statement, which also
+-- makes rows. All that is less ordinary is decided by the rules of rate_limit_all, in the same call. The arguments are
+-- the same, but for now_us, which is a time in microseconds since 1970 UTC, and for costs and counts: both are NULL, or
+-- neither is.
+--
+-- It returns one array, because rows and their columns would cost more than the decision. First, for each key of which
+-- all that was asked could be taken at once, nine numbers, in the order of the keys: the time of the decision, and
+-- count, prev_count, window_start, credit, scale, expires_at, since and returned of the row. What remains, and for how
+-- long, follows from these: see takenDecision in takes.go. Then, for each other key, fifteen: its place in keys, and
+-- from granted to expires_at what {{.Function}} returns,
+-- then its taken_spent, taken_since and taken_at. Of a single key, the log of that comes last.
+--
+-- The keys must ascend in the order of locking: longer ones first, then by bytes. Otherwise rate_limit_all decides.
+{{- if has (print .Name ".rolls")}}
+--
+-- The clock is read twice: before a row is locked, and with the lock held. A decision is made by the first reading, and
+-- what it needs must be true then and still be true 10 ms later. So it was also true when the row was locked: rows that
+-- were waited for longer are left out, and the UPDATE is undone if its row had ended before the lock. The decision is
+-- told by the second reading. Only a window or a bucket that begins does so at the first reading, because nobody else
+-- can have decided anything by it since.
+{{- end}}
+CREATE FUNCTION {{.Takes}}(
+    name text,
+    keys text[],
+{{- range .Arguments}}
+    {{.}} {{type .}},
+{{- end}}
+    costs bigint[] DEFAULT NULL,
+    counts bigint[] DEFAULT NULL,
+    durable boolean DEFAULT false,
+    lock_timeout_ms integer DEFAULT NULL,
+    synchronous_commit boolean DEFAULT NULL,
+    now_us bigint DEFAULT NULL
+)
+RETURNS bigint[]
+LANGUAGE plpgsql
+SECURITY DEFINER
+SET enable_seqscan = off -- a plan must not depend on how small the table was when it was made
+SET plan_cache_mode = force_generic_plan -- the first five calls of a session would each make a plan of their own
+AS $$
+#variable_conflict use_variable
+DECLARE
+{{- if has (print .Name ".rolls")}}
+    -- Each expression counts here, because plpgsql prepares it anew in every transaction. So this one makes the
+    -- settings, too.
+    clock bigint := CASE
+        WHEN lock_timeout_ms IS NOT NULL AND lock_timeout_ms <> -1
+            AND set_config('lock_timeout', lock_timeout_ms::text, true) IS NULL THEN NULL
+        WHEN synchronous_commit IS NOT NULL
+            AND set_config('synchronous_commit', synchronous_commit::text, true) IS NULL THEN NULL
+        ELSE {{include "reading" | hang 8}} END;
+    -- What is asked for a key, or NULL if something is not valid.
+    units bigint := CASE WHEN ({{include (print .Name ".valid") | hang 8}}) THEN
+        {{include "units" (dict "I" "1" "Limit" .Limit) | hang 8}} END;
+    taken bigint[];
+    ends bigint;       -- the last time by which the row that was taken from is as it was
+    late boolean;      -- a row was waited for, and the reading of the clock is too old
+{{- if .Zoned}}
+    window_end bigint; -- of a window that begins now
+{{- end}}
+    each bigint[];     -- units of each key
+    this_key text;
+    before text;       -- the key before it
+    ascend boolean;
+    begun bigint[];    -- which of them have a row that was made
+    until timestamptz; -- by when a row has to be locked
+    give_up timestamptz;
+{{- if eq .Name "tokenbucket"}}
+    full_credit bigint := CASE WHEN units IS NOT NULL THEN capacity * every_us END;
+{{- end}}
+{{- end}}
+    told bigint[];     -- of the keys that were taken from one after the other
+    done integer;      -- how many these are
+    taken_keys text[]; -- that were taken from by one statement
+BEGIN
+{{- if not (has (print .Name ".rolls"))}}
+    IF lock_timeout_ms <> -1 THEN
+        PERFORM set_config('lock_timeout', lock_timeout_ms::text, true);
+    END IF;
+    IF synchronous_commit IS NOT NULL THEN
+        PERFORM set_config('synchronous_commit', synchronous_commit::text, true);
+    END IF;
+{{- end}}
+{{- if has (print .Name ".rolls")}}
+    IF cardinality(keys) > 1 THEN
+        ascend := keys[cardinality(keys)] IS NOT NULL -- or the arrays are not counted from 1
+            AND (costs IS NULL AND counts IS NULL
+                OR costs[cardinality(keys)] IS NOT NULL AND counts[cardinality(keys)] IS NOT NULL);
+        FOREACH this_key IN ARRAY keys LOOP
+            ascend := (ascend AND octet_length(this_key) BETWEEN 1 AND 512 AND (before IS NULL
+                OR (-octet_length(before), before COLLATE "C")
+                    < (-octet_length(this_key), this_key COLLATE "C"))) IS TRUE;
+            before := this_key;
+        END LOOP;
+    END IF;
+    -- Most calls are for one key or a few, and take from rows as they are. (If there is a row, the name and the key are
+    -- valid.) For more, one statement costs less than one for each.
+    IF units IS NOT NULL AND ascend IS NOT FALSE AND cardinality(keys) <= 6 THEN
+        FOR i IN 1 .. cardinality(keys) LOOP
+            IF i > 1 THEN
+                units := {{include "units" (dict "I" "i" "Limit" .Limit) | hang 16}};
+            END IF;
+{{- range $t := $.Tables}}
+            {{$t.If}}
+                UPDATE rate_limit_{{$t.Name}} AS d SET
+                    {{include (print $a.Name ".adds") | hang 20}}
+                WHERE d.prefix = name AND d.key = keys[i]
+                    AND {{include (print $a.Name ".fits") (dict "Units" "units" "Rolls" false) | hang 20}}
+                RETURNING {{include "told" (dict "At" (include "reading"))}},
+                    {{include (print $a.Name ".latest") "d."}}
+                INTO taken, ends;
+{{- end}}
+            END IF;
+            IF taken[1] BETWEEN clock AND ends THEN
+                told := told || taken;
+                done := i;
+                CONTINUE;
+            END IF;
+            IF found THEN
+                -- The wait for the row lasted until the row ended, or the clock was set meanwhile. Another decision may
+                -- be due.
+                late := true;
+{{- range $t := $.Tables}}
+                {{$t.If}}
+                    UPDATE rate_limit_{{$t.Name}} AS d SET {{include (print $a.Name ".undoes")}}
+                    WHERE d.prefix = name AND d.key = keys[i];
+{{- end}}
+                END IF;
+            END IF;
+            EXIT;
+        END LOOP;
+        IF done = cardinality(keys) THEN
+            RETURN told;
+        ELSIF done > 0 THEN -- go on with the others
+            keys := keys[done + 1:];
+            costs := costs[done + 1:];
+            counts := counts[done + 1:];
+            units := {{include "units" (dict "I" "1" "Limit" .Limit) | hang 12}};
+        END IF;
+    END IF;
+    IF late IS NULL AND ascend IS NOT FALSE
+        AND units IS NOT NULL AND octet_length(name) BETWEEN 1 AND 128 AND octet_length(keys[1]) BETWEEN 1 AND 512
+        {{- with maybe (print .Name ".known") ""}}
+        AND {{.}}{{end}}
+    THEN
+{{- with maybe (print .Name ".begin") ""}}
+        {{.}}
+{{- end}}
+        IF cardinality(keys) = 1 OR costs IS NULL AND counts IS NULL THEN
+            each := array_fill(units, ARRAY[cardinality(keys)]);
+        ELSE
+            each := ARRAY(
+                SELECT CASE WHEN u.cost BETWEEN 1 AND {{.Limit}} AND u.asked BETWEEN 1 AND {{.Limit}} / u.cost
+                    THEN u.cost * u.asked END
+                FROM unnest(costs, counts) AS u (cost, asked));
+        END IF;
+        IF cardinality(each) = cardinality(keys) AND array_position(each, NULL) IS NULL THEN
+            until := CASE WHEN now_us IS NULL THEN timestamptz 'epoch' + (clock + 10000) * interval '1 microsecond'
+                ELSE 'infinity' END;
+            give_up := CASE WHEN lock_timeout_ms <> -1 THEN clock_timestamp() + lock_timeout_ms * interval '25 ms'
+                ELSE 'infinity' END;
+{{- $from := include "from each" (include (print .Name ".values") "e.units")}}
+{{- range $t := $.Tables}}
+            {{$t.If}}
+                -- unnest((SELECT ...)) hides the arrays' length from the planner.
+                WITH d AS (
+                    {{include "upsert" (dict "Table" $t.Name "Name" $a.Name "From" $from
+                        "While" "(clock_timestamp() < until OR clock_timestamp() > give_up AND _rate_limit_late())")
+                        | hang 20}}
+                    RETURNING d.key, {{include "told" (dict "At" (include "soon"))}} AS told
+                )
+                SELECT array_agg(d.key), array_agg(d.told) INTO taken_keys, taken FROM d;
+{{- end}}
+            END IF;
+            -- A row that was made begins by the first reading of the clock. That may be too old for it: another
+            -- transaction may have made the same row, and rolled back after this one had waited for it. Such a row is
+            -- deleted, and decided anew.
+            IF clock_timestamp() > until THEN
+                begun := ARRAY(
+                    SELECT k.place
+                    FROM unnest(taken_keys) WITH ORDINALITY AS k (key, place)
+                    JOIN unnest(keys, each) AS e (key, units) ON e.key = k.key COLLATE "C"
+                    CROSS JOIN LATERAL (SELECT taken[k.place][2] AS count, taken[k.place][3] AS prev_count,
+                        taken[k.place][5] AS credit) AS d
+                    WHERE {{include (print .Name ".new") "e.units"}});
+                PERFORM rate_limit_reset(name, taken_keys[p], durable, NULL::integer, NULL::boolean)
+                FROM unnest(begun) AS p;
+                SELECT array_agg(k.key ORDER BY k.place), array_agg(taken[k.place:k.place] ORDER BY k.place)
+                INTO taken_keys, taken
+                FROM unnest(taken_keys) WITH ORDINALITY AS k (key, place)
+                WHERE k.place <> ALL (begun);
+            END IF;
+            IF cardinality(taken_keys) = cardinality(keys) THEN
+                IF told IS NULL THEN
+                    RETURN taken;
+                END IF;
+                RETURN told || ARRAY(SELECT unnest(taken));
+            END IF;
+            told := told || ARRAY(SELECT unnest(taken));
+        END IF;
+    END IF;
+{{- end}}
+
+    RETURN told || {{.Left}}(
+        name, keys, {{range .Arguments}}{{.}}, {{end}}costs, counts, durable,
+        lock_timeout_ms, synchronous_commit, now_us, coalesce(done, 0), taken_keys);
+END
+$$;
+
+COMMENT ON FUNCTION {{.Takes}} IS
+    'Takes as {{.Function}} does, for less. '
+    'It returns an array of numbers, for programs: see sql/limit.sql. For people there is rate_limit_allow.
+Example: SELECT {{.Takes}}{{include (print .Name ".example")}}.';
 
 {{end}}

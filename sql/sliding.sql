@@ -14,8 +14,8 @@ block is for. */}}
 {{define "sliding.values"}}2, {{.}}, clock, clock + 2 * window_us{{end}}
 {{define "sliding.start"}}CASE WHEN clock < d.window_start + window_us THEN d.window_start
     WHEN clock < d.expires_at THEN d.window_start + window_us ELSE clock END{{end}}
-{{define "sliding.adds"}}count = d.count + r_cost{{end}}
-{{define "sliding.undoes"}}count = d.count - r_cost{{end}}
+{{define "sliding.adds"}}count = d.count + units{{end}}
+{{define "sliding.undoes"}}count = d.count - units{{end}}
 {{define "sliding.rolls"}}
 count = CASE WHEN clock < d.window_start + window_us THEN d.count ELSE 0 END + excluded.count,
 prev_count = CASE WHEN clock < d.window_start + window_us THEN d.prev_count
@@ -26,34 +26,24 @@ expires_at = {{include "sliding.start"}} + 2 * window_us
 {{define "sliding.excluded"}}excluded.count{{end}}
 {{define "sliding.fits"}}
 d.algorithm = 2 AND d.since IS NULL AND d.window_start - clock <= window_us
-    AND {{if .Rolls}}{{.Units}} > 0 AND CASE
+    AND {{if .Rolls}}CASE
         WHEN clock >= d.expires_at THEN clock >= d.window_start + window_us
-        WHEN clock >= d.window_start + window_us AND d.expires_at = d.window_start + 2 * window_us
+        WHEN clock >= d.window_start + window_us
+                AND d.expires_at = d.window_start + 2 * window_us
                 AND clock + 10000 < d.expires_at
             THEN d.count BETWEEN 1 AND max_count
             AND {{.Units}} <= max_count
                 - (d.count * (d.expires_at - clock) + window_us - 1) / window_us
         ELSE {{end}}clock + 10000 < d.window_start + window_us
             AND d.expires_at = d.window_start + 2 * window_us AND d.prev_count <= max_count
-            AND {{.Units}} <= max_count - d.count - (d.prev_count * (d.window_start + window_us
-                - greatest(clock, d.window_start)) + window_us - 1) / window_us
+            AND {{.Units}} <= max_count - d.count
+                - (d.prev_count * (d.window_start + window_us
+                    - greatest(clock, d.window_start)) + window_us - 1) / window_us
     {{- if .Rolls}} END{{end}}
 {{end}}
-{{define "sliding.new"}}{{.}}count = {{.}}cost AND {{.}}prev_count = 0{{end}}
+{{define "sliding.new"}}d.count = {{.}} AND d.prev_count = 0{{end}}
 {{define "sliding.latest"}}{{.}}window_start + window_us - 1{{end}}
-{{define "sliding.left"}}max_count - {{.Row}}count
-    - ({{.Row}}prev_count * ({{.Row}}window_start + window_us - greatest({{.At}}, {{.Row}}window_start))
-        + window_us - 1) / window_us{{end}}
 {{define "sliding.columns"}}count, prev_count, window_start, credit, expires_at, since{{end}}
-{{define "sliding.returned"}}count, prev_count, window_start, expires_at{{end}}
-{{define "sliding.row"}}
-{{- .}}count, {{.}}prev_count, {{.}}window_start, 0, NULL, {{.}}expires_at, NULL, NULL, NULL, NULL
-{{- end}}
-{{define "sliding.state"}}
-{{- .}}count, {{.}}prev_count, {{.}}window_start, 0::bigint, NULL::bigint, {{.}}expires_at
-{{- end}}
-{{define "sliding.receipt"}}{{include "fixed.receipt" .}}{{end}}
-{{define "sliding.resets"}}{{.}}window_start + 2 * window_us{{end}}
 
 {{define "sliding.enough"}}cost <= max_count - s.count - s.prev_count{{end}}
 {{define "sliding.roll"}}

@@ -26,13 +26,13 @@ block is for. */}}
 {{define "tokenbucket.runs"}}clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / refill{{end}}
 {{define "tokenbucket.level"}}d.credit + greatest(clock - d.window_start, 0) * refill{{end}}
 {{define "tokenbucket.adds"}}
-credit = {{include "tokenbucket.level"}} - r_cost * every_us,
+credit = {{include "tokenbucket.level"}} - units * every_us,
 window_start = greatest(clock, d.window_start),
 expires_at = greatest(clock, d.window_start)
     + (full_credit - ({{include "tokenbucket.level"}})
-        + r_cost * every_us - 1) / refill + 1
+        + units * every_us - 1) / refill + 1
 {{end}}
-{{define "tokenbucket.undoes"}}credit = d.credit + r_cost * every_us{{end}}
+{{define "tokenbucket.undoes"}}credit = d.credit + units * every_us{{end}}
 {{define "tokenbucket.rolls"}}
 credit = CASE WHEN {{include "tokenbucket.runs"}}
     THEN {{include "tokenbucket.level"}} - full_credit
@@ -54,7 +54,7 @@ expires_at = CASE WHEN {{include "tokenbucket.runs"}}
 d.algorithm = 3 AND d.count = 0 AND d.scale = every_us AND d.capacity = capacity
     AND d.refill = refill AND d.credit < full_credit
     AND d.window_start - clock <= (full_credit - 1) / refill + 1
-    AND {{if .Rolls}}{{.Units}} > 0 AND CASE
+    AND {{if .Rolls}}CASE
         WHEN {{include "tokenbucket.runs"}}
             THEN {{include "tokenbucket.level"}}
                 >= {{.Units}}
@@ -62,22 +62,11 @@ d.algorithm = 3 AND d.count = 0 AND d.scale = every_us AND d.capacity = capacity
     {{- else}}{{include "tokenbucket.runs"}}
     AND {{include "tokenbucket.level"}} >= {{.Units}} * every_us{{end}}
 {{end}}
-{{define "tokenbucket.new"}}{{.}}credit = full_credit - {{.}}cost * every_us{{end}}
+{{define "tokenbucket.new"}}d.credit = full_credit - {{.}} * every_us{{end}}
 {{define "tokenbucket.latest"}}
-{{- .}}window_start + (full_credit - {{.}}cost * every_us - {{.}}credit - 1) / refill
+{{- .}}window_start + (full_credit - units * every_us - {{.}}credit - 1) / refill
 {{- end}}
-{{define "tokenbucket.then"}}{{.Row}}credit + greatest({{.At}} - {{.Row}}window_start, 0) * refill{{end}}
-{{define "tokenbucket.left"}}({{include "tokenbucket.then" .}}) / every_us{{end}}
 {{define "tokenbucket.columns"}}count, window_start, credit, scale, expires_at, since, capacity, refill, returned{{end}}
-{{define "tokenbucket.returned"}}window_start, credit, expires_at, since, returned{{end}}
-{{define "tokenbucket.row"}}
-{{- ""}}0, 0, {{.}}window_start, {{.}}credit, every_us, {{.}}expires_at, {{.}}since, capacity, refill, {{.}}returned
-{{- end}}
-{{define "tokenbucket.state"}}0::bigint, 0::bigint, {{.}}window_start, {{.}}credit, every_us, {{.}}expires_at{{end}}
-{{define "tokenbucket.receipt"}}
-{{- .Row}}since, {{.Row}}window_start, {{.Row}}returned + full_credit - {{.Row}}credit
-{{- end}}
-{{define "tokenbucket.resets"}}{{.}}window_start + (full_credit - {{.}}credit - 1) / refill + 1{{end}}
 
 {{define "tokenbucket.enough"}}s.scale = every_us AND cost <= least(s.credit / every_us, capacity){{end}}
 {{define "tokenbucket.another"}}moved OR s.credit = full_credit AND s.count = 0

@@ -360,6 +360,8 @@ func TestLinearizableWithUnknownOutcomes(t *testing.T) {
 	require.Positive(t, unknown)
 }
 
+const takesSliding = "rate_limit_take_sliding_window"
+
 // Negative controls: the judge finds what is wrong with broken variants, in histories like those above.
 func TestJudgeCatches(t *testing.T) {
 	t.Parallel()
@@ -372,22 +374,24 @@ func TestJudgeCatches(t *testing.T) {
 		misread   func(j *judge, w *workload, history []operation) []operation
 	}{
 		"the time of the transaction's begin": {history: "plain", spoil: func(t *testing.T, pool *pgxpool.Pool) {
-			pgtest.Rewrite(t, pool, "rate_limit_sliding_window", "clock_timestamp()", "pg_catalog.now()")
-			pgtest.Rewrite(t, pool, "rate_limit_all", "clock_timestamp()", "pg_catalog.now()")
+			for _, function := range []string{takesSliding, pgtest.LeftBy(takesSliding), "rate_limit_all"} {
+				pgtest.Rewrite(t, pool, function, "clock_timestamp()", "pg_catalog.now()")
+			}
 		}},
 		"rows that are read without a lock": {history: "plain", spoil: func(t *testing.T, pool *pgxpool.Pool) {
 			// Nothing is left to the statements that decide ordinary takes, which always lock.
-			pgtest.Rewrite(t, pool, "rate_limit_sliding_window", "few := n BETWEEN", "few := false AND n BETWEEN")
-			pgtest.Rewrite(t, pool, "rate_limit_sliding_window", "IF NOT few AND", "IF false AND")
+			pgtest.LeaveToAll(t, pool, takesSliding)
 			pgtest.Rewrite(t, pool, "rate_limit_all", "FOR UPDATE SKIP LOCKED", "OFFSET 0")
 			pgtest.Rewrite(t, pool, "rate_limit_all", "FOR UPDATE", "OFFSET 0")
 		}},
 		"takes that forget the window before": {history: "plain", spoil: func(t *testing.T, pool *pgxpool.Pool) {
-			pgtest.Rewrite(t, pool, "rate_limit_sliding_window", "- (d.prev_count *", "- 0 * (d.prev_count *")
+			pgtest.Rewrite(t, pool, takesSliding, "- (d.prev_count *", "- 0 * (d.prev_count *")
 		}},
 		"a retry time that is a microsecond late": {history: "plain", spoil: func(t *testing.T, pool *pgxpool.Pool) {
 			pgtest.Rewrite(t, pool, "rate_limit_all", "RETURN NEXT ROW(part::bigint, granted, remaining, retry_after_us,",
 				"RETURN NEXT ROW(part::bigint, granted, remaining, retry_after_us + (retry_after_us > 0)::int,")
+			pgtest.Rewrite(t, pool, pgtest.LeftBy(takesSliding), "granted, remaining, retry_after_us, reset_after_us, clock,",
+				"granted, remaining, retry_after_us + (retry_after_us > 0)::int, reset_after_us, clock,")
 		}},
 		"a reset that resets nothing": {history: "resets", spoil: func(t *testing.T, pool *pgxpool.Pool) {
 			pgtest.Rewrite(t, pool, "rate_limit_reset", "r.key = key", "r.key = ''")
@@ -410,8 +414,10 @@ func TestJudgeCatches(t *testing.T) {
 				"rate_limit_all", "taken_in[part] = s.window_start AND s.window_start = r.window_start", "taken_in[part] IS NOT NULL")
 		}},
 		"credit that is spent twice": {history: "refunds and grants", spoil: func(t *testing.T, pool *pgxpool.Pool) {
-			pgtest.Rewrite(t, pool,
-				"rate_limit_all", "s.expires_at := clock + reset_after_us", "s.expires_at := clock + reset_after_us; s.credit := s.credit + spent")
+			for _, function := range []string{pgtest.LeftBy(takesSliding), "rate_limit_all"} {
+				pgtest.Rewrite(t, pool,
+					function, "s.expires_at := clock + reset_after_us", "s.expires_at := clock + reset_after_us; s.credit := s.credit + spent")
+			}
 		}},
 		"windows of the calendar that last from the first take on": {
 			algorithm: "calendar window", history: "plain", spoil: func(t *testing.T, pool *pgxpool.Pool) {
@@ -420,12 +426,12 @@ func TestJudgeCatches(t *testing.T) {
 		},
 		"takes from many keys that count on from a window of the calendar that is over": {
 			algorithm: "calendar window", history: "many keys", spoil: func(t *testing.T, pool *pgxpool.Pool) {
-				pgtest.Rewrite(t, pool, "rate_limit_calendar_window", "CASE WHEN clock < d.expires_at THEN d.count ELSE 0 END", "d.count")
+				pgtest.Rewrite(t, pool, "rate_limit_take_calendar_window", "CASE WHEN clock < d.expires_at THEN d.count ELSE 0 END", "d.count")
 			},
 		},
 		"windows of the calendar that go on while there is credit": {
 			algorithm: "calendar window", history: "refunds and grants", spoil: func(t *testing.T, pool *pgxpool.Pool) {
-				for _, function := range []string{"rate_limit_calendar_window", "rate_limit_all"} {
+				for _, function := range []string{"_rate_limit_left_calendar_window", "rate_limit_all"} {
 					pgtest.Rewrite(t, pool, function, "OR t - s.window_start >= s.scale", "")
 				}
 			},

@@ -358,7 +358,7 @@ func TestShardThatCannotDecide(t *testing.T) {
 			ratelimit.ErrUnavailable, "[" + name + "_missing]",
 		},
 		"another version": {
-			sql("ALTER FUNCTION _rate_limit_fixed_window RENAME TO gone"), sql("ALTER FUNCTION gone RENAME TO _rate_limit_fixed_window"),
+			sql("ALTER FUNCTION rate_limit_take_fixed_window RENAME TO gone"), sql("ALTER FUNCTION gone RENAME TO rate_limit_take_fixed_window"),
 			ratelimit.ErrNotMigrated, "[" + name + "]",
 		},
 		"no shard yet": {

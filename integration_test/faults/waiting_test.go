@@ -114,7 +114,7 @@ func TestCancelledContextsOpenNoConnections(t *testing.T) {
 
 	db := pgtest.New(t)
 	pgtest.Rewrite(t, db.Pool,
-		"rate_limit_fixed_window", "clock_timestamp()", "(SELECT clock_timestamp() FROM pg_sleep(0.005))")
+		"rate_limit_take_fixed_window", "clock_timestamp()", "(SELECT clock_timestamp() FROM pg_sleep(0.005))")
 	pool := db.NewPool(
 		t,
 		func(config *pgxpool.Config) { config.ConnConfig.RuntimeParams["application_name"] = "limiter" },
@@ -143,7 +143,7 @@ func TestCancelledContextsOpenNoConnections(t *testing.T) {
 	require.LessOrEqual(t, counted(t, db.Pool, false)["key"], int64(2001))
 
 	opened = storm(t, pool, func(ctx context.Context) error {
-		_, err := pool.Exec(ctx, "SELECT * FROM rate_limit_fixed_window('test', ARRAY['key'], 1048576, 3600000000)")
+		_, err := pool.Exec(ctx, "SELECT rate_limit_take_fixed_window('test', ARRAY['key'], 1048576, 3600000000)")
 		return err
 	})
 	t.Logf("%d connections opened by raw contexts", opened)

@@ -40,7 +40,7 @@ func TestSoakFindsForgottenGrants(t *testing.T) {
 			s.extra,
 			function,
 			"set_config('synchronous_commit', synchronous_commit::text, true)",
-			"NULL",
+			"''",
 		)
 	}
 	_, err := s.extra.Exec(t.Context(), "CHECKPOINT") // or the tables would be forgotten too
@@ -69,11 +69,14 @@ func TestSoakFindsForgottenGrants(t *testing.T) {
 func TestSoakFindsTooManyGrants(t *testing.T) {
 	t.Parallel()
 	s := newSoak(t, 1, nil)
+	for _, function := range soakFunctions() {
+		pgtest.LeaveToRules(s.t, s.extra, function)
+	}
 	const over = "IF clock >= s.expires_at"
-	pgtest.Rewrite(s.t, s.extra, "rate_limit_fixed_window", over, over+" - 300000")
-	pgtest.Rewrite(s.t, s.extra, "rate_limit_sliding_log", over, over+" - 300000")
-	pgtest.Rewrite(s.t, s.extra, "rate_limit_sliding_window", over, over+" - 800000")
-	pgtest.Rewrite(s.t, s.extra, "rate_limit_token_bucket", over, over+" - 450000")
+	pgtest.Rewrite(s.t, s.extra, "_rate_limit_left_fixed_window", over, over+" - 300000")
+	pgtest.Rewrite(s.t, s.extra, "_rate_limit_left_sliding_log", over, over+" - 300000")
+	pgtest.Rewrite(s.t, s.extra, "_rate_limit_left_sliding_window", over, over+" - 800000")
+	pgtest.Rewrite(s.t, s.extra, "_rate_limit_left_token_bucket", over, over+" - 450000")
 	for _, l := range s.passing {
 		r := l.regulars[0]
 		s.waitUntil("too many grants are found", func() bool {
@@ -95,9 +98,9 @@ func TestSoakFindsTooManyGrants(t *testing.T) {
 func TestSoakFindsHeldCallsThatCount(t *testing.T) {
 	t.Parallel()
 	s := newSoak(t, 1, nil)
-	pgtest.Rewrite(s.t, s.extra, "rate_limit_fixed_window", "\nBEGIN\n", `
+	pgtest.Rewrite(s.t, s.extra, "rate_limit_take_fixed_window", "\nBEGIN\n", `
 		BEGIN
-		IF NOT skip_held THEN RAISE EXCEPTION 'held' USING ERRCODE = 'lock_not_available'; END IF;
+		RAISE EXCEPTION 'held' USING ERRCODE = 'lock_not_available';
 		`)
 	// As if a transaction had locked them.
 	pgtest.Rewrite(s.t, s.extra, "rate_limit_all", "RETURN NEXT ROW(part::bigint, granted,", `
@@ -174,7 +177,7 @@ func TestSoakFindsRefundsOfWhatDoesNotCount(t *testing.T) {
 func TestSoakFindsDecoysThatRun(t *testing.T) {
 	t.Parallel()
 	s := newSoak(t, 1, nil)
-	pgtest.Rewrite(s.t, s.extra, "rate_limit_fixed_window", "'pg_catalog', 'pg_temp'", "'public', 'pg_temp'")
+	pgtest.Rewrite(s.t, s.extra, "rate_limit_take_fixed_window", "'pg_catalog', 'pg_temp'", "'public', 'pg_temp'")
 	s.attack()
 	s.run(time.Minute, nil) // which the first violation ends
 	require.NotEmpty(t, s.violations)
@@ -281,13 +284,13 @@ func TestSoakLeaks(t *testing.T) {
 	}
 }
 
-// soakFunctions are those that decide for keys of one limiter.
+// soakFunctions are those that take from keys of one limiter.
 func soakFunctions() []string {
 	return []string{
-		"rate_limit_fixed_window",
-		"rate_limit_sliding_window",
-		"rate_limit_token_bucket",
-		"rate_limit_sliding_log",
+		"rate_limit_take_fixed_window",
+		"rate_limit_take_sliding_window",
+		"rate_limit_take_token_bucket",
+		"rate_limit_take_sliding_log",
 	}
 }
 
@@ -296,10 +299,7 @@ func soakFunctions() []string {
 func (s *soak) lockNothing(beforeWriting string) {
 	s.t.Helper()
 	for _, function := range soakFunctions() {
-		pgtest.Rewrite(s.t, s.extra, function, "few := n BETWEEN", "few := false AND n BETWEEN")
-		if function != "rate_limit_sliding_log" {
-			pgtest.Rewrite(s.t, s.extra, function, "IF NOT few AND", "IF false AND")
-		}
+		pgtest.LeaveToAll(s.t, s.extra, function)
 	}
 	pgtest.Rewrite(s.t, s.extra, "rate_limit_all", "FOR UPDATE SKIP LOCKED", "OFFSET 0")
 	pgtest.Rewrite(s.t, s.extra, "rate_limit_all", "FOR UPDATE", "OFFSET 0")

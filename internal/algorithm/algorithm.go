@@ -30,16 +30,14 @@ const (
 	CalendarWindow
 )
 
-// Few is how many keys a function decides one after the other. For more keys, one statement for all costs less.
-const Few = 8
-
 // All returns the table, in the order of the codes.
 //
 // A new algorithm needs a line here and one in algorithms.go, NAME.go with its policy and its model, and NAME_test.go.
-// It needs sql/NAME.sql with the rules, and sql/call/NAME.sql with the statement. Its function goes into
-// deploy/grants.sql, docs/operating.md and, with the types of its arguments, cmd/pgratelimit/sql/foreign.sql. An
-// example of its text form goes into docs/algorithms.md. Then run make sql. TestEveryAlgorithmIsComplete tells which
-// of these is missing. Once a release has the functions, internal/gensql needs a further migration for it.
+// It needs sql/NAME.sql with the rules, and sql/call/NAME.sql and sql/call/takeNAME.sql with the statements. Its
+// functions go into deploy/grants.sql, docs/operating.md and, with the types of their arguments,
+// cmd/pgratelimit/sql/foreign.sql. An example of its text form goes into docs/algorithms.md. Then run make sql.
+// TestEveryAlgorithmIsComplete tells which of these is missing. Once a release has the functions, internal/gensql needs
+// a further migration for it.
 //
 // If something flows in, as into a TokenBucket, if there is a log, as of a SlidingLog, or a time zone, as of a
 // CalendarWindow, look for these names and codes in fallback.go, model.go, credit.go, statement.go, text.go here,
@@ -82,6 +80,16 @@ func (a *Algorithm) Refills() bool { return slices.Contains(a.Arguments, "refill
 // Zoned tells whether a policy has a time zone.
 func (a *Algorithm) Zoned() bool { return slices.Contains(a.Arguments, "zone") }
 
+// Takes is the function that decides for keys of one limiter if all requests take.
+func (a *Algorithm) Takes() string {
+	return strings.Replace(a.Function, "rate_limit_", "rate_limit_take_", 1)
+}
+
+// Left is the internal function that decides what is left by Takes.
+func (a *Algorithm) Left() string {
+	return strings.Replace(a.Function, "rate_limit_", "_rate_limit_left_", 1)
+}
+
 // TypeOf is the type of one of the Arguments.
 func TypeOf(argument string) string {
 	if argument == "zone" {
@@ -94,7 +102,7 @@ func TypeOf(argument string) string {
 func Functions() []string {
 	var names []string
 	for _, a := range table {
-		names = append(names, a.Function)
+		names = append(names, a.Function, a.Takes())
 	}
 	return append(names, "rate_limit_all", "rate_limit_reset")
 }

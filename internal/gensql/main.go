@@ -143,7 +143,6 @@ func (r rules) Title() string {
 type data struct {
 	Tables     []table
 	Algorithms []rules
-	Few        int
 }
 
 func schema() data {
@@ -152,7 +151,6 @@ func schema() data {
 		all = append(all, rulesOf(a))
 	}
 	return data{
-		Few: algorithm.Few,
 		Tables: []table{
 			{
 				Name: "ephemeral", Kind: "UNLOGGED TABLE",

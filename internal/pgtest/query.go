@@ -154,3 +154,26 @@ func Objects(t testing.TB, db Querier, schema ...string) []string {
 	require.NoError(t, err)
 	return all
 }
+
+// LeaveToRules has a function whose name begins with rate_limit_take_ leave everything to its sibling, which decides a
+// single key by itself, and the rest by rate_limit_all.
+func LeaveToRules(t testing.TB, db Executor, take string) {
+	t.Helper()
+	if take != "rate_limit_take_sliding_log" { // which always does
+		Rewrite(t, db, take,
+			"IF units IS NOT NULL AND ascend IS NOT FALSE AND cardinality(keys) <= 6 THEN", "IF false THEN",
+			"IF late IS NULL AND ascend IS NOT FALSE", "IF false")
+	}
+}
+
+// LeaveToAll has it leave everything to rate_limit_all.
+func LeaveToAll(t testing.TB, db Executor, take string) {
+	t.Helper()
+	LeaveToRules(t, db, take)
+	Rewrite(t, db, LeftBy(take), "IF cardinality(keys) = 1 AND", "IF false AND")
+}
+
+// LeftBy is the function that decides what is left by a function whose name begins with rate_limit_take_.
+func LeftBy(take string) string {
+	return strings.Replace(take, "rate_limit_take", "_rate_limit_left", 1)
+}

@@ -56,7 +56,7 @@ BEGIN
         IF again THEN
             RAISE EXCEPTION 'rate_limit: the keys are on several of % shards', shards
                 USING ERRCODE = 'RLS01', DETAIL = shards::text,
-                    HINT = 'With lock_timeout_ms or skip_held, ask for the keys of one shard at a time.';
+                    HINT = 'With lock_timeout_ms or skip_held, or by rate_limit_take_, ask for the keys of one shard at a time.';
         END IF;
         RETURN NULL;
     END IF;
@@ -125,6 +125,7 @@ SECURITY DEFINER
 SET search_path = pg_catalog, pg_temp
 SET datestyle = 'ISO, MDY' -- PL/Proxy passes times on as text, which the shard reads by its own settings
 SET intervalstyle = 'postgres'
+SET array_nulls = on -- and arrays, which may have NULLs
 SET client_min_messages = error -- PL/Proxy warns of connections that it opens anew
 AS $$
 #variable_conflict use_variable
@@ -144,6 +145,9 @@ BEGIN
     IF lock_timeout_ms = -1 THEN
         PERFORM {{$.Schema}}._rate_limit_no_transaction();
     END IF;
+{{- end}}
+{{- if .Together}}
+    shard := {{$.Schema}}._rate_limit_shard_of_all(keys, true);
 {{- end}}
 {{- if .ByKeys}}
     IF true

@@ -32,6 +32,7 @@ type Function struct {
 
 	ByKey     bool // it has one key
 	ByKeys    bool // it decides many keys
+	Together  bool // it decides many keys, which have to be on one shard
 	Sets      bool // and these may be of sets
 	Sweeps    bool
 	Transacts bool // it can be part of the caller's transaction
@@ -63,7 +64,8 @@ FROM pg_catalog.pg_proc AS p
 WHERE p.pronamespace = $1::pg_catalog.regnamespace AND (p.proname IN (
         'rate_limit_allow', 'rate_limit_peek', 'rate_limit_reset', 'rate_limit_sweep',
         'rate_limit_policies', 'rate_limit_ban', 'rate_limit_report', 'rate_limit_report_leases')
-    OR p.proretset AND p.prorettype = pg_catalog.to_regtype($1 || '.rate_limit_decision') AND p.proname LIKE 'rate%')
+    OR p.proretset AND p.prorettype = pg_catalog.to_regtype($1 || '.rate_limit_decision') AND p.proname LIKE 'rate%'
+    OR p.prorettype = 'bigint[]'::pg_catalog.regtype AND p.proname LIKE 'rate#_limit#_take#_%' ESCAPE '#')
     -- The proxy's superuser will run what is made of this, so a stranger's functions do not count.
     AND p.proname ~ '^[a-z_]+$'
     AND NOT EXISTS (SELECT FROM pg_catalog.unnest(p.proargnames) AS a (name) WHERE a.name !~ '^[a-z_]+$')
@@ -127,7 +129,8 @@ func (f *Function) classify(schema string) {
 	case "rate_limit_allow", "rate_limit_peek", "rate_limit_reset":
 		f.ByKey = true
 	}
-	f.Transacts = has("lock_timeout_ms") && (f.ByKey || f.ByKeys)
+	f.Together = f.Result == "bigint[]"
+	f.Transacts = has("lock_timeout_ms") && (f.ByKey || f.ByKeys || f.Together)
 }
 
 //go:embed *.tmpl.sql
