@@ -206,7 +206,8 @@ func (r *refundArguments) set(i, n int, k *take) {
 	r.since[i], r.in[i], r.at[i], r.spent[i] = &k.since, &k.in, &k.at, &k.spent
 }
 
-// undecide says of all parts that the statement has not come to them. It does if no row comes back for one.
+// undecide says of all parts that the statement has not come to them. That stays so for those that its answer leaves
+// out.
 func (c *call) undecide() {
 	for _, p := range c.into {
 		p.decision.granted = passedOver

@@ -56,7 +56,8 @@ BEGIN
         IF again THEN
             RAISE EXCEPTION 'rate_limit: the keys are on several of % shards', shards
                 USING ERRCODE = 'RLS01', DETAIL = shards::text,
-                    HINT = 'With lock_timeout_ms or skip_held, or by rate_limit_take_, ask for the keys of one shard at a time.';
+                    HINT = 'With lock_timeout_ms or skip_held, or by rate_limit_take_, '
+                        'ask for the keys of one shard at a time.';
         END IF;
         RETURN NULL;
     END IF;
