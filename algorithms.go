@@ -29,6 +29,8 @@ var (
 	takeCalendarStatement string
 	//go:embed sql/call/all.sql
 	allStatement string
+	//go:embed sql/call/takeall.sql
+	takeAllStatement string
 	//go:embed sql/call/reset.sql
 	resetStatement string
 	//go:embed sql/call/policies.sql

@@ -1,10 +1,12 @@
 package ratelimit
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"maps"
 	"math/rand/v2"
+	"reflect"
 	"slices"
 	"strings"
 	"testing"
@@ -14,6 +16,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/ratelimit/internal/algorithm"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
@@ -241,6 +244,88 @@ func TestAllEqualsModels(t *testing.T) {
 	}
 }
 
+// The same for rate_limit_take_all, with requests that it is made for.
+func TestTakesFromAllEqualModels(t *testing.T) {
+	t.Parallel()
+
+	pool, seed, taken, left := pgtest.New(t).Pool, testSeed(t), 0, 0
+	for story := range uint64(100 * rounds(t)) {
+		m, n, err := tellTakes(t, pool, rand.New(rand.NewPCG(seed, story)), story)
+		require.NoError(t, err, "story %d", story)
+		taken, left = taken+m, left+n
+	}
+	require.Greater(t, taken, 100*rounds(t))
+	require.Greater(t, left, 100*rounds(t))
+}
+
+// tellTakes has requests of several parts take by rate_limit_take_all, now and then from rows with granted credit. It
+// returns how the models differ, and how often it has decided and has left that to rate_limit_all.
+func tellTakes(t *testing.T, pool *pgxpool.Pool, r *rand.Rand, story uint64) (taken, left int, err error) {
+	t.Helper()
+	policy := func() model {
+		for {
+			if p := randomPolicy(r); p.numbers().Algorithm != algorithm.SlidingLog {
+				return p
+			}
+		}
+	}
+	space, durable := fmt.Sprintf("%d ", story), r.IntN(2) == 0
+	policies := map[string]model{"a": policy(), "b": policy(), "c": policy()}
+	model := rows{false: {}, true: {}}
+	clock := int64(1)<<50 + r.Int64N(1<<51)
+	var goals []int64
+	for range 20 {
+		name := string('a' + rune(r.IntN(3)))
+		switch r.IntN(10) {
+		case 0:
+			policies[name] = policy()
+		case 1:
+			policies[name] = changedPolicy(r, policies[name])
+		}
+		clock, goals = nextClock(r, clock, policies[name], goals), nil
+		requests := make([]modelRequest, 1+r.IntN(3))
+		for i := range requests {
+			q := randomRequest(r, policies, nil, space, false)
+			q.count, q.ahead = q.count-q.ahead, 0
+			for j := range q.parts {
+				p := &q.parts[j]
+				p.durable, p.id.key = durable, "{"+space+"}"+[...]string{"x", "ä"}[r.IntN(2)]
+				if limit := p.policy.numbers().Limit; p.cost > 0 && r.IntN(4) > 0 { // or it would seldom fit
+					p.cost = 1 + r.Int64N(max(limit/4, 1))
+				}
+			}
+			slices.SortFunc(q.parts, func(a, b modelPart) int { return cmp.Compare(a.id.name+a.id.key, b.id.name+b.id.key) })
+			q.parts = slices.CompactFunc(q.parts, func(a, b modelPart) bool { return a.id == b.id })
+			requests[i] = q
+		}
+		from, into := rowSetOfModel(requests)
+		model.decideAll(requests, clock)
+		for _, request := range requests {
+			for _, p := range request.parts {
+				if p.decision.retryAfter != never {
+					goals = append(goals, clock+p.decision.retryAfter)
+				}
+				goals = append(goals, clock+p.decision.resetAfter)
+			}
+		}
+		if from == nil { // a grant, say
+			compareAll(t, pool, space, requests, clock, false)
+			continue
+		}
+		declined, err := takesDiffer(t.Context(), pool, requests, clock, from, into)
+		if err == nil {
+			err = rowsDiffer(t, pool, space, model)
+		}
+		if err != nil {
+			return taken, left, err
+		}
+		if taken++; declined {
+			taken, left = taken-1, left+1
+		}
+	}
+	return taken, left, nil
+}
+
 func randomRequest(
 	r *rand.Rand,
 	policies map[string]model,
@@ -403,7 +488,66 @@ func compareAll(t *testing.T, pool *pgxpool.Pool, title string, requests []model
 	require.Len(t, got, int(ord), title)
 }
 
+// rowSetOfModel returns the rows that requests take from, and their parts, or nil if rate_limit_take_all cannot be asked.
+func rowSetOfModel(requests []modelRequest) (*rowSet, []*part) {
+	var asked []*request
+	var into []*part
+	var counts []int64
+	for _, r := range requests {
+		q := &request{count: r.count, ahead: r.ahead}
+		for _, p := range r.parts {
+			q.parts = append(q.parts, part{
+				space: &keyspace{durable: p.durable}, model: p.policy, name: p.id.name, key: p.id.key, cost: p.cost,
+			})
+			counts = append(counts, r.count)
+		}
+		for i := range q.parts {
+			into = append(into, &q.parts[i])
+		}
+		asked = append(asked, q)
+	}
+	return rowSetOf(asked, into, counts), into
+}
+
+// takesDiffer has rate_limit_take_all decide requests, and compares every decision. left tells whether it has left them
+// to rate_limit_all.
+func takesDiffer(
+	ctx context.Context, pool *pgxpool.Pool, requests []modelRequest, clock int64, from *rowSet, into []*part,
+) (left bool, err error) {
+	var owners []int32
+	var counts []int64
+	var want []decision
+	for i, r := range requests {
+		for _, p := range r.parts {
+			owners, counts, want = append(owners, int32(i)), append(counts, r.count), append(want, p.decision)
+		}
+	}
+	d := newDatabase(pool, "", func() time.Time { return time.UnixMicro(clock) })
+	c := d.takeAll(from, into, owners, counts, transaction{})
+	from.left = func() { left = true }
+	if err := c.query(ctx, pool, false); err != nil {
+		return left, err
+	}
+	for i := range want {
+		is, want := into[i].decision, want[i]
+		is.decidedAt = timeRead(is.decidedAt.UnixMicro())
+		for _, d := range []*decision{&is, &want} {
+			d.state, d.taken.units = toldState(d.state), 0
+		}
+		if !reflect.DeepEqual(want, is) {
+			return left, fmt.Errorf("part %d, left %v: SQL %+v, model %+v", i, left, is, want)
+		}
+	}
+	return left, nil
+}
+
 func compareRows(t *testing.T, pool *pgxpool.Pool, title, space string, model rows) {
+	t.Helper()
+	require.NoError(t, rowsDiffer(t, pool, space, model), title)
+}
+
+// rowsDiffer compares every column of every row.
+func rowsDiffer(t *testing.T, pool *pgxpool.Pool, space string, model rows) error {
 	t.Helper()
 	for durable, want := range model {
 		found, err := pool.Query(
@@ -412,18 +556,18 @@ func compareRows(t *testing.T, pool *pgxpool.Pool, title, space string, model ro
 			[]string{space + "a", space + "b", space + "c"},
 		)
 		require.NoError(t, err)
-		seen := 0
+		is := map[rowID]storedRow{}
 		for found.Next() {
 			id, row, err := scanRow(found)
 			require.NoError(t, err)
-			expected, ok := want[id]
-			require.True(t, ok, "%s, %v", title, id)
-			require.Equal(t, expected, row, "%s, %v", title, id)
-			seen++
+			is[id] = row
 		}
 		require.NoError(t, found.Err())
-		require.Equal(t, len(want), seen, "%s: rows in %s", title, strings.TrimSpace(pgtest.Table(durable)))
+		if !reflect.DeepEqual(want, is) {
+			return fmt.Errorf("in %s: SQL %+v, model %+v", strings.TrimSpace(pgtest.Table(durable)), is, want)
+		}
 	}
+	return nil
 }
 
 // Before missing rows are made, all parts are looked at without locks. A request that misses no row is still

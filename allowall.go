@@ -110,8 +110,8 @@ type set struct {
 type setEntry struct {
 	limiter     *Limiter // of the policy in force
 	key         string
-	first, last int    // its parts: from first to before last; none if a row allows or denies everything
-	answer      Result // what that row says
+	first, last int     // its parts: from first to before last; none if a row allows or denies everything
+	answer      *Result // what that row says
 }
 
 // newSet checks the requests. In a transaction of the caller's it does not matter which databases the limiters have.
@@ -163,9 +163,9 @@ func (s *set) add(ctx context.Context, i int, q Request, inTx bool) error {
 	r, e := s.request, &s.entries[i]
 	e.limiter, e.key, e.first = in, q.key, len(r.parts)
 	if row != nil {
-		e.answer, _ = in.decision(row, q.cost)
-		if !e.answer.Allowed {
-			s.denied = &e.answer
+		answer, _ := in.decision(row, q.cost)
+		if e.answer = &answer; !answer.Allowed {
+			s.denied = &answer
 		}
 		e.last = e.first
 		return nil
@@ -235,9 +235,10 @@ func (s *set) results() Results {
 		results.Allowed = r.place <= r.parts[0].decision.granted
 	}
 	for i, e := range s.entries {
-		each := e.answer
+		var each Result
 		switch {
 		case e.first == e.last:
+			each = *e.answer
 		case s.denied == nil:
 			each = r.resultOf(e.first, e.last, e.limiter.policy)
 		default: // nobody has been asked

@@ -190,13 +190,13 @@ func TestMistakesInTheFunctionsDifferFromTheModel(t *testing.T) {
 		{sliding, "d.prev_count * (d.window_start", "0 * (d.window_start"},
 		{sliding, "greatest(clock, d.window_start)) + window_us - 1) / window_us", "greatest(clock, d.window_start))) / window_us"},
 		{sliding, "clock, clock + 2 * window_us", "clock, clock + window_us"},
-		{bucket, "* refill - units * every_us,", "* refill - units * every_us - 1,"},
+		{bucket, "* inflow - units * every_us,", "* inflow - units * every_us - 1,"},
 		{bucket, "window_start = greatest(clock, d.window_start)", "window_start = clock"},
-		{bucket, "+ units * every_us - 1) / refill + 1", "+ units * every_us) / refill + 1"},
+		{bucket, "+ units * every_us - 1) / inflow + 1", "+ units * every_us) / inflow + 1"},
 		{bucket, "d.count = 0 AND", ""},
 		{bucket, "d.scale = every_us AND", ""},
-		{bucket, "AND d.capacity = capacity", ""},
-		{bucket, "d.refill = refill AND", ""},
+		{bucket, "AND d.capacity = tokens", ""},
+		{bucket, "d.refill = inflow AND", ""},
 		{bucket, ">= units * every_us", ">= units * every_us - every_us"},
 		{bucket, "credit, scale = s.scale", "credit"},
 		{log, "least(asked, remaining / cost)", "least(asked, remaining / cost + 1)"},
@@ -231,10 +231,10 @@ func TestMistakesInTheFunctionsDifferFromTheModel(t *testing.T) {
 				continue // it has no such statement
 			}
 			if algorithm == bucket && stands == "count = d.count + units" {
-				stands = "* refill - units * every_us,"
+				stands = "* inflow - units * every_us,"
 			}
 			eachOf("for one key", algorithm, stands, map[string]string{
-				"count = d.count + units": "count = d.count + units + 1", "* refill - units * every_us,": "* refill - units * every_us - 1,",
+				"count = d.count + units": "count = d.count + units + 1", "* inflow - units * every_us,": "* inflow - units * every_us - 1,",
 				"SELECT name, e.key, ": "SELECT name, e.key || '?', ", "WHERE d.ctid = s.tid": "WHERE d.ctid = s.tid AND false",
 			}[stands], 2)
 		}
@@ -284,19 +284,19 @@ func TestMistakesInTheFunctionsDifferFromTheModel(t *testing.T) {
 		{calendar, "AND d.expires_at = d.window_start + d.scale", ""},
 		{calendar, "excluded.count <= max_count - d.count", "excluded.count <= max_count - d.count + 1"},
 		{bucket, "ELSE 0 END + excluded.credit", "ELSE -1 END + excluded.credit"},
-		{bucket, "THEN d.credit + greatest(clock - d.window_start, 0) * refill - full_credit", "THEN d.credit - full_credit"},
+		{bucket, "THEN d.credit + greatest(clock - d.window_start, 0) * inflow - full_credit", "THEN d.credit - full_credit"},
 		{bucket, "THEN greatest(clock, d.window_start) ELSE", "THEN clock ELSE"},
 		{bucket, "THEN d.since ELSE", "THEN clock ELSE"},
 		{bucket, "THEN d.returned ELSE 0", "THEN d.returned ELSE d.returned"},
-		{bucket, "(full_credit - excluded.credit) - 1) / refill + 1", "(full_credit - excluded.credit)) / refill + 1"},
-		{bucket, "every_us - 1) / refill + 1", "every_us - 1) / refill"},
+		{bucket, "(full_credit - excluded.credit) - 1) / inflow + 1", "(full_credit - excluded.credit)) / inflow + 1"},
+		{bucket, "every_us - 1) / inflow + 1", "every_us - 1) / inflow"},
 		{bucket, "d.count = 0 AND", ""},
 		{bucket, "d.scale = every_us AND", ""},
-		{bucket, "AND d.capacity = capacity", ""},
-		{bucket, "d.refill = refill AND", ""},
-		{bucket, "d.window_start - clock <= (full_credit - 1) / refill + 1", "d.window_start - clock <= (full_credit - 1) / refill + 2 * every_us"},
+		{bucket, "AND d.capacity = tokens", ""},
+		{bucket, "d.refill = inflow AND", ""},
+		{bucket, "d.window_start - clock <= (full_credit - 1) / inflow + 1", "d.window_start - clock <= (full_credit - 1) / inflow + 2 * every_us"},
 		{bucket, ">= (full_credit - excluded.credit)", ">= (full_credit - excluded.credit) - every_us"},
-		{bucket, "full_credit - d.credit - 1) / refill END", "full_credit - d.credit - 1) / refill - 1 END"},
+		{bucket, "full_credit - d.credit - 1) / inflow END", "full_credit - d.credit - 1) / inflow - 1 END"},
 	} {
 		check("in one statement", functions[c.algorithm], c, nil)
 	}
@@ -310,6 +310,43 @@ func TestMistakesInTheFunctionsDifferFromTheModel(t *testing.T) {
 		}
 		counted := map[int]string{fixed: "excluded.count,", sliding: "excluded.count,", bucket: "excluded.credit,", calendar: "excluded.count,"}[algorithm]
 		eachOf("in one statement", algorithm, counted, "1 + "+counted, 2)
+	}
+}
+
+// The same for rate_limit_take_all. It has the rules of the functions above, so this is about what is its own.
+func TestMistakesInTakingFromAllDifferFromTheModels(t *testing.T) {
+	t.Parallel()
+
+	for _, c := range [][2]string{
+		{"AND d.ctid IS NOT NULL", ""},
+		{"EXIT WHEN NOT fits;", ""}, // a denial makes rows
+		{"algorithm = excluded.algorithm", "algorithm = d.algorithm"},
+		{"array_agg(d.told ORDER BY d.place)", "array_agg(d.told ORDER BY -d.place)"},
+		{"ON e.place = p.row_of", "ON e.place = p.place"},
+		{"ELSE 0 END + excluded.count", "ELSE 0 END + 2 * excluded.count"},
+		{"excluded.count <= max_count - d.count)\n", "excluded.count <= max_count - d.count + 1)\n"},
+		{"clock >= d.expires_at\n", "clock >= d.expires_at - 1\n"},
+		{"WHEN clock < d.expires_at THEN d.count ELSE 0 END\n", "ELSE 0 END\n"},
+		{"ELSE clock END + 2 * window_us", "ELSE clock END + window_us"},
+		{">= (full_credit - excluded.credit)", ">= (full_credit - excluded.credit) - every_us"},
+		{"ELSE 0 END + excluded.credit", "ELSE -1 END + excluded.credit"},
+		{"WHEN 3 THEN tokens", "WHEN 3 THEN tokens + 1"},
+		{"WHEN 3 THEN every_us", "WHEN 3 THEN every_us + 1"},
+		{"THEN d.since ELSE clock END", "THEN clock ELSE clock END"},
+		{"WHEN 5 THEN window_end\n", "WHEN 5 THEN window_end + 1\n"},
+	} {
+		t.Run(fmt.Sprintf("%q, not %q", c[1], c[0]), func(t *testing.T) {
+			t.Parallel()
+			db := pgtest.New(t)
+			pgtest.Rewrite(t, db.Pool, "rate_limit_take_all", c[0], c[1])
+			seed := testSeed(t)
+			for story := uint64(0); ; story++ {
+				require.Less(t, story, uint64(5_000), "the models do not tell the mistake")
+				if _, _, err := tellTakes(t, db.Pool, rand.New(rand.NewPCG(seed, story)), story); err != nil {
+					return
+				}
+			}
+		})
 	}
 }
 

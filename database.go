@@ -45,15 +45,22 @@ type database struct {
 	// transaction.
 	sharded atomic.Bool
 	clock   func() time.Time // replaces the database's clock, unless it is nil
+	// manyParts is of how many parts requests are that rate_limit_take_all is asked for. For fewer rate_limit_all is as
+	// fast.
+	manyParts int
+	// declined is how many statements still go to rate_limit_all at once, because the other one had to leave it some.
+	declined atomic.Int32
 	// qualified are the statements by code, as statement takes it, if the schema stands in them.
 	qualified map[int16]string
 }
 
 func newDatabase(db DBTX, schema string, clock func() time.Time) *database {
-	d := &database{db: db, turn: turn.Of(db), schema: schema, clock: clock}
+	d := &database{db: db, turn: turn.Of(db), schema: schema, clock: clock, manyParts: 10}
 	d.memory, _ = db.(*memory.DB)
 	if schema != "" {
-		d.qualified = map[int16]string{ofAll: pg.Qualify(allStatement, schema)}
+		d.qualified = map[int16]string{
+			ofAll: pg.Qualify(allStatement, schema), takesOfAll: pg.Qualify(takeAllStatement, schema),
+		}
 		for _, a := range algorithm.All() {
 			d.qualified[a.Code] = pg.Qualify(implementationOf(a.Code).statement, schema)
 			d.qualified[-a.Code] = pg.Qualify(implementationOf(a.Code).takes, schema)
@@ -62,8 +69,11 @@ func newDatabase(db DBTX, schema string, clock func() time.Time) *database {
 	return d
 }
 
-// ofAll stands for rate_limit_all, where the codes stand for the functions of the algorithms.
-const ofAll int16 = 0
+// These stand for rate_limit_all and rate_limit_take_all, where the codes stand for the functions of the algorithms.
+const (
+	ofAll      int16 = 0
+	takesOfAll int16 = -100
+)
 
 // statement is the text of a statement that decides. A code below 0 stands for the function that only takes.
 func (d *database) statement(code int16) string {
@@ -72,6 +82,8 @@ func (d *database) statement(code int16) string {
 		return d.qualified[code]
 	case code == ofAll:
 		return allStatement
+	case code == takesOfAll:
+		return takeAllStatement
 	case code < 0:
 		return implementationOf(-code).takes
 	}

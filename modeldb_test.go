@@ -144,7 +144,7 @@ func (db *modelDB) decide(sql string, args []any) (*modelRows, error) {
 	}
 	answer := db.answer(requests, passed)
 	if takes {
-		answer = answer.asNumbers()
+		answer = answer.asNumbers(sql != takeAllStatement)
 	}
 	elapse(lasts / 2)
 	return answer, nil
@@ -197,7 +197,7 @@ func (e entries) numbers() (log []int64) {
 }
 
 // asNumbers is the answer as a function tells it that only takes, and that leaves all to the rules of rate_limit_all.
-func (r *modelRows) asNumbers() *modelRows {
+func (r *modelRows) asNumbers(logs bool) *modelRows {
 	var numbers pgtype.FlatArray[pgtype.Int8]
 	for _, v := range r.values {
 		for _, value := range v[:leftNumbers] {
@@ -207,7 +207,7 @@ func (r *modelRows) asNumbers() *modelRows {
 			n := value.(int64)
 			numbers = append(numbers, pgtype.Int8{Int64: n, Valid: n != never})
 		}
-		if len(r.values) == 1 {
+		if logs && len(r.values) == 1 {
 			for _, entry := range v[15].([]int64) {
 				numbers = append(numbers, pgtype.Int8{Int64: entry, Valid: true})
 			}
@@ -218,7 +218,9 @@ func (r *modelRows) asNumbers() *modelRows {
 
 // askedOf is what a statement asks for. takes tells whether it is a function that only takes.
 func askedOf(sql string, args []any) (requests []modelRequest, lockTimeout *int32, skip, takes bool) {
-	if name, one := args[0].(string); one { // the function of an algorithm; rate_limit_all is asked for the same so
+	if sql == takeAllStatement { // so is this
+		takes, args = true, argsOfAll(args)
+	} else if name, one := args[0].(string); one { // the function of an algorithm; rate_limit_all is asked for the same so
 		takes = strings.Contains(sql, "rate_limit_take_")
 		if takes {
 			none := []*int64(nil)
@@ -297,6 +299,34 @@ func askedOf(sql string, args []any) (requests []modelRequest, lockTimeout *int3
 		}
 	}
 	return requests, args[10].(*int32), args[17].(bool), takes
+}
+
+// argsOfAll are the arguments of rate_limit_all for what rate_limit_take_all is asked.
+func argsOfAll(args []any) []any {
+	of := args[10].([]int32)
+	now, none := (*time.Time)(nil), []*int64(nil)
+	if clock := args[15].(*int64); clock != nil {
+		now = new(time.UnixMicro(*clock))
+	}
+	return []any{
+		args[9], ofRows[string](args[0], of), ofRows[string](args[1], of), slices.Repeat([]bool{args[2].(bool)}, len(of)),
+		ofRows[int16](args[3], of), ofRows[int64](args[4], of), ofRows[int64](args[5], of),
+		ofRows[int64](args[6], of), args[11], args[12], args[13], args[14], now, none, none, none, none, false,
+		ofRows[string](args[7], of), []int64(nil),
+	}
+}
+
+// ofRows are the elements of the rows that parts take from.
+func ofRows[T any](all any, of []int32) []T {
+	rows := all.([]T)
+	if rows == nil {
+		return nil
+	}
+	parts := make([]T, len(of))
+	for i, row := range of {
+		parts[i] = rows[row-1]
+	}
+	return parts
 }
 
 // modelRows are what a statement returns.

@@ -73,6 +73,9 @@ const (
 	undecided  = -1 // another part of the request is locked
 )
 
+// sparedParts is how many parts a request may have whose memory is used again.
+const sparedParts = 16
+
 // requestPool has requests used again.
 type requestPool struct{ pool sync.Pool }
 
@@ -82,7 +85,10 @@ func (p *requestPool) get(space *keyspace, policy Policy) *request {
 	if !ok {
 		r = &request{done: make(chan struct{}, 1)}
 	}
-	r.space, r.policy, r.parts, r.count, r.last, r.place = space, policy, r.single[:0], 1, r, 1
+	if r.parts == nil {
+		r.parts = r.single[:0]
+	}
+	r.space, r.policy, r.count, r.last, r.place = space, policy, 1, r, 1
 	return r
 }
 
@@ -99,8 +105,11 @@ func (r *request) add(space *keyspace, models []model, key string, cost int64, r
 
 // put has a request used again. Only its caller may do that, and only once the request has been decided.
 func (p *requestPool) put(r *request) {
-	r.single[0] = part{}
-	r.space, r.policy, r.parts, r.err, r.next, r.last, r.shadow = nil, nil, nil, nil, nil, nil, nil
+	clear(r.parts)
+	if r.parts = r.parts[:0]; cap(r.parts) > sparedParts {
+		r.parts = nil
+	}
+	r.space, r.policy, r.err, r.next, r.last, r.shadow = nil, nil, nil, nil, nil, nil
 	r.ahead, r.ofLease = 0, false
 	p.pool.Put(r)
 }

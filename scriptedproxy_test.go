@@ -86,6 +86,7 @@ func newProxy(t *testing.T, shards int) *scriptedProxy {
 					f.proname, f.declared, f.result,
 					CASE f.proname
 						WHEN 'rate_limit_all' THEN 'keys, requests, names'
+						WHEN 'rate_limit_take_all' THEN 'keys, NULL, names'
 						WHEN 'rate_limit_reset' THEN 'ARRAY[key], NULL, ARRAY[name]'
 						ELSE 'keys, NULL, ARRAY[name]'
 					END,

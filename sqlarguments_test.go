@@ -181,7 +181,7 @@ func TestExamplesInCommentsWork(t *testing.T) {
 	type function struct{ Name, Comment string }
 	functions, err := pgx.CollectRows(rows, pgx.RowToStructByPos[function])
 	require.NoError(t, err)
-	require.Len(t, functions, 19)
+	require.Len(t, functions, 20)
 
 	for _, f := range functions {
 		_, example, found := strings.Cut(f.Comment, "Example: ")
@@ -336,5 +336,58 @@ func TestTakesFromRowsRefuseBadArguments(t *testing.T) {
 		require.ErrorAs(t, err, &refused, call)
 		require.Equal(t, "22023", refused.Code, "%s: %v", call, refused)
 		require.Equal(t, before, storedRows(t, db.Pool, false), call)
+	}
+}
+
+// rate_limit_take_all leaves to rate_limit_all what is not asked as it says: rows that come twice or in another order,
+// what does not belong together, and what would never fit. So no row has more taken from it than it has room for.
+func TestTakesOfSetsAskedBadly(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	const good = `'{n,n,n}', '{ccc,bb,a}', false, '{1,2,3}', '{3,3,3}', '{60000000,60000000,60000000}', '{0,0,1}', NULL,
+		'{1,1,1}', '{1,1,1}', '{1,2,3}', NULL, NULL`
+	ask := func(oldNew ...string) (numbers []int64, err error) {
+		rows, err := db.Pool.Query(t.Context(), "SELECT array_replace(rate_limit_take_all("+
+			strings.NewReplacer(oldNew...).Replace(good)+"), NULL, 0)")
+		require.NoError(t, err)
+		return pgx.CollectOneRow(rows, pgx.RowTo[[]int64])
+	}
+	for range 2 {
+		numbers, err := ask()
+		require.NoError(t, err)
+		require.Len(t, numbers, 3*takenNumbers)
+	}
+	for _, bad := range [][]string{
+		{"{ccc,bb,a}", "{bb,ccc,a}", "{1,2,3}', '{3", "{2,1,3}', '{3"}, // in another order
+		{"{ccc,bb,a}", "[0:2]={ccc,bb,a}"},
+		{"{n,n,n}", "[0:2]={n,n,n}"},
+		{"{1,1,1}', '{1,1,1}", "{2,1,1}', '{1,1,1}", "'{1,2,3}', NULL", "'{1,2,3}', '{2,1,1}'"}, // more than is left
+		{"{1,1,1}', '{1,1,1}", "{0,1,1}', '{1,1,1}"},
+		{"{1,1,1}', '{1,1,1}", "{1,1,9223372036854775807}', '{1,1,1}"},
+	} {
+		numbers, err := ask(bad...)
+		if err == nil {
+			require.Len(t, numbers, 3*leftNumbers, bad)
+			for id, row := range storedRows(t, db.Pool, false) {
+				require.LessOrEqual(t, row.count, int64(3), "%v: %v", id, bad)
+			}
+			pgtest.Exec(t, db.Pool, "UPDATE rate_limit_ephemeral SET count = CASE WHEN algorithm < 3 THEN 2 ELSE 0 END")
+		}
+	}
+	for _, c := range []struct {
+		bad     []string
+		message string
+	}{
+		{[]string{"{ccc,bb,a}", "{ccc,ccc,a}", "{1,2,3}', '{3", "{1,1,3}', '{3"}, "one request are for the same key"},
+		{[]string{"{ccc,bb,a}", "[0:2]={ccc,ccc,a}"}, "one request are for the same key"},
+		{[]string{"{n,n,n}", "{n,n}"}, "the name of part 3 is not valid"},
+		{[]string{"{3,3,3}", "{3,3,9223372036854775807}"}, "outside the exact range"},
+		{[]string{"60000000}", "0}"}, "outside the exact range"},
+		{[]string{"{1,2,3}', '{3", "{1,2,9}', '{3"}, "is no algorithm"},
+		{[]string{"{ccc,bb,a}", "{ccc,bb,NULL}"}, "the key of part 3 is not valid"},
+	} {
+		_, err := ask(c.bad...)
+		require.ErrorContains(t, err, c.message, c.bad)
 	}
 }

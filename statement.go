@@ -52,6 +52,7 @@ type call struct {
 	into   []*part
 	takes  bool    // the function is one whose name begins with rate_limit_take_
 	counts []int64 // then, of how many requests each part is; nil if that is 1 each
+	from   *rowSet // then, the rows that the parts take from; nil if each takes from a row of its own
 }
 
 // call returns the statement for requests.
@@ -126,13 +127,7 @@ func (d *database) callAll(requests []*request, tx transaction) call {
 	for _, r := range requests {
 		n += len(r.parts)
 	}
-	owners, names, keys := make([]int32, n), make([]string, n), make([]string, n)
-	durables, algorithms := make([]bool, n), make([]int16, n)
-	numbers := make([]int64, 5*n)
-	limits, spans, refills, costs, counts :=
-		numbers[:n], numbers[n:2*n], numbers[2*n:3*n], numbers[3*n:4*n], numbers[4*n:]
-	var zones []string // nil if no part has one
-	var leased []int64 // nil if nothing is leased of a bucket
+	owners, counts := make([]int32, n), make([]int64, n)
 	into := make([]*part, 0, n)
 	for i, r := range requests {
 		for j := range r.parts {
@@ -143,6 +138,17 @@ func (d *database) callAll(requests []*request, tx transaction) call {
 	if len(requests) == 1 { // not needed, but it saves the function the sorting
 		slices.SortFunc(into, compareLockOrder)
 	}
+	if n >= d.manyParts && !tx.skipHeld && !d.declines() {
+		if from := rowSetOf(requests, into, counts); from != nil {
+			return d.takeAll(from, into, owners, counts, tx)
+		}
+	}
+	names, keys := make([]string, n), make([]string, n)
+	durables, algorithms := make([]bool, n), make([]int16, n)
+	numbers := make([]int64, 4*n)
+	limits, spans, refills, costs := numbers[:n], numbers[n:2*n], numbers[2*n:3*n], numbers[3*n:]
+	var zones []string // nil if no part has one
+	var leased []int64 // nil if nothing is leased of a bucket
 	var refunds refundArguments
 	durable, flush := false, false
 	for i, p := range into {
@@ -238,6 +244,9 @@ func (c *call) answer() (targets []any, each func() error) {
 	}
 	var numbers pgtype.FlatArray[pgtype.Int8]
 	return []any{&numbers}, func() error {
+		if c.from != nil {
+			return c.from.takenInto(c.into, c.counts, numbers)
+		}
 		return takenInto(c.into, c.counts, numbers)
 	}
 }

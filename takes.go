@@ -2,6 +2,7 @@ package ratelimit
 
 import (
 	"errors"
+	"slices"
 	"time"
 
 	"github.com/jackc/pgx/v5/pgtype"
@@ -51,14 +52,14 @@ func takenInto(into []*part, counts []int64, numbers []pgtype.Int8) error {
 			others = others[leftNumbers:]
 			continue
 		}
-		if len(taken) == 0 {
+		if len(taken) == 0 || !p.like(taken) {
 			return errUnlikeAnswer
 		}
 		count := int64(1)
 		if counts != nil {
 			count = counts[i]
 		}
-		p.decision = p.takenDecision(count, taken)
+		p.decision = p.takenDecision(count, count*p.cost, 0, taken)
 		taken = taken[takenNumbers:]
 	}
 	return nil
@@ -89,22 +90,34 @@ func entriesOf(numbers []pgtype.Int8) entries {
 	return newEntries(log)
 }
 
+// like tells whether the numbers can be those of the part's row.
+func (p *part) like(n []pgtype.Int8) bool { return !p.model.numbers().Refills() || n[5].Int64 > 0 }
+
 // takenDecision is the decision about as many requests as count, which were all granted. n has the time and the row.
-// The model tells what remains, and for how long.
-func (p *part) takenDecision(count int64, n []pgtype.Int8) decision {
-	of, units, at := p.model.numbers(), count*p.cost, n[0].Int64
+// The row was taken units from, and the last of them, as many as later, by other parts that came after this one. The
+// model tells what remains, and for how long.
+func (p *part) takenDecision(count, units, later int64, n []pgtype.Int8) decision {
+	of, at := p.model.numbers(), n[0].Int64
 	s := state{
 		count: n[1].Int64, prevCount: n[2].Int64, windowStart: n[3].Int64,
 		credit: n[4].Int64, scale: n[5].Int64, expiresAt: n[6].Int64, since: n[7].Int64,
 	}
-	d := decision{granted: count, state: s, taken: take{since: s.since, in: s.windowStart}}
+	d := decision{granted: count, taken: take{since: s.since, in: s.windowStart}}
 	// A window or a bucket that begins with this take does so at the reading of the clock that decided.
 	begins := s.count == units && s.prevCount == 0
 	if of.Refills() {
-		full := of.Limit * micros(of.Span)
-		begins = s.credit == full-units*micros(of.Span)
+		full, every := of.Limit*micros(of.Span), micros(of.Span)
+		begins = s.credit == full-units*every
+		if later > 0 {
+			s.credit += later * every
+			s.expiresAt = s.windowStart + ceilDiv(full-s.credit, of.Refill)
+		}
 		d.taken.at = n[8].Int64 + full - s.credit
+		d.state = s
 		s.capacity, s.refill, s.returned = of.Limit, of.Refill, n[8].Int64
+	} else {
+		s.count -= later
+		d.state = s
 	}
 	if begins {
 		at = s.windowStart
@@ -112,4 +125,129 @@ func (p *part) takenDecision(count int64, n []pgtype.Int8) decision {
 	_, now := p.model.decide(s, at, 0)
 	d.remaining, d.resetAfter, d.decidedAt = now.remaining, now.resetAfter, time.UnixMicro(at)
 	return d
+}
+
+// rowSet is the rows that parts take from, for rate_limit_take_all.
+type rowSet struct {
+	rows []*part // each by a part that takes from it, in the order of locking
+	// units is what all parts take from each of the rows.
+	units []int64
+	of    []int32 // each part's row, from 1
+	left  func()  // is called if rate_limit_all has decided
+}
+
+// declinedSets is how many statements go to rate_limit_all at once after one that rate_limit_take_all has left to it, so
+// that vain attempts cost little where many sets are denied.
+const declinedSets = 15
+
+// declines tells whether a statement is to go to rate_limit_all at once.
+func (d *database) declines() bool {
+	if d.declined.Load() <= 0 {
+		return false
+	}
+	d.declined.Add(-1)
+	return true
+}
+
+// rowSetOf returns the rows that the parts of requests take from, counts[i] times each, or nil if rate_limit_take_all
+// cannot decide them or would leave them to rate_limit_all anyway.
+func rowSetOf(requests []*request, parts []*part, counts []int64) *rowSet {
+	for _, r := range requests {
+		for i := range r.parts {
+			p := &r.parts[i]
+			if of := p.model.numbers(); p.cost < 1 || p.cost > of.Limit || r.count > of.Limit/p.cost ||
+				p.space.durable != parts[0].space.durable || of.Algorithm == algorithm.SlidingLog || r.leased(p) != 0 {
+				return nil
+			}
+		}
+	}
+	order := make([]int32, len(parts))
+	for i := range order {
+		order[i] = int32(i)
+	}
+	slices.SortFunc(order, func(a, b int32) int { return compareLockOrder(parts[a], parts[b]) })
+	s := &rowSet{of: make([]int32, len(parts))}
+	for _, i := range order {
+		p := parts[i]
+		last := len(s.rows) - 1
+		if last < 0 || compareLockOrder(p, s.rows[last]) != 0 {
+			s.rows, s.units = append(s.rows, p), append(s.units, 0)
+			last++
+		}
+		units := counts[i] * p.cost
+		if s.rows[last].model != p.model || s.units[last] > p.model.numbers().Limit-units {
+			return nil
+		}
+		s.units[last] += units
+		s.of[i] = int32(last) + 1
+	}
+	return s
+}
+
+// takeAll calls rate_limit_take_all.
+func (d *database) takeAll(from *rowSet, into []*part, owners []int32, counts []int64, tx transaction) call {
+	n := len(from.rows)
+	names, keys, algorithms := make([]string, n), make([]string, n), make([]int16, n)
+	numbers := make([]int64, 3*n)
+	limits, spans, refills := numbers[:n], numbers[n:2*n], numbers[2*n:]
+	var zones []string // nil if no row has one
+	flush := false
+	for i, p := range from.rows {
+		of := p.model.numbers()
+		names[i], keys[i], algorithms[i] = p.name, p.key, of.Algorithm
+		limits[i], spans[i], refills[i] = of.Limit, micros(of.Span), of.Refill
+		if of.Zone != "" {
+			if zones == nil {
+				zones = make([]string, n)
+			}
+			zones[i] = of.Zone
+		}
+		flush = flush || p.space.flush
+	}
+	costs, asked := []int64(nil), []int64(nil) // nil if all are 1
+	if slices.ContainsFunc(into, func(p *part) bool { return p.cost != 1 }) ||
+		slices.ContainsFunc(counts, func(n int64) bool { return n != 1 }) {
+		costs, asked = make([]int64, len(into)), counts
+		for i, p := range into {
+			costs[i] = p.cost
+		}
+	}
+	from.left = func() { d.declined.Store(declinedSets) }
+	durable := into[0].space.durable
+	return call{
+		sql: d.statement(takesOfAll), into: into, takes: true, counts: counts, from: from,
+		args: []any{
+			names, keys, durable, algorithms, limits, spans, refills, zones, from.units, owners, from.of, costs, asked,
+			tx.lockTimeout, d.synchronousCommit(tx, durable, flush), microsOf(d.now()),
+		},
+	}
+}
+
+// takenInto reads the answer of rate_limit_take_all to requests for the parts.
+func (s *rowSet) takenInto(into []*part, counts []int64, numbers []pgtype.Int8) error {
+	switch len(numbers) {
+	case takenNumbers * len(s.rows):
+		later := slices.Clone(s.units)
+		for i, p := range into {
+			row := s.of[i] - 1
+			later[row] -= counts[i] * p.cost
+			n := numbers[takenNumbers*row:][:takenNumbers]
+			if !p.like(n) {
+				return errUnlikeAnswer
+			}
+			p.decision = p.takenDecision(counts[i], s.units[row], later[row], n)
+		}
+		return nil
+	case leftNumbers * len(into):
+		s.left()
+		for ; len(numbers) > 0; numbers = numbers[leftNumbers:] {
+			i := numbers[0].Int64
+			if i < 1 || i > int64(len(into)) {
+				return errUnlikeAnswer
+			}
+			into[i-1].decision = leftDecision(numbers)
+		}
+		return nil
+	}
+	return errUnlikeAnswer
 }

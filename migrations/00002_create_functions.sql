@@ -77,6 +77,7 @@ CREATE FUNCTION _rate_limit_window_end(
 )
 RETURNS bigint
 LANGUAGE plpgsql
+STABLE
 AS $$
 #variable_conflict use_variable
 DECLARE
@@ -2097,8 +2098,9 @@ BEGIN
                         AND clock + 10000 < d.expires_at AND d.expires_at = d.window_start + window_us
                         AND units <= max_count - d.count
                 RETURNING ARRAY[
-    coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint),
-    d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at, d.since, d.returned],
+                    coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint),
+                    d.count, d.prev_count, d.window_start, d.credit,
+                    d.scale, d.expires_at, d.since, d.returned],
                     d.window_start + window_us - 1
                 INTO taken, ends;
             ELSE
@@ -2109,8 +2111,9 @@ BEGIN
                         AND clock + 10000 < d.expires_at AND d.expires_at = d.window_start + window_us
                         AND units <= max_count - d.count
                 RETURNING ARRAY[
-    coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint),
-    d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at, d.since, d.returned],
+                    coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint),
+                    d.count, d.prev_count, d.window_start, d.credit,
+                    d.scale, d.expires_at, d.since, d.returned],
                     d.window_start + window_us - 1
                 INTO taken, ends;
             END IF;
@@ -2162,12 +2165,11 @@ BEGIN
             give_up := CASE WHEN lock_timeout_ms <> -1 THEN clock_timestamp() + lock_timeout_ms * interval '25 ms'
                 ELSE 'infinity' END;
             IF durable IS NOT TRUE THEN
-                -- unnest((SELECT ...)) hides the arrays' length from the planner.
                 WITH d AS (
                     INSERT INTO rate_limit_ephemeral AS d
                         (prefix, key, algorithm, count, window_start, expires_at)
                     SELECT name, e.key, 1, e.units, clock, clock + window_us
-                    FROM unnest((SELECT keys), (SELECT each)) AS e (key, units)
+                    FROM unnest(keys, each) AS e (key, units)
                     ON CONFLICT (prefix, key) DO UPDATE SET
                         count = CASE WHEN clock < d.expires_at THEN d.count ELSE 0 END + excluded.count,
                         window_start = CASE WHEN clock < d.expires_at THEN d.window_start ELSE clock END,
@@ -2178,17 +2180,18 @@ BEGIN
                             OR clock + 10000 < d.expires_at AND d.expires_at = d.window_start + window_us
                             AND excluded.count <= max_count - d.count)
                     RETURNING d.key, ARRAY[
-    greatest(clock, least(coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint), clock + 10000)),
-    d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at, d.since, d.returned] AS told
+                        greatest(clock, least(clock + 10000,
+                            coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint))),
+                        d.count, d.prev_count, d.window_start, d.credit,
+                        d.scale, d.expires_at, d.since, d.returned] AS told
                 )
                 SELECT array_agg(d.key), array_agg(d.told) INTO taken_keys, taken FROM d;
             ELSE
-                -- unnest((SELECT ...)) hides the arrays' length from the planner.
                 WITH d AS (
                     INSERT INTO rate_limit_durable AS d
                         (prefix, key, algorithm, count, window_start, expires_at)
                     SELECT name, e.key, 1, e.units, clock, clock + window_us
-                    FROM unnest((SELECT keys), (SELECT each)) AS e (key, units)
+                    FROM unnest(keys, each) AS e (key, units)
                     ON CONFLICT (prefix, key) DO UPDATE SET
                         count = CASE WHEN clock < d.expires_at THEN d.count ELSE 0 END + excluded.count,
                         window_start = CASE WHEN clock < d.expires_at THEN d.window_start ELSE clock END,
@@ -2199,8 +2202,10 @@ BEGIN
                             OR clock + 10000 < d.expires_at AND d.expires_at = d.window_start + window_us
                             AND excluded.count <= max_count - d.count)
                     RETURNING d.key, ARRAY[
-    greatest(clock, least(coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint), clock + 10000)),
-    d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at, d.since, d.returned] AS told
+                        greatest(clock, least(clock + 10000,
+                            coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint))),
+                        d.count, d.prev_count, d.window_start, d.credit,
+                        d.scale, d.expires_at, d.since, d.returned] AS told
                 )
                 SELECT array_agg(d.key), array_agg(d.told) INTO taken_keys, taken FROM d;
             END IF;
@@ -2649,8 +2654,9 @@ BEGIN
                                     - (d.prev_count * (d.window_start + window_us
                                         - greatest(clock, d.window_start)) + window_us - 1) / window_us
                 RETURNING ARRAY[
-    coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint),
-    d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at, d.since, d.returned],
+                    coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint),
+                    d.count, d.prev_count, d.window_start, d.credit,
+                    d.scale, d.expires_at, d.since, d.returned],
                     d.window_start + window_us - 1
                 INTO taken, ends;
             ELSE
@@ -2664,8 +2670,9 @@ BEGIN
                                     - (d.prev_count * (d.window_start + window_us
                                         - greatest(clock, d.window_start)) + window_us - 1) / window_us
                 RETURNING ARRAY[
-    coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint),
-    d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at, d.since, d.returned],
+                    coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint),
+                    d.count, d.prev_count, d.window_start, d.credit,
+                    d.scale, d.expires_at, d.since, d.returned],
                     d.window_start + window_us - 1
                 INTO taken, ends;
             END IF;
@@ -2717,12 +2724,11 @@ BEGIN
             give_up := CASE WHEN lock_timeout_ms <> -1 THEN clock_timestamp() + lock_timeout_ms * interval '25 ms'
                 ELSE 'infinity' END;
             IF durable IS NOT TRUE THEN
-                -- unnest((SELECT ...)) hides the arrays' length from the planner.
                 WITH d AS (
                     INSERT INTO rate_limit_ephemeral AS d
                         (prefix, key, algorithm, count, window_start, expires_at)
                     SELECT name, e.key, 2, e.units, clock, clock + 2 * window_us
-                    FROM unnest((SELECT keys), (SELECT each)) AS e (key, units)
+                    FROM unnest(keys, each) AS e (key, units)
                     ON CONFLICT (prefix, key) DO UPDATE SET
                         count = CASE WHEN clock < d.window_start + window_us THEN d.count ELSE 0 END + excluded.count,
                         prev_count = CASE WHEN clock < d.window_start + window_us THEN d.prev_count
@@ -2747,17 +2753,18 @@ BEGIN
                                         - (d.prev_count * (d.window_start + window_us
                                             - greatest(clock, d.window_start)) + window_us - 1) / window_us END
                     RETURNING d.key, ARRAY[
-    greatest(clock, least(coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint), clock + 10000)),
-    d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at, d.since, d.returned] AS told
+                        greatest(clock, least(clock + 10000,
+                            coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint))),
+                        d.count, d.prev_count, d.window_start, d.credit,
+                        d.scale, d.expires_at, d.since, d.returned] AS told
                 )
                 SELECT array_agg(d.key), array_agg(d.told) INTO taken_keys, taken FROM d;
             ELSE
-                -- unnest((SELECT ...)) hides the arrays' length from the planner.
                 WITH d AS (
                     INSERT INTO rate_limit_durable AS d
                         (prefix, key, algorithm, count, window_start, expires_at)
                     SELECT name, e.key, 2, e.units, clock, clock + 2 * window_us
-                    FROM unnest((SELECT keys), (SELECT each)) AS e (key, units)
+                    FROM unnest(keys, each) AS e (key, units)
                     ON CONFLICT (prefix, key) DO UPDATE SET
                         count = CASE WHEN clock < d.window_start + window_us THEN d.count ELSE 0 END + excluded.count,
                         prev_count = CASE WHEN clock < d.window_start + window_us THEN d.prev_count
@@ -2782,8 +2789,10 @@ BEGIN
                                         - (d.prev_count * (d.window_start + window_us
                                             - greatest(clock, d.window_start)) + window_us - 1) / window_us END
                     RETURNING d.key, ARRAY[
-    greatest(clock, least(coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint), clock + 10000)),
-    d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at, d.since, d.returned] AS told
+                        greatest(clock, least(clock + 10000,
+                            coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint))),
+                        d.count, d.prev_count, d.window_start, d.credit,
+                        d.scale, d.expires_at, d.since, d.returned] AS told
                 )
                 SELECT array_agg(d.key), array_agg(d.told) INTO taken_keys, taken FROM d;
             END IF;
@@ -3211,6 +3220,8 @@ DECLARE
     begun bigint[];    -- which of them have a row that was made
     until timestamptz; -- by when a row has to be locked
     give_up timestamptz;
+    tokens ALIAS FOR capacity;
+    inflow ALIAS FOR refill;
     full_credit bigint := CASE WHEN units IS NOT NULL THEN capacity * every_us END;
     told bigint[];     -- of the keys that were taken from one after the other
     done integer;      -- how many these are
@@ -3239,39 +3250,41 @@ BEGIN
             END IF;
             IF durable IS NOT TRUE THEN
                 UPDATE rate_limit_ephemeral AS d SET
-                    credit = d.credit + greatest(clock - d.window_start, 0) * refill - units * every_us,
+                    credit = d.credit + greatest(clock - d.window_start, 0) * inflow - units * every_us,
                     window_start = greatest(clock, d.window_start),
                     expires_at = greatest(clock, d.window_start)
-                        + (full_credit - (d.credit + greatest(clock - d.window_start, 0) * refill)
-                            + units * every_us - 1) / refill + 1
+                        + (full_credit - (d.credit + greatest(clock - d.window_start, 0) * inflow)
+                            + units * every_us - 1) / inflow + 1
                 WHERE d.prefix = name AND d.key = keys[i]
-                    AND d.algorithm = 3 AND d.count = 0 AND d.scale = every_us AND d.capacity = capacity
-                        AND d.refill = refill AND d.credit < full_credit
-                        AND d.window_start - clock <= (full_credit - 1) / refill + 1
-                        AND clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / refill
-                        AND d.credit + greatest(clock - d.window_start, 0) * refill >= units * every_us
+                    AND d.algorithm = 3 AND d.count = 0 AND d.scale = every_us AND d.capacity = tokens
+                        AND d.refill = inflow AND d.credit < full_credit
+                        AND d.window_start - clock <= (full_credit - 1) / inflow + 1
+                        AND clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / inflow
+                        AND d.credit + greatest(clock - d.window_start, 0) * inflow >= units * every_us
                 RETURNING ARRAY[
-    coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint),
-    d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at, d.since, d.returned],
-                    d.window_start + (full_credit - units * every_us - d.credit - 1) / refill
+                    coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint),
+                    d.count, d.prev_count, d.window_start, d.credit,
+                    d.scale, d.expires_at, d.since, d.returned],
+                    d.window_start + (full_credit - units * every_us - d.credit - 1) / inflow
                 INTO taken, ends;
             ELSE
                 UPDATE rate_limit_durable AS d SET
-                    credit = d.credit + greatest(clock - d.window_start, 0) * refill - units * every_us,
+                    credit = d.credit + greatest(clock - d.window_start, 0) * inflow - units * every_us,
                     window_start = greatest(clock, d.window_start),
                     expires_at = greatest(clock, d.window_start)
-                        + (full_credit - (d.credit + greatest(clock - d.window_start, 0) * refill)
-                            + units * every_us - 1) / refill + 1
+                        + (full_credit - (d.credit + greatest(clock - d.window_start, 0) * inflow)
+                            + units * every_us - 1) / inflow + 1
                 WHERE d.prefix = name AND d.key = keys[i]
-                    AND d.algorithm = 3 AND d.count = 0 AND d.scale = every_us AND d.capacity = capacity
-                        AND d.refill = refill AND d.credit < full_credit
-                        AND d.window_start - clock <= (full_credit - 1) / refill + 1
-                        AND clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / refill
-                        AND d.credit + greatest(clock - d.window_start, 0) * refill >= units * every_us
+                    AND d.algorithm = 3 AND d.count = 0 AND d.scale = every_us AND d.capacity = tokens
+                        AND d.refill = inflow AND d.credit < full_credit
+                        AND d.window_start - clock <= (full_credit - 1) / inflow + 1
+                        AND clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / inflow
+                        AND d.credit + greatest(clock - d.window_start, 0) * inflow >= units * every_us
                 RETURNING ARRAY[
-    coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint),
-    d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at, d.since, d.returned],
-                    d.window_start + (full_credit - units * every_us - d.credit - 1) / refill
+                    coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint),
+                    d.count, d.prev_count, d.window_start, d.credit,
+                    d.scale, d.expires_at, d.since, d.returned],
+                    d.window_start + (full_credit - units * every_us - d.credit - 1) / inflow
                 INTO taken, ends;
             END IF;
             IF taken[1] BETWEEN clock AND ends THEN
@@ -3322,79 +3335,87 @@ BEGIN
             give_up := CASE WHEN lock_timeout_ms <> -1 THEN clock_timestamp() + lock_timeout_ms * interval '25 ms'
                 ELSE 'infinity' END;
             IF durable IS NOT TRUE THEN
-                -- unnest((SELECT ...)) hides the arrays' length from the planner.
                 WITH d AS (
                     INSERT INTO rate_limit_ephemeral AS d
                         (prefix, key, algorithm, credit, scale, capacity, refill, since, returned,
                             window_start, expires_at)
-                    SELECT name, e.key, 3, full_credit - e.units * every_us, every_us, capacity, refill, clock, 0,
-                        clock, clock + (e.units * every_us - 1) / refill + 1
-                    FROM unnest((SELECT keys), (SELECT each)) AS e (key, units)
+                    SELECT name, e.key, 3, full_credit - e.units * every_us, every_us, tokens, inflow, clock, 0,
+                        clock, clock + (e.units * every_us - 1) / inflow + 1
+                    FROM unnest(keys, each) AS e (key, units)
                     ON CONFLICT (prefix, key) DO UPDATE SET
-                        credit = CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / refill
-                            THEN d.credit + greatest(clock - d.window_start, 0) * refill - full_credit
+                        scale = every_us,
+                        capacity = tokens,
+                        refill = inflow,
+                        credit = CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / inflow
+                            THEN d.credit + greatest(clock - d.window_start, 0) * inflow - full_credit
                             ELSE 0 END + excluded.credit,
-                        window_start = CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / refill
+                        window_start = CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / inflow
                             THEN greatest(clock, d.window_start) ELSE clock END,
-                        since = CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / refill
+                        since = CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / inflow
                             THEN d.since ELSE clock END,
-                        returned = CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / refill
+                        returned = CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / inflow
                             THEN d.returned ELSE 0 END,
-                        expires_at = CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / refill
+                        expires_at = CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / inflow
                             THEN greatest(clock, d.window_start)
-                                + (full_credit - (d.credit + greatest(clock - d.window_start, 0) * refill)
-                                + (full_credit - excluded.credit) - 1) / refill + 1
+                                + (full_credit - (d.credit + greatest(clock - d.window_start, 0) * inflow)
+                                + (full_credit - excluded.credit) - 1) / inflow + 1
                             ELSE excluded.expires_at END
                     WHERE (clock_timestamp() < until OR clock_timestamp() > give_up AND _rate_limit_late())
-                        AND d.algorithm = 3 AND d.count = 0 AND d.scale = every_us AND d.capacity = capacity
-                            AND d.refill = refill AND d.credit < full_credit
-                            AND d.window_start - clock <= (full_credit - 1) / refill + 1
+                        AND d.algorithm = 3 AND d.count = 0 AND d.scale = every_us AND d.capacity = tokens
+                            AND d.refill = inflow AND d.credit < full_credit
+                            AND d.window_start - clock <= (full_credit - 1) / inflow + 1
                             AND CASE
-                                WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / refill
-                                    THEN d.credit + greatest(clock - d.window_start, 0) * refill
+                                WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / inflow
+                                    THEN d.credit + greatest(clock - d.window_start, 0) * inflow
                                         >= (full_credit - excluded.credit)
-                                ELSE clock - d.window_start > (full_credit - d.credit - 1) / refill END
+                                ELSE clock - d.window_start > (full_credit - d.credit - 1) / inflow END
                     RETURNING d.key, ARRAY[
-    greatest(clock, least(coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint), clock + 10000)),
-    d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at, d.since, d.returned] AS told
+                        greatest(clock, least(clock + 10000,
+                            coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint))),
+                        d.count, d.prev_count, d.window_start, d.credit,
+                        d.scale, d.expires_at, d.since, d.returned] AS told
                 )
                 SELECT array_agg(d.key), array_agg(d.told) INTO taken_keys, taken FROM d;
             ELSE
-                -- unnest((SELECT ...)) hides the arrays' length from the planner.
                 WITH d AS (
                     INSERT INTO rate_limit_durable AS d
                         (prefix, key, algorithm, credit, scale, capacity, refill, since, returned,
                             window_start, expires_at)
-                    SELECT name, e.key, 3, full_credit - e.units * every_us, every_us, capacity, refill, clock, 0,
-                        clock, clock + (e.units * every_us - 1) / refill + 1
-                    FROM unnest((SELECT keys), (SELECT each)) AS e (key, units)
+                    SELECT name, e.key, 3, full_credit - e.units * every_us, every_us, tokens, inflow, clock, 0,
+                        clock, clock + (e.units * every_us - 1) / inflow + 1
+                    FROM unnest(keys, each) AS e (key, units)
                     ON CONFLICT (prefix, key) DO UPDATE SET
-                        credit = CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / refill
-                            THEN d.credit + greatest(clock - d.window_start, 0) * refill - full_credit
+                        scale = every_us,
+                        capacity = tokens,
+                        refill = inflow,
+                        credit = CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / inflow
+                            THEN d.credit + greatest(clock - d.window_start, 0) * inflow - full_credit
                             ELSE 0 END + excluded.credit,
-                        window_start = CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / refill
+                        window_start = CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / inflow
                             THEN greatest(clock, d.window_start) ELSE clock END,
-                        since = CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / refill
+                        since = CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / inflow
                             THEN d.since ELSE clock END,
-                        returned = CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / refill
+                        returned = CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / inflow
                             THEN d.returned ELSE 0 END,
-                        expires_at = CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / refill
+                        expires_at = CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / inflow
                             THEN greatest(clock, d.window_start)
-                                + (full_credit - (d.credit + greatest(clock - d.window_start, 0) * refill)
-                                + (full_credit - excluded.credit) - 1) / refill + 1
+                                + (full_credit - (d.credit + greatest(clock - d.window_start, 0) * inflow)
+                                + (full_credit - excluded.credit) - 1) / inflow + 1
                             ELSE excluded.expires_at END
                     WHERE (clock_timestamp() < until OR clock_timestamp() > give_up AND _rate_limit_late())
-                        AND d.algorithm = 3 AND d.count = 0 AND d.scale = every_us AND d.capacity = capacity
-                            AND d.refill = refill AND d.credit < full_credit
-                            AND d.window_start - clock <= (full_credit - 1) / refill + 1
+                        AND d.algorithm = 3 AND d.count = 0 AND d.scale = every_us AND d.capacity = tokens
+                            AND d.refill = inflow AND d.credit < full_credit
+                            AND d.window_start - clock <= (full_credit - 1) / inflow + 1
                             AND CASE
-                                WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / refill
-                                    THEN d.credit + greatest(clock - d.window_start, 0) * refill
+                                WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / inflow
+                                    THEN d.credit + greatest(clock - d.window_start, 0) * inflow
                                         >= (full_credit - excluded.credit)
-                                ELSE clock - d.window_start > (full_credit - d.credit - 1) / refill END
+                                ELSE clock - d.window_start > (full_credit - d.credit - 1) / inflow END
                     RETURNING d.key, ARRAY[
-    greatest(clock, least(coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint), clock + 10000)),
-    d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at, d.since, d.returned] AS told
+                        greatest(clock, least(clock + 10000,
+                            coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint))),
+                        d.count, d.prev_count, d.window_start, d.credit,
+                        d.scale, d.expires_at, d.since, d.returned] AS told
                 )
                 SELECT array_agg(d.key), array_agg(d.told) INTO taken_keys, taken FROM d;
             END IF;
@@ -4204,8 +4225,9 @@ BEGIN
                         AND d.scale <= 2 * window_us AND units <= max_count - d.count
                         AND timestamptz 'epoch' AT TIME ZONE zone IS NOT NULL
                 RETURNING ARRAY[
-    coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint),
-    d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at, d.since, d.returned],
+                    coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint),
+                    d.count, d.prev_count, d.window_start, d.credit,
+                    d.scale, d.expires_at, d.since, d.returned],
                     d.expires_at - 1
                 INTO taken, ends;
             ELSE
@@ -4217,8 +4239,9 @@ BEGIN
                         AND d.scale <= 2 * window_us AND units <= max_count - d.count
                         AND timestamptz 'epoch' AT TIME ZONE zone IS NOT NULL
                 RETURNING ARRAY[
-    coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint),
-    d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at, d.since, d.returned],
+                    coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint),
+                    d.count, d.prev_count, d.window_start, d.credit,
+                    d.scale, d.expires_at, d.since, d.returned],
                     d.expires_at - 1
                 INTO taken, ends;
             END IF;
@@ -4272,12 +4295,11 @@ BEGIN
             give_up := CASE WHEN lock_timeout_ms <> -1 THEN clock_timestamp() + lock_timeout_ms * interval '25 ms'
                 ELSE 'infinity' END;
             IF durable IS NOT TRUE THEN
-                -- unnest((SELECT ...)) hides the arrays' length from the planner.
                 WITH d AS (
                     INSERT INTO rate_limit_ephemeral AS d
                         (prefix, key, algorithm, count, window_start, scale, expires_at)
                     SELECT name, e.key, 5, e.units, clock, window_end - clock, window_end
-                    FROM unnest((SELECT keys), (SELECT each)) AS e (key, units)
+                    FROM unnest(keys, each) AS e (key, units)
                     ON CONFLICT (prefix, key) DO UPDATE SET
                         count = CASE WHEN clock < d.expires_at THEN d.count ELSE 0 END + excluded.count,
                         window_start = CASE WHEN clock < d.expires_at THEN d.window_start ELSE clock END,
@@ -4289,17 +4311,18 @@ BEGIN
                             OR clock + 10000 < d.expires_at AND d.expires_at = d.window_start + d.scale
                             AND d.scale <= 2 * window_us AND excluded.count <= max_count - d.count)
                     RETURNING d.key, ARRAY[
-    greatest(clock, least(coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint), clock + 10000)),
-    d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at, d.since, d.returned] AS told
+                        greatest(clock, least(clock + 10000,
+                            coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint))),
+                        d.count, d.prev_count, d.window_start, d.credit,
+                        d.scale, d.expires_at, d.since, d.returned] AS told
                 )
                 SELECT array_agg(d.key), array_agg(d.told) INTO taken_keys, taken FROM d;
             ELSE
-                -- unnest((SELECT ...)) hides the arrays' length from the planner.
                 WITH d AS (
                     INSERT INTO rate_limit_durable AS d
                         (prefix, key, algorithm, count, window_start, scale, expires_at)
                     SELECT name, e.key, 5, e.units, clock, window_end - clock, window_end
-                    FROM unnest((SELECT keys), (SELECT each)) AS e (key, units)
+                    FROM unnest(keys, each) AS e (key, units)
                     ON CONFLICT (prefix, key) DO UPDATE SET
                         count = CASE WHEN clock < d.expires_at THEN d.count ELSE 0 END + excluded.count,
                         window_start = CASE WHEN clock < d.expires_at THEN d.window_start ELSE clock END,
@@ -4311,8 +4334,10 @@ BEGIN
                             OR clock + 10000 < d.expires_at AND d.expires_at = d.window_start + d.scale
                             AND d.scale <= 2 * window_us AND excluded.count <= max_count - d.count)
                     RETURNING d.key, ARRAY[
-    greatest(clock, least(coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint), clock + 10000)),
-    d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at, d.since, d.returned] AS told
+                        greatest(clock, least(clock + 10000,
+                            coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint))),
+                        d.count, d.prev_count, d.window_start, d.credit,
+                        d.scale, d.expires_at, d.since, d.returned] AS told
                 )
                 SELECT array_agg(d.key), array_agg(d.told) INTO taken_keys, taken FROM d;
             END IF;
@@ -4356,6 +4381,764 @@ COMMENT ON FUNCTION rate_limit_take_calendar_window IS
     'It returns an array of numbers, for programs: see sql/limit.sql. For people there is rate_limit_allow.
 Example: SELECT rate_limit_take_calendar_window(''mail'', ''{user:123}'', 1000, 2678400000000, ''Europe/Berlin'') '
 'takes one of 1000 a month.';
+
+-- rate_limit_take_all decides as rate_limit_all does, for less. It is for many requests of several parts each that all
+-- take, from rows of one table. The Go package calls it.
+--
+--   names, keys         the rows, each of them once, in the order of locking
+--   durable             whether they are in rate_limit_durable rather than in rate_limit_ephemeral
+--   algorithms, limits, spans_us, refills, zones
+--                       of each row, as in rate_limit_all
+--   units               what all requests together take from each row
+--   requests, row_of, costs, counts
+--                       of each part: its request, which of the rows it takes from, and the others as in rate_limit_all
+--
+-- If every row has room for its units, all requests are granted. Then it returns nine numbers for each row, as the
+-- functions do whose names begin with rate_limit_take_. Otherwise rate_limit_all decides the parts, and fifteen numbers
+-- for each are returned.
+--
+-- The rows are locked in the order in which they come, looked at, and written. If one is missing or has no room, the
+-- locks are given back, because rate_limit_all may have to make rows, and to lock others before those. If rows are
+-- missing, and what can be seen has room, they are made, and everything begins anew. The clock is read twice, as in
+-- those functions.
+-- +goose StatementBegin
+CREATE FUNCTION rate_limit_take_all(
+    names text[],
+    keys text[],
+    durable boolean,
+    algorithms smallint[],
+    limits bigint[],
+    spans_us bigint[],
+    refills bigint[],
+    zones text[],
+    units bigint[],
+    requests integer[],
+    row_of integer[],
+    costs bigint[],
+    counts bigint[],
+    lock_timeout_ms integer DEFAULT NULL,
+    synchronous_commit boolean DEFAULT NULL,
+    now_us bigint DEFAULT NULL
+)
+RETURNS bigint[]
+LANGUAGE plpgsql
+SECURITY DEFINER
+SET enable_nestloop = on
+SET enable_seqscan = off -- a plan must not depend on how small the table was when it was made
+SET plan_cache_mode = force_generic_plan -- the first five calls of a session would each make a plan of their own
+AS $$
+#variable_conflict use_variable
+DECLARE
+    clock bigint := CASE
+        WHEN lock_timeout_ms IS NOT NULL AND lock_timeout_ms <> -1
+            AND set_config('lock_timeout', lock_timeout_ms::text, true) IS NULL THEN NULL
+        WHEN synchronous_commit IS NOT NULL
+            AND set_config('synchronous_commit', synchronous_commit::text, true) IS NULL THEN NULL
+        ELSE coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint) END;
+    until timestamptz := CASE WHEN now_us IS NULL THEN timestamptz 'epoch' + (clock + 10000) * interval '1 microsecond'
+        ELSE 'infinity' END;
+    give_up timestamptz := CASE WHEN lock_timeout_ms <> -1 THEN clock_timestamp() + lock_timeout_ms * interval '25 ms'
+        ELSE 'infinity' END;
+    possible boolean := (names[cardinality(names)] IS NOT NULL AND keys[cardinality(names)] IS NOT NULL
+        AND cardinality(names) = ALL (ARRAY[cardinality(keys), cardinality(algorithms), cardinality(limits),
+            cardinality(spans_us), cardinality(refills), cardinality(units)])) IS TRUE;
+    fits boolean;
+    tids tid[];
+    taken bigint[];
+BEGIN
+    IF durable IS NOT TRUE THEN
+        FOR attempt IN 1 .. 2 LOOP
+            EXIT WHEN NOT possible;
+            BEGIN
+                SELECT bool_and((excluded.valid
+                    AND octet_length(excluded.name) BETWEEN 1 AND 128
+                    AND octet_length(excluded.key) BETWEEN 1 AND 512
+                    AND (excluded.next_key IS NULL
+                        OR (-octet_length(excluded.key), excluded.key COLLATE "C", excluded.name COLLATE "C")
+                            < (-octet_length(excluded.next_key), excluded.next_key COLLATE "C",
+                                excluded.next_name COLLATE "C"))
+                    AND d.ctid IS NOT NULL
+                    AND (clock_timestamp() < until OR clock_timestamp() > give_up AND _rate_limit_late())
+                    AND CASE WHEN coalesce(d.algorithm, 0) = 0
+                        THEN excluded.expires_at < 2 * clock AND (full_credit - 1) / inflow < clock IS NOT FALSE
+                        ELSE CASE excluded.algorithm
+                        WHEN 1 THEN d.algorithm = 1 AND d.since IS NULL AND d.window_start - clock <= window_us
+                            AND (clock >= d.expires_at
+                            OR clock + 10000 < d.expires_at AND d.expires_at = d.window_start + window_us
+                            AND excluded.count <= max_count - d.count)
+                        WHEN 2 THEN d.algorithm = 2 AND d.since IS NULL AND d.window_start - clock <= window_us
+                            AND CASE
+                                WHEN clock >= d.expires_at THEN clock >= d.window_start + window_us
+                                WHEN clock >= d.window_start + window_us
+                                        AND d.expires_at = d.window_start + 2 * window_us
+                                        AND clock + 10000 < d.expires_at
+                                    THEN d.count BETWEEN 1 AND max_count
+                                    AND excluded.count <= max_count
+                                        - (d.count * (d.expires_at - clock) + window_us - 1) / window_us
+                                ELSE clock + 10000 < d.window_start + window_us
+                                    AND d.expires_at = d.window_start + 2 * window_us AND d.prev_count <= max_count
+                                    AND excluded.count <= max_count - d.count
+                                        - (d.prev_count * (d.window_start + window_us
+                                            - greatest(clock, d.window_start)) + window_us - 1) / window_us END
+                        WHEN 3 THEN d.algorithm = 3 AND d.count = 0 AND d.scale = every_us AND d.capacity = tokens
+                            AND d.refill = inflow AND d.credit < full_credit
+                            AND d.window_start - clock <= (full_credit - 1) / inflow + 1
+                            AND CASE
+                                WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / inflow
+                                    THEN d.credit + greatest(clock - d.window_start, 0) * inflow
+                                        >= (full_credit - excluded.credit)
+                                ELSE clock - d.window_start > (full_credit - d.credit - 1) / inflow END
+                        WHEN 5 THEN d.algorithm = 5 AND d.since IS NULL AND d.window_start - clock <= window_us
+                            AND (clock >= d.expires_at
+                            OR clock + 10000 < d.expires_at AND d.expires_at = d.window_start + d.scale
+                            AND d.scale <= 2 * window_us AND excluded.count <= max_count - d.count) END END
+                    ) IS TRUE),
+                    array_agg(d.ctid)
+                INTO fits, tids
+                FROM (
+                    SELECT p.*,
+                        CASE p.algorithm
+                            WHEN 1 THEN p.units
+                            WHEN 2 THEN p.units
+                            WHEN 5 THEN p.units
+                            ELSE NULL END AS count,
+                        CASE p.algorithm
+                            WHEN 3 THEN full_credit - p.units * every_us
+                            ELSE NULL END AS credit,
+                        CASE p.algorithm
+                            WHEN 3 THEN every_us
+                            WHEN 5 THEN window_end - clock
+                            ELSE NULL END AS scale,
+                        CASE p.algorithm
+                            WHEN 1 THEN clock + window_us
+                            WHEN 2 THEN clock + 2 * window_us
+                            WHEN 3 THEN clock + (p.units * every_us - 1) / inflow + 1
+                            WHEN 5 THEN window_end
+                            ELSE NULL END AS expires_at
+                    FROM (
+                        SELECT v.*, CASE WHEN v.valid THEN v.asked END AS units,
+                            CASE WHEN v.algorithm = 3 AND v.valid THEN v.max_count * v.window_us END AS full_credit,
+                            CASE WHEN v.algorithm = 5 AND v.valid
+                                THEN _rate_limit_window_end(clock, v.window_us, v.zone) END AS window_end
+                        FROM (
+                            SELECT u.*, u.max_count AS tokens, u.window_us AS every_us, CASE u.algorithm
+                                WHEN 1 THEN max_count >= 1 AND window_us BETWEEN 1 AND 2251799813685248
+                                AND max_count <= 4611686018427387904 / window_us
+                                WHEN 2 THEN max_count >= 1 AND window_us BETWEEN 1 AND 2251799813685248
+                                AND max_count <= 4611686018427387904 / window_us
+                                WHEN 3 THEN max_count >= 1 AND inflow >= 1 AND window_us BETWEEN 1 AND 2251799813685248
+                                AND max_count <= 4611686018427387904 / window_us
+                                AND (max_count * window_us - 1) / inflow < 2251799813685248
+                                WHEN 5 THEN max_count BETWEEN 1 AND 4611686018427387904
+                                AND window_us IN (60000000, 3600000000, 86400000000, 604800000000, 2678400000000)
+                                AND octet_length(zone) <= 64
+                                AND zone COLLATE "C" ~ '^(UTC|[A-Z][A-Za-z_-]*(/[A-Z][A-Za-z_-]*)+)$'
+                                AND zone COLLATE "C" !~* '^(right|posix)/'
+                                    AND timestamptz 'epoch' AT TIME ZONE zone IS NOT NULL END
+                                AND u.asked BETWEEN 1 AND u.max_count AS valid
+                            FROM unnest(names[2:], keys[2:], names, keys, algorithms,
+                                    limits, spans_us, refills, zones, units)
+                                WITH ORDINALITY AS u (next_name, next_key, name, key, algorithm,
+                                    max_count, window_us, inflow, zone, asked, place)
+                            OFFSET 0 -- or each expression would be put in wherever it is used
+                        ) AS v
+                    ) AS p
+                    OFFSET 0
+                ) AS excluded
+                LEFT JOIN LATERAL (
+                    SELECT d.ctid, d.* FROM rate_limit_ephemeral AS d
+                    WHERE d.prefix = excluded.name AND d.key = excluded.key
+                    FOR UPDATE
+                ) AS d ON true;
+                IF fits THEN
+                    WITH d AS (
+                        UPDATE rate_limit_ephemeral AS d SET
+                        algorithm = excluded.algorithm,
+                        count = CASE excluded.algorithm
+                    WHEN 1 THEN CASE WHEN clock < d.expires_at THEN d.count ELSE 0 END + excluded.count
+                    WHEN 2 THEN CASE WHEN clock < d.window_start + window_us THEN d.count ELSE 0 END + excluded.count
+                    WHEN 5 THEN CASE WHEN clock < d.expires_at THEN d.count ELSE 0 END + excluded.count
+                    ELSE d.count END,
+                        prev_count = CASE excluded.algorithm
+                    WHEN 2 THEN CASE WHEN clock < d.window_start + window_us THEN d.prev_count
+                        WHEN clock < d.expires_at THEN d.count ELSE 0 END
+                    ELSE d.prev_count END,
+                        window_start = CASE excluded.algorithm
+                    WHEN 1 THEN CASE WHEN clock < d.expires_at THEN d.window_start ELSE clock END
+                    WHEN 2 THEN CASE WHEN clock < d.window_start + window_us THEN d.window_start
+                        WHEN clock < d.expires_at THEN d.window_start + window_us ELSE clock END
+                    WHEN 3 THEN CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / inflow
+                        THEN greatest(clock, d.window_start) ELSE clock END
+                    WHEN 5 THEN CASE WHEN clock < d.expires_at THEN d.window_start ELSE clock END
+                    ELSE d.window_start END,
+                        credit = CASE excluded.algorithm
+                    WHEN 3 THEN CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / inflow
+                        THEN d.credit + greatest(clock - d.window_start, 0) * inflow - full_credit
+                        ELSE 0 END + excluded.credit
+                    ELSE d.credit END,
+                        scale = CASE excluded.algorithm
+                    WHEN 3 THEN every_us
+                    WHEN 5 THEN CASE WHEN clock < d.expires_at THEN d.scale ELSE excluded.scale END
+                    ELSE d.scale END,
+                        expires_at = CASE excluded.algorithm
+                    WHEN 1 THEN CASE WHEN clock < d.expires_at THEN d.expires_at ELSE excluded.expires_at END
+                    WHEN 2 THEN CASE WHEN clock < d.window_start + window_us THEN d.window_start
+                        WHEN clock < d.expires_at THEN d.window_start + window_us ELSE clock END + 2 * window_us
+                    WHEN 3 THEN CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / inflow
+                        THEN greatest(clock, d.window_start)
+                            + (full_credit - (d.credit + greatest(clock - d.window_start, 0) * inflow)
+                            + (full_credit - excluded.credit) - 1) / inflow + 1
+                        ELSE excluded.expires_at END
+                    WHEN 5 THEN CASE WHEN clock < d.expires_at THEN d.expires_at ELSE excluded.expires_at END
+                    ELSE d.expires_at END,
+                        since = CASE excluded.algorithm
+                    WHEN 3 THEN CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / inflow
+                        THEN d.since ELSE clock END
+                    ELSE d.since END,
+                        capacity = CASE excluded.algorithm
+                    WHEN 3 THEN tokens
+                    ELSE d.capacity END,
+                        refill = CASE excluded.algorithm
+                    WHEN 3 THEN inflow
+                    ELSE d.refill END,
+                        returned = CASE excluded.algorithm
+                    WHEN 3 THEN CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / inflow
+                        THEN d.returned ELSE 0 END
+                    ELSE d.returned END
+                        FROM (
+                            SELECT p.*,
+                        CASE p.algorithm
+                            WHEN 1 THEN p.units
+                            WHEN 2 THEN p.units
+                            WHEN 5 THEN p.units
+                            ELSE NULL END AS count,
+                        CASE p.algorithm
+                            WHEN 3 THEN full_credit - p.units * every_us
+                            ELSE NULL END AS credit,
+                        CASE p.algorithm
+                            WHEN 3 THEN every_us
+                            WHEN 5 THEN window_end - clock
+                            ELSE NULL END AS scale,
+                        CASE p.algorithm
+                            WHEN 1 THEN clock + window_us
+                            WHEN 2 THEN clock + 2 * window_us
+                            WHEN 3 THEN clock + (p.units * every_us - 1) / inflow + 1
+                            WHEN 5 THEN window_end
+                            ELSE NULL END AS expires_at
+                    FROM (
+                        SELECT v.*, CASE WHEN v.valid THEN v.asked END AS units,
+                            CASE WHEN v.algorithm = 3 AND v.valid THEN v.max_count * v.window_us END AS full_credit,
+                            CASE WHEN v.algorithm = 5 AND v.valid
+                                THEN _rate_limit_window_end(clock, v.window_us, v.zone) END AS window_end
+                        FROM (
+                            SELECT u.*, u.max_count AS tokens, u.window_us AS every_us, CASE u.algorithm
+                                WHEN 1 THEN max_count >= 1 AND window_us BETWEEN 1 AND 2251799813685248
+                                AND max_count <= 4611686018427387904 / window_us
+                                WHEN 2 THEN max_count >= 1 AND window_us BETWEEN 1 AND 2251799813685248
+                                AND max_count <= 4611686018427387904 / window_us
+                                WHEN 3 THEN max_count >= 1 AND inflow >= 1 AND window_us BETWEEN 1 AND 2251799813685248
+                                AND max_count <= 4611686018427387904 / window_us
+                                AND (max_count * window_us - 1) / inflow < 2251799813685248
+                                WHEN 5 THEN max_count BETWEEN 1 AND 4611686018427387904
+                                AND window_us IN (60000000, 3600000000, 86400000000, 604800000000, 2678400000000)
+                                AND octet_length(zone) <= 64
+                                AND zone COLLATE "C" ~ '^(UTC|[A-Z][A-Za-z_-]*(/[A-Z][A-Za-z_-]*)+)$'
+                                AND zone COLLATE "C" !~* '^(right|posix)/'
+                                    AND timestamptz 'epoch' AT TIME ZONE zone IS NOT NULL END
+                                AND u.asked BETWEEN 1 AND u.max_count AS valid
+                            FROM unnest(tids, names, keys, algorithms,
+                                    limits, spans_us, refills, zones, units)
+                                WITH ORDINALITY AS u (tid, name, key, algorithm,
+                                    max_count, window_us, inflow, zone, asked, place)
+                            OFFSET 0 -- or each expression would be put in wherever it is used
+                        ) AS v
+                    ) AS p
+                    OFFSET 0
+                            LIMIT (SELECT cardinality(tids)) -- as in rate_limit_all
+                        ) AS excluded
+                        WHERE d.ctid = excluded.tid
+                        RETURNING excluded.place, ARRAY[
+                        greatest(clock, least(clock + 10000,
+                            coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint))),
+                        d.count, d.prev_count, d.window_start, d.credit,
+                        d.scale, d.expires_at, d.since, d.returned] AS told
+                    )
+                    SELECT array_agg(d.told ORDER BY d.place) INTO taken FROM d;
+                    RETURN taken;
+                END IF;
+                RAISE EXCEPTION USING ERRCODE = 'RLS00';
+            EXCEPTION WHEN SQLSTATE 'RLS00' THEN
+                EXIT WHEN attempt = 2 OR array_position(tids, NULL) IS NULL;
+            END;
+            -- A request that is refused by what can be seen makes no row.
+            SELECT bool_and((excluded.valid
+                AND octet_length(excluded.name) BETWEEN 1 AND 128
+                AND octet_length(excluded.key) BETWEEN 1 AND 512
+                AND (excluded.next_key IS NULL
+                    OR (-octet_length(excluded.key), excluded.key COLLATE "C", excluded.name COLLATE "C")
+                        < (-octet_length(excluded.next_key), excluded.next_key COLLATE "C",
+                            excluded.next_name COLLATE "C"))
+                AND CASE WHEN coalesce(d.algorithm, 0) = 0
+                    THEN excluded.expires_at < 2 * clock AND (full_credit - 1) / inflow < clock IS NOT FALSE
+                    ELSE CASE excluded.algorithm
+                    WHEN 1 THEN d.algorithm = 1 AND d.since IS NULL AND d.window_start - clock <= window_us
+                        AND (clock >= d.expires_at
+                        OR clock + 10000 < d.expires_at AND d.expires_at = d.window_start + window_us
+                        AND excluded.count <= max_count - d.count)
+                    WHEN 2 THEN d.algorithm = 2 AND d.since IS NULL AND d.window_start - clock <= window_us
+                        AND CASE
+                            WHEN clock >= d.expires_at THEN clock >= d.window_start + window_us
+                            WHEN clock >= d.window_start + window_us
+                                    AND d.expires_at = d.window_start + 2 * window_us
+                                    AND clock + 10000 < d.expires_at
+                                THEN d.count BETWEEN 1 AND max_count
+                                AND excluded.count <= max_count
+                                    - (d.count * (d.expires_at - clock) + window_us - 1) / window_us
+                            ELSE clock + 10000 < d.window_start + window_us
+                                AND d.expires_at = d.window_start + 2 * window_us AND d.prev_count <= max_count
+                                AND excluded.count <= max_count - d.count
+                                    - (d.prev_count * (d.window_start + window_us
+                                        - greatest(clock, d.window_start)) + window_us - 1) / window_us END
+                    WHEN 3 THEN d.algorithm = 3 AND d.count = 0 AND d.scale = every_us AND d.capacity = tokens
+                        AND d.refill = inflow AND d.credit < full_credit
+                        AND d.window_start - clock <= (full_credit - 1) / inflow + 1
+                        AND CASE
+                            WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / inflow
+                                THEN d.credit + greatest(clock - d.window_start, 0) * inflow
+                                    >= (full_credit - excluded.credit)
+                            ELSE clock - d.window_start > (full_credit - d.credit - 1) / inflow END
+                    WHEN 5 THEN d.algorithm = 5 AND d.since IS NULL AND d.window_start - clock <= window_us
+                        AND (clock >= d.expires_at
+                        OR clock + 10000 < d.expires_at AND d.expires_at = d.window_start + d.scale
+                        AND d.scale <= 2 * window_us AND excluded.count <= max_count - d.count) END END
+                ) IS TRUE),
+                array_agg(d.ctid)
+            INTO fits, tids
+            FROM (
+                SELECT p.*,
+                    CASE p.algorithm
+                        WHEN 1 THEN p.units
+                        WHEN 2 THEN p.units
+                        WHEN 5 THEN p.units
+                        ELSE NULL END AS count,
+                    CASE p.algorithm
+                        WHEN 3 THEN full_credit - p.units * every_us
+                        ELSE NULL END AS credit,
+                    CASE p.algorithm
+                        WHEN 3 THEN every_us
+                        WHEN 5 THEN window_end - clock
+                        ELSE NULL END AS scale,
+                    CASE p.algorithm
+                        WHEN 1 THEN clock + window_us
+                        WHEN 2 THEN clock + 2 * window_us
+                        WHEN 3 THEN clock + (p.units * every_us - 1) / inflow + 1
+                        WHEN 5 THEN window_end
+                        ELSE NULL END AS expires_at
+                FROM (
+                    SELECT v.*, CASE WHEN v.valid THEN v.asked END AS units,
+                        CASE WHEN v.algorithm = 3 AND v.valid THEN v.max_count * v.window_us END AS full_credit,
+                        CASE WHEN v.algorithm = 5 AND v.valid
+                            THEN _rate_limit_window_end(clock, v.window_us, v.zone) END AS window_end
+                    FROM (
+                        SELECT u.*, u.max_count AS tokens, u.window_us AS every_us, CASE u.algorithm
+                            WHEN 1 THEN max_count >= 1 AND window_us BETWEEN 1 AND 2251799813685248
+                            AND max_count <= 4611686018427387904 / window_us
+                            WHEN 2 THEN max_count >= 1 AND window_us BETWEEN 1 AND 2251799813685248
+                            AND max_count <= 4611686018427387904 / window_us
+                            WHEN 3 THEN max_count >= 1 AND inflow >= 1 AND window_us BETWEEN 1 AND 2251799813685248
+                            AND max_count <= 4611686018427387904 / window_us
+                            AND (max_count * window_us - 1) / inflow < 2251799813685248
+                            WHEN 5 THEN max_count BETWEEN 1 AND 4611686018427387904
+                            AND window_us IN (60000000, 3600000000, 86400000000, 604800000000, 2678400000000)
+                            AND octet_length(zone) <= 64
+                            AND zone COLLATE "C" ~ '^(UTC|[A-Z][A-Za-z_-]*(/[A-Z][A-Za-z_-]*)+)$'
+                            AND zone COLLATE "C" !~* '^(right|posix)/'
+                                AND timestamptz 'epoch' AT TIME ZONE zone IS NOT NULL END
+                            AND u.asked BETWEEN 1 AND u.max_count AS valid
+                        FROM unnest(names[2:], keys[2:], names, keys, algorithms,
+                                limits, spans_us, refills, zones, units)
+                            WITH ORDINALITY AS u (next_name, next_key, name, key, algorithm,
+                                max_count, window_us, inflow, zone, asked, place)
+                        OFFSET 0 -- or each expression would be put in wherever it is used
+                    ) AS v
+                ) AS p
+                OFFSET 0
+            ) AS excluded
+            LEFT JOIN LATERAL (
+                SELECT d.ctid, d.* FROM rate_limit_ephemeral AS d
+                WHERE d.prefix = excluded.name AND d.key = excluded.key
+                OFFSET 0
+            ) AS d ON true;
+            EXIT WHEN NOT fits;
+            INSERT INTO rate_limit_ephemeral AS d (prefix, key)
+            SELECT e.name, e.key
+            FROM unnest(names, keys) AS e (name, key)
+            WHERE NOT EXISTS (SELECT FROM rate_limit_ephemeral AS d WHERE d.prefix = e.name AND d.key = e.key)
+            ON CONFLICT (prefix, key)
+            DO UPDATE SET count = d.count WHERE clock_timestamp() > give_up AND _rate_limit_late();
+        END LOOP;
+    ELSE
+        FOR attempt IN 1 .. 2 LOOP
+            EXIT WHEN NOT possible;
+            BEGIN
+                SELECT bool_and((excluded.valid
+                    AND octet_length(excluded.name) BETWEEN 1 AND 128
+                    AND octet_length(excluded.key) BETWEEN 1 AND 512
+                    AND (excluded.next_key IS NULL
+                        OR (-octet_length(excluded.key), excluded.key COLLATE "C", excluded.name COLLATE "C")
+                            < (-octet_length(excluded.next_key), excluded.next_key COLLATE "C",
+                                excluded.next_name COLLATE "C"))
+                    AND d.ctid IS NOT NULL
+                    AND (clock_timestamp() < until OR clock_timestamp() > give_up AND _rate_limit_late())
+                    AND CASE WHEN coalesce(d.algorithm, 0) = 0
+                        THEN excluded.expires_at < 2 * clock AND (full_credit - 1) / inflow < clock IS NOT FALSE
+                        ELSE CASE excluded.algorithm
+                        WHEN 1 THEN d.algorithm = 1 AND d.since IS NULL AND d.window_start - clock <= window_us
+                            AND (clock >= d.expires_at
+                            OR clock + 10000 < d.expires_at AND d.expires_at = d.window_start + window_us
+                            AND excluded.count <= max_count - d.count)
+                        WHEN 2 THEN d.algorithm = 2 AND d.since IS NULL AND d.window_start - clock <= window_us
+                            AND CASE
+                                WHEN clock >= d.expires_at THEN clock >= d.window_start + window_us
+                                WHEN clock >= d.window_start + window_us
+                                        AND d.expires_at = d.window_start + 2 * window_us
+                                        AND clock + 10000 < d.expires_at
+                                    THEN d.count BETWEEN 1 AND max_count
+                                    AND excluded.count <= max_count
+                                        - (d.count * (d.expires_at - clock) + window_us - 1) / window_us
+                                ELSE clock + 10000 < d.window_start + window_us
+                                    AND d.expires_at = d.window_start + 2 * window_us AND d.prev_count <= max_count
+                                    AND excluded.count <= max_count - d.count
+                                        - (d.prev_count * (d.window_start + window_us
+                                            - greatest(clock, d.window_start)) + window_us - 1) / window_us END
+                        WHEN 3 THEN d.algorithm = 3 AND d.count = 0 AND d.scale = every_us AND d.capacity = tokens
+                            AND d.refill = inflow AND d.credit < full_credit
+                            AND d.window_start - clock <= (full_credit - 1) / inflow + 1
+                            AND CASE
+                                WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / inflow
+                                    THEN d.credit + greatest(clock - d.window_start, 0) * inflow
+                                        >= (full_credit - excluded.credit)
+                                ELSE clock - d.window_start > (full_credit - d.credit - 1) / inflow END
+                        WHEN 5 THEN d.algorithm = 5 AND d.since IS NULL AND d.window_start - clock <= window_us
+                            AND (clock >= d.expires_at
+                            OR clock + 10000 < d.expires_at AND d.expires_at = d.window_start + d.scale
+                            AND d.scale <= 2 * window_us AND excluded.count <= max_count - d.count) END END
+                    ) IS TRUE),
+                    array_agg(d.ctid)
+                INTO fits, tids
+                FROM (
+                    SELECT p.*,
+                        CASE p.algorithm
+                            WHEN 1 THEN p.units
+                            WHEN 2 THEN p.units
+                            WHEN 5 THEN p.units
+                            ELSE NULL END AS count,
+                        CASE p.algorithm
+                            WHEN 3 THEN full_credit - p.units * every_us
+                            ELSE NULL END AS credit,
+                        CASE p.algorithm
+                            WHEN 3 THEN every_us
+                            WHEN 5 THEN window_end - clock
+                            ELSE NULL END AS scale,
+                        CASE p.algorithm
+                            WHEN 1 THEN clock + window_us
+                            WHEN 2 THEN clock + 2 * window_us
+                            WHEN 3 THEN clock + (p.units * every_us - 1) / inflow + 1
+                            WHEN 5 THEN window_end
+                            ELSE NULL END AS expires_at
+                    FROM (
+                        SELECT v.*, CASE WHEN v.valid THEN v.asked END AS units,
+                            CASE WHEN v.algorithm = 3 AND v.valid THEN v.max_count * v.window_us END AS full_credit,
+                            CASE WHEN v.algorithm = 5 AND v.valid
+                                THEN _rate_limit_window_end(clock, v.window_us, v.zone) END AS window_end
+                        FROM (
+                            SELECT u.*, u.max_count AS tokens, u.window_us AS every_us, CASE u.algorithm
+                                WHEN 1 THEN max_count >= 1 AND window_us BETWEEN 1 AND 2251799813685248
+                                AND max_count <= 4611686018427387904 / window_us
+                                WHEN 2 THEN max_count >= 1 AND window_us BETWEEN 1 AND 2251799813685248
+                                AND max_count <= 4611686018427387904 / window_us
+                                WHEN 3 THEN max_count >= 1 AND inflow >= 1 AND window_us BETWEEN 1 AND 2251799813685248
+                                AND max_count <= 4611686018427387904 / window_us
+                                AND (max_count * window_us - 1) / inflow < 2251799813685248
+                                WHEN 5 THEN max_count BETWEEN 1 AND 4611686018427387904
+                                AND window_us IN (60000000, 3600000000, 86400000000, 604800000000, 2678400000000)
+                                AND octet_length(zone) <= 64
+                                AND zone COLLATE "C" ~ '^(UTC|[A-Z][A-Za-z_-]*(/[A-Z][A-Za-z_-]*)+)$'
+                                AND zone COLLATE "C" !~* '^(right|posix)/'
+                                    AND timestamptz 'epoch' AT TIME ZONE zone IS NOT NULL END
+                                AND u.asked BETWEEN 1 AND u.max_count AS valid
+                            FROM unnest(names[2:], keys[2:], names, keys, algorithms,
+                                    limits, spans_us, refills, zones, units)
+                                WITH ORDINALITY AS u (next_name, next_key, name, key, algorithm,
+                                    max_count, window_us, inflow, zone, asked, place)
+                            OFFSET 0 -- or each expression would be put in wherever it is used
+                        ) AS v
+                    ) AS p
+                    OFFSET 0
+                ) AS excluded
+                LEFT JOIN LATERAL (
+                    SELECT d.ctid, d.* FROM rate_limit_durable AS d
+                    WHERE d.prefix = excluded.name AND d.key = excluded.key
+                    FOR UPDATE
+                ) AS d ON true;
+                IF fits THEN
+                    WITH d AS (
+                        UPDATE rate_limit_durable AS d SET
+                        algorithm = excluded.algorithm,
+                        count = CASE excluded.algorithm
+                    WHEN 1 THEN CASE WHEN clock < d.expires_at THEN d.count ELSE 0 END + excluded.count
+                    WHEN 2 THEN CASE WHEN clock < d.window_start + window_us THEN d.count ELSE 0 END + excluded.count
+                    WHEN 5 THEN CASE WHEN clock < d.expires_at THEN d.count ELSE 0 END + excluded.count
+                    ELSE d.count END,
+                        prev_count = CASE excluded.algorithm
+                    WHEN 2 THEN CASE WHEN clock < d.window_start + window_us THEN d.prev_count
+                        WHEN clock < d.expires_at THEN d.count ELSE 0 END
+                    ELSE d.prev_count END,
+                        window_start = CASE excluded.algorithm
+                    WHEN 1 THEN CASE WHEN clock < d.expires_at THEN d.window_start ELSE clock END
+                    WHEN 2 THEN CASE WHEN clock < d.window_start + window_us THEN d.window_start
+                        WHEN clock < d.expires_at THEN d.window_start + window_us ELSE clock END
+                    WHEN 3 THEN CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / inflow
+                        THEN greatest(clock, d.window_start) ELSE clock END
+                    WHEN 5 THEN CASE WHEN clock < d.expires_at THEN d.window_start ELSE clock END
+                    ELSE d.window_start END,
+                        credit = CASE excluded.algorithm
+                    WHEN 3 THEN CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / inflow
+                        THEN d.credit + greatest(clock - d.window_start, 0) * inflow - full_credit
+                        ELSE 0 END + excluded.credit
+                    ELSE d.credit END,
+                        scale = CASE excluded.algorithm
+                    WHEN 3 THEN every_us
+                    WHEN 5 THEN CASE WHEN clock < d.expires_at THEN d.scale ELSE excluded.scale END
+                    ELSE d.scale END,
+                        expires_at = CASE excluded.algorithm
+                    WHEN 1 THEN CASE WHEN clock < d.expires_at THEN d.expires_at ELSE excluded.expires_at END
+                    WHEN 2 THEN CASE WHEN clock < d.window_start + window_us THEN d.window_start
+                        WHEN clock < d.expires_at THEN d.window_start + window_us ELSE clock END + 2 * window_us
+                    WHEN 3 THEN CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / inflow
+                        THEN greatest(clock, d.window_start)
+                            + (full_credit - (d.credit + greatest(clock - d.window_start, 0) * inflow)
+                            + (full_credit - excluded.credit) - 1) / inflow + 1
+                        ELSE excluded.expires_at END
+                    WHEN 5 THEN CASE WHEN clock < d.expires_at THEN d.expires_at ELSE excluded.expires_at END
+                    ELSE d.expires_at END,
+                        since = CASE excluded.algorithm
+                    WHEN 3 THEN CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / inflow
+                        THEN d.since ELSE clock END
+                    ELSE d.since END,
+                        capacity = CASE excluded.algorithm
+                    WHEN 3 THEN tokens
+                    ELSE d.capacity END,
+                        refill = CASE excluded.algorithm
+                    WHEN 3 THEN inflow
+                    ELSE d.refill END,
+                        returned = CASE excluded.algorithm
+                    WHEN 3 THEN CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / inflow
+                        THEN d.returned ELSE 0 END
+                    ELSE d.returned END
+                        FROM (
+                            SELECT p.*,
+                        CASE p.algorithm
+                            WHEN 1 THEN p.units
+                            WHEN 2 THEN p.units
+                            WHEN 5 THEN p.units
+                            ELSE NULL END AS count,
+                        CASE p.algorithm
+                            WHEN 3 THEN full_credit - p.units * every_us
+                            ELSE NULL END AS credit,
+                        CASE p.algorithm
+                            WHEN 3 THEN every_us
+                            WHEN 5 THEN window_end - clock
+                            ELSE NULL END AS scale,
+                        CASE p.algorithm
+                            WHEN 1 THEN clock + window_us
+                            WHEN 2 THEN clock + 2 * window_us
+                            WHEN 3 THEN clock + (p.units * every_us - 1) / inflow + 1
+                            WHEN 5 THEN window_end
+                            ELSE NULL END AS expires_at
+                    FROM (
+                        SELECT v.*, CASE WHEN v.valid THEN v.asked END AS units,
+                            CASE WHEN v.algorithm = 3 AND v.valid THEN v.max_count * v.window_us END AS full_credit,
+                            CASE WHEN v.algorithm = 5 AND v.valid
+                                THEN _rate_limit_window_end(clock, v.window_us, v.zone) END AS window_end
+                        FROM (
+                            SELECT u.*, u.max_count AS tokens, u.window_us AS every_us, CASE u.algorithm
+                                WHEN 1 THEN max_count >= 1 AND window_us BETWEEN 1 AND 2251799813685248
+                                AND max_count <= 4611686018427387904 / window_us
+                                WHEN 2 THEN max_count >= 1 AND window_us BETWEEN 1 AND 2251799813685248
+                                AND max_count <= 4611686018427387904 / window_us
+                                WHEN 3 THEN max_count >= 1 AND inflow >= 1 AND window_us BETWEEN 1 AND 2251799813685248
+                                AND max_count <= 4611686018427387904 / window_us
+                                AND (max_count * window_us - 1) / inflow < 2251799813685248
+                                WHEN 5 THEN max_count BETWEEN 1 AND 4611686018427387904
+                                AND window_us IN (60000000, 3600000000, 86400000000, 604800000000, 2678400000000)
+                                AND octet_length(zone) <= 64
+                                AND zone COLLATE "C" ~ '^(UTC|[A-Z][A-Za-z_-]*(/[A-Z][A-Za-z_-]*)+)$'
+                                AND zone COLLATE "C" !~* '^(right|posix)/'
+                                    AND timestamptz 'epoch' AT TIME ZONE zone IS NOT NULL END
+                                AND u.asked BETWEEN 1 AND u.max_count AS valid
+                            FROM unnest(tids, names, keys, algorithms,
+                                    limits, spans_us, refills, zones, units)
+                                WITH ORDINALITY AS u (tid, name, key, algorithm,
+                                    max_count, window_us, inflow, zone, asked, place)
+                            OFFSET 0 -- or each expression would be put in wherever it is used
+                        ) AS v
+                    ) AS p
+                    OFFSET 0
+                            LIMIT (SELECT cardinality(tids)) -- as in rate_limit_all
+                        ) AS excluded
+                        WHERE d.ctid = excluded.tid
+                        RETURNING excluded.place, ARRAY[
+                        greatest(clock, least(clock + 10000,
+                            coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint))),
+                        d.count, d.prev_count, d.window_start, d.credit,
+                        d.scale, d.expires_at, d.since, d.returned] AS told
+                    )
+                    SELECT array_agg(d.told ORDER BY d.place) INTO taken FROM d;
+                    RETURN taken;
+                END IF;
+                RAISE EXCEPTION USING ERRCODE = 'RLS00';
+            EXCEPTION WHEN SQLSTATE 'RLS00' THEN
+                EXIT WHEN attempt = 2 OR array_position(tids, NULL) IS NULL;
+            END;
+            -- A request that is refused by what can be seen makes no row.
+            SELECT bool_and((excluded.valid
+                AND octet_length(excluded.name) BETWEEN 1 AND 128
+                AND octet_length(excluded.key) BETWEEN 1 AND 512
+                AND (excluded.next_key IS NULL
+                    OR (-octet_length(excluded.key), excluded.key COLLATE "C", excluded.name COLLATE "C")
+                        < (-octet_length(excluded.next_key), excluded.next_key COLLATE "C",
+                            excluded.next_name COLLATE "C"))
+                AND CASE WHEN coalesce(d.algorithm, 0) = 0
+                    THEN excluded.expires_at < 2 * clock AND (full_credit - 1) / inflow < clock IS NOT FALSE
+                    ELSE CASE excluded.algorithm
+                    WHEN 1 THEN d.algorithm = 1 AND d.since IS NULL AND d.window_start - clock <= window_us
+                        AND (clock >= d.expires_at
+                        OR clock + 10000 < d.expires_at AND d.expires_at = d.window_start + window_us
+                        AND excluded.count <= max_count - d.count)
+                    WHEN 2 THEN d.algorithm = 2 AND d.since IS NULL AND d.window_start - clock <= window_us
+                        AND CASE
+                            WHEN clock >= d.expires_at THEN clock >= d.window_start + window_us
+                            WHEN clock >= d.window_start + window_us
+                                    AND d.expires_at = d.window_start + 2 * window_us
+                                    AND clock + 10000 < d.expires_at
+                                THEN d.count BETWEEN 1 AND max_count
+                                AND excluded.count <= max_count
+                                    - (d.count * (d.expires_at - clock) + window_us - 1) / window_us
+                            ELSE clock + 10000 < d.window_start + window_us
+                                AND d.expires_at = d.window_start + 2 * window_us AND d.prev_count <= max_count
+                                AND excluded.count <= max_count - d.count
+                                    - (d.prev_count * (d.window_start + window_us
+                                        - greatest(clock, d.window_start)) + window_us - 1) / window_us END
+                    WHEN 3 THEN d.algorithm = 3 AND d.count = 0 AND d.scale = every_us AND d.capacity = tokens
+                        AND d.refill = inflow AND d.credit < full_credit
+                        AND d.window_start - clock <= (full_credit - 1) / inflow + 1
+                        AND CASE
+                            WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / inflow
+                                THEN d.credit + greatest(clock - d.window_start, 0) * inflow
+                                    >= (full_credit - excluded.credit)
+                            ELSE clock - d.window_start > (full_credit - d.credit - 1) / inflow END
+                    WHEN 5 THEN d.algorithm = 5 AND d.since IS NULL AND d.window_start - clock <= window_us
+                        AND (clock >= d.expires_at
+                        OR clock + 10000 < d.expires_at AND d.expires_at = d.window_start + d.scale
+                        AND d.scale <= 2 * window_us AND excluded.count <= max_count - d.count) END END
+                ) IS TRUE),
+                array_agg(d.ctid)
+            INTO fits, tids
+            FROM (
+                SELECT p.*,
+                    CASE p.algorithm
+                        WHEN 1 THEN p.units
+                        WHEN 2 THEN p.units
+                        WHEN 5 THEN p.units
+                        ELSE NULL END AS count,
+                    CASE p.algorithm
+                        WHEN 3 THEN full_credit - p.units * every_us
+                        ELSE NULL END AS credit,
+                    CASE p.algorithm
+                        WHEN 3 THEN every_us
+                        WHEN 5 THEN window_end - clock
+                        ELSE NULL END AS scale,
+                    CASE p.algorithm
+                        WHEN 1 THEN clock + window_us
+                        WHEN 2 THEN clock + 2 * window_us
+                        WHEN 3 THEN clock + (p.units * every_us - 1) / inflow + 1
+                        WHEN 5 THEN window_end
+                        ELSE NULL END AS expires_at
+                FROM (
+                    SELECT v.*, CASE WHEN v.valid THEN v.asked END AS units,
+                        CASE WHEN v.algorithm = 3 AND v.valid THEN v.max_count * v.window_us END AS full_credit,
+                        CASE WHEN v.algorithm = 5 AND v.valid
+                            THEN _rate_limit_window_end(clock, v.window_us, v.zone) END AS window_end
+                    FROM (
+                        SELECT u.*, u.max_count AS tokens, u.window_us AS every_us, CASE u.algorithm
+                            WHEN 1 THEN max_count >= 1 AND window_us BETWEEN 1 AND 2251799813685248
+                            AND max_count <= 4611686018427387904 / window_us
+                            WHEN 2 THEN max_count >= 1 AND window_us BETWEEN 1 AND 2251799813685248
+                            AND max_count <= 4611686018427387904 / window_us
+                            WHEN 3 THEN max_count >= 1 AND inflow >= 1 AND window_us BETWEEN 1 AND 2251799813685248
+                            AND max_count <= 4611686018427387904 / window_us
+                            AND (max_count * window_us - 1) / inflow < 2251799813685248
+                            WHEN 5 THEN max_count BETWEEN 1 AND 4611686018427387904
+                            AND window_us IN (60000000, 3600000000, 86400000000, 604800000000, 2678400000000)
+                            AND octet_length(zone) <= 64
+                            AND zone COLLATE "C" ~ '^(UTC|[A-Z][A-Za-z_-]*(/[A-Z][A-Za-z_-]*)+)$'
+                            AND zone COLLATE "C" !~* '^(right|posix)/'
+                                AND timestamptz 'epoch' AT TIME ZONE zone IS NOT NULL END
+                            AND u.asked BETWEEN 1 AND u.max_count AS valid
+                        FROM unnest(names[2:], keys[2:], names, keys, algorithms,
+                                limits, spans_us, refills, zones, units)
+                            WITH ORDINALITY AS u (next_name, next_key, name, key, algorithm,
+                                max_count, window_us, inflow, zone, asked, place)
+                        OFFSET 0 -- or each expression would be put in wherever it is used
+                    ) AS v
+                ) AS p
+                OFFSET 0
+            ) AS excluded
+            LEFT JOIN LATERAL (
+                SELECT d.ctid, d.* FROM rate_limit_durable AS d
+                WHERE d.prefix = excluded.name AND d.key = excluded.key
+                OFFSET 0
+            ) AS d ON true;
+            EXIT WHEN NOT fits;
+            INSERT INTO rate_limit_durable AS d (prefix, key)
+            SELECT e.name, e.key
+            FROM unnest(names, keys) AS e (name, key)
+            WHERE NOT EXISTS (SELECT FROM rate_limit_durable AS d WHERE d.prefix = e.name AND d.key = e.key)
+            ON CONFLICT (prefix, key)
+            DO UPDATE SET count = d.count WHERE clock_timestamp() > give_up AND _rate_limit_late();
+        END LOOP;
+    END IF;
+
+    SELECT array_agg(e.name ORDER BY p.place), array_agg(e.key ORDER BY p.place),
+        array_agg(e.algorithm ORDER BY p.place), array_agg(e.max_count ORDER BY p.place),
+        array_agg(e.window_us ORDER BY p.place), array_agg(e.refill ORDER BY p.place),
+        array_agg(coalesce(e.zone, 'UTC') ORDER BY p.place)
+    INTO names, keys, algorithms, limits, spans_us, refills, zones
+    FROM unnest(row_of) WITH ORDINALITY AS p (row_of, place)
+    LEFT JOIN unnest(names, keys, algorithms, limits, spans_us, refills, zones) WITH ORDINALITY
+        AS e (name, key, algorithm, max_count, window_us, refill, zone, place) ON e.place = p.row_of;
+    RETURN ARRAY(
+        SELECT unnest(ARRAY[a.ord,
+            a.granted, a.remaining, a.retry_after_us, a.reset_after_us,
+            (extract(epoch FROM a.decided_at) * 1000000)::bigint, a.count, a.prev_count, a.window_start, a.credit,
+            a.scale, a.expires_at, a.taken_spent, a.taken_since, a.taken_at])
+        FROM rate_limit_all(
+            requests, names, keys, array_fill(coalesce(durable, false), ARRAY[cardinality(keys)]), algorithms,
+            limits, spans_us, refills, costs, counts, lock_timeout_ms, synchronous_commit,
+            timestamptz 'epoch' + now_us / 1000000 * interval '1 second'
+                + now_us % 1000000 * interval '1 microsecond',
+            NULL::bigint[], NULL::bigint[], NULL::bigint[], NULL::bigint[], false, zones, NULL::bigint[]) AS a);
+END
+$$;
+-- +goose StatementEnd
+
+COMMENT ON FUNCTION rate_limit_take_all IS
+    'Takes as rate_limit_all does, for less. It returns an array of numbers, for programs: see sql/takeall.sql.
+Example: SELECT rate_limit_take_all(ARRAY[''user'', ''everybody''], ARRAY[''user:123'', ''all''], false, '
+    'ARRAY[2, 2]::smallint[], ARRAY[20, 1000], ARRAY[60000000, 60000000], ARRAY[0, 0], NULL, ARRAY[1, 1], '
+    'ARRAY[1, 1], ARRAY[1, 2], NULL, NULL) '
+    'takes one of 20 a minute and one of 1000 a minute, or neither.';
 
 -- rate_limit_reset makes a key as good as new, whichever algorithm wrote its row, and tells whether there was a row.
 -- Its parameters are those of the functions of one limit.
@@ -4704,7 +5487,7 @@ BEGIN
                 'rate_limit_token_bucket', 'rate_limit_take_token_bucket', '_rate_limit_left_token_bucket',
                 'rate_limit_sliding_log', 'rate_limit_take_sliding_log', '_rate_limit_left_sliding_log',
                 'rate_limit_calendar_window', 'rate_limit_take_calendar_window', '_rate_limit_left_calendar_window',
-                'rate_limit_all',
+                'rate_limit_all', 'rate_limit_take_all',
                 'rate_limit_allow', 'rate_limit_peek', 'rate_limit_reset', 'rate_limit_sweep',
                 'rate_limit_policies', 'rate_limit_ban', 'rate_limit_report', 'rate_limit_report_leases',
                 '_rate_limit_check_policy', '_rate_limit_note_policy',
@@ -4785,6 +5568,8 @@ DROP FUNCTION IF EXISTS rate_limit_allow(text, text, text, bigint, boolean);
 DROP FUNCTION IF EXISTS _rate_limit_ask(text, text, text, bigint, boolean);
 DROP FUNCTION IF EXISTS _rate_limit_read_policy(text);
 DROP FUNCTION IF EXISTS rate_limit_reset(text, text, boolean, integer, boolean);
+DROP FUNCTION IF EXISTS rate_limit_take_all(text[], text[], boolean, smallint[], bigint[], bigint[], bigint[],
+    text[], bigint[], integer[], integer[], bigint[], bigint[], integer, boolean, bigint);
 DROP FUNCTION IF EXISTS rate_limit_take_calendar_window(text, text[], bigint, bigint, text, bigint[], bigint[],
     boolean, integer, boolean, bigint);
 DROP FUNCTION IF EXISTS _rate_limit_left_calendar_window(text, text[], bigint, bigint, text, bigint[], bigint[],

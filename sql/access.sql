@@ -43,7 +43,7 @@ BEGIN
             AND p.proowner = (SELECT r.oid FROM pg_roles AS r WHERE r.rolname = current_user)
             AND p.proname IN (
                 {{define "deciding"}}{{range .}}'{{.Function}}', '{{.Takes}}', '{{.Left}}', {{end}}
-                    {{- "'rate_limit_all'"}}{{end -}}
+                    {{- "'rate_limit_all', 'rate_limit_take_all'"}}{{end -}}
                 {{fold 16 (include "deciding" .Algorithms)}},
                 'rate_limit_allow', 'rate_limit_peek', 'rate_limit_reset', 'rate_limit_sweep',
                 'rate_limit_policies', 'rate_limit_ban', 'rate_limit_report', 'rate_limit_report_leases',

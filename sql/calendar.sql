@@ -109,6 +109,7 @@ CREATE FUNCTION _rate_limit_window_end(
 )
 RETURNS bigint
 LANGUAGE plpgsql
+STABLE
 AS $$
 #variable_conflict use_variable
 DECLARE

@@ -9,12 +9,14 @@
 {{define "reading"}}coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint){{end}}
 
 {{/* The second reading of the clock, for rows that were locked within 10 ms. */}}
-{{define "soon"}}greatest(clock, least({{include "reading"}}, clock + 10000)){{end}}
+{{define "soon"}}greatest(clock, least(clock + 10000,
+    {{include "reading"}})){{end}}
 
 {{/* What a rate_limit_take_ function tells of a row that it took from as it was, or that it made. */}}
 {{define "told"}}ARRAY[
-    {{.At}},
-    d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at, d.since, d.returned]{{end}}
+    {{.At | hang 4}},
+    d.count, d.prev_count, d.window_start, d.credit,
+    d.scale, d.expires_at, d.since, d.returned]{{end}}
 
 {{/* What is asked for the key at .I. This divides, because the product could overflow. */}}
 {{define "units"}}CASE WHEN costs IS NULL AND counts IS NULL THEN 1
@@ -24,7 +26,7 @@
 
 {{define "from each"}}
 SELECT name, e.key, {{.}}
-FROM unnest((SELECT keys), (SELECT each)) AS e (key, units)
+FROM unnest(keys, each) AS e (key, units)
 {{- end}}
 
 {{/* Takes from rows as they are, or makes them. */}}
@@ -346,6 +348,8 @@ DECLARE
     until timestamptz; -- by when a row has to be locked
     give_up timestamptz;
 {{- if eq .Name "tokenbucket"}}
+    tokens ALIAS FOR capacity;
+    inflow ALIAS FOR refill;
     full_credit bigint := CASE WHEN units IS NOT NULL THEN capacity * every_us END;
 {{- end}}
 {{- end}}
@@ -386,7 +390,7 @@ BEGIN
                     {{include (print $a.Name ".adds") | hang 20}}
                 WHERE d.prefix = name AND d.key = keys[i]
                     AND {{include (print $a.Name ".fits") (dict "Units" "units" "Rolls" false) | hang 20}}
-                RETURNING {{include "told" (dict "At" (include "reading"))}},
+                RETURNING {{include "told" (dict "At" (include "reading")) | hang 16}},
                     {{include (print $a.Name ".latest") "d."}}
                 INTO taken, ends;
 {{- end}}
@@ -442,12 +446,11 @@ BEGIN
 {{- $from := include "from each" (include (print .Name ".values") "e.units")}}
 {{- range $t := $.Tables}}
             {{$t.If}}
-                -- unnest((SELECT ...)) hides the arrays' length from the planner.
                 WITH d AS (
                     {{include "upsert" (dict "Table" $t.Name "Name" $a.Name "From" $from
                         "While" "(clock_timestamp() < until OR clock_timestamp() > give_up AND _rate_limit_late())")
                         | hang 20}}
-                    RETURNING d.key, {{include "told" (dict "At" (include "soon"))}} AS told
+                    RETURNING d.key, {{include "told" (dict "At" (include "soon")) | hang 20}} AS told
                 )
                 SELECT array_agg(d.key), array_agg(d.told) INTO taken_keys, taken FROM d;
 {{- end}}

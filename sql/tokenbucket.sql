@@ -6,9 +6,11 @@ block is for. */}}
 --   refill              tokens that flow in, evenly, over every_us; at least 1
 --   every_us            in microseconds, from 1 to 2^51. Filling an empty bucket may take 2^51 microseconds (71 years)
 {{end}}
-{{define "tokenbucket.valid"}}capacity >= 1 AND refill >= 1 AND every_us BETWEEN 1 AND 2251799813685248
-    AND capacity <= 4611686018427387904 / every_us
-    AND (capacity * every_us - 1) / refill < 2251799813685248{{end}}
+{{define "tokenbucket.valid"}}{{$capacity := "capacity"}}{{$refill := "refill"}}{{$every := "every_us"}}
+{{- with .}}{{$capacity = "max_count"}}{{$refill = "inflow"}}{{$every = "window_us"}}{{end -}}
+{{$capacity}} >= 1 AND {{$refill}} >= 1 AND {{$every}} BETWEEN 1 AND 2251799813685248
+    AND {{$capacity}} <= 4611686018427387904 / {{$every}}
+    AND ({{$capacity}} * {{$every}} - 1) / {{$refill}} < 2251799813685248{{end}}
 {{define "tokenbucket.hint"}}capacity, refill and every_us are at least 1, every_us is at most 2^51, '
 'capacity * every_us is at most 2^62, and divided by refill it is at most 2^51.{{end}}
 {{define "tokenbucket.comment"}}Takes from token buckets. '
@@ -21,19 +23,22 @@ block is for. */}}
 (prefix, key, algorithm, credit, scale, capacity, refill, since, returned,
     window_start, expires_at)
 {{- end}}
-{{define "tokenbucket.values"}}3, full_credit - {{.}} * every_us, every_us, capacity, refill, clock, 0,
-    clock, clock + ({{.}} * every_us - 1) / refill + 1{{end}}
-{{define "tokenbucket.runs"}}clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / refill{{end}}
-{{define "tokenbucket.level"}}d.credit + greatest(clock - d.window_start, 0) * refill{{end}}
+{{define "tokenbucket.values"}}3, full_credit - {{.}} * every_us, every_us, tokens, inflow, clock, 0,
+    clock, clock + ({{.}} * every_us - 1) / inflow + 1{{end}}
+{{define "tokenbucket.runs"}}clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / inflow{{end}}
+{{define "tokenbucket.level"}}d.credit + greatest(clock - d.window_start, 0) * inflow{{end}}
 {{define "tokenbucket.adds"}}
 credit = {{include "tokenbucket.level"}} - units * every_us,
 window_start = greatest(clock, d.window_start),
 expires_at = greatest(clock, d.window_start)
     + (full_credit - ({{include "tokenbucket.level"}})
-        + units * every_us - 1) / refill + 1
+        + units * every_us - 1) / inflow + 1
 {{end}}
 {{define "tokenbucket.undoes"}}credit = d.credit + units * every_us{{end}}
 {{define "tokenbucket.rolls"}}
+scale = every_us,
+capacity = tokens,
+refill = inflow,
 credit = CASE WHEN {{include "tokenbucket.runs"}}
     THEN {{include "tokenbucket.level"}} - full_credit
     ELSE 0 END + excluded.credit,
@@ -46,25 +51,25 @@ returned = CASE WHEN {{include "tokenbucket.runs"}}
 expires_at = CASE WHEN {{include "tokenbucket.runs"}}
     THEN greatest(clock, d.window_start)
         + (full_credit - ({{include "tokenbucket.level"}})
-        + (full_credit - excluded.credit) - 1) / refill + 1
+        + (full_credit - excluded.credit) - 1) / inflow + 1
     ELSE excluded.expires_at END
 {{end}}
 {{define "tokenbucket.excluded"}}(full_credit - excluded.credit){{end}}
 {{define "tokenbucket.fits"}}
-d.algorithm = 3 AND d.count = 0 AND d.scale = every_us AND d.capacity = capacity
-    AND d.refill = refill AND d.credit < full_credit
-    AND d.window_start - clock <= (full_credit - 1) / refill + 1
+d.algorithm = 3 AND d.count = 0 AND d.scale = every_us AND d.capacity = tokens
+    AND d.refill = inflow AND d.credit < full_credit
+    AND d.window_start - clock <= (full_credit - 1) / inflow + 1
     AND {{if .Rolls}}CASE
         WHEN {{include "tokenbucket.runs"}}
             THEN {{include "tokenbucket.level"}}
                 >= {{.Units}}
-        ELSE clock - d.window_start > (full_credit - d.credit - 1) / refill END
+        ELSE clock - d.window_start > (full_credit - d.credit - 1) / inflow END
     {{- else}}{{include "tokenbucket.runs"}}
     AND {{include "tokenbucket.level"}} >= {{.Units}} * every_us{{end}}
 {{end}}
 {{define "tokenbucket.new"}}d.credit = full_credit - {{.}} * every_us{{end}}
 {{define "tokenbucket.latest"}}
-{{- .}}window_start + (full_credit - units * every_us - {{.}}credit - 1) / refill
+{{- .}}window_start + (full_credit - units * every_us - {{.}}credit - 1) / inflow
 {{- end}}
 {{define "tokenbucket.columns"}}count, window_start, credit, scale, expires_at, since, capacity, refill, returned{{end}}
 

@@ -375,7 +375,7 @@ func TestDoctorOfRoles(t *testing.T) {
 	}{
 		"nothing": {"", problem, "neither execute the functions nor read the tables"},
 		"some": {"GRANT EXECUTE ON FUNCTION rate_limit_all, rate_limit_reset TO pg_monitor", warning,
-			"may not execute public.rate_limit_calendar_window, public.rate_limit_fixed_window, public.rate_limit_sliding_log, public.rate_limit_sliding_window, public.rate_limit_take_calendar_window, public.rate_limit_take_fixed_window, public.rate_limit_take_sliding_log, public.rate_limit_take_sliding_window, public.rate_limit_take_token_bucket, public.rate_limit_token_bucket"},
+			"may not execute public.rate_limit_calendar_window, public.rate_limit_fixed_window, public.rate_limit_sliding_log, public.rate_limit_sliding_window, public.rate_limit_take_all, public.rate_limit_take_calendar_window, public.rate_limit_take_fixed_window, public.rate_limit_take_sliding_log, public.rate_limit_take_sliding_window, public.rate_limit_take_token_bucket, public.rate_limit_token_bucket"},
 		"application":   {"GRANT EXECUTE ON FUNCTION " + strings.Join(algorithm.Functions(), ", ") + " TO pg_monitor", fine, "may execute the functions"},
 		"sweeper":       {"GRANT EXECUTE ON FUNCTION rate_limit_sweep TO pg_monitor", fine, "may sweep"},
 		"policy admin":  {"GRANT SELECT, INSERT, UPDATE, DELETE ON rate_limit_policy TO pg_monitor", fine, "may change policies"},

@@ -40,8 +40,8 @@ const (
 // a further migration for it.
 //
 // If something flows in, as into a TokenBucket, if there is a log, as of a SlidingLog, or a time zone, as of a
-// CalendarWindow, look for these names and codes in fallback.go, model.go, credit.go, statement.go, text.go here,
-// sql/shared.sql, sql/limit.sql, sql/all.sql and sql/policy.sql, too.
+// CalendarWindow, look for these names and codes in fallback.go, model.go, credit.go, statement.go, takes.go, text.go
+// here, sql/shared.sql, sql/limit.sql, sql/all.sql, sql/takeall.sql and sql/policy.sql, too.
 func All() []Algorithm { return slices.Clone(table[:]) }
 
 //nolint:gochecknoglobals // nobody changes it, and With asks it for each request
@@ -104,7 +104,7 @@ func Functions() []string {
 	for _, a := range table {
 		names = append(names, a.Function, a.Takes())
 	}
-	return append(names, "rate_limit_all", "rate_limit_reset")
+	return append(names, "rate_limit_all", "rate_limit_take_all", "rate_limit_reset")
 }
 
 // Examples lists a text for each algorithm, in quotation marks, for people to read.

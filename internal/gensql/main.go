@@ -41,8 +41,8 @@ them.`,
 			comment: `Makes the functions that decide, in the schema that search_path names first. They look for the
 tables of 00001 there, and nowhere else. Down drops the functions and keeps the tables.`,
 			sources: []string{
-				"types.sql", "calendar.sql", "all.sql", "limit.sql", "reset.sql", "policy.sql", "allow.sql",
-				"access.sql",
+				"types.sql", "calendar.sql", "all.sql", "limit.sql", "takeall.sql", "reset.sql", "policy.sql",
+				"allow.sql", "access.sql",
 			},
 		},
 		{
@@ -204,6 +204,17 @@ func parse(dir string) (*template.Template, error) {
 			return strings.ReplaceAll(text, "\n", "\n"+strings.Repeat(" ", n))
 		},
 		"fold": fold,
+		"column": func(name, by, column, units string) (string, error) {
+			if !has(name + "." + by) {
+				return "", nil
+			}
+			expressions, err := include(name+"."+by, units)
+			if err != nil || by != "values" {
+				return assigned(expressions, column), err
+			}
+			columns, err := include(name + ".insert")
+			return inserted(columns, expressions, column), err
+		},
 		"indent": func(n int, text string) string {
 			return strings.Repeat(" ", n) + strings.ReplaceAll(text, "\n", "\n"+strings.Repeat(" ", n))
 		},
@@ -275,6 +286,44 @@ func fold(n int, list string) string {
 		column += len(item)
 	}
 	return text.String()
+}
+
+// assigned is what a column is set to in a list of assignments, or nothing.
+func assigned(list, column string) string {
+	for _, item := range items(list) {
+		if expression, ok := strings.CutPrefix(item, column+" = "); ok {
+			return expression
+		}
+	}
+	return ""
+}
+
+// inserted is what a column gets from an INSERT whose columns begin with a prefix and a key, or nothing. The
+// expressions are for those behind them.
+func inserted(columns, expressions, column string) string {
+	place := slices.Index(items(strings.Trim(columns, "()")), column) - len([]string{"prefix", "key"})
+	if place < 0 {
+		return ""
+	}
+	return items(expressions)[place]
+}
+
+// items splits a list at the commas that are not in parentheses.
+func items(list string) []string {
+	var all []string
+	depth, from := 0, 0
+	for i, c := range list {
+		switch {
+		case c == '(':
+			depth++
+		case c == ')':
+			depth--
+		case c == ',' && depth == 0:
+			all = append(all, strings.TrimSpace(list[from:i]))
+			from = i + 1
+		}
+	}
+	return append(all, strings.TrimSpace(list[from:]))
 }
 
 // versionMark stands in version.sql for the number of the migration.

@@ -20,7 +20,7 @@ func TestMain(m *testing.M) { pgtest.Main(m) }
 // sources are the files that define the schema, in the order in which they can be applied. The other files hold blocks
 // that these include.
 var sources = []string{
-	"tables.sql", "types.sql", "calendar.sql", "all.sql", "limit.sql", "reset.sql", "policy.sql", "allow.sql",
+	"tables.sql", "types.sql", "calendar.sql", "all.sql", "limit.sql", "takeall.sql", "reset.sql", "policy.sql", "allow.sql",
 	"sweep.sql", "policies.sql", "leases.sql", "access.sql", "version.sql",
 }
 

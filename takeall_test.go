@@ -1,0 +1,171 @@
+package ratelimit
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgtype"
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit/internal/pgtest"
+	"github.com/pgratelimit/ratelimit/internal/testkit"
+)
+
+// Sets of several clients take from known rows and new ones, some that all share. Exactly as many are allowed as fit,
+// and all rows have counted those. A variant that does not lock what it looks at is noticed.
+func TestTakesFromAllAreExactUnderConcurrency(t *testing.T) {
+	t.Parallel()
+
+	const users, tries, userLimit, everybody = 40, 20, 12, 400
+	for name, oldNew := range map[string][]string{
+		"as it is":      nil,
+		"without locks": {"FOR UPDATE", "OFFSET 0"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			db := pgtest.New(t)
+			pgtest.Rewrite(t, db.Pool, "rate_limit_take_all", oldNew...)
+			pools := smallPools(t, db, 4)
+			type limits struct{ address, user, month, all *Limiter }
+			processes := make([]limits, len(pools))
+			for i, pool := range pools {
+				client := newClient(t, pool, ClientConfig{Timeout: amply, MaxInFlight: 3})
+				client.database.manyParts = i % 2 * client.database.manyParts // all, or only many
+				processes[i] = limits{
+					client.limiter(t, Config{Name: "address", Policy: TokenBucket{Capacity: 1000, Refill: 1, Every: 24 * time.Hour}}),
+					client.limiter(t, Config{Name: "user", Policy: SlidingWindow{Limit: userLimit, Window: year}}),
+					client.limiter(t, Config{Name: "month", Policy: slowCalendar(1000)}),
+					client.limiter(t, Config{Name: "all", Policy: FixedWindow{Limit: everybody, Window: year}}),
+				}
+			}
+			var allowed [users]atomic.Int64
+			errs := make([]error, users*tries)
+			testkit.Together(users*tries, func(i int) {
+				user, l := i%users, processes[i/users%len(pools)]
+				results, err := AllowAll(t.Context(), l.user.Request(fmt.Sprint("{all}user ", user), 1),
+					l.all.Request("all", 1), l.month.Request(fmt.Sprint("{all}user ", user), 1),
+					l.address.Request(fmt.Sprint("{all}address ", i%7), 1))
+				if errs[i] = err; results.Allowed {
+					allowed[user].Add(1)
+				}
+			})
+			err := errors.Join(errs...)
+			same := true
+			var total, addresses int64
+			for user := range users {
+				key, n := fmt.Sprint("{all}user ", user), allowed[user].Load()
+				same = same && n <= userLimit && n == taken(t, db.Pool, processes[0].user.Config(), key) &&
+					n == taken(t, db.Pool, processes[0].month.Config(), key)
+				total += n
+			}
+			for i := range 7 {
+				addresses += taken(t, db.Pool, processes[0].address.Config(), fmt.Sprint("{all}address ", i))
+			}
+			same = same && total == everybody && addresses == everybody &&
+				taken(t, db.Pool, processes[0].all.Config(), "all") == everybody
+			if oldNew != nil {
+				require.True(t, err != nil || !same)
+				return
+			}
+			require.NoError(t, err)
+			require.True(t, same)
+			require.Zero(t, deadlocks(t, db, pools...))
+		})
+	}
+}
+
+// A set that lacks a row gives back the locks that it has, because somebody who is just making the row may wait for
+// them. A variant that keeps them deadlocks.
+func TestSetsThatMakeRowsHoldNone(t *testing.T) {
+	t.Parallel()
+
+	for name, oldNew := range map[string][]string{
+		"as it is":       nil,
+		"locks are kept": {"RAISE EXCEPTION USING ERRCODE = 'RLS00';", "EXIT WHEN attempt = 2 OR array_position(tids, NULL) IS NULL;"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			db := pgtest.New(t)
+			pgtest.Rewrite(t, db.Pool, "rate_limit_take_all", oldNew...)
+			client := newClient(t, db.NewPool(t, nil), ClientConfig{Timeout: amply})
+			client.database.manyParts = 0
+			user := client.limiter(t, Config{Name: "user", Policy: FixedWindow{Limit: 10, Window: year}})
+			all := client.limiter(t, Config{Name: "all", Policy: FixedWindow{Limit: 10, Window: year}})
+			_, err := all.Allow(t.Context(), "all")
+			require.NoError(t, err)
+
+			somebody := pgtest.Begin(t, db.Of("all"))
+			_, err = user.AllowTx(t.Context(), somebody, "{all}new")
+			require.NoError(t, err)
+			tx := pgtest.Begin(t, db.Of("all"))
+			set := testkit.Later(func() (Results, error) {
+				return AllowAllTx(context.Background(), tx, user.Request("{all}new", 1), all.Request("all", 1))
+			})
+			pgtest.WaitUntilBlocked(t, db.Pool, 1)
+			_, err = all.AllowTx(t.Context(), somebody, "all")
+			if oldNew == nil {
+				require.NoError(t, err)
+				require.NoError(t, somebody.Commit(t.Context()))
+			} else {
+				_ = somebody.Rollback(t.Context())
+			}
+			results, setErr := set()
+			if oldNew != nil {
+				requireDeadlock(t, errors.Join(err, setErr))
+				return
+			}
+			require.NoError(t, setErr)
+			require.True(t, results.Allowed)
+			require.NoError(t, tx.Commit(t.Context()))
+			require.EqualValues(t, 2, taken(t, db.Pool, user.Config(), "{all}new"))
+			require.EqualValues(t, 3, taken(t, db.Pool, all.Config(), "all"))
+		})
+	}
+}
+
+// Where sets are denied all the time, few statements try in vain what they cannot do.
+func TestSetsThatAreLeftAreNotTriedAgainAtOnce(t *testing.T) {
+	t.Parallel()
+
+	var names []string
+	d := newDatabase(&modelDB{}, "", time.Now)
+	requests := make([]*request, 10)
+	for i := range requests {
+		r := &request{count: 1}
+		r.add(&keyspace{name: "a"}, []model{FixedWindow{Limit: 1, Window: year}}, fmt.Sprint(i), 1, nil)
+		r.add(&keyspace{name: "b"}, []model{FixedWindow{Limit: 20, Window: year}}, "all", 1, nil)
+		requests[i] = r
+	}
+	for range 40 {
+		c := d.call(requests, transaction{})
+		if names = append(names, c.sql); c.takes {
+			left := make([]pgtype.Int8, leftNumbers*len(c.into))
+			for i := range c.into {
+				left[leftNumbers*i] = pgtype.Int8{Int64: int64(i) + 1, Valid: true}
+			}
+			require.NoError(t, c.from.takenInto(c.into, c.counts, left))
+		}
+	}
+	for i, sql := range names {
+		require.Equal(t, i%(declinedSets+1) == 0, sql == takeAllStatement, i)
+	}
+	require.Equal(t, allStatement, d.call(requests[:1], transaction{}).sql, "for few, rate_limit_all is as fast")
+}
+
+// An answer that cannot be one about these rows is an error, and no decision.
+func TestAnswersUnlikeTheQuestion(t *testing.T) {
+	t.Parallel()
+
+	p := &part{space: &keyspace{}, model: TokenBucket{Capacity: 10, Refill: 1, Every: time.Minute}, cost: 1}
+	from := &rowSet{rows: []*part{p}, units: []int64{1}, of: []int32{1}, left: func() {}}
+	for n := range 2 * leftNumbers { // all of them 0
+		require.ErrorIs(t, from.takenInto([]*part{p}, []int64{1}, make([]pgtype.Int8, n)), errUnlikeAnswer, n)
+		if n < leftNumbers {
+			require.ErrorIs(t, takenInto([]*part{p}, nil, make([]pgtype.Int8, n)), errUnlikeAnswer, n)
+		}
+	}
+}
