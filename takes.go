@@ -136,8 +136,8 @@ type rowSet struct {
 	left  func()  // is called if rate_limit_all has decided
 }
 
-// declinedSets is how many statements go to rate_limit_all at once after one that rate_limit_take_all has left to it, so
-// that vain attempts cost little where many sets are denied.
+// declinedSets is how many statements go to rate_limit_all at once after one that rate_limit_take_all has left to it.
+// So vain attempts cost little where many sets are denied.
 const declinedSets = 15
 
 // declines tells whether a statement is to go to rate_limit_all at once.
