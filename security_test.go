@@ -45,7 +45,7 @@ func application(t *testing.T, db *pgtest.DB) *pgxpool.Pool {
 			CREATE TABLE IF NOT EXISTS $.rate_limit_ephemeral `+columns+`
 			CREATE TABLE IF NOT EXISTS $.rate_limit_durable `+columns+`
 			CREATE OR REPLACE FUNCTION $.clock_timestamp() RETURNS timestamptz LANGUAGE sql AS 'SELECT ''2001-01-01Z''::timestamptz';
-			CREATE OR REPLACE FUNCTION $.set_config(text, text, boolean) RETURNS text LANGUAGE sql AS 'SELECT pg_catalog.pg_sleep(60)::text';
+			CREATE OR REPLACE FUNCTION $.set_config(text, text, boolean) RETURNS text LANGUAGE sql AS 'SELECT (1 / 0)::text';
 			CREATE OR REPLACE FUNCTION $.cardinality(anyarray) RETURNS integer LANGUAGE sql AS 'SELECT 0';
 			CREATE OR REPLACE FUNCTION $.rate_limit_all(integer[], text[], text[], boolean[], smallint[], bigint[], bigint[], bigint[], bigint[], bigint[],
 				integer, boolean, timestamptz, bigint[], bigint[], bigint[], bigint[], boolean, text[], bigint[])
