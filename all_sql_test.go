@@ -524,7 +524,7 @@ func takesDiffer(
 	}
 	d := newDatabase(pool, "", func() time.Time { return time.UnixMicro(clock) })
 	c := d.takeAll(from, into, owners, counts, transaction{})
-	from.left = func() { left = true }
+	from.ended = func(l bool) { left = l }
 	if err := c.query(ctx, pool, false); err != nil {
 		return left, err
 	}

@@ -48,8 +48,7 @@ type database struct {
 	// manyParts is of how many parts requests are that rate_limit_take_all is asked for. For fewer rate_limit_all is as
 	// fast.
 	manyParts int
-	// declined is how many statements still go to rate_limit_all at once, because the other one had to leave it some.
-	declined atomic.Int32
+	attempts  attempts // to have rate_limit_take_all decide
 	// qualified are the statements by code, as statement takes it, if the schema stands in them.
 	qualified map[int16]string
 }

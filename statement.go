@@ -138,7 +138,7 @@ func (d *database) callAll(requests []*request, tx transaction) call {
 	if len(requests) == 1 { // not needed, but it saves the function the sorting
 		slices.SortFunc(into, compareLockOrder)
 	}
-	if n >= d.manyParts && !tx.skipHeld && !d.declines() {
+	if n >= d.manyParts && !tx.skipHeld && d.attempts.worthwhile() {
 		if from := rowSetOf(requests, into, counts); from != nil {
 			return d.takeAll(from, into, owners, counts, tx)
 		}

@@ -131,7 +131,6 @@ func TestSetsThatMakeRowsHoldNone(t *testing.T) {
 func TestSetsThatAreLeftAreNotTriedAgainAtOnce(t *testing.T) {
 	t.Parallel()
 
-	var names []string
 	d := newDatabase(&modelDB{}, "", time.Now)
 	requests := make([]*request, 10)
 	for i := range requests {
@@ -140,19 +139,24 @@ func TestSetsThatAreLeftAreNotTriedAgainAtOnce(t *testing.T) {
 		r.add(&keyspace{name: "b"}, []model{FixedWindow{Limit: 20, Window: year}}, "all", 1, nil)
 		requests[i] = r
 	}
-	for range 40 {
-		c := d.call(requests, transaction{})
-		if names = append(names, c.sql); c.takes {
-			left := make([]pgtype.Int8, leftNumbers*len(c.into))
-			for i := range c.into {
-				left[leftNumbers*i] = pgtype.Int8{Int64: int64(i) + 1, Valid: true}
+	told := map[bool]int{true: leftNumbers * 20, false: takenNumbers * 11}
+	pauses := func(left bool) (n int) { // after an attempt that ends so
+		for ; ; n++ {
+			if c := d.call(requests, transaction{}); c.sql == takeAllStatement {
+				numbers := make([]pgtype.Int8, told[left])
+				for i := range numbers {
+					numbers[i] = pgtype.Int8{Int64: int64(i)/leftNumbers + 1, Valid: true}
+				}
+				require.NoError(t, c.from.takenInto(c.into, c.counts, numbers))
+				return n
 			}
-			require.NoError(t, c.from.takenInto(c.into, c.counts, left))
 		}
 	}
-	for i, sql := range names {
-		require.Equal(t, i%(declinedSets+1) == 0, sql == takeAllStatement, i)
+	var each []int
+	for _, left := range []bool{false, true, true, true, true, true, false, true, false, false} {
+		each = append(each, pauses(left))
 	}
+	require.Equal(t, []int{0, 0, 1, 3, 7, 15, 15, 0, 1, 0}, each)
 	require.Equal(t, allStatement, d.call(requests[:1], transaction{}).sql, "for few, rate_limit_all is as fast")
 }
 
@@ -161,7 +165,7 @@ func TestAnswersUnlikeTheQuestion(t *testing.T) {
 	t.Parallel()
 
 	p := &part{space: &keyspace{}, model: TokenBucket{Capacity: 10, Refill: 1, Every: time.Minute}, cost: 1}
-	from := &rowSet{rows: []*part{p}, units: []int64{1}, of: []int32{1}, left: func() {}}
+	from := &rowSet{rows: []*part{p}, units: []int64{1}, of: []int32{1}, ended: func(bool) {}}
 	for n := range 2 * leftNumbers { // all of them 0
 		require.ErrorIs(t, from.takenInto([]*part{p}, []int64{1}, make([]pgtype.Int8, n)), errUnlikeAnswer, n)
 		if n < leftNumbers {

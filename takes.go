@@ -3,6 +3,7 @@ package ratelimit
 import (
 	"errors"
 	"slices"
+	"sync/atomic"
 	"time"
 
 	"github.com/jackc/pgx/v5/pgtype"
@@ -132,21 +133,31 @@ type rowSet struct {
 	rows []*part // each by a part that takes from it, in the order of locking
 	// units is what all parts take from each of the rows.
 	units []int64
-	of    []int32 // each part's row, from 1
-	left  func()  // is called if rate_limit_all has decided
+	of    []int32         // each part's row, from 1
+	ended func(left bool) // see attempts
 }
 
-// declinedSets is how many statements go to rate_limit_all at once after one that rate_limit_take_all has left to it.
-// So vain attempts cost little where many sets are denied.
-const declinedSets = 15
+// attempts are what has become of statements that call rate_limit_take_all. If one has left all to rate_limit_all, some
+// of the next call that at once: 1 after the first, 3 after two in a row, then 7, and at most 15. So vain attempts cost
+// little, whether few sets are denied or many.
+type attempts struct{ vain, pause atomic.Int32 }
 
-// declines tells whether a statement is to go to rate_limit_all at once.
-func (d *database) declines() bool {
-	if d.declined.Load() <= 0 {
-		return false
+// worthwhile tells whether to try.
+func (a *attempts) worthwhile() bool {
+	if a.pause.Load() <= 0 {
+		return true
 	}
-	d.declined.Add(-1)
-	return true
+	a.pause.Add(-1)
+	return false
+}
+
+// ended tells how an attempt has ended.
+func (a *attempts) ended(left bool) {
+	if !left {
+		a.vain.Store(0)
+		return
+	}
+	a.pause.Store(1<<min(a.vain.Add(1), 4) - 1)
 }
 
 // rowSetOf returns the rows that the parts of requests take from, counts[i] times each, or nil if rate_limit_take_all
@@ -212,7 +223,7 @@ func (d *database) takeAll(from *rowSet, into []*part, owners []int32, counts []
 			costs[i] = p.cost
 		}
 	}
-	from.left = func() { d.declined.Store(declinedSets) }
+	from.ended = d.attempts.ended
 	durable := into[0].space.durable
 	return call{
 		sql: d.statement(takesOfAll), into: into, takes: true, counts: counts, from: from,
@@ -227,6 +238,7 @@ func (d *database) takeAll(from *rowSet, into []*part, owners []int32, counts []
 func (s *rowSet) takenInto(into []*part, counts []int64, numbers []pgtype.Int8) error {
 	switch len(numbers) {
 	case takenNumbers * len(s.rows):
+		s.ended(false)
 		later := slices.Clone(s.units)
 		for i, p := range into {
 			row := s.of[i] - 1
@@ -239,7 +251,7 @@ func (s *rowSet) takenInto(into []*part, counts []int64, numbers []pgtype.Int8) 
 		}
 		return nil
 	case leftNumbers * len(into):
-		s.left()
+		s.ended(true)
 		for ; len(numbers) > 0; numbers = numbers[leftNumbers:] {
 			i := numbers[0].Int64
 			if i < 1 || i > int64(len(into)) {
