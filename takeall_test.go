@@ -127,6 +127,59 @@ func TestSetsThatMakeRowsHoldNone(t *testing.T) {
 	}
 }
 
+// A set that makes rows locks the others on the way, so that it never has a row before it has those before that. A
+// variant that only makes those that are missing deadlocks.
+func TestSetsMakeRowsInTheOrderOfLocking(t *testing.T) {
+	t.Parallel()
+
+	all := "FROM unnest(names, keys) AS e (name, key)\n            ON CONFLICT"
+	missing := `FROM unnest(names, keys) AS e (name, key)
+		WHERE NOT EXISTS (SELECT FROM public.rate_limit_ephemeral AS d WHERE d.prefix = e.name AND d.key = e.key) ON CONFLICT`
+	for name, oldNew := range map[string][]string{"as it is": nil, "only the missing ones": {all, missing}} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			db := pgtest.New(t)
+			pgtest.Rewrite(t, db.Pool, "rate_limit_take_all", oldNew...)
+			ask := func(manyParts int, keys ...string) func() (Results, error) {
+				client := newClient(t, db.NewPool(t, nil), ClientConfig{Timeout: amply})
+				client.database.manyParts = manyParts
+				l := client.limiter(t, Config{Name: "test", Policy: FixedWindow{Limit: 10, Window: year}})
+				tx := pgtest.Begin(t, db.Of("{x}"))
+				requests := make([]Request, len(keys))
+				for i, key := range keys {
+					requests[i] = l.Request(key, 1)
+				}
+				return testkit.Later(func() (Results, error) {
+					results, err := AllowAllTx(context.Background(), tx, requests...)
+					return results, errors.Join(err, tx.Commit(context.Background()))
+				})
+			}
+			_, err := ask(0, "{x}a")()
+			require.NoError(t, err)
+			l := newLimiter(t, db.NewPool(t, nil), Config{
+				Name: "test", Policy: FixedWindow{Limit: 10, Window: year}, Client: ClientConfig{Timeout: amply},
+			})
+			maker := pgtest.Begin(t, db.Of("{x}"))
+			_, err = l.AllowTx(t.Context(), maker, "{x}c")
+			require.NoError(t, err)
+
+			one := ask(0, "{x}a", "{x}b", "{x}c") // waits for the last one
+			pgtest.WaitUntilBlocked(t, db.Pool, 1)
+			other := ask(100, "{x}a", "{x}b")
+			pgtest.WaitUntilBlocked(t, db.Pool, 2)
+			require.NoError(t, maker.Commit(t.Context()))
+			_, err1 := one()
+			_, err2 := other()
+			err = errors.Join(err1, err2)
+			if oldNew == nil {
+				require.NoError(t, err)
+			} else {
+				requireDeadlock(t, err)
+			}
+		})
+	}
+}
+
 // Where sets are denied all the time, few statements try in vain what they cannot do.
 func TestSetsThatAreLeftAreNotTriedAgainAtOnce(t *testing.T) {
 	t.Parallel()

@@ -4770,10 +4770,10 @@ BEGIN
                 OFFSET 0
             ) AS d ON true;
             EXIT WHEN NOT fits;
+            -- This also locks those that exist, so that all are locked in order.
             INSERT INTO rate_limit_ephemeral AS d (prefix, key)
             SELECT e.name, e.key
             FROM unnest(names, keys) AS e (name, key)
-            WHERE NOT EXISTS (SELECT FROM rate_limit_ephemeral AS d WHERE d.prefix = e.name AND d.key = e.key)
             ON CONFLICT (prefix, key)
             DO UPDATE SET count = d.count WHERE clock_timestamp() > give_up AND _rate_limit_late();
         END LOOP;
@@ -5101,10 +5101,10 @@ BEGIN
                 OFFSET 0
             ) AS d ON true;
             EXIT WHEN NOT fits;
+            -- This also locks those that exist, so that all are locked in order.
             INSERT INTO rate_limit_durable AS d (prefix, key)
             SELECT e.name, e.key
             FROM unnest(names, keys) AS e (name, key)
-            WHERE NOT EXISTS (SELECT FROM rate_limit_durable AS d WHERE d.prefix = e.name AND d.key = e.key)
             ON CONFLICT (prefix, key)
             DO UPDATE SET count = d.count WHERE clock_timestamp() > give_up AND _rate_limit_late();
         END LOOP;

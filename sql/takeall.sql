@@ -169,10 +169,10 @@ BEGIN
             -- A request that is refused by what can be seen makes no row.
             {{include "look" (dict "Table" $t.Name "Locks" false "Algorithms" $.Algorithms) | hang 12}}
             EXIT WHEN NOT fits;
+            -- This also locks those that exist, so that all are locked in order.
             INSERT INTO rate_limit_{{$t.Name}} AS d (prefix, key)
             SELECT e.name, e.key
             FROM unnest(names, keys) AS e (name, key)
-            WHERE NOT EXISTS (SELECT FROM rate_limit_{{$t.Name}} AS d WHERE d.prefix = e.name AND d.key = e.key)
             ON CONFLICT (prefix, key)
             DO UPDATE SET count = d.count WHERE clock_timestamp() > give_up AND _rate_limit_late();
         END LOOP;
