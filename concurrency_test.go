@@ -18,6 +18,13 @@ import (
 // smallPools are several pools of one database, as several processes have.
 func smallPools(t *testing.T, db *pgtest.DB, n int) []*pgxpool.Pool {
 	t.Helper()
+	// The pools' statements wait for a row for 25 ms at most. So deadlocks are looked for earlier than that, where the
+	// role may say so.
+	pgtest.Exec(t, db.Pool, `DO $$ BEGIN
+		IF (SELECT rolsuper FROM pg_roles WHERE rolname = session_user) THEN
+			EXECUTE format('ALTER DATABASE %I SET deadlock_timeout = ''5ms''', current_database());
+		END IF;
+	END $$`)
 	pools := make([]*pgxpool.Pool, n)
 	for i := range pools {
 		pools[i] = db.NewPool(t, func(config *pgxpool.Config) {

@@ -45,7 +45,7 @@ func TestTakesFromAllAreExactUnderConcurrency(t *testing.T) {
 			var allowed [users]atomic.Int64
 			errs := make([]error, users*tries)
 			testkit.Together(users*tries, func(i int) {
-				user, l := i%users, processes[i/users%len(pools)]
+				user, l := i/len(pools)%users, processes[i%len(pools)] // all at once ask for one that is new
 				results, err := AllowAll(t.Context(), l.user.Request(fmt.Sprint("{all}user ", user), 1),
 					l.all.Request("all", 1), l.month.Request(fmt.Sprint("{all}user ", user), 1),
 					l.address.Request(fmt.Sprint("{all}address ", i%7), 1))
