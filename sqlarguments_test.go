@@ -346,7 +346,7 @@ func TestTakesOfSetsAskedBadly(t *testing.T) {
 
 	db := pgtest.New(t)
 	const good = `'{n,n,n}', '{ccc,bb,a}', false, '{1,2,3}', '{3,3,3}', '{60000000,60000000,60000000}', '{0,0,1}', NULL,
-		'{1,1,1}', '{1,1,1}', '{1,2,3}', NULL, NULL`
+		'{1,1,1}', '{1,1,1}', '{1,2,3}', NULL, NULL, now_us => 1800000000000000` // a clock that does not go on while it waits
 	ask := func(oldNew ...string) (numbers []int64, err error) {
 		rows, err := db.Pool.Query(t.Context(), "SELECT array_replace(rate_limit_take_all("+
 			strings.NewReplacer(oldNew...).Replace(good)+"), NULL, 0)")
