@@ -45,8 +45,8 @@ type database struct {
 	// transaction.
 	sharded atomic.Bool
 	clock   func() time.Time // replaces the database's clock, unless it is nil
-	// manyParts is of how many parts requests are that rate_limit_take_all is asked for. For fewer rate_limit_all is as
-	// fast.
+	// manyParts is of how many parts together requests are that rate_limit_take_all is asked for. For 3 parts of one
+	// request it takes as long as rate_limit_all (220 us), for 6 it takes 7 % less, for 10 it takes 25 % less.
 	manyParts int
 	attempts  attempts // to have rate_limit_take_all decide
 	// qualified are the statements by code, as statement takes it, if the schema stands in them.
@@ -54,7 +54,7 @@ type database struct {
 }
 
 func newDatabase(db DBTX, schema string, clock func() time.Time) *database {
-	d := &database{db: db, turn: turn.Of(db), schema: schema, clock: clock, manyParts: 10}
+	d := &database{db: db, turn: turn.Of(db), schema: schema, clock: clock, manyParts: 6}
 	d.memory, _ = db.(*memory.DB)
 	if schema != "" {
 		d.qualified = map[int16]string{

@@ -121,7 +121,7 @@ func microsOf(t *time.Time) *int64 {
 	return new(t.UnixMicro())
 }
 
-// callAll calls rate_limit_all.
+// callAll calls rate_limit_all, or rate_limit_take_all.
 func (d *database) callAll(requests []*request, tx transaction) call {
 	n := 0
 	for _, r := range requests {
@@ -143,24 +143,13 @@ func (d *database) callAll(requests []*request, tx transaction) call {
 			return d.takeAll(from, into, owners, counts, tx)
 		}
 	}
-	names, keys := make([]string, n), make([]string, n)
-	durables, algorithms := make([]bool, n), make([]int16, n)
-	numbers := make([]int64, 4*n)
-	limits, spans, refills, costs := numbers[:n], numbers[n:2*n], numbers[2*n:3*n], numbers[3*n:]
-	var zones []string // nil if no part has one
+	rows := argumentsOfRows(into)
+	durables, costs := make([]bool, n), make([]int64, n)
 	var leased []int64 // nil if nothing is leased of a bucket
 	var refunds refundArguments
-	durable, flush := false, false
+	durable := false
 	for i, p := range into {
-		of := p.model.numbers()
-		names[i], keys[i], durables[i], algorithms[i] = p.name, p.key, p.space.durable, of.Algorithm
-		limits[i], spans[i], refills[i], costs[i] = of.Limit, micros(of.Span), of.Refill, p.cost
-		if of.Zone != "" {
-			if zones == nil {
-				zones = make([]string, n)
-			}
-			zones[i] = of.Zone
-		}
+		durables[i], costs[i] = p.space.durable, p.cost
 		if units := requests[owners[i]].leased(p); units != 0 {
 			if leased == nil {
 				leased = make([]int64, n)
@@ -168,13 +157,44 @@ func (d *database) callAll(requests []*request, tx transaction) call {
 			leased[i] = units
 		}
 		refunds.set(i, n, p.refund)
-		durable, flush = durable || p.space.durable, flush || p.space.flush
+		durable = durable || p.space.durable
 	}
 	return call{sql: d.statement(ofAll), into: into, args: []any{
-		owners, names, keys, durables, algorithms, limits, spans, refills, costs, counts, tx.lockTimeout,
-		d.synchronousCommit(tx, durable, flush), d.now(),
-		refunds.since, refunds.in, refunds.at, refunds.spent, tx.skipHeld, zones, leased,
+		owners, rows.names, rows.keys, durables, rows.algorithms, rows.limits, rows.spans, rows.refills, costs, counts,
+		tx.lockTimeout, d.synchronousCommit(tx, durable, rows.flush), d.now(),
+		refunds.since, refunds.in, refunds.at, refunds.spent, tx.skipHeld, rows.zones, leased,
 	}}
+}
+
+// rowArguments are the rows of parts, and their policies.
+type rowArguments struct {
+	names, keys            []string
+	algorithms             []int16
+	limits, spans, refills []int64
+	zones                  []string // nil if no part has one
+	flush                  bool     // SynchronousCommit is set for one of them
+}
+
+func argumentsOfRows(parts []*part) rowArguments {
+	n := len(parts)
+	numbers := make([]int64, 3*n)
+	rows := rowArguments{
+		names: make([]string, n), keys: make([]string, n), algorithms: make([]int16, n),
+		limits: numbers[:n], spans: numbers[n : 2*n], refills: numbers[2*n:],
+	}
+	for i, p := range parts {
+		of := p.model.numbers()
+		rows.names[i], rows.keys[i], rows.algorithms[i] = p.name, p.key, of.Algorithm
+		rows.limits[i], rows.spans[i], rows.refills[i] = of.Limit, micros(of.Span), of.Refill
+		if of.Zone != "" {
+			if rows.zones == nil {
+				rows.zones = make([]string, n)
+			}
+			rows.zones[i] = of.Zone
+		}
+		rows.flush = rows.flush || p.space.flush
+	}
+	return rows
 }
 
 // compareLockOrder is the order in which rate_limit_all locks rows.

@@ -197,24 +197,7 @@ func rowSetOf(requests []*request, parts []*part, counts []int64) *rowSet {
 
 // takeAll calls rate_limit_take_all.
 func (d *database) takeAll(from *rowSet, into []*part, owners []int32, counts []int64, tx transaction) call {
-	n := len(from.rows)
-	names, keys, algorithms := make([]string, n), make([]string, n), make([]int16, n)
-	numbers := make([]int64, 3*n)
-	limits, spans, refills := numbers[:n], numbers[n:2*n], numbers[2*n:]
-	var zones []string // nil if no row has one
-	flush := false
-	for i, p := range from.rows {
-		of := p.model.numbers()
-		names[i], keys[i], algorithms[i] = p.name, p.key, of.Algorithm
-		limits[i], spans[i], refills[i] = of.Limit, micros(of.Span), of.Refill
-		if of.Zone != "" {
-			if zones == nil {
-				zones = make([]string, n)
-			}
-			zones[i] = of.Zone
-		}
-		flush = flush || p.space.flush
-	}
+	rows := argumentsOfRows(from.rows)
 	costs, asked := []int64(nil), []int64(nil) // nil if all are 1
 	if slices.ContainsFunc(into, func(p *part) bool { return p.cost != 1 }) ||
 		slices.ContainsFunc(counts, func(n int64) bool { return n != 1 }) {
@@ -228,8 +211,9 @@ func (d *database) takeAll(from *rowSet, into []*part, owners []int32, counts []
 	return call{
 		sql: d.statement(takesOfAll), into: into, takes: true, counts: counts, from: from,
 		args: []any{
-			names, keys, durable, algorithms, limits, spans, refills, zones, from.units, owners, from.of, costs, asked,
-			tx.lockTimeout, d.synchronousCommit(tx, durable, flush), microsOf(d.now()),
+			rows.names, rows.keys, durable, rows.algorithms, rows.limits, rows.spans, rows.refills, rows.zones,
+			from.units, owners, from.of, costs, asked,
+			tx.lockTimeout, d.synchronousCommit(tx, durable, rows.flush), microsOf(d.now()),
 		},
 	}
 }

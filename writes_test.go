@@ -128,7 +128,7 @@ func TestLooksTakeNoTransactionIDAndWaitForNobody(t *testing.T) {
 }
 
 // A statement takes one transaction id, however many keys it is about. It takes one even if it denies all of them,
-// because it has locked their rows. Looks take none, and neither does a denial that is remembered.
+// because it has locked their rows. Looks take none, and neither does a denial that is remembered. Many sets take two.
 func TestTransactionIDs(t *testing.T) {
 	t.Parallel()
 
@@ -172,4 +172,20 @@ func TestTransactionIDs(t *testing.T) {
 			require.Equal(t, before, next())
 		}
 	}
+
+	client := newClient(t, pool, ClientConfig{Timeout: amply})
+	client.database.manyParts = 0
+	a := client.limiter(t, Config{Name: "a", Policy: FixedWindow{Limit: 10, Window: year}})
+	b := client.limiter(t, Config{Name: "b", Policy: FixedWindow{Limit: 10, Window: year}})
+	for range 2 { // new rows, then known ones
+		before := next()
+		results, err := AllowAll(t.Context(), a.Request("set", 1), b.Request("set", 1))
+		require.NoError(t, err)
+		require.True(t, results.Allowed)
+		require.LessOrEqual(t, next()-before, int64(3)) // one more where an attempt is undone
+	}
+	before := next()
+	_, err = AllowAll(t.Context(), a.Request("set", 1), b.Request("set", 1))
+	require.NoError(t, err)
+	require.EqualValues(t, 2, next()-before)
 }

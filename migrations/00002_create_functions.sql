@@ -3220,6 +3220,7 @@ DECLARE
     begun bigint[];    -- which of them have a row that was made
     until timestamptz; -- by when a row has to be locked
     give_up timestamptz;
+    -- The rules say so, because in takeall.sql capacity and refill would be those of the row.
     tokens ALIAS FOR capacity;
     inflow ALIAS FOR refill;
     full_credit bigint := CASE WHEN units IS NOT NULL THEN capacity * every_us END;

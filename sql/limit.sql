@@ -8,6 +8,22 @@
 
 {{define "reading"}}coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint){{end}}
 
+{{/* The first reading of the clock. This expression makes the settings, too. */}}
+{{define "clock"}}CASE
+    WHEN lock_timeout_ms IS NOT NULL AND lock_timeout_ms <> -1
+        AND set_config('lock_timeout', lock_timeout_ms::text, true) IS NULL THEN NULL
+    WHEN synchronous_commit IS NOT NULL
+        AND set_config('synchronous_commit', synchronous_commit::text, true) IS NULL THEN NULL
+    ELSE {{include "reading" | hang 4}} END{{end}}
+
+{{/* By when a row has to be locked that is decided by this reading. */}}
+{{define "until"}}CASE WHEN now_us IS NULL THEN timestamptz 'epoch' + (clock + 10000) * interval '1 microsecond'
+    ELSE 'infinity' END{{end}}
+
+{{/* When the waits for all rows together have lasted too long. */}}
+{{define "give up"}}CASE WHEN lock_timeout_ms <> -1 THEN clock_timestamp() + lock_timeout_ms * interval '25 ms'
+    ELSE 'infinity' END{{end}}
+
 {{/* The second reading of the clock, for rows that were locked within 10 ms. */}}
 {{define "soon"}}greatest(clock, least(clock + 10000,
     {{include "reading"}})){{end}}
@@ -17,6 +33,16 @@
     {{.At | hang 4}},
     d.count, d.prev_count, d.window_start, d.credit,
     d.scale, d.expires_at, d.since, d.returned]{{end}}
+
+{{/* The fifteen numbers about what rate_limit_all has decided; . is the place. */}}
+{{define "left"}}ARRAY[{{.}},
+    a.granted, a.remaining, a.retry_after_us, a.reset_after_us,
+    (extract(epoch FROM a.decided_at) * 1000000)::bigint, a.count, a.prev_count, a.window_start, a.credit,
+    a.scale, a.expires_at, a.taken_spent, a.taken_since, a.taken_at]{{end}}
+
+{{/* now_us, as rate_limit_all takes it. */}}
+{{define "now"}}timestamptz 'epoch' + now_us / 1000000 * interval '1 second'
+    + now_us % 1000000 * interval '1 microsecond'{{end}}
 
 {{/* What is asked for the key at .I. This divides, because the product could overflow. */}}
 {{define "units"}}CASE WHEN costs IS NULL AND counts IS NULL THEN 1
@@ -262,18 +288,14 @@ BEGIN
         FROM unnest(undecided) AS e (place);
     END IF;
     RETURN ARRAY(
-        SELECT unnest(ARRAY[done + undecided[a.ord],
-            a.granted, a.remaining, a.retry_after_us, a.reset_after_us,
-            (extract(epoch FROM a.decided_at) * 1000000)::bigint, a.count, a.prev_count, a.window_start, a.credit,
-            a.scale, a.expires_at, a.taken_spent, a.taken_since, a.taken_at]
+        SELECT unnest({{include "left" "done + undecided[a.ord]" | hang 8}}
             {{- if eq .Name "slidinglog"}}
             || CASE WHEN cardinality(keys) = 1 THEN a.log END
             {{- end}})
         FROM {{.Function}}(
             name, keys, {{range .Arguments}}{{.}}, {{end}}costs, counts, durable,
             lock_timeout_ms, synchronous_commit,
-            timestamptz 'epoch' + now_us / 1000000 * interval '1 second'
-                + now_us % 1000000 * interval '1 microsecond',
+            {{include "now" | hang 12}},
             NULL::bigint[], NULL::bigint[], NULL::bigint[], NULL::bigint[], false) AS a);
 END
 $$;
@@ -325,12 +347,7 @@ DECLARE
 {{- if has (print .Name ".rolls")}}
     -- Each expression counts here, because plpgsql prepares it anew in every transaction. So this one makes the
     -- settings, too.
-    clock bigint := CASE
-        WHEN lock_timeout_ms IS NOT NULL AND lock_timeout_ms <> -1
-            AND set_config('lock_timeout', lock_timeout_ms::text, true) IS NULL THEN NULL
-        WHEN synchronous_commit IS NOT NULL
-            AND set_config('synchronous_commit', synchronous_commit::text, true) IS NULL THEN NULL
-        ELSE {{include "reading" | hang 8}} END;
+    clock bigint := {{include "clock" | hang 4}};
     -- What is asked for a key, or NULL if something is not valid.
     units bigint := CASE WHEN ({{include (print .Name ".valid") | hang 8}}) THEN
         {{include "units" (dict "I" "1" "Limit" .Limit) | hang 8}} END;
@@ -348,6 +365,7 @@ DECLARE
     until timestamptz; -- by when a row has to be locked
     give_up timestamptz;
 {{- if eq .Name "tokenbucket"}}
+    -- The rules say so, because in takeall.sql capacity and refill would be those of the row.
     tokens ALIAS FOR capacity;
     inflow ALIAS FOR refill;
     full_credit bigint := CASE WHEN units IS NOT NULL THEN capacity * every_us END;
@@ -439,10 +457,8 @@ BEGIN
                 FROM unnest(costs, counts) AS u (cost, asked));
         END IF;
         IF cardinality(each) = cardinality(keys) AND array_position(each, NULL) IS NULL THEN
-            until := CASE WHEN now_us IS NULL THEN timestamptz 'epoch' + (clock + 10000) * interval '1 microsecond'
-                ELSE 'infinity' END;
-            give_up := CASE WHEN lock_timeout_ms <> -1 THEN clock_timestamp() + lock_timeout_ms * interval '25 ms'
-                ELSE 'infinity' END;
+            until := {{include "until" | hang 12}};
+            give_up := {{include "give up" | hang 12}};
 {{- $from := include "from each" (include (print .Name ".values") "e.units")}}
 {{- range $t := $.Tables}}
             {{$t.If}}

@@ -121,16 +121,9 @@ SET plan_cache_mode = force_generic_plan -- the first five calls of a session wo
 AS $$
 #variable_conflict use_variable
 DECLARE
-    clock bigint := CASE
-        WHEN lock_timeout_ms IS NOT NULL AND lock_timeout_ms <> -1
-            AND set_config('lock_timeout', lock_timeout_ms::text, true) IS NULL THEN NULL
-        WHEN synchronous_commit IS NOT NULL
-            AND set_config('synchronous_commit', synchronous_commit::text, true) IS NULL THEN NULL
-        ELSE {{include "reading" | hang 8}} END;
-    until timestamptz := CASE WHEN now_us IS NULL THEN timestamptz 'epoch' + (clock + 10000) * interval '1 microsecond'
-        ELSE 'infinity' END;
-    give_up timestamptz := CASE WHEN lock_timeout_ms <> -1 THEN clock_timestamp() + lock_timeout_ms * interval '25 ms'
-        ELSE 'infinity' END;
+    clock bigint := {{include "clock" | hang 4}};
+    until timestamptz := {{include "until" | hang 4}};
+    give_up timestamptz := {{include "give up" | hang 4}};
     possible boolean := (names[cardinality(names)] IS NOT NULL AND keys[cardinality(names)] IS NOT NULL
         AND cardinality(names) = ALL (ARRAY[cardinality(keys), cardinality(algorithms), cardinality(limits),
             cardinality(spans_us), cardinality(refills), cardinality(units)])) IS TRUE;
@@ -188,15 +181,11 @@ BEGIN
     LEFT JOIN unnest(names, keys, algorithms, limits, spans_us, refills, zones) WITH ORDINALITY
         AS e (name, key, algorithm, max_count, window_us, refill, zone, place) ON e.place = p.row_of;
     RETURN ARRAY(
-        SELECT unnest(ARRAY[a.ord,
-            a.granted, a.remaining, a.retry_after_us, a.reset_after_us,
-            (extract(epoch FROM a.decided_at) * 1000000)::bigint, a.count, a.prev_count, a.window_start, a.credit,
-            a.scale, a.expires_at, a.taken_spent, a.taken_since, a.taken_at])
+        SELECT unnest({{include "left" "a.ord" | hang 8}})
         FROM rate_limit_all(
             requests, names, keys, array_fill(coalesce(durable, false), ARRAY[cardinality(keys)]), algorithms,
             limits, spans_us, refills, costs, counts, lock_timeout_ms, synchronous_commit,
-            timestamptz 'epoch' + now_us / 1000000 * interval '1 second'
-                + now_us % 1000000 * interval '1 microsecond',
+            {{include "now" | hang 12}},
             NULL::bigint[], NULL::bigint[], NULL::bigint[], NULL::bigint[], false, zones, NULL::bigint[]) AS a);
 END
 $$;
