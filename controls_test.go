@@ -334,11 +334,14 @@ func TestMistakesInTakingFromAllDifferFromTheModels(t *testing.T) {
 		{"WHEN 3 THEN every_us", "WHEN 3 THEN every_us + 1"},
 		{"THEN d.since ELSE clock END", "THEN clock ELSE clock END"},
 		{"WHEN 5 THEN window_end\n", "WHEN 5 THEN window_end + 1\n"},
+		// What is done by the first reading of the clock.
+		{"CASE WHEN clock - d.window_start <= (full_credit", "CASE WHEN clock + 10000 - d.window_start <= (full_credit"},
+		{"clock := greatest(", "now_us := greatest("},
 	} {
 		t.Run(fmt.Sprintf("%q, not %q", c[1], c[0]), func(t *testing.T) {
 			t.Parallel()
 			db := pgtest.New(t)
-			pgtest.Rewrite(t, db.Pool, "rate_limit_take_all", c[0], c[1])
+			pgtest.Rewrite(t, db.Pool, "rate_limit_take_all", append(c[:], firstReading...)...)
 			seed := testSeed(t)
 			for story := uint64(0); ; story++ {
 				require.Less(t, story, uint64(5_000), "the models do not tell the mistake")

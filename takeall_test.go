@@ -111,6 +111,48 @@ func TestSetsDecideFromTheRowsThatTheyHaveLocked(t *testing.T) {
 	}
 }
 
+// All that a set is told was true at one instant, also where one of its windows begins and another goes on. A variant
+// that reads the clock for each row tells several.
+func TestSetsThatTakeAreDecidedAtOneInstant(t *testing.T) {
+	t.Parallel()
+
+	told := "ARRAY[\n                        clock,"
+	for name, oldNew := range map[string][]string{
+		"as it is":                      nil,
+		"a clock for each row":          {told, "ARRAY[ (extract(epoch FROM clock_timestamp()) * 1000000)::bigint,"},
+		"new rows of the first reading": {"clock := greatest(", "now_us := greatest(", told, "ARRAY[ now_us,"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			db := pgtest.New(t)
+			pgtest.Rewrite(t, db.Pool, "rate_limit_take_all", oldNew...)
+			client := newClient(t, db.NewPool(t, nil), ClientConfig{Timeout: amply})
+			client.database.manyParts = 0
+			var limiters []*Limiter
+			for i, policy := range []Policy{
+				FixedWindow{Limit: 100, Window: year}, SlidingWindow{Limit: 100, Window: year},
+				TokenBucket{Capacity: 100, Refill: 1, Every: time.Hour}, slowCalendar(100),
+			} {
+				limiters = append(limiters, client.limiter(t, Config{Name: fmt.Sprint(i), Policy: policy}))
+			}
+			oneInstant := true
+			for i := range 50 {
+				var requests []Request
+				for _, l := range limiters {
+					requests = append(requests, l.Request("{x}", 1), l.Request(fmt.Sprint("{x}new ", i), 1))
+				}
+				results, err := AllowAll(t.Context(), requests...)
+				require.NoError(t, err)
+				require.True(t, results.Allowed)
+				for _, r := range results.Each {
+					oneInstant = oneInstant && r.DecidedAt.Equal(results.Each[0].DecidedAt)
+				}
+			}
+			require.Equal(t, oldNew == nil, oneInstant)
+		})
+	}
+}
+
 // A set that lacks a row gives back the locks that it has, because somebody who is just making the row may wait for
 // them. A variant that keeps them deadlocks.
 func TestSetsThatMakeRowsHoldNone(t *testing.T) {

@@ -3347,16 +3347,16 @@ BEGIN
                         scale = every_us,
                         capacity = tokens,
                         refill = inflow,
-                        credit = CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / inflow
+                        credit = CASE WHEN clock - d.window_start <= (full_credit - d.credit - 1) / inflow
                             THEN d.credit + greatest(clock - d.window_start, 0) * inflow - full_credit
                             ELSE 0 END + excluded.credit,
-                        window_start = CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / inflow
+                        window_start = CASE WHEN clock - d.window_start <= (full_credit - d.credit - 1) / inflow
                             THEN greatest(clock, d.window_start) ELSE clock END,
-                        since = CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / inflow
+                        since = CASE WHEN clock - d.window_start <= (full_credit - d.credit - 1) / inflow
                             THEN d.since ELSE clock END,
-                        returned = CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / inflow
+                        returned = CASE WHEN clock - d.window_start <= (full_credit - d.credit - 1) / inflow
                             THEN d.returned ELSE 0 END,
-                        expires_at = CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / inflow
+                        expires_at = CASE WHEN clock - d.window_start <= (full_credit - d.credit - 1) / inflow
                             THEN greatest(clock, d.window_start)
                                 + (full_credit - (d.credit + greatest(clock - d.window_start, 0) * inflow)
                                 + (full_credit - excluded.credit) - 1) / inflow + 1
@@ -3389,16 +3389,16 @@ BEGIN
                         scale = every_us,
                         capacity = tokens,
                         refill = inflow,
-                        credit = CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / inflow
+                        credit = CASE WHEN clock - d.window_start <= (full_credit - d.credit - 1) / inflow
                             THEN d.credit + greatest(clock - d.window_start, 0) * inflow - full_credit
                             ELSE 0 END + excluded.credit,
-                        window_start = CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / inflow
+                        window_start = CASE WHEN clock - d.window_start <= (full_credit - d.credit - 1) / inflow
                             THEN greatest(clock, d.window_start) ELSE clock END,
-                        since = CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / inflow
+                        since = CASE WHEN clock - d.window_start <= (full_credit - d.credit - 1) / inflow
                             THEN d.since ELSE clock END,
-                        returned = CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / inflow
+                        returned = CASE WHEN clock - d.window_start <= (full_credit - d.credit - 1) / inflow
                             THEN d.returned ELSE 0 END,
-                        expires_at = CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / inflow
+                        expires_at = CASE WHEN clock - d.window_start <= (full_credit - d.credit - 1) / inflow
                             THEN greatest(clock, d.window_start)
                                 + (full_credit - (d.credit + greatest(clock - d.window_start, 0) * inflow)
                                 + (full_credit - excluded.credit) - 1) / inflow + 1
@@ -4400,8 +4400,10 @@ Example: SELECT rate_limit_take_calendar_window(''mail'', ''{user:123}'', 1000, 
 --
 -- The rows are locked in the order in which they come, looked at, and written. If one is missing or has no room, the
 -- locks are given back, because rate_limit_all may have to make rows, and to lock others before those. If rows are
--- missing, and what can be seen has room, they are made, and everything begins anew. The clock is read twice, as in
--- those functions.
+-- missing, and what can be seen has room, they are made, and everything begins anew.
+--
+-- The clock is read twice, as in those functions: before a row is locked, and when all are. What fits by the first
+-- reading still fits by the second, which is the time of the decision for all rows.
 -- +goose StatementBegin
 CREATE FUNCTION rate_limit_take_all(
     names text[],
@@ -4552,6 +4554,8 @@ BEGIN
                     FOR UPDATE
                 ) AS d ON true;
                 IF fits THEN
+                    clock := greatest(clock, least(clock + 10000,
+                        coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)));
                     WITH d AS (
                         UPDATE rate_limit_ephemeral AS d SET
                         algorithm = excluded.algorithm,
@@ -4568,12 +4572,12 @@ BEGIN
                     WHEN 1 THEN CASE WHEN clock < d.expires_at THEN d.window_start ELSE clock END
                     WHEN 2 THEN CASE WHEN clock < d.window_start + window_us THEN d.window_start
                         WHEN clock < d.expires_at THEN d.window_start + window_us ELSE clock END
-                    WHEN 3 THEN CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / inflow
+                    WHEN 3 THEN CASE WHEN clock - d.window_start <= (full_credit - d.credit - 1) / inflow
                         THEN greatest(clock, d.window_start) ELSE clock END
                     WHEN 5 THEN CASE WHEN clock < d.expires_at THEN d.window_start ELSE clock END
                     ELSE d.window_start END,
                         credit = CASE excluded.algorithm
-                    WHEN 3 THEN CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / inflow
+                    WHEN 3 THEN CASE WHEN clock - d.window_start <= (full_credit - d.credit - 1) / inflow
                         THEN d.credit + greatest(clock - d.window_start, 0) * inflow - full_credit
                         ELSE 0 END + excluded.credit
                     ELSE d.credit END,
@@ -4585,7 +4589,7 @@ BEGIN
                     WHEN 1 THEN CASE WHEN clock < d.expires_at THEN d.expires_at ELSE excluded.expires_at END
                     WHEN 2 THEN CASE WHEN clock < d.window_start + window_us THEN d.window_start
                         WHEN clock < d.expires_at THEN d.window_start + window_us ELSE clock END + 2 * window_us
-                    WHEN 3 THEN CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / inflow
+                    WHEN 3 THEN CASE WHEN clock - d.window_start <= (full_credit - d.credit - 1) / inflow
                         THEN greatest(clock, d.window_start)
                             + (full_credit - (d.credit + greatest(clock - d.window_start, 0) * inflow)
                             + (full_credit - excluded.credit) - 1) / inflow + 1
@@ -4593,7 +4597,7 @@ BEGIN
                     WHEN 5 THEN CASE WHEN clock < d.expires_at THEN d.expires_at ELSE excluded.expires_at END
                     ELSE d.expires_at END,
                         since = CASE excluded.algorithm
-                    WHEN 3 THEN CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / inflow
+                    WHEN 3 THEN CASE WHEN clock - d.window_start <= (full_credit - d.credit - 1) / inflow
                         THEN d.since ELSE clock END
                     ELSE d.since END,
                         capacity = CASE excluded.algorithm
@@ -4603,7 +4607,7 @@ BEGIN
                     WHEN 3 THEN inflow
                     ELSE d.refill END,
                         returned = CASE excluded.algorithm
-                    WHEN 3 THEN CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / inflow
+                    WHEN 3 THEN CASE WHEN clock - d.window_start <= (full_credit - d.credit - 1) / inflow
                         THEN d.returned ELSE 0 END
                     ELSE d.returned END
                         FROM (
@@ -4659,8 +4663,7 @@ BEGIN
                         ) AS excluded
                         WHERE d.ctid = excluded.tid
                         RETURNING excluded.place, ARRAY[
-                        greatest(clock, least(clock + 10000,
-                            coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint))),
+                        clock,
                         d.count, d.prev_count, d.window_start, d.credit,
                         d.scale, d.expires_at, d.since, d.returned] AS told
                     )
@@ -4883,6 +4886,8 @@ BEGIN
                     FOR UPDATE
                 ) AS d ON true;
                 IF fits THEN
+                    clock := greatest(clock, least(clock + 10000,
+                        coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)));
                     WITH d AS (
                         UPDATE rate_limit_durable AS d SET
                         algorithm = excluded.algorithm,
@@ -4899,12 +4904,12 @@ BEGIN
                     WHEN 1 THEN CASE WHEN clock < d.expires_at THEN d.window_start ELSE clock END
                     WHEN 2 THEN CASE WHEN clock < d.window_start + window_us THEN d.window_start
                         WHEN clock < d.expires_at THEN d.window_start + window_us ELSE clock END
-                    WHEN 3 THEN CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / inflow
+                    WHEN 3 THEN CASE WHEN clock - d.window_start <= (full_credit - d.credit - 1) / inflow
                         THEN greatest(clock, d.window_start) ELSE clock END
                     WHEN 5 THEN CASE WHEN clock < d.expires_at THEN d.window_start ELSE clock END
                     ELSE d.window_start END,
                         credit = CASE excluded.algorithm
-                    WHEN 3 THEN CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / inflow
+                    WHEN 3 THEN CASE WHEN clock - d.window_start <= (full_credit - d.credit - 1) / inflow
                         THEN d.credit + greatest(clock - d.window_start, 0) * inflow - full_credit
                         ELSE 0 END + excluded.credit
                     ELSE d.credit END,
@@ -4916,7 +4921,7 @@ BEGIN
                     WHEN 1 THEN CASE WHEN clock < d.expires_at THEN d.expires_at ELSE excluded.expires_at END
                     WHEN 2 THEN CASE WHEN clock < d.window_start + window_us THEN d.window_start
                         WHEN clock < d.expires_at THEN d.window_start + window_us ELSE clock END + 2 * window_us
-                    WHEN 3 THEN CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / inflow
+                    WHEN 3 THEN CASE WHEN clock - d.window_start <= (full_credit - d.credit - 1) / inflow
                         THEN greatest(clock, d.window_start)
                             + (full_credit - (d.credit + greatest(clock - d.window_start, 0) * inflow)
                             + (full_credit - excluded.credit) - 1) / inflow + 1
@@ -4924,7 +4929,7 @@ BEGIN
                     WHEN 5 THEN CASE WHEN clock < d.expires_at THEN d.expires_at ELSE excluded.expires_at END
                     ELSE d.expires_at END,
                         since = CASE excluded.algorithm
-                    WHEN 3 THEN CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / inflow
+                    WHEN 3 THEN CASE WHEN clock - d.window_start <= (full_credit - d.credit - 1) / inflow
                         THEN d.since ELSE clock END
                     ELSE d.since END,
                         capacity = CASE excluded.algorithm
@@ -4934,7 +4939,7 @@ BEGIN
                     WHEN 3 THEN inflow
                     ELSE d.refill END,
                         returned = CASE excluded.algorithm
-                    WHEN 3 THEN CASE WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / inflow
+                    WHEN 3 THEN CASE WHEN clock - d.window_start <= (full_credit - d.credit - 1) / inflow
                         THEN d.returned ELSE 0 END
                     ELSE d.returned END
                         FROM (
@@ -4990,8 +4995,7 @@ BEGIN
                         ) AS excluded
                         WHERE d.ctid = excluded.tid
                         RETURNING excluded.place, ARRAY[
-                        greatest(clock, least(clock + 10000,
-                            coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint))),
+                        clock,
                         d.count, d.prev_count, d.window_start, d.credit,
                         d.scale, d.expires_at, d.since, d.returned] AS told
                     )

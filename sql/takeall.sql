@@ -92,8 +92,10 @@ LEFT JOIN LATERAL (
 --
 -- The rows are locked in the order in which they come, looked at, and written. If one is missing or has no room, the
 -- locks are given back, because rate_limit_all may have to make rows, and to lock others before those. If rows are
--- missing, and what can be seen has room, they are made, and everything begins anew. The clock is read twice, as in
--- those functions.
+-- missing, and what can be seen has room, they are made, and everything begins anew.
+--
+-- The clock is read twice, as in those functions: before a row is locked, and when all are. What fits by the first
+-- reading still fits by the second, which is the time of the decision for all rows.
 CREATE FUNCTION rate_limit_take_all(
     names text[],
     keys text[],
@@ -138,6 +140,7 @@ BEGIN
             BEGIN
                 {{include "look" (dict "Table" $t.Name "Locks" true "Algorithms" $.Algorithms) | hang 16}}
                 IF fits THEN
+                    clock := {{include "soon" | hang 20}};
                     WITH d AS (
                         UPDATE rate_limit_{{$t.Name}} AS d SET
                         algorithm = excluded.algorithm
@@ -150,7 +153,7 @@ BEGIN
                             LIMIT (SELECT cardinality(tids)) -- as in rate_limit_all
                         ) AS excluded
                         WHERE d.ctid = excluded.tid
-                        RETURNING excluded.place, {{include "told" (dict "At" (include "soon")) | hang 20}} AS told
+                        RETURNING excluded.place, {{include "told" (dict "At" "clock") | hang 20}} AS told
                     )
                     SELECT array_agg(d.told ORDER BY d.place) INTO taken FROM d;
                     RETURN taken;

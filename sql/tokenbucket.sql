@@ -25,7 +25,8 @@ block is for. */}}
 {{- end}}
 {{define "tokenbucket.values"}}3, full_credit - {{.}} * every_us, every_us, tokens, inflow, clock, 0,
     clock, clock + ({{.}} * every_us - 1) / inflow + 1{{end}}
-{{define "tokenbucket.runs"}}clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / inflow{{end}}
+{{/* Whether the bucket is not full by the clock, or a while later. */}}
+{{define "tokenbucket.runs"}}clock{{.}} - d.window_start <= (full_credit - d.credit - 1) / inflow{{end}}
 {{define "tokenbucket.level"}}d.credit + greatest(clock - d.window_start, 0) * inflow{{end}}
 {{define "tokenbucket.adds"}}
 credit = {{include "tokenbucket.level"}} - units * every_us,
@@ -39,16 +40,16 @@ expires_at = greatest(clock, d.window_start)
 scale = every_us,
 capacity = tokens,
 refill = inflow,
-credit = CASE WHEN {{include "tokenbucket.runs"}}
+credit = CASE WHEN {{include "tokenbucket.runs" ""}}
     THEN {{include "tokenbucket.level"}} - full_credit
     ELSE 0 END + excluded.credit,
-window_start = CASE WHEN {{include "tokenbucket.runs"}}
+window_start = CASE WHEN {{include "tokenbucket.runs" ""}}
     THEN greatest(clock, d.window_start) ELSE clock END,
-since = CASE WHEN {{include "tokenbucket.runs"}}
+since = CASE WHEN {{include "tokenbucket.runs" ""}}
     THEN d.since ELSE clock END,
-returned = CASE WHEN {{include "tokenbucket.runs"}}
+returned = CASE WHEN {{include "tokenbucket.runs" ""}}
     THEN d.returned ELSE 0 END,
-expires_at = CASE WHEN {{include "tokenbucket.runs"}}
+expires_at = CASE WHEN {{include "tokenbucket.runs" ""}}
     THEN greatest(clock, d.window_start)
         + (full_credit - ({{include "tokenbucket.level"}})
         + (full_credit - excluded.credit) - 1) / inflow + 1
@@ -60,11 +61,11 @@ d.algorithm = 3 AND d.count = 0 AND d.scale = every_us AND d.capacity = tokens
     AND d.refill = inflow AND d.credit < full_credit
     AND d.window_start - clock <= (full_credit - 1) / inflow + 1
     AND {{if .Rolls}}CASE
-        WHEN {{include "tokenbucket.runs"}}
+        WHEN {{include "tokenbucket.runs" " + 10000"}}
             THEN {{include "tokenbucket.level"}}
                 >= {{.Units}}
         ELSE clock - d.window_start > (full_credit - d.credit - 1) / inflow END
-    {{- else}}{{include "tokenbucket.runs"}}
+    {{- else}}{{include "tokenbucket.runs" " + 10000"}}
     AND {{include "tokenbucket.level"}} >= {{.Units}} * every_us{{end}}
 {{end}}
 {{define "tokenbucket.new"}}d.credit = full_credit - {{.}} * every_us{{end}}
