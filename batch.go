@@ -12,6 +12,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
 
+	"github.com/pgratelimit/ratelimit/internal/deadline"
 	"github.com/pgratelimit/ratelimit/internal/pg"
 	"github.com/pgratelimit/ratelimit/internal/turn"
 )
@@ -42,6 +43,7 @@ type batcher struct {
 	// statement, in nanoseconds since begin.
 	heldAt, exhaustedAt atomic.Int64
 	refused             atomic.Pointer[refusal] // the last one while the map did not fit
+	deadlines           deadline.Group          // of statements
 }
 
 // makingWait is how long a statement that passes over locked rows waits for each row that somebody is just making,
@@ -61,7 +63,8 @@ func (b *batcher) tooLate(left time.Duration) bool {
 // buffers are what the statements of one goroutine need, used again from one to the next.
 type buffers struct {
 	batch   []*request
-	queued  int // how many requests stayed behind
+	caller  context.Context // of the only request, if its caller's goroutine sends it; else nil
+	queued  int             // how many requests stayed behind
 	leaders []*request
 	last    map[string]*request // the last leader of a key
 }
@@ -95,7 +98,7 @@ func (b *batcher) send(buf *buffers) (held, lost []*request) {
 		return nil, nil
 	}
 	s := b.newBatch(requests, probe)
-	s.queued = buf.queued
+	s.queued, s.caller = buf.queued, buf.caller
 	// If held rows leave requests undecided for this long, the lane takes over.
 	s.until = now.Add(b.held.patience() / 5)
 	leaders, wait := buf.mergeAlike(requests), b.rowWait()
@@ -160,10 +163,11 @@ type batch struct {
 	*batcher
 	deadline time.Time
 	probe    bool
-	queued   int       // how many requests stayed behind
-	again    bool      // this is not the first statement
-	alone    bool      // it waits for one key, which gets another turn
-	until    time.Time // when the rest goes to the lane; zero: never
+	caller   context.Context // as in buffers
+	queued   int             // how many requests stayed behind
+	again    bool            // this is not the first statement
+	alone    bool            // it waits for one key, which gets another turn
+	until    time.Time       // when the rest goes to the lane; zero: never
 	held     []*request
 	lost     []*request
 }
@@ -196,11 +200,19 @@ func (s *batch) ask(requests []*request, skip bool, wait time.Duration) {
 	if looks { // there is no row to wait for
 		wait = patience
 	}
-	ctx, cancel := context.WithDeadline(context.Background(), s.deadline)
+	ctx, cancel := s.deadlines.Context(s.deadline)
+	if s.caller != nil {
+		defer context.AfterFunc(s.caller, func() { time.AfterFunc(grace, cancel) })()
+	}
 	err := s.decide(ctx, s.database.db, requests,
 		transaction{lockTimeout: lockTimeout(min(wait, left/2)), skipHeld: skip})
+	canceled := errors.Is(ctx.Err(), context.Canceled)
 	cancel()
 	s.observe(began, requests, err)
+	if canceled && err != nil { // the caller has left, which is no outage
+		requests[0].finish(gaveUp(s.caller.Err()))
+		return
+	}
 	if s.asksElsewhere(requests, err) {
 		return
 	}

@@ -227,7 +227,7 @@ func TestBreakerDoesNotCountCallersWhoLeave(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		db := newModelDB()
 		slow := func(context.Context) error {
-			elapse(10 * time.Millisecond)
+			elapse(2 * tooLong)
 			return nil
 		}
 		db.set(slow)
@@ -251,7 +251,7 @@ func TestBreakerDoesNotCountCallersWhoLeave(t *testing.T) {
 		elapse(breakerPause)
 		leave()
 		require.True(t, l.client.batcher.breaker.isOpen(kindEphemeral))
-		elapse(10 * time.Millisecond)
+		elapse(2 * tooLong)
 		synctest.Wait()
 		require.False(t, l.client.batcher.breaker.isOpen(kindEphemeral))
 	})

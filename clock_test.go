@@ -59,7 +59,7 @@ func TestApplicationsClockIsReadForDifferencesOnly(t *testing.T) {
 		"policywatch.go: poll", "policywatch.go: poll", "policywatch.go: listen", "policywatch.go: listen",
 		"policywatch.go: listen", "policywatch.go: listen", "policywatch.go: load", "policywatch.go: load",
 		// how long a call has waited, or a statement took
-		"queue.go: submit", "queue.go: submitAll", "queue.go: departs", "queue.go: leaveLate", "queue.go: run", "queue.go: run",
+		"queue.go: submit", "queue.go: submitAll", "queue.go: departs", "queue.go: leaveLate", "queue.go: fly", "queue.go: fly",
 		"shards.go: asksElsewhere",                   // whether a call was made before
 		"statement.go: blame", "statement.go: blame", // how long ago it has hung
 		"troublelog.go: note", "troublelog.go: noteDecision", // how long the database has been away

@@ -123,9 +123,11 @@ func (w *leaseWorld) clone() *leaseWorld {
 		q := *p
 		q.outbox, q.mine = slices.Clone(p.outbox), slices.Clone(p.mine)
 		if p.request != nil {
-			r := *p.request
-			r.parts = slices.Clone(r.parts)
-			q.request = &r
+			r := p.request
+			q.request = &request{
+				space: r.space, policy: r.policy, parts: slices.Clone(r.parts), done: r.done, count: r.count,
+				ahead: r.ahead, ofLease: r.ofLease,
+			}
 		}
 		q.leases = &leases{seed: p.leases.seed}
 		if shards := p.leases.shards.Load(); shards != nil {

@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 	"unicode/utf8"
 
@@ -41,10 +42,12 @@ type request struct {
 	single [1]part // the memory of parts for the usual request
 	since  time.Time
 	probe  bool          // it may ask the database although the breaker is open
-	done   chan struct{} // gets one value, once the parts' decisions or err are set
+	done   chan struct{} // gets one value, once the parts' decisions or err are set, and one if the caller is appointed
 	err    error
-	shadow *shadow // decided beside it; nil if there is none
-	ahead  int64   // how many requests more are asked for, to be spent later; part of count
+	shadow *shadow      // decided beside it; nil if there is none
+	ahead  int64        // how many requests more are asked for, to be spent later; part of count
+	caller atomic.Int32 // callerWaits or another of these values
+	of     *queue       // whose next statement its caller is to send, if he is appointed
 	// ofLease tells that it gives back what is left of a lease.
 	ofLease bool
 
@@ -54,6 +57,13 @@ type request struct {
 	last  *request // the last of them
 	place int64    // which of them this one is, from 1
 }
+
+// What a request's caller does.
+const (
+	callerLeft      int32 = iota // or there is none
+	callerWaits                  // until it is decided
+	callerAppointed              // to send the next statement
+)
 
 // part is a row that a request asks for, and what was decided about it.
 type part struct {
@@ -83,7 +93,7 @@ type requestPool struct{ pool sync.Pool }
 func (p *requestPool) get(space *keyspace, policy Policy) *request {
 	r, ok := p.pool.Get().(*request)
 	if !ok {
-		r = &request{done: make(chan struct{}, 1)}
+		r = &request{done: make(chan struct{}, 2)}
 	}
 	if r.parts == nil {
 		r.parts = r.single[:0]
@@ -110,7 +120,8 @@ func (p *requestPool) put(r *request) {
 		r.parts = nil
 	}
 	r.space, r.policy, r.err, r.next, r.last, r.shadow = nil, nil, nil, nil, nil, nil
-	r.ahead, r.ofLease = 0, false
+	r.ahead, r.ofLease, r.of = 0, false, nil
+	r.caller.Store(callerLeft)
 	p.pool.Put(r)
 }
 

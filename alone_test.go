@@ -1,0 +1,217 @@
+package ratelimit
+
+import (
+	"context"
+	"math/rand/v2"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/require"
+)
+
+// hangs is a statement that takes a while, or until it is interrupted.
+func hangs(d time.Duration) func(context.Context) error {
+	return func(ctx context.Context) error {
+		select {
+		case <-time.After(d):
+			return nil
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+	}
+}
+
+// A caller who is alone sends its statement itself. It is told what was decided, also if its context ends meanwhile.
+// From a database that hangs it leaves soon, and the next callers leave at once.
+func TestLoneCallerWaitsForItsStatement(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		db := newModelDB()
+		l := newLimiter(t, db, Config{Name: "test", Policy: hourly, OnFailure: FailOpen()})
+		interrupted := 0
+		hangs := func(d time.Duration) func(context.Context) error {
+			return func(ctx context.Context) error {
+				err := hangs(d)(ctx)
+				if err != nil {
+					interrupted++
+				}
+				return err
+			}
+		}
+		leave := func() (Result, time.Duration, error) {
+			ctx, cancel := context.WithTimeout(t.Context(), time.Millisecond)
+			defer cancel()
+			began := time.Now()
+			result, err := l.Allow(ctx, "key")
+			return result, time.Since(began), err
+		}
+		prompt := func() {
+			elapse(time.Second) // no statement hangs any more
+			synctest.Wait()
+			db.set(nil)
+			result, err := l.Allow(t.Context(), "key")
+			require.NoError(t, err)
+			require.True(t, result.Allowed)
+			synctest.Wait()
+		}
+
+		db.set(hangs(500 * time.Millisecond))
+		_, took, err := leave()
+		require.ErrorIs(t, err, context.DeadlineExceeded)
+		require.Equal(t, time.Millisecond, took, "nothing is known of the database yet")
+		for range 2 * breakerFailures {
+			prompt()
+			db.set(hangs(grace))
+			result, took, err := leave()
+			require.NoError(t, err)
+			require.True(t, result.Allowed)
+			require.Equal(t, grace, took)
+
+			prompt()
+			require.Zero(t, interrupted)
+			db.set(hangs(500 * time.Millisecond))
+			result, took, err = leave()
+			require.ErrorIs(t, err, context.DeadlineExceeded)
+			require.Zero(t, result)
+			require.Equal(t, time.Millisecond+grace, took)
+			require.Equal(t, 1, interrupted)
+			for range 5 {
+				_, took, err = leave()
+				require.ErrorIs(t, err, context.DeadlineExceeded)
+				require.Equal(t, time.Millisecond, took)
+			}
+			prompt()
+			require.Equal(t, 1, interrupted, "one caller's connection, and no other")
+			require.False(t, l.client.batcher.breaker.isOpen(kindEphemeral))
+			interrupted = 0
+		}
+	})
+}
+
+// What an application's observer does to a caller's goroutine is no harm to those who come later.
+func TestLoneCallerWhoPanics(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		panics := false
+		l := newLimiter(t, newModelDB(), Config{
+			Name: "test", Policy: hourly, Client: ClientConfig{Observer: &Observer{Statement: func(StatementEvent) {
+				if panics {
+					panic("the observer does")
+				}
+			}}},
+		})
+		for range 3 {
+			_, err := l.Allow(t.Context(), "key")
+			require.NoError(t, err)
+			synctest.Wait()
+			panics = true
+			require.PanicsWithValue(t, "the observer does", func() { _, _ = l.Allow(t.Context(), "key") })
+			panics = false
+		}
+		began := time.Now()
+		_, err := l.Allow(t.Context(), "key")
+		require.NoError(t, err)
+		require.Zero(t, time.Since(began))
+	})
+}
+
+// Those who wait for a statement that takes unusually long leave after a while. Those who only ever wait for short ones
+// leave with the next of these.
+func TestSecondStatementLeavesBesideASlowOne(t *testing.T) {
+	t.Parallel()
+	for took, atOnce := range map[time.Duration]int{tooLong - 2*time.Millisecond: 1, 10 * tooLong: 2} {
+		synctest.Test(t, func(t *testing.T) {
+			db := newModelDB()
+			l := newLimiter(t, db, Config{Name: "test", Policy: hourly, Client: ClientConfig{MaxInFlight: 2}})
+			takes := far / 10 // of the first one, so the database is near
+			db.set(func(context.Context) error {
+				elapse(takes)
+				return nil
+			})
+			_, err := l.Allow(t.Context(), "key")
+			require.NoError(t, err)
+			synctest.Wait()
+			takes = took
+			db.set(db.away)
+			done := make(chan error)
+			begin := func() {
+				go func() {
+					_, err := l.Allow(t.Context(), "key")
+					done <- err
+				}()
+				synctest.Wait()
+			}
+			begin()
+			elapse(time.Millisecond)
+			for range 50 { // somebody waits all the time
+				begin()
+				if took > tooLong && db.statements() == 1 {
+					elapse(tooLong)
+					synctest.Wait()
+					require.Equal(t, 2, db.statements(), "it has waited for long enough")
+				}
+				require.NoError(t, <-done)
+			}
+			require.NoError(t, <-done)
+			_, most := db.counts()
+			require.Equal(t, atOnce, most)
+		})
+	}
+}
+
+// Callers who send their own statements, wait for each other's, and leave at any moment, also just when it is their turn
+// to send one: everybody is told in time, and nothing is left over.
+func TestFewCallersWhoLeave(t *testing.T) {
+	t.Parallel()
+
+	seed := testSeed(t)
+	for story := range uint64(100 * rounds(t)) {
+		synctest.Test(t, func(t *testing.T) {
+			db := newModelDB()
+			l := newLimiter(t, db, Config{
+				Name: "test", Policy: FixedWindow{Limit: 1 << 16, Window: year}, OnFailure: FailOpen(),
+				Client: ClientConfig{MaxInFlight: 1 + int(story%2)},
+			})
+			db.set(func(ctx context.Context) error {
+				return hangs([...]time.Duration{0, 1, 1, 2, 2, 3, 30, 400}[rand.IntN(8)] * time.Millisecond)(ctx)
+			})
+			var allowed atomic.Int64
+			var callers sync.WaitGroup
+			for i := range 1 + story%4 {
+				r := rand.New(rand.NewPCG(seed, 10*story+i))
+				callers.Go(func() {
+					for range 50 {
+						patience := time.Duration(1+r.IntN(4)) * time.Millisecond
+						ctx, cancel := context.WithTimeout(t.Context(), patience)
+						began := time.Now()
+						result, err := l.Allow(ctx, "key")
+						cancel()
+						if err != nil {
+							require.ErrorIs(t, err, context.DeadlineExceeded)
+						} else if result.Source == SourceDatabase {
+							allowed.Add(1)
+						}
+						require.LessOrEqual(t, time.Since(began), patience+grace)
+						elapse(time.Duration(r.IntN(3)) * time.Millisecond)
+					}
+				})
+			}
+			callers.Wait()
+			elapse(time.Second)
+			synctest.Wait()
+			q := l.client.queues.first()
+			require.Zero(t, q.inFlight)
+			require.Zero(t, q.waiting)
+			require.Empty(t, q.turns)
+			require.GreaterOrEqual(t, db.taken(), allowed.Load()) // some had left before they were told
+			db.set(nil)
+			began := time.Now()
+			_, err := l.Allow(t.Context(), "key")
+			require.NoError(t, err)
+			require.Zero(t, time.Since(began))
+		})
+	}
+}
