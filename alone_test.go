@@ -30,7 +30,9 @@ func TestLoneCallerWaitsForItsStatement(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		db := newModelDB()
-		l := newLimiter(t, db, Config{Name: "test", Policy: hourly, OnFailure: FailOpen()})
+		l := newLimiter(t, db, Config{
+			Name: "test", Policy: FixedWindow{Limit: 1000, Window: time.Hour}, OnFailure: FailOpen(),
+		})
 		interrupted := 0
 		hangs := func(d time.Duration) func(context.Context) error {
 			return func(ctx context.Context) error {
@@ -52,10 +54,12 @@ func TestLoneCallerWaitsForItsStatement(t *testing.T) {
 			elapse(time.Second) // no statement hangs any more
 			synctest.Wait()
 			db.set(nil)
-			result, err := l.Allow(t.Context(), "key")
-			require.NoError(t, err)
-			require.True(t, result.Allowed)
-			synctest.Wait()
+			for range aloneAfter {
+				result, err := l.Allow(t.Context(), "key")
+				require.NoError(t, err)
+				require.True(t, result.Allowed)
+				synctest.Wait()
+			}
 		}
 
 		db.set(hangs(500 * time.Millisecond))
@@ -104,9 +108,11 @@ func TestLoneCallerWhoPanics(t *testing.T) {
 			}}},
 		})
 		for range 3 {
-			_, err := l.Allow(t.Context(), "key")
-			require.NoError(t, err)
-			synctest.Wait()
+			for range aloneAfter {
+				_, err := l.Allow(t.Context(), "key")
+				require.NoError(t, err)
+				synctest.Wait()
+			}
 			panics = true
 			require.PanicsWithValue(t, "the observer does", func() { _, _ = l.Allow(t.Context(), "key") })
 			panics = false
@@ -162,8 +168,8 @@ func TestSecondStatementLeavesBesideASlowOne(t *testing.T) {
 	}
 }
 
-// Callers who send their own statements, wait for each other's, and leave at any moment, also just when it is their turn
-// to send one: everybody is told in time, and nothing is left over.
+// Callers who send their own statements, wait for each other's, and leave at any moment: everybody is told in time, and
+// nothing is left over.
 func TestFewCallersWhoLeave(t *testing.T) {
 	t.Parallel()
 
@@ -214,4 +220,53 @@ func TestFewCallersWhoLeave(t *testing.T) {
 			require.Zero(t, time.Since(began))
 		})
 	}
+}
+
+// Callers send their own statements only while nobody else comes, and the database is there and prompt.
+func TestWhoIsAlone(t *testing.T) {
+	t.Parallel()
+
+	b := newBoard(500)
+	q := b.queue
+	q.maxInFlight, q.batcher = 2, &batcher{begin: time.Now()}
+	k := kindEphemeral
+	ask := func(n int, took time.Duration, waitMeanwhile int) (alone bool) {
+		t.Helper()
+		requests := b.push("login", 5, n, 1)
+		alone = q.isAlone(requests[0])
+		var buf buffers
+		require.True(t, q.board(&buf))
+		b.push("login", 5, waitMeanwhile, 1)
+		q.lands(k, took)
+		if waitMeanwhile > 0 {
+			b.next()
+		}
+		return alone
+	}
+	lonely := func() {
+		t.Helper()
+		for range aloneAfter {
+			require.False(t, ask(1, time.Millisecond, 0))
+		}
+		require.True(t, ask(1, time.Millisecond, 0))
+	}
+	lonely()
+	require.True(t, ask(1, time.Millisecond, 1), "somebody comes meanwhile")
+	lonely()
+	require.False(t, ask(2, time.Millisecond, 0), "two leave together")
+	lonely()
+	require.True(t, ask(1, 2*tooLong, 0), "it takes long")
+	require.False(t, ask(1, time.Millisecond, 0))
+	require.True(t, ask(1, time.Millisecond, 0), "it is prompt again")
+
+	probe := b.push("login", 5, 1, 1)[0]
+	require.True(t, q.isAlone(probe))
+	probe.probe = true
+	require.False(t, q.isAlone(probe))
+	probe.probe = false
+	q.inFlight++
+	require.False(t, q.isAlone(probe), "another statement is under way")
+	q.inFlight--
+	b.push("login", 5, 1, 1)
+	require.False(t, q.isAlone(probe), "another one waits")
 }

@@ -22,6 +22,7 @@ type queue struct {
 	free     []*lines             // memory that limiters without lines have left for others
 	waiting  int                  // requests in all lines
 	inFlight int
+	lonely   int           // how many calls in a row were alone, from the first to the last moment
 	leftAt   time.Duration // when the last statement left, since the batcher's begin
 	late     bool          // a timer is set for leaveLate
 	fastest  time.Duration // see noteDuration
@@ -61,6 +62,9 @@ const (
 // take no longer than tooLong, so a database that hangs takes this once.
 const grace = 50 * time.Millisecond
 
+// aloneAfter is after how many lone calls in a row callers send their statements themselves.
+const aloneAfter = 4
+
 const maxFree = 16 // limiters, whose memory a queue keeps for others
 
 func newQueue(b *batcher, maxInFlight, maxBatch int) *queue {
@@ -81,7 +85,6 @@ func (q *queue) submit(ctx context.Context, r *request) error {
 	if !b.database.pooled() {
 		return q.takeTurn(ctx, r)
 	}
-	r.caller.Store(callerWaits)
 	if b.held.knows(r) {
 		q.lane.add([]*request{r})
 		return q.wait(ctx, r)
@@ -89,62 +92,37 @@ func (q *queue) submit(ctx context.Context, r *request) error {
 
 	q.mu.Lock()
 	q.push(r)
-	if q.inFlight == 0 && q.isAlone(r) {
-		q.inFlight++
-		q.goAlone(ctx, r)
+	if q.isAlone(r) {
+		q.goAlone(ctx)
 	} else {
 		q.leaveSoon(r.kind())
 	}
 	return q.wait(ctx, r)
 }
 
-// isAlone tells whether a request is the only one that waits, and its caller can send it himself. He does so because
-// another goroutine would take a lone call 15 of its 95 microseconds. If he leaves meanwhile, he has to wait for the
-// statement, but not for long: see grace. q.mu is locked.
+// isAlone tells whether the caller of a request, which has just come, is to send it himself. He does so because another
+// goroutine would take a lone call 15 of its 95 microseconds. If he leaves meanwhile, he has to wait for the statement,
+// but not for long: see grace. Where even a few call at once, they better leave together. q.mu is locked.
 func (q *queue) isAlone(r *request) bool {
-	return q.waiting == 1 && q.turns[0].each[0].requests[0] == r && q.flights[r.kind()].prompt && !r.probe
+	return q.inFlight == 0 && q.waiting == 1 && q.lonely >= aloneAfter && q.flights[r.kind()].prompt && !r.probe
 }
 
-// goAlone has a request's caller send the next statement if it is for that alone, and else another goroutine. It unlocks
-// q.mu.
-func (q *queue) goAlone(ctx context.Context, r *request) {
+// goAlone has a caller send the only request that waits. It unlocks q.mu.
+func (q *queue) goAlone(ctx context.Context) {
+	q.inFlight++
 	buf := buffers{caller: ctx}
-	r.caller.Store(callerWaits) // now, or it could be appointed twice
-	if !q.isAlone(r) || !q.board(&buf) {
-		q.mu.Unlock()
-		go q.run()
-		return
-	}
+	q.board(&buf)
 	q.mu.Unlock()
-	defer q.goOn() // also if code of the application's has panicked, in a tracer or an observer
+	defer func() { // also if code of the application's has panicked, in a tracer or an observer
+		q.mu.Lock()
+		defer q.mu.Unlock()
+		if q.waiting > 0 {
+			go q.run()
+		} else {
+			q.rest()
+		}
+	}()
 	q.reroute(q.fly(&buf))
-}
-
-// goOn has somebody else send the next statement, if anybody waits.
-func (q *queue) goOn() {
-	q.mu.Lock()
-	more := q.waiting > 0 && !q.appoint()
-	if q.waiting == 0 {
-		q.rest()
-	}
-	q.mu.Unlock()
-	if more {
-		go q.run()
-	}
-}
-
-// appoint has the only caller who waits send the next statement, and tells whether he will. q.mu is locked.
-func (q *queue) appoint() bool {
-	if q.waiting != 1 {
-		return false
-	}
-	r := q.turns[0].each[0].requests[0]
-	if !q.isAlone(r) || !r.caller.CompareAndSwap(callerWaits, callerAppointed) {
-		return false
-	}
-	r.of = q // whatever queue he waits for
-	r.done <- struct{}{}
-	return true
 }
 
 // submitAll has requests decided that give back, as soon as their turn comes. It does not wait for that. While the
@@ -167,27 +145,18 @@ func (q *queue) submitAll(requests []*request) {
 	q.leaveSoon(kind)
 }
 
-// wait returns when a request has been decided, or when ctx ends. If its caller is appointed, he sends a statement.
+// wait returns when a request has been decided, or when ctx ends.
 func (q *queue) wait(ctx context.Context, r *request) error {
-	for {
-		select {
-		case <-r.done: // also if ctx has ended meanwhile
-		default:
-			select {
-			case <-r.done:
-			case <-ctx.Done():
-				if r.caller.Swap(callerLeft) == callerAppointed {
-					<-r.done
-					go r.of.run()
-				}
-				return gaveUp(ctx.Err())
-			}
-		}
-		if r.caller.Load() != callerAppointed {
-			return r.err
-		}
-		r.of.mu.Lock()
-		r.of.goAlone(ctx, r)
+	select {
+	case <-r.done: // also if ctx has ended meanwhile
+		return r.err
+	default:
+	}
+	select {
+	case <-r.done:
+		return r.err
+	case <-ctx.Done():
+		return gaveUp(ctx.Err())
 	}
 }
 
@@ -333,6 +302,9 @@ func (q *queue) lands(k kind, took time.Duration) {
 	f := &q.flights[k]
 	f.n--
 	f.slow, f.prompt = q.isSlow(took), took <= tooLong
+	if q.lonely++; q.waiting > 0 {
+		q.lonely = 0
+	}
 	q.noteDuration(took)
 }
 
@@ -380,10 +352,6 @@ func (q *queue) run() {
 	var buf buffers
 	for {
 		q.mu.Lock()
-		if q.appoint() {
-			q.mu.Unlock()
-			return
-		}
 		if !q.board(&buf) {
 			q.rest()
 			q.mu.Unlock()
@@ -405,7 +373,9 @@ func (q *queue) board(buf *buffers) bool {
 	if len(buf.batch) == 0 {
 		return false
 	}
-	buf.queued = q.waiting
+	if buf.queued = q.waiting; len(buf.batch) > 1 {
+		q.lonely = -1 // until it is back
+	}
 	q.departs(buf.batch[0].kind())
 	return true
 }

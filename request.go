@@ -4,7 +4,6 @@ import (
 	"fmt"
 	"strings"
 	"sync"
-	"sync/atomic"
 	"time"
 	"unicode/utf8"
 
@@ -31,6 +30,7 @@ type keyspace struct {
 	strikes       *strikes               // nil if nobody is banned
 	shadow        *keyspace              // the keys of its shadow policies; nil without policies
 	lease         *Lease                 // nil if nothing is taken ahead
+	fresh         freshness
 }
 
 // request is a caller's question. It belongs to its caller until it is submitted, and again once it has been
@@ -42,12 +42,10 @@ type request struct {
 	single [1]part // the memory of parts for the usual request
 	since  time.Time
 	probe  bool          // it may ask the database although the breaker is open
-	done   chan struct{} // gets one value, once the parts' decisions or err are set, and one if the caller is appointed
+	done   chan struct{} // gets one value, once the parts' decisions or err are set
 	err    error
-	shadow *shadow      // decided beside it; nil if there is none
-	ahead  int64        // how many requests more are asked for, to be spent later; part of count
-	caller atomic.Int32 // callerWaits or another of these values
-	of     *queue       // whose next statement its caller is to send, if he is appointed
+	shadow *shadow // decided beside it; nil if there is none
+	ahead  int64   // how many requests more are asked for, to be spent later; part of count
 	// ofLease tells that it gives back what is left of a lease.
 	ofLease bool
 
@@ -57,13 +55,6 @@ type request struct {
 	last  *request // the last of them
 	place int64    // which of them this one is, from 1
 }
-
-// What a request's caller does.
-const (
-	callerLeft      int32 = iota // or there is none
-	callerWaits                  // until it is decided
-	callerAppointed              // to send the next statement
-)
 
 // part is a row that a request asks for, and what was decided about it.
 type part struct {
@@ -93,7 +84,7 @@ type requestPool struct{ pool sync.Pool }
 func (p *requestPool) get(space *keyspace, policy Policy) *request {
 	r, ok := p.pool.Get().(*request)
 	if !ok {
-		r = &request{done: make(chan struct{}, 2)}
+		r = &request{done: make(chan struct{}, 1)}
 	}
 	if r.parts == nil {
 		r.parts = r.single[:0]
@@ -120,8 +111,7 @@ func (p *requestPool) put(r *request) {
 		r.parts = nil
 	}
 	r.space, r.policy, r.err, r.next, r.last, r.shadow = nil, nil, nil, nil, nil, nil
-	r.ahead, r.ofLease, r.of = 0, false, nil
-	r.caller.Store(callerLeft)
+	r.ahead, r.ofLease = 0, false
 	p.pool.Put(r)
 }
 

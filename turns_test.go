@@ -18,7 +18,7 @@ func newBoard(maxBatch int) *board {
 }
 
 // push has n requests come to a limiter, under a policy of that limit.
-func (b *board) push(limiter string, limit int64, n int, cost int64) {
+func (b *board) push(limiter string, limit int64, n int, cost int64) (requests []*request) {
 	space, ok := b.spaces[limiter]
 	if !ok {
 		space = &keyspace{name: limiter}
@@ -29,7 +29,9 @@ func (b *board) push(limiter string, limit int64, n int, cost int64) {
 		r.parts = r.single[:0]
 		r.add(space, r.policy.models(), fmt.Sprint("key ", i), cost, nil)
 		b.queue.push(r)
+		requests = append(requests, r)
 	}
+	return requests
 }
 
 // next tells how many requests of each limiter leave next, in their order.
