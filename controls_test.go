@@ -423,7 +423,8 @@ func TestUpdatingByTidInTheStatementOfTheLockIsLost(t *testing.T) {
 			pgtest.Exec(t, db.Pool, `
 				CREATE OR REPLACE FUNCTION rate_limit_take_fixed_window(
 					name text, keys text[], max_count bigint, window_us bigint, costs bigint[] DEFAULT NULL, counts bigint[] DEFAULT NULL,
-					durable boolean DEFAULT false, lock_timeout_ms integer DEFAULT NULL, synchronous_commit boolean DEFAULT NULL, now_us bigint DEFAULT NULL)
+					durable boolean DEFAULT false, lock_timeout_ms integer DEFAULT NULL, synchronous_commit boolean DEFAULT NULL, now_us bigint DEFAULT NULL,
+					fresh boolean DEFAULT NULL)
 				RETURNS bigint[] LANGUAGE sql SECURITY DEFINER AS $$
 					WITH locked AS (
 						SELECT r.ctid AS tid, r.* FROM rate_limit_ephemeral AS r WHERE r.prefix = name AND r.key = keys[1] FOR UPDATE

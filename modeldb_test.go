@@ -230,6 +230,9 @@ func askedOf(sql string, args []any) (requests []modelRequest, lockTimeout *int3
 			} else {
 				args[7] = (*time.Time)(nil)
 			}
+			if sql != takeSlidingLogStatement { // nor whether it is fresh
+				args = slices.Delete(args, 8, 9)
+			}
 			args = slices.Insert(args, 8, any(none), any(none), any(none), any(none), any(false))
 		}
 		n, of := len(args[1].([]string)), args[13:]
@@ -345,6 +348,9 @@ func (r *modelRows) FieldDescriptions() []pgconn.FieldDescription {
 }
 func (*modelRows) Close() {}
 func (r *modelRows) Scan(targets ...any) error {
+	if row, ok := targets[0].(pgx.RowScanner); ok {
+		return row.ScanRow(r)
+	}
 	for i, value := range r.values[0] {
 		switch target := targets[i].(type) {
 		case *int64:

@@ -16,6 +16,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/ratelimit/internal/algorithm"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
@@ -234,11 +235,15 @@ func callOf(space string, s step) call {
 	numbers := argumentsOf(s.policy.numbers())
 	c := call{takes: s.takes(), counts: counts}
 	for _, e := range s.elements {
-		c.into = append(c.into, &part{model: s.policy, cost: e.cost})
+		c.into = append(c.into, &part{space: &keyspace{}, model: s.policy, cost: e.cost})
 	}
 	if c.takes {
 		c.sql = implementationOf(s.policy.numbers().Algorithm).takes
-		c.args = slices.Concat(args, []any{s.clock}, numbers)
+		c.args = append(args, s.clock)
+		if s.policy.numbers().Algorithm != algorithm.SlidingLog {
+			c.args = append(c.args, s.fresh)
+		}
+		c.args = append(c.args, numbers...)
 		return c
 	}
 	c.sql = statementOf(s.policy)

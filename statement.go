@@ -3,6 +3,7 @@ package ratelimit
 import (
 	"cmp"
 	"context"
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"slices"
@@ -14,6 +15,7 @@ import (
 	"github.com/jackc/pgx/v5/pgtype"
 	"github.com/jackc/pgx/v5/pgxpool"
 
+	"github.com/pgratelimit/ratelimit/internal/algorithm"
 	"github.com/pgratelimit/ratelimit/internal/pg"
 )
 
@@ -105,6 +107,9 @@ func (d *database) callOne(requests []*request, tx transaction) call {
 	if c.takes {
 		c.sql = d.statement(-of.Algorithm)
 		c.args = append(c.args, microsOf(d.now()))
+		if of.Algorithm != algorithm.SlidingLog {
+			c.args = append(c.args, space.fresh.expected())
+		}
 	} else {
 		c.sql = d.statement(of.Algorithm)
 		c.args = append(c.args, d.now(), refunds.since, refunds.in, refunds.at, refunds.spent, tx.skipHeld)
@@ -262,13 +267,44 @@ func (c *call) answer() (targets []any, each func() error) {
 	if !c.takes {
 		return decisionsInto(c.into)
 	}
-	var numbers pgtype.FlatArray[pgtype.Int8]
-	return []any{&numbers}, func() error {
+	answer := new(numbers)
+	return []any{answer}, func() error {
 		if c.from != nil {
-			return c.from.takenInto(c.into, c.counts, numbers)
+			return c.from.takenInto(c.into, c.counts, *answer)
 		}
-		return takenInto(c.into, c.counts, numbers)
+		return takenInto(c.into, c.counts, *answer)
 	}
+}
+
+// numbers are those of an array of bigint.
+type numbers []pgtype.Int8
+
+var _ pgx.RowScanner = (*numbers)(nil)
+
+// ScanRow reads the array of a row. In the binary format it does so itself: pgx takes 2 of the 40 microseconds of CPU
+// time that a call costs for it.
+func (n *numbers) ScanRow(rows pgx.Rows) error {
+	field := rows.FieldDescriptions()[0]
+	if field.Format != pgtype.BinaryFormatCode || field.DataTypeOID != pgtype.Int8ArrayOID {
+		return rows.Scan((*pgtype.FlatArray[pgtype.Int8])(n))
+	}
+	const header, dimension, length = 12, 8, 4
+	raw := rows.RawValues()[0]
+	if len(raw) < header { // NULL
+		return nil
+	}
+	raw = raw[header+dimension*binary.BigEndian.Uint32(raw):]
+	*n = make(numbers, 0, len(raw)/(length+8))
+	for len(raw) >= length {
+		size := int32(binary.BigEndian.Uint32(raw))
+		if raw = raw[length:]; size < 0 {
+			*n = append(*n, pgtype.Int8{})
+			continue
+		}
+		*n = append(*n, pgtype.Int8{Int64: int64(binary.BigEndian.Uint64(raw)), Valid: true})
+		raw = raw[size:]
+	}
+	return nil
 }
 
 // decisionsInto returns what a row is scanned into, and what sets its part's decision then.

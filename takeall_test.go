@@ -8,11 +8,14 @@ import (
 	"testing"
 	"time"
 
+	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgtype"
+	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
+	"github.com/pgratelimit/ratelimit/migrations"
 )
 
 // Sets of several clients take from known rows and new ones, some that all share. Exactly as many are allowed as fit,
@@ -255,6 +258,71 @@ func TestSetsMakeRowsInTheOrderOfLocking(t *testing.T) {
 	}
 }
 
+// In a database whose encoding has other lengths, the order of locking is not the one in which rows are asked for. Then
+// rate_limit_all decides before a row is locked. A variant that learns of the order from rows that it has locked
+// deadlocks.
+func TestTakesOfSetsInAnotherOrderLockNothing(t *testing.T) {
+	t.Parallel()
+
+	const long, short = "ää", "abc" // of 2 and 3 bytes in LATIN1
+	ordered := "AND (SELECT bool_and("
+	for name, oldNew := range map[string][]string{
+		"as it is":               nil,
+		"the order is not known": {ordered, "AND (SELECT true OR bool_and("},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			db := pgtest.Empty(t)
+			latin := pgtest.Scalar[string](t, db.Pool, "SELECT current_database()") + "_latin1"
+			pgtest.Exec(t, db.Pool, "CREATE DATABASE "+latin+" ENCODING 'LATIN1' TEMPLATE template0 LC_COLLATE 'C' LC_CTYPE 'C'")
+			pool := db.NewPool(t, func(config *pgxpool.Config) {
+				config.ConnConfig.Database, config.ConnConfig.RuntimeParams["client_encoding"] = latin, "UTF8"
+			})
+			defer func() {
+				pool.Close()
+				pgtest.Exec(t, db.Pool, "DROP DATABASE "+latin)
+			}()
+			require.NoError(t, migrations.Up(t.Context(), pool))
+			pgtest.Rewrite(t, pool, "rate_limit_take_all", oldNew...)
+			set := func(manyParts int) func() error {
+				client := newClient(t, pool, ClientConfig{Timeout: amply})
+				client.database.manyParts = manyParts
+				l := client.limiter(t, Config{Name: "test", Policy: FixedWindow{Limit: 10, Window: year}})
+				for _, key := range []string{long, short} {
+					_, err := l.Allow(t.Context(), key)
+					require.NoError(t, err)
+				}
+				return func() error {
+					return pgx.BeginFunc(t.Context(), pool, func(tx pgx.Tx) error {
+						_, err := AllowAllTx(t.Context(), tx, l.Request(long, 1), l.Request(short, 1))
+						return err
+					})
+				}
+			}
+			one, other := set(0), set(100)
+			holder, err := pool.Begin(t.Context())
+			require.NoError(t, err)
+			_, err = newLimiter(t, pool, Config{
+				Name: "test", Policy: FixedWindow{Limit: 10, Window: year}, Client: ClientConfig{Timeout: amply},
+			}).AllowTx(t.Context(), holder, long)
+			require.NoError(t, err)
+			first := testkit.Later(func() (any, error) { return nil, one() })
+			pgtest.WaitUntilBlocked(t, pool, 1)
+			second := testkit.Later(func() (any, error) { return nil, other() })
+			pgtest.WaitUntilBlocked(t, pool, 2)
+			require.NoError(t, holder.Commit(t.Context()))
+			_, err1 := first()
+			_, err2 := second()
+			err = errors.Join(err1, err2)
+			if oldNew == nil {
+				require.NoError(t, err)
+			} else {
+				requireDeadlock(t, err)
+			}
+		})
+	}
+}
+
 // Where sets are denied all the time, few statements try in vain what they cannot do.
 func TestSetsThatAreLeftAreNotTriedAgainAtOnce(t *testing.T) {
 	t.Parallel()
@@ -298,6 +366,25 @@ func TestAnswersUnlikeTheQuestion(t *testing.T) {
 		require.ErrorIs(t, from.takenInto([]*part{p}, []int64{1}, make([]pgtype.Int8, n)), errUnlikeAnswer, n)
 		if n < leftNumbers {
 			require.ErrorIs(t, takenInto([]*part{p}, nil, make([]pgtype.Int8, n)), errUnlikeAnswer, n)
+		}
+	}
+}
+
+// Arrays are read as pgx would, in both formats.
+func TestNumbersOfAnArray(t *testing.T) {
+	t.Parallel()
+
+	conn := pgtest.Connect(t, pgtest.New(t))
+	for _, array := range []string{
+		"'{1,NULL,-3,9223372036854775807,-9223372036854775808}'", "'{{1,2,3},{4,NULL,6}}'", "'[5:6]={7,8}'", "'{}'", "'{NULL}'", "NULL",
+	} {
+		for _, mode := range []pgx.QueryExecMode{pgx.QueryExecModeCacheStatement, pgx.QueryExecModeSimpleProtocol} {
+			var want pgtype.FlatArray[pgtype.Int8]
+			var is numbers
+			sql := "SELECT " + array + "::bigint[]"
+			require.NoError(t, conn.QueryRow(t.Context(), sql, mode).Scan(&want))
+			require.NoError(t, conn.QueryRow(t.Context(), sql, mode).Scan(&is))
+			require.Equal(t, []pgtype.Int8(want), []pgtype.Int8(is), array)
 		}
 	}
 }

@@ -47,6 +47,7 @@ func takenInto(into []*part, counts []int64, numbers []pgtype.Int8) error {
 	for i, p := range into {
 		if len(others) > 0 && others[0].Int64 == int64(i)+1 {
 			p.decision = leftDecision(others)
+			p.space.fresh.note(false)
 			if len(into) == 1 {
 				p.decision.state.log = entriesOf(others[leftNumbers:])
 			}
@@ -61,6 +62,7 @@ func takenInto(into []*part, counts []int64, numbers []pgtype.Int8) error {
 			count = counts[i]
 		}
 		p.decision = p.takenDecision(count, count*p.cost, 0, taken)
+		p.space.fresh.note(p.begins(count*p.cost, stateOf(taken)))
 		taken = taken[takenNumbers:]
 	}
 	return nil
@@ -98,17 +100,13 @@ func (p *part) like(n []pgtype.Int8) bool { return !p.model.numbers().Refills() 
 // The row was taken units from, and the last of them, as many as later, by other parts that came after this one. The
 // model tells what remains, and for how long.
 func (p *part) takenDecision(count, units, later int64, n []pgtype.Int8) decision {
-	of, at := p.model.numbers(), n[0].Int64
-	s := state{
-		count: n[1].Int64, prevCount: n[2].Int64, windowStart: n[3].Int64,
-		credit: n[4].Int64, scale: n[5].Int64, expiresAt: n[6].Int64, since: n[7].Int64,
-	}
+	of, at, s := p.model.numbers(), n[0].Int64, stateOf(n)
 	d := decision{granted: count, taken: take{since: s.since, in: s.windowStart}}
-	// A window or a bucket that begins with this take does so at the reading of the clock that decided.
-	begins := s.count == units && s.prevCount == 0
+	if p.begins(units, s) { // at the reading of the clock that decided
+		at = s.windowStart
+	}
 	if of.Refills() {
 		full, every := of.Limit*micros(of.Span), micros(of.Span)
-		begins = s.credit == full-units*every
 		if later > 0 {
 			s.credit += later * every
 			s.expiresAt = s.windowStart + ceilDiv(full-s.credit, of.Refill)
@@ -120,13 +118,41 @@ func (p *part) takenDecision(count, units, later int64, n []pgtype.Int8) decisio
 		s.count -= later
 		d.state = s
 	}
-	if begins {
-		at = s.windowStart
-	}
 	_, now := p.model.decide(s, at, 0)
 	d.remaining, d.resetAfter, d.decidedAt = now.remaining, now.resetAfter, time.UnixMicro(at)
 	return d
 }
+
+// stateOf is a row that was taken from.
+func stateOf(n []pgtype.Int8) state {
+	return state{
+		count: n[1].Int64, prevCount: n[2].Int64, windowStart: n[3].Int64,
+		credit: n[4].Int64, scale: n[5].Int64, expiresAt: n[6].Int64, since: n[7].Int64,
+	}
+}
+
+// begins tells whether the row's window or bucket has begun with these units.
+func (p *part) begins(units int64, s state) bool {
+	if of := p.model.numbers(); of.Refills() {
+		return s.credit == (of.Limit-units)*micros(of.Span)
+	}
+	return s.count == units && s.prevCount == 0
+}
+
+// freshness guesses from the last keys of a limiter whether the next ones will be new. Then rows are made without
+// looking for them first, which saves a seventh of the time, or loses a quarter.
+type freshness struct{ score atomic.Int32 }
+
+// note records whether a key's window or bucket has begun. Nine in ten have to, or the guess is that they do not.
+func (f *freshness) note(began bool) {
+	if score := f.score.Load(); began {
+		f.score.Store(min(score+1, 16))
+	} else {
+		f.score.Store(max(score-8, 0))
+	}
+}
+
+func (f *freshness) expected() bool { return f.score.Load() >= 8 }
 
 // rowSet is the rows that parts take from, for rate_limit_take_all.
 type rowSet struct {

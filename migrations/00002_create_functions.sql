@@ -2003,7 +2003,8 @@ $$;
 -- This is what the Go package calls. Few keys are taken from one after the other, and many by one statement, which also
 -- makes rows. All that is less ordinary is decided by the rules of rate_limit_all, in the same call. The arguments are
 -- the same, but for now_us, which is a time in microseconds since 1970 UTC, and for costs and counts: both are NULL, or
--- neither is.
+-- neither is. fresh says that there are probably no rows, or none that still count. Then they are
+-- made without looking for them first. That saves a seventh of the time, or loses a quarter if there are rows.
 --
 -- It returns one array, because rows and their columns would cost more than the decision. First, for each key of which
 -- all that was asked could be taken at once, nine numbers, in the order of the keys: the time of the decision, and
@@ -2030,7 +2031,8 @@ CREATE FUNCTION rate_limit_take_fixed_window(
     durable boolean DEFAULT false,
     lock_timeout_ms integer DEFAULT NULL,
     synchronous_commit boolean DEFAULT NULL,
-    now_us bigint DEFAULT NULL
+    now_us bigint DEFAULT NULL,
+    fresh boolean DEFAULT NULL
 )
 RETURNS bigint[]
 LANGUAGE plpgsql
@@ -2082,7 +2084,7 @@ BEGIN
     END IF;
     -- Most calls are for one key or a few, and take from rows as they are. (If there is a row, the name and the key are
     -- valid.) For more, one statement costs less than one for each.
-    IF units IS NOT NULL AND ascend IS NOT FALSE AND cardinality(keys) <= 6 THEN
+    IF fresh IS NOT TRUE AND units IS NOT NULL AND ascend IS NOT FALSE AND cardinality(keys) <= 6 THEN
         FOR i IN 1 .. cardinality(keys) LOOP
             IF i > 1 THEN
                 units := CASE WHEN costs IS NULL AND counts IS NULL THEN 1
@@ -2556,7 +2558,8 @@ $$;
 -- This is what the Go package calls. Few keys are taken from one after the other, and many by one statement, which also
 -- makes rows. All that is less ordinary is decided by the rules of rate_limit_all, in the same call. The arguments are
 -- the same, but for now_us, which is a time in microseconds since 1970 UTC, and for costs and counts: both are NULL, or
--- neither is.
+-- neither is. fresh says that there are probably no rows, or none that still count. Then they are
+-- made without looking for them first. That saves a seventh of the time, or loses a quarter if there are rows.
 --
 -- It returns one array, because rows and their columns would cost more than the decision. First, for each key of which
 -- all that was asked could be taken at once, nine numbers, in the order of the keys: the time of the decision, and
@@ -2583,7 +2586,8 @@ CREATE FUNCTION rate_limit_take_sliding_window(
     durable boolean DEFAULT false,
     lock_timeout_ms integer DEFAULT NULL,
     synchronous_commit boolean DEFAULT NULL,
-    now_us bigint DEFAULT NULL
+    now_us bigint DEFAULT NULL,
+    fresh boolean DEFAULT NULL
 )
 RETURNS bigint[]
 LANGUAGE plpgsql
@@ -2635,7 +2639,7 @@ BEGIN
     END IF;
     -- Most calls are for one key or a few, and take from rows as they are. (If there is a row, the name and the key are
     -- valid.) For more, one statement costs less than one for each.
-    IF units IS NOT NULL AND ascend IS NOT FALSE AND cardinality(keys) <= 6 THEN
+    IF fresh IS NOT TRUE AND units IS NOT NULL AND ascend IS NOT FALSE AND cardinality(keys) <= 6 THEN
         FOR i IN 1 .. cardinality(keys) LOOP
             IF i > 1 THEN
                 units := CASE WHEN costs IS NULL AND counts IS NULL THEN 1
@@ -3156,7 +3160,8 @@ $$;
 -- This is what the Go package calls. Few keys are taken from one after the other, and many by one statement, which also
 -- makes rows. All that is less ordinary is decided by the rules of rate_limit_all, in the same call. The arguments are
 -- the same, but for now_us, which is a time in microseconds since 1970 UTC, and for costs and counts: both are NULL, or
--- neither is.
+-- neither is. fresh says that there are probably no rows, or none that still count. Then they are
+-- made without looking for them first. That saves a seventh of the time, or loses a quarter if there are rows.
 --
 -- It returns one array, because rows and their columns would cost more than the decision. First, for each key of which
 -- all that was asked could be taken at once, nine numbers, in the order of the keys: the time of the decision, and
@@ -3184,7 +3189,8 @@ CREATE FUNCTION rate_limit_take_token_bucket(
     durable boolean DEFAULT false,
     lock_timeout_ms integer DEFAULT NULL,
     synchronous_commit boolean DEFAULT NULL,
-    now_us bigint DEFAULT NULL
+    now_us bigint DEFAULT NULL,
+    fresh boolean DEFAULT NULL
 )
 RETURNS bigint[]
 LANGUAGE plpgsql
@@ -3241,7 +3247,7 @@ BEGIN
     END IF;
     -- Most calls are for one key or a few, and take from rows as they are. (If there is a row, the name and the key are
     -- valid.) For more, one statement costs less than one for each.
-    IF units IS NOT NULL AND ascend IS NOT FALSE AND cardinality(keys) <= 6 THEN
+    IF fresh IS NOT TRUE AND units IS NOT NULL AND ascend IS NOT FALSE AND cardinality(keys) <= 6 THEN
         FOR i IN 1 .. cardinality(keys) LOOP
             IF i > 1 THEN
                 units := CASE WHEN costs IS NULL AND counts IS NULL THEN 1
@@ -4125,7 +4131,8 @@ $$;
 -- This is what the Go package calls. Few keys are taken from one after the other, and many by one statement, which also
 -- makes rows. All that is less ordinary is decided by the rules of rate_limit_all, in the same call. The arguments are
 -- the same, but for now_us, which is a time in microseconds since 1970 UTC, and for costs and counts: both are NULL, or
--- neither is.
+-- neither is. fresh says that there are probably no rows, or none that still count. Then they are
+-- made without looking for them first. That saves a seventh of the time, or loses a quarter if there are rows.
 --
 -- It returns one array, because rows and their columns would cost more than the decision. First, for each key of which
 -- all that was asked could be taken at once, nine numbers, in the order of the keys: the time of the decision, and
@@ -4153,7 +4160,8 @@ CREATE FUNCTION rate_limit_take_calendar_window(
     durable boolean DEFAULT false,
     lock_timeout_ms integer DEFAULT NULL,
     synchronous_commit boolean DEFAULT NULL,
-    now_us bigint DEFAULT NULL
+    now_us bigint DEFAULT NULL,
+    fresh boolean DEFAULT NULL
 )
 RETURNS bigint[]
 LANGUAGE plpgsql
@@ -4209,7 +4217,7 @@ BEGIN
     END IF;
     -- Most calls are for one key or a few, and take from rows as they are. (If there is a row, the name and the key are
     -- valid.) For more, one statement costs less than one for each.
-    IF units IS NOT NULL AND ascend IS NOT FALSE AND cardinality(keys) <= 6 THEN
+    IF fresh IS NOT TRUE AND units IS NOT NULL AND ascend IS NOT FALSE AND cardinality(keys) <= 6 THEN
         FOR i IN 1 .. cardinality(keys) LOOP
             IF i > 1 THEN
                 units := CASE WHEN costs IS NULL AND counts IS NULL THEN 1
@@ -4444,7 +4452,12 @@ DECLARE
         ELSE 'infinity' END;
     possible boolean := (names[cardinality(names)] IS NOT NULL AND keys[cardinality(names)] IS NOT NULL
         AND cardinality(names) = ALL (ARRAY[cardinality(keys), cardinality(algorithms), cardinality(limits),
-            cardinality(spans_us), cardinality(refills), cardinality(units)])) IS TRUE;
+            cardinality(spans_us), cardinality(refills), cardinality(units)])
+        -- Otherwise rows would be locked in another order. The caller's encoding may have other lengths.
+        AND (SELECT bool_and((e.next_key IS NULL
+                OR (-octet_length(e.key), e.key COLLATE "C", e.name COLLATE "C")
+                    < (-octet_length(e.next_key), e.next_key COLLATE "C", e.next_name COLLATE "C")) IS TRUE)
+            FROM unnest(names, keys, names[2:], keys[2:]) AS e (name, key, next_name, next_key))) IS TRUE;
     fits boolean;
     tids tid[];
     taken bigint[];
@@ -4456,10 +4469,6 @@ BEGIN
                 SELECT bool_and((excluded.valid
                     AND octet_length(excluded.name) BETWEEN 1 AND 128
                     AND octet_length(excluded.key) BETWEEN 1 AND 512
-                    AND (excluded.next_key IS NULL
-                        OR (-octet_length(excluded.key), excluded.key COLLATE "C", excluded.name COLLATE "C")
-                            < (-octet_length(excluded.next_key), excluded.next_key COLLATE "C",
-                                excluded.next_name COLLATE "C"))
                     AND d.ctid IS NOT NULL
                     AND (clock_timestamp() < until OR clock_timestamp() > give_up AND _rate_limit_late())
                     AND CASE WHEN coalesce(d.algorithm, 0) = 0
@@ -4539,9 +4548,9 @@ BEGIN
                                 AND zone COLLATE "C" !~* '^(right|posix)/'
                                     AND timestamptz 'epoch' AT TIME ZONE zone IS NOT NULL END
                                 AND u.asked BETWEEN 1 AND u.max_count AS valid
-                            FROM unnest(names[2:], keys[2:], names, keys, algorithms,
+                            FROM unnest(names, keys, algorithms,
                                     limits, spans_us, refills, zones, units)
-                                WITH ORDINALITY AS u (next_name, next_key, name, key, algorithm,
+                                WITH ORDINALITY AS u (name, key, algorithm,
                                     max_count, window_us, inflow, zone, asked, place)
                             OFFSET 0 -- or each expression would be put in wherever it is used
                         ) AS v
@@ -4651,10 +4660,10 @@ BEGIN
                                 AND zone COLLATE "C" !~* '^(right|posix)/'
                                     AND timestamptz 'epoch' AT TIME ZONE zone IS NOT NULL END
                                 AND u.asked BETWEEN 1 AND u.max_count AS valid
-                            FROM unnest(tids, names, keys, algorithms,
-                                    limits, spans_us, refills, zones, units)
-                                WITH ORDINALITY AS u (tid, name, key, algorithm,
-                                    max_count, window_us, inflow, zone, asked, place)
+                            FROM unnest(names, keys, algorithms,
+                                    limits, spans_us, refills, zones, units, tids)
+                                WITH ORDINALITY AS u (name, key, algorithm,
+                                    max_count, window_us, inflow, zone, asked, tid, place)
                             OFFSET 0 -- or each expression would be put in wherever it is used
                         ) AS v
                     ) AS p
@@ -4678,10 +4687,6 @@ BEGIN
             SELECT bool_and((excluded.valid
                 AND octet_length(excluded.name) BETWEEN 1 AND 128
                 AND octet_length(excluded.key) BETWEEN 1 AND 512
-                AND (excluded.next_key IS NULL
-                    OR (-octet_length(excluded.key), excluded.key COLLATE "C", excluded.name COLLATE "C")
-                        < (-octet_length(excluded.next_key), excluded.next_key COLLATE "C",
-                            excluded.next_name COLLATE "C"))
                 AND CASE WHEN coalesce(d.algorithm, 0) = 0
                     THEN excluded.expires_at < 2 * clock AND (full_credit - 1) / inflow < clock IS NOT FALSE
                     ELSE CASE excluded.algorithm
@@ -4759,9 +4764,9 @@ BEGIN
                             AND zone COLLATE "C" !~* '^(right|posix)/'
                                 AND timestamptz 'epoch' AT TIME ZONE zone IS NOT NULL END
                             AND u.asked BETWEEN 1 AND u.max_count AS valid
-                        FROM unnest(names[2:], keys[2:], names, keys, algorithms,
+                        FROM unnest(names, keys, algorithms,
                                 limits, spans_us, refills, zones, units)
-                            WITH ORDINALITY AS u (next_name, next_key, name, key, algorithm,
+                            WITH ORDINALITY AS u (name, key, algorithm,
                                 max_count, window_us, inflow, zone, asked, place)
                         OFFSET 0 -- or each expression would be put in wherever it is used
                     ) AS v
@@ -4788,10 +4793,6 @@ BEGIN
                 SELECT bool_and((excluded.valid
                     AND octet_length(excluded.name) BETWEEN 1 AND 128
                     AND octet_length(excluded.key) BETWEEN 1 AND 512
-                    AND (excluded.next_key IS NULL
-                        OR (-octet_length(excluded.key), excluded.key COLLATE "C", excluded.name COLLATE "C")
-                            < (-octet_length(excluded.next_key), excluded.next_key COLLATE "C",
-                                excluded.next_name COLLATE "C"))
                     AND d.ctid IS NOT NULL
                     AND (clock_timestamp() < until OR clock_timestamp() > give_up AND _rate_limit_late())
                     AND CASE WHEN coalesce(d.algorithm, 0) = 0
@@ -4871,9 +4872,9 @@ BEGIN
                                 AND zone COLLATE "C" !~* '^(right|posix)/'
                                     AND timestamptz 'epoch' AT TIME ZONE zone IS NOT NULL END
                                 AND u.asked BETWEEN 1 AND u.max_count AS valid
-                            FROM unnest(names[2:], keys[2:], names, keys, algorithms,
+                            FROM unnest(names, keys, algorithms,
                                     limits, spans_us, refills, zones, units)
-                                WITH ORDINALITY AS u (next_name, next_key, name, key, algorithm,
+                                WITH ORDINALITY AS u (name, key, algorithm,
                                     max_count, window_us, inflow, zone, asked, place)
                             OFFSET 0 -- or each expression would be put in wherever it is used
                         ) AS v
@@ -4983,10 +4984,10 @@ BEGIN
                                 AND zone COLLATE "C" !~* '^(right|posix)/'
                                     AND timestamptz 'epoch' AT TIME ZONE zone IS NOT NULL END
                                 AND u.asked BETWEEN 1 AND u.max_count AS valid
-                            FROM unnest(tids, names, keys, algorithms,
-                                    limits, spans_us, refills, zones, units)
-                                WITH ORDINALITY AS u (tid, name, key, algorithm,
-                                    max_count, window_us, inflow, zone, asked, place)
+                            FROM unnest(names, keys, algorithms,
+                                    limits, spans_us, refills, zones, units, tids)
+                                WITH ORDINALITY AS u (name, key, algorithm,
+                                    max_count, window_us, inflow, zone, asked, tid, place)
                             OFFSET 0 -- or each expression would be put in wherever it is used
                         ) AS v
                     ) AS p
@@ -5010,10 +5011,6 @@ BEGIN
             SELECT bool_and((excluded.valid
                 AND octet_length(excluded.name) BETWEEN 1 AND 128
                 AND octet_length(excluded.key) BETWEEN 1 AND 512
-                AND (excluded.next_key IS NULL
-                    OR (-octet_length(excluded.key), excluded.key COLLATE "C", excluded.name COLLATE "C")
-                        < (-octet_length(excluded.next_key), excluded.next_key COLLATE "C",
-                            excluded.next_name COLLATE "C"))
                 AND CASE WHEN coalesce(d.algorithm, 0) = 0
                     THEN excluded.expires_at < 2 * clock AND (full_credit - 1) / inflow < clock IS NOT FALSE
                     ELSE CASE excluded.algorithm
@@ -5091,9 +5088,9 @@ BEGIN
                             AND zone COLLATE "C" !~* '^(right|posix)/'
                                 AND timestamptz 'epoch' AT TIME ZONE zone IS NOT NULL END
                             AND u.asked BETWEEN 1 AND u.max_count AS valid
-                        FROM unnest(names[2:], keys[2:], names, keys, algorithms,
+                        FROM unnest(names, keys, algorithms,
                                 limits, spans_us, refills, zones, units)
-                            WITH ORDINALITY AS u (next_name, next_key, name, key, algorithm,
+                            WITH ORDINALITY AS u (name, key, algorithm,
                                 max_count, window_us, inflow, zone, asked, place)
                         OFFSET 0 -- or each expression would be put in wherever it is used
                     ) AS v
@@ -5576,7 +5573,7 @@ DROP FUNCTION IF EXISTS rate_limit_reset(text, text, boolean, integer, boolean);
 DROP FUNCTION IF EXISTS rate_limit_take_all(text[], text[], boolean, smallint[], bigint[], bigint[], bigint[],
     text[], bigint[], integer[], integer[], bigint[], bigint[], integer, boolean, bigint);
 DROP FUNCTION IF EXISTS rate_limit_take_calendar_window(text, text[], bigint, bigint, text, bigint[], bigint[],
-    boolean, integer, boolean, bigint);
+    boolean, integer, boolean, bigint, boolean);
 DROP FUNCTION IF EXISTS _rate_limit_left_calendar_window(text, text[], bigint, bigint, text, bigint[], bigint[],
     boolean, integer, boolean, bigint, integer, text[]);
 DROP FUNCTION IF EXISTS rate_limit_calendar_window(text, text[], bigint, bigint, text, bigint[], bigint[], boolean,
@@ -5588,19 +5585,19 @@ DROP FUNCTION IF EXISTS _rate_limit_left_sliding_log(text, text[], bigint, bigin
 DROP FUNCTION IF EXISTS rate_limit_sliding_log(text, text[], bigint, bigint, bigint[], bigint[], boolean, integer,
     boolean, timestamptz, bigint[], bigint[], bigint[], bigint[], boolean);
 DROP FUNCTION IF EXISTS rate_limit_take_token_bucket(text, text[], bigint, bigint, bigint, bigint[], bigint[],
-    boolean, integer, boolean, bigint);
+    boolean, integer, boolean, bigint, boolean);
 DROP FUNCTION IF EXISTS _rate_limit_left_token_bucket(text, text[], bigint, bigint, bigint, bigint[], bigint[],
     boolean, integer, boolean, bigint, integer, text[]);
 DROP FUNCTION IF EXISTS rate_limit_token_bucket(text, text[], bigint, bigint, bigint, bigint[], bigint[], boolean,
     integer, boolean, timestamptz, bigint[], bigint[], bigint[], bigint[], boolean);
 DROP FUNCTION IF EXISTS rate_limit_take_sliding_window(text, text[], bigint, bigint, bigint[], bigint[], boolean,
-    integer, boolean, bigint);
+    integer, boolean, bigint, boolean);
 DROP FUNCTION IF EXISTS _rate_limit_left_sliding_window(text, text[], bigint, bigint, bigint[], bigint[], boolean,
     integer, boolean, bigint, integer, text[]);
 DROP FUNCTION IF EXISTS rate_limit_sliding_window(text, text[], bigint, bigint, bigint[], bigint[], boolean,
     integer, boolean, timestamptz, bigint[], bigint[], bigint[], bigint[], boolean);
 DROP FUNCTION IF EXISTS rate_limit_take_fixed_window(text, text[], bigint, bigint, bigint[], bigint[], boolean,
-    integer, boolean, bigint);
+    integer, boolean, bigint, boolean);
 DROP FUNCTION IF EXISTS _rate_limit_left_fixed_window(text, text[], bigint, bigint, bigint[], bigint[], boolean,
     integer, boolean, bigint, integer, text[]);
 DROP FUNCTION IF EXISTS rate_limit_fixed_window(text, text[], bigint, bigint, bigint[], bigint[], boolean, integer,

@@ -306,6 +306,8 @@ $$;
 -- makes rows. All that is less ordinary is decided by the rules of rate_limit_all, in the same call. The arguments are
 -- the same, but for now_us, which is a time in microseconds since 1970 UTC, and for costs and counts: both are NULL, or
 -- neither is.
+{{- if has (print .Name ".rolls")}} fresh says that there are probably no rows, or none that still count. Then they are
+-- made without looking for them first. That saves a seventh of the time, or loses a quarter if there are rows.{{end}}
 --
 -- It returns one array, because rows and their columns would cost more than the decision. First, for each key of which
 -- all that was asked could be taken at once, nine numbers, in the order of the keys: the time of the decision, and
@@ -335,6 +337,8 @@ CREATE FUNCTION {{.Takes}}(
     lock_timeout_ms integer DEFAULT NULL,
     synchronous_commit boolean DEFAULT NULL,
     now_us bigint DEFAULT NULL
+{{- if has (print .Name ".rolls")}},
+    fresh boolean DEFAULT NULL{{end}}
 )
 RETURNS bigint[]
 LANGUAGE plpgsql
@@ -397,7 +401,7 @@ BEGIN
     END IF;
     -- Most calls are for one key or a few, and take from rows as they are. (If there is a row, the name and the key are
     -- valid.) For more, one statement costs less than one for each.
-    IF units IS NOT NULL AND ascend IS NOT FALSE AND cardinality(keys) <= 6 THEN
+    IF fresh IS NOT TRUE AND units IS NOT NULL AND ascend IS NOT FALSE AND cardinality(keys) <= 6 THEN
         FOR i IN 1 .. cardinality(keys) LOOP
             IF i > 1 THEN
                 units := {{include "units" (dict "I" "i" "Limit" .Limit) | hang 16}};

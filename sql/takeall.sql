@@ -31,10 +31,10 @@ FROM (
                 AND {{.}}{{end}}{{end}}
         {{- end}} END
             AND u.asked BETWEEN 1 AND u.max_count AS valid
-        FROM unnest({{.With}}, names, keys, algorithms,
-                limits, spans_us, refills, zones, units)
-            WITH ORDINALITY AS u ({{.As}}, name, key, algorithm,
-                max_count, window_us, inflow, zone, asked, place)
+        FROM unnest(names, keys, algorithms,
+                limits, spans_us, refills, zones, units{{with .With}}, {{.}}{{end}})
+            WITH ORDINALITY AS u (name, key, algorithm,
+                max_count, window_us, inflow, zone, asked{{with .As}}, {{.}}{{end}}, place)
         OFFSET 0 -- or each expression would be put in wherever it is used
     ) AS v
 ) AS p
@@ -47,10 +47,6 @@ from it. What is done to a row that goes on also begins it, unless a policy is l
 SELECT bool_and((excluded.valid
     AND octet_length(excluded.name) BETWEEN 1 AND 128
     AND octet_length(excluded.key) BETWEEN 1 AND 512
-    AND (excluded.next_key IS NULL
-        OR (-octet_length(excluded.key), excluded.key COLLATE "C", excluded.name COLLATE "C")
-            < (-octet_length(excluded.next_key), excluded.next_key COLLATE "C",
-                excluded.next_name COLLATE "C"))
     {{- if .Locks}}
     AND d.ctid IS NOT NULL
     AND (clock_timestamp() < until OR clock_timestamp() > give_up AND _rate_limit_late())
@@ -66,7 +62,7 @@ SELECT bool_and((excluded.valid
     array_agg(d.ctid)
 INTO fits, tids
 FROM (
-    {{include "asked" (dict "With" "names[2:], keys[2:]" "As" "next_name, next_key" "Algorithms" .Algorithms) | hang 4}}
+    {{include "asked" (dict "With" "" "As" "" "Algorithms" .Algorithms) | hang 4}}
 ) AS excluded
 LEFT JOIN LATERAL (
     SELECT d.ctid, d.* FROM rate_limit_{{.Table}} AS d
@@ -128,7 +124,12 @@ DECLARE
     give_up timestamptz := {{include "give up" | hang 4}};
     possible boolean := (names[cardinality(names)] IS NOT NULL AND keys[cardinality(names)] IS NOT NULL
         AND cardinality(names) = ALL (ARRAY[cardinality(keys), cardinality(algorithms), cardinality(limits),
-            cardinality(spans_us), cardinality(refills), cardinality(units)])) IS TRUE;
+            cardinality(spans_us), cardinality(refills), cardinality(units)])
+        -- Otherwise rows would be locked in another order. The caller's encoding may have other lengths.
+        AND (SELECT bool_and((e.next_key IS NULL
+                OR (-octet_length(e.key), e.key COLLATE "C", e.name COLLATE "C")
+                    < (-octet_length(e.next_key), e.next_key COLLATE "C", e.next_name COLLATE "C")) IS TRUE)
+            FROM unnest(names, keys, names[2:], keys[2:]) AS e (name, key, next_name, next_key))) IS TRUE;
     fits boolean;
     tids tid[];
     taken bigint[];
