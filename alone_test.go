@@ -182,7 +182,8 @@ func TestFewCallersWhoLeave(t *testing.T) {
 				Client: ClientConfig{MaxInFlight: 1 + int(story%2)},
 			})
 			db.set(func(ctx context.Context) error {
-				return hangs([...]time.Duration{0, 1, 1, 2, 2, 3, 30, 400}[rand.IntN(8)] * time.Millisecond)(ctx)
+				ms := [...]int{0, 1, 1, 2, 2, 3, 30, 400}[rand.IntN(8)]
+				return hangs(time.Duration(ms) * time.Millisecond)(ctx)
 			})
 			var allowed atomic.Int64
 			var callers sync.WaitGroup
@@ -264,6 +265,9 @@ func TestWhoIsAlone(t *testing.T) {
 	probe.probe = true
 	require.False(t, q.isAlone(probe))
 	probe.probe = false
+	probe.space.lease = &Lease{}
+	require.False(t, q.isAlone(probe), "the keys are leased")
+	probe.space.lease = nil
 	q.inFlight++
 	require.False(t, q.isAlone(probe), "another statement is under way")
 	q.inFlight--

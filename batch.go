@@ -63,7 +63,7 @@ func (b *batcher) tooLate(left time.Duration) bool {
 // buffers are what the statements of one goroutine need, used again from one to the next.
 type buffers struct {
 	batch   []*request
-	caller  context.Context // of the only request, if its caller's goroutine sends it; else nil
+	caller  context.Context //nolint:containedctx // of the only request if its caller sends it, else nil
 	queued  int             // how many requests stayed behind
 	leaders []*request
 	last    map[string]*request // the last leader of a key
@@ -163,7 +163,7 @@ type batch struct {
 	*batcher
 	deadline time.Time
 	probe    bool
-	caller   context.Context // as in buffers
+	caller   context.Context //nolint:containedctx // as in buffers
 	queued   int             // how many requests stayed behind
 	again    bool            // this is not the first statement
 	alone    bool            // it waits for one key, which gets another turn

@@ -102,9 +102,12 @@ func (q *queue) submit(ctx context.Context, r *request) error {
 
 // isAlone tells whether the caller of a request, which has just come, is to send it himself. He does so because another
 // goroutine would take a lone call 15 of its 95 microseconds. If he leaves meanwhile, he has to wait for the statement,
-// but not for long: see grace. Where even a few call at once, they better leave together. q.mu is locked.
+// but not for long: see grace. Where even a few call at once, they better leave together. So do those who take from
+// leases, whose statements are few because they are busy: 16 processes of 2 callers made a third as many decisions when
+// these sent their own. q.mu is locked.
 func (q *queue) isAlone(r *request) bool {
-	return q.inFlight == 0 && q.waiting == 1 && q.lonely >= aloneAfter && q.flights[r.kind()].prompt && !r.probe
+	return q.inFlight == 0 && q.waiting == 1 && q.lonely >= aloneAfter && q.flights[r.kind()].prompt &&
+		!r.probe && r.space.lease == nil
 }
 
 // goAlone has a caller send the only request that waits. It unlocks q.mu.

@@ -161,7 +161,8 @@ func LeaveToRules(t testing.TB, db Executor, take string) {
 	t.Helper()
 	if take != "rate_limit_take_sliding_log" { // which always does
 		Rewrite(t, db, take,
-			"IF fresh IS NOT TRUE AND units IS NOT NULL AND ascend IS NOT FALSE AND cardinality(keys) <= 6 THEN", "IF false THEN",
+			"IF fresh IS NOT TRUE AND units IS NOT NULL AND ascend IS NOT FALSE AND cardinality(keys) <= 6 THEN",
+			"IF false THEN",
 			"IF late IS NULL AND ascend IS NOT FALSE", "IF false")
 	}
 }
