@@ -200,10 +200,6 @@ func (s *batch) ask(requests []*request, skip bool, wait time.Duration) {
 	if looks { // there is no row to wait for
 		wait = patience
 	}
-	if s.caller != nil && s.caller.Err() != nil { // while the statement before this one was under way
-		requests[0].finish(gaveUp(s.caller.Err()))
-		return
-	}
 	ctx, cancel := s.deadlines.Context(s.deadline)
 	if s.caller != nil {
 		defer context.AfterFunc(s.caller, func() { time.AfterFunc(grace, cancel) })()
