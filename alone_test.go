@@ -95,6 +95,35 @@ func TestLoneCallerWaitsForItsStatement(t *testing.T) {
 	})
 }
 
+// All statements of a lone caller who has left have one grace together.
+func TestLoneCallerWhoLeavesBeforeTheLastStatement(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		db := newModelDB()
+		l := newLimiter(t, db, Config{Name: "test", Policy: hourly})
+		for range aloneAfter {
+			_, err := l.Allow(t.Context(), "key")
+			require.NoError(t, err)
+			synctest.Wait()
+		}
+		statements := 0
+		db.set(func(ctx context.Context) error {
+			if statements++; statements > 1 {
+				return hangs(time.Minute)(ctx)
+			}
+			elapse(grace / 2)
+			return sqlState("55P03")(ctx)
+		})
+		ctx, cancel := context.WithTimeout(t.Context(), time.Millisecond)
+		defer cancel()
+		began := time.Now()
+		_, err := l.Allow(ctx, "key")
+		require.ErrorIs(t, err, context.DeadlineExceeded)
+		require.Equal(t, time.Millisecond+grace, time.Since(began))
+		require.Equal(t, 2, statements)
+	})
+}
+
 // What an application's observer does to a caller's goroutine is no harm to those who come later.
 func TestLoneCallerWhoPanics(t *testing.T) {
 	t.Parallel()

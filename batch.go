@@ -164,6 +164,7 @@ type batch struct {
 	deadline time.Time
 	probe    bool
 	caller   context.Context //nolint:containedctx // as in buffers
+	leftAt   atomic.Int64    // when the caller was seen to have left, in nanoseconds since begin; 0: he has not
 	queued   int             // how many requests stayed behind
 	again    bool            // this is not the first statement
 	alone    bool            // it waits for one key, which gets another turn
@@ -202,7 +203,11 @@ func (s *batch) ask(requests []*request, skip bool, wait time.Duration) {
 	}
 	ctx, cancel := s.deadlines.Context(s.deadline)
 	if s.caller != nil {
-		defer context.AfterFunc(s.caller, func() { time.AfterFunc(grace, cancel) })()
+		defer context.AfterFunc(s.caller, func() {
+			now := time.Since(s.begin)
+			s.leftAt.CompareAndSwap(0, int64(now)) // while this statement was under way, or one before it
+			time.AfterFunc(time.Duration(s.leftAt.Load())+grace-now, cancel)
+		})()
 	}
 	err := s.decide(ctx, s.database.db, requests,
 		transaction{lockTimeout: lockTimeout(min(wait, left/2)), skipHeld: skip})

@@ -45,7 +45,7 @@ func TestApplicationsClockIsReadForDifferencesOnly(t *testing.T) {
 		"allow.go: allow", "allow.go: allowTx", // how long a call took
 		"allow.go: observe", "allowall.go: AllowAll", "allowall.go: AllowAllTx", "allowall.go: observeAll", // how long a call took
 		"ban.go: newStrikes", "ban.go: count", // how long ago a key was first denied
-		"batch.go: send", "batch.go: ask", "batch.go: ask", "batch.go: deliver", "batch.go: report", "batch.go: observe", // how long a statement took
+		"batch.go: send", "batch.go: ask", "batch.go: ask", "batch.go: ask", "batch.go: deliver", "batch.go: report", "batch.go: observe", // how long a statement took
 		"breaker.go: clock", "client.go: NewClient", // how long the database has been away
 		"denials.go: newDenials", "denials.go: elapsed", // how old a denial is
 		// when there is no database to decide

@@ -19,7 +19,9 @@ func TestNewKeysAreExpectedAfterNewKeys(t *testing.T) {
 		}
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			l := newLimiter(t, pgtest.New(t).Pool, Config{Name: "test", Policy: policy, Client: ClientConfig{Timeout: amply, Test: frozen(t0)}})
+			l := newLimiter(t, pgtest.New(t).Pool, Config{
+				Name: "test", Policy: policy, Client: ClientConfig{Timeout: amply, Test: frozen(t0)},
+			})
 			next := 0
 			ask := func(known bool) (expected bool) {
 				t.Helper()

@@ -57,9 +57,9 @@ const (
 	worthMixing = 6 // short lines
 )
 
-// grace is how long a statement of one caller goes on whose caller has left. Then it is interrupted, which costs the
-// connection. A lone statement has waited for a held row by then. Callers send their own statements only while these
-// take no longer than tooLong, so a database that hangs takes this once.
+// grace is for how long the statements of one caller go on who has left. Then the one under way is interrupted, which
+// costs the connection. By then a held row was found out, and the lane has the request. Callers send their own
+// statements only while these take no longer than tooLong, so a database that hangs takes this once.
 const grace = 50 * time.Millisecond
 
 // aloneAfter is after how many lone calls in a row callers send their statements themselves.

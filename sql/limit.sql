@@ -307,7 +307,8 @@ $$;
 -- the same, but for now_us, which is a time in microseconds since 1970 UTC, and for costs and counts: both are NULL, or
 -- neither is.
 {{- if has (print .Name ".rolls")}} fresh says that there are probably no rows, or none that still count. Then they are
--- made without looking for them first. That saves a seventh of the time, or loses a quarter if there are rows.{{end}}
+-- made without looking for them first. That saves a seventh of the time, or takes a third more if there are
+-- rows.{{end}}
 --
 -- It returns one array, because rows and their columns would cost more than the decision. First, for each key of which
 -- all that was asked could be taken at once, nine numbers, in the order of the keys: the time of the decision, and
