@@ -198,6 +198,16 @@ func (l *Limiter) takeLater(keys ...string) func() ([]element, error) {
 	})
 }
 
+// requireDeadlockIf requires that a variant has deadlocked, and what it is a variant of has not.
+func requireDeadlockIf(t *testing.T, variant bool, err error) {
+	t.Helper()
+	if variant {
+		requireDeadlock(t, err)
+	} else {
+		require.NoError(t, err)
+	}
+}
+
 func requireDeadlock(t *testing.T, err error) {
 	t.Helper()
 	var pgErr *pgconn.PgError

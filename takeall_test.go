@@ -249,11 +249,7 @@ func TestSetsMakeRowsInTheOrderOfLocking(t *testing.T) {
 			_, err1 := one()
 			_, err2 := other()
 			err = errors.Join(err1, err2)
-			if oldNew == nil {
-				require.NoError(t, err)
-			} else {
-				requireDeadlock(t, err)
-			}
+			requireDeadlockIf(t, oldNew != nil, err)
 		})
 	}
 }
@@ -314,11 +310,7 @@ func TestTakesOfSetsInAnotherOrderLockNothing(t *testing.T) {
 			_, err1 := first()
 			_, err2 := second()
 			err = errors.Join(err1, err2)
-			if oldNew == nil {
-				require.NoError(t, err)
-			} else {
-				requireDeadlock(t, err)
-			}
+			requireDeadlockIf(t, oldNew != nil, err)
 		})
 	}
 }
