@@ -348,9 +348,6 @@ func (r *modelRows) FieldDescriptions() []pgconn.FieldDescription {
 }
 func (*modelRows) Close() {}
 func (r *modelRows) Scan(targets ...any) error {
-	if row, ok := targets[0].(pgx.RowScanner); ok {
-		return row.ScanRow(r)
-	}
 	for i, value := range r.values[0] {
 		switch target := targets[i].(type) {
 		case *int64:

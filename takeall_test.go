@@ -361,22 +361,3 @@ func TestAnswersUnlikeTheQuestion(t *testing.T) {
 		}
 	}
 }
-
-// Arrays are read as pgx would, in both formats.
-func TestNumbersOfAnArray(t *testing.T) {
-	t.Parallel()
-
-	conn := pgtest.Connect(t, pgtest.New(t))
-	for _, array := range []string{
-		"'{1,NULL,-3,9223372036854775807,-9223372036854775808}'", "'{{1,2,3},{4,NULL,6}}'", "'[5:6]={7,8}'", "'{}'", "'{NULL}'", "NULL",
-	} {
-		for _, mode := range []pgx.QueryExecMode{pgx.QueryExecModeCacheStatement, pgx.QueryExecModeSimpleProtocol} {
-			var want pgtype.FlatArray[pgtype.Int8]
-			var is numbers
-			sql := "SELECT " + array + "::bigint[]"
-			require.NoError(t, conn.QueryRow(t.Context(), sql, mode).Scan(&want))
-			require.NoError(t, conn.QueryRow(t.Context(), sql, mode).Scan(&is))
-			require.Equal(t, []pgtype.Int8(want), []pgtype.Int8(is), array)
-		}
-	}
-}
