@@ -9,24 +9,14 @@ import (
 var (
 	//go:embed sql/call/fixed.sql
 	fixedStatement string
-	//go:embed sql/call/takefixed.sql
-	takeFixedStatement string
 	//go:embed sql/call/sliding.sql
 	slidingStatement string
-	//go:embed sql/call/takesliding.sql
-	takeSlidingStatement string
 	//go:embed sql/call/tokenbucket.sql
 	tokenBucketStatement string
-	//go:embed sql/call/taketokenbucket.sql
-	takeTokenBucketStatement string
 	//go:embed sql/call/slidinglog.sql
 	slidingLogStatement string
-	//go:embed sql/call/takeslidinglog.sql
-	takeSlidingLogStatement string
 	//go:embed sql/call/calendar.sql
 	calendarStatement string
-	//go:embed sql/call/takecalendar.sql
-	takeCalendarStatement string
 	//go:embed sql/call/all.sql
 	allStatement string
 	//go:embed sql/call/takeall.sql
@@ -45,8 +35,7 @@ var (
 
 // implementation is what only this package knows of an algorithm.
 type implementation struct {
-	statement string // that decides
-	takes     string // that does if all requests take
+	statement string // that takes
 	policy    func(algorithm.Numbers) model
 }
 
@@ -54,25 +43,15 @@ type implementation struct {
 func implementationOf(code int16) implementation {
 	type nums = algorithm.Numbers
 	return [...]implementation{
-		algorithm.FixedWindow: {
-			fixedStatement, takeFixedStatement, func(n nums) model { return FixedWindow{n.Limit, n.Span} },
-		},
-		algorithm.SlidingWindow: {
-			slidingStatement, takeSlidingStatement, func(n nums) model { return SlidingWindow{n.Limit, n.Span} },
-		},
+		algorithm.FixedWindow:   {fixedStatement, func(n nums) model { return FixedWindow{n.Limit, n.Span} }},
+		algorithm.SlidingWindow: {slidingStatement, func(n nums) model { return SlidingWindow{n.Limit, n.Span} }},
 		algorithm.TokenBucket: {
-			tokenBucketStatement, takeTokenBucketStatement,
-			func(n nums) model { return TokenBucket{n.Limit, n.Refill, n.Span} },
+			tokenBucketStatement, func(n nums) model { return TokenBucket{n.Limit, n.Refill, n.Span} },
 		},
-		algorithm.SlidingLog: {
-			slidingLogStatement, takeSlidingLogStatement, func(n nums) model { return SlidingLog{n.Limit, n.Span} },
-		},
-		algorithm.CalendarWindow: {calendarStatement, takeCalendarStatement, calendarWindow},
+		algorithm.SlidingLog:     {slidingLogStatement, func(n nums) model { return SlidingLog{n.Limit, n.Span} }},
+		algorithm.CalendarWindow: {calendarStatement, calendarWindow},
 	}[code]
 }
-
-// statementOf is the statement that decides under one policy.
-func statementOf(m model) string { return implementationOf(m.numbers().Algorithm).statement }
 
 // policyOf is the policy of these numbers.
 func policyOf(n algorithm.Numbers) model { return implementationOf(n.Algorithm).policy(n) }

@@ -48,11 +48,9 @@ func TestEveryAlgorithmIsComplete(t *testing.T) {
 		// Its files.
 		require.Contains(t, read(a.File+".go"), "package ratelimit\n")
 		require.Contains(t, read(a.File+"_test.go"), "func Test")
-		require.Equal(t, read("sql/call/"+a.File+".sql"), statementOf(policy))
-		require.Contains(t, statementOf(policy), "\nFROM "+a.Function+"(\n")
-		takes := implementationOf(a.Code).takes
-		require.Equal(t, read("sql/call/take"+a.File+".sql"), takes)
-		require.Contains(t, takes, "SELECT "+a.Takes()+"(\n")
+		statement := implementationOf(a.Code).statement
+		require.Equal(t, read("sql/call/"+a.File+".sql"), statement)
+		require.Contains(t, statement, "SELECT "+a.Function+"(\n")
 		rules := read("sql/" + a.File + ".sql")
 		for _, block := range []string{
 			"title", "arguments", "valid", "hint", "comment", "example", "lasts", "columns",
@@ -67,13 +65,10 @@ func TestEveryAlgorithmIsComplete(t *testing.T) {
 		for _, argument := range a.Arguments {
 			arguments += argument + " " + algorithm.TypeOf(argument) + ",\n    "
 		}
-		for _, function := range []string{a.Function, a.Takes()} {
-			require.Contains(t, string(functions),
-				"\nCREATE FUNCTION "+function+"(\n    name text,\n    keys text[],\n    "+arguments+"costs ")
-		}
+		require.Contains(t, string(functions),
+			"\nCREATE FUNCTION "+a.Function+"(\n    name text,\n    keys text[],\n    "+arguments+"costs ")
 		for _, file := range []string{"deploy/grants.sql", "docs/operating.md", "cmd/pgratelimit/sql/foreign.sql"} {
 			require.Contains(t, read(file), a.Function, file)
-			require.Contains(t, read(file), a.Takes(), file)
 		}
 		require.Contains(t, read("docs/algorithms.md"), "`"+a.Example+"`")
 	}

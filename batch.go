@@ -250,7 +250,7 @@ func (s *batch) ask(requests []*request, skip bool, wait time.Duration) {
 		s.deliver(requests)
 	case severalLines(requests) && s.isOnesOwn(err):
 		s.askApart(requests, skip, wait)
-	case refused && len(requests) > 1 && (errors.Is(err, errRefused) || !ofOneFunction(requests)):
+	case refused && len(requests) > 1 && (errors.Is(err, errRefused) || !ofOneLimiter(requests)):
 		// Every encoding of a database has the characters of ASCII.
 		plain, others := splitASCII(requests)
 		if len(plain) == 0 || len(others) == 0 {

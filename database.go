@@ -62,7 +62,6 @@ func newDatabase(db DBTX, schema string, clock func() time.Time) *database {
 		}
 		for _, a := range algorithm.All() {
 			d.qualified[a.Code] = pg.Qualify(implementationOf(a.Code).statement, schema)
-			d.qualified[-a.Code] = pg.Qualify(implementationOf(a.Code).takes, schema)
 		}
 	}
 	return d
@@ -71,10 +70,10 @@ func newDatabase(db DBTX, schema string, clock func() time.Time) *database {
 // These stand for rate_limit_all and rate_limit_take_all, where the codes stand for the functions of the algorithms.
 const (
 	ofAll      int16 = 0
-	takesOfAll int16 = -100
+	takesOfAll int16 = -1
 )
 
-// statement is the text of a statement that decides. A code below 0 stands for the function that only takes.
+// statement is the text of a statement that decides.
 func (d *database) statement(code int16) string {
 	switch {
 	case d.qualified != nil:
@@ -83,8 +82,6 @@ func (d *database) statement(code int16) string {
 		return allStatement
 	case code == takesOfAll:
 		return takeAllStatement
-	case code < 0:
-		return implementationOf(-code).takes
 	}
 	return implementationOf(code).statement
 }

@@ -162,39 +162,27 @@ func FuzzDatabaseNumbers(f *testing.F) {
 	var calls atomic.Int64
 	f.Fuzz(func(t *testing.T, limit, span, refill, cost, count int64) {
 		clock := t0.UnixMicro()
-		for policy, numbers := range map[model][]any{
-			FixedWindow{limit, duration(span)}:                                               {limit, span},
-			SlidingWindow{limit, duration(span)}:                                             {limit, span},
-			SlidingLog{limit, duration(span)}:                                                {limit, span},
-			TokenBucket{limit, refill, duration(span)}:                                       {limit, refill, span},
-			CalendarWindow{limit, Unit(algorithm.UnitName(duration(span))), "Europe/Berlin"}: {limit, span, "Europe/Berlin"},
+		for policy, numbers := range map[model]algorithm.Numbers{
+			FixedWindow{limit, duration(span)}:         {Algorithm: algorithm.FixedWindow, Limit: limit},
+			SlidingWindow{limit, duration(span)}:       {Algorithm: algorithm.SlidingWindow, Limit: limit},
+			SlidingLog{limit, duration(span)}:          {Algorithm: algorithm.SlidingLog, Limit: limit},
+			TokenBucket{limit, refill, duration(span)}: {Algorithm: algorithm.TokenBucket, Limit: limit, Refill: refill},
+			CalendarWindow{limit, Unit(algorithm.UnitName(duration(span))), "Europe/Berlin"}: {
+				Algorithm: algorithm.CalendarWindow, Limit: limit, Zone: "Europe/Berlin",
+			},
 		} {
 			if cost > 0 && min(limit/cost, count) > 1000 {
 				count = 1000 // the model takes one by one
 			}
 			name := fmt.Sprint(calls.Add(1))
-			args := append(
-				[]any{
-					name,
-					[]string{"key"},
-					[]int64{cost},
-					[]int64{count},
-					false,
-					nil,
-					nil,
-					time.UnixMicro(clock),
-					nil,
-					nil,
-					nil,
-					nil,
-					false,
-				},
-				numbers...)
+			args := argumentsOfAll(name, []string{"key"}, numbers)
+			args[6] = []int64{span} // any microseconds, also those that a Duration cannot hold
+			args[8], args[9], args[12] = []int64{cost}, []int64{count}, time.UnixMicro(clock)
 			var got decision
 			err := queryDecisions(
 				context.Background(),
 				db.Pool,
-				statementOf(policy),
+				allStatement,
 				args,
 				func(_ int64, d decision) { got = d },
 			)

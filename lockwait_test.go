@@ -99,7 +99,7 @@ func TestClockIsReadAfterTheLockWait(t *testing.T) {
 				}
 				db = pgtest.New(t)
 				shortCalendar(t, db.Pool, wait)
-				neverUpdate(t, db.Pool)
+				alwaysArrays(t, db.Pool)
 				pgtest.Rewrite(t, db.Pool, policy.function, "clock_timestamp() < until", "true")
 				askAroundAWait = aroundALockWait(t, db, config, wait)
 				for i := 0; ; i++ { // until the call comes before the window of the first one ends
@@ -148,18 +148,10 @@ func TestTakesAreToldOfTheTimeTheyAreLocked(t *testing.T) {
 				t.Parallel()
 				db := pgtest.New(t)
 				shortCalendar(t, db.Pool, window)
-				const take = "IF durable IS NOT TRUE THEN\n                UPDATE"
+				const take = "IF durable IS NOT TRUE THEN\n                INSERT"
 				pgtest.Rewrite(t, db.Pool, c.function, take, fmt.Sprintf("PERFORM pg_sleep(%f); %s", pause.Seconds(), take))
 				if broken {
-					pgtest.Rewrite(
-						t,
-						db.Pool,
-						c.function,
-						append(
-							c.oldNew,
-							"IF taken[1] BETWEEN clock AND ends",
-							"IF taken[1] IS NOT NULL",
-						)...)
+					pgtest.Rewrite(t, db.Pool, c.function, c.oldNew...)
 				}
 				limiter := newLimiter(
 					t,
@@ -199,12 +191,8 @@ func TestNewWindowsBeginAtOneReadingOfTheClock(t *testing.T) {
 
 	db := pgtest.New(t)
 	for range 100 {
-		pgtest.Exec(
-			t,
-			db.Pool,
-			`SELECT rate_limit_fixed_window('fixed', '{key}', 5, 10), rate_limit_sliding_window('sliding', '{key}', 5, 10),
-			rate_limit_token_bucket('bucket', '{key}', 5, 100, 10)`,
-		)
+		pgtest.Exec(t, db.Pool, `SELECT rate_limit_all('{1,2,3}', '{fixed,sliding,bucket}', '{key,key,key}', '{f,f,f}',
+			'{1,2,3}', '{5,5,5}', '{10,10,10}', '{0,0,100}')`)
 		require.Empty(
 			t,
 			pgtest.Scalar[[]string](

@@ -3,7 +3,6 @@ package ratelimit
 import (
 	"context"
 	"slices"
-	"strings"
 	"sync"
 	"time"
 
@@ -220,41 +219,12 @@ func (r *modelRows) asNumbers(logs bool) *modelRows {
 func askedOf(sql string, args []any) (requests []modelRequest, lockTimeout *int32, skip, takes bool) {
 	if sql == takeAllStatement { // so is this
 		takes, args = true, argsOfAll(args)
-	} else if name, one := args[0].(string); one { // the function of an algorithm; rate_limit_all is asked for the same so
-		takes = strings.Contains(sql, "rate_limit_take_")
-		if takes {
-			none := []*int64(nil)
-			args = slices.Clone(args)
-			if now := args[7].(*int64); now != nil {
-				args[7] = new(time.UnixMicro(*now))
-			} else {
-				args[7] = (*time.Time)(nil)
-			}
-			if sql != takeSlidingLogStatement { // nor whether it is fresh
-				args = slices.Delete(args, 8, 9)
-			}
-			args = slices.Insert(args, 8, any(none), any(none), any(none), any(none), any(false))
-		}
-		n, of := len(args[1].([]string)), args[13:]
+	} else if name, one := args[0].(string); one { // the function of an algorithm
+		takes = true
 		code := 1 + slices.IndexFunc(algorithm.All(), func(a algorithm.Algorithm) bool {
-			i := implementationOf(a.Code)
-			return i.statement == sql || i.takes == sql
+			return implementationOf(a.Code).statement == sql
 		})
-		owners, refill, zones := make([]int32, n), int64(0), []string(nil)
-		for i := range owners {
-			owners[i] = int32(i)
-		}
-		switch a := algorithm.ByCode(int16(code)); {
-		case a.Refills():
-			refill = of[1].(int64)
-		case a.Zoned():
-			zones, of = slices.Repeat([]string{of[2].(string)}, n), of[:2]
-		}
-		args = slices.Concat([]any{
-			owners, slices.Repeat([]string{name}, n), args[1], slices.Repeat([]bool{args[4].(bool)}, n),
-			slices.Repeat([]int16{int16(code)}, n), slices.Repeat([]int64{of[0].(int64)}, n),
-			slices.Repeat([]int64{of[len(of)-1].(int64)}, n), slices.Repeat([]int64{refill}, n), args[2], args[3],
-		}, args[5:13], []any{zones, []int64(nil)})
+		args = argsOfKeys(name, int16(code), args)
 	}
 	numbers := func(i int) []int64 { return args[i].([]int64) }
 	refund := func(i, part int) (n int64, ok bool) {
@@ -304,17 +274,40 @@ func askedOf(sql string, args []any) (requests []modelRequest, lockTimeout *int3
 	return requests, args[10].(*int32), args[17].(bool), takes
 }
 
+// argsOfKeys are the arguments of rate_limit_all for what the function of an algorithm is asked.
+func argsOfKeys(name string, code int16, args []any) []any {
+	keys, of := args[1].([]string), args[8:]
+	numbers := algorithm.Numbers{Algorithm: code, Limit: of[0].(int64)}
+	switch a := algorithm.ByCode(code); {
+	case a.Refills():
+		numbers.Refill, of = of[1].(int64), of[1:]
+	case a.Zoned():
+		numbers.Zone = of[2].(string)
+	}
+	numbers.Span = duration(of[1].(int64))
+	all, none := argumentsOfAll(name, keys, numbers), []*int64(nil)
+	all[3] = slices.Repeat([]bool{args[4].(bool)}, len(keys))
+	copy(all[8:], args[2:4])
+	copy(all[10:], []any{args[5], args[6], timeOf(args[7].(*int64)), none, none, none, none})
+	all[19] = []int64(nil)
+	return all
+}
+
+// timeOf is the time of microseconds since 1970, or nil.
+func timeOf(micros *int64) *time.Time {
+	if micros == nil {
+		return nil
+	}
+	return new(time.UnixMicro(*micros))
+}
+
 // argsOfAll are the arguments of rate_limit_all for what rate_limit_take_all is asked.
 func argsOfAll(args []any) []any {
-	of := args[10].([]int32)
-	now, none := (*time.Time)(nil), []*int64(nil)
-	if clock := args[15].(*int64); clock != nil {
-		now = new(time.UnixMicro(*clock))
-	}
+	of, none := args[10].([]int32), []*int64(nil)
 	return []any{
 		args[9], ofRows[string](args[0], of), ofRows[string](args[1], of), slices.Repeat([]bool{args[2].(bool)}, len(of)),
 		ofRows[int16](args[3], of), ofRows[int64](args[4], of), ofRows[int64](args[5], of),
-		ofRows[int64](args[6], of), args[11], args[12], args[13], args[14], now, none, none, none, none, false,
+		ofRows[int64](args[6], of), args[11], args[12], args[13], args[14], timeOf(args[15].(*int64)), none, none, none, none, false,
 		ofRows[string](args[7], of), []int64(nil),
 	}
 }

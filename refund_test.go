@@ -416,7 +416,7 @@ func TestCrossingRefundsDoNotDeadlock(t *testing.T) {
 		pgtest.Exec(
 			t,
 			db.Pool,
-			"SELECT rate_limit_fixed_window('n', array_agg('old ' || k), 1000000, 1000000000) FROM generate_series(0, 9) AS k",
+			"SELECT rate_limit_take_fixed_window('n', array_agg('old ' || k), 1000000, 1000000000) FROM generate_series(0, 9) AS k",
 		)
 		errs := make([]error, workers)
 		var over atomic.Bool
@@ -432,7 +432,7 @@ func TestCrossingRefundsDoNotDeadlock(t *testing.T) {
 				keys, costs = append(keys, fmt.Sprintf("old %d, new %d", random.IntN(10), round)), append(costs, 1)
 				_, errs[i] = db.Pool.Exec(
 					t.Context(),
-					"SELECT rate_limit_fixed_window('n', $1, 1000000, 1000000000, $2)",
+					"SELECT "+pgtest.Each("'n'", "$1::text[]", "false", "1", "1000000", "1000000000", "0", ", $2"),
 					keys,
 					costs,
 				)

@@ -30,7 +30,6 @@ type keyspace struct {
 	strikes       *strikes               // nil if nobody is banned
 	shadow        *keyspace              // the keys of its shadow policies; nil without policies
 	lease         *Lease                 // nil if nothing is taken ahead
-	fresh         freshness
 }
 
 // request is a caller's question. It belongs to its caller until it is submitted, and again once it has been

@@ -36,7 +36,7 @@ func TestSQLEqualsModel(t *testing.T) {
 	// Each of the ways to decide has to decide everything alike, also what it is not there for.
 	for name, prepare := range map[string]func(t *testing.T, db pgtest.Executor){
 		"as it comes":                  func(*testing.T, pgtest.Executor) {},
-		"all takes by one statement":   neverUpdate,
+		"all takes by one statement":   alwaysArrays,
 		"no take by one statement":     neverCheap,
 		"everything by rate_limit_all": alwaysAll,
 	} {
@@ -223,39 +223,40 @@ func callOf(space string, s step) call {
 	if s.brief && !slices.ContainsFunc(counts, func(count int64) bool { return count != 1 }) {
 		counts = nil
 	}
-	args := []any{
-		space + s.name,
-		keys,
-		costs,
-		counts,
-		s.durable,
-		nil,
-		nil,
-	}
-	numbers := argumentsOf(s.policy.numbers())
+	of := s.policy.numbers()
 	c := call{takes: s.takes(), counts: counts}
 	for _, e := range s.elements {
 		c.into = append(c.into, &part{space: &keyspace{}, model: s.policy, cost: e.cost})
 	}
 	if c.takes {
-		c.sql = implementationOf(s.policy.numbers().Algorithm).takes
-		c.args = append(args, s.clock)
-		if s.policy.numbers().Algorithm != algorithm.SlidingLog {
-			c.args = append(c.args, s.fresh)
-		}
-		c.args = append(c.args, numbers...)
+		c.sql = implementationOf(of.Algorithm).statement
+		c.args = append([]any{space + s.name, keys, costs, counts, s.durable, nil, nil, s.clock}, argumentsOf(of)...)
 		return c
 	}
-	c.sql = statementOf(s.policy)
-	c.args = slices.Concat(args, []any{
-		time.UnixMicro(s.clock),
-		refunds.since,
-		refunds.in,
-		refunds.at,
-		refunds.spent,
-		s.skip && pgtest.Shards() == 0, // which is for keys of one shard
-	}, numbers)
+	c.sql = allStatement
+	c.args = argumentsOfAll(space+s.name, keys, of)
+	c.args[3] = slices.Repeat([]bool{s.durable}, len(keys))
+	c.args[8], c.args[9], c.args[12] = costs, counts, time.UnixMicro(s.clock)
+	c.args[13], c.args[14], c.args[15], c.args[16] = refunds.since, refunds.in, refunds.at, refunds.spent
+	c.args[17] = s.skip && pgtest.Shards() == 0 // which is for keys of one shard
 	return c
+}
+
+// argumentsOfAll are those of rate_limit_all for one of each key, by themselves.
+func argumentsOfAll(name string, keys []string, of algorithm.Numbers) []any {
+	n := len(keys)
+	requests, zones := make([]int32, n), []string(nil)
+	for i := range requests {
+		requests[i] = int32(i)
+	}
+	if of.Zone != "" {
+		zones = slices.Repeat([]string{of.Zone}, n)
+	}
+	return []any{
+		requests, slices.Repeat([]string{name}, n), keys, make([]bool, n), slices.Repeat([]int16{of.Algorithm}, n),
+		slices.Repeat([]int64{of.Limit}, n), slices.Repeat([]int64{micros(of.Span)}, n),
+		slices.Repeat([]int64{of.Refill}, n), nil, nil, nil, nil, nil, nil, nil, nil, nil, false, zones, nil,
+	}
 }
 
 func queueStep(batch *pgx.Batch, space string, s step) {

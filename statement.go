@@ -58,23 +58,24 @@ type call struct {
 
 // call returns the statement for requests.
 func (d *database) call(requests []*request, tx transaction) call {
-	if !ofOneFunction(requests) {
+	if tx.skipHeld || !ofOneFunction(requests) {
 		return d.callAll(requests, tx)
 	}
 	return d.callOne(requests, tx)
 }
 
-// ofOneFunction tells whether the function of an algorithm can decide the requests. It can if they ask for keys of
-// one limiter, under one policy, and lease nothing of a bucket.
+// ofOneFunction tells whether the function of an algorithm can decide the requests. It can if they take from keys of
+// one limiter, under one policy, and lease nothing of a bucket. For several keys of a log it would do nothing by
+// itself.
 func ofOneFunction(requests []*request) bool {
 	first := &requests[0].parts[0]
 	for _, r := range requests {
 		p := &r.parts[0]
-		if len(r.parts) != 1 || p.space != first.space || p.model != first.model || r.leased(p) != 0 {
+		if len(r.parts) != 1 || p.cost < 1 || p.space != first.space || p.model != first.model || r.leased(p) != 0 {
 			return false
 		}
 	}
-	return true
+	return len(requests) == 1 || first.model.numbers().Algorithm != algorithm.SlidingLog
 }
 
 // callOne calls a function of an algorithm.
@@ -88,33 +89,21 @@ func (d *database) callOne(requests []*request, tx transaction) call {
 		are1 = are1 && p.cost == 1 && r.count == 1
 	}
 	var costs, counts []int64 // nil if all are 1, which is the shortest way
-	var refunds refundArguments
 	if !are1 {
 		numbers := make([]int64, 2*n)
 		costs, counts = numbers[:n], numbers[n:]
 		for i, r := range requests {
 			costs[i], counts[i] = into[i].cost, r.count
-			refunds.set(i, n, into[i].refund)
 		}
 	}
 	space, of := into[0].space, into[0].model.numbers()
-	c := call{into: into, counts: counts, takes: onlyTake(requests, tx)}
-	c.args = []any{
+	args := []any{
 		space.name, keys, costs, counts, space.durable, tx.lockTimeout,
-		d.synchronousCommit(tx, space.durable, space.flush),
+		d.synchronousCommit(tx, space.durable, space.flush), microsOf(d.now()),
 	}
-	if c.takes {
-		c.sql = d.statement(-of.Algorithm)
-		c.args = append(c.args, microsOf(d.now()))
-		if of.Algorithm != algorithm.SlidingLog {
-			c.args = append(c.args, space.fresh.expected())
-		}
-	} else {
-		c.sql = d.statement(of.Algorithm)
-		c.args = append(c.args, d.now(), refunds.since, refunds.in, refunds.at, refunds.spent, tx.skipHeld)
+	return call{
+		sql: d.statement(of.Algorithm), args: append(args, argumentsOf(of)...), into: into, counts: counts, takes: true,
 	}
-	c.args = append(c.args, argumentsOf(of)...)
-	return c
 }
 
 // microsOf are the microseconds since 1970 of a time that may be nil.
@@ -434,16 +423,23 @@ func (d *database) blame(err error) error {
 // refusesName tells whether the encoding refuses the name of the only limiter, so that no key is to blame. It
 // cannot tell in a transaction, which the error has ended.
 func (d *database) refusesName(ctx context.Context, db DBTX, requests []*request, space *keyspace) bool {
-	for _, r := range requests {
-		for i := range r.parts {
-			if r.parts[i].space != space {
-				return false
-			}
-		}
+	if !ofOneLimiter(requests) {
+		return false
 	}
 	err := query(ctx, db, false, "SELECT $1::pg_catalog.text", []any{space.name}, []any{nil},
 		func() error { return nil })
 	return errors.Is(err, errRefused)
+}
+
+func ofOneLimiter(requests []*request) bool {
+	for _, r := range requests {
+		for i := range r.parts {
+			if r.parts[i].space != requests[0].parts[0].space {
+				return false
+			}
+		}
+	}
+	return true
 }
 
 func (d *database) explainVersion(ctx context.Context, db DBTX, err error) error {

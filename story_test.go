@@ -23,7 +23,6 @@ type step struct {
 	clock    int64
 	skip     bool      // rows that somebody holds are passed over
 	brief    bool      // costs and counts that are all 1 are left out
-	fresh    bool      // the function that only takes is told that there are probably no rows
 	elements []element // with the decisions that the model makes
 }
 
@@ -33,14 +32,13 @@ func (s step) String() string {
 		fmt.Fprintf(&elements, " {key: %q, cost: %d, count: %d, refund: %+v}", e.key, e.cost, e.count, e.refund)
 	}
 	return fmt.Sprintf(
-		"at %d, %q in %s, %#v, skip %v, brief %v, fresh %v:%s",
+		"at %d, %q in %s, %#v, skip %v, brief %v:%s",
 		s.clock,
 		s.name,
 		pgtest.Table(s.durable),
 		s.policy,
 		s.skip,
 		s.brief,
-		s.fresh,
 		elements.String(),
 	)
 }
@@ -151,7 +149,7 @@ func newStoryOf(r *rand.Rand, steps int, randomPolicy func(r *rand.Rand) model) 
 		if r.IntN(4) == 0 {
 			s.name = "b"
 		}
-		s.brief, s.fresh = r.IntN(2) == 0, r.IntN(2) == 0
+		s.brief = r.IntN(2) == 0
 		ordinary := r.IntN(2) == 0 // takes alone
 		s.skip = !ordinary && r.IntN(3) == 0
 		several := 1 + r.IntN(8)

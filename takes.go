@@ -11,18 +11,6 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/algorithm"
 )
 
-// onlyTake tells whether the requests, which one function of an algorithm can decide, all take. Then its sibling whose
-// name begins with rate_limit_take_ decides them for less. For several keys of a log it would do nothing by itself.
-func onlyTake(requests []*request, tx transaction) bool {
-	for _, r := range requests {
-		if r.parts[0].cost < 1 {
-			return false
-		}
-	}
-	log := requests[0].parts[0].model.numbers().Algorithm == algorithm.SlidingLog
-	return !tx.skipHeld && (len(requests) == 1 || !log)
-}
-
 // How many numbers sql/limit.sql says that such a function returns for a key: of one whose requests were all granted by
 // its one statement, and of one that was left to the rules of rate_limit_all.
 const (
@@ -47,7 +35,6 @@ func takenInto(into []*part, counts []int64, numbers []pgtype.Int8) error {
 	for i, p := range into {
 		if len(others) > 0 && others[0].Int64 == int64(i)+1 {
 			p.decision = leftDecision(others)
-			p.space.fresh.note(false)
 			if len(into) == 1 {
 				p.decision.state.log = entriesOf(others[leftNumbers:])
 			}
@@ -62,7 +49,6 @@ func takenInto(into []*part, counts []int64, numbers []pgtype.Int8) error {
 			count = counts[i]
 		}
 		p.decision = p.takenDecision(count, count*p.cost, 0, taken)
-		p.space.fresh.note(p.begins(count*p.cost, stateOf(taken)))
 		taken = taken[takenNumbers:]
 	}
 	return nil
@@ -138,21 +124,6 @@ func (p *part) begins(units int64, s state) bool {
 	}
 	return s.count == units && s.prevCount == 0
 }
-
-// freshness guesses from the last keys of a limiter whether the next ones will be new. Then rows are made without
-// looking for them first, which saves a seventh of the time, or takes a third more.
-type freshness struct{ score atomic.Int32 }
-
-// note records whether a key's window or bucket has begun. Nine in ten have to, or the guess is that they do not.
-func (f *freshness) note(began bool) {
-	if score := f.score.Load(); began {
-		f.score.Store(min(score+1, 16))
-	} else {
-		f.score.Store(max(score-8, 0))
-	}
-}
-
-func (f *freshness) expected() bool { return f.score.Load() >= 8 }
 
 // rowSet is the rows that parts take from, for rate_limit_take_all.
 type rowSet struct {

@@ -256,12 +256,13 @@ func TestRowVanishesWhileADecisionWaits(t *testing.T) {
 func TestRowsVanishBetweenLookAndInsert(t *testing.T) {
 	t.Parallel()
 
+	const more = ", now => $3"
 	functions := map[string]string{
-		"fixed window":   "rate_limit_fixed_window('a', $1::text[], 10, 3600000000, durable => $2, now => $3)",
-		"sliding window": "rate_limit_sliding_window('a', $1::text[], 10, 3600000000, durable => $2, now => $3)",
-		"token bucket":   "rate_limit_token_bucket('a', $1::text[], 10, 10, 3600000000, durable => $2, now => $3)",
-		"sliding log":    "rate_limit_sliding_log('a', $1::text[], 10, 3600000000, durable => $2, now => $3)",
-		"calendar":       "rate_limit_calendar_window('a', $1::text[], 10, 3600000000, 'UTC', durable => $2, now => $3)",
+		"fixed window":   pgtest.Each("'a'", "$1::text[]", "$2", "1", "10", "3600000000", "0", more),
+		"sliding window": pgtest.Each("'a'", "$1::text[]", "$2", "2", "10", "3600000000", "0", more),
+		"token bucket":   pgtest.Each("'a'", "$1::text[]", "$2", "3", "10", "3600000000", "10", more),
+		"sliding log":    pgtest.Each("'a'", "$1::text[]", "$2", "4", "10", "3600000000", "0", more),
+		"calendar":       pgtest.Each("'a'", "$1::text[]", "$2", "5", "10", "3600000000", "0", more),
 	}
 	for name, function := range functions {
 		for _, durable := range []bool{false, true} {

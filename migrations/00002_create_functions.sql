@@ -107,9 +107,9 @@ END
 $$;
 -- +goose StatementEnd
 
--- rate_limit_all decides requests of several parts each, such as one for an address, one for a user and one for
--- everybody. A request takes from all of its parts or from none. The parts may differ in everything: limiter, key,
--- algorithm, cost and table.
+-- rate_limit_all decides everything. Requests may have several parts each, such as one for an address, one for a user
+-- and one for everybody. A request takes from all of its parts or from none. The parts may differ in everything:
+-- limiter, key, algorithm, cost and table.
 --
 --   requests            the request that a part belongs to. Parts of one request stand together, and requests ascend
 --   names, keys         the limiter and the key of each part. A request may name the same row only once
@@ -118,12 +118,14 @@ $$;
 --   limits              max_count of a window, capacity of a bucket
 --   spans_us            window_us of a window, every_us of a bucket; of a calendar window, as its function takes it
 --   refills             refill of a bucket
---   costs               cost of each part; NULL means 1 each. Costs that are all 0 only look. A request whose costs are
---                       below 0 gives back to all of its parts, or grants credit to all of them: see taken_in
+--   costs               cost of each part; NULL means 1 each. Costs that are all 0 only look, and tell whether a cost
+--                       of 1 would fit. A cost above the limit is denied with a retry_after_us of NULL, which means
+--                       never. A request whose costs are below 0 gives back to all of its parts, or grants credit above
+--                       the limit to all of them, up to 2^61 each: see taken_in
 --   counts              how many such requests are asked, the same for all parts of a request; NULL means 1 each
---   lock_timeout_ms     as in the functions of one limit, also if it is -1, like the next two
+--   lock_timeout_ms     as in the functions whose names begin with rate_limit_take_, like the next one
 --   synchronous_commit
---   now
+--   now                 replaces the clock, for tests
 --   taken_since, taken_in, taken_at, taken_spent
 --                       which take costs below 0 give back: what the decisions of its parts returned under these names.
 --                       If taken_in of its first part is NULL, the request grants credit
@@ -261,7 +263,8 @@ DECLARE
     -- An entry of a log has 54 bits for its time, so the difference of two is taken modulo 2^53.
     age_bits CONSTANT bigint := 9007199254740991;
 BEGIN
-    IF (parts > 0 AND cardinality(requests) = parts AND cardinality(names) = parts AND cardinality(durables) = parts
+    IF (array_ndims(keys) = 1 AND array_lower(keys, 1) = 1
+            AND cardinality(requests) = parts AND cardinality(names) = parts AND cardinality(durables) = parts
             AND cardinality(algorithms) = parts AND cardinality(limits) = parts AND cardinality(spans_us) = parts
             AND cardinality(refills) = parts
             AND coalesce(cardinality(costs) = parts, true) AND coalesce(cardinality(counts) = parts, true)
@@ -271,14 +274,15 @@ BEGIN
         RAISE EXCEPTION 'rate_limit: % is not valid', (
                 SELECT (string_to_array('keys requests names durables algorithms limits spans_us refills '
                     'costs counts taken_in leased', ' '))[e.place]
-                FROM unnest(ARRAY[nullif(parts, 0), cardinality(requests), cardinality(names), cardinality(durables),
+                FROM unnest(ARRAY[CASE WHEN array_ndims(keys) = 1 AND array_lower(keys, 1) = 1 THEN parts END,
+                    cardinality(requests), cardinality(names), cardinality(durables),
                     cardinality(algorithms), cardinality(limits), cardinality(spans_us), cardinality(refills),
                     cardinality(costs), cardinality(counts), cardinality(taken_in), cardinality(leased)])
                     WITH ORDINALITY AS e (n, place)
                 WHERE e.n IS NULL AND e.place < 9 OR e.n <> parts
                 ORDER BY e.place LIMIT 1)
             USING ERRCODE = 'invalid_parameter_value',
-                HINT = 'At least one key is needed, and as many elements of each of the others as keys. '
+                HINT = 'At least one key is needed, counted from 1, and as many elements of the others as keys. '
                     'NULL instead of costs or of counts means 1 for each key.';
     END IF;
     ignored := concat(
@@ -1712,10 +1716,19 @@ COMMENT ON FUNCTION rate_limit_all IS
     'algorithm (1 fixed window, 2 sliding window, 3 token bucket, 4 sliding log, 5 calendar window), '
     'max_count or capacity, window_us or every_us, and refill. '
     'zones, by name, has the time zone of each that is a calendar window; NULL means UTC.
-It returns a row for each part, as the functions of one limit do. '
-    'granted is that of the whole request. '
-    'The parts that refused it are those with a retry_after_us other than 0. '
-    'The request fits after the longest of them.
+It returns a row for each part: '
+    'ord (its place in the arrays), '
+    'granted (how many of the counts requests were granted, as wholes), '
+    'remaining (the largest cost that would be granted next), '
+    'retry_after_us (microseconds until the others can be granted; 0: all were; NULL: never), '
+    'reset_after_us (microseconds until the key is as good as new), '
+    'decided_at (the database clock at the decision), '
+    'the state of the key then, as in the table, '
+    'and what a refund has to tell: taken_since, taken_in, taken_at and taken_spent. '
+    'The parts that refused a request are those with a retry_after_us other than 0. '
+    'The request fits after the longest of them. '
+    'A denial is a row with granted = 0, never an error, and takes nothing. '
+    'What is taken commits or rolls back with the transaction.
 Example: SELECT * FROM rate_limit_all(ARRAY[1, 1], ARRAY[''address'', ''user''], '
     'ARRAY[''192.0.2.1'', ''user:123''], ARRAY[false, false], ARRAY[2, 3]::smallint[], '
     'ARRAY[100, 20], ARRAY[60000000, 10000000], ARRAY[0, 5]) '
@@ -1726,125 +1739,10 @@ Optional, by name: costs for each part, which are 1 each by default, and counts.
     'With the taken_since, taken_in, taken_at and taken_spent of the decisions of one that took, it is a refund: '
     'it gives back what that request still counts.';
 
--- The fixed window; see fixed.go.
---
---   name                the limiter's name, 1 to 128 bytes
---   keys                who asks, 1 to 512 bytes each. A key may stand here several times, and is decided in that order
---   max_count           the limit, in units of cost; max_count * window_us may reach 2^62
---   window_us           length of the window in microseconds, at most 2^51 (71 years)
---   costs               cost of one request, for each key; NULL means 1 each. A cost of 0 takes nothing and tells
---                       whether a cost of 1 would fit. A cost below 0 gives back or grants, see taken_in. A cost
---                       above max_count is denied with a retry_after_us of NULL, which means never
---   counts              how many such requests are asked, for each key; NULL means 1 each
---   durable             whether the rows are in rate_limit_durable rather than in rate_limit_ephemeral
---   lock_timeout_ms     longest wait for one row, for this transaction; NULL leaves the session's lock_timeout. So does
---                       -1, which says that the call is part of a transaction of its caller's, as with AllowTx. A proxy
---                       for shards refuses that, because it cannot take back what a shard has committed
---   synchronous_commit  whether the commit of this transaction waits for the WAL; NULL leaves the session's setting
---   now                 replaces the clock, for tests
---   taken_since, taken_in, taken_at, taken_spent
---                       which take a cost below 0 gives back: what the decision of that take returned under these
---                       names, for each key. If taken_in is NULL, nothing is given back, and the cost grants credit
---                       above the limit. A key holds up to 2^61 of credit
---   skip_held           whether to decide only the other keys if somebody's transaction has locked the row of a key, or
---                       is just making it. For such a key a row comes back with a granted of -2, or none: see
---                       rate_limit_all
---
--- rate_limit_all decides. If all requests take,
--- rate_limit_take_fixed_window does the same for less.
--- +goose StatementBegin
-CREATE FUNCTION rate_limit_fixed_window(
-    name text,
-    keys text[],
-    max_count bigint,
-    window_us bigint,
-    costs bigint[] DEFAULT NULL,
-    counts bigint[] DEFAULT NULL,
-    durable boolean DEFAULT false,
-    lock_timeout_ms integer DEFAULT NULL,
-    synchronous_commit boolean DEFAULT NULL,
-    now timestamptz DEFAULT NULL,
-    taken_since bigint[] DEFAULT NULL,
-    taken_in bigint[] DEFAULT NULL,
-    taken_at bigint[] DEFAULT NULL,
-    taken_spent bigint[] DEFAULT NULL,
-    skip_held boolean DEFAULT false
-)
-RETURNS SETOF rate_limit_decision
-LANGUAGE plpgsql
-SECURITY DEFINER
-AS $$
-#variable_conflict use_variable
-DECLARE
-    n CONSTANT integer := cardinality(keys);
-BEGIN
-    IF (max_count >= 1 AND window_us BETWEEN 1 AND 2251799813685248
-        AND max_count <= 4611686018427387904 / window_us) IS NOT TRUE THEN
-        RAISE EXCEPTION 'rate_limit: max_count %, window_us %: outside the exact range',
-                max_count,
-                window_us
-            USING ERRCODE = 'invalid_parameter_value',
-                HINT = 'max_count and window_us are at least 1, window_us is at most 2^51, '
-                    'and their product is at most 2^62.';
-    END IF;
-    IF (octet_length(name) BETWEEN 1 AND 128 AND keys[cardinality(keys)] IS NOT NULL
-            AND (costs IS NULL OR cardinality(costs) = cardinality(keys))
-            AND (counts IS NULL OR cardinality(counts) = cardinality(keys))
-            AND (taken_in IS NULL OR cardinality(taken_in) = cardinality(keys))) IS NOT TRUE THEN
-        RAISE EXCEPTION 'rate_limit: % is not valid', CASE
-                WHEN (octet_length(name) BETWEEN 1 AND 128) IS NOT TRUE THEN 'name'
-                WHEN keys[cardinality(keys)] IS NULL THEN 'keys'
-                WHEN cardinality(costs) <> cardinality(keys) THEN 'costs'
-                WHEN cardinality(counts) <> cardinality(keys) THEN 'counts'
-                ELSE 'taken_in' END
-            USING ERRCODE = 'invalid_parameter_value',
-                HINT = 'A name has 1 to 128 bytes. At least one key is needed, and as many costs, counts and taken_in '
-                    'as keys. NULL instead of costs or counts means 1 for each key, and NULL instead of taken_in that '
-                    'there are no refunds.',
-                COLUMN = CASE WHEN octet_length(name) > 128 THEN 'name' ELSE '' END;
-    END IF;
-    RETURN QUERY
-    SELECT a.*
-    FROM rate_limit_all(
-        ARRAY(SELECT generate_series(1, n)), array_fill(name, ARRAY[n]), keys,
-        array_fill(coalesce(durable, false), ARRAY[n]), array_fill(1::smallint, ARRAY[n]),
-        array_fill(max_count, ARRAY[n]), array_fill(window_us, ARRAY[n]), array_fill(0::bigint, ARRAY[n]),
-        array_replace(costs, NULL, 1::bigint), array_replace(counts, NULL, 1::bigint),
-        lock_timeout_ms, synchronous_commit, now,
-        taken_since, taken_in, taken_at, taken_spent, skip_held,
-        NULL::text[],
-        NULL::bigint[]) AS a;
-END
-$$;
--- +goose StatementEnd
-
-COMMENT ON FUNCTION rate_limit_fixed_window IS
-    'Takes from fixed windows of window_us microseconds, each of which admits max_count. '
-    'A window starts at the first request after the one before has ended.
-It returns a row for each key: '
-    'ord (its place in keys), '
-    'granted (how many of the counts requests were granted), '
-    'remaining (the largest cost that would be granted next), '
-    'retry_after_us (microseconds until the others can be granted; 0: all were; NULL: never), '
-    'reset_after_us (microseconds until the key is as good as new), '
-    'decided_at (the database clock at the decision), '
-    'the state of the key then, as in the table, '
-    'and what a refund has to tell: taken_since, taken_in, taken_at and taken_spent. '
-    'A denial is a row with granted = 0, never an error, and takes nothing. '
-    'A refund is always granted, even if there was nothing to give back. '
-    'What is taken commits or rolls back with the transaction.
-Example: SELECT * FROM rate_limit_fixed_window(''login'', ARRAY[''user:123''], 10, 60000000) takes one of 10 a minute.
-Optional, by name: costs and counts for each key, which are 1 each by default, '
-    'and durable => true for rate_limit_durable. '
-    'A cost of 0 only looks. A cost below 0 grants credit above the limit. '
-    'With the taken_since, taken_in, taken_at and taken_spent of a decision that took, a cost below 0 is a refund: '
-    'it gives back what that take still counts. '
-    'Each unit is given back only once if the caller asks only once.';
-
 -- _rate_limit_left_fixed_window decides what is left by
--- rate_limit_take_fixed_window: of keys, which follow
--- upon as many as done, those that are not taken_keys. It does so by the rules of rate_limit_all, and returns fifteen
--- numbers for each. A single key whose row exists is decided here, which costs half as much.
+-- rate_limit_take_fixed_window: those of keys that are not
+-- among taken_keys. It does so by the rules of rate_limit_all, and returns fifteen numbers for each. A single key whose
+-- row exists is decided here, which costs half as much.
 -- +goose StatementBegin
 CREATE FUNCTION _rate_limit_left_fixed_window(
     name text,
@@ -1857,7 +1755,6 @@ CREATE FUNCTION _rate_limit_left_fixed_window(
     lock_timeout_ms integer,
     synchronous_commit boolean,
     now_us bigint,
-    done integer,
     taken_keys text[]
 )
 RETURNS bigint[]
@@ -1865,7 +1762,8 @@ LANGUAGE plpgsql
 AS $$
 #variable_conflict use_variable
 DECLARE
-    undecided bigint[]; -- the places of the keys
+    undecided integer[]; -- the places of the keys
+    n integer;
     clock bigint;
     cost bigint;
     asked bigint;
@@ -1964,7 +1862,7 @@ BEGIN
                     WHERE d.ctid = s.tid;
                 END IF;
             END IF;
-            RETURN ARRAY[done + 1,
+            RETURN ARRAY[1,
                 granted, remaining, retry_after_us, reset_after_us, clock,
                 s.count, s.prev_count, s.window_start, s.credit,
                 NULL, s.expires_at, spent, s.since,
@@ -1977,6 +1875,7 @@ BEGIN
         SELECT e.place FROM unnest(keys) WITH ORDINALITY AS e (key, place)
         WHERE (e.key = ANY (taken_keys)) IS NOT TRUE
         ORDER BY e.place);
+    n := cardinality(undecided);
     IF taken_keys IS NOT NULL THEN
         SELECT array_agg(keys[e.place] ORDER BY e.place), array_agg(coalesce(costs[e.place], 1) ORDER BY e.place),
             array_agg(coalesce(counts[e.place], 1) ORDER BY e.place)
@@ -1984,43 +1883,54 @@ BEGIN
         FROM unnest(undecided) AS e (place);
     END IF;
     RETURN ARRAY(
-        SELECT unnest(ARRAY[done + undecided[a.ord],
+        SELECT unnest(ARRAY[undecided[a.ord],
             a.granted, a.remaining, a.retry_after_us, a.reset_after_us,
             (extract(epoch FROM a.decided_at) * 1000000)::bigint, a.count, a.prev_count, a.window_start, a.credit,
             a.scale, a.expires_at, a.taken_spent, a.taken_since, a.taken_at])
-        FROM rate_limit_fixed_window(
-            name, keys, max_count, window_us, costs, counts, durable,
-            lock_timeout_ms, synchronous_commit,
+        FROM rate_limit_all(
+            undecided, array_fill(name, ARRAY[n]), keys,
+            array_fill(coalesce(durable, false), ARRAY[n]), array_fill(1::smallint, ARRAY[n]),
+            array_fill(max_count, ARRAY[n]), array_fill(window_us, ARRAY[n]), array_fill(0::bigint, ARRAY[n]),
+            costs, counts, lock_timeout_ms, synchronous_commit,
             timestamptz 'epoch' + now_us / 1000000 * interval '1 second'
                 + now_us % 1000000 * interval '1 microsecond',
-            NULL::bigint[], NULL::bigint[], NULL::bigint[], NULL::bigint[], false) AS a);
+            NULL::bigint[], NULL::bigint[], NULL::bigint[], NULL::bigint[], false,
+            NULL::text[], NULL::bigint[]) AS a);
 END
 $$;
 -- +goose StatementEnd
 
--- rate_limit_take_fixed_window decides as
--- rate_limit_fixed_window does, if all requests take.
--- This is what the Go package calls. Few keys are taken from one after the other, and many by one statement, which also
--- makes rows. All that is less ordinary is decided by the rules of rate_limit_all, in the same call. The arguments are
--- the same, but for now_us, which is a time in microseconds since 1970 UTC, and for costs and counts: both are NULL, or
--- neither is. fresh says that there are probably no rows, or none that still count. Then they are
--- made without looking for them first. That saves a seventh of the time, or takes a third more if there are
--- rows.
+-- The fixed window; see fixed.go.
+-- rate_limit_take_fixed_window decides requests that take, each of one key. It is what the Go package calls. One
+-- statement takes from rows as they are, and makes missing ones. All that is less ordinary is decided by the rules of
+-- rate_limit_all, in the same call.
+--
+--   name                the limiter's name, 1 to 128 bytes
+--   keys                who asks, 1 to 512 bytes each. They ascend in the order of locking: longer ones first, then by
+--                       bytes. Otherwise rate_limit_all decides
+--   max_count           the limit, in units of cost; max_count * window_us may reach 2^62
+--   window_us           length of the window in microseconds, at most 2^51 (71 years)
+--   costs               cost of one request, for each key
+--   counts              how many such requests are asked, for each key. costs and counts are both NULL, which means 1
+--                       each, or neither is
+--   durable             whether the rows are in rate_limit_durable rather than in rate_limit_ephemeral
+--   lock_timeout_ms     longest wait for one row, for this transaction; NULL leaves the session's lock_timeout. So does
+--                       -1, which says that the call is part of a transaction of its caller's, as with AllowTx. A proxy
+--                       for shards refuses that, because it cannot take back what a shard has committed
+--   synchronous_commit  whether the commit of this transaction waits for the WAL; NULL leaves the session's setting
+--   now_us              replaces the clock, for tests: microseconds since 1970 UTC
 --
 -- It returns one array, because rows and their columns would cost more than the decision. First, for each key of which
 -- all that was asked could be taken at once, nine numbers, in the order of the keys: the time of the decision, and
 -- count, prev_count, window_start, credit, scale, expires_at, since and returned of the row. What remains, and for how
 -- long, follows from these: see takenDecision in takes.go. Then, for each other key, fifteen: its place in keys, and
--- from granted to expires_at what rate_limit_fixed_window returns,
--- then its taken_spent, taken_since and taken_at. Of a single key, the log of that comes last.
---
--- The keys must ascend in the order of locking: longer ones first, then by bytes. Otherwise rate_limit_all decides.
+-- from granted to expires_at what rate_limit_all returns, then its taken_spent, taken_since and taken_at. Of a single
+-- key, the log of that comes last.
 --
 -- The clock is read twice: before a row is locked, and with the lock held. A decision is made by the first reading, and
 -- what it needs must be true then and still be true 10 ms later. So it was also true when the row was locked: rows that
--- were waited for longer are left out, and the UPDATE is undone if its row had ended before the lock. The decision is
--- told by the second reading. Only a window or a bucket that begins does so at the first reading, because nobody else
--- can have decided anything by it since.
+-- were waited for longer are left out. The decision is told by the second reading. Only a window or a bucket that
+-- begins does so at the first reading, because nobody else can have decided anything by it since.
 -- +goose StatementBegin
 CREATE FUNCTION rate_limit_take_fixed_window(
     name text,
@@ -2032,8 +1942,7 @@ CREATE FUNCTION rate_limit_take_fixed_window(
     durable boolean DEFAULT false,
     lock_timeout_ms integer DEFAULT NULL,
     synchronous_commit boolean DEFAULT NULL,
-    now_us bigint DEFAULT NULL,
-    fresh boolean DEFAULT NULL
+    now_us bigint DEFAULT NULL
 )
 RETURNS bigint[]
 LANGUAGE plpgsql
@@ -2059,18 +1968,15 @@ DECLARE
                 AND costs[1] BETWEEN 1 AND max_count AND counts[1] BETWEEN 1 AND max_count / costs[1]
                 THEN costs[1] * counts[1] END END;
     taken bigint[];
-    ends bigint;       -- the last time by which the row that was taken from is as it was
-    late boolean;      -- a row was waited for, and the reading of the clock is too old
     each bigint[];     -- units of each key
     this_key text;
     before text;       -- the key before it
     ascend boolean;
-    begun bigint[];    -- which of them have a row that was made
+    begun bigint[];    -- which of the keys have a row that was made
     until timestamptz; -- by when a row has to be locked
     give_up timestamptz;
-    told bigint[];     -- of the keys that were taken from one after the other
-    done integer;      -- how many these are
-    taken_keys text[]; -- that were taken from by one statement
+    told bigint[];     -- of the keys that were taken from
+    taken_keys text[]; -- these keys
 BEGIN
     IF cardinality(keys) > 1 THEN
         ascend := keys[cardinality(keys)] IS NOT NULL -- or the arrays are not counted from 1
@@ -2083,134 +1989,115 @@ BEGIN
             before := this_key;
         END LOOP;
     END IF;
-    -- Most calls are for one key or a few, and take from rows as they are. (If there is a row, the name and the key are
-    -- valid.) For more, one statement costs less than one for each.
-    IF fresh IS NOT TRUE AND units IS NOT NULL AND ascend IS NOT FALSE AND cardinality(keys) <= 6 THEN
-        FOR i IN 1 .. cardinality(keys) LOOP
-            IF i > 1 THEN
-                units := CASE WHEN costs IS NULL AND counts IS NULL THEN 1
-                    WHEN cardinality(costs) = cardinality(keys) AND cardinality(counts) = cardinality(keys)
-                        AND costs[i] BETWEEN 1 AND max_count AND counts[i] BETWEEN 1 AND max_count / costs[i]
-                        THEN costs[i] * counts[i] END;
-            END IF;
+    IF units IS NOT NULL AND ascend IS NOT FALSE
+        AND octet_length(name) BETWEEN 1 AND 128 AND octet_length(keys[1]) BETWEEN 1 AND 512
+    THEN
+        IF cardinality(keys) = 1 THEN -- without arrays, which saves a fifth
             IF durable IS NOT TRUE THEN
-                UPDATE rate_limit_ephemeral AS d SET
-                    count = d.count + units
-                WHERE d.prefix = name AND d.key = keys[i]
+                INSERT INTO rate_limit_ephemeral AS d
+                    (prefix, key, algorithm, count, window_start, expires_at)
+                VALUES (name, keys[1], 1, units, clock, clock + window_us)
+                ON CONFLICT (prefix, key) DO UPDATE SET
+                    count = CASE WHEN clock < d.expires_at THEN d.count ELSE 0 END + excluded.count,
+                    window_start = CASE WHEN clock < d.expires_at THEN d.window_start ELSE clock END,
+                    expires_at = CASE WHEN clock < d.expires_at THEN d.expires_at ELSE excluded.expires_at END
+                WHERE coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint) < clock + 10000
                     AND d.algorithm = 1 AND d.since IS NULL AND d.window_start - clock <= window_us
-                        AND clock + 10000 < d.expires_at AND d.expires_at = d.window_start + window_us
-                        AND units <= max_count - d.count
+                        AND (clock >= d.expires_at
+                        OR clock + 10000 < d.expires_at AND d.expires_at = d.window_start + window_us
+                        AND excluded.count <= max_count - d.count)
                 RETURNING ARRAY[
                     coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint),
                     d.count, d.prev_count, d.window_start, d.credit,
-                    d.scale, d.expires_at, d.since, d.returned],
-                    d.window_start + window_us - 1
-                INTO taken, ends;
+                    d.scale, d.expires_at, d.since, d.returned]
+                INTO taken;
             ELSE
-                UPDATE rate_limit_durable AS d SET
-                    count = d.count + units
-                WHERE d.prefix = name AND d.key = keys[i]
+                INSERT INTO rate_limit_durable AS d
+                    (prefix, key, algorithm, count, window_start, expires_at)
+                VALUES (name, keys[1], 1, units, clock, clock + window_us)
+                ON CONFLICT (prefix, key) DO UPDATE SET
+                    count = CASE WHEN clock < d.expires_at THEN d.count ELSE 0 END + excluded.count,
+                    window_start = CASE WHEN clock < d.expires_at THEN d.window_start ELSE clock END,
+                    expires_at = CASE WHEN clock < d.expires_at THEN d.expires_at ELSE excluded.expires_at END
+                WHERE coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint) < clock + 10000
                     AND d.algorithm = 1 AND d.since IS NULL AND d.window_start - clock <= window_us
-                        AND clock + 10000 < d.expires_at AND d.expires_at = d.window_start + window_us
-                        AND units <= max_count - d.count
+                        AND (clock >= d.expires_at
+                        OR clock + 10000 < d.expires_at AND d.expires_at = d.window_start + window_us
+                        AND excluded.count <= max_count - d.count)
                 RETURNING ARRAY[
                     coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint),
                     d.count, d.prev_count, d.window_start, d.credit,
-                    d.scale, d.expires_at, d.since, d.returned],
-                    d.window_start + window_us - 1
-                INTO taken, ends;
+                    d.scale, d.expires_at, d.since, d.returned]
+                INTO taken;
             END IF;
-            IF taken[1] BETWEEN clock AND ends THEN
-                told := told || taken;
-                done := i;
-                CONTINUE;
-            END IF;
-            IF found THEN
-                -- The wait for the row lasted until the row ended, or the clock was set meanwhile. Another decision may
-                -- be due.
-                late := true;
-                IF durable IS NOT TRUE THEN
-                    UPDATE rate_limit_ephemeral AS d SET count = d.count - units
-                    WHERE d.prefix = name AND d.key = keys[i];
+            IF taken[1] NOT BETWEEN clock AND clock + 10000 THEN
+                -- As below. Or the clock has been set, or this process has been stopped, since the row was locked.
+                IF taken[2] = units THEN
+                    PERFORM rate_limit_reset(name, keys[1], durable, NULL::integer, NULL::boolean);
+                    taken := NULL;
                 ELSE
-                    UPDATE rate_limit_durable AS d SET count = d.count - units
-                    WHERE d.prefix = name AND d.key = keys[i];
+                    taken[1] := greatest(clock, least(clock + 10000, taken[1]));
                 END IF;
             END IF;
-            EXIT;
-        END LOOP;
-        IF done = cardinality(keys) THEN
-            RETURN told;
-        ELSIF done > 0 THEN -- go on with the others
-            keys := keys[done + 1:];
-            costs := costs[done + 1:];
-            counts := counts[done + 1:];
-            units := CASE WHEN costs IS NULL AND counts IS NULL THEN 1
-                WHEN cardinality(costs) = cardinality(keys) AND cardinality(counts) = cardinality(keys)
-                    AND costs[1] BETWEEN 1 AND max_count AND counts[1] BETWEEN 1 AND max_count / costs[1]
-                    THEN costs[1] * counts[1] END;
-        END IF;
-    END IF;
-    IF late IS NULL AND ascend IS NOT FALSE
-        AND units IS NOT NULL AND octet_length(name) BETWEEN 1 AND 128 AND octet_length(keys[1]) BETWEEN 1 AND 512
-    THEN
-        IF cardinality(keys) = 1 OR costs IS NULL AND counts IS NULL THEN
-            each := array_fill(units, ARRAY[cardinality(keys)]);
+            IF taken IS NOT NULL THEN
+                RETURN taken;
+            END IF;
         ELSE
-            each := ARRAY(
-                SELECT CASE WHEN u.cost BETWEEN 1 AND max_count AND u.asked BETWEEN 1 AND max_count / u.cost
-                    THEN u.cost * u.asked END
-                FROM unnest(costs, counts) AS u (cost, asked));
-        END IF;
-        IF cardinality(each) = cardinality(keys) AND array_position(each, NULL) IS NULL THEN
+            each := CASE WHEN costs IS NULL AND counts IS NULL THEN array_fill(1::bigint, ARRAY[cardinality(keys)])
+                ELSE ARRAY(
+                    SELECT CASE WHEN u.cost BETWEEN 1 AND max_count AND u.asked BETWEEN 1 AND max_count / u.cost
+                        THEN u.cost * u.asked END
+                    FROM unnest(costs, counts) AS u (cost, asked)) END;
             until := CASE WHEN now_us IS NULL THEN timestamptz 'epoch' + (clock + 10000) * interval '1 microsecond'
                 ELSE 'infinity' END;
             give_up := CASE WHEN lock_timeout_ms <> -1 THEN clock_timestamp() + lock_timeout_ms * interval '25 ms'
                 ELSE 'infinity' END;
-            IF durable IS NOT TRUE THEN
-                WITH d AS (
-                    INSERT INTO rate_limit_ephemeral AS d
-                        (prefix, key, algorithm, count, window_start, expires_at)
-                    SELECT name, e.key, 1, e.units, clock, clock + window_us
-                    FROM unnest(keys, each) AS e (key, units)
-                    ON CONFLICT (prefix, key) DO UPDATE SET
-                        count = CASE WHEN clock < d.expires_at THEN d.count ELSE 0 END + excluded.count,
-                        window_start = CASE WHEN clock < d.expires_at THEN d.window_start ELSE clock END,
-                        expires_at = CASE WHEN clock < d.expires_at THEN d.expires_at ELSE excluded.expires_at END
-                    WHERE (clock_timestamp() < until OR clock_timestamp() > give_up AND _rate_limit_late())
-                        AND d.algorithm = 1 AND d.since IS NULL AND d.window_start - clock <= window_us
-                            AND (clock >= d.expires_at
-                            OR clock + 10000 < d.expires_at AND d.expires_at = d.window_start + window_us
-                            AND excluded.count <= max_count - d.count)
-                    RETURNING d.key, ARRAY[
-                        greatest(clock, least(clock + 10000,
-                            coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint))),
-                        d.count, d.prev_count, d.window_start, d.credit,
-                        d.scale, d.expires_at, d.since, d.returned] AS told
-                )
-                SELECT array_agg(d.key), array_agg(d.told) INTO taken_keys, taken FROM d;
-            ELSE
-                WITH d AS (
-                    INSERT INTO rate_limit_durable AS d
-                        (prefix, key, algorithm, count, window_start, expires_at)
-                    SELECT name, e.key, 1, e.units, clock, clock + window_us
-                    FROM unnest(keys, each) AS e (key, units)
-                    ON CONFLICT (prefix, key) DO UPDATE SET
-                        count = CASE WHEN clock < d.expires_at THEN d.count ELSE 0 END + excluded.count,
-                        window_start = CASE WHEN clock < d.expires_at THEN d.window_start ELSE clock END,
-                        expires_at = CASE WHEN clock < d.expires_at THEN d.expires_at ELSE excluded.expires_at END
-                    WHERE (clock_timestamp() < until OR clock_timestamp() > give_up AND _rate_limit_late())
-                        AND d.algorithm = 1 AND d.since IS NULL AND d.window_start - clock <= window_us
-                            AND (clock >= d.expires_at
-                            OR clock + 10000 < d.expires_at AND d.expires_at = d.window_start + window_us
-                            AND excluded.count <= max_count - d.count)
-                    RETURNING d.key, ARRAY[
-                        greatest(clock, least(clock + 10000,
-                            coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint))),
-                        d.count, d.prev_count, d.window_start, d.credit,
-                        d.scale, d.expires_at, d.since, d.returned] AS told
-                )
-                SELECT array_agg(d.key), array_agg(d.told) INTO taken_keys, taken FROM d;
+            IF cardinality(each) = cardinality(keys) AND array_position(each, NULL) IS NULL THEN
+                IF durable IS NOT TRUE THEN
+                    WITH d AS (
+                        INSERT INTO rate_limit_ephemeral AS d
+                            (prefix, key, algorithm, count, window_start, expires_at)
+                        SELECT name, e.key, 1, e.units, clock, clock + window_us
+                        FROM unnest(keys, each) AS e (key, units)
+                        ON CONFLICT (prefix, key) DO UPDATE SET
+                            count = CASE WHEN clock < d.expires_at THEN d.count ELSE 0 END + excluded.count,
+                            window_start = CASE WHEN clock < d.expires_at THEN d.window_start ELSE clock END,
+                            expires_at = CASE WHEN clock < d.expires_at THEN d.expires_at ELSE excluded.expires_at END
+                        WHERE (clock_timestamp() < until OR clock_timestamp() > give_up AND _rate_limit_late())
+                            AND d.algorithm = 1 AND d.since IS NULL AND d.window_start - clock <= window_us
+                                AND (clock >= d.expires_at
+                                OR clock + 10000 < d.expires_at AND d.expires_at = d.window_start + window_us
+                                AND excluded.count <= max_count - d.count)
+                        RETURNING d.key, ARRAY[
+                            greatest(clock, least(clock + 10000,
+                                coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint))),
+                            d.count, d.prev_count, d.window_start, d.credit,
+                            d.scale, d.expires_at, d.since, d.returned] AS told
+                    )
+                    SELECT array_agg(d.key), array_agg(d.told) INTO taken_keys, taken FROM d;
+                ELSE
+                    WITH d AS (
+                        INSERT INTO rate_limit_durable AS d
+                            (prefix, key, algorithm, count, window_start, expires_at)
+                        SELECT name, e.key, 1, e.units, clock, clock + window_us
+                        FROM unnest(keys, each) AS e (key, units)
+                        ON CONFLICT (prefix, key) DO UPDATE SET
+                            count = CASE WHEN clock < d.expires_at THEN d.count ELSE 0 END + excluded.count,
+                            window_start = CASE WHEN clock < d.expires_at THEN d.window_start ELSE clock END,
+                            expires_at = CASE WHEN clock < d.expires_at THEN d.expires_at ELSE excluded.expires_at END
+                        WHERE (clock_timestamp() < until OR clock_timestamp() > give_up AND _rate_limit_late())
+                            AND d.algorithm = 1 AND d.since IS NULL AND d.window_start - clock <= window_us
+                                AND (clock >= d.expires_at
+                                OR clock + 10000 < d.expires_at AND d.expires_at = d.window_start + window_us
+                                AND excluded.count <= max_count - d.count)
+                        RETURNING d.key, ARRAY[
+                            greatest(clock, least(clock + 10000,
+                                coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint))),
+                            d.count, d.prev_count, d.window_start, d.credit,
+                            d.scale, d.expires_at, d.since, d.returned] AS told
+                    )
+                    SELECT array_agg(d.key), array_agg(d.told) INTO taken_keys, taken FROM d;
+                END IF;
             END IF;
             -- A row that was made begins by the first reading of the clock. That may be too old for it: another
             -- transaction may have made the same row, and rolled back after this one had waited for it. Such a row is
@@ -2220,9 +2107,7 @@ BEGIN
                     SELECT k.place
                     FROM unnest(taken_keys) WITH ORDINALITY AS k (key, place)
                     JOIN unnest(keys, each) AS e (key, units) ON e.key = k.key COLLATE "C"
-                    CROSS JOIN LATERAL (SELECT taken[k.place][2] AS count, taken[k.place][3] AS prev_count,
-                        taken[k.place][5] AS credit) AS d
-                    WHERE d.count = e.units);
+                    WHERE taken[k.place][2] = e.units);
                 PERFORM rate_limit_reset(name, taken_keys[p], durable, NULL::integer, NULL::boolean)
                 FROM unnest(begun) AS p;
                 SELECT array_agg(k.key ORDER BY k.place), array_agg(taken[k.place:k.place] ORDER BY k.place)
@@ -2231,147 +2116,29 @@ BEGIN
                 WHERE k.place <> ALL (begun);
             END IF;
             IF cardinality(taken_keys) = cardinality(keys) THEN
-                IF told IS NULL THEN
-                    RETURN taken;
-                END IF;
-                RETURN told || ARRAY(SELECT unnest(taken));
+                RETURN taken;
             END IF;
-            told := told || ARRAY(SELECT unnest(taken));
+            told := ARRAY(SELECT unnest(taken));
         END IF;
     END IF;
-
     RETURN told || _rate_limit_left_fixed_window(
         name, keys, max_count, window_us, costs, counts, durable,
-        lock_timeout_ms, synchronous_commit, now_us, coalesce(done, 0), taken_keys);
+        lock_timeout_ms, synchronous_commit, now_us, taken_keys);
 END
 $$;
 -- +goose StatementEnd
 
 COMMENT ON FUNCTION rate_limit_take_fixed_window IS
-    'Takes as rate_limit_fixed_window does, for less. '
-    'It returns an array of numbers, for programs: see sql/limit.sql. For people there is rate_limit_allow.
+    'Takes from fixed windows of window_us microseconds, each of which admits max_count. '
+    'A window starts at the first request after the one before has ended.
+It takes what the costs and counts of each key say, or denies it, '
+    'and returns an array of numbers, for programs: see sql/limit.sql. For people there is rate_limit_allow.
 Example: SELECT rate_limit_take_fixed_window(''login'', ARRAY[''user:123''], 10, 60000000) takes one of 10 a minute.';
 
--- The sliding window counter; see sliding.go.
---
---   name                the limiter's name, 1 to 128 bytes
---   keys                who asks, 1 to 512 bytes each. A key may stand here several times, and is decided in that order
---   max_count           the limit, in units of cost; max_count * window_us may reach 2^62
---   window_us           length of the window in microseconds, at most 2^51 (71 years)
---   costs               cost of one request, for each key; NULL means 1 each. A cost of 0 takes nothing and tells
---                       whether a cost of 1 would fit. A cost below 0 gives back or grants, see taken_in. A cost
---                       above max_count is denied with a retry_after_us of NULL, which means never
---   counts              how many such requests are asked, for each key; NULL means 1 each
---   durable             whether the rows are in rate_limit_durable rather than in rate_limit_ephemeral
---   lock_timeout_ms     longest wait for one row, for this transaction; NULL leaves the session's lock_timeout. So does
---                       -1, which says that the call is part of a transaction of its caller's, as with AllowTx. A proxy
---                       for shards refuses that, because it cannot take back what a shard has committed
---   synchronous_commit  whether the commit of this transaction waits for the WAL; NULL leaves the session's setting
---   now                 replaces the clock, for tests
---   taken_since, taken_in, taken_at, taken_spent
---                       which take a cost below 0 gives back: what the decision of that take returned under these
---                       names, for each key. If taken_in is NULL, nothing is given back, and the cost grants credit
---                       above the limit. A key holds up to 2^61 of credit
---   skip_held           whether to decide only the other keys if somebody's transaction has locked the row of a key, or
---                       is just making it. For such a key a row comes back with a granted of -2, or none: see
---                       rate_limit_all
---
--- rate_limit_all decides. If all requests take,
--- rate_limit_take_sliding_window does the same for less.
--- +goose StatementBegin
-CREATE FUNCTION rate_limit_sliding_window(
-    name text,
-    keys text[],
-    max_count bigint,
-    window_us bigint,
-    costs bigint[] DEFAULT NULL,
-    counts bigint[] DEFAULT NULL,
-    durable boolean DEFAULT false,
-    lock_timeout_ms integer DEFAULT NULL,
-    synchronous_commit boolean DEFAULT NULL,
-    now timestamptz DEFAULT NULL,
-    taken_since bigint[] DEFAULT NULL,
-    taken_in bigint[] DEFAULT NULL,
-    taken_at bigint[] DEFAULT NULL,
-    taken_spent bigint[] DEFAULT NULL,
-    skip_held boolean DEFAULT false
-)
-RETURNS SETOF rate_limit_decision
-LANGUAGE plpgsql
-SECURITY DEFINER
-AS $$
-#variable_conflict use_variable
-DECLARE
-    n CONSTANT integer := cardinality(keys);
-BEGIN
-    IF (max_count >= 1 AND window_us BETWEEN 1 AND 2251799813685248
-        AND max_count <= 4611686018427387904 / window_us) IS NOT TRUE THEN
-        RAISE EXCEPTION 'rate_limit: max_count %, window_us %: outside the exact range',
-                max_count,
-                window_us
-            USING ERRCODE = 'invalid_parameter_value',
-                HINT = 'max_count and window_us are at least 1, window_us is at most 2^51, '
-                    'and their product is at most 2^62.';
-    END IF;
-    IF (octet_length(name) BETWEEN 1 AND 128 AND keys[cardinality(keys)] IS NOT NULL
-            AND (costs IS NULL OR cardinality(costs) = cardinality(keys))
-            AND (counts IS NULL OR cardinality(counts) = cardinality(keys))
-            AND (taken_in IS NULL OR cardinality(taken_in) = cardinality(keys))) IS NOT TRUE THEN
-        RAISE EXCEPTION 'rate_limit: % is not valid', CASE
-                WHEN (octet_length(name) BETWEEN 1 AND 128) IS NOT TRUE THEN 'name'
-                WHEN keys[cardinality(keys)] IS NULL THEN 'keys'
-                WHEN cardinality(costs) <> cardinality(keys) THEN 'costs'
-                WHEN cardinality(counts) <> cardinality(keys) THEN 'counts'
-                ELSE 'taken_in' END
-            USING ERRCODE = 'invalid_parameter_value',
-                HINT = 'A name has 1 to 128 bytes. At least one key is needed, and as many costs, counts and taken_in '
-                    'as keys. NULL instead of costs or counts means 1 for each key, and NULL instead of taken_in that '
-                    'there are no refunds.',
-                COLUMN = CASE WHEN octet_length(name) > 128 THEN 'name' ELSE '' END;
-    END IF;
-    RETURN QUERY
-    SELECT a.*
-    FROM rate_limit_all(
-        ARRAY(SELECT generate_series(1, n)), array_fill(name, ARRAY[n]), keys,
-        array_fill(coalesce(durable, false), ARRAY[n]), array_fill(2::smallint, ARRAY[n]),
-        array_fill(max_count, ARRAY[n]), array_fill(window_us, ARRAY[n]), array_fill(0::bigint, ARRAY[n]),
-        array_replace(costs, NULL, 1::bigint), array_replace(counts, NULL, 1::bigint),
-        lock_timeout_ms, synchronous_commit, now,
-        taken_since, taken_in, taken_at, taken_spent, skip_held,
-        NULL::text[],
-        NULL::bigint[]) AS a;
-END
-$$;
--- +goose StatementEnd
-
-COMMENT ON FUNCTION rate_limit_sliding_window IS
-    'Takes from sliding windows of window_us microseconds, each of which admits max_count. '
-    'What a window has taken is estimated from two counters: '
-    'the window before counts for the share of it that the sliding window still covers.
-It returns a row for each key: '
-    'ord (its place in keys), '
-    'granted (how many of the counts requests were granted), '
-    'remaining (the largest cost that would be granted next), '
-    'retry_after_us (microseconds until the others can be granted; 0: all were; NULL: never), '
-    'reset_after_us (microseconds until the key is as good as new), '
-    'decided_at (the database clock at the decision), '
-    'the state of the key then, as in the table, '
-    'and what a refund has to tell: taken_since, taken_in, taken_at and taken_spent. '
-    'A denial is a row with granted = 0, never an error, and takes nothing. '
-    'A refund is always granted, even if there was nothing to give back. '
-    'What is taken commits or rolls back with the transaction.
-Example: SELECT * FROM rate_limit_sliding_window(''login'', ARRAY[''user:123''], 10, 60000000) takes one of 10 a minute.
-Optional, by name: costs and counts for each key, which are 1 each by default, '
-    'and durable => true for rate_limit_durable. '
-    'A cost of 0 only looks. A cost below 0 grants credit above the limit. '
-    'With the taken_since, taken_in, taken_at and taken_spent of a decision that took, a cost below 0 is a refund: '
-    'it gives back what that take still counts. '
-    'Each unit is given back only once if the caller asks only once.';
-
 -- _rate_limit_left_sliding_window decides what is left by
--- rate_limit_take_sliding_window: of keys, which follow
--- upon as many as done, those that are not taken_keys. It does so by the rules of rate_limit_all, and returns fifteen
--- numbers for each. A single key whose row exists is decided here, which costs half as much.
+-- rate_limit_take_sliding_window: those of keys that are not
+-- among taken_keys. It does so by the rules of rate_limit_all, and returns fifteen numbers for each. A single key whose
+-- row exists is decided here, which costs half as much.
 -- +goose StatementBegin
 CREATE FUNCTION _rate_limit_left_sliding_window(
     name text,
@@ -2384,7 +2151,6 @@ CREATE FUNCTION _rate_limit_left_sliding_window(
     lock_timeout_ms integer,
     synchronous_commit boolean,
     now_us bigint,
-    done integer,
     taken_keys text[]
 )
 RETURNS bigint[]
@@ -2392,7 +2158,8 @@ LANGUAGE plpgsql
 AS $$
 #variable_conflict use_variable
 DECLARE
-    undecided bigint[]; -- the places of the keys
+    undecided integer[]; -- the places of the keys
+    n integer;
     clock bigint;
     cost bigint;
     asked bigint;
@@ -2520,7 +2287,7 @@ BEGIN
                     WHERE d.ctid = s.tid;
                 END IF;
             END IF;
-            RETURN ARRAY[done + 1,
+            RETURN ARRAY[1,
                 granted, remaining, retry_after_us, reset_after_us, clock,
                 s.count, s.prev_count, s.window_start, s.credit,
                 NULL, s.expires_at, spent, s.since,
@@ -2533,6 +2300,7 @@ BEGIN
         SELECT e.place FROM unnest(keys) WITH ORDINALITY AS e (key, place)
         WHERE (e.key = ANY (taken_keys)) IS NOT TRUE
         ORDER BY e.place);
+    n := cardinality(undecided);
     IF taken_keys IS NOT NULL THEN
         SELECT array_agg(keys[e.place] ORDER BY e.place), array_agg(coalesce(costs[e.place], 1) ORDER BY e.place),
             array_agg(coalesce(counts[e.place], 1) ORDER BY e.place)
@@ -2540,43 +2308,54 @@ BEGIN
         FROM unnest(undecided) AS e (place);
     END IF;
     RETURN ARRAY(
-        SELECT unnest(ARRAY[done + undecided[a.ord],
+        SELECT unnest(ARRAY[undecided[a.ord],
             a.granted, a.remaining, a.retry_after_us, a.reset_after_us,
             (extract(epoch FROM a.decided_at) * 1000000)::bigint, a.count, a.prev_count, a.window_start, a.credit,
             a.scale, a.expires_at, a.taken_spent, a.taken_since, a.taken_at])
-        FROM rate_limit_sliding_window(
-            name, keys, max_count, window_us, costs, counts, durable,
-            lock_timeout_ms, synchronous_commit,
+        FROM rate_limit_all(
+            undecided, array_fill(name, ARRAY[n]), keys,
+            array_fill(coalesce(durable, false), ARRAY[n]), array_fill(2::smallint, ARRAY[n]),
+            array_fill(max_count, ARRAY[n]), array_fill(window_us, ARRAY[n]), array_fill(0::bigint, ARRAY[n]),
+            costs, counts, lock_timeout_ms, synchronous_commit,
             timestamptz 'epoch' + now_us / 1000000 * interval '1 second'
                 + now_us % 1000000 * interval '1 microsecond',
-            NULL::bigint[], NULL::bigint[], NULL::bigint[], NULL::bigint[], false) AS a);
+            NULL::bigint[], NULL::bigint[], NULL::bigint[], NULL::bigint[], false,
+            NULL::text[], NULL::bigint[]) AS a);
 END
 $$;
 -- +goose StatementEnd
 
--- rate_limit_take_sliding_window decides as
--- rate_limit_sliding_window does, if all requests take.
--- This is what the Go package calls. Few keys are taken from one after the other, and many by one statement, which also
--- makes rows. All that is less ordinary is decided by the rules of rate_limit_all, in the same call. The arguments are
--- the same, but for now_us, which is a time in microseconds since 1970 UTC, and for costs and counts: both are NULL, or
--- neither is. fresh says that there are probably no rows, or none that still count. Then they are
--- made without looking for them first. That saves a seventh of the time, or takes a third more if there are
--- rows.
+-- The sliding window counter; see sliding.go.
+-- rate_limit_take_sliding_window decides requests that take, each of one key. It is what the Go package calls. One
+-- statement takes from rows as they are, and makes missing ones. All that is less ordinary is decided by the rules of
+-- rate_limit_all, in the same call.
+--
+--   name                the limiter's name, 1 to 128 bytes
+--   keys                who asks, 1 to 512 bytes each. They ascend in the order of locking: longer ones first, then by
+--                       bytes. Otherwise rate_limit_all decides
+--   max_count           the limit, in units of cost; max_count * window_us may reach 2^62
+--   window_us           length of the window in microseconds, at most 2^51 (71 years)
+--   costs               cost of one request, for each key
+--   counts              how many such requests are asked, for each key. costs and counts are both NULL, which means 1
+--                       each, or neither is
+--   durable             whether the rows are in rate_limit_durable rather than in rate_limit_ephemeral
+--   lock_timeout_ms     longest wait for one row, for this transaction; NULL leaves the session's lock_timeout. So does
+--                       -1, which says that the call is part of a transaction of its caller's, as with AllowTx. A proxy
+--                       for shards refuses that, because it cannot take back what a shard has committed
+--   synchronous_commit  whether the commit of this transaction waits for the WAL; NULL leaves the session's setting
+--   now_us              replaces the clock, for tests: microseconds since 1970 UTC
 --
 -- It returns one array, because rows and their columns would cost more than the decision. First, for each key of which
 -- all that was asked could be taken at once, nine numbers, in the order of the keys: the time of the decision, and
 -- count, prev_count, window_start, credit, scale, expires_at, since and returned of the row. What remains, and for how
 -- long, follows from these: see takenDecision in takes.go. Then, for each other key, fifteen: its place in keys, and
--- from granted to expires_at what rate_limit_sliding_window returns,
--- then its taken_spent, taken_since and taken_at. Of a single key, the log of that comes last.
---
--- The keys must ascend in the order of locking: longer ones first, then by bytes. Otherwise rate_limit_all decides.
+-- from granted to expires_at what rate_limit_all returns, then its taken_spent, taken_since and taken_at. Of a single
+-- key, the log of that comes last.
 --
 -- The clock is read twice: before a row is locked, and with the lock held. A decision is made by the first reading, and
 -- what it needs must be true then and still be true 10 ms later. So it was also true when the row was locked: rows that
--- were waited for longer are left out, and the UPDATE is undone if its row had ended before the lock. The decision is
--- told by the second reading. Only a window or a bucket that begins does so at the first reading, because nobody else
--- can have decided anything by it since.
+-- were waited for longer are left out. The decision is told by the second reading. Only a window or a bucket that
+-- begins does so at the first reading, because nobody else can have decided anything by it since.
 -- +goose StatementBegin
 CREATE FUNCTION rate_limit_take_sliding_window(
     name text,
@@ -2588,8 +2367,7 @@ CREATE FUNCTION rate_limit_take_sliding_window(
     durable boolean DEFAULT false,
     lock_timeout_ms integer DEFAULT NULL,
     synchronous_commit boolean DEFAULT NULL,
-    now_us bigint DEFAULT NULL,
-    fresh boolean DEFAULT NULL
+    now_us bigint DEFAULT NULL
 )
 RETURNS bigint[]
 LANGUAGE plpgsql
@@ -2615,18 +2393,15 @@ DECLARE
                 AND costs[1] BETWEEN 1 AND max_count AND counts[1] BETWEEN 1 AND max_count / costs[1]
                 THEN costs[1] * counts[1] END END;
     taken bigint[];
-    ends bigint;       -- the last time by which the row that was taken from is as it was
-    late boolean;      -- a row was waited for, and the reading of the clock is too old
     each bigint[];     -- units of each key
     this_key text;
     before text;       -- the key before it
     ascend boolean;
-    begun bigint[];    -- which of them have a row that was made
+    begun bigint[];    -- which of the keys have a row that was made
     until timestamptz; -- by when a row has to be locked
     give_up timestamptz;
-    told bigint[];     -- of the keys that were taken from one after the other
-    done integer;      -- how many these are
-    taken_keys text[]; -- that were taken from by one statement
+    told bigint[];     -- of the keys that were taken from
+    taken_keys text[]; -- these keys
 BEGIN
     IF cardinality(keys) > 1 THEN
         ascend := keys[cardinality(keys)] IS NOT NULL -- or the arrays are not counted from 1
@@ -2639,168 +2414,175 @@ BEGIN
             before := this_key;
         END LOOP;
     END IF;
-    -- Most calls are for one key or a few, and take from rows as they are. (If there is a row, the name and the key are
-    -- valid.) For more, one statement costs less than one for each.
-    IF fresh IS NOT TRUE AND units IS NOT NULL AND ascend IS NOT FALSE AND cardinality(keys) <= 6 THEN
-        FOR i IN 1 .. cardinality(keys) LOOP
-            IF i > 1 THEN
-                units := CASE WHEN costs IS NULL AND counts IS NULL THEN 1
-                    WHEN cardinality(costs) = cardinality(keys) AND cardinality(counts) = cardinality(keys)
-                        AND costs[i] BETWEEN 1 AND max_count AND counts[i] BETWEEN 1 AND max_count / costs[i]
-                        THEN costs[i] * counts[i] END;
-            END IF;
+    IF units IS NOT NULL AND ascend IS NOT FALSE
+        AND octet_length(name) BETWEEN 1 AND 128 AND octet_length(keys[1]) BETWEEN 1 AND 512
+    THEN
+        IF cardinality(keys) = 1 THEN -- without arrays, which saves a fifth
             IF durable IS NOT TRUE THEN
-                UPDATE rate_limit_ephemeral AS d SET
-                    count = d.count + units
-                WHERE d.prefix = name AND d.key = keys[i]
+                INSERT INTO rate_limit_ephemeral AS d
+                    (prefix, key, algorithm, count, window_start, expires_at)
+                VALUES (name, keys[1], 2, units, clock, clock + 2 * window_us)
+                ON CONFLICT (prefix, key) DO UPDATE SET
+                    count = CASE WHEN clock < d.window_start + window_us THEN d.count ELSE 0 END + excluded.count,
+                    prev_count = CASE WHEN clock < d.window_start + window_us THEN d.prev_count
+                        WHEN clock < d.expires_at THEN d.count ELSE 0 END,
+                    window_start = CASE WHEN clock < d.window_start + window_us THEN d.window_start
+                        WHEN clock < d.expires_at THEN d.window_start + window_us ELSE clock END,
+                    expires_at = CASE WHEN clock < d.window_start + window_us THEN d.window_start
+                        WHEN clock < d.expires_at THEN d.window_start + window_us ELSE clock END + 2 * window_us
+                WHERE coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint) < clock + 10000
                     AND d.algorithm = 2 AND d.since IS NULL AND d.window_start - clock <= window_us
-                        AND clock + 10000 < d.window_start + window_us
+                        AND CASE
+                            WHEN clock >= d.expires_at THEN clock >= d.window_start + window_us
+                            WHEN clock >= d.window_start + window_us
+                                    AND d.expires_at = d.window_start + 2 * window_us
+                                    AND clock + 10000 < d.expires_at
+                                THEN d.count BETWEEN 1 AND max_count
+                                AND excluded.count <= max_count
+                                    - (d.count * (d.expires_at - clock) + window_us - 1) / window_us
+                            ELSE clock + 10000 < d.window_start + window_us
                                 AND d.expires_at = d.window_start + 2 * window_us AND d.prev_count <= max_count
-                                AND units <= max_count - d.count
+                                AND excluded.count <= max_count - d.count
                                     - (d.prev_count * (d.window_start + window_us
                                         - greatest(clock, d.window_start)) + window_us - 1) / window_us
+                            END
                 RETURNING ARRAY[
                     coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint),
                     d.count, d.prev_count, d.window_start, d.credit,
-                    d.scale, d.expires_at, d.since, d.returned],
-                    d.window_start + window_us - 1
-                INTO taken, ends;
+                    d.scale, d.expires_at, d.since, d.returned]
+                INTO taken;
             ELSE
-                UPDATE rate_limit_durable AS d SET
-                    count = d.count + units
-                WHERE d.prefix = name AND d.key = keys[i]
+                INSERT INTO rate_limit_durable AS d
+                    (prefix, key, algorithm, count, window_start, expires_at)
+                VALUES (name, keys[1], 2, units, clock, clock + 2 * window_us)
+                ON CONFLICT (prefix, key) DO UPDATE SET
+                    count = CASE WHEN clock < d.window_start + window_us THEN d.count ELSE 0 END + excluded.count,
+                    prev_count = CASE WHEN clock < d.window_start + window_us THEN d.prev_count
+                        WHEN clock < d.expires_at THEN d.count ELSE 0 END,
+                    window_start = CASE WHEN clock < d.window_start + window_us THEN d.window_start
+                        WHEN clock < d.expires_at THEN d.window_start + window_us ELSE clock END,
+                    expires_at = CASE WHEN clock < d.window_start + window_us THEN d.window_start
+                        WHEN clock < d.expires_at THEN d.window_start + window_us ELSE clock END + 2 * window_us
+                WHERE coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint) < clock + 10000
                     AND d.algorithm = 2 AND d.since IS NULL AND d.window_start - clock <= window_us
-                        AND clock + 10000 < d.window_start + window_us
+                        AND CASE
+                            WHEN clock >= d.expires_at THEN clock >= d.window_start + window_us
+                            WHEN clock >= d.window_start + window_us
+                                    AND d.expires_at = d.window_start + 2 * window_us
+                                    AND clock + 10000 < d.expires_at
+                                THEN d.count BETWEEN 1 AND max_count
+                                AND excluded.count <= max_count
+                                    - (d.count * (d.expires_at - clock) + window_us - 1) / window_us
+                            ELSE clock + 10000 < d.window_start + window_us
                                 AND d.expires_at = d.window_start + 2 * window_us AND d.prev_count <= max_count
-                                AND units <= max_count - d.count
+                                AND excluded.count <= max_count - d.count
                                     - (d.prev_count * (d.window_start + window_us
                                         - greatest(clock, d.window_start)) + window_us - 1) / window_us
+                            END
                 RETURNING ARRAY[
                     coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint),
                     d.count, d.prev_count, d.window_start, d.credit,
-                    d.scale, d.expires_at, d.since, d.returned],
-                    d.window_start + window_us - 1
-                INTO taken, ends;
+                    d.scale, d.expires_at, d.since, d.returned]
+                INTO taken;
             END IF;
-            IF taken[1] BETWEEN clock AND ends THEN
-                told := told || taken;
-                done := i;
-                CONTINUE;
-            END IF;
-            IF found THEN
-                -- The wait for the row lasted until the row ended, or the clock was set meanwhile. Another decision may
-                -- be due.
-                late := true;
-                IF durable IS NOT TRUE THEN
-                    UPDATE rate_limit_ephemeral AS d SET count = d.count - units
-                    WHERE d.prefix = name AND d.key = keys[i];
+            IF taken[1] NOT BETWEEN clock AND clock + 10000 THEN
+                -- As below. Or the clock has been set, or this process has been stopped, since the row was locked.
+                IF taken[2] = units AND taken[3] = 0 THEN
+                    PERFORM rate_limit_reset(name, keys[1], durable, NULL::integer, NULL::boolean);
+                    taken := NULL;
                 ELSE
-                    UPDATE rate_limit_durable AS d SET count = d.count - units
-                    WHERE d.prefix = name AND d.key = keys[i];
+                    taken[1] := greatest(clock, least(clock + 10000, taken[1]));
                 END IF;
             END IF;
-            EXIT;
-        END LOOP;
-        IF done = cardinality(keys) THEN
-            RETURN told;
-        ELSIF done > 0 THEN -- go on with the others
-            keys := keys[done + 1:];
-            costs := costs[done + 1:];
-            counts := counts[done + 1:];
-            units := CASE WHEN costs IS NULL AND counts IS NULL THEN 1
-                WHEN cardinality(costs) = cardinality(keys) AND cardinality(counts) = cardinality(keys)
-                    AND costs[1] BETWEEN 1 AND max_count AND counts[1] BETWEEN 1 AND max_count / costs[1]
-                    THEN costs[1] * counts[1] END;
-        END IF;
-    END IF;
-    IF late IS NULL AND ascend IS NOT FALSE
-        AND units IS NOT NULL AND octet_length(name) BETWEEN 1 AND 128 AND octet_length(keys[1]) BETWEEN 1 AND 512
-    THEN
-        IF cardinality(keys) = 1 OR costs IS NULL AND counts IS NULL THEN
-            each := array_fill(units, ARRAY[cardinality(keys)]);
+            IF taken IS NOT NULL THEN
+                RETURN taken;
+            END IF;
         ELSE
-            each := ARRAY(
-                SELECT CASE WHEN u.cost BETWEEN 1 AND max_count AND u.asked BETWEEN 1 AND max_count / u.cost
-                    THEN u.cost * u.asked END
-                FROM unnest(costs, counts) AS u (cost, asked));
-        END IF;
-        IF cardinality(each) = cardinality(keys) AND array_position(each, NULL) IS NULL THEN
+            each := CASE WHEN costs IS NULL AND counts IS NULL THEN array_fill(1::bigint, ARRAY[cardinality(keys)])
+                ELSE ARRAY(
+                    SELECT CASE WHEN u.cost BETWEEN 1 AND max_count AND u.asked BETWEEN 1 AND max_count / u.cost
+                        THEN u.cost * u.asked END
+                    FROM unnest(costs, counts) AS u (cost, asked)) END;
             until := CASE WHEN now_us IS NULL THEN timestamptz 'epoch' + (clock + 10000) * interval '1 microsecond'
                 ELSE 'infinity' END;
             give_up := CASE WHEN lock_timeout_ms <> -1 THEN clock_timestamp() + lock_timeout_ms * interval '25 ms'
                 ELSE 'infinity' END;
-            IF durable IS NOT TRUE THEN
-                WITH d AS (
-                    INSERT INTO rate_limit_ephemeral AS d
-                        (prefix, key, algorithm, count, window_start, expires_at)
-                    SELECT name, e.key, 2, e.units, clock, clock + 2 * window_us
-                    FROM unnest(keys, each) AS e (key, units)
-                    ON CONFLICT (prefix, key) DO UPDATE SET
-                        count = CASE WHEN clock < d.window_start + window_us THEN d.count ELSE 0 END + excluded.count,
-                        prev_count = CASE WHEN clock < d.window_start + window_us THEN d.prev_count
-                            WHEN clock < d.expires_at THEN d.count ELSE 0 END,
-                        window_start = CASE WHEN clock < d.window_start + window_us THEN d.window_start
-                            WHEN clock < d.expires_at THEN d.window_start + window_us ELSE clock END,
-                        expires_at = CASE WHEN clock < d.window_start + window_us THEN d.window_start
-                            WHEN clock < d.expires_at THEN d.window_start + window_us ELSE clock END + 2 * window_us
-                    WHERE (clock_timestamp() < until OR clock_timestamp() > give_up AND _rate_limit_late())
-                        AND d.algorithm = 2 AND d.since IS NULL AND d.window_start - clock <= window_us
-                            AND CASE
-                                WHEN clock >= d.expires_at THEN clock >= d.window_start + window_us
-                                WHEN clock >= d.window_start + window_us
-                                        AND d.expires_at = d.window_start + 2 * window_us
-                                        AND clock + 10000 < d.expires_at
-                                    THEN d.count BETWEEN 1 AND max_count
-                                    AND excluded.count <= max_count
-                                        - (d.count * (d.expires_at - clock) + window_us - 1) / window_us
-                                ELSE clock + 10000 < d.window_start + window_us
-                                    AND d.expires_at = d.window_start + 2 * window_us AND d.prev_count <= max_count
-                                    AND excluded.count <= max_count - d.count
-                                        - (d.prev_count * (d.window_start + window_us
-                                            - greatest(clock, d.window_start)) + window_us - 1) / window_us END
-                    RETURNING d.key, ARRAY[
-                        greatest(clock, least(clock + 10000,
-                            coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint))),
-                        d.count, d.prev_count, d.window_start, d.credit,
-                        d.scale, d.expires_at, d.since, d.returned] AS told
-                )
-                SELECT array_agg(d.key), array_agg(d.told) INTO taken_keys, taken FROM d;
-            ELSE
-                WITH d AS (
-                    INSERT INTO rate_limit_durable AS d
-                        (prefix, key, algorithm, count, window_start, expires_at)
-                    SELECT name, e.key, 2, e.units, clock, clock + 2 * window_us
-                    FROM unnest(keys, each) AS e (key, units)
-                    ON CONFLICT (prefix, key) DO UPDATE SET
-                        count = CASE WHEN clock < d.window_start + window_us THEN d.count ELSE 0 END + excluded.count,
-                        prev_count = CASE WHEN clock < d.window_start + window_us THEN d.prev_count
-                            WHEN clock < d.expires_at THEN d.count ELSE 0 END,
-                        window_start = CASE WHEN clock < d.window_start + window_us THEN d.window_start
-                            WHEN clock < d.expires_at THEN d.window_start + window_us ELSE clock END,
-                        expires_at = CASE WHEN clock < d.window_start + window_us THEN d.window_start
-                            WHEN clock < d.expires_at THEN d.window_start + window_us ELSE clock END + 2 * window_us
-                    WHERE (clock_timestamp() < until OR clock_timestamp() > give_up AND _rate_limit_late())
-                        AND d.algorithm = 2 AND d.since IS NULL AND d.window_start - clock <= window_us
-                            AND CASE
-                                WHEN clock >= d.expires_at THEN clock >= d.window_start + window_us
-                                WHEN clock >= d.window_start + window_us
-                                        AND d.expires_at = d.window_start + 2 * window_us
-                                        AND clock + 10000 < d.expires_at
-                                    THEN d.count BETWEEN 1 AND max_count
-                                    AND excluded.count <= max_count
-                                        - (d.count * (d.expires_at - clock) + window_us - 1) / window_us
-                                ELSE clock + 10000 < d.window_start + window_us
-                                    AND d.expires_at = d.window_start + 2 * window_us AND d.prev_count <= max_count
-                                    AND excluded.count <= max_count - d.count
-                                        - (d.prev_count * (d.window_start + window_us
-                                            - greatest(clock, d.window_start)) + window_us - 1) / window_us END
-                    RETURNING d.key, ARRAY[
-                        greatest(clock, least(clock + 10000,
-                            coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint))),
-                        d.count, d.prev_count, d.window_start, d.credit,
-                        d.scale, d.expires_at, d.since, d.returned] AS told
-                )
-                SELECT array_agg(d.key), array_agg(d.told) INTO taken_keys, taken FROM d;
+            IF cardinality(each) = cardinality(keys) AND array_position(each, NULL) IS NULL THEN
+                IF durable IS NOT TRUE THEN
+                    WITH d AS (
+                        INSERT INTO rate_limit_ephemeral AS d
+                            (prefix, key, algorithm, count, window_start, expires_at)
+                        SELECT name, e.key, 2, e.units, clock, clock + 2 * window_us
+                        FROM unnest(keys, each) AS e (key, units)
+                        ON CONFLICT (prefix, key) DO UPDATE SET
+                            count = CASE WHEN clock < d.window_start + window_us THEN d.count ELSE 0 END + excluded.count,
+                            prev_count = CASE WHEN clock < d.window_start + window_us THEN d.prev_count
+                                WHEN clock < d.expires_at THEN d.count ELSE 0 END,
+                            window_start = CASE WHEN clock < d.window_start + window_us THEN d.window_start
+                                WHEN clock < d.expires_at THEN d.window_start + window_us ELSE clock END,
+                            expires_at = CASE WHEN clock < d.window_start + window_us THEN d.window_start
+                                WHEN clock < d.expires_at THEN d.window_start + window_us ELSE clock END + 2 * window_us
+                        WHERE (clock_timestamp() < until OR clock_timestamp() > give_up AND _rate_limit_late())
+                            AND d.algorithm = 2 AND d.since IS NULL AND d.window_start - clock <= window_us
+                                AND CASE
+                                    WHEN clock >= d.expires_at THEN clock >= d.window_start + window_us
+                                    WHEN clock >= d.window_start + window_us
+                                            AND d.expires_at = d.window_start + 2 * window_us
+                                            AND clock + 10000 < d.expires_at
+                                        THEN d.count BETWEEN 1 AND max_count
+                                        AND excluded.count <= max_count
+                                            - (d.count * (d.expires_at - clock) + window_us - 1) / window_us
+                                    ELSE clock + 10000 < d.window_start + window_us
+                                        AND d.expires_at = d.window_start + 2 * window_us AND d.prev_count <= max_count
+                                        AND excluded.count <= max_count - d.count
+                                            - (d.prev_count * (d.window_start + window_us
+                                                - greatest(clock, d.window_start)) + window_us - 1) / window_us
+                                    END
+                        RETURNING d.key, ARRAY[
+                            greatest(clock, least(clock + 10000,
+                                coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint))),
+                            d.count, d.prev_count, d.window_start, d.credit,
+                            d.scale, d.expires_at, d.since, d.returned] AS told
+                    )
+                    SELECT array_agg(d.key), array_agg(d.told) INTO taken_keys, taken FROM d;
+                ELSE
+                    WITH d AS (
+                        INSERT INTO rate_limit_durable AS d
+                            (prefix, key, algorithm, count, window_start, expires_at)
+                        SELECT name, e.key, 2, e.units, clock, clock + 2 * window_us
+                        FROM unnest(keys, each) AS e (key, units)
+                        ON CONFLICT (prefix, key) DO UPDATE SET
+                            count = CASE WHEN clock < d.window_start + window_us THEN d.count ELSE 0 END + excluded.count,
+                            prev_count = CASE WHEN clock < d.window_start + window_us THEN d.prev_count
+                                WHEN clock < d.expires_at THEN d.count ELSE 0 END,
+                            window_start = CASE WHEN clock < d.window_start + window_us THEN d.window_start
+                                WHEN clock < d.expires_at THEN d.window_start + window_us ELSE clock END,
+                            expires_at = CASE WHEN clock < d.window_start + window_us THEN d.window_start
+                                WHEN clock < d.expires_at THEN d.window_start + window_us ELSE clock END + 2 * window_us
+                        WHERE (clock_timestamp() < until OR clock_timestamp() > give_up AND _rate_limit_late())
+                            AND d.algorithm = 2 AND d.since IS NULL AND d.window_start - clock <= window_us
+                                AND CASE
+                                    WHEN clock >= d.expires_at THEN clock >= d.window_start + window_us
+                                    WHEN clock >= d.window_start + window_us
+                                            AND d.expires_at = d.window_start + 2 * window_us
+                                            AND clock + 10000 < d.expires_at
+                                        THEN d.count BETWEEN 1 AND max_count
+                                        AND excluded.count <= max_count
+                                            - (d.count * (d.expires_at - clock) + window_us - 1) / window_us
+                                    ELSE clock + 10000 < d.window_start + window_us
+                                        AND d.expires_at = d.window_start + 2 * window_us AND d.prev_count <= max_count
+                                        AND excluded.count <= max_count - d.count
+                                            - (d.prev_count * (d.window_start + window_us
+                                                - greatest(clock, d.window_start)) + window_us - 1) / window_us
+                                    END
+                        RETURNING d.key, ARRAY[
+                            greatest(clock, least(clock + 10000,
+                                coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint))),
+                            d.count, d.prev_count, d.window_start, d.credit,
+                            d.scale, d.expires_at, d.since, d.returned] AS told
+                    )
+                    SELECT array_agg(d.key), array_agg(d.told) INTO taken_keys, taken FROM d;
+                END IF;
             END IF;
             -- A row that was made begins by the first reading of the clock. That may be too old for it: another
             -- transaction may have made the same row, and rolled back after this one had waited for it. Such a row is
@@ -2810,9 +2592,7 @@ BEGIN
                     SELECT k.place
                     FROM unnest(taken_keys) WITH ORDINALITY AS k (key, place)
                     JOIN unnest(keys, each) AS e (key, units) ON e.key = k.key COLLATE "C"
-                    CROSS JOIN LATERAL (SELECT taken[k.place][2] AS count, taken[k.place][3] AS prev_count,
-                        taken[k.place][5] AS credit) AS d
-                    WHERE d.count = e.units AND d.prev_count = 0);
+                    WHERE taken[k.place][2] = e.units AND taken[k.place][3] = 0);
                 PERFORM rate_limit_reset(name, taken_keys[p], durable, NULL::integer, NULL::boolean)
                 FROM unnest(begun) AS p;
                 SELECT array_agg(k.key ORDER BY k.place), array_agg(taken[k.place:k.place] ORDER BY k.place)
@@ -2821,151 +2601,30 @@ BEGIN
                 WHERE k.place <> ALL (begun);
             END IF;
             IF cardinality(taken_keys) = cardinality(keys) THEN
-                IF told IS NULL THEN
-                    RETURN taken;
-                END IF;
-                RETURN told || ARRAY(SELECT unnest(taken));
+                RETURN taken;
             END IF;
-            told := told || ARRAY(SELECT unnest(taken));
+            told := ARRAY(SELECT unnest(taken));
         END IF;
     END IF;
-
     RETURN told || _rate_limit_left_sliding_window(
         name, keys, max_count, window_us, costs, counts, durable,
-        lock_timeout_ms, synchronous_commit, now_us, coalesce(done, 0), taken_keys);
+        lock_timeout_ms, synchronous_commit, now_us, taken_keys);
 END
 $$;
 -- +goose StatementEnd
 
 COMMENT ON FUNCTION rate_limit_take_sliding_window IS
-    'Takes as rate_limit_sliding_window does, for less. '
-    'It returns an array of numbers, for programs: see sql/limit.sql. For people there is rate_limit_allow.
+    'Takes from sliding windows of window_us microseconds, each of which admits max_count. '
+    'What a window has taken is estimated from two counters: '
+    'the window before counts for the share of it that the sliding window still covers.
+It takes what the costs and counts of each key say, or denies it, '
+    'and returns an array of numbers, for programs: see sql/limit.sql. For people there is rate_limit_allow.
 Example: SELECT rate_limit_take_sliding_window(''login'', ARRAY[''user:123''], 10, 60000000) takes one of 10 a minute.';
 
--- The token bucket; see tokenbucket.go.
---
---   name                the limiter's name, 1 to 128 bytes
---   keys                who asks, 1 to 512 bytes each. A key may stand here several times, and is decided in that order
---   capacity            tokens in a full bucket; capacity * every_us may reach 2^62
---   refill              tokens that flow in, evenly, over every_us; at least 1
---   every_us            in microseconds, from 1 to 2^51. Filling an empty bucket may take 2^51 microseconds (71 years)
---   costs               cost of one request, for each key; NULL means 1 each. A cost of 0 takes nothing and tells
---                       whether a cost of 1 would fit. A cost below 0 gives back or grants, see taken_in. A cost
---                       above capacity is denied with a retry_after_us of NULL, which means never
---   counts              how many such requests are asked, for each key; NULL means 1 each
---   durable             whether the rows are in rate_limit_durable rather than in rate_limit_ephemeral
---   lock_timeout_ms     longest wait for one row, for this transaction; NULL leaves the session's lock_timeout. So does
---                       -1, which says that the call is part of a transaction of its caller's, as with AllowTx. A proxy
---                       for shards refuses that, because it cannot take back what a shard has committed
---   synchronous_commit  whether the commit of this transaction waits for the WAL; NULL leaves the session's setting
---   now                 replaces the clock, for tests
---   taken_since, taken_in, taken_at, taken_spent
---                       which take a cost below 0 gives back: what the decision of that take returned under these
---                       names, for each key. If taken_in is NULL, nothing is given back, and the cost grants credit
---                       above the limit. A key holds up to 2^61 of credit
---   skip_held           whether to decide only the other keys if somebody's transaction has locked the row of a key, or
---                       is just making it. For such a key a row comes back with a granted of -2, or none: see
---                       rate_limit_all
---
--- rate_limit_all decides. If all requests take,
--- rate_limit_take_token_bucket does the same for less.
--- +goose StatementBegin
-CREATE FUNCTION rate_limit_token_bucket(
-    name text,
-    keys text[],
-    capacity bigint,
-    refill bigint,
-    every_us bigint,
-    costs bigint[] DEFAULT NULL,
-    counts bigint[] DEFAULT NULL,
-    durable boolean DEFAULT false,
-    lock_timeout_ms integer DEFAULT NULL,
-    synchronous_commit boolean DEFAULT NULL,
-    now timestamptz DEFAULT NULL,
-    taken_since bigint[] DEFAULT NULL,
-    taken_in bigint[] DEFAULT NULL,
-    taken_at bigint[] DEFAULT NULL,
-    taken_spent bigint[] DEFAULT NULL,
-    skip_held boolean DEFAULT false
-)
-RETURNS SETOF rate_limit_decision
-LANGUAGE plpgsql
-SECURITY DEFINER
-AS $$
-#variable_conflict use_variable
-DECLARE
-    n CONSTANT integer := cardinality(keys);
-BEGIN
-    IF (capacity >= 1 AND refill >= 1 AND every_us BETWEEN 1 AND 2251799813685248
-        AND capacity <= 4611686018427387904 / every_us
-        AND (capacity * every_us - 1) / refill < 2251799813685248) IS NOT TRUE THEN
-        RAISE EXCEPTION 'rate_limit: capacity %, refill %, every_us %: outside the exact range',
-                capacity,
-                refill,
-                every_us
-            USING ERRCODE = 'invalid_parameter_value',
-                HINT = 'capacity, refill and every_us are at least 1, every_us is at most 2^51, '
-                    'capacity * every_us is at most 2^62, and divided by refill it is at most 2^51.';
-    END IF;
-    IF (octet_length(name) BETWEEN 1 AND 128 AND keys[cardinality(keys)] IS NOT NULL
-            AND (costs IS NULL OR cardinality(costs) = cardinality(keys))
-            AND (counts IS NULL OR cardinality(counts) = cardinality(keys))
-            AND (taken_in IS NULL OR cardinality(taken_in) = cardinality(keys))) IS NOT TRUE THEN
-        RAISE EXCEPTION 'rate_limit: % is not valid', CASE
-                WHEN (octet_length(name) BETWEEN 1 AND 128) IS NOT TRUE THEN 'name'
-                WHEN keys[cardinality(keys)] IS NULL THEN 'keys'
-                WHEN cardinality(costs) <> cardinality(keys) THEN 'costs'
-                WHEN cardinality(counts) <> cardinality(keys) THEN 'counts'
-                ELSE 'taken_in' END
-            USING ERRCODE = 'invalid_parameter_value',
-                HINT = 'A name has 1 to 128 bytes. At least one key is needed, and as many costs, counts and taken_in '
-                    'as keys. NULL instead of costs or counts means 1 for each key, and NULL instead of taken_in that '
-                    'there are no refunds.',
-                COLUMN = CASE WHEN octet_length(name) > 128 THEN 'name' ELSE '' END;
-    END IF;
-    RETURN QUERY
-    SELECT a.*
-    FROM rate_limit_all(
-        ARRAY(SELECT generate_series(1, n)), array_fill(name, ARRAY[n]), keys,
-        array_fill(coalesce(durable, false), ARRAY[n]), array_fill(3::smallint, ARRAY[n]),
-        array_fill(capacity, ARRAY[n]), array_fill(every_us, ARRAY[n]), array_fill(refill, ARRAY[n]),
-        array_replace(costs, NULL, 1::bigint), array_replace(counts, NULL, 1::bigint),
-        lock_timeout_ms, synchronous_commit, now,
-        taken_since, taken_in, taken_at, taken_spent, skip_held,
-        NULL::text[],
-        NULL::bigint[]) AS a;
-END
-$$;
--- +goose StatementEnd
-
-COMMENT ON FUNCTION rate_limit_token_bucket IS
-    'Takes from token buckets. '
-    'A bucket holds capacity tokens, starts full, and gets refill tokens, evenly, over every_us microseconds.
-It returns a row for each key: '
-    'ord (its place in keys), '
-    'granted (how many of the counts requests were granted), '
-    'remaining (the largest cost that would be granted next), '
-    'retry_after_us (microseconds until the others can be granted; 0: all were; NULL: never), '
-    'reset_after_us (microseconds until the key is as good as new), '
-    'decided_at (the database clock at the decision), '
-    'the state of the key then, as in the table, '
-    'and what a refund has to tell: taken_since, taken_in, taken_at and taken_spent. '
-    'A denial is a row with granted = 0, never an error, and takes nothing. '
-    'A refund is always granted, even if there was nothing to give back. '
-    'What is taken commits or rolls back with the transaction.
-Example: SELECT * FROM rate_limit_token_bucket(''api'', ARRAY[''user:123''], 20, 5, 10000000) '
-    'takes one token from a bucket of 20 that gets 5 more every 10 seconds.
-Optional, by name: costs and counts for each key, which are 1 each by default, '
-    'and durable => true for rate_limit_durable. '
-    'A cost of 0 only looks. A cost below 0 grants credit above the limit. '
-    'With the taken_since, taken_in, taken_at and taken_spent of a decision that took, a cost below 0 is a refund: '
-    'it gives back what that take still counts. '
-    'Each unit is given back only once if the caller asks only once.';
-
 -- _rate_limit_left_token_bucket decides what is left by
--- rate_limit_take_token_bucket: of keys, which follow
--- upon as many as done, those that are not taken_keys. It does so by the rules of rate_limit_all, and returns fifteen
--- numbers for each. A single key whose row exists is decided here, which costs half as much.
+-- rate_limit_take_token_bucket: those of keys that are not
+-- among taken_keys. It does so by the rules of rate_limit_all, and returns fifteen numbers for each. A single key whose
+-- row exists is decided here, which costs half as much.
 -- +goose StatementBegin
 CREATE FUNCTION _rate_limit_left_token_bucket(
     name text,
@@ -2979,7 +2638,6 @@ CREATE FUNCTION _rate_limit_left_token_bucket(
     lock_timeout_ms integer,
     synchronous_commit boolean,
     now_us bigint,
-    done integer,
     taken_keys text[]
 )
 RETURNS bigint[]
@@ -2987,7 +2645,8 @@ LANGUAGE plpgsql
 AS $$
 #variable_conflict use_variable
 DECLARE
-    undecided bigint[]; -- the places of the keys
+    undecided integer[]; -- the places of the keys
+    n integer;
     clock bigint;
     cost bigint;
     asked bigint;
@@ -3123,7 +2782,7 @@ BEGIN
                     WHERE d.ctid = s.tid;
                 END IF;
             END IF;
-            RETURN ARRAY[done + 1,
+            RETURN ARRAY[1,
                 granted, remaining, retry_after_us, reset_after_us, clock,
                 s.count, s.prev_count, s.window_start, s.credit,
                 s.scale, s.expires_at, spent, s.since,
@@ -3136,6 +2795,7 @@ BEGIN
         SELECT e.place FROM unnest(keys) WITH ORDINALITY AS e (key, place)
         WHERE (e.key = ANY (taken_keys)) IS NOT TRUE
         ORDER BY e.place);
+    n := cardinality(undecided);
     IF taken_keys IS NOT NULL THEN
         SELECT array_agg(keys[e.place] ORDER BY e.place), array_agg(coalesce(costs[e.place], 1) ORDER BY e.place),
             array_agg(coalesce(counts[e.place], 1) ORDER BY e.place)
@@ -3143,43 +2803,55 @@ BEGIN
         FROM unnest(undecided) AS e (place);
     END IF;
     RETURN ARRAY(
-        SELECT unnest(ARRAY[done + undecided[a.ord],
+        SELECT unnest(ARRAY[undecided[a.ord],
             a.granted, a.remaining, a.retry_after_us, a.reset_after_us,
             (extract(epoch FROM a.decided_at) * 1000000)::bigint, a.count, a.prev_count, a.window_start, a.credit,
             a.scale, a.expires_at, a.taken_spent, a.taken_since, a.taken_at])
-        FROM rate_limit_token_bucket(
-            name, keys, capacity, refill, every_us, costs, counts, durable,
-            lock_timeout_ms, synchronous_commit,
+        FROM rate_limit_all(
+            undecided, array_fill(name, ARRAY[n]), keys,
+            array_fill(coalesce(durable, false), ARRAY[n]), array_fill(3::smallint, ARRAY[n]),
+            array_fill(capacity, ARRAY[n]), array_fill(every_us, ARRAY[n]), array_fill(refill, ARRAY[n]),
+            costs, counts, lock_timeout_ms, synchronous_commit,
             timestamptz 'epoch' + now_us / 1000000 * interval '1 second'
                 + now_us % 1000000 * interval '1 microsecond',
-            NULL::bigint[], NULL::bigint[], NULL::bigint[], NULL::bigint[], false) AS a);
+            NULL::bigint[], NULL::bigint[], NULL::bigint[], NULL::bigint[], false,
+            NULL::text[], NULL::bigint[]) AS a);
 END
 $$;
 -- +goose StatementEnd
 
--- rate_limit_take_token_bucket decides as
--- rate_limit_token_bucket does, if all requests take.
--- This is what the Go package calls. Few keys are taken from one after the other, and many by one statement, which also
--- makes rows. All that is less ordinary is decided by the rules of rate_limit_all, in the same call. The arguments are
--- the same, but for now_us, which is a time in microseconds since 1970 UTC, and for costs and counts: both are NULL, or
--- neither is. fresh says that there are probably no rows, or none that still count. Then they are
--- made without looking for them first. That saves a seventh of the time, or takes a third more if there are
--- rows.
+-- The token bucket; see tokenbucket.go.
+-- rate_limit_take_token_bucket decides requests that take, each of one key. It is what the Go package calls. One
+-- statement takes from rows as they are, and makes missing ones. All that is less ordinary is decided by the rules of
+-- rate_limit_all, in the same call.
+--
+--   name                the limiter's name, 1 to 128 bytes
+--   keys                who asks, 1 to 512 bytes each. They ascend in the order of locking: longer ones first, then by
+--                       bytes. Otherwise rate_limit_all decides
+--   capacity            tokens in a full bucket; capacity * every_us may reach 2^62
+--   refill              tokens that flow in, evenly, over every_us; at least 1
+--   every_us            in microseconds, from 1 to 2^51. Filling an empty bucket may take 2^51 microseconds (71 years)
+--   costs               cost of one request, for each key
+--   counts              how many such requests are asked, for each key. costs and counts are both NULL, which means 1
+--                       each, or neither is
+--   durable             whether the rows are in rate_limit_durable rather than in rate_limit_ephemeral
+--   lock_timeout_ms     longest wait for one row, for this transaction; NULL leaves the session's lock_timeout. So does
+--                       -1, which says that the call is part of a transaction of its caller's, as with AllowTx. A proxy
+--                       for shards refuses that, because it cannot take back what a shard has committed
+--   synchronous_commit  whether the commit of this transaction waits for the WAL; NULL leaves the session's setting
+--   now_us              replaces the clock, for tests: microseconds since 1970 UTC
 --
 -- It returns one array, because rows and their columns would cost more than the decision. First, for each key of which
 -- all that was asked could be taken at once, nine numbers, in the order of the keys: the time of the decision, and
 -- count, prev_count, window_start, credit, scale, expires_at, since and returned of the row. What remains, and for how
 -- long, follows from these: see takenDecision in takes.go. Then, for each other key, fifteen: its place in keys, and
--- from granted to expires_at what rate_limit_token_bucket returns,
--- then its taken_spent, taken_since and taken_at. Of a single key, the log of that comes last.
---
--- The keys must ascend in the order of locking: longer ones first, then by bytes. Otherwise rate_limit_all decides.
+-- from granted to expires_at what rate_limit_all returns, then its taken_spent, taken_since and taken_at. Of a single
+-- key, the log of that comes last.
 --
 -- The clock is read twice: before a row is locked, and with the lock held. A decision is made by the first reading, and
 -- what it needs must be true then and still be true 10 ms later. So it was also true when the row was locked: rows that
--- were waited for longer are left out, and the UPDATE is undone if its row had ended before the lock. The decision is
--- told by the second reading. Only a window or a bucket that begins does so at the first reading, because nobody else
--- can have decided anything by it since.
+-- were waited for longer are left out. The decision is told by the second reading. Only a window or a bucket that
+-- begins does so at the first reading, because nobody else can have decided anything by it since.
 -- +goose StatementBegin
 CREATE FUNCTION rate_limit_take_token_bucket(
     name text,
@@ -3192,8 +2864,7 @@ CREATE FUNCTION rate_limit_take_token_bucket(
     durable boolean DEFAULT false,
     lock_timeout_ms integer DEFAULT NULL,
     synchronous_commit boolean DEFAULT NULL,
-    now_us bigint DEFAULT NULL,
-    fresh boolean DEFAULT NULL
+    now_us bigint DEFAULT NULL
 )
 RETURNS bigint[]
 LANGUAGE plpgsql
@@ -3220,22 +2891,19 @@ DECLARE
                 AND costs[1] BETWEEN 1 AND capacity AND counts[1] BETWEEN 1 AND capacity / costs[1]
                 THEN costs[1] * counts[1] END END;
     taken bigint[];
-    ends bigint;       -- the last time by which the row that was taken from is as it was
-    late boolean;      -- a row was waited for, and the reading of the clock is too old
     each bigint[];     -- units of each key
     this_key text;
     before text;       -- the key before it
     ascend boolean;
-    begun bigint[];    -- which of them have a row that was made
+    begun bigint[];    -- which of the keys have a row that was made
     until timestamptz; -- by when a row has to be locked
     give_up timestamptz;
     -- The rules say so, because in takeall.sql capacity and refill would be those of the row.
     tokens ALIAS FOR capacity;
     inflow ALIAS FOR refill;
     full_credit bigint := CASE WHEN units IS NOT NULL THEN capacity * every_us END;
-    told bigint[];     -- of the keys that were taken from one after the other
-    done integer;      -- how many these are
-    taken_keys text[]; -- that were taken from by one statement
+    told bigint[];     -- of the keys that were taken from
+    taken_keys text[]; -- these keys
 BEGIN
     IF cardinality(keys) > 1 THEN
         ascend := keys[cardinality(keys)] IS NOT NULL -- or the arrays are not counted from 1
@@ -3248,186 +2916,195 @@ BEGIN
             before := this_key;
         END LOOP;
     END IF;
-    -- Most calls are for one key or a few, and take from rows as they are. (If there is a row, the name and the key are
-    -- valid.) For more, one statement costs less than one for each.
-    IF fresh IS NOT TRUE AND units IS NOT NULL AND ascend IS NOT FALSE AND cardinality(keys) <= 6 THEN
-        FOR i IN 1 .. cardinality(keys) LOOP
-            IF i > 1 THEN
-                units := CASE WHEN costs IS NULL AND counts IS NULL THEN 1
-                    WHEN cardinality(costs) = cardinality(keys) AND cardinality(counts) = cardinality(keys)
-                        AND costs[i] BETWEEN 1 AND capacity AND counts[i] BETWEEN 1 AND capacity / costs[i]
-                        THEN costs[i] * counts[i] END;
-            END IF;
+    IF units IS NOT NULL AND ascend IS NOT FALSE
+        AND octet_length(name) BETWEEN 1 AND 128 AND octet_length(keys[1]) BETWEEN 1 AND 512
+    THEN
+        IF cardinality(keys) = 1 THEN -- without arrays, which saves a fifth
             IF durable IS NOT TRUE THEN
-                UPDATE rate_limit_ephemeral AS d SET
-                    credit = d.credit + greatest(clock - d.window_start, 0) * inflow - units * every_us,
-                    window_start = greatest(clock, d.window_start),
-                    expires_at = greatest(clock, d.window_start)
-                        + (full_credit - (d.credit + greatest(clock - d.window_start, 0) * inflow)
-                            + units * every_us - 1) / inflow + 1
-                WHERE d.prefix = name AND d.key = keys[i]
+                INSERT INTO rate_limit_ephemeral AS d
+                    (prefix, key, algorithm, credit, scale, capacity, refill, since, returned,
+                        window_start, expires_at)
+                VALUES (name, keys[1], 3, full_credit - units * every_us, every_us, tokens, inflow, clock, 0,
+                    clock, clock + (units * every_us - 1) / inflow + 1)
+                ON CONFLICT (prefix, key) DO UPDATE SET
+                    scale = every_us,
+                    capacity = tokens,
+                    refill = inflow,
+                    credit = CASE WHEN clock - d.window_start <= (full_credit - d.credit - 1) / inflow
+                        THEN d.credit + greatest(clock - d.window_start, 0) * inflow - full_credit
+                        ELSE 0 END + excluded.credit,
+                    window_start = CASE WHEN clock - d.window_start <= (full_credit - d.credit - 1) / inflow
+                        THEN greatest(clock, d.window_start) ELSE clock END,
+                    since = CASE WHEN clock - d.window_start <= (full_credit - d.credit - 1) / inflow
+                        THEN d.since ELSE clock END,
+                    returned = CASE WHEN clock - d.window_start <= (full_credit - d.credit - 1) / inflow
+                        THEN d.returned ELSE 0 END,
+                    expires_at = CASE WHEN clock - d.window_start <= (full_credit - d.credit - 1) / inflow
+                        THEN greatest(clock, d.window_start)
+                            + (full_credit - (d.credit + greatest(clock - d.window_start, 0) * inflow)
+                            + (full_credit - excluded.credit) - 1) / inflow + 1
+                        ELSE excluded.expires_at END
+                WHERE coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint) < clock + 10000
                     AND d.algorithm = 3 AND d.count = 0 AND d.scale = every_us AND d.capacity = tokens
                         AND d.refill = inflow AND d.credit < full_credit
                         AND d.window_start - clock <= (full_credit - 1) / inflow + 1
-                        AND clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / inflow
-                        AND d.credit + greatest(clock - d.window_start, 0) * inflow >= units * every_us
+                        AND CASE
+                            WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / inflow
+                                THEN d.credit + greatest(clock - d.window_start, 0) * inflow
+                                    >= full_credit - excluded.credit
+                            ELSE clock - d.window_start > (full_credit - d.credit - 1) / inflow END
                 RETURNING ARRAY[
                     coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint),
                     d.count, d.prev_count, d.window_start, d.credit,
-                    d.scale, d.expires_at, d.since, d.returned],
-                    d.window_start + (full_credit - units * every_us - d.credit - 1) / inflow
-                INTO taken, ends;
+                    d.scale, d.expires_at, d.since, d.returned]
+                INTO taken;
             ELSE
-                UPDATE rate_limit_durable AS d SET
-                    credit = d.credit + greatest(clock - d.window_start, 0) * inflow - units * every_us,
-                    window_start = greatest(clock, d.window_start),
-                    expires_at = greatest(clock, d.window_start)
-                        + (full_credit - (d.credit + greatest(clock - d.window_start, 0) * inflow)
-                            + units * every_us - 1) / inflow + 1
-                WHERE d.prefix = name AND d.key = keys[i]
+                INSERT INTO rate_limit_durable AS d
+                    (prefix, key, algorithm, credit, scale, capacity, refill, since, returned,
+                        window_start, expires_at)
+                VALUES (name, keys[1], 3, full_credit - units * every_us, every_us, tokens, inflow, clock, 0,
+                    clock, clock + (units * every_us - 1) / inflow + 1)
+                ON CONFLICT (prefix, key) DO UPDATE SET
+                    scale = every_us,
+                    capacity = tokens,
+                    refill = inflow,
+                    credit = CASE WHEN clock - d.window_start <= (full_credit - d.credit - 1) / inflow
+                        THEN d.credit + greatest(clock - d.window_start, 0) * inflow - full_credit
+                        ELSE 0 END + excluded.credit,
+                    window_start = CASE WHEN clock - d.window_start <= (full_credit - d.credit - 1) / inflow
+                        THEN greatest(clock, d.window_start) ELSE clock END,
+                    since = CASE WHEN clock - d.window_start <= (full_credit - d.credit - 1) / inflow
+                        THEN d.since ELSE clock END,
+                    returned = CASE WHEN clock - d.window_start <= (full_credit - d.credit - 1) / inflow
+                        THEN d.returned ELSE 0 END,
+                    expires_at = CASE WHEN clock - d.window_start <= (full_credit - d.credit - 1) / inflow
+                        THEN greatest(clock, d.window_start)
+                            + (full_credit - (d.credit + greatest(clock - d.window_start, 0) * inflow)
+                            + (full_credit - excluded.credit) - 1) / inflow + 1
+                        ELSE excluded.expires_at END
+                WHERE coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint) < clock + 10000
                     AND d.algorithm = 3 AND d.count = 0 AND d.scale = every_us AND d.capacity = tokens
                         AND d.refill = inflow AND d.credit < full_credit
                         AND d.window_start - clock <= (full_credit - 1) / inflow + 1
-                        AND clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / inflow
-                        AND d.credit + greatest(clock - d.window_start, 0) * inflow >= units * every_us
+                        AND CASE
+                            WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / inflow
+                                THEN d.credit + greatest(clock - d.window_start, 0) * inflow
+                                    >= full_credit - excluded.credit
+                            ELSE clock - d.window_start > (full_credit - d.credit - 1) / inflow END
                 RETURNING ARRAY[
                     coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint),
                     d.count, d.prev_count, d.window_start, d.credit,
-                    d.scale, d.expires_at, d.since, d.returned],
-                    d.window_start + (full_credit - units * every_us - d.credit - 1) / inflow
-                INTO taken, ends;
+                    d.scale, d.expires_at, d.since, d.returned]
+                INTO taken;
             END IF;
-            IF taken[1] BETWEEN clock AND ends THEN
-                told := told || taken;
-                done := i;
-                CONTINUE;
-            END IF;
-            IF found THEN
-                -- The wait for the row lasted until the row ended, or the clock was set meanwhile. Another decision may
-                -- be due.
-                late := true;
-                IF durable IS NOT TRUE THEN
-                    UPDATE rate_limit_ephemeral AS d SET credit = d.credit + units * every_us
-                    WHERE d.prefix = name AND d.key = keys[i];
+            IF taken[1] NOT BETWEEN clock AND clock + 10000 THEN
+                -- As below. Or the clock has been set, or this process has been stopped, since the row was locked.
+                IF taken[5] = full_credit - units * every_us THEN
+                    PERFORM rate_limit_reset(name, keys[1], durable, NULL::integer, NULL::boolean);
+                    taken := NULL;
                 ELSE
-                    UPDATE rate_limit_durable AS d SET credit = d.credit + units * every_us
-                    WHERE d.prefix = name AND d.key = keys[i];
+                    taken[1] := greatest(clock, least(clock + 10000, taken[1]));
                 END IF;
             END IF;
-            EXIT;
-        END LOOP;
-        IF done = cardinality(keys) THEN
-            RETURN told;
-        ELSIF done > 0 THEN -- go on with the others
-            keys := keys[done + 1:];
-            costs := costs[done + 1:];
-            counts := counts[done + 1:];
-            units := CASE WHEN costs IS NULL AND counts IS NULL THEN 1
-                WHEN cardinality(costs) = cardinality(keys) AND cardinality(counts) = cardinality(keys)
-                    AND costs[1] BETWEEN 1 AND capacity AND counts[1] BETWEEN 1 AND capacity / costs[1]
-                    THEN costs[1] * counts[1] END;
-        END IF;
-    END IF;
-    IF late IS NULL AND ascend IS NOT FALSE
-        AND units IS NOT NULL AND octet_length(name) BETWEEN 1 AND 128 AND octet_length(keys[1]) BETWEEN 1 AND 512
-    THEN
-        IF cardinality(keys) = 1 OR costs IS NULL AND counts IS NULL THEN
-            each := array_fill(units, ARRAY[cardinality(keys)]);
+            IF taken IS NOT NULL THEN
+                RETURN taken;
+            END IF;
         ELSE
-            each := ARRAY(
-                SELECT CASE WHEN u.cost BETWEEN 1 AND capacity AND u.asked BETWEEN 1 AND capacity / u.cost
-                    THEN u.cost * u.asked END
-                FROM unnest(costs, counts) AS u (cost, asked));
-        END IF;
-        IF cardinality(each) = cardinality(keys) AND array_position(each, NULL) IS NULL THEN
+            each := CASE WHEN costs IS NULL AND counts IS NULL THEN array_fill(1::bigint, ARRAY[cardinality(keys)])
+                ELSE ARRAY(
+                    SELECT CASE WHEN u.cost BETWEEN 1 AND capacity AND u.asked BETWEEN 1 AND capacity / u.cost
+                        THEN u.cost * u.asked END
+                    FROM unnest(costs, counts) AS u (cost, asked)) END;
             until := CASE WHEN now_us IS NULL THEN timestamptz 'epoch' + (clock + 10000) * interval '1 microsecond'
                 ELSE 'infinity' END;
             give_up := CASE WHEN lock_timeout_ms <> -1 THEN clock_timestamp() + lock_timeout_ms * interval '25 ms'
                 ELSE 'infinity' END;
-            IF durable IS NOT TRUE THEN
-                WITH d AS (
-                    INSERT INTO rate_limit_ephemeral AS d
-                        (prefix, key, algorithm, credit, scale, capacity, refill, since, returned,
-                            window_start, expires_at)
-                    SELECT name, e.key, 3, full_credit - e.units * every_us, every_us, tokens, inflow, clock, 0,
-                        clock, clock + (e.units * every_us - 1) / inflow + 1
-                    FROM unnest(keys, each) AS e (key, units)
-                    ON CONFLICT (prefix, key) DO UPDATE SET
-                        scale = every_us,
-                        capacity = tokens,
-                        refill = inflow,
-                        credit = CASE WHEN clock - d.window_start <= (full_credit - d.credit - 1) / inflow
-                            THEN d.credit + greatest(clock - d.window_start, 0) * inflow - full_credit
-                            ELSE 0 END + excluded.credit,
-                        window_start = CASE WHEN clock - d.window_start <= (full_credit - d.credit - 1) / inflow
-                            THEN greatest(clock, d.window_start) ELSE clock END,
-                        since = CASE WHEN clock - d.window_start <= (full_credit - d.credit - 1) / inflow
-                            THEN d.since ELSE clock END,
-                        returned = CASE WHEN clock - d.window_start <= (full_credit - d.credit - 1) / inflow
-                            THEN d.returned ELSE 0 END,
-                        expires_at = CASE WHEN clock - d.window_start <= (full_credit - d.credit - 1) / inflow
-                            THEN greatest(clock, d.window_start)
-                                + (full_credit - (d.credit + greatest(clock - d.window_start, 0) * inflow)
-                                + (full_credit - excluded.credit) - 1) / inflow + 1
-                            ELSE excluded.expires_at END
-                    WHERE (clock_timestamp() < until OR clock_timestamp() > give_up AND _rate_limit_late())
-                        AND d.algorithm = 3 AND d.count = 0 AND d.scale = every_us AND d.capacity = tokens
-                            AND d.refill = inflow AND d.credit < full_credit
-                            AND d.window_start - clock <= (full_credit - 1) / inflow + 1
-                            AND CASE
-                                WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / inflow
-                                    THEN d.credit + greatest(clock - d.window_start, 0) * inflow
-                                        >= (full_credit - excluded.credit)
-                                ELSE clock - d.window_start > (full_credit - d.credit - 1) / inflow END
-                    RETURNING d.key, ARRAY[
-                        greatest(clock, least(clock + 10000,
-                            coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint))),
-                        d.count, d.prev_count, d.window_start, d.credit,
-                        d.scale, d.expires_at, d.since, d.returned] AS told
-                )
-                SELECT array_agg(d.key), array_agg(d.told) INTO taken_keys, taken FROM d;
-            ELSE
-                WITH d AS (
-                    INSERT INTO rate_limit_durable AS d
-                        (prefix, key, algorithm, credit, scale, capacity, refill, since, returned,
-                            window_start, expires_at)
-                    SELECT name, e.key, 3, full_credit - e.units * every_us, every_us, tokens, inflow, clock, 0,
-                        clock, clock + (e.units * every_us - 1) / inflow + 1
-                    FROM unnest(keys, each) AS e (key, units)
-                    ON CONFLICT (prefix, key) DO UPDATE SET
-                        scale = every_us,
-                        capacity = tokens,
-                        refill = inflow,
-                        credit = CASE WHEN clock - d.window_start <= (full_credit - d.credit - 1) / inflow
-                            THEN d.credit + greatest(clock - d.window_start, 0) * inflow - full_credit
-                            ELSE 0 END + excluded.credit,
-                        window_start = CASE WHEN clock - d.window_start <= (full_credit - d.credit - 1) / inflow
-                            THEN greatest(clock, d.window_start) ELSE clock END,
-                        since = CASE WHEN clock - d.window_start <= (full_credit - d.credit - 1) / inflow
-                            THEN d.since ELSE clock END,
-                        returned = CASE WHEN clock - d.window_start <= (full_credit - d.credit - 1) / inflow
-                            THEN d.returned ELSE 0 END,
-                        expires_at = CASE WHEN clock - d.window_start <= (full_credit - d.credit - 1) / inflow
-                            THEN greatest(clock, d.window_start)
-                                + (full_credit - (d.credit + greatest(clock - d.window_start, 0) * inflow)
-                                + (full_credit - excluded.credit) - 1) / inflow + 1
-                            ELSE excluded.expires_at END
-                    WHERE (clock_timestamp() < until OR clock_timestamp() > give_up AND _rate_limit_late())
-                        AND d.algorithm = 3 AND d.count = 0 AND d.scale = every_us AND d.capacity = tokens
-                            AND d.refill = inflow AND d.credit < full_credit
-                            AND d.window_start - clock <= (full_credit - 1) / inflow + 1
-                            AND CASE
-                                WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / inflow
-                                    THEN d.credit + greatest(clock - d.window_start, 0) * inflow
-                                        >= (full_credit - excluded.credit)
-                                ELSE clock - d.window_start > (full_credit - d.credit - 1) / inflow END
-                    RETURNING d.key, ARRAY[
-                        greatest(clock, least(clock + 10000,
-                            coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint))),
-                        d.count, d.prev_count, d.window_start, d.credit,
-                        d.scale, d.expires_at, d.since, d.returned] AS told
-                )
-                SELECT array_agg(d.key), array_agg(d.told) INTO taken_keys, taken FROM d;
+            IF cardinality(each) = cardinality(keys) AND array_position(each, NULL) IS NULL THEN
+                IF durable IS NOT TRUE THEN
+                    WITH d AS (
+                        INSERT INTO rate_limit_ephemeral AS d
+                            (prefix, key, algorithm, credit, scale, capacity, refill, since, returned,
+                                window_start, expires_at)
+                        SELECT name, e.key, 3, full_credit - e.units * every_us, every_us, tokens, inflow, clock, 0,
+                            clock, clock + (e.units * every_us - 1) / inflow + 1
+                        FROM unnest(keys, each) AS e (key, units)
+                        ON CONFLICT (prefix, key) DO UPDATE SET
+                            scale = every_us,
+                            capacity = tokens,
+                            refill = inflow,
+                            credit = CASE WHEN clock - d.window_start <= (full_credit - d.credit - 1) / inflow
+                                THEN d.credit + greatest(clock - d.window_start, 0) * inflow - full_credit
+                                ELSE 0 END + excluded.credit,
+                            window_start = CASE WHEN clock - d.window_start <= (full_credit - d.credit - 1) / inflow
+                                THEN greatest(clock, d.window_start) ELSE clock END,
+                            since = CASE WHEN clock - d.window_start <= (full_credit - d.credit - 1) / inflow
+                                THEN d.since ELSE clock END,
+                            returned = CASE WHEN clock - d.window_start <= (full_credit - d.credit - 1) / inflow
+                                THEN d.returned ELSE 0 END,
+                            expires_at = CASE WHEN clock - d.window_start <= (full_credit - d.credit - 1) / inflow
+                                THEN greatest(clock, d.window_start)
+                                    + (full_credit - (d.credit + greatest(clock - d.window_start, 0) * inflow)
+                                    + (full_credit - excluded.credit) - 1) / inflow + 1
+                                ELSE excluded.expires_at END
+                        WHERE (clock_timestamp() < until OR clock_timestamp() > give_up AND _rate_limit_late())
+                            AND d.algorithm = 3 AND d.count = 0 AND d.scale = every_us AND d.capacity = tokens
+                                AND d.refill = inflow AND d.credit < full_credit
+                                AND d.window_start - clock <= (full_credit - 1) / inflow + 1
+                                AND CASE
+                                    WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / inflow
+                                        THEN d.credit + greatest(clock - d.window_start, 0) * inflow
+                                            >= full_credit - excluded.credit
+                                    ELSE clock - d.window_start > (full_credit - d.credit - 1) / inflow END
+                        RETURNING d.key, ARRAY[
+                            greatest(clock, least(clock + 10000,
+                                coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint))),
+                            d.count, d.prev_count, d.window_start, d.credit,
+                            d.scale, d.expires_at, d.since, d.returned] AS told
+                    )
+                    SELECT array_agg(d.key), array_agg(d.told) INTO taken_keys, taken FROM d;
+                ELSE
+                    WITH d AS (
+                        INSERT INTO rate_limit_durable AS d
+                            (prefix, key, algorithm, credit, scale, capacity, refill, since, returned,
+                                window_start, expires_at)
+                        SELECT name, e.key, 3, full_credit - e.units * every_us, every_us, tokens, inflow, clock, 0,
+                            clock, clock + (e.units * every_us - 1) / inflow + 1
+                        FROM unnest(keys, each) AS e (key, units)
+                        ON CONFLICT (prefix, key) DO UPDATE SET
+                            scale = every_us,
+                            capacity = tokens,
+                            refill = inflow,
+                            credit = CASE WHEN clock - d.window_start <= (full_credit - d.credit - 1) / inflow
+                                THEN d.credit + greatest(clock - d.window_start, 0) * inflow - full_credit
+                                ELSE 0 END + excluded.credit,
+                            window_start = CASE WHEN clock - d.window_start <= (full_credit - d.credit - 1) / inflow
+                                THEN greatest(clock, d.window_start) ELSE clock END,
+                            since = CASE WHEN clock - d.window_start <= (full_credit - d.credit - 1) / inflow
+                                THEN d.since ELSE clock END,
+                            returned = CASE WHEN clock - d.window_start <= (full_credit - d.credit - 1) / inflow
+                                THEN d.returned ELSE 0 END,
+                            expires_at = CASE WHEN clock - d.window_start <= (full_credit - d.credit - 1) / inflow
+                                THEN greatest(clock, d.window_start)
+                                    + (full_credit - (d.credit + greatest(clock - d.window_start, 0) * inflow)
+                                    + (full_credit - excluded.credit) - 1) / inflow + 1
+                                ELSE excluded.expires_at END
+                        WHERE (clock_timestamp() < until OR clock_timestamp() > give_up AND _rate_limit_late())
+                            AND d.algorithm = 3 AND d.count = 0 AND d.scale = every_us AND d.capacity = tokens
+                                AND d.refill = inflow AND d.credit < full_credit
+                                AND d.window_start - clock <= (full_credit - 1) / inflow + 1
+                                AND CASE
+                                    WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / inflow
+                                        THEN d.credit + greatest(clock - d.window_start, 0) * inflow
+                                            >= full_credit - excluded.credit
+                                    ELSE clock - d.window_start > (full_credit - d.credit - 1) / inflow END
+                        RETURNING d.key, ARRAY[
+                            greatest(clock, least(clock + 10000,
+                                coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint))),
+                            d.count, d.prev_count, d.window_start, d.credit,
+                            d.scale, d.expires_at, d.since, d.returned] AS told
+                    )
+                    SELECT array_agg(d.key), array_agg(d.told) INTO taken_keys, taken FROM d;
+                END IF;
             END IF;
             -- A row that was made begins by the first reading of the clock. That may be too old for it: another
             -- transaction may have made the same row, and rolled back after this one had waited for it. Such a row is
@@ -3437,9 +3114,7 @@ BEGIN
                     SELECT k.place
                     FROM unnest(taken_keys) WITH ORDINALITY AS k (key, place)
                     JOIN unnest(keys, each) AS e (key, units) ON e.key = k.key COLLATE "C"
-                    CROSS JOIN LATERAL (SELECT taken[k.place][2] AS count, taken[k.place][3] AS prev_count,
-                        taken[k.place][5] AS credit) AS d
-                    WHERE d.credit = full_credit - e.units * every_us);
+                    WHERE taken[k.place][5] = full_credit - e.units * every_us);
                 PERFORM rate_limit_reset(name, taken_keys[p], durable, NULL::integer, NULL::boolean)
                 FROM unnest(begun) AS p;
                 SELECT array_agg(k.key ORDER BY k.place), array_agg(taken[k.place:k.place] ORDER BY k.place)
@@ -3448,146 +3123,30 @@ BEGIN
                 WHERE k.place <> ALL (begun);
             END IF;
             IF cardinality(taken_keys) = cardinality(keys) THEN
-                IF told IS NULL THEN
-                    RETURN taken;
-                END IF;
-                RETURN told || ARRAY(SELECT unnest(taken));
+                RETURN taken;
             END IF;
-            told := told || ARRAY(SELECT unnest(taken));
+            told := ARRAY(SELECT unnest(taken));
         END IF;
     END IF;
-
     RETURN told || _rate_limit_left_token_bucket(
         name, keys, capacity, refill, every_us, costs, counts, durable,
-        lock_timeout_ms, synchronous_commit, now_us, coalesce(done, 0), taken_keys);
+        lock_timeout_ms, synchronous_commit, now_us, taken_keys);
 END
 $$;
 -- +goose StatementEnd
 
 COMMENT ON FUNCTION rate_limit_take_token_bucket IS
-    'Takes as rate_limit_token_bucket does, for less. '
-    'It returns an array of numbers, for programs: see sql/limit.sql. For people there is rate_limit_allow.
+    'Takes from token buckets. '
+    'A bucket holds capacity tokens, starts full, and gets refill tokens, evenly, over every_us microseconds.
+It takes what the costs and counts of each key say, or denies it, '
+    'and returns an array of numbers, for programs: see sql/limit.sql. For people there is rate_limit_allow.
 Example: SELECT rate_limit_take_token_bucket(''api'', ARRAY[''user:123''], 20, 5, 10000000) '
     'takes one token from a bucket of 20 that gets 5 more every 10 seconds.';
 
--- The sliding window log; see slidinglog.go.
---
---   name                the limiter's name, 1 to 128 bytes
---   keys                who asks, 1 to 512 bytes each. A key may stand here several times, and is decided in that order
---   max_count           the limit, in units of cost, at most 1000
---   window_us           length of the window in microseconds, at most 2^51 (71 years)
---   costs               cost of one request, for each key; NULL means 1 each. A cost of 0 takes nothing and tells
---                       whether a cost of 1 would fit. A cost below 0 gives back or grants, see taken_in. A cost
---                       above max_count is denied with a retry_after_us of NULL, which means never
---   counts              how many such requests are asked, for each key; NULL means 1 each
---   durable             whether the rows are in rate_limit_durable rather than in rate_limit_ephemeral
---   lock_timeout_ms     longest wait for one row, for this transaction; NULL leaves the session's lock_timeout. So does
---                       -1, which says that the call is part of a transaction of its caller's, as with AllowTx. A proxy
---                       for shards refuses that, because it cannot take back what a shard has committed
---   synchronous_commit  whether the commit of this transaction waits for the WAL; NULL leaves the session's setting
---   now                 replaces the clock, for tests
---   taken_since, taken_in, taken_at, taken_spent
---                       which take a cost below 0 gives back: what the decision of that take returned under these
---                       names, for each key. If taken_in is NULL, nothing is given back, and the cost grants credit
---                       above the limit. A key holds up to 2^61 of credit
---   skip_held           whether to decide only the other keys if somebody's transaction has locked the row of a key, or
---                       is just making it. For such a key a row comes back with a granted of -2, or none: see
---                       rate_limit_all
---
--- rate_limit_all decides. If all requests take,
--- rate_limit_take_sliding_log does the same for less.
--- +goose StatementBegin
-CREATE FUNCTION rate_limit_sliding_log(
-    name text,
-    keys text[],
-    max_count bigint,
-    window_us bigint,
-    costs bigint[] DEFAULT NULL,
-    counts bigint[] DEFAULT NULL,
-    durable boolean DEFAULT false,
-    lock_timeout_ms integer DEFAULT NULL,
-    synchronous_commit boolean DEFAULT NULL,
-    now timestamptz DEFAULT NULL,
-    taken_since bigint[] DEFAULT NULL,
-    taken_in bigint[] DEFAULT NULL,
-    taken_at bigint[] DEFAULT NULL,
-    taken_spent bigint[] DEFAULT NULL,
-    skip_held boolean DEFAULT false
-)
-RETURNS SETOF rate_limit_decision
-LANGUAGE plpgsql
-SECURITY DEFINER
-AS $$
-#variable_conflict use_variable
-DECLARE
-    n CONSTANT integer := cardinality(keys);
-BEGIN
-    IF (max_count BETWEEN 1 AND 1000 AND window_us BETWEEN 1 AND 2251799813685248) IS NOT TRUE THEN
-        RAISE EXCEPTION 'rate_limit: max_count %, window_us %: outside the exact range',
-                max_count,
-                window_us
-            USING ERRCODE = 'invalid_parameter_value',
-                HINT = 'max_count and window_us are at least 1, max_count is at most 1000, '
-                    'and window_us at most 2^51.';
-    END IF;
-    IF (octet_length(name) BETWEEN 1 AND 128 AND keys[cardinality(keys)] IS NOT NULL
-            AND (costs IS NULL OR cardinality(costs) = cardinality(keys))
-            AND (counts IS NULL OR cardinality(counts) = cardinality(keys))
-            AND (taken_in IS NULL OR cardinality(taken_in) = cardinality(keys))) IS NOT TRUE THEN
-        RAISE EXCEPTION 'rate_limit: % is not valid', CASE
-                WHEN (octet_length(name) BETWEEN 1 AND 128) IS NOT TRUE THEN 'name'
-                WHEN keys[cardinality(keys)] IS NULL THEN 'keys'
-                WHEN cardinality(costs) <> cardinality(keys) THEN 'costs'
-                WHEN cardinality(counts) <> cardinality(keys) THEN 'counts'
-                ELSE 'taken_in' END
-            USING ERRCODE = 'invalid_parameter_value',
-                HINT = 'A name has 1 to 128 bytes. At least one key is needed, and as many costs, counts and taken_in '
-                    'as keys. NULL instead of costs or counts means 1 for each key, and NULL instead of taken_in that '
-                    'there are no refunds.',
-                COLUMN = CASE WHEN octet_length(name) > 128 THEN 'name' ELSE '' END;
-    END IF;
-    RETURN QUERY
-    SELECT a.*
-    FROM rate_limit_all(
-        ARRAY(SELECT generate_series(1, n)), array_fill(name, ARRAY[n]), keys,
-        array_fill(coalesce(durable, false), ARRAY[n]), array_fill(4::smallint, ARRAY[n]),
-        array_fill(max_count, ARRAY[n]), array_fill(window_us, ARRAY[n]), array_fill(0::bigint, ARRAY[n]),
-        array_replace(costs, NULL, 1::bigint), array_replace(counts, NULL, 1::bigint),
-        lock_timeout_ms, synchronous_commit, now,
-        taken_since, taken_in, taken_at, taken_spent, skip_held,
-        NULL::text[],
-        NULL::bigint[]) AS a;
-END
-$$;
--- +goose StatementEnd
-
-COMMENT ON FUNCTION rate_limit_sliding_log IS
-    'Takes from sliding windows of window_us microseconds, any of which admits max_count, '
-    'at most 1000. It is exact, because it keeps a log of what was taken and when.
-It returns a row for each key: '
-    'ord (its place in keys), '
-    'granted (how many of the counts requests were granted), '
-    'remaining (the largest cost that would be granted next), '
-    'retry_after_us (microseconds until the others can be granted; 0: all were; NULL: never), '
-    'reset_after_us (microseconds until the key is as good as new), '
-    'decided_at (the database clock at the decision), '
-    'the state of the key then, as in the table, '
-    'and what a refund has to tell: taken_since, taken_in, taken_at and taken_spent. '
-    'A denial is a row with granted = 0, never an error, and takes nothing. '
-    'A refund is always granted, even if there was nothing to give back. '
-    'What is taken commits or rolls back with the transaction.
-Example: SELECT * FROM rate_limit_sliding_log(''login'', ARRAY[''user:123''], 10, 60000000) takes one of 10 a minute.
-Optional, by name: costs and counts for each key, which are 1 each by default, '
-    'and durable => true for rate_limit_durable. '
-    'A cost of 0 only looks. A cost below 0 grants credit above the limit. '
-    'With the taken_since, taken_in, taken_at and taken_spent of a decision that took, a cost below 0 is a refund: '
-    'it gives back what that take still counts. '
-    'Each unit is given back only once if the caller asks only once.';
-
 -- _rate_limit_left_sliding_log decides what is left by
--- rate_limit_take_sliding_log: of keys, which follow
--- upon as many as done, those that are not taken_keys. It does so by the rules of rate_limit_all, and returns fifteen
--- numbers for each. A single key whose row exists is decided here, which costs half as much.
+-- rate_limit_take_sliding_log: those of keys that are not
+-- among taken_keys. It does so by the rules of rate_limit_all, and returns fifteen numbers for each. A single key whose
+-- row exists is decided here, which costs half as much.
 -- +goose StatementBegin
 CREATE FUNCTION _rate_limit_left_sliding_log(
     name text,
@@ -3600,7 +3159,6 @@ CREATE FUNCTION _rate_limit_left_sliding_log(
     lock_timeout_ms integer,
     synchronous_commit boolean,
     now_us bigint,
-    done integer,
     taken_keys text[]
 )
 RETURNS bigint[]
@@ -3608,7 +3166,8 @@ LANGUAGE plpgsql
 AS $$
 #variable_conflict use_variable
 DECLARE
-    undecided bigint[]; -- the places of the keys
+    undecided integer[]; -- the places of the keys
+    n integer;
     clock bigint;
     cost bigint;
     asked bigint;
@@ -3740,7 +3299,7 @@ BEGIN
                     WHERE d.ctid = s.tid;
                 END IF;
             END IF;
-            RETURN ARRAY[done + 1,
+            RETURN ARRAY[1,
                 granted, remaining, retry_after_us, reset_after_us, clock,
                 s.count, s.prev_count, s.window_start, s.credit,
                 NULL, s.expires_at, spent, s.since,
@@ -3756,6 +3315,7 @@ BEGIN
         SELECT e.place FROM unnest(keys) WITH ORDINALITY AS e (key, place)
         WHERE (e.key = ANY (taken_keys)) IS NOT TRUE
         ORDER BY e.place);
+    n := cardinality(undecided);
     IF taken_keys IS NOT NULL THEN
         SELECT array_agg(keys[e.place] ORDER BY e.place), array_agg(coalesce(costs[e.place], 1) ORDER BY e.place),
             array_agg(coalesce(counts[e.place], 1) ORDER BY e.place)
@@ -3763,36 +3323,50 @@ BEGIN
         FROM unnest(undecided) AS e (place);
     END IF;
     RETURN ARRAY(
-        SELECT unnest(ARRAY[done + undecided[a.ord],
+        SELECT unnest(ARRAY[undecided[a.ord],
             a.granted, a.remaining, a.retry_after_us, a.reset_after_us,
             (extract(epoch FROM a.decided_at) * 1000000)::bigint, a.count, a.prev_count, a.window_start, a.credit,
             a.scale, a.expires_at, a.taken_spent, a.taken_since, a.taken_at]
-            || CASE WHEN cardinality(keys) = 1 THEN a.log END)
-        FROM rate_limit_sliding_log(
-            name, keys, max_count, window_us, costs, counts, durable,
-            lock_timeout_ms, synchronous_commit,
+            || CASE WHEN n = 1 THEN a.log END)
+        FROM rate_limit_all(
+            undecided, array_fill(name, ARRAY[n]), keys,
+            array_fill(coalesce(durable, false), ARRAY[n]), array_fill(4::smallint, ARRAY[n]),
+            array_fill(max_count, ARRAY[n]), array_fill(window_us, ARRAY[n]), array_fill(0::bigint, ARRAY[n]),
+            costs, counts, lock_timeout_ms, synchronous_commit,
             timestamptz 'epoch' + now_us / 1000000 * interval '1 second'
                 + now_us % 1000000 * interval '1 microsecond',
-            NULL::bigint[], NULL::bigint[], NULL::bigint[], NULL::bigint[], false) AS a);
+            NULL::bigint[], NULL::bigint[], NULL::bigint[], NULL::bigint[], false,
+            NULL::text[], NULL::bigint[]) AS a);
 END
 $$;
 -- +goose StatementEnd
 
--- rate_limit_take_sliding_log decides as
--- rate_limit_sliding_log does, if all requests take.
--- This is what the Go package calls. Few keys are taken from one after the other, and many by one statement, which also
--- makes rows. All that is less ordinary is decided by the rules of rate_limit_all, in the same call. The arguments are
--- the same, but for now_us, which is a time in microseconds since 1970 UTC, and for costs and counts: both are NULL, or
--- neither is.
+-- The sliding window log; see slidinglog.go.
+-- rate_limit_take_sliding_log decides requests that take, each of one key. It is what the Go package calls. One
+-- statement takes from rows as they are, and makes missing ones. All that is less ordinary is decided by the rules of
+-- rate_limit_all, in the same call.
+--
+--   name                the limiter's name, 1 to 128 bytes
+--   keys                who asks, 1 to 512 bytes each. They ascend in the order of locking: longer ones first, then by
+--                       bytes. Otherwise rate_limit_all decides
+--   max_count           the limit, in units of cost, at most 1000
+--   window_us           length of the window in microseconds, at most 2^51 (71 years)
+--   costs               cost of one request, for each key
+--   counts              how many such requests are asked, for each key. costs and counts are both NULL, which means 1
+--                       each, or neither is
+--   durable             whether the rows are in rate_limit_durable rather than in rate_limit_ephemeral
+--   lock_timeout_ms     longest wait for one row, for this transaction; NULL leaves the session's lock_timeout. So does
+--                       -1, which says that the call is part of a transaction of its caller's, as with AllowTx. A proxy
+--                       for shards refuses that, because it cannot take back what a shard has committed
+--   synchronous_commit  whether the commit of this transaction waits for the WAL; NULL leaves the session's setting
+--   now_us              replaces the clock, for tests: microseconds since 1970 UTC
 --
 -- It returns one array, because rows and their columns would cost more than the decision. First, for each key of which
 -- all that was asked could be taken at once, nine numbers, in the order of the keys: the time of the decision, and
 -- count, prev_count, window_start, credit, scale, expires_at, since and returned of the row. What remains, and for how
 -- long, follows from these: see takenDecision in takes.go. Then, for each other key, fifteen: its place in keys, and
--- from granted to expires_at what rate_limit_sliding_log returns,
--- then its taken_spent, taken_since and taken_at. Of a single key, the log of that comes last.
---
--- The keys must ascend in the order of locking: longer ones first, then by bytes. Otherwise rate_limit_all decides.
+-- from granted to expires_at what rate_limit_all returns, then its taken_spent, taken_since and taken_at. Of a single
+-- key, the log of that comes last.
 -- +goose StatementBegin
 CREATE FUNCTION rate_limit_take_sliding_log(
     name text,
@@ -3814,9 +3388,8 @@ SET plan_cache_mode = force_generic_plan -- the first five calls of a session wo
 AS $$
 #variable_conflict use_variable
 DECLARE
-    told bigint[];     -- of the keys that were taken from one after the other
-    done integer;      -- how many these are
-    taken_keys text[]; -- that were taken from by one statement
+    told bigint[];     -- of the keys that were taken from
+    taken_keys text[]; -- these keys
 BEGIN
     IF lock_timeout_ms <> -1 THEN
         PERFORM set_config('lock_timeout', lock_timeout_ms::text, true);
@@ -3824,149 +3397,24 @@ BEGIN
     IF synchronous_commit IS NOT NULL THEN
         PERFORM set_config('synchronous_commit', synchronous_commit::text, true);
     END IF;
-
     RETURN told || _rate_limit_left_sliding_log(
         name, keys, max_count, window_us, costs, counts, durable,
-        lock_timeout_ms, synchronous_commit, now_us, coalesce(done, 0), taken_keys);
+        lock_timeout_ms, synchronous_commit, now_us, taken_keys);
 END
 $$;
 -- +goose StatementEnd
 
 COMMENT ON FUNCTION rate_limit_take_sliding_log IS
-    'Takes as rate_limit_sliding_log does, for less. '
-    'It returns an array of numbers, for programs: see sql/limit.sql. For people there is rate_limit_allow.
+    'Takes from sliding windows of window_us microseconds, any of which admits max_count, '
+    'at most 1000. It is exact, because it keeps a log of what was taken and when.
+It takes what the costs and counts of each key say, or denies it, '
+    'and returns an array of numbers, for programs: see sql/limit.sql. For people there is rate_limit_allow.
 Example: SELECT rate_limit_take_sliding_log(''login'', ARRAY[''user:123''], 10, 60000000) takes one of 10 a minute.';
 
--- The calendar window; see calendar.go.
---
---   name                the limiter's name, 1 to 128 bytes
---   keys                who asks, 1 to 512 bytes each. A key may stand here several times, and is decided in that order
---   max_count           the limit, in units of cost, at most 2^62
---   window_us           60000000 for windows of a minute, 3600000000 for an hour, 86400000000 for a day, 604800000000
---                       for a week, 2678400000000 for a month
---   zone                the time zone: UTC, or a name with a slash, such as Europe/Berlin
---   costs               cost of one request, for each key; NULL means 1 each. A cost of 0 takes nothing and tells
---                       whether a cost of 1 would fit. A cost below 0 gives back or grants, see taken_in. A cost
---                       above max_count is denied with a retry_after_us of NULL, which means never
---   counts              how many such requests are asked, for each key; NULL means 1 each
---   durable             whether the rows are in rate_limit_durable rather than in rate_limit_ephemeral
---   lock_timeout_ms     longest wait for one row, for this transaction; NULL leaves the session's lock_timeout. So does
---                       -1, which says that the call is part of a transaction of its caller's, as with AllowTx. A proxy
---                       for shards refuses that, because it cannot take back what a shard has committed
---   synchronous_commit  whether the commit of this transaction waits for the WAL; NULL leaves the session's setting
---   now                 replaces the clock, for tests
---   taken_since, taken_in, taken_at, taken_spent
---                       which take a cost below 0 gives back: what the decision of that take returned under these
---                       names, for each key. If taken_in is NULL, nothing is given back, and the cost grants credit
---                       above the limit. A key holds up to 2^61 of credit
---   skip_held           whether to decide only the other keys if somebody's transaction has locked the row of a key, or
---                       is just making it. For such a key a row comes back with a granted of -2, or none: see
---                       rate_limit_all
---
--- rate_limit_all decides. If all requests take,
--- rate_limit_take_calendar_window does the same for less.
--- +goose StatementBegin
-CREATE FUNCTION rate_limit_calendar_window(
-    name text,
-    keys text[],
-    max_count bigint,
-    window_us bigint,
-    zone text,
-    costs bigint[] DEFAULT NULL,
-    counts bigint[] DEFAULT NULL,
-    durable boolean DEFAULT false,
-    lock_timeout_ms integer DEFAULT NULL,
-    synchronous_commit boolean DEFAULT NULL,
-    now timestamptz DEFAULT NULL,
-    taken_since bigint[] DEFAULT NULL,
-    taken_in bigint[] DEFAULT NULL,
-    taken_at bigint[] DEFAULT NULL,
-    taken_spent bigint[] DEFAULT NULL,
-    skip_held boolean DEFAULT false
-)
-RETURNS SETOF rate_limit_decision
-LANGUAGE plpgsql
-SECURITY DEFINER
-AS $$
-#variable_conflict use_variable
-DECLARE
-    n CONSTANT integer := cardinality(keys);
-BEGIN
-    IF (max_count BETWEEN 1 AND 4611686018427387904
-        AND window_us IN (60000000, 3600000000, 86400000000, 604800000000, 2678400000000)
-        AND octet_length(zone) <= 64
-        AND zone COLLATE "C" ~ '^(UTC|[A-Z][A-Za-z_-]*(/[A-Z][A-Za-z_-]*)+)$'
-        AND zone COLLATE "C" !~* '^(right|posix)/'
-    AND timestamptz 'epoch' AT TIME ZONE zone IS NOT NULL) IS NOT TRUE THEN
-        RAISE EXCEPTION 'rate_limit: max_count %, window_us %, zone %: outside the exact range',
-                max_count,
-                window_us,
-                zone
-            USING ERRCODE = 'invalid_parameter_value',
-                HINT = 'max_count is at least 1 and at most 2^62. '
-                    'window_us is 60000000 (a minute), 3600000000 (an hour), 86400000000 (a day), '
-                    '604800000000 (a week) or 2678400000000 (a month). '
-                    'zone is UTC or a name like Europe/Berlin.';
-    END IF;
-    IF (octet_length(name) BETWEEN 1 AND 128 AND keys[cardinality(keys)] IS NOT NULL
-            AND (costs IS NULL OR cardinality(costs) = cardinality(keys))
-            AND (counts IS NULL OR cardinality(counts) = cardinality(keys))
-            AND (taken_in IS NULL OR cardinality(taken_in) = cardinality(keys))) IS NOT TRUE THEN
-        RAISE EXCEPTION 'rate_limit: % is not valid', CASE
-                WHEN (octet_length(name) BETWEEN 1 AND 128) IS NOT TRUE THEN 'name'
-                WHEN keys[cardinality(keys)] IS NULL THEN 'keys'
-                WHEN cardinality(costs) <> cardinality(keys) THEN 'costs'
-                WHEN cardinality(counts) <> cardinality(keys) THEN 'counts'
-                ELSE 'taken_in' END
-            USING ERRCODE = 'invalid_parameter_value',
-                HINT = 'A name has 1 to 128 bytes. At least one key is needed, and as many costs, counts and taken_in '
-                    'as keys. NULL instead of costs or counts means 1 for each key, and NULL instead of taken_in that '
-                    'there are no refunds.',
-                COLUMN = CASE WHEN octet_length(name) > 128 THEN 'name' ELSE '' END;
-    END IF;
-    RETURN QUERY
-    SELECT a.*
-    FROM rate_limit_all(
-        ARRAY(SELECT generate_series(1, n)), array_fill(name, ARRAY[n]), keys,
-        array_fill(coalesce(durable, false), ARRAY[n]), array_fill(5::smallint, ARRAY[n]),
-        array_fill(max_count, ARRAY[n]), array_fill(window_us, ARRAY[n]), array_fill(0::bigint, ARRAY[n]),
-        array_replace(costs, NULL, 1::bigint), array_replace(counts, NULL, 1::bigint),
-        lock_timeout_ms, synchronous_commit, now,
-        taken_since, taken_in, taken_at, taken_spent, skip_held,
-        array_fill(zone, ARRAY[n]),
-        NULL::bigint[]) AS a;
-END
-$$;
--- +goose StatementEnd
-
-COMMENT ON FUNCTION rate_limit_calendar_window IS
-    'Takes from the minutes, hours, days, weeks or months of a time zone, '
-    'each of which admits max_count.
-It returns a row for each key: '
-    'ord (its place in keys), '
-    'granted (how many of the counts requests were granted), '
-    'remaining (the largest cost that would be granted next), '
-    'retry_after_us (microseconds until the others can be granted; 0: all were; NULL: never), '
-    'reset_after_us (microseconds until the key is as good as new), '
-    'decided_at (the database clock at the decision), '
-    'the state of the key then, as in the table, '
-    'and what a refund has to tell: taken_since, taken_in, taken_at and taken_spent. '
-    'A denial is a row with granted = 0, never an error, and takes nothing. '
-    'A refund is always granted, even if there was nothing to give back. '
-    'What is taken commits or rolls back with the transaction.
-Example: SELECT * FROM rate_limit_calendar_window(''mail'', ''{user:123}'', 1000, 2678400000000, ''Europe/Berlin'') '
-'takes one of 1000 a month.
-Optional, by name: costs and counts for each key, which are 1 each by default, '
-    'and durable => true for rate_limit_durable. '
-    'A cost of 0 only looks. A cost below 0 grants credit above the limit. '
-    'With the taken_since, taken_in, taken_at and taken_spent of a decision that took, a cost below 0 is a refund: '
-    'it gives back what that take still counts. '
-    'Each unit is given back only once if the caller asks only once.';
-
 -- _rate_limit_left_calendar_window decides what is left by
--- rate_limit_take_calendar_window: of keys, which follow
--- upon as many as done, those that are not taken_keys. It does so by the rules of rate_limit_all, and returns fifteen
--- numbers for each. A single key whose row exists is decided here, which costs half as much.
+-- rate_limit_take_calendar_window: those of keys that are not
+-- among taken_keys. It does so by the rules of rate_limit_all, and returns fifteen numbers for each. A single key whose
+-- row exists is decided here, which costs half as much.
 -- +goose StatementBegin
 CREATE FUNCTION _rate_limit_left_calendar_window(
     name text,
@@ -3980,7 +3428,6 @@ CREATE FUNCTION _rate_limit_left_calendar_window(
     lock_timeout_ms integer,
     synchronous_commit boolean,
     now_us bigint,
-    done integer,
     taken_keys text[]
 )
 RETURNS bigint[]
@@ -3988,7 +3435,8 @@ LANGUAGE plpgsql
 AS $$
 #variable_conflict use_variable
 DECLARE
-    undecided bigint[]; -- the places of the keys
+    undecided integer[]; -- the places of the keys
+    n integer;
     clock bigint;
     cost bigint;
     asked bigint;
@@ -4095,7 +3543,7 @@ BEGIN
                     WHERE d.ctid = s.tid;
                 END IF;
             END IF;
-            RETURN ARRAY[done + 1,
+            RETURN ARRAY[1,
                 granted, remaining, retry_after_us, reset_after_us, clock,
                 s.count, s.prev_count, s.window_start, s.credit,
                 s.scale, s.expires_at, spent, s.since,
@@ -4108,6 +3556,7 @@ BEGIN
         SELECT e.place FROM unnest(keys) WITH ORDINALITY AS e (key, place)
         WHERE (e.key = ANY (taken_keys)) IS NOT TRUE
         ORDER BY e.place);
+    n := cardinality(undecided);
     IF taken_keys IS NOT NULL THEN
         SELECT array_agg(keys[e.place] ORDER BY e.place), array_agg(coalesce(costs[e.place], 1) ORDER BY e.place),
             array_agg(coalesce(counts[e.place], 1) ORDER BY e.place)
@@ -4115,43 +3564,56 @@ BEGIN
         FROM unnest(undecided) AS e (place);
     END IF;
     RETURN ARRAY(
-        SELECT unnest(ARRAY[done + undecided[a.ord],
+        SELECT unnest(ARRAY[undecided[a.ord],
             a.granted, a.remaining, a.retry_after_us, a.reset_after_us,
             (extract(epoch FROM a.decided_at) * 1000000)::bigint, a.count, a.prev_count, a.window_start, a.credit,
             a.scale, a.expires_at, a.taken_spent, a.taken_since, a.taken_at])
-        FROM rate_limit_calendar_window(
-            name, keys, max_count, window_us, zone, costs, counts, durable,
-            lock_timeout_ms, synchronous_commit,
+        FROM rate_limit_all(
+            undecided, array_fill(name, ARRAY[n]), keys,
+            array_fill(coalesce(durable, false), ARRAY[n]), array_fill(5::smallint, ARRAY[n]),
+            array_fill(max_count, ARRAY[n]), array_fill(window_us, ARRAY[n]), array_fill(0::bigint, ARRAY[n]),
+            costs, counts, lock_timeout_ms, synchronous_commit,
             timestamptz 'epoch' + now_us / 1000000 * interval '1 second'
                 + now_us % 1000000 * interval '1 microsecond',
-            NULL::bigint[], NULL::bigint[], NULL::bigint[], NULL::bigint[], false) AS a);
+            NULL::bigint[], NULL::bigint[], NULL::bigint[], NULL::bigint[], false,
+            array_fill(zone, ARRAY[n]), NULL::bigint[]) AS a);
 END
 $$;
 -- +goose StatementEnd
 
--- rate_limit_take_calendar_window decides as
--- rate_limit_calendar_window does, if all requests take.
--- This is what the Go package calls. Few keys are taken from one after the other, and many by one statement, which also
--- makes rows. All that is less ordinary is decided by the rules of rate_limit_all, in the same call. The arguments are
--- the same, but for now_us, which is a time in microseconds since 1970 UTC, and for costs and counts: both are NULL, or
--- neither is. fresh says that there are probably no rows, or none that still count. Then they are
--- made without looking for them first. That saves a seventh of the time, or takes a third more if there are
--- rows.
+-- The calendar window; see calendar.go.
+-- rate_limit_take_calendar_window decides requests that take, each of one key. It is what the Go package calls. One
+-- statement takes from rows as they are, and makes missing ones. All that is less ordinary is decided by the rules of
+-- rate_limit_all, in the same call.
+--
+--   name                the limiter's name, 1 to 128 bytes
+--   keys                who asks, 1 to 512 bytes each. They ascend in the order of locking: longer ones first, then by
+--                       bytes. Otherwise rate_limit_all decides
+--   max_count           the limit, in units of cost, at most 2^62
+--   window_us           60000000 for windows of a minute, 3600000000 for an hour, 86400000000 for a day, 604800000000
+--                       for a week, 2678400000000 for a month
+--   zone                the time zone: UTC, or a name with a slash, such as Europe/Berlin
+--   costs               cost of one request, for each key
+--   counts              how many such requests are asked, for each key. costs and counts are both NULL, which means 1
+--                       each, or neither is
+--   durable             whether the rows are in rate_limit_durable rather than in rate_limit_ephemeral
+--   lock_timeout_ms     longest wait for one row, for this transaction; NULL leaves the session's lock_timeout. So does
+--                       -1, which says that the call is part of a transaction of its caller's, as with AllowTx. A proxy
+--                       for shards refuses that, because it cannot take back what a shard has committed
+--   synchronous_commit  whether the commit of this transaction waits for the WAL; NULL leaves the session's setting
+--   now_us              replaces the clock, for tests: microseconds since 1970 UTC
 --
 -- It returns one array, because rows and their columns would cost more than the decision. First, for each key of which
 -- all that was asked could be taken at once, nine numbers, in the order of the keys: the time of the decision, and
 -- count, prev_count, window_start, credit, scale, expires_at, since and returned of the row. What remains, and for how
 -- long, follows from these: see takenDecision in takes.go. Then, for each other key, fifteen: its place in keys, and
--- from granted to expires_at what rate_limit_calendar_window returns,
--- then its taken_spent, taken_since and taken_at. Of a single key, the log of that comes last.
---
--- The keys must ascend in the order of locking: longer ones first, then by bytes. Otherwise rate_limit_all decides.
+-- from granted to expires_at what rate_limit_all returns, then its taken_spent, taken_since and taken_at. Of a single
+-- key, the log of that comes last.
 --
 -- The clock is read twice: before a row is locked, and with the lock held. A decision is made by the first reading, and
 -- what it needs must be true then and still be true 10 ms later. So it was also true when the row was locked: rows that
--- were waited for longer are left out, and the UPDATE is undone if its row had ended before the lock. The decision is
--- told by the second reading. Only a window or a bucket that begins does so at the first reading, because nobody else
--- can have decided anything by it since.
+-- were waited for longer are left out. The decision is told by the second reading. Only a window or a bucket that
+-- begins does so at the first reading, because nobody else can have decided anything by it since.
 -- +goose StatementBegin
 CREATE FUNCTION rate_limit_take_calendar_window(
     name text,
@@ -4164,8 +3626,7 @@ CREATE FUNCTION rate_limit_take_calendar_window(
     durable boolean DEFAULT false,
     lock_timeout_ms integer DEFAULT NULL,
     synchronous_commit boolean DEFAULT NULL,
-    now_us bigint DEFAULT NULL,
-    fresh boolean DEFAULT NULL
+    now_us bigint DEFAULT NULL
 )
 RETURNS bigint[]
 LANGUAGE plpgsql
@@ -4194,19 +3655,16 @@ DECLARE
                 AND costs[1] BETWEEN 1 AND max_count AND counts[1] BETWEEN 1 AND max_count / costs[1]
                 THEN costs[1] * counts[1] END END;
     taken bigint[];
-    ends bigint;       -- the last time by which the row that was taken from is as it was
-    late boolean;      -- a row was waited for, and the reading of the clock is too old
     window_end bigint; -- of a window that begins now
     each bigint[];     -- units of each key
     this_key text;
     before text;       -- the key before it
     ascend boolean;
-    begun bigint[];    -- which of them have a row that was made
+    begun bigint[];    -- which of the keys have a row that was made
     until timestamptz; -- by when a row has to be locked
     give_up timestamptz;
-    told bigint[];     -- of the keys that were taken from one after the other
-    done integer;      -- how many these are
-    taken_keys text[]; -- that were taken from by one statement
+    told bigint[];     -- of the keys that were taken from
+    taken_keys text[]; -- these keys
 BEGIN
     IF cardinality(keys) > 1 THEN
         ascend := keys[cardinality(keys)] IS NOT NULL -- or the arrays are not counted from 1
@@ -4219,140 +3677,121 @@ BEGIN
             before := this_key;
         END LOOP;
     END IF;
-    -- Most calls are for one key or a few, and take from rows as they are. (If there is a row, the name and the key are
-    -- valid.) For more, one statement costs less than one for each.
-    IF fresh IS NOT TRUE AND units IS NOT NULL AND ascend IS NOT FALSE AND cardinality(keys) <= 6 THEN
-        FOR i IN 1 .. cardinality(keys) LOOP
-            IF i > 1 THEN
-                units := CASE WHEN costs IS NULL AND counts IS NULL THEN 1
-                    WHEN cardinality(costs) = cardinality(keys) AND cardinality(counts) = cardinality(keys)
-                        AND costs[i] BETWEEN 1 AND max_count AND counts[i] BETWEEN 1 AND max_count / costs[i]
-                        THEN costs[i] * counts[i] END;
-            END IF;
-            IF durable IS NOT TRUE THEN
-                UPDATE rate_limit_ephemeral AS d SET
-                    count = d.count + units
-                WHERE d.prefix = name AND d.key = keys[i]
-                    AND d.algorithm = 5 AND d.since IS NULL AND d.window_start - clock <= window_us
-                        AND clock + 10000 < d.expires_at AND d.expires_at = d.window_start + d.scale
-                        AND d.scale <= 2 * window_us AND units <= max_count - d.count
-                        AND timestamptz 'epoch' AT TIME ZONE zone IS NOT NULL
-                RETURNING ARRAY[
-                    coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint),
-                    d.count, d.prev_count, d.window_start, d.credit,
-                    d.scale, d.expires_at, d.since, d.returned],
-                    d.expires_at - 1
-                INTO taken, ends;
-            ELSE
-                UPDATE rate_limit_durable AS d SET
-                    count = d.count + units
-                WHERE d.prefix = name AND d.key = keys[i]
-                    AND d.algorithm = 5 AND d.since IS NULL AND d.window_start - clock <= window_us
-                        AND clock + 10000 < d.expires_at AND d.expires_at = d.window_start + d.scale
-                        AND d.scale <= 2 * window_us AND units <= max_count - d.count
-                        AND timestamptz 'epoch' AT TIME ZONE zone IS NOT NULL
-                RETURNING ARRAY[
-                    coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint),
-                    d.count, d.prev_count, d.window_start, d.credit,
-                    d.scale, d.expires_at, d.since, d.returned],
-                    d.expires_at - 1
-                INTO taken, ends;
-            END IF;
-            IF taken[1] BETWEEN clock AND ends THEN
-                told := told || taken;
-                done := i;
-                CONTINUE;
-            END IF;
-            IF found THEN
-                -- The wait for the row lasted until the row ended, or the clock was set meanwhile. Another decision may
-                -- be due.
-                late := true;
-                IF durable IS NOT TRUE THEN
-                    UPDATE rate_limit_ephemeral AS d SET count = d.count - units
-                    WHERE d.prefix = name AND d.key = keys[i];
-                ELSE
-                    UPDATE rate_limit_durable AS d SET count = d.count - units
-                    WHERE d.prefix = name AND d.key = keys[i];
-                END IF;
-            END IF;
-            EXIT;
-        END LOOP;
-        IF done = cardinality(keys) THEN
-            RETURN told;
-        ELSIF done > 0 THEN -- go on with the others
-            keys := keys[done + 1:];
-            costs := costs[done + 1:];
-            counts := counts[done + 1:];
-            units := CASE WHEN costs IS NULL AND counts IS NULL THEN 1
-                WHEN cardinality(costs) = cardinality(keys) AND cardinality(counts) = cardinality(keys)
-                    AND costs[1] BETWEEN 1 AND max_count AND counts[1] BETWEEN 1 AND max_count / costs[1]
-                    THEN costs[1] * counts[1] END;
-        END IF;
-    END IF;
-    IF late IS NULL AND ascend IS NOT FALSE
-        AND units IS NOT NULL AND octet_length(name) BETWEEN 1 AND 128 AND octet_length(keys[1]) BETWEEN 1 AND 512
+    IF units IS NOT NULL AND ascend IS NOT FALSE
+        AND octet_length(name) BETWEEN 1 AND 128 AND octet_length(keys[1]) BETWEEN 1 AND 512
         AND timestamptz 'epoch' AT TIME ZONE zone IS NOT NULL
     THEN
         window_end := _rate_limit_window_end(clock, window_us, zone);
-        IF cardinality(keys) = 1 OR costs IS NULL AND counts IS NULL THEN
-            each := array_fill(units, ARRAY[cardinality(keys)]);
+        IF cardinality(keys) = 1 THEN -- without arrays, which saves a fifth
+            IF durable IS NOT TRUE THEN
+                INSERT INTO rate_limit_ephemeral AS d
+                    (prefix, key, algorithm, count, window_start, scale, expires_at)
+                VALUES (name, keys[1], 5, units, clock, window_end - clock, window_end)
+                ON CONFLICT (prefix, key) DO UPDATE SET
+                    count = CASE WHEN clock < d.expires_at THEN d.count ELSE 0 END + excluded.count,
+                    window_start = CASE WHEN clock < d.expires_at THEN d.window_start ELSE clock END,
+                    scale = CASE WHEN clock < d.expires_at THEN d.scale ELSE excluded.scale END,
+                    expires_at = CASE WHEN clock < d.expires_at THEN d.expires_at ELSE excluded.expires_at END
+                WHERE coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint) < clock + 10000
+                    AND d.algorithm = 5 AND d.since IS NULL AND d.window_start - clock <= window_us
+                        AND (clock >= d.expires_at
+                        OR clock + 10000 < d.expires_at AND d.expires_at = d.window_start + d.scale
+                        AND d.scale <= 2 * window_us AND excluded.count <= max_count - d.count)
+                RETURNING ARRAY[
+                    coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint),
+                    d.count, d.prev_count, d.window_start, d.credit,
+                    d.scale, d.expires_at, d.since, d.returned]
+                INTO taken;
+            ELSE
+                INSERT INTO rate_limit_durable AS d
+                    (prefix, key, algorithm, count, window_start, scale, expires_at)
+                VALUES (name, keys[1], 5, units, clock, window_end - clock, window_end)
+                ON CONFLICT (prefix, key) DO UPDATE SET
+                    count = CASE WHEN clock < d.expires_at THEN d.count ELSE 0 END + excluded.count,
+                    window_start = CASE WHEN clock < d.expires_at THEN d.window_start ELSE clock END,
+                    scale = CASE WHEN clock < d.expires_at THEN d.scale ELSE excluded.scale END,
+                    expires_at = CASE WHEN clock < d.expires_at THEN d.expires_at ELSE excluded.expires_at END
+                WHERE coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint) < clock + 10000
+                    AND d.algorithm = 5 AND d.since IS NULL AND d.window_start - clock <= window_us
+                        AND (clock >= d.expires_at
+                        OR clock + 10000 < d.expires_at AND d.expires_at = d.window_start + d.scale
+                        AND d.scale <= 2 * window_us AND excluded.count <= max_count - d.count)
+                RETURNING ARRAY[
+                    coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint),
+                    d.count, d.prev_count, d.window_start, d.credit,
+                    d.scale, d.expires_at, d.since, d.returned]
+                INTO taken;
+            END IF;
+            IF taken[1] NOT BETWEEN clock AND clock + 10000 THEN
+                -- As below. Or the clock has been set, or this process has been stopped, since the row was locked.
+                IF taken[2] = units THEN
+                    PERFORM rate_limit_reset(name, keys[1], durable, NULL::integer, NULL::boolean);
+                    taken := NULL;
+                ELSE
+                    taken[1] := greatest(clock, least(clock + 10000, taken[1]));
+                END IF;
+            END IF;
+            IF taken IS NOT NULL THEN
+                RETURN taken;
+            END IF;
         ELSE
-            each := ARRAY(
-                SELECT CASE WHEN u.cost BETWEEN 1 AND max_count AND u.asked BETWEEN 1 AND max_count / u.cost
-                    THEN u.cost * u.asked END
-                FROM unnest(costs, counts) AS u (cost, asked));
-        END IF;
-        IF cardinality(each) = cardinality(keys) AND array_position(each, NULL) IS NULL THEN
+            each := CASE WHEN costs IS NULL AND counts IS NULL THEN array_fill(1::bigint, ARRAY[cardinality(keys)])
+                ELSE ARRAY(
+                    SELECT CASE WHEN u.cost BETWEEN 1 AND max_count AND u.asked BETWEEN 1 AND max_count / u.cost
+                        THEN u.cost * u.asked END
+                    FROM unnest(costs, counts) AS u (cost, asked)) END;
             until := CASE WHEN now_us IS NULL THEN timestamptz 'epoch' + (clock + 10000) * interval '1 microsecond'
                 ELSE 'infinity' END;
             give_up := CASE WHEN lock_timeout_ms <> -1 THEN clock_timestamp() + lock_timeout_ms * interval '25 ms'
                 ELSE 'infinity' END;
-            IF durable IS NOT TRUE THEN
-                WITH d AS (
-                    INSERT INTO rate_limit_ephemeral AS d
-                        (prefix, key, algorithm, count, window_start, scale, expires_at)
-                    SELECT name, e.key, 5, e.units, clock, window_end - clock, window_end
-                    FROM unnest(keys, each) AS e (key, units)
-                    ON CONFLICT (prefix, key) DO UPDATE SET
-                        count = CASE WHEN clock < d.expires_at THEN d.count ELSE 0 END + excluded.count,
-                        window_start = CASE WHEN clock < d.expires_at THEN d.window_start ELSE clock END,
-                        scale = CASE WHEN clock < d.expires_at THEN d.scale ELSE excluded.scale END,
-                        expires_at = CASE WHEN clock < d.expires_at THEN d.expires_at ELSE excluded.expires_at END
-                    WHERE (clock_timestamp() < until OR clock_timestamp() > give_up AND _rate_limit_late())
-                        AND d.algorithm = 5 AND d.since IS NULL AND d.window_start - clock <= window_us
-                            AND (clock >= d.expires_at
-                            OR clock + 10000 < d.expires_at AND d.expires_at = d.window_start + d.scale
-                            AND d.scale <= 2 * window_us AND excluded.count <= max_count - d.count)
-                    RETURNING d.key, ARRAY[
-                        greatest(clock, least(clock + 10000,
-                            coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint))),
-                        d.count, d.prev_count, d.window_start, d.credit,
-                        d.scale, d.expires_at, d.since, d.returned] AS told
-                )
-                SELECT array_agg(d.key), array_agg(d.told) INTO taken_keys, taken FROM d;
-            ELSE
-                WITH d AS (
-                    INSERT INTO rate_limit_durable AS d
-                        (prefix, key, algorithm, count, window_start, scale, expires_at)
-                    SELECT name, e.key, 5, e.units, clock, window_end - clock, window_end
-                    FROM unnest(keys, each) AS e (key, units)
-                    ON CONFLICT (prefix, key) DO UPDATE SET
-                        count = CASE WHEN clock < d.expires_at THEN d.count ELSE 0 END + excluded.count,
-                        window_start = CASE WHEN clock < d.expires_at THEN d.window_start ELSE clock END,
-                        scale = CASE WHEN clock < d.expires_at THEN d.scale ELSE excluded.scale END,
-                        expires_at = CASE WHEN clock < d.expires_at THEN d.expires_at ELSE excluded.expires_at END
-                    WHERE (clock_timestamp() < until OR clock_timestamp() > give_up AND _rate_limit_late())
-                        AND d.algorithm = 5 AND d.since IS NULL AND d.window_start - clock <= window_us
-                            AND (clock >= d.expires_at
-                            OR clock + 10000 < d.expires_at AND d.expires_at = d.window_start + d.scale
-                            AND d.scale <= 2 * window_us AND excluded.count <= max_count - d.count)
-                    RETURNING d.key, ARRAY[
-                        greatest(clock, least(clock + 10000,
-                            coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint))),
-                        d.count, d.prev_count, d.window_start, d.credit,
-                        d.scale, d.expires_at, d.since, d.returned] AS told
-                )
-                SELECT array_agg(d.key), array_agg(d.told) INTO taken_keys, taken FROM d;
+            IF cardinality(each) = cardinality(keys) AND array_position(each, NULL) IS NULL THEN
+                IF durable IS NOT TRUE THEN
+                    WITH d AS (
+                        INSERT INTO rate_limit_ephemeral AS d
+                            (prefix, key, algorithm, count, window_start, scale, expires_at)
+                        SELECT name, e.key, 5, e.units, clock, window_end - clock, window_end
+                        FROM unnest(keys, each) AS e (key, units)
+                        ON CONFLICT (prefix, key) DO UPDATE SET
+                            count = CASE WHEN clock < d.expires_at THEN d.count ELSE 0 END + excluded.count,
+                            window_start = CASE WHEN clock < d.expires_at THEN d.window_start ELSE clock END,
+                            scale = CASE WHEN clock < d.expires_at THEN d.scale ELSE excluded.scale END,
+                            expires_at = CASE WHEN clock < d.expires_at THEN d.expires_at ELSE excluded.expires_at END
+                        WHERE (clock_timestamp() < until OR clock_timestamp() > give_up AND _rate_limit_late())
+                            AND d.algorithm = 5 AND d.since IS NULL AND d.window_start - clock <= window_us
+                                AND (clock >= d.expires_at
+                                OR clock + 10000 < d.expires_at AND d.expires_at = d.window_start + d.scale
+                                AND d.scale <= 2 * window_us AND excluded.count <= max_count - d.count)
+                        RETURNING d.key, ARRAY[
+                            greatest(clock, least(clock + 10000,
+                                coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint))),
+                            d.count, d.prev_count, d.window_start, d.credit,
+                            d.scale, d.expires_at, d.since, d.returned] AS told
+                    )
+                    SELECT array_agg(d.key), array_agg(d.told) INTO taken_keys, taken FROM d;
+                ELSE
+                    WITH d AS (
+                        INSERT INTO rate_limit_durable AS d
+                            (prefix, key, algorithm, count, window_start, scale, expires_at)
+                        SELECT name, e.key, 5, e.units, clock, window_end - clock, window_end
+                        FROM unnest(keys, each) AS e (key, units)
+                        ON CONFLICT (prefix, key) DO UPDATE SET
+                            count = CASE WHEN clock < d.expires_at THEN d.count ELSE 0 END + excluded.count,
+                            window_start = CASE WHEN clock < d.expires_at THEN d.window_start ELSE clock END,
+                            scale = CASE WHEN clock < d.expires_at THEN d.scale ELSE excluded.scale END,
+                            expires_at = CASE WHEN clock < d.expires_at THEN d.expires_at ELSE excluded.expires_at END
+                        WHERE (clock_timestamp() < until OR clock_timestamp() > give_up AND _rate_limit_late())
+                            AND d.algorithm = 5 AND d.since IS NULL AND d.window_start - clock <= window_us
+                                AND (clock >= d.expires_at
+                                OR clock + 10000 < d.expires_at AND d.expires_at = d.window_start + d.scale
+                                AND d.scale <= 2 * window_us AND excluded.count <= max_count - d.count)
+                        RETURNING d.key, ARRAY[
+                            greatest(clock, least(clock + 10000,
+                                coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint))),
+                            d.count, d.prev_count, d.window_start, d.credit,
+                            d.scale, d.expires_at, d.since, d.returned] AS told
+                    )
+                    SELECT array_agg(d.key), array_agg(d.told) INTO taken_keys, taken FROM d;
+                END IF;
             END IF;
             -- A row that was made begins by the first reading of the clock. That may be too old for it: another
             -- transaction may have made the same row, and rolled back after this one had waited for it. Such a row is
@@ -4362,9 +3801,7 @@ BEGIN
                     SELECT k.place
                     FROM unnest(taken_keys) WITH ORDINALITY AS k (key, place)
                     JOIN unnest(keys, each) AS e (key, units) ON e.key = k.key COLLATE "C"
-                    CROSS JOIN LATERAL (SELECT taken[k.place][2] AS count, taken[k.place][3] AS prev_count,
-                        taken[k.place][5] AS credit) AS d
-                    WHERE d.count = e.units);
+                    WHERE taken[k.place][2] = e.units);
                 PERFORM rate_limit_reset(name, taken_keys[p], durable, NULL::integer, NULL::boolean)
                 FROM unnest(begun) AS p;
                 SELECT array_agg(k.key ORDER BY k.place), array_agg(taken[k.place:k.place] ORDER BY k.place)
@@ -4373,25 +3810,23 @@ BEGIN
                 WHERE k.place <> ALL (begun);
             END IF;
             IF cardinality(taken_keys) = cardinality(keys) THEN
-                IF told IS NULL THEN
-                    RETURN taken;
-                END IF;
-                RETURN told || ARRAY(SELECT unnest(taken));
+                RETURN taken;
             END IF;
-            told := told || ARRAY(SELECT unnest(taken));
+            told := ARRAY(SELECT unnest(taken));
         END IF;
     END IF;
-
     RETURN told || _rate_limit_left_calendar_window(
         name, keys, max_count, window_us, zone, costs, counts, durable,
-        lock_timeout_ms, synchronous_commit, now_us, coalesce(done, 0), taken_keys);
+        lock_timeout_ms, synchronous_commit, now_us, taken_keys);
 END
 $$;
 -- +goose StatementEnd
 
 COMMENT ON FUNCTION rate_limit_take_calendar_window IS
-    'Takes as rate_limit_calendar_window does, for less. '
-    'It returns an array of numbers, for programs: see sql/limit.sql. For people there is rate_limit_allow.
+    'Takes from the minutes, hours, days, weeks or months of a time zone, '
+    'each of which admits max_count.
+It takes what the costs and counts of each key say, or denies it, '
+    'and returns an array of numbers, for programs: see sql/limit.sql. For people there is rate_limit_allow.
 Example: SELECT rate_limit_take_calendar_window(''mail'', ''{user:123}'', 1000, 2678400000000, ''Europe/Berlin'') '
 'takes one of 1000 a month.';
 
@@ -4495,14 +3930,15 @@ BEGIN
                                     AND d.expires_at = d.window_start + 2 * window_us AND d.prev_count <= max_count
                                     AND excluded.count <= max_count - d.count
                                         - (d.prev_count * (d.window_start + window_us
-                                            - greatest(clock, d.window_start)) + window_us - 1) / window_us END
+                                            - greatest(clock, d.window_start)) + window_us - 1) / window_us
+                                END
                         WHEN 3 THEN d.algorithm = 3 AND d.count = 0 AND d.scale = every_us AND d.capacity = tokens
                             AND d.refill = inflow AND d.credit < full_credit
                             AND d.window_start - clock <= (full_credit - 1) / inflow + 1
                             AND CASE
                                 WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / inflow
                                     THEN d.credit + greatest(clock - d.window_start, 0) * inflow
-                                        >= (full_credit - excluded.credit)
+                                        >= full_credit - excluded.credit
                                 ELSE clock - d.window_start > (full_credit - d.credit - 1) / inflow END
                         WHEN 5 THEN d.algorithm = 5 AND d.since IS NULL AND d.window_start - clock <= window_us
                             AND (clock >= d.expires_at
@@ -4711,14 +4147,15 @@ BEGIN
                                 AND d.expires_at = d.window_start + 2 * window_us AND d.prev_count <= max_count
                                 AND excluded.count <= max_count - d.count
                                     - (d.prev_count * (d.window_start + window_us
-                                        - greatest(clock, d.window_start)) + window_us - 1) / window_us END
+                                        - greatest(clock, d.window_start)) + window_us - 1) / window_us
+                            END
                     WHEN 3 THEN d.algorithm = 3 AND d.count = 0 AND d.scale = every_us AND d.capacity = tokens
                         AND d.refill = inflow AND d.credit < full_credit
                         AND d.window_start - clock <= (full_credit - 1) / inflow + 1
                         AND CASE
                             WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / inflow
                                 THEN d.credit + greatest(clock - d.window_start, 0) * inflow
-                                    >= (full_credit - excluded.credit)
+                                    >= full_credit - excluded.credit
                             ELSE clock - d.window_start > (full_credit - d.credit - 1) / inflow END
                     WHEN 5 THEN d.algorithm = 5 AND d.since IS NULL AND d.window_start - clock <= window_us
                         AND (clock >= d.expires_at
@@ -4819,14 +4256,15 @@ BEGIN
                                     AND d.expires_at = d.window_start + 2 * window_us AND d.prev_count <= max_count
                                     AND excluded.count <= max_count - d.count
                                         - (d.prev_count * (d.window_start + window_us
-                                            - greatest(clock, d.window_start)) + window_us - 1) / window_us END
+                                            - greatest(clock, d.window_start)) + window_us - 1) / window_us
+                                END
                         WHEN 3 THEN d.algorithm = 3 AND d.count = 0 AND d.scale = every_us AND d.capacity = tokens
                             AND d.refill = inflow AND d.credit < full_credit
                             AND d.window_start - clock <= (full_credit - 1) / inflow + 1
                             AND CASE
                                 WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / inflow
                                     THEN d.credit + greatest(clock - d.window_start, 0) * inflow
-                                        >= (full_credit - excluded.credit)
+                                        >= full_credit - excluded.credit
                                 ELSE clock - d.window_start > (full_credit - d.credit - 1) / inflow END
                         WHEN 5 THEN d.algorithm = 5 AND d.since IS NULL AND d.window_start - clock <= window_us
                             AND (clock >= d.expires_at
@@ -5035,14 +4473,15 @@ BEGIN
                                 AND d.expires_at = d.window_start + 2 * window_us AND d.prev_count <= max_count
                                 AND excluded.count <= max_count - d.count
                                     - (d.prev_count * (d.window_start + window_us
-                                        - greatest(clock, d.window_start)) + window_us - 1) / window_us END
+                                        - greatest(clock, d.window_start)) + window_us - 1) / window_us
+                            END
                     WHEN 3 THEN d.algorithm = 3 AND d.count = 0 AND d.scale = every_us AND d.capacity = tokens
                         AND d.refill = inflow AND d.credit < full_credit
                         AND d.window_start - clock <= (full_credit - 1) / inflow + 1
                         AND CASE
                             WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / inflow
                                 THEN d.credit + greatest(clock - d.window_start, 0) * inflow
-                                    >= (full_credit - excluded.credit)
+                                    >= full_credit - excluded.credit
                             ELSE clock - d.window_start > (full_credit - d.credit - 1) / inflow END
                     WHEN 5 THEN d.algorithm = 5 AND d.since IS NULL AND d.window_start - clock <= window_us
                         AND (clock >= d.expires_at
@@ -5147,7 +4586,7 @@ Example: SELECT rate_limit_take_all(ARRAY[''user'', ''everybody''], ARRAY[''user
     'takes one of 20 a minute and one of 1000 a minute, or neither.';
 
 -- rate_limit_reset makes a key as good as new, whichever algorithm wrote its row, and tells whether there was a row.
--- Its parameters are those of the functions of one limit.
+-- Its parameters are those of the functions whose names begin with rate_limit_take_.
 -- +goose StatementBegin
 CREATE FUNCTION rate_limit_reset(
     name text,
@@ -5170,7 +4609,7 @@ BEGIN
             USING ERRCODE = 'invalid_parameter_value', HINT = 'A name has 1 to 128 bytes, and a key 1 to 512.',
                 COLUMN = CASE WHEN octet_length(name) > 128 THEN 'name' ELSE 'key' END;
     END IF;
-    IF lock_timeout_ms <> -1 THEN -- see the functions of one limit
+    IF lock_timeout_ms <> -1 THEN -- see the functions whose names begin with rate_limit_take_
         ignored := set_config('lock_timeout', lock_timeout_ms::text, true);
     END IF;
     IF synchronous_commit IS NOT NULL THEN
@@ -5488,12 +4927,10 @@ BEGIN
         WHERE p.pronamespace = (SELECT n.oid FROM pg_namespace AS n WHERE n.nspname = schema)
             AND p.proowner = (SELECT r.oid FROM pg_roles AS r WHERE r.rolname = current_user)
             AND p.proname IN (
-                'rate_limit_fixed_window', 'rate_limit_take_fixed_window', '_rate_limit_left_fixed_window',
-                'rate_limit_sliding_window', 'rate_limit_take_sliding_window', '_rate_limit_left_sliding_window',
-                'rate_limit_token_bucket', 'rate_limit_take_token_bucket', '_rate_limit_left_token_bucket',
-                'rate_limit_sliding_log', 'rate_limit_take_sliding_log', '_rate_limit_left_sliding_log',
-                'rate_limit_calendar_window', 'rate_limit_take_calendar_window', '_rate_limit_left_calendar_window',
-                'rate_limit_all', 'rate_limit_take_all',
+                'rate_limit_take_fixed_window', '_rate_limit_left_fixed_window', 'rate_limit_take_sliding_window',
+                '_rate_limit_left_sliding_window', 'rate_limit_take_token_bucket', '_rate_limit_left_token_bucket',
+                'rate_limit_take_sliding_log', '_rate_limit_left_sliding_log', 'rate_limit_take_calendar_window',
+                '_rate_limit_left_calendar_window', 'rate_limit_all', 'rate_limit_take_all',
                 'rate_limit_allow', 'rate_limit_peek', 'rate_limit_reset', 'rate_limit_sweep',
                 'rate_limit_policies', 'rate_limit_ban', 'rate_limit_report', 'rate_limit_report_leases',
                 '_rate_limit_check_policy', '_rate_limit_note_policy',
@@ -5577,35 +5014,25 @@ DROP FUNCTION IF EXISTS rate_limit_reset(text, text, boolean, integer, boolean);
 DROP FUNCTION IF EXISTS rate_limit_take_all(text[], text[], boolean, smallint[], bigint[], bigint[], bigint[],
     text[], bigint[], integer[], integer[], bigint[], bigint[], integer, boolean, bigint);
 DROP FUNCTION IF EXISTS rate_limit_take_calendar_window(text, text[], bigint, bigint, text, bigint[], bigint[],
-    boolean, integer, boolean, bigint, boolean);
+    boolean, integer, boolean, bigint);
 DROP FUNCTION IF EXISTS _rate_limit_left_calendar_window(text, text[], bigint, bigint, text, bigint[], bigint[],
-    boolean, integer, boolean, bigint, integer, text[]);
-DROP FUNCTION IF EXISTS rate_limit_calendar_window(text, text[], bigint, bigint, text, bigint[], bigint[], boolean,
-    integer, boolean, timestamptz, bigint[], bigint[], bigint[], bigint[], boolean);
+    boolean, integer, boolean, bigint, text[]);
 DROP FUNCTION IF EXISTS rate_limit_take_sliding_log(text, text[], bigint, bigint, bigint[], bigint[], boolean,
     integer, boolean, bigint);
 DROP FUNCTION IF EXISTS _rate_limit_left_sliding_log(text, text[], bigint, bigint, bigint[], bigint[], boolean,
-    integer, boolean, bigint, integer, text[]);
-DROP FUNCTION IF EXISTS rate_limit_sliding_log(text, text[], bigint, bigint, bigint[], bigint[], boolean, integer,
-    boolean, timestamptz, bigint[], bigint[], bigint[], bigint[], boolean);
+    integer, boolean, bigint, text[]);
 DROP FUNCTION IF EXISTS rate_limit_take_token_bucket(text, text[], bigint, bigint, bigint, bigint[], bigint[],
-    boolean, integer, boolean, bigint, boolean);
+    boolean, integer, boolean, bigint);
 DROP FUNCTION IF EXISTS _rate_limit_left_token_bucket(text, text[], bigint, bigint, bigint, bigint[], bigint[],
-    boolean, integer, boolean, bigint, integer, text[]);
-DROP FUNCTION IF EXISTS rate_limit_token_bucket(text, text[], bigint, bigint, bigint, bigint[], bigint[], boolean,
-    integer, boolean, timestamptz, bigint[], bigint[], bigint[], bigint[], boolean);
+    boolean, integer, boolean, bigint, text[]);
 DROP FUNCTION IF EXISTS rate_limit_take_sliding_window(text, text[], bigint, bigint, bigint[], bigint[], boolean,
-    integer, boolean, bigint, boolean);
+    integer, boolean, bigint);
 DROP FUNCTION IF EXISTS _rate_limit_left_sliding_window(text, text[], bigint, bigint, bigint[], bigint[], boolean,
-    integer, boolean, bigint, integer, text[]);
-DROP FUNCTION IF EXISTS rate_limit_sliding_window(text, text[], bigint, bigint, bigint[], bigint[], boolean,
-    integer, boolean, timestamptz, bigint[], bigint[], bigint[], bigint[], boolean);
+    integer, boolean, bigint, text[]);
 DROP FUNCTION IF EXISTS rate_limit_take_fixed_window(text, text[], bigint, bigint, bigint[], bigint[], boolean,
-    integer, boolean, bigint, boolean);
+    integer, boolean, bigint);
 DROP FUNCTION IF EXISTS _rate_limit_left_fixed_window(text, text[], bigint, bigint, bigint[], bigint[], boolean,
-    integer, boolean, bigint, integer, text[]);
-DROP FUNCTION IF EXISTS rate_limit_fixed_window(text, text[], bigint, bigint, bigint[], bigint[], boolean, integer,
-    boolean, timestamptz, bigint[], bigint[], bigint[], bigint[], boolean);
+    integer, boolean, bigint, text[]);
 DROP FUNCTION IF EXISTS rate_limit_all(integer[], text[], text[], boolean[], smallint[], bigint[], bigint[],
     bigint[], bigint[], bigint[], integer, boolean, timestamptz, bigint[], bigint[], bigint[], bigint[], boolean,
     text[], bigint[]);

@@ -145,12 +145,10 @@ BEGIN
         WHERE p.pronamespace = (SELECT n.oid FROM pg_namespace AS n WHERE n.nspname = schema)
             AND p.proowner = (SELECT r.oid FROM pg_roles AS r WHERE r.rolname = current_user)
             AND p.proname IN (
-                'rate_limit_fixed_window', 'rate_limit_take_fixed_window', '_rate_limit_left_fixed_window',
-                'rate_limit_sliding_window', 'rate_limit_take_sliding_window', '_rate_limit_left_sliding_window',
-                'rate_limit_token_bucket', 'rate_limit_take_token_bucket', '_rate_limit_left_token_bucket',
-                'rate_limit_sliding_log', 'rate_limit_take_sliding_log', '_rate_limit_left_sliding_log',
-                'rate_limit_calendar_window', 'rate_limit_take_calendar_window', '_rate_limit_left_calendar_window',
-                'rate_limit_all', 'rate_limit_take_all',
+                'rate_limit_take_fixed_window', '_rate_limit_left_fixed_window', 'rate_limit_take_sliding_window',
+                '_rate_limit_left_sliding_window', 'rate_limit_take_token_bucket', '_rate_limit_left_token_bucket',
+                'rate_limit_take_sliding_log', '_rate_limit_left_sliding_log', 'rate_limit_take_calendar_window',
+                '_rate_limit_left_calendar_window', 'rate_limit_all', 'rate_limit_take_all',
                 'rate_limit_allow', 'rate_limit_peek', 'rate_limit_reset', 'rate_limit_sweep',
                 'rate_limit_policies', 'rate_limit_ban', 'rate_limit_report', 'rate_limit_report_leases',
                 '_rate_limit_check_policy', '_rate_limit_note_policy',

@@ -42,7 +42,7 @@ BEGIN
         WHERE p.pronamespace = (SELECT n.oid FROM pg_namespace AS n WHERE n.nspname = schema)
             AND p.proowner = (SELECT r.oid FROM pg_roles AS r WHERE r.rolname = current_user)
             AND p.proname IN (
-                {{define "deciding"}}{{range .}}'{{.Function}}', '{{.Takes}}', '{{.Left}}', {{end}}
+                {{define "deciding"}}{{range .}}'{{.Function}}', '{{.Left}}', {{end}}
                     {{- "'rate_limit_all', 'rate_limit_take_all'"}}{{end -}}
                 {{fold 16 (include "deciding" .Algorithms)}},
                 'rate_limit_allow', 'rate_limit_peek', 'rate_limit_reset', 'rate_limit_sweep',

@@ -1,6 +1,6 @@
--- rate_limit_all decides requests of several parts each, such as one for an address, one for a user and one for
--- everybody. A request takes from all of its parts or from none. The parts may differ in everything: limiter, key,
--- algorithm, cost and table.
+-- rate_limit_all decides everything. Requests may have several parts each, such as one for an address, one for a user
+-- and one for everybody. A request takes from all of its parts or from none. The parts may differ in everything:
+-- limiter, key, algorithm, cost and table.
 --
 --   requests            the request that a part belongs to. Parts of one request stand together, and requests ascend
 --   names, keys         the limiter and the key of each part. A request may name the same row only once
@@ -9,12 +9,14 @@
 --   limits              max_count of a window, capacity of a bucket
 --   spans_us            window_us of a window, every_us of a bucket; of a calendar window, as its function takes it
 --   refills             refill of a bucket
---   costs               cost of each part; NULL means 1 each. Costs that are all 0 only look. A request whose costs are
---                       below 0 gives back to all of its parts, or grants credit to all of them: see taken_in
+--   costs               cost of each part; NULL means 1 each. Costs that are all 0 only look, and tell whether a cost
+--                       of 1 would fit. A cost above the limit is denied with a retry_after_us of NULL, which means
+--                       never. A request whose costs are below 0 gives back to all of its parts, or grants credit above
+--                       the limit to all of them, up to 2^61 each: see taken_in
 --   counts              how many such requests are asked, the same for all parts of a request; NULL means 1 each
---   lock_timeout_ms     as in the functions of one limit, also if it is -1, like the next two
+--   lock_timeout_ms     as in the functions whose names begin with rate_limit_take_, like the next one
 --   synchronous_commit
---   now
+--   now                 replaces the clock, for tests
 --   taken_since, taken_in, taken_at, taken_spent
 --                       which take costs below 0 give back: what the decisions of its parts returned under these names.
 --                       If taken_in of its first part is NULL, the request grants credit
@@ -58,8 +60,20 @@ CREATE FUNCTION rate_limit_all(
     refills bigint[],
     costs bigint[] DEFAULT NULL,
     counts bigint[] DEFAULT NULL,
-{{include "arguments" `zones text[] DEFAULT NULL,
-    leased bigint[] DEFAULT NULL`}}
+    lock_timeout_ms integer DEFAULT NULL,
+    synchronous_commit boolean DEFAULT NULL,
+    now timestamptz DEFAULT NULL,
+    taken_since bigint[] DEFAULT NULL,
+    taken_in bigint[] DEFAULT NULL,
+    taken_at bigint[] DEFAULT NULL,
+    taken_spent bigint[] DEFAULT NULL,
+    skip_held boolean DEFAULT false,
+    zones text[] DEFAULT NULL,
+    leased bigint[] DEFAULT NULL
+)
+RETURNS SETOF rate_limit_decision
+LANGUAGE plpgsql
+SECURITY DEFINER
 SET enable_nestloop = on
 SET enable_seqscan = off -- a plan must not depend on how small the table was when it was made
 AS $$
@@ -139,7 +153,8 @@ DECLARE
     -- An entry of a log has 54 bits for its time, so the difference of two is taken modulo 2^53.
     age_bits CONSTANT bigint := 9007199254740991;
 BEGIN
-    IF (parts > 0 AND cardinality(requests) = parts AND cardinality(names) = parts AND cardinality(durables) = parts
+    IF (array_ndims(keys) = 1 AND array_lower(keys, 1) = 1
+            AND cardinality(requests) = parts AND cardinality(names) = parts AND cardinality(durables) = parts
             AND cardinality(algorithms) = parts AND cardinality(limits) = parts AND cardinality(spans_us) = parts
             AND cardinality(refills) = parts
             AND coalesce(cardinality(costs) = parts, true) AND coalesce(cardinality(counts) = parts, true)
@@ -149,14 +164,15 @@ BEGIN
         RAISE EXCEPTION 'rate_limit: % is not valid', (
                 SELECT (string_to_array('keys requests names durables algorithms limits spans_us refills '
                     'costs counts taken_in leased', ' '))[e.place]
-                FROM unnest(ARRAY[nullif(parts, 0), cardinality(requests), cardinality(names), cardinality(durables),
+                FROM unnest(ARRAY[CASE WHEN array_ndims(keys) = 1 AND array_lower(keys, 1) = 1 THEN parts END,
+                    cardinality(requests), cardinality(names), cardinality(durables),
                     cardinality(algorithms), cardinality(limits), cardinality(spans_us), cardinality(refills),
                     cardinality(costs), cardinality(counts), cardinality(taken_in), cardinality(leased)])
                     WITH ORDINALITY AS e (n, place)
                 WHERE e.n IS NULL AND e.place < 9 OR e.n <> parts
                 ORDER BY e.place LIMIT 1)
             USING ERRCODE = 'invalid_parameter_value',
-                HINT = 'At least one key is needed, and as many elements of each of the others as keys. '
+                HINT = 'At least one key is needed, counted from 1, and as many elements of the others as keys. '
                     'NULL instead of costs or of counts means 1 for each key.';
     END IF;
     ignored := concat(
@@ -575,10 +591,19 @@ COMMENT ON FUNCTION rate_limit_all IS
     'algorithm ({{include "codes" .Algorithms}}), '
     'max_count or capacity, window_us or every_us, and refill. '
     'zones, by name, has the time zone of each that is a calendar window; NULL means UTC.
-It returns a row for each part, as the functions of one limit do. '
-    'granted is that of the whole request. '
-    'The parts that refused it are those with a retry_after_us other than 0. '
-    'The request fits after the longest of them.
+It returns a row for each part: '
+    'ord (its place in the arrays), '
+    'granted (how many of the counts requests were granted, as wholes), '
+    'remaining (the largest cost that would be granted next), '
+    'retry_after_us (microseconds until the others can be granted; 0: all were; NULL: never), '
+    'reset_after_us (microseconds until the key is as good as new), '
+    'decided_at (the database clock at the decision), '
+    'the state of the key then, as in the table, '
+    'and what a refund has to tell: taken_since, taken_in, taken_at and taken_spent. '
+    'The parts that refused a request are those with a retry_after_us other than 0. '
+    'The request fits after the longest of them. '
+    'A denial is a row with granted = 0, never an error, and takes nothing. '
+    'What is taken commits or rolls back with the transaction.
 Example: SELECT * FROM rate_limit_all(ARRAY[1, 1], ARRAY[''address'', ''user''], '
     'ARRAY[''192.0.2.1'', ''user:123''], ARRAY[false, false], ARRAY[2, 3]::smallint[], '
     'ARRAY[100, 20], ARRAY[60000000, 10000000], ARRAY[0, 5]) '

@@ -26,25 +26,19 @@ is for. */}}
 {{define "calendar.begin"}}window_end := _rate_limit_window_end(clock, window_us, zone);{{end}}
 {{define "calendar.insert"}}(prefix, key, algorithm, count, window_start, scale, expires_at){{end}}
 {{define "calendar.values"}}5, {{.}}, clock, window_end - clock, window_end{{end}}
-{{define "calendar.adds"}}count = d.count + units{{end}}
-{{define "calendar.undoes"}}count = d.count - units{{end}}
 {{define "calendar.rolls"}}
 count = CASE WHEN clock < d.expires_at THEN d.count ELSE 0 END + excluded.count,
 window_start = CASE WHEN clock < d.expires_at THEN d.window_start ELSE clock END,
 scale = CASE WHEN clock < d.expires_at THEN d.scale ELSE excluded.scale END,
 expires_at = CASE WHEN clock < d.expires_at THEN d.expires_at ELSE excluded.expires_at END
 {{end}}
-{{define "calendar.excluded"}}excluded.count{{end}}
 {{define "calendar.fits"}}
 d.algorithm = 5 AND d.since IS NULL AND d.window_start - clock <= window_us
-    AND {{if .Rolls}}(clock >= d.expires_at
-    OR {{end}}clock + 10000 < d.expires_at AND d.expires_at = d.window_start + d.scale
-    AND d.scale <= 2 * window_us AND {{.Units}} <= max_count - d.count
-    {{- if .Rolls}}){{else}}
-    AND {{include "calendar.known"}}{{end}}
+    AND (clock >= d.expires_at
+    OR clock + 10000 < d.expires_at AND d.expires_at = d.window_start + d.scale
+    AND d.scale <= 2 * window_us AND excluded.count <= max_count - d.count)
 {{end}}
-{{define "calendar.new"}}d.count = {{.}}{{end}}
-{{define "calendar.latest"}}{{.}}expires_at - 1{{end}}
+{{define "calendar.new"}}{{.Taken}}[2] = {{.Units}}{{end}}
 {{define "calendar.columns"}}count, window_start, credit, scale, expires_at, since{{end}}
 
 {{define "calendar.enough"}}cost <= max_count - s.count{{end}}

@@ -1,5 +1,5 @@
 -- rate_limit_reset makes a key as good as new, whichever algorithm wrote its row, and tells whether there was a row.
--- Its parameters are those of the functions of one limit.
+-- Its parameters are those of the functions whose names begin with rate_limit_take_.
 CREATE FUNCTION rate_limit_reset(
     name text,
     key text,
@@ -21,7 +21,7 @@ BEGIN
             USING ERRCODE = 'invalid_parameter_value', HINT = 'A name has 1 to 128 bytes, and a key 1 to 512.',
                 COLUMN = CASE WHEN octet_length(name) > 128 THEN 'name' ELSE 'key' END;
     END IF;
-    IF lock_timeout_ms <> -1 THEN -- see the functions of one limit
+    IF lock_timeout_ms <> -1 THEN -- see the functions whose names begin with rate_limit_take_
         ignored := set_config('lock_timeout', lock_timeout_ms::text, true);
     END IF;
     IF synchronous_commit IS NOT NULL THEN

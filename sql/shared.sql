@@ -3,23 +3,6 @@
 {{/* The algorithms by their codes, for people to read. */}}
 {{define "codes"}}{{range $i, $a := .}}{{if $i}}, {{end}}{{$a.Code}} {{$a.Title}}{{end}}{{end}}
 
-{{/* What the heads of all deciding functions share. */}}
-{{define "arguments"}}
-    lock_timeout_ms integer DEFAULT NULL,
-    synchronous_commit boolean DEFAULT NULL,
-    now timestamptz DEFAULT NULL,
-    taken_since bigint[] DEFAULT NULL,
-    taken_in bigint[] DEFAULT NULL,
-    taken_at bigint[] DEFAULT NULL,
-    taken_spent bigint[] DEFAULT NULL,
-    skip_held boolean DEFAULT false{{with .}},
-    {{.}}{{end}}
-)
-RETURNS SETOF rate_limit_decision
-LANGUAGE plpgsql
-SECURITY DEFINER
-{{end}}
-
 {{/* Takes what is granted, first from ordinary room, and then from granted credit. */}}
 {{define "take"}}
 IF s.{{.Credit}} > 0 THEN

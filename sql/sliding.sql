@@ -14,8 +14,6 @@ block is for. */}}
 {{define "sliding.values"}}2, {{.}}, clock, clock + 2 * window_us{{end}}
 {{define "sliding.start"}}CASE WHEN clock < d.window_start + window_us THEN d.window_start
     WHEN clock < d.expires_at THEN d.window_start + window_us ELSE clock END{{end}}
-{{define "sliding.adds"}}count = d.count + units{{end}}
-{{define "sliding.undoes"}}count = d.count - units{{end}}
 {{define "sliding.rolls"}}
 count = CASE WHEN clock < d.window_start + window_us THEN d.count ELSE 0 END + excluded.count,
 prev_count = CASE WHEN clock < d.window_start + window_us THEN d.prev_count
@@ -23,26 +21,24 @@ prev_count = CASE WHEN clock < d.window_start + window_us THEN d.prev_count
 window_start = {{include "sliding.start"}},
 expires_at = {{include "sliding.start"}} + 2 * window_us
 {{end}}
-{{define "sliding.excluded"}}excluded.count{{end}}
 {{define "sliding.fits"}}
 d.algorithm = 2 AND d.since IS NULL AND d.window_start - clock <= window_us
-    AND {{if .Rolls}}CASE
+    AND CASE
         WHEN clock >= d.expires_at THEN clock >= d.window_start + window_us
         WHEN clock >= d.window_start + window_us
                 AND d.expires_at = d.window_start + 2 * window_us
                 AND clock + 10000 < d.expires_at
             THEN d.count BETWEEN 1 AND max_count
-            AND {{.Units}} <= max_count
+            AND excluded.count <= max_count
                 - (d.count * (d.expires_at - clock) + window_us - 1) / window_us
-        ELSE {{end}}clock + 10000 < d.window_start + window_us
+        ELSE clock + 10000 < d.window_start + window_us
             AND d.expires_at = d.window_start + 2 * window_us AND d.prev_count <= max_count
-            AND {{.Units}} <= max_count - d.count
+            AND excluded.count <= max_count - d.count
                 - (d.prev_count * (d.window_start + window_us
                     - greatest(clock, d.window_start)) + window_us - 1) / window_us
-    {{- if .Rolls}} END{{end}}
+        END
 {{end}}
-{{define "sliding.new"}}d.count = {{.}} AND d.prev_count = 0{{end}}
-{{define "sliding.latest"}}{{.}}window_start + window_us - 1{{end}}
+{{define "sliding.new"}}{{.Taken}}[2] = {{.Units}} AND {{.Taken}}[3] = 0{{end}}
 {{define "sliding.columns"}}count, prev_count, window_start, credit, expires_at, since{{end}}
 
 {{define "sliding.enough"}}cost <= max_count - s.count - s.prev_count{{end}}

@@ -55,8 +55,7 @@ SELECT bool_and((excluded.valid
         THEN excluded.expires_at < 2 * clock AND (full_credit - 1) / inflow < clock IS NOT FALSE
         ELSE CASE excluded.algorithm
         {{- range .Algorithms}}{{if has (print .Name ".rolls")}}
-        WHEN {{.Code}} THEN {{include (print .Name ".fits")
-            (dict "Units" (include (print .Name ".excluded")) "Rolls" true) | hang 8}}{{end}}
+        WHEN {{.Code}} THEN {{include (print .Name ".fits") | hang 8}}{{end}}
         {{- end}} END END
     ) IS TRUE),
     array_agg(d.ctid)

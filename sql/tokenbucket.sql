@@ -28,14 +28,6 @@ block is for. */}}
 {{/* Whether the bucket is not full by the clock, or a while later. */}}
 {{define "tokenbucket.runs"}}clock{{.}} - d.window_start <= (full_credit - d.credit - 1) / inflow{{end}}
 {{define "tokenbucket.level"}}d.credit + greatest(clock - d.window_start, 0) * inflow{{end}}
-{{define "tokenbucket.adds"}}
-credit = {{include "tokenbucket.level"}} - units * every_us,
-window_start = greatest(clock, d.window_start),
-expires_at = greatest(clock, d.window_start)
-    + (full_credit - ({{include "tokenbucket.level"}})
-        + units * every_us - 1) / inflow + 1
-{{end}}
-{{define "tokenbucket.undoes"}}credit = d.credit + units * every_us{{end}}
 {{define "tokenbucket.rolls"}}
 scale = every_us,
 capacity = tokens,
@@ -55,23 +47,17 @@ expires_at = CASE WHEN {{include "tokenbucket.runs" ""}}
         + (full_credit - excluded.credit) - 1) / inflow + 1
     ELSE excluded.expires_at END
 {{end}}
-{{define "tokenbucket.excluded"}}(full_credit - excluded.credit){{end}}
 {{define "tokenbucket.fits"}}
 d.algorithm = 3 AND d.count = 0 AND d.scale = every_us AND d.capacity = tokens
     AND d.refill = inflow AND d.credit < full_credit
     AND d.window_start - clock <= (full_credit - 1) / inflow + 1
-    AND {{if .Rolls}}CASE
+    AND CASE
         WHEN {{include "tokenbucket.runs" " + 10000"}}
             THEN {{include "tokenbucket.level"}}
-                >= {{.Units}}
+                >= full_credit - excluded.credit
         ELSE clock - d.window_start > (full_credit - d.credit - 1) / inflow END
-    {{- else}}{{include "tokenbucket.runs" " + 10000"}}
-    AND {{include "tokenbucket.level"}} >= {{.Units}} * every_us{{end}}
 {{end}}
-{{define "tokenbucket.new"}}d.credit = full_credit - {{.}} * every_us{{end}}
-{{define "tokenbucket.latest"}}
-{{- .}}window_start + (full_credit - units * every_us - {{.}}credit - 1) / inflow
-{{- end}}
+{{define "tokenbucket.new"}}{{.Taken}}[5] = full_credit - {{.Units}} * every_us{{end}}
 {{define "tokenbucket.columns"}}count, window_start, credit, scale, expires_at, since, capacity, refill, returned{{end}}
 
 {{define "tokenbucket.enough"}}s.scale = every_us AND cost <= least(s.credit / every_us, capacity){{end}}

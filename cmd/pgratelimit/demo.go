@@ -362,8 +362,8 @@ func (d *demo) showRow(ctx context.Context) error {
        to_timestamp(window_start / 1e6) AS window_start,
        to_timestamp(expires_at / 1e6) AS expires_at
 FROM ` + inSchema + `rate_limit_ephemeral WHERE prefix = 'shorten'`
-	take := fmt.Sprintf("SELECT * FROM %srate_limit_sliding_window('shorten', ARRAY['%s'], %d, %d)",
-		inSchema, demoClient, demoLimit, time.Minute.Microseconds())
+	take := fmt.Sprintf("SELECT * FROM %srate_limit_allow('shorten', '%s', 'sliding %d/1m')",
+		inSchema, demoClient, demoLimit)
 
 	record, err := queryRecord(ctx, d.pool, look)
 	if err != nil {
@@ -379,11 +379,11 @@ FROM ` + inSchema + `rate_limit_ephemeral WHERE prefix = 'shorten'`
 	if record, err = queryRecord(ctx, d.pool, take); err != nil {
 		return err
 	}
-	if granted := record.value("granted"); granted != "0" {
-		return fmt.Errorf("SQL was granted %s requests, expected 0", granted)
+	if allowed := record.value("allowed"); allowed != "f" {
+		return fmt.Errorf("SQL was told allowed = %s, expected f", allowed)
 	}
-	d.printf("   Whatever speaks SQL can take from the same limit (10 in 60,000,000 microseconds):\n\n%s;\n\n", take)
-	d.printf("   Right now it answers granted = 0 and retry_after_us = %s.\n", record.value("retry_after_us"))
+	d.printf("   Whatever speaks SQL can take from the same limit:\n\n%s;\n\n", take)
+	d.printf("   Right now it answers allowed = f and retry_after = %s.\n", record.value("retry_after"))
 	return nil
 }
 

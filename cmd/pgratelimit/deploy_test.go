@@ -190,9 +190,9 @@ func TestRoles(t *testing.T) {
 		"INSERT INTO rate_limit_lease SELECT * FROM rate_limit_lease":                             "",
 		"SELECT _rate_limit_ask('a', 'b', 'log 1/1m', 1, false)":                                  "",
 		"SELECT _rate_limit_read_policy('log 1/1m'::text)":                                        "",
-		"SELECT rate_limit_fixed_window('a', '{b}', 1, 1)":                                        "app on_call",
+		"SELECT rate_limit_take_fixed_window('a', '{b}', 1, 1)":                                   "app on_call",
 		"CREATE TABLE more (a int)":                                                               "",
-		"CREATE FUNCTION rate_limit_fixed_window() RETURNS int LANGUAGE sql AS 'SELECT 1'":        "",
+		"CREATE FUNCTION rate_limit_take_fixed_window() RETURNS int LANGUAGE sql AS 'SELECT 1'":   "",
 		"DROP TABLE rate_limit_ephemeral":                                                         "",
 	} {
 		for _, login := range logins {

@@ -54,7 +54,7 @@ func TestDoctorFindsCallsThatAreCompiled(t *testing.T) {
 		require.NoError(t, err)
 		rows, err := conn.Query(
 			t.Context(),
-			"EXPLAIN ANALYZE SELECT * FROM rate_limit_fixed_window('test', ARRAY['key'], 10, 1000000)",
+			"EXPLAIN ANALYZE SELECT * FROM rate_limit_all('{1}', '{test}', '{key}', '{f}', '{1}', '{10}', '{1000000}', '{0}')",
 		)
 		require.NoError(t, err)
 		plan, err := pgx.CollectRows(rows, pgx.RowTo[string])
@@ -188,9 +188,9 @@ func TestDoctorFindsWhatIsWrong(t *testing.T) {
 			check: "objects", level: problem, found: "lacks constraint rate_limit_durable_pkey", do: "make all anew, which loses all counts",
 		},
 		"open to everybody": {
-			sql:   `GRANT EXECUTE ON FUNCTION rate_limit_token_bucket TO PUBLIC`,
-			check: "rights", level: warning, found: "every role may execute public.rate_limit_token_bucket",
-			do: "`REVOKE EXECUTE ON FUNCTION public.rate_limit_token_bucket FROM PUBLIC`",
+			sql:   `GRANT EXECUTE ON FUNCTION rate_limit_take_token_bucket TO PUBLIC`,
+			check: "rights", level: warning, found: "every role may execute public.rate_limit_take_token_bucket",
+			do: "`REVOKE EXECUTE ON FUNCTION public.rate_limit_take_token_bucket FROM PUBLIC`",
 		},
 		"a trigger of the policies dropped": {
 			sql:   `DROP TRIGGER rate_limit_policy_note ON rate_limit_policy`,
@@ -375,7 +375,7 @@ func TestDoctorOfRoles(t *testing.T) {
 	}{
 		"nothing": {"", problem, "neither execute the functions nor read the tables"},
 		"some": {"GRANT EXECUTE ON FUNCTION rate_limit_all, rate_limit_reset TO pg_monitor", warning,
-			"may not execute public.rate_limit_calendar_window, public.rate_limit_fixed_window, public.rate_limit_sliding_log, public.rate_limit_sliding_window, public.rate_limit_take_all, public.rate_limit_take_calendar_window, public.rate_limit_take_fixed_window, public.rate_limit_take_sliding_log, public.rate_limit_take_sliding_window, public.rate_limit_take_token_bucket, public.rate_limit_token_bucket"},
+			"may not execute public.rate_limit_take_all, public.rate_limit_take_calendar_window, public.rate_limit_take_fixed_window, public.rate_limit_take_sliding_log, public.rate_limit_take_sliding_window, public.rate_limit_take_token_bucket"},
 		"application":   {"GRANT EXECUTE ON FUNCTION " + strings.Join(algorithm.Functions(), ", ") + " TO pg_monitor", fine, "may execute the functions"},
 		"sweeper":       {"GRANT EXECUTE ON FUNCTION rate_limit_sweep TO pg_monitor", fine, "may sweep"},
 		"policy admin":  {"GRANT SELECT, INSERT, UPDATE, DELETE ON rate_limit_policy TO pg_monitor", fine, "may change policies"},

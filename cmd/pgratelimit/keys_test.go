@@ -449,7 +449,7 @@ func TestNothingThatReadsCanWrite(t *testing.T) {
 	require.NoError(t, err)
 	defer pool.Close()
 	err = a.read(t.Context(), pool, func(tx pgx.Tx) error {
-		_, err := tx.Exec(t.Context(), "SELECT public.rate_limit_fixed_window('login', ARRAY['user:123'], 1, 1)")
+		_, err := tx.Exec(t.Context(), "SELECT public.rate_limit_take_fixed_window('login', ARRAY['user:123'], 1, 1)")
 		return err
 	})
 	require.ErrorContains(t, err, "SQLSTATE 25006")

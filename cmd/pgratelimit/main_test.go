@@ -368,7 +368,7 @@ func TestForeignObjectsAreNotRun(t *testing.T) {
 			}
 			continue
 		}
-		for _, function := range []string{"fixed_window", "sliding_window", "token_bucket", "sliding_log", "calendar_window", "all", "reset", "sweep"} {
+		for _, function := range []string{"take_fixed_window", "take_sliding_window", "take_token_bucket", "take_sliding_log", "take_calendar_window", "take_all", "all", "reset", "sweep"} {
 			pgtest.Exec(t, db.Pool, "ALTER FUNCTION rate_limit_"+function+" SECURITY INVOKER")
 			invoke(
 				t,

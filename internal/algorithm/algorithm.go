@@ -14,7 +14,7 @@ type Algorithm struct {
 	Word     string // that a policy's text begins with
 	Example  string // of such a text
 	File     string // the NAME of NAME.go, NAME_test.go, sql/NAME.sql and sql/call/NAME.sql
-	Function string // which decides for keys of one limiter
+	Function string // which takes from keys of one limiter
 	// Arguments of the function, for the numbers of a policy: the limit, the refill if there is one, the span, and the
 	// time zone if there is one.
 	Arguments []string
@@ -33,11 +33,10 @@ const (
 // All returns the table, in the order of the codes.
 //
 // A new algorithm needs a line here and one in algorithms.go, NAME.go with its policy and its model, and NAME_test.go.
-// It needs sql/NAME.sql with the rules, and sql/call/NAME.sql and sql/call/takeNAME.sql with the statements. Its
-// functions go into deploy/grants.sql, docs/operating.md and, with the types of their arguments,
-// cmd/pgratelimit/sql/foreign.sql. An example of its text form goes into docs/algorithms.md. Then run make sql.
-// TestEveryAlgorithmIsComplete tells which of these is missing. Once a release has the functions, internal/gensql needs
-// a further migration for it.
+// It needs sql/NAME.sql with the rules, and sql/call/NAME.sql with the statement that calls its function. The function
+// goes into deploy/grants.sql, docs/operating.md and, with the types of its arguments, cmd/pgratelimit/sql/foreign.sql.
+// An example of its text form goes into docs/algorithms.md. Then run make sql. TestEveryAlgorithmIsComplete tells which
+// of these is missing. Once a release has the functions, internal/gensql needs a further migration for it.
 //
 // If something flows in, as into a TokenBucket, if there is a log, as of a SlidingLog, or a time zone, as of a
 // CalendarWindow, look for these names and codes in fallback.go, model.go, credit.go, statement.go, takes.go, text.go
@@ -50,12 +49,12 @@ var (
 	bucket = []string{"capacity", "refill", "every_us"}
 	zoned  = []string{"max_count", "window_us", "zone"}
 	table  = [...]Algorithm{
-		{FixedWindow, "fixed", "fixed 100/1m", "fixed", "rate_limit_fixed_window", window, "credit"},
-		{SlidingWindow, "sliding", "sliding 100/1m", "sliding", "rate_limit_sliding_window", window, "credit"},
-		{TokenBucket, "bucket", "bucket 20 5/10s", "tokenbucket", "rate_limit_token_bucket", bucket, "count"},
-		{SlidingLog, "log", "log 100/1m", "slidinglog", "rate_limit_sliding_log", window, "credit"},
+		{FixedWindow, "fixed", "fixed 100/1m", "fixed", "rate_limit_take_fixed_window", window, "credit"},
+		{SlidingWindow, "sliding", "sliding 100/1m", "sliding", "rate_limit_take_sliding_window", window, "credit"},
+		{TokenBucket, "bucket", "bucket 20 5/10s", "tokenbucket", "rate_limit_take_token_bucket", bucket, "count"},
+		{SlidingLog, "log", "log 100/1m", "slidinglog", "rate_limit_take_sliding_log", window, "credit"},
 		{
-			CalendarWindow, "every", "every 1000/month Europe/Berlin", "calendar", "rate_limit_calendar_window",
+			CalendarWindow, "every", "every 1000/month Europe/Berlin", "calendar", "rate_limit_take_calendar_window",
 			zoned, "credit",
 		},
 	}
@@ -80,14 +79,9 @@ func (a *Algorithm) Refills() bool { return slices.Contains(a.Arguments, "refill
 // Zoned tells whether a policy has a time zone.
 func (a *Algorithm) Zoned() bool { return slices.Contains(a.Arguments, "zone") }
 
-// Takes is the function that decides for keys of one limiter if all requests take.
-func (a *Algorithm) Takes() string {
-	return strings.Replace(a.Function, "rate_limit_", "rate_limit_take_", 1)
-}
-
-// Left is the internal function that decides what is left by Takes.
+// Left is the internal function that decides what is left by Function.
 func (a *Algorithm) Left() string {
-	return strings.Replace(a.Function, "rate_limit_", "_rate_limit_left_", 1)
+	return strings.Replace(a.Function, "rate_limit_take_", "_rate_limit_left_", 1)
 }
 
 // TypeOf is the type of one of the Arguments.
@@ -102,7 +96,7 @@ func TypeOf(argument string) string {
 func Functions() []string {
 	var names []string
 	for _, a := range table {
-		names = append(names, a.Function, a.Takes())
+		names = append(names, a.Function)
 	}
 	return append(names, "rate_limit_all", "rate_limit_take_all", "rate_limit_reset")
 }

@@ -136,7 +136,7 @@ func rulesOf(a algorithm.Algorithm) rules {
 
 // Title is what people call it.
 func (r rules) Title() string {
-	return strings.ReplaceAll(strings.TrimPrefix(r.Function, "rate_limit_"), "_", " ")
+	return strings.ReplaceAll(strings.TrimPrefix(r.Function, "rate_limit_take_"), "_", " ")
 }
 
 // data is what the templates in sql/ are executed with.

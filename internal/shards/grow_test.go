@@ -23,8 +23,8 @@ const limit = 1000
 // take asks for n of a key's, through a proxy, and tells how many were granted.
 func take(t *testing.T, proxy *pgtest.DB, key string, n int64) (granted int64, err error) {
 	t.Helper()
-	err = proxy.Pool.QueryRow(t.Context(), "SELECT granted FROM rate_limit_sliding_window("+
-		"'api', ARRAY[$1], $2, 3600000000, counts => ARRAY[$3::bigint])", key, limit, n).Scan(&granted)
+	err = proxy.Pool.QueryRow(t.Context(), "SELECT granted FROM rate_limit_all('{1}', '{api}', ARRAY[$1], '{f}', '{2}', "+
+		"ARRAY[$2::bigint], '{3600000000}', '{0}', counts => ARRAY[$3::bigint])", key, limit, n).Scan(&granted)
 	return granted, err
 }
 
@@ -256,7 +256,7 @@ func TestGrowBesideATransactionOnTheShard(t *testing.T) {
 			return nil
 		}
 		direct = pgtest.Begin(t, c.shards[place])
-		pgtest.Exec(t, direct, "SELECT rate_limit_sliding_window('api', ARRAY[$1], $2, 3600000000, counts => '{3}')",
+		pgtest.Exec(t, direct, "SELECT rate_limit_take_sliding_window('api', ARRAY[$1], $2, 3600000000, '{1}', '{3}')",
 			key, limit)
 		return shards.Grow(t.Context(), c.growConfig(t, nil)) // somebody else's
 	}

@@ -23,7 +23,7 @@ func TestStylesOfTheSession(t *testing.T) {
 			require.NoError(t, err)
 			var at int64
 			require.NoError(t, conn.QueryRow(t.Context(), "SELECT extract(epoch FROM decided_at)::bigint FROM "+
-				"rate_limit_fixed_window('api', ARRAY['a'], 5, 3600000000, now => to_timestamp(1793613600))").Scan(&at))
+				"rate_limit_all('{1}', '{api}', '{a}', '{f}', '{1}', '{5}', '{3600000000}', '{0}', now => to_timestamp(1793613600))").Scan(&at))
 			require.EqualValues(t, 1793613600, at)
 		})
 	}
@@ -35,8 +35,8 @@ func TestArraysOfOddShape(t *testing.T) {
 
 	c := newCluster(t, 2)
 	for _, counts := range []string{"[0:3]={1,3,3,1}", "{{3,2,1,1}}"} {
-		_, err := c.proxy.Pool.Exec(t.Context(), "SELECT * FROM rate_limit_sliding_window("+
-			"'api', ARRAY['a', 'b', 'c', 'd'], 5, 3600000000, counts => $1::text::bigint[])", counts)
+		_, err := c.proxy.Pool.Exec(t.Context(), "SELECT * FROM "+
+			pgtest.Each("'api'", "ARRAY['a', 'b', 'c', 'd']", "false", "2", "5", "3600000000", "0", ", counts => $1::text::bigint[]"), counts)
 		pgErr := &pgconn.PgError{}
 		require.ErrorAs(t, err, &pgErr)
 		require.Equal(t, "22023", pgErr.Code)

@@ -52,31 +52,16 @@ SELECT format(CASE WHEN p.prosecdef THEN 'function %s belongs to %I, who owns ne
 FROM pg_proc AS p
 JOIN schema AS n ON n.oid = p.pronamespace
 WHERE (p.proname, oidvectortypes(p.proargtypes)) IN (
-        ('rate_limit_fixed_window',
-            'text, text[], bigint, bigint, bigint[], bigint[], boolean, integer, boolean, timestamp with time zone, '
-            'bigint[], bigint[], bigint[], bigint[], boolean'),
-        ('rate_limit_sliding_window',
-            'text, text[], bigint, bigint, bigint[], bigint[], boolean, integer, boolean, timestamp with time zone, '
-            'bigint[], bigint[], bigint[], bigint[], boolean'),
-        ('rate_limit_sliding_log',
-            'text, text[], bigint, bigint, bigint[], bigint[], boolean, integer, boolean, timestamp with time zone, '
-            'bigint[], bigint[], bigint[], bigint[], boolean'),
-        ('rate_limit_calendar_window',
-            'text, text[], bigint, bigint, text, bigint[], bigint[], boolean, integer, boolean, '
-            'timestamp with time zone, bigint[], bigint[], bigint[], bigint[], boolean'),
-        ('rate_limit_token_bucket',
-            'text, text[], bigint, bigint, bigint, bigint[], bigint[], boolean, integer, boolean, '
-            'timestamp with time zone, bigint[], bigint[], bigint[], bigint[], boolean'),
         ('rate_limit_take_fixed_window',
-            'text, text[], bigint, bigint, bigint[], bigint[], boolean, integer, boolean, bigint, boolean'),
+            'text, text[], bigint, bigint, bigint[], bigint[], boolean, integer, boolean, bigint'),
         ('rate_limit_take_sliding_window',
-            'text, text[], bigint, bigint, bigint[], bigint[], boolean, integer, boolean, bigint, boolean'),
+            'text, text[], bigint, bigint, bigint[], bigint[], boolean, integer, boolean, bigint'),
         ('rate_limit_take_sliding_log',
             'text, text[], bigint, bigint, bigint[], bigint[], boolean, integer, boolean, bigint'),
         ('rate_limit_take_calendar_window',
-            'text, text[], bigint, bigint, text, bigint[], bigint[], boolean, integer, boolean, bigint, boolean'),
+            'text, text[], bigint, bigint, text, bigint[], bigint[], boolean, integer, boolean, bigint'),
         ('rate_limit_take_token_bucket',
-            'text, text[], bigint, bigint, bigint, bigint[], bigint[], boolean, integer, boolean, bigint, boolean'),
+            'text, text[], bigint, bigint, bigint, bigint[], bigint[], boolean, integer, boolean, bigint'),
         ('rate_limit_all',
             'integer[], text[], text[], boolean[], smallint[], bigint[], bigint[], bigint[], bigint[], bigint[], '
             'integer, boolean, timestamp with time zone, bigint[], bigint[], bigint[], bigint[], boolean, text[], '

@@ -1,3 +1,0 @@
-SELECT rate_limit_take_sliding_log(
-    $1::pg_catalog.text, $2::pg_catalog.text[], $9::bigint, $10::bigint,
-    $3::bigint[], $4::bigint[], $5::boolean, $6::integer, $7::boolean, $8::bigint)
