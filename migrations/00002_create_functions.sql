@@ -2423,7 +2423,8 @@ BEGIN
                     (prefix, key, algorithm, count, window_start, expires_at)
                 VALUES (name, keys[1], 2, units, clock, clock + 2 * window_us)
                 ON CONFLICT (prefix, key) DO UPDATE SET
-                    count = CASE WHEN clock < d.window_start + window_us THEN d.count ELSE 0 END + excluded.count,
+                    count = CASE WHEN clock < d.window_start + window_us
+                        THEN d.count ELSE 0 END + excluded.count,
                     prev_count = CASE WHEN clock < d.window_start + window_us THEN d.prev_count
                         WHEN clock < d.expires_at THEN d.count ELSE 0 END,
                     window_start = CASE WHEN clock < d.window_start + window_us THEN d.window_start
@@ -2456,7 +2457,8 @@ BEGIN
                     (prefix, key, algorithm, count, window_start, expires_at)
                 VALUES (name, keys[1], 2, units, clock, clock + 2 * window_us)
                 ON CONFLICT (prefix, key) DO UPDATE SET
-                    count = CASE WHEN clock < d.window_start + window_us THEN d.count ELSE 0 END + excluded.count,
+                    count = CASE WHEN clock < d.window_start + window_us
+                        THEN d.count ELSE 0 END + excluded.count,
                     prev_count = CASE WHEN clock < d.window_start + window_us THEN d.prev_count
                         WHEN clock < d.expires_at THEN d.count ELSE 0 END,
                     window_start = CASE WHEN clock < d.window_start + window_us THEN d.window_start
@@ -2515,7 +2517,8 @@ BEGIN
                         SELECT name, e.key, 2, e.units, clock, clock + 2 * window_us
                         FROM unnest(keys, each) AS e (key, units)
                         ON CONFLICT (prefix, key) DO UPDATE SET
-                            count = CASE WHEN clock < d.window_start + window_us THEN d.count ELSE 0 END + excluded.count,
+                            count = CASE WHEN clock < d.window_start + window_us
+                                THEN d.count ELSE 0 END + excluded.count,
                             prev_count = CASE WHEN clock < d.window_start + window_us THEN d.prev_count
                                 WHEN clock < d.expires_at THEN d.count ELSE 0 END,
                             window_start = CASE WHEN clock < d.window_start + window_us THEN d.window_start
@@ -2552,7 +2555,8 @@ BEGIN
                         SELECT name, e.key, 2, e.units, clock, clock + 2 * window_us
                         FROM unnest(keys, each) AS e (key, units)
                         ON CONFLICT (prefix, key) DO UPDATE SET
-                            count = CASE WHEN clock < d.window_start + window_us THEN d.count ELSE 0 END + excluded.count,
+                            count = CASE WHEN clock < d.window_start + window_us
+                                THEN d.count ELSE 0 END + excluded.count,
                             prev_count = CASE WHEN clock < d.window_start + window_us THEN d.prev_count
                                 WHEN clock < d.expires_at THEN d.count ELSE 0 END,
                             window_start = CASE WHEN clock < d.window_start + window_us THEN d.window_start
@@ -4010,7 +4014,8 @@ BEGIN
                         algorithm = excluded.algorithm,
                         count = CASE excluded.algorithm
                     WHEN 1 THEN CASE WHEN clock < d.expires_at THEN d.count ELSE 0 END + excluded.count
-                    WHEN 2 THEN CASE WHEN clock < d.window_start + window_us THEN d.count ELSE 0 END + excluded.count
+                    WHEN 2 THEN CASE WHEN clock < d.window_start + window_us
+                        THEN d.count ELSE 0 END + excluded.count
                     WHEN 5 THEN CASE WHEN clock < d.expires_at THEN d.count ELSE 0 END + excluded.count
                     ELSE d.count END,
                         prev_count = CASE excluded.algorithm
@@ -4336,7 +4341,8 @@ BEGIN
                         algorithm = excluded.algorithm,
                         count = CASE excluded.algorithm
                     WHEN 1 THEN CASE WHEN clock < d.expires_at THEN d.count ELSE 0 END + excluded.count
-                    WHEN 2 THEN CASE WHEN clock < d.window_start + window_us THEN d.count ELSE 0 END + excluded.count
+                    WHEN 2 THEN CASE WHEN clock < d.window_start + window_us
+                        THEN d.count ELSE 0 END + excluded.count
                     WHEN 5 THEN CASE WHEN clock < d.expires_at THEN d.count ELSE 0 END + excluded.count
                     ELSE d.count END,
                         prev_count = CASE excluded.algorithm

@@ -15,7 +15,8 @@ block is for. */}}
 {{define "sliding.start"}}CASE WHEN clock < d.window_start + window_us THEN d.window_start
     WHEN clock < d.expires_at THEN d.window_start + window_us ELSE clock END{{end}}
 {{define "sliding.rolls"}}
-count = CASE WHEN clock < d.window_start + window_us THEN d.count ELSE 0 END + excluded.count,
+count = CASE WHEN clock < d.window_start + window_us
+    THEN d.count ELSE 0 END + excluded.count,
 prev_count = CASE WHEN clock < d.window_start + window_us THEN d.prev_count
     WHEN clock < d.expires_at THEN d.count ELSE 0 END,
 window_start = {{include "sliding.start"}},
