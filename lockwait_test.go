@@ -3,6 +3,7 @@ package ratelimit
 import (
 	"context"
 	"fmt"
+	"strings"
 	"testing"
 	"time"
 
@@ -97,17 +98,79 @@ func TestClockIsReadAfterTheLockWait(t *testing.T) {
 				if policy.function == "rate_limit_take_sliding_log" {
 					return // which has no statement for many keys
 				}
-				db = pgtest.New(t)
-				shortCalendar(t, db.Pool, wait)
-				alwaysArrays(t, db.Pool)
-				pgtest.Rewrite(t, db.Pool, policy.function, "clock_timestamp() < until", "true")
-				askAroundAWait = aroundALockWait(t, db, config, wait)
-				for i := 0; ; i++ { // until the call comes before the window of the first one ends
-					require.Less(t, i, 100)
-					if released, result := askAroundAWait(fmt.Sprint(i), 1); result.DecidedAt.Before(released) {
-						break
+				for _, waited := range []string{"clock_timestamp() < until", "< clock + 10000\n"} {
+					db = pgtest.New(t)
+					shortCalendar(t, db.Pool, wait)
+					if strings.Contains(waited, "until") {
+						alwaysArrays(t, db.Pool)
+						pgtest.Rewrite(t, db.Pool, policy.function, waited, "true")
+					} else {
+						pgtest.Rewrite(t, db.Pool, policy.function, waited, "IS NOT NULL\n")
+					}
+					askAroundAWait = aroundALockWait(t, db, config, wait)
+					for i := 0; ; i++ { // until the call comes before the window of the first one ends
+						require.Less(t, i, 100)
+						if released, result := askAroundAWait(fmt.Sprint(i), 1); result.DecidedAt.Before(released) {
+							break
+						}
 					}
 				}
+			})
+		}
+	}
+}
+
+// A row that is made after a wait for somebody who was making it, and has given up, begins after that wait. The test
+// catches variants in which it begins by the reading of the clock before.
+func TestRowMadeAfterAWaitBeginsThen(t *testing.T) {
+	t.Parallel()
+
+	for name, policy := range fastPolicies() {
+		for _, c := range []struct {
+			keys   []string
+			broken string // what a variant leaves out
+		}{
+			{[]string{"key"}, ""},
+			{[]string{"key"}, "IF taken[1] NOT BETWEEN clock AND clock + 10000 THEN"},
+			{[]string{"key", "a"}, ""},
+			{[]string{"key", "a"}, "IF clock_timestamp() > until THEN"},
+		} {
+			if _, log := policy.(SlidingLog); log && c.broken != "" {
+				continue // it has no such statement
+			}
+			t.Run(fmt.Sprintf("%s, %d keys, without %q", name, len(c.keys), c.broken), func(t *testing.T) {
+				t.Parallel()
+				db := pgtest.New(t)
+				if c.broken != "" {
+					pgtest.Rewrite(t, db.Pool, takingOf(policy), c.broken, "IF false THEN")
+				}
+				limiter := newLimiter(t, db.NewPool(t, nil), Config{Name: "test", Policy: policy, Client: ClientConfig{Timeout: amply}})
+				somebody, tx := pgtest.Begin(t, db), pgtest.Begin(t, db)
+				_, err := limiter.AllowTx(t.Context(), somebody, "key")
+				require.NoError(t, err)
+				var requests []*request
+				for _, key := range c.keys {
+					requests = append(requests, limiter.newRequest(key, 1))
+				}
+				decided := testkit.Later(func() (any, error) {
+					own := transaction{lockTimeout: new(int32(-1))}
+					return nil, limiter.client.database.execute(context.Background(), tx, requests, own)
+				})
+				pgtest.WaitUntilBlocked(t, db.Pool, 1)
+				begun, released := pgtest.Scalar[time.Time](t, somebody, "SELECT clock_timestamp()"), time.Time{}
+				testkit.WaitUntil(t, func() bool {
+					released = pgtest.Scalar[time.Time](t, somebody, "SELECT clock_timestamp()")
+					return released.Sub(begun) > 20*time.Millisecond
+				})
+				require.NoError(t, somebody.Rollback(t.Context()))
+				_, err = decided()
+				require.NoError(t, err)
+				require.NoError(t, tx.Commit(t.Context()))
+				d := requests[0].parts[0].decision
+				require.EqualValues(t, 1, d.granted)
+				require.EqualValues(t, 99, d.remaining)
+				require.Equal(t, c.broken != "", d.decidedAt.Before(released))
+				require.Equal(t, c.broken != "", time.UnixMicro(d.state.windowStart).Before(released))
 			})
 		}
 	}
