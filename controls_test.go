@@ -53,6 +53,9 @@ func TestMistakesInTheFunctionsDifferFromTheModel(t *testing.T) {
 		t.Run(fmt.Sprintf("%s, %d: %s, not %s", name, c.algorithm, c.wrong, c.right), func(t *testing.T) {
 			t.Parallel()
 			db := pgtest.New(t)
+			if strings.HasPrefix(name, "for many keys") {
+				alwaysArrays(t, db.Pool)
+			}
 			if change == nil {
 				function := function
 				if left := pgtest.LeftBy(function); !strings.Contains(definition(t, db.Pool, function), c.right) {
@@ -180,18 +183,54 @@ func TestMistakesInTheFunctionsDifferFromTheModel(t *testing.T) {
 		{calendar, "s.scale, s.expires_at,", "NULL::bigint, s.expires_at,"},
 		{calendar, "IF granted > 0 OR moved THEN", "IF granted > 0 THEN"},
 		{log, "needed := 0;\n            IF granted > 0", "IF granted > 0"},
+		// Mistakes in deciding few keys, one after the other.
+		{fixed, "d.algorithm = 1 AND", ""},
+		{fixed, "d.since IS NULL AND", ""},
+		{fixed, "d.window_start - clock <= window_us", "d.window_start - clock <= 2 * window_us"},
+		{fixed, "AND d.expires_at = d.window_start + window_us", ""},
+		{fixed, "excluded.count <= max_count - d.count", "excluded.count <= max_count - d.count + 1"},
+		{fixed, "THEN costs[i] * counts[i]", "THEN costs[i]"},
+		{fixed, "RETURN told || taken;", "RETURN taken || told;"},
+		{fixed, "taken_keys := keys[:i - 1]", "taken_keys := keys[:i]"},
+		{fixed, "taken_keys := keys[:i - 1]", "taken_keys := keys[:i - 2]"},
+		{fixed, "EXIT WHEN units IS NULL;", "units := coalesce(units, 1);"},
+		{sliding, "d.since IS NULL AND", ""},
+		{sliding, "d.window_start - clock <= window_us", "d.window_start - clock <= 2 * window_us"},
+		{sliding, "AND d.expires_at = d.window_start + 2 * window_us", ""},
+		// The window before is forgotten, or rounded in the caller's favour.
+		{sliding, "d.prev_count * (d.window_start", "0 * (d.window_start"},
+		{sliding, "greatest(clock, d.window_start)) + window_us - 1) / window_us", "greatest(clock, d.window_start))) / window_us"},
+		{bucket, "window_start = greatest(clock, d.window_start)", "window_start = clock"},
+		{bucket, "+ (full_credit - excluded.credit) - 1) / inflow + 1", "+ (full_credit - excluded.credit)) / inflow + 1"},
+		{bucket, "d.count = 0 AND", ""},
+		{bucket, "d.scale = every_us AND", ""},
+		{bucket, "AND d.capacity = tokens", ""},
+		{bucket, "d.refill = inflow AND", ""},
+		{bucket, ">= full_credit - excluded.credit", ">= full_credit - excluded.credit - every_us"},
+		{calendar, "d.algorithm = 5 AND", ""},
+		{calendar, "d.since IS NULL AND", ""},
+		{calendar, "d.window_start - clock <= window_us", "d.window_start - clock <= 2 * window_us"},
+		{calendar, "AND d.scale <= 2 * window_us", ""},
+		{calendar, "AND d.expires_at = d.window_start + d.scale", ""}, // what was given back has left an empty row
+		{calendar, "excluded.count <= max_count - d.count", "excluded.count <= max_count - d.count + 1"},
+		{calendar, "clock, window_end - clock, window_end", "clock, window_us, clock + window_us"},
 	} {
 		check("for one key", functions[c.algorithm], c, nil)
 	}
 	for algorithm := fixed; algorithm <= calendar; algorithm++ {
 		eachOf("for one key", algorithm, "WHERE d.ctid = s.tid", "WHERE d.ctid = s.tid AND false", 2)
 		if algorithm != log { // which has no such statement
-			eachOf("for one key", algorithm, "VALUES (name, keys[1], ", "VALUES (name, keys[1] || '?', ", 2)
+			eachOf("for one key", algorithm, "VALUES (name, keys[i], ", "VALUES (name, keys[i] || '?', ", 2)
+			added := map[int]string{bucket: "- (full_credit - excluded.credit),\n"}[algorithm]
+			if added == "" {
+				added = "count = d.count + excluded.count\n"
+			}
+			eachOf("for one key", algorithm, added, strings.Replace(added, "excluded", "2 * excluded", 1), 2)
 			eachOf("for many keys", algorithm, "SELECT name, e.key, ", "SELECT name, e.key || '?', ", 2)
 		}
 	}
 
-	// Mistakes in the statement that takes or makes rows: of one key, and of many.
+	// Mistakes in the one statement for many keys, which has to decide all that comes.
 	for _, c := range []mistake{
 		{fixed, "AND max_count / u.cost", "AND max_count / u.cost + 1"},
 		{fixed, "ELSE 0 END + excluded.count", "ELSE 0 END + 2 * excluded.count"},
@@ -249,7 +288,7 @@ func TestMistakesInTheFunctionsDifferFromTheModel(t *testing.T) {
 		{bucket, ">= full_credit - excluded.credit", ">= full_credit - excluded.credit - every_us"},
 		{bucket, "full_credit - d.credit - 1) / inflow END", "full_credit - d.credit - 1) / inflow - 1 END"},
 	} {
-		check("by one statement", functions[c.algorithm], c, nil)
+		check("for many keys", functions[c.algorithm], c, nil)
 	}
 	for _, algorithm := range []int{fixed, sliding, bucket, calendar} {
 		for _, c := range []mistake{
@@ -257,10 +296,10 @@ func TestMistakesInTheFunctionsDifferFromTheModel(t *testing.T) {
 			{algorithm, "THEN u.cost * u.asked", "THEN u.cost"},
 			{algorithm, "undecided[a.ord]", "a.ord"},
 		} {
-			check("by one statement", functions[algorithm], c, nil)
+			check("for many keys", functions[algorithm], c, nil)
 		}
 		counted := map[int]string{fixed: "excluded.count,", sliding: "excluded.count,", bucket: "excluded.credit,", calendar: "excluded.count,"}[algorithm]
-		eachOf("by one statement", algorithm, counted, "1 + "+counted, 4)
+		eachOf("for many keys", algorithm, counted, "1 + "+counted, 2)
 	}
 }
 

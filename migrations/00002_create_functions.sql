@@ -1968,13 +1968,12 @@ DECLARE
                 AND costs[1] BETWEEN 1 AND max_count AND counts[1] BETWEEN 1 AND max_count / costs[1]
                 THEN costs[1] * counts[1] END END;
     taken bigint[];
+    i integer := 1;    -- the place of the key
     each bigint[];     -- units of each key
     this_key text;
     before text;       -- the key before it
     ascend boolean;
     begun bigint[];    -- which of the keys have a row that was made
-    until timestamptz; -- by when a row has to be locked
-    give_up timestamptz;
     told bigint[];     -- of the keys that were taken from
     taken_keys text[]; -- these keys
 BEGIN
@@ -1992,66 +1991,78 @@ BEGIN
     IF units IS NOT NULL AND ascend IS NOT FALSE
         AND octet_length(name) BETWEEN 1 AND 128 AND octet_length(keys[1]) BETWEEN 1 AND 512
     THEN
-        IF cardinality(keys) = 1 THEN -- without arrays, which saves a fifth
-            IF durable IS NOT TRUE THEN
-                INSERT INTO rate_limit_ephemeral AS d
-                    (prefix, key, algorithm, count, window_start, expires_at)
-                VALUES (name, keys[1], 1, units, clock, clock + window_us)
-                ON CONFLICT (prefix, key) DO UPDATE SET
-                    count = CASE WHEN clock < d.expires_at THEN d.count ELSE 0 END + excluded.count,
-                    window_start = CASE WHEN clock < d.expires_at THEN d.window_start ELSE clock END,
-                    expires_at = CASE WHEN clock < d.expires_at THEN d.expires_at ELSE excluded.expires_at END
-                WHERE coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint) < clock + 10000
-                    AND d.algorithm = 1 AND d.since IS NULL AND d.window_start - clock <= window_us
-                        AND (clock >= d.expires_at
-                        OR clock + 10000 < d.expires_at AND d.expires_at = d.window_start + window_us
-                        AND excluded.count <= max_count - d.count)
-                RETURNING ARRAY[
-                    coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint),
-                    d.count, d.prev_count, d.window_start, d.credit,
-                    d.scale, d.expires_at, d.since, d.returned]
-                INTO taken;
-            ELSE
-                INSERT INTO rate_limit_durable AS d
-                    (prefix, key, algorithm, count, window_start, expires_at)
-                VALUES (name, keys[1], 1, units, clock, clock + window_us)
-                ON CONFLICT (prefix, key) DO UPDATE SET
-                    count = CASE WHEN clock < d.expires_at THEN d.count ELSE 0 END + excluded.count,
-                    window_start = CASE WHEN clock < d.expires_at THEN d.window_start ELSE clock END,
-                    expires_at = CASE WHEN clock < d.expires_at THEN d.expires_at ELSE excluded.expires_at END
-                WHERE coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint) < clock + 10000
-                    AND d.algorithm = 1 AND d.since IS NULL AND d.window_start - clock <= window_us
-                        AND (clock >= d.expires_at
-                        OR clock + 10000 < d.expires_at AND d.expires_at = d.window_start + window_us
-                        AND excluded.count <= max_count - d.count)
-                RETURNING ARRAY[
-                    coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint),
-                    d.count, d.prev_count, d.window_start, d.credit,
-                    d.scale, d.expires_at, d.since, d.returned]
-                INTO taken;
-            END IF;
-            IF taken[1] NOT BETWEEN clock AND clock + 10000 THEN
-                -- As below. Or the clock has been set, or this process has been stopped, since the row was locked.
-                IF taken[2] = units THEN
-                    PERFORM rate_limit_reset(name, keys[1], durable, NULL::integer, NULL::boolean);
-                    taken := NULL;
+        IF cardinality(keys) <= 3 THEN -- one after the other, which costs less than one statement for all
+            LOOP
+                IF durable IS NOT TRUE THEN
+                    INSERT INTO rate_limit_ephemeral AS d
+                        (prefix, key, algorithm, count, window_start, expires_at)
+                    VALUES (name, keys[i], 1, units, clock, clock + window_us)
+                    ON CONFLICT (prefix, key) DO UPDATE SET
+                        count = d.count + excluded.count
+                    WHERE coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
+                        < clock + 10000
+                        AND d.algorithm = 1 AND d.since IS NULL AND d.window_start - clock <= window_us
+                            AND clock + 10000 < d.expires_at AND d.expires_at = d.window_start + window_us
+                            AND excluded.count <= max_count - d.count
+                    RETURNING ARRAY[
+                        coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint),
+                        d.count, d.prev_count, d.window_start, d.credit,
+                        d.scale, d.expires_at, d.since, d.returned]
+                    INTO taken;
                 ELSE
-                    taken[1] := greatest(clock, least(clock + 10000, taken[1]));
+                    INSERT INTO rate_limit_durable AS d
+                        (prefix, key, algorithm, count, window_start, expires_at)
+                    VALUES (name, keys[i], 1, units, clock, clock + window_us)
+                    ON CONFLICT (prefix, key) DO UPDATE SET
+                        count = d.count + excluded.count
+                    WHERE coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
+                        < clock + 10000
+                        AND d.algorithm = 1 AND d.since IS NULL AND d.window_start - clock <= window_us
+                            AND clock + 10000 < d.expires_at AND d.expires_at = d.window_start + window_us
+                            AND excluded.count <= max_count - d.count
+                    RETURNING ARRAY[
+                        coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint),
+                        d.count, d.prev_count, d.window_start, d.credit,
+                        d.scale, d.expires_at, d.since, d.returned]
+                    INTO taken;
+                END IF;
+                EXIT WHEN (taken[1] BETWEEN clock AND clock + 10000) IS NOT TRUE;
+                IF i = cardinality(keys) THEN
+                    RETURN told || taken;
+                END IF;
+                told := told || taken;
+                i := i + 1;
+                taken := NULL;
+                IF costs IS NOT NULL THEN
+                    units := CASE WHEN costs IS NULL AND counts IS NULL THEN 1
+                        WHEN cardinality(costs) = cardinality(keys) AND cardinality(counts) = cardinality(keys)
+                            AND costs[i] BETWEEN 1 AND max_count AND counts[i] BETWEEN 1 AND max_count / costs[i]
+                            THEN costs[i] * counts[i] END;
+                    EXIT WHEN units IS NULL;
+                END IF;
+            END LOOP;
+            IF taken[1] > clock + 10000 AND taken[2] = units THEN
+                PERFORM rate_limit_reset(name, keys[i], durable, NULL::integer, NULL::boolean); -- as below
+            ELSIF taken IS NOT NULL THEN -- the clock has been set, or this process stopped, since the row was locked
+                taken[1] := greatest(clock, least(clock + 10000, taken[1]));
+                told := told || taken;
+                i := i + 1;
+                IF i > cardinality(keys) THEN
+                    RETURN told;
                 END IF;
             END IF;
-            IF taken IS NOT NULL THEN
-                RETURN taken;
+            IF i > 1 THEN
+                taken_keys := keys[:i - 1];
             END IF;
         ELSE
-            each := CASE WHEN costs IS NULL AND counts IS NULL THEN array_fill(1::bigint, ARRAY[cardinality(keys)])
-                ELSE ARRAY(
+            IF costs IS NULL AND counts IS NULL THEN
+                each := array_fill(1::bigint, ARRAY[cardinality(keys)]);
+            ELSE
+                each := ARRAY(
                     SELECT CASE WHEN u.cost BETWEEN 1 AND max_count AND u.asked BETWEEN 1 AND max_count / u.cost
                         THEN u.cost * u.asked END
-                    FROM unnest(costs, counts) AS u (cost, asked)) END;
-            until := CASE WHEN now_us IS NULL THEN timestamptz 'epoch' + (clock + 10000) * interval '1 microsecond'
-                ELSE 'infinity' END;
-            give_up := CASE WHEN lock_timeout_ms <> -1 THEN clock_timestamp() + lock_timeout_ms * interval '25 ms'
-                ELSE 'infinity' END;
+                    FROM unnest(costs, counts) AS u (cost, asked));
+            END IF;
             IF cardinality(each) = cardinality(keys) AND array_position(each, NULL) IS NULL THEN
                 IF durable IS NOT TRUE THEN
                     WITH d AS (
@@ -2063,7 +2074,12 @@ BEGIN
                             count = CASE WHEN clock < d.expires_at THEN d.count ELSE 0 END + excluded.count,
                             window_start = CASE WHEN clock < d.expires_at THEN d.window_start ELSE clock END,
                             expires_at = CASE WHEN clock < d.expires_at THEN d.expires_at ELSE excluded.expires_at END
-                        WHERE (clock_timestamp() < until OR clock_timestamp() > give_up AND _rate_limit_late())
+                        WHERE (coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
+                                < clock + 10000
+                            OR lock_timeout_ms <> -1
+                                AND coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
+                                    > clock + lock_timeout_ms * 25000::bigint
+                                AND _rate_limit_late())
                             AND d.algorithm = 1 AND d.since IS NULL AND d.window_start - clock <= window_us
                                 AND (clock >= d.expires_at
                                 OR clock + 10000 < d.expires_at AND d.expires_at = d.window_start + window_us
@@ -2085,7 +2101,12 @@ BEGIN
                             count = CASE WHEN clock < d.expires_at THEN d.count ELSE 0 END + excluded.count,
                             window_start = CASE WHEN clock < d.expires_at THEN d.window_start ELSE clock END,
                             expires_at = CASE WHEN clock < d.expires_at THEN d.expires_at ELSE excluded.expires_at END
-                        WHERE (clock_timestamp() < until OR clock_timestamp() > give_up AND _rate_limit_late())
+                        WHERE (coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
+                                < clock + 10000
+                            OR lock_timeout_ms <> -1
+                                AND coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
+                                    > clock + lock_timeout_ms * 25000::bigint
+                                AND _rate_limit_late())
                             AND d.algorithm = 1 AND d.since IS NULL AND d.window_start - clock <= window_us
                                 AND (clock >= d.expires_at
                                 OR clock + 10000 < d.expires_at AND d.expires_at = d.window_start + window_us
@@ -2102,7 +2123,7 @@ BEGIN
             -- A row that was made begins by the first reading of the clock. That may be too old for it: another
             -- transaction may have made the same row, and rolled back after this one had waited for it. Such a row is
             -- deleted, and decided anew.
-            IF clock_timestamp() > until THEN
+            IF coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint) > clock + 10000 THEN
                 begun := ARRAY(
                     SELECT k.place
                     FROM unnest(taken_keys) WITH ORDINALITY AS k (key, place)
@@ -2393,13 +2414,12 @@ DECLARE
                 AND costs[1] BETWEEN 1 AND max_count AND counts[1] BETWEEN 1 AND max_count / costs[1]
                 THEN costs[1] * counts[1] END END;
     taken bigint[];
+    i integer := 1;    -- the place of the key
     each bigint[];     -- units of each key
     this_key text;
     before text;       -- the key before it
     ascend boolean;
     begun bigint[];    -- which of the keys have a row that was made
-    until timestamptz; -- by when a row has to be locked
-    give_up timestamptz;
     told bigint[];     -- of the keys that were taken from
     taken_keys text[]; -- these keys
 BEGIN
@@ -2417,98 +2437,84 @@ BEGIN
     IF units IS NOT NULL AND ascend IS NOT FALSE
         AND octet_length(name) BETWEEN 1 AND 128 AND octet_length(keys[1]) BETWEEN 1 AND 512
     THEN
-        IF cardinality(keys) = 1 THEN -- without arrays, which saves a fifth
-            IF durable IS NOT TRUE THEN
-                INSERT INTO rate_limit_ephemeral AS d
-                    (prefix, key, algorithm, count, window_start, expires_at)
-                VALUES (name, keys[1], 2, units, clock, clock + 2 * window_us)
-                ON CONFLICT (prefix, key) DO UPDATE SET
-                    count = CASE WHEN clock < d.window_start + window_us
-                        THEN d.count ELSE 0 END + excluded.count,
-                    prev_count = CASE WHEN clock < d.window_start + window_us THEN d.prev_count
-                        WHEN clock < d.expires_at THEN d.count ELSE 0 END,
-                    window_start = CASE WHEN clock < d.window_start + window_us THEN d.window_start
-                        WHEN clock < d.expires_at THEN d.window_start + window_us ELSE clock END,
-                    expires_at = CASE WHEN clock < d.window_start + window_us THEN d.window_start
-                        WHEN clock < d.expires_at THEN d.window_start + window_us ELSE clock END + 2 * window_us
-                WHERE coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint) < clock + 10000
-                    AND d.algorithm = 2 AND d.since IS NULL AND d.window_start - clock <= window_us
-                        AND CASE
-                            WHEN clock >= d.expires_at THEN clock >= d.window_start + window_us
-                            WHEN clock >= d.window_start + window_us
-                                    AND d.expires_at = d.window_start + 2 * window_us
-                                    AND clock + 10000 < d.expires_at
-                                THEN d.count BETWEEN 1 AND max_count
-                                AND excluded.count <= max_count
-                                    - (d.count * (d.expires_at - clock) + window_us - 1) / window_us
-                            ELSE clock + 10000 < d.window_start + window_us
-                                AND d.expires_at = d.window_start + 2 * window_us AND d.prev_count <= max_count
-                                AND excluded.count <= max_count - d.count
-                                    - (d.prev_count * (d.window_start + window_us
-                                        - greatest(clock, d.window_start)) + window_us - 1) / window_us
-                            END
-                RETURNING ARRAY[
-                    coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint),
-                    d.count, d.prev_count, d.window_start, d.credit,
-                    d.scale, d.expires_at, d.since, d.returned]
-                INTO taken;
-            ELSE
-                INSERT INTO rate_limit_durable AS d
-                    (prefix, key, algorithm, count, window_start, expires_at)
-                VALUES (name, keys[1], 2, units, clock, clock + 2 * window_us)
-                ON CONFLICT (prefix, key) DO UPDATE SET
-                    count = CASE WHEN clock < d.window_start + window_us
-                        THEN d.count ELSE 0 END + excluded.count,
-                    prev_count = CASE WHEN clock < d.window_start + window_us THEN d.prev_count
-                        WHEN clock < d.expires_at THEN d.count ELSE 0 END,
-                    window_start = CASE WHEN clock < d.window_start + window_us THEN d.window_start
-                        WHEN clock < d.expires_at THEN d.window_start + window_us ELSE clock END,
-                    expires_at = CASE WHEN clock < d.window_start + window_us THEN d.window_start
-                        WHEN clock < d.expires_at THEN d.window_start + window_us ELSE clock END + 2 * window_us
-                WHERE coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint) < clock + 10000
-                    AND d.algorithm = 2 AND d.since IS NULL AND d.window_start - clock <= window_us
-                        AND CASE
-                            WHEN clock >= d.expires_at THEN clock >= d.window_start + window_us
-                            WHEN clock >= d.window_start + window_us
-                                    AND d.expires_at = d.window_start + 2 * window_us
-                                    AND clock + 10000 < d.expires_at
-                                THEN d.count BETWEEN 1 AND max_count
-                                AND excluded.count <= max_count
-                                    - (d.count * (d.expires_at - clock) + window_us - 1) / window_us
-                            ELSE clock + 10000 < d.window_start + window_us
-                                AND d.expires_at = d.window_start + 2 * window_us AND d.prev_count <= max_count
-                                AND excluded.count <= max_count - d.count
-                                    - (d.prev_count * (d.window_start + window_us
-                                        - greatest(clock, d.window_start)) + window_us - 1) / window_us
-                            END
-                RETURNING ARRAY[
-                    coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint),
-                    d.count, d.prev_count, d.window_start, d.credit,
-                    d.scale, d.expires_at, d.since, d.returned]
-                INTO taken;
-            END IF;
-            IF taken[1] NOT BETWEEN clock AND clock + 10000 THEN
-                -- As below. Or the clock has been set, or this process has been stopped, since the row was locked.
-                IF taken[2] = units AND taken[3] = 0 THEN
-                    PERFORM rate_limit_reset(name, keys[1], durable, NULL::integer, NULL::boolean);
-                    taken := NULL;
+        IF cardinality(keys) <= 3 THEN -- one after the other, which costs less than one statement for all
+            LOOP
+                IF durable IS NOT TRUE THEN
+                    INSERT INTO rate_limit_ephemeral AS d
+                        (prefix, key, algorithm, count, window_start, expires_at)
+                    VALUES (name, keys[i], 2, units, clock, clock + 2 * window_us)
+                    ON CONFLICT (prefix, key) DO UPDATE SET
+                        count = d.count + excluded.count
+                    WHERE coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
+                        < clock + 10000
+                        AND d.algorithm = 2 AND d.since IS NULL AND d.window_start - clock <= window_us
+                            AND clock + 10000 < d.window_start + window_us
+                                    AND d.expires_at = d.window_start + 2 * window_us AND d.prev_count <= max_count
+                                    AND excluded.count <= max_count - d.count
+                                        - (d.prev_count * (d.window_start + window_us
+                                            - greatest(clock, d.window_start)) + window_us - 1) / window_us
+                    RETURNING ARRAY[
+                        coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint),
+                        d.count, d.prev_count, d.window_start, d.credit,
+                        d.scale, d.expires_at, d.since, d.returned]
+                    INTO taken;
                 ELSE
-                    taken[1] := greatest(clock, least(clock + 10000, taken[1]));
+                    INSERT INTO rate_limit_durable AS d
+                        (prefix, key, algorithm, count, window_start, expires_at)
+                    VALUES (name, keys[i], 2, units, clock, clock + 2 * window_us)
+                    ON CONFLICT (prefix, key) DO UPDATE SET
+                        count = d.count + excluded.count
+                    WHERE coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
+                        < clock + 10000
+                        AND d.algorithm = 2 AND d.since IS NULL AND d.window_start - clock <= window_us
+                            AND clock + 10000 < d.window_start + window_us
+                                    AND d.expires_at = d.window_start + 2 * window_us AND d.prev_count <= max_count
+                                    AND excluded.count <= max_count - d.count
+                                        - (d.prev_count * (d.window_start + window_us
+                                            - greatest(clock, d.window_start)) + window_us - 1) / window_us
+                    RETURNING ARRAY[
+                        coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint),
+                        d.count, d.prev_count, d.window_start, d.credit,
+                        d.scale, d.expires_at, d.since, d.returned]
+                    INTO taken;
+                END IF;
+                EXIT WHEN (taken[1] BETWEEN clock AND clock + 10000) IS NOT TRUE;
+                IF i = cardinality(keys) THEN
+                    RETURN told || taken;
+                END IF;
+                told := told || taken;
+                i := i + 1;
+                taken := NULL;
+                IF costs IS NOT NULL THEN
+                    units := CASE WHEN costs IS NULL AND counts IS NULL THEN 1
+                        WHEN cardinality(costs) = cardinality(keys) AND cardinality(counts) = cardinality(keys)
+                            AND costs[i] BETWEEN 1 AND max_count AND counts[i] BETWEEN 1 AND max_count / costs[i]
+                            THEN costs[i] * counts[i] END;
+                    EXIT WHEN units IS NULL;
+                END IF;
+            END LOOP;
+            IF taken[1] > clock + 10000 AND taken[2] = units AND taken[3] = 0 THEN
+                PERFORM rate_limit_reset(name, keys[i], durable, NULL::integer, NULL::boolean); -- as below
+            ELSIF taken IS NOT NULL THEN -- the clock has been set, or this process stopped, since the row was locked
+                taken[1] := greatest(clock, least(clock + 10000, taken[1]));
+                told := told || taken;
+                i := i + 1;
+                IF i > cardinality(keys) THEN
+                    RETURN told;
                 END IF;
             END IF;
-            IF taken IS NOT NULL THEN
-                RETURN taken;
+            IF i > 1 THEN
+                taken_keys := keys[:i - 1];
             END IF;
         ELSE
-            each := CASE WHEN costs IS NULL AND counts IS NULL THEN array_fill(1::bigint, ARRAY[cardinality(keys)])
-                ELSE ARRAY(
+            IF costs IS NULL AND counts IS NULL THEN
+                each := array_fill(1::bigint, ARRAY[cardinality(keys)]);
+            ELSE
+                each := ARRAY(
                     SELECT CASE WHEN u.cost BETWEEN 1 AND max_count AND u.asked BETWEEN 1 AND max_count / u.cost
                         THEN u.cost * u.asked END
-                    FROM unnest(costs, counts) AS u (cost, asked)) END;
-            until := CASE WHEN now_us IS NULL THEN timestamptz 'epoch' + (clock + 10000) * interval '1 microsecond'
-                ELSE 'infinity' END;
-            give_up := CASE WHEN lock_timeout_ms <> -1 THEN clock_timestamp() + lock_timeout_ms * interval '25 ms'
-                ELSE 'infinity' END;
+                    FROM unnest(costs, counts) AS u (cost, asked));
+            END IF;
             IF cardinality(each) = cardinality(keys) AND array_position(each, NULL) IS NULL THEN
                 IF durable IS NOT TRUE THEN
                     WITH d AS (
@@ -2525,7 +2531,12 @@ BEGIN
                                 WHEN clock < d.expires_at THEN d.window_start + window_us ELSE clock END,
                             expires_at = CASE WHEN clock < d.window_start + window_us THEN d.window_start
                                 WHEN clock < d.expires_at THEN d.window_start + window_us ELSE clock END + 2 * window_us
-                        WHERE (clock_timestamp() < until OR clock_timestamp() > give_up AND _rate_limit_late())
+                        WHERE (coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
+                                < clock + 10000
+                            OR lock_timeout_ms <> -1
+                                AND coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
+                                    > clock + lock_timeout_ms * 25000::bigint
+                                AND _rate_limit_late())
                             AND d.algorithm = 2 AND d.since IS NULL AND d.window_start - clock <= window_us
                                 AND CASE
                                     WHEN clock >= d.expires_at THEN clock >= d.window_start + window_us
@@ -2539,8 +2550,7 @@ BEGIN
                                         AND d.expires_at = d.window_start + 2 * window_us AND d.prev_count <= max_count
                                         AND excluded.count <= max_count - d.count
                                             - (d.prev_count * (d.window_start + window_us
-                                                - greatest(clock, d.window_start)) + window_us - 1) / window_us
-                                    END
+                                                - greatest(clock, d.window_start)) + window_us - 1) / window_us END
                         RETURNING d.key, ARRAY[
                             greatest(clock, least(clock + 10000,
                                 coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint))),
@@ -2563,7 +2573,12 @@ BEGIN
                                 WHEN clock < d.expires_at THEN d.window_start + window_us ELSE clock END,
                             expires_at = CASE WHEN clock < d.window_start + window_us THEN d.window_start
                                 WHEN clock < d.expires_at THEN d.window_start + window_us ELSE clock END + 2 * window_us
-                        WHERE (clock_timestamp() < until OR clock_timestamp() > give_up AND _rate_limit_late())
+                        WHERE (coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
+                                < clock + 10000
+                            OR lock_timeout_ms <> -1
+                                AND coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
+                                    > clock + lock_timeout_ms * 25000::bigint
+                                AND _rate_limit_late())
                             AND d.algorithm = 2 AND d.since IS NULL AND d.window_start - clock <= window_us
                                 AND CASE
                                     WHEN clock >= d.expires_at THEN clock >= d.window_start + window_us
@@ -2577,8 +2592,7 @@ BEGIN
                                         AND d.expires_at = d.window_start + 2 * window_us AND d.prev_count <= max_count
                                         AND excluded.count <= max_count - d.count
                                             - (d.prev_count * (d.window_start + window_us
-                                                - greatest(clock, d.window_start)) + window_us - 1) / window_us
-                                    END
+                                                - greatest(clock, d.window_start)) + window_us - 1) / window_us END
                         RETURNING d.key, ARRAY[
                             greatest(clock, least(clock + 10000,
                                 coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint))),
@@ -2591,7 +2605,7 @@ BEGIN
             -- A row that was made begins by the first reading of the clock. That may be too old for it: another
             -- transaction may have made the same row, and rolled back after this one had waited for it. Such a row is
             -- deleted, and decided anew.
-            IF clock_timestamp() > until THEN
+            IF coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint) > clock + 10000 THEN
                 begun := ARRAY(
                     SELECT k.place
                     FROM unnest(taken_keys) WITH ORDINALITY AS k (key, place)
@@ -2895,13 +2909,12 @@ DECLARE
                 AND costs[1] BETWEEN 1 AND capacity AND counts[1] BETWEEN 1 AND capacity / costs[1]
                 THEN costs[1] * counts[1] END END;
     taken bigint[];
+    i integer := 1;    -- the place of the key
     each bigint[];     -- units of each key
     this_key text;
     before text;       -- the key before it
     ascend boolean;
     begun bigint[];    -- which of the keys have a row that was made
-    until timestamptz; -- by when a row has to be locked
-    give_up timestamptz;
     -- The rules say so, because in takeall.sql capacity and refill would be those of the row.
     tokens ALIAS FOR capacity;
     inflow ALIAS FOR refill;
@@ -2923,106 +2936,96 @@ BEGIN
     IF units IS NOT NULL AND ascend IS NOT FALSE
         AND octet_length(name) BETWEEN 1 AND 128 AND octet_length(keys[1]) BETWEEN 1 AND 512
     THEN
-        IF cardinality(keys) = 1 THEN -- without arrays, which saves a fifth
-            IF durable IS NOT TRUE THEN
-                INSERT INTO rate_limit_ephemeral AS d
-                    (prefix, key, algorithm, credit, scale, capacity, refill, since, returned,
-                        window_start, expires_at)
-                VALUES (name, keys[1], 3, full_credit - units * every_us, every_us, tokens, inflow, clock, 0,
-                    clock, clock + (units * every_us - 1) / inflow + 1)
-                ON CONFLICT (prefix, key) DO UPDATE SET
-                    scale = every_us,
-                    capacity = tokens,
-                    refill = inflow,
-                    credit = CASE WHEN clock - d.window_start <= (full_credit - d.credit - 1) / inflow
-                        THEN d.credit + greatest(clock - d.window_start, 0) * inflow - full_credit
-                        ELSE 0 END + excluded.credit,
-                    window_start = CASE WHEN clock - d.window_start <= (full_credit - d.credit - 1) / inflow
-                        THEN greatest(clock, d.window_start) ELSE clock END,
-                    since = CASE WHEN clock - d.window_start <= (full_credit - d.credit - 1) / inflow
-                        THEN d.since ELSE clock END,
-                    returned = CASE WHEN clock - d.window_start <= (full_credit - d.credit - 1) / inflow
-                        THEN d.returned ELSE 0 END,
-                    expires_at = CASE WHEN clock - d.window_start <= (full_credit - d.credit - 1) / inflow
-                        THEN greatest(clock, d.window_start)
+        IF cardinality(keys) <= 3 THEN -- one after the other, which costs less than one statement for all
+            LOOP
+                IF durable IS NOT TRUE THEN
+                    INSERT INTO rate_limit_ephemeral AS d
+                        (prefix, key, algorithm, credit, scale, capacity, refill, since, returned,
+                            window_start, expires_at)
+                    VALUES (name, keys[i], 3, full_credit - units * every_us, every_us, tokens, inflow, clock, 0,
+                        clock, clock + (units * every_us - 1) / inflow + 1)
+                    ON CONFLICT (prefix, key) DO UPDATE SET
+                        credit = d.credit + greatest(clock - d.window_start, 0) * inflow
+                            - (full_credit - excluded.credit),
+                        window_start = greatest(clock, d.window_start),
+                        expires_at = greatest(clock, d.window_start)
                             + (full_credit - (d.credit + greatest(clock - d.window_start, 0) * inflow)
-                            + (full_credit - excluded.credit) - 1) / inflow + 1
-                        ELSE excluded.expires_at END
-                WHERE coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint) < clock + 10000
-                    AND d.algorithm = 3 AND d.count = 0 AND d.scale = every_us AND d.capacity = tokens
-                        AND d.refill = inflow AND d.credit < full_credit
-                        AND d.window_start - clock <= (full_credit - 1) / inflow + 1
-                        AND CASE
-                            WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / inflow
-                                THEN d.credit + greatest(clock - d.window_start, 0) * inflow
-                                    >= full_credit - excluded.credit
-                            ELSE clock - d.window_start > (full_credit - d.credit - 1) / inflow END
-                RETURNING ARRAY[
-                    coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint),
-                    d.count, d.prev_count, d.window_start, d.credit,
-                    d.scale, d.expires_at, d.since, d.returned]
-                INTO taken;
-            ELSE
-                INSERT INTO rate_limit_durable AS d
-                    (prefix, key, algorithm, credit, scale, capacity, refill, since, returned,
-                        window_start, expires_at)
-                VALUES (name, keys[1], 3, full_credit - units * every_us, every_us, tokens, inflow, clock, 0,
-                    clock, clock + (units * every_us - 1) / inflow + 1)
-                ON CONFLICT (prefix, key) DO UPDATE SET
-                    scale = every_us,
-                    capacity = tokens,
-                    refill = inflow,
-                    credit = CASE WHEN clock - d.window_start <= (full_credit - d.credit - 1) / inflow
-                        THEN d.credit + greatest(clock - d.window_start, 0) * inflow - full_credit
-                        ELSE 0 END + excluded.credit,
-                    window_start = CASE WHEN clock - d.window_start <= (full_credit - d.credit - 1) / inflow
-                        THEN greatest(clock, d.window_start) ELSE clock END,
-                    since = CASE WHEN clock - d.window_start <= (full_credit - d.credit - 1) / inflow
-                        THEN d.since ELSE clock END,
-                    returned = CASE WHEN clock - d.window_start <= (full_credit - d.credit - 1) / inflow
-                        THEN d.returned ELSE 0 END,
-                    expires_at = CASE WHEN clock - d.window_start <= (full_credit - d.credit - 1) / inflow
-                        THEN greatest(clock, d.window_start)
-                            + (full_credit - (d.credit + greatest(clock - d.window_start, 0) * inflow)
-                            + (full_credit - excluded.credit) - 1) / inflow + 1
-                        ELSE excluded.expires_at END
-                WHERE coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint) < clock + 10000
-                    AND d.algorithm = 3 AND d.count = 0 AND d.scale = every_us AND d.capacity = tokens
-                        AND d.refill = inflow AND d.credit < full_credit
-                        AND d.window_start - clock <= (full_credit - 1) / inflow + 1
-                        AND CASE
-                            WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / inflow
-                                THEN d.credit + greatest(clock - d.window_start, 0) * inflow
-                                    >= full_credit - excluded.credit
-                            ELSE clock - d.window_start > (full_credit - d.credit - 1) / inflow END
-                RETURNING ARRAY[
-                    coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint),
-                    d.count, d.prev_count, d.window_start, d.credit,
-                    d.scale, d.expires_at, d.since, d.returned]
-                INTO taken;
-            END IF;
-            IF taken[1] NOT BETWEEN clock AND clock + 10000 THEN
-                -- As below. Or the clock has been set, or this process has been stopped, since the row was locked.
-                IF taken[5] = full_credit - units * every_us THEN
-                    PERFORM rate_limit_reset(name, keys[1], durable, NULL::integer, NULL::boolean);
-                    taken := NULL;
+                                + (full_credit - excluded.credit) - 1) / inflow + 1
+                    WHERE coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
+                        < clock + 10000
+                        AND d.algorithm = 3 AND d.count = 0 AND d.scale = every_us AND d.capacity = tokens
+                            AND d.refill = inflow AND d.credit < full_credit
+                            AND d.window_start - clock <= (full_credit - 1) / inflow + 1
+                            AND clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / inflow
+                            AND d.credit + greatest(clock - d.window_start, 0) * inflow >= full_credit - excluded.credit
+                    RETURNING ARRAY[
+                        coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint),
+                        d.count, d.prev_count, d.window_start, d.credit,
+                        d.scale, d.expires_at, d.since, d.returned]
+                    INTO taken;
                 ELSE
-                    taken[1] := greatest(clock, least(clock + 10000, taken[1]));
+                    INSERT INTO rate_limit_durable AS d
+                        (prefix, key, algorithm, credit, scale, capacity, refill, since, returned,
+                            window_start, expires_at)
+                    VALUES (name, keys[i], 3, full_credit - units * every_us, every_us, tokens, inflow, clock, 0,
+                        clock, clock + (units * every_us - 1) / inflow + 1)
+                    ON CONFLICT (prefix, key) DO UPDATE SET
+                        credit = d.credit + greatest(clock - d.window_start, 0) * inflow
+                            - (full_credit - excluded.credit),
+                        window_start = greatest(clock, d.window_start),
+                        expires_at = greatest(clock, d.window_start)
+                            + (full_credit - (d.credit + greatest(clock - d.window_start, 0) * inflow)
+                                + (full_credit - excluded.credit) - 1) / inflow + 1
+                    WHERE coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
+                        < clock + 10000
+                        AND d.algorithm = 3 AND d.count = 0 AND d.scale = every_us AND d.capacity = tokens
+                            AND d.refill = inflow AND d.credit < full_credit
+                            AND d.window_start - clock <= (full_credit - 1) / inflow + 1
+                            AND clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / inflow
+                            AND d.credit + greatest(clock - d.window_start, 0) * inflow >= full_credit - excluded.credit
+                    RETURNING ARRAY[
+                        coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint),
+                        d.count, d.prev_count, d.window_start, d.credit,
+                        d.scale, d.expires_at, d.since, d.returned]
+                    INTO taken;
+                END IF;
+                EXIT WHEN (taken[1] BETWEEN clock AND clock + 10000) IS NOT TRUE;
+                IF i = cardinality(keys) THEN
+                    RETURN told || taken;
+                END IF;
+                told := told || taken;
+                i := i + 1;
+                taken := NULL;
+                IF costs IS NOT NULL THEN
+                    units := CASE WHEN costs IS NULL AND counts IS NULL THEN 1
+                        WHEN cardinality(costs) = cardinality(keys) AND cardinality(counts) = cardinality(keys)
+                            AND costs[i] BETWEEN 1 AND capacity AND counts[i] BETWEEN 1 AND capacity / costs[i]
+                            THEN costs[i] * counts[i] END;
+                    EXIT WHEN units IS NULL;
+                END IF;
+            END LOOP;
+            IF taken[1] > clock + 10000 AND taken[5] = full_credit - units * every_us THEN
+                PERFORM rate_limit_reset(name, keys[i], durable, NULL::integer, NULL::boolean); -- as below
+            ELSIF taken IS NOT NULL THEN -- the clock has been set, or this process stopped, since the row was locked
+                taken[1] := greatest(clock, least(clock + 10000, taken[1]));
+                told := told || taken;
+                i := i + 1;
+                IF i > cardinality(keys) THEN
+                    RETURN told;
                 END IF;
             END IF;
-            IF taken IS NOT NULL THEN
-                RETURN taken;
+            IF i > 1 THEN
+                taken_keys := keys[:i - 1];
             END IF;
         ELSE
-            each := CASE WHEN costs IS NULL AND counts IS NULL THEN array_fill(1::bigint, ARRAY[cardinality(keys)])
-                ELSE ARRAY(
+            IF costs IS NULL AND counts IS NULL THEN
+                each := array_fill(1::bigint, ARRAY[cardinality(keys)]);
+            ELSE
+                each := ARRAY(
                     SELECT CASE WHEN u.cost BETWEEN 1 AND capacity AND u.asked BETWEEN 1 AND capacity / u.cost
                         THEN u.cost * u.asked END
-                    FROM unnest(costs, counts) AS u (cost, asked)) END;
-            until := CASE WHEN now_us IS NULL THEN timestamptz 'epoch' + (clock + 10000) * interval '1 microsecond'
-                ELSE 'infinity' END;
-            give_up := CASE WHEN lock_timeout_ms <> -1 THEN clock_timestamp() + lock_timeout_ms * interval '25 ms'
-                ELSE 'infinity' END;
+                    FROM unnest(costs, counts) AS u (cost, asked));
+            END IF;
             IF cardinality(each) = cardinality(keys) AND array_position(each, NULL) IS NULL THEN
                 IF durable IS NOT TRUE THEN
                     WITH d AS (
@@ -3050,7 +3053,12 @@ BEGIN
                                     + (full_credit - (d.credit + greatest(clock - d.window_start, 0) * inflow)
                                     + (full_credit - excluded.credit) - 1) / inflow + 1
                                 ELSE excluded.expires_at END
-                        WHERE (clock_timestamp() < until OR clock_timestamp() > give_up AND _rate_limit_late())
+                        WHERE (coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
+                                < clock + 10000
+                            OR lock_timeout_ms <> -1
+                                AND coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
+                                    > clock + lock_timeout_ms * 25000::bigint
+                                AND _rate_limit_late())
                             AND d.algorithm = 3 AND d.count = 0 AND d.scale = every_us AND d.capacity = tokens
                                 AND d.refill = inflow AND d.credit < full_credit
                                 AND d.window_start - clock <= (full_credit - 1) / inflow + 1
@@ -3092,7 +3100,12 @@ BEGIN
                                     + (full_credit - (d.credit + greatest(clock - d.window_start, 0) * inflow)
                                     + (full_credit - excluded.credit) - 1) / inflow + 1
                                 ELSE excluded.expires_at END
-                        WHERE (clock_timestamp() < until OR clock_timestamp() > give_up AND _rate_limit_late())
+                        WHERE (coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
+                                < clock + 10000
+                            OR lock_timeout_ms <> -1
+                                AND coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
+                                    > clock + lock_timeout_ms * 25000::bigint
+                                AND _rate_limit_late())
                             AND d.algorithm = 3 AND d.count = 0 AND d.scale = every_us AND d.capacity = tokens
                                 AND d.refill = inflow AND d.credit < full_credit
                                 AND d.window_start - clock <= (full_credit - 1) / inflow + 1
@@ -3113,7 +3126,7 @@ BEGIN
             -- A row that was made begins by the first reading of the clock. That may be too old for it: another
             -- transaction may have made the same row, and rolled back after this one had waited for it. Such a row is
             -- deleted, and decided anew.
-            IF clock_timestamp() > until THEN
+            IF coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint) > clock + 10000 THEN
                 begun := ARRAY(
                     SELECT k.place
                     FROM unnest(taken_keys) WITH ORDINALITY AS k (key, place)
@@ -3659,14 +3672,13 @@ DECLARE
                 AND costs[1] BETWEEN 1 AND max_count AND counts[1] BETWEEN 1 AND max_count / costs[1]
                 THEN costs[1] * counts[1] END END;
     taken bigint[];
+    i integer := 1;    -- the place of the key
     window_end bigint; -- of a window that begins now
     each bigint[];     -- units of each key
     this_key text;
     before text;       -- the key before it
     ascend boolean;
     begun bigint[];    -- which of the keys have a row that was made
-    until timestamptz; -- by when a row has to be locked
-    give_up timestamptz;
     told bigint[];     -- of the keys that were taken from
     taken_keys text[]; -- these keys
 BEGIN
@@ -3686,68 +3698,78 @@ BEGIN
         AND timestamptz 'epoch' AT TIME ZONE zone IS NOT NULL
     THEN
         window_end := _rate_limit_window_end(clock, window_us, zone);
-        IF cardinality(keys) = 1 THEN -- without arrays, which saves a fifth
-            IF durable IS NOT TRUE THEN
-                INSERT INTO rate_limit_ephemeral AS d
-                    (prefix, key, algorithm, count, window_start, scale, expires_at)
-                VALUES (name, keys[1], 5, units, clock, window_end - clock, window_end)
-                ON CONFLICT (prefix, key) DO UPDATE SET
-                    count = CASE WHEN clock < d.expires_at THEN d.count ELSE 0 END + excluded.count,
-                    window_start = CASE WHEN clock < d.expires_at THEN d.window_start ELSE clock END,
-                    scale = CASE WHEN clock < d.expires_at THEN d.scale ELSE excluded.scale END,
-                    expires_at = CASE WHEN clock < d.expires_at THEN d.expires_at ELSE excluded.expires_at END
-                WHERE coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint) < clock + 10000
-                    AND d.algorithm = 5 AND d.since IS NULL AND d.window_start - clock <= window_us
-                        AND (clock >= d.expires_at
-                        OR clock + 10000 < d.expires_at AND d.expires_at = d.window_start + d.scale
-                        AND d.scale <= 2 * window_us AND excluded.count <= max_count - d.count)
-                RETURNING ARRAY[
-                    coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint),
-                    d.count, d.prev_count, d.window_start, d.credit,
-                    d.scale, d.expires_at, d.since, d.returned]
-                INTO taken;
-            ELSE
-                INSERT INTO rate_limit_durable AS d
-                    (prefix, key, algorithm, count, window_start, scale, expires_at)
-                VALUES (name, keys[1], 5, units, clock, window_end - clock, window_end)
-                ON CONFLICT (prefix, key) DO UPDATE SET
-                    count = CASE WHEN clock < d.expires_at THEN d.count ELSE 0 END + excluded.count,
-                    window_start = CASE WHEN clock < d.expires_at THEN d.window_start ELSE clock END,
-                    scale = CASE WHEN clock < d.expires_at THEN d.scale ELSE excluded.scale END,
-                    expires_at = CASE WHEN clock < d.expires_at THEN d.expires_at ELSE excluded.expires_at END
-                WHERE coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint) < clock + 10000
-                    AND d.algorithm = 5 AND d.since IS NULL AND d.window_start - clock <= window_us
-                        AND (clock >= d.expires_at
-                        OR clock + 10000 < d.expires_at AND d.expires_at = d.window_start + d.scale
-                        AND d.scale <= 2 * window_us AND excluded.count <= max_count - d.count)
-                RETURNING ARRAY[
-                    coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint),
-                    d.count, d.prev_count, d.window_start, d.credit,
-                    d.scale, d.expires_at, d.since, d.returned]
-                INTO taken;
-            END IF;
-            IF taken[1] NOT BETWEEN clock AND clock + 10000 THEN
-                -- As below. Or the clock has been set, or this process has been stopped, since the row was locked.
-                IF taken[2] = units THEN
-                    PERFORM rate_limit_reset(name, keys[1], durable, NULL::integer, NULL::boolean);
-                    taken := NULL;
+        IF cardinality(keys) <= 3 THEN -- one after the other, which costs less than one statement for all
+            LOOP
+                IF durable IS NOT TRUE THEN
+                    INSERT INTO rate_limit_ephemeral AS d
+                        (prefix, key, algorithm, count, window_start, scale, expires_at)
+                    VALUES (name, keys[i], 5, units, clock, window_end - clock, window_end)
+                    ON CONFLICT (prefix, key) DO UPDATE SET
+                        count = d.count + excluded.count
+                    WHERE coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
+                        < clock + 10000
+                        AND d.algorithm = 5 AND d.since IS NULL AND d.window_start - clock <= window_us
+                            AND clock + 10000 < d.expires_at AND d.expires_at = d.window_start + d.scale
+                            AND d.scale <= 2 * window_us AND excluded.count <= max_count - d.count
+                    RETURNING ARRAY[
+                        coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint),
+                        d.count, d.prev_count, d.window_start, d.credit,
+                        d.scale, d.expires_at, d.since, d.returned]
+                    INTO taken;
                 ELSE
-                    taken[1] := greatest(clock, least(clock + 10000, taken[1]));
+                    INSERT INTO rate_limit_durable AS d
+                        (prefix, key, algorithm, count, window_start, scale, expires_at)
+                    VALUES (name, keys[i], 5, units, clock, window_end - clock, window_end)
+                    ON CONFLICT (prefix, key) DO UPDATE SET
+                        count = d.count + excluded.count
+                    WHERE coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
+                        < clock + 10000
+                        AND d.algorithm = 5 AND d.since IS NULL AND d.window_start - clock <= window_us
+                            AND clock + 10000 < d.expires_at AND d.expires_at = d.window_start + d.scale
+                            AND d.scale <= 2 * window_us AND excluded.count <= max_count - d.count
+                    RETURNING ARRAY[
+                        coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint),
+                        d.count, d.prev_count, d.window_start, d.credit,
+                        d.scale, d.expires_at, d.since, d.returned]
+                    INTO taken;
+                END IF;
+                EXIT WHEN (taken[1] BETWEEN clock AND clock + 10000) IS NOT TRUE;
+                IF i = cardinality(keys) THEN
+                    RETURN told || taken;
+                END IF;
+                told := told || taken;
+                i := i + 1;
+                taken := NULL;
+                IF costs IS NOT NULL THEN
+                    units := CASE WHEN costs IS NULL AND counts IS NULL THEN 1
+                        WHEN cardinality(costs) = cardinality(keys) AND cardinality(counts) = cardinality(keys)
+                            AND costs[i] BETWEEN 1 AND max_count AND counts[i] BETWEEN 1 AND max_count / costs[i]
+                            THEN costs[i] * counts[i] END;
+                    EXIT WHEN units IS NULL;
+                END IF;
+            END LOOP;
+            IF taken[1] > clock + 10000 AND taken[2] = units THEN
+                PERFORM rate_limit_reset(name, keys[i], durable, NULL::integer, NULL::boolean); -- as below
+            ELSIF taken IS NOT NULL THEN -- the clock has been set, or this process stopped, since the row was locked
+                taken[1] := greatest(clock, least(clock + 10000, taken[1]));
+                told := told || taken;
+                i := i + 1;
+                IF i > cardinality(keys) THEN
+                    RETURN told;
                 END IF;
             END IF;
-            IF taken IS NOT NULL THEN
-                RETURN taken;
+            IF i > 1 THEN
+                taken_keys := keys[:i - 1];
             END IF;
         ELSE
-            each := CASE WHEN costs IS NULL AND counts IS NULL THEN array_fill(1::bigint, ARRAY[cardinality(keys)])
-                ELSE ARRAY(
+            IF costs IS NULL AND counts IS NULL THEN
+                each := array_fill(1::bigint, ARRAY[cardinality(keys)]);
+            ELSE
+                each := ARRAY(
                     SELECT CASE WHEN u.cost BETWEEN 1 AND max_count AND u.asked BETWEEN 1 AND max_count / u.cost
                         THEN u.cost * u.asked END
-                    FROM unnest(costs, counts) AS u (cost, asked)) END;
-            until := CASE WHEN now_us IS NULL THEN timestamptz 'epoch' + (clock + 10000) * interval '1 microsecond'
-                ELSE 'infinity' END;
-            give_up := CASE WHEN lock_timeout_ms <> -1 THEN clock_timestamp() + lock_timeout_ms * interval '25 ms'
-                ELSE 'infinity' END;
+                    FROM unnest(costs, counts) AS u (cost, asked));
+            END IF;
             IF cardinality(each) = cardinality(keys) AND array_position(each, NULL) IS NULL THEN
                 IF durable IS NOT TRUE THEN
                     WITH d AS (
@@ -3760,7 +3782,12 @@ BEGIN
                             window_start = CASE WHEN clock < d.expires_at THEN d.window_start ELSE clock END,
                             scale = CASE WHEN clock < d.expires_at THEN d.scale ELSE excluded.scale END,
                             expires_at = CASE WHEN clock < d.expires_at THEN d.expires_at ELSE excluded.expires_at END
-                        WHERE (clock_timestamp() < until OR clock_timestamp() > give_up AND _rate_limit_late())
+                        WHERE (coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
+                                < clock + 10000
+                            OR lock_timeout_ms <> -1
+                                AND coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
+                                    > clock + lock_timeout_ms * 25000::bigint
+                                AND _rate_limit_late())
                             AND d.algorithm = 5 AND d.since IS NULL AND d.window_start - clock <= window_us
                                 AND (clock >= d.expires_at
                                 OR clock + 10000 < d.expires_at AND d.expires_at = d.window_start + d.scale
@@ -3783,7 +3810,12 @@ BEGIN
                             window_start = CASE WHEN clock < d.expires_at THEN d.window_start ELSE clock END,
                             scale = CASE WHEN clock < d.expires_at THEN d.scale ELSE excluded.scale END,
                             expires_at = CASE WHEN clock < d.expires_at THEN d.expires_at ELSE excluded.expires_at END
-                        WHERE (clock_timestamp() < until OR clock_timestamp() > give_up AND _rate_limit_late())
+                        WHERE (coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
+                                < clock + 10000
+                            OR lock_timeout_ms <> -1
+                                AND coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
+                                    > clock + lock_timeout_ms * 25000::bigint
+                                AND _rate_limit_late())
                             AND d.algorithm = 5 AND d.since IS NULL AND d.window_start - clock <= window_us
                                 AND (clock >= d.expires_at
                                 OR clock + 10000 < d.expires_at AND d.expires_at = d.window_start + d.scale
@@ -3800,7 +3832,7 @@ BEGIN
             -- A row that was made begins by the first reading of the clock. That may be too old for it: another
             -- transaction may have made the same row, and rolled back after this one had waited for it. Such a row is
             -- deleted, and decided anew.
-            IF clock_timestamp() > until THEN
+            IF coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint) > clock + 10000 THEN
                 begun := ARRAY(
                     SELECT k.place
                     FROM unnest(taken_keys) WITH ORDINALITY AS k (key, place)
@@ -3889,10 +3921,6 @@ DECLARE
         WHEN synchronous_commit IS NOT NULL
             AND set_config('synchronous_commit', synchronous_commit::text, true) IS NULL THEN NULL
         ELSE coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint) END;
-    until timestamptz := CASE WHEN now_us IS NULL THEN timestamptz 'epoch' + (clock + 10000) * interval '1 microsecond'
-        ELSE 'infinity' END;
-    give_up timestamptz := CASE WHEN lock_timeout_ms <> -1 THEN clock_timestamp() + lock_timeout_ms * interval '25 ms'
-        ELSE 'infinity' END;
     possible boolean := (names[cardinality(names)] IS NOT NULL AND keys[cardinality(names)] IS NOT NULL
         AND cardinality(names) = ALL (ARRAY[cardinality(keys), cardinality(algorithms), cardinality(limits),
             cardinality(spans_us), cardinality(refills), cardinality(units)])
@@ -3913,7 +3941,12 @@ BEGIN
                     AND octet_length(excluded.name) BETWEEN 1 AND 128
                     AND octet_length(excluded.key) BETWEEN 1 AND 512
                     AND d.ctid IS NOT NULL
-                    AND (clock_timestamp() < until OR clock_timestamp() > give_up AND _rate_limit_late())
+                    AND (coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
+                            < clock + 10000
+                        OR lock_timeout_ms <> -1
+                            AND coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
+                                > clock + lock_timeout_ms * 25000::bigint
+                            AND _rate_limit_late())
                     AND CASE WHEN coalesce(d.algorithm, 0) = 0
                         THEN excluded.expires_at < 2 * clock AND (full_credit - 1) / inflow < clock IS NOT FALSE
                         ELSE CASE excluded.algorithm
@@ -3934,8 +3967,7 @@ BEGIN
                                     AND d.expires_at = d.window_start + 2 * window_us AND d.prev_count <= max_count
                                     AND excluded.count <= max_count - d.count
                                         - (d.prev_count * (d.window_start + window_us
-                                            - greatest(clock, d.window_start)) + window_us - 1) / window_us
-                                END
+                                            - greatest(clock, d.window_start)) + window_us - 1) / window_us END
                         WHEN 3 THEN d.algorithm = 3 AND d.count = 0 AND d.scale = every_us AND d.capacity = tokens
                             AND d.refill = inflow AND d.credit < full_credit
                             AND d.window_start - clock <= (full_credit - 1) / inflow + 1
@@ -4152,8 +4184,7 @@ BEGIN
                                 AND d.expires_at = d.window_start + 2 * window_us AND d.prev_count <= max_count
                                 AND excluded.count <= max_count - d.count
                                     - (d.prev_count * (d.window_start + window_us
-                                        - greatest(clock, d.window_start)) + window_us - 1) / window_us
-                            END
+                                        - greatest(clock, d.window_start)) + window_us - 1) / window_us END
                     WHEN 3 THEN d.algorithm = 3 AND d.count = 0 AND d.scale = every_us AND d.capacity = tokens
                         AND d.refill = inflow AND d.credit < full_credit
                         AND d.window_start - clock <= (full_credit - 1) / inflow + 1
@@ -4230,7 +4261,10 @@ BEGIN
             SELECT e.name, e.key
             FROM unnest(names, keys) AS e (name, key)
             ON CONFLICT (prefix, key)
-            DO UPDATE SET count = d.count WHERE clock_timestamp() > give_up AND _rate_limit_late();
+            DO UPDATE SET count = d.count WHERE lock_timeout_ms <> -1
+                AND coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
+                    > clock + lock_timeout_ms * 25000::bigint
+                AND _rate_limit_late();
         END LOOP;
     ELSE
         FOR attempt IN 1 .. 2 LOOP
@@ -4240,7 +4274,12 @@ BEGIN
                     AND octet_length(excluded.name) BETWEEN 1 AND 128
                     AND octet_length(excluded.key) BETWEEN 1 AND 512
                     AND d.ctid IS NOT NULL
-                    AND (clock_timestamp() < until OR clock_timestamp() > give_up AND _rate_limit_late())
+                    AND (coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
+                            < clock + 10000
+                        OR lock_timeout_ms <> -1
+                            AND coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
+                                > clock + lock_timeout_ms * 25000::bigint
+                            AND _rate_limit_late())
                     AND CASE WHEN coalesce(d.algorithm, 0) = 0
                         THEN excluded.expires_at < 2 * clock AND (full_credit - 1) / inflow < clock IS NOT FALSE
                         ELSE CASE excluded.algorithm
@@ -4261,8 +4300,7 @@ BEGIN
                                     AND d.expires_at = d.window_start + 2 * window_us AND d.prev_count <= max_count
                                     AND excluded.count <= max_count - d.count
                                         - (d.prev_count * (d.window_start + window_us
-                                            - greatest(clock, d.window_start)) + window_us - 1) / window_us
-                                END
+                                            - greatest(clock, d.window_start)) + window_us - 1) / window_us END
                         WHEN 3 THEN d.algorithm = 3 AND d.count = 0 AND d.scale = every_us AND d.capacity = tokens
                             AND d.refill = inflow AND d.credit < full_credit
                             AND d.window_start - clock <= (full_credit - 1) / inflow + 1
@@ -4479,8 +4517,7 @@ BEGIN
                                 AND d.expires_at = d.window_start + 2 * window_us AND d.prev_count <= max_count
                                 AND excluded.count <= max_count - d.count
                                     - (d.prev_count * (d.window_start + window_us
-                                        - greatest(clock, d.window_start)) + window_us - 1) / window_us
-                            END
+                                        - greatest(clock, d.window_start)) + window_us - 1) / window_us END
                     WHEN 3 THEN d.algorithm = 3 AND d.count = 0 AND d.scale = every_us AND d.capacity = tokens
                         AND d.refill = inflow AND d.credit < full_credit
                         AND d.window_start - clock <= (full_credit - 1) / inflow + 1
@@ -4557,7 +4594,10 @@ BEGIN
             SELECT e.name, e.key
             FROM unnest(names, keys) AS e (name, key)
             ON CONFLICT (prefix, key)
-            DO UPDATE SET count = d.count WHERE clock_timestamp() > give_up AND _rate_limit_late();
+            DO UPDATE SET count = d.count WHERE lock_timeout_ms <> -1
+                AND coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
+                    > clock + lock_timeout_ms * 25000::bigint
+                AND _rate_limit_late();
         END LOOP;
     END IF;
 

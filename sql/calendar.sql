@@ -26,6 +26,7 @@ is for. */}}
 {{define "calendar.begin"}}window_end := _rate_limit_window_end(clock, window_us, zone);{{end}}
 {{define "calendar.insert"}}(prefix, key, algorithm, count, window_start, scale, expires_at){{end}}
 {{define "calendar.values"}}5, {{.}}, clock, window_end - clock, window_end{{end}}
+{{define "calendar.adds"}}count = d.count + excluded.count{{end}}
 {{define "calendar.rolls"}}
 count = CASE WHEN clock < d.expires_at THEN d.count ELSE 0 END + excluded.count,
 window_start = CASE WHEN clock < d.expires_at THEN d.window_start ELSE clock END,
@@ -34,9 +35,9 @@ expires_at = CASE WHEN clock < d.expires_at THEN d.expires_at ELSE excluded.expi
 {{end}}
 {{define "calendar.fits"}}
 d.algorithm = 5 AND d.since IS NULL AND d.window_start - clock <= window_us
-    AND (clock >= d.expires_at
-    OR clock + 10000 < d.expires_at AND d.expires_at = d.window_start + d.scale
-    AND d.scale <= 2 * window_us AND excluded.count <= max_count - d.count)
+    AND {{if .Rolls}}(clock >= d.expires_at
+    OR {{end}}clock + 10000 < d.expires_at AND d.expires_at = d.window_start + d.scale
+    AND d.scale <= 2 * window_us AND excluded.count <= max_count - d.count{{if .Rolls}}){{end}}
 {{end}}
 {{define "calendar.new"}}{{.Taken}}[2] = {{.Units}}{{end}}
 {{define "calendar.columns"}}count, window_start, credit, scale, expires_at, since{{end}}

@@ -16,6 +16,7 @@ for. */}}
 
 {{define "fixed.insert"}}(prefix, key, algorithm, count, window_start, expires_at){{end}}
 {{define "fixed.values"}}1, {{.}}, clock, clock + window_us{{end}}
+{{define "fixed.adds"}}count = d.count + excluded.count{{end}}
 {{define "fixed.rolls"}}
 count = CASE WHEN clock < d.expires_at THEN d.count ELSE 0 END + excluded.count,
 window_start = CASE WHEN clock < d.expires_at THEN d.window_start ELSE clock END,
@@ -23,9 +24,9 @@ expires_at = CASE WHEN clock < d.expires_at THEN d.expires_at ELSE excluded.expi
 {{end}}
 {{define "fixed.fits"}}
 d.algorithm = 1 AND d.since IS NULL AND d.window_start - clock <= window_us
-    AND (clock >= d.expires_at
-    OR clock + 10000 < d.expires_at AND d.expires_at = d.window_start + window_us
-    AND excluded.count <= max_count - d.count)
+    AND {{if .Rolls}}(clock >= d.expires_at
+    OR {{end}}clock + 10000 < d.expires_at AND d.expires_at = d.window_start + window_us
+    AND excluded.count <= max_count - d.count{{if .Rolls}}){{end}}
 {{end}}
 {{define "fixed.new"}}{{.Taken}}[2] = {{.Units}}{{end}}
 {{define "fixed.columns"}}count, window_start, credit, expires_at, since{{end}}

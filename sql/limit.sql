@@ -16,13 +16,15 @@
         AND set_config('synchronous_commit', synchronous_commit::text, true) IS NULL THEN NULL
     ELSE {{include "reading" | hang 4}} END{{end}}
 
-{{/* By when a row has to be locked that is decided by this reading. */}}
-{{define "until"}}CASE WHEN now_us IS NULL THEN timestamptz 'epoch' + (clock + 10000) * interval '1 microsecond'
-    ELSE 'infinity' END{{end}}
+{{/* Whether a row was locked soon enough to be decided by this reading. */}}
+{{define "in time"}}{{include "reading"}}
+    < clock + 10000{{end}}
 
-{{/* When the waits for all rows together have lasted too long. */}}
-{{define "give up"}}CASE WHEN lock_timeout_ms <> -1 THEN clock_timestamp() + lock_timeout_ms * interval '25 ms'
-    ELSE 'infinity' END{{end}}
+{{/* Gives up when the waits for all rows together have lasted too long. */}}
+{{define "give up"}}lock_timeout_ms <> -1
+    AND {{include "reading"}}
+        > clock + lock_timeout_ms * 25000::bigint
+    AND _rate_limit_late(){{end}}
 
 {{/* The second reading of the clock, for rows that were locked within 10 ms. */}}
 {{define "soon"}}greatest(clock, least(clock + 10000,
@@ -56,9 +58,9 @@ INSERT INTO rate_limit_{{.Table}} AS d
     {{include (print .Name ".insert") | hang 4}}
 {{.Rows}}
 ON CONFLICT (prefix, key) DO UPDATE SET
-    {{include (print .Name ".rolls") | hang 4}}
+    {{include (print .Name (or (and .Rolls ".rolls") ".adds")) | hang 4}}
 WHERE {{.While}}
-    AND {{include (print .Name ".fits") | hang 4}}
+    AND {{include (print .Name ".fits") . | hang 4}}
 RETURNING {{.Tells}}
 {{- end}}
 
@@ -259,6 +261,7 @@ DECLARE
     units bigint := CASE WHEN ({{include (print .Name ".valid") | hang 8}}) THEN
         {{include "units" (dict "I" "1" "Limit" .Limit) | hang 8}} END;
     taken bigint[];
+    i integer := 1;    -- the place of the key
 {{- if .Zoned}}
     window_end bigint; -- of a window that begins now
 {{- end}}
@@ -267,8 +270,6 @@ DECLARE
     before text;       -- the key before it
     ascend boolean;
     begun bigint[];    -- which of the keys have a row that was made
-    until timestamptz; -- by when a row has to be locked
-    give_up timestamptz;
 {{- if eq .Name "tokenbucket"}}
     -- The rules say so, because in takeall.sql capacity and refill would be those of the row.
     tokens ALIAS FOR capacity;
@@ -299,45 +300,61 @@ BEGIN
 {{- with maybe (print .Name ".begin") ""}}
         {{.}}
 {{- end}}
-        IF cardinality(keys) = 1 THEN -- without arrays, which saves a fifth
+        IF cardinality(keys) <= 3 THEN -- one after the other, which costs less than one statement for all
+            LOOP
 {{- range $t := $.Tables}}
-            {{$t.If}}
-                {{include "upsert" (dict "Table" $t.Name "Name" $a.Name
-                    "Rows" (print "VALUES (name, keys[1], " (include (print $a.Name ".values") "units") ")")
-                    "While" (print (include "reading") " < clock + 10000")
-                    "Tells" (include "told" (dict "At" (include "reading")))) | hang 16}}
-                INTO taken;
+                {{$t.If}}
+                    {{include "upsert" (dict "Table" $t.Name "Name" $a.Name "Rolls" false
+                        "Rows" (print "VALUES (name, keys[i], " (include (print $a.Name ".values") "units") ")")
+                        "While" (include "in time")
+                        "Tells" (include "told" (dict "At" (include "reading")))) | hang 20}}
+                    INTO taken;
 {{- end}}
-            END IF;
-            IF taken[1] NOT BETWEEN clock AND clock + 10000 THEN
-                -- As below. Or the clock has been set, or this process has been stopped, since the row was locked.
-                IF {{include (print .Name ".new") (dict "Taken" "taken" "Units" "units")}} THEN
-                    PERFORM rate_limit_reset(name, keys[1], durable, NULL::integer, NULL::boolean);
-                    taken := NULL;
-                ELSE
-                    taken[1] := greatest(clock, least(clock + 10000, taken[1]));
+                END IF;
+                EXIT WHEN (taken[1] BETWEEN clock AND clock + 10000) IS NOT TRUE;
+                IF i = cardinality(keys) THEN
+                    RETURN told || taken;
+                END IF;
+                told := told || taken;
+                i := i + 1;
+                taken := NULL;
+                IF costs IS NOT NULL THEN
+                    units := {{include "units" (dict "I" "i" "Limit" .Limit) | hang 20}};
+                    EXIT WHEN units IS NULL;
+                END IF;
+            END LOOP;
+            IF taken[1] > clock + 10000 AND {{include (print .Name ".new") (dict "Taken" "taken" "Units" "units")}} THEN
+                PERFORM rate_limit_reset(name, keys[i], durable, NULL::integer, NULL::boolean); -- as below
+            ELSIF taken IS NOT NULL THEN -- the clock has been set, or this process stopped, since the row was locked
+                taken[1] := greatest(clock, least(clock + 10000, taken[1]));
+                told := told || taken;
+                i := i + 1;
+                IF i > cardinality(keys) THEN
+                    RETURN told;
                 END IF;
             END IF;
-            IF taken IS NOT NULL THEN
-                RETURN taken;
+            IF i > 1 THEN
+                taken_keys := keys[:i - 1];
             END IF;
         ELSE
-            each := CASE WHEN costs IS NULL AND counts IS NULL THEN array_fill(1::bigint, ARRAY[cardinality(keys)])
-                ELSE ARRAY(
+            IF costs IS NULL AND counts IS NULL THEN
+                each := array_fill(1::bigint, ARRAY[cardinality(keys)]);
+            ELSE
+                each := ARRAY(
                     SELECT CASE WHEN u.cost BETWEEN 1 AND {{.Limit}} AND u.asked BETWEEN 1 AND {{.Limit}} / u.cost
                         THEN u.cost * u.asked END
-                    FROM unnest(costs, counts) AS u (cost, asked)) END;
-            until := {{include "until" | hang 12}};
-            give_up := {{include "give up" | hang 12}};
+                    FROM unnest(costs, counts) AS u (cost, asked));
+            END IF;
             IF cardinality(each) = cardinality(keys) AND array_position(each, NULL) IS NULL THEN
 {{- range $t := $.Tables}}
                 {{$t.If}}
                     WITH d AS (
-                        {{include "upsert" (dict "Table" $t.Name "Name" $a.Name
+                        {{include "upsert" (dict "Table" $t.Name "Name" $a.Name "Rolls" true
                             "Rows" (print "SELECT name, e.key, " (include (print $a.Name ".values") "e.units")
                                 `
 FROM unnest(keys, each) AS e (key, units)`)
-                            "While" "(clock_timestamp() < until OR clock_timestamp() > give_up AND _rate_limit_late())"
+                            "While" (print "(" (include "in time" | hang 4) `
+    OR ` (include "give up" | hang 4) ")")
                             "Tells" (print "d.key, " (include "told" (dict "At" (include "soon"))) " AS told"))
                             | hang 24}}
                     )
@@ -348,7 +365,7 @@ FROM unnest(keys, each) AS e (key, units)`)
             -- A row that was made begins by the first reading of the clock. That may be too old for it: another
             -- transaction may have made the same row, and rolled back after this one had waited for it. Such a row is
             -- deleted, and decided anew.
-            IF clock_timestamp() > until THEN
+            IF {{include "reading" | hang 12}} > clock + 10000 THEN
                 begun := ARRAY(
                     SELECT k.place
                     FROM unnest(taken_keys) WITH ORDINALITY AS k (key, place)

@@ -14,6 +14,7 @@ block is for. */}}
 {{define "sliding.values"}}2, {{.}}, clock, clock + 2 * window_us{{end}}
 {{define "sliding.start"}}CASE WHEN clock < d.window_start + window_us THEN d.window_start
     WHEN clock < d.expires_at THEN d.window_start + window_us ELSE clock END{{end}}
+{{define "sliding.adds"}}count = d.count + excluded.count{{end}}
 {{define "sliding.rolls"}}
 count = CASE WHEN clock < d.window_start + window_us
     THEN d.count ELSE 0 END + excluded.count,
@@ -24,7 +25,7 @@ expires_at = {{include "sliding.start"}} + 2 * window_us
 {{end}}
 {{define "sliding.fits"}}
 d.algorithm = 2 AND d.since IS NULL AND d.window_start - clock <= window_us
-    AND CASE
+    AND {{if .Rolls}}CASE
         WHEN clock >= d.expires_at THEN clock >= d.window_start + window_us
         WHEN clock >= d.window_start + window_us
                 AND d.expires_at = d.window_start + 2 * window_us
@@ -32,12 +33,12 @@ d.algorithm = 2 AND d.since IS NULL AND d.window_start - clock <= window_us
             THEN d.count BETWEEN 1 AND max_count
             AND excluded.count <= max_count
                 - (d.count * (d.expires_at - clock) + window_us - 1) / window_us
-        ELSE clock + 10000 < d.window_start + window_us
+        ELSE {{end}}clock + 10000 < d.window_start + window_us
             AND d.expires_at = d.window_start + 2 * window_us AND d.prev_count <= max_count
             AND excluded.count <= max_count - d.count
                 - (d.prev_count * (d.window_start + window_us
                     - greatest(clock, d.window_start)) + window_us - 1) / window_us
-        END
+    {{- if .Rolls}} END{{end}}
 {{end}}
 {{define "sliding.new"}}{{.Taken}}[2] = {{.Units}} AND {{.Taken}}[3] = 0{{end}}
 {{define "sliding.columns"}}count, prev_count, window_start, credit, expires_at, since{{end}}

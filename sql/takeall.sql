@@ -49,13 +49,14 @@ SELECT bool_and((excluded.valid
     AND octet_length(excluded.key) BETWEEN 1 AND 512
     {{- if .Locks}}
     AND d.ctid IS NOT NULL
-    AND (clock_timestamp() < until OR clock_timestamp() > give_up AND _rate_limit_late())
+    AND ({{include "in time" | hang 8}}
+        OR {{include "give up" | hang 8}})
     {{- end}}
     AND CASE WHEN coalesce(d.algorithm, 0) = 0
         THEN excluded.expires_at < 2 * clock AND (full_credit - 1) / inflow < clock IS NOT FALSE
         ELSE CASE excluded.algorithm
         {{- range .Algorithms}}{{if has (print .Name ".rolls")}}
-        WHEN {{.Code}} THEN {{include (print .Name ".fits") | hang 8}}{{end}}
+        WHEN {{.Code}} THEN {{include (print .Name ".fits") (dict "Rolls" true) | hang 8}}{{end}}
         {{- end}} END END
     ) IS TRUE),
     array_agg(d.ctid)
@@ -119,8 +120,6 @@ AS $$
 #variable_conflict use_variable
 DECLARE
     clock bigint := {{include "clock" | hang 4}};
-    until timestamptz := {{include "until" | hang 4}};
-    give_up timestamptz := {{include "give up" | hang 4}};
     possible boolean := (names[cardinality(names)] IS NOT NULL AND keys[cardinality(names)] IS NOT NULL
         AND cardinality(names) = ALL (ARRAY[cardinality(keys), cardinality(algorithms), cardinality(limits),
             cardinality(spans_us), cardinality(refills), cardinality(units)])
@@ -170,7 +169,7 @@ BEGIN
             SELECT e.name, e.key
             FROM unnest(names, keys) AS e (name, key)
             ON CONFLICT (prefix, key)
-            DO UPDATE SET count = d.count WHERE clock_timestamp() > give_up AND _rate_limit_late();
+            DO UPDATE SET count = d.count WHERE {{include "give up" | hang 12}};
         END LOOP;
 {{- end}}
     END IF;

@@ -28,6 +28,14 @@ block is for. */}}
 {{/* Whether the bucket is not full by the clock, or a while later. */}}
 {{define "tokenbucket.runs"}}clock{{.}} - d.window_start <= (full_credit - d.credit - 1) / inflow{{end}}
 {{define "tokenbucket.level"}}d.credit + greatest(clock - d.window_start, 0) * inflow{{end}}
+{{define "tokenbucket.adds"}}
+credit = {{include "tokenbucket.level"}}
+    - (full_credit - excluded.credit),
+window_start = greatest(clock, d.window_start),
+expires_at = greatest(clock, d.window_start)
+    + (full_credit - ({{include "tokenbucket.level"}})
+        + (full_credit - excluded.credit) - 1) / inflow + 1
+{{end}}
 {{define "tokenbucket.rolls"}}
 scale = every_us,
 capacity = tokens,
@@ -51,11 +59,13 @@ expires_at = CASE WHEN {{include "tokenbucket.runs" ""}}
 d.algorithm = 3 AND d.count = 0 AND d.scale = every_us AND d.capacity = tokens
     AND d.refill = inflow AND d.credit < full_credit
     AND d.window_start - clock <= (full_credit - 1) / inflow + 1
-    AND CASE
+    AND {{if .Rolls}}CASE
         WHEN {{include "tokenbucket.runs" " + 10000"}}
             THEN {{include "tokenbucket.level"}}
                 >= full_credit - excluded.credit
         ELSE clock - d.window_start > (full_credit - d.credit - 1) / inflow END
+    {{- else}}{{include "tokenbucket.runs" " + 10000"}}
+    AND {{include "tokenbucket.level"}} >= full_credit - excluded.credit{{end}}
 {{end}}
 {{define "tokenbucket.new"}}{{.Taken}}[5] = full_credit - {{.Units}} * every_us{{end}}
 {{define "tokenbucket.columns"}}count, window_start, credit, scale, expires_at, since, capacity, refill, returned{{end}}
