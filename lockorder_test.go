@@ -158,6 +158,7 @@ func TestKeysBehindOneThatIsLeftAreNotLocked(t *testing.T) {
 	for _, broken := range []bool{false, true} {
 		db := pgtest.New(t)
 		if broken {
+			alwaysArrays(t, db.Pool)
 			each := "FROM unnest(keys, each) AS e (key, units)"
 			pgtest.Rewrite(t, db.Pool, "rate_limit_take_fixed_window", each, each+" ORDER BY e.key DESC")
 		}

@@ -313,3 +313,33 @@ func TestWaitingForSeveralRowsInTurn(t *testing.T) {
 		}
 	})
 }
+
+// A call without a lock_timeout of its own waits for as long as it takes. What it waited for is decided by the rules of
+// rate_limit_all.
+func TestCallsWithoutALockTimeoutWait(t *testing.T) {
+	t.Parallel()
+
+	const sets = "rate_limit_take_all('{n,n,n,n}', '{held,a,b,c}', false, '{1,1,1,1}', '{9,9,9,9}', " +
+		"'{1000000000000,1000000000000,1000000000000,1000000000000}', '{0,0,0,0}', NULL, '{1,1,1,1}', '{1,1,1,1}', '{1,2,3,4}', " +
+		"'{1,1,1,1}', '{1,1,1,1}', lock_timeout_ms => %s)"
+	for _, call := range []string{
+		"rate_limit_take_fixed_window('n', '{held}', 9, 1000000000000, lock_timeout_ms => %s)",
+		"rate_limit_take_fixed_window('n', '{held,a,b,c}', 9, 1000000000000, lock_timeout_ms => %s)", sets,
+	} {
+		for _, lockTimeout := range []string{"NULL", "-1", "60000"} {
+			db := pgtest.New(t)
+			call := fmt.Sprintf(call, lockTimeout)
+			pgtest.Exec(t, db.Pool, "SELECT "+call)
+			holder, waiter := pgtest.Begin(t, db), pgtest.Connect(t, db)
+			pgtest.Exec(t, holder, "SELECT FROM rate_limit_ephemeral WHERE key = 'held' FOR UPDATE")
+			taken := testkit.Later(func() (any, error) { return waiter.Exec(context.Background(), "SELECT "+call) })
+			pgtest.WaitUntilBlocked(t, db.Pool, 1)
+			begun := time.Now()
+			testkit.WaitUntil(t, func() bool { return time.Since(begun) > 30*time.Millisecond })
+			require.NoError(t, holder.Commit(t.Context()))
+			_, err := taken()
+			require.NoError(t, err, call)
+			require.Equal(t, []int64{2}, pgtest.Scalar[[]int64](t, db.Pool, "SELECT array_agg(DISTINCT count) FROM rate_limit_ephemeral"), call)
+		}
+	}
+}

@@ -2076,10 +2076,10 @@ BEGIN
                             expires_at = CASE WHEN clock < d.expires_at THEN d.expires_at ELSE excluded.expires_at END
                         WHERE (coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
                                 < clock + 10000
-                            OR lock_timeout_ms <> -1
-                                AND coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
-                                    > clock + lock_timeout_ms * 25000::bigint
-                                AND _rate_limit_late())
+                            OR CASE WHEN lock_timeout_ms <> -1
+                                    AND coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
+                                        > clock + lock_timeout_ms * 25000::bigint
+                                THEN _rate_limit_late() END)
                             AND d.algorithm = 1 AND d.since IS NULL AND d.window_start - clock <= window_us
                                 AND (clock >= d.expires_at
                                 OR clock + 10000 < d.expires_at AND d.expires_at = d.window_start + window_us
@@ -2103,10 +2103,10 @@ BEGIN
                             expires_at = CASE WHEN clock < d.expires_at THEN d.expires_at ELSE excluded.expires_at END
                         WHERE (coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
                                 < clock + 10000
-                            OR lock_timeout_ms <> -1
-                                AND coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
-                                    > clock + lock_timeout_ms * 25000::bigint
-                                AND _rate_limit_late())
+                            OR CASE WHEN lock_timeout_ms <> -1
+                                    AND coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
+                                        > clock + lock_timeout_ms * 25000::bigint
+                                THEN _rate_limit_late() END)
                             AND d.algorithm = 1 AND d.since IS NULL AND d.window_start - clock <= window_us
                                 AND (clock >= d.expires_at
                                 OR clock + 10000 < d.expires_at AND d.expires_at = d.window_start + window_us
@@ -2533,10 +2533,10 @@ BEGIN
                                 WHEN clock < d.expires_at THEN d.window_start + window_us ELSE clock END + 2 * window_us
                         WHERE (coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
                                 < clock + 10000
-                            OR lock_timeout_ms <> -1
-                                AND coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
-                                    > clock + lock_timeout_ms * 25000::bigint
-                                AND _rate_limit_late())
+                            OR CASE WHEN lock_timeout_ms <> -1
+                                    AND coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
+                                        > clock + lock_timeout_ms * 25000::bigint
+                                THEN _rate_limit_late() END)
                             AND d.algorithm = 2 AND d.since IS NULL AND d.window_start - clock <= window_us
                                 AND CASE
                                     WHEN clock >= d.expires_at THEN clock >= d.window_start + window_us
@@ -2575,10 +2575,10 @@ BEGIN
                                 WHEN clock < d.expires_at THEN d.window_start + window_us ELSE clock END + 2 * window_us
                         WHERE (coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
                                 < clock + 10000
-                            OR lock_timeout_ms <> -1
-                                AND coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
-                                    > clock + lock_timeout_ms * 25000::bigint
-                                AND _rate_limit_late())
+                            OR CASE WHEN lock_timeout_ms <> -1
+                                    AND coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
+                                        > clock + lock_timeout_ms * 25000::bigint
+                                THEN _rate_limit_late() END)
                             AND d.algorithm = 2 AND d.since IS NULL AND d.window_start - clock <= window_us
                                 AND CASE
                                     WHEN clock >= d.expires_at THEN clock >= d.window_start + window_us
@@ -3055,10 +3055,10 @@ BEGIN
                                 ELSE excluded.expires_at END
                         WHERE (coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
                                 < clock + 10000
-                            OR lock_timeout_ms <> -1
-                                AND coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
-                                    > clock + lock_timeout_ms * 25000::bigint
-                                AND _rate_limit_late())
+                            OR CASE WHEN lock_timeout_ms <> -1
+                                    AND coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
+                                        > clock + lock_timeout_ms * 25000::bigint
+                                THEN _rate_limit_late() END)
                             AND d.algorithm = 3 AND d.count = 0 AND d.scale = every_us AND d.capacity = tokens
                                 AND d.refill = inflow AND d.credit < full_credit
                                 AND d.window_start - clock <= (full_credit - 1) / inflow + 1
@@ -3102,10 +3102,10 @@ BEGIN
                                 ELSE excluded.expires_at END
                         WHERE (coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
                                 < clock + 10000
-                            OR lock_timeout_ms <> -1
-                                AND coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
-                                    > clock + lock_timeout_ms * 25000::bigint
-                                AND _rate_limit_late())
+                            OR CASE WHEN lock_timeout_ms <> -1
+                                    AND coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
+                                        > clock + lock_timeout_ms * 25000::bigint
+                                THEN _rate_limit_late() END)
                             AND d.algorithm = 3 AND d.count = 0 AND d.scale = every_us AND d.capacity = tokens
                                 AND d.refill = inflow AND d.credit < full_credit
                                 AND d.window_start - clock <= (full_credit - 1) / inflow + 1
@@ -3784,10 +3784,10 @@ BEGIN
                             expires_at = CASE WHEN clock < d.expires_at THEN d.expires_at ELSE excluded.expires_at END
                         WHERE (coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
                                 < clock + 10000
-                            OR lock_timeout_ms <> -1
-                                AND coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
-                                    > clock + lock_timeout_ms * 25000::bigint
-                                AND _rate_limit_late())
+                            OR CASE WHEN lock_timeout_ms <> -1
+                                    AND coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
+                                        > clock + lock_timeout_ms * 25000::bigint
+                                THEN _rate_limit_late() END)
                             AND d.algorithm = 5 AND d.since IS NULL AND d.window_start - clock <= window_us
                                 AND (clock >= d.expires_at
                                 OR clock + 10000 < d.expires_at AND d.expires_at = d.window_start + d.scale
@@ -3812,10 +3812,10 @@ BEGIN
                             expires_at = CASE WHEN clock < d.expires_at THEN d.expires_at ELSE excluded.expires_at END
                         WHERE (coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
                                 < clock + 10000
-                            OR lock_timeout_ms <> -1
-                                AND coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
-                                    > clock + lock_timeout_ms * 25000::bigint
-                                AND _rate_limit_late())
+                            OR CASE WHEN lock_timeout_ms <> -1
+                                    AND coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
+                                        > clock + lock_timeout_ms * 25000::bigint
+                                THEN _rate_limit_late() END)
                             AND d.algorithm = 5 AND d.since IS NULL AND d.window_start - clock <= window_us
                                 AND (clock >= d.expires_at
                                 OR clock + 10000 < d.expires_at AND d.expires_at = d.window_start + d.scale
@@ -3943,10 +3943,10 @@ BEGIN
                     AND d.ctid IS NOT NULL
                     AND (coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
                             < clock + 10000
-                        OR lock_timeout_ms <> -1
-                            AND coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
-                                > clock + lock_timeout_ms * 25000::bigint
-                            AND _rate_limit_late())
+                        OR CASE WHEN lock_timeout_ms <> -1
+                                AND coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
+                                    > clock + lock_timeout_ms * 25000::bigint
+                            THEN _rate_limit_late() END)
                     AND CASE WHEN coalesce(d.algorithm, 0) = 0
                         THEN excluded.expires_at < 2 * clock AND (full_credit - 1) / inflow < clock IS NOT FALSE
                         ELSE CASE excluded.algorithm
@@ -4261,10 +4261,10 @@ BEGIN
             SELECT e.name, e.key
             FROM unnest(names, keys) AS e (name, key)
             ON CONFLICT (prefix, key)
-            DO UPDATE SET count = d.count WHERE lock_timeout_ms <> -1
-                AND coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
-                    > clock + lock_timeout_ms * 25000::bigint
-                AND _rate_limit_late();
+            DO UPDATE SET count = d.count WHERE CASE WHEN lock_timeout_ms <> -1
+                    AND coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
+                        > clock + lock_timeout_ms * 25000::bigint
+                THEN _rate_limit_late() END;
         END LOOP;
     ELSE
         FOR attempt IN 1 .. 2 LOOP
@@ -4276,10 +4276,10 @@ BEGIN
                     AND d.ctid IS NOT NULL
                     AND (coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
                             < clock + 10000
-                        OR lock_timeout_ms <> -1
-                            AND coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
-                                > clock + lock_timeout_ms * 25000::bigint
-                            AND _rate_limit_late())
+                        OR CASE WHEN lock_timeout_ms <> -1
+                                AND coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
+                                    > clock + lock_timeout_ms * 25000::bigint
+                            THEN _rate_limit_late() END)
                     AND CASE WHEN coalesce(d.algorithm, 0) = 0
                         THEN excluded.expires_at < 2 * clock AND (full_credit - 1) / inflow < clock IS NOT FALSE
                         ELSE CASE excluded.algorithm
@@ -4594,10 +4594,10 @@ BEGIN
             SELECT e.name, e.key
             FROM unnest(names, keys) AS e (name, key)
             ON CONFLICT (prefix, key)
-            DO UPDATE SET count = d.count WHERE lock_timeout_ms <> -1
-                AND coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
-                    > clock + lock_timeout_ms * 25000::bigint
-                AND _rate_limit_late();
+            DO UPDATE SET count = d.count WHERE CASE WHEN lock_timeout_ms <> -1
+                    AND coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
+                        > clock + lock_timeout_ms * 25000::bigint
+                THEN _rate_limit_late() END;
         END LOOP;
     END IF;
 

@@ -21,10 +21,10 @@
     < clock + 10000{{end}}
 
 {{/* Gives up when the waits for all rows together have lasted too long. */}}
-{{define "give up"}}lock_timeout_ms <> -1
-    AND {{include "reading"}}
-        > clock + lock_timeout_ms * 25000::bigint
-    AND _rate_limit_late(){{end}}
+{{define "give up"}}CASE WHEN lock_timeout_ms <> -1
+        AND {{include "reading"}}
+            > clock + lock_timeout_ms * 25000::bigint
+    THEN _rate_limit_late() END{{end}}
 
 {{/* The second reading of the clock, for rows that were locked within 10 ms. */}}
 {{define "soon"}}greatest(clock, least(clock + 10000,
