@@ -2032,8 +2032,8 @@ BEGIN
                 END IF;
                 told := told || taken;
                 i := i + 1;
-                taken := NULL;
                 IF costs IS NOT NULL THEN
+                    taken := NULL;
                     units := CASE WHEN costs IS NULL AND counts IS NULL THEN 1
                         WHEN cardinality(costs) = cardinality(keys) AND cardinality(counts) = cardinality(keys)
                             AND costs[i] BETWEEN 1 AND max_count AND counts[i] BETWEEN 1 AND max_count / costs[i]
@@ -2484,8 +2484,8 @@ BEGIN
                 END IF;
                 told := told || taken;
                 i := i + 1;
-                taken := NULL;
                 IF costs IS NOT NULL THEN
+                    taken := NULL;
                     units := CASE WHEN costs IS NULL AND counts IS NULL THEN 1
                         WHEN cardinality(costs) = cardinality(keys) AND cardinality(counts) = cardinality(keys)
                             AND costs[i] BETWEEN 1 AND max_count AND counts[i] BETWEEN 1 AND max_count / costs[i]
@@ -2995,8 +2995,8 @@ BEGIN
                 END IF;
                 told := told || taken;
                 i := i + 1;
-                taken := NULL;
                 IF costs IS NOT NULL THEN
+                    taken := NULL;
                     units := CASE WHEN costs IS NULL AND counts IS NULL THEN 1
                         WHEN cardinality(costs) = cardinality(keys) AND cardinality(counts) = cardinality(keys)
                             AND costs[i] BETWEEN 1 AND capacity AND counts[i] BETWEEN 1 AND capacity / costs[i]
@@ -3739,8 +3739,8 @@ BEGIN
                 END IF;
                 told := told || taken;
                 i := i + 1;
-                taken := NULL;
                 IF costs IS NOT NULL THEN
+                    taken := NULL;
                     units := CASE WHEN costs IS NULL AND counts IS NULL THEN 1
                         WHEN cardinality(costs) = cardinality(keys) AND cardinality(counts) = cardinality(keys)
                             AND costs[i] BETWEEN 1 AND max_count AND counts[i] BETWEEN 1 AND max_count / costs[i]

@@ -317,8 +317,8 @@ BEGIN
                 END IF;
                 told := told || taken;
                 i := i + 1;
-                taken := NULL;
                 IF costs IS NOT NULL THEN
+                    taken := NULL;
                     units := {{include "units" (dict "I" "i" "Limit" .Limit) | hang 20}};
                     EXIT WHEN units IS NULL;
                 END IF;
