@@ -52,7 +52,8 @@
         AND costs[{{.I}}] BETWEEN 1 AND {{.Limit}} AND counts[{{.I}}] BETWEEN 1 AND {{.Limit}} / costs[{{.I}}]
         THEN costs[{{.I}}] * counts[{{.I}}] END{{end}}
 
-{{/* Takes from rows as they are, or makes them. */}}
+{{/* Takes from rows as they are, or makes them. If .Rolls, it also begins windows and buckets anew. That is for many
+keys: for one, more expressions would cost more than the rules of rate_limit_all do now and then. */}}
 {{define "upsert"}}
 INSERT INTO rate_limit_{{.Table}} AS d
     {{include (print .Name ".insert") | hang 4}}
