@@ -329,12 +329,12 @@ func TestCallsWithoutALockTimeoutWait(t *testing.T) {
 		for _, lockTimeout := range []string{"NULL", "-1", "60000", "59999"} {
 			db := pgtest.New(t)
 			call, late := fmt.Sprintf(call, lockTimeout), lockTimeout == "59999" && strings.Contains(call, ",c}")
+			pgtest.Exec(t, db.Pool, "SELECT "+call)
 			if late {
 				for _, function := range []string{"rate_limit_take_fixed_window", "rate_limit_take_all"} {
 					pgtest.Rewrite(t, db.Pool, function, "> clock + lock_timeout_ms * 25000::bigint", "> clock + 10000")
 				}
 			}
-			pgtest.Exec(t, db.Pool, "SELECT "+call)
 			holder, waiter := pgtest.Begin(t, db), pgtest.Connect(t, db)
 			pgtest.Exec(t, holder, "SELECT FROM rate_limit_ephemeral WHERE key = 'held' FOR UPDATE")
 			taken := testkit.Later(func() (any, error) { return waiter.Exec(context.Background(), "SELECT "+call) })
