@@ -46,7 +46,7 @@ func TestLeasesInStories(t *testing.T) {
 				t.Parallel()
 				seed := testSeed(t)
 				for story := uint64(0); ; story++ {
-					require.Less(t, story, uint64(10_000), "nothing was noticed")
+					require.Less(t, story, uint64(100_000), "nothing was noticed")
 					w := newLeaseWorld(policy, 5, mistake)
 					w.tell(rand.New(rand.NewPCG(seed, story)))
 					if w.judge() != nil {

@@ -176,6 +176,36 @@ func TestRowMadeAfterAWaitBeginsThen(t *testing.T) {
 	}
 }
 
+// A window of the calendar that ends while a call waits for its row, or for somebody who makes it, is over: what was asked
+// is taken from the one that holds the time of the lock. The test catches variants that begin a window by the first
+// reading of the clock however soon it ends.
+func TestWindowsOfTheCalendarThatEndDuringAWaitAreOver(t *testing.T) {
+	t.Parallel()
+
+	for _, keys := range []string{"{a}", "{a,b,c,d}"} {
+		for _, there := range []bool{false, true} {
+			for _, broken := range []bool{false, true} {
+				db := pgtest.New(t)
+				if broken {
+					pgtest.Rewrite(t, db.Pool, "rate_limit_take_calendar_window", "clock + 10000 < window_end", "clock < window_end")
+				}
+				// A minute that ends 4 ms after the first reading of the clock, and 2 ms before the second.
+				const ends = int64(1_800_000_000_000_000)
+				pgtest.Rewrite(t, db.Pool, "rate_limit_take_calendar_window", "IF cardinality(keys) > 1 THEN",
+					"now_us := now_us + 6000; IF cardinality(keys) > 1 THEN")
+				if there { // rows that have ended
+					pgtest.Exec(t, db.Pool, `INSERT INTO rate_limit_ephemeral (prefix, key, algorithm, count, window_start, scale, expires_at)
+						SELECT 'n', k, 5, 10, $2::bigint - 180000000, 60000000, $2::bigint - 120000000 FROM unnest($1::text[]) AS k`, keys, ends)
+				}
+				pgtest.Exec(t, db.Pool, "SELECT rate_limit_take_calendar_window('n', $1, 10, 60000000, 'UTC', now_us => $2)", keys, ends-4000)
+				first := pgtest.Scalar[int64](t, db.Pool, "SELECT min(expires_at) FROM rate_limit_ephemeral")
+				begins := !there || keys != "{a}" // for one key, the rules of rate_limit_all begin a window in a row that is there
+				require.Equal(t, broken && begins, first == ends, "%s, there: %v", keys, there)
+			}
+		}
+	}
+}
+
 // shortCalendar has all windows of the calendar last for so long, because a test cannot wait for a minute to end.
 func shortCalendar(t *testing.T, db pgtest.Executor, window time.Duration) {
 	t.Helper()
@@ -326,7 +356,7 @@ func TestCallsWithoutALockTimeoutWait(t *testing.T) {
 		"rate_limit_take_fixed_window('n', '{held}', 9, 1000000000000, lock_timeout_ms => %s)",
 		"rate_limit_take_fixed_window('n', '{held,a,b,c}', 9, 1000000000000, lock_timeout_ms => %s)", sets,
 	} {
-		for _, lockTimeout := range []string{"NULL", "-1", "60000", "59999"} {
+		for _, lockTimeout := range []string{"NULL", "-1", "0", "60000", "59999"} {
 			db := pgtest.New(t)
 			call, late := fmt.Sprintf(call, lockTimeout), lockTimeout == "59999" && strings.Contains(call, ",c}")
 			pgtest.Exec(t, db.Pool, "SELECT "+call)

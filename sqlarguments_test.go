@@ -52,6 +52,8 @@ func TestSQLRefusesBadArguments(t *testing.T) {
 			"fewer counts than keys":         {"'n'", "ARRAY['a', 'b']", ", NULL, ARRAY[1]", invalid},
 			"more counts than keys":          {"'n'", "ARRAY['a']", ", NULL, ARRAY[1, 1]", invalid},
 			"a cost that is NULL":            {"'n'", "ARRAY['a', 'b']", ", ARRAY[1, NULL], ARRAY[1, 1]", invalid},
+			"a NULL among costs that fit":    {"'n'", "ARRAY['ccc', 'bb', 'a']", ", ARRAY[1, NULL, 1], ARRAY[1, 1, 1]", invalid},
+			"a NULL among counts that fit":   {"'n'", "ARRAY['ccc', 'bb', 'a']", ", ARRAY[1, 1, 1], ARRAY[1, NULL, 1]", invalid},
 			"a negative lock timeout":        {"'n'", "ARRAY['a']", ", lock_timeout_ms => -2", invalid},
 			"a key that cannot be in UTF-8":  {"'n'", `ARRAY[E'\xff']`, "", "22021"},
 			"a key with NUL":                 {"'n'", `ARRAY[E'\u0000']`, "", "42601"},

@@ -313,7 +313,7 @@ BEGIN
     END IF;
 
     give_up := CASE
-        WHEN lock_timeout_ms <> -1 THEN clock_timestamp() + lock_timeout_ms * interval '25 ms'
+        WHEN lock_timeout_ms > 0 THEN clock_timestamp() + lock_timeout_ms * interval '25 ms'
         ELSE 'infinity'
     END;
     FOR attempt IN 1 .. 5 LOOP
@@ -1877,8 +1877,9 @@ BEGIN
         ORDER BY e.place);
     n := cardinality(undecided);
     IF taken_keys IS NOT NULL THEN
-        SELECT array_agg(keys[e.place] ORDER BY e.place), array_agg(coalesce(costs[e.place], 1) ORDER BY e.place),
-            array_agg(coalesce(counts[e.place], 1) ORDER BY e.place)
+        SELECT array_agg(keys[e.place] ORDER BY e.place),
+            array_agg(CASE WHEN costs IS NULL THEN 1 ELSE costs[e.place] END ORDER BY e.place),
+            array_agg(CASE WHEN counts IS NULL THEN 1 ELSE counts[e.place] END ORDER BY e.place)
         INTO keys, costs, counts
         FROM unnest(undecided) AS e (place);
     END IF;
@@ -1925,7 +1926,7 @@ $$;
 -- count, prev_count, window_start, credit, scale, expires_at, since and returned of the row. What remains, and for how
 -- long, follows from these: see takenDecision in takes.go. Then, for each other key, fifteen: its place in keys, and
 -- from granted to expires_at what rate_limit_all returns, then its taken_spent, taken_since and taken_at. Of a single
--- key, the log of that comes last.
+-- key, the log of that comes last. (The array may have two dimensions. unnest returns the numbers all the same.)
 --
 -- The clock is read twice: before a row is locked, and with the lock held. A decision is made by the first reading, and
 -- what it needs must be true then and still be true 10 ms later. So it was also true when the row was locked: rows that
@@ -2076,7 +2077,7 @@ BEGIN
                             expires_at = CASE WHEN clock < d.expires_at THEN d.expires_at ELSE excluded.expires_at END
                         WHERE (coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
                                 < clock + 10000
-                            OR CASE WHEN lock_timeout_ms <> -1
+                            OR CASE WHEN lock_timeout_ms > 0
                                     AND coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
                                         > clock + lock_timeout_ms * 25000::bigint
                                 THEN _rate_limit_late() END)
@@ -2103,7 +2104,7 @@ BEGIN
                             expires_at = CASE WHEN clock < d.expires_at THEN d.expires_at ELSE excluded.expires_at END
                         WHERE (coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
                                 < clock + 10000
-                            OR CASE WHEN lock_timeout_ms <> -1
+                            OR CASE WHEN lock_timeout_ms > 0
                                     AND coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
                                         > clock + lock_timeout_ms * 25000::bigint
                                 THEN _rate_limit_late() END)
@@ -2323,8 +2324,9 @@ BEGIN
         ORDER BY e.place);
     n := cardinality(undecided);
     IF taken_keys IS NOT NULL THEN
-        SELECT array_agg(keys[e.place] ORDER BY e.place), array_agg(coalesce(costs[e.place], 1) ORDER BY e.place),
-            array_agg(coalesce(counts[e.place], 1) ORDER BY e.place)
+        SELECT array_agg(keys[e.place] ORDER BY e.place),
+            array_agg(CASE WHEN costs IS NULL THEN 1 ELSE costs[e.place] END ORDER BY e.place),
+            array_agg(CASE WHEN counts IS NULL THEN 1 ELSE counts[e.place] END ORDER BY e.place)
         INTO keys, costs, counts
         FROM unnest(undecided) AS e (place);
     END IF;
@@ -2371,7 +2373,7 @@ $$;
 -- count, prev_count, window_start, credit, scale, expires_at, since and returned of the row. What remains, and for how
 -- long, follows from these: see takenDecision in takes.go. Then, for each other key, fifteen: its place in keys, and
 -- from granted to expires_at what rate_limit_all returns, then its taken_spent, taken_since and taken_at. Of a single
--- key, the log of that comes last.
+-- key, the log of that comes last. (The array may have two dimensions. unnest returns the numbers all the same.)
 --
 -- The clock is read twice: before a row is locked, and with the lock held. A decision is made by the first reading, and
 -- what it needs must be true then and still be true 10 ms later. So it was also true when the row was locked: rows that
@@ -2533,7 +2535,7 @@ BEGIN
                                 WHEN clock < d.expires_at THEN d.window_start + window_us ELSE clock END + 2 * window_us
                         WHERE (coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
                                 < clock + 10000
-                            OR CASE WHEN lock_timeout_ms <> -1
+                            OR CASE WHEN lock_timeout_ms > 0
                                     AND coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
                                         > clock + lock_timeout_ms * 25000::bigint
                                 THEN _rate_limit_late() END)
@@ -2575,7 +2577,7 @@ BEGIN
                                 WHEN clock < d.expires_at THEN d.window_start + window_us ELSE clock END + 2 * window_us
                         WHERE (coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
                                 < clock + 10000
-                            OR CASE WHEN lock_timeout_ms <> -1
+                            OR CASE WHEN lock_timeout_ms > 0
                                     AND coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
                                         > clock + lock_timeout_ms * 25000::bigint
                                 THEN _rate_limit_late() END)
@@ -2815,8 +2817,9 @@ BEGIN
         ORDER BY e.place);
     n := cardinality(undecided);
     IF taken_keys IS NOT NULL THEN
-        SELECT array_agg(keys[e.place] ORDER BY e.place), array_agg(coalesce(costs[e.place], 1) ORDER BY e.place),
-            array_agg(coalesce(counts[e.place], 1) ORDER BY e.place)
+        SELECT array_agg(keys[e.place] ORDER BY e.place),
+            array_agg(CASE WHEN costs IS NULL THEN 1 ELSE costs[e.place] END ORDER BY e.place),
+            array_agg(CASE WHEN counts IS NULL THEN 1 ELSE counts[e.place] END ORDER BY e.place)
         INTO keys, costs, counts
         FROM unnest(undecided) AS e (place);
     END IF;
@@ -2864,7 +2867,7 @@ $$;
 -- count, prev_count, window_start, credit, scale, expires_at, since and returned of the row. What remains, and for how
 -- long, follows from these: see takenDecision in takes.go. Then, for each other key, fifteen: its place in keys, and
 -- from granted to expires_at what rate_limit_all returns, then its taken_spent, taken_since and taken_at. Of a single
--- key, the log of that comes last.
+-- key, the log of that comes last. (The array may have two dimensions. unnest returns the numbers all the same.)
 --
 -- The clock is read twice: before a row is locked, and with the lock held. A decision is made by the first reading, and
 -- what it needs must be true then and still be true 10 ms later. So it was also true when the row was locked: rows that
@@ -3055,7 +3058,7 @@ BEGIN
                                 ELSE excluded.expires_at END
                         WHERE (coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
                                 < clock + 10000
-                            OR CASE WHEN lock_timeout_ms <> -1
+                            OR CASE WHEN lock_timeout_ms > 0
                                     AND coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
                                         > clock + lock_timeout_ms * 25000::bigint
                                 THEN _rate_limit_late() END)
@@ -3102,7 +3105,7 @@ BEGIN
                                 ELSE excluded.expires_at END
                         WHERE (coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
                                 < clock + 10000
-                            OR CASE WHEN lock_timeout_ms <> -1
+                            OR CASE WHEN lock_timeout_ms > 0
                                     AND coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
                                         > clock + lock_timeout_ms * 25000::bigint
                                 THEN _rate_limit_late() END)
@@ -3334,8 +3337,9 @@ BEGIN
         ORDER BY e.place);
     n := cardinality(undecided);
     IF taken_keys IS NOT NULL THEN
-        SELECT array_agg(keys[e.place] ORDER BY e.place), array_agg(coalesce(costs[e.place], 1) ORDER BY e.place),
-            array_agg(coalesce(counts[e.place], 1) ORDER BY e.place)
+        SELECT array_agg(keys[e.place] ORDER BY e.place),
+            array_agg(CASE WHEN costs IS NULL THEN 1 ELSE costs[e.place] END ORDER BY e.place),
+            array_agg(CASE WHEN counts IS NULL THEN 1 ELSE counts[e.place] END ORDER BY e.place)
         INTO keys, costs, counts
         FROM unnest(undecided) AS e (place);
     END IF;
@@ -3383,7 +3387,7 @@ $$;
 -- count, prev_count, window_start, credit, scale, expires_at, since and returned of the row. What remains, and for how
 -- long, follows from these: see takenDecision in takes.go. Then, for each other key, fifteen: its place in keys, and
 -- from granted to expires_at what rate_limit_all returns, then its taken_spent, taken_since and taken_at. Of a single
--- key, the log of that comes last.
+-- key, the log of that comes last. (The array may have two dimensions. unnest returns the numbers all the same.)
 -- +goose StatementBegin
 CREATE FUNCTION rate_limit_take_sliding_log(
     name text,
@@ -3575,8 +3579,9 @@ BEGIN
         ORDER BY e.place);
     n := cardinality(undecided);
     IF taken_keys IS NOT NULL THEN
-        SELECT array_agg(keys[e.place] ORDER BY e.place), array_agg(coalesce(costs[e.place], 1) ORDER BY e.place),
-            array_agg(coalesce(counts[e.place], 1) ORDER BY e.place)
+        SELECT array_agg(keys[e.place] ORDER BY e.place),
+            array_agg(CASE WHEN costs IS NULL THEN 1 ELSE costs[e.place] END ORDER BY e.place),
+            array_agg(CASE WHEN counts IS NULL THEN 1 ELSE counts[e.place] END ORDER BY e.place)
         INTO keys, costs, counts
         FROM unnest(undecided) AS e (place);
     END IF;
@@ -3625,7 +3630,7 @@ $$;
 -- count, prev_count, window_start, credit, scale, expires_at, since and returned of the row. What remains, and for how
 -- long, follows from these: see takenDecision in takes.go. Then, for each other key, fifteen: its place in keys, and
 -- from granted to expires_at what rate_limit_all returns, then its taken_spent, taken_since and taken_at. Of a single
--- key, the log of that comes last.
+-- key, the log of that comes last. (The array may have two dimensions. unnest returns the numbers all the same.)
 --
 -- The clock is read twice: before a row is locked, and with the lock held. A decision is made by the first reading, and
 -- what it needs must be true then and still be true 10 ms later. So it was also true when the row was locked: rows that
@@ -3673,7 +3678,8 @@ DECLARE
                 THEN costs[1] * counts[1] END END;
     taken bigint[];
     i integer := 1;    -- the place of the key
-    window_end bigint; -- of a window that begins now
+    -- Of a window that begins now. It has to go on for 10 ms, as in the rules for a row that is there.
+    window_end bigint := CASE WHEN units IS NOT NULL THEN _rate_limit_window_end(clock, window_us, zone) END;
     each bigint[];     -- units of each key
     this_key text;
     before text;       -- the key before it
@@ -3695,9 +3701,8 @@ BEGIN
     END IF;
     IF units IS NOT NULL AND ascend IS NOT FALSE
         AND octet_length(name) BETWEEN 1 AND 128 AND octet_length(keys[1]) BETWEEN 1 AND 512
-        AND timestamptz 'epoch' AT TIME ZONE zone IS NOT NULL
+        AND clock + 10000 < window_end
     THEN
-        window_end := _rate_limit_window_end(clock, window_us, zone);
         IF cardinality(keys) <= 3 THEN -- one after the other, which costs less than one statement for all
             LOOP
                 IF durable IS NOT TRUE THEN
@@ -3784,7 +3789,7 @@ BEGIN
                             expires_at = CASE WHEN clock < d.expires_at THEN d.expires_at ELSE excluded.expires_at END
                         WHERE (coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
                                 < clock + 10000
-                            OR CASE WHEN lock_timeout_ms <> -1
+                            OR CASE WHEN lock_timeout_ms > 0
                                     AND coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
                                         > clock + lock_timeout_ms * 25000::bigint
                                 THEN _rate_limit_late() END)
@@ -3812,7 +3817,7 @@ BEGIN
                             expires_at = CASE WHEN clock < d.expires_at THEN d.expires_at ELSE excluded.expires_at END
                         WHERE (coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
                                 < clock + 10000
-                            OR CASE WHEN lock_timeout_ms <> -1
+                            OR CASE WHEN lock_timeout_ms > 0
                                     AND coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
                                         > clock + lock_timeout_ms * 25000::bigint
                                 THEN _rate_limit_late() END)
@@ -3943,7 +3948,7 @@ BEGIN
                     AND d.ctid IS NOT NULL
                     AND (coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
                             < clock + 10000
-                        OR CASE WHEN lock_timeout_ms <> -1
+                        OR CASE WHEN lock_timeout_ms > 0
                                 AND coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
                                     > clock + lock_timeout_ms * 25000::bigint
                             THEN _rate_limit_late() END)
@@ -4261,7 +4266,7 @@ BEGIN
             SELECT e.name, e.key
             FROM unnest(names, keys) AS e (name, key)
             ON CONFLICT (prefix, key)
-            DO UPDATE SET count = d.count WHERE CASE WHEN lock_timeout_ms <> -1
+            DO UPDATE SET count = d.count WHERE CASE WHEN lock_timeout_ms > 0
                     AND coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
                         > clock + lock_timeout_ms * 25000::bigint
                 THEN _rate_limit_late() END;
@@ -4276,7 +4281,7 @@ BEGIN
                     AND d.ctid IS NOT NULL
                     AND (coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
                             < clock + 10000
-                        OR CASE WHEN lock_timeout_ms <> -1
+                        OR CASE WHEN lock_timeout_ms > 0
                                 AND coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
                                     > clock + lock_timeout_ms * 25000::bigint
                             THEN _rate_limit_late() END)
@@ -4594,7 +4599,7 @@ BEGIN
             SELECT e.name, e.key
             FROM unnest(names, keys) AS e (name, key)
             ON CONFLICT (prefix, key)
-            DO UPDATE SET count = d.count WHERE CASE WHEN lock_timeout_ms <> -1
+            DO UPDATE SET count = d.count WHERE CASE WHEN lock_timeout_ms > 0
                     AND coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
                         > clock + lock_timeout_ms * 25000::bigint
                 THEN _rate_limit_late() END;

@@ -203,7 +203,7 @@ BEGIN
     END IF;
 
     give_up := CASE
-        WHEN lock_timeout_ms <> -1 THEN clock_timestamp() + lock_timeout_ms * interval '25 ms'
+        WHEN lock_timeout_ms > 0 THEN clock_timestamp() + lock_timeout_ms * interval '25 ms'
         ELSE 'infinity'
     END;
     FOR attempt IN 1 .. 5 LOOP

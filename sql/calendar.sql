@@ -23,7 +23,6 @@ is for. */}}
 'takes one of 1000 a month{{end}}
 {{define "calendar.lasts"}}2 * window_us{{end}}
 
-{{define "calendar.begin"}}window_end := _rate_limit_window_end(clock, window_us, zone);{{end}}
 {{define "calendar.insert"}}(prefix, key, algorithm, count, window_start, scale, expires_at){{end}}
 {{define "calendar.values"}}5, {{.}}, clock, window_end - clock, window_end{{end}}
 {{define "calendar.adds"}}count = d.count + excluded.count{{end}}

@@ -21,7 +21,7 @@
     < clock + 10000{{end}}
 
 {{/* Gives up when the waits for all rows together have lasted too long. */}}
-{{define "give up"}}CASE WHEN lock_timeout_ms <> -1
+{{define "give up"}}CASE WHEN lock_timeout_ms > 0
         AND {{include "reading"}}
             > clock + lock_timeout_ms * 25000::bigint
     THEN _rate_limit_late() END{{end}}
@@ -180,8 +180,9 @@ BEGIN
         ORDER BY e.place);
     n := cardinality(undecided);
     IF taken_keys IS NOT NULL THEN
-        SELECT array_agg(keys[e.place] ORDER BY e.place), array_agg(coalesce(costs[e.place], 1) ORDER BY e.place),
-            array_agg(coalesce(counts[e.place], 1) ORDER BY e.place)
+        SELECT array_agg(keys[e.place] ORDER BY e.place),
+            array_agg(CASE WHEN costs IS NULL THEN 1 ELSE costs[e.place] END ORDER BY e.place),
+            array_agg(CASE WHEN counts IS NULL THEN 1 ELSE counts[e.place] END ORDER BY e.place)
         INTO keys, costs, counts
         FROM unnest(undecided) AS e (place);
     END IF;
@@ -225,7 +226,7 @@ $$;
 -- count, prev_count, window_start, credit, scale, expires_at, since and returned of the row. What remains, and for how
 -- long, follows from these: see takenDecision in takes.go. Then, for each other key, fifteen: its place in keys, and
 -- from granted to expires_at what rate_limit_all returns, then its taken_spent, taken_since and taken_at. Of a single
--- key, the log of that comes last.
+-- key, the log of that comes last. (The array may have two dimensions. unnest returns the numbers all the same.)
 {{- if has (print .Name ".rolls")}}
 --
 -- The clock is read twice: before a row is locked, and with the lock held. A decision is made by the first reading, and
@@ -264,7 +265,8 @@ DECLARE
     taken bigint[];
     i integer := 1;    -- the place of the key
 {{- if .Zoned}}
-    window_end bigint; -- of a window that begins now
+    -- Of a window that begins now. It has to go on for 10 ms, as in the rules for a row that is there.
+    window_end bigint := CASE WHEN units IS NOT NULL THEN _rate_limit_window_end(clock, window_us, zone) END;
 {{- end}}
     each bigint[];     -- units of each key
     this_key text;
@@ -295,12 +297,9 @@ BEGIN
     END IF;
     IF units IS NOT NULL AND ascend IS NOT FALSE
         AND octet_length(name) BETWEEN 1 AND 128 AND octet_length(keys[1]) BETWEEN 1 AND 512
-        {{- with maybe (print .Name ".known") ""}}
-        AND {{.}}{{end}}
+        {{- if .Zoned}}
+        AND clock + 10000 < window_end{{end}}
     THEN
-{{- with maybe (print .Name ".begin") ""}}
-        {{.}}
-{{- end}}
         IF cardinality(keys) <= 3 THEN -- one after the other, which costs less than one statement for all
             LOOP
 {{- range $t := $.Tables}}
