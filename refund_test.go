@@ -432,7 +432,7 @@ func TestCrossingRefundsDoNotDeadlock(t *testing.T) {
 				keys, costs = append(keys, fmt.Sprintf("old %d, new %d", random.IntN(10), round)), append(costs, 1)
 				_, errs[i] = db.Pool.Exec(
 					t.Context(),
-					"SELECT "+pgtest.Each("'n'", "$1::text[]", "false", "1", "1000000", "1000000000", "0", ", $2"),
+					"SELECT "+pgtest.Each("'n'", "$1::text[]", "false", "1, 1000000, 1000000000, 0", ", $2"),
 					keys,
 					costs,
 				)

@@ -152,7 +152,7 @@ func TestNullMeansTheDefaultInSQL(t *testing.T) {
 	db := pgtest.New(t)
 	for i, more := range []string{"", ", NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL"} {
 		rows, err := db.Pool.Query(t.Context(), "SELECT remaining FROM "+
-			pgtest.Each(fmt.Sprint(i), "ARRAY['x', 'y']", "false", "1", "10", "1000000", "0", more))
+			pgtest.Each(fmt.Sprint(i), "ARRAY['x', 'y']", "false", "1, 10, 1000000, 0", more))
 		require.NoError(t, err)
 		remaining, err := pgx.CollectRows(rows, pgx.RowTo[int64])
 		require.NoError(t, err)

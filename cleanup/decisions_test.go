@@ -258,11 +258,11 @@ func TestRowsVanishBetweenLookAndInsert(t *testing.T) {
 
 	const more = ", now => $3"
 	functions := map[string]string{
-		"fixed window":   pgtest.Each("'a'", "$1::text[]", "$2", "1", "10", "3600000000", "0", more),
-		"sliding window": pgtest.Each("'a'", "$1::text[]", "$2", "2", "10", "3600000000", "0", more),
-		"token bucket":   pgtest.Each("'a'", "$1::text[]", "$2", "3", "10", "3600000000", "10", more),
-		"sliding log":    pgtest.Each("'a'", "$1::text[]", "$2", "4", "10", "3600000000", "0", more),
-		"calendar":       pgtest.Each("'a'", "$1::text[]", "$2", "5", "10", "3600000000", "0", more),
+		"fixed window":   pgtest.Each("'a'", "$1::text[]", "$2", "1, 10, 3600000000, 0", more),
+		"sliding window": pgtest.Each("'a'", "$1::text[]", "$2", "2, 10, 3600000000, 0", more),
+		"token bucket":   pgtest.Each("'a'", "$1::text[]", "$2", "3, 10, 3600000000, 10", more),
+		"sliding log":    pgtest.Each("'a'", "$1::text[]", "$2", "4, 10, 3600000000, 0", more),
+		"calendar":       pgtest.Each("'a'", "$1::text[]", "$2", "5, 10, 3600000000, 0", more),
 	}
 	for name, function := range functions {
 		for _, durable := range []bool{false, true} {

@@ -42,15 +42,21 @@ func Scalar[T any](t testing.TB, db Querier, sql string, args ...any) T {
 	return value
 }
 
-// Each is a call of rate_limit_all in which each of the keys is a request of its own. All arguments are SQL: the limiter's
-// name, an array of keys, whether they are durable, the code of an algorithm, limit, span and refill, and what follows.
-func Each(name, keys, durable, algorithm, limit, span, refill, more string) string {
-	all := func(value, kind string) string {
-		return "array_fill((" + value + ")::" + kind + ", ARRAY[cardinality(" + keys + ")])"
+// Each is a call of rate_limit_all in which each of the keys is a request of its own. All arguments are SQL: the
+// limiter's name, an array of keys, whether they are durable, the code of an algorithm with limit, span and refill, as
+// "1, 10, 60000000, 0", and what follows.
+func Each(name, keys, durable, policy, more string) string {
+	n := "cardinality(" + keys + ")"
+	of := func(value, kind string) string { return "array_fill((" + value + ")::" + kind + ", ARRAY[" + n + "])" }
+	all := []string{
+		"ARRAY(SELECT generate_series(1, " + n + "))", of(name, "text"), keys, of(durable, "boolean"),
 	}
-	return "rate_limit_all(ARRAY(SELECT generate_series(1, cardinality(" + keys + "))), " + all(name, "text") + ", " + keys +
-		", " + all(durable, "boolean") + ", " + all(algorithm, "smallint") + ", " + all(limit, "bigint") + ", " +
-		all(span, "bigint") + ", " + all(refill, "bigint") + more + ")"
+	kind := "smallint"
+	for number := range strings.SplitSeq(policy, ", ") {
+		all = append(all, of(number, kind))
+		kind = "bigint"
+	}
+	return "rate_limit_all(" + strings.Join(all, ", ") + more + ")"
 }
 
 // Connect returns a connection of the test's own, outside all pools.

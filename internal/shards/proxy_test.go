@@ -36,7 +36,7 @@ func TestArraysOfOddShape(t *testing.T) {
 	c := newCluster(t, 2)
 	for _, counts := range []string{"[0:3]={1,3,3,1}", "{{3,2,1,1}}"} {
 		_, err := c.proxy.Pool.Exec(t.Context(), "SELECT * FROM "+
-			pgtest.Each("'api'", "ARRAY['a', 'b', 'c', 'd']", "false", "2", "5", "3600000000", "0", ", counts => $1::text::bigint[]"), counts)
+			pgtest.Each("'api'", "ARRAY['a', 'b', 'c', 'd']", "false", "2, 5, 3600000000, 0", ", counts => $1::text::bigint[]"), counts)
 		pgErr := &pgconn.PgError{}
 		require.ErrorAs(t, err, &pgErr)
 		require.Equal(t, "22023", pgErr.Code)
