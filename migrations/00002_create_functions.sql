@@ -1902,9 +1902,9 @@ $$;
 -- +goose StatementEnd
 
 -- The fixed window; see fixed.go.
--- rate_limit_take_fixed_window decides requests that take, each of one key. It is what the Go package calls. One
--- statement takes from rows as they are, and makes missing ones. All that is less ordinary is decided by the rules of
--- rate_limit_all, in the same call.
+-- rate_limit_take_fixed_window decides requests that take, each of one key. It is what the Go package calls. Up
+-- to three keys are taken from one after the other, and more by one statement. Both take from rows as they are, and
+-- make missing ones. All that is less ordinary is decided by the rules of rate_limit_all, in the same call.
 --
 --   name                the limiter's name, 1 to 128 bytes
 --   keys                who asks, 1 to 512 bytes each. They ascend in the order of locking: longer ones first, then by
@@ -2349,9 +2349,9 @@ $$;
 -- +goose StatementEnd
 
 -- The sliding window counter; see sliding.go.
--- rate_limit_take_sliding_window decides requests that take, each of one key. It is what the Go package calls. One
--- statement takes from rows as they are, and makes missing ones. All that is less ordinary is decided by the rules of
--- rate_limit_all, in the same call.
+-- rate_limit_take_sliding_window decides requests that take, each of one key. It is what the Go package calls. Up
+-- to three keys are taken from one after the other, and more by one statement. Both take from rows as they are, and
+-- make missing ones. All that is less ordinary is decided by the rules of rate_limit_all, in the same call.
 --
 --   name                the limiter's name, 1 to 128 bytes
 --   keys                who asks, 1 to 512 bytes each. They ascend in the order of locking: longer ones first, then by
@@ -2842,9 +2842,9 @@ $$;
 -- +goose StatementEnd
 
 -- The token bucket; see tokenbucket.go.
--- rate_limit_take_token_bucket decides requests that take, each of one key. It is what the Go package calls. One
--- statement takes from rows as they are, and makes missing ones. All that is less ordinary is decided by the rules of
--- rate_limit_all, in the same call.
+-- rate_limit_take_token_bucket decides requests that take, each of one key. It is what the Go package calls. Up
+-- to three keys are taken from one after the other, and more by one statement. Both take from rows as they are, and
+-- make missing ones. All that is less ordinary is decided by the rules of rate_limit_all, in the same call.
 --
 --   name                the limiter's name, 1 to 128 bytes
 --   keys                who asks, 1 to 512 bytes each. They ascend in the order of locking: longer ones first, then by
@@ -3363,9 +3363,8 @@ $$;
 -- +goose StatementEnd
 
 -- The sliding window log; see slidinglog.go.
--- rate_limit_take_sliding_log decides requests that take, each of one key. It is what the Go package calls. One
--- statement takes from rows as they are, and makes missing ones. All that is less ordinary is decided by the rules of
--- rate_limit_all, in the same call.
+-- rate_limit_take_sliding_log decides requests that take, each of one key. It is what the Go package calls. It
+-- does so by the rules of rate_limit_all, for less if it is one key.
 --
 --   name                the limiter's name, 1 to 128 bytes
 --   keys                who asks, 1 to 512 bytes each. They ascend in the order of locking: longer ones first, then by
@@ -3604,9 +3603,9 @@ $$;
 -- +goose StatementEnd
 
 -- The calendar window; see calendar.go.
--- rate_limit_take_calendar_window decides requests that take, each of one key. It is what the Go package calls. One
--- statement takes from rows as they are, and makes missing ones. All that is less ordinary is decided by the rules of
--- rate_limit_all, in the same call.
+-- rate_limit_take_calendar_window decides requests that take, each of one key. It is what the Go package calls. Up
+-- to three keys are taken from one after the other, and more by one statement. Both take from rows as they are, and
+-- make missing ones. All that is less ordinary is decided by the rules of rate_limit_all, in the same call.
 --
 --   name                the limiter's name, 1 to 128 bytes
 --   keys                who asks, 1 to 512 bytes each. They ascend in the order of locking: longer ones first, then by

@@ -203,9 +203,12 @@ END
 $$;
 
 -- {{include (print .Name ".title")}}.
--- {{.Function}} decides requests that take, each of one key. It is what the Go package calls. One
--- statement takes from rows as they are, and makes missing ones. All that is less ordinary is decided by the rules of
--- rate_limit_all, in the same call.
+-- {{.Function}} decides requests that take, each of one key. It is what the Go package calls.
+{{- if has (print .Name ".rolls")}} Up
+-- to three keys are taken from one after the other, and more by one statement. Both take from rows as they are, and
+-- make missing ones. All that is less ordinary is decided by the rules of rate_limit_all, in the same call.
+{{- else}} It
+-- does so by the rules of rate_limit_all, for less if it is one key.{{end}}
 --
 --   name                the limiter's name, 1 to 128 bytes
 --   keys                who asks, 1 to 512 bytes each. They ascend in the order of locking: longer ones first, then by

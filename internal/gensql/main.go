@@ -109,7 +109,7 @@ SELECT pg_catalog.set_config('search_path', pg_catalog.format('%I, pg_temp', pg_
 // table is one of those that hold limits.
 type table struct {
 	Name, Kind, Comment string
-	If, Elsif           string // what begins the branch for this table, by the argument durable
+	If                  string // what begins the branch for this table, by the argument durable
 	IfPart              string // and by the element of a part in durables
 	Is                  string // the condition that a request is for this table
 	Alias               string
@@ -155,13 +155,13 @@ func schema() data {
 			{
 				Name: "ephemeral", Kind: "UNLOGGED TABLE",
 				Comment: "Limits for abuse protection. Unlogged: fast, and empty again after a crash of the server.",
-				If:      "IF durable IS NOT TRUE THEN", Elsif: "ELSIF durable IS NOT TRUE THEN",
-				IfPart: "IF NOT durables[part] THEN", Is: "NOT durable", Alias: "d",
+				If:      "IF durable IS NOT TRUE THEN",
+				IfPart:  "IF NOT durables[part] THEN", Is: "NOT durable", Alias: "d",
 			},
 			{
 				Name: "durable", Kind: "TABLE",
 				Comment: "Limits for quotas and billing. Logged: kept over a crash of the server.",
-				If:      "ELSE", Elsif: "ELSE", IfPart: "ELSE", Is: "durable", Alias: "l",
+				If:      "ELSE", IfPart: "ELSE", Is: "durable", Alias: "l",
 			},
 		},
 		Algorithms: all,
