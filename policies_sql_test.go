@@ -569,3 +569,28 @@ func TestBansBesideOtherPolicies(t *testing.T) {
 		refused(t, db.Pool, sql, sql, "22023")
 	}
 }
+
+// A policy that begins as it is written has begun for whoever reads it, also for one who asked before. Negative
+// control: it has not where the clock is read before what there is.
+func TestPoliciesThatAreReadHaveBegun(t *testing.T) {
+	t.Parallel()
+
+	for _, early := range []bool{false, true} {
+		db := pgtest.New(t)
+		if early {
+			pgtest.Rewrite(t, db.Pool, "rate_limit_policies", "clock timestamptz;",
+				"clock timestamptz := clock_timestamp();", "clock := clock_timestamp();", "")
+		}
+		held := pgtest.Begin(t, db)
+		pgtest.Exec(t, held, "LOCK TABLE rate_limit_policy_history")
+		begun := make(chan bool)
+		go func() {
+			begun <- pgtest.Scalar[bool](t, db.Pool, "SELECT bool_and(from_us <= clock_us) FROM rate_limit_policies()")
+		}()
+		pgtest.WaitUntilBlocked(t, db.Pool, 1)
+		pgtest.Exec(t, held, `INSERT INTO rate_limit_policy (name, mode, valid_from, comment)
+			VALUES ('n', 'deny', clock_timestamp(), 'why')`)
+		require.NoError(t, held.Commit(t.Context()))
+		require.Equal(t, !early, <-begun)
+	}
+}

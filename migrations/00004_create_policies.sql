@@ -264,10 +264,12 @@ SET enable_seqscan = off
 AS $$
 #variable_conflict use_variable
 DECLARE
-    clock timestamptz := clock_timestamp();
+    clock timestamptz;
     far CONSTANT timestamptz := timestamptz '9999-12-31 00:00:00Z'; -- later times may not fit into microseconds
 BEGIN
     version := coalesce((SELECT max(h.version) FROM rate_limit_policy_history AS h), 0);
+    -- Read afterwards. Or a policy that begins as it is written could seem to begin later.
+    clock := clock_timestamp();
     clock_us := (extract(epoch FROM clock) * 1000000)::bigint;
     complete := known IS NULL;
     IF known = version THEN
