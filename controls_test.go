@@ -169,8 +169,7 @@ func TestMistakesInTheFunctionsDifferFromTheModel(t *testing.T) {
 
 	// Mistakes in deciding one key.
 	for _, c := range []mistake{
-		{fixed, "counts[1] BETWEEN 1 AND max_count / costs[1]", "counts[1] >= 1"},
-		{fixed, "THEN costs[1] * counts[1]", "THEN costs[1]"},
+		{fixed, "counts[i] BETWEEN 1 AND max_count / costs[i]", "counts[i] >= 1"},
 		{fixed, "least(asked, remaining / cost)", "least(asked, remaining / cost + 1)"},
 		{fixed, "IF granted > 0 OR moved THEN", "IF granted > 0 THEN"},
 		{fixed, "s.expires_at := clock + reset_after_us", "s.expires_at := clock + reset_after_us + 1"},
@@ -178,7 +177,7 @@ func TestMistakesInTheFunctionsDifferFromTheModel(t *testing.T) {
 		{bucket, "credit, scale = s.scale", "credit"},
 		{log, "least(asked, remaining / cost)", "least(asked, remaining / cost + 1)"},
 		{log, "log = s.log", "log = d.log"},
-		{calendar, "THEN costs[1] * counts[1]", "THEN costs[1]"},
+		{calendar, "THEN costs[i] * counts[i]", "THEN costs[i]"},
 		{calendar, "clock, window_end - clock, window_end", "clock, window_us, window_end"},
 		{calendar, "s.scale, s.expires_at,", "NULL::bigint, s.expires_at,"},
 		{calendar, "IF granted > 0 OR moved THEN", "IF granted > 0 THEN"},

@@ -1759,6 +1759,7 @@ CREATE FUNCTION _rate_limit_left_fixed_window(
 )
 RETURNS bigint[]
 LANGUAGE plpgsql
+SET enable_seqscan = off -- a plan must not depend on how small the table was when it was made
 AS $$
 #variable_conflict use_variable
 DECLARE
@@ -1948,7 +1949,6 @@ CREATE FUNCTION rate_limit_take_fixed_window(
 RETURNS bigint[]
 LANGUAGE plpgsql
 SECURITY DEFINER
-SET enable_seqscan = off -- a plan must not depend on how small the table was when it was made
 SET plan_cache_mode = force_generic_plan -- the first five calls of a session would each make a plan of their own
 AS $$
 #variable_conflict use_variable
@@ -1961,16 +1961,10 @@ DECLARE
         WHEN synchronous_commit IS NOT NULL
             AND set_config('synchronous_commit', synchronous_commit::text, true) IS NULL THEN NULL
         ELSE coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint) END;
-    -- What is asked for a key, or NULL if something is not valid.
-    units bigint := CASE WHEN (max_count >= 1 AND window_us BETWEEN 1 AND 2251799813685248
-            AND max_count <= 4611686018427387904 / window_us) THEN
-        CASE WHEN costs IS NULL AND counts IS NULL THEN 1
-            WHEN cardinality(costs) = cardinality(keys) AND cardinality(counts) = cardinality(keys)
-                AND costs[1] BETWEEN 1 AND max_count AND counts[1] BETWEEN 1 AND max_count / costs[1]
-                THEN costs[1] * counts[1] END END;
     taken bigint[];
-    i integer := 1;    -- the place of the key
-    each bigint[];     -- units of each key
+    i integer := 1;       -- the place of the key
+    units bigint := 1;    -- what is asked for it, or NULL if that is not valid
+    each bigint[];        -- the same, for each key
     this_key text;
     before text;       -- the key before it
     ascend boolean;
@@ -1989,11 +1983,21 @@ BEGIN
             before := this_key;
         END LOOP;
     END IF;
-    IF units IS NOT NULL AND ascend IS NOT FALSE
-        AND octet_length(name) BETWEEN 1 AND 128 AND octet_length(keys[1]) BETWEEN 1 AND 512
+    IF max_count >= 1 AND window_us BETWEEN 1 AND 2251799813685248
+            AND max_count <= 4611686018427387904 / window_us
+        AND ascend IS NOT FALSE
+        AND (octet_length(name) - 1) >> 7 = 0 -- which is BETWEEN 1 AND 128, with one call less
+        AND (octet_length(keys[1]) - 1) >> 9 = 0 -- BETWEEN 1 AND 512
     THEN
         IF cardinality(keys) <= 3 THEN -- one after the other, which costs less than one statement for all
             LOOP
+                IF costs IS NOT NULL OR counts IS NOT NULL THEN
+                    units := CASE WHEN cardinality(costs) = cardinality(keys)
+                            AND cardinality(counts) = cardinality(keys)
+                            AND costs[i] BETWEEN 1 AND max_count AND counts[i] BETWEEN 1 AND max_count / costs[i]
+                            THEN costs[i] * counts[i] END;
+                    EXIT WHEN units IS NULL;
+                END IF;
                 IF durable IS NOT TRUE THEN
                     INSERT INTO rate_limit_ephemeral AS d
                         (prefix, key, algorithm, count, window_start, expires_at)
@@ -2027,20 +2031,13 @@ BEGIN
                         d.scale, d.expires_at, d.since, d.returned]
                     INTO taken;
                 END IF;
-                EXIT WHEN (taken[1] BETWEEN clock AND clock + 10000) IS NOT TRUE;
-                IF i = cardinality(keys) THEN
+                IF i = cardinality(keys) AND taken[1] BETWEEN clock AND clock + 10000 THEN
                     RETURN told || taken;
                 END IF;
+                EXIT WHEN (taken[1] BETWEEN clock AND clock + 10000) IS NOT TRUE;
                 told := told || taken;
+                taken := NULL;
                 i := i + 1;
-                IF costs IS NOT NULL THEN
-                    taken := NULL;
-                    units := CASE WHEN costs IS NULL AND counts IS NULL THEN 1
-                        WHEN cardinality(costs) = cardinality(keys) AND cardinality(counts) = cardinality(keys)
-                            AND costs[i] BETWEEN 1 AND max_count AND counts[i] BETWEEN 1 AND max_count / costs[i]
-                            THEN costs[i] * counts[i] END;
-                    EXIT WHEN units IS NULL;
-                END IF;
             END LOOP;
             IF taken[1] > clock + 10000 AND taken[2] = units THEN
                 PERFORM rate_limit_reset(name, keys[i], durable, NULL::integer, NULL::boolean); -- as below
@@ -2177,6 +2174,7 @@ CREATE FUNCTION _rate_limit_left_sliding_window(
 )
 RETURNS bigint[]
 LANGUAGE plpgsql
+SET enable_seqscan = off -- a plan must not depend on how small the table was when it was made
 AS $$
 #variable_conflict use_variable
 DECLARE
@@ -2395,7 +2393,6 @@ CREATE FUNCTION rate_limit_take_sliding_window(
 RETURNS bigint[]
 LANGUAGE plpgsql
 SECURITY DEFINER
-SET enable_seqscan = off -- a plan must not depend on how small the table was when it was made
 SET plan_cache_mode = force_generic_plan -- the first five calls of a session would each make a plan of their own
 AS $$
 #variable_conflict use_variable
@@ -2408,16 +2405,10 @@ DECLARE
         WHEN synchronous_commit IS NOT NULL
             AND set_config('synchronous_commit', synchronous_commit::text, true) IS NULL THEN NULL
         ELSE coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint) END;
-    -- What is asked for a key, or NULL if something is not valid.
-    units bigint := CASE WHEN (max_count >= 1 AND window_us BETWEEN 1 AND 2251799813685248
-            AND max_count <= 4611686018427387904 / window_us) THEN
-        CASE WHEN costs IS NULL AND counts IS NULL THEN 1
-            WHEN cardinality(costs) = cardinality(keys) AND cardinality(counts) = cardinality(keys)
-                AND costs[1] BETWEEN 1 AND max_count AND counts[1] BETWEEN 1 AND max_count / costs[1]
-                THEN costs[1] * counts[1] END END;
     taken bigint[];
-    i integer := 1;    -- the place of the key
-    each bigint[];     -- units of each key
+    i integer := 1;       -- the place of the key
+    units bigint := 1;    -- what is asked for it, or NULL if that is not valid
+    each bigint[];        -- the same, for each key
     this_key text;
     before text;       -- the key before it
     ascend boolean;
@@ -2436,11 +2427,21 @@ BEGIN
             before := this_key;
         END LOOP;
     END IF;
-    IF units IS NOT NULL AND ascend IS NOT FALSE
-        AND octet_length(name) BETWEEN 1 AND 128 AND octet_length(keys[1]) BETWEEN 1 AND 512
+    IF max_count >= 1 AND window_us BETWEEN 1 AND 2251799813685248
+            AND max_count <= 4611686018427387904 / window_us
+        AND ascend IS NOT FALSE
+        AND (octet_length(name) - 1) >> 7 = 0 -- which is BETWEEN 1 AND 128, with one call less
+        AND (octet_length(keys[1]) - 1) >> 9 = 0 -- BETWEEN 1 AND 512
     THEN
         IF cardinality(keys) <= 3 THEN -- one after the other, which costs less than one statement for all
             LOOP
+                IF costs IS NOT NULL OR counts IS NOT NULL THEN
+                    units := CASE WHEN cardinality(costs) = cardinality(keys)
+                            AND cardinality(counts) = cardinality(keys)
+                            AND costs[i] BETWEEN 1 AND max_count AND counts[i] BETWEEN 1 AND max_count / costs[i]
+                            THEN costs[i] * counts[i] END;
+                    EXIT WHEN units IS NULL;
+                END IF;
                 IF durable IS NOT TRUE THEN
                     INSERT INTO rate_limit_ephemeral AS d
                         (prefix, key, algorithm, count, window_start, expires_at)
@@ -2480,20 +2481,13 @@ BEGIN
                         d.scale, d.expires_at, d.since, d.returned]
                     INTO taken;
                 END IF;
-                EXIT WHEN (taken[1] BETWEEN clock AND clock + 10000) IS NOT TRUE;
-                IF i = cardinality(keys) THEN
+                IF i = cardinality(keys) AND taken[1] BETWEEN clock AND clock + 10000 THEN
                     RETURN told || taken;
                 END IF;
+                EXIT WHEN (taken[1] BETWEEN clock AND clock + 10000) IS NOT TRUE;
                 told := told || taken;
+                taken := NULL;
                 i := i + 1;
-                IF costs IS NOT NULL THEN
-                    taken := NULL;
-                    units := CASE WHEN costs IS NULL AND counts IS NULL THEN 1
-                        WHEN cardinality(costs) = cardinality(keys) AND cardinality(counts) = cardinality(keys)
-                            AND costs[i] BETWEEN 1 AND max_count AND counts[i] BETWEEN 1 AND max_count / costs[i]
-                            THEN costs[i] * counts[i] END;
-                    EXIT WHEN units IS NULL;
-                END IF;
             END LOOP;
             IF taken[1] > clock + 10000 AND taken[2] = units AND taken[3] = 0 THEN
                 PERFORM rate_limit_reset(name, keys[i], durable, NULL::integer, NULL::boolean); -- as below
@@ -2662,6 +2656,7 @@ CREATE FUNCTION _rate_limit_left_token_bucket(
 )
 RETURNS bigint[]
 LANGUAGE plpgsql
+SET enable_seqscan = off -- a plan must not depend on how small the table was when it was made
 AS $$
 #variable_conflict use_variable
 DECLARE
@@ -2890,7 +2885,6 @@ CREATE FUNCTION rate_limit_take_token_bucket(
 RETURNS bigint[]
 LANGUAGE plpgsql
 SECURITY DEFINER
-SET enable_seqscan = off -- a plan must not depend on how small the table was when it was made
 SET plan_cache_mode = force_generic_plan -- the first five calls of a session would each make a plan of their own
 AS $$
 #variable_conflict use_variable
@@ -2903,17 +2897,10 @@ DECLARE
         WHEN synchronous_commit IS NOT NULL
             AND set_config('synchronous_commit', synchronous_commit::text, true) IS NULL THEN NULL
         ELSE coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint) END;
-    -- What is asked for a key, or NULL if something is not valid.
-    units bigint := CASE WHEN (capacity >= 1 AND refill >= 1 AND every_us BETWEEN 1 AND 2251799813685248
-            AND capacity <= 4611686018427387904 / every_us
-            AND (capacity * every_us - 1) / refill < 2251799813685248) THEN
-        CASE WHEN costs IS NULL AND counts IS NULL THEN 1
-            WHEN cardinality(costs) = cardinality(keys) AND cardinality(counts) = cardinality(keys)
-                AND costs[1] BETWEEN 1 AND capacity AND counts[1] BETWEEN 1 AND capacity / costs[1]
-                THEN costs[1] * counts[1] END END;
     taken bigint[];
-    i integer := 1;    -- the place of the key
-    each bigint[];     -- units of each key
+    i integer := 1;       -- the place of the key
+    units bigint := 1;    -- what is asked for it, or NULL if that is not valid
+    each bigint[];        -- the same, for each key
     this_key text;
     before text;       -- the key before it
     ascend boolean;
@@ -2921,7 +2908,10 @@ DECLARE
     -- The rules say so, because in takeall.sql capacity and refill would be those of the row.
     tokens ALIAS FOR capacity;
     inflow ALIAS FOR refill;
-    full_credit bigint := CASE WHEN units IS NOT NULL THEN capacity * every_us END;
+    full_credit bigint := CASE WHEN capacity >= 1 AND refill >= 1 AND every_us BETWEEN 1 AND 2251799813685248
+            AND capacity <= 4611686018427387904 / every_us
+            AND (capacity * every_us - 1) / refill < 2251799813685248
+        THEN capacity * every_us END;
     told bigint[];     -- of the keys that were taken from
     taken_keys text[]; -- these keys
 BEGIN
@@ -2936,11 +2926,20 @@ BEGIN
             before := this_key;
         END LOOP;
     END IF;
-    IF units IS NOT NULL AND ascend IS NOT FALSE
-        AND octet_length(name) BETWEEN 1 AND 128 AND octet_length(keys[1]) BETWEEN 1 AND 512
+    IF full_credit IS NOT NULL
+        AND ascend IS NOT FALSE
+        AND (octet_length(name) - 1) >> 7 = 0 -- which is BETWEEN 1 AND 128, with one call less
+        AND (octet_length(keys[1]) - 1) >> 9 = 0 -- BETWEEN 1 AND 512
     THEN
         IF cardinality(keys) <= 3 THEN -- one after the other, which costs less than one statement for all
             LOOP
+                IF costs IS NOT NULL OR counts IS NOT NULL THEN
+                    units := CASE WHEN cardinality(costs) = cardinality(keys)
+                            AND cardinality(counts) = cardinality(keys)
+                            AND costs[i] BETWEEN 1 AND capacity AND counts[i] BETWEEN 1 AND capacity / costs[i]
+                            THEN costs[i] * counts[i] END;
+                    EXIT WHEN units IS NULL;
+                END IF;
                 IF durable IS NOT TRUE THEN
                     INSERT INTO rate_limit_ephemeral AS d
                         (prefix, key, algorithm, credit, scale, capacity, refill, since, returned,
@@ -2992,20 +2991,13 @@ BEGIN
                         d.scale, d.expires_at, d.since, d.returned]
                     INTO taken;
                 END IF;
-                EXIT WHEN (taken[1] BETWEEN clock AND clock + 10000) IS NOT TRUE;
-                IF i = cardinality(keys) THEN
+                IF i = cardinality(keys) AND taken[1] BETWEEN clock AND clock + 10000 THEN
                     RETURN told || taken;
                 END IF;
+                EXIT WHEN (taken[1] BETWEEN clock AND clock + 10000) IS NOT TRUE;
                 told := told || taken;
+                taken := NULL;
                 i := i + 1;
-                IF costs IS NOT NULL THEN
-                    taken := NULL;
-                    units := CASE WHEN costs IS NULL AND counts IS NULL THEN 1
-                        WHEN cardinality(costs) = cardinality(keys) AND cardinality(counts) = cardinality(keys)
-                            AND costs[i] BETWEEN 1 AND capacity AND counts[i] BETWEEN 1 AND capacity / costs[i]
-                            THEN costs[i] * counts[i] END;
-                    EXIT WHEN units IS NULL;
-                END IF;
             END LOOP;
             IF taken[1] > clock + 10000 AND taken[5] = full_credit - units * every_us THEN
                 PERFORM rate_limit_reset(name, keys[i], durable, NULL::integer, NULL::boolean); -- as below
@@ -3183,6 +3175,7 @@ CREATE FUNCTION _rate_limit_left_sliding_log(
 )
 RETURNS bigint[]
 LANGUAGE plpgsql
+SET enable_seqscan = off -- a plan must not depend on how small the table was when it was made
 AS $$
 #variable_conflict use_variable
 DECLARE
@@ -3403,7 +3396,6 @@ CREATE FUNCTION rate_limit_take_sliding_log(
 RETURNS bigint[]
 LANGUAGE plpgsql
 SECURITY DEFINER
-SET enable_seqscan = off -- a plan must not depend on how small the table was when it was made
 SET plan_cache_mode = force_generic_plan -- the first five calls of a session would each make a plan of their own
 AS $$
 #variable_conflict use_variable
@@ -3452,6 +3444,7 @@ CREATE FUNCTION _rate_limit_left_calendar_window(
 )
 RETURNS bigint[]
 LANGUAGE plpgsql
+SET enable_seqscan = off -- a plan must not depend on how small the table was when it was made
 AS $$
 #variable_conflict use_variable
 DECLARE
@@ -3652,7 +3645,6 @@ CREATE FUNCTION rate_limit_take_calendar_window(
 RETURNS bigint[]
 LANGUAGE plpgsql
 SECURITY DEFINER
-SET enable_seqscan = off -- a plan must not depend on how small the table was when it was made
 SET plan_cache_mode = force_generic_plan -- the first five calls of a session would each make a plan of their own
 AS $$
 #variable_conflict use_variable
@@ -3665,21 +3657,17 @@ DECLARE
         WHEN synchronous_commit IS NOT NULL
             AND set_config('synchronous_commit', synchronous_commit::text, true) IS NULL THEN NULL
         ELSE coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint) END;
-    -- What is asked for a key, or NULL if something is not valid.
-    units bigint := CASE WHEN (max_count BETWEEN 1 AND 4611686018427387904
+    taken bigint[];
+    i integer := 1;       -- the place of the key
+    units bigint := 1;    -- what is asked for it, or NULL if that is not valid
+    each bigint[];        -- the same, for each key
+    -- Of a window that begins now. It has to go on for 10 ms, as in the rules for a row that is there.
+    window_end bigint := CASE WHEN max_count BETWEEN 1 AND 4611686018427387904
             AND window_us IN (60000000, 3600000000, 86400000000, 604800000000, 2678400000000)
             AND octet_length(zone) <= 64
             AND zone COLLATE "C" ~ '^(UTC|[A-Z][A-Za-z_-]*(/[A-Z][A-Za-z_-]*)+)$'
-            AND zone COLLATE "C" !~* '^(right|posix)/') THEN
-        CASE WHEN costs IS NULL AND counts IS NULL THEN 1
-            WHEN cardinality(costs) = cardinality(keys) AND cardinality(counts) = cardinality(keys)
-                AND costs[1] BETWEEN 1 AND max_count AND counts[1] BETWEEN 1 AND max_count / costs[1]
-                THEN costs[1] * counts[1] END END;
-    taken bigint[];
-    i integer := 1;    -- the place of the key
-    -- Of a window that begins now. It has to go on for 10 ms, as in the rules for a row that is there.
-    window_end bigint := CASE WHEN units IS NOT NULL THEN _rate_limit_window_end(clock, window_us, zone) END;
-    each bigint[];     -- units of each key
+            AND zone COLLATE "C" !~* '^(right|posix)/'
+        THEN _rate_limit_window_end(clock, window_us, zone) END;
     this_key text;
     before text;       -- the key before it
     ascend boolean;
@@ -3698,12 +3686,20 @@ BEGIN
             before := this_key;
         END LOOP;
     END IF;
-    IF units IS NOT NULL AND ascend IS NOT FALSE
-        AND octet_length(name) BETWEEN 1 AND 128 AND octet_length(keys[1]) BETWEEN 1 AND 512
-        AND clock + 10000 < window_end
+    IF clock + 10000 < window_end
+        AND ascend IS NOT FALSE
+        AND (octet_length(name) - 1) >> 7 = 0 -- which is BETWEEN 1 AND 128, with one call less
+        AND (octet_length(keys[1]) - 1) >> 9 = 0 -- BETWEEN 1 AND 512
     THEN
         IF cardinality(keys) <= 3 THEN -- one after the other, which costs less than one statement for all
             LOOP
+                IF costs IS NOT NULL OR counts IS NOT NULL THEN
+                    units := CASE WHEN cardinality(costs) = cardinality(keys)
+                            AND cardinality(counts) = cardinality(keys)
+                            AND costs[i] BETWEEN 1 AND max_count AND counts[i] BETWEEN 1 AND max_count / costs[i]
+                            THEN costs[i] * counts[i] END;
+                    EXIT WHEN units IS NULL;
+                END IF;
                 IF durable IS NOT TRUE THEN
                     INSERT INTO rate_limit_ephemeral AS d
                         (prefix, key, algorithm, count, window_start, scale, expires_at)
@@ -3737,20 +3733,13 @@ BEGIN
                         d.scale, d.expires_at, d.since, d.returned]
                     INTO taken;
                 END IF;
-                EXIT WHEN (taken[1] BETWEEN clock AND clock + 10000) IS NOT TRUE;
-                IF i = cardinality(keys) THEN
+                IF i = cardinality(keys) AND taken[1] BETWEEN clock AND clock + 10000 THEN
                     RETURN told || taken;
                 END IF;
+                EXIT WHEN (taken[1] BETWEEN clock AND clock + 10000) IS NOT TRUE;
                 told := told || taken;
+                taken := NULL;
                 i := i + 1;
-                IF costs IS NOT NULL THEN
-                    taken := NULL;
-                    units := CASE WHEN costs IS NULL AND counts IS NULL THEN 1
-                        WHEN cardinality(costs) = cardinality(keys) AND cardinality(counts) = cardinality(keys)
-                            AND costs[i] BETWEEN 1 AND max_count AND counts[i] BETWEEN 1 AND max_count / costs[i]
-                            THEN costs[i] * counts[i] END;
-                    EXIT WHEN units IS NULL;
-                END IF;
             END LOOP;
             IF taken[1] > clock + 10000 AND taken[2] = units THEN
                 PERFORM rate_limit_reset(name, keys[i], durable, NULL::integer, NULL::boolean); -- as below

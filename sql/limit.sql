@@ -47,8 +47,8 @@
     + now_us % 1000000 * interval '1 microsecond'{{end}}
 
 {{/* What is asked for the key at .I. This divides, because the product could overflow. */}}
-{{define "units"}}CASE WHEN costs IS NULL AND counts IS NULL THEN 1
-    WHEN cardinality(costs) = cardinality(keys) AND cardinality(counts) = cardinality(keys)
+{{define "units"}}CASE WHEN cardinality(costs) = cardinality(keys)
+        AND cardinality(counts) = cardinality(keys)
         AND costs[{{.I}}] BETWEEN 1 AND {{.Limit}} AND counts[{{.I}}] BETWEEN 1 AND {{.Limit}} / costs[{{.I}}]
         THEN costs[{{.I}}] * counts[{{.I}}] END{{end}}
 
@@ -86,6 +86,7 @@ CREATE FUNCTION {{.Left}}(
 )
 RETURNS bigint[]
 LANGUAGE plpgsql
+SET enable_seqscan = off -- a plan must not depend on how small the table was when it was made
 AS $$
 #variable_conflict use_variable
 DECLARE
@@ -253,7 +254,6 @@ CREATE FUNCTION {{.Function}}(
 RETURNS bigint[]
 LANGUAGE plpgsql
 SECURITY DEFINER
-SET enable_seqscan = off -- a plan must not depend on how small the table was when it was made
 SET plan_cache_mode = force_generic_plan -- the first five calls of a session would each make a plan of their own
 AS $$
 #variable_conflict use_variable
@@ -262,16 +262,15 @@ DECLARE
     -- Each expression counts here, because plpgsql prepares it anew in every transaction. So this one makes the
     -- settings, too.
     clock bigint := {{include "clock" | hang 4}};
-    -- What is asked for a key, or NULL if something is not valid.
-    units bigint := CASE WHEN ({{include (print .Name ".valid") | hang 8}}) THEN
-        {{include "units" (dict "I" "1" "Limit" .Limit) | hang 8}} END;
     taken bigint[];
-    i integer := 1;    -- the place of the key
+    i integer := 1;       -- the place of the key
+    units bigint := 1;    -- what is asked for it, or NULL if that is not valid
+    each bigint[];        -- the same, for each key
 {{- if .Zoned}}
     -- Of a window that begins now. It has to go on for 10 ms, as in the rules for a row that is there.
-    window_end bigint := CASE WHEN units IS NOT NULL THEN _rate_limit_window_end(clock, window_us, zone) END;
+    window_end bigint := CASE WHEN {{include (print .Name ".valid") | hang 8}}
+        THEN _rate_limit_window_end(clock, window_us, zone) END;
 {{- end}}
-    each bigint[];     -- units of each key
     this_key text;
     before text;       -- the key before it
     ascend boolean;
@@ -280,7 +279,8 @@ DECLARE
     -- The rules say so, because in takeall.sql capacity and refill would be those of the row.
     tokens ALIAS FOR capacity;
     inflow ALIAS FOR refill;
-    full_credit bigint := CASE WHEN units IS NOT NULL THEN capacity * every_us END;
+    full_credit bigint := CASE WHEN {{include (print .Name ".valid") | hang 8}}
+        THEN capacity * every_us END;
 {{- end}}
 {{- end}}
     told bigint[];     -- of the keys that were taken from
@@ -298,13 +298,18 @@ BEGIN
             before := this_key;
         END LOOP;
     END IF;
-    IF units IS NOT NULL AND ascend IS NOT FALSE
-        AND octet_length(name) BETWEEN 1 AND 128 AND octet_length(keys[1]) BETWEEN 1 AND 512
-        {{- if .Zoned}}
-        AND clock + 10000 < window_end{{end}}
+    IF {{if eq .Name "tokenbucket"}}full_credit IS NOT NULL{{else if .Zoned}}clock + 10000 < window_end
+        {{- else}}{{include (print .Name ".valid") | hang 8}}{{end}}
+        AND ascend IS NOT FALSE
+        AND (octet_length(name) - 1) >> 7 = 0 -- which is BETWEEN 1 AND 128, with one call less
+        AND (octet_length(keys[1]) - 1) >> 9 = 0 -- BETWEEN 1 AND 512
     THEN
         IF cardinality(keys) <= 3 THEN -- one after the other, which costs less than one statement for all
             LOOP
+                IF costs IS NOT NULL OR counts IS NOT NULL THEN
+                    units := {{include "units" (dict "I" "i" "Limit" .Limit) | hang 20}};
+                    EXIT WHEN units IS NULL;
+                END IF;
 {{- range $t := $.Tables}}
                 {{$t.If}}
                     {{include "upsert" (dict "Table" $t.Name "Name" $a.Name "Rolls" false
@@ -314,17 +319,13 @@ BEGIN
                     INTO taken;
 {{- end}}
                 END IF;
-                EXIT WHEN (taken[1] BETWEEN clock AND clock + 10000) IS NOT TRUE;
-                IF i = cardinality(keys) THEN
+                IF i = cardinality(keys) AND taken[1] BETWEEN clock AND clock + 10000 THEN
                     RETURN told || taken;
                 END IF;
+                EXIT WHEN (taken[1] BETWEEN clock AND clock + 10000) IS NOT TRUE;
                 told := told || taken;
+                taken := NULL;
                 i := i + 1;
-                IF costs IS NOT NULL THEN
-                    taken := NULL;
-                    units := {{include "units" (dict "I" "i" "Limit" .Limit) | hang 20}};
-                    EXIT WHEN units IS NULL;
-                END IF;
             END LOOP;
             IF taken[1] > clock + 10000 AND {{include (print .Name ".new") (dict "Taken" "taken" "Units" "units")}} THEN
                 PERFORM rate_limit_reset(name, keys[i], durable, NULL::integer, NULL::boolean); -- as below
