@@ -3,6 +3,7 @@ package ratelimit
 import (
 	"context"
 	"math/rand/v2"
+	"strconv"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -10,6 +11,8 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
 // hangs is a statement that takes a while, or until it is interrupted.
@@ -193,6 +196,30 @@ func TestSecondStatementLeavesBesideASlowOne(t *testing.T) {
 			require.NoError(t, <-done)
 			_, most := db.counts()
 			require.Equal(t, atOnce, most)
+		})
+	}
+}
+
+// Many who wait leave beside the statement under way, unless they are for few keys, whose rows both would wait for.
+func TestSecondStatementLeavesForManyKeys(t *testing.T) {
+	t.Parallel()
+	for keys, atOnce := range map[int]int{1: 1, 2: 1, 3 * enough: 2} {
+		synctest.Test(t, func(t *testing.T) {
+			db := newModelDB()
+			l := newLimiter(t, db, Config{Name: "test", Policy: FixedWindow{Limit: 1 << 20, Window: time.Hour}, Client: ClientConfig{MaxInFlight: 2}})
+			for range 3 { // the first time shows how many keys there are
+				db.set(func(context.Context) error {
+					elapse(far / 10)
+					return nil
+				})
+				testkit.Together(3*enough, func(i int) {
+					_, err := l.Allow(t.Context(), strconv.Itoa(i%keys))
+					require.NoError(t, err)
+				})
+				synctest.Wait()
+			}
+			_, most := db.counts()
+			require.Equal(t, atOnce, most, keys)
 		})
 	}
 }

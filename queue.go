@@ -22,6 +22,7 @@ type queue struct {
 	free     []*lines             // memory that limiters without lines have left for others
 	waiting  int                  // requests in all lines
 	inFlight int
+	perKey   int           // how many requests the last statement had for each of its keys
 	lonely   int           // how many calls in a row were alone, from the first to the last moment
 	leftAt   time.Duration // when the last statement left, since the batcher's begin
 	late     bool          // a timer is set for leaveLate
@@ -40,9 +41,9 @@ type flights struct {
 }
 
 // A second statement beside the one under way costs the server nearly as much again as one for both. That matters where
-// many processes share the server. So a second one leaves only in three cases. Enough callers wait for it. Or the
-// database is so far away that most of the time is spent in the network. Or the one under way takes so long that
-// something is wrong with it.
+// many processes share the server. So a second one leaves only in three cases. Enough callers wait for it, and for as
+// many keys: for a few keys it would wait for the rows that the first one has. Or the database is so far away that most
+// of the time is spent in the network. Or the one under way takes so long that something is wrong with it.
 const (
 	enough  = 24
 	far     = time.Millisecond
@@ -258,8 +259,9 @@ func (q *queue) emptied(s *lines) {
 
 // mayLeave tells whether a statement may leave for a request of that kind, which has just come. q.mu is locked.
 func (q *queue) mayLeave(k kind) bool {
+	many := min(enough*max(q.perKey, 1), q.maxBatch)
 	return q.inFlight == 0 || q.inFlight < q.maxInFlight && q.hasPlace(k) &&
-		(q.waiting >= min(enough, q.maxBatch) || q.fastest >= far || q.flights[k].n == 0 && q.allSlow())
+		(q.waiting >= many || q.fastest >= far || q.flights[k].n == 0 && q.allSlow())
 }
 
 // hasPlace tells whether a further statement of a kind may leave, if there is a place at all. A kind that is slow
@@ -388,6 +390,7 @@ func (q *queue) fly(buf *buffers) (held, lost []*request) {
 	k, left := buf.batch[0].kind(), time.Now() // now, because requests that have ended are used again
 	defer func() {
 		q.mu.Lock()
+		q.perKey = len(buf.batch) / max(len(buf.leaders), 1)
 		q.lands(k, time.Since(left))
 		q.mu.Unlock()
 	}()
