@@ -53,7 +53,7 @@ func TestMistakesInTheFunctionsDifferFromTheModel(t *testing.T) {
 		t.Run(fmt.Sprintf("%s, %d: %s, not %s", name, c.algorithm, c.wrong, c.right), func(t *testing.T) {
 			t.Parallel()
 			db := pgtest.New(t)
-			if strings.HasPrefix(name, "for many keys") {
+			if strings.HasPrefix(name, "for several keys") {
 				alwaysArrays(t, db.Pool)
 			}
 			if change == nil {
@@ -169,7 +169,7 @@ func TestMistakesInTheFunctionsDifferFromTheModel(t *testing.T) {
 
 	// Mistakes in deciding one key.
 	for _, c := range []mistake{
-		{fixed, "counts[i] BETWEEN 1 AND max_count / costs[i]", "counts[i] >= 1"},
+		{fixed, "counts[1] BETWEEN 1 AND max_count / costs[1]", "counts[1] >= 1"},
 		{fixed, "least(asked, remaining / cost)", "least(asked, remaining / cost + 1)"},
 		{fixed, "IF granted > 0 OR moved THEN", "IF granted > 0 THEN"},
 		{fixed, "s.expires_at := clock + reset_after_us", "s.expires_at := clock + reset_after_us + 1"},
@@ -177,22 +177,18 @@ func TestMistakesInTheFunctionsDifferFromTheModel(t *testing.T) {
 		{bucket, "credit, scale = s.scale", "credit"},
 		{log, "least(asked, remaining / cost)", "least(asked, remaining / cost + 1)"},
 		{log, "log = s.log", "log = d.log"},
-		{calendar, "THEN costs[i] * counts[i]", "THEN costs[i]"},
+		{calendar, "THEN costs[1] * counts[1]", "THEN costs[1]"},
 		{calendar, "clock, window_end - clock, window_end", "clock, window_us, window_end"},
 		{calendar, "s.scale, s.expires_at,", "NULL::bigint, s.expires_at,"},
 		{calendar, "IF granted > 0 OR moved THEN", "IF granted > 0 THEN"},
 		{log, "needed := 0;\n            IF granted > 0", "IF granted > 0"},
-		// Mistakes in deciding few keys, one after the other.
+		// Mistakes in the one statement for one key.
 		{fixed, "d.algorithm = 1 AND", ""},
 		{fixed, "d.since IS NULL AND", ""},
 		{fixed, "d.window_start - clock <= window_us", "d.window_start - clock <= 2 * window_us"},
 		{fixed, "AND d.expires_at = d.window_start + window_us", ""},
 		{fixed, "excluded.count <= max_count - d.count", "excluded.count <= max_count - d.count + 1"},
-		{fixed, "THEN costs[i] * counts[i]", "THEN costs[i]"},
-		{fixed, "RETURN told || taken;", "RETURN taken || told;"},
-		{fixed, "taken_keys := keys[:i - 1]", "taken_keys := keys[:i]"},
-		{fixed, "taken_keys := keys[:i - 1]", "taken_keys := keys[:i - 2]"},
-		{fixed, "EXIT WHEN units IS NULL;", "units := coalesce(units, 1);"},
+		{fixed, "THEN costs[1] * counts[1]", "THEN costs[1]"},
 		{sliding, "d.since IS NULL AND", ""},
 		{sliding, "d.window_start - clock <= window_us", "d.window_start - clock <= 2 * window_us"},
 		{sliding, "AND d.expires_at = d.window_start + 2 * window_us", ""},
@@ -219,19 +215,20 @@ func TestMistakesInTheFunctionsDifferFromTheModel(t *testing.T) {
 	for algorithm := fixed; algorithm <= calendar; algorithm++ {
 		eachOf("for one key", algorithm, "WHERE d.ctid = s.tid", "WHERE d.ctid = s.tid AND false", 2)
 		if algorithm != log { // which has no such statement
-			eachOf("for one key", algorithm, "VALUES (name, keys[i], ", "VALUES (name, keys[i] || '?', ", 2)
+			eachOf("for one key", algorithm, "VALUES (name, keys[1], ", "VALUES (name, keys[1] || '?', ", 2)
 			added := map[int]string{bucket: "- (full_credit - excluded.credit),\n"}[algorithm]
 			if added == "" {
 				added = "count = d.count + excluded.count\n"
 			}
 			eachOf("for one key", algorithm, added, strings.Replace(added, "excluded", "2 * excluded", 1), 2)
-			eachOf("for many keys", algorithm, "SELECT name, e.key, ", "SELECT name, e.key || '?', ", 2)
+			eachOf("for several keys", algorithm, "SELECT name, e.key, ", "SELECT name, e.key || '?', ", 2)
 		}
 	}
 
-	// Mistakes in the one statement for many keys, which has to decide all that comes.
+	// Mistakes in the one statement for several keys, which has to decide all that comes.
 	for _, c := range []mistake{
 		{fixed, "AND max_count / u.cost", "AND max_count / u.cost + 1"},
+		{fixed, "AND array_position(each, NULL) IS NULL", ""},
 		{fixed, "ELSE 0 END + excluded.count", "ELSE 0 END + 2 * excluded.count"},
 		{fixed, "CASE WHEN clock < d.expires_at THEN d.count ELSE 0 END + excluded.count", "d.count + excluded.count"},
 		{fixed, "THEN d.window_start ELSE", "THEN clock ELSE"},
@@ -287,7 +284,7 @@ func TestMistakesInTheFunctionsDifferFromTheModel(t *testing.T) {
 		{bucket, ">= full_credit - excluded.credit", ">= full_credit - excluded.credit - every_us"},
 		{bucket, "full_credit - d.credit - 1) / inflow END", "full_credit - d.credit - 1) / inflow - 1 END"},
 	} {
-		check("for many keys", functions[c.algorithm], c, nil)
+		check("for several keys", functions[c.algorithm], c, nil)
 	}
 	for _, algorithm := range []int{fixed, sliding, bucket, calendar} {
 		for _, c := range []mistake{
@@ -295,10 +292,10 @@ func TestMistakesInTheFunctionsDifferFromTheModel(t *testing.T) {
 			{algorithm, "THEN u.cost * u.asked", "THEN u.cost"},
 			{algorithm, "undecided[a.ord]", "a.ord"},
 		} {
-			check("for many keys", functions[algorithm], c, nil)
+			check("for several keys", functions[algorithm], c, nil)
 		}
 		counted := map[int]string{fixed: "excluded.count,", sliding: "excluded.count,", bucket: "excluded.credit,", calendar: "excluded.count,"}[algorithm]
-		eachOf("for many keys", algorithm, counted, "1 + "+counted, 2)
+		eachOf("for several keys", algorithm, counted, "1 + "+counted, 2)
 	}
 }
 

@@ -1903,9 +1903,9 @@ $$;
 -- +goose StatementEnd
 
 -- The fixed window; see fixed.go.
--- rate_limit_take_fixed_window decides requests that take, each of one key. It is what the Go package calls. Up
--- to three keys are taken from one after the other, and more by one statement. Both take from rows as they are, and
--- make missing ones. All that is less ordinary is decided by the rules of rate_limit_all, in the same call.
+-- rate_limit_take_fixed_window decides requests that take, each of one key. It is what the Go package calls. One
+-- statement takes from the rows as they are, and makes missing ones: a short one for a single key, and another for
+-- several. All that is less ordinary is decided by the rules of rate_limit_all, in the same call.
 --
 --   name                the limiter's name, 1 to 128 bytes
 --   keys                who asks, 1 to 512 bytes each. They ascend in the order of locking: longer ones first, then by
@@ -1962,22 +1962,32 @@ DECLARE
             AND set_config('synchronous_commit', synchronous_commit::text, true) IS NULL THEN NULL
         ELSE coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint) END;
     taken bigint[];
-    i integer := 1;       -- the place of the key
-    units bigint := 1;    -- what is asked for it, or NULL if that is not valid
-    each bigint[];        -- the same, for each key
+    units bigint := 1; -- what is asked for the first key, or NULL if that is not valid
+    each bigint[];     -- the same, for each of several keys; NULL if that is 1 each
     this_key text;
     before text;       -- the key before it
-    ascend boolean;
+    several boolean;   -- whether several keys can be decided here; NULL if there is one
     begun bigint[];    -- which of the keys have a row that was made
     told bigint[];     -- of the keys that were taken from
     taken_keys text[]; -- these keys
 BEGIN
+    IF costs IS NOT NULL OR counts IS NOT NULL THEN
+        units := CASE WHEN cardinality(costs) = cardinality(keys) AND cardinality(counts) = cardinality(keys)
+            AND costs[1] BETWEEN 1 AND max_count AND counts[1] BETWEEN 1 AND max_count / costs[1]
+            THEN costs[1] * counts[1] END; -- this divides, because the product could overflow
+        IF cardinality(keys) > 1 THEN
+            each := ARRAY(
+                SELECT CASE WHEN u.cost BETWEEN 1 AND max_count AND u.asked BETWEEN 1 AND max_count / u.cost
+                    THEN u.cost * u.asked END
+                FROM unnest(costs, counts) AS u (cost, asked));
+        END IF;
+    END IF;
     IF cardinality(keys) > 1 THEN
-        ascend := keys[cardinality(keys)] IS NOT NULL -- or the arrays are not counted from 1
-            AND (costs IS NULL AND counts IS NULL
-                OR costs[cardinality(keys)] IS NOT NULL AND counts[cardinality(keys)] IS NOT NULL);
+        several := keys[cardinality(keys)] IS NOT NULL -- or the arrays are not counted from 1
+            AND (costs IS NULL OR costs[cardinality(keys)] IS NOT NULL AND counts[cardinality(keys)] IS NOT NULL)
+            AND array_position(each, NULL) IS NULL;
         FOREACH this_key IN ARRAY keys LOOP
-            ascend := (ascend AND octet_length(this_key) BETWEEN 1 AND 512 AND (before IS NULL
+            several := (several AND octet_length(this_key) BETWEEN 1 AND 512 AND (before IS NULL
                 OR (-octet_length(before), before COLLATE "C")
                     < (-octet_length(this_key), this_key COLLATE "C"))) IS TRUE;
             before := this_key;
@@ -1985,138 +1995,109 @@ BEGIN
     END IF;
     IF max_count >= 1 AND window_us BETWEEN 1 AND 2251799813685248
             AND max_count <= 4611686018427387904 / window_us
-        AND ascend IS NOT FALSE
+        AND units IS NOT NULL AND several IS NOT FALSE
         AND (octet_length(name) - 1) >> 7 = 0 -- which is BETWEEN 1 AND 128, with one call less
         AND (octet_length(keys[1]) - 1) >> 9 = 0 -- BETWEEN 1 AND 512
     THEN
-        IF cardinality(keys) <= 3 THEN -- one after the other, which costs less than one statement for all
-            LOOP
-                IF costs IS NOT NULL OR counts IS NOT NULL THEN
-                    units := CASE WHEN cardinality(costs) = cardinality(keys)
-                            AND cardinality(counts) = cardinality(keys)
-                            AND costs[i] BETWEEN 1 AND max_count AND counts[i] BETWEEN 1 AND max_count / costs[i]
-                            THEN costs[i] * counts[i] END;
-                    EXIT WHEN units IS NULL;
-                END IF;
-                IF durable IS NOT TRUE THEN
-                    INSERT INTO rate_limit_ephemeral AS d
-                        (prefix, key, algorithm, count, window_start, expires_at)
-                    VALUES (name, keys[i], 1, units, clock, clock + window_us)
-                    ON CONFLICT (prefix, key) DO UPDATE SET
-                        count = d.count + excluded.count
-                    WHERE coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
-                        < clock + 10000
-                        AND d.algorithm = 1 AND d.since IS NULL AND d.window_start - clock <= window_us
-                            AND clock + 10000 < d.expires_at AND d.expires_at = d.window_start + window_us
-                            AND excluded.count <= max_count - d.count
-                    RETURNING ARRAY[
-                        coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint),
-                        d.count, d.prev_count, d.window_start, d.credit,
-                        d.scale, d.expires_at, d.since, d.returned]
-                    INTO taken;
-                ELSE
-                    INSERT INTO rate_limit_durable AS d
-                        (prefix, key, algorithm, count, window_start, expires_at)
-                    VALUES (name, keys[i], 1, units, clock, clock + window_us)
-                    ON CONFLICT (prefix, key) DO UPDATE SET
-                        count = d.count + excluded.count
-                    WHERE coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
-                        < clock + 10000
-                        AND d.algorithm = 1 AND d.since IS NULL AND d.window_start - clock <= window_us
-                            AND clock + 10000 < d.expires_at AND d.expires_at = d.window_start + window_us
-                            AND excluded.count <= max_count - d.count
-                    RETURNING ARRAY[
-                        coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint),
-                        d.count, d.prev_count, d.window_start, d.credit,
-                        d.scale, d.expires_at, d.since, d.returned]
-                    INTO taken;
-                END IF;
-                IF i = cardinality(keys) AND taken[1] BETWEEN clock AND clock + 10000 THEN
-                    RETURN told || taken;
-                END IF;
-                EXIT WHEN (taken[1] BETWEEN clock AND clock + 10000) IS NOT TRUE;
-                told := told || taken;
-                taken := NULL;
-                i := i + 1;
-            END LOOP;
-            IF taken[1] > clock + 10000 AND taken[2] = units THEN
-                PERFORM rate_limit_reset(name, keys[i], durable, NULL::integer, NULL::boolean); -- as below
+        IF several IS NULL THEN
+            IF durable IS NOT TRUE THEN
+                INSERT INTO rate_limit_ephemeral AS d
+                    (prefix, key, algorithm, count, window_start, expires_at)
+                VALUES (name, keys[1], 1, units, clock, clock + window_us)
+                ON CONFLICT (prefix, key) DO UPDATE SET
+                    count = d.count + excluded.count
+                WHERE coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
+                    < clock + 10000
+                    AND d.algorithm = 1 AND d.since IS NULL AND d.window_start - clock <= window_us
+                        AND clock + 10000 < d.expires_at AND d.expires_at = d.window_start + window_us
+                        AND excluded.count <= max_count - d.count
+                RETURNING ARRAY[
+                    coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint),
+                    d.count, d.prev_count, d.window_start, d.credit,
+                    d.scale, d.expires_at, d.since, d.returned]
+                INTO taken;
+            ELSE
+                INSERT INTO rate_limit_durable AS d
+                    (prefix, key, algorithm, count, window_start, expires_at)
+                VALUES (name, keys[1], 1, units, clock, clock + window_us)
+                ON CONFLICT (prefix, key) DO UPDATE SET
+                    count = d.count + excluded.count
+                WHERE coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
+                    < clock + 10000
+                    AND d.algorithm = 1 AND d.since IS NULL AND d.window_start - clock <= window_us
+                        AND clock + 10000 < d.expires_at AND d.expires_at = d.window_start + window_us
+                        AND excluded.count <= max_count - d.count
+                RETURNING ARRAY[
+                    coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint),
+                    d.count, d.prev_count, d.window_start, d.credit,
+                    d.scale, d.expires_at, d.since, d.returned]
+                INTO taken;
+            END IF;
+            IF taken[1] BETWEEN clock AND clock + 10000 THEN
+                RETURN taken;
+            ELSIF taken[1] > clock + 10000
+                AND taken[2] = units
+            THEN
+                PERFORM rate_limit_reset(name, keys[1], durable, NULL::integer, NULL::boolean); -- as below
             ELSIF taken IS NOT NULL THEN -- the clock has been set, or this process stopped, since the row was locked
                 taken[1] := greatest(clock, least(clock + 10000, taken[1]));
-                told := told || taken;
-                i := i + 1;
-                IF i > cardinality(keys) THEN
-                    RETURN told;
-                END IF;
-            END IF;
-            IF i > 1 THEN
-                taken_keys := keys[:i - 1];
+                RETURN taken;
             END IF;
         ELSE
-            IF costs IS NULL AND counts IS NULL THEN
-                each := array_fill(1::bigint, ARRAY[cardinality(keys)]);
+            IF durable IS NOT TRUE THEN
+                WITH d AS (
+                    INSERT INTO rate_limit_ephemeral AS d
+                        (prefix, key, algorithm, count, window_start, expires_at)
+                    SELECT name, e.key, 1, coalesce(e.units, 1), clock, clock + window_us
+                    FROM unnest(keys, each) AS e (key, units)
+                    ON CONFLICT (prefix, key) DO UPDATE SET
+                        count = CASE WHEN clock < d.expires_at THEN d.count ELSE 0 END + excluded.count,
+                        window_start = CASE WHEN clock < d.expires_at THEN d.window_start ELSE clock END,
+                        expires_at = CASE WHEN clock < d.expires_at THEN d.expires_at ELSE excluded.expires_at END
+                    WHERE (coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
+                            < clock + 10000
+                        OR CASE WHEN lock_timeout_ms > 0
+                                AND coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
+                                    > clock + lock_timeout_ms * 25000::bigint
+                            THEN _rate_limit_late() END)
+                        AND d.algorithm = 1 AND d.since IS NULL AND d.window_start - clock <= window_us
+                            AND (clock >= d.expires_at
+                            OR clock + 10000 < d.expires_at AND d.expires_at = d.window_start + window_us
+                            AND excluded.count <= max_count - d.count)
+                    RETURNING d.key, ARRAY[
+                        greatest(clock, least(clock + 10000,
+                            coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint))),
+                        d.count, d.prev_count, d.window_start, d.credit,
+                        d.scale, d.expires_at, d.since, d.returned] AS told
+                )
+                SELECT array_agg(d.key), array_agg(d.told) INTO taken_keys, taken FROM d;
             ELSE
-                each := ARRAY(
-                    SELECT CASE WHEN u.cost BETWEEN 1 AND max_count AND u.asked BETWEEN 1 AND max_count / u.cost
-                        THEN u.cost * u.asked END
-                    FROM unnest(costs, counts) AS u (cost, asked));
-            END IF;
-            IF cardinality(each) = cardinality(keys) AND array_position(each, NULL) IS NULL THEN
-                IF durable IS NOT TRUE THEN
-                    WITH d AS (
-                        INSERT INTO rate_limit_ephemeral AS d
-                            (prefix, key, algorithm, count, window_start, expires_at)
-                        SELECT name, e.key, 1, e.units, clock, clock + window_us
-                        FROM unnest(keys, each) AS e (key, units)
-                        ON CONFLICT (prefix, key) DO UPDATE SET
-                            count = CASE WHEN clock < d.expires_at THEN d.count ELSE 0 END + excluded.count,
-                            window_start = CASE WHEN clock < d.expires_at THEN d.window_start ELSE clock END,
-                            expires_at = CASE WHEN clock < d.expires_at THEN d.expires_at ELSE excluded.expires_at END
-                        WHERE (coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
-                                < clock + 10000
-                            OR CASE WHEN lock_timeout_ms > 0
-                                    AND coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
-                                        > clock + lock_timeout_ms * 25000::bigint
-                                THEN _rate_limit_late() END)
-                            AND d.algorithm = 1 AND d.since IS NULL AND d.window_start - clock <= window_us
-                                AND (clock >= d.expires_at
-                                OR clock + 10000 < d.expires_at AND d.expires_at = d.window_start + window_us
-                                AND excluded.count <= max_count - d.count)
-                        RETURNING d.key, ARRAY[
-                            greatest(clock, least(clock + 10000,
-                                coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint))),
-                            d.count, d.prev_count, d.window_start, d.credit,
-                            d.scale, d.expires_at, d.since, d.returned] AS told
-                    )
-                    SELECT array_agg(d.key), array_agg(d.told) INTO taken_keys, taken FROM d;
-                ELSE
-                    WITH d AS (
-                        INSERT INTO rate_limit_durable AS d
-                            (prefix, key, algorithm, count, window_start, expires_at)
-                        SELECT name, e.key, 1, e.units, clock, clock + window_us
-                        FROM unnest(keys, each) AS e (key, units)
-                        ON CONFLICT (prefix, key) DO UPDATE SET
-                            count = CASE WHEN clock < d.expires_at THEN d.count ELSE 0 END + excluded.count,
-                            window_start = CASE WHEN clock < d.expires_at THEN d.window_start ELSE clock END,
-                            expires_at = CASE WHEN clock < d.expires_at THEN d.expires_at ELSE excluded.expires_at END
-                        WHERE (coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
-                                < clock + 10000
-                            OR CASE WHEN lock_timeout_ms > 0
-                                    AND coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
-                                        > clock + lock_timeout_ms * 25000::bigint
-                                THEN _rate_limit_late() END)
-                            AND d.algorithm = 1 AND d.since IS NULL AND d.window_start - clock <= window_us
-                                AND (clock >= d.expires_at
-                                OR clock + 10000 < d.expires_at AND d.expires_at = d.window_start + window_us
-                                AND excluded.count <= max_count - d.count)
-                        RETURNING d.key, ARRAY[
-                            greatest(clock, least(clock + 10000,
-                                coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint))),
-                            d.count, d.prev_count, d.window_start, d.credit,
-                            d.scale, d.expires_at, d.since, d.returned] AS told
-                    )
-                    SELECT array_agg(d.key), array_agg(d.told) INTO taken_keys, taken FROM d;
-                END IF;
+                WITH d AS (
+                    INSERT INTO rate_limit_durable AS d
+                        (prefix, key, algorithm, count, window_start, expires_at)
+                    SELECT name, e.key, 1, coalesce(e.units, 1), clock, clock + window_us
+                    FROM unnest(keys, each) AS e (key, units)
+                    ON CONFLICT (prefix, key) DO UPDATE SET
+                        count = CASE WHEN clock < d.expires_at THEN d.count ELSE 0 END + excluded.count,
+                        window_start = CASE WHEN clock < d.expires_at THEN d.window_start ELSE clock END,
+                        expires_at = CASE WHEN clock < d.expires_at THEN d.expires_at ELSE excluded.expires_at END
+                    WHERE (coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
+                            < clock + 10000
+                        OR CASE WHEN lock_timeout_ms > 0
+                                AND coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
+                                    > clock + lock_timeout_ms * 25000::bigint
+                            THEN _rate_limit_late() END)
+                        AND d.algorithm = 1 AND d.since IS NULL AND d.window_start - clock <= window_us
+                            AND (clock >= d.expires_at
+                            OR clock + 10000 < d.expires_at AND d.expires_at = d.window_start + window_us
+                            AND excluded.count <= max_count - d.count)
+                    RETURNING d.key, ARRAY[
+                        greatest(clock, least(clock + 10000,
+                            coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint))),
+                        d.count, d.prev_count, d.window_start, d.credit,
+                        d.scale, d.expires_at, d.since, d.returned] AS told
+                )
+                SELECT array_agg(d.key), array_agg(d.told) INTO taken_keys, taken FROM d;
             END IF;
             -- A row that was made begins by the first reading of the clock. That may be too old for it: another
             -- transaction may have made the same row, and rolled back after this one had waited for it. Such a row is
@@ -2126,7 +2107,7 @@ BEGIN
                     SELECT k.place
                     FROM unnest(taken_keys) WITH ORDINALITY AS k (key, place)
                     JOIN unnest(keys, each) AS e (key, units) ON e.key = k.key COLLATE "C"
-                    WHERE taken[k.place][2] = e.units);
+                    WHERE taken[k.place][2] = coalesce(e.units, 1));
                 PERFORM rate_limit_reset(name, taken_keys[p], durable, NULL::integer, NULL::boolean)
                 FROM unnest(begun) AS p;
                 SELECT array_agg(k.key ORDER BY k.place), array_agg(taken[k.place:k.place] ORDER BY k.place)
@@ -2347,9 +2328,9 @@ $$;
 -- +goose StatementEnd
 
 -- The sliding window counter; see sliding.go.
--- rate_limit_take_sliding_window decides requests that take, each of one key. It is what the Go package calls. Up
--- to three keys are taken from one after the other, and more by one statement. Both take from rows as they are, and
--- make missing ones. All that is less ordinary is decided by the rules of rate_limit_all, in the same call.
+-- rate_limit_take_sliding_window decides requests that take, each of one key. It is what the Go package calls. One
+-- statement takes from the rows as they are, and makes missing ones: a short one for a single key, and another for
+-- several. All that is less ordinary is decided by the rules of rate_limit_all, in the same call.
 --
 --   name                the limiter's name, 1 to 128 bytes
 --   keys                who asks, 1 to 512 bytes each. They ascend in the order of locking: longer ones first, then by
@@ -2406,22 +2387,32 @@ DECLARE
             AND set_config('synchronous_commit', synchronous_commit::text, true) IS NULL THEN NULL
         ELSE coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint) END;
     taken bigint[];
-    i integer := 1;       -- the place of the key
-    units bigint := 1;    -- what is asked for it, or NULL if that is not valid
-    each bigint[];        -- the same, for each key
+    units bigint := 1; -- what is asked for the first key, or NULL if that is not valid
+    each bigint[];     -- the same, for each of several keys; NULL if that is 1 each
     this_key text;
     before text;       -- the key before it
-    ascend boolean;
+    several boolean;   -- whether several keys can be decided here; NULL if there is one
     begun bigint[];    -- which of the keys have a row that was made
     told bigint[];     -- of the keys that were taken from
     taken_keys text[]; -- these keys
 BEGIN
+    IF costs IS NOT NULL OR counts IS NOT NULL THEN
+        units := CASE WHEN cardinality(costs) = cardinality(keys) AND cardinality(counts) = cardinality(keys)
+            AND costs[1] BETWEEN 1 AND max_count AND counts[1] BETWEEN 1 AND max_count / costs[1]
+            THEN costs[1] * counts[1] END; -- this divides, because the product could overflow
+        IF cardinality(keys) > 1 THEN
+            each := ARRAY(
+                SELECT CASE WHEN u.cost BETWEEN 1 AND max_count AND u.asked BETWEEN 1 AND max_count / u.cost
+                    THEN u.cost * u.asked END
+                FROM unnest(costs, counts) AS u (cost, asked));
+        END IF;
+    END IF;
     IF cardinality(keys) > 1 THEN
-        ascend := keys[cardinality(keys)] IS NOT NULL -- or the arrays are not counted from 1
-            AND (costs IS NULL AND counts IS NULL
-                OR costs[cardinality(keys)] IS NOT NULL AND counts[cardinality(keys)] IS NOT NULL);
+        several := keys[cardinality(keys)] IS NOT NULL -- or the arrays are not counted from 1
+            AND (costs IS NULL OR costs[cardinality(keys)] IS NOT NULL AND counts[cardinality(keys)] IS NOT NULL)
+            AND array_position(each, NULL) IS NULL;
         FOREACH this_key IN ARRAY keys LOOP
-            ascend := (ascend AND octet_length(this_key) BETWEEN 1 AND 512 AND (before IS NULL
+            several := (several AND octet_length(this_key) BETWEEN 1 AND 512 AND (before IS NULL
                 OR (-octet_length(before), before COLLATE "C")
                     < (-octet_length(this_key), this_key COLLATE "C"))) IS TRUE;
             before := this_key;
@@ -2429,174 +2420,145 @@ BEGIN
     END IF;
     IF max_count >= 1 AND window_us BETWEEN 1 AND 2251799813685248
             AND max_count <= 4611686018427387904 / window_us
-        AND ascend IS NOT FALSE
+        AND units IS NOT NULL AND several IS NOT FALSE
         AND (octet_length(name) - 1) >> 7 = 0 -- which is BETWEEN 1 AND 128, with one call less
         AND (octet_length(keys[1]) - 1) >> 9 = 0 -- BETWEEN 1 AND 512
     THEN
-        IF cardinality(keys) <= 3 THEN -- one after the other, which costs less than one statement for all
-            LOOP
-                IF costs IS NOT NULL OR counts IS NOT NULL THEN
-                    units := CASE WHEN cardinality(costs) = cardinality(keys)
-                            AND cardinality(counts) = cardinality(keys)
-                            AND costs[i] BETWEEN 1 AND max_count AND counts[i] BETWEEN 1 AND max_count / costs[i]
-                            THEN costs[i] * counts[i] END;
-                    EXIT WHEN units IS NULL;
-                END IF;
-                IF durable IS NOT TRUE THEN
-                    INSERT INTO rate_limit_ephemeral AS d
-                        (prefix, key, algorithm, count, window_start, expires_at)
-                    VALUES (name, keys[i], 2, units, clock, clock + 2 * window_us)
-                    ON CONFLICT (prefix, key) DO UPDATE SET
-                        count = d.count + excluded.count
-                    WHERE coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
-                        < clock + 10000
-                        AND d.algorithm = 2 AND d.since IS NULL AND d.window_start - clock <= window_us
-                            AND clock + 10000 < d.window_start + window_us
-                                    AND d.expires_at = d.window_start + 2 * window_us AND d.prev_count <= max_count
-                                    AND excluded.count <= max_count - d.count
-                                        - (d.prev_count * (d.window_start + window_us
-                                            - greatest(clock, d.window_start)) + window_us - 1) / window_us
-                    RETURNING ARRAY[
-                        coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint),
-                        d.count, d.prev_count, d.window_start, d.credit,
-                        d.scale, d.expires_at, d.since, d.returned]
-                    INTO taken;
-                ELSE
-                    INSERT INTO rate_limit_durable AS d
-                        (prefix, key, algorithm, count, window_start, expires_at)
-                    VALUES (name, keys[i], 2, units, clock, clock + 2 * window_us)
-                    ON CONFLICT (prefix, key) DO UPDATE SET
-                        count = d.count + excluded.count
-                    WHERE coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
-                        < clock + 10000
-                        AND d.algorithm = 2 AND d.since IS NULL AND d.window_start - clock <= window_us
-                            AND clock + 10000 < d.window_start + window_us
-                                    AND d.expires_at = d.window_start + 2 * window_us AND d.prev_count <= max_count
-                                    AND excluded.count <= max_count - d.count
-                                        - (d.prev_count * (d.window_start + window_us
-                                            - greatest(clock, d.window_start)) + window_us - 1) / window_us
-                    RETURNING ARRAY[
-                        coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint),
-                        d.count, d.prev_count, d.window_start, d.credit,
-                        d.scale, d.expires_at, d.since, d.returned]
-                    INTO taken;
-                END IF;
-                IF i = cardinality(keys) AND taken[1] BETWEEN clock AND clock + 10000 THEN
-                    RETURN told || taken;
-                END IF;
-                EXIT WHEN (taken[1] BETWEEN clock AND clock + 10000) IS NOT TRUE;
-                told := told || taken;
-                taken := NULL;
-                i := i + 1;
-            END LOOP;
-            IF taken[1] > clock + 10000 AND taken[2] = units AND taken[3] = 0 THEN
-                PERFORM rate_limit_reset(name, keys[i], durable, NULL::integer, NULL::boolean); -- as below
+        IF several IS NULL THEN
+            IF durable IS NOT TRUE THEN
+                INSERT INTO rate_limit_ephemeral AS d
+                    (prefix, key, algorithm, count, window_start, expires_at)
+                VALUES (name, keys[1], 2, units, clock, clock + 2 * window_us)
+                ON CONFLICT (prefix, key) DO UPDATE SET
+                    count = d.count + excluded.count
+                WHERE coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
+                    < clock + 10000
+                    AND d.algorithm = 2 AND d.since IS NULL AND d.window_start - clock <= window_us
+                        AND clock + 10000 < d.window_start + window_us
+                                AND d.expires_at = d.window_start + 2 * window_us AND d.prev_count <= max_count
+                                AND excluded.count <= max_count - d.count
+                                    - (d.prev_count * (d.window_start + window_us
+                                        - greatest(clock, d.window_start)) + window_us - 1) / window_us
+                RETURNING ARRAY[
+                    coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint),
+                    d.count, d.prev_count, d.window_start, d.credit,
+                    d.scale, d.expires_at, d.since, d.returned]
+                INTO taken;
+            ELSE
+                INSERT INTO rate_limit_durable AS d
+                    (prefix, key, algorithm, count, window_start, expires_at)
+                VALUES (name, keys[1], 2, units, clock, clock + 2 * window_us)
+                ON CONFLICT (prefix, key) DO UPDATE SET
+                    count = d.count + excluded.count
+                WHERE coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
+                    < clock + 10000
+                    AND d.algorithm = 2 AND d.since IS NULL AND d.window_start - clock <= window_us
+                        AND clock + 10000 < d.window_start + window_us
+                                AND d.expires_at = d.window_start + 2 * window_us AND d.prev_count <= max_count
+                                AND excluded.count <= max_count - d.count
+                                    - (d.prev_count * (d.window_start + window_us
+                                        - greatest(clock, d.window_start)) + window_us - 1) / window_us
+                RETURNING ARRAY[
+                    coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint),
+                    d.count, d.prev_count, d.window_start, d.credit,
+                    d.scale, d.expires_at, d.since, d.returned]
+                INTO taken;
+            END IF;
+            IF taken[1] BETWEEN clock AND clock + 10000 THEN
+                RETURN taken;
+            ELSIF taken[1] > clock + 10000
+                AND taken[2] = units AND taken[3] = 0
+            THEN
+                PERFORM rate_limit_reset(name, keys[1], durable, NULL::integer, NULL::boolean); -- as below
             ELSIF taken IS NOT NULL THEN -- the clock has been set, or this process stopped, since the row was locked
                 taken[1] := greatest(clock, least(clock + 10000, taken[1]));
-                told := told || taken;
-                i := i + 1;
-                IF i > cardinality(keys) THEN
-                    RETURN told;
-                END IF;
-            END IF;
-            IF i > 1 THEN
-                taken_keys := keys[:i - 1];
+                RETURN taken;
             END IF;
         ELSE
-            IF costs IS NULL AND counts IS NULL THEN
-                each := array_fill(1::bigint, ARRAY[cardinality(keys)]);
+            IF durable IS NOT TRUE THEN
+                WITH d AS (
+                    INSERT INTO rate_limit_ephemeral AS d
+                        (prefix, key, algorithm, count, window_start, expires_at)
+                    SELECT name, e.key, 2, coalesce(e.units, 1), clock, clock + 2 * window_us
+                    FROM unnest(keys, each) AS e (key, units)
+                    ON CONFLICT (prefix, key) DO UPDATE SET
+                        count = CASE WHEN clock < d.window_start + window_us
+                            THEN d.count ELSE 0 END + excluded.count,
+                        prev_count = CASE WHEN clock < d.window_start + window_us THEN d.prev_count
+                            WHEN clock < d.expires_at THEN d.count ELSE 0 END,
+                        window_start = CASE WHEN clock < d.window_start + window_us THEN d.window_start
+                            WHEN clock < d.expires_at THEN d.window_start + window_us ELSE clock END,
+                        expires_at = CASE WHEN clock < d.window_start + window_us THEN d.window_start
+                            WHEN clock < d.expires_at THEN d.window_start + window_us ELSE clock END + 2 * window_us
+                    WHERE (coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
+                            < clock + 10000
+                        OR CASE WHEN lock_timeout_ms > 0
+                                AND coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
+                                    > clock + lock_timeout_ms * 25000::bigint
+                            THEN _rate_limit_late() END)
+                        AND d.algorithm = 2 AND d.since IS NULL AND d.window_start - clock <= window_us
+                            AND CASE
+                                WHEN clock >= d.expires_at THEN clock >= d.window_start + window_us
+                                WHEN clock >= d.window_start + window_us
+                                        AND d.expires_at = d.window_start + 2 * window_us
+                                        AND clock + 10000 < d.expires_at
+                                    THEN d.count BETWEEN 1 AND max_count
+                                    AND excluded.count <= max_count
+                                        - (d.count * (d.expires_at - clock) + window_us - 1) / window_us
+                                ELSE clock + 10000 < d.window_start + window_us
+                                    AND d.expires_at = d.window_start + 2 * window_us AND d.prev_count <= max_count
+                                    AND excluded.count <= max_count - d.count
+                                        - (d.prev_count * (d.window_start + window_us
+                                            - greatest(clock, d.window_start)) + window_us - 1) / window_us END
+                    RETURNING d.key, ARRAY[
+                        greatest(clock, least(clock + 10000,
+                            coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint))),
+                        d.count, d.prev_count, d.window_start, d.credit,
+                        d.scale, d.expires_at, d.since, d.returned] AS told
+                )
+                SELECT array_agg(d.key), array_agg(d.told) INTO taken_keys, taken FROM d;
             ELSE
-                each := ARRAY(
-                    SELECT CASE WHEN u.cost BETWEEN 1 AND max_count AND u.asked BETWEEN 1 AND max_count / u.cost
-                        THEN u.cost * u.asked END
-                    FROM unnest(costs, counts) AS u (cost, asked));
-            END IF;
-            IF cardinality(each) = cardinality(keys) AND array_position(each, NULL) IS NULL THEN
-                IF durable IS NOT TRUE THEN
-                    WITH d AS (
-                        INSERT INTO rate_limit_ephemeral AS d
-                            (prefix, key, algorithm, count, window_start, expires_at)
-                        SELECT name, e.key, 2, e.units, clock, clock + 2 * window_us
-                        FROM unnest(keys, each) AS e (key, units)
-                        ON CONFLICT (prefix, key) DO UPDATE SET
-                            count = CASE WHEN clock < d.window_start + window_us
-                                THEN d.count ELSE 0 END + excluded.count,
-                            prev_count = CASE WHEN clock < d.window_start + window_us THEN d.prev_count
-                                WHEN clock < d.expires_at THEN d.count ELSE 0 END,
-                            window_start = CASE WHEN clock < d.window_start + window_us THEN d.window_start
-                                WHEN clock < d.expires_at THEN d.window_start + window_us ELSE clock END,
-                            expires_at = CASE WHEN clock < d.window_start + window_us THEN d.window_start
-                                WHEN clock < d.expires_at THEN d.window_start + window_us ELSE clock END + 2 * window_us
-                        WHERE (coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
-                                < clock + 10000
-                            OR CASE WHEN lock_timeout_ms > 0
-                                    AND coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
-                                        > clock + lock_timeout_ms * 25000::bigint
-                                THEN _rate_limit_late() END)
-                            AND d.algorithm = 2 AND d.since IS NULL AND d.window_start - clock <= window_us
-                                AND CASE
-                                    WHEN clock >= d.expires_at THEN clock >= d.window_start + window_us
-                                    WHEN clock >= d.window_start + window_us
-                                            AND d.expires_at = d.window_start + 2 * window_us
-                                            AND clock + 10000 < d.expires_at
-                                        THEN d.count BETWEEN 1 AND max_count
-                                        AND excluded.count <= max_count
-                                            - (d.count * (d.expires_at - clock) + window_us - 1) / window_us
-                                    ELSE clock + 10000 < d.window_start + window_us
-                                        AND d.expires_at = d.window_start + 2 * window_us AND d.prev_count <= max_count
-                                        AND excluded.count <= max_count - d.count
-                                            - (d.prev_count * (d.window_start + window_us
-                                                - greatest(clock, d.window_start)) + window_us - 1) / window_us END
-                        RETURNING d.key, ARRAY[
-                            greatest(clock, least(clock + 10000,
-                                coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint))),
-                            d.count, d.prev_count, d.window_start, d.credit,
-                            d.scale, d.expires_at, d.since, d.returned] AS told
-                    )
-                    SELECT array_agg(d.key), array_agg(d.told) INTO taken_keys, taken FROM d;
-                ELSE
-                    WITH d AS (
-                        INSERT INTO rate_limit_durable AS d
-                            (prefix, key, algorithm, count, window_start, expires_at)
-                        SELECT name, e.key, 2, e.units, clock, clock + 2 * window_us
-                        FROM unnest(keys, each) AS e (key, units)
-                        ON CONFLICT (prefix, key) DO UPDATE SET
-                            count = CASE WHEN clock < d.window_start + window_us
-                                THEN d.count ELSE 0 END + excluded.count,
-                            prev_count = CASE WHEN clock < d.window_start + window_us THEN d.prev_count
-                                WHEN clock < d.expires_at THEN d.count ELSE 0 END,
-                            window_start = CASE WHEN clock < d.window_start + window_us THEN d.window_start
-                                WHEN clock < d.expires_at THEN d.window_start + window_us ELSE clock END,
-                            expires_at = CASE WHEN clock < d.window_start + window_us THEN d.window_start
-                                WHEN clock < d.expires_at THEN d.window_start + window_us ELSE clock END + 2 * window_us
-                        WHERE (coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
-                                < clock + 10000
-                            OR CASE WHEN lock_timeout_ms > 0
-                                    AND coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
-                                        > clock + lock_timeout_ms * 25000::bigint
-                                THEN _rate_limit_late() END)
-                            AND d.algorithm = 2 AND d.since IS NULL AND d.window_start - clock <= window_us
-                                AND CASE
-                                    WHEN clock >= d.expires_at THEN clock >= d.window_start + window_us
-                                    WHEN clock >= d.window_start + window_us
-                                            AND d.expires_at = d.window_start + 2 * window_us
-                                            AND clock + 10000 < d.expires_at
-                                        THEN d.count BETWEEN 1 AND max_count
-                                        AND excluded.count <= max_count
-                                            - (d.count * (d.expires_at - clock) + window_us - 1) / window_us
-                                    ELSE clock + 10000 < d.window_start + window_us
-                                        AND d.expires_at = d.window_start + 2 * window_us AND d.prev_count <= max_count
-                                        AND excluded.count <= max_count - d.count
-                                            - (d.prev_count * (d.window_start + window_us
-                                                - greatest(clock, d.window_start)) + window_us - 1) / window_us END
-                        RETURNING d.key, ARRAY[
-                            greatest(clock, least(clock + 10000,
-                                coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint))),
-                            d.count, d.prev_count, d.window_start, d.credit,
-                            d.scale, d.expires_at, d.since, d.returned] AS told
-                    )
-                    SELECT array_agg(d.key), array_agg(d.told) INTO taken_keys, taken FROM d;
-                END IF;
+                WITH d AS (
+                    INSERT INTO rate_limit_durable AS d
+                        (prefix, key, algorithm, count, window_start, expires_at)
+                    SELECT name, e.key, 2, coalesce(e.units, 1), clock, clock + 2 * window_us
+                    FROM unnest(keys, each) AS e (key, units)
+                    ON CONFLICT (prefix, key) DO UPDATE SET
+                        count = CASE WHEN clock < d.window_start + window_us
+                            THEN d.count ELSE 0 END + excluded.count,
+                        prev_count = CASE WHEN clock < d.window_start + window_us THEN d.prev_count
+                            WHEN clock < d.expires_at THEN d.count ELSE 0 END,
+                        window_start = CASE WHEN clock < d.window_start + window_us THEN d.window_start
+                            WHEN clock < d.expires_at THEN d.window_start + window_us ELSE clock END,
+                        expires_at = CASE WHEN clock < d.window_start + window_us THEN d.window_start
+                            WHEN clock < d.expires_at THEN d.window_start + window_us ELSE clock END + 2 * window_us
+                    WHERE (coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
+                            < clock + 10000
+                        OR CASE WHEN lock_timeout_ms > 0
+                                AND coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
+                                    > clock + lock_timeout_ms * 25000::bigint
+                            THEN _rate_limit_late() END)
+                        AND d.algorithm = 2 AND d.since IS NULL AND d.window_start - clock <= window_us
+                            AND CASE
+                                WHEN clock >= d.expires_at THEN clock >= d.window_start + window_us
+                                WHEN clock >= d.window_start + window_us
+                                        AND d.expires_at = d.window_start + 2 * window_us
+                                        AND clock + 10000 < d.expires_at
+                                    THEN d.count BETWEEN 1 AND max_count
+                                    AND excluded.count <= max_count
+                                        - (d.count * (d.expires_at - clock) + window_us - 1) / window_us
+                                ELSE clock + 10000 < d.window_start + window_us
+                                    AND d.expires_at = d.window_start + 2 * window_us AND d.prev_count <= max_count
+                                    AND excluded.count <= max_count - d.count
+                                        - (d.prev_count * (d.window_start + window_us
+                                            - greatest(clock, d.window_start)) + window_us - 1) / window_us END
+                    RETURNING d.key, ARRAY[
+                        greatest(clock, least(clock + 10000,
+                            coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint))),
+                        d.count, d.prev_count, d.window_start, d.credit,
+                        d.scale, d.expires_at, d.since, d.returned] AS told
+                )
+                SELECT array_agg(d.key), array_agg(d.told) INTO taken_keys, taken FROM d;
             END IF;
             -- A row that was made begins by the first reading of the clock. That may be too old for it: another
             -- transaction may have made the same row, and rolled back after this one had waited for it. Such a row is
@@ -2606,7 +2568,7 @@ BEGIN
                     SELECT k.place
                     FROM unnest(taken_keys) WITH ORDINALITY AS k (key, place)
                     JOIN unnest(keys, each) AS e (key, units) ON e.key = k.key COLLATE "C"
-                    WHERE taken[k.place][2] = e.units AND taken[k.place][3] = 0);
+                    WHERE taken[k.place][2] = coalesce(e.units, 1) AND taken[k.place][3] = 0);
                 PERFORM rate_limit_reset(name, taken_keys[p], durable, NULL::integer, NULL::boolean)
                 FROM unnest(begun) AS p;
                 SELECT array_agg(k.key ORDER BY k.place), array_agg(taken[k.place:k.place] ORDER BY k.place)
@@ -2837,9 +2799,9 @@ $$;
 -- +goose StatementEnd
 
 -- The token bucket; see tokenbucket.go.
--- rate_limit_take_token_bucket decides requests that take, each of one key. It is what the Go package calls. Up
--- to three keys are taken from one after the other, and more by one statement. Both take from rows as they are, and
--- make missing ones. All that is less ordinary is decided by the rules of rate_limit_all, in the same call.
+-- rate_limit_take_token_bucket decides requests that take, each of one key. It is what the Go package calls. One
+-- statement takes from the rows as they are, and makes missing ones: a short one for a single key, and another for
+-- several. All that is less ordinary is decided by the rules of rate_limit_all, in the same call.
 --
 --   name                the limiter's name, 1 to 128 bytes
 --   keys                who asks, 1 to 512 bytes each. They ascend in the order of locking: longer ones first, then by
@@ -2898,12 +2860,11 @@ DECLARE
             AND set_config('synchronous_commit', synchronous_commit::text, true) IS NULL THEN NULL
         ELSE coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint) END;
     taken bigint[];
-    i integer := 1;       -- the place of the key
-    units bigint := 1;    -- what is asked for it, or NULL if that is not valid
-    each bigint[];        -- the same, for each key
+    units bigint := 1; -- what is asked for the first key, or NULL if that is not valid
+    each bigint[];     -- the same, for each of several keys; NULL if that is 1 each
     this_key text;
     before text;       -- the key before it
-    ascend boolean;
+    several boolean;   -- whether several keys can be decided here; NULL if there is one
     begun bigint[];    -- which of the keys have a row that was made
     -- The rules say so, because in takeall.sql capacity and refill would be those of the row.
     tokens ALIAS FOR capacity;
@@ -2915,208 +2876,190 @@ DECLARE
     told bigint[];     -- of the keys that were taken from
     taken_keys text[]; -- these keys
 BEGIN
+    IF costs IS NOT NULL OR counts IS NOT NULL THEN
+        units := CASE WHEN cardinality(costs) = cardinality(keys) AND cardinality(counts) = cardinality(keys)
+            AND costs[1] BETWEEN 1 AND capacity AND counts[1] BETWEEN 1 AND capacity / costs[1]
+            THEN costs[1] * counts[1] END; -- this divides, because the product could overflow
+        IF cardinality(keys) > 1 THEN
+            each := ARRAY(
+                SELECT CASE WHEN u.cost BETWEEN 1 AND capacity AND u.asked BETWEEN 1 AND capacity / u.cost
+                    THEN u.cost * u.asked END
+                FROM unnest(costs, counts) AS u (cost, asked));
+        END IF;
+    END IF;
     IF cardinality(keys) > 1 THEN
-        ascend := keys[cardinality(keys)] IS NOT NULL -- or the arrays are not counted from 1
-            AND (costs IS NULL AND counts IS NULL
-                OR costs[cardinality(keys)] IS NOT NULL AND counts[cardinality(keys)] IS NOT NULL);
+        several := keys[cardinality(keys)] IS NOT NULL -- or the arrays are not counted from 1
+            AND (costs IS NULL OR costs[cardinality(keys)] IS NOT NULL AND counts[cardinality(keys)] IS NOT NULL)
+            AND array_position(each, NULL) IS NULL;
         FOREACH this_key IN ARRAY keys LOOP
-            ascend := (ascend AND octet_length(this_key) BETWEEN 1 AND 512 AND (before IS NULL
+            several := (several AND octet_length(this_key) BETWEEN 1 AND 512 AND (before IS NULL
                 OR (-octet_length(before), before COLLATE "C")
                     < (-octet_length(this_key), this_key COLLATE "C"))) IS TRUE;
             before := this_key;
         END LOOP;
     END IF;
     IF full_credit IS NOT NULL
-        AND ascend IS NOT FALSE
+        AND units IS NOT NULL AND several IS NOT FALSE
         AND (octet_length(name) - 1) >> 7 = 0 -- which is BETWEEN 1 AND 128, with one call less
         AND (octet_length(keys[1]) - 1) >> 9 = 0 -- BETWEEN 1 AND 512
     THEN
-        IF cardinality(keys) <= 3 THEN -- one after the other, which costs less than one statement for all
-            LOOP
-                IF costs IS NOT NULL OR counts IS NOT NULL THEN
-                    units := CASE WHEN cardinality(costs) = cardinality(keys)
-                            AND cardinality(counts) = cardinality(keys)
-                            AND costs[i] BETWEEN 1 AND capacity AND counts[i] BETWEEN 1 AND capacity / costs[i]
-                            THEN costs[i] * counts[i] END;
-                    EXIT WHEN units IS NULL;
-                END IF;
-                IF durable IS NOT TRUE THEN
+        IF several IS NULL THEN
+            IF durable IS NOT TRUE THEN
+                INSERT INTO rate_limit_ephemeral AS d
+                    (prefix, key, algorithm, credit, scale, capacity, refill, since, returned,
+                        window_start, expires_at)
+                VALUES (name, keys[1], 3, full_credit - units * every_us, every_us, tokens, inflow,
+                    clock, 0, clock, clock + (units * every_us - 1) / inflow + 1)
+                ON CONFLICT (prefix, key) DO UPDATE SET
+                    credit = d.credit + greatest(clock - d.window_start, 0) * inflow
+                        - (full_credit - excluded.credit),
+                    window_start = greatest(clock, d.window_start),
+                    expires_at = greatest(clock, d.window_start)
+                        + (full_credit - (d.credit + greatest(clock - d.window_start, 0) * inflow)
+                            + (full_credit - excluded.credit) - 1) / inflow + 1
+                WHERE coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
+                    < clock + 10000
+                    AND d.algorithm = 3 AND d.count = 0 AND d.scale = every_us AND d.capacity = tokens
+                        AND d.refill = inflow AND d.credit < full_credit
+                        AND d.window_start - clock <= (full_credit - 1) / inflow + 1
+                        AND clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / inflow
+                        AND d.credit + greatest(clock - d.window_start, 0) * inflow >= full_credit - excluded.credit
+                RETURNING ARRAY[
+                    coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint),
+                    d.count, d.prev_count, d.window_start, d.credit,
+                    d.scale, d.expires_at, d.since, d.returned]
+                INTO taken;
+            ELSE
+                INSERT INTO rate_limit_durable AS d
+                    (prefix, key, algorithm, credit, scale, capacity, refill, since, returned,
+                        window_start, expires_at)
+                VALUES (name, keys[1], 3, full_credit - units * every_us, every_us, tokens, inflow,
+                    clock, 0, clock, clock + (units * every_us - 1) / inflow + 1)
+                ON CONFLICT (prefix, key) DO UPDATE SET
+                    credit = d.credit + greatest(clock - d.window_start, 0) * inflow
+                        - (full_credit - excluded.credit),
+                    window_start = greatest(clock, d.window_start),
+                    expires_at = greatest(clock, d.window_start)
+                        + (full_credit - (d.credit + greatest(clock - d.window_start, 0) * inflow)
+                            + (full_credit - excluded.credit) - 1) / inflow + 1
+                WHERE coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
+                    < clock + 10000
+                    AND d.algorithm = 3 AND d.count = 0 AND d.scale = every_us AND d.capacity = tokens
+                        AND d.refill = inflow AND d.credit < full_credit
+                        AND d.window_start - clock <= (full_credit - 1) / inflow + 1
+                        AND clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / inflow
+                        AND d.credit + greatest(clock - d.window_start, 0) * inflow >= full_credit - excluded.credit
+                RETURNING ARRAY[
+                    coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint),
+                    d.count, d.prev_count, d.window_start, d.credit,
+                    d.scale, d.expires_at, d.since, d.returned]
+                INTO taken;
+            END IF;
+            IF taken[1] BETWEEN clock AND clock + 10000 THEN
+                RETURN taken;
+            ELSIF taken[1] > clock + 10000
+                AND taken[5] = full_credit - units * every_us
+            THEN
+                PERFORM rate_limit_reset(name, keys[1], durable, NULL::integer, NULL::boolean); -- as below
+            ELSIF taken IS NOT NULL THEN -- the clock has been set, or this process stopped, since the row was locked
+                taken[1] := greatest(clock, least(clock + 10000, taken[1]));
+                RETURN taken;
+            END IF;
+        ELSE
+            IF durable IS NOT TRUE THEN
+                WITH d AS (
                     INSERT INTO rate_limit_ephemeral AS d
                         (prefix, key, algorithm, credit, scale, capacity, refill, since, returned,
                             window_start, expires_at)
-                    VALUES (name, keys[i], 3, full_credit - units * every_us, every_us, tokens, inflow, clock, 0,
-                        clock, clock + (units * every_us - 1) / inflow + 1)
+                    SELECT name, e.key, 3, full_credit - coalesce(e.units, 1) * every_us, every_us, tokens, inflow,
+                        clock, 0, clock, clock + (coalesce(e.units, 1) * every_us - 1) / inflow + 1
+                    FROM unnest(keys, each) AS e (key, units)
                     ON CONFLICT (prefix, key) DO UPDATE SET
-                        credit = d.credit + greatest(clock - d.window_start, 0) * inflow
-                            - (full_credit - excluded.credit),
-                        window_start = greatest(clock, d.window_start),
-                        expires_at = greatest(clock, d.window_start)
-                            + (full_credit - (d.credit + greatest(clock - d.window_start, 0) * inflow)
+                        scale = every_us,
+                        capacity = tokens,
+                        refill = inflow,
+                        credit = CASE WHEN clock - d.window_start <= (full_credit - d.credit - 1) / inflow
+                            THEN d.credit + greatest(clock - d.window_start, 0) * inflow - full_credit
+                            ELSE 0 END + excluded.credit,
+                        window_start = CASE WHEN clock - d.window_start <= (full_credit - d.credit - 1) / inflow
+                            THEN greatest(clock, d.window_start) ELSE clock END,
+                        since = CASE WHEN clock - d.window_start <= (full_credit - d.credit - 1) / inflow
+                            THEN d.since ELSE clock END,
+                        returned = CASE WHEN clock - d.window_start <= (full_credit - d.credit - 1) / inflow
+                            THEN d.returned ELSE 0 END,
+                        expires_at = CASE WHEN clock - d.window_start <= (full_credit - d.credit - 1) / inflow
+                            THEN greatest(clock, d.window_start)
+                                + (full_credit - (d.credit + greatest(clock - d.window_start, 0) * inflow)
                                 + (full_credit - excluded.credit) - 1) / inflow + 1
-                    WHERE coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
-                        < clock + 10000
+                            ELSE excluded.expires_at END
+                    WHERE (coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
+                            < clock + 10000
+                        OR CASE WHEN lock_timeout_ms > 0
+                                AND coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
+                                    > clock + lock_timeout_ms * 25000::bigint
+                            THEN _rate_limit_late() END)
                         AND d.algorithm = 3 AND d.count = 0 AND d.scale = every_us AND d.capacity = tokens
                             AND d.refill = inflow AND d.credit < full_credit
                             AND d.window_start - clock <= (full_credit - 1) / inflow + 1
-                            AND clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / inflow
-                            AND d.credit + greatest(clock - d.window_start, 0) * inflow >= full_credit - excluded.credit
-                    RETURNING ARRAY[
-                        coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint),
+                            AND CASE
+                                WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / inflow
+                                    THEN d.credit + greatest(clock - d.window_start, 0) * inflow
+                                        >= full_credit - excluded.credit
+                                ELSE clock - d.window_start > (full_credit - d.credit - 1) / inflow END
+                    RETURNING d.key, ARRAY[
+                        greatest(clock, least(clock + 10000,
+                            coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint))),
                         d.count, d.prev_count, d.window_start, d.credit,
-                        d.scale, d.expires_at, d.since, d.returned]
-                    INTO taken;
-                ELSE
+                        d.scale, d.expires_at, d.since, d.returned] AS told
+                )
+                SELECT array_agg(d.key), array_agg(d.told) INTO taken_keys, taken FROM d;
+            ELSE
+                WITH d AS (
                     INSERT INTO rate_limit_durable AS d
                         (prefix, key, algorithm, credit, scale, capacity, refill, since, returned,
                             window_start, expires_at)
-                    VALUES (name, keys[i], 3, full_credit - units * every_us, every_us, tokens, inflow, clock, 0,
-                        clock, clock + (units * every_us - 1) / inflow + 1)
+                    SELECT name, e.key, 3, full_credit - coalesce(e.units, 1) * every_us, every_us, tokens, inflow,
+                        clock, 0, clock, clock + (coalesce(e.units, 1) * every_us - 1) / inflow + 1
+                    FROM unnest(keys, each) AS e (key, units)
                     ON CONFLICT (prefix, key) DO UPDATE SET
-                        credit = d.credit + greatest(clock - d.window_start, 0) * inflow
-                            - (full_credit - excluded.credit),
-                        window_start = greatest(clock, d.window_start),
-                        expires_at = greatest(clock, d.window_start)
-                            + (full_credit - (d.credit + greatest(clock - d.window_start, 0) * inflow)
+                        scale = every_us,
+                        capacity = tokens,
+                        refill = inflow,
+                        credit = CASE WHEN clock - d.window_start <= (full_credit - d.credit - 1) / inflow
+                            THEN d.credit + greatest(clock - d.window_start, 0) * inflow - full_credit
+                            ELSE 0 END + excluded.credit,
+                        window_start = CASE WHEN clock - d.window_start <= (full_credit - d.credit - 1) / inflow
+                            THEN greatest(clock, d.window_start) ELSE clock END,
+                        since = CASE WHEN clock - d.window_start <= (full_credit - d.credit - 1) / inflow
+                            THEN d.since ELSE clock END,
+                        returned = CASE WHEN clock - d.window_start <= (full_credit - d.credit - 1) / inflow
+                            THEN d.returned ELSE 0 END,
+                        expires_at = CASE WHEN clock - d.window_start <= (full_credit - d.credit - 1) / inflow
+                            THEN greatest(clock, d.window_start)
+                                + (full_credit - (d.credit + greatest(clock - d.window_start, 0) * inflow)
                                 + (full_credit - excluded.credit) - 1) / inflow + 1
-                    WHERE coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
-                        < clock + 10000
+                            ELSE excluded.expires_at END
+                    WHERE (coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
+                            < clock + 10000
+                        OR CASE WHEN lock_timeout_ms > 0
+                                AND coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
+                                    > clock + lock_timeout_ms * 25000::bigint
+                            THEN _rate_limit_late() END)
                         AND d.algorithm = 3 AND d.count = 0 AND d.scale = every_us AND d.capacity = tokens
                             AND d.refill = inflow AND d.credit < full_credit
                             AND d.window_start - clock <= (full_credit - 1) / inflow + 1
-                            AND clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / inflow
-                            AND d.credit + greatest(clock - d.window_start, 0) * inflow >= full_credit - excluded.credit
-                    RETURNING ARRAY[
-                        coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint),
+                            AND CASE
+                                WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / inflow
+                                    THEN d.credit + greatest(clock - d.window_start, 0) * inflow
+                                        >= full_credit - excluded.credit
+                                ELSE clock - d.window_start > (full_credit - d.credit - 1) / inflow END
+                    RETURNING d.key, ARRAY[
+                        greatest(clock, least(clock + 10000,
+                            coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint))),
                         d.count, d.prev_count, d.window_start, d.credit,
-                        d.scale, d.expires_at, d.since, d.returned]
-                    INTO taken;
-                END IF;
-                IF i = cardinality(keys) AND taken[1] BETWEEN clock AND clock + 10000 THEN
-                    RETURN told || taken;
-                END IF;
-                EXIT WHEN (taken[1] BETWEEN clock AND clock + 10000) IS NOT TRUE;
-                told := told || taken;
-                taken := NULL;
-                i := i + 1;
-            END LOOP;
-            IF taken[1] > clock + 10000 AND taken[5] = full_credit - units * every_us THEN
-                PERFORM rate_limit_reset(name, keys[i], durable, NULL::integer, NULL::boolean); -- as below
-            ELSIF taken IS NOT NULL THEN -- the clock has been set, or this process stopped, since the row was locked
-                taken[1] := greatest(clock, least(clock + 10000, taken[1]));
-                told := told || taken;
-                i := i + 1;
-                IF i > cardinality(keys) THEN
-                    RETURN told;
-                END IF;
-            END IF;
-            IF i > 1 THEN
-                taken_keys := keys[:i - 1];
-            END IF;
-        ELSE
-            IF costs IS NULL AND counts IS NULL THEN
-                each := array_fill(1::bigint, ARRAY[cardinality(keys)]);
-            ELSE
-                each := ARRAY(
-                    SELECT CASE WHEN u.cost BETWEEN 1 AND capacity AND u.asked BETWEEN 1 AND capacity / u.cost
-                        THEN u.cost * u.asked END
-                    FROM unnest(costs, counts) AS u (cost, asked));
-            END IF;
-            IF cardinality(each) = cardinality(keys) AND array_position(each, NULL) IS NULL THEN
-                IF durable IS NOT TRUE THEN
-                    WITH d AS (
-                        INSERT INTO rate_limit_ephemeral AS d
-                            (prefix, key, algorithm, credit, scale, capacity, refill, since, returned,
-                                window_start, expires_at)
-                        SELECT name, e.key, 3, full_credit - e.units * every_us, every_us, tokens, inflow, clock, 0,
-                            clock, clock + (e.units * every_us - 1) / inflow + 1
-                        FROM unnest(keys, each) AS e (key, units)
-                        ON CONFLICT (prefix, key) DO UPDATE SET
-                            scale = every_us,
-                            capacity = tokens,
-                            refill = inflow,
-                            credit = CASE WHEN clock - d.window_start <= (full_credit - d.credit - 1) / inflow
-                                THEN d.credit + greatest(clock - d.window_start, 0) * inflow - full_credit
-                                ELSE 0 END + excluded.credit,
-                            window_start = CASE WHEN clock - d.window_start <= (full_credit - d.credit - 1) / inflow
-                                THEN greatest(clock, d.window_start) ELSE clock END,
-                            since = CASE WHEN clock - d.window_start <= (full_credit - d.credit - 1) / inflow
-                                THEN d.since ELSE clock END,
-                            returned = CASE WHEN clock - d.window_start <= (full_credit - d.credit - 1) / inflow
-                                THEN d.returned ELSE 0 END,
-                            expires_at = CASE WHEN clock - d.window_start <= (full_credit - d.credit - 1) / inflow
-                                THEN greatest(clock, d.window_start)
-                                    + (full_credit - (d.credit + greatest(clock - d.window_start, 0) * inflow)
-                                    + (full_credit - excluded.credit) - 1) / inflow + 1
-                                ELSE excluded.expires_at END
-                        WHERE (coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
-                                < clock + 10000
-                            OR CASE WHEN lock_timeout_ms > 0
-                                    AND coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
-                                        > clock + lock_timeout_ms * 25000::bigint
-                                THEN _rate_limit_late() END)
-                            AND d.algorithm = 3 AND d.count = 0 AND d.scale = every_us AND d.capacity = tokens
-                                AND d.refill = inflow AND d.credit < full_credit
-                                AND d.window_start - clock <= (full_credit - 1) / inflow + 1
-                                AND CASE
-                                    WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / inflow
-                                        THEN d.credit + greatest(clock - d.window_start, 0) * inflow
-                                            >= full_credit - excluded.credit
-                                    ELSE clock - d.window_start > (full_credit - d.credit - 1) / inflow END
-                        RETURNING d.key, ARRAY[
-                            greatest(clock, least(clock + 10000,
-                                coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint))),
-                            d.count, d.prev_count, d.window_start, d.credit,
-                            d.scale, d.expires_at, d.since, d.returned] AS told
-                    )
-                    SELECT array_agg(d.key), array_agg(d.told) INTO taken_keys, taken FROM d;
-                ELSE
-                    WITH d AS (
-                        INSERT INTO rate_limit_durable AS d
-                            (prefix, key, algorithm, credit, scale, capacity, refill, since, returned,
-                                window_start, expires_at)
-                        SELECT name, e.key, 3, full_credit - e.units * every_us, every_us, tokens, inflow, clock, 0,
-                            clock, clock + (e.units * every_us - 1) / inflow + 1
-                        FROM unnest(keys, each) AS e (key, units)
-                        ON CONFLICT (prefix, key) DO UPDATE SET
-                            scale = every_us,
-                            capacity = tokens,
-                            refill = inflow,
-                            credit = CASE WHEN clock - d.window_start <= (full_credit - d.credit - 1) / inflow
-                                THEN d.credit + greatest(clock - d.window_start, 0) * inflow - full_credit
-                                ELSE 0 END + excluded.credit,
-                            window_start = CASE WHEN clock - d.window_start <= (full_credit - d.credit - 1) / inflow
-                                THEN greatest(clock, d.window_start) ELSE clock END,
-                            since = CASE WHEN clock - d.window_start <= (full_credit - d.credit - 1) / inflow
-                                THEN d.since ELSE clock END,
-                            returned = CASE WHEN clock - d.window_start <= (full_credit - d.credit - 1) / inflow
-                                THEN d.returned ELSE 0 END,
-                            expires_at = CASE WHEN clock - d.window_start <= (full_credit - d.credit - 1) / inflow
-                                THEN greatest(clock, d.window_start)
-                                    + (full_credit - (d.credit + greatest(clock - d.window_start, 0) * inflow)
-                                    + (full_credit - excluded.credit) - 1) / inflow + 1
-                                ELSE excluded.expires_at END
-                        WHERE (coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
-                                < clock + 10000
-                            OR CASE WHEN lock_timeout_ms > 0
-                                    AND coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
-                                        > clock + lock_timeout_ms * 25000::bigint
-                                THEN _rate_limit_late() END)
-                            AND d.algorithm = 3 AND d.count = 0 AND d.scale = every_us AND d.capacity = tokens
-                                AND d.refill = inflow AND d.credit < full_credit
-                                AND d.window_start - clock <= (full_credit - 1) / inflow + 1
-                                AND CASE
-                                    WHEN clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / inflow
-                                        THEN d.credit + greatest(clock - d.window_start, 0) * inflow
-                                            >= full_credit - excluded.credit
-                                    ELSE clock - d.window_start > (full_credit - d.credit - 1) / inflow END
-                        RETURNING d.key, ARRAY[
-                            greatest(clock, least(clock + 10000,
-                                coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint))),
-                            d.count, d.prev_count, d.window_start, d.credit,
-                            d.scale, d.expires_at, d.since, d.returned] AS told
-                    )
-                    SELECT array_agg(d.key), array_agg(d.told) INTO taken_keys, taken FROM d;
-                END IF;
+                        d.scale, d.expires_at, d.since, d.returned] AS told
+                )
+                SELECT array_agg(d.key), array_agg(d.told) INTO taken_keys, taken FROM d;
             END IF;
             -- A row that was made begins by the first reading of the clock. That may be too old for it: another
             -- transaction may have made the same row, and rolled back after this one had waited for it. Such a row is
@@ -3126,7 +3069,7 @@ BEGIN
                     SELECT k.place
                     FROM unnest(taken_keys) WITH ORDINALITY AS k (key, place)
                     JOIN unnest(keys, each) AS e (key, units) ON e.key = k.key COLLATE "C"
-                    WHERE taken[k.place][5] = full_credit - e.units * every_us);
+                    WHERE taken[k.place][5] = full_credit - coalesce(e.units, 1) * every_us);
                 PERFORM rate_limit_reset(name, taken_keys[p], durable, NULL::integer, NULL::boolean)
                 FROM unnest(begun) AS p;
                 SELECT array_agg(k.key ORDER BY k.place), array_agg(taken[k.place:k.place] ORDER BY k.place)
@@ -3596,9 +3539,9 @@ $$;
 -- +goose StatementEnd
 
 -- The calendar window; see calendar.go.
--- rate_limit_take_calendar_window decides requests that take, each of one key. It is what the Go package calls. Up
--- to three keys are taken from one after the other, and more by one statement. Both take from rows as they are, and
--- make missing ones. All that is less ordinary is decided by the rules of rate_limit_all, in the same call.
+-- rate_limit_take_calendar_window decides requests that take, each of one key. It is what the Go package calls. One
+-- statement takes from the rows as they are, and makes missing ones: a short one for a single key, and another for
+-- several. All that is less ordinary is decided by the rules of rate_limit_all, in the same call.
 --
 --   name                the limiter's name, 1 to 128 bytes
 --   keys                who asks, 1 to 512 bytes each. They ascend in the order of locking: longer ones first, then by
@@ -3658,9 +3601,8 @@ DECLARE
             AND set_config('synchronous_commit', synchronous_commit::text, true) IS NULL THEN NULL
         ELSE coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint) END;
     taken bigint[];
-    i integer := 1;       -- the place of the key
-    units bigint := 1;    -- what is asked for it, or NULL if that is not valid
-    each bigint[];        -- the same, for each key
+    units bigint := 1; -- what is asked for the first key, or NULL if that is not valid
+    each bigint[];     -- the same, for each of several keys; NULL if that is 1 each
     -- Of a window that begins now. It has to go on for 10 ms, as in the rules for a row that is there.
     window_end bigint := CASE WHEN max_count BETWEEN 1 AND 4611686018427387904
             AND window_us IN (60000000, 3600000000, 86400000000, 604800000000, 2678400000000)
@@ -3670,157 +3612,139 @@ DECLARE
         THEN _rate_limit_window_end(clock, window_us, zone) END;
     this_key text;
     before text;       -- the key before it
-    ascend boolean;
+    several boolean;   -- whether several keys can be decided here; NULL if there is one
     begun bigint[];    -- which of the keys have a row that was made
     told bigint[];     -- of the keys that were taken from
     taken_keys text[]; -- these keys
 BEGIN
+    IF costs IS NOT NULL OR counts IS NOT NULL THEN
+        units := CASE WHEN cardinality(costs) = cardinality(keys) AND cardinality(counts) = cardinality(keys)
+            AND costs[1] BETWEEN 1 AND max_count AND counts[1] BETWEEN 1 AND max_count / costs[1]
+            THEN costs[1] * counts[1] END; -- this divides, because the product could overflow
+        IF cardinality(keys) > 1 THEN
+            each := ARRAY(
+                SELECT CASE WHEN u.cost BETWEEN 1 AND max_count AND u.asked BETWEEN 1 AND max_count / u.cost
+                    THEN u.cost * u.asked END
+                FROM unnest(costs, counts) AS u (cost, asked));
+        END IF;
+    END IF;
     IF cardinality(keys) > 1 THEN
-        ascend := keys[cardinality(keys)] IS NOT NULL -- or the arrays are not counted from 1
-            AND (costs IS NULL AND counts IS NULL
-                OR costs[cardinality(keys)] IS NOT NULL AND counts[cardinality(keys)] IS NOT NULL);
+        several := keys[cardinality(keys)] IS NOT NULL -- or the arrays are not counted from 1
+            AND (costs IS NULL OR costs[cardinality(keys)] IS NOT NULL AND counts[cardinality(keys)] IS NOT NULL)
+            AND array_position(each, NULL) IS NULL;
         FOREACH this_key IN ARRAY keys LOOP
-            ascend := (ascend AND octet_length(this_key) BETWEEN 1 AND 512 AND (before IS NULL
+            several := (several AND octet_length(this_key) BETWEEN 1 AND 512 AND (before IS NULL
                 OR (-octet_length(before), before COLLATE "C")
                     < (-octet_length(this_key), this_key COLLATE "C"))) IS TRUE;
             before := this_key;
         END LOOP;
     END IF;
     IF clock + 10000 < window_end
-        AND ascend IS NOT FALSE
+        AND units IS NOT NULL AND several IS NOT FALSE
         AND (octet_length(name) - 1) >> 7 = 0 -- which is BETWEEN 1 AND 128, with one call less
         AND (octet_length(keys[1]) - 1) >> 9 = 0 -- BETWEEN 1 AND 512
     THEN
-        IF cardinality(keys) <= 3 THEN -- one after the other, which costs less than one statement for all
-            LOOP
-                IF costs IS NOT NULL OR counts IS NOT NULL THEN
-                    units := CASE WHEN cardinality(costs) = cardinality(keys)
-                            AND cardinality(counts) = cardinality(keys)
-                            AND costs[i] BETWEEN 1 AND max_count AND counts[i] BETWEEN 1 AND max_count / costs[i]
-                            THEN costs[i] * counts[i] END;
-                    EXIT WHEN units IS NULL;
-                END IF;
-                IF durable IS NOT TRUE THEN
-                    INSERT INTO rate_limit_ephemeral AS d
-                        (prefix, key, algorithm, count, window_start, scale, expires_at)
-                    VALUES (name, keys[i], 5, units, clock, window_end - clock, window_end)
-                    ON CONFLICT (prefix, key) DO UPDATE SET
-                        count = d.count + excluded.count
-                    WHERE coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
-                        < clock + 10000
-                        AND d.algorithm = 5 AND d.since IS NULL AND d.window_start - clock <= window_us
-                            AND clock + 10000 < d.expires_at AND d.expires_at = d.window_start + d.scale
-                            AND d.scale <= 2 * window_us AND excluded.count <= max_count - d.count
-                    RETURNING ARRAY[
-                        coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint),
-                        d.count, d.prev_count, d.window_start, d.credit,
-                        d.scale, d.expires_at, d.since, d.returned]
-                    INTO taken;
-                ELSE
-                    INSERT INTO rate_limit_durable AS d
-                        (prefix, key, algorithm, count, window_start, scale, expires_at)
-                    VALUES (name, keys[i], 5, units, clock, window_end - clock, window_end)
-                    ON CONFLICT (prefix, key) DO UPDATE SET
-                        count = d.count + excluded.count
-                    WHERE coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
-                        < clock + 10000
-                        AND d.algorithm = 5 AND d.since IS NULL AND d.window_start - clock <= window_us
-                            AND clock + 10000 < d.expires_at AND d.expires_at = d.window_start + d.scale
-                            AND d.scale <= 2 * window_us AND excluded.count <= max_count - d.count
-                    RETURNING ARRAY[
-                        coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint),
-                        d.count, d.prev_count, d.window_start, d.credit,
-                        d.scale, d.expires_at, d.since, d.returned]
-                    INTO taken;
-                END IF;
-                IF i = cardinality(keys) AND taken[1] BETWEEN clock AND clock + 10000 THEN
-                    RETURN told || taken;
-                END IF;
-                EXIT WHEN (taken[1] BETWEEN clock AND clock + 10000) IS NOT TRUE;
-                told := told || taken;
-                taken := NULL;
-                i := i + 1;
-            END LOOP;
-            IF taken[1] > clock + 10000 AND taken[2] = units THEN
-                PERFORM rate_limit_reset(name, keys[i], durable, NULL::integer, NULL::boolean); -- as below
+        IF several IS NULL THEN
+            IF durable IS NOT TRUE THEN
+                INSERT INTO rate_limit_ephemeral AS d
+                    (prefix, key, algorithm, count, window_start, scale, expires_at)
+                VALUES (name, keys[1], 5, units, clock, window_end - clock, window_end)
+                ON CONFLICT (prefix, key) DO UPDATE SET
+                    count = d.count + excluded.count
+                WHERE coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
+                    < clock + 10000
+                    AND d.algorithm = 5 AND d.since IS NULL AND d.window_start - clock <= window_us
+                        AND clock + 10000 < d.expires_at AND d.expires_at = d.window_start + d.scale
+                        AND d.scale <= 2 * window_us AND excluded.count <= max_count - d.count
+                RETURNING ARRAY[
+                    coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint),
+                    d.count, d.prev_count, d.window_start, d.credit,
+                    d.scale, d.expires_at, d.since, d.returned]
+                INTO taken;
+            ELSE
+                INSERT INTO rate_limit_durable AS d
+                    (prefix, key, algorithm, count, window_start, scale, expires_at)
+                VALUES (name, keys[1], 5, units, clock, window_end - clock, window_end)
+                ON CONFLICT (prefix, key) DO UPDATE SET
+                    count = d.count + excluded.count
+                WHERE coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
+                    < clock + 10000
+                    AND d.algorithm = 5 AND d.since IS NULL AND d.window_start - clock <= window_us
+                        AND clock + 10000 < d.expires_at AND d.expires_at = d.window_start + d.scale
+                        AND d.scale <= 2 * window_us AND excluded.count <= max_count - d.count
+                RETURNING ARRAY[
+                    coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint),
+                    d.count, d.prev_count, d.window_start, d.credit,
+                    d.scale, d.expires_at, d.since, d.returned]
+                INTO taken;
+            END IF;
+            IF taken[1] BETWEEN clock AND clock + 10000 THEN
+                RETURN taken;
+            ELSIF taken[1] > clock + 10000
+                AND taken[2] = units
+            THEN
+                PERFORM rate_limit_reset(name, keys[1], durable, NULL::integer, NULL::boolean); -- as below
             ELSIF taken IS NOT NULL THEN -- the clock has been set, or this process stopped, since the row was locked
                 taken[1] := greatest(clock, least(clock + 10000, taken[1]));
-                told := told || taken;
-                i := i + 1;
-                IF i > cardinality(keys) THEN
-                    RETURN told;
-                END IF;
-            END IF;
-            IF i > 1 THEN
-                taken_keys := keys[:i - 1];
+                RETURN taken;
             END IF;
         ELSE
-            IF costs IS NULL AND counts IS NULL THEN
-                each := array_fill(1::bigint, ARRAY[cardinality(keys)]);
+            IF durable IS NOT TRUE THEN
+                WITH d AS (
+                    INSERT INTO rate_limit_ephemeral AS d
+                        (prefix, key, algorithm, count, window_start, scale, expires_at)
+                    SELECT name, e.key, 5, coalesce(e.units, 1), clock, window_end - clock, window_end
+                    FROM unnest(keys, each) AS e (key, units)
+                    ON CONFLICT (prefix, key) DO UPDATE SET
+                        count = CASE WHEN clock < d.expires_at THEN d.count ELSE 0 END + excluded.count,
+                        window_start = CASE WHEN clock < d.expires_at THEN d.window_start ELSE clock END,
+                        scale = CASE WHEN clock < d.expires_at THEN d.scale ELSE excluded.scale END,
+                        expires_at = CASE WHEN clock < d.expires_at THEN d.expires_at ELSE excluded.expires_at END
+                    WHERE (coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
+                            < clock + 10000
+                        OR CASE WHEN lock_timeout_ms > 0
+                                AND coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
+                                    > clock + lock_timeout_ms * 25000::bigint
+                            THEN _rate_limit_late() END)
+                        AND d.algorithm = 5 AND d.since IS NULL AND d.window_start - clock <= window_us
+                            AND (clock >= d.expires_at
+                            OR clock + 10000 < d.expires_at AND d.expires_at = d.window_start + d.scale
+                            AND d.scale <= 2 * window_us AND excluded.count <= max_count - d.count)
+                    RETURNING d.key, ARRAY[
+                        greatest(clock, least(clock + 10000,
+                            coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint))),
+                        d.count, d.prev_count, d.window_start, d.credit,
+                        d.scale, d.expires_at, d.since, d.returned] AS told
+                )
+                SELECT array_agg(d.key), array_agg(d.told) INTO taken_keys, taken FROM d;
             ELSE
-                each := ARRAY(
-                    SELECT CASE WHEN u.cost BETWEEN 1 AND max_count AND u.asked BETWEEN 1 AND max_count / u.cost
-                        THEN u.cost * u.asked END
-                    FROM unnest(costs, counts) AS u (cost, asked));
-            END IF;
-            IF cardinality(each) = cardinality(keys) AND array_position(each, NULL) IS NULL THEN
-                IF durable IS NOT TRUE THEN
-                    WITH d AS (
-                        INSERT INTO rate_limit_ephemeral AS d
-                            (prefix, key, algorithm, count, window_start, scale, expires_at)
-                        SELECT name, e.key, 5, e.units, clock, window_end - clock, window_end
-                        FROM unnest(keys, each) AS e (key, units)
-                        ON CONFLICT (prefix, key) DO UPDATE SET
-                            count = CASE WHEN clock < d.expires_at THEN d.count ELSE 0 END + excluded.count,
-                            window_start = CASE WHEN clock < d.expires_at THEN d.window_start ELSE clock END,
-                            scale = CASE WHEN clock < d.expires_at THEN d.scale ELSE excluded.scale END,
-                            expires_at = CASE WHEN clock < d.expires_at THEN d.expires_at ELSE excluded.expires_at END
-                        WHERE (coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
-                                < clock + 10000
-                            OR CASE WHEN lock_timeout_ms > 0
-                                    AND coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
-                                        > clock + lock_timeout_ms * 25000::bigint
-                                THEN _rate_limit_late() END)
-                            AND d.algorithm = 5 AND d.since IS NULL AND d.window_start - clock <= window_us
-                                AND (clock >= d.expires_at
-                                OR clock + 10000 < d.expires_at AND d.expires_at = d.window_start + d.scale
-                                AND d.scale <= 2 * window_us AND excluded.count <= max_count - d.count)
-                        RETURNING d.key, ARRAY[
-                            greatest(clock, least(clock + 10000,
-                                coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint))),
-                            d.count, d.prev_count, d.window_start, d.credit,
-                            d.scale, d.expires_at, d.since, d.returned] AS told
-                    )
-                    SELECT array_agg(d.key), array_agg(d.told) INTO taken_keys, taken FROM d;
-                ELSE
-                    WITH d AS (
-                        INSERT INTO rate_limit_durable AS d
-                            (prefix, key, algorithm, count, window_start, scale, expires_at)
-                        SELECT name, e.key, 5, e.units, clock, window_end - clock, window_end
-                        FROM unnest(keys, each) AS e (key, units)
-                        ON CONFLICT (prefix, key) DO UPDATE SET
-                            count = CASE WHEN clock < d.expires_at THEN d.count ELSE 0 END + excluded.count,
-                            window_start = CASE WHEN clock < d.expires_at THEN d.window_start ELSE clock END,
-                            scale = CASE WHEN clock < d.expires_at THEN d.scale ELSE excluded.scale END,
-                            expires_at = CASE WHEN clock < d.expires_at THEN d.expires_at ELSE excluded.expires_at END
-                        WHERE (coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
-                                < clock + 10000
-                            OR CASE WHEN lock_timeout_ms > 0
-                                    AND coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
-                                        > clock + lock_timeout_ms * 25000::bigint
-                                THEN _rate_limit_late() END)
-                            AND d.algorithm = 5 AND d.since IS NULL AND d.window_start - clock <= window_us
-                                AND (clock >= d.expires_at
-                                OR clock + 10000 < d.expires_at AND d.expires_at = d.window_start + d.scale
-                                AND d.scale <= 2 * window_us AND excluded.count <= max_count - d.count)
-                        RETURNING d.key, ARRAY[
-                            greatest(clock, least(clock + 10000,
-                                coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint))),
-                            d.count, d.prev_count, d.window_start, d.credit,
-                            d.scale, d.expires_at, d.since, d.returned] AS told
-                    )
-                    SELECT array_agg(d.key), array_agg(d.told) INTO taken_keys, taken FROM d;
-                END IF;
+                WITH d AS (
+                    INSERT INTO rate_limit_durable AS d
+                        (prefix, key, algorithm, count, window_start, scale, expires_at)
+                    SELECT name, e.key, 5, coalesce(e.units, 1), clock, window_end - clock, window_end
+                    FROM unnest(keys, each) AS e (key, units)
+                    ON CONFLICT (prefix, key) DO UPDATE SET
+                        count = CASE WHEN clock < d.expires_at THEN d.count ELSE 0 END + excluded.count,
+                        window_start = CASE WHEN clock < d.expires_at THEN d.window_start ELSE clock END,
+                        scale = CASE WHEN clock < d.expires_at THEN d.scale ELSE excluded.scale END,
+                        expires_at = CASE WHEN clock < d.expires_at THEN d.expires_at ELSE excluded.expires_at END
+                    WHERE (coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
+                            < clock + 10000
+                        OR CASE WHEN lock_timeout_ms > 0
+                                AND coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
+                                    > clock + lock_timeout_ms * 25000::bigint
+                            THEN _rate_limit_late() END)
+                        AND d.algorithm = 5 AND d.since IS NULL AND d.window_start - clock <= window_us
+                            AND (clock >= d.expires_at
+                            OR clock + 10000 < d.expires_at AND d.expires_at = d.window_start + d.scale
+                            AND d.scale <= 2 * window_us AND excluded.count <= max_count - d.count)
+                    RETURNING d.key, ARRAY[
+                        greatest(clock, least(clock + 10000,
+                            coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint))),
+                        d.count, d.prev_count, d.window_start, d.credit,
+                        d.scale, d.expires_at, d.since, d.returned] AS told
+                )
+                SELECT array_agg(d.key), array_agg(d.told) INTO taken_keys, taken FROM d;
             END IF;
             -- A row that was made begins by the first reading of the clock. That may be too old for it: another
             -- transaction may have made the same row, and rolled back after this one had waited for it. Such a row is
@@ -3830,7 +3754,7 @@ BEGIN
                     SELECT k.place
                     FROM unnest(taken_keys) WITH ORDINALITY AS k (key, place)
                     JOIN unnest(keys, each) AS e (key, units) ON e.key = k.key COLLATE "C"
-                    WHERE taken[k.place][2] = e.units);
+                    WHERE taken[k.place][2] = coalesce(e.units, 1));
                 PERFORM rate_limit_reset(name, taken_keys[p], durable, NULL::integer, NULL::boolean)
                 FROM unnest(begun) AS p;
                 SELECT array_agg(k.key ORDER BY k.place), array_agg(taken[k.place:k.place] ORDER BY k.place)

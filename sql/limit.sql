@@ -46,12 +46,6 @@
 {{define "now"}}timestamptz 'epoch' + now_us / 1000000 * interval '1 second'
     + now_us % 1000000 * interval '1 microsecond'{{end}}
 
-{{/* What is asked for the key at .I. This divides, because the product could overflow. */}}
-{{define "units"}}CASE WHEN cardinality(costs) = cardinality(keys)
-        AND cardinality(counts) = cardinality(keys)
-        AND costs[{{.I}}] BETWEEN 1 AND {{.Limit}} AND counts[{{.I}}] BETWEEN 1 AND {{.Limit}} / costs[{{.I}}]
-        THEN costs[{{.I}}] * counts[{{.I}}] END{{end}}
-
 {{/* Takes from rows as they are, or makes them. If .Rolls, it also begins windows and buckets anew. That is for many
 keys: for one, more expressions would cost more than the rules of rate_limit_all do now and then. */}}
 {{define "upsert"}}
@@ -205,9 +199,9 @@ $$;
 
 -- {{include (print .Name ".title")}}.
 -- {{.Function}} decides requests that take, each of one key. It is what the Go package calls.
-{{- if has (print .Name ".rolls")}} Up
--- to three keys are taken from one after the other, and more by one statement. Both take from rows as they are, and
--- make missing ones. All that is less ordinary is decided by the rules of rate_limit_all, in the same call.
+{{- if has (print .Name ".rolls")}} One
+-- statement takes from the rows as they are, and makes missing ones: a short one for a single key, and another for
+-- several. All that is less ordinary is decided by the rules of rate_limit_all, in the same call.
 {{- else}} It
 -- does so by the rules of rate_limit_all, for less if it is one key.{{end}}
 --
@@ -263,9 +257,8 @@ DECLARE
     -- settings, too.
     clock bigint := {{include "clock" | hang 4}};
     taken bigint[];
-    i integer := 1;       -- the place of the key
-    units bigint := 1;    -- what is asked for it, or NULL if that is not valid
-    each bigint[];        -- the same, for each key
+    units bigint := 1; -- what is asked for the first key, or NULL if that is not valid
+    each bigint[];     -- the same, for each of several keys; NULL if that is 1 each
 {{- if .Zoned}}
     -- Of a window that begins now. It has to go on for 10 ms, as in the rules for a row that is there.
     window_end bigint := CASE WHEN {{include (print .Name ".valid") | hang 8}}
@@ -273,7 +266,7 @@ DECLARE
 {{- end}}
     this_key text;
     before text;       -- the key before it
-    ascend boolean;
+    several boolean;   -- whether several keys can be decided here; NULL if there is one
     begun bigint[];    -- which of the keys have a row that was made
 {{- if eq .Name "tokenbucket"}}
     -- The rules say so, because in takeall.sql capacity and refill would be those of the row.
@@ -287,12 +280,23 @@ DECLARE
     taken_keys text[]; -- these keys
 BEGIN
 {{- if has (print .Name ".rolls")}}
+    IF costs IS NOT NULL OR counts IS NOT NULL THEN
+        units := CASE WHEN cardinality(costs) = cardinality(keys) AND cardinality(counts) = cardinality(keys)
+            AND costs[1] BETWEEN 1 AND {{.Limit}} AND counts[1] BETWEEN 1 AND {{.Limit}} / costs[1]
+            THEN costs[1] * counts[1] END; -- this divides, because the product could overflow
+        IF cardinality(keys) > 1 THEN
+            each := ARRAY(
+                SELECT CASE WHEN u.cost BETWEEN 1 AND {{.Limit}} AND u.asked BETWEEN 1 AND {{.Limit}} / u.cost
+                    THEN u.cost * u.asked END
+                FROM unnest(costs, counts) AS u (cost, asked));
+        END IF;
+    END IF;
     IF cardinality(keys) > 1 THEN
-        ascend := keys[cardinality(keys)] IS NOT NULL -- or the arrays are not counted from 1
-            AND (costs IS NULL AND counts IS NULL
-                OR costs[cardinality(keys)] IS NOT NULL AND counts[cardinality(keys)] IS NOT NULL);
+        several := keys[cardinality(keys)] IS NOT NULL -- or the arrays are not counted from 1
+            AND (costs IS NULL OR costs[cardinality(keys)] IS NOT NULL AND counts[cardinality(keys)] IS NOT NULL)
+            AND array_position(each, NULL) IS NULL;
         FOREACH this_key IN ARRAY keys LOOP
-            ascend := (ascend AND octet_length(this_key) BETWEEN 1 AND 512 AND (before IS NULL
+            several := (several AND octet_length(this_key) BETWEEN 1 AND 512 AND (before IS NULL
                 OR (-octet_length(before), before COLLATE "C")
                     < (-octet_length(this_key), this_key COLLATE "C"))) IS TRUE;
             before := this_key;
@@ -300,71 +304,45 @@ BEGIN
     END IF;
     IF {{if eq .Name "tokenbucket"}}full_credit IS NOT NULL{{else if .Zoned}}clock + 10000 < window_end
         {{- else}}{{include (print .Name ".valid") | hang 8}}{{end}}
-        AND ascend IS NOT FALSE
+        AND units IS NOT NULL AND several IS NOT FALSE
         AND (octet_length(name) - 1) >> 7 = 0 -- which is BETWEEN 1 AND 128, with one call less
         AND (octet_length(keys[1]) - 1) >> 9 = 0 -- BETWEEN 1 AND 512
     THEN
-        IF cardinality(keys) <= 3 THEN -- one after the other, which costs less than one statement for all
-            LOOP
-                IF costs IS NOT NULL OR counts IS NOT NULL THEN
-                    units := {{include "units" (dict "I" "i" "Limit" .Limit) | hang 20}};
-                    EXIT WHEN units IS NULL;
-                END IF;
+        IF several IS NULL THEN
 {{- range $t := $.Tables}}
-                {{$t.If}}
-                    {{include "upsert" (dict "Table" $t.Name "Name" $a.Name "Rolls" false
-                        "Rows" (print "VALUES (name, keys[i], " (include (print $a.Name ".values") "units") ")")
-                        "While" (include "in time")
-                        "Tells" (include "told" (dict "At" (include "reading")))) | hang 20}}
-                    INTO taken;
+            {{$t.If}}
+                {{include "upsert" (dict "Table" $t.Name "Name" $a.Name "Rolls" false
+                    "Rows" (print "VALUES (name, keys[1], " (include (print $a.Name ".values") "units") ")")
+                    "While" (include "in time")
+                    "Tells" (include "told" (dict "At" (include "reading")))) | hang 16}}
+                INTO taken;
 {{- end}}
-                END IF;
-                IF i = cardinality(keys) AND taken[1] BETWEEN clock AND clock + 10000 THEN
-                    RETURN told || taken;
-                END IF;
-                EXIT WHEN (taken[1] BETWEEN clock AND clock + 10000) IS NOT TRUE;
-                told := told || taken;
-                taken := NULL;
-                i := i + 1;
-            END LOOP;
-            IF taken[1] > clock + 10000 AND {{include (print .Name ".new") (dict "Taken" "taken" "Units" "units")}} THEN
-                PERFORM rate_limit_reset(name, keys[i], durable, NULL::integer, NULL::boolean); -- as below
+            END IF;
+            IF taken[1] BETWEEN clock AND clock + 10000 THEN
+                RETURN taken;
+            ELSIF taken[1] > clock + 10000
+                AND {{include (print .Name ".new") (dict "Taken" "taken" "Units" "units")}}
+            THEN
+                PERFORM rate_limit_reset(name, keys[1], durable, NULL::integer, NULL::boolean); -- as below
             ELSIF taken IS NOT NULL THEN -- the clock has been set, or this process stopped, since the row was locked
                 taken[1] := greatest(clock, least(clock + 10000, taken[1]));
-                told := told || taken;
-                i := i + 1;
-                IF i > cardinality(keys) THEN
-                    RETURN told;
-                END IF;
-            END IF;
-            IF i > 1 THEN
-                taken_keys := keys[:i - 1];
+                RETURN taken;
             END IF;
         ELSE
-            IF costs IS NULL AND counts IS NULL THEN
-                each := array_fill(1::bigint, ARRAY[cardinality(keys)]);
-            ELSE
-                each := ARRAY(
-                    SELECT CASE WHEN u.cost BETWEEN 1 AND {{.Limit}} AND u.asked BETWEEN 1 AND {{.Limit}} / u.cost
-                        THEN u.cost * u.asked END
-                    FROM unnest(costs, counts) AS u (cost, asked));
-            END IF;
-            IF cardinality(each) = cardinality(keys) AND array_position(each, NULL) IS NULL THEN
 {{- range $t := $.Tables}}
-                {{$t.If}}
-                    WITH d AS (
-                        {{include "upsert" (dict "Table" $t.Name "Name" $a.Name "Rolls" true
-                            "Rows" (print "SELECT name, e.key, " (include (print $a.Name ".values") "e.units")
-                                `
+            {{$t.If}}
+                WITH d AS (
+                    {{include "upsert" (dict "Table" $t.Name "Name" $a.Name "Rolls" true
+                        "Rows" (print "SELECT name, e.key, " (include (print $a.Name ".values") "coalesce(e.units, 1)")
+                            `
 FROM unnest(keys, each) AS e (key, units)`)
-                            "While" (print "(" (include "in time" | hang 4) `
+                        "While" (print "(" (include "in time" | hang 4) `
     OR ` (include "give up" | hang 4) ")")
-                            "Tells" (print "d.key, " (include "told" (dict "At" (include "soon"))) " AS told"))
-                            | hang 24}}
-                    )
-                    SELECT array_agg(d.key), array_agg(d.told) INTO taken_keys, taken FROM d;
+                        "Tells" (print "d.key, " (include "told" (dict "At" (include "soon"))) " AS told"))
+                        | hang 20}}
+                )
+                SELECT array_agg(d.key), array_agg(d.told) INTO taken_keys, taken FROM d;
 {{- end}}
-                END IF;
             END IF;
             -- A row that was made begins by the first reading of the clock. That may be too old for it: another
             -- transaction may have made the same row, and rolled back after this one had waited for it. Such a row is
@@ -374,7 +352,8 @@ FROM unnest(keys, each) AS e (key, units)`)
                     SELECT k.place
                     FROM unnest(taken_keys) WITH ORDINALITY AS k (key, place)
                     JOIN unnest(keys, each) AS e (key, units) ON e.key = k.key COLLATE "C"
-                    WHERE {{include (print .Name ".new") (dict "Taken" "taken[k.place]" "Units" "e.units")}});
+                    WHERE {{include (print .Name ".new")
+                        (dict "Taken" "taken[k.place]" "Units" "coalesce(e.units, 1)")}});
                 PERFORM rate_limit_reset(name, taken_keys[p], durable, NULL::integer, NULL::boolean)
                 FROM unnest(begun) AS p;
                 SELECT array_agg(k.key ORDER BY k.place), array_agg(taken[k.place:k.place] ORDER BY k.place)

@@ -23,8 +23,8 @@ block is for. */}}
 (prefix, key, algorithm, credit, scale, capacity, refill, since, returned,
     window_start, expires_at)
 {{- end}}
-{{define "tokenbucket.values"}}3, full_credit - {{.}} * every_us, every_us, tokens, inflow, clock, 0,
-    clock, clock + ({{.}} * every_us - 1) / inflow + 1{{end}}
+{{define "tokenbucket.values"}}3, full_credit - {{.}} * every_us, every_us, tokens, inflow,
+    clock, 0, clock, clock + ({{.}} * every_us - 1) / inflow + 1{{end}}
 {{/* Whether the bucket is not full by the clock, or a while later. */}}
 {{define "tokenbucket.runs"}}clock{{.}} - d.window_start <= (full_credit - d.credit - 1) / inflow{{end}}
 {{define "tokenbucket.level"}}d.credit + greatest(clock - d.window_start, 0) * inflow{{end}}
