@@ -115,6 +115,24 @@ func TestSQLRefusesBadArguments(t *testing.T) {
 		require.Empty(t, storedRows(t, db.Pool, durable))
 	}
 
+	// Costs and counts that are no numbers from 1 on, whether the key has a row or not.
+	for name, call := range calls {
+		for _, durable := range []string{"", ", durable => true"} {
+			pgtest.Exec(t, db.Pool, "SELECT "+fmt.Sprintf(call, "'n'", "'{there}'", durable))
+			for _, odd := range []string{
+				"'[0:0]={5}', '{1}'", "'{{5}}', '{1}'", "'{NULL}', '{1}'", "'[0:0]={0}', NULL", "'[5:5]={0}', '{1}'", "'{{0}}', '{1}'",
+				"'{1}', '[0:0]={5}'", "'{1}', '{{5}}'", "'{1}', '{NULL}'", "NULL, '{NULL}'", "'{NULL}', NULL",
+			} {
+				for _, key := range []string{"'{there}'", "'{new}'"} {
+					refused(t, db.Pool, name, "SELECT "+fmt.Sprintf(call, "'n'", key, ", "+odd+durable), invalid)
+				}
+			}
+			for _, odd := range []string{"'[5:6]={0,0}', NULL", "'[0:1]={0,0}', NULL", "'[2:3]={0,0}', NULL", "'{{0,0}}', NULL"} {
+				refused(t, db.Pool, name, "SELECT "+fmt.Sprintf(call, "'n'", "'{there,new}'", ", "+odd+durable), invalid)
+			}
+		}
+	}
+
 	// The ends of the range are part of it.
 	for _, call := range []string{
 		"fixed_window('n', ARRAY['a'], 2048, 2251799813685248)", "fixed_window('n', ARRAY['a'], 4611686018427387904, 1)",

@@ -190,7 +190,7 @@ AS $$
 #variable_conflict use_variable
 DECLARE
     parts integer := cardinality(keys);
-    just_look boolean := coalesce(0 = ALL (costs), false);
+    just_look boolean := coalesce(0 = ALL (costs) AND costs[1] = 0 AND costs[parts] = 0, false); -- counted from 1
     locking boolean := NOT just_look; -- or only looking
     -- It is one request, whose parts come in the order of locking.
     in_order boolean := parts <= 8 AND requests[1] = requests[parts] AND durables[1] IS NOT NULL
@@ -1779,8 +1779,9 @@ DECLARE
     retry_after_us bigint;
     reset_after_us bigint;
 BEGIN
-    IF cardinality(keys) = 1 AND coalesce(cardinality(costs), 1) = 1 AND coalesce(cardinality(counts), 1) = 1
-        AND coalesce(costs[1], 1) BETWEEN 1 AND max_count AND coalesce(counts[1], 1) >= 1
+    IF cardinality(keys) = 1
+        AND (costs IS NULL OR cardinality(costs) = 1 AND costs[1] BETWEEN 1 AND max_count)
+        AND (counts IS NULL OR cardinality(counts) = 1 AND counts[1] >= 1)
         AND octet_length(name) BETWEEN 1 AND 128 AND octet_length(keys[1]) BETWEEN 1 AND 512
         AND max_count >= 1 AND window_us BETWEEN 1 AND 2251799813685248
             AND max_count <= 4611686018427387904 / window_us
@@ -2176,8 +2177,9 @@ DECLARE
     reset_after_us bigint;
     rest bigint;
 BEGIN
-    IF cardinality(keys) = 1 AND coalesce(cardinality(costs), 1) = 1 AND coalesce(cardinality(counts), 1) = 1
-        AND coalesce(costs[1], 1) BETWEEN 1 AND max_count AND coalesce(counts[1], 1) >= 1
+    IF cardinality(keys) = 1
+        AND (costs IS NULL OR cardinality(costs) = 1 AND costs[1] BETWEEN 1 AND max_count)
+        AND (counts IS NULL OR cardinality(counts) = 1 AND counts[1] >= 1)
         AND octet_length(name) BETWEEN 1 AND 128 AND octet_length(keys[1]) BETWEEN 1 AND 512
         AND max_count >= 1 AND window_us BETWEEN 1 AND 2251799813685248
             AND max_count <= 4611686018427387904 / window_us
@@ -2639,8 +2641,9 @@ DECLARE
     reset_after_us bigint;
     full_credit bigint;
 BEGIN
-    IF cardinality(keys) = 1 AND coalesce(cardinality(costs), 1) = 1 AND coalesce(cardinality(counts), 1) = 1
-        AND coalesce(costs[1], 1) BETWEEN 1 AND capacity AND coalesce(counts[1], 1) >= 1
+    IF cardinality(keys) = 1
+        AND (costs IS NULL OR cardinality(costs) = 1 AND costs[1] BETWEEN 1 AND capacity)
+        AND (counts IS NULL OR cardinality(counts) = 1 AND counts[1] >= 1)
         AND octet_length(name) BETWEEN 1 AND 128 AND octet_length(keys[1]) BETWEEN 1 AND 512
         AND capacity >= 1 AND refill >= 1 AND every_us BETWEEN 1 AND 2251799813685248
             AND capacity <= 4611686018427387904 / every_us
@@ -3141,8 +3144,9 @@ DECLARE
     needed integer;
     age_bits CONSTANT bigint := 9007199254740991; -- as in rate_limit_all
 BEGIN
-    IF cardinality(keys) = 1 AND coalesce(cardinality(costs), 1) = 1 AND coalesce(cardinality(counts), 1) = 1
-        AND coalesce(costs[1], 1) BETWEEN 1 AND max_count AND coalesce(counts[1], 1) >= 1
+    IF cardinality(keys) = 1
+        AND (costs IS NULL OR cardinality(costs) = 1 AND costs[1] BETWEEN 1 AND max_count)
+        AND (counts IS NULL OR cardinality(counts) = 1 AND counts[1] >= 1)
         AND octet_length(name) BETWEEN 1 AND 128 AND octet_length(keys[1]) BETWEEN 1 AND 512
         AND max_count BETWEEN 1 AND 1000 AND window_us BETWEEN 1 AND 2251799813685248
     THEN
@@ -3407,8 +3411,9 @@ DECLARE
     retry_after_us bigint;
     reset_after_us bigint;
 BEGIN
-    IF cardinality(keys) = 1 AND coalesce(cardinality(costs), 1) = 1 AND coalesce(cardinality(counts), 1) = 1
-        AND coalesce(costs[1], 1) BETWEEN 1 AND max_count AND coalesce(counts[1], 1) >= 1
+    IF cardinality(keys) = 1
+        AND (costs IS NULL OR cardinality(costs) = 1 AND costs[1] BETWEEN 1 AND max_count)
+        AND (counts IS NULL OR cardinality(counts) = 1 AND counts[1] >= 1)
         AND octet_length(name) BETWEEN 1 AND 128 AND octet_length(keys[1]) BETWEEN 1 AND 512
         AND max_count BETWEEN 1 AND 4611686018427387904
             AND window_us IN (60000000, 3600000000, 86400000000, 604800000000, 2678400000000)

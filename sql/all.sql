@@ -80,7 +80,7 @@ AS $$
 #variable_conflict use_variable
 DECLARE
     parts integer := cardinality(keys);
-    just_look boolean := coalesce(0 = ALL (costs), false);
+    just_look boolean := coalesce(0 = ALL (costs) AND costs[1] = 0 AND costs[parts] = 0, false); -- counted from 1
     locking boolean := NOT just_look; -- or only looking
     -- It is one request, whose parts come in the order of locking.
     in_order boolean := parts <= 8 AND requests[1] = requests[parts] AND durables[1] IS NOT NULL

@@ -109,8 +109,9 @@ DECLARE
     age_bits CONSTANT bigint := 9007199254740991; -- as in rate_limit_all
 {{- end}}
 BEGIN
-    IF cardinality(keys) = 1 AND coalesce(cardinality(costs), 1) = 1 AND coalesce(cardinality(counts), 1) = 1
-        AND coalesce(costs[1], 1) BETWEEN 1 AND {{.Limit}} AND coalesce(counts[1], 1) >= 1
+    IF cardinality(keys) = 1
+        AND (costs IS NULL OR cardinality(costs) = 1 AND costs[1] BETWEEN 1 AND {{.Limit}})
+        AND (counts IS NULL OR cardinality(counts) = 1 AND counts[1] >= 1)
         AND octet_length(name) BETWEEN 1 AND 128 AND octet_length(keys[1]) BETWEEN 1 AND 512
         AND {{include (print .Name ".valid") | hang 8}}
         {{- with maybe (print .Name ".known") ""}}

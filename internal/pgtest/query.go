@@ -185,7 +185,7 @@ func LeaveToRules(t testing.TB, db Executor, take string) {
 func LeaveToAll(t testing.TB, db Executor, take string) {
 	t.Helper()
 	LeaveToRules(t, db, take)
-	Rewrite(t, db, LeftBy(take), "IF cardinality(keys) = 1 AND", "IF false AND")
+	Rewrite(t, db, LeftBy(take), "IF cardinality(keys) = 1\n", "IF false\n")
 }
 
 // LeftBy is the function that decides what is left by a function whose name begins with rate_limit_take_.
