@@ -2000,7 +2000,7 @@ BEGIN
         AND (octet_length(name) - 1) >> 7 = 0 -- which is BETWEEN 1 AND 128, with one call less
         AND (octet_length(keys[1]) - 1) >> 9 = 0 -- BETWEEN 1 AND 512
     THEN
-        IF several IS NULL THEN
+        IF several IS NULL THEN -- there is one key
             IF durable IS NOT TRUE THEN
                 INSERT INTO rate_limit_ephemeral AS d
                     (prefix, key, algorithm, count, window_start, expires_at)
@@ -2426,7 +2426,7 @@ BEGIN
         AND (octet_length(name) - 1) >> 7 = 0 -- which is BETWEEN 1 AND 128, with one call less
         AND (octet_length(keys[1]) - 1) >> 9 = 0 -- BETWEEN 1 AND 512
     THEN
-        IF several IS NULL THEN
+        IF several IS NULL THEN -- there is one key
             IF durable IS NOT TRUE THEN
                 INSERT INTO rate_limit_ephemeral AS d
                     (prefix, key, algorithm, count, window_start, expires_at)
@@ -2906,7 +2906,7 @@ BEGIN
         AND (octet_length(name) - 1) >> 7 = 0 -- which is BETWEEN 1 AND 128, with one call less
         AND (octet_length(keys[1]) - 1) >> 9 = 0 -- BETWEEN 1 AND 512
     THEN
-        IF several IS NULL THEN
+        IF several IS NULL THEN -- there is one key
             IF durable IS NOT TRUE THEN
                 INSERT INTO rate_limit_ephemeral AS d
                     (prefix, key, algorithm, credit, scale, capacity, refill, since, returned,
@@ -3649,7 +3649,7 @@ BEGIN
         AND (octet_length(name) - 1) >> 7 = 0 -- which is BETWEEN 1 AND 128, with one call less
         AND (octet_length(keys[1]) - 1) >> 9 = 0 -- BETWEEN 1 AND 512
     THEN
-        IF several IS NULL THEN
+        IF several IS NULL THEN -- there is one key
             IF durable IS NOT TRUE THEN
                 INSERT INTO rate_limit_ephemeral AS d
                     (prefix, key, algorithm, count, window_start, scale, expires_at)

@@ -46,8 +46,8 @@
 {{define "now"}}timestamptz 'epoch' + now_us / 1000000 * interval '1 second'
     + now_us % 1000000 * interval '1 microsecond'{{end}}
 
-{{/* Takes from rows as they are, or makes them. If .Rolls, it also begins windows and buckets anew. That is for many
-keys: for one, more expressions would cost more than the rules of rate_limit_all do now and then. */}}
+{{/* Takes from rows as they are, or makes them. If .Rolls, it also begins windows and buckets anew. That is for
+several keys: for one, more expressions would cost more than the rules of rate_limit_all do now and then. */}}
 {{define "upsert"}}
 INSERT INTO rate_limit_{{.Table}} AS d
     {{include (print .Name ".insert") | hang 4}}
@@ -309,7 +309,7 @@ BEGIN
         AND (octet_length(name) - 1) >> 7 = 0 -- which is BETWEEN 1 AND 128, with one call less
         AND (octet_length(keys[1]) - 1) >> 9 = 0 -- BETWEEN 1 AND 512
     THEN
-        IF several IS NULL THEN
+        IF several IS NULL THEN -- there is one key
 {{- range $t := $.Tables}}
             {{$t.If}}
                 {{include "upsert" (dict "Table" $t.Name "Name" $a.Name "Rolls" false

@@ -41,6 +41,7 @@ type arena struct {
 	url       string // of the Postgres
 	attached  bool   // what subjects keep is there already: another process has made it
 	processes map[int][]*process
+	distances []time.Duration
 }
 
 // BenchmarkSideBySide runs this library and its rivals against each other: see `make bench`. Its figures are those
@@ -63,6 +64,7 @@ func BenchmarkSideBySide(b *testing.B) {
 	for _, workloads := range plan.groups {
 		r.Results = append(r.Results, a.sideBySide(plan, workloads)...)
 	}
+	r.Machine = append(r.Machine, a.distanceFact()...)
 	if plan.Mode != "partial" {
 		r.OneCaller = a.oneCaller(plan)
 		r.Denial = a.cachedDenial(plan)
@@ -215,6 +217,7 @@ func (a *arena) sideBySide(plan plan, workloads []workload) []*result {
 			i := (i + round) % len(workloads)
 			w := workloads[i]
 			a.progress("round %d of %d: %s", round+1, plan.Rounds, w.Title)
+			a.noteDistance()
 			for j := range w.subjects {
 				j := (j + round) % len(w.subjects)
 				s, row := w.subjects[j], results[i].Rows[j]
