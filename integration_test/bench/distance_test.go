@@ -47,6 +47,7 @@ func (a *arena) distanceFact() []fact {
 	slices.Sort(a.distances)
 	n := len(a.distances)
 	return []fact{{"From one CPU to another and back", fmt.Sprintf(
-		"%v (median), from %v to %v in nine of ten rounds; it changes when a host moves the CPUs of its virtual machine, and with "+
-			"it the figures for hot keys, by up to half", a.distances[n/2], a.distances[n/20], a.distances[n-1-n/20])}}
+		"%v (median), from %v to %v in nine of ten rounds; it changes when a host moves the CPUs of its virtual machine, "+
+			"and with it the figures for hot keys, by up to half", a.distances[n/2], a.distances[n/20], a.distances[n-1-n/20],
+	)}}
 }
