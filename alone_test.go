@@ -207,15 +207,20 @@ func TestSecondStatementLeavesForManyKeys(t *testing.T) {
 		synctest.Test(t, func(t *testing.T) {
 			db := newModelDB()
 			l := newLimiter(t, db, Config{Name: "test", Policy: FixedWindow{Limit: 1 << 20, Window: time.Hour}, Client: ClientConfig{MaxInFlight: 2}})
+			ask := func(i int) {
+				_, err := l.Allow(t.Context(), strconv.Itoa(i%keys))
+				require.NoError(t, err)
+			}
 			for range 3 { // the first time shows how many keys there are
 				db.set(func(context.Context) error {
 					elapse(far / 10)
 					return nil
 				})
-				testkit.Together(3*enough, func(i int) {
-					_, err := l.Allow(t.Context(), strconv.Itoa(i%keys))
-					require.NoError(t, err)
-				})
+				var first sync.WaitGroup
+				first.Go(func() { ask(0) })
+				synctest.Wait() // its statement is under way
+				testkit.Together(3*enough, ask)
+				first.Wait()
 				synctest.Wait()
 			}
 			_, most := db.counts()

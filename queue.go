@@ -22,7 +22,7 @@ type queue struct {
 	free     []*lines             // memory that limiters without lines have left for others
 	waiting  int                  // requests in all lines
 	inFlight int
-	perKey   int           // how many requests the last statement had for each of its keys
+	perKey   int           // how many requests the last large statement had for each of its keys
 	lonely   int           // how many calls in a row were alone, from the first to the last moment
 	leftAt   time.Duration // when the last statement left, since the batcher's begin
 	late     bool          // a timer is set for leaveLate
@@ -390,7 +390,9 @@ func (q *queue) fly(buf *buffers) (held, lost []*request) {
 	k, left := buf.batch[0].kind(), time.Now() // now, because requests that have ended are used again
 	defer func() {
 		q.mu.Lock()
-		q.perKey = len(buf.batch) / max(len(buf.leaders), 1)
+		if n := len(buf.batch); n >= enough { // fewer tell little
+			q.perKey = n / max(len(buf.leaders), 1)
+		}
 		q.lands(k, time.Since(left))
 		q.mu.Unlock()
 	}()
