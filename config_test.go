@@ -212,7 +212,8 @@ func TestNewAcceptsTheEndsOfTheRange(t *testing.T) {
 func TestDefaults(t *testing.T) {
 	t.Parallel()
 
-	limiter := newLimiter(t, unusedPool(t), policy(FixedWindow{Limit: 1, Window: time.Second}))
+	limiter, err := New(unusedPool(t), policy(FixedWindow{Limit: 1, Window: time.Second}))
+	require.NoError(t, err)
 	require.Equal(t, time.Second, limiter.client.config.Timeout)
 	require.Equal(t, 2, limiter.client.config.MaxInFlight)
 	require.Equal(t, 500, limiter.client.config.MaxBatch)

@@ -126,6 +126,10 @@ func callEverything(t *testing.T, db *pgtest.DB, pool *pgxpool.Pool) error {
 						return fmt.Errorf("%s of %s: %w", name, config.Name, err)
 					}
 				}
+				several := []element{{key: "three", cost: 6, count: 2}, {key: "four", cost: 6, count: 2}} // of which one fits
+				if err := limiter.decide(t.Context(), pool, several, transaction{}); err != nil {
+					return fmt.Errorf("several keys of %s: %w", config.Name, err)
+				}
 				config.Name, config.Policy = config.Name+" and more", All(
 					policy,
 					FixedWindow{Limit: 100, Window: time.Hour},

@@ -75,7 +75,7 @@ func TestLockedTableOpensNoBreakerForTheOther(t *testing.T) {
 	t.Parallel()
 
 	db := pgtest.New(t)
-	client := newClient(t, db.Pool, ClientConfig{})
+	client := newClient(t, db.Pool, ClientConfig{Timeout: 3 * time.Second})
 	policy := FixedWindow{Limit: 5, Window: time.Hour}
 	login := client.limiter(t, Config{Name: "login", Policy: policy, OnFailure: FailOpen()})
 	quota := client.limiter(t, Config{Name: "quota", Policy: policy, Durable: true, OnFailure: FailOpen()})

@@ -86,16 +86,19 @@ func eachPolicyAndTable(t *testing.T, policies map[string]Policy, test func(t *t
 
 func newLimiter(t *testing.T, db DBTX, config Config) *Limiter {
 	t.Helper()
-	limiter, err := New(db, config)
-	require.NoError(t, err)
-	return limiter
+	return newClient(t, db, config.Client).limiter(t, config)
 }
 
-// newClient returns a client for several limiters.
+// newClient returns a client for several limiters. It is patient with a database, as a busy machine may stand still for
+// more than the default of a second.
 func newClient(t *testing.T, db DBTX, config ClientConfig) *Client {
 	t.Helper()
+	if _, ok := db.(*pgxpool.Pool); ok && config.Timeout == 0 {
+		config.Timeout = amply
+	}
 	client, err := NewClient(db, config)
 	require.NoError(t, err)
+	client.database.shadowWait = 200
 	return client
 }
 

@@ -359,9 +359,10 @@ func TestPoliciesBeforeTheyAreRead(t *testing.T) {
 	require.NoError(t, err)
 	require.Equal(t, SourceFailedClosed, explanation.State.Source)
 
-	// The cause is told at once, as far as it is known.
+	// The cause is told at once, once it is known.
 	empty := pgtest.Empty(t)
 	p = runningPolicies(t, empty.Pool, PoliciesConfig{})
+	testkit.WaitUntil(t, func() bool { return p.Status().Err != nil })
 	l = newLimiter(t, db.Pool, Config{Name: "api", Policy: FixedWindow{10, time.Hour}, Policies: p, OnFailure: FailOpen()})
 	for _, ask := range asks(t, db, l) {
 		require.ErrorIs(t, ask(), ErrNotMigrated)

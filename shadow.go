@@ -12,10 +12,6 @@ import (
 // shadowSuffix ends the name of the rows that count for policies of the mode shadow.
 const shadowSuffix = "/shadow"
 
-// shadowWait is how long a shadow waits for a row that somebody holds, in milliseconds. If that is not enough, it is
-// left undecided.
-const shadowWait = 5
-
 // shadow is what a request asks of a policy of the mode shadow. It is decided in the statement of its request, after
 // it, and never twice: if anything goes wrong, the request is decided without it.
 type shadow struct {
@@ -93,7 +89,7 @@ func (d *database) executeBoth(
 ) (over bool, err error) {
 	first := d.call(requests, tx)
 	shadowTx := tx
-	shadowTx.lockTimeout = new(int32(shadowWait))
+	shadowTx.lockTimeout = &d.shadowWait
 	second := d.call(shadows, shadowTx)
 	first.undecide()
 	second.undecide()

@@ -114,16 +114,6 @@ func TestShadowsAreExact(t *testing.T) {
 	}
 }
 
-// shadows waits until a shadow is decided in time. On a busy machine the first ones may not be.
-func (l *Limiter) shadows(t *testing.T) {
-	t.Helper()
-	testkit.WaitUntil(t, func() bool {
-		result, err := l.Peek(t.Context(), "first")
-		require.NoError(t, err)
-		return result.Shadow != nil
-	})
-}
-
 // Whatever goes wrong with a shadow, its request is decided, once.
 func TestShadowThatFails(t *testing.T) {
 	t.Parallel()
@@ -140,7 +130,6 @@ func TestShadowThatFails(t *testing.T) {
 		require.Equal(t, remaining, result.Remaining)
 		return result
 	}
-	l.shadows(t)
 	require.NotNil(t, allow(9).Shadow)
 
 	tx := pgtest.Begin(t, db)
@@ -183,7 +172,6 @@ func TestShadowDoesNotWaitTwice(t *testing.T) {
 	pgtest.Exec(t, db.Pool, addPolicy, "api", "", "", "shadow", "fixed 5/1h")
 	p.knows(t, db.Pool)
 	l := newLimiter(t, pool, Config{Name: "api", Policy: FixedWindow{10, time.Hour}, Policies: p})
-	l.shadows(t)
 	_, err := l.Allow(t.Context(), "key")
 	require.NoError(t, err)
 
@@ -210,7 +198,6 @@ func TestShadowDenialsOfLimitersThatRememberNone(t *testing.T) {
 	p.knows(t, db.Pool)
 	for _, none := range []bool{false, true} {
 		l := newLimiter(t, db.Pool, Config{Name: "api", Policy: FixedWindow{10, time.Hour}, Policies: p, NoDenialCache: none})
-		l.shadows(t)
 		for range 2 {
 			result, err := l.Allow(t.Context(), fmt.Sprint(none))
 			require.NoError(t, err)

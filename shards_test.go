@@ -483,7 +483,6 @@ func TestShadowOfAShard(t *testing.T) {
 	policies := runningPolicies(t, p.Pool, PoliciesConfig{})
 	policies.knows(t, p.Pool)
 	l := p.client(t, ClientConfig{}).limiter(t, Config{Name: "api", Policy: FixedWindow{10, year}, Policies: policies})
-	l.shadows(t)
 	for shard, message := range []string{"f(13): [limits_0] REMOTE ERROR: disk full", "disk full"} {
 		p.fail(t, shard, "53100", message, "", "api/shadow")
 	}
