@@ -189,12 +189,13 @@ func TestMistakesInTheFunctionsDifferFromTheModel(t *testing.T) {
 		{fixed, "AND d.expires_at = d.window_start + window_us", ""},
 		{fixed, "excluded.count <= max_count - d.count", "excluded.count <= max_count - d.count + 1"},
 		{fixed, "THEN costs[1] * counts[1]", "THEN costs[1]"},
-		{sliding, "d.since IS NULL AND", ""},
-		{sliding, "d.window_start - clock <= window_us", "d.window_start - clock <= 2 * window_us"},
-		{sliding, "AND d.expires_at = d.window_start + 2 * window_us", ""},
+		{sliding, "AND d.since IS NULL", ""},
+		{sliding, "abs(d.window_start - clock) < window_us - 10000", "clock - d.window_start < window_us - 10000"},
+		{sliding, "abs(d.window_start - clock) < window_us - 10000", "d.window_start - clock < window_us - 10000"},
+		{sliding, "d.expires_at = d.window_start + 2 * window_us\n", "true\n"},
 		// The window before is forgotten, or rounded in the caller's favour.
-		{sliding, "d.prev_count * (d.window_start", "0 * (d.window_start"},
-		{sliding, "greatest(clock, d.window_start)) + window_us - 1) / window_us", "greatest(clock, d.window_start))) / window_us"},
+		{sliding, "* least(d.window_start", "* 0 * least(d.window_start"},
+		{sliding, "(window_us - 1 + d.prev_count", "(d.prev_count"},
 		{bucket, "window_start = greatest(clock, d.window_start)", "window_start = clock"},
 		{bucket, "+ (full_credit - excluded.credit) - 1) / inflow + 1", "+ (full_credit - excluded.credit)) / inflow + 1"},
 		{bucket, "d.count = 0 AND", ""},
@@ -215,7 +216,7 @@ func TestMistakesInTheFunctionsDifferFromTheModel(t *testing.T) {
 	for algorithm := fixed; algorithm <= calendar; algorithm++ {
 		eachOf("for one key", algorithm, "WHERE d.ctid = s.tid", "WHERE d.ctid = s.tid AND false", 2)
 		if algorithm != log { // which has no such statement
-			eachOf("for one key", algorithm, "VALUES (name, keys[1], ", "VALUES (name, keys[1] || '?', ", 2)
+			eachOf("for one key", algorithm, "VALUES (name, this_key, ", "VALUES (name, this_key || '?', ", 2)
 			added := map[int]string{bucket: "- (full_credit - excluded.credit),\n"}[algorithm]
 			if added == "" {
 				added = "count = d.count + excluded.count\n"
@@ -228,7 +229,7 @@ func TestMistakesInTheFunctionsDifferFromTheModel(t *testing.T) {
 	// Mistakes in the one statement for several keys, which has to decide all that comes.
 	for _, c := range []mistake{
 		{fixed, "AND max_count / u.cost", "AND max_count / u.cost + 1"},
-		{fixed, "AND array_position(each, NULL) IS NULL", ""},
+		{fixed, "array_position(each, NULL) IS NULL", "true"},
 		{fixed, "ELSE 0 END + excluded.count", "ELSE 0 END + 2 * excluded.count"},
 		{fixed, "CASE WHEN clock < d.expires_at THEN d.count ELSE 0 END + excluded.count", "d.count + excluded.count"},
 		{fixed, "THEN d.window_start ELSE", "THEN clock ELSE"},
@@ -242,17 +243,18 @@ func TestMistakesInTheFunctionsDifferFromTheModel(t *testing.T) {
 		{fixed, "excluded.count <= max_count - d.count", "excluded.count <= max_count - d.count + 1"},
 		{sliding, "ELSE 0 END + excluded.count", "ELSE 0 END + 2 * excluded.count"},
 		{sliding, "THEN d.count ELSE 0 END +", "THEN d.count ELSE d.count END +"},
-		{sliding, "WHEN clock < d.expires_at THEN d.count ELSE 0 END,", "ELSE 0 END,"},
+		{sliding, "WHEN d.expires_at > clock THEN d.count ELSE 0 END,", "ELSE 0 END,"},
 		{sliding, "THEN d.window_start + window_us ELSE", "THEN clock ELSE"},
-		{sliding, "END + 2 * window_us", "END + 2 * window_us - 1"},
+		{sliding, "THEN d.expires_at + window_us ELSE", "THEN d.expires_at + window_us - 1 ELSE"},
+		{sliding, "ELSE excluded.expires_at END", "ELSE d.expires_at END"},
 		{sliding, "clock, clock + 2 * window_us", "clock, clock + window_us"},
 		{sliding, "d.algorithm = 2 AND", ""},
-		{sliding, "d.since IS NULL AND", ""},
-		{sliding, "d.window_start - clock <= window_us", "d.window_start - clock <= 2 * window_us"},
-		{sliding, "WHEN clock >= d.expires_at THEN clock >= d.window_start + window_us", "WHEN clock >= d.expires_at THEN true"},
-		{sliding, "AND d.expires_at = d.window_start + 2 * window_us", ""},
-		{sliding, "d.prev_count * (d.window_start", "0 * (d.window_start"},
-		{sliding, "greatest(clock, d.window_start)) + window_us - 1) / window_us", "greatest(clock, d.window_start))) / window_us"},
+		{sliding, "AND d.since IS NULL", ""},
+		{sliding, "abs(d.window_start - clock) < window_us - 10000", "clock - d.window_start < window_us - 10000"},
+		{sliding, "WHEN d.expires_at <= clock THEN d.window_start <= ended", "WHEN d.expires_at <= clock THEN true"},
+		{sliding, "WHEN d.expires_at <> d.window_start + 2 * window_us THEN false", ""},
+		{sliding, "* least(d.window_start", "* 0 * least(d.window_start"},
+		{sliding, "(window_us - 1 + d.prev_count", "(d.prev_count"},
 		{sliding, "(d.count * (d.expires_at - clock) + window_us - 1) / window_us", "0"},
 		{sliding, "(d.expires_at - clock) + window_us - 1) / window_us", "(d.expires_at - clock)) / window_us"},
 		{calendar, "ELSE 0 END + excluded.count", "ELSE 0 END + 2 * excluded.count"},
@@ -312,8 +314,8 @@ func TestMistakesInTakingFromAllDifferFromTheModels(t *testing.T) {
 		{"ELSE 0 END + excluded.count", "ELSE 0 END + 2 * excluded.count"},
 		{"excluded.count <= max_count - d.count)\n", "excluded.count <= max_count - d.count + 1)\n"},
 		{"clock >= d.expires_at\n", "clock >= d.expires_at - 1\n"},
-		{"WHEN clock < d.expires_at THEN d.count ELSE 0 END\n", "ELSE 0 END\n"},
-		{"ELSE clock END + 2 * window_us", "ELSE clock END + window_us"},
+		{"WHEN d.expires_at > clock THEN d.count ELSE 0 END\n", "ELSE 0 END\n"},
+		{"THEN d.expires_at + window_us ELSE", "THEN d.expires_at ELSE"},
 		{">= full_credit - excluded.credit", ">= full_credit - excluded.credit - every_us"},
 		{"ELSE 0 END + excluded.credit", "ELSE -1 END + excluded.credit"},
 		{"WHEN 3 THEN tokens", "WHEN 3 THEN tokens + 1"},

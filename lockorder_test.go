@@ -97,7 +97,7 @@ func TestLockingInTheOrderGivenDeadlocks(t *testing.T) {
 	t.Parallel()
 
 	fixed, log := FixedWindow{Limit: 10, Window: year}, SlidingLog{Limit: 10, Window: year}
-	takes := []string{"several := (several AND", "several := true OR (several AND"} // in any order
+	takes := []string{"ascend := (ascend IS NOT FALSE AND", "ascend := true OR (ascend IS NOT FALSE AND"} // in any order
 	known := []string{"ORDER BY e.place, e.refused, e.ord\n", "ORDER BY e.ord\n"}
 	made := []string{
 		`GROUP BY e.name COLLATE "C", e.key COLLATE "C"`, "",

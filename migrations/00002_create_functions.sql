@@ -67,6 +67,27 @@ END
 $$;
 -- +goose StatementEnd
 
+-- _rate_limit_give_up ends a statement whose first reading of the clock is that long ago.
+-- +goose StatementBegin
+CREATE FUNCTION _rate_limit_give_up(
+    clock bigint,
+    lock_timeout_ms integer,
+    now_us bigint
+)
+RETURNS boolean
+LANGUAGE plpgsql
+AS $$
+BEGIN
+    IF lock_timeout_ms > 0 AND coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
+            > clock + lock_timeout_ms * 25000::bigint
+    THEN
+        RETURN _rate_limit_late();
+    END IF;
+    RETURN false;
+END
+$$;
+-- +goose StatementEnd
+
 -- _rate_limit_window_end tells when the window ends that a clock is in: when the next one starts, by date_trunc.
 -- Clocks change at whole seconds, so it takes whole seconds.
 -- +goose StatementBegin
@@ -1954,57 +1975,53 @@ SET plan_cache_mode = force_generic_plan -- the first five calls of a session wo
 AS $$
 #variable_conflict use_variable
 DECLARE
-    -- Each expression counts here, because plpgsql prepares it anew in every transaction. So this one makes the
-    -- settings, too.
+    -- Each expression counts here, because plpgsql prepares it anew in every transaction. So this one sets
+    -- lock_timeout, too.
     clock bigint := CASE
-        WHEN lock_timeout_ms IS NOT NULL AND lock_timeout_ms <> -1
+        WHEN coalesce(lock_timeout_ms, -1) <> -1
             AND set_config('lock_timeout', lock_timeout_ms::text, true) IS NULL THEN NULL
-        WHEN synchronous_commit IS NOT NULL
-            AND set_config('synchronous_commit', synchronous_commit::text, true) IS NULL THEN NULL
         ELSE coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint) END;
     taken bigint[];
-    units bigint := 1; -- what is asked for the first key, or NULL if that is not valid
-    each bigint[];     -- the same, for each of several keys; NULL if that is 1 each
+    units bigint := 1; -- what is asked for the first key, or NULL if costs or counts are not valid
+    each bigint[];     -- what is asked for each of several keys; NULL if that is 1 each
     this_key text;
     before text;       -- the key before it
-    several boolean;   -- whether several keys can be decided here; NULL if there is one
+    ascend boolean;    -- whether several keys ascend
     begun bigint[];    -- which of the keys have a row that was made
     told bigint[];     -- of the keys that were taken from
     taken_keys text[]; -- these keys
+    ignored text;
 BEGIN
-    IF costs IS NOT NULL OR counts IS NOT NULL THEN
-        units := CASE WHEN cardinality(costs) = cardinality(keys) AND cardinality(counts) = cardinality(keys)
+    IF num_nonnulls(costs, counts, synchronous_commit) > 0 THEN
+        IF synchronous_commit IS NOT NULL THEN
+            ignored := set_config('synchronous_commit', synchronous_commit::text, true);
+        END IF;
+        units := CASE WHEN num_nonnulls(costs, counts) = 0 THEN 1
+            WHEN cardinality(costs) = cardinality(keys) AND cardinality(counts) = cardinality(keys)
             AND costs[1] BETWEEN 1 AND max_count AND counts[1] BETWEEN 1 AND max_count / costs[1]
             THEN costs[1] * counts[1] END; -- this divides, because the product could overflow
-        IF cardinality(keys) > 1 THEN
+        IF cardinality(keys) > 1 AND units IS NOT NULL AND costs IS NOT NULL THEN
             each := ARRAY(
                 SELECT CASE WHEN u.cost BETWEEN 1 AND max_count AND u.asked BETWEEN 1 AND max_count / u.cost
                     THEN u.cost * u.asked END
                 FROM unnest(costs, counts) AS u (cost, asked));
+            units := CASE WHEN array_position(each, NULL) IS NULL
+                AND costs[cardinality(keys)] IS NOT NULL -- or they are not counted from 1
+                AND counts[cardinality(keys)] IS NOT NULL THEN units END;
         END IF;
     END IF;
-    IF cardinality(keys) > 1 THEN
-        several := keys[cardinality(keys)] IS NOT NULL -- or the arrays are not counted from 1
-            AND (costs IS NULL OR costs[cardinality(keys)] IS NOT NULL AND counts[cardinality(keys)] IS NOT NULL)
-            AND array_position(each, NULL) IS NULL;
-        FOREACH this_key IN ARRAY keys LOOP
-            several := (several AND octet_length(this_key) BETWEEN 1 AND 512 AND (before IS NULL
-                OR (-octet_length(before), before COLLATE "C")
-                    < (-octet_length(this_key), this_key COLLATE "C"))) IS TRUE;
-            before := this_key;
-        END LOOP;
-    END IF;
-    IF max_count >= 1 AND window_us BETWEEN 1 AND 2251799813685248
+    IF cardinality(keys) = 1 THEN
+        this_key := keys[1];
+        IF max_count >= 1 AND window_us BETWEEN 1 AND 2251799813685248
             AND max_count <= 4611686018427387904 / window_us
-        AND units IS NOT NULL AND several IS NOT FALSE
-        AND (octet_length(name) - 1) >> 7 = 0 -- which is BETWEEN 1 AND 128, with one call less
-        AND (octet_length(keys[1]) - 1) >> 9 = 0 -- BETWEEN 1 AND 512
-    THEN
-        IF several IS NULL THEN -- there is one key
+            AND units IS NOT NULL
+            AND (octet_length(name) - 1) >> 7 = 0 -- which is BETWEEN 1 AND 128, with one call less
+            AND (octet_length(this_key) - 1) >> 9 = 0 -- BETWEEN 1 AND 512
+        THEN
             IF durable IS NOT TRUE THEN
                 INSERT INTO rate_limit_ephemeral AS d
                     (prefix, key, algorithm, count, window_start, expires_at)
-                VALUES (name, keys[1], 1, units, clock, clock + window_us)
+                VALUES (name, this_key, 1, units, clock, clock + window_us)
                 ON CONFLICT (prefix, key) DO UPDATE SET
                     count = d.count + excluded.count
                 WHERE coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
@@ -2020,7 +2037,7 @@ BEGIN
             ELSE
                 INSERT INTO rate_limit_durable AS d
                     (prefix, key, algorithm, count, window_start, expires_at)
-                VALUES (name, keys[1], 1, units, clock, clock + window_us)
+                VALUES (name, this_key, 1, units, clock, clock + window_us)
                 ON CONFLICT (prefix, key) DO UPDATE SET
                     count = d.count + excluded.count
                 WHERE coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
@@ -2034,17 +2051,30 @@ BEGIN
                     d.scale, d.expires_at, d.since, d.returned]
                 INTO taken;
             END IF;
-            IF taken[1] BETWEEN clock AND clock + 10000 THEN
+            IF (taken[1] - clock) >> 13 = 0 THEN -- within 8 ms
                 RETURN taken;
             ELSIF taken[1] > clock + 10000
                 AND taken[2] = units
             THEN
-                PERFORM rate_limit_reset(name, keys[1], durable, NULL::integer, NULL::boolean); -- as below
+                PERFORM rate_limit_reset(name, this_key, durable, NULL::integer, NULL::boolean); -- as below
             ELSIF taken IS NOT NULL THEN -- the clock has been set, or this process stopped, since the row was locked
                 taken[1] := greatest(clock, least(clock + 10000, taken[1]));
                 RETURN taken;
             END IF;
-        ELSE
+        END IF;
+    ELSIF max_count >= 1 AND window_us BETWEEN 1 AND 2251799813685248
+        AND max_count <= 4611686018427387904 / window_us
+        AND units IS NOT NULL
+        AND (octet_length(name) - 1) >> 7 = 0 -- which is BETWEEN 1 AND 128, with one call less
+        AND array_lower(keys, 1) = 1 AND array_ndims(keys) = 1
+    THEN
+        FOREACH this_key IN ARRAY keys LOOP
+            ascend := (ascend IS NOT FALSE AND (octet_length(this_key) - 1) >> 9 = 0 AND (before IS NULL
+                OR (-octet_length(before), before COLLATE "C")
+                    < (-octet_length(this_key), this_key COLLATE "C"))) IS TRUE;
+            before := this_key;
+        END LOOP;
+        IF ascend THEN
             IF durable IS NOT TRUE THEN
                 WITH d AS (
                     INSERT INTO rate_limit_ephemeral AS d
@@ -2057,10 +2087,7 @@ BEGIN
                         expires_at = CASE WHEN clock < d.expires_at THEN d.expires_at ELSE excluded.expires_at END
                     WHERE (coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
                             < clock + 10000
-                        OR CASE WHEN lock_timeout_ms > 0
-                                AND coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
-                                    > clock + lock_timeout_ms * 25000::bigint
-                            THEN _rate_limit_late() END)
+                        OR _rate_limit_give_up(clock, lock_timeout_ms, now_us))
                         AND d.algorithm = 1 AND d.since IS NULL AND d.window_start - clock <= window_us
                             AND (clock >= d.expires_at
                             OR clock + 10000 < d.expires_at AND d.expires_at = d.window_start + window_us
@@ -2084,10 +2111,7 @@ BEGIN
                         expires_at = CASE WHEN clock < d.expires_at THEN d.expires_at ELSE excluded.expires_at END
                     WHERE (coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
                             < clock + 10000
-                        OR CASE WHEN lock_timeout_ms > 0
-                                AND coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
-                                    > clock + lock_timeout_ms * 25000::bigint
-                            THEN _rate_limit_late() END)
+                        OR _rate_limit_give_up(clock, lock_timeout_ms, now_us))
                         AND d.algorithm = 1 AND d.since IS NULL AND d.window_start - clock <= window_us
                             AND (clock >= d.expires_at
                             OR clock + 10000 < d.expires_at AND d.expires_at = d.window_start + window_us
@@ -2380,67 +2404,64 @@ SET plan_cache_mode = force_generic_plan -- the first five calls of a session wo
 AS $$
 #variable_conflict use_variable
 DECLARE
-    -- Each expression counts here, because plpgsql prepares it anew in every transaction. So this one makes the
-    -- settings, too.
+    -- Each expression counts here, because plpgsql prepares it anew in every transaction. So this one sets
+    -- lock_timeout, too.
     clock bigint := CASE
-        WHEN lock_timeout_ms IS NOT NULL AND lock_timeout_ms <> -1
+        WHEN coalesce(lock_timeout_ms, -1) <> -1
             AND set_config('lock_timeout', lock_timeout_ms::text, true) IS NULL THEN NULL
-        WHEN synchronous_commit IS NOT NULL
-            AND set_config('synchronous_commit', synchronous_commit::text, true) IS NULL THEN NULL
         ELSE coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint) END;
     taken bigint[];
-    units bigint := 1; -- what is asked for the first key, or NULL if that is not valid
-    each bigint[];     -- the same, for each of several keys; NULL if that is 1 each
+    units bigint := 1; -- what is asked for the first key, or NULL if costs or counts are not valid
+    each bigint[];     -- what is asked for each of several keys; NULL if that is 1 each
     this_key text;
     before text;       -- the key before it
-    several boolean;   -- whether several keys can be decided here; NULL if there is one
+    ascend boolean;    -- whether several keys ascend
     begun bigint[];    -- which of the keys have a row that was made
+    ended bigint;
     told bigint[];     -- of the keys that were taken from
     taken_keys text[]; -- these keys
+    ignored text;
 BEGIN
-    IF costs IS NOT NULL OR counts IS NOT NULL THEN
-        units := CASE WHEN cardinality(costs) = cardinality(keys) AND cardinality(counts) = cardinality(keys)
+    IF num_nonnulls(costs, counts, synchronous_commit) > 0 THEN
+        IF synchronous_commit IS NOT NULL THEN
+            ignored := set_config('synchronous_commit', synchronous_commit::text, true);
+        END IF;
+        units := CASE WHEN num_nonnulls(costs, counts) = 0 THEN 1
+            WHEN cardinality(costs) = cardinality(keys) AND cardinality(counts) = cardinality(keys)
             AND costs[1] BETWEEN 1 AND max_count AND counts[1] BETWEEN 1 AND max_count / costs[1]
             THEN costs[1] * counts[1] END; -- this divides, because the product could overflow
-        IF cardinality(keys) > 1 THEN
+        IF cardinality(keys) > 1 AND units IS NOT NULL AND costs IS NOT NULL THEN
             each := ARRAY(
                 SELECT CASE WHEN u.cost BETWEEN 1 AND max_count AND u.asked BETWEEN 1 AND max_count / u.cost
                     THEN u.cost * u.asked END
                 FROM unnest(costs, counts) AS u (cost, asked));
+            units := CASE WHEN array_position(each, NULL) IS NULL
+                AND costs[cardinality(keys)] IS NOT NULL -- or they are not counted from 1
+                AND counts[cardinality(keys)] IS NOT NULL THEN units END;
         END IF;
     END IF;
-    IF cardinality(keys) > 1 THEN
-        several := keys[cardinality(keys)] IS NOT NULL -- or the arrays are not counted from 1
-            AND (costs IS NULL OR costs[cardinality(keys)] IS NOT NULL AND counts[cardinality(keys)] IS NOT NULL)
-            AND array_position(each, NULL) IS NULL;
-        FOREACH this_key IN ARRAY keys LOOP
-            several := (several AND octet_length(this_key) BETWEEN 1 AND 512 AND (before IS NULL
-                OR (-octet_length(before), before COLLATE "C")
-                    < (-octet_length(this_key), this_key COLLATE "C"))) IS TRUE;
-            before := this_key;
-        END LOOP;
-    END IF;
-    IF max_count >= 1 AND window_us BETWEEN 1 AND 2251799813685248
+    IF cardinality(keys) = 1 THEN
+        this_key := keys[1];
+        IF max_count >= 1 AND window_us BETWEEN 1 AND 2251799813685248
             AND max_count <= 4611686018427387904 / window_us
-        AND units IS NOT NULL AND several IS NOT FALSE
-        AND (octet_length(name) - 1) >> 7 = 0 -- which is BETWEEN 1 AND 128, with one call less
-        AND (octet_length(keys[1]) - 1) >> 9 = 0 -- BETWEEN 1 AND 512
-    THEN
-        IF several IS NULL THEN -- there is one key
+            AND units IS NOT NULL
+            AND (octet_length(name) - 1) >> 7 = 0 -- which is BETWEEN 1 AND 128, with one call less
+            AND (octet_length(this_key) - 1) >> 9 = 0 -- BETWEEN 1 AND 512
+        THEN
             IF durable IS NOT TRUE THEN
                 INSERT INTO rate_limit_ephemeral AS d
                     (prefix, key, algorithm, count, window_start, expires_at)
-                VALUES (name, keys[1], 2, units, clock, clock + 2 * window_us)
+                VALUES (name, this_key, 2, units, clock, clock + 2 * window_us)
                 ON CONFLICT (prefix, key) DO UPDATE SET
                     count = d.count + excluded.count
                 WHERE coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
                     < clock + 10000
-                    AND d.algorithm = 2 AND d.since IS NULL AND d.window_start - clock <= window_us
-                        AND clock + 10000 < d.window_start + window_us
-                                AND d.expires_at = d.window_start + 2 * window_us AND d.prev_count <= max_count
-                                AND excluded.count <= max_count - d.count
-                                    - (d.prev_count * (d.window_start + window_us
-                                        - greatest(clock, d.window_start)) + window_us - 1) / window_us
+                    AND d.algorithm = 2 AND d.since IS NULL
+                        AND d.expires_at = d.window_start + 2 * window_us
+                                AND abs(d.window_start - clock) < window_us - 10000 -- it goes on for 10 ms
+                                AND d.prev_count <= max_count
+                                AND excluded.count <= max_count - d.count - (window_us - 1 + d.prev_count
+                                    * least(d.window_start - clock + window_us, window_us)) / window_us
                 RETURNING ARRAY[
                     coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint),
                     d.count, d.prev_count, d.window_start, d.credit,
@@ -2449,34 +2470,48 @@ BEGIN
             ELSE
                 INSERT INTO rate_limit_durable AS d
                     (prefix, key, algorithm, count, window_start, expires_at)
-                VALUES (name, keys[1], 2, units, clock, clock + 2 * window_us)
+                VALUES (name, this_key, 2, units, clock, clock + 2 * window_us)
                 ON CONFLICT (prefix, key) DO UPDATE SET
                     count = d.count + excluded.count
                 WHERE coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
                     < clock + 10000
-                    AND d.algorithm = 2 AND d.since IS NULL AND d.window_start - clock <= window_us
-                        AND clock + 10000 < d.window_start + window_us
-                                AND d.expires_at = d.window_start + 2 * window_us AND d.prev_count <= max_count
-                                AND excluded.count <= max_count - d.count
-                                    - (d.prev_count * (d.window_start + window_us
-                                        - greatest(clock, d.window_start)) + window_us - 1) / window_us
+                    AND d.algorithm = 2 AND d.since IS NULL
+                        AND d.expires_at = d.window_start + 2 * window_us
+                                AND abs(d.window_start - clock) < window_us - 10000 -- it goes on for 10 ms
+                                AND d.prev_count <= max_count
+                                AND excluded.count <= max_count - d.count - (window_us - 1 + d.prev_count
+                                    * least(d.window_start - clock + window_us, window_us)) / window_us
                 RETURNING ARRAY[
                     coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint),
                     d.count, d.prev_count, d.window_start, d.credit,
                     d.scale, d.expires_at, d.since, d.returned]
                 INTO taken;
             END IF;
-            IF taken[1] BETWEEN clock AND clock + 10000 THEN
+            IF (taken[1] - clock) >> 13 = 0 THEN -- within 8 ms
                 RETURN taken;
             ELSIF taken[1] > clock + 10000
                 AND taken[2] = units AND taken[3] = 0
             THEN
-                PERFORM rate_limit_reset(name, keys[1], durable, NULL::integer, NULL::boolean); -- as below
+                PERFORM rate_limit_reset(name, this_key, durable, NULL::integer, NULL::boolean); -- as below
             ELSIF taken IS NOT NULL THEN -- the clock has been set, or this process stopped, since the row was locked
                 taken[1] := greatest(clock, least(clock + 10000, taken[1]));
                 RETURN taken;
             END IF;
-        ELSE
+        END IF;
+    ELSIF max_count >= 1 AND window_us BETWEEN 1 AND 2251799813685248
+        AND max_count <= 4611686018427387904 / window_us
+        AND units IS NOT NULL
+        AND (octet_length(name) - 1) >> 7 = 0 -- which is BETWEEN 1 AND 128, with one call less
+        AND array_lower(keys, 1) = 1 AND array_ndims(keys) = 1
+    THEN
+        FOREACH this_key IN ARRAY keys LOOP
+            ascend := (ascend IS NOT FALSE AND (octet_length(this_key) - 1) >> 9 = 0 AND (before IS NULL
+                OR (-octet_length(before), before COLLATE "C")
+                    < (-octet_length(this_key), this_key COLLATE "C"))) IS TRUE;
+            before := this_key;
+        END LOOP;
+        IF ascend THEN
+            ended := clock - window_us;
             IF durable IS NOT TRUE THEN
                 WITH d AS (
                     INSERT INTO rate_limit_ephemeral AS d
@@ -2484,34 +2519,28 @@ BEGIN
                     SELECT name, e.key, 2, coalesce(e.units, 1), clock, clock + 2 * window_us
                     FROM unnest(keys, each) AS e (key, units)
                     ON CONFLICT (prefix, key) DO UPDATE SET
-                        count = CASE WHEN clock < d.window_start + window_us
-                            THEN d.count ELSE 0 END + excluded.count,
-                        prev_count = CASE WHEN clock < d.window_start + window_us THEN d.prev_count
-                            WHEN clock < d.expires_at THEN d.count ELSE 0 END,
-                        window_start = CASE WHEN clock < d.window_start + window_us THEN d.window_start
-                            WHEN clock < d.expires_at THEN d.window_start + window_us ELSE clock END,
-                        expires_at = CASE WHEN clock < d.window_start + window_us THEN d.window_start
-                            WHEN clock < d.expires_at THEN d.window_start + window_us ELSE clock END + 2 * window_us
+                        count = CASE WHEN d.window_start > ended THEN d.count ELSE 0 END + excluded.count,
+                        prev_count = CASE WHEN d.window_start > ended THEN d.prev_count
+                            WHEN d.expires_at > clock THEN d.count ELSE 0 END,
+                        window_start = CASE WHEN d.window_start > ended THEN d.window_start
+                            WHEN d.expires_at > clock THEN d.window_start + window_us ELSE clock END,
+                        expires_at = CASE WHEN d.window_start > ended THEN d.expires_at
+                            WHEN d.expires_at > clock THEN d.expires_at + window_us ELSE excluded.expires_at END
                     WHERE (coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
                             < clock + 10000
-                        OR CASE WHEN lock_timeout_ms > 0
-                                AND coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
-                                    > clock + lock_timeout_ms * 25000::bigint
-                            THEN _rate_limit_late() END)
-                        AND d.algorithm = 2 AND d.since IS NULL AND d.window_start - clock <= window_us
+                        OR _rate_limit_give_up(clock, lock_timeout_ms, now_us))
+                        AND d.algorithm = 2 AND d.since IS NULL
                             AND CASE
-                                WHEN clock >= d.expires_at THEN clock >= d.window_start + window_us
-                                WHEN clock >= d.window_start + window_us
-                                        AND d.expires_at = d.window_start + 2 * window_us
-                                        AND clock + 10000 < d.expires_at
-                                    THEN d.count BETWEEN 1 AND max_count
+                                WHEN d.expires_at <= clock THEN d.window_start <= ended
+                                WHEN d.expires_at <> d.window_start + 2 * window_us THEN false
+                                WHEN d.window_start <= ended THEN clock + 10000 < d.expires_at
+                                    AND d.count BETWEEN 1 AND max_count
                                     AND excluded.count <= max_count
                                         - (d.count * (d.expires_at - clock) + window_us - 1) / window_us
-                                ELSE clock + 10000 < d.window_start + window_us
-                                    AND d.expires_at = d.window_start + 2 * window_us AND d.prev_count <= max_count
-                                    AND excluded.count <= max_count - d.count
-                                        - (d.prev_count * (d.window_start + window_us
-                                            - greatest(clock, d.window_start)) + window_us - 1) / window_us END
+                                ELSE abs(d.window_start - clock) < window_us - 10000 -- it goes on for 10 ms
+                                    AND d.prev_count <= max_count
+                                    AND excluded.count <= max_count - d.count - (window_us - 1 + d.prev_count
+                                        * least(d.window_start - ended, window_us)) / window_us END
                     RETURNING d.key, ARRAY[
                         greatest(clock, least(clock + 10000,
                             coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint))),
@@ -2526,34 +2555,28 @@ BEGIN
                     SELECT name, e.key, 2, coalesce(e.units, 1), clock, clock + 2 * window_us
                     FROM unnest(keys, each) AS e (key, units)
                     ON CONFLICT (prefix, key) DO UPDATE SET
-                        count = CASE WHEN clock < d.window_start + window_us
-                            THEN d.count ELSE 0 END + excluded.count,
-                        prev_count = CASE WHEN clock < d.window_start + window_us THEN d.prev_count
-                            WHEN clock < d.expires_at THEN d.count ELSE 0 END,
-                        window_start = CASE WHEN clock < d.window_start + window_us THEN d.window_start
-                            WHEN clock < d.expires_at THEN d.window_start + window_us ELSE clock END,
-                        expires_at = CASE WHEN clock < d.window_start + window_us THEN d.window_start
-                            WHEN clock < d.expires_at THEN d.window_start + window_us ELSE clock END + 2 * window_us
+                        count = CASE WHEN d.window_start > ended THEN d.count ELSE 0 END + excluded.count,
+                        prev_count = CASE WHEN d.window_start > ended THEN d.prev_count
+                            WHEN d.expires_at > clock THEN d.count ELSE 0 END,
+                        window_start = CASE WHEN d.window_start > ended THEN d.window_start
+                            WHEN d.expires_at > clock THEN d.window_start + window_us ELSE clock END,
+                        expires_at = CASE WHEN d.window_start > ended THEN d.expires_at
+                            WHEN d.expires_at > clock THEN d.expires_at + window_us ELSE excluded.expires_at END
                     WHERE (coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
                             < clock + 10000
-                        OR CASE WHEN lock_timeout_ms > 0
-                                AND coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
-                                    > clock + lock_timeout_ms * 25000::bigint
-                            THEN _rate_limit_late() END)
-                        AND d.algorithm = 2 AND d.since IS NULL AND d.window_start - clock <= window_us
+                        OR _rate_limit_give_up(clock, lock_timeout_ms, now_us))
+                        AND d.algorithm = 2 AND d.since IS NULL
                             AND CASE
-                                WHEN clock >= d.expires_at THEN clock >= d.window_start + window_us
-                                WHEN clock >= d.window_start + window_us
-                                        AND d.expires_at = d.window_start + 2 * window_us
-                                        AND clock + 10000 < d.expires_at
-                                    THEN d.count BETWEEN 1 AND max_count
+                                WHEN d.expires_at <= clock THEN d.window_start <= ended
+                                WHEN d.expires_at <> d.window_start + 2 * window_us THEN false
+                                WHEN d.window_start <= ended THEN clock + 10000 < d.expires_at
+                                    AND d.count BETWEEN 1 AND max_count
                                     AND excluded.count <= max_count
                                         - (d.count * (d.expires_at - clock) + window_us - 1) / window_us
-                                ELSE clock + 10000 < d.window_start + window_us
-                                    AND d.expires_at = d.window_start + 2 * window_us AND d.prev_count <= max_count
-                                    AND excluded.count <= max_count - d.count
-                                        - (d.prev_count * (d.window_start + window_us
-                                            - greatest(clock, d.window_start)) + window_us - 1) / window_us END
+                                ELSE abs(d.window_start - clock) < window_us - 10000 -- it goes on for 10 ms
+                                    AND d.prev_count <= max_count
+                                    AND excluded.count <= max_count - d.count - (window_us - 1 + d.prev_count
+                                        * least(d.window_start - ended, window_us)) / window_us END
                     RETURNING d.key, ARRAY[
                         greatest(clock, least(clock + 10000,
                             coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint))),
@@ -2854,20 +2877,18 @@ SET plan_cache_mode = force_generic_plan -- the first five calls of a session wo
 AS $$
 #variable_conflict use_variable
 DECLARE
-    -- Each expression counts here, because plpgsql prepares it anew in every transaction. So this one makes the
-    -- settings, too.
+    -- Each expression counts here, because plpgsql prepares it anew in every transaction. So this one sets
+    -- lock_timeout, too.
     clock bigint := CASE
-        WHEN lock_timeout_ms IS NOT NULL AND lock_timeout_ms <> -1
+        WHEN coalesce(lock_timeout_ms, -1) <> -1
             AND set_config('lock_timeout', lock_timeout_ms::text, true) IS NULL THEN NULL
-        WHEN synchronous_commit IS NOT NULL
-            AND set_config('synchronous_commit', synchronous_commit::text, true) IS NULL THEN NULL
         ELSE coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint) END;
     taken bigint[];
-    units bigint := 1; -- what is asked for the first key, or NULL if that is not valid
-    each bigint[];     -- the same, for each of several keys; NULL if that is 1 each
+    units bigint := 1; -- what is asked for the first key, or NULL if costs or counts are not valid
+    each bigint[];     -- what is asked for each of several keys; NULL if that is 1 each
     this_key text;
     before text;       -- the key before it
-    several boolean;   -- whether several keys can be decided here; NULL if there is one
+    ascend boolean;    -- whether several keys ascend
     begun bigint[];    -- which of the keys have a row that was made
     -- The rules say so, because in takeall.sql capacity and refill would be those of the row.
     tokens ALIAS FOR capacity;
@@ -2878,40 +2899,38 @@ DECLARE
         THEN capacity * every_us END;
     told bigint[];     -- of the keys that were taken from
     taken_keys text[]; -- these keys
+    ignored text;
 BEGIN
-    IF costs IS NOT NULL OR counts IS NOT NULL THEN
-        units := CASE WHEN cardinality(costs) = cardinality(keys) AND cardinality(counts) = cardinality(keys)
+    IF num_nonnulls(costs, counts, synchronous_commit) > 0 THEN
+        IF synchronous_commit IS NOT NULL THEN
+            ignored := set_config('synchronous_commit', synchronous_commit::text, true);
+        END IF;
+        units := CASE WHEN num_nonnulls(costs, counts) = 0 THEN 1
+            WHEN cardinality(costs) = cardinality(keys) AND cardinality(counts) = cardinality(keys)
             AND costs[1] BETWEEN 1 AND capacity AND counts[1] BETWEEN 1 AND capacity / costs[1]
             THEN costs[1] * counts[1] END; -- this divides, because the product could overflow
-        IF cardinality(keys) > 1 THEN
+        IF cardinality(keys) > 1 AND units IS NOT NULL AND costs IS NOT NULL THEN
             each := ARRAY(
                 SELECT CASE WHEN u.cost BETWEEN 1 AND capacity AND u.asked BETWEEN 1 AND capacity / u.cost
                     THEN u.cost * u.asked END
                 FROM unnest(costs, counts) AS u (cost, asked));
+            units := CASE WHEN array_position(each, NULL) IS NULL
+                AND costs[cardinality(keys)] IS NOT NULL -- or they are not counted from 1
+                AND counts[cardinality(keys)] IS NOT NULL THEN units END;
         END IF;
     END IF;
-    IF cardinality(keys) > 1 THEN
-        several := keys[cardinality(keys)] IS NOT NULL -- or the arrays are not counted from 1
-            AND (costs IS NULL OR costs[cardinality(keys)] IS NOT NULL AND counts[cardinality(keys)] IS NOT NULL)
-            AND array_position(each, NULL) IS NULL;
-        FOREACH this_key IN ARRAY keys LOOP
-            several := (several AND octet_length(this_key) BETWEEN 1 AND 512 AND (before IS NULL
-                OR (-octet_length(before), before COLLATE "C")
-                    < (-octet_length(this_key), this_key COLLATE "C"))) IS TRUE;
-            before := this_key;
-        END LOOP;
-    END IF;
-    IF full_credit IS NOT NULL
-        AND units IS NOT NULL AND several IS NOT FALSE
-        AND (octet_length(name) - 1) >> 7 = 0 -- which is BETWEEN 1 AND 128, with one call less
-        AND (octet_length(keys[1]) - 1) >> 9 = 0 -- BETWEEN 1 AND 512
-    THEN
-        IF several IS NULL THEN -- there is one key
+    IF cardinality(keys) = 1 THEN
+        this_key := keys[1];
+        IF full_credit IS NOT NULL
+            AND units IS NOT NULL
+            AND (octet_length(name) - 1) >> 7 = 0 -- which is BETWEEN 1 AND 128, with one call less
+            AND (octet_length(this_key) - 1) >> 9 = 0 -- BETWEEN 1 AND 512
+        THEN
             IF durable IS NOT TRUE THEN
                 INSERT INTO rate_limit_ephemeral AS d
                     (prefix, key, algorithm, credit, scale, capacity, refill, since, returned,
                         window_start, expires_at)
-                VALUES (name, keys[1], 3, full_credit - units * every_us, every_us, tokens, inflow,
+                VALUES (name, this_key, 3, full_credit - units * every_us, every_us, tokens, inflow,
                     clock, 0, clock, clock + (units * every_us - 1) / inflow + 1)
                 ON CONFLICT (prefix, key) DO UPDATE SET
                     credit = d.credit + greatest(clock - d.window_start, 0) * inflow
@@ -2936,7 +2955,7 @@ BEGIN
                 INSERT INTO rate_limit_durable AS d
                     (prefix, key, algorithm, credit, scale, capacity, refill, since, returned,
                         window_start, expires_at)
-                VALUES (name, keys[1], 3, full_credit - units * every_us, every_us, tokens, inflow,
+                VALUES (name, this_key, 3, full_credit - units * every_us, every_us, tokens, inflow,
                     clock, 0, clock, clock + (units * every_us - 1) / inflow + 1)
                 ON CONFLICT (prefix, key) DO UPDATE SET
                     credit = d.credit + greatest(clock - d.window_start, 0) * inflow
@@ -2958,17 +2977,29 @@ BEGIN
                     d.scale, d.expires_at, d.since, d.returned]
                 INTO taken;
             END IF;
-            IF taken[1] BETWEEN clock AND clock + 10000 THEN
+            IF (taken[1] - clock) >> 13 = 0 THEN -- within 8 ms
                 RETURN taken;
             ELSIF taken[1] > clock + 10000
                 AND taken[5] = full_credit - units * every_us
             THEN
-                PERFORM rate_limit_reset(name, keys[1], durable, NULL::integer, NULL::boolean); -- as below
+                PERFORM rate_limit_reset(name, this_key, durable, NULL::integer, NULL::boolean); -- as below
             ELSIF taken IS NOT NULL THEN -- the clock has been set, or this process stopped, since the row was locked
                 taken[1] := greatest(clock, least(clock + 10000, taken[1]));
                 RETURN taken;
             END IF;
-        ELSE
+        END IF;
+    ELSIF full_credit IS NOT NULL
+        AND units IS NOT NULL
+        AND (octet_length(name) - 1) >> 7 = 0 -- which is BETWEEN 1 AND 128, with one call less
+        AND array_lower(keys, 1) = 1 AND array_ndims(keys) = 1
+    THEN
+        FOREACH this_key IN ARRAY keys LOOP
+            ascend := (ascend IS NOT FALSE AND (octet_length(this_key) - 1) >> 9 = 0 AND (before IS NULL
+                OR (-octet_length(before), before COLLATE "C")
+                    < (-octet_length(this_key), this_key COLLATE "C"))) IS TRUE;
+            before := this_key;
+        END LOOP;
+        IF ascend THEN
             IF durable IS NOT TRUE THEN
                 WITH d AS (
                     INSERT INTO rate_limit_ephemeral AS d
@@ -2997,10 +3028,7 @@ BEGIN
                             ELSE excluded.expires_at END
                     WHERE (coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
                             < clock + 10000
-                        OR CASE WHEN lock_timeout_ms > 0
-                                AND coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
-                                    > clock + lock_timeout_ms * 25000::bigint
-                            THEN _rate_limit_late() END)
+                        OR _rate_limit_give_up(clock, lock_timeout_ms, now_us))
                         AND d.algorithm = 3 AND d.count = 0 AND d.scale = every_us AND d.capacity = tokens
                             AND d.refill = inflow AND d.credit < full_credit
                             AND d.window_start - clock <= (full_credit - 1) / inflow + 1
@@ -3044,10 +3072,7 @@ BEGIN
                             ELSE excluded.expires_at END
                     WHERE (coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
                             < clock + 10000
-                        OR CASE WHEN lock_timeout_ms > 0
-                                AND coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
-                                    > clock + lock_timeout_ms * 25000::bigint
-                            THEN _rate_limit_late() END)
+                        OR _rate_limit_give_up(clock, lock_timeout_ms, now_us))
                         AND d.algorithm = 3 AND d.count = 0 AND d.scale = every_us AND d.capacity = tokens
                             AND d.refill = inflow AND d.credit < full_credit
                             AND d.window_start - clock <= (full_credit - 1) / inflow + 1
@@ -3349,12 +3374,13 @@ AS $$
 DECLARE
     told bigint[];     -- of the keys that were taken from
     taken_keys text[]; -- these keys
+    ignored text;
 BEGIN
-    IF lock_timeout_ms <> -1 THEN
-        PERFORM set_config('lock_timeout', lock_timeout_ms::text, true);
-    END IF;
     IF synchronous_commit IS NOT NULL THEN
-        PERFORM set_config('synchronous_commit', synchronous_commit::text, true);
+        ignored := set_config('synchronous_commit', synchronous_commit::text, true);
+    END IF;
+    IF lock_timeout_ms <> -1 THEN
+        ignored := set_config('lock_timeout', lock_timeout_ms::text, true);
     END IF;
     RETURN told || _rate_limit_left_sliding_log(
         name, keys, max_count, window_us, costs, counts, durable,
@@ -3597,17 +3623,15 @@ SET plan_cache_mode = force_generic_plan -- the first five calls of a session wo
 AS $$
 #variable_conflict use_variable
 DECLARE
-    -- Each expression counts here, because plpgsql prepares it anew in every transaction. So this one makes the
-    -- settings, too.
+    -- Each expression counts here, because plpgsql prepares it anew in every transaction. So this one sets
+    -- lock_timeout, too.
     clock bigint := CASE
-        WHEN lock_timeout_ms IS NOT NULL AND lock_timeout_ms <> -1
+        WHEN coalesce(lock_timeout_ms, -1) <> -1
             AND set_config('lock_timeout', lock_timeout_ms::text, true) IS NULL THEN NULL
-        WHEN synchronous_commit IS NOT NULL
-            AND set_config('synchronous_commit', synchronous_commit::text, true) IS NULL THEN NULL
         ELSE coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint) END;
     taken bigint[];
-    units bigint := 1; -- what is asked for the first key, or NULL if that is not valid
-    each bigint[];     -- the same, for each of several keys; NULL if that is 1 each
+    units bigint := 1; -- what is asked for the first key, or NULL if costs or counts are not valid
+    each bigint[];     -- what is asked for each of several keys; NULL if that is 1 each
     -- Of a window that begins now. It has to go on for 10 ms, as in the rules for a row that is there.
     window_end bigint := CASE WHEN max_count BETWEEN 1 AND 4611686018427387904
             AND window_us IN (60000000, 3600000000, 86400000000, 604800000000, 2678400000000)
@@ -3617,43 +3641,41 @@ DECLARE
         THEN _rate_limit_window_end(clock, window_us, zone) END;
     this_key text;
     before text;       -- the key before it
-    several boolean;   -- whether several keys can be decided here; NULL if there is one
+    ascend boolean;    -- whether several keys ascend
     begun bigint[];    -- which of the keys have a row that was made
     told bigint[];     -- of the keys that were taken from
     taken_keys text[]; -- these keys
+    ignored text;
 BEGIN
-    IF costs IS NOT NULL OR counts IS NOT NULL THEN
-        units := CASE WHEN cardinality(costs) = cardinality(keys) AND cardinality(counts) = cardinality(keys)
+    IF num_nonnulls(costs, counts, synchronous_commit) > 0 THEN
+        IF synchronous_commit IS NOT NULL THEN
+            ignored := set_config('synchronous_commit', synchronous_commit::text, true);
+        END IF;
+        units := CASE WHEN num_nonnulls(costs, counts) = 0 THEN 1
+            WHEN cardinality(costs) = cardinality(keys) AND cardinality(counts) = cardinality(keys)
             AND costs[1] BETWEEN 1 AND max_count AND counts[1] BETWEEN 1 AND max_count / costs[1]
             THEN costs[1] * counts[1] END; -- this divides, because the product could overflow
-        IF cardinality(keys) > 1 THEN
+        IF cardinality(keys) > 1 AND units IS NOT NULL AND costs IS NOT NULL THEN
             each := ARRAY(
                 SELECT CASE WHEN u.cost BETWEEN 1 AND max_count AND u.asked BETWEEN 1 AND max_count / u.cost
                     THEN u.cost * u.asked END
                 FROM unnest(costs, counts) AS u (cost, asked));
+            units := CASE WHEN array_position(each, NULL) IS NULL
+                AND costs[cardinality(keys)] IS NOT NULL -- or they are not counted from 1
+                AND counts[cardinality(keys)] IS NOT NULL THEN units END;
         END IF;
     END IF;
-    IF cardinality(keys) > 1 THEN
-        several := keys[cardinality(keys)] IS NOT NULL -- or the arrays are not counted from 1
-            AND (costs IS NULL OR costs[cardinality(keys)] IS NOT NULL AND counts[cardinality(keys)] IS NOT NULL)
-            AND array_position(each, NULL) IS NULL;
-        FOREACH this_key IN ARRAY keys LOOP
-            several := (several AND octet_length(this_key) BETWEEN 1 AND 512 AND (before IS NULL
-                OR (-octet_length(before), before COLLATE "C")
-                    < (-octet_length(this_key), this_key COLLATE "C"))) IS TRUE;
-            before := this_key;
-        END LOOP;
-    END IF;
-    IF clock + 10000 < window_end
-        AND units IS NOT NULL AND several IS NOT FALSE
-        AND (octet_length(name) - 1) >> 7 = 0 -- which is BETWEEN 1 AND 128, with one call less
-        AND (octet_length(keys[1]) - 1) >> 9 = 0 -- BETWEEN 1 AND 512
-    THEN
-        IF several IS NULL THEN -- there is one key
+    IF cardinality(keys) = 1 THEN
+        this_key := keys[1];
+        IF clock + 10000 < window_end
+            AND units IS NOT NULL
+            AND (octet_length(name) - 1) >> 7 = 0 -- which is BETWEEN 1 AND 128, with one call less
+            AND (octet_length(this_key) - 1) >> 9 = 0 -- BETWEEN 1 AND 512
+        THEN
             IF durable IS NOT TRUE THEN
                 INSERT INTO rate_limit_ephemeral AS d
                     (prefix, key, algorithm, count, window_start, scale, expires_at)
-                VALUES (name, keys[1], 5, units, clock, window_end - clock, window_end)
+                VALUES (name, this_key, 5, units, clock, window_end - clock, window_end)
                 ON CONFLICT (prefix, key) DO UPDATE SET
                     count = d.count + excluded.count
                 WHERE coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
@@ -3669,7 +3691,7 @@ BEGIN
             ELSE
                 INSERT INTO rate_limit_durable AS d
                     (prefix, key, algorithm, count, window_start, scale, expires_at)
-                VALUES (name, keys[1], 5, units, clock, window_end - clock, window_end)
+                VALUES (name, this_key, 5, units, clock, window_end - clock, window_end)
                 ON CONFLICT (prefix, key) DO UPDATE SET
                     count = d.count + excluded.count
                 WHERE coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
@@ -3683,17 +3705,29 @@ BEGIN
                     d.scale, d.expires_at, d.since, d.returned]
                 INTO taken;
             END IF;
-            IF taken[1] BETWEEN clock AND clock + 10000 THEN
+            IF (taken[1] - clock) >> 13 = 0 THEN -- within 8 ms
                 RETURN taken;
             ELSIF taken[1] > clock + 10000
                 AND taken[2] = units
             THEN
-                PERFORM rate_limit_reset(name, keys[1], durable, NULL::integer, NULL::boolean); -- as below
+                PERFORM rate_limit_reset(name, this_key, durable, NULL::integer, NULL::boolean); -- as below
             ELSIF taken IS NOT NULL THEN -- the clock has been set, or this process stopped, since the row was locked
                 taken[1] := greatest(clock, least(clock + 10000, taken[1]));
                 RETURN taken;
             END IF;
-        ELSE
+        END IF;
+    ELSIF clock + 10000 < window_end
+        AND units IS NOT NULL
+        AND (octet_length(name) - 1) >> 7 = 0 -- which is BETWEEN 1 AND 128, with one call less
+        AND array_lower(keys, 1) = 1 AND array_ndims(keys) = 1
+    THEN
+        FOREACH this_key IN ARRAY keys LOOP
+            ascend := (ascend IS NOT FALSE AND (octet_length(this_key) - 1) >> 9 = 0 AND (before IS NULL
+                OR (-octet_length(before), before COLLATE "C")
+                    < (-octet_length(this_key), this_key COLLATE "C"))) IS TRUE;
+            before := this_key;
+        END LOOP;
+        IF ascend THEN
             IF durable IS NOT TRUE THEN
                 WITH d AS (
                     INSERT INTO rate_limit_ephemeral AS d
@@ -3707,10 +3741,7 @@ BEGIN
                         expires_at = CASE WHEN clock < d.expires_at THEN d.expires_at ELSE excluded.expires_at END
                     WHERE (coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
                             < clock + 10000
-                        OR CASE WHEN lock_timeout_ms > 0
-                                AND coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
-                                    > clock + lock_timeout_ms * 25000::bigint
-                            THEN _rate_limit_late() END)
+                        OR _rate_limit_give_up(clock, lock_timeout_ms, now_us))
                         AND d.algorithm = 5 AND d.since IS NULL AND d.window_start - clock <= window_us
                             AND (clock >= d.expires_at
                             OR clock + 10000 < d.expires_at AND d.expires_at = d.window_start + d.scale
@@ -3735,10 +3766,7 @@ BEGIN
                         expires_at = CASE WHEN clock < d.expires_at THEN d.expires_at ELSE excluded.expires_at END
                     WHERE (coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
                             < clock + 10000
-                        OR CASE WHEN lock_timeout_ms > 0
-                                AND coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
-                                    > clock + lock_timeout_ms * 25000::bigint
-                            THEN _rate_limit_late() END)
+                        OR _rate_limit_give_up(clock, lock_timeout_ms, now_us))
                         AND d.algorithm = 5 AND d.since IS NULL AND d.window_start - clock <= window_us
                             AND (clock >= d.expires_at
                             OR clock + 10000 < d.expires_at AND d.expires_at = d.window_start + d.scale
@@ -3838,10 +3866,8 @@ AS $$
 #variable_conflict use_variable
 DECLARE
     clock bigint := CASE
-        WHEN lock_timeout_ms IS NOT NULL AND lock_timeout_ms <> -1
+        WHEN coalesce(lock_timeout_ms, -1) <> -1
             AND set_config('lock_timeout', lock_timeout_ms::text, true) IS NULL THEN NULL
-        WHEN synchronous_commit IS NOT NULL
-            AND set_config('synchronous_commit', synchronous_commit::text, true) IS NULL THEN NULL
         ELSE coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint) END;
     possible boolean := (names[cardinality(names)] IS NOT NULL AND keys[cardinality(names)] IS NOT NULL
         AND cardinality(names) = ALL (ARRAY[cardinality(keys), cardinality(algorithms), cardinality(limits),
@@ -3854,7 +3880,11 @@ DECLARE
     fits boolean;
     tids tid[];
     taken bigint[];
+    ignored text;
 BEGIN
+    IF synchronous_commit IS NOT NULL THEN
+        ignored := set_config('synchronous_commit', synchronous_commit::text, true);
+    END IF;
     IF durable IS NOT TRUE THEN
         FOR attempt IN 1 .. 2 LOOP
             EXIT WHEN NOT possible;
@@ -3865,10 +3895,7 @@ BEGIN
                     AND d.ctid IS NOT NULL
                     AND (coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
                             < clock + 10000
-                        OR CASE WHEN lock_timeout_ms > 0
-                                AND coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
-                                    > clock + lock_timeout_ms * 25000::bigint
-                            THEN _rate_limit_late() END)
+                        OR _rate_limit_give_up(clock, lock_timeout_ms, now_us))
                     AND CASE WHEN coalesce(d.algorithm, 0) = 0
                         THEN excluded.expires_at < 2 * clock AND (full_credit - 1) / inflow < clock IS NOT FALSE
                         ELSE CASE excluded.algorithm
@@ -3876,20 +3903,18 @@ BEGIN
                             AND (clock >= d.expires_at
                             OR clock + 10000 < d.expires_at AND d.expires_at = d.window_start + window_us
                             AND excluded.count <= max_count - d.count)
-                        WHEN 2 THEN d.algorithm = 2 AND d.since IS NULL AND d.window_start - clock <= window_us
+                        WHEN 2 THEN d.algorithm = 2 AND d.since IS NULL
                             AND CASE
-                                WHEN clock >= d.expires_at THEN clock >= d.window_start + window_us
-                                WHEN clock >= d.window_start + window_us
-                                        AND d.expires_at = d.window_start + 2 * window_us
-                                        AND clock + 10000 < d.expires_at
-                                    THEN d.count BETWEEN 1 AND max_count
+                                WHEN d.expires_at <= clock THEN d.window_start <= ended
+                                WHEN d.expires_at <> d.window_start + 2 * window_us THEN false
+                                WHEN d.window_start <= ended THEN clock + 10000 < d.expires_at
+                                    AND d.count BETWEEN 1 AND max_count
                                     AND excluded.count <= max_count
                                         - (d.count * (d.expires_at - clock) + window_us - 1) / window_us
-                                ELSE clock + 10000 < d.window_start + window_us
-                                    AND d.expires_at = d.window_start + 2 * window_us AND d.prev_count <= max_count
-                                    AND excluded.count <= max_count - d.count
-                                        - (d.prev_count * (d.window_start + window_us
-                                            - greatest(clock, d.window_start)) + window_us - 1) / window_us END
+                                ELSE abs(d.window_start - clock) < window_us - 10000 -- it goes on for 10 ms
+                                    AND d.prev_count <= max_count
+                                    AND excluded.count <= max_count - d.count - (window_us - 1 + d.prev_count
+                                        * least(d.window_start - ended, window_us)) / window_us END
                         WHEN 3 THEN d.algorithm = 3 AND d.count = 0 AND d.scale = every_us AND d.capacity = tokens
                             AND d.refill = inflow AND d.credit < full_credit
                             AND d.window_start - clock <= (full_credit - 1) / inflow + 1
@@ -3929,7 +3954,8 @@ BEGIN
                         SELECT v.*, CASE WHEN v.valid THEN v.asked END AS units,
                             CASE WHEN v.algorithm = 3 AND v.valid THEN v.max_count * v.window_us END AS full_credit,
                             CASE WHEN v.algorithm = 5 AND v.valid
-                                THEN _rate_limit_window_end(clock, v.window_us, v.zone) END AS window_end
+                                THEN _rate_limit_window_end(clock, v.window_us, v.zone) END AS window_end,
+                            CASE WHEN v.algorithm = 2 AND v.valid THEN clock - window_us END AS ended
                         FROM (
                             SELECT u.*, u.max_count AS tokens, u.window_us AS every_us, CASE u.algorithm
                                 WHEN 1 THEN max_count >= 1 AND window_us BETWEEN 1 AND 2251799813685248
@@ -3968,18 +3994,17 @@ BEGIN
                         algorithm = excluded.algorithm,
                         count = CASE excluded.algorithm
                     WHEN 1 THEN CASE WHEN clock < d.expires_at THEN d.count ELSE 0 END + excluded.count
-                    WHEN 2 THEN CASE WHEN clock < d.window_start + window_us
-                        THEN d.count ELSE 0 END + excluded.count
+                    WHEN 2 THEN CASE WHEN d.window_start > ended THEN d.count ELSE 0 END + excluded.count
                     WHEN 5 THEN CASE WHEN clock < d.expires_at THEN d.count ELSE 0 END + excluded.count
                     ELSE d.count END,
                         prev_count = CASE excluded.algorithm
-                    WHEN 2 THEN CASE WHEN clock < d.window_start + window_us THEN d.prev_count
-                        WHEN clock < d.expires_at THEN d.count ELSE 0 END
+                    WHEN 2 THEN CASE WHEN d.window_start > ended THEN d.prev_count
+                        WHEN d.expires_at > clock THEN d.count ELSE 0 END
                     ELSE d.prev_count END,
                         window_start = CASE excluded.algorithm
                     WHEN 1 THEN CASE WHEN clock < d.expires_at THEN d.window_start ELSE clock END
-                    WHEN 2 THEN CASE WHEN clock < d.window_start + window_us THEN d.window_start
-                        WHEN clock < d.expires_at THEN d.window_start + window_us ELSE clock END
+                    WHEN 2 THEN CASE WHEN d.window_start > ended THEN d.window_start
+                        WHEN d.expires_at > clock THEN d.window_start + window_us ELSE clock END
                     WHEN 3 THEN CASE WHEN clock - d.window_start <= (full_credit - d.credit - 1) / inflow
                         THEN greatest(clock, d.window_start) ELSE clock END
                     WHEN 5 THEN CASE WHEN clock < d.expires_at THEN d.window_start ELSE clock END
@@ -3995,8 +4020,8 @@ BEGIN
                     ELSE d.scale END,
                         expires_at = CASE excluded.algorithm
                     WHEN 1 THEN CASE WHEN clock < d.expires_at THEN d.expires_at ELSE excluded.expires_at END
-                    WHEN 2 THEN CASE WHEN clock < d.window_start + window_us THEN d.window_start
-                        WHEN clock < d.expires_at THEN d.window_start + window_us ELSE clock END + 2 * window_us
+                    WHEN 2 THEN CASE WHEN d.window_start > ended THEN d.expires_at
+                        WHEN d.expires_at > clock THEN d.expires_at + window_us ELSE excluded.expires_at END
                     WHEN 3 THEN CASE WHEN clock - d.window_start <= (full_credit - d.credit - 1) / inflow
                         THEN greatest(clock, d.window_start)
                             + (full_credit - (d.credit + greatest(clock - d.window_start, 0) * inflow)
@@ -4042,7 +4067,8 @@ BEGIN
                         SELECT v.*, CASE WHEN v.valid THEN v.asked END AS units,
                             CASE WHEN v.algorithm = 3 AND v.valid THEN v.max_count * v.window_us END AS full_credit,
                             CASE WHEN v.algorithm = 5 AND v.valid
-                                THEN _rate_limit_window_end(clock, v.window_us, v.zone) END AS window_end
+                                THEN _rate_limit_window_end(clock, v.window_us, v.zone) END AS window_end,
+                            CASE WHEN v.algorithm = 2 AND v.valid THEN clock - window_us END AS ended
                         FROM (
                             SELECT u.*, u.max_count AS tokens, u.window_us AS every_us, CASE u.algorithm
                                 WHEN 1 THEN max_count >= 1 AND window_us BETWEEN 1 AND 2251799813685248
@@ -4093,20 +4119,18 @@ BEGIN
                         AND (clock >= d.expires_at
                         OR clock + 10000 < d.expires_at AND d.expires_at = d.window_start + window_us
                         AND excluded.count <= max_count - d.count)
-                    WHEN 2 THEN d.algorithm = 2 AND d.since IS NULL AND d.window_start - clock <= window_us
+                    WHEN 2 THEN d.algorithm = 2 AND d.since IS NULL
                         AND CASE
-                            WHEN clock >= d.expires_at THEN clock >= d.window_start + window_us
-                            WHEN clock >= d.window_start + window_us
-                                    AND d.expires_at = d.window_start + 2 * window_us
-                                    AND clock + 10000 < d.expires_at
-                                THEN d.count BETWEEN 1 AND max_count
+                            WHEN d.expires_at <= clock THEN d.window_start <= ended
+                            WHEN d.expires_at <> d.window_start + 2 * window_us THEN false
+                            WHEN d.window_start <= ended THEN clock + 10000 < d.expires_at
+                                AND d.count BETWEEN 1 AND max_count
                                 AND excluded.count <= max_count
                                     - (d.count * (d.expires_at - clock) + window_us - 1) / window_us
-                            ELSE clock + 10000 < d.window_start + window_us
-                                AND d.expires_at = d.window_start + 2 * window_us AND d.prev_count <= max_count
-                                AND excluded.count <= max_count - d.count
-                                    - (d.prev_count * (d.window_start + window_us
-                                        - greatest(clock, d.window_start)) + window_us - 1) / window_us END
+                            ELSE abs(d.window_start - clock) < window_us - 10000 -- it goes on for 10 ms
+                                AND d.prev_count <= max_count
+                                AND excluded.count <= max_count - d.count - (window_us - 1 + d.prev_count
+                                    * least(d.window_start - ended, window_us)) / window_us END
                     WHEN 3 THEN d.algorithm = 3 AND d.count = 0 AND d.scale = every_us AND d.capacity = tokens
                         AND d.refill = inflow AND d.credit < full_credit
                         AND d.window_start - clock <= (full_credit - 1) / inflow + 1
@@ -4146,7 +4170,8 @@ BEGIN
                     SELECT v.*, CASE WHEN v.valid THEN v.asked END AS units,
                         CASE WHEN v.algorithm = 3 AND v.valid THEN v.max_count * v.window_us END AS full_credit,
                         CASE WHEN v.algorithm = 5 AND v.valid
-                            THEN _rate_limit_window_end(clock, v.window_us, v.zone) END AS window_end
+                            THEN _rate_limit_window_end(clock, v.window_us, v.zone) END AS window_end,
+                        CASE WHEN v.algorithm = 2 AND v.valid THEN clock - window_us END AS ended
                     FROM (
                         SELECT u.*, u.max_count AS tokens, u.window_us AS every_us, CASE u.algorithm
                             WHEN 1 THEN max_count >= 1 AND window_us BETWEEN 1 AND 2251799813685248
@@ -4183,10 +4208,7 @@ BEGIN
             SELECT e.name, e.key
             FROM unnest(names, keys) AS e (name, key)
             ON CONFLICT (prefix, key)
-            DO UPDATE SET count = d.count WHERE CASE WHEN lock_timeout_ms > 0
-                    AND coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
-                        > clock + lock_timeout_ms * 25000::bigint
-                THEN _rate_limit_late() END;
+            DO UPDATE SET count = d.count WHERE _rate_limit_give_up(clock, lock_timeout_ms, now_us);
         END LOOP;
     ELSE
         FOR attempt IN 1 .. 2 LOOP
@@ -4198,10 +4220,7 @@ BEGIN
                     AND d.ctid IS NOT NULL
                     AND (coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
                             < clock + 10000
-                        OR CASE WHEN lock_timeout_ms > 0
-                                AND coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
-                                    > clock + lock_timeout_ms * 25000::bigint
-                            THEN _rate_limit_late() END)
+                        OR _rate_limit_give_up(clock, lock_timeout_ms, now_us))
                     AND CASE WHEN coalesce(d.algorithm, 0) = 0
                         THEN excluded.expires_at < 2 * clock AND (full_credit - 1) / inflow < clock IS NOT FALSE
                         ELSE CASE excluded.algorithm
@@ -4209,20 +4228,18 @@ BEGIN
                             AND (clock >= d.expires_at
                             OR clock + 10000 < d.expires_at AND d.expires_at = d.window_start + window_us
                             AND excluded.count <= max_count - d.count)
-                        WHEN 2 THEN d.algorithm = 2 AND d.since IS NULL AND d.window_start - clock <= window_us
+                        WHEN 2 THEN d.algorithm = 2 AND d.since IS NULL
                             AND CASE
-                                WHEN clock >= d.expires_at THEN clock >= d.window_start + window_us
-                                WHEN clock >= d.window_start + window_us
-                                        AND d.expires_at = d.window_start + 2 * window_us
-                                        AND clock + 10000 < d.expires_at
-                                    THEN d.count BETWEEN 1 AND max_count
+                                WHEN d.expires_at <= clock THEN d.window_start <= ended
+                                WHEN d.expires_at <> d.window_start + 2 * window_us THEN false
+                                WHEN d.window_start <= ended THEN clock + 10000 < d.expires_at
+                                    AND d.count BETWEEN 1 AND max_count
                                     AND excluded.count <= max_count
                                         - (d.count * (d.expires_at - clock) + window_us - 1) / window_us
-                                ELSE clock + 10000 < d.window_start + window_us
-                                    AND d.expires_at = d.window_start + 2 * window_us AND d.prev_count <= max_count
-                                    AND excluded.count <= max_count - d.count
-                                        - (d.prev_count * (d.window_start + window_us
-                                            - greatest(clock, d.window_start)) + window_us - 1) / window_us END
+                                ELSE abs(d.window_start - clock) < window_us - 10000 -- it goes on for 10 ms
+                                    AND d.prev_count <= max_count
+                                    AND excluded.count <= max_count - d.count - (window_us - 1 + d.prev_count
+                                        * least(d.window_start - ended, window_us)) / window_us END
                         WHEN 3 THEN d.algorithm = 3 AND d.count = 0 AND d.scale = every_us AND d.capacity = tokens
                             AND d.refill = inflow AND d.credit < full_credit
                             AND d.window_start - clock <= (full_credit - 1) / inflow + 1
@@ -4262,7 +4279,8 @@ BEGIN
                         SELECT v.*, CASE WHEN v.valid THEN v.asked END AS units,
                             CASE WHEN v.algorithm = 3 AND v.valid THEN v.max_count * v.window_us END AS full_credit,
                             CASE WHEN v.algorithm = 5 AND v.valid
-                                THEN _rate_limit_window_end(clock, v.window_us, v.zone) END AS window_end
+                                THEN _rate_limit_window_end(clock, v.window_us, v.zone) END AS window_end,
+                            CASE WHEN v.algorithm = 2 AND v.valid THEN clock - window_us END AS ended
                         FROM (
                             SELECT u.*, u.max_count AS tokens, u.window_us AS every_us, CASE u.algorithm
                                 WHEN 1 THEN max_count >= 1 AND window_us BETWEEN 1 AND 2251799813685248
@@ -4301,18 +4319,17 @@ BEGIN
                         algorithm = excluded.algorithm,
                         count = CASE excluded.algorithm
                     WHEN 1 THEN CASE WHEN clock < d.expires_at THEN d.count ELSE 0 END + excluded.count
-                    WHEN 2 THEN CASE WHEN clock < d.window_start + window_us
-                        THEN d.count ELSE 0 END + excluded.count
+                    WHEN 2 THEN CASE WHEN d.window_start > ended THEN d.count ELSE 0 END + excluded.count
                     WHEN 5 THEN CASE WHEN clock < d.expires_at THEN d.count ELSE 0 END + excluded.count
                     ELSE d.count END,
                         prev_count = CASE excluded.algorithm
-                    WHEN 2 THEN CASE WHEN clock < d.window_start + window_us THEN d.prev_count
-                        WHEN clock < d.expires_at THEN d.count ELSE 0 END
+                    WHEN 2 THEN CASE WHEN d.window_start > ended THEN d.prev_count
+                        WHEN d.expires_at > clock THEN d.count ELSE 0 END
                     ELSE d.prev_count END,
                         window_start = CASE excluded.algorithm
                     WHEN 1 THEN CASE WHEN clock < d.expires_at THEN d.window_start ELSE clock END
-                    WHEN 2 THEN CASE WHEN clock < d.window_start + window_us THEN d.window_start
-                        WHEN clock < d.expires_at THEN d.window_start + window_us ELSE clock END
+                    WHEN 2 THEN CASE WHEN d.window_start > ended THEN d.window_start
+                        WHEN d.expires_at > clock THEN d.window_start + window_us ELSE clock END
                     WHEN 3 THEN CASE WHEN clock - d.window_start <= (full_credit - d.credit - 1) / inflow
                         THEN greatest(clock, d.window_start) ELSE clock END
                     WHEN 5 THEN CASE WHEN clock < d.expires_at THEN d.window_start ELSE clock END
@@ -4328,8 +4345,8 @@ BEGIN
                     ELSE d.scale END,
                         expires_at = CASE excluded.algorithm
                     WHEN 1 THEN CASE WHEN clock < d.expires_at THEN d.expires_at ELSE excluded.expires_at END
-                    WHEN 2 THEN CASE WHEN clock < d.window_start + window_us THEN d.window_start
-                        WHEN clock < d.expires_at THEN d.window_start + window_us ELSE clock END + 2 * window_us
+                    WHEN 2 THEN CASE WHEN d.window_start > ended THEN d.expires_at
+                        WHEN d.expires_at > clock THEN d.expires_at + window_us ELSE excluded.expires_at END
                     WHEN 3 THEN CASE WHEN clock - d.window_start <= (full_credit - d.credit - 1) / inflow
                         THEN greatest(clock, d.window_start)
                             + (full_credit - (d.credit + greatest(clock - d.window_start, 0) * inflow)
@@ -4375,7 +4392,8 @@ BEGIN
                         SELECT v.*, CASE WHEN v.valid THEN v.asked END AS units,
                             CASE WHEN v.algorithm = 3 AND v.valid THEN v.max_count * v.window_us END AS full_credit,
                             CASE WHEN v.algorithm = 5 AND v.valid
-                                THEN _rate_limit_window_end(clock, v.window_us, v.zone) END AS window_end
+                                THEN _rate_limit_window_end(clock, v.window_us, v.zone) END AS window_end,
+                            CASE WHEN v.algorithm = 2 AND v.valid THEN clock - window_us END AS ended
                         FROM (
                             SELECT u.*, u.max_count AS tokens, u.window_us AS every_us, CASE u.algorithm
                                 WHEN 1 THEN max_count >= 1 AND window_us BETWEEN 1 AND 2251799813685248
@@ -4426,20 +4444,18 @@ BEGIN
                         AND (clock >= d.expires_at
                         OR clock + 10000 < d.expires_at AND d.expires_at = d.window_start + window_us
                         AND excluded.count <= max_count - d.count)
-                    WHEN 2 THEN d.algorithm = 2 AND d.since IS NULL AND d.window_start - clock <= window_us
+                    WHEN 2 THEN d.algorithm = 2 AND d.since IS NULL
                         AND CASE
-                            WHEN clock >= d.expires_at THEN clock >= d.window_start + window_us
-                            WHEN clock >= d.window_start + window_us
-                                    AND d.expires_at = d.window_start + 2 * window_us
-                                    AND clock + 10000 < d.expires_at
-                                THEN d.count BETWEEN 1 AND max_count
+                            WHEN d.expires_at <= clock THEN d.window_start <= ended
+                            WHEN d.expires_at <> d.window_start + 2 * window_us THEN false
+                            WHEN d.window_start <= ended THEN clock + 10000 < d.expires_at
+                                AND d.count BETWEEN 1 AND max_count
                                 AND excluded.count <= max_count
                                     - (d.count * (d.expires_at - clock) + window_us - 1) / window_us
-                            ELSE clock + 10000 < d.window_start + window_us
-                                AND d.expires_at = d.window_start + 2 * window_us AND d.prev_count <= max_count
-                                AND excluded.count <= max_count - d.count
-                                    - (d.prev_count * (d.window_start + window_us
-                                        - greatest(clock, d.window_start)) + window_us - 1) / window_us END
+                            ELSE abs(d.window_start - clock) < window_us - 10000 -- it goes on for 10 ms
+                                AND d.prev_count <= max_count
+                                AND excluded.count <= max_count - d.count - (window_us - 1 + d.prev_count
+                                    * least(d.window_start - ended, window_us)) / window_us END
                     WHEN 3 THEN d.algorithm = 3 AND d.count = 0 AND d.scale = every_us AND d.capacity = tokens
                         AND d.refill = inflow AND d.credit < full_credit
                         AND d.window_start - clock <= (full_credit - 1) / inflow + 1
@@ -4479,7 +4495,8 @@ BEGIN
                     SELECT v.*, CASE WHEN v.valid THEN v.asked END AS units,
                         CASE WHEN v.algorithm = 3 AND v.valid THEN v.max_count * v.window_us END AS full_credit,
                         CASE WHEN v.algorithm = 5 AND v.valid
-                            THEN _rate_limit_window_end(clock, v.window_us, v.zone) END AS window_end
+                            THEN _rate_limit_window_end(clock, v.window_us, v.zone) END AS window_end,
+                        CASE WHEN v.algorithm = 2 AND v.valid THEN clock - window_us END AS ended
                     FROM (
                         SELECT u.*, u.max_count AS tokens, u.window_us AS every_us, CASE u.algorithm
                             WHEN 1 THEN max_count >= 1 AND window_us BETWEEN 1 AND 2251799813685248
@@ -4516,10 +4533,7 @@ BEGIN
             SELECT e.name, e.key
             FROM unnest(names, keys) AS e (name, key)
             ON CONFLICT (prefix, key)
-            DO UPDATE SET count = d.count WHERE CASE WHEN lock_timeout_ms > 0
-                    AND coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
-                        > clock + lock_timeout_ms * 25000::bigint
-                THEN _rate_limit_late() END;
+            DO UPDATE SET count = d.count WHERE _rate_limit_give_up(clock, lock_timeout_ms, now_us);
         END LOOP;
     END IF;
 
@@ -4902,7 +4916,8 @@ BEGIN
                 'rate_limit_allow', 'rate_limit_peek', 'rate_limit_reset', 'rate_limit_sweep',
                 'rate_limit_policies', 'rate_limit_ban', 'rate_limit_report', 'rate_limit_report_leases',
                 '_rate_limit_check_policy', '_rate_limit_note_policy',
-                '_rate_limit_late', '_rate_limit_read_policy', '_rate_limit_ask', '_rate_limit_window_end')
+                '_rate_limit_late', '_rate_limit_give_up',
+                '_rate_limit_read_policy', '_rate_limit_ask', '_rate_limit_window_end')
     LOOP
         signature := fn.oid::regprocedure::text;
         -- A migration before this one may have done it.
@@ -5005,6 +5020,7 @@ DROP FUNCTION IF EXISTS rate_limit_all(integer[], text[], text[], boolean[], sma
     bigint[], bigint[], bigint[], integer, boolean, timestamptz, bigint[], bigint[], bigint[], bigint[], boolean,
     text[], bigint[]);
 DROP FUNCTION IF EXISTS _rate_limit_window_end(bigint, bigint, text);
+DROP FUNCTION IF EXISTS _rate_limit_give_up(bigint, integer, bigint);
 DROP FUNCTION IF EXISTS _rate_limit_late();
 DROP TYPE IF EXISTS rate_limit_decision;
 DROP TYPE IF EXISTS rate_limit_row;

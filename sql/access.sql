@@ -48,7 +48,8 @@ BEGIN
                 'rate_limit_allow', 'rate_limit_peek', 'rate_limit_reset', 'rate_limit_sweep',
                 'rate_limit_policies', 'rate_limit_ban', 'rate_limit_report', 'rate_limit_report_leases',
                 '_rate_limit_check_policy', '_rate_limit_note_policy',
-                '_rate_limit_late', '_rate_limit_read_policy', '_rate_limit_ask', '_rate_limit_window_end')
+                '_rate_limit_late', '_rate_limit_give_up',
+                '_rate_limit_read_policy', '_rate_limit_ask', '_rate_limit_window_end')
     LOOP
         signature := fn.oid::regprocedure::text;
         -- A migration before this one may have done it.

@@ -8,23 +8,32 @@
 
 {{define "reading"}}coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint){{end}}
 
-{{/* The first reading of the clock. This expression makes the settings, too. */}}
+{{/* The first reading of the clock. This expression sets lock_timeout, too. */}}
 {{define "clock"}}CASE
-    WHEN lock_timeout_ms IS NOT NULL AND lock_timeout_ms <> -1
+    WHEN coalesce(lock_timeout_ms, -1) <> -1
         AND set_config('lock_timeout', lock_timeout_ms::text, true) IS NULL THEN NULL
-    WHEN synchronous_commit IS NOT NULL
-        AND set_config('synchronous_commit', synchronous_commit::text, true) IS NULL THEN NULL
     ELSE {{include "reading" | hang 4}} END{{end}}
+
+{{define "commit"}}
+IF synchronous_commit IS NOT NULL THEN
+    ignored := set_config('synchronous_commit', synchronous_commit::text, true);
+END IF;
+{{end}}
+
+{{/* Whether what is asked for is valid, and so is what is to be made. */}}
+{{define "can take"}}
+{{- if eq .Name "tokenbucket"}}full_credit IS NOT NULL
+    {{- else if eq .Name "calendar"}}clock + 10000 < window_end
+    {{- else}}{{include (print .Name ".valid")}}{{end}}
+    AND units IS NOT NULL
+    AND (octet_length(name) - 1) >> 7 = 0 -- which is BETWEEN 1 AND 128, with one call less{{end}}
 
 {{/* Whether a row was locked soon enough to be decided by this reading. */}}
 {{define "in time"}}{{include "reading"}}
     < clock + 10000{{end}}
 
 {{/* Gives up when the waits for all rows together have lasted too long. */}}
-{{define "give up"}}CASE WHEN lock_timeout_ms > 0
-        AND {{include "reading"}}
-            > clock + lock_timeout_ms * 25000::bigint
-    THEN _rate_limit_late() END{{end}}
+{{define "give up"}}_rate_limit_give_up(clock, lock_timeout_ms, now_us){{end}}
 
 {{/* The second reading of the clock, for rows that were locked within 10 ms. */}}
 {{define "soon"}}greatest(clock, least(clock + 10000,
@@ -254,12 +263,12 @@ AS $$
 #variable_conflict use_variable
 DECLARE
 {{- if has (print .Name ".rolls")}}
-    -- Each expression counts here, because plpgsql prepares it anew in every transaction. So this one makes the
-    -- settings, too.
+    -- Each expression counts here, because plpgsql prepares it anew in every transaction. So this one sets
+    -- lock_timeout, too.
     clock bigint := {{include "clock" | hang 4}};
     taken bigint[];
-    units bigint := 1; -- what is asked for the first key, or NULL if that is not valid
-    each bigint[];     -- the same, for each of several keys; NULL if that is 1 each
+    units bigint := 1; -- what is asked for the first key, or NULL if costs or counts are not valid
+    each bigint[];     -- what is asked for each of several keys; NULL if that is 1 each
 {{- if .Zoned}}
     -- Of a window that begins now. It has to go on for 10 ms, as in the rules for a row that is there.
     window_end bigint := CASE WHEN {{include (print .Name ".valid") | hang 8}}
@@ -267,8 +276,11 @@ DECLARE
 {{- end}}
     this_key text;
     before text;       -- the key before it
-    several boolean;   -- whether several keys can be decided here; NULL if there is one
+    ascend boolean;    -- whether several keys ascend
     begun bigint[];    -- which of the keys have a row that was made
+{{- with maybe (print .Name ".ended") ""}}
+    ended bigint;
+{{- end}}
 {{- if eq .Name "tokenbucket"}}
     -- The rules say so, because in takeall.sql capacity and refill would be those of the row.
     tokens ALIAS FOR capacity;
@@ -279,57 +291,63 @@ DECLARE
 {{- end}}
     told bigint[];     -- of the keys that were taken from
     taken_keys text[]; -- these keys
+    ignored text;
 BEGIN
 {{- if has (print .Name ".rolls")}}
-    IF costs IS NOT NULL OR counts IS NOT NULL THEN
-        units := CASE WHEN cardinality(costs) = cardinality(keys) AND cardinality(counts) = cardinality(keys)
+    IF num_nonnulls(costs, counts, synchronous_commit) > 0 THEN
+{{include "commit" | indent 8}}
+        units := CASE WHEN num_nonnulls(costs, counts) = 0 THEN 1
+            WHEN cardinality(costs) = cardinality(keys) AND cardinality(counts) = cardinality(keys)
             AND costs[1] BETWEEN 1 AND {{.Limit}} AND counts[1] BETWEEN 1 AND {{.Limit}} / costs[1]
             THEN costs[1] * counts[1] END; -- this divides, because the product could overflow
-        IF cardinality(keys) > 1 THEN
+        IF cardinality(keys) > 1 AND units IS NOT NULL AND costs IS NOT NULL THEN
             each := ARRAY(
                 SELECT CASE WHEN u.cost BETWEEN 1 AND {{.Limit}} AND u.asked BETWEEN 1 AND {{.Limit}} / u.cost
                     THEN u.cost * u.asked END
                 FROM unnest(costs, counts) AS u (cost, asked));
+            units := CASE WHEN array_position(each, NULL) IS NULL
+                AND costs[cardinality(keys)] IS NOT NULL -- or they are not counted from 1
+                AND counts[cardinality(keys)] IS NOT NULL THEN units END;
         END IF;
     END IF;
-    IF cardinality(keys) > 1 THEN
-        several := keys[cardinality(keys)] IS NOT NULL -- or the arrays are not counted from 1
-            AND (costs IS NULL OR costs[cardinality(keys)] IS NOT NULL AND counts[cardinality(keys)] IS NOT NULL)
-            AND array_position(each, NULL) IS NULL;
-        FOREACH this_key IN ARRAY keys LOOP
-            several := (several AND octet_length(this_key) BETWEEN 1 AND 512 AND (before IS NULL
-                OR (-octet_length(before), before COLLATE "C")
-                    < (-octet_length(this_key), this_key COLLATE "C"))) IS TRUE;
-            before := this_key;
-        END LOOP;
-    END IF;
-    IF {{if eq .Name "tokenbucket"}}full_credit IS NOT NULL{{else if .Zoned}}clock + 10000 < window_end
-        {{- else}}{{include (print .Name ".valid") | hang 8}}{{end}}
-        AND units IS NOT NULL AND several IS NOT FALSE
-        AND (octet_length(name) - 1) >> 7 = 0 -- which is BETWEEN 1 AND 128, with one call less
-        AND (octet_length(keys[1]) - 1) >> 9 = 0 -- BETWEEN 1 AND 512
-    THEN
-        IF several IS NULL THEN -- there is one key
+    IF cardinality(keys) = 1 THEN
+        this_key := keys[1];
+        IF {{include "can take" . | hang 8}}
+            AND (octet_length(this_key) - 1) >> 9 = 0 -- BETWEEN 1 AND 512
+        THEN
 {{- range $t := $.Tables}}
             {{$t.If}}
                 {{include "upsert" (dict "Table" $t.Name "Name" $a.Name "Rolls" false
-                    "Rows" (print "VALUES (name, keys[1], " (include (print $a.Name ".values") "units") ")")
+                    "Rows" (print "VALUES (name, this_key, " (include (print $a.Name ".values") "units") ")")
                     "While" (include "in time")
                     "Tells" (include "told" (dict "At" (include "reading")))) | hang 16}}
                 INTO taken;
 {{- end}}
             END IF;
-            IF taken[1] BETWEEN clock AND clock + 10000 THEN
+            IF (taken[1] - clock) >> 13 = 0 THEN -- within 8 ms
                 RETURN taken;
             ELSIF taken[1] > clock + 10000
                 AND {{include (print .Name ".new") (dict "Taken" "taken" "Units" "units")}}
             THEN
-                PERFORM rate_limit_reset(name, keys[1], durable, NULL::integer, NULL::boolean); -- as below
+                PERFORM rate_limit_reset(name, this_key, durable, NULL::integer, NULL::boolean); -- as below
             ELSIF taken IS NOT NULL THEN -- the clock has been set, or this process stopped, since the row was locked
                 taken[1] := greatest(clock, least(clock + 10000, taken[1]));
                 RETURN taken;
             END IF;
-        ELSE
+        END IF;
+    ELSIF {{include "can take" . | hang 4}}
+        AND array_lower(keys, 1) = 1 AND array_ndims(keys) = 1
+    THEN
+        FOREACH this_key IN ARRAY keys LOOP
+            ascend := (ascend IS NOT FALSE AND (octet_length(this_key) - 1) >> 9 = 0 AND (before IS NULL
+                OR (-octet_length(before), before COLLATE "C")
+                    < (-octet_length(this_key), this_key COLLATE "C"))) IS TRUE;
+            before := this_key;
+        END LOOP;
+        IF ascend THEN
+{{- with maybe (print .Name ".ended") ""}}
+            ended := {{.}};
+{{- end}}
 {{- range $t := $.Tables}}
             {{$t.If}}
                 WITH d AS (
@@ -369,11 +387,9 @@ FROM unnest(keys, each) AS e (key, units)`)
         END IF;
     END IF;
 {{- else}}
+{{include "commit" | indent 4}}
     IF lock_timeout_ms <> -1 THEN
-        PERFORM set_config('lock_timeout', lock_timeout_ms::text, true);
-    END IF;
-    IF synchronous_commit IS NOT NULL THEN
-        PERFORM set_config('synchronous_commit', synchronous_commit::text, true);
+        ignored := set_config('lock_timeout', lock_timeout_ms::text, true);
     END IF;
 {{- end}}
     RETURN told || {{.Left}}(

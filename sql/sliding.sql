@@ -12,32 +12,32 @@ block is for. */}}
 
 {{define "sliding.insert"}}(prefix, key, algorithm, count, window_start, expires_at){{end}}
 {{define "sliding.values"}}2, {{.}}, clock, clock + 2 * window_us{{end}}
-{{define "sliding.start"}}CASE WHEN clock < d.window_start + window_us THEN d.window_start
-    WHEN clock < d.expires_at THEN d.window_start + window_us ELSE clock END{{end}}
 {{define "sliding.adds"}}count = d.count + excluded.count{{end}}
 {{define "sliding.rolls"}}
-count = CASE WHEN clock < d.window_start + window_us
-    THEN d.count ELSE 0 END + excluded.count,
-prev_count = CASE WHEN clock < d.window_start + window_us THEN d.prev_count
-    WHEN clock < d.expires_at THEN d.count ELSE 0 END,
-window_start = {{include "sliding.start"}},
-expires_at = {{include "sliding.start"}} + 2 * window_us
+count = CASE WHEN d.window_start > ended THEN d.count ELSE 0 END + excluded.count,
+prev_count = CASE WHEN d.window_start > ended THEN d.prev_count
+    WHEN d.expires_at > clock THEN d.count ELSE 0 END,
+window_start = CASE WHEN d.window_start > ended THEN d.window_start
+    WHEN d.expires_at > clock THEN d.window_start + window_us ELSE clock END,
+expires_at = CASE WHEN d.window_start > ended THEN d.expires_at
+    WHEN d.expires_at > clock THEN d.expires_at + window_us ELSE excluded.expires_at END
 {{end}}
+{{/* A window that began then, or before, has ended. */}}
+{{define "sliding.ended"}}clock - window_us{{end}}
 {{define "sliding.fits"}}
-d.algorithm = 2 AND d.since IS NULL AND d.window_start - clock <= window_us
+d.algorithm = 2 AND d.since IS NULL
     AND {{if .Rolls}}CASE
-        WHEN clock >= d.expires_at THEN clock >= d.window_start + window_us
-        WHEN clock >= d.window_start + window_us
-                AND d.expires_at = d.window_start + 2 * window_us
-                AND clock + 10000 < d.expires_at
-            THEN d.count BETWEEN 1 AND max_count
+        WHEN d.expires_at <= clock THEN d.window_start <= ended
+        WHEN d.expires_at <> d.window_start + 2 * window_us THEN false
+        WHEN d.window_start <= ended THEN clock + 10000 < d.expires_at
+            AND d.count BETWEEN 1 AND max_count
             AND excluded.count <= max_count
                 - (d.count * (d.expires_at - clock) + window_us - 1) / window_us
-        ELSE {{end}}clock + 10000 < d.window_start + window_us
-            AND d.expires_at = d.window_start + 2 * window_us AND d.prev_count <= max_count
-            AND excluded.count <= max_count - d.count
-                - (d.prev_count * (d.window_start + window_us
-                    - greatest(clock, d.window_start)) + window_us - 1) / window_us
+        ELSE {{else}}d.expires_at = d.window_start + 2 * window_us
+            AND {{end}}abs(d.window_start - clock) < window_us - 10000 -- it goes on for 10 ms
+            AND d.prev_count <= max_count
+            AND excluded.count <= max_count - d.count - (window_us - 1 + d.prev_count
+                * least(d.window_start - {{if .Rolls}}ended{{else}}clock + window_us{{end}}, window_us)) / window_us
     {{- if .Rolls}} END{{end}}
 {{end}}
 {{define "sliding.new"}}{{.Taken}}[2] = {{.Units}} AND {{.Taken}}[3] = 0{{end}}

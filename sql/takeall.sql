@@ -22,7 +22,8 @@ FROM (
     SELECT v.*, CASE WHEN v.valid THEN v.asked END AS units,
         CASE WHEN v.algorithm = 3 AND v.valid THEN v.max_count * v.window_us END AS full_credit,
         CASE WHEN v.algorithm = 5 AND v.valid
-            THEN _rate_limit_window_end(clock, v.window_us, v.zone) END AS window_end
+            THEN _rate_limit_window_end(clock, v.window_us, v.zone) END AS window_end,
+        CASE WHEN v.algorithm = 2 AND v.valid THEN {{include "sliding.ended"}} END AS ended
     FROM (
         SELECT u.*, u.max_count AS tokens, u.window_us AS every_us, CASE u.algorithm
         {{- range .Algorithms}}{{if has (print .Name ".rolls")}}
@@ -131,7 +132,9 @@ DECLARE
     fits boolean;
     tids tid[];
     taken bigint[];
+    ignored text;
 BEGIN
+{{include "commit" | indent 4}}
 {{- range $t := .Tables}}
     {{$t.If}}
         FOR attempt IN 1 .. 2 LOOP

@@ -54,3 +54,22 @@ BEGIN
         USING ERRCODE = 'lock_not_available', HINT = 'Together they may take 25 times lock_timeout_ms.';
 END
 $$;
+
+-- _rate_limit_give_up ends a statement whose first reading of the clock is that long ago.
+CREATE FUNCTION _rate_limit_give_up(
+    clock bigint,
+    lock_timeout_ms integer,
+    now_us bigint
+)
+RETURNS boolean
+LANGUAGE plpgsql
+AS $$
+BEGIN
+    IF lock_timeout_ms > 0 AND {{include "reading"}}
+            > clock + lock_timeout_ms * 25000::bigint
+    THEN
+        RETURN _rate_limit_late();
+    END IF;
+    RETURN false;
+END
+$$;
