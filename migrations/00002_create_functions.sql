@@ -2456,12 +2456,10 @@ BEGIN
                     count = d.count + excluded.count
                 WHERE coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
                     < clock + 10000
-                    AND d.algorithm = 2 AND d.since IS NULL
-                        AND d.expires_at = d.window_start + 2 * window_us
-                                AND abs(d.window_start - clock) < window_us - 10000 -- it goes on for 10 ms
-                                AND d.prev_count <= max_count
-                                AND excluded.count <= max_count - d.count - (window_us - 1 + d.prev_count
-                                    * least(d.window_start - clock + window_us, window_us)) / window_us
+                    AND d.algorithm = 2 AND d.since IS NULL AND d.expires_at = d.window_start + 2 * window_us
+                    AND abs(d.window_start - clock) < window_us - 10000 AND d.prev_count <= max_count
+                    AND excluded.count <= max_count - d.count - (window_us - 1
+                        + d.prev_count * least(d.window_start - (clock - window_us), window_us)) / window_us
                 RETURNING ARRAY[
                     coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint),
                     d.count, d.prev_count, d.window_start, d.credit,
@@ -2475,12 +2473,10 @@ BEGIN
                     count = d.count + excluded.count
                 WHERE coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
                     < clock + 10000
-                    AND d.algorithm = 2 AND d.since IS NULL
-                        AND d.expires_at = d.window_start + 2 * window_us
-                                AND abs(d.window_start - clock) < window_us - 10000 -- it goes on for 10 ms
-                                AND d.prev_count <= max_count
-                                AND excluded.count <= max_count - d.count - (window_us - 1 + d.prev_count
-                                    * least(d.window_start - clock + window_us, window_us)) / window_us
+                    AND d.algorithm = 2 AND d.since IS NULL AND d.expires_at = d.window_start + 2 * window_us
+                    AND abs(d.window_start - clock) < window_us - 10000 AND d.prev_count <= max_count
+                    AND excluded.count <= max_count - d.count - (window_us - 1
+                        + d.prev_count * least(d.window_start - (clock - window_us), window_us)) / window_us
                 RETURNING ARRAY[
                     coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint),
                     d.count, d.prev_count, d.window_start, d.credit,
@@ -2529,18 +2525,16 @@ BEGIN
                     WHERE (coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
                             < clock + 10000
                         OR _rate_limit_give_up(clock, lock_timeout_ms, now_us))
-                        AND d.algorithm = 2 AND d.since IS NULL
-                            AND CASE
-                                WHEN d.expires_at <= clock THEN d.window_start <= ended
-                                WHEN d.expires_at <> d.window_start + 2 * window_us THEN false
-                                WHEN d.window_start <= ended THEN clock + 10000 < d.expires_at
-                                    AND d.count BETWEEN 1 AND max_count
-                                    AND excluded.count <= max_count
-                                        - (d.count * (d.expires_at - clock) + window_us - 1) / window_us
-                                ELSE abs(d.window_start - clock) < window_us - 10000 -- it goes on for 10 ms
-                                    AND d.prev_count <= max_count
-                                    AND excluded.count <= max_count - d.count - (window_us - 1 + d.prev_count
-                                        * least(d.window_start - ended, window_us)) / window_us END
+                        AND d.algorithm = 2 AND d.since IS NULL AND CASE
+                            WHEN d.expires_at <= clock THEN d.window_start <= ended
+                            WHEN d.expires_at <> d.window_start + 2 * window_us THEN false
+                            WHEN d.window_start <= ended THEN clock + 10000 < d.expires_at
+                                AND d.count BETWEEN 1 AND max_count
+                                AND excluded.count <= max_count
+                                    - (d.count * (d.expires_at - clock) + window_us - 1) / window_us
+                            ELSE abs(d.window_start - clock) < window_us - 10000 AND d.prev_count <= max_count
+                            AND excluded.count <= max_count - d.count - (window_us - 1
+                                + d.prev_count * least(d.window_start - ended, window_us)) / window_us END
                     RETURNING d.key, ARRAY[
                         greatest(clock, least(clock + 10000,
                             coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint))),
@@ -2565,18 +2559,16 @@ BEGIN
                     WHERE (coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
                             < clock + 10000
                         OR _rate_limit_give_up(clock, lock_timeout_ms, now_us))
-                        AND d.algorithm = 2 AND d.since IS NULL
-                            AND CASE
-                                WHEN d.expires_at <= clock THEN d.window_start <= ended
-                                WHEN d.expires_at <> d.window_start + 2 * window_us THEN false
-                                WHEN d.window_start <= ended THEN clock + 10000 < d.expires_at
-                                    AND d.count BETWEEN 1 AND max_count
-                                    AND excluded.count <= max_count
-                                        - (d.count * (d.expires_at - clock) + window_us - 1) / window_us
-                                ELSE abs(d.window_start - clock) < window_us - 10000 -- it goes on for 10 ms
-                                    AND d.prev_count <= max_count
-                                    AND excluded.count <= max_count - d.count - (window_us - 1 + d.prev_count
-                                        * least(d.window_start - ended, window_us)) / window_us END
+                        AND d.algorithm = 2 AND d.since IS NULL AND CASE
+                            WHEN d.expires_at <= clock THEN d.window_start <= ended
+                            WHEN d.expires_at <> d.window_start + 2 * window_us THEN false
+                            WHEN d.window_start <= ended THEN clock + 10000 < d.expires_at
+                                AND d.count BETWEEN 1 AND max_count
+                                AND excluded.count <= max_count
+                                    - (d.count * (d.expires_at - clock) + window_us - 1) / window_us
+                            ELSE abs(d.window_start - clock) < window_us - 10000 AND d.prev_count <= max_count
+                            AND excluded.count <= max_count - d.count - (window_us - 1
+                                + d.prev_count * least(d.window_start - ended, window_us)) / window_us END
                     RETURNING d.key, ARRAY[
                         greatest(clock, least(clock + 10000,
                             coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint))),
@@ -3903,18 +3895,16 @@ BEGIN
                             AND (clock >= d.expires_at
                             OR clock + 10000 < d.expires_at AND d.expires_at = d.window_start + window_us
                             AND excluded.count <= max_count - d.count)
-                        WHEN 2 THEN d.algorithm = 2 AND d.since IS NULL
-                            AND CASE
-                                WHEN d.expires_at <= clock THEN d.window_start <= ended
-                                WHEN d.expires_at <> d.window_start + 2 * window_us THEN false
-                                WHEN d.window_start <= ended THEN clock + 10000 < d.expires_at
-                                    AND d.count BETWEEN 1 AND max_count
-                                    AND excluded.count <= max_count
-                                        - (d.count * (d.expires_at - clock) + window_us - 1) / window_us
-                                ELSE abs(d.window_start - clock) < window_us - 10000 -- it goes on for 10 ms
-                                    AND d.prev_count <= max_count
-                                    AND excluded.count <= max_count - d.count - (window_us - 1 + d.prev_count
-                                        * least(d.window_start - ended, window_us)) / window_us END
+                        WHEN 2 THEN d.algorithm = 2 AND d.since IS NULL AND CASE
+                            WHEN d.expires_at <= clock THEN d.window_start <= ended
+                            WHEN d.expires_at <> d.window_start + 2 * window_us THEN false
+                            WHEN d.window_start <= ended THEN clock + 10000 < d.expires_at
+                                AND d.count BETWEEN 1 AND max_count
+                                AND excluded.count <= max_count
+                                    - (d.count * (d.expires_at - clock) + window_us - 1) / window_us
+                            ELSE abs(d.window_start - clock) < window_us - 10000 AND d.prev_count <= max_count
+                            AND excluded.count <= max_count - d.count - (window_us - 1
+                                + d.prev_count * least(d.window_start - ended, window_us)) / window_us END
                         WHEN 3 THEN d.algorithm = 3 AND d.count = 0 AND d.scale = every_us AND d.capacity = tokens
                             AND d.refill = inflow AND d.credit < full_credit
                             AND d.window_start - clock <= (full_credit - 1) / inflow + 1
@@ -4119,18 +4109,16 @@ BEGIN
                         AND (clock >= d.expires_at
                         OR clock + 10000 < d.expires_at AND d.expires_at = d.window_start + window_us
                         AND excluded.count <= max_count - d.count)
-                    WHEN 2 THEN d.algorithm = 2 AND d.since IS NULL
-                        AND CASE
-                            WHEN d.expires_at <= clock THEN d.window_start <= ended
-                            WHEN d.expires_at <> d.window_start + 2 * window_us THEN false
-                            WHEN d.window_start <= ended THEN clock + 10000 < d.expires_at
-                                AND d.count BETWEEN 1 AND max_count
-                                AND excluded.count <= max_count
-                                    - (d.count * (d.expires_at - clock) + window_us - 1) / window_us
-                            ELSE abs(d.window_start - clock) < window_us - 10000 -- it goes on for 10 ms
-                                AND d.prev_count <= max_count
-                                AND excluded.count <= max_count - d.count - (window_us - 1 + d.prev_count
-                                    * least(d.window_start - ended, window_us)) / window_us END
+                    WHEN 2 THEN d.algorithm = 2 AND d.since IS NULL AND CASE
+                        WHEN d.expires_at <= clock THEN d.window_start <= ended
+                        WHEN d.expires_at <> d.window_start + 2 * window_us THEN false
+                        WHEN d.window_start <= ended THEN clock + 10000 < d.expires_at
+                            AND d.count BETWEEN 1 AND max_count
+                            AND excluded.count <= max_count
+                                - (d.count * (d.expires_at - clock) + window_us - 1) / window_us
+                        ELSE abs(d.window_start - clock) < window_us - 10000 AND d.prev_count <= max_count
+                        AND excluded.count <= max_count - d.count - (window_us - 1
+                            + d.prev_count * least(d.window_start - ended, window_us)) / window_us END
                     WHEN 3 THEN d.algorithm = 3 AND d.count = 0 AND d.scale = every_us AND d.capacity = tokens
                         AND d.refill = inflow AND d.credit < full_credit
                         AND d.window_start - clock <= (full_credit - 1) / inflow + 1
@@ -4228,18 +4216,16 @@ BEGIN
                             AND (clock >= d.expires_at
                             OR clock + 10000 < d.expires_at AND d.expires_at = d.window_start + window_us
                             AND excluded.count <= max_count - d.count)
-                        WHEN 2 THEN d.algorithm = 2 AND d.since IS NULL
-                            AND CASE
-                                WHEN d.expires_at <= clock THEN d.window_start <= ended
-                                WHEN d.expires_at <> d.window_start + 2 * window_us THEN false
-                                WHEN d.window_start <= ended THEN clock + 10000 < d.expires_at
-                                    AND d.count BETWEEN 1 AND max_count
-                                    AND excluded.count <= max_count
-                                        - (d.count * (d.expires_at - clock) + window_us - 1) / window_us
-                                ELSE abs(d.window_start - clock) < window_us - 10000 -- it goes on for 10 ms
-                                    AND d.prev_count <= max_count
-                                    AND excluded.count <= max_count - d.count - (window_us - 1 + d.prev_count
-                                        * least(d.window_start - ended, window_us)) / window_us END
+                        WHEN 2 THEN d.algorithm = 2 AND d.since IS NULL AND CASE
+                            WHEN d.expires_at <= clock THEN d.window_start <= ended
+                            WHEN d.expires_at <> d.window_start + 2 * window_us THEN false
+                            WHEN d.window_start <= ended THEN clock + 10000 < d.expires_at
+                                AND d.count BETWEEN 1 AND max_count
+                                AND excluded.count <= max_count
+                                    - (d.count * (d.expires_at - clock) + window_us - 1) / window_us
+                            ELSE abs(d.window_start - clock) < window_us - 10000 AND d.prev_count <= max_count
+                            AND excluded.count <= max_count - d.count - (window_us - 1
+                                + d.prev_count * least(d.window_start - ended, window_us)) / window_us END
                         WHEN 3 THEN d.algorithm = 3 AND d.count = 0 AND d.scale = every_us AND d.capacity = tokens
                             AND d.refill = inflow AND d.credit < full_credit
                             AND d.window_start - clock <= (full_credit - 1) / inflow + 1
@@ -4444,18 +4430,16 @@ BEGIN
                         AND (clock >= d.expires_at
                         OR clock + 10000 < d.expires_at AND d.expires_at = d.window_start + window_us
                         AND excluded.count <= max_count - d.count)
-                    WHEN 2 THEN d.algorithm = 2 AND d.since IS NULL
-                        AND CASE
-                            WHEN d.expires_at <= clock THEN d.window_start <= ended
-                            WHEN d.expires_at <> d.window_start + 2 * window_us THEN false
-                            WHEN d.window_start <= ended THEN clock + 10000 < d.expires_at
-                                AND d.count BETWEEN 1 AND max_count
-                                AND excluded.count <= max_count
-                                    - (d.count * (d.expires_at - clock) + window_us - 1) / window_us
-                            ELSE abs(d.window_start - clock) < window_us - 10000 -- it goes on for 10 ms
-                                AND d.prev_count <= max_count
-                                AND excluded.count <= max_count - d.count - (window_us - 1 + d.prev_count
-                                    * least(d.window_start - ended, window_us)) / window_us END
+                    WHEN 2 THEN d.algorithm = 2 AND d.since IS NULL AND CASE
+                        WHEN d.expires_at <= clock THEN d.window_start <= ended
+                        WHEN d.expires_at <> d.window_start + 2 * window_us THEN false
+                        WHEN d.window_start <= ended THEN clock + 10000 < d.expires_at
+                            AND d.count BETWEEN 1 AND max_count
+                            AND excluded.count <= max_count
+                                - (d.count * (d.expires_at - clock) + window_us - 1) / window_us
+                        ELSE abs(d.window_start - clock) < window_us - 10000 AND d.prev_count <= max_count
+                        AND excluded.count <= max_count - d.count - (window_us - 1
+                            + d.prev_count * least(d.window_start - ended, window_us)) / window_us END
                     WHEN 3 THEN d.algorithm = 3 AND d.count = 0 AND d.scale = every_us AND d.capacity = tokens
                         AND d.refill = inflow AND d.credit < full_credit
                         AND d.window_start - clock <= (full_credit - 1) / inflow + 1

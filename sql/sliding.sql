@@ -24,21 +24,24 @@ expires_at = CASE WHEN d.window_start > ended THEN d.expires_at
 {{end}}
 {{/* A window that began then, or before, has ended. */}}
 {{define "sliding.ended"}}clock - window_us{{end}}
+{{/* Whether a window that goes on for 10 ms has room. d.window_start less . is how long it still lasts. */}}
+{{define "sliding.has room"}}
+abs(d.window_start - clock) < window_us - 10000 AND d.prev_count <= max_count
+AND excluded.count <= max_count - d.count - (window_us - 1
+    + d.prev_count * least(d.window_start - {{.}}, window_us)) / window_us
+{{- end}}
 {{define "sliding.fits"}}
-d.algorithm = 2 AND d.since IS NULL
-    AND {{if .Rolls}}CASE
-        WHEN d.expires_at <= clock THEN d.window_start <= ended
-        WHEN d.expires_at <> d.window_start + 2 * window_us THEN false
-        WHEN d.window_start <= ended THEN clock + 10000 < d.expires_at
-            AND d.count BETWEEN 1 AND max_count
-            AND excluded.count <= max_count
-                - (d.count * (d.expires_at - clock) + window_us - 1) / window_us
-        ELSE {{else}}d.expires_at = d.window_start + 2 * window_us
-            AND {{end}}abs(d.window_start - clock) < window_us - 10000 -- it goes on for 10 ms
-            AND d.prev_count <= max_count
-            AND excluded.count <= max_count - d.count - (window_us - 1 + d.prev_count
-                * least(d.window_start - {{if .Rolls}}ended{{else}}clock + window_us{{end}}, window_us)) / window_us
-    {{- if .Rolls}} END{{end}}
+d.algorithm = 2 AND d.since IS NULL AND {{if .Rolls}}CASE
+    WHEN d.expires_at <= clock THEN d.window_start <= ended
+    WHEN d.expires_at <> d.window_start + 2 * window_us THEN false
+    WHEN d.window_start <= ended THEN clock + 10000 < d.expires_at
+        AND d.count BETWEEN 1 AND max_count
+        AND excluded.count <= max_count
+            - (d.count * (d.expires_at - clock) + window_us - 1) / window_us
+    ELSE {{include "sliding.has room" "ended" | hang 4}} END
+{{- else}}d.expires_at = d.window_start + 2 * window_us
+AND {{include "sliding.has room" (print "(" (include "sliding.ended") ")")}}
+{{- end}}
 {{end}}
 {{define "sliding.new"}}{{.Taken}}[2] = {{.Units}} AND {{.Taken}}[3] = 0{{end}}
 {{define "sliding.columns"}}count, prev_count, window_start, credit, expires_at, since{{end}}

@@ -385,7 +385,7 @@ func TestJudgeCatches(t *testing.T) {
 			pgtest.Rewrite(t, pool, "rate_limit_all", "FOR UPDATE", "OFFSET 0")
 		}},
 		"takes that forget the window before": {history: "plain", spoil: func(t *testing.T, pool *pgxpool.Pool) {
-			pgtest.Rewrite(t, pool, takesSliding, "* least(d.window_start", "* 0 * least(d.window_start")
+			pgtest.Rewrite(t, pool, takesSliding, "+ d.prev_count * least", "+ 0 * least")
 		}},
 		"a retry time that is a microsecond late": {history: "plain", spoil: func(t *testing.T, pool *pgxpool.Pool) {
 			pgtest.Rewrite(t, pool, "rate_limit_all", "RETURN NEXT ROW(part::bigint, granted, remaining, retry_after_us,",
