@@ -253,7 +253,7 @@ func TestTakesFromAllEqualModels(t *testing.T) {
 	pgtest.Rewrite(t, twice.Pool, "rate_limit_take_all", firstReading...)
 	for story := range uint64(200 * rounds(t)) {
 		pool := map[bool]*pgxpool.Pool{false: db.Pool, true: twice.Pool}[story%2 == 0]
-		m, n, err := tellTakes(t, pool, rand.New(rand.NewPCG(seed, story)), story)
+		m, n, err := tellTakes(t, pool, rand.New(rand.NewPCG(seed, story)), story, nil)
 		require.NoError(t, err, "story %d", story)
 		taken, left = taken+m, left+n
 	}
@@ -268,12 +268,17 @@ var firstReading = []string{
 }
 
 // tellTakes has requests of several parts take by rate_limit_take_all, now and then from rows with granted credit. It
-// returns how the models differ, and how often it has decided and has left that to rate_limit_all.
-func tellTakes(t *testing.T, pool *pgxpool.Pool, r *rand.Rand, story uint64) (taken, left int, err error) {
+// returns how the models differ, and how often it has decided and has left that to rate_limit_all. Policies are mostly
+// of those algorithms, unless there are none.
+func tellTakes(
+	t *testing.T, pool *pgxpool.Pool, r *rand.Rand, story uint64, mostly []int16,
+) (taken, left int, err error) {
 	t.Helper()
 	policy := func() model {
 		for {
-			if p := randomPolicy(r); p.numbers().Algorithm != algorithm.SlidingLog {
+			p := randomPolicy(r)
+			if a := p.numbers().Algorithm; a != algorithm.SlidingLog &&
+				(mostly == nil || slices.Contains(mostly, a) || r.IntN(10) == 0) {
 				return p
 			}
 		}

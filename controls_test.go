@@ -14,6 +14,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/ratelimit/internal/algorithm"
 	"github.com/pgratelimit/ratelimit/internal/pgserver"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
@@ -44,7 +45,7 @@ func TestMistakesInTheFunctionsDifferFromTheModel(t *testing.T) {
 		log: "rate_limit_take_sliding_log", calendar: "rate_limit_take_calendar_window",
 	}
 	// What random stories come by too rarely.
-	rare := map[int]func() []step{sliding: roundingStory, log: refundBehindTheClock, calendar: calendarBehindTheClock, all: refundOfTheWindowBefore}
+	rare := map[int]func() []step{sliding: roundingStory, bucket: changedBuckets, log: refundBehindTheClock, calendar: calendarBehindTheClock, all: refundOfTheWindowBefore}
 	type mistake struct {
 		algorithm    int
 		right, wrong string
@@ -305,35 +306,42 @@ func TestMistakesInTheFunctionsDifferFromTheModel(t *testing.T) {
 func TestMistakesInTakingFromAllDifferFromTheModels(t *testing.T) {
 	t.Parallel()
 
-	for _, c := range [][2]string{
-		{"AND d.ctid IS NOT NULL", ""},
-		{"EXIT WHEN NOT fits;", ""}, // a denial makes rows
-		{"algorithm = excluded.algorithm", "algorithm = d.algorithm"},
-		{"array_agg(d.told ORDER BY d.place)", "array_agg(d.told ORDER BY -d.place)"},
-		{"ON e.place = p.row_of", "ON e.place = p.place"},
-		{"ELSE 0 END + excluded.count", "ELSE 0 END + 2 * excluded.count"},
-		{"excluded.count <= max_count - d.count)\n", "excluded.count <= max_count - d.count + 1)\n"},
-		{"clock >= d.expires_at\n", "clock >= d.expires_at - 1\n"},
-		{"WHEN d.expires_at > clock THEN d.count ELSE 0 END\n", "ELSE 0 END\n"},
-		{"THEN d.expires_at + window_us ELSE", "THEN d.expires_at ELSE"},
-		{">= full_credit - excluded.credit", ">= full_credit - excluded.credit - every_us"},
-		{"ELSE 0 END + excluded.credit", "ELSE -1 END + excluded.credit"},
-		{"WHEN 3 THEN tokens", "WHEN 3 THEN tokens + 1"},
-		{"WHEN 3 THEN every_us", "WHEN 3 THEN every_us + 1"},
-		{"THEN d.since ELSE clock END", "THEN clock ELSE clock END"},
-		{"WHEN 5 THEN window_end\n", "WHEN 5 THEN window_end + 1\n"},
+	var (
+		fixed, sliding   = []int16{algorithm.FixedWindow, algorithm.CalendarWindow}, []int16{algorithm.SlidingWindow}
+		bucket, calendar = []int16{algorithm.TokenBucket}, []int16{algorithm.CalendarWindow}
+	)
+	for _, c := range []struct {
+		mostly       []int16 // algorithms that have the mistake
+		right, wrong string
+	}{
+		{nil, "AND d.ctid IS NOT NULL", ""},
+		{nil, "EXIT WHEN NOT fits;", ""}, // a denial makes rows
+		{nil, "algorithm = excluded.algorithm", "algorithm = d.algorithm"},
+		{nil, "array_agg(d.told ORDER BY d.place)", "array_agg(d.told ORDER BY -d.place)"},
+		{nil, "ON e.place = p.row_of", "ON e.place = p.place"},
+		{fixed, "ELSE 0 END + excluded.count", "ELSE 0 END + 2 * excluded.count"},
+		{fixed, "excluded.count <= max_count - d.count)\n", "excluded.count <= max_count - d.count + 1)\n"},
+		{fixed, "clock >= d.expires_at\n", "clock >= d.expires_at - 1\n"},
+		{sliding, "WHEN d.expires_at > clock THEN d.count ELSE 0 END\n", "ELSE 0 END\n"},
+		{sliding, "THEN d.expires_at + window_us ELSE", "THEN d.expires_at ELSE"},
+		{bucket, ">= full_credit - excluded.credit", ">= full_credit - excluded.credit - every_us"},
+		{bucket, "ELSE 0 END + excluded.credit", "ELSE -1 END + excluded.credit"},
+		{bucket, "WHEN 3 THEN tokens", "WHEN 3 THEN tokens + 1"},
+		{bucket, "WHEN 3 THEN every_us", "WHEN 3 THEN every_us + 1"},
+		{bucket, "THEN d.since ELSE clock END", "THEN clock ELSE clock END"},
+		{calendar, "WHEN 5 THEN window_end\n", "WHEN 5 THEN window_end + 1\n"},
 		// What is done by the first reading of the clock.
-		{"CASE WHEN clock - d.window_start <= (full_credit", "CASE WHEN clock + 10000 - d.window_start <= (full_credit"},
-		{"clock := greatest(", "now_us := greatest("},
+		{bucket, "CASE WHEN clock - d.window_start <= (full_credit", "CASE WHEN clock + 10000 - d.window_start <= (full_credit"},
+		{nil, "clock := greatest(", "now_us := greatest("},
 	} {
-		t.Run(fmt.Sprintf("%q, not %q", c[1], c[0]), func(t *testing.T) {
+		t.Run(fmt.Sprintf("%q, not %q", c.wrong, c.right), func(t *testing.T) {
 			t.Parallel()
 			db := pgtest.New(t)
-			pgtest.Rewrite(t, db.Pool, "rate_limit_take_all", append(c[:], firstReading...)...)
+			pgtest.Rewrite(t, db.Pool, "rate_limit_take_all", append([]string{c.right, c.wrong}, firstReading...)...)
 			seed := testSeed(t)
 			for story := uint64(0); ; story++ {
 				require.Less(t, story, uint64(5_000), "the models do not tell the mistake")
-				if _, _, err := tellTakes(t, db.Pool, rand.New(rand.NewPCG(seed, story)), story); err != nil {
+				if _, _, err := tellTakes(t, db.Pool, rand.New(rand.NewPCG(seed, story)), story, c.mostly); err != nil {
 					return
 				}
 			}

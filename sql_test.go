@@ -45,6 +45,7 @@ func TestSQLEqualsModel(t *testing.T) {
 			db := pgtest.New(t)
 			prepare(t, db.Pool)
 			require.NoError(t, replay(t.Context(), db.Pool, "rounding", roundingStory(), 10))
+			require.NoError(t, replay(t.Context(), db.Pool, "buckets", changedBuckets(), 10))
 			require.NoError(t, replay(t.Context(), db.Pool, "behind the clock", refundBehindTheClock(), 10))
 			require.NoError(t, replay(t.Context(), db.Pool, "calendar", calendarBehindTheClock(), 10))
 			require.NoError(t, replay(t.Context(), db.Pool, "of the window before", refundOfTheWindowBefore(), 10))
@@ -70,6 +71,24 @@ func roundingStory() []step {
 		ask("x", minute*3/2, 1),
 		ask("x", minute*31/20, 5),
 		ask("y", minute*31/20, 6),
+	}
+}
+
+// changedBuckets takes from buckets under a policy of which one number is another one than before.
+func changedBuckets() []step {
+	ask := func(key string, after int64, policy TokenBucket) step {
+		return step{policy: policy, name: "a", clock: c0 + after, elements: []element{{key: key, cost: 1, count: 1}}}
+	}
+	before := TokenBucket{Capacity: 10, Refill: 2, Every: time.Second}
+	larger, faster, slower := before, before, before
+	larger.Capacity, faster.Refill, slower.Every = 11, 3, 2*time.Second
+	return []step{
+		ask("x", 0, before),
+		ask("x", 1, larger),
+		ask("y", 1, before),
+		ask("y", 2, faster),
+		ask("z", 2, before),
+		ask("z", 3, slower),
 	}
 }
 
