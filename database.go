@@ -48,8 +48,8 @@ type database struct {
 	// manyParts is of how many parts together requests are that rate_limit_take_all is asked for. For 3 parts of one
 	// request it takes as long as rate_limit_all (220 us), for 6 it takes 7 % less, for 10 it takes 25 % less.
 	manyParts int
-	// shadowWait is how long a shadow waits for a row that somebody holds, in milliseconds. If that is not enough, it is
-	// left undecided.
+	// shadowWait is how long a shadow waits for a row that somebody holds, in milliseconds. If that is not enough, it
+	// is left undecided.
 	shadowWait int32
 	attempts   attempts // to have rate_limit_take_all decide
 	// qualified are the statements by code, as statement takes it, if the schema stands in them.
