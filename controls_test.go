@@ -193,7 +193,7 @@ func TestMistakesInTheFunctionsDifferFromTheModel(t *testing.T) {
 		{sliding, "AND d.since IS NULL", ""},
 		{sliding, "abs(d.window_start - clock) < window_us - 10000", "clock - d.window_start < window_us - 10000"},
 		{sliding, "abs(d.window_start - clock) < window_us - 10000", "d.window_start - clock < window_us - 10000"},
-		{sliding, "d.expires_at = d.window_start + 2 * window_us\n", "true\n"},
+		{sliding, "d.expires_at - d.window_start = 2 * window_us\n", "true\n"},
 		// The window before is forgotten, or rounded in the caller's favour.
 		{sliding, "+ d.prev_count * least", "+ 0 * least"},
 		{sliding, "(window_us - 1\n", "(0\n"},
@@ -253,7 +253,7 @@ func TestMistakesInTheFunctionsDifferFromTheModel(t *testing.T) {
 		{sliding, "AND d.since IS NULL", ""},
 		{sliding, "abs(d.window_start - clock) < window_us - 10000", "clock - d.window_start < window_us - 10000"},
 		{sliding, "WHEN d.expires_at <= clock THEN d.window_start <= ended", "WHEN d.expires_at <= clock THEN true"},
-		{sliding, "WHEN d.expires_at <> d.window_start + 2 * window_us THEN false", ""},
+		{sliding, "WHEN d.expires_at - d.window_start <> 2 * window_us THEN false", ""},
 		{sliding, "+ d.prev_count * least", "+ 0 * least"},
 		{sliding, "(window_us - 1\n", "(0\n"},
 		{sliding, "(d.count * (d.expires_at - clock) + window_us - 1) / window_us", "0"},

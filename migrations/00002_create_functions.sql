@@ -2456,7 +2456,7 @@ BEGIN
                     count = d.count + excluded.count
                 WHERE coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
                     < clock + 10000
-                    AND d.algorithm = 2 AND d.since IS NULL AND d.expires_at = d.window_start + 2 * window_us
+                    AND d.algorithm = 2 AND d.since IS NULL AND d.expires_at - d.window_start = 2 * window_us
                     AND abs(d.window_start - clock) < window_us - 10000 AND d.prev_count <= max_count
                     AND excluded.count <= max_count - d.count - (window_us - 1
                         + d.prev_count * least(d.window_start - (clock - window_us), window_us)) / window_us
@@ -2473,7 +2473,7 @@ BEGIN
                     count = d.count + excluded.count
                 WHERE coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
                     < clock + 10000
-                    AND d.algorithm = 2 AND d.since IS NULL AND d.expires_at = d.window_start + 2 * window_us
+                    AND d.algorithm = 2 AND d.since IS NULL AND d.expires_at - d.window_start = 2 * window_us
                     AND abs(d.window_start - clock) < window_us - 10000 AND d.prev_count <= max_count
                     AND excluded.count <= max_count - d.count - (window_us - 1
                         + d.prev_count * least(d.window_start - (clock - window_us), window_us)) / window_us
@@ -2527,7 +2527,7 @@ BEGIN
                         OR _rate_limit_give_up(clock, lock_timeout_ms, now_us))
                         AND d.algorithm = 2 AND d.since IS NULL AND CASE
                             WHEN d.expires_at <= clock THEN d.window_start <= ended
-                            WHEN d.expires_at <> d.window_start + 2 * window_us THEN false
+                            WHEN d.expires_at - d.window_start <> 2 * window_us THEN false
                             WHEN d.window_start <= ended THEN clock + 10000 < d.expires_at
                                 AND d.count BETWEEN 1 AND max_count
                                 AND excluded.count <= max_count
@@ -2561,7 +2561,7 @@ BEGIN
                         OR _rate_limit_give_up(clock, lock_timeout_ms, now_us))
                         AND d.algorithm = 2 AND d.since IS NULL AND CASE
                             WHEN d.expires_at <= clock THEN d.window_start <= ended
-                            WHEN d.expires_at <> d.window_start + 2 * window_us THEN false
+                            WHEN d.expires_at - d.window_start <> 2 * window_us THEN false
                             WHEN d.window_start <= ended THEN clock + 10000 < d.expires_at
                                 AND d.count BETWEEN 1 AND max_count
                                 AND excluded.count <= max_count
@@ -3897,7 +3897,7 @@ BEGIN
                             AND excluded.count <= max_count - d.count)
                         WHEN 2 THEN d.algorithm = 2 AND d.since IS NULL AND CASE
                             WHEN d.expires_at <= clock THEN d.window_start <= ended
-                            WHEN d.expires_at <> d.window_start + 2 * window_us THEN false
+                            WHEN d.expires_at - d.window_start <> 2 * window_us THEN false
                             WHEN d.window_start <= ended THEN clock + 10000 < d.expires_at
                                 AND d.count BETWEEN 1 AND max_count
                                 AND excluded.count <= max_count
@@ -4111,7 +4111,7 @@ BEGIN
                         AND excluded.count <= max_count - d.count)
                     WHEN 2 THEN d.algorithm = 2 AND d.since IS NULL AND CASE
                         WHEN d.expires_at <= clock THEN d.window_start <= ended
-                        WHEN d.expires_at <> d.window_start + 2 * window_us THEN false
+                        WHEN d.expires_at - d.window_start <> 2 * window_us THEN false
                         WHEN d.window_start <= ended THEN clock + 10000 < d.expires_at
                             AND d.count BETWEEN 1 AND max_count
                             AND excluded.count <= max_count
@@ -4218,7 +4218,7 @@ BEGIN
                             AND excluded.count <= max_count - d.count)
                         WHEN 2 THEN d.algorithm = 2 AND d.since IS NULL AND CASE
                             WHEN d.expires_at <= clock THEN d.window_start <= ended
-                            WHEN d.expires_at <> d.window_start + 2 * window_us THEN false
+                            WHEN d.expires_at - d.window_start <> 2 * window_us THEN false
                             WHEN d.window_start <= ended THEN clock + 10000 < d.expires_at
                                 AND d.count BETWEEN 1 AND max_count
                                 AND excluded.count <= max_count
@@ -4432,7 +4432,7 @@ BEGIN
                         AND excluded.count <= max_count - d.count)
                     WHEN 2 THEN d.algorithm = 2 AND d.since IS NULL AND CASE
                         WHEN d.expires_at <= clock THEN d.window_start <= ended
-                        WHEN d.expires_at <> d.window_start + 2 * window_us THEN false
+                        WHEN d.expires_at - d.window_start <> 2 * window_us THEN false
                         WHEN d.window_start <= ended THEN clock + 10000 < d.expires_at
                             AND d.count BETWEEN 1 AND max_count
                             AND excluded.count <= max_count

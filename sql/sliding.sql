@@ -30,16 +30,17 @@ abs(d.window_start - clock) < window_us - 10000 AND d.prev_count <= max_count
 AND excluded.count <= max_count - d.count - (window_us - 1
     + d.prev_count * least(d.window_start - {{.}}, window_us)) / window_us
 {{- end}}
+{{/* The difference of the times, because their sum could overflow. */}}
 {{define "sliding.fits"}}
 d.algorithm = 2 AND d.since IS NULL AND {{if .Rolls}}CASE
     WHEN d.expires_at <= clock THEN d.window_start <= ended
-    WHEN d.expires_at <> d.window_start + 2 * window_us THEN false
+    WHEN d.expires_at - d.window_start <> 2 * window_us THEN false
     WHEN d.window_start <= ended THEN clock + 10000 < d.expires_at
         AND d.count BETWEEN 1 AND max_count
         AND excluded.count <= max_count
             - (d.count * (d.expires_at - clock) + window_us - 1) / window_us
     ELSE {{include "sliding.has room" "ended" | hang 4}} END
-{{- else}}d.expires_at = d.window_start + 2 * window_us
+{{- else}}d.expires_at - d.window_start = 2 * window_us
 AND {{include "sliding.has room" (print "(" (include "sliding.ended") ")")}}
 {{- end}}
 {{end}}
