@@ -4,7 +4,7 @@ help: ## Print this list
 
 # The tests use the server of RATELIMIT_TEST_DATABASE_URL, else that of DATABASE_URL, else throwaway ones.
 .PHONY: test
-test: ## Run all tests: 8 minutes on two cores
+test: ## Run all tests: 9 minutes on two cores
 	@go run ./internal/runtests
 
 .PHONY: test/library

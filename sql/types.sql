@@ -55,7 +55,8 @@ BEGIN
 END
 $$;
 
--- _rate_limit_give_up ends a statement whose first reading of the clock is that long ago.
+-- _rate_limit_give_up does so if the statement's first reading of the clock is too long ago; otherwise it is false. It
+-- is called for rows that were waited for, so a statement that waits for none need not prepare its expressions.
 CREATE FUNCTION _rate_limit_give_up(
     clock bigint,
     lock_timeout_ms integer,

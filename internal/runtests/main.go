@@ -63,7 +63,7 @@ func run(ctx context.Context, host pgfind.Host, out io.Writer, environment, modu
 	}
 	if len(modules) == 0 {
 		modules = []string{".", "otelratelimit", "grpclimit", "integration_test"}
-		fmt.Fprintln(out, "All tests take about 8 minutes on two cores, and some more when they are built first.")
+		fmt.Fprintln(out, "All tests take about 9 minutes on two cores, and some more when they are built first.")
 	}
 
 	began := time.Now()
