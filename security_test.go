@@ -40,7 +40,7 @@ func application(t *testing.T, db *pgtest.DB) *pgxpool.Pool {
 	decoys := func(schema string) string {
 		const columns = `(prefix text, key text, algorithm smallint DEFAULT 0, count bigint DEFAULT 0, prev_count bigint DEFAULT 0,
 			window_start bigint DEFAULT 0, credit bigint DEFAULT 0, scale bigint DEFAULT 0, expires_at bigint DEFAULT 0, log bigint[],
-			CONSTRAINT rate_limit_%s_pkey PRIMARY KEY (prefix, key));`
+			CONSTRAINT rate_limit_%s_pkey PRIMARY KEY (key, prefix));`
 		return strings.ReplaceAll(fmt.Sprintf(`
 			CREATE TABLE IF NOT EXISTS $.rate_limit_ephemeral `+columns+`
 			CREATE TABLE IF NOT EXISTS $.rate_limit_durable `+columns+`

@@ -7,6 +7,10 @@
 -- The primary key is the only index, on purpose. With an index on a column that every update changes, such as
 -- expires_at, no update would be HOT, and the table would bloat.
 --
+-- key stands first in it, because keys differ where prefixes do not, so nearly each comparison ends with the first
+-- column. The other way round, a batch of 64 keys took a tenth more of the server's instructions (100,000 rows of one
+-- limiter, callgrind).
+--
 -- A page is filled by half. So the update that follows a row's insertion, and those after it, find room on its page.
 -- Measured with 100,000 keys, against a fillfactor of 90: all updates of new rows are HOT rather than two fifths of
 -- them. The table is no larger, 20 MB both times, because at 90 the second versions of rows went to further pages. A
@@ -32,7 +36,7 @@ CREATE {{.Kind}} rate_limit_{{.Name}} (
     capacity     bigint,
     refill       bigint,
     returned     bigint,
-    CONSTRAINT rate_limit_{{.Name}}_pkey PRIMARY KEY (prefix, key)
+    CONSTRAINT rate_limit_{{.Name}}_pkey PRIMARY KEY (key, prefix)
 ) WITH (fillfactor = 50);
 
 -- A log of more than 2 kB, about 250 entries, is stored outside its row and is not compressed. Compressing a log of
