@@ -4,7 +4,7 @@ help: ## Print this list
 
 # The tests use the server of RATELIMIT_TEST_DATABASE_URL, else that of DATABASE_URL, else throwaway ones.
 .PHONY: test
-test: ## Run all tests: 9 minutes on two cores
+test: ## Run the tests of the library, its command, OpenTelemetry and gRPC: 5 minutes on two cores
 	@go run ./internal/runtests
 
 .PHONY: test/library
@@ -21,10 +21,13 @@ test/grpc: ## Run the tests of the module for gRPC
 
 .PHONY: test/race
 test/race: ## Run the tests of the library, of OpenTelemetry and of gRPC under the race detector, which needs a C compiler
-	# Without those that ask whether others notice mistakes in SQL.
 	go test -race -timeout 20m -skip '^TestMistakes' ./...
 	cd otelratelimit && go test -race -timeout 5m ./...
 	cd grpclimit && go test -race -timeout 5m ./...
+
+.PHONY: test/mistakes
+test/mistakes: ## See whether tests notice mistakes in SQL, of which each is made on purpose
+	go test -count=1 -timeout 20m -run '^TestMistakes' .
 
 .PHONY: test/integration
 test/integration: ## Run the tests with heavy dependencies; those in containers need a Docker engine
