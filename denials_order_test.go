@@ -19,11 +19,52 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 )
 
+// elsewhere runs functions on goroutines outside of the test's bubble. While a write is slow, pgx starts another
+// goroutine that reads, and that one may not wake a goroutine in a bubble.
+type elsewhere struct {
+	t     *testing.T // whose context is not the bubble's
+	calls chan func()
+	ended chan struct{}
+}
+
+func newElsewhere(t *testing.T) elsewhere {
+	t.Helper()
+	e := elsewhere{t: t, calls: make(chan func()), ended: make(chan struct{})}
+	go func() {
+		for call := range e.calls {
+			go func() {
+				defer func() { e.ended <- struct{}{} }() // also if the test fails there
+				call()
+			}()
+		}
+	}()
+	t.Cleanup(func() { close(e.calls) })
+	return e
+}
+
+// run returns when the function has ended.
+func (e elsewhere) run(call func()) {
+	e.calls <- call
+	<-e.ended
+}
+
 // gate is a database whose statements are executed, and then answered, when the test says so.
 type gate struct {
 	DBTX
-	conn    *pgx.Conn
-	waiting []*underWay
+	conn      *pgx.Conn
+	elsewhere elsewhere
+	waiting   []*underWay
+}
+
+// txElsewhere is a transaction whose statements are executed elsewhere.
+type txElsewhere struct {
+	pgx.Tx
+	elsewhere elsewhere
+}
+
+func (tx txElsewhere) Query(_ context.Context, sql string, args ...any) (rows pgx.Rows, err error) {
+	tx.elsewhere.run(func() { rows, err = queryAll(tx.Tx, tx.Conn().TypeMap(), sql, args) })
+	return rows, err
 }
 
 // underWay is a statement that has left. The test works on it while all goroutines but its own are blocked.
@@ -47,20 +88,24 @@ func (g *gate) Query(_ context.Context, sql string, args ...any) (pgx.Rows, erro
 // execute has a statement executed, and its transaction committed.
 func (g *gate) execute(s *underWay) {
 	s.executed = true
-	rows, err := g.conn.Query(context.Background(), s.sql, s.args...)
+	g.elsewhere.run(func() { s.rows, s.err = queryAll(g.conn, g.conn.TypeMap(), s.sql, s.args) })
+}
+
+// queryAll returns all rows of a query when they have arrived.
+func queryAll(db DBTX, types *pgtype.Map, sql string, args []any) (pgx.Rows, error) {
+	rows, err := db.Query(context.Background(), sql, args...)
 	if err != nil {
-		s.err = err
-		return
+		return nil, err
 	}
-	answer := &heldRows{fields: slices.Clone(rows.FieldDescriptions()), types: g.conn.TypeMap()}
+	all := &heldRows{fields: slices.Clone(rows.FieldDescriptions()), types: types}
 	for rows.Next() {
 		var values [][]byte
 		for _, value := range rows.RawValues() {
 			values = append(values, slices.Clone(value))
 		}
-		answer.values = append(answer.values, values)
+		all.values = append(all.values, values)
 	}
-	s.rows, s.err = answer, rows.Err()
+	return all, rows.Err()
 }
 
 // heldRows are rows that have arrived, but that nobody has been told of yet.
@@ -106,9 +151,9 @@ func TestDenialsNeverChangeADecisionInAnyOrder(t *testing.T) {
 		t.Run(fmt.Sprintf("%T", policy), func(t *testing.T) {
 			t.Parallel()
 			db := pgtest.New(t)
-			conn, txConn := pgtest.Connect(t, db), pgtest.Connect(t, db)
+			conn, txConn, elsewhere := pgtest.Connect(t, db), pgtest.Connect(t, db), newElsewhere(t)
 			synctest.Test(t, func(t *testing.T) { // to know when all that can happen has happened
-				o := newOrders(t, policy, conn, txConn)
+				o := newOrders(t, policy, conn, txConn, elsewhere)
 				defer o.abandon()
 				rare := func() bool { // some things have not come about often enough
 					return slices.ContainsFunc([]string{
@@ -148,10 +193,10 @@ type orders struct {
 	taken map[string][]Result // of each key, what may be given back
 }
 
-func newOrders(t *testing.T, policy model, conn, tx *pgx.Conn) *orders {
+func newOrders(t *testing.T, policy model, conn, tx *pgx.Conn, elsewhere elsewhere) *orders {
 	t.Helper()
 	o := &orders{
-		t: t, policy: policy, gate: &gate{conn: conn}, tx: tx,
+		t: t, policy: policy, gate: &gate{conn: conn, elsewhere: elsewhere}, tx: tx,
 		told: map[string]int{}, held: map[string]bool{}, seen: map[string]int{}, taken: map[string][]Result{},
 	}
 	o.seed = rand.Uint64()
@@ -180,7 +225,9 @@ func newOrders(t *testing.T, policy model, conn, tx *pgx.Conn) *orders {
 // event notes what the rows are now.
 func (o *orders) event() {
 	rows := map[string]storedRow{}
-	for id, row := range storedRows(o.t, o.gate.conn, false) {
+	var stored map[rowID]storedRow
+	o.gate.elsewhere.run(func() { stored = storedRows(o.gate.elsewhere.t, o.gate.conn, false) })
+	for id, row := range stored {
 		if id.name == "l" {
 			rows[id.key] = row
 		}
@@ -404,7 +451,9 @@ func (o *orders) abandon() {
 // transact takes and gives in a transaction, with something else before its end.
 func (o *orders) transact() {
 	ctx := context.Background()
-	tx, err := o.tx.Begin(ctx)
+	tx := txElsewhere{elsewhere: o.gate.elsewhere}
+	var err error
+	tx.elsewhere.run(func() { tx.Tx, err = o.tx.Begin(ctx) })
 	require.NoError(o.t, err)
 	o.inTx = true
 	for range 1 + o.random.IntN(2) {
@@ -440,10 +489,12 @@ func (o *orders) transact() {
 	}
 	if o.random.IntN(2) == 0 {
 		o.seen["rollback"]++
-		require.NoError(o.t, tx.Rollback(ctx))
+		tx.elsewhere.run(func() { err = tx.Rollback(ctx) })
+		require.NoError(o.t, err)
 	} else {
 		o.seen["commit"]++
-		require.NoError(o.t, tx.Commit(ctx))
+		tx.elsewhere.run(func() { err = tx.Commit(ctx) })
+		require.NoError(o.t, err)
 		o.event()
 		o.tell(len(o.history) - 1)
 	}
