@@ -62,9 +62,10 @@ type txElsewhere struct {
 	elsewhere elsewhere
 }
 
-func (tx txElsewhere) Query(_ context.Context, sql string, args ...any) (rows pgx.Rows, err error) {
-	tx.elsewhere.run(func() { rows, err = queryAll(tx.Tx, tx.Conn().TypeMap(), sql, args) })
-	return rows, err
+func (tx txElsewhere) Query(_ context.Context, sql string, args ...any) (pgx.Rows, error) {
+	s := &underWay{sql: sql, args: args}
+	tx.elsewhere.run(func() { s.query(tx.Tx, tx.Conn().TypeMap()) })
+	return s.rows, s.err
 }
 
 // underWay is a statement that has left. The test works on it while all goroutines but its own are blocked.
@@ -88,24 +89,25 @@ func (g *gate) Query(_ context.Context, sql string, args ...any) (pgx.Rows, erro
 // execute has a statement executed, and its transaction committed.
 func (g *gate) execute(s *underWay) {
 	s.executed = true
-	g.elsewhere.run(func() { s.rows, s.err = queryAll(g.conn, g.conn.TypeMap(), s.sql, s.args) })
+	g.elsewhere.run(func() { s.query(g.conn, g.conn.TypeMap()) })
 }
 
-// queryAll returns all rows of a query when they have arrived.
-func queryAll(db DBTX, types *pgtype.Map, sql string, args []any) (pgx.Rows, error) {
-	rows, err := db.Query(context.Background(), sql, args...)
+// query has the statement executed, until all rows have arrived.
+func (s *underWay) query(db DBTX, types *pgtype.Map) {
+	rows, err := db.Query(context.Background(), s.sql, s.args...)
 	if err != nil {
-		return nil, err
+		s.err = err
+		return
 	}
-	all := &heldRows{fields: slices.Clone(rows.FieldDescriptions()), types: types}
+	answer := &heldRows{fields: slices.Clone(rows.FieldDescriptions()), types: types}
 	for rows.Next() {
 		var values [][]byte
 		for _, value := range rows.RawValues() {
 			values = append(values, slices.Clone(value))
 		}
-		all.values = append(all.values, values)
+		answer.values = append(answer.values, values)
 	}
-	return all, rows.Err()
+	s.rows, s.err = answer, rows.Err()
 }
 
 // heldRows are rows that have arrived, but that nobody has been told of yet.
