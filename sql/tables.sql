@@ -9,7 +9,8 @@
 --
 -- key stands first in it, because keys differ where prefixes do not, so nearly each comparison ends with the first
 -- column. The other way round, a batch of 64 keys took a tenth more of the server's instructions (100,000 rows of one
--- limiter, callgrind).
+-- limiter, callgrind). In return, to list the keys of a small limiter is to read the whole table, a million rows in
+-- about 0.2 s. Only people ask for that.
 --
 -- A page is filled by half. So the update that follows a row's insertion, and those after it, find room on its page.
 -- Measured with 100,000 keys, against a fillfactor of 90: all updates of new rows are HOT rather than two fifths of
