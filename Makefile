@@ -4,7 +4,7 @@ help: ## Print this list
 
 # The tests use the server of RATELIMIT_TEST_DATABASE_URL, else that of DATABASE_URL, else throwaway ones.
 .PHONY: test
-test: ## Run the tests of the library, its command, OpenTelemetry and gRPC: 5 minutes on two cores
+test: ## Run the tests of the library, its command, OpenTelemetry and gRPC: up to 7 minutes on two cores
 	@go run ./internal/runtests
 
 .PHONY: test/library
@@ -21,7 +21,7 @@ test/grpc: ## Run the tests of the module for gRPC
 
 .PHONY: test/race
 test/race: ## Run the tests of the library, of OpenTelemetry and of gRPC under the race detector, which needs a C compiler
-	# Without tests that do one thing after the other and take the longest: those of the tests and of the doctor.
+	# Without tests that do one thing after the other and take the longest: tests of tests, and those of the doctor.
 	go test -race -timeout 20m -skip '^Test(Mistakes|Doctor|Roles$$|NothingThatOthersCreateIsRun$$)' ./...
 	cd otelratelimit && go test -race -timeout 5m ./...
 	cd grpclimit && go test -race -timeout 5m ./...
