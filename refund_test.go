@@ -334,7 +334,7 @@ func TestRefundForgetsTheDenial(t *testing.T) {
 		tx = hold(t, db, config, "key")
 		ctx, leave := context.WithCancel(t.Context())
 		waiting := testkit.Later(func() (Result, error) { return limiter.Refund(ctx, all) })
-		pgtest.WaitUntilBlocked(t, db.Pool, 1)
+		waitUntilHeld(t, db.Pool, limiter) // before, it might be the caller's own statement, which ends soon after him
 		leave()
 		_, err = waiting()
 		require.ErrorIs(t, err, context.Canceled)
