@@ -120,5 +120,5 @@ verify: ## Check that files are formatted, generated ones current, and modules t
 	cd integration_test && go mod tidy -diff
 
 .PHONY: demo
-demo: ## Show what the library does, on a throwaway Postgres
+demo: ## Show what the library does, on a throwaway Postgres, or on that of DATABASE_URL
 	go run ./cmd/pgratelimit demo

@@ -6,7 +6,7 @@ import (
 )
 
 // Policy says how much a key may take. It is one of [FixedWindow], [SlidingWindow], [TokenBucket], [SlidingLog]
-// and [CalendarWindow].
+// and [CalendarWindow], or [All] of several. ([Policies] is something else: a table of them.)
 //
 // A policy may be changed while keys are in use. What has been taken stays taken, and the new numbers apply at
 // once: a raised limit helps immediately, and a lowered one denies until enough has drained. A bucket keeps its

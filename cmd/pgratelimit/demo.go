@@ -51,8 +51,8 @@ func (a *app) demoCommand() *cobra.Command {
 15 requests, and why. It takes a few seconds.
 
 It uses the Postgres of --database-url or DATABASE_URL, in a schema of its own. Without one it
-starts a Postgres, from the programs of this machine or with Docker. Either way it leaves nothing
-behind.`,
+starts a Postgres: from the programs of this machine, with Docker, or from an npm package. Either
+way it leaves nothing of it behind.`,
 		Example: `  pgratelimit demo
   pgratelimit demo --serve
   DATABASE_URL=postgres://me@localhost/app pgratelimit demo`,

@@ -141,7 +141,6 @@ func (a *arena) memory(plan plan) (result memoryResult) {
 	}
 	result.Idle = float64(heap()-before) / float64(len(idle))
 	result.Goroutines = max(runtime.NumGoroutine()-goroutines, 0)
-	runtime.KeepAlive(idle)
 
 	denied := func(name string, data dataset) float64 {
 		a.progress("memory: %d denied keys of %d bytes", data.size, len(data.key(data.size-1)))
@@ -175,6 +174,7 @@ func (a *arena) memory(plan plan) (result memoryResult) {
 	result.Denied = denied("short", newDataset("", "user:", plan.deniedKeys, 1))
 	result.LongKeys = plan.deniedKeys / 10
 	result.DeniedLong = denied("long", newDataset("", strings.Repeat("k", 506), result.LongKeys, 1))
+	runtime.KeepAlive(idle) // or what they still hold would be freed while the denials are measured
 	return result
 }
 

@@ -119,12 +119,15 @@ const (
 	hot64ID      = "hot-64"
 	hot512ID     = "hot-512"
 	hot1ID       = "hot-1"
+	new1ID       = "new-1"
 	new64ID      = "new-64"
+	new512ID     = "new-512"
 	fourID       = "4x8"
 	sixteenID    = "16x2"
 	fewRowsID    = "few-rows"
 	manyRowsID   = "many-rows"
 	busyID       = "16x2-busy"
+	newSixteenID = sixteenID + "-new"
 	hotSixteenID = sixteenID + "-hot"
 )
 
@@ -176,10 +179,10 @@ func fullPlan() plan {
 				{hot64ID, "64 callers, one hot key", 1, 64, users, hot, false, limiters, 0},
 				{hot512ID, "512 callers, one hot key", 1, 512, users, hot, false, limiters, 0},
 				{hot1ID, "One caller, one hot key", 1, 1, users, hot, false, few, 0},
-				{"new-1", "One caller, each key new", 1, 1, fresh, nil, false, join(few, []*subject{durable}), 0},
+				{new1ID, "One caller, each key new", 1, 1, fresh, nil, false, join(few, []*subject{durable}), 0},
 				{new64ID, "64 callers, each key new", 1, 64, fresh, nil, false, limiters, 0},
 				{
-					"new-512",
+					new512ID,
 					"512 callers, each key new",
 					1,
 					512,
@@ -250,9 +253,9 @@ func quickPlan() plan {
 				{hot64ID, "64 callers, one hot key", 1, 64, users, hot, false, join(chart, []*subject{plainUpdate}), 0},
 				{hot512ID, "512 callers, one hot key", 1, 512, users, hot, false, join(chart, []*subject{plainUpdate}), 0},
 				{hot1ID, "One caller, one hot key", 1, 1, users, hot, false, few, 0},
-				{"new-1", "One caller, each key new", 1, 1, fresh, nil, false, few, 0},
+				{new1ID, "One caller, each key new", 1, 1, fresh, nil, false, few, 0},
 				{new64ID, "64 callers, each key new", 1, 64, fresh, nil, false, few, 0},
-				{"new-512", "512 callers, each key new", 1, 512, fresh, nil, false, few, 0},
+				{new512ID, "512 callers, each key new", 1, 512, fresh, nil, false, few, 0},
 				{"denied-64", "64 callers, 1,000 keys, all denied", 1, 64, denied, uniform, false, deniers, 0},
 				{"far-64", "64 callers, 20,000 keys uniformly, 1 ms away", 1, 64, users, uniform, true, few, 0},
 			},
