@@ -53,7 +53,7 @@ SHARDS_SKIP := $(SHARDS_SKIP)|TestWhatCannotBeRefunded|TestCrossingBatches|TestD
 #   one statement that passes over locked rows of several shards (RLS01): its order of locking, and who it waits for
 SHARDS_SKIP := $(SHARDS_SKIP)|TestAllSkipsRequests|TestSkippingHeldRows|TestLocking|TestRowsAreMadeAndLocked|TestCrossingRefunds|TestKeysBehindOne
 SHARDS_SKIP := $(SHARDS_SKIP)|TestCallerLeavesWhile|TestCallerThatLeaves|TestLaneIsServed|TestRowThatVanishes|TestUpdatingByTid|TestClockIsReadAfter
-SHARDS_SKIP := $(SHARDS_SKIP)|TestRowMadeAfter|TestWindowsOfTheCalendarThat|TestCallsWithoutALockTimeout|TestConnectionIsEnded|TestLockedTable|TestTakesAreTold|TestPgBouncerLosesItsServer|TestSetsThatLose|TestRowsOfTheLastYear
+SHARDS_SKIP := $(SHARDS_SKIP)|TestRowMadeAfter|TestWindowsOfTheCalendarThat|TestCallsWithoutALockTimeout|TestConnectionIsEnded|TestLockedTable|TestTakesAreTold|TestPgBouncerLosesItsServer|TestSetsThatLose|TestRowsOfTheLastYear|TestRefusedRequestsLock
 #   what a statement does to pages, plans and indexes, and the settings of its session, which is not the shard's
 SHARDS_SKIP := $(SHARDS_SKIP)|TestPlans|TestDenialsWriteNothing|TestRefundWritesOnly|TestSettings|TestReadOnly|TestSQLPeeksWhere|TestStatementTimeout
 SHARDS_SKIP := $(SHARDS_SKIP)|TestAllowAllWaitsForTheLog|TestPgBouncerHandsNoSettings

@@ -188,6 +188,54 @@ func TestKeysBehindOneThatIsLeftAreNotLocked(t *testing.T) {
 	}
 }
 
+// A batch makes a row, "m", for one of its requests, and refuses another one. The rows of that one, "r" and "s", lie
+// between "m" and another row of the first, "z", which is locked when "m" is made. So they are not locked any more.
+func TestRefusedRequestsLockNothingBehindNewRows(t *testing.T) {
+	t.Parallel()
+
+	const call = `SELECT FROM cardinality($2::text[]) AS n, rate_limit_all(
+		$1, array_fill('test'::text, ARRAY[n]), $2, array_fill(false, ARRAY[n]),
+		array_fill(1::smallint, ARRAY[n]), array_fill(10::bigint, ARRAY[n]), array_fill($4::bigint, ARRAY[n]),
+		array_fill(0::bigint, ARRAY[n]), $3)`
+	for name, refused := range map[string]struct {
+		keys  []string
+		costs []int64
+	}{
+		"by what was taken": {[]string{"r", "s"}, []int64{9, 1}},
+		"by its cost":       {[]string{"r"}, []int64{11}},
+		"as it only looks":  {[]string{"r"}, []int64{0}},
+	} {
+		for _, broken := range []bool{false, true} {
+			t.Run(fmt.Sprintf("%s, broken: %v", name, broken), func(t *testing.T) {
+				t.Parallel()
+				db := pgtest.New(t)
+				if broken {
+					pgtest.Rewrite(t, db.Pool, "rate_limit_all", "WHERE e.first AND NOT e.refused AND", "WHERE e.first AND")
+				}
+				ask := func(requests []int32, keys []string, costs []int64) error {
+					_, err := db.Pool.Exec(context.Background(), call, requests, keys, costs, year.Microseconds())
+					return err
+				}
+				askLater := func(requests []int32, keys []string, costs []int64) func() (struct{}, error) {
+					return testkit.Later(func() (struct{}, error) { return struct{}{}, ask(requests, keys, costs) })
+				}
+				require.NoError(t, ask([]int32{1, 2, 3}, []string{"r", "s", "z"}, []int64{5, 1, 1}))
+
+				holder := hold(t, db, Config{Name: "test"}, "z")
+				one := askLater([]int32{1, 1, 2, 2}[:2+len(refused.keys)],
+					append([]string{"m", "z"}, refused.keys...), append([]int64{1, 1}, refused.costs...))
+				pgtest.WaitUntilBlocked(t, db.Pool, 1)
+				other := askLater([]int32{1, 1}, []string{"r", "z"}, []int64{1, 1})
+				pgtest.WaitUntilBlocked(t, db.Pool, 2)
+				require.NoError(t, holder.Commit(t.Context()))
+				_, err1 := one()
+				_, err2 := other()
+				requireDeadlockIf(t, broken, errors.Join(err1, err2))
+			})
+		}
+	}
+}
+
 // takeLater takes 1 from each key, in one statement, in the background.
 func (l *Limiter) takeLater(keys ...string) func() ([]element, error) {
 	elements := make([]element, len(keys))

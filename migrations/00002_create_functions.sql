@@ -174,9 +174,9 @@ $$;
 -- At the first missing row the locking stops, and an INSERT makes the missing rows. But another part may refuse the
 -- request that misses the row, and a denial must write nothing. So before rows are made, all parts are looked at
 -- without locks, and none are made for a request that is refused by what can be seen. Then the locking begins anew, and
--- the locked rows decide everything. The exception is a request that was refused and still misses a row: it is told
--- what was true when it was looked at. Nobody can lock a row that does not exist, and making it now would break the
--- order of locking.
+-- the locked rows decide everything. The exception is a request that was refused: it is told what was true when it was
+-- looked at, unless the others have locked all of its rows. To make or lock its rows now, after rows that come later,
+-- would break the order of locking.
 --
 -- If none of a refund's rows exists, none is made. If any exists, the missing ones are made too. Otherwise a take that
 -- has just made them could be given back to some of its limits and not to the others.
@@ -221,7 +221,7 @@ DECLARE
     seen rate_limit_row[];   -- the part's row at that time
     seen_writers smallint[]; -- the algorithm that had written it
     seen_at timestamptz;     -- that time
-    as_seen boolean;         -- one of the request's rows does not exist, so it is told what was true at that time
+    as_seen boolean;         -- one of the request's rows is not locked, so it is told what was true at that time
     asked_rows rate_limit_row[]; -- the rows, in the order of locking
     writers smallint[];          -- the algorithm that has written each of them
     in_durable boolean[];        -- the table that each of them is in
@@ -454,7 +454,7 @@ BEGIN
                         ) AS e
                         LEFT JOIN LATERAL (
                             SELECT d.ctid AS tid, d.* FROM rate_limit_durable AS d
-                            WHERE e.first AND e.durable AND d.prefix = e.name AND d.key = e.key
+                            WHERE e.first AND NOT e.refused AND e.durable AND d.prefix = e.name AND d.key = e.key
                             FOR UPDATE
                         ) AS l ON true;
                 ELSE
@@ -567,7 +567,7 @@ BEGIN
                         ) AS e
                         LEFT JOIN LATERAL (
                             SELECT d.ctid AS tid, d.* FROM rate_limit_ephemeral AS d
-                            WHERE e.first AND NOT e.durable AND d.prefix = e.name AND d.key = e.key
+                            WHERE e.first AND NOT e.refused AND NOT e.durable AND d.prefix = e.name AND d.key = e.key
                             FOR UPDATE
                         ) AS d ON true;
                 ELSE
@@ -687,12 +687,12 @@ BEGIN
                         ) AS e
                         LEFT JOIN LATERAL (
                             SELECT d.ctid AS tid, d.* FROM rate_limit_ephemeral AS d
-                            WHERE e.first AND NOT e.durable AND d.prefix = e.name AND d.key = e.key
+                            WHERE e.first AND NOT e.refused AND NOT e.durable AND d.prefix = e.name AND d.key = e.key
                             FOR UPDATE
                         ) AS d ON true
                         LEFT JOIN LATERAL (
                             SELECT d.ctid AS tid, d.* FROM rate_limit_durable AS d
-                            WHERE e.first AND e.durable AND d.prefix = e.name AND d.key = e.key
+                            WHERE e.first AND NOT e.refused AND e.durable AND d.prefix = e.name AND d.key = e.key
                             FOR UPDATE
                         ) AS l ON true;
                 ELSE

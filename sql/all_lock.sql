@@ -2,7 +2,7 @@
 {{define "columns"}}{{include "row" (print . ".")}}, {{.}}.log{{end}}
 
 {{/* All elements in the order of locking, each with its row. .Holder is -1 if the row has to be made, the transaction
-that has locked it, or NULL. .Lock follows each look-up.
+that has locked it, or NULL. .And is a further condition for looking a row up, and .Lock follows it.
 
 unnest((SELECT ...)) hides the arrays' length from the planner, which would otherwise plan anew for every call. The
 LATERAL subquery, kept apart by FOR UPDATE or OFFSET 0, is one look-up by the primary key, whatever the statistics say.
@@ -29,11 +29,11 @@ OPEN elements FOR
         ) AS e
         ORDER BY e.place, e.refused, e.ord
     ) AS e
-{{- $lock := .Lock}}
+{{- $lock := .Lock}}{{$and := .And}}
 {{- range .Tables}}
     LEFT JOIN LATERAL (
         SELECT d.ctid AS tid, d.* FROM rate_limit_{{.Name}} AS d
-        WHERE e.first AND {{.Of "e"}} AND d.prefix = e.name AND d.key = e.key
+        WHERE e.first AND {{$and}}{{.Of "e"}} AND d.prefix = e.name AND d.key = e.key
         {{$lock}}
     ) AS {{.Alias}} ON true
 {{- end}}
@@ -62,11 +62,14 @@ OPEN elements FOR
 IF locking AND skip_held THEN
 
 {{- $holder := include "holder" $tid}}
-{{include "elements" (dict "Tables" .Tables "Lock" "FOR UPDATE SKIP LOCKED" "Seen" true "Holder" $holder) | indent 4}}
+{{include "elements" (dict "Tables" .Tables "And" ""
+    "Lock" "FOR UPDATE SKIP LOCKED" "Seen" true "Holder" $holder) | indent 4}}
 ELSIF locking THEN
 {{- $holder = print "CASE WHEN e.first AND NOT e.refused AND " $tid " IS NULL THEN -1 END"}}
-{{include "elements" (dict "Tables" .Tables "Lock" "FOR UPDATE" "Seen" false "Holder" $holder) | indent 4}}
+{{include "elements" (dict "Tables" .Tables "And" "NOT e.refused AND "
+    "Lock" "FOR UPDATE" "Seen" false "Holder" $holder) | indent 4}}
 ELSE
-{{include "elements" (dict "Tables" .Tables "Lock" "OFFSET 0" "Seen" false "Holder" "NULL::bigint") | indent 4}}
+{{include "elements" (dict "Tables" .Tables "And" ""
+    "Lock" "OFFSET 0" "Seen" false "Holder" "NULL::bigint") | indent 4}}
 END IF;
 {{end}}
