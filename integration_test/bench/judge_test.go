@@ -7,6 +7,8 @@ import (
 )
 
 func TestTargetsAreJudged(t *testing.T) {
+	t.Parallel()
+
 	r := &report{}
 	for _, test := range []struct {
 		goal     goal
