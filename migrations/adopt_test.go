@@ -108,14 +108,12 @@ func TestUpAdoptsWhatAnotherToolHasMade(t *testing.T) {
 							pgtest.WithoutSchema(ours(t, pool, oddSchema), oddSchema)))
 						require.NoError(t, migrations.Up(t.Context(), pool))
 					}
-					for want > 0 { // Down adopts too
+					if want > 0 { // Down adopts too
 						require.NoError(t, migrations.Down(t.Context(), pool))
-						want--
-						requireApplied(t, pool, want)
+						requireApplied(t, pool, want-1)
 					}
+					require.NoError(t, migrations.DownTo(t.Context(), pool, 0))
 					require.Empty(t, ours(t, pool, oddSchema))
-					require.NoError(t, migrations.Up(t.Context(), pool))
-					requireApplied(t, pool, latest(t))
 				}
 			})
 		}

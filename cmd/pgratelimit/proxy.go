@@ -27,16 +27,11 @@ type shardError struct {
 func (e *shardError) Error() string { return e.shard + ": " + e.err.Error() }
 func (e *shardError) Unwrap() error { return e.err }
 
-// stores returns one app for each database that holds limits: this one, or, if its database is a proxy, one for each
-// shard, in the order of their places. The tables and functions of a proxy and its shards are in schemas of one name.
-func (a *app) stores(ctx context.Context) ([]*app, error) {
-	pool, err := a.open(ctx)
-	if err != nil {
-		return nil, err
-	}
-	defer pool.Close()
+// shards returns one app for each shard, in the order of their places, or none if the database is no proxy. The tables
+// and functions of a proxy and its shards are in schemas of one name.
+func (a *app) shards(ctx context.Context, pool *pgxpool.Pool) ([]*app, error) {
 	var connections []string
-	if err := a.look(ctx, pool, func(tx pgx.Tx) error {
+	if err := a.look(ctx, pool, func(tx pgx.Tx) (err error) {
 		var schema string
 		connections, schema, err = readProxy(ctx, tx)
 		if connections != nil {
@@ -45,9 +40,6 @@ func (a *app) stores(ctx context.Context) ([]*app, error) {
 		return err
 	}); err != nil {
 		return nil, err
-	}
-	if connections == nil {
-		return []*app{a}, nil
 	}
 	return a.each(connections), nil
 }
@@ -87,13 +79,20 @@ func readProxy(ctx context.Context, tx pgx.Tx) (connections []string, schema str
 
 // openFirst is open for what one database has for all, such as the policies: the first shard of a proxy.
 func (a *app) openFirst(ctx context.Context) (*pgxpool.Pool, error) {
-	all, err := a.stores(ctx)
+	pool, err := a.open(ctx)
 	if err != nil {
 		return nil, err
 	}
-	pool, err := all[0].open(ctx)
-	if err != nil || all[0].connection == "" {
-		return pool, err
+	all, err := a.shards(ctx, pool)
+	if err == nil && len(all) == 0 {
+		return pool, nil
+	}
+	pool.Close()
+	if err != nil {
+		return nil, err
+	}
+	if pool, err = all[0].open(ctx); err != nil {
+		return nil, err
 	}
 	if err := pool.Ping(ctx); err != nil {
 		pool.Close()
@@ -102,20 +101,28 @@ func (a *app) openFirst(ctx context.Context) (*pgxpool.Pool, error) {
 	return pool, nil
 }
 
-// inStores calls do for each database that holds limits.
+// inStores calls do for each database that holds limits: this one, or the shards of a proxy.
 func (a *app) inStores(ctx context.Context, do func(store *app, pool *pgxpool.Pool) error) error {
-	all, err := a.stores(ctx)
+	pool, err := a.open(ctx)
 	if err != nil {
 		return err
 	}
-	for _, store := range all {
-		pool, err := store.open(ctx)
+	defer pool.Close()
+	all, err := a.shards(ctx, pool)
+	if err != nil {
+		return err
+	}
+	if len(all) == 0 {
+		return do(a, pool)
+	}
+	for _, shard := range all {
+		pool, err := shard.open(ctx)
 		if err == nil {
-			err = do(store, pool)
+			err = do(shard, pool)
 			pool.Close()
 		}
 		if err != nil {
-			return store.about(err)
+			return shard.about(err)
 		}
 	}
 	return nil

@@ -37,7 +37,7 @@ type proxyExamination struct {
 
 // examineAll runs all checks: of this database, and if it is a proxy, of each of its shards.
 func (a *app) examineAll(ctx context.Context, pool *pgxpool.Pool) ([]finding, error) {
-	proxy, states, err := a.shardStates(ctx)
+	proxy, states, err := a.shardStates(ctx, pool)
 	if err != nil {
 		return nil, err
 	}

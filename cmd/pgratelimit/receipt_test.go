@@ -20,6 +20,9 @@ func TestRefundByReceipt(t *testing.T) {
 		"fixed 5/365d, every 5/month Europe/Berlin",
 	} {
 		for _, more := range [][]string{nil, {"--durable"}, {"--schema", "my limits"}} {
+			if more != nil && !strings.Contains(policy, "log") {
+				continue // where a row is, is all the same to most policies
+			}
 			t.Run(policy+strings.Join(more, " "), func(t *testing.T) {
 				t.Parallel()
 				db := pgtest.New(t)

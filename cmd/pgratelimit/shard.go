@@ -49,7 +49,12 @@ something is. It connects to each shard by the connection string of the proxy, a
 
 // listShards returns an error if something is wrong with a shard.
 func (a *app) listShards(ctx context.Context) error {
-	_, states, err := a.shardStates(ctx)
+	pool, err := a.open(ctx)
+	if err != nil {
+		return err
+	}
+	defer pool.Close()
+	_, states, err := a.shardStates(ctx, pool)
 	if err == nil && states == nil {
 		err = errors.New("the database is no proxy of shards, or its schema is another one (--schema); " +
 			"'pgratelimit shard set' makes a proxy")

@@ -194,29 +194,24 @@ func (s *shardState) judgeClock(proxy clockTime) {
 }
 
 // shardStates asks a proxy and all its shards at the same time. One that does not answer is no error.
-func (a *app) shardStates(ctx context.Context) (p proxyState, states []shardState, err error) {
-	stores, err := a.stores(ctx)
-	if err != nil || stores[0].connection == "" {
+func (a *app) shardStates(ctx context.Context, pool *pgxpool.Pool) (p proxyState, states []shardState, err error) {
+	all, err := a.shards(ctx, pool)
+	if err != nil || len(all) == 0 {
 		return p, nil, err
 	}
-	pool, err := a.open(ctx)
-	if err != nil {
-		return p, nil, err
-	}
-	defer pool.Close()
 	if err := a.look(ctx, pool, func(tx pgx.Tx) error {
 		p, err = readProxyState(ctx, tx)
 		return err
 	}); err != nil {
 		return p, nil, err
 	}
-	states = make([]shardState, len(stores))
+	states = make([]shardState, len(all))
 	var reading sync.WaitGroup
-	for i, store := range stores {
+	for i, shard := range all {
 		reading.Go(func() {
-			s := store.newState()
-			if err := store.inShard(ctx, func(pool *pgxpool.Pool) error {
-				return store.look(ctx, pool, func(tx pgx.Tx) error { return s.read(ctx, tx) })
+			s := shard.newState()
+			if err := shard.inShard(ctx, func(pool *pgxpool.Pool) error {
+				return shard.look(ctx, pool, func(tx pgx.Tx) error { return s.read(ctx, tx) })
 			}); err != nil {
 				s.cannotBeRead(err)
 			}
@@ -226,7 +221,7 @@ func (a *app) shardStates(ctx context.Context) (p proxyState, states []shardStat
 	reading.Wait()
 	cluster := clusterOf(states)
 	for i := range states {
-		states[i].judge(shardIs{i, len(stores), cluster}, p.version, false)
+		states[i].judge(shardIs{i, len(all), cluster}, p.version, false)
 		states[i].judgeClock(p.clock)
 	}
 	return p, states, ctx.Err()

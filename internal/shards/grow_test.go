@@ -174,7 +174,7 @@ func TestGrowUnderLoad(t *testing.T) {
 			waited++
 			return nil
 		}
-		for before := calls.Load(); calls.Load() < before+200; { // there are calls in each step
+		for before := calls.Load(); calls.Load() < before+50; { // there are calls in each step
 			runtime.Gosched()
 		}
 		return nil
