@@ -263,7 +263,7 @@ func TestTakesFromAllEqualModels(t *testing.T) {
 
 // firstReading has the first reading of the clock be up to 10 ms before the second, if this is an odd time.
 var firstReading = []string{
-	"ELSE coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint) END;",
+	"ELSE coalesce(now_us, (date_part('epoch', clock_timestamp()) * float8 '1e6')::bigint) END;",
 	"ELSE now_us - now_us % 2 * (now_us % 10001) END;",
 }
 

@@ -131,7 +131,7 @@ func TestRowMadeAfterAWaitBeginsThen(t *testing.T) {
 			{[]string{"key"}, ""},
 			{[]string{"key"}, "taken[1] > clock + 10000\n"},
 			{[]string{"key", "a"}, ""},
-			{[]string{"key", "a"}, "(date_part('epoch', clock_timestamp()) * 1000000)::bigint) > clock + 10000 THEN"},
+			{[]string{"key", "a"}, "(date_part('epoch', clock_timestamp()) * float8 '1e6')::bigint) > clock + 10000 THEN"},
 		} {
 			if _, log := policy.(SlidingLog); log && c.broken != "" {
 				continue // it has no such statement

@@ -79,7 +79,7 @@ RETURNS boolean
 LANGUAGE plpgsql
 AS $$
 BEGIN
-    IF lock_timeout_ms > 0 AND coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
+    IF lock_timeout_ms > 0 AND coalesce(now_us, (date_part('epoch', clock_timestamp()) * float8 '1e6')::bigint)
             > clock + lock_timeout_ms * 25000::bigint
     THEN
         RETURN _rate_limit_late();
@@ -1827,7 +1827,7 @@ BEGIN
         END IF;
         IF found THEN
             -- The clock is read after the row is locked. Read before, it could be older than the row.
-            clock := coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint);
+            clock := coalesce(now_us, (date_part('epoch', clock_timestamp()) * float8 '1e6')::bigint);
             moved := false;
             spent := 0;
             cost := coalesce(costs[1], 1);
@@ -1981,7 +1981,7 @@ DECLARE
     clock bigint := CASE
         WHEN coalesce(lock_timeout_ms, -1) <> -1
             AND set_config('lock_timeout', lock_timeout_ms::text, true) IS NULL THEN NULL
-        ELSE coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint) END;
+        ELSE coalesce(now_us, (date_part('epoch', clock_timestamp()) * float8 '1e6')::bigint) END;
     taken bigint[];
     units bigint := 1; -- what is asked for the first key, or NULL if costs or counts are not valid
     each bigint[];     -- what is asked for each of several keys; NULL if that is 1 each
@@ -2025,13 +2025,13 @@ BEGIN
                 VALUES (name, this_key, 1, units, clock, clock + window_us)
                 ON CONFLICT (prefix, key) DO UPDATE SET
                     count = d.count + excluded.count
-                WHERE coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
+                WHERE coalesce(now_us, (date_part('epoch', clock_timestamp()) * float8 '1e6')::bigint)
                     < clock + 10000
                     AND d.algorithm = 1 AND d.since IS NULL AND d.window_start - clock <= window_us
                         AND clock + 10000 < d.expires_at AND d.expires_at = d.window_start + window_us
                         AND excluded.count <= max_count - d.count
                 RETURNING ARRAY[
-                    coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint),
+                    coalesce(now_us, (date_part('epoch', clock_timestamp()) * float8 '1e6')::bigint),
                     d.count, d.prev_count, d.window_start, d.credit,
                     d.scale, d.expires_at, d.since, d.returned]
                 INTO taken;
@@ -2041,13 +2041,13 @@ BEGIN
                 VALUES (name, this_key, 1, units, clock, clock + window_us)
                 ON CONFLICT (prefix, key) DO UPDATE SET
                     count = d.count + excluded.count
-                WHERE coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
+                WHERE coalesce(now_us, (date_part('epoch', clock_timestamp()) * float8 '1e6')::bigint)
                     < clock + 10000
                     AND d.algorithm = 1 AND d.since IS NULL AND d.window_start - clock <= window_us
                         AND clock + 10000 < d.expires_at AND d.expires_at = d.window_start + window_us
                         AND excluded.count <= max_count - d.count
                 RETURNING ARRAY[
-                    coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint),
+                    coalesce(now_us, (date_part('epoch', clock_timestamp()) * float8 '1e6')::bigint),
                     d.count, d.prev_count, d.window_start, d.credit,
                     d.scale, d.expires_at, d.since, d.returned]
                 INTO taken;
@@ -2086,7 +2086,7 @@ BEGIN
                         count = CASE WHEN clock < d.expires_at THEN d.count ELSE 0 END + excluded.count,
                         window_start = CASE WHEN clock < d.expires_at THEN d.window_start ELSE clock END,
                         expires_at = CASE WHEN clock < d.expires_at THEN d.expires_at ELSE excluded.expires_at END
-                    WHERE (coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
+                    WHERE (coalesce(now_us, (date_part('epoch', clock_timestamp()) * float8 '1e6')::bigint)
                             < clock + 10000
                         OR _rate_limit_give_up(clock, lock_timeout_ms, now_us))
                         AND d.algorithm = 1 AND d.since IS NULL AND d.window_start - clock <= window_us
@@ -2095,7 +2095,7 @@ BEGIN
                             AND excluded.count <= max_count - d.count)
                     RETURNING d.key, ARRAY[
                         greatest(clock, least(clock + 10000,
-                            coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint))),
+                            coalesce(now_us, (date_part('epoch', clock_timestamp()) * float8 '1e6')::bigint))),
                         d.count, d.prev_count, d.window_start, d.credit,
                         d.scale, d.expires_at, d.since, d.returned] AS told
                 )
@@ -2110,7 +2110,7 @@ BEGIN
                         count = CASE WHEN clock < d.expires_at THEN d.count ELSE 0 END + excluded.count,
                         window_start = CASE WHEN clock < d.expires_at THEN d.window_start ELSE clock END,
                         expires_at = CASE WHEN clock < d.expires_at THEN d.expires_at ELSE excluded.expires_at END
-                    WHERE (coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
+                    WHERE (coalesce(now_us, (date_part('epoch', clock_timestamp()) * float8 '1e6')::bigint)
                             < clock + 10000
                         OR _rate_limit_give_up(clock, lock_timeout_ms, now_us))
                         AND d.algorithm = 1 AND d.since IS NULL AND d.window_start - clock <= window_us
@@ -2119,7 +2119,7 @@ BEGIN
                             AND excluded.count <= max_count - d.count)
                     RETURNING d.key, ARRAY[
                         greatest(clock, least(clock + 10000,
-                            coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint))),
+                            coalesce(now_us, (date_part('epoch', clock_timestamp()) * float8 '1e6')::bigint))),
                         d.count, d.prev_count, d.window_start, d.credit,
                         d.scale, d.expires_at, d.since, d.returned] AS told
                 )
@@ -2128,7 +2128,7 @@ BEGIN
             -- A row that was made begins by the first reading of the clock. That may be too old for it: another
             -- transaction may have made the same row, and rolled back after this one had waited for it. Such a row is
             -- deleted, and decided anew.
-            IF coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint) > clock + 10000 THEN
+            IF coalesce(now_us, (date_part('epoch', clock_timestamp()) * float8 '1e6')::bigint) > clock + 10000 THEN
                 begun := ARRAY(
                     SELECT k.place
                     FROM unnest(taken_keys) WITH ORDINALITY AS k (key, place)
@@ -2228,7 +2228,7 @@ BEGIN
         END IF;
         IF found THEN
             -- The clock is read after the row is locked. Read before, it could be older than the row.
-            clock := coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint);
+            clock := coalesce(now_us, (date_part('epoch', clock_timestamp()) * float8 '1e6')::bigint);
             moved := false;
             spent := 0;
             cost := coalesce(costs[1], 1);
@@ -2410,7 +2410,7 @@ DECLARE
     clock bigint := CASE
         WHEN coalesce(lock_timeout_ms, -1) <> -1
             AND set_config('lock_timeout', lock_timeout_ms::text, true) IS NULL THEN NULL
-        ELSE coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint) END;
+        ELSE coalesce(now_us, (date_part('epoch', clock_timestamp()) * float8 '1e6')::bigint) END;
     taken bigint[];
     units bigint := 1; -- what is asked for the first key, or NULL if costs or counts are not valid
     each bigint[];     -- what is asked for each of several keys; NULL if that is 1 each
@@ -2455,14 +2455,14 @@ BEGIN
                 VALUES (name, this_key, 2, units, clock, clock + 2 * window_us)
                 ON CONFLICT (prefix, key) DO UPDATE SET
                     count = d.count + excluded.count
-                WHERE coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
+                WHERE coalesce(now_us, (date_part('epoch', clock_timestamp()) * float8 '1e6')::bigint)
                     < clock + 10000
                     AND d.algorithm = 2 AND d.since IS NULL AND d.expires_at - d.window_start = 2 * window_us
                     AND abs(d.window_start - clock) < window_us - 10000 AND d.prev_count <= max_count
                     AND excluded.count <= max_count - d.count - (window_us - 1
                         + d.prev_count * least(d.window_start - (clock - window_us), window_us)) / window_us
                 RETURNING ARRAY[
-                    coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint),
+                    coalesce(now_us, (date_part('epoch', clock_timestamp()) * float8 '1e6')::bigint),
                     d.count, d.prev_count, d.window_start, d.credit,
                     d.scale, d.expires_at, d.since, d.returned]
                 INTO taken;
@@ -2472,14 +2472,14 @@ BEGIN
                 VALUES (name, this_key, 2, units, clock, clock + 2 * window_us)
                 ON CONFLICT (prefix, key) DO UPDATE SET
                     count = d.count + excluded.count
-                WHERE coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
+                WHERE coalesce(now_us, (date_part('epoch', clock_timestamp()) * float8 '1e6')::bigint)
                     < clock + 10000
                     AND d.algorithm = 2 AND d.since IS NULL AND d.expires_at - d.window_start = 2 * window_us
                     AND abs(d.window_start - clock) < window_us - 10000 AND d.prev_count <= max_count
                     AND excluded.count <= max_count - d.count - (window_us - 1
                         + d.prev_count * least(d.window_start - (clock - window_us), window_us)) / window_us
                 RETURNING ARRAY[
-                    coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint),
+                    coalesce(now_us, (date_part('epoch', clock_timestamp()) * float8 '1e6')::bigint),
                     d.count, d.prev_count, d.window_start, d.credit,
                     d.scale, d.expires_at, d.since, d.returned]
                 INTO taken;
@@ -2523,7 +2523,7 @@ BEGIN
                             WHEN d.expires_at > clock THEN d.window_start + window_us ELSE clock END,
                         expires_at = CASE WHEN d.window_start > ended THEN d.expires_at
                             WHEN d.expires_at > clock THEN d.expires_at + window_us ELSE excluded.expires_at END
-                    WHERE (coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
+                    WHERE (coalesce(now_us, (date_part('epoch', clock_timestamp()) * float8 '1e6')::bigint)
                             < clock + 10000
                         OR _rate_limit_give_up(clock, lock_timeout_ms, now_us))
                         AND d.algorithm = 2 AND d.since IS NULL AND CASE
@@ -2538,7 +2538,7 @@ BEGIN
                                 + d.prev_count * least(d.window_start - ended, window_us)) / window_us END
                     RETURNING d.key, ARRAY[
                         greatest(clock, least(clock + 10000,
-                            coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint))),
+                            coalesce(now_us, (date_part('epoch', clock_timestamp()) * float8 '1e6')::bigint))),
                         d.count, d.prev_count, d.window_start, d.credit,
                         d.scale, d.expires_at, d.since, d.returned] AS told
                 )
@@ -2557,7 +2557,7 @@ BEGIN
                             WHEN d.expires_at > clock THEN d.window_start + window_us ELSE clock END,
                         expires_at = CASE WHEN d.window_start > ended THEN d.expires_at
                             WHEN d.expires_at > clock THEN d.expires_at + window_us ELSE excluded.expires_at END
-                    WHERE (coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
+                    WHERE (coalesce(now_us, (date_part('epoch', clock_timestamp()) * float8 '1e6')::bigint)
                             < clock + 10000
                         OR _rate_limit_give_up(clock, lock_timeout_ms, now_us))
                         AND d.algorithm = 2 AND d.since IS NULL AND CASE
@@ -2572,7 +2572,7 @@ BEGIN
                                 + d.prev_count * least(d.window_start - ended, window_us)) / window_us END
                     RETURNING d.key, ARRAY[
                         greatest(clock, least(clock + 10000,
-                            coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint))),
+                            coalesce(now_us, (date_part('epoch', clock_timestamp()) * float8 '1e6')::bigint))),
                         d.count, d.prev_count, d.window_start, d.credit,
                         d.scale, d.expires_at, d.since, d.returned] AS told
                 )
@@ -2581,7 +2581,7 @@ BEGIN
             -- A row that was made begins by the first reading of the clock. That may be too old for it: another
             -- transaction may have made the same row, and rolled back after this one had waited for it. Such a row is
             -- deleted, and decided anew.
-            IF coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint) > clock + 10000 THEN
+            IF coalesce(now_us, (date_part('epoch', clock_timestamp()) * float8 '1e6')::bigint) > clock + 10000 THEN
                 begun := ARRAY(
                     SELECT k.place
                     FROM unnest(taken_keys) WITH ORDINALITY AS k (key, place)
@@ -2684,7 +2684,7 @@ BEGIN
         END IF;
         IF found THEN
             -- The clock is read after the row is locked. Read before, it could be older than the row.
-            clock := coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint);
+            clock := coalesce(now_us, (date_part('epoch', clock_timestamp()) * float8 '1e6')::bigint);
             moved := false;
             spent := 0;
             cost := coalesce(costs[1], 1);
@@ -2875,7 +2875,7 @@ DECLARE
     clock bigint := CASE
         WHEN coalesce(lock_timeout_ms, -1) <> -1
             AND set_config('lock_timeout', lock_timeout_ms::text, true) IS NULL THEN NULL
-        ELSE coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint) END;
+        ELSE coalesce(now_us, (date_part('epoch', clock_timestamp()) * float8 '1e6')::bigint) END;
     taken bigint[];
     units bigint := 1; -- what is asked for the first key, or NULL if costs or counts are not valid
     each bigint[];     -- what is asked for each of several keys; NULL if that is 1 each
@@ -2932,7 +2932,7 @@ BEGIN
                     expires_at = greatest(clock, d.window_start)
                         + (full_credit - (d.credit + greatest(clock - d.window_start, 0) * inflow)
                             + (full_credit - excluded.credit) - 1) / inflow + 1
-                WHERE coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
+                WHERE coalesce(now_us, (date_part('epoch', clock_timestamp()) * float8 '1e6')::bigint)
                     < clock + 10000
                     AND d.algorithm = 3 AND d.count = 0 AND d.scale = every_us AND d.capacity = tokens
                         AND d.refill = inflow AND d.credit < full_credit
@@ -2940,7 +2940,7 @@ BEGIN
                         AND clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / inflow
                         AND d.credit + greatest(clock - d.window_start, 0) * inflow >= full_credit - excluded.credit
                 RETURNING ARRAY[
-                    coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint),
+                    coalesce(now_us, (date_part('epoch', clock_timestamp()) * float8 '1e6')::bigint),
                     d.count, d.prev_count, d.window_start, d.credit,
                     d.scale, d.expires_at, d.since, d.returned]
                 INTO taken;
@@ -2957,7 +2957,7 @@ BEGIN
                     expires_at = greatest(clock, d.window_start)
                         + (full_credit - (d.credit + greatest(clock - d.window_start, 0) * inflow)
                             + (full_credit - excluded.credit) - 1) / inflow + 1
-                WHERE coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
+                WHERE coalesce(now_us, (date_part('epoch', clock_timestamp()) * float8 '1e6')::bigint)
                     < clock + 10000
                     AND d.algorithm = 3 AND d.count = 0 AND d.scale = every_us AND d.capacity = tokens
                         AND d.refill = inflow AND d.credit < full_credit
@@ -2965,7 +2965,7 @@ BEGIN
                         AND clock + 10000 - d.window_start <= (full_credit - d.credit - 1) / inflow
                         AND d.credit + greatest(clock - d.window_start, 0) * inflow >= full_credit - excluded.credit
                 RETURNING ARRAY[
-                    coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint),
+                    coalesce(now_us, (date_part('epoch', clock_timestamp()) * float8 '1e6')::bigint),
                     d.count, d.prev_count, d.window_start, d.credit,
                     d.scale, d.expires_at, d.since, d.returned]
                 INTO taken;
@@ -3019,7 +3019,7 @@ BEGIN
                                 + (full_credit - (d.credit + greatest(clock - d.window_start, 0) * inflow)
                                 + (full_credit - excluded.credit) - 1) / inflow + 1
                             ELSE excluded.expires_at END
-                    WHERE (coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
+                    WHERE (coalesce(now_us, (date_part('epoch', clock_timestamp()) * float8 '1e6')::bigint)
                             < clock + 10000
                         OR _rate_limit_give_up(clock, lock_timeout_ms, now_us))
                         AND d.algorithm = 3 AND d.count = 0 AND d.scale = every_us AND d.capacity = tokens
@@ -3032,7 +3032,7 @@ BEGIN
                                 ELSE clock - d.window_start > (full_credit - d.credit - 1) / inflow END
                     RETURNING d.key, ARRAY[
                         greatest(clock, least(clock + 10000,
-                            coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint))),
+                            coalesce(now_us, (date_part('epoch', clock_timestamp()) * float8 '1e6')::bigint))),
                         d.count, d.prev_count, d.window_start, d.credit,
                         d.scale, d.expires_at, d.since, d.returned] AS told
                 )
@@ -3063,7 +3063,7 @@ BEGIN
                                 + (full_credit - (d.credit + greatest(clock - d.window_start, 0) * inflow)
                                 + (full_credit - excluded.credit) - 1) / inflow + 1
                             ELSE excluded.expires_at END
-                    WHERE (coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
+                    WHERE (coalesce(now_us, (date_part('epoch', clock_timestamp()) * float8 '1e6')::bigint)
                             < clock + 10000
                         OR _rate_limit_give_up(clock, lock_timeout_ms, now_us))
                         AND d.algorithm = 3 AND d.count = 0 AND d.scale = every_us AND d.capacity = tokens
@@ -3076,7 +3076,7 @@ BEGIN
                                 ELSE clock - d.window_start > (full_credit - d.credit - 1) / inflow END
                     RETURNING d.key, ARRAY[
                         greatest(clock, least(clock + 10000,
-                            coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint))),
+                            coalesce(now_us, (date_part('epoch', clock_timestamp()) * float8 '1e6')::bigint))),
                         d.count, d.prev_count, d.window_start, d.credit,
                         d.scale, d.expires_at, d.since, d.returned] AS told
                 )
@@ -3085,7 +3085,7 @@ BEGIN
             -- A row that was made begins by the first reading of the clock. That may be too old for it: another
             -- transaction may have made the same row, and rolled back after this one had waited for it. Such a row is
             -- deleted, and decided anew.
-            IF coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint) > clock + 10000 THEN
+            IF coalesce(now_us, (date_part('epoch', clock_timestamp()) * float8 '1e6')::bigint) > clock + 10000 THEN
                 begun := ARRAY(
                     SELECT k.place
                     FROM unnest(taken_keys) WITH ORDINALITY AS k (key, place)
@@ -3187,7 +3187,7 @@ BEGIN
         END IF;
         IF found THEN
             -- The clock is read after the row is locked. Read before, it could be older than the row.
-            clock := coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint);
+            clock := coalesce(now_us, (date_part('epoch', clock_timestamp()) * float8 '1e6')::bigint);
             moved := false;
             spent := 0;
             cost := coalesce(costs[1], 1);
@@ -3460,7 +3460,7 @@ BEGIN
         END IF;
         IF found THEN
             -- The clock is read after the row is locked. Read before, it could be older than the row.
-            clock := coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint);
+            clock := coalesce(now_us, (date_part('epoch', clock_timestamp()) * float8 '1e6')::bigint);
             moved := false;
             spent := 0;
             cost := coalesce(costs[1], 1);
@@ -3621,7 +3621,7 @@ DECLARE
     clock bigint := CASE
         WHEN coalesce(lock_timeout_ms, -1) <> -1
             AND set_config('lock_timeout', lock_timeout_ms::text, true) IS NULL THEN NULL
-        ELSE coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint) END;
+        ELSE coalesce(now_us, (date_part('epoch', clock_timestamp()) * float8 '1e6')::bigint) END;
     taken bigint[];
     units bigint := 1; -- what is asked for the first key, or NULL if costs or counts are not valid
     each bigint[];     -- what is asked for each of several keys; NULL if that is 1 each
@@ -3671,13 +3671,13 @@ BEGIN
                 VALUES (name, this_key, 5, units, clock, window_end - clock, window_end)
                 ON CONFLICT (prefix, key) DO UPDATE SET
                     count = d.count + excluded.count
-                WHERE coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
+                WHERE coalesce(now_us, (date_part('epoch', clock_timestamp()) * float8 '1e6')::bigint)
                     < clock + 10000
                     AND d.algorithm = 5 AND d.since IS NULL AND d.window_start - clock <= window_us
                         AND clock + 10000 < d.expires_at AND d.expires_at = d.window_start + d.scale
                         AND d.scale <= 2 * window_us AND excluded.count <= max_count - d.count
                 RETURNING ARRAY[
-                    coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint),
+                    coalesce(now_us, (date_part('epoch', clock_timestamp()) * float8 '1e6')::bigint),
                     d.count, d.prev_count, d.window_start, d.credit,
                     d.scale, d.expires_at, d.since, d.returned]
                 INTO taken;
@@ -3687,13 +3687,13 @@ BEGIN
                 VALUES (name, this_key, 5, units, clock, window_end - clock, window_end)
                 ON CONFLICT (prefix, key) DO UPDATE SET
                     count = d.count + excluded.count
-                WHERE coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
+                WHERE coalesce(now_us, (date_part('epoch', clock_timestamp()) * float8 '1e6')::bigint)
                     < clock + 10000
                     AND d.algorithm = 5 AND d.since IS NULL AND d.window_start - clock <= window_us
                         AND clock + 10000 < d.expires_at AND d.expires_at = d.window_start + d.scale
                         AND d.scale <= 2 * window_us AND excluded.count <= max_count - d.count
                 RETURNING ARRAY[
-                    coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint),
+                    coalesce(now_us, (date_part('epoch', clock_timestamp()) * float8 '1e6')::bigint),
                     d.count, d.prev_count, d.window_start, d.credit,
                     d.scale, d.expires_at, d.since, d.returned]
                 INTO taken;
@@ -3732,7 +3732,7 @@ BEGIN
                         window_start = CASE WHEN clock < d.expires_at THEN d.window_start ELSE clock END,
                         scale = CASE WHEN clock < d.expires_at THEN d.scale ELSE excluded.scale END,
                         expires_at = CASE WHEN clock < d.expires_at THEN d.expires_at ELSE excluded.expires_at END
-                    WHERE (coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
+                    WHERE (coalesce(now_us, (date_part('epoch', clock_timestamp()) * float8 '1e6')::bigint)
                             < clock + 10000
                         OR _rate_limit_give_up(clock, lock_timeout_ms, now_us))
                         AND d.algorithm = 5 AND d.since IS NULL AND d.window_start - clock <= window_us
@@ -3741,7 +3741,7 @@ BEGIN
                             AND d.scale <= 2 * window_us AND excluded.count <= max_count - d.count)
                     RETURNING d.key, ARRAY[
                         greatest(clock, least(clock + 10000,
-                            coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint))),
+                            coalesce(now_us, (date_part('epoch', clock_timestamp()) * float8 '1e6')::bigint))),
                         d.count, d.prev_count, d.window_start, d.credit,
                         d.scale, d.expires_at, d.since, d.returned] AS told
                 )
@@ -3757,7 +3757,7 @@ BEGIN
                         window_start = CASE WHEN clock < d.expires_at THEN d.window_start ELSE clock END,
                         scale = CASE WHEN clock < d.expires_at THEN d.scale ELSE excluded.scale END,
                         expires_at = CASE WHEN clock < d.expires_at THEN d.expires_at ELSE excluded.expires_at END
-                    WHERE (coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
+                    WHERE (coalesce(now_us, (date_part('epoch', clock_timestamp()) * float8 '1e6')::bigint)
                             < clock + 10000
                         OR _rate_limit_give_up(clock, lock_timeout_ms, now_us))
                         AND d.algorithm = 5 AND d.since IS NULL AND d.window_start - clock <= window_us
@@ -3766,7 +3766,7 @@ BEGIN
                             AND d.scale <= 2 * window_us AND excluded.count <= max_count - d.count)
                     RETURNING d.key, ARRAY[
                         greatest(clock, least(clock + 10000,
-                            coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint))),
+                            coalesce(now_us, (date_part('epoch', clock_timestamp()) * float8 '1e6')::bigint))),
                         d.count, d.prev_count, d.window_start, d.credit,
                         d.scale, d.expires_at, d.since, d.returned] AS told
                 )
@@ -3775,7 +3775,7 @@ BEGIN
             -- A row that was made begins by the first reading of the clock. That may be too old for it: another
             -- transaction may have made the same row, and rolled back after this one had waited for it. Such a row is
             -- deleted, and decided anew.
-            IF coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint) > clock + 10000 THEN
+            IF coalesce(now_us, (date_part('epoch', clock_timestamp()) * float8 '1e6')::bigint) > clock + 10000 THEN
                 begun := ARRAY(
                     SELECT k.place
                     FROM unnest(taken_keys) WITH ORDINALITY AS k (key, place)
@@ -3861,7 +3861,7 @@ DECLARE
     clock bigint := CASE
         WHEN coalesce(lock_timeout_ms, -1) <> -1
             AND set_config('lock_timeout', lock_timeout_ms::text, true) IS NULL THEN NULL
-        ELSE coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint) END;
+        ELSE coalesce(now_us, (date_part('epoch', clock_timestamp()) * float8 '1e6')::bigint) END;
     possible boolean := (names[cardinality(names)] IS NOT NULL AND keys[cardinality(names)] IS NOT NULL
         AND cardinality(names) = ALL (ARRAY[cardinality(keys), cardinality(algorithms), cardinality(limits),
             cardinality(spans_us), cardinality(refills), cardinality(units)])
@@ -3886,7 +3886,7 @@ BEGIN
                     AND octet_length(excluded.name) BETWEEN 1 AND 128
                     AND octet_length(excluded.key) BETWEEN 1 AND 512
                     AND d.ctid IS NOT NULL
-                    AND (coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
+                    AND (coalesce(now_us, (date_part('epoch', clock_timestamp()) * float8 '1e6')::bigint)
                             < clock + 10000
                         OR _rate_limit_give_up(clock, lock_timeout_ms, now_us))
                     AND CASE WHEN coalesce(d.algorithm, 0) = 0
@@ -3979,7 +3979,7 @@ BEGIN
                 ) AS d ON true;
                 IF fits THEN
                     clock := greatest(clock, least(clock + 10000,
-                        coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)));
+                        coalesce(now_us, (date_part('epoch', clock_timestamp()) * float8 '1e6')::bigint)));
                     WITH d AS (
                         UPDATE rate_limit_ephemeral AS d SET
                         algorithm = excluded.algorithm,
@@ -4207,7 +4207,7 @@ BEGIN
                     AND octet_length(excluded.name) BETWEEN 1 AND 128
                     AND octet_length(excluded.key) BETWEEN 1 AND 512
                     AND d.ctid IS NOT NULL
-                    AND (coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)
+                    AND (coalesce(now_us, (date_part('epoch', clock_timestamp()) * float8 '1e6')::bigint)
                             < clock + 10000
                         OR _rate_limit_give_up(clock, lock_timeout_ms, now_us))
                     AND CASE WHEN coalesce(d.algorithm, 0) = 0
@@ -4300,7 +4300,7 @@ BEGIN
                 ) AS d ON true;
                 IF fits THEN
                     clock := greatest(clock, least(clock + 10000,
-                        coalesce(now_us, (date_part('epoch', clock_timestamp()) * 1000000)::bigint)));
+                        coalesce(now_us, (date_part('epoch', clock_timestamp()) * float8 '1e6')::bigint)));
                     WITH d AS (
                         UPDATE rate_limit_durable AS d SET
                         algorithm = excluded.algorithm,
