@@ -115,6 +115,7 @@ func (a *app) inStores(ctx context.Context, do func(store *app, pool *pgxpool.Po
 	if len(all) == 0 {
 		return do(a, pool)
 	}
+	pool.Close()
 	for _, shard := range all {
 		pool, err := shard.open(ctx)
 		if err == nil {
