@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"os"
 	"slices"
 	"strings"
 	"sync"
@@ -318,7 +319,14 @@ func TestProxiesWhoseMapsDiffer(t *testing.T) {
 		require.NoError(t, errs[1])
 		history := slices.Concat(histories[:]...)
 		require.True(t, hasBothOutcomes(history))
-		result, _ := judge{ruleOf(w.policy(), w.Span), false, false}.check(t, history, 0)
+		result, picture := judge{ruleOf(w.policy(), w.Span), false, false}.check(t, history, 0)
+		if picture != "" {
+			t.Cleanup(func() {
+				if !t.Failed() { // it was the control's
+					require.NoError(t, os.Remove(picture))
+				}
+			})
+		}
 		return result
 	}
 	require.Equal(t, porcupine.Ok, judged())
