@@ -6,7 +6,8 @@
 {{- prefix . "count, prev_count, window_start, credit, scale, expires_at, since, capacity, refill, returned"}}
 {{- end}}
 
-{{/* A million that were an integer would cost each new session 6 % of its first call, to choose the operator. */}}
+{{/* If the million were an integer, Postgres would look through all operators: 6 % of the instructions of a session's
+first call. */}}
 {{define "reading"}}coalesce(now_us, (date_part('epoch', clock_timestamp()) * float8 '1e6')::bigint){{end}}
 
 {{/* The first reading of the clock. This expression sets lock_timeout, too. */}}
