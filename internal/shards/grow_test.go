@@ -59,7 +59,7 @@ func TestGrowAdmitsWhatTheLimitAdmits(t *testing.T) {
 			c := newCluster(t, 2)
 			granted := map[string]int64{}
 			var keys []string
-			for i := range 40 {
+			for i := range 24 {
 				keys = append(keys, fmt.Sprintf("key %d", i))
 			}
 			refused := 0
