@@ -41,7 +41,7 @@ func TestNothingThatOthersCreateIsRun(t *testing.T) {
 		for _, policy := range []string{"fixed 100/1h", "sliding 100/1h", "log 100/1h", "bucket 100 1/1s"} {
 			for _, more := range [][]string{nil, {"--durable"}} {
 				if (more != nil || schema != nil) && policy != "log 100/1h" {
-					continue // the table changes no more than one argument, and the schema is all the same to the policy
+					continue // the table and the schema each change one argument, for all policies alike
 				}
 				more = append(more, schema...)
 				for _, args := range [][]string{{"take", "login", "a"}, {"take", "login", "b"}, {"peek", "login", "a"}, {"top", "login"}} {
