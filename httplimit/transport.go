@@ -1,11 +1,11 @@
 package httplimit
 
 import (
+	"cmp"
 	"context"
-	"errors"
+	"fmt"
 	"io"
 	"net/http"
-	"strconv"
 	"strings"
 	"sync"
 	"time"
@@ -29,31 +29,66 @@ var _ Waiter = (*ratelimit.Limiter)(nil)
 //
 // Each request waits until the limiter allows it, see [ratelimit.Limiter.Wait]. So does each further try.
 //
-// If a response with status 429 or 503 has a Retry-After, seconds or a date, this Transport sends nothing more for that
-// key until then, and for a second at least. If that is more than ten years ahead, as when a ban without an end is told
-// so, the pause is a day. Other processes do not know, and learn it from a response of their own.
-// Then the request is sent again, as often as it is answered like that, until its context ends. It is not sent again,
-// and the caller gets the response, if
+// If the server refuses a request and names a time, this Transport sends nothing more for that key until then, and for
+// a second at least. A refusal is one of these statuses:
+//
+//	429, 403  the request was not processed
+//	503, 529  it may have been processed
+//
+// No other status is one. A success that says that nothing remains delays nobody: the Limiter is what keeps within the
+// limit. The time is in one of these fields:
+//
+//	Retry-After                   seconds, also with a fraction, which rounds up; or a date
+//	Retry-After-Ms                milliseconds; if both are there, the later time counts
+//	RateLimit                     t of members with r=0 (drafts 8 to 11), or reset beside remaining=0 (draft 7)
+//	RateLimit-Reset               seconds, if RateLimit-Remaining is 0 (drafts 0 to 6)
+//	X-RateLimit-, X-Rate-Limit-   the same; GitHub's Reset is in seconds since 1970
+//
+// The first two have precedence. Of several limits of which nothing remains, the latest time counts. A limit of which
+// something remains is not what has refused. With a 429, one that does not say what remains counts too. Any number from
+// 10^9 on is a time since 1970, in seconds, or from 10^11 on in milliseconds. A time that is more than ten years ahead,
+// as when a ban without an end is told so, counts as a day.
+//
+// Other processes do not know of the pause, and learn of it from a response of their own. Then the request is sent
+// again, as often as it is answered like that, until its context ends. It is not sent again, and the caller gets the
+// response, if
 //
 //   - the context's deadline, or the Timeout of the http.Client, comes before that time;
+//   - that time is more than MaxPause ahead;
 //   - its body cannot be read again: there is one, and no GetBody, which http.NewRequest sets for bodies in memory;
-//   - the status is 503, and sending it twice may do something twice: the method is neither GET, HEAD, OPTIONS, TRACE,
-//     PUT nor DELETE, and there is no header Idempotency-Key.
+//   - the status is 503 or 529, and sending it twice may do something twice: the method is neither GET, HEAD, OPTIONS,
+//     TRACE, PUT nor DELETE, and there is no header Idempotency-Key.
 //
-// A request that is not sent because its deadline comes too early gets a [*ratelimit.WaitError]. Other errors are those
-// of the context, of Wait, of Key and of Base.
+// A request that is not sent because its deadline comes too early gets a [*ratelimit.WaitError]. One that is not sent
+// because the pause is too long gets a [*PauseError]. Other errors are those of the context, of Wait, of Key and of
+// Base.
 //
 // A Transport is safe for concurrent use. Its fields must not change once it is in use.
 type Transport struct {
 	Limiter Waiter // required
-	// Key says whom a request is charged to, and for whom a Retry-After counts. Defaults to the host and port of the
-	// URL.
+	// Key says whom a request is charged to, and for whom a pause counts. Defaults to the host and port of the URL.
 	Key Key
 	// Base sends the requests. Defaults to http.DefaultTransport.
 	Base http.RoundTripper
+	// MaxPause is the longest pause that callers wait for, so that a server cannot block those without a deadline for
+	// a day. It does not bound the wait for the Limiter. If it is negative, nobody waits for a pause. Defaults to an
+	// hour, in which the limits of most services, such as GitHub's, begin anew.
+	MaxPause time.Duration
 
 	mu     sync.Mutex
 	pauses map[string]time.Time // until when nothing is sent for a key
+}
+
+// PauseError is why a Transport has not sent a request: the server has asked for a pause, and its end is further ahead
+// than MaxPause.
+type PauseError struct {
+	Until    time.Time // when to try again, by this machine's clock
+	MaxPause time.Duration
+}
+
+func (e *PauseError) Error() string {
+	return fmt.Sprintf("httplimit: the server wants no requests until %s, which is further ahead than the Transport's "+
+		"MaxPause of %v: try again then", e.Until.Format(time.RFC3339Nano), e.MaxPause)
 }
 
 // RoundTrip sends a request as soon as the limit allows it.
@@ -72,13 +107,14 @@ func (t *Transport) RoundTrip(r *http.Request) (*http.Response, error) {
 			return response, nil
 		}
 		t.pause(key, until)
+		if time.Until(until) > t.maxPause() {
+			return response, nil
+		}
 		again, ok := repeated(r, response, until)
 		if !ok {
 			return response, nil
 		}
-		// Base can use the connection again if little is left of the response.
-		_, _ = io.CopyN(io.Discard, response.Body, 64<<10)
-		_ = response.Body.Close()
+		discard(r.Context(), response.Body)
 		r = again
 	}
 	if r.Body != nil {
@@ -103,6 +139,8 @@ func (t *Transport) base() http.RoundTripper {
 	}
 	return t.Base
 }
+
+func (t *Transport) maxPause() time.Duration { return cmp.Or(t.MaxPause, time.Hour) }
 
 // wait returns when a request may be sent, or when that will not be before the end of its context.
 func (t *Transport) wait(ctx context.Context, key string) error {
@@ -132,6 +170,9 @@ func (t *Transport) sitOut(ctx context.Context, key string) error {
 		pause := time.Until(until)
 		if deadline, ok := ctx.Deadline(); ok && deadline.Before(until) {
 			return &ratelimit.WaitError{RetryAfter: pause, Deadline: deadline}
+		}
+		if pause > t.maxPause() {
+			return &PauseError{Until: until, MaxPause: t.maxPause()}
 		}
 		timer := time.NewTimer(pause)
 		select {
@@ -171,27 +212,22 @@ func (t *Transport) pause(key string, until time.Time) {
 	}
 }
 
-// retryAt is the time that a response names for the next try, if it does.
-func retryAt(response *http.Response) (time.Time, bool) {
-	if response.StatusCode != http.StatusTooManyRequests && response.StatusCode != http.StatusServiceUnavailable {
-		return time.Time{}, false
+// discard closes the body of a response. Base can use the connection again if little was left of it. It reads for no
+// longer than the shortest pause, because a body may trickle, or never end.
+func discard(ctx context.Context, body io.ReadCloser) {
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		_, _ = io.CopyN(io.Discard, body, 64<<10)
+	}()
+	timer := time.NewTimer(minPause)
+	defer timer.Stop()
+	select {
+	case <-done:
+	case <-timer.C:
+	case <-ctx.Done():
 	}
-	text, now := response.Header.Get("Retry-After"), time.Now()
-	seconds, err := strconv.ParseUint(text, 10, 64)
-	if err == nil || errors.Is(err, strconv.ErrRange) {
-		pause := time.Duration(min(seconds, uint64(noEnd/time.Second)+1)) * time.Second
-		return now.Add(foreseeable(max(pause, time.Second))), true
-	}
-	date, err := http.ParseTime(text)
-	if err != nil {
-		return time.Time{}, false
-	}
-	// The date is of the server's clock, as is the response's own.
-	sent, err := http.ParseTime(response.Header.Get("Date"))
-	if err != nil {
-		sent = now
-	}
-	return now.Add(foreseeable(max(date.Sub(sent), time.Second))), true
+	_ = body.Close() // ends the reading
 }
 
 // repeated is the request to send again at a time, if it can be.
@@ -199,9 +235,8 @@ func repeated(r *http.Request, response *http.Response, at time.Time) (*http.Req
 	if deadline, ok := r.Context().Deadline(); ok && deadline.Before(at) {
 		return nil, false
 	}
-	// A request that gets a 429 was not processed. One that gets a 503 may have been, for example before a proxy's
-	// time was up.
-	if response.StatusCode == http.StatusServiceUnavailable && !idempotent(r) {
+	// A 503 may come from a proxy whose time was up while the server went on.
+	if response.StatusCode >= http.StatusInternalServerError && !idempotent(r) {
 		return nil, false
 	}
 	again := r.Clone(r.Context())

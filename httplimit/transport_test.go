@@ -1,11 +1,13 @@
 package httplimit
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"io"
 	"net"
 	"net/http"
+	"strconv"
 	"strings"
 	"sync"
 	"testing"
@@ -23,6 +25,7 @@ import (
 type api struct {
 	answer func(n int) (status int, header http.Header) // to the n-th request, from 0
 	first  time.Duration                                // how long the first answer takes
+	body   func() io.ReadCloser                         // of answers that are not 200; by default a text
 
 	mu     sync.Mutex
 	sent   []time.Duration // when, since the test began
@@ -55,9 +58,13 @@ func (a *api) RoundTrip(r *http.Request) (*http.Response, error) {
 	if a.answer != nil {
 		status, header = a.answer(n)
 	}
-	return &http.Response{
+	response := &http.Response{
 		StatusCode: status, Header: header, Request: r, Body: io.NopCloser(strings.NewReader("text")),
-	}, nil
+	}
+	if a.body != nil && status != http.StatusOK {
+		response.Body = a.body()
+	}
+	return response, nil
 }
 
 // times is when requests were sent.
@@ -160,7 +167,10 @@ func TestTransportObeysRetryAfter(t *testing.T) {
 		"a date of another clock":    {answer: retryAfter(1, 503, "Retry-After", "Sun, 22 Nov 2026 12:00:09 GMT", "Date", "Sun, 22 Nov 2026 12:00:00 GMT"), sent: []time.Duration{0, 9 * s}, status: 200},
 		"no Retry-After":             {answer: retryAfter(1, 429), sent: []time.Duration{0}, status: 429},
 		"negative":                   {answer: retryAfter(1, 429, "Retry-After", "-5"), sent: []time.Duration{0}, status: 429},
-		"a fraction":                 {answer: retryAfter(1, 429, "Retry-After", "1.5"), sent: []time.Duration{0}, status: 429},
+		"403":                        {answer: retryAfter(1, 403, "Retry-After", "5"), method: "POST", body: again, sent: []time.Duration{0, 5 * s}, status: 200},
+		"403, and nothing else":      {answer: retryAfter(1, 403), sent: []time.Duration{0}, status: 403},
+		"529":                        {answer: retryAfter(1, 529, "Retry-After", "5"), sent: []time.Duration{0, 5 * s}, status: 200},
+		"529, and not idempotent":    {answer: retryAfter(1, 529, "Retry-After", "5"), method: "POST", body: again, sent: []time.Duration{0}, status: 529},
 		"no date":                    {answer: retryAfter(1, 429, "Retry-After", "tomorrow"), sent: []time.Duration{0}, status: 429},
 		"another status":             {answer: retryAfter(1, 500, "Retry-After", "5"), sent: []time.Duration{0}, status: 500},
 		"too late":                   {answer: retryAfter(1, 429, "Retry-After", "3601"), sent: []time.Duration{0}, status: 429},
@@ -218,6 +228,225 @@ type closing struct {
 
 func (c *closing) Close() error { c.closed = true; return nil }
 
+// What each field says about when to try again, in all notations that are seen.
+func TestWhenToTryAgain(t *testing.T) {
+	t.Parallel()
+
+	const none, day = time.Duration(-1), 24 * time.Hour
+	s := time.Second
+	for _, test := range []struct {
+		status int
+		lines  []string
+		want   time.Duration
+	}{
+		{429, []string{"Retry-After", "1.5"}, 2 * s},
+		{429, []string{"Retry-After", "0.503"}, s},
+		{429, []string{"Retry-After", "2.0"}, 2 * s},
+		{429, []string{"Retry-After", "2.000000000000000000001"}, 3 * s},
+		{429, []string{"Retry-After", "2."}, 2 * s},
+		{429, []string{"Retry-After", ".5"}, s},
+		{429, []string{"Retry-After", " 7 "}, 7 * s},
+		{429, []string{"Retry-After", "0000000000000000000000007"}, 7 * s},
+		{429, []string{"Retry-After", "9223372036854775807.5"}, day},
+		{503, []string{"Retry-After", "59.25"}, 60 * s},
+		{529, []string{"Retry-After", "1.5"}, 2 * s},
+		{403, []string{"Retry-After", "1.5"}, 2 * s},
+		{429, []string{"Retry-After", "3", "Retry-After", "9"}, 9 * s},
+		{429, []string{"Retry-After", "1795262405"}, 5 * s},
+		{429, []string{"Retry-After", "Sat, 01 Jan 2000 00:00:07 UTC"}, 7 * s},
+		{429, []string{"Retry-After", "2000-01-01T01:00:07+01:00"}, 7 * s},
+		{429, []string{"Retry-After", "."}, none},
+		{429, []string{"Retry-After", "-1.5"}, none},
+		{429, []string{"Retry-After", "+5"}, none},
+		{429, []string{"Retry-After", "1e3"}, none},
+		{429, []string{"Retry-After", "1,5"}, none},
+		{429, []string{"Retry-After", "1.5.5"}, none},
+		{429, []string{"Retry-After", "0x5"}, none},
+		{429, []string{"Retry-After", "NaN"}, none},
+		{429, []string{"Retry-After", "Inf"}, none},
+		{429, []string{"Retry-After", "5s"}, none},
+
+		{429, []string{"Retry-After-Ms", "1503"}, 1503 * time.Millisecond},
+		{503, []string{"Retry-After-Ms", "1503.5"}, 1504 * time.Millisecond},
+		{429, []string{"Retry-After-Ms", "20"}, s},
+		{429, []string{"Retry-After-Ms", "99999999999999999999"}, day},
+		{429, []string{"Retry-After-Ms", "soon"}, none},
+		{429, []string{"Retry-After-Ms", "1503", "Retry-After", "2"}, 2 * s},
+		{429, []string{"Retry-After-Ms", "2503", "Retry-After", "2"}, 2503 * time.Millisecond},
+
+		// GitHub.
+		{403, []string{"X-RateLimit-Remaining", "0", "X-RateLimit-Reset", "1795262460"}, 60 * s},
+		{429, []string{"X-RateLimit-Remaining", "0", "X-RateLimit-Reset", "1795262460"}, 60 * s},
+		{403, []string{"X-RateLimit-Remaining", "0", "X-RateLimit-Reset", "1795262400"}, s},
+		{403, []string{"X-RateLimit-Remaining", "0", "X-RateLimit-Reset", "1795262300"}, s},
+		{403, []string{"X-RateLimit-Remaining", "1", "X-RateLimit-Reset", "1795262460"}, none},
+		{429, []string{"X-RateLimit-Remaining", "4990", "X-RateLimit-Reset", "1795262460"}, none},
+		{403, []string{"X-RateLimit-Reset", "1795262460"}, none},
+		{403, []string{"X-RateLimit-Remaining", "0"}, none},
+		{403, []string{"X-RateLimit-Remaining", "4990", "X-RateLimit-Reset", "1795266000", "Retry-After", "60"}, 60 * s},
+		{403, []string{"X-RateLimit-Remaining", "0", "X-RateLimit-Reset", "1795266000", "Retry-After", "60"}, 60 * s},
+		{403, []string{"X-RateLimit-Remaining", "0", "X-RateLimit-Reset", "1795262460", "Retry-After", "soon"}, 60 * s},
+		// Others.
+		{429, []string{"X-RateLimit-Remaining", "0", "X-RateLimit-Reset", "30"}, 30 * s},
+		{429, []string{"X-RateLimit-Remaining", "0.0", "X-RateLimit-Reset", "29.2"}, 30 * s},
+		{429, []string{"X-RateLimit-Remaining", "-1", "X-RateLimit-Reset", "30"}, 30 * s},
+		{429, []string{"X-RateLimit-Remaining", "few", "X-RateLimit-Reset", "30"}, none},
+		{429, []string{"X-RateLimit-Reset", "30"}, 30 * s},
+		{429, []string{"X-RateLimit-Remaining", "0", "X-RateLimit-Reset", "1795262430.25"}, 31 * s},
+		{429, []string{"X-RateLimit-Remaining", "0", "X-RateLimit-Reset", "1795262430250"}, 30250 * time.Millisecond},
+		{429, []string{"X-Rate-Limit-Remaining", "0", "X-Rate-Limit-Reset", "1795262430"}, 30 * s},
+		{529, []string{"RateLimit-Remaining", "0", "RateLimit-Reset", "30"}, 30 * s},
+		{429, []string{"RateLimit-Remaining", "0", "RateLimit-Reset", "30"}, 30 * s},
+		{503, []string{"RateLimit-Reset", "30"}, none},
+
+		{429, []string{"RateLimit", `"default";r=0;t=30`}, 30 * s},
+		{403, []string{"RateLimit", `"default"; r=0; t=30`}, 30 * s},
+		{429, []string{"RateLimit", `"burst";r=0;t=3, "daily";r=5;t=80000`}, 3 * s},
+		{429, []string{"RateLimit", `"burst";r=0;t=3, "daily";r=0;t=80`}, 80 * s},
+		{429, []string{"RateLimit", `"burst";r=0;t=3`, "RateLimit", `"daily";r=0;t=80`}, 80 * s},
+		{429, []string{"RateLimit", `"a;t=99,\";r=0;t=99";r=0;t=3;pk=:cHsdsRa894==:`}, 3 * s},
+		{429, []string{"RateLimit", `"default";r=0`}, none},
+		{429, []string{"RateLimit", `"default";r=5;t=30`}, none},
+		{429, []string{"RateLimit", `"default`}, none},
+		{200, []string{"RateLimit", `"default";r=0;t=30`}, none},
+		{429, []string{"RateLimit", `"default";r=0;t=30`, "Retry-After", "31"}, 31 * s},
+		{429, []string{"RateLimit", `limit=100, remaining=0, reset=30`}, 30 * s},
+		{403, []string{"RateLimit", `limit=100, remaining=1, reset=30`}, none},
+
+		{200, []string{"X-RateLimit-Remaining", "0", "X-RateLimit-Reset", "30"}, none},
+		{413, []string{"Retry-After", "30"}, none},
+		{301, []string{"Retry-After", "30"}, none},
+	} {
+		synctest.Test(t, func(t *testing.T) {
+			header := http.Header{"Date": {"Sat, 21 Nov 2026 12:00:00 GMT"}} // 1795262400
+			if strings.Contains(strings.Join(test.lines, ""), "2000") {
+				header.Del("Date") // as this clock
+			}
+			for i := 0; i < len(test.lines); i += 2 {
+				header.Add(test.lines[i], test.lines[i+1])
+			}
+			until, ok := retryAt(&http.Response{StatusCode: test.status, Header: header})
+			require.Equal(t, test.want != none, ok, "%d %q", test.status, test.lines)
+			if ok {
+				require.Equal(t, test.want, time.Until(until), "%d %q", test.status, test.lines)
+			}
+		})
+	}
+}
+
+// FuzzRetryAt: whatever a server sends, the pause is between a second and ten years.
+func FuzzRetryAt(f *testing.F) {
+	for _, text := range []string{"1.5", "99999999999999999999", "1795262430250", `"a";r=0;t=3, "b`, "remaining=0,reset=-1", "-"} {
+		f.Add(text, text)
+	}
+	f.Fuzz(func(t *testing.T, remaining, text string) {
+		for _, name := range []string{"Retry-After", "Retry-After-Ms", "Ratelimit", "Ratelimit-Reset", "X-Ratelimit-Reset"} {
+			header := http.Header{name: {text}, "Ratelimit-Remaining": {remaining}, "X-Ratelimit-Remaining": {"0"}}
+			before := time.Now()
+			until, ok := retryAt(&http.Response{StatusCode: http.StatusTooManyRequests, Header: header})
+			if ok {
+				require.GreaterOrEqual(t, until.Sub(before), minPause)
+				require.LessOrEqual(t, time.Until(until), noEnd)
+			}
+		}
+	})
+}
+
+// A server cannot stop callers without a deadline for longer than MaxPause. Nothing is sent before the time that it
+// named, and the error says when that is.
+func TestTransportWaitsForMaxPauseAtMost(t *testing.T) {
+	t.Parallel()
+
+	for _, test := range []struct{ maxPause, longest time.Duration }{
+		{0, time.Hour}, {time.Minute, time.Minute}, {48 * time.Hour, 48 * time.Hour}, {-1, 0},
+	} {
+		synctest.Test(t, func(t *testing.T) {
+			seconds := int(test.longest/time.Second) + 60
+			api := newAPI(retryAfter(1, 429, "Retry-After", strconv.Itoa(seconds)))
+			transport := &Transport{Limiter: waiter(t, ratelimittest.NewDB(), plenty()), Base: api, MaxPause: test.maxPause}
+			began := time.Now()
+			send := func() (*http.Response, error) {
+				return transport.RoundTrip(newRequest(t, t.Context(), http.MethodGet, "https://api.example.com", nil))
+			}
+			response, err := send()
+			require.NoError(t, err)
+			require.NoError(t, response.Body.Close())
+			require.Equal(t, http.StatusTooManyRequests, response.StatusCode)
+			require.Equal(t, strconv.Itoa(seconds), response.Header.Get("Retry-After"))
+
+			until := began.Add(time.Duration(seconds) * time.Second)
+			_, err = send() //nolint:bodyclose // there is none
+			var long *PauseError
+			require.ErrorAs(t, err, &long)
+			require.Equal(t, PauseError{Until: until, MaxPause: cmp.Or(test.maxPause, time.Hour)}, *long)
+			require.ErrorContains(t, err, until.Format(time.RFC3339))
+			require.NotContains(t, err.Error(), "example.com")
+			require.Zero(t, time.Since(began))
+
+			<-time.After(time.Until(until) - max(0, test.longest)) // now it is near enough
+			if test.maxPause >= 0 {
+				response, err = send()
+				require.NoError(t, err)
+				require.NoError(t, response.Body.Close())
+				require.Equal(t, http.StatusOK, response.StatusCode)
+				require.Equal(t, until, time.Now())
+			}
+		})
+	}
+}
+
+// trickling is a body that never ends.
+type trickling struct{ closed chan struct{} }
+
+func (b trickling) Read(p []byte) (int, error) {
+	select {
+	case <-time.After(100 * time.Millisecond):
+		p[0] = 'x'
+		return 1, nil
+	case <-b.closed:
+		return 0, io.ErrClosedPipe
+	}
+}
+func (b trickling) Close() error { close(b.closed); return nil }
+
+// The body of a refusal delays nothing, whether it trickles, never ends, or is endless and fast.
+func TestTransportIsNotHeldUpByABody(t *testing.T) {
+	t.Parallel()
+
+	for name, body := range map[string]func() io.ReadCloser{
+		"trickling": func() io.ReadCloser { return trickling{make(chan struct{})} },
+		"silent":    func() io.ReadCloser { r, _ := io.Pipe(); return r },
+		"endless":   func() io.ReadCloser { return io.NopCloser(endless{}) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			synctest.Test(t, func(t *testing.T) {
+				api := newAPI(retryAfter(2, 429, "Retry-After", "1"))
+				api.body = body
+				transport := &Transport{Limiter: waiter(t, ratelimittest.NewDB(), plenty()), Base: api}
+				response, err := transport.RoundTrip(newRequest(t, t.Context(), http.MethodGet, "https://api.example.com", nil))
+				require.NoError(t, err)
+				require.NoError(t, response.Body.Close())
+				require.Equal(t, []time.Duration{0, time.Second, 2 * time.Second}, api.times())
+
+				api = newAPI(retryAfter(1, 429, "Retry-After", "60"))
+				api.body = body
+				transport.Base = api
+				ctx, cancel := context.WithCancel(t.Context())
+				began := time.Now()
+				time.AfterFunc(50*time.Millisecond, cancel)
+				_, err = transport.RoundTrip(newRequest(t, ctx, http.MethodGet, "https://api.example.com", nil)) //nolint:bodyclose // there is none
+				require.ErrorIs(t, err, context.Canceled)
+				require.Equal(t, 50*time.Millisecond, time.Since(began))
+			})
+		})
+	}
+}
+
+type endless struct{}
+
+func (endless) Read(p []byte) (int, error) { return len(p), nil }
+
 // A time that nobody can mean is a pause of a day, and a long one that somebody may mean is kept.
 func TestTransportAfterAnEndThatNobodyMeans(t *testing.T) {
 	t.Parallel()
@@ -233,7 +462,7 @@ func TestTransportAfterAnEndThatNobodyMeans(t *testing.T) {
 	} {
 		synctest.Test(t, func(t *testing.T) {
 			api := newAPI(retryAfter(1, 429, "Retry-After", text))
-			transport := &Transport{Limiter: waiter(t, ratelimittest.NewDB(), plenty()), Base: api}
+			transport := &Transport{Limiter: waiter(t, ratelimittest.NewDB(), plenty()), Base: api, MaxPause: noEnd}
 			response, err := transport.RoundTrip(newRequest(t, t.Context(), http.MethodGet, "https://api.example.com", nil))
 			require.NoError(t, err)
 			require.NoError(t, response.Body.Close())
