@@ -237,7 +237,7 @@ func TestDoctorFindsWhatIsWrong(t *testing.T) {
 			check: "policies", level: problem, found: "trigger rate_limit_policy_check is turned off, so nobody checks what is written", do: "ENABLE TRIGGER rate_limit_policy_check`",
 		},
 		"a policy of another kind than the rows": {
-			sql: `SELECT rate_limit_allow('mail', 'key', 'bucket 20 5/10s');
+			sql: `SELECT rate_limit_allow('mail', 'key', 'bucket 20 1/1d');
 				INSERT INTO rate_limit_policy (name, policy, comment) VALUES ('mail', 'sliding 10/1m', 'why'), ('mail', 'bucket 10 5/10s', 'why')`,
 			check: "policies", level: warning, do: "another name in the code",
 			found: "policies of the kind sliding for limiter mail, whose rows are of the kind bucket (id 2)",
