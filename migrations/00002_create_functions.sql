@@ -4876,9 +4876,9 @@ DECLARE
     prefix pg_catalog.text;
     internal pg_catalog.text;
     signature pg_catalog.text;
-    relation pg_catalog.regclass;
+    relation pg_catalog.text;
     grantee pg_catalog.oid;
-    made pg_catalog.bool := false; -- whether this migration has made the table of policies
+    rights pg_catalog.text;
 BEGIN
     PERFORM pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);
     -- The schema's name is put into comments too, which end with the line.
@@ -4907,7 +4907,6 @@ BEGIN
         signature := fn.oid::regprocedure::text;
         -- A migration before this one may have done it.
         IF strpos(fn.prosrc, prefix) = 0 AND strpos(fn.prosrc, internal) = 0 THEN
-            made := made OR fn.proname = '_rate_limit_note_policy';
             EXECUTE format('REVOKE ALL ON FUNCTION %s FROM PUBLIC', signature);
             -- ALTER DEFAULT PRIVILEGES may have granted it to others.
             FOR grantee IN
@@ -4929,24 +4928,32 @@ BEGIN
             EXECUTE format('ALTER FUNCTION %s SET enable_tidscan = on', signature);
         END IF;
     END LOOP;
-    -- Whoever has the right TRIGGER on a table can have code run with the rights of those who write to it. Nobody needs
-    -- more than SELECT, but for those who change policies. Of the table of policies, ALTER DEFAULT PRIVILEGES may have
-    -- granted more to others while it was made. What was granted since stays.
-    FOR relation, grantee IN
-        SELECT DISTINCT c.oid::regclass, a.grantee
-        FROM pg_class AS c
+    -- Only the owner has rights on what this migration has made, whatever ALTER DEFAULT PRIVILEGES says: keys are
+    -- personal data, and a setval breaks what takes its numbers from the sequence. deploy/grants.sql grants rights
+    -- afterwards. On older tables, SELECT stays, and so do the rights to change policies. Nobody needs more: whoever
+    -- has the right TRIGGER on a table can have code run with the rights of those who write to it.
+    FOR relation, grantee, rights IN
+        SELECT concat(CASE c.relkind WHEN 'S' THEN 'SEQUENCE ' ELSE 'TABLE ' END, c.oid::regclass), a.grantee,
+            string_agg(DISTINCT a.privilege_type, ', ')
+        FROM pg_class AS t
+        JOIN pg_class AS c ON c.oid = t.oid OR c.relkind = 'S' AND EXISTS ( -- of a column
+            SELECT FROM pg_depend AS d
+            WHERE d.objid = c.oid AND d.refobjid = t.oid AND d.deptype IN ('a', 'i')
+                AND d.classid = 'pg_class'::regclass AND d.refclassid = 'pg_class'::regclass)
         CROSS JOIN aclexplode(c.relacl) AS a
-        WHERE c.relnamespace = (SELECT n.oid FROM pg_namespace AS n WHERE n.nspname = schema)
-            AND c.relowner = (SELECT r.oid FROM pg_roles AS r WHERE r.rolname = current_user)
-            AND c.relname IN (
+        WHERE t.relnamespace = (SELECT n.oid FROM pg_namespace AS n WHERE n.nspname = schema)
+            AND t.relowner = (SELECT r.oid FROM pg_roles AS r WHERE r.rolname = current_user)
+            AND t.relname IN (
                 'rate_limit_ephemeral', 'rate_limit_durable', 'rate_limit_sweeper', 'rate_limit_goose_version',
                 'rate_limit_policy', 'rate_limit_policy_history', 'rate_limit_shadow', 'rate_limit_lease')
-            AND a.grantee <> c.relowner AND a.privilege_type <> 'SELECT'
-            AND (made OR c.relname <> 'rate_limit_policy' OR a.privilege_type NOT IN ('INSERT', 'UPDATE', 'DELETE'))
+            AND a.grantee <> c.relowner
+            AND (t.relname = ANY ('{}')
+                OR a.privilege_type <> 'SELECT'
+                    AND (c.relname <> 'rate_limit_policy' OR a.privilege_type NOT IN ('INSERT', 'UPDATE', 'DELETE')))
+        GROUP BY c.oid, a.grantee
     LOOP
-        EXECUTE format('REVOKE %sTRUNCATE, REFERENCES, TRIGGER ON TABLE %s FROM %s CASCADE',
-            CASE WHEN made OR relation::text NOT LIKE '%rate_limit_policy' THEN 'INSERT, UPDATE, DELETE, ' END,
-            relation, CASE WHEN grantee = 0::oid THEN 'PUBLIC' ELSE grantee::regrole::text END);
+        EXECUTE format('REVOKE %s ON %s FROM %s CASCADE', rights, relation,
+            CASE WHEN grantee = 0::oid THEN 'PUBLIC' ELSE grantee::regrole::text END);
     END LOOP;
     PERFORM pg_catalog.set_config('search_path', path, true);
 END

@@ -214,27 +214,27 @@ func TestVersionFunctionThatIsReplacedIsOurs(t *testing.T) {
 	}
 }
 
-// What ALTER DEFAULT PRIVILEGES grants is taken back before anybody can use it. No transaction leaves a table on
-// which others may put triggers, or to which they may write. Somebody holds each migration up, and looks at what
-// those before it have made.
+// What ALTER DEFAULT PRIVILEGES grants is taken back before anybody can use it. No transaction leaves a table or a
+// sequence on which others have rights. Somebody holds each migration up, and looks at what those before it have made.
 func TestDefaultPrivilegesGiveNothingMeanwhile(t *testing.T) {
 	t.Parallel()
 
 	db := pgtest.Empty(t)
-	pgtest.Exec(t, db.Pool, attackSQL+"; ALTER DEFAULT PRIVILEGES GRANT ALL ON TABLES TO pg_monitor, PUBLIC")
+	pgtest.Exec(t, db.Pool, attackSQL+`; ALTER DEFAULT PRIVILEGES GRANT ALL ON TABLES TO pg_monitor, PUBLIC;
+		ALTER DEFAULT PRIVILEGES GRANT ALL ON SEQUENCES TO pg_monitor, PUBLIC`)
 	up := func() error { return migrations.Up(t.Context(), db.Pool) }
 	var seen []string
 	for _, name := range []string{"rate_limit_durable", "rate_limit_row", "rate_limit_sweeper"} { // one of each migration
 		stranger := begin(t, db, "public", "CREATE TYPE "+name+" AS ()")
 		done := whileBlocked(t, db, up)
 		rows, err := db.Pool.Query(t.Context(), `SELECT c.relname::text,
-				has_table_privilege('pg_monitor', c.oid, 'INSERT, UPDATE, DELETE, TRUNCATE, REFERENCES, TRIGGER')
-			FROM pg_class AS c WHERE c.relname LIKE 'rate_limit_%' AND c.relkind = 'r'`)
+				EXISTS (SELECT FROM aclexplode(c.relacl) WHERE grantee <> c.relowner)
+			FROM pg_class AS c WHERE c.relname LIKE 'rate_limit_%' AND c.relkind IN ('r', 'S')`)
 		require.NoError(t, err)
 		var table string
 		var given bool
 		_, err = pgx.ForEachRow(rows, []any{&table, &given}, func() error {
-			require.False(t, given, "a stranger may change %s before %s is there", table, name)
+			require.False(t, given, "a stranger has rights on %s before %s is there", table, name)
 			seen = append(seen, table)
 			return nil
 		})
@@ -314,26 +314,43 @@ func TestVersionTableOfAStranger(t *testing.T) {
 	require.False(t, super)
 }
 
-// Nor does a right to put triggers on a table come from ALTER DEFAULT PRIVILEGES, or the right to call a function.
+// A platform may grant rights on all that is made, by ALTER DEFAULT PRIVILEGES. It gives nobody a right on a table or a
+// sequence of ours, nor the right to call a function, whatever tool migrates.
 func TestDefaultPrivilegesGiveNothing(t *testing.T) {
 	t.Parallel()
 
+	const everything = `ALTER DEFAULT PRIVILEGES GRANT ALL ON TABLES TO pg_monitor WITH GRANT OPTION;
+		ALTER DEFAULT PRIVILEGES GRANT ALL ON TABLES TO pg_database_owner, PUBLIC;
+		ALTER DEFAULT PRIVILEGES IN SCHEMA public GRANT ALL ON SEQUENCES TO pg_monitor, PUBLIC;
+		ALTER DEFAULT PRIVILEGES GRANT ALL ON FUNCTIONS TO pg_monitor`
+	given := func(pool *pgxpool.Pool) []string {
+		rows, err := pool.Query(t.Context(), `
+			SELECT DISTINCT relname::text FROM pg_class, aclexplode(relacl)
+			WHERE relname LIKE 'rate_limit_%' AND relkind IN ('r', 'S') AND grantee <> relowner
+			UNION ALL
+			SELECT proname::text FROM pg_proc WHERE ltrim(proname, '_') LIKE 'rate_limit_%' AND proname <> 'rate_limit_version'
+				AND has_function_privilege('pg_monitor', oid, 'EXECUTE')`)
+		require.NoError(t, err)
+		all, err := pgx.CollectRows(rows, pgx.RowTo[string])
+		require.NoError(t, err)
+		return all
+	}
 	pool := pgtest.Empty(t).Pool
-	_, err := pool.Exec(t.Context(), `ALTER DEFAULT PRIVILEGES GRANT ALL ON TABLES TO pg_monitor, PUBLIC;
-		ALTER DEFAULT PRIVILEGES GRANT ALL ON FUNCTIONS TO pg_monitor`)
-	require.NoError(t, err)
+	pgtest.Exec(t, pool, everything)
+	scripted(t, pool, latest(t))
+	require.Empty(t, given(pool), "by another tool")
+	pool = pgtest.Empty(t).Pool
+	pgtest.Exec(t, pool, everything)
 	require.NoError(t, migrations.Up(t.Context(), pool))
-	rows, err := pool.Query(t.Context(), `
-		SELECT relname::text FROM pg_class WHERE relname LIKE 'rate_limit_%' AND relkind = 'r'
-			AND has_table_privilege('pg_monitor', oid, 'INSERT, UPDATE, DELETE, TRUNCATE, REFERENCES, TRIGGER')
-		UNION ALL
-		SELECT proname::text FROM pg_proc WHERE proname LIKE 'rate_limit_%' AND proname <> 'rate_limit_version'
-			AND has_function_privilege('pg_monitor', oid, 'EXECUTE')`)
-	require.NoError(t, err)
-	given, err := pgx.CollectRows(rows, pgx.RowTo[string])
-	require.NoError(t, err)
-	require.Empty(t, given)
-	_, err = pool.Exec(t.Context(), `CREATE FUNCTION f() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RETURN NEW; END';
+	require.Empty(t, given(pool))
+
+	// What was granted since stays over the next migration, where it may.
+	require.NoError(t, migrations.Down(t.Context(), pool))
+	pgtest.Exec(t, pool, "GRANT SELECT ON rate_limit_durable, rate_limit_policy_id_seq TO pg_monitor")
+	require.NoError(t, migrations.Up(t.Context(), pool))
+	require.ElementsMatch(t, []string{"rate_limit_durable", "rate_limit_policy_id_seq"}, given(pool))
+
+	_, err := pool.Exec(t.Context(), `CREATE FUNCTION f() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RETURN NEW; END';
 		CREATE TRIGGER t BEFORE DELETE ON rate_limit_goose_version FOR EACH ROW EXECUTE FUNCTION f()`)
 	require.NoError(t, err)
 	require.ErrorContains(t, migrations.Down(t.Context(), pool), "has triggers or rules")
@@ -346,7 +363,8 @@ func TestMigratingKeepsTheRightToChangePolicies(t *testing.T) {
 	pool := pgtest.Empty(t).Pool
 	require.NoError(t, migrations.Up(t.Context(), pool))
 	pgtest.Exec(t, pool, `GRANT SELECT, INSERT, UPDATE, DELETE, TRUNCATE, REFERENCES, TRIGGER
-		ON rate_limit_policy, rate_limit_policy_history, rate_limit_durable TO pg_monitor`)
+		ON rate_limit_policy, rate_limit_policy_history, rate_limit_durable TO pg_monitor;
+		GRANT ALL ON SEQUENCE rate_limit_policy_id_seq TO pg_monitor`)
 	access := regexp.MustCompile(`(?s)DO \$\$\nDECLARE\n    path CONSTANT.*?\n\$\$;`).FindString(script(t, latest(t), false))
 	pgtest.Exec(t, pool, access) // which each migration has
 	rows, err := pool.Query(t.Context(), `
@@ -359,7 +377,7 @@ func TestMigratingKeepsTheRightToChangePolicies(t *testing.T) {
 	require.NoError(t, err)
 	require.Equal(t, []string{
 		"rate_limit_durable SELECT", "rate_limit_policy DELETE", "rate_limit_policy INSERT", "rate_limit_policy SELECT",
-		"rate_limit_policy UPDATE", "rate_limit_policy_history SELECT",
+		"rate_limit_policy UPDATE", "rate_limit_policy_history SELECT", "rate_limit_policy_id_seq SELECT",
 	}, left)
 }
 

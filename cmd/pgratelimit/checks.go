@@ -39,6 +39,8 @@ var (
 	functionsSQL string
 	//go:embed sql/doctor/strangers.sql
 	strangersSQL string
+	//go:embed sql/doctor/additions.sql
+	additionsSQL string
 	//go:embed sql/doctor/jit.sql
 	jitSQL string
 	//go:embed sql/doctor/tables.sql
@@ -314,6 +316,35 @@ func (e *examination) checkStrangers(ctx context.Context) (finding, error) {
 	return problem.finding(printable(strings.Join(mend, "; ")),
 		"what others make there can be run by whoever calls the functions, with their rights: %s",
 		printable(strings.Join(found, ", "))), nil
+}
+
+// checkAdditions looks at what platforms and operators add to every table.
+func (e *examination) checkAdditions(ctx context.Context) (finding, error) {
+	f := ok("nothing that platforms add to every table")
+	err := e.app.look(ctx, e.pool, func(tx pgx.Tx) error {
+		rows, err := tx.Query(ctx, additionsSQL)
+		if err != nil {
+			return err
+		}
+		var found, mend []string
+		var how level
+		var what, do string
+		_, err = pgx.ForEachRow(rows, []any{&how, &what, &do}, func() error {
+			if f.Level == fine || how == problem {
+				f.Level = how
+			}
+			found = append(found, what)
+			if do != "" {
+				mend = append(mend, do)
+			}
+			return nil
+		})
+		if len(found) > 0 {
+			f.Found, f.Do = printable(strings.Join(found, "; ")), printable(strings.Join(mend, "; "))
+		}
+		return err
+	})
+	return f, err
 }
 
 func (e *examination) checkJIT(ctx context.Context) (finding, error) {

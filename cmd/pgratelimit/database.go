@@ -142,7 +142,7 @@ func (a *app) transaction(
 		}
 		var schema string
 		if err := tx.QueryRow(ctx, sessionSQL, strconv.FormatInt(a.timeout.Milliseconds(), 10), a.schema).Scan(
-			&schema, nil, nil, nil); err != nil {
+			&schema, nil, nil, nil, nil); err != nil {
 			return err
 		}
 		locked := []string{}
@@ -161,7 +161,11 @@ func (a *app) transaction(
 			}
 		}
 		var foreign string
-		switch err := tx.QueryRow(ctx, foreignSQL, calls, locked).Scan(&foreign); {
+		var mend *string
+		switch err := tx.QueryRow(ctx, foreignSQL, calls, locked).Scan(&foreign, &mend); {
+		case err == nil && mend != nil:
+			return fmt.Errorf("%s, so calls could fail, or somebody's code run with your rights: as the owner of the "+
+				"table, %s", foreign, *mend)
 		case err == nil:
 			return fmt.Errorf("%s, so somebody's code could run with your rights; "+
 				"drop it if it is not yours, or name the limiters' schema with --schema; "+

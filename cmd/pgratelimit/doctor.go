@@ -108,7 +108,8 @@ func (a *app) examine(ctx context.Context, pool *pgxpool.Pool) ([]finding, error
 	}
 	if e.server.hasTables() {
 		checks = append(checks,
-			check{"rights", e.checkRights}, check{"schema", e.checkStrangers}, check{"jit", e.checkJIT})
+			check{"rights", e.checkRights}, check{"schema", e.checkStrangers}, check{"additions", e.checkAdditions},
+			check{"jit", e.checkJIT})
 		if e.server.policies != nil {
 			checks = append(checks, check{"policies", e.checkPolicies})
 		}

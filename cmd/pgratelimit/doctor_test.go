@@ -17,7 +17,7 @@ import (
 )
 
 // checksOfAll is how many there are if nothing is missing: some for each table.
-const checksOfAll = 11 + 2*7
+const checksOfAll = 12 + 2*7
 
 func TestDoctorOfAHealthyDatabase(t *testing.T) {
 	t.Parallel()
@@ -249,6 +249,40 @@ func TestDoctorFindsWhatIsWrong(t *testing.T) {
 		"policies of another role": {
 			sql:   `ALTER TABLE rate_limit_policy_history OWNER TO pg_monitor`,
 			check: "schema", level: problem, found: "table public.rate_limit_policy_history belongs to pg_monitor",
+		},
+		"row-level security forced upon the owner": {
+			sql:   `ALTER TABLE rate_limit_durable ENABLE ROW LEVEL SECURITY, FORCE ROW LEVEL SECURITY`,
+			check: "additions", level: problem, found: "row-level security is forced upon the owner of public.rate_limit_durable",
+			do: "`ALTER TABLE public.rate_limit_durable NO FORCE ROW LEVEL SECURITY`",
+		},
+		"a policy of row-level security": {
+			sql: `ALTER TABLE rate_limit_durable ENABLE ROW LEVEL SECURITY;
+				CREATE POLICY theirs ON rate_limit_durable USING (true)`,
+			check: "additions", level: problem, found: "public.rate_limit_durable has the policy theirs of row-level security",
+			do: "`DROP POLICY theirs ON public.rate_limit_durable`",
+		},
+		"rights of a role that nobody knows": {
+			sql: `GRANT SELECT ON rate_limit_durable, rate_limit_sweeper TO pg_monitor;
+				GRANT UPDATE ON SEQUENCE rate_limit_policy_id_seq TO pg_monitor; GRANT SELECT (key) ON rate_limit_lease TO pg_monitor`,
+			check: "additions", level: warning, found: "pg_monitor has rights on public.rate_limit_durable, public.rate_limit_lease, public.rate_limit_policy_id_seq",
+			do: "`REVOKE ALL ON public.rate_limit_durable, public.rate_limit_lease, public.rate_limit_policy_id_seq FROM pg_monitor`",
+		},
+		"rights of everybody": {
+			sql:   `GRANT SELECT ON ALL TABLES IN SCHEMA public TO PUBLIC`,
+			check: "additions", level: warning, found: "everybody has rights on public.rate_limit_durable, public.rate_limit_ephemeral, public.rate_limit_lease",
+			do: "FROM PUBLIC`",
+		},
+		"row-level security hides rows": {
+			sql: `ALTER TABLE rate_limit_durable ENABLE ROW LEVEL SECURITY; ALTER TABLE rate_limit_sweeper ENABLE ROW LEVEL SECURITY;
+				GRANT SELECT ON rate_limit_sweeper TO pg_monitor`,
+			check: "additions", level: warning, found: "hides the rows of public.rate_limit_sweeper from pg_monitor",
+			do: "`ALTER TABLE public.rate_limit_sweeper DISABLE ROW LEVEL SECURITY`",
+		},
+		"an audit of each take": {
+			sql: `CREATE FUNCTION audit() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RETURN NULL; END';
+				CREATE TRIGGER audit AFTER UPDATE ON rate_limit_durable FOR EACH ROW EXECUTE FUNCTION audit()`,
+			check: "additions", level: warning, found: "each take that changes public.rate_limit_durable also runs the trigger audit",
+			do: "`DROP TRIGGER audit ON public.rate_limit_durable`",
 		},
 		"everybody may create": {
 			sql:   `GRANT CREATE ON SCHEMA public TO PUBLIC`,

@@ -82,6 +82,10 @@ func (a *app) message(err error) string {
 		text += "; 'pgratelimit doctor' finds out why: the database is not migrated ('pgratelimit migrate up'), " +
 			"or the tables are elsewhere (--schema), or this role lacks USAGE on their schema, or something is missing"
 	case "42501":
+		if pgErr.Routine == "check_enable_rls" {
+			text += "; 'pgratelimit doctor' says what to do about row-level security"
+			break
+		}
 		text += "; deploy/roles.sql and deploy/grants.sql show who needs which rights"
 		if strings.Contains(pgErr.Message, "rate_limit_policy") {
 			text += ": rate_limit_policy_admin changes policies, and rate_limit_reader reads them"

@@ -421,7 +421,11 @@ func TestForeignTriggersOfPoliciesAreNotRun(t *testing.T) {
 		"ALTER FUNCTION _rate_limit_note_policy SECURITY INVOKER",
 		"GRANT CREATE ON SCHEMA public TO pg_monitor; ALTER FUNCTION _rate_limit_check_policy OWNER TO pg_monitor",
 		"CREATE RULE r AS ON DELETE TO rate_limit_policy DO INSTEAD NOTHING",
-		"ALTER TABLE rate_limit_policy ENABLE ROW LEVEL SECURITY",
+		"ALTER TABLE rate_limit_policy ENABLE ROW LEVEL SECURITY; CREATE POLICY p ON rate_limit_policy USING (true)",
+		"ALTER TABLE rate_limit_policy FORCE ROW LEVEL SECURITY",
+		`CREATE SCHEMA audit; GRANT CREATE ON SCHEMA public, audit TO pg_monitor; SET ROLE pg_monitor;
+			CREATE FUNCTION audit.pwned() RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER AS 'BEGIN RAISE EXCEPTION ''it was run''; END';
+			RESET ROLE; CREATE TRIGGER t AFTER DELETE ON rate_limit_policy FOR EACH STATEMENT EXECUTE FUNCTION audit.pwned()`,
 		`CREATE FUNCTION pwned() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RETURN NULL; END';
 			CREATE TRIGGER t BEFORE INSERT ON rate_limit_policy_history FOR EACH ROW EXECUTE FUNCTION pwned()`,
 	} {

@@ -36,7 +36,11 @@ found (object, owner, aspect, value) AS (
         SELECT o.option_value FROM pg_options_to_table(r.reloptions) AS o WHERE o.option_name = 'fillfactor'), 'unset')
     FROM relation AS r
     UNION ALL
-    SELECT r.object, r.relowner, 'row security', CASE WHEN r.relrowsecurity THEN 'on' ELSE 'off' END
+    -- Without a policy it changes nothing for the functions: their owner is exempt, unless it is forced.
+    SELECT r.object, r.relowner, 'row security',
+        nullif(concat_ws(', ', CASE WHEN r.relforcerowsecurity THEN 'forced' END, (
+            SELECT string_agg('policy ' || p.polname, ', ' ORDER BY p.polname)
+            FROM pg_policy AS p WHERE p.polrelid = r.oid)), '')
     FROM relation AS r
     UNION ALL
     SELECT a.object, a.relowner, 'order of columns', string_agg(a.attname::text, ', ' ORDER BY a.attnum)
@@ -68,7 +72,10 @@ found (object, owner, aspect, value) AS (
         replace(pg_get_triggerdef(t.oid), r.prefix, '')
     FROM relation AS r
     JOIN pg_trigger AS t ON t.tgrelid = r.oid
-    WHERE NOT t.tgisinternal
+    JOIN pg_proc AS p ON p.oid = t.tgfoid
+    -- What notes afterwards what was done (a tgtype without 2 and 64) may be there, if it is not of a stranger.
+    WHERE NOT t.tgisinternal AND (t.tgtype & 66 <> 0 OR NOT pg_has_role(p.proowner, r.relowner, 'USAGE')
+        OR starts_with(ltrim(p.proname, '_'), 'rate_limit_'))
     UNION ALL
     SELECT r.object, r.relowner, concat('rule ', w.rulename), w.ev_type::text
     FROM relation AS r

@@ -143,6 +143,7 @@ func (r rules) Title() string {
 type data struct {
 	Tables     []table
 	Algorithms []rules
+	Made       []string // the tables that the migration has made, before access.sql
 }
 
 func schema() data {
@@ -197,6 +198,7 @@ func parse(dir string) (*template.Template, error) {
 			}
 			return dict
 		},
+		"join":   func(names []string) string { return strings.Join(names, ", ") },
 		"type":   algorithm.TypeOf,
 		"split":  func(list string) []string { return strings.Split(list, ", ") },
 		"prefix": func(with, list string) string { return with + strings.ReplaceAll(list, ", ", ", "+with) },
@@ -227,9 +229,13 @@ func parse(dir string) (*template.Template, error) {
 func (m migration) text(sources *template.Template, number int) ([]byte, error) {
 	var up, down strings.Builder
 	var made []string
+	about := schema()
+	if number == 1 { // the plain goose command has made it
+		about.Made = []string{"rate_limit_goose_version"}
+	}
 	read := func(source string) (string, error) {
 		var text strings.Builder
-		err := sources.ExecuteTemplate(&text, source, schema())
+		err := sources.ExecuteTemplate(&text, source, about)
 		return text.String(), err
 	}
 	for _, source := range m.sources {
@@ -238,7 +244,12 @@ func (m migration) text(sources *template.Template, number int) ([]byte, error) 
 			return nil, err
 		}
 		write(&up, content)
-		made = append(made, drops(content)...)
+		for _, statement := range drops(content) {
+			made = append(made, statement)
+			if table, ok := strings.CutPrefix(statement, "DROP TABLE IF EXISTS "); ok {
+				about.Made = append(about.Made, strings.TrimSuffix(table, ";"))
+			}
+		}
 	}
 	slices.Reverse(made)
 	for _, statement := range made {

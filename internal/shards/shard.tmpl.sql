@@ -21,6 +21,29 @@ CREATE UNLOGGED TABLE IF NOT EXISTS {{.Schema}}.rate_limit_shard_deleted (
     key    text COLLATE "C" NOT NULL -- '': all keys
 );
 
+-- A platform may secure the rows of each new table, and grant rights on it. Then nobody who calls would see which
+-- shard this is, and others would see keys.
+DO $$
+DECLARE
+    undo text;
+BEGIN
+    FOR undo IN
+        SELECT format('ALTER TABLE %s DISABLE ROW LEVEL SECURITY', c.oid::regclass)
+        FROM pg_class AS c
+        WHERE c.relnamespace = {{literal .Schema}}::regnamespace AND c.relrowsecurity AND c.relname = 'rate_limit_shard'
+        UNION ALL
+        SELECT DISTINCT format('REVOKE ALL ON TABLE %s FROM %s', c.oid::regclass,
+            CASE a.grantee WHEN 0::oid THEN 'PUBLIC' ELSE a.grantee::regrole::text END)
+        FROM pg_class AS c
+        CROSS JOIN aclexplode(c.relacl) AS a
+        WHERE c.relnamespace = {{literal .Schema}}::regnamespace AND a.grantee <> c.relowner
+            AND c.relname IN ('rate_limit_shard', 'rate_limit_shard_deleted')
+    LOOP
+        EXECUTE undo;
+    END LOOP;
+END
+$$;
+
 CREATE OR REPLACE FUNCTION {{.Schema}}._rate_limit_note_deleted()
 RETURNS trigger
 LANGUAGE plpgsql

@@ -1,6 +1,10 @@
 -- Looks for a thing in the schema that has a name of ours but is not of the kind that the migrations make: a view, a
--- table with triggers or rules of others, or a function that would run with its caller's rights. A thing of the right
--- kind counts too if its owner could change that before it is used.
+-- table with triggers, rules or row-level security of others, or a function that would run with its caller's rights.
+-- A thing of the right kind counts too if its owner could change that before it is used. It returns what it is, and how
+-- to take away what is on a table.
+--
+-- Platforms add things to every table, and these do no harm: row-level security without a policy, from which the owner
+-- is exempt, and triggers that note afterwards what was done, if their code is of somebody with this role's rights.
 --
 -- Nothing of it may be run. This role may be a superuser, and others may create in the schema, or in one that
 -- search_path names before ours. Trusted are the owners of the schema and of the database, and every role with the
@@ -21,25 +25,47 @@ trusted AS (
     WHERE pg_has_role(r.oid, n.me, 'USAGE') OR pg_has_role(r.oid, n.nspowner, 'USAGE')
         OR pg_has_role(r.oid, n.datdba, 'USAGE')
 )
-SELECT format(CASE WHEN found.odd THEN '%s %I.%I is not what the migrations make'
-    ELSE '%s %I.%I belongs to %I, who owns neither the schema nor the database' END,
-    CASE c.relkind WHEN 'r' THEN 'table' WHEN 'v' THEN 'view' ELSE 'relation' END,
-    n.nspname, c.relname, pg_get_userbyid(c.relowner))
+SELECT concat(
+        format(CASE WHEN found.odd THEN '%s %I.%I is not what the migrations make'
+            ELSE '%s %I.%I belongs to %I, who owns neither the schema nor the database' END,
+            CASE c.relkind WHEN 'r' THEN 'table' WHEN 'v' THEN 'view' ELSE 'relation' END,
+            n.nspname, c.relname, pg_get_userbyid(c.relowner)),
+        ': ' || added.what),
+    added.mend
 FROM pg_class AS c
 JOIN schema AS n ON n.oid = c.relnamespace
-CROSS JOIN LATERAL (
-    -- relhastriggers would stay true after the last one is gone, until VACUUM comes.
-    SELECT c.relkind <> 'r' OR c.relhasrules OR c.relrowsecurity
-        OR EXISTS (
-            SELECT FROM pg_trigger AS t
-            JOIN pg_proc AS p ON p.oid = t.tgfoid
-            WHERE t.tgrelid = c.oid AND CASE WHEN t.tgisinternal THEN c.relname <> 'rate_limit_policy' ELSE
-                p.pronamespace <> n.oid
-                OR p.proname <> ALL (CASE WHEN c.relname = 'rate_limit_policy'
-                    THEN ARRAY['_rate_limit_check_policy', '_rate_limit_note_policy']
-                    ELSE ARRAY['_rate_limit_note_deleted'] END) -- while a shard is divided
-                OR $1::boolean AND (NOT p.prosecdef OR p.proowner NOT IN (SELECT t.oid FROM trusted AS t)) END) AS odd
-) AS found
+LEFT JOIN LATERAL (
+    SELECT 'row-level security is forced upon its owner' AS what,
+        format('`ALTER TABLE %s NO FORCE ROW LEVEL SECURITY`', c.oid::regclass) AS mend
+    WHERE c.relforcerowsecurity AND $1::boolean
+    UNION ALL
+    SELECT format('it has the policy %I of row-level security', p.polname),
+        format('`DROP POLICY %I ON %s`', p.polname, c.oid::regclass)
+    FROM pg_policy AS p
+    WHERE p.polrelid = c.oid AND ($1::boolean OR row_security_active(c.oid))
+    UNION ALL
+    -- relhasrules and relhastriggers would stay true after the last one is gone, until VACUUM comes.
+    SELECT format('it has the rule %I', w.rulename), format('`DROP RULE %I ON %s`', w.rulename, c.oid::regclass)
+    FROM pg_rewrite AS w
+    WHERE w.ev_class = c.oid AND w.rulename <> '_RETURN' -- which each view has
+    UNION ALL
+    SELECT format('trigger %I runs %s of %I', t.tgname, p.oid::regprocedure, pg_get_userbyid(p.proowner)),
+        CASE WHEN NOT t.tgisinternal THEN format('`DROP TRIGGER %I ON %s`', t.tgname, c.oid::regclass) END
+    FROM pg_trigger AS t
+    JOIN pg_proc AS p ON p.oid = t.tgfoid
+    WHERE t.tgrelid = c.oid AND CASE
+        WHEN t.tgisinternal THEN c.relname <> 'rate_limit_policy'
+        WHEN p.pronamespace = n.oid AND p.proname = ANY (CASE WHEN c.relname = 'rate_limit_policy'
+                THEN ARRAY['_rate_limit_check_policy', '_rate_limit_note_policy']
+                ELSE ARRAY['_rate_limit_note_deleted'] END) -- while a shard is divided
+            THEN $1::boolean AND (NOT p.prosecdef OR p.proowner NOT IN (SELECT t.oid FROM trusted AS t))
+        -- Before the change (2) or in its place (64) a trigger decides what is written.
+        ELSE t.tgtype & 66 <> 0 OR NOT (pg_has_role(p.proowner, n.me, 'USAGE')
+            OR p.prosecdef AND p.proowner IN (SELECT t.oid FROM trusted AS t)) END
+    ORDER BY 1
+    LIMIT 1
+) AS added ON true
+CROSS JOIN LATERAL (SELECT c.relkind <> 'r' OR added.what IS NOT NULL AS odd) AS found
 WHERE c.relname IN ('rate_limit_ephemeral', 'rate_limit_durable', 'rate_limit_sweeper', 'rate_limit_goose_version',
         'rate_limit_policy', 'rate_limit_policy_history', 'rate_limit_shadow', 'rate_limit_lease', 'rate_limit_shard',
         'rate_limit_shard_deleted')
@@ -48,7 +74,7 @@ WHERE c.relname IN ('rate_limit_ephemeral', 'rate_limit_durable', 'rate_limit_sw
         AND c.relowner NOT IN (SELECT t.oid FROM trusted AS t))
 UNION ALL
 SELECT format(CASE WHEN p.prosecdef THEN 'function %s belongs to %I, who owns neither the schema nor the database'
-    ELSE 'function %s is not what the migrations make' END, p.oid::regprocedure, pg_get_userbyid(p.proowner))
+    ELSE 'function %s is not what the migrations make' END, p.oid::regprocedure, pg_get_userbyid(p.proowner)), NULL
 FROM pg_proc AS p
 JOIN schema AS n ON n.oid = p.pronamespace
 WHERE (p.proname, oidvectortypes(p.proargtypes)) IN (

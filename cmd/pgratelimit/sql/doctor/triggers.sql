@@ -1,6 +1,7 @@
--- The triggers of rate_limit_policy that do not run, or only for what is replicated.
+-- The triggers of ours on rate_limit_policy that do not run, or only for what is replicated.
 SELECT t.tgname::text, format('ALTER TABLE %s ENABLE TRIGGER %I', t.tgrelid::regclass, t.tgname)
 FROM pg_trigger AS t
 JOIN pg_class AS c ON c.oid = t.tgrelid
-WHERE c.reltype = pg_typeof(NULL::rate_limit_policy) AND NOT t.tgisinternal AND t.tgenabled IN ('D', 'R')
+WHERE c.reltype = pg_typeof(NULL::rate_limit_policy) AND starts_with(t.tgname, 'rate_limit_')
+    AND t.tgenabled IN ('D', 'R')
 ORDER BY t.tgname

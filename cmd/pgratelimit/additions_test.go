@@ -1,0 +1,112 @@
+package main
+
+import (
+	"strings"
+	"testing"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit/internal/pgtest"
+	"github.com/pgratelimit/ratelimit/migrations"
+)
+
+// hardening is what a platform does to each new table. It secures the rows, and has changes audited.
+const hardening = `
+	CREATE SCHEMA platform;
+	CREATE TABLE platform.log (who text, what text);
+	CREATE FUNCTION platform.audit() RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER
+		AS 'BEGIN INSERT INTO platform.log VALUES (session_user, TG_TABLE_NAME); RETURN NULL; END';
+	CREATE FUNCTION platform.harden() RETURNS event_trigger LANGUAGE plpgsql SECURITY DEFINER AS $$
+	DECLARE made record;
+	BEGIN
+		FOR made IN SELECT * FROM pg_event_trigger_ddl_commands() WHERE object_type = 'table' AND schema_name = 'limits' LOOP
+			EXECUTE format('ALTER TABLE %s ENABLE ROW LEVEL SECURITY, REPLICA IDENTITY FULL', made.object_identity);
+			EXECUTE format('COMMENT ON TABLE %s IS %L', made.object_identity, 'hardened');
+			EXECUTE format('CREATE TRIGGER audit AFTER INSERT OR UPDATE OR DELETE ON %s FOR EACH ROW
+				EXECUTE FUNCTION platform.audit()', made.object_identity);
+			EXECUTE format('CREATE TRIGGER audit_all AFTER TRUNCATE ON %s EXECUTE FUNCTION platform.audit()', made.object_identity);
+		END LOOP;
+	END $$;
+	CREATE EVENT TRIGGER harden ON ddl_command_end WHEN TAG IN ('CREATE TABLE') EXECUTE FUNCTION platform.harden();
+	CREATE PUBLICATION everything FOR ALL TABLES;
+	CREATE SCHEMA limits;
+	ALTER DEFAULT PRIVILEGES GRANT SELECT ON TABLES TO pg_read_all_stats;
+	ALTER DEFAULT PRIVILEGES GRANT USAGE ON TYPES TO pg_read_all_stats;
+	GRANT USAGE ON SCHEMA limits TO pg_monitor, pg_read_all_data`
+
+// Nothing of a platform's hardening keeps a command from its work, neither a superuser's nor the owner's.
+func TestHardenedDatabase(t *testing.T) {
+	t.Parallel()
+
+	for _, owner := range []string{"", "pg_monitor"} {
+		for _, late := range []bool{false, true} { // the tables were there before the platform's rule
+			db := pgtest.Empty(t)
+			pgtest.Exec(t, db.Pool, "REVOKE CREATE ON SCHEMA public FROM PUBLIC; "+hardening)
+			url := urlWith(t, db, "search_path=limits")
+			if owner != "" {
+				pgtest.Exec(t, db.Pool, "ALTER SCHEMA limits OWNER TO "+owner)
+				url = urlWith(t, db, "search_path=limits&role="+owner)
+			}
+			if late {
+				pgtest.Exec(t, db.Pool, "ALTER EVENT TRIGGER harden DISABLE")
+				invoke(t, url, "migrate", "up").done(t)
+				pgtest.Exec(t, db.Pool, `DO $$ DECLARE name text; BEGIN
+					FOR name IN SELECT oid::regclass FROM pg_class WHERE relkind = 'r' AND relnamespace = 'limits'::regnamespace LOOP
+						EXECUTE format('ALTER TABLE %s ENABLE ROW LEVEL SECURITY', name);
+					END LOOP; END $$`)
+			}
+			for _, args := range append([][]string{{"migrate", "up"}}, asking()...) {
+				if args[0] == "doctor" && owner != "" { // who cannot log in
+					pgtest.Exec(t, db.Pool, "GRANT EXECUTE ON ALL FUNCTIONS IN SCHEMA limits TO pg_signal_backend")
+				}
+				o := invoke(t, url, args...)
+				require.Zero(t, o.code, "%s %v, late: %v: %s%s", owner, args, late, o.stdout, o.stderr)
+				if args[0] == "migrate" {
+					invoke(t, url, "migrate", "up").done(t)
+				}
+			}
+			found := examined(t, url)["additions"]
+			require.Contains(t, found.Found, "row-level security is on for limits.rate_limit_durable, ")
+			require.Contains(t, found.Found, "an application's role needs nothing but EXECUTE")
+			if late {
+				require.Equal(t, fine, found.Level)
+				continue
+			}
+			require.Equal(t, warning, found.Level)
+			require.Contains(t, found.Do, "`DROP TRIGGER audit ON limits.rate_limit_ephemeral`")
+			require.True(t, pgtest.Scalar[bool](t, db.Pool, "SELECT count(*) > 0 FROM platform.log WHERE what = 'rate_limit_policy'"))
+
+			// Another tool has migrated, and its records are adopted.
+			pgtest.Exec(t, db.Pool, "DROP TABLE limits.rate_limit_goose_version")
+			pool := db.NewPool(t, func(config *pgxpool.Config) {
+				config.ConnConfig.RuntimeParams["search_path"] = "limits"
+				if owner != "" {
+					config.ConnConfig.RuntimeParams["role"] = owner
+				}
+			})
+			require.NoError(t, migrations.Up(t.Context(), pool))
+			require.NoError(t, migrations.DownTo(t.Context(), pool, 0))
+		}
+	}
+}
+
+// A role that row-level security shows nothing to is told so, rather than that there is nothing.
+func TestRoleThatRowSecurityBinds(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	pgtest.Exec(t, db.Pool, "REVOKE CREATE ON SCHEMA public FROM PUBLIC; SELECT rate_limit_allow('login', 'a', 'fixed 1/1m')")
+	url := urlWith(t, db, "role=pg_read_all_data")
+	require.Contains(t, invoke(t, url, "limits").done(t), "login")
+	pgtest.Exec(t, db.Pool, `ALTER TABLE rate_limit_ephemeral ENABLE ROW LEVEL SECURITY;
+		ALTER TABLE rate_limit_policy ENABLE ROW LEVEL SECURITY`)
+	for _, args := range [][]string{{"limits"}, {"policy", "list"}} {
+		invoke(t, url, args...).complains(t, exitFailed, "row-level security", "'pgratelimit doctor' says what to do")
+	}
+	found := examined(t, url)["additions"]
+	require.Equal(t, warning, found.Level)
+	require.Contains(t, found.Found, "hides the rows of public.rate_limit_policy from pg_read_all_data")
+	follow(t, db, strings.ReplaceAll(found.Do, "as postgres: ", ""))
+	require.Contains(t, invoke(t, url, "limits").done(t), "login")
+}
