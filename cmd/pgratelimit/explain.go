@@ -30,6 +30,7 @@ type explanation struct {
 	Table      string      `json:"table"`
 	State      []ruleState `json:"state"` // null if no policy is known, or this role may not ask
 	Unknown    string      `json:"unknown,omitempty"`
+	Warning    string      `json:"warning,omitempty"`
 }
 
 // ruleState is what is left of a key's limit, for one of the policies that decide.
@@ -91,6 +92,7 @@ without rows it is in force.`,
 				if err := a.explainState(ctx, of, &e, text, durable); err != nil {
 					return err
 				}
+				e.Warning = a.misled(ctx, args[0], to.key, text, durable)
 			}
 			return a.print(e, e.print)
 		}),
@@ -241,4 +243,5 @@ func (e explanation) print(w io.Writer) {
 	if e.Unknown != "" {
 		fmt.Fprintf(w, "left\tnot known: %s\n", e.Unknown)
 	}
+	printWarning(w, e.Warning)
 }

@@ -25,8 +25,12 @@ const noPolicies = `This does not look
 into rate_limit_policy: its rows, bans too, are obeyed only by limiters whose Config.Policies is set.
 'pgratelimit explain' shows them.`
 
+// noForce is what the commands that write under --policy refuse.
+const noForce = `If the limiter's rows are in the other table, or of
+another kind than the policy, which would have what they count forgotten, nothing is done without --force.`
+
 func (a *app) peekCommand() *cobra.Command {
-	cmd := a.askCommand(func(ctx context.Context, q question) (ratelimit.Result, error) {
+	cmd := a.askCommand(false, func(ctx context.Context, q question) (ratelimit.Result, error) {
 		return q.limiter.Peek(ctx, q.key)
 	})
 	cmd.Use = "peek NAME KEY --policy POLICY"
@@ -40,7 +44,7 @@ func (a *app) peekCommand() *cobra.Command {
 func (a *app) takeCommand() *cobra.Command {
 	var cost int64
 	var receipt string
-	cmd := a.askCommand(func(ctx context.Context, q question) (result ratelimit.Result, err error) {
+	cmd := a.askCommand(true, func(ctx context.Context, q question) (result ratelimit.Result, err error) {
 		if cost < 1 {
 			return result, usageError{fmt.Errorf("--cost is %d, and must be at least 1", cost)}
 		}
@@ -56,7 +60,8 @@ func (a *app) takeCommand() *cobra.Command {
 	})
 	cmd.Use = "take NAME KEY --policy POLICY"
 	cmd.Short = "Take from a key's limit, and exit with 3 if that is denied"
-	cmd.Long = `Takes from a key's limit under --policy, and exits with 3 if that is denied. ` + noPolicies
+	cmd.Long = `Takes from a key's limit under --policy, and exits with 3 if that is denied. ` + noPolicies +
+		" " + noForce
 	cmd.Example = `  pgratelimit take mail alice --policy "bucket 20 5/10s" && sendmail alice
   pgratelimit take export acme --policy "sliding 100/1h" --cost 10 --json`
 	cmd.Flags().Int64Var(&cost, "cost", 1, "how much to take, all of it or nothing")
@@ -67,7 +72,7 @@ func (a *app) takeCommand() *cobra.Command {
 
 func (a *app) grantCommand() *cobra.Command {
 	var cost int64
-	cmd := a.askCommand(func(ctx context.Context, q question) (ratelimit.Result, error) {
+	cmd := a.askCommand(true, func(ctx context.Context, q question) (ratelimit.Result, error) {
 		result, err := q.limiter.Grant(ctx, q.key, cost)
 		if err == nil {
 			name := q.limiter.Config().Name
@@ -85,8 +90,7 @@ func (a *app) grantCommand() *cobra.Command {
 is no ordinary room, each unit once, and lapses when the key is not used for a window (of a sliding
 or calendar window two, of a bucket the time to fill it). This is also how to give back what an
 application took for nothing: only the application can refund its own takes. Give the policy that
-the application has. Under another kind of policy, what the key has taken so far is forgotten. Each
-run grants anew.`
+the application has. Each run grants anew. ` + noForce
 	cmd.Example = `  pgratelimit grant login user:123 --policy "sliding 10/1m" --cost 5
   pgratelimit grant api acme --policy "fixed 100000/30d" --durable --cost 20000 --json`
 	cmd.Flags().Int64Var(&cost, "cost", 0, "how much credit to give")
@@ -102,6 +106,7 @@ type decision struct {
 	RetryAfterUS int64     `json:"retry_after_us"`
 	ResetAfterUS int64     `json:"reset_after_us"`
 	DecidedAt    time.Time `json:"decided_at"`
+	Warning      string    `json:"warning,omitempty"`
 }
 
 // question is what a command asks one limiter about one key.
@@ -112,10 +117,13 @@ type question struct {
 	dry     bool // the context has ended: only whether the question makes sense is wanted
 }
 
-// askCommand returns a command that asks one limiter about one key.
-func (a *app) askCommand(ask func(context.Context, question) (ratelimit.Result, error)) *cobra.Command {
+// askCommand returns a command that asks one limiter about one key. If it writes, it refuses to do so in a table or
+// under a kind of policy that the limiter does not seem to have.
+func (a *app) askCommand(
+	writes bool, ask func(context.Context, question) (ratelimit.Result, error),
+) *cobra.Command {
 	var policy policyValue
-	var durable bool
+	var durable, force bool
 	cmd := &cobra.Command{
 		Args: cobra.ExactArgs(2),
 		RunE: action(func(ctx context.Context, args []string) error {
@@ -146,23 +154,31 @@ func (a *app) askCommand(ask func(context.Context, question) (ratelimit.Result, 
 			if limiter, err = ratelimit.New(pool, config); err != nil {
 				return err
 			}
+			misled := a.misled(ctx, args[0], &args[1], policy.String(), durable)
+			if misled != "" && writes && !force {
+				return fmt.Errorf("nothing was done, because %s; --force does it all the same", misled)
+			}
 			result, err := ask(ctx, question{pool, limiter, args[1], false})
 			if err != nil && !errors.Is(err, errDenied) {
 				return err
 			}
-			return errors.Join(a.printDecision(result), err)
+			return errors.Join(a.printDecision(result, misled), err)
 		}),
 	}
 	addPolicy(cmd, &policy)
 	addDurable(cmd, &durable)
+	if writes {
+		cmd.Flags().BoolVar(&force, "force", false,
+			"do it although the limiter's rows are in the other table, or of another kind than the policy")
+	}
 	a.addTimeout(cmd)
 	a.addJSON(cmd)
 	return cmd
 }
 
-func (a *app) printDecision(r ratelimit.Result) error {
+func (a *app) printDecision(r ratelimit.Result, warning string) error {
 	d := decision{r.Allowed, r.Limit, r.Remaining,
-		r.RetryAfter.Microseconds(), r.ResetAfter.Microseconds(), r.DecidedAt}
+		r.RetryAfter.Microseconds(), r.ResetAfter.Microseconds(), r.DecidedAt, warning}
 	return a.print(d, func(w io.Writer) {
 		word, retry := "allowed", ""
 		if !d.Allowed {
@@ -170,6 +186,7 @@ func (a *app) printDecision(r ratelimit.Result) error {
 		}
 		fmt.Fprintf(w, "%s: %d of %d remaining%s, as good as new after %s\n",
 			word, d.Remaining, d.Limit, retry, wait(d.ResetAfterUS))
+		printWarning(w, warning)
 	})
 }
 
@@ -204,7 +221,8 @@ func (a *app) resetCommand() *cobra.Command {
 		Short: "Make a key as good as new, or all keys of a limiter",
 		Long: `Makes a key as good as new, or all keys of a limiter, in small transactions. Processes that remember
 a denial of the key go on denying for up to a second. Those whose Config.Policies is set are told to
-forget it. If the limiter has several policies, the key has a row for each of them, and all of them go.`,
+forget it. If the limiter has several policies, the key has a row for each of them, and all of them go.
+If there is nothing to reset because the limiter's rows are in the other table, that is a failure.`,
 		Example: `  pgratelimit reset login user:123
   pgratelimit reset login --all
   pgratelimit reset api --all --durable --yes`,
@@ -222,6 +240,9 @@ forget it. If the limiter has several policies, the key has a row for each of th
 			defer pool.Close()
 			if !all {
 				n, err := a.resetKey(ctx, pool, algorithm.RowNames(args[0]), args[1], durable)
+				if err == nil {
+					err = a.resetElsewhere(ctx, args[0], &args[1], n, durable)
+				}
 				return errors.Join(err, a.printReset(n, durable, err))
 			}
 			question := fmt.Sprintf("Reset all keys of limiter %s in %s?", printable(args[0]), table(durable))
@@ -238,6 +259,9 @@ forget it. If the limiter has several policies, the key has a row for each of th
 				}
 				return nil
 			})
+			if err == nil {
+				err = a.resetElsewhere(ctx, args[0], nil, n, durable)
+			}
 			return errors.Join(err, a.printReset(n, durable, err))
 		}),
 	}
@@ -247,6 +271,17 @@ forget it. If the limiter has several policies, the key has a row for each of th
 	a.addTimeout(cmd)
 	a.addJSON(cmd)
 	return cmd
+}
+
+// resetElsewhere is an error if nothing was reset because the limiter has its rows in the other table.
+func (a *app) resetElsewhere(ctx context.Context, limiter string, key *string, reset int64, durable bool) error {
+	if reset > 0 {
+		return nil
+	}
+	if found, err := a.kindsOf(ctx, limiter, key); err == nil && found.elsewhere(limiter, durable) {
+		return errors.New("nothing was reset, because " + elsewhere(limiter, durable))
+	}
+	return nil
 }
 
 // resetKey returns how many rows of a key were removed. A key has one for each policy of its limiter.

@@ -39,6 +39,7 @@ type limiterRows struct {
 	OldestExpiry time.Time  `json:"oldest_expiry"`
 	Estimated    bool       `json:"estimated"`  // the numbers above, from a sample
 	DeniedNow    *deniedNow `json:"denied_now"` // null if no policy was given
+	Warning      string     `json:"warning,omitempty"`
 }
 
 // deniedNow is how many keys have no room for a cost of 1.
@@ -119,34 +120,18 @@ func (a *app) countLimiters(
 	ctx context.Context, pool *pgxpool.Pool, exact bool,
 ) (sizes []tableSize, limiters []limiterRows, err error) {
 	err = a.read(ctx, pool, func(tx pgx.Tx) error {
-		rows, err := tx.Query(ctx, sizesSQL)
+		var percent map[string]float64
+		if sizes, percent, err = tableSizes(ctx, tx, exact); err != nil {
+			return err
+		}
+		rows, err := tx.Query(ctx, limitsSQL, percent[table(false)], percent[table(true)])
 		if err != nil {
-			return err
-		}
-		percent := map[string]float64{}
-		var s tableSize
-		if _, err := pgx.ForEachRow(rows, []any{&s.Table, &s.TableBytes, &s.TotalBytes}, func() error {
-			sizes = append(sizes, s)
-			percent[s.Table] = 100
-			if !exact {
-				percent[s.Table] = 100 * sampleShare(s.TableBytes)
-			}
-			return nil
-		}); err != nil {
-			return err
-		}
-		if rows, err = tx.Query(ctx, limitsSQL, percent[table(false)], percent[table(true)]); err != nil {
 			return err
 		}
 		limiters, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (l limiterRows, err error) {
 			var expires, algorithms int64
 			err = row.Scan(&l.Table, &l.Limiter, &algorithms, &l.Rows, &l.Live, &l.Bytes, &expires)
-			l.OldestExpiry, l.Algorithms = time.UnixMicro(expires).UTC(), []string{}
-			for _, a := range algorithm.All() {
-				if algorithms>>a.Code&1 == 1 {
-					l.Algorithms = append(l.Algorithms, a.Word)
-				}
-			}
+			l.OldestExpiry, l.Algorithms = time.UnixMicro(expires).UTC(), words(algorithms)
 			if share := percent[l.Table] / 100; share < 1 {
 				l.Estimated = true
 				for _, n := range []*int64{&l.Rows, &l.Live, &l.Bytes} {
@@ -159,6 +144,23 @@ func (a *app) countLimiters(
 	})
 	slices.SortFunc(limiters, limiterRows.compare)
 	return sizes, limiters, err
+}
+
+// tableSizes are the sizes of the tables, and how many percent of each to read: all if it is small, or has to be exact.
+func tableSizes(ctx context.Context, tx pgx.Tx, exact bool) ([]tableSize, map[string]float64, error) {
+	rows, err := tx.Query(ctx, sizesSQL)
+	if err != nil {
+		return nil, nil, err
+	}
+	sizes, err := pgx.CollectRows(rows, pgx.RowToStructByPos[tableSize])
+	percent := map[string]float64{}
+	for _, s := range sizes {
+		percent[s.Table] = 100
+		if !exact {
+			percent[s.Table] = 100 * sampleShare(s.TableBytes)
+		}
+	}
+	return sizes, percent, err
 }
 
 func (l limiterRows) compare(other limiterRows) int {
@@ -215,6 +217,11 @@ func (a *app) countDenied(
 	if !ok {
 		return nil
 	}
+	if numbers, err := algorithm.Parse(policy.String()); err == nil {
+		if own := algorithm.ByCode(numbers[0].Algorithm).Word; !slices.Contains(l.Algorithms, own) {
+			l.Warning = ofAnotherKind(own, l.Limiter, strings.Join(l.Algorithms, ", "))
+		}
+	}
 	l.DeniedNow = &deniedNow{}
 	sample, err := a.peekAll(ctx, pool, l.Limiter, policy, l.Table == table(true), maxRows,
 		func(states []keyState) {
@@ -255,6 +262,13 @@ func printLimiters(w io.Writer, sizes []tableSize, limiters []limiterRows) {
 		fmt.Fprintf(w, "no limiter has rows\n")
 	}
 	fmt.Fprintln(w)
+	for i, l := range limiters {
+		printWarning(w, l.Warning)
+		if i > 0 && l.Limiter == limiters[i-1].Limiter && l.Live > 0 && limiters[i-1].Live > 0 {
+			fmt.Fprintf(w, "%s has rows in both tables: perhaps somebody left out --durable, or durable => true\n",
+				printable(l.Limiter))
+		}
+	}
 	for _, s := range sizes {
 		fmt.Fprintf(w, "%s takes %s, with its index %s\n", s.Table, size(s.TableBytes), size(s.TotalBytes))
 	}

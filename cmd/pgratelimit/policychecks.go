@@ -112,7 +112,7 @@ func (e *examination) enforcedPolicies(ctx context.Context) (all []enforcedPolic
 		}
 		kinds, err := rowKinds(ctx, tx, names)
 		for i := range all {
-			all[i].kinds = kinds[all[i].limiter]
+			all[i].kinds = kinds.either(all[i].limiter)
 		}
 		return err
 	})

@@ -4,6 +4,7 @@ import (
 	"context"
 	_ "embed"
 	"fmt"
+	"io"
 	"strings"
 
 	"github.com/jackc/pgx/v5"
@@ -12,59 +13,175 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/algorithm"
 )
 
-// A limiter passes over a policy of another kind than the one in the code. This command cannot know that one. But it
-// can see which algorithms have written the rows of the limiter's keys.
+// Whoever asks about a limiter has to know its table and the kind of its policy. This command cannot know what the code
+// says of them. But it can see what is in the tables.
 
-//go:embed sql/kinds.sql
-var kindsSQL string
+var (
+	//go:embed sql/kinds.sql
+	kindsSQL string
+	//go:embed sql/key_kinds.sql
+	keyKindsSQL string
+)
 
-// rowKinds tells for names of limiters which algorithms have written the rows of their keys: 1 << code, added up. Names
-// without rows are missing.
-func rowKinds(ctx context.Context, tx pgx.Tx, names []string) (map[string]int64, error) {
-	rows, err := tx.Query(ctx, kindsSQL, names)
-	if err != nil {
-		return nil, err
+// kinds are the algorithms that have written rows, by the names of the rows: 1 << code, added up, in
+// rate_limit_ephemeral and in rate_limit_durable. All that have expired count as 1.
+type kinds map[string]*[2]int64
+
+// of are the kinds of the rows of a name, in one table and in the other one.
+func (k kinds) of(name string, durable bool) (here, there int64) {
+	rows := k[name]
+	switch {
+	case rows == nil:
+		return 0, 0
+	case durable:
+		return rows[1], rows[0]
 	}
-	kinds := map[string]int64{}
-	var name string
-	var bits int64
-	_, err = pgx.ForEachRow(rows, []any{&name, &bits}, func() error {
-		kinds[name] = bits
-		return nil
-	})
-	return kinds, err
+	return rows[0], rows[1]
 }
 
-// otherKinds are the words of a policy's algorithm and of those that have written the limiter's rows, as rowKinds tells
-// them. Both are "" if the policy's is one of those. Only its first part counts, because the policy in the code may
-// have no others.
+func (k kinds) either(name string) int64 {
+	here, there := k.of(name, false)
+	return here | there
+}
+
+// elsewhere tells whether a limiter seems to keep its rows in the other table: that one has live rows, and this one
+// none, or that one has some, and this one none at all.
+func (k kinds) elsewhere(name string, durable bool) bool {
+	here, there := k.of(name, durable)
+	return min(there, 2) > min(here, 2)
+}
+
+// scan adds rows of kinds.sql or key_kinds.sql.
+func (k kinds) scan(rows pgx.Rows, err error) error {
+	if err != nil {
+		return err
+	}
+	var name string
+	var durable bool
+	var bits int64
+	_, err = pgx.ForEachRow(rows, []any{&name, &durable, &bits}, func() error {
+		if k[name] == nil {
+			k[name] = &[2]int64{}
+		}
+		if durable {
+			k[name][1] |= bits
+		} else {
+			k[name][0] |= bits
+		}
+		return nil
+	})
+	return err
+}
+
+// rowKinds tells which algorithms have written the rows of limiters.
+func rowKinds(ctx context.Context, tx pgx.Tx, names []string) (kinds, error) {
+	found := kinds{}
+	return found, found.scan(tx.Query(ctx, kindsSQL, names, 100, 100))
+}
+
+// kindsOf tells which algorithms have written the rows of a limiter's key. If key is nil, or has no live rows, it looks
+// at all keys, or at a sample of them.
+func (a *app) kindsOf(ctx context.Context, limiter string, key *string) (kinds, error) {
+	names, found := algorithm.RowNames(limiter), kinds{}
+	if key != nil {
+		if err := a.inStores(ctx, func(store *app, pool *pgxpool.Pool) error {
+			return store.read(ctx, pool, func(tx pgx.Tx) error {
+				return found.scan(tx.Query(ctx, keyKindsSQL, names, *key))
+			})
+		}); err != nil || len(found) > 0 {
+			return found, err
+		}
+	}
+	err := a.inStores(ctx, func(store *app, pool *pgxpool.Pool) error {
+		return store.read(ctx, pool, func(tx pgx.Tx) error {
+			_, percent, err := tableSizes(ctx, tx, false)
+			if err != nil {
+				return err
+			}
+			return found.scan(tx.Query(ctx, kindsSQL, names, percent[table(false)], percent[table(true)]))
+		})
+	})
+	return found, err
+}
+
+// printWarning prints what misled says.
+func printWarning(w io.Writer, warning string) {
+	if warning != "" {
+		fmt.Fprintf(w, "warning: %s\n", warning)
+	}
+}
+
+// misled says what is wrong with a question about a limiter, or about one of its keys: that its rows are in the other
+// table, or of another kind than the policy. A role that may not read the tables is not told.
+func (a *app) misled(ctx context.Context, limiter string, key *string, policy string, durable bool) string {
+	found, err := a.kindsOf(ctx, limiter, key)
+	if err != nil {
+		return ""
+	}
+	if found.elsewhere(limiter, durable) {
+		return elsewhere(limiter, durable)
+	}
+	numbers, err := algorithm.Parse(policy)
+	if err != nil {
+		return ""
+	}
+	for i, p := range numbers {
+		name := algorithm.RowName(limiter, i)
+		here, _ := found.of(name, durable)
+		if own, others := otherKinds(p.String(), here); others != "" {
+			return ofAnotherKind(own, name, others)
+		}
+	}
+	return ""
+}
+
+// elsewhere says in which table a limiter has its rows, which is not the one that was asked for.
+func elsewhere(limiter string, durable bool) string {
+	do := "give --durable"
+	if durable {
+		do = "leave out --durable"
+	}
+	return fmt.Sprintf("limiter %s has its rows in %s, not in %s: %s",
+		printable(limiter), table(!durable), table(durable), do)
+}
+
+// ofAnotherKind says that a policy is of another kind than the rows of a name.
+func ofAnotherKind(own, name, others string) string {
+	return fmt.Sprintf("this policy is of the kind %s, and the rows of %s are of the kind %s, which count as none "+
+		"under it: give the policy of the application", own, printable(name), others)
+}
+
+// otherKinds are the words of a policy's algorithm and of those that have written rows. Both are "" if the policy's is
+// one of those. Only its first part counts, because the policy in the code may have no others.
 func otherKinds(policy string, bits int64) (own, others string) {
 	numbers, err := algorithm.Parse(policy)
 	if err != nil || bits>>numbers[0].Algorithm&1 == 1 {
 		return "", ""
 	}
-	var words []string
-	for _, a := range algorithm.All() {
-		if bits>>a.Code&1 == 1 {
-			words = append(words, a.Word)
-		}
-	}
-	return algorithm.ByCode(numbers[0].Algorithm).Word, strings.Join(words, ", ")
+	return algorithm.ByCode(numbers[0].Algorithm).Word, strings.Join(words(bits), ", ")
 }
 
-// warnOfKind warns of a policy that the limiter seems to pass over. A role that may not read the tables is not told.
-func (a *app) warnOfKind(ctx context.Context, pool *pgxpool.Pool, r *policyRow) {
+// words are the algorithms that have written rows, as a policy's text begins.
+func words(bits int64) []string {
+	all := []string{}
+	for _, a := range algorithm.All() {
+		if bits>>a.Code&1 == 1 {
+			all = append(all, a.Word)
+		}
+	}
+	return all
+}
+
+// warnOfKind warns of a policy that the limiter seems to pass over.
+func (a *app) warnOfKind(ctx context.Context, r *policyRow) {
 	if r.Mode != modeEnforce {
 		return
 	}
-	var kinds map[string]int64
-	if err := a.read(ctx, pool, func(tx pgx.Tx) (err error) {
-		kinds, err = rowKinds(ctx, tx, []string{r.Limiter})
-		return err
-	}); err != nil {
+	found, err := a.kindsOf(ctx, r.Limiter, nil)
+	if err != nil {
 		return // what was to be done is done
 	}
-	if own, others := otherKinds(*r.Policy, kinds[r.Limiter]); others != "" {
+	if own, others := otherKinds(*r.Policy, found.either(r.Limiter)); others != "" {
 		fmt.Fprintf(a.stderr, "warning: this policy is of the kind %s, and the rows of %s are of the kind %s: "+
 			"if the policy in the code is too, limiters pass this one over\n", own, printable(r.Limiter), others)
 	}

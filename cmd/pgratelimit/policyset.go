@@ -170,7 +170,7 @@ cannot read is not compared, and is replaced only with --force.`,
 		if err != nil {
 			return err
 		}
-		a.warnOfKind(ctx, pool, change.Added)
+		a.warnOfKind(ctx, change.Added)
 		return a.printPolicyChange(&change, "replaced", "set", "")
 	})
 	target.add(cmd)

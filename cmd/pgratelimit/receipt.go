@@ -75,7 +75,7 @@ For what an application took, and for more than a limit, see grant.`,
 			if err != nil {
 				return errors.Join(err, r.restore(args[0], err))
 			}
-			return a.printDecision(result)
+			return a.printDecision(result, "")
 		}),
 	}
 	a.addTimeout(cmd)

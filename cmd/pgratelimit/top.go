@@ -35,6 +35,7 @@ type topResult struct {
 	Share    float64    `json:"share"`    // about how much of the limiter's rows that is, from 0 to 1
 	At       time.Time  `json:"at"`       // the database's clock (of shard 0), from which all times count
 	Keys     []keyState `json:"keys"`
+	Warning  string     `json:"warning,omitempty"`
 }
 
 func (a *app) topCommand() *cobra.Command {
@@ -88,6 +89,7 @@ at together, or not at all. Keys that have taken nothing are not listed.`,
 			if !result.Complete && rows > 0 {
 				result.Share = float64(result.Looked) / rows
 			}
+			result.Warning = a.misled(ctx, args[0], nil, policy.String(), durable)
 			return a.print(result, result.print)
 		}),
 	}
@@ -130,6 +132,7 @@ func (r topResult) print(w io.Writer) {
 		fmt.Fprintf(w, "; --durable is for %s", table(true))
 	}
 	fmt.Fprintln(w)
+	printWarning(w, r.Warning)
 }
 
 var (
@@ -191,22 +194,14 @@ func (a *app) sampleKeys(
 		if s.keys, err = nextKeys(ctx, tx, name, "", maxRows+1, durable); err != nil || int64(len(s.keys)) <= maxRows {
 			return err
 		}
-		rows, err := tx.Query(ctx, sizesSQL)
+		_, percent, err := tableSizes(ctx, tx, false)
 		if err != nil {
 			return err
 		}
-		var size tableSize
-		if _, err = pgx.ForEachRow(rows, []any{&size.Table, &size.TableBytes, &size.TotalBytes}, func() error {
-			if size.Table == table(durable) {
-				// A sample of the usual size holds about as many rows as are looked at by default.
-				s.share = sampleShare(size.TableBytes) * max(1, float64(maxRows)/defaultMaxRows)
-			}
-			return nil
-		}); err != nil {
-			return err
-		}
-		s.share = min(s.share, 1)
-		if rows, err = tx.Query(ctx, query, name, 100*s.share, maxRows); err != nil {
+		// A sample of the usual size holds about as many rows as are looked at by default.
+		s.share = min(1, percent[table(durable)]/100*max(1, float64(maxRows)/defaultMaxRows))
+		rows, err := tx.Query(ctx, query, name, 100*s.share, maxRows)
+		if err != nil {
 			return err
 		}
 		s.keys = nil
