@@ -9,6 +9,7 @@ import (
 	"sync"
 	"testing"
 
+	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
@@ -311,5 +312,66 @@ func TestRowsAreMadeAndLockedInOneOrder(t *testing.T) {
 				require.Equal(t, want, taken(t, db.Pool, config, key), key)
 			}
 		})
+	}
+}
+
+// A statement that passes over held rows waits for rows that others make, and has locked rows by then. So it makes no
+// row that it found held, which is gone meanwhile, if it has locked a later one: whoever makes that row now may wait for
+// the later one. Here the statement has locked "a" and "c", "b" is held and then deleted, and "d" is missing. A trigger
+// stops the statement after that, when it first makes rows.
+func TestVanishedRowsAreNotMadeBehindLockedOnes(t *testing.T) {
+	t.Parallel()
+
+	for _, durable := range []bool{false, true} {
+		for _, broken := range []bool{false, true} {
+			t.Run(fmt.Sprintf("%s, broken: %v", pgtest.Table(durable), broken), func(t *testing.T) {
+				t.Parallel()
+				db := pgtest.New(t)
+				if broken {
+					pgtest.Rewrite(t, db.Pool, "rate_limit_all", "IF holders[ord] IS NOT NULL THEN", "IF false THEN")
+				}
+				pgtest.Exec(t, db.Pool, `
+					CREATE FUNCTION stop() RETURNS trigger LANGUAGE plpgsql AS $$
+					BEGIN
+						IF current_setting('test.stops', true) = 'yes' THEN
+							PERFORM pg_advisory_xact_lock_shared(1);
+						END IF;
+						RETURN NULL;
+					END $$;
+					CREATE TRIGGER stop BEFORE INSERT ON `+pgtest.Table(durable)+`
+						FOR EACH STATEMENT EXECUTE FUNCTION stop()`)
+				ask := func(conn *pgx.Conn, skipHeld bool, keys ...string) (granted int64, err error) {
+					err = conn.QueryRow(context.Background(), `SELECT coalesce(sum(granted) FILTER (WHERE granted > 0), 0)::bigint
+						FROM cardinality($1::text[]) AS n, rate_limit_all(
+							ARRAY(SELECT generate_series(1, n)), array_fill('test'::text, ARRAY[n]), $1, array_fill($2::boolean, ARRAY[n]),
+							array_fill(1::smallint, ARRAY[n]), array_fill(10::bigint, ARRAY[n]), array_fill($3::bigint, ARRAY[n]),
+							array_fill(0::bigint, ARRAY[n]), skip_held => $4)`,
+						keys, durable, year.Microseconds(), skipHeld).Scan(&granted)
+					return granted, err
+				}
+				_, err := ask(pgtest.Connect(t, db), false, "a", "b", "c")
+				require.NoError(t, err)
+
+				sweeper := hold(t, db, Config{Name: "test", Durable: durable}, "b")
+				stop, one, two := pgtest.Connect(t, db), pgtest.Connect(t, db), pgtest.Connect(t, db)
+				pgtest.Exec(t, stop, "SELECT pg_advisory_lock(1)")
+				pgtest.Exec(t, one, "SET test.stops = 'yes'")
+				skips := testkit.Later(func() (int64, error) { return ask(one, true, "a", "b", "c", "d") })
+				pgtest.WaitUntilBlocked(t, db.Pool, 1)
+				pgtest.Exec(t, sweeper, "DELETE FROM "+pgtest.Table(durable)+" WHERE key = 'b'")
+				require.NoError(t, sweeper.Commit(t.Context()))
+				waits := testkit.Later(func() (int64, error) { return ask(two, false, "b", "c") })
+				pgtest.WaitUntilBlocked(t, db.Pool, 2)
+				pgtest.Exec(t, stop, "SELECT pg_advisory_unlock(1)")
+
+				skipped, err1 := skips()
+				waited, err2 := waits()
+				requireDeadlockIf(t, broken, errors.Join(err1, err2))
+				if !broken {
+					require.EqualValues(t, 3, skipped) // of "b", nothing is told, so it is asked again
+					require.EqualValues(t, 2, waited)
+				}
+			})
+		}
 	}
 }

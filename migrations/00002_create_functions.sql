@@ -178,6 +178,11 @@ $$;
 -- looked at, unless the others have locked all of its rows. To make or lock its rows now, after rows that come later,
 -- would break the order of locking.
 --
+-- So nobody deadlocks: whoever waits for a row holds none that comes later. The locking stops at the first missing row.
+-- The INSERT waits for that one and for later ones, because those before it are locked. It locks all that it comes to,
+-- so none of these can vanish. With skip_held, the locking passes over held rows and waits for none. But a held row may
+-- vanish while rows behind it are locked. It is not made then, and its requests are passed over.
+--
 -- If none of a refund's rows exists, none is made. If any exists, the missing ones are made too. Otherwise a take that
 -- has just made them could be given back to some of its limits and not to the others.
 -- +goose StatementBegin
@@ -1678,6 +1683,12 @@ BEGIN
                 ORDER BY e.durable, octet_length(e.key COLLATE "C") DESC, e.key COLLATE "C", e.name COLLATE "C"
             LOOP
                 EXIT WHEN waits = 5;
+                IF holders[ord] IS NOT NULL THEN
+                    -- The row was held, and may be gone. Rows behind it are locked by now, so it is not made: that
+                    -- could mean to wait for somebody who makes it too, and then waits for those.
+                    holders[ord] := -1;
+                    CONTINUE;
+                END IF;
                 BEGIN
                     IF NOT durables[ord] THEN
                         INSERT INTO rate_limit_ephemeral AS d (prefix, key)
