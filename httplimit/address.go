@@ -139,7 +139,10 @@ func (a *addresses) trusts(address netip.Addr) bool {
 	return slices.ContainsFunc(a.trusted, func(prefix netip.Prefix) bool { return prefix.Contains(address) })
 }
 
-// read returns the addresses of a line of the header, the last one first. It stops after the most that count.
+// read returns the addresses of a line of the header, the last one first. It stops after the most that count. Empty
+// members are none, as in every list of HTTP (RFC 9110 section 5.6.1). A client gains nothing by them, because they
+// stand before what a proxy appends. But a line without any member is refused: whoever wrote it had no address to tell,
+// and the line before may be the client's.
 func (a *addresses) read(line string) ([]string, bool) {
 	if a.header == "Forwarded" {
 		return readForwarded(line)
@@ -147,51 +150,73 @@ func (a *addresses) read(line string) ([]string, bool) {
 	var texts []string
 	for len(texts) <= maxHops {
 		i := strings.LastIndexByte(line, ',')
-		texts = append(texts, line[i+1:])
+		if text := strings.Trim(line[i+1:], " \t"); text != "" {
+			texts = append(texts, text)
+		}
 		if i < 0 {
 			break
 		}
 		line = line[:i]
 	}
-	return texts, true
+	return texts, len(texts) > 0
 }
 
-// readForwarded returns what "for" is in each element of a line of Forwarded (RFC 7239 section 4), the last one
-// first. It refuses a line with any fault as a whole, because a client that leaves a quote open could otherwise
-// hide what the proxy appends.
+// readForwarded returns what "for" is in each element of a line of Forwarded (RFC 7239 section 4), the last one first.
+// It passes over elements and pairs that are empty. An element with other pairs and no "for" is an empty text, which is
+// no address: its proxy does not tell whom the request is from, and the element before may be the client's. A line with
+// any fault is refused as a whole, because a client that leaves a quote open could otherwise hide what the proxy
+// appends.
 func readForwarded(line string) ([]string, bool) {
 	var texts []string
-	for address := ""; ; {
-		name, rest, found := strings.Cut(strings.TrimLeft(line, " \t"), "=")
-		if !found || !isToken(name) {
-			return nil, false
-		}
-		value, rest, ok := readValue(rest)
-		if !ok {
-			return nil, false
-		}
-		if strings.EqualFold(name, "for") {
-			if address != "" {
+	var address string
+	for pairs, told := 0, false; ; {
+		if line = strings.TrimLeft(line, " \t"); line != "" && line[0] != ',' && line[0] != ';' {
+			name, rest, found := strings.Cut(line, "=")
+			if !found || !isToken(name) {
 				return nil, false
 			}
-			address = value
-		}
-		rest = strings.TrimLeft(rest, " \t")
-		if rest == "" || rest[0] == ',' {
-			if address == "" || len(texts) == maxHops {
+			value, rest, ok := readValue(rest)
+			if !ok {
 				return nil, false
 			}
-			texts, address = append(texts, address), ""
+			if strings.EqualFold(name, "for") {
+				if told {
+					return nil, false
+				}
+				address, told = withoutPort(value), true
+			}
+			pairs++
+			line = strings.TrimLeft(rest, " \t")
 		}
-		if rest == "" {
+		if pairs > 0 && (line == "" || line[0] == ',') {
+			if len(texts) == maxHops {
+				return nil, false
+			}
+			texts, address, pairs, told = append(texts, address), "", 0, false
+		}
+		switch {
+		case line == "":
 			slices.Reverse(texts)
-			return texts, true
-		}
-		if rest[0] != ',' && rest[0] != ';' {
+			return texts, len(texts) > 0
+		case line[0] != ',' && line[0] != ';':
 			return nil, false
 		}
-		line = rest[1:]
+		line = line[1:]
 	}
+}
+
+// withoutPort removes a port of RFC 7239 section 6 from an address: up to five digits, or "_" and a word that a proxy
+// has chosen to hide it.
+func withoutPort(node string) string {
+	i := strings.LastIndexByte(node, ':')
+	host, port := node[:max(i, 0)], node[i+1:]
+	hidden, isHidden := strings.CutPrefix(port, "_")
+	switch {
+	case !strings.HasSuffix(host, "]") && strings.Count(node, ":") != 1: // no port, or an IPv6 address without brackets
+	case isHidden && isToken(hidden), len(port) > 0 && len(port) <= 5 && strings.Trim(port, "0123456789") == "":
+		return host
+	}
+	return node
 }
 
 // readValue reads a quoted string, or else everything up to the next separator, because many proxies do not quote

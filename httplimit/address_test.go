@@ -88,8 +88,18 @@ func TestAddressBehindTrustedProxies(t *testing.T) {
 
 		{"", []string{"203.0.113.9" + strings.Repeat(",10.0.0.1", maxHops)}},
 		{"", []string{""}},
-		{"", []string{"203.0.113.9,"}},
+		// Empty members are none.
+		{"203.0.113.9", []string{"203.0.113.9,"}},
+		{"203.0.113.9", []string{"203.0.113.9 , "}},
+		{"203.0.113.9", []string{"198.51.100.1, 203.0.113.9,,\t, 10.0.0.1,"}},
+		{"203.0.113.9", []string{"203.0.113.9" + strings.Repeat(",", 100_000)}},
+		{"203.0.113.9", []string{"203.0.113.9,", ",10.0.0.1,"}},
+		{"10.0.0.9", []string{",10.0.0.9"}},
+		// But whoever wrote a line without any member had no address to tell.
+		{"", []string{","}},
+		{"", []string{" ,\t, "}},
 		{"", []string{"203.0.113.9", ""}},
+		{"", []string{"203.0.113.9", ", ,"}},
 		{"", []string{"unknown"}},
 		{"", []string{"203.0.113.9, unknown, 10.0.0.1"}},
 		{"", []string{"203.0.113.9 10.0.0.1"}},
@@ -144,8 +154,41 @@ func TestForwarded(t *testing.T) {
 		{"", []string{"=203.0.113.9"}},
 		{"", []string{"for =203.0.113.9"}},
 		{"", []string{"203.0.113.9"}},
-		{"", []string{"for=203.0.113.9,"}},
-		{"", []string{"for=203.0.113.9;"}},
+		// Empty elements and pairs are none.
+		{"203.0.113.9", []string{"for=203.0.113.9,"}},
+		{"203.0.113.9", []string{"for=203.0.113.9;"}},
+		{"203.0.113.9", []string{"for=203.0.113.9 ; "}},
+		{"203.0.113.9", []string{",\t,for=203.0.113.9, ,, for=10.0.0.1 ,"}},
+		{"203.0.113.9", []string{";for=203.0.113.9;;proto=http;,;;,for=10.0.0.1;"}},
+		{"203.0.113.9", []string{"for=203.0.113.9" + strings.Repeat(",;", 10_000)}},
+		{"203.0.113.9", []string{"for=203.0.113.9,", `;for="[fd00::1]";`}},
+		// A port may be hidden, or above 65535.
+		{"203.0.113.9", []string{`for="203.0.113.9:_x"`}},
+		{"203.0.113.9", []string{`for="203.0.113.9:_SEV.KI-SEK_1"`}},
+		{"203.0.113.9", []string{`for=203.0.113.9:_x`}},
+		{"203.0.113.9", []string{`for="203.0.113.9:99999"`}},
+		{"2001:db8::/64", []string{`for="[2001:db8::1]:_x", for="10.0.0.1:_y"`}},
+		{"203.0.113.9", []string{`for="[::ffff:203.0.113.9]:_x"`}},
+		{"203.0.113.9", []string{`for="\2\0\3.0.113.9"; host=""`}},
+		{"", []string{`for="203.0.113.9:_"`}},
+		{"", []string{`for="203.0.113.9:_x y"`}},
+		{"", []string{`for="203.0.113.9:x"`}},
+		{"", []string{`for="203.0.113.9:"`}},
+		{"", []string{`for="203.0.113.9:100000"`}},
+		{"", []string{`for="203.0.113.9:80:_x"`}},
+		{"", []string{`for="2001:db8::1:_x"`}},
+		{"", []string{`for="[203.0.113.9]:_x"`}},
+		{"", []string{`for="unknown:_x"`}},
+		{"", []string{`for=":_x"`}},
+		// A proxy may hide whom it has passed on, but not if that is the client.
+		{"203.0.113.9", []string{"proto=http, for=unknown, for=_hidden, for=203.0.113.9"}},
+		{"", []string{"for=203.0.113.9, proto=http, for=10.0.0.1"}},
+		{"", []string{"for=203.0.113.9, for=_hidden, for=10.0.0.1"}},
+		{"", []string{","}},
+		{"", []string{" ; , ;"}},
+		{"", []string{"for=203.0.113.9", ""}},
+		{"", []string{"for=203.0.113.9", "proto=http"}},
+		{"", []string{`for="";for=203.0.113.9`}},
 		{"", []string{"for=203.0.113.9 10.0.0.1"}},
 		{"", []string{`for=203.0.113.9"x"`}},
 		{"", []string{"proto=http"}},
@@ -207,7 +250,9 @@ func FuzzRemoteAddr(f *testing.F) {
 
 // FuzzXForwardedFor: whatever a client sends, behind a trusted proxy that appends his address, that is his key.
 func FuzzXForwardedFor(f *testing.F) {
-	for _, header := range []string{"", "unknown", "10.0.0.1, 10.0.0.2", `"`, "1.1.1.1,", "[::1", "203.0.113.9:1", ",,,"} {
+	for _, header := range []string{
+		"", "unknown", "10.0.0.1, 10.0.0.2", `"`, "1.1.1.1,", "[::1", "203.0.113.9:1", ",,,", "1.1.1.1, ,\t,", "1.1.1.1:_x",
+	} {
 		f.Add(header, "X-Forwarded-For")
 	}
 	f.Fuzz(func(t *testing.T, header, name string) {
@@ -218,6 +263,11 @@ func FuzzXForwardedFor(f *testing.F) {
 		requireKey(t, "203.0.113.9", key, from("10.0.0.1:1", canonical, header+", 203.0.113.9"))
 		requireKey(t, "203.0.113.9", key, from("10.0.0.1:1", canonical, header, "203.0.113.9"))
 		requireKey(t, "203.0.113.9", key, from("10.0.0.1:1", canonical, header, "203.0.113.9", "10.0.0.2"))
+		requireKey(t, "203.0.113.9", key, from("10.0.0.1:1", canonical, header+", ,203.0.113.9,", ",10.0.0.2,,"))
+		for _, unsaid := range []string{"", " , ,"} {
+			_, err := key.Of(from("10.0.0.1:1", canonical, header, unsaid))
+			require.Error(t, err)
+		}
 
 		alone, err := key.Of(from("10.0.0.1:1", canonical, header))
 		requireAddressOrError(t, alone, err, header)
@@ -228,6 +278,7 @@ func FuzzXForwardedFor(f *testing.F) {
 func FuzzForwarded(f *testing.F) {
 	for _, header := range []string{
 		"", "for=1.1.1.1", `for="[2001:db8::1]:80";proto=http`, `for=1.1.1.1;host="`, `for="\`, "for=unknown", "for=10.0.0.1,for=10.0.0.2", `a=",`,
+		"for=1.1.1.1,", "for=1.1.1.1;", ",;,", `for="1.1.1.1:_x"`, `a=";`,
 	} {
 		f.Add(header)
 	}
@@ -235,12 +286,19 @@ func FuzzForwarded(f *testing.F) {
 		key := ByIP(trusted(), AddressHeader("Forwarded"))
 		for _, appended := range []string{
 			"for=203.0.113.9", `for="203.0.113.9:80"`, `for=203.0.113.9;host="example.com";proto=https`, `host="example.com";for="203.0.113.9"`,
+			"for=203.0.113.9,", ";for=203.0.113.9; , ;", `for="203.0.113.9:_x"`,
 		} {
 			client, err := key.Of(from("10.0.0.1:1", "Forwarded", header+", "+appended))
 			if err == nil {
 				require.Equal(t, "203.0.113.9", client)
 			}
 			requireKey(t, "203.0.113.9", key, from("10.0.0.1:1", "Forwarded", header, appended))
+		}
+		for _, unsaid := range []string{"proto=https", "for=_hidden", `for=unknown;host="example.com"`, ";proto=https,"} {
+			_, err := key.Of(from("10.0.0.1:1", "Forwarded", header+", "+unsaid))
+			require.Error(t, err)
+			_, err = key.Of(from("10.0.0.1:1", "Forwarded", header, unsaid))
+			require.Error(t, err)
 		}
 		alone, err := key.Of(from("10.0.0.1:1", "Forwarded", header))
 		requireAddressOrError(t, alone, err, header)
