@@ -14,12 +14,14 @@ import (
 )
 
 // command is a command line of this command for the same schema, between backquotes.
-func (e *examination) command(line string) string {
-	if e.app.schema != "" {
-		line += " --schema '" + strings.ReplaceAll(e.app.schema, "'", `'\''`) + "'"
+func (a *app) command(line string) string {
+	if a.schema != "" {
+		line += " --schema '" + strings.ReplaceAll(a.schema, "'", `'\''`) + "'"
 	}
 	return "`pgratelimit " + line + "`"
 }
+
+func (e *examination) command(line string) string { return e.app.command(line) }
 
 // checkMigrations also finds out what is there.
 func (e *examination) checkMigrations(ctx context.Context) (finding, error) {
@@ -136,15 +138,16 @@ func (e *examination) checkObjects(context.Context) (finding, error) {
 func (e *examination) judgeObjects(made catalog.Catalog) finding {
 	var wrong, mend []string
 	damaged := map[string]bool{} // of the two tables
-	remake, version := false, false
+	remake, version, divided := false, false, false
 	var drop []string // tables first, because functions may belong to their triggers
 	for _, d := range e.found.Differences(made, e.server.owner) {
 		name := catalog.Name(d.Object)
 		_, expected := made[d.Object]
 		_, index := strings.CutPrefix(d.Aspect, "index ")
 		switch {
-		case d.Aspect == "trigger rate_limit_note_deleted":
-			continue // while a shard is divided
+		case d.Aspect == "trigger rate_limit_note_deleted" || d.Aspect == "trigger rate_limit_note_truncated":
+			divided = true
+			continue
 		case d.Aspect == "persistence" || d.Aspect == "fillfactor" || index && made[d.Object].Aspects[d.Aspect] == "":
 			continue // judgeKind
 		case !expected:
@@ -168,6 +171,11 @@ func (e *examination) judgeObjects(made catalog.Catalog) finding {
 	}
 	if len(wrong) == 0 {
 		return ok("the %d that the migrations made, unchanged", len(made))
+	}
+	if divided {
+		mend = append(mend, "first see that nothing is in progress: this database is a shard that is being divided, "+
+			"and what is made anew loses counts that others need, so run `pgratelimit shard list` for its proxy, and do "+
+			"what it says")
 	}
 	if version {
 		name := e.server.name("rate_limit_version()")

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"maps"
 	"os"
+	"slices"
 	"strings"
 
 	"github.com/jackc/pgx/v5"
@@ -116,7 +117,11 @@ func (a *app) inStores(ctx context.Context, do func(store *app, pool *pgxpool.Po
 		return do(a, pool)
 	}
 	pool.Close()
-	for _, shard := range all {
+	for i, shard := range all {
+		// While shards are divided, two places may be one database.
+		if slices.ContainsFunc(all[:i], func(other *app) bool { return other.connection == shard.connection }) {
+			continue
+		}
 		pool, err := shard.open(ctx)
 		if err == nil {
 			err = do(shard, pool)

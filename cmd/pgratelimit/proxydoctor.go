@@ -88,6 +88,10 @@ func (e *proxyExamination) examineShard(ctx context.Context, place int) ([]findi
 		f.Check = "place"
 		findings = append(findings, f)
 	}
+	alias := e.proxy.growth != nil && s.isStill(&e.states[place%(len(e.states)/2)])
+	if alias {
+		findings[0].Found = fmt.Sprintf("still with %s", e.states[place%(len(e.states)/2)].name)
+	}
 	if s.reached {
 		f, err := e.checkThrough(ctx, place)
 		if err != nil {
@@ -95,6 +99,8 @@ func (e *proxyExamination) examineShard(ctx context.Context, place int) ([]findi
 		}
 		f.Check = "through the proxy"
 		findings = append(findings, f)
+	}
+	if s.reached && !alias {
 		if err := store.inShard(ctx, func(pool *pgxpool.Pool) error {
 			more, err := store.examine(ctx, pool)
 			for _, f := range more {

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 
 	"github.com/jackc/pgx/v5"
@@ -15,25 +16,34 @@ import (
 
 func (a *app) shardGrowCommand() *cobra.Command {
 	var others []string
-	var yes bool
+	var undo, yes bool
 	cmd := &cobra.Command{
-		Use:   "grow CONNECTION...",
+		Use:   "grow [CONNECTION...]",
 		Short: "Double the number of shards, while they decide",
 		Long: `Doubles the number of a proxy's shards. It takes as many connection strings as there are shards now, of
 databases that are migrated and empty. One after the other, each shard gives the half of its keys to a
 new one, with all that they have taken, while both decide. Calls for that shard wait meanwhile for as
-long as it takes to read its tables once. If it is interrupted, the same command goes on from there.
+long as it takes to read its tables once. If it is interrupted, the same command goes on from there, also
+without the connection strings, which the proxy has noted. As long as no shard has given up keys, --undo
+takes it back instead.
 
 It needs what 'pgratelimit shard set' needs, and connects to all shards for some time, so their
 connection strings must lead to Postgres itself rather than to a pooler. Proxies that are no standbys
 of this one are named with --proxy.`,
-		Example: `  pgratelimit shard grow "host=10.0.0.3 dbname=limits_2" "host=10.0.0.4 dbname=limits_3"`,
-		Args:    func(_ *cobra.Command, args []string) error { return checkConnections(args) },
+		Example: `  pgratelimit shard grow "host=10.0.0.3 dbname=limits_2" "host=10.0.0.4 dbname=limits_3"
+  pgratelimit shard grow   # goes on`,
+		Args: func(_ *cobra.Command, args []string) error {
+			if len(args) == 0 {
+				return nil
+			}
+			return checkConnections(args)
+		},
 		RunE: action(func(ctx context.Context, args []string) error {
-			return a.growShards(ctx, args, others, yes)
+			return a.growShards(ctx, args, others, undo, yes)
 		}),
 	}
 	cmd.Flags().StringArrayVar(&others, "proxy", nil, "connection string (`URL`) of another proxy of the same shards")
+	cmd.Flags().BoolVar(&undo, "undo", false, "take back what was begun, if no key has moved yet")
 	addYes(cmd, &yes)
 	a.addTimeout(cmd)
 	a.addJSON(cmd)
@@ -46,23 +56,27 @@ type growing struct {
 	owners  []string // of the proxies' functions
 	stores  []*app   // the old shards, then the new ones
 	states  []shardState
-	resumes bool // an earlier call has begun it
+	growth  *shards.Growth // what an earlier call has begun, as the first proxy has noted it
 }
 
-func (a *app) growShards(ctx context.Context, more, others []string, yes bool) error {
+func (a *app) growShards(ctx context.Context, more, others []string, undo, yes bool) error {
 	g := growing{proxies: []*app{a}}
 	for _, url := range others {
 		other := *a
 		other.databaseURL = url
 		g.proxies = append(g.proxies, &other)
 	}
-	if err := g.read(ctx, more); err != nil {
+	if err := g.read(ctx, more, undo); err != nil {
 		return err
 	}
-	if err := a.confirm(ctx, g.question(), yes); err != nil {
+	if g.growth != nil && g.growth.Proxies > len(g.proxies) {
+		fmt.Fprintf(a.stderr, "warning: this was begun for %d proxies, and these are %d: calls of one that is not "+
+			"named with --proxy fail, for keys that have moved\n", g.growth.Proxies, len(g.proxies))
+	}
+	if err := a.confirm(ctx, g.question(undo), yes); err != nil {
 		return err
 	}
-	config := shards.GrowConfig{Schema: a.schema, Connections: more, Progress: func(place int, step shards.Step) error {
+	config := shards.GrowConfig{Schema: a.schema, Progress: func(place int, step shards.Step) error {
 		if !a.json {
 			fmt.Fprintf(a.stdout, "%s: %s\n", g.stores[place].shardName(), step)
 		}
@@ -74,16 +88,23 @@ func (a *app) growShards(ctx context.Context, more, others []string, yes bool) e
 			_ = conn.Close(context.WithoutCancel(ctx))
 		}
 	}()
+	n := len(g.stores) / 2
 	for i, store := range g.stores {
 		conn, err := store.own(ctx, g.states[i].owner)
-		if err != nil {
+		switch {
+		case err != nil && undo && i >= n:
+			fmt.Fprintf(a.stderr, "warning: %s: it cannot be reached, so copies of rows may stay there: %s\n",
+				store.shardName(), oneLine(err))
+			continue
+		case err != nil:
 			return store.about(err)
 		}
 		open = append(open, conn)
-		if i < len(more) {
+		if i < n {
 			config.Old = append(config.Old, conn)
 		} else {
 			config.New = append(config.New, conn)
+			config.Connections = append(config.Connections, store.connection)
 		}
 	}
 	for _, proxy := range g.proxies {
@@ -93,6 +114,16 @@ func (a *app) growShards(ctx context.Context, more, others []string, yes bool) e
 		}
 		open = append(open, conn)
 		config.Proxies = append(config.Proxies, conn)
+	}
+	if undo {
+		err := shards.Undo(ctx, config)
+		if errors.Is(err, shards.ErrMoved) {
+			return fmt.Errorf("%w; %s goes on with it", err, a.command("shard grow"))
+		}
+		if err != nil {
+			return err
+		}
+		return a.listShards(ctx)
 	}
 	if err := g.try(ctx, config.Old[0]); err != nil {
 		return err
@@ -121,8 +152,7 @@ func (a *app) own(ctx context.Context, role string) (*pgx.Conn, error) {
 }
 
 // read looks at all databases, and returns an error if something is wrong with one of them.
-func (g *growing) read(ctx context.Context, more []string) error {
-	n := len(more)
+func (g *growing) read(ctx context.Context, more []string, undo bool) error {
 	var old []string
 	for i, proxy := range g.proxies {
 		if err := proxy.inShard(ctx, func(pool *pgxpool.Pool) error {
@@ -133,19 +163,20 @@ func (g *growing) read(ctx context.Context, more []string) error {
 			if t.connections == nil {
 				return fmt.Errorf("database %s is no proxy of shards", printable(t.database))
 			}
-			resumes, err := t.grows(more)
-			if err != nil {
-				return err
-			}
-			if err := t.refuse(shards.Config{Schema: proxy.schema, Connections: t.connections}); err != nil {
-				return err
-			}
-			g.resumes = g.resumes || resumes
-			g.owners = append(g.owners, t.owner)
 			if i == 0 {
-				old = t.connections[:n]
+				if more, err = t.growsBy(more, undo); err != nil {
+					return err
+				}
+				g.growth = t.growth
 			}
-			return nil
+			if err := t.grows(more); err != nil {
+				return err
+			}
+			if i == 0 {
+				old = t.connections[:len(more)]
+			}
+			g.owners = append(g.owners, t.owner)
+			return t.refuse(shards.Config{Schema: proxy.schema, Connections: t.connections})
 		}); err != nil {
 			if i > 0 {
 				err = fmt.Errorf("--proxy %d: %w", i, err)
@@ -154,10 +185,13 @@ func (g *growing) read(ctx context.Context, more []string) error {
 		}
 	}
 	g.stores = g.proxies[0].each(append(append([]string{}, old...), more...))
+	if undo {
+		return g.readStores(ctx)
+	}
 	var err error
-	g.states, err = readNewShards(ctx, g.stores, func(s *shardState) wantedShard {
-		w := wantedShard{is: shardIs{Place: s.Place, Shards: 2 * n}, fresh: true, counts: g.resumes}
-		if s.Place < n && (!g.resumes || s.Is == nil || s.Is.Shards == n) {
+	g.states, err = readNewShards(ctx, g.stores, func(s *shardState, shards int) wantedShard {
+		w := wantedShard{is: shardIs{Place: s.Place, Shards: shards}, fresh: true, copies: true}
+		if n := shards / 2; s.Place < n && (s.Is == nil || s.Is.Shards == n) {
 			w.is.Shards, w.fresh = n, false
 		}
 		return w
@@ -165,36 +199,65 @@ func (g *growing) read(ctx context.Context, more []string) error {
 	return err
 }
 
-// grows tells whether a proxy has begun to grow by these databases.
-func (t *proxyTarget) grows(more []string) (bool, error) {
+// readStores only finds out who owns the tables. Shards that are not there any more may be why a growth is undone.
+func (g *growing) readStores(ctx context.Context) error {
+	for i, store := range g.stores {
+		g.states = append(g.states, store.newState())
+		err := store.inShard(ctx, func(pool *pgxpool.Pool) error {
+			return store.look(ctx, pool, func(tx pgx.Tx) error { return g.states[i].read(ctx, tx) })
+		})
+		if err != nil && i < len(g.stores)/2 {
+			return store.about(err)
+		}
+	}
+	return ctx.Err()
+}
+
+// growsBy returns the databases by which a proxy is to grow: those of an earlier call, if it was interrupted.
+func (t *proxyTarget) growsBy(more []string, undo bool) ([]string, error) {
+	switch {
+	case undo && t.growth == nil:
+		return nil, errors.New("nothing is to be undone: the shards of this proxy are not being divided")
+	case len(more) > 0:
+		return more, nil
+	case t.growth == nil:
+		return nil, usageError{fmt.Errorf("name as many new databases as there are shards: %d", len(t.connections))}
+	}
+	return t.growth.By, nil
+}
+
+// grows returns an error if these are not the databases by which a proxy can grow, or has begun to.
+func (t *proxyTarget) grows(more []string) error {
 	n, has := len(more), len(t.connections)
 	begun := has == 2*n
 	for i := 0; begun && i < n; i++ {
 		now := t.connections[n+i]
 		begun = now == t.connections[i] || now == more[i]
 	}
-	for i := 0; !begun && has == 2*n && i < n; i++ {
-		if t.connections[n+i] == t.connections[i] {
-			return false, fmt.Errorf("database %s has begun to grow by other databases than these: name the same "+
-				"ones, in the same order", printable(t.database))
-		}
-	}
-	if !begun && has != n {
-		return false, fmt.Errorf("database %s is a proxy of %d shards, which takes as many new ones, and these are %d",
+	switch {
+	case t.growth != nil && !slices.Equal(t.growth.By, more):
+		return fmt.Errorf("database %s has begun to grow by other databases than these: name the same ones, in the "+
+			"same order, or none", printable(t.database))
+	case !begun && has != n:
+		return fmt.Errorf("database %s is a proxy of %d shards, which takes as many new ones, and these are %d",
 			printable(t.database), has, n)
 	}
-	return begun, nil
+	return nil
 }
 
-func (g *growing) question() string {
+func (g *growing) question(undo bool) string {
 	var text strings.Builder
 	n := len(g.stores) / 2
+	if undo {
+		return fmt.Sprintf("%d proxies go back to %d shards, which have all counts. The copies in the new databases "+
+			"are deleted. Do it?", len(g.proxies), n)
+	}
 	fmt.Fprintf(&text, "%d shards become %d, for %d proxies:\n", n, 2*n, len(g.proxies))
 	for i, store := range g.stores[:n] {
 		fmt.Fprintf(&text, "  %s gives half of its keys to shard %d: %s\n", store.shardName(), i+n,
 			printable(g.stores[i+n].connection))
 	}
-	if g.resumes {
+	if g.growth != nil {
 		fmt.Fprintln(&text, "This has been begun, and goes on.")
 	}
 	return text.String() + "Do it?"

@@ -86,9 +86,7 @@ func (a *app) setShards(ctx context.Context, config shards.Config, yes bool) err
 		return err
 	}
 	stores := a.each(config.Connections)
-	states, err := readNewShards(ctx, stores, func(s *shardState) wantedShard {
-		return wantedShard{is: shardIs{Place: s.Place, Shards: len(stores)}, fresh: true, counts: len(stores) == 1}
-	})
+	states, err := readNewShards(ctx, stores, target.want)
 	if err != nil {
 		return err
 	}
@@ -100,18 +98,32 @@ func (a *app) setShards(ctx context.Context, config shards.Config, yes bool) err
 		return err
 	}
 	var source shards.Source
+	if err := stores[0].inShard(ctx, func(pool *pgxpool.Pool) error {
+		return stores[0].look(ctx, pool, func(tx pgx.Tx) (err error) {
+			source, err = shards.Read(ctx, tx.Conn(), config.Schema)
+			return err
+		})
+	}); err != nil {
+		return stores[0].about(err)
+	}
+	// If this is interrupted, the same command goes on.
 	for i, store := range stores {
-		if err := store.inShard(ctx, func(pool *pgxpool.Pool) error {
-			return store.write(ctx, pool, func(tx pgx.Tx) error {
-				if i == 0 {
-					if source, err = shards.Read(ctx, tx.Conn(), config.Schema); err != nil {
-						return err
-					}
-				}
-				return own(ctx, tx, shards.Identity{Place: i, Shards: len(stores), Cluster: cluster})
-			})
-		}); err != nil {
-			return store.about(err)
+		if states[i].Is == nil {
+			if err := store.asOwner(ctx, func(conn *pgx.Conn) error {
+				return shards.Intend(ctx, conn, config.Schema, cluster)
+			}); err != nil {
+				return err
+			}
+		}
+	}
+	for i, store := range stores {
+		if target.growth == nil {
+			if err := store.asOwner(ctx, func(conn *pgx.Conn) error {
+				is := shards.Identity{Place: i, Shards: len(stores), Cluster: cluster}
+				return shards.Own(ctx, conn, config.Schema, is)
+			}); err != nil {
+				return err
+			}
 		}
 	}
 	// What somebody has done to the functions is what this may have to mend, so the functions are not looked at.
@@ -122,25 +134,30 @@ func (a *app) setShards(ctx context.Context, config shards.Config, yes bool) err
 		if err := shards.Install(ctx, tx, source, config); err != nil {
 			return err
 		}
-		return tryShards(ctx, tx, stores, source, target.owner, true)
+		// While shards are divided, some keys may be with none.
+		return tryShards(ctx, tx, stores, source, target.owner, target.growth == nil)
 	}); err != nil {
 		return fmt.Errorf("the proxy stays as it was: %w", err)
 	}
 	return a.listShards(ctx)
 }
 
-// own makes a database the shard of a place, as the owner of its tables.
-func own(ctx context.Context, tx pgx.Tx, is shards.Identity) error {
-	q, _ := tx.(qualified)
-	var owner string
-	if err := tx.QueryRow(ctx, "SELECT pg_get_userbyid(relowner) FROM pg_class WHERE oid = to_regclass($1)",
-		pgx.Identifier{q.schema, table(true)}.Sanitize()).Scan(&owner); err != nil {
-		return err
-	}
-	if _, err := q.Tx.Exec(ctx, "SET LOCAL ROLE "+pgx.Identifier{owner}.Sanitize()); err != nil {
-		return err
-	}
-	return shards.Own(ctx, tx.Conn(), q.schema, is)
+// asOwner calls do in a transaction in a shard, as the owner of its tables.
+func (a *app) asOwner(ctx context.Context, do func(conn *pgx.Conn) error) error {
+	return a.about(a.inShard(ctx, func(pool *pgxpool.Pool) error {
+		return a.write(ctx, pool, func(tx pgx.Tx) error {
+			q, _ := tx.(qualified)
+			var owner string
+			if err := tx.QueryRow(ctx, "SELECT pg_get_userbyid(relowner) FROM pg_class WHERE oid = to_regclass($1)",
+				pgx.Identifier{q.schema, table(true)}.Sanitize()).Scan(&owner); err != nil {
+				return err
+			}
+			if _, err := q.Tx.Exec(ctx, "SET LOCAL ROLE "+pgx.Identifier{owner}.Sanitize()); err != nil {
+				return err
+			}
+			return do(tx.Conn())
+		})
+	}))
 }
 
 // proxyTarget is a database that is a proxy, or is to be one.
@@ -157,6 +174,7 @@ type proxyTarget struct {
 	mapped         bool     // PL/Proxy knows as whom to connect
 	owner          string   // of the functions, quoted
 	connections    []string // nil if it is no proxy
+	growth         *shards.Growth
 }
 
 // readTarget also decides about the schema: that of the proxy, or the one that search_path names first.
@@ -180,10 +198,42 @@ func (a *app) readTarget(ctx context.Context, pool *pgxpool.Pool) (t proxyTarget
 			&t.encoding, &t.standby, &t.schemaThere, &t.tables, &t.elsewhere, &t.mapped, &t.owner); err != nil {
 			return err
 		}
-		t.connections, err = shards.Connections(ctx, tx)
+		if t.connections, err = shards.Connections(ctx, tx); err == nil {
+			t.growth, err = shards.ReadGrowth(ctx, tx)
+		}
 		return err
 	})
 	return t, err
+}
+
+// want is what a database has to be for 'shard set'. While shards are divided, each stays what it is.
+func (t *proxyTarget) want(s *shardState, n int) wantedShard {
+	w := wantedShard{is: shardIs{Place: s.Place, Shards: n}, fresh: true, counts: n == 1}
+	w.had = s.Place < len(t.connections) && t.connections[s.Place] == s.Connection
+	if t.growth == nil {
+		return w
+	}
+	half := n / 2
+	w.fresh, w.still = false, t.connections[s.Place] == t.connections[s.Place%half]
+	if w.still && (s.Is == nil || s.Is.Shards == half) {
+		w.is.Shards = half
+	}
+	if w.still {
+		w.is.Place %= half
+	}
+	return w
+}
+
+// keepsGrowing tells whether the places that are still with the old shards would stay so.
+func (t *proxyTarget) keepsGrowing(connections []string) bool {
+	half := len(t.connections) / 2
+	for i := range half {
+		if len(connections) != 2*half ||
+			(connections[half+i] == connections[i]) != (t.connections[half+i] == t.connections[i]) {
+			return false
+		}
+	}
+	return true
 }
 
 // refuse returns why the database cannot be a proxy of these shards.
@@ -210,9 +260,15 @@ func (t *proxyTarget) refuse(config shards.Config) error {
 	case !t.available:
 		return fmt.Errorf("the server has no PL/Proxy; install it on the host of the proxy's server (Debian: "+
 			"postgresql-%d-plproxy)", t.major)
+	case t.growth != nil && !t.keepsGrowing(config.Connections):
+		a := app{schema: config.Schema}
+		return fmt.Errorf("the shards of this proxy are being divided: %s goes on with that, and if no key has moved "+
+			"yet, %s takes it back; `pgratelimit shard list` tells how far it is", a.command("shard grow"),
+			a.command("shard grow --undo"))
 	case n > 0 && n != len(config.Connections):
 		return fmt.Errorf("the proxy has %d shards, and these are %d connection strings; 'pgratelimit shard grow' "+
-			"doubles the number of shards, with the keys moved", n, len(config.Connections))
+			"doubles the number of shards, with the keys moved, also for a proxy that was not there when they were", n,
+			len(config.Connections))
 	case config.User == "" && !t.mapped:
 		return usageError{errors.New("--user is missing: the role as which PL/Proxy connects to the shards; " +
 			passwordVariable + " has its password")}
@@ -221,27 +277,30 @@ func (t *proxyTarget) refuse(config shards.Config) error {
 }
 
 // cluster names the shards: by a new name if one of them has just become one. Only for a proxy that has the others
-// already may it have taken another's place: any other proxy does not know whether somebody still asks that one.
+// already may it have taken another's place: any other proxy does not know whether somebody still asks that one. After
+// a 'shard set' that was interrupted, the mark of [shards.Intend] tells that there is no other.
 func (t *proxyTarget) cluster(states []shardState) (string, error) {
+	name := clusterOf(states)
 	var others, fresh *shardState
 	for i := range states {
 		s := &states[i]
 		switch {
-		case s.Is == nil:
+		case s.Is == nil && s.division != shards.Intended+name:
 			fresh = s
-		case i >= len(t.connections) || t.connections[i] != s.Connection:
+		case s.Is != nil && (i >= len(t.connections) || t.connections[i] != s.Connection):
 			others = s
 		}
 	}
 	if fresh != nil && others != nil {
 		return "", fmt.Errorf("%s is no shard yet, and %s is one, of databases that this proxy does not have: name "+
-			"those, as `pgratelimit shard list` of another proxy tells them; if there is no other proxy, "+
-			"`DROP TABLE rate_limit_shard` in %[2]s", fresh.name, others.name)
+			"those, as `pgratelimit shard list` of another proxy tells them; if no proxy has %[2]s any more, "+
+			"`DROP TABLE rate_limit_shard` in it makes it no shard: its counts stay, and calls of a proxy that still "+
+			"uses it fail", fresh.name, others.name)
 	}
 	if fresh != nil {
 		return rand.Text(), nil
 	}
-	return clusterOf(states), nil
+	return name, nil
 }
 
 // question says what will be done.
@@ -279,11 +338,14 @@ type wantedShard struct {
 	is     shardIs
 	fresh  bool // it need not know that yet
 	counts bool // it may have some before
+	copies bool // it may be the new one of a shard that is being divided
+	had    bool // the proxy has it in this place
+	still  bool // an old shard, for as long as its new one has not taken over
 }
 
 // readNewShards asks databases that are to be shards. It returns an error that says what is wrong with each.
 func readNewShards(
-	ctx context.Context, stores []*app, want func(s *shardState) wantedShard,
+	ctx context.Context, stores []*app, want func(s *shardState, n int) wantedShard,
 ) ([]shardState, error) {
 	all, err := readMigrations()
 	if err != nil {
@@ -322,7 +384,7 @@ func readNewShards(
 	var wrong []error
 	for i := range states {
 		s := &states[i]
-		w := want(s)
+		w := want(s, len(states))
 		w.is.Cluster = clusterOf(states)
 		s.judge(w.is, version, w.fresh)
 		s.judgeNew(states, w)
@@ -345,7 +407,7 @@ func (s *shardState) readNew(ctx context.Context, tx pgx.Tx, token int32, versio
 }
 
 func (s *shardState) judgeNew(all []shardState, w wantedShard) {
-	if s.twin != nil {
+	if s.twin != nil && (!w.still || !s.isStill(&all[*s.twin])) {
 		s.add(problem, "place", "name another database", "is the same database as %s", all[*s.twin].name)
 	}
 	if s.owner != "" && !s.member {
@@ -355,9 +417,20 @@ func (s *shardState) judgeNew(all []shardState, w wantedShard) {
 	if s.Is != nil || s.twin != nil {
 		return
 	}
-	if s.counts && !w.counts {
-		s.add(problem, "counts", "make it the only shard, and then grow; or `TRUNCATE` rate_limit_ephemeral and "+
-			"rate_limit_durable, which forgets all counts", "has counts already, of keys that other shards would own")
+	switch counts := s.counts && !w.counts; {
+	case s.copies() && w.copies:
+	case s.copies():
+		s.add(problem, "counts", "run `pgratelimit shard list` for the proxy of that shard, and do what it says, or "+
+			"use another database; only if that growth was undone are they nobody's, and "+
+			"`TRUNCATE rate_limit_ephemeral, rate_limit_durable, rate_limit_shard` loses nothing",
+			"has rows of a shard that is being divided, perhaps the only ones of their keys")
+	case counts && w.had:
+		s.add(problem, "counts", s.become(w.is)+" if it was that shard before, and has its counts; otherwise use "+
+			"another database", "has counts, and does not say which shard it is")
+	case counts:
+		s.add(problem, "counts", "make it the only shard, and then grow, which keeps them; or `TRUNCATE` "+
+			"rate_limit_ephemeral and rate_limit_durable, which forgets all counts, if nobody asks for them",
+			"has counts already, of keys that other shards would own")
 	}
 	if s.policies && w.is.Place > 0 {
 		s.add(problem, "policies", "move them to shard 0, and `DELETE` them here",
@@ -426,6 +499,8 @@ func proxyTrouble(err error) (found, do string) {
 		do = "let the shard's pg_hba.conf admit the host of the proxy's server"
 	case has("PQconnect"):
 		do = "give `pgratelimit shard set` a connection string that works from the host of the proxy's server"
+	case pgErr.Code == "RLS03":
+		do = "`pgratelimit shard list` says what is wrong with the place, or the growth, of each shard"
 	case pgErr.Code == "42501":
 		do = "run deploy/grants.sql on the shard, and GRANT rate_limit_app, rate_limit_sweeper TO the role of --user"
 	default:

@@ -3,6 +3,7 @@ package main
 import (
 	"context"
 	_ "embed"
+	"errors"
 	"fmt"
 	"strings"
 	"sync"
@@ -48,6 +49,9 @@ type shardState struct {
 	counts     bool      // there are some; only read for set
 	policies   bool      // as above
 	twin       *int      // the place of a shard before this one that is the same database; as above
+	division   string    // its mark in rate_limit_shard; see markDivision
+	noting     bool      // it notes what is deleted, as while it is divided
+	divider    int       // process id of the command that divides the shards now; only the first shard knows
 }
 
 // shardIs is the row of rate_limit_shard.
@@ -80,10 +84,14 @@ type proxyState struct {
 	shards  int // that its functions know
 	version int64
 	clock   clockTime
+	growth  *shards.Growth // nil if its shards are not being divided
 }
 
 func readProxyState(ctx context.Context, tx pgx.Tx) (p proxyState, err error) {
-	if err = tx.QueryRow(ctx, mapSQL).Scan(&p.shards, &p.version); err == nil {
+	if err = tx.QueryRow(ctx, mapSQL).Scan(&p.shards, &p.version); err != nil {
+		return p, err
+	}
+	if p.growth, err = shards.ReadGrowth(ctx, tx); err == nil {
 		p.clock, err = readClock(ctx, tx)
 	}
 	return p, err
@@ -102,22 +110,28 @@ func (s *shardState) read(ctx context.Context, tx pgx.Tx) (err error) {
 		return err
 	}
 	var readable bool
-	if err := tx.QueryRow(ctx, stateSQL).Scan(
-		&s.Version, &s.ReadOnly, &s.encoding, &s.Rows, &s.owner, &s.member, &readable, &s.proxy); err != nil {
+	if err := tx.QueryRow(ctx, stateSQL, shards.GrowLock).Scan(&s.Version, &s.ReadOnly, &s.encoding, &s.Rows, &s.owner,
+		&s.member, &readable, &s.proxy, &s.noting, &s.divider); err != nil {
 		return err
 	}
 	if s.reached = true; !readable {
 		return nil
 	}
-	rows, err := tx.Query(ctx, "SELECT place, shards, cluster FROM rate_limit_shard WHERE place IS NOT NULL")
-	if err != nil {
-		return err
+	var is shardIs
+	err = tx.QueryRow(ctx, "SELECT coalesce(place, 0), coalesce(shards, 0), coalesce(cluster, ''), "+
+		"coalesce(division, '') FROM rate_limit_shard").Scan(&is.Place, &is.Shards, &is.Cluster, &s.division)
+	if errors.Is(err, pgx.ErrNoRows) {
+		err = nil
 	}
-	all, err := pgx.CollectRows(rows, pgx.RowToAddrOfStructByPos[shardIs])
-	if len(all) > 0 {
-		s.Is = all[0]
+	if is.Shards > 0 {
+		s.Is = &is
 	}
 	return err
+}
+
+// copies tells whether a database has rows of a shard that is being divided, and has not taken over from it yet.
+func (s *shardState) copies() bool {
+	return s.Is == nil && s.division != "" && !strings.HasPrefix(s.division, shards.Intended)
 }
 
 func (s *shardState) add(l level, check, do, found string, args ...any) {
@@ -167,16 +181,77 @@ func (s *shardState) judge(want shardIs, version int64, fresh bool) {
 	}
 	switch {
 	case s.Is == nil && !fresh:
-		s.add(problem, "place", fmt.Sprintf("run `pgratelimit shard set`; or, if it was that shard before and has its "+
-			"counts, `INSERT INTO %s.rate_limit_shard (place, shards, cluster) VALUES (%d, %d, '%s')`",
-			pgx.Identifier{s.schema}.Sanitize(), want.Place, want.Shards, strings.ReplaceAll(want.Cluster, "'", "''")),
+		s.add(problem, "place", "if it is empty, run `pgratelimit shard set`, and its keys count from nothing; if it "+
+			"was that shard before and has its counts, "+s.become(want),
 			"does not say which shard it is, and should be %v", &want)
 	case s.Is != nil && s.Is.Cluster != want.Cluster && s.Is.Place == want.Place && s.Is.Shards == want.Shards:
 		s.add(problem, "place", "compare `pgratelimit shard list` of all proxies, and `pgratelimit shard set` those "+
-			"that have a wrong database", "belongs to other shards than the first ones of these")
+			"that have a wrong database; if `pgratelimit shard set` was interrupted, run it again",
+			"belongs to other shards than the first ones of these")
 	case s.Is != nil && *s.Is != want:
-		s.add(problem, "place", "give the connection strings in the order of the shards' places; for a database that "+
-			"no proxy uses any more, drop rate_limit_shard in it", "is %v, and not %v", s.Is, &want)
+		s.add(problem, "place", s.rightPlace(want), "is %v, and not %v", s.Is, &want)
+	}
+}
+
+// become is the statement that makes a database a shard that was it before.
+func (s *shardState) become(is shardIs) string {
+	return fmt.Sprintf("`INSERT INTO %s.rate_limit_shard (place, shards, cluster) VALUES (%d, %d, '%s')`",
+		pgx.Identifier{s.schema}.Sanitize(), is.Place, is.Shards, strings.ReplaceAll(is.Cluster, "'", "''"))
+}
+
+// rightPlace says what to do with a shard that is another one than wanted.
+func (s *shardState) rightPlace(want shardIs) string {
+	switch {
+	case s.noting || s.Is.Shards == 2*want.Shards && s.Is.Place%want.Shards == want.Place:
+		return "it is divided, or was, for another proxy: run `pgratelimit shard list` for that one, and do what it " +
+			"says; then `pgratelimit shard grow` here with the same new shards, or there with --proxy for this one. " +
+			"Nothing is lost meanwhile"
+	case 2*s.Is.Shards == want.Shards && s.Is.Place == want.Place%s.Is.Shards:
+		return "if `pgratelimit shard grow` was interrupted, run it again as before; otherwise give the connection " +
+			"strings of all shards that there are, and let `pgratelimit shard grow` double their number"
+	}
+	return "give the connection strings in the order of the shards' places. If no proxy uses this database any more, " +
+		"`DROP TABLE rate_limit_shard` in it makes it no shard: its counts stay, and calls of a proxy that still " +
+		"uses it fail"
+}
+
+// judgeGrowth says how far each of the first half of the shards is divided, and how that goes on.
+func (a *app) judgeGrowth(states []shardState, growth *shards.Growth) {
+	half := len(states) / 2
+	moved, ended := false, true
+	do := "run " + a.command("shard grow") + " again, which goes on from there"
+	if growth.Proxies > 1 {
+		do += fmt.Sprintf(", with --proxy for each of the other %d", growth.Proxies-1)
+	}
+	for i := range half {
+		moved = moved || states[i].Is == nil || states[i].Is.Shards != half
+	}
+	if !moved {
+		do += "; or take it back, since no key has moved yet: " + a.command("shard grow --undo")
+	}
+	if pid := states[0].divider; pid != 0 {
+		do = fmt.Sprintf("wait for the end of `pgratelimit shard grow`, which works now, as process %d of shard 0", pid)
+	}
+	for i := range half {
+		s := &states[i]
+		l := warning
+		var found string
+		switch {
+		case s.Is == nil: // judge says why
+			continue
+		case s.Is.Shards == half:
+			found = "is to be divided, and still has all its keys"
+		case states[half+i].Connection == s.Connection:
+			l, found = problem, "has given up half of its keys, and nobody decides these until the growth goes on"
+		case s.division != "":
+			found = fmt.Sprintf("has given half of its keys to shard %d, and still has their rows", half+i)
+		case i == half-1 && ended:
+			found = "has been divided, like all others, and nothing says yet that the growth is over"
+		default:
+			continue
+		}
+		ended = false
+		s.add(l, "growth", do, "%s", found)
 	}
 }
 
@@ -221,11 +296,29 @@ func (a *app) shardStates(ctx context.Context, pool *pgxpool.Pool) (p proxyState
 	reading.Wait()
 	cluster := clusterOf(states)
 	for i := range states {
-		states[i].judge(shardIs{i, len(all), cluster}, p.version, false)
-		states[i].judgeClock(p.clock)
+		s, old := &states[i], &states[i%max(len(all)/2, 1)]
+		s.judgeClock(p.clock)
+		if p.growth != nil && s.isStill(old) {
+			s.Wrong = []finding{} // these are the old one's
+			continue
+		}
+		want := shardIs{i, len(all), cluster}
+		if p.growth != nil && s == old && s.Is != nil && s.Is.Shards == len(all)/2 {
+			want.Shards = len(all) / 2
+		}
+		s.judge(want, p.version, false)
+		if p.growth == nil && s.noting && s.Is != nil && *s.Is == want {
+			s.add(warning, "growth", s.rightPlace(want), "is being divided, for another proxy")
+		}
+	}
+	if p.growth != nil {
+		a.judgeGrowth(states, p.growth)
 	}
 	return p, states, ctx.Err()
 }
+
+// isStill tells whether a place of a proxy whose shards are being divided is still with the old shard.
+func (s *shardState) isStill(old *shardState) bool { return s != old && s.Connection == old.Connection }
 
 // clusterOf is the cluster of the first shard that is one.
 func clusterOf(states []shardState) string {

@@ -6,6 +6,9 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"iter"
+	"slices"
+	"strings"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
@@ -27,6 +30,7 @@ type Step string
 
 // The steps, in their order.
 const (
+	Begun    Step = "begun"     // the proxies know twice as many places, those of the new ones with the old ones
 	Copied   Step = "copied"    // while it went on deciding
 	Stopped  Step = "stopped"   // calls wait; what has changed since has been copied too
 	GaveUp   Step = "gave up"   // it refuses the keys that are not its own any more
@@ -35,8 +39,8 @@ const (
 	Deleted  Step = "deleted"   // the old one has no rows of them any more
 )
 
-// growLock is the advisory lock on the first shard under which shards are divided.
-const growLock int64 = 0x706773687264677a // "pgshrdgz" in ASCII
+// GrowLock is the advisory lock on the first shard under which shards are divided.
+const GrowLock int64 = 0x706773687264677a // "pgshrdgz" in ASCII
 
 // Grow makes 2n shards of n, one after the other, while they decide. At each time at most one shard decides a key, with
 // all that the key has taken: what it finds out from its own row of rate_limit_shard counts, not what proxies know.
@@ -44,36 +48,124 @@ const growLock int64 = 0x706773687264677a // "pgshrdgz" in ASCII
 // crash, the same call goes on where it was.
 func Grow(ctx context.Context, c GrowConfig) error {
 	n := len(c.Old)
-	var alone bool
-	if err := c.Old[0].QueryRow(ctx, "SELECT pg_catalog.pg_try_advisory_lock($1)", growLock).Scan(&alone); err != nil {
-		return err
-	}
-	if !alone {
-		return errors.New("these shards are being divided already: wait for the end of that")
-	}
-	defer func() { // the end of the connection frees it, too
-		_, _ = c.Old[0].Exec(context.WithoutCancel(ctx), "SELECT pg_catalog.pg_advisory_unlock($1)", growLock)
-	}()
-	source, err := Read(ctx, c.Old[0], c.Schema)
+	unlock, err := c.lock(ctx)
 	if err != nil {
 		return err
 	}
-	// The new places are with the old ones at first.
-	for _, proxy := range c.Proxies {
-		connections, err := readConnections(ctx, proxy)
-		if err != nil {
-			return err
-		}
-		if len(connections) == n {
+	defer unlock()
+	note := &Growth{By: c.Connections, Proxies: len(c.Proxies)}
+	if err := c.install(ctx, slices.All(c.Proxies), note, func(connections []string) []string {
+		if len(connections) == n { // the new places are with the old ones at first
 			connections = append(connections, connections...)
-			if err := Install(ctx, proxy, source, Config{Schema: c.Schema, Connections: connections}); err != nil {
-				return err
-			}
 		}
+		return connections
+	}); err != nil {
+		return err
+	}
+	if err := c.Progress(0, Begun); err != nil {
+		return err
 	}
 	for i := range n {
 		if err := c.divide(ctx, i); err != nil {
 			return fmt.Errorf("shard %d of %d: %w", i, n, err)
+		}
+	}
+	for _, proxy := range slices.Backward(c.Proxies) {
+		if err := noteGrowth(ctx, proxy, nil); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// ErrMoved is why a growth cannot be undone.
+var ErrMoved = errors.New("it has given half of its keys up, so this cannot be undone any more")
+
+// Undo takes back what [Grow] has done that was interrupted before the first shard gave keys up. New may lack those
+// that cannot be reached: nobody asks them, and the old shards have all that keys have taken.
+func Undo(ctx context.Context, c GrowConfig) error {
+	unlock, err := c.lock(ctx)
+	if err != nil {
+		return err
+	}
+	defer unlock()
+	n := len(c.Old)
+	for i, old := range c.Old {
+		is, err := ReadIdentity(ctx, old, c.Schema)
+		if err == nil && is.Shards != n {
+			err = ErrMoved
+		}
+		if err != nil {
+			return fmt.Errorf("shard %d of %d: %w", i, n, err)
+		}
+	}
+	for _, old := range c.Old {
+		if err := c.noteDeleted(ctx, old, false); err != nil {
+			return err
+		}
+	}
+	for _, to := range c.New {
+		if err := c.empty(ctx, to); err != nil {
+			return err
+		}
+	}
+	return c.install(ctx, slices.Backward(c.Proxies), nil,
+		func(connections []string) []string { return connections[:n] })
+}
+
+// empty takes copies away that nobody asks for.
+func (c GrowConfig) empty(ctx context.Context, conn *pgx.Conn) error {
+	return pgx.BeginFunc(ctx, conn, func(tx pgx.Tx) error {
+		var there bool
+		if err := tx.QueryRow(ctx, "SELECT pg_catalog.to_regclass($1) IS NOT NULL",
+			c.qualify("{schema}.rate_limit_shard")).Scan(&there); err != nil || !there {
+			return err
+		}
+		var mark string
+		if err := tx.QueryRow(ctx, c.qualify("SELECT coalesce(max(division), '') FROM {schema}.rate_limit_shard "+
+			"WHERE place IS NULL")).Scan(&mark); err != nil || mark == "" || strings.HasPrefix(mark, Intended) {
+			return err
+		}
+		return c.run(ctx, tx,
+			"TRUNCATE {schema}.rate_limit_ephemeral, {schema}.rate_limit_durable, {schema}.rate_limit_shard")
+	})
+}
+
+// lock keeps others from dividing the same shards.
+func (c GrowConfig) lock(ctx context.Context) (unlock func(), err error) {
+	var alone bool
+	if err := c.Old[0].QueryRow(ctx, "SELECT pg_catalog.pg_try_advisory_lock($1)", GrowLock).Scan(&alone); err != nil {
+		return nil, err
+	}
+	if !alone {
+		return nil, errors.New("these shards are being divided already: wait for the end of that")
+	}
+	return func() { // the end of the connection frees it, too
+		_, _ = c.Old[0].Exec(context.WithoutCancel(ctx), "SELECT pg_catalog.pg_advisory_unlock($1)", GrowLock)
+	}, nil
+}
+
+// install changes the map of each proxy, and its note of the growth. In the orders that it is called with, the first
+// one has the note as long as any has.
+func (c GrowConfig) install(
+	ctx context.Context, proxies iter.Seq2[int, *pgx.Conn], note *Growth, change func(connections []string) []string,
+) error {
+	source, err := Read(ctx, c.Old[0], c.Schema)
+	if err != nil {
+		return err
+	}
+	for _, proxy := range proxies {
+		if err := pgx.BeginFunc(ctx, proxy, func(tx pgx.Tx) error {
+			connections, err := Connections(ctx, tx)
+			if err != nil {
+				return err
+			}
+			if err := Install(ctx, tx, source, Config{Schema: c.Schema, Connections: change(connections)}); err != nil {
+				return err
+			}
+			return noteGrowth(ctx, tx, note)
+		}); err != nil {
+			return err
 		}
 	}
 	return nil
@@ -111,9 +203,6 @@ func (c GrowConfig) divide(ctx context.Context, place int) error {
 			return err
 		}
 	case had == half && has == other: // the call before has done it
-		if err := c.sameDivision(ctx, from, to); err != nil {
-			return err
-		}
 	default:
 		return fmt.Errorf("the old database is %v, and the new one %v", had, has)
 	}
@@ -134,6 +223,9 @@ func (c GrowConfig) divide(ctx context.Context, place int) error {
 			" WHERE {schema}._rate_limit_shard(key, $1) = $2"), other.Shards, other.Place); err != nil {
 			return err
 		}
+	}
+	if err := c.run(ctx, from, "UPDATE {schema}.rate_limit_shard SET division = NULL"); err != nil {
+		return err
 	}
 	return c.Progress(place, Deleted)
 }
@@ -161,7 +253,12 @@ func tables() []string { return []string{"rate_limit_ephemeral", "rate_limit_dur
 // move copies the rows of the keys that the old shard is to give up, and has it give them up.
 func (c GrowConfig) move(ctx context.Context, place int, half, other Identity) error {
 	from, to := c.Old[place], c.New[place]
-	// What somebody has left there, perhaps the call before.
+	// The mark comes before the first row, so that a database with rows and without it has never been part of this.
+	division := rand.Text()
+	if err := markDivision(ctx, to, c.Schema, division); err != nil {
+		return err
+	}
+	// What the call before has left there.
 	if err := c.run(ctx, to, "TRUNCATE {schema}.rate_limit_ephemeral, {schema}.rate_limit_durable"); err != nil {
 		return err
 	}
@@ -195,8 +292,7 @@ func (c GrowConfig) move(ctx context.Context, place int, half, other Identity) e
 			"LOCK TABLE {schema}.rate_limit_ephemeral, {schema}.rate_limit_durable IN SHARE MODE"); err != nil {
 			return busy(err)
 		}
-		division := rand.Text()
-		if err := c.catchUp(ctx, tx, to, moves, horizon, division); err != nil {
+		if err := c.catchUp(ctx, tx, to, moves, horizon); err != nil {
 			return err
 		}
 		if err := c.Progress(place, Stopped); err != nil {
@@ -249,14 +345,8 @@ func busy(err error) error {
 }
 
 // catchUp copies what has changed since the horizon. It reads the tables once, and works out hashes only for few rows.
-func (c GrowConfig) catchUp(
-	ctx context.Context, from pgx.Tx, to *pgx.Conn, moves, horizon, division string,
-) error {
+func (c GrowConfig) catchUp(ctx context.Context, from pgx.Tx, to *pgx.Conn, moves, horizon string) error {
 	return pgx.BeginFunc(ctx, to, func(tx pgx.Tx) error {
-		if _, err := tx.Exec(ctx, c.qualify("INSERT INTO {schema}.rate_limit_shard (division) VALUES ($1) "+
-			"ON CONFLICT (one) DO UPDATE SET division = excluded.division"), division); err != nil {
-			return err
-		}
 		for _, table := range tables() {
 			columns, err := c.columns(ctx, from, table)
 			if err != nil {

@@ -36,6 +36,18 @@ func Own(ctx context.Context, conn *pgx.Conn, schema string, want Identity) erro
 	return setIdentity(ctx, conn, schema, want)
 }
 
+// Intend notes that a database is to become a shard of a cluster. If [Own] is interrupted after some of its databases,
+// the note tells that the others belong to them.
+func Intend(ctx context.Context, conn *pgx.Conn, schema, cluster string) error {
+	if err := prepare(ctx, conn, schema); err != nil {
+		return err
+	}
+	return markDivision(ctx, conn, schema, Intended+cluster)
+}
+
+// Intended begins the mark of a database that [Intend] has noted. Other marks are of divisions.
+const Intended = "becomes a shard of "
+
 // ReadIdentity tells which shard a database is, if it was prepared to be one.
 func ReadIdentity(ctx context.Context, conn *pgx.Conn, schema string) (is Identity, err error) {
 	err = conn.QueryRow(ctx, qualify("SELECT place, shards, cluster FROM {schema}.rate_limit_shard "+
@@ -65,6 +77,13 @@ func setIdentity(ctx context.Context, conn *pgx.Conn, schema string, is Identity
 		"VALUES ($1, $2, $3) ON CONFLICT (one) DO UPDATE "+
 		"SET place = excluded.place, shards = excluded.shards, cluster = excluded.cluster", schema),
 		is.Place, is.Shards, is.Cluster)
+	return err
+}
+
+// markDivision marks a database that is no shard yet, and is to become one.
+func markDivision(ctx context.Context, conn *pgx.Conn, schema, division string) error {
+	_, err := conn.Exec(ctx, qualify("INSERT INTO {schema}.rate_limit_shard (division) VALUES ($1) "+
+		"ON CONFLICT (one) DO UPDATE SET division = excluded.division", schema), division)
 	return err
 }
 

@@ -2,6 +2,7 @@ package shards
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"strings"
@@ -105,13 +106,39 @@ FROM pg_catalog.pg_foreign_server AS s WHERE s.srvname = $1`, Server).Scan(&conn
 	return connections, err
 }
 
-// readConnections is Connections outside of a transaction.
-func readConnections(ctx context.Context, conn *pgx.Conn) (connections []string, err error) {
-	err = pgx.BeginFunc(ctx, conn, func(tx pgx.Tx) error {
-		connections, err = Connections(ctx, tx)
-		return err
-	})
-	return connections, err
+// Growth is what a proxy notes while its shards are divided, so that whoever looks at it can tell, and go on.
+type Growth struct {
+	By      []string `json:"shards_grow_by"` // connection strings of the new shards, in their order
+	Proxies int      `json:"proxies"`
+}
+
+// noteGrowth is a comment of the foreign server, because PL/Proxy refuses options that it does not know.
+func noteGrowth(ctx context.Context, proxy execer, g *Growth) error {
+	text := "NULL"
+	if g != nil {
+		note, err := json.Marshal(g)
+		if err != nil {
+			return err
+		}
+		text = literal(string(note))
+	}
+	_, err := proxy.Exec(ctx, "COMMENT ON SERVER "+Server+" IS "+text, pgx.QueryExecModeSimpleProtocol)
+	return err
+}
+
+// ReadGrowth returns what a proxy has noted, or nil if its shards are not being divided.
+func ReadGrowth(ctx context.Context, tx pgx.Tx) (*Growth, error) {
+	var note *string
+	err := tx.QueryRow(ctx, "SELECT pg_catalog.obj_description(s.oid, 'pg_foreign_server') "+
+		"FROM pg_catalog.pg_foreign_server AS s WHERE s.srvname = $1", Server).Scan(&note)
+	if err != nil && !errors.Is(err, pgx.ErrNoRows) {
+		return nil, err
+	}
+	var g Growth
+	if note != nil && json.Unmarshal([]byte(*note), &g) == nil && len(g.By) > 0 {
+		return &g, nil
+	}
+	return nil, nil //nolint:nilnil // it is somebody else's comment, or none
 }
 
 // qualify puts the schema into a statement.

@@ -1,4 +1,5 @@
 -- What a database says of itself that is a shard, or is to be one. It calls no function of ours.
+--   $1  the advisory lock of whoever divides shards
 SELECT
     -- 0 if it is not migrated
     coalesce((
@@ -21,7 +22,23 @@ SELECT
         FROM pg_class AS c
         WHERE c.relnamespace = n.oid AND c.relname = 'rate_limit_shard'
     ), false),
-    EXISTS (SELECT FROM pg_foreign_server AS s WHERE s.srvname = 'rate_limit_shards')
+    EXISTS (SELECT FROM pg_foreign_server AS s WHERE s.srvname = 'rate_limit_shards'),
+    -- it is being divided, or was when the command that does it was interrupted
+    EXISTS (
+        SELECT FROM pg_trigger AS t
+        JOIN pg_class AS c ON c.oid = t.tgrelid
+        WHERE c.relnamespace = n.oid AND c.relname IN ('rate_limit_ephemeral', 'rate_limit_durable')
+            AND t.tgname IN ('rate_limit_note_deleted', 'rate_limit_note_truncated')
+    ),
+    -- the process that divides it and its like now; 0 if there is none, or this is not the first of them
+    coalesce((
+        SELECT l.pid
+        FROM pg_locks AS l
+        JOIN pg_database AS d ON d.oid = l.database
+        WHERE l.locktype = 'advisory' AND l.granted AND l.objsubid = 1 AND d.datname = current_database()
+            AND l.classid::bigint << 32 | l.objid::bigint = $1::bigint
+        LIMIT 1
+    ), 0)
 FROM (SELECT current_setting('pgratelimit.schema') AS nspname) AS wanted
 LEFT JOIN pg_namespace AS n USING (nspname)
 LEFT JOIN pg_class AS durable ON durable.relnamespace = n.oid AND durable.relname = 'rate_limit_durable'

@@ -1,0 +1,288 @@
+package main
+
+import (
+	"errors"
+	"fmt"
+	"regexp"
+	"strings"
+	"testing"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit/internal/pgtest"
+	"github.com/pgratelimit/ratelimit/internal/shards"
+)
+
+const (
+	growKeys   = 6
+	growPolicy = "--policy=fixed 3/1h"
+)
+
+// interrupted is a proxy whose shards take 2 of 3 of some keys, and have then begun to be divided, up to a step.
+func interrupted(t *testing.T, after shards.Step, others ...*proxy) (p, more *proxy) {
+	t.Helper()
+	p, more = madeProxy(t, 2), newProxy(t, 2)
+	for _, other := range others {
+		other.user, other.connections = p.user, p.connections
+		other.set(t).done(t)
+	}
+	for i := range growKeys {
+		invoke(t, p.URL, "take", "login", fmt.Sprint("key ", i), growPolicy, "--cost=2").done(t)
+	}
+	connect := func(db *pgtest.DB) *pgx.Conn {
+		conn, err := pgx.Connect(t.Context(), db.URL)
+		require.NoError(t, err)
+		return conn
+	}
+	failure := errors.New("it ends here")
+	config := shards.GrowConfig{
+		Schema: "public", Proxies: []*pgx.Conn{connect(p.DB)}, Connections: more.connections,
+		Progress: func(_ int, step shards.Step) error {
+			if step == after {
+				return failure
+			}
+			return nil
+		},
+	}
+	for _, other := range others {
+		config.Proxies = append(config.Proxies, connect(other.DB))
+	}
+	for i := range p.shards {
+		config.Old, config.New = append(config.Old, connect(p.shards[i])), append(config.New, connect(more.shards[i]))
+	}
+	require.ErrorIs(t, shards.Grow(t.Context(), config), failure)
+	for _, all := range [][]*pgx.Conn{config.Proxies, config.Old, config.New} {
+		for _, conn := range all {
+			require.NoError(t, conn.Close(t.Context()))
+		}
+	}
+	return p, more
+}
+
+// keepsCounts requires that each key has one of 3 left.
+func (p *proxy) keepsCounts(t *testing.T) {
+	t.Helper()
+	for i := range growKeys {
+		out := invoke(t, p.URL, "peek", "login", fmt.Sprint("key ", i), growPolicy).done(t)
+		require.Contains(t, out, ": 1 of 3 remaining", "key %d", i)
+	}
+	o := invoke(t, p.URL, "limits", "--exact", "--json").done(t)
+	require.Contains(t, strings.Join(strings.Fields(o), ""), fmt.Sprintf(`"rows":%d,`, growKeys), "each key counts once")
+}
+
+var commandLine = regexp.MustCompile("`pgratelimit ([^`]*)`")
+
+// advice are the command lines of what a command says about shards that are being divided. None of them destroys.
+func advice(t *testing.T, text string) (lines []string) {
+	t.Helper()
+	require.NotRegexp(t, `TRUNCATE|DROP|DELETE|migrate`, text)
+	for _, found := range commandLine.FindAllStringSubmatch(text, -1) {
+		lines = append(lines, found[1])
+	}
+	return lines
+}
+
+// invokeLine runs a command line as a shell would that has only single quotes.
+func (p *proxy) invokeLine(t *testing.T, line string) outcome {
+	t.Helper()
+	return invoke(t, p.URL, append(strings.Fields(strings.ReplaceAll(line, "'", "")), "--yes")...)
+}
+
+// Whatever step a growth was interrupted after, each command says how it goes on, and whether it can be taken back. What
+// they say keeps every count.
+func TestInterruptedGrowth(t *testing.T) {
+	t.Parallel()
+
+	const grow, undo = "shard grow --schema 'public'", "shard grow --undo --schema 'public'"
+	for _, test := range []struct {
+		after shards.Step
+		found string
+		moved bool
+	}{
+		{shards.Begun, "is to be divided, and still has all its keys", false},
+		{shards.Copied, "is to be divided, and still has all its keys", false},
+		{shards.Stopped, "is to be divided, and still has all its keys", false},
+		{shards.GaveUp, "has given up half of its keys, and nobody decides these", true},
+		{shards.TookOver, "has given up half of its keys, and nobody decides these", true},
+		{shards.Switched, "has given half of its keys to shard 2, and still has their rows", true},
+		{shards.Deleted, "is to be divided, and still has all its keys", true},
+	} {
+		t.Run(string("after "+test.after), func(t *testing.T) {
+			t.Parallel()
+
+			p, more := interrupted(t, test.after)
+			want := []string{grow}
+			if !test.moved {
+				want = append(want, undo)
+			}
+			states, wrong := p.listed(t)
+			require.True(t, wrong)
+			var found []string
+			for _, s := range states {
+				for _, f := range s.Wrong {
+					require.Equal(t, "growth", f.Check)
+					require.Equal(t, want, advice(t, f.Do))
+					found = append(found, f.Found)
+				}
+			}
+			require.Contains(t, strings.Join(found, "\n"), test.found)
+			asked := false
+			for check, f := range examined(t, p.URL) {
+				if strings.HasPrefix(check, "shard ") || check == "map" || check == "functions" {
+					lines := advice(t, f.Do)
+					asked = asked || len(lines) > 0
+					require.Subset(t, append(want, "shard list"), lines, "%s: %s", check, f.Do)
+				}
+			}
+			require.True(t, asked)
+
+			// 'set' keeps its hands off, whichever shards it is given, and can still correct what it has to.
+			all := append(append([]string{}, p.connections...), more.connections...)
+			for _, connections := range [][]string{p.connections, all, more.connections} {
+				o := invoke(t, p.URL, append([]string{"shard", "set", "--yes", "--user", p.user}, connections...)...)
+				o.complains(t, exitFailed, "are being divided")
+				require.Equal(t, []string{grow, undo, "shard list"}, advice(t, o.stderr))
+			}
+			same := &proxy{DB: p.DB, user: p.user}
+			for _, s := range states {
+				same.connections = append(same.connections, s.Connection)
+			}
+			o := same.set(t)
+			require.Equal(t, exitFailed, o.code)
+			require.Contains(t, o.stderr, "something is wrong with ", "that it is not at its end")
+			stranger := &proxy{DB: pgtest.Empty(t), user: p.user, connections: all}
+			o = stranger.set(t)
+			require.Equal(t, exitFailed, o.code)
+			require.NotContains(t, o.stderr, "which forgets all counts")
+
+			invoke(t, p.URL, "shard", "grow", "--yes", more.connections[1], more.connections[0]).
+				complains(t, exitFailed, "by other databases than these")
+			if test.moved {
+				o := p.invokeLine(t, undo)
+				o.complains(t, exitFailed, "half of its keys up, so this cannot be undone")
+				require.Equal(t, []string{grow}, advice(t, o.stderr))
+			} else {
+				p.keepsCounts(t)
+				p.invokeLine(t, undo).done(t)
+				_, wrong := p.listed(t)
+				require.False(t, wrong)
+				p.keepsCounts(t)
+				for _, db := range more.shards {
+					require.Zero(t, pgtest.Scalar[int](t, db.Pool, "SELECT count(*) FROM rate_limit_ephemeral"))
+				}
+				p.invokeLine(t, undo).complains(t, exitFailed, "nothing is to be undone")
+				invoke(t, p.URL, "shard", "grow", "--yes").complains(t, exitUsage, "name as many new databases as there are shards: 2")
+				invoke(t, p.URL, "shard", "grow", "--yes", more.connections[0], more.connections[1]).done(t)
+			}
+			p.invokeLine(t, grow)
+			states, wrong = p.listed(t)
+			require.False(t, wrong)
+			require.Len(t, states, 4)
+			p.keepsCounts(t)
+		})
+	}
+}
+
+// Another proxy of the same shards says the same, whether it was named or not. Nobody is told to repeat a command that is
+// at work.
+func TestInterruptedGrowthOfSeveralProxies(t *testing.T) {
+	t.Parallel()
+
+	other, unnamed := newProxy(t, 0), newProxy(t, 0)
+	p, more := interrupted(t, shards.GaveUp, other)
+	unnamed.user, unnamed.connections = p.user, p.connections
+	const grow = "shard grow --schema 'public'"
+	for _, proxy := range []*proxy{p, other} {
+		states, _ := proxy.listed(t)
+		for _, s := range states {
+			for _, f := range s.Wrong {
+				require.Equal(t, []string{grow}, advice(t, f.Do))
+				require.Contains(t, f.Do, "with --proxy for each of the other 1")
+			}
+		}
+	}
+	o := unnamed.set(t)
+	o.complains(t, exitFailed, "is shard 0 of 4, and not shard 0 of 2", "was, for another proxy")
+	require.Equal(t, []string{"shard list", "shard grow"}, advice(t, o.stderr))
+
+	lock := pgtest.Connect(t, p.shards[0])
+	pgtest.Exec(t, lock, fmt.Sprintf("SELECT pg_advisory_lock(%d)", shards.GrowLock))
+	states, wrong := p.listed(t)
+	require.True(t, wrong)
+	require.Contains(t, states[0].Wrong[0].Do, fmt.Sprintf("wait for the end of `pgratelimit shard grow`, which works "+
+		"now, as process %d of shard 0", lock.PgConn().PID()))
+	p.invokeLine(t, grow+" --proxy "+other.URL).complains(t, exitFailed, "wait for the end of that")
+	pgtest.Exec(t, lock, "SELECT pg_advisory_unlock_all()")
+
+	// What the doctor of such a shard advises against other damage comes second.
+	pgtest.Exec(t, p.shards[0].Pool, "ALTER TABLE rate_limit_durable DROP CONSTRAINT rate_limit_durable_pkey")
+	do := examined(t, p.shards[0].URL)["objects"].Do
+	require.Less(t, strings.Index(do, "first see that nothing is in progress"), strings.Index(do, "`ALTER")+len(do))
+	require.Contains(t, do, "run `pgratelimit shard list` for its proxy")
+	pgtest.Exec(t, p.shards[0].Pool, "ALTER TABLE rate_limit_durable ADD CONSTRAINT rate_limit_durable_pkey PRIMARY KEY (prefix, key)")
+
+	out := p.invokeLine(t, grow)
+	require.Contains(t, out.stderr, "warning: this was begun for 2 proxies, and these are 1")
+	p.keepsCounts(t)
+	states, wrong = other.listed(t)
+	require.True(t, wrong)
+	require.Equal(t, []string{grow}, advice(t, states[1].Wrong[0].Do))
+	other.invokeLine(t, grow+" --proxy "+p.URL).done(t)
+	other.keepsCounts(t)
+
+	// A proxy that nobody has named grows by the shards that there are.
+	stale := &proxy{DB: unnamed.DB, user: p.user, connections: append(append([]string{}, p.connections...), more.connections...)}
+	stale.set(t).done(t)
+	pgtest.Exec(t, stale.Pool, "ALTER SERVER rate_limit_shards OPTIONS (DROP p2, DROP p3)")
+	states, wrong = stale.listed(t)
+	require.True(t, wrong)
+	require.Contains(t, states[0].Wrong[0].Do, "`pgratelimit shard grow` here with the same new shards")
+	invoke(t, stale.URL, "shard", "grow", "--yes", more.connections[0], more.connections[1]).done(t)
+	stale.keepsCounts(t)
+}
+
+// A new shard that is not there any more keeps nobody from taking a growth back.
+func TestUndoWithoutTheNewShards(t *testing.T) {
+	t.Parallel()
+
+	p, more := interrupted(t, shards.Copied)
+	more.shards[0].Pool.Close()
+	gone := more.shards[0].Pool.Config().ConnConfig.Database
+	pgtest.Exec(t, p.Pool, "ALTER DATABASE "+gone+" ALLOW_CONNECTIONS false")
+	invoke(t, p.URL, "shard", "grow", "--yes").complains(t, exitFailed, "shard 2 ("+gone+") cannot be reached")
+	o := invoke(t, p.URL, "shard", "grow", "--undo", "--yes")
+	require.Contains(t, o.stderr, "warning: shard 2 ("+gone+"): it cannot be reached, so copies of rows may stay there")
+	require.Zero(t, o.code, o.stderr)
+	p.keepsCounts(t)
+
+	// What has stayed there is nobody's, and the database can be used again.
+	pgtest.Exec(t, p.Pool, "ALTER DATABASE "+gone+" ALLOW_CONNECTIONS true")
+	alone := &proxy{DB: pgtest.Empty(t), user: p.user, connections: more.connections[:1]}
+	o = alone.set(t)
+	o.complains(t, exitFailed, "has rows of a shard that is being divided, perhaps the only ones of their keys", "only if that growth was undone")
+	invoke(t, p.URL, "shard", "grow", "--yes", more.connections[0], more.connections[1]).done(t)
+	p.keepsCounts(t)
+}
+
+// If 'shard set' was interrupted, it goes on, whatever it has done to the shards.
+func TestInterruptedShardSet(t *testing.T) {
+	t.Parallel()
+
+	for owned := range 3 {
+		p := newProxy(t, 2)
+		for i, db := range p.shards {
+			conn, err := pgx.Connect(t.Context(), db.URL)
+			require.NoError(t, err)
+			require.NoError(t, shards.Intend(t.Context(), conn, "public", "one set"))
+			if i < owned {
+				require.NoError(t, shards.Own(t.Context(), conn, "public", shards.Identity{Place: i, Shards: 2, Cluster: "one set"}))
+			}
+			require.NoError(t, conn.Close(t.Context()))
+		}
+		p.set(t).done(t)
+		states, wrong := p.listed(t)
+		require.False(t, wrong)
+		require.Equal(t, states[0].Is.Cluster, states[1].Is.Cluster)
+	}
+}
