@@ -1,12 +1,14 @@
 package migrations
 
 import (
+	"cmp"
 	"context"
-	"errors"
 	"fmt"
 	"time"
 
 	"github.com/jackc/pgx/v5"
+
+	"github.com/pgratelimit/ratelimit/internal/lockwait"
 )
 
 const (
@@ -18,57 +20,49 @@ const (
 	// lockPoll is how often a process asks for the lock while another one has it. All migrations together take some
 	// 20 ms.
 	lockPoll = 50 * time.Millisecond
+
+	// lockPatience is how long a process waits for the lock before it says who has it.
+	lockPatience = time.Second
 )
 
-// locked calls do while the connection has the advisory lock, so only one process migrates at a time.
+// takeLock waits until the transaction has the lock, so only one process migrates at a time, or until the context ends.
+// A lock of the session would not do. A pooler in transaction mode may send it to one session of Postgres and its
+// release to another, and then the first one keeps it.
 //
 // It asks for the lock again and again rather than wait inside Postgres. There a statement_timeout would end the wait,
 // and the snapshot of the waiting statement would hold up CREATE INDEX CONCURRENTLY.
-func locked(ctx context.Context, conn *pgx.Conn, do func() error) error {
-	if err := takeLock(ctx, conn); err != nil {
-		return err
-	}
-	err := do()
-	if conn.IsClosed() { // so Postgres has released it
-		return err
-	}
-	return errors.Join(err, releaseLock(context.WithoutCancel(ctx), conn))
-}
-
-// takeLock waits until the connection has the lock or the context ends.
-func takeLock(ctx context.Context, conn *pgx.Conn) error {
+func takeLock(ctx context.Context, tx pgx.Tx) error {
 	ticker := time.NewTicker(lockPoll)
 	defer ticker.Stop()
 
-	for taken := false; ; taken = true {
-		if taken {
+	began, said, holders := time.Now(), "", []lockwait.Holder(nil)
+	for tries := 0; ; tries++ {
+		var locked bool
+		err := tx.QueryRow(ctx, "SELECT pg_catalog.pg_try_advisory_xact_lock($1)", lockID).Scan(&locked)
+		if err == nil && !locked && tries%int(lockPatience/lockPoll) == 0 {
+			id := lockID
+			holders, err = lockwait.Holders(ctx, tx, 0, &id)
+		}
+		text := lockwait.Text(holders)
+		switch {
+		case err == nil && locked:
+			return nil
+		case err == nil && text != "" && text != said && time.Since(began) >= lockPatience:
+			said = text
+			lockwait.Say(ctx, holders)
+		}
+		if err == nil {
 			select {
 			case <-ctx.Done():
 			case <-ticker.C:
 			}
 		}
-		var locked bool
-		err := conn.QueryRow(ctx, "SELECT pg_catalog.pg_try_advisory_lock($1)", lockID).Scan(&locked)
 		switch {
-		case err != nil && taken && ctx.Err() != nil:
-			return fmt.Errorf("another session migrates, it has had advisory lock %d all the while: %w",
-				lockID, context.Cause(ctx))
-		case err != nil:
-			return fmt.Errorf("take the advisory lock: %w", err)
-		case locked:
-			return nil
+		case ctx.Err() != nil && tries > 0:
+			return fmt.Errorf("another session migrates, it has had advisory lock %d all the while: %s: %w",
+				lockID, text, context.Cause(ctx))
+		case err != nil || ctx.Err() != nil:
+			return fmt.Errorf("take the advisory lock: %w", cmp.Or(err, context.Cause(ctx)))
 		}
 	}
-}
-
-func releaseLock(ctx context.Context, conn *pgx.Conn) error {
-	var unlocked bool
-	if err := conn.QueryRow(ctx, "SELECT pg_catalog.pg_advisory_unlock($1)", lockID).Scan(&unlocked); err != nil {
-		return fmt.Errorf("release the advisory lock: %w", err)
-	}
-	if !unlocked {
-		return errors.New("the session that took the advisory lock is another now: " +
-			"connect to Postgres itself, not through a pooler in transaction mode")
-	}
-	return nil
 }

@@ -32,8 +32,12 @@
 //
 // # With a connection pooler
 //
-// Migrate on a direct connection. An advisory lock lets several processes call Up at once, and a pooler in transaction
-// mode may send the lock to one session and its release to another.
+// Migrate on a direct connection if you can. Through a pooler in transaction mode, whatever search_path says has to be
+// set for the role or the database, and DefaultQueryExecMode has to be QueryExecModeExec.
+//
+// # Who is in the way
+//
+// Whoever waits for a lock for a second logs by slog.Default() which process has it, and since when.
 package migrations
 
 import (
@@ -52,6 +56,7 @@ import (
 	"github.com/pressly/goose/v3"
 
 	"github.com/pgratelimit/ratelimit/internal/catalog"
+	"github.com/pgratelimit/ratelimit/internal/lockwait"
 	"github.com/pgratelimit/ratelimit/internal/pg"
 )
 
@@ -97,7 +102,7 @@ type Migration struct {
 // Otherwise it returns an error, as Down and Status always do there. Migrate each of the shards.
 //
 // It is safe to call Up twice, and from several processes at once: one works, and the others wait on an advisory lock
-// for as long as their context allows. After a failure or the end of the context, the migrations before that one stay
+// for as long as their context allows. They say who has it. After a failure or the end of the context, the migrations before that one stay
 // applied, and the next call goes on from there. One connection of the pool is enough.
 func Up(ctx context.Context, pool DB) error {
 	return wrap("up", acquire(ctx, pool, func(conn *pgx.Conn) error {
@@ -123,24 +128,30 @@ func Up(ctx context.Context, pool DB) error {
 				"(the user needs CREATE on the schema, and to own what is there): run this as %s",
 				cmp.Or(strings.Join(missing, ", "), "rate_limit_version"), in.owner)
 		}
-		return locked(ctx, conn, func() error {
-			if in.astray || says == 0 {
-				if err := in.adopt(ctx, conn, true); err != nil {
-					return err
-				}
+		if in.astray || says == 0 {
+			if err := in.adopt(ctx, conn, true); err != nil {
+				return err
 			}
-			for _, migration := range all {
-				if err := in.step(ctx, conn, func(tx pgx.Tx, applied []Migration) error {
-					if slices.ContainsFunc(applied, func(m Migration) bool { return m.Version == migration.Version }) {
-						return nil // before, or by another process while we waited
+		}
+		for {
+			next := int64(0)
+			err := in.step(ctx, conn, func(tx pgx.Tx, applied []Migration) error {
+				for _, migration := range all {
+					// Others may have been applied before, or by another process while we waited.
+					if !slices.ContainsFunc(applied, func(m Migration) bool { return m.Version == migration.Version }) {
+						next = migration.Version
+						return in.run(ctx, tx, next, true)
 					}
-					return in.run(ctx, tx, migration.Version, true)
-				}); err != nil {
-					return fmt.Errorf("migration %d: %w", migration.Version, err)
 				}
+				return nil
+			})
+			switch {
+			case err != nil && next > 0:
+				return fmt.Errorf("migration %d: %w", next, err)
+			case err != nil || next == 0:
+				return err
 			}
-			return nil
-		})
+		}
 	}))
 }
 
@@ -231,25 +242,23 @@ func down(ctx context.Context, pool DB, operation string, to int64, once bool) e
 		if _, known := catalog.Made(in.says()); !known && in.recorded < in.says() {
 			return fmt.Errorf("version %d: %w", in.says(), goose.ErrVersionNotFound)
 		}
-		return locked(ctx, conn, func() error {
-			if in.astray && in.says() > 0 {
-				if err := in.adopt(ctx, conn, false); err != nil {
-					return err
-				}
+		if in.astray && in.says() > 0 {
+			if err := in.adopt(ctx, conn, false); err != nil {
+				return err
 			}
-			for more := true; more; {
-				if err := in.step(ctx, conn, func(tx pgx.Tx, applied []Migration) error {
-					if more = len(applied) > 0 && applied[len(applied)-1].Version > to; !more {
-						return nil
-					}
-					more = !once
-					return in.run(ctx, tx, applied[len(applied)-1].Version, false)
-				}); err != nil {
-					return err
+		}
+		for more := true; more; {
+			if err := in.step(ctx, conn, func(tx pgx.Tx, applied []Migration) error {
+				if more = len(applied) > 0 && applied[len(applied)-1].Version > to; !more {
+					return nil
 				}
+				more = !once
+				return in.run(ctx, tx, applied[len(applied)-1].Version, false)
+			}); err != nil {
+				return err
 			}
-			return nil
-		})
+		}
+		return nil
 	}))
 }
 
@@ -266,11 +275,22 @@ func Status(ctx context.Context, pool DB) ([]Migration, error) {
 	return all, nil
 }
 
-// calm keeps Postgres from compiling our statements in a transaction. Where enable_nestloop is off, it takes those that
-// look at its catalogs for dear ones, and compiles them for seconds.
-func calm(ctx context.Context, tx pgx.Tx) error {
-	_, err := tx.Exec(ctx, "SET LOCAL jit = off")
-	return err
+// transaction calls do in one that is calm and not silent: Postgres compiles none of its statements, and if one waits
+// for a lock, then lockwait says who has it. Where enable_nestloop is off, Postgres takes statements that look at its
+// catalogs for dear ones, and compiles them for seconds.
+//
+// It is read committed, whatever the pool's default is: each statement must see everything that was committed before it.
+func transaction(ctx context.Context, conn *pgx.Conn, mode pgx.TxAccessMode, do func(tx pgx.Tx) error) error {
+	options := pgx.TxOptions{IsoLevel: pgx.ReadCommitted, AccessMode: mode}
+	return pgx.BeginTxFunc(ctx, conn, options, func(tx pgx.Tx) error {
+		var pid uint32
+		if err := tx.QueryRow(ctx, "SELECT pg_catalog.pg_backend_pid(), pg_catalog.set_config('jit', 'off', true)").
+			Scan(&pid, nil); err != nil {
+			return err
+		}
+		defer lockwait.Watch(ctx, conn, pid)()
+		return do(tx)
+	})
 }
 
 // acquire calls do with one of the pool's connections.

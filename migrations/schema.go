@@ -215,12 +215,7 @@ func status(ctx context.Context, conn *pgx.Conn) ([]Migration, schema, error) {
 
 	var in schema
 	var recorded []Migration
-	// Read committed, whatever the pool's default is: each statement must see everything that was committed before it.
-	options := pgx.TxOptions{IsoLevel: pgx.ReadCommitted, AccessMode: pgx.ReadOnly}
-	if err := pgx.BeginTxFunc(ctx, conn, options, func(tx pgx.Tx) (err error) {
-		if err := calm(ctx, tx); err != nil {
-			return err
-		}
+	if err := transaction(ctx, conn, pgx.ReadOnly, func(tx pgx.Tx) (err error) {
 		var path string
 		if err := tx.QueryRow(ctx, "SHOW search_path").Scan(&path); err != nil {
 			return err
@@ -298,10 +293,11 @@ func (s schema) hold(ctx context.Context, tx pgx.Tx, mode string) ([]Migration, 
 	})
 }
 
-// step calls do in a transaction that holds the version table. If there is none, it makes one first.
+// step calls do in a transaction that holds the advisory lock and the version table. If there is none, it makes one
+// first.
 func (s schema) step(ctx context.Context, conn *pgx.Conn, do func(tx pgx.Tx, applied []Migration) error) error {
-	return pgx.BeginTxFunc(ctx, conn, pgx.TxOptions{IsoLevel: pgx.ReadCommitted}, func(tx pgx.Tx) error {
-		if err := calm(ctx, tx); err != nil {
+	return transaction(ctx, conn, pgx.ReadWrite, func(tx pgx.Tx) error {
+		if err := takeLock(ctx, tx); err != nil {
 			return err
 		}
 		// It stays the schema that was looked at, even if somebody has meanwhile made another one that search_path

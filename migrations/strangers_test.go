@@ -135,7 +135,7 @@ func TestVersionTableThatIsReplacedMeanwhile(t *testing.T) {
 						_, err = lock.Exec(t.Context(), "SELECT pg_advisory_xact_lock($1)", migrations.LockID)
 						require.NoError(t, err)
 						go func() { done <- run(t, pool) }()
-						waitFor(t, db, "query LIKE '%pg_try_advisory_lock%'")
+						waitFor(t, db, "query LIKE '%pg_try_advisory_xact_lock%'")
 						stranger = replace()
 						require.NoError(t, lock.Commit(t.Context()))
 					} else {

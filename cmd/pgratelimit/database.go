@@ -15,6 +15,8 @@ import (
 	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgconn/ctxwatch"
 	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/pgratelimit/ratelimit/internal/lockwait"
 )
 
 const (
@@ -141,10 +143,12 @@ func (a *app) transaction(
 			return err
 		}
 		var schema string
+		var pid uint32
 		if err := tx.QueryRow(ctx, sessionSQL, strconv.FormatInt(a.timeout.Milliseconds(), 10), a.schema).Scan(
-			&schema, nil, nil, nil, nil); err != nil {
+			&schema, &pid, nil, nil, nil, nil); err != nil {
 			return err
 		}
+		defer lockwait.Watch(ctx, tx.Conn(), pid)()
 		locked := []string{}
 		if !calls {
 			// A stranger who may create in the schema could have made the tables. Then the doctor is to say so.

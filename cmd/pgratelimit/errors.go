@@ -97,7 +97,7 @@ func (a *app) message(err error) string {
 	case "57014":
 		text += fmt.Sprintf("; --timeout allows a statement more than %v", a.timeout)
 	case "55P03":
-		text += "; somebody's transaction holds the row, or a lock on the table"
+		text += "; somebody's transaction holds the row, or a lock on the table: 'pgratelimit doctor' says whose"
 	case "25006", "0A000":
 		text += "; connect to the primary"
 	case "08P01":

@@ -16,6 +16,8 @@ import (
 	"time"
 
 	"github.com/spf13/cobra"
+
+	"github.com/pgratelimit/ratelimit/internal/lockwait"
 )
 
 // Exit codes.
@@ -63,7 +65,9 @@ func run(ctx context.Context, args []string, a *app) int {
 	root.SetIn(a.stdin)
 	root.SetOut(a.stdout)
 	root.SetErr(a.stderr)
-	cmd, err := root.ExecuteContextC(ctx)
+	cmd, err := root.ExecuteContextC(lockwait.To(ctx, func(sentence string) {
+		fmt.Fprintf(a.stderr, "pgratelimit: %s\n", sentence)
+	}))
 
 	failed := new(failure)
 	switch {

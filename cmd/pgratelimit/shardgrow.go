@@ -11,6 +11,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/spf13/cobra"
 
+	"github.com/pgratelimit/ratelimit/internal/lockwait"
 	"github.com/pgratelimit/ratelimit/internal/shards"
 )
 

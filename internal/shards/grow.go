@@ -12,6 +12,8 @@ import (
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
+
+	"github.com/pgratelimit/ratelimit/internal/lockwait"
 )
 
 // GrowConfig is what [Grow] works on. The connections are not used for anything else meanwhile.
@@ -138,7 +140,14 @@ func (c GrowConfig) lock(ctx context.Context) (unlock func(), err error) {
 		return nil, err
 	}
 	if !alone {
-		return nil, errors.New("these shards are being divided already: wait for the end of that")
+		id := GrowLock
+		var holders []lockwait.Holder
+		err := pgx.BeginTxFunc(ctx, c.Old[0], pgx.TxOptions{AccessMode: pgx.ReadOnly}, func(tx pgx.Tx) (err error) {
+			holders, err = lockwait.Holders(ctx, tx, 0, &id)
+			return err
+		})
+		return nil, errors.Join(fmt.Errorf("these shards are being divided already, by %s: wait for the end of that",
+			lockwait.Text(holders)), err)
 	}
 	return func() { // the end of the connection frees it, too
 		_, _ = c.Old[0].Exec(context.WithoutCancel(ctx), "SELECT pg_catalog.pg_advisory_unlock($1)", GrowLock)

@@ -1,10 +1,11 @@
--- Sets up a transaction, and returns the schema of the tables and functions, or '' if there are none. From here on
--- names are looked up only in pg_catalog, because this role may be a superuser, and others may create in the schemas of
--- search_path.
+-- Sets up a transaction, and returns the schema of the tables and functions, or '' if there are none, and the process
+-- id of the session. From here on names are looked up only in pg_catalog, because this role may be a superuser, and
+-- others may create in the schemas of search_path.
 --   $1  longest time for a statement, in milliseconds
 --   $2  the schema; '' looks for it in search_path
 SELECT
     found.schema,
+    pg_catalog.pg_backend_pid(),
     pg_catalog.set_config('statement_timeout', $1::pg_catalog.text, true),
     pg_catalog.set_config('pgratelimit.schema', found.schema, true),
     pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true),

@@ -1,0 +1,165 @@
+// Package lockwait tells who has the lock that a session waits for, so that nobody waits in silence. It tells no texts
+// of statements, because keys may stand in them.
+package lockwait
+
+import (
+	"context"
+	_ "embed"
+	"fmt"
+	"log/slog"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+)
+
+// every is how long somebody waits before it is said, and how often the holders are looked up from then on.
+const every = time.Second
+
+//go:embed holders.sql
+var holdersSQL string
+
+// Holder is a session or a prepared transaction that has a lock.
+type Holder struct {
+	PID         int32
+	Prepared    string // the name of a prepared transaction; empty for a session
+	Application string
+	State       string     // empty if this role may not see it
+	Since       *time.Time // when its transaction began, or else when it became idle; nil if this role may not see it
+}
+
+// Name is what the holder is called in a sentence.
+func (h Holder) Name() string {
+	if h.Prepared != "" {
+		return "prepared transaction " + strconv.QuoteToGraphic(h.Prepared)
+	}
+	return fmt.Sprintf("process %d", h.PID)
+}
+
+func (h Holder) String() string {
+	var about []string
+	if h.Prepared == "" {
+		application := "no application_name"
+		if h.Application != "" {
+			application = "application " + strconv.QuoteToGraphic(h.Application)
+		}
+		about = append(about, application)
+		if h.State != "" {
+			about = append(about, h.State)
+		}
+	}
+	since := "since when only members of pg_read_all_stats see"
+	if h.Since != nil {
+		since = "since " + h.Since.UTC().Format("2006-01-02 15:04:05Z")
+	}
+	return h.Name() + " (" + strings.Join(append(about, since), ", ") + ")"
+}
+
+// End is the statement that ends what holds the lock.
+func (h Holder) End() string {
+	if h.Prepared != "" {
+		return "ROLLBACK PREPARED '" + strings.ReplaceAll(h.Prepared, "'", "''") + "'"
+	}
+	return fmt.Sprintf("SELECT pg_terminate_backend(%d)", h.PID)
+}
+
+// Holders returns who keeps a session waiting, and who has an advisory lock. A pid of 0 and a nil stand for none. The
+// search_path of tx is pg_catalog afterwards.
+func Holders(ctx context.Context, tx pgx.Tx, pid uint32, advisory *int64) ([]Holder, error) {
+	if _, err := tx.Exec(ctx, "SET LOCAL search_path = pg_catalog, pg_temp"); err != nil {
+		return nil, err
+	}
+	rows, err := tx.Query(ctx, holdersSQL, int64(pid), advisory)
+	if err != nil {
+		return nil, err
+	}
+	return pgx.CollectRows(rows, pgx.RowToStructByPos[Holder])
+}
+
+// Text names holders, or is empty if there is none.
+func Text(holders []Holder) string {
+	texts := make([]string, len(holders))
+	for i, holder := range holders {
+		texts[i] = holder.String()
+	}
+	return strings.Join(texts, "; ")
+}
+
+type sayKey struct{}
+
+// To returns a context of which say gets what Say and Watch have to say, one sentence each, unless somebody else gets
+// it already. Without it they log a warning by slog.Default().
+func To(ctx context.Context, say func(sentence string)) context.Context {
+	if ctx.Value(sayKey{}) != nil {
+		return ctx
+	}
+	return context.WithValue(ctx, sayKey{}, say)
+}
+
+// Say says who has the lock that somebody waits for.
+func Say(ctx context.Context, holders []Holder) {
+	ends := make([]string, len(holders))
+	for i, holder := range holders {
+		ends[i] = holder.End()
+	}
+	sentence := fmt.Sprintf("waiting for a lock of %s; if that does not end by itself, this ends it, and rolls back "+
+		"what it has not committed: %s", Text(holders), strings.Join(ends, "; "))
+	if say, ok := ctx.Value(sayKey{}).(func(string)); ok {
+		say(sentence)
+		return
+	}
+	slog.Default().WarnContext(ctx, "ratelimit: "+sentence)
+}
+
+// Watch says who has the lock whenever the session of a connection has waited for one for a second, until stop is
+// called. It asks on another connection, which it opens then, and says nothing if it gets none.
+func Watch(ctx context.Context, conn *pgx.Conn, pid uint32) (stop func()) {
+	ctx, cancel := context.WithCancel(ctx)
+	config := conn.Config()
+	ended := make(chan struct{})
+	go func() {
+		defer close(ended)
+		watch(ctx, config, pid)
+	}()
+	return func() {
+		cancel()
+		<-ended
+	}
+}
+
+func watch(ctx context.Context, config *pgx.ConnConfig, pid uint32) {
+	ticker := time.NewTicker(every)
+	defer ticker.Stop()
+	var other *pgx.Conn
+	defer func() {
+		if other != nil {
+			_ = other.Close(context.WithoutCancel(ctx))
+		}
+	}()
+	for said := ""; ; {
+		select {
+		case <-ctx.Done():
+			return
+		case <-ticker.C:
+		}
+		if other == nil || other.IsClosed() {
+			config.Tracer, config.DefaultQueryExecMode = nil, pgx.QueryExecModeExec // as a pooler may be in between
+			var err error
+			if other, err = pgx.ConnectConfig(ctx, config); err != nil {
+				other = nil
+				continue
+			}
+		}
+		var holders []Holder
+		err := pgx.BeginTxFunc(ctx, other, pgx.TxOptions{AccessMode: pgx.ReadOnly}, func(tx pgx.Tx) (err error) {
+			holders, err = Holders(ctx, tx, pid, nil)
+			return err
+		})
+		if text := Text(holders); err == nil && text != said {
+			if said = text; text != "" {
+				Say(ctx, holders)
+			}
+		}
+	}
+}
