@@ -102,8 +102,8 @@ type Migration struct {
 // Otherwise it returns an error, as Down and Status always do there. Migrate each of the shards.
 //
 // It is safe to call Up twice, and from several processes at once: one works, and the others wait on an advisory lock
-// for as long as their context allows. They say who has it. After a failure or the end of the context, the migrations before that one stay
-// applied, and the next call goes on from there. One connection of the pool is enough.
+// for as long as their context allows. They say who has it. After a failure or the end of the
+// context, the migrations before that one stay applied, and the next call goes on from there. One connection of the pool is enough.
 func Up(ctx context.Context, pool DB) error {
 	return wrap("up", acquire(ctx, pool, func(conn *pgx.Conn) error {
 		all, in, err := status(ctx, conn)
@@ -279,7 +279,7 @@ func Status(ctx context.Context, pool DB) ([]Migration, error) {
 // for a lock, then lockwait says who has it. Where enable_nestloop is off, Postgres takes statements that look at its
 // catalogs for dear ones, and compiles them for seconds.
 //
-// It is read committed, whatever the pool's default is: each statement must see everything that was committed before it.
+// It is read committed, whatever the pool's default is, so each statement sees everything that was committed before it.
 func transaction(ctx context.Context, conn *pgx.Conn, mode pgx.TxAccessMode, do func(tx pgx.Tx) error) error {
 	options := pgx.TxOptions{IsoLevel: pgx.ReadCommitted, AccessMode: mode}
 	return pgx.BeginTxFunc(ctx, conn, options, func(tx pgx.Tx) error {

@@ -116,6 +116,15 @@ func (a *app) growShards(ctx context.Context, more, others []string, undo, yes b
 		open = append(open, conn)
 		config.Proxies = append(config.Proxies, conn)
 	}
+	stop := []func(){}
+	for _, conn := range open {
+		stop = append(stop, lockwait.Watch(ctx, conn, conn.PgConn().PID()))
+	}
+	defer func() {
+		for _, stop := range stop {
+			stop()
+		}
+	}()
 	if undo {
 		err := shards.Undo(ctx, config)
 		if errors.Is(err, shards.ErrMoved) {
