@@ -103,7 +103,8 @@ type Migration struct {
 //
 // It is safe to call Up twice, and from several processes at once: one works, and the others wait on an advisory lock
 // for as long as their context allows. They say who has it. After a failure or the end of the
-// context, the migrations before that one stay applied, and the next call goes on from there. One connection of the pool is enough.
+// context, the migrations before that one stay applied, and the next call goes on from there. One connection of the
+// pool is enough.
 func Up(ctx context.Context, pool DB) error {
 	return wrap("up", acquire(ctx, pool, func(conn *pgx.Conn) error {
 		all, in, err := status(ctx, conn)
