@@ -375,3 +375,73 @@ func TestVanishedRowsAreNotMadeBehindLockedOnes(t *testing.T) {
 		}
 	}
 }
+
+// Reports lock rows in one order, too: of what shadows would deny, and of leases. A report that deletes what is too much
+// waits for nobody.
+func TestReportsDoNotDeadlock(t *testing.T) {
+	t.Parallel()
+
+	const shadows = `SELECT rate_limit_report($1::bigint[], $2::text[], array_fill(0::bigint, ARRAY[cardinality($1)]),
+		array_fill(0::bigint, ARRAY[cardinality($1)]), array_fill(1::bigint, ARRAY[cardinality($1)]))`
+	const leases = `SELECT rate_limit_report_leases('p', array_fill('n'::text, ARRAY[cardinality($2::text[])]), $2,
+		array_fill(false, ARRAY[cardinality($2)]), $1::bigint[], array_fill(60000000::bigint, ARRAY[cardinality($2)]))`
+	for name, c := range map[string]struct {
+		sql      string
+		numbers  [2][]int64
+		keys     [2][]string
+		exist    string
+		hold     string
+		function string
+		oldNew   []string
+	}{
+		"a shadow's surplus": {
+			sql:     shadows,
+			numbers: [2][]int64{{1, 2, 2}, {1, 2}},
+			keys:    [2][]string{{"k1", "a", "m"}, {"least", "a"}},
+			exist: `INSERT INTO rate_limit_policy (name, policy, mode, comment) VALUES
+					('a', 'fixed 1/1h', 'shadow', 'a'), ('b', 'fixed 1/1h', 'shadow', 'b');
+				INSERT INTO rate_limit_shadow
+				SELECT n, key, 0, 0, denied, now(), now() FROM (
+					SELECT 1, 'k' || i, 9 FROM generate_series(1, 1000) AS i
+					UNION ALL VALUES (1, 'least', 0), (2, 'a', 1), (2, 'm', 1)) AS e (n, key, denied)`,
+			hold:     "SELECT FROM rate_limit_shadow WHERE policy_id = 2 AND key = 'm' FOR UPDATE",
+			function: "rate_limit_report",
+			oldNew:   []string{"FOR UPDATE SKIP LOCKED", "FOR UPDATE"},
+		},
+		"leases": {
+			sql:     leases,
+			numbers: [2][]int64{{3, 2, 1}, {2, 1}},
+			keys:    [2][]string{{"a", "m", "z"}, {"z", "a"}},
+			exist:   "ALTER FUNCTION rate_limit_report_leases SET lock_timeout = 0",
+			hold: `INSERT INTO rate_limit_lease (process, name, key, durable, held, ends_at, reported_at)
+				VALUES ('p', 'n', 'm', false, 1, now(), now())`,
+			function: "rate_limit_report_leases",
+			oldNew:   []string{`ORDER BY e.name COLLATE "C"`, `ORDER BY e.held DESC, e.name COLLATE "C"`},
+		},
+	} {
+		for _, broken := range []bool{false, true} {
+			t.Run(fmt.Sprintf("%s, broken: %v", name, broken), func(t *testing.T) {
+				t.Parallel()
+				db := pgtest.New(t)
+				if broken {
+					pgtest.Rewrite(t, db.Pool, c.function, c.oldNew...)
+				}
+				pgtest.Exec(t, db.Pool, c.exist)
+				holder := pgtest.Begin(t, db)
+				pgtest.Exec(t, holder, c.hold)
+				var reports [2]func() (pgconn.CommandTag, error)
+				for i := range reports {
+					conn := pgtest.Connect(t, db)
+					reports[i] = testkit.Later(func() (pgconn.CommandTag, error) {
+						return conn.Exec(context.Background(), c.sql, c.numbers[i], c.keys[i])
+					})
+					pgtest.WaitUntilBlocked(t, db.Pool, i+1)
+				}
+				require.NoError(t, holder.Commit(t.Context()))
+				_, err1 := reports[0]()
+				_, err2 := reports[1]()
+				requireDeadlockIf(t, broken, errors.Join(err1, err2))
+			})
+		}
+	}
+}

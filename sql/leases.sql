@@ -63,14 +63,19 @@ BEGIN
     END IF;
     DELETE FROM rate_limit_lease AS l WHERE l.process = process COLLATE "C";
     INSERT INTO rate_limit_lease AS l (process, name, key, durable, held, ends_at, reported_at)
-    SELECT process, e.name, e.key, e.durable, least(sum(e.held), 9223372036854775807)::bigint,
-        clock + max(e.ends_in_us) * interval '1 microsecond', clock
-    FROM unnest(names, keys, durables, held, ends_in_us) AS e (name, key, durable, held, ends_in_us)
-    WHERE octet_length(e.name) BETWEEN 1 AND 128 AND octet_length(e.key) BETWEEN 1 AND 512 AND e.durable IS NOT NULL
-        AND e.held > 0 AND e.ends_in_us BETWEEN 1 AND 9223372036854775 -- the longest duration of Go
-    GROUP BY e.name, e.key, e.durable
-    ORDER BY sum(e.held) DESC, e.name COLLATE "C", e.key COLLATE "C", e.durable
-    LIMIT 100
+    SELECT process, e.name, e.key, e.durable, least(e.held, 9223372036854775807)::bigint,
+        clock + e.ends_in_us * interval '1 microsecond', clock
+    FROM (
+        SELECT e.name, e.key, e.durable, sum(e.held) AS held, max(e.ends_in_us) AS ends_in_us
+        FROM unnest(names, keys, durables, held, ends_in_us) AS e (name, key, durable, held, ends_in_us)
+        WHERE octet_length(e.name) BETWEEN 1 AND 128 AND octet_length(e.key) BETWEEN 1 AND 512
+            AND e.durable IS NOT NULL
+            AND e.held > 0 AND e.ends_in_us BETWEEN 1 AND 9223372036854775 -- the longest duration of Go
+        GROUP BY e.name, e.key, e.durable
+        ORDER BY sum(e.held) DESC, e.name COLLATE "C", e.key COLLATE "C", e.durable
+        LIMIT 100
+    ) AS e
+    ORDER BY e.name COLLATE "C", e.key COLLATE "C", e.durable -- two reports of one process must not deadlock
     ON CONFLICT DO NOTHING; -- of another report by the same process
     -- It waits for no row that somebody else is deleting.
     ended := ARRAY(

@@ -415,22 +415,27 @@ AS $$
 DECLARE
     clock timestamptz := clock_timestamp();
     id bigint;
+    surplus tid[];
 BEGIN
     INSERT INTO rate_limit_shadow AS s (policy_id, key, decided, denied, would_deny, first_at, last_at)
     SELECT e.policy_id, e.key, e.decided, e.denied, e.would_deny, clock, clock
     FROM unnest(policy_ids, keys, decided, denied, would_deny) AS e (policy_id, key, decided, denied, would_deny)
     WHERE EXISTS (SELECT FROM rate_limit_policy AS p WHERE p.id = e.policy_id AND p.mode = 'shadow')
         AND octet_length(e.key) <= 512
-    ORDER BY e.policy_id, e.key
+    ORDER BY e.policy_id, e.key COLLATE "C"
     ON CONFLICT (policy_id, key) DO UPDATE SET
         decided = s.decided + excluded.decided, denied = s.denied + excluded.denied,
         would_deny = s.would_deny + excluded.would_deny, last_at = excluded.last_at;
     FOR id IN SELECT DISTINCT e FROM unnest(policy_ids) AS e ORDER BY e LOOP
-        DELETE FROM rate_limit_shadow AS s
-        WHERE s.policy_id = id AND s.key IN (
-            SELECT d.key FROM rate_limit_shadow AS d
-            WHERE d.policy_id = id AND d.key <> ''
-            ORDER BY d.would_deny DESC, d.key OFFSET 1000);
+        -- Rows that come later are locked already, so it waits for nobody.
+        surplus := ARRAY(
+            SELECT s.ctid FROM rate_limit_shadow AS s
+            WHERE s.policy_id = id AND s.key IN (
+                SELECT d.key FROM rate_limit_shadow AS d
+                WHERE d.policy_id = id AND d.key <> ''
+                ORDER BY d.would_deny DESC, d.key OFFSET 1000)
+            FOR UPDATE SKIP LOCKED);
+        DELETE FROM rate_limit_shadow AS s WHERE s.ctid = ANY (surplus);
     END LOOP;
 END
 $$;
