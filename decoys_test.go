@@ -170,12 +170,12 @@ func callEverything(t *testing.T, db *pgtest.DB, pool *pgxpool.Pool) error {
 	for _, sql := range []string{
 		"INSERT INTO limits.rate_limit_policy (name, key, policy, comment) VALUES ('n', 'k', 'fixed 9/1h', 'why')",
 		"UPDATE limits.rate_limit_policy SET policy = 'bucket 9 1/1.5h', valid_until = '2100-01-01' WHERE mode = 'enforce'",
-		"SELECT * FROM limits.rate_limit_policies(NULL::bigint)",
+		"SELECT * FROM limits.rate_limit_policies(NULL::bigint, NULL::bigint)",
 		"DELETE FROM limits.rate_limit_policy",
-		"SELECT * FROM limits.rate_limit_policies((SELECT version FROM limits.rate_limit_policy_history ORDER BY version LIMIT 1))",
+		"SELECT * FROM limits.rate_limit_policies((SELECT version FROM limits.rate_limit_policy_history ORDER BY version LIMIT 1), NULL::bigint)",
 		"SELECT * FROM limits.rate_limit_ban('n'::text, 'k'::text, '1us'::interval, '1h'::interval, '1h'::interval, 'why'::text, 60000)",
 		"SELECT * FROM limits.rate_limit_ban('n'::text, 'k'::text, '1us'::interval, '1h'::interval, '1h'::interval, 'why'::text, 60000)",
-		"SELECT * FROM limits.rate_limit_policies(999999::bigint)",
+		"SELECT * FROM limits.rate_limit_policies(999999::bigint, 0::bigint)",
 		"SELECT limits.rate_limit_report_leases('p'::text, ARRAY['n'], ARRAY['k'], ARRAY[true], ARRAY[1::bigint], ARRAY[1::bigint])",
 		"SELECT limits.rate_limit_report_leases('p'::text, ARRAY['n'], ARRAY['k'], ARRAY[true], ARRAY[1::bigint], ARRAY[9::bigint])",
 	} {

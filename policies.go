@@ -41,8 +41,9 @@ import (
 //
 // A decision reads the rows in memory, and asks the database nothing more for it. A change takes effect in all
 // processes within a second: Run listens on a connection of its own, and asks once a second besides. Where it hears
-// nothing, as behind PgBouncer in transaction mode, it asks twice a second, and logs that. While the database is away,
-// what was known last goes on. Until the first rows have been read, calls wait for that within [ClientConfig].Timeout.
+// nothing, as behind PgBouncer in transaction mode, it asks twice a second, and logs that. Logical replication and
+// restored dumps write rows that no trigger tells of. Run finds them by reading all rows again, every second and of more
+// than 1,000 rows every millisecond for each of them. While the database is away, what was known last goes on. Until the first rows have been read, calls wait for that within [ClientConfig].Timeout.
 // If it fails, they fail as if the database were away, and [Config].OnFailure answers.
 //
 // While processes hear of a change, some decide by the old row and some by the new one. What a key has taken counts for
@@ -62,6 +63,7 @@ type Policies struct {
 	clock   atomic.Pointer[databaseClock] // nil before ready
 	told    sync.Map                      // by the id of the row, the policy that was logged to be of another kind
 	swept   int64                         // when Run last dropped rows that had ended, by the database's clock
+	perRow  time.Duration                 // how often all rows are read again, for each of them
 
 	mu sync.Mutex
 	// caches are what clients remember of denials, and given is what has been given back, granted or reset in this
@@ -71,10 +73,11 @@ type Policies struct {
 	shadows map[int64]*shadowCount // by the id of the row, what has not been reported yet
 	running bool
 	status  PoliciesStatus
-	// asked is when the last answer was asked for, and version is what that has told; nil asks for all rows. completeAt
-	// is when all were last asked for.
+	// asked is when the last answer was asked for. version, made at versionAt, is what that has told; nil asks for all
+	// rows. completeAt is when all were last asked for.
 	asked, completeAt time.Time
 	version           *int64
+	versionAt         int64 // by the database's clock, in microseconds since 1970
 	// unreadable are the ids of rows that this release cannot read.
 	unreadable map[int64]bool
 }
@@ -167,7 +170,7 @@ func NewPolicies(db DBTX, config PoliciesConfig) (*Policies, error) {
 	}
 	return &Policies{
 		db: db, config: config, ready: make(chan struct{}), turn: turn.New(),
-		bans: make(chan banRequest, maxBanRequests), telling: make(chan struct{}, 1),
+		bans: make(chan banRequest, maxBanRequests), telling: make(chan struct{}, 1), perRow: againPerRow,
 	}, nil
 }
 
@@ -220,7 +223,7 @@ func (p *Policies) now() int64 {
 
 // saysTheSame tells whether nothing has changed about a row.
 func saysTheSame(a, b *rule) bool {
-	return a.Name == b.Name && a.Target == b.Target && a.Text == b.Text && a.From == b.From &&
+	return a.Name == b.Name && a.Target == b.Target && a.Text == b.Text && a.From == b.From && a.Weak == b.Weak &&
 		a.Value.mode == b.Value.mode && a.Value.until == b.Value.until && a.Value.policy == b.Value.policy
 }
 

@@ -26,8 +26,11 @@ import (
 const (
 	// Run asks this often where it listens, and where it does not.
 	listenPeriod, pollPeriod = time.Second, 500 * time.Millisecond
-	// sweepPeriod is how often rows that have ended are dropped, and all rows read again if some have had no room.
+	// sweepPeriod is how often rows that have ended are dropped.
 	sweepPeriod = time.Minute
+	// againPerRow is how often all rows are read again, for each of them. So that costs Postgres and us 0.3 % of a
+	// processor at most, and less if there are fewer than a thousand.
+	againPerRow = time.Millisecond
 	// gatherTime is how long changes that follow one another are gathered, so that a thousand of them cost a process
 	// four questions a second. A change after a pause is asked for at once.
 	gatherTime = 250 * time.Millisecond
@@ -118,11 +121,7 @@ func (p *Policies) listen(ctx context.Context) error {
 	if _, err := conn.Exec(ctx, "LISTEN "+forget.Channel); err != nil {
 		return ifRefused(pg.Translate(err, true)) // such as on a standby
 	}
-	// What changed before this is in the answer, and what changes later is told. All is asked for, since this may be
-	// another server than before, which has not got the last changes.
-	p.mu.Lock()
-	p.version = nil
-	p.mu.Unlock()
+	// What changed before this is in the answer, and what changes later is told.
 	hello := "hello " + strconv.FormatUint(rand.Uint64(), 36)
 	first, greeted, heard := true, time.Time{}, false
 	sent := make(chan error, 1)
@@ -254,12 +253,35 @@ func (p *Policies) notify(ctx context.Context, payload string) error {
 		[]any{payload}, []any{nil}, func() error { return nil })
 }
 
-// load asks what has changed, and notes it.
+// load asks what has changed, and notes it. Now and then it asks for all rows too. Logical replication and restored
+// dumps write rows that the history says nothing of.
 func (p *Policies) load(ctx context.Context, db DBTX, timeout time.Duration) error {
+	p.mu.Lock()
+	known, knownAt := p.version, p.versionAt
+	p.mu.Unlock()
+	if err := p.loadSince(ctx, db, known, knownAt, timeout); err != nil || known == nil {
+		return err
+	}
+	p.mu.Lock()
+	rows, now := p.book.Len()+p.status.NoRoom, time.Now()
+	due := now.Sub(p.completeAt) > max(listenPeriod, time.Duration(rows)*p.perRow) ||
+		p.status.NoRoom > 0 && p.book.Len() < p.config.MaxRows
+	if due {
+		p.completeAt = now // also if it fails, or connections that die soon would be asked for nothing else
+	}
+	p.mu.Unlock()
+	if !due {
+		return nil
+	}
+	return p.loadSince(ctx, db, nil, 0, loadTimeout)
+}
+
+// loadSince asks what has changed since a version, or for all rows if it is nil.
+func (p *Policies) loadSince(ctx context.Context, db DBTX, known *int64, knownAt int64, timeout time.Duration) error {
 	ctx, cancel := context.WithTimeout(ctx, timeout)
 	defer cancel()
 	asked := time.Now()
-	a, err := p.ask(ctx, db)
+	a, err := p.ask(ctx, db, known, knownAt)
 	if err != nil {
 		p.note(ctx, err)
 		return err
@@ -267,13 +289,18 @@ func (p *Policies) load(ctx context.Context, db DBTX, timeout time.Duration) err
 	// The clock was read before the answer came, so it is behind. Then no ban ends early.
 	p.clock.Store(&databaseClock{micros: a.clock, at: time.Now()})
 	changed := a.removed
-	for _, r := range a.rules {
+	told := make(map[int64]bool, len(a.rules))
+	for i, r := range a.rules {
+		told[r.ID] = true
 		r.Value.learnt = a.clock
 		if known := p.book.Rule(r.ID); known != nil && saysTheSame(known, r) {
-			r.Value.learnt = known.Value.learnt
+			a.rules[i] = known
 		} else if known != nil {
 			changed = append(changed, r.ID)
 		}
+	}
+	if a.complete {
+		changed = append(changed, p.book.IDs(func(r *rule) bool { return !told[r.ID] && r.Value.until > a.clock })...)
 	}
 	p.mu.Lock()
 	full := p.status.NoRoom > 0
@@ -286,13 +313,15 @@ func (p *Policies) load(ctx context.Context, db DBTX, timeout time.Duration) err
 	noRoom := p.book.Update(a.rules, a.removed, a.complete, p.config.MaxRows)
 
 	p.mu.Lock()
-	p.version, p.asked = new(a.version), asked // a copy, or all of the answer would stay in memory
+	p.version = new(a.version) // a copy, or all of the answer would stay in memory
+	p.versionAt, p.asked = a.changed, asked
 	for _, id := range changed {
 		delete(p.shadows, id) // they counted for another policy
 	}
-	before := p.status
+	before, logged := p.status, map[int64]bool(nil)
 	if a.complete {
-		p.unreadable, p.status.NoRoom = map[int64]bool{}, 0
+		logged, p.unreadable = p.unreadable, map[int64]bool{}
+		p.status.NoRoom, p.completeAt = 0, asked
 	}
 	for _, id := range a.removed {
 		delete(p.unreadable, id)
@@ -306,17 +335,13 @@ func (p *Policies) load(ctx context.Context, db DBTX, timeout time.Duration) err
 	p.status.Unreadable = len(p.unreadable)
 	p.status.NoRoom = max(p.status.NoRoom, noRoom) // the next complete answer tells it exactly
 	after := p.status
-	// If there is room for what was left out, or if it is long ago that this was found out, all is asked for again.
-	if a.complete {
-		p.completeAt = asked
-	} else if after.NoRoom > 0 && (p.book.Len() < p.config.MaxRows || asked.Sub(p.completeAt) > sweepPeriod) {
-		p.version = nil
-	}
 	p.mu.Unlock()
 
 	for id, err := range a.unreadable {
-		p.log(ctx, slog.LevelWarn, "ratelimit: a policy cannot be read, and is passed over", slog.Int64("id", id),
-			slog.Any("error", err))
+		if !logged[id] {
+			p.log(ctx, slog.LevelWarn, "ratelimit: a policy cannot be read, and is passed over", slog.Int64("id", id),
+				slog.Any("error", err))
+		}
 	}
 	if after.NoRoom > 0 && before.NoRoom == 0 {
 		p.log(ctx, slog.LevelError, "ratelimit: there are more policies than this process may hold; some are left out",
@@ -356,17 +381,14 @@ func (p *Policies) note(ctx context.Context, err error) {
 
 // policyAnswer is what rate_limit_policies has returned.
 type policyAnswer struct {
-	version, clock int64
-	complete       bool
-	rules          []*rule
-	removed        []int64
-	unreadable     map[int64]error // by the id
+	version, changed, clock int64
+	complete                bool
+	rules                   []*rule
+	removed                 []int64
+	unreadable              map[int64]error // by the id
 }
 
-func (p *Policies) ask(ctx context.Context, db DBTX) (*policyAnswer, error) {
-	p.mu.Lock()
-	known := p.version
-	p.mu.Unlock()
+func (p *Policies) ask(ctx context.Context, db DBTX, known *int64, knownAt int64) (*policyAnswer, error) {
 	a := &policyAnswer{unreadable: map[int64]error{}}
 	var id int64
 	var removed bool
@@ -377,10 +399,10 @@ func (p *Policies) ask(ctx context.Context, db DBTX) (*policyAnswer, error) {
 	read := map[nameAndText]sharedPolicy{} // most rows have one of a few texts
 	names := map[string]string{}
 	targets := []any{
-		&a.version, &a.complete, &a.clock, &id, &removed, &name, &key, &prefix, &mode, &policy, &from, &until,
+		&a.version, &a.changed, &a.complete, &a.clock, &id, &removed, &name, &key, &prefix, &mode, &policy, &from, &until,
 		&automatic,
 	}
-	err := query(ctx, db, true, pg.Qualify(policiesStatement, p.config.Schema), []any{known}, targets, func() error {
+	err := query(ctx, db, true, pg.Qualify(policiesStatement, p.config.Schema), []any{known, knownAt}, targets, func() error {
 		if id == 0 {
 			return nil
 		}

@@ -135,6 +135,14 @@ DELETE FROM %[1]s.rate_limit_goose_version WHERE version_id OPERATOR(pg_catalog.
 INSERT INTO %[1]s.rate_limit_goose_version (version_id, is_applied)
 SELECT v, true FROM pg_catalog.generate_series(1, %[2]d) AS v`
 
+// sequenceSQL brings the sequence of the version table to its last row. Logical replication brings rows, and leaves the
+// sequence behind them.
+const sequenceSQL = `
+SELECT pg_catalog.setval(s.sequence, last.id)
+FROM (SELECT pg_catalog.pg_get_serial_sequence($1::pg_catalog.text, 'id')::pg_catalog.regclass AS sequence) AS s
+CROSS JOIN (SELECT pg_catalog.max(v.id)::pg_catalog.int8 AS id FROM %s.rate_limit_goose_version AS v) AS last
+WHERE last.id OPERATOR(pg_catalog.>) coalesce(pg_catalog.pg_sequence_last_value(s.sequence), 0)`
+
 // schema is what schemaSQL tells.
 type schema struct {
 	name            string
@@ -313,6 +321,9 @@ func (s schema) step(ctx context.Context, conn *pgx.Conn, do func(tx pgx.Tx, app
 			return err
 		}
 		applied, err := s.hold(ctx, tx, "ROW EXCLUSIVE")
+		if err == nil {
+			_, err = tx.Exec(ctx, fmt.Sprintf(sequenceSQL, s.quoted()), s.quoted()+".rate_limit_goose_version")
+		}
 		if err != nil {
 			return err
 		}

@@ -90,14 +90,34 @@ $$;
 -- takes a lock that lasts until the transaction ends. It makes the numbers of the history ascend in the order of the
 -- commits, so whoever has read up to a number misses nothing by going on from there. It comes before the locks of
 -- rows, so those who change policies cannot deadlock.
+--
+-- It is silent about rows that logical replication applies, and must stay so: history is replicated too, and a number
+-- that was given here would be in the way of the same number that arrives. Processes find such rows by reading all
+-- rows now and then.
 CREATE FUNCTION _rate_limit_note_policy()
 RETURNS trigger
 LANGUAGE plpgsql
 SECURITY DEFINER
+SET enable_seqscan = off
 AS $$
+DECLARE
+    ids regclass;
+    versions regclass;
 BEGIN
     IF TG_LEVEL = 'STATEMENT' THEN
         LOCK TABLE rate_limit_policy_history IN SHARE UPDATE EXCLUSIVE MODE;
+        -- Logical replication brings rows, and leaves the sequences behind them. An id that history has is used up too.
+        ids := pg_get_serial_sequence(format('%I.%I', TG_TABLE_SCHEMA, TG_TABLE_NAME), 'id');
+        versions := pg_get_serial_sequence(format('%I.%I', TG_TABLE_SCHEMA, TG_TABLE_NAME || '_history'), 'version');
+        IF (SELECT max(p.id) FROM rate_limit_policy AS p) > coalesce(pg_sequence_last_value(ids), 0)
+            OR (SELECT max(h.version) FROM rate_limit_policy_history AS h)
+                > coalesce(pg_sequence_last_value(versions), 0)
+        THEN
+            PERFORM setval(ids, greatest(pg_sequence_last_value(ids), (SELECT max(p.id) FROM rate_limit_policy AS p),
+                (SELECT max(h.policy_id) FROM rate_limit_policy_history AS h)));
+            PERFORM setval(versions, greatest(pg_sequence_last_value(versions),
+                (SELECT max(h.version) FROM rate_limit_policy_history AS h)));
+        END IF;
         RETURN NULL;
     END IF;
     INSERT INTO rate_limit_policy_history (at, by, action, policy_id, before, after)
@@ -217,17 +237,22 @@ FOR EACH ROW EXECUTE FUNCTION _rate_limit_note_policy();
 -- rate_limit_policies tells a process what has changed since it last asked. It returns one row for each policy, and one
 -- row with an id of NULL if there is none to tell.
 --
---   known     the version that the last answer told; NULL tells all rows that have not ended
---   version   what the answer brings the caller up to. Changes that commit meanwhile may be in the answer already, and
---             are told again next time
---   complete  whether these are all rows. Otherwise the caller knows the others already
---   clock_us  the database's clock. Times are in microseconds since 1970 UTC, as in the tables of limits
---   removed   whether the row was deleted. Then only its id is told
---   from_us   valid_from; NULL if it is -infinity
---   until_us  valid_until; NULL if it is infinity, or after the year 9999
+--   known       the version that the last answer told; NULL tells all rows that have not ended
+--   known_us    the changed_us that it told. Where a dump was restored, the same number is another change. NULL
+--               compares the number only
+--   version     what the answer brings the caller up to. Changes that commit meanwhile may be in the answer already,
+--               and are told again next time
+--   changed_us  when that change was made; 0 if there was none
+--   complete    whether these are all rows. Otherwise the caller knows the others already
+--   clock_us    the database's clock. Times are in microseconds since 1970 UTC, as in the tables of limits
+--   removed     whether the row was deleted. Then only its id is told
+--   from_us     valid_from; NULL if it is -infinity
+--   until_us    valid_until; NULL if it is infinity, or after the year 9999
 CREATE FUNCTION rate_limit_policies(
     known bigint DEFAULT NULL,
+    known_us bigint DEFAULT NULL,
     OUT version bigint,
+    OUT changed_us bigint,
     OUT complete boolean,
     OUT clock_us bigint,
     OUT id bigint,
@@ -252,24 +277,32 @@ DECLARE
     clock timestamptz;
     far CONSTANT timestamptz := timestamptz '9999-12-31 00:00:00Z'; -- later times may not fit into microseconds
 BEGIN
-    version := coalesce((SELECT max(h.version) FROM rate_limit_policy_history AS h), 0);
+    SELECT h.version, (extract(epoch FROM h.at) * 1000000)::bigint INTO version, changed_us
+    FROM rate_limit_policy_history AS h
+    ORDER BY h.version DESC LIMIT 1;
+    version := coalesce(version, 0);
+    changed_us := coalesce(changed_us, 0);
     -- Read afterwards. Or a policy that begins as it is written could seem to begin later.
     clock := clock_timestamp();
     clock_us := (extract(epoch FROM clock) * 1000000)::bigint;
     complete := known IS NULL;
-    IF known = version THEN
+    IF known = version AND coalesce(known_us, changed_us) = changed_us THEN
         RETURN NEXT;
         RETURN;
     END IF;
-    -- What is known may be older than the history, or of another database that this one was restored from. Nor does
+    -- What is known may be older than the history, or of another database that this one takes the place of. Nor does
     -- anything tell whether the history still has what came after version 0.
-    IF NOT EXISTS (SELECT FROM rate_limit_policy_history AS h WHERE h.version = known) THEN
+    IF NOT EXISTS (
+        SELECT FROM rate_limit_policy_history AS h
+        WHERE h.version = known AND (known_us IS NULL OR (extract(epoch FROM h.at) * 1000000)::bigint = known_us))
+    THEN
         complete := true;
     END IF;
     IF complete THEN
         -- What people have written comes first, for processes that cannot hold all.
         RETURN QUERY
-        SELECT version, complete, clock_us, p.id, false, p.name, p.key, p.key_prefix, p.mode, p.policy,
+        SELECT version, changed_us, complete, clock_us, p.id, false,
+            p.name, p.key, p.key_prefix, p.mode, p.policy,
             CASE WHEN p.valid_from > '-infinity'
                 THEN (extract(epoch FROM least(p.valid_from, far)) * 1000000)::bigint END,
             CASE WHEN p.valid_until < far THEN (extract(epoch FROM p.valid_until) * 1000000)::bigint END,
@@ -279,7 +312,8 @@ BEGIN
         ORDER BY p.automatic, p.valid_until DESC, p.id;
     ELSE
         RETURN QUERY
-        SELECT version, complete, clock_us, h.policy_id, p.id IS NULL, p.name, p.key, p.key_prefix, p.mode, p.policy,
+        SELECT version, changed_us, complete, clock_us, h.policy_id, p.id IS NULL,
+            p.name, p.key, p.key_prefix, p.mode, p.policy,
             CASE WHEN p.valid_from > '-infinity'
                 THEN (extract(epoch FROM least(p.valid_from, far)) * 1000000)::bigint END,
             CASE WHEN p.valid_until < far THEN (extract(epoch FROM p.valid_until) * 1000000)::bigint END,

@@ -236,6 +236,10 @@ func TestDoctorFindsWhatIsWrong(t *testing.T) {
 			sql:   `ALTER TABLE rate_limit_policy DISABLE TRIGGER rate_limit_policy_check`,
 			check: "policies", level: problem, found: "trigger rate_limit_policy_check is turned off, so nobody checks what is written", do: "ENABLE TRIGGER rate_limit_policy_check`",
 		},
+		"triggers of the policies for what is replicated": {
+			sql:   `ALTER TABLE rate_limit_policy ENABLE ALWAYS TRIGGER rate_limit_policy_note`,
+			check: "policies", level: problem, found: "trigger rate_limit_policy_note also runs on what logical replication applies", do: "ENABLE TRIGGER rate_limit_policy_note`",
+		},
 		"a policy of another kind than the rows": {
 			sql: `SELECT rate_limit_allow('mail', 'key', 'bucket 20 1/1d');
 				INSERT INTO rate_limit_policy (name, policy, comment) VALUES ('mail', 'sliding 10/1m', 'why'), ('mail', 'bucket 10 5/10s', 'why')`,

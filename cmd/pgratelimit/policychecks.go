@@ -56,14 +56,14 @@ func (e *examination) checkPolicies(ctx context.Context) (finding, error) {
 		return ok("not looked at, because this role may not read the policies"), nil
 	}
 	var found []foundPolicies
-	var disabled []disabledTrigger
+	var triggers []wrongTrigger
 	err := e.app.look(ctx, e.pool, func(tx pgx.Tx) error {
 		rows, err := tx.Query(ctx, triggersSQL)
 		if err != nil {
 			return err
 		}
-		if disabled, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (t disabledTrigger, err error) {
-			return t, row.Scan(&t.name, &t.enable)
+		if triggers, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (t wrongTrigger, err error) {
+			return t, row.Scan(&t.name, &t.enable, &t.always)
 		}); err != nil {
 			return err
 		}
@@ -75,7 +75,7 @@ func (e *examination) checkPolicies(ctx context.Context) (finding, error) {
 		})
 		return err
 	})
-	f := e.server.judgePolicies(found, disabled)
+	f := e.server.judgePolicies(found, triggers)
 	if err != nil || f.Level != fine || !e.server.readable || e.server.standby {
 		return f, err
 	}
@@ -147,23 +147,24 @@ func join(ids []int64) string {
 	return strings.Join(numbers, ", ")
 }
 
-// disabledTrigger is a trigger that does not run.
-type disabledTrigger struct {
+// wrongTrigger is a trigger that does not run when people write, or also runs when replication does.
+type wrongTrigger struct {
 	name   string
-	enable string // the statement that turns it on
+	enable string // the statement that sets it right
+	always bool   // it runs also when replication writes
 }
 
 // without says what is missing without the trigger.
-func (t disabledTrigger) without() string {
+func (t wrongTrigger) without() string {
 	switch t.name {
 	case checkTrigger:
 		return "nobody checks what is written"
 	case "rate_limit_policy_keep":
-		return "TRUNCATE is not refused, of which no process learns"
+		return "TRUNCATE is not refused, of which no process learns at once"
 	case "rate_limit_policy_turn":
 		return "processes may miss changes that are made at the same time"
 	case "rate_limit_policy_note":
-		return "no process learns of changes, and the history has none of them"
+		return "no process learns of changes at once, and the history has none of them"
 	}
 	return "what it does is not done"
 }
@@ -171,7 +172,7 @@ func (t disabledTrigger) without() string {
 // checkTrigger is the one trigger without which processes miss nothing.
 const checkTrigger = "rate_limit_policy_check"
 
-func (s server) judgePolicies(found []foundPolicies, disabled []disabledTrigger) finding {
+func (s server) judgePolicies(found []foundPolicies, triggers []wrongTrigger) finding {
 	var wrong, mend, ids []string
 	var count, live, ended int64
 	table := s.name("rate_limit_policy")
@@ -193,15 +194,20 @@ func (s server) judgePolicies(found []foundPolicies, disabled []disabledTrigger)
 	}
 	missed := false
 	var enable []string
-	for _, t := range disabled {
-		wrong = append(wrong, fmt.Sprintf("trigger %s is turned off, so %s", t.name, t.without()))
+	for _, t := range triggers {
 		enable = append(enable, "`"+t.enable+"`")
+		if t.always {
+			wrong = append(wrong, fmt.Sprintf("trigger %s also runs on what logical replication applies, which stops at "+
+				"what the trigger refuses or writes itself", t.name))
+			continue
+		}
+		wrong = append(wrong, fmt.Sprintf("trigger %s is turned off, so %s", t.name, t.without()))
 		missed = missed || t.name != checkTrigger
 	}
 	if len(enable) > 0 {
-		do := "turn on what is off: " + strings.Join(enable, ", ")
+		do := "have the triggers run when people write: " + strings.Join(enable, ", ")
 		if missed {
-			do += ", and have processes read what they have missed: `UPDATE " + table + " SET comment = comment`"
+			do += ", and have the history tell what it has missed: `UPDATE " + table + " SET comment = comment`"
 		}
 		mend = append(mend, do)
 	}

@@ -131,7 +131,11 @@ func (b *Book[V]) Update(rules []*Rule[V], removed []int64, all bool, limit int)
 		drop(id)
 	}
 	for _, r := range rules {
-		if _, known := b.byID[r.ID]; !known && len(b.byID) >= limit {
+		old, known := b.byID[r.ID]
+		if known && old == r {
+			continue
+		}
+		if !known && len(b.byID) >= limit {
 			noRoom++
 			if r.Weak {
 				continue
