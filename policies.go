@@ -42,9 +42,10 @@ import (
 // A decision reads the rows in memory, and asks the database nothing more for it. A change takes effect in all
 // processes within a second: Run listens on a connection of its own, and asks once a second besides. Where it hears
 // nothing, as behind PgBouncer in transaction mode, it asks twice a second, and logs that. Logical replication and
-// restored dumps write rows that no trigger tells of. Run finds them by reading all rows again, every second and of more
-// than 1,000 rows every millisecond for each of them. While the database is away, what was known last goes on. Until the first rows have been read, calls wait for that within [ClientConfig].Timeout.
-// If it fails, they fail as if the database were away, and [Config].OnFailure answers.
+// restored dumps write rows that no trigger tells of. Run finds them by reading all rows again, every second and of
+// more than 1,000 rows every second for each 1,000. While the database is away, what was known last goes on. Until the
+// first rows have been read, calls wait for that within [ClientConfig].Timeout. If it fails, they fail as if the
+// database were away, and [Config].OnFailure answers.
 //
 // While processes hear of a change, some decide by the old row and some by the new one. What a key has taken counts for
 // both. So it is admitted what the larger of the two limits admits, at most. Of a [CalendarWindow] whose unit changes

@@ -25,6 +25,13 @@ func runningPolicies(t *testing.T, db DBTX, config PoliciesConfig) *Policies {
 	}
 	p, err := NewPolicies(db, config)
 	require.NoError(t, err)
+	p.run(t)
+	return p
+}
+
+// run has policies run until the end of the test.
+func (p *Policies) run(t *testing.T) {
+	t.Helper()
 	ctx, stop := context.WithCancel(context.Background())
 	var running sync.WaitGroup
 	running.Go(func() { p.Run(ctx) })
@@ -32,7 +39,6 @@ func runningPolicies(t *testing.T, db DBTX, config PoliciesConfig) *Policies {
 		stop()
 		running.Wait()
 	})
-	return p
 }
 
 // knows waits until the policies are those of the table.

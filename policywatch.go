@@ -399,10 +399,11 @@ func (p *Policies) ask(ctx context.Context, db DBTX, known *int64, knownAt int64
 	read := map[nameAndText]sharedPolicy{} // most rows have one of a few texts
 	names := map[string]string{}
 	targets := []any{
-		&a.version, &a.changed, &a.complete, &a.clock, &id, &removed, &name, &key, &prefix, &mode, &policy, &from, &until,
-		&automatic,
+		&a.version, &a.changed, &a.complete, &a.clock, &id, &removed, &name, &key, &prefix, &mode, &policy,
+		&from, &until, &automatic,
 	}
-	err := query(ctx, db, true, pg.Qualify(policiesStatement, p.config.Schema), []any{known, knownAt}, targets, func() error {
+	args := []any{known, knownAt}
+	err := query(ctx, db, true, pg.Qualify(policiesStatement, p.config.Schema), args, targets, func() error {
 		if id == 0 {
 			return nil
 		}

@@ -293,3 +293,29 @@ func TestStalenessIsToldOnce(t *testing.T) {
 		require.False(t, stale(), change)
 	}
 }
+
+// Whoever listens anew asks for what has changed, and not for all rows.
+func TestListeningAnewReadsWhatHasChanged(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	pgtest.Exec(t, db.Pool, addPolicy, "api", "first", "", "deny", "")
+	p, err := NewPolicies(db.Pool, PoliciesConfig{})
+	require.NoError(t, err)
+	p.perRow = time.Hour
+	p.run(t)
+	completeAt := func() time.Time {
+		p.mu.Lock()
+		defer p.mu.Unlock()
+		return p.completeAt
+	}
+	testkit.WaitUntil(t, func() bool { return p.Status().Listening })
+	first := completeAt()
+	require.False(t, first.IsZero())
+	for i := range 5 {
+		require.Positive(t, pgtest.Scalar[int64](t, db.Pool, endListeners))
+		pgtest.Exec(t, db.Pool, addPolicy, "api", fmt.Sprint(i), "", "deny", "")
+		testkit.WaitUntil(t, func() bool { return p.Status().Rows == i+2 && p.Status().Listening })
+	}
+	require.Equal(t, first, completeAt())
+}

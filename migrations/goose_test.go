@@ -100,3 +100,14 @@ func newProvider(t *testing.T, pool *pgxpool.Pool, files fs.FS, table string) *g
 	require.NoError(t, err)
 	return provider
 }
+
+// Logical replication brings the rows of the version table, and leaves its sequence behind them.
+func TestSequenceBehindTheVersions(t *testing.T) {
+	t.Parallel()
+
+	pool := pgtest.New(t).Pool
+	pgtest.Exec(t, pool, "SELECT setval(pg_get_serial_sequence('rate_limit_goose_version', 'id'), 1)")
+	require.NoError(t, migrations.DownTo(t.Context(), pool, latest(t)-1))
+	require.NoError(t, migrations.Up(t.Context(), pool))
+	require.Equal(t, latest(t)+1, pgtest.Scalar[int64](t, pool, "SELECT count(*) FROM rate_limit_goose_version"))
+}

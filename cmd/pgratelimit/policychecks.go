@@ -197,8 +197,8 @@ func (s server) judgePolicies(found []foundPolicies, triggers []wrongTrigger) fi
 	for _, t := range triggers {
 		enable = append(enable, "`"+t.enable+"`")
 		if t.always {
-			wrong = append(wrong, fmt.Sprintf("trigger %s also runs on what logical replication applies, which stops at "+
-				"what the trigger refuses or writes itself", t.name))
+			wrong = append(wrong, fmt.Sprintf("trigger %s also runs on what logical replication applies, which "+
+				"stops at what the trigger refuses or writes itself", t.name))
 			continue
 		}
 		wrong = append(wrong, fmt.Sprintf("trigger %s is turned off, so %s", t.name, t.without()))

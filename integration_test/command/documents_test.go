@@ -20,13 +20,11 @@ import (
 	"github.com/pgratelimit/ratelimit/migrations"
 )
 
-// shellAndSQL are the blocks of shell and SQL in README.md and docs/, each with the test that runs it.
-func shellAndSQL(t *testing.T) (blocks []string) {
+// shellAndSQL are the blocks of shell and SQL in some files.
+func shellAndSQL(t *testing.T, files ...string) (blocks []string) {
 	t.Helper()
-	files, err := filepath.Glob(filepath.Join(repository, "docs/*.md"))
-	require.NoError(t, err)
-	for _, file := range append(files, filepath.Join(repository, "README.md")) {
-		text, err := os.ReadFile(file)
+	for _, file := range files {
+		text, err := os.ReadFile(filepath.Join(repository, file))
 		require.NoError(t, err)
 		for _, block := range regexp.MustCompile("(?ms)^ *```(?:sh|sql)\n(.*?)^ *```").FindAllSubmatch(text, -1) {
 			blocks = append(blocks, string(block[1]))
@@ -35,11 +33,19 @@ func shellAndSQL(t *testing.T) (blocks []string) {
 	return blocks
 }
 
-// TestShellAndSQLOfTheDocuments runs all lines of shell and SQL that README.md and docs/ show, as they stand there.
+// TestShellAndSQLOfTheDocuments runs all lines of shell and SQL that README.md and docs/ show, as they stand there, but
+// for docs/backup.md, which has a test of its own.
 func TestShellAndSQLOfTheDocuments(t *testing.T) {
 	t.Parallel()
 
-	blocks := shellAndSQL(t)
+	files, err := os.ReadDir(filepath.Join(repository, "docs"))
+	require.NoError(t, err)
+	blocks := shellAndSQL(t, "README.md")
+	for _, file := range files {
+		if name := file.Name(); filepath.Ext(name) == ".md" && name != "backup.md" {
+			blocks = append(blocks, shellAndSQL(t, filepath.Join("docs", name))...)
+		}
+	}
 	// block takes out the block that has this text.
 	block := func(t *testing.T, has string) string {
 		t.Helper()
