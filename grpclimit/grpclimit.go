@@ -20,6 +20,7 @@
 package grpclimit
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"log/slog"
@@ -42,7 +43,8 @@ import (
 // Config says how calls are limited. Key is required.
 type Config struct {
 	// Key says whom a call is charged to: httplimit.ByIP, httplimit.ByHeader, ByFunc, or several of them in
-	// httplimit.Join. A call without a key is rejected with InvalidArgument. Over a Unix socket, peers have no address.
+	// httplimit.Join. A call without a key is rejected with InvalidArgument. Over a Unix socket, peers have no address:
+	// if the proxy is there, see httplimit.TrustUnixSocket.
 	Key httplimit.Key
 
 	// Cost is what a call takes. A call that costs nothing passes, and the limiter is not asked, which suits health
@@ -169,9 +171,16 @@ func request(ctx context.Context, fullMethod string) *http.Request {
 	for name, value := range values {
 		header[http.CanonicalHeaderKey(name)] = value
 	}
-	r := &http.Request{Method: http.MethodPost, URL: &url.URL{Path: fullMethod}, Header: header, Body: http.NoBody}
-	if p, ok := peer.FromContext(ctx); ok && p.Addr != nil {
-		r.RemoteAddr = p.Addr.String()
+	r := &http.Request{
+		Method: http.MethodPost, URL: &url.URL{Path: fullMethod}, Header: header, Body: http.NoBody,
+		RemoteAddr: "unknown", // because httplimit takes none for that of a Unix socket
+	}
+	switch p, ok := peer.FromContext(ctx); {
+	case !ok || p.Addr == nil:
+	case p.Addr.Network() == "unix":
+		r.RemoteAddr = "@"
+	default:
+		r.RemoteAddr = cmp.Or(p.Addr.String(), r.RemoteAddr)
 	}
 	return r.WithContext(ctx)
 }

@@ -6,7 +6,9 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"net"
 	"net/netip"
+	"path/filepath"
 	"testing"
 	"time"
 
@@ -325,6 +327,44 @@ func TestProxies(t *testing.T) {
 	require.Len(t, lines, 1)
 	require.Contains(t, lines[0], "TrustedProxies")
 	require.NotContains(t, lines[0], "2001:db8")
+}
+
+// A proxy at a Unix socket is trusted if the application says so. If not, the log says what to do.
+func TestUnixSocket(t *testing.T) {
+	t.Parallel()
+
+	ctx := metadata.AppendToOutgoingContext(t.Context(), "x-forwarded-for", "1.1.1.1, 203.0.113.9")
+	ask := func(limiter *fakeLimiter, config grpclimit.Config) codes.Code {
+		t.Helper()
+		path := filepath.Join(t.TempDir(), "socket")
+		listener, err := net.Listen("unix", path)
+		require.NoError(t, err)
+		conn := connectOver(t, limitedServer(t, limiter, config), listener, "unix:"+path)
+		first, second := status.Code(call(ctx, conn, right)), status.Code(call(ctx, conn, right))
+		require.Equal(t, first, second)
+		return first
+	}
+	var journal testkit.Journal
+	limiter := allowing()
+	require.Equal(t, codes.InvalidArgument, ask(limiter, grpclimit.Config{Key: httplimit.ByIP(), Logger: journal.Logger()}))
+	require.Empty(t, limiter.keys)
+	lines := journal.Lines()
+	require.Len(t, lines, 1)
+	require.Contains(t, lines[0], "pass httplimit.TrustUnixSocket() to ByIP")
+	require.NotContains(t, lines[0], "203.0.113")
+
+	trusting := grpclimit.Config{Key: httplimit.ByIP(httplimit.TrustUnixSocket()), Logger: journal.Logger()}
+	require.Equal(t, codes.OK, ask(limiter, trusting))
+	require.Equal(t, []string{"203.0.113.9", "203.0.113.9"}, limiter.keys)
+	require.Empty(t, journal.Lines())
+
+	// A call without a peer did not come over a Unix socket.
+	limit, err := grpclimit.New(limiter, trusting)
+	require.NoError(t, err)
+	ctx = metadata.NewIncomingContext(t.Context(), metadata.Pairs("x-forwarded-for", "203.0.113.9"))
+	handler := func(context.Context, any) (any, error) { return right, nil }
+	_, err = limit.Unary(ctx, nil, &grpc.UnaryServerInfo{FullMethod: logIn}, handler)
+	require.Equal(t, codes.InvalidArgument, status.Code(err))
 }
 
 func TestCost(t *testing.T) {

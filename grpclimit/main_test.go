@@ -87,12 +87,17 @@ var description = grpc.ServiceDesc{
 // connect serves the service, and returns a client's connection to it.
 func connect(t *testing.T, server *grpc.Server) *grpc.ClientConn {
 	t.Helper()
-	server.RegisterService(&description, account{})
 	listener, err := net.Listen("tcp", "127.0.0.1:0")
 	require.NoError(t, err)
+	return connectOver(t, server, listener, listener.Addr().String())
+}
+
+func connectOver(t *testing.T, server *grpc.Server, listener net.Listener, target string) *grpc.ClientConn {
+	t.Helper()
+	server.RegisterService(&description, account{})
 	served := make(chan error, 1)
 	go func() { served <- server.Serve(listener) }()
-	conn, err := grpc.NewClient(listener.Addr().String(), grpc.WithTransportCredentials(insecure.NewCredentials()))
+	conn, err := grpc.NewClient(target, grpc.WithTransportCredentials(insecure.NewCredentials()))
 	require.NoError(t, err)
 	t.Cleanup(func() {
 		require.NoError(t, conn.Close())
@@ -105,10 +110,14 @@ func connect(t *testing.T, server *grpc.Server) *grpc.ClientConn {
 // limited is a connection to a server behind a limiter.
 func limited(t *testing.T, limiter httplimit.Limiter, config grpclimit.Config) *grpc.ClientConn {
 	t.Helper()
+	return connect(t, limitedServer(t, limiter, config))
+}
+
+func limitedServer(t *testing.T, limiter httplimit.Limiter, config grpclimit.Config) *grpc.Server {
+	t.Helper()
 	limit, err := grpclimit.New(limiter, config)
 	require.NoError(t, err)
-	server := grpc.NewServer(grpc.ChainUnaryInterceptor(limit.Unary), grpc.ChainStreamInterceptor(limit.Stream))
-	return connect(t, server)
+	return grpc.NewServer(grpc.ChainUnaryInterceptor(limit.Unary), grpc.ChainStreamInterceptor(limit.Stream))
 }
 
 // call calls LogIn.

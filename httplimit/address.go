@@ -3,6 +3,7 @@ package httplimit
 import (
 	"errors"
 	"fmt"
+	"net"
 	"net/http"
 	"net/netip"
 	"slices"
@@ -20,6 +21,7 @@ type addresses struct {
 	trusted  []netip.Prefix
 	header   string // canonical
 	ipv6Bits int
+	unix     bool // whoever connects over a Unix socket is trusted
 	err      error
 }
 
@@ -27,7 +29,10 @@ type addresses struct {
 type IPOption func(*addresses)
 
 // ByIP is the client's address: that of the peer, RemoteAddr, unless the peer is a trusted proxy. IPv6 addresses
-// count by their /64 network, because a client owns all of it. A request whose address cannot be told has no key.
+// count by their /64 network, because a client owns all of it. If there is the IPv4 address of a client in one, as
+// behind NAT64 (64:ff9b::/96), 6to4 (2002::/16) and Teredo (2001::/32), that counts. Where an operator's own NAT64
+// (64:ff9b:1::/48) has put it is not known, so the whole address counts. A request whose address cannot be told has no
+// key.
 // If requests seem to come through a proxy that is not trusted, [Config].Logger is told once.
 func ByIP(options ...IPOption) Key {
 	a := &addresses{header: defaultHeader, ipv6Bits: 64}
@@ -62,6 +67,11 @@ func TrustedProxies(prefixes ...netip.Prefix) IPOption {
 	}
 }
 
+// TrustUnixSocket trusts whoever connects over a Unix socket, as TrustedProxies does a network. Its peers have no
+// address, so a request without the header has no key. Let nobody but your proxy open the socket. A request whose
+// RemoteAddr is empty counts as one over a Unix socket, unless its server says otherwise.
+func TrustUnixSocket() IPOption { return func(a *addresses) { a.unix = true } }
+
 // AddressHeader names the header that trusted proxies set, if it is not X-Forwarded-For. Forwarded is read as RFC
 // 7239 defines it, and any other, such as X-Real-IP, as a list of addresses. No other header counts. The proxies
 // must not hand on a client's version of this one.
@@ -89,46 +99,108 @@ func (a *addresses) key(r *http.Request, hint *proxyHint) (string, error) {
 	if err != nil {
 		return "", err
 	}
-	if client.Is4() {
+	if client = embedded(client); client.Is4() {
 		return client.String(), nil
 	}
-	network, err := client.Prefix(a.ipv6Bits)
+	bits := a.ipv6Bits
+	if localNAT64.Contains(client) {
+		bits = client.BitLen()
+	}
+	network, err := client.Prefix(bits)
 	if err != nil {
 		return "", &KeyError{Reason: "its address has no network"}
 	}
 	return network.String(), nil
 }
 
+//nolint:gochecknoglobals // nobody changes them
+var (
+	nat64      = netip.MustParsePrefix("64:ff9b::/96")   // RFC 6052
+	localNAT64 = netip.MustParsePrefix("64:ff9b:1::/48") // RFC 8215
+	sixToFour  = netip.MustParsePrefix("2002::/16")      // RFC 3056
+	teredo     = netip.MustParsePrefix("2001::/32")      // RFC 4380
+)
+
+// embedded returns the IPv4 address of the client that is in an IPv6 address, or the address itself. Answers go to that
+// IPv4 address, so nobody can use another's. Those of one client are in one /64 with others' (NAT64, Teredo), or the
+// client has 65,536 such networks (6to4). Whether a proxy is trusted is decided by the address as it stands.
+func embedded(address netip.Addr) netip.Addr {
+	b := address.As16()
+	switch {
+	case nat64.Contains(address):
+		return netip.AddrFrom4([4]byte(b[12:]))
+	case sixToFour.Contains(address):
+		return netip.AddrFrom4([4]byte(b[2:6]))
+	case teredo.Contains(address):
+		return netip.AddrFrom4([4]byte{^b[12], ^b[13], ^b[14], ^b[15]})
+	}
+	return address
+}
+
 func (a *addresses) client(r *http.Request, hint *proxyHint) (netip.Addr, error) {
 	client, ok := parseAddress(r.RemoteAddr)
-	if !ok {
+	lines := r.Header[a.header]
+	switch {
+	case !ok && isUnixSocket(r):
+		if !a.unix {
+			return netip.Addr{}, &KeyError{Reason: "the peer has no address, as over a Unix socket: " +
+				"if nobody but your proxy can open the socket, pass httplimit.TrustUnixSocket() to ByIP"}
+		}
+	case !ok:
 		return netip.Addr{}, &KeyError{Reason: "the address of the peer cannot be read"}
-	}
-	if !a.trusts(client) {
+	case !a.trusts(client):
 		hint.onUntrusted(a, r, client)
 		return client, nil
 	}
-	lines := r.Header[a.header]
 	if len(lines) == 0 {
 		hint.onTrusted(a, r)
+		if !ok {
+			return netip.Addr{}, &KeyError{Reason: "the proxy at the Unix socket sends no header " + a.header +
+				"; if it sends another, pass httplimit.AddressHeader to ByIP"}
+		}
 	}
 	hops := 0
-	for _, line := range slices.Backward(lines) {
+	for i, line := range slices.Backward(lines) {
 		texts, ok := a.read(line)
 		if !ok {
 			return netip.Addr{}, a.unreadable()
 		}
-		for _, text := range texts {
+		for j, text := range texts {
 			if client, ok = parseAddress(text); !ok || hops == maxHops {
 				return netip.Addr{}, a.unreadable()
 			}
 			if !a.trusts(client) {
+				if hint.wantsClients() {
+					hint.onClient(r, client, a.before(lines[:i], texts[j+1:]))
+				}
 				return client, nil
 			}
 			hops++
 		}
 	}
 	return client, nil
+}
+
+// before returns the address before the client's, for the hint. Anybody may have written it.
+func (a *addresses) before(lines, texts []string) netip.Addr {
+	if len(texts) == 0 && len(lines) > 0 {
+		texts, _ = a.read(lines[len(lines)-1])
+	}
+	if len(texts) == 0 {
+		return netip.Addr{}
+	}
+	address, _ := parseAddress(texts[0])
+	return address
+}
+
+// isUnixSocket tells whether a peer without an address has connected over a Unix socket. Servers say so by "@", by
+// nothing, or by the path that the peer's own end is bound to.
+func isUnixSocket(r *http.Request) bool {
+	local, known := r.Context().Value(http.LocalAddrContextKey).(net.Addr)
+	if known && !strings.HasPrefix(local.Network(), "unix") {
+		return false
+	}
+	return r.RemoteAddr == "" || r.RemoteAddr[0] == '@' || r.RemoteAddr[0] == '/'
 }
 
 func (a *addresses) unreadable() error {

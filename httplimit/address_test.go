@@ -1,12 +1,18 @@
 package httplimit
 
 import (
+	"context"
+	"net"
 	"net/http"
+	"net/http/httptest"
 	"net/netip"
+	"path/filepath"
 	"strings"
 	"testing"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
 // from is a request of that peer, with lines of a header.
@@ -54,6 +60,119 @@ func TestAddressOfThePeer(t *testing.T) {
 	} {
 		_, err := ByIP().Of(from(peer, ""))
 		require.Error(t, err, "%q", peer)
+	}
+}
+
+// An IPv4 client counts by its own address, wherever it stands in an IPv6 one, and by the same as without a translator.
+func TestIPv4AddressInsideOfIPv6(t *testing.T) {
+	t.Parallel()
+
+	for address, want := range map[string]string{
+		"64:ff9b::203.0.113.9":               "203.0.113.9",
+		"64:ff9b::cb00:7109":                 "203.0.113.9",
+		"64:ff9b::1:cb00:7109":               "64:ff9b::/64", // not in the /96
+		"64:ff9b:1::203.0.113.9":             "64:ff9b:1::cb00:7109/128",
+		"64:ff9b:1:cb00:71:900::":            "64:ff9b:1:cb00:71:900::/128",
+		"64:ff9b:2::203.0.113.9":             "64:ff9b:2::/64",
+		"2002:cb00:7109::1":                  "203.0.113.9",
+		"2002:cb00:7109:ffff::1":             "203.0.113.9",
+		"2001:0:102:304:8000:63bf:34ff:8ef6": "203.0.113.9",
+		"2001:1:102:304:8000:63bf:34ff:8ef6": "2001:1:102:304::/64",
+		"::203.0.113.9":                      "::/64", // nobody has such an address
+		"::ffff:0:203.0.113.9":               "::/64", // nor such a one
+		"2001:db8::5efe:cb00:7109":           "2001:db8::/64",
+	} {
+		for _, key := range []Key{ByIP(), ByIP(IPv6Prefix(48)), ByIP(IPv6Prefix(128))} {
+			got, err := key.Of(from("["+address+"]:1", ""))
+			require.NoError(t, err)
+			if !strings.HasSuffix(want, "/64") {
+				require.Equal(t, want, got, address)
+			}
+		}
+		requireKey(t, want, ByIP(), from("["+address+"]:1", ""))
+		requireKey(t, want, ByIP(trusted()), from("10.0.0.1:1", "X-Forwarded-For", "1.1.1.1, "+address))
+	}
+	// Who is trusted, is so by the address as it stands.
+	for _, peer := range []string{"[64:ff9b::10.0.0.1]:1", "[2002:a00:1::1]:1"} {
+		requireKey(t, "10.0.0.1", ByIP(trusted()), from(peer, "X-Forwarded-For", "203.0.113.9"))
+	}
+	requireKey(t, "203.0.113.9", ByIP(TrustedProxies(netip.MustParsePrefix("64:ff9b::10.0.0.0/104"))),
+		from("[64:ff9b::10.0.0.1]:1", "X-Forwarded-For", "203.0.113.9"))
+}
+
+// Behind a Unix socket, whose peers have no address, the header counts if the application says so. Otherwise the log
+// says what to do.
+func TestUnixSocket(t *testing.T) {
+	t.Parallel()
+
+	serveUnix := func(t *testing.T, config Config) (*fakeLimiter, func(lines http.Header) int) {
+		t.Helper()
+		limiter := allowing()
+		config.Headers = None
+		path := filepath.Join(t.TempDir(), "socket")
+		listener, err := net.Listen("unix", path)
+		require.NoError(t, err)
+		server := httptest.NewUnstartedServer(limited(t, limiter, config, nil))
+		require.NoError(t, server.Listener.Close())
+		server.Listener = listener
+		server.Start()
+		t.Cleanup(server.Close)
+		client := http.Client{Transport: &http.Transport{
+			DisableKeepAlives: true,
+			DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
+				return new(net.Dialer).DialContext(ctx, "unix", path)
+			},
+		}}
+		return limiter, func(lines http.Header) int {
+			r, err := http.NewRequestWithContext(t.Context(), http.MethodGet, "http://socket", nil)
+			require.NoError(t, err)
+			r.Header = lines
+			response, err := client.Do(r)
+			require.NoError(t, err)
+			require.NoError(t, response.Body.Close())
+			return response.StatusCode
+		}
+	}
+	forged := http.Header{"X-Forwarded-For": {"1.1.1.1, 203.0.113.9, 10.0.0.1"}}
+
+	var log testkit.Journal
+	limiter, ask := serveUnix(t, Config{Key: ByIP(trusted()), Logger: log.Logger()})
+	for range 10 {
+		require.Equal(t, http.StatusBadRequest, ask(forged))
+	}
+	require.Empty(t, limiter.asked)
+	lines := log.Lines()
+	require.Len(t, lines, 1)
+	require.Contains(t, lines[0], "pass httplimit.TrustUnixSocket() to ByIP")
+	require.NotContains(t, lines[0], "203.0.113.9")
+
+	limiter, ask = serveUnix(t, Config{Key: ByIP(trusted(), TrustUnixSocket()), Logger: log.Logger()})
+	require.Equal(t, http.StatusOK, ask(forged))
+	require.Equal(t, []asked{{"203.0.113.9", 1}}, limiter.asked)
+	require.Empty(t, log.Lines())
+	for range 10 {
+		require.Equal(t, http.StatusBadRequest, ask(http.Header{"X-Real-Ip": {"203.0.113.9"}}))
+	}
+	lines = log.Lines()
+	require.Len(t, lines, 2)
+	require.Contains(t, lines[0], "write=httplimit.AddressHeader(`X-Real-Ip`)")
+	require.Contains(t, lines[1], "the proxy at the Unix socket sends no header X-Forwarded-For")
+
+	for _, peer := range []string{"", "@", "@proxy", "/run/proxy.sock"} {
+		requireKey(t, "203.0.113.9", ByIP(TrustUnixSocket()), from(peer, "X-Forwarded-For", "1.1.1.1, 203.0.113.9"))
+		_, err := ByIP(TrustUnixSocket()).Of(from(peer, ""))
+		require.Error(t, err)
+		// The server knows that this peer came over TCP.
+		r := from(peer, "X-Forwarded-For", "203.0.113.9")
+		r = r.WithContext(context.WithValue(t.Context(), http.LocalAddrContextKey, net.Addr(&net.TCPAddr{})))
+		_, err = ByIP(TrustUnixSocket()).Of(r)
+		require.Error(t, err)
+	}
+	// A peer with an address is no socket's, and one whose address cannot be read is nobody.
+	requireKey(t, "192.0.2.1", ByIP(TrustUnixSocket()), from("192.0.2.1:1", "X-Forwarded-For", "203.0.113.9"))
+	for _, peer := range []string{"unix", "localhost:80", "unknown", "\x00"} {
+		_, err := ByIP(TrustUnixSocket()).Of(from(peer, "X-Forwarded-For", "203.0.113.9"))
+		require.Error(t, err)
 	}
 }
 
@@ -225,7 +344,11 @@ func requireAddressOrError(t *testing.T, key string, err error, input string) {
 		network, err := netip.ParsePrefix(key)
 		require.NoError(t, err)
 		require.Equal(t, network.Masked(), network)
-		require.Equal(t, 64, network.Bits())
+		if localNAT64.Contains(network.Addr()) {
+			require.Equal(t, 128, network.Bits())
+		} else {
+			require.Equal(t, 64, network.Bits())
+		}
 		require.False(t, network.Addr().Is4In6())
 		return
 	}
@@ -236,7 +359,7 @@ func requireAddressOrError(t *testing.T, key string, err error, input string) {
 
 // FuzzRemoteAddr: any text is an address or an error, and headers of an untrusted peer play no part.
 func FuzzRemoteAddr(f *testing.F) {
-	for _, peer := range []string{"192.0.2.1:80", "[2001:db8::1]:80", "::ffff:1.2.3.4", "@", "[fe80::1%eth0]:1"} {
+	for _, peer := range []string{"192.0.2.1:80", "[2001:db8::1]:80", "::ffff:1.2.3.4", "@", "[fe80::1%eth0]:1", "[64:ff9b::1.2.3.4]:1", "[64:ff9b:1::1]:1", "[2002:102:304::]:1"} {
 		f.Add(peer, "203.0.113.9")
 	}
 	f.Fuzz(func(t *testing.T, peer, header string) {
@@ -245,6 +368,11 @@ func FuzzRemoteAddr(f *testing.F) {
 		forged, forgedErr := ByIP().Of(from(peer, "X-Forwarded-For", header))
 		require.Equal(t, key, forged)
 		require.Equal(t, err, forgedErr)
+		// A peer with an address is not taken for a Unix socket.
+		if !isUnixSocket(from(peer, "")) {
+			unix, _ := ByIP(TrustUnixSocket()).Of(from(peer, "X-Forwarded-For", header))
+			require.Equal(t, key, unix)
+		}
 	})
 }
 

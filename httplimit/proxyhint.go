@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"net/http"
 	"net/netip"
+	"sync"
 	"sync/atomic"
 )
 
@@ -13,7 +14,17 @@ import (
 type proxyHint struct {
 	given atomic.Bool
 	log   func(r *http.Request, message, write string)
+
+	// Whether all requests through trusted proxies seem to be from one address.
+	several atomic.Bool // they are not, which ends the search
+	mu      sync.Mutex
+	client  netip.Addr                        // whom they are from
+	before  [minClientsOfABalancer]netip.Addr // the first addresses that stood before it
 }
+
+// minClientsOfABalancer is how many addresses have to stand before the one that seems to be every client's. A person
+// who tries forged headers on a new server can make as many, but on one that others use, their own addresses are seen.
+const minClientsOfABalancer = 3
 
 // onUntrusted is for a request whose peer is not trusted. On the open internet, anybody may send such headers.
 func (h *proxyHint) onUntrusted(a *addresses, r *http.Request, peer netip.Addr) {
@@ -49,6 +60,40 @@ func (h *proxyHint) onTrusted(a *addresses, r *http.Request) {
 	h.log(r, "httplimit: a trusted proxy sends "+header+", but not "+a.header+", which ByIP reads; "+
 		"all clients behind it share one limit: if the proxy itself sets the header, pass this to ByIP",
 		fmt.Sprintf("httplimit.AddressHeader(`%s`)", header))
+}
+
+// wantsClients tells whether onClient is of use.
+func (h *proxyHint) wantsClients() bool { return h != nil && !h.several.Load() && !h.given.Load() }
+
+// onClient is for a request whose client a trusted proxy has told. Some balancers append their own public address to
+// the client's. Then all requests seem to be from that address, with the clients' before it. Private addresses there do
+// not count, because they are those of a company behind its own proxy.
+func (h *proxyHint) onClient(r *http.Request, client, before netip.Addr) {
+	h.mu.Lock()
+	if !h.client.IsValid() {
+		h.client = client
+	}
+	if h.client != client {
+		h.several.Store(true)
+	}
+	all := false
+	for i := range h.before {
+		if h.several.Load() || !before.IsGlobalUnicast() || before.IsPrivate() || before == client ||
+			h.before[i] == before {
+			break
+		}
+		if !h.before[i].IsValid() {
+			h.before[i], all = before, i == len(h.before)-1
+			break
+		}
+	}
+	h.mu.Unlock()
+	if all && !h.given.Swap(true) {
+		h.log(r, "httplimit: all requests through trusted proxies seem to be from one address, with several others "+
+			"before it in the header; if it is your balancer's own, all clients share one limit: "+
+			"pass this to ByIP, too, with that address",
+			"httplimit.TrustedProxies(netip.MustParsePrefix(`ADDRESS/32`))")
+	}
 }
 
 // forwardingHeader returns the first header of a request in which proxies tell whom it is from, or "".

@@ -80,6 +80,62 @@ func TestProxyThatIsNotTrustedIsToldOfOnce(t *testing.T) {
 	}
 }
 
+// A balancer that appends its own public address to the client's is told of once, and no address is. Whoever else sends
+// such headers is not.
+func TestBalancerThatAppendsItsOwnAddress(t *testing.T) {
+	t.Parallel()
+
+	for name, c := range map[string]struct {
+		lines [][]string // of X-Forwarded-For, of one request each
+		tells bool
+	}{
+		"four clients": {[][]string{
+			{"198.51.100.1, 203.0.113.9"}, {"198.51.100.1, 203.0.113.9"}, {"198.51.100.2, 203.0.113.9"},
+			{"198.51.100.3,203.0.113.9"}, {"198.51.100.4, 203.0.113.9"},
+		}, true},
+		"IPv6, and a proxy behind it": {[][]string{
+			{"2a00:1::1, 2a00:9::9, 10.0.0.2"}, {"2a00:1::2, 2a00:9::9, 10.0.0.2"}, {"2a00:1::3, 2a00:9::9, 10.0.0.2"},
+		}, true},
+		"lines of their own": {[][]string{
+			{"198.51.100.1", "203.0.113.9"}, {"198.51.100.2", "203.0.113.9"}, {"198.51.100.3", "203.0.113.9"},
+		}, true},
+		"two clients": {[][]string{
+			{"198.51.100.1, 203.0.113.9"}, {"198.51.100.2, 203.0.113.9"}, {"198.51.100.1, 203.0.113.9"},
+		}, false},
+		"others are seen, too": {[][]string{
+			{"198.51.100.1, 203.0.113.9"}, {"198.51.100.2"}, {"198.51.100.2, 203.0.113.9"}, {"198.51.100.3, 203.0.113.9"},
+		}, false},
+		"a company behind its own proxy": {[][]string{
+			{"10.9.0.1, 203.0.113.9"}, {"192.168.0.2, 203.0.113.9"}, {"172.16.0.3, 203.0.113.9"}, {"fd00::4, 203.0.113.9"},
+		}, false},
+		"nothing before it":  {[][]string{{"203.0.113.9"}, {",203.0.113.9"}, {"", "203.0.113.9"}, {"203.0.113.9"}}, false},
+		"what is no address": {[][]string{{"a, 203.0.113.9"}, {"b, 203.0.113.9"}, {"c", "203.0.113.9"}}, false},
+		"itself":             {[][]string{{"203.0.113.9, 203.0.113.9"}, {"203.0.113.9", "203.0.113.9"}}, false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			var log testkit.Journal
+			handler := limited(t, allowing(), Config{Key: ByIP(trusted()), Logger: log.Logger()}, nil)
+			for range 3 {
+				for _, lines := range c.lines {
+					require.Equal(t, http.StatusOK, serve(t, handler, from("10.1.2.3:1", "X-Forwarded-For", lines...)).status)
+				}
+			}
+			lines := log.Lines()
+			if !c.tells {
+				require.Empty(t, lines)
+				return
+			}
+			require.Len(t, lines, 1)
+			require.Contains(t, lines[0], "if it is your balancer's own, all clients share one limit")
+			require.Contains(t, lines[0], "write=httplimit.TrustedProxies(netip.MustParsePrefix(`ADDRESS/32`))")
+			for _, address := range []string{"198.51", "203.0", "2a00", "10.1"} {
+				require.NotContains(t, lines[0], address)
+			}
+		})
+	}
+}
+
 // What the line says to write mends it.
 func TestWhatTheHintSaysMendsIt(t *testing.T) {
 	t.Parallel()
