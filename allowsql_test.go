@@ -2,6 +2,7 @@ package ratelimit
 
 import (
 	"fmt"
+	"math"
 	"math/rand/v2"
 	"strings"
 	"testing"
@@ -93,6 +94,89 @@ func requireAlike(t *testing.T, want Result, got answer) {
 	for _, times := range [][2]time.Duration{{want.RetryAfter, got.RetryAfter}, {want.ResetAfter, got.ResetAfter}} {
 		require.Equal(t, times[0] > 0, times[1] > 0)
 		require.InDelta(t, times[0], times[1], float64(time.Minute))
+	}
+}
+
+// Without a policy, the row that is in force decides, as for limiters that obey policies.
+func TestSQLAllowsUnderThePolicyInForce(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	// What is wrong without a row is said, with what to do.
+	pgtest.Exec(t, db.Pool, `INSERT INTO rate_limit_policy (name, key, policy, comment) VALUES ('n', 'other', 'fixed 1/1d', 'why')`)
+	for _, call := range []string{"allow('n', 'secret')", "peek('n', 'secret')", "allow('m', 'other')", "allow('n', 'secret', NULL)"} {
+		_, err := db.Pool.Exec(t.Context(), "SELECT rate_limit_"+call)
+		var pgErr *pgconn.PgError
+		require.ErrorAs(t, err, &pgErr)
+		require.Equal(t, "22023", pgErr.Code)
+		require.Equal(t, "rate_limit: no policy is given, and none is in force for the key", pgErr.Message)
+		require.Contains(t, pgErr.Hint, "INSERT INTO rate_limit_policy (name, policy, comment) VALUES (<name>, 'sliding 10/1m', <why>)")
+		require.NotContains(t, fmt.Sprintf("%+v", *pgErr), "secret")
+	}
+	pgtest.Exec(t, db.Pool, `INSERT INTO rate_limit_policy (name, key, key_prefix, mode, policy, valid_from, valid_until, comment) VALUES
+		('n', NULL, NULL, 'enforce', 'fixed 50/1d', now(), 'infinity', 'why'),
+		('n', NULL, NULL, 'shadow', 'fixed 51/1d', now(), 'infinity', 'why'),
+		('n', NULL, NULL, 'enforce', 'fixed 52/1d', now() - interval '2 h', now() - interval '1 h', 'ended'),
+		('n', NULL, NULL, 'enforce', 'fixed 53/1d', now() + interval '1 d', 'infinity', 'to come'),
+		('n', NULL, NULL, 'enforce', 'fixed 54/1d', '-infinity', 'infinity', 'began earlier'),
+		('n', NULL, 'a', 'enforce', 'fixed 40/1d', now(), 'infinity', 'why'),
+		('n', NULL, 'a%', 'enforce', 'fixed 41/1d', now(), 'infinity', 'no pattern'),
+		('n', NULL, 'ab', 'enforce', 'fixed 30/1d, log 20/1d', now(), 'infinity', 'why'),
+		('n', 'abc', NULL, 'enforce', 'fixed 10/1d', now(), 'infinity', 'why'),
+		('n', 'abc', NULL, 'enforce', 'fixed 9/1d', now(), 'infinity', 'of two, the higher id'),
+		('n', 'off', NULL, 'off', NULL, now(), 'infinity', 'why'),
+		('n', 'banned', NULL, 'deny', NULL, now(), now() + interval '1 day', 'why'),
+		('n', 'banned for good', NULL, 'deny', NULL, now(), 'infinity', 'why')`)
+	for key, remaining := range map[string]int64{"b": 50, "a": 40, "ac": 40, "ab": 20, "abd": 20, "abc": 9, "a%": 41} {
+		require.Equal(t, answer{Allowed: true, Remaining: remaining}, askSQL(t, db.Pool, "rate_limit_peek('n', $1)", key), key)
+		require.Equal(t, remaining-1, askSQL(t, db.Pool, "rate_limit_allow('n', $1)", key).Remaining)
+		require.Equal(t, remaining-3, askSQL(t, db.Pool, "rate_limit_allow('n', $1, cost => 2)", key).Remaining)
+		require.Equal(t, remaining-1, askSQL(t, db.Pool, "rate_limit_allow('n', $1, durable => true)", key).Remaining)
+		_, err := db.Pool.Exec(t.Context(), "SELECT rate_limit_allow('n', $1, cost => $2)", key, remaining+1)
+		require.ErrorContains(t, err, "the policy can never allow it")
+	}
+	// off allows, and deny denies, and neither counts anything.
+	rows := pgtest.Scalar[int64](t, db.Pool, "SELECT count(*) FROM rate_limit_ephemeral")
+	require.Equal(t, answer{true, math.MaxInt64, 0, 0}, askSQL(t, db.Pool, "rate_limit_allow('n', 'off', cost => 1000)"))
+	for _, call := range []string{"rate_limit_allow('n', 'banned', cost => 1000)", "rate_limit_peek('n', 'banned')"} {
+		banned := askSQL(t, db.Pool, call)
+		require.False(t, banned.Allowed)
+		require.Zero(t, banned.Remaining)
+		require.InDelta(t, 24*time.Hour, banned.RetryAfter, float64(time.Hour))
+		require.Equal(t, banned.RetryAfter, banned.ResetAfter)
+	}
+	require.Equal(t, math.MaxInt32, pgtest.Scalar[int](t, db.Pool, "SELECT retry_after_seconds FROM rate_limit_peek('n', 'banned for good')"))
+	require.Equal(t, rows, pgtest.Scalar[int64](t, db.Pool, "SELECT count(*) FROM rate_limit_ephemeral"))
+	for _, call := range []string{"allow(NULL, 'b')", "allow('', 'b')", "allow('n', NULL)", "allow('n', '')", "allow('n', 'off', cost => -1)", "allow('n', 'banned', cost => NULL)"} {
+		_, err := db.Pool.Exec(t.Context(), "SELECT rate_limit_"+call)
+		require.ErrorContains(t, err, "22023")
+		require.NotContains(t, err.Error(), "no policy")
+	}
+}
+
+// A header Retry-After needs whole seconds, after which the request is allowed.
+func TestSQLRoundsRetryAfterUp(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	for _, policy := range []string{
+		"fixed 1/1d", "sliding 1/100d", "bucket 1 1/70d", "log 1/36h", "fixed 1/1d, every 1/month", "fixed 1/900000000us",
+		"bucket 1 1/25000d",
+	} {
+		const seconds = "SELECT retry_after_seconds FROM rate_limit_allow($1, 'k', $1)"
+		require.Zero(t, pgtest.Scalar[int64](t, db.Pool, seconds, policy), policy)
+		for { // until it is denied
+			var allowed, rounded bool
+			var retry int64
+			require.NoError(t, db.Pool.QueryRow(t.Context(), `SELECT allowed, retry_after_seconds, retry_after_seconds
+				= least(ceil(extract(epoch FROM retry_after)), 2147483647) FROM rate_limit_allow($1, 'k', $1)`, policy).
+				Scan(&allowed, &retry, &rounded))
+			require.True(t, rounded, policy)
+			require.Equal(t, !allowed, retry > 0, policy)
+			if !allowed {
+				break
+			}
+		}
 	}
 }
 

@@ -3,7 +3,7 @@
 CREATE FUNCTION {{.Name}}(
     name text,
     key text,
-    policy text,
+    policy text DEFAULT NULL,
 {{- if eq .Cost "cost"}}
     cost bigint DEFAULT 1,
 {{- end}}
@@ -11,22 +11,23 @@ CREATE FUNCTION {{.Name}}(
     OUT allowed boolean,
     OUT remaining bigint,
     OUT retry_after interval,
-    OUT reset_after interval
+    OUT reset_after interval,
+    OUT retry_after_seconds integer
 )
 LANGUAGE plpgsql
 SECURITY DEFINER
 AS $$
 #variable_conflict use_variable
 BEGIN
-    SELECT a.* INTO allowed, remaining, retry_after, reset_after
+    SELECT a.* INTO allowed, remaining, retry_after, reset_after, retry_after_seconds
     FROM _rate_limit_ask(name COLLATE "C", key COLLATE "C", policy COLLATE "C", {{.Cost}}, durable) AS a;
 END
 $$;
 {{end}}
 -- The functions for people and triggers. Other languages call them too, unless they ask for many keys at once.
 
--- _rate_limit_ask decides, or only looks if cost is 0. Its texts have the collation of the tables, whatever collation
--- the caller's have.
+-- _rate_limit_ask decides, or only looks if cost is 0. Without a policy, the row of rate_limit_policy that is in force
+-- decides. Its texts have the collation of the tables, whatever collation the caller's have.
 CREATE FUNCTION _rate_limit_ask(
     name text,
     key text,
@@ -36,16 +37,37 @@ CREATE FUNCTION _rate_limit_ask(
     OUT allowed boolean,
     OUT remaining bigint,
     OUT retry_after interval,
-    OUT reset_after interval
+    OUT reset_after interval,
+    OUT retry_after_seconds integer
 )
 LANGUAGE plpgsql
 AS $$
 #variable_conflict use_variable
 DECLARE
+    clock timestamptz;
+    mode text;        -- of the row of rate_limit_policy that decides
+    until timestamptz;
     p record;
     n integer;
     names text[]; -- of the rows: the second policy's has the name with /2, and so on
 BEGIN
+    IF policy IS NULL THEN
+        clock := clock_timestamp();
+        SELECT r.mode, r.policy, r.valid_until INTO mode, policy, until
+        FROM rate_limit_policy AS r
+        WHERE r.name = name AND r.mode <> 'shadow' AND r.valid_from <= clock AND r.valid_until > clock
+            AND (r.key = key OR r.key IS NULL AND coalesce(starts_with(key, r.key_prefix), true))
+        ORDER BY r.key IS NULL, octet_length(r.key_prefix) DESC NULLS LAST, r.valid_from DESC, r.id DESC
+        LIMIT 1;
+        IF NOT found AND name <> '' AND key <> '' THEN -- other names and keys are refused below
+            RAISE EXCEPTION 'rate_limit: no policy is given, and none is in force for the key'
+                USING ERRCODE = 'invalid_parameter_value', COLUMN = 'policy',
+                    -- A literal must not have a name of ours, because access.sql would put the schema before it.
+                    HINT = 'Pass a policy, such as ''sliding 10/1m'', or set one for everybody: INSERT INTO rate_limit'
+                        '_policy (name, policy, comment) VALUES (<name>, ''sliding 10/1m'', <why>).';
+        END IF;
+        policy := coalesce(policy, 'fixed 1/1s'); -- off and deny have none, and ask for no row
+    END IF;
     SELECT * INTO p FROM _rate_limit_read_policy(policy);
     n := cardinality(p.algorithms);
     names := ARRAY(
@@ -60,14 +82,24 @@ BEGIN
             USING ERRCODE = 'invalid_parameter_value', COLUMN = 'key',
                 HINT = 'A key has 1 to 512 bytes. Hash longer ones.';
     END IF;
-    IF (cost >= 0 AND cost <= ALL (p.limits)) IS NOT TRUE THEN
+    IF (cost >= 0 AND (cost <= ALL (p.limits) OR mode IN ('off', 'deny'))) IS NOT TRUE THEN
         RAISE EXCEPTION 'rate_limit: cost is %, and the policy can never allow it', coalesce(cost::text, 'NULL')
             USING ERRCODE = 'invalid_parameter_value', COLUMN = 'cost',
                 HINT = 'It is at least 0, and at most the smallest limit. Ask for less at once, or raise the limit.';
     END IF;
+    IF mode IN ('off', 'deny') THEN
+        allowed := mode = 'off';
+        remaining := CASE WHEN allowed THEN 9223372036854775807 ELSE 0 END;
+        retry_after := CASE WHEN allowed THEN interval '0'
+            ELSE least(until, clock + interval '292 years') - clock END;
+        reset_after := retry_after;
+        retry_after_seconds := least(ceil(extract(epoch FROM retry_after)), 2147483647);
+        RETURN;
+    END IF;
     SELECT max(a.retry_after_us) = 0, min(a.remaining),
-        max(a.retry_after_us) * interval '1 microsecond', max(a.reset_after_us) * interval '1 microsecond'
-    INTO allowed, remaining, retry_after, reset_after
+        max(a.retry_after_us) * interval '1 microsecond', max(a.reset_after_us) * interval '1 microsecond',
+        least((max(a.retry_after_us) + 999999) / 1000000, 2147483647)
+    INTO allowed, remaining, retry_after, reset_after, retry_after_seconds
     FROM rate_limit_all(
         array_fill(1, ARRAY[n]), names, array_fill(key, ARRAY[n]), array_fill(coalesce(durable, false), ARRAY[n]),
         p.algorithms, p.limits, p.spans_us, p.refills, array_fill(cost, ARRAY[n]), NULL::bigint[],
@@ -85,13 +117,15 @@ Example: SELECT * FROM rate_limit_allow(''login'', ''user:123'', ''sliding 10/1m
   key          who is limited
   policy       {{range $i, $a := .Algorithms}}{{if $i}}, {{end}}{{$a.Example}}{{end}} -
                with commas between them, all of them. Durations: 10s, 1m, 1h30m, 30d. Windows of
-               the calendar: minute, hour, day, week, month; without a time zone, of UTC
+               the calendar: minute, hour, day, week, month; without a time zone, of UTC.
+               Left out or NULL: that of rate_limit_policy that is in force for the key
   durable      whether to keep the limit in rate_limit_durable, which survives a crash
 It returns
   allowed      whether it fitted. A denial takes nothing
   remaining    the largest cost that would be allowed next
   retry_after  how long until the same cost fits, if nobody else takes. 0 if allowed
   reset_after  how long until the key is as good as new
+  retry_after_seconds  retry_after as a number, rounded up, for a header Retry-After. At most 2147483647
 What is taken is kept or given back with the transaction.
 Until that ends, others who ask for the key wait.';
 

@@ -142,6 +142,13 @@ DECLARE
     code text;
 {{- end}}
 BEGIN
+{{- if .Policy}}
+    IF policy IS NULL THEN -- only the first shard has policies
+        RAISE EXCEPTION 'rate_limit: no policy is given, and a proxy of shards looks for none'
+            USING ERRCODE = 'invalid_parameter_value', COLUMN = 'policy',
+                HINT = 'Pass a policy, such as ''sliding 10/1m''.';
+    END IF;
+{{- end}}
 {{- if .Transacts}}
     IF lock_timeout_ms = -1 THEN
         PERFORM {{$.Schema}}._rate_limit_no_transaction();

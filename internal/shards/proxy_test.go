@@ -60,3 +60,21 @@ func TestShardIsPreparedAgain(t *testing.T) {
 	require.NoError(t, shards.Own(t.Context(), connect(t, c.shards[0]), "public", shards.Identity{Place: 0, Shards: 1, Cluster: "test"}))
 	require.Equal(t, before, functions())
 }
+
+// Only the first shard has policies, so a proxy wants one in each call.
+func TestProxyWantsAPolicy(t *testing.T) {
+	t.Parallel()
+	c := newCluster(t, 2)
+	pgtest.Exec(t, c.shards[0].Pool, "INSERT INTO rate_limit_policy (name, policy, comment) VALUES ('n', 'fixed 5/1h', 'why')")
+	for _, key := range []string{"a", "b", "c", "d"} {
+		for _, call := range []string{"rate_limit_allow('n', $1)", "rate_limit_peek('n', $1, durable => true)"} {
+			_, err := c.proxy.Pool.Exec(t.Context(), "SELECT "+call, key)
+			require.ErrorContains(t, err, "rate_limit: no policy is given, and a proxy of shards looks for none (SQLSTATE 22023)")
+		}
+		require.Equal(t, 4, pgtest.Scalar[int](t, c.proxy.Pool, "SELECT remaining FROM rate_limit_allow('n', $1, 'fixed 5/1h')", key))
+	}
+	for _, allowed := range []bool{true, false} {
+		require.Equal(t, !allowed, pgtest.Scalar[bool](t, c.proxy.Pool, `SELECT retry_after_seconds > 0
+			AND retry_after_seconds = ceil(extract(epoch FROM retry_after)) FROM rate_limit_allow('m', 'k', 'fixed 1/1d')`))
+	}
+}

@@ -31,6 +31,7 @@ type Function struct {
 	In, Out   []Argument
 
 	ByKey     bool // it has one key
+	Policy    bool // and the text of a policy
 	ByKeys    bool // it decides many keys
 	Together  bool // it decides many keys, which have to be on one shard
 	Sets      bool // and these may be of sets
@@ -127,7 +128,7 @@ func (f *Function) classify(schema string) {
 	f.Sweeps = f.Name == "rate_limit_sweep"
 	switch f.Name {
 	case "rate_limit_allow", "rate_limit_peek", "rate_limit_reset":
-		f.ByKey = true
+		f.ByKey, f.Policy = true, has("policy")
 	}
 	f.Together = f.Result == "bigint[]"
 	f.Transacts = has("lock_timeout_ms") && (f.ByKey || f.ByKeys || f.Together)

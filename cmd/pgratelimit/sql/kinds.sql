@@ -1,5 +1,5 @@
--- Which algorithms wrote the rows of limiters, for each table: 1 << code, added up. All that have expired count as 1. It
--- reads each table once, for however many limiters: a third of a second for a million rows.
+-- Which algorithms wrote the rows of limiters, for each table: 1 << code, added up. All that have expired count as 1.
+-- It reads each table once, for however many limiters: a third of a second for a million rows.
 --   $1 names
 --   $2 percent of the blocks of rate_limit_ephemeral to read, chosen at random; 100 is all
 --   $3 of rate_limit_durable
