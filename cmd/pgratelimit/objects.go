@@ -174,8 +174,8 @@ func (e *examination) judgeObjects(made catalog.Catalog) finding {
 	}
 	if divided {
 		mend = append(mend, "first see that nothing is in progress: this database is a shard that is being divided, "+
-			"and what is made anew loses counts that others need, so run `pgratelimit shard list` for its proxy, and do "+
-			"what it says")
+			"and what is made anew loses counts that others need, so run `pgratelimit shard list` for its proxy, and "+
+			"do what it says")
 	}
 	if version {
 		name := e.server.name("rate_limit_version()")

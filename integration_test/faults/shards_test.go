@@ -260,6 +260,42 @@ func TestShardThatFails(t *testing.T) {
 	}
 }
 
+// The settings that docs/operating.md shows let PgBouncer through to the shards over TCP, and end a call to a frozen one.
+func TestPgBouncerAsDocumented(t *testing.T) {
+	t.Parallel()
+
+	page, err := os.ReadFile("../../docs/operating.md")
+	require.NoError(t, err)
+	_, settings, found := strings.Cut(string(page), "```ini\n")
+	require.True(t, found)
+	settings, _, _ = strings.Cut(settings, "```")
+	require.Contains(t, settings, "query_timeout = ")
+	fleet := pgtest.Sharded(t, 2)
+	connections := slices.Clone(fleet.Connections)
+	for i, shard := range fleet.Shards {
+		require.False(t, strings.HasPrefix(shard.Pool.Config().ConnConfig.Host, "/"), "over TCP")
+		connections[i], _, _ = strings.Cut(pgtest.PgBouncer(t, shard, "transaction", 10, settings), " user=")
+		connections[i] += " dbname=" + shard.Pool.Config().ConnConfig.Database
+	}
+	fleet.Connect(t, connections)
+	ask := func(shard int) error {
+		key := "key"
+		for shardkey.Of(key, 2) != shard {
+			key += "s"
+		}
+		_, err := fleet.Pool.Exec(t.Context(), "SELECT FROM rate_limit_allow('test', $1, 'fixed 5/1h')", key)
+		return err
+	}
+	for shard := range 2 { // a slow machine may need longer than the settings allow
+		testkit.WaitUntil(t, func() bool { return ask(shard) == nil }, "shard %d", shard)
+	}
+	require.NoError(t, fleet.ShardServers[1].Freeze())
+	require.ErrorContains(t, ask(1), fleet.Shards[1].Pool.Config().ConnConfig.Database)
+	testkit.WaitUntil(t, func() bool { return ask(0) == nil })
+	require.NoError(t, fleet.ShardServers[1].Thaw())
+	testkit.WaitUntil(t, func() bool { return ask(1) == nil })
+}
+
 // allowForSure asks until the outcome is known: a call may end while it is being asked again.
 func allowForSure(t *testing.T, limiter *ratelimit.Limiter, key string) (err error) {
 	t.Helper()
