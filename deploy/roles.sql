@@ -39,4 +39,6 @@ CREATE SCHEMA rate_limit AUTHORIZATION rate_limit_owner;
 GRANT USAGE ON SCHEMA rate_limit TO rate_limit_app, rate_limit_sweeper, rate_limit_reader,
     rate_limit_policy_admin;
 
-GRANT pg_read_all_stats TO rate_limit_reader; -- for doctor to see what holds VACUUM up
+-- For doctor to see what holds VACUUM up. Whoever has it also reads the texts of all statements, in pg_stat_activity and
+-- pg_stat_statements, so set passwords with \password of psql.
+GRANT pg_read_all_stats TO rate_limit_reader;

@@ -3,6 +3,7 @@ package main
 import (
 	"context"
 	_ "embed"
+	"errors"
 	"fmt"
 	"regexp"
 	"slices"
@@ -10,6 +11,7 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/pgratelimit/ratelimit/internal/algorithm"
@@ -22,6 +24,8 @@ var (
 	examinedSQL string
 	//go:embed sql/shard/functions.sql
 	proxyFunctionsSQL string
+	//go:embed sql/shard/recorded.sql
+	recordedSQL string
 )
 
 // proxyExamination is what the checks of a proxy share.
@@ -124,10 +128,10 @@ func (e *proxyExamination) examineShard(ctx context.Context, place int) ([]findi
 }
 
 func (e *proxyExamination) checkPLProxy(ctx context.Context) (finding, error) {
-	var version, encoding string
+	var version, encoding, statements string
 	var major int
 	var usage, mapped bool
-	if err := e.row(ctx, examinedSQL, &version, &major, &encoding, &e.owner, &usage, &mapped); err != nil {
+	if err := e.row(ctx, examinedSQL, &version, &major, &encoding, &e.owner, &usage, &mapped, &statements); err != nil {
 		return finding{}, err
 	}
 	owner := pgx.Identifier{e.owner}.Sanitize()
@@ -145,7 +149,26 @@ func (e *proxyExamination) checkPLProxy(ctx context.Context) (finding, error) {
 		return problem.finding("run `pgratelimit shard set` with --user",
 			"nothing says as whom PL/Proxy connects for %s, the owner of the functions", printable(e.owner)), nil
 	}
-	return ok("version %s, and it knows as whom to connect", version), nil
+	return e.checkRecorded(ctx, statements, ok("version %s, and it knows as whom to connect", version))
+}
+
+// checkRecorded looks for the password of the shards in pg_stat_statements, if this database has that in a schema.
+func (e *proxyExamination) checkRecorded(ctx context.Context, schema string, otherwise finding) (finding, error) {
+	if schema == "" {
+		return otherwise, nil
+	}
+	sql := fmt.Sprintf(recordedSQL, schema)
+	var recorded int
+	err := e.row(ctx, sql, &recorded)
+	if _, refused := errors.AsType[*pgconn.PgError](err); refused || err == nil && recorded == 0 {
+		return otherwise, nil // it is not loaded, or this role may not look
+	}
+	_, condition, _ := strings.Cut(strings.TrimSpace(sql), "WHERE ")
+	return problem.finding(fmt.Sprintf("give the role on the shards another password, and run `pgratelimit shard set` "+
+		"with that; then, as a superuser, `SELECT %[1]s.pg_stat_statements_reset(userid, dbid, queryid) "+
+		"FROM %[1]s.pg_stat_statements WHERE %[2]s`", schema, condition),
+		"%d texts in pg_stat_statements have a password of the shards, for members of pg_read_all_stats to read, such "+
+			"as rate_limit_reader", recorded), err
 }
 
 func (e *proxyExamination) checkMap(context.Context) (finding, error) {

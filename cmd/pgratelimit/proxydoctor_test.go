@@ -3,12 +3,16 @@ package main
 import (
 	"encoding/json"
 	"fmt"
+	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
 
+	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/ratelimit/internal/pgserver"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/internal/shards"
 )
@@ -251,4 +255,65 @@ func TestShardGrow(t *testing.T) {
 		rows += n
 	}
 	require.Equal(t, 12, rows)
+}
+
+// The password with which PL/Proxy connects is recorded nowhere, even by a server that records everything. If somebody
+// has written it into a statement, the doctor finds that.
+func TestShardPasswordIsNotRecorded(t *testing.T) {
+	t.Parallel()
+
+	newProxy(t, 0) // which skips where there is no PL/Proxy
+	server := pgtest.Server(t, pgserver.Config{Settings: map[string]string{
+		"shared_preload_libraries": "pg_stat_statements,auto_explain", "pg_stat_statements.track": "all",
+		"log_statement": "all", "log_min_duration_statement": "0", "log_transaction_sample_rate": "1",
+		"log_parameter_max_length_on_error": "-1", "auto_explain.log_min_duration": "0",
+		"auto_explain.log_nested_statements": "on", "log_error_verbosity": "verbose",
+	}})
+	conn, err := pgx.Connect(t.Context(), server.URL())
+	if err != nil && strings.Contains(err.Error(), "pg_stat_statements") {
+		t.Skip("pg_stat_statements: install the contrib modules of the server")
+	}
+	require.NoError(t, err)
+	defer conn.Close(t.Context())
+	psql := func(sql string) {
+		t.Helper()
+		_, err := conn.Exec(t.Context(), sql, pgx.QueryExecModeSimpleProtocol)
+		require.NoError(t, err)
+	}
+	const password = "hush, nobody's business"
+	config := conn.Config()
+	psql("CREATE DATABASE limits_0")
+	psql("CREATE EXTENSION pg_stat_statements")
+	shard := fmt.Sprintf("host=%s port=%d dbname=limits_0", keywordValue(config.Host), config.Port)
+	invoke(t, shard+" user="+config.User, "migrate", "up").done(t)
+	set := func() {
+		t.Helper()
+		invokeWith(t, []string{passwordVariable + "=" + password}, server.URL(), "shard", "set", "--yes", "--user", config.User,
+			shard).done(t)
+	}
+	set()
+	texts := func(where string) (n int) {
+		t.Helper()
+		require.NoError(t, conn.QueryRow(t.Context(), "SELECT count(*) FROM pg_stat_statements WHERE "+where).Scan(&n))
+		return n
+	}
+	require.Positive(t, texts("query LIKE 'CREATE SERVER rate_limit_shards%'"))
+	require.Zero(t, texts("query LIKE '%hush%business%' AND query NOT LIKE '%pg_stat_statements%'"))
+	log, err := os.ReadFile(filepath.Join(filepath.Dir(server.DataDir()), "postgres.log"))
+	require.NoError(t, err)
+	require.Contains(t, string(log), "CREATE SERVER rate_limit_shards")
+	require.NotContains(t, string(log), "hush, nobody")
+	var mapped bool
+	require.NoError(t, conn.QueryRow(t.Context(), "SELECT $1 = ANY (umoptions) FROM pg_user_mappings", "password="+password).Scan(&mapped))
+	require.True(t, mapped)
+	require.Equal(t, fine, examined(t, server.URL())["PL/Proxy"].Level)
+
+	psql(fmt.Sprintf("ALTER USER MAPPING FOR %s SERVER rate_limit_shards OPTIONS (SET password 'oops')", pgx.Identifier{config.User}.Sanitize()))
+	f := examined(t, server.URL())["PL/Proxy"]
+	require.Equal(t, problem, f.Level)
+	require.Contains(t, f.Found, "1 texts in pg_stat_statements have a password of the shards")
+	require.NotContains(t, f.Found+f.Do, "oops")
+	set()
+	psql(strings.Split(f.Do, "`")[3])
+	require.Equal(t, fine, examined(t, server.URL())["PL/Proxy"].Level)
 }

@@ -67,10 +67,6 @@ it changes the proxy. If something is wrong, the proxy stays as it was.`,
 	return cmd
 }
 
-// unloggedSQL keeps the statement that has the password out of the server's log.
-const unloggedSQL = `SET LOCAL log_statement = 'none'; SET LOCAL log_min_duration_statement = -1;
-	SET LOCAL log_min_error_statement = 'panic'`
-
 func (a *app) setShards(ctx context.Context, config shards.Config, yes bool) error {
 	pool, err := a.open(ctx)
 	if err != nil {
@@ -128,9 +124,6 @@ func (a *app) setShards(ctx context.Context, config shards.Config, yes bool) err
 	}
 	// What somebody has done to the functions is what this may have to mend, so the functions are not looked at.
 	if err := a.transaction(ctx, pool, pgx.ReadWrite, false, func(tx pgx.Tx) error {
-		if _, err := tx.Exec(ctx, unloggedSQL, pgx.QueryExecModeSimpleProtocol); err != nil {
-			return err
-		}
 		if err := shards.Install(ctx, tx, source, config); err != nil {
 			return err
 		}

@@ -71,22 +71,64 @@ func connect(ctx context.Context, tx pgx.Tx, owner string, c Config) error {
 	if before == nil {
 		verb = "CREATE SERVER " + Server + " FOREIGN DATA WRAPPER plproxy"
 	}
-	statements := []string{
+	for _, statement := range []string{
 		verb + " OPTIONS (" + strings.Join(options, ", ") + ")",
 		"GRANT USAGE ON FOREIGN SERVER " + Server + " TO " + owner,
-	}
-	if c.User != "" {
-		statements = append(statements,
-			"DROP USER MAPPING IF EXISTS FOR "+owner+" SERVER "+Server,
-			"CREATE USER MAPPING FOR "+owner+" SERVER "+Server+
-				" OPTIONS (user "+literal(c.User)+", password "+literal(c.Password)+")")
-	}
-	for _, statement := range statements {
+	} {
 		if _, err := tx.Exec(ctx, statement, pgx.QueryExecModeSimpleProtocol); err != nil {
 			return err
 		}
 	}
-	return nil
+	if c.User == "" {
+		return nil
+	}
+	return mapUser(ctx, tx, owner, c)
+}
+
+// unrecordedSQL keeps what follows in the transaction out of the server's log and out of pg_stat_statements, which
+// members of pg_read_all_stats read. Settings of modules that are not loaded do no harm.
+const unrecordedSQL = `
+SET LOCAL log_statement = 'none';
+SET LOCAL log_min_duration_statement = -1;
+SET LOCAL log_min_duration_sample = -1;
+SET LOCAL log_min_error_statement = 'panic';
+SET LOCAL log_error_verbosity = 'terse';
+SET LOCAL log_parameter_max_length = 0;
+SET LOCAL log_parameter_max_length_on_error = 0;
+SET LOCAL pg_stat_statements.track = 'none';
+SET LOCAL auto_explain.log_min_duration = -1;
+SET LOCAL pgaudit.log = 'none'`
+
+// mapSQL makes the user mapping from settings of the transaction.
+const mapSQL = `
+DO $$
+DECLARE
+    owner CONSTANT text := pg_catalog.current_setting('pgratelimit.shard_owner');
+BEGIN
+    EXECUTE pg_catalog.format('DROP USER MAPPING IF EXISTS FOR %s SERVER ` + Server + `', owner);
+    EXECUTE pg_catalog.format('CREATE USER MAPPING FOR %s SERVER ` + Server + ` OPTIONS (user %L, password %L)', owner,
+        pg_catalog.current_setting('pgratelimit.shard_user'), pg_catalog.current_setting('pgratelimit.shard_password'));
+END
+$$`
+
+// mapUser says as whom PL/Proxy connects. The password is in no text that is sent: pg_stat_activity shows texts.
+func mapUser(ctx context.Context, tx pgx.Tx, owner string, c Config) error {
+	if _, err := tx.Exec(ctx, unrecordedSQL, pgx.QueryExecModeSimpleProtocol); err != nil {
+		return err
+	}
+	set := func(name, to string) error {
+		_, err := tx.Exec(ctx, "SELECT pg_catalog.set_config($1, $2, true)", pgx.QueryExecModeExec,
+			"pgratelimit.shard_"+name, to)
+		return err
+	}
+	err := errors.Join(set("owner", owner), set("user", c.User), set("password", c.Password))
+	if err == nil {
+		_, err = tx.Exec(ctx, mapSQL, pgx.QueryExecModeSimpleProtocol)
+	}
+	if err == nil {
+		err = set("password", "")
+	}
+	return err
 }
 
 // Connections returns the connection strings of a proxy's shards, in the order of their places, or nil if the database
