@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"crypto/sha256"
 	_ "embed"
 	"encoding/json"
 	"errors"
@@ -21,12 +22,25 @@ import (
 
 // receipt is a file that says what a take took, so that it can be given back, once.
 type receipt struct {
-	Limiter string      `json:"limiter"`
-	Key     string      `json:"key"`
-	Policy  string      `json:"policy"`
-	Durable bool        `json:"durable"`
-	Cost    int64       `json:"cost"`
-	Taken   []takenFrom `json:"taken"` // from the row of each policy
+	Database string      `json:"database"`
+	Schema   string      `json:"schema"`
+	Limiter  string      `json:"limiter"`
+	Key      string      `json:"key"`
+	Policy   string      `json:"policy"`
+	Durable  bool        `json:"durable"`
+	Cost     int64       `json:"cost"`
+	Taken    []takenFrom `json:"taken"` // from the row of each policy
+	Sum      string      `json:"sum"`   // over all of the above: nobody edits it by mistake
+}
+
+// sum is the check sum of a receipt.
+func (r receipt) sum() string {
+	r.Sum = ""
+	content, err := json.Marshal(r)
+	if err != nil {
+		return "none" // cannot happen with these types
+	}
+	return fmt.Sprintf("%x", sha256.Sum256(content))
 }
 
 // takenFrom has what rate_limit_all wants to know of a take, under its names.
@@ -43,8 +57,13 @@ func (a *app) refundCommand() *cobra.Command {
 		Short: "Give back what a take took, by its receipt",
 		Long: `Gives back what 'pgratelimit take --receipt FILE' took, because the work came to nothing: what of it
 still counts, and never more. The receipt is used up: FILE is removed before the database is asked, and
-stays only if nothing can have been given back. Copy no receipt, because a copy gives back once more.
-For what an application took, and for more than a limit, see grant.`,
+stays only if nothing can have been given back. For what an application took, and for more than a limit,
+see grant.
+
+A receipt is all that a refund goes by: the database does not know which ones were used. So copy none. A
+copy gives back once more, and then what others have taken of the same key. The key stands in it too. A
+receipt that was edited, or is of another database or schema, is refused. But its check sum is no
+signature: keep it from people whom you would not let run reset.`,
 		Example: `  pgratelimit refund alice.json
   pgratelimit take mail alice --policy "bucket 20 5/10s" --receipt alice.json`,
 		Args: cobra.ExactArgs(1),
@@ -65,8 +84,14 @@ For what an application took, and for more than a limit, see grant.`,
 				return err
 			}
 			defer pool.Close()
-			if _, err := a.home(ctx, pool); err != nil { // while it is sure that nothing has been given back
+			database, schema, err := a.whichDatabase(ctx, pool) // while it is sure that nothing has been given back
+			if err != nil {
 				return err
+			}
+			if database != r.Database || schema != r.Schema {
+				return fmt.Errorf("the receipt is of database %s and schema %s, and this is database %s and schema %s: "+
+					"--database-url and --schema say which is meant",
+					printable(r.Database), printable(r.Schema), printable(database), printable(schema))
 			}
 			if err := os.Remove(args[0]); err != nil {
 				return err
@@ -83,6 +108,15 @@ For what an application took, and for more than a limit, see grant.`,
 	return cmd
 }
 
+// whichDatabase tells which database and schema a receipt is of.
+func (a *app) whichDatabase(ctx context.Context, pool *pgxpool.Pool) (database, schema string, err error) {
+	err = a.read(ctx, pool, func(tx pgx.Tx) error {
+		schema = tx.(qualified).schema
+		return tx.QueryRow(ctx, "SELECT current_database()::text").Scan(&database)
+	})
+	return database, schema, err
+}
+
 // readReceipt refuses what no take has written, because giving it back could give back somebody else's.
 func readReceipt(content []byte) (r receipt, policies []algorithm.Numbers, err error) {
 	if err := json.Unmarshal(content, &r); err != nil {
@@ -94,6 +128,9 @@ func readReceipt(content []byte) (r receipt, policies []algorithm.Numbers, err e
 	policies, err = algorithm.Parse(r.Policy)
 	if err == nil && (r.Cost < 1 || len(r.Taken) != len(policies) || r.Limiter == "" || r.Key == "") {
 		err = errors.New("it does not say what was taken")
+	}
+	if err == nil && r.Sum != r.sum() {
+		err = errors.New("it was edited, or is damaged")
 	}
 	for _, t := range r.Taken {
 		if err == nil && (t.In == nil || t.Spent == nil) {
@@ -121,6 +158,7 @@ func createReceipt(path string) (*os.File, error) {
 }
 
 func (r *receipt) write(file *os.File) error {
+	r.Sum = r.sum()
 	content, err := json.MarshalIndent(r, "", "  ")
 	if err == nil {
 		_, err = file.Write(append(content, '\n'))
@@ -138,6 +176,9 @@ func (a *app) takeWithReceipt(
 	}
 	r := receipt{Limiter: config.Name, Key: key, Policy: config.Policy.String(), Durable: config.Durable, Cost: cost}
 	policies, err := algorithm.Parse(r.Policy)
+	if err == nil {
+		r.Database, r.Schema, err = a.whichDatabase(ctx, pool)
+	}
 	if err != nil {
 		return ratelimit.Result{}, errors.Join(err, file.Close(), os.Remove(path))
 	}

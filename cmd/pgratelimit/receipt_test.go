@@ -100,6 +100,27 @@ func TestReceiptStaysIfTheDatabaseRefuses(t *testing.T) {
 	require.Contains(t, invoke(t, db.URL, "refund", file).done(t), "5 of 5 remaining")
 }
 
+// A receipt is of one database and schema, whatever a take there and one elsewhere have in common.
+func TestReceiptOfAnotherPlace(t *testing.T) {
+	t.Parallel()
+
+	db, other := pgtest.New(t), pgtest.New(t)
+	pgtest.Exec(t, db.Pool, "CREATE SCHEMA second")
+	invoke(t, db.URL, "migrate", "up", "--schema=second").done(t)
+	file := filepath.Join(t.TempDir(), "receipt")
+	take := []string{"take", "mail", "alice", "--policy", "fixed 5/365d"}
+	invoke(t, db.URL, append(take, "--receipt", file)...).done(t)
+	invoke(t, db.URL, append(take, "--schema=second")...).done(t)
+	invoke(t, other.URL, take...).done(t)
+	for _, o := range []outcome{
+		invoke(t, other.URL, "refund", file), invoke(t, db.URL, "refund", file, "--schema=second"),
+	} {
+		o.complains(t, exitFailed, "the receipt is of database", "--schema")
+		require.NotContains(t, o.stderr, "alice")
+	}
+	require.Contains(t, invoke(t, db.URL, "refund", file).done(t), "5 of 5 remaining")
+}
+
 // What is no receipt gives nothing back, and the complaint shows no key.
 func TestFilesThatAreNoReceipts(t *testing.T) {
 	t.Parallel()
@@ -130,7 +151,19 @@ func TestFilesThatAreNoReceipts(t *testing.T) {
 		"no key":              change(func(r map[string]any) { r["key"] = "" }),
 		"nothing taken":       change(func(r map[string]any) { r["taken"] = []any{} }),
 		"taken at no time":    change(func(r map[string]any) { r["taken"] = []any{map[string]any{}} }),
-		"the JSON of take":    `{"allowed": true, "limit": 5, "remaining": 4, "retry_after_us": 0, "reset_after_us": 1}`,
+		"an edited cost":      change(func(r map[string]any) { r["cost"] = 2 }),
+		"an edited key":       change(func(r map[string]any) { r["key"] = "bob" }),
+		"an edited limiter":   change(func(r map[string]any) { r["limiter"] = "login" }),
+		"an edited policy":    change(func(r map[string]any) { r["policy"] = "fixed 500/365d" }),
+		"another table":       change(func(r map[string]any) { r["durable"] = true }),
+		"another database":    change(func(r map[string]any) { r["database"] = "other" }),
+		"another schema":      change(func(r map[string]any) { r["schema"] = "other" }),
+		"another check sum":   change(func(r map[string]any) { r["sum"] = strings.Repeat("0", 64) }),
+		"no check sum":        change(func(r map[string]any) { delete(r, "sum") }),
+		"another take": change(func(r map[string]any) {
+			r["taken"].([]any)[0].(map[string]any)["taken_spent"] = 4
+		}),
+		"the JSON of take": `{"allowed": true, "limit": 5, "remaining": 4, "retry_after_us": 0, "reset_after_us": 1}`,
 	} {
 		require.NoError(t, os.WriteFile(file, []byte(content), 0o600))
 		o := invoke(t, db.URL, "refund", file)
