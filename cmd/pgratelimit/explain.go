@@ -27,6 +27,7 @@ type explanation struct {
 	Bans    []policyRow `json:"bans"`    // of the key, of a prefix of it, or of everybody
 	// PassedOver are rows that limiters pass over, because they are of another kind than --policy, or cannot be read.
 	PassedOver []policyRow `json:"passed_over"`
+	Code       *string     `json:"code"` // the policy in the code, by --policy
 	Table      string      `json:"table"`
 	State      []ruleState `json:"state"` // null if no policy is known, or this role may not ask
 	Unknown    string      `json:"unknown,omitempty"`
@@ -46,10 +47,10 @@ func (a *app) explainCommand() *cobra.Command {
 		Use:   "explain NAME KEY",
 		Short: "Say which policy is in force for a key, why, and what is left of it",
 		Long: `Says which policy is in force for a key, and where it comes from: a row for the key, for a prefix of it,
-or for everybody, or the policy in the code, which this command cannot know. It also shows the policy
-that is tried as a shadow, and bans. It tells what is left under the policy in force, and takes
-nothing. Give the policy in the code with --policy: limiters pass over rows of another kind, and
-without rows it is in force.`,
+or for everybody, or the policy in the code. It also shows the policy that is tried as a shadow, and bans.
+It tells what is left under the policy in force, and takes nothing. This command cannot know the policy
+in the code, so give it with --policy: limiters pass over rows of another kind, and without rows it is in
+force.`,
 		Example: `  pgratelimit explain login user:123
   pgratelimit explain api acme --policy "fixed 100000/30d" --durable --json`,
 		Args: cobra.ExactArgs(2),
@@ -73,13 +74,17 @@ without rows it is in force.`,
 				return err
 			}
 			text := ""
+			if policy.Policy != nil {
+				code := policy.String()
+				e.Code = &code
+			}
 			switch {
 			case e.Decides != nil && e.Decides.Policy != nil:
 				text = *e.Decides.Policy
 			case e.Decides != nil:
 				e.Unknown = "nothing is counted while this row is in force"
-			case policy.Policy != nil:
-				text = policy.String()
+			case e.Code != nil:
+				text = *e.Code
 			default:
 				e.Unknown = "it depends on the policy in the code: give that with --policy"
 			}
@@ -205,10 +210,13 @@ func (e explanation) print(w io.Writer) {
 		}
 		return fmt.Sprintf("%s, of %s: %s", text, printable(r.ChangedBy), printable(r.Comment))
 	}
-	if e.Decides == nil {
-		fmt.Fprintf(w, "in force\tthe policy in the code, which this command cannot know\n")
-	} else {
+	switch {
+	case e.Decides != nil:
 		fmt.Fprintf(w, "in force\t%s\n", about(e.Decides))
+	case e.Code != nil:
+		fmt.Fprintf(w, "in force\tthe policy in the code, which is %s if --policy is right\n", *e.Code)
+	default:
+		fmt.Fprintf(w, "in force\tthe policy in the code, which this command cannot know\n")
 	}
 	for i := range e.PassedOver {
 		fmt.Fprintf(w, "passed over\t%s\n", about(&e.PassedOver[i]))

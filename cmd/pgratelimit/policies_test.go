@@ -491,7 +491,8 @@ func TestExplain(t *testing.T) {
 	require.Contains(t, e.Unknown, "--policy")
 	require.EqualValues(t, 10, explain("--policy", "sliding 10/1m").State[0].Remaining)
 	require.Contains(t, invoke(t, db.URL, "explain", "api", "a:1", "--policy", "sliding 10/1m").done(t),
-		"left      10 under sliding 10/1m in rate_limit_ephemeral, untouched\n")
+		"in force  the policy in the code, which is sliding 10/1m if --policy is right\n"+
+			"left      10 under sliding 10/1m in rate_limit_ephemeral, untouched\n")
 	out := invoke(t, db.URL, "explain", "api", "a:1").done(t)
 	require.Contains(t, out, "in force  the policy in the code, which this command cannot know\n")
 	require.Contains(t, out, "left      not known: it depends on the policy in the code: give that with --policy\n")

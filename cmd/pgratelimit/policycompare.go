@@ -24,9 +24,9 @@ type comparison struct {
 	Decided   int64         `json:"decided"`
 	Denied    int64         `json:"denied"` // by the policy in force
 	WouldDeny int64         `json:"would_deny"`
-	Since     *time.Time    `json:"since"` // null if nothing has been reported
-	Until     *time.Time    `json:"until"`
-	Keys      []comparedKey `json:"keys"` // those that it would have denied most
+	Since     time.Time     `json:"since"` // when it began, as the row is now
+	Until     *time.Time    `json:"until"` // of the last report; null if nothing has been reported
+	Keys      []comparedKey `json:"keys"`  // those that it would have denied most
 }
 
 // comparedKey is how often a key was denied, and would have been.
@@ -70,7 +70,7 @@ func scanComparison(row pgx.CollectableRow) (c comparison, err error) {
 	for i, key := range keys {
 		c.Keys = append(c.Keys, comparedKey{Key: key, WouldDeny: wouldDeny[i], Denied: denied[i]})
 	}
-	inUTC(c.Since, c.Until)
+	inUTC(&c.Since, c.Until)
 	return c, err
 }
 
@@ -81,9 +81,9 @@ func printComparisons(w io.Writer, all []comparison) {
 	}
 	fmt.Fprintln(w, "FOR\tSHADOW POLICY\tDECIDED\tDENIED\tWOULD BE DENIED\tSINCE")
 	for _, c := range all {
-		since := "nothing reported yet"
-		if c.Since != nil {
-			since = instant(*c.Since)
+		since := instant(c.Since)
+		if c.Until == nil {
+			since += ", nothing reported yet"
 		}
 		fmt.Fprintf(w, "%v\t%s\t%d\t%s\t%s\t%s\n", policyTarget{c.Key, c.KeyPrefix}, printable(c.Policy), c.Decided,
 			share(c.Denied, c.Decided), share(c.WouldDeny, c.Decided), since)

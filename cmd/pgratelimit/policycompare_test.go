@@ -1,7 +1,9 @@
 package main
 
 import (
+	"strings"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 
@@ -24,17 +26,23 @@ func TestPolicyCompare(t *testing.T) {
 	pgtest.Exec(t, db.Pool, `SELECT rate_limit_report(array_fill($1::bigint, ARRAY[4]), ARRAY['', 'a', E'b\n', 'c'],
 		ARRAY[1000, 0, 0, 0]::bigint[], ARRAY[10, 8, 2, 0]::bigint[], ARRAY[55, 20, 30, 5]::bigint[])`, id)
 
-	require.Regexp(t, `^FOR +SHADOW POLICY +DECIDED +DENIED +WOULD BE DENIED +SINCE
-everybody +sliding 5/1m +1000 +10 \(1\.0 %\) +55 \(5\.5 %\) +\d\S+ \S+
+	// It counts from when the row was last changed, or from when it begins, and not from the first report.
+	pgtest.Exec(t, db.Pool, `ALTER TABLE rate_limit_policy DISABLE TRIGGER USER;
+		UPDATE rate_limit_policy SET valid_from = now() - interval '9 days', changed_at = now() - interval '3 days';
+		ALTER TABLE rate_limit_policy ENABLE TRIGGER USER`)
+	began := pgtest.Scalar[time.Time](t, db.Pool, "SELECT changed_at FROM rate_limit_policy WHERE id = $1", id)
+	require.Regexp(t, strings.Replace(`^FOR +SHADOW POLICY +DECIDED +DENIED +WOULD BE DENIED +SINCE
+everybody +sliding 5/1m +1000 +10 \(1\.0 %\) +55 \(5\.5 %\) +BEGAN
   "b\\n" +2 +30 *
   a +8 +20 *
-prefix user: +log 3/1m +0 +0 +0 +nothing reported yet
-$`, invoke(t, db.URL, "policy", "compare", "login", "-n", "2").done(t))
+prefix user: +log 3/1m +0 +0 +0 +\d\S+ \d\S+Z, nothing reported yet
+$`, "BEGAN", began.UTC().Format("2006-01-02 15:04:05Z"), 1), invoke(t, db.URL, "policy", "compare", "login", "-n", "2").done(t))
 
 	all := decode[[]comparison](t, invoke(t, db.URL, "policy", "compare", "login", "--json"))
 	require.Len(t, all, 2)
 	require.Equal(t, []comparedKey{{"b\n", 30, 2}, {"a", 20, 8}, {"c", 5, 0}}, all[0].Keys)
-	require.Nil(t, all[1].Since)
+	require.WithinDuration(t, began, all[0].Since, 0)
+	require.Nil(t, all[1].Until)
 	require.Empty(t, decode[[]comparison](t, invoke(t, db.URL, "policy", "compare", "login", "--json", "-n", "0"))[0].Keys)
 	require.Equal(t, exitUsage, invoke(t, db.URL, "policy", "compare", "login", "-n", "-1").code)
 	require.Equal(t, exitUsage, invoke(t, db.URL, "policy", "compare").code)
