@@ -56,6 +56,7 @@ type examination struct {
 	server server
 
 	applied int64           // the last migration; set by checkMigrations
+	pooled  bool            // through a pooler; set by checkConnection
 	told    bool            // checkMigrations could find out which it is
 	found   catalog.Catalog // set by checkMigrations
 }
@@ -134,6 +135,7 @@ func (e *examination) checkConnection(ctx context.Context) (finding, error) {
 			last[pid] = client
 		}
 	}
+	e.pooled = !direct
 	given, err := e.app.config()
 	if err != nil {
 		return finding{}, err

@@ -43,6 +43,16 @@ func (e *examination) checkMigrations(ctx context.Context) (finding, error) {
 			return finding{}, err
 		}
 	}
+	// The connection strings of shards may lead to a pooler, which takes no search_path. Then the functions tell.
+	if e.app.connection != "" && e.pooled && e.server.tables > 0 {
+		if err := e.row(ctx, mapSQL, nil, &e.applied); err != nil {
+			return finding{}, err
+		}
+		if e.applied == all[len(all)-1].Version {
+			e.told = true
+			return ok("up to date, at version %d in schema %s, as its functions say", e.applied, e.server.schema), nil
+		}
+	}
 	if e.app.schema != "" && e.server.tables > 0 {
 		var current *string
 		if err := pool.QueryRow(ctx, "SELECT pg_catalog.current_schema()").Scan(&current); err != nil {

@@ -351,6 +351,8 @@ func TestShardsBehindPgBouncer(t *testing.T) {
 	invoke(t, p.URL, "limits").done(t)
 	invoke(t, p.URL, "reset", "login", "--all", "--yes").done(t)
 	for check, f := range examined(t, p.URL) {
-		require.NotEqual(t, problem, f.Level, "%s: %v", check, f)
+		if !strings.HasSuffix(check, "long transactions") { // somebody else's test may be slow
+			require.Equal(t, fine, f.Level, "%s: %v", check, f)
+		}
 	}
 }

@@ -46,7 +46,7 @@ func (a *app) examineAll(ctx context.Context, pool *pgxpool.Pool) ([]finding, er
 		return nil, err
 	}
 	if states == nil {
-		return a.examine(ctx, pool)
+		return a.examineNoProxy(ctx, pool)
 	}
 	e := &proxyExamination{examination: &examination{app: a, pool: pool}, proxy: proxy, states: states}
 	for i := range states {
@@ -78,6 +78,32 @@ func (a *app) examineAll(ctx context.Context, pool *pgxpool.Pool) ([]finding, er
 			return nil, err
 		}
 		findings = append(findings, of...)
+	}
+	return findings, nil
+}
+
+// examineNoProxy also knows a database that is to be a proxy, or was one: it has no tables, and is not to have any.
+func (a *app) examineNoProxy(ctx context.Context, pool *pgxpool.Pool) ([]finding, error) {
+	findings, err := a.examine(ctx, pool)
+	if err != nil {
+		return nil, err
+	}
+	at := *a // readTarget decides about the schema
+	target, err := at.readTarget(ctx, pool)
+	if err != nil || len(target.tables) > 0 {
+		return findings, nil //nolint:nilerr // what is wrong is among the findings
+	}
+	for i := range findings {
+		f := &findings[i]
+		switch {
+		case f.Check != "migrations" || f.Level != problem:
+		case len(target.connections) > 0:
+			f.Found = "this is a proxy of shards without its functions"
+			f.Do = "run `pgratelimit shard set` with the connection strings that it has: '" +
+				printable(strings.Join(target.connections, "', '")) + "'; migrate only the shards"
+		case target.available:
+			f.Do += "; but if this is to be a proxy of shards, do not migrate it: 'pgratelimit shard set' makes it one"
+		}
 	}
 	return findings, nil
 }

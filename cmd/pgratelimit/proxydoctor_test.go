@@ -106,7 +106,10 @@ func TestDoctorOfProxiesWhoseMapsDiffer(t *testing.T) {
 
 	// Then it takes the place of another, and whoever still has that one is told.
 	other.connections[1] = strangers.connections[1]
-	other.set(t).done(t)
+	out := other.set(t).done(t)
+	require.Contains(t, out, "shard 1 ("+strangers.shards[1].Pool.Config().ConnConfig.Database+") takes the place of another "+
+		"database: the counts that are there are forgotten.\n")
+	require.NotContains(t, out, "shard 0 (")
 	require.Empty(t, wrong(other))
 	require.Equal(t, []string{"shard 1 belongs to other shards than the first ones of these"}, wrong(p))
 	states, _ := p.listed(t)
@@ -191,6 +194,27 @@ func TestDoctorOfAProxy(t *testing.T) {
 	all = examined(t, p.URL)
 	require.Equal(t, problem, all[name(1)+"place"].Level)
 	require.Contains(t, all[name(1)+"through the proxy"].Found, "this database is shard 0 of 2")
+}
+
+// What is to be a proxy is not migrated, nor is one that has lost its functions.
+func TestDoctorOfWhatIsNoProxyYet(t *testing.T) {
+	t.Parallel()
+
+	p := newProxy(t, 1)
+	require.Contains(t, examined(t, p.URL)["migrations"].Do, "if this is to be a proxy of shards, do not migrate it: 'pgratelimit shard set'")
+	p.set(t).done(t)
+	pgtest.Exec(t, p.Pool, "DROP FUNCTION rate_limit_shards()")
+	f := examined(t, p.URL)["migrations"]
+	require.Equal(t, "this is a proxy of shards without its functions", f.Found)
+	require.Contains(t, f.Do, "run `pgratelimit shard set` with the connection strings that it has: '"+p.connections[0])
+	p.set(t).done(t)
+	_, wrong := p.listed(t)
+	require.False(t, wrong)
+
+	// Whoever puts an empty database in the place of shard 0 is told what that loses.
+	other := newProxy(t, 1)
+	p.connections = other.connections
+	require.Contains(t, p.set(t).done(t), "the counts, and all policies and bans, that are there are forgotten.")
 }
 
 // Only clocks that are apart for sure are reported.

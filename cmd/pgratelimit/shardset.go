@@ -90,8 +90,12 @@ func (a *app) setShards(ctx context.Context, config shards.Config, yes bool) err
 	if err != nil {
 		return err
 	}
-	if err := a.confirm(ctx, target.question(states, config), yes); err != nil {
+	forgets := target.forgets(states)
+	if err := a.confirm(ctx, target.question(states, config)+forgets+"Do it?", yes); err != nil {
 		return err
+	}
+	if yes && !a.json {
+		fmt.Fprint(a.stdout, forgets)
 	}
 	var source shards.Source
 	if err := stores[0].inShard(ctx, func(pool *pgxpool.Pool) error {
@@ -323,7 +327,24 @@ func (t *proxyTarget) question(states []shardState, config shards.Config) string
 		}
 		fmt.Fprintf(&text, "PL/Proxy connects to them as %s, %s.\n", printable(config.User), with)
 	}
-	return text.String() + "Do it?"
+	return text.String()
+}
+
+// forgets says what is lost with shards that others take the place of.
+func (t *proxyTarget) forgets(states []shardState) string {
+	var text strings.Builder
+	for i := range states {
+		if states[i].Is != nil || i >= len(t.connections) || t.connections[i] == states[i].Connection {
+			continue
+		}
+		what := "the counts"
+		if i == 0 {
+			what = "the counts, and all policies and bans,"
+		}
+		fmt.Fprintf(&text, "%s takes the place of another database: %s that are there are forgotten.\n",
+			states[i].name, what)
+	}
+	return text.String()
 }
 
 // wantedShard is what a database has to be to become a shard.
