@@ -12,10 +12,7 @@ import (
 )
 
 const (
-	// lockID is the advisory lock under which migrations run: "ratelimt" in ASCII. goose's own default, 4097083626,
-	// fits in 32 bits, and so do the ids of tools that hash with CRC-32. So an application's migrations never wait for
-	// ours.
-	lockID int64 = 0x726174656c696d74
+	lockID = lockwait.Migrations // the advisory lock under which migrations run
 
 	// lockPoll is how often a process asks for the lock while another one has it. All migrations together take some
 	// 20 ms.

@@ -1,11 +1,15 @@
 package main
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
 	"io"
+	"os"
+	"slices"
 	"strings"
+	"text/tabwriter"
 
 	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgxpool"
@@ -58,17 +62,15 @@ problem.`,
 			if err != nil {
 				return err
 			}
-			problems := 0
-			for _, finding := range findings {
-				if finding.Level == problem {
-					problems++
-				}
-			}
-			if err := a.print(findings, func(w io.Writer) { printFindings(w, findings) }); err != nil {
+			levels := []level{fine, warning, problem} // so that what matters most stands last
+			slices.SortStableFunc(findings, func(a, b finding) int {
+				return slices.Index(levels, a.Level) - slices.Index(levels, b.Level)
+			})
+			if err := a.print(findings, func(w io.Writer) { printFindings(w, findings, a.colored()) }); err != nil {
 				return err
 			}
-			if problems > 0 {
-				return fmt.Errorf("%d of %d checks found a problem", problems, len(findings))
+			if slices.ContainsFunc(findings, func(f finding) bool { return f.Level == problem }) {
+				return errProblems
 			}
 			return nil
 		}),
@@ -78,18 +80,51 @@ problem.`,
 	return cmd
 }
 
-func printFindings(w io.Writer, findings []finding) {
+// printFindings ends with a line that counts. Problems are red if that is wanted.
+func printFindings(w io.Writer, findings []finding, colored bool) {
+	var text bytes.Buffer
+	count := map[level]int{}
+	table := tabwriter.NewWriter(&text, 0, 0, 2, ' ', 0) // it takes colors for letters, so they come later
 	for _, finding := range findings {
-		fmt.Fprintf(w, "%s\t%s\t%s\n", finding.Level, finding.Check, finding.Found)
+		count[finding.Level]++
+		fmt.Fprintf(table, "%s\t%s\t%s\n", finding.Level, finding.Check, finding.Found)
 		if finding.Do != "" {
-			fmt.Fprintf(w, "\t\t→ %s\n", finding.Do)
+			fmt.Fprintf(table, "\t\t→ %s\n", finding.Do)
 		}
 	}
+	_ = table.Flush() // a buffer takes all
+	red := false
+	for line := range strings.Lines(text.String()) {
+		if !strings.HasPrefix(line, " ") {
+			red = strings.HasPrefix(line, string(problem))
+		}
+		if red && colored {
+			line = "\x1b[31m" + strings.TrimSuffix(line, "\n") + "\x1b[0m\n"
+		}
+		fmt.Fprint(w, line)
+	}
+	fmt.Fprintf(w, "%s, %s\n", number(count[problem], "problem"), number(count[warning], "warning"))
+}
+
+func number(n int, of string) string {
+	if n != 1 {
+		of += "s"
+	}
+	return fmt.Sprintf("%d %s", n, of)
+}
+
+// colored tells whether the output is for a person at a terminal who has not said no to colors.
+func (a *app) colored() bool {
+	return isTerminal(a.stdout) && os.Getenv("NO_COLOR") == "" && os.Getenv("TERM") != "dumb"
 }
 
 // examine runs all checks that make sense for this database.
 func (a *app) examine(ctx context.Context, pool *pgxpool.Pool) ([]finding, error) {
 	e := &examination{app: a, pool: pool}
+	locks, closed, err := e.checkLocks(ctx)
+	if err != nil || closed {
+		return []finding{locks}, err
+	}
 	if err := e.readServer(ctx); err != nil {
 		return nil, err
 	}
@@ -114,7 +149,7 @@ func (a *app) examine(ctx context.Context, pool *pgxpool.Pool) ([]finding, error
 			checks = append(checks, check{"policies", e.checkPolicies})
 		}
 	}
-	var findings []finding
+	findings := []finding{locks}
 	for i, check := range checks {
 		finding, err := check.look(ctx)
 		if err := could(err, &finding); err != nil {

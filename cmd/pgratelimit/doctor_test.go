@@ -1,7 +1,9 @@
 package main
 
 import (
+	"fmt"
 	"maps"
+	"regexp"
 	"slices"
 	"strings"
 	"testing"
@@ -12,12 +14,15 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit/internal/algorithm"
+	"github.com/pgratelimit/ratelimit/internal/lockwait"
+	"github.com/pgratelimit/ratelimit/internal/pgserver"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
+	"github.com/pgratelimit/ratelimit/internal/testkit"
 	"github.com/pgratelimit/ratelimit/migrations"
 )
 
 // checksOfAll is how many there are if nothing is missing: some for each table.
-const checksOfAll = 12 + 2*7
+const checksOfAll = 13 + 2*7
 
 func TestDoctorOfAHealthyDatabase(t *testing.T) {
 	t.Parallel()
@@ -536,6 +541,102 @@ func TestDoctorOfADatabaseThatIsBehind(t *testing.T) {
 	o = invoke(t, db.URL, "doctor", "--schema", "nowhere")
 	require.Equal(t, exitFailed, o.code)
 	require.Regexp(t, `(?m)^problem +migrations +ratelimit/migrations: status: no schema`, o.stdout)
+}
+
+// Whoever has had a lock on our tables for a while is named, and can be ended, even one whom the doctor would wait for.
+func TestDoctorSaysWhoHasLocks(t *testing.T) {
+	t.Parallel()
+
+	server := pgtest.Server(t, pgserver.Config{Settings: map[string]string{"max_prepared_transactions": "2"}})
+	db := &pgtest.DB{URL: server.URL()}
+	pool, err := pgxpool.New(t.Context(), db.URL)
+	require.NoError(t, err)
+	t.Cleanup(pool.Close)
+	db.Pool = pool
+	require.NoError(t, migrations.Up(t.Context(), pool))
+	e := &examination{app: &app{timeout: time.Minute}, pool: pool}
+	for _, test := range []struct {
+		hold, what string
+		level      level
+	}{
+		{"BEGIN; LOCK TABLE rate_limit_durable", "AccessExclusiveLock on rate_limit_durable", problem},
+		{"BEGIN; LOCK TABLE rate_limit_policy IN SHARE MODE", "ShareLock on rate_limit_policy", problem},
+		{"BEGIN; SELECT rate_limit_allow('a', 'secret', 'fixed 1/1h')", "RowExclusiveLock on rate_limit_ephemeral", warning},
+		{"BEGIN; SELECT count(*) FROM rate_limit_lease", "AccessShareLock on rate_limit_lease", warning},
+		{fmt.Sprintf("SELECT pg_advisory_lock(%d)", lockwait.Migrations), "the lock of migrations", warning},
+		{"BEGIN; LOCK TABLE rate_limit_durable; PREPARE TRANSACTION 'it''s'", "AccessExclusiveLock on rate_limit_durable", problem},
+	} {
+		config, err := pgx.ParseConfig(db.URL)
+		require.NoError(t, err)
+		config.RuntimeParams["application_name"] = "night shift"
+		config.DefaultQueryExecMode = pgx.QueryExecModeSimpleProtocol
+		holder, err := pgx.ConnectConfig(t.Context(), config)
+		require.NoError(t, err)
+		pgtest.Exec(t, holder, test.hold)
+		who := fmt.Sprintf(`process %d (application "night shift", idle`, holder.PgConn().PID())
+		if strings.Contains(test.hold, "PREPARE") {
+			who = `prepared transaction "it's" (since `
+		}
+
+		held, err := e.readLocks(t.Context(), 0) // nobody wants to wait for 5 s
+		require.NoError(t, err)
+		f := judgeLocks(held)
+		require.Equal(t, test.level, f.Level, f)
+		require.Contains(t, f.Found, who)
+		require.Contains(t, f.Found, test.what)
+		require.NotContains(t, f.Found, "secret")
+		held, err = e.readLocks(t.Context(), time.Hour)
+		require.NoError(t, err)
+		require.Empty(t, held)
+		follow(t, db, f.Do)
+		testkit.WaitUntil(t, func() bool {
+			held, err := e.readLocks(t.Context(), 0)
+			return err == nil && len(held) == 0
+		})
+		_ = holder.Close(t.Context())
+	}
+
+	// If somebody keeps the doctor from the tables, it says that and nothing else.
+	holder := pgtest.Begin(t, db)
+	pgtest.Exec(t, holder, "LOCK TABLE rate_limit_durable")
+	testkit.WaitUntil(t, func() bool {
+		held, err := e.readLocks(t.Context(), longLock)
+		return err == nil && len(held) == 1
+	})
+	all := examined(t, db.URL)
+	require.Len(t, all, 1)
+	require.Contains(t, all["locks"].Found, "calls fail meanwhile: process ")
+}
+
+// What matters most stands last, in red for a person who has not said no to that.
+func TestDoctorsOutput(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	pgtest.Exec(t, db.Pool, "REVOKE CREATE ON SCHEMA public FROM PUBLIC")
+	require.True(t, strings.HasSuffix(invoke(t, db.URL, "doctor").done(t), "\n0 problems, 0 warnings\n"))
+	pgtest.Exec(t, db.Pool, "ALTER TABLE rate_limit_durable RESET (fillfactor); "+
+		"CREATE INDEX more ON rate_limit_ephemeral (count)", pgx.QueryExecModeSimpleProtocol)
+	o := invoke(t, db.URL, "doctor")
+	require.Equal(t, exitFailed, o.code)
+	require.Empty(t, o.stderr)
+	require.NotContains(t, o.stdout, "\x1b")
+	require.Regexp(t, `(?s)\nok .*\nwarning  rate_limit_durable: kind .*\nproblem  rate_limit_ephemeral: kind .*\n`+
+		` +→ .*\n1 problem, 1 warning\n$`, o.stdout)
+	require.NotRegexp(t, `(?s)warning .*\nok `, o.stdout)
+
+	for _, none := range []bool{false, true} {
+		cmd := command(t, db.URL, "doctor")
+		cmd.Env = append(cmd.Env, "NO_COLOR=", "TERM=xterm")
+		if none {
+			cmd.Env = append(cmd.Env, "NO_COLOR=1")
+		}
+		code, shown := onTerminal(t, cmd).wait()
+		require.Equal(t, exitFailed, code)
+		require.Equal(t, !none, regexp.MustCompile(`(?m)^\x1b\[31mproblem +rate_limit_ephemeral: kind`).MatchString(shown), shown)
+		require.Equal(t, none, !strings.Contains(shown, "\x1b["))
+		require.True(t, strings.HasSuffix(shown, "\n1 problem, 1 warning\n"), shown)
+	}
 }
 
 func TestDoctorSeesForeignTransactions(t *testing.T) {

@@ -17,6 +17,9 @@ var (
 
 	// errDenied is not printed, because stdout says it already.
 	errDenied = errors.New("denied")
+
+	// errProblems is not printed either.
+	errProblems = errors.New("the doctor has found a problem")
 )
 
 // failure is an error of a command that has begun its work.

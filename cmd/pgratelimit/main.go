@@ -75,6 +75,8 @@ func run(ctx context.Context, args []string, a *app) int {
 		return 0
 	case errors.Is(err, errDenied):
 		return exitDenied
+	case errors.Is(err, errProblems):
+		return exitFailed
 	case errors.As(err, &failed) && !isUsage(err):
 		fmt.Fprintf(a.stderr, "%s: %s\n", cmd.CommandPath(), a.message(failed.err))
 		return exitFailed

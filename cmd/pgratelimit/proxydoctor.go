@@ -41,6 +41,10 @@ type proxyExamination struct {
 
 // examineAll runs all checks: of this database, and if it is a proxy, of each of its shards.
 func (a *app) examineAll(ctx context.Context, pool *pgxpool.Pool) ([]finding, error) {
+	locks, closed, err := (&examination{app: a, pool: pool}).checkLocks(ctx)
+	if err != nil || closed {
+		return []finding{locks}, err
+	}
 	proxy, states, err := a.shardStates(ctx, pool)
 	if err != nil {
 		return nil, err
