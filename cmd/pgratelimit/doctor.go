@@ -43,13 +43,19 @@ func (l level) finding(do, found string, args ...any) finding {
 }
 
 func (a *app) doctorCommand() *cobra.Command {
+	var fix, yes bool
 	cmd := &cobra.Command{
 		Use:   "doctor",
 		Short: "Examine the database, and say what to do",
 		Long: `Examines the database, and says what to do about whatever it finds. It only reads: catalogs and
 statistics, and of each table a random sample of at most 100 MB. The exit code is 1 if there is a
-problem.`,
+problem.
+
+With --fix it first makes anew what the migrations have made and is missing or changed: functions,
+types, tables, primary keys, indexes and triggers. It does so in one transaction, in which calls wait,
+and keeps counts, policies and rights. Only a table that lacks a column loses its rows; then it asks.`,
 		Example: `  pgratelimit doctor
+  pgratelimit doctor --fix
   pgratelimit doctor --json | jq '.[] | select(.level != "ok")'`,
 		Args: cobra.NoArgs,
 		RunE: action(func(ctx context.Context, _ []string) error {
@@ -58,9 +64,20 @@ problem.`,
 				return err
 			}
 			defer pool.Close()
+			var mended []string
+			if fix {
+				if mended, err = a.fix(ctx, pool, yes); err != nil {
+					return err
+				}
+			}
 			findings, err := a.examineAll(ctx, pool)
 			if err != nil {
 				return err
+			}
+			if len(mended) > 0 {
+				fixed := ok("what was wrong is mended: %s", strings.Join(mended, "; "))
+				fixed.Check = "fixed"
+				findings = append([]finding{fixed}, findings...)
 			}
 			levels := []level{fine, warning, problem} // so that what matters most stands last
 			slices.SortStableFunc(findings, func(a, b finding) int {
@@ -75,6 +92,8 @@ problem.`,
 			return nil
 		}),
 	}
+	cmd.Flags().BoolVar(&fix, "fix", false, "first make anew, in place, what is missing or changed")
+	addYes(cmd, &yes)
 	a.addTimeout(cmd)
 	a.addJSON(cmd)
 	return cmd

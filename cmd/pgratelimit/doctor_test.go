@@ -1,6 +1,7 @@
 package main
 
 import (
+	"context"
 	"fmt"
 	"maps"
 	"regexp"
@@ -104,10 +105,11 @@ func follow(t *testing.T, db *pgtest.DB, advice string) {
 	for i := 1; i < len(parts); i += 2 {
 		if line, ok := strings.CutPrefix(parts[i], "pgratelimit "); ok {
 			args := strings.Fields(line)
-			if strings.HasPrefix(line, "migrate down") {
-				args = append(args, "--yes")
+			if !strings.HasPrefix(line, "doctor --fix") {
+				invoke(t, db.URL, args...).done(t)
+				continue
 			}
-			invoke(t, db.URL, args...).done(t)
+			require.Empty(t, invoke(t, db.URL, append(args, "--yes")...).stderr) // which may find other problems
 		} else {
 			pgtest.Exec(t, db.Pool, parts[i], pgx.QueryExecModeSimpleProtocol)
 		}
@@ -128,7 +130,7 @@ func TestDoctorFindsWhatIsWrong(t *testing.T) {
 		"changed function": {
 			sql:   `DO $$ BEGIN EXECUTE replace(pg_get_functiondef('rate_limit_reset'::regproc), 'RETURN found', 'RETURN true'); END $$`,
 			check: "objects", level: problem, found: "function rate_limit_reset(text, text, boolean, integer, boolean) has another body",
-			do: "`pgratelimit migrate down --to 1`, then `pgratelimit migrate up`; then grant the rights again",
+			do: "`pgratelimit doctor --fix`, which makes it anew in place, and loses nothing",
 		},
 		"missing functions": {
 			sql:   `DROP FUNCTION rate_limit_reset, _rate_limit_late`,
@@ -172,28 +174,74 @@ func TestDoctorFindsWhatIsWrong(t *testing.T) {
 		},
 		"dropped table": {
 			sql:   `DROP TABLE rate_limit_durable`,
-			check: "objects", level: problem, found: "table rate_limit_durable is missing", do: "make it anew, which loses its counts",
+			check: "objects", level: problem, found: "table rate_limit_durable is missing", do: "loses nothing; then grant the rights on what was missing again",
 		},
 		"the other table dropped": {
 			sql:   `DROP TABLE rate_limit_ephemeral`,
-			check: "objects", level: problem, found: "table rate_limit_ephemeral is missing", do: "LIKE public.rate_limit_durable",
+			check: "objects", level: problem, found: "table rate_limit_ephemeral is missing", do: "loses nothing",
 		},
 		"both tables dropped": {
 			sql:   `DROP TABLE rate_limit_ephemeral, rate_limit_durable`,
-			check: "migrations", level: problem, found: "somebody has dropped the tables: migrations up to 5", do: "`pgratelimit migrate down --to 0`",
+			check: "migrations", level: problem, found: "somebody has dropped the tables: migrations up to 5", do: "`pgratelimit doctor --fix`, which makes them anew, without the counts, which are lost",
 		},
 		"the sweeper's table dropped": {
 			sql:   `DROP TABLE rate_limit_sweeper`,
-			check: "objects", level: problem, found: "table rate_limit_sweeper is missing", do: "which keeps the counts",
+			check: "objects", level: problem, found: "table rate_limit_sweeper is missing", do: "loses nothing",
 		},
 		"a column dropped": {
 			sql:   `ALTER TABLE rate_limit_durable DROP COLUMN credit`,
-			check: "objects", level: problem, found: "table rate_limit_durable lacks column credit",
+			check: "objects", level: problem, found: "table rate_limit_durable lacks column credit", do: "loses all rows of rate_limit_durable, of which columns are missing",
 		},
 		"both tables changed": {
 			sql: `ALTER TABLE rate_limit_durable DROP CONSTRAINT rate_limit_durable_pkey;
 				ALTER TABLE rate_limit_ephemeral ALTER count DROP NOT NULL`,
-			check: "objects", level: problem, found: "lacks constraint rate_limit_durable_pkey", do: "make all anew, which loses all counts",
+			check: "objects", level: problem, found: "lacks constraint rate_limit_durable_pkey", do: "loses nothing",
+		},
+		"a primary key dropped, and a key inserted twice": {
+			sql: `ALTER TABLE rate_limit_durable DROP CONSTRAINT rate_limit_durable_pkey;
+				INSERT INTO rate_limit_durable (prefix, key) VALUES ('a', 'b')`,
+			check: "objects", level: problem, found: "lacks constraint rate_limit_durable_pkey", do: "loses nothing",
+		},
+		"another primary key": {
+			sql: `ALTER TABLE rate_limit_durable DROP CONSTRAINT rate_limit_durable_pkey;
+				ALTER TABLE rate_limit_durable ADD CONSTRAINT rate_limit_durable_pkey PRIMARY KEY (prefix, key, algorithm)`,
+			check: "objects", level: problem, found: "has constraint rate_limit_durable_pkey", do: "loses nothing",
+		},
+		"the key of the policies dropped": {
+			sql:   `ALTER TABLE rate_limit_policy DROP CONSTRAINT rate_limit_policy_pkey`,
+			check: "objects", level: problem, found: "lacks constraint rate_limit_policy_pkey", do: "loses nothing",
+		},
+		"an index of the policies dropped": {
+			sql:   `DROP INDEX rate_limit_policy_target`,
+			check: "objects", level: problem, found: "lacks index rate_limit_policy_target", do: "loses nothing",
+		},
+		"a default of the policies changed": {
+			sql:   `ALTER TABLE rate_limit_policy ALTER mode SET DEFAULT 'off', ALTER name TYPE varchar(200)`,
+			check: "objects", level: problem, found: "has column mode", do: "loses nothing",
+		},
+		"another type": {
+			sql:   `ALTER TYPE rate_limit_decision ADD ATTRIBUTE more text`,
+			check: "objects", level: problem, found: "type rate_limit_decision has column more", do: "loses nothing",
+		},
+		"another result": {
+			sql: `DROP FUNCTION rate_limit_reset;
+				CREATE FUNCTION rate_limit_reset(text, text, boolean, integer, boolean) RETURNS text LANGUAGE sql AS $$ SELECT 'a' $$`,
+			check: "objects", level: problem, found: "has result", do: "loses nothing",
+		},
+		"a trigger function dropped": {
+			sql:   `DROP FUNCTION _rate_limit_note_policy CASCADE`,
+			check: "objects", level: problem, found: "function _rate_limit_note_policy() is missing", do: "loses nothing",
+		},
+		"a column and a constraint more": {
+			sql: `ALTER TABLE rate_limit_durable ADD COLUMN note text, ADD CONSTRAINT positive CHECK (count >= 0);
+				ALTER TABLE rate_limit_policy ADD COLUMN team text`,
+			check: "objects", level: problem, found: "has column note, which should not be there",
+			do: "`ALTER TABLE public.rate_limit_durable DROP COLUMN \"note\"`, which loses what is in it",
+		},
+		"all functions dropped": {
+			sql: `DO $$ DECLARE f text; BEGIN FOR f IN SELECT p.oid::regprocedure FROM pg_proc AS p
+				WHERE p.pronamespace = 'public'::regnamespace LOOP EXECUTE 'DROP FUNCTION IF EXISTS ' || f || ' CASCADE'; END LOOP; END $$`,
+			check: "objects", level: problem, found: "function rate_limit_all(", do: "loses nothing",
 		},
 		"open to everybody": {
 			sql:   `GRANT EXECUTE ON FUNCTION rate_limit_take_token_bucket TO PUBLIC`,
@@ -202,19 +250,19 @@ func TestDoctorFindsWhatIsWrong(t *testing.T) {
 		},
 		"a trigger of the policies dropped": {
 			sql:   `DROP TRIGGER rate_limit_policy_note ON rate_limit_policy`,
-			check: "objects", level: problem, found: "table rate_limit_policy lacks trigger rate_limit_policy_note", do: "bring the policies back, without their history",
+			check: "objects", level: problem, found: "table rate_limit_policy lacks trigger rate_limit_policy_note", do: "loses nothing",
 		},
 		"a column of the policies dropped": {
 			sql:   `ALTER TABLE rate_limit_policy DROP COLUMN comment`,
-			check: "objects", level: problem, found: "table rate_limit_policy lacks column comment", do: "This loses all policies",
+			check: "objects", level: problem, found: "table rate_limit_policy lacks column comment", do: "loses all rows of rate_limit_policy",
 		},
 		"the policies dropped": {
 			sql:   `DROP TABLE rate_limit_policy`,
-			check: "objects", level: problem, found: "table rate_limit_policy is missing", do: "This loses all policies",
+			check: "objects", level: problem, found: "table rate_limit_policy is missing", do: "loses nothing",
 		},
 		"the history of policies dropped": {
 			sql:   `DROP TABLE rate_limit_policy_history`,
-			check: "objects", level: problem, found: "table rate_limit_policy_history is missing", do: "put the policies aside",
+			check: "objects", level: problem, found: "table rate_limit_policy_history is missing", do: "loses nothing",
 		},
 		"a policy of a newer release": {
 			sql: `SET session_replication_role = replica;
@@ -373,10 +421,13 @@ func TestDoctorFindsWhatIsWrong(t *testing.T) {
 				}
 			}
 			require.Len(t, cured, checksOfAll)
-			if strings.Contains(found.Do, "which keeps the counts") {
-				require.True(t, pgtest.Scalar[bool](t, db.Pool, "SELECT count(*) = 1 FROM rate_limit_durable"))
+			// What was there and is not said to be lost is there.
+			if !strings.Contains(test.sql, "DROP TABLE rate_limit_durable") && !strings.Contains(test.sql, ", rate_limit_durable") &&
+				!strings.Contains(found.Do, "loses all rows of rate_limit_durable") && !strings.Contains(found.Do, "sweep") {
+				require.True(t, pgtest.Scalar[bool](t, db.Pool, "SELECT count(*) = 1 FROM rate_limit_durable WHERE key = 'b'"))
 			}
-			if strings.Contains(found.Do, "put the policies aside") {
+			if strings.Contains(found.Do, "doctor --fix") && !strings.Contains(test.sql, "DROP TABLE rate_limit_policy") &&
+				!strings.Contains(found.Do, "loses all rows of rate_limit_policy") {
 				require.True(t, pgtest.Scalar[bool](t, db.Pool, "SELECT count(*) = 1 FROM rate_limit_policy WHERE key = 'customer:42' AND comment = 'why'"))
 			}
 			// And it works.
@@ -475,11 +526,11 @@ func TestDoctorsAdviceNamesTheSchema(t *testing.T) {
 	invoke(t, db.URL, "migrate", "up", "--schema", "Limits").done(t)
 	pgtest.Exec(t, db.Pool, `DROP TABLE "Limits".rate_limit_durable; ALTER TABLE "Limits".rate_limit_ephemeral RESET (fillfactor)`)
 	all := examined(t, db.URL, "--schema", "Limits")
-	follow(t, db, all["objects"].Do)
+	follow(t, db, strings.ReplaceAll(all["objects"].Do, "'", "")) // which a shell takes away
 	pgtest.Exec(t, db.Pool, `DROP FUNCTION "Limits"._rate_limit_late()`)
 	all = examined(t, db.URL, "--schema", "Limits")
-	require.Contains(t, all["objects"].Do, "`pgratelimit migrate down --to 1 --schema 'Limits'`")
-	follow(t, db, strings.ReplaceAll(all["objects"].Do, "'", "")) // which a shell takes away
+	require.Contains(t, all["objects"].Do, "`pgratelimit doctor --fix --schema 'Limits'`")
+	follow(t, db, strings.ReplaceAll(all["objects"].Do, "'", ""))
 	follow(t, db, all["rate_limit_ephemeral: kind"].Do)
 	for check, f := range examined(t, db.URL, "--schema", "Limits") {
 		if check != "long transactions" {
@@ -541,6 +592,66 @@ func TestDoctorOfADatabaseThatIsBehind(t *testing.T) {
 	o = invoke(t, db.URL, "doctor", "--schema", "nowhere")
 	require.Equal(t, exitFailed, o.code)
 	require.Regexp(t, `(?m)^problem +migrations +ratelimit/migrations: status: no schema`, o.stdout)
+}
+
+// What is made anew keeps the rights that others have on what is there, and gives none to anybody else.
+func TestDoctorFixKeepsRights(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	role := pgtest.Scalar[string](t, db.Pool, "SELECT quote_ident('fix ' || current_database())")
+	pgtest.Exec(t, db.Pool, `CREATE ROLE `+role+`; REVOKE CREATE ON SCHEMA public FROM PUBLIC;
+		GRANT EXECUTE ON FUNCTION rate_limit_allow, rate_limit_reset, rate_limit_all TO `+role+`;
+		GRANT SELECT, INSERT, UPDATE ON rate_limit_policy TO `+role+` WITH GRANT OPTION;
+		GRANT SELECT ON rate_limit_durable, rate_limit_policy_history TO `+role, pgx.QueryExecModeSimpleProtocol)
+	t.Cleanup(func() {
+		_, _ = db.Pool.Exec(context.WithoutCancel(t.Context()), "DROP OWNED BY "+role+"; DROP ROLE "+role)
+	})
+	rights := func() []string {
+		return pgtest.Scalar[[]string](t, db.Pool, `SELECT array_agg(right_ ORDER BY right_) FROM (
+			SELECT format('%s %s', relname, a) FROM pg_class, aclexplode(relacl) AS a
+			WHERE relnamespace = 'public'::regnamespace AND a.grantee <> relowner
+			UNION ALL SELECT format('%s %s', proname, a) FROM pg_proc, aclexplode(proacl) AS a
+			WHERE pronamespace = 'public'::regnamespace AND a.grantee <> proowner) AS _ (right_)`)
+	}
+	before := rights()
+	pgtest.Exec(t, db.Pool, `ALTER FUNCTION rate_limit_reset SECURITY INVOKER; DROP FUNCTION _rate_limit_note_policy CASCADE;
+		ALTER TABLE rate_limit_durable ALTER count SET DEFAULT 5; ALTER TABLE rate_limit_policy ALTER comment DROP NOT NULL;
+		ALTER DEFAULT PRIVILEGES GRANT ALL ON TABLES TO PUBLIC; ALTER DEFAULT PRIVILEGES GRANT ALL ON FUNCTIONS TO PUBLIC`,
+		pgx.QueryExecModeSimpleProtocol)
+	o := invoke(t, db.URL, "doctor", "--fix")
+	require.Zero(t, o.code, o)
+	require.Regexp(t, `(?m)^ok +fixed +what was wrong is mended: .*function _rate_limit_note_policy\(\) is missing`, o.stdout)
+	require.Equal(t, before, rights())
+	require.NotContains(t, invoke(t, db.URL, "doctor", "--fix").done(t), "mended")
+	pgtest.Exec(t, db.Pool, "ALTER DEFAULT PRIVILEGES REVOKE ALL ON TABLES FROM PUBLIC")
+
+	// Nothing is lost without an answer, and nothing of somebody else's is dropped.
+	pgtest.Exec(t, db.Pool, "ALTER TABLE rate_limit_durable DROP COLUMN since")
+	invoke(t, db.URL, "doctor", "--fix").complains(t, exitUsage, "nobody can be asked")
+	pgtest.Exec(t, db.Pool, "CREATE VIEW mine AS SELECT key FROM rate_limit_durable")
+	invoke(t, db.URL, "doctor", "--fix", "--yes").complains(t, exitFailed, "other objects depend on it")
+	require.Equal(t, before, rights())
+}
+
+// Nothing is pending, and yet something is missing.
+func TestMigrateUpFindsWhatIsMissing(t *testing.T) {
+	t.Parallel()
+
+	for sql, want := range map[string]string{
+		"DROP FUNCTION rate_limit_reset":                                         "function rate_limit_reset(text, text, boolean, integer, boolean) is missing",
+		"ALTER TABLE rate_limit_durable DROP CONSTRAINT rate_limit_durable_pkey": "table rate_limit_durable lacks constraint rate_limit_durable_pkey",
+		"DROP TRIGGER rate_limit_policy_note ON rate_limit_policy":               "lacks trigger rate_limit_policy_note",
+		"DROP TABLE rate_limit_lease":                                            "table rate_limit_lease is missing",
+		"DROP TABLE rate_limit_ephemeral, rate_limit_durable":                    "somebody has dropped the tables",
+	} {
+		db := pgtest.New(t)
+		invoke(t, db.URL, "migrate", "up").done(t)
+		pgtest.Exec(t, db.Pool, "REVOKE CREATE ON SCHEMA public FROM PUBLIC; "+sql, pgx.QueryExecModeSimpleProtocol)
+		invoke(t, db.URL, "migrate", "up").complains(t, exitFailed, "nothing is pending, but ", want, "`pgratelimit doctor --fix`")
+		invoke(t, db.URL, "doctor", "--fix").done(t)
+		invoke(t, db.URL, "migrate", "up").done(t)
+	}
 }
 
 // Whoever has had a lock on our tables for a while is named, and can be ended, even one whom the doctor would wait for.

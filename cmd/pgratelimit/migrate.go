@@ -16,6 +16,7 @@ import (
 	"github.com/pressly/goose/v3"
 	"github.com/spf13/cobra"
 
+	"github.com/pgratelimit/ratelimit/internal/catalog"
 	"github.com/pgratelimit/ratelimit/migrations"
 )
 
@@ -48,13 +49,21 @@ func (a *app) migrateUpCommand() *cobra.Command {
 	return cmd
 }
 
-// migrateUp applies all migrations. If it made everything as another role than the owner of the schema, although it
+// migrateUp applies all migrations. If there was none to apply, but something that they have made is missing, it returns
+// an error. If it made everything as another role than the owner of the schema, although it
 // could have taken that role, it says so.
 func (a *app) migrateUp(ctx context.Context, pool *pgxpool.Pool) error {
 	before, err := migrations.Status(ctx, pool)
 	first := err == nil && !slices.ContainsFunc(before, func(m migrations.Migration) bool { return m.Applied })
-	if err := migrations.Up(ctx, pool); err != nil || !first {
+	pending := err != nil || slices.ContainsFunc(before, func(m migrations.Migration) bool { return !m.Applied })
+	if err := migrations.Up(ctx, pool); err != nil {
 		return err
+	}
+	if !pending {
+		return a.requireAll(ctx, pool)
+	}
+	if !first {
+		return nil
 	}
 	type owners struct{ Me, Schema, Owner string }
 	var found []owners
@@ -74,6 +83,36 @@ func (a *app) migrateUp(ctx context.Context, pool *pgxpool.Pool) error {
 			e.command("migrate down --to 0"), f.Schema, e.asOwner(e.command("migrate up")))))
 	}
 	return err
+}
+
+// requireAll returns an error if something is missing that the migrations have made.
+func (a *app) requireAll(ctx context.Context, pool *pgxpool.Pool) error {
+	e := &examination{app: a, pool: pool}
+	if err := e.readServer(ctx); err != nil {
+		return err
+	}
+	f, err := e.checkMigrations(ctx)
+	if err != nil {
+		return err
+	}
+	if e.server.tables > 0 && f.Level == fine {
+		made, _ := catalog.Made(e.applied) // nothing, if it is of a newer release
+		var missing []string
+		for _, d := range e.found.Differences(made, e.server.owner) {
+			if inPlace(d, made) && (d.Aspect == "" || e.found[d.Object].Aspects[d.Aspect] == "") {
+				missing = append(missing, d.Text)
+			}
+		}
+		if len(missing) == 0 {
+			return nil
+		}
+		f = problem.finding(e.command("doctor --fix")+" makes it anew, and `pgratelimit doctor` says what that loses",
+			"%s", strings.Join(missing, "; "))
+	}
+	if f.Level == problem {
+		return fmt.Errorf("nothing is pending, but %s: %s", f.Found, f.Do)
+	}
+	return nil
 }
 
 func (a *app) migrateDownCommand() *cobra.Command {
@@ -215,6 +254,7 @@ type migration struct {
 	Version  int64  `json:"version"`
 	SQL      string `json:"sql"`
 	up, down string
+	marked   string // up, with the lines that goose understands
 }
 
 // readMigrations returns all migrations by version.
@@ -235,7 +275,7 @@ func readMigrations() ([]migration, error) {
 		}
 		up, down, _ := strings.Cut(string(content), "-- +goose Down\n")
 		_, up, _ = strings.Cut(up, "-- +goose Up\n")
-		all[i] = migration{file: file, Version: version, up: withoutGoose(up), down: withoutGoose(down)}
+		all[i] = migration{file: file, Version: version, up: withoutGoose(up), down: withoutGoose(down), marked: up}
 	}
 	return all, nil
 }

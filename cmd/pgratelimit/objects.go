@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 
 	"github.com/jackc/pgx/v5"
@@ -88,8 +89,8 @@ func (e *examination) checkMigrations(ctx context.Context) (finding, error) {
 	case e.server.tables == 0 && e.applied == 0:
 		return e.elsewhere("the tables are not there"), nil
 	case e.server.tables == 0:
-		return problem.finding(e.command("migrate down --to 0")+", then "+e.command("migrate up")+
-			"; then grant the rights again, as in deploy/grants.sql",
+		return problem.finding(e.command("doctor --fix")+", which makes them anew, without the counts, which are lost; "+
+			"then grant the rights on them again, as in deploy/grants.sql",
 			"somebody has dropped the tables: migrations up to %d are applied, and no table is there", e.applied), nil
 	case e.applied == 0:
 		e.applied = e.found.Nearest(e.server.owner)
@@ -144,99 +145,75 @@ func (e *examination) checkObjects(context.Context) (finding, error) {
 	return e.judgeObjects(made), nil
 }
 
-// judgeObjects leaves to the checks of the tables what can be mended and keeps the counts.
+// judgeObjects leaves to the checks of the tables what those find.
 func (e *examination) judgeObjects(made catalog.Catalog) finding {
-	var wrong, mend []string
-	damaged := map[string]bool{} // of the two tables
-	remake, version, divided := false, false, false
-	var drop []string // tables first, because functions may belong to their triggers
-	for _, d := range e.found.Differences(made, e.server.owner) {
+	var wrong, mend, drop, dropTables []string
+	inside, gone := false, false
+	differences := e.found.Differences(made, e.server.owner)
+	for _, d := range differences {
 		name := catalog.Name(d.Object)
 		_, expected := made[d.Object]
-		_, index := strings.CutPrefix(d.Aspect, "index ")
+		aspect, part, _ := strings.Cut(d.Aspect, " ")
+		extra := expected && made[d.Object].Aspects[d.Aspect] == ""
+		alter := "`ALTER TABLE " + e.server.name(name) + " "
 		switch {
 		case d.Aspect == "trigger rate_limit_note_deleted" || d.Aspect == "trigger rate_limit_note_truncated":
-			divided = true
 			continue
-		case d.Aspect == "persistence" || d.Aspect == "fillfactor" || index && made[d.Object].Aspects[d.Aspect] == "":
+		case d.Aspect == "persistence" || d.Aspect == "fillfactor" ||
+			aspect == "index" && extra && (name == table(false) || name == table(true)):
 			continue // judgeKind
 		case !expected:
 			kind, signature, _ := strings.Cut(d.Object, " ")
-			drop = append(drop, fmt.Sprintf("`DROP %s %s`", strings.ToUpper(kind), e.server.name(signature)))
-		case name == table(false) || name == table(true):
-			damaged[name] = true
-		case name == "rate_limit_version":
-			version = true
-		default:
-			remake = true
+			statement := fmt.Sprintf("`DROP %s %s`", strings.ToUpper(kind), e.server.name(signature))
+			if kind == "table" { // before functions, which may belong to its triggers
+				dropTables = append(dropTables, statement+", which loses its rows")
+			} else {
+				drop = append(drop, statement)
+			}
+		case inPlace(d, made):
+			inside, gone = true, gone || e.found[d.Object].Aspects == nil
+		case d.Aspect == "row security":
+			for what := range strings.SplitSeq(e.found[d.Object].Aspects[d.Aspect], ", ") {
+				if policy, ok := strings.CutPrefix(what, "policy "); ok {
+					mend = append(mend, fmt.Sprintf("`DROP POLICY %s ON %s`",
+						pgx.Identifier{policy}.Sanitize(), e.server.name(name)))
+				} else {
+					mend = append(mend, alter+"NO FORCE ROW LEVEL SECURITY`")
+				}
+			}
+		case !extra: // it belongs to somebody else
+			mend = append(mend, alter+"OWNER TO "+e.server.ownerSQL+"`, if you have made it")
+		case aspect == "column":
+			mend = append(mend, alter+"DROP COLUMN "+pgx.Identifier{part}.Sanitize()+"`, which loses what is in it")
+		case aspect == "constraint":
+			mend = append(mend, alter+"DROP CONSTRAINT "+pgx.Identifier{part}.Sanitize()+"`")
+		case aspect == "index" && e.found[d.Object].Aspects["constraint "+part] == "":
+			mend = append(mend, "`DROP INDEX "+e.server.name(pgx.Identifier{part}.Sanitize())+"`")
+		case aspect == "trigger" || aspect == "rule":
+			mend = append(mend, fmt.Sprintf("`DROP %s %s ON %s`",
+				strings.ToUpper(aspect), pgx.Identifier{part}.Sanitize(), e.server.name(name)))
 		}
 		wrong = append(wrong, d.Text)
-	}
-	for _, tables := range []bool{true, false} {
-		for _, statement := range drop {
-			if strings.HasPrefix(statement, "`DROP TABLE ") == tables {
-				mend = append(mend, statement)
-			}
-		}
 	}
 	if len(wrong) == 0 {
 		return ok("the %d that the migrations made, unchanged", len(made))
 	}
-	if divided {
+	mend = slices.Concat(dropTables, drop, mend)
+	if isDivided(e.found) {
 		mend = append(mend, "first see that nothing is in progress: this database is a shard that is being divided, "+
 			"and what is made anew loses counts that others need, so run `pgratelimit shard list` for its proxy, and "+
 			"do what it says")
 	}
-	if version {
-		name := e.server.name("rate_limit_version()")
-		mend = append(mend, fmt.Sprintf("`DROP FUNCTION IF EXISTS %s`, `CREATE FUNCTION %s RETURNS bigint "+
-			"LANGUAGE sql IMMUTABLE AS ' SELECT %d::bigint '`, `GRANT EXECUTE ON FUNCTION %s TO PUBLIC`",
-			name, name, e.applied, name))
-	}
-	for _, durable := range []bool{false, true} {
-		if name := e.server.name(table(durable)); len(damaged) == 1 && damaged[table(durable)] {
-			kind := map[bool]string{false: "UNLOGGED TABLE", true: "TABLE"}[durable]
-			mend = append(mend, fmt.Sprintf("make it anew, which loses its counts: "+
-				"`DROP TABLE IF EXISTS %s`, `CREATE %s %s (LIKE %s INCLUDING ALL) WITH (fillfactor = 50)`, "+
-				"`ALTER TABLE %s OWNER TO %s`",
-				name, kind, name, e.server.name(table(!durable)), name, e.server.ownerSQL))
+	if inside {
+		loses := "which makes it anew in place, and loses nothing"
+		if empty := emptied(differences, made, e.found); len(empty) > 0 {
+			loses = "which makes it anew in place, and loses all rows of " + strings.Join(empty, " and ") +
+				", of which columns are missing"
 		}
-	}
-	switch {
-	case len(damaged) == 2:
-		mend = append(mend, "make all anew, which loses all counts: "+
-			e.command("migrate down --to 0")+", then "+e.command("migrate up"))
-	case remake:
-		mend = append(mend, "make the functions anew, which keeps the counts, while calls fail: "+
-			e.command("migrate down --to 1")+", then "+e.command("migrate up"))
-	}
-	aside, back := "", ""
-	if len(damaged) == 2 || remake {
-		aside, back = e.keepPolicies(made)
-	}
-	return problem.finding(
-		aside+strings.Join(mend, "; then ")+"; then grant the rights again, as in deploy/grants.sql"+back,
-		"not what the migrations made: %s", strings.Join(wrong, "; "))
-}
-
-// policyColumns are those of rate_limit_policy that people write.
-const policyColumns = "name, key, key_prefix, mode, policy, valid_from, valid_until, comment, automatic"
-
-// keepPolicies returns what puts the policies aside while all is made anew, and what brings them back.
-func (e *examination) keepPolicies(made catalog.Catalog) (aside, back string) {
-	const object = "table rate_limit_policy"
-	if _, expected := made[object]; !expected {
-		return "", ""
-	}
-	for column := range strings.SplitSeq(policyColumns, ", ") {
-		if e.found[object].Aspects["column "+column] == "" {
-			return "", ". This loses all policies"
+		if gone {
+			loses += "; then grant the rights on what was missing again, as in deploy/grants.sql"
 		}
+		mend = append(mend, e.command("doctor --fix")+", "+loses)
 	}
-	policies, kept := e.server.name("rate_limit_policy"), e.server.name("kept_policies")
-	return fmt.Sprintf("put the policies aside: `CREATE TABLE %s AS SELECT %s FROM %s`; then ",
-			kept, policyColumns, policies),
-		fmt.Sprintf("; then bring the policies back, without their history: "+
-			"`INSERT INTO %s (%s) SELECT %s FROM %s`, `DROP TABLE %s`",
-			policies, policyColumns, policyColumns, kept, kept)
+	return problem.finding(strings.Join(mend, "; then "), "not what the migrations made: %s", strings.Join(wrong, "; "))
 }

@@ -1,0 +1,322 @@
+package main
+
+import (
+	"context"
+	_ "embed"
+	"errors"
+	"fmt"
+	"regexp"
+	"slices"
+	"strings"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/pgratelimit/ratelimit/internal/catalog"
+)
+
+//go:embed sql/doctor/grants.sql
+var grantsSQL string
+
+// mostRounds is how often fix looks again. What it makes in a round may need what it has made in the one before.
+const mostRounds = 6
+
+// definitions returns the statements of the migrations up to a version that make each object, by its name, and those
+// that settle what functions see and who has rights.
+func definitions(version int64) (of map[string][]string, settle []string, err error) {
+	all, err := readMigrations()
+	if err != nil {
+		return nil, nil, err
+	}
+	of = map[string][]string{}
+	head := regexp.MustCompile(`^(CREATE (?:TABLE|UNLOGGED TABLE|FUNCTION|TYPE)|CREATE INDEX \w+ ON|` +
+		`CREATE TRIGGER [^;]+? ON|ALTER TABLE|COMMENT ON \w+|GRANT EXECUTE ON FUNCTION) (\w+)`)
+	add := func(statement string) {
+		switch found := head.FindStringSubmatch(statement); {
+		case found != nil && strings.HasPrefix(found[1], "CREATE ") && !strings.HasSuffix(found[1], " ON"):
+			of[found[2]] = []string{statement}
+		case found != nil:
+			of[found[2]] = append(of[found[2]], statement)
+		case strings.HasPrefix(statement, "DO "):
+			settle = append(settle, statement)
+		}
+	}
+	for _, migration := range all {
+		if migration.Version > version {
+			break
+		}
+		whole, statement := false, ""
+		for line := range strings.Lines(migration.marked) {
+			switch {
+			case strings.HasPrefix(line, "-- +goose StatementBegin"):
+				whole = true
+			case strings.HasPrefix(line, "-- +goose StatementEnd"):
+				add(statement)
+				whole, statement = false, ""
+			case statement == "" && (strings.HasPrefix(line, "--") || strings.TrimSpace(line) == ""):
+			default:
+				statement += line
+				if !whole && strings.HasSuffix(line, ";\n") {
+					add(statement)
+					statement = ""
+				}
+			}
+		}
+	}
+	return of, settle, nil
+}
+
+// inPlace tells whether fix makes a difference go away: it is in something that the migrations make.
+func inPlace(d catalog.Difference, made catalog.Catalog) bool {
+	object, expected := made[d.Object]
+	kind, _, _ := strings.Cut(d.Object, " ")
+	switch {
+	case !expected || d.Aspect == "persistence" || d.Aspect == "fillfactor" || d.Aspect == "row security":
+		return false
+	case kind != "table" || d.Aspect == "order of columns":
+		return true
+	case d.Aspect == "":
+		return strings.HasSuffix(d.Text, " is missing")
+	}
+	return object.Aspects[d.Aspect] != ""
+}
+
+// emptied returns the tables that fix makes anew without their rows, because columns of them are missing.
+func emptied(differences []catalog.Difference, made, found catalog.Catalog) (tables []string) {
+	for _, d := range differences {
+		name := catalog.Name(d.Object)
+		if strings.HasPrefix(d.Object, "table ") && inPlace(d, made) && strings.HasPrefix(d.Aspect, "column ") &&
+			found[d.Object].Aspects[d.Aspect] == "" && !slices.Contains(tables, name) {
+			tables = append(tables, name)
+		}
+	}
+	return tables
+}
+
+// isDivided tells whether the database is a shard that is being divided.
+func isDivided(found catalog.Catalog) bool {
+	for _, durable := range []bool{false, true} {
+		of := found["table "+table(durable)].Aspects
+		if of["trigger rate_limit_note_deleted"] != "" || of["trigger rate_limit_note_truncated"] != "" {
+			return true
+		}
+	}
+	return false
+}
+
+// repairs returns statements that make what differs what it should be, or what it needs first.
+func repairs(differences []catalog.Difference, made, found catalog.Catalog, of map[string][]string) []string {
+	var types, tables, functions, rest []string
+	done := map[string]bool{}
+	empty := emptied(differences, made, found)
+	for _, d := range differences {
+		kind, signature, _ := strings.Cut(d.Object, " ")
+		name := catalog.Name(d.Object)
+		missing := found[d.Object].Aspects == nil
+		aspect, part, _ := strings.Cut(d.Aspect, " ")
+		is := made[d.Object].Aspects[d.Aspect]
+		whole := kind != "table" || missing || aspect == "column" || d.Aspect == "order of columns"
+		switch {
+		case !inPlace(d, made) || whole && done[d.Object]:
+		case kind == "type":
+			if !missing {
+				for other := range found { // those who have it come back in the next round
+					if _, ours := made[other]; ours && strings.HasPrefix(other, "function ") && (strings.Contains(
+						other, name) || strings.Contains(found[other].Aspects["result"], name)) {
+						types = append(types, "DROP FUNCTION IF EXISTS "+strings.TrimPrefix(other, "function "))
+					}
+				}
+				types = append(types, "DROP TYPE "+name)
+			}
+			types = append(types, of[name]...)
+		case kind == "function":
+			if !missing && (d.Aspect == "" || aspect == "result" || aspect == "arguments") {
+				functions = append(functions, "DROP FUNCTION "+signature)
+			}
+			for _, statement := range of[name] {
+				functions = append(functions, strings.Replace(statement, "CREATE FUNCTION", "CREATE OR REPLACE FUNCTION", 1))
+			}
+		case whole:
+			tables = append(tables, remake(d.Object, made, found, of[name], slices.Contains(empty, name))...)
+			done["whole "+d.Object] = true
+		case done["whole "+d.Object]:
+		case aspect == "trigger":
+			rest = append(rest, fmt.Sprintf("DROP TRIGGER IF EXISTS %s ON %s", part, name))
+			for _, statement := range of[name] {
+				if strings.Contains(statement, "TRIGGER "+part) {
+					rest = append(rest, statement)
+				}
+			}
+		case aspect == "constraint":
+			rest = append(rest, fmt.Sprintf("ALTER TABLE %s DROP CONSTRAINT IF EXISTS %s", name, part))
+			if name == table(false) || name == table(true) { // of several rows of a key the last one to expire stays
+				rest = append(rest, fmt.Sprintf("DELETE FROM %s AS a USING %[1]s AS b WHERE a.prefix = b.prefix "+
+					"AND a.key = b.key AND (a.expires_at, a.ctid) < (b.expires_at, b.ctid)", name))
+			}
+			rest = append(rest, fmt.Sprintf("ALTER TABLE %s ADD CONSTRAINT %s %s", name, part, is))
+		case aspect == "index" && made[d.Object].Aspects["constraint "+part] == "":
+			rest = append(rest, "DROP INDEX IF EXISTS "+part, is)
+		case aspect == "index" && found[d.Object].Aspects["constraint "+part] != "": // it is not what it was
+			rest = append(rest, fmt.Sprintf("ALTER TABLE %s DROP CONSTRAINT %s", name, part))
+		}
+		done[d.Object] = done[d.Object] || whole
+	}
+	return slices.Concat(types, tables, functions, rest)
+}
+
+// remake returns the statements that make a table, but for its triggers, and give it the rows that it had.
+func remake(object string, made, found catalog.Catalog, of []string, empty bool) (statements []string) {
+	name := catalog.Name(object)
+	const kept = "rate_limit_kept"
+	keep := found[object].Aspects != nil && !empty
+	if keep {
+		statements = append(statements, fmt.Sprintf("CREATE UNLOGGED TABLE %s AS TABLE %s", kept, name))
+	}
+	statements = append(statements, "DROP TABLE IF EXISTS "+name)
+	for _, statement := range of {
+		if !strings.Contains(statement, "TRIGGER ") {
+			statements = append(statements, statement)
+		}
+	}
+	if !keep {
+		return statements
+	}
+	var columns, sequences []string
+	for aspect, value := range made[object].Aspects {
+		if column, ok := strings.CutPrefix(aspect, "column "); ok {
+			columns = append(columns, pgx.Identifier{column}.Sanitize())
+			if strings.Contains(value, "generated ") {
+				sequences = append(sequences, fmt.Sprintf("SELECT setval(pg_get_serial_sequence('%s', '%s'), "+
+					"(SELECT max(%[2]s) FROM %[1]s))", name, column))
+			}
+		}
+	}
+	list := strings.Join(columns, ", ")
+	order := ""
+	if name == table(false) || name == table(true) {
+		order = " ORDER BY expires_at DESC"
+	}
+	return append(append(statements, fmt.Sprintf("INSERT INTO %s (%s) OVERRIDING SYSTEM VALUE SELECT %[2]s FROM %s%s "+
+		"ON CONFLICT DO NOTHING", name, list, kept, order), "DROP TABLE "+kept), sequences...)
+}
+
+// fix makes anew, in one transaction, what the migrations have made and is missing or changed. Rights stay as they are.
+// It returns what it has mended.
+func (a *app) fix(ctx context.Context, pool *pgxpool.Pool, yes bool) (mended []string, err error) {
+	e := &examination{app: a, pool: pool}
+	if err := e.readServer(ctx); err != nil {
+		return nil, err
+	}
+	if _, err := e.checkMigrations(ctx); err != nil {
+		return nil, err
+	}
+	made, known := catalog.Made(e.applied)
+	if !known || e.applied == 0 {
+		return nil, nil // the check of the migrations says what to do
+	}
+	of, settle, err := definitions(e.applied)
+	if err != nil {
+		return nil, err
+	}
+	err = a.transaction(ctx, pool, pgx.ReadWrite, false, func(tx pgx.Tx) error {
+		q, _ := tx.(qualified)
+		tx, schema, owner := q.Tx, q.schema, e.server.owner
+		if e.server.tables == 0 { // of which nobody knows where they were
+			if schema, owner, err = e.versionHome(ctx); err != nil {
+				return err
+			}
+		}
+		// The statements are run as they stand, so names are looked up in our schema, behind pg_catalog.
+		path := fmt.Sprintf("SET LOCAL search_path = %s, pg_temp", pgx.Identifier{schema}.Sanitize())
+		var grants [][2]string
+		for round := 0; ; round++ {
+			found, err := catalog.Read(ctx, tx, schema) // in which search_path is pg_catalog
+			if err != nil {
+				return err
+			}
+			differences := found.Differences(made, owner)
+			statements := repairs(differences, made, found, of)
+			switch {
+			case len(statements) == 0 && round == 0:
+				return nil
+			case round == 0:
+				if isDivided(found) && slices.ContainsFunc(statements, func(s string) bool {
+					return strings.HasPrefix(s, "DROP TABLE ")
+				}) {
+					return errors.New("nothing was changed, because this database is a shard that is being divided, " +
+						"and a table that is made anew loses what is to be copied: do first what " +
+						"'pgratelimit shard list' says for its proxy")
+				}
+				if lost := emptied(differences, made, found); len(lost) > 0 {
+					if err := a.confirm(ctx, "This loses all rows of "+strings.Join(lost, " and ")+
+						", of which columns are missing. Do it?", yes); err != nil {
+						return err
+					}
+				}
+				rows, err := tx.Query(ctx, grantsSQL, schema, owner)
+				if err != nil {
+					return err
+				}
+				if grants, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (g [2]string, err error) {
+					return g, row.Scan(&g[0], &g[1])
+				}); err != nil {
+					return err
+				}
+				if _, err := tx.Exec(ctx, "SET LOCAL ROLE "+pgx.Identifier{owner}.Sanitize()); err != nil {
+					return err
+				}
+				if _, err := tx.Exec(ctx, "SET LOCAL check_function_bodies = off"); err != nil {
+					return err
+				}
+				for _, d := range differences {
+					if inPlace(d, made) {
+						mended = append(mended, d.Text)
+					}
+				}
+			case len(statements) == 0:
+				for _, grant := range grants {
+					there, of := false, "to_regclass"
+					if strings.HasSuffix(grant[0], ")") {
+						of = "to_regprocedure"
+					}
+					if err := tx.QueryRow(ctx, "SELECT "+of+"($1) IS NOT NULL", grant[0]).Scan(&there); err != nil {
+						return err
+					}
+					if there {
+						if _, err := tx.Exec(ctx, grant[1]); err != nil {
+							return err
+						}
+					}
+				}
+				return nil
+			case round == mostRounds:
+				return errors.New("nothing was changed, because it would not become what the migrations made: " +
+					strings.Join(statements, "; "))
+			}
+			for _, statement := range slices.Concat([]string{path}, statements, settle) {
+				if _, err := tx.Exec(ctx, statement, pgx.QueryExecModeSimpleProtocol); err != nil {
+					return err
+				}
+			}
+		}
+	})
+	if err != nil {
+		return nil, err
+	}
+	return mended, nil
+}
+
+// versionHome returns the schema that search_path names first, and who owns the function there that tells the version.
+func (e *examination) versionHome(ctx context.Context) (schema, owner string, err error) {
+	pool, err := e.app.open(ctx, e.app.inSchema)
+	if err != nil {
+		return "", "", err
+	}
+	defer pool.Close()
+	err = pool.QueryRow(ctx, `SELECT n.nspname, pg_catalog.pg_get_userbyid(p.proowner)
+		FROM pg_catalog.pg_namespace AS n
+		JOIN pg_catalog.pg_proc AS p ON p.pronamespace OPERATOR(pg_catalog.=) n.oid
+			AND p.proname OPERATOR(pg_catalog.=) 'rate_limit_version'
+		WHERE n.nspname OPERATOR(pg_catalog.=) pg_catalog.current_schema()`).Scan(&schema, &owner)
+	return schema, owner, err
+}
