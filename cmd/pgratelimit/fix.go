@@ -133,8 +133,8 @@ func repairs(differences []catalog.Difference, made, found catalog.Catalog, of m
 			if !missing && (d.Aspect == "" || aspect == "result" || aspect == "arguments") {
 				functions = append(functions, "DROP FUNCTION "+signature)
 			}
-			for _, statement := range of[name] {
-				functions = append(functions, strings.Replace(statement, "CREATE FUNCTION", "CREATE OR REPLACE FUNCTION", 1))
+			for _, statement := range of[name] { // the first one makes it
+				functions = append(functions, strings.Replace(statement, "CREATE ", "CREATE OR REPLACE ", 1))
 			}
 		case whole:
 			tables = append(tables, remake(d.Object, made, found, of[name], slices.Contains(empty, name))...)

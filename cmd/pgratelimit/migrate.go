@@ -49,8 +49,8 @@ func (a *app) migrateUpCommand() *cobra.Command {
 	return cmd
 }
 
-// migrateUp applies all migrations. If there was none to apply, but something that they have made is missing, it returns
-// an error. If it made everything as another role than the owner of the schema, although it
+// migrateUp applies all migrations. If there was none to apply, but something that they have made is missing, it
+// returns an error. If it made everything as another role than the owner of the schema, although it
 // could have taken that role, it says so.
 func (a *app) migrateUp(ctx context.Context, pool *pgxpool.Pool) error {
 	before, err := migrations.Status(ctx, pool)

@@ -89,8 +89,8 @@ func (e *examination) checkMigrations(ctx context.Context) (finding, error) {
 	case e.server.tables == 0 && e.applied == 0:
 		return e.elsewhere("the tables are not there"), nil
 	case e.server.tables == 0:
-		return problem.finding(e.command("doctor --fix")+", which makes them anew, without the counts, which are lost; "+
-			"then grant the rights on them again, as in deploy/grants.sql",
+		return problem.finding(e.command("doctor --fix")+", which makes them anew, without the counts, which are lost"+
+			"; then grant the rights on them again, as in deploy/grants.sql",
 			"somebody has dropped the tables: migrations up to %d are applied, and no table is there", e.applied), nil
 	case e.applied == 0:
 		e.applied = e.found.Nearest(e.server.owner)

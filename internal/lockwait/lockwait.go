@@ -17,8 +17,9 @@ import (
 // every is how long somebody waits before it is said, and how often the holders are looked up from then on.
 const every = time.Second
 
-// Migrations is the advisory lock under which migrations run: "ratelimt" in ASCII. goose's own default, 4097083626, fits
-// in 32 bits, and so do the ids of tools that hash with CRC-32. So an application's migrations never wait for ours.
+// Migrations is the advisory lock under which migrations run: "ratelimt" in ASCII. goose's own default, 4097083626,
+// fits in 32 bits, and so do the ids of tools that hash with CRC-32. So an application's migrations never wait for
+// ours.
 const Migrations int64 = 0x726174656c696d74
 
 //go:embed holders.sql
