@@ -133,8 +133,11 @@ func repairs(differences []catalog.Difference, made, found catalog.Catalog, of m
 			if !missing && (d.Aspect == "" || aspect == "result" || aspect == "arguments") {
 				functions = append(functions, "DROP FUNCTION "+signature)
 			}
-			for _, statement := range of[name] { // the first one makes it
-				functions = append(functions, strings.Replace(statement, "CREATE ", "CREATE OR REPLACE ", 1))
+			for _, statement := range of[name] {
+				if rest, makes := strings.CutPrefix(statement, "CREATE "); makes {
+					statement = "CREATE OR REPLACE " + rest
+				}
+				functions = append(functions, statement)
 			}
 		case whole:
 			tables = append(tables, remake(d.Object, made, found, of[name], slices.Contains(empty, name))...)
