@@ -38,7 +38,7 @@ func TestStandby(t *testing.T) {
 			require.Contains(t, f.Do, "target_session_attrs=read-write")
 			continue
 		}
-		require.Contains(t, []string{"server", "connection", "migrations", "objects", "rights", "schema", "jit", "policies",
+		require.Contains(t, []string{"locks", "server", "connection", "migrations", "objects", "rights", "schema", "additions", "jit", "policies",
 			"rate_limit_ephemeral: kind", "rate_limit_durable: kind"}, check)
 		if check != "schema" { // in Postgres 14 everybody may create in public
 			require.Equal(t, fine, f.Level, f)
