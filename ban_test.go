@@ -96,22 +96,31 @@ func (s *strikes) counted(key string) (n int) {
 	return n
 }
 
-// Denials count within the time from the first of them, and for as many keys as there is room for.
+// Denials count within the time from the first of them, until there is a ban, and for as many keys as there is room for.
 func TestStrikes(t *testing.T) {
 	t.Parallel()
 
-	s := newStrikes(Ban{Denials: 3, Within: time.Minute, First: time.Hour})
+	s := newStrikes("login", Ban{Denials: 3, Within: time.Minute, First: time.Hour})
+	later := func() { s.begin = s.begin.Add(-time.Minute - time.Second) }
+	require.False(t, s.count("a"))
+	require.False(t, s.count("a"))
+	later()
 	require.False(t, s.count("a"))
 	require.False(t, s.count("a"))
 	require.True(t, s.count("a"))
+	later()
+	require.True(t, s.count("a")) // it has no ban yet
+	require.Equal(t, 4, s.counted("a"))
+	s.banned("a")
 	require.Zero(t, s.counted("a"))
 	require.False(t, s.count("a"))
-	require.False(t, s.count("a"))
-	s.begin = s.begin.Add(-time.Minute - time.Second)
-	require.False(t, s.count("a"))
-	require.False(t, s.count("a"))
-	require.True(t, s.count("a"))
 
+	// A crowd pushes out nobody who was denied more often.
+	require.False(t, s.count("b"))
+	require.False(t, s.count("b"))
+	for range 3 {
+		s.count("due")
+	}
 	for i := range 3 * maxStrikes {
 		require.False(t, s.count(fmt.Sprint(i)))
 	}
@@ -121,6 +130,91 @@ func TestStrikes(t *testing.T) {
 	}
 	require.LessOrEqual(t, keys, maxStrikes)
 	require.Greater(t, keys, maxStrikes*9/10)
+	require.True(t, s.count("due"))
+	require.True(t, s.count("b"))
+
+	// Those whose time is over go first.
+	later()
+	require.False(t, s.count("c"))
+	for i := range 3 * maxStrikes {
+		s.count(fmt.Sprint("other", i%(maxStrikes/8)))
+	}
+	require.Equal(t, 1, s.counted("c"))
+	require.True(t, s.count("due"))
+}
+
+// However many keys are to be banned, one that goes on being denied is banned next, and all are in the end, with no
+// denial more. So are those of which a ban has failed.
+func TestBansOfACrowd(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	var journal testkit.Journal
+	p, err := NewPolicies(db.Pool, PoliciesConfig{Logger: journal.Logger()})
+	require.NoError(t, err)
+	limiters := make([]*Limiter, 2)
+	for i := range limiters {
+		limiters[i] = newLimiter(t, db.Pool, Config{
+			Name: fmt.Sprint("login", i), Policy: FixedWindow{1, time.Hour}, Policies: p,
+			Ban: Ban{Denials: 2 + i, Within: time.Hour, First: time.Hour},
+		})
+	}
+	deny := func(l *Limiter, key string, times int) {
+		for range times {
+			l.strike(key, 1, &Result{}, nil)
+		}
+	}
+	for i := range 2 * maxBans {
+		deny(limiters[i%2], fmt.Sprint(i), 3)
+		deny(limiters[0], fmt.Sprint("once", i), 1)
+	}
+	deny(limiters[1], "loud", 7)
+	bans := p.nextBans()
+	require.Len(t, bans, maxBans)
+	require.Equal(t, "loud", bans[0].key)
+	for _, b := range bans {
+		p.list(b.strikes)
+	}
+
+	pgtest.Exec(t, db.Pool, "ALTER FUNCTION rate_limit_ban RENAME TO rate_limit_away")
+	p.run(t)
+	testkit.WaitUntil(t, func() bool { return journal.String() != "" })
+	pgtest.Exec(t, db.Pool, "ALTER FUNCTION rate_limit_away RENAME TO rate_limit_ban")
+	testkit.WaitUntil(t, func() bool {
+		return pgtest.Scalar[int](t, db.Pool, "SELECT count(*) FROM rate_limit_policy") == 2*maxBans+1
+	})
+	testkit.WaitUntil(t, func() bool { return limiters[1].space.strikes.counted("loud") == 0 })
+	require.Equal(t, 1, limiters[0].space.strikes.counted("once1"))
+	require.Len(t, journal.Lines(), 1, journal.String())
+	require.Equal(t, "3 denials within 1h0m0s login1", pgtest.Scalar[string](t, db.Pool,
+		"SELECT comment || ' ' || name FROM rate_limit_policy WHERE key = 'loud'"))
+}
+
+// A ban that the database refuses keeps no other one from being made, and is not tried for ever.
+func TestBanThatIsRefused(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	pgtest.Exec(t, db.Pool, `CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS
+		$$ BEGIN RAISE EXCEPTION 'no'; END $$`)
+	pgtest.Exec(t, db.Pool, `CREATE TRIGGER refuse BEFORE INSERT ON rate_limit_policy FOR EACH ROW
+		WHEN (NEW.key = 'secret') EXECUTE FUNCTION refuse()`)
+	var journal testkit.Journal
+	p, err := NewPolicies(db.Pool, PoliciesConfig{Logger: journal.Logger()})
+	require.NoError(t, err)
+	l := newLimiter(t, db.Pool, Config{
+		Name: "login", Policy: FixedWindow{1, time.Hour}, Policies: p,
+		Ban: Ban{Denials: 1, Within: time.Hour, First: 90 * time.Minute},
+	})
+	for _, key := range []string{"a", "secret", "b"} {
+		l.strike(key, 1, &Result{}, nil)
+	}
+	p.run(t)
+	testkit.WaitUntil(t, func() bool { return l.space.strikes.counted("secret") == 0 && journal.String() != "" })
+	require.Equal(t, []string{"a", "b"}, pgtest.Scalar[[]string](t, db.Pool,
+		"SELECT array_agg(key ORDER BY key) FROM rate_limit_policy"))
+	require.Equal(t, 90*time.Minute, lasts(t, db.Pool, "a"))
+	require.NotContains(t, journal.String(), "secret")
 }
 
 // A ban that cannot be made is logged once, without the key, and decisions go on.
@@ -139,7 +233,7 @@ func TestBanThatCannotBeMade(t *testing.T) {
 		_, err := l.Allow(t.Context(), "secret")
 		require.NoError(t, err)
 	}
-	testkit.WaitUntil(t, func() bool { return journal.String() != "" && len(l.space.policies.bans) == 0 })
+	testkit.WaitUntil(t, func() bool { return journal.String() != "" })
 	require.Contains(t, journal.String(), "a key cannot be banned")
 	require.NotContains(t, journal.String(), "secret")
 	require.Len(t, journal.Lines(), 1)

@@ -57,7 +57,7 @@ func TestApplicationsClockIsReadForDifferencesOnly(t *testing.T) {
 		// the database's clock is read once, and the time since then added; how long ago the last question was
 		"policies.go: Status", "policies.go: now",
 		"policywatch.go: poll", "policywatch.go: poll", "policywatch.go: listen", "policywatch.go: listen",
-		"policywatch.go: listen", "policywatch.go: listen", "policywatch.go: load", "policywatch.go: load",
+		"policywatch.go: listen", "policywatch.go: listen", "policywatch.go: load", "policywatch.go: loadSince", "policywatch.go: loadSince",
 		// how long a call has waited, or a statement took
 		"queue.go: submit", "queue.go: submitAll", "queue.go: departs", "queue.go: leaveLate", "queue.go: fly", "queue.go: fly",
 		"shards.go: asksElsewhere",                   // whether a call was made before

@@ -105,7 +105,7 @@ func (c *Client) Limiter(config Config) (*Limiter, error) {
 		}
 	}
 	if config.Ban != (Ban{}) {
-		space.strikes = newStrikes(config.Ban)
+		space.strikes = newStrikes(config.Name, config.Ban)
 	}
 	if config.OnFailure.answer == fallbackLocal && c.fallback.Load() == nil {
 		c.fallback.CompareAndSwap(nil, newFallback(c.config.Test.Now))

@@ -58,7 +58,7 @@ type Policies struct {
 	book    rulebook.Book[ruling]
 	ready   chan struct{}                 // closed once the rows have been read for the first time
 	turn    *turn.Turn                    // of Run
-	bans    chan banRequest               // that Run is to make
+	banning chan struct{}                 // has a value if something is in bans
 	telling chan struct{}                 // has a value if something is in given
 	failed  atomic.Pointer[error]         // why the last try to read them failed; nil if it did not
 	clock   atomic.Pointer[databaseClock] // nil before ready
@@ -71,6 +71,7 @@ type Policies struct {
 	// process, of which other processes have not been told yet.
 	caches  []weak.Pointer[denials]
 	given   map[string]bool
+	bans    map[*strikes]bool      // which may have keys that Run is to ban
 	shadows map[int64]*shadowCount // by the id of the row, what has not been reported yet
 	running bool
 	status  PoliciesStatus
@@ -171,7 +172,7 @@ func NewPolicies(db DBTX, config PoliciesConfig) (*Policies, error) {
 	}
 	return &Policies{
 		db: db, config: config, ready: make(chan struct{}), turn: turn.New(),
-		bans: make(chan banRequest, maxBanRequests), telling: make(chan struct{}, 1), perRow: againPerRow,
+		banning: make(chan struct{}, 1), telling: make(chan struct{}, 1), perRow: againPerRow,
 	}, nil
 }
 

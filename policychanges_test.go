@@ -155,5 +155,5 @@ func TestWaitersHearOfPolicies(t *testing.T) {
 		require.Equal(t, SourcePolicy, result.Source)
 	}
 	require.Zero(t, l.space.strikes.counted("key")) // to wait is no denial
-	require.Empty(t, p.bans)
+	require.Empty(t, p.nextBans())
 }
