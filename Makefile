@@ -2,7 +2,7 @@
 help: ## Print this list
 	@awk -F ':.*## ' '/^[a-z\/]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-# The tests use the server of RATELIMIT_TEST_DATABASE_URL, else that of DATABASE_URL, else throwaway ones.
+# The tests use the server of RATELIMIT_TEST_DATABASE_URL, else throwaway ones. They ignore DATABASE_URL.
 .PHONY: test
 test: ## Run the tests of the library, its command, OpenTelemetry and gRPC: 4 to 5 minutes on two cores
 	@go run ./internal/runtests

@@ -33,6 +33,23 @@ func TestMain(m *testing.M) {
 	pgtest.Main(m)
 }
 
+// Tests, and the commands that they run, see no DATABASE_URL that happens to be set, however they are run.
+func TestNobodysDatabaseIsUsed(t *testing.T) {
+	t.Parallel()
+
+	const variable = "RATELIMIT_TEST_SEES"
+	if os.Getenv(variable) != "" {
+		require.Empty(t, os.Getenv("DATABASE_URL"))
+		return
+	}
+	path, err := os.Executable()
+	require.NoError(t, err)
+	again := exec.CommandContext(t.Context(), path, "-test.run=^TestNobodysDatabaseIsUsed$")
+	again.Env = append(os.Environ(), variable+"=yes", "DATABASE_URL=postgres://shared.invalid/app")
+	output, err := again.CombinedOutput()
+	require.NoError(t, err, string(output))
+}
+
 // command is the command as a process of its own.
 func command(t *testing.T, databaseURL string, args ...string) *exec.Cmd {
 	t.Helper()

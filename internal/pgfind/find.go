@@ -181,7 +181,7 @@ type NotFoundError struct {
 // Error names each way to get a server, and why it did not work.
 func (e *NotFoundError) Error() string {
 	return fmt.Sprintf(`%v. Provide one in any of these ways:
-  - set DATABASE_URL (for tests alone RATELIMIT_TEST_DATABASE_URL) to the connection string of a server
+  - set DATABASE_URL (for tests RATELIMIT_TEST_DATABASE_URL) to the connection string of a server
   - install the Postgres server, for example "apt-get install postgresql" or "brew install postgresql@17"
     (looked for postgres and initdb in PATH, "pg_config --bindir" and %s)
   - install and start Docker, https://docs.docker.com/get-started/get-docker/ (%v)

@@ -82,11 +82,12 @@ type DB struct {
 
 // Main is all that TestMain has to do. It runs the tests, closes the server if one was started, and exits. On a
 // small machine it runs more tests at once than there are processors, because most of them wait for the database
-// now and then, or for time to go by. The flag -parallel overrides that.
+// now and then, or for time to go by. The flag -parallel overrides that. Tests never see a DATABASE_URL.
 func Main(m *testing.M) {
 	if runtime.GOMAXPROCS(0) < atOnce {
 		_ = flag.Set("test.parallel", strconv.Itoa(atOnce)) // the command line is read later, and wins
 	}
+	_ = os.Unsetenv("DATABASE_URL") // it is the developer's, and may be a server that others share
 	code := m.Run()
 	if err := shared.close(); err != nil {
 		fmt.Fprintln(os.Stderr, "pgtest: close the server:", err)

@@ -97,7 +97,8 @@ func goTest(ctx context.Context, environment []string, module string, args ...st
 	return cmd
 }
 
-// findServer says which server the tests will use, and returns the environment that makes them use it.
+// findServer says which server the tests will use, and returns the environment that makes them use it. DATABASE_URL
+// does not count: it may be a server that others share.
 func findServer(ctx context.Context, host pgfind.Host, environment []string) (string, []string, error) {
 	value := func(name string) string {
 		for _, variable := range environment {
@@ -107,12 +108,10 @@ func findServer(ctx context.Context, host pgfind.Host, environment []string) (st
 		}
 		return ""
 	}
-	for _, name := range []string{ownVariable, generalVariable} {
-		if url := value(name); url != "" {
-			return "the server of " + name + `. The tests make databases of their own there, called
+	if url := value(ownVariable); url != "" {
+		return "the server of " + ownVariable + `. The tests make databases of their own there, called
 ratelimit_test_…, and drop them. They change nothing else. Those that stop or kill a server start one of their own.`,
-				setURL(environment, url), nil
-		}
+			setURL(environment, url), nil
 	}
 
 	way, err := host.Find(ctx, "")

@@ -5,14 +5,15 @@ FROM (
     SELECT extract(epoch FROM clock_timestamp() - xact_start)::bigint AS seconds,
         format('session %s (%s, %s)',
             pid, coalesce(nullif(application_name, ''), 'no application_name'), state) AS what,
-        format('as its role or a superuser, end it: `SELECT pg_terminate_backend(%s)`', pid) AS mend
+        format('as its role or a superuser, end it, which rolls back what it has not committed: '
+            '`SELECT pg_terminate_backend(%s)`', pid) AS mend
     FROM pg_stat_activity
     WHERE pid <> pg_backend_pid() AND xact_start IS NOT NULL AND backend_type = 'client backend'
         AND (datname = current_database() OR datname IS NULL)
     UNION ALL
     SELECT extract(epoch FROM clock_timestamp() - prepared)::bigint,
         format('prepared transaction %L', gid),
-        format('`ROLLBACK PREPARED %L`, or COMMIT PREPARED', gid)
+        format('`ROLLBACK PREPARED %L`, which loses what it has done, or COMMIT PREPARED', gid)
     FROM pg_prepared_xacts
     WHERE database = current_database()
     UNION ALL
