@@ -50,7 +50,7 @@ func TestApplicationsClockIsReadForDifferencesOnly(t *testing.T) {
 		"denials.go: newDenials", "denials.go: elapsed", // how old a denial is
 		// when there is no database to decide
 		"failuremode.go: answerOnFailure", "failuremode.go: answerOnFailure", "fallback.go: newFallback", "fallback.go: now",
-		"heldkeys.go: longHeld", "heldkeys.go: find", "heldkeys.go: found", "heldkeys.go: still", // how long a row was held
+		"heldkeys.go: find", "heldkeys.go: found", "heldkeys.go: still", // how long a row was held
 		"heldlane.go: giveUp", "heldlane.go: waitForFirst", "heldlane.go: waitForFirst", "heldlane.go: waitForFirst",
 		"inmemory.go: decideInMemory",                // the clock of a database in memory
 		"leases.go: clocksOf", "leases.go: clocksOf", // how long ago a lease was taken

@@ -62,7 +62,8 @@ var (
 	// request had been sent.
 	ErrTimeout = pg.ErrTimeout
 	// ErrKeyHeld: a transaction, such as one that has called AllowTx, held the key's row for a quarter of the
-	// Timeout. Nothing was taken. It is an ErrTimeout too, but OnFailure does not answer it.
+	// Timeout. On an overloaded server it may be another call's statement, in this process or another one. Nothing was
+	// taken. It is an ErrTimeout too, but OnFailure does not answer it.
 	ErrKeyHeld = pg.ErrKeyHeld
 	// ErrPoolExhausted: others held all connections of the *pgxpool.Pool for the whole Timeout. Nothing was taken.
 	// Most likely, transactions call Allow instead of AllowTx, so that each needs a second connection. Use AllowTx

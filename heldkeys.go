@@ -35,7 +35,9 @@ type heldKey struct {
 type heldRow struct {
 	by           int64 // the transaction that has locked it; 0 if the row is being made
 	since, until time.Time
-	sure         bool // some transaction has held it for longer than a statement of ours would
+	seen         time.Time // when that transaction was last found to hold it
+	sure         bool      // some transaction has held it for longer than a statement of ours would
+	waited       bool      // a statement for it alone has waited for that transaction in vain
 }
 
 // patience is how long a call waits for a held row, counted from when the call was made.
@@ -91,13 +93,13 @@ func (h *heldKeys) knows(r *request) bool {
 	return ok
 }
 
-// longHeld tells whether one transaction was seen to hold a request's key for so long that the caller can be told.
+// longHeld returns what is known of a request's key, if it was seen to be held for so long that the caller can be told.
 // Half the patience is enough, because the row was first looked at some statements after the call was made.
-func (h *heldKeys) longHeld(r *request) bool {
+func (h *heldKeys) longHeld(r *request) (row heldRow, long bool) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	row, ok := h.find(r)
-	return ok && time.Since(row.since) >= h.patience()/2
+	return row, ok && row.seen.Sub(row.since) >= h.patience()/2
 }
 
 // find returns the first key of a request that is surely held. h.mu is locked.
@@ -119,7 +121,7 @@ func (h *heldKeys) find(r *request) (row heldRow, ok bool) {
 
 // noTime is the error for callers whom held rows have left no time.
 func (h *heldKeys) noTime(r *request) error {
-	if h.longHeld(r) {
+	if _, held := h.longHeld(r); held {
 		return keyHeld()
 	}
 	return errOthersHeld
@@ -169,8 +171,9 @@ func (h *heldKeys) found(r *request, holders []int64) (sure bool) {
 			row = heldRow{}
 		}
 		if row.since.IsZero() || row.by != holders[i] {
-			row.by, row.since = holders[i], now
+			row.by, row.since, row.waited = holders[i], now, false
 		}
+		row.seen = now
 		// Statements of ours make rows too, but this statement has come after a wait.
 		long := row.by == 0 || now.Sub(row.since) >= h.long()
 		if long || !row.sure {
@@ -189,11 +192,12 @@ func (h *heldKeys) found(r *request, holders []int64) (sure bool) {
 }
 
 // still makes a key count as held for another moment, because a statement for it alone has waited for long.
-func (h *heldKeys) still(key heldKey) {
+func (h *heldKeys) still(key heldKey, inVain bool) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	if row, ok := h.rows[key]; ok {
 		row.until = time.Now().Add(h.memory())
+		row.waited = row.waited || inVain
 		h.rows[key] = row
 	}
 }

@@ -104,10 +104,16 @@ func (h *heldLane) ask(buf *buffers, requests []*request, skip bool, wait time.D
 
 // giveUp takes requests whose keys were just found held. It tells those that have waited long enough, and returns
 // the others.
+//
+// Nobody can see who makes a row. It may be one statement of ours after the other, each undone because it has waited
+// for another key. So a row that is being made is held for long only if a statement for it alone has waited in vain.
+// For an AllowAll there is none that waits for long.
 func (h *heldLane) giveUp(requests []*request) (others []*request) {
 	known := h.batcher.held
 	for _, r := range requests {
-		if time.Since(r.since) >= known.patience() && known.longHeld(r) {
+		row, held := known.longHeld(r)
+		one := row.by != 0 || row.waited || r.policy == nil
+		if time.Since(r.since) >= known.patience() && held && one {
 			r.finish(keyHeld())
 		} else {
 			others = append(others, r)
@@ -141,9 +147,10 @@ func (h *heldLane) waitForFirst(buf *buffers, requests []*request) []*request {
 	if left := known.patience() - time.Since(oldest); left > 0 {
 		wait = min(wait, left)
 	}
-	isSet := first.policy == nil // AllowAll
+	isSet := first.policy == nil             // AllowAll
+	parts := time.Duration(len(first.parts)) // read now, because the caller uses the request again once it is decided
 	if !isSet {
-		wait /= time.Duration(len(first.parts)) // for each of its rows
+		wait /= parts // for each of its rows
 	}
 	wait += time.Millisecond // lockTimeout rounds down
 	pause := time.Duration(0)
@@ -152,11 +159,11 @@ func (h *heldLane) waitForFirst(buf *buffers, requests []*request) []*request {
 		wait = min(wait, setWait)
 	}
 	began := time.Now()
-	key := first.heldKeys()[0] // read now, because the caller uses the request again once it is decided
+	key := first.heldKeys()[0] // read now, too
 	held := h.ask(buf, mine, false, wait)
 	took := time.Since(began)
-	if !isSet && took >= known.long() {
-		known.still(key)
+	if !isSet && took >= known.long()/parts {
+		known.still(key, len(held) > 0)
 	}
 	if len(held) > 0 && took < pause {
 		<-time.After(pause - took)

@@ -191,6 +191,61 @@ func TestWhatIsSurelyHeld(t *testing.T) {
 	})
 }
 
+// A row that is being made each time that it is asked for may be made by one statement of another process after the
+// other, none of which can make it, because each holds a key too long that somebody holds for good. It is not held by a
+// transaction unless a statement that waits for it alone has seen so.
+func TestRowsThatAreMadeByTurnsAreNotHeldForLong(t *testing.T) {
+	t.Parallel()
+
+	synctest.Test(t, func(t *testing.T) {
+		client := newLimiter(t, newModelDB(), Config{Name: "test", Policy: hourly}).client
+		lane, held := client.queues.first().lane, client.batcher.held
+		for name, c := range map[string]struct {
+			holders  func(i int) int64
+			waits    bool // in vain, for the row alone
+			longHeld bool
+		}{
+			"made by turns": {holders: func(int) int64 { return 0 }},
+			"made by one":   {holders: func(int) int64 { return 0 }, waits: true, longHeld: true},
+			"held by turns": {holders: func(i int) int64 { return int64(i) + 1 }, waits: true},
+			"held by one":   {holders: func(int) int64 { return 1 }, longHeld: true},
+		} {
+			r := newLimiter(t, newModelDB(), Config{Name: name, Policy: hourly}).requestsFor("key", 1)[0]
+			r.since = time.Now()
+			for i := 0; time.Since(r.since) < held.patience(); i++ {
+				held.found(r, []int64{c.holders(i)})
+				<-time.After(maxRowWait)
+				if c.waits {
+					held.still(r.heldKeys()[0], true)
+				}
+			}
+			held.found(r, []int64{c.holders(1000)})
+			require.Equal(t, c.longHeld, len(lane.giveUp([]*request{r})) == 0, name)
+		}
+	})
+}
+
+// What was found a while ago does not tell that a row is still held.
+func TestRowsThatWereHeldAreNotHeldForLong(t *testing.T) {
+	t.Parallel()
+
+	synctest.Test(t, func(t *testing.T) {
+		limiter := newLimiter(t, newModelDB(), Config{Name: "test", Policy: hourly})
+		held, r := limiter.client.batcher.held, limiter.requestsFor("key", 1)[0]
+		held.found(r, []int64{1})
+		<-time.After(maxRowWait)
+		held.found(r, []int64{1})
+		<-time.After(held.patience() - maxRowWait)
+		require.True(t, held.knows(r))
+		require.NotErrorIs(t, held.noTime(r), ErrKeyHeld)
+		held.found(r, []int64{1})
+		require.ErrorIs(t, held.noTime(r), ErrKeyHeld)
+		for _, cause := range []string{"AllowTx", "overloaded server"} { // nobody can tell which of them it is
+			require.ErrorContains(t, held.noTime(r), cause)
+		}
+	})
+}
+
 // A key that one transaction after the other holds, none of them for long, is waited for until Timeout.
 func TestKeyHeldByTurns(t *testing.T) {
 	t.Parallel()

@@ -100,7 +100,8 @@ func (a *app) message(err error) string {
 	case "57014":
 		text += fmt.Sprintf("; --timeout allows a statement more than %v", a.timeout)
 	case "55P03":
-		text += "; somebody's transaction holds the row, or a lock on the table: 'pgratelimit doctor' says whose"
+		text += "; a transaction, or a call on an overloaded server, holds the row or a lock on the table: " +
+			"'pgratelimit doctor' says which"
 	case "25006", "0A000":
 		text += "; connect to the primary"
 	case "08P01":

@@ -33,13 +33,14 @@ var (
 	ErrTimeout       = errors.New(prefix + "the database did not decide within ClientConfig.Timeout")
 	ErrPoolExhausted = errors.New(prefix + "all connections of the pool are in use; in a transaction use AllowTx, " +
 		"else hold connections for less time, raise MaxConns, or make the client with OwnPool")
-	ErrKeyHeld = errors.New(prefix + "somebody's transaction holds the row of the key; " +
-		"end transactions soon after AllowTx")
+	ErrKeyHeld = errors.New(prefix + "the row of the key is held, by a transaction that goes on after AllowTx, " +
+		"or by another call's statement that an overloaded server is slow to end; " +
+		"end transactions soon after AllowTx, or give the server less to do")
 	ErrOutcomeUnknown = errors.New(prefix + "the outcome is unknown; the request may or may not have counted")
 )
 
 // ErrHeldUp is why callers are not decided in time whom held rows have kept from it.
-var ErrHeldUp = errors.New("rows that somebody holds have taken the time; nothing was taken")
+var ErrHeldUp = errors.New("rows that transactions or other calls hold have taken the time; nothing was taken")
 
 // prefix says whose error it is.
 const prefix = "ratelimit: "
@@ -285,7 +286,7 @@ func LockTimeout(err error) bool {
 	return ok && pgErr.Code == "55P03"
 }
 
-// RowHeld tells whether an error means that somebody's transaction has held a row. A locked table is ErrUnavailable.
+// RowHeld tells whether an error means that somebody has held a row. A locked table is ErrUnavailable.
 func RowHeld(err error) bool {
 	return errors.Is(err, ErrKeyHeld) || errors.Is(err, ErrHeldUp) ||
 		LockTimeout(err) && !errors.Is(err, ErrUnavailable)
