@@ -16,9 +16,9 @@ const maxPolicies = algorithm.MaxPolicies
 //	All(SlidingWindow{Limit: 10, Window: time.Second}, SlidingWindow{Limit: 3000, Window: 10 * time.Minute})
 //
 // a key may ask 10 times a second, and 3,000 times in ten minutes. A [Result] has the Limit and Remaining of the
-// policy with the least left, and the longest RetryAfter and ResetAfter. Denials are not remembered: every call
-// asks the database. A limiter named api keeps its rows under the names api, api/2, api/3 and so on, so give these
-// names to no other.
+// policy with the least left, and the longest RetryAfter and ResetAfter. [Result.Each] has what each policy says.
+// Denials are not remembered: every call asks the database. A limiter named api keeps its rows under the names api,
+// api/2, api/3 and so on, so give these names to no other.
 func All(policies ...Policy) Policy {
 	p := all{n: len(policies)}
 	copy(p.list[:], policies)

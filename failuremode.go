@@ -87,6 +87,11 @@ func (l *Limiter) answerOnFailure(key string, n int64) Result {
 		}
 		result := r.result()
 		result.Source, result.receipt = SourceFallback, nil
+		if result.each != nil {
+			for i := range *result.each {
+				(*result.each)[i].Source = SourceFallback
+			}
+		}
 		return result
 	default:
 		return Result{Source: SourceFailedClosed, Limit: l.limit, RetryAfter: breakerPause, DecidedAt: time.Now()}

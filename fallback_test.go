@@ -43,7 +43,7 @@ func TestFallbackOfSeveralPolicies(t *testing.T) {
 			require.NoError(t, err)
 			require.Equal(t, SourceFallback, result.Source)
 			require.Equal(t, time.Now(), result.DecidedAt)
-			result.DecidedAt = time.Time{}
+			result.DecidedAt, result.each = time.Time{}, nil
 			return result
 		}
 		require.Equal(

@@ -63,16 +63,22 @@ type lease struct {
 
 	// What the last answer about the key told, which may be a later one.
 	known struct {
-		limit, remaining int64
-		resetAt          int64   // when the key is as good as new, by the database's clock
-		states           []state // of the rows
-		decidedAt        int64
-		asked            instant
-		lasts            time.Duration // how long a lease of then could last
+		remaining int64      // of the row with the least
+		rows      []knownRow // all of them
+		states    []state    // of the rows
+		decidedAt int64
+		asked     instant
+		lasts     time.Duration // how long a lease of then could last
 	}
 	asking time.Duration // until then another call is taking ahead
 	reset  time.Duration // when the key was last reset; nothing that was asked for before is spent
 	memory time.Duration // how long the entry is kept
+}
+
+// knownRow is what an answer told about a row.
+type knownRow struct {
+	limit, remaining int64
+	resetAt          int64 // when it is as good as new, by the database's clock
 }
 
 // instant is a time by the clocks of this process.
@@ -137,19 +143,32 @@ func (ls *leases) spend(space *keyspace, policy Policy, key string, n int64) (Re
 	e.next += n
 	// The database's clock shows this, or later by at most the time that its answer took.
 	clock := e.decidedAt + int64(max(now.elapsed-e.told.elapsed, 0)/time.Microsecond)
-	result := Result{
-		Allowed:    true,
-		Source:     SourceLease,
-		Limit:      e.known.limit,
-		Remaining:  e.known.remaining + e.end - e.next,
-		ResetAfter: duration(max(e.known.resetAt-clock, 0)),
-		DecidedAt:  time.UnixMicro(clock),
-		receipt:    e.receipt,
-		first:      first,
-		units:      n,
-	}
+	result := e.result(clock)
+	result.receipt, result.first, result.units = e.receipt, first, n
 	s.mu.Unlock()
 	return result, true
+}
+
+// result is what a call is told that spends from the lease at a time of the database's clock.
+func (e *lease) result(clock int64) Result {
+	of := func(row knownRow) Result {
+		return Result{
+			Allowed:    true,
+			Source:     SourceLease,
+			Limit:      row.limit,
+			Remaining:  row.remaining + e.end - e.next,
+			ResetAfter: duration(max(row.resetAt-clock, 0)),
+			DecidedAt:  time.UnixMicro(clock),
+		}
+	}
+	if len(e.known.rows) == 1 {
+		return of(e.known.rows[0])
+	}
+	each := make([]Result, len(e.known.rows))
+	for i, row := range e.known.rows {
+		each[i] = of(row)
+	}
+	return resultOfAll(each)
 }
 
 // held is how much of a key this process may spend.
@@ -383,13 +402,13 @@ func (e *lease) know(r *request, asked instant) (spare int64, lasts time.Duratio
 	}
 	known.asked, known.decidedAt, known.lasts = asked, decidedAt, lasts
 	before := known.states
-	known.remaining, known.states = never, known.states[:0]
+	known.remaining, known.rows, known.states = never, known.rows[:0], known.states[:0]
 	for i := range r.parts {
 		p := &r.parts[i]
-		if p.decision.remaining < known.remaining {
-			known.limit, known.remaining = p.model.numbers().Limit, p.decision.remaining
-		}
-		known.resetAt = decidedAt + p.decision.resetAfter
+		known.remaining = min(known.remaining, p.decision.remaining)
+		known.rows = append(known.rows, knownRow{
+			limit: p.model.numbers().Limit, remaining: p.decision.remaining, resetAt: decidedAt + p.decision.resetAfter,
+		})
 		state := p.decision.state
 		if r.ahead == 0 && len(before) > 0 { // only an answer to what asks ahead tells what is leased of a bucket
 			state.log = before[i].log

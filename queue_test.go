@@ -42,7 +42,7 @@ func modelResultsFrom(p model, s state, at time.Time, costs ...int64) []Result {
 
 // utc makes results comparable: a time in another zone is another time.Time, and what was taken stands in no literal.
 func utc(r Result) Result {
-	r.DecidedAt, r.receipt = r.DecidedAt.UTC(), nil
+	r.DecidedAt, r.receipt, r.each = r.DecidedAt.UTC(), nil, nil
 	return r
 }
 

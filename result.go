@@ -2,6 +2,7 @@ package ratelimit
 
 import (
 	"fmt"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -31,6 +32,17 @@ type Result struct {
 	receipt *receipt // what was taken, for Refund; nil if nothing was, or the database has not decided it
 	// Of a receipt of a lease, which units are this one's. units is 0 if the whole receipt is.
 	first, units int64
+
+	each *[]Result // of an All; a pointer, so that Results can be compared
+}
+
+// Each is what each policy of an [All] says, in their order. Those that refuse have a RetryAfter above 0. It is nil if
+// there is one policy, and if no policy was asked: see SourcePolicy, SourceFailedOpen and SourceFailedClosed.
+func (r Result) Each() []Result {
+	if r.each == nil {
+		return nil
+	}
+	return slices.Clone(*r.each)
 }
 
 // Source says how a decision came about.
@@ -95,15 +107,15 @@ func (r *request) result() Result { return r.resultOf(0, len(r.parts), r.policy)
 // resultOf is what is told about the parts from first to before last. They belong to one limiter, with that
 // policy.
 func (r *request) resultOf(first, last int, policy Policy) Result {
-	result := r.parts[first].result(r.place)
-	for i := first + 1; i < last; i++ {
-		one := r.parts[i].result(r.place)
-		if one.Remaining < result.Remaining {
-			result.Limit, result.Remaining = one.Limit, one.Remaining
+	var result Result
+	if last-first == 1 {
+		result = r.parts[first].result(r.place)
+	} else {
+		each := make([]Result, last-first)
+		for i := range each {
+			each[i] = r.parts[first+i].result(r.place)
 		}
-		result.Allowed = result.Allowed && one.Allowed
-		result.RetryAfter = max(result.RetryAfter, one.RetryAfter)
-		result.ResetAfter = max(result.ResetAfter, one.ResetAfter)
+		result = resultOfAll(each)
 	}
 	if p := &r.parts[first]; p.cost > 0 && r.place <= p.decision.granted {
 		result.receipt = newReceipt(p.space, policy, p.key, p.cost, last-first)
@@ -111,6 +123,21 @@ func (r *request) resultOf(first, last int, policy Policy) Result {
 			part := &r.parts[first+i]
 			result.receipt.parts[i] = part.decision.takenBy(part.model, part.cost, r.place)
 		}
+	}
+	return result
+}
+
+// resultOfAll is the decision of policies that say that, of which none is allowed alone.
+func resultOfAll(each []Result) Result {
+	result := each[0]
+	result.each = &each
+	for _, one := range each[1:] {
+		if one.Remaining < result.Remaining {
+			result.Limit, result.Remaining = one.Limit, one.Remaining
+		}
+		result.Allowed = result.Allowed && one.Allowed
+		result.RetryAfter = max(result.RetryAfter, one.RetryAfter)
+		result.ResetAfter = max(result.ResetAfter, one.ResetAfter)
 	}
 	return result
 }
@@ -161,6 +188,11 @@ func (r *Result) add(held int64) {
 	r.Remaining += held
 	if held > 0 {
 		r.Allowed, r.RetryAfter = true, 0
+	}
+	if r.each != nil {
+		for i := range *r.each {
+			(*r.each)[i].add(held)
+		}
 	}
 }
 

@@ -90,6 +90,78 @@ func TestSeveralPolicies(t *testing.T) {
 }
 
 // Calls for the same key at the same time become one element, and are told what calls in a row are.
+// Each result has what each policy says, and agrees with the whole, whoever decides: the database, a lease, or this
+// process in an outage.
+func TestEachOfSeveralPolicies(t *testing.T) {
+	t.Parallel()
+
+	now := t0
+	client := ClientConfig{Timeout: amply, Test: TestConfig{Now: func() time.Time { return now }}}
+	window, bucket := FixedWindow{Limit: 3, Window: time.Second}, TokenBucket{Capacity: 5, Refill: 1, Every: time.Hour}
+	one := func(limit, remaining int64, retryAfter, resetAfter time.Duration) Result {
+		return Result{
+			Allowed: retryAfter == 0, Limit: limit, Remaining: remaining, RetryAfter: retryAfter, ResetAfter: resetAfter,
+			DecidedAt: now,
+		}
+	}
+	requireEach := func(got Result, want ...Result) {
+		t.Helper()
+		each := got.Each()
+		require.Len(t, each, len(want))
+		for i := range each {
+			require.Equal(t, got.Source, each[i].Source)
+			each[i].Source = SourceDatabase
+			require.Equal(t, want[i], utc(each[i]))
+		}
+		each[0].Limit = 0 // a copy
+		require.Equal(t, want[0].Limit, got.Each()[0].Limit)
+	}
+	pool := pgtest.New(t).Pool
+	l := newLimiter(t, pool, Config{Name: "api", Policy: All(window, bucket), Client: client})
+	ask := func(n int64) Result {
+		t.Helper()
+		got, err := l.AllowN(t.Context(), "key", n)
+		require.NoError(t, err)
+		return got
+	}
+	requireEach(ask(2), one(3, 1, 0, time.Second), one(5, 3, 0, 2*time.Hour))
+	requireEach(ask(2), one(3, 1, time.Second, time.Second), one(5, 3, 0, 2*time.Hour))
+	requireEach(ask(0), one(3, 1, 0, time.Second), one(5, 3, 0, 2*time.Hour))
+	now = t0.Add(time.Second)
+	requireEach(ask(3), one(3, 0, 0, time.Second), one(5, 0, 0, 5*time.Hour-time.Second))
+	requireEach(ask(1), one(3, 0, time.Second, time.Second), one(5, 0, time.Hour-time.Second, 5*time.Hour-time.Second))
+
+	alone := newLimiter(t, pool, Config{Name: "alone", Policy: window, Client: client})
+	got, err := alone.Allow(t.Context(), "key")
+	require.NoError(t, err)
+	require.Nil(t, got.Each())
+
+	closed := pgtest.New(t).Pool
+	closed.Close()
+	away := newLimiter(t, closed, Config{Name: "api", Policy: All(window, bucket), Client: client, OnFailure: FallbackLocal(1)})
+	got, err = away.Allow(t.Context(), "key")
+	require.NoError(t, err)
+	require.Equal(t, SourceFallback, got.Source)
+	requireEach(got, one(3, 2, 0, time.Second), one(5, 4, 0, time.Hour))
+
+	leased := newLimiter(t, pool, Config{
+		Name: "leased", Client: ClientConfig{Timeout: amply}, Lease: &Lease{},
+		Policy: All(FixedWindow{Limit: 2_000_000, Window: 2 * time.Hour}, FixedWindow{Limit: 1_000_000, Window: time.Hour}),
+	})
+	for got.Source != SourceLease {
+		got, err = leased.Allow(t.Context(), "key")
+		require.NoError(t, err)
+		each := got.Each()
+		require.Len(t, each, 2)
+		require.EqualValues(t, 2_000_000, each[0].Limit)
+		require.Equal(t, each[1].Remaining+1_000_000, each[0].Remaining)
+		require.Equal(t, each[1].Remaining, got.Remaining)
+		require.Equal(t, got.ResetAfter, each[0].ResetAfter)
+		require.Greater(t, got.ResetAfter, each[1].ResetAfter)
+		require.Equal(t, got.Source, each[0].Source)
+	}
+}
+
 func TestSeveralPoliciesAreCoalesced(t *testing.T) {
 	t.Parallel()
 

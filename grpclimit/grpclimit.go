@@ -47,6 +47,11 @@ type Config struct {
 	// if the proxy is there, see httplimit.TrustUnixSocket.
 	Key httplimit.Key
 
+	// Tier returns the limiter of a call, if it is not the one that New was given; see [httplimit.Config].
+	//
+	// Defaults to New's limiter for all calls.
+	Tier func(ctx context.Context, fullMethod string) httplimit.Limiter
+
 	// Cost is what a call takes. A call that costs nothing passes, and the limiter is not asked, which suits health
 	// checks. One that costs more than the whole limit, or less than nothing, is rejected with InvalidArgument.
 	//
@@ -113,6 +118,9 @@ func New(limiter httplimit.Limiter, config Config) (*Interceptors, error) {
 		PolicyName: strings.Map(printable, limits.Name), // for the log
 		Reject:     reject,
 		Logger:     config.Logger,
+	}
+	if config.Tier != nil {
+		web.Tier = func(r *http.Request) httplimit.Limiter { return config.Tier(r.Context(), r.URL.Path) }
 	}
 	if config.Cost != nil {
 		web.Cost = func(r *http.Request) int64 { return config.Cost(r.Context(), r.URL.Path) }

@@ -367,6 +367,30 @@ func TestUnixSocket(t *testing.T) {
 	require.Equal(t, codes.InvalidArgument, status.Code(err))
 }
 
+// The tier of a call has its own limiter, which also gets back what it gave.
+func TestTier(t *testing.T) {
+	t.Parallel()
+
+	free, paid := allowing(), allowing()
+	free.result = ratelimit.Result{Limit: 10, RetryAfter: time.Second}
+	conn := limited(t, free, grpclimit.Config{
+		Key:    grpclimit.ByFunc(func(context.Context, string) (string, error) { return "key", nil }),
+		Charge: grpclimit.ChargeFailures,
+		Tier: func(ctx context.Context, fullMethod string) httplimit.Limiter {
+			if values, _ := metadata.FromIncomingContext(ctx); fullMethod == logIn && len(values["paid"]) > 0 {
+				return paid
+			}
+			return nil
+		},
+	})
+	require.Equal(t, codes.ResourceExhausted, status.Code(call(t.Context(), conn, right)))
+	require.NoError(t, call(metadata.AppendToOutgoingContext(t.Context(), "paid", "yes"), conn, right))
+	require.Equal(t, []string{"key"}, free.keys)
+	require.Equal(t, []string{"key"}, paid.keys)
+	require.Equal(t, 1, paid.refunded)
+	require.Zero(t, free.refunded)
+}
+
 func TestCost(t *testing.T) {
 	t.Parallel()
 

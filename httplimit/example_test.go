@@ -117,3 +117,29 @@ func ExampleTransport() {
 	}
 	defer response.Body.Close()
 }
+
+// Who pays has a higher limit. What was taken stays taken when that changes.
+func ExampleConfig_tier() {
+	type userKey struct{}
+	var (
+		free *ratelimit.Limiter
+		pays func(r *http.Request) bool
+	)
+	paid, err := free.With(ratelimit.SlidingWindow{Limit: 1000, Window: time.Minute})
+	if err != nil {
+		log.Fatal(err)
+	}
+	limit, err := httplimit.New(free, httplimit.Config{
+		Key: httplimit.ByContext(userKey{}),
+		Tier: func(r *http.Request) httplimit.Limiter {
+			if pays(r) {
+				return paid
+			}
+			return free
+		},
+	})
+	if err != nil {
+		log.Fatal(err)
+	}
+	http.Handle("/", limit(http.NotFoundHandler()))
+}

@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"net/http"
 	"strconv"
+	"strings"
 	"time"
 
 	"github.com/pgratelimit/ratelimit"
@@ -21,11 +22,13 @@ const (
 	// IETFDraft11 is revision 11 of draft-ietf-httpapi-ratelimit-headers, a draft that will still change.
 	// RateLimit-Policy has the limit and, if it is whole seconds, its window. RateLimit has what remains, and the
 	// seconds until there is more, where that is known: if the request is denied, and in a fixed window. If a
-	// request passes several limits, they are members of one list.
+	// request passes several limits, they are members of one list. So are the policies of All, of which the second is
+	// named login/2 if the first is login.
 	IETFDraft11
 
 	// XRateLimit is X-RateLimit-Limit, -Remaining and -Reset, which is the seconds from now until the key is as
-	// good as new. If a request passes several limits, the last one is shown.
+	// good as new. If a request passes several limits, the last one is shown. Of All it is the policy that refuses for
+	// the longest time or, if the request is allowed, the one with the least left.
 	XRateLimit
 
 	// GitHub is XRateLimit with Reset as GitHub has it: in seconds since 1970, by the clock of the database.
@@ -34,7 +37,8 @@ const (
 	// IETFDraft6 is revision 6 of draft-ietf-httpapi-ratelimit-headers, for clients that know RateLimit-Limit,
 	// -Remaining and -Reset, which later revisions have not. Reset is the seconds from now until the key is as good as
 	// new or, if the request is denied, until the same request is allowed. RateLimit-Policy has the limit and its
-	// window, if that is whole seconds. If a request passes several limits, the last one is shown.
+	// window, if that is whole seconds. If a request passes several limits, the last one is shown. RateLimit-Policy
+	// lists all policies of All, and the others show one, as XRateLimit does.
 	IETFDraft6
 )
 
@@ -53,76 +57,155 @@ func foreseeable(d time.Duration) time.Duration {
 // maxInteger is the largest integer of a structured field (RFC 9651).
 const maxInteger = 999_999_999_999_999
 
-// shape is what header fields tell of a policy. They tell nothing of All.
+// shape is what header fields tell of a policy.
 type shape struct {
+	limit  int64
 	window int64 // in seconds; see windowSeconds
 	fixed  bool  // it is a FixedWindow or CalendarWindow, for which it is known when there is more
 }
 
-func shapeOf(policy ratelimit.Policy) shape {
+// shapesOf returns the shapes of a policy, which are several if it is All.
+func shapesOf(policy ratelimit.Policy) []shape {
 	if policy == nil {
-		return shape{}
+		return nil
 	}
 	numbers, err := algorithm.Parse(policy.String())
-	if err != nil || len(numbers) != 1 {
-		return shape{}
+	if err != nil {
+		return nil
 	}
-	n := numbers[0]
-	return shape{windowSeconds(n), n.Algorithm == algorithm.FixedWindow || n.Algorithm == algorithm.CalendarWindow}
+	shapes := make([]shape, len(numbers))
+	for i, n := range numbers {
+		fixed := n.Algorithm == algorithm.FixedWindow || n.Algorithm == algorithm.CalendarWindow
+		shapes[i] = shape{n.Limit, windowSeconds(n), fixed}
+	}
+	return shapes
+}
+
+// member is what header fields tell of a decision's policy.
+type member struct {
+	shape
+	result    ratelimit.Result
+	remaining int64 // after the decision
+}
+
+// membersOf returns the members of a decision, in the memory of one if it is one. remaining is what remains after it.
+func membersOf(one *[1]member, shapes []shape, result ratelimit.Result, remaining int64) []member {
+	each := result.Each()
+	if each == nil && len(shapes) > 1 { // a row of the mode off or deny has decided, for all
+		for _, s := range shapes {
+			each = append(each, result)
+			if result.Allowed {
+				each[len(each)-1].Remaining = s.limit
+			}
+			each[len(each)-1].Limit = s.limit
+		}
+	}
+	if each == nil {
+		one[0] = member{result: result, remaining: remaining}
+		if len(shapes) == 1 {
+			one[0].shape = shapes[0]
+		}
+		return one[:]
+	}
+	members := make([]member, len(each))
+	for i, r := range each {
+		members[i] = member{result: r, remaining: r.Remaining + remaining - result.Remaining}
+		if len(shapes) == len(each) { // the row in force may have others
+			members[i].shape = shapes[i]
+		}
+	}
+	return members
+}
+
+// shown is the member that fields for one limit show: the one that refuses for the longest time, or else the one with
+// the least left.
+func shown(members []member) member {
+	best := members[0]
+	for _, m := range members[1:] {
+		longer := m.result.RetryAfter - best.result.RetryAfter
+		if longer > 0 || longer == 0 && m.remaining < best.remaining {
+			best = m
+		}
+	}
+	return best
 }
 
 // set writes the fields for a decision. remaining is what remains after it.
-func (p Headers) set(header http.Header, name string, policy shape, result ratelimit.Result, remaining int64) {
+func (p Headers) set(header http.Header, name string, shapes []shape, result ratelimit.Result, remaining int64) {
+	if p == None {
+		return
+	}
 	xRateLimit := [3]string{"X-Ratelimit-Limit", "X-Ratelimit-Remaining", "X-Ratelimit-Reset"}
 	draft6 := [3]string{"Ratelimit-Limit", "Ratelimit-Remaining", "Ratelimit-Reset"}
+	var one [1]member
+	members := membersOf(&one, shapes, result, remaining)
+	best := shown(members)
+	limit, reset := best.result.Limit, best.result.ResetAfter
 	switch p {
 	case IETFDraft11:
 		text := make([]byte, 0, 128)
-		text = appendMember(text, name, ";q=", result.Limit)
-		if policy.window > 0 {
-			text = append(text, ";w="...)
-			text = strconv.AppendInt(text, policy.window, 10)
+		for i, m := range members {
+			text = appendMember(text, i, name, ";q=", m.result.Limit)
+			if m.window > 0 {
+				text = append(text, ";w="...)
+				text = strconv.AppendInt(text, m.window, 10)
+			}
 		}
 		end := len(text)
-		text = appendMember(text, name, ";r=", remaining)
-		if !result.Allowed {
-			text = append(text, ";t="...)
-			text = strconv.AppendInt(text, wholeSeconds(result.RetryAfter), 10)
-		} else if policy.fixed {
-			text = append(text, ";t="...)
-			text = strconv.AppendInt(text, wholeSeconds(result.ResetAfter), 10)
+		for i, m := range members {
+			text = appendMember(text, i, name, ";r=", m.remaining)
+			if more, known := m.untilMore(result.Allowed); known {
+				text = append(text, ";t="...)
+				text = strconv.AppendInt(text, wholeSeconds(more), 10)
+			}
 		}
 		fields := string(text)
 		values := []string{fields[:end], fields[end:]}
 		add(header, "Ratelimit-Policy", values[0:1:1])
 		add(header, "Ratelimit", values[1:2:2])
 	case XRateLimit:
-		setTriple(header, xRateLimit, result.Limit, remaining, wholeSeconds(result.ResetAfter))
+		setTriple(header, xRateLimit, limit, best.remaining, wholeSeconds(reset))
 	case GitHub:
-		reset := result.DecidedAt.Add(result.ResetAfter)
-		seconds := reset.Unix()
-		if reset.Nanosecond() > 0 {
+		at := result.DecidedAt.Add(reset)
+		seconds := at.Unix()
+		if at.Nanosecond() > 0 {
 			seconds++
 		}
-		setTriple(header, xRateLimit, result.Limit, remaining, seconds)
+		setTriple(header, xRateLimit, limit, best.remaining, seconds)
 	case IETFDraft6:
-		reset := result.ResetAfter
 		if !result.Allowed {
-			reset = result.RetryAfter // or Retry-After would be earlier, which the draft does not want
+			reset = best.result.RetryAfter // or Retry-After would be earlier, which the draft does not want
 		}
-		limit := min(result.Limit, maxInteger)
-		setTriple(header, draft6, limit, min(remaining, maxInteger), wholeSeconds(reset))
-		if policy.window > 0 {
-			header["Ratelimit-Policy"] = []string{fmt.Sprintf("%d;w=%d", limit, policy.window)}
+		setTriple(header, draft6, min(limit, maxInteger), min(best.remaining, maxInteger), wholeSeconds(reset))
+		var policies []string
+		for _, m := range members {
+			if m.window > 0 {
+				policies = append(policies, fmt.Sprintf("%d;w=%d", min(m.result.Limit, maxInteger), m.window))
+			}
+		}
+		if policies != nil {
+			header["Ratelimit-Policy"] = []string{strings.Join(policies, ", ")}
 		}
 	}
 }
 
+// untilMore is the time until there is more of a limit, if it is known. If a request is denied, that is known of those
+// limits that refused it. What others say would only seem to contradict Retry-After.
+func (m *member) untilMore(allowed bool) (time.Duration, bool) {
+	if !allowed {
+		return m.result.RetryAfter, m.result.RetryAfter > 0
+	}
+	return m.result.ResetAfter, m.fixed
+}
+
 // appendMember appends a String of a structured field and its first parameter. New has checked the characters of
-// name.
-func appendMember(text []byte, name, parameter string, value int64) []byte {
+// name, after which the later policies of All are numbered.
+func appendMember(text []byte, i int, name, parameter string, value int64) []byte {
+	if i > 0 {
+		text = append(text, ", "...)
+	}
 	text = append(text, '"')
-	text = append(text, name...)
+	text = append(text, algorithm.RowName(name, i)...)
 	text = append(text, '"')
 	text = append(text, parameter...)
 	return strconv.AppendInt(text, min(value, maxInteger), 10)

@@ -1,6 +1,7 @@
 package httplimit
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"math"
@@ -12,6 +13,8 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/internal/testkit"
+	"github.com/pgratelimit/ratelimit/ratelimittest"
 )
 
 // That these are structured fields, another parser says: integration_test/httplimit.
@@ -130,6 +133,241 @@ func TestBanWithoutAnEnd(t *testing.T) {
 	}
 }
 
+// allLimiter is one of 3 in 10 s and 5 in an hour, in memory.
+func allLimiter(t *testing.T, now func() time.Time) *ratelimit.Limiter {
+	t.Helper()
+	limiter, err := ratelimit.New(ratelimittest.NewDB(), ratelimit.Config{
+		Name: "login", OnFailure: ratelimit.ReturnError(),
+		Policy: ratelimit.All(
+			ratelimit.FixedWindow{Limit: 3, Window: 10 * time.Second},
+			ratelimit.SlidingLog{Limit: 5, Window: time.Hour},
+		),
+		Client: ratelimit.ClientConfig{Test: ratelimit.TestConfig{Now: now}},
+	})
+	require.NoError(t, err)
+	return limiter
+}
+
+// All policies of All are shown, always in the same order, and of those that refuse, when they no longer do.
+func TestHeadersOfAll(t *testing.T) {
+	t.Parallel()
+
+	second := int64(0)
+	now := func() time.Time { return time.Unix(1_800_000_000+second, 0) }
+	limiter := allLimiter(t, now)
+	const policy = `"login";q=3;w=10, "login/2";q=5;w=3600`
+	for i, test := range []struct {
+		at                 int64
+		status             int
+		limits, retryAfter string
+		violated           string
+	}{
+		{0, 200, `"login";r=2;t=10, "login/2";r=4`, "", ""},
+		{0, 200, `"login";r=1;t=10, "login/2";r=3`, "", ""},
+		{0, 200, `"login";r=0;t=10, "login/2";r=2`, "", ""},
+		{4, 429, `"login";r=0;t=6, "login/2";r=2`, "6", `["login"]`},
+		{10, 200, `"login";r=2;t=10, "login/2";r=1`, "", ""},
+		{10, 200, `"login";r=1;t=10, "login/2";r=0`, "", ""},
+		{11, 429, `"login";r=1, "login/2";r=0;t=3589`, "3589", `["login/2"]`},
+	} {
+		second = test.at
+		answer := serve(t, limited(t, limiter, Config{Headers: IETFDraft11}, nil))
+		require.Equal(t, test.status, answer.status, i)
+		require.Equal(t, []string{policy}, answer.header["Ratelimit-Policy"], i)
+		require.Equal(t, []string{test.limits}, answer.header["Ratelimit"], i)
+		require.Equal(t, test.retryAfter, answer.header.Get("Retry-After"), i)
+		if test.violated != "" {
+			require.Contains(t, answer.body, `"violated-policies":`+test.violated+`}`)
+		}
+	}
+
+	// Both refuse.
+	limiter = allLimiter(t, now)
+	second = 0
+	for range 3 {
+		serve(t, limited(t, limiter, Config{}, nil))
+	}
+	second = 10
+	serve(t, limited(t, limiter, Config{}, nil))
+	serve(t, limited(t, limiter, Config{}, nil))
+	costly := Config{Headers: IETFDraft11, Cost: func(*http.Request) int64 { return 2 }}
+	answer := serve(t, limited(t, limiter, costly, nil))
+	require.Equal(t, []string{`"login";r=1;t=10, "login/2";r=0;t=3590`}, answer.header["Ratelimit"])
+	require.Contains(t, answer.body, `"violated-policies":["login","login/2"]}`)
+
+	// Where one limit is shown, it is one policy's in all fields: the one that refuses for the longest time, or has the
+	// least left.
+	for headers, want := range map[Headers][2]http.Header{
+		XRateLimit: {
+			{"X-Ratelimit-Limit": {"3"}, "X-Ratelimit-Remaining": {"2"}, "X-Ratelimit-Reset": {"10"}},
+			{"X-Ratelimit-Limit": {"5"}, "X-Ratelimit-Remaining": {"0"}, "X-Ratelimit-Reset": {"3600"}},
+		},
+		GitHub: {
+			{"X-Ratelimit-Limit": {"3"}, "X-Ratelimit-Remaining": {"2"}, "X-Ratelimit-Reset": {"1800000010"}},
+			{"X-Ratelimit-Limit": {"5"}, "X-Ratelimit-Remaining": {"0"}, "X-Ratelimit-Reset": {"1800003610"}},
+		},
+		IETFDraft6: {
+			{"Ratelimit-Limit": {"3"}, "Ratelimit-Remaining": {"2"}, "Ratelimit-Reset": {"10"}, "Ratelimit-Policy": {"3;w=10, 5;w=3600"}},
+			{"Ratelimit-Limit": {"5"}, "Ratelimit-Remaining": {"0"}, "Ratelimit-Reset": {"3590"}, "Ratelimit-Policy": {"3;w=10, 5;w=3600"}},
+		},
+	} {
+		limiter := allLimiter(t, now)
+		fields := func() http.Header {
+			header := serve(t, limited(t, limiter, Config{Headers: headers}, nil)).header
+			header.Del("Content-Type")
+			header.Del("Retry-After")
+			return header
+		}
+		second = 0
+		require.Equal(t, want[0], fields())
+		fields()
+		fields()
+		second = 10
+		fields()
+		fields()
+		require.Equal(t, want[1], fields())
+	}
+
+	// What comes back is shown for each, and a row that denies or allows everything for all.
+	second = 0
+	charge := Config{Headers: IETFDraft11, Charge: ChargeFailures}
+	answer = serve(t, limited(t, allLimiter(t, now), charge, nil))
+	require.Equal(t, []string{`"login";r=3;t=10, "login/2";r=5`}, answer.header["Ratelimit"])
+	row := denying(time.Minute)
+	row.policy, row.result.Source = allLimiter(t, now).Config().Policy, ratelimit.SourcePolicy
+	answer = serve(t, limited(t, row, Config{Headers: IETFDraft11}, nil))
+	require.Equal(t, []string{policy}, answer.header["Ratelimit-Policy"])
+	require.Equal(t, []string{`"login";r=0;t=60, "login/2";r=0;t=60`}, answer.header["Ratelimit"])
+	row.result = ratelimit.Result{Allowed: true, Source: ratelimit.SourcePolicy, Limit: 3, Remaining: 3}
+	answer = serve(t, limited(t, row, Config{Headers: IETFDraft11}, nil))
+	require.Equal(t, []string{`"login";r=3;t=0, "login/2";r=5`}, answer.header["Ratelimit"])
+}
+
+// The tier of a request has its own numbers, in the decision and in all fields, and shares what was taken.
+func TestTier(t *testing.T) {
+	t.Parallel()
+
+	free := waiter(t, ratelimittest.NewDB(), ratelimit.FixedWindow{Limit: 2, Window: time.Minute})
+	paid, err := free.With(ratelimit.FixedWindow{Limit: 4, Window: time.Minute})
+	require.NoError(t, err)
+	handler := limited(t, free, Config{
+		Headers: IETFDraft11,
+		OnError: func(w http.ResponseWriter, _ *http.Request, _ error) { w.WriteHeader(http.StatusServiceUnavailable) },
+		Charge:  ChargeAllButServerErrors,
+		Tier: func(r *http.Request) Limiter {
+			switch r.Header.Get("Tier") {
+			case "paid":
+				return paid
+			case "none":
+				return (*ratelimit.Limiter)(nil)
+			}
+			return nil
+		},
+	}, nil)
+	for i, test := range []struct {
+		tier          string
+		status        int
+		policy, limit string
+	}{
+		{"", 200, `"api";q=2;w=60`, `"api";r=1`},
+		{"none", 200, `"api";q=2;w=60`, `"api";r=0`},
+		{"", 429, `"api";q=2;w=60`, `"api";r=0`},
+		{"paid", 200, `"api";q=4;w=60`, `"api";r=1`},
+		{"paid", 200, `"api";q=4;w=60`, `"api";r=0`},
+		{"paid", 429, `"api";q=4;w=60`, `"api";r=0`},
+		{"", 429, `"api";q=2;w=60`, `"api";r=0`},
+	} {
+		answer := serve(t, handler, from("192.0.2.1:1", "Tier", test.tier))
+		require.Equal(t, test.status, answer.status, i)
+		require.Equal(t, test.policy, answer.header.Get("Ratelimit-Policy"), i)
+		require.Contains(t, answer.header.Get("Ratelimit"), test.limit+";t=", i)
+		if test.status == http.StatusTooManyRequests {
+			require.NotEmpty(t, answer.header.Get("Retry-After"))
+			require.Contains(t, answer.body, quotaExceeded)
+		}
+	}
+
+	// What a tier has taken goes back to it.
+	mine, other := allowing(), allowing()
+	config := Config{Charge: ChargeFailures, Tier: func(*http.Request) Limiter { return other }}
+	serve(t, limited(t, mine, config, nil))
+	require.Empty(t, mine.asked)
+	require.Empty(t, mine.refunds())
+	require.Len(t, other.asked, 1)
+	require.Len(t, other.refunds(), 1)
+}
+
+// A request that passes the same middleware twice is told of once. Others that are alike are not.
+func TestMountedTwice(t *testing.T) {
+	t.Parallel()
+
+	const tells = "passes this middleware twice, and is charged twice"
+	copied := func(next http.Handler) http.Handler {
+		return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+			next.ServeHTTP(w, r.WithContext(context.WithValue(r.Context(), contextKey{}, "x")))
+		})
+	}
+	for name, test := range map[string]struct {
+		mount func(one, another func(http.Handler) http.Handler, h http.Handler) http.Handler
+		tells bool
+	}{
+		"twice": {func(one, _ func(http.Handler) http.Handler, h http.Handler) http.Handler { return one(one(h)) }, true},
+		"in between": {func(one, another func(http.Handler) http.Handler, h http.Handler) http.Handler {
+			return one(copied(another(one(h))))
+		}, true},
+		"on the router and the route": {func(one, _ func(http.Handler) http.Handler, h http.Handler) http.Handler {
+			mux := http.NewServeMux()
+			mux.Handle("/", copied(one(h)))
+			return one(mux)
+		}, true},
+		"once": {func(one, _ func(http.Handler) http.Handler, h http.Handler) http.Handler { return copied(one(h)) }, false},
+		"two of them": {func(one, another func(http.Handler) http.Handler, h http.Handler) http.Handler {
+			return one(another(h))
+		}, false},
+		"two routes": {func(one, _ func(http.Handler) http.Handler, h http.Handler) http.Handler {
+			first, second := one(h), one(h)
+			return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+				first.ServeHTTP(w, r)
+				second.ServeHTTP(w, r) // one after the other
+			})
+		}, false},
+	} {
+		var log testkit.Journal
+		one, err := New(allowing(), Config{Key: ByIP(), Logger: log.Logger()})
+		require.NoError(t, err)
+		another, err := New(allowing(), Config{Key: ByIP(), Logger: log.Logger(), Charge: ChargeFailures})
+		require.NoError(t, err)
+		handler := test.mount(one, another, http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+			w.WriteHeader(http.StatusNoContent)
+		}))
+		for range 2 * firstLooks {
+			require.Equal(t, http.StatusNoContent, serve(t, handler).status)
+		}
+		lines := log.Lines()
+		if !test.tells {
+			require.Empty(t, lines, name)
+			continue
+		}
+		require.Len(t, lines, 1, name)
+		require.Contains(t, lines[0], tells, name)
+		require.Contains(t, lines[0], "mount it once", name)
+		require.NotContains(t, lines[0], "192.0.2.1", name)
+	}
+
+	// It is also noticed if that begins late.
+	var log testkit.Journal
+	one, err := New(allowing(), Config{Key: ByIP(), Logger: log.Logger()})
+	require.NoError(t, err)
+	once := one(http.HandlerFunc(func(http.ResponseWriter, *http.Request) {}))
+	for range firstLooks + 1 {
+		serve(t, once)
+	}
+	for range laterLooks {
+		serve(t, one(once))
+	}
+	require.Len(t, log.Lines(), 1)
+}
+
 func TestWindowSeconds(t *testing.T) {
 	t.Parallel()
 
@@ -149,9 +387,10 @@ func TestWindowSeconds(t *testing.T) {
 		{ratelimit.TokenBucket{Capacity: 3, Refill: 3, Every: time.Second}, 1},
 		{ratelimit.TokenBucket{Capacity: 1 << 42, Refill: 1, Every: time.Second}, 1 << 42},
 		{ratelimit.TokenBucket{Capacity: 1 << 62, Refill: 1 << 62, Every: time.Microsecond}, 0},
-		{nil, 0},
 	} {
-		require.Equal(t, test.want, shapeOf(test.policy).window, "%v", test.policy)
+		shapes := shapesOf(test.policy)
+		require.Len(t, shapes, 1)
+		require.Equal(t, test.want, shapes[0].window, "%v", test.policy)
 	}
 }
 

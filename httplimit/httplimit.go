@@ -58,6 +58,13 @@ type Config struct {
 	// request without a key is rejected with status 400.
 	Key Key
 
+	// Tier returns the limiter of a request, if it is not the one that New was given: one that With of that has made,
+	// say, so that what a customer has taken stays taken when the tier changes. nil is New's limiter. It needs an
+	// OnFailure of its own, which With keeps. The header fields show its policy.
+	//
+	// Defaults to New's limiter for all requests.
+	Tier func(*http.Request) Limiter
+
 	// Skip tells which requests are not limited at all.
 	//
 	// Defaults to none.
@@ -130,7 +137,8 @@ type Config struct {
 	OnError func(http.ResponseWriter, *http.Request, error)
 
 	// Logger is told of requests without a usable key, of costs that can never be taken, of errors, of refunds that
-	// get lost, and of proxies that ByIP does not trust. It is told once when they begin, and not for each request.
+	// get lost, of proxies that ByIP does not trust, and of requests that pass this middleware twice. It is told once
+	// when they begin, and not for each request.
 	// What keeps the database from deciding is logged by the limiter's client, see [ratelimit.ClientConfig].Logger.
 	//
 	// Defaults to slog.Default(). slog.DiscardHandler turns it off.
@@ -186,7 +194,7 @@ func New(limiter Limiter, config Config) (func(http.Handler) http.Handler, error
 	if err := config.validate(limits); err != nil {
 		return nil, err
 	}
-	m := &middleware{limiter: limiter, policy: shapeOf(limits.Policy), config: config}
+	m := &middleware{limit: limit{limiter, shapesOf(limits.Policy)}, config: config}
 	m.proxies.log = func(r *http.Request, message, write string) {
 		m.log(r.Context(), slog.LevelWarn, message, slog.String("write", write))
 	}
@@ -195,15 +203,33 @@ func New(limiter Limiter, config Config) (func(http.Handler) http.Handler, error
 	}, nil
 }
 
-type middleware struct {
+// limit is what a request is asked of.
+type limit struct {
 	limiter Limiter
-	policy  shape
-	config  Config
+	shapes  []shape
+}
+
+type middleware struct {
+	limit  limit
+	config Config
 
 	// What has been logged.
 	keyless, badCost atomic.Bool // only that it happens, since any client can make it happen
 	errors, refunds  health
 	proxies          proxyHint
+	nested           nesting
+}
+
+// limitOf returns the limit of a request.
+func (m *middleware) limitOf(r *http.Request) limit {
+	if m.config.Tier == nil {
+		return m.limit
+	}
+	tier := m.config.Tier(r)
+	if l, ok := tier.(*ratelimit.Limiter); tier == nil || ok && l == nil {
+		return m.limit
+	}
+	return limit{tier, shapesOf(tier.Config().Policy)}
 }
 
 func (m *middleware) serve(w http.ResponseWriter, r *http.Request, next http.Handler) {
@@ -223,7 +249,11 @@ func (m *middleware) serve(w http.ResponseWriter, r *http.Request, next http.Han
 		m.rejectKey(w, r, err)
 		return
 	}
-	result, err := m.limiter.AllowN(r.Context(), key, cost)
+	if request, ok := m.nested.enter(m, r); ok {
+		defer m.nested.leave(request)
+	}
+	limit := m.limitOf(r)
+	result, err := limit.limiter.AllowN(r.Context(), key, cost)
 	switch {
 	case err != nil:
 		m.rejectError(w, r, err)
@@ -239,22 +269,22 @@ func (m *middleware) serve(w http.ResponseWriter, r *http.Request, next http.Han
 		if result.Source == ratelimit.SourcePolicy {
 			told.RetryAfter, told.ResetAfter = foreseeable(result.RetryAfter), foreseeable(result.ResetAfter)
 		}
-		m.setHeaders(w.Header(), told, told.Remaining)
+		m.setHeaders(w.Header(), limit, told, told.Remaining)
 		m.reject(w, r, Rejection{Status: http.StatusTooManyRequests, RetryAfter: told.RetryAfter, Result: result})
 	case m.config.Charge != nil &&
 		(result.Source == ratelimit.SourceDatabase || result.Source == ratelimit.SourceLease):
-		m.serveAndSettle(w, r, next, charge{cost: cost, result: result})
+		m.serveAndSettle(w, r, next, charge{limit: limit, cost: cost, result: result})
 	default:
-		m.setHeaders(w.Header(), result, result.Remaining)
+		m.setHeaders(w.Header(), limit, result, result.Remaining)
 		next.ServeHTTP(w, r)
 	}
 }
 
 // setHeaders sets the fields of Config.Headers, unless nothing is known about the key. If the request is let through,
 // it adds those of Config.AddFields.
-func (m *middleware) setHeaders(header http.Header, result ratelimit.Result, remaining int64) {
+func (m *middleware) setHeaders(header http.Header, limit limit, result ratelimit.Result, remaining int64) {
 	if result.Source != ratelimit.SourceFailedOpen {
-		m.config.Headers.set(header, m.config.PolicyName, m.policy, result, remaining)
+		m.config.Headers.set(header, m.config.PolicyName, limit.shapes, result, remaining)
 	}
 	if result.Allowed && m.config.AddFields != nil {
 		result.Remaining = remaining

@@ -43,6 +43,7 @@ func (m *middleware) serveAndSettle(w http.ResponseWriter, r *http.Request, next
 
 // charge is what a request has taken.
 type charge struct {
+	limit  limit
 	cost   int64
 	result ratelimit.Result
 }
@@ -50,7 +51,7 @@ type charge struct {
 func (m *middleware) giveBack(ctx context.Context, charged charge) {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), refundWait)
 	defer cancel()
-	result, err := m.limiter.Refund(ctx, charged.result)
+	result, err := charged.limit.limiter.Refund(ctx, charged.result)
 	if err == nil && result.Source != ratelimit.SourceDatabase {
 		err = errors.New("Postgres is away: " + result.Source.String())
 	}
@@ -98,7 +99,7 @@ func (r *recorder) begin() {
 	if !r.charged {
 		remaining += r.charge.cost
 	}
-	r.middleware.setHeaders(r.Header(), r.charge.result, remaining)
+	r.middleware.setHeaders(r.Header(), r.charge.limit, r.charge.result, remaining)
 }
 
 // pass takes note that what is beneath has taken a status, or a part of the response.

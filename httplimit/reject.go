@@ -4,9 +4,11 @@ import (
 	"fmt"
 	"net/http"
 	"strconv"
+	"strings"
 	"time"
 
 	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/internal/algorithm"
 )
 
 // Rejection is why a request does not reach the handler.
@@ -48,10 +50,24 @@ func ProblemJSON(w http.ResponseWriter, _ *http.Request, rejection Rejection) {
 		body = append(body, `,"type":"`...)
 		body = append(body, problemType...)
 		body = append(body, `","violated-policies":["`...)
-		body = append(body, rejection.Policy...) // in which nothing needs to be escaped
+		body = append(body, strings.Join(rejection.violated(), `","`)...) // in which nothing needs to be escaped
 		body = append(body, `"]`...)
 	}
 	rejection.write(w, "application/problem+json", append(body, "}\n"...))
+}
+
+// violated are the names of the policies that refuse.
+func (r Rejection) violated() []string {
+	var names []string
+	for i, one := range r.Result.Each() {
+		if one.RetryAfter > 0 {
+			names = append(names, algorithm.RowName(r.Policy, i))
+		}
+	}
+	if names == nil {
+		return []string{r.Policy}
+	}
+	return names
 }
 
 // PlainText answers with a line of text.
