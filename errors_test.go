@@ -426,7 +426,7 @@ func TestStoreErrors(t *testing.T) {
 		{"28000 28P01 3D000 22P02", []error{ErrSetup}},
 		{"25006", []error{ErrUnavailable, ErrReadOnly}},
 		{"55P03 57014", []error{ErrTimeout}},
-		{"08000 08003 08006 53000 53100 53200 53300 53400 58000 58030 57P01 57P02 57P03", []error{ErrUnavailable}},
+		{"08000 08003 08006 53000 53100 53200 53300 53400 58000 58030 54000 57P01 57P02 57P03", []error{ErrUnavailable}},
 		{"40001 40P01 22023 23502 23505 XX000 57P04 25P02 42601 0 00000", nil},
 		{"", nil},
 	} {

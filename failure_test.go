@@ -61,6 +61,7 @@ func TestWhatIsAnOutage(t *testing.T) {
 		"ended":             {sqlState("57P01"), true},
 		"no connections":    {sqlState("53300"), true},
 		"read-only":         {sqlState("25006"), true},
+		"wraparound":        {sqlState("54000"), true},
 		"statement timeout": {sqlState("57014"), true},
 		"row held":          {rowHeld, false},
 		"not migrated":      {sqlState("42883"), false},

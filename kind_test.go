@@ -30,6 +30,7 @@ func TestFailureOfOneLimiterLeavesOthersAlone(t *testing.T) {
 	}{
 		"a damaged page":  {true, trigger("XX001")},
 		"a full disk":     {true, trigger("53100")},
+		"wraparound":      {true, trigger("54000")},
 		"a cancellation":  {true, trigger("57014")},
 		"a missing table": {true, "ALTER TABLE rate_limit_durable RENAME TO gone"},
 		"a refused row":   {false, fmt.Sprintf("ALTER TABLE rate_limit_ephemeral ADD CHECK (prefix <> '%d')", guilty)},

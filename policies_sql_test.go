@@ -97,6 +97,7 @@ func TestPoliciesThatNobodyCouldRead(t *testing.T) {
 		"('n', 'secret', NULL, 'off', NULL, now(), now(), 'why', false)":                                           "valid_until",
 		"('n', 'secret', NULL, 'off', NULL, NULL, 'infinity', 'why', false)":                                       "valid_from",
 		"('n', 'secret', NULL, 'off', NULL, '0001-01-01 BC', 'infinity', 'why', false)":                            "valid_from",
+		"('n', 'secret', NULL, 'off', NULL, '-infinity', '0044-03-15 BC', 'why', false)":                           "valid_until",
 		"('n', 'secret', NULL, 'off', NULL, now(), '10000-01-01', 'why', false)":                                   "valid_until",
 		"('n', 'secret', NULL, 'off', NULL, now(), 'infinity', E' \\n', false)":                                    "comment",
 		"('n', 'secret', NULL, 'enforce', 'every 1/day Mars/Phobos', now(), 'infinity', 'why', false)":             "policy",
@@ -120,8 +121,10 @@ func TestPoliciesThatNobodyCouldRead(t *testing.T) {
 	} {
 		refusedPolicy(t, db.Pool, "UPDATE rate_limit_policy "+change, want)
 	}
-	refusedPolicy(t, db.Pool, `INSERT INTO rate_limit_policy (id, name, key, mode, comment)
-		OVERRIDING SYSTEM VALUE VALUES (NULL, 'n', 'secret', 'off', 'why')`, "id")
+	for _, id := range []string{"NULL", "0", "-1", "-9223372036854775808"} {
+		refusedPolicy(t, db.Pool, `INSERT INTO rate_limit_policy (id, name, key, mode, comment)
+			OVERRIDING SYSTEM VALUE VALUES (`+id+`, 'n', 'secret', 'off', 'why')`, "id")
+	}
 
 	// The ends of the ranges are part of them.
 	for _, values := range []string{

@@ -316,10 +316,12 @@ func TestPoliciesThatCannotBeObeyed(t *testing.T) {
 	pgtest.Exec(t, tx, "ALTER TABLE rate_limit_policy DISABLE TRIGGER rate_limit_policy_check")
 	pgtest.Exec(t, tx, "UPDATE rate_limit_policy SET policy = 'leaky 30/1h' WHERE key_prefix = 'a'")
 	pgtest.Exec(t, tx, "UPDATE rate_limit_policy SET mode = 'maybe' WHERE key_prefix = 'b'")
+	pgtest.Exec(t, tx, `INSERT INTO rate_limit_policy (id, name, key, policy, comment)
+		OVERRIDING SYSTEM VALUE SELECT 0, name, 'zero', 'fixed 40/1h', 'why' FROM rate_limit_policy WHERE key_prefix = 'a'`)
 	pgtest.Exec(t, tx, "ALTER TABLE rate_limit_policy ENABLE TRIGGER rate_limit_policy_check")
 	require.NoError(t, tx.Commit(t.Context()))
 	p.knows(t, db.Pool)
-	expect(map[string]int64{"secret": 20, "a": 20, "b": 20})
+	expect(map[string]int64{"secret": 20, "a": 20, "b": 20, "zero": 40})
 	require.Equal(t, 2, p.Status().Unreadable)
 
 	pgtest.Exec(t, db.Pool,

@@ -390,7 +390,7 @@ type policyAnswer struct {
 
 func (p *Policies) ask(ctx context.Context, db DBTX, known *int64, knownAt int64) (*policyAnswer, error) {
 	a := &policyAnswer{unreadable: map[int64]error{}}
-	var id int64
+	var row *int64
 	var removed bool
 	var name, mode, policy string
 	var automatic bool
@@ -399,14 +399,15 @@ func (p *Policies) ask(ctx context.Context, db DBTX, known *int64, knownAt int64
 	read := map[nameAndText]sharedPolicy{} // most rows have one of a few texts
 	names := map[string]string{}
 	targets := []any{
-		&a.version, &a.changed, &a.complete, &a.clock, &id, &removed, &name, &key, &prefix, &mode, &policy,
+		&a.version, &a.changed, &a.complete, &a.clock, &row, &removed, &name, &key, &prefix, &mode, &policy,
 		&from, &until, &automatic,
 	}
 	args := []any{known, knownAt}
 	err := query(ctx, db, true, pg.Qualify(policiesStatement, p.config.Schema), args, targets, func() error {
-		if id == 0 {
+		if row == nil {
 			return nil
 		}
+		id := *row
 		if removed {
 			a.removed = append(a.removed, id)
 			return nil

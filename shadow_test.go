@@ -290,6 +290,25 @@ func TestShadowsAreReported(t *testing.T) {
 	}
 	require.Equal(t, []string{" 10 2 5", "b 0 0 1", "c 0 2 4"}, reported())
 
+	// No report keeps others from being added, whatever it tells. One that makes no sense is passed over.
+	for _, n := range []string{"9223372036854775807", "-9223372036854775808", "-1", "NULL"} {
+		for _, numbers := range []string{n + ", 0, 0", "0, " + n + ", 0", "0, 0, " + n} {
+			pgtest.Exec(t, db.Pool, `SELECT rate_limit_report(ARRAY[1, 1]::bigint[], ARRAY['', 'b'], array_fill(a, ARRAY[2]),
+				array_fill(b, ARRAY[2]), array_fill(c, ARRAY[2])) FROM (VALUES (`+numbers+`)) AS v (x, y, z),
+				LATERAL (SELECT x::bigint, y::bigint, z::bigint) AS w (a, b, c)`)
+		}
+	}
+	require.Equal(t, []string{" 1000000000010 1000000000002 1000000000005", "b 1000000000000 1000000000000 1000000000001",
+		"c 0 2 4"}, reported())
+	pgtest.Exec(t, db.Pool, "UPDATE rate_limit_shadow SET decided = 9223372036854775806 WHERE key = ''")
+	_, err := l.Allow(t.Context(), "d")
+	require.NoError(t, err)
+	for range 2 {
+		pgtest.Exec(t, db.Pool, "SELECT rate_limit_report(ARRAY[1], ARRAY[''], ARRAY[5], ARRAY[0], ARRAY[0])")
+		require.NoError(t, p.reportOnce(t.Context()))
+	}
+	require.Equal(t, " 9223372036854775807 1000000000002 1000000000005", reported()[0])
+
 	report := `SELECT rate_limit_report(array_fill(1, ARRAY[2000])::bigint[], ARRAY(SELECT 'k' || i FROM generate_series(1, 2000) AS i),
 		array_fill(0, ARRAY[2000])::bigint[], array_fill(0, ARRAY[2000])::bigint[], ARRAY(SELECT generate_series(1, 2000))::bigint[])`
 	pgtest.Exec(t, db.Pool, report)
@@ -297,7 +316,7 @@ func TestShadowsAreReported(t *testing.T) {
 	require.Zero(t, pgtest.Scalar[int64](t, db.Pool, "SELECT count(*) FROM rate_limit_shadow WHERE would_deny <= 1000 AND key <> ''"))
 
 	// Of a policy that is gone, or has become another one, nothing is kept or taken.
-	_, err := l.Allow(t.Context(), "c")
+	_, err = l.Allow(t.Context(), "c")
 	require.NoError(t, err)
 	pgtest.Exec(t, db.Pool, "UPDATE rate_limit_policy SET policy = 'fixed 3/1h'")
 	p.knows(t, db.Pool)

@@ -34,9 +34,9 @@ BEGIN
             USING ERRCODE = 'feature_not_supported',
                 HINT = 'DELETE its rows. Then every process learns of it, and the history tells who did it.';
     END IF;
-    IF NEW.id IS NULL OR TG_OP = 'UPDATE' AND NEW.id <> OLD.id THEN
+    IF (NEW.id = OLD.id OR TG_OP = 'INSERT' AND NEW.id > 0) IS NOT TRUE THEN -- 0 stands for no row
         wrong := 'id';
-        hint := 'It comes by itself and stays, because processes know the row by it.';
+        hint := 'It comes by itself, from 1 on, and stays, because processes know the row by it.';
     ELSIF (octet_length(NEW.name) BETWEEN 1 AND 128) IS NOT TRUE THEN
         wrong := 'name';
         hint := 'It is the name of a limiter, of 1 to 128 bytes.';
@@ -57,11 +57,12 @@ BEGIN
     ELSIF (NEW.valid_from = '-infinity' OR NEW.valid_from >= timestamptz '0001-01-01 00:00:00Z') IS NOT TRUE THEN
         wrong := 'valid_from';
         hint := 'It is a time from the year 1 on, or -infinity.';
-    ELSIF (NEW.valid_until > NEW.valid_from
+    ELSIF (NEW.valid_until > NEW.valid_from AND NEW.valid_until >= timestamptz '0001-01-01 00:00:00Z'
         AND (NEW.valid_until = 'infinity' OR NEW.valid_until < timestamptz '9999-12-31 00:00:00Z')) IS NOT TRUE
     THEN
         wrong := 'valid_until';
-        hint := 'It comes after valid_from, before the end of the year 9999. Without an end it is infinity.';
+        hint := 'It comes after valid_from, from the year 1 on and before the end of the year 9999. Without an end '
+            'it is infinity.';
     ELSIF (NEW.comment ~ '[^[:space:]]') IS NOT TRUE THEN
         wrong := 'comment';
         hint := 'It is required: say why, for whoever reads this next.';
@@ -449,7 +450,7 @@ Example: SELECT * FROM rate_limit_ban(''login'', ''user:123'', ''1 hour'', ''1 w
 -- rate_limit_report adds to rate_limit_shadow what a process has counted. The arrays have an element for each row.
 --
 --   policy_ids, keys             which row; an empty key for all keys together
---   decided, denied, would_deny  what is added
+--   decided, denied, would_deny  what is added: at most 10^12 each. A row with a negative one is passed over
 -- +goose StatementBegin
 CREATE FUNCTION rate_limit_report(
     policy_ids bigint[],
@@ -467,18 +468,24 @@ AS $$
 #variable_conflict use_variable
 DECLARE
     clock timestamptz := clock_timestamp();
+    most CONSTANT bigint := 1000000000000; -- far more than a process decides in the 10 seconds of a report
     id bigint;
     surplus tid[];
 BEGIN
     INSERT INTO rate_limit_shadow AS s (policy_id, key, decided, denied, would_deny, first_at, last_at)
-    SELECT e.policy_id, e.key, e.decided, e.denied, e.would_deny, clock, clock
+    SELECT e.policy_id, e.key,
+        least(e.decided, most), least(e.denied, most), least(e.would_deny, most), clock, clock
     FROM unnest(policy_ids, keys, decided, denied, would_deny) AS e (policy_id, key, decided, denied, would_deny)
-    WHERE EXISTS (SELECT FROM rate_limit_policy AS p WHERE p.id = e.policy_id AND p.mode = 'shadow')
+    WHERE e.decided >= 0 AND e.denied >= 0 AND e.would_deny >= 0
+        AND EXISTS (SELECT FROM rate_limit_policy AS p WHERE p.id = e.policy_id AND p.mode = 'shadow')
         AND octet_length(e.key) <= 512
     ORDER BY e.policy_id, e.key COLLATE "C"
+    -- Nothing is added beyond the largest number, or one report could make all others fail.
     ON CONFLICT (policy_id, key) DO UPDATE SET
-        decided = s.decided + excluded.decided, denied = s.denied + excluded.denied,
-        would_deny = s.would_deny + excluded.would_deny, last_at = excluded.last_at;
+        decided = s.decided + least(excluded.decided, 9223372036854775807 - s.decided),
+        denied = s.denied + least(excluded.denied, 9223372036854775807 - s.denied),
+        would_deny = s.would_deny + least(excluded.would_deny, 9223372036854775807 - s.would_deny),
+        last_at = excluded.last_at;
     FOR id IN SELECT DISTINCT e FROM unnest(policy_ids) AS e ORDER BY e LOOP
         -- Rows that come later are locked already, so it waits for nobody.
         surplus := ARRAY(

@@ -39,6 +39,8 @@ var (
 	functionsSQL string
 	//go:embed sql/doctor/strangers.sql
 	strangersSQL string
+	//go:embed sql/doctor/ages.sql
+	agesSQL string
 	//go:embed sql/doctor/additions.sql
 	additionsSQL string
 	//go:embed sql/doctor/jit.sql
@@ -216,6 +218,66 @@ func judgeHorizon(age time.Duration, what, mend *string, seesAll bool) finding {
 	return warning.finding(*mend,
 		"%s has a transaction open for %v: until it ends, VACUUM removes no tuple that died since%s",
 		printable(*what), age, unseen)
+}
+
+// idAge is a row of agesSQL.
+type idAge struct {
+	kind, database  string
+	age, autovacuum int64
+	holderAge       int64
+	holder, mend    string
+}
+
+// checkAges looks at what makes the server refuse every take.
+func (e *examination) checkAges(ctx context.Context) (finding, error) {
+	var ages []idAge
+	err := e.app.look(ctx, e.pool, func(tx pgx.Tx) error {
+		rows, err := tx.Query(ctx, agesSQL)
+		if err != nil {
+			return err
+		}
+		ages, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (a idAge, err error) {
+			return a, row.Scan(&a.kind, &a.database, &a.age, &a.autovacuum, &a.holderAge, &a.holder, &a.mend)
+		})
+		return err
+	})
+	return judgeAges(ages), err
+}
+
+func judgeAges(ages []idAge) finding {
+	f := ok("")
+	f.any = true
+	var found, mend []string
+	for _, a := range ages {
+		how, text := howOld(a.age, a.autovacuum)
+		found = append(found, fmt.Sprintf("the oldest %s are those of database %s, %s", a.kind, a.database, text))
+		if how == fine {
+			continue
+		}
+		if f.Level != problem {
+			f.Level = how
+		}
+		if a.holderAge > a.autovacuum {
+			found[len(found)-1] += fmt.Sprintf(", and %s holds VACUUM back, for %d transactions",
+				printable(a.holder), a.holderAge)
+			mend = append(mend, "end what holds VACUUM back: "+printable(a.mend))
+		}
+		mend = append(mend, "in database "+a.database+", as a superuser, `VACUUM`")
+	}
+	f.Found, f.Do = strings.Join(found, "; "), strings.Join(slices.Compact(mend), "; then ")
+	return f
+}
+
+// howOld judges the age of the oldest ids of a table or a database.
+func howOld(age, autovacuum int64) (level, string) {
+	switch {
+	case age > failsafeAge:
+		return problem, fmt.Sprintf("%d old; at 2,144,000,000 Postgres refuses whatever needs a new one, "+
+			"as every take does", age)
+	case age > autovacuum+autovacuum/10:
+		return warning, fmt.Sprintf("%d old, and autovacuum should have come at %d", age, autovacuum)
+	}
+	return fine, fmt.Sprintf("%d old; autovacuum comes at %d", age, autovacuum)
 }
 
 // foundFunction is a row of functionsSQL.
@@ -541,17 +603,13 @@ func (t tableHealth) judgeVacuum() finding {
 }
 
 func (t tableHealth) judgeAge(freezeMaxAge int64) finding {
-	do := "let VACUUM finish: end long transactions and prepared ones, " +
-		"drop abandoned replication slots, then `VACUUM FREEZE " + t.sql + "`"
-	switch {
-	case t.xidAge > failsafeAge:
-		return problem.finding(do,
-			"%d transactions old; at 2,100,000,000 Postgres stops taking commands", t.xidAge)
-	case t.xidAge > freezeMaxAge+freezeMaxAge/10:
-		return warning.finding(do,
-			"%d transactions old, and autovacuum should have come at %d", t.xidAge, freezeMaxAge)
+	how, text := howOld(t.xidAge, freezeMaxAge)
+	f := how.finding("let VACUUM finish: end long transactions and prepared ones, "+
+		"drop abandoned replication slots, then `VACUUM FREEZE "+t.sql+"`", "%s", text)
+	if how == fine {
+		f.Do = ""
 	}
-	return ok("%d transactions old; autovacuum comes at %d", t.xidAge, freezeMaxAge)
+	return f
 }
 
 // judgeBloat compares the size with what the rows of the sample would need if they had just been written. A healthy

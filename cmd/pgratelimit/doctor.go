@@ -153,7 +153,8 @@ func (a *app) examine(ctx context.Context, pool *pgxpool.Pool) ([]finding, error
 		{"standby", e.checkStandby},
 	}
 	if !e.server.standby { // a standby waits for its primary's autovacuum
-		checks = append(checks, check{"statistics", e.checkStatistics}, check{"long transactions", e.checkHorizon})
+		checks = append(checks, check{"statistics", e.checkStatistics}, check{"long transactions", e.checkHorizon},
+			check{"transaction ids", e.checkAges})
 	}
 	general := len(checks) // what follows is about what the owner of the tables owns
 	checks = append(checks, check{"migrations", e.checkMigrations})

@@ -784,6 +784,21 @@ func TestDoctorsThresholds(t *testing.T) {
 	for age, want := range map[int64]level{200_000_000: fine, 220_000_001: warning, 1_600_000_000: warning, 1_600_000_001: problem} {
 		require.Equal(t, want, tableHealth{xidAge: age}.judgeAge(200_000_000).Level, age)
 	}
+	of := func(age, multi, holder int64) finding {
+		return judgeAges([]idAge{
+			{"transaction ids", "template1", age, 200_000_000, holder, "prepared transaction 'x'", "`ROLLBACK PREPARED 'x'`"},
+			{"multixact ids", "app", multi, 400_000_000, holder, "prepared transaction 'x'", "`ROLLBACK PREPARED 'x'`"},
+		})
+	}
+	require.Equal(t, fine, of(220_000_000, 440_000_000, 220_000_000).Level)
+	require.Empty(t, of(220_000_000, 440_000_000, 220_000_000).Do)
+	require.Equal(t, warning, of(220_000_001, 0, 0).Level)
+	require.Equal(t, "in database template1, as a superuser, `VACUUM`", of(220_000_001, 0, 0).Do)
+	require.Equal(t, problem, of(1_600_000_001, 440_000_001, 0).Level)
+	require.Equal(t, problem, of(0, 1_600_000_001, 0).Level)
+	held := of(220_000_001, 0, 200_000_001)
+	require.Contains(t, held.Found, "prepared transaction 'x' holds VACUUM back, for 200000001 transactions")
+	require.Equal(t, "end what holds VACUUM back: `ROLLBACK PREPARED 'x'`; then in database template1, as a superuser, `VACUUM`", held.Do)
 	for hot, want := range map[int64]level{950: fine, 949: warning} {
 		require.Equal(t, want, tableHealth{updated: 1000, hot: hot}.judgeHOT().Level)
 		require.Equal(t, fine, tableHealth{updated: 999, hot: 0}.judgeHOT().Level)

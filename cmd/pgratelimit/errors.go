@@ -97,6 +97,8 @@ func (a *app) message(err error) string {
 		if strings.HasPrefix(pgErr.Message, "rate_limit: ") && pgErr.Hint != "" {
 			text += "; " + oneLine(errors.New(pgErr.Hint))
 		}
+	case "54000":
+		text += "; 'pgratelimit doctor' says which database it is, and what holds VACUUM back"
 	case "57014":
 		text += fmt.Sprintf("; --timeout allows a statement more than %v", a.timeout)
 	case "55P03":

@@ -17,6 +17,7 @@ import (
 
 // momentValue is a flag whose value is a time, or how long after another one.
 type momentValue struct {
+	given bool
 	after time.Duration
 	at    time.Time
 }
@@ -24,7 +25,7 @@ type momentValue struct {
 var _ pflag.Value = (*momentValue)(nil)
 
 func (v *momentValue) Set(text string) (err error) {
-	*v = momentValue{}
+	*v = momentValue{given: true}
 	if v.after, err = readSpan(text); err == nil {
 		return nil
 	}
@@ -41,8 +42,6 @@ func (v *momentValue) Set(text string) (err error) {
 
 func (*momentValue) String() string { return "" }
 func (*momentValue) Type() string   { return "time" }
-
-func (v *momentValue) given() bool { return v.after > 0 || !v.at.IsZero() }
 
 func (v *momentValue) since(t time.Time) time.Time {
 	if v.after > 0 {
@@ -152,7 +151,7 @@ cannot read is not compared, and is replaced only with --force.`,
 				return err
 			}
 			c.Added = wanted
-			replaces := !from.given() && !until.given()
+			replaces := !from.given && !until.given
 			for _, r := range rows {
 				if replaces && r.target().is(to) && r.shadow() == wanted.shadow() && r.counts(c.at) {
 					c.Removed = append(c.Removed, r)
@@ -194,14 +193,14 @@ func addDryRun(cmd *cobra.Command, dry *bool) {
 // begin sets from when until when a row is to count. now is the database's clock.
 func (r *policyRow) begin(from, until *momentValue, now time.Time) error {
 	begins := now
-	if from.given() {
+	if from.given {
 		if begins = from.since(now); !begins.After(now) {
 			return usageError{fmt.Errorf("--from, %s, is not later than now, %s: without it, the policy begins now",
 				instant(begins), instant(now))}
 		}
 	}
 	r.ValidFrom = &begins
-	if until.given() {
+	if until.given {
 		ends := until.since(begins)
 		if !ends.After(begins) {
 			return usageError{fmt.Errorf("--until, %s, is not later than the beginning, %s",

@@ -186,6 +186,7 @@ func kindsOf(err *pgconn.PgError, sent bool) []error {
 		return []error{ErrUnavailable, ErrOutcomeUnknown}
 	case !sent, // the connection was refused
 		class == "08", class == "53", class == "58",
+		err.Code == "54000", // transaction ids have run out; no key is long enough for its other causes
 		slices.Contains([]string{"57P01", "57P02", "57P03", "57P05"}, err.Code):
 		return []error{ErrUnavailable}
 	}

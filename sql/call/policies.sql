@@ -1,4 +1,4 @@
-SELECT version, changed_us, complete, clock_us, coalesce(id, 0), coalesce(removed, false),
+SELECT version, changed_us, complete, clock_us, id, coalesce(removed, false),
     coalesce(name, ''::pg_catalog.text), key, key_prefix,
     coalesce(mode, ''::pg_catalog.text), coalesce(policy, ''::pg_catalog.text), from_us, until_us,
     coalesce(automatic, false)
