@@ -13,11 +13,14 @@ import (
 	"time"
 
 	"github.com/anishathalye/porcupine"
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit"
 	"github.com/pgratelimit/ratelimit/internal/limitertest"
+	"github.com/pgratelimit/ratelimit/internal/pg"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/internal/shardkey"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
@@ -294,6 +297,38 @@ func TestPgBouncerAsDocumented(t *testing.T) {
 	testkit.WaitUntil(t, func() bool { return ask(0) == nil })
 	require.NoError(t, fleet.ShardServers[1].Thaw())
 	testkit.WaitUntil(t, func() bool { return ask(1) == nil })
+}
+
+// A call for a frozen shard, which the proxy cannot end, keeps no place in a pool from calls for other shards.
+func TestFrozenShardLeavesThePool(t *testing.T) {
+	t.Parallel()
+
+	fleet := pgtest.Sharded(t, 2)
+	pool := fleet.NewPool(t, func(config *pgxpool.Config) { config.MaxConns = 1 })
+	key := "key"
+	for shardkey.Of(key, 2) != 1 {
+		key += "s"
+	}
+	var hangs *pgconn.PgConn
+	ask := func(ctx context.Context) error {
+		return pg.Use(ctx, pool, func(conn *pgx.Conn) error {
+			hangs = conn.PgConn()
+			_, err := conn.Exec(ctx, "SELECT FROM rate_limit_allow('test', $1, 'fixed 5/1h')", key)
+			return err
+		})
+	}
+	require.NoError(t, ask(t.Context())) // so that PL/Proxy has a connection
+	require.NoError(t, fleet.ShardServers[1].Freeze())
+	t.Cleanup(func() { _ = fleet.ShardServers[1].Thaw() })
+	ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+	defer cancel()
+	require.Error(t, ask(ctx))
+	require.NoError(t, pg.Use(t.Context(), pool, func(conn *pgx.Conn) error { return conn.Ping(t.Context()) }))
+	select {
+	case <-hangs.CleanupDone():
+		require.Fail(t, "the next call has waited for the one that hangs")
+	default:
+	}
 }
 
 // allowForSure asks until the outcome is known: a call may end while it is being asked again.

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"reflect"
 	"strings"
+	"time"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
@@ -74,12 +75,34 @@ func Use(ctx context.Context, pool any, use func(*pgx.Conn) error) error {
 		case err != nil:
 			return Translate(err, false)
 		}
-		defer conn.Release()
+		defer release(conn)
 		return use(conn.Conn())
 	case Pool:
 		return pool.Use(ctx, use)
 	}
 	return NewError(fmt.Errorf("a %T is no *pgxpool.Pool, nor a *sql.DB in sqldb.Pool", pool), ErrSetup)
+}
+
+// cancelGrace is how long a connection that was closed within a statement keeps its place in the pool, while the server
+// is asked to cancel that. Postgres does so in a millisecond.
+const cancelGrace = 250 * time.Millisecond
+
+// release gives a connection back. pgxpool would keep the place of one whose statement the server does not cancel for
+// 15 s. That is so with every call for a frozen shard, which would fill a small pool.
+func release(conn *pgxpool.Conn) {
+	if !conn.Conn().IsClosed() {
+		conn.Release()
+		return
+	}
+	closed := conn.Conn().PgConn().CleanupDone()
+	go func() {
+		select {
+		case <-closed:
+			conn.Release()
+		case <-time.After(cancelGrace):
+			conn.Hijack()
+		}
+	}()
 }
 
 // allAcquired tells whether nobody can have a connection of the pool without waiting for one to come back. Whoever
