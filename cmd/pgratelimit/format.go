@@ -20,9 +20,40 @@ func printable(text string) string {
 
 func instant(t time.Time) string { return t.UTC().Format("2006-01-02 15:04:05Z") }
 
-// wait formats a time in microseconds, rounded up to milliseconds, so that it is over when the text says so.
+// count is a number of things, like "1 row" or "2 rows".
+func count[N int | int64](n N, thing string) string {
+	switch {
+	case n == 1:
+	case strings.HasSuffix(thing, "ch"):
+		thing += "es"
+	default:
+		thing += "s"
+	}
+	return fmt.Sprintf("%d %s", n, thing)
+}
+
+// wait formats a time in microseconds, rounded up to milliseconds, so that it is over when the text says so. Of an hour
+// or more it has the two largest units, like 1h5m or 4d9h, with minutes rounded up, and hours to the nearest.
 func wait(micros int64) string {
-	return (time.Duration((micros+999)/1000) * time.Millisecond).String()
+	const day = 24 * time.Hour
+	span := time.Duration((micros+999)/1000) * time.Millisecond
+	if span < time.Hour {
+		return span.String()
+	}
+	span = (span + time.Minute - 1).Truncate(time.Minute)
+	if span < day {
+		return fmt.Sprintf("%dh", span/time.Hour) + part(span%time.Hour, time.Minute, "m")
+	}
+	span = span.Round(time.Hour)
+	return fmt.Sprintf("%dd", span/day) + part(span%day, time.Hour, "h")
+}
+
+// part is what a text of a time adds for a unit, which is nothing for none.
+func part(span, unit time.Duration, name string) string {
+	if span < unit {
+		return ""
+	}
+	return fmt.Sprintf("%d%s", span/unit, name)
 }
 
 func size(bytes int64) string {

@@ -70,7 +70,7 @@ func printLeases(w io.Writer, all []heldLease) {
 	fmt.Fprintln(w, "LIMITER\tKEY\tPROCESS\tHELD\tENDS IN")
 	for _, l := range all {
 		fmt.Fprintf(w, "%s\t%s\t%s\t%d\t%s\n",
-			printable(l.Limiter), printable(l.Key), printable(l.Process), l.Held, wait(l.EndsInUS))
+			short(l.Limiter), short(l.Key), short(l.Process), l.Held, wait(l.EndsInUS))
 	}
 	fmt.Fprintln(w, "\nas the processes reported it within the last 10 s; what a dead process held stays until it ends")
 }

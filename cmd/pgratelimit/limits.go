@@ -255,7 +255,7 @@ func printLimiters(w io.Writer, sizes []tableSize, limiters []limiterRows) {
 			denied, sampled = fmt.Sprintf("~%d", l.DeniedNow.Keys), true
 		}
 		fmt.Fprintf(w, "%s\t%s\t%s\t%s%d\t%s%d\t%s\t%s%s\t%s%s\n",
-			printable(l.Limiter), l.Table, strings.Join(l.Algorithms, ", "), about, l.Rows, about, l.Live, denied,
+			short(l.Limiter), l.Table, strings.Join(l.Algorithms, ", "), about, l.Rows, about, l.Live, denied,
 			about, size(l.Bytes), about, instant(l.OldestExpiry))
 	}
 	if len(limiters) == 0 {

@@ -11,8 +11,8 @@ import (
 	"os"
 	"os/signal"
 	"runtime/debug"
+	"strings"
 	"syscall"
-	"text/tabwriter"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -95,23 +95,35 @@ func (a *app) rootCommand() *cobra.Command {
   pgratelimit migrate up
   pgratelimit take login user:123 --policy "sliding 10/1m"
   pgratelimit doctor`,
-		Version:            version(),
-		Args:               cobra.NoArgs,
-		RunE:               missingCommand,
-		SilenceErrors:      true,
-		SilenceUsage:       true,
-		DisableSuggestions: true, // they would take several lines
+		Version:       version(),
+		Args:          knownCommand,
+		RunE:          missingCommand,
+		SilenceErrors: true,
+		SilenceUsage:  true,
 	}
+	root.SetHelpFunc(a.help)
 	flags := root.PersistentFlags()
 	flags.StringVar(&a.databaseURL, "database-url", os.Getenv("DATABASE_URL"),
 		"connection string of the database; a password is safer in DATABASE_URL, which others cannot see")
 	flags.Lookup("database-url").DefValue = "" // help must not show the password
 	flags.StringVar(&a.schema, "schema", "", "schema of the tables and functions (default: found through search_path)")
 
-	root.AddCommand(a.demoCommand(), a.migrateCommand(), a.sweepCommand(), a.limitsCommand(), a.topCommand(),
-		a.peekCommand(), a.takeCommand(), a.refundCommand(), a.grantCommand(), a.resetCommand(),
-		a.policyCommand(), a.banCommand(), a.unbanCommand(), a.explainCommand(), a.leasesCommand(), a.shardCommand(),
-		a.doctorCommand())
+	for _, group := range []struct {
+		title    string
+		commands []*cobra.Command
+	}{
+		{"Limits:", []*cobra.Command{a.limitsCommand(), a.topCommand(), a.peekCommand(), a.explainCommand(),
+			a.takeCommand(), a.refundCommand(), a.grantCommand(), a.resetCommand(), a.leasesCommand()}},
+		{"Policies:", []*cobra.Command{a.policyCommand(), a.banCommand(), a.unbanCommand()}},
+		{"The database:", []*cobra.Command{a.migrateCommand(), a.sweepCommand(), a.doctorCommand(), a.shardCommand()}},
+		{"Trying it out:", []*cobra.Command{a.demoCommand()}},
+	} {
+		root.AddGroup(&cobra.Group{ID: group.title, Title: group.title})
+		for _, cmd := range group.commands {
+			cmd.GroupID = group.title
+			root.AddCommand(cmd)
+		}
+	}
 	for _, cmd := range root.Commands() {
 		if cmd.ValidArgsFunction == nil {
 			cmd.ValidArgsFunction = cobra.NoFileCompletions
@@ -126,6 +138,19 @@ func version() string {
 		return info.Main.Version
 	}
 	return "unknown"
+}
+
+// knownCommand refuses what is no command, and says which one may be meant.
+func knownCommand(cmd *cobra.Command, args []string) error {
+	if len(args) == 0 {
+		return nil
+	}
+	cmd.SuggestionsMinimumDistance = 2 // wrong letters
+	text := fmt.Sprintf("unknown command %q", args[0])
+	if meant := cmd.SuggestionsFor(args[0]); len(meant) > 0 {
+		text += ", did you mean " + strings.Join(meant, " or ") + "?"
+	}
+	return errors.New(text)
 }
 
 func missingCommand(*cobra.Command, []string) error { return errors.New("a command is missing") }
@@ -161,7 +186,7 @@ func (a *app) addTimeout(cmd *cobra.Command) {
 }
 
 // print writes all that a command has to say at once, as JSON if that was asked for. Tabs of the text become
-// columns.
+// columns, which on a terminal fit into it.
 func (a *app) print(value any, text func(w io.Writer)) error {
 	var out bytes.Buffer
 	if a.json {
@@ -172,11 +197,9 @@ func (a *app) print(value any, text func(w io.Writer)) error {
 			return err
 		}
 	} else {
-		table := tabwriter.NewWriter(&out, 0, 0, 2, ' ', 0)
-		text(table)
-		if err := table.Flush(); err != nil {
-			return err
-		}
+		var raw bytes.Buffer
+		text(&raw)
+		out.WriteString(layout(raw.String(), width(a.stdout)))
 	}
 	_, err := a.stdout.Write(out.Bytes())
 	return err

@@ -354,6 +354,7 @@ func TestDatabaseThatIsNotMigrated(t *testing.T) {
 			require.NotContains(t, o.stderr, "user:123")
 		}
 	}
+	require.Contains(t, invoke(t, db.URL, "limits").stderr, `relation "rate_limit_ephemeral" does not exist`)
 	o := invoke(t, db.URL, "doctor")
 	require.Equal(t, exitFailed, o.code)
 	require.Contains(t, o.stdout, "the tables are not there\n")

@@ -29,7 +29,7 @@ func (a *app) migrateCommand() *cobra.Command {
 		Short: "Make the tables and functions, or remove them",
 		Long: `Makes the tables and functions of the limiters in the schema of --schema, which has to exist, or in
 the one that search_path names first. Connect to Postgres itself, not through a pooler.`,
-		Args: cobra.NoArgs,
+		Args: knownCommand,
 		RunE: missingCommand,
 	}
 	cmd.AddCommand(a.migrateUpCommand(), a.migrateDownCommand(), a.migrateStatusCommand(), a.migratePrintCommand())

@@ -43,9 +43,9 @@ type policyTarget struct{ key, prefix *string }
 func (t policyTarget) String() string {
 	switch {
 	case t.key != nil:
-		return "key " + printable(*t.key)
+		return "key " + short(*t.key)
 	case t.prefix != nil:
-		return "prefix " + printable(*t.prefix)
+		return "prefix " + short(*t.prefix)
 	}
 	return "everybody"
 }
@@ -179,7 +179,7 @@ one for everybody, and then the policy in the code, which this command cannot kn
 for the same, the one that began last is in force. Rows that limiters cannot read, or whose policy is
 of another kind than the one in the code, are passed over. Rows of the mode shadow are looked up in the
 same way, but among themselves: they are decided too, and only reported.`,
-		Args: cobra.NoArgs,
+		Args: knownCommand,
 		RunE: missingCommand,
 	}
 	cmd.AddCommand(a.policyListCommand(), a.policyGetCommand(), a.policySetCommand(), a.policyUnsetCommand(),

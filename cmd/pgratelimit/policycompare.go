@@ -88,7 +88,7 @@ func printComparisons(w io.Writer, all []comparison) {
 		fmt.Fprintf(w, "%v\t%s\t%d\t%s\t%s\t%s\n", policyTarget{c.Key, c.KeyPrefix}, printable(c.Policy), c.Decided,
 			share(c.Denied, c.Decided), share(c.WouldDeny, c.Decided), since)
 		for _, k := range c.Keys {
-			fmt.Fprintf(w, "  %s\t\t\t%d\t%d\t\n", printable(k.Key), k.Denied, k.WouldDeny)
+			fmt.Fprintf(w, "  %s\t\t\t%d\t%d\t\n", short(k.Key), k.Denied, k.WouldDeny)
 		}
 	}
 }

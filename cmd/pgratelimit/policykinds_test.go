@@ -41,7 +41,7 @@ func TestForgettingDurableIsTold(t *testing.T) {
 			for _, args := range [][]string{
 				{"peek", "api", test.key, policy}, {"explain", "api", test.key, policy}, {"top", "api", policy},
 			} {
-				require.Contains(t, run(!test.durable, args...).done(t), "\nwarning: "+told+"\n")
+				require.Contains(t, run(!test.durable, args...).done(t), "warning: "+told+"\n")
 				require.NotContains(t, run(test.durable, args...).done(t), "warning")
 				args = append(args, "--json")
 				require.Contains(t, run(!test.durable, args...).done(t), `"warning": "`+told)
@@ -65,7 +65,7 @@ func TestForgettingDurableIsTold(t *testing.T) {
 			}
 			require.Equal(t, before, rows())
 
-			require.Contains(t, run(!test.durable, "take", "api", test.key, policy, "--force").done(t), "\nwarning: "+told+"\n")
+			require.Contains(t, run(!test.durable, "take", "api", test.key, policy, "--force").done(t), "warning: "+told+"\n")
 			out := run(false, "limits").done(t)
 			require.Contains(t, out, "\napi has rows in both tables: perhaps somebody left out --durable, or durable => true\n")
 			require.NotContains(t, out, "\nother has")
@@ -127,7 +127,7 @@ func TestPolicyOfAnotherKindIsTold(t *testing.T) {
 				if test.told == "" {
 					require.NotContains(t, out, "warning")
 				} else {
-					require.Contains(t, out, "\nwarning: this policy is of the kind "+test.told+
+					require.Contains(t, out, "warning: this policy is of the kind "+test.told+
 						", which count as none under it: give the policy of the application\n")
 				}
 			}

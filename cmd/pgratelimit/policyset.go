@@ -91,9 +91,9 @@ func (a *app) policySetCommand() *cobra.Command {
 	var comment, mode string
 	var off, force, dry bool
 	cmd := &cobra.Command{
-		Use:   "set NAME {--key KEY | --prefix PREFIX | --everybody} {POLICY | --off} --comment WHY",
+		Use:   "set NAME TARGET {POLICY | --off} --comment WHY",
 		Short: "Set the policy for a key, for a prefix, or for everybody",
-		Long: `Sets the policy for a key, for all keys with a prefix, or for everybody. Processes learn of it
+		Long: `Sets the policy for TARGET: --key KEY, --prefix PREFIX or --everybody. Processes learn of it
 within a second of its commit. A limiter passes over a policy of another kind than the one in the
 code, and logs that. If all rows of its keys are of another kind, this command warns of that.
 
@@ -278,10 +278,10 @@ func (a *app) policyUnsetCommand() *cobra.Command {
 	var mode string
 	var dry bool
 	cmd := &cobra.Command{
-		Use:   "unset NAME {--key KEY | --prefix PREFIX | --everybody}",
+		Use:   "unset NAME TARGET",
 		Short: "Remove the policies for a key, for a prefix, or for everybody",
-		Long: `Removes the rows for a key, for a prefix, or for everybody, also those that are yet to begin, and
-shows them. Then what holds for a shorter prefix, for everybody, or in the code is in force. A ban by
+		Long: `Removes the rows for TARGET: --key KEY, --prefix PREFIX or --everybody, also those that are yet to
+begin, and shows them. Then what holds for a shorter prefix, for everybody, or in the code is in force. A ban by
 a person goes too. One that a limiter has made stays: 'pgratelimit unban' removes it. With --mode
 shadow, only rows of that mode go, and without it, only the others.`,
 		Example: `  pgratelimit policy unset api --key customer:42

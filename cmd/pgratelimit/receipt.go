@@ -89,8 +89,8 @@ signature: keep it from people whom you would not let run reset.`,
 				return err
 			}
 			if database != r.Database || schema != r.Schema {
-				return fmt.Errorf("the receipt is of database %s and schema %s, and this is database %s and schema %s: "+
-					"--database-url and --schema say which is meant",
+				return fmt.Errorf("the receipt is of database %s and schema %s, and this is database %s and "+
+					"schema %s: --database-url and --schema say which is meant",
 					printable(r.Database), printable(r.Schema), printable(database), printable(schema))
 			}
 			if err := os.Remove(args[0]); err != nil {

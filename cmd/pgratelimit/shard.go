@@ -19,7 +19,7 @@ func (a *app) shardCommand() *cobra.Command {
 proxy, which has no limits of its own: its functions hand each call to the shards that have its keys,
 with PL/Proxy. docs/operating.md says how to set that up. The database of --database-url is the proxy.
 The other commands look at all shards when they are given a proxy.`,
-		Args: cobra.NoArgs,
+		Args: knownCommand,
 		RunE: missingCommand,
 	}
 	cmd.AddCommand(a.shardSetCommand(), a.shardListCommand(), a.shardGrowCommand())

@@ -106,8 +106,8 @@ func (a *app) printSweep(r cleanup.Result) error {
 			fmt.Fprintln(w, "skipped: another sweeper is at work")
 			return
 		}
-		fmt.Fprintf(w, "deleted %d rows, read %d pages, in %d batches and %v", s.Deleted, s.ScannedPages, s.Batches,
-			r.Took.Round(time.Millisecond))
+		fmt.Fprintf(w, "deleted %s, read %s, in %s and %s", count(s.Deleted, "row"), count(s.ScannedPages, "page"),
+			count(s.Batches, "batch"), wait(s.TookUS))
 		if !s.Complete {
 			fmt.Fprintf(w, "; the next sweep goes on from there")
 		}

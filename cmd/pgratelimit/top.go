@@ -116,15 +116,16 @@ func closest(a, b keyState) int {
 }
 
 func (r topResult) print(w io.Writer) {
+	printWarning(w, r.Warning)
 	fmt.Fprintf(w, "KEY\tREMAINING\tFREE AGAIN AFTER\tAS GOOD AS NEW AFTER\n")
 	for _, key := range r.Keys {
 		free := "now"
 		if key.RetryAfterUS > 0 {
 			free = wait(key.RetryAfterUS)
 		}
-		fmt.Fprintf(w, "%s\t%d\t%s\t%s\n", printable(key.Key), key.Remaining, free, wait(key.ResetAfterUS))
+		fmt.Fprintf(w, "%s\t%d\t%s\t%s\n", short(key.Key), key.Remaining, free, wait(key.ResetAfterUS))
 	}
-	fmt.Fprintf(w, "\n%d rows of limiter %s in %s looked at", r.Looked, printable(r.Limiter), r.Table)
+	fmt.Fprintf(w, "\n%s of limiter %s in %s looked at", count(r.Looked, "row"), printable(r.Limiter), r.Table)
 	if !r.Complete {
 		fmt.Fprintf(w, ", chosen at random, which is about %.2g %% of them: see --max-rows", 100*r.Share)
 	}
@@ -132,7 +133,6 @@ func (r topResult) print(w io.Writer) {
 		fmt.Fprintf(w, "; --durable is for %s", table(true))
 	}
 	fmt.Fprintln(w)
-	printWarning(w, r.Warning)
 }
 
 var (

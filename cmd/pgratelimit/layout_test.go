@@ -1,0 +1,134 @@
+package main
+
+import (
+	"math"
+	"strings"
+	"testing"
+	"time"
+	"unicode/utf8"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit/internal/pgtest"
+)
+
+// requireNarrow requires that no line is wider than this, or has half of a time.
+func requireNarrow(t *testing.T, text string, columns int) {
+	t.Helper()
+	for line := range strings.Lines(text) {
+		require.LessOrEqual(t, utf8.RuneCountInString(strings.TrimRight(line, "\n")), columns, text)
+		require.NotRegexp(t, `\d{4}-\d\d-\d\d\s*$`, line)
+	}
+}
+
+func TestHelpFitsIntoAPage(t *testing.T) {
+	t.Parallel()
+
+	for name := range commands(t) {
+		if !strings.HasPrefix(name, "completion") && name != "help" {
+			requireNarrow(t, invoke(t, "", append(strings.Fields(name), "--help")...).done(t), pageWidth)
+		}
+	}
+	out := invoke(t, "", "--help").done(t)
+	requireNarrow(t, out, pageWidth)
+	for _, group := range []string{"Limits:\n  explain ", "Policies:\n  ban ", "The database:\n  doctor "} {
+		require.Contains(t, out, "\n"+group)
+	}
+	// What is broken can still be pasted.
+	for _, line := range []string{
+		`  pgratelimit policy set api --key "a  --b" "sliding 5000/1m" --until 2h --comment "why it -is so" && echo done`,
+		`  pgratelimit shard grow "host=10.0.0.3 dbname=limits_2" "host=10.0.0.4 dbname=limits_3"`,
+		"  pgratelimit " + strings.Repeat("a", 100),
+	} {
+		broken := strings.Join(hang(line, 60, true), "\n")
+		require.Equal(t, examples(t, line), examples(t, strings.ReplaceAll(broken, "\\\n", "")))
+	}
+}
+
+func TestTablesFit(t *testing.T) {
+	t.Parallel()
+
+	const at = "2026-11-26 15:40:14Z"
+	table := "A\tB\tC\none\t" + at + "\t" + strings.Repeat("word ", 10) + at + " `a b c` end\n2\t\t\n\nno table\n"
+	require.Equal(t, `A    B                     C
+one  2026-11-26 15:40:14Z  word word word word word
+                           word word word word word
+                           2026-11-26 15:40:14Z `+"`a b c`"+`
+                           end
+2`+strings.Repeat(" ", 26)+`
+
+no table
+`, layout(table, 55))
+	require.Equal(t, `A  one
+B  2026-11-26 15:40:14Z
+C  word word word word word
+   word word word word word
+   2026-11-26 15:40:14Z
+`+"   `a b c` end"+`
+
+A  2
+
+no table
+`, layout(table, 30))
+	require.Contains(t, layout(table, 0), "word "+at+" `a b c` end\n")
+	require.Equal(t, "in force  x\nleft      y\n", layout("in force\tx\nleft\ty\n", 80))
+	require.Empty(t, layout("", 80))
+}
+
+// On a terminal, tables of all commands fit, also with keys and comments that are long.
+func TestTerminalOf100Columns(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	key := strings.Repeat("k", 200) + "end"
+	pgtest.Exec(t, db.Pool, "SELECT rate_limit_allow('login', $1, 'fixed 5/365d')", key)
+	comment := "--comment=" + strings.Repeat("because ", 30)
+	invoke(t, db.URL, "policy", "set", "login", "--key", key, "fixed 9/365d", comment, "--until", "2030-01-01").done(t)
+	invoke(t, db.URL, "ban", "login", key, "--for=1h", comment).done(t)
+	for _, args := range [][]string{
+		{"top", "login", "--policy=fixed 5/365d"}, {"limits"}, {"policy", "list"}, {"policy", "get", "login", key},
+		{"policy", "history"}, {"explain", "login", key}, {"migrate", "status"},
+	} {
+		code, shown := onTerminal(t, command(t, db.URL, args...)).wait()
+		require.Zero(t, code, shown)
+		requireNarrow(t, shown, 100)
+		require.NotContains(t, shown, key)
+	}
+	out := invoke(t, db.URL, "top", "login", "--policy=fixed 5/365d").done(t)
+	require.Contains(t, out, "\n"+strings.Repeat("k", 20)+"…"+strings.Repeat("k", 16)+"end  4 ")
+	require.Contains(t, out, "\n1 row of limiter login ")
+	require.Contains(t, invoke(t, db.URL, "top", "login", "--policy=fixed 5/365d", "--json").done(t), key)
+}
+
+func TestWordsForNumbers(t *testing.T) {
+	t.Parallel()
+
+	for span, text := range map[time.Duration]string{
+		0: "0s", time.Microsecond: "1ms", 1500 * time.Millisecond: "1.5s", 61*time.Second + time.Millisecond: "1m1.001s",
+		time.Hour - time.Microsecond: "1h", 2 * time.Hour: "2h", 90*time.Minute + time.Second: "1h31m",
+		23*time.Hour + 59*time.Minute + time.Second: "1d", 24 * time.Hour: "1d",
+		105*time.Hour + 21*time.Minute + 36808*time.Millisecond: "4d9h", 47*time.Hour + 40*time.Minute: "2d",
+		365 * 24 * time.Hour: "365d",
+	} {
+		require.Equal(t, text, wait(span.Microseconds()), span.String())
+	}
+	require.NotPanics(t, func() { wait(math.MaxInt64 / 1000) })
+	for n, text := range map[int64]string{0: "0 rows", 1: "1 row", 2: "2 rows"} {
+		require.Equal(t, text, count(n, "row"))
+	}
+	require.Equal(t, []string{"1 batch", "2 batches"}, []string{count(1, "batch"), count(2, "batch")})
+}
+
+func TestDidYouMean(t *testing.T) {
+	t.Parallel()
+
+	for line, meant := range map[string]string{
+		"tpo": "did you mean top?", "limit": "did you mean limits?", "polcy list": "did you mean policy?",
+		"policy lsit": "did you mean list or set?", "migrate upp": "did you mean up?", "shard lst": "did you mean list",
+		"sideways": "",
+	} {
+		o := invoke(t, "", strings.Fields(line)...)
+		o.complains(t, exitUsage, "unknown command", meant)
+		require.Equal(t, meant != "", strings.Contains(o.stderr, "did you mean"), o.stderr)
+	}
+}
