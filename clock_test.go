@@ -56,7 +56,7 @@ func TestApplicationsClockIsReadForDifferencesOnly(t *testing.T) {
 		"leases.go: clocksOf", "leases.go: clocksOf", // how long ago a lease was taken
 		// the database's clock is read once, and the time since then added; how long ago the last question was
 		"policies.go: Status", "policies.go: now",
-		"policywatch.go: poll", "policywatch.go: poll", "policywatch.go: listen", "policywatch.go: listen",
+		"policywatch.go: Run", "policywatch.go: Run", "policywatch.go: poll", "policywatch.go: poll", "policywatch.go: listen", "policywatch.go: listen",
 		"policywatch.go: listen", "policywatch.go: listen", "policywatch.go: load", "policywatch.go: loadSince", "policywatch.go: loadSince",
 		// how long a call has waited, or a statement took
 		"queue.go: submit", "queue.go: submitAll", "queue.go: departs", "queue.go: leaveLate", "queue.go: fly", "queue.go: fly",

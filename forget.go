@@ -3,6 +3,7 @@ package ratelimit
 import (
 	"context"
 	"log/slog"
+	"maps"
 	"slices"
 	"weak"
 
@@ -86,13 +87,17 @@ func (p *Policies) tell(ctx context.Context) {
 	}
 }
 
-// hear forgets denials if the payload of a notification says so.
-func (p *Policies) hear(payload string) {
-	hashes, ok := forget.Read(payload)
-	if !ok {
-		return
+// hear forgets denials if the payloads of notifications say so. However many there are, it looks at each denial once.
+func (p *Policies) hear(payloads []string) {
+	all := map[string]bool{}
+	for _, payload := range payloads {
+		if hashes, ok := forget.Read(payload); ok {
+			maps.Copy(all, hashes)
+		}
 	}
-	p.forgetIf(func(k denialKey) bool { return hashes[forget.Hash(k.space.name, k.key)] })
+	if len(all) > 0 {
+		p.forgetIf(func(k denialKey) bool { return all[forget.Hash(k.space.name, k.key)] })
+	}
 }
 
 // forgetIf forgets the denials of some keys, and remembers none that are still on their way.

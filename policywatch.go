@@ -8,6 +8,7 @@ import (
 	"log/slog"
 	"math"
 	"math/rand/v2"
+	"slices"
 	"strconv"
 	"sync"
 	"sync/atomic"
@@ -37,6 +38,10 @@ const (
 	// hearing is how long a notification of our own may take. If it does not come, something between us and Postgres
 	// keeps notifications back, and retryListening is how long that is taken for granted.
 	hearing, retryListening = 3 * time.Second, 10 * time.Minute
+	// mostHeard is how much may be notified between two answers, in bytes. It is far more than processes tell each
+	// other, but any role that may log in can send more. Then Run asks twice a second for floodPause, and does not
+	// listen.
+	mostHeard, floodPause = 1 << 20, time.Minute
 	// loadTimeout is for one question. A million rows take two seconds.
 	loadTimeout = 20 * time.Second
 	// checkTimeout is for one on a connection that has answered before. A connection that has died is found out by it.
@@ -70,16 +75,27 @@ func (p *Policies) Run(ctx context.Context) {
 	helpers.Go(func() { p.ban(ctx) })
 	helpers.Go(func() { p.tell(ctx) })
 	helpers.Go(func() { p.report(ctx) })
-	for deaf := false; ctx.Err() == nil; {
-		switch err := p.listen(ctx); {
+	for deaf, flooded := false, false; ctx.Err() == nil; {
+		began := time.Now()
+		err := p.listen(ctx)
+		flooded = flooded && time.Since(began) < floodPause
+		switch {
 		case ctx.Err() != nil:
+		case errors.Is(err, errFlood):
+			if !flooded {
+				p.log(ctx, slog.LevelWarn, "ratelimit: more notifications arrive than processes send each other, so "+
+					"for a minute changes of policies are asked for twice a second; any role that may log in can send "+
+					"notifications on the channel "+forget.Channel)
+			}
+			flooded = true
+			p.pollAlone(ctx)
 		case errors.Is(err, errDeaf):
 			if !deaf {
 				p.log(ctx, slog.LevelInfo, "ratelimit: no notifications arrive, so changes of policies are asked for "+
 					"twice a second; a pooler in transaction mode does that", slog.Any("error", err))
 			}
 			deaf = true
-			p.poll(ctx, retryListening)
+			p.poll(ctx, p.db, retryListening)
 		default:
 			_ = p.load(ctx, p.db, time.Second)
 			sleep(ctx, pollPeriod)
@@ -90,6 +106,9 @@ func (p *Policies) Run(ctx context.Context) {
 // errDeaf tells that there is no way to listen.
 var errDeaf = errors.New("ratelimit: cannot listen")
 
+// errFlood tells that too much was notified.
+var errFlood = errors.New("ratelimit: too many notifications")
+
 // ifRefused says errDeaf too if the database has refused a statement, rather than been away.
 func ifRefused(err error) error {
 	if _, answered := errors.AsType[*pgconn.PgError](err); answered && (!isAway(err) || errors.Is(err, ErrReadOnly)) {
@@ -98,25 +117,67 @@ func ifRefused(err error) error {
 	return err
 }
 
-// poll asks again and again, for as long as that says.
-func (p *Policies) poll(ctx context.Context, lasts time.Duration) {
+// poll asks again and again, for as long as that says. On a connection of our own it ends with that.
+func (p *Policies) poll(ctx context.Context, db DBTX, lasts time.Duration) {
+	conn, own := db.(*pgx.Conn)
 	for began := time.Now(); time.Since(began) < lasts && ctx.Err() == nil; {
-		_ = p.load(ctx, p.db, loadTimeout)
+		if err := p.load(ctx, db, loadTimeout); err != nil && own && conn.IsClosed() {
+			return
+		}
 		sleep(ctx, pollPeriod)
 	}
 }
 
-// listen listens until it fails. It returns errDeaf if there is no point in trying again soon.
+// pollAlone polls for floodPause, on a connection of our own, because the application may hold all those of the pool.
+func (p *Policies) pollAlone(ctx context.Context) {
+	conn, err := p.connect(ctx, func(*pgconn.PgConn, *pgconn.Notification) {})
+	if err != nil {
+		p.poll(ctx, p.db, floodPause)
+		return
+	}
+	defer closeSoon(ctx, conn)
+	p.poll(ctx, conn, floodPause)
+}
+
+func closeSoon(ctx context.Context, conn *pgx.Conn) {
+	closing, cancel := context.WithTimeout(context.WithoutCancel(ctx), time.Second)
+	defer cancel()
+	_ = conn.Close(closing)
+}
+
+// mailbox holds what has been notified since the last question.
+type mailbox struct {
+	payloads []string
+	size     int
+	flood    func() // called once there is too much
+}
+
+func (m *mailbox) put(_ *pgconn.PgConn, n *pgconn.Notification) {
+	const overhead = 64 // of a notification
+	if n.Channel != forget.Channel {
+		return // the application's AfterConnect listens
+	}
+	if m.size += len(n.Payload) + overhead; m.size > mostHeard {
+		m.payloads = nil
+		m.flood()
+		return
+	}
+	m.payloads = append(m.payloads, n.Payload)
+}
+
+// listen listens until it fails. It returns errDeaf if there is no point in trying again soon, and errFlood if too much
+// is notified.
 func (p *Policies) listen(ctx context.Context) error {
-	conn, err := p.connect(ctx)
+	ctx, end := context.WithCancelCause(ctx)
+	defer end(nil)
+	box := mailbox{flood: func() { end(errFlood) }}
+	conn, err := p.connect(ctx, box.put)
 	if err != nil {
 		return err
 	}
 	defer func() {
 		p.setListening(false)
-		closing, cancel := context.WithTimeout(context.WithoutCancel(ctx), time.Second)
-		defer cancel()
-		_ = conn.Close(closing)
+		closeSoon(ctx, conn)
 	}()
 	if _, err := conn.Exec(ctx, "LISTEN "+forget.Channel); err != nil {
 		return ifRefused(pg.Translate(err, true)) // such as on a standby
@@ -127,22 +188,21 @@ func (p *Policies) listen(ctx context.Context) error {
 	sent := make(chan error, 1)
 	var greeting sync.WaitGroup
 	defer greeting.Wait()
-	ctx, end := context.WithCancel(ctx)
-	defer end()
-	receive := func(payload string) {
-		if payload == hello {
-			heard = true
-			p.setListening(true)
-		}
-		p.hear(payload)
-	}
+	defer end(nil)
 	for {
 		timeout := loadTimeout
 		if !first {
 			timeout = checkTimeout // there is little to tell
 		}
+		// The question tells of all that has been notified until now.
+		if slices.Contains(box.payloads, hello) {
+			heard = true
+			p.setListening(true)
+		}
+		p.hear(box.payloads)
+		box.payloads, box.size = nil, 0
 		if err := p.load(ctx, conn, timeout); err != nil {
-			return err
+			return cmp.Or(context.Cause(ctx), err)
 		}
 		loaded := time.Now()
 		greet := func() { greeting.Go(func() { sent <- p.notify(ctx, hello) }) }
@@ -165,43 +225,30 @@ func (p *Policies) listen(ctx context.Context) error {
 			}
 		default:
 		}
-		if !heard && !greeted.IsZero() && time.Since(greeted) > hearing {
+		waited := !greeted.IsZero() && time.Since(greeted) > hearing
+		if !heard && waited && !slices.Contains(box.payloads, hello) {
 			return fmt.Errorf("%w: a notification of its own has not come back", errDeaf)
 		}
 		period := listenPeriod
 		if !heard {
 			period = pollPeriod
 		}
-		payload, err := p.next(ctx, conn, period)
-		if ctx.Err() != nil || err != nil && conn.IsClosed() {
-			return err
+		if len(box.payloads) == 0 {
+			if err := next(ctx, conn, period); ctx.Err() != nil || err != nil && conn.IsClosed() {
+				return cmp.Or(context.Cause(ctx), err)
+			}
 		}
-		receive(payload)
 		if since := time.Since(loaded); since < gatherTime {
 			sleep(ctx, gatherTime-since)
-		}
-		// The question that follows tells of all that has been notified until now.
-		over, stop := context.WithCancel(ctx)
-		stop()
-		for {
-			notification, err := conn.WaitForNotification(over)
-			if err != nil || notification == nil {
-				break
-			}
-			receive(notification.Payload)
 		}
 	}
 }
 
-// next waits for a notification, and returns its payload; "" after the period.
-func (p *Policies) next(ctx context.Context, conn *pgx.Conn, period time.Duration) (string, error) {
+// next waits for a notification, and not longer than the period.
+func next(ctx context.Context, conn *pgx.Conn, period time.Duration) error {
 	ctx, cancel := context.WithTimeout(ctx, period)
 	defer cancel()
-	notification, err := conn.WaitForNotification(ctx)
-	if err != nil || notification == nil {
-		return "", err
-	}
-	return notification.Payload, nil
+	return conn.PgConn().WaitForNotification(ctx)
 }
 
 func (p *Policies) setListening(listening bool) {
@@ -210,8 +257,8 @@ func (p *Policies) setListening(listening bool) {
 	p.status.Listening = listening
 }
 
-// connect opens a connection of our own, as the pool would.
-func (p *Policies) connect(ctx context.Context) (*pgx.Conn, error) {
+// connect opens a connection of our own, as the pool would. hear gets what is notified on it.
+func (p *Policies) connect(ctx context.Context, hear pgconn.NotificationHandler) (*pgx.Conn, error) {
 	pool, ok := p.db.(*pgxpool.Pool)
 	if !ok {
 		return nil, fmt.Errorf("%w: %T is no *pgxpool.Pool", errDeaf, p.db)
@@ -228,7 +275,7 @@ func (p *Policies) connect(ctx context.Context) (*pgx.Conn, error) {
 	config.ConnConfig.BuildContextWatcherHandler = func(conn *pgconn.PgConn) ctxwatch.Handler {
 		return &pgconn.DeadlineContextWatcherHandler{Conn: conn.Conn()}
 	}
-	config.ConnConfig.OnNotification = nil // or notifications would go there
+	config.ConnConfig.OnNotification = hear
 	conn, err := pgx.ConnectConfig(ctx, config.ConnConfig)
 	if err != nil {
 		return nil, err

@@ -319,3 +319,53 @@ func TestListeningAnewReadsWhatHasChanged(t *testing.T) {
 	}
 	require.Equal(t, first, completeAt())
 }
+
+// Any role that may log in can notify. A flood costs no more than a lost connection: Run stops listening and asks
+// instead, though the application holds its pool, and says so once.
+func TestFloodOfNotifications(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	pool := db.NewPool(t, func(config *pgxpool.Config) { config.MaxConns = 1 })
+	var journal testkit.Journal
+	p := runningPolicies(t, pool, PoliciesConfig{Logger: journal.Logger()})
+	testkit.WaitUntil(t, func() bool { return p.Status().Listening })
+	held, err := pool.Acquire(t.Context())
+	require.NoError(t, err)
+	defer held.Release()
+	flood := func() {
+		pgtest.Exec(t, db.Pool, `SELECT pg_notify('rate_limit', 'forget ' || string_agg(md5(i || ' ' || j), ' '))
+			FROM generate_series(1, 1000) AS i, generate_series(1, 230) AS j GROUP BY i`)
+	}
+	flood()
+	testkit.WaitUntil(t, func() bool { return !p.Status().Listening && journal.String() != "" })
+	for i := range 3 {
+		flood()
+		pgtest.Exec(t, db.Pool, addPolicy, "api", fmt.Sprint(i), "", "deny", "")
+		testkit.WaitUntil(t, func() bool { return p.Status().Rows == i+1 })
+	}
+	require.Contains(t, journal.String(), "more notifications arrive than processes send each other")
+	require.Len(t, journal.Lines(), 1, journal.String())
+	require.Zero(t, pgtest.Scalar[int](t, db.Pool, `SELECT count(*) FROM pg_stat_activity
+		WHERE datname = current_database() AND query = 'LISTEN rate_limit'`))
+}
+
+// What is heard between two questions takes up little room, whatever is sent.
+func TestMailbox(t *testing.T) {
+	t.Parallel()
+
+	floods := 0
+	box := mailbox{flood: func() { floods++ }}
+	for range 10 * mostHeard {
+		box.put(nil, &pgconn.Notification{Channel: "the application's", Payload: "x"})
+	}
+	require.Empty(t, box.payloads)
+	for range mostHeard / 128 {
+		box.put(nil, &pgconn.Notification{Channel: "rate_limit", Payload: fmt.Sprintf("%064d", 1)})
+	}
+	require.Len(t, box.payloads, mostHeard/128)
+	require.Zero(t, floods)
+	box.put(nil, &pgconn.Notification{Channel: "rate_limit"})
+	require.Empty(t, box.payloads)
+	require.Equal(t, 1, floods)
+}
