@@ -1,8 +1,10 @@
 package ratelimit
 
 import (
+	"cmp"
 	"maps"
 	"slices"
+	"sync"
 	"time"
 )
 
@@ -21,6 +23,63 @@ func (r *rest) takes() []take {
 		takes[i].ended = r.ended
 	}
 	return takes
+}
+
+// givenBack are the units of a lease that were given back after they had been spent, so that nobody gives one back
+// twice. Neighbours are one range. So it takes 16 bytes for each gap, and no more if all is given back.
+type givenBack struct {
+	mu     sync.Mutex
+	ranges []unitRange // they ascend, and do not touch
+}
+
+// unitRange are the units from one to before another.
+type unitRange struct{ from, to int64 }
+
+// leftover is how many of the units from the first one are left to give back. The last of them are given back first.
+func (g *givenBack) leftover(first, units int64) int64 {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	return g.left(first, units)
+}
+
+// left is leftover with g.mu held.
+func (g *givenBack) left(first, units int64) int64 {
+	if i := g.find(first + units); i < len(g.ranges) && g.ranges[i].from < first+units {
+		return max(g.ranges[i].from-first, 0)
+	}
+	return units
+}
+
+// find is the place of the first range that ends at a unit or later. g.mu is held.
+func (g *givenBack) find(unit int64) int {
+	i, _ := slices.BinarySearchFunc(g.ranges, unit, func(r unitRange, unit int64) int {
+		return cmp.Compare(r.to, unit)
+	})
+	return i
+}
+
+// swap changes how much is left of the units from the first one, if it is still what it was.
+func (g *givenBack) swap(first, units, was, left int64) bool {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if g.left(first, units) != was {
+		return false
+	}
+	from, to := first+min(was, left), first+max(was, left)
+	i := g.find(from)
+	if left > was { // it has not come back after all: these units leave their range
+		r := g.ranges[i]
+		rests := []unitRange{{r.from, from}, {to, r.to}}
+		rests = slices.DeleteFunc(rests, func(r unitRange) bool { return r.from == r.to })
+		g.ranges = slices.Replace(g.ranges, i, i+1, rests...)
+		return true
+	}
+	merged, end := unitRange{from, to}, i
+	for ; end < len(g.ranges) && g.ranges[end].from <= to; end++ {
+		merged = unitRange{min(merged.from, g.ranges[end].from), max(merged.to, g.ranges[end].to)}
+	}
+	g.ranges = slices.Replace(g.ranges, i, end, merged)
+	return true
 }
 
 // giving is what is on its way back.

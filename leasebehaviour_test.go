@@ -3,7 +3,10 @@ package ratelimit
 import (
 	"context"
 	"errors"
+	"iter"
 	"math"
+	"math/rand/v2"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -534,4 +537,85 @@ func TestResetForgetsALease(t *testing.T) {
 	result, err := l.Allow(t.Context(), "key")
 	require.NoError(t, err)
 	require.EqualValues(t, limit-1, result.Remaining)
+}
+
+// What is given back of a lease takes no more memory than the gaps between it, in whatever order it comes.
+func TestRefundsFromALeaseTakeNoMemory(t *testing.T) {
+	t.Parallel()
+
+	for name, order := range map[string]func(n int) []int{
+		"in order":      func(n int) []int { return slices.Collect(counting(0, n, 1)) },
+		"backwards":     func(n int) []int { return slices.Collect(counting(n-1, -1, -1)) },
+		"every other":   func(n int) []int { return slices.AppendSeq(slices.Collect(counting(0, n, 2)), counting(1, n, 2)) },
+		"in any order":  rand.New(rand.NewPCG(1, 2)).Perm,
+		"each of twice": func(n int) []int { return slices.AppendSeq(slices.Collect(counting(0, n, 1)), counting(0, n, 1)) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			withLeases(t, nil, func(t *testing.T, l *leaseTest) {
+				var of *receipt
+				var spent []Result
+				for len(spent) < 200 {
+					result, err := l.Allow(t.Context(), "key")
+					require.NoError(t, err)
+					if result.Source != SourceLease || result.receipt != of {
+						of, spent = result.receipt, nil
+					}
+					if result.Source == SourceLease {
+						spent = append(spent, result)
+					}
+				}
+				refunded := map[int]bool{}
+				for _, i := range order(len(spent)) {
+					_, err := l.Refund(t.Context(), spent[i])
+					if refunded[i] {
+						require.ErrorIs(t, err, ErrNothingToRefund)
+					} else {
+						require.NoError(t, err)
+					}
+					refunded[i] = true
+					require.LessOrEqual(t, len(of.back.ranges), len(spent)+1-len(refunded))
+				}
+				require.Len(t, of.back.ranges, 1)
+			})
+		})
+	}
+}
+
+// Takes of a lease are given back in parts, and some parts come back because they did not count. What is left of each
+// is what a note of each unit says.
+func TestWhatIsLeftOfALease(t *testing.T) {
+	t.Parallel()
+
+	r := rand.New(rand.NewPCG(3, 4))
+	for range 200 {
+		var back givenBack
+		var firsts, lefts []int64
+		const units = 3
+		for i := range int64(12) {
+			firsts, lefts = append(firsts, 5+i*units), append(lefts, units)
+		}
+		for range 200 {
+			i, left := r.IntN(len(firsts)), r.Int64N(units+1)
+			was := r.Int64N(units + 1)
+			require.Equal(t, was == lefts[i], back.swap(firsts[i], units, was, left))
+			if was == lefts[i] {
+				lefts[i] = left
+			}
+			for j := range firsts {
+				require.Equal(t, lefts[j], back.leftover(firsts[j], units))
+			}
+			for j := 1; j < len(back.ranges); j++ {
+				require.Less(t, back.ranges[j-1].to, back.ranges[j].from)
+			}
+		}
+	}
+}
+
+// counting counts from a number to before another.
+func counting(from, to, step int) iter.Seq[int] {
+	return func(yield func(int) bool) {
+		for i := from; i*step < to*step && yield(i); i += step {
+		}
+	}
 }

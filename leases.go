@@ -359,7 +359,7 @@ func (e *lease) learn(r *request, asked, told instant) (rests []rest, event Leas
 		return rests, event
 	}
 	e.receipt = newReceipt(space, r.policy, strings.Clone(first.key), surplus, len(r.parts))
-	e.receipt.shares = &sync.Map{}
+	e.receipt.back = &givenBack{}
 	for i := range r.parts {
 		p := &r.parts[i]
 		taken := p.decision.taken

@@ -52,7 +52,7 @@ func (l *Limiter) refund(ctx context.Context, result Result, n int64) (Result, e
 	if err := ctx.Err(); err != nil {
 		return Result{}, gaveUp(err)
 	}
-	for !r.left.CompareAndSwap(left, left-n) { // somebody else gives back of it at the same time
+	for !r.swap(left, left-n) { // somebody else gives back of it at the same time
 		if left = r.leftover(); left < n {
 			return l.refund(ctx, result, n)
 		}
@@ -61,7 +61,7 @@ func (l *Limiter) refund(ctx context.Context, result Result, n int64) (Result, e
 	if store, ok := errors.AsType[*StoreError](err); ok && !errors.Is(store, ErrOutcomeUnknown) {
 		// It was surely not given back, so it can be again. If units before these were given back in the
 		// meantime, these are lost, because it matters which units they are.
-		r.left.CompareAndSwap(left-n, left)
+		r.swap(left-n, left)
 	}
 	return result, err
 }

@@ -3,7 +3,6 @@ package ratelimit
 import (
 	"fmt"
 	"slices"
-	"sync"
 	"sync/atomic"
 	"time"
 )
@@ -180,7 +179,8 @@ type receipt struct {
 	left   atomic.Int64 // how many units are left to give back; these are the first ones
 	parts  []take       // one for each row
 	one    [1]take      // the memory of parts if there is one part
-	shares *sync.Map    // of a lease: the receipts of those who have spent from it and give back, by their first unit
+	back   *givenBack   // of a lease, and of what was spent from it: what of the lease was given back; else nil
+	first  int64        // of what was spent from a lease: its first unit there. left stays as it was
 }
 
 // add adds what this process holds of a key to what the database has told about it.
@@ -201,11 +201,9 @@ func (r *Result) taken() *receipt {
 	if r.units == 0 {
 		return r.receipt
 	}
-	if known, ok := r.receipt.shares.Load(r.first); ok {
-		return known.(*receipt) //nolint:forcetypeassert // nothing else is stored
-	}
-	known, _ := r.receipt.shares.LoadOrStore(r.first, r.receipt.share(r.first, r.first+r.units))
-	return known.(*receipt) //nolint:forcetypeassert // nothing else is stored
+	spent := r.receipt.share(r.first, r.first+r.units)
+	spent.back, spent.first = r.receipt.back, r.first
+	return spent
 }
 
 // newReceipt returns a receipt of units whose parts are still to be set.
@@ -223,7 +221,18 @@ func (r *receipt) leftover() int64 {
 	if r == nil {
 		return 0
 	}
+	if r.back != nil {
+		return r.back.leftover(r.first, r.left.Load())
+	}
 	return r.left.Load()
+}
+
+// swap changes how much is left to give back, if it is still what it was. It tells whether it was.
+func (r *receipt) swap(was, left int64) bool {
+	if r.back != nil {
+		return r.back.swap(r.first, r.left.Load(), was, left)
+	}
+	return r.left.CompareAndSwap(was, left)
 }
 
 // between are the parts of the units from the from-th to the to-th.
