@@ -40,5 +40,5 @@ GRANT USAGE ON SCHEMA rate_limit TO rate_limit_app, rate_limit_sweeper, rate_lim
     rate_limit_policy_admin;
 
 -- For doctor to see what holds VACUUM up. Whoever has it also reads the texts of all statements, in pg_stat_activity and
--- pg_stat_statements, so set passwords with \password of psql.
+-- pg_stat_statements, so set passwords with the password command of psql.
 GRANT pg_read_all_stats TO rate_limit_reader;
