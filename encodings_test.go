@@ -314,3 +314,59 @@ func TestMixedBatchWithARefusedName(t *testing.T) {
 		pgtest.Exec(t, db.Pool, "TRUNCATE rate_limit_ephemeral, rate_limit_durable")
 	}
 }
+
+// A schema whose name is not ASCII needs a connection in UTF-8. Any other would ask for another schema, and says so.
+func TestSchemaThatIsNotASCII(t *testing.T) {
+	t.Parallel()
+
+	const schema = "régie"
+	for _, encoding := range []string{"UTF8", "LATIN1"} { // of the database
+		t.Run(encoding, func(t *testing.T) {
+			t.Parallel()
+			db := pgtest.Empty(t)
+			name := pgtest.Scalar[string](t, db.Pool, "SELECT current_database()") + "_" + strings.ToLower(encoding)
+			pgtest.Exec(t, db.Pool, "CREATE DATABASE "+name+" ENCODING '"+encoding+"' TEMPLATE template0 LC_COLLATE 'C' LC_CTYPE 'C'")
+			t.Cleanup(func() {
+				_, err := (&pgtest.DB{URL: db.URL}).NewPool(t, nil).Exec(context.WithoutCancel(t.Context()), "DROP DATABASE "+name+" WITH (FORCE)")
+				require.NoError(t, err)
+			})
+			open := func(clientEncoding string) *pgxpool.Pool {
+				return db.NewPool(t, func(config *pgxpool.Config) {
+					delete(config.ConnConfig.RuntimeParams, "role")
+					config.ConnConfig.Database = name
+					config.ConnConfig.RuntimeParams["client_encoding"] = clientEncoding
+					config.AfterConnect = func(ctx context.Context, conn *pgx.Conn) error {
+						// The same letters in each encoding.
+						_, err := conn.Exec(ctx, `SET search_path = U&"r\00e9gie"`)
+						return err
+					}
+				})
+			}
+			utf8 := open("UTF8")
+			pgtest.Exec(t, utf8, `CREATE SCHEMA "régie"`)
+			for client, pool := range map[string]*pgxpool.Pool{"UTF8": utf8, "LATIN1": open("LATIN1")} {
+				require.NoError(t, migrations.Up(t.Context(), pool), client)
+				config := Config{Name: "test", Policy: FixedWindow{Limit: 9, Window: time.Hour}, OnFailure: FailOpen(), Client: ClientConfig{Timeout: amply}}
+				_, err := newLimiter(t, pool, config).Allow(t.Context(), "key")
+				require.NoError(t, err, client)
+				config.Client.Schema = schema
+				limiter := newLimiter(t, pool, config)
+				policies, err := NewPolicies(pool, PoliciesConfig{Schema: schema})
+				require.NoError(t, err)
+				for call, err := range map[string]error{
+					"Allow": func() error { _, err := limiter.Allow(t.Context(), "key"); return err }(),
+					"Reset": limiter.Reset(t.Context(), "key"),
+					"load":  policies.load(t.Context(), pool, amply),
+				} {
+					if client == "UTF8" {
+						require.NoError(t, err, call)
+						continue
+					}
+					require.ErrorIs(t, err, ErrSetup, call)
+					require.ErrorContains(t, err, "client_encoding is "+client, call)
+					require.NotErrorIs(t, err, ErrNotMigrated, call)
+				}
+			}
+		})
+	}
+}

@@ -43,7 +43,7 @@ import (
 // processes within a second: Run listens on a connection of its own, and asks once a second besides. Where it hears
 // nothing, as behind PgBouncer in transaction mode, it asks twice a second, and logs that. Logical replication and
 // restored dumps write rows that no trigger tells of. Run finds them by reading all rows again, every second and of
-// more than 1,000 rows every second for each 1,000. While the database is away, what was known last goes on. Until the
+// more than 200 rows one second for each 200. While the database is away, what was known last goes on. Until the
 // first rows have been read, calls wait for that within [ClientConfig].Timeout. If it fails, they fail as if the
 // database were away, and [Config].OnFailure answers.
 //

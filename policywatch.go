@@ -29,9 +29,9 @@ const (
 	listenPeriod, pollPeriod = time.Second, 500 * time.Millisecond
 	// sweepPeriod is how often rows that have ended are dropped.
 	sweepPeriod = time.Minute
-	// againPerRow is how often all rows are read again, for each of them. So that costs Postgres and us 0.3 % of a
-	// processor at most, and less if there are fewer than a thousand.
-	againPerRow = time.Millisecond
+	// againPerRow is how often all rows are read again, for each of them: at most 200 rows a second and process, so
+	// that a hundred processes do not keep Postgres busy with it.
+	againPerRow = 5 * time.Millisecond
 	// gatherTime is how long changes that follow one another are gathered, so that a thousand of them cost a process
 	// four questions a second. A change after a pause is asked for at once.
 	gatherTime = 250 * time.Millisecond

@@ -95,7 +95,7 @@ func (d *database) executeBoth(
 	second.undecide()
 	decided := false // a shard has decided the requests, which nothing undoes
 	err = pg.Use(ctx, db, func(conn *pgx.Conn) error {
-		if err := pg.Garbled(conn); err != nil {
+		if err := pg.Garbled(conn, first.sql); err != nil {
 			return err
 		}
 		batch := &pgx.Batch{}

@@ -334,7 +334,7 @@ func queryOnce(ctx context.Context, db DBTX, sql string, args, targets []any, ea
 
 // queryOn is queryOnce on a connection or transaction.
 func queryOn(ctx context.Context, db DBTX, sql string, args, targets []any, each func() error) error {
-	if err := pg.Garbled(db); err != nil {
+	if err := pg.Garbled(db, sql); err != nil {
 		return err
 	}
 	rows, err := db.Query(ctx, sql, args...)

@@ -25,6 +25,7 @@ import (
 	"unicode/utf8"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/pgratelimit/ratelimit"
 	"github.com/pgratelimit/ratelimit/internal/algorithm"
@@ -324,14 +325,24 @@ func (s *Sweeper) query(ctx context.Context, args []any, targets ...any) error {
 	defer s.turn.Pass()
 	ctx, cancel := context.WithTimeout(ctx, patience)
 	defer cancel()
-	rows, err := s.db.Query(ctx, s.sweepQL, args...)
-	if err != nil {
+	ask := func(db ratelimit.DBTX) error {
+		if err := pg.Garbled(db, s.sweepQL); err != nil {
+			return err
+		}
+		rows, err := db.Query(ctx, s.sweepQL, args...)
+		if err != nil {
+			return err
+		}
+		_, err = pgx.CollectExactlyOneRow(rows, func(row pgx.CollectableRow) (struct{}, error) {
+			return struct{}{}, row.Scan(targets...)
+		})
 		return err
 	}
-	_, err = pgx.CollectExactlyOneRow(rows, func(row pgx.CollectableRow) (struct{}, error) {
-		return struct{}{}, row.Scan(targets...)
-	})
-	return err
+	switch s.db.(type) {
+	case *pgxpool.Pool, pg.Pool:
+		return pg.Use(ctx, s.db, func(conn *pgx.Conn) error { return ask(conn) })
+	}
+	return ask(s.db)
 }
 
 // wait waits for d, or until the context ends.

@@ -8,6 +8,7 @@ import (
 	"net"
 	"slices"
 	"strings"
+	"unicode"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
@@ -210,18 +211,26 @@ func Unsent(db any, err error) error {
 
 // Garbled returns the error of a statement on a connection whose client_encoding has characters with bytes of ASCII in
 // them. There the server would take a key's bytes for others than pgx has sent, and for the end of the key. These
-// encodings are those that a server cannot have. It returns nil for other connections.
-func Garbled(db any) error {
+// encodings are those that a server cannot have. In all others but UTF8, the server takes the name of a schema that is
+// not ASCII for another name. It returns nil for other connections and statements.
+func Garbled(db any, statement string) error {
 	conn := Conn(db)
 	if conn == nil {
 		return nil
 	}
 	switch encoding := conn.PgConn().ParameterStatus("client_encoding"); encoding {
+	case "UTF8", "SQL_ASCII", "": // SQL_ASCII converts nothing
+		return nil
 	case "SJIS", "SHIFT_JIS_2004", "BIG5", "GBK", "UHC", "GB18030", "JOHAB":
 		return NewError(
 			errors.New("client_encoding is "+encoding+", in which pgx does not write; set it to UTF8"), ErrSetup)
+	default:
+		if strings.ContainsFunc(statement, func(r rune) bool { return r > unicode.MaxASCII }) {
+			return NewError(errors.New("client_encoding is "+encoding+", in which the server would read the name of the "+
+				"schema as another one; set it to UTF8, or give the schema a name of ASCII letters"), ErrSetup)
+		}
+		return nil
 	}
-	return nil
 }
 
 // Unencoded returns the error of a statement whose arguments pgx could not encode, or nil if err is another one. The
