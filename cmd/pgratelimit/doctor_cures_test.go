@@ -173,7 +173,7 @@ func TestDoctorOfAServer(t *testing.T) {
 		return false
 	})
 	require.Error(t, old.Commit(t.Context()), "it was not ended")
-	cures("rate_limit_durable: transaction ids", `^\d{6} transactions old, and autovacuum should have come at 100000`, warning)
+	cures("rate_limit_durable: transaction ids", `^\d{6} old, and autovacuum should have come at 100000`, warning)
 
 	pgtest.Exec(t, pool, "BEGIN; SELECT pg_current_xact_id(); PREPARE TRANSACTION 'it''s'", pgx.QueryExecModeSimpleProtocol)
 	what, mend := holding()

@@ -31,6 +31,9 @@ type lockHolder struct {
 func (e *examination) readLocks(ctx context.Context, since time.Duration) (held []lockHolder, err error) {
 	options := pgx.TxOptions{IsoLevel: pgx.ReadCommitted, AccessMode: pgx.ReadOnly}
 	err = pgx.BeginTxFunc(ctx, e.pool, options, func(tx pgx.Tx) error {
+		if _, err := tx.Exec(ctx, "SET LOCAL jit = off"); err != nil { // as for all statements of the command
+			return err
+		}
 		var schema string
 		if err := tx.QueryRow(ctx, sessionSQL, strconv.FormatInt(e.app.timeout.Milliseconds(), 10), e.app.schema).Scan(
 			&schema, nil, nil, nil, nil, nil); err != nil {

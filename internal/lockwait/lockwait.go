@@ -72,8 +72,11 @@ func (h Holder) End() string {
 // Holders returns who keeps a session waiting, and who has an advisory lock. A pid of 0 and a nil stand for none. The
 // search_path of tx is pg_catalog afterwards.
 func Holders(ctx context.Context, tx pgx.Tx, pid uint32, advisory *int64) ([]Holder, error) {
-	if _, err := tx.Exec(ctx, "SET LOCAL search_path = pg_catalog, pg_temp"); err != nil {
-		return nil, err
+	// Where statements that look at the catalogs seem dear, Postgres would compile them for seconds.
+	for _, setting := range []string{"SET LOCAL search_path = pg_catalog, pg_temp", "SET LOCAL jit = off"} {
+		if _, err := tx.Exec(ctx, setting); err != nil {
+			return nil, err
+		}
 	}
 	rows, err := tx.Query(ctx, holdersSQL, int64(pid), advisory)
 	if err != nil {
