@@ -26,6 +26,7 @@ import (
 	"log/slog"
 	"net/http"
 	"net/url"
+	"reflect"
 	"strings"
 
 	"google.golang.org/genproto/googleapis/rpc/errdetails"
@@ -169,6 +170,9 @@ func (i *Interceptors) Stream(
 func (i *Interceptors) pass(ctx context.Context, fullMethod string, handle func() error) error {
 	// This outcome remains if httplimit answers nothing, which it does only if the client has left.
 	c := &call{handle: handle, outcome: status.FromContextError(context.Canceled).Err()}
+	if stream := grpc.ServerTransportStreamFromContext(ctx); stream != nil && reflect.ValueOf(stream).Comparable() {
+		c.stream = stream
+	}
 	i.limit(c).ServeHTTP(c, request(ctx, fullMethod))
 	return c.outcome
 }
@@ -195,6 +199,7 @@ func request(ctx context.Context, fullMethod string) *http.Request {
 
 // call is a call as httplimit sees it: the handler of a request, and the writer of its response.
 type call struct {
+	stream  any          // nil if it is not known
 	handle  func() error // the rest of the chain
 	outcome error        // what the client is told
 	header  http.Header
@@ -243,6 +248,9 @@ func reject(w http.ResponseWriter, r *http.Request, rejection httplimit.Rejectio
 	}
 	c.outcome = answer.Err()
 }
+
+// CallOfGRPC tells httplimit which call this is. For each interceptor, it is another request.
+func (c *call) CallOfGRPC() any { return c.stream }
 
 // Header, Write and WriteHeader are those of a response that nobody reads.
 

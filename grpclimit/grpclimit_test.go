@@ -329,6 +329,57 @@ func TestProxies(t *testing.T) {
 	require.NotContains(t, lines[0], "2001:db8")
 }
 
+// A call that is charged twice for the same key is told of once: by the same interceptors, or by two alike.
+func TestChainedTwice(t *testing.T) {
+	t.Parallel()
+
+	type interceptors = grpclimit.Interceptors
+	var journal testkit.Journal
+	interceptorsOf := func(limiter httplimit.Limiter) *interceptors {
+		i, err := grpclimit.New(limiter, grpclimit.Config{Key: httplimit.ByIP(), Logger: journal.Logger()})
+		require.NoError(t, err)
+		return i
+	}
+	limiter := allowing()
+	one, alike, other := interceptorsOf(limiter), interceptorsOf(limiter), interceptorsOf(allowing())
+	for _, test := range []struct {
+		first, second *interceptors
+		tells         string
+	}{
+		{one, other, ""},
+		{one, one, "passes this middleware twice, and is charged twice: mount it once"},
+		{interceptorsOf(limiter), alike, "the same limiter and find the same key, and is charged twice: mount one of them"},
+	} {
+		// What is between them may change the context and the metadata.
+		unary := func(ctx context.Context, r any, _ *grpc.UnaryServerInfo, next grpc.UnaryHandler) (any, error) {
+			ctx, cancel := context.WithTimeout(ctx, time.Minute)
+			defer cancel()
+			return next(metadata.NewIncomingContext(ctx, metadata.Pairs("a", "b")), r)
+		}
+		conn := connect(t, grpc.NewServer(grpc.ChainUnaryInterceptor(test.first.Unary, unary, test.second.Unary),
+			grpc.ChainStreamInterceptor(test.first.Stream, test.second.Stream)))
+		require.Equal(t, []string{right, "EOF"}, watchFor(t, conn, right)) // a stream
+		streamed := journal.Lines()
+		for range 3 {
+			require.NoError(t, call(t.Context(), conn, right))
+		}
+		lines := append(streamed, journal.Lines()...)
+		if test.tells == "" {
+			require.Empty(t, lines)
+			continue
+		}
+		require.Len(t, streamed, 1)
+		require.Len(t, lines, 1)
+		require.Contains(t, lines[0], test.tells)
+		require.NotContains(t, lines[0], "127.0.0.1")
+
+		conn = connect(t, grpc.NewServer(grpc.ChainUnaryInterceptor(
+			interceptorsOf(limiter).Unary, unary, interceptorsOf(limiter).Unary)))
+		require.NoError(t, call(t.Context(), conn, right))
+		require.Len(t, journal.Lines(), 1)
+	}
+}
+
 // A proxy at a Unix socket is trusted if the application says so. If not, the log says what to do.
 func TestUnixSocket(t *testing.T) {
 	t.Parallel()

@@ -297,6 +297,19 @@ func TestTier(t *testing.T) {
 	require.Len(t, other.refunds(), 1)
 }
 
+// incomparable is a limiter that is no key of a map.
+type incomparable []Limiter
+
+func (i incomparable) Config() ratelimit.Config { return i[0].Config() }
+
+func (i incomparable) AllowN(ctx context.Context, key string, n int64) (ratelimit.Result, error) {
+	return i[0].AllowN(ctx, key, n)
+}
+
+func (i incomparable) Refund(ctx context.Context, result ratelimit.Result) (ratelimit.Result, error) {
+	return i[0].Refund(ctx, result)
+}
+
 // A request that passes the same middleware twice is told of once. Others that are alike are not.
 func TestMountedTwice(t *testing.T) {
 	t.Parallel()
@@ -354,9 +367,54 @@ func TestMountedTwice(t *testing.T) {
 		require.NotContains(t, lines[0], "192.0.2.1", name)
 	}
 
-	// It is also noticed if that begins late.
+	// Two that were made apart count for the same key, if they have the same limiter and find the same key.
+	inner := struct{ Limiter }{allowing()}
+	byOther := ByFunc(func(*http.Request) (string, error) { return "somebody", nil })
+	for _, test := range []struct {
+		outer, inner Limiter
+		key          Key
+		tells        bool
+	}{
+		{inner.Limiter, inner.Limiter, ByIP(), true},
+		{inner, inner, ByIP(), true}, // no pointer
+		{inner.Limiter, inner.Limiter, byOther, false},
+		{inner.Limiter, allowing(), ByIP(), false},
+		{incomparable{inner}, incomparable{inner}, ByIP(), false},
+	} {
+		var log testkit.Journal
+		one, err := New(test.outer, Config{Key: ByIP(), Logger: log.Logger()})
+		require.NoError(t, err)
+		two, err := New(test.inner, Config{Key: test.key, Logger: log.Logger(), Charge: ChargeFailures})
+		require.NoError(t, err)
+		h := two(http.HandlerFunc(func(http.ResponseWriter, *http.Request) {}))
+		for _, handler := range []http.Handler{h, one(copied(h)), one(copied(h))} {
+			serve(t, handler)
+		}
+		lines := log.Lines()
+		if !test.tells {
+			require.Empty(t, lines)
+			continue
+		}
+		require.Len(t, lines, 1)
+		require.Contains(t, lines[0], "the same limiter and find the same key, and is charged twice: mount one of them")
+		require.NotContains(t, lines[0], "192.0.2.1")
+	}
+
+	// Two levels of one limiter, one for all and one for each, do not hide that one of them is mounted twice.
 	var log testkit.Journal
-	one, err := New(allowing(), Config{Key: ByIP(), Logger: log.Logger()})
+	one, err := New(inner, Config{Key: ByIP(), Logger: log.Logger()})
+	require.NoError(t, err)
+	other, err := New(inner, Config{Key: byOther, Logger: log.Logger()})
+	require.NoError(t, err)
+	serve(t, one(other(other(http.HandlerFunc(func(http.ResponseWriter, *http.Request) {})))))
+	require.Len(t, log.Lines(), 1)
+	one, err = New(incomparable{inner}, Config{Key: ByIP(), Logger: log.Logger()})
+	require.NoError(t, err)
+	serve(t, one(one(http.HandlerFunc(func(http.ResponseWriter, *http.Request) {}))))
+	require.Len(t, log.Lines(), 1)
+
+	// It is also noticed if that begins late.
+	one, err = New(allowing(), Config{Key: ByIP(), Logger: log.Logger()})
 	require.NoError(t, err)
 	once := one(http.HandlerFunc(func(http.ResponseWriter, *http.Request) {}))
 	for range firstLooks + 1 {

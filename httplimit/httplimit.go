@@ -137,8 +137,8 @@ type Config struct {
 	OnError func(http.ResponseWriter, *http.Request, error)
 
 	// Logger is told of requests without a usable key, of costs that can never be taken, of errors, of refunds that
-	// get lost, of proxies that ByIP does not trust, and of requests that pass this middleware twice. It is told once
-	// when they begin, and not for each request.
+	// get lost, of proxies that ByIP does not trust, and of requests that are charged twice for the same key. It is
+	// told once when they begin, and not for each request.
 	// What keeps the database from deciding is logged by the limiter's client, see [ratelimit.ClientConfig].Logger.
 	//
 	// Defaults to slog.Default(). slog.DiscardHandler turns it off.
@@ -249,10 +249,10 @@ func (m *middleware) serve(w http.ResponseWriter, r *http.Request, next http.Han
 		m.rejectKey(w, r, err)
 		return
 	}
-	if request, ok := m.nested.enter(m, r); ok {
-		defer m.nested.leave(request)
-	}
 	limit := m.limitOf(r)
+	if visit, ok := m.nested.enter(m, w, r, limit.limiter, key); ok {
+		defer visit.leave()
+	}
 	result, err := limit.limiter.AllowN(r.Context(), key, cost)
 	switch {
 	case err != nil:

@@ -8,42 +8,83 @@ import (
 	"sync/atomic"
 )
 
-// nesting tells the operator, once, that a request passes the same middleware twice, and is charged twice. A request is
-// known by its header, which copies of it share.
+// nesting tells the operator, once, that a request is charged twice for the same key of the same limiter, because it
+// passes one middleware twice, or two alike.
 type nesting struct {
-	told   atomic.Bool
-	seen   atomic.Int64 // requests
-	open   atomic.Int64 // how many requests are in inside
-	inside sync.Map     // of addresses of headers
+	told atomic.Bool
+	seen atomic.Int64 // requests
+}
+
+// inside has the visits that are inside of a middleware, with the middleware, and open is how many. They are those of
+// all middlewares, because two of them may have the same limiter.
+//
+//nolint:gochecknoglobals // the middlewares know nothing else that they share
+var (
+	inside sync.Map
+	open   atomic.Int64
+)
+
+// visit is a request at a limiter.
+type visit struct {
+	request, limiter any
+	key              string
 }
 
 // The first requests are all looked at, and of others one in so many, so that busy servers are not slowed down.
 const firstLooks, laterLooks = 1024, 64
 
-// enter notes that a request is inside of the middleware, until leave, or tells that it already was.
-func (n *nesting) enter(m *middleware, r *http.Request) (request uintptr, ok bool) {
-	if n.told.Load() || r.Header == nil {
-		return 0, false
+// enter notes that a request is inside of the middleware, until leave, or tells that it is charged a second time.
+func (n *nesting) enter(
+	m *middleware, w http.ResponseWriter, r *http.Request, l Limiter, key string,
+) (v visit, ok bool) {
+	if n.told.Load() {
+		return v, false
 	}
-	request = reflect.ValueOf(r.Header).Pointer()
-	if n.open.Load() > 0 {
-		if _, again := n.inside.Load(request); again {
-			if !n.told.Swap(true) {
-				m.log(r.Context(), slog.LevelWarn, "httplimit: a request passes this middleware twice, and is charged "+
-					"twice: mount it once, on the router or on the route")
-			}
-			return 0, false
+	seen := n.seen.Add(1)
+	sampled := seen <= firstLooks || seen%laterLooks == 0
+	if !sampled && open.Load() == 0 {
+		return v, false
+	}
+	v = visit{requestOf(w, r), l, key}
+	if v.request == nil {
+		return v, false
+	}
+	if !reflect.ValueOf(l).Comparable() {
+		v.limiter = m
+	}
+	if by, again := inside.Load(v); again {
+		if n.told.Swap(true) {
+			return v, false
 		}
+		message := "httplimit: a request passes this middleware twice, and is charged twice: mount it once, on the " +
+			"router or on the route; interceptors of gRPC, chain them once"
+		if by != any(m) {
+			message = "httplimit: a request passes two middlewares that have the same limiter and find the same key, " +
+				"and is charged twice: mount one of them, or give one a limiter with another name"
+		}
+		m.log(r.Context(), slog.LevelWarn, message)
+		return v, false
 	}
-	if seen := n.seen.Add(1); seen > firstLooks && seen%laterLooks != 0 {
-		return 0, false
+	if sampled {
+		open.Add(1)
+		inside.Store(v, m)
 	}
-	n.open.Add(1)
-	n.inside.Store(request, nil)
-	return request, true
+	return v, sampled
 }
 
-func (n *nesting) leave(request uintptr) {
-	n.inside.Delete(request)
-	n.open.Add(-1)
+func (v visit) leave() {
+	inside.Delete(v)
+	open.Add(-1)
+}
+
+// requestOf returns by what a request is known: the address of its header, which copies of it share. A call of gRPC
+// gets another header for each interceptor, so its writer tells.
+func requestOf(w http.ResponseWriter, r *http.Request) any {
+	if call, ok := w.(interface{ CallOfGRPC() any }); ok {
+		return call.CallOfGRPC()
+	}
+	if r.Header == nil {
+		return nil
+	}
+	return reflect.ValueOf(r.Header).Pointer()
 }
