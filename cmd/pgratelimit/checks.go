@@ -561,7 +561,7 @@ func (t tableHealth) judgeKind() finding {
 
 func (t tableHealth) judgeHOT() finding {
 	if t.updated < fewUpdates {
-		return ok("%d updates so far, too few to tell", t.updated)
+		return ok("%s so far, too few to tell", count(t.updated, "update"))
 	}
 	share := float64(t.hot) / float64(t.updated)
 	if share < leastHOT {

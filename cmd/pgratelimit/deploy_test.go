@@ -64,7 +64,8 @@ func TestRoles(t *testing.T) {
 	require.Zero(t, o.code)
 	require.Equal(t, "warning: what was made belongs to boss, and its functions run with the rights of boss. "+
 		"Schema rate_limit belongs to rate_limit_owner. To have all of it belong to rate_limit_owner, "+
-		"run `pgratelimit migrate down --to 0`, `DROP TABLE rate_limit.rate_limit_goose_version`, then `PGOPTIONS='-c role=rate_limit_owner' pgratelimit migrate up`\n", o.stderr)
+		"run `pgratelimit migrate down --to 0`, `DROP TABLE rate_limit.rate_limit_goose_version`, then `PGOPTIONS='-c role=rate_limit_owner' pgratelimit migrate up`. "+
+		"That loses all counts, policies and bans that were made meanwhile\n", o.stderr)
 	invoke(t, as("boss", ""), "migrate", "up").done(t)
 	// So is whoever did not read it, and keeps the counts.
 	invoke(t, as("boss", ""), "take", "login", "a", "--policy=sliding 100/1m").done(t)

@@ -26,6 +26,8 @@ func count[N int | int64](n N, thing string) string {
 	case n == 1:
 	case strings.HasSuffix(thing, "ch"):
 		thing += "es"
+	case strings.HasSuffix(thing, "xy"):
+		thing = strings.TrimSuffix(thing, "y") + "ies"
 	default:
 		thing += "s"
 	}

@@ -117,6 +117,7 @@ func TestWordsForNumbers(t *testing.T) {
 		require.Equal(t, text, count(n, "row"))
 	}
 	require.Equal(t, []string{"1 batch", "2 batches"}, []string{count(1, "batch"), count(2, "batch")})
+	require.Equal(t, []string{"1 proxy", "2 proxies", "2 keys"}, []string{count(1, "proxy"), count(2, "proxy"), count(2, "key")})
 }
 
 func TestDidYouMean(t *testing.T) {

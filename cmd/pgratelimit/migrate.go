@@ -17,6 +17,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/pgratelimit/ratelimit/internal/catalog"
+	"github.com/pgratelimit/ratelimit/internal/shards"
 	"github.com/pgratelimit/ratelimit/migrations"
 )
 
@@ -79,7 +80,8 @@ func (a *app) migrateUp(ctx context.Context, pool *pgxpool.Pool) error {
 		fmt.Fprintln(a.stderr, printable(fmt.Sprintf(
 			"warning: what was made belongs to %s, and its functions run with the rights of %s. "+
 				"Schema %s belongs to %s. To have all of it belong to %s, run %s, "+
-				"`DROP TABLE %s.rate_limit_goose_version`, then %s", f.Me, f.Me, f.Schema, f.Owner, f.Owner,
+				"`DROP TABLE %s.rate_limit_goose_version`, then %s. That loses all counts, policies and bans that "+
+				"were made meanwhile", f.Me, f.Me, f.Schema, f.Owner, f.Owner,
 			e.command("migrate down --to 0"), f.Schema, e.asOwner(e.command("migrate up")))))
 	}
 	return err
@@ -123,7 +125,8 @@ func (a *app) migrateDownCommand() *cobra.Command {
 		Short: "Roll back the migration that was applied last",
 		Long: `Rolls back the migration that was applied last, or all those above a version. What a migration has
 made goes with it. To roll back create_policies drops all policies and their history, and to roll back
-the first one drops the tables, and so every count.`,
+the first one drops the tables, and so every count. While shards are being divided, their databases and
+the proxy refuse it: 'pgratelimit shard grow' goes on with that, or --undo takes it back.`,
 		Example: `  pgratelimit migrate down
   pgratelimit migrate down --to 0 --yes`,
 		Args: cobra.NoArgs,
@@ -142,12 +145,40 @@ the first one drops the tables, and so every count.`,
 		if err := a.confirm(ctx, question, yes); err != nil {
 			return err
 		}
-		return a.migrate(ctx, down)
+		return a.migrate(ctx, func(ctx context.Context, pool *pgxpool.Pool) error {
+			if err := a.refuseDivided(ctx, pool); err != nil {
+				return err
+			}
+			return down(ctx, pool)
+		})
 	})
 	cmd.Flags().Int64Var(&to, "to", 0, "roll back all migrations above this `version`; 0: all")
 	addYes(cmd, &yes)
 	a.addJSON(cmd)
 	return cmd
+}
+
+// refuseDivided returns an error if the database is one of those of a growth that is not at its end. What a migration
+// has made may then be the only place of some counts.
+func (a *app) refuseDivided(ctx context.Context, pool *pgxpool.Pool) error {
+	var growth *shards.Growth
+	state := a.newState()
+	if err := a.look(ctx, pool, func(tx pgx.Tx) (err error) {
+		if growth, err = shards.ReadGrowth(ctx, tx); err == nil {
+			err = state.read(ctx, tx)
+		}
+		return err
+	}); err != nil {
+		return ctx.Err() // somebody may roll back because of what cannot be looked at
+	}
+	if growth == nil && !state.divides() {
+		return nil
+	}
+	return fmt.Errorf("nothing was changed: shards are being divided, and this database is one of theirs, or their "+
+		"proxy, so counts could be lost, and calls fail. For the proxy, %s goes on with that, and if no key has moved "+
+		"yet, %s takes it back; `pgratelimit shard list` tells how far it is. If there is no proxy any more, and "+
+		"nobody needs the counts, execute what `pgratelimit migrate print --down` prints",
+		a.command("shard grow"), a.command("shard grow --undo"))
 }
 
 func (a *app) migrateStatusCommand() *cobra.Command {

@@ -197,8 +197,8 @@ func (e *proxyExamination) checkRecorded(ctx context.Context, schema string, oth
 	return problem.finding(fmt.Sprintf("give the role on the shards another password, and run `pgratelimit shard set` "+
 		"with that; then, as a superuser, `SELECT %[1]s.pg_stat_statements_reset(userid, dbid, queryid) "+
 		"FROM %[1]s.pg_stat_statements WHERE %[2]s`", schema, condition),
-		"%d texts in pg_stat_statements have a password of the shards, for members of pg_read_all_stats to read, such "+
-			"as rate_limit_reader", recorded), err
+		"pg_stat_statements has a password of the shards in %s, for members of pg_read_all_stats to read, such as "+
+			"rate_limit_reader", count(recorded, "text")), err
 }
 
 func (e *proxyExamination) checkMap(context.Context) (finding, error) {
@@ -208,10 +208,10 @@ func (e *proxyExamination) checkMap(context.Context) (finding, error) {
 		return problem.finding("mend the options of foreign server "+shards.Server,
 			"there are %d connection strings, and PL/Proxy needs a power of two", n), nil
 	case e.proxy.shards != n:
-		return problem.finding("run `pgratelimit shard set`", "the functions know %d shards, and there are %d "+
-			"connection strings", e.proxy.shards, n), nil
+		return problem.finding("run `pgratelimit shard set`", "the functions know %s, and the foreign server has "+
+			"%s", count(e.proxy.shards, "shard"), count(n, "connection string")), nil
 	}
-	return ok("%d shards", n), nil
+	return ok("%s", count(n, "shard")), nil
 }
 
 // proxyFunction is a function of a proxy.

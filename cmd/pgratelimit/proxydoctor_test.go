@@ -167,7 +167,7 @@ func TestDoctorOfAProxy(t *testing.T) {
 		"CREATE OR REPLACE FUNCTION rate_limit_version() RETURNS bigint LANGUAGE sql IMMUTABLE AS 'SELECT 5'": {
 			"functions", "rate_limit_version has another body"},
 		"CREATE OR REPLACE FUNCTION rate_limit_shards() RETURNS integer LANGUAGE sql IMMUTABLE AS ' SELECT 4 '": {
-			"map", "the functions know 4 shards, and there are 2"},
+			"map", "the functions know 4 shards, and the foreign server has 2 connection strings"},
 		"DO $$ BEGIN EXECUTE format('DROP USER MAPPING FOR %I SERVER rate_limit_shards', current_user); END $$": {
 			"PL/Proxy", "nothing says as whom PL/Proxy connects"},
 		"GRANT EXECUTE ON FUNCTION rate_limit_sweep TO PUBLIC": {"rights", "every role may execute public.rate_limit_sweep("},
@@ -252,7 +252,7 @@ func TestShardGrow(t *testing.T) {
 		invoke(t, p.shards[0].URL, "take", "login", fmt.Sprint("key ", i), policy).done(t)
 	}
 	p.set(t).done(t)
-	run("shard", "grow", "--yes", more.connections[0], more.connections[1]).complains(t, exitFailed, "a proxy of 1 shards")
+	run("shard", "grow", "--yes", more.connections[0], more.connections[1]).complains(t, exitFailed, "a proxy of 1 shard, which takes")
 	run("shard", "grow", "--yes", first[0]).complains(t, exitFailed, "is the same database as shard 0 (")
 
 	other := &proxy{DB: more.DB, user: p.user, connections: p.connections} // another proxy of them
@@ -335,7 +335,7 @@ func TestShardPasswordIsNotRecorded(t *testing.T) {
 	psql(fmt.Sprintf("ALTER USER MAPPING FOR %s SERVER rate_limit_shards OPTIONS (SET password 'oops')", pgx.Identifier{config.User}.Sanitize()))
 	f := examined(t, server.URL())["PL/Proxy"]
 	require.Equal(t, problem, f.Level)
-	require.Contains(t, f.Found, "1 texts in pg_stat_statements have a password of the shards")
+	require.Contains(t, f.Found, "pg_stat_statements has a password of the shards in 1 text,")
 	require.NotContains(t, f.Found+f.Do, "oops")
 	set()
 	psql(strings.Split(f.Do, "`")[3])

@@ -72,7 +72,7 @@ func (a *app) listShards(ctx context.Context) error {
 		return err
 	}
 	if wrong > 0 {
-		return fmt.Errorf("something is wrong with %d of %d shards", wrong, len(states))
+		return fmt.Errorf("something is wrong with %d of %s", wrong, count(len(states), "shard"))
 	}
 	return nil
 }

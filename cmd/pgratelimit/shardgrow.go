@@ -249,8 +249,8 @@ func (t *proxyTarget) grows(more []string) error {
 		return fmt.Errorf("database %s has begun to grow by other databases than these: name the same ones, in the "+
 			"same order, or none", printable(t.database))
 	case !begun && has != n:
-		return fmt.Errorf("database %s is a proxy of %d shards, which takes as many new ones, and these are %d",
-			printable(t.database), has, n)
+		return fmt.Errorf("database %s is a proxy of %s, which takes as many new databases, and this names %d",
+			printable(t.database), count(has, "shard"), n)
 	}
 	return nil
 }
@@ -259,10 +259,10 @@ func (g *growing) question(undo bool) string {
 	var text strings.Builder
 	n := len(g.stores) / 2
 	if undo {
-		return fmt.Sprintf("%d proxies go back to %d shards, which have all counts. The copies in the new databases "+
-			"are deleted. Do it?", len(g.proxies), n)
+		return fmt.Sprintf("This takes %s back to %s, with all counts. The copies in the new databases are deleted. "+
+			"Do it?", count(len(g.proxies), "proxy"), count(n, "shard"))
 	}
-	fmt.Fprintf(&text, "%d shards become %d, for %d proxies:\n", n, 2*n, len(g.proxies))
+	fmt.Fprintf(&text, "This makes %s of %d, for %s:\n", count(2*n, "shard"), n, count(len(g.proxies), "proxy"))
 	for i, store := range g.stores[:n] {
 		fmt.Fprintf(&text, "  %s gives half of its keys to shard %d: %s\n", store.shardName(), i+n,
 			printable(g.stores[i+n].connection))

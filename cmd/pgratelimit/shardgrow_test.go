@@ -156,6 +156,21 @@ func TestInterruptedGrowth(t *testing.T) {
 			require.Equal(t, exitFailed, o.code)
 			require.NotContains(t, o.stderr, "which forgets all counts")
 
+			// Nobody rolls back what may have the only counts of some keys. Neither does who asks nobody.
+			refusing := map[string]bool{p.URL: true, p.shards[0].URL: test.after != shards.Begun && test.after != shards.Deleted,
+				more.shards[0].URL: test.after == shards.Copied || test.after == shards.Stopped || test.after == shards.GaveUp}
+			for url, refuses := range refusing {
+				if !refuses {
+					continue
+				}
+				for _, to := range [][]string{nil, {"--to", "0"}} {
+					o := invoke(t, url, append([]string{"migrate", "down", "--yes"}, to...)...)
+					o.complains(t, exitFailed, "nothing was changed: shards are being divided")
+					require.Contains(t, o.stderr, "`pgratelimit shard grow` goes on with that")
+					require.Contains(t, o.stderr, "`pgratelimit shard grow --undo` takes it back")
+				}
+			}
+
 			invoke(t, p.URL, "shard", "grow", "--yes", more.connections[1], more.connections[0]).
 				complains(t, exitFailed, "by other databases than these")
 			if test.moved {
@@ -198,7 +213,7 @@ func TestInterruptedGrowthOfSeveralProxies(t *testing.T) {
 		for _, s := range states {
 			for _, f := range s.Wrong {
 				require.Equal(t, []string{grow}, advice(t, f.Do))
-				require.Contains(t, f.Do, "with --proxy for each of the other 1")
+				require.Contains(t, f.Do, "with --proxy for 1 other proxy")
 			}
 		}
 	}

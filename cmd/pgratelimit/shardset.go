@@ -263,8 +263,8 @@ func (t *proxyTarget) refuse(config shards.Config) error {
 			"yet, %s takes it back; `pgratelimit shard list` tells how far it is", a.command("shard grow"),
 			a.command("shard grow --undo"))
 	case n > 0 && n != len(config.Connections):
-		return fmt.Errorf("the proxy has %d shards, and these are %d connection strings; 'pgratelimit shard grow' "+
-			"doubles the number of shards, with the keys moved, also for a proxy that was not there when they were", n,
+		return fmt.Errorf("the proxy has %s, and this names %d; 'pgratelimit shard grow' doubles the number of "+
+			"shards, with the keys moved, also for a proxy that was not there when they were", count(n, "shard"),
 			len(config.Connections))
 	case config.User == "" && !t.mapped:
 		return usageError{errors.New("--user is missing: the role as which PL/Proxy connects to the shards; " +

@@ -134,6 +134,11 @@ func (s *shardState) copies() bool {
 	return s.Is == nil && s.division != "" && !strings.HasPrefix(s.division, shards.Intended)
 }
 
+// divides tells whether a database is a shard that is being divided, or gets keys of one.
+func (s *shardState) divides() bool {
+	return s.noting || s.division != "" && !strings.HasPrefix(s.division, shards.Intended)
+}
+
 func (s *shardState) add(l level, check, do, found string, args ...any) {
 	f := l.finding(do, found, args...)
 	f.Check = check
@@ -221,7 +226,7 @@ func (a *app) judgeGrowth(states []shardState, growth *shards.Growth) {
 	moved, ended := false, true
 	do := "run " + a.command("shard grow") + " again, which goes on from there"
 	if growth.Proxies > 1 {
-		do += fmt.Sprintf(", with --proxy for each of the other %d", growth.Proxies-1)
+		do += ", with --proxy for " + count(growth.Proxies-1, "other proxy")
 	}
 	for i := range half {
 		moved = moved || states[i].Is == nil || states[i].Is.Shards != half
