@@ -17,6 +17,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/pgratelimit/ratelimit/internal/lockwait"
+	"github.com/pgratelimit/ratelimit/internal/pg"
 )
 
 const (
@@ -55,7 +56,12 @@ func (a *app) open(ctx context.Context, configure ...func(*pgxpool.Config)) (*pg
 	conn.BuildContextWatcherHandler = func(conn *pgconn.PgConn) ctxwatch.Handler {
 		return &pgconn.CancelRequestContextWatcherHandler{Conn: conn, DeadlineDelay: cancelGrace}
 	}
-	config.AfterConnect = checkSearchPath
+	config.AfterConnect = func(ctx context.Context, conn *pgx.Conn) error {
+		if err := pg.Garbled(conn, a.schema); err != nil {
+			return err
+		}
+		return checkSearchPath(ctx, conn)
+	}
 	for _, change := range configure {
 		change(config)
 	}
@@ -146,6 +152,9 @@ func (a *app) transaction(
 		var pid uint32
 		if err := tx.QueryRow(ctx, sessionSQL, strconv.FormatInt(a.timeout.Milliseconds(), 10), a.schema).Scan(
 			&schema, &pid, nil, nil, nil, nil); err != nil {
+			return err
+		}
+		if err := pg.Garbled(tx.Conn(), schema); err != nil { // search_path has named it
 			return err
 		}
 		defer lockwait.Watch(ctx, tx.Conn(), pid)()

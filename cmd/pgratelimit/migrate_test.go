@@ -2,6 +2,7 @@ package main
 
 import (
 	"fmt"
+	"net/url"
 	"strings"
 	"testing"
 
@@ -123,4 +124,27 @@ func TestMigrateStatusOfANewerVersion(t *testing.T) {
 	pgtest.Exec(t, db.Pool, "INSERT INTO rate_limit_goose_version (version_id, is_applied) VALUES (99999, true)")
 	require.Contains(t, invoke(t, db.URL, "migrate", "status").done(t), "99999    (of a newer version of this command)")
 	invoke(t, db.URL, "migrate", "down", "--yes").complains(t, exitFailed, "newer version of this module")
+}
+
+// The server would read the name of a schema as another one. So the command says what to do, before it does anything.
+func TestSchemaThatTheEncodingGarbles(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.Empty(t)
+	pgtest.Exec(t, db.Pool, `CREATE SCHEMA "été"`)
+	latin1, err := url.Parse(db.URL)
+	require.NoError(t, err)
+	values := latin1.Query()
+	values.Set("client_encoding", "LATIN1")
+	latin1.RawQuery = values.Encode()
+	for _, args := range [][]string{
+		{"migrate", "up"}, {"migrate", "status"}, {"doctor"}, {"limits"}, {"peek", "login", "a", "--policy=fixed 1/1m"},
+	} {
+		o := invoke(t, latin1.String(), append(args, "--schema", "été")...)
+		o.complains(t, exitFailed, "client_encoding is LATIN1", "set it to UTF8, or give the schema a name of ASCII letters")
+	}
+	invoke(t, db.URL, "migrate", "up", "--schema", "été").done(t)
+	pgtest.Exec(t, db.Pool, `DO $$ BEGIN EXECUTE format('ALTER DATABASE %I SET search_path = "été"', current_database()); END $$`)
+	invoke(t, latin1.String(), "limits").complains(t, exitFailed, "client_encoding is LATIN1")
+	invoke(t, db.URL, "limits").done(t)
 }
