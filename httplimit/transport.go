@@ -99,7 +99,7 @@ func (t *Transport) RoundTrip(r *http.Request) (*http.Response, error) {
 			break
 		}
 		var response *http.Response
-		if response, err = t.base().RoundTrip(r); err != nil {
+		if response, err = t.base().RoundTrip(r); err != nil || response == nil {
 			return nil, err
 		}
 		until, ok := retryAt(response)
@@ -215,6 +215,9 @@ func (t *Transport) pause(key string, until time.Time) {
 // discard closes the body of a response. Base can use the connection again if little was left of it. It reads for no
 // longer than the shortest pause, because a body may trickle, or never end.
 func discard(ctx context.Context, body io.ReadCloser) {
+	if body == nil { // some test doubles of a Base do that
+		return
+	}
 	done := make(chan struct{})
 	go func() {
 		defer close(done)

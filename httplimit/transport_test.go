@@ -443,6 +443,25 @@ func TestTransportIsNotHeldUpByABody(t *testing.T) {
 	}
 }
 
+// A Base that leaves out what net/http's client accepts brings nothing down, and a refusal counts all the same.
+func TestTransportOverABaseThatLeavesThingsOut(t *testing.T) {
+	t.Parallel()
+
+	synctest.Test(t, func(t *testing.T) {
+		api := newAPI(retryAfter(1, 429, "Retry-After", "5"))
+		api.body = func() io.ReadCloser { return nil }
+		client := http.Client{Transport: &Transport{Limiter: waiter(t, ratelimittest.NewDB(), plenty()), Base: api}}
+		response, err := client.Do(newRequest(t, t.Context(), http.MethodGet, "https://api.example.com", nil))
+		require.NoError(t, err)
+		require.NoError(t, response.Body.Close())
+		require.Equal(t, []time.Duration{0, 5 * time.Second}, api.times())
+
+		client.Transport = &Transport{Limiter: waiter(t, ratelimittest.NewDB(), plenty()), Base: failing{}}
+		_, err = client.Do(newRequest(t, t.Context(), http.MethodGet, "https://api.example.com", nil)) //nolint:bodyclose // there is none
+		require.ErrorContains(t, err, "nil *Response")
+	})
+}
+
 type endless struct{}
 
 func (endless) Read(p []byte) (int, error) { return len(p), nil }
