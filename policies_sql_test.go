@@ -105,7 +105,9 @@ func TestPoliciesThatNobodyCouldRead(t *testing.T) {
 		"(repeat('n', 122), 'secret', NULL, 'shadow', 'fixed 1/1h', now(), 'infinity', 'why', false)":              "name",
 		"(repeat('n', 127), 'secret', NULL, 'enforce', 'fixed 1/1h, fixed 1/2h', now(), 'infinity', 'why', false)": "name",
 		"('n', 'secret', NULL, 'off', NULL, now(), NULL, 'why', false)":                                            "valid_until",
-		"('n', 'secret', NULL, 'off', NULL, 'infinity', 'infinity', 'why', false)":                                 "valid_until",
+		"('n', 'secret', NULL, 'off', NULL, 'infinity', 'infinity', 'why', false)":                                 "valid_from",
+		"('n', 'secret', NULL, 'off', NULL, '9999-12-31 00:00Z', 'infinity', 'why', false)":                        "valid_from",
+		"('n', 'secret', NULL, 'off', NULL, '294276-12-31', 'infinity', 'why', false)":                             "valid_from",
 		"('n', 'secret', NULL, 'off', NULL, now(), 'infinity', NULL, false)":                                       "comment",
 		"('n', 'secret', NULL, 'off', NULL, now(), 'infinity', '  ', false)":                                       "comment",
 		"('n', 'secret', NULL, 'off', NULL, now(), 'infinity', 'why', NULL)":                                       "automatic",
@@ -118,10 +120,11 @@ func TestPoliciesThatNobodyCouldRead(t *testing.T) {
 		"SET id = DEFAULT": "id", "SET name = ''": "name", "SET mode = 'deny'": "policy",
 		"SET policy = 'none'": "policy", "SET comment = ''": "comment",
 		"SET key_prefix = 'secr'": "key_prefix", "SET valid_until = '-infinity'": "valid_until",
+		"SET valid_from = '10000-01-01'": "valid_from",
 	} {
 		refusedPolicy(t, db.Pool, "UPDATE rate_limit_policy "+change, want)
 	}
-	for _, id := range []string{"NULL", "0", "-1", "-9223372036854775808"} {
+	for _, id := range []string{"NULL", "0", "-1", "-9223372036854775808", "9007199254740993", "9223372036854775807"} {
 		refusedPolicy(t, db.Pool, `INSERT INTO rate_limit_policy (id, name, key, mode, comment)
 			OVERRIDING SYSTEM VALUE VALUES (`+id+`, 'n', 'secret', 'off', 'why')`, "id")
 	}
@@ -131,12 +134,40 @@ func TestPoliciesThatNobodyCouldRead(t *testing.T) {
 		"(repeat('n', 128), repeat('k', 512), NULL, 'off', NULL, now(), 'infinity', 'why', false)",
 		"('n', NULL, repeat('k', 512), 'shadow', 'log 1000/1us', '-infinity', now(), 'why', true)",
 		"('n', NULL, NULL, 'deny', NULL, now(), now() + '1 microsecond', 'why', false)",
+		"('n', NULL, NULL, 'deny', NULL, '9999-12-30 23:59:59Z', 'infinity', 'why', false)",
 		`('n', E'line\nbreak', NULL, 'enforce', 'sliding 1/1s, bucket 20 5/10s', now(), 'infinity', 'why', false)`,
 	} {
 		pgtest.Exec(t, db.Pool, columns+values)
 	}
-	require.Equal(t, 5, pgtest.Scalar[int](t, db.Pool, "SELECT count(*) FROM rate_limit_policy"))
-	require.Equal(t, 5, pgtest.Scalar[int](t, db.Pool, "SELECT count(*) FROM rate_limit_policy_history"))
+	require.Equal(t, 6, pgtest.Scalar[int](t, db.Pool, "SELECT count(*) FROM rate_limit_policy"))
+	require.Equal(t, 6, pgtest.Scalar[int](t, db.Pool, "SELECT count(*) FROM rate_limit_policy_history"))
+}
+
+// However large an id is that somebody gives to a row, others can still ban, during its life and after it.
+func TestLargeIDsLeaveRoomForBans(t *testing.T) {
+	t.Parallel()
+
+	for _, id := range []string{"4503599627370496", "9007199254740991", "9007199254740992", "9223372036854775807"} {
+		db := pgtest.New(t)
+		tx := pgtest.Begin(t, db)
+		if id == "9223372036854775807" { // it comes around the triggers
+			pgtest.Exec(t, tx, "SET LOCAL session_replication_role = replica")
+		}
+		pgtest.Exec(t, tx, `INSERT INTO rate_limit_policy (id, name, key, mode, comment) OVERRIDING SYSTEM VALUE
+			VALUES (`+id+`, 'n', 'large', 'off', 'why')`)
+		pgtest.Exec(t, tx, `INSERT INTO rate_limit_policy_history (version, at, by, action, policy_id)
+			OVERRIDING SYSTEM VALUE VALUES (`+id+`, now(), 'who', 'insert', `+id+`)`)
+		require.NoError(t, tx.Commit(t.Context()))
+		ban := func(key string) {
+			pgtest.Exec(t, db.Pool, "SELECT rate_limit_ban('n', $1, '1h', '1h', '1h', 'why')", key)
+		}
+		ban("a")
+		pgtest.Exec(t, db.Pool, "UPDATE rate_limit_policy SET comment = 'other' WHERE key = 'large'")
+		ban("b")
+		pgtest.Exec(t, db.Pool, "DELETE FROM rate_limit_policy WHERE key = 'large'")
+		ban("c")
+		require.Equal(t, 3, pgtest.Scalar[int](t, db.Pool, "SELECT count(*) FROM rate_limit_policy"), id)
+	}
 }
 
 // refusedPolicy runs a statement that the database must refuse for a column, without a word of the key.

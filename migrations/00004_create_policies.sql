@@ -34,9 +34,11 @@ BEGIN
             USING ERRCODE = 'feature_not_supported',
                 HINT = 'DELETE its rows. Then every process learns of it, and the history tells who did it.';
     END IF;
-    IF (NEW.id = OLD.id OR TG_OP = 'INSERT' AND NEW.id > 0) IS NOT TRUE THEN -- 0 stands for no row
+    -- 0 stands for no row. Above 2^53, many languages cannot tell the numbers of JSON apart.
+    IF (NEW.id = OLD.id OR TG_OP = 'INSERT' AND NEW.id BETWEEN 1 AND 9007199254740992) IS NOT TRUE THEN
         wrong := 'id';
-        hint := 'It comes by itself, from 1 on, and stays, because processes know the row by it.';
+        hint := 'It comes by itself, from 1 to 9007199254740992 (2^53), and stays, because processes know the row '
+            'by it.';
     ELSIF (octet_length(NEW.name) BETWEEN 1 AND 128) IS NOT TRUE THEN
         wrong := 'name';
         hint := 'It is the name of a limiter, of 1 to 128 bytes.';
@@ -54,9 +56,11 @@ BEGIN
     THEN
         wrong := 'policy';
         hint := 'enforce and shadow need one, such as sliding 100/1m. off and deny have none.';
-    ELSIF (NEW.valid_from = '-infinity' OR NEW.valid_from >= timestamptz '0001-01-01 00:00:00Z') IS NOT TRUE THEN
+    ELSIF (NEW.valid_from = '-infinity' OR NEW.valid_from >= timestamptz '0001-01-01 00:00:00Z'
+        AND NEW.valid_from < timestamptz '9999-12-31 00:00:00Z') IS NOT TRUE
+    THEN
         wrong := 'valid_from';
-        hint := 'It is a time from the year 1 on, or -infinity.';
+        hint := 'It is a time from the year 1 on and before the end of the year 9999, or -infinity.';
     ELSIF (NEW.valid_until > NEW.valid_from AND NEW.valid_until >= timestamptz '0001-01-01 00:00:00Z'
         AND (NEW.valid_until = 'infinity' OR NEW.valid_until < timestamptz '9999-12-31 00:00:00Z')) IS NOT TRUE
     THEN
@@ -117,20 +121,22 @@ AS $$
 DECLARE
     ids regclass;
     versions regclass;
+    -- A number above this came around the check. It leaves room below 2^53, or the next id would be refused.
+    most CONSTANT bigint := 4503599627370496; -- 2^52
+    id bigint;
+    version bigint;
 BEGIN
     IF TG_LEVEL = 'STATEMENT' THEN
         LOCK TABLE rate_limit_policy_history IN SHARE UPDATE EXCLUSIVE MODE;
         -- Logical replication brings rows, and leaves the sequences behind them. An id that history has is used up too.
         ids := pg_get_serial_sequence(format('%I.%I', TG_TABLE_SCHEMA, TG_TABLE_NAME), 'id');
         versions := pg_get_serial_sequence(format('%I.%I', TG_TABLE_SCHEMA, TG_TABLE_NAME || '_history'), 'version');
-        IF (SELECT max(p.id) FROM rate_limit_policy AS p) > coalesce(pg_sequence_last_value(ids), 0)
-            OR (SELECT max(h.version) FROM rate_limit_policy_history AS h)
-                > coalesce(pg_sequence_last_value(versions), 0)
-        THEN
-            PERFORM setval(ids, greatest(pg_sequence_last_value(ids), (SELECT max(p.id) FROM rate_limit_policy AS p),
-                (SELECT max(h.policy_id) FROM rate_limit_policy_history AS h)));
-            PERFORM setval(versions, greatest(pg_sequence_last_value(versions),
-                (SELECT max(h.version) FROM rate_limit_policy_history AS h)));
+        id := (SELECT max(p.id) FROM rate_limit_policy AS p WHERE p.id <= most);
+        version := (SELECT max(h.version) FROM rate_limit_policy_history AS h WHERE h.version <= most);
+        IF id > coalesce(pg_sequence_last_value(ids), 0) OR version > coalesce(pg_sequence_last_value(versions), 0) THEN
+            PERFORM setval(ids, greatest(pg_sequence_last_value(ids), id,
+                (SELECT max(h.policy_id) FROM rate_limit_policy_history AS h WHERE h.policy_id <= most)));
+            PERFORM setval(versions, greatest(pg_sequence_last_value(versions), version));
         END IF;
         RETURN NULL;
     END IF;
@@ -332,7 +338,8 @@ BEGIN
             p.name, p.key, p.key_prefix, p.mode, p.policy,
             CASE WHEN p.valid_from > '-infinity'
                 THEN (extract(epoch FROM least(p.valid_from, far)) * 1000000)::bigint END,
-            CASE WHEN p.valid_until < far THEN (extract(epoch FROM p.valid_until) * 1000000)::bigint END,
+            CASE WHEN p.valid_until < far
+                THEN (extract(epoch FROM greatest(p.valid_until, timestamptz 'epoch')) * 1000000)::bigint END,
             p.automatic
         FROM (SELECT DISTINCT h.policy_id FROM rate_limit_policy_history AS h WHERE h.version > known) AS h
         LEFT JOIN LATERAL ( -- each by the index, however many the planner expects

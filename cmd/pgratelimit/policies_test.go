@@ -445,6 +445,39 @@ func TestForeignTriggersOfPoliciesAreNotRun(t *testing.T) {
 	}
 }
 
+// Times that came around the triggers, and that JSON cannot have, keep no command from its work.
+func TestTimesOfPoliciesThatJSONCannotHave(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	tx := pgtest.Begin(t, db)
+	// The history is replicated too.
+	pgtest.Exec(t, tx, `SET LOCAL session_replication_role = replica;
+		INSERT INTO rate_limit_policy (name, key, mode, policy, valid_from, valid_until, comment, changed_at)
+		SELECT 'api', 'a', mode, CASE mode WHEN 'shadow' THEN 'fixed 1/1h' END, first, last, 'why', first
+		FROM unnest('{deny,shadow}'::text[]) AS mode,
+			unnest('{-infinity,0044-03-15 BC,2001-01-01,9999-12-31 23:59:59Z,10000-01-01,infinity}'::timestamptz[]) AS first,
+			unnest('{-infinity,0044-03-15 BC,9999-12-31 23:59:59Z,10000-01-01,infinity}'::timestamptz[]) AS last;
+		INSERT INTO rate_limit_policy_history (at, by, action, policy_id, before, after)
+		SELECT p.changed_at, 'who', 'update', p.id, to_jsonb(p), to_jsonb(p) FROM rate_limit_policy AS p`)
+	require.NoError(t, tx.Commit(t.Context()))
+	for _, args := range [][]string{
+		{"policy", "list"}, {"policy", "get", "api", "a"}, {"policy", "history", "-n", "100"}, {"policy", "compare", "api"},
+		{"explain", "api", "a"}, {"doctor"},
+		{"policy", "set", "api", "--key", "a", "sliding 9/1h", why, "--dry-run"},
+		{"ban", "api", "a", "--for", "1h", why}, {"unban", "api", "a"},
+	} {
+		for _, more := range [][]string{{"--json"}, nil} {
+			o := invoke(t, db.URL, append(args, more...)...)
+			require.NotContains(t, o.stderr+o.stdout, "outside of range", args)
+			if args[0] != "doctor" {
+				o.done(t)
+			}
+		}
+	}
+	require.NotContains(t, gets(t, db.URL, "a"), "in force deny deny")
+}
+
 func TestBanAndUnban(t *testing.T) {
 	t.Parallel()
 
