@@ -100,7 +100,7 @@ func (a *app) inSchema(config *pgxpool.Config) {
 
 // read runs a transaction that cannot write, and in which no statement takes longer than --timeout.
 func (a *app) read(ctx context.Context, pool *pgxpool.Pool, query func(tx pgx.Tx) error) error {
-	return a.transaction(ctx, pool, pgx.ReadOnly, true, query)
+	return a.transaction(ctx, pool, pgx.ReadOnly, "", query)
 }
 
 // list reads rows that one database has for all, and prints them.
@@ -128,16 +128,29 @@ func list[T any](
 
 // look is read for statements that call no function of ours.
 func (a *app) look(ctx context.Context, pool *pgxpool.Pool, query func(tx pgx.Tx) error) error {
-	return a.transaction(ctx, pool, pgx.ReadOnly, false, query)
+	return a.transaction(ctx, pool, pgx.ReadOnly, accessShare, query)
 }
 
 // write runs a transaction in which no statement takes longer than --timeout.
 func (a *app) write(ctx context.Context, pool *pgxpool.Pool, query func(tx pgx.Tx) error) error {
-	return a.transaction(ctx, pool, pgx.ReadWrite, true, query)
+	return a.transaction(ctx, pool, pgx.ReadWrite, "", query)
 }
 
+// The modes of locks on our tables. Whoever calls functions of ours takes none.
+const (
+	accessShare     = "ACCESS SHARE"
+	accessExclusive = "ACCESS EXCLUSIVE"
+)
+
+// allTables is the order in which all tables are locked: those first that calls read first.
+var allTables = []string{"rate_limit_policy", "rate_limit_policy_history", "rate_limit_shadow", "rate_limit_sweeper",
+	"rate_limit_lease", table(true), table(false)}
+
+// lockedError says that somebody else kept a lock on our tables.
+type lockedError struct{ error }
+
 func (a *app) transaction(
-	ctx context.Context, pool *pgxpool.Pool, mode pgx.TxAccessMode, calls bool, query func(tx pgx.Tx) error,
+	ctx context.Context, pool *pgxpool.Pool, mode pgx.TxAccessMode, lock string, query func(tx pgx.Tx) error,
 ) error {
 	// Each statement has to see what has happened before it, whatever the database's default is.
 	return refusedText(pgx.BeginTxFunc(ctx, pool, pgx.TxOptions{
@@ -159,23 +172,32 @@ func (a *app) transaction(
 		}
 		defer lockwait.Watch(ctx, tx.Conn(), pid)()
 		locked := []string{}
-		if !calls {
+		if lock != "" {
 			// A stranger who may create in the schema could have made the tables. Then the doctor is to say so.
 			// The lock keeps them tables.
 			var tables []string
-			if err := tx.QueryRow(ctx, lockableSQL).Scan(&locked, &tables); err != nil {
+			of, whole := []string{table(false), table(true), "rate_limit_policy"}, lock == accessExclusive
+			if whole {
+				of = allTables
+			}
+			if err := tx.QueryRow(ctx, lockableSQL, of, whole).Scan(&locked, &tables); err != nil {
 				return err
 			}
 			if len(tables) > 0 {
-				if _, err := tx.Exec(ctx,
-					"LOCK TABLE "+strings.Join(tables, ", ")+" IN ACCESS SHARE MODE"); err != nil {
+				// statement_timeout bounds the wait for all of them.
+				_, err := tx.Exec(ctx, "LOCK TABLE "+strings.Join(tables, ", ")+" IN "+lock+" MODE")
+				if pgErr, ok := errors.AsType[*pgconn.PgError](err); ok && ctx.Err() == nil &&
+					(pgErr.Code == "55P03" || pgErr.Code == "57014") {
+					return lockedError{err}
+				}
+				if err != nil {
 					return err
 				}
 			}
 		}
 		var foreign string
 		var mend *string
-		switch err := tx.QueryRow(ctx, foreignSQL, calls, locked).Scan(&foreign, &mend); {
+		switch err := tx.QueryRow(ctx, foreignSQL, lock == "", locked).Scan(&foreign, &mend); {
 		case err == nil && mend != nil:
 			return fmt.Errorf("%s, so calls could fail, or somebody's code run with your rights: as the owner of the "+
 				"table, %s", foreign, *mend)

@@ -221,7 +221,20 @@ func (a *app) fix(ctx context.Context, pool *pgxpool.Pool, yes bool) (mended []s
 	if err != nil {
 		return nil, err
 	}
-	err = a.transaction(ctx, pool, pgx.ReadWrite, false, func(tx pgx.Tx) error {
+	// The tables are locked as a whole from the beginning on, so that nothing commits that would be lost. Nobody is asked
+	// meanwhile.
+	differences := e.found.Differences(made, e.server.owner)
+	if e.server.tables > 0 && len(repairs(differences, made, e.found, of)) == 0 {
+		return nil, nil
+	}
+	asked := emptied(differences, made, e.found)
+	if len(asked) > 0 {
+		if err := a.confirm(ctx, "This loses all rows of "+strings.Join(asked, " and ")+
+			", of which columns are missing. Do it?", yes); err != nil {
+			return nil, err
+		}
+	}
+	err = a.transaction(ctx, pool, pgx.ReadWrite, accessExclusive, func(tx pgx.Tx) error {
 		q, _ := tx.(qualified)
 		tx, schema, owner := q.Tx, q.schema, e.server.owner
 		if e.server.tables == 0 { // of which nobody knows where they were
@@ -250,11 +263,9 @@ func (a *app) fix(ctx context.Context, pool *pgxpool.Pool, yes bool) (mended []s
 						"and a table that is made anew loses what is to be copied: do first what " +
 						"'pgratelimit shard list' says for its proxy")
 				}
-				if lost := emptied(differences, made, found); len(lost) > 0 {
-					if err := a.confirm(ctx, "This loses all rows of "+strings.Join(lost, " and ")+
-						", of which columns are missing. Do it?", yes); err != nil {
-						return err
-					}
+				if !slices.Equal(emptied(differences, made, found), asked) {
+					return errors.New("nothing was changed, because somebody else has changed the tables meanwhile: " +
+						"run this again")
 				}
 				rows, err := tx.Query(ctx, grantsSQL, schema, owner)
 				if err != nil {
@@ -303,6 +314,18 @@ func (a *app) fix(ctx context.Context, pool *pgxpool.Pool, yes bool) (mended []s
 			}
 		}
 	})
+	if _, locked := errors.AsType[lockedError](err); locked {
+		held, err := e.readLocks(ctx, a.timeout)
+		if err != nil {
+			return nil, err
+		}
+		text := fmt.Sprintf("nothing was changed, because others had locks on the tables for %v; wait longer with "+
+			"--timeout", a.timeout)
+		if f := judgeLocks(held); len(held) > 0 {
+			text += ", or end who has them still: " + f.Found + "; " + f.Do
+		}
+		return nil, errors.New(text)
+	}
 	if err != nil {
 		return nil, err
 	}

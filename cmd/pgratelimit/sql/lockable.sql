@@ -1,7 +1,10 @@
--- The tables of ours that this role may read: their names, and the same as SQL has them.
-SELECT coalesce(array_agg(c.relname::text), '{}'), coalesce(array_agg(format('%I.%I', n.nspname, c.relname)), '{}')
+-- The tables to lock: their names, and the same as SQL has them.
+--   $1  the names to look for, in the order of locking
+--   $2  whether tables that this role may not read count too
+SELECT coalesce(array_agg(c.relname::text), '{}'), coalesce(
+    array_agg(format('%I.%I', n.nspname, c.relname) ORDER BY array_position($1::text[], c.relname::text)), '{}')
 FROM pg_class AS c
 JOIN pg_namespace AS n ON n.oid = c.relnamespace
 WHERE n.nspname = current_setting('pgratelimit.schema')
-    AND c.relname IN ('rate_limit_ephemeral', 'rate_limit_durable', 'rate_limit_policy')
-    AND has_schema_privilege(n.oid, 'USAGE') AND has_table_privilege(c.oid, 'SELECT')
+    AND c.relname = ANY ($1::text[])
+    AND ($2::boolean OR has_schema_privilege(n.oid, 'USAGE') AND has_table_privilege(c.oid, 'SELECT'))
