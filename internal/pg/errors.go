@@ -226,8 +226,8 @@ func Garbled(db any, statement string) error {
 			errors.New("client_encoding is "+encoding+", in which pgx does not write; set it to UTF8"), ErrSetup)
 	default:
 		if strings.ContainsFunc(statement, func(r rune) bool { return r > unicode.MaxASCII }) {
-			return NewError(errors.New("client_encoding is "+encoding+", in which the server would read the name of the "+
-				"schema as another one; set it to UTF8, or give the schema a name of ASCII letters"), ErrSetup)
+			return NewError(errors.New("client_encoding is "+encoding+", in which the server would read the name of "+
+				"the schema as another one; set it to UTF8, or give the schema a name of ASCII letters"), ErrSetup)
 		}
 		return nil
 	}
