@@ -22,15 +22,22 @@ func retryAt(response *http.Response) (time.Time, bool) {
 		return time.Time{}, false
 	}
 	header, now := response.Header, time.Now()
-	clock := now
-	if sent, err := http.ParseTime(header.Get("Date")); err == nil {
-		clock = sent // dates are by the server's clock, as is the response's own
+	until := func(at time.Time) time.Duration { return max(0, at.Sub(now)) }
+	if sent, ok := readDate(header.Get("Date")); ok {
+		until = func(at time.Time) time.Duration {
+			pause := at.Sub(sent) // times are by the server's clock, as is the response's own
+			// A server without a clock may send times that another one has made, which are by the true time.
+			if ours := at.Sub(now); sent.Sub(now).Abs() > 24*time.Hour && ours.Abs() < pause.Abs() {
+				pause = ours
+			}
+			return max(0, pause)
+		}
 	}
 	pause := time.Duration(-1)
-	for _, text := range header["Retry-After"] {
-		pause = max(pause, pauseOf(text, clock))
+	for _, text := range itemsOf(strings.Join(header["Retry-After"], ",")) {
+		pause = max(pause, pauseOf(text, until))
 	}
-	for _, text := range header["Retry-After-Ms"] {
+	for _, text := range itemsOf(strings.Join(header["Retry-After-Ms"], ",")) {
 		if millis, ok := roundUp(text); ok {
 			pause = max(pause, time.Duration(min(millis, 1e12))*time.Millisecond)
 		}
@@ -39,40 +46,65 @@ func retryAt(response *http.Response) (time.Time, bool) {
 		for _, limit := range limitsOf(header) {
 			unsaid := limit.remaining == "" && response.StatusCode == http.StatusTooManyRequests
 			if unsaid || isNothing(limit.remaining) {
-				pause = max(pause, pauseOf(limit.reset, clock))
+				pause = max(pause, pauseOf(limit.reset, until))
 			}
 		}
 	}
 	return now.Add(foreseeable(max(pause, minPause))), pause >= 0
 }
 
-// pauseOf is how long after that time of the server's clock a text says to try again, or -1 if it does not say.
-func pauseOf(text string, clock time.Time) time.Duration {
-	number, ok := roundUp(text)
+// itemsOf splits the text of a field, which a proxy may have joined from several. It leaves out parameters and quotes.
+// The weekday of a date becomes an item, which nobody can read.
+func itemsOf(text string) []string {
+	items := strings.Split(text, ",")
+	for i, item := range items {
+		item, _, _ = strings.Cut(item, ";")
+		items[i] = strings.Trim(item, " \t\"")
+	}
+	return items
+}
+
+// pauseOf is how long after the response an item says to try again, or -1 if it does not say. until is how long it is
+// until a time.
+func pauseOf(item string, until func(time.Time) time.Duration) time.Duration {
+	number, ok := roundUp(item)
 	switch {
 	case ok && number >= 1e11:
-		return max(0, time.UnixMilli(number).Sub(clock))
+		return until(time.UnixMilli(number))
 	case ok && number >= 1e9: // as a pause, 31 years
-		return max(0, time.Unix(number, 0).Sub(clock))
+		return until(time.Unix(number, 0))
 	case ok:
 		return time.Duration(number) * time.Second
 	}
-	if before, utc := strings.CutSuffix(text, " UTC"); utc { // a common mistake
-		text = before + " GMT"
-	}
-	date, err := http.ParseTime(text)
-	if err != nil {
-		date, err = time.Parse(time.RFC3339, text)
-	}
-	if err != nil {
+	date, ok := readDate(item)
+	if !ok {
 		return -1
 	}
-	return max(0, date.Sub(clock))
+	return until(date)
+}
+
+// readDate reads the dates of HTTP (RFC 9110 section 5.6.7) and what servers make of them. It skips a weekday that
+// stands before a comma.
+func readDate(text string) (time.Time, bool) {
+	text = strings.ToUpper(strings.TrimSpace(text[strings.LastIndexByte(text, ',')+1:]))
+	for _, zone := range [...]string{" GMT", " UTC"} {
+		if before, ok := strings.CutSuffix(text, zone); ok {
+			text = before + " +0000"
+		}
+	}
+	for _, layout := range [...]string{
+		"2 Jan 2006 15:04:05 -0700", "2-Jan-06 15:04:05 -0700", time.ANSIC, time.RFC3339,
+	} {
+		if date, err := time.Parse(layout, text); err == nil {
+			return date, true
+		}
+	}
+	return time.Time{}, false
 }
 
 // roundUp reads a number that is not negative, and rounds a fraction up. One that is too large is the largest.
 func roundUp(text string) (int64, bool) {
-	whole, fraction, _ := strings.Cut(strings.TrimSpace(text), ".")
+	whole, fraction, _ := strings.Cut(text, ".")
 	if whole+fraction == "" || strings.Trim(whole+fraction, "0123456789") != "" {
 		return 0, false
 	}
@@ -98,28 +130,37 @@ type told struct{ remaining, reset string }
 // limitsOf returns what the fields of a response tell of limits. What it cannot read, it leaves out.
 func limitsOf(header http.Header) []told {
 	var limits []told
-	for _, prefix := range [...]string{"Ratelimit-", "X-Ratelimit-", "X-Rate-Limit-"} {
-		limits = append(limits, told{header.Get(prefix + "Remaining"), header.Get(prefix + "Reset")})
+	// add pairs the items of two fields. If one has fewer, its last one goes with the rest of the other's.
+	add := func(remaining, reset []string) {
+		left, again := itemsOf(strings.Join(remaining, ",")), itemsOf(strings.Join(reset, ","))
+		for i := range max(len(left), len(again)) {
+			limits = append(limits, told{left[min(i, len(left)-1)], again[min(i, len(again)-1)]})
+		}
 	}
-	var draft7 told // in which all is of one limit: limit=100, remaining=0, reset=30
+	for _, prefix := range [...]string{"Ratelimit-", "X-Ratelimit-", "X-Rate-Limit-"} {
+		add(header[prefix+"Remaining"], header[prefix+"Reset"])
+		add(header[prefix+"Remaining"], header[prefix+"Reset-After"])
+	}
+	var remaining, reset []string // of draft 7, in which all is of one limit: limit=100, remaining=0, reset=30
 	for _, member := range splitUnquoted(strings.Join(header["Ratelimit"], ","), ',') {
-		var limit told
+		var r, t []string
 		for _, parameter := range splitUnquoted(member, ';') {
-			name, value, _ := strings.Cut(strings.TrimSpace(parameter), "=")
-			switch name {
+			name, value, _ := strings.Cut(parameter, "=")
+			switch strings.TrimSpace(name) {
 			case "r":
-				limit.remaining = value
+				r = []string{value}
 			case "t":
-				limit.reset = value
+				t = []string{value}
 			case "remaining":
-				draft7.remaining = value
+				remaining = append(remaining, value)
 			case "reset":
-				draft7.reset = value
+				reset = append(reset, value)
 			}
 		}
-		limits = append(limits, limit)
+		add(r, t)
 	}
-	return append(limits, draft7)
+	add(remaining, reset)
+	return limits
 }
 
 // splitUnquoted splits a structured field (RFC 9651) at a separator that stands in no String.

@@ -43,11 +43,14 @@ var _ Waiter = (*ratelimit.Limiter)(nil)
 //	RateLimit                     t of members with r=0 (drafts 8 to 11), or reset beside remaining=0 (draft 7)
 //	RateLimit-Reset               seconds, if RateLimit-Remaining is 0 (drafts 0 to 6)
 //	X-RateLimit-, X-Rate-Limit-   the same; GitHub's Reset is in seconds since 1970
+//	…-Reset-After                 seconds, in place of any such Reset
 //
-// The first two have precedence. Of several limits of which nothing remains, the latest time counts. A limit of which
-// something remains is not what has refused. With a 429, one that does not say what remains counts too. Any number from
-// 10^9 on is a time since 1970, in seconds, or from 10^11 on in milliseconds. A time that is more than ten years ahead,
-// as when a ban without an end is told so, counts as a day.
+// The first two have precedence. Of several limits of which nothing remains, the latest time counts, and so it does of
+// several values of a field. A limit of which something remains is not what has refused. With a 429, one that does not
+// say what remains counts too. Any number from 10^9 on is a time since 1970, in seconds, or from 10^11 on in
+// milliseconds. A time that is more than ten years ahead, as when a ban without an end is told so, counts as a day. A
+// time is by the clock that Date shows. If that is more than a day off, it may also be by this machine's clock, and the
+// nearer of the two counts.
 //
 // Other processes do not know of the pause, and learn of it from a response of their own. Then the request is sent
 // again, as often as it is answered like that, until its context ends. It is not sent again, and the caller gets the
