@@ -53,7 +53,8 @@ problem.
 
 With --fix it first makes anew what the migrations have made and is missing or changed: functions,
 types, tables, primary keys, indexes and triggers. It does so in one transaction, in which calls wait,
-and keeps counts, policies and rights. Only a table that lacks a column loses its rows; then it asks.`,
+and keeps counts, policies and rights. Only a table that lacks a column without which its rows mean
+nothing is made anew. It loses its rows and what others have added to it; then it asks.`,
 		Example: `  pgratelimit doctor
   pgratelimit doctor --fix
   pgratelimit doctor --json | jq '.[] | select(.level != "ok")'`,

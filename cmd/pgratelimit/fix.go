@@ -73,7 +73,7 @@ func inPlace(d catalog.Difference, made catalog.Catalog) bool {
 	switch {
 	case !expected || d.Aspect == "persistence" || d.Aspect == "fillfactor" || d.Aspect == "row security":
 		return false
-	case kind != "table" || d.Aspect == "order of columns":
+	case kind != "table":
 		return true
 	case d.Aspect == "":
 		return strings.HasSuffix(d.Text, " is missing")
@@ -81,12 +81,14 @@ func inPlace(d catalog.Difference, made catalog.Catalog) bool {
 	return object.Aspects[d.Aspect] != ""
 }
 
-// emptied returns the tables that fix makes anew without their rows, because columns of them are missing.
+// emptied returns the tables that fix makes anew without their rows, because columns of them are missing without which
+// a row means nothing: they have no default, and are not null.
 func emptied(differences []catalog.Difference, made, found catalog.Catalog) (tables []string) {
 	for _, d := range differences {
 		name := catalog.Name(d.Object)
 		if strings.HasPrefix(d.Object, "table ") && inPlace(d, made) && strings.HasPrefix(d.Aspect, "column ") &&
-			found[d.Object].Aspects[d.Aspect] == "" && !slices.Contains(tables, name) {
+			found[d.Object].Aspects[d.Aspect] == "" && strings.Contains(made[d.Object].Aspects[d.Aspect], " not null") &&
+			!strings.Contains(made[d.Object].Aspects[d.Aspect], " default ") && !slices.Contains(tables, name) {
 			tables = append(tables, name)
 		}
 	}
@@ -107,6 +109,7 @@ func isDivided(found catalog.Catalog) bool {
 // repairs returns statements that make what differs what it should be, or what it needs first.
 func repairs(differences []catalog.Difference, made, found catalog.Catalog, of map[string][]string) []string {
 	var types, tables, functions, rest []string
+	counts := false
 	done := map[string]bool{}
 	empty := emptied(differences, made, found)
 	for _, d := range differences {
@@ -115,7 +118,7 @@ func repairs(differences []catalog.Difference, made, found catalog.Catalog, of m
 		missing := found[d.Object].Aspects == nil
 		aspect, part, _ := strings.Cut(d.Aspect, " ")
 		is := made[d.Object].Aspects[d.Aspect]
-		whole := kind != "table" || missing || aspect == "column" || d.Aspect == "order of columns"
+		whole := kind != "table" || missing || slices.Contains(empty, name)
 		switch {
 		case !inPlace(d, made) || whole && done[d.Object]:
 		case kind == "type":
@@ -140,9 +143,24 @@ func repairs(differences []catalog.Difference, made, found catalog.Catalog, of m
 				functions = append(functions, statement)
 			}
 		case whole:
-			tables = append(tables, remake(d.Object, made, found, of[name], slices.Contains(empty, name))...)
+			tables = append(tables, "DROP TABLE IF EXISTS "+name)
+			for _, statement := range of[name] {
+				if !strings.Contains(statement, "TRIGGER ") {
+					tables = append(tables, statement)
+				}
+			}
+			counts = counts || strings.HasPrefix(name, "rate_limit_policy")
 			done["whole "+d.Object] = true
 		case done["whole "+d.Object]:
+		case aspect == "column":
+			now, later := alterColumn(name, part, found[d.Object].Aspects[d.Aspect], is)
+			tables, rest = append(tables, now...), append(rest, later...)
+			for _, statement := range of[name] {
+				if strings.HasPrefix(statement, "COMMENT ON COLUMN "+name+"."+part+" ") {
+					tables = append(tables, statement)
+				}
+			}
+			counts = counts || strings.Contains(is, " generated ")
 		case aspect == "trigger":
 			rest = append(rest, fmt.Sprintf("DROP TRIGGER IF EXISTS %s ON %s", part, name))
 			for _, statement := range of[name] {
@@ -164,43 +182,82 @@ func repairs(differences []catalog.Difference, made, found catalog.Catalog, of m
 		}
 		done[d.Object] = done[d.Object] || whole
 	}
+	if counts && len(tables)+len(rest) > 0 {
+		rest = append(rest, countOn...)
+	}
 	return slices.Concat(types, tables, functions, rest)
 }
 
-// remake returns the statements that make a table, but for its triggers, and give it the rows that it had.
-func remake(object string, made, found catalog.Catalog, of []string, empty bool) (statements []string) {
-	name := catalog.Name(object)
-	const kept = "rate_limit_kept"
-	keep := found[object].Aspects != nil && !empty
-	if keep {
-		statements = append(statements, fmt.Sprintf("CREATE UNLOGGED TABLE %s AS TABLE %s", kept, name))
+// columnText is how the catalog tells what a column is: its type, whether it is not null, its default, collation, how it
+// is generated, and its storage.
+var columnText = regexp.MustCompile(
+	`^(.+?)( not null)?(?: default (.+?))?(?: collate (\S+))?(?: generated (\w+))? storage (\w)$`)
+
+// alterColumn returns the statements that make a column what it should be, and those that have to wait for functions,
+// because they may run triggers. The table keeps its rows and whatever others have added to it.
+func alterColumn(table, column, was, is string) (now, later []string) {
+	old, want := columnText.FindStringSubmatch(was), columnText.FindStringSubmatch(is)
+	if want == nil {
+		return nil, nil
 	}
-	statements = append(statements, "DROP TABLE IF EXISTS "+name)
-	for _, statement := range of {
-		if !strings.Contains(statement, "TRIGGER ") {
-			statements = append(statements, statement)
+	if old == nil {
+		old = make([]string, len(want))
+	}
+	quoted := pgx.Identifier{column}.Sanitize()
+	alter := fmt.Sprintf("ALTER TABLE %s ALTER COLUMN %s ", table, quoted)
+	kind := want[1]
+	if want[4] != "" {
+		kind += " COLLATE " + want[4]
+	}
+	retyped := was != "" && (old[1] != want[1] || old[4] != want[4])
+	switch {
+	case was == "" && want[3] != "":
+		now = append(now, fmt.Sprintf("ALTER TABLE %s ADD COLUMN %s %s DEFAULT %s", table, quoted, kind, want[3]))
+	case was == "":
+		now = append(now, fmt.Sprintf("ALTER TABLE %s ADD COLUMN %s %s", table, quoted, kind))
+	case old[5] == "s":
+		now = append(now, alter+"DROP EXPRESSION")
+	case old[5] != "" && want[5] == "":
+		now = append(now, alter+"DROP IDENTITY")
+	case old[3] != "" && (want[3] == "" || retyped):
+		now = append(now, alter+"DROP DEFAULT")
+	}
+	if retyped {
+		now = append(now, fmt.Sprintf("%sTYPE %s USING %s::%s", alter, kind, quoted, want[1]))
+	}
+	if want[3] != "" && was != "" && (old[3] != want[3] || retyped) {
+		now = append(now, alter+"SET DEFAULT "+want[3])
+	}
+	if old[6] != want[6] {
+		now = append(now, alter+"SET STORAGE "+map[string]string{
+			"p": "PLAIN", "e": "EXTERNAL", "x": "EXTENDED", "m": "MAIN"}[want[6]])
+	}
+	switch {
+	case old[2] != "" && want[2] == "":
+		now = append(now, alter+"DROP NOT NULL")
+	case old[2] == "" && want[2] != "":
+		if want[3] != "" && was != "" {
+			later = append(later, fmt.Sprintf("UPDATE %s SET %s = DEFAULT WHERE %[2]s IS NULL", table, quoted))
 		}
+		later = append(later, alter+"SET NOT NULL")
 	}
-	if !keep {
-		return statements
+	switch {
+	case want[5] == "" || old[5] == want[5]:
+	case old[5] == "":
+		later = append(later, alter+"ADD GENERATED ALWAYS AS IDENTITY")
+	default:
+		later = append(later, alter+"SET GENERATED ALWAYS")
 	}
-	var columns, sequences []string
-	for aspect, value := range made[object].Aspects {
-		if column, ok := strings.CutPrefix(aspect, "column "); ok {
-			columns = append(columns, pgx.Identifier{column}.Sanitize())
-			if strings.Contains(value, "generated ") {
-				sequences = append(sequences, fmt.Sprintf("SELECT setval(pg_get_serial_sequence('%s', '%s'), "+
-					"(SELECT max(%[2]s) FROM %[1]s))", name, column))
-			}
-		}
-	}
-	list := strings.Join(columns, ", ")
-	order := ""
-	if name == table(false) || name == table(true) {
-		order = " ORDER BY expires_at DESC"
-	}
-	return append(append(statements, fmt.Sprintf("INSERT INTO %s (%s) OVERRIDING SYSTEM VALUE SELECT %[2]s FROM %s%s "+
-		"ON CONFLICT DO NOTHING", name, list, kept, order), "DROP TABLE "+kept), sequences...)
+	return now, later
+}
+
+// countOn has no number given again that a policy or its history has.
+var countOn = []string{
+	`SELECT setval(s, greatest(pg_sequence_last_value(s), (SELECT max(id) FROM rate_limit_policy),
+		(SELECT max(policy_id) FROM rate_limit_policy_history)))
+	FROM CAST(pg_get_serial_sequence('rate_limit_policy', 'id') AS regclass) AS s`,
+	`SELECT setval(s, greatest(pg_sequence_last_value(s), (SELECT max(version) FROM rate_limit_policy_history)))
+	FROM CAST(pg_get_serial_sequence('rate_limit_policy_history', 'version') AS regclass) AS s`,
 }
 
 // fix makes anew, in one transaction, what the migrations have made and is missing or changed. Rights stay as they are.
@@ -230,7 +287,8 @@ func (a *app) fix(ctx context.Context, pool *pgxpool.Pool, yes bool) (mended []s
 	asked := emptied(differences, made, e.found)
 	if len(asked) > 0 {
 		if err := a.confirm(ctx, "This loses all rows of "+strings.Join(asked, " and ")+
-			", of which columns are missing. Do it?", yes); err != nil {
+			", of which columns are missing, and what others have added to them, such as publications, triggers and "+
+			"settings. Do it?", yes); err != nil {
 			return nil, err
 		}
 	}

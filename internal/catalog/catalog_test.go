@@ -143,8 +143,7 @@ func TestDifferences(t *testing.T) {
 			"table rate_limit_durable has rule more, which should not be there"},
 		"ALTER TABLE rate_limit_durable OWNER TO pg_monitor": {
 			"table rate_limit_durable belongs to pg_monitor, and not to " + owner},
-		"ALTER TABLE rate_limit_durable DROP COLUMN since, ADD COLUMN since bigint": {
-			"table rate_limit_durable has its columns in another order"},
+		"ALTER TABLE rate_limit_durable DROP COLUMN since, ADD COLUMN since bigint": nil,
 		`ALTER TABLE rate_limit_durable RENAME TO moved; CREATE VIEW rate_limit_durable AS SELECT * FROM moved`: {
 			"table rate_limit_durable is missing", "view rate_limit_durable should not be there"},
 		"ALTER TYPE rate_limit_row ALTER ATTRIBUTE cost TYPE int": {
