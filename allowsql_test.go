@@ -154,6 +154,26 @@ func TestSQLAllowsUnderThePolicyInForce(t *testing.T) {
 	}
 }
 
+// Rows that came around the triggers, and that limiters pass over, decide nothing.
+func TestSQLPassesOverWhatLimitersPassOver(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	tx := pgtest.Begin(t, db)
+	pgtest.Exec(t, tx, `SET LOCAL session_replication_role = replica;
+		INSERT INTO rate_limit_policy (name, key, mode, policy, comment) VALUES
+			('n', NULL, 'enforce', 'fixed 50/1d', 'why'), ('n', 'a', 'enforce', NULL, 'why'), ('n', 'a', 'leap', 'fixed 9/1d', 'why'),
+			('n', 'a', 'leap', NULL, 'why'), ('n', 'a', '', NULL, 'why'), ('n', 'off', 'off', 'leap 1', 'why'),
+			('n', 'deny', 'deny', 'leap 1', 'why'), ('m', 'a', 'enforce', NULL, 'why')`)
+	require.NoError(t, tx.Commit(t.Context()))
+	require.Equal(t, answer{Allowed: true, Remaining: 50}, askSQL(t, db.Pool, "rate_limit_peek('n', 'a')"))
+	require.Equal(t, int64(49), askSQL(t, db.Pool, "rate_limit_allow('n', 'a')").Remaining)
+	require.True(t, askSQL(t, db.Pool, "rate_limit_allow('n', 'off')").Allowed)
+	require.False(t, askSQL(t, db.Pool, "rate_limit_allow('n', 'deny')").Allowed)
+	_, err := db.Pool.Exec(t.Context(), "SELECT rate_limit_allow('m', 'a')")
+	require.ErrorContains(t, err, "no policy is given, and none is in force for the key")
+}
+
 // A header Retry-After needs whole seconds, after which the request is allowed.
 func TestSQLRoundsRetryAfterUp(t *testing.T) {
 	t.Parallel()

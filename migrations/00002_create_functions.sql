@@ -4769,9 +4769,12 @@ DECLARE
 BEGIN
     IF policy IS NULL THEN
         clock := clock_timestamp();
-        SELECT r.mode, r.policy, r.valid_until INTO mode, policy, until
+        SELECT r.mode, CASE r.mode WHEN 'enforce' THEN r.policy ELSE 'fixed 1/1s' END, r.valid_until -- asks for no row
+        INTO mode, policy, until
         FROM rate_limit_policy AS r
-        WHERE r.name = name AND r.mode <> 'shadow' AND r.valid_from <= clock AND r.valid_until > clock
+        WHERE r.name = name AND r.valid_from <= clock AND r.valid_until > clock
+            -- Others came around the triggers. Limiters pass over them too.
+            AND (r.mode IN ('off', 'deny') OR r.mode = 'enforce' AND r.policy IS NOT NULL)
             AND (r.key = key OR r.key IS NULL AND coalesce(starts_with(key, r.key_prefix), true))
         ORDER BY r.key IS NULL, octet_length(r.key_prefix) DESC NULLS LAST, r.valid_from DESC, r.id DESC
         LIMIT 1;
@@ -4782,7 +4785,6 @@ BEGIN
                     HINT = 'Pass a policy, such as ''sliding 10/1m'', or set one for everybody: INSERT INTO rate_limit'
                         '_policy (name, policy, comment) VALUES (<name>, ''sliding 10/1m'', <why>).';
         END IF;
-        policy := coalesce(policy, 'fixed 1/1s'); -- off and deny have none, and ask for no row
     END IF;
     SELECT * INTO p FROM _rate_limit_read_policy(policy);
     n := cardinality(p.algorithms);
