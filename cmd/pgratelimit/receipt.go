@@ -1,6 +1,7 @@
 package main
 
 import (
+	"bytes"
 	"context"
 	"crypto/sha256"
 	_ "embed"
@@ -9,6 +10,7 @@ import (
 	"fmt"
 	"io/fs"
 	"os"
+	"path/filepath"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -33,14 +35,13 @@ type receipt struct {
 	Sum      string      `json:"sum"`   // over all of the above: nobody edits it by mistake
 }
 
-// sum is the check sum of a receipt.
-func (r receipt) sum() string {
+// text is what the file holds.
+func (r receipt) text() []byte {
 	r.Sum = ""
-	content, err := json.Marshal(r)
-	if err != nil {
-		return "none" // cannot happen with these types
-	}
-	return fmt.Sprintf("%x", sha256.Sum256(content))
+	content, _ := json.Marshal(r) // cannot fail with these types
+	r.Sum = fmt.Sprintf("%x", sha256.Sum256(content))
+	content, _ = json.MarshalIndent(r, "", "  ")
+	return append(content, '\n')
 }
 
 // takenFrom has what rate_limit_all wants to know of a take, under its names.
@@ -68,7 +69,11 @@ signature: keep it from people whom you would not let run reset.`,
   pgratelimit take mail alice --policy "bucket 20 5/10s" --receipt alice.json`,
 		Args: cobra.ExactArgs(1),
 		RunE: action(func(ctx context.Context, args []string) error {
-			content, err := os.ReadFile(args[0])
+			file, err := filepath.EvalSymlinks(args[0]) // a link that is removed would leave the receipt
+			var content []byte
+			if err == nil {
+				content, err = os.ReadFile(file)
+			}
 			if errors.Is(err, fs.ErrNotExist) {
 				return fmt.Errorf("%w; if this receipt was used before, there is nothing left to give back", err)
 			}
@@ -93,12 +98,12 @@ signature: keep it from people whom you would not let run reset.`,
 					"schema %s: --database-url and --schema say which is meant",
 					printable(r.Database), printable(r.Schema), printable(database), printable(schema))
 			}
-			if err := os.Remove(args[0]); err != nil {
+			if err := os.Remove(file); err != nil {
 				return err
 			}
 			result, err := a.settle(ctx, pool, &r, policies, -r.Cost)
 			if err != nil {
-				return errors.Join(err, r.restore(args[0], err))
+				return errors.Join(err, r.restore(file, err))
 			}
 			return a.printDecision(result, "")
 		}),
@@ -129,7 +134,7 @@ func readReceipt(content []byte) (r receipt, policies []algorithm.Numbers, err e
 	if err == nil && (r.Cost < 1 || len(r.Taken) != len(policies) || r.Limiter == "" || r.Key == "") {
 		err = errors.New("it does not say what was taken")
 	}
-	if err == nil && r.Sum != r.sum() {
+	if err == nil && !bytes.Equal(content, r.text()) { // also a field was added or doubled
 		err = errors.New("it was edited, or is damaged")
 	}
 	for _, t := range r.Taken {
@@ -158,11 +163,7 @@ func createReceipt(path string) (*os.File, error) {
 }
 
 func (r *receipt) write(file *os.File) error {
-	r.Sum = r.sum()
-	content, err := json.MarshalIndent(r, "", "  ")
-	if err == nil {
-		_, err = file.Write(append(content, '\n'))
-	}
+	_, err := file.Write(r.text())
 	return errors.Join(err, file.Close())
 }
 

@@ -163,7 +163,13 @@ func TestFilesThatAreNoReceipts(t *testing.T) {
 		"another take": change(func(r map[string]any) {
 			r["taken"].([]any)[0].(map[string]any)["taken_spent"] = 4
 		}),
-		"the JSON of take": `{"allowed": true, "limit": 5, "remaining": 4, "retry_after_us": 0, "reset_after_us": 1}`,
+		"an added field":      change(func(r map[string]any) { r["note"] = "alice" }),
+		"a field in capitals": strings.Replace(string(good), `"cost"`, `"Cost"`, 1),
+		"a doubled field":     strings.Replace(string(good), `"cost"`, `"cost": 9, "cost"`, 1),
+		"another layout":      change(func(map[string]any) {}),
+		"more after it":       string(good) + "\n",
+		"no end of line":      strings.TrimSuffix(string(good), "\n"),
+		"the JSON of take":    `{"allowed": true, "limit": 5, "remaining": 4, "retry_after_us": 0, "reset_after_us": 1}`,
 	} {
 		require.NoError(t, os.WriteFile(file, []byte(content), 0o600))
 		o := invoke(t, db.URL, "refund", file)
@@ -173,6 +179,20 @@ func TestFilesThatAreNoReceipts(t *testing.T) {
 	}
 	require.EqualValues(t, 4,
 		decode[decision](t, invoke(t, db.URL, "peek", "mail", "alice", "--policy", "fixed 5/365d", "--json")).Remaining)
+}
+
+// A receipt is used up by whatever link it is reached.
+func TestRefundByALink(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	dir := t.TempDir()
+	file, link := filepath.Join(dir, "receipt"), filepath.Join(dir, "link")
+	invoke(t, db.URL, "take", "mail", "alice", "--policy", "fixed 5/365d", "--receipt", file).done(t)
+	require.NoError(t, os.Symlink("receipt", link))
+	require.Contains(t, invoke(t, db.URL, "refund", link).done(t), "5 of 5 remaining")
+	require.NoFileExists(t, file)
+	invoke(t, db.URL, "refund", link).complains(t, exitFailed, "no such file", "used before")
 }
 
 func TestGrant(t *testing.T) {
