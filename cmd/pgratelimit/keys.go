@@ -233,6 +233,13 @@ If there is nothing to reset because the limiter's rows are in the other table, 
 			return cobra.ExactArgs(2)(cmd, args)
 		},
 		RunE: action(func(ctx context.Context, args []string) error {
+			var to policyTarget
+			if !all {
+				to.key = &args[1]
+			}
+			if err := checkPolicyTarget(args[0], to); err != nil {
+				return err
+			}
 			pool, err := a.open(ctx)
 			if err != nil {
 				return err

@@ -60,6 +60,9 @@ at together, or not at all. Keys that have taken nothing are not listed.`,
 			if n < 1 || maxRows < 1 {
 				return usageError{errors.New("--number and --max-rows must be at least 1")}
 			}
+			if err := checkPolicyTarget(args[0], policyTarget{}); err != nil {
+				return err
+			}
 			result := topResult{Limiter: args[0], Table: table(durable), Complete: true, Keys: []keyState{}}
 			rows := 0.0 // about how many the limiter has
 			if err := a.inStores(ctx, func(store *app, pool *pgxpool.Pool) error {
