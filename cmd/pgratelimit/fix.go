@@ -5,6 +5,7 @@ import (
 	_ "embed"
 	"errors"
 	"fmt"
+	"maps"
 	"regexp"
 	"slices"
 	"strings"
@@ -87,12 +88,31 @@ func emptied(differences []catalog.Difference, made, found catalog.Catalog) (tab
 	for _, d := range differences {
 		name := catalog.Name(d.Object)
 		if strings.HasPrefix(d.Object, "table ") && inPlace(d, made) && strings.HasPrefix(d.Aspect, "column ") &&
+			renamed(d.Object, made, found)[d.Aspect] == "" &&
 			found[d.Object].Aspects[d.Aspect] == "" && strings.Contains(made[d.Object].Aspects[d.Aspect], " not null") &&
 			!strings.Contains(made[d.Object].Aspects[d.Aspect], " default ") && !slices.Contains(tables, name) {
 			tables = append(tables, name)
 		}
 	}
 	return tables
+}
+
+// renamed returns, for each missing column of a table, a column too many that may be the same under another name.
+func renamed(object string, made, found catalog.Catalog) map[string]string {
+	names := map[string]string{} // by the name that should be there
+	for _, is := range slices.Sorted(maps.Keys(found[object].Aspects)) {
+		if !strings.HasPrefix(is, "column ") || made[object].Aspects[is] != "" {
+			continue
+		}
+		for _, want := range slices.Sorted(maps.Keys(made[object].Aspects)) {
+			if found[object].Aspects[want] == "" && names[want] == "" && strings.HasPrefix(want, "column ") &&
+				made[object].Aspects[want] == found[object].Aspects[is] {
+				names[want] = is
+				break
+			}
+		}
+	}
+	return names
 }
 
 // isDivided tells whether the database is a shard that is being divided.
@@ -283,6 +303,12 @@ func (a *app) fix(ctx context.Context, pool *pgxpool.Pool, yes bool) (mended []s
 	differences := e.found.Differences(made, e.server.owner)
 	if e.server.tables > 0 && len(repairs(differences, made, e.found, of)) == 0 {
 		return nil, nil
+	}
+	for object := range made {
+		for want, is := range renamed(object, made, e.found) {
+			return nil, fmt.Errorf("nothing was changed, because %s lacks %s and has %s, which may be the same under another "+
+				"name: rename it, as 'pgratelimit doctor' says, or drop it if it is not", object, want, is)
+		}
 	}
 	asked := emptied(differences, made, e.found)
 	if len(asked) > 0 {

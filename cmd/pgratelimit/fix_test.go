@@ -135,3 +135,23 @@ func TestFixGivesNoIDAgain(t *testing.T) {
 		require.Equal(t, 6, pgtest.Scalar[int](t, db.Pool, "SELECT max(id)::integer FROM rate_limit_policy"), change)
 	}
 }
+
+// A column under another name is renamed before anything is made anew or dropped.
+func TestFixLeavesARenamedColumnToItsOwner(t *testing.T) {
+	t.Parallel()
+
+	for _, column := range []string{"count", "key"} {
+		db := pgtest.New(t)
+		pgtest.Exec(t, db.Pool, `REVOKE CREATE ON SCHEMA public FROM PUBLIC;
+			INSERT INTO rate_limit_durable (prefix, key, count) VALUES ('a', 'a', 7);
+			ALTER TABLE rate_limit_durable RENAME `+column+` TO "my old"`, pgx.QueryExecModeSimpleProtocol)
+		invoke(t, db.URL, "doctor", "--fix", "--yes").complains(t, exitFailed, "nothing was changed", "under another name")
+		found := examined(t, db.URL)["objects"]
+		require.Contains(t, found.Do, `RENAME COLUMN "my old" TO "`+column+`"`)
+		require.NotContains(t, found.Do, "DROP COLUMN")
+		require.NotContains(t, found.Do, "loses all rows")
+		follow(t, db, found.Do)
+		require.Equal(t, fine, examined(t, db.URL)["objects"].Level)
+		require.Equal(t, 7, pgtest.Scalar[int](t, db.Pool, "SELECT count::integer FROM rate_limit_durable WHERE key = 'a'"))
+	}
+}

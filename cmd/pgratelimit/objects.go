@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"slices"
 	"strings"
 
@@ -170,6 +171,10 @@ func (e *examination) judgeObjects(made catalog.Catalog) finding {
 			} else {
 				drop = append(drop, statement)
 			}
+		case renamed(d.Object, made, e.found)[d.Aspect] != "":
+			is := strings.TrimPrefix(renamed(d.Object, made, e.found)[d.Aspect], "column ")
+			mend = append(mend, alter+"RENAME COLUMN "+pgx.Identifier{is}.Sanitize()+" TO "+
+				pgx.Identifier{part}.Sanitize()+"`, if it is the same column")
 		case inPlace(d, made):
 			inside, gone = true, gone || e.found[d.Object].Aspects == nil
 		case d.Aspect == "row security":
@@ -183,6 +188,8 @@ func (e *examination) judgeObjects(made catalog.Catalog) finding {
 			}
 		case !extra: // it belongs to somebody else
 			mend = append(mend, alter+"OWNER TO "+e.server.ownerSQL+"`, if you have made it")
+		case aspect == "column" && slices.Contains(slices.Collect(maps.Values(renamed(d.Object, made, e.found))), d.Aspect):
+			// it is to be renamed
 		case aspect == "column":
 			mend = append(mend, alter+"DROP COLUMN "+pgx.Identifier{part}.Sanitize()+"`, which loses what is in it")
 		case aspect == "constraint":
