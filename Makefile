@@ -54,6 +54,7 @@ SHARDS_SKIP := $(SHARDS_SKIP)|TestWhatCannotBeRefunded|TestCrossingBatches|TestD
 SHARDS_SKIP := $(SHARDS_SKIP)|TestAllSkipsRequests|TestSkippingHeldRows|TestLocking|TestRowsAreMadeAndLocked|TestCrossingRefunds|TestKeysBehindOne
 SHARDS_SKIP := $(SHARDS_SKIP)|TestCallerLeavesWhile|TestCallerThatLeaves|TestLaneIsServed|TestRowThatVanishes|TestUpdatingByTid|TestClockIsReadAfter
 SHARDS_SKIP := $(SHARDS_SKIP)|TestRowMadeAfter|TestWindowsOfTheCalendarThat|TestCallsWithoutALockTimeout|TestConnectionIsEnded|TestLockedTable|TestTakesAreTold|TestPgBouncerLosesItsServer|TestSetsThatLose|TestRowsOfTheLastYear|TestRefusedRequestsLock
+SHARDS_SKIP := $(SHARDS_SKIP)|TestVanishedRows|TestReportsDoNotDeadlock
 #   what a statement does to pages, plans and indexes, and the settings of its session, which is not the shard's
 SHARDS_SKIP := $(SHARDS_SKIP)|TestPlans|TestDenialsWriteNothing|TestRefundWritesOnly|TestSettings|TestReadOnly|TestSQLPeeksWhere|TestStatementTimeout
 SHARDS_SKIP := $(SHARDS_SKIP)|TestAllowAllWaitsForTheLog|TestPgBouncerHandsNoSettings
@@ -64,6 +65,7 @@ SHARDS_SKIP := $(SHARDS_SKIP)|TestFunctionsPass|TestMistakesIn|TestLeasesWithout
 #   the table of policies, which is on the first shard: its triggers, its locks, its roles
 SHARDS_SKIP := $(SHARDS_SKIP)|TestBansWaitForWriters|TestFarTimes|TestHistoryOfPolicies|TestPoliciesAreNotTruncated|TestPoliciesMissNothing
 SHARDS_SKIP := $(SHARDS_SKIP)|TestPoliciesShare|TestPoliciesThat|TestPoliciesWakeUp|TestPoliciesWithoutTriggers|TestWritersOfPolicies|TestPoliciesOfApplications
+SHARDS_SKIP := $(SHARDS_SKIP)|TestSequence|TestSQLAllowsUnderThePolicyInForce|TestBanThatIsRefused
 #   tests of proxies that are scripted, and of the text of this module
 SHARDS_SKIP := $(SHARDS_SKIP)|Shard|TestSentinels|TestApplicationsClock
 
