@@ -89,7 +89,8 @@ func emptied(differences []catalog.Difference, made, found catalog.Catalog) (tab
 		name := catalog.Name(d.Object)
 		if strings.HasPrefix(d.Object, "table ") && inPlace(d, made) && strings.HasPrefix(d.Aspect, "column ") &&
 			renamed(d.Object, made, found)[d.Aspect] == "" &&
-			found[d.Object].Aspects[d.Aspect] == "" && strings.Contains(made[d.Object].Aspects[d.Aspect], " not null") &&
+			found[d.Object].Aspects[d.Aspect] == "" &&
+			strings.Contains(made[d.Object].Aspects[d.Aspect], " not null") &&
 			!strings.Contains(made[d.Object].Aspects[d.Aspect], " default ") && !slices.Contains(tables, name) {
 			tables = append(tables, name)
 		}
@@ -208,8 +209,8 @@ func repairs(differences []catalog.Difference, made, found catalog.Catalog, of m
 	return slices.Concat(types, tables, functions, rest)
 }
 
-// columnText is how the catalog tells what a column is: its type, whether it is not null, its default, collation, how it
-// is generated, and its storage.
+// columnText is how the catalog tells what a column is: its type, whether it is not null, its default, collation, how
+// it is generated, and its storage.
 var columnText = regexp.MustCompile(
 	`^(.+?)( not null)?(?: default (.+?))?(?: collate (\S+))?(?: generated (\w+))? storage (\w)$`)
 
@@ -298,16 +299,16 @@ func (a *app) fix(ctx context.Context, pool *pgxpool.Pool, yes bool) (mended []s
 	if err != nil {
 		return nil, err
 	}
-	// The tables are locked as a whole from the beginning on, so that nothing commits that would be lost. Nobody is asked
-	// meanwhile.
+	// The tables are locked as a whole from the beginning on, so that nothing commits that would be lost. Nobody is
+	// asked meanwhile.
 	differences := e.found.Differences(made, e.server.owner)
 	if e.server.tables > 0 && len(repairs(differences, made, e.found, of)) == 0 {
 		return nil, nil
 	}
 	for object := range made {
 		for want, is := range renamed(object, made, e.found) {
-			return nil, fmt.Errorf("nothing was changed, because %s lacks %s and has %s, which may be the same under another "+
-				"name: rename it, as 'pgratelimit doctor' says, or drop it if it is not", object, want, is)
+			return nil, fmt.Errorf("nothing was changed, because %s lacks %s and has %s, which may be the same under "+
+				"another name: rename it, as 'pgratelimit doctor' says, or drop it if it is not", object, want, is)
 		}
 	}
 	asked := emptied(differences, made, e.found)

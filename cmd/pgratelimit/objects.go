@@ -188,7 +188,8 @@ func (e *examination) judgeObjects(made catalog.Catalog) finding {
 			}
 		case !extra: // it belongs to somebody else
 			mend = append(mend, alter+"OWNER TO "+e.server.ownerSQL+"`, if you have made it")
-		case aspect == "column" && slices.Contains(slices.Collect(maps.Values(renamed(d.Object, made, e.found))), d.Aspect):
+		case aspect == "column" && slices.Contains(
+			slices.Collect(maps.Values(renamed(d.Object, made, e.found))), d.Aspect):
 			// it is to be renamed
 		case aspect == "column":
 			mend = append(mend, alter+"DROP COLUMN "+pgx.Identifier{part}.Sanitize()+"`, which loses what is in it")
