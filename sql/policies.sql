@@ -49,12 +49,12 @@ BEGIN
         AND NEW.valid_from < timestamptz '9999-12-31 00:00:00Z') IS NOT TRUE
     THEN
         wrong := 'valid_from';
-        hint := 'It is a time from the year 1 on and before the end of the year 9999, or -infinity.';
+        hint := 'It is a time from the year 1 on and before 9999-12-31 (UTC), or -infinity.';
     ELSIF (NEW.valid_until > NEW.valid_from AND NEW.valid_until >= timestamptz '0001-01-01 00:00:00Z'
         AND (NEW.valid_until = 'infinity' OR NEW.valid_until < timestamptz '9999-12-31 00:00:00Z')) IS NOT TRUE
     THEN
         wrong := 'valid_until';
-        hint := 'It comes after valid_from, from the year 1 on and before the end of the year 9999. Without an end '
+        hint := 'It comes after valid_from, from the year 1 on and before 9999-12-31 (UTC). Without an end '
             'it is infinity.';
     ELSIF (NEW.comment ~ '[^[:space:]]') IS NOT TRUE THEN
         wrong := 'comment';

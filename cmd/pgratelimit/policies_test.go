@@ -112,6 +112,10 @@ func TestPolicySetForAWhile(t *testing.T) {
 	}
 	invoke(t, db.URL, "policy", "set", "api", "--key", "a", "sliding 1000/1m", why, "--from=2100-01-02", "--until=2100-01-01").
 		complains(t, exitUsage, "--until, 2100-01-01 00:00:00Z, is not later than the beginning, 2100-01-02 00:00:00Z")
+	for _, flag := range []string{"--until", "--from"} {
+		invoke(t, db.URL, "policy", "set", "api", "--key", "a", "sliding 1000/1m", why, flag, "9999-12-31").
+			complains(t, exitFailed, "before 9999-12-31 (UTC)")
+	}
 	for _, flag := range []string{"--until", "--from"} { // the time that Go takes for none
 		invoke(t, db.URL, "policy", "set", "api", "--key", "a", "sliding 300/1m", why, flag, "0001-01-01").
 			complains(t, exitUsage, flag+", 0001-01-01 00:00:00Z, is not later than")
