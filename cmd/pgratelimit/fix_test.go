@@ -48,7 +48,7 @@ func TestFixSaysWhoHasTheTables(t *testing.T) {
 	tx, err := holder.Begin(t.Context())
 	require.NoError(t, err)
 	pgtest.Exec(t, tx, "SELECT rate_limit_allow('login', 'secret', 'fixed 1/365d')")
-	o := invoke(t, db.URL, "doctor", "--fix", "--timeout=3s")
+	o := invoke(t, db.URL, "doctor", "--fix", "--timeout=10s")
 	require.Equal(t, exitFailed, o.code)
 	pid := holder.PgConn().PID()
 	require.Regexp(t, fmt.Sprintf(`(?m)^pgratelimit doctor: nothing was changed, .*process %d \(.*pg_terminate_backend\(%[1]d\)`, pid),
