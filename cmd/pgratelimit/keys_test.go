@@ -92,8 +92,6 @@ func TestTextThatTheEncodingRefuses(t *testing.T) {
 		{"take", "n\U0001F600", "k", "--policy", "fixed 5/1m"},
 		{"reset", "n", "k\U0001F600"},
 		{"reset", "n", "k\xff"},
-		{"reset", "n", strings.Repeat("k", 513)},
-		{"reset", strings.Repeat("n", 129), "k"},
 		{"reset", "n\U0001F600", "--all", "--yes"},
 		{"top", "n\U0001F600", "--policy", "fixed 5/1m"},
 		{"limits", "--schema", "s\U0001F600"},
@@ -103,6 +101,8 @@ func TestTextThatTheEncodingRefuses(t *testing.T) {
 		require.NotContains(t, o.stderr, "0x", args)
 		require.NotContains(t, o.stderr, "\U0001F600", args)
 	}
+	invoke(t, parsed.String(), "reset", "n", strings.Repeat("k", 513)).complains(t, exitUsage, "1 to 512 bytes")
+	invoke(t, parsed.String(), "reset", strings.Repeat("n", 129), "k").complains(t, exitUsage, "1 to 128 bytes")
 }
 
 // fill makes rows of a limiter in SQL: key 1 to n, each with so much taken of a window of a year.

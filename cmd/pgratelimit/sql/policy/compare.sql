@@ -2,7 +2,8 @@
 --   $1 name of the limiter
 --   $2 how many keys for each, those that it would have denied most first
 SELECT p.id, p.key, p.key_prefix, p.policy, coalesce(s.decided, 0), coalesce(s.denied, 0), coalesce(s.would_deny, 0),
-    least(greatest(p.valid_from, p.changed_at, '0001-01-01 00:00:00Z'), '9999-12-31 00:00:00Z'), s.last_at, most.keys, most.would_deny, most.denied
+    least(greatest(p.valid_from, p.changed_at, '0001-01-01 00:00:00Z'), '9999-12-31 00:00:00Z'), s.last_at,
+    most.keys, most.would_deny, most.denied
 FROM rate_limit_policy AS p
 LEFT JOIN rate_limit_shadow AS s ON s.policy_id = p.id AND s.key = ''
 CROSS JOIN LATERAL (
