@@ -91,6 +91,58 @@ func TestHardenedDatabase(t *testing.T) {
 	}
 }
 
+// An ordinary audit trigger runs with the rights of whoever changes rows. It keeps nobody from commands that read, or
+// that change rows by our functions, which do so as the owner. Whoever would change rows as another role is refused.
+func TestAuditByTheOwner(t *testing.T) {
+	t.Parallel()
+
+	for _, level := range []string{"ROW", "STATEMENT"} {
+		db := pgtest.New(t)
+		pgtest.Exec(t, db.Pool, `REVOKE CREATE ON SCHEMA public FROM PUBLIC; CREATE SCHEMA audit AUTHORIZATION pg_database_owner;
+			ALTER SCHEMA public OWNER TO pg_monitor; CREATE TABLE audit.log (who text, what text);
+			CREATE FUNCTION audit.note() RETURNS trigger LANGUAGE plpgsql
+				AS 'BEGIN INSERT INTO audit.log VALUES (current_user, TG_TABLE_NAME); RETURN NULL; END';
+			GRANT USAGE ON SCHEMA audit TO pg_monitor, pg_read_all_data; GRANT INSERT ON audit.log TO pg_monitor;
+			ALTER FUNCTION audit.note OWNER TO pg_monitor;
+			DO $$ DECLARE name text; BEGIN
+				FOR name IN SELECT oid::regclass FROM pg_class WHERE relkind = 'r' AND relnamespace = 'public'::regnamespace LOOP
+					EXECUTE format('ALTER TABLE %s OWNER TO pg_monitor', name);
+					EXECUTE format('CREATE TRIGGER audit AFTER INSERT OR UPDATE OR DELETE ON %s FOR EACH `+level+`
+						EXECUTE FUNCTION audit.note()', name);
+				END LOOP;
+				FOR name IN SELECT oid::regprocedure FROM pg_proc WHERE pronamespace = 'public'::regnamespace LOOP
+					EXECUTE format('ALTER FUNCTION %s OWNER TO pg_monitor', name);
+					EXECUTE format('GRANT EXECUTE ON FUNCTION %s TO pg_read_all_data', name);
+				END LOOP;
+			END $$;
+			GRANT SELECT, INSERT, UPDATE, DELETE ON rate_limit_policy TO pg_read_all_data`)
+		for _, role := range []string{"", "pg_monitor", "pg_read_all_data"} {
+			url := urlWith(t, db, "")
+			if role != "" {
+				url = urlWith(t, db, "role="+role)
+			}
+			for _, args := range asking()[3:] {
+				o := invoke(t, url, args...)
+				writes := args[0] == "policy" && (args[1] == "set" || args[1] == "unset") || args[0] == "ban" || args[0] == "unban" ||
+					args[0] == "reset" && args[2] == "--all" && role == ""
+				switch {
+				case role != "pg_monitor" && writes:
+					o.complains(t, exitFailed, "trigger audit runs audit.note() of pg_monitor")
+				case args[0] == "doctor":
+					require.NotContains(t, o.stdout+o.stderr, "is not what the migrations make")
+				default:
+					require.Zero(t, o.code, "%s %v: %s%s", role, args, o.stdout, o.stderr)
+				}
+			}
+		}
+		require.Equal(t, "pg_monitor", pgtest.Scalar[string](t, db.Pool, "SELECT string_agg(DISTINCT who, ',') FROM audit.log"))
+		// What is deferred would run as the caller.
+		pgtest.Exec(t, db.Pool, `CREATE CONSTRAINT TRIGGER late AFTER INSERT ON rate_limit_ephemeral
+			DEFERRABLE INITIALLY DEFERRED FOR EACH ROW EXECUTE FUNCTION audit.note()`)
+		invoke(t, db.URL, "sweep").complains(t, exitFailed, "trigger late runs audit.note() of pg_monitor")
+	}
+}
+
 // A role that row-level security shows nothing to is told so, rather than that there is nothing.
 func TestRoleThatRowSecurityBinds(t *testing.T) {
 	t.Parallel()

@@ -100,7 +100,7 @@ func (a *app) inSchema(config *pgxpool.Config) {
 
 // read runs a transaction that cannot write, and in which no statement takes longer than --timeout.
 func (a *app) read(ctx context.Context, pool *pgxpool.Pool, query func(tx pgx.Tx) error) error {
-	return a.transaction(ctx, pool, pgx.ReadOnly, "", query)
+	return a.transaction(ctx, pool, pgx.ReadOnly, "", false, query)
 }
 
 // list reads rows that one database has for all, and prints them.
@@ -128,12 +128,17 @@ func list[T any](
 
 // look is read for statements that call no function of ours.
 func (a *app) look(ctx context.Context, pool *pgxpool.Pool, query func(tx pgx.Tx) error) error {
-	return a.transaction(ctx, pool, pgx.ReadOnly, accessShare, query)
+	return a.transaction(ctx, pool, pgx.ReadOnly, accessShare, false, query)
+}
+
+// call is write for statements that change rows by nothing but calls of our functions.
+func (a *app) call(ctx context.Context, pool *pgxpool.Pool, query func(tx pgx.Tx) error) error {
+	return a.transaction(ctx, pool, pgx.ReadWrite, "", false, query)
 }
 
 // write runs a transaction in which no statement takes longer than --timeout.
 func (a *app) write(ctx context.Context, pool *pgxpool.Pool, query func(tx pgx.Tx) error) error {
-	return a.transaction(ctx, pool, pgx.ReadWrite, "", query)
+	return a.transaction(ctx, pool, pgx.ReadWrite, "", true, query)
 }
 
 // The modes of locks on our tables. Whoever calls functions of ours takes none.
@@ -150,7 +155,8 @@ var allTables = []string{"rate_limit_policy", "rate_limit_policy_history", "rate
 type lockedError struct{ error }
 
 func (a *app) transaction(
-	ctx context.Context, pool *pgxpool.Pool, mode pgx.TxAccessMode, lock string, query func(tx pgx.Tx) error,
+	ctx context.Context, pool *pgxpool.Pool, mode pgx.TxAccessMode, lock string, changes bool,
+	query func(tx pgx.Tx) error,
 ) error {
 	// Each statement has to see what has happened before it, whatever the database's default is.
 	return refusedText(pgx.BeginTxFunc(ctx, pool, pgx.TxOptions{
@@ -197,7 +203,7 @@ func (a *app) transaction(
 		}
 		var foreign string
 		var mend *string
-		switch err := tx.QueryRow(ctx, foreignSQL, lock == "", locked).Scan(&foreign, &mend); {
+		switch err := tx.QueryRow(ctx, foreignSQL, lock == "", locked, changes).Scan(&foreign, &mend); {
 		case err == nil && mend != nil:
 			return fmt.Errorf("%s, so calls could fail, or somebody's code run with your rights: as the owner of the "+
 				"table, %s", foreign, *mend)

@@ -111,8 +111,8 @@ func TestRoles(t *testing.T) {
 	}{
 		{[]string{"take", "login", "a", policy}, "app on_call"},
 		{[]string{"take", "login", "a", policy, "--durable"}, "app on_call"},
-		{[]string{"take", "login", "a", "--policy=fixed 100/1m"}, "app on_call"},
-		{[]string{"take", "login", "a", "--policy=bucket 100 1/1s"}, "app on_call"},
+		{[]string{"take", "login", "a", "--policy=fixed 100/1h"}, "app on_call"},
+		{[]string{"take", "login", "a", "--policy=bucket 100 1/1h"}, "app on_call"},
 		{[]string{"peek", "login", "a", policy}, "app on_call"},
 		{[]string{"reset", "login", "a"}, "app on_call"},
 		{[]string{"sweep"}, "sweeper"},

@@ -319,7 +319,7 @@ func (a *app) fix(ctx context.Context, pool *pgxpool.Pool, yes bool) (mended []s
 			return nil, err
 		}
 	}
-	err = a.transaction(ctx, pool, pgx.ReadWrite, accessExclusive, func(tx pgx.Tx) error {
+	err = a.transaction(ctx, pool, pgx.ReadWrite, accessExclusive, true, func(tx pgx.Tx) error {
 		q, _ := tx.(qualified)
 		tx, schema, owner := q.Tx, q.schema, e.server.owner
 		if e.server.tables == 0 { // of which nobody knows where they were

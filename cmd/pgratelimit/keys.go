@@ -76,7 +76,7 @@ func (a *app) grantCommand() *cobra.Command {
 		result, err := q.limiter.Grant(ctx, q.key, cost)
 		if err == nil {
 			name := q.limiter.Config().Name
-			told := a.write(ctx, q.pool, func(tx pgx.Tx) error { return announce(ctx, tx, name, q.key) })
+			told := a.call(ctx, q.pool, func(tx pgx.Tx) error { return announce(ctx, tx, name, q.key) })
 			if told != nil { // the credit is given, and whoever sees an error would give it again
 				fmt.Fprintf(a.stderr, "warning: the credit is given, and processes were not told to forget denials of "+
 					"the key: %s\n", a.message(told))
@@ -295,7 +295,7 @@ func (a *app) resetElsewhere(ctx context.Context, limiter string, key *string, r
 func (a *app) resetKey(
 	ctx context.Context, pool *pgxpool.Pool, names []string, key string, durable bool,
 ) (n int64, err error) {
-	err = a.write(ctx, pool, func(tx pgx.Tx) error {
+	err = a.call(ctx, pool, func(tx pgx.Tx) error {
 		if err := announce(ctx, tx, names[0], key); err != nil {
 			return err
 		}
@@ -358,7 +358,7 @@ func (a *app) resetAll(
 		if a.connection == "" {
 			return nil
 		}
-		return a.write(ctx, proxy, func(tx pgx.Tx) error { return announce(ctx, tx, name, keys...) })
+		return a.call(ctx, proxy, func(tx pgx.Tx) error { return announce(ctx, tx, name, keys...) })
 	}
 	one := func(keys []string) error {
 		for _, key := range keys {
@@ -373,9 +373,13 @@ func (a *app) resetAll(
 		}
 		return nil
 	}
+	transaction := a.call
+	if mayDelete {
+		transaction = a.write
+	}
 	for after := ""; ; {
 		var keys, reset []string
-		if err := a.write(ctx, pool, func(tx pgx.Tx) (err error) {
+		if err := transaction(ctx, pool, func(tx pgx.Tx) (err error) {
 			if keys, err = nextKeys(ctx, tx, name, after, batchSize, durable); err != nil ||
 				len(keys) == 0 || !mayDelete {
 				return err
@@ -412,7 +416,7 @@ func (a *app) resetAll(
 			continue
 		}
 		var n int64
-		err := a.write(ctx, pool, func(tx pgx.Tx) error {
+		err := a.call(ctx, pool, func(tx pgx.Tx) error {
 			if err := announce(ctx, tx, name, keys...); err != nil {
 				return err
 			}

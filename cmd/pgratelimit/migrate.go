@@ -68,7 +68,8 @@ func (a *app) migrateUp(ctx context.Context, pool *pgxpool.Pool) error {
 	}
 	type owners struct{ Me, Schema, Owner string }
 	var found []owners
-	err = a.look(ctx, pool, func(tx pgx.Tx) error {
+	// Migrations change rows as this role, if only those of the version.
+	err = a.transaction(ctx, pool, pgx.ReadOnly, accessShare, true, func(tx pgx.Tx) error {
 		rows, err := tx.Query(ctx, ownerSQL)
 		if err == nil {
 			found, err = pgx.CollectRows(rows, pgx.RowToStructByPos[owners])
@@ -163,7 +164,7 @@ the proxy refuse it: 'pgratelimit shard grow' goes on with that, or --undo takes
 func (a *app) refuseDivided(ctx context.Context, pool *pgxpool.Pool) error {
 	var growth *shards.Growth
 	state := a.newState()
-	if err := a.look(ctx, pool, func(tx pgx.Tx) (err error) {
+	if err := a.transaction(ctx, pool, pgx.ReadOnly, accessShare, true, func(tx pgx.Tx) (err error) {
 		if growth, err = shards.ReadGrowth(ctx, tx); err == nil {
 			err = state.read(ctx, tx)
 		}

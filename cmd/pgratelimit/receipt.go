@@ -212,7 +212,7 @@ func (a *app) settle(
 		}
 	}
 	var taken []takenFrom
-	err = a.write(ctx, pool, func(tx pgx.Tx) error {
+	err = a.call(ctx, pool, func(tx pgx.Tx) error {
 		rows, err := tx.Query(ctx, takeSQL, names, r.Key, r.Durable, algorithms, limits, spans, refills, cost,
 			since, in, at, spent, zones)
 		if err != nil {

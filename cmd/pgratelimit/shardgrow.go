@@ -288,7 +288,7 @@ func (g *growing) try(ctx context.Context, old *pgx.Conn) error {
 	}
 	for i, proxy := range g.proxies {
 		if err := proxy.inShard(ctx, func(pool *pgxpool.Pool) error {
-			return proxy.transaction(ctx, pool, pgx.ReadWrite, accessShare, func(tx pgx.Tx) error {
+			return proxy.transaction(ctx, pool, pgx.ReadWrite, accessShare, true, func(tx pgx.Tx) error {
 				if err := shards.Install(ctx, tx, source, config); err != nil {
 					return err
 				}

@@ -127,7 +127,7 @@ func (a *app) setShards(ctx context.Context, config shards.Config, yes bool) err
 		}
 	}
 	// What somebody has done to the functions is what this may have to mend, so the functions are not looked at.
-	if err := a.transaction(ctx, pool, pgx.ReadWrite, accessShare, func(tx pgx.Tx) error {
+	if err := a.transaction(ctx, pool, pgx.ReadWrite, accessShare, true, func(tx pgx.Tx) error {
 		if err := shards.Install(ctx, tx, source, config); err != nil {
 			return err
 		}

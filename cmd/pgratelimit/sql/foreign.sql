@@ -4,13 +4,16 @@
 -- to take away what is on a table.
 --
 -- Platforms add things to every table, and these do no harm: row-level security without a policy, from which the owner
--- is exempt, and triggers that note afterwards what was done, if their code is of somebody with this role's rights.
+-- is exempt, and triggers that note afterwards what was done, if their code is of somebody with this role's rights. Of
+-- somebody trusted, it may also run with the rights of whoever changes the rows, unless that is this role. Our
+-- functions change them as their owner. What is deferred runs at the end of the transaction, as this role.
 --
 -- Nothing of it may be run. This role may be a superuser, and others may create in the schema, or in one that
 -- search_path names before ours. Trusted are the owners of the schema and of the database, and every role with the
 -- rights of this one. Only functions that a call of ours would run count: those with exactly the same types.
 --   $1  whether functions are called
 --   $2  the tables that are locked, and so stay what they are
+--   $3  whether this role changes rows itself, rather than by calls of functions
 WITH schema AS (
     SELECT n.oid, n.nspname, n.nspowner, d.datdba, me.oid AS me
     FROM pg_namespace AS n
@@ -61,7 +64,8 @@ LEFT JOIN LATERAL (
             THEN $1::boolean AND (NOT p.prosecdef OR p.proowner NOT IN (SELECT t.oid FROM trusted AS t))
         -- Before the change (2) or in its place (64) a trigger decides what is written.
         ELSE t.tgtype & 66 <> 0 OR NOT (pg_has_role(p.proowner, n.me, 'USAGE')
-            OR p.prosecdef AND p.proowner IN (SELECT t.oid FROM trusted AS t)) END
+            OR (p.prosecdef OR NOT ($3::boolean OR t.tgdeferrable))
+                AND p.proowner IN (SELECT t.oid FROM trusted AS t)) END
     ORDER BY 1
     LIMIT 1
 ) AS added ON true
