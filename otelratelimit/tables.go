@@ -5,7 +5,6 @@ import (
 	_ "embed"
 	"errors"
 	"fmt"
-	"strings"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -15,6 +14,7 @@ import (
 	"go.opentelemetry.io/otel/metric"
 
 	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/internal/pg"
 )
 
 // patience is how long a collection waits for Postgres. Prometheus gives up a scrape after 10 seconds, and the
@@ -62,10 +62,7 @@ func ObserveTables(meter metric.Meter, db ratelimit.DBTX, schema string) (metric
 	if err := errors.Join(err1, err2, err3, err4); err != nil {
 		return nil, err
 	}
-	statement := tablesQL
-	if schema != "" {
-		statement = strings.ReplaceAll(tablesQL, "rate_limit_", pgx.Identifier{schema}.Sanitize()+".rate_limit_")
-	}
+	statement := pg.Qualify(tablesQL, schema)
 	return meter.RegisterCallback(func(ctx context.Context, o metric.Observer) error {
 		tables, err := askTables(ctx, db, statement)
 		if err != nil {
@@ -95,10 +92,23 @@ type table struct {
 func askTables(ctx context.Context, db ratelimit.DBTX, statement string) ([]table, error) {
 	ctx, cancel := context.WithTimeout(ctx, patience)
 	defer cancel()
-	found, err := db.Query(ctx, statement)
 	var tables []table
-	if err == nil {
-		tables, err = pgx.CollectRows(found, pgx.RowToStructByPos[table])
+	ask := func(db ratelimit.DBTX) error {
+		if err := pg.Garbled(db, statement); err != nil {
+			return err
+		}
+		found, err := db.Query(ctx, statement)
+		if err == nil {
+			tables, err = pgx.CollectRows(found, pgx.RowToStructByPos[table])
+		}
+		return err
+	}
+	var err error
+	switch db.(type) {
+	case *pgxpool.Pool, pg.Pool:
+		err = pg.Use(ctx, db, func(conn *pgx.Conn) error { return ask(conn) })
+	default: // a pool in a type of the application's own
+		err = ask(db)
 	}
 	if refused, ok := errors.AsType[*pgconn.PgError](err); ok && refused.Code == "42501" {
 		return nil, fmt.Errorf("otelratelimit: GRANT USAGE on the schema, and SELECT on its table rate_limit_sweeper, "+

@@ -8,7 +8,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
-	_ "github.com/jackc/pgx/v5/stdlib"
+	"github.com/jackc/pgx/v5/stdlib"
 	"github.com/stretchr/testify/require"
 	"go.opentelemetry.io/otel/attribute"
 	"go.opentelemetry.io/otel/metric/noop"
@@ -152,6 +152,39 @@ func TestTablesInASchema(t *testing.T) {
 
 	_, err = observeTables(t, db.Pool, "")()
 	require.ErrorContains(t, err, "ask for the tables of the limiters")
+}
+
+// A client_encoding in which the server would read another name of the schema is told of, as limiters tell of it.
+func TestTablesInASchemaThatTheEncodingGarbles(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.Empty(t)
+	require.NoError(t, migrations.Up(t.Context(), db.InSchema(t, "été")))
+	for encoding, text := range map[string]string{
+		"LATIN1": "client_encoding is LATIN1, in which the server would read the name of the schema as another one",
+		"SJIS":   "client_encoding is SJIS, in which pgx does not write; set it to UTF8",
+		"UTF8":   "",
+	} {
+		pool := db.NewPool(t, func(config *pgxpool.Config) {
+			config.ConnConfig.RuntimeParams["client_encoding"] = encoding
+		})
+		config := pool.Config().ConnConfig
+		std := stdlib.OpenDB(*config)
+		t.Cleanup(func() { require.NoError(t, std.Close()) })
+		for _, db := range []ratelimit.DBTX{pool, sqldb.Pool(std), struct{ ratelimit.DBTX }{pool}} {
+			_, err := observeTables(t, db, "été")()
+			_, wrapped := db.(struct{ ratelimit.DBTX }) // which does not show its connection
+			switch {
+			case text == "":
+				require.NoError(t, err, "%T", db)
+			case wrapped:
+				require.ErrorContains(t, err, "ask for the tables of the limiters")
+			default:
+				require.ErrorIs(t, err, ratelimit.ErrSetup, "%T", db)
+				require.ErrorContains(t, err, text, "%T", db)
+			}
+		}
+	}
 }
 
 // Postgres that does not answer holds a collection up for two seconds, and the other metrics are there.
