@@ -26,8 +26,6 @@ func TestManyAtOnce(t *testing.T) {
 	t.Parallel()
 
 	const count = 8
-	ctx, cancel := context.WithTimeout(t.Context(), patience)
-	t.Cleanup(cancel)
 	check := func(t *testing.T, db *pgtest.DB) {
 		t.Helper()
 		require.Equal(t, latest(t), appliedVersion(t, db.Pool))
@@ -61,7 +59,7 @@ func TestManyAtOnce(t *testing.T) {
 			require.NoError(t, pool.Ping(t.Context()))
 			go func() {
 				<-start
-				errs <- migrations.Up(ctx, pool)
+				errs <- migrations.Up(t.Context(), pool)
 			}()
 		}
 		close(start)
@@ -78,7 +76,7 @@ func TestManyAtOnce(t *testing.T) {
 		commands := make([]*exec.Cmd, count)
 		outputs := make([]bytes.Buffer, count)
 		for i := range commands {
-			commands[i] = exec.CommandContext(ctx, os.Args[0])
+			commands[i] = exec.CommandContext(t.Context(), os.Args[0])
 			commands[i].Env = append(os.Environ(), upVariable+"="+db.URL)
 			commands[i].Stdout, commands[i].Stderr = &outputs[i], &outputs[i]
 			require.NoError(t, commands[i].Start())

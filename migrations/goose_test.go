@@ -1,7 +1,6 @@
 package migrations_test
 
 import (
-	"context"
 	"embed"
 	"fmt"
 	"io/fs"
@@ -40,9 +39,7 @@ func TestNextToTheApplicationsOwnGoose(t *testing.T) {
 	locker, err := lock.NewPostgresSessionLocker()
 	require.NoError(t, err)
 	require.NoError(t, locker.SessionLock(t.Context(), conn))
-	ctx, cancel := context.WithTimeout(t.Context(), patience)
-	defer cancel()
-	require.NoError(t, migrations.Up(ctx, pool))
+	require.NoError(t, migrations.Up(t.Context(), pool))
 	require.NoError(t, locker.SessionUnlock(t.Context(), conn))
 	require.NoError(t, conn.Close())
 	require.Equal(t, latest(t), appliedVersion(t, pool))

@@ -148,7 +148,7 @@ func TestRoleThatRowSecurityBinds(t *testing.T) {
 	t.Parallel()
 
 	db := pgtest.New(t)
-	pgtest.Exec(t, db.Pool, "REVOKE CREATE ON SCHEMA public FROM PUBLIC; SELECT rate_limit_allow('login', 'a', 'fixed 1/1m')")
+	pgtest.Exec(t, db.Pool, "REVOKE CREATE ON SCHEMA public FROM PUBLIC; SELECT rate_limit_allow('login', 'a', 'fixed 1/365d')")
 	url := urlWith(t, db, "role=pg_read_all_data")
 	require.Contains(t, invoke(t, url, "limits").done(t), "login")
 	pgtest.Exec(t, db.Pool, `ALTER TABLE rate_limit_ephemeral ENABLE ROW LEVEL SECURITY;

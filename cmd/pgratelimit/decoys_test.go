@@ -38,7 +38,7 @@ func TestNothingThatOthersCreateIsRun(t *testing.T) {
 	require.ErrorContains(t, err, "decoy limits.cardinality(text[]) was run by") // so they are in place
 
 	for _, schema := range [][]string{nil, {"--schema", "limits"}} {
-		for _, policy := range []string{"fixed 100/1h", "sliding 100/1h", "log 100/1h", "bucket 100 1/1s"} {
+		for _, policy := range []string{"fixed 100/1h", "sliding 100/1h", "log 100/1h", "bucket 100 1/1h"} {
 			for _, more := range [][]string{nil, {"--durable"}} {
 				if (more != nil || schema != nil) && policy != "log 100/1h" {
 					continue // the table and the schema each change one argument, for all policies alike

@@ -68,7 +68,7 @@ func TestRoles(t *testing.T) {
 		"That loses all counts, policies and bans that were made meanwhile\n", o.stderr)
 	invoke(t, as("boss", ""), "migrate", "up").done(t)
 	// So is whoever did not read it, and keeps the counts.
-	invoke(t, as("boss", ""), "take", "login", "a", "--policy=sliding 100/1m").done(t)
+	invoke(t, as("boss", ""), "take", "login", "a", "--policy=sliding 100/365d").done(t)
 	o = invoke(t, as("boss", ""), "doctor", "--json")
 	o.code, o.stderr = 0, ""
 	for _, f := range decode[[]finding](t, o) {
@@ -78,7 +78,7 @@ func TestRoles(t *testing.T) {
 	}
 	require.NotContains(t, invoke(t, as("boss", ""), "doctor").stdout, "belongs to")
 	invoke(t, as("boss", "&role=rate_limit_owner"), "migrate", "up").done(t)
-	require.Contains(t, invoke(t, as("boss", "&role=rate_limit_owner"), "peek", "login", "a", "--policy=sliding 100/1m").done(t), "99 of 100")
+	require.Contains(t, invoke(t, as("boss", "&role=rate_limit_owner"), "peek", "login", "a", "--policy=sliding 100/365d").done(t), "99 of 100")
 	invoke(t, as("boss", "&role=rate_limit_owner"), "migrate", "down", "--to", "0", "--yes").done(t)
 	psql("DROP TABLE rate_limit.rate_limit_goose_version")
 	invoke(t, as("boss", "&role=rate_limit_owner"), "migrate", "up").done(t)
@@ -104,27 +104,27 @@ func TestRoles(t *testing.T) {
 		CREATE ROLE nobody LOGIN`)
 	logins := []string{"app", "sweeper", "reader", "on_call", "admin", "nobody"}
 
-	const policy = "--policy=sliding 100/1m"
+	const policy = "--policy=sliding 100/365d"
 	for _, test := range []struct {
 		args    []string
 		allowed string
 	}{
 		{[]string{"take", "login", "a", policy}, "app on_call"},
 		{[]string{"take", "login", "a", policy, "--durable"}, "app on_call"},
-		{[]string{"take", "login", "a", "--policy=fixed 100/1h"}, "app on_call"},
+		{[]string{"take", "login", "a", "--policy=fixed 100/365d"}, "app on_call"},
 		{[]string{"take", "login", "a", "--policy=bucket 100 1/1h"}, "app on_call"},
 		{[]string{"peek", "login", "a", policy}, "app on_call"},
 		{[]string{"reset", "login", "a"}, "app on_call"},
 		{[]string{"sweep"}, "sweeper"},
 		{[]string{"limits"}, "reader on_call"},
-		{[]string{"limits", "--policy=login=sliding 100/1m"}, "on_call"},
+		{[]string{"limits", "--policy=login=sliding 100/365d"}, "on_call"},
 		{[]string{"migrate", "status"}, "app sweeper reader on_call admin"},
 		{[]string{"top", "login", policy}, "on_call"},
 		{[]string{"reset", "login", "--all", "--yes"}, "on_call"},
 		{[]string{"migrate", "up"}, "app sweeper reader on_call admin"}, // to whom it says that there is nothing to do
 		{[]string{"migrate", "down", "--yes"}, ""},
-		{[]string{"policy", "set", "login", "--key=a", "sliding 100/1m", why}, "admin"},
-		{[]string{"policy", "set", "login", "--key=a", "sliding 100/1m", why, "--dry-run"}, "reader on_call admin"},
+		{[]string{"policy", "set", "login", "--key=a", "sliding 100/365d", why}, "admin"},
+		{[]string{"policy", "set", "login", "--key=a", "sliding 100/365d", why, "--dry-run"}, "reader on_call admin"},
 		{[]string{"policy", "list"}, "reader on_call admin"},
 		{[]string{"policy", "get", "login", "a"}, "reader on_call admin"},
 		{[]string{"policy", "history"}, "reader on_call admin"},
@@ -156,7 +156,7 @@ func TestRoles(t *testing.T) {
 	require.NotContains(t, invoke(t, as("reader", ""), "doctor").stdout, "could not be looked at")
 
 	invoke(t, as("admin", ""), "doctor").done(t)
-	require.Contains(t, invoke(t, as("on_call", ""), "explain", "login", "a", policy).done(t), "under sliding 100/1m")
+	require.Contains(t, invoke(t, as("on_call", ""), "explain", "login", "a", policy).done(t), "under sliding 100/365d")
 	// The history tells who it was, and not in which role.
 	require.Equal(t, "admin", decode[[]policyEvent](t, invoke(t, as("reader", ""), "policy", "history", "--json"))[0].By)
 	require.Equal(t, "admin", changed(t, as("admin", "&role=rate_limit_policy_admin"), "ban", "login", "a", "--for=1h", why).Added.ChangedBy)

@@ -186,7 +186,7 @@ func TestResetOfSeveralPolicies(t *testing.T) {
 	t.Parallel()
 
 	db := pgtest.New(t)
-	const policy = "--policy=sliding 10/1s, fixed 1/1h"
+	const policy = "--policy=sliding 10/1h, fixed 1/365d"
 	for _, args := range [][]string{{"alice"}, {"--all", "--yes"}} {
 		invoke(t, db.URL, "take", "mp", "alice", policy).done(t)
 		require.Equal(t, exitDenied, invoke(t, db.URL, "take", "mp", "alice", policy).code)

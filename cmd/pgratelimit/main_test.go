@@ -531,7 +531,7 @@ func TestCommandsAreNotCompiled(t *testing.T) {
 	server := pgtest.Server(t, pgserver.Config{Settings: map[string]string{
 		"jit_provider": "plpgsql", "jit_above_cost": "20", "enable_nestloop": "off",
 	}})
-	const policy = "--policy=sliding 10/1m"
+	const policy = "--policy=sliding 10/1h"
 	receipt := filepath.Join(t.TempDir(), "receipt.json")
 	for _, args := range [][]string{
 		{"migrate", "up"},
@@ -541,12 +541,12 @@ func TestCommandsAreNotCompiled(t *testing.T) {
 		{"grant", "login", "a", policy, "--cost", "5"},
 		{"peek", "login", "a", policy},
 		{"limits"},
-		{"limits", policy[:9] + "login=sliding 10/1m"},
+		{"limits", policy[:9] + "login=sliding 10/1h"},
 		{"top", "login", policy},
 		{"reset", "login", "a"},
 		{"reset", "login", "--all", "--yes"},
 		{"sweep"},
-		{"policy", "set", "login", "--key=a", "sliding 10/1m", why},
+		{"policy", "set", "login", "--key=a", "sliding 10/1h", why},
 		{"policy", "list"},
 		{"policy", "get", "login", "a"},
 		{"explain", "login", "a"},

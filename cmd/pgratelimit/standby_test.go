@@ -1,7 +1,6 @@
 package main
 
 import (
-	"context"
 	"os"
 	"path/filepath"
 	"testing"
@@ -26,9 +25,7 @@ func TestStandby(t *testing.T) {
 	signal := filepath.Join(server.DataDir(), "standby.signal")
 	require.NoError(t, os.WriteFile(signal, nil, 0o666))
 	require.NoError(t, os.Chmod(signal, 0o666))
-	ctx, cancel := context.WithTimeout(t.Context(), patience)
-	defer cancel()
-	require.NoError(t, server.Restart(ctx))
+	require.NoError(t, server.Restart(t.Context()))
 
 	// What a standby cannot tell or do is not asked of it.
 	for check, f := range examined(t, server.URL()) {

@@ -32,7 +32,7 @@ const (
 	fakeDockerVariable = "PGSERVER_TEST_DOCKER"
 
 	// patience is for things that take a moment on an idle machine.
-	patience = 30 * time.Second
+	patience = testkit.Amply
 	poll     = 20 * time.Millisecond
 )
 

@@ -8,7 +8,6 @@ import (
 	"sync"
 	"sync/atomic"
 	"testing"
-	"time"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
@@ -16,6 +15,7 @@ import (
 
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/internal/shards"
+	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
 const limit = 1000
@@ -166,11 +166,11 @@ func TestGrowUnderLoad(t *testing.T) {
 	waited := 0
 	progress := func(place int, step shards.Step) error {
 		if step == shards.Stopped { // callers come, and wait for it
-			require.Eventually(t, func() bool {
+			testkit.WaitUntil(t, func() bool {
 				return pgtest.Scalar[bool](t, c.shards[place].Pool, "SELECT EXISTS (SELECT FROM pg_locks "+
 					"WHERE NOT granted AND relation = 'rate_limit_shard'::regclass AND database = ("+
 					"SELECT oid FROM pg_database WHERE datname = current_database()))")
-			}, patience, patience/10000)
+			})
 			waited++
 			return nil
 		}
@@ -189,8 +189,6 @@ func TestGrowUnderLoad(t *testing.T) {
 		require.EqualValues(t, limit, granted[i].Load())
 	}
 }
-
-const patience = 30 * time.Second
 
 // After a division that was interrupted, only the database goes on that has got the keys.
 func TestGrowGoesOnWithTheSameDatabases(t *testing.T) {
