@@ -549,7 +549,7 @@ func (t tableHealth) judgeKind() finding {
 			"it is %s, and the migrations made it %s", kinds[t.persistence], kinds[want])
 	case len(t.otherIndexes) > 0:
 		drop := "`DROP INDEX CONCURRENTLY " // which takes one index
-		return problem.finding(drop+strings.Join(t.otherIndexes, "`, "+drop)+"`",
+		return warning.finding(drop+strings.Join(t.otherIndexes, "`, "+drop)+"`",
 			"it has an index besides its primary key, so updates that change "+
 				"the index's columns are not HOT, and the table bloats")
 	case t.fillfactor != fillfactor:

@@ -238,6 +238,32 @@ func TestDoctorFindsWhatIsWrong(t *testing.T) {
 			check: "objects", level: problem, found: "has column note, which should not be there",
 			do: "`ALTER TABLE public.rate_limit_durable DROP COLUMN \"note\"`, which loses what is in it",
 		},
+		"columns and an index more that refuse nothing": {
+			sql: `ALTER TABLE rate_limit_durable ADD COLUMN note text;
+				ALTER TABLE rate_limit_policy ADD COLUMN team text NOT NULL DEFAULT 'ours', ADD COLUMN row_number int GENERATED ALWAYS AS IDENTITY,
+					ADD COLUMN next bigint NOT NULL GENERATED ALWAYS AS (id + 1) STORED;
+				CREATE INDEX team ON rate_limit_policy (team); CREATE INDEX late ON rate_limit_policy (valid_until)`,
+			check: "objects", level: warning,
+			found: "somebody has added what does no harm: table rate_limit_durable has column note; table rate_limit_policy has column next; ",
+			do:    "if nobody needs it, `ALTER TABLE public.rate_limit_durable DROP COLUMN \"note\"`, which loses what is in it",
+		},
+		"a column that has to be given": {
+			sql:   `ALTER TABLE rate_limit_lease ADD COLUMN note text NOT NULL, ADD COLUMN more text`,
+			check: "objects", level: problem, found: "table rate_limit_lease has column note, which should not be there",
+		},
+		"a column whose type has to be given": {
+			sql:   `CREATE DOMAIN named AS text NOT NULL; ALTER TABLE rate_limit_lease ADD COLUMN note named`,
+			check: "objects", level: problem, found: "table rate_limit_lease has column note, which should not be there",
+		},
+		"an index that refuses rows": {
+			sql:   `CREATE UNIQUE INDEX one ON rate_limit_ephemeral (prefix); CREATE UNIQUE INDEX one_policy ON rate_limit_policy (name)`,
+			check: "objects", level: problem, found: "table rate_limit_ephemeral has index one, which should not be there",
+		},
+		"constraints that refuse rows": {
+			sql: `ALTER TABLE rate_limit_ephemeral ADD UNIQUE (prefix);
+				ALTER TABLE rate_limit_policy ADD CONSTRAINT one EXCLUDE USING btree (name WITH =)`,
+			check: "objects", level: problem, found: "table rate_limit_policy has constraint one, which should not be there",
+		},
 		"all functions dropped": {
 			sql: `DO $$ DECLARE f text; BEGIN FOR f IN SELECT p.oid::regprocedure FROM pg_proc AS p
 				WHERE p.pronamespace = 'public'::regnamespace LOOP EXECUTE 'DROP FUNCTION IF EXISTS ' || f || ' CASCADE'; END LOOP; END $$`,
@@ -379,7 +405,7 @@ func TestDoctorFindsWhatIsWrong(t *testing.T) {
 		"further indexes": {
 			sql: `CREATE INDEX sweep_me ON rate_limit_ephemeral (expires_at);
 				CREATE INDEX sweep_me_too ON rate_limit_ephemeral (count)`,
-			check: "rate_limit_ephemeral: kind", level: problem, found: "an index besides its primary key", do: "`DROP INDEX CONCURRENTLY public.sweep_me`",
+			check: "rate_limit_ephemeral: kind", level: warning, found: "an index besides its primary key", do: "`DROP INDEX CONCURRENTLY public.sweep_me`",
 		},
 		"logged": {
 			sql:   `ALTER TABLE rate_limit_ephemeral SET LOGGED`,

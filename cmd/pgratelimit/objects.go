@@ -149,7 +149,7 @@ func (e *examination) checkObjects(context.Context) (finding, error) {
 // judgeObjects leaves to the checks of the tables what those find.
 func (e *examination) judgeObjects(made catalog.Catalog) finding {
 	var wrong, mend, drop, dropTables []string
-	inside, gone := false, false
+	inside, gone, how := false, false, warning
 	differences := e.found.Differences(made, e.server.owner)
 	for _, d := range differences {
 		name := catalog.Name(d.Object)
@@ -161,7 +161,7 @@ func (e *examination) judgeObjects(made catalog.Catalog) finding {
 		case d.Aspect == "trigger rate_limit_note_deleted" || d.Aspect == "trigger rate_limit_note_truncated":
 			continue
 		case d.Aspect == "persistence" || d.Aspect == "fillfactor" ||
-			aspect == "index" && extra && (name == table(false) || name == table(true)):
+			harmless(d, made, e.found) && aspect == "index" && (name == table(false) || name == table(true)):
 			continue // judgeKind
 		case !expected:
 			kind, signature, _ := strings.Cut(d.Object, " ")
@@ -194,17 +194,25 @@ func (e *examination) judgeObjects(made catalog.Catalog) finding {
 		case aspect == "column":
 			mend = append(mend, alter+"DROP COLUMN "+pgx.Identifier{part}.Sanitize()+"`, which loses what is in it")
 		case aspect == "constraint":
-			mend = append(mend, alter+"DROP CONSTRAINT "+pgx.Identifier{part}.Sanitize()+"`")
+			mend = append(mend, alter+"DROP CONSTRAINT IF EXISTS "+pgx.Identifier{part}.Sanitize()+"`")
 		case aspect == "index" && e.found[d.Object].Aspects["constraint "+part] == "":
-			mend = append(mend, "`DROP INDEX "+e.server.name(pgx.Identifier{part}.Sanitize())+"`")
+			mend = append(mend, "`DROP INDEX IF EXISTS "+e.server.name(pgx.Identifier{part}.Sanitize())+"`")
 		case aspect == "trigger" || aspect == "rule":
 			mend = append(mend, fmt.Sprintf("`DROP %s %s ON %s`",
 				strings.ToUpper(aspect), pgx.Identifier{part}.Sanitize(), e.server.name(name)))
 		}
 		wrong = append(wrong, d.Text)
+		if !harmless(d, made, e.found) {
+			how = problem
+		}
 	}
 	if len(wrong) == 0 {
 		return ok("the %d that the migrations made, unchanged", len(made))
+	}
+	if how == warning {
+		return how.finding("if nobody needs it, "+strings.Join(mend, "; then "),
+			"somebody has added what does no harm: %s",
+			strings.ReplaceAll(strings.Join(wrong, "; "), ", which should not be there", ""))
 	}
 	mend = slices.Concat(dropTables, drop, mend)
 	if isDivided(e.found) {
@@ -223,5 +231,24 @@ func (e *examination) judgeObjects(made catalog.Catalog) finding {
 		}
 		mend = append(mend, e.command("doctor --fix")+", "+loses)
 	}
-	return problem.finding(strings.Join(mend, "; then "), "not what the migrations made: %s", strings.Join(wrong, "; "))
+	return how.finding(strings.Join(mend, "; then "), "not what the migrations made: %s", strings.Join(wrong, "; "))
+}
+
+// harmless tells whether a difference is a column or an index that somebody has added to a table, and that refuses no
+// row: our statements leave the column out, and the index is not unique.
+func harmless(d catalog.Difference, made, found catalog.Catalog) bool {
+	if !strings.HasPrefix(d.Object, "table ") || d.Aspect == "" || made[d.Object].Aspects[d.Aspect] != "" {
+		return false
+	}
+	is := found[d.Object].Aspects[d.Aspect]
+	aspect, part, _ := strings.Cut(d.Aspect, " ")
+	switch aspect {
+	case "column":
+		column := columnText.FindStringSubmatch(is)
+		return column != nil && (column[2] == "" && !strings.HasPrefix(column[1], "domain ") || column[3] != "" ||
+			column[5] != "")
+	case "index":
+		return strings.HasPrefix(is, "CREATE INDEX ") && found[d.Object].Aspects["constraint "+part] == ""
+	}
+	return false
 }

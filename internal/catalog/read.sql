@@ -17,9 +17,10 @@ relation AS (
     WHERE c.relname = ANY ($2::text[])
 ),
 attribute AS (
-    SELECT a.*, r.object, r.relowner, r.prefix, d.adbin
+    SELECT a.*, r.object, r.relowner, r.prefix, d.adbin, t.typtype
     FROM relation AS r
     JOIN pg_attribute AS a ON a.attrelid = r.oid AND a.attnum > 0 AND NOT a.attisdropped
+    JOIN pg_type AS t ON t.oid = a.atttypid
     LEFT JOIN pg_attrdef AS d ON d.adrelid = a.attrelid AND d.adnum = a.attnum
 ),
 function AS (
@@ -48,6 +49,7 @@ found (object, owner, aspect, value) AS (
     GROUP BY a.object, a.relowner
     UNION ALL
     SELECT a.object, a.relowner, concat('column ', a.attname), concat_ws(' ',
+        CASE WHEN a.typtype = 'd' THEN 'domain' END, -- which may be not null
         replace(format_type(a.atttypid, a.atttypmod), a.prefix, ''),
         CASE WHEN a.attnotnull THEN 'not null' END,
         'default ' || pg_get_expr(a.adbin, a.attrelid),
