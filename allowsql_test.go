@@ -164,7 +164,10 @@ func TestSQLPassesOverWhatLimitersPassOver(t *testing.T) {
 		INSERT INTO rate_limit_policy (name, key, mode, policy, comment) VALUES
 			('n', NULL, 'enforce', 'fixed 50/1d', 'why'), ('n', 'a', 'enforce', NULL, 'why'), ('n', 'a', 'leap', 'fixed 9/1d', 'why'),
 			('n', 'a', 'leap', NULL, 'why'), ('n', 'a', '', NULL, 'why'), ('n', 'off', 'off', 'leap 1', 'why'),
-			('n', 'deny', 'deny', 'leap 1', 'why'), ('m', 'a', 'enforce', NULL, 'why')`)
+			('n', 'deny', 'deny', 'leap 1', 'why'), ('m', 'a', 'enforce', NULL, 'why'), ('n', 'a', 'enforce', 'leap 9/1d', 'why'),
+			('n', 'a', 'enforce', 'fixed 0/1d', 'why'), ('n', 'a', 'enforce', '', 'why'), ('n', 'a', 'enforce', 'fixed 9/72y', 'why'),
+			('n', 'a', 'enforce', 'fixed 1/1d, fixed 1/1d, fixed 1/1d, fixed 1/1d, fixed 1/1d, fixed 1/1d, fixed 1/1d, fixed 1/1d, fixed 1/1d', 'why'),
+			('m', 'a', 'enforce', 'leap 1/1d', 'why'), ('m', NULL, 'enforce', 'leap 1/1d', 'why')`)
 	require.NoError(t, tx.Commit(t.Context()))
 	require.Equal(t, answer{Allowed: true, Remaining: 50}, askSQL(t, db.Pool, "rate_limit_peek('n', 'a')"))
 	require.Equal(t, int64(49), askSQL(t, db.Pool, "rate_limit_allow('n', 'a')").Remaining)
@@ -172,6 +175,10 @@ func TestSQLPassesOverWhatLimitersPassOver(t *testing.T) {
 	require.False(t, askSQL(t, db.Pool, "rate_limit_allow('n', 'deny')").Allowed)
 	_, err := db.Pool.Exec(t.Context(), "SELECT rate_limit_allow('m', 'a')")
 	require.ErrorContains(t, err, "no policy is given, and none is in force for the key")
+	_, err = db.Pool.Exec(t.Context(), "SELECT rate_limit_allow('', 'a')")
+	require.ErrorContains(t, err, "name is NULL, empty or too long")
+	_, err = db.Pool.Exec(t.Context(), "SELECT rate_limit_allow('n', NULL)")
+	require.ErrorContains(t, err, "key is NULL, empty or too long")
 }
 
 // A header Retry-After needs whole seconds, after which the request is allowed.

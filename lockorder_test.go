@@ -376,6 +376,47 @@ func TestVanishedRowsAreNotMadeBehindLockedOnes(t *testing.T) {
 	}
 }
 
+// Whoever changes several policies in one transaction, in any order, does not deadlock with a report about them.
+func TestChangesOfPoliciesDoNotDeadlockWithReports(t *testing.T) {
+	t.Parallel()
+
+	for _, change := range []string{"DELETE FROM rate_limit_policy", "UPDATE rate_limit_policy SET policy = 'fixed 2/1h'"} {
+		for _, broken := range []bool{false, true} {
+			t.Run(fmt.Sprintf("%.6s, broken: %v", change, broken), func(t *testing.T) {
+				t.Parallel()
+				db := pgtest.New(t)
+				if broken {
+					pgtest.Rewrite(t, db.Pool, "rate_limit_report", "FOR SHARE SKIP LOCKED", "")
+				}
+				pgtest.Exec(t, db.Pool, `INSERT INTO rate_limit_policy (name, policy, mode, comment) VALUES
+					('a', 'fixed 1/1h', 'shadow', 'a'), ('b', 'fixed 1/1h', 'shadow', 'b')`)
+				const report = "SELECT rate_limit_report(ARRAY[1, 2], ARRAY['', ''], ARRAY[1, 1], ARRAY[0, 0], ARRAY[0, 0])"
+				pgtest.Exec(t, db.Pool, report)
+				tx := pgtest.Begin(t, db)
+				pgtest.Exec(t, tx, change+" WHERE id = 2")
+				conn := pgtest.Connect(t, db)
+				reports := testkit.Later(func() (pgconn.CommandTag, error) { return conn.Exec(context.Background(), report) })
+				if broken {
+					pgtest.WaitUntilBlocked(t, db.Pool, 1)
+				} else {
+					_, err := reports()
+					require.NoError(t, err)
+				}
+				_, err1 := tx.Exec(t.Context(), change+" WHERE id = 1")
+				var err2 error
+				if broken {
+					_, err2 = reports()
+				}
+				requireDeadlockIf(t, broken, errors.Join(err1, err2))
+				if !broken {
+					require.NoError(t, tx.Commit(t.Context()))
+					require.Zero(t, pgtest.Scalar[int](t, db.Pool, "SELECT count(*)::integer FROM rate_limit_shadow"))
+				}
+			})
+		}
+	}
+}
+
 // Reports lock rows in one order, too: of what shadows would deny, and of leases. A report that deletes what is too much
 // waits for nobody.
 func TestReportsDoNotDeadlock(t *testing.T) {

@@ -479,12 +479,19 @@ DECLARE
     id bigint;
     surplus tid[];
 BEGIN
+    -- Whoever changes a policy has locked its row, and deletes what was counted for it. A report passes such a policy
+    -- over, and waits for nobody who changes policies. So it cannot deadlock with them.
+    WITH policy AS MATERIALIZED (
+        SELECT p.id FROM rate_limit_policy AS p
+        WHERE p.id = ANY (policy_ids) AND p.mode = 'shadow'
+        FOR SHARE SKIP LOCKED
+    )
     INSERT INTO rate_limit_shadow AS s (policy_id, key, decided, denied, would_deny, first_at, last_at)
     SELECT e.policy_id, e.key,
         least(e.decided, most), least(e.denied, most), least(e.would_deny, most), clock, clock
     FROM unnest(policy_ids, keys, decided, denied, would_deny) AS e (policy_id, key, decided, denied, would_deny)
     WHERE e.decided >= 0 AND e.denied >= 0 AND e.would_deny >= 0
-        AND EXISTS (SELECT FROM rate_limit_policy AS p WHERE p.id = e.policy_id AND p.mode = 'shadow')
+        AND EXISTS (SELECT FROM policy AS p WHERE p.id = e.policy_id)
         AND octet_length(e.key) <= 512
     ORDER BY e.policy_id, e.key COLLATE "C"
     -- Nothing is added beyond the largest number, or one report could make all others fail.

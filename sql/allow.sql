@@ -53,16 +53,22 @@ DECLARE
 BEGIN
     IF policy IS NULL THEN
         clock := clock_timestamp();
-        SELECT r.mode, CASE r.mode WHEN 'enforce' THEN r.policy ELSE 'fixed 1/1s' END, r.valid_until -- asks for no row
-        INTO mode, policy, until
-        FROM rate_limit_policy AS r
-        WHERE r.name = name AND r.valid_from <= clock AND r.valid_until > clock
-            -- Others came around the triggers. Limiters pass over them too.
-            AND (r.mode IN ('off', 'deny') OR r.mode = 'enforce' AND r.policy IS NOT NULL)
-            AND (r.key = key OR r.key IS NULL AND coalesce(starts_with(key, r.key_prefix), true))
-        ORDER BY r.key IS NULL, octet_length(r.key_prefix) DESC NULLS LAST, r.valid_from DESC, r.id DESC
-        LIMIT 1;
-        IF NOT found AND name <> '' AND key <> '' THEN -- other names and keys are refused below
+        FOR mode, policy, until IN
+            SELECT r.mode, CASE r.mode WHEN 'enforce' THEN r.policy ELSE 'fixed 1/1s' END, r.valid_until -- asks for no row
+            FROM rate_limit_policy AS r
+            WHERE r.name = name AND r.valid_from <= clock AND r.valid_until > clock
+                AND r.mode IN ('enforce', 'off', 'deny')
+                AND (r.key = key OR r.key IS NULL AND coalesce(starts_with(key, r.key_prefix), true))
+            ORDER BY r.key IS NULL, octet_length(r.key_prefix) DESC NULLS LAST, r.valid_from DESC, r.id DESC
+        LOOP
+            BEGIN
+                SELECT * INTO p FROM _rate_limit_read_policy(policy);
+                EXIT;
+            EXCEPTION WHEN invalid_parameter_value THEN -- it came around the triggers; limiters pass over it too
+                policy := NULL;
+            END;
+        END LOOP;
+        IF policy IS NULL AND name <> '' AND key <> '' THEN -- other names and keys are refused below
             RAISE EXCEPTION 'rate_limit: no policy is given, and none is in force for the key'
                 USING ERRCODE = 'invalid_parameter_value', COLUMN = 'policy',
                     -- A literal must not have a name of ours, because access.sql would put the schema before it.
@@ -70,7 +76,9 @@ BEGIN
                         '_policy (name, policy, comment) VALUES (<name>, ''sliding 10/1m'', <why>).';
         END IF;
     END IF;
-    SELECT * INTO p FROM _rate_limit_read_policy(policy);
+    IF p IS NULL THEN
+        SELECT * INTO p FROM _rate_limit_read_policy(CASE WHEN clock IS NULL THEN policy ELSE 'fixed 1/1s' END);
+    END IF;
     n := cardinality(p.algorithms);
     names := ARRAY(
         SELECT CASE WHEN i = 1 THEN name ELSE concat(name, '/', i) END FROM generate_series(1, n) AS i ORDER BY i);
