@@ -241,16 +241,20 @@ func TestLeasesOfUnluckyProcesses(t *testing.T) {
 
 	random := random(t)
 	for range testkit.Rounds(t, "ROUNDS", 1) {
-		w := leasesAtWork(1200 * time.Millisecond)
-		f := newLeaseFleet(t, w)
-		f.together(random, withMonths(t, w.Window), 4, frozenBriefly, frozenForLong, killed, cutOff, unheard,
-			slow, away)
-		require.NoError(t, leaseJudge{leaseWork: w}.judge(f.uses))
-		decisions, leased, statements := f.sums()
-		t.Logf("%d decisions, %d of them leased, %d statements", decisions, leased, statements)
-		require.Positive(t, leased) // how many depends on how fast the machine is
-		for _, end := range f.ends {
-			f.requireBalance(end)
+		// A busy machine makes few calls within a span, so the spans grow until something is leased.
+		for span, leased := 1200*time.Millisecond, int64(0); leased == 0; span *= 2 {
+			require.Less(t, span, 20*time.Second, "nothing is leased")
+			w := leasesAtWork(span)
+			f := newLeaseFleet(t, w)
+			f.together(random, withMonths(t, w.Window), 4, frozenBriefly, frozenForLong, killed, cutOff, unheard,
+				slow, away)
+			require.NoError(t, leaseJudge{leaseWork: w}.judge(f.uses))
+			var decisions, statements int64
+			decisions, leased, statements = f.sums()
+			t.Logf("%d decisions, %d of them leased, %d statements", decisions, leased, statements)
+			for _, end := range f.ends {
+				f.requireBalance(end)
+			}
 		}
 	}
 }
@@ -314,31 +318,35 @@ func TestLeasesOfProcessesAddUp(t *testing.T) {
 
 	random := random(t)
 	for range testkit.Rounds(t, "ROUNDS", 1) {
-		w := leasesAtWork(day)
-		w.Names = []string{"fixed", "sliding", "all"}
-		w.Limit, w.Length, w.Pace = 1_000_000, 300*time.Millisecond, 700*time.Millisecond
-		w.Timeout, w.Gap = amply, time.Millisecond
-		db := pgtest.New(t)
-		f := newLeaseFleet(t, w)
-		f.together(random, db, 4, frozenBriefly, frozenForLong, frozenForLong)
-		decisions, leased, statements := f.sums()
-		t.Logf("%d decisions, %d of them leased, %d statements", decisions, leased, statements)
-		require.Positive(t, leased) // how many depends on how fast the machine is
-		admitted := map[string]int64{}
-		for _, u := range f.uses {
-			if !u.back {
-				admitted[u.Policy] += u.N
+		// A busy machine makes few calls within a span, so the spans grow until something is leased.
+		for span, leased := 700*time.Millisecond, int64(0); leased == 0; span *= 2 {
+			require.Less(t, span, 20*time.Second, "nothing is leased")
+			w := leasesAtWork(day)
+			w.Names = []string{"fixed", "sliding", "all"}
+			w.Limit, w.Length, w.Pace = 1_000_000, span*3/7, span
+			w.Timeout, w.Gap = amply, time.Millisecond
+			db := pgtest.New(t)
+			f := newLeaseFleet(t, w)
+			f.together(random, db, 4, frozenBriefly, frozenForLong, frozenForLong)
+			var decisions, statements int64
+			decisions, leased, statements = f.sums()
+			t.Logf("%d decisions, %d of them leased, %d statements", decisions, leased, statements)
+			admitted := map[string]int64{}
+			for _, u := range f.uses {
+				if !u.back {
+					admitted[u.Policy] += u.N
+				}
 			}
-		}
-		for _, name := range w.Names {
-			limiter := limitertest.New(t, db.Pool, ratelimit.Config{Name: name, Policy: w.policy(name)})
-			result, err := limiter.Peek(t.Context(), name)
-			require.NoError(t, err)
-			require.Equal(t, w.Limit-admitted[name], result.Remaining, name)
-		}
-		for _, end := range f.ends {
-			require.Zero(t, end.Lease.Stranded)
-			f.requireBalance(end)
+			for _, name := range w.Names {
+				limiter := limitertest.New(t, db.Pool, ratelimit.Config{Name: name, Policy: w.policy(name)})
+				result, err := limiter.Peek(t.Context(), name)
+				require.NoError(t, err)
+				require.Equal(t, w.Limit-admitted[name], result.Remaining, name)
+			}
+			for _, end := range f.ends {
+				require.Zero(t, end.Lease.Stranded)
+				f.requireBalance(end)
+			}
 		}
 	}
 }
@@ -370,30 +378,34 @@ func TestLeasesUnderAClockThatIsSet(t *testing.T) {
 
 	random := random(t)
 	for range testkit.Rounds(t, "ROUNDS", 1) {
-		w := leasesAtWork(time.Second)
-		db, set := withClock(t, w.Window)
-		f := newLeaseFleet(t, w)
-		began, steps := time.Now(), time.Duration(0)
-		ctx, cancel := context.WithCancel(t.Context())
-		ended := make(chan struct{})
-		go func() {
-			defer close(ended)
-			for offset := time.Duration(0); ctx.Err() == nil; pause(ctx, time.Duration(random.Int64N(int64(w.Window)))) {
-				step := time.Duration(random.Int64N(int64(3*w.Window))) - w.Window
-				offset += step
-				steps += max(step, 0)
-				set(offset)
-			}
-		}()
-		mine := rand.New(rand.NewPCG(random.Uint64(), 0))
-		f.together(mine, db, 3, frozenBriefly, frozenBriefly, frozenForLong)
-		cancel()
-		<-ended
-		j := leaseJudge{leaseWork: w, forward: time.Since(began) + steps}
-		require.NoError(t, j.judge(f.uses))
-		decisions, leased, statements := f.sums()
-		t.Logf("%d decisions, %d of them leased, %d statements; set forward by %v", decisions, leased, statements, steps)
-		require.Positive(t, leased) // how many depends on how fast the machine is
+		// A busy machine makes few calls within a span, so the spans grow until something is leased.
+		for span, leased := time.Second, int64(0); leased == 0; span *= 2 {
+			require.Less(t, span, 20*time.Second, "nothing is leased")
+			w := leasesAtWork(span)
+			db, set := withClock(t, w.Window)
+			f := newLeaseFleet(t, w)
+			began, steps := time.Now(), time.Duration(0)
+			ctx, cancel := context.WithCancel(t.Context())
+			ended := make(chan struct{})
+			go func() {
+				defer close(ended)
+				for offset := time.Duration(0); ctx.Err() == nil; pause(ctx, time.Duration(random.Int64N(int64(w.Window)))) {
+					step := time.Duration(random.Int64N(int64(3*w.Window))) - w.Window
+					offset += step
+					steps += max(step, 0)
+					set(offset)
+				}
+			}()
+			mine := rand.New(rand.NewPCG(random.Uint64(), 0))
+			f.together(mine, db, 3, frozenBriefly, frozenBriefly, frozenForLong)
+			cancel()
+			<-ended
+			j := leaseJudge{leaseWork: w, forward: time.Since(began) + steps}
+			require.NoError(t, j.judge(f.uses))
+			var decisions, statements int64
+			decisions, leased, statements = f.sums()
+			t.Logf("%d decisions, %d of them leased, %d statements; set forward by %v", decisions, leased, statements, steps)
+		}
 	}
 }
 
