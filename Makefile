@@ -36,7 +36,7 @@ test/integration: ## Run the tests with heavy dependencies; those in containers 
 
 .PHONY: test/matrix
 test/matrix: ## Run the tests of the database on Postgres 14 to 18, or on those of POSTGRES="15 18"; needs npm
-	bash .ci/matrix $(POSTGRES)
+	LIBRARY='$(LIBRARY)' bash .ci/matrix $(POSTGRES)
 
 .PHONY: test/role
 test/role: ## Run the library's tests as a role that may do nothing but what an application needs
