@@ -4770,7 +4770,8 @@ BEGIN
     IF policy IS NULL THEN
         clock := clock_timestamp();
         FOR mode, policy, until IN
-            SELECT r.mode, CASE r.mode WHEN 'enforce' THEN r.policy ELSE 'fixed 1/1s' END, r.valid_until -- asks for no row
+            -- off and deny ask for no row, whatever the policy.
+            SELECT r.mode, CASE r.mode WHEN 'enforce' THEN r.policy ELSE 'fixed 1/1s' END, r.valid_until
             FROM rate_limit_policy AS r
             WHERE r.name = name AND r.valid_from <= clock AND r.valid_until > clock
                 AND r.mode IN ('enforce', 'off', 'deny')

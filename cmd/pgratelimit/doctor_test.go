@@ -753,12 +753,12 @@ func TestDoctorsOutput(t *testing.T) {
 	pgtest.Exec(t, db.Pool, "REVOKE CREATE ON SCHEMA public FROM PUBLIC")
 	require.True(t, strings.HasSuffix(invoke(t, db.URL, "doctor").done(t), "\n0 problems, 0 warnings\n"))
 	pgtest.Exec(t, db.Pool, "ALTER TABLE rate_limit_durable RESET (fillfactor); "+
-		"CREATE INDEX more ON rate_limit_ephemeral (count)", pgx.QueryExecModeSimpleProtocol)
+		"CREATE UNIQUE INDEX more ON rate_limit_ephemeral (count)", pgx.QueryExecModeSimpleProtocol)
 	o := invoke(t, db.URL, "doctor")
 	require.Equal(t, exitFailed, o.code)
 	require.Empty(t, o.stderr)
 	require.NotContains(t, o.stdout, "\x1b")
-	require.Regexp(t, `(?s)\nok .*\nwarning  rate_limit_durable: kind .*\nproblem  rate_limit_ephemeral: kind .*\n`+
+	require.Regexp(t, `(?s)\nok .*\nwarning  rate_limit_durable: kind .*\nproblem  objects .*\n`+
 		` +→ .*\n1 problem, 1 warning\n$`, o.stdout)
 	require.NotRegexp(t, `(?s)warning .*\nok `, o.stdout)
 
@@ -770,7 +770,7 @@ func TestDoctorsOutput(t *testing.T) {
 		}
 		code, shown := onTerminal(t, cmd).wait()
 		require.Equal(t, exitFailed, code)
-		require.Equal(t, !none, regexp.MustCompile(`(?m)^\x1b\[31mproblem +rate_limit_ephemeral: kind`).MatchString(shown), shown)
+		require.Equal(t, !none, regexp.MustCompile(`(?m)^\x1b\[31mproblem +objects`).MatchString(shown), shown)
 		require.Equal(t, none, !strings.Contains(shown, "\x1b["))
 		require.True(t, strings.HasSuffix(shown, "\n1 problem, 1 warning\n"), shown)
 	}
