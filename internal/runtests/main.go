@@ -79,7 +79,7 @@ func run(ctx context.Context, host pgfind.Host, out io.Writer, environment, modu
 		// Go keeps results, but it knows nothing of the programs that they depend on. go vet is for make lint.
 		tests.Go(func() {
 			errs[i] = report.run(goTest(ctx, environment, module,
-				"-json", "-count=1", "-vet=off", "-timeout=20m", "-p=2", "-skip=^TestMistakes", "./..."))
+				"-json", "-count=1", "-vet=off", "-timeout=40m", "-p=2", "-skip=^TestMistakes", "./..."))
 		})
 	}
 	tests.Wait()
