@@ -65,7 +65,7 @@ SHARDS_SKIP := $(SHARDS_SKIP)|TestFunctionsPass|TestMistakesIn|TestLeasesWithout
 #   the table of policies, which is on the first shard: its triggers, its locks, its roles
 SHARDS_SKIP := $(SHARDS_SKIP)|TestBansWaitForWriters|TestFarTimes|TestHistoryOfPolicies|TestPoliciesAreNotTruncated|TestPoliciesMissNothing
 SHARDS_SKIP := $(SHARDS_SKIP)|TestPoliciesShare|TestPoliciesThat|TestPoliciesWakeUp|TestPoliciesWithoutTriggers|TestWritersOfPolicies|TestPoliciesOfApplications
-SHARDS_SKIP := $(SHARDS_SKIP)|TestSequence|TestSQLAllowsUnderThePolicyInForce|TestBanThatIsRefused|TestLargeIDs|TestSQLPassesOver
+SHARDS_SKIP := $(SHARDS_SKIP)|TestSequence|TestChangesOfPoliciesDo|TestSQLAllowsUnderThePolicyInForce|TestBanThatIsRefused|TestLargeIDs|TestSQLPassesOver
 #   tests of proxies that are scripted, and of the text of this module
 SHARDS_SKIP := $(SHARDS_SKIP)|Shard|TestSentinels|TestApplicationsClock
 
