@@ -4,7 +4,7 @@ help: ## Print this list
 
 # The tests use the server of RATELIMIT_TEST_DATABASE_URL, else throwaway ones. They ignore DATABASE_URL.
 .PHONY: test
-test: ## Run the tests of the library, its command, OpenTelemetry and gRPC: 4 to 5 minutes on two cores
+test: ## Run the tests of the library, its command, OpenTelemetry and gRPC: about 10 minutes on two cores
 	@go run ./internal/runtests
 
 .PHONY: test/library

@@ -66,7 +66,7 @@ func run(ctx context.Context, host pgfind.Host, out io.Writer, environment, modu
 	}
 	if len(modules) == 0 {
 		modules = []string{".", "otelratelimit", "grpclimit"}
-		fmt.Fprintln(out, "This takes 4 to 5 minutes on two cores, and some more when the tests are built first.")
+		fmt.Fprintln(out, "This takes about 10 minutes on two cores, and some more when the tests are built first.")
 	}
 
 	began := time.Now()
