@@ -2449,10 +2449,10 @@ BEGIN
     PERFORM pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);
     PERFORM set_config('quote_all_identifiers', 'off', true); -- or definitions would come in other words
     texts := ARRAY(
-        SELECT replace(replace(replace(pg_get_functiondef(p.oid),
+        SELECT replace(replace(
+            regexp_replace(pg_get_functiondef(p.oid), E'\n SECURITY DEFINER(\n SET [^\n]*)*', ''),
             '.' || p.proname || '(',
             '.' || CASE WHEN p.proname LIKE 'rate%' THEN '_' || p.proname || '_durable' ELSE p.proname END || '('),
-            ' SECURITY DEFINER' || chr(10) || ' SET plan_cache_mode TO ''force_generic_plan''' || chr(10), ''),
             'ephemeral', 'durable')
         FROM pg_proc AS p
         WHERE p.pronamespace = (SELECT n.oid FROM pg_namespace AS n WHERE n.nspname = schema)
