@@ -2450,7 +2450,7 @@ BEGIN
     PERFORM set_config('quote_all_identifiers', 'off', true); -- or definitions would come in other words
     texts := ARRAY(
         SELECT replace(replace(
-            regexp_replace(pg_get_functiondef(p.oid), E'\n SECURITY DEFINER(\n SET [^\n]*)*', ''),
+            regexp_replace(pg_get_functiondef(p.oid), replace('| SECURITY DEFINER(| SET [^|]*)*', '|', chr(10)), ''),
             '.' || p.proname || '(',
             '.' || CASE WHEN p.proname LIKE 'rate%' THEN '_' || p.proname || '_durable' ELSE p.proname END || '('),
             'ephemeral', 'durable')
