@@ -29,7 +29,7 @@ CREATE TYPE rate_limit_row AS (
     log bigint[],
     granted bigint,        -- how many of the asked requests were granted
     remaining bigint,      -- the largest cost that would be granted next
-    retry_after_us bigint, -- microseconds until the others can be granted; 0: all were; NULL: never
+    retry_after_us bigint, -- microseconds until the others can be granted; 0: there is room; NULL: never
     reset_after_us bigint, -- microseconds until the key is as good as new
     spent bigint,          -- how much of what was taken came out of granted credit
     taken_at bigint,       -- bucket: where its units end in the queue of missing tokens
@@ -2481,10 +2481,12 @@ $$;
 --   at_most_every  how long ago the last pass must have reached the end before a new one begins; else skipped is true
 --   now            replaces the clock, for tests
 --
--- Why this can never change a decision: An expired row means the same as no row. Whether a row has expired is asked
+-- Why this changes no decision: An expired row means the same as no row. Whether a row has expired is asked
 -- again once it is locked, of the row as it is then and of the clock as it is then. Whoever waits for that lock finds
 -- that the row is gone, and makes it anew. A row that is still being made is not visible yet, and a row that somebody
 -- has locked is passed over.
+--
+-- Until the transaction ends, synchronous_commit is off: a row that a crash brings back is still expired.
 --
 -- The clock may step back, and a row that had expired before may not have expired at the next decision. So a row stays
 -- for another minute, and a clock that steps back by up to a minute changes nothing. If it steps back by more, the keys
@@ -2529,7 +2531,7 @@ BEGIN
                 ELSE 'names must have at least 1 element' END
             USING ERRCODE = 'invalid_parameter_value', HINT = 'NULL instead of names spares the rows of every limiter.';
     END IF;
-    ignored := set_config('synchronous_commit', 'off', true); -- a row that a crash brings back is still expired
+    ignored := set_config('synchronous_commit', 'off', true);
     SELECT false, 0, 0, 0, 0 INTO complete, scanned, deleted, page, pages;
     -- Without this question each INSERT would wait for whoever has locked the row.
     IF NOT EXISTS (SELECT FROM rate_limit_sweeper AS w WHERE w.one) THEN

@@ -12,10 +12,12 @@
 --   at_most_every  how long ago the last pass must have reached the end before a new one begins; else skipped is true
 --   now            replaces the clock, for tests
 --
--- Why this can never change a decision: An expired row means the same as no row. Whether a row has expired is asked
+-- Why this changes no decision: An expired row means the same as no row. Whether a row has expired is asked
 -- again once it is locked, of the row as it is then and of the clock as it is then. Whoever waits for that lock finds
 -- that the row is gone, and makes it anew. A row that is still being made is not visible yet, and a row that somebody
 -- has locked is passed over.
+--
+-- Until the transaction ends, synchronous_commit is off: a row that a crash brings back is still expired.
 --
 -- The clock may step back, and a row that had expired before may not have expired at the next decision. So a row stays
 -- for another minute, and a clock that steps back by up to a minute changes nothing. If it steps back by more, the keys
@@ -60,7 +62,7 @@ BEGIN
                 ELSE 'names must have at least 1 element' END
             USING ERRCODE = 'invalid_parameter_value', HINT = 'NULL instead of names spares the rows of every limiter.';
     END IF;
-    ignored := set_config('synchronous_commit', 'off', true); -- a row that a crash brings back is still expired
+    ignored := set_config('synchronous_commit', 'off', true);
     SELECT false, 0, 0, 0, 0 INTO complete, scanned, deleted, page, pages;
     -- Without this question each INSERT would wait for whoever has locked the row.
     IF NOT EXISTS (SELECT FROM rate_limit_sweeper AS w WHERE w.one) THEN

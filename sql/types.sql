@@ -18,7 +18,7 @@ CREATE TYPE rate_limit_row AS (
     log bigint[],
     granted bigint,        -- how many of the asked requests were granted
     remaining bigint,      -- the largest cost that would be granted next
-    retry_after_us bigint, -- microseconds until the others can be granted; 0: all were; NULL: never
+    retry_after_us bigint, -- microseconds until the others can be granted; 0: there is room; NULL: never
     reset_after_us bigint, -- microseconds until the key is as good as new
     spent bigint,          -- how much of what was taken came out of granted credit
     taken_at bigint,       -- bucket: where its units end in the queue of missing tokens
