@@ -187,7 +187,7 @@ func LeaveToAll(t testing.TB, db Executor, take string) {
 	t.Helper()
 	LeaveToRules(t, db, take)
 	for _, twin := range twins(Left) {
-		source := Scalar[string](t, db, "SELECT prosrc FROM pg_proc WHERE oid = $1::regproc", twin)
+		source := Scalar[string](t, shardsOf(db)[0], "SELECT prosrc FROM pg_proc WHERE oid = $1::regproc", twin)
 		if strings.Contains(source, "WHEN valid THEN n") {
 			Rewrite(t, db, twin, "WHEN valid THEN n", "WHEN false THEN n")
 		}
