@@ -339,30 +339,6 @@ func TestTakesFromRowsRefuseBadArguments(t *testing.T) {
 	}
 }
 
-// A limit of 2^62 admits a cost of 2^62, once. Two such requests ask for more than a bigint holds.
-func TestLargestTakes(t *testing.T) {
-	t.Parallel()
-
-	db := pgtest.New(t)
-	const largest = "4611686018427387904" // 2^62
-	for name, policy := range map[string]string{
-		"fixed_window": largest + ", 1", "sliding_window": largest + ", 1", "token_bucket": largest + ", " + largest + ", 1",
-		"calendar_window": largest + ", 2678400000000, 'UTC'",
-	} {
-		for _, count := range []string{"2", "9223372036854775807"} {
-			for keys, arrays := range map[string]string{
-				"{a}":    fmt.Sprintf("'{%s}', '{%s}'", largest, count),
-				"{bb,a}": fmt.Sprintf("'{%s,%[1]s}', '{%s,%[2]s}'", largest, count),
-			} {
-				numbers := pgtest.Scalar[[]*int64](t, db.Pool,
-					fmt.Sprintf("SELECT rate_limit_take_%s('n', '%s', %s, %s)", name, keys, policy, arrays))
-				require.EqualValues(t, 1, *numbers[1], "%s %s %s", name, keys, count)
-				pgtest.Exec(t, db.Pool, "DELETE FROM rate_limit_ephemeral")
-			}
-		}
-	}
-}
-
 // rate_limit_take_all leaves to rate_limit_all what is not asked as it says: rows that come twice or in another order,
 // what does not belong together, and what would never fit. So no row has more taken from it than it has room for.
 func TestTakesOfSetsAskedBadly(t *testing.T) {

@@ -46,16 +46,21 @@ func definitions(version int64) (of map[string][]string, settle []string, err er
 		if migration.Version > version {
 			break
 		}
-		inBody, statement := false, ""
-		for line := range strings.Lines(migration.up) {
-			if statement == "" && (strings.HasPrefix(line, "--") || strings.TrimSpace(line) == "") {
-				continue
-			}
-			statement += line
-			inBody = inBody != (strings.Count(line, "$$")%2 == 1)
-			if !inBody && strings.HasSuffix(line, ";\n") {
+		whole, statement := false, ""
+		for line := range strings.Lines(migration.marked) {
+			switch {
+			case strings.HasPrefix(line, "-- +goose StatementBegin"):
+				whole = true
+			case strings.HasPrefix(line, "-- +goose StatementEnd"):
 				add(statement)
-				statement = ""
+				whole, statement = false, ""
+			case statement == "" && (strings.HasPrefix(line, "--") || strings.TrimSpace(line) == ""):
+			default:
+				statement += line
+				if !whole && strings.HasSuffix(line, ";\n") {
+					add(statement)
+					statement = ""
+				}
 			}
 		}
 	}
@@ -200,9 +205,6 @@ func repairs(differences []catalog.Difference, made, found catalog.Catalog, of m
 	}
 	if counts && len(tables)+len(rest) > 0 {
 		rest = append(rest, countOn...)
-	}
-	if len(functions) > 0 { // which may come before those that they call
-		functions = slices.Insert(functions, 0, "SET LOCAL check_function_bodies = off")
 	}
 	return slices.Concat(types, tables, functions, rest)
 }
