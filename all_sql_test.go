@@ -244,27 +244,18 @@ func TestAllEqualsModels(t *testing.T) {
 	}
 }
 
-// The same for rate_limit_take_all, with requests that it is made for. Whatever happens between its two readings of the
-// clock, it decides as the models do at the second.
+// The same for rate_limit_take_all, with requests that it is made for.
 func TestTakesFromAllEqualModels(t *testing.T) {
 	t.Parallel()
 
-	db, twice, seed, taken, left := pgtest.New(t), pgtest.New(t), testSeed(t), 0, 0
-	pgtest.Rewrite(t, twice.Pool, "rate_limit_take_all", firstReading...)
+	db, seed, taken, left := pgtest.New(t), testSeed(t), 0, 0
 	for story := range uint64(200 * rounds(t)) {
-		pool := map[bool]*pgxpool.Pool{false: db.Pool, true: twice.Pool}[story%2 == 0]
-		m, n, err := tellTakes(t, pool, rand.New(rand.NewPCG(seed, story)), story, nil)
+		m, n, err := tellTakes(t, db.Pool, rand.New(rand.NewPCG(seed, story)), story, nil)
 		require.NoError(t, err, "story %d", story)
 		taken, left = taken+m, left+n
 	}
 	require.Greater(t, taken, 100*rounds(t))
 	require.Greater(t, left, 100*rounds(t))
-}
-
-// firstReading has the first reading of the clock be up to 10 ms before the second, if this is an odd time.
-var firstReading = []string{
-	"ELSE coalesce(now_us, (date_part('epoch', clock_timestamp()) * float8 '1e6')::bigint) END;",
-	"ELSE now_us - now_us % 2 * (now_us % 10001) END;",
 }
 
 // tellTakes has requests of several parts take by rate_limit_take_all, now and then from rows with granted credit. It
@@ -297,9 +288,6 @@ func tellTakes(
 			policies[name] = changedPolicy(r, policies[name])
 		}
 		clock, goals = nextClock(r, clock, policies[name], goals), nil
-		if r.IntN(4) == 0 { // something may happen between what the function does by one reading and by the other
-			clock = max(clock-r.Int64N(10_001), 1)
-		}
 		requests := make([]modelRequest, 1+r.IntN(3))
 		for i := range requests {
 			q := randomRequest(r, policies, nil, space, false)

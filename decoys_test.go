@@ -35,7 +35,7 @@ func TestNothingThatOthersCreateIsRun(t *testing.T) {
 		"schema behind pg_catalog": {"rate_limit_take_fixed_window", pinned, `SET search_path TO 'pg_catalog', 'limits', 'pg_temp'`},
 		"public":                   {"rate_limit_all", pinned, `SET search_path TO 'pg_catalog', 'public', 'pg_temp'`},
 		"sweeper":                  {"rate_limit_sweep", pinned, `SET search_path TO 'limits', 'pg_temp'`},
-		"argument of another type": {"_rate_limit_left_fixed_window", `1::smallint`, `1`},
+		"argument of another type": {"rate_limit_take_fixed_window", `1::smallint`, `1`},
 	} {
 		var definition string
 		row := db.Pool.QueryRow(

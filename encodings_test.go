@@ -102,7 +102,9 @@ func TestSQLIsPlain(t *testing.T) {
 		for _, file := range files {
 			content, err := os.ReadFile(file)
 			require.NoError(t, err)
-			require.Empty(t, odd.FindString(string(content)), file)
+			if file != filepath.Join("sql", "install.sql") { // which is for psql
+				require.Empty(t, odd.FindString(string(content)), file)
+			}
 			if pattern != "deploy/*.sql" {
 				require.Empty(t, long.FindString(string(content)), file)
 			}

@@ -327,9 +327,9 @@ func TestVersionOfTheSchema(t *testing.T) {
 		kind error
 		says string
 	}{
-		schemaVersion - 1: {ErrNotMigrated, "version 4 of the migrations, and what is missing came later; this release was made for version 5"},
-		schemaVersion:     {ErrNotMigrated, "version 5 of the migrations, which has what is missing"},
-		schemaVersion + 1: {ErrNewerSchema, "version 6 of the migrations, which has it no longer; this release was made for version 5"},
+		schemaVersion - 1: {ErrNotMigrated, "version 2 of the migrations, and what is missing came later; this release was made for version 3"},
+		schemaVersion:     {ErrNotMigrated, "version 3 of the migrations, which has what is missing"},
+		schemaVersion + 1: {ErrNewerSchema, "version 4 of the migrations, which has it no longer; this release was made for version 3"},
 	} {
 		version(n)
 		for name, call := range everyCall(limiter, "personal") {

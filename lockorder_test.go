@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"math/rand/v2"
-	"slices"
 	"sync"
 	"testing"
 
@@ -98,22 +97,21 @@ func TestLockingInTheOrderGivenDeadlocks(t *testing.T) {
 	t.Parallel()
 
 	fixed, log := FixedWindow{Limit: 10, Window: year}, SlidingLog{Limit: 10, Window: year}
-	takes := []string{"ascend := (ascend IS NOT FALSE AND", "ascend := true OR (ascend IS NOT FALSE AND"} // in any order
-	known := []string{"ORDER BY e.place, e.refused, e.ord\n", "ORDER BY e.ord\n"}
-	made := []string{
-		`GROUP BY e.name COLLATE "C", e.key COLLATE "C"`, "",
-		`ORDER BY octet_length(e.key COLLATE "C") DESC, e.key COLLATE "C", e.name COLLATE "C"`, "",
+	takes := []string{
+		`DISTINCT ON (octet_length(e.key), e.key COLLATE "C") `, "",
+		`ORDER BY octet_length(e.key) DESC, e.key COLLATE "C", e.place`, "ORDER BY e.place",
 	}
+	sorted := []string{`(ORDER BY e.durable, -octet_length(e.key), e.key COLLATE "C", e.name COLLATE "C")`, "(ORDER BY e.part)"}
 	for name, change := range map[string]struct {
 		policy   model
 		function string
 		oldNew   []string
 		exist    []string // keys that have a row at the beginning
 	}{
-		"of known keys":       {fixed, "rate_limit_take_fixed_window", takes, []string{"a", "b", "m"}},
-		"of new keys":         {fixed, "rate_limit_take_fixed_window", takes, []string{"m"}},
-		"of known keys' logs": {log, "rate_limit_all", known, []string{"a", "b", "m"}},
-		"of new keys' logs":   {log, "rate_limit_all", slices.Concat(known, made), []string{"m"}},
+		"of known keys":       {fixed, "_rate_limit_in_order", takes, []string{"a", "b", "m"}},
+		"of new keys":         {fixed, "_rate_limit_in_order", takes, []string{"m"}},
+		"of known keys' logs": {log, "_rate_limit_rows", sorted, []string{"a", "b", "m"}},
+		"of new keys' logs":   {log, "_rate_limit_rows", sorted, []string{"m"}},
 	} {
 		for _, broken := range []bool{false, true} {
 			t.Run(fmt.Sprintf("%s, broken: %v", name, broken), func(t *testing.T) {
@@ -160,8 +158,8 @@ func TestKeysBehindOneThatIsLeftAreNotLocked(t *testing.T) {
 		db := pgtest.New(t)
 		if broken {
 			alwaysArrays(t, db.Pool)
-			each := "FROM unnest(keys, each) AS e (key, units)"
-			pgtest.Rewrite(t, db.Pool, "rate_limit_take_fixed_window", each, each+" ORDER BY e.key DESC")
+			pgtest.Rewrite(t, db.Pool, "_rate_limit_in_order",
+				`DISTINCT ON (octet_length(e.key), e.key COLLATE "C") `, "", `octet_length(e.key) DESC, e.key COLLATE "C"`, "e.key DESC")
 		}
 		config := Config{
 			Name:   "test",
@@ -211,7 +209,8 @@ func TestRefusedRequestsLockNothingBehindNewRows(t *testing.T) {
 				t.Parallel()
 				db := pgtest.New(t)
 				if broken {
-					pgtest.Rewrite(t, db.Pool, "rate_limit_all", "WHERE e.first AND NOT e.refused AND", "WHERE e.first AND")
+					pgtest.Rewrite(t, db.Pool, "rate_limit_all", "        making := true;", `making := true;
+						PERFORM FROM public.rate_limit_ephemeral AS d WHERE d.prefix = 'test' ORDER BY d.key DESC FOR UPDATE;`)
 				}
 				ask := func(requests []int32, keys []string, costs []int64) error {
 					_, err := db.Pool.Exec(context.Background(), call, requests, keys, costs, year.Microseconds())
@@ -284,13 +283,8 @@ func TestRowsAreMadeAndLockedInOneOrder(t *testing.T) {
 			db := pgtest.New(t)
 			broken := variant.broken
 			if broken {
-				pgtest.Rewrite(
-					t,
-					db.Pool,
-					"rate_limit_all",
-					"DO UPDATE SET count = d.count WHERE clock_timestamp() > give_up AND",
-					"DO NOTHING; PERFORM 1 WHERE false AND",
-				)
+				pgtest.Rewrite(t, db.Pool, "rate_limit_all", "        making := true;", `making := true;
+					INSERT INTO public.rate_limit_ephemeral (prefix, key) SELECT names[p], keys[p] FROM unnest(part_of) AS p ON CONFLICT DO NOTHING;`)
 			}
 			config := Config{Name: "test", Policy: variant.policy, Client: ClientConfig{Timeout: amply}}
 			limiter := newLimiter(t, db.NewPool(t, nil), config)
@@ -328,7 +322,8 @@ func TestVanishedRowsAreNotMadeBehindLockedOnes(t *testing.T) {
 				t.Parallel()
 				db := pgtest.New(t)
 				if broken {
-					pgtest.Rewrite(t, db.Pool, "rate_limit_all", "IF holders[ord] IS NOT NULL THEN", "IF false THEN")
+					pgtest.Rewrite(t, db.Pool, "rate_limit_all", "        making := true;", `making := true;
+						PERFORM public._rate_limit_try_to_make(names[p], keys[p], durables[p]) FROM unnest(part_of) AS p;`)
 				}
 				pgtest.Exec(t, db.Pool, `
 					CREATE FUNCTION stop() RETURNS trigger LANGUAGE plpgsql AS $$

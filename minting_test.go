@@ -308,17 +308,17 @@ func TestRefundsMintNothingOnAServer(t *testing.T) {
 			require.NoError(t, play(pool, kind, fmt.Sprint(round, kind)))
 		}
 	}
-	const ofTheSameWindow, ofAny = "taken_in[part] = s.window_start AND s.window_start = r.window_start", "taken_in[part] IS NOT NULL"
+	const ofTheSameWindow, ofAny = "taken_in = s.window_start AND taken_in = rolled.window_start", "taken_in IS NOT NULL"
 	for _, mutant := range []struct {
 		kind         int64
 		function     string
 		right, wrong string
 	}{
-		{0, "rate_limit_all", ofTheSameWindow, ofAny},
-		{1, "rate_limit_all", ofTheSameWindow, ofAny},
-		{4, "rate_limit_all", ofTheSameWindow, ofAny},
-		{2, "rate_limit_all", "= taken_in[part] << 10", "<> 0 LIMIT 1"},
-		{3, "rate_limit_all", "s.returned := s.returned + back;", ""},
+		{0, "_rate_limit_fixed_refund", ofTheSameWindow, ofAny},
+		{1, "_rate_limit_sliding_refund", "later = 0 AND taken_in = s.window_start THEN", "later = 0 THEN"},
+		{4, "_rate_limit_fixed_refund", ofTheSameWindow, ofAny},
+		{2, "_rate_limit_log_refund", "= taken_in << 10", "<> 0 LIMIT 1"},
+		{3, "_rate_limit_bucket_refund", "s.returned := s.returned + back;", ""},
 		// What a take that was decided in one statement says of itself: its place in the queue.
 		{3, "rate_limit_take_token_bucket", "d.since, d.returned]", "d.since, d.returned + capacity * every_us]"},
 	} {

@@ -449,11 +449,8 @@ func TestCrossingRefundsDoNotDeadlock(t *testing.T) {
 	pgtest.Rewrite(
 		t,
 		db.Pool,
-		"rate_limit_all",
-		"(SELECT durables), (SELECT refused)) AS e (name, key, durable, refused)",
-		"(SELECT durables), (SELECT refused), (SELECT costs)) AS e (name, key, durable, refused, cost)",
-		"WHERE NOT e.refused AND",
-		"WHERE e.cost > 0 AND NOT e.refused AND",
+		"_rate_limit_rows",
+		`(ORDER BY e.durable, -octet_length(e.key), e.key COLLATE "C", e.name COLLATE "C")`, "(ORDER BY e.part)",
 	)
 	var pgErr *pgconn.PgError
 	require.ErrorAs(t, cross(db, 100_000), &pgErr)

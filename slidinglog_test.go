@@ -368,11 +368,11 @@ func TestRareStepsOfLogsEqualTheModel(t *testing.T) {
 	}{
 		"a refund of the newest entry moves the log's own time back, which what comes behind it goes by": {
 			[]step{ask(c0, 2), ask(c9, 6), giveBack},
-			"rate_limit_all", "r.window_start := t - (t - (r.log[newest] >> 10) & age_bits);", "",
+			"_rate_limit_log_refund", "s.window_start := t - public._rate_limit_entry_age(s.log[n], t);", "",
 		},
 		"a denial waits for as many entries as the credit lacks": {
 			[]step{ask(c0, -5), ask(c1, 4), ask(c2, 8), ask(c4, 6)},
-			"_rate_limit_left_sliding_log", "s.count - s.credit + greatest", "s.count + greatest",
+			"_rate_limit_log", "s.count - s.credit + greatest", "s.count + greatest",
 		},
 	} {
 		for _, broken := range []bool{false, true} {

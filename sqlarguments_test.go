@@ -339,6 +339,45 @@ func TestTakesFromRowsRefuseBadArguments(t *testing.T) {
 	}
 }
 
+// A row that somebody is just making is passed over, and what others take at the same time is stored all the same.
+func TestRowsBeingMadeSpoilNoOthers(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	pgtest.Exec(t, db.Pool, "SELECT rate_limit_take_fixed_window('n', '{a}', 20, 60000000, '{3}', '{1}')")
+	holder := pgtest.Begin(t, db)
+	pgtest.Exec(t, holder, "INSERT INTO rate_limit_ephemeral (prefix, key) VALUES ('n', 'bb')")
+	granted := pgtest.Scalar[[]int64](t, db.Pool, `SELECT array_agg(coalesce(granted, 0) ORDER BY ord) FROM rate_limit_all(
+		'{1,2,3}', '{n,n,n}', '{bb,a,a}', '{f,f,f}', '{1,1,1}', '{20,20,20}', '{60000000,60000000,60000000}', '{0,0,0}',
+		'{1,2,7}', NULL, 50, skip_held => true)`)
+	require.Equal(t, []int64{-2, 1, 1}, granted)
+	require.EqualValues(t, 12, pgtest.Scalar[int64](t, db.Pool, "SELECT count FROM rate_limit_ephemeral WHERE key = 'a'"))
+}
+
+// A limit of 2^62 admits a cost of 2^62, once. Two such requests ask for more than a bigint holds.
+func TestLargestTakes(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	const largest = "4611686018427387904" // 2^62
+	for name, policy := range map[string]string{
+		"fixed_window": largest + ", 1", "sliding_window": largest + ", 1", "token_bucket": largest + ", " + largest + ", 1",
+		"calendar_window": largest + ", 2678400000000, 'UTC'",
+	} {
+		for _, count := range []string{"2", "9223372036854775807"} {
+			for keys, arrays := range map[string]string{
+				"{a}":    fmt.Sprintf("'{%s}', '{%s}'", largest, count),
+				"{bb,a}": fmt.Sprintf("'{%s,%[1]s}', '{%s,%[2]s}'", largest, count),
+			} {
+				numbers := pgtest.Scalar[[]*int64](t, db.Pool,
+					fmt.Sprintf("SELECT rate_limit_take_%s('n', '%s', %s, %s)", name, keys, policy, arrays))
+				require.EqualValues(t, 1, *numbers[1], "%s %s %s", name, keys, count)
+				pgtest.Exec(t, db.Pool, "DELETE FROM rate_limit_ephemeral")
+			}
+		}
+	}
+}
+
 // rate_limit_take_all leaves to rate_limit_all what is not asked as it says: rows that come twice or in another order,
 // what does not belong together, and what would never fit. So no row has more taken from it than it has room for.
 func TestTakesOfSetsAskedBadly(t *testing.T) {

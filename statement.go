@@ -355,7 +355,7 @@ func queryOn(ctx context.Context, db DBTX, sql string, args, targets []any, each
 }
 
 // schemaVersion is the number of the last migration. This package calls what that version has.
-const schemaVersion = 5
+const schemaVersion = 3
 
 // explain adds to an error what takes another query to find out. If what was called is missing, it is the version
 // to which the database has been migrated. If the encoding refuses a text, it is whether that is the limiter's

@@ -11,7 +11,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/algorithm"
 )
 
-// How many numbers sql/limit.sql says that such a function returns for a key: of one whose requests were all granted by
+// How many numbers such a function returns for a key (see sql/sliding.sql): of one whose requests were all granted by
 // its one statement, and of one that was left to the rules of rate_limit_all.
 const (
 	takenNumbers = 9

@@ -43,7 +43,7 @@ func TestNotMigrated(t *testing.T) {
 	require.True(t, runOnce(t, newSweeper(t, db.Pool, Config{})).Complete)
 
 	// An older release has migrated it.
-	require.NoError(t, migrations.DownTo(t.Context(), db.Pool, 2))
+	require.NoError(t, migrations.DownTo(t.Context(), db.Pool, 1))
 	requireKind(t, db.Pool, Config{}, ratelimit.ErrNotMigrated, "call migrations.Up")
 }
 

@@ -111,8 +111,11 @@ func Up(ctx context.Context, pool DB) error {
 		if in.proxy && in.says() == latest() { // as an application may ask at each start
 			return nil
 		}
-		if err != nil {
+		switch {
+		case err != nil:
 			return err
+		case in.older:
+			return errOlder
 		}
 		var missing []string
 		for _, migration := range all {
@@ -314,6 +317,7 @@ func wrap(operation string, err error) error {
 		duplicateFunction     = "42723"
 		duplicateTable        = "42P07"
 		duplicateObject       = "42710"
+		ambiguousFunction     = "42725"
 		uniqueViolation       = "23505" // in a catalog
 	)
 	if pgErr, ok := errors.AsType[*pgconn.PgError](err); ok {
@@ -322,6 +326,8 @@ func wrap(operation string, err error) error {
 			hint = " (the user needs CREATE on the schema, and to have made what is rolled back)"
 		case uniqueViolation:
 			hint = " (somebody else made something of that name meanwhile)"
+		case ambiguousFunction:
+			hint = " (somebody made another function of that name, which is not ours: drop it)"
 		case duplicateTable, duplicateFunction, duplicateObject:
 			hint = " (it is not ours: drop it, or take another schema)"
 		}

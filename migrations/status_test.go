@@ -42,9 +42,7 @@ func TestStatus(t *testing.T) {
 	want := []migrations.Migration{
 		{Version: 1, Name: "create_tables"},
 		{Version: 2, Name: "create_functions"},
-		{Version: 3, Name: "create_sweep"},
-		{Version: 4, Name: "create_policies"},
-		{Version: 5, Name: "create_leases"},
+		{Version: 3, Name: "create_triggers"},
 	}
 	status, err := migrations.Status(t.Context(), pool)
 	require.NoError(t, err)
@@ -62,7 +60,7 @@ func TestStatus(t *testing.T) {
 	require.Equal(t, want, status)
 
 	require.NoError(t, migrations.Down(t.Context(), pool))
-	want[len(want)-1] = migrations.Migration{Version: 5, Name: "create_leases"}
+	want[len(want)-1] = migrations.Migration{Version: 3, Name: "create_triggers"}
 	status, err = migrations.Status(t.Context(), pool)
 	require.NoError(t, err)
 	require.Equal(t, want, status)
@@ -141,10 +139,10 @@ func TestProxyIsNotMigrated(t *testing.T) {
 		return fmt.Sprintf("CREATE OR REPLACE FUNCTION rate_limit_version() RETURNS bigint LANGUAGE sql "+
 			"AS 'SELECT %d::bigint'", n)
 	}
-	pgtest.Exec(t, pool, version(5))
+	pgtest.Exec(t, pool, version(3))
 	require.NoError(t, migrations.Up(t.Context(), pool))
 	require.ErrorContains(t, migrations.Down(t.Context(), pool), "a proxy of shards")
-	for _, other := range []int{4, 6} {
+	for _, other := range []int{2, 4} {
 		pgtest.Exec(t, pool, version(other))
 		require.ErrorContains(t, migrations.Up(t.Context(), pool), "a proxy of shards")
 	}

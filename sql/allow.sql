@@ -1,47 +1,12 @@
-{{/* A function that asks for one key. */}}
-{{define "asks"}}
-CREATE FUNCTION {{.Name}}(
-    name text,
-    key text,
-    policy text DEFAULT NULL,
-{{- if eq .Cost "cost"}}
-    cost bigint DEFAULT 1,
-{{- end}}
-    durable boolean DEFAULT false,
-    OUT allowed boolean,
-    OUT remaining bigint,
-    OUT retry_after interval,
-    OUT reset_after interval,
-    OUT retry_after_seconds integer
-)
-LANGUAGE plpgsql
-SECURITY DEFINER
-AS $$
-#variable_conflict use_variable
-BEGIN
-    SELECT a.* INTO allowed, remaining, retry_after, reset_after, retry_after_seconds
-    FROM _rate_limit_ask(name COLLATE "C", key COLLATE "C", policy COLLATE "C", {{.Cost}}, durable) AS a;
-END
-$$;
-{{end}}
 -- The functions for people and triggers. Other languages call them too, unless they ask for many keys at once.
 
 -- _rate_limit_ask decides, or only looks if cost is 0. Without a policy, the row of rate_limit_policy that is in force
 -- decides. Its texts have the collation of the tables, whatever collation the caller's have.
 CREATE FUNCTION _rate_limit_ask(
-    name text,
-    key text,
-    policy text,
-    cost bigint,
-    durable boolean,
-    OUT allowed boolean,
-    OUT remaining bigint,
-    OUT retry_after interval,
-    OUT reset_after interval,
+    name text, key text, policy text, cost bigint, durable boolean,
+    OUT allowed boolean, OUT remaining bigint, OUT retry_after interval, OUT reset_after interval,
     OUT retry_after_seconds integer
-)
-LANGUAGE plpgsql
-AS $$
+) LANGUAGE plpgsql AS $$
 #variable_conflict use_variable
 DECLARE
     clock timestamptz;
@@ -120,13 +85,26 @@ BEGIN
 END
 $$;
 
-{{include "asks" (dict "Name" "rate_limit_allow" "Cost" "cost")}}
+CREATE FUNCTION rate_limit_allow(
+    name text, key text, policy text DEFAULT NULL, cost bigint DEFAULT 1, durable boolean DEFAULT false,
+    OUT allowed boolean, OUT remaining bigint, OUT retry_after interval, OUT reset_after interval,
+    OUT retry_after_seconds integer
+)
+LANGUAGE plpgsql
+SECURITY DEFINER
+AS $$
+#variable_conflict use_variable
+BEGIN
+    SELECT a.* INTO allowed, remaining, retry_after, reset_after, retry_after_seconds
+    FROM _rate_limit_ask(name COLLATE "C", key COLLATE "C", policy COLLATE "C", cost, durable) AS a;
+END
+$$;
 
 COMMENT ON FUNCTION rate_limit_allow IS 'Takes cost from a key''s limit if that fits, or nothing.
 Example: SELECT * FROM rate_limit_allow(''login'', ''user:123'', ''sliding 10/1m'')
   name         the limiter, which keeps its keys apart from those of others
   key          who is limited
-  policy       {{range $i, $a := .Algorithms}}{{if $i}}, {{end}}{{$a.Example}}{{end}} -
+  policy       fixed 100/1m, sliding 100/1m, bucket 20 5/10s, log 100/1m, every 1000/month Europe/Berlin -
                with commas between them, all of them. Durations: 10s, 1m, 1h30m, 30d. Windows of
                the calendar: minute, hour, day, week, month; without a time zone, of UTC.
                Left out or NULL: that of rate_limit_policy that is in force for the key
@@ -138,9 +116,23 @@ It returns
   reset_after  how long until the key is as good as new
   retry_after_seconds  retry_after as a number, rounded up, for a header Retry-After. At most 2147483647
 What is taken is kept or given back with the transaction.
-Until that ends, others who ask for the key wait.';
+Until that ends, others who ask for the key wait.
+A transaction that asks for several keys asks in a fixed order, or two of them can deadlock.';
 
-{{include "asks" (dict "Name" "rate_limit_peek" "Cost" "0::bigint")}}
+CREATE FUNCTION rate_limit_peek(
+    name text, key text, policy text DEFAULT NULL, durable boolean DEFAULT false,
+    OUT allowed boolean, OUT remaining bigint, OUT retry_after interval, OUT reset_after interval,
+    OUT retry_after_seconds integer
+)
+LANGUAGE plpgsql
+SECURITY DEFINER
+AS $$
+#variable_conflict use_variable
+BEGIN
+    SELECT a.* INTO allowed, remaining, retry_after, reset_after, retry_after_seconds
+    FROM _rate_limit_ask(name COLLATE "C", key COLLATE "C", policy COLLATE "C", 0::bigint, durable) AS a;
+END
+$$;
 
 COMMENT ON FUNCTION rate_limit_peek IS 'Shows what is left of a key''s limit, and takes nothing.
 allowed tells whether a cost of 1 would fit. See rate_limit_allow for the rest.

@@ -1,110 +1,19 @@
-{{/* The calendar window. calendar.go holds its specification and its model. limit.sql and all.sql show what each block
-is for. */}}
-{{define "calendar.title"}}The calendar window; see calendar.go{{end}}
-{{define "calendar.arguments"}}
---   max_count           the limit, in units of cost, at most 2^62
---   window_us           60000000 for windows of a minute, 3600000000 for an hour, 86400000000 for a day, 604800000000
---                       for a week, 2678400000000 for a month
---   zone                the time zone: UTC, or a name with a slash, such as Europe/Berlin
-{{end}}
-{{define "calendar.valid"}}max_count BETWEEN 1 AND 4611686018427387904
-    AND window_us IN (60000000, 3600000000, 86400000000, 604800000000, 2678400000000)
-    AND octet_length(zone) <= 64
-    AND zone COLLATE "C" ~ '^(UTC|[A-Z][A-Za-z_-]*(/[A-Z][A-Za-z_-]*)+)$'
-    AND zone COLLATE "C" !~* '^(right|posix)/'{{end}}
-{{define "calendar.known"}}timestamptz 'epoch' AT TIME ZONE zone IS NOT NULL{{end}}
-{{define "calendar.hint"}}max_count is at least 1 and at most 2^62. '
-'window_us is 60000000 (a minute), 3600000000 (an hour), 86400000000 (a day), '
-'604800000000 (a week) or 2678400000000 (a month). '
-'zone is UTC or a name like Europe/Berlin.{{end}}
-{{define "calendar.comment"}}Takes from the minutes, hours, days, weeks or months of a time zone, '
-'each of which admits max_count.{{end}}
-{{define "calendar.example"}}(''mail'', ''{user:123}'', 1000, 2678400000000, ''Europe/Berlin'') '
-'takes one of 1000 a month{{end}}
-{{define "calendar.lasts"}}2 * window_us{{end}}
+-- The calendar window. calendar.go says what it promises, and has the model that these functions are tested against.
 
-{{define "calendar.insert"}}(prefix, key, algorithm, count, window_start, scale, expires_at){{end}}
-{{define "calendar.values"}}5, {{.}}, clock, window_end - clock, window_end{{end}}
-{{define "calendar.adds"}}count = d.count + excluded.count{{end}}
-{{define "calendar.rolls"}}
-count = CASE WHEN clock < d.expires_at THEN d.count ELSE 0 END + excluded.count,
-window_start = CASE WHEN clock < d.expires_at THEN d.window_start ELSE clock END,
-scale = CASE WHEN clock < d.expires_at THEN d.scale ELSE excluded.scale END,
-expires_at = CASE WHEN clock < d.expires_at THEN d.expires_at ELSE excluded.expires_at END
-{{end}}
-{{define "calendar.fits"}}
-d.algorithm = 5 AND d.since IS NULL AND d.window_start - clock <= window_us
-    AND {{if .Rolls}}(clock >= d.expires_at
-    OR {{end}}clock + 10000 < d.expires_at AND d.expires_at = d.window_start + d.scale
-    AND d.scale <= 2 * window_us AND excluded.count <= max_count - d.count{{if .Rolls}}){{end}}
-{{end}}
-{{define "calendar.new"}}{{.Taken}}[2] = {{.Units}}{{end}}
-{{define "calendar.columns"}}count, window_start, credit, scale, expires_at, since{{end}}
-
-{{define "calendar.enough"}}cost <= max_count - s.count{{end}}
-{{define "calendar.roll"}}
--- Not the window of a longer unit.
-s.count := CASE WHEN s.scale <= 2 * window_us THEN s.count ELSE 0 END;
-IF clock >= s.expires_at OR (s.count | s.credit) = 0 THEN
-    s.count := 0;
-    s.credit := 0;
-    s.window_start := clock;
-    s.since := NULL;
-ELSIF s.window_start - clock > window_us THEN
-    s.window_start := clock;
-    s.scale := window_us;
-    s.expires_at := clock + CASE WHEN s.credit > 0 THEN 2 * window_us ELSE window_us END;
-    moved := true;
-END IF;
-t := greatest(clock, s.window_start);
-IF s.count = 0 OR t - s.window_start >= s.scale THEN
-    s.count := 0;
-    s.window_start := t;
-    s.scale := _rate_limit_window_end(t, window_us, zone) - t;
-    s.since := CASE WHEN s.credit > 0 THEN s.since END;
-END IF;
-{{end}}
-{{define "calendar.empty"}}
-IF s.count = 0 THEN
-    IF s.credit = 0 THEN -- as good as new
-        t := clock;
-        s.since := NULL;
-    END IF;
-    s.window_start := t;
-    s.scale := _rate_limit_window_end(t, window_us, zone) - t;
-END IF;
-{{end}}
-{{define "calendar.refund"}}
-IF taken_in[part] = s.window_start AND s.window_start = r.window_start THEN
-    back := least(units, s.count);
-    changed := changed OR back > 0;
-    s.count := s.count - back;
-    r.count := r.count - back;
-END IF;
-{{include "calendar.empty"}}
-{{end}}
-{{define "calendar.room"}}
-remaining := greatest(max_count - s.count, 0);
-{{end}}
-{{define "calendar.take"}}
-s.count := s.count + units;
-{{end}}
-{{define "calendar.retry"}}
-free_at := s.window_start + s.scale;
-{{end}}
-{{define "calendar.reset"}}CASE WHEN s.count > 0 THEN s.window_start + s.scale END{{end}}
+-- Whether a policy is within the exact range. Whether the server knows the zone is another question.
+CREATE FUNCTION _rate_limit_valid_calendar(max_count bigint, window_us bigint, zone text)
+RETURNS boolean LANGUAGE sql IMMUTABLE AS $$
+    SELECT max_count BETWEEN 1 AND 4611686018427387904
+        AND window_us IN (60000000, 3600000000, 86400000000, 604800000000, 2678400000000)
+        AND octet_length(zone) <= 64
+        AND zone COLLATE "C" ~ '^(UTC|[A-Z][A-Za-z_-]*(/[A-Z][A-Za-z_-]*)+)$'
+        AND zone COLLATE "C" !~* '^(right|posix)/'
+$$;
 
 -- _rate_limit_window_end tells when the window ends that a clock is in: when the next one starts, by date_trunc.
 -- Clocks change at whole seconds, so it takes whole seconds.
-CREATE FUNCTION _rate_limit_window_end(
-    clock bigint,
-    window_us bigint,
-    zone text
-)
-RETURNS bigint
-LANGUAGE plpgsql
-STABLE
-AS $$
+CREATE FUNCTION _rate_limit_window_end(clock bigint, window_us bigint, zone text)
+RETURNS bigint LANGUAGE plpgsql STABLE AS $$
 #variable_conflict use_variable
 DECLARE
     unit CONSTANT text := CASE window_us WHEN 60000000 THEN 'minute' WHEN 3600000000 THEN 'hour'
@@ -131,3 +40,169 @@ BEGIN
     RETURN extract(epoch FROM ends)::bigint * 1000000;
 END
 $$;
+
+-- _rate_limit_calendar decides about a row, as _rate_limit_fixed does. scale is the length of the row's window.
+CREATE FUNCTION _rate_limit_calendar(
+    s rate_limit_row, clock bigint, cost bigint, asked bigint, most bigint, max_count bigint, window_us bigint,
+    zone text
+) RETURNS rate_limit_row LANGUAGE plpgsql AS $$
+DECLARE
+    t bigint;                -- the clock, or the row's own time if that is ahead of it
+    moved boolean := false;  -- the clock has jumped back, and the row with it
+    room bigint;
+    ends bigint;
+BEGIN
+    IF s.scale > 2 * window_us THEN -- the window of a longer unit
+        s.count := 0;
+    END IF;
+    IF clock >= s.expires_at OR s.count = 0 AND s.credit = 0 THEN -- as good as new
+        s.count := 0;
+        s.credit := 0;
+        s.window_start := clock;
+        s.since := NULL;
+    ELSIF s.window_start - clock > window_us THEN -- keep the usage, from now on
+        s.window_start := clock;
+        s.scale := window_us;
+        s.expires_at := clock + CASE WHEN s.credit > 0 THEN 2 ELSE 1 END * window_us;
+        moved := true;
+    END IF;
+    t := greatest(clock, s.window_start);
+    IF s.count = 0 OR t - s.window_start >= s.scale THEN -- a window begins
+        s.count := 0;
+        s.window_start := t;
+        s.scale := _rate_limit_window_end(t, window_us, zone) - t;
+        s.since := CASE WHEN s.credit > 0 THEN s.since END;
+    END IF;
+
+    room := greatest(max_count - s.count, 0);
+    s.granted := CASE WHEN cost BETWEEN 1 AND max_count THEN least(most, (room + s.credit) / cost) ELSE 0 END;
+    s.remaining := room + s.credit - s.granted * cost;
+    s.spent := greatest(s.granted * cost - room, 0);
+    IF s.granted > 0 THEN
+        s.count := s.count + s.granted * cost - s.spent;
+        s.credit := s.credit - s.spent;
+        s.expires_at := t + 2 * window_us;
+    END IF;
+
+    ends := least(s.window_start + s.scale, s.expires_at);
+    s.retry_after_us := CASE
+        WHEN s.granted = asked THEN 0
+        WHEN cost > max_count THEN NULL
+        WHEN s.remaining >= greatest(cost, 1) THEN 0
+        ELSE ends - clock END;
+    s.reset_after_us := CASE WHEN s.credit > 0 THEN s.expires_at WHEN s.count > 0 THEN ends ELSE clock END - clock;
+    s.changed := s.granted > 0 OR (moved AND cost > 0 AND s.retry_after_us > 0) IS TRUE; -- a denial writes nothing else
+    IF s.changed THEN
+        s.expires_at := clock + s.reset_after_us;
+    END IF;
+    RETURN s;
+END
+$$;
+
+-- Whether units fit into a row by the clock, and still will 10 ms later: into the window, or into one that begins.
+CREATE FUNCTION _rate_limit_calendar_fits(
+    algorithm smallint, count bigint, window_start bigint, scale bigint, expires_at bigint, since bigint,
+    units bigint, clock bigint, max_count bigint, window_us bigint
+) RETURNS boolean LANGUAGE sql IMMUTABLE AS $$
+    SELECT algorithm = 5 AND since IS NULL AND window_start - clock <= window_us
+        AND (clock >= expires_at
+            OR clock + 10000 < expires_at AND expires_at = window_start + scale AND scale <= 2 * window_us
+                AND units <= max_count - count)
+$$;
+
+-- Its parameters and its answer are those of rate_limit_take_sliding_window, but for these:
+--
+--   max_count  the limit, in units of cost, at most 2^62
+--   window_us  60000000 for windows of a minute, 3600000000 for an hour, 86400000000 for a day, 604800000000 for a
+--              week, 2678400000000 for a month
+--   zone       the time zone: UTC, or a name with a slash, such as Europe/Berlin
+CREATE FUNCTION rate_limit_take_calendar_window(
+    name text, keys text[], max_count bigint, window_us bigint, zone text,
+    costs bigint[] DEFAULT NULL, counts bigint[] DEFAULT NULL, durable boolean DEFAULT false,
+    lock_timeout_ms integer DEFAULT NULL, synchronous_commit boolean DEFAULT NULL, now_us bigint DEFAULT NULL
+) RETURNS bigint[]
+LANGUAGE plpgsql
+SECURITY DEFINER
+SET plan_cache_mode = force_generic_plan -- the first five calls of a session would each make a plan of their own
+AS $$
+#variable_conflict use_variable
+DECLARE
+    ignored text;
+    clock bigint;
+    window_end bigint; -- of a window that begins now, or NULL if the policy is not valid
+    lasts boolean;     -- it is not about to end, as in the rules for a row that is there
+    units bigint;      -- that are asked of the only key, or NULL if something is not valid
+    units_of bigint[]; -- the same of each of several
+    taken_keys text[];
+    taken bigint[];
+BEGIN
+    IF durable THEN
+        RETURN _rate_limit_take_calendar_window_durable(name, keys, max_count, window_us, zone, costs, counts, false,
+            lock_timeout_ms, synchronous_commit, now_us); -- the same for rate_limit_durable; see twins.sql
+    END IF;
+    ignored := _rate_limit_set(lock_timeout_ms, synchronous_commit);
+    clock := _rate_limit_now(now_us);
+    window_end := CASE WHEN _rate_limit_valid_calendar(max_count, window_us, zone)
+        THEN _rate_limit_window_end(clock, window_us, zone) END;
+    lasts := clock + 10000 < window_end;
+    IF cardinality(keys) = 1 THEN
+        units := CASE WHEN lasts AND octet_length(name) BETWEEN 1 AND 128
+            AND octet_length(keys[1]) BETWEEN 1 AND 512 THEN 1 END;
+        IF num_nonnulls(costs, counts) > 0 THEN
+            units := units * _rate_limit_units_of_one(costs, counts, max_count);
+        END IF;
+        INSERT INTO rate_limit_ephemeral AS d
+            (prefix, key, algorithm, count, window_start, scale, expires_at)
+        SELECT name, keys[1], 5, units, clock, window_end - clock, window_end
+        WHERE units <= max_count
+        ON CONFLICT (prefix, key) DO UPDATE SET
+            count = CASE WHEN clock < d.expires_at THEN d.count ELSE 0 END + excluded.count,
+            window_start = CASE WHEN clock < d.expires_at THEN d.window_start ELSE clock END,
+            scale = CASE WHEN clock < d.expires_at THEN d.scale ELSE excluded.scale END,
+            expires_at = CASE WHEN clock < d.expires_at THEN d.expires_at ELSE excluded.expires_at END
+        WHERE _rate_limit_now(now_us) < clock + 10000
+            AND _rate_limit_calendar_fits(d.algorithm, d.count, d.window_start, d.scale, d.expires_at, d.since,
+                excluded.count, clock, max_count, window_us)
+        RETURNING ARRAY[_rate_limit_now(now_us),
+            d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at, d.since, d.returned]
+        INTO taken;
+        IF taken[1] BETWEEN clock AND clock + 10000 THEN
+            RETURN taken;
+        END IF;
+    ELSE
+        units_of := CASE WHEN lasts THEN _rate_limit_units_of_each(keys, costs, counts, max_count) END;
+        WITH d AS (
+            INSERT INTO rate_limit_ephemeral AS d
+                (prefix, key, algorithm, count, window_start, scale, expires_at)
+            SELECT name, e.key, 5, e.units, clock, window_end - clock, window_end
+            FROM _rate_limit_in_order(keys, units_of) AS e
+            WHERE octet_length(name) BETWEEN 1 AND 128
+            ON CONFLICT (prefix, key) DO UPDATE SET
+                count = CASE WHEN clock < d.expires_at THEN d.count ELSE 0 END + excluded.count,
+                window_start = CASE WHEN clock < d.expires_at THEN d.window_start ELSE clock END,
+                scale = CASE WHEN clock < d.expires_at THEN d.scale ELSE excluded.scale END,
+                expires_at = CASE WHEN clock < d.expires_at THEN d.expires_at ELSE excluded.expires_at END
+            WHERE (_rate_limit_now(now_us) < clock + 10000 OR _rate_limit_give_up(clock, lock_timeout_ms, now_us))
+                AND _rate_limit_calendar_fits(d.algorithm, d.count, d.window_start, d.scale, d.expires_at, d.since,
+                    excluded.count, clock, max_count, window_us)
+            RETURNING d.key, ARRAY[greatest(clock, least(clock + 10000, _rate_limit_now(now_us))),
+                d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at, d.since, d.returned] AS told
+        )
+        SELECT array_agg(d.key), array_agg(d.told) INTO taken_keys, taken FROM d;
+        IF taken_keys = keys AND _rate_limit_now(now_us) <= clock + 10000 THEN
+            RETURN taken;
+        END IF;
+    END IF;
+    RETURN _rate_limit_left_ephemeral(
+        name, keys, 5::smallint, max_count, window_us, 0::bigint, zone, costs, counts,
+        lock_timeout_ms, now_us, num_nonnulls(units, units_of) = 1, clock, taken_keys, taken);
+END
+$$;
+
+COMMENT ON FUNCTION rate_limit_take_calendar_window IS
+    'Takes from the minutes, hours, days, weeks or months of a time zone, '
+    'each of which admits max_count.
+It takes what the costs and counts of each key say, or denies it, '
+    'and returns an array of numbers, for programs: see sql/sliding.sql. For people there is rate_limit_allow.
+Example: SELECT rate_limit_take_calendar_window(''mail'', ARRAY[''user:123''], 1000, 2678400000000, ''Europe/Berlin'') '
+    'takes one of 1000 a month.';

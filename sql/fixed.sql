@@ -1,80 +1,158 @@
-{{/* The fixed window. fixed.go holds its specification and its model. limit.sql and all.sql show what each block is
-for. */}}
-{{define "fixed.title"}}The fixed window; see fixed.go{{end}}
-{{define "fixed.arguments"}}
---   max_count           the limit, in units of cost; max_count * window_us may reach 2^62
---   window_us           length of the window in microseconds, at most 2^51 (71 years)
-{{end}}
-{{define "fixed.valid"}}max_count >= 1 AND window_us BETWEEN 1 AND 2251799813685248
-    AND max_count <= 4611686018427387904 / window_us{{end}}
-{{define "fixed.hint"}}max_count and window_us are at least 1, window_us is at most 2^51, '
-'and their product is at most 2^62.{{end}}
-{{define "fixed.comment"}}Takes from fixed windows of window_us microseconds, each of which admits max_count. '
-'A window starts at the first request after the one before has ended.{{end}}
-{{define "fixed.example"}}(''login'', ARRAY[''user:123''], 10, 60000000) takes one of 10 a minute{{end}}
-{{define "fixed.lasts"}}window_us{{end}}
+-- The fixed window. fixed.go says what it promises, and has the model that these functions are tested against.
 
-{{define "fixed.insert"}}(prefix, key, algorithm, count, window_start, expires_at){{end}}
-{{define "fixed.values"}}1, {{.}}, clock, clock + window_us{{end}}
-{{define "fixed.adds"}}count = d.count + excluded.count{{end}}
-{{define "fixed.rolls"}}
-count = CASE WHEN clock < d.expires_at THEN d.count ELSE 0 END + excluded.count,
-window_start = CASE WHEN clock < d.expires_at THEN d.window_start ELSE clock END,
-expires_at = CASE WHEN clock < d.expires_at THEN d.expires_at ELSE excluded.expires_at END
-{{end}}
-{{define "fixed.fits"}}
-d.algorithm = 1 AND d.since IS NULL AND d.window_start - clock <= window_us
-    AND {{if .Rolls}}(clock >= d.expires_at
-    OR {{end}}clock + 10000 < d.expires_at AND d.expires_at = d.window_start + window_us
-    AND excluded.count <= max_count - d.count{{if .Rolls}}){{end}}
-{{end}}
-{{define "fixed.new"}}{{.Taken}}[2] = {{.Units}}{{end}}
-{{define "fixed.columns"}}count, window_start, credit, expires_at, since{{end}}
+-- Whether a policy is within the exact range; also of a sliding window.
+CREATE FUNCTION _rate_limit_valid_window(max_count bigint, window_us bigint)
+RETURNS boolean LANGUAGE sql IMMUTABLE AS $$
+    SELECT max_count >= 1 AND window_us BETWEEN 1 AND 2251799813685248
+        AND max_count <= 4611686018427387904 / window_us
+$$;
 
-{{define "fixed.enough"}}cost <= max_count - s.count{{end}}
-{{define "fixed.roll"}}
-IF clock >= s.expires_at OR (s.count | s.credit) = 0 THEN
-    s.count := 0;
-    s.credit := 0;
-    s.window_start := clock;
-    s.since := NULL;
-ELSIF s.window_start - clock > window_us THEN
-    s.window_start := clock;
-    s.expires_at := clock + window_us;
-    moved := true;
-END IF;
-t := greatest(clock, s.window_start);
-IF t - s.window_start >= window_us OR s.count = 0 THEN
-    s.count := 0;
-    s.window_start := t;
-    s.since := CASE WHEN s.credit > 0 THEN s.since END;
-END IF;
-{{end}}
-{{define "fixed.empty"}}
-IF s.count = 0 THEN
-    IF s.credit = 0 THEN -- as good as new
-        t := clock;
+-- _rate_limit_fixed decides about a row. s is the row as it was found, and as it is afterwards: rolled forward to the
+-- clock, and taken from if something was granted. Of the requests that are asked, at most as many as most are granted,
+-- because other parts of these requests have no room for more. A cost of 0 only looks.
+CREATE FUNCTION _rate_limit_fixed(
+    s rate_limit_row, clock bigint, cost bigint, asked bigint, most bigint, max_count bigint, window_us bigint
+) RETURNS rate_limit_row LANGUAGE plpgsql AS $$
+DECLARE
+    t bigint;                -- the clock, or the row's own time if that is ahead of it
+    moved boolean := false;  -- the clock has jumped back, and the row with it
+    room bigint;
+    ends bigint;
+BEGIN
+    IF clock >= s.expires_at OR s.count = 0 AND s.credit = 0 THEN -- as good as new
+        s.count := 0;
+        s.credit := 0;
+        s.window_start := clock;
         s.since := NULL;
+    ELSIF s.window_start - clock > window_us THEN -- keep the usage, from now on
+        s.window_start := clock;
+        s.expires_at := clock + window_us;
+        moved := true;
     END IF;
-    s.window_start := t;
-END IF;
-{{end}}
-{{define "fixed.refund"}}
-IF taken_in[part] = s.window_start AND s.window_start = r.window_start THEN
-    back := least(units, s.count);
-    changed := changed OR back > 0;
-    s.count := s.count - back;
-    r.count := r.count - back;
-END IF;
-{{include "fixed.empty"}}
-{{end}}
-{{define "fixed.room"}}
-remaining := greatest(max_count - s.count, 0);
-{{end}}
-{{define "fixed.take"}}
-s.count := s.count + units;
-{{end}}
-{{define "fixed.retry"}}
-free_at := s.window_start + window_us;
-{{end}}
-{{define "fixed.reset"}}CASE WHEN s.count > 0 THEN s.window_start + window_us END{{end}}
+    t := greatest(clock, s.window_start);
+    IF s.count = 0 OR t - s.window_start >= window_us THEN -- a window begins
+        s.count := 0;
+        s.window_start := t;
+        s.since := CASE WHEN s.credit > 0 THEN s.since END;
+    END IF;
+
+    room := greatest(max_count - s.count, 0);
+    s.granted := CASE WHEN cost BETWEEN 1 AND max_count THEN least(most, (room + s.credit) / cost) ELSE 0 END;
+    s.remaining := room + s.credit - s.granted * cost;
+    s.spent := greatest(s.granted * cost - room, 0);
+    IF s.granted > 0 THEN
+        s.count := s.count + s.granted * cost - s.spent;
+        s.credit := s.credit - s.spent;
+        s.expires_at := t + window_us;
+    END IF;
+
+    ends := least(s.window_start + window_us, s.expires_at);
+    s.retry_after_us := CASE
+        WHEN s.granted = asked THEN 0
+        WHEN cost > max_count THEN NULL
+        WHEN s.remaining >= greatest(cost, 1) THEN 0
+        ELSE ends - clock END;
+    s.reset_after_us := CASE WHEN s.credit > 0 THEN s.expires_at WHEN s.count > 0 THEN ends ELSE clock END - clock;
+    s.changed := s.granted > 0 OR (moved AND cost > 0 AND s.retry_after_us > 0) IS TRUE; -- a denial writes nothing else
+    IF s.changed THEN
+        s.expires_at := clock + s.reset_after_us;
+    END IF;
+    RETURN s;
+END
+$$;
+
+-- Whether units fit into a row by the clock, and still will 10 ms later: into the window, or into one that begins.
+CREATE FUNCTION _rate_limit_fixed_fits(
+    algorithm smallint, count bigint, window_start bigint, expires_at bigint, since bigint,
+    units bigint, clock bigint, max_count bigint, window_us bigint
+) RETURNS boolean LANGUAGE sql IMMUTABLE AS $$
+    SELECT algorithm = 1 AND since IS NULL AND window_start - clock <= window_us
+        AND (clock >= expires_at
+            OR clock + 10000 < expires_at AND expires_at = window_start + window_us AND units <= max_count - count)
+$$;
+
+-- Its parameters and its answer are those of rate_limit_take_sliding_window.
+CREATE FUNCTION rate_limit_take_fixed_window(
+    name text, keys text[], max_count bigint, window_us bigint,
+    costs bigint[] DEFAULT NULL, counts bigint[] DEFAULT NULL, durable boolean DEFAULT false,
+    lock_timeout_ms integer DEFAULT NULL, synchronous_commit boolean DEFAULT NULL, now_us bigint DEFAULT NULL
+) RETURNS bigint[]
+LANGUAGE plpgsql
+SECURITY DEFINER
+SET plan_cache_mode = force_generic_plan -- the first five calls of a session would each make a plan of their own
+AS $$
+#variable_conflict use_variable
+DECLARE
+    ignored text;
+    clock bigint;
+    valid boolean;     -- whether the policy is
+    units bigint;      -- that are asked of the only key, or NULL if something is not valid
+    units_of bigint[]; -- the same of each of several
+    taken_keys text[];
+    taken bigint[];
+BEGIN
+    IF durable THEN
+        RETURN _rate_limit_take_fixed_window_durable(name, keys, max_count, window_us, costs, counts, false,
+            lock_timeout_ms, synchronous_commit, now_us); -- the same for rate_limit_durable; see twins.sql
+    END IF;
+    ignored := _rate_limit_set(lock_timeout_ms, synchronous_commit);
+    clock := _rate_limit_now(now_us);
+    valid := _rate_limit_valid_window(max_count, window_us);
+    IF cardinality(keys) = 1 THEN
+        units := CASE WHEN valid AND octet_length(name) BETWEEN 1 AND 128
+            AND octet_length(keys[1]) BETWEEN 1 AND 512 THEN 1 END;
+        IF num_nonnulls(costs, counts) > 0 THEN
+            units := units * _rate_limit_units_of_one(costs, counts, max_count);
+        END IF;
+        INSERT INTO rate_limit_ephemeral AS d
+            (prefix, key, algorithm, count, window_start, expires_at)
+        SELECT name, keys[1], 1, units, clock, clock + window_us
+        WHERE units <= max_count
+        ON CONFLICT (prefix, key) DO UPDATE SET
+            count = CASE WHEN clock < d.expires_at THEN d.count ELSE 0 END + excluded.count,
+            window_start = CASE WHEN clock < d.expires_at THEN d.window_start ELSE clock END,
+            expires_at = CASE WHEN clock < d.expires_at THEN d.expires_at ELSE excluded.expires_at END
+        WHERE _rate_limit_now(now_us) < clock + 10000
+            AND _rate_limit_fixed_fits(d.algorithm, d.count, d.window_start, d.expires_at, d.since,
+                excluded.count, clock, max_count, window_us)
+        RETURNING ARRAY[_rate_limit_now(now_us),
+            d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at, d.since, d.returned]
+        INTO taken;
+        IF taken[1] BETWEEN clock AND clock + 10000 THEN
+            RETURN taken;
+        END IF;
+    ELSE
+        units_of := CASE WHEN valid THEN _rate_limit_units_of_each(keys, costs, counts, max_count) END;
+        WITH d AS (
+            INSERT INTO rate_limit_ephemeral AS d
+                (prefix, key, algorithm, count, window_start, expires_at)
+            SELECT name, e.key, 1, e.units, clock, clock + window_us
+            FROM _rate_limit_in_order(keys, units_of) AS e
+            WHERE octet_length(name) BETWEEN 1 AND 128
+            ON CONFLICT (prefix, key) DO UPDATE SET
+                count = CASE WHEN clock < d.expires_at THEN d.count ELSE 0 END + excluded.count,
+                window_start = CASE WHEN clock < d.expires_at THEN d.window_start ELSE clock END,
+                expires_at = CASE WHEN clock < d.expires_at THEN d.expires_at ELSE excluded.expires_at END
+            WHERE (_rate_limit_now(now_us) < clock + 10000 OR _rate_limit_give_up(clock, lock_timeout_ms, now_us))
+                AND _rate_limit_fixed_fits(d.algorithm, d.count, d.window_start, d.expires_at, d.since,
+                    excluded.count, clock, max_count, window_us)
+            RETURNING d.key, ARRAY[greatest(clock, least(clock + 10000, _rate_limit_now(now_us))),
+                d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at, d.since, d.returned] AS told
+        )
+        SELECT array_agg(d.key), array_agg(d.told) INTO taken_keys, taken FROM d;
+        IF taken_keys = keys AND _rate_limit_now(now_us) <= clock + 10000 THEN
+            RETURN taken;
+        END IF;
+    END IF;
+    RETURN _rate_limit_left_ephemeral(
+        name, keys, 1::smallint, max_count, window_us, 0::bigint, NULL::text, costs, counts,
+        lock_timeout_ms, now_us, num_nonnulls(units, units_of) = 1, clock, taken_keys, taken);
+END
+$$;
+
+COMMENT ON FUNCTION rate_limit_take_fixed_window IS
+    'Takes from fixed windows of window_us microseconds, each of which admits max_count. '
+    'A window starts at the first request after the one before has ended.
+It takes what the costs and counts of each key say, or denies it, '
+    'and returns an array of numbers, for programs: see sql/sliding.sql. For people there is rate_limit_allow.
+Example: SELECT rate_limit_take_fixed_window(''login'', ARRAY[''user:123''], 10, 60000000) takes one of 10 a minute.';

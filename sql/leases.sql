@@ -1,51 +1,15 @@
--- What processes have taken ahead for their leases, as they report it (Lease in Go). It is for people. No decision
--- reads it, and whatever it says, the limit holds. So it is unlogged, and a crash of the server empties it.
-CREATE UNLOGGED TABLE rate_limit_lease (
-    process     text COLLATE "C" NOT NULL,
-    name        text COLLATE "C" NOT NULL,
-    key         text COLLATE "C" NOT NULL,
-    durable     boolean NOT NULL,
-    held        bigint NOT NULL,
-    ends_at     timestamptz NOT NULL,
-    reported_at timestamptz NOT NULL,
-    CONSTRAINT rate_limit_lease_pkey PRIMARY KEY (process, name, key, durable)
-);
-
--- For the rows that processes have left behind.
-CREATE INDEX rate_limit_lease_ends_at ON rate_limit_lease (ends_at);
-
-COMMENT ON TABLE rate_limit_lease IS
-    'What processes hold by leases, as they report it every 10 seconds: of each process, up to 100 rows with the most. '
-    'The rows of a process that has died stay until another one reports, a minute or more after they have ended.';
-COMMENT ON COLUMN rate_limit_lease.process IS
-    'Who: the host, the process id there, and a number for each client in it.';
-COMMENT ON COLUMN rate_limit_lease.name IS 'Name of the limiter.';
-COMMENT ON COLUMN rate_limit_lease.key IS 'Of which key.';
-COMMENT ON COLUMN rate_limit_lease.durable IS
-    'Where the key is: in rate_limit_durable if true, in rate_limit_ephemeral if false.';
-COMMENT ON COLUMN rate_limit_lease.held IS 'How many units it had taken ahead, and not spent, when it reported.';
-COMMENT ON COLUMN rate_limit_lease.ends_at IS 'When the lease ends. Nothing of it is spent later.';
-COMMENT ON COLUMN rate_limit_lease.reported_at IS 'When the report came.';
-
 -- rate_limit_report_leases replaces what rate_limit_lease says of a process. The arrays have an element for each key,
 -- and none if the process holds nothing any more. Of other processes, it deletes some rows that ended a minute ago or
 -- more.
 --
---   process      who reports, in 1 to 128 bytes
---   names, keys  limiters and keys
---   durables     in which table
---   held         how many units are left. Elements for the same key are added up, and the 100 keys with the most are
---                kept
---   ends_in_us   when they end, in microseconds from now
+--   process                who reports, in 1 to 128 bytes
+--   names, keys, durables  limiters, keys, and in which table they are
+--   held                   how many units are left. Elements for the same key are added up, and the 100 keys with the
+--                          most are kept
+--   ends_in_us             when they end, in microseconds from now
 CREATE FUNCTION rate_limit_report_leases(
-    process text,
-    names text[],
-    keys text[],
-    durables boolean[],
-    held bigint[],
-    ends_in_us bigint[]
-)
-RETURNS void
+    process text, names text[], keys text[], durables boolean[], held bigint[], ends_in_us bigint[]
+) RETURNS void
 LANGUAGE plpgsql
 SECURITY DEFINER
 SET enable_nestloop = on

@@ -8,12 +8,13 @@
 
 -- _rate_limit_check_policy refuses a row that limiters could not read. It does so before any constraint would, because
 -- the message of a constraint shows the row, and a key is personal data.
-CREATE FUNCTION _rate_limit_check_policy()
-RETURNS trigger
+CREATE FUNCTION _rate_limit_check_policy() RETURNS trigger
 LANGUAGE plpgsql
 SECURITY DEFINER
 AS $$
 DECLARE
+    year_1 CONSTANT timestamptz := timestamptz '0001-01-01 00:00:00Z';
+    year_9999 CONSTANT timestamptz := timestamptz '9999-12-31 00:00:00Z';
     wrong text;
     hint text;
     parts record;
@@ -23,46 +24,31 @@ BEGIN
             USING ERRCODE = 'feature_not_supported',
                 HINT = 'DELETE its rows. Then every process learns of it, and the history tells who did it.';
     END IF;
-    -- 0 stands for no row. Above 2^53, many languages cannot tell the numbers of JSON apart.
-    IF (NEW.id = OLD.id OR TG_OP = 'INSERT' AND NEW.id BETWEEN 1 AND 9007199254740992) IS NOT TRUE THEN
-        wrong := 'id';
-        hint := 'It comes by itself, from 1 to 9007199254740992 (2^53), and stays, because processes know the row '
-            'by it.';
-    ELSIF (octet_length(NEW.name) BETWEEN 1 AND 128) IS NOT TRUE THEN
-        wrong := 'name';
-        hint := 'It is the name of a limiter, of 1 to 128 bytes.';
-    ELSIF octet_length(NEW.key) NOT BETWEEN 1 AND 512 THEN
-        wrong := 'key';
-        hint := 'A key has 1 to 512 bytes. NULL stands for no single key.';
-    ELSIF octet_length(NEW.key_prefix) NOT BETWEEN 1 AND 512 OR NEW.key IS NOT NULL AND NEW.key_prefix IS NOT NULL THEN
-        wrong := 'key_prefix';
-        hint := 'It has 1 to 512 bytes, and key is NULL then. If both are NULL, the policy is for everybody.';
-    ELSIF (NEW.mode IN ('enforce', 'shadow', 'off', 'deny')) IS NOT TRUE THEN
-        wrong := 'mode';
-        hint := 'It is enforce, shadow, off (allow, and count nothing) or deny.';
-    ELSIF NEW.mode IN ('enforce', 'shadow') AND NEW.policy IS NULL
-        OR NEW.mode IN ('off', 'deny') AND NEW.policy IS NOT NULL
-    THEN
-        wrong := 'policy';
-        hint := 'enforce and shadow need one, such as sliding 100/1m. off and deny have none.';
-    ELSIF (NEW.valid_from = '-infinity' OR NEW.valid_from >= timestamptz '0001-01-01 00:00:00Z'
-        AND NEW.valid_from < timestamptz '9999-12-31 00:00:00Z') IS NOT TRUE
-    THEN
-        wrong := 'valid_from';
-        hint := 'It is a time from the year 1 on and before 9999-12-31 (UTC), or -infinity.';
-    ELSIF (NEW.valid_until > NEW.valid_from AND NEW.valid_until >= timestamptz '0001-01-01 00:00:00Z'
-        AND (NEW.valid_until = 'infinity' OR NEW.valid_until < timestamptz '9999-12-31 00:00:00Z')) IS NOT TRUE
-    THEN
-        wrong := 'valid_until';
-        hint := 'It comes after valid_from, from the year 1 on and before 9999-12-31 (UTC). Without an end '
-            'it is infinity.';
-    ELSIF (NEW.comment ~ '[^[:space:]]') IS NOT TRUE THEN
-        wrong := 'comment';
-        hint := 'It is required: say why, for whoever reads this next.';
-    ELSIF NEW.automatic IS NULL THEN
-        wrong := 'automatic';
-        hint := 'It is true for bans that limiters have made, and false otherwise.';
-    END IF;
+    SELECT c.name, c.hint INTO wrong, hint
+    FROM (VALUES
+        -- 0 stands for no row. Above 2^53, many languages cannot tell the numbers of JSON apart.
+        ('id', NEW.id = OLD.id OR TG_OP = 'INSERT' AND NEW.id BETWEEN 1 AND 9007199254740992,
+            'It comes by itself, from 1 to 9007199254740992 (2^53), and stays, because processes know the row by it.'),
+        ('name', octet_length(NEW.name) BETWEEN 1 AND 128, 'It is the name of a limiter, of 1 to 128 bytes.'),
+        ('key', coalesce(octet_length(NEW.key) BETWEEN 1 AND 512, true),
+            'A key has 1 to 512 bytes. NULL stands for no single key.'),
+        ('key_prefix', NEW.key_prefix IS NULL OR NEW.key IS NULL AND octet_length(NEW.key_prefix) BETWEEN 1 AND 512,
+            'It has 1 to 512 bytes, and key is NULL then. If both are NULL, the policy is for everybody.'),
+        ('mode', NEW.mode IN ('enforce', 'shadow', 'off', 'deny'),
+            'It is enforce, shadow, off (allow, and count nothing) or deny.'),
+        ('policy', (NEW.mode IN ('enforce', 'shadow')) = (NEW.policy IS NOT NULL),
+            'enforce and shadow need one, such as sliding 100/1m. off and deny have none.'),
+        ('valid_from', NEW.valid_from = '-infinity' OR NEW.valid_from >= year_1 AND NEW.valid_from < year_9999,
+            'It is a time from the year 1 on and before 9999-12-31 (UTC), or -infinity.'),
+        ('valid_until', NEW.valid_until > NEW.valid_from AND NEW.valid_until >= year_1
+            AND (NEW.valid_until = 'infinity' OR NEW.valid_until < year_9999),
+            'It comes after valid_from, from the year 1 on and before 9999-12-31 (UTC). '
+            'Without an end it is infinity.'),
+        ('comment', NEW.comment ~ '[^[:space:]]', 'It is required: say why, for whoever reads this next.'),
+        ('automatic', NEW.automatic IS NOT NULL, 'It is true for bans that limiters have made, and false otherwise.')
+    ) AS c (name, fits, hint)
+    WHERE c.fits IS NOT TRUE
+    LIMIT 1;
     IF wrong IS NOT NULL THEN
         RAISE EXCEPTION 'rate_limit: column % of the policy is not valid', wrong
             USING ERRCODE = 'invalid_parameter_value', HINT = hint, COLUMN = wrong;
@@ -94,13 +80,12 @@ $$;
 -- _rate_limit_note_policy writes the history, and wakes up whoever listens. Before a statement changes anything, it
 -- takes a lock that lasts until the transaction ends. It makes the numbers of the history ascend in the order of the
 -- commits, so whoever has read up to a number misses nothing by going on from there. It comes before the locks of
--- rows, so those who change policies cannot deadlock.
+-- rows, so statements that change policies cannot deadlock with each other.
 --
 -- It is silent about rows that logical replication applies, and must stay so: history is replicated too, and a number
 -- that was given here would be in the way of the same number that arrives. Processes find such rows by reading all
 -- rows now and then.
-CREATE FUNCTION _rate_limit_note_policy()
-RETURNS trigger
+CREATE FUNCTION _rate_limit_note_policy() RETURNS trigger
 LANGUAGE plpgsql
 SECURITY DEFINER
 SET enable_seqscan = off
@@ -140,140 +125,24 @@ BEGIN
 END
 $$;
 
-CREATE TABLE rate_limit_policy (
-    id          bigint NOT NULL GENERATED ALWAYS AS IDENTITY,
-    name        text COLLATE "C" NOT NULL,
-    key         text COLLATE "C",
-    key_prefix  text COLLATE "C",
-    mode        text NOT NULL DEFAULT 'enforce',
-    policy      text,
-    valid_from  timestamptz NOT NULL DEFAULT now(),
-    valid_until timestamptz NOT NULL DEFAULT 'infinity',
-    comment     text NOT NULL,
-    automatic   boolean NOT NULL DEFAULT false,
-    changed_by  text NOT NULL DEFAULT session_user,
-    changed_at  timestamptz NOT NULL DEFAULT now(),
-    CONSTRAINT rate_limit_policy_pkey PRIMARY KEY (id)
-);
-
-CREATE INDEX rate_limit_policy_target ON rate_limit_policy (name, key, key_prefix);
-
-CREATE INDEX rate_limit_policy_bans ON rate_limit_policy (name, valid_until) WHERE automatic;
-
-COMMENT ON TABLE rate_limit_policy IS
-    'Which policy holds for whom, for limiters that obey it. '
-    'An exact key comes before the longest prefix, that before everybody, and that before the policy in the code. '
-    'Of several rows for the same, the one that began last counts.
-Example: INSERT INTO rate_limit_policy (name, key, policy, comment)
-    VALUES (''api'', ''customer:42'', ''sliding 5000/1m'', ''contract of 2026, ticket 1234'')';
-COMMENT ON COLUMN rate_limit_policy.id IS 'Tells rows apart, also in the history.';
-COMMENT ON COLUMN rate_limit_policy.name IS 'Name of the limiter.';
-COMMENT ON COLUMN rate_limit_policy.key IS 'The key that the row is for. NULL: see key_prefix.';
-COMMENT ON COLUMN rate_limit_policy.key_prefix IS
-    'What the keys begin with that the row is for. NULL, and key NULL too: all keys of the limiter.';
-COMMENT ON COLUMN rate_limit_policy.mode IS
-    'enforce: the policy decides. '
-    'shadow: it is decided too, and only reported. '
-    'off: everything is allowed, and nothing counted. '
-    'deny: everything is denied, until valid_until.';
-COMMENT ON COLUMN rate_limit_policy.policy IS
-    'The policy of enforce and shadow, such as sliding 100/1m. rate_limit_allow explains the text.';
-COMMENT ON COLUMN rate_limit_policy.valid_from IS 'From when on the row counts.';
-COMMENT ON COLUMN rate_limit_policy.valid_until IS 'Until when the row counts; infinity if it has no end.';
-COMMENT ON COLUMN rate_limit_policy.comment IS 'Why. It is required.';
-COMMENT ON COLUMN rate_limit_policy.automatic IS 'Whether rate_limit_ban has made the row.';
-COMMENT ON COLUMN rate_limit_policy.changed_by IS 'Who last changed the row: the role that logged in.';
-COMMENT ON COLUMN rate_limit_policy.changed_at IS 'When the row was last changed.';
-
-CREATE TABLE rate_limit_policy_history (
-    version   bigint NOT NULL GENERATED ALWAYS AS IDENTITY,
-    at        timestamptz NOT NULL,
-    by        text NOT NULL,
-    action    text NOT NULL,
-    policy_id bigint NOT NULL,
-    before    jsonb,
-    after     jsonb,
-    CONSTRAINT rate_limit_policy_history_pkey PRIMARY KEY (version)
-);
-
-COMMENT ON TABLE rate_limit_policy_history IS
-    'Every change of rate_limit_policy, in the order of the commits. '
-    'Old rows may be deleted. Keep the last one: processes compare its version with what they know.';
-COMMENT ON COLUMN rate_limit_policy_history.version IS 'Number of the change. It ascends.';
-COMMENT ON COLUMN rate_limit_policy_history.at IS 'When it was made.';
-COMMENT ON COLUMN rate_limit_policy_history.by IS 'Who made it: the role that logged in.';
-COMMENT ON COLUMN rate_limit_policy_history.action IS 'insert, update or delete.';
-COMMENT ON COLUMN rate_limit_policy_history.policy_id IS 'The id of the row in rate_limit_policy.';
-COMMENT ON COLUMN rate_limit_policy_history.before IS 'The row before the change. NULL if there was none.';
-COMMENT ON COLUMN rate_limit_policy_history.after IS 'The row after the change. NULL if it was deleted.';
-
-CREATE TABLE rate_limit_shadow (
-    policy_id  bigint NOT NULL,
-    key        text COLLATE "C" NOT NULL,
-    decided    bigint NOT NULL,
-    denied     bigint NOT NULL,
-    would_deny bigint NOT NULL,
-    first_at   timestamptz NOT NULL,
-    last_at    timestamptz NOT NULL,
-    CONSTRAINT rate_limit_shadow_pkey PRIMARY KEY (policy_id, key)
-);
-
-COMMENT ON TABLE rate_limit_shadow IS
-    'What policies of the mode shadow would have decided, as the processes report it every 10 seconds. '
-    'A row for each policy, and one for each of the up to 1000 keys that it would have denied most.';
-COMMENT ON COLUMN rate_limit_shadow.policy_id IS 'The id of the row in rate_limit_policy.';
-COMMENT ON COLUMN rate_limit_shadow.key IS 'Which key; empty for all keys together.';
-COMMENT ON COLUMN rate_limit_shadow.decided IS 'How many requests were decided; 0 for a single key.';
-COMMENT ON COLUMN rate_limit_shadow.denied IS 'How many of them the policy in force has denied.';
-COMMENT ON COLUMN rate_limit_shadow.would_deny IS 'How many of them this policy would have denied.';
-COMMENT ON COLUMN rate_limit_shadow.first_at IS 'When the first report came.';
-COMMENT ON COLUMN rate_limit_shadow.last_at IS 'When the last report came.';
-
-CREATE TRIGGER rate_limit_policy_check BEFORE INSERT OR UPDATE ON rate_limit_policy
-FOR EACH ROW EXECUTE FUNCTION _rate_limit_check_policy();
-
-CREATE TRIGGER rate_limit_policy_keep BEFORE TRUNCATE ON rate_limit_policy
-FOR EACH STATEMENT EXECUTE FUNCTION _rate_limit_check_policy();
-
-CREATE TRIGGER rate_limit_policy_turn BEFORE INSERT OR UPDATE OR DELETE ON rate_limit_policy
-FOR EACH STATEMENT EXECUTE FUNCTION _rate_limit_note_policy();
-
-CREATE TRIGGER rate_limit_policy_note AFTER INSERT OR UPDATE OR DELETE ON rate_limit_policy
-FOR EACH ROW EXECUTE FUNCTION _rate_limit_note_policy();
-
 -- rate_limit_policies tells a process what has changed since it last asked. It returns one row for each policy, and one
 -- row with an id of NULL if there is none to tell.
 --
---   known       the version that the last answer told; NULL tells all rows that have not ended
---   known_us    the changed_us that it told. Where a dump was restored, the same number is another change. NULL
---               compares the number only
---   version     what the answer brings the caller up to. Changes that commit meanwhile may be in the answer already,
---               and are told again next time
---   changed_us  when that change was made; 0 if there was none
---   complete    whether these are all rows. Otherwise the caller knows the others already
---   clock_us    the database's clock. Times are in microseconds since 1970 UTC, as in the tables of limits
---   removed     whether the row was deleted. Then only its id is told
---   from_us     valid_from; NULL if it is -infinity
---   until_us    valid_until; NULL if it is infinity, or after the year 9999
+--   known, known_us      the version and the changed_us that the last answer told. NULL tells all rows that have not
+--                        ended. (Where a dump was restored, the same version may be another change.)
+--   version, changed_us  what the answer brings the caller up to, and when that change was made. Changes that commit
+--                        meanwhile may be in the answer already, and are told again next time
+--   complete             whether these are all rows. Otherwise the caller knows the others already
+--   removed              whether the row was deleted. Then only its id is told
+--   clock_us, from_us, until_us
+--                        the database's clock, valid_from and valid_until, in microseconds since 1970 UTC. NULL if they
+--                        are infinite, or after the year 9999
 CREATE FUNCTION rate_limit_policies(
-    known bigint DEFAULT NULL,
-    known_us bigint DEFAULT NULL,
-    OUT version bigint,
-    OUT changed_us bigint,
-    OUT complete boolean,
-    OUT clock_us bigint,
-    OUT id bigint,
-    OUT removed boolean,
-    OUT name text,
-    OUT key text,
-    OUT key_prefix text,
-    OUT mode text,
-    OUT policy text,
-    OUT from_us bigint,
-    OUT until_us bigint,
-    OUT automatic boolean
-)
-RETURNS SETOF record
+    known bigint DEFAULT NULL, known_us bigint DEFAULT NULL,
+    OUT version bigint, OUT changed_us bigint, OUT complete boolean, OUT clock_us bigint,
+    OUT id bigint, OUT removed boolean, OUT name text, OUT key text, OUT key_prefix text, OUT mode text,
+    OUT policy text, OUT from_us bigint, OUT until_us bigint, OUT automatic boolean
+) RETURNS SETOF record
 LANGUAGE plpgsql
 SECURITY DEFINER
 SET enable_nestloop = on
@@ -299,39 +168,26 @@ BEGIN
     END IF;
     -- What is known may be older than the history, or of another database that this one takes the place of. Nor does
     -- anything tell whether the history still has what came after version 0.
-    IF NOT EXISTS (
+    complete := NOT EXISTS (
         SELECT FROM rate_limit_policy_history AS h
-        WHERE h.version = known AND (known_us IS NULL OR (extract(epoch FROM h.at) * 1000000)::bigint = known_us))
-    THEN
-        complete := true;
-    END IF;
-    IF complete THEN
-        -- What people have written comes first, for processes that cannot hold all.
-        RETURN QUERY
-        SELECT version, changed_us, complete, clock_us, p.id, false,
-            p.name, p.key, p.key_prefix, p.mode, p.policy,
-            CASE WHEN p.valid_from > '-infinity'
-                THEN (extract(epoch FROM least(p.valid_from, far)) * 1000000)::bigint END,
-            CASE WHEN p.valid_until < far THEN (extract(epoch FROM p.valid_until) * 1000000)::bigint END,
-            p.automatic
-        FROM rate_limit_policy AS p
-        WHERE p.valid_until > clock
-        ORDER BY p.automatic, p.valid_until DESC, p.id;
-    ELSE
-        RETURN QUERY
-        SELECT version, changed_us, complete, clock_us, h.policy_id, p.id IS NULL,
-            p.name, p.key, p.key_prefix, p.mode, p.policy,
-            CASE WHEN p.valid_from > '-infinity'
-                THEN (extract(epoch FROM least(p.valid_from, far)) * 1000000)::bigint END,
-            CASE WHEN p.valid_until < far
-                THEN (extract(epoch FROM greatest(p.valid_until, timestamptz 'epoch')) * 1000000)::bigint END,
-            p.automatic
-        FROM (SELECT DISTINCT h.policy_id FROM rate_limit_policy_history AS h WHERE h.version > known) AS h
-        LEFT JOIN LATERAL ( -- each by the index, however many the planner expects
-            SELECT p.* FROM rate_limit_policy AS p WHERE p.id = h.policy_id OFFSET 0
-        ) AS p ON true
-        ORDER BY h.policy_id;
-    END IF;
+        WHERE h.version = known AND (known_us IS NULL OR (extract(epoch FROM h.at) * 1000000)::bigint = known_us));
+    -- Of all rows, those that people have written come first, for processes that cannot hold all.
+    RETURN QUERY
+    SELECT version, changed_us, complete, clock_us, c.id, p.id IS NULL,
+        p.name, p.key, p.key_prefix, p.mode, p.policy,
+        CASE WHEN p.valid_from > '-infinity' THEN (extract(epoch FROM least(p.valid_from, far)) * 1000000)::bigint END,
+        CASE WHEN p.valid_until < far
+            THEN (extract(epoch FROM greatest(p.valid_until, timestamptz 'epoch')) * 1000000)::bigint END,
+        p.automatic
+    FROM (
+        SELECT p.id FROM rate_limit_policy AS p WHERE complete AND p.valid_until > clock
+        UNION ALL
+        SELECT DISTINCT h.policy_id FROM rate_limit_policy_history AS h WHERE NOT complete AND h.version > known
+    ) AS c
+    LEFT JOIN LATERAL ( -- each by the index, however many the planner expects
+        SELECT p.* FROM rate_limit_policy AS p WHERE p.id = c.id OFFSET 0
+    ) AS p ON true
+    ORDER BY p.automatic, p.valid_until DESC, c.id;
     IF NOT found THEN
         RETURN NEXT;
     END IF;
@@ -343,27 +199,12 @@ COMMENT ON FUNCTION rate_limit_policies IS
     'NULL tells all. It listens on the channel rate_limit, or asks again every now and then.
 Example: SELECT * FROM rate_limit_policies()';
 
--- rate_limit_ban denies everything to a key for a while. Another ban of the same key lasts twice as long as the one
--- before it.
---
---   name, key        whom
---   first            how long the first ban lasts
---   longest          how long a ban lasts at most
---   forgiven_after   how long after the end of a ban the next one is a first one again
---   comment          why
---   lock_timeout_ms  longest wait for whoever else is changing policies; NULL leaves the session's lock_timeout
---
--- It returns when the ban ends, and whether it has made one. If the key is banned already, that ban stays as it is.
+-- rate_limit_ban denies everything to a key for a while; see the comment on it below. If the key is banned already,
+-- that ban stays as it is. lock_timeout_ms is the longest wait for whoever else is changing policies; NULL leaves the
+-- session's lock_timeout.
 CREATE FUNCTION rate_limit_ban(
-    name text,
-    key text,
-    first interval,
-    longest interval,
-    forgiven_after interval,
-    comment text,
-    lock_timeout_ms integer DEFAULT NULL,
-    OUT ends timestamptz,
-    OUT made boolean
+    name text, key text, first interval, longest interval, forgiven_after interval, comment text,
+    lock_timeout_ms integer DEFAULT NULL, OUT ends timestamptz, OUT made boolean
 )
 LANGUAGE plpgsql
 SECURITY DEFINER
@@ -377,7 +218,7 @@ DECLARE
     in_force record;
     lasts interval;
     ended bigint[];
-    ignored text;
+    ignored text := _rate_limit_set(lock_timeout_ms, NULL::boolean);
 BEGIN
     IF name IS NULL OR key IS NULL THEN
         RAISE EXCEPTION 'rate_limit: % is NULL', CASE WHEN name IS NULL THEN 'name' ELSE 'key' END
@@ -387,9 +228,6 @@ BEGIN
         RAISE EXCEPTION 'rate_limit: a ban cannot last that long'
             USING ERRCODE = 'invalid_parameter_value',
                 HINT = 'first is above 0, longest is at least first, and forgiven_after is not negative.';
-    END IF;
-    IF lock_timeout_ms IS NOT NULL THEN
-        ignored := set_config('lock_timeout', lock_timeout_ms::text, true);
     END IF;
     -- From here on nobody else bans the key.
     LOCK TABLE rate_limit_policy_history IN SHARE UPDATE EXCLUSIVE MODE;
@@ -436,18 +274,11 @@ COMMENT ON FUNCTION rate_limit_ban IS
     'Returns when the ban ends, and whether it is a new one.
 Example: SELECT * FROM rate_limit_ban(''login'', ''user:123'', ''1 hour'', ''1 week'', ''1 day'', ''too many'')';
 
--- rate_limit_report adds to rate_limit_shadow what a process has counted. The arrays have an element for each row.
---
---   policy_ids, keys             which row; an empty key for all keys together
---   decided, denied, would_deny  what is added: at most 10^12 each. A row with a negative one is passed over
+-- rate_limit_report adds to rate_limit_shadow what a process has counted: at most 10^12 each. The arrays have an
+-- element for each row. A row with a negative number is passed over.
 CREATE FUNCTION rate_limit_report(
-    policy_ids bigint[],
-    keys text[],
-    decided bigint[],
-    denied bigint[],
-    would_deny bigint[]
-)
-RETURNS void
+    policy_ids bigint[], keys text[], decided bigint[], denied bigint[], would_deny bigint[]
+) RETURNS void
 LANGUAGE plpgsql
 SECURITY DEFINER
 SET enable_nestloop = on

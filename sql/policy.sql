@@ -2,15 +2,9 @@
 -- It accepts what ParsePolicy of the Go package accepts, and refuses the rest: TestSQLReadsPoliciesAsGoDoes. This is
 -- internal, like all whose names begin with _rate_limit_.
 CREATE FUNCTION _rate_limit_read_policy(
-    policy text,
-    OUT algorithms smallint[],
-    OUT limits bigint[],
-    OUT spans_us bigint[],
-    OUT refills bigint[],
+    policy text, OUT algorithms smallint[], OUT limits bigint[], OUT spans_us bigint[], OUT refills bigint[],
     OUT zones text[]
-)
-LANGUAGE plpgsql
-AS $$
+) LANGUAGE plpgsql AS $$
 #variable_conflict use_variable
 DECLARE
     -- In ASCII: another character is a ~ and three octal digits for each of its bytes in UTF-8. So this does not depend
@@ -30,8 +24,6 @@ DECLARE
     window_us bigint;
     refill bigint;
     zone text;
-    capacity ALIAS FOR max_count;
-    every_us ALIAS FOR window_us;
     biggest CONSTANT numeric := 9223372036854775807;
     number CONSTANT text := '[+]?0*[0-9]{1,19}';
     terms CONSTANT text := '([0-9]+[.]?[0-9]*|[.][0-9]+)(ns|us|ms|s|m|h)';
@@ -43,21 +35,18 @@ BEGIN
     FOREACH one IN ARRAY regexp_split_to_array(coalesce(ascii, ''), ',') LOOP
         words := regexp_match(one, '^ ?([a-z]+) (?:(' || number || ') )?(' || number || ')/([^ ]+)(?: ([^ ]+))? ?$');
         algorithm := CASE
-{{- range .Algorithms}}
-            WHEN words[1] = '{{.Word}}' AND words[2] IS {{if .Refills}}NOT {{end}}NULL
-                {{- if not .Zoned}} AND words[5] IS NULL{{end}} THEN {{.Code}}
-{{- end}}
+            WHEN words[1] = 'fixed' AND words[2] IS NULL AND words[5] IS NULL THEN 1
+            WHEN words[1] = 'sliding' AND words[2] IS NULL AND words[5] IS NULL THEN 2
+            WHEN words[1] = 'bucket' AND words[2] IS NOT NULL AND words[5] IS NULL THEN 3
+            WHEN words[1] = 'log' AND words[2] IS NULL AND words[5] IS NULL THEN 4
+            WHEN words[1] = 'every' AND words[2] IS NULL THEN 5
         END;
         zone := NULL;
-{{- range .Algorithms}}
-{{- if .Zoned}}
-        IF algorithm = {{.Code}} THEN
+        IF algorithm = 5 THEN
             zone := coalesce(words[5], 'UTC');
             words[4] := CASE words[4] WHEN 'minute' THEN '1m' WHEN 'hour' THEN '1h' WHEN 'day' THEN '1d'
                 WHEN 'week' THEN '7d' WHEN 'month' THEN '31d' END;
         END IF;
-{{- end}}
-{{- end}}
         parts := regexp_match(words[4], '^(?:0*([0-9]{1,6})d)?(.*)$');
         IF (algorithm IS NOT NULL
                 AND words[3]::numeric <= biggest AND coalesce(words[2]::numeric, 1) <= biggest
@@ -66,10 +55,9 @@ BEGIN
         THEN
             RAISE EXCEPTION 'rate_limit: policy cannot be read'
                 USING ERRCODE = 'invalid_parameter_value', COLUMN = 'policy',
-                    HINT = 'Write '
-                        '{{range $i, $a := .Algorithms}}{{if eq $i 3}}, '
-                        '{{else if $i}}, {{end}}"{{$a.Example}}"{{end}}, or several '
-                        'of these with commas between them. A duration has units: 10s, 1m, 1h30m, 30d. '
+                    HINT = 'Write "fixed 100/1m", "sliding 100/1m", "bucket 20 5/10s", "log 100/1m", '
+                        '"every 1000/month Europe/Berlin", or several of these with commas between them. '
+                        'A duration has units: 10s, 1m, 1h30m, 30d. '
                         'A window of the calendar is a minute, hour, day, week or month.';
         END IF;
         span := coalesce(parts[1]::numeric, 0) * 86400000000000;
@@ -92,11 +80,7 @@ BEGIN
         max_count := coalesce(words[2], words[3])::bigint;
         refill := CASE WHEN words[2] IS NULL THEN 0 ELSE words[3]::bigint END;
         window_us := CASE WHEN span % 1000 = 0 AND span / 1000 <= biggest THEN span / 1000 END;
-        IF (CASE algorithm
-{{- range .Algorithms}}
-            WHEN {{.Code}} THEN {{include (print .Name ".valid") | hang 16}}
-{{- end}}
-            END) IS NOT TRUE
+        IF _rate_limit_valid(algorithm, max_count, window_us, refill, zone) IS NOT TRUE
         THEN
             RAISE EXCEPTION 'rate_limit: policy is outside the exact range'
                 USING ERRCODE = 'invalid_parameter_value', COLUMN = 'policy',

@@ -1,31 +1,21 @@
 -- rate_limit_reset makes a key as good as new, whichever algorithm wrote its row, and tells whether there was a row.
 -- Its parameters are those of the functions whose names begin with rate_limit_take_.
 CREATE FUNCTION rate_limit_reset(
-    name text,
-    key text,
-    durable boolean DEFAULT false,
-    lock_timeout_ms integer DEFAULT NULL,
+    name text, key text, durable boolean DEFAULT false, lock_timeout_ms integer DEFAULT NULL,
     synchronous_commit boolean DEFAULT NULL
-)
-RETURNS boolean
+) RETURNS boolean
 LANGUAGE plpgsql
 SECURITY DEFINER
 SET enable_seqscan = off
 AS $$
 #variable_conflict use_variable
 DECLARE
-    ignored text;
+    ignored text := _rate_limit_set(lock_timeout_ms, synchronous_commit);
 BEGIN
     IF octet_length(name) > 128 OR octet_length(key) > 512 THEN -- in the encoding of the database
         RAISE EXCEPTION 'rate_limit: % is too long', CASE WHEN octet_length(name) > 128 THEN 'name' ELSE 'key' END
             USING ERRCODE = 'invalid_parameter_value', HINT = 'A name has 1 to 128 bytes, and a key 1 to 512.',
                 COLUMN = CASE WHEN octet_length(name) > 128 THEN 'name' ELSE 'key' END;
-    END IF;
-    IF lock_timeout_ms <> -1 THEN -- see the functions whose names begin with rate_limit_take_
-        ignored := set_config('lock_timeout', lock_timeout_ms::text, true);
-    END IF;
-    IF synchronous_commit IS NOT NULL THEN
-        ignored := set_config('synchronous_commit', CASE WHEN synchronous_commit THEN 'on' ELSE 'off' END, true);
     END IF;
     -- LOCK TABLE comes first, so that an error tells a locked table from a locked row.
     IF durable THEN

@@ -1,130 +1,217 @@
-{{/* The sliding window counter. sliding.go holds its specification and its model. limit.sql and all.sql show what each
-block is for. */}}
-{{define "sliding.title"}}The sliding window counter; see sliding.go{{end}}
-{{define "sliding.arguments"}}{{include "fixed.arguments"}}{{end}}
-{{define "sliding.valid"}}{{include "fixed.valid"}}{{end}}
-{{define "sliding.hint"}}{{include "fixed.hint"}}{{end}}
-{{define "sliding.comment"}}Takes from sliding windows of window_us microseconds, each of which admits max_count. '
-'What a window has taken is estimated from two counters: '
-'the window before counts for the share of it that the sliding window still covers.{{end}}
-{{define "sliding.example"}}{{include "fixed.example"}}{{end}}
-{{define "sliding.lasts"}}2 * window_us{{end}}
+-- The sliding window counter. sliding.go says what it promises, and has the model that these functions are tested
+-- against.
 
-{{define "sliding.insert"}}(prefix, key, algorithm, count, window_start, expires_at){{end}}
-{{define "sliding.values"}}2, {{.}}, clock, clock + 2 * window_us{{end}}
-{{define "sliding.adds"}}count = d.count + excluded.count{{end}}
-{{define "sliding.rolls"}}
-count = CASE WHEN d.window_start > ended THEN d.count ELSE 0 END + excluded.count,
-prev_count = CASE WHEN d.window_start > ended THEN d.prev_count
-    WHEN d.expires_at > clock THEN d.count ELSE 0 END,
-window_start = CASE WHEN d.window_start > ended THEN d.window_start
-    WHEN d.expires_at > clock THEN d.window_start + window_us ELSE clock END,
-expires_at = CASE WHEN d.window_start > ended THEN d.expires_at
-    WHEN d.expires_at > clock THEN d.expires_at + window_us ELSE excluded.expires_at END
-{{end}}
-{{/* A window that began then, or before, has ended. */}}
-{{define "sliding.ended"}}clock - window_us{{end}}
-{{/* Whether a window that goes on for 10 ms has room. d.window_start less . is how long it still lasts. */}}
-{{define "sliding.has room"}}
-abs(d.window_start - clock) < window_us - 10000 AND d.prev_count <= max_count
-AND excluded.count <= max_count - d.count - (window_us - 1
-    + d.prev_count * least(d.window_start - {{.}}, window_us)) / window_us
-{{- end}}
-{{/* The difference of the times, because their sum could overflow. */}}
-{{define "sliding.fits"}}
-d.algorithm = 2 AND d.since IS NULL AND {{if .Rolls}}CASE
-    WHEN d.expires_at <= clock THEN d.window_start <= ended
-    WHEN d.expires_at - d.window_start <> 2 * window_us THEN false
-    WHEN d.window_start <= ended THEN clock + 10000 < d.expires_at
-        AND d.count BETWEEN 1 AND max_count
-        AND excluded.count <= max_count
-            - (d.count * (d.expires_at - clock) + window_us - 1) / window_us
-    ELSE {{include "sliding.has room" "ended" | hang 4}} END
-{{- else}}d.expires_at - d.window_start = 2 * window_us
-AND {{include "sliding.has room" (print "(" (include "sliding.ended") ")")}}
-{{- end}}
-{{end}}
-{{define "sliding.new"}}{{.Taken}}[2] = {{.Units}} AND {{.Taken}}[3] = 0{{end}}
-{{define "sliding.columns"}}count, prev_count, window_start, credit, expires_at, since{{end}}
-
-{{define "sliding.enough"}}cost <= max_count - s.count - s.prev_count{{end}}
-{{define "sliding.roll"}}
-IF clock >= s.expires_at OR (s.count | s.prev_count | s.credit) = 0 THEN
-    s.credit := 0;
-    s.count := 0;
-    s.prev_count := 0;
-    s.window_start := clock;
-    s.since := NULL;
-ELSIF s.window_start - clock > window_us THEN
-    s.window_start := clock;
-    s.expires_at := clock + CASE WHEN s.count > 0 OR s.credit > 0 THEN 2 ELSE 1 END * window_us;
-    moved := true;
-END IF;
-t := greatest(clock, s.window_start);
-IF s.count = 0 OR t - s.window_start >= window_us THEN
+-- _rate_limit_sliding decides about a row, as _rate_limit_fixed does.
+CREATE FUNCTION _rate_limit_sliding(
+    s rate_limit_row, clock bigint, cost bigint, asked bigint, most bigint, max_count bigint, window_us bigint
+) RETURNS rate_limit_row LANGUAGE plpgsql AS $$
+DECLARE
+    t bigint;                -- the clock, or the row's own time if that is ahead of it
+    moved boolean := false;  -- the clock has jumped back, and the row with it
+    rest bigint;             -- how long this window still lasts, and how much of the one before is still covered
+    room bigint;
+    free bigint;
+BEGIN
+    IF clock >= s.expires_at OR s.count = 0 AND s.prev_count = 0 AND s.credit = 0 THEN -- as good as new
+        s.count := 0;
+        s.prev_count := 0;
+        s.credit := 0;
+        s.window_start := clock;
+        s.since := NULL;
+    ELSIF s.window_start - clock > window_us THEN -- keep the usage, from now on
+        s.window_start := clock;
+        s.expires_at := clock + CASE WHEN s.count > 0 OR s.credit > 0 THEN 2 ELSE 1 END * window_us;
+        moved := true;
+    END IF;
+    t := greatest(clock, s.window_start);
     IF t - s.window_start >= 2 * window_us
-        OR (s.count = 0 AND (s.prev_count = 0 OR t - s.window_start >= window_us))
-    THEN
+        OR s.count = 0 AND (s.prev_count = 0 OR t - s.window_start >= window_us)
+    THEN -- a window begins
         s.count := 0;
         s.prev_count := 0;
         s.window_start := t;
         s.since := CASE WHEN s.credit > 0 THEN s.since END;
-    ELSIF t - s.window_start >= window_us THEN
+    ELSIF t - s.window_start >= window_us THEN -- the next window
         s.prev_count := s.count;
         s.count := 0;
         s.window_start := s.window_start + window_us;
     END IF;
-END IF;
-{{end}}
-{{define "sliding.refund"}}
-IF taken_in[part] = s.window_start AND s.window_start = r.window_start THEN
-    back := least(units, s.count);
-    changed := changed OR back > 0;
-    s.count := s.count - back;
-    r.count := r.count - back;
-ELSIF taken_in[part] = s.window_start - window_us
-    AND r.window_start IN (s.window_start, taken_in[part])
-THEN
-    back := least(units, s.prev_count);
-    changed := changed OR back > 0;
-    s.prev_count := s.prev_count - back;
-    IF r.window_start = s.window_start THEN
-        r.prev_count := r.prev_count - back;
+
+    -- The window before weighs prev_count * rest / window_us, rounded up.
+    rest := s.window_start + window_us - t;
+    room := greatest(max_count - s.count - CASE
+        WHEN s.prev_count = 0 THEN 0
+        WHEN rest > max_count * window_us / s.prev_count THEN max_count -- the product below could overflow
+        ELSE _rate_limit_ceil_div(s.prev_count * rest, window_us) END, 0);
+    s.granted := CASE WHEN cost BETWEEN 1 AND max_count THEN least(most, (room + s.credit) / cost) ELSE 0 END;
+    s.remaining := room + s.credit - s.granted * cost;
+    s.spent := greatest(s.granted * cost - room, 0);
+    IF s.granted > 0 THEN
+        s.count := s.count + s.granted * cost - s.spent;
+        s.credit := s.credit - s.spent;
+        s.expires_at := t + 2 * window_us;
+    END IF;
+
+    free := greatest(cost, 1) - s.credit; -- so many have to become free
+    s.retry_after_us := CASE
+        WHEN s.granted = asked THEN 0
+        WHEN cost > max_count THEN NULL
+        WHEN s.remaining >= greatest(cost, 1) THEN 0
+        -- They fit into this window once prev_count * rest has fallen to what is left of max_count * window_us,
+        WHEN free <= max_count - s.count
+            THEN least(t + rest - (max_count - s.count - free) * window_us / s.prev_count, s.expires_at) - clock
+        -- or only into the next one, where count takes the place of prev_count.
+        ELSE least(t + rest + window_us - (max_count - free) * window_us / s.count, s.expires_at) - clock END;
+    s.reset_after_us := CASE
+        WHEN s.credit > 0 THEN s.expires_at
+        WHEN s.count > 0 THEN least(s.window_start + 2 * window_us, s.expires_at)
+        WHEN s.prev_count > 0 THEN least(s.window_start + window_us, s.expires_at)
+        ELSE clock END - clock;
+    s.changed := s.granted > 0 OR (moved AND cost > 0 AND s.retry_after_us > 0) IS TRUE; -- a denial writes nothing else
+    IF s.changed THEN
+        s.expires_at := clock + s.reset_after_us;
+    END IF;
+    RETURN s;
+END
+$$;
+
+-- Whether units fit into a row by the clock, and still will 10 ms later: into its window, into the next one, which has
+-- begun, or into one that begins now.
+CREATE FUNCTION _rate_limit_sliding_fits(
+    algorithm smallint, count bigint, prev_count bigint, window_start bigint, expires_at bigint, since bigint,
+    units bigint, clock bigint, ended bigint, max_count bigint, window_us bigint
+) RETURNS boolean LANGUAGE sql IMMUTABLE AS $$
+    SELECT algorithm = 2 AND since IS NULL AND CASE
+        WHEN expires_at <= clock THEN window_start <= ended
+        WHEN expires_at - window_start <> 2 * window_us THEN false
+        WHEN window_start <= ended THEN clock + 10000 < expires_at AND count BETWEEN 1 AND max_count
+            AND units <= max_count - (count * (expires_at - clock) + window_us - 1) / window_us
+        ELSE abs(window_start - clock) < window_us - 10000 AND prev_count <= max_count
+            AND units <= max_count - count
+                - (prev_count * least(window_start - ended, window_us) + window_us - 1) / window_us
+        END
+$$;
+
+-- rate_limit_take_sliding_window decides requests that take, each of one key. It is what the Go package calls.
+--
+--   name                the limiter's name, 1 to 128 bytes
+--   keys                who asks, 1 to 512 bytes each
+--   max_count           the limit, in units of cost; max_count * window_us may reach 2^62
+--   window_us           length of the window in microseconds, at most 2^51 (71 years)
+--   costs, counts       cost of one request, and how many such requests are asked, for each key. NULL means 1 each
+--   durable             whether the rows are in rate_limit_durable rather than in rate_limit_ephemeral
+--   lock_timeout_ms     longest wait for one row, for this transaction; NULL leaves the session's lock_timeout. So does
+--                       -1, which says that the call is part of a transaction of its caller's, as with AllowTx. A proxy
+--                       for shards refuses that, because it cannot take back what a shard has committed
+--   synchronous_commit  whether the commit of this transaction waits for the WAL; NULL leaves the session's setting
+--   now_us              replaces the clock, for tests: microseconds since 1970 UTC
+--
+-- It returns one array, because rows and their columns would cost more than the decision. First, for each key of which
+-- all that was asked could be taken at once, nine numbers, in the order of the keys: the time of the decision, and
+-- count, prev_count, window_start, credit, scale, expires_at, since and returned of the row. What remains, and for how
+-- long, follows from these: see takenDecision in takes.go. Then, for each other key, fifteen: its place in keys, and
+-- from granted to expires_at what rate_limit_all returns, then its taken_spent, taken_since and taken_at. Of a single
+-- key, the log of that comes last. (The array may have two dimensions. unnest returns the numbers all the same.)
+--
+-- It takes from rows as they are, and makes missing ones, in one statement: a short one for a single key, and another
+-- for several. What is less ordinary is left to _rate_limit_left_ephemeral.
+--
+-- The clock is read twice, before a row is locked and with the lock held. The decision is made by the first reading,
+-- and only if it would be the same for all of 10 ms. If the second reading is later than that, the key is left.
+-- Otherwise the decision held when the row was locked, and its time is the second reading. Only a window or a bucket
+-- that begins does so at the first one, because nobody else can have decided anything by it since.
+--
+-- ON CONFLICT locks a row that does not fit, too. So rows are locked in the order of locking, whatever becomes of them.
+CREATE FUNCTION rate_limit_take_sliding_window(
+    name text, keys text[], max_count bigint, window_us bigint,
+    costs bigint[] DEFAULT NULL, counts bigint[] DEFAULT NULL, durable boolean DEFAULT false,
+    lock_timeout_ms integer DEFAULT NULL, synchronous_commit boolean DEFAULT NULL, now_us bigint DEFAULT NULL
+) RETURNS bigint[]
+LANGUAGE plpgsql
+SECURITY DEFINER
+SET plan_cache_mode = force_generic_plan -- the first five calls of a session would each make a plan of their own
+AS $$
+#variable_conflict use_variable
+DECLARE
+    ignored text;
+    clock bigint;
+    ended bigint;      -- a window that began then, or before, has ended. NULL if the policy is not valid
+    units bigint;      -- that are asked of the only key, or NULL if something is not valid
+    units_of bigint[]; -- the same of each of several
+    taken_keys text[];
+    taken bigint[];
+BEGIN
+    IF durable THEN
+        RETURN _rate_limit_take_sliding_window_durable(name, keys, max_count, window_us, costs, counts, false,
+            lock_timeout_ms, synchronous_commit, now_us); -- the same for rate_limit_durable; see twins.sql
+    END IF;
+    ignored := _rate_limit_set(lock_timeout_ms, synchronous_commit);
+    clock := _rate_limit_now(now_us);
+    ended := CASE WHEN _rate_limit_valid_window(max_count, window_us) THEN clock - window_us END;
+    IF cardinality(keys) = 1 THEN
+        units := CASE WHEN ended IS NOT NULL AND octet_length(name) BETWEEN 1 AND 128
+            AND octet_length(keys[1]) BETWEEN 1 AND 512 THEN 1 END;
+        IF num_nonnulls(costs, counts) > 0 THEN
+            units := units * _rate_limit_units_of_one(costs, counts, max_count);
+        END IF;
+        INSERT INTO rate_limit_ephemeral AS d
+            (prefix, key, algorithm, count, window_start, expires_at)
+        SELECT name, keys[1], 2, units, clock, clock + 2 * window_us
+        WHERE units <= max_count
+        ON CONFLICT (prefix, key) DO UPDATE SET
+            count = CASE WHEN d.window_start > ended THEN d.count ELSE 0 END + excluded.count,
+            prev_count = CASE WHEN d.window_start > ended THEN d.prev_count
+                WHEN d.expires_at > clock THEN d.count ELSE 0 END,
+            window_start = CASE WHEN d.window_start > ended THEN d.window_start
+                WHEN d.expires_at > clock THEN d.window_start + window_us ELSE clock END,
+            expires_at = CASE WHEN d.window_start > ended THEN d.expires_at
+                WHEN d.expires_at > clock THEN d.expires_at + window_us ELSE excluded.expires_at END
+        WHERE _rate_limit_now(now_us) < clock + 10000
+            AND _rate_limit_sliding_fits(d.algorithm, d.count, d.prev_count, d.window_start, d.expires_at, d.since,
+                excluded.count, clock, ended, max_count, window_us)
+        RETURNING ARRAY[_rate_limit_now(now_us),
+            d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at, d.since, d.returned]
+        INTO taken;
+        IF taken[1] BETWEEN clock AND clock + 10000 THEN
+            RETURN taken;
+        END IF;
     ELSE
-        r.count := r.count - back;
+        units_of := CASE WHEN ended IS NOT NULL THEN _rate_limit_units_of_each(keys, costs, counts, max_count) END;
+        WITH d AS (
+            INSERT INTO rate_limit_ephemeral AS d
+                (prefix, key, algorithm, count, window_start, expires_at)
+            SELECT name, e.key, 2, e.units, clock, clock + 2 * window_us
+            FROM _rate_limit_in_order(keys, units_of) AS e
+            WHERE octet_length(name) BETWEEN 1 AND 128
+            ON CONFLICT (prefix, key) DO UPDATE SET
+                count = CASE WHEN d.window_start > ended THEN d.count ELSE 0 END + excluded.count,
+                prev_count = CASE WHEN d.window_start > ended THEN d.prev_count
+                    WHEN d.expires_at > clock THEN d.count ELSE 0 END,
+                window_start = CASE WHEN d.window_start > ended THEN d.window_start
+                    WHEN d.expires_at > clock THEN d.window_start + window_us ELSE clock END,
+                expires_at = CASE WHEN d.window_start > ended THEN d.expires_at
+                    WHEN d.expires_at > clock THEN d.expires_at + window_us ELSE excluded.expires_at END
+            WHERE (_rate_limit_now(now_us) < clock + 10000 OR _rate_limit_give_up(clock, lock_timeout_ms, now_us))
+                AND _rate_limit_sliding_fits(d.algorithm, d.count, d.prev_count, d.window_start, d.expires_at, d.since,
+                    excluded.count, clock, ended, max_count, window_us)
+            RETURNING d.key, ARRAY[greatest(clock, least(clock + 10000, _rate_limit_now(now_us))),
+                d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at, d.since, d.returned] AS told
+        )
+        SELECT array_agg(d.key), array_agg(d.told) INTO taken_keys, taken FROM d;
+        IF taken_keys = keys AND _rate_limit_now(now_us) <= clock + 10000 THEN
+            RETURN taken;
+        END IF;
     END IF;
-END IF;
-IF s.count = 0 AND s.prev_count = 0 THEN
-    IF s.credit = 0 THEN -- as good as new
-        t := clock;
-        s.since := NULL;
-    END IF;
-    s.window_start := t;
-END IF;
-{{end}}
-{{define "sliding.room"}}
--- rest is how long the current window still lasts, and how much of the one before is still
--- covered. The window before still weighs prev_count * rest / window_us, rounded up.
-rest := s.window_start + window_us - t;
-remaining := greatest(max_count - s.count - CASE
-    WHEN s.prev_count = 0 THEN 0
-    -- A prev_count that an older, larger limit has left could overflow the product. So this
-    -- divides instead.
-    WHEN rest > max_count * window_us / s.prev_count THEN max_count
-    ELSE (s.prev_count * rest + window_us - 1) / window_us
-END, 0);
-{{end}}
-{{define "sliding.take"}}{{include "fixed.take"}}{{end}}
-{{define "sliding.retry"}}
-free_at := greatest(cost, 1) - s.credit; -- of so many
-free_at := t + CASE
-    -- They fit into this window once prev_count * rest has fallen to what is left of
-    -- max_count * window_us.
-    WHEN free_at <= max_count - s.count THEN
-        rest - (max_count - s.count - free_at) * window_us / s.prev_count
-    -- They fit only into the next one, where count takes the place of prev_count.
-    ELSE rest + window_us - (max_count - free_at) * window_us / s.count
-END;
-{{end}}
-{{define "sliding.reset"}}CASE WHEN s.count > 0 THEN s.window_start + 2 * window_us
-    WHEN s.prev_count > 0 THEN s.window_start + window_us END{{end}}
+    RETURN _rate_limit_left_ephemeral(
+        name, keys, 2::smallint, max_count, window_us, 0::bigint, NULL::text, costs, counts,
+        lock_timeout_ms, now_us, num_nonnulls(units, units_of) = 1, clock, taken_keys, taken);
+END
+$$;
+
+COMMENT ON FUNCTION rate_limit_take_sliding_window IS
+    'Takes from sliding windows of window_us microseconds, each of which admits max_count. '
+    'What a window has taken is estimated from two counters: '
+    'the window before counts for the share of it that the sliding window still covers.
+It takes what the costs and counts of each key say, or denies it, '
+    'and returns an array of numbers, for programs: see sql/sliding.sql. For people there is rate_limit_allow.
+Example: SELECT rate_limit_take_sliding_window(''login'', ARRAY[''user:123''], 10, 60000000) takes one of 10 a minute.';

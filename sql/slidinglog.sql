@@ -1,105 +1,136 @@
-{{/* The sliding window log. slidinglog.go holds its specification and its model. limit.sql and all.sql show what each
-block is for. */}}
-{{define "slidinglog.title"}}The sliding window log; see slidinglog.go{{end}}
-{{define "slidinglog.arguments"}}
---   max_count           the limit, in units of cost, at most 1000
---   window_us           length of the window in microseconds, at most 2^51 (71 years)
-{{end}}
-{{define "slidinglog.valid"}}max_count BETWEEN 1 AND 1000 AND window_us BETWEEN 1 AND 2251799813685248{{end}}
-{{define "slidinglog.hint"}}max_count and window_us are at least 1, max_count is at most 1000, '
-'and window_us at most 2^51.{{end}}
-{{define "slidinglog.comment"}}Takes from sliding windows of window_us microseconds, any of which admits max_count, '
-'at most 1000. It is exact, because it keeps a log of what was taken and when.{{end}}
-{{define "slidinglog.example"}}{{include "fixed.example"}}{{end}}
-{{define "slidinglog.lasts"}}window_us{{end}}
+-- The sliding window log. slidinglog.go says what it promises, and has the model that these functions are tested
+-- against.
 
-{{define "slidinglog.columns"}}count, window_start, credit, expires_at, since, log{{end}}
-{{define "slidinglog.enough"}}{{include "fixed.enough"}}{{end}}
-{{define "slidinglog.roll"}}
-IF clock >= s.expires_at OR (s.count | s.credit) = 0 THEN
-    s.count := 0;
-    s.credit := 0;
-    s.window_start := clock;
-    s.since := NULL;
-    s.log := NULL;
-ELSIF s.window_start - clock > window_us THEN
-    s.log := ARRAY(
-        SELECT (((e.entry >> 10) - s.window_start + clock) << 10) | (e.entry & 1023)
-        FROM unnest(s.log) WITH ORDINALITY AS e (entry, place)
-        ORDER BY e.place
-    );
-    s.window_start := clock;
-    s.expires_at := clock + window_us;
-    moved := true;
-END IF;
-t := greatest(clock, s.window_start);
-needed := 0;
-WHILE needed < cardinality(s.log)
-    AND (t - (s.log[needed + 1] >> 10) & age_bits) >= window_us
-LOOP
-    needed := needed + 1;
-    s.count := s.count - (s.log[needed] & 1023);
-END LOOP;
-IF needed > 0 THEN
-    s.log := s.log[needed + 1:];
-END IF;
-IF s.count = 0 THEN
-    s.window_start := t;
-    s.since := CASE WHEN s.credit > 0 THEN s.since END;
-END IF;
-{{end}}
-{{define "slidinglog.refund"}}
-needed := (
-    SELECT e.nth
-    FROM unnest(s.log) WITH ORDINALITY AS e (entry, nth)
-    WHERE (e.entry >> 10) << 10 = taken_in[part] << 10
-);
-back := least(units, s.log[needed] & 1023);
-IF needed > 0 AND back > 0 AND NOT moved THEN
-    changed := true;
-    IF clock < t THEN -- the row's time may fall, but what has left does not come back
-        r.log := s.log;
-        r.count := s.count;
+-- Whether a policy is within the exact range.
+CREATE FUNCTION _rate_limit_valid_log(max_count bigint, window_us bigint) RETURNS boolean LANGUAGE sql IMMUTABLE AS $$
+    SELECT max_count BETWEEN 1 AND 1000 AND window_us BETWEEN 1 AND 2251799813685248
+$$;
+
+-- How old an entry of a log is at a time. An entry has 54 bits for its time, so the difference is taken modulo 2^53.
+CREATE FUNCTION _rate_limit_entry_age(entry bigint, t bigint)
+RETURNS bigint LANGUAGE sql IMMUTABLE AS $$ SELECT (t - (entry >> 10)) & 9007199254740991 $$;
+
+-- _rate_limit_log decides about a row, as _rate_limit_fixed does. An entry of the log is its time * 1024 + its units.
+CREATE FUNCTION _rate_limit_log(
+    s rate_limit_row, clock bigint, cost bigint, asked bigint, most bigint, max_count bigint, window_us bigint
+) RETURNS rate_limit_row LANGUAGE plpgsql AS $$
+DECLARE
+    t bigint;                -- the clock, or the row's own time if that is ahead of it
+    moved boolean := false;  -- the clock has jumped back, and the row with it
+    n integer := 0;          -- of entries
+    room bigint;
+    units bigint;
+    log bigint[];
+BEGIN
+    IF clock >= s.expires_at OR s.count = 0 AND s.credit = 0 THEN -- as good as new
+        s.count := 0;
+        s.credit := 0;
+        s.window_start := clock;
+        s.since := NULL;
+        s.log := NULL;
+    ELSIF s.window_start - clock > window_us THEN -- keep the usage, from now on
+        s.log := ARRAY(
+            SELECT (((e.entry >> 10) - s.window_start + clock) << 10) | (e.entry & 1023)
+            FROM unnest(s.log) WITH ORDINALITY AS e (entry, place)
+            ORDER BY e.place);
+        s.window_start := clock;
+        s.expires_at := clock + window_us;
+        moved := true;
     END IF;
-    s.count := s.count - back;
-    r.count := r.count - back;
-    rest := cardinality(r.log) - cardinality(s.log); -- how many entries have left
-    needed := needed + rest;
-    IF back = (r.log[needed] & 1023) THEN
-        r.log := r.log[1:needed - 1] || r.log[needed + 1:];
-    ELSE
-        r.log[needed] := r.log[needed] - back;
-    END IF;
-    newest := cardinality(r.log);
-    IF newest > 0 THEN
-        r.window_start := t - (t - (r.log[newest] >> 10) & age_bits);
-    END IF;
-    s.window_start := r.window_start;
     t := greatest(clock, s.window_start);
-    s.log := r.log[rest + 1:];
-END IF;
-{{include "fixed.empty"}}
-{{end}}
-{{define "slidinglog.room"}}{{include "fixed.room"}}{{end}}
-{{define "slidinglog.take"}}
-s.count := s.count + units;
-IF units > 0 THEN
-    newest := coalesce(cardinality(s.log), 0);
-    IF (t - (s.log[newest] >> 10) & age_bits) = 0 THEN
-        units := units + (s.log[newest] & 1023);
-        newest := newest - 1;
+    log := s.log;
+    WHILE n < cardinality(log) AND _rate_limit_entry_age(log[n + 1], t) >= window_us LOOP -- they leave
+        n := n + 1;
+        s.count := s.count - (log[n] & 1023);
+    END LOOP;
+    IF n > 0 THEN
+        log := log[n + 1:];
     END IF;
-    s.log := s.log[1:newest] || ARRAY[(t << 10) | units];
-    s.window_start := t;
-END IF;
-{{end}}
-{{define "slidinglog.retry"}}
--- It fits when enough of the oldest entries have left.
-units := s.count - s.credit + greatest(cost, 1) - max_count;
-WHILE units > 0 LOOP
-    needed := needed + 1;
-    units := units - (s.log[needed] & 1023);
-END LOOP;
-free_at := t + window_us - (t - (s.log[needed] >> 10) & age_bits);
-{{end}}
-{{define "slidinglog.reset"}}CASE WHEN s.count > 0 THEN s.window_start + window_us END{{end}}
+    IF s.count = 0 THEN
+        s.window_start := t;
+        s.since := CASE WHEN s.credit > 0 THEN s.since END;
+    END IF;
+
+    room := greatest(max_count - s.count, 0);
+    s.granted := CASE WHEN cost BETWEEN 1 AND max_count THEN least(most, (room + s.credit) / cost) ELSE 0 END;
+    s.remaining := room + s.credit - s.granted * cost;
+    s.spent := greatest(s.granted * cost - room, 0);
+    IF s.granted > 0 THEN
+        units := s.granted * cost - s.spent;
+        s.count := s.count + units;
+        s.credit := s.credit - s.spent;
+        s.expires_at := t + window_us;
+        IF units > 0 THEN
+            n := coalesce(cardinality(log), 0);
+            IF _rate_limit_entry_age(log[n], t) = 0 THEN -- the newest entry is of the same time
+                units := units + (log[n] & 1023);
+                n := n - 1;
+            END IF;
+            log := log[1:n] || ARRAY[(t << 10) | units];
+            s.window_start := t;
+        END IF;
+    END IF;
+    s.log := log;
+
+    s.retry_after_us := CASE
+        WHEN s.granted = asked THEN 0
+        WHEN cost > max_count THEN NULL
+        WHEN s.remaining >= greatest(cost, 1) THEN 0 END;
+    n := 0;
+    IF s.retry_after_us IS NULL AND cost <= max_count THEN -- when enough of the oldest entries have left
+        units := s.count - s.credit + greatest(cost, 1) - max_count;
+        WHILE units > 0 LOOP
+            n := n + 1;
+            units := units - (log[n] & 1023);
+        END LOOP;
+        s.retry_after_us := least(t + window_us - _rate_limit_entry_age(log[n], t), s.expires_at) - clock;
+    END IF;
+    s.reset_after_us := CASE
+        WHEN s.credit > 0 THEN s.expires_at
+        WHEN s.count > 0 THEN least(s.window_start + window_us, s.expires_at)
+        ELSE clock END - clock;
+    s.changed := s.granted > 0 OR (moved AND cost > 0 AND s.retry_after_us > 0) IS TRUE; -- a denial writes nothing else
+    IF s.changed THEN
+        s.expires_at := clock + s.reset_after_us;
+    END IF;
+    s.told_log := CASE WHEN n > 0 THEN log[1:least(n, 64)] END; -- 64 is maxDenialEntries
+    RETURN s;
+END
+$$;
+
+-- Its parameters and its answer are those of rate_limit_take_sliding_window, but max_count is at most 1000. It has no
+-- statement of its own.
+CREATE FUNCTION rate_limit_take_sliding_log(
+    name text, keys text[], max_count bigint, window_us bigint,
+    costs bigint[] DEFAULT NULL, counts bigint[] DEFAULT NULL, durable boolean DEFAULT false,
+    lock_timeout_ms integer DEFAULT NULL, synchronous_commit boolean DEFAULT NULL, now_us bigint DEFAULT NULL
+) RETURNS bigint[]
+LANGUAGE plpgsql
+SECURITY DEFINER
+SET plan_cache_mode = force_generic_plan -- the first five calls of a session would each make a plan of their own
+AS $$
+#variable_conflict use_variable
+DECLARE
+    ignored text := _rate_limit_set(lock_timeout_ms, synchronous_commit);
+    units bigint := CASE WHEN cardinality(keys) = 1 AND _rate_limit_valid_log(max_count, window_us) THEN 1 END;
+BEGIN
+    IF num_nonnulls(costs, counts) > 0 THEN
+        units := units * _rate_limit_units_of_one(costs, counts, max_count);
+    END IF;
+    IF durable THEN
+        RETURN _rate_limit_left_durable(
+            name, keys, 4::smallint, max_count, window_us, 0::bigint, NULL::text, costs, counts,
+            lock_timeout_ms, now_us, units IS NOT NULL, NULL::bigint, NULL::text[], NULL::bigint[]);
+    END IF;
+    RETURN _rate_limit_left_ephemeral(
+        name, keys, 4::smallint, max_count, window_us, 0::bigint, NULL::text, costs, counts,
+        lock_timeout_ms, now_us, units IS NOT NULL, NULL::bigint, NULL::text[], NULL::bigint[]);
+END
+$$;
+
+COMMENT ON FUNCTION rate_limit_take_sliding_log IS
+    'Takes from sliding windows of window_us microseconds, any of which admits max_count, '
+    'at most 1000. It is exact, because it keeps a log of what was taken and when.
+It takes what the costs and counts of each key say, or denies it, '
+    'and returns an array of numbers, for programs: see sql/sliding.sql. For people there is rate_limit_allow.
+Example: SELECT rate_limit_take_sliding_log(''login'', ARRAY[''user:123''], 10, 60000000) takes one of 10 a minute.';

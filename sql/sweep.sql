@@ -12,54 +12,26 @@
 --   at_most_every  how long ago the last pass must have reached the end before a new one begins; else skipped is true
 --   now            replaces the clock, for tests
 --
--- Why this can never change a decision: An expired row means the same as no row. Whether a row has expired is asked
+-- Why this changes no decision: An expired row means the same as no row. Whether a row has expired is asked
 -- again once it is locked, of the row as it is then and of the clock as it is then. Whoever waits for that lock finds
 -- that the row is gone, and makes it anew. A row that is still being made is not visible yet, and a row that somebody
 -- has locked is passed over.
 --
--- One reading of the clock is not enough to say "expired", though. The clock may step back, and a row that had expired
--- before may not have expired at the next decision. So a row stays for another minute, and a clock that steps back by
--- up to a minute changes nothing. If it steps back by more, the keys whose rows were swept in the meantime are as good
--- as new, once. They were as good as new for every caller before the step, too. The minute also spares keys that are
--- about to come back: for them an UPDATE is cheaper than an INSERT.
+-- Until the transaction ends, synchronous_commit is off: a row that a crash brings back is still expired.
+--
+-- The clock may step back, and a row that had expired before may not have expired at the next decision. So a row stays
+-- for another minute, and a clock that steps back by up to a minute changes nothing. If it steps back by more, the keys
+-- whose rows were swept in the meantime are as good as new, once. The minute also spares keys that are about to come
+-- back: for them an UPDATE is cheaper than an INSERT.
 --
 -- The tables are read in the order in which they lie on disk, by ranges of ctid (a TID range scan, from Postgres 14
 -- on). That needs no index. A pass goes on where the last one stopped, whoever made that one: rate_limit_sweeper keeps
 -- the place. It also keeps whose turn it is. An advisory lock could not do that. A session's lock is lost and left
 -- behind in PgBouncer's transaction mode, and a transaction's lock is free for others in the pause between two batches.
-CREATE TABLE rate_limit_sweeper (
-    one          boolean NOT NULL DEFAULT true,
-    durable      boolean NOT NULL DEFAULT false,
-    next_page    bigint NOT NULL DEFAULT 0,
-    held_by      text,
-    held_at      timestamptz,
-    completed_at timestamptz,
-    CONSTRAINT rate_limit_sweeper_pkey PRIMARY KEY (one),
-    CONSTRAINT rate_limit_sweeper_one CHECK (one)
-);
-
-COMMENT ON TABLE rate_limit_sweeper IS 'Where the sweeper is. It has one row, which the first sweep makes.';
-COMMENT ON COLUMN rate_limit_sweeper.one IS 'There is one row only.';
-COMMENT ON COLUMN rate_limit_sweeper.durable IS
-    'Which table is read next: rate_limit_durable if true, rate_limit_ephemeral, which comes first, if false.';
-COMMENT ON COLUMN rate_limit_sweeper.next_page IS 'The page of that table that is read next.';
-COMMENT ON COLUMN rate_limit_sweeper.held_by IS 'Whose pass it is. NULL if anybody may go on with it.';
-COMMENT ON COLUMN rate_limit_sweeper.held_at IS 'When a batch was last swept. 10 seconds later anybody may go on.';
-COMMENT ON COLUMN rate_limit_sweeper.completed_at IS 'When a pass last reached the end of both tables.';
-
 CREATE FUNCTION rate_limit_sweep(
-    max_rows integer DEFAULT 50000,
-    max_pages integer DEFAULT 50000,
-    names text[] DEFAULT NULL,
-    sweeper text DEFAULT NULL,
-    at_most_every interval DEFAULT NULL,
-    now timestamptz DEFAULT NULL,
-    OUT skipped boolean,
-    OUT complete boolean,
-    OUT scanned bigint,
-    OUT deleted bigint,
-    OUT page bigint,
-    OUT pages bigint
+    max_rows integer DEFAULT 50000, max_pages integer DEFAULT 50000, names text[] DEFAULT NULL,
+    sweeper text DEFAULT NULL, at_most_every interval DEFAULT NULL, now timestamptz DEFAULT NULL,
+    OUT skipped boolean, OUT complete boolean, OUT scanned bigint, OUT deleted bigint, OUT page bigint, OUT pages bigint
 )
 LANGUAGE plpgsql
 SECURITY DEFINER
@@ -90,13 +62,8 @@ BEGIN
                 ELSE 'names must have at least 1 element' END
             USING ERRCODE = 'invalid_parameter_value', HINT = 'NULL instead of names spares the rows of every limiter.';
     END IF;
-    ignored := set_config('synchronous_commit', 'off', true); -- a row that a crash brings back is still expired
-    complete := false;
-    scanned := 0;
-    deleted := 0;
-    page := 0;
-    pages := 0;
-
+    ignored := set_config('synchronous_commit', 'off', true);
+    SELECT false, 0, 0, 0, 0 INTO complete, scanned, deleted, page, pages;
     -- Without this question each INSERT would wait for whoever has locked the row.
     IF NOT EXISTS (SELECT FROM rate_limit_sweeper AS w WHERE w.one) THEN
         INSERT INTO rate_limit_sweeper DEFAULT VALUES ON CONFLICT (one) DO NOTHING;
@@ -126,20 +93,30 @@ BEGIN
         room := max_rows - deleted;
 
         expired := (extract(epoch FROM coalesce(now, clock_timestamp()) - interval '1 minute') * 1000000)::bigint;
-{{- range .Tables}}
-        {{if eq .Name "ephemeral"}}IF NOT s.durable THEN{{else}}ELSE{{end}}
+        IF NOT s.durable THEN
             SELECT array_agg(e.tid) INTO tids
             FROM (
                 SELECT d.ctid AS tid
-                FROM rate_limit_{{.Name}} AS d
+                FROM rate_limit_ephemeral AS d
                 WHERE d.ctid >= first AND d.ctid < past AND (d.expires_at <= expired OR d.prefix <> ALL (names))
                 LIMIT room
                 FOR UPDATE SKIP LOCKED
             ) AS e;
             expired := (extract(epoch FROM coalesce(now, clock_timestamp()) - interval '1 minute') * 1000000)::bigint;
-            DELETE FROM rate_limit_{{.Name}} AS d
+            DELETE FROM rate_limit_ephemeral AS d
             WHERE d.ctid = ANY (tids) AND (d.expires_at <= expired OR d.prefix <> ALL (names));
-{{- end}}
+        ELSE
+            SELECT array_agg(e.tid) INTO tids
+            FROM (
+                SELECT d.ctid AS tid
+                FROM rate_limit_durable AS d
+                WHERE d.ctid >= first AND d.ctid < past AND (d.expires_at <= expired OR d.prefix <> ALL (names))
+                LIMIT room
+                FOR UPDATE SKIP LOCKED
+            ) AS e;
+            expired := (extract(epoch FROM coalesce(now, clock_timestamp()) - interval '1 minute') * 1000000)::bigint;
+            DELETE FROM rate_limit_durable AS d
+            WHERE d.ctid = ANY (tids) AND (d.expires_at <= expired OR d.prefix <> ALL (names));
         END IF;
         GET DIAGNOSTICS n = ROW_COUNT;
         deleted := deleted + n;

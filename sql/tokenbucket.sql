@@ -1,201 +1,225 @@
-{{/* The token bucket. tokenbucket.go holds its specification and its model. limit.sql and all.sql show what each
-block is for. */}}
-{{define "tokenbucket.title"}}The token bucket; see tokenbucket.go{{end}}
-{{define "tokenbucket.arguments"}}
---   capacity            tokens in a full bucket; capacity * every_us may reach 2^62
---   refill              tokens that flow in, evenly, over every_us; at least 1
---   every_us            in microseconds, from 1 to 2^51. Filling an empty bucket may take 2^51 microseconds (71 years)
-{{end}}
-{{define "tokenbucket.valid"}}{{$capacity := "capacity"}}{{$refill := "refill"}}{{$every := "every_us"}}
-{{- with .}}{{$capacity = "max_count"}}{{$refill = "inflow"}}{{$every = "window_us"}}{{end -}}
-{{$capacity}} >= 1 AND {{$refill}} >= 1 AND {{$every}} BETWEEN 1 AND 2251799813685248
-    AND {{$capacity}} <= 4611686018427387904 / {{$every}}
-    AND ({{$capacity}} * {{$every}} - 1) / {{$refill}} < 2251799813685248{{end}}
-{{define "tokenbucket.hint"}}capacity, refill and every_us are at least 1, every_us is at most 2^51, '
-'capacity * every_us is at most 2^62, and divided by refill it is at most 2^51.{{end}}
-{{define "tokenbucket.comment"}}Takes from token buckets. '
-'A bucket holds capacity tokens, starts full, and gets refill tokens, evenly, over every_us microseconds.{{end}}
-{{define "tokenbucket.example"}}(''api'', ARRAY[''user:123''], 20, 5, 10000000) '
-    'takes one token from a bucket of 20 that gets 5 more every 10 seconds{{end}}
-{{define "tokenbucket.lasts"}}(capacity * every_us - 1) / refill + 1{{end}}
+-- The token bucket. tokenbucket.go says what it promises, and has the model that these functions are tested against.
 
-{{define "tokenbucket.insert"}}
-(prefix, key, algorithm, credit, scale, capacity, refill, since, returned,
-    window_start, expires_at)
-{{- end}}
-{{define "tokenbucket.values"}}3, full_credit - {{.}} * every_us, every_us, tokens, inflow,
-    clock, 0, clock, clock + ({{.}} * every_us - 1) / inflow + 1{{end}}
-{{/* Whether the bucket is not full by the clock, or a while later. */}}
-{{define "tokenbucket.runs"}}clock{{.}} - d.window_start <= (full_credit - d.credit - 1) / inflow{{end}}
-{{define "tokenbucket.level"}}d.credit + greatest(clock - d.window_start, 0) * inflow{{end}}
-{{define "tokenbucket.adds"}}
-credit = {{include "tokenbucket.level"}}
-    - (full_credit - excluded.credit),
-window_start = greatest(clock, d.window_start),
-expires_at = greatest(clock, d.window_start)
-    + (full_credit - ({{include "tokenbucket.level"}})
-        + (full_credit - excluded.credit) - 1) / inflow + 1
-{{end}}
-{{define "tokenbucket.rolls"}}
-scale = every_us,
-capacity = tokens,
-refill = inflow,
-credit = CASE WHEN {{include "tokenbucket.runs" ""}}
-    THEN {{include "tokenbucket.level"}} - full_credit
-    ELSE 0 END + excluded.credit,
-window_start = CASE WHEN {{include "tokenbucket.runs" ""}}
-    THEN greatest(clock, d.window_start) ELSE clock END,
-since = CASE WHEN {{include "tokenbucket.runs" ""}}
-    THEN d.since ELSE clock END,
-returned = CASE WHEN {{include "tokenbucket.runs" ""}}
-    THEN d.returned ELSE 0 END,
-expires_at = CASE WHEN {{include "tokenbucket.runs" ""}}
-    THEN greatest(clock, d.window_start)
-        + (full_credit - ({{include "tokenbucket.level"}})
-        + (full_credit - excluded.credit) - 1) / inflow + 1
-    ELSE excluded.expires_at END
-{{end}}
-{{define "tokenbucket.fits"}}
-d.algorithm = 3 AND d.count = 0 AND d.scale = every_us AND d.capacity = tokens
-    AND d.refill = inflow AND d.credit < full_credit
-    AND d.window_start - clock <= (full_credit - 1) / inflow + 1
-    AND {{if .Rolls}}CASE
-        WHEN {{include "tokenbucket.runs" " + 10000"}}
-            THEN {{include "tokenbucket.level"}}
-                >= full_credit - excluded.credit
-        ELSE clock - d.window_start > (full_credit - d.credit - 1) / inflow END
-    {{- else}}{{include "tokenbucket.runs" " + 10000"}}
-    AND {{include "tokenbucket.level"}} >= full_credit - excluded.credit{{end}}
-{{end}}
-{{define "tokenbucket.new"}}{{.Taken}}[5] = full_credit - {{.Units}} * every_us{{end}}
-{{define "tokenbucket.columns"}}count, window_start, credit, scale, expires_at, since, capacity, refill, returned{{end}}
+-- Whether a policy is within the exact range.
+CREATE FUNCTION _rate_limit_valid_bucket(capacity bigint, refill bigint, every_us bigint)
+RETURNS boolean LANGUAGE sql IMMUTABLE AS $$
+    SELECT capacity >= 1 AND refill >= 1 AND every_us BETWEEN 1 AND 2251799813685248
+        AND capacity <= 4611686018427387904 / every_us AND (capacity * every_us - 1) / refill < 2251799813685248
+$$;
 
-{{define "tokenbucket.enough"}}s.scale = every_us AND cost <= least(s.credit / every_us, capacity){{end}}
-{{define "tokenbucket.another"}}moved OR s.credit = full_credit AND s.count = 0
-    OR (r.scale, r.capacity, r.refill) IS DISTINCT FROM (every_us, capacity, refill){{end}}
-{{define "tokenbucket.roll"}}
-full_credit := capacity * every_us;
-IF clock >= s.expires_at THEN
-    s.count := 0;
-    s.credit := full_credit;
-    s.window_start := clock;
-ELSE
-    -- What was taken under another policy stays taken.
-    IF s.scale <> every_us OR s.capacity <> capacity OR s.refill <> refill THEN
-        s.since := greatest(s.since + 1, s.window_start, clock);
-        s.returned := 0;
-    END IF;
-    IF s.scale <> every_us THEN
-        -- The policy has changed. Whole tokens are kept, and so is the part of one, rounded
-        -- down. Its product may need 128 bits, which only numeric has. This runs only until the
-        -- next grant.
-        s.credit := CASE WHEN s.credit / s.scale >= capacity THEN full_credit
-            ELSE s.credit / s.scale * every_us
-                + div((s.credit % s.scale)::numeric * every_us, s.scale)::bigint END;
-    END IF;
-    s.credit := least(s.credit, full_credit);
-    -- The capacity may be lower now, and the bucket as good as new.
-    IF s.credit = full_credit AND s.count = 0 THEN
+-- _rate_limit_bucket decides about a row, as _rate_limit_fixed does.
+CREATE FUNCTION _rate_limit_bucket(
+    s rate_limit_row, clock bigint, cost bigint, asked bigint, most bigint, capacity bigint, every_us bigint,
+    refill bigint
+) RETURNS rate_limit_row LANGUAGE plpgsql AS $$
+DECLARE
+    full_credit CONSTANT bigint := capacity * every_us;
+    fill_us CONSTANT bigint := (full_credit - 1) / refill + 1;
+    t bigint;                -- the clock, or the row's own time if that is ahead of it
+    moved boolean := false;  -- the clock has jumped back, and the row with it
+    room bigint;
+BEGIN
+    IF clock >= s.expires_at THEN
+        s.count := 0;
+        s.credit := full_credit;
         s.window_start := clock;
-        s.expires_at := clock;
-    ELSIF s.window_start - clock > (full_credit - 1) / refill + 1 THEN
-        s.window_start := clock;
-        s.since := greatest(s.since + 1, clock);
-        s.returned := 0;
-        s.expires_at := clock
-            + (full_credit - CASE WHEN s.count > 0 THEN 0 ELSE s.credit END - 1) / refill + 1;
-        moved := true;
-    END IF;
-END IF;
-s.scale := every_us;
-s.capacity := capacity;
-s.refill := refill;
-t := greatest(clock, s.window_start);
--- This divides, because the product would overflow after a long time.
-IF s.credit < full_credit AND t - s.window_start <= (full_credit - s.credit - 1) / refill THEN
-    s.credit := s.credit + (t - s.window_start) * refill;
-ELSE
-    s.credit := full_credit;
-    IF s.count = 0 THEN -- as good as new
-        s.since := t;
-        s.returned := 0;
-    END IF;
-END IF;
-s.window_start := t;
-{{end}}
-{{/* What may be leased at time t: TokenBucket.leased in tokenbucket.go. 128 is leasesInBucket. */}}
-{{define "tokenbucket.leases"}}
-lease_us := ((full_credit - 1) / refill + 1) / 128;
-leases := CASE
-    WHEN s.log IS NULL OR t - s.log[1] >= 2 * lease_us THEN ARRAY[t, 0, 0]
-    WHEN t - s.log[1] >= lease_us THEN ARRAY[t, 0, s.log[2]]
-    ELSE ARRAY[least(s.log[1], t), s.log[2], s.log[3]]
-END;
-{{end}}
-{{define "tokenbucket.refund"}}
--- TokenBucket.refund in tokenbucket.go explains where the units are in the queue of
--- missing tokens.
-IF s.since = taken_since[part] AND taken_in[part] BETWEEN 0 AND t
-    AND NOT ({{include "tokenbucket.another"}})
-THEN
-    units := least(units, capacity) * every_us;
-    need := least(
-        greatest(greatest(coalesce(taken_at[part], 0), 0) - s.returned, units),
-        full_credit);
-    rest := 0; -- how much of the bucket stays empty for leases
-    IF s.log IS NOT NULL THEN
-{{include "tokenbucket.leases" | indent 8}}
-        ahead := greatest(coalesce(leased[part], 0), 0);
-        IF t - taken_in[part] >= lease_us THEN
-            ahead := 0; -- its lease may not be counted any more
+    ELSE
+        IF s.scale <> every_us OR s.capacity <> capacity OR s.refill <> refill THEN -- what was taken stays taken
+            s.since := greatest(s.since + 1, s.window_start, clock);
+            s.returned := 0;
         END IF;
-        IF taken_in[part] >= leases[1] THEN
-            leases[2] := greatest(leases[2] - ahead, 0);
-        ELSE
-            leases[3] := greatest(leases[3] - ahead, 0);
+        IF s.scale <> every_us THEN -- whole tokens are kept, and so is the part of one, rounded down
+            s.credit := CASE WHEN s.credit / s.scale >= capacity THEN full_credit
+                ELSE s.credit / s.scale * every_us
+                    + div((s.credit % s.scale)::numeric * every_us, s.scale)::bigint END; -- it may need 128 bits
         END IF;
-        s.log := NULL;
-        IF leases[2] + leases[3] > 0 THEN
-            s.log := leases;
-            rest := least(leases[2] + leases[3], capacity) * every_us
-                + lease_us * refill;
+        s.credit := least(s.credit, full_credit);
+        IF s.credit = full_credit AND s.count = 0 THEN -- the capacity is lower now: as good as new
+            s.window_start := clock;
+            s.expires_at := clock;
+        ELSIF s.window_start - clock > fill_us THEN
+            s.window_start := clock;
+            s.since := greatest(s.since + 1, clock);
+            s.returned := 0;
+            s.expires_at := clock
+                + _rate_limit_ceil_div(full_credit - CASE WHEN s.count > 0 THEN 0 ELSE s.credit END, refill);
+            moved := true;
         END IF;
-        r.log := s.log;
     END IF;
-    back := CASE
-        WHEN t - taken_in[part] <= need / refill
-            THEN greatest(least(units, need - (t - taken_in[part]) * refill,
-                full_credit - s.credit - rest), 0)
-        ELSE 0
-    END;
-    changed := changed OR back > 0;
-    s.credit := s.credit + back;
-    r.credit := r.credit + back;
-    s.returned := s.returned + back;
-    IF s.returned > 2305843009213693952 THEN -- so that the sum never overflows
-        s.since := greatest(s.since + 1, t);
-        s.returned := 0;
+    s.scale := every_us;
+    s.capacity := capacity;
+    s.refill := refill;
+    t := greatest(clock, s.window_start);
+    -- This divides, because the product would overflow after a long time.
+    IF s.credit < full_credit AND t - s.window_start <= (full_credit - s.credit - 1) / refill THEN
+        s.credit := s.credit + (t - s.window_start) * refill;
+    ELSE -- it is full
+        s.credit := full_credit;
+        IF s.count = 0 THEN -- as good as new
+            s.since := t;
+            s.returned := 0;
+        END IF;
     END IF;
-    r.since := s.since;
-    r.returned := s.returned;
-END IF;
-IF changed AND s.credit = full_credit AND s.count = 0 THEN -- as good as new
-    t := clock;
-    s.window_start := clock;
-    s.since := clock;
-    s.returned := 0;
-END IF;
-{{end}}
-{{define "tokenbucket.room"}}
-remaining := s.credit / every_us;
-{{end}}
-{{define "tokenbucket.take"}}
-s.credit := s.credit - units * every_us;
-{{end}}
-{{define "tokenbucket.retry"}}
-free_at := t + ((greatest(cost, 1) - s.count) * every_us - s.credit - 1) / refill + 1;
-{{end}}
-{{define "tokenbucket.reset"}}
-CASE WHEN s.credit < full_credit
-    THEN t + (full_credit - s.credit - 1) / refill + 1 END
-{{- end}}
+    s.window_start := t;
+
+    room := s.credit / every_us;
+    s.granted := CASE WHEN cost BETWEEN 1 AND capacity THEN least(most, (room + s.count) / cost) ELSE 0 END;
+    s.remaining := room + s.count - s.granted * cost;
+    s.spent := greatest(s.granted * cost - room, 0);
+    IF s.granted > 0 THEN
+        s.credit := s.credit - (s.granted * cost - s.spent) * every_us;
+        s.count := s.count - s.spent;
+        s.expires_at := t + fill_us;
+    END IF;
+
+    s.retry_after_us := CASE
+        WHEN s.granted = asked THEN 0
+        WHEN cost > capacity THEN NULL
+        WHEN s.remaining >= greatest(cost, 1) THEN 0
+        ELSE least(t + _rate_limit_ceil_div((greatest(cost, 1) - s.count) * every_us - s.credit, refill), s.expires_at)
+            - clock END;
+    s.reset_after_us := CASE
+        WHEN s.count > 0 THEN s.expires_at
+        WHEN s.credit < full_credit
+            THEN least(t + _rate_limit_ceil_div(full_credit - s.credit, refill), s.expires_at)
+        ELSE clock END - clock;
+    s.changed := s.granted > 0 OR (moved AND cost > 0 AND s.retry_after_us > 0) IS TRUE; -- a denial writes nothing else
+    IF s.changed THEN
+        s.expires_at := clock + s.reset_after_us;
+    END IF;
+    s.taken_at := s.returned + full_credit - s.credit;
+    RETURN s;
+END
+$$;
+
+-- Whether a bucket is not full yet by a clock, and how much is in it.
+CREATE FUNCTION _rate_limit_bucket_runs(
+    credit bigint, window_start bigint, clock bigint, full_credit bigint, refill bigint
+) RETURNS boolean LANGUAGE sql IMMUTABLE AS $$ SELECT clock - window_start <= (full_credit - credit - 1) / refill $$;
+
+CREATE FUNCTION _rate_limit_bucket_level(
+    credit bigint, window_start bigint, clock bigint, full_credit bigint, refill bigint
+) RETURNS bigint LANGUAGE sql IMMUTABLE AS $$
+    SELECT CASE WHEN clock - window_start <= (full_credit - credit - 1) / refill
+        THEN credit + greatest(clock - window_start, 0) * refill ELSE full_credit END
+$$;
+
+-- Whether there is as much in a bucket by the clock, and the bucket will not become full within 10 ms.
+CREATE FUNCTION _rate_limit_bucket_fits(
+    algorithm smallint, count bigint, window_start bigint, credit bigint, scale bigint, capacity bigint, refill bigint,
+    need bigint, clock bigint, full_credit bigint, tokens bigint, inflow bigint, every_us bigint
+) RETURNS boolean LANGUAGE sql IMMUTABLE AS $$
+    SELECT algorithm = 3 AND count = 0 AND scale = every_us AND capacity = tokens AND refill = inflow
+        AND credit < full_credit AND window_start - clock <= (full_credit - 1) / inflow + 1
+        AND CASE
+            WHEN clock + 10000 - window_start <= (full_credit - credit - 1) / inflow
+                THEN credit + greatest(clock - window_start, 0) * inflow >= need
+            ELSE clock - window_start > (full_credit - credit - 1) / inflow END
+$$;
+
+-- Its parameters and its answer are those of rate_limit_take_sliding_window, but for these:
+--
+--   capacity  tokens in a full bucket; capacity * every_us may reach 2^62
+--   refill    tokens that flow in, evenly, over every_us; at least 1
+--   every_us  in microseconds, from 1 to 2^51. Filling an empty bucket may take 2^51 microseconds (71 years)
+CREATE FUNCTION rate_limit_take_token_bucket(
+    name text, keys text[], capacity bigint, refill bigint, every_us bigint,
+    costs bigint[] DEFAULT NULL, counts bigint[] DEFAULT NULL, durable boolean DEFAULT false,
+    lock_timeout_ms integer DEFAULT NULL, synchronous_commit boolean DEFAULT NULL, now_us bigint DEFAULT NULL
+) RETURNS bigint[]
+LANGUAGE plpgsql
+SECURITY DEFINER
+SET plan_cache_mode = force_generic_plan -- the first five calls of a session would each make a plan of their own
+AS $$
+#variable_conflict use_variable
+DECLARE
+    ignored text;
+    clock bigint;
+    full_credit bigint; -- of a full bucket, or NULL if the policy is not valid
+    units bigint;      -- that are asked of the only key, or NULL if something is not valid
+    units_of bigint[]; -- the same of each of several
+    taken_keys text[];
+    taken bigint[];
+BEGIN
+    IF durable THEN
+        RETURN _rate_limit_take_token_bucket_durable(name, keys, capacity, refill, every_us, costs, counts, false,
+            lock_timeout_ms, synchronous_commit, now_us); -- the same for rate_limit_durable; see twins.sql
+    END IF;
+    ignored := _rate_limit_set(lock_timeout_ms, synchronous_commit);
+    clock := _rate_limit_now(now_us);
+    full_credit := CASE WHEN _rate_limit_valid_bucket(capacity, refill, every_us) THEN capacity * every_us END;
+    IF cardinality(keys) = 1 THEN
+        units := CASE WHEN full_credit IS NOT NULL AND octet_length(name) BETWEEN 1 AND 128
+            AND octet_length(keys[1]) BETWEEN 1 AND 512 THEN 1 END;
+        IF num_nonnulls(costs, counts) > 0 THEN
+            units := units * _rate_limit_units_of_one(costs, counts, capacity);
+        END IF;
+        INSERT INTO rate_limit_ephemeral AS d
+            (prefix, key, algorithm, credit, scale, capacity, refill, since, returned, window_start,
+                expires_at)
+        SELECT name, keys[1], 3, full_credit - units * every_us, every_us, capacity, refill, clock, 0, clock,
+            clock + (units * every_us - 1) / refill + 1
+        WHERE units <= capacity
+        ON CONFLICT (prefix, key) DO UPDATE SET
+            credit = _rate_limit_bucket_level(d.credit, d.window_start, clock, full_credit, refill)
+                - (full_credit - excluded.credit),
+            window_start = greatest(clock, d.window_start),
+            since = CASE WHEN _rate_limit_bucket_runs(d.credit, d.window_start, clock, full_credit, refill)
+                THEN d.since ELSE clock END,
+            returned = CASE WHEN _rate_limit_bucket_runs(d.credit, d.window_start, clock, full_credit, refill)
+                THEN d.returned ELSE 0 END,
+            expires_at = greatest(clock, d.window_start) + (full_credit - excluded.credit - 1 + full_credit
+                - _rate_limit_bucket_level(d.credit, d.window_start, clock, full_credit, refill)) / refill + 1
+        WHERE _rate_limit_now(now_us) < clock + 10000
+            AND _rate_limit_bucket_fits(d.algorithm, d.count, d.window_start, d.credit, d.scale, d.capacity,
+                d.refill, full_credit - excluded.credit, clock, full_credit, capacity, refill, every_us)
+        RETURNING ARRAY[_rate_limit_now(now_us),
+            d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at, d.since, d.returned]
+        INTO taken;
+        IF taken[1] BETWEEN clock AND clock + 10000 THEN
+            RETURN taken;
+        END IF;
+    ELSE
+        units_of := CASE WHEN full_credit IS NOT NULL THEN _rate_limit_units_of_each(keys, costs, counts, capacity) END;
+        WITH d AS (
+            INSERT INTO rate_limit_ephemeral AS d
+                (prefix, key, algorithm, credit, scale, capacity, refill, since, returned, window_start,
+                    expires_at)
+            SELECT name, e.key, 3, full_credit - e.units * every_us, every_us, capacity, refill, clock, 0, clock,
+                clock + (e.units * every_us - 1) / refill + 1
+            FROM _rate_limit_in_order(keys, units_of) AS e
+            WHERE octet_length(name) BETWEEN 1 AND 128
+            ON CONFLICT (prefix, key) DO UPDATE SET
+                credit = _rate_limit_bucket_level(d.credit, d.window_start, clock, full_credit, refill)
+                    - (full_credit - excluded.credit),
+                window_start = greatest(clock, d.window_start),
+                since = CASE WHEN _rate_limit_bucket_runs(d.credit, d.window_start, clock, full_credit, refill)
+                    THEN d.since ELSE clock END,
+                returned = CASE WHEN _rate_limit_bucket_runs(d.credit, d.window_start, clock, full_credit, refill)
+                    THEN d.returned ELSE 0 END,
+                expires_at = greatest(clock, d.window_start) + (full_credit - excluded.credit - 1 + full_credit
+                    - _rate_limit_bucket_level(d.credit, d.window_start, clock, full_credit, refill)) / refill + 1
+            WHERE (_rate_limit_now(now_us) < clock + 10000 OR _rate_limit_give_up(clock, lock_timeout_ms, now_us))
+                AND _rate_limit_bucket_fits(d.algorithm, d.count, d.window_start, d.credit, d.scale, d.capacity,
+                    d.refill, full_credit - excluded.credit, clock, full_credit, capacity, refill, every_us)
+            RETURNING d.key, ARRAY[greatest(clock, least(clock + 10000, _rate_limit_now(now_us))),
+                d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at, d.since, d.returned] AS told
+        )
+        SELECT array_agg(d.key), array_agg(d.told) INTO taken_keys, taken FROM d;
+        IF taken_keys = keys AND _rate_limit_now(now_us) <= clock + 10000 THEN
+            RETURN taken;
+        END IF;
+    END IF;
+    RETURN _rate_limit_left_ephemeral(
+        name, keys, 3::smallint, capacity, every_us, refill, NULL::text, costs, counts,
+        lock_timeout_ms, now_us, num_nonnulls(units, units_of) = 1, clock, taken_keys, taken);
+END
+$$;
+
+COMMENT ON FUNCTION rate_limit_take_token_bucket IS
+    'Takes from token buckets. '
+    'A bucket holds capacity tokens, starts full, and gets refill tokens, evenly, over every_us microseconds.
+It takes what the costs and counts of each key say, or denies it, '
+    'and returns an array of numbers, for programs: see sql/sliding.sql. For people there is rate_limit_allow.
+Example: SELECT rate_limit_take_token_bucket(''api'', ARRAY[''user:123''], 20, 5, 10000000) '
+    'takes one token from a bucket of 20 that gets 5 more every 10 seconds.';

@@ -158,19 +158,17 @@ func TestDoctorFindsWhatIsWrong(t *testing.T) {
 		},
 		"missing version without records": {
 			sql:   `DROP FUNCTION rate_limit_version(); DROP TABLE rate_limit_goose_version`,
-			check: "migrations", level: problem, found: "most like those of version 5",
+			check: "migrations", level: problem, found: "most like those of version 3",
 		},
 		"wrong version": {
-			sql:   `CREATE OR REPLACE FUNCTION rate_limit_version() RETURNS bigint LANGUAGE sql IMMUTABLE AS ' SELECT 5::bigint + 0'`,
+			sql:   `CREATE OR REPLACE FUNCTION rate_limit_version() RETURNS bigint LANGUAGE sql IMMUTABLE AS ' SELECT 3::bigint + 0'`,
 			check: "objects", level: problem, found: "function rate_limit_version() has another body",
 		},
 		"behind": {
-			sql: `DROP TABLE rate_limit_policy, rate_limit_policy_history, rate_limit_shadow, rate_limit_lease;
-				DROP FUNCTION rate_limit_policies, rate_limit_ban, rate_limit_report, rate_limit_report_leases,
-					_rate_limit_check_policy, _rate_limit_note_policy;
-				DROP FUNCTION rate_limit_sweep; DROP TABLE rate_limit_sweeper;
+			sql: `DROP TRIGGER rate_limit_policy_check ON rate_limit_policy; DROP TRIGGER rate_limit_policy_keep ON rate_limit_policy;
+				DROP TRIGGER rate_limit_policy_turn ON rate_limit_policy; DROP TRIGGER rate_limit_policy_note ON rate_limit_policy;
 				CREATE OR REPLACE FUNCTION rate_limit_version() RETURNS bigint LANGUAGE sql IMMUTABLE AS ' SELECT 2::bigint '`,
-			check: "migrations", level: problem, found: "not applied: 3 create_sweep, 4 create_policies, 5 create_leases", do: "run `pgratelimit migrate up`",
+			check: "migrations", level: problem, found: "not applied: 3 create_triggers", do: "run `pgratelimit migrate up`",
 		},
 		"dropped table": {
 			sql:   `DROP TABLE rate_limit_durable`,
@@ -182,7 +180,7 @@ func TestDoctorFindsWhatIsWrong(t *testing.T) {
 		},
 		"both tables dropped": {
 			sql:   `DROP TABLE rate_limit_ephemeral, rate_limit_durable`,
-			check: "migrations", level: problem, found: "somebody has dropped the tables: migrations up to 5", do: "`pgratelimit doctor --fix`, which makes them anew, without the counts, which are lost",
+			check: "migrations", level: problem, found: "somebody has dropped the tables: migrations up to 3", do: "`pgratelimit doctor --fix`, which makes them anew, without the counts, which are lost",
 		},
 		"the sweeper's table dropped": {
 			sql:   `DROP TABLE rate_limit_sweeper`,
@@ -599,6 +597,20 @@ func TestDoctorAmongStrangers(t *testing.T) {
 	require.Regexp(t, `(?m)^problem +schema +.*function public.rate_limit_version\(\) belongs to pg_monitor`, o.stdout)
 }
 
+// The server may quote all names in what it tells of definitions.
+func TestDoctorWhereAllNamesAreQuoted(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	pgtest.Exec(t, db.Pool, `DO $$ BEGIN
+		EXECUTE format('ALTER DATABASE %I SET quote_all_identifiers = on', current_database()); END $$`)
+	invoke(t, db.URL, "doctor").done(t)
+	pgtest.Exec(t, db.Pool, "DROP FUNCTION rate_limit_sweep; ALTER TABLE rate_limit_durable ALTER count DROP NOT NULL")
+	require.Equal(t, exitFailed, invoke(t, db.URL, "doctor").code)
+	invoke(t, db.URL, "doctor", "--fix").done(t)
+	invoke(t, db.URL, "doctor").done(t)
+}
+
 func TestDoctorOfADatabaseThatIsBehind(t *testing.T) {
 	t.Parallel()
 
@@ -608,7 +620,7 @@ func TestDoctorOfADatabaseThatIsBehind(t *testing.T) {
 	require.Equal(t, exitFailed, o.code)
 	require.Regexp(t, `(?m)^problem +migrations +not applied: 2 create_functions`, o.stdout)
 	require.Contains(t, o.stdout, "→ run `pgratelimit migrate up`\n")
-	require.Regexp(t, `(?m)^ok +objects +the 3 that`, o.stdout)
+	require.Regexp(t, `(?m)^ok +objects +the 8 that`, o.stdout)
 
 	invoke(t, db.URL, "migrate", "up").done(t)
 	invoke(t, db.URL, "doctor").done(t)

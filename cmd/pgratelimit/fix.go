@@ -46,21 +46,16 @@ func definitions(version int64) (of map[string][]string, settle []string, err er
 		if migration.Version > version {
 			break
 		}
-		whole, statement := false, ""
-		for line := range strings.Lines(migration.marked) {
-			switch {
-			case strings.HasPrefix(line, "-- +goose StatementBegin"):
-				whole = true
-			case strings.HasPrefix(line, "-- +goose StatementEnd"):
+		inBody, statement := false, ""
+		for line := range strings.Lines(migration.up) {
+			if statement == "" && (strings.HasPrefix(line, "--") || strings.TrimSpace(line) == "") {
+				continue
+			}
+			statement += line
+			inBody = inBody != (strings.Count(line, "$$")%2 == 1)
+			if !inBody && strings.HasSuffix(line, ";\n") {
 				add(statement)
-				whole, statement = false, ""
-			case statement == "" && (strings.HasPrefix(line, "--") || strings.TrimSpace(line) == ""):
-			default:
-				statement += line
-				if !whole && strings.HasSuffix(line, ";\n") {
-					add(statement)
-					statement = ""
-				}
+				statement = ""
 			}
 		}
 	}
@@ -205,6 +200,9 @@ func repairs(differences []catalog.Difference, made, found catalog.Catalog, of m
 	}
 	if counts && len(tables)+len(rest) > 0 {
 		rest = append(rest, countOn...)
+	}
+	if len(functions) > 0 { // which may come before those that they call
+		functions = slices.Insert(functions, 0, "SET LOCAL check_function_bodies = off")
 	}
 	return slices.Concat(types, tables, functions, rest)
 }

@@ -61,7 +61,7 @@ func TestFixSaysWhoHasTheTables(t *testing.T) {
 func TestFixLocksAllTables(t *testing.T) {
 	t.Parallel()
 
-	made, ok := catalog.Made(5)
+	made, ok := catalog.Made(3)
 	require.True(t, ok)
 	var tables []string
 	for object := range made {

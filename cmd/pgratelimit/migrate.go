@@ -125,9 +125,9 @@ func (a *app) migrateDownCommand() *cobra.Command {
 		Use:   "down",
 		Short: "Roll back the migration that was applied last",
 		Long: `Rolls back the migration that was applied last, or all those above a version. What a migration has
-made goes with it. To roll back create_policies drops all policies and their history, and to roll back
-the first one drops the tables, and so every count. While shards are being divided, their databases and
-the proxy refuse it: 'pgratelimit shard grow' goes on with that, or --undo takes it back.`,
+made goes with it. To roll back the first one drops the tables, and so every count, all policies and
+their history. While shards are being divided, their databases and the proxy refuse it:
+'pgratelimit shard grow' goes on with that, or --undo takes it back.`,
 		Example: `  pgratelimit migrate down
   pgratelimit migrate down --to 0 --yes`,
 		Args: cobra.NoArgs,
@@ -137,9 +137,9 @@ the proxy refuse it: 'pgratelimit shard grow' goes on with that, or --undo takes
 		question := "Roll back the last migration? What it has made goes with it."
 		if cmd.Flags().Changed("to") {
 			question = fmt.Sprintf("Roll back all migrations above version %d? "+
-				"What they have made goes with them, such as policies, and calls fail without it. The counts stay.", to)
+				"What they have made goes with them, and calls fail without it. The counts and policies stay.", to)
 			if to < 1 {
-				question = "Roll back all migrations? The tables go too, and with them all counts."
+				question = "Roll back all migrations? The tables go too, and with them all counts and policies."
 			}
 			down = func(ctx context.Context, pool *pgxpool.Pool) error { return migrations.DownTo(ctx, pool, to) }
 		}
@@ -286,7 +286,6 @@ type migration struct {
 	Version  int64  `json:"version"`
 	SQL      string `json:"sql"`
 	up, down string
-	marked   string // up, with the lines that goose understands
 }
 
 // readMigrations returns all migrations by version.
@@ -307,7 +306,7 @@ func readMigrations() ([]migration, error) {
 		}
 		up, down, _ := strings.Cut(string(content), "-- +goose Down\n")
 		_, up, _ = strings.Cut(up, "-- +goose Up\n")
-		all[i] = migration{file: file, Version: version, up: withoutGoose(up), down: withoutGoose(down), marked: up}
+		all[i] = migration{file: file, Version: version, up: withoutGoose(up), down: withoutGoose(down)}
 	}
 	return all, nil
 }

@@ -164,7 +164,7 @@ func TestDoctorOfAProxy(t *testing.T) {
 		"DROP FUNCTION rate_limit_peek": {"functions", "rate_limit_peek is missing"},
 		"ALTER FUNCTION rate_limit_peek SECURITY INVOKER": {
 			"functions", "rate_limit_peek is plpgsql instead of plpgsql security definer"},
-		"CREATE OR REPLACE FUNCTION rate_limit_version() RETURNS bigint LANGUAGE sql IMMUTABLE AS 'SELECT 5'": {
+		"CREATE OR REPLACE FUNCTION rate_limit_version() RETURNS bigint LANGUAGE sql IMMUTABLE AS 'SELECT 3'": {
 			"functions", "rate_limit_version has another body"},
 		"CREATE OR REPLACE FUNCTION rate_limit_shards() RETURNS integer LANGUAGE sql IMMUTABLE AS ' SELECT 4 '": {
 			"map", "the functions know 4 shards, and the foreign server has 2 connection strings"},

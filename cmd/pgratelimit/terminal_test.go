@@ -125,7 +125,7 @@ func TestMigrateDownAsksFirst(t *testing.T) {
 	db := pgtest.New(t)
 	before := pgtest.Objects(t, db.Pool)
 	p := onTerminal(t, command(t, db.URL, "migrate", "down", "--to", "0"))
-	p.waitFor("Roll back all migrations? The tables go too, and with them all counts. [y/N] ")
+	p.waitFor("Roll back all migrations? The tables go too, and with them all counts and policies. [y/N] ")
 	p.typeIn("n\n")
 	code, _ := p.wait()
 	require.Equal(t, exitFailed, code)

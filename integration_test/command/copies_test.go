@@ -98,7 +98,7 @@ func TestCopiesOfTheDatabase(t *testing.T) {
 		pgtest.Exec(t, c, "SELECT rate_limit_ban('api', 'ban', '1h', '1h', '1h', 'why')")
 		require.Equal(t, id, pgtest.Scalar[int](t, c, "SELECT id FROM rate_limit_policy WHERE key = 'ban'"))
 		require.Equal(t, version, pgtest.Scalar[int](t, c, "SELECT max(version) FROM rate_limit_policy_history"))
-		require.NoError(t, migrations.DownTo(t.Context(), c.Pool, 4))
+		require.NoError(t, migrations.DownTo(t.Context(), c.Pool, 2))
 		require.NoError(t, migrations.Up(t.Context(), c.Pool))
 		require.NoError(t, shell(c, `pgratelimit doctor --database-url "$NEW_DATABASE_URL"`))
 	}

@@ -423,12 +423,12 @@ func TestJudgeOfLeasesCatches(t *testing.T) {
 		"leases that survive their window":   {mistake: survivesItsWindow},
 		"leases that end by the wrong clock": {mistake: wrongClock},
 		"what is left goes back twice": {
-			old: "back := least(units, s.count);",
-			new: fmt.Sprintf("back := least(CASE units WHEN %d THEN 1 ELSE 2 END * units, s.count);", refundedCost),
+			old: "least(units, rolled.count)",
+			new: fmt.Sprintf("least(CASE units WHEN %d THEN 1 ELSE 2 END * units, rolled.count)", refundedCost),
 		},
 		"what was spent goes back twice": {
-			old: "back := least(units, s.count);",
-			new: fmt.Sprintf("back := least(CASE units WHEN %d THEN 2 ELSE 1 END * units, s.count);", refundedCost),
+			old: "least(units, rolled.count)",
+			new: fmt.Sprintf("least(CASE units WHEN %d THEN 2 ELSE 1 END * units, rolled.count)", refundedCost),
 		},
 		"nothing": {},
 	} {
@@ -442,7 +442,7 @@ func TestJudgeOfLeasesCatches(t *testing.T) {
 				w.Names, w.Limit, w.Timeout, w.Mistake = []string{"fixed"}, 400, amply, broken.mistake
 				db := pgtest.New(t)
 				if broken.old != "" {
-					pgtest.Rewrite(t, db.Pool, "rate_limit_all", broken.old, broken.new)
+					pgtest.Rewrite(t, db.Pool, "_rate_limit_fixed_refund", broken.old, broken.new)
 				}
 				f := newLeaseFleet(t, w)
 				f.together(mine, db, 2, frozenBriefly, frozenForLong)

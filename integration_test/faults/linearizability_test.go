@@ -374,7 +374,7 @@ func TestJudgeCatches(t *testing.T) {
 		misread   func(j *judge, w *workload, history []operation) []operation
 	}{
 		"the time of the transaction's begin": {history: "plain", spoil: func(t *testing.T, pool *pgxpool.Pool) {
-			for _, function := range []string{takesSliding, pgtest.LeftBy(takesSliding), "rate_limit_all"} {
+			for _, function := range []string{"_rate_limit_now", "rate_limit_all"} {
 				pgtest.Rewrite(t, pool, function, "clock_timestamp()", "pg_catalog.now()")
 			}
 		}},
@@ -385,13 +385,12 @@ func TestJudgeCatches(t *testing.T) {
 			pgtest.Rewrite(t, pool, "rate_limit_all", "FOR UPDATE", "OFFSET 0")
 		}},
 		"takes that forget the window before": {history: "plain", spoil: func(t *testing.T, pool *pgxpool.Pool) {
-			pgtest.Rewrite(t, pool, takesSliding, "+ d.prev_count * least", "+ 0 * least")
+			pgtest.Rewrite(t, pool, "_rate_limit_sliding_fits", "(prev_count * least", "(0 * least")
 		}},
 		"a retry time that is a microsecond late": {history: "plain", spoil: func(t *testing.T, pool *pgxpool.Pool) {
-			pgtest.Rewrite(t, pool, "rate_limit_all", "RETURN NEXT ROW(part::bigint, granted, remaining, retry_after_us,",
-				"RETURN NEXT ROW(part::bigint, granted, remaining, retry_after_us + (retry_after_us > 0)::int,")
-			pgtest.Rewrite(t, pool, pgtest.LeftBy(takesSliding), "granted, remaining, retry_after_us, reset_after_us, clock,",
-				"granted, remaining, retry_after_us + (retry_after_us > 0)::int, reset_after_us, clock,")
+			const told, late = "s.remaining, s.retry_after_us,", "s.remaining, s.retry_after_us + (s.retry_after_us > 0)::int,"
+			pgtest.Rewrite(t, pool, "rate_limit_all", told, late)
+			pgtest.RewriteTwins(t, pool, pgtest.Left, told, late)
 		}},
 		"a reset that resets nothing": {history: "resets", spoil: func(t *testing.T, pool *pgxpool.Pool) {
 			pgtest.Rewrite(t, pool, "rate_limit_reset", "r.key = key", "r.key = ''")
@@ -407,17 +406,15 @@ func TestJudgeCatches(t *testing.T) {
 			return history
 		}},
 		"refunds that give nothing back": {history: "refunds and grants", spoil: func(t *testing.T, pool *pgxpool.Pool) {
-			pgtest.Rewrite(t, pool, "rate_limit_all", "back := least(units, s.count);", "back := 0;")
+			pgtest.Rewrite(t, pool, "_rate_limit_sliding_refund", "back := least(units, rolled.count);", "back := 0;")
 		}},
 		"refunds of what does not count any more": {history: "refunds and grants", spoil: func(t *testing.T, pool *pgxpool.Pool) {
 			pgtest.Rewrite(t, pool,
-				"rate_limit_all", "taken_in[part] = s.window_start AND s.window_start = r.window_start", "taken_in[part] IS NOT NULL")
+				"_rate_limit_sliding_refund", "later = 0 AND taken_in = s.window_start THEN", "later = 0 THEN")
 		}},
 		"credit that is spent twice": {history: "refunds and grants", spoil: func(t *testing.T, pool *pgxpool.Pool) {
-			for _, function := range []string{pgtest.LeftBy(takesSliding), "rate_limit_all"} {
-				pgtest.Rewrite(t, pool,
-					function, "s.expires_at := clock + reset_after_us", "s.expires_at := clock + reset_after_us; s.credit := s.credit + spent")
-			}
+			pgtest.Rewrite(t, pool, "_rate_limit_sliding",
+				"s.expires_at := clock + s.reset_after_us", "s.expires_at := clock + s.reset_after_us; s.credit := s.credit + s.spent")
 		}},
 		"windows of the calendar that last from the first take on": {
 			algorithm: "calendar window", history: "plain", spoil: func(t *testing.T, pool *pgxpool.Pool) {
@@ -426,14 +423,12 @@ func TestJudgeCatches(t *testing.T) {
 		},
 		"takes from many keys that count on from a window of the calendar that is over": {
 			algorithm: "calendar window", history: "many keys", spoil: func(t *testing.T, pool *pgxpool.Pool) {
-				pgtest.Rewrite(t, pool, "rate_limit_take_calendar_window", "CASE WHEN clock < d.expires_at THEN d.count ELSE 0 END", "d.count")
+				pgtest.RewriteTwins(t, pool, "rate_limit_take_calendar_window", "CASE WHEN clock < d.expires_at THEN d.count ELSE 0 END", "d.count")
 			},
 		},
 		"windows of the calendar that go on while there is credit": {
 			algorithm: "calendar window", history: "refunds and grants", spoil: func(t *testing.T, pool *pgxpool.Pool) {
-				for _, function := range []string{"_rate_limit_left_calendar_window", "rate_limit_all"} {
-					pgtest.Rewrite(t, pool, function, "OR t - s.window_start >= s.scale", "")
-				}
+				pgtest.Rewrite(t, pool, "_rate_limit_calendar", "OR t - s.window_start >= s.scale", "")
 			},
 		},
 		"a grant that got lost": {history: "plain", misread: func(_ *judge, _ *workload, history []operation) []operation {

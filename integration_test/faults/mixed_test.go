@@ -388,7 +388,7 @@ func mixes(span time.Duration) map[string]mix {
 		{"address", false, 2, several}, {"everybody", true, 1, [][]ratelimit.Policy{{bucket, log, month}}},
 	}
 	// There is no bucket of other numbers. What flowed in during the last milliseconds before a change, between
-	// the two readings of the clock (see sql/limit.sql), counts by the new numbers.
+	// the two readings of the clock (see sql/sliding.sql), counts by the new numbers.
 	changing := []limit{
 		{"address", false, 1, one(fixed, ratelimit.FixedWindow{Limit: 18, Window: span / 2}, log)},
 		{"user", true, 1, one(sliding, ratelimit.SlidingWindow{Limit: 10, Window: 2 * span}, fixed)},

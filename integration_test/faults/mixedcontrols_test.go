@@ -67,11 +67,11 @@ func TestJudgeOfMixesCatches(t *testing.T) {
 	t.Parallel()
 
 	random := random(t)
-	rewritten := func(oldNew ...string) func(t *testing.T, pool *pgxpool.Pool) {
+	rewritten := func(function string, oldNew ...string) func(t *testing.T, pool *pgxpool.Pool) {
 		return func(t *testing.T, pool *pgxpool.Pool) {
 			t.Helper()
 			for i := 0; i < len(oldNew); i += 2 {
-				pgtest.Rewrite(t, pool, "rate_limit_all", oldNew[i], oldNew[i+1])
+				pgtest.Rewrite(t, pool, function, oldNew[i], oldNew[i+1])
 			}
 		}
 	}
@@ -80,32 +80,33 @@ func TestJudgeOfMixesCatches(t *testing.T) {
 		spoil   func(t *testing.T, pool *pgxpool.Pool)
 		misread func(history []mixedOperation)
 	}{
-		"an AllowAll that takes from one of the tables": {mix: "sets", spoil: rewritten("WHERE n.to_write AND NOT n.durable", "WHERE false")},
-		"an AllowAll that takes where there is room": {mix: "sets", spoil: rewritten(
-			"                    CASE algorithm\n                    WHEN 1 THEN\n                        IF granted",
-			"granted := CASE WHEN just_look THEN 0 ELSE least(asked, remaining / r.cost) END; CASE algorithm WHEN 1 THEN IF granted",
+		"an AllowAll that takes from one of the tables": {mix: "sets", spoil: rewritten("rate_limit_all", "n.changed AND NOT n.durable", "false")},
+		"an AllowAll that takes where there is room": {mix: "sets", spoil: rewritten("rate_limit_all",
+			"EXIT WHEN granted = 0 AND most > 0 AND from_part < to_part;", "", "EXIT WHEN granted = most OR from_part = to_part;", "EXIT;",
 		)},
 		"a statement of many limiters that takes from one of the tables": {
-			mix: "many limiters", spoil: rewritten("WHERE n.to_write AND NOT n.durable", "WHERE false"),
+			mix: "many limiters", spoil: rewritten("rate_limit_all", "n.changed AND NOT n.durable", "false"),
 		},
-		"rows that are read without a lock":         {mix: "sets", spoil: rewritten("FOR UPDATE SKIP LOCKED", "OFFSET 0", "FOR UPDATE", "OFFSET 0")},
-		"the time of the transaction's begin":       {mix: "sets", spoil: rewritten("clock_timestamp()", "pg_catalog.now()")},
-		"a log that forgets nothing but the newest": {mix: "sets", spoil: rewritten("s.log[1:newest] || ARRAY[", "ARRAY[")},
+		"rows that are read without a lock":         {mix: "sets", spoil: rewritten("rate_limit_all", "FOR UPDATE SKIP LOCKED", "OFFSET 0", "FOR UPDATE", "OFFSET 0")},
+		"the time of the transaction's begin":       {mix: "sets", spoil: rewritten("rate_limit_all", "clock_timestamp()", "pg_catalog.now()")},
+		"a log that forgets nothing but the newest": {mix: "sets", spoil: rewritten("_rate_limit_log", "log[1:n] || ARRAY[", "ARRAY[")},
 		"another algorithm's row that is taken for one's own": {
-			mix: "other policies", spoil: rewritten("writers[at] END) <> algorithm", "writers[at] END) < 0"),
+			mix: "other policies", spoil: rewritten("rate_limit_all", "s.algorithm IS DISTINCT FROM algorithms[i]", "s.algorithm IS NULL"),
 		},
-		"a month that is not over while there is credit": {mix: "refunds and grants", spoil: rewritten("OR t - s.window_start >= s.scale", "")},
-		"a second policy that counts nothing":            {mix: "several policies", spoil: rewritten("WHERE d.ctid = n.tid", "WHERE d.ctid = n.tid AND d.prefix NOT LIKE '%/2'")},
-		"credit that is spent twice": {mix: "refunds and grants", spoil: rewritten(
-			"s.expires_at := clock + reset_after_us", "s.expires_at := clock + reset_after_us; s.credit := s.credit + spent",
-		)},
-		"a refund of what does not count any more": {mix: "several policies", spoil: rewritten(
-			"taken_in[part] = s.window_start AND s.window_start = r.window_start", "taken_in[part] IS NOT NULL",
+		"a month that is not over while there is credit": {mix: "refunds and grants", spoil: rewritten("_rate_limit_calendar", "OR t - s.window_start >= s.scale", "")},
+		"a second policy that counts nothing":            {mix: "several policies", spoil: rewritten("rate_limit_all", "WHERE d.ctid = n.tid", "WHERE d.ctid = n.tid AND d.prefix NOT LIKE '%/2'")},
+		"credit that is spent twice": {mix: "refunds and grants", spoil: func(t *testing.T, pool *pgxpool.Pool) {
+			for _, step := range []string{"_rate_limit_fixed", "_rate_limit_sliding", "_rate_limit_log", "_rate_limit_calendar"} {
+				rewritten(step, "s.expires_at := clock + s.reset_after_us",
+					"s.expires_at := clock + s.reset_after_us; s.credit := s.credit + s.spent")(t, pool)
+			}
+		}},
+		"a refund of what does not count any more": {mix: "several policies", spoil: rewritten("_rate_limit_fixed_refund",
+			"taken_in = s.window_start AND taken_in = rolled.window_start", "taken_in IS NOT NULL",
 		)},
 		"a refund that goes by the old rows of its policies if one of them has none": {
-			mix: "refunds of what is made anew", spoil: rewritten(
-				"gives AND NOT grants THEN EXISTS (", "gives AND NOT grants THEN NOT EXISTS (",
-				".tid IS NOT NULL)", ".tid IS NULL)",
+			mix: "refunds of what is made anew", spoil: rewritten("rate_limit_all",
+				"OR s.tid IS NOT NULL;", "OR NOT EXISTS (SELECT FROM unnest(row_of[from_part : to_part]) AS r (i) WHERE (rows[r.i]).tid IS NULL);",
 			),
 		},
 		"a reset that resets nothing": {mix: "resets", spoil: func(t *testing.T, pool *pgxpool.Pool) {

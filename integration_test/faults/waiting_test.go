@@ -114,7 +114,7 @@ func TestCancelledContextsOpenNoConnections(t *testing.T) {
 
 	db := pgtest.New(t)
 	pgtest.Rewrite(t, db.Pool,
-		"rate_limit_take_fixed_window", "clock_timestamp()", "(SELECT clock_timestamp() FROM pg_sleep(0.005))")
+		"_rate_limit_now", "clock_timestamp()", "(SELECT clock_timestamp() FROM pg_sleep(0.005))")
 	pool := db.NewPool(
 		t,
 		func(config *pgxpool.Config) { config.ConnConfig.RuntimeParams["application_name"] = "limiter" },

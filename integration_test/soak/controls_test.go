@@ -34,15 +34,7 @@ func TestSoakFindsForgottenGrants(t *testing.T) {
 	s := newSoak(t, 1, map[string]string{
 		"synchronous_commit": "off", "wal_writer_delay": "10s", "wal_writer_flush_after": "1GB", "wal_buffers": "64MB", "autovacuum": "off",
 	})
-	for _, function := range append(soakFunctions(), "rate_limit_all") {
-		pgtest.Rewrite(
-			s.t,
-			s.extra,
-			function,
-			"set_config('synchronous_commit', synchronous_commit::text, true)",
-			"''",
-		)
-	}
+	pgtest.Rewrite(s.t, s.extra, "_rate_limit_set", "set_config('synchronous_commit', synchronous_commit::text, true)", "''")
 	_, err := s.extra.Exec(t.Context(), "CHECKPOINT") // or the tables would be forgotten too
 	require.NoError(t, err)
 	rng := s.rng(0)
@@ -73,10 +65,10 @@ func TestSoakFindsTooManyGrants(t *testing.T) {
 		pgtest.LeaveToRules(s.t, s.extra, function)
 	}
 	const over = "IF clock >= s.expires_at"
-	pgtest.Rewrite(s.t, s.extra, "_rate_limit_left_fixed_window", over, over+" - 300000")
-	pgtest.Rewrite(s.t, s.extra, "_rate_limit_left_sliding_log", over, over+" - 300000")
-	pgtest.Rewrite(s.t, s.extra, "_rate_limit_left_sliding_window", over, over+" - 800000")
-	pgtest.Rewrite(s.t, s.extra, "_rate_limit_left_token_bucket", over, over+" - 450000")
+	pgtest.Rewrite(s.t, s.extra, "_rate_limit_fixed", over, over+" - 300000")
+	pgtest.Rewrite(s.t, s.extra, "_rate_limit_log", over, over+" - 300000")
+	pgtest.Rewrite(s.t, s.extra, "_rate_limit_sliding", over, over+" - 800000")
+	pgtest.Rewrite(s.t, s.extra, "_rate_limit_bucket", over, over+" - 450000")
 	for _, l := range s.passing {
 		r := l.regulars[0]
 		s.waitUntil("too many grants are found", func() bool {
@@ -103,14 +95,14 @@ func TestSoakFindsHeldCallsThatCount(t *testing.T) {
 		RAISE EXCEPTION 'held' USING ERRCODE = 'lock_not_available';
 		`)
 	// As if a transaction had locked them.
-	pgtest.Rewrite(s.t, s.extra, "rate_limit_all", "RETURN NEXT ROW(part::bigint, granted,", `
+	pgtest.Rewrite(s.t, s.extra, "rate_limit_all", "RETURN NEXT ROW(i::bigint, s.granted,", `
 		IF skip_held THEN
-			RETURN NEXT ROW(part::bigint, -2::bigint, 1::bigint, NULL::bigint, 0::bigint, decided_at,
+			RETURN NEXT ROW(i::bigint, -2::bigint, 1::bigint, NULL::bigint, 0::bigint, decided_at,
 				0::bigint, 0::bigint, 0::bigint, 0::bigint, 0::bigint, 0::bigint, NULL::bigint[],
 				0::bigint, 0::bigint, 0::bigint, 0::bigint);
 			CONTINUE;
 		END IF;
-		RETURN NEXT ROW(part::bigint, granted,`)
+		RETURN NEXT ROW(i::bigint, s.granted,`)
 	a := s.accounts[0].accounts[0]
 	require.Equal(t, ratelimit.FixedWindow{Limit: soakLimit, Window: soakAges}, a.of.Policy)
 	result, err := a.of.limiters[0].Allow(t.Context(), a.key)
@@ -144,8 +136,8 @@ func TestSoakFindsRefundsOfWhatDoesNotCount(t *testing.T) {
 			pgtest.Rewrite(
 				s.t,
 				s.extra,
-				"rate_limit_all",
-				"taken_in[part] = s.window_start AND s.window_start = r.window_start",
+				"_rate_limit_fixed_refund",
+				"taken_in = s.window_start AND taken_in = rolled.window_start",
 				"true",
 			)
 		}
@@ -303,6 +295,6 @@ func (s *soak) lockNothing(beforeWriting string) {
 	}
 	pgtest.Rewrite(s.t, s.extra, "rate_limit_all", "FOR UPDATE SKIP LOCKED", "OFFSET 0")
 	pgtest.Rewrite(s.t, s.extra, "rate_limit_all", "FOR UPDATE", "OFFSET 0")
-	const writing = "RETURN;\n        ELSIF locking THEN"
+	const writing = "IF writes THEN"
 	pgtest.Rewrite(s.t, s.extra, "rate_limit_all", writing, writing+" "+beforeWriting+";")
 }

@@ -18,7 +18,6 @@ type Algorithm struct {
 	// Arguments of the function, for the numbers of a policy: the limit, the refill if there is one, the span, and the
 	// time zone if there is one.
 	Arguments []string
-	Credit    string // the column that holds granted credit
 }
 
 // The codes.
@@ -40,7 +39,7 @@ const (
 //
 // If something flows in, as into a TokenBucket, if there is a log, as of a SlidingLog, or a time zone, as of a
 // CalendarWindow, look for these names and codes in fallback.go, model.go, credit.go, statement.go, takes.go, text.go
-// here, sql/shared.sql, sql/limit.sql, sql/all.sql, sql/takeall.sql and sql/policy.sql, too.
+// here, sql/all.sql, sql/refund.sql, sql/takeall.sql and sql/policy.sql, too.
 func All() []Algorithm { return slices.Clone(table[:]) }
 
 //nolint:gochecknoglobals // nobody changes it, and With asks it for each request
@@ -49,13 +48,13 @@ var (
 	bucket = []string{"capacity", "refill", "every_us"}
 	zoned  = []string{"max_count", "window_us", "zone"}
 	table  = [...]Algorithm{
-		{FixedWindow, "fixed", "fixed 100/1m", "fixed", "rate_limit_take_fixed_window", window, "credit"},
-		{SlidingWindow, "sliding", "sliding 100/1m", "sliding", "rate_limit_take_sliding_window", window, "credit"},
-		{TokenBucket, "bucket", "bucket 20 5/10s", "tokenbucket", "rate_limit_take_token_bucket", bucket, "count"},
-		{SlidingLog, "log", "log 100/1m", "slidinglog", "rate_limit_take_sliding_log", window, "credit"},
+		{FixedWindow, "fixed", "fixed 100/1m", "fixed", "rate_limit_take_fixed_window", window},
+		{SlidingWindow, "sliding", "sliding 100/1m", "sliding", "rate_limit_take_sliding_window", window},
+		{TokenBucket, "bucket", "bucket 20 5/10s", "tokenbucket", "rate_limit_take_token_bucket", bucket},
+		{SlidingLog, "log", "log 100/1m", "slidinglog", "rate_limit_take_sliding_log", window},
 		{
 			CalendarWindow, "every", "every 1000/month Europe/Berlin", "calendar", "rate_limit_take_calendar_window",
-			zoned, "credit",
+			zoned,
 		},
 	}
 )
@@ -78,19 +77,6 @@ func (a *Algorithm) Refills() bool { return slices.Contains(a.Arguments, "refill
 
 // Zoned tells whether a policy has a time zone.
 func (a *Algorithm) Zoned() bool { return slices.Contains(a.Arguments, "zone") }
-
-// Left is the internal function that decides what is left by Function.
-func (a *Algorithm) Left() string {
-	return strings.Replace(a.Function, "rate_limit_take_", "_rate_limit_left_", 1)
-}
-
-// TypeOf is the type of one of the Arguments.
-func TypeOf(argument string) string {
-	if argument == "zone" {
-		return "text"
-	}
-	return "bigint"
-}
 
 // Functions names the functions that applications call: those that decide, and the one that resets.
 func Functions() []string {

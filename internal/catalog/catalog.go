@@ -72,13 +72,14 @@ func Name(object string) string {
 }
 
 // Read returns what is in a schema of the objects with our names, whoever has made them. It runs nothing that is there.
-// Until the end of the transaction, search_path is pg_catalog.
+// Until the end of the transaction, search_path is pg_catalog, and only the names that need it are quoted.
 func Read(ctx context.Context, tx pgx.Tx, schema string) (Catalog, error) {
 	return read(ctx, tx, schema, Names())
 }
 
 func read(ctx context.Context, tx pgx.Tx, schema string, names []string) (Catalog, error) {
-	if _, err := tx.Exec(ctx, "SET LOCAL search_path = pg_catalog, pg_temp"); err != nil {
+	if _, err := tx.Exec(ctx, "SELECT pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true), "+
+		"pg_catalog.set_config('quote_all_identifiers', 'off', true)"); err != nil {
 		return nil, err
 	}
 	rows, err := tx.Query(ctx, readSQL, schema, names)

@@ -24,7 +24,8 @@ attribute AS (
     LEFT JOIN pg_attrdef AS d ON d.adrelid = a.attrelid AND d.adnum = a.attnum
 ),
 function AS (
-    SELECT p.*, s.prefix, concat('function ', p.proname, '(', oidvectortypes(p.proargtypes), ')') AS object
+    SELECT p.*, s.prefix, concat('function ', p.proname, '(',
+            replace(oidvectortypes(p.proargtypes), s.prefix, ''), ')') AS object
     FROM pg_proc AS p
     JOIN schema AS s ON s.oid = p.pronamespace
     WHERE p.proname = ANY ($2::text[])

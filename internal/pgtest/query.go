@@ -2,6 +2,7 @@ package pgtest
 
 import (
 	"context"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -177,18 +178,43 @@ func Objects(t testing.TB, db Querier, schema ...string) []string {
 func LeaveToRules(t testing.TB, db Executor, take string) {
 	t.Helper()
 	if take != "rate_limit_take_sliding_log" { // which always does
-		Rewrite(t, db, take, "AND units IS NOT NULL", "AND false")
+		RewriteTwins(t, db, take, "WHERE units <=", "WHERE false AND units <=", "units_of := ", "units_of := NULL; -- ")
 	}
 }
 
-// LeaveToAll has it leave everything to rate_limit_all.
+// LeaveToAll has it leave everything to rate_limit_all. So do the others, of which some decide by one statement before.
 func LeaveToAll(t testing.TB, db Executor, take string) {
 	t.Helper()
 	LeaveToRules(t, db, take)
-	Rewrite(t, db, LeftBy(take), "IF cardinality(keys) = 1\n", "IF false\n")
+	for _, twin := range twins(Left) {
+		source := Scalar[string](t, shardsOf(db)[0], "SELECT prosrc FROM pg_proc WHERE oid = $1::regproc", twin)
+		if strings.Contains(source, "WHEN valid THEN n") {
+			Rewrite(t, db, twin, "WHEN valid THEN n", "WHEN false THEN n")
+		}
+	}
 }
 
-// LeftBy is the function that decides what is left by a function whose name begins with rate_limit_take_.
-func LeftBy(take string) string {
-	return strings.Replace(take, "rate_limit_take", "_rate_limit_left", 1)
+// Left is the function that decides what is left by those whose names begin with rate_limit_take_.
+const Left = "_rate_limit_left_ephemeral"
+
+// twins are a function for rate_limit_ephemeral, and that for rate_limit_durable.
+func twins(function string) []string {
+	if of, ok := strings.CutSuffix(function, "_ephemeral"); ok {
+		return []string{function, of + "_durable"}
+	}
+	return []string{function, "_" + function + "_durable"}
+}
+
+// RewriteTwins is Rewrite of a function for rate_limit_ephemeral, and of that for rate_limit_durable.
+func RewriteTwins(t testing.TB, db Executor, function string, oldNew ...string) {
+	t.Helper()
+	for i, twin := range twins(function) {
+		texts := slices.Clone(oldNew)
+		for j := range texts {
+			if i > 0 {
+				texts[j] = strings.ReplaceAll(texts[j], "ephemeral", "durable")
+			}
+		}
+		Rewrite(t, db, twin, texts...)
+	}
 }

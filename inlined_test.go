@@ -1,0 +1,50 @@
+package ratelimit
+
+import (
+	"fmt"
+	"strings"
+	"testing"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit/internal/pgtest"
+)
+
+// The planner puts expressions with a name in where they are called. If it called them instead, as it does where an
+// argument that is used twice is costly, a decision would cost a third more.
+func TestExpressionsAreInlined(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	rows, err := db.Pool.Query(t.Context(), `
+		SELECT p.proname::text, ARRAY(SELECT a::regtype::text FROM unnest(p.proargtypes) AS a)
+		FROM pg_proc AS p
+		WHERE p.pronamespace = 'public'::regnamespace AND p.proname ~ '^_rate_limit_' AND NOT p.proretset
+			AND p.prolang = (SELECT oid FROM pg_language WHERE lanname = 'sql')`)
+	require.NoError(t, err)
+	type expression struct {
+		Name string
+		Args []string
+	}
+	expressions, err := pgx.CollectRows(rows, pgx.RowToStructByPos[expression])
+	require.NoError(t, err)
+	require.Greater(t, len(expressions), 15)
+	called := func(name string, columns, args []string) bool {
+		plan, err := db.Pool.Query(t.Context(), fmt.Sprintf("EXPLAIN (VERBOSE, COSTS off) SELECT public.%s(%s) FROM (SELECT %s OFFSET 0) AS s",
+			name, strings.Join(args, ", "), strings.Join(columns, ", ")))
+		require.NoError(t, err, name)
+		lines, err := pgx.CollectRows(plan, pgx.RowTo[string])
+		require.NoError(t, err, name)
+		return strings.Contains(strings.Join(lines, "\n"), name+"(")
+	}
+	for _, e := range expressions {
+		columns, args := []string{"1 AS one"}, []string{}
+		for i, kind := range e.Args {
+			columns, args = append(columns, fmt.Sprintf("NULL::%s AS a%d", kind, i)), append(args, fmt.Sprint("a", i))
+		}
+		require.False(t, called(e.Name, columns, args), e.Name)
+	}
+	// Where an argument must not be worked out twice, it is called. So the test sees that.
+	require.True(t, called("_rate_limit_ceil_div", []string{"1::bigint AS a"}, []string{"(random() * a)::bigint", "a"}))
+}

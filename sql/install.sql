@@ -1,0 +1,26 @@
+-- Loads everything into the schema that search_path names first, as the migrations do:
+--
+--   psql -1 -f sql/install.sql
+\set ON_ERROR_STOP on
+\ir tables.sql
+\ir types.sql
+\ir fixed.sql
+\ir sliding.sql
+\ir tokenbucket.sql
+\ir slidinglog.sql
+\ir calendar.sql
+\ir all.sql
+\ir refund.sql
+\ir left.sql
+\ir takeall.sql
+\ir reset.sql
+\ir policy.sql
+\ir allow.sql
+\ir twins.sql
+\ir sweep.sql
+\ir policies.sql
+\ir leases.sql
+\ir access.sql
+\ir triggers.sql
+\ir rights.sql
+\ir version.sql

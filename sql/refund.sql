@@ -1,0 +1,230 @@
+-- Giving back what was taken, granting credit, and what is leased of a bucket.
+
+-- _rate_limit_fixed_refund gives units back to a row, if the window that they were taken in lasts; also of a calendar
+-- window. rolled is the row as it is by now.
+CREATE FUNCTION _rate_limit_fixed_refund(s rate_limit_row, rolled rate_limit_row, units bigint, taken_in bigint)
+RETURNS rate_limit_row LANGUAGE plpgsql AS $$
+DECLARE
+    back bigint := CASE WHEN taken_in = s.window_start AND taken_in = rolled.window_start
+        THEN least(units, rolled.count) ELSE 0 END;
+BEGIN
+    s.count := s.count - back;
+    s.changed := back > 0;
+    RETURN s;
+END
+$$;
+
+-- _rate_limit_sliding_refund gives units back to a row, in whose window or window before they were taken; also if
+-- rolled, the row as it is by now, is a window later.
+CREATE FUNCTION _rate_limit_sliding_refund(
+    s rate_limit_row, rolled rate_limit_row, units bigint, taken_in bigint, window_us bigint
+) RETURNS rate_limit_row LANGUAGE plpgsql AS $$
+DECLARE
+    later bigint := rolled.window_start - s.window_start;
+    back bigint := 0;
+BEGIN
+    IF later = 0 AND taken_in = s.window_start THEN
+        back := least(units, rolled.count);
+        s.count := s.count - back;
+    ELSIF later = 0 AND taken_in = s.window_start - window_us THEN
+        back := least(units, rolled.prev_count);
+        s.prev_count := s.prev_count - back;
+    ELSIF later = window_us AND taken_in = s.window_start THEN
+        back := least(units, rolled.prev_count);
+        s.count := s.count - back;
+    END IF;
+    s.changed := back > 0;
+    RETURN s;
+END
+$$;
+
+-- _rate_limit_log_refund gives units back to the entry that they were taken by, if it still counts. What has left the
+-- log does not come back, although the row's time may fall.
+CREATE FUNCTION _rate_limit_log_refund(
+    s rate_limit_row, rolled rate_limit_row, clock bigint, units bigint, taken_in bigint, window_us bigint
+) RETURNS rate_limit_row LANGUAGE plpgsql AS $$
+DECLARE
+    t bigint := greatest(clock, rolled.window_start);
+    place integer := (
+        SELECT e.place
+        FROM unnest(rolled.log) WITH ORDINALITY AS e (entry, place)
+        WHERE (e.entry >> 10) << 10 = taken_in << 10);
+    back bigint := CASE WHEN place > 0 THEN least(units, rolled.log[place] & 1023) ELSE 0 END;
+    n integer;
+BEGIN
+    s.changed := back > 0 AND s.window_start - clock <= window_us; -- or the clock has left the row behind
+    IF NOT s.changed THEN
+        RETURN s;
+    END IF;
+    IF clock < t THEN
+        s.log := rolled.log;
+        s.count := rolled.count;
+    END IF;
+    place := place + cardinality(s.log) - cardinality(rolled.log);
+    s.count := s.count - back;
+    IF back = s.log[place] & 1023 THEN
+        s.log := s.log[1:place - 1] || s.log[place + 1:];
+    ELSE
+        s.log[place] := s.log[place] - back;
+    END IF;
+    n := cardinality(s.log);
+    IF n > 0 THEN
+        s.window_start := t - _rate_limit_entry_age(s.log[n], t);
+    END IF;
+    RETURN s;
+END
+$$;
+
+-- What processes have leased of a bucket: the start of the current period, the tokens that were leased in it, and those
+-- in the one before. No lease lasts longer than a period, the 128th of the time in which the bucket fills.
+CREATE FUNCTION _rate_limit_bucket_leases(log bigint[], t bigint, period bigint)
+RETURNS bigint[] LANGUAGE sql IMMUTABLE AS $$
+    SELECT CASE
+        WHEN log IS NULL OR t - log[1] >= 2 * period THEN ARRAY[t, 0, 0]
+        WHEN t - log[1] >= period THEN ARRAY[t, 0, log[2]]
+        ELSE ARRAY[least(log[1], t), log[2], log[3]] END
+$$;
+
+-- _rate_limit_bucket_lend marks so many of the units that were just taken as leased, or as many of them as may be held,
+-- and returns the log of the row: TokenBucket.lend in tokenbucket.go.
+CREATE FUNCTION _rate_limit_bucket_lend(s rate_limit_row, units bigint) RETURNS bigint[] LANGUAGE plpgsql AS $$
+DECLARE
+    period bigint := ((s.capacity * s.scale - 1) / s.refill + 1) / 128;
+    leases bigint[] := _rate_limit_bucket_leases(s.log, s.window_start, period);
+    held bigint := least(leases[2] + leases[3], s.capacity) * s.scale;
+    more bigint := least(units, 2305843009213693952 - leases[2],
+        (s.capacity * s.scale - s.credit - held - period * s.refill) / s.scale);
+BEGIN
+    IF more > 0 THEN
+        leases[2] := leases[2] + more;
+        RETURN leases;
+    END IF;
+    RETURN s.log;
+END
+$$;
+
+-- _rate_limit_bucket_refund gives back what of the units has not flowed in again, and what came out of granted credit.
+-- It keeps room for leases that have not ended. TokenBucket.refund in tokenbucket.go says why this is right.
+CREATE FUNCTION _rate_limit_bucket_refund(
+    s rate_limit_row, rolled rate_limit_row, clock bigint, units bigint, spent bigint, ended bigint,
+    taken_since bigint, taken_in bigint, taken_at bigint
+) RETURNS rate_limit_row LANGUAGE plpgsql AS $$
+DECLARE
+    t bigint := rolled.window_start;
+    full_credit bigint := rolled.capacity * rolled.scale;
+    fill_us bigint := (full_credit - 1) / rolled.refill + 1;
+    period bigint := fill_us / 128;
+    leases bigint[];
+    kept bigint := 0;  -- how much of the bucket stays empty for leases
+    need bigint;       -- where the units are in the queue of missing tokens
+    back bigint := 0;
+BEGIN
+    IF s.window_start - clock > fill_us -- the clock has left the row behind
+        OR (s.scale, s.capacity, s.refill) IS DISTINCT FROM (rolled.scale, rolled.capacity, rolled.refill)
+        OR rolled.since IS DISTINCT FROM taken_since OR rolled.credit = full_credit AND rolled.count = 0
+    THEN
+        s.changed := false;
+        RETURN s;
+    END IF;
+    spent := least(spent, 2305843009213693952 - s.count);
+    IF spent > 0 THEN
+        s.count := s.count + spent;
+        s.expires_at := greatest(s.expires_at, t + fill_us);
+    END IF;
+    IF taken_in BETWEEN 0 AND t THEN
+        leases := _rate_limit_bucket_leases(s.log, t, period);
+        IF t - taken_in >= period THEN
+            NULL; -- its lease may not be counted any more
+        ELSIF taken_in >= leases[1] THEN
+            leases[2] := greatest(leases[2] - ended, 0);
+        ELSE
+            leases[3] := greatest(leases[3] - ended, 0);
+        END IF;
+        IF leases[2] + leases[3] > 0 THEN
+            kept := least(leases[2] + leases[3], rolled.capacity) * rolled.scale + period * rolled.refill;
+        END IF;
+        units := least(units, rolled.capacity) * rolled.scale;
+        need := least(greatest(taken_at - s.returned, units), full_credit);
+        IF t - taken_in <= need / rolled.refill THEN
+            back := greatest(least(
+                units, need - (t - taken_in) * rolled.refill, full_credit - rolled.credit - kept), 0);
+        END IF;
+        IF spent > 0 OR back > 0 THEN
+            s.log := CASE WHEN leases[2] + leases[3] > 0 THEN leases END;
+        END IF;
+    END IF;
+    s.credit := s.credit + back;
+    s.returned := s.returned + back;
+    IF s.returned > 2305843009213693952 THEN -- so that the sum never overflows
+        s.since := greatest(s.since + 1, t);
+        s.returned := 0;
+    END IF;
+    s.changed := spent > 0 OR back > 0;
+    RETURN s;
+END
+$$;
+
+-- _rate_limit_give gives units back to a row, or grants credit above the limit, up to 2^61. It returns the row as it is
+-- to be written. What goes back is all that changes: the row is not rolled forward, and it does not end earlier, unless
+-- nothing in it counts. Callers who ask under other numbers may still count what these numbers no longer count.
+CREATE FUNCTION _rate_limit_give(
+    s rate_limit_row, algorithm smallint, clock bigint, units bigint, grants boolean, ended bigint,
+    taken_since bigint, taken_in bigint, taken_at bigint, taken_spent bigint,
+    max_count bigint, span_us bigint, refill bigint, zone text
+) RETURNS rate_limit_row LANGUAGE plpgsql AS $$
+DECLARE
+    most CONSTANT bigint := 2305843009213693952; -- 2^61
+    rolled rate_limit_row := _rate_limit_step(
+        s, algorithm, clock, 0::bigint, 1::bigint, 0::bigint, max_count, span_us, refill, zone);
+    spent bigint := least(greatest(coalesce(taken_spent, 0), 0), units); -- of credit; this goes back first
+    since bigint := rolled.since;
+    until bigint; -- credit lasts for as long
+BEGIN
+    IF grants OR spent > 0 THEN
+        until := greatest(clock, rolled.window_start)
+            + CASE algorithm WHEN 2 THEN 2 * span_us WHEN 3 THEN (max_count * span_us - 1) / refill + 1
+                WHEN 5 THEN 2 * span_us ELSE span_us END;
+    END IF;
+    IF grants THEN
+        s := rolled;
+        IF algorithm = 3 THEN
+            s.count := least(s.count + least(units, most), most);
+        ELSE
+            s.credit := least(s.credit + least(units, most), most);
+        END IF;
+        s.since := coalesce(s.since, greatest(clock, s.window_start));
+        s.expires_at := until;
+        s.changed := true;
+        RETURN s;
+    END IF;
+    units := units - spent;
+    IF algorithm = 3 THEN
+        s := _rate_limit_bucket_refund(s, rolled, clock, units, spent, greatest(coalesce(ended, 0), 0),
+            taken_since, taken_in, greatest(coalesce(taken_at, 0), 0));
+    ELSE
+        IF algorithm = 2 THEN
+            s := _rate_limit_sliding_refund(s, rolled, units, taken_in, span_us);
+        ELSIF algorithm = 4 THEN
+            s := _rate_limit_log_refund(s, rolled, clock, units, taken_in, span_us);
+        ELSE
+            s := _rate_limit_fixed_refund(s, rolled, units, taken_in);
+        END IF;
+        spent := least(spent, most - rolled.credit);
+        IF spent > 0 AND since = taken_since THEN -- the row is still the one that the credit came from
+            s.credit := s.credit + spent;
+            s.expires_at := greatest(s.expires_at, until);
+            s.changed := true;
+        END IF;
+    END IF;
+    IF s.changed AND s.count = 0 AND s.prev_count = 0 THEN
+        rolled := _rate_limit_step(
+            s, algorithm, clock, 0::bigint, 1::bigint, 0::bigint, max_count, span_us, refill, zone);
+        IF rolled.reset_after_us = 0 THEN -- as good as new
+            s := rolled;
+            s.expires_at := clock;
+            s.changed := true;
+        END IF;
+    END IF;
+    RETURN s;
+END
+$$;

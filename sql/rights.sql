@@ -1,0 +1,42 @@
+-- Only the owner has rights on the tables that this has made, whatever ALTER DEFAULT PRIVILEGES says: keys are personal
+-- data, and a setval breaks what takes its numbers from the sequence. deploy/grants.sql grants rights afterwards. On
+-- older tables, SELECT stays, and so do the rights to change policies. Nobody needs more: whoever has the right TRIGGER
+-- on a table can have code run with the rights of those who write to it. (access.sql says why this block is written
+-- with care.)
+DO $$
+DECLARE
+    path CONSTANT pg_catalog.text := pg_catalog.current_setting('search_path');
+    schema CONSTANT pg_catalog.name := pg_catalog.current_schema();
+    relation pg_catalog.text;
+    grantee pg_catalog.oid;
+    rights pg_catalog.text;
+BEGIN
+    PERFORM pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);
+    FOR relation, grantee, rights IN
+        SELECT concat(CASE c.relkind WHEN 'S' THEN 'SEQUENCE ' ELSE 'TABLE ' END, c.oid::regclass), a.grantee,
+            string_agg(DISTINCT a.privilege_type, ', ')
+        FROM pg_class AS t
+        JOIN pg_class AS c ON c.oid = t.oid OR c.relkind = 'S' AND EXISTS ( -- of a column
+            SELECT FROM pg_depend AS d
+            WHERE d.objid = c.oid AND d.refobjid = t.oid AND d.deptype IN ('a', 'i')
+                AND d.classid = 'pg_class'::regclass AND d.refclassid = 'pg_class'::regclass)
+        CROSS JOIN aclexplode(c.relacl) AS a
+        WHERE t.relnamespace = (SELECT n.oid FROM pg_namespace AS n WHERE n.nspname = schema)
+            AND t.relowner = (SELECT r.oid FROM pg_roles AS r WHERE r.rolname = current_user)
+            AND t.relname IN (
+                'rate_limit_ephemeral', 'rate_limit_durable', 'rate_limit_sweeper', 'rate_limit_goose_version',
+                'rate_limit_policy', 'rate_limit_policy_history', 'rate_limit_shadow', 'rate_limit_lease')
+            AND a.grantee <> c.relowner
+            -- This transaction has made it; or it is the first one, and goose has made its table before.
+            AND (t.xmin = pg_current_xact_id()::xid OR t.relname = 'rate_limit_goose_version' AND NOT EXISTS (
+                    SELECT FROM pg_proc AS p WHERE p.pronamespace = t.relnamespace AND p.proname = 'rate_limit_version')
+                OR a.privilege_type <> 'SELECT'
+                    AND (c.relname <> 'rate_limit_policy' OR a.privilege_type NOT IN ('INSERT', 'UPDATE', 'DELETE')))
+        GROUP BY c.oid, a.grantee
+    LOOP
+        EXECUTE format('REVOKE %s ON %s FROM %s CASCADE', rights, relation,
+            CASE WHEN grantee = 0::oid THEN 'PUBLIC' ELSE grantee::regrole::text END);
+    END LOOP;
+    PERFORM pg_catalog.set_config('search_path', path, true);
+END
+$$;

@@ -1,0 +1,29 @@
+-- Each function for rate_limit_ephemeral has a twin for rate_limit_durable. Its text is the same but for the name of
+-- the table. The twin of rate_limit_take_fixed_window is _rate_limit_take_fixed_window_durable, and so on. It runs with
+-- the rights and settings of that function, which calls it. (access.sql says why this block is written with care.)
+DO $$
+DECLARE
+    path CONSTANT pg_catalog.text := pg_catalog.current_setting('search_path');
+    schema CONSTANT pg_catalog.name := pg_catalog.current_schema();
+    texts pg_catalog.text[];
+BEGIN
+    PERFORM pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);
+    PERFORM set_config('quote_all_identifiers', 'off', true); -- or definitions would come in other words
+    texts := ARRAY(
+        SELECT replace(replace(
+            regexp_replace(pg_get_functiondef(p.oid), replace('| SECURITY DEFINER(| SET [^|]*)*', '|', chr(10)), ''),
+            '.' || p.proname || '(',
+            '.' || CASE WHEN p.proname LIKE 'rate%' THEN '_' || p.proname || '_durable' ELSE p.proname END || '('),
+            'ephemeral', 'durable')
+        FROM pg_proc AS p
+        WHERE p.pronamespace = (SELECT n.oid FROM pg_namespace AS n WHERE n.nspname = schema)
+            AND p.proowner = (SELECT r.oid FROM pg_roles AS r WHERE r.rolname = current_user)
+            AND p.proname IN (
+                'rate_limit_take_fixed_window', 'rate_limit_take_sliding_window', 'rate_limit_take_token_bucket',
+                'rate_limit_take_calendar_window', '_rate_limit_left_ephemeral', '_rate_limit_take_all_ephemeral'));
+    PERFORM pg_catalog.set_config('search_path', path, true);
+    FOR i IN 1 .. pg_catalog.cardinality(texts) LOOP
+        EXECUTE texts[i];
+    END LOOP;
+END
+$$;
