@@ -46,7 +46,7 @@ test/role: ## Run the library's tests as a role that may do nothing but what an 
 # What cannot be as it is behind a proxy for shards, by the reason.
 #   transactions of the caller, which a proxy refuses (AllowTx, a single connection, RLS02)
 SHARDS_SKIP = Transaction|TestIsolationLevels|TestOldSnapshots|TestBan$$|TestDenialOfAllWritesNothing|TestDenialThatWritesIsSeen|TestHeldKeysOfFourLimiters
-SHARDS_SKIP := $(SHARDS_SKIP)|TestHoldersOfSkippedRows|TestLimitersOnOneConnection|TestLooksTakeNoTransactionID|TestObserverOfSeveralLimits
+SHARDS_SKIP := $(SHARDS_SKIP)|TestHoldersOfSkippedRows|TestLimitersOnOneConnection|TestLooks|TestObserverOfSeveralLimits
 SHARDS_SKIP := $(SHARDS_SKIP)|TestOneConnection|TestOwnPoolDecides|TestPgBouncer$$|TestPoliciesDecide|TestRefundForgetsTheDenial|TestRowsBeingMade
 SHARDS_SKIP := $(SHARDS_SKIP)|TestSeveralPolicies$$|TestShadowThatFails|TestSmallPools|TestTriggerExample|TestTwentyLimiters|TestWaitingForSeveralRows
 SHARDS_SKIP := $(SHARDS_SKIP)|TestWhatCannotBeRefunded|TestCrossingBatches|TestDecidingWithoutTheLock|TestRowDeleted|TestSetsBesideANewRow|TestSingleConnection|TestDenialsNeverChange|TestKeysHeldForGood

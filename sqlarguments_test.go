@@ -3,6 +3,7 @@ package ratelimit
 import (
 	"fmt"
 	"strings"
+	"sync"
 	"testing"
 
 	"github.com/jackc/pgx/v5"
@@ -352,6 +353,45 @@ func TestRowsBeingMadeSpoilNoOthers(t *testing.T) {
 		'{1,2,7}', NULL, 50, skip_held => true)`)
 	require.Equal(t, []int64{-2, 1, 1}, granted)
 	require.EqualValues(t, 12, pgtest.Scalar[int64](t, db.Pool, "SELECT count FROM rate_limit_ephemeral WHERE key = 'a'"))
+}
+
+// What looks without locks sees all rows as they were at one moment: a peek, and a request that is refused because of
+// what it sees. Here two rows always have the same count, whoever takes from them.
+func TestLooksSeeOneMoment(t *testing.T) {
+	t.Parallel()
+
+	const takes, looks = 2000, 500
+	db := pgtest.New(t)
+	var group sync.WaitGroup
+	var failed error
+	ended := make(chan struct{})
+	group.Go(func() {
+		defer close(ended)
+		for range takes {
+			if _, err := db.Pool.Exec(t.Context(), `SELECT FROM rate_limit_all('{1,1}', '{n,n}', '{bb,a}', '{f,t}', '{1,1}',
+				'{1000000,1000000}', '{3600000000,3600000000}', '{0,0}', synchronous_commit => false)`); err != nil {
+				failed = err
+				return
+			}
+		}
+	})
+	defer group.Wait()
+	for look := 0; ; look++ {
+		select {
+		case <-ended:
+			if look >= looks {
+				require.NoError(t, failed)
+				return
+			}
+		default:
+		}
+		for _, costs := range []string{"{0,0,0}", "{1,1,1000001}"} { // that of row ccc, which is not there, never fits
+			counts := pgtest.Scalar[[]int64](t, db.Pool, `SELECT array_agg(count ORDER BY ord) FROM rate_limit_all(
+				'{1,1,1}', '{n,n,n}', '{bb,a,ccc}', '{f,t,f}', '{1,1,1}', '{1000000,1000000,1000000}',
+				'{3600000000,3600000000,3600000000}', '{0,0,0}', $1)`, costs)
+			require.Equal(t, counts[0], counts[1], costs)
+		}
+	}
 }
 
 // A limit of 2^62 admits a cost of 2^62, once. Two such requests ask for more than a bigint holds.

@@ -1274,6 +1274,28 @@ BEGIN
 END
 $$;
 
+-- _rate_limit_look is a row without a lock. Because it is STABLE, it sees what the statement that calls it sees.
+CREATE FUNCTION _rate_limit_look(name text, key text, durable boolean) RETURNS rate_limit_row
+LANGUAGE plpgsql STABLE AS $$
+#variable_conflict use_variable
+DECLARE
+    s rate_limit_row;
+BEGIN
+    IF durable THEN
+        SELECT d.ctid, d.algorithm, d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at,
+            d.since, d.capacity, d.refill, d.returned, d.log,
+            0::int8, 0::int8, 0::int8, 0::int8, 0::int8, NULL::int8, NULL::int8[], false, false INTO s
+        FROM rate_limit_durable AS d WHERE d.prefix = name AND d.key = key;
+    ELSE
+        SELECT d.ctid, d.algorithm, d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at,
+            d.since, d.capacity, d.refill, d.returned, d.log,
+            0::int8, 0::int8, 0::int8, 0::int8, 0::int8, NULL::int8, NULL::int8[], false, false INTO s
+        FROM rate_limit_ephemeral AS d WHERE d.prefix = name AND d.key = key;
+    END IF;
+    RETURN s;
+END
+$$;
+
 -- rate_limit_all decides everything. Requests may have several parts each, such as one for an address, one for a user
 -- and one for everybody. A request takes from all of its parts or from none. The parts may differ in everything:
 -- limiter, key, algorithm, cost and table.
@@ -1408,7 +1430,7 @@ BEGIN
     END IF;
 
     LOOP
-        FOR i IN locked + 1 .. cardinality(part_of) LOOP
+        FOR i IN locked + 1 .. CASE WHEN locking THEN cardinality(part_of) ELSE 0 END LOOP
             CONTINUE WHEN NOT needed[i];
             part := part_of[i];
             missing := making AND (rows[i]).tid IS NULL;
@@ -1429,48 +1451,38 @@ BEGIN
                     ON CONFLICT DO NOTHING;
                 END IF;
 
-                -- 2. Lock it. (Or pass over it, or only look.)
-                IF locking AND NOT skip_held AND durables[part] THEN
+                -- 2. Lock it, or pass over it.
+                IF NOT skip_held AND durables[part] THEN
                     SELECT d.ctid, d.algorithm, d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at,
                         d.since, d.capacity, d.refill, d.returned, d.log,
                         0::int8, 0::int8, 0::int8, 0::int8, 0::int8, NULL::int8, NULL::int8[], false, false INTO s
                     FROM rate_limit_durable AS d WHERE d.prefix = names[part] AND d.key = keys[part] FOR UPDATE;
-                ELSIF locking AND NOT skip_held THEN
+                ELSIF NOT skip_held THEN
                     SELECT d.ctid, d.algorithm, d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at,
                         d.since, d.capacity, d.refill, d.returned, d.log,
                         0::int8, 0::int8, 0::int8, 0::int8, 0::int8, NULL::int8, NULL::int8[], false, false INTO s
                     FROM rate_limit_ephemeral AS d WHERE d.prefix = names[part] AND d.key = keys[part] FOR UPDATE;
-                ELSIF locking AND durables[part] THEN
+                ELSIF durables[part] THEN
                     SELECT d.ctid, d.algorithm, d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at,
                         d.since, d.capacity, d.refill, d.returned, d.log,
                         0::int8, 0::int8, 0::int8, 0::int8, 0::int8, NULL::int8, NULL::int8[], false, false INTO s
                     FROM rate_limit_durable AS d WHERE d.prefix = names[part] AND d.key = keys[part]
                     FOR UPDATE SKIP LOCKED;
-                ELSIF locking THEN
+                ELSE
                     SELECT d.ctid, d.algorithm, d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at,
                         d.since, d.capacity, d.refill, d.returned, d.log,
                         0::int8, 0::int8, 0::int8, 0::int8, 0::int8, NULL::int8, NULL::int8[], false, false INTO s
                     FROM rate_limit_ephemeral AS d WHERE d.prefix = names[part] AND d.key = keys[part]
                     FOR UPDATE SKIP LOCKED;
-                ELSIF durables[part] THEN
-                    SELECT d.ctid, d.algorithm, d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at,
-                        d.since, d.capacity, d.refill, d.returned, d.log,
-                        0::int8, 0::int8, 0::int8, 0::int8, 0::int8, NULL::int8, NULL::int8[], false, false INTO s
-                    FROM rate_limit_durable AS d WHERE d.prefix = names[part] AND d.key = keys[part];
-                ELSE
-                    SELECT d.ctid, d.algorithm, d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at,
-                        d.since, d.capacity, d.refill, d.returned, d.log,
-                        0::int8, 0::int8, 0::int8, 0::int8, 0::int8, NULL::int8, NULL::int8[], false, false INTO s
-                    FROM rate_limit_ephemeral AS d WHERE d.prefix = names[part] AND d.key = keys[part];
                 END IF;
                 missing := NOT found;
-                EXIT WHEN NOT missing OR NOT locking;
+                EXIT WHEN NOT missing;
                 IF skip_held THEN
                     holders[i] := _rate_limit_holder(names[part], keys[part], durables[part]);
                 END IF;
                 EXIT WHEN NOT making OR holders[i] IS NOT NULL;
             END LOOP;
-            IF missing AND locking AND holders[i] IS NULL THEN
+            IF missing AND holders[i] IS NULL THEN
                 EXIT WHEN NOT making;
                 RAISE EXCEPTION 'rate_limit: rows were made, and were missing again'
                     USING ERRCODE = 'object_not_in_prerequisite_state',
@@ -1479,16 +1491,23 @@ BEGIN
             IF holders[i] IS NULL THEN -- else s is not this row
                 rows[i] := s;
             END IF;
-            IF locking AND NOT making THEN
+            IF NOT making THEN
                 locked := i;
             END IF;
-            IF i > 1 AND clock_timestamp() > give_up AND locking AND NOT skip_held THEN
+            IF i > 1 AND clock_timestamp() > give_up AND NOT skip_held THEN
                 PERFORM _rate_limit_late();
             END IF;
         END LOOP;
         IF locking AND NOT making AND locked < cardinality(part_of) THEN
-            locking := false; -- look at the others, too
-            CONTINUE;
+            locking := false;
+        END IF;
+        IF NOT locking THEN
+            -- Look at the others. One statement sees all of them as they were at one moment.
+            rows[locked + 1:cardinality(part_of)] := ARRAY(
+                SELECT _rate_limit_look(names[e.part], keys[e.part], durables[e.part])
+                FROM unnest(part_of) WITH ORDINALITY AS e (part, place)
+                WHERE e.place > locked
+                ORDER BY e.place);
         END IF;
         needed := array_fill(false, ARRAY[cardinality(part_of)]);
 
@@ -3123,9 +3142,9 @@ DROP FUNCTION IF EXISTS _rate_limit_no_row, _rate_limit_now, _rate_limit_set, _r
     rate_limit_take_token_bucket, _rate_limit_valid_log, _rate_limit_entry_age, _rate_limit_log,
     rate_limit_take_sliding_log, _rate_limit_valid_calendar, _rate_limit_window_end, _rate_limit_calendar,
     _rate_limit_calendar_fits, rate_limit_take_calendar_window, _rate_limit_valid, _rate_limit_step, _rate_limit_check,
-    _rate_limit_rows, _rate_limit_try_to_make, _rate_limit_holder, rate_limit_all, _rate_limit_fixed_refund,
-    _rate_limit_sliding_refund, _rate_limit_log_refund, _rate_limit_bucket_leases, _rate_limit_bucket_lend,
-    _rate_limit_bucket_refund, _rate_limit_give, _rate_limit_left_ephemeral, _rate_limit_steps,
+    _rate_limit_rows, _rate_limit_try_to_make, _rate_limit_holder, _rate_limit_look, rate_limit_all,
+    _rate_limit_fixed_refund, _rate_limit_sliding_refund, _rate_limit_log_refund, _rate_limit_bucket_leases,
+    _rate_limit_bucket_lend, _rate_limit_bucket_refund, _rate_limit_give, _rate_limit_left_ephemeral, _rate_limit_steps,
     _rate_limit_take_all_ephemeral, rate_limit_take_all, rate_limit_reset, _rate_limit_read_policy, _rate_limit_ask,
     rate_limit_allow, rate_limit_peek, rate_limit_sweep, _rate_limit_check_policy, _rate_limit_note_policy,
     rate_limit_policies, rate_limit_ban, rate_limit_report, rate_limit_report_leases,

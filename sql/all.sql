@@ -167,6 +167,28 @@ BEGIN
 END
 $$;
 
+-- _rate_limit_look is a row without a lock. Because it is STABLE, it sees what the statement that calls it sees.
+CREATE FUNCTION _rate_limit_look(name text, key text, durable boolean) RETURNS rate_limit_row
+LANGUAGE plpgsql STABLE AS $$
+#variable_conflict use_variable
+DECLARE
+    s rate_limit_row;
+BEGIN
+    IF durable THEN
+        SELECT d.ctid, d.algorithm, d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at,
+            d.since, d.capacity, d.refill, d.returned, d.log,
+            0::int8, 0::int8, 0::int8, 0::int8, 0::int8, NULL::int8, NULL::int8[], false, false INTO s
+        FROM rate_limit_durable AS d WHERE d.prefix = name AND d.key = key;
+    ELSE
+        SELECT d.ctid, d.algorithm, d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at,
+            d.since, d.capacity, d.refill, d.returned, d.log,
+            0::int8, 0::int8, 0::int8, 0::int8, 0::int8, NULL::int8, NULL::int8[], false, false INTO s
+        FROM rate_limit_ephemeral AS d WHERE d.prefix = name AND d.key = key;
+    END IF;
+    RETURN s;
+END
+$$;
+
 -- rate_limit_all decides everything. Requests may have several parts each, such as one for an address, one for a user
 -- and one for everybody. A request takes from all of its parts or from none. The parts may differ in everything:
 -- limiter, key, algorithm, cost and table.
@@ -301,7 +323,7 @@ BEGIN
     END IF;
 
     LOOP
-        FOR i IN locked + 1 .. cardinality(part_of) LOOP
+        FOR i IN locked + 1 .. CASE WHEN locking THEN cardinality(part_of) ELSE 0 END LOOP
             CONTINUE WHEN NOT needed[i];
             part := part_of[i];
             missing := making AND (rows[i]).tid IS NULL;
@@ -322,48 +344,38 @@ BEGIN
                     ON CONFLICT DO NOTHING;
                 END IF;
 
-                -- 2. Lock it. (Or pass over it, or only look.)
-                IF locking AND NOT skip_held AND durables[part] THEN
+                -- 2. Lock it, or pass over it.
+                IF NOT skip_held AND durables[part] THEN
                     SELECT d.ctid, d.algorithm, d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at,
                         d.since, d.capacity, d.refill, d.returned, d.log,
                         0::int8, 0::int8, 0::int8, 0::int8, 0::int8, NULL::int8, NULL::int8[], false, false INTO s
                     FROM rate_limit_durable AS d WHERE d.prefix = names[part] AND d.key = keys[part] FOR UPDATE;
-                ELSIF locking AND NOT skip_held THEN
+                ELSIF NOT skip_held THEN
                     SELECT d.ctid, d.algorithm, d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at,
                         d.since, d.capacity, d.refill, d.returned, d.log,
                         0::int8, 0::int8, 0::int8, 0::int8, 0::int8, NULL::int8, NULL::int8[], false, false INTO s
                     FROM rate_limit_ephemeral AS d WHERE d.prefix = names[part] AND d.key = keys[part] FOR UPDATE;
-                ELSIF locking AND durables[part] THEN
+                ELSIF durables[part] THEN
                     SELECT d.ctid, d.algorithm, d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at,
                         d.since, d.capacity, d.refill, d.returned, d.log,
                         0::int8, 0::int8, 0::int8, 0::int8, 0::int8, NULL::int8, NULL::int8[], false, false INTO s
                     FROM rate_limit_durable AS d WHERE d.prefix = names[part] AND d.key = keys[part]
                     FOR UPDATE SKIP LOCKED;
-                ELSIF locking THEN
+                ELSE
                     SELECT d.ctid, d.algorithm, d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at,
                         d.since, d.capacity, d.refill, d.returned, d.log,
                         0::int8, 0::int8, 0::int8, 0::int8, 0::int8, NULL::int8, NULL::int8[], false, false INTO s
                     FROM rate_limit_ephemeral AS d WHERE d.prefix = names[part] AND d.key = keys[part]
                     FOR UPDATE SKIP LOCKED;
-                ELSIF durables[part] THEN
-                    SELECT d.ctid, d.algorithm, d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at,
-                        d.since, d.capacity, d.refill, d.returned, d.log,
-                        0::int8, 0::int8, 0::int8, 0::int8, 0::int8, NULL::int8, NULL::int8[], false, false INTO s
-                    FROM rate_limit_durable AS d WHERE d.prefix = names[part] AND d.key = keys[part];
-                ELSE
-                    SELECT d.ctid, d.algorithm, d.count, d.prev_count, d.window_start, d.credit, d.scale, d.expires_at,
-                        d.since, d.capacity, d.refill, d.returned, d.log,
-                        0::int8, 0::int8, 0::int8, 0::int8, 0::int8, NULL::int8, NULL::int8[], false, false INTO s
-                    FROM rate_limit_ephemeral AS d WHERE d.prefix = names[part] AND d.key = keys[part];
                 END IF;
                 missing := NOT found;
-                EXIT WHEN NOT missing OR NOT locking;
+                EXIT WHEN NOT missing;
                 IF skip_held THEN
                     holders[i] := _rate_limit_holder(names[part], keys[part], durables[part]);
                 END IF;
                 EXIT WHEN NOT making OR holders[i] IS NOT NULL;
             END LOOP;
-            IF missing AND locking AND holders[i] IS NULL THEN
+            IF missing AND holders[i] IS NULL THEN
                 EXIT WHEN NOT making;
                 RAISE EXCEPTION 'rate_limit: rows were made, and were missing again'
                     USING ERRCODE = 'object_not_in_prerequisite_state',
@@ -372,16 +384,23 @@ BEGIN
             IF holders[i] IS NULL THEN -- else s is not this row
                 rows[i] := s;
             END IF;
-            IF locking AND NOT making THEN
+            IF NOT making THEN
                 locked := i;
             END IF;
-            IF i > 1 AND clock_timestamp() > give_up AND locking AND NOT skip_held THEN
+            IF i > 1 AND clock_timestamp() > give_up AND NOT skip_held THEN
                 PERFORM _rate_limit_late();
             END IF;
         END LOOP;
         IF locking AND NOT making AND locked < cardinality(part_of) THEN
-            locking := false; -- look at the others, too
-            CONTINUE;
+            locking := false;
+        END IF;
+        IF NOT locking THEN
+            -- Look at the others. One statement sees all of them as they were at one moment.
+            rows[locked + 1:cardinality(part_of)] := ARRAY(
+                SELECT _rate_limit_look(names[e.part], keys[e.part], durables[e.part])
+                FROM unnest(part_of) WITH ORDINALITY AS e (part, place)
+                WHERE e.place > locked
+                ORDER BY e.place);
         END IF;
         needed := array_fill(false, ARRAY[cardinality(part_of)]);
 
