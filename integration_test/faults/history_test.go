@@ -36,6 +36,7 @@ type operation struct {
 	Result          ratelimit.Result
 	taken           ratelimit.Result // which is given back
 	Unknown         bool             // it may or may not have taken anything, and may yet
+	after           int              // how many operations have locked the row before this one; 0: not known
 }
 
 // workload is what one process does.

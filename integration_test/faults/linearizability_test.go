@@ -50,6 +50,9 @@ func (j judge) step(a account, op operation) []any {
 		anyway, _ := j.decide(a, a.clock, op.Cost, op.anyway(a))
 		return []any{a, taken, anyway}
 	}
+	if op.after > a.locked {
+		return nil
+	}
 	at := op.Result.DecidedAt.UnixMicro()
 	next, want := j.decide(a, at, op.Cost, op.Of)
 	// If a call whose outcome is unknown has begun the window, its time is unknown, too.
@@ -57,7 +60,10 @@ func (j judge) step(a account, op operation) []any {
 		next, want = j.decide(a, at, op.Cost, op.anyway(a))
 	}
 	unchanged := next == a
-	next.clock = at
+	next.clock, next.locked = at, a.locked
+	if j.locks(op) {
+		next.locked++
+	}
 	if j.untimed {
 		want.RetryAfter, want.ResetAfter = op.Result.RetryAfter, op.Result.ResetAfter
 	}
@@ -185,28 +191,29 @@ func (j judge) check(
 	ops := make([]porcupine.Operation, len(history))
 	for i, op := range history {
 		from, to := j.interval(history, op, staleness, allTake)
-		if next := j.nextUnderLock(history, op); next > 0 {
-			to = min(to, next)
-		}
+		op.after = j.locksBefore(history, op)
 		ops[i] = porcupine.Operation{ClientId: op.Client, Input: op, Call: from, Return: to}
 	}
 	return explain(t, j.model(), ops)
 }
 
-// nextUnderLock is when the next operation after op locked the same row, or 0. The model lets the clock of a row only
-// move on, so op comes before that one. To say so spares the search from trying all orders of what overlaps.
-func (j judge) nextUnderLock(history []operation, op operation) (next int64) {
-	locks := func(op operation) bool { return op.Cost != 0 && op.Of == nil && !j.mayBeCached(op) }
-	if !locks(op) || slices.ContainsFunc(history, func(op operation) bool { return op.Reset || op.Unknown }) {
-		return 0 // a row that is made anew begins with an older clock
+// locks tells whether an operation reads the clock while it has the lock of its key's row.
+func (j judge) locks(op operation) bool {
+	return op.Cost != 0 && op.Of == nil && !op.Reset && !op.Unknown && !j.mayBeCached(op)
+}
+
+// locksBefore is how many operations have locked the same row before op. A row's clock only moves on, so all of them
+// come before op. That spares the search from trying op earlier. It is 0 if rows are made anew, with an older clock.
+func (j judge) locksBefore(history []operation, op operation) (n int) {
+	if !j.locks(op) || slices.ContainsFunc(history, func(op operation) bool { return op.Reset || op.Unknown }) {
+		return 0
 	}
 	for _, other := range history {
-		at := other.Result.DecidedAt.UnixMicro()
-		if other.Key == op.Key && locks(other) && at > op.Result.DecidedAt.UnixMicro() && (next == 0 || at < next) {
-			next = at
+		if other.Key == op.Key && j.locks(other) && other.Result.DecidedAt.Before(op.Result.DecidedAt) {
+			n++
 		}
 	}
-	return next
+	return n
 }
 
 // explain looks for an order of operations that a model allows.

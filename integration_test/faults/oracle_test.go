@@ -24,6 +24,7 @@ type account struct {
 	refill  int64                     // of a bucket: its Refill
 	back    int64                     // of a bucket: what was given back since then, in the units of count
 	expires int64                     // when the key is as good as new, by the policy that has written it
+	locked  int                       // how many operations have locked the row
 }
 
 // rule is an algorithm as its documentation states it, written a second time. It knows only how an account moves
