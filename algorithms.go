@@ -36,25 +36,25 @@ var (
 // implementation is what only this package knows of an algorithm.
 type implementation struct {
 	statement string // that takes
-	policy    func(algorithm.Numbers) model
+	policy    func(algorithm.Numbers) single
 }
 
 // implementationOf has a line for each line of the table algorithm.All.
 func implementationOf(code int16) implementation {
 	type nums = algorithm.Numbers
 	return [...]implementation{
-		algorithm.FixedWindow:   {fixedStatement, func(n nums) model { return FixedWindow{n.Limit, n.Span} }},
-		algorithm.SlidingWindow: {slidingStatement, func(n nums) model { return SlidingWindow{n.Limit, n.Span} }},
+		algorithm.FixedWindow:   {fixedStatement, func(n nums) single { return FixedWindow{n.Limit, n.Span} }},
+		algorithm.SlidingWindow: {slidingStatement, func(n nums) single { return SlidingWindow{n.Limit, n.Span} }},
 		algorithm.TokenBucket: {
-			tokenBucketStatement, func(n nums) model { return TokenBucket{n.Limit, n.Refill, n.Span} },
+			tokenBucketStatement, func(n nums) single { return TokenBucket{n.Limit, n.Refill, n.Span} },
 		},
-		algorithm.SlidingLog:     {slidingLogStatement, func(n nums) model { return SlidingLog{n.Limit, n.Span} }},
-		algorithm.CalendarWindow: {calendarStatement, calendarWindow},
+		algorithm.SlidingLog:     {slidingLogStatement, func(n nums) single { return SlidingLog{n.Limit, n.Span} }},
+		algorithm.CalendarWindow: {calendarStatement, calendarOf},
 	}[code]
 }
 
 // policyOf is the policy of these numbers.
-func policyOf(n algorithm.Numbers) model { return implementationOf(n.Algorithm).policy(n) }
+func policyOf(n algorithm.Numbers) single { return implementationOf(n.Algorithm).policy(n) }
 
 // argumentsOf are a policy's numbers, as the function of its algorithm takes them.
 func argumentsOf(n algorithm.Numbers) []any {

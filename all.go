@@ -58,12 +58,12 @@ func (p all) validate() error {
 	return nil
 }
 
-func (p all) models() []model {
-	models := make([]model, 0, p.n)
+func (p all) rules() []rules {
+	several := make([]rules, 0, p.n)
 	for _, policy := range p.policies() {
-		models = append(models, policy.models()...)
+		several = append(several, policy.rules()...)
 	}
-	return models
+	return several
 }
 
 func validatePolicy(policy Policy) error {
@@ -75,13 +75,13 @@ func validatePolicy(policy Policy) error {
 		}
 	}
 	switch p := policy.(type) {
-	case model:
+	case single:
 		return p.validate()
 	case all:
 		return p.validate()
 	}
-	for _, m := range policy.models() { // of a type of the caller's that embeds a Policy
-		if err := m.validate(); err != nil {
+	for _, r := range policy.rules() { // of a type of the caller's that embeds a Policy
+		if err := policyOf(r.numbers()).validate(); err != nil {
 			return err
 		}
 	}

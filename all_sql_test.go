@@ -502,7 +502,7 @@ func rowSetOfModel(requests []modelRequest) (*rowSet, []*part) {
 		q := &request{count: r.count, ahead: r.ahead}
 		for _, p := range r.parts {
 			q.parts = append(q.parts, part{
-				space: &keyspace{durable: p.durable}, model: p.policy, name: p.id.name, key: p.id.key, cost: p.cost,
+				space: &keyspace{durable: p.durable}, model: p.policy.one(), name: p.id.name, key: p.id.key, cost: p.cost,
 			})
 			counts = append(counts, r.count)
 		}

@@ -120,7 +120,7 @@ func (l *Limiter) remembered(beside *rule, key string, n int64) (Result, bool) {
 	if !ok || beside == nil {
 		return result, ok
 	}
-	models := beside.Value.policy.models()
+	models := beside.Value.policy.rules()
 	if len(models) > 1 || n > models[0].numbers().Limit {
 		return Result{}, false
 	}

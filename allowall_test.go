@@ -44,7 +44,7 @@ func TestAllowAllTakesFromAllOrFromNone(t *testing.T) {
 	require.True(t, first.Allowed)
 	require.Zero(t, first.RetryAfter)
 	for i, want := range []Result{
-		modelResults(a.models[0], t0, 1)[0], modelResults(b.models[0], t0, 2)[0], modelResults(c.models[0], t0, 1)[0],
+		modelResults(modelOf(a.models[0]), t0, 1)[0], modelResults(modelOf(b.models[0]), t0, 2)[0], modelResults(modelOf(c.models[0]), t0, 1)[0],
 	} {
 		require.Equal(t, want, utc(first.Each[i]))
 	}

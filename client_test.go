@@ -122,7 +122,7 @@ func TestMixedStatementEqualsTheModel(t *testing.T) {
 			for i, q := range requests {
 				expected[i].count = q.count
 				for _, p := range q.parts {
-					part := modelPart{id: rowID{p.name, p.key}, durable: p.space.durable, policy: p.model, cost: p.cost}
+					part := modelPart{id: rowID{p.name, p.key}, durable: p.space.durable, policy: modelOf(p.model), cost: p.cost}
 					if p.refund != nil {
 						part.refund = []take{*p.refund}
 					}

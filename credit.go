@@ -19,7 +19,7 @@ func (s *state) creditColumn(code int16) *int64 {
 }
 
 // grant is the model of a grant of n, at least 1.
-func grant(m model, s state, clock, n int64) (state, decision) {
+func grant(m rules, s state, clock, n int64) (state, decision) {
 	s, _ = m.roll(s, clock)
 	t := max(clock, s.windowStart)
 	if s.since == 0 {
@@ -54,7 +54,7 @@ func withCreditBack(s, rolled state, t, life int64, k take) (state, bool) {
 	return s, true
 }
 
-// creditResetAfter is model.resetAfter while there is granted credit, or was until this statement spent some.
+// creditResetAfter is rules.resetAfter while there is granted credit, or was until this statement spent some.
 func creditResetAfter(last decision, credit, units, life int64) int64 {
 	if credit > 0 || last.taken.spent == 0 || units == 0 {
 		return last.resetAfter
@@ -67,7 +67,7 @@ func creditResetAfter(last decision, credit, units, life int64) int64 {
 // afterRefund is the decision of a refund that has turned the row into this one. It does not roll the row forward,
 // because others, who ask under other numbers, may still count what these numbers do not. Nor does it end the row
 // earlier, unless nothing in the row counts.
-func afterRefund(m model, row state, clock int64, changed bool) (state, decision) {
+func afterRefund(m rules, row state, clock int64, changed bool) (state, decision) {
 	_, d := m.decide(row, clock, 0)
 	d.granted, d.retryAfter, d.state.log = 1, 0, ""
 	if changed && d.resetAfter == 0 && row.count == 0 && row.prevCount == 0 { // as good as new

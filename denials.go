@@ -77,7 +77,7 @@ type denialKey struct {
 
 // denial is a key's state when it was denied. The database decided between asked and told, by the local clock.
 type denial struct {
-	model       model // under which it was denied; another one may have room
+	model       rules // under which it was denied; another one may have room
 	state       state
 	clock       int64 // the database's, in microseconds, at the decision
 	asked, told time.Duration
@@ -121,7 +121,7 @@ func (d *denials) shard(key string) (s *denialShard, i uint64) {
 }
 
 // lookup returns the denial of a request that the database would deny too, as far as this process knows.
-func (d *denials) lookup(space *keyspace, m model, key string, n int64) (Result, bool) {
+func (d *denials) lookup(space *keyspace, m rules, key string, n int64) (Result, bool) {
 	s, _ := d.shard(key)
 	if s == nil {
 		return Result{}, false

@@ -33,13 +33,13 @@ func newTestDenials(policy model, maxAge time.Duration) (testDenials, *setClock)
 }
 
 func (d testDenials) deny(key string, n int64) (Result, bool) {
-	return d.lookup(d.space, d.policy, key, n)
+	return d.lookup(d.space, d.policy.one(), key, n)
 }
 
 func (d testDenials) changed(key string, since *changes) { d.forget(d.space, key, since) }
 
 func (d testDenials) remember(key string, denied decision, asked, told time.Duration, since *changes) {
-	d.denials.remember(&part{space: d.space, model: d.policy, key: key, decision: denied}, asked, told, since)
+	d.denials.remember(&part{space: d.space, model: d.policy.one(), key: key, decision: denied}, asked, told, since)
 }
 
 // remembersDenial tells whether a denial of a key is remembered that denies a cost of n.

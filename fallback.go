@@ -37,7 +37,7 @@ type localState struct {
 const localMemory = 18 << 20
 
 // localSize is more than what a key needs under a policy.
-func localSize(m model) int {
+func localSize(m rules) int {
 	if n := m.numbers(); n.Algorithm == algorithm.SlidingLog {
 		return 288 + 8*int(n.Limit)
 	}
@@ -60,7 +60,7 @@ func (f *fallback) now() (time.Time, int64) {
 }
 
 // take decides a request under shares, the shares of its parts' models.
-func (f *fallback) take(r *request, shares []model) {
+func (f *fallback) take(r *request, shares []rules) {
 	now, clock := f.now()
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -99,7 +99,7 @@ func (f *fallback) hash(p *part) uint64 {
 }
 
 // one decides under one model, the i-th of its limiter. keep tells whether to keep what that takes.
-func (f *fallback) one(m model, hash, i uint64, n, clock int64, keep bool) decision {
+func (f *fallback) one(m rules, hash, i uint64, n, clock int64, keep bool) decision {
 	size := localSize(m)
 	hash = f.room(hash, i, size, clock)
 	known := f.states[hash]
@@ -147,10 +147,10 @@ func (f *fallback) room(hash, shared uint64, size int, clock int64) uint64 {
 }
 
 // sharesOf are models with a share of their limits, above 0 and at most 1.
-func sharesOf(models []model, share float64) []model {
-	shares := make([]model, len(models))
+func sharesOf(models []rules, share float64) []rules {
+	shares := make([]rules, len(models))
 	for i, m := range models {
-		shares[i] = policyOf(scaled(m.numbers(), share))
+		shares[i] = policyOf(scaled(m.numbers(), share)).one()
 	}
 	return shares
 }

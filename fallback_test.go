@@ -21,8 +21,8 @@ func newTestFallback(clock *setClock) *fallback {
 // decide decides a request of a limiter with one policy.
 func (f *fallback) decide(policy model, key string, n int64) (decision, time.Time) {
 	var r request
-	r.add(&keyspace{name: "test"}, []model{policy}, key, n, nil)
-	f.take(&r, []model{policy})
+	r.add(&keyspace{name: "test"}, rulesOf(policy), key, n, nil)
+	f.take(&r, rulesOf(policy))
 	d := r.parts[0].decision
 	at := d.decidedAt
 	d.decidedAt = time.Time{}
@@ -337,7 +337,7 @@ func TestScaledPolicies(t *testing.T) {
 			valid++
 			scaled := policyOf(scaled(policy.numbers(), share))
 			require.NoError(t, scaled.validate(), "%v of %v, seed %d", share, policy, seed)
-			require.LessOrEqual(t, scaled.numbers().Limit, policy.numbers().Limit)
+			require.LessOrEqual(t, scaled.one().numbers().Limit, policy.numbers().Limit)
 			if bucket, ok := scaled.(TokenBucket); ok && bucket.Every > time.Millisecond &&
 				bucket.Every < duration(maxSpan/2) {
 				of, _ := policy.(TokenBucket)

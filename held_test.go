@@ -507,7 +507,7 @@ func TestAllSkipsRequestsWithAHeldPart(t *testing.T) {
 	db := pgtest.New(t)
 	a, b, c := threeLimits(t, db.Pool, 10, 10, 10)
 	part := func(l *Limiter, key string) modelPart {
-		return modelPart{id: rowID{l.Config().Name, key}, durable: l.Config().Durable, policy: l.models[0], cost: 2}
+		return modelPart{id: rowID{l.Config().Name, key}, durable: l.Config().Durable, policy: modelOf(l.models[0]), cost: 2}
 	}
 	_, err := b.Allow(t.Context(), "held")
 	require.NoError(t, err)

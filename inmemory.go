@@ -72,7 +72,7 @@ func (r *request) decideIn(db *memory.DB, clock int64) {
 				p.decision = d
 			}
 		}
-		if bucket, ok := p.model.(TokenBucket); ok && r.ahead > 0 {
+		if bucket, ok := p.model.(tokenBucket); ok && r.ahead > 0 {
 			p.decision.state.log = before[i].log
 			if ahead := granted - (r.count - r.ahead); ahead > 0 {
 				p.store(db, bucket.lend(now, ahead*p.cost))

@@ -84,7 +84,7 @@ func TestMemoryEqualsPostgres(t *testing.T) {
 		for step := range 60 {
 			title := fmt.Sprintf("%s=%d, story %d, step %d", seedVariable, seed, story, step)
 			i := r.IntN(len(limiters))
-			clock = min(nextClock(r, clock, policies[i].models()[0], goals), year2106)
+			clock = min(nextClock(r, clock, modelOf(policies[i].rules()[0]), goals), year2106)
 			goals = goals[:0]
 			if single, ok := policies[i].(model); ok && r.IntN(10) == 0 {
 				changed := changedPolicy(r, single)

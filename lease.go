@@ -48,12 +48,6 @@ type Lease struct {
 	MaxLength time.Duration
 }
 
-// The bounds of a lease of a window and of a bucket: see [Lease].
-const (
-	leasesInWindow = 8
-	leasesInBucket = 128
-)
-
 func (c *Lease) withDefaults() *Lease {
 	if c == nil {
 		return nil
@@ -88,7 +82,7 @@ func (c *Lease) validate(policy Policy, pooled bool) error {
 
 // leasable tells why a policy cannot be leased from.
 func leasable(policy Policy) error {
-	for _, m := range policy.models() {
+	for _, m := range policy.rules() {
 		if m.numbers().Algorithm == algorithm.SlidingLog {
 			return &ConfigError{Field: "Config.Lease", Reason: "cannot be had with a SlidingLog, which counts each " +
 				"unit from when it was taken, and a lease spends it later; take a SlidingWindow"}
@@ -137,7 +131,7 @@ func (c *Client) startGiving(back *giving) (wait func()) {
 	requests := make([]*request, len(back.rests))
 	for i, left := range back.rests {
 		r := c.requests.get(left.space, left.receipt.policy)
-		r.add(left.space, left.receipt.policy.models(), left.receipt.key, left.from-left.to,
+		r.add(left.space, left.receipt.policy.rules(), left.receipt.key, left.from-left.to,
 			left.takes())
 		r.ofLease = true
 		requests[i] = r

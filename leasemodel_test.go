@@ -71,6 +71,8 @@ type carelessModel struct {
 	mistake leaseMistake
 }
 
+func (m carelessModel) one() rules { return m }
+
 func (m carelessModel) leaseOf(s state, clock, longest int64) (spare, lasts int64) {
 	spare, lasts = m.model.leaseOf(s, clock, longest)
 	switch m.mistake {
@@ -97,7 +99,7 @@ func (w *leaseWorld) newProcess() *leaser {
 	if w.mistake == survivesItsWindow || w.mistake == fullBucket {
 		policy = carelessModel{w.policy, w.mistake}
 	}
-	p.limiter = &Limiter{space: space, policy: policy, models: []model{policy}}
+	p.limiter = &Limiter{space: space, policy: policy, models: rulesOf(policy)}
 	p.leases = newLeases(nil, 0, nil)
 	w.readClocks(p)
 	return p
@@ -223,7 +225,7 @@ func (w *leaseWorld) giveBack(p *leaser, all bool) {
 // refund gives back units of a take.
 func (w *leaseWorld) refund(of *receipt, n int64, takes []take) {
 	r := &request{space: of.space, policy: of.policy, count: 1, place: 1}
-	r.add(of.space, of.policy.models(), "key", -n, takes)
+	r.add(of.space, of.policy.rules(), "key", -n, takes)
 	w.decide(r)
 }
 

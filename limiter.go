@@ -28,9 +28,8 @@ type Limiter struct {
 	waiting   *waitLines
 	onFailure FailureMode
 	policy    Policy
-	models    []model // of the policy
-	one       [1]model
-	shares    []model // of the models, what FallbackLocal allows; nil otherwise
+	models    []rules // of the policy
+	shares    []rules // of the models, what FallbackLocal allows; nil otherwise
 	limit     int64   // the largest cost that can ever be allowed
 }
 
@@ -194,13 +193,13 @@ func (l *Limiter) sameKind(other *Limiter) error {
 	return nil
 }
 
-// typeName is the name of a model's type.
-func typeName(m model) string { return reflect.TypeOf(m).Name() }
+// typeName is the name of the type of a policy with these rules.
+func typeName(r rules) string { return reflect.TypeOf(policyOf(r.numbers())).Name() }
 
 // under is With for a policy that is valid.
 func (l *Limiter) under(policy Policy) *Limiter {
 	with := &Limiter{client: l.client, space: l.space, waiting: l.waiting, onFailure: l.onFailure, policy: policy}
-	with.models = modelsOf(policy, &with.one)
+	with.models = policy.rules()
 	with.limit = with.models[0].numbers().Limit
 	for _, m := range with.models[1:] {
 		with.limit = min(with.limit, m.numbers().Limit)

@@ -8,13 +8,9 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/algorithm"
 )
 
-// model is a policy of one row: its numbers, and what they mean. The SQL is tested against it.
-type model interface {
-	Policy
-
+// rules are what a policy means for one row. The SQL is tested against them.
+type rules interface {
 	numbers() algorithm.Numbers
-	// validate returns a *ConfigError for a policy outside the exact range.
-	validate() error
 	// roll brings a row forward to the clock. moved tells whether the clock has jumped back, and the row with it.
 	roll(s state, clock int64) (rolled state, moved bool)
 	// decide takes n at the time clock from a row in the state s, and returns the row's next state. With n = 0 it
@@ -79,6 +75,12 @@ const (
 	maxSpan    = 1 << 51 // microseconds, 71 years
 )
 
+// The bounds of a lease of a window and of a bucket: see Lease in the root package.
+const (
+	leasesInWindow = 8
+	leasesInBucket = 128
+)
+
 // micros converts a duration that validate has found to be whole microseconds.
 func micros(d time.Duration) int64 { return int64(d / time.Microsecond) }
 
@@ -119,7 +121,7 @@ type take struct {
 }
 
 // portion is what the units from the from-th to the to-th have taken.
-func (k take) portion(m model, from, to int64) take {
+func (k take) portion(m rules, from, to int64) take {
 	ordinary := k.units - k.spent
 	if n := m.numbers(); n.Algorithm == algorithm.TokenBucket {
 		k.at -= (ordinary - min(to, ordinary)) * micros(n.Span)

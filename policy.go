@@ -19,17 +19,17 @@ import (
 type Policy interface {
 	fmt.Stringer
 
-	// models has one for each row of a key; of [All] these are several.
-	models() []model
+	// rules has one for each row of a key; of [All] these are several.
+	rules() []rules
 }
 
-// modelsOf is policy.models(). For a single policy it uses room, and allocates nothing.
-func modelsOf(policy Policy, room *[1]model) []model {
-	if m, ok := policy.(model); ok {
-		room[0] = m
-		return room[:]
-	}
-	return policy.models()
+// single is a policy of one row.
+type single interface {
+	Policy
+
+	one() rules
+	// validate returns a *ConfigError for a policy outside the exact range.
+	validate() error
 }
 
 // validateWindow checks the numbers of a window or a log.

@@ -68,7 +68,7 @@ func readAlike(t testing.TB, db pgtest.Executor, texts []string) (accepted int, 
 		var want []algorithm.Numbers
 		if policy, err := ParsePolicy(texts[i]); err == nil {
 			accepted++
-			for _, m := range policy.models() {
+			for _, m := range policy.rules() {
 				want = append(want, m.numbers())
 			}
 		}

@@ -99,7 +99,7 @@ func (l *Limiter) checkRefund(r *receipt, n, left int64) error {
 // refundRequest gives back the units from the from-th to the to-th, under the policy that took.
 func (l *Limiter) refundRequest(r *receipt, from, to int64) *request {
 	request := l.client.requests.get(l.space, r.policy)
-	request.add(l.space, r.policy.models(), r.key, from-to, r.between(from, to))
+	request.add(l.space, r.policy.rules(), r.key, from-to, r.between(from, to))
 	return request
 }
 

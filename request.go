@@ -58,7 +58,7 @@ type request struct {
 // part is a row that a request asks for, and what was decided about it.
 type part struct {
 	space    *keyspace
-	model    model
+	model    rules
 	name     string // the row's: that of the space, or of a further policy of All, such as api/2
 	key      string
 	cost     int64 // 0 looks; below 0 gives back refund, or grants if refund is nil
@@ -93,7 +93,7 @@ func (p *requestPool) get(space *keyspace, policy Policy) *request {
 }
 
 // add adds the parts of one limiter, one for each of its models.
-func (r *request) add(space *keyspace, models []model, key string, cost int64, refunds []take) {
+func (r *request) add(space *keyspace, models []rules, key string, cost int64, refunds []take) {
 	for i, m := range models {
 		p := part{space: space, model: m, name: algorithm.RowName(space.name, i), key: key, cost: cost}
 		if refunds != nil {

@@ -165,7 +165,7 @@ func (p *part) result(place int64) Result {
 }
 
 // takenBy is what the request at that place has taken. It is one of those that were granted.
-func (d *decision) takenBy(m model, cost, place int64) take {
+func (d *decision) takenBy(m rules, cost, place int64) take {
 	k := d.taken
 	k.units = d.granted * cost
 	return k.portion(m, (place-1)*cost, place*cost)
@@ -238,7 +238,7 @@ func (r *receipt) swap(was, left int64) bool {
 // between are the parts of the units from the from-th to the to-th.
 func (r *receipt) between(from, to int64) []take {
 	parts := make([]take, len(r.parts))
-	for i, m := range r.policy.models() {
+	for i, m := range r.policy.rules() {
 		parts[i] = r.parts[i].portion(m, from, to)
 	}
 	return parts

@@ -109,7 +109,7 @@ func TestLockingSetsInTheOrderGivenDeadlocks(t *testing.T) {
 				return modelPart{
 					id:      rowID{limiter.Config().Name, key},
 					durable: limiter.Config().Durable,
-					policy:  limiter.models[0],
+					policy:  modelOf(limiter.models[0]),
 					cost:    1,
 				}
 			}

@@ -40,7 +40,7 @@ func (l *Limiter) newShadow(row *rule, key string, cost int64) *shadow {
 	s := &shadow{row: row}
 	s.request.parts, s.request.policy, s.request.space = s.request.single[:0], row.Value.policy, l.space.shadow
 	s.request.place = 1
-	s.request.add(l.space.shadow, row.Value.policy.models(), key, cost, nil)
+	s.request.add(l.space.shadow, row.Value.policy.rules(), key, cost, nil)
 	for i := range s.request.parts {
 		s.request.parts[i].decision.granted = passedOver
 	}

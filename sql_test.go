@@ -245,7 +245,7 @@ func callOf(space string, s step) call {
 	of := s.policy.numbers()
 	c := call{takes: s.takes(), counts: counts}
 	for _, e := range s.elements {
-		c.into = append(c.into, &part{space: &keyspace{}, model: s.policy, cost: e.cost})
+		c.into = append(c.into, &part{space: &keyspace{}, model: s.policy.one(), cost: e.cost})
 	}
 	if c.takes {
 		c.sql = implementationOf(of.Algorithm).statement

@@ -324,8 +324,8 @@ func TestSetsThatAreLeftAreNotTriedAgainAtOnce(t *testing.T) {
 	requests := make([]*request, 10)
 	for i := range requests {
 		r := &request{count: 1}
-		r.add(&keyspace{name: "a"}, []model{FixedWindow{Limit: 1, Window: year}}, fmt.Sprint(i), 1, nil)
-		r.add(&keyspace{name: "b"}, []model{FixedWindow{Limit: 20, Window: year}}, "all", 1, nil)
+		r.add(&keyspace{name: "a"}, rulesOf(FixedWindow{Limit: 1, Window: year}), fmt.Sprint(i), 1, nil)
+		r.add(&keyspace{name: "b"}, rulesOf(FixedWindow{Limit: 20, Window: year}), "all", 1, nil)
 		requests[i] = r
 	}
 	told := map[bool]int{true: leftNumbers * 20, false: takenNumbers * 11}
@@ -353,7 +353,7 @@ func TestSetsThatAreLeftAreNotTriedAgainAtOnce(t *testing.T) {
 func TestAnswersUnlikeTheQuestion(t *testing.T) {
 	t.Parallel()
 
-	p := &part{space: &keyspace{}, model: TokenBucket{Capacity: 10, Refill: 1, Every: time.Minute}, cost: 1}
+	p := &part{space: &keyspace{}, model: TokenBucket{Capacity: 10, Refill: 1, Every: time.Minute}.one(), cost: 1}
 	from := &rowSet{rows: []*part{p}, units: []int64{1}, of: []int32{1}, ended: func(bool) {}}
 	for n := range 2 * leftNumbers { // all of them 0
 		require.ErrorIs(t, from.takenInto([]*part{p}, []int64{1}, make([]pgtype.Int8, n)), errUnlikeAnswer, n)

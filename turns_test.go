@@ -27,7 +27,7 @@ func (b *board) push(limiter string, limit int64, n int, cost int64) (requests [
 	for i := range n {
 		r := &request{space: space, policy: FixedWindow{Limit: limit, Window: year}}
 		r.parts = r.single[:0]
-		r.add(space, r.policy.models(), fmt.Sprint("key ", i), cost, nil)
+		r.add(space, r.policy.rules(), fmt.Sprint("key ", i), cost, nil)
 		b.queue.push(r)
 		requests = append(requests, r)
 	}
@@ -43,7 +43,7 @@ func (b *board) next() (left []string) {
 	}
 	var lines []line
 	for _, r := range b.queue.nextBatch(nil) {
-		name, limit := r.space.name, r.policy.models()[0].numbers().Limit
+		name, limit := r.space.name, r.policy.rules()[0].numbers().Limit
 		if last := len(lines) - 1; last >= 0 && lines[last].name == name && lines[last].limit == limit {
 			lines[last].n++
 			continue

@@ -362,7 +362,7 @@ func TestWaitersUnderAnotherPolicyStandInTheirOwnLine(t *testing.T) {
 	inBubble(t, FixedWindow{Limit: 10, Window: time.Minute}, func(t *testing.T, paid *Limiter, _ *modelDB) {
 		free := paid.with(t, FixedWindow{Limit: 1, Window: time.Hour})
 		w := newWaits(t)
-		known := testDenials{free.client.batcher.denials, free.models[0], free.space}
+		known := testDenials{free.client.batcher.denials, modelOf(free.models[0]), free.space}
 		since := known.snapshot()
 		known.remember(
 			"key",
