@@ -36,7 +36,7 @@ func TestEveryAlgorithmIsComplete(t *testing.T) {
 		require.Len(t, all, 1)
 		require.Equal(t, a.Code, all[0].Algorithm)
 		policy := policyOf(all[0])
-		require.Equal(t, all[0], policy.one().numbers())
+		require.Equal(t, all[0], policy.one().Numbers())
 		require.Equal(t, a.Example, policy.String())
 		require.Equal(t, []rules{policy.one()}, policy.rules())
 		parsed, err := ParsePolicy(a.Example)

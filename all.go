@@ -81,7 +81,7 @@ func validatePolicy(policy Policy) error {
 		return p.validate()
 	}
 	for _, r := range policy.rules() { // of a type of the caller's that embeds a Policy
-		if err := policyOf(r.numbers()).validate(); err != nil {
+		if err := policyOf(r.Numbers()).validate(); err != nil {
 			return err
 		}
 	}

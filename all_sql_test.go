@@ -25,7 +25,7 @@ import (
 type modelPart struct {
 	id       rowID
 	durable  bool
-	policy   model
+	policy   ruled
 	cost     int64
 	refund   []take // what a cost below 0 is of, or nil for a grant
 	decision decision
@@ -40,7 +40,7 @@ type modelRequest struct {
 }
 
 func (m rows) state(p modelPart) state {
-	if row := m[p.durable][p.id]; row.algorithm == p.policy.numbers().Algorithm {
+	if row := m[p.durable][p.id]; row.algorithm == p.policy.Numbers().Algorithm {
 		return row.state
 	}
 	return state{}
@@ -71,7 +71,7 @@ func (m rows) decideAll(requests []modelRequest, clock int64) {
 			givesBack := r.parts[0].refund != nil
 			refused := r.parts[0].decision.granted == 0 && !r.moved ||
 				givesBack && !slices.ContainsFunc(r.parts, seen.has)
-			if len(r.parts) == 1 && 1 <= r.parts[0].cost && r.parts[0].cost <= r.parts[0].policy.numbers().Limit {
+			if len(r.parts) == 1 && 1 <= r.parts[0].cost && r.parts[0].cost <= r.parts[0].policy.Numbers().Limit {
 				refused = false // it needs no row but one from which it takes
 			}
 			if refused && !slices.ContainsFunc(r.parts, func(p modelPart) bool { return changes[p.durable][p.id] }) {
@@ -112,7 +112,7 @@ func (m rows) decideRequest(r *modelRequest, clock int64) {
 	for ; granted < requests && fits(); granted++ {
 		for _, p := range r.parts {
 			if next, _ := decide(p, p.cost); next != m.state(p) { // as it is when there was nothing to give back
-				m[p.durable][p.id] = storedRow{p.policy.numbers().Algorithm, next}
+				m[p.durable][p.id] = storedRow{p.policy.Numbers().Algorithm, next}
 			}
 		}
 	}
@@ -136,7 +136,7 @@ func (m rows) decideRequest(r *modelRequest, clock int64) {
 		if granted < r.count && asked.granted == 0 {
 			p.decision.retryAfter, log = asked.retryAfter, asked.state.log // it is this part that refuses
 			if next != current {
-				m[p.durable][p.id] = storedRow{p.policy.numbers().Algorithm, next}
+				m[p.durable][p.id] = storedRow{p.policy.Numbers().Algorithm, next}
 				p.decision.state = next
 				r.moved = true
 			}
@@ -144,7 +144,7 @@ func (m rows) decideRequest(r *modelRequest, clock int64) {
 		if bucket, ok := p.policy.(TokenBucket); ok && r.ahead > 0 {
 			log = before[i].log
 			if ahead := granted - (r.count - r.ahead); ahead > 0 {
-				m[p.durable][p.id] = storedRow{bucket.numbers().Algorithm, bucket.lend(m.state(*p), ahead*p.cost)}
+				m[p.durable][p.id] = storedRow{bucket.Numbers().Algorithm, bucket.lend(m.state(*p), ahead*p.cost)}
 			}
 		}
 		p.decision.state.log = log
@@ -163,7 +163,7 @@ func TestAllEqualsModels(t *testing.T) {
 	for story := range uint64(60 * rounds(t)) {
 		r := rand.New(rand.NewPCG(seed, story))
 		space := fmt.Sprintf("%d ", story)
-		policies := map[string]model{"a": randomPolicy(r), "b": randomPolicy(r), "c": randomPolicy(r)}
+		policies := map[string]ruled{"a": randomPolicy(r), "b": randomPolicy(r), "c": randomPolicy(r)}
 		model := rows{false: {}, true: {}}
 		clock := int64(1)<<50 + r.Int64N(1<<51)
 		var goals []int64
@@ -265,17 +265,17 @@ func tellTakes(
 	t *testing.T, pool *pgxpool.Pool, r *rand.Rand, story uint64, mostly []int16,
 ) (taken, left int, err error) {
 	t.Helper()
-	policy := func() model {
+	policy := func() ruled {
 		for {
 			p := randomPolicy(r)
-			if a := p.numbers().Algorithm; a != algorithm.SlidingLog &&
+			if a := p.Numbers().Algorithm; a != algorithm.SlidingLog &&
 				(mostly == nil || slices.Contains(mostly, a) || r.IntN(10) == 0) {
 				return p
 			}
 		}
 	}
 	space, durable := fmt.Sprintf("%d ", story), r.IntN(2) == 0
-	policies := map[string]model{"a": policy(), "b": policy(), "c": policy()}
+	policies := map[string]ruled{"a": policy(), "b": policy(), "c": policy()}
 	model := rows{false: {}, true: {}}
 	clock := int64(1)<<50 + r.Int64N(1<<51)
 	var goals []int64
@@ -295,7 +295,7 @@ func tellTakes(
 			for j := range q.parts {
 				p := &q.parts[j]
 				p.durable, p.id.key = durable, "{"+space+"}"+[...]string{"x", "ä"}[r.IntN(2)]
-				if limit := p.policy.numbers().Limit; p.cost > 0 && r.IntN(4) > 0 { // or it would seldom fit
+				if limit := p.policy.Numbers().Limit; p.cost > 0 && r.IntN(4) > 0 { // or it would seldom fit
 					p.cost = 1 + r.Int64N(max(limit/4, 1))
 				}
 			}
@@ -333,7 +333,7 @@ func tellTakes(
 
 func randomRequest(
 	r *rand.Rand,
-	policies map[string]model,
+	policies map[string]ruled,
 	takes map[rowID][]take,
 	space string,
 	look bool,
@@ -355,7 +355,7 @@ func randomRequest(
 			durable: r.IntN(4) == 0,
 			policy:  policies[name],
 		}
-		switch cost := randomCost(r, p.policy.numbers().Limit); {
+		switch cost := randomCost(r, p.policy.Numbers().Limit); {
 		case look:
 		case !gives:
 			p.cost = max(cost, 1)
@@ -384,7 +384,7 @@ func randomRequest(
 func allZones(requests []modelRequest) (zones []string) {
 	for _, request := range requests {
 		for _, p := range request.parts {
-			zones = append(zones, p.policy.numbers().Zone)
+			zones = append(zones, p.policy.Numbers().Zone)
 		}
 	}
 	return zones
@@ -399,7 +399,7 @@ func allArrays(requests []modelRequest) []any {
 	var limits, spans, refills, costs, counts []int64
 	for i, request := range requests {
 		for _, p := range request.parts {
-			numbers := p.policy.numbers()
+			numbers := p.policy.Numbers()
 			owners, names, keys = append(owners, int32(i)), append(names, p.id.name), append(keys, p.id.key)
 			durables, algorithms = append(durables, p.durable), append(algorithms, numbers.Algorithm)
 			limits, spans, refills = append(
@@ -502,7 +502,7 @@ func rowSetOfModel(requests []modelRequest) (*rowSet, []*part) {
 		q := &request{count: r.count, ahead: r.ahead}
 		for _, p := range r.parts {
 			q.parts = append(q.parts, part{
-				space: &keyspace{durable: p.durable}, model: p.policy.one(), name: p.id.name, key: p.id.key, cost: p.cost,
+				space: &keyspace{durable: p.durable}, rules: p.policy.one(), name: p.id.name, key: p.id.key, cost: p.cost,
 			})
 			counts = append(counts, r.count)
 		}
@@ -661,15 +661,15 @@ func TestLeasesOfABucketInSQL(t *testing.T) {
 		bucket := TokenBucket{Capacity: 100 + r.Int64N(3000), Refill: 1 + r.Int64N(50), Every: duration(1 + r.Int64N(2e7))}
 		part := modelPart{id: rowID{fmt.Sprintf("%d a", story), "key"}, policy: bucket}
 		model := rows{false: {}, true: {}}
-		clock, period := int64(1)<<50, bucket.lasts()/leasesInBucket
+		clock, period := int64(1)<<50, bucket.Lasts()/leasesInBucket
 		var takes []take
 		for step := range 60 {
 			clock += oneOf(r, []int64{0, 0, r.Int64N(period + 1), r.Int64N(2*period + 1), period, 2 * period})
 			switch r.IntN(20) {
 			case 0:
-				clock += r.Int64N(bucket.lasts())
+				clock += r.Int64N(bucket.Lasts())
 			case 1:
-				clock -= r.Int64N(2 * bucket.lasts())
+				clock -= r.Int64N(2 * bucket.Lasts())
 			}
 			request := modelRequest{parts: []modelPart{part}, count: 1}
 			p := &request.parts[0]
@@ -681,8 +681,8 @@ func TestLeasesOfABucketInSQL(t *testing.T) {
 				p.cost, p.refund = -k.units, []take{k}
 				full := k
 				full.ended = never
-				_, without := bucket.refund(withoutLog(model.state(*p)), clock, full)
-				_, with := bucket.refund(model.state(*p), clock, k)
+				_, without := bucket.Refund(withoutLog(model.state(*p)), clock, full)
+				_, with := bucket.Refund(model.state(*p), clock, k)
 				if without.remaining > with.remaining {
 					kept++
 				}

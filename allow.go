@@ -121,7 +121,7 @@ func (l *Limiter) remembered(beside *rule, key string, n int64) (Result, bool) {
 		return result, ok
 	}
 	models := beside.Value.policy.rules()
-	if len(models) > 1 || n > models[0].numbers().Limit {
+	if len(models) > 1 || n > models[0].Numbers().Limit {
 		return Result{}, false
 	}
 	shadow, ok := denials.lookup(l.space.shadow, models[0], key, n)

@@ -52,7 +52,7 @@ const (
 	Month  Unit = "month"
 )
 
-func (p CalendarWindow) String() string { return p.one().numbers().String() }
+func (p CalendarWindow) String() string { return p.one().Numbers().String() }
 
 func (p CalendarWindow) one() rules {
 	zone := p.Zone

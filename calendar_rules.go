@@ -17,35 +17,35 @@ type calendarWindow struct {
 var _ rules = calendarWindow{}
 
 // span is how long the unit lasts; a month at most.
-func (p calendarWindow) span() int64 { return micros(p.Span) }
+func (p calendarWindow) spanMicros() int64 { return micros(p.Span) }
 
-func (p calendarWindow) lasts() int64 { return 2 * p.span() }
+func (p calendarWindow) Lasts() int64 { return 2 * p.spanMicros() }
 
-func (p calendarWindow) numbers() algorithm.Numbers {
+func (p calendarWindow) Numbers() algorithm.Numbers {
 	return algorithm.Numbers{Algorithm: algorithm.CalendarWindow, Limit: p.Limit, Span: p.Span, Zone: p.Zone}
 }
 
-func (p calendarWindow) leaseOf(s state, clock, longest int64) (spare, lasts int64) {
-	return never, min(longest, p.span()/leasesInWindow, min(s.windowStart+s.scale, s.expiresAt)-clock)
+func (p calendarWindow) LeaseOf(s state, clock, longest int64) (spare, lasts int64) {
+	return never, min(longest, p.spanMicros()/leasesInWindow, min(s.windowStart+s.scale, s.expiresAt)-clock)
 }
 
-func (p calendarWindow) resetAfter(last decision, units int64) int64 {
-	return creditResetAfter(last, last.state.credit, units, p.lasts())
+func (p calendarWindow) ResetAfter(last decision, units int64) int64 {
+	return creditResetAfter(last, last.state.credit, units, p.Lasts())
 }
 
-func (p calendarWindow) refund(s state, clock int64, t take) (state, decision) {
-	rolled, _ := p.roll(s, clock)
+func (p calendarWindow) Refund(s state, clock int64, t take) (state, decision) {
+	rolled, _ := p.Roll(s, clock)
 	back := int64(0)
 	if t.in == s.windowStart && t.in == rolled.windowStart {
 		back = min(t.units-t.spent, rolled.count)
 	}
 	s.count -= back
-	s, credited := withCreditBack(s, rolled, max(clock, rolled.windowStart), p.lasts(), t)
+	s, credited := withCreditBack(s, rolled, max(clock, rolled.windowStart), p.Lasts(), t)
 	return afterRefund(p, s, clock, back > 0 || credited)
 }
 
-func (p calendarWindow) roll(s state, clock int64) (rolled state, moved bool) {
-	span := p.span()
+func (p calendarWindow) Roll(s state, clock int64) (rolled state, moved bool) {
+	span := p.spanMicros()
 	if s.scale > 2*span { // the window of a longer unit
 		s.count = 0
 	}
@@ -56,7 +56,7 @@ func (p calendarWindow) roll(s state, clock int64) (rolled state, moved bool) {
 		// ends, a clock that jumps back again and again could come by one end after the other.
 		s.windowStart, s.scale, s.expiresAt = clock, span, clock+span
 		if s.credit > 0 {
-			s.expiresAt = clock + p.lasts()
+			s.expiresAt = clock + p.Lasts()
 		}
 		moved = true
 	}
@@ -68,9 +68,9 @@ func (p calendarWindow) roll(s state, clock int64) (rolled state, moved bool) {
 	return s, moved
 }
 
-func (p calendarWindow) decide(s state, clock, n int64) (state, decision) {
+func (p calendarWindow) Decide(s state, clock, n int64) (state, decision) {
 	stored := s
-	s, moved := p.roll(s, clock)
+	s, moved := p.Roll(s, clock)
 	t := max(clock, s.windowStart)
 	changed := moved && 0 < n && n <= p.Limit // see FixedWindow.decide
 
@@ -81,7 +81,7 @@ func (p calendarWindow) decide(s state, clock, n int64) (state, decision) {
 		d.taken.spent = max(n-room, 0)
 		s.count += n - d.taken.spent
 		s.credit -= d.taken.spent
-		s.expiresAt = t + p.lasts()
+		s.expiresAt = t + p.Lasts()
 		d.granted = 1
 		d.remaining -= n
 	}
@@ -114,7 +114,7 @@ func (p calendarWindow) end(clock int64) int64 {
 	if err != nil {
 		zone = time.UTC
 	}
-	at, span := time.UnixMicro(clock).Unix(), p.span()/1e6
+	at, span := time.UnixMicro(clock).Unix(), p.spanMicros()/1e6
 	begins := p.begins(at, zone)
 	if begins > at {
 		return 1e6 * begins
@@ -143,7 +143,7 @@ func (p calendarWindow) begins(at int64, zone *time.Location) int64 {
 	case algorithm.UnitSpan("day"):
 	default:
 		_, offset := local.Zone()
-		seconds, span := at+int64(offset), p.span()/1e6
+		seconds, span := at+int64(offset), p.spanMicros()/1e6
 		return at - ((seconds%span)+span)%span
 	}
 	midnight := time.Date(year, month, day, 0, 0, 0, 0, time.UTC).Unix()

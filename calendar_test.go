@@ -243,7 +243,7 @@ func TestCalendarWindowCreditIsKeptForTwoWindows(t *testing.T) {
 func TestCalendarWindowRefundsOnlyItsOwnTakes(t *testing.T) {
 	t.Parallel()
 	p := CalendarWindow{10, Month, ""}
-	before, d := p.decide(state{}, c0, 5)
+	before, d := p.Decide(state{}, c0, 5)
 	back, _, err := checkRefund(p, before, c1, d.taken)
 	require.NoError(t, err)
 	require.True(t, equalsNoRow(p, back, c1))
@@ -255,7 +255,7 @@ func TestCalendarWindowRefundsOnlyItsOwnTakes(t *testing.T) {
 
 func TestCalendarWindowProperties(t *testing.T) {
 	t.Parallel()
-	testModelProperties(t, func(d dice) model { return d.calendar() })
+	testModelProperties(t, func(d dice) ruled { return d.calendar() })
 }
 
 // slowCalendarModel looks for the end of a window by what the clocks show, where they never change by less than an hour.
@@ -313,7 +313,7 @@ func (m *slowCalendarModel) state(t int64) state {
 
 func TestCalendarWindowEqualsWhatTheClocksShow(t *testing.T) {
 	t.Parallel()
-	testAgainstSlowModel(t, func(d dice) (model, slowModel) {
+	testAgainstSlowModel(t, func(d dice) (ruled, slowModel) {
 		p := d.calendar()
 		p.Zone = []string{"", "Europe/Berlin", "America/New_York", "Asia/Tokyo"}[d(4)]
 		zone, err := time.LoadLocation(p.Zone)
@@ -334,7 +334,7 @@ func TestCalendarWindowNeverGrantsMoreThanTheLimitInAWindow(t *testing.T) {
 		for range 40 {
 			clock = d.forwards(p, s, clock, last)
 			n := d.cost(p.Limit, peek(p, s, clock).remaining)
-			if s, last = p.decide(s, clock, n); last.granted == 0 {
+			if s, last = p.Decide(s, clock, n); last.granted == 0 {
 				continue
 			}
 			if p.end(clock) != end {
@@ -348,11 +348,11 @@ func TestCalendarWindowNeverGrantsMoreThanTheLimitInAWindow(t *testing.T) {
 
 func TestCalendarWindowNeverGrantsMoreThanTheClockGives(t *testing.T) {
 	t.Parallel()
-	testNeverMoreThanTheClockGives(t, func(d dice) (p model, first, rate, span int64, whole bool) {
+	testNeverMoreThanTheClockGives(t, func(d dice) (p ruled, first, rate, span int64, whole bool) {
 		c := d.calendar()
 		c.Limit = min(c.Limit, 1<<50)
 		// Few windows are shorter than nine tenths of the longest: the first, and an hour that is cut short.
-		return c, 3 * c.Limit, c.Limit, c.span() / 10 * 9, true
+		return c, 3 * c.Limit, c.Limit, c.spanMicros() / 10 * 9, true
 	})
 }
 
@@ -360,7 +360,7 @@ func FuzzCalendarWindow(f *testing.F) {
 	f.Add(int64(10), byte(4), byte(1), int64(20), byte(0), byte(2), []byte("a request at each of some clocks"))
 	f.Add(int64(maxProduct), byte(2), byte(4), int64(1), byte(1), byte(3), []byte("\xff\xfe\xfd\xfc\xfb\xfa\xf9\xf8"))
 	f.Fuzz(func(t *testing.T, limit int64, unit, zone byte, limit2 int64, unit2, zone2 byte, steps []byte) {
-		draw := func(limit int64, unit, zone byte) model {
+		draw := func(limit int64, unit, zone byte) ruled {
 			units, zones := calendarUnits(), steadyZones()
 			return CalendarWindow{limit, units[int(unit)%len(units)], zones[int(zone)%len(zones)]}
 		}

@@ -122,7 +122,7 @@ func TestMixedStatementEqualsTheModel(t *testing.T) {
 			for i, q := range requests {
 				expected[i].count = q.count
 				for _, p := range q.parts {
-					part := modelPart{id: rowID{p.name, p.key}, durable: p.space.durable, policy: modelOf(p.model), cost: p.cost}
+					part := modelPart{id: rowID{p.name, p.key}, durable: p.space.durable, policy: modelOf(p.rules), cost: p.cost}
 					if p.refund != nil {
 						part.refund = []take{*p.refund}
 					}
@@ -152,7 +152,7 @@ func TestMixedStatementEqualsTheModel(t *testing.T) {
 					first += len(parts)
 					if k.units > 0 && granted > 0 {
 						for j := range parts {
-							k.takes = append(k.takes, parts[j].decision.takenBy(parts[j].model, k.units, granted))
+							k.takes = append(k.takes, parts[j].decision.takenBy(parts[j].rules, k.units, granted))
 						}
 						given = append(given, k)
 					}
@@ -181,10 +181,10 @@ func TestMixedStatementEqualsTheModel(t *testing.T) {
 					continue
 				}
 				p := &q.parts[0]
-				result, ok := client.batcher.denials.lookup(key.space, p.model, key.key, p.cost)
-				require.True(t, ok, "a denial of %v: %s", p.model, title)
+				result, ok := client.batcher.denials.lookup(key.space, p.rules, key.key, p.cost)
+				require.True(t, ok, "a denial of %v: %s", p.rules, title)
 				require.Equal(t, duration(p.decision.retryAfter), result.RetryAfter, title)
-				remembered[p.model.numbers().Algorithm]++
+				remembered[p.rules.Numbers().Algorithm]++
 			}
 			for durable, want := range model {
 				require.Equal(t, want, storedRows(t, db.Pool, durable), title)

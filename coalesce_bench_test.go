@@ -13,7 +13,7 @@ import (
 // shares with others.
 
 func BenchmarkModel(b *testing.B) {
-	for _, policy := range []model{
+	for _, policy := range []ruled{
 		FixedWindow{Limit: 1 << 20, Window: time.Hour},
 		SlidingWindow{Limit: 1 << 20, Window: time.Hour},
 		TokenBucket{Capacity: 1 << 20, Refill: 1 << 20, Every: time.Hour},
@@ -22,7 +22,7 @@ func BenchmarkModel(b *testing.B) {
 			b.ReportAllocs()
 			var s state
 			for clock := int64(1); b.Loop(); clock += 1000 {
-				s, _ = policy.decide(s, clock, 1)
+				s, _ = policy.Decide(s, clock, 1)
 			}
 		})
 	}

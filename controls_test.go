@@ -73,10 +73,10 @@ func TestMistakesInTheFunctionsDifferFromTheModel(t *testing.T) {
 				require.NoError(t, err)
 			}
 			seed := testSeed(t)
-			concerned := func(s step) bool { return c.algorithm == all || s.policy.numbers().Algorithm == int16(c.algorithm) }
-			mostly := func(r *rand.Rand) model { // of that algorithm, or it would take three times as many steps
+			concerned := func(s step) bool { return c.algorithm == all || s.policy.Numbers().Algorithm == int16(c.algorithm) }
+			mostly := func(r *rand.Rand) ruled { // of that algorithm, or it would take three times as many steps
 				p := randomPolicy(r)
-				for c.algorithm != all && p.numbers().Algorithm != int16(c.algorithm) && r.IntN(10) > 0 {
+				for c.algorithm != all && p.Numbers().Algorithm != int16(c.algorithm) && r.IntN(10) > 0 {
 					p = randomPolicy(r)
 				}
 				return p
@@ -295,7 +295,7 @@ func TestDecidingWithoutTheLockAdmitsTooMany(t *testing.T) {
 	t.Parallel()
 
 	for name, variant := range map[string]struct {
-		policy   model
+		policy   ruled
 		function string
 		oldNew   []string
 		taken    int64
@@ -459,7 +459,7 @@ func TestUpdatesAreHOT(t *testing.T) {
 				clock = clock.Add(time.Second)
 				return clock
 			}}
-			for name, policy := range map[string]model{
+			for name, policy := range map[string]ruled{
 				"fixed window":   FixedWindow{Limit: 10, Window: time.Second},
 				"sliding window": SlidingWindow{Limit: 10, Window: time.Second},
 				"token bucket":   TokenBucket{Capacity: 10, Refill: 10, Every: time.Second},

@@ -20,15 +20,15 @@ func (s *state) creditColumn(code int16) *int64 {
 
 // grant is the model of a grant of n, at least 1.
 func grant(m rules, s state, clock, n int64) (state, decision) {
-	s, _ = m.roll(s, clock)
+	s, _ = m.Roll(s, clock)
 	t := max(clock, s.windowStart)
 	if s.since == 0 {
 		s.since = t
 	}
-	credit := s.creditColumn(m.numbers().Algorithm)
+	credit := s.creditColumn(m.Numbers().Algorithm)
 	*credit = min(*credit+n, maxCredit)
-	s.expiresAt = t + m.lasts()
-	_, d := m.decide(s, clock, 0)
+	s.expiresAt = t + m.Lasts()
+	_, d := m.Decide(s, clock, 0)
 	d.granted, d.retryAfter = 1, 0
 	return s, d
 }
@@ -68,7 +68,7 @@ func creditResetAfter(last decision, credit, units, life int64) int64 {
 // because others, who ask under other numbers, may still count what these numbers do not. Nor does it end the row
 // earlier, unless nothing in the row counts.
 func afterRefund(m rules, row state, clock int64, changed bool) (state, decision) {
-	_, d := m.decide(row, clock, 0)
+	_, d := m.Decide(row, clock, 0)
 	d.granted, d.retryAfter, d.state.log = 1, 0, ""
 	if changed && d.resetAfter == 0 && row.count == 0 && row.prevCount == 0 { // as good as new
 		d.state.expiresAt = clock

@@ -28,7 +28,7 @@ func TestCreditIsSpentAfterTheOrdinaryRoom(t *testing.T) {
 	t.Parallel()
 	for _, test := range []struct {
 		name   string
-		policy model
+		policy ruled
 		steps  []creditStep
 	}{
 		{"fixed window", FixedWindow{10, time.Minute}, []creditStep{
@@ -159,7 +159,7 @@ func TestNeverMoreThanTheLimitAndWhatWasGranted(t *testing.T) {
 	for range 500 {
 		limit, window := d.window()
 		limit = min(limit, 1<<40)
-		p := []model{
+		p := []ruled{
 			FixedWindow{limit, window}, SlidingWindow{limit, window}, TokenBucket{limit, 1 + limit, window},
 			SlidingLog{limit, window}, d.calendar(),
 		}[d(5)]
@@ -180,7 +180,7 @@ func TestNeverMoreThanTheLimitAndWhatWasGranted(t *testing.T) {
 				allowance += n
 			} else {
 				n := d.cost(limit, peek(p, s, c0).remaining)
-				s, got = p.decide(s, c0, n)
+				s, got = p.Decide(s, c0, n)
 				taken += got.granted * n
 			}
 			require.Equal(t, allowance-taken, got.remaining, "%T%+v", p, p)

@@ -77,7 +77,7 @@ type denialKey struct {
 
 // denial is a key's state when it was denied. The database decided between asked and told, by the local clock.
 type denial struct {
-	model       rules // under which it was denied; another one may have room
+	rules       rules // under which it was denied; another one may have room
 	state       state
 	clock       int64 // the database's, in microseconds, at the decision
 	asked, told time.Duration
@@ -132,7 +132,7 @@ func (d *denials) lookup(space *keyspace, m rules, key string, n int64) (Result,
 		known, ok = s.old[denialKey{space, key}]
 	}
 	s.mu.Unlock()
-	if !ok || known.model != m {
+	if !ok || known.rules != m {
 		return Result{}, false
 	}
 	now := d.elapsed()
@@ -147,14 +147,14 @@ func (d *denials) lookup(space *keyspace, m rules, key string, n int64) (Result,
 	earliest := latest - microsUp(known.told-known.asked)
 	decided := decision{retryAfter: known.retryAt - earliest, resetAfter: known.resetAt - earliest}
 	if n > 1 {
-		_, decided = m.decide(known.state, earliest, n)
+		_, decided = m.Decide(known.state, earliest, n)
 	}
 	if decided.retryAfter <= latest-earliest {
 		return Result{}, false
 	}
 	return Result{
 		Source:     SourceCachedDenial,
-		Limit:      m.numbers().Limit,
+		Limit:      m.Numbers().Limit,
 		Remaining:  decided.remaining,
 		RetryAfter: duration(decided.retryAfter),
 		ResetAfter: duration(decided.resetAfter),
@@ -167,9 +167,9 @@ func (d *denials) lookup(space *keyspace, m rules, key string, n int64) (Result,
 func (d *denials) remember(p *part, asked, told time.Duration, since *changes) {
 	denied := &p.decision
 	clock := denied.decidedAt.UnixMicro()
-	_, one := p.model.decide(denied.state, clock, 1)
+	_, one := p.rules.Decide(denied.state, clock, 1)
 	known := denial{
-		model: p.model, state: denied.state, clock: clock, asked: asked, told: told,
+		rules: p.rules, state: denied.state, clock: clock, asked: asked, told: told,
 		retryAt: clock + one.retryAfter, resetAt: clock + one.resetAfter,
 	}
 	if d.shards.Load() == nil {

@@ -143,7 +143,7 @@ func (r *heldRows) Scan(targets ...any) error {
 // that transaction has ended, because the database would wait.
 func TestDenialsNeverChangeADecisionInAnyOrder(t *testing.T) {
 	t.Parallel()
-	for _, policy := range []model{
+	for _, policy := range []ruled{
 		FixedWindow{Limit: 5, Window: 3 * time.Second},
 		SlidingWindow{Limit: 5, Window: 3 * time.Second},
 		TokenBucket{Capacity: 5, Refill: 3, Every: 2 * time.Second},
@@ -180,7 +180,7 @@ type orders struct {
 	random  *rand.Rand
 	gate    *gate
 	tx      *pgx.Conn
-	policy  model
+	policy  ruled
 	l, lead *Limiter // lead is another one, for requests that are not l's first
 	tiers   []Policy // under which l is asked, too
 
@@ -195,7 +195,7 @@ type orders struct {
 	taken map[string][]Result // of each key, what may be given back
 }
 
-func newOrders(t *testing.T, policy model, conn, tx *pgx.Conn, elsewhere elsewhere) *orders {
+func newOrders(t *testing.T, policy ruled, conn, tx *pgx.Conn, elsewhere elsewhere) *orders {
 	t.Helper()
 	o := &orders{
 		t: t, policy: policy, gate: &gate{conn: conn, elsewhere: elsewhere}, tx: tx,
@@ -312,12 +312,12 @@ func (o *orders) check(l *Limiter, key string, n int64, got Result) {
 	var possible []Result
 	for _, rows := range o.history[o.told[key]:] {
 		row, clock, m := rows[key], time.Now(), l.models[0]
-		if row.algorithm != m.numbers().Algorithm {
+		if row.algorithm != m.Numbers().Algorithm {
 			row.state = state{}
 		}
-		_, d := m.decide(row.state, clock.UnixMicro(), n)
+		_, d := m.Decide(row.state, clock.UnixMicro(), n)
 		d.decidedAt = clock.UTC()
-		possible = append(possible, (&part{model: m, cost: n, decision: d}).result(1))
+		possible = append(possible, (&part{rules: m, cost: n, decision: d}).result(1))
 	}
 	require.Contains(o.t, possible, got, "step %d of seed %d: %v, cost %d", o.step, o.seed, l.Config().Policy, n)
 }

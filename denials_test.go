@@ -23,11 +23,11 @@ func (c *setClock) now() time.Time { return c.at }
 // testDenials are denials under one policy.
 type testDenials struct {
 	*denials
-	policy model
+	policy ruled
 	space  *keyspace
 }
 
-func newTestDenials(policy model, maxAge time.Duration) (testDenials, *setClock) {
+func newTestDenials(policy ruled, maxAge time.Duration) (testDenials, *setClock) {
 	clock := &setClock{at: time.Date(2026, 1, 1, 12, 0, 0, 0, time.UTC)}
 	return testDenials{newDenials(maxAge, clock.now), policy, &keyspace{}}, clock
 }
@@ -39,7 +39,7 @@ func (d testDenials) deny(key string, n int64) (Result, bool) {
 func (d testDenials) changed(key string, since *changes) { d.forget(d.space, key, since) }
 
 func (d testDenials) remember(key string, denied decision, asked, told time.Duration, since *changes) {
-	d.denials.remember(&part{space: d.space, model: d.policy.one(), key: key, decision: denied}, asked, told, since)
+	d.denials.remember(&part{space: d.space, rules: d.policy.one(), key: key, decision: denied}, asked, told, since)
 }
 
 // remembersDenial tells whether a denial of a key is remembered that denies a cost of n.
@@ -51,8 +51,8 @@ func (l *Limiter) remembersDenial(key string, n int64) bool {
 // rememberDenied takes all of a key's limit at the clock, and has what a denial then says remembered.
 func rememberDenied(d testDenials, key string, clock *setClock) {
 	at := clock.at.UnixMicro()
-	s, _ := d.policy.decide(state{}, at, d.policy.numbers().Limit)
-	_, denied := d.policy.decide(s, at, 1)
+	s, _ := d.policy.Decide(state{}, at, d.policy.Numbers().Limit)
+	_, denied := d.policy.Decide(s, at, 1)
 	denied.decidedAt = clock.at
 	since := d.snapshot()
 	d.remember(key, denied, d.elapsed(), d.elapsed(), &since)
@@ -64,7 +64,7 @@ func TestDenialsNeverChangeADecision(t *testing.T) {
 	t.Parallel()
 	ctx := context.Background()
 	pool := pgtest.New(t).Pool
-	for _, policy := range []model{
+	for _, policy := range []ruled{
 		FixedWindow{Limit: 5, Window: 3 * time.Second},
 		SlidingWindow{Limit: 5, Window: 3 * time.Second},
 		TokenBucket{Capacity: 5, Refill: 3, Every: 2 * time.Second},
@@ -112,7 +112,7 @@ func TestDenialsNeverChangeADecision(t *testing.T) {
 				cost := 1 + random.Int64N(5)
 				asked := policy
 				if random.IntN(10) == 0 {
-					asked = []model{
+					asked = []ruled{
 						FixedWindow{Limit: 6, Window: 2 * time.Second}, SlidingWindow{Limit: 7, Window: 4 * time.Second},
 						TokenBucket{Capacity: 5, Refill: 4, Every: 2 * time.Second},
 					}[random.IntN(3)]
@@ -187,8 +187,8 @@ func TestDenialAllowsForTheTimeThatTheStatementTook(t *testing.T) {
 	t.Parallel()
 	d, clock := newTestDenials(FixedWindow{Limit: 1, Window: time.Second}, time.Minute)
 	at := clock.at.UnixMicro()
-	s, _ := d.policy.decide(state{}, at, 1)
-	_, denied := d.policy.decide(s, at, 1)
+	s, _ := d.policy.Decide(state{}, at, 1)
+	_, denied := d.policy.Decide(s, at, 1)
 	denied.decidedAt = clock.at
 	asked, since := d.elapsed(), d.snapshot()
 	clock.at = clock.at.Add(10 * time.Millisecond)
@@ -207,7 +207,7 @@ func TestDenialAllowsForTheTimeThatTheStatementTook(t *testing.T) {
 // time.
 func TestCachedDenialTellsTheTruthAtItsTime(t *testing.T) {
 	t.Parallel()
-	for _, policy := range []model{
+	for _, policy := range []ruled{
 		FixedWindow{Limit: 1000, Window: time.Second},
 		SlidingWindow{Limit: 1000, Window: time.Second},
 		TokenBucket{Capacity: 1000, Refill: 1000, Every: time.Second},
@@ -227,8 +227,8 @@ func TestCachedDenialTellsTheTruthAtItsTime(t *testing.T) {
 				var taken state
 				for range 4 {
 					elapse(clock, 500*time.Millisecond)
-					_, left := policy.decide(taken, clock.at.UnixMicro(), 0)
-					taken, _ = policy.decide(
+					_, left := policy.Decide(taken, clock.at.UnixMicro(), 0)
+					taken, _ = policy.Decide(
 						taken,
 						clock.at.UnixMicro(),
 						left.remaining-random.Int64N(left.remaining+1)/2,
@@ -247,12 +247,12 @@ func TestCachedDenialTellsTheTruthAtItsTime(t *testing.T) {
 						continue
 					}
 					told++
-					_, want := policy.decide(taken, got.DecidedAt.UnixMicro(), cost)
+					_, want := policy.Decide(taken, got.DecidedAt.UnixMicro(), cost)
 					require.Zero(t, want.granted, "seed %d", seed)
 					require.Equal(t, want.remaining, got.Remaining, "seed %d, cost %d", seed, cost)
 					require.Equal(t, duration(want.retryAfter), got.RetryAfter, "seed %d, cost %d", seed, cost)
 					require.Equal(t, duration(want.resetAfter), got.ResetAfter, "seed %d, cost %d", seed, cost)
-					_, now := policy.decide(taken, clock.at.UnixMicro(), cost)
+					_, now := policy.Decide(taken, clock.at.UnixMicro(), cost)
 					require.Zero(t, now.granted, "seed %d: it fits by now", seed)
 				}
 			}
@@ -266,8 +266,8 @@ func TestDenialDecidedBeforeAResetIsNotRemembered(t *testing.T) {
 	d, clock := newTestDenials(FixedWindow{Limit: 1, Window: time.Hour}, time.Second)
 	before := d.snapshot()
 	at := clock.at.UnixMicro()
-	s, _ := d.policy.decide(state{}, at, 1)
-	_, denied := d.policy.decide(s, at, 1)
+	s, _ := d.policy.Decide(state{}, at, 1)
+	_, denied := d.policy.Decide(s, at, 1)
 	denied.decidedAt = clock.at
 	d.changed("key", nil)
 	d.remember("key", denied, d.elapsed(), d.elapsed(), &before)
@@ -289,8 +289,8 @@ func TestDenialThatComesBackLateIsNotRemembered(t *testing.T) {
 	t.Parallel()
 	d, clock := newTestDenials(FixedWindow{Limit: 10, Window: time.Hour}, time.Second)
 	at := clock.at.UnixMicro()
-	taken, _ := d.policy.decide(state{}, at, 10)
-	_, denied := d.policy.decide(taken, at, 1)
+	taken, _ := d.policy.Decide(state{}, at, 10)
+	_, denied := d.policy.Decide(taken, at, 1)
 	denied.decidedAt = clock.at
 	remembered := func(since changes) bool {
 		d.remember("key", denied, d.elapsed(), d.elapsed(), &since)
@@ -366,8 +366,8 @@ func TestFirstDenial(t *testing.T) {
 		}, true},
 	} {
 		d, clock := newTestDenials(FixedWindow{Limit: 1, Window: time.Hour}, time.Second)
-		s, _ := d.policy.decide(state{}, clock.at.UnixMicro(), 1)
-		_, denied := d.policy.decide(s, clock.at.UnixMicro(), 1)
+		s, _ := d.policy.Decide(state{}, clock.at.UnixMicro(), 1)
+		_, denied := d.policy.Decide(s, clock.at.UnixMicro(), 1)
 		denied.decidedAt = clock.at
 		since := d.snapshot()
 		c.meanwhile(d, &since)
@@ -427,7 +427,7 @@ func TestCachedDenialNeedsNoMemory(t *testing.T) {
 }
 
 // deniedLimiter returns a limiter without a database that remembers a denial of user:123.
-func deniedLimiter(t testing.TB, policy model) *Limiter {
+func deniedLimiter(t testing.TB, policy ruled) *Limiter {
 	l, err := New(&pgxpool.Pool{}, Config{Name: "test", Policy: policy, Client: ClientConfig{DenialMaxAge: time.Hour}})
 	require.NoError(t, err)
 	rememberDenied(testDenials{l.client.batcher.denials, policy, l.space}, "user:123", &setClock{at: time.Now()})
@@ -435,7 +435,7 @@ func deniedLimiter(t testing.TB, policy model) *Limiter {
 }
 
 func BenchmarkCachedDenial(b *testing.B) {
-	for _, policy := range []model{
+	for _, policy := range []ruled{
 		FixedWindow{Limit: 10, Window: time.Hour},
 		SlidingWindow{Limit: 10, Window: time.Hour},
 		TokenBucket{Capacity: 10, Refill: 1, Every: time.Hour},

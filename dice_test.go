@@ -96,7 +96,7 @@ func (d dice) calendar() CalendarWindow {
 
 // clock draws the clock of the next request: where something happens to the row, a microsecond beside that, or any
 // step away, forwards and back.
-func (d dice) clock(p model, s state, clock int64, last decision) int64 {
+func (d dice) clock(p ruled, s state, clock int64, last decision) int64 {
 	const highest = 1 << 60
 	start, window := s.windowStart, reach(p)
 	events := []int64{
@@ -133,7 +133,7 @@ func (d dice) cost(limit, remaining int64) int64 {
 }
 
 // refund draws what is given back: all or part of a take, again and again, or something that nobody has taken.
-func (d dice) refund(takes []take, p model, clock int64) take {
+func (d dice) refund(takes []take, p ruled, clock int64) take {
 	if len(takes) == 0 || d(8) == 0 {
 		k := take{
 			units: d.magnitude(1, math.MaxInt64),
@@ -160,7 +160,7 @@ type seen struct{ granted, denied, never, peeked, refunded, renewed, stale, cred
 
 // walkModel asks for one request after the other, at clocks and costs that d draws, and now and then under another
 // policy. It checks each decision. It begins with the policy that draw returns first.
-func walkModel(d dice, more func() bool, draw func() model) (seen, error) {
+func walkModel(d dice, more func() bool, draw func() ruled) (seen, error) {
 	var count seen
 	var s state
 	var last decision
@@ -198,7 +198,7 @@ func walkModel(d dice, more func() bool, draw func() model) (seen, error) {
 			s, last = next, got
 			continue
 		}
-		n := d.cost(p.numbers().Limit, peek(p, s, clock).remaining)
+		n := d.cost(p.Numbers().Limit, peek(p, s, clock).remaining)
 		if err := checkElement(p, s, clock, n, 1+d(4)); err != nil {
 			return count, err
 		}
@@ -207,7 +207,7 @@ func walkModel(d dice, more func() bool, draw func() model) (seen, error) {
 			return count, err
 		}
 		if got.granted == 1 {
-			_, d := p.decide(s, clock, n)
+			_, d := p.Decide(s, clock, n)
 			takes = append(takes, d.taken)
 		}
 		switch {
@@ -242,13 +242,13 @@ func walkModel(d dice, more func() bool, draw func() model) (seen, error) {
 }
 
 // testModelProperties walks many times, beginning with no row each time.
-func testModelProperties(t *testing.T, draw func(dice) model) {
+func testModelProperties(t *testing.T, draw func(dice) ruled) {
 	t.Helper()
 	d := randomDice(t)
 	var total seen
 	for range 1000 {
 		left := 40
-		count, err := walkModel(d, func() bool { left--; return left >= 0 }, func() model {
+		count, err := walkModel(d, func() bool { left--; return left >= 0 }, func() ruled {
 			p := draw(d)
 			require.NoError(t, p.validate())
 			return p
@@ -281,7 +281,7 @@ func testModelProperties(t *testing.T, draw func(dice) model) {
 }
 
 // fuzzModel walks as the fuzzer's bytes say, under one or the other of two policies.
-func fuzzModel(t *testing.T, steps []byte, policies ...model) {
+func fuzzModel(t *testing.T, steps []byte, policies ...ruled) {
 	t.Helper()
 	for _, p := range policies {
 		if p.validate() != nil {
@@ -290,7 +290,7 @@ func fuzzModel(t *testing.T, steps []byte, policies ...model) {
 	}
 	d, more := bytesDice(steps)
 	next := -1
-	_, err := walkModel(d, more, func() model {
+	_, err := walkModel(d, more, func() ruled {
 		next++
 		return policies[next%len(policies)]
 	})
@@ -298,12 +298,12 @@ func fuzzModel(t *testing.T, steps []byte, policies ...model) {
 }
 
 // forwards draws the next clock of one that never steps back.
-func (d dice) forwards(p model, s state, clock int64, last decision) int64 {
+func (d dice) forwards(p ruled, s state, clock int64, last decision) int64 {
 	return max(clock, min(d.clock(p, s, clock, last), clock+8*maxSpan))
 }
 
 // fuzzWindows fuzzes a policy that has a limit and a window, and its change to another limit and window.
-func fuzzWindows(f *testing.F, policy func(limit int64, window time.Duration) model) {
+func fuzzWindows(f *testing.F, policy func(limit int64, window time.Duration) ruled) {
 	f.Helper()
 	f.Add(int64(10), minute, int64(20), minute, []byte("a request at each of some clocks, at some costs"))
 	f.Add(

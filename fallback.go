@@ -38,7 +38,7 @@ const localMemory = 18 << 20
 
 // localSize is more than what a key needs under a policy.
 func localSize(m rules) int {
-	if n := m.numbers(); n.Algorithm == algorithm.SlidingLog {
+	if n := m.Numbers(); n.Algorithm == algorithm.SlidingLog {
 		return 288 + 8*int(n.Limit)
 	}
 	return 288
@@ -103,10 +103,10 @@ func (f *fallback) one(m rules, hash, i uint64, n, clock int64, keep bool) decis
 	size := localSize(m)
 	hash = f.room(hash, i, size, clock)
 	known := f.states[hash]
-	if code := m.numbers().Algorithm; known.algorithm != code {
+	if code := m.Numbers().Algorithm; known.algorithm != code {
 		known = localState{algorithm: code, size: known.size}
 	}
-	next, d := m.decide(known.state, clock, n)
+	next, d := m.Decide(known.state, clock, n)
 	if keep && next != known.state {
 		if f.states == nil {
 			f.states = make(map[uint64]localState)
@@ -150,7 +150,7 @@ func (f *fallback) room(hash, shared uint64, size int, clock int64) uint64 {
 func sharesOf(models []rules, share float64) []rules {
 	shares := make([]rules, len(models))
 	for i, m := range models {
-		shares[i] = policyOf(scaled(m.numbers(), share)).one()
+		shares[i] = policyOf(scaled(m.Numbers(), share)).one()
 	}
 	return shares
 }

@@ -19,7 +19,7 @@ func newTestFallback(clock *setClock) *fallback {
 }
 
 // decide decides a request of a limiter with one policy.
-func (f *fallback) decide(policy model, key string, n int64) (decision, time.Time) {
+func (f *fallback) decide(policy ruled, key string, n int64) (decision, time.Time) {
 	var r request
 	r.add(&keyspace{name: "test"}, rulesOf(policy), key, n, nil)
 	f.take(&r, rulesOf(policy))
@@ -97,7 +97,7 @@ func TestFallbackOfSeveralPolicies(t *testing.T) {
 // It decides as the model does, for every key by itself and for every algorithm.
 func TestFallbackDecidesAsTheModel(t *testing.T) {
 	t.Parallel()
-	for _, policy := range []model{
+	for _, policy := range []ruled{
 		FixedWindow{Limit: 5, Window: 3 * time.Second},
 		SlidingWindow{Limit: 5, Window: 3 * time.Second},
 		TokenBucket{Capacity: 5, Refill: 3, Every: 2 * time.Second},
@@ -111,7 +111,7 @@ func TestFallbackDecidesAsTheModel(t *testing.T) {
 			key := string(rune('a' + random.IntN(10)))
 			cost := random.Int64N(7)
 			var want decision
-			states[key], want = policy.decide(states[key], clock.at.UnixMicro(), cost)
+			states[key], want = policy.Decide(states[key], clock.at.UnixMicro(), cost)
 			got, now := f.decide(policy, key, cost)
 			require.Equal(t, want, got, "step %d of seed %d", step, seed)
 			require.Equal(t, clock.at, now)
@@ -201,7 +201,7 @@ func TestFallbackIsBoundedThroughWith(t *testing.T) {
 		require.Equal(t, used, f.used, "seed %d", seed)
 		require.LessOrEqual(t, used, localMemory+localSize(SlidingLog{Limit: maxLogLimit}), "seed %d", seed)
 	}
-	policies := []model{
+	policies := []ruled{
 		hourly, SlidingLog{Limit: 1, Window: time.Minute}, SlidingLog{Limit: 50, Window: time.Hour},
 		SlidingLog{Limit: maxLogLimit, Window: time.Hour}, TokenBucket{Capacity: 5, Refill: 1, Every: time.Minute},
 		CalendarWindow{Limit: 5, Unit: Minute, Zone: "Asia/Kolkata"},
@@ -301,22 +301,22 @@ func TestShares(t *testing.T) {
 func TestScaledPolicies(t *testing.T) {
 	t.Parallel()
 	bucket := TokenBucket{Capacity: 100, Refill: 5, Every: 10 * time.Second}
-	require.Equal(t, FixedWindow{Limit: 20, Window: time.Hour}, policyOf(scaled(hourly.numbers(), 0.2)))
+	require.Equal(t, FixedWindow{Limit: 20, Window: time.Hour}, policyOf(scaled(hourly.Numbers(), 0.2)))
 	require.Equal(
 		t,
 		SlidingWindow{Limit: 20, Window: time.Hour},
-		policyOf(scaled(SlidingWindow(hourly).numbers(), 0.2)),
+		policyOf(scaled(SlidingWindow(hourly).Numbers(), 0.2)),
 	)
 	require.Equal(
 		t,
 		TokenBucket{Capacity: 10, Refill: 5, Every: 100 * time.Second},
-		policyOf(scaled(bucket.numbers(), 0.1)),
+		policyOf(scaled(bucket.Numbers(), 0.1)),
 	)
-	require.Equal(t, bucket, policyOf(scaled(bucket.numbers(), 1)))
+	require.Equal(t, bucket, policyOf(scaled(bucket.Numbers(), 1)))
 	require.NoError(
 		t,
 		policyOf(
-			scaled(TokenBucket{Capacity: 8914236150213484, Refill: 4, Every: time.Microsecond}.numbers(), 0.237),
+			scaled(TokenBucket{Capacity: 8914236150213484, Refill: 4, Every: time.Microsecond}.Numbers(), 0.237),
 		).validate(),
 	)
 
@@ -327,7 +327,7 @@ func TestScaledPolicies(t *testing.T) {
 	for valid < 20_000 {
 		limit, span := number(), duration(min(number(), maxSpan))
 		share := math.Exp(-40 * random.Float64() * random.Float64())
-		for _, policy := range []model{
+		for _, policy := range []ruled{
 			FixedWindow{Limit: limit, Window: span}, SlidingWindow{Limit: limit, Window: span},
 			TokenBucket{Capacity: limit, Refill: number(), Every: span}, CalendarWindow{Limit: limit, Unit: Week, Zone: "Asia/Tokyo"},
 		} {
@@ -335,9 +335,9 @@ func TestScaledPolicies(t *testing.T) {
 				continue
 			}
 			valid++
-			scaled := policyOf(scaled(policy.numbers(), share))
+			scaled := policyOf(scaled(policy.Numbers(), share))
 			require.NoError(t, scaled.validate(), "%v of %v, seed %d", share, policy, seed)
-			require.LessOrEqual(t, scaled.one().numbers().Limit, policy.numbers().Limit)
+			require.LessOrEqual(t, scaled.one().Numbers().Limit, policy.Numbers().Limit)
 			if bucket, ok := scaled.(TokenBucket); ok && bucket.Every > time.Millisecond &&
 				bucket.Every < duration(maxSpan/2) {
 				of, _ := policy.(TokenBucket)

@@ -13,7 +13,7 @@ type FixedWindow struct {
 	Window time.Duration // whole microseconds, from 1 µs to 2^51 µs (71 years)
 }
 
-func (p FixedWindow) String() string { return p.one().numbers().String() }
+func (p FixedWindow) String() string { return p.one().Numbers().String() }
 
 func (p FixedWindow) one() rules      { return fixedWindow(p) }
 func (p FixedWindow) rules() []rules  { return []rules{p.one()} }

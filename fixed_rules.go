@@ -14,33 +14,33 @@ type fixedWindow struct {
 
 var _ rules = fixedWindow{}
 
-func (p fixedWindow) lasts() int64 { return micros(p.Window) }
+func (p fixedWindow) Lasts() int64 { return micros(p.Window) }
 
-func (p fixedWindow) numbers() algorithm.Numbers {
+func (p fixedWindow) Numbers() algorithm.Numbers {
 	return algorithm.Numbers{Algorithm: algorithm.FixedWindow, Limit: p.Limit, Span: p.Window}
 }
 
-func (p fixedWindow) leaseOf(s state, clock, longest int64) (spare, lasts int64) {
+func (p fixedWindow) LeaseOf(s state, clock, longest int64) (spare, lasts int64) {
 	window := micros(p.Window)
 	return never, min(longest, window/leasesInWindow, min(s.windowStart+window, s.expiresAt)-clock)
 }
 
-func (p fixedWindow) resetAfter(last decision, units int64) int64 {
-	return creditResetAfter(last, last.state.credit, units, p.lasts())
+func (p fixedWindow) ResetAfter(last decision, units int64) int64 {
+	return creditResetAfter(last, last.state.credit, units, p.Lasts())
 }
 
-func (p fixedWindow) refund(s state, clock int64, t take) (state, decision) {
-	rolled, _ := p.roll(s, clock)
+func (p fixedWindow) Refund(s state, clock int64, t take) (state, decision) {
+	rolled, _ := p.Roll(s, clock)
 	back := int64(0)
 	if t.in == s.windowStart && t.in == rolled.windowStart {
 		back = min(t.units-t.spent, rolled.count)
 	}
 	s.count -= back
-	s, credited := withCreditBack(s, rolled, max(clock, rolled.windowStart), p.lasts(), t)
+	s, credited := withCreditBack(s, rolled, max(clock, rolled.windowStart), p.Lasts(), t)
 	return afterRefund(p, s, clock, back > 0 || credited)
 }
 
-func (p fixedWindow) roll(s state, clock int64) (rolled state, moved bool) {
+func (p fixedWindow) Roll(s state, clock int64) (rolled state, moved bool) {
 	window := micros(p.Window)
 	if clock >= s.expiresAt || s.count == 0 && s.credit == 0 {
 		s = state{windowStart: clock, expiresAt: s.expiresAt}
@@ -57,9 +57,9 @@ func (p fixedWindow) roll(s state, clock int64) (rolled state, moved bool) {
 	return s, moved
 }
 
-func (p fixedWindow) decide(s state, clock, n int64) (state, decision) {
+func (p fixedWindow) Decide(s state, clock, n int64) (state, decision) {
 	window, stored := micros(p.Window), s
-	s, moved := p.roll(s, clock)
+	s, moved := p.Roll(s, clock)
 	t := max(clock, s.windowStart)
 	// A denial writes nothing, except to a row that the clock has left behind. Left as it is, it would deny for
 	// ever.

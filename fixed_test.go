@@ -205,7 +205,7 @@ func TestFixedWindowExpiredRowEqualsNoRow(t *testing.T) {
 
 func TestFixedWindowProperties(t *testing.T) {
 	t.Parallel()
-	testModelProperties(t, func(d dice) model {
+	testModelProperties(t, func(d dice) ruled {
 		limit, window := d.window()
 		return FixedWindow{limit, window}
 	})
@@ -243,7 +243,7 @@ func (m *slowFixed) state(t int64) state {
 
 func TestFixedWindowEqualsTheDesignInRationals(t *testing.T) {
 	t.Parallel()
-	testAgainstSlowModel(t, func(d dice) (model, slowModel) {
+	testAgainstSlowModel(t, func(d dice) (ruled, slowModel) {
 		limit, window := d.window()
 		return FixedWindow{limit, window}, &slowFixed{limit: limit, window: micros(window)}
 	})
@@ -262,7 +262,7 @@ func TestFixedWindowNeverGrantsMoreThanTheLimitInAWindow(t *testing.T) {
 		for range 40 {
 			clock = d.forwards(p, s, clock, last)
 			n := d.cost(limit, peek(p, s, clock).remaining)
-			if s, last = p.decide(s, clock, n); last.granted == 0 {
+			if s, last = p.Decide(s, clock, n); last.granted == 0 {
 				continue
 			}
 			if taken == 0 || clock-start >= micros(length) {
@@ -276,12 +276,12 @@ func TestFixedWindowNeverGrantsMoreThanTheLimitInAWindow(t *testing.T) {
 
 func TestFixedWindowNeverGrantsMoreThanTheClockGives(t *testing.T) {
 	t.Parallel()
-	testNeverMoreThanTheClockGives(t, func(d dice) (p model, first, rate, span int64, whole bool) {
+	testNeverMoreThanTheClockGives(t, func(d dice) (p ruled, first, rate, span int64, whole bool) {
 		limit, window := d.window()
 		return FixedWindow{limit, window}, limit, limit, micros(window), true
 	})
 }
 
 func FuzzFixedWindow(f *testing.F) {
-	fuzzWindows(f, func(limit int64, window time.Duration) model { return FixedWindow{limit, window} })
+	fuzzWindows(f, func(limit int64, window time.Duration) ruled { return FixedWindow{limit, window} })
 }

@@ -66,8 +66,8 @@ func TestDenialsOnTheirWayAreForgotten(t *testing.T) {
 			if told {
 				d.forgetIf(func(k denialKey) bool { return k.key == "key" })
 			}
-			taken, _ := d.policy.decide(state{}, clock.at.UnixMicro(), 1)
-			_, denied := d.policy.decide(taken, clock.at.UnixMicro(), 1)
+			taken, _ := d.policy.Decide(state{}, clock.at.UnixMicro(), 1)
+			_, denied := d.policy.Decide(taken, clock.at.UnixMicro(), 1)
 			denied.decidedAt = clock.at
 			d.remember("key", denied, d.elapsed(), d.elapsed(), &since)
 			_, remembered := d.deny("key", 1)

@@ -156,13 +156,13 @@ func FuzzDatabaseNumbers(f *testing.F) {
 	f.Add(int64(2048), int64(maxSpan), int64(math.MaxInt64), int64(2048), int64(7))
 	f.Add(int64(maxProduct), int64(1), int64(2048), int64(maxProduct-1), int64(1))
 	for _, unit := range calendarUnits() {
-		f.Add(int64(maxProduct), CalendarWindow{Unit: unit}.span(), int64(1), int64(maxProduct-1), int64(2))
+		f.Add(int64(maxProduct), CalendarWindow{Unit: unit}.spanMicros(), int64(1), int64(maxProduct-1), int64(2))
 	}
 	db := pgtest.New(f)
 	var calls atomic.Int64
 	f.Fuzz(func(t *testing.T, limit, span, refill, cost, count int64) {
 		clock := t0.UnixMicro()
-		for policy, numbers := range map[model]algorithm.Numbers{
+		for policy, numbers := range map[ruled]algorithm.Numbers{
 			FixedWindow{limit, duration(span)}:         {Algorithm: algorithm.FixedWindow, Limit: limit},
 			SlidingWindow{limit, duration(span)}:       {Algorithm: algorithm.SlidingWindow, Limit: limit},
 			SlidingLog{limit, duration(span)}:          {Algorithm: algorithm.SlidingLog, Limit: limit},

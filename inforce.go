@@ -69,7 +69,7 @@ func (l *Limiter) canObey(r *rule) bool {
 // otherKind says what differs between the models of a row and those of the code.
 func otherKind(row, code []rules) error {
 	for i := range min(len(row), len(code)) {
-		if row[i].numbers().Algorithm != code[i].numbers().Algorithm {
+		if row[i].Numbers().Algorithm != code[i].Numbers().Algorithm {
 			return fmt.Errorf("the row's policy is a %s, and Config.Policy is a %s",
 				typeName(row[i]), typeName(code[i]))
 		}

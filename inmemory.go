@@ -30,7 +30,7 @@ func (d *database) decideInMemory(db DBTX, requests []*request) error {
 	}
 	for _, r := range requests {
 		for i := range r.parts {
-			if zone := r.parts[i].model.numbers().Zone; zone != "" {
+			if zone := r.parts[i].rules.Numbers().Zone; zone != "" {
 				if _, err := location(zone); err != nil {
 					return errZone(zone, "which this process has no time zone data for; import _ \"time/tzdata\"")
 				}
@@ -72,7 +72,7 @@ func (r *request) decideIn(db *memory.DB, clock int64) {
 				p.decision = d
 			}
 		}
-		if bucket, ok := p.model.(tokenBucket); ok && r.ahead > 0 {
+		if bucket, ok := p.rules.(tokenBucket); ok && r.ahead > 0 {
 			p.decision.state.log = before[i].log
 			if ahead := granted - (r.count - r.ahead); ahead > 0 {
 				p.store(db, bucket.lend(now, ahead*p.cost))
@@ -100,19 +100,19 @@ func (r *request) fitsIn(db *memory.DB, clock int64) bool {
 func (p *part) decide(s state, clock, n int64) (state, decision) {
 	switch {
 	case n >= 0:
-		return p.model.decide(s, clock, n)
+		return p.rules.Decide(s, clock, n)
 	case p.refund == nil:
-		return grant(p.model, s, clock, -n)
+		return grant(p.rules, s, clock, -n)
 	}
 	k := *p.refund
 	k.units = -n
-	return p.model.refund(s, clock, k)
+	return p.rules.Refund(s, clock, k)
 }
 
 // credit is the granted credit of a row in the state s.
 func (p *part) credit(s state, clock int64) int64 {
 	_, d := p.decide(s, clock, 0)
-	return *d.state.creditColumn(p.model.numbers().Algorithm)
+	return *d.state.creditColumn(p.rules.Numbers().Algorithm)
 }
 
 func (p *part) row() memory.Row {
@@ -122,7 +122,7 @@ func (p *part) row() memory.Row {
 // load returns the state of the part's row. A row of another algorithm counts as none.
 func (p *part) load(db *memory.DB) state {
 	row, _ := db.Rows[p.row()].(memoryRow)
-	if row.algorithm != p.model.numbers().Algorithm {
+	if row.algorithm != p.rules.Numbers().Algorithm {
 		return state{}
 	}
 	return row.state
@@ -135,7 +135,7 @@ func (p *part) store(db *memory.DB, s state) {
 	if db.Rows == nil {
 		db.Rows = map[memory.Row]any{}
 	}
-	db.Rows[p.row()] = memoryRow{algorithm: p.model.numbers().Algorithm, state: s}
+	db.Rows[p.row()] = memoryRow{algorithm: p.rules.Numbers().Algorithm, state: s}
 }
 
 // resetInMemory deletes rows of a key.

@@ -86,7 +86,7 @@ func TestMemoryEqualsPostgres(t *testing.T) {
 			i := r.IntN(len(limiters))
 			clock = min(nextClock(r, clock, modelOf(policies[i].rules()[0]), goals), year2106)
 			goals = goals[:0]
-			if single, ok := policies[i].(model); ok && r.IntN(10) == 0 {
+			if single, ok := policies[i].(ruled); ok && r.IntN(10) == 0 {
 				changed := changedPolicy(r, single)
 				if with, ok := limiters[i].with(t, changed); ok {
 					limiters[i], policies[i] = with, changed

@@ -83,7 +83,7 @@ func (c *Lease) validate(policy Policy, pooled bool) error {
 // leasable tells why a policy cannot be leased from.
 func leasable(policy Policy) error {
 	for _, m := range policy.rules() {
-		if m.numbers().Algorithm == algorithm.SlidingLog {
+		if m.Numbers().Algorithm == algorithm.SlidingLog {
 			return &ConfigError{Field: "Config.Lease", Reason: "cannot be had with a SlidingLog, which counts each " +
 				"unit from when it was taken, and a lease spends it later; take a SlidingWindow"}
 		}

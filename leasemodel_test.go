@@ -15,7 +15,7 @@ import (
 // leaseWorld is a database, and processes that lease from one key. The processes run the code of this package, and the
 // database is the model. All that happens between them happens at times that the test chooses.
 type leaseWorld struct {
-	policy    model
+	policy    ruled
 	rows      map[memory.Row]any
 	clock     int64 // the database's, in microseconds
 	processes []*leaser
@@ -66,15 +66,15 @@ const (
 
 // carelessModel makes mistakes in how long a lease lasts.
 type carelessModel struct {
-	model
+	ruled
 
 	mistake leaseMistake
 }
 
 func (m carelessModel) one() rules { return m }
 
-func (m carelessModel) leaseOf(s state, clock, longest int64) (spare, lasts int64) {
-	spare, lasts = m.model.leaseOf(s, clock, longest)
+func (m carelessModel) LeaseOf(s state, clock, longest int64) (spare, lasts int64) {
+	spare, lasts = m.ruled.LeaseOf(s, clock, longest)
 	switch m.mistake {
 	case survivesItsWindow:
 		lasts = longest
@@ -84,7 +84,7 @@ func (m carelessModel) leaseOf(s state, clock, longest int64) (spare, lasts int6
 	return spare, lasts
 }
 
-func newLeaseWorld(policy model, processes int, mistake leaseMistake) *leaseWorld {
+func newLeaseWorld(policy ruled, processes int, mistake leaseMistake) *leaseWorld {
 	w := &leaseWorld{policy: policy, rows: map[memory.Row]any{}, clock: 1 << 50, mistake: mistake}
 	for range processes {
 		w.processes = append(w.processes, w.newProcess())
@@ -257,12 +257,12 @@ func (w *leaseWorld) crash(i int) { w.processes[i] = w.newProcess() }
 
 // judge tells what the policy does not admit of what was let through and not given back. It knows nothing of leases.
 func (w *leaseWorld) judge() error {
-	window := micros(w.policy.numbers().Span)
+	window := micros(w.policy.Numbers().Span)
 	inWindow := map[int64]int64{}
-	limit := w.policy.numbers().Limit
+	limit := w.policy.Numbers().Limit
 	level, last := int64(0), int64(0)
 	for _, u := range w.uses {
-		if u.told > u.at+w.policy.lasts()/1000 && !w.stepped { // a process's clock may be a little fast
+		if u.told > u.at+w.policy.Lasts()/1000 && !w.stepped { // a process's clock may be a little fast
 			return fmt.Errorf("a decision of %d says that it is of %d", u.at, u.told)
 		}
 		if w.stepped { // as far as the callers know
@@ -303,7 +303,7 @@ func (w *leaseWorld) judge() error {
 func TestLeasesInEveryOrder(t *testing.T) {
 	t.Parallel()
 	depth := min(5+rounds(t)/4, 7)
-	for name, policy := range map[string]model{
+	for name, policy := range map[string]ruled{
 		"fixed":   FixedWindow{Limit: 3, Window: 800 * time.Millisecond},
 		"sliding": SlidingWindow{Limit: 3, Window: 800 * time.Millisecond},
 		"bucket":  TokenBucket{Capacity: 3, Refill: 1, Every: 4096 * time.Millisecond}, // leased from for 96 ms
@@ -327,7 +327,7 @@ func TestLeasesInEveryOrder(t *testing.T) {
 }
 
 // newLeasingWorld has two processes that have called before, so that the next call takes 2 ahead.
-func newLeasingWorld(policy model, mistake leaseMistake) *leaseWorld {
+func newLeasingWorld(policy ruled, mistake leaseMistake) *leaseWorld {
 	w := newLeaseWorld(policy, 2, mistake)
 	for _, p := range w.processes {
 		for range 3 {
@@ -336,7 +336,7 @@ func newLeasingWorld(policy model, mistake leaseMistake) *leaseWorld {
 		p.wants(2)
 		p.mine = nil
 	}
-	w.pass(policy.lasts(), nil)
+	w.pass(policy.Lasts(), nil)
 	w.uses = nil
 	return w
 }

@@ -205,8 +205,8 @@ func (ls *leases) ahead(l *Limiter, key string, n int64) int64 {
 	}
 	clock, excess := e.known.decidedAt+microsUp(now.since(e.known.asked)), int64(0)
 	for i, m := range l.models {
-		rolled, _ := m.roll(e.known.states[i], clock)
-		spare, _ := m.leaseOf(rolled, clock, micros(config.MaxLength))
+		rolled, _ := m.Roll(e.known.states[i], clock)
+		spare, _ := m.LeaseOf(rolled, clock, micros(config.MaxLength))
 		excess = max(excess, -spare)
 	}
 	switch {
@@ -364,7 +364,7 @@ func (e *lease) learn(r *request, asked, told instant) (rests []rest, event Leas
 		p := &r.parts[i]
 		taken := p.decision.taken
 		taken.units = d.granted * p.cost
-		e.receipt.parts[i] = taken.portion(p.model, used, used+surplus)
+		e.receipt.parts[i] = taken.portion(p.rules, used, used+surplus)
 	}
 	room := float64(e.known.remaining+surplus) * space.lease.MaxShare
 	e.next, e.end = 0, min(surplus, spare, int64(room))
@@ -392,7 +392,7 @@ func (e *lease) know(r *request, asked instant) (spare int64, lasts time.Duratio
 	spare, longest := int64(never), micros(space.lease.MaxLength)
 	for i := range r.parts {
 		p := &r.parts[i]
-		room, micros := p.model.leaseOf(p.decision.state, decidedAt, longest)
+		room, micros := p.rules.LeaseOf(p.decision.state, decidedAt, longest)
 		spare, longest = min(spare, max(room, 0)), min(longest, micros)
 	}
 	lasts = duration(max(longest, 0)) / 256 * 255 // as if the clocks' rates differed by 0.4 percent
@@ -407,7 +407,7 @@ func (e *lease) know(r *request, asked instant) (spare int64, lasts time.Duratio
 		p := &r.parts[i]
 		known.remaining = min(known.remaining, p.decision.remaining)
 		known.rows = append(known.rows, knownRow{
-			limit: p.model.numbers().Limit, remaining: p.decision.remaining, resetAt: decidedAt + p.decision.resetAfter,
+			limit: p.rules.Numbers().Limit, remaining: p.decision.remaining, resetAt: decidedAt + p.decision.resetAfter,
 		})
 		state := p.decision.state
 		if r.ahead == 0 && len(before) > 0 { // only an answer to what asks ahead tells what is leased of a bucket

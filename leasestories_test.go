@@ -13,7 +13,7 @@ import (
 // clock. Then the windows are those that the callers are told.
 func TestLeasesInStories(t *testing.T) {
 	t.Parallel()
-	policies := map[string]model{
+	policies := map[string]ruled{
 		"fixed":    FixedWindow{Limit: 1000, Window: 800 * time.Millisecond},
 		"sliding":  SlidingWindow{Limit: 1000, Window: 800 * time.Millisecond},
 		"bucket":   TokenBucket{Capacity: 1000, Refill: 1000, Every: 13 * time.Second}, // leased from for 101 ms
@@ -71,7 +71,7 @@ func (p *leaser) wants(size int64) {
 
 // tell tells a story.
 func (w *leaseWorld) tell(r *rand.Rand) {
-	_, longest := w.policy.leaseOf(state{windowStart: w.clock, scale: micros(time.Minute), expiresAt: never}, w.clock, 6e7)
+	_, longest := w.policy.LeaseOf(state{windowStart: w.clock, scale: micros(time.Minute), expiresAt: never}, w.clock, 6e7)
 	_, bucket := w.policy.(TokenBucket)
 	steps := !bucket && r.IntN(3) == 0
 	busy := r.IntN(2) == 0 // there is never room for long
@@ -82,7 +82,7 @@ func (w *leaseWorld) tell(r *rand.Rand) {
 		}
 		p.wants(r.Int64N(500))
 	}
-	w.pass(w.policy.lasts(), nil)
+	w.pass(w.policy.Lasts(), nil)
 	for range 200 {
 		i := r.IntN(len(w.processes))
 		p := w.processes[i]
@@ -105,7 +105,7 @@ func (w *leaseWorld) tell(r *rand.Rand) {
 			w.pass(r.Int64N(longest), nil)
 		case 9:
 			if !busy || r.IntN(4) == 0 {
-				w.pass(r.Int64N(2*w.policy.lasts()), nil)
+				w.pass(r.Int64N(2*w.policy.Lasts()), nil)
 			}
 		case 10:
 			if i%2 == 1 {
@@ -114,7 +114,7 @@ func (w *leaseWorld) tell(r *rand.Rand) {
 		case 11:
 			if steps {
 				w.stepped = true
-				w.clock += r.Int64N(3*w.policy.lasts()) - w.policy.lasts()
+				w.clock += r.Int64N(3*w.policy.Lasts()) - w.policy.Lasts()
 			}
 		case 12:
 			if !bucket && r.IntN(10) == 0 {
@@ -128,7 +128,7 @@ func (w *leaseWorld) tell(r *rand.Rand) {
 			if !bucket {
 				continue
 			}
-			w.pass(w.policy.lasts(), nil)
+			w.pass(w.policy.Lasts(), nil)
 			for range 2 + r.IntN(10) {
 				p := w.processes[r.IntN(len(w.processes))]
 				if p.request == nil {
@@ -192,7 +192,7 @@ func TestLeasesOfABucketThatOthersGiveBackTo(t *testing.T) {
 				ask(p, 1)
 				p.mine = nil
 			}
-			w.pass(w.policy.lasts(), nil)
+			w.pass(w.policy.Lasts(), nil)
 			w.uses = nil
 
 			ask(first, 9) // as much flows in while a lease of it lasts

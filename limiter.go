@@ -185,7 +185,7 @@ func (l *Limiter) With(policy Policy) (*Limiter, error) {
 func (l *Limiter) sameKind(other *Limiter) error {
 	for i := range min(len(l.models), len(other.models)) {
 		now, before := l.models[i], other.models[i]
-		if now.numbers().Algorithm != before.numbers().Algorithm {
+		if now.Numbers().Algorithm != before.Numbers().Algorithm {
 			return &ConfigError{Field: "Config.Policy", Reason: fmt.Sprintf("is a %s, and the keys' rows are of "+
 				"a %s, which would start anew; make a limiter of another name", typeName(now), typeName(before))}
 		}
@@ -194,15 +194,15 @@ func (l *Limiter) sameKind(other *Limiter) error {
 }
 
 // typeName is the name of the type of a policy with these rules.
-func typeName(r rules) string { return reflect.TypeOf(policyOf(r.numbers())).Name() }
+func typeName(r rules) string { return reflect.TypeOf(policyOf(r.Numbers())).Name() }
 
 // under is With for a policy that is valid.
 func (l *Limiter) under(policy Policy) *Limiter {
 	with := &Limiter{client: l.client, space: l.space, waiting: l.waiting, onFailure: l.onFailure, policy: policy}
 	with.models = policy.rules()
-	with.limit = with.models[0].numbers().Limit
+	with.limit = with.models[0].Numbers().Limit
 	for _, m := range with.models[1:] {
-		with.limit = min(with.limit, m.numbers().Limit)
+		with.limit = min(with.limit, m.Numbers().Limit)
 	}
 	if l.onFailure.answer == fallbackLocal {
 		with.shares = sharesOf(with.models, l.onFailure.share)

@@ -103,7 +103,7 @@ func TestLockingInTheOrderGivenDeadlocks(t *testing.T) {
 	}
 	sorted := []string{`(ORDER BY e.durable, -octet_length(e.key), e.key COLLATE "C", e.name COLLATE "C")`, "(ORDER BY e.part)"}
 	for name, change := range map[string]struct {
-		policy   model
+		policy   ruled
 		function string
 		oldNew   []string
 		exist    []string // keys that have a row at the beginning
@@ -271,7 +271,7 @@ func TestRowsAreMadeAndLockedInOneOrder(t *testing.T) {
 	t.Parallel()
 
 	for name, variant := range map[string]struct {
-		policy model
+		policy ruled
 		broken bool
 	}{
 		"fixed window":        {FixedWindow{Limit: 10, Window: year}, false},

@@ -60,7 +60,7 @@ func TestClockIsReadAfterTheLockWait(t *testing.T) {
 
 	const wait = 50 * time.Millisecond
 	for name, policy := range map[string]struct {
-		model
+		ruled
 		function string
 	}{
 		"fixed window":   {FixedWindow{Limit: 5, Window: wait}, "rate_limit_take_fixed_window"},
@@ -211,7 +211,7 @@ func TestTakesAreToldOfTheTimeTheyAreLocked(t *testing.T) {
 
 	const pause, window = 4 * time.Millisecond, 15 * time.Millisecond
 	for name, c := range map[string]struct {
-		policy   model
+		policy   ruled
 		function string
 		oldNew   []string
 		over     time.Duration // with no more than that until the key is as good as new, the time of the take is over

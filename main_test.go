@@ -233,12 +233,12 @@ func (c *Client) inLane() int {
 
 // takingOf is the function that takes by a policy.
 func takingOf(policy Policy) string {
-	return algorithm.ByCode(policy.rules()[0].numbers().Algorithm).Function
+	return algorithm.ByCode(policy.rules()[0].Numbers().Algorithm).Function
 }
 
 // stepOf is the function that has its rules.
 func stepOf(policy Policy) string {
-	return "_rate_limit_" + [...]string{"", "fixed", "sliding", "bucket", "log", "calendar"}[policy.rules()[0].numbers().Algorithm]
+	return "_rate_limit_" + [...]string{"", "fixed", "sliding", "bucket", "log", "calendar"}[policy.rules()[0].Numbers().Algorithm]
 }
 
 // alwaysArrays has the functions decide a single key as they decide several.

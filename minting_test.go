@@ -14,7 +14,7 @@ import (
 
 // aTake is one that was allowed in a random history: what is kept was never given back.
 type aTake struct {
-	policy      model
+	policy      ruled
 	clock, in   int64
 	units, kept int64
 	giveBack    func(clock, n int64) error
@@ -24,10 +24,10 @@ type aTake struct {
 // taken, each unit at most once. take returns nil if it is denied.
 func takesOf(
 	d dice,
-	draw func() model,
+	draw func() ruled,
 	steps int,
 	back bool,
-	ask func(p model, clock, n int64) (*aTake, error),
+	ask func(p ruled, clock, n int64) (*aTake, error),
 ) (takes []*aTake, forwards *big.Int, err error) {
 	p, clock, forwards := draw(), d.magnitude(1<<50, 1<<51), new(big.Int)
 	for range steps {
@@ -46,7 +46,7 @@ func takesOf(
 		}
 		for range 1 + d(4) {
 			if len(takes) == 0 || d(2) == 0 {
-				took, err := ask(p, clock, min(d.magnitude(1, p.numbers().Limit), 1+d(max(p.numbers().Limit/2, 1))))
+				took, err := ask(p, clock, min(d.magnitude(1, p.Numbers().Limit), 1+d(max(p.Numbers().Limit/2, 1))))
 				if err != nil {
 					return nil, nil, err
 				}
@@ -77,7 +77,7 @@ func mints(takes []*aTake) error {
 		if took.kept == 0 {
 			continue
 		}
-		limit, window := took.policy.numbers().Limit, reach(took.policy)
+		limit, window := took.policy.Numbers().Limit, reach(took.policy)
 		var within, same, before int64 // kept in the window that ends here, in the same of the row's and in the one before
 		for _, other := range takes[:i+1] {
 			if other.clock > took.clock-window {
@@ -105,7 +105,7 @@ func mints(takes []*aTake) error {
 			ok = within <= limit
 		case TokenBucket:
 			var d decision
-			without, d = p.decide(without, took.clock, took.kept)
+			without, d = p.Decide(without, took.clock, took.kept)
 			ok = d.granted == 1
 		}
 		if !ok {
@@ -138,14 +138,14 @@ func ofTheCalendar(p CalendarWindow, takes []*aTake) (kept int64) {
 // drawFor returns policies of one kind, which differ in nothing but their limit, and buckets in nothing: of a
 // bucket it matters whose numbers it was last rolled forward by, so that a take can let others through that would
 // not have been without it.
-func (d dice) drawFor(kind int64) func() model {
+func (d dice) drawFor(kind int64) func() ruled {
 	window := 1_000_000 + d.magnitude(0, 1<<40)
 	capacity := 1 + d(20)
 	refill := ceilDiv(capacity*window, maxSpan) + d(20)
 	unit, zone := calendarUnits()[d(5)], steadyZones()[d(int64(len(steadyZones())))]
-	return func() model {
+	return func() ruled {
 		limit := 1 + d(20)
-		return []model{
+		return []ruled{
 			FixedWindow{limit, duration(window)}, SlidingWindow{limit, duration(window)}, SlidingLog{limit, duration(window)},
 			TokenBucket{capacity, refill, duration(window)}, CalendarWindow{Limit: limit, Unit: unit, Zone: zone},
 		}[kind]
@@ -153,10 +153,10 @@ func (d dice) drawFor(kind int64) func() model {
 }
 
 // askModel asks the model, and gives back as refund does.
-func askModel(refund func(p model, s state, clock int64, k take) state) func(p model, clock, n int64) (*aTake, error) {
+func askModel(refund func(p ruled, s state, clock int64, k take) state) func(p ruled, clock, n int64) (*aTake, error) {
 	var s state
-	return func(p model, clock, n int64) (*aTake, error) {
-		next, d := p.decide(s, clock, n)
+	return func(p ruled, clock, n int64) (*aTake, error) {
+		next, d := p.Decide(s, clock, n)
 		s = next
 		if d.granted == 0 {
 			return nil, nil
@@ -171,8 +171,8 @@ func askModel(refund func(p model, s state, clock int64, k take) state) func(p m
 	}
 }
 
-func rightRefund(p model, s state, clock int64, k take) state {
-	next, _ := p.refund(s, clock, k)
+func rightRefund(p ruled, s state, clock int64, k take) state {
+	next, _ := p.Refund(s, clock, k)
 	return next
 }
 
@@ -197,16 +197,16 @@ func TestRefundsMintNothingWhenTheClockStepsBack(t *testing.T) {
 	for range 1000 {
 		for kind := range int64(5) {
 			p := d.drawFor(kind)()
-			takes, forwards, err := takesOf(d, func() model { return p }, 60, true, askModel(rightRefund))
+			takes, forwards, err := takesOf(d, func() ruled { return p }, 60, true, askModel(rightRefund))
 			require.NoError(t, err)
 			kept := int64(0)
 			for _, took := range takes {
 				kept += took.kept
 			}
 			gives := new(big.Int).Quo(forwards, big.NewInt(reach(p)))
-			gives.Mul(gives, big.NewInt(p.numbers().Limit))
+			gives.Mul(gives, big.NewInt(p.Numbers().Limit))
 			if calendar, ok := p.(CalendarWindow); ok { // few windows are shorter: the first, and an hour that is cut short
-				gives.Quo(forwards, big.NewInt(calendar.span()/10*9))
+				gives.Quo(forwards, big.NewInt(calendar.spanMicros()/10*9))
 				gives.Add(gives, big.NewInt(2)).Mul(gives, big.NewInt(calendar.Limit))
 			}
 			if bucket, ok := p.(TokenBucket); ok {
@@ -215,7 +215,7 @@ func TestRefundsMintNothingWhenTheClockStepsBack(t *testing.T) {
 			}
 			require.LessOrEqual(
 				t,
-				big.NewInt(kept).Cmp(gives.Add(gives, big.NewInt(p.numbers().Limit))),
+				big.NewInt(kept).Cmp(gives.Add(gives, big.NewInt(p.Numbers().Limit))),
 				0,
 				"%T%+v: %d kept",
 				p,
@@ -231,22 +231,22 @@ func TestBrokenRefundsMint(t *testing.T) {
 	t.Parallel()
 	for name, c := range map[string]struct {
 		kinds  []int64
-		refund func(p model, s state, clock int64, k take) state
+		refund func(p ruled, s state, clock int64, k take) state
 	}{
-		"of whatever the row counts now": {[]int64{0, 1, 2, 3, 4}, func(p model, s state, clock int64, k take) state {
+		"of whatever the row counts now": {[]int64{0, 1, 2, 3, 4}, func(p ruled, s state, clock int64, k take) state {
 			row := rollForward(p, s, clock)
 			k.since, k.in = row.since, row.windowStart
 			return rightRefund(p, s, clock, k)
 		}},
-		"twice": {[]int64{0, 1, 2, 3, 4}, func(p model, s state, clock int64, k take) state {
+		"twice": {[]int64{0, 1, 2, 3, 4}, func(p ruled, s state, clock int64, k take) state {
 			return rightRefund(p, rightRefund(p, s, clock, k), clock, k)
 		}},
-		"that do not move up those behind them": {[]int64{3}, func(p model, s state, clock int64, k take) state {
+		"that do not move up those behind them": {[]int64{3}, func(p ruled, s state, clock int64, k take) state {
 			next := rightRefund(p, s, clock, k)
 			next.returned = 0
 			return next
 		}},
-		"of tokens that have flowed in since": {[]int64{3}, func(p model, s state, clock int64, k take) state {
+		"of tokens that have flowed in since": {[]int64{3}, func(p ruled, s state, clock int64, k take) state {
 			k.in = max(rollForward(p, s, clock).windowStart, k.in)
 			return rightRefund(p, s, clock, k)
 		}},
@@ -267,8 +267,8 @@ func TestBrokenRefundsMint(t *testing.T) {
 }
 
 // askLimiter asks a limiter, whose clock is clock.
-func askLimiter(t *testing.T, l *Limiter, clock *time.Time) func(p model, at, n int64) (*aTake, error) {
-	return func(p model, at, n int64) (*aTake, error) {
+func askLimiter(t *testing.T, l *Limiter, clock *time.Time) func(p ruled, at, n int64) (*aTake, error) {
+	return func(p ruled, at, n int64) (*aTake, error) {
 		*clock = time.UnixMicro(at)
 		result, err := l.under(p).AllowN(t.Context(), "key", n)
 		if err != nil || !result.Allowed {

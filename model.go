@@ -10,23 +10,23 @@ import (
 
 // rules are what a policy means for one row. The SQL is tested against them.
 type rules interface {
-	numbers() algorithm.Numbers
+	Numbers() algorithm.Numbers
 	// roll brings a row forward to the clock. moved tells whether the clock has jumped back, and the row with it.
-	roll(s state, clock int64) (rolled state, moved bool)
+	Roll(s state, clock int64) (rolled state, moved bool)
 	// decide takes n at the time clock from a row in the state s, and returns the row's next state. With n = 0 it
 	// looks. It denies an n above the limit.
-	decide(s state, clock, n int64) (state, decision)
+	Decide(s state, clock, n int64) (state, decision)
 	// refund gives back what t says.
-	refund(s state, clock int64, t take) (state, decision)
+	Refund(s state, clock int64, t take) (state, decision)
 	// lasts is for how many microseconds a take or a grant keeps the row.
-	lasts() int64
+	Lasts() int64
 	// leaseOf tells how many units may be held of a row in the state s, at the time clock, to be spent later, and for
 	// how many microseconds, at most longest. If it is below 0, as many have to be taken from the row before any may
 	// be held. docs/guarantees.md says why these bounds keep the policy.
-	leaseOf(s state, clock, longest int64) (spare, lasts int64)
+	LeaseOf(s state, clock, longest int64) (spare, lasts int64)
 	// resetAfter is the ResetAfter of a decision after which the same statement took units more. last is what the
 	// database said after all of them.
-	resetAfter(last decision, units int64) int64
+	ResetAfter(last decision, units int64) int64
 }
 
 // state is a row of the table as its algorithm sees it; the zero state is no row. Times are microseconds since 1970.
@@ -123,9 +123,16 @@ type take struct {
 // portion is what the units from the from-th to the to-th have taken.
 func (k take) portion(m rules, from, to int64) take {
 	ordinary := k.units - k.spent
-	if n := m.numbers(); n.Algorithm == algorithm.TokenBucket {
+	if n := m.Numbers(); n.Algorithm == algorithm.TokenBucket {
 		k.at -= (ordinary - min(to, ordinary)) * micros(n.Span)
 	}
 	k.units, k.spent = to-from, max(to-max(from, ordinary), 0)
 	return k
+}
+
+// takenBy is what the request at that place has taken. It is one of those that were granted.
+func (d *decision) takenBy(m rules, cost, place int64) take {
+	k := d.taken
+	k.units = d.granted * cost
+	return k.portion(m, (place-1)*cost, place*cost)
 }

@@ -30,7 +30,7 @@ func free(remaining, resetAfter int64) decision { return denied(remaining, 0, re
 
 // playModel plays steps from the state s on and returns the last state. Next to what a step wants, it checks what every
 // decision has to keep.
-func playModel(t *testing.T, p model, s state, steps ...modelStep) state {
+func playModel(t *testing.T, p ruled, s state, steps ...modelStep) state {
 	t.Helper()
 	require.NoError(t, p.validate())
 	for i, step := range steps {
@@ -43,7 +43,7 @@ func playModel(t *testing.T, p model, s state, steps ...modelStep) state {
 }
 
 // reach is how far a row's time may lie ahead of the clock: a window, or what it takes to fill a bucket.
-func reach(p model) int64 {
+func reach(p ruled) int64 {
 	switch p := p.(type) {
 	case FixedWindow:
 		return micros(p.Window)
@@ -54,13 +54,13 @@ func reach(p model) int64 {
 	case TokenBucket:
 		return p.fillTime(p.full())
 	case CalendarWindow:
-		return p.span()
+		return p.spanMicros()
 	}
 	panic("a new policy")
 }
 
 // longestWait is the longest RetryAfter and ResetAfter of a row whose time does not lie ahead of the clock.
-func longestWait(p model) int64 {
+func longestWait(p ruled) int64 {
 	switch p.(type) {
 	case SlidingWindow, CalendarWindow: // of a longer unit of the calendar, a window of up to two
 		return 2 * reach(p)
@@ -70,7 +70,7 @@ func longestWait(p model) int64 {
 
 // leftBehind tells whether the clock has jumped back so far from a row that the row has to be pulled back to it. A
 // full row is as good as new wherever it is. It is full if its capacity was lowered or all was given back.
-func leftBehind(p model, s state, clock int64) bool {
+func leftBehind(p ruled, s state, clock int64) bool {
 	if counted, _ := usage(p, s, clock); counted.Sign() == 0 && creditOf(p, s, clock) == 0 {
 		return false
 	}
@@ -78,36 +78,36 @@ func leftBehind(p model, s state, clock int64) bool {
 }
 
 // ask is decide without the decision's state.
-func ask(p model, s state, clock, n int64) (state, decision) {
-	next, d := p.decide(s, clock, n)
+func ask(p ruled, s state, clock, n int64) (state, decision) {
+	next, d := p.Decide(s, clock, n)
 	d.state, d.taken = state{}, take{}
 	return next, d
 }
 
 // fits tells whether n would be allowed.
-func fits(p model, s state, clock, n int64) bool {
-	_, d := p.decide(s, clock, n)
+func fits(p ruled, s state, clock, n int64) bool {
+	_, d := p.Decide(s, clock, n)
 	return d.granted == 1
 }
 
 // rollForward is a row at the time clock.
-func rollForward(p model, s state, clock int64) state {
-	s, _ = p.roll(s, clock)
+func rollForward(p ruled, s state, clock int64) state {
+	s, _ = p.Roll(s, clock)
 	return s
 }
 
 // peek is what a Peek tells.
-func peek(p model, s state, clock int64) decision {
+func peek(p ruled, s state, clock int64) decision {
 	_, d := ask(p, s, clock, 0)
 	return d
 }
 
 // checkDecision decides one request. It returns an error if the states and decisions around it show that anything
 // is wrong. The decision that it returns is without its state.
-func checkDecision(p model, s state, clock, n int64) (state, decision, error) {
-	limit := p.numbers().Limit
+func checkDecision(p ruled, s state, clock, n int64) (state, decision, error) {
+	limit := p.Numbers().Limit
 	before := peek(p, s, clock)
-	next, d := p.decide(s, clock, n)
+	next, d := p.Decide(s, clock, n)
 	rolled := d.state
 	d.state, d.taken = state{}, take{}
 	fail := func(format string, args ...any) (state, decision, error) {
@@ -251,7 +251,7 @@ func checkDecision(p model, s state, clock, n int64) (state, decision, error) {
 // remembers tells whether a decision from what was remembered of a row equals the decision from the row. What is
 // remembered of a log suffices only for denials, and for no longer than the denial that it was told with. Without
 // a denial, the database is asked.
-func remembers(p model, known, row state, clock, n int64) bool {
+func remembers(p ruled, known, row state, clock, n int64) bool {
 	if _, isLog := p.(SlidingLog); isLog {
 		if _, d := ask(p, known, clock, n); n == 0 || d.retryAfter <= 0 {
 			return true
@@ -261,8 +261,8 @@ func remembers(p model, known, row state, clock, n int64) bool {
 }
 
 // equalsNoRow tells whether a row cannot be told from no row.
-func equalsNoRow(p model, s state, clock int64) bool {
-	for _, n := range []int64{0, 1, p.numbers().Limit, p.numbers().Limit + 1} {
+func equalsNoRow(p ruled, s state, clock int64) bool {
+	for _, n := range []int64{0, 1, p.Numbers().Limit, p.Numbers().Limit + 1} {
 		if !sameDecision(p, s, state{}, clock, n) {
 			return false
 		}
@@ -271,7 +271,7 @@ func equalsNoRow(p model, s state, clock int64) bool {
 }
 
 // sameDecision tells whether two states give the same decision.
-func sameDecision(p model, a, b state, clock, n int64) bool {
+func sameDecision(p ruled, a, b state, clock, n int64) bool {
 	nextA, dA := ask(p, a, clock, n)
 	nextB, dB := ask(p, b, clock, n)
 	nextA.since, nextB.since = min(nextA.since, 1), min(nextB.since, 1) // which tells it from others, whatever it is
@@ -280,12 +280,12 @@ func sameDecision(p model, a, b state, clock, n int64) bool {
 
 // checkElement decides count requests of cost n one by one. It returns an error if one of them is told something
 // else than if all were one element. Of such an element the database tells only how it ended.
-func checkElement(p model, s state, clock, n, count int64) error {
+func checkElement(p ruled, s state, clock, n, count int64) error {
 	var single []decision
 	last, taken := decision{}, int64(0)
 	credit := creditOf(p, s, clock)
 	for range count {
-		s, last = p.decide(s, clock, n)
+		s, last = p.Decide(s, clock, n)
 		single = append(single, last)
 		taken += last.granted
 	}
@@ -307,7 +307,7 @@ func checkElement(p model, s state, clock, n, count int64) error {
 				want.remaining,
 			)
 		}
-		if got := p.resetAfter(last, units); got != want.resetAfter {
+		if got := p.ResetAfter(last, units); got != want.resetAfter {
 			return fmt.Errorf(
 				"%T%+v: request %d of %d × %d at %d: reset after %d, not %d",
 				p,

@@ -243,7 +243,7 @@ func askedOf(sql string, args []any) (requests []modelRequest, lockTimeout *int3
 			policy: policyOf(algorithm.Numbers{
 				Algorithm: args[4].([]int16)[i],
 				Limit:     numbers(5)[i], Span: duration(numbers(6)[i]), Refill: numbers(7)[i], Zone: zone,
-			}).(model),
+			}).(ruled),
 		}
 		if numbers(8) != nil {
 			p.cost = numbers(8)[i]

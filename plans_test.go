@@ -79,7 +79,7 @@ func TestPlansWithoutTheirSettingScanTheTable(t *testing.T) {
 func scansOfAGrownTable(t *testing.T, conn *pgx.Conn, durable bool, mode string, batches int) (scanned, read int64) {
 	t.Helper()
 	limiters := map[int]*Limiter{}
-	for algorithm, policy := range []model{
+	for algorithm, policy := range []ruled{
 		FixedWindow{Limit: 1000, Window: time.Hour}, SlidingWindow{Limit: 1000, Window: time.Hour},
 		TokenBucket{Capacity: 1000, Refill: 1, Every: time.Hour}, SlidingLog{Limit: 1000, Window: time.Hour},
 		slowCalendar(1000),

@@ -51,11 +51,11 @@ func at(clock string) int64 {
 
 func TestCoalescedRequestsAreToldWhatSingleOnesWouldBe(t *testing.T) {
 	t.Parallel()
-	for _, p := range []model{
+	for _, p := range []ruled{
 		FixedWindow{10, 10 * time.Second}, SlidingWindow{10, 10 * time.Second}, TokenBucket{10, 3, 7 * time.Second}, SlidingLog{10, 10 * time.Second},
 		CalendarWindow{10, Minute, ""},
 	} {
-		s, _ := p.decide(state{}, c2, 1)
+		s, _ := p.Decide(state{}, c2, 1)
 		for _, clock := range []int64{c0, c2, c5, c5 + 1, c2 + 9*second, c2 + 10*second, c2 + 15*second} {
 			for count := range int64(12) {
 				for n := range int64(6) {
@@ -70,13 +70,13 @@ func TestCoalescedRequestsAreToldWhatSingleOnesWouldBe(t *testing.T) {
 	s := playModel(t, p, state{}, modelStep{c2, 1, granted(9, second)})
 	var last decision
 	for range 3 {
-		s, last = p.decide(s, c0, 2)
+		s, last = p.Decide(s, c0, 2)
 	}
 	require.Equal(t, 9*second, last.resetAfter)
-	require.Equal(t, 7*second, p.resetAfter(last, 2))
-	require.Equal(t, 5*second, p.resetAfter(last, 4))
-	require.Equal(t, 9*second, FixedWindow{10, time.Minute}.resetAfter(last, 4))
-	require.Equal(t, 9*second, SlidingWindow{10, time.Minute}.resetAfter(last, 4))
+	require.Equal(t, 7*second, p.ResetAfter(last, 2))
+	require.Equal(t, 5*second, p.ResetAfter(last, 4))
+	require.Equal(t, 9*second, FixedWindow{10, time.Minute}.ResetAfter(last, 4))
+	require.Equal(t, 9*second, SlidingWindow{10, time.Minute}.ResetAfter(last, 4))
 }
 
 func TestMicrosAndDurationAreInverse(t *testing.T) {
@@ -202,7 +202,7 @@ func TestPolicyOutsideTheExactRangeIsRefused(t *testing.T) {
 		},
 	}
 	for _, test := range windows {
-		for _, p := range []model{FixedWindow{test.limit, test.window}, SlidingWindow{test.limit, test.window}} {
+		for _, p := range []ruled{FixedWindow{test.limit, test.window}, SlidingWindow{test.limit, test.window}} {
 			requireRefused(t, p, test.name, test.field, test.allowed)
 		}
 	}
@@ -242,7 +242,7 @@ func TestPolicyOutsideTheExactRangeIsRefused(t *testing.T) {
 	}
 }
 
-func requireRefused(t *testing.T, p model, name, field, reason string) {
+func requireRefused(t *testing.T, p ruled, name, field, reason string) {
 	t.Helper()
 	var err *ConfigError
 	require.ErrorAs(t, p.validate(), &err, "%T, %s", p, name)
@@ -254,7 +254,7 @@ func requireRefused(t *testing.T, p model, name, field, reason string) {
 func TestPolicyAtTheEdgeOfTheExactRangeIsAccepted(t *testing.T) {
 	t.Parallel()
 	const longest = maxSpan * time.Microsecond
-	for _, p := range []model{
+	for _, p := range []ruled{
 		FixedWindow{1, time.Microsecond}, FixedWindow{maxProduct, time.Microsecond}, FixedWindow{2048, longest},
 		SlidingWindow{1, time.Microsecond}, SlidingWindow{maxProduct, time.Microsecond}, SlidingWindow{2048, longest},
 		CalendarWindow{1, Minute, ""}, CalendarWindow{maxProduct, Month, "Pacific/Chatham"},
@@ -285,7 +285,7 @@ func FuzzPolicyValidate(f *testing.F) {
 		product := new(big.Int).Mul(big.NewInt(limit), big.NewInt(us))
 		exact := limit >= 1 && us >= 1 && us <= maxSpan && nanoseconds%1000 == 0 &&
 			product.Cmp(big.NewInt(maxProduct)) <= 0
-		for _, p := range []model{FixedWindow{limit, span}, SlidingWindow{limit, span}} {
+		for _, p := range []ruled{FixedWindow{limit, span}, SlidingWindow{limit, span}} {
 			requireValidated(t, p, exact)
 		}
 		requireValidated(t, SlidingLog{limit, span}, exact && limit <= maxLogLimit)
@@ -294,7 +294,7 @@ func FuzzPolicyValidate(f *testing.F) {
 	})
 }
 
-func requireValidated(t *testing.T, p model, exact bool) {
+func requireValidated(t *testing.T, p ruled, exact bool) {
 	t.Helper()
 	err := p.validate()
 	if !exact {
@@ -313,7 +313,7 @@ func requireValidated(t *testing.T, p model, exact bool) {
 	// Everything is taken, and asked for again when the clock has stepped back by as much as it may.
 	var s state
 	for _, clock := range []int64{4 * maxSpan, 4*maxSpan - reach(p), 4*maxSpan - reach(p)/2, 4 * maxSpan, 4*maxSpan + reach(p), 4*maxSpan + reach(p)/2} {
-		for _, n := range []int64{1, p.numbers().Limit / 2, p.numbers().Limit, p.numbers().Limit + 1} {
+		for _, n := range []int64{1, p.Numbers().Limit / 2, p.Numbers().Limit, p.Numbers().Limit + 1} {
 			next, d, err := checkDecision(p, s, clock, n)
 			require.NoError(t, err)
 			require.LessOrEqual(t, duration(d.resetAfter), 4*maxSpan*time.Microsecond)

@@ -69,7 +69,7 @@ func readAlike(t testing.TB, db pgtest.Executor, texts []string) (accepted int, 
 		if policy, err := ParsePolicy(texts[i]); err == nil {
 			accepted++
 			for _, m := range policy.rules() {
-				want = append(want, m.numbers())
+				want = append(want, m.Numbers())
 			}
 		}
 		if difference == "" && !slices.Equal(want, got) {

@@ -18,19 +18,19 @@ import (
 
 // modelResults are what calls of these costs for one key, one after the other at the same time, are to be told by
 // the model.
-func modelResults(p model, at time.Time, costs ...int64) []Result {
+func modelResults(p ruled, at time.Time, costs ...int64) []Result {
 	return modelResultsFrom(p, state{}, at, costs...)
 }
 
 // modelResultsFrom are those that follow on a state.
-func modelResultsFrom(p model, s state, at time.Time, costs ...int64) []Result {
+func modelResultsFrom(p ruled, s state, at time.Time, costs ...int64) []Result {
 	results := make([]Result, len(costs))
 	for i, cost := range costs {
 		var d decision
 		s, d = element{cost: cost, count: 1}.decide(p, s, at.UnixMicro())
 		results[i] = Result{
 			Allowed:    d.granted == 1 || cost == 0 && d.retryAfter == 0,
-			Limit:      p.numbers().Limit,
+			Limit:      p.Numbers().Limit,
 			Remaining:  d.remaining,
 			RetryAfter: duration(d.retryAfter),
 			ResetAfter: duration(d.resetAfter),
@@ -55,8 +55,8 @@ func tally(results []Result) map[Result]int {
 }
 
 // fastPolicies have uneven numbers, so that a result shows which decision it was.
-func fastPolicies() map[string]model {
-	return map[string]model{
+func fastPolicies() map[string]ruled {
+	return map[string]ruled{
 		"fixed window":   FixedWindow{Limit: 100, Window: 7 * time.Second},
 		"sliding window": SlidingWindow{Limit: 100, Window: 7 * time.Second},
 		"token bucket":   TokenBucket{Capacity: 100, Refill: 3, Every: 7 * time.Second},

@@ -37,8 +37,8 @@ func TestRefundToABucketThatTheClockHasLeftBehind(t *testing.T) {
 			s, _ = grant(p, s, later, granted)
 			steps = append(steps, ask(later, element{cost: -granted}))
 		}
-		s, kept := p.decide(s, later, took)
-		_, lost := p.decide(s, c0, 2)
+		s, kept := p.Decide(s, later, took)
+		_, lost := p.Decide(s, c0, 2)
 		require.EqualValues(t, 1, lost.granted)
 		require.Equal(t, granted > 0, lost.taken.spent > 0)
 		next, _, err := checkRefund(p, s, c0, lost.taken)
@@ -61,16 +61,16 @@ func TestRefundAmongOtherPolicies(t *testing.T) {
 	d := randomDice(t)
 	back, credited := 0, 0
 	for range 4000 {
-		kind, policies := d(5), make([]model, 3)
+		kind, policies := d(5), make([]ruled, 3)
 		for i := range policies {
 			limit, span := 1+d(20), duration(1+d(100))
-			policies[i] = []model{
+			policies[i] = []ruled{
 				FixedWindow{limit, span}, SlidingWindow{limit, span}, SlidingLog{limit, span}, TokenBucket{limit, 1 + d(20), span},
 				CalendarWindow{limit, calendarUnits()[d(5)], steadyZones()[d(3)]},
 			}[kind]
 		}
 		var s state
-		var by []model
+		var by []ruled
 		var takes []take
 		clock := int64(1) << 50
 		for range 20 {
@@ -81,7 +81,7 @@ func TestRefundAmongOtherPolicies(t *testing.T) {
 			case 0:
 				s, _ = grant(p, s, clock, 1+d(5))
 			case 1, 2, 3:
-				if s, decided = p.decide(s, clock, 1+d(p.numbers().Limit)); decided.granted == 1 {
+				if s, decided = p.Decide(s, clock, 1+d(p.Numbers().Limit)); decided.granted == 1 {
 					by, takes = append(by, p), append(takes, decided.taken)
 				}
 			default:
@@ -151,7 +151,7 @@ func TestRefundAfterAChangeOfPolicy(t *testing.T) {
 	pool := pgtest.New(t).Pool
 	now := t0
 	for _, test := range []struct {
-		free, paid       model
+		free, paid       ruled
 		takes, paidTakes int64
 		later            time.Duration
 		remain, refunded int64

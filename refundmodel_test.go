@@ -11,8 +11,8 @@ import (
 )
 
 // usage is what a row counts at a time, all of which can be given back, in units of which a cost of 1 has scale.
-func usage(p model, s state, clock int64) (counted *big.Int, scale int64) {
-	_, d := p.decide(s, clock, 0)
+func usage(p ruled, s state, clock int64) (counted *big.Int, scale int64) {
+	_, d := p.Decide(s, clock, 0)
 	if bucket, ok := p.(TokenBucket); ok {
 		return big.NewInt(bucket.full() - d.state.credit), micros(bucket.Every)
 	}
@@ -26,8 +26,8 @@ func withoutLog(s state) state {
 }
 
 // creditOf is the granted credit that a row has at a time.
-func creditOf(p model, s state, clock int64) int64 {
-	_, d := p.decide(s, clock, 0)
+func creditOf(p ruled, s state, clock int64) int64 {
+	_, d := p.Decide(s, clock, 0)
 	if _, ok := p.(TokenBucket); ok {
 		return d.state.count
 	}
@@ -41,7 +41,7 @@ func toldState(s state) state {
 }
 
 // checkedGrant is checkDecision of a Grant of n.
-func checkedGrant(p model, s state, clock, n int64) (state, decision, error) {
+func checkedGrant(p ruled, s state, clock, n int64) (state, decision, error) {
 	before, held := peek(p, s, clock), creditOf(p, s, clock)
 	counted, _ := usage(p, s, clock)
 	next, d := grant(p, s, clock, n)
@@ -67,7 +67,7 @@ func checkedGrant(p model, s state, clock, n int64) (state, decision, error) {
 	case !equalsNoRow(p, next, next.expiresAt) || equalsNoRow(p, next, next.expiresAt-1):
 		return fail("it does not last until it expires")
 	}
-	for _, n := range []int64{0, 1, d.remaining, p.numbers().Limit} {
+	for _, n := range []int64{0, 1, d.remaining, p.Numbers().Limit} {
 		if !remembers(p, rolled, next, clock, n) {
 			return fail("its state is %+v, from which %d is decided otherwise", rolled, n)
 		}
@@ -76,9 +76,9 @@ func checkedGrant(p model, s state, clock, n int64) (state, decision, error) {
 }
 
 // checkRefund is checkDecision of a refund of k.
-func checkRefund(p model, s state, clock int64, k take) (state, decision, error) {
+func checkRefund(p ruled, s state, clock int64, k take) (state, decision, error) {
 	before := peek(p, s, clock)
-	next, d := p.refund(s, clock, k)
+	next, d := p.Refund(s, clock, k)
 	rolled := d.state
 	d.state, d.taken = state{}, take{}
 	fail := func(format string, args ...any) (state, decision, error) {
@@ -98,7 +98,7 @@ func checkRefund(p model, s state, clock int64, k take) (state, decision, error)
 		return fail("it has given back a credit of %d", credited)
 	case d.granted != 1 || d.retryAfter != 0:
 		return fail("it is refused")
-	case d.remaining < before.remaining || d.remaining > p.numbers().Limit+creditOf(p, next, clock):
+	case d.remaining < before.remaining || d.remaining > p.Numbers().Limit+creditOf(p, next, clock):
 		return fail("Remaining was %d", before.remaining)
 	case d.remaining != peek(p, next, clock).remaining:
 		return fail("Remaining is %d", peek(p, next, clock).remaining)
@@ -130,7 +130,7 @@ func checkRefund(p model, s state, clock int64, k take) (state, decision, error)
 	// the clock is another matter, and one that gets credit lives longer, as after a Grant.) And a clock that
 	// steps back shows no more.
 	for _, later := range []int64{0, 1, d.resetAfter, before.resetAfter - 1, before.resetAfter, reach(p), 2 * reach(p)} {
-		for _, n := range []int64{1, before.remaining, d.remaining, p.numbers().Limit} {
+		for _, n := range []int64{1, before.remaining, d.remaining, p.Numbers().Limit} {
 			if later >= 0 && credited == 0 && !leftBehind(p, s, clock) && fits(p, s, clock+later, n) &&
 				!fits(p, next, clock+later, n) {
 				return fail("%d would have been allowed %d µs later, and is not", n, later)
@@ -157,7 +157,7 @@ func TestRefundGivesBackWhatStillCounts(t *testing.T) {
 	t.Parallel()
 	for _, test := range []struct {
 		name   string
-		policy model
+		policy ruled
 		steps  []refundStep
 	}{
 		{"a fixed window, what the same window counts", FixedWindow{10, time.Minute}, []refundStep{
@@ -193,7 +193,7 @@ func TestRefundGivesBackWhatStillCounts(t *testing.T) {
 			takes, left := make([]take, len(test.steps)+1), make([]int64, len(test.steps)+1)
 			for i, step := range test.steps {
 				if step.of == 0 {
-					next, d := test.policy.decide(s, step.at, step.n)
+					next, d := test.policy.Decide(s, step.at, step.n)
 					require.Equal(t, step.n > 0, d.granted == 1, "step %d", i)
 					s, takes[i+1], left[i+1] = next, d.taken, step.n
 					continue
@@ -225,8 +225,8 @@ func TestRefundGivesBackWhatStillCounts(t *testing.T) {
 func TestRefundBehindTheClockCountsNoMore(t *testing.T) {
 	t.Parallel()
 	long := SlidingLog{Limit: 3, Window: 2 * time.Microsecond}
-	s, _ := long.decide(state{}, c0, 2)
-	s, d := long.decide(s, c0+1, 1)
+	s, _ := long.Decide(state{}, c0, 2)
+	s, d := long.Decide(s, c0+1, 1)
 	next, _, err := checkRefund(SlidingLog{Limit: 1, Window: time.Microsecond}, s, c0, d.taken)
 	require.NoError(t, err)
 	require.Zero(t, next.count)
@@ -235,13 +235,13 @@ func TestRefundBehindTheClockCountsNoMore(t *testing.T) {
 // What came out of credit goes back as credit, and before the rest; but not to a row that was made since.
 func TestRefundGivesCreditBackAsCredit(t *testing.T) {
 	t.Parallel()
-	for _, p := range []model{
+	for _, p := range []ruled{
 		FixedWindow{10, time.Minute}, SlidingWindow{10, time.Minute}, TokenBucket{10, 1, time.Hour},
 		SlidingLog{10, time.Minute}, CalendarWindow{10, Minute, ""},
 	} {
 		s, _ := grant(p, state{}, c0, 5)
-		s, _ = p.decide(s, c1, 8)
-		s, d := p.decide(s, c2, 6)
+		s, _ = p.Decide(s, c1, 8)
+		s, d := p.Decide(s, c2, 6)
 		k := d.taken
 		require.EqualValues(t, 4, k.spent, "%T", p)
 		back := func(at, from, to, credit int64) {
@@ -258,7 +258,7 @@ func TestRefundGivesCreditBackAsCredit(t *testing.T) {
 		require.Equal(t, 2*scale, before.Sub(before, after).Int64(), "%T", p)
 
 		later := c3 + 100*hour
-		s, _ = p.decide(s, later, 1) // as good as new
+		s, _ = p.Decide(s, later, 1) // as good as new
 		back(later, 0, 6, 0)
 	}
 }
@@ -267,11 +267,11 @@ func TestRefundGivesCreditBackAsCredit(t *testing.T) {
 // some of it back.
 func TestRefundUnderALongerWindowDoesNotProlongUsage(t *testing.T) {
 	t.Parallel()
-	for long, short := range map[model]model{
+	for long, short := range map[ruled]ruled{
 		FixedWindow{10, time.Hour}: FixedWindow{10, time.Minute}, SlidingWindow{10, time.Hour}: SlidingWindow{10, time.Minute},
 		SlidingLog{10, time.Hour}: SlidingLog{10, time.Minute},
 	} {
-		s, d := short.decide(state{}, c0, 6)
+		s, d := short.Decide(state{}, c0, 6)
 		s, _, err := checkRefund(long, s, c1, d.taken.portion(long, 5, 6))
 		require.NoError(t, err)
 		playModel(t, long, s, modelStep{c1 + 2*minute, 10, granted(0, longestWait(long))})
@@ -284,17 +284,17 @@ func TestRefundOfABucketWhoseNumbersHaveChanged(t *testing.T) {
 	t.Parallel()
 	p := TokenBucket{10, 1, time.Hour}
 	for _, other := range []TokenBucket{{8, 1, time.Hour}, {12, 1, time.Hour}, {10, 2, time.Hour}, {10, 1, time.Minute}} {
-		s, three := p.decide(state{}, c0, 3)
-		peeked, _ := other.decide(s, c0, 0)
+		s, three := p.Decide(state{}, c0, 3)
+		peeked, _ := other.Decide(s, c0, 0)
 		_, _, err := checkRefund(p, peeked, c0, three.taken)
 		require.NoError(t, err)
-		back, _ := p.refund(peeked, c0, three.taken)
+		back, _ := p.Refund(peeked, c0, three.taken)
 		require.True(t, equalsNoRow(p, back, c0), "nobody has taken")
 
-		s, d := other.decide(s, c1, 7)
+		s, d := other.Decide(s, c1, 7)
 		require.EqualValues(t, 1, d.granted)
 		for _, p := range []TokenBucket{p, other} {
-			back, _ := p.refund(s, c1, three.taken)
+			back, _ := p.Refund(s, c1, three.taken)
 			require.Equal(t, s, back)
 		}
 	}
@@ -307,7 +307,7 @@ func TestRefundUndoesATake(t *testing.T) {
 	undone := 0
 	for range 3000 {
 		limit, window := d.window()
-		p := []model{FixedWindow{limit, window}, SlidingWindow{limit, window}, d.bucket(), d.log(), d.calendar()}[d(5)]
+		p := []ruled{FixedWindow{limit, window}, SlidingWindow{limit, window}, d.bucket(), d.log(), d.calendar()}[d(5)]
 		if bucket, ok := p.(TokenBucket); ok && bucket.full() > maxReturned/4 {
 			continue // it may forget, see maxReturned
 		}
@@ -316,20 +316,20 @@ func TestRefundUndoesATake(t *testing.T) {
 		clock := d.magnitude(0, 1<<52)
 		for range 10 {
 			clock = d.clock(p, s, clock, last)
-			s, last = p.decide(s, clock, d.cost(p.numbers().Limit, peek(p, s, clock).remaining))
+			s, last = p.Decide(s, clock, d.cost(p.Numbers().Limit, peek(p, s, clock).remaining))
 		}
 		before := peek(p, s, clock)
 		counted, _ := usage(p, s, clock)
 		var takes []take
 		for range 3 {
 			if room := peek(p, s, clock).remaining; room > 0 {
-				s, last = p.decide(s, clock, d.magnitude(1, room))
+				s, last = p.Decide(s, clock, d.magnitude(1, room))
 				takes = append(takes, last.taken)
 			}
 		}
 		for len(takes) > 0 {
 			i := int(d(int64(len(takes))))
-			s, last = p.refund(s, clock, takes[i])
+			s, last = p.Refund(s, clock, takes[i])
 			takes = slices.Delete(takes, i, i+1)
 			undone++
 		}

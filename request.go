@@ -58,7 +58,7 @@ type request struct {
 // part is a row that a request asks for, and what was decided about it.
 type part struct {
 	space    *keyspace
-	model    rules
+	rules    rules
 	name     string // the row's: that of the space, or of a further policy of All, such as api/2
 	key      string
 	cost     int64 // 0 looks; below 0 gives back refund, or grants if refund is nil
@@ -95,7 +95,7 @@ func (p *requestPool) get(space *keyspace, policy Policy) *request {
 // add adds the parts of one limiter, one for each of its models.
 func (r *request) add(space *keyspace, models []rules, key string, cost int64, refunds []take) {
 	for i, m := range models {
-		p := part{space: space, model: m, name: algorithm.RowName(space.name, i), key: key, cost: cost}
+		p := part{space: space, rules: m, name: algorithm.RowName(space.name, i), key: key, cost: cost}
 		if refunds != nil {
 			p.refund = &refunds[i]
 		}
@@ -127,7 +127,7 @@ func (r *request) leased(p *part) int64 {
 	if p.refund != nil {
 		units = p.refund.ended
 	}
-	if units == 0 || p.model.numbers().Algorithm != algorithm.TokenBucket {
+	if units == 0 || p.rules.Numbers().Algorithm != algorithm.TokenBucket {
 		return 0
 	}
 	return units

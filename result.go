@@ -120,7 +120,7 @@ func (r *request) resultOf(first, last int, policy Policy) Result {
 		result.receipt = newReceipt(p.space, policy, p.key, p.cost, last-first)
 		for i := range result.receipt.parts {
 			part := &r.parts[first+i]
-			result.receipt.parts[i] = part.decision.takenBy(part.model, part.cost, r.place)
+			result.receipt.parts[i] = part.decision.takenBy(part.rules, part.cost, r.place)
 		}
 	}
 	return result
@@ -145,7 +145,7 @@ func resultOfAll(each []Result) Result {
 func (p *part) result(place int64) Result {
 	d := &p.decision
 	r := Result{
-		Limit:      p.model.numbers().Limit,
+		Limit:      p.rules.Numbers().Limit,
 		Remaining:  d.remaining,
 		ResetAfter: duration(d.resetAfter),
 		DecidedAt:  d.decidedAt,
@@ -155,20 +155,13 @@ func (p *part) result(place int64) Result {
 		after := (d.granted - place) * p.cost // what the requests behind it have taken
 		r.Allowed = true
 		r.Remaining += after
-		r.ResetAfter = duration(p.model.resetAfter(*d, after))
+		r.ResetAfter = duration(p.rules.ResetAfter(*d, after))
 	case d.retryAfter == 0: // it looked, or another part has refused
 		r.Allowed = true
 	default:
 		r.RetryAfter = duration(d.retryAfter)
 	}
 	return r
-}
-
-// takenBy is what the request at that place has taken. It is one of those that were granted.
-func (d *decision) takenBy(m rules, cost, place int64) take {
-	k := d.taken
-	k.units = d.granted * cost
-	return k.portion(m, (place-1)*cost, place*cost)
 }
 
 // receipt is what a Result remembers of a take.

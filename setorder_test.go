@@ -27,7 +27,7 @@ func TestRandomSetsDoNotDeadlock(t *testing.T) {
 		errs[w] = errors.Join(errs[w], err)
 		var limiters []*Limiter
 		for i := range 6 {
-			policies := []model{
+			policies := []ruled{
 				FixedWindow{Limit: 1000, Window: year},
 				SlidingWindow{Limit: 40, Window: year},
 				TokenBucket{Capacity: 50, Refill: 1, Every: year},

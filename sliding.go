@@ -20,7 +20,7 @@ type SlidingWindow struct {
 	Window time.Duration // whole microseconds, from 1 µs to 2^51 µs (71 years)
 }
 
-func (p SlidingWindow) String() string { return p.one().numbers().String() }
+func (p SlidingWindow) String() string { return p.one().Numbers().String() }
 
 func (p SlidingWindow) one() rules      { return slidingWindow(p) }
 func (p SlidingWindow) rules() []rules  { return []rules{p.one()} }

@@ -14,24 +14,24 @@ type slidingWindow struct {
 
 var _ rules = slidingWindow{}
 
-func (p slidingWindow) lasts() int64 { return 2 * micros(p.Window) }
+func (p slidingWindow) Lasts() int64 { return 2 * micros(p.Window) }
 
-func (p slidingWindow) numbers() algorithm.Numbers {
+func (p slidingWindow) Numbers() algorithm.Numbers {
 	return algorithm.Numbers{Algorithm: algorithm.SlidingWindow, Limit: p.Limit, Span: p.Window}
 }
 
-func (p slidingWindow) leaseOf(s state, clock, longest int64) (spare, lasts int64) {
+func (p slidingWindow) LeaseOf(s state, clock, longest int64) (spare, lasts int64) {
 	window := micros(p.Window)
 	return never, min(longest, window/leasesInWindow, min(s.windowStart+window, s.expiresAt)-clock)
 }
 
-func (p slidingWindow) resetAfter(last decision, units int64) int64 {
-	return creditResetAfter(last, last.state.credit, units, p.lasts())
+func (p slidingWindow) ResetAfter(last decision, units int64) int64 {
+	return creditResetAfter(last, last.state.credit, units, p.Lasts())
 }
 
-func (p slidingWindow) refund(s state, clock int64, t take) (state, decision) {
+func (p slidingWindow) Refund(s state, clock int64, t take) (state, decision) {
 	window := micros(p.Window)
-	rolled, _ := p.roll(s, clock)
+	rolled, _ := p.Roll(s, clock)
 	back := int64(0)
 	switch from := rolled.windowStart - s.windowStart; {
 	case from == 0 && t.in == s.windowStart:
@@ -44,11 +44,11 @@ func (p slidingWindow) refund(s state, clock int64, t take) (state, decision) {
 		back = min(t.units-t.spent, rolled.prevCount)
 		s.count -= back
 	}
-	s, credited := withCreditBack(s, rolled, max(clock, rolled.windowStart), p.lasts(), t)
+	s, credited := withCreditBack(s, rolled, max(clock, rolled.windowStart), p.Lasts(), t)
 	return afterRefund(p, s, clock, back > 0 || credited)
 }
 
-func (p slidingWindow) roll(s state, clock int64) (rolled state, moved bool) {
+func (p slidingWindow) Roll(s state, clock int64) (rolled state, moved bool) {
 	window := micros(p.Window)
 	if clock >= s.expiresAt || s.count == 0 && s.prevCount == 0 && s.credit == 0 {
 		s = state{windowStart: clock, expiresAt: s.expiresAt}
@@ -72,9 +72,9 @@ func (p slidingWindow) roll(s state, clock int64) (rolled state, moved bool) {
 	return s, moved
 }
 
-func (p slidingWindow) decide(s state, clock, n int64) (state, decision) {
+func (p slidingWindow) Decide(s state, clock, n int64) (state, decision) {
 	window, stored := micros(p.Window), s
-	s, moved := p.roll(s, clock)
+	s, moved := p.Roll(s, clock)
 	t := max(clock, s.windowStart)
 
 	// A denial writes nothing, except to a row that the clock has left behind. Left as it is, it would deny for ever.

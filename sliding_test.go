@@ -312,7 +312,7 @@ func TestSlidingWindowExpiredRowEqualsNoRow(t *testing.T) {
 
 func TestSlidingWindowProperties(t *testing.T) {
 	t.Parallel()
-	testModelProperties(t, func(d dice) model {
+	testModelProperties(t, func(d dice) ruled {
 		limit, window := d.window()
 		return SlidingWindow{limit, window}
 	})
@@ -359,7 +359,7 @@ func (m *slowSliding) state(t int64) state {
 
 func TestSlidingWindowEqualsTheDesignInRationals(t *testing.T) {
 	t.Parallel()
-	testAgainstSlowModel(t, func(d dice) (model, slowModel) {
+	testAgainstSlowModel(t, func(d dice) (ruled, slowModel) {
 		limit, window := d.window()
 		return SlidingWindow{limit, window}, &slowSliding{limit: limit, window: micros(window)}
 	})
@@ -378,7 +378,7 @@ func TestSlidingWindowWeightedSumNeverExceedsTheLimit(t *testing.T) {
 		for range 40 {
 			clock = d.forwards(p, s, clock, last)
 			n := d.cost(limit, peek(p, s, clock).remaining)
-			if s, last = p.decide(s, clock, n); last.granted == 1 {
+			if s, last = p.Decide(s, clock, n); last.granted == 1 {
 				slow.take(clock, n)
 			}
 			require.LessOrEqual(t, slow.sum(clock).Cmp(rat(limit)), 0, "%+v: %d at %d", p, n, clock)
@@ -388,23 +388,23 @@ func TestSlidingWindowWeightedSumNeverExceedsTheLimit(t *testing.T) {
 
 func TestSlidingWindowNeverGrantsMoreThanTheClockGives(t *testing.T) {
 	t.Parallel()
-	testNeverMoreThanTheClockGives(t, func(d dice) (p model, first, rate, span int64, whole bool) {
+	testNeverMoreThanTheClockGives(t, func(d dice) (p ruled, first, rate, span int64, whole bool) {
 		limit, window := d.window()
 		return SlidingWindow{limit, window}, limit, limit, micros(window), true
 	})
 }
 
 func FuzzSlidingWindow(f *testing.F) {
-	fuzzWindows(f, func(limit int64, window time.Duration) model { return SlidingWindow{limit, window} })
+	fuzzWindows(f, func(limit int64, window time.Duration) ruled { return SlidingWindow{limit, window} })
 }
 
 // Found by TestSQLEqualsModel: the count and the cost, both of 2^62, added up to less than nothing.
 func TestSlidingWindowDoesNotAddACountThatFillsTheRangeToACostThatDoes(t *testing.T) {
 	t.Parallel()
 	policy := SlidingWindow{Limit: maxProduct, Window: time.Microsecond}
-	taken, first := policy.decide(state{}, 1000, maxProduct)
+	taken, first := policy.Decide(state{}, 1000, maxProduct)
 	require.Equal(t, int64(1), first.granted)
-	_, second := policy.decide(taken, 1000, maxProduct)
+	_, second := policy.Decide(taken, 1000, maxProduct)
 	require.Zero(t, second.granted)
 	require.Equal(t, int64(2), second.retryAfter)
 }

@@ -19,7 +19,7 @@ type SlidingLog struct {
 	Window time.Duration // whole microseconds, from 1 µs to 2^51 µs (71 years)
 }
 
-func (p SlidingLog) String() string { return p.one().numbers().String() }
+func (p SlidingLog) String() string { return p.one().Numbers().String() }
 
 func (p SlidingLog) one() rules     { return slidingLog(p) }
 func (p SlidingLog) rules() []rules { return []rules{p.one()} }

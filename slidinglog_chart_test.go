@@ -58,7 +58,7 @@ const chartTemplate = `<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 880 
 
 // chartLine is a policy that decides the traffic.
 type chartLine struct {
-	model
+	rules
 	Path  string // of the line
 	Most  int64  // in any minute
 	state state
@@ -76,7 +76,7 @@ func (l *chartLine) within(t int64) int64 {
 
 func (l *chartLine) ask(t int64) {
 	var d decision
-	if l.state, d = l.decide(l.state, t, 1); d.granted == 1 {
+	if l.state, d = l.Decide(l.state, t, 1); d.granted == 1 {
 		l.taken = append(l.taken, t)
 		l.Most = max(l.Most, l.within(t))
 	}
@@ -93,8 +93,8 @@ func TestChartOfSlidingLogAndSlidingWindow(t *testing.T) {
 		Requests, TooEarly int
 		Ticks              []tick
 	}{
-		Log:    &chartLine{model: SlidingLog{chartLimit, time.Minute}},
-		Window: &chartLine{model: SlidingWindow{chartLimit, time.Minute}},
+		Log:    &chartLine{rules: SlidingLog{chartLimit, time.Minute}},
+		Window: &chartLine{rules: SlidingWindow{chartLimit, time.Minute}},
 	}
 	for minutes := 0; minutes*60 <= chartSeconds; minutes += 2 {
 		chart.Ticks = append(chart.Ticks, tick{chartLeft + minutes*60, fmt.Sprintf("%d min", minutes)})

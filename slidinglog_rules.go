@@ -25,23 +25,23 @@ const (
 	maxDenialEntries = 64
 )
 
-func (p slidingLog) lasts() int64 { return micros(p.Window) }
+func (p slidingLog) Lasts() int64 { return micros(p.Window) }
 
-func (p slidingLog) numbers() algorithm.Numbers {
+func (p slidingLog) Numbers() algorithm.Numbers {
 	return algorithm.Numbers{Algorithm: algorithm.SlidingLog, Limit: p.Limit, Span: p.Window}
 }
 
 // leaseOf leases nothing, because the log has the times at which units were taken, not those at which they are spent.
-func (p slidingLog) leaseOf(state, int64, int64) (spare, lasts int64) { return 0, 0 }
+func (p slidingLog) LeaseOf(state, int64, int64) (spare, lasts int64) { return 0, 0 }
 
-func (p slidingLog) resetAfter(last decision, units int64) int64 {
-	return creditResetAfter(last, last.state.credit, units, p.lasts())
+func (p slidingLog) ResetAfter(last decision, units int64) int64 {
+	return creditResetAfter(last, last.state.credit, units, p.Lasts())
 }
 
-func (p slidingLog) refund(s state, clock int64, t take) (state, decision) {
-	rolled, moved := p.roll(s, clock)
+func (p slidingLog) Refund(s state, clock int64, t take) (state, decision) {
+	rolled, moved := p.Roll(s, clock)
 	now, back := max(clock, rolled.windowStart), int64(0)
-	s, credited := withCreditBack(s, rolled, now, p.lasts(), t)
+	s, credited := withCreditBack(s, rolled, now, p.Lasts(), t)
 	if !moved {
 		if _, back = rolled.log.without(t.in, t.units-t.spent); back > 0 { // it still counts
 			if clock < rolled.windowStart { // the row's time may fall, but what has left does not come back
@@ -57,7 +57,7 @@ func (p slidingLog) refund(s state, clock int64, t take) (state, decision) {
 	return afterRefund(p, s, clock, back > 0 || credited)
 }
 
-func (p slidingLog) roll(s state, clock int64) (rolled state, moved bool) {
+func (p slidingLog) Roll(s state, clock int64) (rolled state, moved bool) {
 	window := micros(p.Window)
 	if clock >= s.expiresAt || s.count == 0 && s.credit == 0 {
 		s = state{windowStart: clock, expiresAt: s.expiresAt}
@@ -79,10 +79,10 @@ func (p slidingLog) roll(s state, clock int64) (rolled state, moved bool) {
 	return s, moved
 }
 
-func (p slidingLog) decide(s state, clock, n int64) (state, decision) {
+func (p slidingLog) Decide(s state, clock, n int64) (state, decision) {
 	window := micros(p.Window)
 	stored := s
-	s, moved := p.roll(s, clock)
+	s, moved := p.Roll(s, clock)
 	t := max(clock, s.windowStart)
 	// A denial writes nothing, except to a row that the clock has left behind. Left as it is, it would deny for
 	// ever.

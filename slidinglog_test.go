@@ -133,7 +133,7 @@ func TestSlidingLogHoldsNoMoreThanTheLimit(t *testing.T) {
 	var s state
 	var d decision
 	for i := range int64(3550) { // 1,200 a minute, of which the last 200 are denied
-		s, d = p.decide(s, c0+i*second/20, 1)
+		s, d = p.Decide(s, c0+i*second/20, 1)
 		require.LessOrEqual(t, len(s.log)/8, maxLogLimit)
 	}
 	require.Len(t, s.log, 8*maxLogLimit)
@@ -223,7 +223,7 @@ func TestSlidingLogExpiredRowEqualsNoRow(t *testing.T) {
 
 func TestSlidingLogProperties(t *testing.T) {
 	t.Parallel()
-	testModelProperties(t, func(d dice) model { return d.log() })
+	testModelProperties(t, func(d dice) ruled { return d.log() })
 }
 
 // slowLog is the definition: what was taken within the window before t, and n, are at most the limit.
@@ -257,7 +257,7 @@ func (m *slowLog) state(t int64) state {
 
 func TestSlidingLogEqualsItsDefinition(t *testing.T) {
 	t.Parallel()
-	testAgainstSlowModel(t, func(d dice) (model, slowModel) {
+	testAgainstSlowModel(t, func(d dice) (ruled, slowModel) {
 		p := d.log()
 		return p, &slowLog{limit: p.Limit, window: micros(p.Window)}
 	})
@@ -265,7 +265,7 @@ func TestSlidingLogEqualsItsDefinition(t *testing.T) {
 
 func TestSlidingLogNeverGrantsMoreThanTheClockGives(t *testing.T) {
 	t.Parallel()
-	testNeverMoreThanTheClockGives(t, func(d dice) (p model, first, rate, span int64, whole bool) {
+	testNeverMoreThanTheClockGives(t, func(d dice) (p ruled, first, rate, span int64, whole bool) {
 		log := d.log()
 		return log, log.Limit, log.Limit, micros(log.Window), true
 	})
@@ -300,7 +300,7 @@ func TestLongLogsEqualTheModel(t *testing.T) {
 	policy := SlidingLog{Limit: maxLogLimit, Window: duration(window)}
 	for _, durable := range []bool{false, true} {
 		var steps []step
-		ask := func(p model, clock int64, elements ...element) {
+		ask := func(p ruled, clock int64, elements ...element) {
 			steps = append(steps, step{policy: p, durable: durable, name: "a", clock: clock, elements: elements})
 		}
 		for i := range int64(window + 20) { // then each is taken when another one leaves

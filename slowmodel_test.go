@@ -61,7 +61,7 @@ func whole(r *big.Rat) int64 {
 }
 
 // testAgainstSlowModel compares every field of every decision, for one policy and a clock that never steps back.
-func testAgainstSlowModel(t *testing.T, draw func(dice) (model, slowModel)) {
+func testAgainstSlowModel(t *testing.T, draw func(dice) (ruled, slowModel)) {
 	t.Helper()
 	d := randomDice(t)
 	for range 100 {
@@ -71,12 +71,12 @@ func testAgainstSlowModel(t *testing.T, draw func(dice) (model, slowModel)) {
 		clock := d.magnitude(0, 1<<52)
 		for range 25 {
 			clock = d.forwards(p, s, clock, got)
-			n := d.cost(p.numbers().Limit, peek(p, s, clock).remaining)
+			n := d.cost(p.Numbers().Limit, peek(p, s, clock).remaining)
 			from := s
-			s, got = p.decide(s, clock, n)
+			s, got = p.Decide(s, clock, n)
 			got.state, got.taken = toldState(got.state), take{}
 			got.state.expiresAt, got.state.log, got.state.since = 0, "", 0
-			want := slowDecision(slow, p.numbers().Limit, 2*longestWait(p), clock, n)
+			want := slowDecision(slow, p.Numbers().Limit, 2*longestWait(p), clock, n)
 			require.Equal(t, want, got, "%T%+v: %d at %d from %+v", p, p, n, clock, from)
 		}
 	}
@@ -85,7 +85,7 @@ func testAgainstSlowModel(t *testing.T, draw func(dice) (model, slowModel)) {
 // testNeverMoreThanTheClockGives lets a clock step forwards and back. It compares all that is granted with how far
 // the clock has gone forwards: at most first at the beginning, and then rate more in every span. Steps back give
 // nothing.
-func testNeverMoreThanTheClockGives(t *testing.T, draw func(dice) (p model, first, rate, span int64, whole bool)) {
+func testNeverMoreThanTheClockGives(t *testing.T, draw func(dice) (p ruled, first, rate, span int64, whole bool)) {
 	t.Helper()
 	d := randomDice(t)
 	for range 300 {
@@ -98,8 +98,8 @@ func testNeverMoreThanTheClockGives(t *testing.T, draw func(dice) (p model, firs
 			was := clock
 			clock = d.clock(p, s, clock, last)
 			forwards.Add(forwards, big.NewInt(max(clock-was, 0)))
-			n := d.cost(p.numbers().Limit, peek(p, s, clock).remaining)
-			s, last = p.decide(s, clock, n)
+			n := d.cost(p.Numbers().Limit, peek(p, s, clock).remaining)
+			s, last = p.Decide(s, clock, n)
 			total.Add(total, big.NewInt(last.granted*n))
 
 			gives := new(big.Rat).SetFrac(forwards, big.NewInt(span))

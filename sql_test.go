@@ -242,10 +242,10 @@ func callOf(space string, s step) call {
 	if s.brief && !slices.ContainsFunc(counts, func(count int64) bool { return count != 1 }) {
 		counts = nil
 	}
-	of := s.policy.numbers()
+	of := s.policy.Numbers()
 	c := call{takes: s.takes(), counts: counts}
 	for _, e := range s.elements {
-		c.into = append(c.into, &part{space: &keyspace{}, model: s.policy.one(), cost: e.cost})
+		c.into = append(c.into, &part{space: &keyspace{}, rules: s.policy.one(), cost: e.cost})
 	}
 	if c.takes {
 		c.sql = implementationOf(of.Algorithm).statement

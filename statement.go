@@ -71,11 +71,11 @@ func ofOneFunction(requests []*request) bool {
 	first := &requests[0].parts[0]
 	for _, r := range requests {
 		p := &r.parts[0]
-		if len(r.parts) != 1 || p.cost < 1 || p.space != first.space || p.model != first.model || r.leased(p) != 0 {
+		if len(r.parts) != 1 || p.cost < 1 || p.space != first.space || p.rules != first.rules || r.leased(p) != 0 {
 			return false
 		}
 	}
-	return len(requests) == 1 || first.model.numbers().Algorithm != algorithm.SlidingLog
+	return len(requests) == 1 || first.rules.Numbers().Algorithm != algorithm.SlidingLog
 }
 
 // callOne calls a function of an algorithm.
@@ -96,7 +96,7 @@ func (d *database) callOne(requests []*request, tx transaction) call {
 			costs[i], counts[i] = into[i].cost, r.count
 		}
 	}
-	space, of := into[0].space, into[0].model.numbers()
+	space, of := into[0].space, into[0].rules.Numbers()
 	args := []any{
 		space.name, keys, costs, counts, space.durable, tx.lockTimeout,
 		d.synchronousCommit(tx, space.durable, space.flush), microsOf(d.now()),
@@ -176,7 +176,7 @@ func argumentsOfRows(parts []*part) rowArguments {
 		limits: numbers[:n], spans: numbers[n : 2*n], refills: numbers[2*n:],
 	}
 	for i, p := range parts {
-		of := p.model.numbers()
+		of := p.rules.Numbers()
 		rows.names[i], rows.keys[i], rows.algorithms[i] = p.name, p.key, of.Algorithm
 		rows.limits[i], rows.spans[i], rows.refills[i] = of.Limit, micros(of.Span), of.Refill
 		if of.Zone != "" {
@@ -390,7 +390,7 @@ func unknownZone(requests []*request, err error) (zone string) {
 	}
 	for _, r := range requests {
 		for i := range r.parts {
-			name := r.parts[i].model.numbers().Zone
+			name := r.parts[i].rules.Numbers().Zone
 			if len(name) > len(zone) && strings.Contains(pgErr.Message, name) {
 				zone = name
 			}

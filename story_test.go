@@ -17,7 +17,7 @@ import (
 
 // step is one call of a function.
 type step struct {
-	policy   model
+	policy   ruled
 	durable  bool
 	name     string // short; replay puts something before it
 	clock    int64
@@ -66,7 +66,7 @@ func (m rows) decide(s step) {
 		e := &s.elements[i]
 		id := rowID{s.name, e.key}
 		var current state // of no row, and of a row of another algorithm
-		if row := m[s.durable][id]; row.algorithm == s.policy.numbers().Algorithm {
+		if row := m[s.durable][id]; row.algorithm == s.policy.Numbers().Algorithm {
 			current = row.state
 		}
 
@@ -85,7 +85,7 @@ func (m rows) decide(s step) {
 				break
 			}
 			current = next
-			m[s.durable][id] = storedRow{s.policy.numbers().Algorithm, current}
+			m[s.durable][id] = storedRow{s.policy.Numbers().Algorithm, current}
 		}
 		if last.granted = granted; e.cost < 0 {
 			last.granted = e.count
@@ -104,9 +104,9 @@ func (m rows) decide(s step) {
 }
 
 // decide is the model's decision of one of its requests, or of what they give together.
-func (e element) decide(p model, s state, clock int64) (state, decision) {
+func (e element) decide(p ruled, s state, clock int64) (state, decision) {
 	if e.cost >= 0 {
-		return p.decide(s, clock, e.cost)
+		return p.Decide(s, clock, e.cost)
 	}
 	units := int64(math.MaxInt64)
 	if e.count <= -(math.MaxInt64 / e.cost) {
@@ -117,7 +117,7 @@ func (e element) decide(p model, s state, clock int64) (state, decision) {
 	}
 	k := e.refund[0]
 	k.units, k.spent = units, min(max(k.spent, 0), units)
-	return p.refund(s, clock, k)
+	return p.Refund(s, clock, k)
 }
 
 // newStory makes up requests that hang together: few keys, one clock, and policies that change now and then. The
@@ -125,7 +125,7 @@ func (e element) decide(p model, s state, clock int64) (state, decision) {
 func newStory(r *rand.Rand, steps int) ([]step, error) { return newStoryOf(r, steps, randomPolicy) }
 
 // newStoryOf is newStory with policies drawn by a function.
-func newStoryOf(r *rand.Rand, steps int, randomPolicy func(r *rand.Rand) model) (story []step, err error) {
+func newStoryOf(r *rand.Rand, steps int, randomPolicy func(r *rand.Rand) ruled) (story []step, err error) {
 	defer func() {
 		if p := recover(); p != nil {
 			err = fmt.Errorf("after %v: panic: %v\n%s", story, p, debug.Stack())
@@ -157,14 +157,14 @@ func newStoryOf(r *rand.Rand, steps int, randomPolicy func(r *rand.Rand) model) 
 			several = 1
 		}
 		for range several {
-			cost := randomCost(r, policy.numbers().Limit)
+			cost := randomCost(r, policy.Numbers().Limit)
 			if ordinary {
-				cost = randomTake(r, policy.numbers().Limit)
+				cost = randomTake(r, policy.Numbers().Limit)
 			}
 			e := element{
 				key:   [...]string{"x", "y", "Y", "ä", "x:1"}[r.IntN(5)],
 				cost:  cost,
-				count: randomCount(r, policy.numbers().Limit, cost),
+				count: randomCount(r, policy.Numbers().Limit, cost),
 			}
 			if !ordinary && (cost < 0 || r.IntN(6) == 0) && r.IntN(5) > 0 {
 				e.cost, e.count, e.refund = randomRefund(r, policy, takes[rowID{s.name, e.key}], e.cost, e.count)
@@ -195,7 +195,7 @@ func newStoryOf(r *rand.Rand, steps int, randomPolicy func(r *rand.Rand) model) 
 
 // randomRefund is a refund: of all or part of something that was taken, whether it was given back already or not,
 // or of what nobody has.
-func randomRefund(r *rand.Rand, p model, takes []take, cost, count int64) (int64, int64, []take) {
+func randomRefund(r *rand.Rand, p ruled, takes []take, cost, count int64) (int64, int64, []take) {
 	if len(takes) == 0 || r.IntN(6) == 0 {
 		extreme := func() int64 {
 			return [...]int64{math.MinInt64, -1, 0, 1, 1 << 61, math.MaxInt64, r.Int64() >> r.IntN(64)}[r.IntN(7)]
@@ -238,7 +238,7 @@ func magnitude(r *rand.Rand, limit int64) int64 {
 	return min(max(r.Int64()>>(63-(1+r.IntN(bits.Len64(uint64(limit))))), 1), limit)
 }
 
-func randomPolicy(r *rand.Rand) model {
+func randomPolicy(r *rand.Rand) ruled {
 	window := magnitude(r, maxSpan)
 	if r.IntN(3) == 0 {
 		window = 1 + r.Int64N(20)
@@ -270,14 +270,14 @@ func randomPolicy(r *rand.Rand) model {
 
 // changedPolicy is what an operator might make of a policy: a little more or less of something, or the other kind
 // of window.
-func changedPolicy(r *rand.Rand, p model) model {
+func changedPolicy(r *rand.Rand, p ruled) ruled {
 	vary := func(n int64) int64 {
 		if r.IntN(2) == 0 {
 			return n
 		}
 		return max(n/4*r.Int64N(8)+r.Int64N(8)-4, 1)
 	}
-	var changed model
+	var changed ruled
 	switch p := p.(type) {
 	case FixedWindow:
 		p.Limit, p.Window = vary(p.Limit), duration(vary(micros(p.Window))%(2*maxSpan))
@@ -287,7 +287,7 @@ func changedPolicy(r *rand.Rand, p model) model {
 	case SlidingWindow:
 		p.Limit, p.Window = vary(p.Limit), duration(vary(micros(p.Window))%(2*maxSpan))
 		if changed = p; r.IntN(3) == 0 {
-			changed = []model{FixedWindow(p), SlidingLog(p)}[r.IntN(2)]
+			changed = []ruled{FixedWindow(p), SlidingLog(p)}[r.IntN(2)]
 		}
 	case SlidingLog:
 		p.Limit, p.Window = vary(p.Limit), duration(vary(micros(p.Window))%(2*maxSpan))
@@ -305,7 +305,7 @@ func changedPolicy(r *rand.Rand, p model) model {
 			p.Zone = oneOf(r, steadyZones())
 		}
 		if changed = p; r.IntN(6) == 0 {
-			changed = FixedWindow{p.Limit, duration(p.span())}
+			changed = FixedWindow{p.Limit, duration(p.spanMicros())}
 		}
 	}
 	if changed.validate() != nil {
@@ -365,7 +365,7 @@ func randomCount(r *rand.Rand, limit, cost int64) int64 {
 
 // nextClock lets time stand still, go on, or jump, by any magnitude up to several windows; often to the very
 // microsecond at which something is to happen, or to one beside it.
-func nextClock(r *rand.Rand, clock int64, policy model, goals []int64) int64 {
+func nextClock(r *rand.Rand, clock int64, policy ruled, goals []int64) int64 {
 	const first, last = 1, 1 << 55 // 1970, and the year 3111
 	window := int64(1)
 	switch p := policy.(type) {
@@ -378,7 +378,7 @@ func nextClock(r *rand.Rand, clock int64, policy model, goals []int64) int64 {
 	case TokenBucket:
 		window = p.fillTime(p.full())
 	case CalendarWindow:
-		window = p.span()
+		window = p.spanMicros()
 	}
 	switch choice := r.IntN(20); {
 	case choice < 4:

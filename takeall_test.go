@@ -353,7 +353,7 @@ func TestSetsThatAreLeftAreNotTriedAgainAtOnce(t *testing.T) {
 func TestAnswersUnlikeTheQuestion(t *testing.T) {
 	t.Parallel()
 
-	p := &part{space: &keyspace{}, model: TokenBucket{Capacity: 10, Refill: 1, Every: time.Minute}.one(), cost: 1}
+	p := &part{space: &keyspace{}, rules: TokenBucket{Capacity: 10, Refill: 1, Every: time.Minute}.one(), cost: 1}
 	from := &rowSet{rows: []*part{p}, units: []int64{1}, of: []int32{1}, ended: func(bool) {}}
 	for n := range 2 * leftNumbers { // all of them 0
 		require.ErrorIs(t, from.takenInto([]*part{p}, []int64{1}, make([]pgtype.Int8, n)), errUnlikeAnswer, n)

@@ -80,13 +80,13 @@ func entriesOf(numbers []pgtype.Int8) entries {
 }
 
 // like tells whether the numbers can be those of the part's row.
-func (p *part) like(n []pgtype.Int8) bool { return !p.model.numbers().Refills() || n[5].Int64 > 0 }
+func (p *part) like(n []pgtype.Int8) bool { return !p.rules.Numbers().Refills() || n[5].Int64 > 0 }
 
 // takenDecision is the decision about as many requests as count, which were all granted. n has the time and the row.
 // The row was taken units from, and the last of them, as many as later, by other parts that came after this one. The
 // model tells what remains, and for how long.
 func (p *part) takenDecision(count, units, later int64, n []pgtype.Int8) decision {
-	of, at, s := p.model.numbers(), n[0].Int64, stateOf(n)
+	of, at, s := p.rules.Numbers(), n[0].Int64, stateOf(n)
 	d := decision{granted: count, taken: take{since: s.since, in: s.windowStart}}
 	if p.begins(units, s) { // at the reading of the clock that decided
 		at = s.windowStart
@@ -104,7 +104,7 @@ func (p *part) takenDecision(count, units, later int64, n []pgtype.Int8) decisio
 		s.count -= later
 		d.state = s
 	}
-	_, now := p.model.decide(s, at, 0)
+	_, now := p.rules.Decide(s, at, 0)
 	d.remaining, d.resetAfter, d.decidedAt = now.remaining, now.resetAfter, time.UnixMicro(at)
 	return d
 }
@@ -119,7 +119,7 @@ func stateOf(n []pgtype.Int8) state {
 
 // begins tells whether the row's window or bucket has begun with these units.
 func (p *part) begins(units int64, s state) bool {
-	if of := p.model.numbers(); of.Refills() {
+	if of := p.rules.Numbers(); of.Refills() {
 		return s.credit == (of.Limit-units)*micros(of.Span)
 	}
 	return s.count == units && s.prevCount == 0
@@ -163,7 +163,7 @@ func rowSetOf(requests []*request, parts []*part, counts []int64) *rowSet {
 	for _, r := range requests {
 		for i := range r.parts {
 			p := &r.parts[i]
-			if of := p.model.numbers(); p.cost < 1 || p.cost > of.Limit || r.count > of.Limit/p.cost ||
+			if of := p.rules.Numbers(); p.cost < 1 || p.cost > of.Limit || r.count > of.Limit/p.cost ||
 				p.space.durable != parts[0].space.durable || of.Algorithm == algorithm.SlidingLog || r.leased(p) != 0 {
 				return nil
 			}
@@ -183,7 +183,7 @@ func rowSetOf(requests []*request, parts []*part, counts []int64) *rowSet {
 			last++
 		}
 		units := counts[i] * p.cost
-		if s.rows[last].model != p.model || s.units[last] > p.model.numbers().Limit-units {
+		if s.rows[last].rules != p.rules || s.units[last] > p.rules.Numbers().Limit-units {
 			return nil
 		}
 		s.units[last] += units

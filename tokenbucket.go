@@ -20,7 +20,7 @@ type TokenBucket struct {
 	Every time.Duration
 }
 
-func (p TokenBucket) String() string { return p.one().numbers().String() }
+func (p TokenBucket) String() string { return p.one().Numbers().String() }
 
 func (p TokenBucket) one() rules     { return tokenBucket(p) }
 func (p TokenBucket) rules() []rules { return []rules{p.one()} }

@@ -19,9 +19,9 @@ var _ rules = tokenBucket{}
 // sum.
 const maxReturned = 1 << 61
 
-func (p tokenBucket) lasts() int64 { return p.fillTime(p.full()) }
+func (p tokenBucket) Lasts() int64 { return p.fillTime(p.full()) }
 
-func (p tokenBucket) numbers() algorithm.Numbers {
+func (p tokenBucket) Numbers() algorithm.Numbers {
 	return algorithm.Numbers{Algorithm: algorithm.TokenBucket, Limit: p.Capacity, Span: p.Every, Refill: p.Refill}
 }
 
@@ -44,9 +44,9 @@ func (p tokenBucket) fillTime(credit int64) int64 { return ceilDiv(credit, p.Ref
 // would hold without these takes.
 //
 // A row that the clock has left behind gives nothing back: the next take makes it a new bucket, with another since.
-func (p tokenBucket) refund(s state, clock int64, k take) (state, decision) {
+func (p tokenBucket) Refund(s state, clock int64, k take) (state, decision) {
 	every, full := micros(p.Every), p.full()
-	rolled, moved := p.roll(s, clock)
+	rolled, moved := p.Roll(s, clock)
 	t := rolled.windowStart
 	if moved ||
 		// It was taken from under other numbers since.
@@ -57,7 +57,7 @@ func (p tokenBucket) refund(s state, clock int64, k take) (state, decision) {
 	spent := min(k.spent, maxCredit-s.count)
 	if spent > 0 {
 		s.count += spent
-		s.expiresAt = max(s.expiresAt, t+p.lasts())
+		s.expiresAt = max(s.expiresAt, t+p.Lasts())
 	}
 	back := int64(0)
 	if 0 <= k.in && k.in <= t {
@@ -92,7 +92,7 @@ type bucketLeases struct {
 
 // leased are the leases of a bucket in the state s at time t.
 func (p tokenBucket) leased(s state, t int64) bucketLeases {
-	l := bucketLeases{since: t, period: p.lasts() / leasesInBucket}
+	l := bucketLeases{since: t, period: p.Lasts() / leasesInBucket}
 	if s.log == "" {
 		return l
 	}
@@ -135,7 +135,7 @@ func (p tokenBucket) occupied(l bucketLeases) int64 {
 
 // lend notes that so many of the units just taken are to be spent later, as far as they may be held.
 func (p tokenBucket) lend(s state, units int64) state {
-	spare, _ := p.leaseOf(s, s.windowStart, never)
+	spare, _ := p.LeaseOf(s, s.windowStart, never)
 	if units = min(units, spare); units > 0 {
 		l := p.leased(s, s.windowStart)
 		l.now += units
@@ -145,7 +145,7 @@ func (p tokenBucket) lend(s state, units int64) state {
 }
 
 // leaseOf leaves so much of the bucket empty that all that is held could be put back at any time until the lease ends.
-func (p tokenBucket) leaseOf(s state, clock, longest int64) (spare, lasts int64) {
+func (p tokenBucket) LeaseOf(s state, clock, longest int64) (spare, lasts int64) {
 	l := p.leased(s, max(clock, s.windowStart))
 	held := min(l.now+l.before, p.Capacity) * micros(p.Every)
 	room := p.full() - s.credit - held - l.period*p.Refill
@@ -155,16 +155,16 @@ func (p tokenBucket) leaseOf(s state, clock, longest int64) (spare, lasts int64)
 	return min(room/micros(p.Every), maxCredit-l.now), lasts
 }
 
-func (p tokenBucket) resetAfter(last decision, units int64) int64 {
+func (p tokenBucket) ResetAfter(last decision, units int64) int64 {
 	if last.state.count > 0 || last.taken.spent > 0 { // there is granted credit, or there was
-		return creditResetAfter(last, last.state.count, units, p.lasts())
+		return creditResetAfter(last, last.state.count, units, p.Lasts())
 	}
 	need := p.full() - last.state.credit
 	// The first two differ by how far the row's time lies ahead of the clock, if it does.
 	return last.resetAfter - p.fillTime(need) + p.fillTime(need-units*micros(p.Every))
 }
 
-func (p tokenBucket) roll(s state, clock int64) (rolled state, moved bool) {
+func (p tokenBucket) Roll(s state, clock int64) (rolled state, moved bool) {
 	every, full := micros(p.Every), p.full()
 	if clock >= s.expiresAt {
 		s = state{credit: full, windowStart: clock, expiresAt: s.expiresAt, log: s.log}
@@ -207,9 +207,9 @@ func (p tokenBucket) roll(s state, clock int64) (rolled state, moved bool) {
 	return s, moved
 }
 
-func (p tokenBucket) decide(s state, clock, n int64) (state, decision) {
+func (p tokenBucket) Decide(s state, clock, n int64) (state, decision) {
 	every, full, stored := micros(p.Every), p.full(), s
-	s, moved := p.roll(s, clock)
+	s, moved := p.Roll(s, clock)
 	t := s.windowStart
 
 	// A denial writes nothing, except to a row that the clock has left behind. Left as it is, it would deny for

@@ -128,7 +128,7 @@ func TestTokenBucketCallEveryPartOfAnIntervalGetsTheFullRate(t *testing.T) {
 		taken := int64(0)
 		for i := range int64(1000) {
 			var d decision
-			s, d = p.decide(s, c0+(i+1)*micros(every)*9/10, 1)
+			s, d = p.Decide(s, c0+(i+1)*micros(every)*9/10, 1)
 			taken += d.granted
 			require.Equal(t, (i+1)*9/10, taken, "after %d calls, one every 0.9 × %v", i+1, every)
 		}
@@ -202,7 +202,7 @@ func TestTokenBucketLoweredCapacityThatIsFullIsAsGoodAsNew(t *testing.T) {
 	s := playModel(t, TokenBucket{10, 1, time.Second}, state{}, modelStep{c5, 1, granted(9, second)})
 	lowered := TokenBucket{5, 1, time.Second}
 	for _, clock := range []int64{c5, c3, c0, at("03:00:00")} {
-		_, d := lowered.decide(s, clock, 0)
+		_, d := lowered.Decide(s, clock, 0)
 		require.Equal(t, state{
 			credit: 5 * second, scale: second, windowStart: clock, expiresAt: clock, since: clock, capacity: 5, refill: 1,
 		}, d.state)
@@ -231,7 +231,7 @@ func TestTokenBucketKeepsItsTokensWhenTheIntervalChanges(t *testing.T) {
 		modelStep{c0, 10, granted(0, 30)},
 		modelStep{c0 + 8, 2, granted(0, 28)})
 	for _, test := range []struct{ every, missing int64 }{{2, 1}, {3, 1}, {6, 2}, {8, 3}} {
-		_, d := TokenBucket{10, 1, duration(test.every)}.decide(s, c0+8, 1)
+		_, d := TokenBucket{10, 1, duration(test.every)}.Decide(s, c0+8, 1)
 		require.Equal(t, test.every-test.missing, d.state.credit)
 		playModel(t, TokenBucket{10, 1, duration(test.every)}, s,
 			modelStep{c0 + 8, 1, denied(0, test.missing, min(28, 9*test.every+test.missing))})
@@ -248,7 +248,7 @@ func TestTokenBucketChangedIntervalNeverOverflows(t *testing.T) {
 
 	// Part of a token times the longest interval needs more than 64 bits.
 	s = state{credit: maxSpan - 2, scale: maxSpan - 1, windowStart: c0, expiresAt: c9}
-	_, d := slow.decide(s, c0, 1)
+	_, d := slow.Decide(s, c0, 1)
 	require.Equal(t, int64(maxSpan-2), d.state.credit)
 	playModel(t, slow, s, modelStep{c0, 1, denied(0, 1, 9*second)})
 }
@@ -258,11 +258,11 @@ func TestTokenBucketKeepsItsTokensWhateverChanges(t *testing.T) {
 	d := randomDice(t)
 	for range 5000 {
 		before, after := d.bucket(), d.bucket()
-		s, _ := before.decide(state{}, c0, d.magnitude(1, before.Capacity))
-		s, _ = before.decide(s, c0+d(s.expiresAt-c0), 1) // leaves a part of a token
+		s, _ := before.Decide(state{}, c0, d.magnitude(1, before.Capacity))
+		s, _ = before.Decide(s, c0+d(s.expiresAt-c0), 1) // leaves a part of a token
 		start := s.windowStart
 		clock := start + d.magnitude(0, s.expiresAt-start-1)
-		_, got := after.decide(s, clock, 0)
+		_, got := after.Decide(s, clock, 0)
 
 		every, refill := big.NewInt(micros(after.Every)), big.NewInt(after.Refill)
 		want := new(big.Int).Mul(big.NewInt(s.credit), every)
@@ -288,7 +288,7 @@ func TestTokenBucketExpiredRowEqualsNoRow(t *testing.T) {
 
 func TestTokenBucketProperties(t *testing.T) {
 	t.Parallel()
-	testModelProperties(t, func(d dice) model { return d.bucket() })
+	testModelProperties(t, func(d dice) ruled { return d.bucket() })
 }
 
 // slowBucket follows design.md: Refill tokens flow in evenly over every Every, up to Capacity. A new key starts
@@ -324,7 +324,7 @@ func (m *slowBucket) state(t int64) state {
 
 func TestTokenBucketEqualsTheDesignInRationals(t *testing.T) {
 	t.Parallel()
-	testAgainstSlowModel(t, func(d dice) (model, slowModel) {
+	testAgainstSlowModel(t, func(d dice) (ruled, slowModel) {
 		p := d.bucket()
 		return p, &slowBucket{TokenBucket: p}
 	})
@@ -350,7 +350,7 @@ func TestTokenBucketNeverGrantsMoreThanCapacityAndRefillInAnyInterval(t *testing
 				lowest.Set(level)
 			}
 			n := d.cost(p.Capacity, peek(p, s, clock).remaining)
-			s, last = p.decide(s, clock, n)
+			s, last = p.Decide(s, clock, n)
 			level.Add(level, rat(last.granted*n))
 			require.LessOrEqual(
 				t,
@@ -367,7 +367,7 @@ func TestTokenBucketNeverGrantsMoreThanCapacityAndRefillInAnyInterval(t *testing
 
 func TestTokenBucketNeverGrantsMoreThanTheClockGives(t *testing.T) {
 	t.Parallel()
-	testNeverMoreThanTheClockGives(t, func(d dice) (p model, first, rate, span int64, whole bool) {
+	testNeverMoreThanTheClockGives(t, func(d dice) (p ruled, first, rate, span int64, whole bool) {
 		b := d.bucket()
 		return b, b.Capacity, b.Refill, micros(b.Every), false
 	})

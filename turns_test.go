@@ -43,7 +43,7 @@ func (b *board) next() (left []string) {
 	}
 	var lines []line
 	for _, r := range b.queue.nextBatch(nil) {
-		name, limit := r.space.name, r.policy.rules()[0].numbers().Limit
+		name, limit := r.space.name, r.policy.rules()[0].Numbers().Limit
 		if last := len(lines) - 1; last >= 0 && lines[last].name == name && lines[last].limit == limit {
 			lines[last].n++
 			continue

@@ -95,7 +95,7 @@ func upTo(n int) (numbers []int) {
 
 // inBubble runs a test in a bubble of time, which also waits for all goroutines that the test has started, or says
 // that they are stuck.
-func inBubble(t *testing.T, policy model, test func(t *testing.T, limiter *Limiter, db *modelDB)) {
+func inBubble(t *testing.T, policy ruled, test func(t *testing.T, limiter *Limiter, db *modelDB)) {
 	t.Helper()
 	synctest.Test(t, func(t *testing.T) {
 		db := newModelDB()
@@ -107,7 +107,7 @@ func inBubble(t *testing.T, policy model, test func(t *testing.T, limiter *Limit
 func TestWaitersAreServedInOrder(t *testing.T) {
 	t.Parallel()
 
-	for name, policy := range map[string]model{
+	for name, policy := range map[string]ruled{
 		"fixed window":   FixedWindow{Limit: 1, Window: time.Second},
 		"sliding window": SlidingWindow{Limit: 1, Window: time.Second},
 		"token bucket":   TokenBucket{Capacity: 1, Refill: 1, Every: time.Second},

@@ -68,16 +68,16 @@ func TestOtherNumbersOnLiveKeys(t *testing.T) {
 	pool := pgtest.New(t).Pool
 	type step struct {
 		at     time.Duration
-		policy model
+		policy ruled
 		n      int64
 		want   Result // but for Limit and DecidedAt
 	}
 	allowed := func(remaining int64, resetAfter time.Duration) Result {
 		return Result{Allowed: true, Remaining: remaining, ResetAfter: resetAfter}
 	}
-	fixed := func(limit int64, window time.Duration) model { return FixedWindow{Limit: limit, Window: window} }
-	sliding := func(limit int64, window time.Duration) model { return SlidingWindow{Limit: limit, Window: window} }
-	bucket := func(capacity int64, every time.Duration) model {
+	fixed := func(limit int64, window time.Duration) ruled { return FixedWindow{Limit: limit, Window: window} }
+	sliding := func(limit int64, window time.Duration) ruled { return SlidingWindow{Limit: limit, Window: window} }
+	bucket := func(capacity int64, every time.Duration) ruled {
 		return TokenBucket{Capacity: capacity, Refill: 10, Every: every}
 	}
 	for name, steps := range map[string][]step{
@@ -138,7 +138,7 @@ func TestOtherNumbersOnLiveKeys(t *testing.T) {
 		)
 		for i, step := range steps {
 			clock.at = t0.Add(step.at)
-			step.want.Limit, step.want.DecidedAt = step.policy.numbers().Limit, clock.at
+			step.want.Limit, step.want.DecidedAt = step.policy.Numbers().Limit, clock.at
 			got, err := limiter.under(step.policy).AllowN(t.Context(), "key", step.n)
 			require.NoError(t, err)
 			require.Equal(t, step.want, utc(got), "%s, step %d", name, i)
@@ -147,8 +147,8 @@ func TestOtherNumbersOnLiveKeys(t *testing.T) {
 }
 
 // numbersOf are a policy and what may become of it: more or less, and in more or less time.
-func numbersOf(p Policy) map[string]model {
-	numbers := map[string]model{}
+func numbersOf(p Policy) map[string]ruled {
+	numbers := map[string]ruled{}
 	for name, change := range map[string]struct {
 		limit int64
 		time  time.Duration
@@ -213,7 +213,7 @@ func TestEveryChangeOfPolicyEqualsTheModel(t *testing.T) {
 						clock.at = t0
 						for i, ask := range []struct {
 							after  time.Duration
-							policy model
+							policy ruled
 							cost   int64
 						}{
 							{0, from, -1}, {0, from, 10}, {later, to, 0}, {0, to, 2}, {0, to, 1}, // the first takes what is to be taken
@@ -264,7 +264,7 @@ func TestWithRefusesWhatNewRefuses(t *testing.T) {
 	t.Parallel()
 
 	limiter := newLimiter(t, unusedPool(t), policy(FixedWindow{Limit: 1, Window: time.Second}))
-	for _, bad := range []model{
+	for _, bad := range []ruled{
 		nil, &FixedWindow{Limit: 1, Window: time.Second}, (*TokenBucket)(nil), FixedWindow{}, FixedWindow{Limit: -1, Window: time.Second},
 		SlidingWindow{Limit: math.MaxInt64, Window: time.Second}, TokenBucket{Capacity: 1, Every: time.Second},
 	} {
@@ -489,7 +489,7 @@ func TestBoardTakesCallsOfOnePolicy(t *testing.T) {
 }
 
 func BenchmarkWith(b *testing.B) {
-	for _, policy := range []model{FixedWindow{Limit: 20, Window: time.Minute}, SlidingWindow{Limit: 20, Window: time.Minute}} {
+	for _, policy := range []ruled{FixedWindow{Limit: 20, Window: time.Minute}, SlidingWindow{Limit: 20, Window: time.Minute}} {
 		config := Config{Name: "test", Policy: policy, Client: ClientConfig{Schema: "limits"}}
 		limiter, err := New(&pgxpool.Pool{}, config)
 		require.NoError(b, err)
