@@ -164,7 +164,7 @@ func TestAllEqualsModels(t *testing.T) {
 		r := rand.New(rand.NewPCG(seed, story))
 		space := fmt.Sprintf("%d ", story)
 		policies := map[string]ruled{"a": randomPolicy(r), "b": randomPolicy(r), "c": randomPolicy(r)}
-		model := rows{false: {}, true: {}}
+		asModel := rows{false: {}, true: {}}
 		clock := int64(1)<<50 + r.Int64N(1<<51)
 		var goals []int64
 		takes := map[rowID][]take{}
@@ -185,15 +185,15 @@ func TestAllEqualsModels(t *testing.T) {
 				requests[i] = randomRequest(r, policies, takes, space, look)
 			}
 			if r.IntN(5) == 0 {
-				compareOne(t, pool, title, requests[0].parts[0], clock, model)
-				compareRows(t, pool, title, space, model)
+				compareOne(t, pool, title, requests[0].parts[0], clock, asModel)
+				compareRows(t, pool, title, space, asModel)
 				continue
 			}
-			model.decideAll(requests, clock)
+			asModel.decideAll(requests, clock)
 			for _, request := range requests {
 				all := true
 				for _, p := range request.parts {
-					if _, bucket := p.policy.(TokenBucket); bucket && model.state(p).log != "" {
+					if _, bucket := p.policy.(TokenBucket); bucket && asModel.state(p).log != "" {
 						lends++
 					}
 					if p.cost > 0 && p.decision.granted > 0 {
@@ -224,7 +224,7 @@ func TestAllEqualsModels(t *testing.T) {
 				}
 			}
 			compareAll(t, pool, title, requests, clock, r.IntN(3) == 0)
-			compareRows(t, pool, title, space, model)
+			compareRows(t, pool, title, space, asModel)
 		}
 	}
 	for _, n := range []int{granted, refused, halfRefused, looks, refunds, grants, lends} {
@@ -276,7 +276,7 @@ func tellTakes(
 	}
 	space, durable := fmt.Sprintf("%d ", story), r.IntN(2) == 0
 	policies := map[string]ruled{"a": policy(), "b": policy(), "c": policy()}
-	model := rows{false: {}, true: {}}
+	asModel := rows{false: {}, true: {}}
 	clock := int64(1)<<50 + r.Int64N(1<<51)
 	var goals []int64
 	for range 20 {
@@ -304,7 +304,7 @@ func tellTakes(
 			requests[i] = q
 		}
 		from, into := rowSetOfModel(requests)
-		model.decideAll(requests, clock)
+		asModel.decideAll(requests, clock)
 		for _, request := range requests {
 			for _, p := range request.parts {
 				if p.decision.retryAfter != never {
@@ -319,7 +319,7 @@ func tellTakes(
 		}
 		declined, err := takesDiffer(t.Context(), pool, requests, clock, from, into)
 		if err == nil {
-			err = rowsDiffer(t, pool, space, model)
+			err = rowsDiffer(t, pool, space, asModel)
 		}
 		if err != nil {
 			return taken, left, err
@@ -448,7 +448,7 @@ func allLeased(requests []modelRequest) (leased []int64) {
 }
 
 // compareOne asks what a part does of its row alone, by the function of its algorithm, and compares the decision.
-func compareOne(t *testing.T, pool *pgxpool.Pool, title string, p modelPart, clock int64, model rows) {
+func compareOne(t *testing.T, pool *pgxpool.Pool, title string, p modelPart, clock int64, asModel rows) {
 	t.Helper()
 	if p.refund != nil { // it cannot tell that a lease has ended
 		k := p.refund[0]
@@ -462,7 +462,7 @@ func compareOne(t *testing.T, pool *pgxpool.Pool, title string, p modelPart, clo
 		clock:    clock,
 		elements: []element{{key: p.id.key, cost: p.cost, count: 1, refund: p.refund}},
 	}
-	model.decide(one)
+	asModel.decide(one)
 	c := callOf("", one)
 	require.NoError(t, c.query(t.Context(), pool, false), title)
 	got, want := c.into[0].decision, one.elements[0].decision
@@ -546,15 +546,15 @@ func takesDiffer(
 	return left, nil
 }
 
-func compareRows(t *testing.T, pool *pgxpool.Pool, title, space string, model rows) {
+func compareRows(t *testing.T, pool *pgxpool.Pool, title, space string, asModel rows) {
 	t.Helper()
-	require.NoError(t, rowsDiffer(t, pool, space, model), title)
+	require.NoError(t, rowsDiffer(t, pool, space, asModel), title)
 }
 
 // rowsDiffer compares every column of every row.
-func rowsDiffer(t *testing.T, pool *pgxpool.Pool, space string, model rows) error {
+func rowsDiffer(t *testing.T, pool *pgxpool.Pool, space string, asModel rows) error {
 	t.Helper()
-	for durable, want := range model {
+	for durable, want := range asModel {
 		found, err := pool.Query(
 			context.Background(),
 			"SELECT "+rowColumns+" FROM "+pgtest.Table(durable)+" WHERE prefix = ANY ($1)",
@@ -660,7 +660,7 @@ func TestLeasesOfABucketInSQL(t *testing.T) {
 		r := rand.New(rand.NewPCG(seed, story))
 		bucket := TokenBucket{Capacity: 100 + r.Int64N(3000), Refill: 1 + r.Int64N(50), Every: duration(1 + r.Int64N(2e7))}
 		part := modelPart{id: rowID{fmt.Sprintf("%d a", story), "key"}, policy: bucket}
-		model := rows{false: {}, true: {}}
+		asModel := rows{false: {}, true: {}}
 		clock, period := int64(1)<<50, bucket.Lasts()/leasesInBucket
 		var takes []take
 		for step := range 60 {
@@ -681,8 +681,8 @@ func TestLeasesOfABucketInSQL(t *testing.T) {
 				p.cost, p.refund = -k.units, []take{k}
 				full := k
 				full.ended = never
-				_, without := bucket.Refund(withoutLog(model.state(*p)), clock, full)
-				_, with := bucket.Refund(model.state(*p), clock, k)
+				_, without := bucket.Refund(withoutLog(asModel.state(*p)), clock, full)
+				_, with := bucket.Refund(asModel.state(*p), clock, k)
 				if without.remaining > with.remaining {
 					kept++
 				}
@@ -692,16 +692,16 @@ func TestLeasesOfABucketInSQL(t *testing.T) {
 			}
 			title := fmt.Sprintf("%s=%d, story %d, step %d", seedVariable, seed, story, step)
 			if request.ahead == 0 && r.IntN(2) == 0 { // by the function of buckets, which leaves the notes alone
-				compareOne(t, pool, title, *p, clock, model)
+				compareOne(t, pool, title, *p, clock, asModel)
 			} else {
 				requests := []modelRequest{request}
-				model.decideAll(requests, clock)
+				asModel.decideAll(requests, clock)
 				if d := requests[0].parts[0].decision; p.cost > 0 && d.granted > 0 {
 					takes = append(takes, d.takenBy(bucket, p.cost, d.granted))
 				}
 				compareAll(t, pool, title, requests, clock, false)
 			}
-			compareRows(t, pool, title, strings.TrimSuffix(part.id.name, "a"), model)
+			compareRows(t, pool, title, strings.TrimSuffix(part.id.name, "a"), asModel)
 		}
 	}
 	require.Greater(t, kept, 5*rounds(t))

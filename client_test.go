@@ -66,7 +66,7 @@ func TestMixedStatementEqualsTheModel(t *testing.T) {
 			limiters[i] = []*Limiter{l, l.with(t, draw())}
 		}
 		limiters[5][0] = limiters[5][0].with(t, limiters[1][0].Config().Policy) // two limiters have the same policy
-		model := rows{false: {}, true: {}}
+		asModel := rows{false: {}, true: {}}
 		var given []kept
 		for step := range steps {
 			clock.at = clock.at.Add(time.Duration(r.IntN(4)*r.IntN(4)) * time.Second)
@@ -130,7 +130,7 @@ func TestMixedStatementEqualsTheModel(t *testing.T) {
 				}
 			}
 			title := fmt.Sprintf("%s=%d, story %d, step %d: %+v", seedVariable, seed, story, step, expected)
-			model.decideAll(expected, clock.at.UnixMicro())
+			asModel.decideAll(expected, clock.at.UnixMicro())
 			tx := limiters[0][0].ownTransaction()
 			tx.skipHeld = r.IntN(3) == 0
 			require.NoError(t, client.batcher.decide(t.Context(), db.Pool, requests, tx), title)
@@ -186,7 +186,7 @@ func TestMixedStatementEqualsTheModel(t *testing.T) {
 				require.Equal(t, duration(p.decision.retryAfter), result.RetryAfter, title)
 				remembered[p.rules.Numbers().Algorithm]++
 			}
-			for durable, want := range model {
+			for durable, want := range asModel {
 				require.Equal(t, want, storedRows(t, db.Pool, durable), title)
 			}
 		}

@@ -277,13 +277,13 @@ func TestSkippingHeldRowsEqualsTheModel(t *testing.T) {
 		space := fmt.Sprintf("%d ", story)
 		holder := pgtest.Begin(t, db)
 		held := map[rowID]bool{}
-		model := rows{false: {}, true: {}}
+		asModel := rows{false: {}, true: {}}
 		for i := range steps {
 			s := &steps[i]
 			s.skip = true
 			if i == len(steps)/2 { // from here on, half of the rows are held
 				for _, durable := range []bool{false, true} {
-					for id := range model[durable] {
+					for id := range asModel[durable] {
 						if r.IntN(2) == 0 {
 							pgtest.Exec(
 								t,
@@ -305,7 +305,7 @@ func TestSkippingHeldRowsEqualsTheModel(t *testing.T) {
 					func(e element) bool { return held[rowID{pgtest.Table(s.durable) + s.name, e.key}] },
 				)
 				passed += before - len(s.elements)
-				model.decide(*s)
+				asModel.decide(*s)
 				asked := *s
 				asked.elements = all
 				c := callOf(space, asked)
@@ -331,7 +331,7 @@ func TestSkippingHeldRowsEqualsTheModel(t *testing.T) {
 						// refused.
 						one := *s
 						one.elements = []element{e}
-						model.decide(one)
+						asModel.decide(one)
 						want = one.elements[0].decision
 						require.Zero(t, want.granted, title)
 						refused++

@@ -131,7 +131,7 @@ func newStoryOf(r *rand.Rand, steps int, randomPolicy func(r *rand.Rand) ruled) 
 			err = fmt.Errorf("after %v: panic: %v\n%s", story, p, debug.Stack())
 		}
 	}()
-	model := rows{false: {}, true: {}}
+	asModel := rows{false: {}, true: {}}
 	policy := randomPolicy(r)
 	clock := int64(1)<<50 + r.Int64N(1<<51)
 	var goals []int64 // times at which something happens, of recent decisions
@@ -177,7 +177,7 @@ func newStoryOf(r *rand.Rand, steps int, randomPolicy func(r *rand.Rand) ruled) 
 			})
 		}
 		story = append(story, s)
-		model.decide(s)
+		asModel.decide(s)
 		goals = goals[:0]
 		for _, e := range s.elements {
 			if e.decision.retryAfter != never {
