@@ -4,6 +4,7 @@ import (
 	_ "embed"
 
 	"github.com/pgratelimit/ratelimit/internal/algorithm"
+	"github.com/pgratelimit/ratelimit/internal/model"
 )
 
 var (
@@ -60,9 +61,9 @@ func policyOf(n algorithm.Numbers) single { return implementationOf(n.Algorithm)
 func argumentsOf(n algorithm.Numbers) []any {
 	switch {
 	case n.Refills():
-		return []any{n.Limit, n.Refill, micros(n.Span)}
+		return []any{n.Limit, n.Refill, model.Micros(n.Span)}
 	case n.Zoned():
-		return []any{n.Limit, micros(n.Span), n.Zone}
+		return []any{n.Limit, model.Micros(n.Span), n.Zone}
 	}
-	return []any{n.Limit, micros(n.Span)}
+	return []any{n.Limit, model.Micros(n.Span)}
 }

@@ -9,6 +9,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit/internal/algorithm"
+	"github.com/pgratelimit/ratelimit/internal/model"
 	"github.com/pgratelimit/ratelimit/migrations"
 )
 
@@ -38,7 +39,7 @@ func TestEveryAlgorithmIsComplete(t *testing.T) {
 		policy := policyOf(all[0])
 		require.Equal(t, all[0], policy.one().Numbers())
 		require.Equal(t, a.Example, policy.String())
-		require.Equal(t, []rules{policy.one()}, policy.rules())
+		require.Equal(t, []model.Rules{policy.one()}, policy.rules())
 		parsed, err := ParsePolicy(a.Example)
 		require.NoError(t, err)
 		require.Equal(t, Policy(policy), parsed)

@@ -6,6 +6,7 @@ import (
 	"strings"
 
 	"github.com/pgratelimit/ratelimit/internal/algorithm"
+	"github.com/pgratelimit/ratelimit/internal/model"
 )
 
 const maxPolicies = algorithm.MaxPolicies
@@ -58,8 +59,8 @@ func (p all) validate() error {
 	return nil
 }
 
-func (p all) rules() []rules {
-	several := make([]rules, 0, p.n)
+func (p all) rules() []model.Rules {
+	several := make([]model.Rules, 0, p.n)
 	for _, policy := range p.policies() {
 		several = append(several, policy.rules()...)
 	}

@@ -17,6 +17,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit/internal/algorithm"
+	"github.com/pgratelimit/ratelimit/internal/model"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
@@ -27,8 +28,8 @@ type modelPart struct {
 	durable  bool
 	policy   ruled
 	cost     int64
-	refund   []take // what a cost below 0 is of, or nil for a grant
-	decision decision
+	refund   []model.Take // what a cost below 0 is of, or nil for a grant
+	decision model.Decision
 }
 
 // modelRequest takes from all of its parts, or from none, count times one after the other.
@@ -39,11 +40,11 @@ type modelRequest struct {
 	moved bool  // a row that refuses it is written, because the clock has left it behind
 }
 
-func (m rows) state(p modelPart) state {
+func (m rows) state(p modelPart) model.State {
 	if row := m[p.durable][p.id]; row.algorithm == p.policy.Numbers().Algorithm {
-		return row.state
+		return row.State
 	}
-	return state{}
+	return model.State{}
 }
 
 func (m rows) has(p modelPart) bool {
@@ -69,7 +70,7 @@ func (m rows) decideAll(requests []modelRequest, clock int64) {
 		if lacks {
 			seen.clone().decideRequest(r, clock)
 			givesBack := r.parts[0].refund != nil
-			refused := r.parts[0].decision.granted == 0 && !r.moved ||
+			refused := r.parts[0].decision.Granted == 0 && !r.moved ||
 				givesBack && !slices.ContainsFunc(r.parts, seen.has)
 			if len(r.parts) == 1 && 1 <= r.parts[0].cost && r.parts[0].cost <= r.parts[0].policy.Numbers().Limit {
 				refused = false // it needs no row but one from which it takes
@@ -93,18 +94,18 @@ func (m rows) decideRequest(r *modelRequest, clock int64) {
 	if r.parts[0].cost < 0 {
 		requests = 1 // all at once
 	}
-	decide := func(p modelPart, cost int64) (state, decision) {
+	decide := func(p modelPart, cost int64) (model.State, model.Decision) {
 		return element{cost: cost, count: r.count, refund: p.refund}.decide(p.policy, m.state(p), clock)
 	}
 	fits := func() bool {
 		for _, p := range r.parts {
-			if _, d := decide(p, p.cost); d.granted == 0 {
+			if _, d := decide(p, p.cost); d.Granted == 0 {
 				return false
 			}
 		}
 		return true
 	}
-	before := make([]state, len(r.parts))
+	before := make([]model.State, len(r.parts))
 	for i, p := range r.parts {
 		before[i] = m.state(p)
 	}
@@ -124,31 +125,31 @@ func (m rows) decideRequest(r *modelRequest, clock int64) {
 		current := m.state(*p)
 		credit := creditOf(p.policy, before[i], clock)
 		_, p.decision = decide(*p, 0)
-		next, asked := current, decision{granted: 1}
+		next, asked := current, model.Decision{Granted: 1}
 		if granted < r.count {
 			next, asked = decide(*p, p.cost)
 		}
-		p.decision.granted, p.decision.retryAfter = granted, 0
+		p.decision.Granted, p.decision.RetryAfter = granted, 0
 		if p.cost > 0 {
-			p.decision.taken.spent = credit - creditOf(p.policy, current, clock)
+			p.decision.Taken.Spent = credit - creditOf(p.policy, current, clock)
 		}
-		log := newEntries(nil) // what retryAfter comes from
-		if granted < r.count && asked.granted == 0 {
-			p.decision.retryAfter, log = asked.retryAfter, asked.state.log // it is this part that refuses
+		log := model.NewEntries(nil) // what retryAfter comes from
+		if granted < r.count && asked.Granted == 0 {
+			p.decision.RetryAfter, log = asked.RetryAfter, asked.State.Log // it is this part that refuses
 			if next != current {
 				m[p.durable][p.id] = storedRow{p.policy.Numbers().Algorithm, next}
-				p.decision.state = next
+				p.decision.State = next
 				r.moved = true
 			}
 		}
 		if bucket, ok := p.policy.(TokenBucket); ok && r.ahead > 0 {
-			log = before[i].log
+			log = before[i].Log
 			if ahead := granted - (r.count - r.ahead); ahead > 0 {
 				m[p.durable][p.id] = storedRow{bucket.Numbers().Algorithm, bucket.lend(m.state(*p), ahead*p.cost)}
 			}
 		}
-		p.decision.state.log = log
-		p.decision.decidedAt = timeRead(clock)
+		p.decision.State.Log = log
+		p.decision.DecidedAt = timeRead(clock)
 	}
 }
 
@@ -167,7 +168,7 @@ func TestAllEqualsModels(t *testing.T) {
 		asModel := rows{false: {}, true: {}}
 		clock := int64(1)<<50 + r.Int64N(1<<51)
 		var goals []int64
-		takes := map[rowID][]take{}
+		takes := map[rowID][]model.Take{}
 		for step := range 20 {
 			title := fmt.Sprintf("%s=%d, story %d, step %d", seedVariable, seed, story, step)
 			name := string('a' + rune(r.IntN(3)))
@@ -193,20 +194,20 @@ func TestAllEqualsModels(t *testing.T) {
 			for _, request := range requests {
 				all := true
 				for _, p := range request.parts {
-					if _, bucket := p.policy.(TokenBucket); bucket && asModel.state(p).log != "" {
+					if _, bucket := p.policy.(TokenBucket); bucket && asModel.state(p).Log != "" {
 						lends++
 					}
-					if p.cost > 0 && p.decision.granted > 0 {
+					if p.cost > 0 && p.decision.Granted > 0 {
 						takes[p.id] = append(
 							takes[p.id],
-							p.decision.takenBy(p.policy, p.cost, 1+r.Int64N(p.decision.granted)),
+							p.decision.TakenBy(p.policy, p.cost, 1+r.Int64N(p.decision.Granted)),
 						)
 					}
-					if p.decision.retryAfter != never {
-						goals = append(goals, clock+p.decision.retryAfter)
+					if p.decision.RetryAfter != model.Never {
+						goals = append(goals, clock+p.decision.RetryAfter)
 					}
-					goals = append(goals, clock+p.decision.resetAfter)
-					all = all && p.decision.retryAfter != 0
+					goals = append(goals, clock+p.decision.ResetAfter)
+					all = all && p.decision.RetryAfter != 0
 				}
 				switch {
 				case look:
@@ -215,7 +216,7 @@ func TestAllEqualsModels(t *testing.T) {
 					grants++
 				case request.parts[0].cost < 0:
 					refunds++
-				case request.parts[0].decision.granted > 0:
+				case request.parts[0].decision.Granted > 0:
 					granted++
 				case all:
 					refused++
@@ -307,10 +308,10 @@ func tellTakes(
 		asModel.decideAll(requests, clock)
 		for _, request := range requests {
 			for _, p := range request.parts {
-				if p.decision.retryAfter != never {
-					goals = append(goals, clock+p.decision.retryAfter)
+				if p.decision.RetryAfter != model.Never {
+					goals = append(goals, clock+p.decision.RetryAfter)
 				}
-				goals = append(goals, clock+p.decision.resetAfter)
+				goals = append(goals, clock+p.decision.ResetAfter)
 			}
 		}
 		if from == nil { // a grant, say
@@ -334,7 +335,7 @@ func tellTakes(
 func randomRequest(
 	r *rand.Rand,
 	policies map[string]ruled,
-	takes map[rowID][]take,
+	takes map[rowID][]model.Take,
 	space string,
 	look bool,
 ) modelRequest {
@@ -407,7 +408,7 @@ func allArrays(requests []modelRequest) []any {
 				numbers.Limit,
 			), append(
 				spans,
-				micros(numbers.Span),
+				model.Micros(numbers.Span),
 			), append(
 				refills,
 				numbers.Refill,
@@ -438,7 +439,7 @@ func allLeased(requests []modelRequest) (leased []int64) {
 	for _, request := range requests {
 		for _, p := range request.parts {
 			if p.refund != nil {
-				leased = append(leased, p.refund[0].ended)
+				leased = append(leased, p.refund[0].Ended)
 			} else {
 				leased = append(leased, request.ahead*p.cost)
 			}
@@ -452,8 +453,8 @@ func compareOne(t *testing.T, pool *pgxpool.Pool, title string, p modelPart, clo
 	t.Helper()
 	if p.refund != nil { // it cannot tell that a lease has ended
 		k := p.refund[0]
-		k.ended = 0
-		p.refund = []take{k}
+		k.Ended = 0
+		p.refund = []model.Take{k}
 	}
 	one := step{
 		policy:   p.policy,
@@ -466,26 +467,26 @@ func compareOne(t *testing.T, pool *pgxpool.Pool, title string, p modelPart, clo
 	c := callOf("", one)
 	require.NoError(t, c.query(t.Context(), pool, false), title)
 	got, want := c.into[0].decision, one.elements[0].decision
-	got.state, want.state, got.decidedAt = state{}, state{}, got.decidedAt.UTC()
+	got.State, want.State, got.DecidedAt = model.State{}, model.State{}, got.DecidedAt.UTC()
 	require.Equal(t, want, got, "%s: %v", title, one)
 }
 
 // compareAll compares every decision.
 func compareAll(t *testing.T, pool *pgxpool.Pool, title string, requests []modelRequest, clock int64, skip bool) {
 	t.Helper()
-	got := map[int64]decision{}
+	got := map[int64]model.Decision{}
 	args := append(allArrays(requests), nil, nil, time.UnixMicro(clock))
 	args = append(append(args, allRefunds(requests)...), skip, allZones(requests), allLeased(requests))
-	err := queryDecisions(t.Context(), pool, allStatement, args, func(ord int64, d decision) { got[ord] = d })
+	err := queryDecisions(t.Context(), pool, allStatement, args, func(ord int64, d model.Decision) { got[ord] = d })
 	require.NoError(t, err, "%s\n%v", title, requests)
 	ord := int64(0)
 	for i, request := range requests {
 		for j, p := range request.parts {
 			ord++
 			is, want := got[ord], p.decision
-			is.decidedAt = is.decidedAt.UTC()
-			for _, d := range []*decision{&is, &want} {
-				d.state, d.taken.units = toldState(d.state), 0
+			is.DecidedAt = is.DecidedAt.UTC()
+			for _, d := range []*model.Decision{&is, &want} {
+				d.State, d.Taken.Units = toldState(d.State), 0
 			}
 			require.Equal(t, want, is, "%s, request %d, part %d of %+v", title, i, j, requests)
 		}
@@ -521,7 +522,7 @@ func takesDiffer(
 ) (left bool, err error) {
 	var owners []int32
 	var counts []int64
-	var want []decision
+	var want []model.Decision
 	for i, r := range requests {
 		for _, p := range r.parts {
 			owners, counts, want = append(owners, int32(i)), append(counts, r.count), append(want, p.decision)
@@ -535,9 +536,9 @@ func takesDiffer(
 	}
 	for i := range want {
 		is, want := into[i].decision, want[i]
-		is.decidedAt = timeRead(is.decidedAt.UnixMicro())
-		for _, d := range []*decision{&is, &want} {
-			d.state, d.taken.units = toldState(d.state), 0
+		is.DecidedAt = timeRead(is.DecidedAt.UnixMicro())
+		for _, d := range []*model.Decision{&is, &want} {
+			d.State, d.Taken.Units = toldState(d.State), 0
 		}
 		if !reflect.DeepEqual(want, is) {
 			return left, fmt.Errorf("part %d, left %v: SQL %+v, model %+v", i, left, is, want)
@@ -658,11 +659,11 @@ func TestLeasesOfABucketInSQL(t *testing.T) {
 	kept := 0 // refunds that left room for leases
 	for story := range uint64(20 * rounds(t)) {
 		r := rand.New(rand.NewPCG(seed, story))
-		bucket := TokenBucket{Capacity: 100 + r.Int64N(3000), Refill: 1 + r.Int64N(50), Every: duration(1 + r.Int64N(2e7))}
+		bucket := TokenBucket{Capacity: 100 + r.Int64N(3000), Refill: 1 + r.Int64N(50), Every: model.Duration(1 + r.Int64N(2e7))}
 		part := modelPart{id: rowID{fmt.Sprintf("%d a", story), "key"}, policy: bucket}
 		asModel := rows{false: {}, true: {}}
-		clock, period := int64(1)<<50, bucket.Lasts()/leasesInBucket
-		var takes []take
+		clock, period := int64(1)<<50, bucket.Lasts()/model.LeasesInBucket
+		var takes []model.Take
 		for step := range 60 {
 			clock += oneOf(r, []int64{0, 0, r.Int64N(period + 1), r.Int64N(2*period + 1), period, 2 * period})
 			switch r.IntN(20) {
@@ -676,14 +677,14 @@ func TestLeasesOfABucketInSQL(t *testing.T) {
 			if p.cost = 1 + r.Int64N(20); len(takes) > 0 && r.IntN(2) == 0 {
 				k := takes[len(takes)-1-r.IntN(min(len(takes), 4))]
 				if r.IntN(2) == 0 {
-					k.ended = r.Int64N(k.units + 1)
+					k.Ended = r.Int64N(k.Units + 1)
 				}
-				p.cost, p.refund = -k.units, []take{k}
+				p.cost, p.refund = -k.Units, []model.Take{k}
 				full := k
-				full.ended = never
+				full.Ended = model.Never
 				_, without := bucket.Refund(withoutLog(asModel.state(*p)), clock, full)
 				_, with := bucket.Refund(asModel.state(*p), clock, k)
-				if without.remaining > with.remaining {
+				if without.Remaining > with.Remaining {
 					kept++
 				}
 			} else if r.IntN(2) == 0 {
@@ -696,8 +697,8 @@ func TestLeasesOfABucketInSQL(t *testing.T) {
 			} else {
 				requests := []modelRequest{request}
 				asModel.decideAll(requests, clock)
-				if d := requests[0].parts[0].decision; p.cost > 0 && d.granted > 0 {
-					takes = append(takes, d.takenBy(bucket, p.cost, d.granted))
+				if d := requests[0].parts[0].decision; p.cost > 0 && d.Granted > 0 {
+					takes = append(takes, d.TakenBy(bucket, p.cost, d.Granted))
 				}
 				compareAll(t, pool, title, requests, clock, false)
 			}

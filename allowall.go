@@ -232,7 +232,7 @@ func (s *set) results() Results {
 	r := s.request
 	results := Results{Allowed: s.denied == nil, Each: make([]Result, len(s.entries))}
 	if results.Allowed && len(r.parts) > 0 {
-		results.Allowed = r.place <= r.parts[0].decision.granted
+		results.Allowed = r.place <= r.parts[0].decision.Granted
 	}
 	for i, e := range s.entries {
 		var each Result

@@ -16,6 +16,7 @@ import (
 
 	"github.com/jackc/pgx/v5/pgconn"
 
+	"github.com/pgratelimit/ratelimit/internal/model"
 	"github.com/pgratelimit/ratelimit/internal/pg"
 )
 
@@ -56,7 +57,7 @@ func (b Ban) withDefaults() Ban {
 }
 
 // longestBan keeps times within the range of Postgres.
-const longestBan = maxSpan * time.Microsecond
+const longestBan = model.MaxSpan * time.Microsecond
 
 func (b Ban) validate(policies *Policies) error {
 	switch d := b.withDefaults(); {

@@ -386,7 +386,7 @@ func (b *batcher) decide(ctx context.Context, db DBTX, requests []*request, tx t
 func (b *batcher) settleDenials(r *request, err error, asked, told time.Duration, since *changes) {
 	b.forget(r, err, since)
 	if p := &r.parts[0]; err == nil && len(r.parts) == 1 && p.space.remember && p.cost > 0 &&
-		!r.passedOver() && p.decision.granted < r.count {
+		!r.passedOver() && p.decision.Granted < r.count {
 		b.denials.remember(p, asked, told, since)
 	}
 }
@@ -394,7 +394,7 @@ func (b *batcher) settleDenials(r *request, err error, asked, told time.Duration
 // forget forgets the denials of a request's keys if the request has taken or given something, or may have. since
 // is what its statement knows, or nil if the statement remembers nothing.
 func (b *batcher) forget(r *request, err error, since *changes) {
-	if b.denials == nil || r.looks() || err == nil && r.parts[0].decision.granted <= 0 {
+	if b.denials == nil || r.looks() || err == nil && r.parts[0].decision.Granted <= 0 {
 		return
 	}
 	for i := range r.parts {

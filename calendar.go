@@ -5,6 +5,7 @@ import (
 	"strings"
 
 	"github.com/pgratelimit/ratelimit/internal/algorithm"
+	"github.com/pgratelimit/ratelimit/internal/model"
 )
 
 // CalendarWindow admits Limit in each minute, hour, day, week or month of the calendar, as the clocks of a time
@@ -54,19 +55,19 @@ const (
 
 func (p CalendarWindow) String() string { return p.one().Numbers().String() }
 
-func (p CalendarWindow) one() rules {
+func (p CalendarWindow) one() model.Rules {
 	zone := p.Zone
 	if zone == "" {
 		zone = utcName
 	}
-	return calendarWindow{p.Limit, algorithm.UnitSpan(string(p.Unit)), zone}
+	return model.CalendarWindow{Limit: p.Limit, Span: algorithm.UnitSpan(string(p.Unit)), Zone: zone}
 }
 
-func (p CalendarWindow) rules() []rules { return []rules{p.one()} }
+func (p CalendarWindow) rules() []model.Rules { return []model.Rules{p.one()} }
 
 func (p CalendarWindow) validate() error {
 	switch {
-	case p.Limit < 1 || p.Limit > maxProduct:
+	case p.Limit < 1 || p.Limit > model.MaxProduct:
 		return &ConfigError{Field: "Config.Policy.Limit", Reason: fmt.Sprintf(
 			"is %d, and must be at least 1 and at most 2^62", p.Limit)}
 	case algorithm.UnitSpan(string(p.Unit)) == 0:

@@ -14,6 +14,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit/internal/memory"
+	"github.com/pgratelimit/ratelimit/internal/model"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
@@ -127,10 +128,10 @@ func TestCalendarWindow(t *testing.T) {
 		}},
 		{"costs", in(Minute, ""), []modelStep{
 			{at("12:00:10"), 0, free(10, 0)},
-			{at("12:00:10"), 11, denied(10, never, 0)},
+			{at("12:00:10"), 11, denied(10, model.Never, 0)},
 			{at("12:00:10"), 4, granted(6, 50*second)},
 			{at("12:00:11"), 0, free(6, 49*second)},
-			{at("12:00:11"), 11, denied(6, never, 49*second)},
+			{at("12:00:11"), 11, denied(6, model.Never, 49*second)},
 			{at("12:00:11"), 7, denied(6, 49*second, 49*second)},
 			{at("12:00:11"), 6, granted(0, 49*second)},
 			{at("12:00:12"), 0, denied(0, 48*second, 48*second)},
@@ -154,16 +155,16 @@ func TestCalendarWindow(t *testing.T) {
 			{at("12:09:05"), 1, denied(0, minute-1, minute-1)},
 			{at("12:10:04.999999"), 1, granted(9, 55*second+1)},
 		}},
-		{"the largest limit", CalendarWindow{maxProduct, Month, ""}, []modelStep{
-			{clockAt("2026-07-31T23:59:59.999999Z"), maxProduct, granted(0, 1)},
+		{"the largest limit", CalendarWindow{model.MaxProduct, Month, ""}, []modelStep{
+			{clockAt("2026-07-31T23:59:59.999999Z"), model.MaxProduct, granted(0, 1)},
 			{clockAt("2026-07-31T23:59:59.999999Z"), 1, denied(0, 1, 1)},
-			{clockAt("2026-08-01T00:00:00Z"), maxProduct - 1, granted(1, 31*day)},
-			{clockAt("2026-08-01T00:00:00Z"), maxProduct, denied(1, 31*day, 31*day)},
+			{clockAt("2026-08-01T00:00:00Z"), model.MaxProduct - 1, granted(1, 31*day)},
+			{clockAt("2026-08-01T00:00:00Z"), model.MaxProduct, denied(1, 31*day, 31*day)},
 		}},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			t.Parallel()
-			playModel(t, test.policy, state{}, test.steps...)
+			playModel(t, test.policy, model.State{}, test.steps...)
 		})
 	}
 }
@@ -171,7 +172,7 @@ func TestCalendarWindow(t *testing.T) {
 func TestCalendarWindowDenialConsumesNothing(t *testing.T) {
 	t.Parallel()
 	p := CalendarWindow{Limit: 10, Unit: Minute}
-	s := playModel(t, p, state{}, modelStep{at("12:00:00"), 8, granted(2, minute)})
+	s := playModel(t, p, model.State{}, modelStep{at("12:00:00"), 8, granted(2, minute)})
 	for range 100 {
 		require.Equal(t, s, playModel(t, p, s, modelStep{at("12:00:01"), 3, denied(2, 59*second, 59*second)}))
 	}
@@ -180,13 +181,13 @@ func TestCalendarWindowDenialConsumesNothing(t *testing.T) {
 
 func TestCalendarWindowLimitChangesAtOnce(t *testing.T) {
 	t.Parallel()
-	s := playModel(t, CalendarWindow{10, Minute, ""}, state{}, modelStep{at("12:00:00"), 7, granted(3, minute)})
+	s := playModel(t, CalendarWindow{10, Minute, ""}, model.State{}, modelStep{at("12:00:00"), 7, granted(3, minute)})
 	playModel(t, CalendarWindow{15, Minute, ""}, s,
 		modelStep{at("12:00:01"), 9, denied(8, 59*second, 59*second)},
 		modelStep{at("12:00:01"), 8, granted(0, 59*second)})
 	playModel(t, CalendarWindow{4, Minute, ""}, s,
 		modelStep{at("12:00:01"), 1, denied(0, 59*second, 59*second)},
-		modelStep{at("12:00:01"), 5, denied(0, never, 59*second)},
+		modelStep{at("12:00:01"), 5, denied(0, model.Never, 59*second)},
 		modelStep{at("12:01:00"), 4, granted(0, minute)})
 }
 
@@ -194,7 +195,7 @@ func TestCalendarWindowLimitChangesAtOnce(t *testing.T) {
 func TestCalendarWindowKeepsItsEndUnderAnotherZoneOrALongerUnit(t *testing.T) {
 	t.Parallel()
 	const day = 24 * hour
-	s := playModel(t, CalendarWindow{10, Day, "Europe/Berlin"}, state{},
+	s := playModel(t, CalendarWindow{10, Day, "Europe/Berlin"}, model.State{},
 		modelStep{clockAt("2026-07-01T12:00:00+02:00"), 7, granted(3, 12*hour)})
 	playModel(t, CalendarWindow{10, Day, "America/New_York"}, s,
 		modelStep{clockAt("2026-07-01T13:00:00+02:00"), 4, denied(3, 11*hour, 11*hour)},
@@ -209,13 +210,13 @@ func TestCalendarWindowKeepsItsEndUnderAnotherZoneOrALongerUnit(t *testing.T) {
 func TestCalendarWindowStartsAnewUnderAShorterUnit(t *testing.T) {
 	t.Parallel()
 	const day = 24 * hour
-	s := playModel(t, CalendarWindow{100, Month, ""}, state{},
+	s := playModel(t, CalendarWindow{100, Month, ""}, model.State{},
 		modelStep{clockAt("2026-07-10T12:00:00Z"), 50, granted(50, 21*day+12*hour)})
 	playModel(t, CalendarWindow{10, Day, ""}, s,
 		modelStep{clockAt("2026-07-10T13:00:00Z"), 10, granted(0, 11*hour)},
 		modelStep{clockAt("2026-07-11T00:00:00Z"), 10, granted(0, day)})
 	// Unless it is over soon.
-	s = playModel(t, CalendarWindow{100, Month, ""}, state{},
+	s = playModel(t, CalendarWindow{100, Month, ""}, model.State{},
 		modelStep{clockAt("2026-07-30T12:00:00Z"), 50, granted(50, 36*hour)})
 	playModel(t, CalendarWindow{10, Day, ""}, s,
 		modelStep{clockAt("2026-07-30T13:00:00Z"), 1, denied(0, 35*hour, 35*hour)},
@@ -226,7 +227,7 @@ func TestCalendarWindowStartsAnewUnderAShorterUnit(t *testing.T) {
 func TestCalendarWindowCreditIsKeptForTwoWindows(t *testing.T) {
 	t.Parallel()
 	p := CalendarWindow{10, Minute, "Asia/Kolkata"}
-	s, d, err := checkedGrant(p, state{}, at("12:00:50"), 5)
+	s, d, err := checkedGrant(p, model.State{}, at("12:00:50"), 5)
 	require.NoError(t, err)
 	require.Equal(t, granted(15, 2*minute), d)
 	s = playModel(t, p, s,
@@ -243,12 +244,12 @@ func TestCalendarWindowCreditIsKeptForTwoWindows(t *testing.T) {
 func TestCalendarWindowRefundsOnlyItsOwnTakes(t *testing.T) {
 	t.Parallel()
 	p := CalendarWindow{10, Month, ""}
-	before, d := p.Decide(state{}, c0, 5)
-	back, _, err := checkRefund(p, before, c1, d.taken)
+	before, d := p.Decide(model.State{}, c0, 5)
+	back, _, err := checkRefund(p, before, c1, d.Taken)
 	require.NoError(t, err)
 	require.True(t, equalsNoRow(p, back, c1))
-	s := playModel(t, p, state{}, modelStep{c2, 3, granted(7, p.end(c2)-c2)}) // after a Reset
-	next, _, err := checkRefund(p, s, c3, d.taken)
+	s := playModel(t, p, model.State{}, modelStep{c2, 3, granted(7, p.end(c2)-c2)}) // after a Reset
+	next, _, err := checkRefund(p, s, c3, d.Taken)
 	require.NoError(t, err)
 	require.Equal(t, s, next)
 }
@@ -306,9 +307,9 @@ func (m *slowCalendarModel) take(t, n int64) {
 	m.start, m.count = &start, new(big.Rat).Add(count, rat(n))
 }
 
-func (m *slowCalendarModel) state(t int64) state {
+func (m *slowCalendarModel) state(t int64) model.State {
 	start, count := m.at(t)
-	return state{windowStart: start, scale: m.end(start) - start, count: whole(count)}
+	return model.State{WindowStart: start, Scale: m.end(start) - start, Count: whole(count)}
 }
 
 func TestCalendarWindowEqualsWhatTheClocksShow(t *testing.T) {
@@ -327,14 +328,14 @@ func TestCalendarWindowNeverGrantsMoreThanTheLimitInAWindow(t *testing.T) {
 	d := randomDice(t)
 	for range 500 {
 		p := d.calendar()
-		var s state
-		var last decision
+		var s model.State
+		var last model.Decision
 		var end, taken int64
 		clock := d.magnitude(0, 1<<52)
 		for range 40 {
 			clock = d.forwards(p, s, clock, last)
-			n := d.cost(p.Limit, peek(p, s, clock).remaining)
-			if s, last = p.Decide(s, clock, n); last.granted == 0 {
+			n := d.cost(p.Limit, peek(p, s, clock).Remaining)
+			if s, last = p.Decide(s, clock, n); last.Granted == 0 {
 				continue
 			}
 			if p.end(clock) != end {
@@ -358,7 +359,7 @@ func TestCalendarWindowNeverGrantsMoreThanTheClockGives(t *testing.T) {
 
 func FuzzCalendarWindow(f *testing.F) {
 	f.Add(int64(10), byte(4), byte(1), int64(20), byte(0), byte(2), []byte("a request at each of some clocks"))
-	f.Add(int64(maxProduct), byte(2), byte(4), int64(1), byte(1), byte(3), []byte("\xff\xfe\xfd\xfc\xfb\xfa\xf9\xf8"))
+	f.Add(int64(model.MaxProduct), byte(2), byte(4), int64(1), byte(1), byte(3), []byte("\xff\xfe\xfd\xfc\xfb\xfa\xf9\xf8"))
 	f.Fuzz(func(t *testing.T, limit int64, unit, zone byte, limit2 int64, unit2, zone2 byte, steps []byte) {
 		draw := func(limit int64, unit, zone byte) ruled {
 			units, zones := calendarUnits(), steadyZones()

@@ -262,7 +262,7 @@ func TestFrozenServer(t *testing.T) {
 	})
 	var counted int64
 	for _, row := range storedRows(t, pool, false) {
-		counted += row.count
+		counted += row.Count
 	}
 	require.LessOrEqual(t, counted, int64(unknown)) // only of those it was said that they might count
 	result, err := newLimiter(

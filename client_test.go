@@ -17,6 +17,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit/internal/algorithm"
+	"github.com/pgratelimit/ratelimit/internal/model"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
@@ -26,7 +27,7 @@ type kept struct {
 	limiter *Limiter
 	key     string
 	units   int64
-	takes   []take
+	takes   []model.Take
 }
 
 // One statement decides requests of six limiters, of all algorithms and in both tables, as the models do. Their denials
@@ -82,7 +83,7 @@ func TestMixedStatementEqualsTheModel(t *testing.T) {
 					l = limiters[1+4*r.IntN(2)][0]
 				}
 				q := client.requests.get(l.space, l.Config().Policy)
-				add := func(l *Limiter, cost int64, back []take) {
+				add := func(l *Limiter, cost int64, back []model.Take) {
 					q.add(l.space, l.models, key, cost, back)
 					asked[q] = append(asked[q], kept{limiter: l, key: key, units: cost})
 				}
@@ -124,7 +125,7 @@ func TestMixedStatementEqualsTheModel(t *testing.T) {
 				for _, p := range q.parts {
 					part := modelPart{id: rowID{p.name, p.key}, durable: p.space.durable, policy: modelOf(p.rules), cost: p.cost}
 					if p.refund != nil {
-						part.refund = []take{*p.refund}
+						part.refund = []model.Take{*p.refund}
 					}
 					expected[i].parts = append(expected[i].parts, part)
 				}
@@ -139,11 +140,11 @@ func TestMixedStatementEqualsTheModel(t *testing.T) {
 			for i, q := range requests {
 				for j := range q.parts {
 					got, want := q.parts[j].decision, expected[i].parts[j].decision
-					got.decidedAt = got.decidedAt.UTC()
-					want.state, want.taken.units = toldState(want.state), 0
+					got.DecidedAt = got.DecidedAt.UTC()
+					want.State, want.Taken.Units = toldState(want.State), 0
 					require.Equal(t, want, got, "request %d, part %d, of %s", i, j, title)
 				}
-				granted, first := q.parts[0].decision.granted, 0
+				granted, first := q.parts[0].decision.Granted, 0
 				for _, k := range asked[q] {
 					if granted > 0 && !q.looks() {
 						denied[denialKey{k.limiter.space, k.key}] = nil
@@ -152,7 +153,7 @@ func TestMixedStatementEqualsTheModel(t *testing.T) {
 					first += len(parts)
 					if k.units > 0 && granted > 0 {
 						for j := range parts {
-							k.takes = append(k.takes, parts[j].decision.takenBy(parts[j].rules, k.units, granted))
+							k.takes = append(k.takes, parts[j].decision.TakenBy(parts[j].rules, k.units, granted))
 						}
 						given = append(given, k)
 					}
@@ -183,7 +184,7 @@ func TestMixedStatementEqualsTheModel(t *testing.T) {
 				p := &q.parts[0]
 				result, ok := client.batcher.denials.lookup(key.space, p.rules, key.key, p.cost)
 				require.True(t, ok, "a denial of %v: %s", p.rules, title)
-				require.Equal(t, duration(p.decision.retryAfter), result.RetryAfter, title)
+				require.Equal(t, model.Duration(p.decision.RetryAfter), result.RetryAfter, title)
 				remembered[p.rules.Numbers().Algorithm]++
 			}
 			for durable, want := range asModel {

@@ -7,6 +7,8 @@ import (
 
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit/internal/model"
 )
 
 // These benchmarks leave the network out. They show what a decision costs in Go beside the statement that it
@@ -20,7 +22,7 @@ func BenchmarkModel(b *testing.B) {
 	} {
 		b.Run(fmt.Sprintf("%T", policy), func(b *testing.B) {
 			b.ReportAllocs()
-			var s state
+			var s model.State
 			for clock := int64(1); b.Loop(); clock += 1000 {
 				s, _ = policy.Decide(s, clock, 1)
 			}
@@ -50,7 +52,7 @@ func BenchmarkGroupAndFinish(b *testing.B) {
 				}
 				done = 0
 				for _, r := range buf.mergeAlike(batch) {
-					r.parts[0].decision.granted = r.count
+					r.parts[0].decision.Granted = r.count
 					r.finish(nil)
 				}
 				for _, r := range batch {

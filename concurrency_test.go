@@ -204,8 +204,8 @@ func TestRowDeletedBetweenLookAndInsert(t *testing.T) {
 				want["a"] += 5
 			}
 			for _, e := range elements {
-				require.EqualValues(t, 1, e.decision.granted, e.key)
-				require.Equal(t, 10-want[e.key], e.decision.remaining, e.key)
+				require.EqualValues(t, 1, e.decision.Granted, e.key)
+				require.Equal(t, 10-want[e.key], e.decision.Remaining, e.key)
 				require.Equal(t, want[e.key], taken(t, db.Pool, config, e.key), e.key)
 			}
 		}

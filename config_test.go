@@ -10,6 +10,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/ratelimit/internal/model"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 )
 
@@ -89,17 +90,17 @@ func TestNewRefusesWhatCannotWork(t *testing.T) {
 		"fixed: least window":          {policy(FixedWindow{Limit: 1, Window: math.MinInt64}), "Policy.Window", "at least 1µs"},
 		"fixed: nanoseconds":           {policy(FixedWindow{Limit: 1, Window: 1500 * time.Nanosecond}), "Policy.Window", "whole microseconds"},
 		"fixed: longest window":        {policy(FixedWindow{Limit: 1, Window: math.MaxInt64 / 1000 * 1000}), "Policy.Window", "71 years"},
-		"fixed: beyond the range":      {policy(FixedWindow{Limit: 2049, Window: duration(1 << 51)}), "Policy.Limit", "at most 2048"},
+		"fixed: beyond the range":      {policy(FixedWindow{Limit: 2049, Window: model.Duration(1 << 51)}), "Policy.Limit", "at most 2048"},
 		"fixed: far beyond the range":  {policy(FixedWindow{Limit: math.MaxInt64, Window: time.Second}), "Policy.Limit", "at most 4611686018427"},
 		"sliding: zero":                {policy(SlidingWindow{}), "Policy.Limit", "at least 1"},
 		"sliding: no window":           {policy(SlidingWindow{Limit: 1}), "Policy.Window", "at least 1µs"},
 		"sliding: negative limit":      {policy(SlidingWindow{Limit: -1, Window: time.Second}), "Policy.Limit", "-1"},
 		"sliding: negative window":     {policy(SlidingWindow{Limit: 1, Window: -time.Second}), "Policy.Window", "-1s"},
 		"sliding: nanoseconds":         {policy(SlidingWindow{Limit: 1, Window: 1500 * time.Nanosecond}), "Policy.Window", "whole microseconds"},
-		"sliding: too long":            {policy(SlidingWindow{Limit: 1, Window: duration(1<<51 + 1)}), "Policy.Window", "71 years"},
+		"sliding: too long":            {policy(SlidingWindow{Limit: 1, Window: model.Duration(1<<51 + 1)}), "Policy.Window", "71 years"},
 		"sliding: beyond the range":    {policy(SlidingWindow{Limit: 1<<62 + 1, Window: time.Microsecond}), "Policy.Limit", "at most 4611686018427387904"},
 		"calendar: zero":               {policy(CalendarWindow{}), "Policy.Limit", "at least 1"},
-		"calendar: too much":           {policy(CalendarWindow{Limit: maxProduct + 1, Unit: Day}), "Policy.Limit", "at most 2^62"},
+		"calendar: too much":           {policy(CalendarWindow{Limit: model.MaxProduct + 1, Unit: Day}), "Policy.Limit", "at most 2^62"},
 		"calendar: no unit":            {policy(CalendarWindow{Limit: 1}), "Policy.Unit", "must be"},
 		"calendar: another unit":       {policy(CalendarWindow{Limit: 1, Unit: "year"}), "Policy.Unit", "\"day\""},
 		"calendar: an abbreviation":    {policy(CalendarWindow{Limit: 1, Unit: Day, Zone: "CET"}), "Policy.Zone", "such as Europe/Berlin"},
@@ -109,7 +110,7 @@ func TestNewRefusesWhatCannotWork(t *testing.T) {
 		"log: no window":               {policy(SlidingLog{Limit: 1}), "Policy.Window", "at least 1µs"},
 		"log: negative limit":          {policy(SlidingLog{Limit: -1, Window: time.Second}), "Policy.Limit", "-1"},
 		"log: nanoseconds":             {policy(SlidingLog{Limit: 1, Window: 1500 * time.Nanosecond}), "Policy.Window", "whole microseconds"},
-		"log: too long":                {policy(SlidingLog{Limit: 1, Window: duration(1<<51 + 1)}), "Policy.Window", "71 years"},
+		"log: too long":                {policy(SlidingLog{Limit: 1, Window: model.Duration(1<<51 + 1)}), "Policy.Window", "71 years"},
 		"log: 1,001":                   {policy(SlidingLog{Limit: 1001, Window: time.Second}), "Policy.Limit", "at most 1000"},
 		"log: far above":               {policy(SlidingLog{Limit: math.MaxInt64, Window: time.Second}), "Policy.Limit", "at most 1000"},
 		"bucket: zero":                 {policy(TokenBucket{}), "Policy.Capacity", "at least 1"},
@@ -119,9 +120,9 @@ func TestNewRefusesWhatCannotWork(t *testing.T) {
 		"bucket: negative refill":      {policy(TokenBucket{Capacity: 1, Refill: -1, Every: time.Second}), "Policy.Refill", "-1"},
 		"bucket: negative interval":    {policy(TokenBucket{Capacity: 1, Refill: 1, Every: -time.Second}), "Policy.Every", "-1s"},
 		"bucket: nanoseconds":          {policy(TokenBucket{Capacity: 1, Refill: 1, Every: 1001}), "Policy.Every", "whole microseconds"},
-		"bucket: too long an interval": {policy(TokenBucket{Capacity: 1, Refill: 1, Every: duration(1<<51 + 1)}), "Policy.Every", "71 years"},
-		"bucket: beyond the range":     {policy(TokenBucket{Capacity: 2049, Refill: math.MaxInt64, Every: duration(1 << 51)}), "Policy.Capacity", "at most 2048"},
-		"bucket: fills too slowly":     {policy(TokenBucket{Capacity: 2, Refill: 1, Every: duration(1 << 51)}), "Policy.Refill", "71 years"},
+		"bucket: too long an interval": {policy(TokenBucket{Capacity: 1, Refill: 1, Every: model.Duration(1<<51 + 1)}), "Policy.Every", "71 years"},
+		"bucket: beyond the range":     {policy(TokenBucket{Capacity: 2049, Refill: math.MaxInt64, Every: model.Duration(1 << 51)}), "Policy.Capacity", "at most 2048"},
+		"bucket: fills too slowly":     {policy(TokenBucket{Capacity: 2, Refill: 1, Every: model.Duration(1 << 51)}), "Policy.Refill", "71 years"},
 		"bucket: fills 1 µs too late":  {policy(TokenBucket{Capacity: 1<<51 + 1, Refill: 1, Every: time.Microsecond}), "Policy.Refill", "71 years"},
 	} {
 		limiter, err := New(pool, c.config)
@@ -196,12 +197,12 @@ func TestNewAcceptsTheEndsOfTheRange(t *testing.T) {
 		{Name: " \n\t'\"\\$1", Policy: good, Client: ClientConfig{Timeout: math.MaxInt64, MaxInFlight: math.MaxInt, MaxBatch: math.MaxInt, DenialMaxAge: math.MaxInt64}},
 		{Name: "n", Policy: good, Durable: true, SynchronousCommit: true},
 		policy(FixedWindow{Limit: 1 << 62, Window: time.Microsecond}),
-		policy(FixedWindow{Limit: 1 << 11, Window: duration(1 << 51)}),
+		policy(FixedWindow{Limit: 1 << 11, Window: model.Duration(1 << 51)}),
 		policy(SlidingWindow{Limit: 1 << 62, Window: time.Microsecond}),
-		policy(SlidingWindow{Limit: 1 << 11, Window: duration(1 << 51)}),
-		policy(SlidingLog{Limit: 1000, Window: duration(1 << 51)}),
+		policy(SlidingWindow{Limit: 1 << 11, Window: model.Duration(1 << 51)}),
+		policy(SlidingLog{Limit: 1000, Window: model.Duration(1 << 51)}),
 		policy(TokenBucket{Capacity: 1 << 62, Refill: 1 << 11, Every: time.Microsecond}),
-		policy(TokenBucket{Capacity: 1 << 11, Refill: 1 << 11, Every: duration(1 << 51)}),
+		policy(TokenBucket{Capacity: 1 << 11, Refill: 1 << 11, Every: model.Duration(1 << 51)}),
 		policy(TokenBucket{Capacity: 1, Refill: math.MaxInt64, Every: time.Microsecond}),
 	} {
 		_, err := New(pool, config)

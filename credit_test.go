@@ -12,6 +12,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/ratelimit/internal/model"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
@@ -21,7 +22,7 @@ type creditStep struct {
 	at    int64
 	grant int64
 	n     int64
-	want  decision
+	want  model.Decision
 }
 
 func TestCreditIsSpentAfterTheOrdinaryRoom(t *testing.T) {
@@ -33,9 +34,9 @@ func TestCreditIsSpentAfterTheOrdinaryRoom(t *testing.T) {
 	}{
 		{"fixed window", FixedWindow{10, time.Minute}, []creditStep{
 			{c0, 5, 0, granted(15, minute)},
-			{c1, 0, 11, denied(15, never, 59*second)}, // no single request costs more than the limit
-			{c1, 0, 4, granted(11, minute)},           // a window starts here, and the credit lives for one from here
-			{c2, 0, 8, granted(3, minute)},            // 6 of the window, 2 of the credit
+			{c1, 0, 11, denied(15, model.Never, 59*second)}, // no single request costs more than the limit
+			{c1, 0, 4, granted(11, minute)},                 // a window starts here, and the credit lives for one from here
+			{c2, 0, 8, granted(3, minute)},                  // 6 of the window, 2 of the credit
 			{c3, 0, 4, denied(3, 58*second, 59*second)},
 			{c3, 0, -4, granted(7, 59*second)}, // gives back what the window counts, and no credit
 			{c3, 0, 7, granted(0, 58*second)},  // the credit is spent: what is left to wait for is the window's end
@@ -72,7 +73,7 @@ func TestCreditIsSpentAfterTheOrdinaryRoom(t *testing.T) {
 		}},
 		{"sliding log", SlidingLog{10, time.Minute}, []creditStep{
 			{c0, 5, 0, granted(15, minute)},
-			{c1, 0, 11, denied(15, never, 59*second)},
+			{c1, 0, 11, denied(15, model.Never, 59*second)},
 			{c1, 0, 4, granted(11, minute)},
 			{c2, 0, 8, granted(3, minute)}, // 6 into the log, 2 of the credit
 			{c3, 0, 2, granted(1, minute)}, // of the credit alone, which then lives on from here
@@ -91,22 +92,22 @@ func TestCreditIsSpentAfterTheOrdinaryRoom(t *testing.T) {
 			{c2 + 2*minute - 1, 0, 0, free(17, 1)},
 			{c2 + 2*minute, 0, 0, free(10, 0)},
 		}},
-		{"the largest numbers", FixedWindow{maxProduct, time.Microsecond}, []creditStep{
-			{c0, maxCredit, 0, granted(maxProduct+maxCredit, 1)},
-			{c0, maxCredit, 0, granted(maxProduct+maxCredit, 1)}, // a key holds no more
-			{c0, 0, maxProduct, granted(maxCredit, 1)},
-			{c0, 0, maxProduct, denied(maxCredit, 1, 1)},
-			{c0, 0, maxCredit, granted(0, 1)},
+		{"the largest numbers", FixedWindow{model.MaxProduct, time.Microsecond}, []creditStep{
+			{c0, model.MaxCredit, 0, granted(model.MaxProduct+model.MaxCredit, 1)},
+			{c0, model.MaxCredit, 0, granted(model.MaxProduct+model.MaxCredit, 1)}, // a key holds no more
+			{c0, 0, model.MaxProduct, granted(model.MaxCredit, 1)},
+			{c0, 0, model.MaxProduct, denied(model.MaxCredit, 1, 1)},
+			{c0, 0, model.MaxCredit, granted(0, 1)},
 		}},
-		{"the largest bucket", TokenBucket{maxProduct, math.MaxInt64, time.Microsecond}, []creditStep{
-			{c0, maxCredit, 0, granted(maxProduct+maxCredit, 1)},
-			{c0, 0, maxProduct, granted(maxCredit, 1)},
-			{c0, 0, maxCredit, granted(0, 1)},
+		{"the largest bucket", TokenBucket{model.MaxProduct, math.MaxInt64, time.Microsecond}, []creditStep{
+			{c0, model.MaxCredit, 0, granted(model.MaxProduct+model.MaxCredit, 1)},
+			{c0, 0, model.MaxProduct, granted(model.MaxCredit, 1)},
+			{c0, 0, model.MaxCredit, granted(0, 1)},
 		}},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			t.Parallel()
-			var s state
+			var s model.State
 			for i, step := range test.steps {
 				if step.grant > 0 {
 					next, got, err := checkedGrant(test.policy, s, step.at, step.grant)
@@ -114,7 +115,7 @@ func TestCreditIsSpentAfterTheOrdinaryRoom(t *testing.T) {
 					require.Equal(t, step.want, got, "step %d: Grant of %d from %+v", i, step.grant, s)
 					s = next
 				} else if step.n < 0 {
-					k := take{units: -step.n, in: rollForward(test.policy, s, step.at).windowStart}
+					k := model.Take{Units: -step.n, In: rollForward(test.policy, s, step.at).WindowStart}
 					next, got, err := checkRefund(test.policy, s, step.at, k)
 					require.NoError(t, err)
 					require.Equal(t, step.want, got, "step %d", i)
@@ -129,9 +130,9 @@ func TestCreditIsSpentAfterTheOrdinaryRoom(t *testing.T) {
 
 func TestCreditStaysWhenThePolicyChanges(t *testing.T) {
 	t.Parallel()
-	s, _ := grant(FixedWindow{10, time.Minute}, state{}, c0, 5)
+	s, _ := model.Grant(FixedWindow{10, time.Minute}, model.State{}, c0, 5)
 	playModel(t, FixedWindow{3, time.Hour}, s, modelStep{c1, 3, granted(5, hour)}, modelStep{c1, 3, granted(2, hour)})
-	s, _ = grant(SlidingWindow{10, time.Minute}, state{}, c0, 5)
+	s, _ = model.Grant(SlidingWindow{10, time.Minute}, model.State{}, c0, 5)
 	playModel(
 		t,
 		SlidingWindow{3, time.Hour},
@@ -139,9 +140,9 @@ func TestCreditStaysWhenThePolicyChanges(t *testing.T) {
 		modelStep{c1, 3, granted(5, 2*hour)},
 		modelStep{c1, 3, granted(2, 2*hour)},
 	)
-	s, _ = grant(SlidingLog{10, time.Minute}, state{}, c0, 5)
+	s, _ = model.Grant(SlidingLog{10, time.Minute}, model.State{}, c0, 5)
 	playModel(t, SlidingLog{3, time.Hour}, s, modelStep{c1, 3, granted(5, hour)}, modelStep{c1, 3, granted(2, hour)})
-	s, _ = grant(TokenBucket{10, 1, time.Second}, state{}, c0, 5)
+	s, _ = model.Grant(TokenBucket{10, 1, time.Second}, model.State{}, c0, 5)
 	playModel(
 		t,
 		TokenBucket{3, 1, time.Hour},
@@ -170,20 +171,20 @@ func TestNeverMoreThanTheLimitAndWhatWasGranted(t *testing.T) {
 		if p.validate() != nil {
 			continue
 		}
-		var s state
+		var s model.State
 		allowance, taken := limit, int64(0)
 		for range 40 {
-			var got decision
+			var got model.Decision
 			if d(5) == 0 {
 				n := d.magnitude(1, limit)
-				s, got = grant(p, s, c0, n)
+				s, got = model.Grant(p, s, c0, n)
 				allowance += n
 			} else {
-				n := d.cost(limit, peek(p, s, c0).remaining)
+				n := d.cost(limit, peek(p, s, c0).Remaining)
 				s, got = p.Decide(s, c0, n)
-				taken += got.granted * n
+				taken += got.Granted * n
 			}
-			require.Equal(t, allowance-taken, got.remaining, "%T%+v", p, p)
+			require.Equal(t, allowance-taken, got.Remaining, "%T%+v", p, p)
 		}
 		if taken > limit {
 			spent++
@@ -313,7 +314,7 @@ func TestGrantOfABadAmount(t *testing.T) {
 	limiter := newLimiter(t, db.Pool, Config{Name: "test", Policy: FixedWindow{Limit: 10, Window: year}})
 	tx := pgtest.Begin(t, db)
 	for n, want := range map[int64]error{
-		0: ErrInvalidCost, -1: ErrInvalidCost, math.MinInt64: ErrInvalidCost, maxCredit + 1: ErrCostExceedsLimit, math.MaxInt64: ErrCostExceedsLimit,
+		0: ErrInvalidCost, -1: ErrInvalidCost, math.MinInt64: ErrInvalidCost, model.MaxCredit + 1: ErrCostExceedsLimit, math.MaxInt64: ErrCostExceedsLimit,
 	} {
 		result, err := limiter.Grant(t.Context(), "personal", n)
 		require.Zero(t, result)
@@ -323,7 +324,7 @@ func TestGrantOfABadAmount(t *testing.T) {
 			require.NotEqual(t, errors.Is(err, ErrInvalidCost), errors.Is(err, ErrCostExceedsLimit))
 			require.NotContains(t, err.Error(), "personal")
 		}
-		if n > maxCredit {
+		if n > model.MaxCredit {
 			require.EqualError(
 				t,
 				err,

@@ -6,6 +6,8 @@ import (
 	"sync"
 	"sync/atomic"
 	"time"
+
+	"github.com/pgratelimit/ratelimit/internal/model"
 )
 
 // denials remembers, in this process, keys that the database has just denied. So a client that keeps asking costs
@@ -77,8 +79,8 @@ type denialKey struct {
 
 // denial is a key's state when it was denied. The database decided between asked and told, by the local clock.
 type denial struct {
-	rules       rules // under which it was denied; another one may have room
-	state       state
+	rules       model.Rules // under which it was denied; another one may have room
+	state       model.State
 	clock       int64 // the database's, in microseconds, at the decision
 	asked, told time.Duration
 	// retryAt is when a cost of 1 may fit again, and resetAt when the key is as good as new, by the database's
@@ -121,7 +123,7 @@ func (d *denials) shard(key string) (s *denialShard, i uint64) {
 }
 
 // lookup returns the denial of a request that the database would deny too, as far as this process knows.
-func (d *denials) lookup(space *keyspace, m rules, key string, n int64) (Result, bool) {
+func (d *denials) lookup(space *keyspace, m model.Rules, key string, n int64) (Result, bool) {
 	s, _ := d.shard(key)
 	if s == nil {
 		return Result{}, false
@@ -143,21 +145,21 @@ func (d *denials) lookup(space *keyspace, m rules, key string, n int64) (Result,
 	// The database decided between being asked and telling, so its clock now lies between latest and earliest. The
 	// caller is told what holds at earliest, so that nobody retries too early, and all numbers are of one time. It
 	// is a denial only if it holds at latest, too.
-	latest := known.clock + microsUp(age)
-	earliest := latest - microsUp(known.told-known.asked)
-	decided := decision{retryAfter: known.retryAt - earliest, resetAfter: known.resetAt - earliest}
+	latest := known.clock + model.MicrosUp(age)
+	earliest := latest - model.MicrosUp(known.told-known.asked)
+	decided := model.Decision{RetryAfter: known.retryAt - earliest, ResetAfter: known.resetAt - earliest}
 	if n > 1 {
 		_, decided = m.Decide(known.state, earliest, n)
 	}
-	if decided.retryAfter <= latest-earliest {
+	if decided.RetryAfter <= latest-earliest {
 		return Result{}, false
 	}
 	return Result{
 		Source:     SourceCachedDenial,
 		Limit:      m.Numbers().Limit,
-		Remaining:  decided.remaining,
-		RetryAfter: duration(decided.retryAfter),
-		ResetAfter: duration(decided.resetAfter),
+		Remaining:  decided.Remaining,
+		RetryAfter: model.Duration(decided.RetryAfter),
+		ResetAfter: model.Duration(decided.ResetAfter),
 		DecidedAt:  time.UnixMicro(earliest),
 	}, true
 }
@@ -166,11 +168,11 @@ func (d *denials) lookup(space *keyspace, m rules, key string, n int64) (Result,
 // keys when it left.
 func (d *denials) remember(p *part, asked, told time.Duration, since *changes) {
 	denied := &p.decision
-	clock := denied.decidedAt.UnixMicro()
-	_, one := p.rules.Decide(denied.state, clock, 1)
+	clock := denied.DecidedAt.UnixMicro()
+	_, one := p.rules.Decide(denied.State, clock, 1)
 	known := denial{
-		rules: p.rules, state: denied.state, clock: clock, asked: asked, told: told,
-		retryAt: clock + one.retryAfter, resetAt: clock + one.resetAfter,
+		rules: p.rules, state: denied.State, clock: clock, asked: asked, told: told,
+		retryAt: clock + one.RetryAfter, resetAt: clock + one.ResetAfter,
 	}
 	if d.shards.Load() == nil {
 		d.shards.CompareAndSwap(nil, new([denialShards]denialShard))

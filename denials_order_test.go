@@ -16,6 +16,7 @@ import (
 	"github.com/jackc/pgx/v5/pgtype"
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/ratelimit/internal/model"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 )
 
@@ -313,10 +314,10 @@ func (o *orders) check(l *Limiter, key string, n int64, got Result) {
 	for _, rows := range o.history[o.told[key]:] {
 		row, clock, m := rows[key], time.Now(), l.models[0]
 		if row.algorithm != m.Numbers().Algorithm {
-			row.state = state{}
+			row.State = model.State{}
 		}
-		_, d := m.Decide(row.state, clock.UnixMicro(), n)
-		d.decidedAt = clock.UTC()
+		_, d := m.Decide(row.State, clock.UnixMicro(), n)
+		d.DecidedAt = clock.UTC()
 		possible = append(possible, (&part{rules: m, cost: n, decision: d}).result(1))
 	}
 	require.Contains(o.t, possible, got, "step %d of seed %d: %v, cost %d", o.step, o.seed, l.Config().Policy, n)

@@ -12,6 +12,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/ratelimit/internal/model"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 )
 
@@ -38,7 +39,7 @@ func (d testDenials) deny(key string, n int64) (Result, bool) {
 
 func (d testDenials) changed(key string, since *changes) { d.forget(d.space, key, since) }
 
-func (d testDenials) remember(key string, denied decision, asked, told time.Duration, since *changes) {
+func (d testDenials) remember(key string, denied model.Decision, asked, told time.Duration, since *changes) {
 	d.denials.remember(&part{space: d.space, rules: d.policy.one(), key: key, decision: denied}, asked, told, since)
 }
 
@@ -51,9 +52,9 @@ func (l *Limiter) remembersDenial(key string, n int64) bool {
 // rememberDenied takes all of a key's limit at the clock, and has what a denial then says remembered.
 func rememberDenied(d testDenials, key string, clock *setClock) {
 	at := clock.at.UnixMicro()
-	s, _ := d.policy.Decide(state{}, at, d.policy.Numbers().Limit)
+	s, _ := d.policy.Decide(model.State{}, at, d.policy.Numbers().Limit)
 	_, denied := d.policy.Decide(s, at, 1)
-	denied.decidedAt = clock.at
+	denied.DecidedAt = clock.at
 	since := d.snapshot()
 	d.remember(key, denied, d.elapsed(), d.elapsed(), &since)
 }
@@ -187,9 +188,9 @@ func TestDenialAllowsForTheTimeThatTheStatementTook(t *testing.T) {
 	t.Parallel()
 	d, clock := newTestDenials(FixedWindow{Limit: 1, Window: time.Second}, time.Minute)
 	at := clock.at.UnixMicro()
-	s, _ := d.policy.Decide(state{}, at, 1)
+	s, _ := d.policy.Decide(model.State{}, at, 1)
 	_, denied := d.policy.Decide(s, at, 1)
-	denied.decidedAt = clock.at
+	denied.DecidedAt = clock.at
 	asked, since := d.elapsed(), d.snapshot()
 	clock.at = clock.at.Add(10 * time.Millisecond)
 	d.remember("key", denied, asked, d.elapsed(), &since)
@@ -224,19 +225,19 @@ func TestCachedDenialTellsTheTruthAtItsTime(t *testing.T) {
 			told := 0
 			for range 2000 * rounds(t) {
 				d, clock := newTestDenials(policy, time.Minute)
-				var taken state
+				var taken model.State
 				for range 4 {
 					elapse(clock, 500*time.Millisecond)
 					_, left := policy.Decide(taken, clock.at.UnixMicro(), 0)
 					taken, _ = policy.Decide(
 						taken,
 						clock.at.UnixMicro(),
-						left.remaining-random.Int64N(left.remaining+1)/2,
+						left.Remaining-random.Int64N(left.Remaining+1)/2,
 					)
 				}
 				asked, since := d.elapsed(), d.snapshot()
 				elapse(clock, 200*time.Millisecond)
-				denied := decision{state: taken, decidedAt: clock.at}
+				denied := model.Decision{State: taken, DecidedAt: clock.at}
 				elapse(clock, 200*time.Millisecond)
 				d.remember("key", denied, asked, d.elapsed(), &since)
 				for range 4 {
@@ -248,12 +249,12 @@ func TestCachedDenialTellsTheTruthAtItsTime(t *testing.T) {
 					}
 					told++
 					_, want := policy.Decide(taken, got.DecidedAt.UnixMicro(), cost)
-					require.Zero(t, want.granted, "seed %d", seed)
-					require.Equal(t, want.remaining, got.Remaining, "seed %d, cost %d", seed, cost)
-					require.Equal(t, duration(want.retryAfter), got.RetryAfter, "seed %d, cost %d", seed, cost)
-					require.Equal(t, duration(want.resetAfter), got.ResetAfter, "seed %d, cost %d", seed, cost)
+					require.Zero(t, want.Granted, "seed %d", seed)
+					require.Equal(t, want.Remaining, got.Remaining, "seed %d, cost %d", seed, cost)
+					require.Equal(t, model.Duration(want.RetryAfter), got.RetryAfter, "seed %d, cost %d", seed, cost)
+					require.Equal(t, model.Duration(want.ResetAfter), got.ResetAfter, "seed %d, cost %d", seed, cost)
 					_, now := policy.Decide(taken, clock.at.UnixMicro(), cost)
-					require.Zero(t, now.granted, "seed %d: it fits by now", seed)
+					require.Zero(t, now.Granted, "seed %d: it fits by now", seed)
 				}
 			}
 			require.Greater(t, told, 1000, "hardly a denial was told")
@@ -266,9 +267,9 @@ func TestDenialDecidedBeforeAResetIsNotRemembered(t *testing.T) {
 	d, clock := newTestDenials(FixedWindow{Limit: 1, Window: time.Hour}, time.Second)
 	before := d.snapshot()
 	at := clock.at.UnixMicro()
-	s, _ := d.policy.Decide(state{}, at, 1)
+	s, _ := d.policy.Decide(model.State{}, at, 1)
 	_, denied := d.policy.Decide(s, at, 1)
-	denied.decidedAt = clock.at
+	denied.DecidedAt = clock.at
 	d.changed("key", nil)
 	d.remember("key", denied, d.elapsed(), d.elapsed(), &before)
 	_, ok := d.deny("key", 1)
@@ -289,9 +290,9 @@ func TestDenialThatComesBackLateIsNotRemembered(t *testing.T) {
 	t.Parallel()
 	d, clock := newTestDenials(FixedWindow{Limit: 10, Window: time.Hour}, time.Second)
 	at := clock.at.UnixMicro()
-	taken, _ := d.policy.Decide(state{}, at, 10)
+	taken, _ := d.policy.Decide(model.State{}, at, 10)
 	_, denied := d.policy.Decide(taken, at, 1)
-	denied.decidedAt = clock.at
+	denied.DecidedAt = clock.at
 	remembered := func(since changes) bool {
 		d.remember("key", denied, d.elapsed(), d.elapsed(), &since)
 		_, ok := d.deny("key", 1)
@@ -326,7 +327,7 @@ func TestDenialOfSomeIsRemembered(t *testing.T) {
 		l := newLimiter(t, newModelDB(), Config{Name: "test", Policy: policy})
 		elements := []element{{key: "key", cost: 1, count: 64}}
 		require.NoError(t, l.decideAndRemember(t.Context(), elements))
-		require.Equal(t, int64(10), elements[0].decision.granted)
+		require.Equal(t, int64(10), elements[0].decision.Granted)
 		result, err := l.Allow(t.Context(), "key")
 		require.NoError(t, err)
 		require.Equal(t, SourceCachedDenial, result.Source)
@@ -366,9 +367,9 @@ func TestFirstDenial(t *testing.T) {
 		}, true},
 	} {
 		d, clock := newTestDenials(FixedWindow{Limit: 1, Window: time.Hour}, time.Second)
-		s, _ := d.policy.Decide(state{}, clock.at.UnixMicro(), 1)
+		s, _ := d.policy.Decide(model.State{}, clock.at.UnixMicro(), 1)
 		_, denied := d.policy.Decide(s, clock.at.UnixMicro(), 1)
-		denied.decidedAt = clock.at
+		denied.DecidedAt = clock.at
 		since := d.snapshot()
 		c.meanwhile(d, &since)
 		d.remember("key", denied, d.elapsed(), d.elapsed(), &since)

@@ -9,6 +9,8 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit/internal/model"
 )
 
 // dice returns one of 0 to n-1.
@@ -59,36 +61,36 @@ func (d dice) magnitude(lo, hi int64) int64 {
 // window draws the numbers of a window from all of the exact range: everyday ones, and ones up to its edge.
 func (d dice) window() (limit int64, window time.Duration) {
 	if d(3) == 0 {
-		return 1 + d(20), duration(1 + d(100))
+		return 1 + d(20), model.Duration(1 + d(100))
 	}
-	span := d.magnitude(1, maxSpan)
-	return d.magnitude(1, maxProduct/span), duration(span)
+	span := d.magnitude(1, model.MaxSpan)
+	return d.magnitude(1, model.MaxProduct/span), model.Duration(span)
 }
 
 // log draws a SlidingLog in the same way.
 func (d dice) log() SlidingLog {
 	if d(3) == 0 {
-		return SlidingLog{Limit: 1 + d(20), Window: duration(1 + d(100))}
+		return SlidingLog{Limit: 1 + d(20), Window: model.Duration(1 + d(100))}
 	}
-	return SlidingLog{Limit: d.magnitude(1, maxLogLimit), Window: duration(d.magnitude(1, maxSpan))}
+	return SlidingLog{Limit: d.magnitude(1, model.MaxLogLimit), Window: model.Duration(d.magnitude(1, model.MaxSpan))}
 }
 
 // bucket draws a TokenBucket in the same way.
 func (d dice) bucket() TokenBucket {
 	if d(3) == 0 {
-		return TokenBucket{Capacity: 1 + d(20), Refill: 1 + d(20), Every: duration(1 + d(100))}
+		return TokenBucket{Capacity: 1 + d(20), Refill: 1 + d(20), Every: model.Duration(1 + d(100))}
 	}
-	every := d.magnitude(1, maxSpan)
-	capacity := d.magnitude(1, maxProduct/every)
-	slowest := ceilDiv(capacity*every, maxSpan)
-	return TokenBucket{Capacity: capacity, Refill: d.magnitude(slowest, math.MaxInt64), Every: duration(every)}
+	every := d.magnitude(1, model.MaxSpan)
+	capacity := d.magnitude(1, model.MaxProduct/every)
+	slowest := model.CeilDiv(capacity*every, model.MaxSpan)
+	return TokenBucket{Capacity: capacity, Refill: d.magnitude(slowest, math.MaxInt64), Every: model.Duration(every)}
 }
 
 // calendar draws a CalendarWindow.
 func (d dice) calendar() CalendarWindow {
 	limit := 1 + d(20)
 	if d(3) == 0 {
-		limit = d.magnitude(1, maxProduct)
+		limit = d.magnitude(1, model.MaxProduct)
 	}
 	units, zones := calendarUnits(), steadyZones()
 	return CalendarWindow{Limit: limit, Unit: units[d(int64(len(units)))], Zone: zones[d(int64(len(zones)))]}
@@ -96,15 +98,15 @@ func (d dice) calendar() CalendarWindow {
 
 // clock draws the clock of the next request: where something happens to the row, a microsecond beside that, or any
 // step away, forwards and back.
-func (d dice) clock(p ruled, s state, clock int64, last decision) int64 {
+func (d dice) clock(p ruled, s model.State, clock int64, last model.Decision) int64 {
 	const highest = 1 << 60
-	start, window := s.windowStart, reach(p)
+	start, window := s.WindowStart, reach(p)
 	events := []int64{
-		clock, clock + 1, start, start + window/2, start + window, start + 2*window, s.expiresAt, clock + last.resetAfter,
+		clock, clock + 1, start, start + window/2, start + window, start + 2*window, s.ExpiresAt, clock + last.ResetAfter,
 		start - window, start - 2*window, clock - 1,
 	}
-	if last.retryAfter != never {
-		events = append(events, clock+last.retryAfter)
+	if last.RetryAfter != model.Never {
+		events = append(events, clock+last.RetryAfter)
 	}
 	switch d(8) {
 	case 0, 1, 2:
@@ -133,24 +135,24 @@ func (d dice) cost(limit, remaining int64) int64 {
 }
 
 // refund draws what is given back: all or part of a take, again and again, or something that nobody has taken.
-func (d dice) refund(takes []take, p ruled, clock int64) take {
+func (d dice) refund(takes []model.Take, p ruled, clock int64) model.Take {
 	if len(takes) == 0 || d(8) == 0 {
-		k := take{
-			units: d.magnitude(1, math.MaxInt64),
-			since: clock - d.magnitude(0, clock),
-			in:    clock - d.magnitude(0, clock),
-			at:    d.magnitude(0, math.MaxInt64),
+		k := model.Take{
+			Units: d.magnitude(1, math.MaxInt64),
+			Since: clock - d.magnitude(0, clock),
+			In:    clock - d.magnitude(0, clock),
+			At:    d.magnitude(0, math.MaxInt64),
 		}
-		k.spent = d.magnitude(0, k.units)
+		k.Spent = d.magnitude(0, k.Units)
 		return k
 	}
 	k := takes[d(int64(len(takes)))]
 	if d(2) == 0 {
-		from := d.magnitude(0, k.units-1)
-		k = k.portion(p, from, d.magnitude(from+1, k.units))
+		from := d.magnitude(0, k.Units-1)
+		k = k.Portion(p, from, d.magnitude(from+1, k.Units))
 	}
 	if d(8) == 0 {
-		*[]*int64{&k.units, &k.since, &k.in, &k.at}[d(4)] += 1 + d(3)
+		*[]*int64{&k.Units, &k.Since, &k.In, &k.At}[d(4)] += 1 + d(3)
 	}
 	return k
 }
@@ -162,9 +164,9 @@ type seen struct{ granted, denied, never, peeked, refunded, renewed, stale, cred
 // policy. It checks each decision. It begins with the policy that draw returns first.
 func walkModel(d dice, more func() bool, draw func() ruled) (seen, error) {
 	var count seen
-	var s state
-	var last decision
-	var takes []take
+	var s model.State
+	var last model.Decision
+	var takes []model.Take
 	p := draw()
 	clock := d.magnitude(0, 1<<52)
 	for more() {
@@ -174,7 +176,7 @@ func walkModel(d dice, more func() bool, draw func() ruled) (seen, error) {
 		}
 		clock = d.clock(p, s, clock, last)
 		if d(12) == 0 {
-			next, got, err := checkedGrant(p, s, clock, d.magnitude(1, maxCredit))
+			next, got, err := checkedGrant(p, s, clock, d.magnitude(1, model.MaxCredit))
 			if err != nil {
 				return count, err
 			}
@@ -188,7 +190,7 @@ func walkModel(d dice, more func() bool, draw func() ruled) (seen, error) {
 				return count, err
 			}
 			switch {
-			case next != s && got.resetAfter == 0:
+			case next != s && got.ResetAfter == 0:
 				count.renewed++
 			case next != s:
 				count.refunded++
@@ -198,7 +200,7 @@ func walkModel(d dice, more func() bool, draw func() ruled) (seen, error) {
 			s, last = next, got
 			continue
 		}
-		n := d.cost(p.Numbers().Limit, peek(p, s, clock).remaining)
+		n := d.cost(p.Numbers().Limit, peek(p, s, clock).Remaining)
 		if err := checkElement(p, s, clock, n, 1+d(4)); err != nil {
 			return count, err
 		}
@@ -206,23 +208,23 @@ func walkModel(d dice, more func() bool, draw func() ruled) (seen, error) {
 		if err != nil {
 			return count, err
 		}
-		if got.granted == 1 {
+		if got.Granted == 1 {
 			_, d := p.Decide(s, clock, n)
-			takes = append(takes, d.taken)
+			takes = append(takes, d.Taken)
 		}
 		switch {
 		case n == 0:
 			count.peeked++
-		case got.granted == 1:
+		case got.Granted == 1:
 			count.granted++
 			if creditOf(p, next, clock) < creditOf(p, s, clock) {
 				count.spent++
 			}
-		case got.retryAfter == never:
+		case got.RetryAfter == model.Never:
 			count.never++
 		default:
 			count.denied++
-			if clock+got.retryAfter == s.expiresAt && s.expiresAt < s.windowStart+longestWait(p) {
+			if clock+got.RetryAfter == s.ExpiresAt && s.ExpiresAt < s.WindowStart+longestWait(p) {
 				count.clamped++
 			}
 			if next != s {
@@ -230,10 +232,10 @@ func walkModel(d dice, more func() bool, draw func() ruled) (seen, error) {
 			}
 		}
 		switch {
-		case s == state{}:
-		case clock < s.windowStart:
+		case s == model.State{}:
+		case clock < s.WindowStart:
 			count.ahead++
-		case clock >= s.expiresAt:
+		case clock >= s.ExpiresAt:
 			count.expired++
 		}
 		s, last = next, got
@@ -298,8 +300,8 @@ func fuzzModel(t *testing.T, steps []byte, policies ...ruled) {
 }
 
 // forwards draws the next clock of one that never steps back.
-func (d dice) forwards(p ruled, s state, clock int64, last decision) int64 {
-	return max(clock, min(d.clock(p, s, clock, last), clock+8*maxSpan))
+func (d dice) forwards(p ruled, s model.State, clock int64, last model.Decision) int64 {
+	return max(clock, min(d.clock(p, s, clock, last), clock+8*model.MaxSpan))
 }
 
 // fuzzWindows fuzzes a policy that has a limit and a window, and its change to another limit and window.
@@ -308,20 +310,20 @@ func fuzzWindows(f *testing.F, policy func(limit int64, window time.Duration) ru
 	f.Add(int64(10), minute, int64(20), minute, []byte("a request at each of some clocks, at some costs"))
 	f.Add(
 		int64(2048),
-		int64(maxSpan),
+		int64(model.MaxSpan),
 		int64(1),
 		int64(1),
 		[]byte("\x00\x01\x02\x03\x04\x05\x06\x07\x08\x09\x0a\x0b\x0c\x0d\x0e\x0f"),
 	)
 	f.Add(
-		int64(maxProduct),
+		int64(model.MaxProduct),
 		int64(1),
 		int64(2048),
-		int64(maxSpan),
+		int64(model.MaxSpan),
 		[]byte("\xff\xfe\xfd\xfc\xfb\xfa\xf9\xf8\xf7\xf6\xf5\xf4\xf3\xf2\xf1\xf0"),
 	)
 	f.Add(int64(1), int64(3), int64(3), int64(1), []byte("the clock steps back and the policy changes"))
 	f.Fuzz(func(t *testing.T, limit, window, limit2, window2 int64, steps []byte) {
-		fuzzModel(t, steps, policy(limit, duration(window)), policy(limit2, duration(window2)))
+		fuzzModel(t, steps, policy(limit, model.Duration(window)), policy(limit2, model.Duration(window2)))
 	})
 }

@@ -4,14 +4,16 @@ import (
 	"context"
 	"slices"
 	"time"
+
+	"github.com/pgratelimit/ratelimit/internal/model"
 )
 
 // element is what a statement asks for one key: count requests of one cost.
 type element struct {
 	key         string
 	cost, count int64
-	refund      []take // of a cost below 0; nil: it grants
-	decision    decision
+	refund      []model.Take // of a cost below 0; nil: it grants
+	decision    model.Decision
 	held        bool // it was passed over
 }
 
@@ -70,16 +72,16 @@ func (l *Limiter) send(batch []*request) {
 }
 
 // queryDecisions runs a statement that decides, and passes on the decisions that come back, with their places.
-func queryDecisions(ctx context.Context, db DBTX, sql string, args []any, each func(ord int64, d decision)) error {
+func queryDecisions(ctx context.Context, db DBTX, sql string, args []any, each func(ord int64, d model.Decision)) error {
 	const none = -9
 	parts := make([]*part, 1000)
 	for i := range parts {
-		parts[i] = &part{decision: decision{granted: none}}
+		parts[i] = &part{decision: model.Decision{Granted: none}}
 	}
 	c := call{sql: sql, args: args, into: parts}
 	err := c.query(ctx, db, false)
 	for i, p := range parts {
-		if p.decision.granted != none {
+		if p.decision.Granted != none {
 			each(int64(i)+1, p.decision)
 		}
 	}

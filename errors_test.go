@@ -79,7 +79,7 @@ func everyTxCall(l *Limiter, tx pgx.Tx, key string) map[string]func() error {
 func forged(l *Limiter, key string, n int64) Result {
 	r := newReceipt(l.space, l.Config().Policy, key, n, len(l.models))
 	for i := range r.parts {
-		r.parts[i].units = n
+		r.parts[i].Units = n
 	}
 	return Result{Allowed: true, receipt: r}
 }

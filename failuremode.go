@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"time"
 
+	"github.com/pgratelimit/ratelimit/internal/model"
 	"github.com/pgratelimit/ratelimit/internal/pg"
 )
 
@@ -81,8 +82,8 @@ func (l *Limiter) answerOnFailure(key string, n int64) Result {
 		r := l.newRequest(key, n)
 		l.client.fallback.Load().take(r, l.shares)
 		for i := range r.parts {
-			if d := &r.parts[i].decision; d.retryAfter == never { // the share is too small for it
-				d.retryAfter = micros(breakerPause)
+			if d := &r.parts[i].decision; d.RetryAfter == model.Never { // the share is too small for it
+				d.RetryAfter = model.Micros(breakerPause)
 			}
 		}
 		result := r.result()

@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/pgratelimit/ratelimit/internal/algorithm"
+	"github.com/pgratelimit/ratelimit/internal/model"
 )
 
 // fallback decides in this process while the database is away, by the models. It knows keys by a 64-bit hash with
@@ -27,7 +28,7 @@ type fallback struct {
 type localState struct {
 	algorithm int16
 	size      int // how much of localMemory it was given
-	state     state
+	state     model.State
 }
 
 // localMemory is what a fallback may use, in bytes. It is enough for 65,536 keys. Nobody is pushed out, so a flood
@@ -37,7 +38,7 @@ type localState struct {
 const localMemory = 18 << 20
 
 // localSize is more than what a key needs under a policy.
-func localSize(m rules) int {
+func localSize(m model.Rules) int {
 	if n := m.Numbers(); n.Algorithm == algorithm.SlidingLog {
 		return 288 + 8*int(n.Limit)
 	}
@@ -60,7 +61,7 @@ func (f *fallback) now() (time.Time, int64) {
 }
 
 // take decides a request under shares, the shares of its parts' models.
-func (f *fallback) take(r *request, shares []rules) {
+func (f *fallback) take(r *request, shares []model.Rules) {
 	now, clock := f.now()
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -68,18 +69,18 @@ func (f *fallback) take(r *request, shares []rules) {
 	decide := func(i int, n int64, keep bool) {
 		p := &r.parts[i]
 		p.decision = f.one(shares[i], f.hash(p), uint64(i), n, clock, keep)
-		p.decision.decidedAt = now
+		p.decision.DecidedAt = now
 	}
 	for i := range shares {
 		decide(i, n, !several)
-		fits = fits && r.parts[i].decision.granted == 1
+		fits = fits && r.parts[i].decision.Granted == 1
 	}
 	for i := range shares {
 		switch {
 		case !several || n == 0:
 		case fits:
 			decide(i, n, true)
-		case r.parts[i].decision.granted == 1: // it had room, but nothing is taken
+		case r.parts[i].decision.Granted == 1: // it had room, but nothing is taken
 			decide(i, 0, false)
 		}
 	}
@@ -99,7 +100,7 @@ func (f *fallback) hash(p *part) uint64 {
 }
 
 // one decides under one model, the i-th of its limiter. keep tells whether to keep what that takes.
-func (f *fallback) one(m rules, hash, i uint64, n, clock int64, keep bool) decision {
+func (f *fallback) one(m model.Rules, hash, i uint64, n, clock int64, keep bool) model.Decision {
 	size := localSize(m)
 	hash = f.room(hash, i, size, clock)
 	known := f.states[hash]
@@ -134,7 +135,7 @@ func (f *fallback) room(hash, shared uint64, size int, clock int64) uint64 {
 	if clock-f.swept >= time.Second.Microseconds() {
 		f.swept = clock
 		for other, known := range f.states {
-			if clock >= known.state.expiresAt {
+			if clock >= known.state.ExpiresAt {
 				f.used -= known.size
 				delete(f.states, other)
 			}
@@ -147,8 +148,8 @@ func (f *fallback) room(hash, shared uint64, size int, clock int64) uint64 {
 }
 
 // sharesOf are models with a share of their limits, above 0 and at most 1.
-func sharesOf(models []rules, share float64) []rules {
-	shares := make([]rules, len(models))
+func sharesOf(models []model.Rules, share float64) []model.Rules {
+	shares := make([]model.Rules, len(models))
 	for i, m := range models {
 		shares[i] = policyOf(scaled(m.Numbers(), share)).one()
 	}
@@ -161,12 +162,12 @@ func scaled(n algorithm.Numbers, share float64) algorithm.Numbers {
 	if n.Algorithm == algorithm.TokenBucket {
 		// This changes Every rather than Refill, of which a share might be less than 1. It goes no further than
 		// the exact range.
-		every := int64(min(math.Ceil(float64(micros(n.Span))/share), maxSpan))
-		every = min(every, maxProduct/n.Limit)
+		every := int64(min(math.Ceil(float64(model.Micros(n.Span))/share), model.MaxSpan))
+		every = min(every, model.MaxProduct/n.Limit)
 		if n.Refill < n.Limit {
-			every = min(every, mulDiv(n.Refill, maxSpan, n.Limit))
+			every = min(every, model.MulDiv(n.Refill, model.MaxSpan, n.Limit))
 		}
-		n.Span = duration(every)
+		n.Span = model.Duration(every)
 	}
 	return n
 }

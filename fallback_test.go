@@ -12,6 +12,8 @@ import (
 	"unsafe"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit/internal/model"
 )
 
 func newTestFallback(clock *setClock) *fallback {
@@ -19,13 +21,13 @@ func newTestFallback(clock *setClock) *fallback {
 }
 
 // decide decides a request of a limiter with one policy.
-func (f *fallback) decide(policy ruled, key string, n int64) (decision, time.Time) {
+func (f *fallback) decide(policy ruled, key string, n int64) (model.Decision, time.Time) {
 	var r request
 	r.add(&keyspace{name: "test"}, rulesOf(policy), key, n, nil)
 	f.take(&r, rulesOf(policy))
 	d := r.parts[0].decision
-	at := d.decidedAt
-	d.decidedAt = time.Time{}
+	at := d.DecidedAt
+	d.DecidedAt = time.Time{}
 	return d, at
 }
 
@@ -89,7 +91,7 @@ func TestFallbackOfSeveralPolicies(t *testing.T) {
 		require.Equal(
 			t,
 			int64(3),
-			f.one(FixedWindow{Limit: 3, Window: time.Second}, row, 0, 0, time.Now().UnixMicro(), false).remaining,
+			f.one(FixedWindow{Limit: 3, Window: time.Second}, row, 0, 0, time.Now().UnixMicro(), false).Remaining,
 		)
 	})
 }
@@ -106,11 +108,11 @@ func TestFallbackDecidesAsTheModel(t *testing.T) {
 		random := rand.New(rand.NewPCG(seed, 0))
 		clock := &setClock{at: t0}
 		f := newTestFallback(clock)
-		states := map[string]state{}
+		states := map[string]model.State{}
 		for step := range 10_000 {
 			key := string(rune('a' + random.IntN(10)))
 			cost := random.Int64N(7)
-			var want decision
+			var want model.Decision
 			states[key], want = policy.Decide(states[key], clock.at.UnixMicro(), cost)
 			got, now := f.decide(policy, key, cost)
 			require.Equal(t, want, got, "step %d of seed %d", step, seed)
@@ -126,9 +128,9 @@ func TestFallbackKeepsAlgorithmsApart(t *testing.T) {
 	f := newTestFallback(&setClock{at: t0})
 	_, _ = f.decide(FixedWindow{Limit: 5, Window: time.Hour}, "key", 5)
 	d, _ := f.decide(FixedWindow{Limit: 7, Window: time.Hour}, "key", 0)
-	require.Equal(t, int64(2), d.remaining)
+	require.Equal(t, int64(2), d.Remaining)
 	d, _ = f.decide(TokenBucket{Capacity: 5, Refill: 1, Every: time.Hour}, "key", 1)
-	require.Equal(t, int64(4), d.remaining)
+	require.Equal(t, int64(4), d.Remaining)
 	require.Equal(t, localSize(hourly), f.used)
 }
 
@@ -143,7 +145,7 @@ func TestFallbackIsBounded(t *testing.T) {
 	require.Equal(t, 65536, maxLocal)
 	allowed := func(key string) bool {
 		d, _ := f.decide(policy, key, 1)
-		return d.granted == 1
+		return d.Granted == 1
 	}
 	require.True(t, allowed("known"))
 	require.True(t, allowed("known"))
@@ -192,18 +194,18 @@ func TestFallbackIsBoundedThroughWith(t *testing.T) {
 			used += known.size
 			require.LessOrEqual(
 				t,
-				int(unsafe.Sizeof(uint64(0))+unsafe.Sizeof(known))+len(known.state.log),
+				int(unsafe.Sizeof(uint64(0))+unsafe.Sizeof(known))+len(known.state.Log),
 				known.size,
 				"seed %d",
 				seed,
 			)
 		}
 		require.Equal(t, used, f.used, "seed %d", seed)
-		require.LessOrEqual(t, used, localMemory+localSize(SlidingLog{Limit: maxLogLimit}), "seed %d", seed)
+		require.LessOrEqual(t, used, localMemory+localSize(SlidingLog{Limit: model.MaxLogLimit}), "seed %d", seed)
 	}
 	policies := []ruled{
 		hourly, SlidingLog{Limit: 1, Window: time.Minute}, SlidingLog{Limit: 50, Window: time.Hour},
-		SlidingLog{Limit: maxLogLimit, Window: time.Hour}, TokenBucket{Capacity: 5, Refill: 1, Every: time.Minute},
+		SlidingLog{Limit: model.MaxLogLimit, Window: time.Hour}, TokenBucket{Capacity: 5, Refill: 1, Every: time.Minute},
 		CalendarWindow{Limit: 5, Unit: Minute, Zone: "Asia/Kolkata"},
 	}
 	for range 20_000 {
@@ -213,7 +215,7 @@ func TestFallbackIsBoundedThroughWith(t *testing.T) {
 	requireAccounted()
 
 	// As many keys as there is room for, and then some of them under the largest policy.
-	small, large := SlidingLog{Limit: 2, Window: time.Hour}, SlidingLog{Limit: maxLogLimit, Window: time.Hour}
+	small, large := SlidingLog{Limit: 2, Window: time.Hour}, SlidingLog{Limit: model.MaxLogLimit, Window: time.Hour}
 	for i := range localMemory / localSize(small) {
 		_, _ = f.decide(small, fmt.Sprint("key ", i), 1)
 		clock.at = clock.at.Add(time.Microsecond)
@@ -227,7 +229,7 @@ func TestFallbackIsBoundedThroughWith(t *testing.T) {
 	clock.at = clock.at.Add(2 * time.Hour)
 	for i := range localMemory / localSize(large) {
 		d, _ := f.decide(large, fmt.Sprint("key ", i), 1)
-		require.EqualValues(t, maxLogLimit-1, d.remaining, "it has a state of its own, since the others have expired")
+		require.EqualValues(t, model.MaxLogLimit-1, d.Remaining, "it has a state of its own, since the others have expired")
 	}
 	requireAccounted()
 }
@@ -241,10 +243,10 @@ func TestFallbackCountsElapsedTime(t *testing.T) {
 		_, _ = f.decide(policy, "key", 1)
 		elapse(time.Minute - time.Microsecond)
 		d, _ := f.decide(policy, "key", 1)
-		require.Equal(t, decision{retryAfter: 1, resetAfter: 1, state: d.state, taken: d.taken}, d)
+		require.Equal(t, model.Decision{RetryAfter: 1, ResetAfter: 1, State: d.State, Taken: d.Taken}, d)
 		elapse(time.Microsecond)
 		d, _ = f.decide(policy, "key", 1)
-		require.EqualValues(t, 1, d.granted)
+		require.EqualValues(t, 1, d.Granted)
 	})
 }
 
@@ -325,7 +327,7 @@ func TestScaledPolicies(t *testing.T) {
 	number := func() int64 { return 1 + random.Int64N(1<<random.IntN(63)) }
 	valid := 0
 	for valid < 20_000 {
-		limit, span := number(), duration(min(number(), maxSpan))
+		limit, span := number(), model.Duration(min(number(), model.MaxSpan))
 		share := math.Exp(-40 * random.Float64() * random.Float64())
 		for _, policy := range []ruled{
 			FixedWindow{Limit: limit, Window: span}, SlidingWindow{Limit: limit, Window: span},
@@ -339,7 +341,7 @@ func TestScaledPolicies(t *testing.T) {
 			require.NoError(t, scaled.validate(), "%v of %v, seed %d", share, policy, seed)
 			require.LessOrEqual(t, scaled.one().Numbers().Limit, policy.Numbers().Limit)
 			if bucket, ok := scaled.(TokenBucket); ok && bucket.Every > time.Millisecond &&
-				bucket.Every < duration(maxSpan/2) {
+				bucket.Every < model.Duration(model.MaxSpan/2) {
 				of, _ := policy.(TokenBucket)
 				require.LessOrEqual(t, share*float64(bucket.Every), float64(of.Every)*1.001)
 				require.GreaterOrEqual(t, share*float64(bucket.Every), float64(of.Every)*0.999)

@@ -1,6 +1,10 @@
 package ratelimit
 
-import "time"
+import (
+	"time"
+
+	"github.com/pgratelimit/ratelimit/internal/model"
+)
 
 // FixedWindow admits Limit per Window. A window starts at a key's first request after the one before has ended,
 // not by the wall clock. All of it may come at once, so around the edge of two windows 2 × Limit − 1 can pass
@@ -15,6 +19,6 @@ type FixedWindow struct {
 
 func (p FixedWindow) String() string { return p.one().Numbers().String() }
 
-func (p FixedWindow) one() rules      { return fixedWindow(p) }
-func (p FixedWindow) rules() []rules  { return []rules{p.one()} }
-func (p FixedWindow) validate() error { return validateWindow(p.Limit, p.Window) }
+func (p FixedWindow) one() model.Rules     { return model.FixedWindow(p) }
+func (p FixedWindow) rules() []model.Rules { return []model.Rules{p.one()} }
+func (p FixedWindow) validate() error      { return validateWindow(p.Limit, p.Window) }

@@ -6,6 +6,8 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit/internal/model"
 )
 
 func TestFixedWindow(t *testing.T) {
@@ -44,15 +46,15 @@ func TestFixedWindow(t *testing.T) {
 		}},
 		{"costs", FixedWindow{10, time.Minute}, []modelStep{
 			{c0, 0, free(10, 0)},
-			{c0, 11, denied(10, never, 0)},
+			{c0, 11, denied(10, model.Never, 0)},
 			{c0, 4, granted(6, minute)},
 			{c1, 0, free(6, 59*second)},
-			{c1, 11, denied(6, never, 59*second)},
+			{c1, 11, denied(6, model.Never, 59*second)},
 			{c1, 10, denied(6, 59*second, 59*second)},
 			{c1, 7, denied(6, 59*second, 59*second)},
 			{c1, 6, granted(0, 59*second)},
 			{c2, 0, denied(0, 58*second, 58*second)},
-			{c2, 11, denied(0, never, 58*second)},
+			{c2, 11, denied(0, model.Never, 58*second)},
 			{c0 + minute, 0, free(10, 0)},
 			{c0 + minute, 10, granted(0, minute)},
 		}},
@@ -70,7 +72,7 @@ func TestFixedWindow(t *testing.T) {
 			{at("12:09:00"), 1, denied(0, 2*minute, 2*minute)},
 			{at("12:08:59.999999"), 0, denied(0, minute, minute)}, // a Peek does not pull the row back
 			{at("12:09:00"), 1, denied(0, 2*minute, 2*minute)},
-			{at("12:08:59.999999"), 11, denied(0, never, minute)}, // nor does what can never be granted
+			{at("12:08:59.999999"), 11, denied(0, model.Never, minute)}, // nor does what can never be granted
 			{at("12:09:00"), 1, denied(0, 2*minute, 2*minute)},
 			{at("12:08:59.999999"), 1, denied(0, minute, minute)}, // a denial does
 			{at("12:09:00"), 1, denied(0, 59*second+999_999, 59*second+999_999)},
@@ -97,23 +99,23 @@ func TestFixedWindow(t *testing.T) {
 			{c0 - 1, 1, denied(0, 2, 2)},
 			{c0 + 1, 2, granted(0, 1)},
 		}},
-		{"the longest window", FixedWindow{2048, maxSpan * time.Microsecond}, []modelStep{
-			{c0, 2048, granted(0, maxSpan)},
-			{c0 + maxSpan - 1, 1, denied(0, 1, 1)},
-			{c0 + maxSpan, 2048, granted(0, maxSpan)},
+		{"the longest window", FixedWindow{2048, model.MaxSpan * time.Microsecond}, []modelStep{
+			{c0, 2048, granted(0, model.MaxSpan)},
+			{c0 + model.MaxSpan - 1, 1, denied(0, 1, 1)},
+			{c0 + model.MaxSpan, 2048, granted(0, model.MaxSpan)},
 		}},
-		{"the largest limit", FixedWindow{maxProduct, time.Microsecond}, []modelStep{
-			{c0, maxProduct, granted(0, 1)},
-			{c0, maxProduct, denied(0, 1, 1)},
+		{"the largest limit", FixedWindow{model.MaxProduct, time.Microsecond}, []modelStep{
+			{c0, model.MaxProduct, granted(0, 1)},
+			{c0, model.MaxProduct, denied(0, 1, 1)},
 			{c0, 1, denied(0, 1, 1)},
-			{c0, maxProduct + 1, denied(0, never, 1)},
-			{c0 + 1, maxProduct - 1, granted(1, 1)},
-			{c0 + 1, maxProduct, denied(1, 1, 1)},
+			{c0, model.MaxProduct + 1, denied(0, model.Never, 1)},
+			{c0 + 1, model.MaxProduct - 1, granted(1, 1)},
+			{c0 + 1, model.MaxProduct, denied(1, 1, 1)},
 		}},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			t.Parallel()
-			playModel(t, test.policy, state{}, test.steps...)
+			playModel(t, test.policy, model.State{}, test.steps...)
 		})
 	}
 }
@@ -122,7 +124,7 @@ func TestFixedWindow(t *testing.T) {
 func TestFixedWindowDenialConsumesNothing(t *testing.T) {
 	t.Parallel()
 	p := FixedWindow{10, time.Minute}
-	s := playModel(t, p, state{}, modelStep{c0, 8, granted(2, minute)})
+	s := playModel(t, p, model.State{}, modelStep{c0, 8, granted(2, minute)})
 	for range 100 {
 		require.Equal(t, s, playModel(t, p, s, modelStep{c1, 3, denied(2, 59*second, 59*second)}))
 	}
@@ -132,7 +134,7 @@ func TestFixedWindowDenialConsumesNothing(t *testing.T) {
 // Bug 10 of the peers.
 func TestFixedWindowRaisedLimitHelpsAtOnce(t *testing.T) {
 	t.Parallel()
-	s := playModel(t, FixedWindow{10, time.Minute}, state{},
+	s := playModel(t, FixedWindow{10, time.Minute}, model.State{},
 		modelStep{c0, 10, granted(0, minute)},
 		modelStep{c1, 1, denied(0, 59*second, 59*second)})
 	playModel(t, FixedWindow{15, time.Minute}, s,
@@ -145,27 +147,27 @@ func TestFixedWindowRaisedLimitHelpsAtOnce(t *testing.T) {
 func TestFixedWindowCostAboveTheLimitNeverFits(t *testing.T) {
 	t.Parallel()
 	p := FixedWindow{10, time.Minute}
-	playModel(t, p, state{}, modelStep{c0, 11, denied(10, never, 0)}, modelStep{c0, maxProduct, denied(10, never, 0)})
-	s := playModel(t, p, state{}, modelStep{c0, 3, granted(7, minute)})
-	require.Equal(t, s, playModel(t, p, s, modelStep{c1, 11, denied(7, never, 59*second)}))
+	playModel(t, p, model.State{}, modelStep{c0, 11, denied(10, model.Never, 0)}, modelStep{c0, model.MaxProduct, denied(10, model.Never, 0)})
+	s := playModel(t, p, model.State{}, modelStep{c0, 3, granted(7, minute)})
+	require.Equal(t, s, playModel(t, p, s, modelStep{c1, 11, denied(7, model.Never, 59*second)}))
 }
 
 func TestFixedWindowLoweredLimitDeniesUntilTheWindowEnds(t *testing.T) {
 	t.Parallel()
-	s := playModel(t, FixedWindow{10, time.Minute}, state{}, modelStep{c0, 7, granted(3, minute)})
+	s := playModel(t, FixedWindow{10, time.Minute}, model.State{}, modelStep{c0, 7, granted(3, minute)})
 	playModel(t, FixedWindow{8, time.Minute}, s,
 		modelStep{c1, 2, denied(1, 59*second, 59*second)},
 		modelStep{c1, 1, granted(0, 59*second)})
 	playModel(t, FixedWindow{4, time.Minute}, s,
 		modelStep{c1, 1, denied(0, 59*second, 59*second)},
-		modelStep{c1, 5, denied(0, never, 59*second)},
+		modelStep{c1, 5, denied(0, model.Never, 59*second)},
 		modelStep{c0 + minute - 1, 1, denied(0, 1, 1)},
 		modelStep{c0 + minute, 4, granted(0, minute)})
 }
 
 func TestFixedWindowLongerWindowAppliesFromTheNextGrant(t *testing.T) {
 	t.Parallel()
-	s := playModel(t, FixedWindow{10, time.Minute}, state{}, modelStep{c0, 6, granted(4, minute)})
+	s := playModel(t, FixedWindow{10, time.Minute}, model.State{}, modelStep{c0, 6, granted(4, minute)})
 	longer := FixedWindow{10, time.Hour}
 	// Untouched, the row expires as the policy has promised that last took from it.
 	playModel(t, longer, s,
@@ -180,7 +182,7 @@ func TestFixedWindowLongerWindowAppliesFromTheNextGrant(t *testing.T) {
 
 func TestFixedWindowShorterWindowAppliesAtOnce(t *testing.T) {
 	t.Parallel()
-	s := playModel(t, FixedWindow{10, time.Hour}, state{}, modelStep{c0, 10, granted(0, hour)})
+	s := playModel(t, FixedWindow{10, time.Hour}, model.State{}, modelStep{c0, 10, granted(0, hour)})
 	shorter := FixedWindow{10, time.Minute}
 	playModel(t, shorter, s,
 		modelStep{c1, 1, denied(0, 59*second, 59*second)},
@@ -196,7 +198,7 @@ func TestFixedWindowShorterWindowAppliesAtOnce(t *testing.T) {
 func TestFixedWindowExpiredRowEqualsNoRow(t *testing.T) {
 	t.Parallel()
 	p := FixedWindow{10, time.Minute}
-	row := state{count: 10, windowStart: c0, expiresAt: c5} // a window of 5 s has left it
+	row := model.State{Count: 10, WindowStart: c0, ExpiresAt: c5} // a window of 5 s has left it
 	require.False(t, equalsNoRow(p, row, c5-1))
 	for _, clock := range []int64{c5, c5 + 1, c0 + minute - 1, c0 + minute, c0 + hour} {
 		require.True(t, equalsNoRow(p, row, clock))
@@ -236,16 +238,16 @@ func (m *slowFixed) take(t, n int64) {
 	m.start, m.count = &start, new(big.Rat).Add(count, rat(n))
 }
 
-func (m *slowFixed) state(t int64) state {
+func (m *slowFixed) state(t int64) model.State {
 	start, count := m.at(t)
-	return state{windowStart: start, count: whole(count)}
+	return model.State{WindowStart: start, Count: whole(count)}
 }
 
 func TestFixedWindowEqualsTheDesignInRationals(t *testing.T) {
 	t.Parallel()
 	testAgainstSlowModel(t, func(d dice) (ruled, slowModel) {
 		limit, window := d.window()
-		return FixedWindow{limit, window}, &slowFixed{limit: limit, window: micros(window)}
+		return FixedWindow{limit, window}, &slowFixed{limit: limit, window: model.Micros(window)}
 	})
 }
 
@@ -255,17 +257,17 @@ func TestFixedWindowNeverGrantsMoreThanTheLimitInAWindow(t *testing.T) {
 	for range 500 {
 		limit, length := d.window()
 		p := FixedWindow{limit, length}
-		var s state
-		var last decision
+		var s model.State
+		var last model.Decision
 		var start, taken int64
 		clock := d.magnitude(0, 1<<52)
 		for range 40 {
 			clock = d.forwards(p, s, clock, last)
-			n := d.cost(limit, peek(p, s, clock).remaining)
-			if s, last = p.Decide(s, clock, n); last.granted == 0 {
+			n := d.cost(limit, peek(p, s, clock).Remaining)
+			if s, last = p.Decide(s, clock, n); last.Granted == 0 {
 				continue
 			}
-			if taken == 0 || clock-start >= micros(length) {
+			if taken == 0 || clock-start >= model.Micros(length) {
 				start, taken = clock, 0
 			}
 			require.LessOrEqual(t, n, limit-taken, "%+v: %d at %d, after %d since %d", p, n, clock, taken, start)
@@ -278,7 +280,7 @@ func TestFixedWindowNeverGrantsMoreThanTheClockGives(t *testing.T) {
 	t.Parallel()
 	testNeverMoreThanTheClockGives(t, func(d dice) (p ruled, first, rate, span int64, whole bool) {
 		limit, window := d.window()
-		return FixedWindow{limit, window}, limit, limit, micros(window), true
+		return FixedWindow{limit, window}, limit, limit, model.Micros(window), true
 	})
 }
 

@@ -6,6 +6,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/ratelimit/internal/model"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
@@ -66,9 +67,9 @@ func TestDenialsOnTheirWayAreForgotten(t *testing.T) {
 			if told {
 				d.forgetIf(func(k denialKey) bool { return k.key == "key" })
 			}
-			taken, _ := d.policy.Decide(state{}, clock.at.UnixMicro(), 1)
+			taken, _ := d.policy.Decide(model.State{}, clock.at.UnixMicro(), 1)
 			_, denied := d.policy.Decide(taken, clock.at.UnixMicro(), 1)
-			denied.decidedAt = clock.at
+			denied.DecidedAt = clock.at
 			d.remember("key", denied, d.elapsed(), d.elapsed(), &since)
 			_, remembered := d.deny("key", 1)
 			require.Equal(t, told, !remembered)

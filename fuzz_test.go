@@ -16,6 +16,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit/internal/algorithm"
+	"github.com/pgratelimit/ratelimit/internal/model"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 )
 
@@ -145,7 +146,7 @@ func FuzzDatabaseSchemas(f *testing.F) {
 // FuzzDatabaseNumbers: a function that is called with any numbers either refuses them in its own words or decides
 // as the model does. It never overflows.
 func FuzzDatabaseNumbers(f *testing.F) {
-	for _, n := range []int64{math.MinInt64, -1, 0, 1, 10, 1 << 31, maxSpan, maxSpan + 1, maxProduct, maxProduct + 1, math.MaxInt64} {
+	for _, n := range []int64{math.MinInt64, -1, 0, 1, 10, 1 << 31, model.MaxSpan, model.MaxSpan + 1, model.MaxProduct, model.MaxProduct + 1, math.MaxInt64} {
 		f.Add(n, int64(1000), int64(1), int64(1), int64(1))
 		f.Add(int64(10), n, int64(1), int64(1), int64(1))
 		f.Add(int64(10), int64(1000), n, int64(1), int64(1))
@@ -153,21 +154,21 @@ func FuzzDatabaseNumbers(f *testing.F) {
 		f.Add(int64(10), int64(1000), int64(1), int64(1), n)
 		f.Add(n, n, n, n, n)
 	}
-	f.Add(int64(2048), int64(maxSpan), int64(math.MaxInt64), int64(2048), int64(7))
-	f.Add(int64(maxProduct), int64(1), int64(2048), int64(maxProduct-1), int64(1))
+	f.Add(int64(2048), int64(model.MaxSpan), int64(math.MaxInt64), int64(2048), int64(7))
+	f.Add(int64(model.MaxProduct), int64(1), int64(2048), int64(model.MaxProduct-1), int64(1))
 	for _, unit := range calendarUnits() {
-		f.Add(int64(maxProduct), CalendarWindow{Unit: unit}.spanMicros(), int64(1), int64(maxProduct-1), int64(2))
+		f.Add(int64(model.MaxProduct), CalendarWindow{Unit: unit}.spanMicros(), int64(1), int64(model.MaxProduct-1), int64(2))
 	}
 	db := pgtest.New(f)
 	var calls atomic.Int64
 	f.Fuzz(func(t *testing.T, limit, span, refill, cost, count int64) {
 		clock := t0.UnixMicro()
 		for policy, numbers := range map[ruled]algorithm.Numbers{
-			FixedWindow{limit, duration(span)}:         {Algorithm: algorithm.FixedWindow, Limit: limit},
-			SlidingWindow{limit, duration(span)}:       {Algorithm: algorithm.SlidingWindow, Limit: limit},
-			SlidingLog{limit, duration(span)}:          {Algorithm: algorithm.SlidingLog, Limit: limit},
-			TokenBucket{limit, refill, duration(span)}: {Algorithm: algorithm.TokenBucket, Limit: limit, Refill: refill},
-			CalendarWindow{limit, Unit(algorithm.UnitName(duration(span))), "Europe/Berlin"}: {
+			FixedWindow{limit, model.Duration(span)}:         {Algorithm: algorithm.FixedWindow, Limit: limit},
+			SlidingWindow{limit, model.Duration(span)}:       {Algorithm: algorithm.SlidingWindow, Limit: limit},
+			SlidingLog{limit, model.Duration(span)}:          {Algorithm: algorithm.SlidingLog, Limit: limit},
+			TokenBucket{limit, refill, model.Duration(span)}: {Algorithm: algorithm.TokenBucket, Limit: limit, Refill: refill},
+			CalendarWindow{limit, Unit(algorithm.UnitName(model.Duration(span))), "Europe/Berlin"}: {
 				Algorithm: algorithm.CalendarWindow, Limit: limit, Zone: "Europe/Berlin",
 			},
 		} {
@@ -178,15 +179,15 @@ func FuzzDatabaseNumbers(f *testing.F) {
 			args := argumentsOfAll(name, []string{"key"}, numbers)
 			args[6] = []int64{span} // any microseconds, also those that a Duration cannot hold
 			args[8], args[9], args[12] = []int64{cost}, []int64{count}, time.UnixMicro(clock)
-			var got decision
+			var got model.Decision
 			err := queryDecisions(
 				context.Background(),
 				db.Pool,
 				allStatement,
 				args,
-				func(_ int64, d decision) { got = d },
+				func(_ int64, d model.Decision) { got = d },
 			)
-			exact := 1 <= span && span <= maxSpan && policy.validate() == nil
+			exact := 1 <= span && span <= model.MaxSpan && policy.validate() == nil
 			if !exact || count < 1 {
 				var refused *pgconn.PgError
 				require.ErrorAs(t, err, &refused)
@@ -204,7 +205,7 @@ func FuzzDatabaseNumbers(f *testing.F) {
 			}
 			model.decide(s)
 			want := s.elements[0].decision
-			got.decidedAt = got.decidedAt.UTC()
+			got.DecidedAt = got.DecidedAt.UTC()
 			require.Equal(t, want, got, "%#v, cost %d, count %d", policy, cost, count)
 		}
 	})

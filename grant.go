@@ -4,6 +4,8 @@ import (
 	"context"
 
 	"github.com/jackc/pgx/v5"
+
+	"github.com/pgratelimit/ratelimit/internal/model"
 )
 
 // Grant gives key a credit of n above its limit, for support or a purchase, say, and tells what remains with it.
@@ -37,8 +39,8 @@ func checkGrant(key string, n int64) error {
 	if err := checkKey(key); err != nil {
 		return err
 	}
-	if n < 1 || n > maxCredit {
-		return &CostError{Cost: n, Limit: maxCredit, Least: 1, grant: true}
+	if n < 1 || n > model.MaxCredit {
+		return &CostError{Cost: n, Limit: model.MaxCredit, Least: 1, grant: true}
 	}
 	return nil
 }

@@ -13,6 +13,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/ratelimit/internal/model"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
@@ -311,9 +312,9 @@ func TestSkippingHeldRowsEqualsTheModel(t *testing.T) {
 				c := callOf(space, asked)
 				c.undecide()
 				require.NoError(t, c.query(t.Context(), db.Pool, false))
-				got := map[int64]decision{}
+				got := map[int64]model.Decision{}
 				for i, p := range c.into {
-					if p.decision.granted != passedOver {
+					if p.decision.Granted != passedOver {
 						got[int64(i+1)] = p.decision
 					}
 				}
@@ -321,10 +322,10 @@ func TestSkippingHeldRowsEqualsTheModel(t *testing.T) {
 				for ord, e := range all {
 					title := fmt.Sprintf("%s=%d, story %d, element %d of %v", seedVariable, seed, story, ord+1, asked)
 					d, ok := got[int64(ord+1)]
-					var want decision
+					var want model.Decision
 					if held[rowID{pgtest.Table(s.durable) + s.name, e.key}] {
 						require.True(t, ok, title)
-						if d.granted == locked {
+						if d.Granted == locked {
 							continue
 						}
 						// If rows are missing, the function looks first. A request that is refused then stays
@@ -333,7 +334,7 @@ func TestSkippingHeldRowsEqualsTheModel(t *testing.T) {
 						one.elements = []element{e}
 						asModel.decide(one)
 						want = one.elements[0].decision
-						require.Zero(t, want.granted, title)
+						require.Zero(t, want.Granted, title)
 						refused++
 					} else {
 						require.True(t, ok, title)
@@ -342,8 +343,8 @@ func TestSkippingHeldRowsEqualsTheModel(t *testing.T) {
 					}
 					require.Equal(
 						t,
-						[]any{want.granted, want.remaining, want.retryAfter, want.resetAfter},
-						[]any{d.granted, d.remaining, d.retryAfter, d.resetAfter},
+						[]any{want.Granted, want.Remaining, want.RetryAfter, want.ResetAfter},
+						[]any{d.Granted, d.Remaining, d.RetryAfter, d.ResetAfter},
 						title,
 					)
 				}
@@ -386,11 +387,11 @@ func TestHoldersOfSkippedRows(t *testing.T) {
 		require.NoError(t, limiter.decide(t.Context(), db.Pool, elements, skip))
 		granted := map[string]int64{}
 		for i := range elements {
-			granted[elements[i].key] = elements[i].decision.granted
+			granted[elements[i].key] = elements[i].decision.Granted
 		}
 		require.Equal(t, map[string]int64{"there": 1, "made": locked, "held": locked, "new": 1}, granted)
-		require.Zero(t, elements[1].decision.remaining)
-		require.Equal(t, by, elements[2].decision.remaining)
+		require.Zero(t, elements[1].decision.Remaining)
+		require.Equal(t, by, elements[2].decision.Remaining)
 		require.NoError(t, maker.Rollback(t.Context()))
 		require.NoError(t, holder.Commit(t.Context()))
 		require.EqualValues(t, 2, taken(t, db.Pool, config, "there"))
@@ -521,7 +522,7 @@ func TestAllSkipsRequestsWithAHeldPart(t *testing.T) {
 	args := append(allArrays(requests), nil, nil, t0, nil, nil, nil, nil, true, nil, nil)
 	require.NoError(
 		t,
-		queryDecisions(t.Context(), db.Pool, allStatement, args, func(ord int64, d decision) { got[ord] = d.granted }),
+		queryDecisions(t.Context(), db.Pool, allStatement, args, func(ord int64, d model.Decision) { got[ord] = d.Granted }),
 	)
 	require.Equal(t, map[int64]int64{1: undecided, 2: locked, 3: undecided, 4: 2, 5: 2, 6: 2, 7: locked}, got)
 	require.NoError(t, holder.Commit(t.Context()))

@@ -70,8 +70,8 @@ func (r *request) lockedBy() []int64 {
 	holders := make([]int64, len(r.parts))
 	for i := range r.parts {
 		holders[i] = notLocked
-		if d := &r.parts[i].decision; d.granted == locked {
-			holders[i] = d.remaining
+		if d := &r.parts[i].decision; d.Granted == locked {
+			holders[i] = d.Remaining
 		}
 	}
 	if r.policy != nil {

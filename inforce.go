@@ -5,6 +5,8 @@ import (
 	"fmt"
 	"log/slog"
 	"time"
+
+	"github.com/pgratelimit/ratelimit/internal/model"
 )
 
 // inForce returns the limiter of the policy that holds for a key now: l itself, or one of a row of rate_limit_policy.
@@ -67,7 +69,7 @@ func (l *Limiter) canObey(r *rule) bool {
 }
 
 // otherKind says what differs between the models of a row and those of the code.
-func otherKind(row, code []rules) error {
+func otherKind(row, code []model.Rules) error {
 	for i := range min(len(row), len(code)) {
 		if row[i].Numbers().Algorithm != code[i].Numbers().Algorithm {
 			return fmt.Errorf("the row's policy is a %s, and Config.Policy is a %s",
@@ -98,7 +100,7 @@ func (l *Limiter) decision(r *rule, n int64) (Result, error) {
 		result.Allowed, result.Remaining = true, l.limit
 		return result, nil
 	}
-	result.RetryAfter = duration(min(max(r.Value.until-now, 1), maxSpan))
+	result.RetryAfter = model.Duration(min(max(r.Value.until-now, 1), model.MaxSpan))
 	result.ResetAfter = result.RetryAfter
 	return result, nil
 }

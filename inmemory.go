@@ -4,6 +4,7 @@ import (
 	"time"
 
 	"github.com/pgratelimit/ratelimit/internal/memory"
+	"github.com/pgratelimit/ratelimit/internal/model"
 )
 
 // errMemoryTx is for a transaction of the caller's, which no row in memory can be part of.
@@ -16,7 +17,7 @@ var errMemoryTx error = &ConfigError{
 // memoryRow is a row in memory.
 type memoryRow struct {
 	algorithm int16
-	state     state
+	state     model.State
 }
 
 // decideInMemory decides requests by the models, one after the other, as the database would.
@@ -31,7 +32,7 @@ func (d *database) decideInMemory(db DBTX, requests []*request) error {
 	for _, r := range requests {
 		for i := range r.parts {
 			if zone := r.parts[i].rules.Numbers().Zone; zone != "" {
-				if _, err := location(zone); err != nil {
+				if _, err := model.Location(zone); err != nil {
 					return errZone(zone, "which this process has no time zone data for; import _ \"time/tzdata\"")
 				}
 			}
@@ -48,7 +49,7 @@ func (d *database) decideInMemory(db DBTX, requests []*request) error {
 // decideIn decides a request and those that are decided as one with it. Each takes from all of its rows, or from
 // none.
 func (r *request) decideIn(db *memory.DB, clock int64) {
-	before := make([]state, len(r.parts))
+	before := make([]model.State, len(r.parts))
 	for i := range r.parts {
 		before[i] = r.parts[i].load(db)
 	}
@@ -65,23 +66,23 @@ func (r *request) decideIn(db *memory.DB, clock int64) {
 		p := &r.parts[i]
 		now := p.load(db)
 		_, p.decision = p.decide(now, clock, 0)
-		p.decision.retryAfter, p.decision.state.log = 0, ""
+		p.decision.RetryAfter, p.decision.State.Log = 0, ""
 		if granted < r.count {
-			if next, d := p.decide(now, clock, p.cost); d.granted == 0 { // this part refuses
+			if next, d := p.decide(now, clock, p.cost); d.Granted == 0 { // this part refuses
 				p.store(db, next) // which the clock may have left behind
 				p.decision = d
 			}
 		}
-		if bucket, ok := p.rules.(tokenBucket); ok && r.ahead > 0 {
-			p.decision.state.log = before[i].log
+		if bucket, ok := p.rules.(model.TokenBucket); ok && r.ahead > 0 {
+			p.decision.State.Log = before[i].Log
 			if ahead := granted - (r.count - r.ahead); ahead > 0 {
-				p.store(db, bucket.lend(now, ahead*p.cost))
+				p.store(db, bucket.Lend(now, ahead*p.cost))
 			}
 		}
 		if p.cost > 0 {
-			p.decision.taken.spent = p.credit(before[i], clock) - p.credit(now, clock)
+			p.decision.Taken.Spent = p.credit(before[i], clock) - p.credit(now, clock)
 		}
-		p.decision.granted, p.decision.decidedAt = granted, time.UnixMicro(clock)
+		p.decision.Granted, p.decision.DecidedAt = granted, time.UnixMicro(clock)
 	}
 }
 
@@ -89,7 +90,7 @@ func (r *request) decideIn(db *memory.DB, clock int64) {
 func (r *request) fitsIn(db *memory.DB, clock int64) bool {
 	for i := range r.parts {
 		p := &r.parts[i]
-		if _, d := p.decide(p.load(db), clock, p.cost); d.granted == 0 {
+		if _, d := p.decide(p.load(db), clock, p.cost); d.Granted == 0 {
 			return false
 		}
 	}
@@ -97,22 +98,22 @@ func (r *request) fitsIn(db *memory.DB, clock int64) bool {
 }
 
 // decide decides about a row in the state s: a take of n, a look (0), or what is given back or granted (below 0).
-func (p *part) decide(s state, clock, n int64) (state, decision) {
+func (p *part) decide(s model.State, clock, n int64) (model.State, model.Decision) {
 	switch {
 	case n >= 0:
 		return p.rules.Decide(s, clock, n)
 	case p.refund == nil:
-		return grant(p.rules, s, clock, -n)
+		return model.Grant(p.rules, s, clock, -n)
 	}
 	k := *p.refund
-	k.units = -n
+	k.Units = -n
 	return p.rules.Refund(s, clock, k)
 }
 
 // credit is the granted credit of a row in the state s.
-func (p *part) credit(s state, clock int64) int64 {
+func (p *part) credit(s model.State, clock int64) int64 {
 	_, d := p.decide(s, clock, 0)
-	return *d.state.creditColumn(p.rules.Numbers().Algorithm)
+	return *d.State.CreditColumn(p.rules.Numbers().Algorithm)
 }
 
 func (p *part) row() memory.Row {
@@ -120,15 +121,15 @@ func (p *part) row() memory.Row {
 }
 
 // load returns the state of the part's row. A row of another algorithm counts as none.
-func (p *part) load(db *memory.DB) state {
+func (p *part) load(db *memory.DB) model.State {
 	row, _ := db.Rows[p.row()].(memoryRow)
 	if row.algorithm != p.rules.Numbers().Algorithm {
-		return state{}
+		return model.State{}
 	}
 	return row.state
 }
 
-func (p *part) store(db *memory.DB, s state) {
+func (p *part) store(db *memory.DB, s model.State) {
 	if s == p.load(db) { // there may be no row, and nothing to give back to it
 		return
 	}

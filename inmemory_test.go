@@ -11,6 +11,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit/internal/memory"
+	"github.com/pgratelimit/ratelimit/internal/model"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
@@ -145,7 +146,7 @@ func TestMemoryEqualsPostgres(t *testing.T) {
 				in, err := l.memory.together(t.Context(), key, n, count)
 				require.NoError(t, err, title)
 				require.Equal(t, on, in, title)
-				if on[0].granted > 0 && on[0].granted < count {
+				if on[0].Granted > 0 && on[0].Granted < count {
 					together++
 				}
 				continue
@@ -183,7 +184,7 @@ func TestMemoryEqualsPostgres(t *testing.T) {
 				takes = append(takes, [2]Result{a.result, b.result})
 			}
 			if a.err == nil {
-				goals = append(goals, clock+micros(a.result.RetryAfter), clock+micros(a.result.ResetAfter))
+				goals = append(goals, clock+model.Micros(a.result.RetryAfter), clock+model.Micros(a.result.ResetAfter))
 			}
 		}
 	}
@@ -191,18 +192,18 @@ func TestMemoryEqualsPostgres(t *testing.T) {
 
 // together is what is decided about the rows of a key if several callers ask at the same time. The rows' state is told
 // for denials alone, which are remembered.
-func (l *Limiter) together(ctx context.Context, key string, n, count int64) ([]decision, error) {
+func (l *Limiter) together(ctx context.Context, key string, n, count int64) ([]model.Decision, error) {
 	r := l.newRequest(key, n)
 	r.count = count
 	if err := l.client.batcher.decide(ctx, l.client.database.db, []*request{r}, transaction{}); err != nil {
 		return nil, err
 	}
-	decisions := make([]decision, len(r.parts))
+	decisions := make([]model.Decision, len(r.parts))
 	for i, p := range r.parts {
 		d := p.decision
-		d.decidedAt, d.taken.units, d.state = d.decidedAt.UTC(), 0, toldState(d.state)
-		if d.granted == count {
-			d.state = state{}
+		d.DecidedAt, d.Taken.Units, d.State = d.DecidedAt.UTC(), 0, toldState(d.State)
+		if d.Granted == count {
+			d.State = model.State{}
 		}
 		decisions[i] = d
 	}

@@ -6,6 +6,8 @@ import (
 	"slices"
 	"sync"
 	"time"
+
+	"github.com/pgratelimit/ratelimit/internal/model"
 )
 
 // rest is what is left of a lease, to be given back: units from one to before another.
@@ -17,10 +19,10 @@ type rest struct {
 }
 
 // takes are what the database has to know to take it back.
-func (r *rest) takes() []take {
+func (r *rest) takes() []model.Take {
 	takes := r.receipt.between(r.from, r.to)
 	for i := range takes {
-		takes[i].ended = r.ended
+		takes[i].Ended = r.ended
 	}
 	return takes
 }
@@ -186,7 +188,7 @@ func (ls *leases) tidy() {
 	now := ls.now()
 	back, next := ls.outdated(now)
 	report, at := ls.report.turn(now.elapsed)
-	if next = min(next, at); next != never {
+	if next = min(next, at); next != model.Never {
 		ls.wakeAt(next, now.elapsed)
 	}
 	ls.giveBack(back)
@@ -198,7 +200,7 @@ func (ls *leases) tidy() {
 // outdated ends the leases that end soon, and forgets the keys that nobody asks for. It returns what is to be given
 // back, and when it has to be called next.
 func (ls *leases) outdated(now instant) (back *giving, next time.Duration) {
-	next = never
+	next = model.Never
 	back = ls.collect(func(e *lease) (lapse, forget bool) {
 		// Those that are due a little later go back now, in the same statement.
 		if e.next < e.end && (now.elapsed >= e.due()-e.lasts/16 || now.since(e.asked) >= e.lasts) {

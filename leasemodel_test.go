@@ -10,6 +10,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit/internal/memory"
+	"github.com/pgratelimit/ratelimit/internal/model"
 )
 
 // leaseWorld is a database, and processes that lease from one key. The processes run the code of this package, and the
@@ -71,15 +72,15 @@ type carelessModel struct {
 	mistake leaseMistake
 }
 
-func (m carelessModel) one() rules { return m }
+func (m carelessModel) one() model.Rules { return m }
 
-func (m carelessModel) LeaseOf(s state, clock, longest int64) (spare, lasts int64) {
+func (m carelessModel) LeaseOf(s model.State, clock, longest int64) (spare, lasts int64) {
 	spare, lasts = m.ruled.LeaseOf(s, clock, longest)
 	switch m.mistake {
 	case survivesItsWindow:
 		lasts = longest
 	case fullBucket:
-		spare = never
+		spare = model.Never
 	}
 	return spare, lasts
 }
@@ -93,7 +94,7 @@ func newLeaseWorld(policy ruled, processes int, mistake leaseMistake) *leaseWorl
 }
 
 func (w *leaseWorld) newProcess() *leaser {
-	p := &leaser{at: instant{time.Hour, duration(w.clock)}}
+	p := &leaser{at: instant{time.Hour, model.Duration(w.clock)}}
 	space := &keyspace{name: "api", lease: &Lease{MaxShare: 1, MaxLength: time.Minute}}
 	policy := w.policy
 	if w.mistake == survivesItsWindow || w.mistake == fullBucket {
@@ -193,7 +194,7 @@ func (w *leaseWorld) use(p *leaser, u leaseUse) {
 func (w *leaseWorld) decide(r *request) {
 	r.decideIn(w.database(), w.clock)
 	if row, ok := w.rows[r.parts[0].row()].(memoryRow); ok && w.mistake == fillsUp { // it forgets what is leased
-		row.state.log = ""
+		row.state.Log = ""
 		w.rows[r.parts[0].row()] = row
 	}
 }
@@ -223,7 +224,7 @@ func (w *leaseWorld) giveBack(p *leaser, all bool) {
 }
 
 // refund gives back units of a take.
-func (w *leaseWorld) refund(of *receipt, n int64, takes []take) {
+func (w *leaseWorld) refund(of *receipt, n int64, takes []model.Take) {
 	r := &request{space: of.space, policy: of.policy, count: 1, place: 1}
 	r.add(of.space, of.policy.rules(), "key", -n, takes)
 	w.decide(r)
@@ -244,7 +245,7 @@ func (w *leaseWorld) refundUse(p *leaser, i int) {
 func (w *leaseWorld) pass(micros int64, suspended *leaser) {
 	w.clock += micros
 	for _, p := range w.processes {
-		passed := duration(micros) - time.Duration(micros*p.slow)
+		passed := model.Duration(micros) - time.Duration(micros*p.slow)
 		p.at.wall += passed
 		if p != suspended {
 			p.at.elapsed += passed
@@ -257,7 +258,7 @@ func (w *leaseWorld) crash(i int) { w.processes[i] = w.newProcess() }
 
 // judge tells what the policy does not admit of what was let through and not given back. It knows nothing of leases.
 func (w *leaseWorld) judge() error {
-	window := micros(w.policy.Numbers().Span)
+	window := model.Micros(w.policy.Numbers().Span)
 	inWindow := map[int64]int64{}
 	limit := w.policy.Numbers().Limit
 	level, last := int64(0), int64(0)
@@ -281,7 +282,7 @@ func (w *leaseWorld) judge() error {
 			}
 			continue
 		}
-		in := u.receipt.parts[0].in
+		in := u.receipt.parts[0].In
 		if u.at >= in+window {
 			return fmt.Errorf("%d at %d, of the window from %d to %d", u.n, u.at, in, in+window)
 		}

@@ -15,6 +15,7 @@ import (
 
 	"github.com/jackc/pgx/v5/pgxpool"
 
+	"github.com/pgratelimit/ratelimit/internal/model"
 	"github.com/pgratelimit/ratelimit/internal/pg"
 )
 
@@ -82,15 +83,15 @@ func (r *leaseReport) expect(now time.Duration) (due time.Duration) {
 // turn tells whether a report is due, and else when the next one is, or never.
 func (r *leaseReport) turn(now time.Duration) (due bool, next time.Duration) {
 	if r == nil {
-		return false, never
+		return false, model.Never
 	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if r.due == 0 || now < r.due {
-		return false, cmp.Or(r.due, never)
+		return false, cmp.Or(r.due, model.Never)
 	}
 	r.due = 0
-	return true, never
+	return true, model.Never
 }
 
 // tell sends a report, and has the timer send the next one.
@@ -146,7 +147,7 @@ func (r *leaseReport) send(ls *leases) (holds bool, err error) {
 	units, ends := make([]int64, n), make([]int64, n)
 	for i, h := range all {
 		names[i], keys[i], durables[i] = h.space.name, h.key, h.space.durable
-		units[i], ends[i] = h.units, microsUp(h.lasts)
+		units[i], ends[i] = h.units, model.MicrosUp(h.lasts)
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), r.timeout)
 	defer cancel()

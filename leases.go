@@ -6,6 +6,8 @@ import (
 	"sync"
 	"sync/atomic"
 	"time"
+
+	"github.com/pgratelimit/ratelimit/internal/model"
 )
 
 // leases are what this process has taken ahead; see [Lease].
@@ -63,9 +65,9 @@ type lease struct {
 
 	// What the last answer about the key told, which may be a later one.
 	known struct {
-		remaining int64      // of the row with the least
-		rows      []knownRow // all of them
-		states    []state    // of the rows
+		remaining int64         // of the row with the least
+		rows      []knownRow    // all of them
+		states    []model.State // of the rows
 		decidedAt int64
 		asked     instant
 		lasts     time.Duration // how long a lease of then could last
@@ -157,7 +159,7 @@ func (e *lease) result(clock int64) Result {
 			Source:     SourceLease,
 			Limit:      row.limit,
 			Remaining:  row.remaining + e.end - e.next,
-			ResetAfter: duration(max(row.resetAt-clock, 0)),
+			ResetAfter: model.Duration(max(row.resetAt-clock, 0)),
 			DecidedAt:  time.UnixMicro(clock),
 		}
 	}
@@ -203,10 +205,10 @@ func (ls *leases) ahead(l *Limiter, key string, n int64) int64 {
 	if size < n || e.known.lasts < shortestLease {
 		return 0
 	}
-	clock, excess := e.known.decidedAt+microsUp(now.since(e.known.asked)), int64(0)
+	clock, excess := e.known.decidedAt+model.MicrosUp(now.since(e.known.asked)), int64(0)
 	for i, m := range l.models {
 		rolled, _ := m.Roll(e.known.states[i], clock)
-		spare, _ := m.LeaseOf(rolled, clock, micros(config.MaxLength))
+		spare, _ := m.LeaseOf(rolled, clock, model.Micros(config.MaxLength))
 		excess = max(excess, -spare)
 	}
 	switch {
@@ -337,7 +339,7 @@ func (s *leaseShard) evict(now time.Duration) bool {
 func (e *lease) learn(r *request, asked, told instant) (rests []rest, event LeaseEvent) {
 	first := &r.parts[0]
 	space, d := first.space, &first.decision
-	decidedAt := d.decidedAt.UnixMicro()
+	decidedAt := d.DecidedAt.UnixMicro()
 	// A lease ends under another policy, or if the database's clock has been set forward, beyond its end.
 	if e.policy != r.policy || decidedAt >= e.decidedAt+int64(e.lasts/time.Microsecond) {
 		rests = e.lapse(space)
@@ -354,7 +356,7 @@ func (e *lease) learn(r *request, asked, told instant) (rests []rest, event Leas
 	rests = append(rests, e.lapse(space)...)
 	e.asking = 0
 	used := (r.count - r.ahead) * first.cost // by those who asked
-	surplus := d.granted*first.cost - used
+	surplus := d.Granted*first.cost - used
 	if surplus <= 0 {
 		return rests, event
 	}
@@ -362,9 +364,9 @@ func (e *lease) learn(r *request, asked, told instant) (rests []rest, event Leas
 	e.receipt.back = &givenBack{}
 	for i := range r.parts {
 		p := &r.parts[i]
-		taken := p.decision.taken
-		taken.units = d.granted * p.cost
-		e.receipt.parts[i] = taken.portion(p.rules, used, used+surplus)
+		taken := p.decision.Taken
+		taken.Units = d.Granted * p.cost
+		e.receipt.parts[i] = taken.Portion(p.rules, used, used+surplus)
 	}
 	room := float64(e.known.remaining+surplus) * space.lease.MaxShare
 	e.next, e.end = 0, min(surplus, spare, int64(room))
@@ -388,30 +390,30 @@ func (e *lease) learn(r *request, asked, told instant) (rests []rest, event Leas
 // know keeps what an answer tells about the key, unless a later one has come before it. It returns how much may be held
 // of the key, and for how long.
 func (e *lease) know(r *request, asked instant) (spare int64, lasts time.Duration) {
-	space, decidedAt := r.parts[0].space, r.parts[0].decision.decidedAt.UnixMicro()
-	spare, longest := int64(never), micros(space.lease.MaxLength)
+	space, decidedAt := r.parts[0].space, r.parts[0].decision.DecidedAt.UnixMicro()
+	spare, longest := int64(model.Never), model.Micros(space.lease.MaxLength)
 	for i := range r.parts {
 		p := &r.parts[i]
-		room, micros := p.rules.LeaseOf(p.decision.state, decidedAt, longest)
+		room, micros := p.rules.LeaseOf(p.decision.State, decidedAt, longest)
 		spare, longest = min(spare, max(room, 0)), min(longest, micros)
 	}
-	lasts = duration(max(longest, 0)) / 256 * 255 // as if the clocks' rates differed by 0.4 percent
+	lasts = model.Duration(max(longest, 0)) / 256 * 255 // as if the clocks' rates differed by 0.4 percent
 	known := &e.known
 	if decidedAt < known.decidedAt {
 		return spare, lasts
 	}
 	known.asked, known.decidedAt, known.lasts = asked, decidedAt, lasts
 	before := known.states
-	known.remaining, known.rows, known.states = never, known.rows[:0], known.states[:0]
+	known.remaining, known.rows, known.states = model.Never, known.rows[:0], known.states[:0]
 	for i := range r.parts {
 		p := &r.parts[i]
-		known.remaining = min(known.remaining, p.decision.remaining)
+		known.remaining = min(known.remaining, p.decision.Remaining)
 		known.rows = append(known.rows, knownRow{
-			limit: p.rules.Numbers().Limit, remaining: p.decision.remaining, resetAt: decidedAt + p.decision.resetAfter,
+			limit: p.rules.Numbers().Limit, remaining: p.decision.Remaining, resetAt: decidedAt + p.decision.ResetAfter,
 		})
-		state := p.decision.state
+		state := p.decision.State
 		if r.ahead == 0 && len(before) > 0 { // only an answer to what asks ahead tells what is leased of a bucket
-			state.log = before[i].log
+			state.Log = before[i].Log
 		}
 		known.states = append(known.states, state)
 	}

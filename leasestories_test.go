@@ -7,6 +7,8 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit/internal/model"
 )
 
 // Stories of what may happen to five processes, their clocks and the database. In some, somebody sets the database's
@@ -71,7 +73,7 @@ func (p *leaser) wants(size int64) {
 
 // tell tells a story.
 func (w *leaseWorld) tell(r *rand.Rand) {
-	_, longest := w.policy.LeaseOf(state{windowStart: w.clock, scale: micros(time.Minute), expiresAt: never}, w.clock, 6e7)
+	_, longest := w.policy.LeaseOf(model.State{WindowStart: w.clock, Scale: model.Micros(time.Minute), ExpiresAt: model.Never}, w.clock, 6e7)
 	_, bucket := w.policy.(TokenBucket)
 	steps := !bucket && r.IntN(3) == 0
 	busy := r.IntN(2) == 0 // there is never room for long
@@ -109,7 +111,7 @@ func (w *leaseWorld) tell(r *rand.Rand) {
 			}
 		case 10:
 			if i%2 == 1 {
-				p.at.wall += duration(r.Int64N(4*longest) - 3*longest)
+				p.at.wall += model.Duration(r.Int64N(4*longest) - 3*longest)
 			}
 		case 11:
 			if steps {
@@ -250,7 +252,7 @@ func TestResetWhileALeaseIsOnItsWay(t *testing.T) {
 		left := &request{space: p.limiter.space, policy: p.limiter.policy, count: 1, place: 1}
 		left.add(p.limiter.space, p.limiter.models, "key", 0, nil)
 		left.decideIn(w.database(), w.clock)
-		require.Equal(t, map[bool]int64{false: 2, true: 3}[before], left.parts[0].decision.remaining)
+		require.Equal(t, map[bool]int64{false: 2, true: 3}[before], left.parts[0].decision.Remaining)
 	}
 }
 
@@ -262,9 +264,9 @@ func TestLeasesKnowTheLatest(t *testing.T) {
 	hear := func(later time.Duration, remaining int64) int64 {
 		r := &request{space: p.limiter.space, policy: p.limiter.policy, count: 1, place: 1}
 		r.add(p.limiter.space, p.limiter.models, "key", 1, nil)
-		r.parts[0].decision = decision{
-			granted: 1, remaining: remaining, decidedAt: time.UnixMicro(w.clock).Add(later),
-			state: state{windowStart: w.clock, expiresAt: never},
+		r.parts[0].decision = model.Decision{
+			Granted: 1, Remaining: remaining, DecidedAt: time.UnixMicro(w.clock).Add(later),
+			State: model.State{WindowStart: w.clock, ExpiresAt: model.Never},
 		}
 		p.leases.learn(r, nil, p.at, p.at)
 		return p.leases.shard("key").keys[denialKey{p.limiter.space, "key"}].known.remaining
@@ -279,16 +281,16 @@ func TestLeasesRememberWhatIsLeased(t *testing.T) {
 	t.Parallel()
 	w := newLeaseWorld(TokenBucket{Capacity: 1000, Refill: 1, Every: time.Second}, 1, noMistake)
 	p := w.processes[0]
-	hear := func(ahead int64, log entries) entries {
+	hear := func(ahead int64, log model.Entries) model.Entries {
 		r := &request{space: p.limiter.space, policy: p.limiter.policy, count: 1 + ahead, ahead: ahead, place: 1}
 		r.add(p.limiter.space, p.limiter.models, "key", 1, nil)
-		r.parts[0].decision = decision{
-			granted: 1 + ahead, remaining: 900, decidedAt: time.UnixMicro(w.clock), state: state{log: log, expiresAt: never},
+		r.parts[0].decision = model.Decision{
+			Granted: 1 + ahead, Remaining: 900, DecidedAt: time.UnixMicro(w.clock), State: model.State{Log: log, ExpiresAt: model.Never},
 		}
 		p.leases.learn(r, nil, p.at, p.at)
-		return p.leases.shard("key").keys[denialKey{p.limiter.space, "key"}].known.states[0].log
+		return p.leases.shard("key").keys[denialKey{p.limiter.space, "key"}].known.states[0].Log
 	}
-	leased := newEntries([]int64{w.clock, 7, 0})
+	leased := model.NewEntries([]int64{w.clock, 7, 0})
 	require.Empty(t, hear(0, ""))
 	require.Equal(t, leased, hear(3, leased))
 	require.Equal(t, leased, hear(0, ""))

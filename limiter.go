@@ -7,6 +7,7 @@ import (
 	"unicode/utf8"
 
 	"github.com/pgratelimit/ratelimit/internal/algorithm"
+	"github.com/pgratelimit/ratelimit/internal/model"
 )
 
 // Limiter decides whether keys may go on. It is safe for concurrent use, and needs no Close. At rest it holds no
@@ -28,9 +29,9 @@ type Limiter struct {
 	waiting   *waitLines
 	onFailure FailureMode
 	policy    Policy
-	models    []rules // of the policy
-	shares    []rules // of the models, what FallbackLocal allows; nil otherwise
-	limit     int64   // the largest cost that can ever be allowed
+	models    []model.Rules // of the policy
+	shares    []model.Rules // of the models, what FallbackLocal allows; nil otherwise
+	limit     int64         // the largest cost that can ever be allowed
 }
 
 // Config says what a [Limiter] limits. Name and Policy are required.
@@ -194,7 +195,7 @@ func (l *Limiter) sameKind(other *Limiter) error {
 }
 
 // typeName is the name of the type of a policy with these rules.
-func typeName(r rules) string { return reflect.TypeOf(policyOf(r.Numbers())).Name() }
+func typeName(r model.Rules) string { return reflect.TypeOf(policyOf(r.Numbers())).Name() }
 
 // under is With for a policy that is valid.
 func (l *Limiter) under(policy Policy) *Limiter {

@@ -68,7 +68,7 @@ func TestCrossingBatchesDoNotDeadlock(t *testing.T) {
 				}
 				mu.Lock()
 				for _, e := range elements {
-					granted[e.key] += e.decision.granted
+					granted[e.key] += e.decision.Granted
 					asked[e.key] += e.count
 				}
 				mu.Unlock()

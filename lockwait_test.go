@@ -158,10 +158,10 @@ func TestRowMadeAfterAWaitBeginsThen(t *testing.T) {
 				require.NoError(t, err)
 				require.NoError(t, tx.Commit(t.Context()))
 				d := requests[0].parts[0].decision
-				require.EqualValues(t, 1, d.granted)
-				require.EqualValues(t, 99, d.remaining)
-				require.Equal(t, c.broken, d.decidedAt.Before(released))
-				require.Equal(t, c.broken, time.UnixMicro(d.state.windowStart).Before(released))
+				require.EqualValues(t, 1, d.Granted)
+				require.EqualValues(t, 99, d.Remaining)
+				require.Equal(t, c.broken, d.DecidedAt.Before(released))
+				require.Equal(t, c.broken, time.UnixMicro(d.State.WindowStart).Before(released))
 			})
 		}
 	}
@@ -328,7 +328,7 @@ func TestWaitingForSeveralRowsInTurn(t *testing.T) {
 		_, err := done()
 		require.NoError(t, err)
 		for _, e := range elements {
-			require.EqualValues(t, 7, e.decision.granted, e.key)
+			require.EqualValues(t, 7, e.decision.Granted, e.key)
 			require.EqualValues(t, 10, taken(t, db.Pool, config, e.key), e.key)
 		}
 	})

@@ -10,6 +10,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit/internal/algorithm"
+	"github.com/pgratelimit/ratelimit/internal/model"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
@@ -117,7 +118,7 @@ func frozen(at time.Time) TestConfig { return TestConfig{Now: func() time.Time {
 // storedRow is a row of one of the tables.
 type storedRow struct {
 	algorithm int16
-	state
+	model.State
 }
 
 // rowID is where a row stands in its table.
@@ -131,19 +132,19 @@ func scanRow(rows pgx.CollectableRow) (id rowID, row storedRow, err error) {
 		&id.name,
 		&id.key,
 		&row.algorithm,
-		&row.count,
-		&row.prevCount,
-		&row.windowStart,
-		&row.credit,
-		&row.scale,
-		&row.expiresAt,
+		&row.Count,
+		&row.PrevCount,
+		&row.WindowStart,
+		&row.Credit,
+		&row.Scale,
+		&row.ExpiresAt,
 		&log,
-		&row.since,
-		&row.capacity,
-		&row.refill,
-		&row.returned,
+		&row.Since,
+		&row.Capacity,
+		&row.Refill,
+		&row.Returned,
 	)
-	row.log = newEntries(log)
+	row.Log = model.NewEntries(log)
 	return id, row, err
 }
 
@@ -172,9 +173,9 @@ func takenOf(config Config, stored map[rowID]storedRow, key string) int64 {
 	row := stored[rowID{config.Name, key}]
 	// A row that was only made, for a request that was refused in the end, is of no algorithm.
 	if bucket, isBucket := config.Policy.(TokenBucket); isBucket && row.algorithm != 0 {
-		return bucket.Capacity - row.credit/row.scale
+		return bucket.Capacity - row.Credit/row.Scale
 	}
-	return row.count
+	return row.Count
 }
 
 // hold begins a transaction that has locked the row of a key, as a caller's AllowTx does until the transaction

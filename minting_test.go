@@ -9,6 +9,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/ratelimit/internal/model"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 )
 
@@ -71,7 +72,7 @@ func takesOf(
 
 // mints tells what is wrong with what a history has kept.
 func mints(takes []*aTake) error {
-	var without state // of a bucket without all that was given back
+	var without model.State // of a bucket without all that was given back
 	largest := int64(0)
 	for i, took := range takes {
 		if took.kept == 0 {
@@ -104,9 +105,9 @@ func mints(takes []*aTake) error {
 		case SlidingLog:
 			ok = within <= limit
 		case TokenBucket:
-			var d decision
+			var d model.Decision
 			without, d = p.Decide(without, took.clock, took.kept)
-			ok = d.granted == 1
+			ok = d.Granted == 1
 		}
 		if !ok {
 			return fmt.Errorf(
@@ -141,29 +142,29 @@ func ofTheCalendar(p CalendarWindow, takes []*aTake) (kept int64) {
 func (d dice) drawFor(kind int64) func() ruled {
 	window := 1_000_000 + d.magnitude(0, 1<<40)
 	capacity := 1 + d(20)
-	refill := ceilDiv(capacity*window, maxSpan) + d(20)
+	refill := model.CeilDiv(capacity*window, model.MaxSpan) + d(20)
 	unit, zone := calendarUnits()[d(5)], steadyZones()[d(int64(len(steadyZones())))]
 	return func() ruled {
 		limit := 1 + d(20)
 		return []ruled{
-			FixedWindow{limit, duration(window)}, SlidingWindow{limit, duration(window)}, SlidingLog{limit, duration(window)},
-			TokenBucket{capacity, refill, duration(window)}, CalendarWindow{Limit: limit, Unit: unit, Zone: zone},
+			FixedWindow{limit, model.Duration(window)}, SlidingWindow{limit, model.Duration(window)}, SlidingLog{limit, model.Duration(window)},
+			TokenBucket{capacity, refill, model.Duration(window)}, CalendarWindow{Limit: limit, Unit: unit, Zone: zone},
 		}[kind]
 	}
 }
 
 // askModel asks the model, and gives back as refund does.
-func askModel(refund func(p ruled, s state, clock int64, k take) state) func(p ruled, clock, n int64) (*aTake, error) {
-	var s state
+func askModel(refund func(p ruled, s model.State, clock int64, k model.Take) model.State) func(p ruled, clock, n int64) (*aTake, error) {
+	var s model.State
 	return func(p ruled, clock, n int64) (*aTake, error) {
 		next, d := p.Decide(s, clock, n)
 		s = next
-		if d.granted == 0 {
+		if d.Granted == 0 {
 			return nil, nil
 		}
 		left := n
-		return &aTake{units: n, in: d.taken.in, giveBack: func(clock, n int64) error {
-			k := d.taken.portion(p, left-n, left)
+		return &aTake{units: n, in: d.Taken.In, giveBack: func(clock, n int64) error {
+			k := d.Taken.Portion(p, left-n, left)
 			left -= n
 			s = refund(p, s, clock, k)
 			return nil
@@ -171,7 +172,7 @@ func askModel(refund func(p ruled, s state, clock int64, k take) state) func(p r
 	}
 }
 
-func rightRefund(p ruled, s state, clock int64, k take) state {
+func rightRefund(p ruled, s model.State, clock int64, k model.Take) model.State {
 	next, _ := p.Refund(s, clock, k)
 	return next
 }
@@ -211,7 +212,7 @@ func TestRefundsMintNothingWhenTheClockStepsBack(t *testing.T) {
 			}
 			if bucket, ok := p.(TokenBucket); ok {
 				gives.Mul(forwards, big.NewInt(bucket.Refill))
-				gives.Quo(gives, big.NewInt(micros(bucket.Every)))
+				gives.Quo(gives, big.NewInt(model.Micros(bucket.Every)))
 			}
 			require.LessOrEqual(
 				t,
@@ -231,23 +232,23 @@ func TestBrokenRefundsMint(t *testing.T) {
 	t.Parallel()
 	for name, c := range map[string]struct {
 		kinds  []int64
-		refund func(p ruled, s state, clock int64, k take) state
+		refund func(p ruled, s model.State, clock int64, k model.Take) model.State
 	}{
-		"of whatever the row counts now": {[]int64{0, 1, 2, 3, 4}, func(p ruled, s state, clock int64, k take) state {
+		"of whatever the row counts now": {[]int64{0, 1, 2, 3, 4}, func(p ruled, s model.State, clock int64, k model.Take) model.State {
 			row := rollForward(p, s, clock)
-			k.since, k.in = row.since, row.windowStart
+			k.Since, k.In = row.Since, row.WindowStart
 			return rightRefund(p, s, clock, k)
 		}},
-		"twice": {[]int64{0, 1, 2, 3, 4}, func(p ruled, s state, clock int64, k take) state {
+		"twice": {[]int64{0, 1, 2, 3, 4}, func(p ruled, s model.State, clock int64, k model.Take) model.State {
 			return rightRefund(p, rightRefund(p, s, clock, k), clock, k)
 		}},
-		"that do not move up those behind them": {[]int64{3}, func(p ruled, s state, clock int64, k take) state {
+		"that do not move up those behind them": {[]int64{3}, func(p ruled, s model.State, clock int64, k model.Take) model.State {
 			next := rightRefund(p, s, clock, k)
-			next.returned = 0
+			next.Returned = 0
 			return next
 		}},
-		"of tokens that have flowed in since": {[]int64{3}, func(p ruled, s state, clock int64, k take) state {
-			k.in = max(rollForward(p, s, clock).windowStart, k.in)
+		"of tokens that have flowed in since": {[]int64{3}, func(p ruled, s model.State, clock int64, k model.Take) model.State {
+			k.In = max(rollForward(p, s, clock).WindowStart, k.In)
 			return rightRefund(p, s, clock, k)
 		}},
 	} {
@@ -274,7 +275,7 @@ func askLimiter(t *testing.T, l *Limiter, clock *time.Time) func(p ruled, at, n 
 		if err != nil || !result.Allowed {
 			return nil, err
 		}
-		return &aTake{units: n, in: result.receipt.parts[0].in, giveBack: func(at, n int64) error {
+		return &aTake{units: n, in: result.receipt.parts[0].In, giveBack: func(at, n int64) error {
 			*clock = time.UnixMicro(at)
 			_, err := l.RefundN(t.Context(), result, n)
 			return err

@@ -6,31 +6,33 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit/internal/model"
 )
 
 // modelStep asks for n at the time at.
 type modelStep struct {
 	at   int64
 	n    int64
-	want decision
+	want model.Decision
 }
 
 // granted is what is wanted of a request that is allowed. Times are in microseconds.
-func granted(remaining, resetAfter int64) decision {
-	return decision{granted: 1, remaining: remaining, resetAfter: resetAfter}
+func granted(remaining, resetAfter int64) model.Decision {
+	return model.Decision{Granted: 1, Remaining: remaining, ResetAfter: resetAfter}
 }
 
 // denied is what is wanted of a request that is not, or of a Peek that says so.
-func denied(remaining, retryAfter, resetAfter int64) decision {
-	return decision{remaining: remaining, retryAfter: retryAfter, resetAfter: resetAfter}
+func denied(remaining, retryAfter, resetAfter int64) model.Decision {
+	return model.Decision{Remaining: remaining, RetryAfter: retryAfter, ResetAfter: resetAfter}
 }
 
 // free is what is wanted of a Peek that says that 1 would fit.
-func free(remaining, resetAfter int64) decision { return denied(remaining, 0, resetAfter) }
+func free(remaining, resetAfter int64) model.Decision { return denied(remaining, 0, resetAfter) }
 
 // playModel plays steps from the state s on and returns the last state. Next to what a step wants, it checks what every
 // decision has to keep.
-func playModel(t *testing.T, p ruled, s state, steps ...modelStep) state {
+func playModel(t *testing.T, p ruled, s model.State, steps ...modelStep) model.State {
 	t.Helper()
 	require.NoError(t, p.validate())
 	for i, step := range steps {
@@ -46,11 +48,11 @@ func playModel(t *testing.T, p ruled, s state, steps ...modelStep) state {
 func reach(p ruled) int64 {
 	switch p := p.(type) {
 	case FixedWindow:
-		return micros(p.Window)
+		return model.Micros(p.Window)
 	case SlidingWindow:
-		return micros(p.Window)
+		return model.Micros(p.Window)
 	case SlidingLog:
-		return micros(p.Window)
+		return model.Micros(p.Window)
 	case TokenBucket:
 		return p.fillTime(p.full())
 	case CalendarWindow:
@@ -70,47 +72,47 @@ func longestWait(p ruled) int64 {
 
 // leftBehind tells whether the clock has jumped back so far from a row that the row has to be pulled back to it. A
 // full row is as good as new wherever it is. It is full if its capacity was lowered or all was given back.
-func leftBehind(p ruled, s state, clock int64) bool {
+func leftBehind(p ruled, s model.State, clock int64) bool {
 	if counted, _ := usage(p, s, clock); counted.Sign() == 0 && creditOf(p, s, clock) == 0 {
 		return false
 	}
-	return clock < s.expiresAt && s.windowStart-clock > reach(p)
+	return clock < s.ExpiresAt && s.WindowStart-clock > reach(p)
 }
 
 // ask is decide without the decision's state.
-func ask(p ruled, s state, clock, n int64) (state, decision) {
+func ask(p ruled, s model.State, clock, n int64) (model.State, model.Decision) {
 	next, d := p.Decide(s, clock, n)
-	d.state, d.taken = state{}, take{}
+	d.State, d.Taken = model.State{}, model.Take{}
 	return next, d
 }
 
 // fits tells whether n would be allowed.
-func fits(p ruled, s state, clock, n int64) bool {
+func fits(p ruled, s model.State, clock, n int64) bool {
 	_, d := p.Decide(s, clock, n)
-	return d.granted == 1
+	return d.Granted == 1
 }
 
 // rollForward is a row at the time clock.
-func rollForward(p ruled, s state, clock int64) state {
+func rollForward(p ruled, s model.State, clock int64) model.State {
 	s, _ = p.Roll(s, clock)
 	return s
 }
 
 // peek is what a Peek tells.
-func peek(p ruled, s state, clock int64) decision {
+func peek(p ruled, s model.State, clock int64) model.Decision {
 	_, d := ask(p, s, clock, 0)
 	return d
 }
 
 // checkDecision decides one request. It returns an error if the states and decisions around it show that anything
 // is wrong. The decision that it returns is without its state.
-func checkDecision(p ruled, s state, clock, n int64) (state, decision, error) {
+func checkDecision(p ruled, s model.State, clock, n int64) (model.State, model.Decision, error) {
 	limit := p.Numbers().Limit
 	before := peek(p, s, clock)
 	next, d := p.Decide(s, clock, n)
-	rolled := d.state
-	d.state, d.taken = state{}, take{}
-	fail := func(format string, args ...any) (state, decision, error) {
+	rolled := d.State
+	d.State, d.Taken = model.State{}, model.Take{}
+	fail := func(format string, args ...any) (model.State, model.Decision, error) {
 		return next, d, fmt.Errorf("%T%+v, %d at %d from %+v: decided %+v, and then %+v: %s",
 			p, p, n, clock, s, d, next, fmt.Sprintf(format, args...))
 	}
@@ -118,98 +120,98 @@ func checkDecision(p ruled, s state, clock, n int64) (state, decision, error) {
 	// What is granted, and what is written.
 	healed := false
 	switch {
-	case d.remaining < 0 || d.remaining > limit+creditOf(p, next, clock):
+	case d.Remaining < 0 || d.Remaining > limit+creditOf(p, next, clock):
 		return fail("Remaining is not between 0 and the limit")
-	case (d.granted == 1) != (0 < n && n <= min(before.remaining, limit)) || d.granted < 0 || d.granted > 1:
+	case (d.Granted == 1) != (0 < n && n <= min(before.Remaining, limit)) || d.Granted < 0 || d.Granted > 1:
 		return fail("granted, though a Peek has said %+v", before)
-	case d.granted == 1:
-		if d.remaining != before.remaining-n || d.retryAfter != 0 {
+	case d.Granted == 1:
+		if d.Remaining != before.Remaining-n || d.RetryAfter != 0 {
 			return fail("a grant after a Peek that has said %+v", before)
 		}
-		if next.expiresAt != clock+d.resetAfter || d.resetAfter <= 0 {
+		if next.ExpiresAt != clock+d.ResetAfter || d.ResetAfter <= 0 {
 			return fail("the row does not expire when the key is as good as new")
 		}
 	case next != s:
 		healed = leftBehind(p, s, clock) && 0 < n && n <= limit
 		// A window that has become shorter takes entries from a log.
-		kept := next.count == s.count && next.prevCount == s.prevCount || s.log != "" && d.remaining == before.remaining
-		if !healed || next.windowStart != clock || !kept {
+		kept := next.Count == s.Count && next.PrevCount == s.PrevCount || s.Log != "" && d.Remaining == before.Remaining
+		if !healed || next.WindowStart != clock || !kept {
 			return fail("a denial has changed the row")
 		}
-	case d.remaining != before.remaining:
-		return fail("a denial has changed Remaining from %d", before.remaining)
+	case d.Remaining != before.Remaining:
+		return fail("a denial has changed Remaining from %d", before.Remaining)
 	case leftBehind(p, s, clock) && 0 < n && n <= limit:
 		return fail("a denial has not pulled the row back to the clock")
 	}
-	if written := next; d.granted == 1 || healed {
-		written.log = rolled.log // a part of it
+	if written := next; d.Granted == 1 || healed {
+		written.Log = rolled.Log // a part of it
 		if rolled != written {
 			return fail("its state is %+v", rolled)
 		}
 	}
-	if leftBehind(p, s, clock) && (rolled.windowStart != clock || rolled.expiresAt != clock+d.resetAfter) {
+	if leftBehind(p, s, clock) && (rolled.WindowStart != clock || rolled.ExpiresAt != clock+d.ResetAfter) {
 		return fail("its state is %+v, not that of a row pulled back to the clock", rolled)
 	}
-	for _, n := range []int64{0, 1, d.remaining, limit} {
+	for _, n := range []int64{0, 1, d.Remaining, limit} {
 		if !remembers(p, rolled, next, clock, n) {
 			return fail("its state is %+v, from which %d is decided otherwise", rolled, n)
 		}
 	}
 
 	// What a Peek tells is what a request of 1 would be told.
-	if _, one := ask(p, s, clock, 1); one.granted != min(before.remaining, 1) ||
-		one.granted == 0 &&
-			(one.retryAfter != before.retryAfter || one.resetAfter != before.resetAfter || one.remaining != before.remaining) {
+	if _, one := ask(p, s, clock, 1); one.Granted != min(before.Remaining, 1) ||
+		one.Granted == 0 &&
+			(one.RetryAfter != before.RetryAfter || one.ResetAfter != before.ResetAfter || one.Remaining != before.Remaining) {
 		return fail("a Peek says %+v, and a request of 1 is told %+v", before, one)
 	}
 
 	// RetryAfter and ResetAfter. If the clock has left the row behind, they count from when the row is pulled
 	// back. What writes nothing cannot pull it back: a Peek, and a cost above the limit.
-	ahead := max(min(s.windowStart-clock, reach(p)), 0)
-	if d.resetAfter < 0 || creditOf(p, next, clock) == 0 && d.resetAfter > longestWait(p)+ahead {
+	ahead := max(min(s.WindowStart-clock, reach(p)), 0)
+	if d.ResetAfter < 0 || creditOf(p, next, clock) == 0 && d.ResetAfter > longestWait(p)+ahead {
 		return fail("ResetAfter is out of bounds")
 	}
 	unwritten := leftBehind(p, s, clock) && next == s
 	least := max(n, 1)
 	switch {
-	case d.granted == 1, n == 0 && d.remaining > 0:
-		if d.retryAfter != 0 {
+	case d.Granted == 1, n == 0 && d.Remaining > 0:
+		if d.RetryAfter != 0 {
 			return fail("RetryAfter is not 0, though it is allowed")
 		}
 	case n > limit:
-		if d.retryAfter != never {
+		if d.RetryAfter != model.Never {
 			return fail("a cost above the limit can never be granted")
 		}
-	case d.retryAfter <= 0 || d.retryAfter > longestWait(p)+ahead:
+	case d.RetryAfter <= 0 || d.RetryAfter > longestWait(p)+ahead:
 		return fail("RetryAfter is out of bounds")
-	case healed && d.retryAfter > longestWait(p):
+	case healed && d.RetryAfter > longestWait(p):
 		return fail("RetryAfter is longer than a window's, though the row was pulled back")
 	case unwritten:
-	case !fits(p, next, clock+d.retryAfter, least):
+	case !fits(p, next, clock+d.RetryAfter, least):
 		return fail("it is denied after RetryAfter")
 	default:
-		for _, early := range []int64{0, 1, d.retryAfter / 3, d.retryAfter / 2, d.retryAfter - 1} {
-			if early < d.retryAfter && fits(p, next, clock+early, least) {
+		for _, early := range []int64{0, 1, d.RetryAfter / 3, d.RetryAfter / 2, d.RetryAfter - 1} {
+			if early < d.RetryAfter && fits(p, next, clock+early, least) {
 				return fail("it is allowed %d µs after the decision, before RetryAfter", early)
 			}
 		}
 	}
 	if !unwritten {
-		if !equalsNoRow(p, next, clock+d.resetAfter) {
+		if !equalsNoRow(p, next, clock+d.ResetAfter) {
 			return fail("after ResetAfter the key is not as good as new")
 		}
-		if d.resetAfter > 0 && equalsNoRow(p, next, clock+d.resetAfter-1) {
+		if d.ResetAfter > 0 && equalsNoRow(p, next, clock+d.ResetAfter-1) {
 			return fail("a µs before ResetAfter the key is as good as new")
 		}
 	}
 
 	// A client that remembers the state of a denial can go on from it as from the row.
-	if d.retryAfter > 0 && n <= limit && !unwritten {
-		for _, later := range []int64{1, d.retryAfter / 2, d.retryAfter - 1, d.retryAfter, d.resetAfter - 1, d.resetAfter, 2 * reach(p)} {
+	if d.RetryAfter > 0 && n <= limit && !unwritten {
+		for _, later := range []int64{1, d.RetryAfter / 2, d.RetryAfter - 1, d.RetryAfter, d.ResetAfter - 1, d.ResetAfter, 2 * reach(p)} {
 			for _, n := range []int64{0, 1, least, limit} {
-				if _, known := ask(p, rolled, clock+later, n); n == least && 0 < later && later < d.retryAfter &&
-					known.retryAfter <= 0 &&
-					len(rolled.log) < 8*maxDenialEntries {
+				if _, known := ask(p, rolled, clock+later, n); n == least && 0 < later && later < d.RetryAfter &&
+					known.RetryAfter <= 0 &&
+					len(rolled.Log) < 8*model.MaxDenialEntries {
 					return fail("its state is %+v, by which nothing is known %d µs later", rolled, later)
 				}
 				if !remembers(p, rolled, next, clock+later, n) {
@@ -220,14 +222,14 @@ func checkDecision(p ruled, s state, clock, n int64) (state, decision, error) {
 	}
 
 	// Remaining is the largest cost that is allowed now.
-	if largest := min(d.remaining, limit); largest > 0 && !fits(p, next, clock, largest) ||
+	if largest := min(d.Remaining, limit); largest > 0 && !fits(p, next, clock, largest) ||
 		fits(p, next, clock, largest+1) {
 		return fail("Remaining is not the largest cost that is allowed")
 	}
 
 	// From when it expires, the row equals no row.
-	for _, late := range []int64{0, 1, reach(p), maxSpan} {
-		if !equalsNoRow(p, next, max(next.expiresAt, clock)+late) {
+	for _, late := range []int64{0, 1, reach(p), model.MaxSpan} {
+		if !equalsNoRow(p, next, max(next.ExpiresAt, clock)+late) {
 			return fail("%d µs after it has expired the row does not equal no row", late)
 		}
 	}
@@ -238,7 +240,7 @@ func checkDecision(p ruled, s state, clock, n int64) (state, decision, error) {
 			continue
 		}
 		// But for credit, which has expired later.
-		if was := peek(p, next, clock-back).remaining - creditOf(p, next, clock-back); was > d.remaining {
+		if was := peek(p, next, clock-back).Remaining - creditOf(p, next, clock-back); was > d.Remaining {
 			return fail("%d µs back, %d remain", back, was)
 		}
 		if least <= limit && fits(p, next, clock-back, least) && !fits(p, next, clock, least) {
@@ -251,9 +253,9 @@ func checkDecision(p ruled, s state, clock, n int64) (state, decision, error) {
 // remembers tells whether a decision from what was remembered of a row equals the decision from the row. What is
 // remembered of a log suffices only for denials, and for no longer than the denial that it was told with. Without
 // a denial, the database is asked.
-func remembers(p ruled, known, row state, clock, n int64) bool {
+func remembers(p ruled, known, row model.State, clock, n int64) bool {
 	if _, isLog := p.(SlidingLog); isLog {
-		if _, d := ask(p, known, clock, n); n == 0 || d.retryAfter <= 0 {
+		if _, d := ask(p, known, clock, n); n == 0 || d.RetryAfter <= 0 {
 			return true
 		}
 	}
@@ -261,9 +263,9 @@ func remembers(p ruled, known, row state, clock, n int64) bool {
 }
 
 // equalsNoRow tells whether a row cannot be told from no row.
-func equalsNoRow(p ruled, s state, clock int64) bool {
+func equalsNoRow(p ruled, s model.State, clock int64) bool {
 	for _, n := range []int64{0, 1, p.Numbers().Limit, p.Numbers().Limit + 1} {
-		if !sameDecision(p, s, state{}, clock, n) {
+		if !sameDecision(p, s, model.State{}, clock, n) {
 			return false
 		}
 	}
@@ -271,30 +273,30 @@ func equalsNoRow(p ruled, s state, clock int64) bool {
 }
 
 // sameDecision tells whether two states give the same decision.
-func sameDecision(p ruled, a, b state, clock, n int64) bool {
+func sameDecision(p ruled, a, b model.State, clock, n int64) bool {
 	nextA, dA := ask(p, a, clock, n)
 	nextB, dB := ask(p, b, clock, n)
-	nextA.since, nextB.since = min(nextA.since, 1), min(nextB.since, 1) // which tells it from others, whatever it is
-	return dA == dB && (dA.granted == 0 || nextA == nextB)
+	nextA.Since, nextB.Since = min(nextA.Since, 1), min(nextB.Since, 1) // which tells it from others, whatever it is
+	return dA == dB && (dA.Granted == 0 || nextA == nextB)
 }
 
 // checkElement decides count requests of cost n one by one. It returns an error if one of them is told something
 // else than if all were one element. Of such an element the database tells only how it ended.
-func checkElement(p ruled, s state, clock, n, count int64) error {
-	var single []decision
-	last, taken := decision{}, int64(0)
+func checkElement(p ruled, s model.State, clock, n, count int64) error {
+	var single []model.Decision
+	last, taken := model.Decision{}, int64(0)
 	credit := creditOf(p, s, clock)
 	for range count {
 		s, last = p.Decide(s, clock, n)
 		single = append(single, last)
-		taken += last.granted
+		taken += last.Granted
 	}
-	last.decidedAt = time.UnixMicro(clock)
-	last.taken.spent = credit - creditOf(p, s, clock)
+	last.DecidedAt = time.UnixMicro(clock)
+	last.Taken.Spent = credit - creditOf(p, s, clock)
 	// last is that of a denial, if not all were granted.
 	for i, want := range single[:taken] {
 		units := (taken - 1 - int64(i)) * n
-		if got := last.remaining + units; got != want.remaining {
+		if got := last.Remaining + units; got != want.Remaining {
 			return fmt.Errorf(
 				"%T%+v: request %d of %d × %d at %d: %d remain, not %d",
 				p,
@@ -304,10 +306,10 @@ func checkElement(p ruled, s state, clock, n, count int64) error {
 				n,
 				clock,
 				got,
-				want.remaining,
+				want.Remaining,
 			)
 		}
-		if got := p.ResetAfter(last, units); got != want.resetAfter {
+		if got := p.ResetAfter(last, units); got != want.ResetAfter {
 			return fmt.Errorf(
 				"%T%+v: request %d of %d × %d at %d: reset after %d, not %d",
 				p,
@@ -317,7 +319,7 @@ func checkElement(p ruled, s state, clock, n, count int64) error {
 				n,
 				clock,
 				got,
-				want.resetAfter,
+				want.ResetAfter,
 			)
 		}
 	}

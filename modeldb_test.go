@@ -11,6 +11,7 @@ import (
 	"github.com/jackc/pgx/v5/pgtype"
 
 	"github.com/pgratelimit/ratelimit/internal/algorithm"
+	"github.com/pgratelimit/ratelimit/internal/model"
 )
 
 // modelDB is a database in memory for tests in a bubble of time (testing/synctest), where a connection to a real one
@@ -165,32 +166,32 @@ func (db *modelDB) answer(requests []modelRequest, passed map[int][]int64) *mode
 	for i, r := range requests { // whose parts are those of decided
 		if passed[i] == nil && r.parts[0].cost > 0 {
 			for _, p := range r.parts {
-				db.units += p.decision.granted * p.cost
+				db.units += p.decision.Granted * p.cost
 			}
 		}
 		for j := range r.parts {
 			d := &r.parts[j].decision
 			if passed[i] != nil {
-				*d = decision{granted: undecided, decidedAt: time.UnixMicro(clock)}
+				*d = model.Decision{Granted: undecided, DecidedAt: time.UnixMicro(clock)}
 				if by := passed[i][j]; by != notLocked {
-					d.granted, d.remaining = locked, by
+					d.Granted, d.Remaining = locked, by
 				}
 			}
 			ord++
 			answer.values = append(answer.values, []any{
-				ord, d.granted, d.remaining, &d.retryAfter, d.resetAfter, d.decidedAt.UnixMicro(),
-				d.state.count, d.state.prevCount, d.state.windowStart, d.state.credit, d.state.scale, d.state.expiresAt,
-				d.taken.spent, d.taken.since, d.taken.at, d.state.log.numbers(),
+				ord, d.Granted, d.Remaining, &d.RetryAfter, d.ResetAfter, d.DecidedAt.UnixMicro(),
+				d.State.Count, d.State.PrevCount, d.State.WindowStart, d.State.Credit, d.State.Scale, d.State.ExpiresAt,
+				d.Taken.Spent, d.Taken.Since, d.Taken.At, logOf(d.State.Log),
 			})
 		}
 	}
 	return answer
 }
 
-// numbers are the entries as a column has them.
-func (e entries) numbers() (log []int64) {
+// logOf is the entries as a column has them.
+func logOf(e model.Entries) (log []int64) {
 	for i := range len(e) / 8 {
-		log = append(log, e.entry(i))
+		log = append(log, e.Entry(i))
 	}
 	return log
 }
@@ -204,7 +205,7 @@ func (r *modelRows) asNumbers(logs bool) *modelRows {
 				value = *retryAfter
 			}
 			n := value.(int64)
-			numbers = append(numbers, pgtype.Int8{Int64: n, Valid: n != never})
+			numbers = append(numbers, pgtype.Int8{Int64: n, Valid: n != model.Never})
 		}
 		if logs && len(r.values) == 1 {
 			for _, entry := range v[15].([]int64) {
@@ -242,7 +243,7 @@ func askedOf(sql string, args []any) (requests []modelRequest, lockTimeout *int3
 			id: rowID{args[1].([]string)[i], args[2].([]string)[i]}, durable: args[3].([]bool)[i], cost: 1,
 			policy: policyOf(algorithm.Numbers{
 				Algorithm: args[4].([]int16)[i],
-				Limit:     numbers(5)[i], Span: duration(numbers(6)[i]), Refill: numbers(7)[i], Zone: zone,
+				Limit:     numbers(5)[i], Span: model.Duration(numbers(6)[i]), Refill: numbers(7)[i], Zone: zone,
 			}).(ruled),
 		}
 		if numbers(8) != nil {
@@ -253,11 +254,11 @@ func askedOf(sql string, args []any) (requests []modelRequest, lockTimeout *int3
 			leased = all[i]
 		}
 		if since, ok := refund(13, i); ok {
-			k := take{since: since, ended: leased}
-			k.in, _ = refund(14, i)
-			k.at, _ = refund(15, i)
-			k.spent, _ = refund(16, i)
-			p.refund = []take{k}
+			k := model.Take{Since: since, Ended: leased}
+			k.In, _ = refund(14, i)
+			k.At, _ = refund(15, i)
+			k.Spent, _ = refund(16, i)
+			p.refund = []model.Take{k}
 		}
 		if i == 0 || owner != args[0].([]int32)[i-1] {
 			requests = append(requests, modelRequest{count: 1})
@@ -284,7 +285,7 @@ func argsOfKeys(name string, code int16, args []any) []any {
 	case a.Zoned():
 		numbers.Zone = of[2].(string)
 	}
-	numbers.Span = duration(of[1].(int64))
+	numbers.Span = model.Duration(of[1].(int64))
 	all, none := argumentsOfAll(name, keys, numbers), []*int64(nil)
 	all[3] = slices.Repeat([]bool{args[4].(bool)}, len(keys))
 	copy(all[8:], args[2:4])

@@ -6,6 +6,8 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit/internal/model"
 )
 
 // policyTexts are texts as String writes them.
@@ -25,13 +27,13 @@ func policyTexts() map[string]Policy {
 		"fixed 1/1µs":                   FixedWindow{Limit: 1, Window: time.Microsecond},
 		"sliding 1/1.5s":                SlidingWindow{Limit: 1, Window: 1500 * time.Millisecond},
 		"sliding 1/20ms":                SlidingWindow{Limit: 1, Window: 20 * time.Millisecond},
-		"fixed 4611686018427387904/1µs": FixedWindow{Limit: maxProduct, Window: time.Microsecond},
+		"fixed 4611686018427387904/1µs": FixedWindow{Limit: model.MaxProduct, Window: time.Microsecond},
 
 		"every 1000/month Europe/Berlin":                 CalendarWindow{Limit: 1000, Unit: Month, Zone: "Europe/Berlin"},
 		"every 1000/month":                               CalendarWindow{Limit: 1000, Unit: Month},
 		"every 1/week America/Argentina/San_Juan":        CalendarWindow{1, Week, "America/Argentina/San_Juan"},
 		"every 1/day America/Port-au-Prince":             CalendarWindow{1, Day, "America/Port-au-Prince"},
-		"every 4611686018427387904/hour Pacific/Chatham": CalendarWindow{maxProduct, Hour, "Pacific/Chatham"},
+		"every 4611686018427387904/hour Pacific/Chatham": CalendarWindow{model.MaxProduct, Hour, "Pacific/Chatham"},
 		"every 1/minute Etc/UTC":                         CalendarWindow{1, Minute, "Etc/UTC"},
 	}
 }

@@ -13,6 +13,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit/internal/memory"
+	"github.com/pgratelimit/ratelimit/internal/model"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
@@ -142,7 +143,7 @@ func TestPoliciesDecide(t *testing.T) {
 		require.NoError(t, err)
 		require.False(t, result.Allowed)
 		require.Equal(t, SourcePolicy, result.Source)
-		require.Equal(t, duration(maxSpan), result.RetryAfter)
+		require.Equal(t, model.Duration(model.MaxSpan), result.RetryAfter)
 	}
 	waited, err := l.WaitN(t.Context(), "customer:4444", 100)
 	require.NoError(t, err)
@@ -181,7 +182,7 @@ func TestPoliciesDecide(t *testing.T) {
 		results, err = all(other.Request("user", 2), l.Request("customer:43", 1), l.Request("customer:42", 1))
 		require.NoError(t, err)
 		require.False(t, results.Allowed)
-		require.Equal(t, duration(maxSpan), results.RetryAfter)
+		require.Equal(t, model.Duration(model.MaxSpan), results.RetryAfter)
 		require.Equal(t, results.RetryAfter, results.Each[1].RetryAfter)
 		require.Zero(t, results.Each[0].RetryAfter)
 		require.EqualValues(t, 40, results.Each[2].Limit)

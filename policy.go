@@ -3,6 +3,8 @@ package ratelimit
 import (
 	"fmt"
 	"time"
+
+	"github.com/pgratelimit/ratelimit/internal/model"
 )
 
 // Policy says how much a key may take. It is one of [FixedWindow], [SlidingWindow], [TokenBucket], [SlidingLog]
@@ -20,14 +22,14 @@ type Policy interface {
 	fmt.Stringer
 
 	// rules has one for each row of a key; of [All] these are several.
-	rules() []rules
+	rules() []model.Rules
 }
 
 // single is a policy of one row.
 type single interface {
 	Policy
 
-	one() rules
+	one() model.Rules
 	// validate returns a *ConfigError for a policy outside the exact range.
 	validate() error
 }
@@ -40,10 +42,10 @@ func validateWindow(limit int64, window time.Duration) error {
 	if err := validateSpan("Config.Policy.Window", window); err != nil {
 		return err
 	}
-	if limit > maxProduct/micros(window) {
+	if limit > model.MaxProduct/model.Micros(window) {
 		return &ConfigError{Field: "Config.Policy.Limit", Reason: fmt.Sprintf(
 			"is %d with a Window of %v, outside the exact range: for this Window it may be at most %d",
-			limit, window, maxProduct/micros(window))}
+			limit, window, model.MaxProduct/model.Micros(window))}
 	}
 	return nil
 }
@@ -55,9 +57,9 @@ func validateSpan(field string, d time.Duration) error {
 	case d%time.Microsecond != 0:
 		return &ConfigError{Field: field, Reason: fmt.Sprintf(
 			"is %v, and must be whole microseconds, the resolution of Postgres's clock", d)}
-	case micros(d) > maxSpan:
+	case model.Micros(d) > model.MaxSpan:
 		return &ConfigError{Field: field, Reason: fmt.Sprintf(
-			"is %v, and may be at most %v (71 years)", d, duration(maxSpan))}
+			"is %v, and may be at most %v (71 years)", d, model.Duration(model.MaxSpan))}
 	}
 	return nil
 }

@@ -9,6 +9,8 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit/internal/model"
 )
 
 // This file holds what the tests of the models share, which are in fixed_test.go, sliding_test.go, tokenbucket_test.go
@@ -55,7 +57,7 @@ func TestCoalescedRequestsAreToldWhatSingleOnesWouldBe(t *testing.T) {
 		FixedWindow{10, 10 * time.Second}, SlidingWindow{10, 10 * time.Second}, TokenBucket{10, 3, 7 * time.Second}, SlidingLog{10, 10 * time.Second},
 		CalendarWindow{10, Minute, ""},
 	} {
-		s, _ := p.Decide(state{}, c2, 1)
+		s, _ := p.Decide(model.State{}, c2, 1)
 		for _, clock := range []int64{c0, c2, c5, c5 + 1, c2 + 9*second, c2 + 10*second, c2 + 15*second} {
 			for count := range int64(12) {
 				for n := range int64(6) {
@@ -67,12 +69,12 @@ func TestCoalescedRequestsAreToldWhatSingleOnesWouldBe(t *testing.T) {
 	// Three times 2 from a bucket whose time lies 2 s ahead, with one token gone. The first is told 2 + 3 s, the
 	// last 2 + 7 s.
 	p := TokenBucket{10, 1, time.Second}
-	s := playModel(t, p, state{}, modelStep{c2, 1, granted(9, second)})
-	var last decision
+	s := playModel(t, p, model.State{}, modelStep{c2, 1, granted(9, second)})
+	var last model.Decision
 	for range 3 {
 		s, last = p.Decide(s, c0, 2)
 	}
-	require.Equal(t, 9*second, last.resetAfter)
+	require.Equal(t, 9*second, last.ResetAfter)
 	require.Equal(t, 7*second, p.ResetAfter(last, 2))
 	require.Equal(t, 5*second, p.ResetAfter(last, 4))
 	require.Equal(t, 9*second, FixedWindow{10, time.Minute}.ResetAfter(last, 4))
@@ -81,13 +83,13 @@ func TestCoalescedRequestsAreToldWhatSingleOnesWouldBe(t *testing.T) {
 
 func TestMicrosAndDurationAreInverse(t *testing.T) {
 	t.Parallel()
-	for _, us := range []int64{0, 1, 999, 1000, second, hour, maxSpan - 1, maxSpan, 3 * maxSpan, 4*maxSpan - 1, 4 * maxSpan} {
-		require.Equal(t, us, micros(duration(us)))
-		require.Equal(t, us, duration(us).Microseconds())
-		require.GreaterOrEqual(t, duration(us), time.Duration(0), "overflow at %d µs", us)
+	for _, us := range []int64{0, 1, 999, 1000, second, hour, model.MaxSpan - 1, model.MaxSpan, 3 * model.MaxSpan, 4*model.MaxSpan - 1, 4 * model.MaxSpan} {
+		require.Equal(t, us, model.Micros(model.Duration(us)))
+		require.Equal(t, us, model.Duration(us).Microseconds())
+		require.GreaterOrEqual(t, model.Duration(us), time.Duration(0), "overflow at %d µs", us)
 	}
-	require.Equal(t, time.Minute, duration(minute))
-	require.Equal(t, minute, micros(time.Minute))
+	require.Equal(t, time.Minute, model.Duration(minute))
+	require.Equal(t, minute, model.Micros(time.Minute))
 }
 
 func TestMicrosUpRoundsUp(t *testing.T) {
@@ -99,7 +101,7 @@ func TestMicrosUpRoundsUp(t *testing.T) {
 		{0, 0}, {1, 1}, {999, 1}, {1000, 1}, {1001, 2}, {time.Minute, minute}, {time.Minute + 1, minute + 1},
 		{math.MaxInt64, math.MaxInt64/1000 + 1},
 	} {
-		require.Equal(t, test.want, microsUp(test.d), "%d ns", test.d)
+		require.Equal(t, test.want, model.MicrosUp(test.d), "%d ns", test.d)
 	}
 }
 
@@ -109,17 +111,17 @@ func TestCeilDivRoundsUpAndNeverOverflows(t *testing.T) {
 		{0, 1, 0}, {0, math.MaxInt64, 0},
 		{1, 1, 1}, {1, 2, 1}, {1, math.MaxInt64, 1},
 		{6, 3, 2}, {7, 3, 3}, {8, 3, 3}, {9, 3, 3},
-		{maxProduct, maxSpan, maxProduct / maxSpan}, {maxProduct - 1, maxSpan, maxProduct / maxSpan}, {maxProduct, 3, maxProduct/3 + 1},
+		{model.MaxProduct, model.MaxSpan, model.MaxProduct / model.MaxSpan}, {model.MaxProduct - 1, model.MaxSpan, model.MaxProduct / model.MaxSpan}, {model.MaxProduct, 3, model.MaxProduct/3 + 1},
 		{math.MaxInt64, 1, math.MaxInt64}, {math.MaxInt64, 2, 1 << 62}, {math.MaxInt64, math.MaxInt64, 1},
 		{math.MaxInt64, math.MaxInt64 - 1, 2}, {math.MaxInt64 - 1, math.MaxInt64, 1},
 	} {
-		require.Equal(t, test.want, ceilDiv(test.a, test.b), "%d / %d", test.a, test.b)
+		require.Equal(t, test.want, model.CeilDiv(test.a, test.b), "%d / %d", test.a, test.b)
 	}
 	d := randomDice(t)
 	for range 10_000 {
 		a, b := d.magnitude(0, math.MaxInt64), d.magnitude(1, math.MaxInt64)
 		quotient, rest := new(big.Int).QuoRem(big.NewInt(a), big.NewInt(b), new(big.Int))
-		require.Equal(t, quotient.Int64()+int64(rest.Sign()), ceilDiv(a, b), "%d / %d", a, b)
+		require.Equal(t, quotient.Int64()+int64(rest.Sign()), model.CeilDiv(a, b), "%d / %d", a, b)
 	}
 }
 
@@ -130,10 +132,10 @@ func TestMulDivIsExactOver128Bits(t *testing.T) {
 		{1, 1, 2, 0}, {1, 3, 2, 1}, {2, 2, 3, 1}, {2, 3, 3, 2},
 		{math.MaxInt64 - 1, math.MaxInt64, math.MaxInt64, math.MaxInt64 - 1},
 		{math.MaxInt64 - 1, math.MaxInt64 - 1, math.MaxInt64, math.MaxInt64 - 2},
-		{maxSpan - 1, maxSpan, maxSpan, maxSpan - 1},
-		{1 << 61, maxProduct, maxProduct, 1 << 61},
+		{model.MaxSpan - 1, model.MaxSpan, model.MaxSpan, model.MaxSpan - 1},
+		{1 << 61, model.MaxProduct, model.MaxProduct, 1 << 61},
 	} {
-		require.Equal(t, test.want, mulDiv(test.a, test.b, test.c), "%d × %d / %d", test.a, test.b, test.c)
+		require.Equal(t, test.want, model.MulDiv(test.a, test.b, test.c), "%d × %d / %d", test.a, test.b, test.c)
 	}
 	d := randomDice(t)
 	for range 10_000 {
@@ -141,13 +143,13 @@ func TestMulDivIsExactOver128Bits(t *testing.T) {
 		a, b := d.magnitude(0, c-1), d.magnitude(0, math.MaxInt64)
 		want := new(big.Int).Mul(big.NewInt(a), big.NewInt(b))
 		want.Quo(want, big.NewInt(c))
-		require.Equal(t, want.Int64(), mulDiv(a, b, c), "%d × %d / %d", a, b, c)
+		require.Equal(t, want.Int64(), model.MulDiv(a, b, c), "%d × %d / %d", a, b, c)
 	}
 }
 
 func TestPolicyOutsideTheExactRangeIsRefused(t *testing.T) {
 	t.Parallel()
-	const longest = maxSpan * time.Microsecond
+	const longest = model.MaxSpan * time.Microsecond
 	windows := []struct {
 		name    string
 		limit   int64
@@ -188,7 +190,7 @@ func TestPolicyOutsideTheExactRangeIsRefused(t *testing.T) {
 		{"the largest limit", math.MaxInt64, time.Microsecond, "Policy.Limit", "it may be at most 4611686018427387904"},
 		{
 			"a product of 2^64",
-			maxProduct,
+			model.MaxProduct,
 			4 * time.Microsecond,
 			"Policy.Limit",
 			"it may be at most 1152921504606846976",
@@ -233,10 +235,10 @@ func TestPolicyOutsideTheExactRangeIsRefused(t *testing.T) {
 		{"a product beyond 2^62", TokenBucket{2049, math.MaxInt64, longest}, "Policy.Capacity", "is 2049 with Every " + longest.String() +
 			", outside the exact range: for this Every it may be at most 2048"},
 		{"the largest capacity", TokenBucket{math.MaxInt64, math.MaxInt64, time.Microsecond}, "Policy.Capacity", "it may be at most 4611686018427387904"},
-		{"a product of 2^64", TokenBucket{maxProduct, math.MaxInt64, 4 * time.Microsecond}, "Policy.Capacity", "it may be at most 1152921504606846976"},
-		{"a microsecond too long to fill", TokenBucket{maxSpan + 1, 1, time.Microsecond}, "Policy.Refill",
+		{"a product of 2^64", TokenBucket{model.MaxProduct, math.MaxInt64, 4 * time.Microsecond}, "Policy.Capacity", "it may be at most 1152921504606846976"},
+		{"a microsecond too long to fill", TokenBucket{model.MaxSpan + 1, 1, time.Microsecond}, "Policy.Refill",
 			"is 1 every 1µs, which takes more than 71 years to fill a Capacity of 2251799813685249"},
-		{"a rounded microsecond too long to fill", TokenBucket{2*maxSpan + 1, 2, time.Microsecond}, "Policy.Refill", "more than 71 years"},
+		{"a rounded microsecond too long to fill", TokenBucket{2*model.MaxSpan + 1, 2, time.Microsecond}, "Policy.Refill", "more than 71 years"},
 	} {
 		requireRefused(t, test.policy, test.name, test.field, test.allowed)
 	}
@@ -253,15 +255,15 @@ func requireRefused(t *testing.T, p ruled, name, field, reason string) {
 
 func TestPolicyAtTheEdgeOfTheExactRangeIsAccepted(t *testing.T) {
 	t.Parallel()
-	const longest = maxSpan * time.Microsecond
+	const longest = model.MaxSpan * time.Microsecond
 	for _, p := range []ruled{
-		FixedWindow{1, time.Microsecond}, FixedWindow{maxProduct, time.Microsecond}, FixedWindow{2048, longest},
-		SlidingWindow{1, time.Microsecond}, SlidingWindow{maxProduct, time.Microsecond}, SlidingWindow{2048, longest},
-		CalendarWindow{1, Minute, ""}, CalendarWindow{maxProduct, Month, "Pacific/Chatham"},
+		FixedWindow{1, time.Microsecond}, FixedWindow{model.MaxProduct, time.Microsecond}, FixedWindow{2048, longest},
+		SlidingWindow{1, time.Microsecond}, SlidingWindow{model.MaxProduct, time.Microsecond}, SlidingWindow{2048, longest},
+		CalendarWindow{1, Minute, ""}, CalendarWindow{model.MaxProduct, Month, "Pacific/Chatham"},
 		SlidingLog{1, time.Microsecond}, SlidingLog{1000, time.Microsecond}, SlidingLog{1000, longest},
-		TokenBucket{1, 1, time.Microsecond}, TokenBucket{2048, 2048, longest}, TokenBucket{maxSpan, 1, time.Microsecond},
-		TokenBucket{2 * maxSpan, 2, time.Microsecond}, TokenBucket{1, 1, longest}, TokenBucket{2048, math.MaxInt64, longest},
-		TokenBucket{maxProduct, 2048, time.Microsecond}, TokenBucket{maxProduct, math.MaxInt64, time.Microsecond},
+		TokenBucket{1, 1, time.Microsecond}, TokenBucket{2048, 2048, longest}, TokenBucket{model.MaxSpan, 1, time.Microsecond},
+		TokenBucket{2 * model.MaxSpan, 2, time.Microsecond}, TokenBucket{1, 1, longest}, TokenBucket{2048, math.MaxInt64, longest},
+		TokenBucket{model.MaxProduct, 2048, time.Microsecond}, TokenBucket{model.MaxProduct, math.MaxInt64, time.Microsecond},
 	} {
 		require.NoError(t, p.validate(), "%T%+v", p, p)
 	}
@@ -271,11 +273,11 @@ func TestPolicyAtTheEdgeOfTheExactRangeIsAccepted(t *testing.T) {
 // what it accepts never overflows.
 func FuzzPolicyValidate(f *testing.F) {
 	f.Add(int64(10), int64(5), int64(time.Minute))
-	f.Add(int64(2048), int64(2048), int64(maxSpan*time.Microsecond))
-	f.Add(int64(2049), int64(1), int64(maxSpan*time.Microsecond))
-	f.Add(int64(maxProduct), int64(math.MaxInt64), int64(time.Microsecond))
-	f.Add(int64(maxProduct), int64(2048), int64(time.Microsecond))
-	f.Add(int64(maxProduct), int64(2047), int64(time.Microsecond))
+	f.Add(int64(2048), int64(2048), int64(model.MaxSpan*time.Microsecond))
+	f.Add(int64(2049), int64(1), int64(model.MaxSpan*time.Microsecond))
+	f.Add(int64(model.MaxProduct), int64(math.MaxInt64), int64(time.Microsecond))
+	f.Add(int64(model.MaxProduct), int64(2048), int64(time.Microsecond))
+	f.Add(int64(model.MaxProduct), int64(2047), int64(time.Microsecond))
 	f.Add(int64(math.MaxInt64), int64(math.MaxInt64), int64(math.MaxInt64))
 	f.Add(int64(math.MinInt64), int64(math.MinInt64), int64(math.MinInt64))
 	f.Add(int64(1), int64(1), int64(1500))
@@ -283,13 +285,13 @@ func FuzzPolicyValidate(f *testing.F) {
 		span := time.Duration(nanoseconds)
 		us := nanoseconds / 1000
 		product := new(big.Int).Mul(big.NewInt(limit), big.NewInt(us))
-		exact := limit >= 1 && us >= 1 && us <= maxSpan && nanoseconds%1000 == 0 &&
-			product.Cmp(big.NewInt(maxProduct)) <= 0
+		exact := limit >= 1 && us >= 1 && us <= model.MaxSpan && nanoseconds%1000 == 0 &&
+			product.Cmp(big.NewInt(model.MaxProduct)) <= 0
 		for _, p := range []ruled{FixedWindow{limit, span}, SlidingWindow{limit, span}} {
 			requireValidated(t, p, exact)
 		}
-		requireValidated(t, SlidingLog{limit, span}, exact && limit <= maxLogLimit)
-		fillable := refill >= 1 && product.Cmp(new(big.Int).Mul(big.NewInt(maxSpan), big.NewInt(refill))) <= 0
+		requireValidated(t, SlidingLog{limit, span}, exact && limit <= model.MaxLogLimit)
+		fillable := refill >= 1 && product.Cmp(new(big.Int).Mul(big.NewInt(model.MaxSpan), big.NewInt(refill))) <= 0
 		requireValidated(t, TokenBucket{limit, refill, span}, exact && fillable)
 	})
 }
@@ -311,15 +313,15 @@ func requireValidated(t *testing.T, p ruled, exact bool) {
 	}
 	require.NoError(t, err, "%T%+v", p, p)
 	// Everything is taken, and asked for again when the clock has stepped back by as much as it may.
-	var s state
-	for _, clock := range []int64{4 * maxSpan, 4*maxSpan - reach(p), 4*maxSpan - reach(p)/2, 4 * maxSpan, 4*maxSpan + reach(p), 4*maxSpan + reach(p)/2} {
+	var s model.State
+	for _, clock := range []int64{4 * model.MaxSpan, 4*model.MaxSpan - reach(p), 4*model.MaxSpan - reach(p)/2, 4 * model.MaxSpan, 4*model.MaxSpan + reach(p), 4*model.MaxSpan + reach(p)/2} {
 		for _, n := range []int64{1, p.Numbers().Limit / 2, p.Numbers().Limit, p.Numbers().Limit + 1} {
 			next, d, err := checkDecision(p, s, clock, n)
 			require.NoError(t, err)
-			require.LessOrEqual(t, duration(d.resetAfter), 4*maxSpan*time.Microsecond)
+			require.LessOrEqual(t, model.Duration(d.ResetAfter), 4*model.MaxSpan*time.Microsecond)
 			require.True(
 				t,
-				d.retryAfter == never || 0 <= d.retryAfter && d.retryAfter <= 4*maxSpan,
+				d.RetryAfter == model.Never || 0 <= d.RetryAfter && d.RetryAfter <= 4*model.MaxSpan,
 				"%T%+v: %+v",
 				p,
 				p,

@@ -12,6 +12,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit/internal/algorithm"
+	"github.com/pgratelimit/ratelimit/internal/model"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 )
 
@@ -31,7 +32,7 @@ func readPolicies(t testing.TB, db pgtest.Executor, texts []string) [][]algorith
 		err = row.Scan(&algorithms, &limits, &spans, &refills, &zones)
 		for i, code := range algorithms {
 			numbers = append(numbers, algorithm.Numbers{
-				Algorithm: code, Limit: limits[i], Span: duration(spans[i]), Refill: refills[i],
+				Algorithm: code, Limit: limits[i], Span: model.Duration(spans[i]), Refill: refills[i],
 			})
 			if zones[i] != nil {
 				numbers[i].Zone = *zones[i]

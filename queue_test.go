@@ -12,6 +12,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/ratelimit/internal/model"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
@@ -19,21 +20,21 @@ import (
 // modelResults are what calls of these costs for one key, one after the other at the same time, are to be told by
 // the model.
 func modelResults(p ruled, at time.Time, costs ...int64) []Result {
-	return modelResultsFrom(p, state{}, at, costs...)
+	return modelResultsFrom(p, model.State{}, at, costs...)
 }
 
 // modelResultsFrom are those that follow on a state.
-func modelResultsFrom(p ruled, s state, at time.Time, costs ...int64) []Result {
+func modelResultsFrom(p ruled, s model.State, at time.Time, costs ...int64) []Result {
 	results := make([]Result, len(costs))
 	for i, cost := range costs {
-		var d decision
+		var d model.Decision
 		s, d = element{cost: cost, count: 1}.decide(p, s, at.UnixMicro())
 		results[i] = Result{
-			Allowed:    d.granted == 1 || cost == 0 && d.retryAfter == 0,
+			Allowed:    d.Granted == 1 || cost == 0 && d.RetryAfter == 0,
 			Limit:      p.Numbers().Limit,
-			Remaining:  d.remaining,
-			RetryAfter: duration(d.retryAfter),
-			ResetAfter: duration(d.resetAfter),
+			Remaining:  d.Remaining,
+			RetryAfter: model.Duration(d.RetryAfter),
+			ResetAfter: model.Duration(d.ResetAfter),
 			DecidedAt:  at,
 		}
 	}
@@ -164,7 +165,7 @@ func TestCallsOfOneBatchAreDecidedInOrderOfArrival(t *testing.T) {
 				// that never will.
 				costs := make([][]int64, 1+r.IntN(4))
 				calls := make([][]*request, len(costs))
-				states := make([]state, len(costs))
+				states := make([]model.State, len(costs))
 				var batch []*request
 				for key := range costs {
 					for range 1 + r.IntN(8) {
@@ -177,7 +178,7 @@ func TestCallsOfOneBatchAreDecidedInOrderOfArrival(t *testing.T) {
 						n := 1 + r.Int64N(50)
 						_, err := limiter.Grant(t.Context(), name, n)
 						require.NoError(t, err)
-						states[key], _ = grant(policy, state{}, t0.UnixMicro(), n)
+						states[key], _ = model.Grant(policy, model.State{}, t0.UnixMicro(), n)
 					}
 				}
 				for waiting := slices.Clone(calls); len(waiting) > 0; {

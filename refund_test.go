@@ -15,6 +15,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/ratelimit/internal/model"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
@@ -27,29 +28,29 @@ func TestRefundToABucketThatTheClockHasLeftBehind(t *testing.T) {
 	p := TokenBucket{10, 1, time.Second}
 	db := pgtest.New(t)
 	for granted, took := range map[int64]int64{0: 4, 5: 10} {
-		var s state
+		var s model.State
 		ask := func(clock int64, e element) step {
 			e.key, e.count = "x", 1
 			return step{policy: p, name: "a", clock: clock, elements: []element{e}}
 		}
 		var steps []step
 		if granted > 0 {
-			s, _ = grant(p, s, later, granted)
+			s, _ = model.Grant(p, s, later, granted)
 			steps = append(steps, ask(later, element{cost: -granted}))
 		}
 		s, kept := p.Decide(s, later, took)
 		_, lost := p.Decide(s, c0, 2)
-		require.EqualValues(t, 1, lost.granted)
-		require.Equal(t, granted > 0, lost.taken.spent > 0)
-		next, _, err := checkRefund(p, s, c0, lost.taken)
+		require.EqualValues(t, 1, lost.Granted)
+		require.Equal(t, granted > 0, lost.Taken.Spent > 0)
+		next, _, err := checkRefund(p, s, c0, lost.Taken)
 		require.NoError(t, err)
 		require.Equal(t, s, next)
-		next, _, err = checkRefund(p, next, later, kept.taken)
+		next, _, err = checkRefund(p, next, later, kept.Taken)
 		require.NoError(t, err)
-		require.EqualValues(t, 10, peek(p, next, later).remaining-granted)
+		require.EqualValues(t, 10, peek(p, next, later).Remaining-granted)
 
-		steps = append(steps, ask(later, element{cost: took}), ask(c0, element{cost: -2, refund: []take{lost.taken}}),
-			ask(later, element{cost: -took, refund: []take{kept.taken}}), ask(later, element{cost: 0}))
+		steps = append(steps, ask(later, element{cost: took}), ask(c0, element{cost: -2, refund: []model.Take{lost.Taken}}),
+			ask(later, element{cost: -took, refund: []model.Take{kept.Taken}}), ask(later, element{cost: 0}))
 		require.NoError(t, replay(t.Context(), db.Pool, fmt.Sprintf("granted %d ", granted), steps, 1))
 	}
 }
@@ -63,26 +64,26 @@ func TestRefundAmongOtherPolicies(t *testing.T) {
 	for range 4000 {
 		kind, policies := d(5), make([]ruled, 3)
 		for i := range policies {
-			limit, span := 1+d(20), duration(1+d(100))
+			limit, span := 1+d(20), model.Duration(1+d(100))
 			policies[i] = []ruled{
 				FixedWindow{limit, span}, SlidingWindow{limit, span}, SlidingLog{limit, span}, TokenBucket{limit, 1 + d(20), span},
 				CalendarWindow{limit, calendarUnits()[d(5)], steadyZones()[d(3)]},
 			}[kind]
 		}
-		var s state
+		var s model.State
 		var by []ruled
-		var takes []take
+		var takes []model.Take
 		clock := int64(1) << 50
 		for range 20 {
 			clock += d(20)
 			p := policies[d(3)]
-			var decided decision
+			var decided model.Decision
 			switch d(8) {
 			case 0:
-				s, _ = grant(p, s, clock, 1+d(5))
+				s, _ = model.Grant(p, s, clock, 1+d(5))
 			case 1, 2, 3:
-				if s, decided = p.Decide(s, clock, 1+d(p.Numbers().Limit)); decided.granted == 1 {
-					by, takes = append(by, p), append(takes, decided.taken)
+				if s, decided = p.Decide(s, clock, 1+d(p.Numbers().Limit)); decided.Granted == 1 {
+					by, takes = append(by, p), append(takes, decided.Taken)
 				}
 			default:
 				if len(takes) == 0 {
@@ -99,7 +100,7 @@ func TestRefundAmongOtherPolicies(t *testing.T) {
 						if gained == 0 { // else the row lives longer, as after a Grant
 							at += d(d.magnitude(1, 4*reach(q)))
 						}
-						before, after := peek(q, s, at).remaining, peek(q, next, at).remaining
+						before, after := peek(q, s, at).Remaining, peek(q, next, at).Remaining
 						require.LessOrEqual(
 							t,
 							before,
@@ -117,7 +118,7 @@ func TestRefundAmongOtherPolicies(t *testing.T) {
 							require.LessOrEqual(
 								t,
 								after,
-								before+k.units,
+								before+k.Units,
 								"%v took %+v from %+v at %d, then %+v, seen by %v at %d",
 								p,
 								k,
@@ -244,7 +245,7 @@ func TestRefundWritesOnlyWhatItGivesBack(t *testing.T) {
 
 		require.Zero(t, refund(seven, 4, 10).ResetAfter)
 		row := storedRows(t, db.Pool, config.Durable)[rowID{"test", "key"}]
-		require.Equal(t, t0.UnixMicro(), row.expiresAt)
+		require.Equal(t, t0.UnixMicro(), row.ExpiresAt)
 		before := version()
 		refund(forged(limiter, "key", 3), 1, 10)
 		require.Equal(t, before, version(), "it had nothing to give back")

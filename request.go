@@ -8,6 +8,7 @@ import (
 	"unicode/utf8"
 
 	"github.com/pgratelimit/ratelimit/internal/algorithm"
+	"github.com/pgratelimit/ratelimit/internal/model"
 	"github.com/pgratelimit/ratelimit/internal/rulebook"
 )
 
@@ -58,12 +59,12 @@ type request struct {
 // part is a row that a request asks for, and what was decided about it.
 type part struct {
 	space    *keyspace
-	rules    rules
+	rules    model.Rules
 	name     string // the row's: that of the space, or of a further policy of All, such as api/2
 	key      string
 	cost     int64 // 0 looks; below 0 gives back refund, or grants if refund is nil
-	refund   *take
-	decision decision
+	refund   *model.Take
+	decision model.Decision
 }
 
 // The values of granted in a part that is not decided.
@@ -93,7 +94,7 @@ func (p *requestPool) get(space *keyspace, policy Policy) *request {
 }
 
 // add adds the parts of one limiter, one for each of its models.
-func (r *request) add(space *keyspace, models []rules, key string, cost int64, refunds []take) {
+func (r *request) add(space *keyspace, models []model.Rules, key string, cost int64, refunds []model.Take) {
 	for i, m := range models {
 		p := part{space: space, rules: m, name: algorithm.RowName(space.name, i), key: key, cost: cost}
 		if refunds != nil {
@@ -125,7 +126,7 @@ func (r *request) gives() bool { return r.parts[0].cost < 0 }
 func (r *request) leased(p *part) int64 {
 	units := r.ahead * p.cost
 	if p.refund != nil {
-		units = p.refund.ended
+		units = p.refund.Ended
 	}
 	if units == 0 || p.rules.Numbers().Algorithm != algorithm.TokenBucket {
 		return 0
@@ -151,7 +152,7 @@ func (r *request) joins(other *request) bool {
 }
 
 // passedOver tells whether a statement has left the request undecided.
-func (r *request) passedOver() bool { return r.parts[0].decision.granted < 0 }
+func (r *request) passedOver() bool { return r.parts[0].decision.Granted < 0 }
 
 // finish tells the caller of a request, and those of the requests that were decided as one with it.
 func (r *request) finish(err error) {

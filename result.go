@@ -5,6 +5,8 @@ import (
 	"slices"
 	"sync/atomic"
 	"time"
+
+	"github.com/pgratelimit/ratelimit/internal/model"
 )
 
 // Result is a decision. The zero Result denies. A Result remembers what it took, for [Limiter.Refund].
@@ -116,11 +118,11 @@ func (r *request) resultOf(first, last int, policy Policy) Result {
 		}
 		result = resultOfAll(each)
 	}
-	if p := &r.parts[first]; p.cost > 0 && r.place <= p.decision.granted {
+	if p := &r.parts[first]; p.cost > 0 && r.place <= p.decision.Granted {
 		result.receipt = newReceipt(p.space, policy, p.key, p.cost, last-first)
 		for i := range result.receipt.parts {
 			part := &r.parts[first+i]
-			result.receipt.parts[i] = part.decision.takenBy(part.rules, part.cost, r.place)
+			result.receipt.parts[i] = part.decision.TakenBy(part.rules, part.cost, r.place)
 		}
 	}
 	return result
@@ -146,20 +148,20 @@ func (p *part) result(place int64) Result {
 	d := &p.decision
 	r := Result{
 		Limit:      p.rules.Numbers().Limit,
-		Remaining:  d.remaining,
-		ResetAfter: duration(d.resetAfter),
-		DecidedAt:  d.decidedAt,
+		Remaining:  d.Remaining,
+		ResetAfter: model.Duration(d.ResetAfter),
+		DecidedAt:  d.DecidedAt,
 	}
 	switch {
-	case place <= d.granted:
-		after := (d.granted - place) * p.cost // what the requests behind it have taken
+	case place <= d.Granted:
+		after := (d.Granted - place) * p.cost // what the requests behind it have taken
 		r.Allowed = true
 		r.Remaining += after
-		r.ResetAfter = duration(p.rules.ResetAfter(*d, after))
-	case d.retryAfter == 0: // it looked, or another part has refused
+		r.ResetAfter = model.Duration(p.rules.ResetAfter(*d, after))
+	case d.RetryAfter == 0: // it looked, or another part has refused
 		r.Allowed = true
 	default:
-		r.RetryAfter = duration(d.retryAfter)
+		r.RetryAfter = model.Duration(d.RetryAfter)
 	}
 	return r
 }
@@ -169,11 +171,11 @@ type receipt struct {
 	space  *keyspace
 	policy Policy
 	key    string
-	left   atomic.Int64 // how many units are left to give back; these are the first ones
-	parts  []take       // one for each row
-	one    [1]take      // the memory of parts if there is one part
-	back   *givenBack   // of a lease, and of what was spent from it: what of the lease was given back; else nil
-	first  int64        // of what was spent from a lease: its first unit there. left stays as it was
+	left   atomic.Int64  // how many units are left to give back; these are the first ones
+	parts  []model.Take  // one for each row
+	one    [1]model.Take // the memory of parts if there is one part
+	back   *givenBack    // of a lease, and of what was spent from it: what of the lease was given back; else nil
+	first  int64         // of what was spent from a lease: its first unit there. left stays as it was
 }
 
 // add adds what this process holds of a key to what the database has told about it.
@@ -204,7 +206,7 @@ func newReceipt(space *keyspace, policy Policy, key string, units int64, parts i
 	r := &receipt{space: space, policy: policy, key: key}
 	r.left.Store(units)
 	if r.parts = r.one[:]; parts != 1 {
-		r.parts = make([]take, parts)
+		r.parts = make([]model.Take, parts)
 	}
 	return r
 }
@@ -229,10 +231,10 @@ func (r *receipt) swap(was, left int64) bool {
 }
 
 // between are the parts of the units from the from-th to the to-th.
-func (r *receipt) between(from, to int64) []take {
-	parts := make([]take, len(r.parts))
+func (r *receipt) between(from, to int64) []model.Take {
+	parts := make([]model.Take, len(r.parts))
 	for i, m := range r.policy.rules() {
-		parts[i] = r.parts[i].portion(m, from, to)
+		parts[i] = r.parts[i].Portion(m, from, to)
 	}
 	return parts
 }

@@ -93,7 +93,7 @@ func TestApplicationsDecoysChangeNoDecision(t *testing.T) {
 			require.NoError(t, limiter.decide(t.Context(), pool, got, transaction{}), "%s=%d", seedVariable, seed)
 			for i, want := range step.elements {
 				got, want := got[i].decision, want.decision
-				got.decidedAt = want.decidedAt // in time of this century they are the same: TestTimesAreReadExactly
+				got.DecidedAt = want.DecidedAt // in time of this century they are the same: TestTimesAreReadExactly
 				require.Equal(t, want, got, "%s=%d: %v", seedVariable, seed, step)
 			}
 		}

@@ -6,6 +6,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 
+	"github.com/pgratelimit/ratelimit/internal/model"
 	"github.com/pgratelimit/ratelimit/internal/pg"
 )
 
@@ -42,7 +43,7 @@ func (l *Limiter) newShadow(row *rule, key string, cost int64) *shadow {
 	s.request.place = 1
 	s.request.add(l.space.shadow, row.Value.policy.rules(), key, cost, nil)
 	for i := range s.request.parts {
-		s.request.parts[i].decision.granted = passedOver
+		s.request.parts[i].decision.Granted = passedOver
 	}
 	return s
 }
@@ -61,8 +62,8 @@ func (s *shadow) result() *Result {
 		return nil
 	}
 	for i := range s.request.parts {
-		if d := &s.request.parts[i].decision; d.retryAfter == never { // the cost is above this limit
-			d.retryAfter = maxSpan
+		if d := &s.request.parts[i].decision; d.RetryAfter == model.Never { // the cost is above this limit
+			d.RetryAfter = model.MaxSpan
 		}
 	}
 	result := s.request.result()

@@ -9,6 +9,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/ratelimit/internal/model"
 	"github.com/pgratelimit/ratelimit/internal/pg"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
@@ -155,7 +156,7 @@ func TestShadowThatFails(t *testing.T) {
 	require.NoError(t, err)
 	require.True(t, result.Allowed)
 	require.False(t, result.Shadow.Allowed)
-	require.Equal(t, duration(maxSpan), result.Shadow.RetryAfter)
+	require.Equal(t, model.Duration(model.MaxSpan), result.Shadow.RetryAfter)
 
 	// In transactions and sets there are none.
 	inTx := pgtest.Begin(t, db)

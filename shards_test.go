@@ -62,7 +62,7 @@ func TestShardedClientCountsExactly(t *testing.T) {
 		stored := storedRows(t, p.Pool, false)
 		for i := range each {
 			require.EqualValues(t, limit, each[i].Load(), i)
-			require.EqualValues(t, limit, stored[rowID{config.Name, fmt.Sprint("user:", i)}].count)
+			require.EqualValues(t, limit, stored[rowID{config.Name, fmt.Sprint("user:", i)}].Count)
 		}
 	}
 	require.Equal(t, 8, client.queues.shards())
@@ -493,7 +493,7 @@ func TestShadowOfAShard(t *testing.T) {
 		asked++
 		require.NoError(t, l.client.database.execute(t.Context(), p.pool, []*request{r}, l.ownTransaction()))
 		require.Nil(t, r.shadow.result())
-		return r.parts[0].decision.granted
+		return r.parts[0].decision.Granted
 	}
 	// In this database, unlike behind a proxy, the transaction rolls back with its second statement.
 	require.EqualValues(t, 1, ask(keysOf(0, 2, 1)[0]), "the error tells of a proxy")

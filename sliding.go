@@ -1,6 +1,10 @@
 package ratelimit
 
-import "time"
+import (
+	"time"
+
+	"github.com/pgratelimit/ratelimit/internal/model"
+)
 
 // SlidingWindow admits Limit in any Window, estimated from two counters. They are what was taken in the current
 // window, and what was taken in the one before, times the share of it that a window ending now still covers. This
@@ -22,6 +26,6 @@ type SlidingWindow struct {
 
 func (p SlidingWindow) String() string { return p.one().Numbers().String() }
 
-func (p SlidingWindow) one() rules      { return slidingWindow(p) }
-func (p SlidingWindow) rules() []rules  { return []rules{p.one()} }
-func (p SlidingWindow) validate() error { return validateWindow(p.Limit, p.Window) }
+func (p SlidingWindow) one() model.Rules     { return model.SlidingWindow(p) }
+func (p SlidingWindow) rules() []model.Rules { return []model.Rules{p.one()} }
+func (p SlidingWindow) validate() error      { return validateWindow(p.Limit, p.Window) }

@@ -6,6 +6,8 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit/internal/model"
 )
 
 func TestSlidingWindow(t *testing.T) {
@@ -68,9 +70,9 @@ func TestSlidingWindow(t *testing.T) {
 		}},
 		{"costs", SlidingWindow{10, time.Minute}, []modelStep{
 			{c0, 0, free(10, 0)},
-			{c0, 11, denied(10, never, 0)},
+			{c0, 11, denied(10, model.Never, 0)},
 			{c0, 10, granted(0, 2*minute)},
-			{c1, 11, denied(0, never, 119*second)},
+			{c1, 11, denied(0, model.Never, 119*second)},
 			{c1, 10, denied(0, 119*second, 119*second)},
 			{c1, 9, denied(0, 113*second, 119*second)},
 			{c1, 0, denied(0, 65*second, 119*second)},
@@ -105,7 +107,7 @@ func TestSlidingWindow(t *testing.T) {
 			{at("12:09:00"), 1, denied(0, 126*second, 180*second)},
 			{at("12:08:59.999999"), 0, denied(0, 66*second, 2*minute)}, // a Peek does not pull the row back
 			{at("12:09:00"), 1, denied(0, 126*second, 180*second)},
-			{at("12:08:59.999999"), 11, denied(0, never, 2*minute)}, // nor does what can never be granted
+			{at("12:08:59.999999"), 11, denied(0, model.Never, 2*minute)}, // nor does what can never be granted
 			{at("12:09:00"), 1, denied(0, 126*second, 180*second)},
 			{at("12:08:59.999999"), 1, denied(0, 66*second, 2*minute)}, // a denial does
 			{at("12:09:00"), 1, denied(0, 66*second-1, 2*minute-1)},
@@ -145,7 +147,7 @@ func TestSlidingWindow(t *testing.T) {
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			t.Parallel()
-			playModel(t, test.policy, state{}, test.steps...)
+			playModel(t, test.policy, model.State{}, test.steps...)
 		})
 	}
 }
@@ -154,7 +156,7 @@ func TestSlidingWindow(t *testing.T) {
 func TestSlidingWindowRetryAfterLooksIntoTheNextWindow(t *testing.T) {
 	t.Parallel()
 	p := SlidingWindow{10, time.Minute}
-	s := playModel(t, p, state{}, modelStep{at("12:00:00"), 10, granted(0, 2*minute)})
+	s := playModel(t, p, model.State{}, modelStep{at("12:00:00"), 10, granted(0, 2*minute)})
 	for _, step := range []modelStep{
 		{at("12:00:05"), 1, denied(0, 61*second, 115*second)},
 		{at("12:00:05"), 2, denied(0, 67*second, 115*second)},
@@ -173,45 +175,45 @@ func TestSlidingWindowRetryAfterLooksIntoTheNextWindow(t *testing.T) {
 // everything passed.
 func TestSlidingWindowProductsNeverOverflow(t *testing.T) {
 	t.Parallel()
-	playModel(t, SlidingWindow{2048, maxSpan * time.Microsecond}, state{},
-		modelStep{c0, 2048, granted(0, 2*maxSpan)},
-		modelStep{c0, 2048, denied(0, 2*maxSpan, 2*maxSpan)},
-		modelStep{c0 + maxSpan, 1, denied(0, maxSpan/2048, maxSpan)},
-		modelStep{c0 + maxSpan + 1, 1, denied(0, maxSpan/2048-1, maxSpan-1)},
-		modelStep{c0 + maxSpan + maxSpan/2, 1025, denied(1024, maxSpan/2048, maxSpan/2)},
-		modelStep{c0 + maxSpan + maxSpan/2, 1024, granted(0, maxSpan+maxSpan/2)},
-		modelStep{c0 + 2*maxSpan - 1, 1024, denied(1023, 1, maxSpan+1)},
-		modelStep{c0 + 2*maxSpan, 1024, granted(0, 2*maxSpan)})
+	playModel(t, SlidingWindow{2048, model.MaxSpan * time.Microsecond}, model.State{},
+		modelStep{c0, 2048, granted(0, 2*model.MaxSpan)},
+		modelStep{c0, 2048, denied(0, 2*model.MaxSpan, 2*model.MaxSpan)},
+		modelStep{c0 + model.MaxSpan, 1, denied(0, model.MaxSpan/2048, model.MaxSpan)},
+		modelStep{c0 + model.MaxSpan + 1, 1, denied(0, model.MaxSpan/2048-1, model.MaxSpan-1)},
+		modelStep{c0 + model.MaxSpan + model.MaxSpan/2, 1025, denied(1024, model.MaxSpan/2048, model.MaxSpan/2)},
+		modelStep{c0 + model.MaxSpan + model.MaxSpan/2, 1024, granted(0, model.MaxSpan+model.MaxSpan/2)},
+		modelStep{c0 + 2*model.MaxSpan - 1, 1024, denied(1023, 1, model.MaxSpan+1)},
+		modelStep{c0 + 2*model.MaxSpan, 1024, granted(0, 2*model.MaxSpan)})
 
 	// A count that only the largest limit of the shortest window can leave, met by the longest window.
-	s := playModel(t, SlidingWindow{maxProduct, time.Microsecond}, state{},
-		modelStep{c0, maxProduct - 1, granted(1, 2)},
-		modelStep{c0, maxProduct - 1, denied(1, 2, 2)},
+	s := playModel(t, SlidingWindow{model.MaxProduct, time.Microsecond}, model.State{},
+		modelStep{c0, model.MaxProduct - 1, granted(1, 2)},
+		modelStep{c0, model.MaxProduct - 1, denied(1, 2, 2)},
 		modelStep{c0 + 1, 2, denied(1, 1, 1)},
 		modelStep{c0 + 1, 1, granted(0, 2)})
 	for _, limit := range []int64{1, 2, 2047, 2048} {
-		playModel(t, SlidingWindow{limit, maxSpan * time.Microsecond}, s,
+		playModel(t, SlidingWindow{limit, model.MaxSpan * time.Microsecond}, s,
 			modelStep{c0 + 2, 1, denied(0, 1, 1)},
 			modelStep{c0 + 2, limit, denied(0, 1, 1)},
-			modelStep{c0 + 3, limit, granted(0, 2*maxSpan)})
+			modelStep{c0 + 3, limit, granted(0, 2*model.MaxSpan)})
 	}
 }
 
 func TestSlidingWindowLargestLimit(t *testing.T) {
 	t.Parallel()
-	playModel(t, SlidingWindow{maxProduct, time.Microsecond}, state{},
-		modelStep{c0, maxProduct, granted(0, 2)},
+	playModel(t, SlidingWindow{model.MaxProduct, time.Microsecond}, model.State{},
+		modelStep{c0, model.MaxProduct, granted(0, 2)},
 		modelStep{c0, 1, denied(0, 2, 2)},
-		modelStep{c0, maxProduct, denied(0, 2, 2)}, // count + n is 2^63
-		modelStep{c0, maxProduct + 1, denied(0, never, 2)},
-		modelStep{c0 + 1, maxProduct, denied(0, 1, 1)},
-		modelStep{c0 + 2, maxProduct, granted(0, 2)})
+		modelStep{c0, model.MaxProduct, denied(0, 2, 2)}, // count + n is 2^63
+		modelStep{c0, model.MaxProduct + 1, denied(0, model.Never, 2)},
+		modelStep{c0 + 1, model.MaxProduct, denied(0, 1, 1)},
+		modelStep{c0 + 2, model.MaxProduct, granted(0, 2)})
 }
 
 // Bug 10 of the peers.
 func TestSlidingWindowRaisedLimitHelpsAtOnce(t *testing.T) {
 	t.Parallel()
-	s := playModel(t, SlidingWindow{10, time.Minute}, state{},
+	s := playModel(t, SlidingWindow{10, time.Minute}, model.State{},
 		modelStep{c0, 10, granted(0, 2*minute)},
 		modelStep{c1, 1, denied(0, 65*second, 119*second)})
 	playModel(t, SlidingWindow{15, time.Minute}, s,
@@ -226,17 +228,17 @@ func TestSlidingWindowRaisedLimitHelpsAtOnce(t *testing.T) {
 func TestSlidingWindowCostAboveTheLimitNeverFits(t *testing.T) {
 	t.Parallel()
 	p := SlidingWindow{10, time.Minute}
-	playModel(t, p, state{}, modelStep{c0, 11, denied(10, never, 0)}, modelStep{c0, maxProduct, denied(10, never, 0)})
-	s := playModel(t, p, state{}, modelStep{c0, 3, granted(7, 2*minute)})
+	playModel(t, p, model.State{}, modelStep{c0, 11, denied(10, model.Never, 0)}, modelStep{c0, model.MaxProduct, denied(10, model.Never, 0)})
+	s := playModel(t, p, model.State{}, modelStep{c0, 3, granted(7, 2*minute)})
 	require.Equal(t, s, playModel(t, p, s,
-		modelStep{c1, 11, denied(7, never, 119*second)},
-		modelStep{c0 + minute, 11, denied(7, never, minute)}))
+		modelStep{c1, 11, denied(7, model.Never, 119*second)},
+		modelStep{c0 + minute, 11, denied(7, model.Never, minute)}))
 }
 
 func TestSlidingWindowDenialConsumesNothing(t *testing.T) {
 	t.Parallel()
 	p := SlidingWindow{10, time.Minute}
-	s := playModel(t, p, state{}, modelStep{c0, 8, granted(2, 2*minute)})
+	s := playModel(t, p, model.State{}, modelStep{c0, 8, granted(2, 2*minute)})
 	for range 100 {
 		require.Equal(t, s, playModel(t, p, s,
 			modelStep{c1, 3, denied(2, 66*second+second/2, 119*second)}, // 8 × 52.5/60 = 7
@@ -247,17 +249,17 @@ func TestSlidingWindowDenialConsumesNothing(t *testing.T) {
 
 func TestSlidingWindowLoweredLimitDeniesUntilEnoughHasDrained(t *testing.T) {
 	t.Parallel()
-	s := playModel(t, SlidingWindow{10, time.Minute}, state{}, modelStep{at("12:00:00"), 8, granted(2, 2*minute)})
+	s := playModel(t, SlidingWindow{10, time.Minute}, model.State{}, modelStep{at("12:00:00"), 8, granted(2, 2*minute)})
 	playModel(t, SlidingWindow{4, time.Minute}, s,
 		modelStep{at("12:00:00"), 1, denied(0, 97500*second/1000, 2*minute)}, // 8 × 22.5/60 = 3
-		modelStep{at("12:00:00"), 5, denied(0, never, 2*minute)},
+		modelStep{at("12:00:00"), 5, denied(0, model.Never, 2*minute)},
 		modelStep{at("12:01:37.499999"), 1, denied(0, 1, 22500*second/1000+1)},
 		modelStep{at("12:01:37.5"), 1, granted(0, 82500*second/1000)})
 }
 
 func TestSlidingWindowLongerWindowAppliesFromTheNextGrant(t *testing.T) {
 	t.Parallel()
-	s := playModel(t, SlidingWindow{10, time.Minute}, state{}, modelStep{at("12:00:00"), 6, granted(4, 2*minute)})
+	s := playModel(t, SlidingWindow{10, time.Minute}, model.State{}, modelStep{at("12:00:00"), 6, granted(4, 2*minute)})
 	longer := SlidingWindow{10, time.Hour}
 	// Untouched, the row expires as the policy has promised that last took from it.
 	playModel(t, longer, s,
@@ -272,7 +274,7 @@ func TestSlidingWindowLongerWindowAppliesFromTheNextGrant(t *testing.T) {
 
 func TestSlidingWindowShorterWindowAppliesAtOnce(t *testing.T) {
 	t.Parallel()
-	s := playModel(t, SlidingWindow{10, time.Hour}, state{}, modelStep{at("12:00:00"), 10, granted(0, 2*hour)})
+	s := playModel(t, SlidingWindow{10, time.Hour}, model.State{}, modelStep{at("12:00:00"), 10, granted(0, 2*hour)})
 	shorter := SlidingWindow{10, time.Minute}
 	for _, step := range []modelStep{
 		{at("12:00:30"), 1, denied(0, 36*second, 90*second)},
@@ -293,7 +295,7 @@ func TestSlidingWindowShorterWindowAppliesAtOnce(t *testing.T) {
 // window.
 func TestSlidingWindowLongerWindowAfterAJumpBack(t *testing.T) {
 	t.Parallel()
-	s := playModel(t, SlidingWindow{10, time.Second}, state{}, modelStep{at("12:01:31"), 10, granted(0, 2*second)})
+	s := playModel(t, SlidingWindow{10, time.Second}, model.State{}, modelStep{at("12:01:31"), 10, granted(0, 2*second)})
 	playModel(t, SlidingWindow{10, time.Minute}, s,
 		modelStep{at("12:00:30.999999"), 10, denied(0, 2*minute, 2*minute)},
 		modelStep{at("12:02:30.999998"), 10, denied(9, 1, 1)},
@@ -303,7 +305,7 @@ func TestSlidingWindowLongerWindowAfterAJumpBack(t *testing.T) {
 func TestSlidingWindowExpiredRowEqualsNoRow(t *testing.T) {
 	t.Parallel()
 	p := SlidingWindow{10, time.Minute}
-	row := state{count: 1, prevCount: 10, windowStart: c0, expiresAt: c5} // a window of 2.5 s has left it
+	row := model.State{Count: 1, PrevCount: 10, WindowStart: c0, ExpiresAt: c5} // a window of 2.5 s has left it
 	require.False(t, equalsNoRow(p, row, c5-1))
 	for _, clock := range []int64{c5, c5 + 1, c0 + minute - 1, c0 + minute, c0 + 2*minute - 1, c0 + 2*minute, c0 + hour} {
 		require.True(t, equalsNoRow(p, row, clock))
@@ -352,16 +354,16 @@ func (m *slowSliding) take(t, n int64) {
 	m.start, m.prev, m.count = &start, prev, new(big.Rat).Add(count, rat(n))
 }
 
-func (m *slowSliding) state(t int64) state {
+func (m *slowSliding) state(t int64) model.State {
 	start, prev, count := m.at(t)
-	return state{windowStart: start, prevCount: whole(prev), count: whole(count)}
+	return model.State{WindowStart: start, PrevCount: whole(prev), Count: whole(count)}
 }
 
 func TestSlidingWindowEqualsTheDesignInRationals(t *testing.T) {
 	t.Parallel()
 	testAgainstSlowModel(t, func(d dice) (ruled, slowModel) {
 		limit, window := d.window()
-		return SlidingWindow{limit, window}, &slowSliding{limit: limit, window: micros(window)}
+		return SlidingWindow{limit, window}, &slowSliding{limit: limit, window: model.Micros(window)}
 	})
 }
 
@@ -371,14 +373,14 @@ func TestSlidingWindowWeightedSumNeverExceedsTheLimit(t *testing.T) {
 	for range 500 {
 		limit, length := d.window()
 		p := SlidingWindow{limit, length}
-		slow := &slowSliding{limit: limit, window: micros(length)} // does not decide here, only adds up
-		var s state
-		var last decision
+		slow := &slowSliding{limit: limit, window: model.Micros(length)} // does not decide here, only adds up
+		var s model.State
+		var last model.Decision
 		clock := d.magnitude(0, 1<<52)
 		for range 40 {
 			clock = d.forwards(p, s, clock, last)
-			n := d.cost(limit, peek(p, s, clock).remaining)
-			if s, last = p.Decide(s, clock, n); last.granted == 1 {
+			n := d.cost(limit, peek(p, s, clock).Remaining)
+			if s, last = p.Decide(s, clock, n); last.Granted == 1 {
 				slow.take(clock, n)
 			}
 			require.LessOrEqual(t, slow.sum(clock).Cmp(rat(limit)), 0, "%+v: %d at %d", p, n, clock)
@@ -390,7 +392,7 @@ func TestSlidingWindowNeverGrantsMoreThanTheClockGives(t *testing.T) {
 	t.Parallel()
 	testNeverMoreThanTheClockGives(t, func(d dice) (p ruled, first, rate, span int64, whole bool) {
 		limit, window := d.window()
-		return SlidingWindow{limit, window}, limit, limit, micros(window), true
+		return SlidingWindow{limit, window}, limit, limit, model.Micros(window), true
 	})
 }
 
@@ -401,10 +403,10 @@ func FuzzSlidingWindow(f *testing.F) {
 // Found by TestSQLEqualsModel: the count and the cost, both of 2^62, added up to less than nothing.
 func TestSlidingWindowDoesNotAddACountThatFillsTheRangeToACostThatDoes(t *testing.T) {
 	t.Parallel()
-	policy := SlidingWindow{Limit: maxProduct, Window: time.Microsecond}
-	taken, first := policy.Decide(state{}, 1000, maxProduct)
-	require.Equal(t, int64(1), first.granted)
-	_, second := policy.Decide(taken, 1000, maxProduct)
-	require.Zero(t, second.granted)
-	require.Equal(t, int64(2), second.retryAfter)
+	policy := SlidingWindow{Limit: model.MaxProduct, Window: time.Microsecond}
+	taken, first := policy.Decide(model.State{}, 1000, model.MaxProduct)
+	require.Equal(t, int64(1), first.Granted)
+	_, second := policy.Decide(taken, 1000, model.MaxProduct)
+	require.Zero(t, second.Granted)
+	require.Equal(t, int64(2), second.RetryAfter)
 }

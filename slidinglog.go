@@ -3,6 +3,8 @@ package ratelimit
 import (
 	"fmt"
 	"time"
+
+	"github.com/pgratelimit/ratelimit/internal/model"
 )
 
 // SlidingLog admits Limit in any Window, exactly. It keeps a log of what was taken and when, and what was taken a
@@ -21,13 +23,13 @@ type SlidingLog struct {
 
 func (p SlidingLog) String() string { return p.one().Numbers().String() }
 
-func (p SlidingLog) one() rules     { return slidingLog(p) }
-func (p SlidingLog) rules() []rules { return []rules{p.one()} }
+func (p SlidingLog) one() model.Rules     { return model.SlidingLog(p) }
+func (p SlidingLog) rules() []model.Rules { return []model.Rules{p.one()} }
 
 func (p SlidingLog) validate() error {
-	if p.Limit > maxLogLimit {
+	if p.Limit > model.MaxLogLimit {
 		return &ConfigError{Field: "Config.Policy.Limit", Reason: fmt.Sprintf(
-			"is %d, and may be at most %d for a SlidingLog; a SlidingWindow takes more", p.Limit, maxLogLimit)}
+			"is %d, and may be at most %d for a SlidingLog; a SlidingWindow takes more", p.Limit, model.MaxLogLimit)}
 	}
 	return validateWindow(p.Limit, p.Window)
 }

@@ -11,6 +11,8 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit/internal/model"
 )
 
 // docs/slidinglog.svg: what a SlidingWindow and a SlidingLog of the same numbers let through of the same traffic.
@@ -58,10 +60,10 @@ const chartTemplate = `<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 880 
 
 // chartLine is a policy that decides the traffic.
 type chartLine struct {
-	rules
+	model.Rules
 	Path  string // of the line
 	Most  int64  // in any minute
-	state state
+	state model.State
 	taken []int64 // when, in microseconds; each of cost 1
 	y     int64   // of the line
 }
@@ -75,8 +77,8 @@ func (l *chartLine) within(t int64) int64 {
 }
 
 func (l *chartLine) ask(t int64) {
-	var d decision
-	if l.state, d = l.Decide(l.state, t, 1); d.granted == 1 {
+	var d model.Decision
+	if l.state, d = l.Decide(l.state, t, 1); d.Granted == 1 {
 		l.taken = append(l.taken, t)
 		l.Most = max(l.Most, l.within(t))
 	}
@@ -93,8 +95,8 @@ func TestChartOfSlidingLogAndSlidingWindow(t *testing.T) {
 		Requests, TooEarly int
 		Ticks              []tick
 	}{
-		Log:    &chartLine{rules: SlidingLog{chartLimit, time.Minute}},
-		Window: &chartLine{rules: SlidingWindow{chartLimit, time.Minute}},
+		Log:    &chartLine{Rules: SlidingLog{chartLimit, time.Minute}},
+		Window: &chartLine{Rules: SlidingWindow{chartLimit, time.Minute}},
 	}
 	for minutes := 0; minutes*60 <= chartSeconds; minutes += 2 {
 		chart.Ticks = append(chart.Ticks, tick{chartLeft + minutes*60, fmt.Sprintf("%d min", minutes)})

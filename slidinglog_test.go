@@ -6,6 +6,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/ratelimit/internal/model"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 )
 
@@ -39,7 +40,7 @@ func TestSlidingLog(t *testing.T) {
 		}},
 		{"costs leave as they came", SlidingLog{10, time.Minute}, []modelStep{
 			{c0, 0, free(10, 0)},
-			{c0, 11, denied(10, never, 0)},
+			{c0, 11, denied(10, model.Never, 0)},
 			{c0, 6, granted(4, minute)},
 			{c1, 3, granted(1, minute)},
 			{c2, 1, granted(0, minute)},
@@ -47,7 +48,7 @@ func TestSlidingLog(t *testing.T) {
 			{c3, 7, denied(0, 58*second, 59*second)},
 			{c3, 9, denied(0, 58*second, 59*second)},
 			{c3, 10, denied(0, 59*second, 59*second)},
-			{c3, 11, denied(0, never, 59*second)},
+			{c3, 11, denied(0, model.Never, 59*second)},
 			{c0 + minute, 7, denied(6, second, 2*second)},
 			{c0 + minute, 6, granted(0, minute)},
 		}},
@@ -98,19 +99,19 @@ func TestSlidingLog(t *testing.T) {
 			{c0 - 1, 1, denied(0, 2, 2)},
 			{c0 + 1, 2, granted(0, 1)},
 		}},
-		{"the longest window, over more than 285 years", SlidingLog{2, maxSpan * time.Microsecond}, []modelStep{
-			{c0, 1, granted(1, maxSpan)},
-			{c0 + maxSpan - 1, 1, granted(0, maxSpan)},
-			{c0 + maxSpan - 1, 1, denied(0, 1, maxSpan)},
-			{c0 + 2*maxSpan - 2, 1, granted(0, maxSpan)},
-			{c0 + 3*maxSpan - 3, 1, granted(0, maxSpan)},
-			{c0 + 4*maxSpan - 4, 1, granted(0, maxSpan)},
-			{c0 + 5*maxSpan - 5, 2, denied(1, 1, 1)},
+		{"the longest window, over more than 285 years", SlidingLog{2, model.MaxSpan * time.Microsecond}, []modelStep{
+			{c0, 1, granted(1, model.MaxSpan)},
+			{c0 + model.MaxSpan - 1, 1, granted(0, model.MaxSpan)},
+			{c0 + model.MaxSpan - 1, 1, denied(0, 1, model.MaxSpan)},
+			{c0 + 2*model.MaxSpan - 2, 1, granted(0, model.MaxSpan)},
+			{c0 + 3*model.MaxSpan - 3, 1, granted(0, model.MaxSpan)},
+			{c0 + 4*model.MaxSpan - 4, 1, granted(0, model.MaxSpan)},
+			{c0 + 5*model.MaxSpan - 5, 2, denied(1, 1, 1)},
 		}},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			t.Parallel()
-			playModel(t, test.policy, state{}, test.steps...)
+			playModel(t, test.policy, model.State{}, test.steps...)
 		})
 	}
 }
@@ -118,32 +119,32 @@ func TestSlidingLog(t *testing.T) {
 func TestSlidingLogDenialConsumesNothing(t *testing.T) {
 	t.Parallel()
 	p := SlidingLog{10, time.Minute}
-	s := playModel(t, p, state{}, modelStep{c0, 8, granted(2, minute)})
+	s := playModel(t, p, model.State{}, modelStep{c0, 8, granted(2, minute)})
 	for range 100 {
 		require.Equal(t, s, playModel(t, p, s,
 			modelStep{c1, 3, denied(2, 59*second, 59*second)},
-			modelStep{c2, 11, denied(2, never, 58*second)}))
+			modelStep{c2, 11, denied(2, model.Never, 58*second)}))
 	}
 	playModel(t, p, s, modelStep{c1, 2, granted(0, minute)})
 }
 
 func TestSlidingLogHoldsNoMoreThanTheLimit(t *testing.T) {
 	t.Parallel()
-	p := SlidingLog{maxLogLimit, time.Minute}
-	var s state
-	var d decision
+	p := SlidingLog{model.MaxLogLimit, time.Minute}
+	var s model.State
+	var d model.Decision
 	for i := range int64(3550) { // 1,200 a minute, of which the last 200 are denied
 		s, d = p.Decide(s, c0+i*second/20, 1)
-		require.LessOrEqual(t, len(s.log)/8, maxLogLimit)
+		require.LessOrEqual(t, len(s.Log)/8, model.MaxLogLimit)
 	}
-	require.Len(t, s.log, 8*maxLogLimit)
-	require.Zero(t, d.granted)
-	require.Len(t, d.state.log, 8, "a denial of 1 needs one entry of 1,000")
+	require.Len(t, s.Log, 8*model.MaxLogLimit)
+	require.Zero(t, d.Granted)
+	require.Len(t, d.State.Log, 8, "a denial of 1 needs one entry of 1,000")
 }
 
 func TestSlidingLogRaisedLimitHelpsAtOnce(t *testing.T) {
 	t.Parallel()
-	s := playModel(t, SlidingLog{2, time.Minute}, state{},
+	s := playModel(t, SlidingLog{2, time.Minute}, model.State{},
 		modelStep{c0, 1, granted(1, minute)},
 		modelStep{c1, 1, granted(0, minute)},
 		modelStep{c2, 1, denied(0, 58*second, 59*second)})
@@ -155,14 +156,14 @@ func TestSlidingLogRaisedLimitHelpsAtOnce(t *testing.T) {
 
 func TestSlidingLogLoweredLimitDeniesUntilEnoughHasDrained(t *testing.T) {
 	t.Parallel()
-	s := playModel(t, SlidingLog{10, time.Minute}, state{},
+	s := playModel(t, SlidingLog{10, time.Minute}, model.State{},
 		modelStep{c0, 4, granted(6, minute)},
 		modelStep{c1, 3, granted(3, minute)},
 		modelStep{c2, 2, granted(1, minute)})
 	playModel(t, SlidingLog{3, time.Minute}, s,
 		modelStep{c3, 1, denied(0, 58*second, 59*second)},
 		modelStep{c3, 2, denied(0, 59*second, 59*second)},
-		modelStep{c3, 4, denied(0, never, 59*second)},
+		modelStep{c3, 4, denied(0, model.Never, 59*second)},
 		modelStep{c0 + minute, 1, denied(0, second, 2*second)},
 		modelStep{c1 + minute, 1, granted(0, minute)},
 		modelStep{c2 + minute, 2, granted(0, minute)})
@@ -170,7 +171,7 @@ func TestSlidingLogLoweredLimitDeniesUntilEnoughHasDrained(t *testing.T) {
 
 func TestSlidingLogLongerWindowAppliesAtOnce(t *testing.T) {
 	t.Parallel()
-	s := playModel(t, SlidingLog{3, time.Minute}, state{},
+	s := playModel(t, SlidingLog{3, time.Minute}, model.State{},
 		modelStep{at("12:00:00"), 1, granted(2, minute)},
 		modelStep{at("12:00:30"), 1, granted(1, minute)})
 	longer := SlidingLog{3, time.Hour}
@@ -186,7 +187,7 @@ func TestSlidingLogLongerWindowAppliesAtOnce(t *testing.T) {
 
 func TestSlidingLogShorterWindowAppliesAtOnce(t *testing.T) {
 	t.Parallel()
-	s := playModel(t, SlidingLog{3, time.Hour}, state{},
+	s := playModel(t, SlidingLog{3, time.Hour}, model.State{},
 		modelStep{at("12:00:00"), 1, granted(2, hour)},
 		modelStep{at("12:00:30"), 1, granted(1, hour)},
 		modelStep{at("12:20:00"), 1, granted(0, hour)})
@@ -209,11 +210,11 @@ func TestSlidingLogShorterWindowAppliesAtOnce(t *testing.T) {
 func TestSlidingLogExpiredRowEqualsNoRow(t *testing.T) {
 	t.Parallel()
 	p := SlidingLog{10, time.Minute}
-	row := state{
-		count:       10,
-		windowStart: c0,
-		expiresAt:   c5,
-		log:         entries("").with(c0, 10),
+	row := model.State{
+		Count:       10,
+		WindowStart: c0,
+		ExpiresAt:   c5,
+		Log:         model.Entries("").With(c0, 10),
 	} // a window of 5 s has left it
 	require.False(t, equalsNoRow(p, row, c5-1))
 	for _, clock := range []int64{c5, c5 + 1, c0 + minute - 1, c0 + minute, c0 + hour} {
@@ -245,11 +246,11 @@ func (m *slowLog) fits(t, n int64) bool { return m.sum(t)+n <= m.limit }
 
 func (m *slowLog) take(t, n int64) { m.taken = append(m.taken, struct{ at, n int64 }{t, n}) }
 
-func (m *slowLog) state(t int64) state {
-	s := state{count: m.sum(t), windowStart: t}
+func (m *slowLog) state(t int64) model.State {
+	s := model.State{Count: m.sum(t), WindowStart: t}
 	for _, one := range m.taken {
-		if one.n > 0 && s.count > 0 {
-			s.windowStart = one.at
+		if one.n > 0 && s.Count > 0 {
+			s.WindowStart = one.at
 		}
 	}
 	return s
@@ -259,7 +260,7 @@ func TestSlidingLogEqualsItsDefinition(t *testing.T) {
 	t.Parallel()
 	testAgainstSlowModel(t, func(d dice) (ruled, slowModel) {
 		p := d.log()
-		return p, &slowLog{limit: p.Limit, window: micros(p.Window)}
+		return p, &slowLog{limit: p.Limit, window: model.Micros(p.Window)}
 	})
 }
 
@@ -267,7 +268,7 @@ func TestSlidingLogNeverGrantsMoreThanTheClockGives(t *testing.T) {
 	t.Parallel()
 	testNeverMoreThanTheClockGives(t, func(d dice) (p ruled, first, rate, span int64, whole bool) {
 		log := d.log()
-		return log, log.Limit, log.Limit, micros(log.Window), true
+		return log, log.Limit, log.Limit, model.Micros(log.Window), true
 	})
 }
 
@@ -275,7 +276,7 @@ func FuzzSlidingLog(f *testing.F) {
 	f.Add(int64(10), minute, int64(20), minute, []byte("a request at each of some clocks, at some costs"))
 	f.Add(
 		int64(1000),
-		int64(maxSpan),
+		int64(model.MaxSpan),
 		int64(1),
 		int64(1),
 		[]byte("\x00\x01\x02\x03\x04\x05\x06\x07\x08\x09\x0a\x0b\x0c\x0d\x0e\x0f"),
@@ -284,12 +285,12 @@ func FuzzSlidingLog(f *testing.F) {
 		int64(1000),
 		int64(1),
 		int64(999),
-		int64(maxSpan),
+		int64(model.MaxSpan),
 		[]byte("\xff\xfe\xfd\xfc\xfb\xfa\xf9\xf8\xf7\xf6\xf5\xf4\xf3\xf2\xf1\xf0"),
 	)
 	f.Add(int64(1), int64(3), int64(3), int64(1), []byte("the clock steps back and the policy changes"))
 	f.Fuzz(func(t *testing.T, limit, window, limit2, window2 int64, steps []byte) {
-		fuzzModel(t, steps, SlidingLog{limit, duration(window)}, SlidingLog{limit2, duration(window2)})
+		fuzzModel(t, steps, SlidingLog{limit, model.Duration(window)}, SlidingLog{limit2, model.Duration(window2)})
 	})
 }
 
@@ -297,7 +298,7 @@ func FuzzSlidingLog(f *testing.F) {
 func TestLongLogsEqualTheModel(t *testing.T) {
 	t.Parallel()
 	const window = 1000
-	policy := SlidingLog{Limit: maxLogLimit, Window: duration(window)}
+	policy := SlidingLog{Limit: model.MaxLogLimit, Window: model.Duration(window)}
 	for _, durable := range []bool{false, true} {
 		var steps []step
 		ask := func(p ruled, clock int64, elements ...element) {
@@ -328,22 +329,22 @@ func TestLongLogsEqualTheModel(t *testing.T) {
 			element{key: "x", cost: 1, count: 1},
 		) // and jumps
 		ask(
-			SlidingLog{Limit: 500, Window: duration(window)},
+			SlidingLog{Limit: 500, Window: model.Duration(window)},
 			c0-window+200,
 			element{key: "x", cost: 100, count: 1},
 		) // not yet
 		ask(policy, c0-window+200, element{key: "x", cost: 100, count: 3})
 		ask(
-			SlidingLog{Limit: maxLogLimit, Window: duration(window / 4)},
+			SlidingLog{Limit: model.MaxLogLimit, Window: model.Duration(window / 4)},
 			c0-window+200,
 			element{key: "x", cost: 100, count: 3},
 		)
-		ask(FixedWindow{Limit: 10, Window: duration(window)}, c0-window+200, element{key: "x", cost: 1, count: 1})
+		ask(FixedWindow{Limit: 10, Window: model.Duration(window)}, c0-window+200, element{key: "x", cost: 1, count: 1})
 		ask(policy, c0-window+200, element{key: "x", cost: 1, count: 1})
 
 		pool := pgtest.New(t).Pool
 		require.NoError(t, replay(t.Context(), pool, "", steps[:window], 50))
-		require.Equal(t, maxLogLimit, pgtest.Scalar[int](t, pool, "SELECT max(cardinality(log)) FROM "+pgtest.Table(durable)))
+		require.Equal(t, model.MaxLogLimit, pgtest.Scalar[int](t, pool, "SELECT max(cardinality(log)) FROM "+pgtest.Table(durable)))
 		pgtest.Exec(t, pool, "DELETE FROM "+pgtest.Table(durable))
 		require.NoError(t, replay(t.Context(), pool, "", steps, 50))
 	}
@@ -361,7 +362,7 @@ func TestRareStepsOfLogsEqualTheModel(t *testing.T) {
 		return s
 	}
 	giveBack := ask(c1, -6, 1)
-	giveBack.elements[0].refund = []take{{units: 6, in: c9}}
+	giveBack.elements[0].refund = []model.Take{{Units: 6, In: c9}}
 	for name, test := range map[string]struct {
 		steps                  []step
 		function, right, wrong string
@@ -393,22 +394,22 @@ func TestRareStepsOfLogsEqualTheModel(t *testing.T) {
 
 func TestEntriesAreThoseOfTheTable(t *testing.T) {
 	t.Parallel()
-	require.Empty(t, newEntries(nil))
-	log := newEntries([]int64{c0<<10 | 3, c2<<10 | 1000})
-	require.Equal(t, log, entries("").with(c0, 1).with(c0, 2).with(c2, 1000))
+	require.Empty(t, model.NewEntries(nil))
+	log := model.NewEntries([]int64{c0<<10 | 3, c2<<10 | 1000})
+	require.Equal(t, log, model.Entries("").With(c0, 1).With(c0, 2).With(c2, 1000))
 	require.Equal(
 		t,
 		[]int64{3, 1000, c5 - c0, c5 - c2},
-		[]int64{log.units(0), log.units(1), log.age(0, c5), log.age(1, c5)},
+		[]int64{log.Units(0), log.Units(1), log.Age(0, c5), log.Age(1, c5)},
 	)
-	require.Equal(t, entries("").with(c1, 3).with(c3, 1000), log.shifted(c0-c1))
+	require.Equal(t, model.Entries("").With(c1, 3).With(c3, 1000), log.Shifted(c0-c1))
 
 	// Ages are right whatever the time.
 	for _, now := range []int64{0, 1, 1 << 53, 1<<53 - 1, 1 << 54, 1<<60 - 1, 1 << 60} {
-		for _, ago := range []int64{0, 1, second, maxSpan, 2*maxSpan - 1} {
+		for _, ago := range []int64{0, 1, second, model.MaxSpan, 2*model.MaxSpan - 1} {
 			if ago <= now {
-				require.Equal(t, ago, entries("").with(now-ago, 7).age(0, now), "%d µs before %d", ago, now)
-				require.Equal(t, ago, entries("").with(now, 7).shifted(ago).age(0, now), "%d µs before %d", ago, now)
+				require.Equal(t, ago, model.Entries("").With(now-ago, 7).Age(0, now), "%d µs before %d", ago, now)
+				require.Equal(t, ago, model.Entries("").With(now, 7).Shifted(ago).Age(0, now), "%d µs before %d", ago, now)
 			}
 		}
 	}

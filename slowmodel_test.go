@@ -5,6 +5,8 @@ import (
 	"testing"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit/internal/model"
 )
 
 // slowModel is an algorithm as the design says it, in rationals.
@@ -13,27 +15,27 @@ type slowModel interface {
 	fits(t, n int64) bool
 	take(t, n int64)
 	// state is the row at t as the model rolls it forward, except for when it expires.
-	state(t int64) state
+	state(t int64) model.State
 }
 
 // slowDecision decides by what fits, and finds Remaining, RetryAfter and ResetAfter by search.
-func slowDecision(m slowModel, limit, horizon, t, n int64) decision {
-	var d decision
+func slowDecision(m slowModel, limit, horizon, t, n int64) model.Decision {
+	var d model.Decision
 	if 0 < n && m.fits(t, n) {
 		m.take(t, n)
-		d.granted = 1
+		d.Granted = 1
 	}
-	d.remaining = search(0, limit, func(n int64) bool { return !m.fits(t, n+1) })
+	d.Remaining = search(0, limit, func(n int64) bool { return !m.fits(t, n+1) })
 	least := max(n, 1)
 	switch {
-	case d.granted == 1, n == 0 && d.remaining > 0:
+	case d.Granted == 1, n == 0 && d.Remaining > 0:
 	case n > limit:
-		d.retryAfter = never
+		d.RetryAfter = model.Never
 	default:
-		d.retryAfter = search(1, horizon, func(wait int64) bool { return m.fits(t+wait, least) })
+		d.RetryAfter = search(1, horizon, func(wait int64) bool { return m.fits(t+wait, least) })
 	}
-	d.resetAfter = search(0, horizon, func(wait int64) bool { return m.fits(t+wait, limit) })
-	d.state = m.state(t)
+	d.ResetAfter = search(0, horizon, func(wait int64) bool { return m.fits(t+wait, limit) })
+	d.State = m.state(t)
 	return d
 }
 
@@ -65,17 +67,17 @@ func testAgainstSlowModel(t *testing.T, draw func(dice) (ruled, slowModel)) {
 	t.Helper()
 	d := randomDice(t)
 	for range 100 {
-		var s state
-		var got decision
+		var s model.State
+		var got model.Decision
 		p, slow := draw(d)
 		clock := d.magnitude(0, 1<<52)
 		for range 25 {
 			clock = d.forwards(p, s, clock, got)
-			n := d.cost(p.Numbers().Limit, peek(p, s, clock).remaining)
+			n := d.cost(p.Numbers().Limit, peek(p, s, clock).Remaining)
 			from := s
 			s, got = p.Decide(s, clock, n)
-			got.state, got.taken = toldState(got.state), take{}
-			got.state.expiresAt, got.state.log, got.state.since = 0, "", 0
+			got.State, got.Taken = toldState(got.State), model.Take{}
+			got.State.ExpiresAt, got.State.Log, got.State.Since = 0, "", 0
 			want := slowDecision(slow, p.Numbers().Limit, 2*longestWait(p), clock, n)
 			require.Equal(t, want, got, "%T%+v: %d at %d from %+v", p, p, n, clock, from)
 		}
@@ -89,8 +91,8 @@ func testNeverMoreThanTheClockGives(t *testing.T, draw func(dice) (p ruled, firs
 	t.Helper()
 	d := randomDice(t)
 	for range 300 {
-		var s state
-		var last decision
+		var s model.State
+		var last model.Decision
 		p, first, rate, span, whole := draw(d)
 		clock := d.magnitude(0, 1<<52)
 		forwards, total := new(big.Int), new(big.Int)
@@ -98,9 +100,9 @@ func testNeverMoreThanTheClockGives(t *testing.T, draw func(dice) (p ruled, firs
 			was := clock
 			clock = d.clock(p, s, clock, last)
 			forwards.Add(forwards, big.NewInt(max(clock-was, 0)))
-			n := d.cost(p.Numbers().Limit, peek(p, s, clock).remaining)
+			n := d.cost(p.Numbers().Limit, peek(p, s, clock).Remaining)
 			s, last = p.Decide(s, clock, n)
-			total.Add(total, big.NewInt(last.granted*n))
+			total.Add(total, big.NewInt(last.Granted*n))
 
 			gives := new(big.Rat).SetFrac(forwards, big.NewInt(span))
 			if whole { // windows

@@ -17,6 +17,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit/internal/algorithm"
+	"github.com/pgratelimit/ratelimit/internal/model"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
@@ -100,7 +101,7 @@ func refundOfTheWindowBefore() []step {
 		{policy: policy, name: "a", clock: c0, elements: []element{{key: "x", cost: 1, count: 3}}},
 		{policy: policy, name: "a", clock: c0 + minute*5/3, elements: []element{{key: "x", cost: 1, count: 1}}},
 		{policy: policy, name: "a", clock: c0 + 2*minute, elements: []element{
-			{key: "x", cost: -1, count: 1, refund: []take{{units: 1, in: c0 + minute}}},
+			{key: "x", cost: -1, count: 1, refund: []model.Take{{Units: 1, In: c0 + minute}}},
 		}},
 	}
 }
@@ -108,7 +109,7 @@ func refundOfTheWindowBefore() []step {
 // calendarBehindTheClock lets the clock step back from windows of the calendar: from one of which all was given back, and
 // from one of a key with credit, some of which is given back.
 func calendarBehindTheClock() []step {
-	ask := func(key string, clock, cost int64, refund []take) step {
+	ask := func(key string, clock, cost int64, refund []model.Take) step {
 		return step{
 			policy: CalendarWindow{Limit: 9, Unit: Day, Zone: "America/New_York"}, name: "a", clock: clock,
 			elements: []element{{key: key, cost: cost, count: 1, refund: refund}},
@@ -116,12 +117,12 @@ func calendarBehindTheClock() []step {
 	}
 	return []step{
 		ask("x", c0+1, 1, nil),
-		ask("x", c0, -1, []take{{units: 1, in: c0 + 1}}),
+		ask("x", c0, -1, []model.Take{{Units: 1, In: c0 + 1}}),
 		ask("x", c0-hour, 1, nil),
 		ask("y", c0-1, -20, nil),
 		ask("y", c0+24*hour+1, 9, nil),
 		ask("y", c0+24*hour+1, 9, nil),
-		ask("y", c0, -1, []take{{units: 1, spent: 1, since: c0 - 1, in: c0 + 24*hour + 1}}),
+		ask("y", c0, -1, []model.Take{{Units: 1, Spent: 1, Since: c0 - 1, In: c0 + 24*hour + 1}}),
 	}
 }
 
@@ -133,7 +134,7 @@ func refundBehindTheClock() []step {
 		{policy: long, name: "b", clock: c0, elements: []element{{key: "x", cost: 2, count: 1}}},
 		{policy: long, name: "b", clock: c0 + 1, elements: []element{{key: "x", cost: 1, count: 1}}},
 		{policy: short, name: "b", clock: c0, elements: []element{
-			{key: "x", cost: -1, count: 1, refund: []take{{units: 1, in: c0 + 1}}},
+			{key: "x", cost: -1, count: 1, refund: []model.Take{{Units: 1, In: c0 + 1}}},
 		}},
 	}
 }
@@ -273,7 +274,7 @@ func argumentsOfAll(name string, keys []string, of algorithm.Numbers) []any {
 	}
 	return []any{
 		requests, slices.Repeat([]string{name}, n), keys, make([]bool, n), slices.Repeat([]int16{of.Algorithm}, n),
-		slices.Repeat([]int64{of.Limit}, n), slices.Repeat([]int64{micros(of.Span)}, n),
+		slices.Repeat([]int64{of.Limit}, n), slices.Repeat([]int64{model.Micros(of.Span)}, n),
 		slices.Repeat([]int64{of.Refill}, n), nil, nil, nil, nil, nil, nil, nil, nil, nil, false, zones, nil,
 	}
 }
@@ -307,10 +308,10 @@ func compare(results pgx.BatchResults, space string, steps []step, first int, mo
 		seen := 0
 		for ord, p := range c.into {
 			got, want := p.decision, s.elements[ord].decision
-			if got.granted == passedOver {
+			if got.Granted == passedOver {
 				continue
 			}
-			got.decidedAt = got.decidedAt.UTC()
+			got.DecidedAt = got.DecidedAt.UTC()
 			if got != want {
 				return fail(ord, "element %d: SQL\n%+v\nmodel\n%+v", ord+1, got, want)
 			}

@@ -276,7 +276,7 @@ func TestLockTimeoutOfTheCallersTransaction(t *testing.T) {
 				own := transaction{lockTimeout: new(int32(-1)), skipHeld: skipHeld}
 				require.NoError(t, l.client.database.execute(t.Context(), tx, requests, own), name)
 				for _, r := range requests {
-					require.EqualValues(t, 1, r.parts[0].decision.granted)
+					require.EqualValues(t, 1, r.parts[0].decision.Granted)
 				}
 				requests[0].policy = nil
 				requests[0].add(l.space, l.models, "another", 1, nil)
@@ -453,7 +453,7 @@ func TestTakesOfSetsAskedBadly(t *testing.T) {
 		require.NoError(t, err, bad)
 		require.Len(t, numbers, 3*leftNumbers, bad)
 		for id, row := range storedRows(t, db.Pool, false) {
-			require.LessOrEqual(t, row.count, int64(3), "%v: %v", id, bad)
+			require.LessOrEqual(t, row.Count, int64(3), "%v: %v", id, bad)
 		}
 	}
 	for _, c := range []struct {

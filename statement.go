@@ -15,6 +15,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/pgratelimit/ratelimit/internal/algorithm"
+	"github.com/pgratelimit/ratelimit/internal/model"
 	"github.com/pgratelimit/ratelimit/internal/pg"
 )
 
@@ -178,7 +179,7 @@ func argumentsOfRows(parts []*part) rowArguments {
 	for i, p := range parts {
 		of := p.rules.Numbers()
 		rows.names[i], rows.keys[i], rows.algorithms[i] = p.name, p.key, of.Algorithm
-		rows.limits[i], rows.spans[i], rows.refills[i] = of.Limit, micros(of.Span), of.Refill
+		rows.limits[i], rows.spans[i], rows.refills[i] = of.Limit, model.Micros(of.Span), of.Refill
 		if of.Zone != "" {
 			if rows.zones == nil {
 				rows.zones = make([]string, n)
@@ -215,21 +216,21 @@ func (d *database) synchronousCommit(tx transaction, durable, flush bool) *bool 
 type refundArguments struct{ since, in, at, spent []*int64 }
 
 // set says that the i-th of n parts gives back k, if k is not nil.
-func (r *refundArguments) set(i, n int, k *take) {
+func (r *refundArguments) set(i, n int, k *model.Take) {
 	if k == nil {
 		return
 	}
 	if r.in == nil {
 		*r = refundArguments{make([]*int64, n), make([]*int64, n), make([]*int64, n), make([]*int64, n)}
 	}
-	r.since[i], r.in[i], r.at[i], r.spent[i] = &k.since, &k.in, &k.at, &k.spent
+	r.since[i], r.in[i], r.at[i], r.spent[i] = &k.Since, &k.In, &k.At, &k.Spent
 }
 
 // undecide says of all parts that the statement has not come to them. That stays so for those that its answer leaves
 // out.
 func (c *call) undecide() {
 	for _, p := range c.into {
-		p.decision.granted = passedOver
+		p.decision.Granted = passedOver
 	}
 }
 
@@ -268,22 +269,22 @@ func (c *call) answer() (targets []any, each func() error) {
 func decisionsInto(into []*part) (targets []any, each func() error) {
 	var ord, decidedAt int64
 	var retryAfter *int64
-	var one decision
+	var one model.Decision
 	var log []int64
 	targets = []any{
-		&ord, &one.granted, &one.remaining, &retryAfter, &one.resetAfter, &decidedAt,
-		&one.state.count, &one.state.prevCount, &one.state.windowStart,
-		&one.state.credit, &one.state.scale, &one.state.expiresAt,
-		&one.taken.spent, &one.taken.since, &one.taken.at, &log,
+		&ord, &one.Granted, &one.Remaining, &retryAfter, &one.ResetAfter, &decidedAt,
+		&one.State.Count, &one.State.PrevCount, &one.State.WindowStart,
+		&one.State.Credit, &one.State.Scale, &one.State.ExpiresAt,
+		&one.Taken.Spent, &one.Taken.Since, &one.Taken.At, &log,
 	}
 	return targets, func() error {
-		one.retryAfter = never
+		one.RetryAfter = model.Never
 		if retryAfter != nil {
-			one.retryAfter = *retryAfter
+			one.RetryAfter = *retryAfter
 		}
-		one.decidedAt = time.UnixMicro(decidedAt)
-		one.state.log = newEntries(log)
-		one.state.since, one.taken.in = one.taken.since, one.state.windowStart
+		one.DecidedAt = time.UnixMicro(decidedAt)
+		one.State.Log = model.NewEntries(log)
+		one.State.Since, one.Taken.In = one.Taken.Since, one.State.WindowStart
 		into[ord-1].decision = one
 		return nil
 	}

@@ -11,6 +11,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/pgratelimit/ratelimit/internal/model"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/internal/shardkey"
 )
@@ -65,13 +66,13 @@ func (m rows) decide(s step) {
 	for i := range s.elements {
 		e := &s.elements[i]
 		id := rowID{s.name, e.key}
-		var current state // of no row, and of a row of another algorithm
+		var current model.State // of no row, and of a row of another algorithm
 		if row := m[s.durable][id]; row.algorithm == s.policy.Numbers().Algorithm {
-			current = row.state
+			current = row.State
 		}
 
 		var granted int64
-		var last decision
+		var last model.Decision
 		credit := creditOf(s.policy, current, s.clock)
 		requests := e.count
 		if e.cost < 0 {
@@ -79,7 +80,7 @@ func (m rows) decide(s step) {
 		}
 		for asked := int64(0); asked < requests; asked++ {
 			next, d := e.decide(s.policy, current, s.clock)
-			granted += d.granted
+			granted += d.Granted
 			last = d
 			if next == current { // and so for all further ones
 				break
@@ -87,24 +88,24 @@ func (m rows) decide(s step) {
 			current = next
 			m[s.durable][id] = storedRow{s.policy.Numbers().Algorithm, current}
 		}
-		if last.granted = granted; e.cost < 0 {
-			last.granted = e.count
+		if last.Granted = granted; e.cost < 0 {
+			last.Granted = e.count
 		}
-		last.decidedAt = timeRead(s.clock)
+		last.DecidedAt = timeRead(s.clock)
 		if s.takes() {
-			last.decidedAt = time.UnixMicro(s.clock).UTC() // read exactly
+			last.DecidedAt = time.UnixMicro(s.clock).UTC() // read exactly
 		}
-		last.state = toldState(last.state)
-		last.taken.units, last.taken.spent = 0, 0
+		last.State = toldState(last.State)
+		last.Taken.Units, last.Taken.Spent = 0, 0
 		if e.cost > 0 {
-			last.taken.spent = credit - creditOf(s.policy, current, s.clock)
+			last.Taken.Spent = credit - creditOf(s.policy, current, s.clock)
 		}
 		e.decision = last
 	}
 }
 
 // decide is the model's decision of one of its requests, or of what they give together.
-func (e element) decide(p ruled, s state, clock int64) (state, decision) {
+func (e element) decide(p ruled, s model.State, clock int64) (model.State, model.Decision) {
 	if e.cost >= 0 {
 		return p.Decide(s, clock, e.cost)
 	}
@@ -113,10 +114,10 @@ func (e element) decide(p ruled, s state, clock int64) (state, decision) {
 		units = -e.count * e.cost
 	}
 	if e.refund == nil {
-		return grant(p, s, clock, min(units, maxCredit))
+		return model.Grant(p, s, clock, min(units, model.MaxCredit))
 	}
 	k := e.refund[0]
-	k.units, k.spent = units, min(max(k.spent, 0), units)
+	k.Units, k.Spent = units, min(max(k.Spent, 0), units)
 	return p.Refund(s, clock, k)
 }
 
@@ -135,7 +136,7 @@ func newStoryOf(r *rand.Rand, steps int, randomPolicy func(r *rand.Rand) ruled) 
 	policy := randomPolicy(r)
 	clock := int64(1)<<50 + r.Int64N(1<<51)
 	var goals []int64 // times at which something happens, of recent decisions
-	takes := map[rowID][]take{}
+	takes := map[rowID][]model.Take{}
 
 	for range steps {
 		switch r.IntN(20) {
@@ -180,13 +181,13 @@ func newStoryOf(r *rand.Rand, steps int, randomPolicy func(r *rand.Rand) ruled) 
 		asModel.decide(s)
 		goals = goals[:0]
 		for _, e := range s.elements {
-			if e.decision.retryAfter != never {
-				goals = append(goals, clock+e.decision.retryAfter)
+			if e.decision.RetryAfter != model.Never {
+				goals = append(goals, clock+e.decision.RetryAfter)
 			}
-			goals = append(goals, clock+e.decision.resetAfter)
-			if e.cost > 0 && e.decision.granted > 0 {
+			goals = append(goals, clock+e.decision.ResetAfter)
+			if e.cost > 0 && e.decision.Granted > 0 {
 				id := rowID{s.name, e.key}
-				takes[id] = append(takes[id], e.decision.takenBy(policy, e.cost, 1+r.Int64N(e.decision.granted)))
+				takes[id] = append(takes[id], e.decision.TakenBy(policy, e.cost, 1+r.Int64N(e.decision.Granted)))
 			}
 		}
 	}
@@ -195,32 +196,34 @@ func newStoryOf(r *rand.Rand, steps int, randomPolicy func(r *rand.Rand) ruled) 
 
 // randomRefund is a refund: of all or part of something that was taken, whether it was given back already or not,
 // or of what nobody has.
-func randomRefund(r *rand.Rand, p ruled, takes []take, cost, count int64) (int64, int64, []take) {
+func randomRefund(r *rand.Rand, p ruled, takes []model.Take, cost, count int64) (int64, int64, []model.Take) {
 	if len(takes) == 0 || r.IntN(6) == 0 {
 		extreme := func() int64 {
 			return [...]int64{math.MinInt64, -1, 0, 1, 1 << 61, math.MaxInt64, r.Int64() >> r.IntN(64)}[r.IntN(7)]
 		}
-		k := take{extreme(), extreme(), extreme(), extreme(), extreme(), extreme()}
+		k := model.Take{
+			Units: extreme(), Spent: extreme(), Since: extreme(), In: extreme(), At: extreme(), Ended: extreme(),
+		}
 		if len(takes) > 0 {
 			known := takes[r.IntN(len(takes))]
 			if r.IntN(2) == 0 {
-				k.since = known.since
+				k.Since = known.Since
 			}
 			if r.IntN(2) == 0 {
-				k.in = known.in
+				k.In = known.In
 			}
 		}
-		return min(cost, -1), count, []take{k}
+		return min(cost, -1), count, []model.Take{k}
 	}
 	k := takes[len(takes)-1-r.IntN(min(len(takes), 4))]
 	if r.IntN(3) == 0 {
-		from := r.Int64N(k.units)
-		k = k.portion(p, from, from+1+r.Int64N(k.units-from))
+		from := r.Int64N(k.Units)
+		k = k.Portion(p, from, from+1+r.Int64N(k.Units-from))
 	}
 	if r.IntN(2) == 0 { // of a lease
-		k.ended = k.units + r.Int64N(3)
+		k.Ended = k.Units + r.Int64N(3)
 	}
-	return -k.units, 1, []take{k}
+	return -k.Units, 1, []model.Take{k}
 }
 
 func oneOf[T any](r *rand.Rand, all []T) T { return all[r.IntN(len(all))] }
@@ -239,33 +242,33 @@ func magnitude(r *rand.Rand, limit int64) int64 {
 }
 
 func randomPolicy(r *rand.Rand) ruled {
-	window := magnitude(r, maxSpan)
+	window := magnitude(r, model.MaxSpan)
 	if r.IntN(3) == 0 {
 		window = 1 + r.Int64N(20)
 	}
-	limit := magnitude(r, maxProduct/window)
+	limit := magnitude(r, model.MaxProduct/window)
 	switch r.IntN(8) {
 	case 0, 1, 2, 3:
-		limit = 1 + r.Int64N(min(20, maxProduct/window))
+		limit = 1 + r.Int64N(min(20, model.MaxProduct/window))
 	case 4:
-		limit = maxProduct / window
+		limit = model.MaxProduct / window
 	}
 	switch r.IntN(5) {
 	case 0:
-		return FixedWindow{Limit: limit, Window: duration(window)}
+		return FixedWindow{Limit: limit, Window: model.Duration(window)}
 	case 1:
-		return SlidingWindow{Limit: limit, Window: duration(window)}
+		return SlidingWindow{Limit: limit, Window: model.Duration(window)}
 	case 2:
-		return SlidingLog{Limit: min(limit, maxLogLimit), Window: duration(window)}
+		return SlidingLog{Limit: min(limit, model.MaxLogLimit), Window: model.Duration(window)}
 	case 3:
 		return CalendarWindow{Limit: limit, Unit: oneOf(r, calendarUnits()), Zone: oneOf(r, steadyZones())}
 	}
-	slowest := ceilDiv(limit*window, maxSpan)
+	slowest := model.CeilDiv(limit*window, model.MaxSpan)
 	refill := slowest + magnitude(r, math.MaxInt64-slowest)
 	if r.IntN(2) == 0 {
 		refill = slowest + r.Int64N(20)
 	}
-	return TokenBucket{Capacity: limit, Refill: refill, Every: duration(window)}
+	return TokenBucket{Capacity: limit, Refill: refill, Every: model.Duration(window)}
 }
 
 // changedPolicy is what an operator might make of a policy: a little more or less of something, or the other kind
@@ -280,22 +283,22 @@ func changedPolicy(r *rand.Rand, p ruled) ruled {
 	var changed ruled
 	switch p := p.(type) {
 	case FixedWindow:
-		p.Limit, p.Window = vary(p.Limit), duration(vary(micros(p.Window))%(2*maxSpan))
+		p.Limit, p.Window = vary(p.Limit), model.Duration(vary(model.Micros(p.Window))%(2*model.MaxSpan))
 		if changed = p; r.IntN(3) == 0 {
 			changed = SlidingWindow(p)
 		}
 	case SlidingWindow:
-		p.Limit, p.Window = vary(p.Limit), duration(vary(micros(p.Window))%(2*maxSpan))
+		p.Limit, p.Window = vary(p.Limit), model.Duration(vary(model.Micros(p.Window))%(2*model.MaxSpan))
 		if changed = p; r.IntN(3) == 0 {
 			changed = []ruled{FixedWindow(p), SlidingLog(p)}[r.IntN(2)]
 		}
 	case SlidingLog:
-		p.Limit, p.Window = vary(p.Limit), duration(vary(micros(p.Window))%(2*maxSpan))
+		p.Limit, p.Window = vary(p.Limit), model.Duration(vary(model.Micros(p.Window))%(2*model.MaxSpan))
 		if changed = p; r.IntN(3) == 0 {
 			changed = SlidingWindow(p)
 		}
 	case TokenBucket:
-		p.Capacity, p.Refill, p.Every = vary(p.Capacity), vary(p.Refill), duration(vary(micros(p.Every))%(2*maxSpan))
+		p.Capacity, p.Refill, p.Every = vary(p.Capacity), vary(p.Refill), model.Duration(vary(model.Micros(p.Every))%(2*model.MaxSpan))
 		changed = p
 	case CalendarWindow:
 		if p.Limit = vary(p.Limit); r.IntN(3) == 0 {
@@ -305,7 +308,7 @@ func changedPolicy(r *rand.Rand, p ruled) ruled {
 			p.Zone = oneOf(r, steadyZones())
 		}
 		if changed = p; r.IntN(6) == 0 {
-			changed = FixedWindow{p.Limit, duration(p.spanMicros())}
+			changed = FixedWindow{p.Limit, model.Duration(p.spanMicros())}
 		}
 	}
 	if changed.validate() != nil {
@@ -370,11 +373,11 @@ func nextClock(r *rand.Rand, clock int64, policy ruled, goals []int64) int64 {
 	window := int64(1)
 	switch p := policy.(type) {
 	case FixedWindow:
-		window = micros(p.Window)
+		window = model.Micros(p.Window)
 	case SlidingWindow:
-		window = micros(p.Window)
+		window = model.Micros(p.Window)
 	case SlidingLog:
-		window = micros(p.Window)
+		window = model.Micros(p.Window)
 	case TokenBucket:
 		window = p.fillTime(p.full())
 	case CalendarWindow:

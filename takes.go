@@ -9,6 +9,7 @@ import (
 	"github.com/jackc/pgx/v5/pgtype"
 
 	"github.com/pgratelimit/ratelimit/internal/algorithm"
+	"github.com/pgratelimit/ratelimit/internal/model"
 )
 
 // How many numbers such a function returns for a key (see sql/sliding.sql): of one whose requests were all granted by
@@ -36,7 +37,7 @@ func takenInto(into []*part, counts []int64, numbers []pgtype.Int8) error {
 		if len(others) > 0 && others[0].Int64 == int64(i)+1 {
 			p.decision = leftDecision(others)
 			if len(into) == 1 {
-				p.decision.state.log = entriesOf(others[leftNumbers:])
+				p.decision.State.Log = entriesOf(others[leftNumbers:])
 			}
 			others = others[leftNumbers:]
 			continue
@@ -55,28 +56,28 @@ func takenInto(into []*part, counts []int64, numbers []pgtype.Int8) error {
 }
 
 // leftDecision is a decision by the rules of rate_limit_all.
-func leftDecision(n []pgtype.Int8) decision {
-	d := decision{
-		granted: n[1].Int64, remaining: n[2].Int64, retryAfter: never, resetAfter: n[4].Int64,
-		decidedAt: time.UnixMicro(n[5].Int64),
-		state: state{
-			count: n[6].Int64, prevCount: n[7].Int64, windowStart: n[8].Int64,
-			credit: n[9].Int64, scale: n[10].Int64, expiresAt: n[11].Int64, since: n[13].Int64,
+func leftDecision(n []pgtype.Int8) model.Decision {
+	d := model.Decision{
+		Granted: n[1].Int64, Remaining: n[2].Int64, RetryAfter: model.Never, ResetAfter: n[4].Int64,
+		DecidedAt: time.UnixMicro(n[5].Int64),
+		State: model.State{
+			Count: n[6].Int64, PrevCount: n[7].Int64, WindowStart: n[8].Int64,
+			Credit: n[9].Int64, Scale: n[10].Int64, ExpiresAt: n[11].Int64, Since: n[13].Int64,
 		},
-		taken: take{spent: n[12].Int64, since: n[13].Int64, in: n[8].Int64, at: n[14].Int64},
+		Taken: model.Take{Spent: n[12].Int64, Since: n[13].Int64, In: n[8].Int64, At: n[14].Int64},
 	}
 	if n[3].Valid {
-		d.retryAfter = n[3].Int64
+		d.RetryAfter = n[3].Int64
 	}
 	return d
 }
 
-func entriesOf(numbers []pgtype.Int8) entries {
+func entriesOf(numbers []pgtype.Int8) model.Entries {
 	log := make([]int64, len(numbers))
 	for i, n := range numbers {
 		log[i] = n.Int64
 	}
-	return newEntries(log)
+	return model.NewEntries(log)
 }
 
 // like tells whether the numbers can be those of the part's row.
@@ -85,44 +86,44 @@ func (p *part) like(n []pgtype.Int8) bool { return !p.rules.Numbers().Refills() 
 // takenDecision is the decision about as many requests as count, which were all granted. n has the time and the row.
 // The row was taken units from, and the last of them, as many as later, by other parts that came after this one. The
 // model tells what remains, and for how long.
-func (p *part) takenDecision(count, units, later int64, n []pgtype.Int8) decision {
+func (p *part) takenDecision(count, units, later int64, n []pgtype.Int8) model.Decision {
 	of, at, s := p.rules.Numbers(), n[0].Int64, stateOf(n)
-	d := decision{granted: count, taken: take{since: s.since, in: s.windowStart}}
+	d := model.Decision{Granted: count, Taken: model.Take{Since: s.Since, In: s.WindowStart}}
 	if p.begins(units, s) { // at the reading of the clock that decided
-		at = s.windowStart
+		at = s.WindowStart
 	}
 	if of.Refills() {
-		full, every := of.Limit*micros(of.Span), micros(of.Span)
+		full, every := of.Limit*model.Micros(of.Span), model.Micros(of.Span)
 		if later > 0 {
-			s.credit += later * every
-			s.expiresAt = s.windowStart + ceilDiv(full-s.credit, of.Refill)
+			s.Credit += later * every
+			s.ExpiresAt = s.WindowStart + model.CeilDiv(full-s.Credit, of.Refill)
 		}
-		d.taken.at = n[8].Int64 + full - s.credit
-		d.state = s
-		s.capacity, s.refill, s.returned = of.Limit, of.Refill, n[8].Int64
+		d.Taken.At = n[8].Int64 + full - s.Credit
+		d.State = s
+		s.Capacity, s.Refill, s.Returned = of.Limit, of.Refill, n[8].Int64
 	} else {
-		s.count -= later
-		d.state = s
+		s.Count -= later
+		d.State = s
 	}
 	_, now := p.rules.Decide(s, at, 0)
-	d.remaining, d.resetAfter, d.decidedAt = now.remaining, now.resetAfter, time.UnixMicro(at)
+	d.Remaining, d.ResetAfter, d.DecidedAt = now.Remaining, now.ResetAfter, time.UnixMicro(at)
 	return d
 }
 
 // stateOf is a row that was taken from.
-func stateOf(n []pgtype.Int8) state {
-	return state{
-		count: n[1].Int64, prevCount: n[2].Int64, windowStart: n[3].Int64,
-		credit: n[4].Int64, scale: n[5].Int64, expiresAt: n[6].Int64, since: n[7].Int64,
+func stateOf(n []pgtype.Int8) model.State {
+	return model.State{
+		Count: n[1].Int64, PrevCount: n[2].Int64, WindowStart: n[3].Int64,
+		Credit: n[4].Int64, Scale: n[5].Int64, ExpiresAt: n[6].Int64, Since: n[7].Int64,
 	}
 }
 
 // begins tells whether the row's window or bucket has begun with these units.
-func (p *part) begins(units int64, s state) bool {
+func (p *part) begins(units int64, s model.State) bool {
 	if of := p.rules.Numbers(); of.Refills() {
-		return s.credit == (of.Limit-units)*micros(of.Span)
+		return s.Credit == (of.Limit-units)*model.Micros(of.Span)
 	}
-	return s.count == units && s.prevCount == 0
+	return s.Count == units && s.PrevCount == 0
 }
 
 // rowSet is the rows that parts take from, for rate_limit_take_all.

@@ -3,6 +3,8 @@ package ratelimit
 import (
 	"fmt"
 	"time"
+
+	"github.com/pgratelimit/ratelimit/internal/model"
 )
 
 // TokenBucket holds up to Capacity tokens, starts full, and gets Refill tokens, evenly, over every Every. A
@@ -22,8 +24,8 @@ type TokenBucket struct {
 
 func (p TokenBucket) String() string { return p.one().Numbers().String() }
 
-func (p TokenBucket) one() rules     { return tokenBucket(p) }
-func (p TokenBucket) rules() []rules { return []rules{p.one()} }
+func (p TokenBucket) one() model.Rules     { return model.TokenBucket(p) }
+func (p TokenBucket) rules() []model.Rules { return []model.Rules{p.one()} }
 
 func (p TokenBucket) validate() error {
 	if p.Capacity < 1 {
@@ -39,12 +41,12 @@ func (p TokenBucket) validate() error {
 	if err := validateSpan("Config.Policy.Every", p.Every); err != nil {
 		return err
 	}
-	if p.Capacity > maxProduct/micros(p.Every) {
+	if p.Capacity > model.MaxProduct/model.Micros(p.Every) {
 		return &ConfigError{Field: "Config.Policy.Capacity", Reason: fmt.Sprintf(
 			"is %d with Every %v, outside the exact range: for this Every it may be at most %d",
-			p.Capacity, p.Every, maxProduct/micros(p.Every))}
+			p.Capacity, p.Every, model.MaxProduct/model.Micros(p.Every))}
 	}
-	if ceilDiv(p.Capacity*micros(p.Every), p.Refill) > maxSpan { // microseconds to fill it
+	if model.CeilDiv(p.Capacity*model.Micros(p.Every), p.Refill) > model.MaxSpan { // microseconds to fill it
 		return &ConfigError{Field: "Config.Policy.Refill", Reason: fmt.Sprintf(
 			"is %d every %v, which takes more than 71 years to fill a Capacity of %d", p.Refill, p.Every, p.Capacity)}
 	}

@@ -7,6 +7,8 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit/internal/model"
 )
 
 func TestTokenBucket(t *testing.T) {
@@ -33,7 +35,7 @@ func TestTokenBucket(t *testing.T) {
 			{c1 - 1, 0, free(2, 1)},
 			{c1, 0, free(3, 0)},
 			{c9, 0, free(3, 0)},
-			{c9, 4, denied(3, never, 0)},
+			{c9, 4, denied(3, model.Never, 0)},
 			{c9, 3, granted(0, 3*second)},
 		}},
 		{"three tokens flow in over seven microseconds", TokenBucket{3, 3, 7 * time.Microsecond}, []modelStep{
@@ -55,10 +57,10 @@ func TestTokenBucket(t *testing.T) {
 		}},
 		{"costs", TokenBucket{10, 1, time.Second}, []modelStep{
 			{c0, 0, free(10, 0)},
-			{c0, 11, denied(10, never, 0)},
+			{c0, 11, denied(10, model.Never, 0)},
 			{c0, 10, granted(0, 10*second)},
 			{c0, 0, denied(0, second, 10*second)},
-			{c1, 11, denied(1, never, 9*second)},
+			{c1, 11, denied(1, model.Never, 9*second)},
 			{c1, 10, denied(1, 9*second, 9*second)},
 			{c1, 2, denied(1, second, 9*second)},
 			{c1, 1, granted(0, 10*second)},
@@ -77,7 +79,7 @@ func TestTokenBucket(t *testing.T) {
 			{at("12:09:50"), 1, denied(0, 11*second, 20*second)},
 			{at("12:09:49.999999"), 0, denied(0, second, 10*second)}, // a Peek does not pull the row back
 			{at("12:09:50"), 1, denied(0, 11*second, 20*second)},
-			{at("12:09:49.999999"), 11, denied(0, never, 10*second)}, // nor does what can never be granted
+			{at("12:09:49.999999"), 11, denied(0, model.Never, 10*second)}, // nor does what can never be granted
 			{at("12:09:50"), 1, denied(0, 11*second, 20*second)},
 			{at("12:09:49.999999"), 1, denied(0, second, 10*second)}, // a denial does
 			{at("12:09:50"), 1, denied(0, second-1, 10*second-1)},
@@ -97,23 +99,23 @@ func TestTokenBucket(t *testing.T) {
 			{at("23:00:00"), 10, granted(0, 10*second)},
 			{at("23:00:00"), 1, denied(0, second, 10*second)},
 		}},
-		{"the slowest bucket", TokenBucket{2048, 2048, maxSpan * time.Microsecond}, []modelStep{
-			{c0, 2048, granted(0, maxSpan)},
-			{c0 + maxSpan/2048 - 1, 1, denied(0, 1, maxSpan-maxSpan/2048+1)},
-			{c0 + maxSpan/2048, 1, granted(0, maxSpan)},
-			{c0 + maxSpan, 2048, denied(2047, maxSpan/2048, maxSpan/2048)},
+		{"the slowest bucket", TokenBucket{2048, 2048, model.MaxSpan * time.Microsecond}, []modelStep{
+			{c0, 2048, granted(0, model.MaxSpan)},
+			{c0 + model.MaxSpan/2048 - 1, 1, denied(0, 1, model.MaxSpan-model.MaxSpan/2048+1)},
+			{c0 + model.MaxSpan/2048, 1, granted(0, model.MaxSpan)},
+			{c0 + model.MaxSpan, 2048, denied(2047, model.MaxSpan/2048, model.MaxSpan/2048)},
 		}},
-		{"the fastest bucket", TokenBucket{maxProduct, math.MaxInt64, time.Microsecond}, []modelStep{
-			{c0, maxProduct, granted(0, 1)},
-			{c0, maxProduct, denied(0, 1, 1)},
-			{c0, maxProduct + 1, denied(0, never, 1)},
-			{c0 + 1, maxProduct, granted(0, 1)},
-			{c0 + maxSpan, maxProduct - 1, granted(1, 1)},
+		{"the fastest bucket", TokenBucket{model.MaxProduct, math.MaxInt64, time.Microsecond}, []modelStep{
+			{c0, model.MaxProduct, granted(0, 1)},
+			{c0, model.MaxProduct, denied(0, 1, 1)},
+			{c0, model.MaxProduct + 1, denied(0, model.Never, 1)},
+			{c0 + 1, model.MaxProduct, granted(0, 1)},
+			{c0 + model.MaxSpan, model.MaxProduct - 1, granted(1, 1)},
 		}},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			t.Parallel()
-			playModel(t, test.policy, state{}, test.steps...)
+			playModel(t, test.policy, model.State{}, test.steps...)
 		})
 	}
 }
@@ -124,12 +126,12 @@ func TestTokenBucketCallEveryPartOfAnIntervalGetsTheFullRate(t *testing.T) {
 	t.Parallel()
 	for _, every := range []time.Duration{10 * time.Microsecond, time.Second, 24 * time.Hour} {
 		p := TokenBucket{Capacity: 2, Refill: 1, Every: every}
-		s := playModel(t, p, state{}, modelStep{c0, 2, granted(0, 2*micros(every))})
+		s := playModel(t, p, model.State{}, modelStep{c0, 2, granted(0, 2*model.Micros(every))})
 		taken := int64(0)
 		for i := range int64(1000) {
-			var d decision
-			s, d = p.Decide(s, c0+(i+1)*micros(every)*9/10, 1)
-			taken += d.granted
+			var d model.Decision
+			s, d = p.Decide(s, c0+(i+1)*model.Micros(every)*9/10, 1)
+			taken += d.Granted
 			require.Equal(t, (i+1)*9/10, taken, "after %d calls, one every 0.9 × %v", i+1, every)
 		}
 	}
@@ -138,7 +140,7 @@ func TestTokenBucketCallEveryPartOfAnIntervalGetsTheFullRate(t *testing.T) {
 // Bug 2 of the peers.
 func TestTokenBucketOlderClockAfterALockWaitRefillsNothingTwice(t *testing.T) {
 	t.Parallel()
-	playModel(t, TokenBucket{10, 1, time.Second}, state{},
+	playModel(t, TokenBucket{10, 1, time.Second}, model.State{},
 		modelStep{c0, 10, granted(0, 10*second)},
 		modelStep{c5, 4, granted(1, 9*second)},
 		modelStep{c2, 1, granted(0, 13*second)}, // has waited for the row since c2; the refill up to c5 is spent
@@ -151,7 +153,7 @@ func TestTokenBucketOlderClockAfterALockWaitRefillsNothingTwice(t *testing.T) {
 // Bug 10 of the peers.
 func TestTokenBucketRaisedLimitsHelpAtOnce(t *testing.T) {
 	t.Parallel()
-	s := playModel(t, TokenBucket{10, 1, time.Second}, state{},
+	s := playModel(t, TokenBucket{10, 1, time.Second}, model.State{},
 		modelStep{c0, 10, granted(0, 10*second)},
 		modelStep{c1, 2, denied(1, second, 9*second)})
 	playModel(t, TokenBucket{10, 4, time.Second}, s,
@@ -169,15 +171,15 @@ func TestTokenBucketRaisedLimitsHelpAtOnce(t *testing.T) {
 func TestTokenBucketCostAboveTheCapacityNeverFits(t *testing.T) {
 	t.Parallel()
 	p := TokenBucket{10, 1, time.Second}
-	playModel(t, p, state{}, modelStep{c0, 11, denied(10, never, 0)}, modelStep{c0, maxProduct, denied(10, never, 0)})
-	s := playModel(t, p, state{}, modelStep{c0, 3, granted(7, 3*second)})
-	require.Equal(t, s, playModel(t, p, s, modelStep{c1, 11, denied(8, never, 2*second)}))
+	playModel(t, p, model.State{}, modelStep{c0, 11, denied(10, model.Never, 0)}, modelStep{c0, model.MaxProduct, denied(10, model.Never, 0)})
+	s := playModel(t, p, model.State{}, modelStep{c0, 3, granted(7, 3*second)})
+	require.Equal(t, s, playModel(t, p, s, modelStep{c1, 11, denied(8, model.Never, 2*second)}))
 }
 
 func TestTokenBucketDenialConsumesNothing(t *testing.T) {
 	t.Parallel()
 	p := TokenBucket{10, 1, time.Second}
-	s := playModel(t, p, state{}, modelStep{c0, 8, granted(2, 8*second)})
+	s := playModel(t, p, model.State{}, modelStep{c0, 8, granted(2, 8*second)})
 	for range 100 {
 		require.Equal(t, s, playModel(t, p, s, modelStep{c1, 4, denied(3, second, 7*second)}))
 	}
@@ -186,29 +188,29 @@ func TestTokenBucketDenialConsumesNothing(t *testing.T) {
 
 func TestTokenBucketLoweredCapacityClampsTheTokens(t *testing.T) {
 	t.Parallel()
-	s := playModel(t, TokenBucket{10, 1, time.Second}, state{}, modelStep{c0, 3, granted(7, 3*second)})
+	s := playModel(t, TokenBucket{10, 1, time.Second}, model.State{}, modelStep{c0, 3, granted(7, 3*second)})
 	playModel(t, TokenBucket{8, 1, time.Second}, s,
 		modelStep{c0, 0, free(7, second)},
 		modelStep{c1, 8, granted(0, 8*second)})
 	playModel(t, TokenBucket{5, 1, time.Second}, s,
 		modelStep{c0, 0, free(5, 0)},
-		modelStep{c0, 6, denied(5, never, 0)},
+		modelStep{c0, 6, denied(5, model.Never, 0)},
 		modelStep{c0, 5, granted(0, 5*second)})
 }
 
 // Though the row's time lies ahead of the clock.
 func TestTokenBucketLoweredCapacityThatIsFullIsAsGoodAsNew(t *testing.T) {
 	t.Parallel()
-	s := playModel(t, TokenBucket{10, 1, time.Second}, state{}, modelStep{c5, 1, granted(9, second)})
+	s := playModel(t, TokenBucket{10, 1, time.Second}, model.State{}, modelStep{c5, 1, granted(9, second)})
 	lowered := TokenBucket{5, 1, time.Second}
 	for _, clock := range []int64{c5, c3, c0, at("03:00:00")} {
 		_, d := lowered.Decide(s, clock, 0)
-		require.Equal(t, state{
-			credit: 5 * second, scale: second, windowStart: clock, expiresAt: clock, since: clock, capacity: 5, refill: 1,
-		}, d.state)
+		require.Equal(t, model.State{
+			Credit: 5 * second, Scale: second, WindowStart: clock, ExpiresAt: clock, Since: clock, Capacity: 5, Refill: 1,
+		}, d.State)
 		playModel(t, lowered, s,
 			modelStep{clock, 0, free(5, 0)},
-			modelStep{clock, 6, denied(5, never, 0)},
+			modelStep{clock, 6, denied(5, model.Never, 0)},
 			modelStep{clock, 5, granted(0, 5*second)},
 			modelStep{clock, 1, denied(0, second, 5*second)})
 	}
@@ -216,7 +218,7 @@ func TestTokenBucketLoweredCapacityThatIsFullIsAsGoodAsNew(t *testing.T) {
 
 func TestTokenBucketKeepsItsTokensWhenTheIntervalChanges(t *testing.T) {
 	t.Parallel()
-	s := playModel(t, TokenBucket{10, 1, time.Second}, state{}, modelStep{c0, 4, granted(6, 4*second)})
+	s := playModel(t, TokenBucket{10, 1, time.Second}, model.State{}, modelStep{c0, 4, granted(6, 4*second)})
 	playModel(t, TokenBucket{10, 1, time.Minute}, s,
 		modelStep{c0, 0, free(6, 4*second)}, // when the row expires; in 4 minutes once something is taken
 		modelStep{c0, 7, denied(6, 4*second, 4*second)},
@@ -227,29 +229,29 @@ func TestTokenBucketKeepsItsTokensWhenTheIntervalChanges(t *testing.T) {
 		modelStep{c0, 6, granted(0, 10*second/1000)})
 
 	// Two thirds of a token, rounded down to each scale: one half, two thirds, five eighths.
-	s = playModel(t, TokenBucket{10, 1, 3 * time.Microsecond}, state{},
+	s = playModel(t, TokenBucket{10, 1, 3 * time.Microsecond}, model.State{},
 		modelStep{c0, 10, granted(0, 30)},
 		modelStep{c0 + 8, 2, granted(0, 28)})
 	for _, test := range []struct{ every, missing int64 }{{2, 1}, {3, 1}, {6, 2}, {8, 3}} {
-		_, d := TokenBucket{10, 1, duration(test.every)}.Decide(s, c0+8, 1)
-		require.Equal(t, test.every-test.missing, d.state.credit)
-		playModel(t, TokenBucket{10, 1, duration(test.every)}, s,
+		_, d := TokenBucket{10, 1, model.Duration(test.every)}.Decide(s, c0+8, 1)
+		require.Equal(t, test.every-test.missing, d.State.Credit)
+		playModel(t, TokenBucket{10, 1, model.Duration(test.every)}, s,
 			modelStep{c0 + 8, 1, denied(0, test.missing, min(28, 9*test.every+test.missing))})
 	}
 }
 
 func TestTokenBucketChangedIntervalNeverOverflows(t *testing.T) {
 	t.Parallel()
-	slow, fast := TokenBucket{2048, 2048, maxSpan * time.Microsecond}, TokenBucket{maxProduct, 2048, time.Microsecond}
-	s := playModel(t, slow, state{}, modelStep{c0, 1, granted(2047, maxSpan/2048)})
-	playModel(t, fast, s, modelStep{c0, 0, free(2047, maxSpan/2048)})
-	s = playModel(t, fast, state{}, modelStep{c0, 1, granted(maxProduct-1, 1)})
+	slow, fast := TokenBucket{2048, 2048, model.MaxSpan * time.Microsecond}, TokenBucket{model.MaxProduct, 2048, time.Microsecond}
+	s := playModel(t, slow, model.State{}, modelStep{c0, 1, granted(2047, model.MaxSpan/2048)})
+	playModel(t, fast, s, modelStep{c0, 0, free(2047, model.MaxSpan/2048)})
+	s = playModel(t, fast, model.State{}, modelStep{c0, 1, granted(model.MaxProduct-1, 1)})
 	playModel(t, slow, s, modelStep{c0, 0, free(2048, 0)})
 
 	// Part of a token times the longest interval needs more than 64 bits.
-	s = state{credit: maxSpan - 2, scale: maxSpan - 1, windowStart: c0, expiresAt: c9}
+	s = model.State{Credit: model.MaxSpan - 2, Scale: model.MaxSpan - 1, WindowStart: c0, ExpiresAt: c9}
 	_, d := slow.Decide(s, c0, 1)
-	require.Equal(t, int64(maxSpan-2), d.state.credit)
+	require.Equal(t, int64(model.MaxSpan-2), d.State.Credit)
 	playModel(t, slow, s, modelStep{c0, 1, denied(0, 1, 9*second)})
 }
 
@@ -258,28 +260,28 @@ func TestTokenBucketKeepsItsTokensWhateverChanges(t *testing.T) {
 	d := randomDice(t)
 	for range 5000 {
 		before, after := d.bucket(), d.bucket()
-		s, _ := before.Decide(state{}, c0, d.magnitude(1, before.Capacity))
-		s, _ = before.Decide(s, c0+d(s.expiresAt-c0), 1) // leaves a part of a token
-		start := s.windowStart
-		clock := start + d.magnitude(0, s.expiresAt-start-1)
+		s, _ := before.Decide(model.State{}, c0, d.magnitude(1, before.Capacity))
+		s, _ = before.Decide(s, c0+d(s.ExpiresAt-c0), 1) // leaves a part of a token
+		start := s.WindowStart
+		clock := start + d.magnitude(0, s.ExpiresAt-start-1)
 		_, got := after.Decide(s, clock, 0)
 
-		every, refill := big.NewInt(micros(after.Every)), big.NewInt(after.Refill)
-		want := new(big.Int).Mul(big.NewInt(s.credit), every)
-		want.Quo(want, big.NewInt(micros(before.Every)))
+		every, refill := big.NewInt(model.Micros(after.Every)), big.NewInt(after.Refill)
+		want := new(big.Int).Mul(big.NewInt(s.Credit), every)
+		want.Quo(want, big.NewInt(model.Micros(before.Every)))
 		want.Add(want, refill.Mul(refill, big.NewInt(clock-start)))
 		if full := big.NewInt(after.full()); want.Cmp(full) > 0 {
 			want = full
 		}
-		require.Equal(t, want.Int64(), got.state.credit, "%+v at %d, from %+v", after, clock, s)
-		require.Equal(t, want.Quo(want, every).Int64(), got.remaining)
+		require.Equal(t, want.Int64(), got.State.Credit, "%+v at %d, from %+v", after, clock, s)
+		require.Equal(t, want.Quo(want, every).Int64(), got.Remaining)
 	}
 }
 
 func TestTokenBucketExpiredRowEqualsNoRow(t *testing.T) {
 	t.Parallel()
 	p := TokenBucket{10, 1, time.Second}
-	row := state{scale: second, windowStart: c0, expiresAt: c5} // a bucket that fills in 5 s has left it
+	row := model.State{Scale: second, WindowStart: c0, ExpiresAt: c5} // a bucket that fills in 5 s has left it
 	require.False(t, equalsNoRow(p, row, c5-1))
 	for _, clock := range []int64{c5, c5 + 1, c9, c9 + second, c0 + hour} {
 		require.True(t, equalsNoRow(p, row, clock))
@@ -303,7 +305,7 @@ func (m *slowBucket) at(t int64) *big.Rat {
 	if m.tokens == nil {
 		return rat(m.Capacity)
 	}
-	tokens := new(big.Rat).SetFrac(big.NewInt(m.Refill), big.NewInt(micros(m.Every)))
+	tokens := new(big.Rat).SetFrac(big.NewInt(m.Refill), big.NewInt(model.Micros(m.Every)))
 	tokens.Mul(tokens, rat(t-m.last)).Add(tokens, m.tokens)
 	if tokens.Cmp(rat(m.Capacity)) > 0 {
 		return rat(m.Capacity)
@@ -317,9 +319,9 @@ func (m *slowBucket) take(t, n int64) {
 	m.last, m.tokens = t, new(big.Rat).Sub(m.at(t), rat(n))
 }
 
-func (m *slowBucket) state(t int64) state {
+func (m *slowBucket) state(t int64) model.State {
 	credit := m.at(t)
-	return state{windowStart: t, credit: whole(credit.Mul(credit, rat(micros(m.Every)))), scale: micros(m.Every)}
+	return model.State{WindowStart: t, Credit: whole(credit.Mul(credit, rat(model.Micros(m.Every)))), Scale: model.Micros(m.Every)}
 }
 
 func TestTokenBucketEqualsTheDesignInRationals(t *testing.T) {
@@ -335,8 +337,8 @@ func TestTokenBucketNeverGrantsMoreThanCapacityAndRefillInAnyInterval(t *testing
 	d := randomDice(t)
 	for range 500 {
 		p := d.bucket()
-		var s state
-		var last decision
+		var s model.State
+		var last model.Decision
 		clock := d.magnitude(0, 1<<52)
 		// Consider every interval that ends now, and what was granted in it less what has flowed in. That is
 		// largest for the interval that began when the level was lowest.
@@ -344,14 +346,14 @@ func TestTokenBucketNeverGrantsMoreThanCapacityAndRefillInAnyInterval(t *testing
 		for range 40 {
 			was := clock
 			clock = d.forwards(p, s, clock, last)
-			refill := new(big.Rat).SetFrac(big.NewInt(p.Refill), big.NewInt(micros(p.Every)))
+			refill := new(big.Rat).SetFrac(big.NewInt(p.Refill), big.NewInt(model.Micros(p.Every)))
 			level.Sub(level, refill.Mul(refill, rat(clock-was)))
 			if level.Cmp(lowest) < 0 {
 				lowest.Set(level)
 			}
-			n := d.cost(p.Capacity, peek(p, s, clock).remaining)
+			n := d.cost(p.Capacity, peek(p, s, clock).Remaining)
 			s, last = p.Decide(s, clock, n)
-			level.Add(level, rat(last.granted*n))
+			level.Add(level, rat(last.Granted*n))
 			require.LessOrEqual(
 				t,
 				new(big.Rat).Sub(level, lowest).Cmp(rat(p.Capacity)),
@@ -369,7 +371,7 @@ func TestTokenBucketNeverGrantsMoreThanTheClockGives(t *testing.T) {
 	t.Parallel()
 	testNeverMoreThanTheClockGives(t, func(d dice) (p ruled, first, rate, span int64, whole bool) {
 		b := d.bucket()
-		return b, b.Capacity, b.Refill, micros(b.Every), false
+		return b, b.Capacity, b.Refill, model.Micros(b.Every), false
 	})
 }
 
@@ -383,9 +385,9 @@ func FuzzTokenBucket(f *testing.F) {
 		10*second,
 		[]byte("a request at each of some clocks, at some costs"),
 	)
-	f.Add(int64(2048), int64(2048), int64(maxSpan), int64(3), int64(3), int64(7),
+	f.Add(int64(2048), int64(2048), int64(model.MaxSpan), int64(3), int64(3), int64(7),
 		[]byte("\x00\x01\x02\x03\x04\x05\x06\x07\x08\x09\x0a\x0b\x0c\x0d\x0e\x0f"))
-	f.Add(int64(maxProduct), int64(math.MaxInt64), int64(1), int64(maxProduct), int64(2048), int64(1),
+	f.Add(int64(model.MaxProduct), int64(math.MaxInt64), int64(1), int64(model.MaxProduct), int64(2048), int64(1),
 		[]byte("\xff\xfe\xfd\xfc\xfb\xfa\xf9\xf8\xf7\xf6\xf5\xf4\xf3\xf2\xf1\xf0"))
 	f.Add(
 		int64(2),
@@ -400,8 +402,8 @@ func FuzzTokenBucket(f *testing.F) {
 		fuzzModel(
 			t,
 			steps,
-			TokenBucket{capacity, refill, duration(every)},
-			TokenBucket{capacity2, refill2, duration(every2)},
+			TokenBucket{capacity, refill, model.Duration(every)},
+			TokenBucket{capacity2, refill2, model.Duration(every2)},
 		)
 	})
 }

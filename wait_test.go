@@ -13,6 +13,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/ratelimit/internal/model"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
@@ -366,13 +367,13 @@ func TestWaitersUnderAnotherPolicyStandInTheirOwnLine(t *testing.T) {
 		since := known.snapshot()
 		known.remember(
 			"key",
-			decision{
-				state: state{
-					count:       1,
-					windowStart: time.Now().UnixMicro(),
-					expiresAt:   time.Now().Add(time.Hour).UnixMicro(),
+			model.Decision{
+				State: model.State{
+					Count:       1,
+					WindowStart: time.Now().UnixMicro(),
+					ExpiresAt:   time.Now().Add(time.Hour).UnixMicro(),
 				},
-				decidedAt: time.Now(),
+				DecidedAt: time.Now(),
 			},
 			known.elapsed(),
 			known.elapsed(),

@@ -162,7 +162,7 @@ func TestTransactionIDs(t *testing.T) {
 				require.NoError(t, limiter.decideAndRemember(t.Context(), elements))
 				require.Equal(t, c.want, next()-before, "%s: %+v", name, c)
 				for _, e := range elements {
-					require.Equal(t, c.granted, e.decision.granted)
+					require.Equal(t, c.granted, e.decision.Granted)
 				}
 			}
 			before := next()

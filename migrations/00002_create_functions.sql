@@ -63,7 +63,7 @@ CREATE TYPE rate_limit_decision AS (
     -- What a refund of the last request has to tell.
     taken_since bigint,     -- the row's since
     taken_in bigint,        -- its window_start: the window, the entry of the log or the time in the bucket's life
-    taken_at bigint,        -- where its units end in the bucket's queue: see TokenBucket.refund in tokenbucket.go
+    taken_at bigint,        -- where its units end in the bucket's queue: see TokenBucket.Refund in internal/model
     taken_spent bigint      -- how much of what these requests took came out of granted credit
 );
 
@@ -156,7 +156,8 @@ BEGIN
 END
 $$;
 
--- The fixed window. fixed.go says what it promises, and has the model that these functions are tested against.
+-- The fixed window. fixed.go says what it promises.
+-- These functions are tested against its model, internal/model/fixed.go.
 
 -- Whether a policy is within the exact range; also of a sliding window.
 CREATE FUNCTION _rate_limit_valid_window(max_count bigint, window_us bigint)
@@ -315,8 +316,8 @@ It takes what the costs and counts of each key say, or denies it, '
     'and returns an array of numbers, for programs: see sql/sliding.sql. For people there is rate_limit_allow.
 Example: SELECT rate_limit_take_fixed_window(''login'', ARRAY[''user:123''], 10, 60000000) takes one of 10 a minute.';
 
--- The sliding window counter. sliding.go says what it promises, and has the model that these functions are tested
--- against.
+-- The sliding window counter. sliding.go says what it promises.
+-- These functions are tested against its model, internal/model/sliding.go.
 
 -- _rate_limit_sliding decides about a row, as _rate_limit_fixed does.
 CREATE FUNCTION _rate_limit_sliding(
@@ -533,7 +534,8 @@ It takes what the costs and counts of each key say, or denies it, '
     'and returns an array of numbers, for programs: see sql/sliding.sql. For people there is rate_limit_allow.
 Example: SELECT rate_limit_take_sliding_window(''login'', ARRAY[''user:123''], 10, 60000000) takes one of 10 a minute.';
 
--- The token bucket. tokenbucket.go says what it promises, and has the model that these functions are tested against.
+-- The token bucket. tokenbucket.go says what it promises.
+-- These functions are tested against its model, internal/model/tokenbucket.go.
 
 -- Whether a policy is within the exact range.
 CREATE FUNCTION _rate_limit_valid_bucket(capacity bigint, refill bigint, every_us bigint)
@@ -759,8 +761,8 @@ It takes what the costs and counts of each key say, or denies it, '
 Example: SELECT rate_limit_take_token_bucket(''api'', ARRAY[''user:123''], 20, 5, 10000000) '
     'takes one token from a bucket of 20 that gets 5 more every 10 seconds.';
 
--- The sliding window log. slidinglog.go says what it promises, and has the model that these functions are tested
--- against.
+-- The sliding window log. slidinglog.go says what it promises.
+-- These functions are tested against its model, internal/model/slidinglog.go.
 
 -- Whether a policy is within the exact range.
 CREATE FUNCTION _rate_limit_valid_log(max_count bigint, window_us bigint) RETURNS boolean LANGUAGE sql IMMUTABLE AS $$
@@ -896,7 +898,8 @@ It takes what the costs and counts of each key say, or denies it, '
     'and returns an array of numbers, for programs: see sql/sliding.sql. For people there is rate_limit_allow.
 Example: SELECT rate_limit_take_sliding_log(''login'', ARRAY[''user:123''], 10, 60000000) takes one of 10 a minute.';
 
--- The calendar window. calendar.go says what it promises, and has the model that these functions are tested against.
+-- The calendar window. calendar.go says what it promises.
+-- These functions are tested against its model, internal/model/calendar.go.
 
 -- Whether a policy is within the exact range. Whether the server knows the zone is another question.
 CREATE FUNCTION _rate_limit_valid_calendar(max_count bigint, window_us bigint, zone text)
@@ -1326,7 +1329,7 @@ $$;
 --   leased              of a part that is a token bucket, how many of the units it asks for, the last ones, are to be
 --                       spent later; see Lease in lease.go. Of one that gives back, how many units are not held by that
 --                       lease any more. What is leased of a bucket keeps room in it: see TokenBucket.leased in
---                       tokenbucket.go
+--                       internal/model
 --
 -- It returns a row for each part. granted is that of the request. A part with room for one more has a retry_after_us of
 -- 0, so the parts that refused are those with another retry_after_us. The request fits after the longest of them. Of a
@@ -1743,7 +1746,7 @@ RETURNS bigint[] LANGUAGE sql IMMUTABLE AS $$
 $$;
 
 -- _rate_limit_bucket_lend marks so many of the units that were just taken as leased, or as many of them as may be held,
--- and returns the log of the row: TokenBucket.lend in tokenbucket.go.
+-- and returns the log of the row: TokenBucket.Lend in internal/model.
 CREATE FUNCTION _rate_limit_bucket_lend(s rate_limit_row, units bigint) RETURNS bigint[] LANGUAGE plpgsql AS $$
 DECLARE
     period bigint := ((s.capacity * s.scale - 1) / s.refill + 1) / 128;
@@ -1761,7 +1764,7 @@ END
 $$;
 
 -- _rate_limit_bucket_refund gives back what of the units has not flowed in again, and what came out of granted credit.
--- It keeps room for leases that have not ended. TokenBucket.refund in tokenbucket.go says why this is right.
+-- It keeps room for leases that have not ended. TokenBucket.Refund in internal/model says why this is right.
 CREATE FUNCTION _rate_limit_bucket_refund(
     s rate_limit_row, rolled rate_limit_row, clock bigint, units bigint, spent bigint, ended bigint,
     taken_since bigint, taken_in bigint, taken_at bigint

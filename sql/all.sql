@@ -219,7 +219,7 @@ $$;
 --   leased              of a part that is a token bucket, how many of the units it asks for, the last ones, are to be
 --                       spent later; see Lease in lease.go. Of one that gives back, how many units are not held by that
 --                       lease any more. What is leased of a bucket keeps room in it: see TokenBucket.leased in
---                       tokenbucket.go
+--                       internal/model
 --
 -- It returns a row for each part. granted is that of the request. A part with room for one more has a retry_after_us of
 -- 0, so the parts that refused are those with another retry_after_us. The request fits after the longest of them. Of a

@@ -1,4 +1,5 @@
--- The calendar window. calendar.go says what it promises, and has the model that these functions are tested against.
+-- The calendar window. calendar.go says what it promises.
+-- These functions are tested against its model, internal/model/calendar.go.
 
 -- Whether a policy is within the exact range. Whether the server knows the zone is another question.
 CREATE FUNCTION _rate_limit_valid_calendar(max_count bigint, window_us bigint, zone text)

@@ -1,4 +1,5 @@
--- The fixed window. fixed.go says what it promises, and has the model that these functions are tested against.
+-- The fixed window. fixed.go says what it promises.
+-- These functions are tested against its model, internal/model/fixed.go.
 
 -- Whether a policy is within the exact range; also of a sliding window.
 CREATE FUNCTION _rate_limit_valid_window(max_count bigint, window_us bigint)

@@ -86,7 +86,7 @@ RETURNS bigint[] LANGUAGE sql IMMUTABLE AS $$
 $$;
 
 -- _rate_limit_bucket_lend marks so many of the units that were just taken as leased, or as many of them as may be held,
--- and returns the log of the row: TokenBucket.lend in tokenbucket.go.
+-- and returns the log of the row: TokenBucket.Lend in internal/model.
 CREATE FUNCTION _rate_limit_bucket_lend(s rate_limit_row, units bigint) RETURNS bigint[] LANGUAGE plpgsql AS $$
 DECLARE
     period bigint := ((s.capacity * s.scale - 1) / s.refill + 1) / 128;
@@ -104,7 +104,7 @@ END
 $$;
 
 -- _rate_limit_bucket_refund gives back what of the units has not flowed in again, and what came out of granted credit.
--- It keeps room for leases that have not ended. TokenBucket.refund in tokenbucket.go says why this is right.
+-- It keeps room for leases that have not ended. TokenBucket.Refund in internal/model says why this is right.
 CREATE FUNCTION _rate_limit_bucket_refund(
     s rate_limit_row, rolled rate_limit_row, clock bigint, units bigint, spent bigint, ended bigint,
     taken_since bigint, taken_in bigint, taken_at bigint

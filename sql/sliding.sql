@@ -1,5 +1,5 @@
--- The sliding window counter. sliding.go says what it promises, and has the model that these functions are tested
--- against.
+-- The sliding window counter. sliding.go says what it promises.
+-- These functions are tested against its model, internal/model/sliding.go.
 
 -- _rate_limit_sliding decides about a row, as _rate_limit_fixed does.
 CREATE FUNCTION _rate_limit_sliding(

@@ -1,5 +1,5 @@
--- The sliding window log. slidinglog.go says what it promises, and has the model that these functions are tested
--- against.
+-- The sliding window log. slidinglog.go says what it promises.
+-- These functions are tested against its model, internal/model/slidinglog.go.
 
 -- Whether a policy is within the exact range.
 CREATE FUNCTION _rate_limit_valid_log(max_count bigint, window_us bigint) RETURNS boolean LANGUAGE sql IMMUTABLE AS $$

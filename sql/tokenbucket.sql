@@ -1,4 +1,5 @@
--- The token bucket. tokenbucket.go says what it promises, and has the model that these functions are tested against.
+-- The token bucket. tokenbucket.go says what it promises.
+-- These functions are tested against its model, internal/model/tokenbucket.go.
 
 -- Whether a policy is within the exact range.
 CREATE FUNCTION _rate_limit_valid_bucket(capacity bigint, refill bigint, every_us bigint)

@@ -52,7 +52,7 @@ CREATE TYPE rate_limit_decision AS (
     -- What a refund of the last request has to tell.
     taken_since bigint,     -- the row's since
     taken_in bigint,        -- its window_start: the window, the entry of the log or the time in the bucket's life
-    taken_at bigint,        -- where its units end in the bucket's queue: see TokenBucket.refund in tokenbucket.go
+    taken_at bigint,        -- where its units end in the bucket's queue: see TokenBucket.Refund in internal/model
     taken_spent bigint      -- how much of what these requests took came out of granted credit
 );
 

@@ -1,0 +1,58 @@
+package model
+
+import (
+	"encoding/binary"
+)
+
+// Entries is a log, oldest first. Each entry is 8 bytes: the time in microseconds × 1024 + the units taken. 53
+// bits of the time are kept, so it can be told from any other within 285 years. It is a string to make states
+// comparable.
+type Entries string
+
+func NewEntries(log []int64) Entries {
+	var packed []byte
+	for _, entry := range log {
+		packed = binary.BigEndian.AppendUint64(packed, uint64(entry))
+	}
+	return Entries(packed)
+}
+
+func (e Entries) Entry(i int) int64 { return int64(binary.BigEndian.Uint64([]byte(e[8*i : 8*i+8]))) }
+
+func (e Entries) Units(i int) int64 { return e.Entry(i) & 1023 }
+
+// Age is how long before t the i-th entry was taken.
+func (e Entries) Age(i int, t int64) int64 { return (t - e.Entry(i)>>10) & (1<<53 - 1) }
+
+// With is the log after n was taken at t, which is not before its newest entry.
+func (e Entries) With(t, n int64) Entries {
+	if i := len(e)/8 - 1; i >= 0 && e.Age(i, t) == 0 {
+		e, n = e[:8*i], n+e.Units(i)
+	}
+	return e + NewEntries([]int64{t<<10 | n})
+}
+
+// without is the log after up to n of what was taken at t were given back, and how much that is.
+func (e Entries) without(t, n int64) (rest Entries, back int64) {
+	for i := range len(e) / 8 {
+		entry, units := e.Entry(i), e.Units(i)
+		if entry>>10<<10 != t<<10 {
+			continue
+		}
+		back = min(n, units)
+		if back == units {
+			return e[:8*i] + e[8*(i+1):], back
+		}
+		return e[:8*i] + NewEntries([]int64{entry - back}) + e[8*(i+1):], back
+	}
+	return e, 0
+}
+
+// Shifted is the log as if all had been taken earlier.
+func (e Entries) Shifted(by int64) Entries {
+	var log []int64
+	for i := range len(e) / 8 {
+		log = append(log, (e.Entry(i)>>10-by)<<10|e.Units(i))
+	}
+	return NewEntries(log)
+}

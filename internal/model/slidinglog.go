@@ -1,0 +1,136 @@
+package model
+
+import (
+	"time"
+
+	"github.com/pgratelimit/ratelimit/internal/algorithm"
+)
+
+// SlidingLog is the rules of a SlidingLog.
+type SlidingLog struct {
+	Limit  int64
+	Window time.Duration
+}
+
+var _ Rules = SlidingLog{}
+
+const (
+	// MaxLogLimit is the largest limit of a SlidingLog. With a full log, the server's CPU needs 60 µs for a request
+	// with a Limit of 10, 80 µs with 100 (0.8 kB) and 110 µs with 1,000 (8 kB, which are kept out of the row), and 50
+	// to 70 µs for a denial. A SlidingWindow needs 70 µs.
+	MaxLogLimit = 1000
+
+	// MaxDenialEntries is how many entries a decision has at most. A denial is remembered by them (see denials). A
+	// larger request, for which more of them have to leave, costs a query each time, but no memory.
+	MaxDenialEntries = 64
+)
+
+func (p SlidingLog) Lasts() int64 { return Micros(p.Window) }
+
+func (p SlidingLog) Numbers() algorithm.Numbers {
+	return algorithm.Numbers{Algorithm: algorithm.SlidingLog, Limit: p.Limit, Span: p.Window}
+}
+
+// LeaseOf leases nothing, because the log has the times at which units were taken, not those at which they are spent.
+func (p SlidingLog) LeaseOf(State, int64, int64) (spare, lasts int64) { return 0, 0 }
+
+func (p SlidingLog) ResetAfter(last Decision, units int64) int64 {
+	return creditResetAfter(last, last.State.Credit, units, p.Lasts())
+}
+
+func (p SlidingLog) Refund(s State, clock int64, t Take) (State, Decision) {
+	rolled, moved := p.Roll(s, clock)
+	now, back := max(clock, rolled.WindowStart), int64(0)
+	s, credited := withCreditBack(s, rolled, now, p.Lasts(), t)
+	if !moved {
+		if _, back = rolled.Log.without(t.In, t.Units-t.Spent); back > 0 { // it still counts
+			if clock < rolled.WindowStart { // the row's time may fall, but what has left does not come back
+				s.Log, s.Count = rolled.Log, rolled.Count
+			}
+			s.Log, _ = s.Log.without(t.In, back)
+			s.Count -= back
+		}
+	}
+	if newest := len(s.Log)/8 - 1; back > 0 && newest >= 0 {
+		s.WindowStart = now - s.Log.Age(newest, now)
+	}
+	return afterRefund(p, s, clock, back > 0 || credited)
+}
+
+func (p SlidingLog) Roll(s State, clock int64) (rolled State, moved bool) {
+	window := Micros(p.Window)
+	if clock >= s.ExpiresAt || s.Count == 0 && s.Credit == 0 {
+		s = State{WindowStart: clock, ExpiresAt: s.ExpiresAt}
+	} else if s.WindowStart-clock > window { // the clock has jumped back: keep the usage, from now on
+		s.Log = s.Log.Shifted(s.WindowStart - clock)
+		s.WindowStart = clock
+		s.ExpiresAt = clock + window
+		moved = true
+	}
+	t := max(clock, s.WindowStart)
+	for s.Log != "" && s.Log.Age(0, t) >= window {
+		s.Count -= s.Log.Units(0)
+		s.Log = s.Log[8:]
+	}
+	if s.Count == 0 {
+		s.WindowStart = t
+		s = s.unlessNew()
+	}
+	return s, moved
+}
+
+func (p SlidingLog) Decide(s State, clock, n int64) (State, Decision) {
+	window := Micros(p.Window)
+	stored := s
+	s, moved := p.Roll(s, clock)
+	t := max(clock, s.WindowStart)
+	// A denial writes nothing, except to a row that the clock has left behind. Left as it is, it would deny for
+	// ever.
+	changed := moved && 0 < n && n <= p.Limit
+
+	room := max(p.Limit-s.Count, 0)
+	d := Decision{Remaining: room + s.Credit}
+	if 0 < n && n <= min(d.Remaining, p.Limit) {
+		changed = true
+		d.Taken.Spent = max(n-room, 0)
+		if room > 0 {
+			s.Log = s.Log.With(t, min(n, room))
+			s.Count += min(n, room)
+			s.WindowStart = t
+		}
+		s.Credit -= d.Taken.Spent
+		s.ExpiresAt = t + window
+		d.Granted = 1
+		d.Remaining -= n
+	}
+	needed := Entries("") // what retryAfter comes from
+	switch ask := max(n, 1); {
+	case d.Granted == 1 || n == 0 && d.Remaining > 0:
+	case ask > p.Limit:
+		d.RetryAfter = Never
+	default:
+		// It fits when enough of the oldest entries have left. A denial that is remembered does not know them all;
+		// see denials.
+		over := s.Count - s.Credit + ask - p.Limit
+		for i := 0; over > 0 && 8*i < len(s.Log); i++ {
+			if over -= s.Log.Units(i); over <= 0 {
+				d.RetryAfter = min(t+window-s.Log.Age(i, t), s.ExpiresAt) - clock
+				needed = s.Log[:8*min(i+1, MaxDenialEntries)]
+			}
+		}
+	}
+	switch {
+	case s.Credit > 0:
+		d.ResetAfter = s.ExpiresAt - clock
+	case s.Count > 0:
+		d.ResetAfter = min(s.WindowStart+window, s.ExpiresAt) - clock
+	}
+	if changed {
+		s.ExpiresAt = clock + d.ResetAfter
+		stored = s
+	}
+	d.State = s
+	d.State.Log = needed
+	d.Taken.Units, d.Taken.Since, d.Taken.In = d.Granted*n, s.Since, s.WindowStart
+	return stored, d
+}

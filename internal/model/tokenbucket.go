@@ -1,0 +1,252 @@
+package model
+
+import (
+	"time"
+
+	"github.com/pgratelimit/ratelimit/internal/algorithm"
+)
+
+// TokenBucket is the rules of a TokenBucket.
+type TokenBucket struct {
+	Capacity int64
+	Refill   int64
+	Every    time.Duration
+}
+
+var _ Rules = TokenBucket{}
+
+// MaxReturned is how much given back a bucket counts before it forgets what was taken. More could overflow the
+// sum.
+const MaxReturned = 1 << 61
+
+func (p TokenBucket) Lasts() int64 { return p.FillTime(p.Full()) }
+
+func (p TokenBucket) Numbers() algorithm.Numbers {
+	return algorithm.Numbers{Algorithm: algorithm.TokenBucket, Limit: p.Capacity, Span: p.Every, Refill: p.Refill}
+}
+
+// Full is the credit of a full bucket.
+func (p TokenBucket) Full() int64 { return p.Capacity * Micros(p.Every) }
+
+// FillTime is how many microseconds it takes until credit has flowed in.
+func (p TokenBucket) FillTime(credit int64) int64 { return CeilDiv(credit, p.Refill) }
+
+// Refund gives back what of a take has not flowed in again. The tokens that are missing are a queue: a take joins
+// its end, refill serves its front, and a refund leaves from where it stands. If nobody before it has left the
+// queue since, a take of n that had others of size b before it has b + n - refill of its own left; and if others
+// have, at most b less was before it, but never less than nothing. Not knowing where those stood who have left,
+// refund takes them all to have stood before it, the worst case: that is
+//
+//	max(b - returned since, 0) + n - refill since, and at most n
+//
+// Why this mints nothing: without the takes that are given back, the queue would be shorter by what is left of
+// them at most, because refill that has served them would have served others. So a bucket never holds more than it
+// would hold without these takes.
+//
+// A row that the clock has left behind gives nothing back: the next take makes it a new bucket, with another since.
+func (p TokenBucket) Refund(s State, clock int64, k Take) (State, Decision) {
+	every, full := Micros(p.Every), p.Full()
+	rolled, moved := p.Roll(s, clock)
+	t := rolled.WindowStart
+	if moved ||
+		// It was taken from under other numbers since.
+		s.Scale != every || s.Capacity != p.Capacity || s.Refill != p.Refill ||
+		rolled.Since != k.Since || rolled.Credit == full && rolled.Count == 0 { // another bucket, or as good as new
+		return afterRefund(p, s, clock, false)
+	}
+	spent := min(k.Spent, MaxCredit-s.Count)
+	if spent > 0 {
+		s.Count += spent
+		s.ExpiresAt = max(s.ExpiresAt, t+p.Lasts())
+	}
+	back := int64(0)
+	if 0 <= k.In && k.In <= t {
+		leased := p.leased(s, t)
+		leased.End(k, t)
+		n := min(k.Units-k.Spent, p.Capacity) * every
+		left := min(max(max(k.At, 0)-s.Returned, n), full) // but for refill
+		if elapsed := t - k.In; elapsed <= left/p.Refill {
+			back = max(min(n, left-elapsed*p.Refill, full-rolled.Credit-p.occupied(leased)), 0)
+		}
+		if spent > 0 || back > 0 {
+			s.Log = leased.entries()
+		}
+	}
+	s.Credit += back
+	s.Returned += back
+	if s.Returned > MaxReturned {
+		s.Since, s.Returned = max(s.Since+1, t), 0
+	}
+	return afterRefund(p, s, clock, spent > 0 || back > 0)
+}
+
+// bucketLeases are the tokens of a bucket that leases may hold. They stand in the row's log, so that what is given back
+// leaves as much of the bucket empty. No lease lasts longer than a period, so those of the current period and of the
+// one before are counted. That may be too many: the row does not know which tokens have been spent.
+type bucketLeases struct {
+	since  int64 // the start of the current period
+	now    int64 // what was leased in it
+	before int64 // what was leased in the period before
+	period int64
+}
+
+// leased are the leases of a bucket in the state s at time t.
+func (p TokenBucket) leased(s State, t int64) bucketLeases {
+	l := bucketLeases{since: t, period: p.Lasts() / LeasesInBucket}
+	if s.Log == "" {
+		return l
+	}
+	switch since := s.Log.Entry(0); {
+	case t-since >= 2*l.period:
+	case t-since >= l.period:
+		l.before = s.Log.Entry(1)
+	default: // since may be after t, if the clock has jumped back
+		l.since, l.now, l.before = min(since, t), s.Log.Entry(1), s.Log.Entry(2)
+	}
+	return l
+}
+
+// End ends the lease that k gives back.
+func (l *bucketLeases) End(k Take, t int64) {
+	switch {
+	case t-k.In >= l.period: // it may not be counted any more
+	case k.In >= l.since:
+		l.now = max(l.now-max(k.Ended, 0), 0)
+	default:
+		l.before = max(l.before-max(k.Ended, 0), 0)
+	}
+}
+
+// entries is what the row's log says of them.
+func (l bucketLeases) entries() Entries {
+	if l.now+l.before == 0 {
+		return ""
+	}
+	return NewEntries([]int64{l.since, l.now, l.before})
+}
+
+// occupied is how much of the bucket stays empty for leases: what is held, and what flows in until they end.
+func (p TokenBucket) occupied(l bucketLeases) int64 {
+	if l.now+l.before == 0 {
+		return 0
+	}
+	return min(l.now+l.before, p.Capacity)*Micros(p.Every) + l.period*p.Refill
+}
+
+// Lend notes that so many of the units just taken are to be spent later, as far as they may be held.
+func (p TokenBucket) Lend(s State, units int64) State {
+	spare, _ := p.LeaseOf(s, s.WindowStart, Never)
+	if units = min(units, spare); units > 0 {
+		l := p.leased(s, s.WindowStart)
+		l.now += units
+		s.Log = l.entries()
+	}
+	return s
+}
+
+// LeaseOf leaves so much of the bucket empty that all that is held could be put back at any time until the lease ends.
+func (p TokenBucket) LeaseOf(s State, clock, longest int64) (spare, lasts int64) {
+	l := p.leased(s, max(clock, s.WindowStart))
+	held := min(l.now+l.before, p.Capacity) * Micros(p.Every)
+	room := p.Full() - s.Credit - held - l.period*p.Refill
+	if lasts = min(longest, l.period); room < 0 {
+		return -CeilDiv(-room, Micros(p.Every)), lasts
+	}
+	return min(room/Micros(p.Every), MaxCredit-l.now), lasts
+}
+
+func (p TokenBucket) ResetAfter(last Decision, units int64) int64 {
+	if last.State.Count > 0 || last.Taken.Spent > 0 { // there is granted credit, or there was
+		return creditResetAfter(last, last.State.Count, units, p.Lasts())
+	}
+	need := p.Full() - last.State.Credit
+	// The first two differ by how far the row's time lies ahead of the clock, if it does.
+	return last.ResetAfter - p.FillTime(need) + p.FillTime(need-units*Micros(p.Every))
+}
+
+func (p TokenBucket) Roll(s State, clock int64) (rolled State, moved bool) {
+	every, full := Micros(p.Every), p.Full()
+	if clock >= s.ExpiresAt {
+		s = State{Credit: full, WindowStart: clock, ExpiresAt: s.ExpiresAt, Log: s.Log}
+	} else {
+		if s.Scale != every || s.Capacity != p.Capacity || s.Refill != p.Refill { // what was taken stays taken
+			s.Since, s.Returned = max(s.Since+1, s.WindowStart, clock), 0
+		}
+		if s.Scale != every { // the policy has changed: keep whole tokens, and the part of one, rounded down
+			if tokens := s.Credit / s.Scale; tokens >= p.Capacity {
+				s.Credit = full
+			} else {
+				s.Credit = tokens*every + MulDiv(s.Credit%s.Scale, every, s.Scale)
+			}
+		}
+		s.Credit = min(s.Credit, full)
+		if s.Credit == full && s.Count == 0 { // the capacity is lower now: as good as new
+			s = State{Credit: full, WindowStart: clock, ExpiresAt: clock, Log: s.Log}
+		} else if s.WindowStart-clock > p.FillTime(full) { // the clock has jumped back: keep the credit, from now on
+			s.WindowStart = clock
+			s.Since, s.Returned = max(s.Since+1, clock), 0
+			s.ExpiresAt = clock + p.FillTime(full)
+			if s.Count == 0 {
+				s.ExpiresAt = clock + p.FillTime(full-s.Credit)
+			}
+			moved = true
+		}
+	}
+	s.Scale, s.Capacity, s.Refill = every, p.Capacity, p.Refill
+	t := max(clock, s.WindowStart)
+	// This divides, because the product overflows after a long time.
+	if s.Credit < full && t-s.WindowStart <= (full-s.Credit-1)/p.Refill {
+		s.Credit += (t - s.WindowStart) * p.Refill
+	} else {
+		s.Credit = full
+		if s.Count == 0 { // as good as new
+			s.Since, s.Returned = t, 0
+		}
+	}
+	s.WindowStart = t
+	return s, moved
+}
+
+func (p TokenBucket) Decide(s State, clock, n int64) (State, Decision) {
+	every, full, stored := Micros(p.Every), p.Full(), s
+	s, moved := p.Roll(s, clock)
+	t := s.WindowStart
+
+	// A denial writes nothing, except to a row that the clock has left behind. Left as it is, it would deny for
+	// ever.
+	changed := moved && 0 < n && n <= p.Capacity
+
+	room := s.Credit / every
+	d := Decision{Remaining: room + s.Count}
+	if 0 < n && n <= min(d.Remaining, p.Capacity) {
+		changed = true
+		d.Taken.Spent = max(n-room, 0)
+		s.Credit -= (n - d.Taken.Spent) * every
+		s.Count -= d.Taken.Spent
+		s.ExpiresAt = t + p.FillTime(full)
+		d.Granted = 1
+		d.Remaining -= n
+	}
+	switch ask := max(n, 1) - s.Count; {
+	case d.Granted == 1 || n == 0 && d.Remaining > 0:
+	case n > p.Capacity:
+		d.RetryAfter = Never
+	default:
+		d.RetryAfter = min(t+p.FillTime(ask*every-s.Credit), s.ExpiresAt) - clock
+	}
+	switch {
+	case s.Count > 0:
+		d.ResetAfter = s.ExpiresAt - clock
+	case s.Credit < full:
+		d.ResetAfter = min(t+p.FillTime(full-s.Credit), s.ExpiresAt) - clock
+	}
+	if changed {
+		s.ExpiresAt = clock + d.ResetAfter
+		stored = s
+	}
+	d.State = s
+	d.State.Log = "" // see request.decideIn
+	d.Taken.Units, d.Taken.Since, d.Taken.In, d.Taken.At =
+		d.Granted*n, s.Since, s.WindowStart, s.Returned+full-s.Credit
+	return stored, d
+}
