@@ -592,15 +592,15 @@ func TestSetsBesideANewRowAreDecidedAtOneInstant(t *testing.T) {
 		locked, seen told // of three more
 	}{
 		"less room": {8, func(ctx context.Context, tx pgx.Tx, limiter *Limiter) error {
-			_, err := limiter.AllowTx(ctx, tx, "key")
+			_, err := limiter.WithTx(tx).Allow(ctx, "key")
 			return err
 		}, told{0, 1, in(year)}, told{0, 2, in(year)}},
 		"more room": {10, func(ctx context.Context, tx pgx.Tx, limiter *Limiter) error {
-			_, err := limiter.GrantTx(ctx, tx, "key", 5)
+			_, err := limiter.WithTx(tx).Grant(ctx, "key", 5)
 			return err
 		}, told{1, 2, in(0)}, told{0, 0, in(year)}},
 		"no row": {10, func(ctx context.Context, tx pgx.Tx, limiter *Limiter) error {
-			return limiter.ResetTx(ctx, tx, "key")
+			return limiter.WithTx(tx).Reset(ctx, "key")
 		}, told{1, 7, in(0)}, told{0, 0, in(year)}},
 	} {
 		for _, together := range []bool{false, true} { // the row that is there and the new one are of one request

@@ -3,12 +3,10 @@ package ratelimit
 import (
 	"context"
 	"time"
-
-	"github.com/jackc/pgx/v5"
 )
 
 // Allow takes 1 from key's limit if that fits, and tells whether it did. It uses a connection of the client's pool.
-// A caller that holds one already, as in a transaction, calls AllowTx, or makes the client with [OwnPool]: otherwise
+// A caller that holds one already, as in a transaction, asks [Limiter.WithTx], or makes the client with [OwnPool]: otherwise
 // enough such callers wait for each other ([ErrPoolExhausted]). Errors: a [*KeyError]; the context's error, if that
 // ends first (the request may still count); else a [*StoreError].
 func (l *Limiter) Allow(ctx context.Context, key string) (Result, error) {
@@ -21,30 +19,6 @@ func (l *Limiter) AllowN(ctx context.Context, key string, n int64) (Result, erro
 	result, err := l.allow(ctx, key, n, true)
 	l.strike(key, n, &result, err)
 	return result, err
-}
-
-// AllowTx is Allow within the caller's transaction. A rollback gives back what it takes. Once it has allowed a
-// request, everybody else who asks for the key waits until tx ends, or gets [ErrKeyHeld] after a quarter of their
-// Timeout. So ask late, and never for a key that many share. If the work need not decide over the quota, Allow
-// before the transaction instead, and [Limiter.Refund] if the work comes to nothing. Then nobody waits, but a
-// process that dies in between has taken for nothing. Do not Allow within the transaction: that takes a second
-// connection.
-//
-// A denial leaves tx as it was, as does an error before the database is asked. An error of the database aborts tx.
-// The context counts only until the statement is sent, because interrupting it would break tx. Without an answer
-// within [ClientConfig].Timeout, because another transaction holds the row, say, it is an [ErrTimeout], and tx's
-// connection is closed, which rolls tx back. To wait for a shorter time, set lock_timeout in tx. At
-// REPEATABLE READ and SERIALIZABLE the database may refuse with SQLSTATE 40001: try the whole transaction again.
-//
-// A proxy for shards refuses it ([ErrSharded]), because what a shard has committed does not roll back with tx. Allow
-// before the transaction instead, or use a pool of the shard's own database.
-func (l *Limiter) AllowTx(ctx context.Context, tx pgx.Tx, key string) (Result, error) {
-	return l.allowTx(ctx, tx, key, 1)
-}
-
-// AllowNTx is AllowN within the caller's transaction; see AllowTx.
-func (l *Limiter) AllowNTx(ctx context.Context, tx pgx.Tx, key string, n int64) (Result, error) {
-	return l.allowTx(ctx, tx, key, n)
 }
 
 // allow is AllowN without what counts denials for bans. If shadows is false, none is decided beside it.
@@ -135,32 +109,6 @@ func (l *Limiter) remembered(beside *rule, key string, n int64) (Result, bool) {
 // remembers tells whether the limiter's denials are remembered.
 func (l *Limiter) remembers() bool {
 	return l.space.remember && len(l.models) == 1 && l.client.batcher.denials != nil
-}
-
-func (l *Limiter) allowTx(ctx context.Context, tx pgx.Tx, key string, n int64) (result Result, err error) {
-	if l.client.config.Observer != nil {
-		defer l.observe(time.Now(), n, &result, &err)
-	}
-	if err := checkTx(tx); err != nil {
-		return Result{}, err
-	}
-	r, answer, err := l.requestInForce(ctx, key, n)
-	if r == nil {
-		return answer, err
-	}
-	result, err = l.client.decideTx(ctx, tx, r)
-	l.strike(key, n, &result, err)
-	return result, err
-}
-
-// decideTx decides a request of one limiter in the caller's transaction.
-func (c *Client) decideTx(ctx context.Context, tx pgx.Tx, r *request) (Result, error) {
-	if err := c.batcher.decideInTx(ctx, tx, r); err != nil {
-		return Result{}, err
-	}
-	result := r.result()
-	c.requests.put(r)
-	return result, nil
 }
 
 // observe tells the observer about a call that ends here.

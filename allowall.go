@@ -21,10 +21,11 @@ type Request struct {
 	limiter *Limiter
 	key     string
 	cost    int64
+	inTx    bool // see WithTx
+	tx      pgx.Tx
 }
 
-// Request asks for n, at least 1, of key's limit. It does nothing until it is passed to [AllowAll] or
-// [AllowAllTx].
+// Request asks for n, at least 1, of key's limit. It does nothing until it is passed to [AllowAll].
 func (l *Limiter) Request(key string, n int64) Request {
 	return Request{limiter: l, key: key, cost: n}
 }
@@ -64,13 +65,23 @@ type Results struct {
 // [Config].OnFailure does not answer for it. An outage is an error, which comes at once while Postgres is known to
 // be away, unless all of the limiters return errors. Errors: a [*RequestError] (nothing was taken); the context's
 // error, if that ends first (the requests may still count); else a [*StoreError].
+//
+// Within a transaction of the caller's, pass requests of [TxLimiter.Request]. Their limiters may have several clients,
+// of one schema.
 func AllowAll(ctx context.Context, requests ...Request) (results Results, err error) {
 	if observed(requests) {
 		defer observeAll(time.Now(), requests, &results, &err)
 	}
-	s, err := newSet(ctx, requests, false)
+	tx, inTx, err := transactionOf(requests)
 	if err != nil {
 		return Results{}, err
+	}
+	s, err := newSet(ctx, requests, inTx)
+	if err != nil {
+		return Results{}, err
+	}
+	if inTx {
+		return s.decide(func(c *Client, r *request) error { return c.batcher.decideInTx(ctx, tx, r) })
 	}
 	if err := ctx.Err(); err != nil {
 		return Results{}, gaveUp(err)
@@ -81,21 +92,20 @@ func AllowAll(ctx context.Context, requests ...Request) (results Results, err er
 	return s.decide(func(c *Client, r *request) error { return c.queues.submit(ctx, r) })
 }
 
-// AllowAllTx is AllowAll within the caller's transaction; see [Limiter.AllowTx]. The limiters may have several
-// clients, of one schema. Ask once in a transaction: two transactions that ask several times, in different orders,
-// may wait for each other. Postgres then ends one of them with SQLSTATE 40P01.
-func AllowAllTx(ctx context.Context, tx pgx.Tx, requests ...Request) (results Results, err error) {
-	if observed(requests) {
-		defer observeAll(time.Now(), requests, &results, &err)
+// transactionOf is the transaction that all of the requests are of. inTx is false if they are of none.
+func transactionOf(requests []Request) (tx pgx.Tx, inTx bool, err error) {
+	for i, q := range requests {
+		switch {
+		case i == 0:
+			tx, inTx = q.tx, q.inTx
+		case q.inTx != inTx || q.tx != tx:
+			return nil, false, &RequestError{Index: i, Err: errOtherTx}
+		}
 	}
-	if err := checkTx(tx); err != nil {
-		return Results{}, err
+	if inTx {
+		err = checkTx(tx)
 	}
-	s, err := newSet(ctx, requests, true)
-	if err != nil {
-		return Results{}, err
-	}
-	return s.decide(func(c *Client, r *request) error { return c.batcher.decideInTx(ctx, tx, r) })
+	return tx, inTx, err
 }
 
 // set is the requests of one AllowAll, as one request.

@@ -95,7 +95,7 @@ func TestDenialOfAllWritesNothing(t *testing.T) {
 	before := [2]map[rowID]storedRow{storedRows(t, pool, false), storedRows(t, pool, true)}
 	tx := pgtest.Begin(t, db)
 	for i := range 20 {
-		denied, err := AllowAllTx(
+		denied, err := allowAllTx(
 			t.Context(),
 			tx,
 			a.Request(fmt.Sprint(i), 1),
@@ -364,7 +364,7 @@ func TestAllowAllInATransaction(t *testing.T) {
 	a, b, c := threeLimits(t, db.Pool, 5, 5, 5)
 	for _, commit := range []bool{false, true} {
 		tx := pgtest.Begin(t, db)
-		results, err := AllowAllTx(t.Context(), tx, a.Request("x", 1), b.Request("y", 2), c.Request("z", 3))
+		results, err := allowAllTx(t.Context(), tx, a.Request("x", 1), b.Request("y", 2), c.Request("z", 3))
 		require.NoError(t, err)
 		require.True(t, results.Allowed)
 		if !commit {

@@ -39,7 +39,7 @@ func TestBan(t *testing.T) {
 	allow := func() (Result, error) { return limiters[0].Allow(t.Context(), "key") }
 	allowTx := func() (result Result, err error) {
 		err = pgx.BeginFunc(t.Context(), db.Pool, func(tx pgx.Tx) error {
-			result, err = limiters[0].AllowTx(t.Context(), tx, "key")
+			result, err = limiters[0].WithTx(tx).Allow(t.Context(), "key")
 			return err
 		})
 		return result, err

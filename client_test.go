@@ -521,7 +521,7 @@ func TestHeldKeysOfFourLimitersLeaveConnections(t *testing.T) {
 		l := client.limiter(t, Config{
 			Name: fmt.Sprint("limiter ", i), Policy: FixedWindow{Limit: 1000, Window: year}, Durable: i%2 == 0,
 		})
-		_, err := l.AllowTx(t.Context(), holder, "held")
+		_, err := l.WithTx(holder).Allow(t.Context(), "held")
 		require.NoError(t, err)
 		limiters = append(limiters, l)
 	}

@@ -154,8 +154,8 @@ func TestRowDeletedAndMadeAgainWhileWeWaitForIt(t *testing.T) {
 
 		// Reset, and one more taken, in one transaction of somebody's.
 		somebody := pgtest.Begin(t, db)
-		require.NoError(t, limiter.ResetTx(t.Context(), somebody, "key"))
-		_, err = limiter.AllowNTx(t.Context(), somebody, "key", 2)
+		require.NoError(t, limiter.WithTx(somebody).Reset(t.Context(), "key"))
+		_, err = limiter.WithTx(somebody).AllowN(t.Context(), "key", 2)
 		require.NoError(t, err)
 		wait := testkit.Later(func() (Result, error) { return limiter.AllowN(context.Background(), "key", 3) })
 		pgtest.WaitUntilBlocked(t, db.Pool, 1)
@@ -184,7 +184,7 @@ func TestRowDeletedBetweenLookAndInsert(t *testing.T) {
 			}
 
 			somebody := pgtest.Begin(t, db)
-			_, err := limiter.AllowNTx(t.Context(), somebody, "a", 5)
+			_, err := limiter.WithTx(somebody).AllowN(t.Context(), "a", 5)
 			require.NoError(t, err)
 			wait := limiter.takeLater("z", "n", "m", "a")
 			pgtest.WaitUntilBlocked(t, db.Pool, 1)
@@ -275,9 +275,9 @@ func TestTwoTransactionsMakeTheSameNewKey(t *testing.T) {
 			db := pgtest.New(t)
 			limiter := newLimiter(t, db.NewPool(t, nil), config)
 			first, second := pgtest.Begin(t, db), pgtest.Begin(t, db)
-			_, err := limiter.AllowNTx(t.Context(), first, "key", 8)
+			_, err := limiter.WithTx(first).AllowN(t.Context(), "key", 8)
 			require.NoError(t, err)
-			inTx := testkit.Later(func() (Result, error) { return limiter.AllowNTx(context.Background(), second, "key", 3) })
+			inTx := testkit.Later(func() (Result, error) { return limiter.WithTx(second).AllowN(context.Background(), "key", 3) })
 			pgtest.WaitUntilBlocked(t, db.Pool, 1)
 
 			var want Result

@@ -125,11 +125,11 @@ func TestLimitersOnOneConnectionTakeTurns(t *testing.T) {
 				_, err5 := l.Wait(ctx, "key")
 				_, err6 := l.Peek(ctx, "key")
 				errs[i] = errors.Join(errs[i], err1, err2, err3, err4, err5, err6, l.Reset(ctx, "key"))
-				_, err1 = l.AllowTx(ctx, own, "key")
-				_, err2 = AllowAllTx(ctx, own, l.Request("key", 1), l.Request("other key", 1))
-				_, err3 = l.RefundTx(ctx, own, forged(l, "key", 1))
-				_, err4 = l.GrantTx(ctx, own, "key", 1)
-				errs[i] = errors.Join(errs[i], err1, err2, err3, err4, l.ResetTx(ctx, own, "key"))
+				_, err1 = l.WithTx(own).Allow(ctx, "key")
+				_, err2 = allowAllTx(ctx, own, l.Request("key", 1), l.Request("other key", 1))
+				_, err3 = l.WithTx(own).Refund(ctx, forged(l, "key", 1))
+				_, err4 = l.WithTx(own).Grant(ctx, "key", 1)
+				errs[i] = errors.Join(errs[i], err1, err2, err3, err4, l.WithTx(own).Reset(ctx, "key"))
 			}
 		})
 		require.NoError(t, errors.Join(errs...), name)
@@ -150,8 +150,8 @@ func TestCancelledWaitForATurn(t *testing.T) {
 		"Allow":   func(ctx context.Context) error { _, err := limiter.Allow(ctx, "key"); return err },
 		"Wait":    func(ctx context.Context) error { _, err := limiter.Wait(ctx, "key"); return err },
 		"Reset":   func(ctx context.Context) error { return limiter.Reset(ctx, "key") },
-		"AllowTx": func(ctx context.Context) error { _, err := limiter.AllowTx(ctx, tx, "key"); return err },
-		"ResetTx": func(ctx context.Context) error { return limiter.ResetTx(ctx, tx, "key") },
+		"AllowTx": func(ctx context.Context) error { _, err := limiter.WithTx(tx).Allow(ctx, "key"); return err },
+		"ResetTx": func(ctx context.Context) error { return limiter.WithTx(tx).Reset(ctx, "key") },
 	} {
 		ctx, cancel := context.WithCancel(t.Context())
 		wait := testkit.Later(func() (struct{}, error) { return struct{}{}, call(ctx) })
@@ -209,7 +209,7 @@ func TestSmallPools(t *testing.T) {
 			key := fmt.Sprint(i % 5)
 			_, err := limiter.Allow(t.Context(), key)
 			err = errors.Join(err, pgx.BeginFunc(t.Context(), pool, func(tx pgx.Tx) error {
-				_, err := limiter.AllowTx(t.Context(), tx, key)
+				_, err := limiter.WithTx(tx).Allow(t.Context(), key)
 				return err
 			}))
 			_, peekErr := limiter.Peek(t.Context(), key)

@@ -242,7 +242,7 @@ func TestGrantIsKeptOrUndoneWithTheTransaction(t *testing.T) {
 		db := pgtest.New(t)
 		limiter := newLimiter(t, db.NewPool(t, nil), config)
 		grant := func(tx pgx.Tx, n, remaining int64) {
-			result, err := limiter.GrantTx(t.Context(), tx, "key", n)
+			result, err := limiter.WithTx(tx).Grant(t.Context(), "key", n)
 			require.NoError(t, err)
 			require.True(t, result.Allowed)
 			require.Equal(t, remaining, result.Remaining)
@@ -318,7 +318,7 @@ func TestGrantOfABadAmount(t *testing.T) {
 	} {
 		result, err := limiter.Grant(t.Context(), "personal", n)
 		require.Zero(t, result)
-		_, errTx := limiter.GrantTx(t.Context(), tx, "personal", n)
+		_, errTx := limiter.WithTx(tx).Grant(t.Context(), "personal", n)
 		for _, err := range []error{err, errTx} {
 			require.ErrorIs(t, err, want)
 			require.NotEqual(t, errors.Is(err, ErrInvalidCost), errors.Is(err, ErrCostExceedsLimit))

@@ -349,7 +349,7 @@ func (o *orders) refund(l *Limiter, key string) (Result, error) {
 }
 
 func (o *orders) refundTx(tx pgx.Tx, l *Limiter, key string) (Result, error) {
-	result, err := l.RefundTx(context.Background(), tx, o.some(key))
+	result, err := l.WithTx(tx).Refund(context.Background(), o.some(key))
 	return result, unless(err, ErrNothingToRefund)
 }
 
@@ -465,12 +465,12 @@ func (o *orders) transact() {
 		switch o.random.IntN(6) {
 		case 0, 1:
 			var result Result
-			result, err = l.AllowNTx(ctx, tx, key, 1+o.random.Int64N(3))
+			result, err = l.WithTx(tx).AllowN(ctx, key, 1+o.random.Int64N(3))
 			changed = result.Allowed
 		case 2:
 			var results Results
 			requests := o.requests()
-			results, err = AllowAllTx(ctx, tx, requests...)
+			results, err = allowAllTx(ctx, tx, requests...)
 			changed = false
 			for _, r := range requests {
 				o.held[r.key] = o.held[r.key] || results.Allowed
@@ -480,9 +480,9 @@ func (o *orders) transact() {
 			result, err = o.refundTx(tx, l, key)
 			changed = result.Allowed // or there was nothing to give back
 		case 4:
-			_, err = l.GrantTx(ctx, tx, key, 1)
+			_, err = l.WithTx(tx).Grant(ctx, key, 1)
 		case 5:
-			err = l.ResetTx(ctx, tx, key)
+			err = l.WithTx(tx).Reset(ctx, key)
 		}
 		require.NoError(o.t, err)
 		o.held[key] = o.held[key] || changed

@@ -30,8 +30,8 @@
 //
 // # Transactions
 //
-// [Limiter.AllowTx], [Limiter.AllowNTx] and [AllowAllTx] ask in the caller's transaction. A rollback undoes it, as it
-// does with [Limiter.RefundTx], [Limiter.RefundNTx], [Limiter.GrantTx] and [Limiter.ResetTx].
+// [Limiter.WithTx] asks in the caller's transaction: limiter.WithTx(tx).Allow(ctx, key). A rollback undoes what it took,
+// gave back or granted.
 //
 // # Giving back
 //

@@ -190,7 +190,7 @@ func TestKeyThatTheEncodingRefuses(t *testing.T) {
 			require.ErrorAs(t, err, &which)
 			require.Equal(t, 1, which.Index)
 			tx := poolTx(t, pool)
-			_, err = limiter.AllowTx(t.Context(), tx, emoji)
+			_, err = limiter.WithTx(tx).Allow(t.Context(), emoji)
 			refused(err)
 			require.NoError(t, tx.Rollback(t.Context()))
 			require.Len(t, storedRows(t, pool, false), 63)

@@ -6,7 +6,6 @@ import (
 	"strings"
 	"time"
 
-	"github.com/jackc/pgx/v5"
 
 	"github.com/pgratelimit/ratelimit/internal/algorithm"
 	"github.com/pgratelimit/ratelimit/internal/pg"
@@ -61,12 +60,12 @@ var (
 	// key's row (ErrKeyHeld), or the pool has no connection (ErrPoolExhausted). It is an ErrOutcomeUnknown if the
 	// request had been sent.
 	ErrTimeout = pg.ErrTimeout
-	// ErrKeyHeld: a transaction, such as one that has called AllowTx, held the key's row for a quarter of the
+	// ErrKeyHeld: a transaction, such as one that has asked by WithTx, held the key's row for a quarter of the
 	// Timeout. On an overloaded server it may be another call's statement, in this process or another one. Nothing was
 	// taken. It is an ErrTimeout too, but OnFailure does not answer it.
 	ErrKeyHeld = pg.ErrKeyHeld
 	// ErrPoolExhausted: others held all connections of the *pgxpool.Pool for the whole Timeout. Nothing was taken.
-	// Most likely, transactions call Allow instead of AllowTx, so that each needs a second connection. Use AllowTx
+	// Most likely, transactions call Allow of the limiter, so that each needs a second connection. Use WithTx
 	// there, raise MaxConns, or give the client a pool of its own ([OwnPool]). It is an ErrTimeout too, and
 	// OnFailure answers it.
 	ErrPoolExhausted = pg.ErrPoolExhausted
@@ -162,6 +161,8 @@ var (
 		"make both with Client.Limiter")
 	errAcrossShards = fmt.Errorf("%w: its key is on another shard than that of the first request; "+
 		"write a part that they share in braces, such as {user:1}:minute and {user:1}:day", ErrSharded)
+	errOtherTx     = errors.New("it is of another transaction than the first request; " +
+		"make all of them with WithTx of the same transaction, or none")
 	errOtherSchema = errors.New("its limiter has another schema than that of the first request")
 )
 
@@ -224,14 +225,6 @@ var errNoConnection error = pg.NewError(
 
 // gaveUp is what callers get whose context has ended.
 func gaveUp(err error) error { return fmt.Errorf("ratelimit: gave up waiting: %w", err) }
-
-// checkTx refuses a nil transaction.
-func checkTx(tx pgx.Tx) error {
-	if pg.IsNil(tx) {
-		return &ConfigError{Field: "tx", Reason: "is nil, and must be a transaction that has begun"}
-	}
-	return nil
-}
 
 var (
 	// errRefused is for a key that Go accepts and the database does not.

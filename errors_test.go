@@ -65,13 +65,13 @@ func everyCall(l *Limiter, key string) map[string]func() error {
 func everyTxCall(l *Limiter, tx pgx.Tx, key string) map[string]func() error {
 	ctx := context.Background()
 	return map[string]func() error{
-		"AllowTx":    func() error { _, err := l.AllowTx(ctx, tx, key); return err },
-		"AllowNTx":   func() error { _, err := l.AllowNTx(ctx, tx, key, 2); return err },
-		"AllowAllTx": func() error { _, err := AllowAllTx(ctx, tx, l.Request(key, 1)); return err },
-		"RefundTx":   func() error { _, err := l.RefundTx(ctx, tx, forged(l, key, 2)); return err },
-		"RefundNTx":  func() error { _, err := l.RefundNTx(ctx, tx, forged(l, key, 2), 1); return err },
-		"GrantTx":    func() error { _, err := l.GrantTx(ctx, tx, key, 2); return err },
-		"ResetTx":    func() error { return l.ResetTx(ctx, tx, key) },
+		"AllowTx":    func() error { _, err := l.WithTx(tx).Allow(ctx, key); return err },
+		"AllowNTx":   func() error { _, err := l.WithTx(tx).AllowN(ctx, key, 2); return err },
+		"AllowAllTx": func() error { _, err := allowAllTx(ctx, tx, l.Request(key, 1)); return err },
+		"RefundTx":   func() error { _, err := l.WithTx(tx).Refund(ctx, forged(l, key, 2)); return err },
+		"RefundNTx":  func() error { _, err := l.WithTx(tx).RefundN(ctx, forged(l, key, 2), 1); return err },
+		"GrantTx":    func() error { _, err := l.WithTx(tx).Grant(ctx, key, 2); return err },
+		"ResetTx":    func() error { return l.WithTx(tx).Reset(ctx, key) },
 	}
 }
 
@@ -158,11 +158,11 @@ func TestInvalidKeys(t *testing.T) {
 		{"\xc0\x80", "UTF-8"},                  // another NUL
 	} {
 		all := everyCall(limiter, c.key)
-		all["AllowTx"] = func() error { _, err := limiter.AllowTx(t.Context(), tx, c.key); return err }
-		all["AllowNTx"] = func() error { _, err := limiter.AllowNTx(t.Context(), tx, c.key, 1); return err }
+		all["AllowTx"] = func() error { _, err := limiter.WithTx(tx).Allow(t.Context(), c.key); return err }
+		all["AllowNTx"] = func() error { _, err := limiter.WithTx(tx).AllowN(t.Context(), c.key, 1); return err }
 		delete(all, "Refund") // whose key is that of a take
-		all["GrantTx"] = func() error { _, err := limiter.GrantTx(t.Context(), tx, c.key, 1); return err }
-		all["ResetTx"] = func() error { return limiter.ResetTx(t.Context(), tx, c.key) }
+		all["GrantTx"] = func() error { _, err := limiter.WithTx(tx).Grant(t.Context(), c.key, 1); return err }
+		all["ResetTx"] = func() error { return limiter.WithTx(tx).Reset(t.Context(), c.key) }
 		for name, call := range all {
 			err := call()
 			require.ErrorIs(t, err, ErrInvalidKey, name)
@@ -202,7 +202,7 @@ func TestInvalidCosts(t *testing.T) {
 			for range 2 {
 				result, err := limiter.AllowN(t.Context(), "personal", cost)
 				require.Zero(t, result)
-				_, errTx := limiter.AllowNTx(t.Context(), tx, "personal", cost)
+				_, errTx := limiter.WithTx(tx).AllowN(t.Context(), "personal", cost)
 				for _, err := range []error{err, errTx} {
 					require.ErrorIs(t, err, want)
 					require.NotEqual(t, errors.Is(err, ErrInvalidCost), errors.Is(err, ErrCostExceedsLimit))
@@ -222,7 +222,7 @@ func TestInvalidCosts(t *testing.T) {
 			}
 			result, err := limiter.RefundN(t.Context(), forged(limiter, "personal", 2), n)
 			require.Zero(t, result)
-			_, errTx := limiter.RefundNTx(t.Context(), tx, forged(limiter, "personal", 2), n)
+			_, errTx := limiter.WithTx(tx).RefundN(t.Context(), forged(limiter, "personal", 2), n)
 			for _, err := range []error{err, errTx} {
 				require.ErrorIs(t, err, ErrInvalidCost)
 				require.NotErrorIs(t, err, ErrCostExceedsLimit)

@@ -85,7 +85,7 @@ func ExampleCalendarWindow() {
 }
 
 // An order and the quota that it uses are kept together, or not at all.
-func ExampleLimiter_AllowTx() {
+func ExampleLimiter_WithTx() {
 	var (
 		ctx  context.Context
 		pool *pgxpool.Pool
@@ -105,7 +105,7 @@ func ExampleLimiter_AllowTx() {
 			return err
 		}
 		// As late as possible: from here to the commit, others who ask for this key wait.
-		result, err = limiter.AllowTx(ctx, tx, "customer:acme")
+		result, err = limiter.WithTx(tx).Allow(ctx, "customer:acme")
 		if err == nil && !result.Allowed {
 			err = errQuota // rolls the order back
 		}
@@ -241,7 +241,7 @@ func ExampleLimiter_Grant() {
 		if _, err := tx.Exec(ctx, `INSERT INTO purchases (customer, amount) VALUES ('acme', 500)`); err != nil {
 			return err
 		}
-		_, err := limiter.GrantTx(ctx, tx, "customer:acme", 500) // without a purchase to go with: Grant
+		_, err := limiter.WithTx(tx).Grant(ctx, "customer:acme", 500) // without a purchase to go with: Grant
 		return err
 	})
 	if err != nil {

@@ -145,7 +145,7 @@ func TestWhatStaysAnErrorInAnOutage(t *testing.T) {
 		tx := pgtest.Begin(t, postgres)
 		require.NoError(t, tx.Conn().Close(t.Context()))
 		for range breakerFailures + 1 {
-			_, err := l.AllowTx(t.Context(), tx, "key")
+			_, err := l.WithTx(tx).Allow(t.Context(), "key")
 			require.ErrorIs(t, err, ErrUnavailable)
 		}
 		result, err := l.Allow(t.Context(), "key")

@@ -3,8 +3,6 @@ package ratelimit
 import (
 	"context"
 
-	"github.com/jackc/pgx/v5"
-
 	"github.com/pgratelimit/ratelimit/internal/model"
 )
 
@@ -22,17 +20,6 @@ func (l *Limiter) Grant(ctx context.Context, key string, n int64) (Result, error
 		return Result{}, err
 	}
 	return l.give(ctx, l.knownInForce(key).newRequest(key, -n))
-}
-
-// GrantTx is Grant within the caller's transaction. A rollback takes it away. Others wait, as after AllowTx.
-func (l *Limiter) GrantTx(ctx context.Context, tx pgx.Tx, key string, n int64) (Result, error) {
-	if err := checkTx(tx); err != nil {
-		return Result{}, err
-	}
-	if err := checkGrant(key, n); err != nil {
-		return Result{}, err
-	}
-	return l.client.decideTx(ctx, tx, l.knownInForce(key).newRequest(key, -n))
 }
 
 func checkGrant(key string, n int64) error {

@@ -41,7 +41,7 @@ func keep(t *testing.T, db *pgtest.DB, config Config, key string, made bool) pgx
 		t,
 		db.Pool,
 		Config{Name: config.Name, Policy: config.Policy, Durable: config.Durable, Client: ClientConfig{Timeout: amply}},
-	).AllowTx(t.Context(), tx, key)
+	).WithTx(tx).Allow(t.Context(), key)
 	require.NoError(t, err)
 	return tx
 }
@@ -129,7 +129,7 @@ func TestKeysHeldForGood(t *testing.T) {
 		const keys = 45
 		for i := range keys {
 			if key := fmt.Sprint("held ", i); made {
-				_, err := owner.AllowTx(t.Context(), holder, key)
+				_, err := owner.WithTx(holder).Allow(t.Context(), key)
 				require.NoError(t, err)
 			} else {
 				_, err := owner.Allow(t.Context(), key)
@@ -423,7 +423,7 @@ func TestRowsBeingMadeDelayNobody(t *testing.T) {
 	for i := range 45 {
 		_, err := owner.Allow(t.Context(), fmt.Sprint("there ", i))
 		require.NoError(t, err)
-		_, err = owner.AllowTx(t.Context(), holder, fmt.Sprint("made ", i))
+		_, err = owner.WithTx(holder).Allow(t.Context(), fmt.Sprint("made ", i))
 		require.NoError(t, err)
 		there = append(there, limiter.requestsFor(fmt.Sprint("there ", i), 1)...)
 		made = append(made, limiter.requestsFor(fmt.Sprint("made ", i), 1)...)

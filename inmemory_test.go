@@ -241,11 +241,11 @@ func TestMemoryHasNoTransactions(t *testing.T) {
 	require.NoError(t, err)
 	tx := pgtest.Begin(t, pgtest.New(t))
 	for name, call := range map[string]func() error{
-		"AllowTx":    func() error { _, err := limiter.AllowTx(t.Context(), tx, "key"); return err },
-		"RefundTx":   func() error { _, err := limiter.RefundTx(t.Context(), tx, result); return err },
-		"GrantTx":    func() error { _, err := limiter.GrantTx(t.Context(), tx, "key", 1); return err },
-		"ResetTx":    func() error { return limiter.ResetTx(t.Context(), tx, "key") },
-		"AllowAllTx": func() error { _, err := AllowAllTx(t.Context(), tx, limiter.Request("key", 1)); return err },
+		"AllowTx":    func() error { _, err := limiter.WithTx(tx).Allow(t.Context(), "key"); return err },
+		"RefundTx":   func() error { _, err := limiter.WithTx(tx).Refund(t.Context(), result); return err },
+		"GrantTx":    func() error { _, err := limiter.WithTx(tx).Grant(t.Context(), "key", 1); return err },
+		"ResetTx":    func() error { return limiter.WithTx(tx).Reset(t.Context(), "key") },
+		"AllowAllTx": func() error { _, err := allowAllTx(t.Context(), tx, limiter.Request("key", 1)); return err },
 	} {
 		var refused *ConfigError
 		require.ErrorAs(t, call(), &refused, name)

@@ -32,7 +32,7 @@ import (
 //
 //   - AllowN takes from a lease if that has enough for all of n. Otherwise it gives back what is left, and asks.
 //   - Remaining is what the database had left when it was last asked, and what is left of the lease.
-//   - Wait does what AllowN does. AllowTx and AllowAll ask the database and spend no lease. So does Peek, and adds what
+//   - Wait does what AllowN does. WithTx and AllowAll ask the database and spend no lease. So does Peek, and adds what
 //     is held to what remains.
 //   - Refund gives back to the database.
 //   - With and [Policies] change the policy at once. What was leased under another one is not spent. Other processes

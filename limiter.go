@@ -15,9 +15,8 @@ import (
 //
 //   - Allow takes 1, and AllowN takes n. Peek looks. Wait and WaitN block until there is room.
 //   - Request is for [AllowAll], which takes from several limiters or none. A policy of [All] does so for one key.
-//   - AllowTx, AllowNTx and [AllowAllTx] ask within a transaction of the caller's.
-//   - Refund and RefundN give back, Grant gives more, and Reset forgets; so do RefundTx, RefundNTx, GrantTx and
-//     ResetTx, within a transaction.
+//   - Refund and RefundN give back, Grant gives more, and Reset forgets.
+//   - WithTx does all this within a transaction of the caller's.
 //   - With asks for the same keys with other numbers.
 //
 // A context ends only the caller's wait. The statement goes on within [ClientConfig].Timeout, and the request may

@@ -294,7 +294,7 @@ func TestRowsAreMadeAndLockedInOneOrder(t *testing.T) {
 			holder := hold(t, db, config, "m")
 			batch := limiter.takeLater("z", "m", "a")
 			pgtest.WaitUntilBlocked(t, db.Pool, 1)
-			_, err = limiter.AllowTx(t.Context(), holder, "z")
+			_, err = limiter.WithTx(holder).Allow(t.Context(), "z")
 			err = errors.Join(err, holder.Commit(t.Context()))
 			_, batchErr := batch()
 			if broken {

@@ -36,7 +36,7 @@ func aroundALockWait(
 		tx, err := ours.Begin(t.Context())
 		require.NoError(t, err)
 		// In a transaction one statement waits until the end. Outside of one, several would wait in turn.
-		decision := testkit.Later(func() (Result, error) { return limiter.AllowTx(context.Background(), tx, key) })
+		decision := testkit.Later(func() (Result, error) { return limiter.WithTx(tx).Allow(context.Background(), key) })
 		pgtest.WaitUntilBlocked(t, db.Pool, 1)
 		begun := pgtest.Scalar[time.Time](t, holder, "SELECT clock_timestamp()")
 		testkit.WaitUntil(t, func() bool {
@@ -137,7 +137,7 @@ func TestRowMadeAfterAWaitBeginsThen(t *testing.T) {
 				}
 				limiter := newLimiter(t, db.NewPool(t, nil), Config{Name: "test", Policy: policy, Client: ClientConfig{Timeout: amply}})
 				somebody, tx := pgtest.Begin(t, db), pgtest.Begin(t, db)
-				_, err := limiter.AllowTx(t.Context(), somebody, "key")
+				_, err := limiter.WithTx(somebody).Allow(t.Context(), "key")
 				require.NoError(t, err)
 				var requests []*request
 				for _, key := range c.keys {
@@ -302,7 +302,7 @@ func TestWaitingForSeveralRowsInTurn(t *testing.T) {
 			_, err := limiter.Allow(t.Context(), key)
 			require.NoError(t, err)
 			holders[i] = pgtest.Begin(t, db)
-			_, err = limiter.AllowNTx(t.Context(), holders[i], key, 2)
+			_, err = limiter.WithTx(holders[i]).AllowN(t.Context(), key, 2)
 			require.NoError(t, err)
 		}
 		elements := []element{

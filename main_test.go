@@ -178,7 +178,7 @@ func takenOf(config Config, stored map[rowID]storedRow, key string) int64 {
 	return row.Count
 }
 
-// hold begins a transaction that has locked the row of a key, as a caller's AllowTx does until the transaction
+// hold begins a transaction that has locked the row of a key, as a caller's WithTx(tx).Allow does until the transaction
 // ends. The row must exist.
 func hold(t *testing.T, db *pgtest.DB, config Config, key string) pgx.Tx {
 	t.Helper()

@@ -128,9 +128,9 @@ func TestObserverOfTransactions(t *testing.T) {
 		},
 	}})
 	tx := pgtest.Begin(t, db)
-	_, err := l.AllowNTx(t.Context(), tx, "personal", 3)
+	_, err := l.WithTx(tx).AllowN(t.Context(), "personal", 3)
 	require.NoError(t, err)
-	_, err = l.AllowTx(t.Context(), tx, "")
+	_, err = l.WithTx(tx).Allow(t.Context(), "")
 	require.Error(t, err)
 	require.NoError(t, tx.Rollback(t.Context()))
 	require.Len(t, decisions, 2)
@@ -169,7 +169,7 @@ func TestObserverOfSeveralLimits(t *testing.T) {
 		"AllowAll": func(requests ...Request) (Results, error) { return AllowAll(t.Context(), requests...) },
 		"AllowAllTx": func(requests ...Request) (results Results, err error) {
 			tx := pgtest.Begin(t, db)
-			results, err = AllowAllTx(t.Context(), tx, requests...)
+			results, err = allowAllTx(t.Context(), tx, requests...)
 			require.NoError(t, tx.Commit(t.Context()))
 			return results, err
 		},

@@ -14,7 +14,7 @@ const ownConns = 3
 // OwnPool returns a pool for a [Client] of its own, so that it decides while the application holds all connections
 // of pool (see [ErrPoolExhausted]). It is configured as pool is, but has at most 3 connections: two for statements,
 // and one for while somebody holds keys. They are opened when they are needed. Close it when its client is no longer
-// used. AllowTx and its like work in the transactions of both pools. Errors: a [*ConfigError].
+// used. WithTx works with transactions of both pools. Errors: a [*ConfigError].
 func OwnPool(pool *pgxpool.Pool) (*pgxpool.Pool, error) {
 	if pg.IsNil(pool) {
 		return nil, &ConfigError{Field: "pool", Reason: "is nil, and must be the application's pool"}

@@ -57,7 +57,7 @@ func TestAllowInATransactionOfTheLastConnection(t *testing.T) {
 					result, err := l.Allow(t.Context(), "personal")
 					if source == SourceDatabase {
 						requireKinds(t, err, "personal", ErrPoolExhausted, ErrTimeout)
-						require.Contains(t, err.Error(), "AllowTx")
+						require.Contains(t, err.Error(), "WithTx")
 						require.Equal(t, "pool_exhausted", ErrorKind(decisions[len(decisions)-1].Err))
 					} else {
 						require.NoError(t, err)
@@ -80,7 +80,7 @@ func TestAllowInATransactionOfTheLastConnection(t *testing.T) {
 				patient := newLimiter(t, pool, Config{
 					Name: "test", Policy: hourly, Client: ClientConfig{Timeout: amply},
 				})
-				result, err := patient.AllowTx(t.Context(), tx, "personal")
+				result, err := patient.WithTx(tx).Allow(t.Context(), "personal")
 				require.NoError(t, err)
 				require.EqualValues(t, 99, result.Remaining)
 				require.NoError(t, tx.Commit(t.Context()))
@@ -219,7 +219,7 @@ func TestOwnPoolDecidesWhileThePoolIsExhausted(t *testing.T) {
 	// A transaction of the application's own pool may ask it as well.
 	tx, err := pool.Begin(t.Context())
 	require.NoError(t, err)
-	result, err := l.AllowTx(t.Context(), tx, "another key")
+	result, err := l.WithTx(tx).Allow(t.Context(), "another key")
 	require.NoError(t, err)
 	require.EqualValues(t, 49, result.Remaining)
 	require.NoError(t, tx.Rollback(t.Context()))

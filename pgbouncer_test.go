@@ -82,8 +82,8 @@ func TestPgBouncer(t *testing.T) {
 					require.NoError(t, call(), name)
 				}
 				require.NoError(t, pgx.BeginFunc(t.Context(), pools[0], func(tx pgx.Tx) error {
-					require.NoError(t, limiters[0].ResetTx(t.Context(), tx, "key 0"))
-					result, err := limiters[0].AllowNTx(t.Context(), tx, "key 0", 7)
+					require.NoError(t, limiters[0].WithTx(tx).Reset(t.Context(), "key 0"))
+					result, err := limiters[0].WithTx(tx).AllowN(t.Context(), "key 0", 7)
 					require.True(t, result.Allowed)
 					return err
 				}))
@@ -205,7 +205,7 @@ func TestPgBouncerLosesItsServer(t *testing.T) {
 	hold(t, db, config, "personal")
 	tx, err := bounced.Begin(t.Context()) // in which one statement waits; outside of it, one after the other would
 	require.NoError(t, err)
-	wait := testkit.Later(func() (Result, error) { return limiter.AllowTx(context.Background(), tx, "personal") })
+	wait := testkit.Later(func() (Result, error) { return limiter.WithTx(tx).Allow(context.Background(), "personal") })
 	pgtest.WaitUntilBlocked(t, pool, 1)
 	require.NoError(t, server.Kill())
 	_, err = wait()

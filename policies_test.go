@@ -94,7 +94,7 @@ func TestPoliciesDecide(t *testing.T) {
 		require.EqualValues(t, 3, refunded.Remaining)
 
 		tx := pgtest.Begin(t, db)
-		result, err = l.AllowNTx(t.Context(), tx, key, 2)
+		result, err = l.WithTx(tx).AllowN(t.Context(), key, 2)
 		require.NoError(t, err)
 		require.Equal(t, limit, result.Limit)
 		require.EqualValues(t, 1, result.Remaining)
@@ -129,7 +129,7 @@ func TestPoliciesDecide(t *testing.T) {
 		func(key string) (Result, error) { return l.Allow(t.Context(), key) },
 		func(key string) (Result, error) { return l.AllowN(t.Context(), key, 1000) },
 		func(key string) (Result, error) { return l.Peek(t.Context(), key) },
-		func(key string) (Result, error) { return l.AllowTx(t.Context(), tx, key) },
+		func(key string) (Result, error) { return l.WithTx(tx).Allow(t.Context(), key) },
 	} {
 		result, err := ask("customer:4444")
 		require.NoError(t, err)
@@ -161,7 +161,7 @@ func TestPoliciesDecide(t *testing.T) {
 		func(requests ...Request) (Results, error) { return AllowAll(t.Context(), requests...) },
 		func(requests ...Request) (Results, error) {
 			tx := pgtest.Begin(t, db)
-			results, err := AllowAllTx(t.Context(), tx, requests...)
+			results, err := allowAllTx(t.Context(), tx, requests...)
 			require.NoError(t, tx.Commit(t.Context()))
 			return results, err
 		},
@@ -388,9 +388,9 @@ func asks(t *testing.T, db *pgtest.DB, l *Limiter) []func() error {
 		func() error { return errorOf(l.Peek(t.Context(), "key")) },
 		func() error { return errorOf(l.Wait(t.Context(), "key")) },
 		func() error { return errorOf(l.Explain(t.Context(), "key")) },
-		func() error { return errorOf(l.AllowTx(t.Context(), tx, "key")) },
+		func() error { return errorOf(l.WithTx(tx).Allow(t.Context(), "key")) },
 		func() error { return errorOf(AllowAll(t.Context(), l.Request("key", 1))) },
-		func() error { return errorOf(AllowAllTx(t.Context(), tx, l.Request("key", 1))) },
+		func() error { return errorOf(allowAllTx(t.Context(), tx, l.Request("key", 1))) },
 	}
 }
 

@@ -3,8 +3,6 @@ package ratelimit
 import (
 	"context"
 	"errors"
-
-	"github.com/jackc/pgx/v5"
 )
 
 // Refund gives back all that a request took, because it came to nothing, and tells what remains. Its result says
@@ -32,17 +30,6 @@ func (l *Limiter) RefundN(ctx context.Context, result Result, n int64) (Result, 
 	return l.refund(ctx, result, n)
 }
 
-// RefundTx is Refund within the caller's transaction. A rollback takes again. Others wait, as after AllowTx. It
-// does not use result up, because tx may be run again. So give back only once what commits.
-func (l *Limiter) RefundTx(ctx context.Context, tx pgx.Tx, result Result) (Result, error) {
-	return l.refundTx(ctx, tx, result, result.taken().leftover())
-}
-
-// RefundNTx is RefundN within the caller's transaction; see RefundTx.
-func (l *Limiter) RefundNTx(ctx context.Context, tx pgx.Tx, result Result, n int64) (Result, error) {
-	return l.refundTx(ctx, tx, result, n)
-}
-
 func (l *Limiter) refund(ctx context.Context, result Result, n int64) (Result, error) {
 	r := result.taken()
 	left := r.leftover()
@@ -64,18 +51,6 @@ func (l *Limiter) refund(ctx context.Context, result Result, n int64) (Result, e
 		r.swap(left-n, left)
 	}
 	return result, err
-}
-
-func (l *Limiter) refundTx(ctx context.Context, tx pgx.Tx, result Result, n int64) (Result, error) {
-	if err := checkTx(tx); err != nil {
-		return Result{}, err
-	}
-	r := result.taken()
-	left := r.leftover()
-	if err := l.checkRefund(r, n, left); err != nil {
-		return Result{}, err
-	}
-	return l.client.decideTx(ctx, tx, l.refundRequest(r, left-n, left))
 }
 
 // checkRefund tells why this limiter cannot give back n of what is left.

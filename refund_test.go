@@ -271,7 +271,7 @@ func TestRefundIsKeptOrTakenAgainWithTheTransaction(t *testing.T) {
 		eight, err := limiter.AllowN(t.Context(), "key", 8)
 		require.NoError(t, err)
 		refund := func(tx pgx.Tx, n, remaining int64) {
-			result, err := limiter.RefundNTx(t.Context(), tx, eight, n)
+			result, err := limiter.WithTx(tx).RefundN(t.Context(), eight, n)
 			require.NoError(t, err)
 			require.True(t, result.Allowed)
 			require.Equal(t, remaining, result.Remaining)
@@ -326,7 +326,7 @@ func TestRefundForgetsTheDenial(t *testing.T) {
 		require.NoError(t, err)
 		all := exhaust()
 		tx := pgtest.Begin(t, db)
-		_, err = limiter.RefundTx(t.Context(), tx, all)
+		_, err = limiter.WithTx(tx).Refund(t.Context(), all)
 		require.NoError(t, err)
 		require.NoError(t, tx.Commit(t.Context()))
 		all = exhaust()
@@ -519,7 +519,7 @@ func TestWhatCannotBeRefunded(t *testing.T) {
 	four := take(4)
 	for range 2 {
 		tx := pgtest.Begin(t, db)
-		result, err := limiter.RefundTx(t.Context(), tx, four)
+		result, err := limiter.WithTx(tx).Refund(t.Context(), four)
 		require.NoError(t, err)
 		require.EqualValues(t, 10, result.Remaining)
 		require.NoError(t, tx.Rollback(t.Context()))

@@ -4,11 +4,8 @@ import (
 	"context"
 	"time"
 
-	"github.com/jackc/pgx/v5"
-
 	"github.com/pgratelimit/ratelimit/internal/algorithm"
 	"github.com/pgratelimit/ratelimit/internal/pg"
-	"github.com/pgratelimit/ratelimit/internal/turn"
 )
 
 // Reset makes key as good as new. Under [All] it does so for one policy after the other. If somebody takes
@@ -42,22 +39,6 @@ func (l *Limiter) Reset(ctx context.Context, key string) error {
 	case <-ctx.Done():
 		return gaveUp(ctx.Err())
 	}
-}
-
-// ResetTx is Reset within the caller's transaction; see AllowTx.
-func (l *Limiter) ResetTx(ctx context.Context, tx pgx.Tx, key string) error {
-	if err := checkTx(tx); err != nil {
-		return err
-	}
-	if err := checkKey(key); err != nil {
-		return err
-	}
-	mine := turn.Of(tx)
-	if err := mine.Take(ctx); err != nil {
-		return gaveUp(err)
-	}
-	defer mine.Pass()
-	return pg.RolledBack(tx, l.reset(ctx, tx, key, callersTransaction(tx)))
 }
 
 func (l *Limiter) reset(ctx context.Context, db DBTX, key string, tx transaction) error {

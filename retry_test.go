@@ -151,14 +151,14 @@ func TestMigratingWhileAStatementWaits(t *testing.T) {
 			)
 			ctx, failed := context.Background(), 0
 			for name, call := range map[string]func(tx pgx.Tx) error{
-				"AllowTx": func(tx pgx.Tx) error { _, err := limiter.AllowTx(ctx, tx, "key"); return err },
+				"AllowTx": func(tx pgx.Tx) error { _, err := limiter.WithTx(tx).Allow(ctx, "key"); return err },
 				"AllowAllTx": func(tx pgx.Tx) error {
-					_, err := AllowAllTx(ctx, tx, limiter.Request("key", 1), limiter.Request("other", 1))
+					_, err := allowAllTx(ctx, tx, limiter.Request("key", 1), limiter.Request("other", 1))
 					return err
 				},
-				"RefundTx": func(tx pgx.Tx) error { _, err := limiter.RefundTx(ctx, tx, forged(limiter, "key", 2)); return err },
-				"GrantTx":  func(tx pgx.Tx) error { _, err := limiter.GrantTx(ctx, tx, "key", 2); return err },
-				"ResetTx":  func(tx pgx.Tx) error { return limiter.ResetTx(ctx, tx, "key") },
+				"RefundTx": func(tx pgx.Tx) error { _, err := limiter.WithTx(tx).Refund(ctx, forged(limiter, "key", 2)); return err },
+				"GrantTx":  func(tx pgx.Tx) error { _, err := limiter.WithTx(tx).Grant(ctx, "key", 2); return err },
+				"ResetTx":  func(tx pgx.Tx) error { return limiter.WithTx(tx).Reset(ctx, "key") },
 			} {
 				require.NoError(t, limiter.Reset(ctx, "key"))
 				_, err := limiter.Allow(ctx, "key")

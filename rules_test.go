@@ -1,11 +1,15 @@
 package ratelimit
 
 import (
+	"context"
+
+	"github.com/jackc/pgx/v5"
+
 	"github.com/pgratelimit/ratelimit/internal/algorithm"
 	"github.com/pgratelimit/ratelimit/internal/model"
 )
 
-// model is a policy of one row and its rules, for tests that need both.
+// ruled is a policy of one row with its rules, for tests that need both.
 type ruled interface {
 	single
 	model.Rules
@@ -120,4 +124,12 @@ func rulesOf(policies ...ruled) (several []model.Rules) {
 		several = append(several, p.one())
 	}
 	return several
+}
+
+// allowAllTx is AllowAll of requests within a transaction.
+func allowAllTx(ctx context.Context, tx pgx.Tx, requests ...Request) (Results, error) {
+	for i := range requests {
+		requests[i].inTx, requests[i].tx = true, tx
+	}
+	return AllowAll(ctx, requests...)
 }

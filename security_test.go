@@ -137,9 +137,9 @@ func TestApplicationNeedsNothingButExecute(t *testing.T) {
 				require.NoError(t, call(), name)
 			}
 			require.NoError(t, pgx.BeginFunc(t.Context(), pool, func(tx pgx.Tx) error {
-				result, err := limiters[0].AllowNTx(t.Context(), tx, "third", limit)
+				result, err := limiters[0].WithTx(tx).AllowN(t.Context(), "third", limit)
 				require.True(t, result.Allowed)
-				return errors.Join(err, limiters[0].ResetTx(t.Context(), tx, "key"))
+				return errors.Join(err, limiters[0].WithTx(tx).Reset(t.Context(), "key"))
 			}))
 			require.Zero(t, taken(t, db.Pool, config, "key"))
 		}

@@ -81,15 +81,15 @@ func TestSettingsAreThoseOfTheLimitersTransactionsAlone(t *testing.T) {
 			require.Equal(t, session, pgtest.Scalar[string](t, pool, show))
 
 			tx := poolTx(t, pool)
-			_, err = limiter.AllowTx(t.Context(), tx, "key")
+			_, err = limiter.WithTx(tx).Allow(t.Context(), "key")
 			require.NoError(t, err)
-			_, err = limiter.AllowNTx(t.Context(), tx, "key", 0)
+			_, err = limiter.WithTx(tx).AllowN(t.Context(), "key", 0)
 			require.NoError(t, err)
 			require.Equal(t, session, pgtest.Scalar[string](t, tx, show))
-			require.NoError(t, limiter.ResetTx(t.Context(), tx, "key"))
+			require.NoError(t, limiter.WithTx(tx).Reset(t.Context(), "key"))
 			require.Equal(t, session, pgtest.Scalar[string](t, tx, show))
 			pgtest.Exec(t, tx, "SET LOCAL lock_timeout = '5s'; SET LOCAL synchronous_commit = off")
-			_, err = limiter.AllowTx(t.Context(), tx, "key")
+			_, err = limiter.WithTx(tx).Allow(t.Context(), "key")
 			require.NoError(t, err)
 			require.Equal(t, "off, 5s", pgtest.Scalar[string](t, tx, show))
 			require.NoError(t, tx.Commit(t.Context()))
@@ -286,7 +286,7 @@ func TestQueryExecModes(t *testing.T) {
 				require.NoError(t, err)
 				require.EqualValues(t, 3, peek.Remaining)
 				rest := func(tx pgx.Tx) error {
-					result, err := limiter.AllowNTx(t.Context(), tx, key, 3)
+					result, err := limiter.WithTx(tx).AllowN(t.Context(), key, 3)
 					require.True(t, result.Allowed)
 					return err
 				}

@@ -73,7 +73,7 @@ func TestSeveralPolicies(t *testing.T) {
 
 	tx, err := pool.Begin(t.Context())
 	require.NoError(t, err)
-	got, err = l.AllowNTx(t.Context(), tx, "key", 3)
+	got, err = l.WithTx(tx).AllowN(t.Context(), "key", 3)
 	require.NoError(t, err)
 	require.True(t, got.Allowed)
 	require.NoError(t, tx.Rollback(t.Context()))

@@ -160,7 +160,7 @@ func TestShadowThatFails(t *testing.T) {
 
 	// In transactions and sets there are none.
 	inTx := pgtest.Begin(t, db)
-	result, err = l.AllowTx(t.Context(), inTx, "third")
+	result, err = l.WithTx(inTx).Allow(t.Context(), "third")
 	require.NoError(t, err)
 	require.Nil(t, result.Shadow)
 	require.NoError(t, inTx.Rollback(t.Context()))

@@ -231,13 +231,13 @@ func TestTransactionsOverShardsAreRefused(t *testing.T) {
 		return err
 	})
 	for name, call := range map[string]func() error{
-		"AllowTx":  func() error { _, err := l.AllowTx(t.Context(), pgtest.Begin(t, p.DB), "key"); return err },
-		"AllowNTx": func() error { _, err := l.AllowNTx(t.Context(), pgtest.Begin(t, p.DB), "key", 0); return err },
-		"RefundTx": func() error { _, err := l.RefundTx(t.Context(), pgtest.Begin(t, p.DB), before); return err },
-		"GrantTx":  func() error { _, err := l.GrantTx(t.Context(), pgtest.Begin(t, p.DB), "key", 1); return err },
-		"ResetTx":  func() error { return l.ResetTx(t.Context(), pgtest.Begin(t, p.DB), "key") },
+		"AllowTx":  func() error { _, err := l.WithTx(pgtest.Begin(t, p.DB)).Allow(t.Context(), "key"); return err },
+		"AllowNTx": func() error { _, err := l.WithTx(pgtest.Begin(t, p.DB)).AllowN(t.Context(), "key", 0); return err },
+		"RefundTx": func() error { _, err := l.WithTx(pgtest.Begin(t, p.DB)).Refund(t.Context(), before); return err },
+		"GrantTx":  func() error { _, err := l.WithTx(pgtest.Begin(t, p.DB)).Grant(t.Context(), "key", 1); return err },
+		"ResetTx":  func() error { return l.WithTx(pgtest.Begin(t, p.DB)).Reset(t.Context(), "key") },
 		"AllowAllTx": func() error {
-			_, err := AllowAllTx(t.Context(), pgtest.Begin(t, p.DB), l.Request("key", 1))
+			_, err := allowAllTx(t.Context(), pgtest.Begin(t, p.DB), l.Request("key", 1))
 			return err
 		},
 	} {

@@ -283,7 +283,7 @@ func TestLockTimeoutOfTheCallersTransaction(t *testing.T) {
 				require.NoError(t, l.client.database.execute(t.Context(), tx, requests, own), name)
 			}
 		}
-		require.NoError(t, l.ResetTx(t.Context(), tx, "a"))
+		require.NoError(t, l.WithTx(tx).Reset(t.Context(), "a"))
 		require.Equal(t, "54321ms", pgtest.Scalar[string](t, tx, "SELECT current_setting('lock_timeout')"))
 		require.NoError(t, tx.Rollback(t.Context()))
 	}

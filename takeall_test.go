@@ -92,12 +92,12 @@ func TestSetsDecideFromTheRowsThatTheyHaveLocked(t *testing.T) {
 				_, err := AllowAll(t.Context(), user.Request("{all}"+key, 1), all.Request("{all}all"+key, 1))
 				require.NoError(t, err)
 				somebody := pgtest.Begin(t, db.Of("all"))
-				_, err = all.AllowNTx(t.Context(), somebody, "{all}all"+key, 6)
+				_, err = all.WithTx(somebody).AllowN(t.Context(), "{all}all"+key, 6)
 				require.NoError(t, err)
 				tx, err := conn.Begin(t.Context())
 				require.NoError(t, err)
 				set := testkit.Later(func() (Results, error) {
-					return AllowAllTx(context.Background(), tx, user.Request("{all}"+key, 1), all.Request("{all}all"+key, 5))
+					return allowAllTx(context.Background(), tx, user.Request("{all}"+key, 1), all.Request("{all}all"+key, 5))
 				})
 				pgtest.WaitUntilBlocked(t, db.Pool, 1)
 				require.NoError(t, somebody.Commit(t.Context()))
@@ -178,14 +178,14 @@ func TestSetsThatMakeRowsHoldNone(t *testing.T) {
 			require.NoError(t, err)
 
 			somebody := pgtest.Begin(t, db.Of("all"))
-			_, err = user.AllowTx(t.Context(), somebody, "{all}new")
+			_, err = user.WithTx(somebody).Allow(t.Context(), "{all}new")
 			require.NoError(t, err)
 			tx := pgtest.Begin(t, db.Of("all"))
 			set := testkit.Later(func() (Results, error) {
-				return AllowAllTx(context.Background(), tx, user.Request("{all}new", 1), all.Request("all", 1))
+				return allowAllTx(context.Background(), tx, user.Request("{all}new", 1), all.Request("all", 1))
 			})
 			pgtest.WaitUntilBlocked(t, db.Pool, 1)
-			_, err = all.AllowTx(t.Context(), somebody, "all")
+			_, err = all.WithTx(somebody).Allow(t.Context(), "all")
 			if oldNew == nil {
 				require.NoError(t, err)
 				require.NoError(t, somebody.Commit(t.Context()))
@@ -229,7 +229,7 @@ func TestSetsMakeRowsInTheOrderOfLocking(t *testing.T) {
 					requests[i] = l.Request(key, 1)
 				}
 				return testkit.Later(func() (Results, error) {
-					results, err := AllowAllTx(context.Background(), tx, requests...)
+					results, err := allowAllTx(context.Background(), tx, requests...)
 					return results, errors.Join(err, tx.Commit(context.Background()))
 				})
 			}
@@ -239,7 +239,7 @@ func TestSetsMakeRowsInTheOrderOfLocking(t *testing.T) {
 				Name: "test", Policy: FixedWindow{Limit: 10, Window: year}, Client: ClientConfig{Timeout: amply},
 			})
 			maker := pgtest.Begin(t, db.Of("{x}"))
-			_, err = l.AllowTx(t.Context(), maker, "{x}c")
+			_, err = l.WithTx(maker).Allow(t.Context(), "{x}c")
 			require.NoError(t, err)
 
 			one := ask(0, "{x}a", "{x}b", "{x}c") // waits for the last one
@@ -291,7 +291,7 @@ func TestTakesOfSetsInAnotherOrderLockNothing(t *testing.T) {
 				}
 				return func() error {
 					return pgx.BeginFunc(t.Context(), pool, func(tx pgx.Tx) error {
-						_, err := AllowAllTx(t.Context(), tx, l.Request(long, 1), l.Request(short, 1))
+						_, err := allowAllTx(t.Context(), tx, l.Request(long, 1), l.Request(short, 1))
 						return err
 					})
 				}
@@ -301,7 +301,7 @@ func TestTakesOfSetsInAnotherOrderLockNothing(t *testing.T) {
 			require.NoError(t, err)
 			_, err = newLimiter(t, pool, Config{
 				Name: "test", Policy: FixedWindow{Limit: 10, Window: year}, Client: ClientConfig{Timeout: amply},
-			}).AllowTx(t.Context(), holder, long)
+			}).WithTx(holder).Allow(t.Context(), long)
 			require.NoError(t, err)
 			first := testkit.Later(func() (any, error) { return nil, one() })
 			pgtest.WaitUntilBlocked(t, pool, 1)

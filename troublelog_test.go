@@ -177,7 +177,7 @@ func TestWhatIsNotLogged(t *testing.T) {
 		Name: "test", Policy: hourly, Client: ClientConfig{Timeout: amply, Logger: log.Logger()},
 	})
 	tx := pgtest.Begin(t, db)
-	_, err := l.AllowTx(t.Context(), tx, "key") // whose caller has the error
+	_, err := l.WithTx(tx).Allow(t.Context(), "key") // whose caller has the error
 	require.ErrorIs(t, err, ErrNotMigrated)
 	require.Empty(t, log.String())
 }

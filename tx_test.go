@@ -29,7 +29,7 @@ func TestTransactionKeepsOrGivesBack(t *testing.T) {
 			return peek.Remaining
 		}
 		take := func(tx pgx.Tx, n, want int64) {
-			result, err := limiter.AllowNTx(t.Context(), tx, "key", n)
+			result, err := limiter.WithTx(tx).AllowN(t.Context(), "key", n)
 			require.NoError(t, err)
 			require.True(t, result.Allowed)
 			require.Equal(t, want, result.Remaining)
@@ -45,7 +45,7 @@ func TestTransactionKeepsOrGivesBack(t *testing.T) {
 
 		tx = pgtest.Begin(t, db)
 		take(tx, 4, 6)
-		result, err := limiter.AllowTx(t.Context(), tx, "key")
+		result, err := limiter.WithTx(tx).Allow(t.Context(), "key")
 		require.NoError(t, err)
 		require.EqualValues(t, 5, result.Remaining)
 		require.NoError(t, tx.Commit(t.Context()))
@@ -65,9 +65,9 @@ func TestTransactionKeepsOrGivesBack(t *testing.T) {
 		require.EqualValues(t, 1, remaining())
 
 		tx = pgtest.Begin(t, db)
-		require.NoError(t, limiter.ResetTx(t.Context(), tx, "key"))
+		require.NoError(t, limiter.WithTx(tx).Reset(t.Context(), "key"))
 		take(tx, 10, 0)
-		require.NoError(t, limiter.ResetTx(t.Context(), tx, "key"))
+		require.NoError(t, limiter.WithTx(tx).Reset(t.Context(), "key"))
 		inner = savepoint(t, tx)
 		take(inner, 7, 3)
 		require.NoError(t, inner.Rollback(t.Context()))
@@ -77,8 +77,8 @@ func TestTransactionKeepsOrGivesBack(t *testing.T) {
 		require.EqualValues(t, 1, remaining())
 
 		tx = pgtest.Begin(t, db)
-		require.NoError(t, limiter.ResetTx(t.Context(), tx, "key"))
-		require.NoError(t, limiter.ResetTx(t.Context(), tx, "unknown"))
+		require.NoError(t, limiter.WithTx(tx).Reset(t.Context(), "key"))
+		require.NoError(t, limiter.WithTx(tx).Reset(t.Context(), "unknown"))
 		require.NoError(t, tx.Commit(t.Context()))
 		require.EqualValues(t, 10, remaining())
 	})
@@ -94,7 +94,7 @@ func TestDenialInATransactionIsForgottenWithIt(t *testing.T) {
 		limiter := newLimiter(t, db.NewPool(t, nil), config)
 		tx := pgtest.Begin(t, db)
 		for _, want := range []bool{true, false} {
-			result, err := limiter.AllowNTx(t.Context(), tx, "key", 10)
+			result, err := limiter.WithTx(tx).AllowN(t.Context(), "key", 10)
 			require.NoError(t, err)
 			require.Equal(t, want, result.Allowed)
 		}
@@ -109,7 +109,7 @@ func TestDenialInATransactionIsForgottenWithIt(t *testing.T) {
 		require.False(t, denied.Allowed)
 		tx = pgtest.Begin(t, db)
 		pgtest.Exec(t, tx, "DELETE FROM "+pgtest.Table(config.Durable))
-		result, err = limiter.AllowTx(t.Context(), tx, "key")
+		result, err = limiter.WithTx(tx).Allow(t.Context(), "key")
 		require.NoError(t, err)
 		require.True(t, result.Allowed)
 		require.NoError(t, tx.Rollback(t.Context()))
@@ -128,9 +128,9 @@ func TestTransactionStaysUsable(t *testing.T) {
 
 		tx := pgtest.Begin(t, db)
 		pgtest.Exec(t, tx, "INSERT INTO work VALUES ('before')")
-		_, err := limiter.AllowNTx(t.Context(), tx, "key", 10)
+		_, err := limiter.WithTx(tx).AllowN(t.Context(), "key", 10)
 		require.NoError(t, err)
-		denied, err := limiter.AllowTx(t.Context(), tx, "key")
+		denied, err := limiter.WithTx(tx).Allow(t.Context(), "key")
 		require.NoError(t, err)
 		require.False(t, denied.Allowed)
 		require.Positive(t, denied.RetryAfter)
@@ -141,13 +141,13 @@ func TestTransactionStaysUsable(t *testing.T) {
 		}{
 			{"", 1, ErrInvalidKey}, {"nul \x00", 1, ErrInvalidKey}, {"key", -1, ErrInvalidCost}, {"key", 11, ErrCostExceedsLimit},
 		} {
-			_, err := limiter.AllowNTx(t.Context(), tx, call.key, call.n)
+			_, err := limiter.WithTx(tx).AllowN(t.Context(), call.key, call.n)
 			require.ErrorIs(t, err, call.want)
 		}
-		_, err = limiter.AllowTx(cancelled, tx, "key")
+		_, err = limiter.WithTx(tx).Allow(cancelled, "key")
 		require.ErrorIs(t, err, context.Canceled)
-		require.ErrorIs(t, limiter.ResetTx(t.Context(), tx, "\xff"), ErrInvalidKey)
-		require.ErrorIs(t, limiter.ResetTx(cancelled, tx, "key"), context.Canceled)
+		require.ErrorIs(t, limiter.WithTx(tx).Reset(t.Context(), "\xff"), ErrInvalidKey)
+		require.ErrorIs(t, limiter.WithTx(tx).Reset(cancelled, "key"), context.Canceled)
 		pgtest.Exec(t, tx, "INSERT INTO work VALUES ('after')")
 		require.NoError(t, tx.Commit(t.Context()))
 		require.Equal(t, 2, pgtest.Scalar[int](t, db.Pool, "SELECT count(*) FROM work"))
@@ -166,7 +166,7 @@ func TestOthersWaitForATransaction(t *testing.T) {
 			require.NoError(t, err)
 
 			tx := pgtest.Begin(t, db)
-			_, err = limiter.AllowNTx(t.Context(), tx, "key", 7)
+			_, err = limiter.WithTx(tx).AllowN(t.Context(), "key", 7)
 			require.NoError(t, err)
 			other := testkit.Later(func() (Result, error) { return limiter.AllowN(context.Background(), "key", 3) })
 			pgtest.WaitUntilBlocked(t, db.Pool, 1)
@@ -201,9 +201,9 @@ func TestTransactionThatWaitsTooLong(t *testing.T) {
 		t,
 		db.Pool,
 		Config{Name: "test", Policy: config.Policy, Client: ClientConfig{Timeout: amply}},
-	).AllowTx(t.Context(), first, "key")
+	).WithTx(first).Allow(t.Context(), "key")
 	require.NoError(t, err)
-	result, err := limiter.AllowTx(t.Context(), second, "key")
+	result, err := limiter.WithTx(second).Allow(t.Context(), "key")
 	require.ErrorIs(t, err, ErrTimeout)
 	require.Zero(t, result)
 	require.Error(t, second.Commit(t.Context()))
@@ -232,7 +232,7 @@ func TestIsolationLevels(t *testing.T) {
 							return err
 						}
 						for _, key := range []string{"key", fmt.Sprint("key of round ", call)} {
-							result, err := limiter.AllowTx(t.Context(), tx, key)
+							result, err := limiter.WithTx(tx).Allow(t.Context(), key)
 							if err != nil {
 								return err
 							}
@@ -302,7 +302,7 @@ func TestOldSnapshots(t *testing.T) {
 			require.NoError(t, limiter.Reset(t.Context(), "deleted"))
 
 			for key, tx := range old {
-				result, err := limiter.AllowNTx(t.Context(), tx, key, 4)
+				result, err := limiter.WithTx(tx).AllowN(t.Context(), key, 4)
 				if key == "untouched" {
 					require.NoError(t, err)
 					require.True(t, result.Allowed)
@@ -372,22 +372,22 @@ func TestTimeoutRollsTheTransactionBack(t *testing.T) {
 	config.Client.Timeout = 100 * time.Millisecond
 	limiter := newLimiter(t, db.Pool, config)
 	holder := pgtest.Begin(t, db)
-	_, err = patient.AllowTx(t.Context(), holder, "key")
+	_, err = patient.WithTx(holder).Allow(t.Context(), "key")
 	require.NoError(t, err)
 	for name, call := range map[string]func(tx pgx.Tx) error{
 		"AllowTx": func(tx pgx.Tx) error {
-			_, err := limiter.AllowTx(t.Context(), tx, "key")
+			_, err := limiter.WithTx(tx).Allow(t.Context(), "key")
 			return err
 		},
 		"AllowAllTx": func(tx pgx.Tx) error {
-			_, err := AllowAllTx(t.Context(), tx, limiter.Request("key", 1), limiter.Request("other", 1))
+			_, err := allowAllTx(t.Context(), tx, limiter.Request("key", 1), limiter.Request("other", 1))
 			return err
 		},
 		"RefundTx": func(tx pgx.Tx) error {
-			_, err := limiter.RefundTx(t.Context(), tx, taken)
+			_, err := limiter.WithTx(tx).Refund(t.Context(), taken)
 			return err
 		},
-		"ResetTx": func(tx pgx.Tx) error { return limiter.ResetTx(t.Context(), tx, "key") },
+		"ResetTx": func(tx pgx.Tx) error { return limiter.WithTx(tx).Reset(t.Context(), "key") },
 	} {
 		tx, err := db.Pool.Begin(t.Context())
 		require.NoError(t, err)

@@ -177,7 +177,7 @@ func TestConnectionIsEndedMeanwhile(t *testing.T) {
 	holder := hold(t, db, config, "personal")
 	tx, err := pool.Begin(t.Context()) // in which one statement waits; outside of it, one after the other would
 	require.NoError(t, err)
-	wait := testkit.Later(func() (Result, error) { return limiter.AllowTx(context.Background(), tx, "personal") })
+	wait := testkit.Later(func() (Result, error) { return limiter.WithTx(tx).Allow(context.Background(), "personal") })
 	pgtest.WaitUntilBlocked(t, db.Pool, 1)
 	pgtest.Exec(t, db.Pool, `SELECT pg_terminate_backend(pid) FROM pg_stat_activity
 		WHERE datname = current_database() AND cardinality(pg_blocking_pids(pid)) > 0`)

@@ -368,9 +368,9 @@ func TestWithSharesEverythingElse(t *testing.T) {
 		require.Equal(t, name != "fixed window", result.Allowed)
 
 		tx := pgtest.Begin(t, db)
-		_, err = view.AllowTx(t.Context(), tx, "in a transaction")
+		_, err = view.WithTx(tx).Allow(t.Context(), "in a transaction")
 		require.NoError(t, err)
-		require.NoError(t, view.ResetTx(t.Context(), tx, name))
+		require.NoError(t, view.WithTx(tx).Reset(t.Context(), name))
 		require.NoError(t, tx.Commit(t.Context()))
 		require.Equal(
 			t,

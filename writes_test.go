@@ -74,16 +74,16 @@ func TestDenialsWriteNothing(t *testing.T) {
 		// In a transaction, where the statistics are those of this very moment.
 		tx := pgtest.Begin(t, db)
 		for range 3 {
-			result, err := limiter.AllowTx(t.Context(), tx, "key")
+			result, err := limiter.WithTx(tx).Allow(t.Context(), "key")
 			require.NoError(t, err)
 			require.False(t, result.Allowed)
-			_, err = limiter.AllowNTx(t.Context(), tx, "key", 0)
+			_, err = limiter.WithTx(tx).AllowN(t.Context(), "key", 0)
 			require.NoError(t, err)
-			_, err = limiter.AllowNTx(t.Context(), tx, "unknown", 0)
+			_, err = limiter.WithTx(tx).AllowN(t.Context(), "unknown", 0)
 			require.NoError(t, err)
 		}
 		require.Zero(t, written(t, tx, config))
-		_, err := limiter.AllowTx(t.Context(), tx, "other key")
+		_, err := limiter.WithTx(tx).Allow(t.Context(), "other key")
 		require.NoError(t, err)
 		require.Positive(t, written(t, tx, config)) // the statistics do count
 		require.NoError(t, tx.Rollback(t.Context()))
@@ -109,7 +109,7 @@ func TestLooksTakeNoTransactionIDAndWaitForNobody(t *testing.T) {
 		_, err = limiter.AllowN(t.Context(), "key", 10)
 		require.NoError(t, err)
 		holder := hold(t, db, config, "key")
-		require.NoError(t, limiter.ResetTx(t.Context(), holder, "key"))
+		require.NoError(t, limiter.WithTx(holder).Reset(t.Context(), "key"))
 		for range 10 {
 			peek, err = limiter.Peek(t.Context(), "key")
 			require.NoError(t, err)
@@ -120,7 +120,7 @@ func TestLooksTakeNoTransactionIDAndWaitForNobody(t *testing.T) {
 		require.NoError(t, holder.Rollback(t.Context()))
 
 		tx := pgtest.Begin(t, db)
-		_, err = limiter.AllowNTx(t.Context(), tx, "key", 0)
+		_, err = limiter.WithTx(tx).AllowN(t.Context(), "key", 0)
 		require.NoError(t, err)
 		require.Nil(t, pgtest.Scalar[*string](t, tx, "SELECT pg_current_xact_id_if_assigned()::text"))
 		require.NoError(t, tx.Rollback(t.Context()))

@@ -336,7 +336,7 @@ func TestWhatIsTakenBesideASweepIsKept(t *testing.T) {
 					require.NoError(t, err)
 					clock = clock.Add(3 * time.Hour)
 					somebody := pgtest.Begin(t, db)
-					_, err = limiter.AllowNTx(t.Context(), somebody, "key", 7)
+					_, err = limiter.WithTx(somebody).AllowN(t.Context(), "key", 7)
 					require.NoError(t, err)
 					wait := testkit.Later(func() (any, error) { return nil, sweep.run() })
 					if sweep.waits {

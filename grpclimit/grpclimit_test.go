@@ -177,7 +177,7 @@ func TestHeldKey(t *testing.T) {
 	ctx := metadata.AppendToOutgoingContext(t.Context(), "user", "123")
 
 	tx := pgtest.Begin(t, db)
-	_, err := limiter.AllowTx(t.Context(), tx, "123")
+	_, err := limiter.WithTx(tx).Allow(t.Context(), "123")
 	require.NoError(t, err)
 	err = call(ctx, conn, right)
 	require.Equal(t, codes.Unavailable, status.Code(err))

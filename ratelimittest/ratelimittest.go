@@ -7,7 +7,7 @@
 //	})
 //
 // It is a limiter as any other, and answers as on Postgres: the results, the errors, Wait, Refund, Grant, AllowAll and
-// everything else. Only what asks in a transaction of the caller's, as AllowTx does, is refused, and there is nothing
+// everything else. Only what asks in a transaction of the caller's, as WithTx does, is refused, and there is nothing
 // to migrate and nothing to sweep.
 //
 // Time is that of this process. In a bubble of testing/synctest it is the bubble's, so a minute's wait takes no time.

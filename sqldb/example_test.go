@@ -41,7 +41,7 @@ func Example() {
 		if _, err := tx.ExecContext(ctx, `INSERT INTO orders (customer) VALUES ('acme')`); err != nil {
 			return err
 		}
-		result, err := limiter.AllowTx(ctx, sqldb.Tx(tx), "customer:acme")
+		result, err := limiter.WithTx(sqldb.Tx(tx)).Allow(ctx, "customer:acme")
 		if err != nil {
 			return err
 		}

@@ -7,7 +7,7 @@
 //	limiter, err := ratelimit.New(pool, ratelimit.Config{Name: "login", Policy: policy})
 //	…
 //	tx, err := db.BeginTx(ctx, nil)
-//	result, err := limiter.AllowTx(ctx, sqldb.Tx(tx), "user:123")
+//	result, err := limiter.WithTx(sqldb.Tx(tx)).Allow(ctx, "user:123")
 //	err = tx.Commit()
 //
 // All is as with a *pgxpool.Pool: concurrent calls share statements, a limiter uses two of the connections at most, and
@@ -75,9 +75,8 @@ func (p pool) Query(ctx context.Context, sql string, args ...any) (pgx.Rows, err
 	return query(p.db.QueryContext(ctx, sql, args...))
 }
 
-// Tx makes a *sql.Tx the transaction of [ratelimit.Limiter.AllowTx], of [ratelimit.AllowAllTx] and of all other
-// functions that take one. It must be of a *sql.DB of pgx's driver, or of one that wraps it and hands on arguments as
-// they are.
+// Tx makes a *sql.Tx the transaction of [ratelimit.Limiter.WithTx]. It must be of a *sql.DB of pgx's driver, or of one
+// that wraps it and hands on arguments as they are.
 //
 // The result is for the limiter alone: methods of pgx.Tx other than Query, Commit and Rollback panic. Commit and roll
 // back the *sql.Tx itself.

@@ -126,19 +126,19 @@ func TestAnswersAreThoseOfAPool(t *testing.T) {
 					var err error
 					switch {
 					case kind < 4 && inTx:
-						result, err = l.AllowNTx(ctx, tx, "key", n)
+						result, err = l.WithTx(tx).AllowN(ctx, "key", n)
 					case kind < 4:
 						result, err = l.AllowN(ctx, "key", n)
 					case kind == 4 && inTx:
-						result, err = l.GrantTx(ctx, tx, "key", n)
+						result, err = l.WithTx(tx).Grant(ctx, "key", n)
 					case kind == 4:
 						result, err = l.Grant(ctx, "key", n)
 					case kind == 5 && inTx:
-						err = l.ResetTx(ctx, tx, "key")
+						err = l.WithTx(tx).Reset(ctx, "key")
 					case kind == 5 && step%3 == 0:
 						err = l.Reset(ctx, "key")
 					case len(takes[i]) > 0 && inTx:
-						result, err = l.RefundTx(ctx, tx, takes[i][len(takes[i])-1])
+						result, err = l.WithTx(tx).Refund(ctx, takes[i][len(takes[i])-1])
 					case len(takes[i]) > 0:
 						result, err = l.Refund(ctx, takes[i][len(takes[i])-1])
 					}
@@ -173,10 +173,11 @@ func TestSQLTransactionKeepsOrGivesBack(t *testing.T) {
 			for i, end := range []func(*sql.Tx) error{(*sql.Tx).Rollback, (*sql.Tx).Commit} {
 				tx, err := db.BeginTx(t.Context(), nil)
 				require.NoError(t, err)
-				result, err := l.AllowTx(t.Context(), sqldb.Tx(tx), "key")
+				result, err := l.WithTx(sqldb.Tx(tx)).Allow(t.Context(), "key")
 				require.NoError(t, err)
 				require.True(t, result.Allowed)
-				results, err := ratelimit.AllowAllTx(t.Context(), sqldb.Tx(tx), l.Request("key", 2), other.Request("key", 3))
+				results, err := ratelimit.AllowAll(
+					t.Context(), l.WithTx(sqldb.Tx(tx)).Request("key", 2), other.WithTx(sqldb.Tx(tx)).Request("key", 3))
 				require.NoError(t, err)
 				require.True(t, results.Allowed)
 				require.NoError(t, end(tx))
@@ -270,7 +271,7 @@ func TestSQLDBHeldKey(t *testing.T) {
 		tx, err := db.BeginTx(t.Context(), nil)
 		require.NoError(t, err)
 		defer func() { require.NoError(t, tx.Rollback()) }()
-		_, err = holder.AllowTx(t.Context(), sqldb.Tx(tx), "held")
+		_, err = holder.WithTx(sqldb.Tx(tx)).Allow(t.Context(), "held")
 		require.NoError(t, err)
 
 		config.OnFailure = ratelimit.FailOpen() // which does not answer for it
@@ -320,13 +321,13 @@ func TestSQLDBErrors(t *testing.T) {
 	tx, err := odd.BeginTx(t.Context(), nil)
 	require.NoError(t, err)
 	l := limitertest.New(t, sqldb.Pool(odd), ratelimit.Config{Name: "test", Policy: config.Policy})
-	_, err = l.AllowTx(t.Context(), sqldb.Tx(tx), "secret")
+	_, err = l.WithTx(sqldb.Tx(tx)).Allow(t.Context(), "secret")
 	limitertest.RequireKinds(t, err, ratelimit.ErrSetup)
 	require.NotContains(t, err.Error(), "secret")
 	require.NoError(t, tx.Rollback())
 
 	// A transaction that has ended.
-	_, err = l.AllowTx(t.Context(), sqldb.Tx(tx), "key")
+	_, err = l.WithTx(sqldb.Tx(tx)).Allow(t.Context(), "key")
 	limitertest.RequireKinds(t, err, ratelimit.ErrSetup)
 	require.ErrorIs(t, err, sql.ErrTxDone)
 
@@ -357,7 +358,7 @@ func TestSQLDBErrors(t *testing.T) {
 	_, err = ratelimit.New(sqldb.Pool(nil), config)
 	require.ErrorAs(t, err, &refused)
 	require.Equal(t, "db", refused.Field)
-	_, err = l.AllowTx(t.Context(), sqldb.Tx(nil), "key")
+	_, err = l.WithTx(sqldb.Tx(nil)).Allow(t.Context(), "key")
 	require.ErrorAs(t, err, &refused)
 	require.Equal(t, "tx", refused.Field)
 	require.ErrorContains(t, migrations.Up(t.Context(), sqldb.Pool(nil)), "nil")

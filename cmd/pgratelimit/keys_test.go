@@ -231,7 +231,7 @@ func TestResetAllDeadlocksWithNobody(t *testing.T) {
 			tx, err := db.Pool.Begin(t.Context())
 			require.NoError(t, err)
 			defer tx.Rollback(context.WithoutCancel(t.Context()))
-			_, err = limiter.AllowTx(t.Context(), tx, "bb")
+			_, err = limiter.WithTx(tx).Allow(t.Context(), "bb")
 			require.NoError(t, err)
 			reset := make(chan error, 1)
 			go func() { reset <- test.reset(t, db) }()
@@ -242,7 +242,7 @@ func TestResetAllDeadlocksWithNobody(t *testing.T) {
 					"SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'",
 				) == 1
 			})
-			_, err = limiter.AllowTx(t.Context(), tx, "a")
+			_, err = limiter.WithTx(tx).Allow(t.Context(), "a")
 			if err == nil {
 				err = tx.Commit(t.Context())
 			} else {

@@ -33,7 +33,7 @@ func (w worker) takeLeased(ctx context.Context, random *rand.Rand, uses *[]lease
 		}
 	case draw == 1 && pgtest.Shards() == 0:
 		err = pgx.BeginFunc(ctx, w.pool, func(tx pgx.Tx) (err error) {
-			result, err = w.leased.AllowNTx(ctx, tx, key, use.N)
+			result, err = w.leased.WithTx(tx).AllowN(ctx, key, use.N)
 			return err
 		})
 	case draw == 2:

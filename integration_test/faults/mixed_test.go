@@ -33,8 +33,8 @@ const (
 	grant      kind = "Grant"
 	reset      kind = "Reset"
 	allowAll   kind = "AllowAll"
-	allowAllTx kind = "AllowAllTx, committed"
-	rolledBack kind = "AllowAllTx, rolled back"
+	allowAllTx kind = "AllowAll in a transaction, committed"
+	rolledBack kind = "AllowAll in a transaction, rolled back"
 )
 
 // mix is a workload of calls over a few limiters, several of which one call may take from.
@@ -213,7 +213,7 @@ func (m mix) hold(
 			op.asks = append(op.asks, ask{limit: i, key: key % m.limits[i].keys, cost: 1})
 		}
 		err := pgx.BeginFunc(t.Context(), holder.pool, func(tx pgx.Tx) (err error) {
-			op.results, err = ratelimit.AllowAllTx(t.Context(), tx, holder.requests(m, op)...)
+			op.results, err = ratelimit.AllowAll(t.Context(), holder.requests(op, tx)...)
 			hold()
 			return err
 		})
@@ -241,10 +241,11 @@ func (m mix) hold(
 	}
 }
 
-// requests are those of an AllowAll.
-func (w worker) requests(m mix, op mixedOperation) (requests []ratelimit.Request) {
+// requests are what an operation asks within a transaction.
+func (w worker) requests(op mixedOperation, tx pgx.Tx) (requests []ratelimit.Request) {
 	for _, a := range op.asks {
-		requests = append(requests, w.limiters[a.limit][0].Request(keyOf(op.space, a.key), a.cost))
+		limiter := w.limiters[a.limit][a.policy]
+		requests = append(requests, limiter.WithTx(tx).Request(keyOf(op.space, a.key), a.cost))
 	}
 	return requests
 }
@@ -319,7 +320,7 @@ func (w worker) make(ctx context.Context, m mix, op *mixedOperation) error {
 		requests[i] = limiter.Request(keyOf(op.space, a.key), a.cost)
 	}
 	inTx := func(tx pgx.Tx) (err error) {
-		op.results, err = ratelimit.AllowAllTx(ctx, tx, requests...)
+		op.results, err = ratelimit.AllowAll(ctx, w.requests(*op, tx)...)
 		return err
 	}
 	key, n := keyOf(op.space, op.asks[0].key), op.asks[0].cost

@@ -263,7 +263,7 @@ func TestBrokenConnectionOfATransaction(t *testing.T) {
 		require.NoError(t, err)
 		err = pgx.BeginFunc(t.Context(), pool, func(tx pgx.Tx) error {
 			proxy.fail(&f)
-			_, err := limiter.AllowTx(t.Context(), tx, "key")
+			_, err := limiter.WithTx(tx).Allow(t.Context(), "key")
 			return err
 		})
 		limitertest.RequireKinds(t, err, ratelimit.ErrUnavailable)

@@ -31,7 +31,7 @@ func TestLockWaitOfSeconds(t *testing.T) {
 	})
 	tx, err := db.Pool.Begin(t.Context())
 	require.NoError(t, err)
-	emptied, err := limiter.AllowNTx(t.Context(), tx, "key", 100)
+	emptied, err := limiter.WithTx(tx).AllowN(t.Context(), "key", 100)
 	require.NoError(t, err)
 	require.True(t, emptied.Allowed)
 

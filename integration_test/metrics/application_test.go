@@ -113,7 +113,7 @@ func (a *application) hold(t *testing.T) (end func()) {
 	ctx, cancel := context.WithCancel(context.Background())
 	tx, err := a.pool.BeginTx(ctx, pgx.TxOptions{})
 	require.NoError(t, err)
-	_, err = a.login.AllowTx(ctx, tx, "held")
+	_, err = a.login.WithTx(tx).Allow(ctx, "held")
 	require.NoError(t, err)
 	var asking sync.WaitGroup
 	for range 4 {

@@ -187,7 +187,7 @@ func (s *soak) askInTransaction(
 		return false
 	}
 	defer tx.Rollback(ctx)
-	result, err := a.of.limiters[pool].AllowNTx(ctx, tx, a.key, n)
+	result, err := a.of.limiters[pool].WithTx(tx).AllowN(ctx, a.key, n)
 	if err != nil && soakSQLState(err) == "40001" { // as these levels of isolation have it
 		return false
 	}

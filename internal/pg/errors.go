@@ -32,11 +32,11 @@ var (
 	ErrReadOnly    = errors.New(prefix + "the database is read-only, like a standby or a demoted primary; " +
 		"connect to the primary, for example with target_session_attrs=read-write")
 	ErrTimeout       = errors.New(prefix + "the database did not decide within ClientConfig.Timeout")
-	ErrPoolExhausted = errors.New(prefix + "all connections of the pool are in use; in a transaction use AllowTx, " +
+	ErrPoolExhausted = errors.New(prefix + "all connections of the pool are in use; in a transaction use WithTx, " +
 		"else hold connections for less time, raise MaxConns, or make the client with OwnPool")
-	ErrKeyHeld = errors.New(prefix + "the row of the key is held, by a transaction that goes on after AllowTx, " +
+	ErrKeyHeld = errors.New(prefix + "the row of the key is held, by a transaction that goes on after it has asked, " +
 		"or by another call's statement that an overloaded server is slow to end; " +
-		"end transactions soon after AllowTx, or give the server less to do")
+		"end transactions soon after they have asked, or give the server less to do")
 	ErrOutcomeUnknown = errors.New(prefix + "the outcome is unknown; the request may or may not have counted")
 )
 
