@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"reflect"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -95,17 +96,27 @@ func AllowAll(ctx context.Context, requests ...Request) (results Results, err er
 // transactionOf is the transaction that all of the requests are of. inTx is false if they are of none.
 func transactionOf(requests []Request) (tx pgx.Tx, inTx bool, err error) {
 	for i, q := range requests {
+		if q.inTx {
+			if err := checkTx(q.tx); err != nil {
+				return nil, false, err
+			}
+		}
 		switch {
 		case i == 0:
 			tx, inTx = q.tx, q.inTx
-		case q.inTx != inTx || q.tx != tx:
+		case q.inTx != inTx || inTx && !sameTx(q.tx, tx):
 			return nil, false, &RequestError{Index: i, Err: errOtherTx}
 		}
 	}
-	if inTx {
-		err = checkTx(tx)
+	return tx, inTx, nil
+}
+
+// sameTx tells whether two transactions are one. A type of the application's own need not be comparable.
+func sameTx(a, b pgx.Tx) bool {
+	if conn := pg.Conn(a); conn != nil {
+		return conn == pg.Conn(b)
 	}
-	return tx, inTx, err
+	return reflect.ValueOf(a).Comparable() && a == b
 }
 
 // set is the requests of one AllowAll, as one request.

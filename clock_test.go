@@ -42,8 +42,8 @@ func TestApplicationsClockIsReadForDifferencesOnly(t *testing.T) {
 		}
 	}
 	require.Equal(t, []string{
-		"allow.go: allow", "allow.go: allowTx", // how long a call took
-		"allow.go: observe", "allowall.go: AllowAll", "allowall.go: AllowAllTx", "allowall.go: observeAll", // how long a call took
+		"allow.go: allow",                                                       // how long a call took
+		"allow.go: observe", "allowall.go: AllowAll", "allowall.go: observeAll", // how long a call took
 		"ban.go: newStrikes", "ban.go: count", // how long ago a key was first denied
 		"batch.go: send", "batch.go: ask", "batch.go: ask", "batch.go: ask", "batch.go: deliver", "batch.go: report", "batch.go: observe", // how long a statement took
 		"breaker.go: clock", "client.go: NewClient", // how long the database has been away
@@ -62,7 +62,7 @@ func TestApplicationsClockIsReadForDifferencesOnly(t *testing.T) {
 		"queue.go: submit", "queue.go: submitAll", "queue.go: departs", "queue.go: leaveLate", "queue.go: fly", "queue.go: fly",
 		"shards.go: asksElsewhere",                   // whether a call was made before
 		"statement.go: blame", "statement.go: blame", // how long ago it has hung
-		"troublelog.go: note", "troublelog.go: noteDecision", // how long the database has been away
+		"troublelog.go: note", "troublelog.go: noteDecision", "tx.go: AllowN", // how long the database has been away
 		"wait.go: answerAndObserve", "waitline.go: sleep", "waitline.go: sleep", "waitline.go: settle", "waitline.go: refuse", // how long it is to the retry time
 	}, readers)
 }

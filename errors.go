@@ -6,7 +6,6 @@ import (
 	"strings"
 	"time"
 
-
 	"github.com/pgratelimit/ratelimit/internal/algorithm"
 	"github.com/pgratelimit/ratelimit/internal/pg"
 )
@@ -161,7 +160,7 @@ var (
 		"make both with Client.Limiter")
 	errAcrossShards = fmt.Errorf("%w: its key is on another shard than that of the first request; "+
 		"write a part that they share in braces, such as {user:1}:minute and {user:1}:day", ErrSharded)
-	errOtherTx     = errors.New("it is of another transaction than the first request; " +
+	errOtherTx = errors.New("it is of another transaction than the first request; " +
 		"make all of them with WithTx of the same transaction, or none")
 	errOtherSchema = errors.New("its limiter has another schema than that of the first request")
 )

@@ -402,3 +402,50 @@ func TestTimeoutRollsTheTransactionBack(t *testing.T) {
 	require.NoError(t, err)
 	require.Equal(t, hourly.Limit, result.Remaining)
 }
+
+// taggedTx is a transaction of the application's own type, which cannot be compared with ==.
+type taggedTx struct {
+	pgx.Tx
+	tags []string
+}
+
+// All requests of one AllowAll are of one transaction, or of none.
+func TestRequestsOfOneTransaction(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	limiter := newLimiter(t, db.Pool, Config{Name: "test", Policy: hourly})
+	tx, other := pgtest.Begin(t, db), pgtest.Begin(t, db)
+	within, err := tx.Begin(t.Context())
+	require.NoError(t, err)
+	mine := limiter.WithTx(tx).Request("a", 1)
+	for name, second := range map[string]Request{
+		"itself":    limiter.WithTx(tx).Request("b", 1),
+		"savepoint": limiter.WithTx(within).Request("b", 1),
+		"wrapped":   limiter.WithTx(taggedTx{tx, []string{"a"}}).Request("b", 1),
+	} {
+		results, err := AllowAll(t.Context(), mine, second)
+		require.NoError(t, err, name)
+		require.True(t, results.Allowed, name)
+	}
+	for name, second := range map[string]Request{
+		"none":    limiter.Request("b", 1),
+		"another": limiter.WithTx(other).Request("b", 1),
+		"wrapped": limiter.WithTx(taggedTx{other, []string{"a"}}).Request("b", 1),
+	} {
+		_, err := AllowAll(t.Context(), mine, second)
+		request, ok := errors.AsType[*RequestError](err)
+		require.True(t, ok, name)
+		require.Equal(t, 1, request.Index, name)
+		require.ErrorIs(t, err, errOtherTx, name)
+	}
+	_, err = AllowAll(t.Context(), limiter.Request("b", 1), mine)
+	require.ErrorIs(t, err, errOtherTx)
+	_, err = AllowAll(t.Context(), mine, limiter.WithTx(nil).Request("b", 1))
+	wrong, ok := errors.AsType[*ConfigError](err)
+	require.True(t, ok)
+	require.Equal(t, "tx", wrong.Field)
+	require.NoError(t, within.Rollback(t.Context()))
+	require.NoError(t, tx.Rollback(t.Context()))
+	require.EqualValues(t, 0, taken(t, db.Pool, limiter.Config(), "a"))
+}
