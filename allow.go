@@ -6,9 +6,9 @@ import (
 )
 
 // Allow takes 1 from key's limit if that fits, and tells whether it did. It uses a connection of the client's pool.
-// A caller that holds one already, as in a transaction, asks [Limiter.WithTx], or makes the client with [OwnPool]: otherwise
-// enough such callers wait for each other ([ErrPoolExhausted]). Errors: a [*KeyError]; the context's error, if that
-// ends first (the request may still count); else a [*StoreError].
+// A caller that holds one already, as in a transaction, asks [Limiter.WithTx], or makes the client with [OwnPool].
+// Otherwise enough such callers wait for each other ([ErrPoolExhausted]). Errors: a [*KeyError]; the context's error,
+// if that ends first (the request may still count); else a [*StoreError].
 func (l *Limiter) Allow(ctx context.Context, key string) (Result, error) {
 	return l.AllowN(ctx, key, 1)
 }

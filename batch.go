@@ -19,8 +19,8 @@ import (
 
 // batcher has batches of requests decided, in as many statements as held rows and refused keys make necessary.
 //
-// A row that somebody's transaction has locked, after WithTx(tx).Allow for example, must not hold up the requests for other
-// keys. A statement that decides several rows keeps the ones that it has locked from everybody. So it waits no
+// A row that somebody's transaction has locked, after WithTx(tx).Allow for example, must not hold up the requests for
+// other keys. A statement that decides several rows keeps the ones that it has locked from everybody. So it waits no
 // longer than rowWait for each row, and no longer than 25 times that for all together (see _rate_limit_late). If
 // that is not enough, nothing was taken.
 //

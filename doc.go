@@ -30,8 +30,8 @@
 //
 // # Transactions
 //
-// [Limiter.WithTx] asks in the caller's transaction: limiter.WithTx(tx).Allow(ctx, key). A rollback undoes what it took,
-// gave back or granted.
+// [Limiter.WithTx] asks in the caller's transaction: limiter.WithTx(tx).Allow(ctx, key). A rollback undoes what it
+// took, gave back or granted.
 //
 // # Giving back
 //

@@ -222,7 +222,7 @@ func partsOf(result ratelimit.Result) []portion {
 	var parts []portion
 	for _, p := range receipt.Elem().FieldByName("parts").Seq2() {
 		number := func(field string) int64 { return p.FieldByName(field).Int() }
-		parts = append(parts, portion{number("units"), number("spent"), number("since"), number("in"), number("at")})
+		parts = append(parts, portion{number("Units"), number("Spent"), number("Since"), number("In"), number("At")})
 	}
 	return parts
 }

@@ -9,6 +9,7 @@ import (
 // comparable.
 type Entries string
 
+// NewEntries reads the entries of a column log.
 func NewEntries(log []int64) Entries {
 	var packed []byte
 	for _, entry := range log {
