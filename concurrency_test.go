@@ -54,7 +54,7 @@ func TestExactlyLimitAreAdmitted(t *testing.T) {
 			for i := range limiters {
 				limiters[i] = newLimiter(t, pools[i%len(pools)], config)
 			}
-			for round := range 3 * rounds(t) {
+			for round := range 2 * rounds(t) {
 				key := fmt.Sprint(variant, " ", round)
 				results, errs := make([]Result, goroutines), make([]error, goroutines)
 				testkit.Together(

@@ -439,7 +439,7 @@ func TestDenialThatWritesIsSeen(t *testing.T) {
 func TestUpdatesAreHOT(t *testing.T) {
 	t.Parallel()
 
-	const updates, keys, page = 1000, 10, 8192
+	const updates, keys, page = 500, 10, 8192
 	for _, indexed := range []bool{false, true} {
 		t.Run(fmt.Sprintf("index on expires_at: %v", indexed), func(t *testing.T) {
 			t.Parallel()

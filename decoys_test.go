@@ -26,9 +26,14 @@ func TestNothingThatOthersCreateIsRun(t *testing.T) {
 
 	db, pool := amongDecoys(t)
 	require.NoError(t, callEverything(t, db, pool))
+}
 
-	// Negative control: a decoy runs if the schema is in search_path, before pg_catalog or behind it, or if an
-	// argument of a call of ours has another type than the parameter.
+// A decoy runs if the schema is in search_path, before pg_catalog or behind it, or if an argument of a call of ours has
+// another type than the parameter.
+func TestMistakesThatRunADecoy(t *testing.T) {
+	t.Parallel()
+
+	db, pool := amongDecoys(t)
 	const pinned = `SET search_path TO 'pg_catalog', 'pg_temp'`
 	for name, test := range map[string]struct{ function, old, new string }{
 		"schema in search_path":    {"rate_limit_take_fixed_window", pinned, `SET search_path TO 'limits', 'pg_temp'`},

@@ -163,7 +163,7 @@ func TestDenialsNeverChangeADecisionInAnyOrder(t *testing.T) {
 						"hit", "hit while others are under way", "commit", "rollback", "answered in another order",
 					}, func(what string) bool { return o.seen[what] <= 3 })
 				}
-				for o.step = 0; o.step < 1000*rounds(t) || rare(); o.step++ {
+				for o.step = 0; o.step < 400*rounds(t) || rare(); o.step++ {
 					require.Less(t, o.step, 20_000*rounds(t), "%v", o.seen)
 					o.act()
 				}

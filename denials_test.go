@@ -90,7 +90,7 @@ func TestDenialsNeverChangeADecision(t *testing.T) {
 
 			local, last := 0, map[string][2]Result{}
 			sources := map[bool]Source{false: SourceDatabase, true: SourceCachedDenial}
-			for step := range 600 * rounds(t) {
+			for step := range 300 * rounds(t) {
 				key := []string{"a", "b"}[random.IntN(2)]
 				if random.IntN(40) == 0 {
 					require.NoError(t, remembers.Reset(ctx, key))
@@ -134,7 +134,7 @@ func TestDenialsNeverChangeADecision(t *testing.T) {
 				require.Equal(t, utc(want), utc(got), "step %d of seed %d, cost %d", step, seed, cost)
 				clock.at = clock.at.Add(time.Duration(random.Int64N(400_000)) * time.Microsecond)
 			}
-			require.Greater(t, local, 40, "hardly a call was decided locally")
+			require.Greater(t, local, 20*rounds(t), "hardly a call was decided locally")
 		})
 	}
 }

@@ -271,7 +271,7 @@ func TestSkippingHeldRowsEqualsTheModel(t *testing.T) {
 	db := pgtest.New(t)
 	seed := testSeed(t)
 	passed, refused := 0, 0
-	for story := range uint64(60) {
+	for story := range uint64(20 * rounds(t)) {
 		r := rand.New(rand.NewPCG(seed, story))
 		steps, err := newStory(r, 12)
 		require.NoError(t, err)
@@ -352,7 +352,7 @@ func TestSkippingHeldRowsEqualsTheModel(t *testing.T) {
 		}
 		require.NoError(t, holder.Rollback(t.Context()))
 	}
-	require.Greater(t, passed-refused, 50)
+	require.Greater(t, passed-refused, 20*rounds(t))
 	require.Less(t, refused, passed/2)
 }
 

@@ -84,7 +84,7 @@ func TestHistoriesInWhichPoliciesChange(t *testing.T) {
 		l := newLimiter(t, db.Pool, Config{Name: name, Policy: code, Policies: p, Client: ClientConfig{Test: clock}})
 		twin := newLimiter(t, db.Pool, Config{Name: name + " twin", Policy: code, Client: ClientConfig{Test: clock}})
 		inForce := map[string]Policy{}
-		for range 150 {
+		for range 60 * rounds(t) {
 			now = now.Add(time.Duration(rand.IntN(40)) * time.Second)
 			if rand.IntN(4) == 0 {
 				target := []string{"", "ke", "key"}[rand.IntN(3)]
