@@ -580,6 +580,7 @@ func rowsDiffer(t *testing.T, pool *pgxpool.Pool, space string, asModel rows) er
 // its locked rows. One that is refused is told what was true at the moment when it was looked at, and waits for nobody.
 func TestSetsBesideANewRowAreDecidedAtOneInstant(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
 
 	type told struct {
 		Granted, Remaining int64

@@ -86,6 +86,7 @@ func TestAllowAllTakesFromAllOrFromNone(t *testing.T) {
 // A request that one limit refuses may come from anywhere, so no row of another limit may be made for it.
 func TestDenialOfAllWritesNothing(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
 
 	db := pgtest.New(t)
 	pool := db.Pool
@@ -210,6 +211,7 @@ func TestRequestsThatCannotBeAsked(t *testing.T) {
 // The function refuses what Go would have refused before.
 func TestAllFunctionRefusesBadParts(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "what a migrated database has")
 
 	pool := pgtest.New(t).Pool
 	good := func() []any {
@@ -359,6 +361,7 @@ func TestSetsAreCoalesced(t *testing.T) {
 
 func TestAllowAllInATransaction(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
 
 	db := pgtest.New(t)
 	a, b, c := threeLimits(t, db.Pool, 5, 5, 5)
@@ -390,6 +393,7 @@ func TestAllowAllInATransaction(t *testing.T) {
 // AllowAll with a durable limiter that asks for it commits synchronously.
 func TestAllowAllWaitsForTheLogIfOneLimiterDoes(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "pages, plans and settings of the session that decides")
 
 	for _, synchronous := range []bool{false, true} {
 		db := pgtest.New(t)

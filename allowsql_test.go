@@ -100,6 +100,7 @@ func requireAlike(t *testing.T, want Result, got answer) {
 // Without a policy, the row that is in force decides, as for limiters that obey policies.
 func TestSQLAllowsUnderThePolicyInForce(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "the table of policies, which is on the first shard")
 
 	db := pgtest.New(t)
 	// What is wrong without a row is said, with what to do.
@@ -157,6 +158,7 @@ func TestSQLAllowsUnderThePolicyInForce(t *testing.T) {
 // Rows that came around the triggers, and that limiters pass over, decide nothing.
 func TestSQLPassesOverWhatLimitersPassOver(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "the table of policies, which is on the first shard")
 
 	db := pgtest.New(t)
 	tx := pgtest.Begin(t, db)
@@ -210,6 +212,7 @@ func TestSQLRoundsRetryAfterUp(t *testing.T) {
 // Each argument that is refused is named, with what would be right, and nothing of the key is told.
 func TestSQLNamesTheArgumentThatItRefuses(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "what a migrated database has")
 
 	db := pgtest.New(t)
 	const all = "rate_limit_all(%s, %s, %s, %s, %s, %s, %s, %s, %s, %s)"
@@ -287,6 +290,7 @@ func TestSQLNamesTheArgumentThatItRefuses(t *testing.T) {
 // Who was granted rate_limit_allow needs nothing else, and the helpers stay closed.
 func TestSQLForPeopleNeedsNothingButExecute(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "what a migrated database has")
 
 	db := pgtest.New(t)
 	pool := application(t, db) // with decoys in its search_path and in pg_temp
@@ -309,6 +313,7 @@ func TestSQLForPeopleNeedsNothingButExecute(t *testing.T) {
 // A look writes nothing, so it is possible on a standby, and a take is not.
 func TestSQLPeeksWhereNothingCanBeWritten(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "pages, plans and settings of the session that decides")
 
 	db := pgtest.New(t)
 	conn := pgtest.Connect(t, db)
@@ -337,6 +342,7 @@ func TestSQLAllowsUnderEveryCollation(t *testing.T) {
 // What a person sees of the functions fits on a screen.
 func TestHelpersAreOutOfSight(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "what a migrated database has")
 
 	db := pgtest.New(t)
 	names := pgtest.Scalar[[]string](t, db.Pool, `

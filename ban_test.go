@@ -18,6 +18,7 @@ import (
 // A key that is denied often enough is banned in all processes, and longer each time.
 func TestBan(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
 
 	db := pgtest.New(t)
 	ban := Ban{Denials: 5, Within: time.Hour, First: time.Hour, Longest: 3 * time.Hour, ForgivenAfter: time.Hour}
@@ -193,6 +194,7 @@ func TestBansOfACrowd(t *testing.T) {
 // A ban that the database refuses keeps no other one from being made, and is not tried for ever.
 func TestBanThatIsRefused(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "the table of policies, which is on the first shard")
 
 	db := pgtest.New(t)
 	pgtest.Exec(t, db.Pool, `CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS

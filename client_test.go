@@ -205,6 +205,7 @@ func TestMixedStatementEqualsTheModel(t *testing.T) {
 // Twenty clients keep more busy.
 func TestTwentyLimitersShareTwoConnections(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
 
 	const limiters, callers, limit, calls = 20, 8, 10, 15
 	load := func(t *testing.T, share bool) *statements {
@@ -509,6 +510,7 @@ func TestDenialsOfLimitersStayApart(t *testing.T) {
 // meanwhile.
 func TestHeldKeysOfFourLimitersLeaveConnections(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
 
 	const callers = 100
 	db := pgtest.New(t)

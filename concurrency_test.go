@@ -122,6 +122,7 @@ func TestCostsAddUpToTheLimit(t *testing.T) {
 
 func TestRowDeletedWhileWeWaitForIt(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
 
 	eachSlowPolicyAndTable(t, 10, func(t *testing.T, config Config) {
 		db := pgtest.New(t)
@@ -145,6 +146,7 @@ func TestRowDeletedWhileWeWaitForIt(t *testing.T) {
 
 func TestRowDeletedAndMadeAgainWhileWeWaitForIt(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
 
 	eachSlowPolicyAndTable(t, 10, func(t *testing.T, config Config) {
 		db := pgtest.New(t)
@@ -173,6 +175,7 @@ func TestRowDeletedAndMadeAgainWhileWeWaitForIt(t *testing.T) {
 // deleted, which the look has not reached. The row of "n" is deleted too, and made again.
 func TestRowDeletedBetweenLookAndInsert(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
 
 	eachSlowPolicyAndTable(t, 10, func(t *testing.T, config Config) {
 		for _, commit := range []bool{true, false} {
@@ -269,6 +272,7 @@ func TestSweeperAtFullSpeed(t *testing.T) {
 
 func TestTwoTransactionsMakeTheSameNewKey(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
 
 	eachSlowPolicyAndTable(t, 10, func(t *testing.T, config Config) {
 		for _, commit := range []bool{true, false} {

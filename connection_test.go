@@ -18,6 +18,7 @@ import (
 
 func TestOneConnection(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
 
 	db := pgtest.New(t)
 	for name, open := range map[string]func() pgtest.Executor{
@@ -87,6 +88,7 @@ func savepoint(t *testing.T, tx pgx.Tx) pgx.Tx {
 // transaction.
 func TestLimitersOnOneConnectionTakeTurns(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
 
 	db := pgtest.New(t)
 	pooled := acquire(t, db.NewPool(t, nil))
@@ -195,6 +197,7 @@ func (connless) Conn() *pgx.Conn { return nil }
 // connection of the same pool in a transaction of their own.
 func TestSmallPools(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
 
 	for _, maxConns := range []int32{1, 2} {
 		db := pgtest.New(t)

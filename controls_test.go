@@ -30,6 +30,7 @@ import (
 // step of the algorithm that has the mistake.
 func TestMistakesInTheFunctionsDifferFromTheModel(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "what a migrated database has")
 
 	const (
 		fixed = 1 + iota
@@ -254,6 +255,7 @@ func TestMistakesInTheFunctionsDifferFromTheModel(t *testing.T) {
 // The same for rate_limit_take_all. It has the rules of the functions above, so this is about what is its own.
 func TestMistakesInTakingFromAllDifferFromTheModels(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "what a migrated database has")
 
 	const rows = "_rate_limit_take_all_ephemeral"
 	for _, c := range []struct {
@@ -293,6 +295,7 @@ func TestMistakesInTakingFromAllDifferFromTheModels(t *testing.T) {
 // many.
 func TestDecidingWithoutTheLockAdmitsTooMany(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
 
 	for name, variant := range map[string]struct {
 		policy   ruled
@@ -346,6 +349,7 @@ func TestDecidingWithoutTheLockAdmitsTooMany(t *testing.T) {
 // it takes after a wait for the lock, because that statement's snapshot does not show the new row.
 func TestUpdatingByTidInTheStatementOfTheLockIsLost(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "the order in which one statement locks rows")
 
 	for _, broken := range []bool{false, true} {
 		db := pgtest.New(t)
@@ -394,6 +398,7 @@ func TestUpdatingByTidInTheStatementOfTheLockIsLost(t *testing.T) {
 // vanishes fails.
 func TestRowThatVanishesIsMissedWithoutTheLoop(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "the order in which one statement locks rows")
 
 	db := pgtest.New(t)
 	// One attempt to make the row and to lock it. It is as if the row had been seen, and had vanished then.
@@ -417,6 +422,7 @@ func TestRowThatVanishesIsMissedWithoutTheLoop(t *testing.T) {
 // A control of TestDenialsWriteNothing.
 func TestDenialThatWritesIsSeen(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
 
 	for name, policy := range slowPolicies(10) {
 		db := pgtest.New(t)

@@ -238,6 +238,7 @@ func TestGrantMakesARowAndIsWritten(t *testing.T) {
 
 func TestGrantIsKeptOrUndoneWithTheTransaction(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
 	eachSlowPolicyAllAndTable(t, 10, func(t *testing.T, config Config) {
 		db := pgtest.New(t)
 		limiter := newLimiter(t, db.NewPool(t, nil), config)

@@ -144,6 +144,7 @@ func (r *heldRows) Scan(targets ...any) error {
 // that transaction has ended, because the database would wait.
 func TestDenialsNeverChangeADecisionInAnyOrder(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
 	for _, policy := range []ruled{
 		FixedWindow{Limit: 5, Window: 3 * time.Second},
 		SlidingWindow{Limit: 5, Window: 3 * time.Second},

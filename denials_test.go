@@ -63,6 +63,7 @@ func rememberDenied(d testDenials, key string, clock *setClock) {
 // forward, and resets that come through the limiter, no field of a result may differ.
 func TestDenialsNeverChangeADecision(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
 	ctx := context.Background()
 	pool := pgtest.New(t).Pool
 	for _, policy := range []ruled{

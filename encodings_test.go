@@ -115,6 +115,7 @@ func TestSQLIsPlain(t *testing.T) {
 // Only the caller whose key the encoding refuses is told an error, and it shows nothing of the key.
 func TestKeyThatTheEncodingRefuses(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "what a migrated database has")
 
 	const emoji = "caller \U0001F600"
 	for name, open := range map[string]func(t *testing.T) *pgxpool.Pool{
@@ -202,6 +203,7 @@ func TestKeyThatTheEncodingRefuses(t *testing.T) {
 // that the database refuses.
 func TestNameThatTheEncodingRefuses(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "what a migrated database has")
 
 	db := pgtest.New(t)
 	open := func(encoding string) *pgxpool.Pool {
@@ -268,6 +270,7 @@ func TestNameThatTheEncodingRefuses(t *testing.T) {
 // and the caller of a key that it refuses.
 func TestMixedBatchWithARefusedName(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "what a migrated database has")
 
 	const emoji = "name \U0001F600"
 	db := pgtest.New(t)
@@ -320,6 +323,7 @@ func TestMixedBatchWithARefusedName(t *testing.T) {
 // A schema whose name is not ASCII needs a connection in UTF-8. Any other would ask for another schema, and says so.
 func TestSchemaThatIsNotASCII(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "what a migrated database has")
 
 	const schema = "régie"
 	for _, encoding := range []string{"UTF8", "LATIN1"} { // of the database

@@ -104,6 +104,7 @@ func requireKinds(t *testing.T, err error, key string, want ...error) {
 // Whoever wraps or logs a sentinel by itself sees whose it is.
 func TestSentinelsSayWhoseTheyAre(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "a proxy of its own, or none")
 
 	file, err := parser.ParseFile(token.NewFileSet(), "errors.go", nil, 0)
 	require.NoError(t, err)
@@ -265,6 +266,7 @@ func TestNotMigrated(t *testing.T) {
 
 func TestMigratedAndRolledBack(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "what a migrated database has")
 
 	db := pgtest.New(t)
 	limiter := newLimiter(
@@ -342,6 +344,7 @@ func TestVersionOfTheSchema(t *testing.T) {
 
 func TestNotPermitted(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "what a migrated database has")
 
 	db := pgtest.New(t)
 	pgtest.Exec(t, db.Pool, "REVOKE ALL ON ALL FUNCTIONS IN SCHEMA public FROM CURRENT_USER")
@@ -385,6 +388,7 @@ func TestNotPermitted(t *testing.T) {
 // A statement that takes longer than the server or the client allows.
 func TestStatementTimeout(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "pages, plans and settings of the session that decides")
 
 	db := pgtest.New(t)
 	config := Config{

@@ -48,8 +48,8 @@ func keep(t *testing.T, db *pgtest.DB, config Config, key string, made bool) pgx
 
 func eachTableAndRow(t *testing.T, test func(t *testing.T, durable, made bool)) {
 	t.Helper()
-	for _, durable := range []bool{false, true} {
-		for _, made := range []bool{false, true} {
+	for _, made := range []bool{false, true} {
+		for _, durable := range tablesFor(t, fmt.Sprint(made)) {
 			t.Run(fmt.Sprintf("%s, just made: %t", pgtest.Table(durable), made), func(t *testing.T) {
 				t.Parallel()
 				test(t, durable, made)
@@ -113,6 +113,7 @@ func TestHeldRowsHoldUpNobodyElse(t *testing.T) {
 // A key that is held for good is an ErrKeyHeld, whatever OnFailure says, and no more than that.
 func TestKeysHeldForGood(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
 
 	eachTableAndRow(t, func(t *testing.T, durable, made bool) {
 		db := pgtest.New(t)
@@ -207,6 +208,7 @@ func TestSetsWithAHeldPart(t *testing.T) {
 // A locked table is an outage, not a held row. A table that is locked for a moment is waited for.
 func TestLockedTable(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "the order in which one statement locks rows")
 
 	for _, durable := range []bool{false, true} {
 		db := pgtest.New(t)
@@ -267,6 +269,7 @@ func TestLockedTable(t *testing.T) {
 // While the functions pass over held rows, they decide the others as the model does.
 func TestSkippingHeldRowsEqualsTheModel(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "the order in which one statement locks rows")
 
 	db := pgtest.New(t)
 	seed := testSeed(t)
@@ -360,6 +363,7 @@ func TestSkippingHeldRowsEqualsTheModel(t *testing.T) {
 // made, and decides the others.
 func TestHoldersOfSkippedRows(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
 
 	for _, durable := range []bool{false, true} {
 		db := pgtest.New(t)
@@ -401,6 +405,7 @@ func TestHoldersOfSkippedRows(t *testing.T) {
 // Calls for rows that are there are decided by the second statement, however many are being made beside them.
 func TestRowsBeingMadeDelayNobody(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
 
 	db := pgtest.New(t)
 	var statements []StatementEvent
@@ -450,6 +455,7 @@ func TestRowsBeingMadeDelayNobody(t *testing.T) {
 // it. Nor is it in anybody's way that the key of another AllowAll is held for good.
 func TestSetsThatLoseRacesAreNotHeld(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "the order in which one statement locks rows")
 
 	for _, made := range []bool{false, true} {
 		t.Run(fmt.Sprint("just made: ", made), func(t *testing.T) {
@@ -504,6 +510,7 @@ func TestSetsThatLoseRacesAreNotHeld(t *testing.T) {
 // rate_limit_all passes over a request with a held part, which takes nothing. The others are decided.
 func TestAllSkipsRequestsWithAHeldPart(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "the order in which one statement locks rows")
 
 	db := pgtest.New(t)
 	a, b, c := threeLimits(t, db.Pool, 10, 10, 10)

@@ -135,6 +135,7 @@ func TestHeldKeyLeavesThePoolToOthers(t *testing.T) {
 // At rest, a limiter that has met held rows has no goroutine.
 func TestLaneIsServedByNobodyAtRest(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "the order in which one statement locks rows")
 
 	db := pgtest.New(t)
 	limiter := newLimiter(
@@ -334,9 +335,10 @@ func TestHeldKeysAndShortTimeouts(t *testing.T) {
 // for cannot be told.
 func TestSingleConnectionTellsRowsFromTables(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
 
 	for _, session := range []string{"lock_timeout", "statement_timeout", ""} {
-		for _, durable := range []bool{false, true} {
+		for _, durable := range tablesFor(t, session) {
 			for _, what := range []string{"row", "new row", "table"} {
 				t.Run(fmt.Sprintf("%s, %s, durable: %t", session, what, durable), func(t *testing.T) {
 					t.Parallel()

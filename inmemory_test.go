@@ -234,6 +234,7 @@ func TestMemoryIsExactUnderConcurrency(t *testing.T) {
 // What has no sense in memory is refused, and takes nothing.
 func TestMemoryHasNoTransactions(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
 
 	config := Config{Name: "test", Policy: FixedWindow{Limit: 3, Window: year}}
 	limiter := newLimiter(t, &memory.DB{}, config)

@@ -36,6 +36,7 @@ func deadlocks(t *testing.T, db *pgtest.DB, pools ...*pgxpool.Pool) int64 {
 // is no deadlock.
 func TestCrossingBatchesDoNotDeadlock(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
 
 	const limit, keys, batches, perBatch, workers = 10, 150, 12, 60, 8
 	eachSlowPolicyAndTable(t, limit, func(t *testing.T, config Config) {
@@ -95,6 +96,7 @@ func TestCrossingBatchesDoNotDeadlock(t *testing.T) {
 // the one whose single statement decides ordinary takes, and rate_limit_all, to which the log leaves everything.
 func TestLockingInTheOrderGivenDeadlocks(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "the order in which one statement locks rows")
 
 	fixed, log := FixedWindow{Limit: 10, Window: year}, SlidingLog{Limit: 10, Window: year}
 	takes := []string{
@@ -154,6 +156,7 @@ func TestLockingInTheOrderGivenDeadlocks(t *testing.T) {
 // behind it.
 func TestKeysBehindOneThatIsLeftAreNotLocked(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "the order in which one statement locks rows")
 	for _, broken := range []bool{false, true} {
 		db := pgtest.New(t)
 		if broken {
@@ -191,6 +194,7 @@ func TestKeysBehindOneThatIsLeftAreNotLocked(t *testing.T) {
 // between "m" and another row of the first, "z", which is locked when "m" is made. So they are not locked any more.
 func TestRefusedRequestsLockNothingBehindNewRows(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "the order in which one statement locks rows")
 
 	const call = `SELECT FROM cardinality($2::text[]) AS n, rate_limit_all(
 		$1, array_fill('test'::text, ARRAY[n]), $2, array_fill(false, ARRAY[n]),
@@ -269,6 +273,7 @@ func requireDeadlock(t *testing.T, err error) {
 // makes rows and locks them.
 func TestRowsAreMadeAndLockedInOneOrder(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "the order in which one statement locks rows")
 
 	for name, variant := range map[string]struct {
 		policy ruled
@@ -315,9 +320,10 @@ func TestRowsAreMadeAndLockedInOneOrder(t *testing.T) {
 // stops the statement after that, when it first makes rows.
 func TestVanishedRowsAreNotMadeBehindLockedOnes(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "the order in which one statement locks rows")
 
-	for _, durable := range []bool{false, true} {
-		for _, broken := range []bool{false, true} {
+	for _, broken := range []bool{false, true} {
+		for _, durable := range tablesFor(t, fmt.Sprint(broken)) {
 			t.Run(fmt.Sprintf("%s, broken: %v", pgtest.Table(durable), broken), func(t *testing.T) {
 				t.Parallel()
 				db := pgtest.New(t)
@@ -374,6 +380,7 @@ func TestVanishedRowsAreNotMadeBehindLockedOnes(t *testing.T) {
 // Whoever changes several policies in one transaction, in any order, does not deadlock with a report about them.
 func TestChangesOfPoliciesDoNotDeadlockWithReports(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "the table of policies, which is on the first shard")
 
 	for _, change := range []string{"DELETE FROM rate_limit_policy", "UPDATE rate_limit_policy SET policy = 'fixed 2/1h'"} {
 		for _, broken := range []bool{false, true} {
@@ -416,6 +423,7 @@ func TestChangesOfPoliciesDoNotDeadlockWithReports(t *testing.T) {
 // waits for nobody.
 func TestReportsDoNotDeadlock(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "the order in which one statement locks rows")
 
 	const shadows = `SELECT rate_limit_report($1::bigint[], $2::text[], array_fill(0::bigint, ARRAY[cardinality($1)]),
 		array_fill(0::bigint, ARRAY[cardinality($1)]), array_fill(1::bigint, ARRAY[cardinality($1)]))`

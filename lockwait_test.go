@@ -57,6 +57,7 @@ func aroundALockWait(
 // decide by the reading before the lock however old it is.
 func TestClockIsReadAfterTheLockWait(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "the order in which one statement locks rows")
 
 	const wait = 50 * time.Millisecond
 	for name, policy := range map[string]struct {
@@ -69,7 +70,7 @@ func TestClockIsReadAfterTheLockWait(t *testing.T) {
 		"sliding log":    {SlidingLog{Limit: 5, Window: wait}, "rate_limit_take_sliding_log"},
 		"calendar":       {CalendarWindow{Limit: 5, Unit: Minute}, "rate_limit_take_calendar_window"},
 	} {
-		for _, durable := range []bool{false, true} {
+		for _, durable := range tablesFor(t, name) {
 			t.Run(fmt.Sprintf("%s in %s", name, pgtest.Table(durable)), func(t *testing.T) {
 				t.Parallel()
 				db := pgtest.New(t)
@@ -118,6 +119,7 @@ func TestClockIsReadAfterTheLockWait(t *testing.T) {
 // catches variants in which it begins by the reading of the clock before.
 func TestRowMadeAfterAWaitBeginsThen(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "the order in which one statement locks rows")
 
 	for name, policy := range fastPolicies() {
 		for _, c := range []struct {
@@ -172,6 +174,7 @@ func TestRowMadeAfterAWaitBeginsThen(t *testing.T) {
 // reading of the clock however soon it ends.
 func TestWindowsOfTheCalendarThatEndDuringAWaitAreOver(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "the order in which one statement locks rows")
 
 	for _, keys := range []string{"{a}", "{a,b,c,d}"} {
 		for _, there := range []bool{false, true} {
@@ -208,6 +211,7 @@ func shortCalendar(t *testing.T, db pgtest.Executor, window time.Duration) {
 // only at the first reading whether the window goes on.
 func TestTakesAreToldOfTheTimeTheyAreLocked(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "the order in which one statement locks rows")
 
 	const pause, window = 4 * time.Millisecond, 15 * time.Millisecond
 	for name, c := range map[string]struct {
@@ -292,6 +296,7 @@ func TestNewWindowsBeginAtOneReadingOfTheClock(t *testing.T) {
 // from the row as it is, also when it waits for several rows in turn.
 func TestWaitingForSeveralRowsInTurn(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
 
 	eachSlowPolicyAndTable(t, 10, func(t *testing.T, config Config) {
 		db := pgtest.New(t)
@@ -338,6 +343,7 @@ func TestWaitingForSeveralRowsInTurn(t *testing.T) {
 // rate_limit_all. A call of many keys with one gives up after 25 times as long, or in a variant at once.
 func TestCallsWithoutALockTimeoutWait(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "the order in which one statement locks rows")
 
 	const sets = "rate_limit_take_all('{n,n,n,n}', '{held,a,b,c}', false, '{1,1,1,1}', '{9,9,9,9}', " +
 		"'{1000000000000,1000000000000,1000000000000,1000000000000}', '{0,0,0,0}', NULL, '{1,1,1,1}', '{1,1,1,1}', '{1,2,3,4}', " +

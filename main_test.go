@@ -86,14 +86,14 @@ func eachPolicyAndTable(t *testing.T, policies map[string]Policy, test func(t *t
 	}
 }
 
-// tablesFor says on which tables a test tries a policy: on both with many rounds, else on one. The SQL for both is made
-// from one text, and over all tests each policy is on each table.
-func tablesFor(t *testing.T, policy string) (durable []bool) {
+// tablesFor says on which tables a test tries a policy, or another variant: on both with many rounds, else on one. The
+// SQL for both is made from one text, and over all tests each policy is on each table.
+func tablesFor(t *testing.T, variant string) (durable []bool) {
 	t.Helper()
 	if rounds(t) > 1 {
 		return []bool{false, true}
 	}
-	return []bool{crc32.ChecksumIEEE([]byte(t.Name()+policy))%2 == 0}
+	return []bool{crc32.ChecksumIEEE([]byte(t.Name()+variant))%2 == 0}
 }
 
 func newLimiter(t *testing.T, db DBTX, config Config) *Limiter {

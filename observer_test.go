@@ -119,6 +119,7 @@ func TestObserverOfBatches(t *testing.T) {
 
 func TestObserverOfTransactions(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
 	var decisions []DecisionEvent
 	db := pgtest.New(t)
 	l := newLimiter(t, db.Pool, Config{Name: "test", Policy: hourly, Client: ClientConfig{
@@ -145,6 +146,7 @@ func TestObserverOfTransactions(t *testing.T) {
 // decisions.
 func TestObserverOfSeveralLimits(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
 	var decisions []DecisionEvent
 	db := pgtest.New(t)
 	observer := &Observer{Decision: func(e DecisionEvent) { decisions = append(decisions, e) }}

@@ -29,6 +29,7 @@ func poolOfSize(t *testing.T, db *pgtest.DB, n int32) *pgxpool.Pool {
 // that Postgres is away. OnFailure answers it.
 func TestAllowInATransactionOfTheLastConnection(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
 	all := map[Source]FailureMode{SourceDatabase: ReturnError()}
 	maps.Copy(all, modes)
 	for source, mode := range all {
@@ -189,6 +190,7 @@ func TestFrozenServerIsNoExhaustedPool(t *testing.T) {
 // decided by the database, and exactly the limit is admitted.
 func TestOwnPoolDecidesWhileThePoolIsExhausted(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
 	db := pgtest.New(t)
 	pool := poolOfSize(t, db, 4)
 	own, err := OwnPool(pool)

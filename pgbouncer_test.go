@@ -46,13 +46,14 @@ func (b bouncer) pool(t *testing.T, mode pgx.QueryExecMode, configure ...func(*p
 // Limit are admitted.
 func TestPgBouncer(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
 
 	db := pgtest.New(t)
 	b := startBouncer(t, db, 2)
 	for _, mode := range []pgx.QueryExecMode{pgx.QueryExecModeExec, pgx.QueryExecModeSimpleProtocol} {
 		pools := []*pgxpool.Pool{b.pool(t, mode), b.pool(t, mode)}
 		for name, policy := range slowPolicies(40) {
-			for _, durable := range []bool{false, true} {
+			for _, durable := range tablesFor(t, name) {
 				config := Config{
 					Name:              fmt.Sprint(mode, name),
 					Policy:            policy,
@@ -134,6 +135,7 @@ func TestPgBouncerWithoutPreparedStatements(t *testing.T) {
 // The test catches each function that sets them if it sets them for the session.
 func TestPgBouncerHandsNoSettingsOn(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "pages, plans and settings of the session that decides")
 
 	const show = "SELECT current_setting('lock_timeout') || ', ' || current_setting('synchronous_commit')"
 	rows, err := pgtest.New(t).Pool.Query(t.Context(), `SELECT proname FROM pg_proc
@@ -184,6 +186,7 @@ func TestPgBouncerHandsNoSettingsOn(t *testing.T) {
 // violation, and what was under way may have counted.
 func TestPgBouncerLosesItsServer(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "the order in which one statement locks rows")
 
 	server := pgtest.Server(t, pgserver.Config{Fsync: true})
 	pool, err := pgxpool.New(t.Context(), server.URL())

@@ -18,8 +18,9 @@ import (
 // decision that costs microseconds would then cost as much as the table is long.
 func TestPlansDependOnNoStatistics(t *testing.T) {
 	t.Parallel()
-	for _, durable := range []bool{false, true} {
-		for _, mode := range []string{"auto", "force_generic_plan", "force_custom_plan"} {
+	pgtest.NotThroughProxy(t, "pages, plans and settings of the session that decides")
+	for _, mode := range []string{"auto", "force_generic_plan", "force_custom_plan"} {
+		for _, durable := range tablesFor(t, mode) {
 			t.Run(pgtest.Table(durable)+", plan_cache_mode "+mode, func(t *testing.T) {
 				t.Parallel()
 				conn := pgtest.Connect(t, pgtest.New(t))
@@ -36,6 +37,7 @@ func TestPlansDependOnNoStatistics(t *testing.T) {
 // Nor may a plan depend on what the session has turned off. The catalog shows that JIT is off.
 func TestPlansDependOnNoSettings(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "pages, plans and settings of the session that decides")
 	for _, off := range [][]string{
 		{"enable_nestloop"}, {"enable_sort"}, {"enable_tidscan"}, {"enable_indexscan", "enable_bitmapscan", "enable_indexonlyscan"},
 		{"enable_nestloop", "enable_sort", "enable_tidscan", "enable_indexscan", "enable_bitmapscan", "enable_indexonlyscan", "enable_hashjoin", "enable_mergejoin", "enable_material"},
@@ -59,6 +61,7 @@ func TestPlansDependOnNoSettings(t *testing.T) {
 // The same test sees what happens without the setting that the functions have against it.
 func TestPlansWithoutTheirSettingScanTheTable(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "pages, plans and settings of the session that decides")
 	scanned := int64(0)
 	// On a busy server a session may be told to plan anew, and then it does so for the grown table.
 	for attempt := 0; scanned == 0 && attempt < 10; attempt++ {

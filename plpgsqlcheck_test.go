@@ -15,6 +15,7 @@ import (
 // server does not have that extension, unless RATELIMIT_TEST_PLPGSQL_CHECK is set.
 func TestFunctionsPassPlpgsqlCheck(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "what a migrated database has")
 
 	db := pgtest.New(t)
 	available := pgtest.Scalar[bool](
@@ -58,6 +59,7 @@ func TestFunctionsPassPlpgsqlCheck(t *testing.T) {
 // are made, and decide, all the same.
 func TestFunctionsUnderStrictSettings(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "what a migrated database has")
 
 	db := pgtest.Empty(t)
 	pgtest.Exec(t, db.Pool, `DO $$ BEGIN

@@ -72,6 +72,7 @@ const addPolicySQL = "INSERT INTO rate_limit_policy (name, key, policy, comment)
 // a key.
 func TestPoliciesThatNobodyCouldRead(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "the table of policies, which is on the first shard")
 
 	db := pgtest.New(t)
 	pgtest.Exec(t, db.Pool, addPolicySQL, "secret", "fixed 1/1h")
@@ -146,6 +147,7 @@ func TestPoliciesThatNobodyCouldRead(t *testing.T) {
 // However large an id is that somebody gives to a row, others can still ban, during its life and after it.
 func TestLargeIDsLeaveRoomForBans(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "the table of policies, which is on the first shard")
 
 	for _, id := range []string{"4503599627370496", "9007199254740991", "9007199254740992", "9223372036854775807"} {
 		db := pgtest.New(t)
@@ -186,6 +188,7 @@ func refusedPolicy(t *testing.T, db pgtest.Executor, sql, column string) {
 // A key is shown by no error, whichever constraint it is of, and nobody empties the table without a trace.
 func TestPoliciesAreNotTruncated(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "the table of policies, which is on the first shard")
 
 	db := pgtest.New(t)
 	pgtest.Exec(t, db.Pool, addPolicySQL, "secret", "fixed 1/1h")
@@ -206,6 +209,7 @@ func TestPoliciesAreNotTruncated(t *testing.T) {
 // The history has each change, with the row before and after it. Who made it is who logged in.
 func TestHistoryOfPolicies(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "the table of policies, which is on the first shard")
 
 	db := pgtest.New(t)
 	conn := pgtest.Connect(t, db)
@@ -373,6 +377,7 @@ func TestInterleavedWritersOfPolicies(t *testing.T) {
 // not deadlock, as they would if the lock came with the first row that was changed.
 func TestWritersOfPoliciesDoNotDeadlock(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "the table of policies, which is on the first shard")
 
 	for _, early := range []bool{true, false} {
 		db := pgtest.New(t)
@@ -445,6 +450,7 @@ func TestReadersOfPoliciesUnderWriters(t *testing.T) {
 // Whoever changes policies wakes up the processes, once for each transaction.
 func TestPoliciesWakeUpProcesses(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "the table of policies, which is on the first shard")
 
 	db := pgtest.New(t)
 	conn := pgtest.Connect(t, db)
@@ -469,6 +475,7 @@ func TestPoliciesWakeUpProcesses(t *testing.T) {
 // The application needs EXECUTE, on each function by itself, and no right to the tables. Its decoys change nothing.
 func TestPoliciesNeedNothingButExecute(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "what a migrated database has")
 
 	db := pgtest.New(t)
 	pool := application(t, db)
@@ -519,6 +526,7 @@ func TestPoliciesInASchemaWithAnOddName(t *testing.T) {
 // does if a function may look at all rows.
 func TestPlansOfPolicies(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "pages, plans and settings of the session that decides")
 
 	for _, mode := range []string{"auto", "force_generic_plan", "force_custom_plan", "broken"} {
 		db := pgtest.New(t)
@@ -558,6 +566,7 @@ func TestPlansOfPolicies(t *testing.T) {
 // Without their triggers the rows would neither be checked nor told, which is what the tests above would see.
 func TestPoliciesWithoutTriggers(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "the table of policies, which is on the first shard")
 
 	db := pgtest.New(t)
 	var reader policyReader
@@ -573,6 +582,7 @@ func TestPoliciesWithoutTriggers(t *testing.T) {
 // The time of a row may be as far away as Postgres can tell, if the triggers were off. It is told all the same.
 func TestFarTimesOfPoliciesAreTold(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "the table of policies, which is on the first shard")
 
 	db := pgtest.New(t)
 	tx := pgtest.Begin(t, db)
@@ -608,6 +618,7 @@ func TestBansBesideOtherPolicies(t *testing.T) {
 // control: it has not where the clock is read before what there is.
 func TestPoliciesThatAreReadHaveBegun(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "the table of policies, which is on the first shard")
 
 	for _, early := range []bool{false, true} {
 		db := pgtest.New(t)

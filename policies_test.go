@@ -59,6 +59,7 @@ const addPolicy = `INSERT INTO rate_limit_policy (name, key, key_prefix, mode, p
 // The row that the precedence names decides, for every way to ask.
 func TestPoliciesDecide(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
 
 	db := pgtest.New(t)
 	p := runningPolicies(t, db.Pool, PoliciesConfig{})
@@ -290,6 +291,7 @@ func TestPoliciesCostNoStatement(t *testing.T) {
 // precedence holds.
 func TestPoliciesThatCannotBeObeyed(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "the table of policies, which is on the first shard")
 
 	db := pgtest.New(t)
 	var journal testkit.Journal

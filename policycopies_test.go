@@ -37,6 +37,7 @@ func (p notListening) Use(ctx context.Context, use func(*pgx.Conn) error) error 
 // meanwhile. A row that cannot be read is logged once, however often it is read.
 func TestPoliciesThatNoTriggerTellsOf(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "the table of policies, which is on the first shard")
 
 	db := pgtest.New(t)
 	var journal testkit.Journal
@@ -139,6 +140,7 @@ func TestOtherChangesOfTheSameNumber(t *testing.T) {
 // used again that the history has.
 func TestSequencesBehindTheRows(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "the table of policies, which is on the first shard")
 
 	for name, sql := range map[string]string{
 		"ban":    "SELECT rate_limit_ban('n', 'k', '1h', '1h', '1h', 'why')",

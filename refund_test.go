@@ -214,6 +214,7 @@ func TestRefundAfterAChangeOfPolicy(t *testing.T) {
 // What is in the table after each call, in both of them.
 func TestRefundWritesOnlyWhatItGivesBack(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "pages, plans and settings of the session that decides")
 	eachSlowPolicyAllAndTable(t, 10, func(t *testing.T, config Config) {
 		db := pgtest.New(t)
 		config.Client.Test = frozen(t0)
@@ -265,6 +266,7 @@ func TestRefundWritesOnlyWhatItGivesBack(t *testing.T) {
 
 func TestRefundIsKeptOrTakenAgainWithTheTransaction(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
 	eachSlowPolicyAllAndTable(t, 10, func(t *testing.T, config Config) {
 		db := pgtest.New(t)
 		limiter := newLimiter(t, db.NewPool(t, nil), config)
@@ -305,6 +307,7 @@ func TestRefundIsKeptOrTakenAgainWithTheTransaction(t *testing.T) {
 // may have.
 func TestRefundForgetsTheDenial(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
 	eachSlowPolicyAndTable(t, 10, func(t *testing.T, config Config) {
 		db := pgtest.New(t)
 		config.Client.DenialMaxAge = time.Hour
@@ -412,6 +415,7 @@ func TestRefundsAreExactUnderConcurrency(t *testing.T) {
 // among those that are made, they do not.
 func TestCrossingRefundsDoNotDeadlock(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "the order in which one statement locks rows")
 	cross := func(db *pgtest.DB, rounds int) error {
 		const workers = 4
 		pgtest.Exec(
@@ -461,6 +465,7 @@ func TestCrossingRefundsDoNotDeadlock(t *testing.T) {
 // What cannot be given back is refused before the database is asked.
 func TestWhatCannotBeRefunded(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
 	db := pgtest.New(t)
 	pool := db.NewPool(t, nil)
 	config := Config{Name: "a", Policy: FixedWindow{Limit: 10, Window: year}, Client: ClientConfig{Timeout: amply}}

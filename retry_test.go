@@ -96,6 +96,7 @@ func (f *failing) Query(ctx context.Context, sql string, args ...any) (pgx.Rows,
 // A call that comes while the schema is dropped and made again says so, or gets a decision.
 func TestMigratingUnderLoad(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "what a migrated database has")
 
 	db := pgtest.New(t)
 	limiter := newLimiter(
@@ -139,6 +140,7 @@ func TestMigratingUnderLoad(t *testing.T) {
 // more of the types.
 func TestMigratingWhileAStatementWaits(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "what a migrated database has")
 
 	for name, policy := range slowPolicies(10) {
 		t.Run(name, func(t *testing.T) {

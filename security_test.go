@@ -74,6 +74,7 @@ func application(t *testing.T, db *pgtest.DB) *pgxpool.Pool {
 // Whatever the application's role puts in the way, the functions decide as the model does.
 func TestApplicationsDecoysChangeNoDecision(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "what a migrated database has")
 
 	const stories, stepsOf = 25, 40
 	db := pgtest.New(t)
@@ -106,6 +107,7 @@ func TestApplicationsDecoysChangeNoDecision(t *testing.T) {
 // The application's role is admitted exactly Limit, by the database's clock, and has every method.
 func TestApplicationNeedsNothingButExecute(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "what a migrated database has")
 
 	const limit = 50
 	db := pgtest.New(t)
@@ -149,6 +151,7 @@ func TestApplicationNeedsNothingButExecute(t *testing.T) {
 // Negative control: functions that look names up where their caller does take the decoys for the real ones.
 func TestFunctionsWithoutTheirSearchPathTakeDecoys(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "what a migrated database has")
 
 	db := pgtest.New(t)
 	pool := application(t, db)

@@ -40,6 +40,7 @@ func probe(t *testing.T, db *pgtest.DB) {
 
 func TestSettingsAreThoseOfTheLimitersTransactionsAlone(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
 
 	db := pgtest.New(t)
 	probe(t, db)
@@ -322,6 +323,7 @@ func eachExecMode(
 // No setting of a session changes how times and numbers are read.
 func TestSettingsOfTheOutput(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "pages, plans and settings of the session that decides")
 	db := pgtest.New(t)
 	for name, settings := range map[string]map[string]string{
 		"German": {"datestyle": "German", "timezone": "Asia/Kolkata", "extra_float_digits": "-15", "intervalstyle": "sql_standard"},

@@ -15,6 +15,7 @@ import (
 
 func TestSeveralPolicies(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
 
 	pool := pgtest.New(t).Pool
 	now := t0

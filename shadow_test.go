@@ -124,6 +124,7 @@ func TestShadowsAreExact(t *testing.T) {
 // Whatever goes wrong with a shadow, its request is decided, once.
 func TestShadowThatFails(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
 
 	db := pgtest.New(t)
 	p := runningPolicies(t, db.Pool, PoliciesConfig{})

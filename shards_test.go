@@ -25,6 +25,7 @@ import (
 // The limit of each key is admitted exactly while the client learns of shards, and when there are more of them.
 func TestShardedClientCountsExactly(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "a proxy of its own, or none")
 
 	const callers, keys, limit, tries = 64, 1000, 3, 5
 	p := newProxy(t, 2)
@@ -84,6 +85,7 @@ func TestShardedClientCountsExactly(t *testing.T) {
 // A shard that is away opens its own breaker, and no other one. All other calls are decided.
 func TestDeadShardHoldsUpItsKeysOnly(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "a proxy of its own, or none")
 
 	p := newProxy(t, 2)
 	p.fail(t, 1, "XX000", `PL/Proxy function proxy._f(13): [limits_1] PQconnectPoll: connection refused`, "", "%")
@@ -143,6 +145,7 @@ func TestDeadShardHoldsUpItsKeysOnly(t *testing.T) {
 // A set of keys of several shards is refused, by itself, whether the shards are known or not. Nothing is taken.
 func TestAllowAllAcrossShards(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "a proxy of its own, or none")
 
 	p := newProxy(t, 4)
 	config := Config{Name: "set", Policy: FixedWindow{Limit: 1000, Window: year}}
@@ -202,6 +205,7 @@ func TestAllowAllAcrossShards(t *testing.T) {
 // serve a connection outside of a transaction.
 func TestTransactionsOverShardsAreRefused(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
 
 	p := newProxy(t, 2)
 	config := Config{Name: "tx", Policy: FixedWindow{Limit: 10, Window: year}, Client: ClientConfig{Schema: "proxy", Timeout: amply}}
@@ -258,6 +262,7 @@ func TestTransactionsOverShardsAreRefused(t *testing.T) {
 // A shard that does not own its keys for a moment, while it is divided, is asked again.
 func TestRefusalsOfADividedShard(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "a proxy of its own, or none")
 
 	p := newProxy(t, 4)
 	pgtest.Exec(t, p.Pool, "UPDATE proxy.map SET refusals = 5")
@@ -289,6 +294,7 @@ func TestRefusalsOfADividedShard(t *testing.T) {
 // for ever, and that is no reason to wait longer than the Timeout.
 func TestProxyThatRefusesKeysOfOneShard(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "a proxy of its own, or none")
 	for _, refusals := range []int{3, 1000} {
 		synctest.Test(t, func(t *testing.T) {
 			db, asked := newModelDB(), 0
@@ -317,6 +323,7 @@ func TestProxyThatRefusesKeysOfOneShard(t *testing.T) {
 // A shard that never owns its keys is no reason to wait longer than the Timeout, nor to ask for ever.
 func TestShardThatDoesNotFitTheMap(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "a proxy of its own, or none")
 	synctest.Test(t, func(t *testing.T) {
 		db := newModelDB()
 		db.set(func(context.Context) error {
@@ -402,6 +409,7 @@ func TestStatementsThatAProxyCancels(t *testing.T) {
 // What was leased of keys of several shards goes back to each of them.
 func TestLeasesGoBackOverShards(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "a proxy of its own, or none")
 
 	const keys, calls = 40, 20
 	p := newProxy(t, 4)
@@ -446,6 +454,7 @@ func TestLeasesGoBackOverShards(t *testing.T) {
 // A key that somebody's transaction holds delays no others while the client learns of shards.
 func TestHeldKeyOfAShard(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "a proxy of its own, or none")
 
 	p := newProxy(t, 4)
 	config := Config{Name: "held", Policy: FixedWindow{Limit: 10, Window: year}, NoDenialCache: true}
@@ -477,6 +486,7 @@ func TestHeldKeyOfAShard(t *testing.T) {
 // A shadow that a shard cannot decide does not have its request decided twice: the shard has committed that.
 func TestShadowOfAShard(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "a proxy of its own, or none")
 
 	p := newProxy(t, 2)
 	pgtest.Exec(t, p.Pool, addPolicy, "api", "", "", "shadow", "fixed 5/1h")
@@ -507,6 +517,7 @@ func TestShadowOfAShard(t *testing.T) {
 // A request that goes to another queue keeps its time, and is turned away by that queue's breaker.
 func TestQueuesOfShards(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "a proxy of its own, or none")
 
 	client := newClient(t, &pgxpool.Pool{}, ClientConfig{})
 	l := client.limiter(t, Config{Name: "test", Policy: hourly, OnFailure: FailClosed()})

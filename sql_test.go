@@ -391,6 +391,7 @@ func describe(ctx context.Context, pool *pgxpool.Pool, steps []step, err error, 
 // which the clock has stepped back, for all who decide.
 func TestRowsOfTheLastYear(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "the order in which one statement locks rows")
 
 	db := pgtest.New(t)
 	for _, call := range []string{

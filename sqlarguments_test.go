@@ -16,6 +16,7 @@ import (
 // Anybody may call the functions from psql. What cannot be done is refused in words, and leaves no trace.
 func TestSQLRefusesBadArguments(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "what a migrated database has")
 
 	db := pgtest.New(t)
 	calls := map[string]string{
@@ -184,6 +185,7 @@ func TestNullMeansTheDefaultInSQL(t *testing.T) {
 // The statement that follows "Example:" in each function's comment works as it stands.
 func TestExamplesInCommentsWork(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "what a migrated database has")
 
 	db := pgtest.New(t)
 	rows, err := db.Pool.Query(t.Context(), `
@@ -261,6 +263,7 @@ func closing(text string) int {
 // A lock_timeout_ms of -1 leaves the session's lock_timeout, as NULL does, however many keys there are.
 func TestLockTimeoutOfTheCallersTransaction(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
 
 	db := pgtest.New(t)
 	for name, policy := range slowPolicies(100) {
@@ -293,6 +296,7 @@ func TestLockTimeoutOfTheCallersTransaction(t *testing.T) {
 // nothing is taken.
 func TestTakesFromRowsRefuseBadArguments(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "what a migrated database has")
 
 	db := pgtest.New(t)
 	pgtest.Exec(t, db.Pool, `SELECT
@@ -343,6 +347,7 @@ func TestTakesFromRowsRefuseBadArguments(t *testing.T) {
 // A row that somebody is just making is passed over, and what others take at the same time is stored all the same.
 func TestRowsBeingMadeSpoilNoOthers(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
 
 	db := pgtest.New(t)
 	pgtest.Exec(t, db.Pool, "SELECT rate_limit_take_fixed_window('n', '{a}', 20, 60000000, '{3}', '{1}')")
@@ -359,6 +364,7 @@ func TestRowsBeingMadeSpoilNoOthers(t *testing.T) {
 // what it sees. Here two rows always have the same count, whoever takes from them.
 func TestLooksSeeOneMoment(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
 
 	const takes, looks = 2000, 500
 	db := pgtest.New(t)
@@ -397,6 +403,7 @@ func TestLooksSeeOneMoment(t *testing.T) {
 // A limit of 2^62 admits a cost of 2^62, once. Two such requests ask for more than a bigint holds.
 func TestLargestTakes(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "what a migrated database has")
 
 	db := pgtest.New(t)
 	const largest = "4611686018427387904" // 2^62
@@ -422,6 +429,7 @@ func TestLargestTakes(t *testing.T) {
 // what does not belong together, and what would never fit. So no row has more taken from it than it has room for.
 func TestTakesOfSetsAskedBadly(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "what a migrated database has")
 
 	db := pgtest.New(t)
 	const good = `'{n,n,n}', '{ccc,bb,a}', false, '{1,2,3}', '{3,3,3}', '{60000000,60000000,60000000}', '{0,0,1}', NULL,

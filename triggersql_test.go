@@ -16,6 +16,7 @@ import (
 // examples/trigger/orders.sql does what its comments say, for a role with the rights that they name.
 func TestTriggerExample(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
 
 	example, err := os.ReadFile("examples/trigger/orders.sql")
 	require.NoError(t, err)

@@ -267,6 +267,7 @@ func TestLoggerDefaultsToThatOfTheProcess(t *testing.T) {
 // the schema is named.
 func TestSchemaWithoutUsage(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "what a migrated database has")
 	db := pgtest.New(t)
 	pgtest.Exec(t, db.Pool, "REVOKE USAGE ON SCHEMA public FROM PUBLIC, pg_database_owner, CURRENT_USER")
 	superuser := pgtest.Scalar[bool](t, db.Pool, "SELECT rolsuper FROM pg_roles WHERE rolname = current_user")

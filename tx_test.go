@@ -19,6 +19,7 @@ import (
 
 func TestTransactionKeepsOrGivesBack(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
 
 	eachSlowPolicyAndTable(t, 10, func(t *testing.T, config Config) {
 		db := pgtest.New(t)
@@ -88,6 +89,7 @@ func TestTransactionKeepsOrGivesBack(t *testing.T) {
 // may be granted after the rollback.
 func TestDenialInATransactionIsForgottenWithIt(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
 
 	eachSlowPolicyAndTable(t, 10, func(t *testing.T, config Config) {
 		db := pgtest.New(t)
@@ -118,6 +120,7 @@ func TestDenialInATransactionIsForgottenWithIt(t *testing.T) {
 
 func TestTransactionStaysUsable(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
 
 	eachSlowPolicyAndTable(t, 10, func(t *testing.T, config Config) {
 		db := pgtest.New(t)
@@ -157,6 +160,7 @@ func TestTransactionStaysUsable(t *testing.T) {
 
 func TestOthersWaitForATransaction(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
 
 	eachSlowPolicyAndTable(t, 10, func(t *testing.T, config Config) {
 		for _, commit := range []bool{true, false} {
@@ -188,6 +192,7 @@ func TestOthersWaitForATransaction(t *testing.T) {
 
 func TestTransactionThatWaitsTooLong(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
 
 	db := pgtest.New(t)
 	config := Config{
@@ -215,6 +220,7 @@ func TestTransactionThatWaitsTooLong(t *testing.T) {
 // there.
 func TestIsolationLevels(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
 
 	const limit, workers, each = 40, 6, 8
 	for _, level := range []pgx.TxIsoLevel{pgx.ReadCommitted, pgx.RepeatableRead, pgx.Serializable} {
@@ -279,6 +285,7 @@ func eachSlowPolicyAndTableAt(t *testing.T, level pgx.TxIsoLevel, limit int64, t
 // has changed, made or deleted since.
 func TestOldSnapshots(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
 
 	for _, level := range []pgx.TxIsoLevel{pgx.RepeatableRead, pgx.Serializable} {
 		eachSlowPolicyAndTableAt(t, level, 10, func(t *testing.T, config Config) {
@@ -363,6 +370,7 @@ func TestDefaultIsolationOfThePool(t *testing.T) {
 // the call has not counted.
 func TestTimeoutRollsTheTransactionBack(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
 
 	db := pgtest.New(t)
 	config := Config{Name: "test", Policy: hourly}

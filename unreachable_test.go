@@ -101,6 +101,7 @@ func poolOf(t *testing.T, serve func(net.Conn)) *pgxpool.Pool {
 
 func TestReadOnlySession(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "pages, plans and settings of the session that decides")
 
 	db := pgtest.New(t)
 	readOnly := db.NewPool(t, func(config *pgxpool.Config) {
@@ -167,6 +168,7 @@ func TestStandby(t *testing.T) {
 // The session of a statement is ended by an administrator.
 func TestConnectionIsEndedMeanwhile(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "the order in which one statement locks rows")
 
 	db := pgtest.New(t)
 	config := Config{Name: "test", Policy: FixedWindow{Limit: 10, Window: year}, Client: ClientConfig{Timeout: amply}}

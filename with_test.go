@@ -345,6 +345,7 @@ func TestTwoAlgorithmsOnOneKeyAdmitBoth(t *testing.T) {
 
 func TestWithSharesEverythingElse(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "what a migrated database has")
 
 	db := pgtest.New(t)
 	const schema = `a "schema"`
@@ -428,6 +429,7 @@ func TestDenialIsRememberedForItsPolicy(t *testing.T) {
 // However many policies there are, their calls share MaxInFlight connections, and each is decided under its own.
 func TestPoliciesShareTheConnections(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "the table of policies, which is on the first shard")
 
 	const policies, callers = 12, 40
 	pool, asked := tracedPool(t, pgtest.New(t))

@@ -45,6 +45,7 @@ func written(t *testing.T, tx pgx.Tx, config Config) int64 {
 
 func TestDenialsWriteNothing(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "pages, plans and settings of the session that decides")
 
 	eachSlowPolicyAndTable(t, 10, func(t *testing.T, config Config) {
 		db := pgtest.New(t)
@@ -92,6 +93,7 @@ func TestDenialsWriteNothing(t *testing.T) {
 
 func TestLooksTakeNoTransactionIDAndWaitForNobody(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
 
 	eachSlowPolicyAndTable(t, 10, func(t *testing.T, config Config) {
 		db := pgtest.New(t)
@@ -131,6 +133,7 @@ func TestLooksTakeNoTransactionIDAndWaitForNobody(t *testing.T) {
 // because it has locked their rows. Looks take none, and neither does a denial that is remembered. Many sets take two.
 func TestTransactionIDs(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
 
 	// Nobody else takes transaction ids on this server.
 	server := pgtest.Server(t, pgserver.Config{Settings: map[string]string{"autovacuum": "off"}})

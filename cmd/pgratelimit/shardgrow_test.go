@@ -12,6 +12,7 @@ import (
 
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/internal/shards"
+	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
 const (
@@ -108,6 +109,11 @@ func TestInterruptedGrowth(t *testing.T) {
 		{shards.Switched, "has given half of its keys to shard 2, and still has their rows", true},
 		{shards.Deleted, "is to be divided, and still has all its keys", true},
 	} {
+		// Before, in the midst of and after the moment in which keys change hands. make test/shards has all.
+		usual := test.after == shards.Copied || test.after == shards.GaveUp || test.after == shards.Switched
+		if !usual && testkit.Rounds(t, "RATELIMIT_TEST_ROUNDS", 1) == 1 {
+			continue
+		}
 		t.Run(string("after "+test.after), func(t *testing.T) {
 			t.Parallel()
 

@@ -26,6 +26,15 @@ func Shards() int {
 	return n
 }
 
+// NotThroughProxy skips a test if the databases of New are proxies for shards. why names what the test needs, and a proxy
+// does not have.
+func NotThroughProxy(t testing.TB, why string) {
+	t.Helper()
+	if Shards() > 0 {
+		t.Skip("not through a proxy for shards: " + why)
+	}
+}
+
 // Fleet is a proxy and its shards, each on a server of its own.
 type Fleet struct {
 	*DB
