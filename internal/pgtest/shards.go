@@ -26,8 +26,8 @@ func Shards() int {
 	return n
 }
 
-// NotThroughProxy skips a test if the databases of New are proxies for shards. why names what the test needs, and a proxy
-// does not have.
+// NotThroughProxy skips a test if the databases of New are proxies for shards. why names what the test needs and a
+// proxy does not have.
 func NotThroughProxy(t testing.TB, why string) {
 	t.Helper()
 	if Shards() > 0 {
