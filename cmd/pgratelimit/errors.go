@@ -9,7 +9,7 @@ import (
 	"github.com/jackc/pgx/v5/pgconn"
 
 	"github.com/pgratelimit/ratelimit"
-	"github.com/pgratelimit/ratelimit/internal/pgfind"
+	"github.com/pgratelimit/ratelimit/internal/pgserver"
 )
 
 var (
@@ -60,7 +60,7 @@ func refusedText(err error) error {
 
 // message returns an error in one line, with what to do about it. A list of ways to get a Postgres stays a list.
 func (a *app) message(err error) string {
-	if errors.Is(err, pgfind.ErrNotFound) {
+	if errors.Is(err, pgserver.ErrNotFound) {
 		return err.Error()
 	}
 	text := oneLine(err)

@@ -1,226 +1,115 @@
-// Package pgserver provides a throwaway Postgres for the demo command, the tests and the benchmarks.
+// Package pgserver provides a throwaway Postgres for the demo, the tests and the benchmarks. Each way to one has a
+// file: a connection string (url.go), programs of this machine (installed.go), Docker (docker.go), and a package of
+// npm (npm.go).
 //
-// A server that Start has started lives until Close. Its owner may end without calling Close: by Ctrl-C, a panic,
-// os.Exit, the timeout of go test, even kill -9. Then a watchdog stops the server and removes what it left on
-// disk, see watchdog.
+// A server that Start has started lives until Close, or until this process ends. However the process ends, even by
+// kill -9, a watchdog then stops the server and removes what it left on disk.
 package pgserver
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"maps"
-	"os"
-	"slices"
-	"sync"
+	"strings"
 	"time"
 
-	"github.com/pgratelimit/ratelimit/internal/pgfind"
+	"github.com/jackc/pgx/v5"
 )
 
 const (
-	// defaultImage is the default of Config.Image.
-	defaultImage = "postgres:17"
+	defaultMajor = "17"
 
-	// startTimeout is how long a server may take until it answers, if the caller's context has no deadline.
-	startTimeout = 30 * time.Second
+	// startTimeout is how long a server may take until it answers.
+	startTimeout = time.Minute
 )
 
-// Config says where Start gets a server from, and which settings the server has. The zero value is useful: it
-// takes binaries, Docker or npm, whichever this machine has, tuned for speed.
+// Config says which server is wanted. The zero value is the quickest that this machine has.
 type Config struct {
-	// URL is the connection string of a server to use as it is. Then nothing is started, and all other fields are
-	// ignored. Commands fill it from DATABASE_URL, tests from RATELIMIT_TEST_DATABASE_URL. Defaults to starting a
-	// server.
+	// URL is the connection string of a server to use as it is. All other fields are ignored then. Defaults to
+	// starting a server.
 	URL string
 
-	// BinDir is the folder of the postgres and initdb programs. Defaults to the first folder that has both: those
-	// in PATH, then what "pg_config --bindir" prints, then the usual install folders, newest version first.
-	BinDir string
+	// Major is the version, such as "17". Defaults to whichever is installed, else 17.
+	Major string
 
-	// Fsync leaves fsync, full_page_writes and synchronous_commit at the server's own defaults, for tests of
-	// durability and for benchmarks. Defaults to all three off. Then commits are faster, but Kill and an
+	// Image is a Docker image to run. Defaults to the first way that works: installed programs, Docker, npm.
+	Image string
+
+	// Fsync keeps the server's own settings of durability. Defaults to none: commits are quick then, but Kill and an
 	// Immediate stop lose the last of them.
 	Fsync bool
 
 	// Settings are further server settings, named as in postgresql.conf. They override those of this package.
-	// They must not set the port or the data directory.
 	Settings map[string]string
-
-	// Image is the Docker image used if there are no binaries. Defaults to "postgres:17".
-	Image string
 }
 
-// Mode says how Stop treats the clients of the server. The names are those of pg_ctl.
-type Mode int
+// settings are what the server is to have, apart from what its way needs.
+func (c Config) settings() map[string]string {
+	settings := map[string]string{"max_connections": "200", "shared_buffers": "128MB"}
+	if !c.Fsync {
+		settings["fsync"] = "off"
+		settings["full_page_writes"] = "off"
+		settings["synchronous_commit"] = "off"
+		settings["max_wal_size"] = "256MB" // the log may lie in memory
+	}
+	maps.Copy(settings, c.Settings)
+	return settings
+}
 
-const (
-	// Fast ends all sessions, rolls their transactions back and shuts down cleanly. It is the zero value.
-	Fast Mode = iota
-	// Smart waits until all clients have left, then shuts down cleanly.
-	Smart
-	// Immediate ends all processes without a checkpoint. The next start recovers from the log.
-	Immediate
-)
-
-// Server is a Postgres server that Start found or started. Its methods may be called concurrently.
+// Server is a Postgres server that Start found or started. Its methods may be called concurrently. Those that stop or
+// start it are only for a server that Start has started.
 type Server struct {
-	engine  engine
+	url     string
 	version string
-	owned   bool
-
-	closing  sync.Once
-	closeErr error
+	origin  string
+	process *process // nil if the server was given by its URL
 }
 
-// engine is one way to have a server: binaries of this machine, Docker, or a server given by URL.
-type engine interface {
-	// start starts the server, the first time or again, and returns its version once it answers.
-	start(ctx context.Context) (version string, err error)
-	stop(ctx context.Context, mode Mode) error
-	kill() error
-	freeze() error
-	thaw() error
-	// close stops the server and removes all that belongs to it. It is called once.
-	close() error
-
-	url() string
-	origin() string
-	dataDir() string
-	pid() int
-	pids() ([]int, error)
-}
-
-// Start returns a server that answers. It takes the one of config.URL, else one started from the Postgres
-// binaries of this machine, else one started by Docker, else one started from binaries that npm delivers and that
-// stay in the cache. If there is none of these, the error matches pgfind.ErrNotFound and names all these ways.
-//
-// The context bounds the start alone, not the life of the server. Without a deadline the server gets 30 seconds
-// until it answers. The time to pull a Docker image or a package of npm does not count.
+// Start returns a server that answers: that of config.URL, else one that it starts. If there is no way to start one,
+// the error matches ErrNotFound and names all ways. The context bounds the start, not the life of the server.
 func Start(ctx context.Context, config Config) (*Server, error) {
-	return start(ctx, config, newHost())
-}
-
-func start(ctx context.Context, config Config, host host) (*Server, error) {
-	if config.Image == "" {
-		config.Image = defaultImage
-	}
-
-	if config.Fsync && host.tempDir == memoryDir {
-		host.tempDir = os.TempDir() // fsync is for what is on a disk
-	}
-
-	engine, err := newEngine(ctx, config, host)
-	if err != nil {
-		return nil, err
-	}
-
-	version, err := engine.start(ctx)
-	if err != nil {
-		return nil, errors.Join(err, engine.close())
-	}
-
-	return &Server{engine: engine, version: version, owned: config.URL == ""}, nil
-}
-
-func newEngine(ctx context.Context, config Config, host host) (engine, error) {
 	if config.URL != "" {
-		return given{connString: config.URL}, nil
+		return given(ctx, config.URL)
 	}
+	return launch(ctx, config)
+}
 
-	way, err := host.Find(ctx, config.BinDir)
+// URL returns the connection string of the database "postgres" as a superuser. It stays the same over Restart. With
+// Config.URL it is that URL.
+func (s *Server) URL() string { return s.url }
+
+// Describe returns one line for people, without a password. For example:
+// "PostgreSQL 17.5 from /usr/lib/postgresql/17/bin, started on 127.0.0.1:21432".
+func (s *Server) Describe() string { return fmt.Sprintf("PostgreSQL %s %s", s.version, s.origin) }
+
+// Owned reports whether Start has started the server.
+func (s *Server) Owned() bool { return s.process != nil }
+
+// Close stops a server that Start has started, and removes everything that belongs to it. A second call does nothing.
+func (s *Server) Close() error {
+	if s.process == nil {
+		return nil
+	}
+	return s.process.close()
+}
+
+// ask connects once and returns the version of the server. A server with another data directory than dataDir is not
+// ours: it was quicker on that port. With a dataDir of "" any server will do.
+func ask(ctx context.Context, url, dataDir string) (version string, err error) {
+	ctx, cancel := context.WithTimeout(ctx, 3*time.Second) // it may accept connections before it is able to answer
+	defer cancel()
+	conn, err := pgx.Connect(ctx, url)
 	if err != nil {
-		return nil, err
+		return "", err
 	}
-	if way.Docker != "" {
-		return newContainer(ctx, config, host, way.Docker)
-	}
-	origin := way.BinDir
-	if way.NPM != "" {
-		if way.BinDir, origin, err = host.Fetch(ctx, way.NPM, pgfind.DefaultMajor); err != nil {
-			return nil, err
+	defer func() { _ = conn.Close(ctx) }()
+	if dataDir != "" {
+		var actual string
+		if err := conn.QueryRow(ctx, "SHOW data_directory").Scan(&actual); err != nil || actual != dataDir {
+			return "", fmt.Errorf("another server answers, with the data directory %q (%w)", actual, err)
 		}
 	}
-	return newBinaries(ctx, config, host, way.BinDir, origin)
-}
-
-// URL returns the connection string of the database "postgres" as a superuser, for pgxpool.New and the like. It
-// stays the same over Restart. With Config.URL it is that URL.
-func (s *Server) URL() string { return s.engine.url() }
-
-// Describe returns one line for people: which Postgres it is, how it was found and where it listens. For example:
-// "PostgreSQL 17.5 from /usr/lib/postgresql/17/bin, started on 127.0.0.1:21432". It holds no password.
-func (s *Server) Describe() string {
-	return fmt.Sprintf("PostgreSQL %s %s", s.version, s.engine.origin())
-}
-
-// Owned reports whether Start has started the server, rather than taken it from Config.URL. Only an owned server
-// can be stopped, killed, frozen and restarted. For another one these methods return ErrNotOwned.
-func (s *Server) Owned() bool { return s.owned }
-
-// Stop shuts the server down and returns when it has ended. Its data stays, for Restart. The context bounds only
-// the wait. So a Smart stop that clients hold up goes on after it. A server that does not run is left as it is.
-func (s *Server) Stop(ctx context.Context, mode Mode) error { return s.engine.stop(ctx, mode) }
-
-// Kill ends all processes of the server as kill -9 does: at once, with no chance to write anything. It returns
-// when they are gone. A server that does not run is left as it is.
-func (s *Server) Kill() error { return s.engine.kill() }
-
-// Restart starts the server again after Stop or Kill, with the same data on the same port. It returns when the
-// server answers, which after Kill means that it has recovered. If the port or the shared memory is still in use,
-// it tries until the context ends, or for 30 seconds if that has no deadline. If Restart fails, the server does
-// not run, and Restart may be called again.
-func (s *Server) Restart(ctx context.Context) error {
-	if !s.owned {
-		return ErrNotOwned
-	}
-	_, err := s.engine.start(ctx)
-	return err
-}
-
-// Freeze suspends all processes of the server. The operating system still accepts new connections, but nothing
-// answers until Thaw. Stop, Kill and Close work on a frozen server.
-func (s *Server) Freeze() error { return s.engine.freeze() }
-
-// Thaw undoes Freeze. A server that is not frozen is left as it is.
-func (s *Server) Thaw() error { return s.engine.thaw() }
-
-// Close stops an owned server at once and removes everything that belongs to it. A server given by URL is left as
-// it is. It is safe to call twice.
-func (s *Server) Close() error {
-	s.closing.Do(func() { s.closeErr = s.engine.close() })
-	return s.closeErr
-}
-
-// DataDir returns the data directory of a server started from binaries, else "".
-func (s *Server) DataDir() string { return s.engine.dataDir() }
-
-// PID returns the process id of the postmaster of a server started from binaries. It returns 0 for any other
-// server, and while the server does not run.
-func (s *Server) PID() int { return s.engine.pid() }
-
-// PIDs returns the process ids of the postmaster, first, and of all its descendants. It returns none where PID
-// returns 0.
-func (s *Server) PIDs() ([]int, error) { return s.engine.pids() }
-
-// setting is one line of postgresql.conf.
-type setting struct{ name, value string }
-
-// settings merges the caller's settings over ours and those of the engine, in a fixed order.
-func (c Config) settings(engine map[string]string) []setting {
-	merged := map[string]string{"max_connections": "200", "shared_buffers": "128MB"}
-	if !c.Fsync {
-		merged["fsync"] = "off"
-		merged["full_page_writes"] = "off"
-		merged["synchronous_commit"] = "off"
-		merged["max_wal_size"] = "256MB" // the log may lie in memory
-	}
-	maps.Copy(merged, engine)
-	maps.Copy(merged, c.Settings)
-
-	sorted := make([]setting, 0, len(merged))
-	for _, name := range slices.Sorted(maps.Keys(merged)) {
-		sorted = append(sorted, setting{name, merged[name]})
-	}
-	return sorted
+	// Distributors add to the version, for example "17.5 (Debian 17.5-1.pgdg12+1)".
+	version, _, _ = strings.Cut(conn.PgConn().ParameterStatus("server_version"), " ")
+	return version, nil
 }

@@ -3,185 +3,273 @@
 package pgserver
 
 import (
+	"bufio"
 	"context"
 	"fmt"
+	"io"
 	"net"
+	"net/url"
+	"os"
+	"os/exec"
 	"path/filepath"
 	"strconv"
+	"strings"
+	"syscall"
 	"testing"
-	"time"
 
+	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// TestServer walks one server through its life; another for each step would take most of the time.
+// ownerVariable makes this test binary start a server, and then do what it says.
+const ownerVariable = "PGSERVER_TEST_OWNER"
+
+func TestMain(m *testing.M) {
+	if os.Getenv(ownerVariable) == "" {
+		os.Exit(m.Run())
+	}
+	server, err := Start(context.Background(), Config{})
+	if err == nil && os.Getenv(ownerVariable) == "freeze" {
+		err = server.Freeze()
+	}
+	if err != nil {
+		fmt.Fprintln(os.Stdout, err)
+		os.Exit(1)
+	}
+	fmt.Fprintln(os.Stdout, server.URL())
+	_, _ = io.Copy(io.Discard, os.Stdin) // which nobody closes
+}
+
+// owner is a child that owns a server, whose files lie in dir.
+func owner(t *testing.T, dir, action string) (cmd *exec.Cmd, stdout io.Reader) {
+	t.Helper()
+	needPrograms(t)
+	cmd = exec.Command(os.Args[0])
+	cmd.Env = append(os.Environ(), ownerVariable+"="+action, "TMPDIR="+dir)
+	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true} // as a shell does with a command
+	_, err := cmd.StdinPipe()
+	require.NoError(t, err)
+	stdout, err = cmd.StdoutPipe()
+	require.NoError(t, err)
+	require.NoError(t, cmd.Start())
+	t.Cleanup(func() {
+		_ = cmd.Process.Kill()
+		_ = cmd.Wait()
+	})
+	return cmd, stdout
+}
+
+// requireGone waits until there are neither files in a folder nor processes that name it.
+func requireGone(t *testing.T, dir string) {
+	t.Helper()
+	testkit.WaitUntil(t, func() bool {
+		entries, err := os.ReadDir(dir)
+		processes, _ := exec.Command("pgrep", "-f", dir).Output()
+		return err == nil && len(entries) == 0 && len(processes) == 0
+	}, "something of a server is left: "+dir)
+}
+
+func needPrograms(t *testing.T) {
+	t.Helper()
+	way, err := find(t.Context(), Config{})
+	if _, ok := way.(programs); err != nil || !ok {
+		t.Skip("a server of the test's own processes: install Postgres (Debian: postgresql), or npm")
+	}
+}
+
+// startServer starts a server that ends with the test, and leaves nothing.
+func startServer(t *testing.T, config Config) *Server {
+	t.Helper()
+	needPrograms(t)
+	server, err := Start(t.Context(), config)
+	require.NoError(t, err)
+	t.Cleanup(func() {
+		require.NoError(t, server.Close())
+		require.NoDirExists(t, server.process.dir)
+		require.NoError(t, server.Close(), "a second close")
+		require.Error(t, server.Restart(context.Background()))
+	})
+	return server
+}
+
+// query runs a statement on a connection of its own, and returns its only value.
+func query(t *testing.T, url, sql string) (value string) {
+	t.Helper()
+	conn, err := pgx.Connect(t.Context(), url)
+	require.NoError(t, err)
+	defer conn.Close(context.Background())
+	require.NoError(t, conn.QueryRow(t.Context(), sql).Scan(&value))
+	return value
+}
+
+func hostOf(t *testing.T, serverURL string) string {
+	t.Helper()
+	parsed, err := url.Parse(serverURL)
+	require.NoError(t, err)
+	return parsed.Host
+}
+
 func TestServer(t *testing.T) {
 	t.Parallel()
 
-	server := startServer(t, Config{})
-	url := server.URL()
+	server := startServer(t, Config{Fsync: true, Settings: map[string]string{"application_name": `it's a \ test`}})
+	require.True(t, server.Owned())
+	require.Regexp(t, `^PostgreSQL \d+\S* from (/|the npm package )\S.*, started on 127\.0\.0\.1:\d+$`, server.Describe())
+	require.Equal(t, "postgres", query(t, server.URL(), "SELECT current_user::text"))
+	require.Equal(t, "on", query(t, server.URL(), "SHOW fsync"))
+	require.Equal(t, `it's a \ test`, query(t, server.URL(), "SHOW application_name"))
+	info, err := os.Stat(server.DataDir())
+	require.NoError(t, err)
+	require.Equal(t, os.FileMode(0o700), info.Mode().Perm())
 
-	t.Run("answers", func(t *testing.T) {
-		require.True(t, server.Owned())
-		require.Regexp(t, `^PostgreSQL \d+\S* from (/|the npm package )\S.*, started on 127\.0\.0\.1:\d+$`, server.Describe())
-		require.Equal(t, "postgres/on", query(t, url, "SELECT current_user || '/' || current_setting('is_superuser')"))
-		require.Equal(t, "off", query(t, url, "SHOW fsync"))
-		require.Equal(t, server.DataDir(), query(t, url, "SHOW data_directory"))
-		require.ErrorIs(t, server.Restart(t.Context()), ErrRunning)
-
-		pids, err := server.PIDs()
-		require.NoError(t, err)
-		require.Equal(t, server.PID(), pids[0])
-		checkpointer, err := strconv.Atoi(
-			query(t, url, "SELECT pid FROM pg_stat_activity WHERE backend_type = 'checkpointer'"),
-		)
-		require.NoError(t, err)
-		require.Contains(t, pids[1:], checkpointer)
-	})
-
-	t.Run("is used by its URL", func(t *testing.T) {
-		theirs, err := Start(t.Context(), Config{URL: url})
-		require.NoError(t, err)
-
-		require.False(t, theirs.Owned())
-		require.Equal(t, url, theirs.URL())
-		require.Regexp(t, `^PostgreSQL \d+\S* from the given URL, at 127\.0\.0\.1:\d+$`, theirs.Describe())
-		require.Empty(t, theirs.DataDir())
-		require.Zero(t, theirs.PID())
-		for name, err := range map[string]error{
-			"Stop":    theirs.Stop(t.Context(), Fast),
-			"Kill":    theirs.Kill(),
-			"Restart": theirs.Restart(t.Context()),
-			"Freeze":  theirs.Freeze(),
-			"Thaw":    theirs.Thaw(),
-		} {
-			require.ErrorIs(t, err, ErrNotOwned, name)
-		}
-
-		require.NoError(t, theirs.Close())
-		require.Equal(t, "1", query(t, url, "SELECT 1"))
-	})
-
-	t.Run("keeps its data over stop and restart", func(t *testing.T) {
-		query(t, url, "CREATE TABLE kept (n int)")
-		for i, mode := range []Mode{Fast, Smart, Immediate} {
-			query(t, url, fmt.Sprintf("INSERT INTO kept VALUES (%d)", i))
-			query(t, url, "CHECKPOINT") // without Fsync an immediate stop loses what is not on disk
-			pids, err := server.PIDs()
-			require.NoError(t, err)
-
-			require.NoError(t, server.Stop(t.Context(), mode))
-			requireGone(t, pids)
-			require.Zero(t, server.PID())
-			require.NoError(t, server.Stop(t.Context(), mode), "a second stop")
-
-			require.NoError(t, server.Restart(t.Context()))
-			require.Equal(t, url, server.URL())
-			require.Equal(t, strconv.Itoa(i+1), query(t, url, "SELECT count(*) FROM kept"))
-		}
-	})
-
-	t.Run("frozen, accepts and never answers", func(t *testing.T) {
-		before := connect(t, url)
-		require.NoError(t, server.Freeze())
-		require.NoError(t, server.Freeze(), "a second freeze")
-
-		short, cancel := context.WithTimeout(t.Context(), 100*time.Millisecond)
-		defer cancel()
-		_, err := before.Exec(short, "SELECT 1")
-		require.ErrorIs(t, err, context.DeadlineExceeded)
-		conn, err := net.Dial("tcp", address(portOf(t, url)))
-		require.NoError(t, err, "a frozen server is not a stopped one")
-		require.NoError(t, conn.Close())
-		short, cancel = context.WithTimeout(t.Context(), 100*time.Millisecond)
-		defer cancel()
-		_, err = attempt(short, url, "")
-		require.ErrorIs(t, err, context.DeadlineExceeded)
-
-		require.NoError(t, server.Thaw())
-		require.Equal(t, "1", query(t, url, "SELECT 1"))
-		require.NoError(t, server.Thaw(), "a second thaw")
-
-		require.NoError(t, server.Freeze())
-		require.NoError(t, server.Stop(t.Context(), Fast))
-		require.NoError(t, server.Restart(t.Context()))
-	})
-
-	t.Run("waits for its clients in a smart stop", func(t *testing.T) {
-		client := connect(t, url)
-		short, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
-		defer cancel()
-		require.ErrorIs(t, server.Stop(short, Smart), context.DeadlineExceeded)
-		require.NotZero(t, server.PID())
-
-		require.NoError(t, client.Close(t.Context()))
-		require.Eventually(t, func() bool { return server.PID() == 0 }, patience, poll)
-	})
-
-	t.Run("not running, refuses its URL at once", func(t *testing.T) {
-		_, err := Start(t.Context(), Config{URL: "postgres://me:secret@" + address(portOf(t, url)) + "/"})
-		require.ErrorContains(t, err, "the given URL")
-		require.NotContains(t, err.Error(), "secret")
-	})
-
-	t.Run("closes while frozen", func(t *testing.T) {
-		require.NoError(t, server.Restart(t.Context()))
-		pids, err := server.PIDs()
-		require.NoError(t, err)
-		require.NoError(t, server.Freeze())
-
-		began := time.Now()
-		require.NoError(t, server.Close())
-		require.Less(t, time.Since(began), 5*time.Second, "frozen processes have held up the end")
-		requireGone(t, pids)
-		require.NoDirExists(t, filepath.Dir(server.DataDir()))
-		require.NoError(t, server.Close(), "a second close")
-		require.ErrorIs(t, server.Restart(t.Context()), ErrClosed)
-	})
-}
-
-func TestKillThenRestartRecoversCommittedData(t *testing.T) {
-	t.Parallel()
-
-	server := startServer(t, Config{Fsync: true, Settings: map[string]string{
-		"max_connections":  "33",
-		"application_name": `it's a \ test`,
-	}})
-	url := server.URL()
-	for name, want := range map[string]string{
-		"fsync": "on", "full_page_writes": "on", "synchronous_commit": "on",
-		"max_connections": "33", "application_name": `it's a \ test`,
+	// Its data stays, however it ends.
+	kept := 0
+	for name, end := range map[string]func() error{
+		"fast":      func() error { return server.Stop(t.Context(), Fast) },
+		"smart":     func() error { return server.Stop(t.Context(), Smart) },
+		"immediate": func() error { return server.Stop(t.Context(), Immediate) },
+		"frozen":    func() error { require.NoError(t, server.Freeze()); return server.Stop(t.Context(), Fast) },
+		"killed":    func() error { return server.Kill() },
 	} {
-		require.Equal(t, want, query(t, url, fmt.Sprintf("SELECT reset_val FROM pg_settings WHERE name = '%s'", name)))
+		kept++
+		query(t, server.URL(), fmt.Sprintf("SELECT lo_create(%d)::text", kept))
+		pids, err := server.PIDs()
+		require.NoError(t, err)
+		require.Greater(t, len(pids), 4)
+		require.ErrorContains(t, server.Restart(t.Context()), "running already", name)
+		require.NoError(t, end(), name)
+		require.NoError(t, end(), "%s again", name)
+		pids, err = server.PIDs()
+		require.NoError(t, err)
+		require.Empty(t, pids, name)
+		require.NoError(t, server.Restart(t.Context()), name)
+		require.Equal(t, strconv.Itoa(kept), query(t, server.URL(), "SELECT count(*)::text FROM pg_largeobject_metadata"))
 	}
 
-	query(t, url, "CREATE TABLE kept AS SELECT * FROM generate_series(1, 1000)")
-	open := connect(t, url)
-	_, err := open.Exec(t.Context(), "BEGIN; DELETE FROM kept")
+	// Frozen, it accepts and does not answer.
+	require.NoError(t, server.Freeze())
+	conn, err := net.Dial("tcp", hostOf(t, server.URL()))
 	require.NoError(t, err)
-	busy := connect(t, url) // a busy backend does not notice by itself that the postmaster is gone
-	busyErr := make(chan error, 1)
-	go func() {
-		_, err := busy.Exec(t.Context(), "SELECT count(*) FROM generate_series(1, 1e12::bigint)")
-		busyErr <- err
-	}()
-	require.Eventually(t, func() bool {
-		return query(t, url, "SELECT count(*) FROM pg_stat_activity WHERE state = 'active'") == "2"
-	}, patience, poll)
-
+	defer conn.Close()
 	pids, err := server.PIDs()
 	require.NoError(t, err)
-	require.NoError(t, server.Kill())
-	requireGone(t, pids)
-	require.Error(t, <-busyErr)
-	require.NoError(t, server.Kill(), "a second kill")
+	for _, pid := range pids { // a session that has ended is a zombie until the postmaster goes on
+		testkit.WaitUntil(t, func() bool {
+			state, err := exec.Command("ps", "-o", "stat=", "-p", strconv.Itoa(pid)).Output()
+			return err == nil && strings.ContainsAny(string(state[:1]), "TZ")
+		})
+	}
+	require.NoError(t, server.Thaw())
+	require.Equal(t, "1", query(t, server.URL(), "SELECT '1'"))
 
-	require.NoError(t, server.Restart(t.Context()))
-	require.Equal(t, "1000", query(t, url, "SELECT count(*) FROM kept"))
+	// Its URL is used by others, and its port insisted on.
+	theirs, err := Start(t.Context(), Config{URL: server.URL()})
+	require.NoError(t, err)
+	require.False(t, theirs.Owned())
+	require.Regexp(t, `^PostgreSQL \d+\S* from the given URL, at 127\.0\.0\.1:\d+$`, theirs.Describe())
+	require.NoError(t, theirs.Close())
+	require.NoError(t, server.Stop(t.Context(), Fast))
+	_, err = Start(t.Context(), Config{URL: "postgres://me:secret@" + hostOf(t, server.URL()) + "/"})
+	require.ErrorContains(t, err, "use the server of the given URL")
+	require.NotContains(t, err.Error(), "secret")
+	thief, err := net.Listen("tcp", hostOf(t, server.URL()))
+	require.NoError(t, err)
+	restarted := testkit.Later(func() (bool, error) { return true, server.Restart(t.Context()) })
+	testkit.WaitUntil(t, func() bool { return strings.Contains(server.process.log(), "in use") })
+	require.NoError(t, thief.Close())
+	_, err = restarted()
+	require.NoError(t, err)
+}
 
-	memory := sharedMemoryID(t, server.DataDir())
-	require.True(t, sharedMemoryExists(t, memory))
+// Postgres cannot remove its shared memory after kill -9. There are only so many segments.
+func TestCloseRemovesSharedMemory(t *testing.T) {
+	t.Parallel()
+
+	server := startServer(t, Config{})
+	file, err := os.ReadFile(filepath.Join(server.DataDir(), "postmaster.pid"))
+	require.NoError(t, err)
+	id := strings.Fields(strings.Split(string(file), "\n")[6])[1]
+	require.NoError(t, exec.Command("ipcs", "-m", "-i", id).Run())
 	require.NoError(t, server.Kill())
 	require.NoError(t, server.Close())
-	require.False(t, sharedMemoryExists(t, memory), "kill -9 leaves shared memory, Close must not")
+	output, _ := exec.Command("ipcs", "-m", "-i", id).CombinedOutput()
+	require.NotContains(t, string(output), "shmid="+id)
+}
+
+// Whichever way the owner of a server ends without Close, neither a process nor a file is left.
+func TestOwnerEnds(t *testing.T) {
+	t.Parallel()
+
+	for name, signal := range map[string]syscall.Signal{
+		"killed": syscall.SIGKILL, "interrupted": syscall.SIGINT, "freeze": syscall.SIGKILL, "initdb": syscall.SIGKILL,
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			dir := testkit.OpenDir(t)
+			cmd, stdout := owner(t, dir, name)
+			if name == "initdb" {
+				testkit.WaitUntil(t, func() bool {
+					files, _ := filepath.Glob(filepath.Join(dir, "*/data/base/*"))
+					return len(files) > 0
+				})
+			} else {
+				line, err := bufio.NewReader(stdout).ReadString('\n')
+				require.NoError(t, err)
+				require.True(t, strings.HasPrefix(line, "postgres://"), line)
+			}
+			require.NoError(t, syscall.Kill(-cmd.Process.Pid, signal)) // as a terminal does
+			require.Error(t, cmd.Wait())
+			requireGone(t, dir)
+		})
+	}
+}
+
+func TestFailedStartTellsWhyAndLeavesNothing(t *testing.T) {
+	t.Parallel()
+	needPrograms(t)
+
+	_, err := Start(t.Context(), Config{Settings: map[string]string{"max_connections": "nonsense"}})
+	require.ErrorContains(t, err, `invalid value for parameter "max_connections": "nonsense"`)
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	_, err = launch(ctx, Config{})
+	require.ErrorIs(t, err, context.Canceled)
+
+	if os.Geteuid() != 0 {
+		return
+	}
+	closed := t.TempDir()
+	require.NoError(t, os.Chmod(closed, 0o700))
+	_, stdout := owner(t, closed, "fail")
+	output, err := io.ReadAll(stdout)
+	require.NoError(t, err)
+	require.Contains(t, string(output), "that user must be able to enter TMPDIR")
+	requireGone(t, closed)
+}
+
+// As root there is more to do at every step, but most machines have ordinary users.
+func TestOrdinaryUser(t *testing.T) {
+	t.Parallel()
+	_, credential, err := otherUser()
+	require.NoError(t, err)
+	if credential == nil {
+		t.Skip("a server of another user: run the tests as root")
+	}
+	needPrograms(t)
+
+	dir := testkit.OpenDir(t)
+	binary := filepath.Join(dir, "pgserver.test")
+	content, err := os.ReadFile(os.Args[0])
+	require.NoError(t, err)
+	testkit.WriteProgram(t, binary, content)
+	cmd := exec.CommandContext(t.Context(), binary, "-test.v", "-test.run", "^(TestServer|TestOwnerEnds)$/^killed$")
+	cmd.Dir = dir
+	cmd.Env = append(os.Environ(), "HOME="+dir, "XDG_CACHE_HOME=", "TMPDIR="+dir)
+	cmd.SysProcAttr = &syscall.SysProcAttr{Credential: credential}
+	output, err := cmd.CombinedOutput()
+	require.NoError(t, err, "%s", output)
+	require.Contains(t, string(output), "--- PASS: TestServer")
+	require.Contains(t, string(output), "--- PASS: TestOwnerEnds/killed")
 }

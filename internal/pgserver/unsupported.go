@@ -5,19 +5,13 @@ package pgserver
 import (
 	"context"
 	"errors"
-	"runtime"
 )
 
-// Without a shell and signals there is no watchdog. A server that might be left behind is not started at all.
+type process struct{}
 
-func errUnsupported() error {
-	return errors.New("pgserver: cannot start a server on " + runtime.GOOS + ": set DATABASE_URL to use one that runs")
+// launch starts nothing: without a shell and signals there is no watchdog, so a server might be left behind.
+func launch(context.Context, Config) (*Server, error) {
+	return nil, errors.New("pgserver: no server can be started on this system: set DATABASE_URL to use one that runs")
 }
 
-func newBinaries(context.Context, Config, host, string, string) (engine, error) {
-	return nil, errUnsupported()
-}
-
-func newContainer(context.Context, Config, host, string) (engine, error) {
-	return nil, errUnsupported()
-}
+func (*process) close() error { return nil }

@@ -5,45 +5,21 @@ import (
 	"fmt"
 	"net"
 	"strconv"
-	"strings"
 
 	"github.com/jackc/pgx/v5"
 )
 
-// given is a server given by its URL. It is used, and never stopped or changed.
-type given struct{ connString string }
-
-var _ engine = given{}
-
-// start connects once. If the server is not there, that is the caller's mistake, and waiting would only hide it.
-func (g given) start(ctx context.Context) (version string, err error) {
-	version, err = attempt(ctx, g.connString, "")
+// given returns the server of a connection string. It is used, and never stopped or changed. If it does not answer,
+// that is the caller's mistake, and waiting would only hide it.
+func given(ctx context.Context, url string) (*Server, error) {
+	version, err := ask(ctx, url, "")
 	if err != nil {
-		return "", fmt.Errorf("pgserver: use the server of the given URL: %w", err)
+		return nil, fmt.Errorf("pgserver: use the server of the given URL: %w", err)
 	}
-	return version, nil
-}
-
-func (g given) url() string { return g.connString }
-
-func (g given) origin() string {
-	config, err := pgx.ParseConfig(g.connString)
+	config, err := pgx.ParseConfig(url)
 	if err != nil {
-		return "from the given URL"
+		return nil, err
 	}
-
 	address := net.JoinHostPort(config.Host, strconv.Itoa(int(config.Port)))
-	if strings.HasPrefix(config.Host, "/") {
-		address = config.Host
-	}
-	return "from the given URL, at " + address
+	return &Server{url: url, version: version, origin: "from the given URL, at " + address}, nil
 }
-
-func (given) stop(context.Context, Mode) error { return ErrNotOwned }
-func (given) kill() error                      { return ErrNotOwned }
-func (given) freeze() error                    { return ErrNotOwned }
-func (given) thaw() error                      { return ErrNotOwned }
-func (given) close() error                     { return nil }
-func (given) dataDir() string                  { return "" }
-func (given) pid() int                         { return 0 }
-func (given) pids() ([]int, error)             { return nil, nil }

@@ -29,9 +29,6 @@ const (
 
 	// templateLock is the advisory lock under which the template is made. It must not be that of the migrations.
 	templateLock int64 = 0x706774656d706c74 // "pgtemplt" in ASCII
-
-	// usersLock is the advisory lock that all test binaries share while they use a server that was given.
-	usersLock int64 = 0x7067757365727320 // "pgusers " in ASCII
 )
 
 // cluster is a server and the template on it. Both are made when they are first asked for. An error stays, for
@@ -43,7 +40,6 @@ type cluster struct {
 	startErr error
 	server   *pgserver.Server
 	admin    *pgxpool.Pool // of the database that the server's URL names
-	user     *pgxpool.Conn // holds usersLock, on a server that was given
 
 	migrating  sync.Once
 	migrateErr error
@@ -72,12 +68,6 @@ func (c *cluster) start() error {
 			config.MaxConns = 4
 			c.admin, err = pgxpool.NewWithConfig(ctx, config)
 		}
-		if err == nil && !server.Owned() {
-			c.user, err = c.admin.Acquire(ctx)
-		}
-		if err == nil && c.user != nil {
-			_, err = c.user.Exec(ctx, "SELECT pg_advisory_lock_shared($1)", usersLock)
-		}
 		if err != nil {
 			c.startErr = fmt.Errorf("pgtest: %w", err)
 		}
@@ -90,12 +80,6 @@ func (c *cluster) close() error {
 	for _, shard := range c.shards {
 		err = errors.Join(err, shard.close())
 	}
-	if c.user != nil {
-		ctx, cancel := context.WithTimeout(context.Background(), patience)
-		defer cancel()
-		err = errors.Join(err, c.leave(ctx))
-		c.user.Release()
-	}
 	if c.admin != nil {
 		c.admin.Close()
 	}
@@ -103,30 +87,6 @@ func (c *cluster) close() error {
 		return err
 	}
 	return errors.Join(err, c.server.Close())
-}
-
-// leave removes what tests have made on a server that was given, unless others still use it. Then they will.
-func (c *cluster) leave(ctx context.Context) error {
-	var last bool
-	err := c.user.QueryRow(ctx, `
-		SELECT pg_try_advisory_lock($1)
-		FROM (SELECT pg_advisory_unlock_shared($1) AS unlocked OFFSET 0) AS mine
-		WHERE unlocked`, usersLock).Scan(&last)
-	if err != nil || !last {
-		return err
-	}
-	rows, err := c.user.Query(ctx, `
-		SELECT datname FROM pg_database
-		WHERE datdba = (SELECT oid FROM pg_roles WHERE rolname = current_user) AND datname ~ $1`,
-		"^("+testPrefix+"[a-z2-7]{26}|"+templatePrefix+"[0-9a-f]{16}(_unfinished)?)$")
-	if err != nil {
-		return err
-	}
-	names, err := pgx.CollectRows(rows, pgx.RowTo[string])
-	for _, name := range names {
-		err = errors.Join(err, c.drop(ctx, name))
-	}
-	return err
 }
 
 // create makes a database with a name of its own, and returns the name.
@@ -195,12 +155,22 @@ func (c *cluster) ensureTemplate(ctx context.Context) (_ string, err error) {
 		return name, nil
 	}
 
-	// It gets its name when it is finished, so that a process that dies before leaves nothing that looks like a
-	// template.
-	unfinished := name + "_unfinished"
-	if err := c.drop(ctx, unfinished); err != nil {
+	// It gets its name when it is finished, so that a process that dies before leaves no template. Templates of other
+	// migrations go.
+	rows, err := conn.Query(ctx, `
+		SELECT datname FROM pg_database
+		WHERE datdba = current_user::regrole AND datname ~ $1`, "^"+templatePrefix+"[0-9a-f]{16}(_unfinished)?$")
+	if err != nil {
+		return "", fmt.Errorf("pgtest: look for old templates: %w", err)
+	}
+	old, err := pgx.CollectRows(rows, pgx.RowTo[string])
+	for _, name := range old {
+		err = errors.Join(err, c.drop(ctx, name))
+	}
+	if err != nil {
 		return "", err
 	}
+	unfinished := name + "_unfinished"
 	if err := c.createDatabase(ctx, unfinished, emptyTemplate); err != nil {
 		return "", err
 	}
@@ -267,10 +237,6 @@ func withDatabase(connString, database string) (string, error) {
 		return "", errors.New("pgtest: the server's URL cannot be parsed") // err would show the password
 	}
 	parsed.Path = "/" + database
-	query := parsed.Query()
-	query.Del("dbname") // it would win over the path
-	query.Del("database")
-	parsed.RawQuery = strings.ReplaceAll(query.Encode(), "+", "%20") // for libpq a plus is no space
 	return parsed.String(), nil
 }
 

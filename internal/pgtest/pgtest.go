@@ -11,11 +11,11 @@
 //	}
 //
 // The databases are on the server that RATELIMIT_TEST_DATABASE_URL names, where the user needs CREATEDB. Without
-// it they are on one that package pgserver finds or starts. Several test binaries may share a server. The
-// template carries a hash of the migrations in its name, and whoever comes first makes it. Whoever leaves a given
-// server last removes the template, and whatever a binary that was killed has left. Nothing else is touched there.
+// it they are on one that package pgserver starts. Several test binaries may share a server. The template carries a
+// hash of the migrations in its name. Whoever comes first makes it, and drops those of other migrations. On a given
+// server it stays, for the next time. Nothing else is touched there.
 //
-// RATELIMIT_TEST_POSTGRES_MAJOR=17 says which major version is to be tested. A test that gets another one fails.
+// RATELIMIT_TEST_POSTGRES_MAJOR=17 says which major version is to be tested. A given server of another version fails.
 //
 // RATELIMIT_TEST_ROLE=pg_monitor makes all pools but DB.Pool connect as that role. It gets the grants that
 // docs/operating.md names, and nothing else, so the tests show that an application needs no more. The server's own user
@@ -37,7 +37,6 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/pgratelimit/ratelimit/internal/algorithm"
-	"github.com/pgratelimit/ratelimit/internal/pgfind"
 	"github.com/pgratelimit/ratelimit/internal/pgserver"
 )
 
@@ -174,15 +173,14 @@ func role() string { return os.Getenv("RATELIMIT_TEST_ROLE") }
 // OwnServer skips a test that starts a server without Server, where Server would do so.
 func OwnServer(t testing.TB) {
 	t.Helper()
-	_, err := pgfind.NewHost().Find(t.Context(), "")
-	need(t, err)
+	need(t, pgserver.Available(t.Context(), pgserver.Config{Major: major()}))
 }
 
 // need ends the test if it cannot have a server. Where somebody has given us one, and there is no other, a test that
 // stops, kills or configures its server is skipped.
 func need(t testing.TB, err error) {
 	t.Helper()
-	if given && errors.Is(err, pgfind.ErrNotFound) {
+	if given && errors.Is(err, pgserver.ErrNotFound) {
 		t.Skip("a server of the test's own: install Postgres (Debian: postgresql), Docker, or npm")
 	}
 	if err != nil {
@@ -190,16 +188,20 @@ func need(t testing.TB, err error) {
 	}
 }
 
-// startServer refuses a server of another version than the one to be tested. Whoever asks for 17 does not want to
+// major is the version that is to be tested, or "".
+func major() string { return os.Getenv("RATELIMIT_TEST_POSTGRES_MAJOR") }
+
+// startServer refuses a given server of another version than the one to be tested. Whoever asks for 17 does not want to
 // be told that all is well on 15.
 func startServer(ctx context.Context, config pgserver.Config) (*pgserver.Server, error) {
+	config.Major = major()
 	server, err := pgserver.Start(ctx, config)
 	if err != nil {
 		return nil, err
 	}
-	major := os.Getenv("RATELIMIT_TEST_POSTGRES_MAJOR")
-	if major != "" && !strings.HasPrefix(server.Describe(), "PostgreSQL "+major+".") {
-		err := fmt.Errorf("pgtest: RATELIMIT_TEST_POSTGRES_MAJOR is %s, and the server is %s", major, server.Describe())
+	if major() != "" && !strings.HasPrefix(server.Describe(), "PostgreSQL "+major()+".") {
+		err := fmt.Errorf("pgtest: RATELIMIT_TEST_POSTGRES_MAJOR is %s, and the server is %s",
+			major(), server.Describe())
 		return nil, errors.Join(err, server.Close())
 	}
 	return server, nil

