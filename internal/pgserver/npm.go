@@ -92,7 +92,7 @@ func install(ctx context.Context, npm string, release release, dir string) (inst
 	// "npm ci" installs what a lock file says, and nothing with another integrity.
 	installed = "node_modules/" + release.name
 	for name, text := range map[string]string{
-		"package.json": `{"dependencies": {%q: %q}}`,
+		"package.json": `{"dependencies": {%[1]q: %[2]q}}`,
 		"package-lock.json": `{"lockfileVersion": 3, "packages": {
 			"": {"dependencies": {%[1]q: %[2]q}}, %[3]q: {"version": %[2]q, "integrity": %[4]q}}}`,
 	} {
@@ -105,7 +105,7 @@ func install(ctx context.Context, npm string, release release, dir string) (inst
 
 	// Whatever our own umask: the server may run as another user.
 	cmd := exec.CommandContext(ctx, "/bin/sh", "-c", `umask 022 && exec "$0" "$@"`, npm, "ci", "--ignore-scripts",
-		"--no-audit", "--no-fund", "--no-update-notifier", "--loglevel=error", "--logs-max=0",
+		"--no-audit", "--no-fund", "--no-update-notifier", "--loglevel=error", "--logs-max=0", "--fetch-retry-mintimeout=500", "--fetch-retry-factor=2",
 		"--cache", filepath.Join(dir, "cache"))
 	cmd.Dir = dir
 	if err := run(cmd, "npm cannot install "+release.name+"@"+release.version); err != nil {
