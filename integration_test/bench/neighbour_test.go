@@ -103,7 +103,8 @@ func (a *arena) neighbour(plan plan) []*neighbourResult {
 
 // pgbenchProgram is the one beside the server's own program, or on PATH. It is "" if there is none.
 func (a *arena) pgbenchProgram() string {
-	if server, err := os.Readlink("/proc/" + strconv.Itoa(a.server.PID()) + "/exe"); err == nil {
+	for _, pid := range a.postgresPIDs() {
+		server, _ := os.Readlink("/proc/" + strconv.Itoa(pid) + "/exe")
 		if program, err := exec.LookPath(filepath.Join(filepath.Dir(server), "pgbench")); err == nil {
 			return program
 		}

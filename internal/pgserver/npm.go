@@ -105,8 +105,8 @@ func install(ctx context.Context, npm string, release release, dir string) (inst
 
 	// Whatever our own umask: the server may run as another user.
 	cmd := exec.CommandContext(ctx, "/bin/sh", "-c", `umask 022 && exec "$0" "$@"`, npm, "ci", "--ignore-scripts",
-		"--no-audit", "--no-fund", "--no-update-notifier", "--loglevel=error", "--logs-max=0", "--fetch-retry-mintimeout=500", "--fetch-retry-factor=2",
-		"--cache", filepath.Join(dir, "cache"))
+		"--no-audit", "--no-fund", "--no-update-notifier", "--loglevel=error", "--logs-max=0",
+		"--fetch-retry-mintimeout=500", "--fetch-retry-factor=2", "--cache", filepath.Join(dir, "cache"))
 	cmd.Dir = dir
 	if err := run(cmd, "npm cannot install "+release.name+"@"+release.version); err != nil {
 		return "", err
