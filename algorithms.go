@@ -30,8 +30,6 @@ var (
 	banStatement string
 	//go:embed sql/call/report.sql
 	reportStatement string
-	//go:embed sql/call/leases.sql
-	reportLeasesStatement string
 )
 
 // implementation is what only this package knows of an algorithm.

@@ -350,7 +350,7 @@ func TestHelpersAreOutOfSight(t *testing.T) {
 		WHERE pronamespace = 'public'::regnamespace AND proname ~ '^(rate_limit_.*)$'`) // as psql's \df rate_limit_* asks
 	want := append([]string{
 		"rate_limit_allow", "rate_limit_peek", "rate_limit_sweep", "rate_limit_version", "rate_limit_policies", "rate_limit_ban",
-		"rate_limit_report", "rate_limit_report_leases",
+		"rate_limit_report",
 	}, algorithm.Functions()...)
 	require.ElementsMatch(t, want, names)
 }

@@ -38,7 +38,7 @@ type ClientConfig struct {
 	// for other keys by some milliseconds at most. Single connections and transactions keep their own settings.
 	Timeout time.Duration
 	// MaxInFlight is how many statements are under way at most, and so how many connections the client uses. Keys
-	// whose row somebody holds may take one more, and so may the report of leases, every 10 seconds. From 1; defaults
+	// whose row somebody holds may take one more. From 1; defaults
 	// to 2. A second one leaves only if 24 callers wait, if the database is 1 ms away or more, or if the first takes
 	// longer than 10 ms. Otherwise, calls wait. Behind a proxy for shards, all of this is for each shard. A pool with a
 	// few connections more than MaxInFlight has some to spare for the others while the statements of one shard hang.
@@ -128,7 +128,7 @@ func NewClient(db DBTX, config ClientConfig) (*Client, error) {
 		denials = newDenials(config.DenialMaxAge, config.Test.Now)
 	}
 	leases := newLeases(config.Test.Now, config.Timeout, config.Observer)
-	leases.giveBack, leases.report = c.giveBack, newLeaseReport(c.database, &config)
+	leases.giveBack = c.giveBack
 	c.batcher = c.queues.start(func(shard int) *queue {
 		c.database.sharded.Store(shard > 0)
 		begin := time.Now()

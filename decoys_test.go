@@ -181,8 +181,6 @@ func callEverything(t *testing.T, db *pgtest.DB, pool *pgxpool.Pool) error {
 		"SELECT * FROM limits.rate_limit_ban('n'::text, 'k'::text, '1us'::interval, '1h'::interval, '1h'::interval, 'why'::text, 60000)",
 		"SELECT * FROM limits.rate_limit_ban('n'::text, 'k'::text, '1us'::interval, '1h'::interval, '1h'::interval, 'why'::text, 60000)",
 		"SELECT * FROM limits.rate_limit_policies(999999::bigint, 0::bigint)",
-		"SELECT limits.rate_limit_report_leases('p'::text, ARRAY['n'], ARRAY['k'], ARRAY[true], ARRAY[1::bigint], ARRAY[1::bigint])",
-		"SELECT limits.rate_limit_report_leases('p'::text, ARRAY['n'], ARRAY['k'], ARRAY[true], ARRAY[1::bigint], ARRAY[9::bigint])",
 	} {
 		if _, err := owner.Exec(t.Context(), sql); err != nil {
 			return err

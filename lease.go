@@ -115,11 +115,7 @@ func (c *Client) ReturnLeases(ctx context.Context) error {
 			return gaveUp(ctx.Err())
 		}
 	}
-	if err := errors.Join(errs...); err != nil {
-		return err
-	}
-	leases.tellReturned(ctx)
-	return nil
+	return errors.Join(errs...)
 }
 
 // giveBack gives back what is left of leases, and returns when that has ended.

@@ -179,22 +179,17 @@ func (ls *leases) wakeAt(at, now time.Duration) {
 	}
 }
 
-// tidy gives back the leases that end soon, forgets the keys that nobody asks for, and reports what is held if that is
-// due.
+// tidy gives back the leases that end soon, and forgets the keys that nobody asks for.
 func (ls *leases) tidy() {
 	ls.mu.Lock()
 	ls.due = 0
 	ls.mu.Unlock()
 	now := ls.now()
 	back, next := ls.outdated(now)
-	report, at := ls.report.turn(now.elapsed)
-	if next = min(next, at); next != model.Never {
+	if next != model.Never {
 		ls.wakeAt(next, now.elapsed)
 	}
 	ls.giveBack(back)
-	if report {
-		ls.tell()
-	}
 }
 
 // outdated ends the leases that end soon, and forgets the keys that nobody asks for. It returns what is to be given

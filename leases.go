@@ -26,7 +26,6 @@ type leases struct {
 	seed     maphash.Seed
 	giveBack func(*giving) // see Client.giveBack
 	observer *Observer
-	report   *leaseReport                            // nil: none
 	shards   atomic.Pointer[[leaseShards]leaseShard] // nil until a limiter with a Lease has asked
 
 	mu    sync.Mutex
@@ -253,9 +252,6 @@ func (ls *leases) settle(r *request, err error, asked, told instant) {
 	back, due, event := ls.learn(r, err, asked, told)
 	if event.Taken > 0 {
 		ls.observer.lease(event)
-		if report := ls.report.expect(told.elapsed); report != 0 {
-			ls.wakeAt(report, told.elapsed)
-		}
 	}
 	if back != nil {
 		go ls.giveBack(back)

@@ -419,16 +419,14 @@ func TestChangesOfPoliciesDoNotDeadlockWithReports(t *testing.T) {
 	}
 }
 
-// Reports lock rows in one order, too: of what shadows would deny, and of leases. A report that deletes what is too much
-// waits for nobody.
+// Reports of what shadows would deny lock rows in one order, too. A report that deletes what is too much waits for
+// nobody.
 func TestReportsDoNotDeadlock(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "the order in which one statement locks rows")
 
 	const shadows = `SELECT rate_limit_report($1::bigint[], $2::text[], array_fill(0::bigint, ARRAY[cardinality($1)]),
 		array_fill(0::bigint, ARRAY[cardinality($1)]), array_fill(1::bigint, ARRAY[cardinality($1)]))`
-	const leases = `SELECT rate_limit_report_leases('p', array_fill('n'::text, ARRAY[cardinality($2::text[])]), $2,
-		array_fill(false, ARRAY[cardinality($2)]), $1::bigint[], array_fill(60000000::bigint, ARRAY[cardinality($2)]))`
 	for name, c := range map[string]struct {
 		sql      string
 		numbers  [2][]int64
@@ -451,16 +449,6 @@ func TestReportsDoNotDeadlock(t *testing.T) {
 			hold:     "SELECT FROM rate_limit_shadow WHERE policy_id = 2 AND key = 'm' FOR UPDATE",
 			function: "rate_limit_report",
 			oldNew:   []string{"FOR UPDATE SKIP LOCKED", "FOR UPDATE"},
-		},
-		"leases": {
-			sql:     leases,
-			numbers: [2][]int64{{3, 2, 1}, {2, 1}},
-			keys:    [2][]string{{"a", "m", "z"}, {"z", "a"}},
-			exist:   "ALTER FUNCTION rate_limit_report_leases SET lock_timeout = 0",
-			hold: `INSERT INTO rate_limit_lease (process, name, key, durable, held, ends_at, reported_at)
-				VALUES ('p', 'n', 'm', false, 1, now(), now())`,
-			function: "rate_limit_report_leases",
-			oldNew:   []string{`ORDER BY e.name COLLATE "C"`, `ORDER BY e.held DESC, e.name COLLATE "C"`},
 		},
 	} {
 		for _, broken := range []bool{false, true} {

@@ -28,9 +28,6 @@ type modelDB struct {
 	takes  time.Duration    // how long a statement takes beside its waits; it decides after half of that
 	cutOff time.Duration    // the statement_timeout; 0: none
 	held   map[string]int64 // the transactions that have locked keys; 0: the row is being made
-
-	reports     []int // how many keys each report of leases had; they are not statements here
-	reportFails error
 }
 
 func newModelDB() *modelDB { return &modelDB{rows: rows{false: {}, true: {}}} }
@@ -55,20 +52,6 @@ func (db *modelDB) statements() int {
 	return asked
 }
 
-// reported is how many keys each report of leases had.
-func (db *modelDB) reported() []int {
-	db.mu.Lock()
-	defer db.mu.Unlock()
-	return slices.Clone(db.reports)
-}
-
-// failReports has reports of leases fail from now on, or not.
-func (db *modelDB) failReports(err error) {
-	db.mu.Lock()
-	defer db.mu.Unlock()
-	db.reportFails = err
-}
-
 // taken is how many units the statements have taken.
 func (db *modelDB) taken() int64 {
 	db.mu.Lock()
@@ -79,11 +62,6 @@ func (db *modelDB) taken() int64 {
 // Query decides. It waits with mu free, because a goroutine that waits for a mutex holds up the bubble's time.
 func (db *modelDB) Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error) {
 	db.mu.Lock()
-	if sql == reportLeasesStatement {
-		defer db.mu.Unlock()
-		db.reports = append(db.reports, len(args[1].([]string)))
-		return &modelRows{}, db.reportFails
-	}
 	if len(args) == 0 && db.away == nil { // rate_limit_version
 		defer db.mu.Unlock()
 		return nil, &pgconn.PgError{Code: "42883"}

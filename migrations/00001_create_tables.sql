@@ -225,30 +225,6 @@ COMMENT ON COLUMN rate_limit_shadow.decided IS 'How many requests were decided; 
 COMMENT ON COLUMN rate_limit_shadow.denied IS 'How many of them the policy in force has denied.';
 COMMENT ON COLUMN rate_limit_shadow.would_deny IS 'How many of them this policy would have denied.';
 
--- What processes have taken ahead for their leases, as they report it (Lease in Go). It is for people. No decision
--- reads it, and whatever it says, the limit holds. So it is unlogged, and a crash of the server empties it.
-CREATE UNLOGGED TABLE rate_limit_lease (
-    process     text COLLATE "C" NOT NULL,
-    name        text COLLATE "C" NOT NULL,
-    key         text COLLATE "C" NOT NULL,
-    durable     boolean NOT NULL,
-    held        bigint NOT NULL,
-    ends_at     timestamptz NOT NULL,
-    reported_at timestamptz NOT NULL,
-    CONSTRAINT rate_limit_lease_pkey PRIMARY KEY (process, name, key, durable)
-);
-
--- For the rows that processes have left behind.
-CREATE INDEX rate_limit_lease_ends_at ON rate_limit_lease (ends_at);
-
-COMMENT ON TABLE rate_limit_lease IS
-    'What processes hold by leases, as they report it every 10 seconds: of each process, up to 100 rows with the most. '
-    'The rows of a process that has died stay until another one reports, a minute or more after they have ended.';
-COMMENT ON COLUMN rate_limit_lease.process IS
-    'Who: the host, the process id there, and a number for each client in it.';
-COMMENT ON COLUMN rate_limit_lease.held IS 'How many units it had taken ahead, and not spent, when it reported.';
-COMMENT ON COLUMN rate_limit_lease.ends_at IS 'When the lease ends. Nothing of it is spent later.';
-
 -- Only the owner has rights on the tables that this has made, whatever ALTER DEFAULT PRIVILEGES says: keys are personal
 -- data, and a setval breaks what takes its numbers from the sequence. deploy/grants.sql grants rights afterwards. On
 -- older tables, SELECT stays, and so do the rights to change policies. Nobody needs more: whoever has the right TRIGGER
@@ -276,7 +252,7 @@ BEGIN
             AND t.relowner = (SELECT r.oid FROM pg_roles AS r WHERE r.rolname = current_user)
             AND t.relname IN (
                 'rate_limit_ephemeral', 'rate_limit_durable', 'rate_limit_sweeper', 'rate_limit_goose_version',
-                'rate_limit_policy', 'rate_limit_policy_history', 'rate_limit_shadow', 'rate_limit_lease')
+                'rate_limit_policy', 'rate_limit_policy_history', 'rate_limit_shadow')
             AND a.grantee <> c.relowner
             -- This transaction has made it; or it is the first one, and goose has made its table before.
             AND (t.xmin = pg_current_xact_id()::xid OR t.relname = 'rate_limit_goose_version' AND NOT EXISTS (
@@ -306,7 +282,7 @@ GRANT EXECUTE ON FUNCTION rate_limit_version() TO PUBLIC;
 SELECT pg_catalog.set_config('search_path', pg_catalog.format('%I, pg_temp', pg_catalog.current_schema()), true);
 
 DROP TABLE IF EXISTS rate_limit_ephemeral, rate_limit_durable, rate_limit_sweeper, rate_limit_policy,
-    rate_limit_policy_history, rate_limit_shadow, rate_limit_lease;
+    rate_limit_policy_history, rate_limit_shadow;
 
 DROP FUNCTION IF EXISTS rate_limit_version;
 -- +goose StatementEnd

@@ -49,7 +49,7 @@ BEGIN
             AND t.relowner = (SELECT r.oid FROM pg_roles AS r WHERE r.rolname = current_user)
             AND t.relname IN (
                 'rate_limit_ephemeral', 'rate_limit_durable', 'rate_limit_sweeper', 'rate_limit_goose_version',
-                'rate_limit_policy', 'rate_limit_policy_history', 'rate_limit_shadow', 'rate_limit_lease')
+                'rate_limit_policy', 'rate_limit_policy_history', 'rate_limit_shadow')
             AND a.grantee <> c.relowner
             -- This transaction has made it; or it is the first one, and goose has made its table before.
             AND (t.xmin = pg_current_xact_id()::xid OR t.relname = 'rate_limit_goose_version' AND NOT EXISTS (

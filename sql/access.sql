@@ -45,7 +45,7 @@ BEGIN
                 'rate_limit_take_fixed_window', 'rate_limit_take_sliding_window', 'rate_limit_take_token_bucket',
                 'rate_limit_take_sliding_log', 'rate_limit_take_calendar_window', 'rate_limit_all',
                 'rate_limit_take_all', 'rate_limit_reset', 'rate_limit_allow', 'rate_limit_peek', 'rate_limit_sweep',
-                'rate_limit_policies', 'rate_limit_ban', 'rate_limit_report', 'rate_limit_report_leases'))
+                'rate_limit_policies', 'rate_limit_ban', 'rate_limit_report'))
     LOOP
         signature := fn.oid::regprocedure::text;
         -- A migration before this one may have done it. (A twin may be the copy of a body that has the schema's name.)

@@ -19,7 +19,6 @@
 \ir twins.sql
 \ir sweep.sql
 \ir policies.sql
-\ir leases.sql
 \ir access.sql
 \ir triggers.sql
 \ir rights.sql

@@ -213,27 +213,3 @@ COMMENT ON COLUMN rate_limit_shadow.key IS 'Which key; empty for all keys togeth
 COMMENT ON COLUMN rate_limit_shadow.decided IS 'How many requests were decided; 0 for a single key.';
 COMMENT ON COLUMN rate_limit_shadow.denied IS 'How many of them the policy in force has denied.';
 COMMENT ON COLUMN rate_limit_shadow.would_deny IS 'How many of them this policy would have denied.';
-
--- What processes have taken ahead for their leases, as they report it (Lease in Go). It is for people. No decision
--- reads it, and whatever it says, the limit holds. So it is unlogged, and a crash of the server empties it.
-CREATE UNLOGGED TABLE rate_limit_lease (
-    process     text COLLATE "C" NOT NULL,
-    name        text COLLATE "C" NOT NULL,
-    key         text COLLATE "C" NOT NULL,
-    durable     boolean NOT NULL,
-    held        bigint NOT NULL,
-    ends_at     timestamptz NOT NULL,
-    reported_at timestamptz NOT NULL,
-    CONSTRAINT rate_limit_lease_pkey PRIMARY KEY (process, name, key, durable)
-);
-
--- For the rows that processes have left behind.
-CREATE INDEX rate_limit_lease_ends_at ON rate_limit_lease (ends_at);
-
-COMMENT ON TABLE rate_limit_lease IS
-    'What processes hold by leases, as they report it every 10 seconds: of each process, up to 100 rows with the most. '
-    'The rows of a process that has died stay until another one reports, a minute or more after they have ended.';
-COMMENT ON COLUMN rate_limit_lease.process IS
-    'Who: the host, the process id there, and a number for each client in it.';
-COMMENT ON COLUMN rate_limit_lease.held IS 'How many units it had taken ahead, and not spent, when it reported.';
-COMMENT ON COLUMN rate_limit_lease.ends_at IS 'When the lease ends. Nothing of it is spent later.';

@@ -149,7 +149,7 @@ const (
 
 // allTables is the order in which all tables are locked: those first that calls read first.
 var allTables = []string{"rate_limit_policy", "rate_limit_policy_history", "rate_limit_shadow", "rate_limit_sweeper",
-	"rate_limit_lease", table(true), table(false)}
+	table(true), table(false)}
 
 // lockedError says that somebody else kept a lock on our tables.
 type lockedError struct{ error }

@@ -246,12 +246,12 @@ func TestDoctorFindsWhatIsWrong(t *testing.T) {
 			do:    "if nobody needs it, `ALTER TABLE public.rate_limit_durable DROP COLUMN \"note\"`, which loses what is in it",
 		},
 		"a column that has to be given": {
-			sql:   `ALTER TABLE rate_limit_lease ADD COLUMN note text NOT NULL, ADD COLUMN more text`,
-			check: "objects", level: problem, found: "table rate_limit_lease has column note, which should not be there",
+			sql:   `ALTER TABLE rate_limit_shadow ADD COLUMN note text NOT NULL, ADD COLUMN more text`,
+			check: "objects", level: problem, found: "table rate_limit_shadow has column note, which should not be there",
 		},
 		"a column whose type has to be given": {
-			sql:   `CREATE DOMAIN named AS text NOT NULL; ALTER TABLE rate_limit_lease ADD COLUMN note named`,
-			check: "objects", level: problem, found: "table rate_limit_lease has column note, which should not be there",
+			sql:   `CREATE DOMAIN named AS text NOT NULL; ALTER TABLE rate_limit_shadow ADD COLUMN note named`,
+			check: "objects", level: problem, found: "table rate_limit_shadow has column note, which should not be there",
 		},
 		"an index that refuses rows": {
 			sql:   `CREATE UNIQUE INDEX one ON rate_limit_ephemeral (prefix); CREATE UNIQUE INDEX one_policy ON rate_limit_policy (name)`,
@@ -344,13 +344,13 @@ func TestDoctorFindsWhatIsWrong(t *testing.T) {
 		},
 		"rights of a role that nobody knows": {
 			sql: `GRANT SELECT ON rate_limit_durable, rate_limit_sweeper TO pg_monitor;
-				GRANT UPDATE ON SEQUENCE rate_limit_policy_id_seq TO pg_monitor; GRANT SELECT (key) ON rate_limit_lease TO pg_monitor`,
-			check: "additions", level: warning, found: "pg_monitor has rights on public.rate_limit_durable, public.rate_limit_lease, public.rate_limit_policy_id_seq",
-			do: "`REVOKE ALL ON public.rate_limit_durable, public.rate_limit_lease, public.rate_limit_policy_id_seq FROM pg_monitor`",
+				GRANT UPDATE ON SEQUENCE rate_limit_policy_id_seq TO pg_monitor; GRANT SELECT (key) ON rate_limit_shadow TO pg_monitor`,
+			check: "additions", level: warning, found: "pg_monitor has rights on public.rate_limit_durable, public.rate_limit_shadow, public.rate_limit_policy_id_seq",
+			do: "`REVOKE ALL ON public.rate_limit_durable, public.rate_limit_shadow, public.rate_limit_policy_id_seq FROM pg_monitor`",
 		},
 		"rights of everybody": {
 			sql:   `GRANT SELECT ON ALL TABLES IN SCHEMA public TO PUBLIC`,
-			check: "additions", level: warning, found: "everybody has rights on public.rate_limit_durable, public.rate_limit_ephemeral, public.rate_limit_lease",
+			check: "additions", level: warning, found: "everybody has rights on public.rate_limit_durable, public.rate_limit_ephemeral, public.rate_limit_shadow",
 			do: "FROM PUBLIC`",
 		},
 		"row-level security hides rows": {
@@ -680,7 +680,7 @@ func TestMigrateUpFindsWhatIsMissing(t *testing.T) {
 		"DROP FUNCTION rate_limit_reset":                                         "function rate_limit_reset(text, text, boolean, integer, boolean) is missing",
 		"ALTER TABLE rate_limit_durable DROP CONSTRAINT rate_limit_durable_pkey": "table rate_limit_durable lacks constraint rate_limit_durable_pkey",
 		"DROP TRIGGER rate_limit_policy_note ON rate_limit_policy":               "lacks trigger rate_limit_policy_note",
-		"DROP TABLE rate_limit_lease":                                            "table rate_limit_lease is missing",
+		"DROP TABLE rate_limit_shadow":                                           "table rate_limit_shadow is missing",
 		"DROP TABLE rate_limit_ephemeral, rate_limit_durable":                    "somebody has dropped the tables",
 	} {
 		db := pgtest.New(t)
@@ -711,7 +711,7 @@ func TestDoctorSaysWhoHasLocks(t *testing.T) {
 		{"BEGIN; LOCK TABLE rate_limit_durable", "AccessExclusiveLock on rate_limit_durable", problem},
 		{"BEGIN; LOCK TABLE rate_limit_policy IN SHARE MODE", "ShareLock on rate_limit_policy", problem},
 		{"BEGIN; SELECT rate_limit_allow('a', 'secret', 'fixed 1/1h')", "RowExclusiveLock on rate_limit_ephemeral", warning},
-		{"BEGIN; SELECT count(*) FROM rate_limit_lease", "AccessShareLock on rate_limit_lease", warning},
+		{"BEGIN; SELECT count(*) FROM rate_limit_shadow", "AccessShareLock on rate_limit_shadow", warning},
 		{fmt.Sprintf("SELECT pg_advisory_lock(%d)", lockwait.Migrations), "the lock of migrations", warning},
 		{"BEGIN; LOCK TABLE rate_limit_durable; PREPARE TRANSACTION 'it''s'", "AccessExclusiveLock on rate_limit_durable", problem},
 	} {

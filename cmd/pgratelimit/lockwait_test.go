@@ -31,7 +31,6 @@ func TestNoCommandWaitsInSilence(t *testing.T) {
 		"reset login --all -y":                         "SELECT rate_limit_allow('login', 'secret', 'fixed 1/1h')",
 		"policy history":                               "LOCK TABLE rate_limit_policy_history IN ACCESS EXCLUSIVE MODE",
 		"policy compare login":                         "LOCK TABLE rate_limit_shadow IN ACCESS EXCLUSIVE MODE",
-		"leases":                                       "LOCK TABLE rate_limit_lease IN ACCESS EXCLUSIVE MODE",
 	} {
 		t.Run(line, func(t *testing.T) {
 			t.Parallel()

@@ -113,7 +113,7 @@ func (a *app) rootCommand() *cobra.Command {
 		commands []*cobra.Command
 	}{
 		{"Limits:", []*cobra.Command{a.limitsCommand(), a.topCommand(), a.peekCommand(), a.explainCommand(),
-			a.takeCommand(), a.refundCommand(), a.grantCommand(), a.resetCommand(), a.leasesCommand()}},
+			a.takeCommand(), a.refundCommand(), a.grantCommand(), a.resetCommand()}},
 		{"Policies:", []*cobra.Command{a.policyCommand(), a.banCommand(), a.unbanCommand()}},
 		{"The database:", []*cobra.Command{a.migrateCommand(), a.sweepCommand(), a.doctorCommand(), a.shardCommand()}},
 		{"Trying it out:", []*cobra.Command{a.demoCommand()}},

@@ -238,7 +238,6 @@ func TestCommandsOnAProxy(t *testing.T) {
 	}
 	run("unban", "login", "key 5").done(t)
 	run("policy", "unset", "login", "--everybody").done(t)
-	run("leases").done(t)
 
 	require.Equal(t, "reset 1 in rate_limit_ephemeral\n", run("reset", "login", "key 3").done(t))
 	listening := pgtest.Connect(t, p.DB)

@@ -43,7 +43,7 @@ func TestStandby(t *testing.T) {
 	}
 	const policy = "--policy=fixed 1/1m"
 	for _, args := range [][]string{{"limits"}, {"take", "login", "a", policy}, {"take", "login", "a", policy, "--durable"}, {"reset", "login", "a", "--durable"},
-		{"ban", "login", "a", "--for=1h", why}, {"leases"}} {
+		{"ban", "login", "a", "--for=1h", why}} {
 		invoke(t, server.URL(), args...).complains(t, exitFailed, "connect to the primary")
 	}
 	require.True(

@@ -41,7 +41,7 @@ every policy with them.`,
 there, and nowhere else. Down drops the functions and keeps the tables.`,
 			sources: []string{
 				"types", "fixed", "sliding", "tokenbucket", "slidinglog", "calendar", "all", "refund", "left",
-				"takeall", "reset", "policy", "allow", "twins", "sweep", "policies", "leases", "access",
+				"takeall", "reset", "policy", "allow", "twins", "sweep", "policies", "access",
 			},
 		},
 		{

@@ -235,7 +235,7 @@ func (c *cluster) open(t testing.TB, name, template string) *DB {
 	db.Pool = db.NewPool(t, nil)
 	if template != emptyTemplate && role() != "" {
 		functions := strings.Join(append(algorithm.Functions(),
-			"rate_limit_policies", "rate_limit_ban", "rate_limit_report", "rate_limit_report_leases"), ", ")
+			"rate_limit_policies", "rate_limit_ban", "rate_limit_report"), ", ")
 		if _, err := db.Pool.Exec(t.Context(),
 			"GRANT EXECUTE ON FUNCTION "+functions+" TO "+quote(role())); err != nil {
 			t.Fatal(err)

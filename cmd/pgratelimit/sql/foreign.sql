@@ -71,7 +71,7 @@ LEFT JOIN LATERAL (
 ) AS added ON true
 CROSS JOIN LATERAL (SELECT c.relkind <> 'r' OR added.what IS NOT NULL AS odd) AS found
 WHERE c.relname IN ('rate_limit_ephemeral', 'rate_limit_durable', 'rate_limit_sweeper', 'rate_limit_goose_version',
-        'rate_limit_policy', 'rate_limit_policy_history', 'rate_limit_shadow', 'rate_limit_lease', 'rate_limit_shard',
+        'rate_limit_policy', 'rate_limit_policy_history', 'rate_limit_shadow', 'rate_limit_shard',
         'rate_limit_shard_deleted')
     AND (found.odd OR ($1::boolean OR c.relname IN ('rate_limit_ephemeral', 'rate_limit_durable'))
         AND c.relname <> ALL ($2::text[]) AND c.relname <> 'rate_limit_goose_version'

@@ -7,7 +7,7 @@ WITH ours AS (
     WHERE n.nspname = current_setting('pgratelimit.schema') AND c.relkind = 'r'
         AND c.relname IN ('rate_limit_ephemeral', 'rate_limit_durable', 'rate_limit_sweeper',
             'rate_limit_goose_version', 'rate_limit_policy', 'rate_limit_policy_history', 'rate_limit_shadow',
-            'rate_limit_lease', 'rate_limit_shard', 'rate_limit_shard_deleted')
+            'rate_limit_shard', 'rate_limit_shard_deleted')
 ),
 -- Keys are personal data, and a sequence that is set back makes inserts fail. Of TRIGGER strangers.sql tells.
 granted AS (
