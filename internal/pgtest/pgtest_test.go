@@ -62,41 +62,16 @@ func TestNewGivesEachTestItsOwnDatabase(t *testing.T) {
 	}
 }
 
-func TestEmptyHasNoTables(t *testing.T) {
-	t.Parallel()
-
-	var tables int
-	err := Empty(t).Pool.QueryRow(t.Context(),
-		"SELECT count(*) FROM pg_tables WHERE schemaname NOT IN ('pg_catalog', 'information_schema')").Scan(&tables)
-	require.NoError(t, err)
-	require.Zero(t, tables)
-}
-
-func TestNewPool(t *testing.T) {
+func TestPoolsOfAnEmptyDatabase(t *testing.T) {
 	t.Parallel()
 
 	db := Empty(t)
-	configured := db.NewPool(t, func(config *pgxpool.Config) {
-		config.MaxConns = 1
-		config.ConnConfig.RuntimeParams["search_path"] = "other"
-	})
-	for _, pool := range []struct {
-		*pgxpool.Pool
-		maxConns   int32
-		searchPath string
-	}{
-		{db.Pool, maxConns, `"$user", public`},
-		{db.NewPool(t, nil), maxConns, `"$user", public`},
-		{configured, 1, "other"},
-	} {
-		var database, searchPath string
-		err := pool.QueryRow(t.Context(), "SELECT current_database(), current_setting('search_path')").
-			Scan(&database, &searchPath)
-		require.NoError(t, err)
-		require.Equal(t, db.Pool.Config().ConnConfig.Database, database)
-		require.Equal(t, pool.searchPath, searchPath)
-		require.Equal(t, pool.maxConns, pool.Config().MaxConns)
-	}
+	require.Zero(t, Scalar[int](t, db.Pool,
+		"SELECT count(*) FROM pg_tables WHERE schemaname NOT IN ('pg_catalog', 'information_schema')"))
+	require.EqualValues(t, maxConns, db.NewPool(t, nil).Config().MaxConns)
+	pool := db.NewPool(t, func(config *pgxpool.Config) { config.ConnConfig.RuntimeParams["search_path"] = "other" })
+	require.Equal(t, "other", Scalar[string](t, pool, "SHOW search_path"))
+	require.Equal(t, db.Pool.Config().ConnConfig.Database, Scalar[string](t, pool, "SELECT current_database()"))
 }
 
 func TestServerIsTheTestsOwn(t *testing.T) {
@@ -104,18 +79,11 @@ func TestServerIsTheTestsOwn(t *testing.T) {
 
 	var url string
 	t.Run("test with a server", func(t *testing.T) {
-		server := Server(t, pgserver.Config{})
-		url = server.URL()
-		require.NotEqual(t, url, sharedURL(t))
-
-		require.NoError(t, server.Kill())
-		require.NoError(t, server.Restart(t.Context()))
+		url = Server(t, pgserver.Config{}).URL()
 		require.Equal(t, []string{"postgres"}, databases(t, url))
 	})
-
 	_, err := pgx.Connect(t.Context(), url)
 	require.Error(t, err)
-	require.NotEmpty(t, databases(t, sharedURL(t)))
 }
 
 // Several test binaries at once on one server make one template, which stays. Those of other migrations go, and nothing
