@@ -50,7 +50,7 @@ lint: ## Run golangci-lint on all modules
 verify: ## Check that files are formatted, generated ones current, and modules tidy
 	@test -z "$$(gofmt -l .)" || { gofmt -l .; echo 'not formatted: run gofmt -w .'; exit 1; }
 	go run ./internal/gensql -check
-	@for module in $(MODULES); do (cd $$module && go mod tidy -diff) || exit 1; done
+	bash .ci/tidy -diff
 
 demo: ## Show what the library does, on a throwaway Postgres, or on that of DATABASE_URL
 	go run ./cmd/pgratelimit demo

@@ -18,8 +18,7 @@ import (
 var (
 	ErrNotMigrated = errors.New(prefix + "the database is not migrated, " +
 		"or ClientConfig.Schema, cleanup.Config.Schema or search_path does not name the schema; " +
-		"call migrations.Up(ctx, pool), or run 'pgratelimit migrate up', or " +
-		"'go run github.com/pgratelimit/ratelimit/cmd/pgratelimit@latest migrate up'")
+		"call migrations.Up(ctx, pool), or run 'pgratelimit migrate up'")
 	ErrNewerSchema = errors.New(prefix + "the database was migrated by a newer release of this library; " +
 		"upgrade the application to it")
 	ErrNotPermitted = errors.New(prefix + "the database role may not do this; " +
