@@ -69,8 +69,7 @@ func amongDecoys(t *testing.T) (*pgtest.DB, *pgxpool.Pool) {
 		t.Skip("foreign roles: the URL of the server has to name a superuser") // as on servers that the tests start
 	}
 	pgtest.Exec(t, db.Pool, "CREATE SCHEMA limits")
-	owner := db.NewPool(t, func(config *pgxpool.Config) {
-		delete(config.ConnConfig.RuntimeParams, "role") // make test/role sets one
+	owner := db.OwnerPool(t, func(config *pgxpool.Config) {
 		config.ConnConfig.RuntimeParams["search_path"] = "limits"
 	})
 	require.NoError(t, migrations.Up(t.Context(), owner))
@@ -83,7 +82,7 @@ func amongDecoys(t *testing.T) (*pgtest.DB, *pgxpool.Pool) {
 	_, err = owner.Exec(t.Context(), "SELECT cardinality(ARRAY['a'])")
 	require.ErrorContains(t, err, "decoy limits.cardinality(text[]) was run by") // so they are in place
 
-	return db, db.NewPool(t, func(config *pgxpool.Config) {
+	return db, db.OwnerPool(t, func(config *pgxpool.Config) {
 		config.ConnConfig.RuntimeParams["role"] = role
 		config.ConnConfig.RuntimeParams["search_path"] = "limits, public"
 		config.AfterConnect = func(ctx context.Context, conn *pgx.Conn) error {
@@ -157,8 +156,7 @@ func callEverything(t *testing.T, db *pgtest.DB, pool *pgxpool.Pool) error {
 	}
 
 	// The functions for people, as the superuser.
-	owner := db.NewPool(t, func(config *pgxpool.Config) {
-		delete(config.ConnConfig.RuntimeParams, "role")
+	owner := db.OwnerPool(t, func(config *pgxpool.Config) {
 		config.ConnConfig.RuntimeParams["search_path"] = "limits, public"
 	})
 	for _, call := range []string{

@@ -42,7 +42,6 @@ func TestEncodingsAndLiterals(t *testing.T) {
 			})
 			const schema = `Odd "na$$me\`
 			configure := func(config *pgxpool.Config) {
-				delete(config.ConnConfig.RuntimeParams, "role")
 				config.ConnConfig.Database = name
 				config.ConnConfig.RuntimeParams["standard_conforming_strings"] = "off"
 				config.ConnConfig.RuntimeParams["search_path"] = pgx.Identifier{schema}.Sanitize()
@@ -120,13 +119,15 @@ func TestKeyThatTheEncodingRefuses(t *testing.T) {
 	const emoji = "caller \U0001F600"
 	for name, open := range map[string]func(t *testing.T) *pgxpool.Pool{
 		"client_encoding": func(t *testing.T) *pgxpool.Pool {
-			return pgtest.New(t).NewPool(t, func(config *pgxpool.Config) { config.ConnConfig.RuntimeParams["client_encoding"] = "EUC_JP" })
+			return pgtest.New(t).OwnerPool(t, func(config *pgxpool.Config) {
+				config.ConnConfig.RuntimeParams["client_encoding"] = "EUC_JP"
+			})
 		},
 		"server_encoding": func(t *testing.T) *pgxpool.Pool {
 			db := pgtest.New(t)
 			other := db.Pool.Config().ConnConfig.Database + "_win1252"
 			pgtest.Exec(t, db.Pool, fmt.Sprintf("CREATE DATABASE %s ENCODING WIN1252 LC_COLLATE 'C' LC_CTYPE 'C' TEMPLATE template0", other))
-			pool := db.NewPool(t, func(config *pgxpool.Config) {
+			pool := db.OwnerPool(t, func(config *pgxpool.Config) {
 				config.ConnConfig.Database = other
 				// Otherwise the bytes of the key would be those of other characters, which is no error.
 				config.ConnConfig.RuntimeParams["client_encoding"] = "UTF8"
@@ -337,8 +338,7 @@ func TestSchemaThatIsNotASCII(t *testing.T) {
 				require.NoError(t, err)
 			})
 			open := func(clientEncoding string) *pgxpool.Pool {
-				return db.NewPool(t, func(config *pgxpool.Config) {
-					delete(config.ConnConfig.RuntimeParams, "role")
+				return db.OwnerPool(t, func(config *pgxpool.Config) {
 					config.ConnConfig.Database = name
 					config.ConnConfig.RuntimeParams["client_encoding"] = clientEncoding
 					config.AfterConnect = func(ctx context.Context, conn *pgx.Conn) error {

@@ -348,7 +348,7 @@ func TestNotPermitted(t *testing.T) {
 	db := pgtest.New(t)
 	pgtest.Exec(t, db.Pool, "REVOKE ALL ON ALL FUNCTIONS IN SCHEMA public FROM CURRENT_USER")
 	superuser := pgtest.Scalar[bool](t, db.Pool, "SELECT rolsuper FROM pg_roles WHERE rolname = current_user")
-	pool := db.NewPool(t, func(config *pgxpool.Config) {
+	pool := db.OwnerPool(t, func(config *pgxpool.Config) {
 		if superuser { // it is permitted everything
 			config.ConnConfig.RuntimeParams["role"] = "pg_monitor"
 		}

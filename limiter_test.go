@@ -98,7 +98,7 @@ func migrateInto(t *testing.T, db *pgtest.DB, schema string) {
 
 func withSearchPath(t *testing.T, db *pgtest.DB, path string) *pgxpool.Pool {
 	t.Helper()
-	return db.NewPool(t, func(config *pgxpool.Config) { config.ConnConfig.RuntimeParams["search_path"] = path })
+	return db.OwnerPool(t, func(config *pgxpool.Config) { config.ConnConfig.RuntimeParams["search_path"] = path })
 }
 
 func TestSchema(t *testing.T) {

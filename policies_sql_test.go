@@ -508,8 +508,7 @@ func TestPoliciesInASchemaWithAnOddName(t *testing.T) {
 	db := pgtest.Empty(t)
 	const schema = `it's a "rate_limit_" schema \ of ours`
 	pgtest.Exec(t, db.Pool, "CREATE SCHEMA "+pgx.Identifier{schema}.Sanitize())
-	pool := db.NewPool(t, func(config *pgxpool.Config) {
-		delete(config.ConnConfig.RuntimeParams, "role") // make test/role sets one
+	pool := db.OwnerPool(t, func(config *pgxpool.Config) {
 		config.ConnConfig.RuntimeParams["search_path"] = pgx.Identifier{schema}.Sanitize()
 	})
 	require.NoError(t, migrations.Up(t.Context(), pool))

@@ -11,7 +11,6 @@ import (
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
-	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
@@ -101,7 +100,7 @@ func TestMigratingUnderLoad(t *testing.T) {
 	db := pgtest.New(t)
 	limiter := newLimiter(
 		t,
-		db.NewPool(t, func(config *pgxpool.Config) { delete(config.ConnConfig.RuntimeParams, "role") }),
+		db.OwnerPool(t, nil),
 		Config{
 			Name: "test", Policy: FixedWindow{Limit: 1_000_000, Window: time.Hour}, Client: ClientConfig{Timeout: amply}, NoDenialCache: true,
 		},

@@ -94,7 +94,7 @@ func newProxy(t *testing.T, shards int) *scriptedProxy {
 			END LOOP;
 		END
 		$do$;
-		GRANT USAGE ON SCHEMA proxy TO PUBLIC; -- also to the role of RATELIMIT_TEST_ROLE
+		GRANT USAGE ON SCHEMA proxy TO PUBLIC; -- also to the application's role
 		GRANT ALL ON ALL TABLES IN SCHEMA proxy TO PUBLIC;
 		GRANT ALL ON ALL SEQUENCES IN SCHEMA proxy TO PUBLIC;`)
 	pgtest.Exec(t, p.Pool, "INSERT INTO proxy.map VALUES ($1, 0)", shards)

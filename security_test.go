@@ -58,7 +58,7 @@ func application(t *testing.T, db *pgtest.DB) *pgxpool.Pool {
 		CREATE OPERATOR decoy.<= (FUNCTION = decoy.yes, LEFTARG = bigint, RIGHTARG = bigint);
 		CREATE OPERATOR decoy.>= (FUNCTION = decoy.yes, LEFTARG = bigint, RIGHTARG = bigint);
 		RESET ROLE`)
-	pool := db.NewPool(t, func(config *pgxpool.Config) {
+	pool := db.OwnerPool(t, func(config *pgxpool.Config) {
 		config.ConnConfig.RuntimeParams["role"] = role
 		config.ConnConfig.RuntimeParams["search_path"] = "decoy, pg_catalog, public"
 		config.AfterConnect = func(ctx context.Context, conn *pgx.Conn) error {

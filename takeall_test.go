@@ -273,7 +273,7 @@ func TestTakesOfSetsInAnotherOrderLockNothing(t *testing.T) {
 			db := pgtest.Empty(t)
 			latin := pgtest.Scalar[string](t, db.Pool, "SELECT current_database()") + "_latin1"
 			pgtest.Exec(t, db.Pool, "CREATE DATABASE "+latin+" ENCODING 'LATIN1' TEMPLATE template0 LC_COLLATE 'C' LC_CTYPE 'C'")
-			pool := db.NewPool(t, func(config *pgxpool.Config) {
+			pool := db.OwnerPool(t, func(config *pgxpool.Config) {
 				config.ConnConfig.Database, config.ConnConfig.RuntimeParams["client_encoding"] = latin, "UTF8"
 			})
 			defer func() {

@@ -23,7 +23,7 @@ func TestTriggerExample(t *testing.T) {
 	db := pgtest.New(t)
 	pgtest.Exec(t, db.Pool, string(example))
 	pgtest.Exec(t, db.Pool, "GRANT INSERT, SELECT ON orders TO pg_monitor; GRANT EXECUTE ON FUNCTION rate_limit_allow TO pg_monitor")
-	shop := db.NewPool(t, func(config *pgxpool.Config) { config.ConnConfig.RuntimeParams["role"] = "pg_monitor" })
+	shop := db.OwnerPool(t, func(config *pgxpool.Config) { config.ConnConfig.RuntimeParams["role"] = "pg_monitor" })
 	const order = "INSERT INTO orders (customer, item) SELECT $1, 'book' FROM generate_series(1, $2)"
 	refused := func(err error) {
 		t.Helper()

@@ -271,7 +271,7 @@ func TestSchemaWithoutUsage(t *testing.T) {
 	db := pgtest.New(t)
 	pgtest.Exec(t, db.Pool, "REVOKE USAGE ON SCHEMA public FROM PUBLIC, pg_database_owner, CURRENT_USER")
 	superuser := pgtest.Scalar[bool](t, db.Pool, "SELECT rolsuper FROM pg_roles WHERE rolname = current_user")
-	pool := db.NewPool(t, func(c *pgxpool.Config) {
+	pool := db.OwnerPool(t, func(c *pgxpool.Config) {
 		if superuser { // it is permitted everything
 			c.ConnConfig.RuntimeParams["role"] = "pg_monitor"
 		}

@@ -420,6 +420,7 @@ type taggedTx struct {
 // All requests of one AllowAll are of one transaction, or of none.
 func TestRequestsOfOneTransaction(t *testing.T) {
 	t.Parallel()
+	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
 
 	db := pgtest.New(t)
 	limiter := newLimiter(t, db.Pool, Config{Name: "test", Policy: hourly})

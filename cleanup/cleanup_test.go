@@ -453,7 +453,7 @@ func TestIsolationLevels(t *testing.T) {
 	db := pgtest.New(t)
 	for _, level := range []string{"read committed", "repeatable read", "serializable"} {
 		pgtest.Fill(t, db.Pool, pgtest.Table(false), "a", 100, t0)
-		pool := db.NewPool(
+		pool := db.OwnerPool(
 			t,
 			func(config *pgxpool.Config) { config.ConnConfig.RuntimeParams["default_transaction_isolation"] = level },
 		)
@@ -474,10 +474,10 @@ func TestQueryExecModesAndSchemas(t *testing.T) {
 			t.Parallel()
 			db := pgtest.Empty(t)
 			pgtest.Exec(t, db.Pool, `CREATE SCHEMA "Odd ""na'me"`)
-			require.NoError(t, migrations.Up(t.Context(), db.NewPool(t, func(config *pgxpool.Config) {
+			require.NoError(t, migrations.Up(t.Context(), db.OwnerPool(t, func(config *pgxpool.Config) {
 				config.ConnConfig.RuntimeParams["search_path"] = `"Odd ""na'me"`
 			})))
-			pool := db.NewPool(t, func(config *pgxpool.Config) { config.ConnConfig.DefaultQueryExecMode = mode })
+			pool := db.OwnerPool(t, func(config *pgxpool.Config) { config.ConnConfig.DefaultQueryExecMode = mode })
 			const odd = `"Odd ""na'me".rate_limit_durable`
 			for _, names := range [][]string{nil, {"a", `quo"ted', {}`}} {
 				for _, test := range []ratelimit.TestConfig{{}, limitertest.Frozen(t0.Add(time.Hour))} {
@@ -499,7 +499,7 @@ func TestOneConnectionIsEnough(t *testing.T) {
 	t.Parallel()
 
 	db := pgtest.New(t)
-	one := db.NewPool(t, func(config *pgxpool.Config) { config.MaxConns = 1 })
+	one := db.OwnerPool(t, func(config *pgxpool.Config) { config.MaxConns = 1 })
 	conn, err := one.Acquire(t.Context())
 	require.NoError(t, err)
 	for i, of := range []ratelimit.DBTX{pgtest.Connect(t, db), conn, one} {

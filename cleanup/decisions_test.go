@@ -411,7 +411,7 @@ func atFullSpeed(t *testing.T, db *pgtest.DB, durable bool) (swept int64, told m
 	var deleted atomic.Int64
 	pools := make([]*pgxpool.Pool, 3)
 	for i := range pools {
-		pools[i] = db.NewPool(t, func(config *pgxpool.Config) {
+		pools[i] = db.OwnerPool(t, func(config *pgxpool.Config) {
 			config.MaxConns = 4
 			config.ConnConfig.RuntimeParams["application_name"] = "limiter"
 		})

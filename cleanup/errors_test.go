@@ -53,7 +53,7 @@ func TestNotPermitted(t *testing.T) {
 	db := pgtest.New(t)
 	pgtest.Exec(t, db.Pool, "REVOKE ALL ON ALL FUNCTIONS IN SCHEMA public FROM CURRENT_USER")
 	superuser := pgtest.Scalar[bool](t, db.Pool, "SELECT rolsuper FROM pg_roles WHERE rolname = current_user")
-	pool := db.NewPool(t, func(config *pgxpool.Config) {
+	pool := db.OwnerPool(t, func(config *pgxpool.Config) {
 		if superuser { // to whom everything is permitted
 			config.ConnConfig.RuntimeParams["role"] = "pg_monitor"
 		}
@@ -79,7 +79,7 @@ func TestReadOnly(t *testing.T) {
 
 	db := pgtest.New(t)
 	pgtest.Fill(t, db.Pool, pgtest.Table(false), "a", 3, t0)
-	pool := db.NewPool(
+	pool := db.OwnerPool(
 		t,
 		func(config *pgxpool.Config) { config.ConnConfig.RuntimeParams["default_transaction_read_only"] = "on" },
 	)

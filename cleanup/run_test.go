@@ -235,7 +235,7 @@ func TestSweeperOnASharedConnectionTakesTurns(t *testing.T) {
 
 	db := pgtest.New(t)
 	var tracer turnTracer
-	pool := db.NewPool(t, func(config *pgxpool.Config) { config.ConnConfig.Tracer = &tracer })
+	pool := db.OwnerPool(t, func(config *pgxpool.Config) { config.ConnConfig.Tracer = &tracer })
 	pooled, err := pool.Acquire(t.Context())
 	require.NoError(t, err)
 	t.Cleanup(pooled.Release)

@@ -127,7 +127,7 @@ func TestUpByARoleThatAdoptsNothing(t *testing.T) {
 	db := pgtest.Empty(t)
 	pgtest.Exec(t, db.Pool, "CREATE SCHEMA limits AUTHORIZATION pg_monitor; GRANT USAGE ON SCHEMA limits TO PUBLIC")
 	as := func(role string) *pgxpool.Pool {
-		return db.NewPool(t, func(config *pgxpool.Config) {
+		return db.OwnerPool(t, func(config *pgxpool.Config) {
 			config.ConnConfig.RuntimeParams["role"] = role
 			config.ConnConfig.RuntimeParams["search_path"] = "limits"
 		})

@@ -55,7 +55,7 @@ func TestManyAtOnce(t *testing.T) {
 		start := make(chan struct{})
 		errs := make(chan error, count)
 		for range count {
-			pool := db.NewPool(t, func(config *pgxpool.Config) { config.MaxConns = 1 })
+			pool := db.OwnerPool(t, func(config *pgxpool.Config) { config.MaxConns = 1 })
 			require.NoError(t, pool.Ping(t.Context()))
 			go func() {
 				<-start
@@ -121,7 +121,7 @@ func TestUpWaitsForTheLock(t *testing.T) {
 	require.ErrorContains(t, err, fmt.Sprintf("process %d (", other.Conn().PgConn().PID()))
 
 	// A statement_timeout does not end the wait, and Status does not wait.
-	pool := db.NewPool(t, func(config *pgxpool.Config) { config.ConnConfig.RuntimeParams["statement_timeout"] = "2s" })
+	pool := db.OwnerPool(t, func(config *pgxpool.Config) { config.ConnConfig.RuntimeParams["statement_timeout"] = "2s" })
 	up := make(chan error, 1)
 	go func() { up <- migrations.Up(t.Context(), pool) }()
 	require.Never(t, func() bool { return len(up) > 0 }, 2500*time.Millisecond, 10*time.Millisecond)

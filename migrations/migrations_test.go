@@ -71,7 +71,7 @@ func TestUp(t *testing.T) {
 func TestUpNeedsOneConnection(t *testing.T) {
 	t.Parallel()
 
-	pool := pgtest.Empty(t).NewPool(t, func(config *pgxpool.Config) { config.MaxConns = 1 })
+	pool := pgtest.Empty(t).OwnerPool(t, func(config *pgxpool.Config) { config.MaxConns = 1 })
 	require.NoError(t, migrations.Up(t.Context(), pool))
 	_, err := migrations.Status(t.Context(), pool)
 	require.NoError(t, err)

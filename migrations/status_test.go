@@ -31,7 +31,7 @@ func TestStatus(t *testing.T) {
 
 	// Far from UTC, where goose takes a local time for one of UTC.
 	db := pgtest.Empty(t)
-	pool := db.NewPool(
+	pool := db.OwnerPool(
 		t,
 		func(config *pgxpool.Config) { config.ConnConfig.RuntimeParams["timezone"] = "Pacific/Kiritimati" },
 	)
@@ -96,7 +96,7 @@ func TestErrorsSayWhatToDo(t *testing.T) {
 	t.Parallel()
 
 	db := pgtest.Empty(t)
-	nowhere := db.NewPool(
+	nowhere := db.OwnerPool(
 		t,
 		func(config *pgxpool.Config) { config.ConnConfig.RuntimeParams["search_path"] = "nowhere" },
 	)
@@ -112,7 +112,7 @@ func TestErrorsSayWhatToDo(t *testing.T) {
 
 	_, err = db.Pool.Exec(t.Context(), "REVOKE CREATE ON SCHEMA public FROM PUBLIC")
 	require.NoError(t, err)
-	unprivileged := db.NewPool(
+	unprivileged := db.OwnerPool(
 		t,
 		func(config *pgxpool.Config) { config.ConnConfig.RuntimeParams["role"] = "pg_monitor" },
 	)
@@ -158,7 +158,7 @@ func TestNothingIsCompiled(t *testing.T) {
 
 	db := pgtest.Empty(t)
 	sent := &recorder{}
-	pool := db.NewPool(t, func(config *pgxpool.Config) { config.ConnConfig.Tracer = sent })
+	pool := db.OwnerPool(t, func(config *pgxpool.Config) { config.ConnConfig.Tracer = sent })
 	require.NoError(t, migrations.Up(t.Context(), pool))
 	_, err := migrations.Status(t.Context(), pool)
 	require.NoError(t, err)

@@ -110,7 +110,7 @@ func TestVersionTableThatIsReplacedMeanwhile(t *testing.T) {
 					t.Parallel()
 
 					db := pgtest.Empty(t)
-					pool := db.NewPool(t, func(config *pgxpool.Config) {
+					pool := db.OwnerPool(t, func(config *pgxpool.Config) {
 						config.ConnConfig.RuntimeParams["search_path"] = "limits"
 						// Old snapshots show nothing new.
 						config.ConnConfig.RuntimeParams["default_transaction_isolation"] = "repeatable read"
@@ -166,7 +166,7 @@ func TestVersionFunctionOfAStranger(t *testing.T) {
 		"CREATE FUNCTION rate_limit_version() RETURNS bigint LANGUAGE sql IMMUTABLE AS 'SELECT 3::bigint'",
 	)
 	require.NoError(t, stranger.Commit(t.Context()))
-	application := db.NewPool(
+	application := db.OwnerPool(
 		t,
 		func(config *pgxpool.Config) { config.ConnConfig.RuntimeParams["role"] = "pg_signal_backend" },
 	)
@@ -195,7 +195,7 @@ func TestVersionFunctionThatIsReplacedIsOurs(t *testing.T) {
 
 	db := pgtest.Empty(t)
 	pgtest.Exec(t, db.Pool, attackSQL+"; CREATE SCHEMA limits AUTHORIZATION pg_monitor")
-	pool := db.NewPool(t, func(config *pgxpool.Config) { config.ConnConfig.RuntimeParams["search_path"] = "limits" })
+	pool := db.OwnerPool(t, func(config *pgxpool.Config) { config.ConnConfig.RuntimeParams["search_path"] = "limits" })
 	owner := func() (name string) {
 		require.NoError(t, pool.QueryRow(t.Context(), `SELECT pg_get_userbyid(proowner) FROM pg_proc
 			WHERE proname = 'rate_limit_version' AND pronamespace = 'limits'::regnamespace`).Scan(&name))
@@ -252,11 +252,11 @@ func TestUpByARoleWithoutRights(t *testing.T) {
 
 	db := pgtest.Empty(t)
 	db.InSchema(t, "limits")
-	application := db.NewPool(t, func(config *pgxpool.Config) {
+	application := db.OwnerPool(t, func(config *pgxpool.Config) {
 		config.ConnConfig.RuntimeParams["role"] = "pg_monitor"
 		config.ConnConfig.RuntimeParams["search_path"] = "limits"
 	})
-	owner := db.NewPool(t, func(config *pgxpool.Config) { config.ConnConfig.RuntimeParams["search_path"] = "limits" })
+	owner := db.OwnerPool(t, func(config *pgxpool.Config) { config.ConnConfig.RuntimeParams["search_path"] = "limits" })
 	_, err := owner.Exec(t.Context(), "GRANT USAGE ON SCHEMA limits TO pg_monitor")
 	require.NoError(t, err)
 
@@ -265,7 +265,7 @@ func TestUpByARoleWithoutRights(t *testing.T) {
 	// The schema public may belong to pg_database_owner, as which nobody logs in.
 	_, err = owner.Exec(t.Context(), "REVOKE CREATE ON SCHEMA public FROM PUBLIC")
 	require.NoError(t, err)
-	inPublic := db.NewPool(t, func(config *pgxpool.Config) { config.ConnConfig.RuntimeParams["role"] = "pg_monitor" })
+	inPublic := db.OwnerPool(t, func(config *pgxpool.Config) { config.ConnConfig.RuntimeParams["role"] = "pg_monitor" })
 	me := pgtest.Scalar[string](t, owner, "SELECT current_user::text")
 	require.Regexp(t, "run this as "+me+"$", migrations.Up(t.Context(), inPublic).Error())
 
@@ -288,7 +288,7 @@ func TestSchemaWithALineBreak(t *testing.T) {
 
 	db := pgtest.Empty(t)
 	pgtest.Exec(t, db.Pool, "CREATE SCHEMA \"a\n--\"")
-	pool := db.NewPool(t, func(config *pgxpool.Config) { config.ConnConfig.RuntimeParams["search_path"] = "\"a\n--\"" })
+	pool := db.OwnerPool(t, func(config *pgxpool.Config) { config.ConnConfig.RuntimeParams["search_path"] = "\"a\n--\"" })
 	require.ErrorContains(t, migrations.Up(t.Context(), pool), "the name of the schema has a line break")
 }
 
@@ -396,7 +396,7 @@ func TestMigratingAmongDecoys(t *testing.T) {
 
 	db := pgtest.Empty(t)
 	statements := recorder{}
-	recorded := pgtest.Empty(t).NewPool(t, func(config *pgxpool.Config) { config.ConnConfig.Tracer = &statements })
+	recorded := pgtest.Empty(t).OwnerPool(t, func(config *pgxpool.Config) { config.ConnConfig.Tracer = &statements })
 	run := func(pool *pgxpool.Pool) {
 		require.NoError(t, migrations.Up(t.Context(), pool))
 		require.NoError(t, migrations.Down(t.Context(), pool))
@@ -410,7 +410,7 @@ func TestMigratingAmongDecoys(t *testing.T) {
 
 	db.InSchema(t, "limits")
 	db.Decoys(t, "limits", statements.all...)
-	pool := db.NewPool(
+	pool := db.OwnerPool(
 		t,
 		func(config *pgxpool.Config) { config.ConnConfig.RuntimeParams["search_path"] = "limits, public" },
 	)

@@ -129,7 +129,7 @@ func TestTablesInASchema(t *testing.T) {
 	}
 	require.NoError(t, migrations.Up(t.Context(), db.InSchema(t, schema)))
 	quoted := pgx.Identifier{schema}.Sanitize()
-	asRole := db.NewPool(t, func(config *pgxpool.Config) { config.ConnConfig.RuntimeParams["role"] = pgtest.DecoyRole })
+	asRole := db.OwnerPool(t, func(config *pgxpool.Config) { config.ConnConfig.RuntimeParams["role"] = pgtest.DecoyRole })
 	collect := observeTables(t, asRole, schema)
 
 	_, err := collect()

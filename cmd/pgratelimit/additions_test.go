@@ -79,7 +79,7 @@ func TestHardenedDatabase(t *testing.T) {
 
 			// Another tool has migrated, and its records are adopted.
 			pgtest.Exec(t, db.Pool, "DROP TABLE limits.rate_limit_goose_version")
-			pool := db.NewPool(t, func(config *pgxpool.Config) {
+			pool := db.OwnerPool(t, func(config *pgxpool.Config) {
 				config.ConnConfig.RuntimeParams["search_path"] = "limits"
 				if owner != "" {
 					config.ConnConfig.RuntimeParams["role"] = owner

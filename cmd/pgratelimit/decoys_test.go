@@ -30,7 +30,7 @@ func TestNothingThatOthersCreateIsRun(t *testing.T) {
 		}
 	}
 	db.Decoys(t, "limits", statements...)
-	pool := db.NewPool(
+	pool := db.OwnerPool(
 		t,
 		func(config *pgxpool.Config) { config.ConnConfig.RuntimeParams["search_path"] = "limits, public" },
 	)

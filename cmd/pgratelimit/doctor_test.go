@@ -792,7 +792,7 @@ func TestDoctorSeesForeignTransactions(t *testing.T) {
 	t.Parallel()
 
 	db := pgtest.New(t)
-	other := db.NewPool(
+	other := db.OwnerPool(
 		t,
 		func(config *pgxpool.Config) { config.ConnConfig.RuntimeParams["application_name"] = "nightly report" },
 	)

@@ -104,7 +104,7 @@ func heldKeyRound(
 	var took []time.Duration
 	var all, asking sync.WaitGroup
 	for process := range processes {
-		pool := db.NewPool(b, func(config *pgxpool.Config) { config.MaxConns = 4 })
+		pool := db.OwnerPool(b, func(config *pgxpool.Config) { config.MaxConns = 4 })
 		defer pool.Close() //nolint:revive // they are all to stay until the end
 		limiter, err := ratelimit.New(pool, ratelimit.Config{Name: "held", Policy: policy})
 		require.NoError(b, err)

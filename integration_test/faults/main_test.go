@@ -62,7 +62,7 @@ func withMonths(t *testing.T, month time.Duration) *pgtest.DB {
 // newPool is a pool of any server's database, closed at the end of the test.
 func newPool(t *testing.T, url string, configure func(*pgxpool.Config)) *pgxpool.Pool {
 	t.Helper()
-	return (&pgtest.DB{URL: url}).NewPool(t, configure)
+	return (&pgtest.DB{URL: url}).OwnerPool(t, configure)
 }
 
 // counted is what the windows in a table hold, for each key.

@@ -98,7 +98,7 @@ func (m mix) run(t *testing.T, db *pgtest.DB, seed uint64) (history []mixedOpera
 		timeout = 4 * patience
 	}
 	for i := range workers {
-		workers[i].pool = db.NewPool(t, func(config *pgxpool.Config) { config.MaxConns = 5 })
+		workers[i].pool = db.OwnerPool(t, func(config *pgxpool.Config) { config.MaxConns = 5 })
 		defer workers[i].pool.Close() //nolint:revive // they are all to stay until the end
 		config := ratelimit.ClientConfig{Timeout: timeout, Observer: observer}
 		client := limitertest.NewClient(t, workers[i].pool, config)

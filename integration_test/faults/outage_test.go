@@ -227,7 +227,7 @@ func TestOutageThatSwallowsConnections(t *testing.T) {
 
 	var hole atomic.Bool
 	var statements atomic.Int64
-	pool := pgtest.New(t).NewPool(t, func(config *pgxpool.Config) {
+	pool := pgtest.New(t).OwnerPool(t, func(config *pgxpool.Config) {
 		config.MaxConns = 2
 		config.ConnConfig.ConnectTimeout = time.Second
 		dial := config.ConnConfig.DialFunc

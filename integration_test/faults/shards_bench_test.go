@@ -23,7 +23,7 @@ func BenchmarkShardThatFails(b *testing.B) {
 	for _, how := range []string{"killed", "frozen", "full"} {
 		b.Run(how, func(b *testing.B) {
 			fleet, begin, end := fleetThatFails(b, how, 32)
-			limiter := limitertest.New(b, fleet.NewPool(b, func(config *pgxpool.Config) { config.MaxConns = 12 }), ratelimit.Config{
+			limiter := limitertest.New(b, fleet.OwnerPool(b, func(config *pgxpool.Config) { config.MaxConns = 12 }), ratelimit.Config{
 				Name: "test", Policy: ratelimit.SlidingWindow{Limit: 1 << 30, Window: time.Hour}, Durable: true,
 				Client: ratelimit.ClientConfig{Timeout: 4 * time.Second},
 			})

@@ -213,7 +213,7 @@ func TestShardThatFails(t *testing.T) {
 				defer mu.Unlock()
 				return len(transitions) > 0 && transitions[len(transitions)-1].Open == open
 			}
-			pool := fleet.NewPool(t, func(config *pgxpool.Config) { config.MaxConns = 12 })
+			pool := fleet.OwnerPool(t, func(config *pgxpool.Config) { config.MaxConns = 12 })
 			client := limitertest.NewClient(t, pool, ratelimit.ClientConfig{
 				Timeout: 12 * time.Second,
 				Observer: &ratelimit.Observer{Breaker: func(e ratelimit.BreakerEvent) {
@@ -304,7 +304,7 @@ func TestFrozenShardLeavesThePool(t *testing.T) {
 	t.Parallel()
 
 	fleet := pgtest.Sharded(t, 2)
-	pool := fleet.NewPool(t, func(config *pgxpool.Config) { config.MaxConns = 1 })
+	pool := fleet.OwnerPool(t, func(config *pgxpool.Config) { config.MaxConns = 1 })
 	key := "key"
 	for shardkey.Of(key, 2) != 1 {
 		key += "s"
@@ -452,7 +452,7 @@ func TestShardThatCannotDecide(t *testing.T) {
 		},
 	} {
 		c.spoil()
-		limiter := limitertest.New(t, fleet.NewPool(t, nil), ratelimit.Config{
+		limiter := limitertest.New(t, fleet.OwnerPool(t, nil), ratelimit.Config{
 			Name: what, Policy: ratelimit.FixedWindow{Limit: 5, Window: year}, Client: ratelimit.ClientConfig{Timeout: 3 * time.Second},
 		})
 		key := keyOn(wrong, 0)

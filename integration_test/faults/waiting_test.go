@@ -115,7 +115,7 @@ func TestCancelledContextsOpenNoConnections(t *testing.T) {
 	db := pgtest.New(t)
 	pgtest.Rewrite(t, db.Pool,
 		"_rate_limit_now", "clock_timestamp()", "(SELECT clock_timestamp() FROM pg_sleep(0.005))")
-	pool := db.NewPool(
+	pool := db.OwnerPool(
 		t,
 		func(config *pgxpool.Config) { config.ConnConfig.RuntimeParams["application_name"] = "limiter" },
 	)

@@ -145,7 +145,7 @@ func TestDashboard(t *testing.T) {
 
 	program(t, "prometheus")
 	server := pgtest.Server(t, pgserver.Config{})
-	pool := (&pgtest.DB{URL: server.URL()}).NewPool(t, nil)
+	pool := (&pgtest.DB{URL: server.URL()}).OwnerPool(t, nil)
 	require.NoError(t, migrations.Up(t.Context(), pool))
 	sweep(t, pool)
 	pgtest.Fill(t, pool, pgtest.Table(false), "yesterday", 20_000, time.Now().Add(-24*time.Hour))

@@ -19,7 +19,7 @@ func (db *DB) InSchema(t *testing.T, schema string) *pgxpool.Pool {
 	quoted := pgx.Identifier{schema}.Sanitize()
 	_, err := db.Pool.Exec(t.Context(), "CREATE SCHEMA IF NOT EXISTS "+quoted)
 	require.NoError(t, err)
-	return db.NewPool(t, func(config *pgxpool.Config) {
+	return db.OwnerPool(t, func(config *pgxpool.Config) {
 		config.ConnConfig.RuntimeParams["search_path"] = quoted + ", public"
 	})
 }

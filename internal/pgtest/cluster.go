@@ -40,6 +40,7 @@ type cluster struct {
 	startErr error
 	server   *pgserver.Server
 	admin    *pgxpool.Pool // of the database that the server's URL names
+	monitors bool          // whether its user may take the role pg_monitor
 
 	migrating  sync.Once
 	migrateErr error
@@ -67,6 +68,9 @@ func (c *cluster) start() error {
 		if err == nil {
 			config.MaxConns = 4
 			c.admin, err = pgxpool.NewWithConfig(ctx, config)
+		}
+		if err == nil {
+			err = c.admin.QueryRow(ctx, "SELECT pg_has_role('pg_monitor', 'MEMBER')").Scan(&c.monitors)
 		}
 		if err != nil {
 			c.startErr = fmt.Errorf("pgtest: %w", err)

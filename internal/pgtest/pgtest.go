@@ -17,9 +17,9 @@
 //
 // RATELIMIT_TEST_POSTGRES_MAJOR=17 says which major version is to be tested. A given server of another version fails.
 //
-// RATELIMIT_TEST_ROLE=pg_monitor makes all pools but DB.Pool connect as that role. It gets the grants that
-// docs/operating.md names, and nothing else, so the tests show that an application needs no more. The server's own user
-// must be a superuser.
+// DB.Pool is the owner's, for what tests look up and change in tables. DB.NewPool is an application's: it connects as a
+// role that has the grants that docs/operating.md names, and nothing else. So the tests show that an application needs
+// no more. Where the server's user may not take that role, these pools are the owner's too.
 package pgtest
 
 import (
@@ -31,6 +31,7 @@ import (
 	"runtime"
 	"strconv"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -77,6 +78,11 @@ type DB struct {
 
 	// Shards are the databases of the shards, if this one is a proxy's.
 	Shards []*DB
+
+	// application is the role of NewPool, or "". It gets its rights when a test first uses it: who looks at what the
+	// migrations make finds nothing else.
+	application string
+	granting    sync.Once
 }
 
 // Main is all that TestMain has to do. It runs the tests, closes the server if one was started, and exits. On a
@@ -118,18 +124,34 @@ func Empty(t testing.TB) *DB {
 	return shared.newDB(t, emptyTemplate)
 }
 
-// NewPool returns another pool of the same database, which is closed at the end of the test t. configure may
-// change its configuration first, and may be nil.
+// NewPool returns a pool of the same database as an application has it, which is closed at the end of the test t.
+// configure may change its configuration first, and may be nil.
 func (db *DB) NewPool(t testing.TB, configure func(*pgxpool.Config)) *pgxpool.Pool {
+	t.Helper()
+	if db.application == "" {
+		return db.OwnerPool(t, configure)
+	}
+	db.granting.Do(func() {
+		functions := strings.Join(append(algorithm.Functions(),
+			"rate_limit_policies", "rate_limit_ban", "rate_limit_report"), ", ")
+		Exec(t, db.Pool, "GRANT EXECUTE ON FUNCTION "+functions+" TO "+quote(db.application))
+	})
+	return db.OwnerPool(t, func(config *pgxpool.Config) {
+		config.ConnConfig.RuntimeParams["role"] = db.application
+		if configure != nil {
+			configure(config)
+		}
+	})
+}
+
+// OwnerPool is NewPool for what the owner of the database does.
+func (db *DB) OwnerPool(t testing.TB, configure func(*pgxpool.Config)) *pgxpool.Pool {
 	t.Helper()
 	config, err := pgxpool.ParseConfig(db.URL)
 	if err != nil {
 		t.Fatalf("pgtest: %v", err)
 	}
 	config.MaxConns = maxConns
-	if db.Pool != nil && role() != "" {
-		config.ConnConfig.RuntimeParams["role"] = role()
-	}
 	if configure != nil {
 		configure(config)
 	}
@@ -167,8 +189,6 @@ func Server(t testing.TB, config pgserver.Config) *pgserver.Server {
 	})
 	return server
 }
-
-func role() string { return os.Getenv("RATELIMIT_TEST_ROLE") }
 
 // OwnServer skips a test that starts a server without Server, where Server would do so.
 func OwnServer(t testing.TB) {
@@ -232,14 +252,9 @@ func (c *cluster) open(t testing.TB, name, template string) *DB {
 		t.Fatal(err)
 	}
 	db := &DB{URL: url}
-	db.Pool = db.NewPool(t, nil)
-	if template != emptyTemplate && role() != "" {
-		functions := strings.Join(append(algorithm.Functions(),
-			"rate_limit_policies", "rate_limit_ban", "rate_limit_report"), ", ")
-		if _, err := db.Pool.Exec(t.Context(),
-			"GRANT EXECUTE ON FUNCTION "+functions+" TO "+quote(role())); err != nil {
-			t.Fatal(err)
-		}
+	db.Pool = db.OwnerPool(t, nil)
+	if template != emptyTemplate && c.monitors && c.of == 0 && c.shards == nil {
+		db.application = "pg_monitor" // which also sees who waits for a lock
 	}
 	return db
 }

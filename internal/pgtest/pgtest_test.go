@@ -62,6 +62,24 @@ func TestNewGivesEachTestItsOwnDatabase(t *testing.T) {
 	}
 }
 
+// An application calls the functions, and reads no table.
+func TestNewPoolIsAnApplications(t *testing.T) {
+	t.Parallel()
+	NotThroughProxy(t, "a role that is not the owner")
+
+	db := New(t)
+	if !Scalar[bool](t, db.Pool, "SELECT pg_has_role('pg_monitor', 'MEMBER')") {
+		t.Skip("another role: the URL of the server has to name a superuser") // as on servers that the tests start
+	}
+	application := db.NewPool(t, nil)
+	allow := "SELECT count(*) FROM rate_limit_take_fixed_window('name', '{key}', 1, 1000000)"
+	require.EqualValues(t, 1, Scalar[int64](t, application, allow))
+	const look = "SELECT count(*) FROM rate_limit_ephemeral"
+	_, err := application.Exec(t.Context(), look)
+	require.ErrorContains(t, err, "permission denied for table rate_limit_ephemeral")
+	require.EqualValues(t, 1, Scalar[int64](t, db.OwnerPool(t, nil), look))
+}
+
 func TestPoolsOfAnEmptyDatabase(t *testing.T) {
 	t.Parallel()
 

@@ -54,7 +54,7 @@ func run(ctx context.Context, out io.Writer, modules []string) error {
 	fmt.Fprintf(out, "%s\n", regexp.MustCompile(`PostgreSQL \d.*`).Find(output))
 	if len(modules) == 0 {
 		modules = []string{".", "cmd/pgratelimit", "otelratelimit", "grpclimit"}
-		fmt.Fprintln(out, "This takes about 10 minutes on two cores, and some more when the tests are built first.")
+		fmt.Fprintln(out, "This takes some minutes, and more when the tests are built first.")
 	}
 
 	began := time.Now()

@@ -63,7 +63,7 @@ func (c *cluster) install(t *testing.T, db *pgtest.DB) {
 // connect opens a connection that is closed at the end of the test.
 func connect(t *testing.T, db *pgtest.DB) *pgx.Conn {
 	t.Helper()
-	pool := db.NewPool(t, func(config *pgxpool.Config) { config.MaxConns = 1 })
+	pool := db.OwnerPool(t, func(config *pgxpool.Config) { config.MaxConns = 1 })
 	conn, err := pool.Acquire(t.Context())
 	require.NoError(t, err)
 	t.Cleanup(conn.Release)
