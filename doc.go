@@ -35,8 +35,8 @@
 //
 // # Giving back
 //
-// [Limiter.Refund] and [Limiter.RefundN] give back what a request took. [Limiter.Grant] gives credit above the limit.
-// [Limiter.Reset] makes a key as good as new.
+// [Limiter.Refund] and [Limiter.RefundN] give back what a request took, and with its [Result.Receipt] another process
+// can. [Limiter.Grant] gives credit above the limit. [Limiter.Reset] makes a key as good as new.
 //
 // # Busy keys
 //

@@ -18,10 +18,13 @@ var (
 	// ErrInvalidCost: the cost is below 0, or of a Request, RefundN or Grant below 1, or it is more than is left
 	// to give back. It is a [*CostError]. The database was not asked.
 	ErrInvalidCost = errors.New("ratelimit: invalid cost")
-	// ErrNothingToRefund: the result took nothing (a denial or a Peek), all of it was given back, or OnFailure has
-	// decided it instead of the database. The database was not asked.
+	// ErrNothingToRefund: the result took nothing (a denial or a Peek), all of it was given back, its Receipt was
+	// handed on, or OnFailure has decided it instead of the database. The database was not asked.
 	ErrNothingToRefund = errors.New("ratelimit: nothing to refund: " +
-		"the result took nothing from the database, or all of it was given back")
+		"the result took nothing from the database, all of it was given back, or its Receipt was handed on")
+	// ErrNoReceipt: the result was read from JSON, which does not have what it took. The database was not asked.
+	ErrNoReceipt = errors.New("ratelimit: a result that was read from JSON cannot be given back; " +
+		"send its Receipt too, and refund what ParseReceipt makes of it")
 	// ErrCostExceedsLimit: the cost is above the policy's limit, so that no waiting helps, or a Grant is more than
 	// a key can hold. It is a [*CostError]. The database was not asked.
 	ErrCostExceedsLimit = errors.New("ratelimit: cost exceeds the limit")
@@ -176,6 +179,13 @@ func (e *RefundError) Error() string {
 	}
 	return fmt.Sprintf("ratelimit: the result is of the limiter %q, and not of %q; refund it there",
 		e.TakenBy, e.Limiter)
+}
+
+// ReceiptError says why a text is no receipt.
+type ReceiptError struct{ Reason string }
+
+func (e *ReceiptError) Error() string {
+	return "ratelimit: this text is no receipt: " + e.Reason + "; pass what Result.Receipt has returned"
 }
 
 // WaitError is an ErrWouldExceedDeadline: the request, or one before it in the line, cannot be allowed before the

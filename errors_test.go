@@ -120,7 +120,7 @@ func TestSentinelsSayWhoseTheyAre(t *testing.T) {
 		return true
 	})
 	all := map[string]error{
-		"ErrInvalidKey": ErrInvalidKey, "ErrInvalidCost": ErrInvalidCost, "ErrNothingToRefund": ErrNothingToRefund,
+		"ErrInvalidKey": ErrInvalidKey, "ErrInvalidCost": ErrInvalidCost, "ErrNothingToRefund": ErrNothingToRefund, "ErrNoReceipt": ErrNoReceipt,
 		"ErrCostExceedsLimit": ErrCostExceedsLimit, "ErrWouldExceedDeadline": ErrWouldExceedDeadline,
 		"ErrNotMigrated": ErrNotMigrated, "ErrNewerSchema": ErrNewerSchema, "ErrNotPermitted": ErrNotPermitted, "ErrSharded": ErrSharded,
 		"ErrPreparedStatements": ErrPreparedStatements, "ErrSetup": ErrSetup, "ErrUnavailable": ErrUnavailable,

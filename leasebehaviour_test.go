@@ -234,6 +234,21 @@ func TestMethodsBesideALease(t *testing.T) {
 		require.NoError(t, err)
 		require.Equal(t, before+5, l.left("key"))
 
+		// So is a receipt's.
+		leased, err = l.AllowN(ctx, "key", 2)
+		require.NoError(t, err)
+		require.Equal(t, SourceLease, leased.Source)
+		before = l.left("key")
+		receipt, err := leased.Receipt()
+		require.NoError(t, err)
+		_, err = l.Refund(ctx, leased)
+		require.ErrorIs(t, err, ErrNothingToRefund)
+		parsed, err := l.ParseReceipt(receipt)
+		require.NoError(t, err)
+		_, err = l.Refund(ctx, parsed)
+		require.NoError(t, err)
+		require.Equal(t, before+2, l.left("key"))
+
 		// A lease under another policy is not spent, and goes back when the key is asked for.
 		held, returned := l.held("key"), l.told().Returned
 		require.Positive(t, held)

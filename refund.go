@@ -19,7 +19,8 @@ import (
 //
 // Nothing is given back twice: the result is used up before the database is asked, and restored only if the refund
 // surely did not count. Do not refund a take whose transaction has rolled back, which is given back already.
-// Errors: [ErrNothingToRefund]; a [*RefundError] for a result of another limiter; else as Allow.
+// For a refund in another process, see [Result.Receipt]. Errors: [ErrNothingToRefund]; [ErrNoReceipt]; a [*RefundError]
+// for a result of another limiter; else as Allow.
 func (l *Limiter) Refund(ctx context.Context, result Result) (Result, error) {
 	return l.refund(ctx, result, result.taken().leftover())
 }
@@ -55,9 +56,10 @@ func (l *Limiter) refund(ctx context.Context, result Result, n int64) (Result, e
 
 // checkRefund tells why this limiter cannot give back n of what is left.
 func (l *Limiter) checkRefund(r *receipt, n, left int64) error {
+	if err := r.spent(left); err != nil {
+		return err
+	}
 	switch {
-	case left == 0:
-		return ErrNothingToRefund
 	case n < 1 || n > left:
 		return &CostError{Cost: n, Limit: left, Least: 1, refund: true}
 	case l.space == r.space:

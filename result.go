@@ -1,9 +1,9 @@
 package ratelimit
 
 import (
+	"encoding/json"
 	"fmt"
 	"slices"
-	"sync/atomic"
 	"time"
 
 	"github.com/pgratelimit/ratelimit/internal/model"
@@ -102,6 +102,16 @@ func (s *Source) UnmarshalText(text []byte) error {
 	return fmt.Errorf("ratelimit: %q is no Source", text)
 }
 
+// UnmarshalJSON reads what JSON has of a Result, which is not what it took: see [Result.Receipt].
+func (r *Result) UnmarshalJSON(text []byte) error {
+	type plain Result // without this method
+	if err := json.Unmarshal(text, (*plain)(r)); err != nil {
+		return err
+	}
+	r.receipt = fromJSON
+	return nil
+}
+
 // result is what the caller of a request of one limiter is told.
 func (r *request) result() Result { return r.resultOf(0, len(r.parts), r.policy) }
 
@@ -166,18 +176,6 @@ func (p *part) result(place int64) Result {
 	return r
 }
 
-// receipt is what a Result remembers of a take.
-type receipt struct {
-	space  *keyspace
-	policy Policy
-	key    string
-	left   atomic.Int64  // how many units are left to give back; these are the first ones
-	parts  []model.Take  // one for each row
-	one    [1]model.Take // the memory of parts if there is one part
-	back   *givenBack    // of a lease, and of what was spent from it: what of the lease was given back; else nil
-	first  int64         // of what was spent from a lease: its first unit there. left stays as it was
-}
-
 // add adds what this process holds of a key to what the database has told about it.
 func (r *Result) add(held int64) {
 	r.Remaining += held
@@ -189,62 +187,4 @@ func (r *Result) add(held int64) {
 			(*r.each)[i].add(held)
 		}
 	}
-}
-
-// taken is the receipt of this result alone, or nil if nothing was taken.
-func (r *Result) taken() *receipt {
-	if r.units == 0 {
-		return r.receipt
-	}
-	spent := r.receipt.share(r.first, r.first+r.units)
-	spent.back, spent.first = r.receipt.back, r.first
-	return spent
-}
-
-// newReceipt returns a receipt of units whose parts are still to be set.
-func newReceipt(space *keyspace, policy Policy, key string, units int64, parts int) *receipt {
-	r := &receipt{space: space, policy: policy, key: key}
-	r.left.Store(units)
-	if r.parts = r.one[:]; parts != 1 {
-		r.parts = make([]model.Take, parts)
-	}
-	return r
-}
-
-// leftover is how much is left to give back.
-func (r *receipt) leftover() int64 {
-	if r == nil {
-		return 0
-	}
-	if r.back != nil {
-		return r.back.leftover(r.first, r.left.Load())
-	}
-	return r.left.Load()
-}
-
-// swap changes how much is left to give back, if it is still what it was. It tells whether it was.
-func (r *receipt) swap(was, left int64) bool {
-	if r.back != nil {
-		return r.back.swap(r.first, r.left.Load(), was, left)
-	}
-	return r.left.CompareAndSwap(was, left)
-}
-
-// between are the parts of the units from the from-th to the to-th.
-func (r *receipt) between(from, to int64) []model.Take {
-	parts := make([]model.Take, len(r.parts))
-	for i, m := range r.policy.rules() {
-		parts[i] = r.parts[i].Portion(m, from, to)
-	}
-	return parts
-}
-
-// share is the receipt of one caller, for whom the units from the from-th to the to-th were taken.
-func (r *receipt) share(from, to int64) *receipt {
-	if r == nil || from == to {
-		return nil
-	}
-	s := newReceipt(r.space, r.policy, r.key, to-from, len(r.parts))
-	copy(s.parts, r.between(from, to))
-	return s
 }

@@ -84,20 +84,21 @@ func Tx(tx *sql.Tx) pgx.Tx {
 	if tx == nil {
 		return nil
 	}
-	return &transaction{tx: tx}
+	return transaction{tx: tx}
 }
 
+// transaction is a value, so two of one *sql.Tx are equal: AllowAll wants requests of one transaction.
 type transaction struct {
 	pgx.Tx // nil
 	tx     *sql.Tx
 }
 
-func (t *transaction) Commit(context.Context) error   { return t.tx.Commit() }
-func (t *transaction) Rollback(context.Context) error { return t.tx.Rollback() }
+func (t transaction) Commit(context.Context) error   { return t.tx.Commit() }
+func (t transaction) Rollback(context.Context) error { return t.tx.Rollback() }
 
 // Conn returns nil: database/sql does not lend the connection of a transaction.
-func (*transaction) Conn() *pgx.Conn { return nil }
+func (transaction) Conn() *pgx.Conn { return nil }
 
-func (t *transaction) Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error) {
+func (t transaction) Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error) {
 	return query(t.tx.QueryContext(ctx, sql, args...))
 }

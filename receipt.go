@@ -1,0 +1,166 @@
+package ratelimit
+
+import (
+	"bytes"
+	"crypto/sha256"
+	"encoding/base64"
+	"encoding/json"
+	"sync/atomic"
+
+	"github.com/pgratelimit/ratelimit/internal/model"
+)
+
+// Receipt is what the request took, as text of letters, digits, - and _, for a refund in another process: by a worker,
+// say, that is given the work and its receipt, and finds that it comes to nothing. There, [Limiter.ParseReceipt] makes
+// a Result of it. For 3 units of "user:1" it has about 300 bytes.
+//
+// From then on only the receipt gives back, and this Result does not, as nobody would know which of them has. Use a
+// receipt once: the database does not know which ones were used, so a copy gives back what others have taken since. The
+// key stands in it, and it is not signed. So give it to nobody who may not refund. Errors: as [Limiter.Refund].
+func (r Result) Receipt() (string, error) {
+	taken := r.taken()
+	for {
+		left := taken.leftover()
+		if err := taken.spent(left); err != nil {
+			return "", err
+		}
+		text := taken.text(left)
+		if taken.swap(left, 0) {
+			return text, nil
+		}
+	}
+}
+
+// ParseReceipt makes a Result of a [Result.Receipt] of a limiter with the same Name and Durable, for Refund and RefundN.
+// The Result says Allowed, and nothing else of the decision. Errors: a [*ReceiptError] for a text that is no receipt,
+// or was changed; a [*RefundError] for one of another limiter. The database is not asked.
+func (l *Limiter) ParseReceipt(text string) (Result, error) {
+	var t receiptText
+	content, err := base64.RawURLEncoding.DecodeString(text)
+	if err != nil || len(content) < checksumLen || !bytes.Equal(checksum(content[checksumLen:]), content[:checksumLen]) ||
+		json.Unmarshal(content[checksumLen:], &t) != nil {
+		return Result{}, &ReceiptError{Reason: "it is cut off, changed, or something else"}
+	}
+	policy, err := ParsePolicy(t.Policy)
+	if err != nil {
+		return Result{}, &ReceiptError{Reason: "a newer release wrote it"}
+	}
+	if t.Limiter != l.space.name || t.Durable != l.space.durable {
+		return Result{}, &RefundError{Limiter: l.space.name, TakenBy: t.Limiter}
+	}
+	r := newReceipt(l.space, policy, t.Key, t.Units, len(t.Parts))
+	copy(r.parts, t.Parts)
+	return Result{Allowed: true, receipt: r}, nil
+}
+
+// receiptText is a receipt as JSON.
+type receiptText struct {
+	Limiter string       `json:"limiter"`
+	Durable bool         `json:"durable,omitempty"`
+	Policy  string       `json:"policy"`
+	Key     string       `json:"key"`
+	Units   int64        `json:"units"`
+	Parts   []model.Take `json:"parts"`
+}
+
+const checksumLen = 8 // bytes before the JSON, so that a receipt that was cut off or changed is noticed
+
+func checksum(content []byte) []byte {
+	sum := sha256.Sum256(content)
+	return sum[:checksumLen]
+}
+
+// text is the receipt of the units that are left.
+func (r *receipt) text(left int64) string {
+	content, _ := json.Marshal(receiptText{ // which cannot fail
+		Limiter: r.space.name, Durable: r.space.durable, Policy: r.policy.String(), Key: r.key, Units: left,
+		Parts: r.between(0, left),
+	})
+	return base64.RawURLEncoding.EncodeToString(append(checksum(content), content...))
+}
+
+// receipt is what a Result remembers of a take.
+type receipt struct {
+	space  *keyspace
+	policy Policy
+	key    string
+	left   atomic.Int64  // how many units are left to give back; these are the first ones
+	parts  []model.Take  // one for each row
+	one    [1]model.Take // the memory of parts if there is one part
+	back   *givenBack    // of a lease, and of what was spent from it: what of the lease was given back; else nil
+	first  int64         // of what was spent from a lease: its first unit there. left stays as it was
+}
+
+// fromJSON is the receipt of a Result that was read from JSON.
+//
+//nolint:gochecknoglobals // it never changes
+var fromJSON = &receipt{}
+
+// spent tells why nothing can be given back, if nothing is left.
+func (r *receipt) spent(left int64) error {
+	switch {
+	case r == fromJSON:
+		return ErrNoReceipt
+	case left == 0:
+		return ErrNothingToRefund
+	}
+	return nil
+}
+
+// taken is the receipt of this result alone, or nil if nothing was taken.
+func (r *Result) taken() *receipt {
+	if r.units == 0 {
+		return r.receipt
+	}
+	spent := r.receipt.share(r.first, r.first+r.units)
+	spent.back, spent.first = r.receipt.back, r.first
+	return spent
+}
+
+// newReceipt returns a receipt of units whose parts are still to be set.
+func newReceipt(space *keyspace, policy Policy, key string, units int64, parts int) *receipt {
+	r := &receipt{space: space, policy: policy, key: key}
+	r.left.Store(units)
+	if r.parts = r.one[:]; parts != 1 {
+		r.parts = make([]model.Take, parts)
+	}
+	return r
+}
+
+// leftover is how much is left to give back.
+func (r *receipt) leftover() int64 {
+	if r == nil {
+		return 0
+	}
+	if r.back != nil {
+		return r.back.leftover(r.first, r.left.Load())
+	}
+	return r.left.Load()
+}
+
+// swap changes how much is left to give back, if it is still what it was. It tells whether it was.
+func (r *receipt) swap(was, left int64) bool {
+	if r.back != nil {
+		return r.back.swap(r.first, r.left.Load(), was, left)
+	}
+	return r.left.CompareAndSwap(was, left)
+}
+
+// between are the parts of the units from the from-th to the to-th.
+func (r *receipt) between(from, to int64) []model.Take {
+	parts := make([]model.Take, len(r.parts))
+	for i, m := range r.policy.rules() {
+		parts[i] = r.parts[i].Portion(m, from, to)
+	}
+	return parts
+}
+
+// share is the receipt of one caller, for whom the units from the from-th to the to-th were taken.
+func (r *receipt) share(from, to int64) *receipt {
+	if r == nil || from == to {
+		return nil
+	}
+	s := newReceipt(r.space, r.policy, r.key, to-from, len(r.parts))
+	copy(s.parts, r.between(from, to))
+	return s
+}

@@ -1,0 +1,135 @@
+package ratelimit
+
+import (
+	"encoding/base64"
+	"encoding/json"
+	"errors"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit/internal/pgtest"
+)
+
+// A receipt gives back in another process what the result would have given back in this one, of all policies, also what
+// is left after a part was given back, and what came out of credit.
+func TestReceipts(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	for _, policy := range []Policy{
+		FixedWindow{Limit: 10, Window: time.Hour}, SlidingWindow{Limit: 10, Window: time.Hour},
+		TokenBucket{Capacity: 10, Refill: 3, Every: 7 * time.Minute}, SlidingLog{Limit: 10, Window: time.Hour},
+		CalendarWindow{Limit: 10, Unit: Month, Zone: "Europe/Berlin"},
+		All(FixedWindow{Limit: 10, Window: time.Hour}, TokenBucket{Capacity: 20, Refill: 1, Every: time.Minute}),
+	} {
+		config := Config{
+			Name: policy.String(), Policy: policy, Durable: true,
+			Client: ClientConfig{Test: TestConfig{Now: func() time.Time { return time.UnixMicro(c0) }}},
+		}
+		here, there := newLimiter(t, db.Pool, config), newLimiter(t, db.Pool, config)
+		var left [2]Result
+		for i, key := range []string{"refunded here", "refunded there"} {
+			_, err := here.Grant(t.Context(), key, 2)
+			require.NoError(t, err)
+			_, err = here.AllowN(t.Context(), key, 5)
+			require.NoError(t, err)
+			taken, err := here.AllowN(t.Context(), key, 7) // 2 of these are credit
+			require.NoError(t, err)
+			require.True(t, taken.Allowed, policy)
+			_, err = here.RefundN(t.Context(), taken, 3)
+			require.NoError(t, err)
+			if i == 0 {
+				left[i], err = here.Refund(t.Context(), taken)
+				require.NoError(t, err)
+				continue
+			}
+			text, err := taken.Receipt()
+			require.NoError(t, err)
+			require.Regexp(t, "^[A-Za-z0-9_-]+$", text)
+			_, err = here.Refund(t.Context(), taken)
+			require.ErrorIs(t, err, ErrNothingToRefund, "the receipt gives it back now")
+			_, err = taken.Receipt()
+			require.ErrorIs(t, err, ErrNothingToRefund)
+
+			parsed, err := there.ParseReceipt(text)
+			require.NoError(t, err)
+			require.True(t, parsed.Allowed)
+			_, err = there.RefundN(t.Context(), parsed, 5)
+			require.ErrorIs(t, err, ErrInvalidCost, "4 are left")
+			tx := pgtest.Begin(t, db)
+			_, err = there.WithTx(tx).RefundN(t.Context(), parsed, 4)
+			require.NoError(t, err)
+			require.NoError(t, tx.Rollback(t.Context()))
+			left[i], err = there.Refund(t.Context(), parsed)
+			require.NoError(t, err)
+			_, err = there.Refund(t.Context(), parsed)
+			require.ErrorIs(t, err, ErrNothingToRefund)
+		}
+		require.Equal(t, left[0].Remaining, left[1].Remaining, policy)
+		require.Equal(t, left[0].ResetAfter, left[1].ResetAfter, policy)
+	}
+}
+
+// Whatever is no receipt of this limiter is refused before anything is asked.
+func TestWhatIsNoReceipt(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	limiter := newLimiter(t, db.Pool, Config{Name: "test", Policy: hourly})
+	taken, err := limiter.Allow(t.Context(), "somebody's key")
+	require.NoError(t, err)
+	text, err := taken.Receipt()
+	require.NoError(t, err)
+	require.NotContains(t, text, "somebody")
+	content, err := base64.RawURLEncoding.DecodeString(text)
+	require.NoError(t, err)
+	older := []byte(strings.Replace(string(content[checksumLen:]), "fixed ", "leap ", 1))
+	for name, bad := range map[string]string{
+		"nothing": "", "something": "receipt", "a part": text[:len(text)-2], "more": text + "AA",
+		"changed": text[:30] + "x" + text[31:], "only a sum": base64.RawURLEncoding.EncodeToString(checksum(nil)),
+		"of a newer release": base64.RawURLEncoding.EncodeToString(append(checksum(older), older...)),
+	} {
+		_, err := limiter.ParseReceipt(bad)
+		wrong, ok := errors.AsType[*ReceiptError](err)
+		require.True(t, ok, "%s: %v", name, err)
+		require.NotContains(t, wrong.Error(), "somebody", name)
+	}
+	for _, config := range []Config{
+		{Name: "other", Policy: hourly}, {Name: "test", Policy: hourly, Durable: true},
+	} {
+		_, err := newLimiter(t, db.Pool, config).ParseReceipt(text)
+		_, ok := errors.AsType[*RefundError](err)
+		require.True(t, ok, "%v", err)
+	}
+	_, err = Result{}.Receipt()
+	require.ErrorIs(t, err, ErrNothingToRefund)
+}
+
+// A result that went through JSON is never told that it took nothing.
+func TestResultsFromJSONCannotBeGivenBack(t *testing.T) {
+	t.Parallel()
+
+	db := pgtest.New(t)
+	limiter := newLimiter(t, db.Pool, Config{Name: "test", Policy: hourly})
+	taken, err := limiter.Allow(t.Context(), "key")
+	require.NoError(t, err)
+	text, err := json.Marshal(taken)
+	require.NoError(t, err)
+	var read Result
+	require.NoError(t, json.Unmarshal(text, &read))
+	require.Equal(t, taken.Remaining, read.Remaining)
+	for name, refund := range map[string]func() error{
+		"Refund":  func() error { _, err := limiter.Refund(t.Context(), read); return err },
+		"RefundN": func() error { _, err := limiter.RefundN(t.Context(), read, 1); return err },
+		"Receipt": func() error { _, err := read.Receipt(); return err },
+		"WithTx":  func() error { _, err := limiter.WithTx(pgtest.Begin(t, db)).Refund(t.Context(), read); return err },
+	} {
+		require.ErrorIs(t, refund(), ErrNoReceipt, name)
+		require.NotErrorIs(t, refund(), ErrNothingToRefund, name)
+	}
+	_, err = limiter.Refund(t.Context(), taken)
+	require.NoError(t, err)
+}
