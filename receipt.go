@@ -31,14 +31,15 @@ func (r Result) Receipt() (string, error) {
 	}
 }
 
-// ParseReceipt makes a Result of a [Result.Receipt] of a limiter with the same Name and Durable, for Refund and RefundN.
-// The Result says Allowed, and nothing else of the decision. Errors: a [*ReceiptError] for a text that is no receipt,
+// ParseReceipt makes a Result of a [Result.Receipt], for Refund and RefundN. A limiter with the same Name and Durable
+// must have taken it. The Result says Allowed, and nothing else of the decision. Errors: a [*ReceiptError] for a text that is no receipt,
 // or was changed; a [*RefundError] for one of another limiter. The database is not asked.
 func (l *Limiter) ParseReceipt(text string) (Result, error) {
 	var t receiptText
 	content, err := base64.RawURLEncoding.DecodeString(text)
-	if err != nil || len(content) < checksumLen || !bytes.Equal(checksum(content[checksumLen:]), content[:checksumLen]) ||
-		json.Unmarshal(content[checksumLen:], &t) != nil {
+	sum := content[:min(checksumLen, len(content))]
+	content = content[len(sum):]
+	if err != nil || !bytes.Equal(checksum(content), sum) || json.Unmarshal(content, &t) != nil {
 		return Result{}, &ReceiptError{Reason: "it is cut off, changed, or something else"}
 	}
 	policy, err := ParsePolicy(t.Policy)
