@@ -345,12 +345,12 @@ func TestDoctorFindsWhatIsWrong(t *testing.T) {
 		"rights of a role that nobody knows": {
 			sql: `GRANT SELECT ON rate_limit_durable, rate_limit_sweeper TO pg_monitor;
 				GRANT UPDATE ON SEQUENCE rate_limit_policy_id_seq TO pg_monitor; GRANT SELECT (key) ON rate_limit_shadow TO pg_monitor`,
-			check: "additions", level: warning, found: "pg_monitor has rights on public.rate_limit_durable, public.rate_limit_shadow, public.rate_limit_policy_id_seq",
-			do: "`REVOKE ALL ON public.rate_limit_durable, public.rate_limit_shadow, public.rate_limit_policy_id_seq FROM pg_monitor`",
+			check: "additions", level: warning, found: "pg_monitor has rights on public.rate_limit_durable, public.rate_limit_policy_id_seq, public.rate_limit_shadow",
+			do: "`REVOKE ALL ON public.rate_limit_durable, public.rate_limit_policy_id_seq, public.rate_limit_shadow FROM pg_monitor`",
 		},
 		"rights of everybody": {
 			sql:   `GRANT SELECT ON ALL TABLES IN SCHEMA public TO PUBLIC`,
-			check: "additions", level: warning, found: "everybody has rights on public.rate_limit_durable, public.rate_limit_ephemeral, public.rate_limit_shadow",
+			check: "additions", level: warning, found: "everybody has rights on public.rate_limit_durable, public.rate_limit_ephemeral, public.rate_limit_policy",
 			do: "FROM PUBLIC`",
 		},
 		"row-level security hides rows": {
