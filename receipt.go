@@ -32,8 +32,8 @@ func (r Result) Receipt() (string, error) {
 }
 
 // ParseReceipt makes a Result of a [Result.Receipt], for Refund and RefundN. A limiter with the same Name and Durable
-// must have taken it. The Result says Allowed, and nothing else of the decision. Errors: a [*ReceiptError] for a text that is no receipt,
-// or was changed; a [*RefundError] for one of another limiter. The database is not asked.
+// must have taken it. The Result says Allowed, and nothing else of the decision. Errors: a [*ReceiptError] for a text
+// that is no receipt, or was changed; a [*RefundError] for one of another limiter. The database is not asked.
 func (l *Limiter) ParseReceipt(text string) (Result, error) {
 	var t receiptText
 	content, err := base64.RawURLEncoding.DecodeString(text)

@@ -2,6 +2,7 @@ package ratelimit
 
 import (
 	"context"
+	"slices"
 
 	"github.com/jackc/pgx/v5"
 
@@ -128,6 +129,7 @@ func rulesOf(policies ...ruled) (several []model.Rules) {
 
 // allowAllTx is AllowAll of requests within a transaction.
 func allowAllTx(ctx context.Context, tx pgx.Tx, requests ...Request) (Results, error) {
+	requests = slices.Clone(requests) // which the caller may ask without a transaction, too
 	for i := range requests {
 		requests[i].inTx, requests[i].tx = true, tx
 	}
