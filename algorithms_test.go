@@ -66,7 +66,7 @@ func TestEveryAlgorithmIsComplete(t *testing.T) {
 		}
 		require.Contains(t, string(functions),
 			"\nCREATE FUNCTION "+a.Function+"(\n    name text, keys text[], "+strings.TrimSuffix(arguments, " ")+"\n    costs ")
-		for _, file := range []string{"deploy/grants.sql", "docs/operating.md", "cmd/pgratelimit/sql/foreign.sql"} {
+		for _, file := range []string{"deploy/grants.sql", "docs/operating.md", "cmd/pgratelimit/internal/cli/sql/foreign.sql"} {
 			require.Contains(t, read(file), a.Function, file)
 		}
 		require.Contains(t, read("docs/algorithms.md"), "`"+a.Example+"`")

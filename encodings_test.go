@@ -93,7 +93,7 @@ func TestSQLIsPlain(t *testing.T) {
 	long := regexp.MustCompile(`.{121,}`)
 	for _, pattern := range []string{
 		"sql/*.sql", "sql/call/*.sql", "migrations/*.sql", "cleanup/*.sql", "deploy/*.sql",
-		"cmd/pgratelimit/sql/*.sql", "cmd/pgratelimit/sql/doctor/*.sql", "cmd/pgratelimit/sql/policy/*.sql", "internal/catalog/*.sql",
+		"cmd/pgratelimit/internal/*/sql/*.sql", "internal/catalog/*.sql",
 	} {
 		files, err := filepath.Glob(pattern)
 		require.NoError(t, err)

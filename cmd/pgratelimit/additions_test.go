@@ -9,6 +9,8 @@ import (
 
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/migrations"
+
+	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
 )
 
 // hardening is what a platform does to each new table. It secures the rows, and has changes audited.
@@ -70,10 +72,10 @@ func TestHardenedDatabase(t *testing.T) {
 			require.Contains(t, found.Found, "row-level security is on for limits.rate_limit_durable, ")
 			require.Contains(t, found.Found, "an application's role needs nothing but EXECUTE")
 			if late {
-				require.Equal(t, fine, found.Level)
+				require.Equal(t, cli.Fine, found.Level)
 				continue
 			}
-			require.Equal(t, warning, found.Level)
+			require.Equal(t, cli.Warning, found.Level)
 			require.Contains(t, found.Do, "`DROP TRIGGER audit ON limits.rate_limit_ephemeral`")
 			require.True(t, pgtest.Scalar[bool](t, db.Pool, "SELECT count(*) > 0 FROM platform.log WHERE what = 'rate_limit_policy'"))
 
@@ -157,7 +159,7 @@ func TestRoleThatRowSecurityBinds(t *testing.T) {
 		invoke(t, url, args...).complains(t, exitFailed, "row-level security", "'pgratelimit doctor' says what to do")
 	}
 	found := examined(t, url)["additions"]
-	require.Equal(t, warning, found.Level)
+	require.Equal(t, cli.Warning, found.Level)
 	require.Contains(t, found.Found, "hides the rows of public.rate_limit_policy from pg_read_all_data")
 	follow(t, db, strings.ReplaceAll(found.Do, "as postgres: ", ""))
 	require.Contains(t, invoke(t, url, "limits").done(t), "login")

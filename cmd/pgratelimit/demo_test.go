@@ -19,6 +19,8 @@ import (
 
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
+
+	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/demo"
 )
 
 func TestDemoInADatabaseOfSomebody(t *testing.T) {
@@ -30,7 +32,7 @@ func TestDemoInADatabaseOfSomebody(t *testing.T) {
 	before := pgtest.Objects(t, db.Pool)
 
 	var out bytes.Buffer
-	require.NoError(t, runDemo(t.Context(), &out, demoOptions{databaseURL: db.URL}))
+	require.NoError(t, demo.RunDemo(t.Context(), &out, demo.DemoOptions{DatabaseURL: db.URL}))
 	requireStory(t, out.String())
 	require.Regexp(t, `a schema of its own, pgratelimit_demo_\w{8}, `, out.String())
 	require.Contains(t, out.String(), "SELECT * FROM pgratelimit_demo_")
@@ -155,43 +157,9 @@ func TestDatabaseThatIsNotOurs(t *testing.T) {
 	require.NoError(t, err)
 
 	var out bytes.Buffer
-	err = runDemo(t.Context(), &out, demoOptions{databaseURL: db.URL})
+	err = demo.RunDemo(t.Context(), &out, demo.DemoOptions{DatabaseURL: db.URL})
 	require.ErrorContains(t, err, "make a schema in the database of DATABASE_URL")
 	require.ErrorContains(t, err, "SQLSTATE 25006")
-}
-
-// The demo must fail if what it shows is not what it claims.
-func TestAnswersAreChecked(t *testing.T) {
-	t.Parallel()
-
-	require.NoError(t, answer{"201 Created", "9", ""}.check(1))
-	require.NoError(t, answer{"201 Created", "0", ""}.check(10))
-	require.NoError(t, answer{"429 Too Many Requests", "0", "66"}.check(11))
-
-	require.Error(t, answer{"201 Created", "8", ""}.check(1))
-	require.Error(t, answer{"429 Too Many Requests", "0", "66"}.check(10))
-	require.Error(t, answer{"503 Service Unavailable", "", ""}.check(1))
-	require.Error(t, answer{"201 Created", "0", ""}.check(11))
-	require.Error(t, answer{"429 Too Many Requests", "0", ""}.check(11))
-	require.Error(t, answer{"429 Too Many Requests", "0", "0"}.check(11))
-	require.Error(t, answer{"429 Too Many Requests", "0", "67"}.check(11))
-}
-
-func TestRecordLooksAsInPsql(t *testing.T) {
-	t.Parallel()
-
-	db := pgtest.Empty(t)
-	record, err := queryRecord(
-		t.Context(),
-		db.Pool,
-		"SELECT 'shorten' AS prefix, 10 AS count, 1.5::float8 AS window_start",
-	)
-	require.NoError(t, err)
-	require.Equal(t, ""+
-		"-[ RECORD 1 ]+--------\n"+
-		"prefix       | shorten\n"+
-		"count        | 10\n"+
-		"window_start | 1.5\n", record.String())
 }
 
 // requireStory looks for what the demo promises to show.

@@ -17,6 +17,9 @@ import (
 
 	"github.com/pgratelimit/ratelimit/internal/pgserver"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
+
+	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
+	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/policies"
 )
 
 func readDeploy(t *testing.T, name string) string {
@@ -71,7 +74,7 @@ func TestRoles(t *testing.T) {
 	invoke(t, as("boss", ""), "take", "login", "a", "--policy=sliding 100/365d").done(t)
 	o = invoke(t, as("boss", ""), "doctor", "--json")
 	o.code, o.stderr = 0, ""
-	for _, f := range decode[[]finding](t, o) {
+	for _, f := range decode[[]cli.Finding](t, o) {
 		if f.Check == "schema" {
 			psql("SET search_path = rate_limit; " + strings.Split(f.Do, "`")[1] + "; RESET search_path")
 		}
@@ -157,7 +160,7 @@ func TestRoles(t *testing.T) {
 	invoke(t, as("admin", ""), "doctor").done(t)
 	require.Contains(t, invoke(t, as("on_call", ""), "explain", "login", "a", policy).done(t), "under sliding 100/365d")
 	// The history tells who it was, and not in which role.
-	require.Equal(t, "admin", decode[[]policyEvent](t, invoke(t, as("reader", ""), "policy", "history", "--json"))[0].By)
+	require.Equal(t, "admin", decode[[]policies.PolicyEvent](t, invoke(t, as("reader", ""), "policy", "history", "--json"))[0].By)
 	require.Equal(t, "admin", changed(t, as("admin", "&role=rate_limit_policy_admin"), "ban", "login", "a", "--for=1h", why).Added.ChangedBy)
 
 	// What the command does not try.

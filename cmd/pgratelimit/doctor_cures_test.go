@@ -12,6 +12,9 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 	"github.com/pgratelimit/ratelimit/migrations"
+
+	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
+	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/doctor"
 )
 
 // Dead tuples, free space, expired rows and updates that are not HOT, as Postgres counts them, each cured by what the
@@ -35,10 +38,10 @@ func TestDoctorOfATableThatNobodyTendsTo(t *testing.T) {
 	require.NoError(t, conn.Close(t.Context())) // and so it reports its statistics
 
 	const of = "rate_limit_ephemeral: "
-	var all map[string]finding
+	var all map[string]cli.Finding
 	testkit.WaitUntil(t, func() bool {
 		all = examined(t, db.URL)
-		return all[of+"HOT updates"].Level == warning && all[of+"dead tuples"].Level == warning
+		return all[of+"HOT updates"].Level == cli.Warning && all[of+"dead tuples"].Level == cli.Warning
 	})
 	for check, found := range map[string]string{
 		"kind":        `^its fillfactor is 100`,
@@ -48,7 +51,7 @@ func TestDoctorOfATableThatNobodyTendsTo(t *testing.T) {
 		"sweeping":    `^100 % of the rows have expired`,
 		"autovacuum":  `^it is turned off for this table`,
 	} {
-		require.NotEqual(t, fine, all[of+check].Level, check)
+		require.NotEqual(t, cli.Fine, all[of+check].Level, check)
 		require.Regexp(t, found, all[of+check].Found)
 	}
 	for _, check := range []string{"kind", "dead tuples", "sweeping", "bloat", "HOT updates", "autovacuum"} {
@@ -56,15 +59,15 @@ func TestDoctorOfATableThatNobodyTendsTo(t *testing.T) {
 			follow(t, db, all[of+check].Do)
 			f := examined(t, db.URL)[of+check]
 			if check == "bloat" || check == "dead tuples" {
-				return f.Level == fine
+				return f.Level == cli.Fine
 			}
-			require.Equal(t, fine, f.Level, f)
+			require.Equal(t, cli.Fine, f.Level, f)
 			return true
 		})
 	}
 	for check, f := range examined(t, db.URL) {
 		if check != "long transactions" {
-			require.Equal(t, fine, f.Level, f)
+			require.Equal(t, cli.Fine, f.Level, f)
 		}
 	}
 }
@@ -87,7 +90,7 @@ func TestDoctorTellsBloatFromFillfactor(t *testing.T) {
 		pgtest.Exec(t, db.Pool, "INSERT INTO rate_limit_durable (prefix, key, log) "+insert)
 		healthy := func(need string) {
 			f := examined(t, db.URL)[check]
-			require.Equal(t, fine, f.Level, f)
+			require.Equal(t, cli.Fine, f.Level, f)
 			require.Regexp(t, `^[\d.]+ MB, of which its rows need (100|`+need+`) %$`, f.Found, name)
 		}
 		healthy(`[7-9]\d`)
@@ -106,11 +109,11 @@ func TestDoctorTellsBloatFromFillfactor(t *testing.T) {
 		pgtest.Exec(t, db.Pool, "DELETE FROM rate_limit_durable WHERE abs(hashtext(key)) % 50 > 0")
 		pgtest.Exec(t, db.Pool, "VACUUM rate_limit_durable")
 		f := examined(t, db.URL)[check]
-		require.Equal(t, warning, f.Level, "%s: %v", name, f)
+		require.Equal(t, cli.Warning, f.Level, "%s: %v", name, f)
 		require.Regexp(t, `^[\d.]+ MB, of which its rows need [1-4] %$`, f.Found, name)
 		testkit.WaitUntil(t, func() bool {
 			follow(t, db, f.Do)
-			return examined(t, db.URL)[check].Level == fine
+			return examined(t, db.URL)[check].Level == cli.Fine
 		})
 	}
 }
@@ -127,29 +130,29 @@ func TestDoctorOfAServer(t *testing.T) {
 	t.Cleanup(pool.Close)
 	db.Pool = pool
 	require.NoError(t, migrations.Up(t.Context(), pool))
-	cures := func(check, found string, want level) {
+	cures := func(check, found string, want cli.Level) {
 		t.Helper()
-		var f finding
+		var f cli.Finding
 		testkit.WaitUntil(t, func() bool { // the server reads its settings again, and counts, a little later
 			f = examined(t, db.URL)[check]
 			return f.Level == want
 		})
 		require.Regexp(t, found, f.Found)
 		follow(t, db, f.Do)
-		testkit.WaitUntil(t, func() bool { return examined(t, db.URL)[check].Level == fine })
+		testkit.WaitUntil(t, func() bool { return examined(t, db.URL)[check].Level == cli.Fine })
 	}
 
 	pgtest.Exec(t, pool, "ALTER SYSTEM SET autovacuum = off")
 	pgtest.Exec(t, pool, "SELECT pg_reload_conf()")
-	testkit.WaitUntil(t, func() bool { return examined(t, db.URL)["statistics"].Level == problem })
+	testkit.WaitUntil(t, func() bool { return examined(t, db.URL)["statistics"].Level == cli.Problem })
 
 	// Nobody vacuums, and dead tuples gather.
 	busy := pgtest.Connect(t, db)
 	pgtest.Exec(t, busy, `INSERT INTO rate_limit_durable (prefix, key) SELECT 'a', i FROM generate_series(1, 11000) AS i`)
 	pgtest.Exec(t, busy, "DELETE FROM rate_limit_durable")
 	require.NoError(t, busy.Close(t.Context()))
-	cures("rate_limit_durable: autovacuum", "^last visit: never, and there are 11000 dead tuples", warning)
-	cures("statistics", "^autovacuum is off", problem)
+	cures("rate_limit_durable: autovacuum", "^last visit: never, and there are 11000 dead tuples", cli.Warning)
+	cures("statistics", "^autovacuum is off", cli.Problem)
 
 	// A transaction holds VACUUM up while others use up transaction ids.
 	old := pgtest.Begin(t, db)
@@ -159,9 +162,9 @@ func TestDoctorOfAServer(t *testing.T) {
 			BEGIN INSERT INTO pg_temp.spent VALUES (i); EXCEPTION WHEN division_by_zero THEN NULL; END;
 		END LOOP; END $$`)
 	found := examined(t, db.URL)["rate_limit_durable: transaction ids"]
-	require.Equal(t, warning, found.Level, found)
+	require.Equal(t, cli.Warning, found.Level, found)
 	holding := func() (what, mend *string) {
-		require.NoError(t, pool.QueryRow(t.Context(), horizonSQL).Scan(nil, &what, &mend, nil))
+		require.NoError(t, pool.QueryRow(t.Context(), doctor.HorizonSQL).Scan(nil, &what, &mend, nil))
 		return what, mend
 	}
 	testkit.WaitUntil(t, func() bool { // somebody else's worker may have begun earlier
@@ -169,21 +172,21 @@ func TestDoctorOfAServer(t *testing.T) {
 		if what == nil {
 			return true
 		}
-		follow(t, db, judgeHorizon(longTime, what, mend, true).Do) // nobody wants to wait so long
+		follow(t, db, doctor.JudgeHorizon(doctor.LongTime, what, mend, true).Do) // nobody wants to wait so long
 		return false
 	})
 	require.Error(t, old.Commit(t.Context()), "it was not ended")
-	cures("rate_limit_durable: transaction ids", `^\d{6} old, and autovacuum should have come at 100000`, warning)
+	cures("rate_limit_durable: transaction ids", `^\d{6} old, and autovacuum should have come at 100000`, cli.Warning)
 
 	pgtest.Exec(t, pool, "BEGIN; SELECT pg_current_xact_id(); PREPARE TRANSACTION 'it''s'", pgx.QueryExecModeSimpleProtocol)
 	what, mend := holding()
 	require.Equal(t, "prepared transaction 'it''s'", *what)
-	follow(t, db, judgeHorizon(longTime, what, mend, true).Do)
+	follow(t, db, doctor.JudgeHorizon(doctor.LongTime, what, mend, true).Do)
 	what, _ = holding()
 	require.Nil(t, what)
 
 	if pgtest.Scalar[bool](t, pool, "SELECT pg_jit_available()") { // in some systems it is a package of its own
 		pgtest.Exec(t, pool, "ALTER DATABASE postgres SET jit_above_cost = 0")
-		cures("jit", "^with jit_above_cost = 0", warning)
+		cures("jit", "^with jit_above_cost = 0", cli.Warning)
 	}
 }

@@ -20,6 +20,10 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 	"github.com/pgratelimit/ratelimit/migrations"
+
+	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
+	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/doctor"
+	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/policies"
 )
 
 // checksOfAll is how many there are if nothing is missing: some for each table.
@@ -31,11 +35,11 @@ func TestDoctorOfAHealthyDatabase(t *testing.T) {
 	db := pgtest.New(t)
 	pgtest.Exec(t, db.Pool, "REVOKE CREATE ON SCHEMA public FROM PUBLIC") // which Postgres 14 grants
 	before := pgtest.Objects(t, db.Pool)
-	findings := decode[[]finding](t, invoke(t, db.URL, "doctor", "--json"))
+	findings := decode[[]cli.Finding](t, invoke(t, db.URL, "doctor", "--json"))
 	require.Len(t, findings, checksOfAll)
 	for _, f := range findings {
 		if f.Check != "long transactions" { // somebody else's test may be slow
-			require.Equal(t, fine, f.Level, f)
+			require.Equal(t, cli.Fine, f.Level, f)
 			require.Empty(t, f.Do)
 		}
 		require.NotEmpty(t, f.Found)
@@ -52,9 +56,9 @@ func TestDoctorFindsCallsThatAreCompiled(t *testing.T) {
 	for _, settings := range []string{
 		"", "jit_above_cost=10", "jit_above_cost=11", "jit_above_cost=0&jit=off", "jit_above_cost=-1", "jit_above_cost=11&cpu_tuple_cost=0.02",
 	} {
-		found := level("")
+		found := cli.Level("")
 		o := invoke(t, urlWith(t, db, settings), "doctor", "--json")
-		for _, f := range decode[[]finding](t, o) {
+		for _, f := range decode[[]cli.Finding](t, o) {
 			if f.Check == "jit" {
 				found = f.Level
 			}
@@ -69,9 +73,9 @@ func TestDoctorFindsCallsThatAreCompiled(t *testing.T) {
 		plan, err := pgx.CollectRows(rows, pgx.RowTo[string])
 		require.NoError(t, err)
 		require.NoError(t, conn.Close(t.Context()))
-		want := fine
+		want := cli.Fine
 		if slices.Contains(plan, "JIT:") {
-			want = warning
+			want = cli.Warning
 			compiled++
 		}
 		require.Equal(t, want, found, settings)
@@ -82,18 +86,18 @@ func TestDoctorFindsCallsThatAreCompiled(t *testing.T) {
 }
 
 // examined is what the doctor says about a database, by check.
-func examined(t *testing.T, url string, args ...string) map[string]finding {
+func examined(t *testing.T, url string, args ...string) map[string]cli.Finding {
 	t.Helper()
 	o := invoke(t, url, append([]string{"doctor", "--json"}, args...)...)
 	sick := o.code == exitFailed
 	o.code, o.stderr = 0, ""
-	all := map[string]finding{}
-	for _, f := range decode[[]finding](t, o) {
+	all := map[string]cli.Finding{}
+	for _, f := range decode[[]cli.Finding](t, o) {
 		require.NotContains(t, all, f.Check)
 		all[f.Check] = f
 	}
 	require.Equal(t, sick, slices.ContainsFunc(slices.Collect(maps.Values(all)),
-		func(f finding) bool { return f.Level == problem }), o.stdout)
+		func(f cli.Finding) bool { return f.Level == cli.Problem }), o.stdout)
 	return all
 }
 
@@ -124,116 +128,116 @@ func TestDoctorFindsWhatIsWrong(t *testing.T) {
 	const granted = `GRANT EXECUTE ON ALL FUNCTIONS IN SCHEMA public TO pg_signal_backend; ` // for pg_monitor cannot log in
 	for name, test := range map[string]struct {
 		sql, check string
-		level      level
+		level      cli.Level
 		found, do  string
 	}{
 		"changed function": {
 			sql:   `DO $$ BEGIN EXECUTE replace(pg_get_functiondef('rate_limit_reset'::regproc), 'RETURN found', 'RETURN true'); END $$`,
-			check: "objects", level: problem, found: "function rate_limit_reset(text, text, boolean, integer, boolean) has another body",
+			check: "objects", level: cli.Problem, found: "function rate_limit_reset(text, text, boolean, integer, boolean) has another body",
 			do: "`pgratelimit doctor --fix`, which makes it anew in place, and loses nothing",
 		},
 		"missing functions": {
 			sql:   `DROP FUNCTION rate_limit_reset, _rate_limit_late`,
-			check: "objects", level: problem, found: "function _rate_limit_late() is missing; function rate_limit_reset(text, text, boolean, integer, boolean) is missing",
+			check: "objects", level: cli.Problem, found: "function _rate_limit_late() is missing; function rate_limit_reset(text, text, boolean, integer, boolean) is missing",
 		},
 		"missing type": {
 			sql:   `DROP TYPE rate_limit_decision CASCADE`,
-			check: "objects", level: problem, found: "type rate_limit_decision is missing",
+			check: "objects", level: cli.Problem, found: "type rate_limit_decision is missing",
 		},
 		"search_path left open": {
 			sql:   `ALTER FUNCTION rate_limit_reset RESET search_path`,
-			check: "objects", level: problem, found: "has settings",
+			check: "objects", level: cli.Problem, found: "has settings",
 		},
 		"rights of the caller": {
 			sql:   `ALTER FUNCTION rate_limit_reset SECURITY INVOKER`,
-			check: "objects", level: problem, found: "security invoker",
+			check: "objects", level: cli.Problem, found: "security invoker",
 		},
 		"an overload": {
 			sql:   `CREATE FUNCTION rate_limit_reset(a text) RETURNS integer LANGUAGE sql AS 'SELECT 1'`,
-			check: "objects", level: problem, found: "function rate_limit_reset(text) should not be there", do: "`DROP FUNCTION public.rate_limit_reset(text)`",
+			check: "objects", level: cli.Problem, found: "function rate_limit_reset(text) should not be there", do: "`DROP FUNCTION public.rate_limit_reset(text)`",
 		},
 		"missing version": {
 			sql:   `DROP FUNCTION rate_limit_version()`,
-			check: "objects", level: problem, found: "function rate_limit_version() is missing",
+			check: "objects", level: cli.Problem, found: "function rate_limit_version() is missing",
 		},
 		"missing version without records": {
 			sql:   `DROP FUNCTION rate_limit_version(); DROP TABLE rate_limit_goose_version`,
-			check: "migrations", level: problem, found: "most like those of version 3",
+			check: "migrations", level: cli.Problem, found: "most like those of version 3",
 		},
 		"wrong version": {
 			sql:   `CREATE OR REPLACE FUNCTION rate_limit_version() RETURNS bigint LANGUAGE sql IMMUTABLE AS ' SELECT 3::bigint + 0'`,
-			check: "objects", level: problem, found: "function rate_limit_version() has another body",
+			check: "objects", level: cli.Problem, found: "function rate_limit_version() has another body",
 		},
 		"behind": {
 			sql: `DROP TRIGGER rate_limit_policy_check ON rate_limit_policy; DROP TRIGGER rate_limit_policy_keep ON rate_limit_policy;
 				DROP TRIGGER rate_limit_policy_turn ON rate_limit_policy; DROP TRIGGER rate_limit_policy_note ON rate_limit_policy;
 				CREATE OR REPLACE FUNCTION rate_limit_version() RETURNS bigint LANGUAGE sql IMMUTABLE AS ' SELECT 2::bigint '`,
-			check: "migrations", level: problem, found: "not applied: 3 create_triggers", do: "run `pgratelimit migrate up`",
+			check: "migrations", level: cli.Problem, found: "not applied: 3 create_triggers", do: "run `pgratelimit migrate up`",
 		},
 		"dropped table": {
 			sql:   `DROP TABLE rate_limit_durable`,
-			check: "objects", level: problem, found: "table rate_limit_durable is missing", do: "loses nothing; then grant the rights on what was missing again",
+			check: "objects", level: cli.Problem, found: "table rate_limit_durable is missing", do: "loses nothing; then grant the rights on what was missing again",
 		},
 		"the other table dropped": {
 			sql:   `DROP TABLE rate_limit_ephemeral`,
-			check: "objects", level: problem, found: "table rate_limit_ephemeral is missing", do: "loses nothing",
+			check: "objects", level: cli.Problem, found: "table rate_limit_ephemeral is missing", do: "loses nothing",
 		},
 		"both tables dropped": {
 			sql:   `DROP TABLE rate_limit_ephemeral, rate_limit_durable`,
-			check: "migrations", level: problem, found: "somebody has dropped the tables: migrations up to 3", do: "`pgratelimit doctor --fix`, which makes them anew, without the counts, which are lost",
+			check: "migrations", level: cli.Problem, found: "somebody has dropped the tables: migrations up to 3", do: "`pgratelimit doctor --fix`, which makes them anew, without the counts, which are lost",
 		},
 		"the sweeper's table dropped": {
 			sql:   `DROP TABLE rate_limit_sweeper`,
-			check: "objects", level: problem, found: "table rate_limit_sweeper is missing", do: "loses nothing",
+			check: "objects", level: cli.Problem, found: "table rate_limit_sweeper is missing", do: "loses nothing",
 		},
 		"a column dropped": {
 			sql:   `ALTER TABLE rate_limit_durable DROP COLUMN credit`,
-			check: "objects", level: problem, found: "table rate_limit_durable lacks column credit", do: "loses nothing",
+			check: "objects", level: cli.Problem, found: "table rate_limit_durable lacks column credit", do: "loses nothing",
 		},
 		"both tables changed": {
 			sql: `ALTER TABLE rate_limit_durable DROP CONSTRAINT rate_limit_durable_pkey;
 				ALTER TABLE rate_limit_ephemeral ALTER count DROP NOT NULL`,
-			check: "objects", level: problem, found: "lacks constraint rate_limit_durable_pkey", do: "loses nothing",
+			check: "objects", level: cli.Problem, found: "lacks constraint rate_limit_durable_pkey", do: "loses nothing",
 		},
 		"a primary key dropped, and a key inserted twice": {
 			sql: `ALTER TABLE rate_limit_durable DROP CONSTRAINT rate_limit_durable_pkey;
 				INSERT INTO rate_limit_durable (prefix, key) VALUES ('a', 'b')`,
-			check: "objects", level: problem, found: "lacks constraint rate_limit_durable_pkey", do: "loses nothing",
+			check: "objects", level: cli.Problem, found: "lacks constraint rate_limit_durable_pkey", do: "loses nothing",
 		},
 		"another primary key": {
 			sql: `ALTER TABLE rate_limit_durable DROP CONSTRAINT rate_limit_durable_pkey;
 				ALTER TABLE rate_limit_durable ADD CONSTRAINT rate_limit_durable_pkey PRIMARY KEY (prefix, key, algorithm)`,
-			check: "objects", level: problem, found: "has constraint rate_limit_durable_pkey", do: "loses nothing",
+			check: "objects", level: cli.Problem, found: "has constraint rate_limit_durable_pkey", do: "loses nothing",
 		},
 		"the key of the policies dropped": {
 			sql:   `ALTER TABLE rate_limit_policy DROP CONSTRAINT rate_limit_policy_pkey`,
-			check: "objects", level: problem, found: "lacks constraint rate_limit_policy_pkey", do: "loses nothing",
+			check: "objects", level: cli.Problem, found: "lacks constraint rate_limit_policy_pkey", do: "loses nothing",
 		},
 		"an index of the policies dropped": {
 			sql:   `DROP INDEX rate_limit_policy_target`,
-			check: "objects", level: problem, found: "lacks index rate_limit_policy_target", do: "loses nothing",
+			check: "objects", level: cli.Problem, found: "lacks index rate_limit_policy_target", do: "loses nothing",
 		},
 		"a default of the policies changed": {
 			sql:   `ALTER TABLE rate_limit_policy ALTER mode SET DEFAULT 'off', ALTER name TYPE varchar(200)`,
-			check: "objects", level: problem, found: "has column mode", do: "loses nothing",
+			check: "objects", level: cli.Problem, found: "has column mode", do: "loses nothing",
 		},
 		"another type": {
 			sql:   `ALTER TYPE rate_limit_decision ADD ATTRIBUTE more text`,
-			check: "objects", level: problem, found: "type rate_limit_decision has column more", do: "loses nothing",
+			check: "objects", level: cli.Problem, found: "type rate_limit_decision has column more", do: "loses nothing",
 		},
 		"another result": {
 			sql: `DROP FUNCTION rate_limit_reset;
 				CREATE FUNCTION rate_limit_reset(text, text, boolean, integer, boolean) RETURNS text LANGUAGE sql AS $$ SELECT 'a' $$`,
-			check: "objects", level: problem, found: "has result", do: "loses nothing",
+			check: "objects", level: cli.Problem, found: "has result", do: "loses nothing",
 		},
 		"a trigger function dropped": {
 			sql:   `DROP FUNCTION _rate_limit_note_policy CASCADE`,
-			check: "objects", level: problem, found: "function _rate_limit_note_policy() is missing", do: "loses nothing",
+			check: "objects", level: cli.Problem, found: "function _rate_limit_note_policy() is missing", do: "loses nothing",
 		},
 		"a column and a constraint more": {
 			sql: `ALTER TABLE rate_limit_durable ADD COLUMN note text, ADD CONSTRAINT positive CHECK (count >= 0);
 				ALTER TABLE rate_limit_policy ADD COLUMN team text`,
-			check: "objects", level: problem, found: "has column note, which should not be there",
+			check: "objects", level: cli.Problem, found: "has column note, which should not be there",
 			do: "`ALTER TABLE public.rate_limit_durable DROP COLUMN \"note\"`, which loses what is in it",
 		},
 		"columns and an index more that refuse nothing": {
@@ -241,58 +245,58 @@ func TestDoctorFindsWhatIsWrong(t *testing.T) {
 				ALTER TABLE rate_limit_policy ADD COLUMN team text NOT NULL DEFAULT 'ours', ADD COLUMN row_number int GENERATED ALWAYS AS IDENTITY,
 					ADD COLUMN next bigint NOT NULL GENERATED ALWAYS AS (id + 1) STORED;
 				CREATE INDEX team ON rate_limit_policy (team); CREATE INDEX late ON rate_limit_policy (valid_until)`,
-			check: "objects", level: warning,
+			check: "objects", level: cli.Warning,
 			found: "somebody has added what does no harm: table rate_limit_durable has column note; table rate_limit_policy has column next; ",
 			do:    "if nobody needs it, `ALTER TABLE public.rate_limit_durable DROP COLUMN \"note\"`, which loses what is in it",
 		},
 		"a column that has to be given": {
 			sql:   `ALTER TABLE rate_limit_shadow ADD COLUMN note text NOT NULL, ADD COLUMN more text`,
-			check: "objects", level: problem, found: "table rate_limit_shadow has column note, which should not be there",
+			check: "objects", level: cli.Problem, found: "table rate_limit_shadow has column note, which should not be there",
 		},
 		"a column whose type has to be given": {
 			sql:   `CREATE DOMAIN named AS text NOT NULL; ALTER TABLE rate_limit_shadow ADD COLUMN note named`,
-			check: "objects", level: problem, found: "table rate_limit_shadow has column note, which should not be there",
+			check: "objects", level: cli.Problem, found: "table rate_limit_shadow has column note, which should not be there",
 		},
 		"an index that refuses rows": {
 			sql:   `CREATE UNIQUE INDEX one ON rate_limit_ephemeral (prefix); CREATE UNIQUE INDEX one_policy ON rate_limit_policy (name)`,
-			check: "objects", level: problem, found: "table rate_limit_ephemeral has index one, which should not be there",
+			check: "objects", level: cli.Problem, found: "table rate_limit_ephemeral has index one, which should not be there",
 		},
 		"constraints that refuse rows": {
 			sql: `ALTER TABLE rate_limit_ephemeral ADD UNIQUE (prefix);
 				ALTER TABLE rate_limit_policy ADD CONSTRAINT one EXCLUDE USING btree (name WITH =)`,
-			check: "objects", level: problem, found: "table rate_limit_policy has constraint one, which should not be there",
+			check: "objects", level: cli.Problem, found: "table rate_limit_policy has constraint one, which should not be there",
 		},
 		"all functions dropped": {
 			sql: `DO $$ DECLARE f text; BEGIN FOR f IN SELECT p.oid::regprocedure FROM pg_proc AS p
 				WHERE p.pronamespace = 'public'::regnamespace LOOP EXECUTE 'DROP FUNCTION IF EXISTS ' || f || ' CASCADE'; END LOOP; END $$`,
-			check: "objects", level: problem, found: "function rate_limit_all(", do: "loses nothing",
+			check: "objects", level: cli.Problem, found: "function rate_limit_all(", do: "loses nothing",
 		},
 		"open to everybody": {
 			sql:   `GRANT EXECUTE ON FUNCTION rate_limit_take_token_bucket TO PUBLIC`,
-			check: "rights", level: warning, found: "every role may execute public.rate_limit_take_token_bucket",
+			check: "rights", level: cli.Warning, found: "every role may execute public.rate_limit_take_token_bucket",
 			do: "`REVOKE EXECUTE ON FUNCTION public.rate_limit_take_token_bucket FROM PUBLIC`",
 		},
 		"a trigger of the policies dropped": {
 			sql:   `DROP TRIGGER rate_limit_policy_note ON rate_limit_policy`,
-			check: "objects", level: problem, found: "table rate_limit_policy lacks trigger rate_limit_policy_note", do: "loses nothing",
+			check: "objects", level: cli.Problem, found: "table rate_limit_policy lacks trigger rate_limit_policy_note", do: "loses nothing",
 		},
 		"a column of the policies dropped": {
 			sql:   `ALTER TABLE rate_limit_policy DROP COLUMN comment`,
-			check: "objects", level: problem, found: "table rate_limit_policy lacks column comment", do: "loses all rows of rate_limit_policy",
+			check: "objects", level: cli.Problem, found: "table rate_limit_policy lacks column comment", do: "loses all rows of rate_limit_policy",
 		},
 		"the policies dropped": {
 			sql:   `DROP TABLE rate_limit_policy`,
-			check: "objects", level: problem, found: "table rate_limit_policy is missing", do: "loses nothing",
+			check: "objects", level: cli.Problem, found: "table rate_limit_policy is missing", do: "loses nothing",
 		},
 		"the history of policies dropped": {
 			sql:   `DROP TABLE rate_limit_policy_history`,
-			check: "objects", level: problem, found: "table rate_limit_policy_history is missing", do: "loses nothing",
+			check: "objects", level: cli.Problem, found: "table rate_limit_policy_history is missing", do: "loses nothing",
 		},
 		"a policy of a newer release": {
 			sql: `SET session_replication_role = replica;
 				UPDATE rate_limit_policy SET policy = 'leap 1/1m' WHERE key = 'customer:42'; RESET session_replication_role;
 				INSERT INTO rate_limit_policy (name, mode, comment) VALUES ('api', 'off', 'why')`,
-			check: "policies", level: problem, found: "rows with a policy that this release cannot read (id 1)", do: "`DELETE FROM public.rate_limit_policy WHERE id IN (1)`",
+			check: "policies", level: cli.Problem, found: "rows with a policy that this release cannot read (id 1)", do: "`DELETE FROM public.rate_limit_policy WHERE id IN (1)`",
 		},
 		"policies that make no sense": {
 			sql: `SET session_replication_role = replica;
@@ -301,129 +305,129 @@ func TestDoctorFindsWhatIsWrong(t *testing.T) {
 					('api', NULL, NULL, 'enforce', NULL, 'none'), (repeat('n', 129), NULL, NULL, 'off', NULL, 'name'), ('api', '', NULL, 'off', NULL, 'key'),
 					('api', 'a', 'b', 'off', NULL, 'two'), ('api', NULL, repeat('n', 513), 'off', NULL, 'prefix');
 				RESET session_replication_role`,
-			check: "policies", level: problem, found: "rows with a name, key or prefix that no limiter has (id 5, 6, 7, 8)", do: "IN (3, 4, 5, 6, 7, 8, 2)",
+			check: "policies", level: cli.Problem, found: "rows with a name, key or prefix that no limiter has (id 5, 6, 7, 8)", do: "IN (3, 4, 5, 6, 7, 8, 2)",
 		},
 		"triggers of the policies disabled": {
 			sql: `ALTER TABLE rate_limit_policy DISABLE TRIGGER USER;
 				INSERT INTO rate_limit_policy (name, key, mode, policy, comment) VALUES ('api', 'secret', 'enforce', 'none', 'why');
 				ALTER TABLE rate_limit_policy ENABLE REPLICA TRIGGER rate_limit_policy_note`,
-			check: "policies", level: problem, found: "trigger rate_limit_policy_note is turned off, so no process learns of changes", do: "ENABLE TRIGGER rate_limit_policy_turn`",
+			check: "policies", level: cli.Problem, found: "trigger rate_limit_policy_note is turned off, so no process learns of changes", do: "ENABLE TRIGGER rate_limit_policy_turn`",
 		},
 		"the check of the policies disabled": {
 			sql:   `ALTER TABLE rate_limit_policy DISABLE TRIGGER rate_limit_policy_check`,
-			check: "policies", level: problem, found: "trigger rate_limit_policy_check is turned off, so nobody checks what is written", do: "ENABLE TRIGGER rate_limit_policy_check`",
+			check: "policies", level: cli.Problem, found: "trigger rate_limit_policy_check is turned off, so nobody checks what is written", do: "ENABLE TRIGGER rate_limit_policy_check`",
 		},
 		"triggers of the policies for what is replicated": {
 			sql:   `ALTER TABLE rate_limit_policy ENABLE ALWAYS TRIGGER rate_limit_policy_note`,
-			check: "policies", level: problem, found: "trigger rate_limit_policy_note also runs on what logical replication applies", do: "ENABLE TRIGGER rate_limit_policy_note`",
+			check: "policies", level: cli.Problem, found: "trigger rate_limit_policy_note also runs on what logical replication applies", do: "ENABLE TRIGGER rate_limit_policy_note`",
 		},
 		"a policy of another kind than the rows": {
 			sql: `SELECT rate_limit_allow('mail', 'key', 'bucket 20 1/1d');
 				INSERT INTO rate_limit_policy (name, policy, comment) VALUES ('mail', 'sliding 10/1m', 'why'), ('mail', 'bucket 10 5/10s', 'why')`,
-			check: "policies", level: warning, do: "another name in the code",
+			check: "policies", level: cli.Warning, do: "another name in the code",
 			found: "policies of the kind sliding for limiter mail, whose rows are of the kind bucket (id 2)",
 		},
 		"another role may put triggers on the policies": {
 			sql:   `GRANT TRIGGER ON rate_limit_policy_history TO pg_monitor`,
-			check: "schema", level: problem, found: "pg_monitor may put triggers on public.rate_limit_policy_history",
+			check: "schema", level: cli.Problem, found: "pg_monitor may put triggers on public.rate_limit_policy_history",
 		},
 		"policies of another role": {
 			sql:   `ALTER TABLE rate_limit_policy_history OWNER TO pg_monitor`,
-			check: "schema", level: problem, found: "table public.rate_limit_policy_history belongs to pg_monitor",
+			check: "schema", level: cli.Problem, found: "table public.rate_limit_policy_history belongs to pg_monitor",
 		},
 		"row-level security forced upon the owner": {
 			sql:   `ALTER TABLE rate_limit_durable ENABLE ROW LEVEL SECURITY, FORCE ROW LEVEL SECURITY`,
-			check: "additions", level: problem, found: "row-level security is forced upon the owner of public.rate_limit_durable",
+			check: "additions", level: cli.Problem, found: "row-level security is forced upon the owner of public.rate_limit_durable",
 			do: "`ALTER TABLE public.rate_limit_durable NO FORCE ROW LEVEL SECURITY`",
 		},
 		"a policy of row-level security": {
 			sql: `ALTER TABLE rate_limit_durable ENABLE ROW LEVEL SECURITY;
 				CREATE POLICY theirs ON rate_limit_durable USING (true)`,
-			check: "additions", level: problem, found: "public.rate_limit_durable has the policy theirs of row-level security",
+			check: "additions", level: cli.Problem, found: "public.rate_limit_durable has the policy theirs of row-level security",
 			do: "`DROP POLICY theirs ON public.rate_limit_durable`",
 		},
 		"rights of a role that nobody knows": {
 			sql: `GRANT SELECT ON rate_limit_durable, rate_limit_sweeper TO pg_monitor;
 				GRANT UPDATE ON SEQUENCE rate_limit_policy_id_seq TO pg_monitor; GRANT SELECT (key) ON rate_limit_shadow TO pg_monitor`,
-			check: "additions", level: warning, found: "pg_monitor has rights on public.rate_limit_durable, public.rate_limit_policy_id_seq, public.rate_limit_shadow",
+			check: "additions", level: cli.Warning, found: "pg_monitor has rights on public.rate_limit_durable, public.rate_limit_policy_id_seq, public.rate_limit_shadow",
 			do: "`REVOKE ALL ON public.rate_limit_durable, public.rate_limit_policy_id_seq, public.rate_limit_shadow FROM pg_monitor`",
 		},
 		"rights of everybody": {
 			sql:   `GRANT SELECT ON ALL TABLES IN SCHEMA public TO PUBLIC`,
-			check: "additions", level: warning, found: "everybody has rights on public.rate_limit_durable, public.rate_limit_ephemeral, public.rate_limit_policy",
+			check: "additions", level: cli.Warning, found: "everybody has rights on public.rate_limit_durable, public.rate_limit_ephemeral, public.rate_limit_policy",
 			do: "FROM PUBLIC`",
 		},
 		"row-level security hides rows": {
 			sql: `ALTER TABLE rate_limit_durable ENABLE ROW LEVEL SECURITY; ALTER TABLE rate_limit_sweeper ENABLE ROW LEVEL SECURITY;
 				GRANT SELECT ON rate_limit_sweeper TO pg_monitor`,
-			check: "additions", level: warning, found: "hides the rows of public.rate_limit_sweeper from pg_monitor",
+			check: "additions", level: cli.Warning, found: "hides the rows of public.rate_limit_sweeper from pg_monitor",
 			do: "`ALTER TABLE public.rate_limit_sweeper DISABLE ROW LEVEL SECURITY`",
 		},
 		"an audit of each take": {
 			sql: `CREATE FUNCTION audit() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RETURN NULL; END';
 				CREATE TRIGGER audit AFTER UPDATE ON rate_limit_durable FOR EACH ROW EXECUTE FUNCTION audit()`,
-			check: "additions", level: warning, found: "each take that changes public.rate_limit_durable also runs the trigger audit",
+			check: "additions", level: cli.Warning, found: "each take that changes public.rate_limit_durable also runs the trigger audit",
 			do: "`DROP TRIGGER audit ON public.rate_limit_durable`",
 		},
 		"everybody may create": {
 			sql:   `GRANT CREATE ON SCHEMA public TO PUBLIC`,
-			check: "schema", level: problem, found: "everybody may create in schema public", do: "`REVOKE CREATE ON SCHEMA public FROM PUBLIC`",
+			check: "schema", level: cli.Problem, found: "everybody may create in schema public", do: "`REVOKE CREATE ON SCHEMA public FROM PUBLIC`",
 		},
 		"another role may create": {
 			sql:   `GRANT CREATE ON SCHEMA public TO pg_monitor`,
-			check: "schema", level: problem, found: "pg_monitor may create in schema public", do: "`REVOKE CREATE ON SCHEMA public FROM pg_monitor`",
+			check: "schema", level: cli.Problem, found: "pg_monitor may create in schema public", do: "`REVOKE CREATE ON SCHEMA public FROM pg_monitor`",
 		},
 		"another role may put triggers": {
 			sql:   `GRANT TRIGGER ON rate_limit_durable TO pg_monitor`,
-			check: "schema", level: problem, found: "pg_monitor may put triggers on public.rate_limit_durable",
+			check: "schema", level: cli.Problem, found: "pg_monitor may put triggers on public.rate_limit_durable",
 		},
 		"table of another role": {
 			sql:   `ALTER TABLE rate_limit_goose_version OWNER TO pg_monitor`,
-			check: "schema", level: problem, found: "table public.rate_limit_goose_version belongs to pg_monitor",
+			check: "schema", level: cli.Problem, found: "table public.rate_limit_goose_version belongs to pg_monitor",
 			do: "`ALTER TABLE public.rate_limit_goose_version OWNER TO postgres`",
 		},
 		"overload of another role": {
 			sql: `GRANT CREATE ON SCHEMA public TO pg_monitor; SET ROLE pg_monitor; CREATE FUNCTION rate_limit_sweep() RETURNS integer LANGUAGE sql AS 'SELECT 1';
 				RESET ROLE; REVOKE CREATE ON SCHEMA public FROM pg_monitor`,
-			check: "schema", level: problem, found: "function public.rate_limit_sweep() belongs to pg_monitor", do: "`DROP FUNCTION public.rate_limit_sweep()`",
+			check: "schema", level: cli.Problem, found: "function public.rate_limit_sweep() belongs to pg_monitor", do: "`DROP FUNCTION public.rate_limit_sweep()`",
 		},
 		"function of another role": {
 			sql: `GRANT CREATE ON SCHEMA public TO pg_monitor; ALTER FUNCTION rate_limit_reset OWNER TO pg_monitor;
 				REVOKE CREATE ON SCHEMA public FROM pg_monitor`,
-			check: "objects", level: problem, found: "belongs to pg_monitor, and not to postgres",
+			check: "objects", level: cli.Problem, found: "belongs to pg_monitor, and not to postgres",
 		},
 		"schema of another role": {
 			sql:   granted + `ALTER SCHEMA public OWNER TO pg_monitor`,
-			check: "schema", level: problem, found: "schema public belongs to pg_monitor", do: "`DO $$ DECLARE ours text; BEGIN",
+			check: "schema", level: cli.Problem, found: "schema public belongs to pg_monitor", do: "`DO $$ DECLARE ours text; BEGIN",
 		},
 		"database of another role": {
 			sql:   granted + `ALTER SCHEMA public OWNER TO pg_database_owner; ` + database,
-			check: "schema", level: problem, found: "schema public belongs to pg_monitor", do: "`DO $$ DECLARE ours text; BEGIN",
+			check: "schema", level: cli.Problem, found: "schema public belongs to pg_monitor", do: "`DO $$ DECLARE ours text; BEGIN",
 		},
 		"further indexes": {
 			sql: `CREATE INDEX sweep_me ON rate_limit_ephemeral (expires_at);
 				CREATE INDEX sweep_me_too ON rate_limit_ephemeral (count)`,
-			check: "rate_limit_ephemeral: kind", level: warning, found: "an index besides its primary key", do: "`DROP INDEX CONCURRENTLY public.sweep_me`",
+			check: "rate_limit_ephemeral: kind", level: cli.Warning, found: "an index besides its primary key", do: "`DROP INDEX CONCURRENTLY public.sweep_me`",
 		},
 		"logged": {
 			sql:   `ALTER TABLE rate_limit_ephemeral SET LOGGED`,
-			check: "rate_limit_ephemeral: kind", level: warning, found: "it is logged", do: "`ALTER TABLE public.rate_limit_ephemeral SET UNLOGGED`",
+			check: "rate_limit_ephemeral: kind", level: cli.Warning, found: "it is logged", do: "`ALTER TABLE public.rate_limit_ephemeral SET UNLOGGED`",
 		},
 		"unlogged": {
 			sql:   `ALTER TABLE rate_limit_durable SET UNLOGGED`,
-			check: "rate_limit_durable: kind", level: warning, found: "it is unlogged", do: "`ALTER TABLE public.rate_limit_durable SET LOGGED`",
+			check: "rate_limit_durable: kind", level: cli.Warning, found: "it is unlogged", do: "`ALTER TABLE public.rate_limit_durable SET LOGGED`",
 		},
 		"another fillfactor": {
 			sql:   `ALTER TABLE rate_limit_durable RESET (fillfactor)`,
-			check: "rate_limit_durable: kind", level: warning, found: "its fillfactor is 100", do: "(fillfactor = 50)",
+			check: "rate_limit_durable: kind", level: cli.Warning, found: "its fillfactor is 100", do: "(fillfactor = 50)",
 		},
 		"autovacuum off for a table": {
 			sql:   `ALTER TABLE rate_limit_durable SET (autovacuum_enabled = off)`,
-			check: "rate_limit_durable: autovacuum", level: problem, found: "turned off", do: "`ALTER TABLE public.rate_limit_durable RESET (autovacuum_enabled)`",
+			check: "rate_limit_durable: autovacuum", level: cli.Problem, found: "turned off", do: "`ALTER TABLE public.rate_limit_durable RESET (autovacuum_enabled)`",
 		},
 		"no statistics": {
 			sql:   `DO $$ BEGIN EXECUTE format('ALTER DATABASE %I SET track_counts = off', current_database()); END $$`,
-			check: "statistics", level: problem, found: "track_counts is off",
+			check: "statistics", level: cli.Problem, found: "track_counts is off",
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -441,7 +445,7 @@ func TestDoctorFindsWhatIsWrong(t *testing.T) {
 			cured := examined(t, db.URL)
 			for check, f := range cured {
 				if check != "long transactions" {
-					require.Equal(t, fine, f.Level, f)
+					require.Equal(t, cli.Fine, f.Level, f)
 				}
 			}
 			require.Len(t, cured, checksOfAll)
@@ -461,7 +465,7 @@ func TestDoctorFindsWhatIsWrong(t *testing.T) {
 			pgtest.Exec(t, db.Pool, "SELECT FROM rate_limit_sweep()")
 			require.NoError(t, migrations.Up(t.Context(), db.Pool))
 			changed(t, db.URL, "policy", "set", "api", "--key=a", "fixed 1/1m", why, "--force")
-			require.Equal(t, "a", *decode[[]policyEvent](t, invoke(t, db.URL, "policy", "history", "--json"))[0].After.Key)
+			require.Equal(t, "a", *decode[[]policies.PolicyEvent](t, invoke(t, db.URL, "policy", "history", "--json"))[0].After.Key)
 		})
 	}
 }
@@ -476,11 +480,11 @@ func TestDoctorFindsAnOwnerWithoutRights(t *testing.T) {
 		ALTER TABLE rate_limit_durable OWNER TO pg_monitor; ALTER FUNCTION rate_limit_reset OWNER TO pg_monitor;
 		REVOKE INSERT ON rate_limit_durable FROM pg_monitor`)
 	found := examined(t, db.URL)["rights"]
-	require.Equal(t, problem, found.Level)
+	require.Equal(t, cli.Problem, found.Level)
 	require.Contains(t, found.Found, "may not use the tables: rate_limit_reset")
 	require.True(t, strings.HasPrefix(found.Do, "as pg_monitor: `GRANT USAGE ON SCHEMA public TO pg_monitor`"), found.Do)
 	follow(t, db, found.Do)
-	require.Equal(t, fine, examined(t, db.URL)["rights"].Level)
+	require.Equal(t, cli.Fine, examined(t, db.URL)["rights"].Level)
 }
 
 // What a role may do by design is no problem, and what it lacks is one.
@@ -489,17 +493,17 @@ func TestDoctorOfRoles(t *testing.T) {
 
 	for name, test := range map[string]struct {
 		sql   string
-		level level
+		level cli.Level
 		found string
 	}{
-		"nothing": {"", problem, "neither execute the functions nor read the tables"},
-		"some": {"GRANT EXECUTE ON FUNCTION rate_limit_all, rate_limit_reset TO pg_monitor", warning,
+		"nothing": {"", cli.Problem, "neither execute the functions nor read the tables"},
+		"some": {"GRANT EXECUTE ON FUNCTION rate_limit_all, rate_limit_reset TO pg_monitor", cli.Warning,
 			"may not execute public.rate_limit_take_all, public.rate_limit_take_calendar_window, public.rate_limit_take_fixed_window, public.rate_limit_take_sliding_log, public.rate_limit_take_sliding_window, public.rate_limit_take_token_bucket"},
-		"application":   {"GRANT EXECUTE ON FUNCTION " + strings.Join(algorithm.Functions(), ", ") + " TO pg_monitor", fine, "may execute the functions"},
-		"sweeper":       {"GRANT EXECUTE ON FUNCTION rate_limit_sweep TO pg_monitor", fine, "may sweep"},
-		"policy admin":  {"GRANT SELECT, INSERT, UPDATE, DELETE ON rate_limit_policy TO pg_monitor", fine, "may change policies"},
-		"reader":        {"GRANT SELECT ON rate_limit_ephemeral, rate_limit_durable TO pg_monitor", fine, "may read the tables"},
-		"half a reader": {"GRANT SELECT ON rate_limit_ephemeral TO pg_monitor", problem, "neither execute"},
+		"application":   {"GRANT EXECUTE ON FUNCTION " + strings.Join(algorithm.Functions(), ", ") + " TO pg_monitor", cli.Fine, "may execute the functions"},
+		"sweeper":       {"GRANT EXECUTE ON FUNCTION rate_limit_sweep TO pg_monitor", cli.Fine, "may sweep"},
+		"policy admin":  {"GRANT SELECT, INSERT, UPDATE, DELETE ON rate_limit_policy TO pg_monitor", cli.Fine, "may change policies"},
+		"reader":        {"GRANT SELECT ON rate_limit_ephemeral, rate_limit_durable TO pg_monitor", cli.Fine, "may read the tables"},
+		"half a reader": {"GRANT SELECT ON rate_limit_ephemeral TO pg_monitor", cli.Problem, "neither execute"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
@@ -509,10 +513,10 @@ func TestDoctorOfRoles(t *testing.T) {
 			found := examined(t, url)["rights"]
 			require.Equal(t, test.level, found.Level, found)
 			require.Contains(t, found.Found, test.found)
-			if found.Level != fine {
+			if found.Level != cli.Fine {
 				require.Contains(t, found.Do, "as postgres: if it is the application's role, `GRANT EXECUTE ON FUNCTION ")
 				follow(t, db, found.Do)
-				require.Equal(t, fine, examined(t, url)["rights"].Level)
+				require.Equal(t, cli.Fine, examined(t, url)["rights"].Level)
 				invoke(t, url, "take", "login", "a", "--policy=fixed 1/1m").done(t)
 			}
 		})
@@ -525,10 +529,10 @@ func TestDoctorOfRoles(t *testing.T) {
 		invoke(t, db.URL, "migrate", "up", "--schema", "limits").done(t)
 		url := urlWith(t, db, "role=pg_monitor&search_path=limits")
 		found := examined(t, url, args...)["migrations"]
-		require.Equal(t, problem, found.Level)
+		require.Equal(t, cli.Problem, found.Level)
 		require.Contains(t, found.Found, "schema limits")
 		follow(t, db, found.Do)
-		require.Equal(t, fine, examined(t, url, args...)["migrations"].Level)
+		require.Equal(t, cli.Fine, examined(t, url, args...)["migrations"].Level)
 	}
 
 	// Somebody who looks in the wrong place is told of the right one.
@@ -536,9 +540,9 @@ func TestDoctorOfRoles(t *testing.T) {
 	pgtest.Exec(t, db.Pool, "CREATE SCHEMA limits")
 	invoke(t, db.URL, "migrate", "up", "--schema", "limits").done(t)
 	found := examined(t, db.URL)["migrations"]
-	require.Equal(t, problem, found.Level)
+	require.Equal(t, cli.Problem, found.Level)
 	require.Contains(t, found.Found, "tables of these names are in schema limits")
-	require.Equal(t, fine, examined(t, db.URL, "--schema", "limits")["migrations"].Level)
+	require.Equal(t, cli.Fine, examined(t, db.URL, "--schema", "limits")["migrations"].Level)
 }
 
 // The advice names the schema that the doctor was asked about.
@@ -558,7 +562,7 @@ func TestDoctorsAdviceNamesTheSchema(t *testing.T) {
 	follow(t, db, all["rate_limit_ephemeral: kind"].Do)
 	for check, f := range examined(t, db.URL, "--schema", "Limits") {
 		if check != "long transactions" {
-			require.Equal(t, fine, f.Level, f)
+			require.Equal(t, cli.Fine, f.Level, f)
 		}
 	}
 }
@@ -574,7 +578,7 @@ func TestDoctorHelpsNoStranger(t *testing.T) {
 		o := invoke(t, db.URL, "doctor", "--json")
 		require.Equal(t, exitFailed, o.code)
 		o.code, o.stderr = 0, ""
-		for _, f := range decode[[]finding](t, o) {
+		for _, f := range decode[[]cli.Finding](t, o) {
 			require.NotContains(t, f.Do, "OWNER TO")
 			require.NotContains(t, f.Do, "GRANT")
 			require.Equal(t, f.Check == "schema", strings.Contains(f.Found, strings.Split(function, "(")[0]), f)
@@ -703,17 +707,17 @@ func TestDoctorSaysWhoHasLocks(t *testing.T) {
 	t.Cleanup(pool.Close)
 	db.Pool = pool
 	require.NoError(t, migrations.Up(t.Context(), pool))
-	e := &examination{app: &app{timeout: time.Minute}, pool: pool}
+	e := &doctor.Examination{App: &cli.App{Timeout: time.Minute}, Pool: pool}
 	for _, test := range []struct {
 		hold, what string
-		level      level
+		level      cli.Level
 	}{
-		{"BEGIN; LOCK TABLE rate_limit_durable", "AccessExclusiveLock on rate_limit_durable", problem},
-		{"BEGIN; LOCK TABLE rate_limit_policy IN SHARE MODE", "ShareLock on rate_limit_policy", problem},
-		{"BEGIN; SELECT rate_limit_allow('a', 'secret', 'fixed 1/1h')", "RowExclusiveLock on rate_limit_ephemeral", warning},
-		{"BEGIN; SELECT count(*) FROM rate_limit_shadow", "AccessShareLock on rate_limit_shadow", warning},
-		{fmt.Sprintf("SELECT pg_advisory_lock(%d)", lockwait.Migrations), "the lock of migrations", warning},
-		{"BEGIN; LOCK TABLE rate_limit_durable; PREPARE TRANSACTION 'it''s'", "AccessExclusiveLock on rate_limit_durable", problem},
+		{"BEGIN; LOCK TABLE rate_limit_durable", "AccessExclusiveLock on rate_limit_durable", cli.Problem},
+		{"BEGIN; LOCK TABLE rate_limit_policy IN SHARE MODE", "ShareLock on rate_limit_policy", cli.Problem},
+		{"BEGIN; SELECT rate_limit_allow('a', 'secret', 'fixed 1/1h')", "RowExclusiveLock on rate_limit_ephemeral", cli.Warning},
+		{"BEGIN; SELECT count(*) FROM rate_limit_shadow", "AccessShareLock on rate_limit_shadow", cli.Warning},
+		{fmt.Sprintf("SELECT pg_advisory_lock(%d)", lockwait.Migrations), "the lock of migrations", cli.Warning},
+		{"BEGIN; LOCK TABLE rate_limit_durable; PREPARE TRANSACTION 'it''s'", "AccessExclusiveLock on rate_limit_durable", cli.Problem},
 	} {
 		config, err := pgx.ParseConfig(db.URL)
 		require.NoError(t, err)
@@ -727,19 +731,19 @@ func TestDoctorSaysWhoHasLocks(t *testing.T) {
 			who = `prepared transaction "it's" (since `
 		}
 
-		held, err := e.readLocks(t.Context(), 0) // nobody wants to wait for 5 s
+		held, err := e.ReadLocks(t.Context(), 0) // nobody wants to wait for 5 s
 		require.NoError(t, err)
-		f := judgeLocks(held)
+		f := doctor.JudgeLocks(held)
 		require.Equal(t, test.level, f.Level, f)
 		require.Contains(t, f.Found, who)
 		require.Contains(t, f.Found, test.what)
 		require.NotContains(t, f.Found, "secret")
-		held, err = e.readLocks(t.Context(), time.Hour)
+		held, err = e.ReadLocks(t.Context(), time.Hour)
 		require.NoError(t, err)
 		require.Empty(t, held)
 		follow(t, db, f.Do)
 		testkit.WaitUntil(t, func() bool {
-			held, err := e.readLocks(t.Context(), 0)
+			held, err := e.ReadLocks(t.Context(), 0)
 			return err == nil && len(held) == 0
 		})
 		_ = holder.Close(t.Context())
@@ -749,7 +753,7 @@ func TestDoctorSaysWhoHasLocks(t *testing.T) {
 	holder := pgtest.Begin(t, db)
 	pgtest.Exec(t, holder, "LOCK TABLE rate_limit_durable")
 	testkit.WaitUntil(t, func() bool {
-		held, err := e.readLocks(t.Context(), longLock)
+		held, err := e.ReadLocks(t.Context(), doctor.LongLock)
 		return err == nil && len(held) == 1
 	})
 	all := examined(t, db.URL)
@@ -805,72 +809,4 @@ func TestDoctorSeesForeignTransactions(t *testing.T) {
 	)
 	require.NoError(t, tx.Rollback(t.Context()))
 	require.Regexp(t, `(?m)^ok +long transactions +none$`, invoke(t, db.URL, "doctor").done(t))
-}
-
-// What a test cannot wait for.
-func TestDoctorsThresholds(t *testing.T) {
-	t.Parallel()
-
-	session, mend := "session 7 (report, idle in transaction)", "end it: SELECT pg_terminate_backend(7)"
-	require.Equal(t, fine, judgeHorizon(longTime-1, &session, &mend, true).Level)
-	long := judgeHorizon(longTime, &session, &mend, false)
-	require.Equal(t, warning, long.Level)
-	require.Equal(t, mend, long.Do)
-	require.Contains(t, long.Found, "open for 5m0s")
-	require.Contains(t, long.Found, "pg_read_all_stats")
-
-	for age, want := range map[int64]level{200_000_000: fine, 220_000_001: warning, 1_600_000_000: warning, 1_600_000_001: problem} {
-		require.Equal(t, want, tableHealth{xidAge: age}.judgeAge(200_000_000).Level, age)
-	}
-	of := func(age, multi, holder int64) finding {
-		return judgeAges([]idAge{
-			{"transaction ids", "template1", age, 200_000_000, holder, "prepared transaction 'x'", "`ROLLBACK PREPARED 'x'`"},
-			{"multixact ids", "app", multi, 400_000_000, holder, "prepared transaction 'x'", "`ROLLBACK PREPARED 'x'`"},
-		})
-	}
-	require.Equal(t, fine, of(220_000_000, 440_000_000, 220_000_000).Level)
-	require.Empty(t, of(220_000_000, 440_000_000, 220_000_000).Do)
-	require.Equal(t, warning, of(220_000_001, 0, 0).Level)
-	require.Equal(t, "in database template1, as a superuser, `VACUUM`", of(220_000_001, 0, 0).Do)
-	require.Equal(t, problem, of(1_600_000_001, 440_000_001, 0).Level)
-	require.Equal(t, problem, of(0, 1_600_000_001, 0).Level)
-	held := of(220_000_001, 0, 200_000_001)
-	require.Contains(t, held.Found, "prepared transaction 'x' holds VACUUM back, for 200000001 transactions")
-	require.Equal(t, "end what holds VACUUM back: `ROLLBACK PREPARED 'x'`; then in database template1, as a superuser, `VACUUM`", held.Do)
-	for hot, want := range map[int64]level{950: fine, 949: warning} {
-		require.Equal(t, want, tableHealth{updated: 1000, hot: hot}.judgeHOT().Level)
-		require.Equal(t, fine, tableHealth{updated: 999, hot: 0}.judgeHOT().Level)
-	}
-	for dead, want := range map[int64]level{fewDead: fine, fewDead + 1: warning} {
-		require.Equal(t, want, tableHealth{dead: dead, live: 100}.judgeDead().Level)
-		require.Equal(t, fine, tableHealth{dead: dead, live: dead}.judgeDead().Level)
-	}
-	now := time.Now()
-	for age, want := range map[time.Duration]level{lateVacuum: fine, lateVacuum + 1: warning} {
-		vacuumed := now.Add(-age)
-		require.Equal(
-			t,
-			want,
-			tableHealth{dead: fewDead + 1, autovacuum: true, now: now, vacuumed: &vacuumed}.judgeVacuum().Level,
-		)
-		require.Equal(
-			t,
-			fine,
-			tableHealth{dead: fewDead, autovacuum: true, now: now, vacuumed: &vacuumed}.judgeVacuum().Level,
-		)
-	}
-	require.Equal(t, warning, tableHealth{dead: fewDead + 1, autovacuum: true}.judgeVacuum().Level)
-	require.Equal(t, fine, tableHealth{autovacuum: true}.judgeVacuum().Level)
-
-	for live, want := range map[int64]level{mostPolicies: fine, mostPolicies + 1: warning} {
-		off := modeOff
-		f := server{schema: "public"}.judgePolicies([]foundPolicies{{mode: &off, count: live + 1, live: live, ended: 1}}, nil)
-		require.Equal(t, want, f.Level)
-		require.Equal(t, want == warning, strings.Contains(f.Do, "GROUP BY"))
-	}
-	for num, want := range map[int]level{oldestVersion: fine, oldestVersion - 1: warning} {
-		f, err := (&examination{server: server{versionNum: num}}).checkServer(t.Context())
-		require.NoError(t, err)
-		require.Equal(t, want, f.Level)
-	}
 }

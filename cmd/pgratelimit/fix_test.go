@@ -12,6 +12,8 @@ import (
 
 	"github.com/pgratelimit/ratelimit/internal/catalog"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
+
+	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
 )
 
 // What commits while fix runs is not lost: fix waits for it, and others wait for fix.
@@ -69,7 +71,7 @@ func TestFixLocksAllTables(t *testing.T) {
 			tables = append(tables, name)
 		}
 	}
-	require.ElementsMatch(t, tables, slices.Clone(allTables))
+	require.ElementsMatch(t, tables, slices.Clone(cli.AllTables))
 }
 
 // A changed or missing column is mended in place, with all that others have added to the table.
@@ -108,9 +110,9 @@ func TestFixAltersColumnsInPlace(t *testing.T) {
 			}
 			before := added()
 			pgtest.Exec(t, db.Pool, change, pgx.QueryExecModeSimpleProtocol)
-			require.Equal(t, problem, examined(t, db.URL)["objects"].Level)
+			require.Equal(t, cli.Problem, examined(t, db.URL)["objects"].Level)
 			require.Contains(t, invoke(t, db.URL, "doctor", "--fix").stdout, "what was wrong is mended")
-			require.Equal(t, fine, examined(t, db.URL)["objects"].Level, examined(t, db.URL)["objects"])
+			require.Equal(t, cli.Fine, examined(t, db.URL)["objects"].Level, examined(t, db.URL)["objects"])
 			require.Equal(t, before, added())
 			require.Equal(t, "7 0", pgtest.Scalar[string](t, db.Pool,
 				"SELECT string_agg(count::text, ' ' ORDER BY key) FROM rate_limit_durable"))
@@ -151,7 +153,7 @@ func TestFixLeavesARenamedColumnToItsOwner(t *testing.T) {
 		require.NotContains(t, found.Do, "DROP COLUMN")
 		require.NotContains(t, found.Do, "loses all rows")
 		follow(t, db, found.Do)
-		require.Equal(t, fine, examined(t, db.URL)["objects"].Level)
+		require.Equal(t, cli.Fine, examined(t, db.URL)["objects"].Level)
 		require.Equal(t, 7, pgtest.Scalar[int](t, db.Pool, "SELECT count::integer FROM rate_limit_durable WHERE key = 'a'"))
 	}
 }

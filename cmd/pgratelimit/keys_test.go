@@ -16,6 +16,9 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/limitertest"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
+
+	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
+	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/keys"
 )
 
 func TestTakePeekAndReset(t *testing.T) {
@@ -35,17 +38,17 @@ func TestTakePeekAndReset(t *testing.T) {
 					return invoke(t, db.URL, append(args, more...)...)
 				}
 
-				fresh := decode[decision](t, ask("peek", "--json"))
+				fresh := decode[keys.Decision](t, ask("peek", "--json"))
 				require.True(t, fresh.Allowed)
 				require.EqualValues(t, 3, fresh.Remaining)
 				require.False(t, fresh.DecidedAt.IsZero())
 				require.Equal(t, "allowed: 3 of 3 remaining, as good as new after 0s\n", ask("peek").done(t))
 
 				require.Regexp(t, `^allowed: 2 of 3 remaining, as good as new after \S+\n$`, ask("take").done(t))
-				taken := decode[decision](t, ask("take", "--cost", "2", "--json"))
+				taken := decode[keys.Decision](t, ask("take", "--cost", "2", "--json"))
 				require.Equal(
 					t,
-					decision{Allowed: true, Limit: 3, ResetAfterUS: taken.ResetAfterUS, DecidedAt: taken.DecidedAt},
+					keys.Decision{Allowed: true, Limit: 3, ResetAfterUS: taken.ResetAfterUS, DecidedAt: taken.DecidedAt},
 					taken,
 				)
 				require.Positive(t, taken.ResetAfterUS)
@@ -58,14 +61,14 @@ func TestTakePeekAndReset(t *testing.T) {
 					denied.stdout,
 				)
 				require.Empty(t, denied.stderr)
-				peeked := decode[decision](t, ask("peek", "--json"))
+				peeked := decode[keys.Decision](t, ask("peek", "--json"))
 				require.False(t, peeked.Allowed)
 				require.Positive(t, peeked.RetryAfterUS)
 
 				reset := append([]string{"reset", "login", "user:123"}, more...)
 				require.Regexp(t, `^reset 1 in rate_limit_\w+\n$`, invoke(t, db.URL, reset...).done(t))
 				require.Regexp(t, `^nothing to reset in rate_limit_\w+; `, invoke(t, db.URL, reset...).done(t))
-				require.EqualValues(t, 3, decode[decision](t, ask("peek", "--json")).Remaining)
+				require.EqualValues(t, 3, decode[keys.Decision](t, ask("peek", "--json")).Remaining)
 			})
 		}
 	}
@@ -118,7 +121,7 @@ func TestResetAll(t *testing.T) {
 
 	db := pgtest.New(t)
 	for _, table := range []string{"rate_limit_ephemeral", "rate_limit_durable"} {
-		fill(t, db, table, "login", 2*batchSize+500, 1)
+		fill(t, db, table, "login", 2*keys.BatchSize+500, 1)
 		fill(t, db, table, "logins", 7, 1)
 	}
 	rows := func() string {
@@ -166,7 +169,7 @@ func TestResetAllByARoleThatMayNotDelete(t *testing.T) {
 	t.Parallel()
 
 	db := pgtest.New(t)
-	fill(t, db, "rate_limit_ephemeral", "login", 2*batchSize+500, 1)
+	fill(t, db, "rate_limit_ephemeral", "login", 2*keys.BatchSize+500, 1)
 	pgtest.Exec(t, db.Pool, `GRANT SELECT ON rate_limit_ephemeral TO pg_monitor;
 		GRANT EXECUTE ON FUNCTION rate_limit_reset TO pg_monitor`)
 	holder := pgtest.Begin(t, db)
@@ -204,11 +207,11 @@ func TestResetAllDeadlocksWithNobody(t *testing.T) {
 		deadlock bool
 	}{
 		"reset --all": {reset: func(t *testing.T, db *pgtest.DB) error {
-			a := &app{databaseURL: db.URL, timeout: patience}
-			pool, err := a.open(t.Context())
+			a := &cli.App{DatabaseURL: db.URL, Timeout: patience}
+			pool, err := a.Open(t.Context())
 			require.NoError(t, err)
 			defer pool.Close()
-			n, err := a.resetAll(t.Context(), pool, nil, "login", false)
+			n, err := keys.ResetAll(t.Context(), a, pool, nil, "login", false)
 			require.EqualValues(t, 2, n)
 			return err
 		}},
@@ -265,8 +268,8 @@ func TestResetAllUnderLoad(t *testing.T) {
 	db := pgtest.New(t)
 	policy := ratelimit.FixedWindow{Limit: 1_000_000, Window: time.Hour}
 	limiter := limitertest.New(t, db.Pool, ratelimit.Config{Name: "login", Policy: policy})
-	a := &app{databaseURL: db.URL, timeout: patience}
-	pool, err := a.open(t.Context())
+	a := &cli.App{DatabaseURL: db.URL, Timeout: patience}
+	pool, err := a.Open(t.Context())
 	require.NoError(t, err)
 	defer pool.Close()
 	errs := make(chan error, 4)
@@ -284,7 +287,7 @@ func TestResetAllUnderLoad(t *testing.T) {
 		}()
 	}
 	for done := 0; done < cap(errs); {
-		_, err := a.resetAll(t.Context(), pool, nil, "login", false)
+		_, err := keys.ResetAll(t.Context(), a, pool, nil, "login", false)
 		require.NoError(t, err)
 		select {
 		case err := <-errs:
@@ -316,10 +319,10 @@ func TestTop(t *testing.T) {
 	pgtest.Exec(t, db.Pool,
 		"INSERT INTO rate_limit_ephemeral (prefix, key, algorithm, count) VALUES ('login', 'expired', 2, 10)")
 
-	top := decode[topResult](t, invoke(t, db.URL, "top", "login", "--policy", policy, "--json"))
+	top := decode[keys.TopResult](t, invoke(t, db.URL, "top", "login", "--policy", policy, "--json"))
 	require.Equal(
 		t,
-		topResult{Limiter: "login", Table: "rate_limit_ephemeral", Looked: 6, Complete: true, Share: 1, At: top.At, Keys: top.Keys},
+		keys.TopResult{Limiter: "login", Table: "rate_limit_ephemeral", Looked: 6, Complete: true, Share: 1, At: top.At, Keys: top.Keys},
 		top,
 	)
 	var order []string
@@ -350,19 +353,19 @@ func TestTopOfAnotherTableAndAlgorithm(t *testing.T) {
 	t.Parallel()
 
 	db := pgtest.New(t)
-	fill(t, db, "rate_limit_durable", "api", 2*batchSize+1, 4)
+	fill(t, db, "rate_limit_durable", "api", 2*keys.BatchSize+1, 4)
 	pgtest.Exec(t, db.Pool, "UPDATE rate_limit_durable SET count = 5 WHERE key = 'key 99'") // not in the first batch
-	top := decode[topResult](
+	top := decode[keys.TopResult](
 		t,
 		invoke(t, db.URL, "top", "api", "--policy", "fixed 5/365d", "--durable", "--json", "-n", "2"),
 	)
-	require.EqualValues(t, 2*batchSize+1, top.Looked)
+	require.EqualValues(t, 2*keys.BatchSize+1, top.Looked)
 	require.True(t, top.Complete)
 	require.Equal(t, "key 99", top.Keys[0].Key)
 	require.EqualValues(t, 1, top.Keys[1].Remaining)
 
 	for maxRows, complete := range map[string]bool{"1": false, "1000": false, "2000": false, "2001": true, "5000": true} {
-		top := decode[topResult](
+		top := decode[keys.TopResult](
 			t,
 			invoke(t, db.URL, "top", "api", "--policy", "fixed 5/365d", "--durable", "--json", "--max-rows", maxRows),
 		)
@@ -382,10 +385,10 @@ func TestTopOfAnotherTableAndAlgorithm(t *testing.T) {
 	for _, policy := range []string{"sliding 5/365d", "bucket 5 1/1d", "log 5/365d"} {
 		require.Empty(
 			t,
-			decode[topResult](t, invoke(t, db.URL, "top", "api", "--policy", policy, "--durable", "--json")).Keys,
+			decode[keys.TopResult](t, invoke(t, db.URL, "top", "api", "--policy", policy, "--durable", "--json")).Keys,
 		)
 	}
-	require.Zero(t, decode[topResult](t, invoke(t, db.URL, "top", "api", "--policy", "fixed 5/365d", "--json")).Looked)
+	require.Zero(t, decode[keys.TopResult](t, invoke(t, db.URL, "top", "api", "--policy", "fixed 5/365d", "--json")).Looked)
 }
 
 func TestTopOfALog(t *testing.T) {
@@ -397,7 +400,7 @@ func TestTopOfALog(t *testing.T) {
 	}
 	invoke(t, db.URL, "take", "login", "idle", "--policy", "log 3/365d").done(t)
 	require.Equal(t, 3, invoke(t, db.URL, "take", "login", "busy", "--policy", "log 3/365d").code)
-	keys := decode[topResult](t, invoke(t, db.URL, "top", "login", "--policy", "log 3/365d", "--json")).Keys
+	keys := decode[keys.TopResult](t, invoke(t, db.URL, "top", "login", "--policy", "log 3/365d", "--json")).Keys
 	require.Len(t, keys, 2)
 	require.Equal(t, "busy", keys[0].Key)
 	require.Zero(t, keys[0].Remaining)
@@ -431,12 +434,12 @@ func TestKeysAreShownHarmlessly(t *testing.T) {
 	for _, shown := range []string{`"\x1b]0;title\a"`, `"tab\there"`, `"line\nbreak"`, `"\u202eright to left"`, `"  spaces "`, `"\"quoted\""`, "\nschön "} {
 		require.Contains(t, out, shown)
 	}
-	keys := map[string]bool{}
-	for _, key := range decode[topResult](t, invoke(t, db.URL, "top", "login", "--policy", "fixed 5/365d", "--json")).Keys {
-		keys[key.Key] = true
+	shown := map[string]bool{}
+	for _, key := range decode[keys.TopResult](t, invoke(t, db.URL, "top", "login", "--policy", "fixed 5/365d", "--json")).Keys {
+		shown[key.Key] = true
 	}
 	for _, key := range hostile {
-		require.True(t, keys[key])
+		require.True(t, shown[key])
 	}
 }
 
@@ -444,11 +447,11 @@ func TestNothingThatReadsCanWrite(t *testing.T) {
 	t.Parallel()
 
 	db := pgtest.New(t)
-	a := &app{databaseURL: db.URL, timeout: patience}
-	pool, err := a.open(t.Context())
+	a := &cli.App{DatabaseURL: db.URL, Timeout: patience}
+	pool, err := a.Open(t.Context())
 	require.NoError(t, err)
 	defer pool.Close()
-	err = a.read(t.Context(), pool, func(tx pgx.Tx) error {
+	err = a.Read(t.Context(), pool, func(tx pgx.Tx) error {
 		_, err := tx.Exec(t.Context(), "SELECT public.rate_limit_take_fixed_window('login', ARRAY['user:123'], 1, 1)")
 		return err
 	})

@@ -10,6 +10,8 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
+
+	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
 )
 
 // requireNarrow requires that no line is wider than this, or has half of a time.
@@ -26,11 +28,11 @@ func TestHelpFitsIntoAPage(t *testing.T) {
 
 	for name := range commands(t) {
 		if !strings.HasPrefix(name, "completion") && name != "help" {
-			requireNarrow(t, invoke(t, "", append(strings.Fields(name), "--help")...).done(t), pageWidth)
+			requireNarrow(t, invoke(t, "", append(strings.Fields(name), "--help")...).done(t), cli.PageWidth)
 		}
 	}
 	out := invoke(t, "", "--help").done(t)
-	requireNarrow(t, out, pageWidth)
+	requireNarrow(t, out, cli.PageWidth)
 	for _, group := range []string{"Limits:\n  explain ", "Policies:\n  ban ", "The database:\n  doctor "} {
 		require.Contains(t, out, "\n"+group)
 	}
@@ -40,7 +42,7 @@ func TestHelpFitsIntoAPage(t *testing.T) {
 		`  pgratelimit shard grow "host=10.0.0.3 dbname=limits_2" "host=10.0.0.4 dbname=limits_3"`,
 		"  pgratelimit " + strings.Repeat("a", 100),
 	} {
-		broken := strings.Join(hang(line, 60, true), "\n")
+		broken := strings.Join(cli.Hang(line, 60, true), "\n")
 		require.Equal(t, examples(t, line), examples(t, strings.ReplaceAll(broken, "\\\n", "")))
 	}
 }
@@ -58,7 +60,7 @@ one  2026-11-26 15:40:14Z  word word word word word
 2`+strings.Repeat(" ", 26)+`
 
 no table
-`, layout(table, 55))
+`, cli.Layout(table, 55))
 	require.Equal(t, `A  one
 B  2026-11-26 15:40:14Z
 C  word word word word word
@@ -69,10 +71,10 @@ C  word word word word word
 A  2
 
 no table
-`, layout(table, 30))
-	require.Contains(t, layout(table, 0), "word "+at+" `a b c` end\n")
-	require.Equal(t, "in force  x\nleft      y\n", layout("in force\tx\nleft\ty\n", 80))
-	require.Empty(t, layout("", 80))
+`, cli.Layout(table, 30))
+	require.Contains(t, cli.Layout(table, 0), "word "+at+" `a b c` end\n")
+	require.Equal(t, "in force  x\nleft      y\n", cli.Layout("in force\tx\nleft\ty\n", 80))
+	require.Empty(t, cli.Layout("", 80))
 }
 
 // On a terminal, tables of all commands fit, also with keys and comments that are long.
@@ -110,14 +112,14 @@ func TestWordsForNumbers(t *testing.T) {
 		105*time.Hour + 21*time.Minute + 36808*time.Millisecond: "4d9h", 47*time.Hour + 40*time.Minute: "2d",
 		365 * 24 * time.Hour: "365d",
 	} {
-		require.Equal(t, text, wait(span.Microseconds()), span.String())
+		require.Equal(t, text, cli.Span(span.Microseconds()), span.String())
 	}
-	require.NotPanics(t, func() { wait(math.MaxInt64 / 1000) })
+	require.NotPanics(t, func() { cli.Span(math.MaxInt64 / 1000) })
 	for n, text := range map[int64]string{0: "0 rows", 1: "1 row", 2: "2 rows"} {
-		require.Equal(t, text, count(n, "row"))
+		require.Equal(t, text, cli.Count(n, "row"))
 	}
-	require.Equal(t, []string{"1 batch", "2 batches"}, []string{count(1, "batch"), count(2, "batch")})
-	require.Equal(t, []string{"1 proxy", "2 proxies", "2 keys"}, []string{count(1, "proxy"), count(2, "proxy"), count(2, "key")})
+	require.Equal(t, []string{"1 batch", "2 batches"}, []string{cli.Count(1, "batch"), cli.Count(2, "batch")})
+	require.Equal(t, []string{"1 proxy", "2 proxies", "2 keys"}, []string{cli.Count(1, "proxy"), cli.Count(2, "proxy"), cli.Count(2, "key")})
 }
 
 func TestDidYouMean(t *testing.T) {

@@ -6,11 +6,14 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
+
+	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
+	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/keys"
 )
 
 type limitsOutput struct {
-	Tables   []tableSize
-	Limiters []limiterRows
+	Tables   []cli.TableSize
+	Limiters []keys.LimiterRows
 }
 
 func TestLimits(t *testing.T) {
@@ -20,7 +23,7 @@ func TestLimits(t *testing.T) {
 	require.Contains(t, invoke(t, db.URL, "limits").done(t), "\nno limiter has rows\n")
 	require.Empty(t, decode[limitsOutput](t, invoke(t, db.URL, "limits", "--json")).Limiters)
 
-	fill(t, db, "rate_limit_ephemeral", "login", batchSize+20, 5)
+	fill(t, db, "rate_limit_ephemeral", "login", keys.BatchSize+20, 5)
 	fill(t, db, "rate_limit_durable", "login", 3, 1)
 	fill(t, db, "rate_limit_durable", "api", 2, 1)
 	pgtest.Exec(t, db.Pool, "UPDATE rate_limit_ephemeral SET count = 4 WHERE key IN ('key 1', 'key 2')")
@@ -37,9 +40,9 @@ func TestLimits(t *testing.T) {
 	require.EqualValues(t, 2, api.Live)
 	require.Nil(t, api.DeniedNow)
 	require.Equal(t, "rate_limit_ephemeral", ephemeral.Table)
-	require.EqualValues(t, batchSize+20, ephemeral.Rows)
-	require.EqualValues(t, batchSize+17, ephemeral.Live)
-	require.Equal(t, &deniedNow{Keys: batchSize + 15, Complete: true}, ephemeral.DeniedNow)
+	require.EqualValues(t, keys.BatchSize+20, ephemeral.Rows)
+	require.EqualValues(t, keys.BatchSize+17, ephemeral.Live)
+	require.Equal(t, &keys.DeniedNow{Keys: keys.BatchSize + 15, Complete: true}, ephemeral.DeniedNow)
 	require.False(t, ephemeral.Estimated)
 	require.EqualValues(t, 1_700_000_000, ephemeral.OldestExpiry.Unix())
 	require.InEpsilon(
@@ -48,7 +51,7 @@ func TestLimits(t *testing.T) {
 		ephemeral.Bytes,
 		0.001,
 	)
-	require.Equal(t, &deniedNow{Complete: true}, durable.DeniedNow)
+	require.Equal(t, &keys.DeniedNow{Complete: true}, durable.DeniedNow)
 	require.Equal(
 		t,
 		pgtest.Scalar[int64](t, db.Pool, "SELECT pg_total_relation_size('rate_limit_durable')"),
@@ -75,7 +78,7 @@ func TestLimitsOfALargeTableAreEstimated(t *testing.T) {
 	db := pgtest.New(t)
 	// One row in each block: large for the command, and small for the machine.
 	pgtest.Exec(t, db.Pool, "ALTER TABLE rate_limit_ephemeral SET (fillfactor = 10)")
-	rows := 3 * sampleBlocks / 2
+	rows := 3 * cli.SampleBlocks / 2
 	pgtest.Exec(
 		t,
 		db.Pool,

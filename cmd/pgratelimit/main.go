@@ -2,22 +2,25 @@
 package main
 
 import (
-	"bytes"
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
-	"io"
 	"os"
 	"os/signal"
 	"runtime/debug"
-	"strings"
 	"syscall"
-	"time"
 
 	"github.com/spf13/cobra"
 
 	"github.com/pgratelimit/ratelimit/internal/lockwait"
+
+	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
+	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/demo"
+	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/doctor"
+	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/keys"
+	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/policies"
+	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/shard"
+	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/upkeep"
 )
 
 // Exit codes.
@@ -40,52 +43,39 @@ func main() {
 	// cleaned up.
 	signal.Ignore(syscall.SIGPIPE)
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM, syscall.SIGHUP)
-	code := run(ctx, os.Args[1:], &app{stdin: os.Stdin, stdout: os.Stdout, stderr: os.Stderr})
+	code := run(ctx, os.Args[1:], &cli.App{Stdin: os.Stdin, Stdout: os.Stdout, Stderr: os.Stderr})
 	stop()
 	os.Exit(code)
 }
 
-// app is what all commands share.
-type app struct {
-	stdin          io.Reader
-	stdout, stderr io.Writer
-
-	databaseURL string
-	connection  string // of the shard at place; empty for the database of databaseURL
-	place       int
-	schema      string
-	json        bool
-	timeout     time.Duration
-}
-
 // run returns the exit code.
-func run(ctx context.Context, args []string, a *app) int {
-	root := a.rootCommand()
+func run(ctx context.Context, args []string, a *cli.App) int {
+	root := rootCommand(a)
 	root.SetArgs(args)
-	root.SetIn(a.stdin)
-	root.SetOut(a.stdout)
-	root.SetErr(a.stderr)
+	root.SetIn(a.Stdin)
+	root.SetOut(a.Stdout)
+	root.SetErr(a.Stderr)
 	cmd, err := root.ExecuteContextC(lockwait.To(ctx, func(sentence string) {
-		fmt.Fprintf(a.stderr, "pgratelimit: %s\n", sentence)
+		fmt.Fprintf(a.Stderr, "pgratelimit: %s\n", sentence)
 	}))
 
-	failed := new(failure)
+	failed := new(cli.Failure)
 	switch {
 	case err == nil:
 		return 0
-	case errors.Is(err, errDenied):
+	case errors.Is(err, cli.ErrDenied):
 		return exitDenied
-	case errors.Is(err, errProblems):
+	case errors.Is(err, cli.ErrProblems):
 		return exitFailed
-	case errors.As(err, &failed) && !isUsage(err):
-		fmt.Fprintf(a.stderr, "%s: %s\n", cmd.CommandPath(), a.message(failed.err))
+	case errors.As(err, &failed) && !cli.IsUsage(err):
+		fmt.Fprintf(a.Stderr, "%s: %s\n", cmd.CommandPath(), a.Message(failed.Err))
 		return exitFailed
 	}
-	fmt.Fprintf(a.stderr, "%s: %s; see '%[1]s --help'\n", cmd.CommandPath(), oneLine(err))
+	fmt.Fprintf(a.Stderr, "%s: %s; see '%[1]s --help'\n", cmd.CommandPath(), cli.OneLine(err))
 	return exitUsage
 }
 
-func (a *app) rootCommand() *cobra.Command {
+func rootCommand(a *cli.App) *cobra.Command {
 	root := &cobra.Command{
 		Use:   "pgratelimit",
 		Short: "Operates rate limits that are kept in Postgres",
@@ -96,27 +86,27 @@ func (a *app) rootCommand() *cobra.Command {
   pgratelimit take login user:123 --policy "sliding 10/1m"
   pgratelimit doctor`,
 		Version:       version(),
-		Args:          knownCommand,
-		RunE:          missingCommand,
+		Args:          cli.KnownCommand,
+		RunE:          cli.MissingCommand,
 		SilenceErrors: true,
 		SilenceUsage:  true,
 	}
-	root.SetHelpFunc(a.help)
+	root.SetHelpFunc(a.Help)
 	flags := root.PersistentFlags()
-	flags.StringVar(&a.databaseURL, "database-url", os.Getenv("DATABASE_URL"),
+	flags.StringVar(&a.DatabaseURL, "database-url", os.Getenv("DATABASE_URL"),
 		"connection string of the database; a password is safer in DATABASE_URL, which others cannot see")
 	flags.Lookup("database-url").DefValue = "" // help must not show the password
-	flags.StringVar(&a.schema, "schema", "", "schema of the tables and functions (default: found through search_path)")
+	flags.StringVar(&a.Schema, "schema", "", "schema of the tables and functions (default: found through search_path)")
 
 	for _, group := range []struct {
 		title    string
 		commands []*cobra.Command
 	}{
-		{"Limits:", []*cobra.Command{a.limitsCommand(), a.topCommand(), a.peekCommand(), a.explainCommand(),
-			a.takeCommand(), a.refundCommand(), a.grantCommand(), a.resetCommand()}},
-		{"Policies:", []*cobra.Command{a.policyCommand(), a.banCommand(), a.unbanCommand()}},
-		{"The database:", []*cobra.Command{a.migrateCommand(), a.sweepCommand(), a.doctorCommand(), a.shardCommand()}},
-		{"Trying it out:", []*cobra.Command{a.demoCommand()}},
+		{"Limits:", []*cobra.Command{keys.LimitsCommand(a), keys.TopCommand(a), keys.PeekCommand(a), keys.ExplainCommand(a),
+			keys.TakeCommand(a), keys.RefundCommand(a), keys.GrantCommand(a), keys.ResetCommand(a)}},
+		{"Policies:", []*cobra.Command{policies.PolicyCommand(a), policies.BanCommand(a), policies.UnbanCommand(a)}},
+		{"The database:", []*cobra.Command{upkeep.MigrateCommand(a), upkeep.SweepCommand(a), doctor.DoctorCommand(a), shard.ShardCommand(a)}},
+		{"Trying it out:", []*cobra.Command{demo.DemoCommand(a)}},
 	} {
 		root.AddGroup(&cobra.Group{ID: group.title, Title: group.title})
 		for _, cmd := range group.commands {
@@ -138,69 +128,4 @@ func version() string {
 		return info.Main.Version
 	}
 	return "unknown"
-}
-
-// knownCommand refuses what is no command, and says which one may be meant.
-func knownCommand(cmd *cobra.Command, args []string) error {
-	if len(args) == 0 {
-		return nil
-	}
-	cmd.SuggestionsMinimumDistance = 2 // wrong letters
-	text := fmt.Sprintf("unknown command %q", args[0])
-	if meant := cmd.SuggestionsFor(args[0]); len(meant) > 0 {
-		text += ", did you mean " + strings.Join(meant, " or ") + "?"
-	}
-	return errors.New(text)
-}
-
-func missingCommand(*cobra.Command, []string) error { return errors.New("a command is missing") }
-
-// action makes a command of run. Whatever run returns is a failure, unless isUsage says otherwise. All other
-// errors that cobra returns are about the command line.
-func action(run func(ctx context.Context, args []string) error) func(*cobra.Command, []string) error {
-	return func(cmd *cobra.Command, args []string) error {
-		err := run(cmd.Context(), args)
-		if err != nil && cmd.Context().Err() != nil && !errors.Is(err, errInterrupted) {
-			err = errInterrupted // whatever error that has led to
-		}
-		if err != nil {
-			return &failure{err}
-		}
-		return nil
-	}
-}
-
-func (a *app) addJSON(cmd *cobra.Command) {
-	cmd.Flags().BoolVar(&a.json, "json", false, "print JSON")
-}
-
-func (a *app) addTimeout(cmd *cobra.Command) {
-	cmd.Flags().DurationVar(&a.timeout, "timeout", 10*time.Second,
-		"longest time that the database may take for one statement")
-	cmd.PreRunE = func(*cobra.Command, []string) error {
-		if a.timeout < time.Millisecond {
-			return fmt.Errorf("--timeout is %v, and must be at least 1ms", a.timeout)
-		}
-		return nil
-	}
-}
-
-// print writes all that a command has to say at once, as JSON if that was asked for. Tabs of the text become
-// columns, which on a terminal fit into it.
-func (a *app) print(value any, text func(w io.Writer)) error {
-	var out bytes.Buffer
-	if a.json {
-		encoder := json.NewEncoder(&out)
-		encoder.SetEscapeHTML(false)
-		encoder.SetIndent("", "  ")
-		if err := encoder.Encode(value); err != nil {
-			return err
-		}
-	} else {
-		var raw bytes.Buffer
-		text(&raw)
-		out.WriteString(layout(raw.String(), width(a.stdout)))
-	}
-	_, err := a.stdout.Write(out.Bytes())
-	return err
 }

@@ -20,6 +20,8 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pgserver"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
+
+	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
 )
 
 // commandVariable makes the test binary behave as the command.
@@ -141,7 +143,7 @@ func commands(t *testing.T) map[string]*cobra.Command {
 			visit(sub)
 		}
 	}
-	visit(new(app).rootCommand())
+	visit(rootCommand(new(cli.App)))
 	require.Contains(t, all, "migrate up")
 	return all
 }
@@ -193,7 +195,7 @@ func examples(t *testing.T, text string) [][]string {
 // requireAccepted requires that a command line makes sense.
 func requireAccepted(t *testing.T, args []string) {
 	t.Helper()
-	cmd, rest, err := new(app).rootCommand().Find(args)
+	cmd, rest, err := rootCommand(new(cli.App)).Find(args)
 	require.NoError(t, err, args)
 	require.False(t, cmd.HasSubCommands(), args)
 	require.NoError(t, cmd.ParseFlags(rest), args)

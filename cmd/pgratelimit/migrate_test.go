@@ -11,6 +11,9 @@ import (
 
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/migrations"
+
+	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
+	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/upkeep"
 )
 
 func TestMigrateUpAndDown(t *testing.T) {
@@ -19,10 +22,10 @@ func TestMigrateUpAndDown(t *testing.T) {
 	db := pgtest.Empty(t)
 	pgtest.Exec(t, db.Pool, `CREATE SCHEMA "of somebody's"`)
 	before := pgtest.Objects(t, db.Pool)
-	all, err := readMigrations()
+	all, err := cli.ReadMigrations()
 	require.NoError(t, err)
 	applied := func(args ...string) (n int) {
-		for _, migration := range decode[[]migrationStatus](t, invoke(t, db.URL, append(args, "--schema", "of somebody's", "--json")...)) {
+		for _, migration := range decode[[]upkeep.MigrationStatus](t, invoke(t, db.URL, append(args, "--schema", "of somebody's", "--json")...)) {
 			require.NotEmpty(t, migration.Name)
 			if migration.AppliedAt != nil {
 				n++
@@ -79,7 +82,7 @@ func TestMigratePrint(t *testing.T) {
 	apply("--down")
 	require.Equal(t, before, pgtest.Objects(t, db.Pool))
 
-	all, err := readMigrations()
+	all, err := cli.ReadMigrations()
 	require.NoError(t, err)
 	for _, migration := range all { // one by one
 		apply(fmt.Sprint(migration.Version))
@@ -91,7 +94,7 @@ func TestMigratePrint(t *testing.T) {
 	// What was printed is adopted, from every version on, and rolled back. Status, doctor and the tables agree.
 	for _, migration := range all {
 		apply(fmt.Sprint(migration.Version))
-		listed := decode[[]migrationStatus](t, invoke(t, db.URL, "migrate", "up", "--json"))
+		listed := decode[[]upkeep.MigrationStatus](t, invoke(t, db.URL, "migrate", "up", "--json"))
 		require.Len(t, listed, len(all))
 		for _, one := range listed {
 			require.NotZero(t, *one.AppliedAt)
@@ -109,7 +112,7 @@ func TestMigratePrint(t *testing.T) {
 	pgtest.Exec(t, db.Pool, "ALTER TABLE rate_limit_durable DROP COLUMN scale")
 	invoke(t, db.URL, "migrate", "up").complains(t, exitFailed, "table rate_limit_durable lacks column scale")
 
-	for i, printed := range decode[[]migration](t, invoke(t, "", "migrate", "print", "--json")) {
+	for i, printed := range decode[[]cli.Migration](t, invoke(t, "", "migrate", "print", "--json")) {
 		require.Equal(t, all[i].Version, printed.Version)
 		require.NotContains(t, printed.SQL, "+goose")
 		require.True(t, strings.HasSuffix(printed.SQL, ";\n"), printed.SQL)

@@ -12,22 +12,25 @@ import (
 
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
+
+	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/keys"
+	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/policies"
 )
 
 // why is the flag that commands require which change policies.
 const why = "--comment=why"
 
 // changed is the JSON of a command that changes policies.
-func changed(t *testing.T, url string, args ...string) policyChange {
+func changed(t *testing.T, url string, args ...string) policies.PolicyChange {
 	t.Helper()
-	return decode[policyChange](t, invoke(t, url, append(args, "--json")...))
+	return decode[policies.PolicyChange](t, invoke(t, url, append(args, "--json")...))
 }
 
 // gets are the policies that apply to a key, or to everybody, as "state mode policy".
 func gets(t *testing.T, url string, args ...string) (all []string) {
 	t.Helper()
-	for _, r := range decode[[]policyRow](t, invoke(t, url, append([]string{"policy", "get", "api", "--json"}, args...)...)) {
-		all = append(all, fmt.Sprintf("%s %s %s", r.State, r.Mode, r.decides()))
+	for _, r := range decode[[]policies.PolicyRow](t, invoke(t, url, append([]string{"policy", "get", "api", "--json"}, args...)...)) {
+		all = append(all, fmt.Sprintf("%s %s %s", r.State, r.Mode, r.Decides()))
 	}
 	return all
 }
@@ -296,13 +299,13 @@ func TestPoliciesAreListed(t *testing.T) {
 		invoke(t, db.URL, "policy", "list", "--bans").done(t))
 	require.NotContains(t, invoke(t, db.URL, "policy", "list", "login").done(t), "api")
 	listed := decode[struct {
-		Policies []policyRow `json:"policies"`
-		Bans     int64       `json:"automatic_bans"`
+		Policies []policies.PolicyRow `json:"policies"`
+		Bans     int64                `json:"automatic_bans"`
 	}](t, invoke(t, db.URL, "policy", "list", "api", "--json"))
 	require.Len(t, listed.Policies, 3)
 	require.EqualValues(t, 1, listed.Bans)
 	require.Equal(t, "line\nbreak", *listed.Policies[0].Key)
-	require.Equal(t, inForce, listed.Policies[2].State)
+	require.Equal(t, policies.InForce, listed.Policies[2].State)
 	require.Nil(t, listed.Policies[2].ValidFrom)
 }
 
@@ -315,8 +318,8 @@ func TestPolicyHistory(t *testing.T) {
 	changed(t, db.URL, "policy", "set", "api", "--prefix", "a", "sliding 1/1m", why)
 	changed(t, db.URL, "policy", "set", "api", "--everybody", "sliding 2/1m", why)
 	pgtest.Exec(t, db.Pool, "UPDATE rate_limit_policy SET name = 'login', valid_until = '2100-01-01' WHERE key_prefix = 'a'")
-	history := func(args ...string) []policyEvent {
-		return decode[[]policyEvent](t, invoke(t, db.URL, append([]string{"policy", "history", "--json"}, args...)...))
+	history := func(args ...string) []policies.PolicyEvent {
+		return decode[[]policies.PolicyEvent](t, invoke(t, db.URL, append([]string{"policy", "history", "--json"}, args...)...))
 	}
 	all := history()
 	require.Len(t, all, 6)
@@ -364,7 +367,7 @@ func TestOperatorsTakeTurns(t *testing.T) {
 	require.NoError(t, other.Commit(t.Context()))
 	o, err := set()
 	require.NoError(t, err)
-	require.Len(t, decode[policyChange](t, o).Removed, 1)
+	require.Len(t, decode[policies.PolicyChange](t, o).Removed, 1)
 	o, err = lower()
 	require.NoError(t, err)
 	o.complains(t, exitFailed, "lowers the limit")
@@ -487,7 +490,7 @@ func TestBanAndUnban(t *testing.T) {
 
 	db := pgtest.New(t)
 	c := changed(t, db.URL, "ban", "api", "a", "--for", "1h", "--comment", "tries passwords")
-	require.Equal(t, modeDeny, c.Added.Mode)
+	require.Equal(t, policies.ModeDeny, c.Added.Mode)
 	require.Equal(t, time.Hour, c.Added.ValidUntil.Sub(*c.Added.ValidFrom))
 	require.False(t, c.Added.Automatic)
 	// A shorter one changes nothing, a longer one takes its place, and a limiter's stays.
@@ -516,15 +519,15 @@ func TestBanAndUnban(t *testing.T) {
 		VALUES ('api', 'd', 'deny', now() - interval '2 hours', now() - interval '1 hour', 'why', true)`)
 	require.Len(t, changed(t, db.URL, "unban", "api", "d").Removed, 1)
 	// set replaces a ban, and shows it.
-	require.Equal(t, modeDeny, changed(t, db.URL, "policy", "set", "api", "--key", "c", "sliding 1/1m", why).Removed[0].Mode)
+	require.Equal(t, policies.ModeDeny, changed(t, db.URL, "policy", "set", "api", "--key", "c", "sliding 1/1m", why).Removed[0].Mode)
 }
 
 func TestExplain(t *testing.T) {
 	t.Parallel()
 
 	db := pgtest.New(t)
-	explain := func(args ...string) explanation {
-		return decode[explanation](t, invoke(t, db.URL, append([]string{"explain", "api", "a:1", "--json"}, args...)...))
+	explain := func(args ...string) keys.Explanation {
+		return decode[keys.Explanation](t, invoke(t, db.URL, append([]string{"explain", "api", "a:1", "--json"}, args...)...))
 	}
 	e := explain()
 	require.Equal(t, "code", e.Source)
@@ -571,7 +574,7 @@ func TestExplain(t *testing.T) {
 		require.Regexp(t, "^passed over ", s)
 	}
 	require.Equal(t, []string{"in force shadow sliding 5/1h", "in force enforce sliding 100/1h, sliding 1000/1d"}, shown[5:])
-	require.Equal(t, 5, strings.Count(invoke(t, db.URL, "policy", "list").done(t), passedOver))
+	require.Equal(t, 5, strings.Count(invoke(t, db.URL, "policy", "list").done(t), policies.PassedOver))
 	// What is set is compared with what is in force.
 	set := []string{"policy", "set", "api", "--key", "a:1", "--until=1h", "--dry-run", why}
 	require.False(t, changed(t, db.URL, append(set, "sliding 100/1h, sliding 1000/1d")...).Lowers)
@@ -590,7 +593,7 @@ func TestExplain(t *testing.T) {
 	e = explain()
 	require.Equal(t, "key", e.Source)
 	require.Len(t, e.Bans, 2)
-	require.Equal(t, modeDeny, e.Decides.Mode)
+	require.Equal(t, policies.ModeDeny, e.Decides.Mode)
 	out = invoke(t, db.URL, "explain", "api", "a:1").done(t)
 	require.Regexp(t, `(?m)^banned +until 20\S+ \S+Z, by a limiter, for key a:1: too many$`, out)
 	require.Regexp(t, `(?m)^banned +without an end, by postgres, for prefix a:: attack$`, out)
@@ -615,7 +618,7 @@ func TestPolicyCommandsUseTheIndex(t *testing.T) {
 		pgtest.Exec(t, conn, "ANALYZE rate_limit_policy")
 	}, func() {
 		key := "key 7"
-		rows, _, err := applyingPolicies(t.Context(), anyTx{conn: conn}, "api", policyTarget{key: &key}, false)
+		rows, _, err := policies.ApplyingPolicies(t.Context(), anyTx{conn: conn}, "api", policies.PolicyTarget{Key: &key}, false)
 		require.NoError(t, err)
 		require.Len(t, rows, 1)
 	})

@@ -8,6 +8,8 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
+
+	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/policies"
 )
 
 // What the processes have reported is shown for each shadow policy, with the keys that it would have denied most.
@@ -38,12 +40,14 @@ everybody +sliding 5/1m +1000 +10 \(1\.0 %\) +55 \(5\.5 %\) +BEGAN
 prefix user: +log 3/1m +0 +0 +0 +\d\S+ \d\S+Z, nothing reported yet
 $`, "BEGAN", began.UTC().Format("2006-01-02 15:04:05Z"), 1), invoke(t, db.URL, "policy", "compare", "login", "-n", "2").done(t))
 
-	all := decode[[]comparison](t, invoke(t, db.URL, "policy", "compare", "login", "--json"))
+	all := decode[[]policies.Comparison](t, invoke(t, db.URL, "policy", "compare", "login", "--json"))
 	require.Len(t, all, 2)
-	require.Equal(t, []comparedKey{{"b\n", 30, 2}, {"a", 20, 8}, {"c", 5, 0}}, all[0].Keys)
+	require.Equal(t, []policies.ComparedKey{
+		{Key: "b\n", WouldDeny: 30, Denied: 2}, {Key: "a", WouldDeny: 20, Denied: 8}, {Key: "c", WouldDeny: 5},
+	}, all[0].Keys)
 	require.WithinDuration(t, began, all[0].Since, 0)
 	require.Nil(t, all[1].Until)
-	require.Empty(t, decode[[]comparison](t, invoke(t, db.URL, "policy", "compare", "login", "--json", "-n", "0"))[0].Keys)
+	require.Empty(t, decode[[]policies.Comparison](t, invoke(t, db.URL, "policy", "compare", "login", "--json", "-n", "0"))[0].Keys)
 	require.Equal(t, exitUsage, invoke(t, db.URL, "policy", "compare", "login", "-n", "-1").code)
 	require.Equal(t, exitUsage, invoke(t, db.URL, "policy", "compare").code)
 }

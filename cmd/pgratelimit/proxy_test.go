@@ -17,6 +17,10 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/forget"
 	"github.com/pgratelimit/ratelimit/internal/pgserver"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
+
+	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
+	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/keys"
+	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/shard"
 )
 
 // proxy is a database that is to be a proxy of others on the same server.
@@ -44,7 +48,7 @@ func newProxy(t *testing.T, n int) *proxy {
 		shard := pgtest.New(t)
 		p.shards = append(p.shards, shard)
 		p.connections = append(p.connections, fmt.Sprintf("host=%s port=%d dbname=%s",
-			keywordValue(to.Host), to.Port, shard.Pool.Config().ConnConfig.Database))
+			cli.KeywordValue(to.Host), to.Port, shard.Pool.Config().ConnConfig.Database))
 	}
 	return p
 }
@@ -53,7 +57,7 @@ func newProxy(t *testing.T, n int) *proxy {
 func (p *proxy) set(t *testing.T, args ...string) outcome {
 	t.Helper()
 	cmd := append([]string{"shard", "set", "--yes", "--user", p.user}, args...)
-	return invokeWith(t, []string{passwordVariable + "=" + p.Pool.Config().ConnConfig.Password}, p.URL,
+	return invokeWith(t, []string{shard.PasswordVariable + "=" + p.Pool.Config().ConnConfig.Password}, p.URL,
 		append(cmd, p.connections...)...)
 }
 
@@ -69,11 +73,11 @@ func TestShardSet(t *testing.T) {
 	t.Parallel()
 
 	p := newProxy(t, 4)
-	states := decode[[]shardState](t, p.set(t, "--json"))
+	states := decode[[]shard.ShardState](t, p.set(t, "--json"))
 	require.Len(t, states, 4)
 	for i, s := range states {
 		require.Equal(t, i, s.Place)
-		require.Equal(t, &shardIs{i, 4, states[0].Is.Cluster}, s.Is)
+		require.Equal(t, &shard.ShardIs{Place: i, Shards: 4, Cluster: states[0].Is.Cluster}, s.Is)
 		require.Equal(t, p.connections[i], s.Connection)
 		require.Empty(t, s.Wrong)
 	}
@@ -149,8 +153,8 @@ func TestShardConnectionsThatMakeNoSense(t *testing.T) {
 	for connection, want := range map[string]string{
 		"postgres://me@h/limits_0":                    "PL/Proxy needs keywords",
 		"host=h dbname=limits_0 user=me":              "--user names the role",
-		"host=h dbname=limits_0 password='it\\'s it'": passwordVariable,
-		"host=h password = x dbname=limits_0":         passwordVariable,
+		"host=h dbname=limits_0 password='it\\'s it'": shard.PasswordVariable,
+		"host=h password = x dbname=limits_0":         shard.PasswordVariable,
 		"host=h":                                      "dbname is missing",
 		"host=h dbname='limits_0":                     "the quote of dbname is not closed",
 		"limits_0":                                    "it has to look like",
@@ -165,7 +169,7 @@ func TestShardConnectionsThatMakeNoSense(t *testing.T) {
 		invoke(t, "", append([]string{"shard", "set", "--yes"}, slices.Repeat([]string{"dbname=a"}, n)...)...).
 			complains(t, exitUsage, fmt.Sprintf("the number of shards is %d, and must be a power of two", n))
 	}
-	invokeWith(t, []string{passwordVariable + "=x"}, "", "shard", "set", "--yes", "dbname=a").
+	invokeWith(t, []string{shard.PasswordVariable + "=x"}, "", "shard", "set", "--yes", "dbname=a").
 		complains(t, exitUsage, "the password of --user, which is missing")
 	invoke(t, "postgres://h/app", "shard", "set", "dbname=a").complains(t, exitFailed)
 }
@@ -173,13 +177,13 @@ func TestShardConnectionsThatMakeNoSense(t *testing.T) {
 func TestKeywords(t *testing.T) {
 	t.Parallel()
 
-	got, err := keywords(` host = /tmp  dbname='a \'b\\ c' options='-c x=1 user=me' empty= port=1\ 2`)
+	got, err := cli.Keywords(` host = /tmp  dbname='a \'b\\ c' options='-c x=1 user=me' empty= port=1\ 2`)
 	require.NoError(t, err)
 	require.Equal(t, map[string]string{
 		"host": "/tmp", "dbname": `a 'b\ c`, "options": "-c x=1 user=me", "empty": "port=1 2",
 	}, got)
 	for _, value := range []string{"", "a b", `it's \`, "a=b"} {
-		got, err := keywords("user=" + keywordValue(value) + " dbname=x")
+		got, err := cli.Keywords("user=" + cli.KeywordValue(value) + " dbname=x")
 		require.NoError(t, err)
 		require.Equal(t, map[string]string{"user": value, "dbname": "x"}, got)
 	}
@@ -203,20 +207,20 @@ func TestCommandsOnAProxy(t *testing.T) {
 	require.Contains(t, run("peek", "login", "key 3", policy).stdout, "denied: 0 of 2 remaining")
 
 	limits := decode[struct {
-		Tables   []tableSize   `json:"tables"`
-		Limiters []limiterRows `json:"limiters"`
+		Tables   []cli.TableSize    `json:"tables"`
+		Limiters []keys.LimiterRows `json:"limiters"`
 	}](t, run("limits", "--json", "--exact", "--policy=login=fixed 2/1h"))
 	require.Len(t, limits.Tables, 2)
 	require.Len(t, limits.Limiters, 1)
 	require.EqualValues(t, 20, limits.Limiters[0].Rows)
-	require.Equal(t, &deniedNow{Keys: 1, Complete: true}, limits.Limiters[0].DeniedNow)
+	require.Equal(t, &keys.DeniedNow{Keys: 1, Complete: true}, limits.Limiters[0].DeniedNow)
 
-	top := decode[topResult](t, run("top", "login", policy, "--json", "-n", "12"))
+	top := decode[keys.TopResult](t, run("top", "login", policy, "--json", "-n", "12"))
 	require.EqualValues(t, 20, top.Looked)
 	require.True(t, top.Complete)
 	require.Len(t, top.Keys, 12)
 	require.Equal(t, "key 3", top.Keys[0].Key)
-	require.True(t, slices.IsSortedFunc(top.Keys, closest))
+	require.True(t, slices.IsSortedFunc(top.Keys, keys.Closest))
 
 	receipt := filepath.Join(t.TempDir(), "receipt")
 	run("take", "login", "key 4", policy, "--receipt", receipt).done(t)
@@ -273,7 +277,7 @@ func TestShardsWithRoles(t *testing.T) {
 	config, err := pgx.ParseConfig(server.URL())
 	require.NoError(t, err)
 	as := func(user, database string) string {
-		return fmt.Sprintf("host=%s port=%d user=%s dbname=%s search_path=rate_limit", keywordValue(config.Host), config.Port,
+		return fmt.Sprintf("host=%s port=%d user=%s dbname=%s search_path=rate_limit", cli.KeywordValue(config.Host), config.Port,
 			user, database)
 	}
 	psql := func(database, sql string) {
@@ -301,7 +305,7 @@ func TestShardsWithRoles(t *testing.T) {
 		CREATE ROLE nobody LOGIN`)
 	set := []string{"shard", "set", "--yes", "--user=limits_proxy"}
 	for _, database := range databases[:2] {
-		set = append(set, fmt.Sprintf("host=%s port=%d dbname=%s", keywordValue(config.Host), config.Port, database))
+		set = append(set, fmt.Sprintf("host=%s port=%d dbname=%s", cli.KeywordValue(config.Host), config.Port, database))
 	}
 	invoke(t, as("app", "limits"), set...).complains(t, exitFailed, "role app is no superuser")
 	boss := as(config.User, "limits")
@@ -330,7 +334,7 @@ func TestShardsWithRoles(t *testing.T) {
 		}
 	}
 	for check, f := range examined(t, boss) {
-		require.NotEqual(t, problem, f.Level, "%s: %v", check, f)
+		require.NotEqual(t, cli.Problem, f.Level, "%s: %v", check, f)
 	}
 	examined(t, as("app", "limits"))
 }
@@ -351,7 +355,7 @@ func TestShardsBehindPgBouncer(t *testing.T) {
 	invoke(t, p.URL, "reset", "login", "--all", "--yes").done(t)
 	for check, f := range examined(t, p.URL) {
 		if !strings.HasSuffix(check, "long transactions") { // somebody else's test may be slow
-			require.Equal(t, fine, f.Level, "%s: %v", check, f)
+			require.Equal(t, cli.Fine, f.Level, "%s: %v", check, f)
 		}
 	}
 }

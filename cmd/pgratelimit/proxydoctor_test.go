@@ -15,6 +15,9 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pgserver"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/internal/shards"
+
+	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
+	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/shard"
 )
 
 // setOption changes a connection string behind the back of the command.
@@ -25,7 +28,7 @@ func (p *proxy) setOption(t *testing.T, place int, connection string) {
 }
 
 // listed is what 'shard list' says, and whether it finds something wrong.
-func (p *proxy) listed(t *testing.T) (states []shardState, wrong bool) {
+func (p *proxy) listed(t *testing.T) (states []shard.ShardState, wrong bool) {
 	t.Helper()
 	o := invoke(t, p.URL, "shard", "list", "--json")
 	if o.code != 0 {
@@ -45,7 +48,7 @@ func TestShardList(t *testing.T) {
 	require.False(t, wrong)
 	cluster := states[0].Is.Cluster
 	require.NotEmpty(t, cluster)
-	require.Equal(t, []*shardIs{{0, 2, cluster}, {1, 2, cluster}}, []*shardIs{states[0].Is, states[1].Is})
+	require.Equal(t, []*shard.ShardIs{{Place: 0, Shards: 2, Cluster: cluster}, {Place: 1, Shards: 2, Cluster: cluster}}, []*shard.ShardIs{states[0].Is, states[1].Is})
 
 	p.setOption(t, 1, "host=127.0.0.1 port=1 dbname=gone")
 	states, wrong = p.listed(t)
@@ -82,7 +85,7 @@ func TestDoctorOfProxiesWhoseMapsDiffer(t *testing.T) {
 	other.set(t).done(t)
 	wrong := func(p *proxy) (found []string) {
 		for check, f := range examined(t, p.URL) {
-			if strings.HasSuffix(check, ": place") && f.Level == problem {
+			if strings.HasSuffix(check, ": place") && f.Level == cli.Problem {
 				found = append(found, check[:len("shard 0")]+" "+f.Found)
 			}
 		}
@@ -140,7 +143,7 @@ func TestDoctorOfAProxy(t *testing.T) {
 	require.Len(t, all, 6+2*(2+13+2*7))
 	for check, f := range all {
 		if !strings.HasSuffix(check, "long transactions") { // somebody else's test may be slow
-			require.Equal(t, fine, f.Level, f)
+			require.Equal(t, cli.Fine, f.Level, f)
 		}
 	}
 	require.Equal(t, "it answers", all[name(1)+"through the proxy"].Found)
@@ -148,15 +151,15 @@ func TestDoctorOfAProxy(t *testing.T) {
 	// On a shard, its own doctor's cures hold.
 	pgtest.Exec(t, p.shards[1].Pool, "ALTER TABLE rate_limit_durable SET (fillfactor = 90)")
 	f := examined(t, p.URL)[name(1)+"rate_limit_durable: kind"]
-	require.Equal(t, warning, f.Level)
+	require.Equal(t, cli.Warning, f.Level)
 	require.True(t, strings.HasPrefix(f.Do, "on "+strings.TrimSuffix(name(1), ": ")+": `ALTER TABLE"), f.Do)
 	follow(t, p.shards[1], f.Do)
-	require.Equal(t, fine, examined(t, p.URL)[name(1)+"rate_limit_durable: kind"].Level)
+	require.Equal(t, cli.Fine, examined(t, p.URL)[name(1)+"rate_limit_durable: kind"].Level)
 
 	// What is there while a shard is divided is no damage.
 	pgtest.Exec(t, p.shards[1].Pool, "CREATE TRIGGER rate_limit_note_deleted AFTER DELETE ON rate_limit_durable "+
 		"FOR EACH ROW EXECUTE FUNCTION _rate_limit_note_deleted()")
-	require.Equal(t, fine, examined(t, p.URL)[name(1)+"objects"].Level)
+	require.Equal(t, cli.Fine, examined(t, p.URL)[name(1)+"objects"].Level)
 	invoke(t, p.URL, "limits").done(t)
 	pgtest.Exec(t, p.shards[1].Pool, "DROP TRIGGER rate_limit_note_deleted ON rate_limit_durable")
 
@@ -174,25 +177,25 @@ func TestDoctorOfAProxy(t *testing.T) {
 	} {
 		pgtest.Exec(t, p.Pool, sql)
 		f := examined(t, p.URL)[test.check]
-		require.NotEqual(t, fine, f.Level, sql)
+		require.NotEqual(t, cli.Fine, f.Level, sql)
 		require.Contains(t, f.Found, test.found)
 		if strings.Contains(f.Do, "pgratelimit shard set") {
 			p.set(t).done(t)
 		} else {
 			follow(t, p.DB, strings.Split(f.Do, ", and grant")[0])
 		}
-		require.Equal(t, fine, examined(t, p.URL)[test.check].Level, sql)
+		require.Equal(t, cli.Fine, examined(t, p.URL)[test.check].Level, sql)
 	}
 	pgtest.Exec(t, p.Pool, "CREATE FUNCTION rate_limit_peek(n integer) RETURNS integer LANGUAGE sql AS 'SELECT 1'")
 	require.Contains(t, examined(t, p.URL)["functions"].Found, "rate_limit_peek(integer) should not be there")
 	pgtest.Exec(t, p.Pool, "DROP FUNCTION rate_limit_peek(integer)")
 
 	p.setOption(t, 1, "host=127.0.0.1 port=1 dbname=gone")
-	require.Equal(t, problem, examined(t, p.URL)["shard 1 (gone): connection"].Level)
+	require.Equal(t, cli.Problem, examined(t, p.URL)["shard 1 (gone): connection"].Level)
 	p.setOption(t, 1, p.connections[1])
 	pgtest.Exec(t, p.shards[1].Pool, "UPDATE rate_limit_shard SET place = 0")
 	all = examined(t, p.URL)
-	require.Equal(t, problem, all[name(1)+"place"].Level)
+	require.Equal(t, cli.Problem, all[name(1)+"place"].Level)
 	require.Contains(t, all[name(1)+"through the proxy"].Found, "this database is shard 0 of 2")
 }
 
@@ -215,28 +218,6 @@ func TestDoctorOfWhatIsNoProxyYet(t *testing.T) {
 	other := newProxy(t, 1)
 	p.connections = other.connections
 	require.Contains(t, p.set(t).done(t), "the counts, and all policies and bans, that are there are forgotten.")
-}
-
-// Only clocks that are apart for sure are reported.
-func TestJudgeClock(t *testing.T) {
-	t.Parallel()
-
-	for _, test := range []struct {
-		shard, proxy clockTime
-		wrong        bool
-	}{
-		{clockTime{0, 0}, clockTime{farClocks, 0}, false},
-		{clockTime{0, 0}, clockTime{farClocks + 1, 0}, true},
-		{clockTime{farClocks + 1, 0}, clockTime{0, 0}, true},
-		{clockTime{farClocks + 1, 1}, clockTime{0, 0}, false},
-		{clockTime{0, 0}, clockTime{farClocks + 1, 1}, false},
-	} {
-		s := shardState{reached: true}
-		s.judgeClock(test.proxy)
-		s = shardState{reached: true, clock: test.shard}
-		s.judgeClock(test.proxy)
-		require.Equal(t, test.wrong, len(s.Wrong) > 0, test)
-	}
 }
 
 // All keys keep what they have taken, and the new shards decide.
@@ -262,11 +243,11 @@ func TestShardGrow(t *testing.T) {
 	out := run("shard", "grow", "--yes", "--proxy", other.URL, first[1]).done(t)
 	require.Contains(t, out, ": took over\n")
 	require.Contains(t, out, "shard 1 of 2")
-	states := decode[[]shardState](t, run("shard", "grow", "--yes", "--json", "--proxy", other.URL, first[1]))
+	states := decode[[]shard.ShardState](t, run("shard", "grow", "--yes", "--json", "--proxy", other.URL, first[1]))
 	require.Len(t, states, 2) // what is done is not done again
 	run("shard", "grow", "--yes", "--proxy", other.URL, more.connections[0], more.connections[1]).done(t)
 	for _, url := range []string{p.URL, other.URL} {
-		states := decode[[]shardState](t, invoke(t, url, "shard", "list", "--json"))
+		states := decode[[]shard.ShardState](t, invoke(t, url, "shard", "list", "--json"))
 		require.Len(t, states, 4)
 		for i := range 12 {
 			require.Equal(t, exitDenied, invoke(t, url, "take", "login", fmt.Sprint("key ", i), policy).code)
@@ -308,12 +289,12 @@ func TestShardPasswordIsNotRecorded(t *testing.T) {
 	config := conn.Config()
 	psql("CREATE DATABASE limits_0")
 	psql("CREATE EXTENSION pg_stat_statements")
-	shard := fmt.Sprintf("host=%s port=%d dbname=limits_0", keywordValue(config.Host), config.Port)
-	invoke(t, shard+" user="+config.User, "migrate", "up").done(t)
+	connection := fmt.Sprintf("host=%s port=%d dbname=limits_0", cli.KeywordValue(config.Host), config.Port)
+	invoke(t, connection+" user="+config.User, "migrate", "up").done(t)
 	set := func() {
 		t.Helper()
-		invokeWith(t, []string{passwordVariable + "=" + password}, server.URL(), "shard", "set", "--yes", "--user", config.User,
-			shard).done(t)
+		invokeWith(t, []string{shard.PasswordVariable + "=" + password}, server.URL(), "shard", "set", "--yes", "--user", config.User,
+			connection).done(t)
 	}
 	set()
 	texts := func(where string) (n int) {
@@ -330,14 +311,14 @@ func TestShardPasswordIsNotRecorded(t *testing.T) {
 	var mapped bool
 	require.NoError(t, conn.QueryRow(t.Context(), "SELECT $1 = ANY (umoptions) FROM pg_user_mappings", "password="+password).Scan(&mapped))
 	require.True(t, mapped)
-	require.Equal(t, fine, examined(t, server.URL())["PL/Proxy"].Level)
+	require.Equal(t, cli.Fine, examined(t, server.URL())["PL/Proxy"].Level)
 
 	psql(fmt.Sprintf("ALTER USER MAPPING FOR %s SERVER rate_limit_shards OPTIONS (SET password 'oops')", pgx.Identifier{config.User}.Sanitize()))
 	f := examined(t, server.URL())["PL/Proxy"]
-	require.Equal(t, problem, f.Level)
+	require.Equal(t, cli.Problem, f.Level)
 	require.Contains(t, f.Found, "pg_stat_statements has a password of the shards in 1 text,")
 	require.NotContains(t, f.Found+f.Do, "oops")
 	set()
 	psql(strings.Split(f.Do, "`")[3])
-	require.Equal(t, fine, examined(t, server.URL())["PL/Proxy"].Level)
+	require.Equal(t, cli.Fine, examined(t, server.URL())["PL/Proxy"].Level)
 }

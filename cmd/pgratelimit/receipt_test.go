@@ -10,6 +10,8 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
+
+	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/keys"
 )
 
 func TestRefundByReceipt(t *testing.T) {
@@ -37,7 +39,7 @@ func TestRefundByReceipt(t *testing.T) {
 					args = append([]string{verb, "mail", "alice", "--policy", policy}, args...)
 					return invoke(t, db.URL, append(args, more...)...)
 				}
-				remaining := func() int64 { return decode[decision](t, ask("peek", "--json")).Remaining }
+				remaining := func() int64 { return decode[keys.Decision](t, ask("peek", "--json")).Remaining }
 				file := filepath.Join(t.TempDir(), "receipt")
 				refund := append([]string{"refund", file}, schema...)
 
@@ -178,7 +180,7 @@ func TestFilesThatAreNoReceipts(t *testing.T) {
 		require.FileExists(t, file)
 	}
 	require.EqualValues(t, 4,
-		decode[decision](t, invoke(t, db.URL, "peek", "mail", "alice", "--policy", "fixed 5/365d", "--json")).Remaining)
+		decode[keys.Decision](t, invoke(t, db.URL, "peek", "mail", "alice", "--policy", "fixed 5/365d", "--json")).Remaining)
 }
 
 // A receipt is used up by whatever link it is reached.
@@ -213,7 +215,7 @@ func TestGrant(t *testing.T) {
 			ask("take").done(t)
 		}
 		require.Equal(t, exitDenied, ask("take").code)
-		require.EqualValues(t, 1, decode[decision](t, ask("grant", "--cost", "1", "--json")).Remaining)
+		require.EqualValues(t, 1, decode[keys.Decision](t, ask("grant", "--cost", "1", "--json")).Remaining)
 		for _, cost := range []string{"0", "-1", "9223372036854775807"} {
 			ask("grant", "--cost="+cost).complains(t, exitUsage)
 		}

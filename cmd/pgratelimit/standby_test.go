@@ -11,6 +11,9 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pgserver"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/migrations"
+
+	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
+	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/keys"
 )
 
 func TestStandby(t *testing.T) {
@@ -30,7 +33,7 @@ func TestStandby(t *testing.T) {
 	// What a standby cannot tell or do is not asked of it.
 	for check, f := range examined(t, server.URL()) {
 		if check == "standby" {
-			require.Equal(t, problem, f.Level)
+			require.Equal(t, cli.Problem, f.Level)
 			require.Contains(t, f.Found, "this is a standby")
 			require.Contains(t, f.Do, "target_session_attrs=read-write")
 			continue
@@ -38,7 +41,7 @@ func TestStandby(t *testing.T) {
 		require.Contains(t, []string{"locks", "server", "connection", "migrations", "objects", "rights", "schema", "additions", "jit", "policies",
 			"rate_limit_ephemeral: kind", "rate_limit_durable: kind"}, check)
 		if check != "schema" { // in Postgres 14 everybody may create in public
-			require.Equal(t, fine, f.Level, f)
+			require.Equal(t, cli.Fine, f.Level, f)
 		}
 	}
 	const policy = "--policy=fixed 1/1m"
@@ -48,9 +51,9 @@ func TestStandby(t *testing.T) {
 	}
 	require.True(
 		t,
-		decode[decision](t, invoke(t, server.URL(), "peek", "login", "a", policy, "--durable", "--json")).Allowed,
+		decode[keys.Decision](t, invoke(t, server.URL(), "peek", "login", "a", policy, "--durable", "--json")).Allowed,
 	)
-	require.Empty(t, decode[topResult](t, invoke(t, server.URL(), "top", "login", policy, "--durable", "--json")).Keys)
+	require.Empty(t, decode[keys.TopResult](t, invoke(t, server.URL(), "top", "login", policy, "--durable", "--json")).Keys)
 	require.Equal(t, "there is none\n", invoke(t, server.URL(), "policy", "list").done(t))
 	invoke(t, server.URL(), "policy", "set", "login", "--key=a", "fixed 1/1m", why, "--dry-run").done(t)
 }

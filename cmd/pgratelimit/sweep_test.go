@@ -8,6 +8,8 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
+
+	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/upkeep"
 )
 
 // fillExpired makes rows that expired long ago.
@@ -32,13 +34,13 @@ func TestSweep(t *testing.T) {
 	require.Equal(t, 3, pgtest.Scalar[int](t, db.Pool, "SELECT count(*) FROM rate_limit_ephemeral"))
 
 	fillExpired(t, db, "login", 10)
-	result := decode[sweepResult](t, invoke(t, db.URL, "sweep", "--json"))
+	result := decode[upkeep.SweepResult](t, invoke(t, db.URL, "sweep", "--json"))
 	require.EqualValues(t, 10, result.Deleted)
 	require.True(t, result.Complete)
 	require.Positive(t, result.TookUS)
 
 	fill(t, db, "rate_limit_durable", "api", 4, 1)
-	require.EqualValues(t, 3, decode[sweepResult](t, invoke(t, db.URL, "sweep", "--json", "--existing", "api")).Deleted)
+	require.EqualValues(t, 3, decode[upkeep.SweepResult](t, invoke(t, db.URL, "sweep", "--json", "--existing", "api")).Deleted)
 	require.Equal(t, 4, pgtest.Scalar[int](t, db.Pool, "SELECT count(*) FROM rate_limit_durable"))
 
 	pgtest.Exec(t, db.Pool,

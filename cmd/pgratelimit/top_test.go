@@ -8,6 +8,9 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
+
+	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
+	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/keys"
 )
 
 // The keys that are limited come behind all others, by their names and on disk.
@@ -18,7 +21,7 @@ func TestTopFindsKeysThatComeLast(t *testing.T) {
 	fill(t, db, "rate_limit_ephemeral", "login", 20_000, 1)
 	pgtest.Exec(t, db.Pool, "UPDATE rate_limit_ephemeral SET key = 'z' || key, count = 5 WHERE substr(key, 5)::int > 10000")
 	pgtest.Exec(t, db.Pool, "VACUUM FULL rate_limit_ephemeral")
-	top := decode[topResult](t,
+	top := decode[keys.TopResult](t,
 		invoke(t, db.URL, "top", "login", "--policy", "fixed 5/365d", "--max-rows", "500", "--json"))
 	require.EqualValues(t, 500, top.Looked)
 	require.False(t, top.Complete)
@@ -37,17 +40,17 @@ func TestTopOfALargeTable(t *testing.T) {
 	db := pgtest.New(t)
 	// One row in each block: large for the command, and small for the machine.
 	pgtest.Exec(t, db.Pool, "ALTER TABLE rate_limit_durable SET (fillfactor = 10)")
-	const rows = 3 * sampleBlocks / 2
+	const rows = 3 * cli.SampleBlocks / 2
 	pgtest.Exec(t, db.Pool, `INSERT INTO rate_limit_durable (prefix, key, algorithm, count, window_start, expires_at)
 		SELECT 'login', i || repeat('k', 500), 1, 1, 9e14, 9e15 FROM generate_series(1, $1) AS i`, rows)
-	for maxRows, looked := range map[string]float64{"1000": 1000, "15000": sampleBlocks} {
-		top := decode[topResult](t, invoke(t, db.URL,
+	for maxRows, looked := range map[string]float64{"1000": 1000, "15000": cli.SampleBlocks} {
+		top := decode[keys.TopResult](t, invoke(t, db.URL,
 			"top", "login", "--policy", "fixed 5/365d", "--durable", "--max-rows", maxRows, "--json"))
 		require.False(t, top.Complete)
 		require.InEpsilon(t, looked, top.Looked, 0.1) // more than ten standard deviations
 		require.InEpsilon(t, float64(top.Looked)/rows, top.Share, 0.1)
 	}
-	top := decode[topResult](t, invoke(t, db.URL,
+	top := decode[keys.TopResult](t, invoke(t, db.URL,
 		"top", "login", "--policy", "fixed 5/365d", "--durable", "--max-rows", "19200", "--json"))
 	require.True(t, top.Complete)
 	require.EqualValues(t, rows, top.Looked)
@@ -58,11 +61,11 @@ func TestTopTellsOneMoment(t *testing.T) {
 	t.Parallel()
 
 	db := pgtest.New(t)
-	fill(t, db, "rate_limit_ephemeral", "login", 5*batchSize, 5)
+	fill(t, db, "rate_limit_ephemeral", "login", 5*keys.BatchSize, 5)
 	began := pgtest.Scalar[time.Time](t, db.Pool, "SELECT clock_timestamp()")
-	top := decode[topResult](t, invoke(t, db.URL, "top", "login", "--policy", "fixed 5/365d", "-n", "5000", "--json"))
+	top := decode[keys.TopResult](t, invoke(t, db.URL, "top", "login", "--policy", "fixed 5/365d", "-n", "5000", "--json"))
 	require.True(t, top.At.After(began))
-	require.Len(t, top.Keys, 5*batchSize)
+	require.Len(t, top.Keys, 5*keys.BatchSize)
 	ends := pgtest.Scalar[int64](t, db.Pool, "SELECT max(expires_at) FROM rate_limit_ephemeral")
 	for _, key := range top.Keys {
 		require.Equal(t, ends, top.At.UnixMicro()+key.RetryAfterUS)
@@ -74,7 +77,7 @@ func TestLongWorkShowsABarOnATerminal(t *testing.T) {
 	t.Parallel()
 
 	db := pgtest.New(t)
-	fill(t, db, "rate_limit_ephemeral", "login", 20*batchSize, 1)
+	fill(t, db, "rate_limit_ephemeral", "login", 20*keys.BatchSize, 1)
 	for _, test := range []struct {
 		args       []string
 		shows, end string
@@ -90,7 +93,7 @@ func TestLongWorkShowsABarOnATerminal(t *testing.T) {
 		require.Zero(t, code, shown)
 		require.True(t, strings.HasPrefix(shown, "{\n"), shown)
 		if test.args[0] == "reset" {
-			fill(t, db, "rate_limit_ephemeral", "login", 20*batchSize, 1)
+			fill(t, db, "rate_limit_ephemeral", "login", 20*keys.BatchSize, 1)
 		}
 
 		code, shown = onTerminal(t, command(t, db.URL, test.args...)).wait()

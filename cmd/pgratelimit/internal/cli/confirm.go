@@ -1,0 +1,52 @@
+package cli
+
+import (
+	"bufio"
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"strings"
+
+	"github.com/spf13/cobra"
+	"golang.org/x/term"
+)
+
+func AddYes(cmd *cobra.Command, yes *bool) {
+	cmd.Flags().BoolVarP(yes, "yes", "y", false, "do not ask")
+}
+
+// Confirm asks a person, and returns an error unless the answer is yes. Without a terminal there is nobody to
+// ask.
+func (a *App) Confirm(ctx context.Context, question string, yes bool) error {
+	if yes {
+		return nil
+	}
+	if !IsTerminal(a.Stdin) {
+		return Usage(errors.New("standard input is no terminal, so nobody can be asked; " +
+			"--yes does it without asking"))
+	}
+	fmt.Fprintf(a.Stderr, "%s [y/N] ", question)
+	answers := make(chan string, 1)
+	go func() {
+		answer, _ := bufio.NewReader(a.Stdin).ReadString('\n') // an error leaves the answer empty, which is not yes
+		answers <- answer
+	}()
+	select {
+	case answer := <-answers:
+		switch strings.ToLower(strings.TrimSpace(answer)) {
+		case "y", "yes":
+			return nil
+		}
+		return errors.New("nothing was done")
+	case <-ctx.Done():
+		fmt.Fprintln(a.Stderr)
+		return ctx.Err()
+	}
+}
+
+// IsTerminal tells whether a stream is a terminal, where a person may be.
+func IsTerminal(stream any) bool {
+	file, ok := stream.(*os.File)
+	return ok && term.IsTerminal(int(file.Fd()))
+}

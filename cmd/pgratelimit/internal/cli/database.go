@@ -1,0 +1,260 @@
+package cli
+
+import (
+	"context"
+	_ "embed"
+	"errors"
+	"fmt"
+	"io"
+	"regexp"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/jackc/pgx/v5/pgconn/ctxwatch"
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/pgratelimit/ratelimit/internal/lockwait"
+	"github.com/pgratelimit/ratelimit/internal/pg"
+)
+
+const (
+	ConnectTimeout = 10 * time.Second // unless the connection string has another
+
+	// cancelGrace is how long an interrupted statement may take to end.
+	cancelGrace = 2 * time.Second
+)
+
+var (
+	//go:embed sql/session.sql
+	SessionSQL string
+	//go:embed sql/lockable.sql
+	lockableSQL string
+	//go:embed sql/foreign.sql
+	foreignSQL string
+)
+
+// Open returns a pool of a few connections. It connects when it is first used.
+func (a *App) Open(ctx context.Context, configure ...func(*pgxpool.Config)) (*pgxpool.Pool, error) {
+	config, err := a.Config()
+	if err != nil {
+		return nil, err
+	}
+	config.MaxConns = 2
+	conn := config.ConnConfig
+	// Each statement is sent once, so there is nothing to gain from preparing it, and a pooler may not allow it.
+	conn.DefaultQueryExecMode = pgx.QueryExecModeExec
+	if conn.ConnectTimeout == 0 {
+		conn.ConnectTimeout = ConnectTimeout
+	}
+	if conn.RuntimeParams["application_name"] == "" {
+		conn.RuntimeParams["application_name"] = "pgratelimit"
+	}
+	// This ends an interrupted statement on the server too.
+	conn.BuildContextWatcherHandler = func(conn *pgconn.PgConn) ctxwatch.Handler {
+		return &pgconn.CancelRequestContextWatcherHandler{Conn: conn, DeadlineDelay: cancelGrace}
+	}
+	config.AfterConnect = func(ctx context.Context, conn *pgx.Conn) error {
+		if err := pg.Garbled(conn, a.Schema); err != nil {
+			return err
+		}
+		return checkSearchPath(ctx, conn)
+	}
+	for _, change := range configure {
+		change(config)
+	}
+	return pgxpool.NewWithConfig(ctx, config)
+}
+
+// checkSearchPath refuses a search_path in which others' functions and types come before those of Postgres.
+func checkSearchPath(ctx context.Context, conn *pgx.Conn) error {
+	var path string
+	if err := conn.QueryRow(ctx, "SHOW search_path").Scan(&path); err != nil {
+		return err
+	}
+	if first, rest, _ := strings.Cut(path, ","); first != "pg_catalog" && strings.Contains(rest, "pg_catalog") {
+		return errors.New("search_path names pg_catalog behind another schema, " +
+			"so whoever may create there could have code run by this command: " +
+			"leave pg_catalog out, which is then the first")
+	}
+	return nil
+}
+
+// Home returns the schema of the tables and functions, or "" if there are none, after a check of who owns them.
+func (a *App) Home(ctx context.Context, pool *pgxpool.Pool) (schema string, err error) {
+	err = a.Read(ctx, pool, func(tx pgx.Tx) error {
+		schema = tx.(Qualified).Schema
+		return nil
+	})
+	return schema, err
+}
+
+// InSchema makes --schema the whole search_path of a pool's connections, for work that is not in one transaction.
+func (a *App) InSchema(config *pgxpool.Config) {
+	if a.Schema != "" {
+		config.ConnConfig.RuntimeParams["search_path"] = pgx.Identifier{a.Schema}.Sanitize()
+	}
+}
+
+// Read runs a transaction that cannot write, and in which no statement takes longer than --timeout.
+func (a *App) Read(ctx context.Context, pool *pgxpool.Pool, query func(tx pgx.Tx) error) error {
+	return a.Transaction(ctx, pool, pgx.ReadOnly, "", false, query)
+}
+
+// List reads rows that one database has for all, and prints them.
+func List[T any](
+	ctx context.Context, a *App, scan pgx.RowToFunc[T], text func(io.Writer, []T), sql string, args ...any,
+) error {
+	pool, err := a.OpenFirst(ctx)
+	if err != nil {
+		return err
+	}
+	defer pool.Close()
+	all := []T{} // JSON has [] for no rows
+	if err := a.Read(ctx, pool, func(tx pgx.Tx) error {
+		rows, err := tx.Query(ctx, sql, args...)
+		if err != nil {
+			return err
+		}
+		all, err = pgx.AppendRows(all, rows, scan)
+		return err
+	}); err != nil {
+		return err
+	}
+	return a.Print(all, func(w io.Writer) { text(w, all) })
+}
+
+// Look is read for statements that call no function of ours.
+func (a *App) Look(ctx context.Context, pool *pgxpool.Pool, query func(tx pgx.Tx) error) error {
+	return a.Transaction(ctx, pool, pgx.ReadOnly, AccessShare, false, query)
+}
+
+// Call is write for statements that change rows by nothing but calls of our functions.
+func (a *App) Call(ctx context.Context, pool *pgxpool.Pool, query func(tx pgx.Tx) error) error {
+	return a.Transaction(ctx, pool, pgx.ReadWrite, "", false, query)
+}
+
+// Write runs a transaction in which no statement takes longer than --timeout.
+func (a *App) Write(ctx context.Context, pool *pgxpool.Pool, query func(tx pgx.Tx) error) error {
+	return a.Transaction(ctx, pool, pgx.ReadWrite, "", true, query)
+}
+
+// The modes of locks on our tables. Whoever calls functions of ours takes none.
+const (
+	AccessShare     = "ACCESS SHARE"
+	AccessExclusive = "ACCESS EXCLUSIVE"
+)
+
+// AllTables is the order in which all tables are locked: those first that calls read first.
+var AllTables = []string{"rate_limit_policy", "rate_limit_policy_history", "rate_limit_shadow", "rate_limit_sweeper",
+	Table(true), Table(false)}
+
+// LockedError says that somebody else kept a lock on our tables.
+type LockedError struct{ error }
+
+func (a *App) Transaction(
+	ctx context.Context, pool *pgxpool.Pool, mode pgx.TxAccessMode, lock string, changes bool,
+	query func(tx pgx.Tx) error,
+) error {
+	// Each statement has to see what has happened before it, whatever the database's default is.
+	return refusedText(pgx.BeginTxFunc(ctx, pool, pgx.TxOptions{
+		IsoLevel: pgx.ReadCommitted, AccessMode: mode,
+	}, func(tx pgx.Tx) error {
+		// Where enable_nestloop is off, Postgres takes statements that look at its catalogs for dear ones, and would
+		// compile them for seconds.
+		if _, err := tx.Exec(ctx, "SET LOCAL jit = off"); err != nil {
+			return err
+		}
+		var schema string
+		var pid uint32
+		if err := tx.QueryRow(ctx, SessionSQL, strconv.FormatInt(a.Timeout.Milliseconds(), 10), a.Schema).Scan(
+			&schema, &pid, nil, nil, nil, nil); err != nil {
+			return err
+		}
+		if err := pg.Garbled(tx.Conn(), schema); err != nil { // search_path has named it
+			return err
+		}
+		defer lockwait.Watch(ctx, tx.Conn(), pid)()
+		locked := []string{}
+		if lock != "" {
+			// A stranger who may create in the schema could have made the tables. Then the doctor is to say so.
+			// The lock keeps them tables.
+			var tables []string
+			of, whole := []string{Table(false), Table(true), "rate_limit_policy"}, lock == AccessExclusive
+			if whole {
+				of = AllTables
+			}
+			if err := tx.QueryRow(ctx, lockableSQL, of, whole).Scan(&locked, &tables); err != nil {
+				return err
+			}
+			if len(tables) > 0 {
+				// statement_timeout bounds the wait for all of them.
+				_, err := tx.Exec(ctx, "LOCK TABLE "+strings.Join(tables, ", ")+" IN "+lock+" MODE")
+				if pgErr, ok := errors.AsType[*pgconn.PgError](err); ok && ctx.Err() == nil &&
+					(pgErr.Code == "55P03" || pgErr.Code == "57014") {
+					return LockedError{err}
+				}
+				if err != nil {
+					return err
+				}
+			}
+		}
+		var foreign string
+		var mend *string
+		switch err := tx.QueryRow(ctx, foreignSQL, lock == "", locked, changes).Scan(&foreign, &mend); {
+		case err == nil && mend != nil:
+			return fmt.Errorf("%s, so calls could fail, or somebody's code run with your rights: as the owner of the "+
+				"table, %s", foreign, *mend)
+		case err == nil:
+			return fmt.Errorf("%s, so somebody's code could run with your rights; "+
+				"drop it if it is not yours, or name the limiters' schema with --schema; "+
+				"if it is right, let the owner of the schema own it, or run this as its owner", foreign)
+		case !errors.Is(err, pgx.ErrNoRows):
+			return err
+		}
+		return query(Qualified{tx, schema})
+	}))
+}
+
+// Qualified is a transaction that adds the schema to all names in its statements that begin with rate_limit_.
+type Qualified struct {
+	pgx.Tx
+	Schema string
+}
+
+func (q Qualified) Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error) {
+	return q.Tx.Query(ctx, q.qualify(sql), args...)
+}
+
+func (q Qualified) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
+	return q.Tx.QueryRow(ctx, q.qualify(sql), args...)
+}
+
+func (q Qualified) Exec(ctx context.Context, sql string, args ...any) (pgconn.CommandTag, error) {
+	return q.Tx.Exec(ctx, q.qualify(sql), args...)
+}
+
+var (
+	commentLine = regexp.MustCompile(`(?m)^--.*\n`)
+	ourName     = regexp.MustCompile(`([^'\w.])(rate_limit_)`) // outside of quotes
+)
+
+func (q Qualified) qualify(sql string) string {
+	if q.Schema == "" {
+		return sql
+	}
+	prefix := pgx.Identifier{q.Schema}.Sanitize() + "."
+	return ourName.ReplaceAllStringFunc(commentLine.ReplaceAllString(sql, ""), func(name string) string {
+		return name[:1] + prefix + name[1:]
+	})
+}
+
+// Table returns the name of the table with the limiters' rows.
+func Table(durable bool) string {
+	if durable {
+		return "rate_limit_durable"
+	}
+	return "rate_limit_ephemeral"
+}

@@ -1,0 +1,121 @@
+package cli
+
+import (
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+
+	"github.com/jackc/pgx/v5/pgconn"
+
+	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/internal/pgserver"
+)
+
+var (
+	ErrInterrupted = errors.New("interrupted")
+
+	// ErrDenied is not printed, because stdout says it already.
+	ErrDenied = errors.New("denied")
+
+	// ErrProblems is not printed either.
+	ErrProblems = errors.New("the doctor has found a problem")
+)
+
+// Failure is an error of a command that has begun its work.
+type Failure struct{ Err error }
+
+func (f *Failure) Error() string { return f.Err.Error() }
+func (f *Failure) Unwrap() error { return f.Err }
+
+// usageError is an error in the command line that the command itself has found.
+type usageError struct{ error }
+
+// Usage makes an error of the command line of an error.
+func Usage(err error) error { return usageError{err} }
+
+func IsUsage(err error) bool {
+	var (
+		usage  usageError
+		config *ratelimit.ConfigError
+		key    *ratelimit.KeyError
+		cost   *ratelimit.CostError
+		url    *pgconn.ParseConfigError
+	)
+	return errors.As(err, &usage) || errors.As(err, &config) || errors.As(err, &key) ||
+		errors.As(err, &cost) || errors.As(err, &url)
+}
+
+// refusedText replaces the error of a text that the database has no characters for, and of one that is too long.
+// The message of the first shows bytes of the text, which may be a key.
+func refusedText(err error) error {
+	pgErr, ok := errors.AsType[*pgconn.PgError](err)
+	switch {
+	case ok && (pgErr.Code == "22021" || pgErr.Code == "22P05"):
+		return Usage(errors.New("a name or key is not valid in the encoding of the connection, " +
+			"or cannot be stored in that of the database; use ASCII, a database in UTF8, and client_encoding=UTF8"))
+	case ok && pgErr.Code == "22023" && slices.Contains([]string{"name", "key", "key_prefix"}, pgErr.ColumnName):
+		return Usage(errors.New("a name may have at most 128 bytes, and a key or a prefix 512, " +
+			"in the encoding of the database"))
+	}
+	return err
+}
+
+// Message returns an error in one line, with what to do about it. A list of ways to get a Postgres stays a list.
+func (a *App) Message(err error) string {
+	if errors.Is(err, pgserver.ErrNotFound) {
+		return err.Error()
+	}
+	text := OneLine(err)
+	store, isStore := errors.AsType[*ratelimit.StoreError](err)
+	if connect, ok := errors.AsType[*pgconn.ConnectError](err); ok {
+		if isStore {
+			text = OneLine(connect)
+		}
+		if _, ok := errors.AsType[*shardError](err); !ok && !strings.Contains(text, "DATABASE_URL") {
+			text += "; --database-url or DATABASE_URL says where the database is"
+		}
+	}
+	pgErr, ok := errors.AsType[*pgconn.PgError](err)
+	if !ok {
+		return text
+	}
+	if isStore && !errors.Is(store, ratelimit.ErrOutcomeUnknown) { // otherwise its text tells a programmer what to do
+		text = OneLine(pgErr)
+	}
+	switch pgErr.Code {
+	case "42P01", "42883", "42704", "42703", "3F000":
+		text += "; 'pgratelimit doctor' finds out why: the database is not migrated ('pgratelimit migrate up'), " +
+			"or the tables are elsewhere (--schema), or this role lacks USAGE on their schema, or something is missing"
+	case "42501":
+		if pgErr.Routine == "check_enable_rls" {
+			text += "; 'pgratelimit doctor' says what to do about row-level security"
+			break
+		}
+		text += "; deploy/roles.sql and deploy/grants.sql show who needs which rights"
+		if strings.Contains(pgErr.Message, "rate_limit_policy") {
+			text += ": rate_limit_policy_admin changes policies, and rate_limit_reader reads them"
+		}
+	case "22023":
+		if strings.HasPrefix(pgErr.Message, "rate_limit: ") && pgErr.Hint != "" {
+			text += "; " + OneLine(errors.New(pgErr.Hint))
+		}
+	case "54000":
+		text += "; 'pgratelimit doctor' says which database it is, and what holds VACUUM back"
+	case "57014":
+		text += fmt.Sprintf("; --timeout allows a statement more than %v", a.Timeout)
+	case "55P03":
+		text += "; a transaction, or a call on an overloaded server, holds the row or a lock on the table: " +
+			"'pgratelimit doctor' says which"
+	case "25006", "0A000":
+		text += "; connect to the primary"
+	case "08P01":
+		text += "; connect to Postgres itself rather than to a pooler"
+	}
+	return text
+}
+
+// OneLine returns an error in one line. An error of pgx may have a line for each address that it has tried.
+func OneLine(err error) string {
+	return strings.NewReplacer(":\n\t", ": ", "\n\t", "; ", "\n", "; ").Replace(err.Error())
+}

@@ -1,0 +1,80 @@
+package cli
+
+import (
+	"fmt"
+	"strconv"
+	"strings"
+	"time"
+	"unicode"
+	"unicode/utf8"
+)
+
+// Printable returns a name or key in a form that is safe for a terminal. It may have control characters in it.
+func Printable(text string) string {
+	odd := func(r rune) bool { return !unicode.IsPrint(r) || r == utf8.RuneError }
+	if strings.ContainsFunc(text, odd) || strings.HasPrefix(text, `"`) || strings.TrimSpace(text) != text {
+		return strconv.QuoteToGraphic(text)
+	}
+	return text
+}
+
+func Instant(t time.Time) string { return t.UTC().Format("2006-01-02 15:04:05Z") }
+
+// Count is a number of things, like "1 row" or "2 rows".
+func Count[N int | int64](n N, thing string) string {
+	switch {
+	case n == 1:
+	case strings.HasSuffix(thing, "ch"):
+		thing += "es"
+	case strings.HasSuffix(thing, "xy"):
+		thing = strings.TrimSuffix(thing, "y") + "ies"
+	default:
+		thing += "s"
+	}
+	return fmt.Sprintf("%d %s", n, thing)
+}
+
+// Span formats a time in microseconds, rounded up to milliseconds, so that it is over when the text says so. Of an hour
+// or more it has the two largest units, like 1h5m or 4d9h, with minutes rounded up, and hours to the nearest.
+func Span(micros int64) string {
+	const day = 24 * time.Hour
+	span := time.Duration((micros+999)/1000) * time.Millisecond
+	if span < time.Hour {
+		return span.String()
+	}
+	span = (span + time.Minute - 1).Truncate(time.Minute)
+	if span < day {
+		return fmt.Sprintf("%dh", span/time.Hour) + part(span%time.Hour, time.Minute, "m")
+	}
+	span = span.Round(time.Hour)
+	return fmt.Sprintf("%dd", span/day) + part(span%day, time.Hour, "h")
+}
+
+// part is what a text of a time adds for a unit, which is nothing for none.
+func part(span, unit time.Duration, name string) string {
+	if span < unit {
+		return ""
+	}
+	return fmt.Sprintf("%d%s", span/unit, name)
+}
+
+func Size(bytes int64) string {
+	const units = "kMGTP"
+	if bytes < 1000 {
+		return fmt.Sprintf("%d B", bytes)
+	}
+	value, unit := float64(bytes), -1
+	for ; value >= 1000 && unit < len(units)-1; unit++ {
+		value /= 1000
+	}
+	return fmt.Sprintf("%.1f %cB", value, units[unit])
+}
+
+// InUTC makes times those that the output has.
+func InUTC(times ...*time.Time) {
+	for _, t := range times {
+		if t != nil {
+			*t = t.UTC()
+		}
+	}
+}

@@ -1,0 +1,226 @@
+package cli
+
+import (
+	"fmt"
+	"os"
+	"regexp"
+	"slices"
+	"strings"
+	"unicode/utf8"
+
+	"github.com/spf13/cobra"
+	"golang.org/x/term"
+)
+
+const (
+	PageWidth   = 80 // where there is no terminal
+	leastColumn = 24 // how narrow the last column of a table may become
+	longestKey  = 40 // in tables; JSON has all of it
+)
+
+// width is how many columns the terminal of a stream has, or 0 if it is none.
+func width(stream any) int {
+	file, ok := stream.(*os.File)
+	if !ok {
+		return 0
+	}
+	columns, _, err := term.GetSize(int(file.Fd()))
+	if err != nil {
+		return 0
+	}
+	if columns == 0 { // it does not say
+		return PageWidth
+	}
+	return columns
+}
+
+// Short is printable for tables. It leaves out the middle of what is long.
+func Short(text string) string {
+	runes := []rune(Printable(text))
+	if len(runes) <= longestKey {
+		return string(runes)
+	}
+	const left = longestKey / 2
+	return string(runes[:left]) + "…" + string(runes[len(runes)-longestKey+left+1:])
+}
+
+// unbroken is what stays in one line: a time, and what can be pasted.
+var unbroken = regexp.MustCompile("[0-9-]{10} [0-9:]{8}Z|`[^`]*`")
+
+// wrap breaks a text into lines of at most width, at spaces.
+func wrap(text string, width int) (lines []string) {
+	const held = "\x00"
+	text = unbroken.ReplaceAllStringFunc(text, func(part string) string { return strings.ReplaceAll(part, " ", held) })
+	line := ""
+	for i, word := range strings.Split(text, " ") {
+		switch {
+		case i == 0:
+			line = word
+		case utf8.RuneCountInString(line)+1+utf8.RuneCountInString(word) > width:
+			lines, line = append(lines, line), word
+		default:
+			line += " " + word
+		}
+	}
+	lines = append(lines, line)
+	for i := range lines {
+		lines[i] = strings.ReplaceAll(lines[i], held, " ")
+	}
+	return lines
+}
+
+// Layout makes columns of the tabs in lines that follow each other. If they do not fit into width, the last column is
+// wrapped, and if that is not enough, each row of a table with headings becomes a list. A width of 0 is as wide as need
+// be.
+func Layout(text string, width int) string {
+	var out strings.Builder
+	var table [][]string
+	for line := range strings.Lines(text + "\n") { // the last line ends the last table
+		line = strings.TrimSuffix(line, "\n")
+		if strings.Contains(line, "\t") {
+			table = append(table, strings.Split(line, "\t"))
+			continue
+		}
+		writeTable(&out, table, width)
+		table = nil
+		out.WriteString(line + "\n")
+	}
+	return strings.TrimSuffix(out.String(), "\n")
+}
+
+func writeTable(out *strings.Builder, rows [][]string, width int) {
+	var widths []int // of the columns but the last
+	for _, row := range rows {
+		for i, cell := range row[:len(row)-1] {
+			if i == len(widths) {
+				widths = append(widths, 0)
+			}
+			widths[i] = max(widths[i], utf8.RuneCountInString(cell)+2)
+		}
+	}
+	start := 0
+	for _, w := range widths {
+		start += w
+	}
+	headed := len(rows) > 1 && !slices.ContainsFunc(rows[0], func(cell string) bool {
+		return cell != strings.ToUpper(cell)
+	})
+	tooWide := func(row []string) bool {
+		return len(row) > len(widths) && start+utf8.RuneCountInString(row[len(row)-1]) > width
+	}
+	if headed && width > 0 && width-start < leastColumn && slices.ContainsFunc(rows, tooWide) {
+		writeLists(out, rows, width)
+		return
+	}
+	for _, row := range rows {
+		at := 0
+		for i, cell := range row[:len(row)-1] {
+			fmt.Fprintf(out, "%-*s", widths[i], cell)
+			at += widths[i]
+		}
+		last := []string{row[len(row)-1]}
+		if width > 0 {
+			last = wrap(last[0], max(width-at, leastColumn))
+		}
+		out.WriteString(strings.Join(last, "\n"+strings.Repeat(" ", at)) + "\n")
+	}
+}
+
+// writeLists writes each row below the first as a list, of what is not empty, each with its heading.
+func writeLists(out *strings.Builder, rows [][]string, width int) {
+	start := 0
+	for _, heading := range rows[0] {
+		start = max(start, utf8.RuneCountInString(heading)+2)
+	}
+	for i, row := range rows[1:] {
+		if i > 0 {
+			out.WriteString("\n")
+		}
+		for j, cell := range row {
+			if cell != "" && j < len(rows[0]) {
+				lines := wrap(cell, max(width-start, leastColumn))
+				fmt.Fprintf(out, "%-*s%s\n", start, rows[0][j], strings.Join(lines, "\n"+strings.Repeat(" ", start)))
+			}
+		}
+	}
+}
+
+// Help prints the help of a command, wrapped.
+func (a *App) Help(cmd *cobra.Command, _ []string) {
+	columns := width(a.Stdout)
+	if columns == 0 {
+		columns = PageWidth
+	}
+	var out strings.Builder
+	for paragraph := range strings.SplitSeq(strings.TrimSpace(cmd.Long), "\n\n") {
+		if paragraph == "" {
+			paragraph = cmd.Short
+		}
+		if !strings.ContainsAny(paragraph, "\t") && !strings.Contains(paragraph, "\n  ") {
+			paragraph = strings.Join(wrap(strings.ReplaceAll(paragraph, "\n", " "), columns), "\n")
+		}
+		out.WriteString(paragraph + "\n\n")
+	}
+	section := ""
+	for line := range strings.Lines(cmd.UsageString()) {
+		line = strings.TrimRight(line, "\n")
+		if !strings.HasPrefix(line, " ") {
+			section = line
+		}
+		out.WriteString(strings.Join(Hang(line, columns, section == "Examples:"), "\n") + "\n")
+	}
+	fmt.Fprint(a.Stdout, out.String())
+}
+
+var description = regexp.MustCompile(`^ +\S+(?: \S+)* {2,}`) // and all that comes before it
+
+// Hang breaks a line of the usage. What follows stands below the description, if it has one.
+func Hang(line string, width int, shell bool) []string {
+	indent := len(line) - len(strings.TrimLeft(line, " "))
+	start, next := indent, strings.Repeat(" ", indent+4)
+	switch before := description.FindString(line); {
+	case utf8.RuneCountInString(line) <= width:
+		return []string{line}
+	case shell:
+		return breakShell(line, next, width)
+	case before != "":
+		start, next = len(before), strings.Repeat(" ", len(before))
+	}
+	lines := wrap(line[start:], max(width-len(next), leastColumn))
+	lines[0] = line[:start] + lines[0]
+	for i := range lines[1:] {
+		lines[i+1] = next + lines[i+1]
+	}
+	return lines
+}
+
+// breakShell breaks a line of shell before flags and operators, so that it can still be pasted.
+func breakShell(line, next string, width int) (lines []string) {
+	part, quoted, flag := "", false, false
+	for i, word := range strings.Split(line, " ") {
+		breaks := !quoted && (strings.HasPrefix(word, "-") || word == "&&" || strings.HasPrefix(word, `"`) && !flag)
+		flag = strings.HasPrefix(word, "-")
+		if strings.Count(word, `"`)%2 == 1 {
+			quoted = !quoted
+		}
+		switch {
+		case breaks && len(part) > len(next): // a piece ends
+			lines, part = append(lines, part), word
+		case i == 0:
+			part = word
+		default:
+			part += " " + word
+		}
+	}
+	pieces := append(lines, part)
+	lines = pieces[:1:1]
+	for _, piece := range pieces[1:] {
+		if last := &lines[len(lines)-1]; len(*last)+1+len(piece)+len(" \\") <= width {
+			*last += " " + piece
+		} else {
+			*last += " \\"
+			lines = append(lines, next+piece)
+		}
+	}
+	return lines
+}

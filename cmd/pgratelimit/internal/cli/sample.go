@@ -1,0 +1,60 @@
+package cli
+
+import (
+	"context"
+	_ "embed"
+	"math"
+
+	"github.com/jackc/pgx/v5"
+)
+
+//go:embed sql/sizes.sql
+var sizesSQL string
+
+const (
+	// BlockSize is the block size of nearly every Postgres, in bytes. It only decides how much is read.
+	BlockSize = 8192
+
+	// SampleBlocks is how much of a table is read at most, 100 MB, unless all rows are to be counted.
+	SampleBlocks = 12_800
+)
+
+// TableSize is the space that a table takes in the file system.
+type TableSize struct {
+	Table      string `json:"table"`
+	TableBytes int64  `json:"table_bytes"`
+	TotalBytes int64  `json:"total_bytes"` // with its index
+}
+
+// TableSizes are the sizes of the tables, and how many percent of each to read: all if it is small, or has to be exact.
+func TableSizes(ctx context.Context, tx pgx.Tx, exact bool) ([]TableSize, map[string]float64, error) {
+	rows, err := tx.Query(ctx, sizesSQL)
+	if err != nil {
+		return nil, nil, err
+	}
+	sizes, err := pgx.CollectRows(rows, pgx.RowToStructByPos[TableSize])
+	percent := map[string]float64{}
+	for _, s := range sizes {
+		percent[s.Table] = 100
+		if !exact {
+			percent[s.Table] = 100 * SampleShare(s.TableBytes)
+		}
+	}
+	return sizes, percent, err
+}
+
+func AddSizes(all, more []TableSize) []TableSize {
+	if all == nil {
+		return more
+	}
+	for i := range more {
+		all[i].TableBytes += more[i].TableBytes
+		all[i].TotalBytes += more[i].TotalBytes
+	}
+	return all
+}
+
+// SampleShare returns how much of a table a sample reads, from 0 to 1.
+func SampleShare(bytes int64) float64 {
+	return min(1, SampleBlocks*BlockSize/math.Max(float64(bytes), 1))
+}

@@ -1,0 +1,215 @@
+package cli
+
+import (
+	"context"
+	_ "embed"
+	"errors"
+	"fmt"
+	"maps"
+	"os"
+	"slices"
+	"strings"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/pgratelimit/ratelimit/internal/shards"
+)
+
+//go:embed sql/proxy.sql
+var proxySQL string
+
+// shardError is an error that concerns one shard of a proxy.
+type shardError struct {
+	shard string
+	err   error
+}
+
+func (e *shardError) Error() string { return e.shard + ": " + e.err.Error() }
+func (e *shardError) Unwrap() error { return e.err }
+
+// Shards returns one app for each shard, in the order of their places, or none if the database is no proxy. The tables
+// and functions of a proxy and its shards are in schemas of one name.
+func (a *App) Shards(ctx context.Context, pool *pgxpool.Pool) ([]*App, error) {
+	var connections []string
+	if err := a.Look(ctx, pool, func(tx pgx.Tx) (err error) {
+		var schema string
+		connections, schema, err = readProxy(ctx, tx)
+		if connections != nil {
+			a.Schema = schema
+		}
+		return err
+	}); err != nil {
+		return nil, err
+	}
+	return a.Each(connections), nil
+}
+
+// Each returns an app for each connection string.
+func (a *App) Each(connections []string) (all []*App) {
+	for place, connection := range connections {
+		shard := *a
+		shard.Place, shard.Connection = place, connection
+		all = append(all, &shard)
+	}
+	return all
+}
+
+// readProxy returns the connection strings of a proxy's shards, and the schema of the functions. If the database is no
+// proxy, there are none.
+func readProxy(ctx context.Context, tx pgx.Tx) (connections []string, schema string, err error) {
+	var proxy bool
+	var stranger string
+	err = tx.QueryRow(ctx, proxySQL).Scan(&proxy, &stranger)
+	switch {
+	case errors.Is(err, pgx.ErrNoRows): // there is no such schema
+		return nil, "", nil
+	case err != nil || !proxy:
+		return nil, "", err
+	case stranger != "":
+		return nil, "", fmt.Errorf("the foreign server %s belongs to %s, who owns neither the schema nor the "+
+			"database, so this command could be led to a server of a stranger; drop it, and run 'pgratelimit shard "+
+			"set' as a superuser", shards.Server, Printable(stranger))
+	}
+	if connections, err = shards.Connections(ctx, tx); err != nil {
+		return nil, "", err
+	}
+	q, _ := tx.(Qualified)
+	return connections, q.Schema, nil
+}
+
+// OpenFirst is open for what one database has for all, such as the policies: the first shard of a proxy.
+func (a *App) OpenFirst(ctx context.Context) (*pgxpool.Pool, error) {
+	pool, err := a.Open(ctx)
+	if err != nil {
+		return nil, err
+	}
+	all, err := a.Shards(ctx, pool)
+	if err == nil && len(all) == 0 {
+		return pool, nil
+	}
+	pool.Close()
+	if err != nil {
+		return nil, err
+	}
+	if pool, err = all[0].Open(ctx); err != nil {
+		return nil, err
+	}
+	if err := pool.Ping(ctx); err != nil {
+		pool.Close()
+		return nil, all[0].About(err)
+	}
+	return pool, nil
+}
+
+// InStores calls do for each database that holds limits: this one, or the shards of a proxy.
+func (a *App) InStores(ctx context.Context, do func(store *App, pool *pgxpool.Pool) error) error {
+	pool, err := a.Open(ctx)
+	if err != nil {
+		return err
+	}
+	defer pool.Close()
+	all, err := a.Shards(ctx, pool)
+	if err != nil {
+		return err
+	}
+	if len(all) == 0 {
+		return do(a, pool)
+	}
+	pool.Close()
+	for i, shard := range all {
+		// While shards are divided, two places may be one database.
+		if slices.ContainsFunc(all[:i], func(other *App) bool { return other.Connection == shard.Connection }) {
+			continue
+		}
+		pool, err := shard.Open(ctx)
+		if err == nil {
+			err = do(shard, pool)
+			pool.Close()
+		}
+		if err != nil {
+			return shard.About(err)
+		}
+	}
+	return nil
+}
+
+// About says which shard an error is about, if it is about one.
+func (a *App) About(err error) error {
+	if err == nil || a.Connection == "" {
+		return err
+	}
+	return &shardError{a.ShardName(), err}
+}
+
+// ShardName is what people call a shard: by its place and its database.
+func (a *App) ShardName() string {
+	settings, _ := Keywords(a.Connection)
+	return fmt.Sprintf("shard %d (%s)", a.Place, Printable(settings["dbname"]))
+}
+
+// Config says how to connect: to the database of --database-url, or to a shard, as the same user.
+func (a *App) Config() (*pgxpool.Config, error) {
+	given, err := pgxpool.ParseConfig(a.DatabaseURL)
+	if err != nil || a.Connection == "" {
+		return given, err
+	}
+	user, password := given.ConnConfig.User, given.ConnConfig.Password
+	config, err := pgxpool.ParseConfig(a.Connection + " user=" + KeywordValue(user))
+	if err != nil {
+		return nil, err
+	}
+	// ~/.pgpass may have another password for the shard.
+	if own := config.ConnConfig.Password; own == "" || own == os.Getenv("PGPASSWORD") {
+		config.ConnConfig.Password = password
+	}
+	// pgx takes these keywords of libpq for settings of the server.
+	maps.DeleteFunc(config.ConnConfig.RuntimeParams, func(name, _ string) bool {
+		return strings.HasPrefix(name, "keepalives") || name == "tcp_user_timeout" || name == "gssencmode"
+	})
+	return config, nil
+}
+
+// Keywords reads a connection string that consists of keywords and values, as libpq does.
+func Keywords(connection string) (map[string]string, error) {
+	settings := map[string]string{}
+	for rest := strings.TrimLeft(connection, " \t\n\r\f\v"); rest != ""; {
+		name, after, ok := strings.Cut(rest, "=")
+		name, after = strings.TrimSpace(name), strings.TrimLeft(after, " \t\n\r\f\v")
+		if !ok || name == "" || strings.ContainsAny(name, " \t\n\r\f\v") {
+			return nil, errors.New(`it has to look like "host=10.0.0.1 dbname=limits_0"`)
+		}
+		value, end, quoted := strings.Builder{}, 0, strings.HasPrefix(after, "'")
+		if quoted {
+			end = 1
+		}
+		closed := !quoted
+		for ; end < len(after); end++ {
+			c := after[end]
+			if quoted && c == '\'' {
+				closed = true
+				end++
+				break
+			}
+			if !quoted && strings.IndexByte(" \t\n\r\f\v", c) >= 0 {
+				break
+			}
+			if c == '\\' && end+1 < len(after) {
+				end++
+				c = after[end]
+			}
+			value.WriteByte(c)
+		}
+		if !closed {
+			return nil, fmt.Errorf("the quote of %s is not closed", name)
+		}
+		settings[name] = value.String()
+		rest = strings.TrimLeft(after[end:], " \t\n\r\f\v")
+	}
+	return settings, nil
+}
+
+// KeywordValue writes a value as a connection string has it.
+func KeywordValue(value string) string {
+	return "'" + strings.NewReplacer(`\`, `\\`, `'`, `\'`).Replace(value) + "'"
+}

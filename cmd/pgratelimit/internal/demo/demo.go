@@ -1,0 +1,461 @@
+// Package demo shows what the library does, on a link shortener of its own.
+package demo
+
+import (
+	"cmp"
+	"context"
+	"crypto/rand"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"net"
+	"net/http"
+	"net/url"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/spf13/cobra"
+
+	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/internal/pgserver"
+	"github.com/pgratelimit/ratelimit/migrations"
+
+	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
+)
+
+const (
+	demoLimit    = 10 // a minute
+	demoRequests = 15
+	demoClient   = "127.0.0.1"
+
+	orElse = "; unset DATABASE_URL, and the demo starts a Postgres of its own"
+
+	setUpTimeout   = 20 * time.Second
+	cleanUpTimeout = 10 * time.Second
+	requestTimeout = 10 * time.Second
+)
+
+type DemoOptions struct {
+	// DatabaseURL is the Postgres to use. If it is empty, one is started.
+	DatabaseURL string
+	// serve keeps the web server running until the context ends.
+	serve bool
+}
+
+func DemoCommand(a *cli.App) *cobra.Command {
+	var opts DemoOptions
+	cmd := &cobra.Command{
+		Use:   "demo",
+		Short: "Show on a small web server what a limit does",
+		Long: `Puts a limit of 10 requests a minute in front of a small web server, and shows what happens to
+15 requests, and why. It takes a few seconds.
+
+It uses the Postgres of --database-url or DATABASE_URL, in a schema of its own. Without one it
+starts a Postgres: from the programs of this machine, with Docker, or from an npm package. Either
+way it leaves nothing of it behind.`,
+		Example: `  pgratelimit demo
+  pgratelimit demo --serve
+  DATABASE_URL=postgres://me@localhost/app pgratelimit demo`,
+		Args: cobra.NoArgs,
+		RunE: cli.Action(func(ctx context.Context, _ []string) error {
+			opts.DatabaseURL = a.DatabaseURL
+			return RunDemo(ctx, a.Stdout, opts)
+		}),
+	}
+	cmd.Flags().BoolVar(&opts.serve, "serve", false,
+		"keep the web server running afterwards, to try it with curl, until Ctrl-C")
+	return cmd
+}
+
+// RunDemo shows what the library does, and checks that what it shows is true. When it returns, whatever it has
+// started or made is gone.
+func RunDemo(ctx context.Context, out io.Writer, opts DemoOptions) error {
+	d := &demo{out: out}
+	err := d.run(ctx, opts)
+	if err != nil && ctx.Err() != nil {
+		err = cli.ErrInterrupted
+	}
+	return errors.Join(err, d.close())
+}
+
+// demo is what the steps of a demonstration share.
+type demo struct {
+	out    io.Writer
+	outErr error // the first one
+
+	server *pgserver.Server
+	pool   *pgxpool.Pool
+	schema string // the demo's own, if the server is not; else empty
+
+	limiter *ratelimit.Limiter
+	web     *http.Server
+	webDone chan error
+	baseURL string
+}
+
+func (d *demo) run(ctx context.Context, opts DemoOptions) error {
+	for _, step := range []func(context.Context) error{
+		func(ctx context.Context) error { return d.openDatabase(ctx, opts.DatabaseURL) },
+		d.startWeb,
+		d.sendRequests,
+		d.showEdge,
+		d.showRow,
+	} {
+		err := step(ctx)
+		if err = cmp.Or(err, ctx.Err(), d.outErr); err != nil {
+			return err
+		}
+	}
+	if opts.serve {
+		return d.keepServing(ctx)
+	}
+	d.printf("\nWith --serve the demo would go on now, for you to try it with curl and psql.\n")
+	return d.outErr
+}
+
+func (d *demo) printf(format string, args ...any) {
+	if d.outErr == nil {
+		_, d.outErr = fmt.Fprintf(d.out, format, args...)
+	}
+}
+
+// openDatabase finds or starts a Postgres and migrates it.
+func (d *demo) openDatabase(ctx context.Context, databaseURL string) (err error) {
+	d.printf("1. A Postgres to keep the limits in:\n")
+	if d.server, err = pgserver.Start(ctx, pgserver.Config{URL: databaseURL}); err != nil {
+		if databaseURL != "" {
+			return fmt.Errorf("DATABASE_URL: %w%s", err, orElse)
+		}
+		return err
+	}
+	d.printf("   %s\n", d.server.Describe())
+
+	config, err := pgxpool.ParseConfig(d.server.URL())
+	if err != nil {
+		return err
+	}
+	if d.server.Owned() {
+		d.printf("   It was started for this demo, and is gone when the demo ends.\n")
+	} else {
+		d.schema = "pgratelimit_demo_" + strings.ToLower(rand.Text()[:8])
+		config.ConnConfig.RuntimeParams["search_path"] = d.schema
+		d.printf("   The demo works in a schema of its own, %s, and drops it when it ends.\n", d.schema)
+	}
+
+	// This must not be interrupted. After a connection has broken off, the server may still make what it was
+	// asked for, and close might look for that too early.
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), setUpTimeout)
+	defer cancel()
+	if d.pool, err = pgxpool.NewWithConfig(ctx, config); err != nil {
+		return err
+	}
+	if err := d.createSchema(ctx); err != nil {
+		return fmt.Errorf("make a schema in the database of DATABASE_URL: %w%s", err, orElse)
+	}
+	return migrations.Up(ctx, d.pool)
+}
+
+// createSchema makes the demo's own schema, if it needs one, and checks that it is the current one.
+func (d *demo) createSchema(ctx context.Context) error {
+	if d.schema == "" {
+		return nil
+	}
+	if _, err := d.pool.Exec(ctx, "CREATE SCHEMA "+d.schema); err != nil {
+		return err
+	}
+	var current string
+	if err := d.pool.QueryRow(ctx, "SELECT coalesce(current_schema(), '')").Scan(&current); err != nil {
+		return err
+	}
+	if current != d.schema {
+		return errors.New("something between here and Postgres, perhaps a pooler, " +
+			"drops search_path; connect to Postgres itself")
+	}
+	return nil
+}
+
+// startWeb starts the application on a free port.
+func (d *demo) startWeb(context.Context) (err error) {
+	d.limiter, err = ratelimit.New(d.pool, ratelimit.Config{
+		Name:      "shorten",
+		Policy:    ratelimit.SlidingWindow{Limit: demoLimit, Window: time.Minute},
+		OnFailure: ratelimit.ReturnError(),
+		Client:    ratelimit.ClientConfig{Logger: slog.New(slog.DiscardHandler)}, // the error is printed
+	})
+	if err != nil {
+		return err
+	}
+	listener, err := net.Listen("tcp", demoClient+":0")
+	if err != nil {
+		return err
+	}
+	d.baseURL = "http://" + listener.Addr().String()
+	handler, err := newShortener(d.baseURL, d.limiter)
+	if err != nil {
+		listener.Close()
+		return err
+	}
+	d.web = &http.Server{Handler: handler, ReadHeaderTimeout: requestTimeout}
+	d.webDone = make(chan error, 1)
+	go func() { d.webDone <- d.web.Serve(listener) }()
+
+	d.printf("\n2. A web server, where POST %s/shorten makes a short link.\n", d.baseURL)
+	d.printf("   Each client address may do that %d times a minute.\n", demoLimit)
+	return nil
+}
+
+// sendRequests uses up the limit, and goes on.
+func (d *demo) sendRequests(ctx context.Context) error {
+	d.printf("\n3. %d requests from %s: %d are allowed, the others are told how long to wait.\n\n",
+		demoRequests, demoClient, demoLimit)
+
+	client := &http.Client{Transport: &http.Transport{}, Timeout: requestTimeout} // a transport that uses no proxy
+	defer client.CloseIdleConnections()
+	for i := 1; i <= demoRequests; i++ {
+		answer, err := post(ctx, client, d.baseURL+"/shorten")
+		if err != nil {
+			return err
+		}
+		d.printf("%2d  %-21s  remaining %s", i, answer.status, answer.remaining)
+		if answer.retryAfter != "" {
+			d.printf("  Retry-After %ss", answer.retryAfter)
+		}
+		d.printf("\n")
+		if err := answer.check(i); err != nil {
+			return fmt.Errorf("request %d was answered wrongly: %w", i, err)
+		}
+	}
+
+	d.printf(`
+   Why longer than a minute? A sliding window does not forget all at once: what was
+   taken in one minute fades away evenly in the next. After 60 s + 6 s there is room
+   for one request again.
+`)
+	return nil
+}
+
+// answer is what a client is told.
+type answer struct{ status, remaining, retryAfter string }
+
+func post(ctx context.Context, client *http.Client, shortenURL string) (answer, error) {
+	form := url.Values{"url": {"https://www.postgresql.org/docs/"}}
+	request, err := http.NewRequestWithContext(ctx, http.MethodPost, shortenURL, strings.NewReader(form.Encode()))
+	if err != nil {
+		return answer{}, err
+	}
+	request.Header.Set("Content-Type", "application/x-www-form-urlencoded")
+	response, err := client.Do(request)
+	if err != nil {
+		return answer{}, err
+	}
+	defer response.Body.Close()
+	if _, err := io.Copy(io.Discard, response.Body); err != nil { // otherwise the connection could not be used again
+		return answer{}, err
+	}
+	return answer{
+		status:     response.Status,
+		remaining:  response.Header.Get("X-RateLimit-Remaining"),
+		retryAfter: response.Header.Get("Retry-After"),
+	}, nil
+}
+
+// check tells whether this is what the i-th request must be told, from 1.
+func (a answer) check(i int) error {
+	status, remaining := "201 Created", demoLimit-i
+	if i > demoLimit {
+		status, remaining = "429 Too Many Requests", 0
+	}
+	if a.status != status || a.remaining != strconv.Itoa(remaining) {
+		return fmt.Errorf("expected %s, remaining %d", status, remaining)
+	}
+	if i <= demoLimit {
+		return nil
+	}
+	if seconds, err := strconv.Atoi(a.retryAfter); err != nil || seconds < 1 || seconds > 66 {
+		return errors.New("expected a Retry-After from 1 to 66 s")
+	}
+	return nil
+}
+
+// showEdge sends a fixed and a sliding window the same requests, before and after the edge of the fixed one.
+func (d *demo) showEdge(ctx context.Context) error {
+	noon := time.Date(2026, time.January, 1, 12, 0, 0, 0, time.UTC)
+	now := noon
+	client, err := ratelimit.NewClient(d.pool, ratelimit.ClientConfig{
+		Logger: slog.New(slog.DiscardHandler), // the error is printed
+		Test:   ratelimit.TestConfig{Now: func() time.Time { return now }},
+	})
+	if err != nil {
+		return err
+	}
+	fixed, err := client.Limiter(ratelimit.Config{
+		Name: "edge-fixed", Policy: ratelimit.FixedWindow{Limit: demoLimit, Window: time.Minute},
+	})
+	if err != nil {
+		return err
+	}
+	sliding, err := client.Limiter(ratelimit.Config{
+		Name: "edge-sliding", Policy: ratelimit.SlidingWindow{Limit: demoLimit, Window: time.Minute},
+	})
+	if err != nil {
+		return err
+	}
+
+	d.printf("\n4. The same requests against a fixed window and a sliding one, both of %d a minute,\n"+
+		"   with a clock that is set by hand: how many does each allow?\n\n", demoLimit)
+	const line = "   %-8s  %8v  %12v  %14v\n"
+	d.printf(line, "time", "requests", "fixed window", "sliding window")
+	var asked, byFixed, bySliding int
+	for _, step := range []struct {
+		at       time.Duration
+		requests int
+	}{
+		{0, 1}, // the first request is what starts a fixed window
+		{59 * time.Second, demoLimit - 1},
+		{60 * time.Second, demoLimit},
+	} {
+		now = noon.Add(step.at)
+		f, err := countAllowed(ctx, fixed, step.requests)
+		if err != nil {
+			return err
+		}
+		s, err := countAllowed(ctx, sliding, step.requests)
+		if err != nil {
+			return err
+		}
+		d.printf(line, now.Format(time.TimeOnly), step.requests, f, s)
+		asked, byFixed, bySliding = asked+step.requests, byFixed+f, bySliding+s
+	}
+	d.printf(line, "total", asked, byFixed, bySliding)
+	if byFixed != 2*demoLimit || bySliding != demoLimit {
+		return fmt.Errorf("expected the fixed window to allow %d and the sliding window %d", 2*demoLimit, demoLimit)
+	}
+
+	d.printf(`
+   The fixed window starts at its first request and forgets everything a minute later,
+   so 19 requests pass within a second. In the sliding one the ten before still count.
+`)
+	return nil
+}
+
+// countAllowed tells how many of n requests a limiter allows.
+func countAllowed(ctx context.Context, limiter *ratelimit.Limiter, n int) (allowed int, err error) {
+	for range n {
+		result, err := limiter.Allow(ctx, demoClient)
+		if err != nil {
+			return 0, err
+		}
+		if result.Allowed {
+			allowed++
+		}
+	}
+	return allowed, nil
+}
+
+// showRow shows what the requests of sendRequests have left in the table, and how to take from the same limit in SQL.
+func (d *demo) showRow(ctx context.Context) error {
+	inSchema := ""
+	if d.schema != "" {
+		inSchema = d.schema + "."
+	}
+	look := `SELECT prefix, key, algorithm, count, prev_count,
+       to_timestamp(window_start / 1e6) AS window_start,
+       to_timestamp(expires_at / 1e6) AS expires_at
+FROM ` + inSchema + `rate_limit_ephemeral WHERE prefix = 'shorten'`
+	take := fmt.Sprintf("SELECT * FROM %srate_limit_allow('shorten', '%s', 'sliding %d/1m')",
+		inSchema, demoClient, demoLimit)
+
+	record, err := queryRecord(ctx, d.pool, look)
+	if err != nil {
+		return err
+	}
+	d.printf("\n5. All that Postgres keeps of it is one row for each address. In psql:\n\n%s \\gx\n\n%s", look, record)
+	if count := record.value("count"); count != strconv.Itoa(demoLimit) {
+		return fmt.Errorf("the row counts %s requests, expected %d", count, demoLimit)
+	}
+	d.printf("\n   Algorithm 2 is the sliding window. The count is %d: denied requests take nothing,\n"+
+		"   and write nothing.\n", demoLimit)
+
+	if record, err = queryRecord(ctx, d.pool, take); err != nil {
+		return err
+	}
+	if allowed := record.value("allowed"); allowed != "f" {
+		return fmt.Errorf("SQL was told allowed = %s, expected f", allowed)
+	}
+	d.printf("   Whatever speaks SQL can take from the same limit:\n\n%s;\n\n", take)
+	d.printf("   Right now it answers allowed = f and retry_after = %s.\n", record.value("retry_after"))
+	return nil
+}
+
+// keepServing keeps the web server running until the context ends.
+func (d *demo) keepServing(ctx context.Context) error {
+	if err := d.limiter.Reset(ctx, demoClient); err != nil {
+		return err
+	}
+	database := `"$DATABASE_URL"`
+	if d.server.Owned() {
+		database = "'" + d.server.URL() + "'"
+	}
+	d.printf("\n6. The limit has been reset, and the web server goes on until Ctrl-C. Try these in\n" +
+		"   another terminal:\n\n")
+	d.printf("curl -i -d url=https://www.postgresql.org/docs/ %s/shorten\n", d.baseURL)
+	d.printf("psql %s\n", database)
+	if d.outErr != nil {
+		return d.outErr
+	}
+
+	select {
+	case <-ctx.Done():
+		return nil
+	case err := <-d.webDone:
+		return err
+	}
+}
+
+// close ends and removes all that belongs to the demo.
+func (d *demo) close() error {
+	ctx, cancel := context.WithTimeout(context.Background(), cleanUpTimeout)
+	defer cancel()
+
+	if d.web != nil {
+		d.stopWeb(ctx)
+	}
+	var err error
+	if d.pool != nil {
+		err = d.dropSchema(ctx)
+		d.pool.Close()
+	}
+	if d.server != nil {
+		err = errors.Join(err, d.server.Close())
+	}
+	if err != nil || d.pool == nil {
+		return err
+	}
+	if d.server.Owned() {
+		d.printf("\nPostgres is stopped and removed.\n")
+	} else {
+		d.printf("\nThe schema %s is gone.\n", d.schema)
+	}
+	return nil
+}
+
+func (d *demo) stopWeb(ctx context.Context) {
+	ctx, cancel := context.WithTimeout(ctx, time.Second)
+	defer cancel()
+	if err := d.web.Shutdown(ctx); err != nil {
+		_ = d.web.Close() // somebody is slow to send or read
+	}
+}
+
+func (d *demo) dropSchema(ctx context.Context) error {
+	if d.schema == "" {
+		return nil
+	}
+	if _, err := d.pool.Exec(ctx, "DROP SCHEMA IF EXISTS "+d.schema+" CASCADE"); err != nil {
+		return fmt.Errorf("the schema is left behind, remove it with DROP SCHEMA %s CASCADE: %w", d.schema, err)
+	}
+	return nil
+}

@@ -1,0 +1,433 @@
+package doctor
+
+import (
+	"context"
+	_ "embed"
+	"errors"
+	"fmt"
+	"maps"
+	"regexp"
+	"slices"
+	"strings"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/pgratelimit/ratelimit/internal/catalog"
+
+	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
+)
+
+//go:embed sql/grants.sql
+var grantsSQL string
+
+// mostRounds is how often fix looks again. What it makes in a round may need what it has made in the one before.
+const mostRounds = 6
+
+// definitions returns the statements of the migrations up to a version that make each object, by its name, and those
+// that settle what functions see and who has rights.
+func definitions(version int64) (of map[string][]string, settle []string, err error) {
+	all, err := cli.ReadMigrations()
+	if err != nil {
+		return nil, nil, err
+	}
+	of = map[string][]string{}
+	head := regexp.MustCompile(`^(CREATE (?:TABLE|UNLOGGED TABLE|FUNCTION|TYPE)|CREATE INDEX \w+ ON|` +
+		`CREATE TRIGGER [^;]+? ON|ALTER TABLE|COMMENT ON \w+|GRANT EXECUTE ON FUNCTION) (\w+)`)
+	add := func(statement string) {
+		switch found := head.FindStringSubmatch(statement); {
+		case found != nil && strings.HasPrefix(found[1], "CREATE ") && !strings.HasSuffix(found[1], " ON"):
+			of[found[2]] = []string{statement}
+		case found != nil:
+			of[found[2]] = append(of[found[2]], statement)
+		case strings.HasPrefix(statement, "DO "):
+			settle = append(settle, statement)
+		}
+	}
+	for _, migration := range all {
+		if migration.Version > version {
+			break
+		}
+		inBody, statement := false, ""
+		for line := range strings.Lines(migration.Up) {
+			if statement == "" && (strings.HasPrefix(line, "--") || strings.TrimSpace(line) == "") {
+				continue
+			}
+			statement += line
+			inBody = inBody != (strings.Count(line, "$$")%2 == 1)
+			if !inBody && strings.HasSuffix(line, ";\n") {
+				add(statement)
+				statement = ""
+			}
+		}
+	}
+	return of, settle, nil
+}
+
+// InPlace tells whether fix makes a difference go away: it is in something that the migrations make.
+func InPlace(d catalog.Difference, made catalog.Catalog) bool {
+	object, expected := made[d.Object]
+	kind, _, _ := strings.Cut(d.Object, " ")
+	switch {
+	case !expected || d.Aspect == "persistence" || d.Aspect == "fillfactor" || d.Aspect == "row security":
+		return false
+	case kind != "table":
+		return true
+	case d.Aspect == "":
+		return strings.HasSuffix(d.Text, " is missing")
+	}
+	return object.Aspects[d.Aspect] != ""
+}
+
+// emptied returns the tables that fix makes anew without their rows, because columns of them are missing without which
+// a row means nothing: they have no default, and are not null.
+func emptied(differences []catalog.Difference, made, found catalog.Catalog) (tables []string) {
+	for _, d := range differences {
+		name := catalog.Name(d.Object)
+		if strings.HasPrefix(d.Object, "table ") && InPlace(d, made) && strings.HasPrefix(d.Aspect, "column ") &&
+			renamed(d.Object, made, found)[d.Aspect] == "" &&
+			found[d.Object].Aspects[d.Aspect] == "" &&
+			strings.Contains(made[d.Object].Aspects[d.Aspect], " not null") &&
+			!strings.Contains(made[d.Object].Aspects[d.Aspect], " default ") && !slices.Contains(tables, name) {
+			tables = append(tables, name)
+		}
+	}
+	return tables
+}
+
+// renamed returns, for each missing column of a table, a column too many that may be the same under another name.
+func renamed(object string, made, found catalog.Catalog) map[string]string {
+	names := map[string]string{} // by the name that should be there
+	for _, is := range slices.Sorted(maps.Keys(found[object].Aspects)) {
+		if !strings.HasPrefix(is, "column ") || made[object].Aspects[is] != "" {
+			continue
+		}
+		for _, want := range slices.Sorted(maps.Keys(made[object].Aspects)) {
+			if found[object].Aspects[want] == "" && names[want] == "" && strings.HasPrefix(want, "column ") &&
+				made[object].Aspects[want] == found[object].Aspects[is] {
+				names[want] = is
+				break
+			}
+		}
+	}
+	return names
+}
+
+// isDivided tells whether the database is a shard that is being divided.
+func isDivided(found catalog.Catalog) bool {
+	for _, durable := range []bool{false, true} {
+		of := found["table "+cli.Table(durable)].Aspects
+		if of["trigger rate_limit_note_deleted"] != "" || of["trigger rate_limit_note_truncated"] != "" {
+			return true
+		}
+	}
+	return false
+}
+
+// repairs returns statements that make what differs what it should be, or what it needs first.
+func repairs(differences []catalog.Difference, made, found catalog.Catalog, of map[string][]string) []string {
+	var types, tables, functions, rest []string
+	counts := false
+	done := map[string]bool{}
+	empty := emptied(differences, made, found)
+	for _, d := range differences {
+		kind, signature, _ := strings.Cut(d.Object, " ")
+		name := catalog.Name(d.Object)
+		missing := found[d.Object].Aspects == nil
+		aspect, part, _ := strings.Cut(d.Aspect, " ")
+		is := made[d.Object].Aspects[d.Aspect]
+		whole := kind != "table" || missing || slices.Contains(empty, name)
+		switch {
+		case !InPlace(d, made) || whole && done[d.Object]:
+		case kind == "type":
+			if !missing {
+				for other := range found { // those who have it come back in the next round
+					if _, ours := made[other]; ours && strings.HasPrefix(other, "function ") && (strings.Contains(
+						other, name) || strings.Contains(found[other].Aspects["result"], name)) {
+						types = append(types, "DROP FUNCTION IF EXISTS "+strings.TrimPrefix(other, "function "))
+					}
+				}
+				types = append(types, "DROP TYPE "+name)
+			}
+			types = append(types, of[name]...)
+		case kind == "function":
+			if !missing && (d.Aspect == "" || aspect == "result" || aspect == "arguments") {
+				functions = append(functions, "DROP FUNCTION "+signature)
+			}
+			for _, statement := range of[name] {
+				if rest, makes := strings.CutPrefix(statement, "CREATE "); makes {
+					statement = "CREATE OR REPLACE " + rest
+				}
+				functions = append(functions, statement)
+			}
+		case whole:
+			tables = append(tables, "DROP TABLE IF EXISTS "+name)
+			for _, statement := range of[name] {
+				if !strings.Contains(statement, "TRIGGER ") {
+					tables = append(tables, statement)
+				}
+			}
+			counts = counts || strings.HasPrefix(name, "rate_limit_policy")
+			done["whole "+d.Object] = true
+		case done["whole "+d.Object]:
+		case aspect == "column":
+			now, later := alterColumn(name, part, found[d.Object].Aspects[d.Aspect], is)
+			tables, rest = append(tables, now...), append(rest, later...)
+			for _, statement := range of[name] {
+				if strings.HasPrefix(statement, "COMMENT ON COLUMN "+name+"."+part+" ") {
+					tables = append(tables, statement)
+				}
+			}
+			counts = counts || strings.Contains(is, " generated ")
+		case aspect == "trigger":
+			rest = append(rest, fmt.Sprintf("DROP TRIGGER IF EXISTS %s ON %s", part, name))
+			for _, statement := range of[name] {
+				if strings.Contains(statement, "TRIGGER "+part) {
+					rest = append(rest, statement)
+				}
+			}
+		case aspect == "constraint":
+			rest = append(rest, fmt.Sprintf("ALTER TABLE %s DROP CONSTRAINT IF EXISTS %s", name, part))
+			if name == cli.Table(false) || name == cli.Table(true) { // of several rows of a key the last one to expire stays
+				rest = append(rest, fmt.Sprintf("DELETE FROM %s AS a USING %[1]s AS b WHERE a.prefix = b.prefix "+
+					"AND a.key = b.key AND (a.expires_at, a.ctid) < (b.expires_at, b.ctid)", name))
+			}
+			rest = append(rest, fmt.Sprintf("ALTER TABLE %s ADD CONSTRAINT %s %s", name, part, is))
+		case aspect == "index" && made[d.Object].Aspects["constraint "+part] == "":
+			rest = append(rest, "DROP INDEX IF EXISTS "+part, is)
+		case aspect == "index" && found[d.Object].Aspects["constraint "+part] != "": // it is not what it was
+			rest = append(rest, fmt.Sprintf("ALTER TABLE %s DROP CONSTRAINT %s", name, part))
+		}
+		done[d.Object] = done[d.Object] || whole
+	}
+	if counts && len(tables)+len(rest) > 0 {
+		rest = append(rest, countOn...)
+	}
+	if len(functions) > 0 { // which may come before those that they call
+		functions = slices.Insert(functions, 0, "SET LOCAL check_function_bodies = off")
+	}
+	return slices.Concat(types, tables, functions, rest)
+}
+
+// columnText is how the catalog tells what a column is: its type, whether it is not null, its default, collation, how
+// it is generated, and its storage.
+var columnText = regexp.MustCompile(
+	`^(.+?)( not null)?(?: default (.+?))?(?: collate (\S+))?(?: generated (\w+))? storage (\w)$`)
+
+// alterColumn returns the statements that make a column what it should be, and those that have to wait for functions,
+// because they may run triggers. The table keeps its rows and whatever others have added to it.
+func alterColumn(table, column, was, is string) (now, later []string) {
+	old, want := columnText.FindStringSubmatch(was), columnText.FindStringSubmatch(is)
+	if want == nil {
+		return nil, nil
+	}
+	if old == nil {
+		old = make([]string, len(want))
+	}
+	quoted := pgx.Identifier{column}.Sanitize()
+	alter := fmt.Sprintf("ALTER TABLE %s ALTER COLUMN %s ", table, quoted)
+	kind := want[1]
+	if want[4] != "" {
+		kind += " COLLATE " + want[4]
+	}
+	retyped := was != "" && (old[1] != want[1] || old[4] != want[4])
+	switch {
+	case was == "" && want[3] != "":
+		now = append(now, fmt.Sprintf("ALTER TABLE %s ADD COLUMN %s %s DEFAULT %s", table, quoted, kind, want[3]))
+	case was == "":
+		now = append(now, fmt.Sprintf("ALTER TABLE %s ADD COLUMN %s %s", table, quoted, kind))
+	case old[5] == "s":
+		now = append(now, alter+"DROP EXPRESSION")
+	case old[5] != "" && want[5] == "":
+		now = append(now, alter+"DROP IDENTITY")
+	case old[3] != "" && (want[3] == "" || retyped):
+		now = append(now, alter+"DROP DEFAULT")
+	}
+	if retyped {
+		now = append(now, fmt.Sprintf("%sTYPE %s USING %s::%s", alter, kind, quoted, want[1]))
+	}
+	if want[3] != "" && was != "" && (old[3] != want[3] || retyped) {
+		now = append(now, alter+"SET DEFAULT "+want[3])
+	}
+	if old[6] != want[6] {
+		now = append(now, alter+"SET STORAGE "+map[string]string{
+			"p": "PLAIN", "e": "EXTERNAL", "x": "EXTENDED", "m": "MAIN"}[want[6]])
+	}
+	switch {
+	case old[2] != "" && want[2] == "":
+		now = append(now, alter+"DROP NOT NULL")
+	case old[2] == "" && want[2] != "":
+		if want[3] != "" && was != "" {
+			later = append(later, fmt.Sprintf("UPDATE %s SET %s = DEFAULT WHERE %[2]s IS NULL", table, quoted))
+		}
+		later = append(later, alter+"SET NOT NULL")
+	}
+	switch {
+	case want[5] == "" || old[5] == want[5]:
+	case old[5] == "":
+		later = append(later, alter+"ADD GENERATED ALWAYS AS IDENTITY")
+	default:
+		later = append(later, alter+"SET GENERATED ALWAYS")
+	}
+	return now, later
+}
+
+// countOn has no number given again that a policy or its history has.
+var countOn = []string{
+	`SELECT setval(s, greatest(pg_sequence_last_value(s), (SELECT max(id) FROM rate_limit_policy),
+		(SELECT max(policy_id) FROM rate_limit_policy_history)))
+	FROM CAST(pg_get_serial_sequence('rate_limit_policy', 'id') AS regclass) AS s`,
+	`SELECT setval(s, greatest(pg_sequence_last_value(s), (SELECT max(version) FROM rate_limit_policy_history)))
+	FROM CAST(pg_get_serial_sequence('rate_limit_policy_history', 'version') AS regclass) AS s`,
+}
+
+// mend makes anew, in one transaction, what the migrations have made and is missing or changed. Rights stay as they are.
+// It returns what it has mended.
+func mend(ctx context.Context, a *cli.App, pool *pgxpool.Pool, yes bool) (mended []string, err error) {
+	e := &Examination{App: a, Pool: pool}
+	if err := e.ReadServer(ctx); err != nil {
+		return nil, err
+	}
+	if _, err := e.CheckMigrations(ctx); err != nil {
+		return nil, err
+	}
+	made, known := catalog.Made(e.Applied)
+	if !known || e.Applied == 0 {
+		return nil, nil // the check of the migrations says what to do
+	}
+	of, settle, err := definitions(e.Applied)
+	if err != nil {
+		return nil, err
+	}
+	// The tables are locked as a whole from the beginning on, so that nothing commits that would be lost. Nobody is
+	// asked meanwhile.
+	differences := e.Found.Differences(made, e.Server.Owner)
+	if e.Server.Tables > 0 && len(repairs(differences, made, e.Found, of)) == 0 {
+		return nil, nil
+	}
+	for object := range made {
+		for want, is := range renamed(object, made, e.Found) {
+			return nil, fmt.Errorf("nothing was changed, because %s lacks %s and has %s, which may be the same under "+
+				"another name: rename it, as 'pgratelimit doctor' says, or drop it if it is not", object, want, is)
+		}
+	}
+	asked := emptied(differences, made, e.Found)
+	if len(asked) > 0 {
+		if err := a.Confirm(ctx, "This loses all rows of "+strings.Join(asked, " and ")+
+			", of which columns are missing, and what others have added to them, such as publications, triggers and "+
+			"settings. Do it?", yes); err != nil {
+			return nil, err
+		}
+	}
+	err = a.Transaction(ctx, pool, pgx.ReadWrite, cli.AccessExclusive, true, func(tx pgx.Tx) error {
+		q, _ := tx.(cli.Qualified)
+		tx, schema, owner := q.Tx, q.Schema, e.Server.Owner
+		if e.Server.Tables == 0 { // of which nobody knows where they were
+			if schema, owner, err = e.versionHome(ctx); err != nil {
+				return err
+			}
+		}
+		// The statements are run as they stand, so names are looked up in our schema, behind pg_catalog.
+		path := fmt.Sprintf("SET LOCAL search_path = %s, pg_temp", pgx.Identifier{schema}.Sanitize())
+		var grants [][2]string
+		for round := 0; ; round++ {
+			found, err := catalog.Read(ctx, tx, schema) // in which search_path is pg_catalog
+			if err != nil {
+				return err
+			}
+			differences := found.Differences(made, owner)
+			statements := repairs(differences, made, found, of)
+			switch {
+			case len(statements) == 0 && round == 0:
+				return nil
+			case round == 0:
+				if isDivided(found) && slices.ContainsFunc(statements, func(s string) bool {
+					return strings.HasPrefix(s, "DROP TABLE ")
+				}) {
+					return errors.New("nothing was changed, because this database is a shard that is being divided, " +
+						"and a table that is made anew loses what is to be copied: do first what " +
+						"'pgratelimit shard list' says for its proxy")
+				}
+				if !slices.Equal(emptied(differences, made, found), asked) {
+					return errors.New("nothing was changed, because somebody else has changed the tables meanwhile: " +
+						"run this again")
+				}
+				rows, err := tx.Query(ctx, grantsSQL, schema, owner)
+				if err != nil {
+					return err
+				}
+				if grants, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (g [2]string, err error) {
+					return g, row.Scan(&g[0], &g[1])
+				}); err != nil {
+					return err
+				}
+				if _, err := tx.Exec(ctx, "SET LOCAL ROLE "+pgx.Identifier{owner}.Sanitize()); err != nil {
+					return err
+				}
+				if _, err := tx.Exec(ctx, "SET LOCAL check_function_bodies = off"); err != nil {
+					return err
+				}
+				for _, d := range differences {
+					if InPlace(d, made) {
+						mended = append(mended, d.Text)
+					}
+				}
+			case len(statements) == 0:
+				for _, grant := range grants {
+					there, of := false, "to_regclass"
+					if strings.HasSuffix(grant[0], ")") {
+						of = "to_regprocedure"
+					}
+					if err := tx.QueryRow(ctx, "SELECT "+of+"($1) IS NOT NULL", grant[0]).Scan(&there); err != nil {
+						return err
+					}
+					if there {
+						if _, err := tx.Exec(ctx, grant[1]); err != nil {
+							return err
+						}
+					}
+				}
+				return nil
+			case round == mostRounds:
+				return errors.New("nothing was changed, because it would not become what the migrations made: " +
+					strings.Join(statements, "; "))
+			}
+			for _, statement := range slices.Concat([]string{path}, statements, settle) {
+				if _, err := tx.Exec(ctx, statement, pgx.QueryExecModeSimpleProtocol); err != nil {
+					return err
+				}
+			}
+		}
+	})
+	if _, locked := errors.AsType[cli.LockedError](err); locked {
+		held, err := e.ReadLocks(ctx, a.Timeout)
+		if err != nil {
+			return nil, err
+		}
+		text := fmt.Sprintf("nothing was changed, because others had locks on the tables for %v; wait longer with "+
+			"--timeout", a.Timeout)
+		if f := JudgeLocks(held); len(held) > 0 {
+			text += ", or end who has them still: " + f.Found + "; " + f.Do
+		}
+		return nil, errors.New(text)
+	}
+	if err != nil {
+		return nil, err
+	}
+	return mended, nil
+}
+
+// versionHome returns the schema that search_path names first, and who owns the function there that tells the version.
+func (e *Examination) versionHome(ctx context.Context) (schema, owner string, err error) {
+	pool, err := e.App.Open(ctx, e.App.InSchema)
+	if err != nil {
+		return "", "", err
+	}
+	defer pool.Close()
+	err = pool.QueryRow(ctx, `SELECT n.nspname, pg_catalog.pg_get_userbyid(p.proowner)
+		FROM pg_catalog.pg_namespace AS n
+		JOIN pg_catalog.pg_proc AS p ON p.pronamespace OPERATOR(pg_catalog.=) n.oid
+			AND p.proname OPERATOR(pg_catalog.=) 'rate_limit_version'
+		WHERE n.nspname OPERATOR(pg_catalog.=) pg_catalog.current_schema()`).Scan(&schema, &owner)
+	return schema, owner, err
+}

@@ -1,0 +1,91 @@
+package doctor
+
+import (
+	"context"
+	_ "embed"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/pgratelimit/ratelimit/internal/lockwait"
+
+	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
+)
+
+// LongLock is for how long somebody may have a lock on our tables before the doctor says so.
+const LongLock = 5 * time.Second
+
+//go:embed sql/locks.sql
+var locksSQL string
+
+// lockHolder is a row of locksSQL.
+type lockHolder struct {
+	lockwait.Holder
+	what    string
+	closed  bool // nobody else can even read the table
+	stopped bool // nobody else can write to it
+}
+
+// ReadLocks looks who has had locks on our tables for a time. It waits for none of them.
+func (e *Examination) ReadLocks(ctx context.Context, since time.Duration) (held []lockHolder, err error) {
+	options := pgx.TxOptions{IsoLevel: pgx.ReadCommitted, AccessMode: pgx.ReadOnly}
+	err = pgx.BeginTxFunc(ctx, e.Pool, options, func(tx pgx.Tx) error {
+		if _, err := tx.Exec(ctx, "SET LOCAL jit = off"); err != nil { // as for all statements of the command
+			return err
+		}
+		var schema string
+		if err := tx.QueryRow(ctx, cli.SessionSQL, strconv.FormatInt(e.App.Timeout.Milliseconds(), 10), e.App.Schema).Scan(
+			&schema, nil, nil, nil, nil, nil); err != nil {
+			return err
+		}
+		rows, err := tx.Query(ctx, locksSQL, schema, since.Seconds(), lockwait.Migrations)
+		if err != nil {
+			return err
+		}
+		held, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (h lockHolder, err error) {
+			return h, row.Scan(
+				&h.PID, &h.Prepared, &h.Application, &h.State, &h.Since, &h.what, &h.closed, &h.stopped)
+		})
+		return err
+	})
+	return held, err
+}
+
+// checkLocks comes first, because it also tells whether somebody keeps all others from a table. Then all other checks
+// would wait.
+func (e *Examination) checkLocks(ctx context.Context) (f cli.Finding, closed bool, err error) {
+	held, err := e.ReadLocks(ctx, LongLock)
+	f = JudgeLocks(held)
+	err = could(err, &f)
+	f.Check = "locks"
+	if closed = slices.ContainsFunc(held, func(h lockHolder) bool { return h.closed }); closed {
+		f.Do += "; then run this again, because nothing else could be looked at"
+	}
+	return f, closed, err
+}
+
+func JudgeLocks(held []lockHolder) cli.Finding {
+	var found, ends []string
+	worst := cli.Warning
+	for _, h := range held {
+		found = append(found, h.String()+" has "+h.what)
+		ends = append(ends, "`"+h.End()+"`")
+		if h.closed || h.stopped {
+			worst = cli.Problem
+		}
+	}
+	if len(held) == 0 {
+		return cli.OK("nobody has had one on the tables for longer than %v", LongLock)
+	}
+	effect := "migrations wait for that, and calls for rows that it has written"
+	if worst == cli.Problem {
+		effect = "calls fail meanwhile"
+	}
+	f := worst.Finding("let it end, or end it as its role or a superuser, which rolls back what it has not committed: "+
+		strings.Join(ends, ", "), "%s: %s", effect, strings.Join(found, "; "))
+	f.Anybody = true
+	return f
+}

@@ -1,0 +1,383 @@
+package doctor
+
+import (
+	"context"
+	_ "embed"
+	"errors"
+	"fmt"
+	"regexp"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/pgratelimit/ratelimit/internal/algorithm"
+	"github.com/pgratelimit/ratelimit/internal/shardkey"
+	"github.com/pgratelimit/ratelimit/internal/shards"
+
+	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
+	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/shard"
+)
+
+var (
+	//go:embed sql/examined.sql
+	examinedSQL string
+	//go:embed sql/proxy_functions.sql
+	proxyFunctionsSQL string
+	//go:embed sql/recorded.sql
+	recordedSQL string
+)
+
+// proxyExamination is what the checks of a proxy share.
+type proxyExamination struct {
+	*Examination
+
+	proxy     shard.ProxyState
+	states    []shard.ShardState
+	stores    []*cli.App
+	functions []proxyFunction
+	owner     string // of the functions
+}
+
+// examineAll runs all checks: of this database, and if it is a proxy, of each of its shards.
+func examineAll(ctx context.Context, a *cli.App, pool *pgxpool.Pool) ([]cli.Finding, error) {
+	locks, closed, err := (&Examination{App: a, Pool: pool}).checkLocks(ctx)
+	if err != nil || closed {
+		return []cli.Finding{locks}, err
+	}
+	proxy, states, err := shard.ShardStates(ctx, a, pool)
+	if err != nil {
+		return nil, err
+	}
+	if states == nil {
+		return examineNoProxy(ctx, a, pool)
+	}
+	e := &proxyExamination{Examination: &Examination{App: a, Pool: pool}, proxy: proxy, states: states}
+	for i := range states {
+		e.stores = append(e.stores, a.Each([]string{states[i].Connection})[0])
+		e.stores[i].Place = i
+	}
+	if err := e.ReadServer(ctx); err != nil {
+		return nil, err
+	}
+	var findings []cli.Finding
+	for _, check := range []check{
+		{"server", e.CheckServer},
+		{"connection", e.checkConnection},
+		{"PL/Proxy", e.checkPLProxy},
+		{"map", e.checkMap},
+		{"functions", e.checkFunctions},
+		{"rights", e.checkProxyRights},
+	} {
+		f, err := check.look(ctx)
+		if err := could(err, &f); err != nil {
+			return nil, err
+		}
+		f.Check = check.name
+		findings = append(findings, f)
+	}
+	for i := range states {
+		of, err := e.examineShard(ctx, i)
+		if err != nil {
+			return nil, err
+		}
+		findings = append(findings, of...)
+	}
+	return findings, nil
+}
+
+// examineNoProxy also knows a database that is to be a proxy, or was one: it has no tables, and is not to have any.
+func examineNoProxy(ctx context.Context, a *cli.App, pool *pgxpool.Pool) ([]cli.Finding, error) {
+	findings, err := examine(ctx, a, pool)
+	if err != nil {
+		return nil, err
+	}
+	at := *a // readTarget decides about the schema
+	target, err := shard.ReadTarget(ctx, &at, pool)
+	if err != nil || len(target.Tables) > 0 {
+		return findings, nil //nolint:nilerr // what is wrong is among the findings
+	}
+	for i := range findings {
+		f := &findings[i]
+		switch {
+		case f.Check != "migrations" || f.Level != cli.Problem:
+		case len(target.Connections) > 0:
+			f.Found = "this is a proxy of shards without its functions"
+			f.Do = "run `pgratelimit shard set` with the connection strings that it has: '" +
+				cli.Printable(strings.Join(target.Connections, "', '")) + "'; migrate only the shards"
+		case target.Available:
+			f.Do += "; but if this is to be a proxy of shards, do not migrate it: 'pgratelimit shard set' makes it one"
+		}
+	}
+	return findings, nil
+}
+
+// examineShard runs the checks of one shard.
+func (e *proxyExamination) examineShard(ctx context.Context, place int) ([]cli.Finding, error) {
+	s, store := &e.states[place], e.stores[place]
+	findings := slices.Clone(s.Wrong)
+	if len(findings) == 0 {
+		ahead := (time.Duration(s.ClockUS) * time.Microsecond).Round(time.Millisecond)
+		f := cli.OK("%v, at version %d, with a clock %+d ms from the proxy's", s.Is, s.Version, ahead.Milliseconds())
+		f.Check = "place"
+		findings = append(findings, f)
+	}
+	alias := e.proxy.Growth != nil && s.IsStill(&e.states[place%(len(e.states)/2)])
+	if alias {
+		findings[0].Found = fmt.Sprintf("still with %s", e.states[place%(len(e.states)/2)].Name)
+	}
+	if s.Reached {
+		f, err := e.checkThrough(ctx, place)
+		if err != nil {
+			return nil, err
+		}
+		f.Check = "through the proxy"
+		findings = append(findings, f)
+	}
+	if s.Reached && !alias {
+		if err := shard.InShard(ctx, store, func(pool *pgxpool.Pool) error {
+			more, err := examine(ctx, store, pool)
+			for _, f := range more {
+				if f.Check != "connection" { // which PL/Proxy shares with nobody
+					findings = append(findings, f)
+				}
+			}
+			return err
+		}); err != nil {
+			return nil, store.About(err)
+		}
+	}
+	for i := range findings {
+		f := &findings[i]
+		f.Check = s.Name + ": " + f.Check
+		if f.Do != "" {
+			f.Do = "on " + s.Name + ": " + f.Do
+		}
+	}
+	return findings, nil
+}
+
+func (e *proxyExamination) checkPLProxy(ctx context.Context) (cli.Finding, error) {
+	var version, encoding, statements string
+	var major int
+	var usage, mapped bool
+	if err := e.row(ctx, examinedSQL, &version, &major, &encoding, &e.owner, &usage, &mapped, &statements); err != nil {
+		return cli.Finding{}, err
+	}
+	owner := pgx.Identifier{e.owner}.Sanitize()
+	switch {
+	case version == "":
+		return cli.Problem.Finding(fmt.Sprintf("install it (Debian: postgresql-%d-plproxy), and run "+
+			"`pgratelimit shard set` as a superuser", major), "the database has no extension plproxy"), nil
+	case encoding != "UTF8":
+		return cli.Problem.Finding("make the proxy in a database with the encoding UTF8",
+			"the database has the encoding %s, in which keys have other bytes", encoding), nil
+	case !usage:
+		return cli.Problem.Finding(fmt.Sprintf("`GRANT USAGE ON FOREIGN SERVER %s TO %s`", shards.Server, owner),
+			"the functions run with the rights of %s, who may not use the foreign server", cli.Printable(e.owner)), nil
+	case !mapped:
+		return cli.Problem.Finding("run `pgratelimit shard set` with --user",
+			"nothing says as whom PL/Proxy connects for %s, the owner of the functions", cli.Printable(e.owner)), nil
+	}
+	return e.checkRecorded(ctx, statements, cli.OK("version %s, and it knows as whom to connect", version))
+}
+
+// checkRecorded looks for the password of the shards in pg_stat_statements, if this database has that in a schema.
+func (e *proxyExamination) checkRecorded(ctx context.Context, schema string, otherwise cli.Finding) (cli.Finding, error) {
+	if schema == "" {
+		return otherwise, nil
+	}
+	sql := fmt.Sprintf(recordedSQL, schema)
+	var recorded int
+	err := e.row(ctx, sql, &recorded)
+	if _, refused := errors.AsType[*pgconn.PgError](err); refused || err == nil && recorded == 0 {
+		return otherwise, nil // it is not loaded, or this role may not look
+	}
+	_, condition, _ := strings.Cut(strings.TrimSpace(sql), "WHERE ")
+	return cli.Problem.Finding(fmt.Sprintf("give the role on the shards another password, and run `pgratelimit shard set` "+
+		"with that; then, as a superuser, `SELECT %[1]s.pg_stat_statements_reset(userid, dbid, queryid) "+
+		"FROM %[1]s.pg_stat_statements WHERE %[2]s`", schema, condition),
+		"pg_stat_statements has a password of the shards in %s, for members of pg_read_all_stats to read, such as "+
+			"rate_limit_reader", cli.Count(recorded, "text")), err
+}
+
+func (e *proxyExamination) checkMap(context.Context) (cli.Finding, error) {
+	n := len(e.states)
+	switch {
+	case n == 0 || n&(n-1) != 0:
+		return cli.Problem.Finding("mend the options of foreign server "+shards.Server,
+			"there are %d connection strings, and PL/Proxy needs a power of two", n), nil
+	case e.proxy.Shards != n:
+		return cli.Problem.Finding("run `pgratelimit shard set`", "the functions know %s, and the foreign server has "+
+			"%s", cli.Count(e.proxy.Shards, "shard"), cli.Count(n, "connection string")), nil
+	}
+	return cli.OK("%s", cli.Count(n, "shard")), nil
+}
+
+// proxyFunction is a function of a proxy.
+type proxyFunction struct {
+	name       string
+	kind       string // its language, and whether it runs with the rights of its owner
+	body       string
+	signature  string
+	arguments  string // as they are declared
+	executable bool   // by this role
+	public     bool   // everybody may execute it
+	usable     bool   // somebody who logs in may
+}
+
+// checkFunctions compares the functions with those that 'shard set' would make now.
+func (e *proxyExamination) checkFunctions(ctx context.Context) (cli.Finding, error) {
+	if err := e.App.Look(ctx, e.Pool, func(tx pgx.Tx) error {
+		rows, err := tx.Query(ctx, proxyFunctionsSQL)
+		if err != nil {
+			return err
+		}
+		e.functions, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (f proxyFunction, err error) {
+			return f, row.Scan(&f.name, &f.kind, &f.body, &f.signature, &f.arguments, &f.executable, &f.public,
+				&f.usable)
+		})
+		return err
+	}); err != nil {
+		return cli.Finding{}, err
+	}
+	like := slices.IndexFunc(e.states, func(s shard.ShardState) bool { return s.Reached && s.Version == e.proxy.Version })
+	if like < 0 {
+		return cli.Warning.Finding("mend the shards first", "could not be compared, because no shard of version %d "+
+			"answers", e.proxy.Version), nil
+	}
+	store := e.stores[like]
+	var source shards.Source
+	if err := shard.InShard(ctx, store, func(pool *pgxpool.Pool) error {
+		return store.Look(ctx, pool, func(tx pgx.Tx) (err error) {
+			source, err = shards.Read(ctx, tx.Conn(), store.Schema)
+			return err
+		})
+	}); err != nil {
+		return cli.Finding{}, store.About(err)
+	}
+	text, err := source.Proxy(store.Schema, e.owner, e.proxy.Shards)
+	if err != nil {
+		return cli.Finding{}, err
+	}
+	made := functionsIn(text)
+	for _, f := range source.Functions {
+		entry := made[f.Name]
+		entry.arguments = f.Arguments
+		made[f.Name] = entry
+	}
+	return judgeFunctions(made, e.functions), nil
+}
+
+var (
+	functionName     = regexp.MustCompile(`^.*?\.(\w+)\(`)
+	functionLanguage = regexp.MustCompile(`LANGUAGE (\w+)`)
+)
+
+// functionsIn reads the functions that a text of ours makes, by their names.
+func functionsIn(text string) map[string]proxyFunction {
+	all := map[string]proxyFunction{}
+	for _, part := range strings.Split(text, "\nCREATE OR REPLACE FUNCTION ")[1:] {
+		name := functionName.FindStringSubmatch(part)[1]
+		head, rest, _ := strings.Cut(part, "$$")
+		body, _, _ := strings.Cut(rest, "$$")
+		f := proxyFunction{name: name, body: body, kind: functionLanguage.FindStringSubmatch(head)[1]}
+		if strings.Contains(head, "\nSECURITY DEFINER") {
+			f.kind += " security definer"
+		}
+		all[name] = f
+	}
+	return all
+}
+
+func judgeFunctions(made map[string]proxyFunction, found []proxyFunction) cli.Finding {
+	var wrong, drop []string
+	seen := map[string]bool{}
+	for _, f := range found {
+		want, expected := made[f.name]
+		switch {
+		case !expected || want.arguments != "" && f.arguments != want.arguments:
+			wrong = append(wrong, f.signature+" should not be there")
+			drop = append(drop, "`DROP FUNCTION "+f.signature+"`")
+			continue
+		case f.kind != want.kind:
+			wrong = append(wrong, fmt.Sprintf("%s is %s instead of %s", f.name, f.kind, want.kind))
+		case f.body != want.body:
+			wrong = append(wrong, f.name+" has another body")
+		}
+		seen[f.name] = true
+	}
+	for name := range made {
+		if !seen[name] {
+			wrong = append(wrong, name+" is missing")
+		}
+	}
+	if len(wrong) == 0 {
+		return cli.OK("the %d that this release makes", len(found))
+	}
+	slices.Sort(wrong)
+	return cli.Problem.Finding(strings.Join(append(drop, "run `pgratelimit shard set` with the same connection strings"),
+		", then "), "not what this release makes: %s", strings.Join(wrong, "; "))
+}
+
+// checkProxyRights needs what checkFunctions has read.
+func (e *proxyExamination) checkProxyRights(context.Context) (cli.Finding, error) {
+	var public, missing, nobodys []string
+	for _, f := range e.functions {
+		if f.public && f.name != "rate_limit_version" && f.name != "rate_limit_shards" {
+			public = append(public, f.signature)
+		}
+		if slices.Contains(algorithm.Functions(), f.name) {
+			if !f.usable {
+				nobodys = append(nobodys, f.signature)
+			}
+			if !f.executable {
+				missing = append(missing, f.signature)
+			}
+		}
+	}
+	grant := func(of []string, to string) string {
+		return fmt.Sprintf("run deploy/roles.sql there and `pgratelimit shard set`, which lets rate_limit_app execute "+
+			"them; or `GRANT EXECUTE ON FUNCTION %s TO %s`", strings.Join(of, ", "), to)
+	}
+	switch {
+	case len(public) > 0:
+		return cli.Warning.Finding(fmt.Sprintf("`REVOKE EXECUTE ON FUNCTION %s FROM PUBLIC`, and grant it to the roles "+
+			"that need it", strings.Join(public, ", ")), "every role may execute %s", strings.Join(public, ", ")), nil
+	case len(nobodys) > 0:
+		return cli.Problem.Finding(grant(nobodys, "the application's role"),
+			"only their owner, who cannot log in, may execute %s", strings.Join(nobodys, ", ")), nil
+	case len(missing) > 0:
+		return cli.OK("this role may not execute %s, and others may", strings.Join(missing, ", ")), nil
+	}
+	return cli.OK("this role may execute the functions, and not everybody may"), nil
+}
+
+// checkThrough asks a shard through the proxy, as an application would.
+func (e *proxyExamination) checkThrough(ctx context.Context, place int) (cli.Finding, error) {
+	n := len(e.states)
+	if e.proxy.Shards != n || n&(n-1) != 0 || !slices.ContainsFunc(e.functions, func(f proxyFunction) bool {
+		return f.name == "rate_limit_peek" && f.executable
+	}) {
+		return cli.OK("not tried, because the map is wrong, or this role may not call rate_limit_peek"), nil
+	}
+	key := ""
+	for i := 0; key == "" || shardkey.Of(key, n) != place; i++ {
+		key = fmt.Sprintf("doctor %d", i)
+	}
+	err := e.App.Read(ctx, e.Pool, func(tx pgx.Tx) error {
+		_, err := tx.Exec(ctx, "SELECT * FROM rate_limit_peek('pgratelimit doctor', $1, 'fixed 1/1m')", key)
+		return err
+	})
+	if err == nil {
+		return cli.OK("it answers"), nil
+	}
+	if ctx.Err() != nil {
+		return cli.Finding{}, err
+	}
+	found, do := shard.ProxyTrouble(err)
+	return cli.Problem.Finding(do, "%s", found), nil
+}

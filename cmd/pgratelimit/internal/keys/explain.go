@@ -1,0 +1,227 @@
+package keys
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/spf13/cobra"
+
+	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/internal/algorithm"
+
+	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
+	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/policies"
+)
+
+// Explanation says what is in force for a key, and why.
+type Explanation struct {
+	Limiter string               `json:"name"`
+	Key     string               `json:"key"`
+	At      time.Time            `json:"at"`      // the database's clock
+	Source  string               `json:"source"`  // of what decides: key, prefix, everybody or code
+	Decides *policies.PolicyRow  `json:"decides"` // null if the policy in the code does
+	Shadow  *policies.PolicyRow  `json:"shadow"`  // null if there is none
+	Bans    []policies.PolicyRow `json:"bans"`    // of the key, of a prefix of it, or of everybody
+	// PassedOver are rows that limiters pass over, because they are of another kind than --policy, or cannot be read.
+	PassedOver []policies.PolicyRow `json:"passed_over"`
+	Code       *string              `json:"code"` // the policy in the code, by --policy
+	Table      string               `json:"table"`
+	State      []ruleState          `json:"state"` // null if no policy is known, or this role may not ask
+	Unknown    string               `json:"unknown,omitempty"`
+	Warning    string               `json:"warning,omitempty"`
+}
+
+// ruleState is what is left of a key's limit, for one of the policies that decide.
+type ruleState struct {
+	Policy string `json:"policy"`
+	keyState
+}
+
+func ExplainCommand(a *cli.App) *cobra.Command {
+	var policy cli.PolicyValue
+	var durable bool
+	cmd := &cobra.Command{
+		Use:   "explain NAME KEY",
+		Short: "Say which policy is in force for a key, why, and what is left of it",
+		Long: `Says which policy is in force for a key, and where it comes from: a row for the key, for a prefix of it,
+or for everybody, or the policy in the code. It also shows the policy that is tried as a shadow, and bans.
+It tells what is left under the policy in force, and takes nothing. This command cannot know the policy
+in the code, so give it with --policy: limiters pass over rows of another kind, and without rows it is in
+force.`,
+		Example: `  pgratelimit explain login user:123
+  pgratelimit explain api acme --policy "fixed 100000/30d" --durable --json`,
+		Args: cobra.ExactArgs(2),
+		RunE: cli.Action(func(ctx context.Context, args []string) error {
+			to := policies.PolicyTarget{Key: &args[1]}
+			if err := policies.CheckPolicyTarget(args[0], to); err != nil {
+				return err
+			}
+			pool, err := a.OpenFirst(ctx)
+			if err != nil {
+				return err
+			}
+			defer pool.Close()
+			e := Explanation{Limiter: args[0], Key: args[1], Source: "code", Bans: []policies.PolicyRow{},
+				PassedOver: []policies.PolicyRow{}, Table: cli.Table(durable)}
+			if err := a.Read(ctx, pool, func(tx pgx.Tx) error {
+				rows, at, err := policies.ApplyingPolicies(ctx, tx, args[0], to, false)
+				e.judge(e.obeyed(rows, policy.Policy), at)
+				return err
+			}); err != nil {
+				return err
+			}
+			text := ""
+			if policy.Policy != nil {
+				code := policy.String()
+				e.Code = &code
+			}
+			switch {
+			case e.Decides != nil && e.Decides.Policy != nil:
+				text = *e.Decides.Policy
+			case e.Decides != nil:
+				e.Unknown = "nothing is counted while this row is in force"
+			case e.Code != nil:
+				text = *e.Code
+			default:
+				e.Unknown = "it depends on the policy in the code: give that with --policy"
+			}
+			if text != "" {
+				of, err := a.Open(ctx) // which need not be the database of the policies
+				if err != nil {
+					return err
+				}
+				defer of.Close()
+				if err := explainState(ctx, a, of, &e, text, durable); err != nil {
+					return err
+				}
+				e.Warning = policies.Misled(ctx, a, args[0], to.Key, text, durable)
+			}
+			return a.Print(e, e.print)
+		}),
+	}
+	cmd.Flags().Var(&policy, "policy",
+		"the policy in the code, for which rows are passed over, and for what is left if none is in force")
+	cli.AddDurable(cmd, &durable)
+	a.AddTimeout(cmd)
+	a.AddJSON(cmd)
+	return cmd
+}
+
+// obeyed are the rows that a limiter obeys. code is its policy in the code, or nil if that is not known.
+func (e *Explanation) obeyed(rows []policies.PolicyRow, code ratelimit.Policy) (obeyed []policies.PolicyRow) {
+	for _, r := range rows {
+		if r.ObeyedBy(code) {
+			obeyed = append(obeyed, r)
+		} else {
+			e.PassedOver = append(e.PassedOver, r)
+		}
+	}
+	return obeyed
+}
+
+// judge takes the rows that apply, best first.
+func (e *Explanation) judge(rows []policies.PolicyRow, at time.Time) {
+	policies.Judge(rows, at)
+	e.At, e.Decides, e.Shadow = at, policies.First(rows, at, false), policies.First(rows, at, true)
+	if r := e.Decides; r != nil {
+		e.Source = "everybody"
+		if r.Key != nil {
+			e.Source = "key"
+		} else if r.KeyPrefix != nil {
+			e.Source = "prefix"
+		}
+	}
+	for _, r := range rows {
+		if r.Mode == policies.ModeDeny && r.Counts(at) {
+			e.Bans = append(e.Bans, r)
+		}
+	}
+}
+
+// explainState asks for what is left under policies, at one moment. A role that may not ask is told so.
+func explainState(
+	ctx context.Context, a *cli.App, pool *pgxpool.Pool, e *Explanation, text string, durable bool,
+) error {
+	policies, err := algorithm.Parse(text)
+	if err != nil {
+		e.Unknown = "this command cannot read the policy: " + cli.OneLine(err)
+		return nil
+	}
+	err = a.Read(ctx, pool, func(tx pgx.Tx) error {
+		for i, numbers := range policies {
+			policy, err := ratelimit.ParsePolicy(numbers.String())
+			if err != nil {
+				return err
+			}
+			states, err := peekKeys(ctx, tx, algorithm.RowName(e.Limiter, i), policy, durable, []string{e.Key}, e.At)
+			if err != nil {
+				return err
+			}
+			e.State = append(e.State, ruleState{policy.String(), states[0]})
+		}
+		return nil
+	})
+	if pgErr, ok := errors.AsType[*pgconn.PgError](err); ok && pgErr.Code == "42501" {
+		e.State, e.Unknown = nil, "this role may not ask: deploy/grants.sql lets rate_limit_app do so"
+		return nil
+	}
+	return err
+}
+
+func (e Explanation) print(w io.Writer) {
+	about := func(r *policies.PolicyRow) string {
+		text := fmt.Sprintf("%s, by the row %d for %s", r.Decides(), r.ID, r.Target())
+		if r.ValidUntil != nil {
+			text += ", until " + cli.Instant(*r.ValidUntil)
+		}
+		return fmt.Sprintf("%s, of %s: %s", text, cli.Printable(r.ChangedBy), cli.Printable(r.Comment))
+	}
+	switch {
+	case e.Decides != nil:
+		fmt.Fprintf(w, "in force\t%s\n", about(e.Decides))
+	case e.Code != nil:
+		fmt.Fprintf(w, "in force\tthe policy in the code, which is %s if --policy is right\n", *e.Code)
+	default:
+		fmt.Fprintf(w, "in force\tthe policy in the code, which this command cannot know\n")
+	}
+	for i := range e.PassedOver {
+		fmt.Fprintf(w, "passed over\t%s\n", about(&e.PassedOver[i]))
+	}
+	if e.Shadow != nil {
+		fmt.Fprintf(w, "shadow\t%s\n", about(e.Shadow))
+	}
+	for i := range e.Bans {
+		r := &e.Bans[i]
+		until := "without an end"
+		if r.ValidUntil != nil {
+			until = "until " + cli.Instant(*r.ValidUntil)
+		}
+		who := "by " + cli.Printable(r.ChangedBy)
+		if r.Automatic {
+			who = "by a limiter"
+		}
+		fmt.Fprintf(w, "banned\t%s, %s, for %s: %s\n", until, who, r.Target(), cli.Printable(r.Comment))
+	}
+	for _, s := range e.State {
+		if s.ResetAfterUS == 0 {
+			fmt.Fprintf(w, "left\t%d under %s in %s, untouched\n", s.Remaining, s.Policy, e.Table)
+			continue
+		}
+		free := "now"
+		if s.RetryAfterUS > 0 {
+			free = "after " + cli.Span(s.RetryAfterUS)
+		}
+		fmt.Fprintf(w, "left\t%d under %s in %s, free %s, as good as new after %s\n",
+			s.Remaining, s.Policy, e.Table, free, cli.Span(s.ResetAfterUS))
+	}
+	if e.Unknown != "" {
+		fmt.Fprintf(w, "left\tnot known: %s\n", e.Unknown)
+	}
+	policies.PrintWarning(w, e.Warning)
+}

@@ -1,0 +1,236 @@
+package keys
+
+import (
+	"cmp"
+	"context"
+	_ "embed"
+	"errors"
+	"fmt"
+	"io"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/spf13/cobra"
+
+	"github.com/pgratelimit/ratelimit/internal/algorithm"
+
+	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
+	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/policies"
+)
+
+// LimiterRows is what a limiter has in one table.
+type LimiterRows struct {
+	Limiter      string     `json:"limiter"`
+	Table        string     `json:"table"`
+	Algorithms   []string   `json:"algorithms"` // which wrote the rows, as a policy's text begins
+	Rows         int64      `json:"rows"`
+	Live         int64      `json:"live"`  // not expired
+	Bytes        int64      `json:"bytes"` // of the rows, without free space and index
+	OldestExpiry time.Time  `json:"oldest_expiry"`
+	Estimated    bool       `json:"estimated"`  // the numbers above, from a sample
+	DeniedNow    *DeniedNow `json:"denied_now"` // null if no policy was given
+	Warning      string     `json:"warning,omitempty"`
+}
+
+// DeniedNow is how many keys have no room for a cost of 1.
+type DeniedNow struct {
+	Keys     int64 `json:"keys"`
+	Complete bool  `json:"complete"` // else keys is estimated, from a sample
+}
+
+func LimitsCommand(a *cli.App) *cobra.Command {
+	given := cli.PoliciesValue{}
+	var exact bool
+	var maxRows int64
+	cmd := &cobra.Command{
+		Use:   "limits",
+		Short: "List the limiters, with how much each has in the tables",
+		Long: `Lists for each limiter which algorithm wrote its rows, how many there are, how many of them have not
+expired, the space that they take, and when the first of them expired or will expire. Of a table
+beyond 100 MB it reads a random sample of that size, and marks estimates with ~, unless --exact is
+given. How many keys are denied now depends on the policy, which the rows do not hold: give it with
+--policy.`,
+		Example: `  pgratelimit limits
+  pgratelimit limits --policy "login=sliding 10/1m" --policy "api=bucket 20 5/10s"
+  pgratelimit limits --exact --timeout 5m --json`,
+		Args: cobra.NoArgs,
+		RunE: cli.Action(func(ctx context.Context, _ []string) error {
+			if maxRows < 1 {
+				return cli.Usage(errors.New("--max-rows must be at least 1"))
+			}
+			var sizes []cli.TableSize
+			var limiters []LimiterRows
+			if err := a.InStores(ctx, func(store *cli.App, pool *pgxpool.Pool) error {
+				moreSizes, more, err := countLimiters(ctx, store, pool, exact)
+				if err != nil {
+					return err
+				}
+				for i := range more {
+					if err := countDenied(ctx, store, pool, &more[i], given, maxRows); err != nil {
+						return err
+					}
+				}
+				sizes, limiters = cli.AddSizes(sizes, moreSizes), addLimiters(limiters, more)
+				return nil
+			}); err != nil {
+				return err
+			}
+			value := struct {
+				Tables   []cli.TableSize `json:"tables"`
+				Limiters []LimiterRows   `json:"limiters"`
+			}{sizes, limiters}
+			return a.Print(value, func(w io.Writer) { printLimiters(w, sizes, limiters) })
+		}),
+	}
+	cmd.Flags().Var(given, "policy",
+		"limit of each key of a limiter, like \"login=sliding 100/1m\"; can be given for each")
+	cmd.Flags().BoolVar(&exact, "exact", false, "read the whole tables, however large")
+	addMaxRows(cmd, &maxRows)
+	a.AddTimeout(cmd)
+	a.AddJSON(cmd)
+	return cmd
+}
+
+var (
+	//go:embed sql/limits.sql
+	limitsSQL string
+)
+
+// countLimiters reads the tables, or a sample of them.
+func countLimiters(
+	ctx context.Context, a *cli.App, pool *pgxpool.Pool, exact bool,
+) (sizes []cli.TableSize, limiters []LimiterRows, err error) {
+	err = a.Read(ctx, pool, func(tx pgx.Tx) error {
+		var percent map[string]float64
+		if sizes, percent, err = cli.TableSizes(ctx, tx, exact); err != nil {
+			return err
+		}
+		rows, err := tx.Query(ctx, limitsSQL, percent[cli.Table(false)], percent[cli.Table(true)])
+		if err != nil {
+			return err
+		}
+		limiters, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (l LimiterRows, err error) {
+			var expires, algorithms int64
+			err = row.Scan(&l.Table, &l.Limiter, &algorithms, &l.Rows, &l.Live, &l.Bytes, &expires)
+			l.OldestExpiry, l.Algorithms = time.UnixMicro(expires).UTC(), policies.Words(algorithms)
+			if share := percent[l.Table] / 100; share < 1 {
+				l.Estimated = true
+				for _, n := range []*int64{&l.Rows, &l.Live, &l.Bytes} {
+					*n = int64(float64(*n) / share)
+				}
+			}
+			return l, err
+		})
+		return err
+	})
+	slices.SortFunc(limiters, LimiterRows.compare)
+	return sizes, limiters, err
+}
+
+func (l LimiterRows) compare(other LimiterRows) int {
+	return cmp.Or(cmp.Compare(l.Limiter, other.Limiter), cmp.Compare(other.Table, l.Table))
+}
+
+// addLimiters adds what another shard has to what there is. Both are sorted.
+func addLimiters(all, more []LimiterRows) []LimiterRows {
+	for _, m := range more {
+		i, found := slices.BinarySearchFunc(all, m, LimiterRows.compare)
+		if !found {
+			all = slices.Insert(all, i, m)
+			continue
+		}
+		l := &all[i]
+		l.Rows, l.Live, l.Bytes = l.Rows+m.Rows, l.Live+m.Live, l.Bytes+m.Bytes
+		l.Estimated = l.Estimated || m.Estimated
+		if m.OldestExpiry.Before(l.OldestExpiry) {
+			l.OldestExpiry = m.OldestExpiry
+		}
+		for _, word := range m.Algorithms {
+			if !slices.Contains(l.Algorithms, word) {
+				l.Algorithms = append(l.Algorithms, word)
+			}
+		}
+		if m.DeniedNow != nil { // and so has the other one
+			l.DeniedNow.Keys += m.DeniedNow.Keys
+			l.DeniedNow.Complete = l.DeniedNow.Complete && m.DeniedNow.Complete
+		}
+	}
+	return all
+}
+
+func countDenied(
+	ctx context.Context, a *cli.App, pool *pgxpool.Pool, l *LimiterRows, given cli.PoliciesValue, maxRows int64,
+) error {
+	policy, ok := given[l.Limiter]
+	if !ok {
+		return nil
+	}
+	if numbers, err := algorithm.Parse(policy.String()); err == nil {
+		if own := algorithm.ByCode(numbers[0].Algorithm).Word; !slices.Contains(l.Algorithms, own) {
+			l.Warning = policies.OfAnotherKind(own, l.Limiter, strings.Join(l.Algorithms, ", "))
+		}
+	}
+	l.DeniedNow = &DeniedNow{}
+	sample, err := peekAll(ctx, a, pool, l.Limiter, policy, l.Table == cli.Table(true), maxRows,
+		func(states []keyState) {
+			for _, state := range states {
+				if state.Remaining == 0 {
+					l.DeniedNow.Keys++
+				}
+			}
+		})
+	if l.DeniedNow.Complete = sample.share == 1; !l.DeniedNow.Complete && err == nil {
+		l.DeniedNow.Keys = int64(float64(l.DeniedNow.Keys) / sample.share)
+	}
+	return err
+}
+
+func printLimiters(w io.Writer, sizes []cli.TableSize, limiters []LimiterRows) {
+	fmt.Fprintf(w, "LIMITER\tTABLE\tALGORITHM\tROWS\tLIVE\tDENIED NOW\tBYTES\tOLDEST EXPIRY\n")
+	estimated, sampled, unknown := false, false, false
+	for _, l := range limiters {
+		about := ""
+		if l.Estimated {
+			about, estimated = "~", true
+		}
+		denied := "?"
+		switch {
+		case l.DeniedNow == nil:
+			unknown = true
+		case l.DeniedNow.Complete:
+			denied = strconv.FormatInt(l.DeniedNow.Keys, 10)
+		default:
+			denied, sampled = fmt.Sprintf("~%d", l.DeniedNow.Keys), true
+		}
+		fmt.Fprintf(w, "%s\t%s\t%s\t%s%d\t%s%d\t%s\t%s%s\t%s%s\n",
+			cli.Short(l.Limiter), l.Table, strings.Join(l.Algorithms, ", "), about, l.Rows, about, l.Live, denied,
+			about, cli.Size(l.Bytes), about, cli.Instant(l.OldestExpiry))
+	}
+	if len(limiters) == 0 {
+		fmt.Fprintf(w, "no limiter has rows\n")
+	}
+	fmt.Fprintln(w)
+	for i, l := range limiters {
+		policies.PrintWarning(w, l.Warning)
+		if i > 0 && l.Limiter == limiters[i-1].Limiter && l.Live > 0 && limiters[i-1].Live > 0 {
+			fmt.Fprintf(w, "%s has rows in both tables: perhaps somebody left out --durable, or durable => true\n",
+				cli.Printable(l.Limiter))
+		}
+	}
+	for _, s := range sizes {
+		fmt.Fprintf(w, "%s takes %s, with its index %s\n", s.Table, cli.Size(s.TableBytes), cli.Size(s.TotalBytes))
+	}
+	if estimated {
+		fmt.Fprintf(w, "~ is estimated from a sample of %s; --exact counts\n", cli.Size(cli.SampleBlocks*cli.BlockSize))
+	}
+	if sampled {
+		fmt.Fprintf(w, "~ of those that are denied is estimated from a sample; --max-rows reads more\n")
+	}
+	if unknown {
+		fmt.Fprintf(w, "? depends on the policy: --policy \"NAME=sliding 100/1m\"\n")
+	}
+}

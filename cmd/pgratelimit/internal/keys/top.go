@@ -1,0 +1,256 @@
+package keys
+
+import (
+	"cmp"
+	"context"
+	_ "embed"
+	"errors"
+	"fmt"
+	"io"
+	"slices"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/spf13/cobra"
+
+	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/internal/algorithm"
+
+	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
+	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/policies"
+)
+
+// keyState is what is left to a key. Times are microseconds.
+type keyState struct {
+	Key          string `json:"key"`
+	Remaining    int64  `json:"remaining"`
+	RetryAfterUS int64  `json:"retry_after_us"` // 0 if a cost of 1 fits
+	ResetAfterUS int64  `json:"reset_after_us"`
+}
+
+// TopResult is the output.
+type TopResult struct {
+	Limiter  string     `json:"limiter"`
+	Table    string     `json:"table"`
+	Looked   int64      `json:"rows_looked_at"`
+	Complete bool       `json:"complete"` // all rows of the limiter were looked at
+	Share    float64    `json:"share"`    // about how much of the limiter's rows that is, from 0 to 1
+	At       time.Time  `json:"at"`       // the database's clock (of shard 0), from which all times count
+	Keys     []keyState `json:"keys"`
+	Warning  string     `json:"warning,omitempty"`
+}
+
+func TopCommand(a *cli.App) *cobra.Command {
+	var policy cli.PolicyValue
+	var durable bool
+	var n int
+	var maxRows int64
+	cmd := &cobra.Command{
+		Use:   "top NAME --policy POLICY",
+		Short: "List the keys of a limiter that are closest to their limit, or over it",
+		Long: `Lists the keys of a limiter that have least left, with how long it takes until a cost of 1 fits, and
+until they are as good as new. All times count from one moment. The policy has to be given, because
+the rows do not hold it. Keys that another algorithm has written count as new: 'pgratelimit limits'
+lists the algorithms. The keys are looked at in batches, which only read, and wait for nobody. If a
+limiter has more than --max-rows keys, about that many are looked at, and the output says which share
+of them that is. They are those of pages chosen at random, so keys that were made together are looked
+at together, or not at all. Keys that have taken nothing are not listed.`,
+		Example: `  pgratelimit top login --policy "sliding 10/1m"
+  pgratelimit top api --policy "fixed 100000/30d" --durable -n 50 --json`,
+		Args: cobra.ExactArgs(1),
+		RunE: cli.Action(func(ctx context.Context, args []string) error {
+			if n < 1 || maxRows < 1 {
+				return cli.Usage(errors.New("--number and --max-rows must be at least 1"))
+			}
+			if err := policies.CheckPolicyTarget(args[0], policies.PolicyTarget{}); err != nil {
+				return err
+			}
+			result := TopResult{Limiter: args[0], Table: cli.Table(durable), Complete: true, Keys: []keyState{}}
+			rows := 0.0 // about how many the limiter has
+			if err := a.InStores(ctx, func(store *cli.App, pool *pgxpool.Pool) error {
+				add := func(states []keyState) {
+					result.Keys = append(result.Keys, slices.DeleteFunc(states, func(s keyState) bool {
+						return s.ResetAfterUS == 0
+					})...)
+					slices.SortFunc(result.Keys, Closest)
+					result.Keys = result.Keys[:min(n, len(result.Keys))]
+				}
+				sample, err := peekAll(ctx, store, pool, args[0], policy.Policy, durable, maxRows, add)
+				if err != nil {
+					return err
+				}
+				result.Looked += int64(len(sample.keys))
+				result.Complete = result.Complete && sample.share == 1
+				if result.Share = sample.share; len(sample.keys) > 0 {
+					rows += float64(len(sample.keys)) / sample.share
+				}
+				if result.At.IsZero() {
+					result.At = sample.at.UTC()
+				}
+				return nil
+			}); err != nil {
+				return err
+			}
+			if !result.Complete && rows > 0 {
+				result.Share = float64(result.Looked) / rows
+			}
+			result.Warning = policies.Misled(ctx, a, args[0], nil, policy.String(), durable)
+			return a.Print(result, result.print)
+		}),
+	}
+	cli.AddPolicy(cmd, &policy)
+	cli.AddDurable(cmd, &durable)
+	cmd.Flags().IntVarP(&n, "number", "n", 10, "how many keys to list")
+	addMaxRows(cmd, &maxRows)
+	a.AddTimeout(cmd)
+	a.AddJSON(cmd)
+	return cmd
+}
+
+const defaultMaxRows = 100_000
+
+func addMaxRows(cmd *cobra.Command, maxRows *int64) {
+	cmd.Flags().Int64Var(maxRows, "max-rows", defaultMaxRows,
+		"look at no more rows of a limiter (of each shard), chosen at random; 100,000 take some seconds")
+}
+
+// Closest sorts the keys that have least left first, and among these the ones that have to wait longest.
+func Closest(a, b keyState) int {
+	return cmp.Or(cmp.Compare(a.Remaining, b.Remaining), cmp.Compare(b.RetryAfterUS, a.RetryAfterUS),
+		cmp.Compare(b.ResetAfterUS, a.ResetAfterUS), cmp.Compare(a.Key, b.Key))
+}
+
+func (r TopResult) print(w io.Writer) {
+	policies.PrintWarning(w, r.Warning)
+	fmt.Fprintf(w, "KEY\tREMAINING\tFREE AGAIN AFTER\tAS GOOD AS NEW AFTER\n")
+	for _, key := range r.Keys {
+		free := "now"
+		if key.RetryAfterUS > 0 {
+			free = cli.Span(key.RetryAfterUS)
+		}
+		fmt.Fprintf(w, "%s\t%d\t%s\t%s\n", cli.Short(key.Key), key.Remaining, free, cli.Span(key.ResetAfterUS))
+	}
+	fmt.Fprintf(w, "\n%s of limiter %s in %s looked at", cli.Count(r.Looked, "row"), cli.Printable(r.Limiter), r.Table)
+	if !r.Complete {
+		fmt.Fprintf(w, ", chosen at random, which is about %.2g %% of them: see --max-rows", 100*r.Share)
+	}
+	if r.Looked == 0 && r.Table == cli.Table(false) {
+		fmt.Fprintf(w, "; --durable is for %s", cli.Table(true))
+	}
+	fmt.Fprintln(w)
+}
+
+var (
+	//go:embed sql/peek.sql
+	peekSQL string
+	//go:embed sql/sample_ephemeral.sql
+	sampleEphemeralSQL string
+	//go:embed sql/sample_durable.sql
+	sampleDurableSQL string
+)
+
+// sample is some keys of a limiter, or all of them.
+type sample struct {
+	keys  []string
+	share float64   // about how much of the limiter's keys these are; 1 if they are all
+	at    time.Time // the database's clock when they were chosen
+}
+
+// peekAll asks for the state of a limiter's keys at one moment, in batches, each in its own transaction. Of more than
+// maxRows keys it takes a sample.
+func peekAll(
+	ctx context.Context, a *cli.App, pool *pgxpool.Pool, name string, policy ratelimit.Policy, durable bool, maxRows int64,
+	visit func([]keyState),
+) (s sample, err error) {
+	if s, err = sampleKeys(ctx, a, pool, name, durable, maxRows); err != nil {
+		return s, err
+	}
+	bar, done := a.NewBar("looking"), 0
+	defer bar.Remove()
+	for keys := range slices.Chunk(s.keys, BatchSize) {
+		var states []keyState
+		if err := a.Read(ctx, pool, func(tx pgx.Tx) (err error) {
+			states, err = peekKeys(ctx, tx, name, policy, durable, keys, s.at)
+			return err
+		}); err != nil {
+			return s, err
+		}
+		visit(states)
+		done += len(keys)
+		bar.Update(int64(done), int64(len(s.keys)))
+	}
+	return s, nil
+}
+
+// sampleKeys returns all keys of a limiter, or if it has more than maxRows, some of them. Then each block of the
+// table, and each row of the limiter in these blocks, is as likely as any other.
+func sampleKeys(
+	ctx context.Context, a *cli.App, pool *pgxpool.Pool, name string, durable bool, maxRows int64,
+) (s sample, err error) {
+	query := sampleEphemeralSQL
+	if durable {
+		query = sampleDurableSQL
+	}
+	err = a.Read(ctx, pool, func(tx pgx.Tx) (err error) {
+		if err = tx.QueryRow(ctx, "SELECT clock_timestamp()").Scan(&s.at); err != nil {
+			return err
+		}
+		s.share = 1
+		if s.keys, err = nextKeys(ctx, tx, name, "", maxRows+1, durable); err != nil || int64(len(s.keys)) <= maxRows {
+			return err
+		}
+		_, percent, err := cli.TableSizes(ctx, tx, false)
+		if err != nil {
+			return err
+		}
+		// A sample of the usual size holds about as many rows as are looked at by default.
+		s.share = min(1, percent[cli.Table(durable)]/100*max(1, float64(maxRows)/defaultMaxRows))
+		rows, err := tx.Query(ctx, query, name, 100*s.share, maxRows)
+		if err != nil {
+			return err
+		}
+		s.keys = nil
+		var key string
+		var from int64
+		_, err = pgx.ForEachRow(rows, []any{&key, &from}, func() error {
+			s.keys = append(s.keys, key)
+			return nil
+		})
+		slices.Sort(s.keys) // so that a batch is close together in the index
+		if from > 0 {
+			s.share *= float64(len(s.keys)) / float64(from)
+		}
+		return err
+	})
+	return s, err
+}
+
+// peekKeys asks the database for the states of keys, in their order.
+func peekKeys(
+	ctx context.Context, tx pgx.Tx, name string, policy ratelimit.Policy, durable bool, keys []string, at time.Time,
+) ([]keyState, error) {
+	numbers, err := algorithm.Parse(policy.String())
+	if err != nil {
+		return nil, err
+	}
+	if len(numbers) > 1 {
+		return nil, fmt.Errorf("one policy is needed: "+
+			"the rows of the second of %q are those of the limiter %s/2, and so on", policy, name)
+	}
+	p := numbers[0]
+	rows, err := tx.Query(ctx, peekSQL, name, keys, durable, p.Algorithm, p.Limit, p.Span.Microseconds(), p.Refill, at,
+		p.Zone)
+	if err != nil {
+		return nil, err
+	}
+	states := make([]keyState, 0, len(keys))
+	var ord int64
+	var s keyState
+	_, err = pgx.ForEachRow(rows, []any{&ord, &s.Remaining, &s.RetryAfterUS, &s.ResetAfterUS}, func() error {
+		s.Key = keys[ord-1]
+		states = append(states, s)
+		return nil
+	})
+	return states, err
+}

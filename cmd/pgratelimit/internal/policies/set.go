@@ -1,0 +1,327 @@
+package policies
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math/big"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
+
+	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/internal/algorithm"
+
+	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
+)
+
+// momentValue is a flag whose value is a time, or how long after another one.
+type momentValue struct {
+	given bool
+	after time.Duration
+	at    time.Time
+}
+
+var _ pflag.Value = (*momentValue)(nil)
+
+func (v *momentValue) Set(text string) (err error) {
+	*v = momentValue{given: true}
+	if v.after, err = readSpan(text); err == nil {
+		return nil
+	}
+	for _, layout := range []string{
+		time.RFC3339, "2006-01-02 15:04:05Z07:00", "2006-01-02 15:04:05", "2006-01-02 15:04", "2006-01-02",
+	} {
+		if v.at, err = time.Parse(layout, text); err == nil {
+			return nil
+		}
+	}
+	return errors.New("it has to be a duration, like 90m or 7d, or a time, like 2026-12-31 (in UTC) " +
+		"or 2026-12-31T18:00:00+01:00")
+}
+
+func (*momentValue) String() string { return "" }
+func (*momentValue) Type() string   { return "time" }
+
+func (v *momentValue) since(t time.Time) time.Time {
+	if v.after > 0 {
+		return t.Add(v.after).Truncate(time.Microsecond)
+	}
+	return v.at.UTC()
+}
+
+// readSpan reads a duration as policies have it, which may begin with days.
+func readSpan(text string) (time.Duration, error) {
+	numbers, err := algorithm.Parse("fixed 1/" + text)
+	if err != nil || len(numbers) != 1 || numbers[0].Span < time.Microsecond {
+		return 0, errors.New("it has to be a duration, like 90m or 7d")
+	}
+	return numbers[0].Span, nil
+}
+
+// spanValue is a flag whose value is a duration.
+type spanValue time.Duration
+
+var _ pflag.Value = (*spanValue)(nil)
+
+func (v *spanValue) Set(text string) error {
+	span, err := readSpan(text)
+	*v = spanValue(span)
+	return err
+}
+
+func (*spanValue) String() string { return "" }
+func (*spanValue) Type() string   { return "duration" }
+
+func addComment(cmd *cobra.Command, comment *string) {
+	cmd.Flags().StringVar(comment, "comment", "", "why, for whoever reads this next")
+	cobra.CheckErr(cmd.MarkFlagRequired("comment"))
+}
+
+func checkComment(comment string) error {
+	if strings.Trim(comment, " ") == "" {
+		return cli.Usage(errors.New("--comment is empty: say why, for whoever reads this next"))
+	}
+	return nil
+}
+
+func policySetCommand(a *cli.App) *cobra.Command {
+	var target targetFlags
+	var from, until momentValue
+	var comment, mode string
+	var off, force, dry bool
+	cmd := &cobra.Command{
+		Use:   "set NAME TARGET {POLICY | --off} --comment WHY",
+		Short: "Set the policy for a key, for a prefix, or for everybody",
+		Long: `Sets the policy for TARGET: --key KEY, --prefix PREFIX or --everybody. Processes learn of it
+within a second of its commit. A limiter passes over a policy of another kind than the one in the
+code, and logs that. If all rows of its keys are of another kind, this command warns of that.
+
+Without --until and --from, it replaces the rows for the same key, for the same prefix or for everybody
+that have begun, even a ban, and shows them. Rows that are yet to begin stay. With --until or --from, it
+replaces nothing. It overrides what is in force when it begins, and when it ends, that is in force again.
+Rows of --mode shadow replace and override only each other.
+
+It lowers a limit only with --force. A limit is lower if it allows less at once, or less in the long
+run, than a row that it replaces, or than the row that would otherwise be in force when it begins, be
+that for a shorter prefix or for everybody. The policy in the code is not compared, because this
+command cannot know it. --off lowers nothing, and neither does a shadow. A row that this release
+cannot read is not compared, and is replaced only with --force.`,
+		Example: `  pgratelimit policy set api --key customer:42 "sliding 5000/1m" --comment "ticket 1234"
+  pgratelimit policy set api --prefix free: "sliding 50/1m" --until 2h --force --comment "attack"
+  pgratelimit policy set login --everybody "sliding 5/1m" --mode shadow --comment "would 5 do?"
+  pgratelimit policy set api --key load-test --off --from 2027-01-10 --until 1d --comment "load test"`,
+		Args: func(cmd *cobra.Command, args []string) error {
+			if off {
+				return cobra.ExactArgs(1)(cmd, args)
+			}
+			return cobra.ExactArgs(2)(cmd, args)
+		},
+	}
+	cmd.RunE = cli.Action(func(ctx context.Context, args []string) error {
+		wanted := &PolicyRow{Mode: mode, Comment: comment}
+		switch {
+		case mode != ModeEnforce && mode != ModeShadow:
+			return cli.Usage(fmt.Errorf("--mode is %q, and must be enforce or shadow; --off and 'pgratelimit ban' "+
+				"are the other two", mode))
+		case off && mode == ModeShadow:
+			return cli.Usage(errors.New("--off is no shadow, because it decides nothing that could be reported"))
+		case off:
+			wanted.Mode = ModeOff
+		default:
+			policy, err := ratelimit.ParsePolicy(args[1])
+			if err != nil {
+				return cli.Usage(err)
+			}
+			text := policy.String()
+			wanted.Policy = &text
+		}
+		to := target.Target(cmd)
+		wanted.Limiter, wanted.Key, wanted.KeyPrefix = args[0], to.Key, to.prefix
+		if err := errors.Join(CheckPolicyTarget(args[0], to), checkComment(comment)); err != nil {
+			return cli.Usage(err)
+		}
+		pool, err := a.OpenFirst(ctx)
+		if err != nil {
+			return err
+		}
+		defer pool.Close()
+		change, err := changePolicies(ctx, a, pool, args[0], to, dry, func(rows []PolicyRow, c *PolicyChange) error {
+			if err := wanted.begin(&from, &until, c.at); err != nil {
+				return err
+			}
+			c.Added = wanted
+			replaces := !from.given && !until.given
+			for _, r := range rows {
+				if replaces && r.Target().is(to) && r.shadow() == wanted.shadow() && r.Counts(c.at) {
+					c.Removed = append(c.Removed, r)
+				}
+			}
+			if r := First(rows, *wanted.ValidFrom, wanted.shadow()); !replaces && r != nil && r.Target().is(to) {
+				c.Overrides = r
+			}
+			c.compare(rows)
+			if c.Lowers && !force && !dry {
+				return fmt.Errorf("nothing was done, because this %s; --force does it", c.because)
+			}
+			return nil
+		})
+		if err != nil {
+			return err
+		}
+		warnOfKind(ctx, a, change.Added)
+		return printPolicyChange(a, &change, "replaced", "set", "")
+	})
+	target.add(cmd)
+	cmd.MarkFlagsOneRequired("key", "prefix", "everybody")
+	addComment(cmd, &comment)
+	cmd.Flags().StringVar(&mode, "mode", ModeEnforce, "enforce, or shadow: decide it too, and only report it")
+	cmd.Flags().BoolVar(&off, "off", false, "allow everything, and count nothing, instead of a POLICY")
+	cmd.Flags().Var(&from, "from", "when it begins (default: now); a duration counts from now")
+	cmd.Flags().Var(&until, "until", "when it ends (default: never); a duration counts from when it begins")
+	cmd.Flags().BoolVar(&force, "force", false, "lower a limit, too")
+	addDryRun(cmd, &dry)
+	a.AddTimeout(cmd)
+	a.AddJSON(cmd)
+	return cmd
+}
+
+func addDryRun(cmd *cobra.Command, dry *bool) {
+	cmd.Flags().BoolVar(dry, "dry-run", false, "only show what would change")
+}
+
+// begin sets from when until when a row is to count. now is the database's clock.
+func (r *PolicyRow) begin(from, until *momentValue, now time.Time) error {
+	begins := now
+	if from.given {
+		if begins = from.since(now); !begins.After(now) {
+			return cli.Usage(fmt.Errorf("--from, %s, is not later than now, %s: without it, the policy begins now",
+				cli.Instant(begins), cli.Instant(now)))
+		}
+	}
+	r.ValidFrom = &begins
+	if until.given {
+		ends := until.since(begins)
+		if !ends.After(begins) {
+			return cli.Usage(fmt.Errorf("--until, %s, is not later than the beginning, %s",
+				cli.Instant(ends), cli.Instant(begins)))
+		}
+		r.ValidUntil = &ends
+	}
+	return nil
+}
+
+// compare finds out whether the row that is added lowers the limit. rows are those that apply to the same.
+func (c *PolicyChange) compare(rows []PolicyRow) {
+	if c.Added.shadow() || c.Added.Mode == ModeOff {
+		return
+	}
+	others := c.Removed
+	if r := First(rows, *c.Added.ValidFrom, false); r != nil {
+		others = append([]PolicyRow{*r}, others...)
+	}
+	for i := range others {
+		switch r := &others[i]; {
+		case !r.readable(): // limiters of a newer release may obey it
+			c.because = fmt.Sprintf("replaces %s, which this release cannot read", r.Decides())
+		case isLower(c.Added, r):
+			c.because = fmt.Sprintf("lowers the limit, from %s to %s", r.Decides(), c.Added.Decides())
+		default:
+			continue
+		}
+		c.Lowers = true
+		return
+	}
+}
+
+// isLower tells whether a row with a policy allows less than another one, at once or in the long run.
+func isLower(r, than *PolicyRow) bool {
+	switch {
+	case than.Mode == ModeDeny:
+		return false
+	case than.Policy == nil: // all is allowed
+		return true
+	}
+	burst, rate, err := allowance(*r.Policy)
+	otherBurst, otherRate, otherErr := allowance(*than.Policy)
+	return err != nil || otherErr != nil || burst.Cmp(otherBurst) < 0 || rate.Cmp(otherRate) < 0
+}
+
+// allowance returns how much policies allow at once, and each nanosecond in the long run.
+func allowance(text string) (burst, rate *big.Rat, err error) {
+	policies, err := algorithm.Parse(text)
+	if err != nil {
+		return nil, nil, err
+	}
+	least := func(a, b *big.Rat) *big.Rat {
+		if a != nil && a.Cmp(b) < 0 {
+			return a
+		}
+		return b
+	}
+	for _, p := range policies {
+		if p.Span <= 0 {
+			return nil, nil, errors.New("it has no span")
+		}
+		flow := p.Limit
+		if p.Refills() {
+			flow = p.Refill
+		}
+		burst = least(burst, big.NewRat(p.Limit, 1))
+		rate = least(rate, big.NewRat(flow, int64(p.Span)))
+	}
+	return burst, rate, nil
+}
+
+func policyUnsetCommand(a *cli.App) *cobra.Command {
+	var target targetFlags
+	var mode string
+	var dry bool
+	cmd := &cobra.Command{
+		Use:   "unset NAME TARGET",
+		Short: "Remove the policies for a key, for a prefix, or for everybody",
+		Long: `Removes the rows for TARGET: --key KEY, --prefix PREFIX or --everybody, also those that are yet to
+begin, and shows them. Then what holds for a shorter prefix, for everybody, or in the code is in force. A ban by
+a person goes too. One that a limiter has made stays: 'pgratelimit unban' removes it. With --mode
+shadow, only rows of that mode go, and without it, only the others.`,
+		Example: `  pgratelimit policy unset api --key customer:42
+  pgratelimit policy unset login --everybody --mode shadow
+  pgratelimit policy unset api --prefix free: --dry-run --json`,
+		Args: cobra.ExactArgs(1),
+	}
+	cmd.RunE = cli.Action(func(ctx context.Context, args []string) error {
+		to := target.Target(cmd)
+		if mode != ModeEnforce && mode != ModeShadow {
+			return cli.Usage(fmt.Errorf("--mode is %q, and must be enforce or shadow", mode))
+		}
+		if err := CheckPolicyTarget(args[0], to); err != nil {
+			return err
+		}
+		pool, err := a.OpenFirst(ctx)
+		if err != nil {
+			return err
+		}
+		defer pool.Close()
+		change, err := changePolicies(ctx, a, pool, args[0], to, dry, func(rows []PolicyRow, c *PolicyChange) error {
+			for _, r := range rows {
+				if r.Target().is(to) && r.shadow() == (mode == ModeShadow) && !r.Automatic {
+					c.Removed = append(c.Removed, r)
+				}
+			}
+			return nil
+		})
+		if err != nil {
+			return err
+		}
+		return printPolicyChange(a, &change, "removed", "", "there is nothing to remove")
+	})
+	target.add(cmd)
+	cmd.MarkFlagsOneRequired("key", "prefix", "everybody")
+	cmd.Flags().StringVar(&mode, "mode", ModeEnforce, "enforce, for all that decide, or shadow")
+	addDryRun(cmd, &dry)
+	a.AddTimeout(cmd)
+	a.AddJSON(cmd)
+	return cmd
+}

@@ -1,0 +1,307 @@
+package shard
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/spf13/cobra"
+
+	"github.com/pgratelimit/ratelimit/internal/lockwait"
+	"github.com/pgratelimit/ratelimit/internal/shards"
+
+	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
+)
+
+func shardGrowCommand(a *cli.App) *cobra.Command {
+	var others []string
+	var undo, yes bool
+	cmd := &cobra.Command{
+		Use:   "grow [CONNECTION...]",
+		Short: "Double the number of shards, while they decide",
+		Long: `Doubles the number of a proxy's shards. It takes as many connection strings as there are shards now, of
+databases that are migrated and empty. One after the other, each shard gives the half of its keys to a
+new one, with all that they have taken, while both decide. Calls for that shard wait meanwhile for as
+long as it takes to read its tables once. If it is interrupted, the same command goes on from there, also
+without the connection strings, which the proxy has noted. As long as no shard has given up keys, --undo
+takes it back instead.
+
+It needs what 'pgratelimit shard set' needs, and connects to all shards for some time, so their
+connection strings must lead to Postgres itself rather than to a pooler. Proxies that are no standbys
+of this one are named with --proxy.`,
+		Example: `  pgratelimit shard grow "host=10.0.0.3 dbname=limits_2" "host=10.0.0.4 dbname=limits_3"
+  pgratelimit shard grow   # goes on`,
+		Args: func(_ *cobra.Command, args []string) error {
+			if len(args) == 0 {
+				return nil
+			}
+			return checkConnections(args)
+		},
+		RunE: cli.Action(func(ctx context.Context, args []string) error {
+			return growShards(ctx, a, args, others, undo, yes)
+		}),
+	}
+	cmd.Flags().StringArrayVar(&others, "proxy", nil, "connection string (`URL`) of another proxy of the same shards")
+	cmd.Flags().BoolVar(&undo, "undo", false, "take back what was begun, if no key has moved yet")
+	cli.AddYes(cmd, &yes)
+	a.AddTimeout(cmd)
+	a.AddJSON(cmd)
+	return cmd
+}
+
+// growing is what growShards works on.
+type growing struct {
+	proxies []*cli.App
+	owners  []string   // of the proxies' functions
+	stores  []*cli.App // the old shards, then the new ones
+	states  []ShardState
+	growth  *shards.Growth // what an earlier call has begun, as the first proxy has noted it
+}
+
+func growShards(ctx context.Context, a *cli.App, more, others []string, undo, yes bool) error {
+	g := growing{proxies: []*cli.App{a}}
+	for _, url := range others {
+		other := *a
+		other.DatabaseURL = url
+		g.proxies = append(g.proxies, &other)
+	}
+	if err := g.Read(ctx, more, undo); err != nil {
+		return err
+	}
+	if g.growth != nil && g.growth.Proxies > len(g.proxies) {
+		fmt.Fprintf(a.Stderr, "warning: this was begun for %d proxies, and these are %d: calls of one that is not "+
+			"named with --proxy fail, for keys that have moved\n", g.growth.Proxies, len(g.proxies))
+	}
+	if err := a.Confirm(ctx, g.question(undo), yes); err != nil {
+		return err
+	}
+	config := shards.GrowConfig{Schema: a.Schema, Progress: func(place int, step shards.Step) error {
+		if !a.JSON {
+			fmt.Fprintf(a.Stdout, "%s: %s\n", g.stores[place].ShardName(), step)
+		}
+		return ctx.Err()
+	}}
+	var open []*pgx.Conn
+	defer func() {
+		for _, conn := range open {
+			_ = conn.Close(context.WithoutCancel(ctx))
+		}
+	}()
+	n := len(g.stores) / 2
+	for i, store := range g.stores {
+		conn, err := own(ctx, store, g.states[i].owner)
+		switch {
+		case err != nil && undo && i >= n:
+			fmt.Fprintf(a.Stderr, "warning: %s: it cannot be reached, so copies of rows may stay there: %s\n",
+				store.ShardName(), cli.OneLine(err))
+			continue
+		case err != nil:
+			return store.About(err)
+		}
+		open = append(open, conn)
+		if i < n {
+			config.Old = append(config.Old, conn)
+		} else {
+			config.New = append(config.New, conn)
+			config.Connections = append(config.Connections, store.Connection)
+		}
+	}
+	for _, proxy := range g.proxies {
+		conn, err := own(ctx, proxy, "")
+		if err != nil {
+			return err
+		}
+		open = append(open, conn)
+		config.Proxies = append(config.Proxies, conn)
+	}
+	stop := []func(){}
+	for _, conn := range open {
+		stop = append(stop, lockwait.Watch(ctx, conn, conn.PgConn().PID()))
+	}
+	defer func() {
+		for _, stop := range stop {
+			stop()
+		}
+	}()
+	if undo {
+		err := shards.Undo(ctx, config)
+		if errors.Is(err, shards.ErrMoved) {
+			return fmt.Errorf("%w; %s goes on with it", err, a.Command("shard grow"))
+		}
+		if err != nil {
+			return err
+		}
+		return listShards(ctx, a)
+	}
+	if err := g.try(ctx, config.Old[0]); err != nil {
+		return err
+	}
+	if err := shards.Grow(ctx, config); err != nil {
+		return fmt.Errorf("%w; the same command goes on from there", err)
+	}
+	return listShards(ctx, a)
+}
+
+// own returns a connection that acts as a role, if it is another one than that which logs in.
+func own(ctx context.Context, a *cli.App, role string) (*pgx.Conn, error) {
+	config, err := a.Config()
+	if err != nil {
+		return nil, err
+	}
+	conn := config.ConnConfig
+	if conn.ConnectTimeout == 0 {
+		conn.ConnectTimeout = cli.ConnectTimeout
+	}
+	conn.RuntimeParams["search_path"] = "pg_catalog, pg_temp"
+	if role != "" && role != conn.User {
+		conn.RuntimeParams["role"] = role // a pooler refuses that, and would give the role to others
+	}
+	return pgx.ConnectConfig(ctx, conn)
+}
+
+// Read looks at all databases, and returns an error if something is wrong with one of them.
+func (g *growing) Read(ctx context.Context, more []string, undo bool) error {
+	var old []string
+	for i, proxy := range g.proxies {
+		if err := InShard(ctx, proxy, func(pool *pgxpool.Pool) error {
+			t, err := ReadTarget(ctx, proxy, pool)
+			if err != nil {
+				return err
+			}
+			if t.Connections == nil {
+				return fmt.Errorf("database %s is no proxy of shards", cli.Printable(t.database))
+			}
+			if i == 0 {
+				if more, err = t.growsBy(more, undo); err != nil {
+					return err
+				}
+				g.growth = t.growth
+			}
+			if err := t.grows(more); err != nil {
+				return err
+			}
+			if i == 0 {
+				old = t.Connections[:len(more)]
+			}
+			g.owners = append(g.owners, t.owner)
+			return t.refuse(shards.Config{Schema: proxy.Schema, Connections: t.Connections})
+		}); err != nil {
+			if i > 0 {
+				err = fmt.Errorf("--proxy %d: %w", i, err)
+			}
+			return err
+		}
+	}
+	g.stores = g.proxies[0].Each(append(append([]string{}, old...), more...))
+	if undo {
+		return g.readStores(ctx)
+	}
+	var err error
+	g.states, err = readNewShards(ctx, g.stores, func(s *ShardState, shards int) wantedShard {
+		w := wantedShard{is: ShardIs{Place: s.Place, Shards: shards}, fresh: true, copies: true}
+		if n := shards / 2; s.Place < n && (s.Is == nil || s.Is.Shards == n) {
+			w.is.Shards, w.fresh = n, false
+		}
+		return w
+	})
+	return err
+}
+
+// readStores only finds out who owns the tables. Shards that are not there any more may be why a growth is undone.
+func (g *growing) readStores(ctx context.Context) error {
+	for i, store := range g.stores {
+		g.states = append(g.states, NewState(store))
+		err := InShard(ctx, store, func(pool *pgxpool.Pool) error {
+			return store.Look(ctx, pool, func(tx pgx.Tx) error { return g.states[i].Read(ctx, tx) })
+		})
+		if err != nil && i < len(g.stores)/2 {
+			return store.About(err)
+		}
+	}
+	return ctx.Err()
+}
+
+// growsBy returns the databases by which a proxy is to grow: those of an earlier call, if it was interrupted.
+func (t *proxyTarget) growsBy(more []string, undo bool) ([]string, error) {
+	switch {
+	case undo && t.growth == nil:
+		return nil, errors.New("nothing is to be undone: the shards of this proxy are not being divided")
+	case len(more) > 0:
+		return more, nil
+	case t.growth == nil:
+		return nil, cli.Usage(fmt.Errorf("name as many new databases as there are shards: %d", len(t.Connections)))
+	}
+	return t.growth.By, nil
+}
+
+// grows returns an error if these are not the databases by which a proxy can grow, or has begun to.
+func (t *proxyTarget) grows(more []string) error {
+	n, has := len(more), len(t.Connections)
+	begun := has == 2*n
+	for i := 0; begun && i < n; i++ {
+		now := t.Connections[n+i]
+		begun = now == t.Connections[i] || now == more[i]
+	}
+	switch {
+	case t.growth != nil && !slices.Equal(t.growth.By, more):
+		return fmt.Errorf("database %s has begun to grow by other databases than these: name the same ones, in the "+
+			"same order, or none", cli.Printable(t.database))
+	case !begun && has != n:
+		return fmt.Errorf("database %s is a proxy of %s, which takes as many new databases, and this names %d",
+			cli.Printable(t.database), cli.Count(has, "shard"), n)
+	}
+	return nil
+}
+
+func (g *growing) question(undo bool) string {
+	var text strings.Builder
+	n := len(g.stores) / 2
+	if undo {
+		return fmt.Sprintf("This takes %s back to %s, with all counts. The copies in the new databases are deleted. "+
+			"Do it?", cli.Count(len(g.proxies), "proxy"), cli.Count(n, "shard"))
+	}
+	fmt.Fprintf(&text, "This makes %s of %d, for %s:\n", cli.Count(2*n, "shard"), n, cli.Count(len(g.proxies), "proxy"))
+	for i, store := range g.stores[:n] {
+		fmt.Fprintf(&text, "  %s gives half of its keys to shard %d: %s\n", store.ShardName(), i+n,
+			cli.Printable(g.stores[i+n].Connection))
+	}
+	if g.growth != nil {
+		fmt.Fprintln(&text, "This has been begun, and goes on.")
+	}
+	return text.String() + "Do it?"
+}
+
+var errTried = errors.New("all works")
+
+// try has the PL/Proxy of each proxy ask all shards, and takes back what that changes.
+func (g *growing) try(ctx context.Context, old *pgx.Conn) error {
+	schema := g.proxies[0].Schema
+	source, err := shards.Read(ctx, old, schema)
+	if err != nil {
+		return err
+	}
+	config := shards.Config{Schema: schema}
+	for _, store := range g.stores {
+		config.Connections = append(config.Connections, store.Connection)
+	}
+	for i, proxy := range g.proxies {
+		if err := InShard(ctx, proxy, func(pool *pgxpool.Pool) error {
+			return proxy.Transaction(ctx, pool, pgx.ReadWrite, cli.AccessShare, true, func(tx pgx.Tx) error {
+				if err := shards.Install(ctx, tx, source, config); err != nil {
+					return err
+				}
+				if err := tryShards(ctx, tx, g.stores, source, g.owners[i], false); err != nil {
+					return err
+				}
+				return errTried
+			})
+		}); !errors.Is(err, errTried) {
+			return fmt.Errorf("nothing was changed: %w", err)
+		}
+	}
+	return nil
+}

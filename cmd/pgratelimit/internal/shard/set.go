@@ -1,0 +1,526 @@
+package shard
+
+import (
+	"context"
+	"crypto/rand"
+	_ "embed"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"os"
+	"strings"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/spf13/cobra"
+
+	"github.com/pgratelimit/ratelimit/internal/shards"
+
+	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
+)
+
+// PasswordVariable has the password of the role as which PL/Proxy connects to the shards. An argument could be seen by
+// others.
+const PasswordVariable = "PGRATELIMIT_SHARD_PASSWORD"
+
+var (
+	//go:embed sql/target.sql
+	targetSQL string
+	//go:embed sql/twin.sql
+	twinSQL string
+	//go:embed sql/check.sql
+	checkShardSQL string
+)
+
+func shardSetCommand(a *cli.App) *cobra.Command {
+	var user string
+	var yes bool
+	cmd := &cobra.Command{
+		Use:   "set CONNECTION...",
+		Short: "Make the database a proxy of shards, or change the one that it is",
+		Long: `Makes the database a proxy of the shards with these connection strings, in the order of their places,
+or changes the one that it is: to other connection strings, another role or password, or the functions
+of another release. It needs a superuser there, and the extension plproxy. The number of shards is a
+power of two; 'pgratelimit shard grow' doubles it. A database that has limits already can become the
+only shard, and then grow. All shards have to be migrated, in a schema of the same name.
+
+PL/Proxy connects to them as --user, with the password from the environment variable
+PGRATELIMIT_SHARD_PASSWORD. That role needs the rights of rate_limit_app and rate_limit_sweeper on each
+shard, as deploy/grants.sql gives them. This command itself connects to the shards as the user of
+--database-url, who has to be a member of the role that owns their tables. It tries everything before
+it changes the proxy. If something is wrong, the proxy stays as it was.`,
+		Example: `  pgratelimit shard set --user proxy "host=10.0.0.1 dbname=limits_0" "host=10.0.0.2 dbname=limits_1"`,
+		Args:    func(_ *cobra.Command, args []string) error { return checkConnections(args) },
+		RunE: cli.Action(func(ctx context.Context, args []string) error {
+			password, given := os.LookupEnv(PasswordVariable)
+			if given && user == "" {
+				return cli.Usage(errors.New(PasswordVariable + " is the password of --user, which is missing"))
+			}
+			config := shards.Config{Connections: args, User: user, Password: password}
+			return setShards(ctx, a, config, yes)
+		}),
+	}
+	cmd.Flags().StringVar(&user, "user", "",
+		"`role` as which PL/Proxy connects to the shards (default: as it is, of a proxy that there is)")
+	cli.AddYes(cmd, &yes)
+	a.AddTimeout(cmd)
+	a.AddJSON(cmd)
+	return cmd
+}
+
+func setShards(ctx context.Context, a *cli.App, config shards.Config, yes bool) error {
+	pool, err := a.Open(ctx)
+	if err != nil {
+		return err
+	}
+	defer pool.Close()
+	target, err := ReadTarget(ctx, a, pool)
+	if err != nil {
+		return err
+	}
+	config.Schema = a.Schema
+	if err := target.refuse(config); err != nil {
+		return err
+	}
+	stores := a.Each(config.Connections)
+	states, err := readNewShards(ctx, stores, target.want)
+	if err != nil {
+		return err
+	}
+	cluster, err := target.cluster(states)
+	if err != nil {
+		return err
+	}
+	forgets := target.forgets(states)
+	if err := a.Confirm(ctx, target.question(states, config)+forgets+"Do it?", yes); err != nil {
+		return err
+	}
+	if yes && !a.JSON {
+		fmt.Fprint(a.Stdout, forgets)
+	}
+	var source shards.Source
+	if err := InShard(ctx, stores[0], func(pool *pgxpool.Pool) error {
+		return stores[0].Look(ctx, pool, func(tx pgx.Tx) (err error) {
+			source, err = shards.Read(ctx, tx.Conn(), config.Schema)
+			return err
+		})
+	}); err != nil {
+		return stores[0].About(err)
+	}
+	// If this is interrupted, the same command goes on.
+	for i, store := range stores {
+		if states[i].Is == nil {
+			if err := asOwner(ctx, store, func(conn *pgx.Conn) error {
+				return shards.Intend(ctx, conn, config.Schema, cluster)
+			}); err != nil {
+				return err
+			}
+		}
+	}
+	for i, store := range stores {
+		if target.growth == nil {
+			if err := asOwner(ctx, store, func(conn *pgx.Conn) error {
+				is := shards.Identity{Place: i, Shards: len(stores), Cluster: cluster}
+				return shards.Own(ctx, conn, config.Schema, is)
+			}); err != nil {
+				return err
+			}
+		}
+	}
+	// What somebody has done to the functions is what this may have to mend, so the functions are not looked at.
+	if err := a.Transaction(ctx, pool, pgx.ReadWrite, cli.AccessShare, true, func(tx pgx.Tx) error {
+		if err := shards.Install(ctx, tx, source, config); err != nil {
+			return err
+		}
+		// While shards are divided, some keys may be with none.
+		return tryShards(ctx, tx, stores, source, target.owner, target.growth == nil)
+	}); err != nil {
+		return fmt.Errorf("the proxy stays as it was: %w", err)
+	}
+	return listShards(ctx, a)
+}
+
+// asOwner calls do in a transaction in a shard, as the owner of its tables.
+func asOwner(ctx context.Context, a *cli.App, do func(conn *pgx.Conn) error) error {
+	return a.About(InShard(ctx, a, func(pool *pgxpool.Pool) error {
+		return a.Write(ctx, pool, func(tx pgx.Tx) error {
+			q, _ := tx.(cli.Qualified)
+			var owner string
+			if err := tx.QueryRow(ctx, "SELECT pg_get_userbyid(relowner) FROM pg_class WHERE oid = to_regclass($1)",
+				pgx.Identifier{q.Schema, cli.Table(true)}.Sanitize()).Scan(&owner); err != nil {
+				return err
+			}
+			if _, err := q.Tx.Exec(ctx, "SET LOCAL ROLE "+pgx.Identifier{owner}.Sanitize()); err != nil {
+				return err
+			}
+			return do(tx.Conn())
+		})
+	}))
+}
+
+// proxyTarget is a database that is a proxy, or is to be one.
+type proxyTarget struct {
+	database, role string
+	superuser      bool
+	major          int // of Postgres
+	Available      bool
+	encoding       string
+	standby        bool
+	schemaThere    bool
+	Tables         []string // in the schema, with names of ours
+	elsewhere      []string // schemas with the functions of another proxy
+	mapped         bool     // PL/Proxy knows as whom to connect
+	owner          string   // of the functions, quoted
+	Connections    []string // nil if it is no proxy
+	growth         *shards.Growth
+}
+
+// ReadTarget also decides about the schema: that of the proxy, or the one that search_path names first.
+func ReadTarget(ctx context.Context, a *cli.App, pool *pgxpool.Pool) (t proxyTarget, err error) {
+	if a.Schema == "" {
+		if err := a.Look(ctx, pool, func(tx pgx.Tx) error {
+			q, _ := tx.(cli.Qualified)
+			a.Schema = q.Schema
+			return nil
+		}); err != nil {
+			return t, err
+		}
+	}
+	if a.Schema == "" {
+		if err := pool.QueryRow(ctx, "SELECT coalesce(pg_catalog.current_schema(), '')").Scan(&a.Schema); err != nil {
+			return t, err
+		}
+	}
+	err = a.Look(ctx, pool, func(tx pgx.Tx) error {
+		if err := tx.QueryRow(ctx, targetSQL, a.Schema).Scan(&t.database, &t.role, &t.superuser, &t.major, &t.Available,
+			&t.encoding, &t.standby, &t.schemaThere, &t.Tables, &t.elsewhere, &t.mapped, &t.owner); err != nil {
+			return err
+		}
+		if t.Connections, err = shards.Connections(ctx, tx); err == nil {
+			t.growth, err = shards.ReadGrowth(ctx, tx)
+		}
+		return err
+	})
+	return t, err
+}
+
+// want is what a database has to be for 'shard set'. While shards are divided, each stays what it is.
+func (t *proxyTarget) want(s *ShardState, n int) wantedShard {
+	w := wantedShard{is: ShardIs{Place: s.Place, Shards: n}, fresh: true, counts: n == 1}
+	w.had = s.Place < len(t.Connections) && t.Connections[s.Place] == s.Connection
+	if t.growth == nil {
+		return w
+	}
+	half := n / 2
+	w.fresh, w.still = false, t.Connections[s.Place] == t.Connections[s.Place%half]
+	if w.still && (s.Is == nil || s.Is.Shards == half) {
+		w.is.Shards = half
+	}
+	if w.still {
+		w.is.Place %= half
+	}
+	return w
+}
+
+// keepsGrowing tells whether the places that are still with the old shards would stay so.
+func (t *proxyTarget) keepsGrowing(connections []string) bool {
+	half := len(t.Connections) / 2
+	for i := range half {
+		if len(connections) != 2*half ||
+			(connections[half+i] == connections[i]) != (t.Connections[half+i] == t.Connections[i]) {
+			return false
+		}
+	}
+	return true
+}
+
+// refuse returns why the database cannot be a proxy of these shards.
+func (t *proxyTarget) refuse(config shards.Config) error {
+	n := len(t.Connections)
+	switch {
+	case t.standby:
+		return errors.New("the database is a standby; make its primary the proxy, and the standby will be one too")
+	case !t.schemaThere:
+		return fmt.Errorf("there is no schema %s; run deploy/roles.sql in the proxy's database, or name another one "+
+			"with --schema", cli.Printable(config.Schema))
+	case len(t.Tables) > 0:
+		return fmt.Errorf("the database has limits itself: %s in schema %s; a proxy has none, so use another "+
+			"database, and this one can be a shard", cli.Printable(strings.Join(t.Tables, ", ")), cli.Printable(config.Schema))
+	case len(t.elsewhere) > 0:
+		return fmt.Errorf("the database is a proxy already, in schema %s; name that with --schema, or use another "+
+			"database", strings.Join(t.elsewhere, ", "))
+	case t.encoding != "UTF8":
+		return fmt.Errorf("the database has the encoding %s, and a proxy needs UTF8; make it anew: "+
+			"CREATE DATABASE … ENCODING 'UTF8' TEMPLATE template0", t.encoding)
+	case !t.superuser:
+		return fmt.Errorf("role %s is no superuser, and PL/Proxy is an untrusted language, whose functions only "+
+			"superusers make; run this as one", t.role)
+	case !t.Available:
+		return fmt.Errorf("the server has no PL/Proxy; install it on the host of the proxy's server (Debian: "+
+			"postgresql-%d-plproxy)", t.major)
+	case t.growth != nil && !t.keepsGrowing(config.Connections):
+		a := cli.App{Schema: config.Schema}
+		return fmt.Errorf("the shards of this proxy are being divided: %s goes on with that, and if no key has moved "+
+			"yet, %s takes it back; `pgratelimit shard list` tells how far it is", a.Command("shard grow"),
+			a.Command("shard grow --undo"))
+	case n > 0 && n != len(config.Connections):
+		return fmt.Errorf("the proxy has %s, and this names %d; 'pgratelimit shard grow' doubles the number of "+
+			"shards, with the keys moved, also for a proxy that was not there when they were", cli.Count(n, "shard"),
+			len(config.Connections))
+	case config.User == "" && !t.mapped:
+		return cli.Usage(errors.New("--user is missing: the role as which PL/Proxy connects to the shards; " +
+			PasswordVariable + " has its password"))
+	}
+	return nil
+}
+
+// cluster names the shards: by a new name if one of them has just become one. Only for a proxy that has the others
+// already may it have taken another's place: any other proxy does not know whether somebody still asks that one. After
+// a 'shard set' that was interrupted, the mark of [shards.Intend] tells that there is no other.
+func (t *proxyTarget) cluster(states []ShardState) (string, error) {
+	name := clusterOf(states)
+	var others, fresh *ShardState
+	for i := range states {
+		s := &states[i]
+		switch {
+		case s.Is == nil && s.division != shards.Intended+name:
+			fresh = s
+		case s.Is != nil && (i >= len(t.Connections) || t.Connections[i] != s.Connection):
+			others = s
+		}
+	}
+	if fresh != nil && others != nil {
+		return "", fmt.Errorf("%s is no shard yet, and %s is one, of databases that this proxy does not have: name "+
+			"those, as `pgratelimit shard list` of another proxy tells them; if no proxy has %[2]s any more, "+
+			"`DROP TABLE rate_limit_shard` in it makes it no shard: its counts stay, and calls of a proxy that still "+
+			"uses it fail", fresh.Name, others.Name)
+	}
+	if fresh != nil {
+		return rand.Text(), nil
+	}
+	return name, nil
+}
+
+// question says what will be done.
+func (t *proxyTarget) question(states []ShardState, config shards.Config) string {
+	var text strings.Builder
+	what := "becomes a proxy"
+	if t.Connections != nil {
+		what = "stays a proxy, with new functions,"
+	}
+	fmt.Fprintf(&text, "Database %s %s of these shards, in schema %s:\n",
+		cli.Printable(t.database), what, cli.Printable(config.Schema))
+	for i := range states {
+		s := &states[i]
+		fmt.Fprintf(&text, "  %d  %s", i, cli.Printable(s.Connection))
+		if i < len(t.Connections) && t.Connections[i] != s.Connection {
+			fmt.Fprintf(&text, ", before: %s", cli.Printable(t.Connections[i]))
+		}
+		if s.Is == nil {
+			fmt.Fprintf(&text, ", which becomes shard %d of %d", i, len(states))
+		}
+		fmt.Fprintln(&text)
+	}
+	if config.User != "" {
+		with := "with the password of " + PasswordVariable
+		if config.Password == "" {
+			with = "without a password"
+		}
+		fmt.Fprintf(&text, "PL/Proxy connects to them as %s, %s.\n", cli.Printable(config.User), with)
+	}
+	return text.String()
+}
+
+// forgets says what is lost with shards that others take the place of.
+func (t *proxyTarget) forgets(states []ShardState) string {
+	var text strings.Builder
+	for i := range states {
+		if states[i].Is != nil || i >= len(t.Connections) || t.Connections[i] == states[i].Connection {
+			continue
+		}
+		what := "the counts"
+		if i == 0 {
+			what = "the counts, and all policies and bans,"
+		}
+		fmt.Fprintf(&text, "%s takes the place of another database: %s that are there are forgotten.\n",
+			states[i].Name, what)
+	}
+	return text.String()
+}
+
+// wantedShard is what a database has to be to become a shard.
+type wantedShard struct {
+	is     ShardIs
+	fresh  bool // it need not know that yet
+	counts bool // it may have some before
+	copies bool // it may be the new one of a shard that is being divided
+	had    bool // the proxy has it in this place
+	still  bool // an old shard, for as long as its new one has not taken over
+}
+
+// readNewShards asks databases that are to be shards. It returns an error that says what is wrong with each.
+func readNewShards(
+	ctx context.Context, stores []*cli.App, want func(s *ShardState, n int) wantedShard,
+) ([]ShardState, error) {
+	all, err := cli.ReadMigrations()
+	if err != nil {
+		return nil, err
+	}
+	version := all[len(all)-1].Version
+	states := make([]ShardState, len(stores))
+	var random [4]byte
+	_, _ = rand.Read(random[:]) // never fails
+	token := int32(binary.BigEndian.Uint32(random[:]))
+	var visit func(place int)
+	visit = func(place int) { // the transactions stay open until all have been asked, for the sake of twin
+		if place == len(stores) {
+			return
+		}
+		visited := false
+		store, s := stores[place], &states[place]
+		*s = NewState(store)
+		if err := InShard(ctx, store, func(pool *pgxpool.Pool) error {
+			return store.Look(ctx, pool, func(tx pgx.Tx) error {
+				if err := s.readNew(ctx, tx, token, version); err != nil {
+					return err
+				}
+				visited = true
+				visit(place + 1)
+				return nil
+			})
+		}); err != nil {
+			s.cannotBeRead(err)
+		}
+		if !visited {
+			visit(place + 1)
+		}
+	}
+	visit(0)
+	var wrong []error
+	for i := range states {
+		s := &states[i]
+		w := want(s, len(states))
+		w.is.Cluster = clusterOf(states)
+		s.judge(w.is, version, w.fresh)
+		s.judgeNew(states, w)
+		for _, f := range s.Wrong {
+			wrong = append(wrong, fmt.Errorf("%s %s; %s", s.Name, f.Found, f.Do))
+		}
+	}
+	return states, errors.Join(wrong...)
+}
+
+// readNew also looks for what only a database that is to be a shard may lack or have.
+func (s *ShardState) readNew(ctx context.Context, tx pgx.Tx, token int32, version int64) error {
+	if err := tx.QueryRow(ctx, twinSQL, token, s.Place).Scan(&s.twin); err != nil {
+		return err
+	}
+	if err := s.Read(ctx, tx); err != nil || s.Version != version || s.ReadOnly || !s.member {
+		return err
+	}
+	return tx.QueryRow(ctx, holdsSQL).Scan(&s.counts, &s.policies)
+}
+
+func (s *ShardState) judgeNew(all []ShardState, w wantedShard) {
+	if s.twin != nil && (!w.still || !s.IsStill(&all[*s.twin])) {
+		s.add(cli.Problem, "place", "name another database", "is the same database as %s", all[*s.twin].Name)
+	}
+	if s.owner != "" && !s.member {
+		s.add(cli.Problem, "rights", fmt.Sprintf("run this as a role that is a member of %s on each shard",
+			cli.Printable(s.owner)), "has tables of %s, and this role is not a member of that", cli.Printable(s.owner))
+	}
+	if s.Is != nil || s.twin != nil {
+		return
+	}
+	switch counts := s.counts && !w.counts; {
+	case s.copies() && w.copies:
+	case s.copies():
+		s.add(cli.Problem, "counts", "run `pgratelimit shard list` for the proxy of that shard, and do what it says, or "+
+			"use another database; only if that growth was undone are they nobody's, and "+
+			"`TRUNCATE rate_limit_ephemeral, rate_limit_durable, rate_limit_shard` loses nothing",
+			"has rows of a shard that is being divided, perhaps the only ones of their keys")
+	case counts && w.had:
+		s.add(cli.Problem, "counts", s.become(w.is)+" if it was that shard before, and has its counts; otherwise use "+
+			"another database", "has counts, and does not say which shard it is")
+	case counts:
+		s.add(cli.Problem, "counts", "make it the only shard, and then grow, which keeps them; or `TRUNCATE` "+
+			"rate_limit_ephemeral and rate_limit_durable, which forgets all counts, if nobody asks for them",
+			"has counts already, of keys that other shards would own")
+	}
+	if s.policies && w.is.Place > 0 {
+		s.add(cli.Problem, "policies", "move them to shard 0, and `DELETE` them here",
+			"has policies, and only those of shard 0 are obeyed")
+	}
+}
+
+// tryShards has PL/Proxy ask each shard, in the transaction that makes the proxy.
+// owned tells whether the shards know already which they are.
+func tryShards(
+	ctx context.Context, tx pgx.Tx, stores []*cli.App, source shards.Source, owner string, owned bool,
+) error {
+	q, _ := tx.(cli.Qualified)
+	schema := pgx.Identifier{q.Schema}.Sanitize()
+	condition := "true"
+	if owned {
+		condition = "(SELECT " + schema + "._rate_limit_own_shard(shard, shards))"
+	}
+	if _, err := q.Tx.Exec(ctx, fmt.Sprintf(checkShardSQL, schema, strings.ReplaceAll(schema, "'", "''"),
+		condition)); err != nil {
+		return err
+	}
+	// The user mapping is that of the functions' owner.
+	if _, err := q.Tx.Exec(ctx, "SET LOCAL ROLE "+owner); err != nil {
+		return err
+	}
+	var needed []string
+	for _, f := range source.Functions {
+		needed = append(needed, f.Name)
+	}
+	for i, store := range stores {
+		var login string
+		var missing []string
+		if err := q.Tx.QueryRow(ctx, "SELECT login, missing FROM "+schema+"._rate_limit_check_shard($1, $2, $3)",
+			i, len(stores), needed).Scan(&login, &missing); err != nil {
+			found, do := ProxyTrouble(err)
+			return store.About(errors.New(found + "; " + do))
+		}
+		if len(missing) > 0 {
+			return store.About(fmt.Errorf("role %s may not execute %s; run deploy/grants.sql there, and "+
+				"GRANT rate_limit_app, rate_limit_sweeper TO %[1]s", cli.Printable(login), strings.Join(missing, ", ")))
+		}
+	}
+	if _, err := q.Tx.Exec(ctx, "RESET ROLE"); err != nil {
+		return err
+	}
+	_, err := q.Tx.Exec(ctx, "DROP FUNCTION "+schema+"._rate_limit_check_shard")
+	return err
+}
+
+// ProxyTrouble says what PL/Proxy has met, and what to do about it.
+func ProxyTrouble(err error) (found, do string) {
+	pgErr, ok := errors.AsType[*pgconn.PgError](err)
+	if !ok {
+		return cli.OneLine(err), "look at the log of both servers"
+	}
+	has := func(part string) bool { return strings.Contains(pgErr.Message, part) }
+	switch {
+	case has("password"):
+		do = PasswordVariable + " has to be the password of --user on the shard, for `pgratelimit shard set`"
+	case has("role ") && has("does not exist"):
+		do = "make the role on the shard: CREATE ROLE … LOGIN"
+	case has("not permitted to log in"):
+		do = "let the role log in: ALTER ROLE … LOGIN"
+	case has("pg_hba.conf"):
+		do = "let the shard's pg_hba.conf admit the host of the proxy's server"
+	case has("PQconnect"):
+		do = "give `pgratelimit shard set` a connection string that works from the host of the proxy's server"
+	case pgErr.Code == "RLS03":
+		do = "`pgratelimit shard list` says what is wrong with the place, or the growth, of each shard"
+	case pgErr.Code == "42501":
+		do = "run deploy/grants.sql on the shard, and GRANT rate_limit_app, rate_limit_sweeper TO the role of --user"
+	default:
+		do = "look at the log of both servers"
+	}
+	return "PL/Proxy cannot use it: " + cli.OneLine(errors.New(pgErr.Message)), do
+}

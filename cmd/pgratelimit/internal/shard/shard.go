@@ -1,0 +1,137 @@
+// Package shard has the commands that spread the limits over several databases, behind a proxy.
+package shard
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
+)
+
+func ShardCommand(a *cli.App) *cobra.Command {
+	cmd := &cobra.Command{
+		Use:   "shard",
+		Short: "Spread the limits over several databases, behind a proxy",
+		Long: `Spreads the limits over several databases, the shards. Applications connect to one more database, the
+proxy, which has no limits of its own: its functions hand each call to the shards that have its keys,
+with PL/Proxy. docs/operating.md says how to set that up. The database of --database-url is the proxy.
+The other commands look at all shards when they are given a proxy.`,
+		Args: cli.KnownCommand,
+		RunE: cli.MissingCommand,
+	}
+	cmd.AddCommand(shardSetCommand(a), shardListCommand(a), shardGrowCommand(a))
+	for _, sub := range cmd.Commands() {
+		sub.ValidArgsFunction = cobra.NoFileCompletions
+	}
+	return cmd
+}
+
+func shardListCommand(a *cli.App) *cobra.Command {
+	cmd := &cobra.Command{
+		Use:   "list",
+		Short: "List the shards of a proxy, and what is wrong with each",
+		Long: `Lists the shards of a proxy: what each says that it is, the version of its migrations, about how many
+rows of keys it has, how far its clock is ahead of the proxy's, and what is wrong. The exit code is 1 if
+something is. It connects to each shard by the connection string of the proxy, as the user of
+--database-url.`,
+		Example: `  pgratelimit shard list
+  pgratelimit shard list --json`,
+		Args: cobra.NoArgs,
+		RunE: cli.Action(func(ctx context.Context, _ []string) error { return listShards(ctx, a) }),
+	}
+	a.AddTimeout(cmd)
+	a.AddJSON(cmd)
+	return cmd
+}
+
+// listShards returns an error if something is wrong with a shard.
+func listShards(ctx context.Context, a *cli.App) error {
+	pool, err := a.Open(ctx)
+	if err != nil {
+		return err
+	}
+	defer pool.Close()
+	_, states, err := ShardStates(ctx, a, pool)
+	if err == nil && states == nil {
+		err = errors.New("the database is no proxy of shards, or its schema is another one (--schema); " +
+			"'pgratelimit shard set' makes a proxy")
+	}
+	if err != nil {
+		return err
+	}
+	wrong := 0
+	for i := range states {
+		if len(states[i].Wrong) > 0 {
+			wrong++
+		}
+	}
+	if err := a.Print(states, func(w io.Writer) { printShards(w, states) }); err != nil {
+		return err
+	}
+	if wrong > 0 {
+		return fmt.Errorf("something is wrong with %d of %s", wrong, cli.Count(len(states), "shard"))
+	}
+	return nil
+}
+
+func printShards(w io.Writer, states []ShardState) {
+	fmt.Fprintln(w, "PLACE\tCONNECTION\tIS\tVERSION\tROWS\tCLOCK")
+	for i := range states {
+		s := &states[i]
+		if !s.Reached {
+			fmt.Fprintf(w, "%d\t%s\t?\t?\t?\t?\n", s.Place, cli.Printable(s.Connection))
+			continue
+		}
+		is := s.Is.String()
+		if s.ReadOnly {
+			is += ", read-only"
+		}
+		ahead := (time.Duration(s.ClockUS) * time.Microsecond).Round(time.Millisecond)
+		fmt.Fprintf(w, "%d\t%s\t%s\t%d\t~%d\t%+d ms\n",
+			s.Place, cli.Printable(s.Connection), is, s.Version, s.Rows, ahead.Milliseconds())
+	}
+	for i := range states {
+		for _, f := range states[i].Wrong {
+			fmt.Fprintf(w, "\n%s %s\n→ %s\n", states[i].Name, cli.Printable(f.Found), f.Do)
+		}
+	}
+}
+
+// checkConnections refuses connection strings that PL/Proxy could not use, or that would show a password to everybody.
+func checkConnections(connections []string) error {
+	if n := len(connections); n == 0 || n&(n-1) != 0 {
+		return cli.Usage(fmt.Errorf("the number of shards is %d, and must be a power of two: 1, 2, 4, 8 and so on", n))
+	}
+	for place, connection := range connections {
+		refuse := func(why string) error {
+			return cli.Usage(fmt.Errorf("connection string of shard %d: %s", place, why))
+		}
+		if strings.HasPrefix(connection, "postgres://") || strings.HasPrefix(connection, "postgresql://") {
+			return refuse(`it is a URL, and PL/Proxy needs keywords: "host=10.0.0.1 dbname=limits_0"`)
+		}
+		settings, err := cli.Keywords(connection)
+		if err != nil {
+			return refuse(err.Error())
+		}
+		for _, secret := range []string{"user", "password", "sslpassword"} {
+			if _, given := settings[secret]; given {
+				return refuse(secret + " does not belong in it, because everybody can read it in the proxy's " +
+					"database: --user names the role, and " + PasswordVariable + " has the password")
+			}
+		}
+		if settings["dbname"] == "" {
+			return refuse("dbname is missing, by which errors name the shard")
+		}
+		shard := cli.App{Connection: connection}
+		if _, err := shard.Config(); err != nil {
+			return refuse(cli.OneLine(err))
+		}
+	}
+	return nil
+}

@@ -1,0 +1,348 @@
+package shard
+
+import (
+	"context"
+	_ "embed"
+	"errors"
+	"fmt"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/pgratelimit/ratelimit/internal/shards"
+
+	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
+)
+
+// FarClocks is how far apart clocks may be before somebody should hear of it. A key is on one shard, so no decision
+// depends on two clocks. But a policy begins and ends by the clock of the first shard.
+const FarClocks = 100 * time.Millisecond
+
+var (
+	//go:embed sql/map.sql
+	MapSQL string
+	//go:embed sql/state.sql
+	stateSQL string
+	//go:embed sql/holds.sql
+	holdsSQL string
+)
+
+// ShardState is what a shard of a proxy says of itself.
+type ShardState struct {
+	Place      int           `json:"place"`
+	Connection string        `json:"connection"`
+	Is         *ShardIs      `json:"is"`        // null if the database is no shard
+	Version    int64         `json:"version"`   // of the migrations; 0 if there are none
+	ReadOnly   bool          `json:"read_only"` //
+	Rows       int64         `json:"rows"`      // of keys, estimated
+	ClockUS    int64         `json:"clock_us"`  // ahead of the clock of the proxy
+	Wrong      []cli.Finding `json:"wrong"`     // [] if nothing is
+	Name       string        // for people
+	schema     string        // of the tables and functions
+	encoding   string        //
+	owner      string        // of the tables
+	member     bool          // this role is a member of that
+	Clock      ClockTime     //
+	Reached    bool          //
+	proxy      bool          // it is one itself
+	counts     bool          // there are some; only read for set
+	policies   bool          // as above
+	twin       *int          // the place of a shard before this one that is the same database; as above
+	division   string        // its mark in rate_limit_shard; see markDivision
+	noting     bool          // it notes what is deleted, as while it is divided
+	divider    int           // process id of the command that divides the shards now; only the first shard knows
+}
+
+// ShardIs is the row of rate_limit_shard.
+type ShardIs struct {
+	Place   int    `json:"place"`
+	Shards  int    `json:"shards"`
+	Cluster string `json:"cluster"` // the same on all shards that belong together
+}
+
+func (i *ShardIs) String() string {
+	if i == nil {
+		return shards.Identity{}.String()
+	}
+	return shards.Identity(*i).String()
+}
+
+// ClockTime is how far a server's clock is ahead of ours.
+type ClockTime struct{ ahead, error time.Duration }
+
+func readClock(ctx context.Context, tx pgx.Tx) (ClockTime, error) {
+	var at time.Time
+	before := time.Now()
+	err := tx.QueryRow(ctx, "SELECT clock_timestamp()").Scan(&at)
+	half := time.Since(before) / 2
+	return ClockTime{at.Sub(before.Add(half)), half}, err
+}
+
+// ProxyState is what a proxy says of itself.
+type ProxyState struct {
+	Shards  int // that its functions know
+	Version int64
+	clock   ClockTime
+	Growth  *shards.Growth // nil if its shards are not being divided
+}
+
+func readProxyState(ctx context.Context, tx pgx.Tx) (p ProxyState, err error) {
+	if err = tx.QueryRow(ctx, MapSQL).Scan(&p.Shards, &p.Version); err != nil {
+		return p, err
+	}
+	if p.Growth, err = shards.ReadGrowth(ctx, tx); err == nil {
+		p.clock, err = readClock(ctx, tx)
+	}
+	return p, err
+}
+
+// NewState returns the state of a shard of which nothing is known yet.
+func NewState(a *cli.App) ShardState {
+	return ShardState{
+		Place: a.Place, Connection: a.Connection, Wrong: []cli.Finding{}, Name: a.ShardName(), schema: a.Schema,
+	}
+}
+
+// Read asks a shard.
+func (s *ShardState) Read(ctx context.Context, tx pgx.Tx) (err error) {
+	if s.Clock, err = readClock(ctx, tx); err != nil {
+		return err
+	}
+	var readable bool
+	if err := tx.QueryRow(ctx, stateSQL, shards.GrowLock).Scan(&s.Version, &s.ReadOnly, &s.encoding, &s.Rows, &s.owner,
+		&s.member, &readable, &s.proxy, &s.noting, &s.divider); err != nil {
+		return err
+	}
+	if s.Reached = true; !readable {
+		return nil
+	}
+	var is ShardIs
+	err = tx.QueryRow(ctx, "SELECT coalesce(place, 0), coalesce(shards, 0), coalesce(cluster, ''), "+
+		"coalesce(division, '') FROM rate_limit_shard").Scan(&is.Place, &is.Shards, &is.Cluster, &s.division)
+	if errors.Is(err, pgx.ErrNoRows) {
+		err = nil
+	}
+	if is.Shards > 0 {
+		s.Is = &is
+	}
+	return err
+}
+
+// copies tells whether a database has rows of a shard that is being divided, and has not taken over from it yet.
+func (s *ShardState) copies() bool {
+	return s.Is == nil && s.division != "" && !strings.HasPrefix(s.division, shards.Intended)
+}
+
+// Divides tells whether a database is a shard that is being divided, or gets keys of one.
+func (s *ShardState) Divides() bool {
+	return s.noting || s.division != "" && !strings.HasPrefix(s.division, shards.Intended)
+}
+
+func (s *ShardState) add(l cli.Level, check, do, found string, args ...any) {
+	f := l.Finding(do, found, args...)
+	f.Check = check
+	s.Wrong = append(s.Wrong, f)
+}
+
+func (s *ShardState) cannotBeRead(err error) {
+	if s.Reached {
+		s.add(cli.Problem, "state", "mend what it says", "could not be looked at: %s", cli.OneLine(err))
+		return
+	}
+	s.add(cli.Problem, "connection", "start it, or correct its connection string with `pgratelimit shard set`, or the "+
+		"rights of this role", "cannot be reached: %s", cli.OneLine(err))
+}
+
+// judge finds what is wrong with a shard for a proxy with functions of a version. A new one need not know its place.
+func (s *ShardState) judge(want ShardIs, version int64, fresh bool) {
+	if !s.Reached {
+		return
+	}
+	migrate := fmt.Sprintf("run `pgratelimit migrate up --schema %s` there", s.schema)
+	switch {
+	case s.proxy:
+		s.add(cli.Problem, "version", "name the databases that have its limits", "is a proxy of shards itself")
+	case s.Version == 0:
+		s.add(cli.Problem, "version", migrate+", and deploy/grants.sql, or name another schema with --schema",
+			"is not migrated in schema %s", cli.Printable(s.schema))
+	case s.Version < version:
+		s.add(cli.Problem, "version", migrate+", then deploy/grants.sql, and `pgratelimit shard set` for the proxy",
+			"is at version %d, and should be at %d", s.Version, version)
+	case s.Version > version && fresh:
+		s.add(cli.Problem, "version", "run the `pgratelimit` of that release", "is at version %d, which this command, "+
+			"of %d, does not know", s.Version, version)
+	case s.Version > version:
+		s.add(cli.Problem, "version", "migrate all shards, then run `pgratelimit shard set` for the proxy",
+			"is at version %d, and the proxy's functions are of %d", s.Version, version)
+	}
+	if s.ReadOnly {
+		s.add(cli.Problem, "writes", "name the primary in its connection string, or mend default_transaction_read_only",
+			"can only be read")
+	}
+	if s.encoding != "UTF8" {
+		s.add(cli.Problem, "encoding", "make the database anew: `CREATE DATABASE … ENCODING 'UTF8' TEMPLATE template0`",
+			"has the encoding %s, and not UTF8", s.encoding)
+	}
+	switch {
+	case s.Is == nil && !fresh:
+		s.add(cli.Problem, "place", "if it is empty, run `pgratelimit shard set`, and its keys count from nothing; if it "+
+			"was that shard before and has its counts, "+s.become(want),
+			"does not say which shard it is, and should be %v", &want)
+	case s.Is != nil && s.Is.Cluster != want.Cluster && s.Is.Place == want.Place && s.Is.Shards == want.Shards:
+		s.add(cli.Problem, "place", "compare `pgratelimit shard list` of all proxies, and `pgratelimit shard set` those "+
+			"that have a wrong database; if `pgratelimit shard set` was interrupted, run it again",
+			"belongs to other shards than the first ones of these")
+	case s.Is != nil && *s.Is != want:
+		s.add(cli.Problem, "place", s.rightPlace(want), "is %v, and not %v", s.Is, &want)
+	}
+}
+
+// become is the statement that makes a database a shard that was it before.
+func (s *ShardState) become(is ShardIs) string {
+	return fmt.Sprintf("`INSERT INTO %s.rate_limit_shard (place, shards, cluster) VALUES (%d, %d, '%s')`",
+		pgx.Identifier{s.schema}.Sanitize(), is.Place, is.Shards, strings.ReplaceAll(is.Cluster, "'", "''"))
+}
+
+// rightPlace says what to do with a shard that is another one than wanted.
+func (s *ShardState) rightPlace(want ShardIs) string {
+	switch {
+	case s.noting || s.Is.Shards == 2*want.Shards && s.Is.Place%want.Shards == want.Place:
+		return "it is divided, or was, for another proxy: run `pgratelimit shard list` for that one, and do what it " +
+			"says; then `pgratelimit shard grow` here with the same new shards, or there with --proxy for this one. " +
+			"Nothing is lost meanwhile"
+	case 2*s.Is.Shards == want.Shards && s.Is.Place == want.Place%s.Is.Shards:
+		return "if `pgratelimit shard grow` was interrupted, run it again as before; otherwise give the connection " +
+			"strings of all shards that there are, and let `pgratelimit shard grow` double their number"
+	}
+	return "give the connection strings in the order of the shards' places. If no proxy uses this database any more, " +
+		"`DROP TABLE rate_limit_shard` in it makes it no shard: its counts stay, and calls of a proxy that still " +
+		"uses it fail"
+}
+
+// judgeGrowth says how far each of the first half of the shards is divided, and how that goes on.
+func judgeGrowth(a *cli.App, states []ShardState, growth *shards.Growth) {
+	half := len(states) / 2
+	moved, ended := false, true
+	do := "run " + a.Command("shard grow") + " again, which goes on from there"
+	if growth.Proxies > 1 {
+		do += ", with --proxy for " + cli.Count(growth.Proxies-1, "other proxy")
+	}
+	for i := range half {
+		moved = moved || states[i].Is == nil || states[i].Is.Shards != half
+	}
+	if !moved {
+		do += "; or take it back, since no key has moved yet: " + a.Command("shard grow --undo")
+	}
+	if pid := states[0].divider; pid != 0 {
+		do = fmt.Sprintf("wait for the end of `pgratelimit shard grow`, which works now, as process %d of shard 0", pid)
+	}
+	for i := range half {
+		s := &states[i]
+		l := cli.Warning
+		var found string
+		switch {
+		case s.Is == nil: // judge says why
+			continue
+		case s.Is.Shards == half:
+			found = "is to be divided, and still has all its keys"
+		case states[half+i].Connection == s.Connection:
+			l, found = cli.Problem, "has given up half of its keys, and nobody decides these until the growth goes on"
+		case s.division != "":
+			found = fmt.Sprintf("has given half of its keys to shard %d, and still has their rows", half+i)
+		case i == half-1 && ended:
+			found = "has been divided, like all others, and nothing says yet that the growth is over"
+		default:
+			continue
+		}
+		ended = false
+		s.add(l, "growth", do, "%s", found)
+	}
+}
+
+// JudgeClock finds a clock that is not that of the proxy.
+func (s *ShardState) JudgeClock(proxy ClockTime) {
+	if !s.Reached {
+		return
+	}
+	apart := s.Clock.ahead - proxy.ahead
+	s.ClockUS = apart.Microseconds()
+	if apart.Abs()-s.Clock.error-proxy.error > FarClocks {
+		s.add(cli.Warning, "clock", "let NTP keep the clocks of all servers", "has a clock %v from that of the proxy",
+			apart.Round(time.Millisecond))
+	}
+}
+
+// ShardStates asks a proxy and all its shards at the same time. One that does not answer is no error.
+func ShardStates(ctx context.Context, a *cli.App, pool *pgxpool.Pool) (p ProxyState, states []ShardState, err error) {
+	all, err := a.Shards(ctx, pool)
+	if err != nil || len(all) == 0 {
+		return p, nil, err
+	}
+	if err := a.Look(ctx, pool, func(tx pgx.Tx) error {
+		p, err = readProxyState(ctx, tx)
+		return err
+	}); err != nil {
+		return p, nil, err
+	}
+	states = make([]ShardState, len(all))
+	var reading sync.WaitGroup
+	for i, shard := range all {
+		reading.Go(func() {
+			s := NewState(shard)
+			if err := InShard(ctx, shard, func(pool *pgxpool.Pool) error {
+				return shard.Look(ctx, pool, func(tx pgx.Tx) error { return s.Read(ctx, tx) })
+			}); err != nil {
+				s.cannotBeRead(err)
+			}
+			states[i] = s
+		})
+	}
+	reading.Wait()
+	cluster := clusterOf(states)
+	for i := range states {
+		s, old := &states[i], &states[i%max(len(all)/2, 1)]
+		s.JudgeClock(p.clock)
+		if p.Growth != nil && s.IsStill(old) {
+			s.Wrong = []cli.Finding{} // these are the old one's
+			continue
+		}
+		want := ShardIs{i, len(all), cluster}
+		if p.Growth != nil && s == old && s.Is != nil && s.Is.Shards == len(all)/2 {
+			want.Shards = len(all) / 2
+		}
+		s.judge(want, p.Version, false)
+		if p.Growth == nil && s.noting && s.Is != nil && *s.Is == want {
+			s.add(cli.Warning, "growth", s.rightPlace(want), "is being divided, for another proxy")
+		}
+	}
+	if p.Growth != nil {
+		judgeGrowth(a, states, p.Growth)
+	}
+	return p, states, ctx.Err()
+}
+
+// IsStill tells whether a place of a proxy whose shards are being divided is still with the old shard.
+func (s *ShardState) IsStill(old *ShardState) bool { return s != old && s.Connection == old.Connection }
+
+// clusterOf is the cluster of the first shard that is one.
+func clusterOf(states []ShardState) string {
+	for i := range states {
+		if states[i].Is != nil {
+			return states[i].Is.Cluster
+		}
+	}
+	return ""
+}
+
+// InShard calls do with a pool.
+func InShard(ctx context.Context, a *cli.App, do func(*pgxpool.Pool) error) error {
+	pool, err := a.Open(ctx)
+	if err != nil {
+		return err
+	}
+	defer pool.Close()
+	return do(pool)
+}

@@ -1,0 +1,302 @@
+// Package upkeep has the commands that an operator runs regularly: migrate and sweep.
+package upkeep
+
+import (
+	"context"
+	_ "embed"
+	"fmt"
+	"io"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/spf13/cobra"
+
+	"github.com/pgratelimit/ratelimit/internal/catalog"
+	"github.com/pgratelimit/ratelimit/internal/shards"
+	"github.com/pgratelimit/ratelimit/migrations"
+
+	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
+	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/doctor"
+	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/shard"
+)
+
+//go:embed sql/owner.sql
+var ownerSQL string
+
+func MigrateCommand(a *cli.App) *cobra.Command {
+	cmd := &cobra.Command{
+		Use:   "migrate",
+		Short: "Make the tables and functions, or remove them",
+		Long: `Makes the tables and functions of the limiters in the schema of --schema, which has to exist, or in
+the one that search_path names first. Connect to Postgres itself, not through a pooler.`,
+		Args: cli.KnownCommand,
+		RunE: cli.MissingCommand,
+	}
+	cmd.AddCommand(migrateUpCommand(a), migrateDownCommand(a), migrateStatusCommand(a), migratePrintCommand(a))
+	return cmd
+}
+
+func migrateUpCommand(a *cli.App) *cobra.Command {
+	cmd := &cobra.Command{
+		Use:   "up",
+		Short: "Apply all migrations that the database does not have",
+		Example: `  pgratelimit migrate up
+  pgratelimit migrate up --schema limits`,
+		Args: cobra.NoArgs,
+		RunE: cli.Action(func(ctx context.Context, _ []string) error {
+			return migrate(ctx, a, func(ctx context.Context, pool *pgxpool.Pool) error { return migrateUp(ctx, a, pool) })
+		}),
+	}
+	a.AddJSON(cmd)
+	return cmd
+}
+
+// migrateUp applies all migrations. If there was none to apply, but something that they have made is missing, it
+// returns an error. If it made everything as another role than the owner of the schema, although it
+// could have taken that role, it says so.
+func migrateUp(ctx context.Context, a *cli.App, pool *pgxpool.Pool) error {
+	before, err := migrations.Status(ctx, pool)
+	first := err == nil && !slices.ContainsFunc(before, func(m migrations.Migration) bool { return m.Applied })
+	pending := err != nil || slices.ContainsFunc(before, func(m migrations.Migration) bool { return !m.Applied })
+	if err := migrations.Up(ctx, pool); err != nil {
+		return err
+	}
+	if !pending {
+		return requireAll(ctx, a, pool)
+	}
+	if !first {
+		return nil
+	}
+	type owners struct{ Me, Schema, Owner string }
+	var found []owners
+	// Migrations change rows as this role, if only those of the version.
+	err = a.Transaction(ctx, pool, pgx.ReadOnly, cli.AccessShare, true, func(tx pgx.Tx) error {
+		rows, err := tx.Query(ctx, ownerSQL)
+		if err == nil {
+			found, err = pgx.CollectRows(rows, pgx.RowToStructByPos[owners])
+		}
+		return err
+	})
+	for _, f := range found {
+		e := doctor.Examination{App: a, Server: doctor.Server{OwnerSQL: f.Owner}}
+		fmt.Fprintln(a.Stderr, cli.Printable(fmt.Sprintf(
+			"warning: what was made belongs to %s, and its functions run with the rights of %s. "+
+				"Schema %s belongs to %s. To have all of it belong to %s, run %s, "+
+				"`DROP TABLE %s.rate_limit_goose_version`, then %s. That loses all counts, policies and bans that "+
+				"were made meanwhile", f.Me, f.Me, f.Schema, f.Owner, f.Owner,
+			e.Command("migrate down --to 0"), f.Schema, e.AsOwner(e.Command("migrate up")))))
+	}
+	return err
+}
+
+// requireAll returns an error if something is missing that the migrations have made.
+func requireAll(ctx context.Context, a *cli.App, pool *pgxpool.Pool) error {
+	e := &doctor.Examination{App: a, Pool: pool}
+	if err := e.ReadServer(ctx); err != nil {
+		return err
+	}
+	f, err := e.CheckMigrations(ctx)
+	if err != nil {
+		return err
+	}
+	if e.Server.Tables > 0 && f.Level == cli.Fine {
+		made, _ := catalog.Made(e.Applied) // nothing, if it is of a newer release
+		var missing []string
+		for _, d := range e.Found.Differences(made, e.Server.Owner) {
+			if doctor.InPlace(d, made) && (d.Aspect == "" || e.Found[d.Object].Aspects[d.Aspect] == "") {
+				missing = append(missing, d.Text)
+			}
+		}
+		if len(missing) == 0 {
+			return nil
+		}
+		f = cli.Problem.Finding(e.Command("doctor --fix")+" makes it anew, and `pgratelimit doctor` says what that loses",
+			"%s", strings.Join(missing, "; "))
+	}
+	if f.Level == cli.Problem {
+		return fmt.Errorf("nothing is pending, but %s: %s", f.Found, f.Do)
+	}
+	return nil
+}
+
+func migrateDownCommand(a *cli.App) *cobra.Command {
+	var to int64
+	var yes bool
+	cmd := &cobra.Command{
+		Use:   "down",
+		Short: "Roll back the migration that was applied last",
+		Long: `Rolls back the migration that was applied last, or all those above a version. What a migration has
+made goes with it. To roll back the first one drops the tables, and so every count, all policies and
+their history. While shards are being divided, their databases and the proxy refuse it:
+'pgratelimit shard grow' goes on with that, or --undo takes it back.`,
+		Example: `  pgratelimit migrate down
+  pgratelimit migrate down --to 0 --yes`,
+		Args: cobra.NoArgs,
+	}
+	cmd.RunE = cli.Action(func(ctx context.Context, _ []string) error {
+		down := func(ctx context.Context, pool *pgxpool.Pool) error { return migrations.Down(ctx, pool) }
+		question := "Roll back the last migration? What it has made goes with it."
+		if cmd.Flags().Changed("to") {
+			question = fmt.Sprintf("Roll back all migrations above version %d? "+
+				"What they have made goes with them, and calls fail without it. The counts and policies stay.", to)
+			if to < 1 {
+				question = "Roll back all migrations? The tables go too, and with them all counts and policies."
+			}
+			down = func(ctx context.Context, pool *pgxpool.Pool) error { return migrations.DownTo(ctx, pool, to) }
+		}
+		if err := a.Confirm(ctx, question, yes); err != nil {
+			return err
+		}
+		return migrate(ctx, a, func(ctx context.Context, pool *pgxpool.Pool) error {
+			if err := refuseDivided(ctx, a, pool); err != nil {
+				return err
+			}
+			return down(ctx, pool)
+		})
+	})
+	cmd.Flags().Int64Var(&to, "to", 0, "roll back all migrations above this `version`; 0: all")
+	cli.AddYes(cmd, &yes)
+	a.AddJSON(cmd)
+	return cmd
+}
+
+// refuseDivided returns an error if the database is one of those of a growth that is not at its end. What a migration
+// has made may then be the only place of some counts.
+func refuseDivided(ctx context.Context, a *cli.App, pool *pgxpool.Pool) error {
+	var growth *shards.Growth
+	state := shard.NewState(a)
+	if err := a.Transaction(ctx, pool, pgx.ReadOnly, cli.AccessShare, true, func(tx pgx.Tx) (err error) {
+		if growth, err = shards.ReadGrowth(ctx, tx); err == nil {
+			err = state.Read(ctx, tx)
+		}
+		return err
+	}); err != nil {
+		return ctx.Err() // somebody may roll back because of what cannot be looked at
+	}
+	if growth == nil && !state.Divides() {
+		return nil
+	}
+	return fmt.Errorf("nothing was changed: shards are being divided, and this database is one of theirs, or their "+
+		"proxy, so counts could be lost, and calls fail. For the proxy, %s goes on with that, and if no key has moved "+
+		"yet, %s takes it back; `pgratelimit shard list` tells how far it is. If there is no proxy any more, and "+
+		"nobody needs the counts, execute what `pgratelimit migrate print --down` prints",
+		a.Command("shard grow"), a.Command("shard grow --undo"))
+}
+
+func migrateStatusCommand(a *cli.App) *cobra.Command {
+	cmd := &cobra.Command{
+		Use:   "status",
+		Short: "List the migrations, and when each was applied",
+		Args:  cobra.NoArgs,
+		RunE: cli.Action(func(ctx context.Context, _ []string) error {
+			return migrate(ctx, a, func(context.Context, *pgxpool.Pool) error { return nil })
+		}),
+	}
+	a.AddJSON(cmd)
+	return cmd
+}
+
+// MigrationStatus is a migration in the output.
+type MigrationStatus struct {
+	Version   int64      `json:"version"`
+	Name      string     `json:"name"`
+	Applied   bool       `json:"applied"`
+	AppliedAt *time.Time `json:"applied_at"` // null if it is not applied, or if nobody can tell when
+}
+
+// migrate changes the database, and prints what is applied afterwards.
+func migrate(ctx context.Context, a *cli.App, change func(context.Context, *pgxpool.Pool) error) error {
+	pool, err := a.Open(ctx, a.InSchema)
+	if err != nil {
+		return err
+	}
+	defer pool.Close()
+	if err := change(ctx, pool); err != nil {
+		return err
+	}
+	all, err := migrations.Status(ctx, pool)
+	if err != nil {
+		return err
+	}
+	list := make([]MigrationStatus, len(all))
+	for i, migration := range all {
+		list[i] = MigrationStatus{Version: migration.Version, Name: migration.Name, Applied: migration.Applied}
+		if !migration.AppliedAt.IsZero() {
+			list[i].AppliedAt = &migration.AppliedAt
+		}
+	}
+	return a.Print(list, func(w io.Writer) {
+		fmt.Fprintf(w, "VERSION\tNAME\tAPPLIED\n")
+		for _, migration := range list {
+			applied := "no"
+			switch {
+			case migration.AppliedAt != nil:
+				applied = cli.Instant(*migration.AppliedAt)
+			case migration.Applied:
+				applied = "yes" // another tool has, or this role may not see when
+			}
+			name := migration.Name
+			if name == "" {
+				name = "(of a newer version of this command)"
+			}
+			fmt.Fprintf(w, "%d\t%s\t%s\n", migration.Version, name, applied)
+		}
+	})
+}
+
+func migratePrintCommand(a *cli.App) *cobra.Command {
+	var down bool
+	cmd := &cobra.Command{
+		Use:   "print [VERSION...]",
+		Short: "Print the SQL, for another migration tool",
+		Example: `  pgratelimit migrate print > migrations/20261121_rate_limit.up.sql
+  pgratelimit migrate print --down > migrations/20261121_rate_limit.down.sql
+  pgratelimit migrate print 2`,
+		RunE: cli.Action(func(_ context.Context, args []string) error {
+			all, err := cli.ReadMigrations()
+			if err != nil {
+				return err
+			}
+			if all, err = choose(all, args); err != nil {
+				return err
+			}
+			if down {
+				slices.Reverse(all)
+			}
+			for i := range all {
+				all[i].SQL = all[i].Up
+				if down {
+					all[i].SQL = all[i].Down
+				}
+			}
+			return a.Print(all, func(w io.Writer) {
+				for _, migration := range all {
+					fmt.Fprintf(w, "-- %s\n\n%s\n", migration.File, migration.SQL)
+				}
+			})
+		}),
+	}
+	cmd.Flags().BoolVar(&down, "down", false, "print what rolls the migrations back, the last one first")
+	a.AddJSON(cmd)
+	return cmd
+}
+
+// choose returns the migrations of the given versions, or all if none are given.
+func choose(all []cli.Migration, versions []string) ([]cli.Migration, error) {
+	if len(versions) == 0 {
+		return all, nil
+	}
+	wanted := map[int64]bool{}
+	for _, text := range versions {
+		version, err := strconv.ParseInt(text, 10, 64)
+		if err != nil || !slices.ContainsFunc(all, func(m cli.Migration) bool { return m.Version == version }) {
+			return nil, cli.Usage(fmt.Errorf("there is no migration %q", text))
+		}
+		wanted[version] = true
+	}
+	return slices.DeleteFunc(all, func(m cli.Migration) bool { return !wanted[m.Version] }), nil
+}

@@ -1,0 +1,118 @@
+package upkeep
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/pgratelimit/ratelimit/cleanup"
+
+	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
+)
+
+// SweepResult is a cleanup.Result in the output.
+type SweepResult struct {
+	Deleted      int64 `json:"deleted"`
+	ScannedPages int64 `json:"scanned_pages"`
+	Batches      int   `json:"batches"`
+	Complete     bool  `json:"complete"`
+	Skipped      bool  `json:"skipped"`
+	TookUS       int64 `json:"took_us"`
+}
+
+func SweepCommand(a *cli.App) *cobra.Command {
+	var every time.Duration
+	var config cleanup.Config
+	cmd := &cobra.Command{
+		Use:   "sweep",
+		Short: "Delete the rows that have expired",
+		Long: `Deletes the rows that expired a minute ago or more, in small transactions that wait for nobody, and
+uses a set share of the time. One pass, for cron, takes ten minutes at most, and the next one goes on
+where it stopped. With --every the command stays, and logs a line for each pass that deleted
+something. Sweeping changes no decision: an expired row means the same as no row.`,
+		Example: `  pgratelimit sweep
+  pgratelimit sweep --every 5m
+  pgratelimit sweep --existing login --existing api`,
+		Args: cobra.NoArgs,
+		RunE: cli.Action(func(ctx context.Context, _ []string) error {
+			pool, err := a.Open(ctx)
+			if err != nil {
+				return err
+			}
+			defer pool.Close()
+			config.Logger = slog.New(slog.DiscardHandler) // what one pass has done is printed
+			if every != 0 {
+				config.Interval, config.Logger = every, logger(a)
+			}
+			if _, err := cleanup.New(pool, config); err != nil { // checks config before the database is asked
+				return err
+			}
+			if config.Schema, err = a.Home(ctx, pool); err != nil {
+				return err
+			}
+			if every != 0 {
+				sweeper, err := cleanup.New(pool, config)
+				if err != nil {
+					return err
+				}
+				return sweeper.Run(ctx)
+			}
+			bar := a.NewBar("sweeping")
+			config.Progress = bar.Update
+			sweeper, err := cleanup.New(pool, config)
+			if err != nil {
+				return err
+			}
+			result, err := sweeper.RunOnce(ctx)
+			bar.Remove()
+			if err != nil && result.Deleted == 0 {
+				return err
+			}
+			return errors.Join(err, printSweep(a, result))
+		}),
+	}
+	cmd.PreRunE = func(cmd *cobra.Command, _ []string) error { // a zero would be taken for the default
+		switch {
+		case cmd.Flags().Changed("every") && every == 0:
+			return cli.Usage(errors.New("--every must be at least 1s"))
+		case cmd.Flags().Changed("share") && config.Share == 0:
+			return cli.Usage(errors.New("--share must be above 0 and at most 1"))
+		}
+		return nil
+	}
+	cmd.Flags().DurationVar(&every, "every", 0, "stay, and do a pass in each of these times, at least 1s")
+	cmd.Flags().Float64Var(&config.Share, "share", 0.2,
+		"share of the time in which the database works for a pass, at most 1")
+	cmd.Flags().StringArrayVar(&config.Names, "existing", nil,
+		"`name` of a limiter that exists; name ALL of them, since the rows of all others are deleted, EXPIRED OR NOT")
+	a.AddJSON(cmd)
+	return cmd
+}
+
+func logger(a *cli.App) *slog.Logger {
+	if a.JSON {
+		return slog.New(slog.NewJSONHandler(a.Stdout, nil))
+	}
+	return slog.New(slog.NewTextHandler(a.Stdout, nil))
+}
+
+func printSweep(a *cli.App, r cleanup.Result) error {
+	s := SweepResult{r.Deleted, r.Scanned, r.Batches, r.Complete, r.Skipped, r.Took.Microseconds()}
+	return a.Print(s, func(w io.Writer) {
+		if s.Skipped {
+			fmt.Fprintln(w, "skipped: another sweeper is at work")
+			return
+		}
+		fmt.Fprintf(w, "deleted %s, read %s, in %s and %s", cli.Count(s.Deleted, "row"), cli.Count(s.ScannedPages, "page"),
+			cli.Count(s.Batches, "batch"), cli.Span(s.TookUS))
+		if !s.Complete {
+			fmt.Fprintf(w, "; the next sweep goes on from there")
+		}
+		fmt.Fprintln(w)
+	})
+}
