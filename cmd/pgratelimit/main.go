@@ -102,11 +102,15 @@ func rootCommand(a *cli.App) *cobra.Command {
 		title    string
 		commands []*cobra.Command
 	}{
-		{"Limits:", []*cobra.Command{keys.LimitsCommand(a), keys.TopCommand(a), keys.PeekCommand(a), keys.ExplainCommand(a),
-			keys.TakeCommand(a), keys.RefundCommand(a), keys.GrantCommand(a), keys.ResetCommand(a)}},
+		{"Limits:", []*cobra.Command{
+			keys.LimitsCommand(a), keys.TopCommand(a), keys.PeekCommand(a), keys.ExplainCommand(a),
+			keys.TakeCommand(a), keys.RefundCommand(a), keys.GrantCommand(a), keys.ResetCommand(a),
+		}},
 		{"Policies:", []*cobra.Command{policies.PolicyCommand(a), policies.BanCommand(a), policies.UnbanCommand(a)}},
-		{"The database:", []*cobra.Command{upkeep.MigrateCommand(a), upkeep.SweepCommand(a), doctor.DoctorCommand(a), shard.ShardCommand(a)}},
-		{"Trying it out:", []*cobra.Command{demo.DemoCommand(a)}},
+		{"The database:", []*cobra.Command{
+			upkeep.MigrateCommand(a), upkeep.SweepCommand(a), doctor.Command(a), shard.Command(a),
+		}},
+		{"Trying it out:", []*cobra.Command{demo.Command(a)}},
 	} {
 		root.AddGroup(&cobra.Group{ID: group.title, Title: group.title})
 		for _, cmd := range group.commands {

@@ -73,11 +73,11 @@ func TestShardSet(t *testing.T) {
 	t.Parallel()
 
 	p := newProxy(t, 4)
-	states := decode[[]shard.ShardState](t, p.set(t, "--json"))
+	states := decode[[]shard.State](t, p.set(t, "--json"))
 	require.Len(t, states, 4)
 	for i, s := range states {
 		require.Equal(t, i, s.Place)
-		require.Equal(t, &shard.ShardIs{Place: i, Shards: 4, Cluster: states[0].Is.Cluster}, s.Is)
+		require.Equal(t, &shard.Identity{Place: i, Shards: 4, Cluster: states[0].Is.Cluster}, s.Is)
 		require.Equal(t, p.connections[i], s.Connection)
 		require.Empty(t, s.Wrong)
 	}

@@ -28,7 +28,7 @@ func (p *proxy) setOption(t *testing.T, place int, connection string) {
 }
 
 // listed is what 'shard list' says, and whether it finds something wrong.
-func (p *proxy) listed(t *testing.T) (states []shard.ShardState, wrong bool) {
+func (p *proxy) listed(t *testing.T) (states []shard.State, wrong bool) {
 	t.Helper()
 	o := invoke(t, p.URL, "shard", "list", "--json")
 	if o.code != 0 {
@@ -48,7 +48,7 @@ func TestShardList(t *testing.T) {
 	require.False(t, wrong)
 	cluster := states[0].Is.Cluster
 	require.NotEmpty(t, cluster)
-	require.Equal(t, []*shard.ShardIs{{Place: 0, Shards: 2, Cluster: cluster}, {Place: 1, Shards: 2, Cluster: cluster}}, []*shard.ShardIs{states[0].Is, states[1].Is})
+	require.Equal(t, []*shard.Identity{{Place: 0, Shards: 2, Cluster: cluster}, {Place: 1, Shards: 2, Cluster: cluster}}, []*shard.Identity{states[0].Is, states[1].Is})
 
 	p.setOption(t, 1, "host=127.0.0.1 port=1 dbname=gone")
 	states, wrong = p.listed(t)
@@ -243,11 +243,11 @@ func TestShardGrow(t *testing.T) {
 	out := run("shard", "grow", "--yes", "--proxy", other.URL, first[1]).done(t)
 	require.Contains(t, out, ": took over\n")
 	require.Contains(t, out, "shard 1 of 2")
-	states := decode[[]shard.ShardState](t, run("shard", "grow", "--yes", "--json", "--proxy", other.URL, first[1]))
+	states := decode[[]shard.State](t, run("shard", "grow", "--yes", "--json", "--proxy", other.URL, first[1]))
 	require.Len(t, states, 2) // what is done is not done again
 	run("shard", "grow", "--yes", "--proxy", other.URL, more.connections[0], more.connections[1]).done(t)
 	for _, url := range []string{p.URL, other.URL} {
-		states := decode[[]shard.ShardState](t, invoke(t, url, "shard", "list", "--json"))
+		states := decode[[]shard.State](t, invoke(t, url, "shard", "list", "--json"))
 		require.Len(t, states, 4)
 		for i := range 12 {
 			require.Equal(t, exitDenied, invoke(t, url, "take", "login", fmt.Sprint("key ", i), policy).code)

@@ -7,16 +7,16 @@ import (
 )
 
 // bar shows how far a command is, from its first update on. If it cannot be drawn, that is no reason to stop.
-type bar struct {
+type Bar struct {
 	Shown *progressbar.ProgressBar // nil if nobody would see it
 }
 
 // NewBar returns a bar that a person at a terminal sees.
-func (a *App) NewBar(description string) bar {
+func (a *App) NewBar(description string) Bar {
 	if a.JSON || !IsTerminal(a.Stderr) {
-		return bar{}
+		return Bar{}
 	}
-	return bar{progressbar.NewOptions64(1,
+	return Bar{progressbar.NewOptions64(1,
 		progressbar.OptionSetWriter(a.Stderr),
 		progressbar.OptionSetDescription(description),
 		progressbar.OptionSetWidth(40),
@@ -26,14 +26,14 @@ func (a *App) NewBar(description string) bar {
 	)}
 }
 
-func (b bar) Update(done, total int64) {
+func (b Bar) Update(done, total int64) {
 	if b.Shown != nil && total > 0 { // otherwise there is nothing to do
 		b.Shown.ChangeMax64(max(done, total))
 		_ = b.Shown.Set64(done)
 	}
 }
 
-func (b bar) Remove() {
+func (b Bar) Remove() {
 	if b.Shown != nil && b.Shown.IsStarted() {
 		_ = b.Shown.Clear()
 	}

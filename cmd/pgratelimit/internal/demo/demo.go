@@ -38,15 +38,15 @@ const (
 	requestTimeout = 10 * time.Second
 )
 
-type DemoOptions struct {
+type Options struct {
 	// DatabaseURL is the Postgres to use. If it is empty, one is started.
 	DatabaseURL string
 	// serve keeps the web server running until the context ends.
 	serve bool
 }
 
-func DemoCommand(a *cli.App) *cobra.Command {
-	var opts DemoOptions
+func Command(a *cli.App) *cobra.Command {
+	var opts Options
 	cmd := &cobra.Command{
 		Use:   "demo",
 		Short: "Show on a small web server what a limit does",
@@ -62,7 +62,7 @@ way it leaves nothing of it behind.`,
 		Args: cobra.NoArgs,
 		RunE: cli.Action(func(ctx context.Context, _ []string) error {
 			opts.DatabaseURL = a.DatabaseURL
-			return RunDemo(ctx, a.Stdout, opts)
+			return Run(ctx, a.Stdout, opts)
 		}),
 	}
 	cmd.Flags().BoolVar(&opts.serve, "serve", false,
@@ -70,9 +70,9 @@ way it leaves nothing of it behind.`,
 	return cmd
 }
 
-// RunDemo shows what the library does, and checks that what it shows is true. When it returns, whatever it has
+// Run shows what the library does, and checks that what it shows is true. When it returns, whatever it has
 // started or made is gone.
-func RunDemo(ctx context.Context, out io.Writer, opts DemoOptions) error {
+func Run(ctx context.Context, out io.Writer, opts Options) error {
 	d := &demo{out: out}
 	err := d.run(ctx, opts)
 	if err != nil && ctx.Err() != nil {
@@ -96,7 +96,7 @@ type demo struct {
 	baseURL string
 }
 
-func (d *demo) run(ctx context.Context, opts DemoOptions) error {
+func (d *demo) run(ctx context.Context, opts Options) error {
 	for _, step := range []func(context.Context) error{
 		func(ctx context.Context) error { return d.openDatabase(ctx, opts.DatabaseURL) },
 		d.startWeb,

@@ -223,7 +223,7 @@ func JudgeHorizon(age time.Duration, what, mend *string, seesAll bool) cli.Findi
 }
 
 // IdAge is a row of agesSQL.
-type IdAge struct {
+type IDAge struct {
 	kind, database  string
 	age, autovacuum int64
 	holderAge       int64
@@ -232,13 +232,13 @@ type IdAge struct {
 
 // checkAges looks at what makes the server refuse every take.
 func (e *Examination) checkAges(ctx context.Context) (cli.Finding, error) {
-	var ages []IdAge
+	var ages []IDAge
 	err := e.App.Look(ctx, e.Pool, func(tx pgx.Tx) error {
 		rows, err := tx.Query(ctx, agesSQL)
 		if err != nil {
 			return err
 		}
-		ages, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (a IdAge, err error) {
+		ages, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (a IDAge, err error) {
 			return a, row.Scan(&a.kind, &a.database, &a.age, &a.autovacuum, &a.holderAge, &a.holder, &a.mend)
 		})
 		return err
@@ -246,7 +246,7 @@ func (e *Examination) checkAges(ctx context.Context) (cli.Finding, error) {
 	return JudgeAges(ages), err
 }
 
-func JudgeAges(ages []IdAge) cli.Finding {
+func JudgeAges(ages []IDAge) cli.Finding {
 	f := cli.OK("")
 	f.Anybody = true
 	var found, mend []string
@@ -580,7 +580,8 @@ func (t TableHealth) JudgeHOT() cli.Finding {
 
 func (t TableHealth) JudgeDead() cli.Finding {
 	if t.Dead > FewDead && t.Dead > t.Live {
-		return cli.Warning.Finding("`VACUUM "+t.sql+"`, and look for long transactions and for what keeps autovacuum away",
+		return cli.Warning.Finding(
+			"`VACUUM "+t.sql+"`, and look for long transactions and for what keeps autovacuum away",
 			"%d dead and %d live", t.Dead, t.Live)
 	}
 	return cli.OK("%d dead and %d live", t.Dead, t.Live)
@@ -590,7 +591,8 @@ func (t TableHealth) JudgeVacuum() cli.Finding {
 	last, late := "never", true
 	if t.Vacuumed != nil {
 		age := t.Now.Sub(*t.Vacuumed)
-		last, late = fmt.Sprintf("%s, %v before now", cli.Instant(*t.Vacuumed), age.Round(time.Second)), age > LateVacuum
+		last, late = fmt.Sprintf("%s, %v before now", cli.Instant(*t.Vacuumed), age.Round(time.Second)),
+			age > LateVacuum
 	}
 	switch {
 	case !t.Autovacuum:
@@ -627,8 +629,9 @@ func (t TableHealth) judgeBloat() cli.Finding {
 	room := t.sampled * float64(bytes)
 	share := 100 * min(needed/room, 1)
 	if room > mostRoom*needed {
-		return cli.Warning.Finding(fmt.Sprintf("`VACUUM FULL %s` gives the rest back, and locks the table meanwhile, so "+
-			"that calls fail; pg_repack does not lock it; without either, new rows use the room after a VACUUM", t.sql),
+		return cli.Warning.Finding(fmt.Sprintf(
+			"`VACUUM FULL %s` gives the rest back, and locks the table meanwhile, so that calls fail; "+
+				"pg_repack does not lock it; without either, new rows use the room after a VACUUM", t.sql),
 			"%s, of which its rows need %.0f %%", cli.Size(bytes), share)
 	}
 	return cli.OK("%s, of which its rows need %.0f %%", cli.Size(bytes), share)

@@ -19,7 +19,7 @@ import (
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
 )
 
-func DoctorCommand(a *cli.App) *cobra.Command {
+func Command(a *cli.App) *cobra.Command {
 	var fix, yes bool
 	cmd := &cobra.Command{
 		Use:   "doctor",

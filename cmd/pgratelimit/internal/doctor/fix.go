@@ -188,7 +188,8 @@ func repairs(differences []catalog.Difference, made, found catalog.Catalog, of m
 			}
 		case aspect == "constraint":
 			rest = append(rest, fmt.Sprintf("ALTER TABLE %s DROP CONSTRAINT IF EXISTS %s", name, part))
-			if name == cli.Table(false) || name == cli.Table(true) { // of several rows of a key the last one to expire stays
+			// Of several rows of a key, the last one to expire stays.
+			if name == cli.Table(false) || name == cli.Table(true) {
 				rest = append(rest, fmt.Sprintf("DELETE FROM %s AS a USING %[1]s AS b WHERE a.prefix = b.prefix "+
 					"AND a.key = b.key AND (a.expires_at, a.ctid) < (b.expires_at, b.ctid)", name))
 			}
@@ -281,8 +282,8 @@ var countOn = []string{
 	FROM CAST(pg_get_serial_sequence('rate_limit_policy_history', 'version') AS regclass) AS s`,
 }
 
-// mend makes anew, in one transaction, what the migrations have made and is missing or changed. Rights stay as they are.
-// It returns what it has mended.
+// mend makes anew, in one transaction, what the migrations have made and is missing or changed. Rights stay as they
+// are. It returns what it has mended.
 func mend(ctx context.Context, a *cli.App, pool *pgxpool.Pool, yes bool) (mended []string, err error) {
 	e := &Examination{App: a, Pool: pool}
 	if err := e.ReadServer(ctx); err != nil {

@@ -22,7 +22,7 @@ const LongLock = 5 * time.Second
 var locksSQL string
 
 // lockHolder is a row of locksSQL.
-type lockHolder struct {
+type LockHolder struct {
 	lockwait.Holder
 	what    string
 	closed  bool // nobody else can even read the table
@@ -30,14 +30,15 @@ type lockHolder struct {
 }
 
 // ReadLocks looks who has had locks on our tables for a time. It waits for none of them.
-func (e *Examination) ReadLocks(ctx context.Context, since time.Duration) (held []lockHolder, err error) {
+func (e *Examination) ReadLocks(ctx context.Context, since time.Duration) (held []LockHolder, err error) {
 	options := pgx.TxOptions{IsoLevel: pgx.ReadCommitted, AccessMode: pgx.ReadOnly}
 	err = pgx.BeginTxFunc(ctx, e.Pool, options, func(tx pgx.Tx) error {
 		if _, err := tx.Exec(ctx, "SET LOCAL jit = off"); err != nil { // as for all statements of the command
 			return err
 		}
 		var schema string
-		if err := tx.QueryRow(ctx, cli.SessionSQL, strconv.FormatInt(e.App.Timeout.Milliseconds(), 10), e.App.Schema).Scan(
+		if err := tx.QueryRow(ctx, cli.SessionSQL, strconv.FormatInt(e.App.Timeout.Milliseconds(), 10),
+			e.App.Schema).Scan(
 			&schema, nil, nil, nil, nil, nil); err != nil {
 			return err
 		}
@@ -45,7 +46,7 @@ func (e *Examination) ReadLocks(ctx context.Context, since time.Duration) (held 
 		if err != nil {
 			return err
 		}
-		held, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (h lockHolder, err error) {
+		held, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (h LockHolder, err error) {
 			return h, row.Scan(
 				&h.PID, &h.Prepared, &h.Application, &h.State, &h.Since, &h.what, &h.closed, &h.stopped)
 		})
@@ -61,13 +62,13 @@ func (e *Examination) checkLocks(ctx context.Context) (f cli.Finding, closed boo
 	f = JudgeLocks(held)
 	err = could(err, &f)
 	f.Check = "locks"
-	if closed = slices.ContainsFunc(held, func(h lockHolder) bool { return h.closed }); closed {
+	if closed = slices.ContainsFunc(held, func(h LockHolder) bool { return h.closed }); closed {
 		f.Do += "; then run this again, because nothing else could be looked at"
 	}
 	return f, closed, err
 }
 
-func JudgeLocks(held []lockHolder) cli.Finding {
+func JudgeLocks(held []LockHolder) cli.Finding {
 	var found, ends []string
 	worst := cli.Warning
 	for _, h := range held {

@@ -47,7 +47,8 @@ func (e *Examination) CheckMigrations(ctx context.Context) (cli.Finding, error) 
 		}
 		if e.Applied == all[len(all)-1].Version {
 			e.told = true
-			return cli.OK("up to date, at version %d in schema %s, as its functions say", e.Applied, e.Server.Schema), nil
+			return cli.OK("up to date, at version %d in schema %s, as its functions say", e.Applied, e.Server.Schema),
+				nil
 		}
 	}
 	if e.App.Schema != "" && e.Server.Tables > 0 {
@@ -85,8 +86,9 @@ func (e *Examination) CheckMigrations(ctx context.Context) (cli.Finding, error) 
 	case e.Server.Tables == 0 && e.Applied == 0:
 		return e.elsewhere("the tables are not there"), nil
 	case e.Server.Tables == 0:
-		return cli.Problem.Finding(e.Command("doctor --fix")+", which makes them anew, without the counts, which are lost"+
-			"; then grant the rights on them again, as in deploy/grants.sql",
+		return cli.Problem.Finding(
+			e.Command("doctor --fix")+", which makes them anew, without the counts, which are lost"+
+				"; then grant the rights on them again, as in deploy/grants.sql",
 			"somebody has dropped the tables: migrations up to %d are applied, and no table is there", e.Applied), nil
 	case e.Applied == 0:
 		e.Applied = e.Found.Nearest(e.Server.Owner)

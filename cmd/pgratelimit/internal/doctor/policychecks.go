@@ -41,7 +41,8 @@ type FoundPolicies struct {
 // reason says why limiters cannot read the rows, or "".
 func (f FoundPolicies) reason() string {
 	switch {
-	case f.Mode == nil || !slices.Contains([]string{policies.ModeEnforce, policies.ModeShadow, policies.ModeOff, policies.ModeDeny}, *f.Mode):
+	case f.Mode == nil || !slices.Contains([]string{policies.ModeEnforce, policies.ModeShadow, policies.ModeOff,
+		policies.ModeDeny}, *f.Mode):
 		return "a mode that this release does not know"
 	case (f.policy != nil) != (*f.Mode == policies.ModeEnforce || *f.Mode == policies.ModeShadow):
 		return "a policy where there is none, or none where there should be one"
@@ -136,8 +137,9 @@ func (s Server) judgeKinds(f cli.Finding, all []enforcedPolicy) cli.Finding {
 	if len(passed) == 0 {
 		return f
 	}
-	return cli.Warning.Finding(fmt.Sprintf("if that is the kind in the code too, set policies of that kind, or give the "+
-		"limiter another name in the code, or `DELETE FROM %s WHERE id IN (%s)`",
+	return cli.Warning.Finding(fmt.Sprintf(
+		"if that is the kind in the code too, set policies of that kind, or give the "+
+			"limiter another name in the code, or `DELETE FROM %s WHERE id IN (%s)`",
 		s.name("rate_limit_policy"), strings.Join(ids, ", ")),
 		"limiters seem to pass over %s", strings.Join(passed, "; "))
 }

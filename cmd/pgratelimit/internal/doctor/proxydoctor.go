@@ -36,7 +36,7 @@ type proxyExamination struct {
 	*Examination
 
 	proxy     shard.ProxyState
-	states    []shard.ShardState
+	states    []shard.State
 	stores    []*cli.App
 	functions []proxyFunction
 	owner     string // of the functions
@@ -48,7 +48,7 @@ func examineAll(ctx context.Context, a *cli.App, pool *pgxpool.Pool) ([]cli.Find
 	if err != nil || closed {
 		return []cli.Finding{locks}, err
 	}
-	proxy, states, err := shard.ShardStates(ctx, a, pool)
+	proxy, states, err := shard.States(ctx, a, pool)
 	if err != nil {
 		return nil, err
 	}
@@ -186,7 +186,9 @@ func (e *proxyExamination) checkPLProxy(ctx context.Context) (cli.Finding, error
 }
 
 // checkRecorded looks for the password of the shards in pg_stat_statements, if this database has that in a schema.
-func (e *proxyExamination) checkRecorded(ctx context.Context, schema string, otherwise cli.Finding) (cli.Finding, error) {
+func (e *proxyExamination) checkRecorded(
+	ctx context.Context, schema string, otherwise cli.Finding,
+) (cli.Finding, error) {
 	if schema == "" {
 		return otherwise, nil
 	}
@@ -197,9 +199,10 @@ func (e *proxyExamination) checkRecorded(ctx context.Context, schema string, oth
 		return otherwise, nil // it is not loaded, or this role may not look
 	}
 	_, condition, _ := strings.Cut(strings.TrimSpace(sql), "WHERE ")
-	return cli.Problem.Finding(fmt.Sprintf("give the role on the shards another password, and run `pgratelimit shard set` "+
-		"with that; then, as a superuser, `SELECT %[1]s.pg_stat_statements_reset(userid, dbid, queryid) "+
-		"FROM %[1]s.pg_stat_statements WHERE %[2]s`", schema, condition),
+	return cli.Problem.Finding(fmt.Sprintf(
+		"give the role on the shards another password, and run `pgratelimit shard set` "+
+			"with that; then, as a superuser, `SELECT %[1]s.pg_stat_statements_reset(userid, dbid, queryid) "+
+			"FROM %[1]s.pg_stat_statements WHERE %[2]s`", schema, condition),
 		"pg_stat_statements has a password of the shards in %s, for members of pg_read_all_stats to read, such as "+
 			"rate_limit_reader", cli.Count(recorded, "text")), err
 }
@@ -244,7 +247,7 @@ func (e *proxyExamination) checkFunctions(ctx context.Context) (cli.Finding, err
 	}); err != nil {
 		return cli.Finding{}, err
 	}
-	like := slices.IndexFunc(e.states, func(s shard.ShardState) bool { return s.Reached && s.Version == e.proxy.Version })
+	like := slices.IndexFunc(e.states, func(s shard.State) bool { return s.Reached && s.Version == e.proxy.Version })
 	if like < 0 {
 		return cli.Warning.Finding("mend the shards first", "could not be compared, because no shard of version %d "+
 			"answers", e.proxy.Version), nil
@@ -319,7 +322,8 @@ func judgeFunctions(made map[string]proxyFunction, found []proxyFunction) cli.Fi
 		return cli.OK("the %d that this release makes", len(found))
 	}
 	slices.Sort(wrong)
-	return cli.Problem.Finding(strings.Join(append(drop, "run `pgratelimit shard set` with the same connection strings"),
+	return cli.Problem.Finding(strings.Join(append(drop,
+		"run `pgratelimit shard set` with the same connection strings"),
 		", then "), "not what this release makes: %s", strings.Join(wrong, "; "))
 }
 
@@ -345,8 +349,10 @@ func (e *proxyExamination) checkProxyRights(context.Context) (cli.Finding, error
 	}
 	switch {
 	case len(public) > 0:
-		return cli.Warning.Finding(fmt.Sprintf("`REVOKE EXECUTE ON FUNCTION %s FROM PUBLIC`, and grant it to the roles "+
-			"that need it", strings.Join(public, ", ")), "every role may execute %s", strings.Join(public, ", ")), nil
+		return cli.Warning.Finding(fmt.Sprintf(
+			"`REVOKE EXECUTE ON FUNCTION %s FROM PUBLIC`, and grant it to the roles "+
+				"that need it", strings.Join(public, ", ")),
+			"every role may execute %s", strings.Join(public, ", ")), nil
 	case len(nobodys) > 0:
 		return cli.Problem.Finding(grant(nobodys, "the application's role"),
 			"only their owner, who cannot log in, may execute %s", strings.Join(nobodys, ", ")), nil

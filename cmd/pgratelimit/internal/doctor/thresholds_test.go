@@ -27,7 +27,7 @@ func TestDoctorsThresholds(t *testing.T) {
 		require.Equal(t, want, TableHealth{XidAge: age}.JudgeAge(200_000_000).Level, age)
 	}
 	of := func(age, multi, holder int64) cli.Finding {
-		return JudgeAges([]IdAge{
+		return JudgeAges([]IDAge{
 			{"transaction ids", "template1", age, 200_000_000, holder, "prepared transaction 'x'", "`ROLLBACK PREPARED 'x'`"},
 			{"multixact ids", "app", multi, 400_000_000, holder, "prepared transaction 'x'", "`ROLLBACK PREPARED 'x'`"},
 		})

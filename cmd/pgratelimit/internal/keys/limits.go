@@ -18,6 +18,7 @@ import (
 
 	"github.com/pgratelimit/ratelimit/internal/algorithm"
 
+	"github.com/pgratelimit/ratelimit"
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/policies"
 )
@@ -175,7 +176,8 @@ func countDenied(
 		}
 	}
 	l.DeniedNow = &DeniedNow{}
-	sample, err := peekAll(ctx, a, pool, l.Limiter, policy, l.Table == cli.Table(true), maxRows,
+	of := ratelimit.Config{Name: l.Limiter, Policy: policy, Durable: l.Table == cli.Table(true)}
+	sample, err := peekAll(ctx, a, pool, of, maxRows,
 		func(states []keyState) {
 			for _, state := range states {
 				if state.Remaining == 0 {

@@ -68,6 +68,7 @@ at together, or not at all. Keys that have taken nothing are not listed.`,
 			}
 			result := TopResult{Limiter: args[0], Table: cli.Table(durable), Complete: true, Keys: []keyState{}}
 			rows := 0.0 // about how many the limiter has
+			of := ratelimit.Config{Name: args[0], Policy: policy.Policy, Durable: durable}
 			if err := a.InStores(ctx, func(store *cli.App, pool *pgxpool.Pool) error {
 				add := func(states []keyState) {
 					result.Keys = append(result.Keys, slices.DeleteFunc(states, func(s keyState) bool {
@@ -76,7 +77,7 @@ at together, or not at all. Keys that have taken nothing are not listed.`,
 					slices.SortFunc(result.Keys, Closest)
 					result.Keys = result.Keys[:min(n, len(result.Keys))]
 				}
-				sample, err := peekAll(ctx, store, pool, args[0], policy.Policy, durable, maxRows, add)
+				sample, err := peekAll(ctx, store, pool, of, maxRows, add)
 				if err != nil {
 					return err
 				}
@@ -160,10 +161,9 @@ type sample struct {
 // peekAll asks for the state of a limiter's keys at one moment, in batches, each in its own transaction. Of more than
 // maxRows keys it takes a sample.
 func peekAll(
-	ctx context.Context, a *cli.App, pool *pgxpool.Pool, name string, policy ratelimit.Policy, durable bool, maxRows int64,
-	visit func([]keyState),
+	ctx context.Context, a *cli.App, pool *pgxpool.Pool, of ratelimit.Config, maxRows int64, visit func([]keyState),
 ) (s sample, err error) {
-	if s, err = sampleKeys(ctx, a, pool, name, durable, maxRows); err != nil {
+	if s, err = sampleKeys(ctx, a, pool, of.Name, of.Durable, maxRows); err != nil {
 		return s, err
 	}
 	bar, done := a.NewBar("looking"), 0
@@ -171,7 +171,7 @@ func peekAll(
 	for keys := range slices.Chunk(s.keys, BatchSize) {
 		var states []keyState
 		if err := a.Read(ctx, pool, func(tx pgx.Tx) (err error) {
-			states, err = peekKeys(ctx, tx, name, policy, durable, keys, s.at)
+			states, err = peekKeys(ctx, tx, of.Name, of.Policy, of.Durable, keys, s.at)
 			return err
 		}); err != nil {
 			return s, err

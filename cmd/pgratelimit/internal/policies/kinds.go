@@ -27,10 +27,10 @@ var (
 
 // kinds are the algorithms that have written rows, by the names of the rows: 1 << code, added up, in
 // rate_limit_ephemeral and in rate_limit_durable. All that have expired count as 1.
-type kinds map[string]*[2]int64
+type Kinds map[string]*[2]int64
 
 // of are the kinds of the rows of a name, in one table and in the other one.
-func (k kinds) of(name string, durable bool) (here, there int64) {
+func (k Kinds) of(name string, durable bool) (here, there int64) {
 	rows := k[name]
 	switch {
 	case rows == nil:
@@ -41,20 +41,20 @@ func (k kinds) of(name string, durable bool) (here, there int64) {
 	return rows[0], rows[1]
 }
 
-func (k kinds) Either(name string) int64 {
+func (k Kinds) Either(name string) int64 {
 	here, there := k.of(name, false)
 	return here | there
 }
 
 // Elsewhere tells whether a limiter seems to keep its rows in the other table: that one has live rows, and this one
 // none, or that one has some, and this one none at all.
-func (k kinds) Elsewhere(name string, durable bool) bool {
+func (k Kinds) Elsewhere(name string, durable bool) bool {
 	here, there := k.of(name, durable)
 	return min(there, 2) > min(here, 2)
 }
 
 // scan adds rows of kinds.sql or key_kinds.sql.
-func (k kinds) scan(rows pgx.Rows, err error) error {
+func (k Kinds) scan(rows pgx.Rows, err error) error {
 	if err != nil {
 		return err
 	}
@@ -76,15 +76,15 @@ func (k kinds) scan(rows pgx.Rows, err error) error {
 }
 
 // RowKinds tells which algorithms have written the rows of limiters.
-func RowKinds(ctx context.Context, tx pgx.Tx, names []string) (kinds, error) {
-	found := kinds{}
+func RowKinds(ctx context.Context, tx pgx.Tx, names []string) (Kinds, error) {
+	found := Kinds{}
 	return found, found.scan(tx.Query(ctx, kindsSQL, names, 100, 100))
 }
 
 // KindsOf tells which algorithms have written the rows of a limiter's key. If key is nil, or has no live rows, it looks
 // at all keys, or at a sample of them.
-func KindsOf(ctx context.Context, a *cli.App, limiter string, key *string) (kinds, error) {
-	names, found := algorithm.RowNames(limiter), kinds{}
+func KindsOf(ctx context.Context, a *cli.App, limiter string, key *string) (Kinds, error) {
+	names, found := algorithm.RowNames(limiter), Kinds{}
 	if key != nil {
 		if err := a.InStores(ctx, func(store *cli.App, pool *pgxpool.Pool) error {
 			return store.Read(ctx, pool, func(tx pgx.Tx) error {

@@ -317,8 +317,10 @@ func (r *PolicyRow) line() string {
 	if r.Automatic {
 		by += " (limiter)"
 	}
-	return strings.Join([]string{cli.Printable(r.Limiter), r.Target().String(), cli.Printable(r.Mode), policy, from, until,
-		by, cli.Printable(r.Comment)}, "\t")
+	return strings.Join([]string{
+		cli.Printable(r.Limiter), r.Target().String(), cli.Printable(r.Mode), policy, from, until, by,
+		cli.Printable(r.Comment),
+	}, "\t")
 }
 
 // targetFlags are the flags that say whom a policy is for.

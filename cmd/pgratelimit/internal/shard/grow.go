@@ -58,7 +58,7 @@ type growing struct {
 	proxies []*cli.App
 	owners  []string   // of the proxies' functions
 	stores  []*cli.App // the old shards, then the new ones
-	states  []ShardState
+	states  []State
 	growth  *shards.Growth // what an earlier call has begun, as the first proxy has noted it
 }
 
@@ -201,8 +201,8 @@ func (g *growing) Read(ctx context.Context, more []string, undo bool) error {
 		return g.readStores(ctx)
 	}
 	var err error
-	g.states, err = readNewShards(ctx, g.stores, func(s *ShardState, shards int) wantedShard {
-		w := wantedShard{is: ShardIs{Place: s.Place, Shards: shards}, fresh: true, copies: true}
+	g.states, err = readNewShards(ctx, g.stores, func(s *State, shards int) wantedShard {
+		w := wantedShard{is: Identity{Place: s.Place, Shards: shards}, fresh: true, copies: true}
 		if n := shards / 2; s.Place < n && (s.Is == nil || s.Is.Shards == n) {
 			w.is.Shards, w.fresh = n, false
 		}
@@ -226,7 +226,7 @@ func (g *growing) readStores(ctx context.Context) error {
 }
 
 // growsBy returns the databases by which a proxy is to grow: those of an earlier call, if it was interrupted.
-func (t *proxyTarget) growsBy(more []string, undo bool) ([]string, error) {
+func (t *Target) growsBy(more []string, undo bool) ([]string, error) {
 	switch {
 	case undo && t.growth == nil:
 		return nil, errors.New("nothing is to be undone: the shards of this proxy are not being divided")
@@ -239,7 +239,7 @@ func (t *proxyTarget) growsBy(more []string, undo bool) ([]string, error) {
 }
 
 // grows returns an error if these are not the databases by which a proxy can grow, or has begun to.
-func (t *proxyTarget) grows(more []string) error {
+func (t *Target) grows(more []string) error {
 	n, has := len(more), len(t.Connections)
 	begun := has == 2*n
 	for i := 0; begun && i < n; i++ {

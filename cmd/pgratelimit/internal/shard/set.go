@@ -160,7 +160,7 @@ func asOwner(ctx context.Context, a *cli.App, do func(conn *pgx.Conn) error) err
 }
 
 // proxyTarget is a database that is a proxy, or is to be one.
-type proxyTarget struct {
+type Target struct {
 	database, role string
 	superuser      bool
 	major          int // of Postgres
@@ -177,7 +177,7 @@ type proxyTarget struct {
 }
 
 // ReadTarget also decides about the schema: that of the proxy, or the one that search_path names first.
-func ReadTarget(ctx context.Context, a *cli.App, pool *pgxpool.Pool) (t proxyTarget, err error) {
+func ReadTarget(ctx context.Context, a *cli.App, pool *pgxpool.Pool) (t Target, err error) {
 	if a.Schema == "" {
 		if err := a.Look(ctx, pool, func(tx pgx.Tx) error {
 			q, _ := tx.(cli.Qualified)
@@ -206,8 +206,8 @@ func ReadTarget(ctx context.Context, a *cli.App, pool *pgxpool.Pool) (t proxyTar
 }
 
 // want is what a database has to be for 'shard set'. While shards are divided, each stays what it is.
-func (t *proxyTarget) want(s *ShardState, n int) wantedShard {
-	w := wantedShard{is: ShardIs{Place: s.Place, Shards: n}, fresh: true, counts: n == 1}
+func (t *Target) want(s *State, n int) wantedShard {
+	w := wantedShard{is: Identity{Place: s.Place, Shards: n}, fresh: true, counts: n == 1}
 	w.had = s.Place < len(t.Connections) && t.Connections[s.Place] == s.Connection
 	if t.growth == nil {
 		return w
@@ -224,7 +224,7 @@ func (t *proxyTarget) want(s *ShardState, n int) wantedShard {
 }
 
 // keepsGrowing tells whether the places that are still with the old shards would stay so.
-func (t *proxyTarget) keepsGrowing(connections []string) bool {
+func (t *Target) keepsGrowing(connections []string) bool {
 	half := len(t.Connections) / 2
 	for i := range half {
 		if len(connections) != 2*half ||
@@ -236,7 +236,7 @@ func (t *proxyTarget) keepsGrowing(connections []string) bool {
 }
 
 // refuse returns why the database cannot be a proxy of these shards.
-func (t *proxyTarget) refuse(config shards.Config) error {
+func (t *Target) refuse(config shards.Config) error {
 	n := len(t.Connections)
 	switch {
 	case t.standby:
@@ -246,7 +246,8 @@ func (t *proxyTarget) refuse(config shards.Config) error {
 			"with --schema", cli.Printable(config.Schema))
 	case len(t.Tables) > 0:
 		return fmt.Errorf("the database has limits itself: %s in schema %s; a proxy has none, so use another "+
-			"database, and this one can be a shard", cli.Printable(strings.Join(t.Tables, ", ")), cli.Printable(config.Schema))
+			"database, and this one can be a shard", cli.Printable(strings.Join(t.Tables, ", ")), cli.Printable(
+			config.Schema))
 	case len(t.elsewhere) > 0:
 		return fmt.Errorf("the database is a proxy already, in schema %s; name that with --schema, or use another "+
 			"database", strings.Join(t.elsewhere, ", "))
@@ -278,9 +279,9 @@ func (t *proxyTarget) refuse(config shards.Config) error {
 // cluster names the shards: by a new name if one of them has just become one. Only for a proxy that has the others
 // already may it have taken another's place: any other proxy does not know whether somebody still asks that one. After
 // a 'shard set' that was interrupted, the mark of [shards.Intend] tells that there is no other.
-func (t *proxyTarget) cluster(states []ShardState) (string, error) {
+func (t *Target) cluster(states []State) (string, error) {
 	name := clusterOf(states)
-	var others, fresh *ShardState
+	var others, fresh *State
 	for i := range states {
 		s := &states[i]
 		switch {
@@ -303,7 +304,7 @@ func (t *proxyTarget) cluster(states []ShardState) (string, error) {
 }
 
 // question says what will be done.
-func (t *proxyTarget) question(states []ShardState, config shards.Config) string {
+func (t *Target) question(states []State, config shards.Config) string {
 	var text strings.Builder
 	what := "becomes a proxy"
 	if t.Connections != nil {
@@ -333,7 +334,7 @@ func (t *proxyTarget) question(states []ShardState, config shards.Config) string
 }
 
 // forgets says what is lost with shards that others take the place of.
-func (t *proxyTarget) forgets(states []ShardState) string {
+func (t *Target) forgets(states []State) string {
 	var text strings.Builder
 	for i := range states {
 		if states[i].Is != nil || i >= len(t.Connections) || t.Connections[i] == states[i].Connection {
@@ -351,7 +352,7 @@ func (t *proxyTarget) forgets(states []ShardState) string {
 
 // wantedShard is what a database has to be to become a shard.
 type wantedShard struct {
-	is     ShardIs
+	is     Identity
 	fresh  bool // it need not know that yet
 	counts bool // it may have some before
 	copies bool // it may be the new one of a shard that is being divided
@@ -361,14 +362,14 @@ type wantedShard struct {
 
 // readNewShards asks databases that are to be shards. It returns an error that says what is wrong with each.
 func readNewShards(
-	ctx context.Context, stores []*cli.App, want func(s *ShardState, n int) wantedShard,
-) ([]ShardState, error) {
+	ctx context.Context, stores []*cli.App, want func(s *State, n int) wantedShard,
+) ([]State, error) {
 	all, err := cli.ReadMigrations()
 	if err != nil {
 		return nil, err
 	}
 	version := all[len(all)-1].Version
-	states := make([]ShardState, len(stores))
+	states := make([]State, len(stores))
 	var random [4]byte
 	_, _ = rand.Read(random[:]) // never fails
 	token := int32(binary.BigEndian.Uint32(random[:]))
@@ -412,7 +413,7 @@ func readNewShards(
 }
 
 // readNew also looks for what only a database that is to be a shard may lack or have.
-func (s *ShardState) readNew(ctx context.Context, tx pgx.Tx, token int32, version int64) error {
+func (s *State) readNew(ctx context.Context, tx pgx.Tx, token int32, version int64) error {
 	if err := tx.QueryRow(ctx, twinSQL, token, s.Place).Scan(&s.twin); err != nil {
 		return err
 	}
@@ -422,7 +423,7 @@ func (s *ShardState) readNew(ctx context.Context, tx pgx.Tx, token int32, versio
 	return tx.QueryRow(ctx, holdsSQL).Scan(&s.counts, &s.policies)
 }
 
-func (s *ShardState) judgeNew(all []ShardState, w wantedShard) {
+func (s *State) judgeNew(all []State, w wantedShard) {
 	if s.twin != nil && (!w.still || !s.IsStill(&all[*s.twin])) {
 		s.add(cli.Problem, "place", "name another database", "is the same database as %s", all[*s.twin].Name)
 	}
@@ -436,9 +437,10 @@ func (s *ShardState) judgeNew(all []ShardState, w wantedShard) {
 	switch counts := s.counts && !w.counts; {
 	case s.copies() && w.copies:
 	case s.copies():
-		s.add(cli.Problem, "counts", "run `pgratelimit shard list` for the proxy of that shard, and do what it says, or "+
-			"use another database; only if that growth was undone are they nobody's, and "+
-			"`TRUNCATE rate_limit_ephemeral, rate_limit_durable, rate_limit_shard` loses nothing",
+		s.add(cli.Problem, "counts",
+			"run `pgratelimit shard list` for the proxy of that shard, and do what it says, or "+
+				"use another database; only if that growth was undone are they nobody's, and "+
+				"`TRUNCATE rate_limit_ephemeral, rate_limit_durable, rate_limit_shard` loses nothing",
 			"has rows of a shard that is being divided, perhaps the only ones of their keys")
 	case counts && w.had:
 		s.add(cli.Problem, "counts", s.become(w.is)+" if it was that shard before, and has its counts; otherwise use "+

@@ -14,7 +14,7 @@ import (
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
 )
 
-func ShardCommand(a *cli.App) *cobra.Command {
+func Command(a *cli.App) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "shard",
 		Short: "Spread the limits over several databases, behind a proxy",
@@ -57,7 +57,7 @@ func listShards(ctx context.Context, a *cli.App) error {
 		return err
 	}
 	defer pool.Close()
-	_, states, err := ShardStates(ctx, a, pool)
+	_, states, err := States(ctx, a, pool)
 	if err == nil && states == nil {
 		err = errors.New("the database is no proxy of shards, or its schema is another one (--schema); " +
 			"'pgratelimit shard set' makes a proxy")
@@ -80,7 +80,7 @@ func listShards(ctx context.Context, a *cli.App) error {
 	return nil
 }
 
-func printShards(w io.Writer, states []ShardState) {
+func printShards(w io.Writer, states []State) {
 	fmt.Fprintln(w, "PLACE\tCONNECTION\tIS\tVERSION\tROWS\tCLOCK")
 	for i := range states {
 		s := &states[i]

@@ -30,11 +30,11 @@ var (
 	holdsSQL string
 )
 
-// ShardState is what a shard of a proxy says of itself.
-type ShardState struct {
+// State is what a shard of a proxy says of itself.
+type State struct {
 	Place      int           `json:"place"`
 	Connection string        `json:"connection"`
-	Is         *ShardIs      `json:"is"`        // null if the database is no shard
+	Is         *Identity     `json:"is"`        // null if the database is no shard
 	Version    int64         `json:"version"`   // of the migrations; 0 if there are none
 	ReadOnly   bool          `json:"read_only"` //
 	Rows       int64         `json:"rows"`      // of keys, estimated
@@ -56,14 +56,14 @@ type ShardState struct {
 	divider    int           // process id of the command that divides the shards now; only the first shard knows
 }
 
-// ShardIs is the row of rate_limit_shard.
-type ShardIs struct {
+// Identity is the row of rate_limit_shard.
+type Identity struct {
 	Place   int    `json:"place"`
 	Shards  int    `json:"shards"`
 	Cluster string `json:"cluster"` // the same on all shards that belong together
 }
 
-func (i *ShardIs) String() string {
+func (i *Identity) String() string {
 	if i == nil {
 		return shards.Identity{}.String()
 	}
@@ -100,14 +100,14 @@ func readProxyState(ctx context.Context, tx pgx.Tx) (p ProxyState, err error) {
 }
 
 // NewState returns the state of a shard of which nothing is known yet.
-func NewState(a *cli.App) ShardState {
-	return ShardState{
+func NewState(a *cli.App) State {
+	return State{
 		Place: a.Place, Connection: a.Connection, Wrong: []cli.Finding{}, Name: a.ShardName(), schema: a.Schema,
 	}
 }
 
 // Read asks a shard.
-func (s *ShardState) Read(ctx context.Context, tx pgx.Tx) (err error) {
+func (s *State) Read(ctx context.Context, tx pgx.Tx) (err error) {
 	if s.Clock, err = readClock(ctx, tx); err != nil {
 		return err
 	}
@@ -119,7 +119,7 @@ func (s *ShardState) Read(ctx context.Context, tx pgx.Tx) (err error) {
 	if s.Reached = true; !readable {
 		return nil
 	}
-	var is ShardIs
+	var is Identity
 	err = tx.QueryRow(ctx, "SELECT coalesce(place, 0), coalesce(shards, 0), coalesce(cluster, ''), "+
 		"coalesce(division, '') FROM rate_limit_shard").Scan(&is.Place, &is.Shards, &is.Cluster, &s.division)
 	if errors.Is(err, pgx.ErrNoRows) {
@@ -132,22 +132,22 @@ func (s *ShardState) Read(ctx context.Context, tx pgx.Tx) (err error) {
 }
 
 // copies tells whether a database has rows of a shard that is being divided, and has not taken over from it yet.
-func (s *ShardState) copies() bool {
+func (s *State) copies() bool {
 	return s.Is == nil && s.division != "" && !strings.HasPrefix(s.division, shards.Intended)
 }
 
 // Divides tells whether a database is a shard that is being divided, or gets keys of one.
-func (s *ShardState) Divides() bool {
+func (s *State) Divides() bool {
 	return s.noting || s.division != "" && !strings.HasPrefix(s.division, shards.Intended)
 }
 
-func (s *ShardState) add(l cli.Level, check, do, found string, args ...any) {
+func (s *State) add(l cli.Level, check, do, found string, args ...any) {
 	f := l.Finding(do, found, args...)
 	f.Check = check
 	s.Wrong = append(s.Wrong, f)
 }
 
-func (s *ShardState) cannotBeRead(err error) {
+func (s *State) cannotBeRead(err error) {
 	if s.Reached {
 		s.add(cli.Problem, "state", "mend what it says", "could not be looked at: %s", cli.OneLine(err))
 		return
@@ -157,7 +157,7 @@ func (s *ShardState) cannotBeRead(err error) {
 }
 
 // judge finds what is wrong with a shard for a proxy with functions of a version. A new one need not know its place.
-func (s *ShardState) judge(want ShardIs, version int64, fresh bool) {
+func (s *State) judge(want Identity, version int64, fresh bool) {
 	if !s.Reached {
 		return
 	}
@@ -188,12 +188,14 @@ func (s *ShardState) judge(want ShardIs, version int64, fresh bool) {
 	}
 	switch {
 	case s.Is == nil && !fresh:
-		s.add(cli.Problem, "place", "if it is empty, run `pgratelimit shard set`, and its keys count from nothing; if it "+
-			"was that shard before and has its counts, "+s.become(want),
+		s.add(cli.Problem, "place",
+			"if it is empty, run `pgratelimit shard set`, and its keys count from nothing; if it "+
+				"was that shard before and has its counts, "+s.become(want),
 			"does not say which shard it is, and should be %v", &want)
 	case s.Is != nil && s.Is.Cluster != want.Cluster && s.Is.Place == want.Place && s.Is.Shards == want.Shards:
-		s.add(cli.Problem, "place", "compare `pgratelimit shard list` of all proxies, and `pgratelimit shard set` those "+
-			"that have a wrong database; if `pgratelimit shard set` was interrupted, run it again",
+		s.add(cli.Problem, "place",
+			"compare `pgratelimit shard list` of all proxies, and `pgratelimit shard set` those "+
+				"that have a wrong database; if `pgratelimit shard set` was interrupted, run it again",
 			"belongs to other shards than the first ones of these")
 	case s.Is != nil && *s.Is != want:
 		s.add(cli.Problem, "place", s.rightPlace(want), "is %v, and not %v", s.Is, &want)
@@ -201,13 +203,13 @@ func (s *ShardState) judge(want ShardIs, version int64, fresh bool) {
 }
 
 // become is the statement that makes a database a shard that was it before.
-func (s *ShardState) become(is ShardIs) string {
+func (s *State) become(is Identity) string {
 	return fmt.Sprintf("`INSERT INTO %s.rate_limit_shard (place, shards, cluster) VALUES (%d, %d, '%s')`",
 		pgx.Identifier{s.schema}.Sanitize(), is.Place, is.Shards, strings.ReplaceAll(is.Cluster, "'", "''"))
 }
 
 // rightPlace says what to do with a shard that is another one than wanted.
-func (s *ShardState) rightPlace(want ShardIs) string {
+func (s *State) rightPlace(want Identity) string {
 	switch {
 	case s.noting || s.Is.Shards == 2*want.Shards && s.Is.Place%want.Shards == want.Place:
 		return "it is divided, or was, for another proxy: run `pgratelimit shard list` for that one, and do what it " +
@@ -223,7 +225,7 @@ func (s *ShardState) rightPlace(want ShardIs) string {
 }
 
 // judgeGrowth says how far each of the first half of the shards is divided, and how that goes on.
-func judgeGrowth(a *cli.App, states []ShardState, growth *shards.Growth) {
+func judgeGrowth(a *cli.App, states []State, growth *shards.Growth) {
 	half := len(states) / 2
 	moved, ended := false, true
 	do := "run " + a.Command("shard grow") + " again, which goes on from there"
@@ -263,7 +265,7 @@ func judgeGrowth(a *cli.App, states []ShardState, growth *shards.Growth) {
 }
 
 // JudgeClock finds a clock that is not that of the proxy.
-func (s *ShardState) JudgeClock(proxy ClockTime) {
+func (s *State) JudgeClock(proxy ClockTime) {
 	if !s.Reached {
 		return
 	}
@@ -275,8 +277,8 @@ func (s *ShardState) JudgeClock(proxy ClockTime) {
 	}
 }
 
-// ShardStates asks a proxy and all its shards at the same time. One that does not answer is no error.
-func ShardStates(ctx context.Context, a *cli.App, pool *pgxpool.Pool) (p ProxyState, states []ShardState, err error) {
+// States asks a proxy and all its shards at the same time. One that does not answer is no error.
+func States(ctx context.Context, a *cli.App, pool *pgxpool.Pool) (p ProxyState, states []State, err error) {
 	all, err := a.Shards(ctx, pool)
 	if err != nil || len(all) == 0 {
 		return p, nil, err
@@ -287,7 +289,7 @@ func ShardStates(ctx context.Context, a *cli.App, pool *pgxpool.Pool) (p ProxySt
 	}); err != nil {
 		return p, nil, err
 	}
-	states = make([]ShardState, len(all))
+	states = make([]State, len(all))
 	var reading sync.WaitGroup
 	for i, shard := range all {
 		reading.Go(func() {
@@ -309,7 +311,7 @@ func ShardStates(ctx context.Context, a *cli.App, pool *pgxpool.Pool) (p ProxySt
 			s.Wrong = []cli.Finding{} // these are the old one's
 			continue
 		}
-		want := ShardIs{i, len(all), cluster}
+		want := Identity{i, len(all), cluster}
 		if p.Growth != nil && s == old && s.Is != nil && s.Is.Shards == len(all)/2 {
 			want.Shards = len(all) / 2
 		}
@@ -325,10 +327,10 @@ func ShardStates(ctx context.Context, a *cli.App, pool *pgxpool.Pool) (p ProxySt
 }
 
 // IsStill tells whether a place of a proxy whose shards are being divided is still with the old shard.
-func (s *ShardState) IsStill(old *ShardState) bool { return s != old && s.Connection == old.Connection }
+func (s *State) IsStill(old *State) bool { return s != old && s.Connection == old.Connection }
 
 // clusterOf is the cluster of the first shard that is one.
-func clusterOf(states []ShardState) string {
+func clusterOf(states []State) string {
 	for i := range states {
 		if states[i].Is != nil {
 			return states[i].Is.Cluster

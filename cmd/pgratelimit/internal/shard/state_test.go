@@ -20,9 +20,9 @@ func TestJudgeClock(t *testing.T) {
 		{ClockTime{FarClocks + 1, 1}, ClockTime{0, 0}, false},
 		{ClockTime{0, 0}, ClockTime{FarClocks + 1, 1}, false},
 	} {
-		s := ShardState{Reached: true}
+		s := State{Reached: true}
 		s.JudgeClock(test.proxy)
-		s = ShardState{Reached: true, Clock: test.shard}
+		s = State{Reached: true, Clock: test.shard}
 		s.JudgeClock(test.proxy)
 		require.Equal(t, test.wrong, len(s.Wrong) > 0, test)
 	}

@@ -48,7 +48,9 @@ func migrateUpCommand(a *cli.App) *cobra.Command {
   pgratelimit migrate up --schema limits`,
 		Args: cobra.NoArgs,
 		RunE: cli.Action(func(ctx context.Context, _ []string) error {
-			return migrate(ctx, a, func(ctx context.Context, pool *pgxpool.Pool) error { return migrateUp(ctx, a, pool) })
+			return migrate(ctx, a, func(ctx context.Context, pool *pgxpool.Pool) error {
+				return migrateUp(ctx, a, pool)
+			})
 		}),
 	}
 	a.AddJSON(cmd)
@@ -114,7 +116,8 @@ func requireAll(ctx context.Context, a *cli.App, pool *pgxpool.Pool) error {
 		if len(missing) == 0 {
 			return nil
 		}
-		f = cli.Problem.Finding(e.Command("doctor --fix")+" makes it anew, and `pgratelimit doctor` says what that loses",
+		f = cli.Problem.Finding(
+			e.Command("doctor --fix")+" makes it anew, and `pgratelimit doctor` says what that loses",
 			"%s", strings.Join(missing, "; "))
 	}
 	if f.Level == cli.Problem {

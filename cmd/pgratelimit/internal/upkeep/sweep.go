@@ -108,7 +108,8 @@ func printSweep(a *cli.App, r cleanup.Result) error {
 			fmt.Fprintln(w, "skipped: another sweeper is at work")
 			return
 		}
-		fmt.Fprintf(w, "deleted %s, read %s, in %s and %s", cli.Count(s.Deleted, "row"), cli.Count(s.ScannedPages, "page"),
+		fmt.Fprintf(w, "deleted %s, read %s, in %s and %s",
+			cli.Count(s.Deleted, "row"), cli.Count(s.ScannedPages, "page"),
 			cli.Count(s.Batches, "batch"), cli.Span(s.TookUS))
 		if !s.Complete {
 			fmt.Fprintf(w, "; the next sweep goes on from there")
