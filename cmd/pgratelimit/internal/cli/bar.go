@@ -6,7 +6,7 @@ import (
 	"github.com/schollz/progressbar/v3"
 )
 
-// bar shows how far a command is, from its first update on. If it cannot be drawn, that is no reason to stop.
+// Bar shows how far a command is, from its first update on. If it cannot be drawn, that is no reason to stop.
 type Bar struct {
 	Shown *progressbar.ProgressBar // nil if nobody would see it
 }

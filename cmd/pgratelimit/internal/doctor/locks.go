@@ -21,7 +21,7 @@ const LongLock = 5 * time.Second
 //go:embed sql/locks.sql
 var locksSQL string
 
-// lockHolder is a row of locksSQL.
+// LockHolder is a row of locksSQL.
 type LockHolder struct {
 	lockwait.Holder
 	what    string

@@ -25,7 +25,7 @@ var (
 	keyKindsSQL string
 )
 
-// kinds are the algorithms that have written rows, by the names of the rows: 1 << code, added up, in
+// Kinds are the algorithms that have written rows, by the names of the rows: 1 << code, added up, in
 // rate_limit_ephemeral and in rate_limit_durable. All that have expired count as 1.
 type Kinds map[string]*[2]int64
 

@@ -1,0 +1,241 @@
+package doctor
+
+import (
+	"context"
+	_ "embed"
+	"fmt"
+	"strings"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
+)
+
+var (
+	//go:embed sql/tables.sql
+	tablesSQL string
+	//go:embed sql/sample.sql
+	sampleSQL string
+)
+
+// TableHealth is a row of tablesSQL, and what a sample tells.
+type TableHealth struct {
+	name          string
+	sql           string // the name with its schema
+	sweep         string // the command line that sweeps
+	persistence   string
+	bytes         int64
+	toastBytes    int64
+	fillfactor    int64
+	Live, Dead    int64
+	Updated, Hot  int64
+	Vacuumed      *time.Time
+	Now           time.Time
+	XidAge        int64
+	Autovacuum    bool
+	otherIndexes  []string
+	sampled       float64 // the part of the table that was read
+	sampledRows   int64
+	sampledLive   int64
+	sampledFilled int64 // bytes
+	sampledToast  int64 // bytes
+}
+
+// checkTables returns a few findings for each table.
+func (e *Examination) checkTables(ctx context.Context) ([]cli.Finding, error) {
+	var tables []TableHealth
+	err := e.App.Look(ctx, e.Pool, func(tx pgx.Tx) error {
+		rows, err := tx.Query(ctx, tablesSQL)
+		if err != nil {
+			return err
+		}
+		tables, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (t TableHealth, err error) {
+			err = row.Scan(&t.name, &t.persistence, &t.bytes, &t.toastBytes, &t.fillfactor, &t.Live, &t.Dead,
+				&t.Updated, &t.Hot, &t.Vacuumed, &t.Now, &t.XidAge, &t.Autovacuum, &t.otherIndexes)
+			t.sql, t.sweep = e.Server.name(t.name), e.Command("sweep")
+			return t, err
+		})
+		return err
+	})
+	if err != nil {
+		return nil, err
+	}
+	var findings []cli.Finding
+	if e.Server.standby { // which has no statistics of its own, and cannot read rate_limit_ephemeral
+		for _, t := range tables {
+			f := t.judgeKind()
+			f.Check = t.name + ": kind"
+			findings = append(findings, f)
+		}
+		return findings, nil
+	}
+	sampling, sampled := cli.OK("not looked at, because this role may not read the tables"), false
+	if e.Server.readable {
+		err := e.sample(ctx, tables)
+		if err := could(err, &sampling); err != nil {
+			return nil, err
+		}
+		sampled = err == nil
+	}
+	for _, t := range tables {
+		checks := []struct {
+			name  string
+			judge func() cli.Finding
+		}{
+			{"kind", t.judgeKind},
+			{"HOT updates", t.JudgeHOT},
+			{"dead tuples", t.JudgeDead},
+			{"autovacuum", t.JudgeVacuum},
+			{"transaction ids", func() cli.Finding { return t.JudgeAge(e.Server.freezeMaxAge) }},
+			{"bloat", t.judgeBloat},
+			{"sweeping", t.judgeSweeping},
+		}
+		for _, check := range checks {
+			f := sampling
+			if sampled || check.name != "bloat" && check.name != "sweeping" {
+				f = check.judge()
+			}
+			f.Check = t.name + ": " + check.name
+			findings = append(findings, f)
+		}
+	}
+	return findings, nil
+}
+
+func (e *Examination) sample(ctx context.Context, tables []TableHealth) error {
+	percent := map[string]float64{}
+	for i := range tables {
+		share := cli.SampleShare(tables[i].bytes)
+		tables[i].sampled = share
+		percent[tables[i].name] = 100 * share
+	}
+	return e.App.Look(ctx, e.Pool, func(tx pgx.Tx) error {
+		rows, err := tx.Query(ctx, sampleSQL, percent[cli.Table(false)], percent[cli.Table(true)])
+		if err != nil {
+			return err
+		}
+		var name string
+		var all, live, filled, toast int64
+		_, err = pgx.ForEachRow(rows, []any{&name, &all, &live, &filled, &toast}, func() error {
+			for i := range tables {
+				if t := &tables[i]; t.name == name {
+					t.sampledRows, t.sampledLive, t.sampledFilled, t.sampledToast = all, live, filled, toast
+				}
+			}
+			return nil
+		})
+		return err
+	})
+}
+
+func (t TableHealth) judgeKind() cli.Finding {
+	want, kinds := "u", map[string]string{"u": "unlogged", "p": "logged", "t": "temporary"}
+	if t.name == cli.Table(true) {
+		want = "p"
+	}
+	switch {
+	case t.persistence != want:
+		return cli.Warning.Finding(fmt.Sprintf("`ALTER TABLE %s SET %s`", t.sql, strings.ToUpper(kinds[want])),
+			"it is %s, and the migrations made it %s", kinds[t.persistence], kinds[want])
+	case len(t.otherIndexes) > 0:
+		drop := "`DROP INDEX CONCURRENTLY " // which takes one index
+		return cli.Warning.Finding(drop+strings.Join(t.otherIndexes, "`, "+drop)+"`",
+			"it has an index besides its primary key, so updates that change "+
+				"the index's columns are not HOT, and the table bloats")
+	case t.fillfactor != fillfactor:
+		return cli.Warning.Finding(fmt.Sprintf("`ALTER TABLE %s SET (fillfactor = %d)`", t.sql, fillfactor),
+			"its fillfactor is %d, so fewer updates find room on their page than with %d", t.fillfactor, fillfactor)
+	}
+	return cli.OK("%s, with no index but the primary key", kinds[want])
+}
+
+func (t TableHealth) JudgeHOT() cli.Finding {
+	if t.Updated < fewUpdates {
+		return cli.OK("%s so far, too few to tell", cli.Count(t.Updated, "update"))
+	}
+	share := float64(t.Hot) / float64(t.Updated)
+	if share < leastHOT {
+		f := cli.Warning.Finding("mend what else is found here, and long transactions, which keep dead tuples on the "+
+			"pages; then, as a superuser, `VACUUM "+t.sql+"`, and to count anew "+
+			"`SELECT pg_stat_reset_single_table_counters('"+
+			strings.ReplaceAll(t.sql, "'", "''")+"'::regclass)`",
+			"%.1f %% of %d updates were HOT; the others write the index too", 100*share, t.Updated)
+		f.Anybody = true
+		return f
+	}
+	return cli.OK("%.1f %% of %d updates", 100*share, t.Updated)
+}
+
+func (t TableHealth) JudgeDead() cli.Finding {
+	if t.Dead > FewDead && t.Dead > t.Live {
+		return cli.Warning.Finding(
+			"`VACUUM "+t.sql+"`, and look for long transactions and for what keeps autovacuum away",
+			"%d dead and %d live", t.Dead, t.Live)
+	}
+	return cli.OK("%d dead and %d live", t.Dead, t.Live)
+}
+
+func (t TableHealth) JudgeVacuum() cli.Finding {
+	last, late := "never", true
+	if t.Vacuumed != nil {
+		age := t.Now.Sub(*t.Vacuumed)
+		last, late = fmt.Sprintf("%s, %v before now", cli.Instant(*t.Vacuumed), age.Round(time.Second)),
+			age > LateVacuum
+	}
+	switch {
+	case !t.Autovacuum:
+		return cli.Problem.Finding(fmt.Sprintf("`ALTER TABLE %s RESET (autovacuum_enabled)`", t.sql),
+			"it is turned off for this table; last visit: %s", last)
+	case late && t.Dead > FewDead:
+		return cli.Warning.Finding("`VACUUM "+t.sql+"`, and see whether autovacuum is busy elsewhere: "+
+			"pg_stat_progress_vacuum, autovacuum_max_workers",
+			"last visit: %s, and there are %d dead tuples", last, t.Dead)
+	}
+	return cli.OK("last visit: %s", last)
+}
+
+func (t TableHealth) JudgeAge(freezeMaxAge int64) cli.Finding {
+	how, text := howOld(t.XidAge, freezeMaxAge)
+	f := how.Finding("let VACUUM finish: end long transactions and prepared ones, "+
+		"drop abandoned replication slots, then `VACUUM FREEZE "+t.sql+"`", "%s", text)
+	if how == cli.Fine {
+		f.Do = ""
+	}
+	return f
+}
+
+// judgeBloat compares the size with what the rows of the sample would need if they had just been written. A healthy
+// table needs what it has, because its pages are filled up to the fillfactor only.
+func (t TableHealth) judgeBloat() cli.Finding {
+	bytes := t.bytes + t.toastBytes
+	if bytes < smallTable {
+		return cli.OK("%s, too small to matter", cli.Size(bytes))
+	}
+	const pageHeader = 24
+	needed := float64(t.sampledFilled)*100/float64(t.fillfactor)*cli.BlockSize/(cli.BlockSize-pageHeader) +
+		float64(t.sampledToast)
+	room := t.sampled * float64(bytes)
+	share := 100 * min(needed/room, 1)
+	if room > mostRoom*needed {
+		return cli.Warning.Finding(fmt.Sprintf(
+			"`VACUUM FULL %s` gives the rest back, and locks the table meanwhile, so that calls fail; "+
+				"pg_repack does not lock it; without either, new rows use the room after a VACUUM", t.sql),
+			"%s, of which its rows need %.0f %%", cli.Size(bytes), share)
+	}
+	return cli.OK("%s, of which its rows need %.0f %%", cli.Size(bytes), share)
+}
+
+func (t TableHealth) judgeSweeping() cli.Finding {
+	expired := t.sampledRows - t.sampledLive
+	if t.bytes >= smallTable && float64(expired) > mostExpired*float64(t.sampledRows) {
+		f := cli.Warning.Finding(t.sweep+", best from cron, see deploy/",
+			"%.0f %% of the rows have expired", 100*float64(expired)/float64(t.sampledRows))
+		f.Anybody = true
+		return f
+	}
+	if t.sampledRows == 0 {
+		return cli.OK("no rows")
+	}
+	return cli.OK("%.0f %% of the rows have expired", 100*float64(expired)/float64(t.sampledRows))
+}

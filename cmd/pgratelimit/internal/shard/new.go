@@ -1,0 +1,195 @@
+package shard
+
+import (
+	"context"
+	"crypto/rand"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"strings"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/pgratelimit/ratelimit/internal/shards"
+
+	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
+)
+
+// wantedShard is what a database has to be to become a shard.
+type wantedShard struct {
+	is     Identity
+	fresh  bool // it need not know that yet
+	counts bool // it may have some before
+	copies bool // it may be the new one of a shard that is being divided
+	had    bool // the proxy has it in this place
+	still  bool // an old shard, for as long as its new one has not taken over
+}
+
+// readNewShards asks databases that are to be shards. It returns an error that says what is wrong with each.
+func readNewShards(
+	ctx context.Context, stores []*cli.App, want func(s *State, n int) wantedShard,
+) ([]State, error) {
+	all, err := cli.ReadMigrations()
+	if err != nil {
+		return nil, err
+	}
+	version := all[len(all)-1].Version
+	states := make([]State, len(stores))
+	var random [4]byte
+	_, _ = rand.Read(random[:]) // never fails
+	token := int32(binary.BigEndian.Uint32(random[:]))
+	var visit func(place int)
+	visit = func(place int) { // the transactions stay open until all have been asked, for the sake of twin
+		if place == len(stores) {
+			return
+		}
+		visited := false
+		store, s := stores[place], &states[place]
+		*s = NewState(store)
+		if err := InShard(ctx, store, func(pool *pgxpool.Pool) error {
+			return store.Look(ctx, pool, func(tx pgx.Tx) error {
+				if err := s.readNew(ctx, tx, token, version); err != nil {
+					return err
+				}
+				visited = true
+				visit(place + 1)
+				return nil
+			})
+		}); err != nil {
+			s.cannotBeRead(err)
+		}
+		if !visited {
+			visit(place + 1)
+		}
+	}
+	visit(0)
+	var wrong []error
+	for i := range states {
+		s := &states[i]
+		w := want(s, len(states))
+		w.is.Cluster = clusterOf(states)
+		s.judge(w.is, version, w.fresh)
+		s.judgeNew(states, w)
+		for _, f := range s.Wrong {
+			wrong = append(wrong, fmt.Errorf("%s %s; %s", s.Name, f.Found, f.Do))
+		}
+	}
+	return states, errors.Join(wrong...)
+}
+
+// readNew also looks for what only a database that is to be a shard may lack or have.
+func (s *State) readNew(ctx context.Context, tx pgx.Tx, token int32, version int64) error {
+	if err := tx.QueryRow(ctx, twinSQL, token, s.Place).Scan(&s.twin); err != nil {
+		return err
+	}
+	if err := s.Read(ctx, tx); err != nil || s.Version != version || s.ReadOnly || !s.member {
+		return err
+	}
+	return tx.QueryRow(ctx, holdsSQL).Scan(&s.counts, &s.policies)
+}
+
+func (s *State) judgeNew(all []State, w wantedShard) {
+	if s.twin != nil && (!w.still || !s.IsStill(&all[*s.twin])) {
+		s.add(cli.Problem, "place", "name another database", "is the same database as %s", all[*s.twin].Name)
+	}
+	if s.owner != "" && !s.member {
+		s.add(cli.Problem, "rights", fmt.Sprintf("run this as a role that is a member of %s on each shard",
+			cli.Printable(s.owner)), "has tables of %s, and this role is not a member of that", cli.Printable(s.owner))
+	}
+	if s.Is != nil || s.twin != nil {
+		return
+	}
+	switch counts := s.counts && !w.counts; {
+	case s.copies() && w.copies:
+	case s.copies():
+		s.add(cli.Problem, "counts",
+			"run `pgratelimit shard list` for the proxy of that shard, and do what it says, or "+
+				"use another database; only if that growth was undone are they nobody's, and "+
+				"`TRUNCATE rate_limit_ephemeral, rate_limit_durable, rate_limit_shard` loses nothing",
+			"has rows of a shard that is being divided, perhaps the only ones of their keys")
+	case counts && w.had:
+		s.add(cli.Problem, "counts", s.become(w.is)+" if it was that shard before, and has its counts; otherwise use "+
+			"another database", "has counts, and does not say which shard it is")
+	case counts:
+		s.add(cli.Problem, "counts", "make it the only shard, and then grow, which keeps them; or `TRUNCATE` "+
+			"rate_limit_ephemeral and rate_limit_durable, which forgets all counts, if nobody asks for them",
+			"has counts already, of keys that other shards would own")
+	}
+	if s.policies && w.is.Place > 0 {
+		s.add(cli.Problem, "policies", "move them to shard 0, and `DELETE` them here",
+			"has policies, and only those of shard 0 are obeyed")
+	}
+}
+
+// tryShards has PL/Proxy ask each shard, in the transaction that makes the proxy.
+// owned tells whether the shards know already which they are.
+func tryShards(
+	ctx context.Context, tx pgx.Tx, stores []*cli.App, source shards.Source, owner string, owned bool,
+) error {
+	q, _ := tx.(cli.Qualified)
+	schema := pgx.Identifier{q.Schema}.Sanitize()
+	condition := "true"
+	if owned {
+		condition = "(SELECT " + schema + "._rate_limit_own_shard(shard, shards))"
+	}
+	if _, err := q.Tx.Exec(ctx, fmt.Sprintf(checkShardSQL, schema, strings.ReplaceAll(schema, "'", "''"),
+		condition)); err != nil {
+		return err
+	}
+	// The user mapping is that of the functions' owner.
+	if _, err := q.Tx.Exec(ctx, "SET LOCAL ROLE "+owner); err != nil {
+		return err
+	}
+	var needed []string
+	for _, f := range source.Functions {
+		needed = append(needed, f.Name)
+	}
+	for i, store := range stores {
+		var login string
+		var missing []string
+		if err := q.Tx.QueryRow(ctx, "SELECT login, missing FROM "+schema+"._rate_limit_check_shard($1, $2, $3)",
+			i, len(stores), needed).Scan(&login, &missing); err != nil {
+			found, do := ProxyTrouble(err)
+			return store.About(errors.New(found + "; " + do))
+		}
+		if len(missing) > 0 {
+			return store.About(fmt.Errorf("role %s may not execute %s; run deploy/grants.sql there, and "+
+				"GRANT rate_limit_app, rate_limit_sweeper TO %[1]s", cli.Printable(login), strings.Join(missing, ", ")))
+		}
+	}
+	if _, err := q.Tx.Exec(ctx, "RESET ROLE"); err != nil {
+		return err
+	}
+	_, err := q.Tx.Exec(ctx, "DROP FUNCTION "+schema+"._rate_limit_check_shard")
+	return err
+}
+
+// ProxyTrouble says what PL/Proxy has met, and what to do about it.
+func ProxyTrouble(err error) (found, do string) {
+	pgErr, ok := errors.AsType[*pgconn.PgError](err)
+	if !ok {
+		return cli.OneLine(err), "look at the log of both servers"
+	}
+	has := func(part string) bool { return strings.Contains(pgErr.Message, part) }
+	switch {
+	case has("password"):
+		do = PasswordVariable + " has to be the password of --user on the shard, for `pgratelimit shard set`"
+	case has("role ") && has("does not exist"):
+		do = "make the role on the shard: CREATE ROLE … LOGIN"
+	case has("not permitted to log in"):
+		do = "let the role log in: ALTER ROLE … LOGIN"
+	case has("pg_hba.conf"):
+		do = "let the shard's pg_hba.conf admit the host of the proxy's server"
+	case has("PQconnect"):
+		do = "give `pgratelimit shard set` a connection string that works from the host of the proxy's server"
+	case pgErr.Code == "RLS03":
+		do = "`pgratelimit shard list` says what is wrong with the place, or the growth, of each shard"
+	case pgErr.Code == "42501":
+		do = "run deploy/grants.sql on the shard, and GRANT rate_limit_app, rate_limit_sweeper TO the role of --user"
+	default:
+		do = "look at the log of both servers"
+	}
+	return "PL/Proxy cannot use it: " + cli.OneLine(errors.New(pgErr.Message)), do
+}
