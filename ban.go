@@ -46,22 +46,26 @@ type Ban struct {
 	ForgivenAfter time.Duration
 }
 
-func (b Ban) withDefaults() Ban {
-	if b.Longest == 0 {
-		b.Longest = b.First
+func (b *Ban) withDefaults() *Ban {
+	if b == nil {
+		return nil
 	}
-	if b.ForgivenAfter == 0 {
-		b.ForgivenAfter = b.Longest
+	with := *b
+	if with.Longest == 0 {
+		with.Longest = with.First
 	}
-	return b
+	if with.ForgivenAfter == 0 {
+		with.ForgivenAfter = with.Longest
+	}
+	return &with
 }
 
 // longestBan keeps times within the range of Postgres.
 const longestBan = model.MaxSpan * time.Microsecond
 
-func (b Ban) validate(policies *Policies) error {
+func (b *Ban) validate(policies *Policies) error {
 	switch d := b.withDefaults(); {
-	case b == (Ban{}):
+	case b == nil:
 		return nil
 	case policies == nil:
 		return &ConfigError{Field: "Config.Ban", Reason: "needs Config.Policies: a ban is a row that they read"}
@@ -109,16 +113,16 @@ type strike struct {
 	since time.Duration
 }
 
-func newStrikes(name string, ban Ban) *strikes {
-	return &strikes{name: name, ban: ban.withDefaults(), seed: maphash.MakeSeed(), begin: time.Now()}
+func newStrikes(name string, ban *Ban) *strikes {
+	return &strikes{name: name, ban: *ban.withDefaults(), seed: maphash.MakeSeed(), begin: time.Now()}
 }
 
 // config is the Ban of Config.
-func (s *strikes) config() Ban {
+func (s *strikes) config() *Ban {
 	if s == nil {
-		return Ban{}
+		return nil
 	}
-	return s.ban
+	return s.ban.withDefaults() // a copy
 }
 
 // count counts a denial, and tells whether the key is to be banned. It is until there is a ban.

@@ -21,7 +21,7 @@ func TestBan(t *testing.T) {
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
 
 	db := pgtest.New(t)
-	ban := Ban{Denials: 5, Within: time.Hour, First: time.Hour, Longest: 3 * time.Hour, ForgivenAfter: time.Hour}
+	ban := &Ban{Denials: 5, Within: time.Hour, First: time.Hour, Longest: 3 * time.Hour, ForgivenAfter: time.Hour}
 	config := Config{Name: "login", Policy: FixedWindow{1, time.Hour}, Ban: ban}
 	limiters := make([]*Limiter, 2)
 	for i := range limiters {
@@ -101,7 +101,7 @@ func (s *strikes) counted(key string) (n int) {
 func TestStrikes(t *testing.T) {
 	t.Parallel()
 
-	s := newStrikes("login", Ban{Denials: 3, Within: time.Minute, First: time.Hour})
+	s := newStrikes("login", &Ban{Denials: 3, Within: time.Minute, First: time.Hour})
 	later := func() { s.begin = s.begin.Add(-time.Minute - time.Second) }
 	require.False(t, s.count("a"))
 	require.False(t, s.count("a"))
@@ -157,7 +157,7 @@ func TestBansOfACrowd(t *testing.T) {
 	for i := range limiters {
 		limiters[i] = newLimiter(t, db.Pool, Config{
 			Name: fmt.Sprint("login", i), Policy: FixedWindow{1, time.Hour}, Policies: p,
-			Ban: Ban{Denials: 2 + i, Within: time.Hour, First: time.Hour},
+			Ban: &Ban{Denials: 2 + i, Within: time.Hour, First: time.Hour},
 		})
 	}
 	deny := func(l *Limiter, key string, times int) {
@@ -206,7 +206,7 @@ func TestBanThatIsRefused(t *testing.T) {
 	require.NoError(t, err)
 	l := newLimiter(t, db.Pool, Config{
 		Name: "login", Policy: FixedWindow{1, time.Hour}, Policies: p,
-		Ban: Ban{Denials: 1, Within: time.Hour, First: 90 * time.Minute},
+		Ban: &Ban{Denials: 1, Within: time.Hour, First: 90 * time.Minute},
 	})
 	for _, key := range []string{"a", "secret", "b"} {
 		l.strike(key, 1, &Result{}, nil)
@@ -229,7 +229,7 @@ func TestBanThatCannotBeMade(t *testing.T) {
 	l := newLimiter(t, db.Pool, Config{
 		Name: "login", Policy: FixedWindow{1, time.Hour},
 		Policies: runningPolicies(t, db.Pool, PoliciesConfig{Logger: journal.Logger()}),
-		Ban:      Ban{Denials: 1, Within: time.Hour, First: time.Hour},
+		Ban:      &Ban{Denials: 1, Within: time.Hour, First: time.Hour},
 	})
 	for range 20 {
 		_, err := l.Allow(t.Context(), "secret")
@@ -246,9 +246,10 @@ func TestBanConfig(t *testing.T) {
 
 	p, err := NewPolicies(pgtest.New(t).Pool, PoliciesConfig{Logger: slog.Default()})
 	require.NoError(t, err)
-	good := Ban{Denials: 1, Within: 1, First: time.Millisecond}
+	good := &Ban{Denials: 1, Within: 1, First: time.Millisecond}
 	require.NoError(t, good.validate(p))
-	require.NoError(t, Ban{}.validate(nil))
+	require.NoError(t, (*Ban)(nil).validate(nil))
+	require.Error(t, (&Ban{}).validate(p))
 	for field, change := range map[string]func(*Ban){
 		"Config.Ban.Denials":       func(b *Ban) { b.Denials = 0 },
 		"Config.Ban.Within":        func(b *Ban) { b.Within = 0 },
@@ -256,7 +257,7 @@ func TestBanConfig(t *testing.T) {
 		"Config.Ban.Longest":       func(b *Ban) { b.Longest = 1 },
 		"Config.Ban.ForgivenAfter": func(b *Ban) { b.ForgivenAfter = math.MaxInt64 },
 	} {
-		bad := good
+		bad := *good
 		change(&bad)
 		config, ok := errors.AsType[*ConfigError](bad.validate(p))
 		require.True(t, ok, field)

@@ -12,7 +12,7 @@ import (
 // zone show it. That is how quotas are sold: 1,000 a month. Otherwise it is like a [FixedWindow], whose windows
 // start at a key's first request: all of a limit may come at once, and around the edge of two windows 2 × Limit may.
 //
-// With CalendarWindow{Limit: 1000, Unit: ratelimit.Month, Zone: "Europe/Berlin"}, a key that has taken 1,000 by
+// With CalendarWindow{Limit: 1000, Unit: ratelimit.CalendarMonth, Zone: "Europe/Berlin"}, a key that has taken 1,000 by
 // noon of 31 March is told to retry after 12 h, and from midnight in Berlin on it has 1,000 again.
 //
 // A window ends when the next one starts, by Postgres's date_trunc with the time zone data of the database's server.
@@ -46,11 +46,11 @@ const utcName = "UTC"
 
 // The units of the calendar.
 const (
-	Minute Unit = "minute"
-	Hour   Unit = "hour"
-	Day    Unit = "day"
-	Week   Unit = "week" // from Monday to Sunday
-	Month  Unit = "month"
+	CalendarMinute Unit = "minute"
+	CalendarHour   Unit = "hour"
+	CalendarDay    Unit = "day"
+	CalendarWeek   Unit = "week" // from Monday to Sunday
+	CalendarMonth  Unit = "month"
 )
 
 func (p CalendarWindow) String() string { return p.one().Numbers().String() }

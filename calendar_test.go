@@ -19,7 +19,9 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-func calendarUnits() []Unit { return []Unit{Minute, Hour, Day, Week, Month} }
+func calendarUnits() []Unit {
+	return []Unit{CalendarMinute, CalendarHour, CalendarDay, CalendarWeek, CalendarMonth}
+}
 
 // steadyZones are time zones whose rules have been the same for long, so that this process and a server agree on
 // them. Among them are changes of half an hour, and changes a minute after midnight.
@@ -47,7 +49,7 @@ func TestCalendarWindow(t *testing.T) {
 		policy CalendarWindow
 		steps  []modelStep
 	}{
-		{"a month ends at midnight of its zone", in(Month, "Europe/Berlin"), []modelStep{
+		{"a month ends at midnight of its zone", in(CalendarMonth, "Europe/Berlin"), []modelStep{
 			{clockAt("2026-03-31T12:00:00+02:00"), 10, granted(0, 12*hour)},
 			{clockAt("2026-03-31T12:00:00+02:00"), 1, denied(0, 12*hour, 12*hour)},
 			{clockAt("2026-03-31T23:59:59.999999+02:00"), 1, denied(0, 1, 1)},
@@ -55,7 +57,7 @@ func TestCalendarWindow(t *testing.T) {
 			{clockAt("2026-04-30T23:59:59.999999+02:00"), 1, denied(0, 1, 1)},
 			{clockAt("2026-05-01T00:00:00+02:00"), 1, granted(9, 31*day)},
 		}},
-		{"months of 28, 29 and 31 days less an hour", in(Month, "Europe/Berlin"), []modelStep{
+		{"months of 28, 29 and 31 days less an hour", in(CalendarMonth, "Europe/Berlin"), []modelStep{
 			{clockAt("2026-02-01T00:00:00+01:00"), 1, granted(9, 28*day)},
 			{clockAt("2026-03-01T00:00:00+01:00"), 1, granted(9, 31*day-hour)},
 			{clockAt("2026-10-01T00:00:00+02:00"), 1, granted(9, 31*day+hour)},
@@ -63,11 +65,11 @@ func TestCalendarWindow(t *testing.T) {
 			{clockAt("2100-02-01T00:00:00+01:00"), 1, granted(9, 28*day)},
 			{clockAt("2100-12-31T23:59:59.999999+01:00"), 1, granted(9, 1)},
 		}},
-		{"UTC is the default", in(Month, ""), []modelStep{
+		{"UTC is the default", in(CalendarMonth, ""), []modelStep{
 			{clockAt("2026-01-31T23:59:59Z"), 1, granted(9, second)},
 			{clockAt("2026-02-01T00:00:00Z"), 1, granted(9, 28*day)},
 		}},
-		{"a day of 23 hours, and one of 25", in(Day, "Europe/Berlin"), []modelStep{
+		{"a day of 23 hours, and one of 25", in(CalendarDay, "Europe/Berlin"), []modelStep{
 			{clockAt("2026-03-29T00:00:00+01:00"), 10, granted(0, 23*hour)},
 			{clockAt("2026-03-29T23:59:59.999999+02:00"), 1, denied(0, 1, 1)},
 			{clockAt("2026-03-30T00:00:00+02:00"), 1, granted(9, day)},
@@ -75,58 +77,58 @@ func TestCalendarWindow(t *testing.T) {
 			{clockAt("2026-10-25T23:00:00+01:00"), 1, denied(0, hour, hour)},
 			{clockAt("2026-10-26T00:00:00+01:00"), 1, granted(9, day)},
 		}},
-		{"an hour that comes twice", in(Hour, "Europe/Berlin"), []modelStep{
+		{"an hour that comes twice", in(CalendarHour, "Europe/Berlin"), []modelStep{
 			{clockAt("2026-10-25T02:30:00+02:00"), 10, granted(0, hour/2)},
 			{clockAt("2026-10-25T02:59:59.999999+02:00"), 1, denied(0, 1, 1)},
 			{clockAt("2026-10-25T02:00:00+01:00"), 10, granted(0, hour)},
 			{clockAt("2026-10-25T03:00:00+01:00"), 1, granted(9, hour)},
 		}},
-		{"an hour that is left out", in(Hour, "Europe/Berlin"), []modelStep{
+		{"an hour that is left out", in(CalendarHour, "Europe/Berlin"), []modelStep{
 			{clockAt("2026-03-29T01:30:00+01:00"), 10, granted(0, hour/2)},
 			{clockAt("2026-03-29T03:00:00+02:00"), 1, granted(9, hour)},
 		}},
-		{"a midnight that is left out", in(Day, "America/Sao_Paulo"), []modelStep{
+		{"a midnight that is left out", in(CalendarDay, "America/Sao_Paulo"), []modelStep{
 			{clockAt("2018-11-03T23:30:00-03:00"), 10, granted(0, hour/2)},
 			{clockAt("2018-11-04T01:00:00-02:00"), 10, granted(0, 23*hour)},
 			{clockAt("2018-11-05T00:00:00-02:00"), 1, granted(9, day)},
 		}},
-		{"a midnight that comes twice", in(Day, "America/St_Johns"), []modelStep{
+		{"a midnight that comes twice", in(CalendarDay, "America/St_Johns"), []modelStep{
 			{clockAt("2010-11-06T23:59:59-02:30"), 1, granted(9, hour+second)},
 			{clockAt("2010-11-07T00:00:30-02:30"), 8, granted(1, hour-30*second)},
 			{clockAt("2010-11-06T23:01:00-03:30"), 2, denied(1, 59*minute, 59*minute)},
 			{clockAt("2010-11-07T00:00:00-03:30"), 1, granted(9, day)},
 		}},
-		{"a new key in the minute after the first midnight", in(Day, "America/St_Johns"), []modelStep{
+		{"a new key in the minute after the first midnight", in(CalendarDay, "America/St_Johns"), []modelStep{
 			{clockAt("2010-11-07T00:00:30-02:30"), 1, granted(9, hour-30*second)},
 		}},
-		{"a day that is left out", in(Day, "Pacific/Apia"), []modelStep{
+		{"a day that is left out", in(CalendarDay, "Pacific/Apia"), []modelStep{
 			{clockAt("2011-12-29T23:00:00-10:00"), 10, granted(0, hour)},
 			{clockAt("2011-12-31T00:00:00+14:00"), 1, granted(9, day)},
 		}},
-		{"clocks go back by half an hour", in(Hour, "Australia/Lord_Howe"), []modelStep{
+		{"clocks go back by half an hour", in(CalendarHour, "Australia/Lord_Howe"), []modelStep{
 			{clockAt("2026-04-05T01:59:00+11:00"), 10, granted(0, minute)},
 			{clockAt("2026-04-05T01:30:00+10:30"), 10, granted(0, hour/2)},
 			{clockAt("2026-04-05T02:00:00+10:30"), 1, granted(9, hour)},
 		}},
-		{"clocks go forward by half an hour", in(Hour, "Australia/Lord_Howe"), []modelStep{
+		{"clocks go forward by half an hour", in(CalendarHour, "Australia/Lord_Howe"), []modelStep{
 			{clockAt("2026-10-04T01:50:00+10:30"), 10, granted(0, 10*minute)},
 			{clockAt("2026-10-04T02:30:00+11:00"), 1, granted(9, hour/2)},
 		}},
-		{"an hour that is cut short", in(Hour, "Asia/Pyongyang"), []modelStep{
+		{"an hour that is cut short", in(CalendarHour, "Asia/Pyongyang"), []modelStep{
 			{clockAt("2018-05-04T23:10:00+08:30"), 10, granted(0, 20*minute)},
 			{clockAt("2018-05-05T00:00:00+09:00"), 1, granted(9, hour)},
 		}},
-		{"the hours of half an offset", in(Hour, "Asia/Kolkata"), []modelStep{
+		{"the hours of half an offset", in(CalendarHour, "Asia/Kolkata"), []modelStep{
 			{clockAt("2026-07-01T12:15:00+05:30"), 1, granted(9, 45*minute)},
 			{clockAt("2026-07-01T13:00:00+05:30"), 1, granted(9, hour)},
 		}},
-		{"a week starts on Monday", in(Week, "America/New_York"), []modelStep{
+		{"a week starts on Monday", in(CalendarWeek, "America/New_York"), []modelStep{
 			{clockAt("2026-07-05T23:59:59-04:00"), 10, granted(0, second)}, // a Sunday
 			{clockAt("2026-07-06T00:00:00-04:00"), 1, granted(9, 7*day)},
 			{clockAt("2026-10-26T00:00:00-04:00"), 1, granted(9, 7*day+hour)},
 			{clockAt("2026-12-28T00:00:00-05:00"), 1, granted(9, 7*day)}, // as the year ends
 		}},
-		{"costs", in(Minute, ""), []modelStep{
+		{"costs", in(CalendarMinute, ""), []modelStep{
 			{at("12:00:10"), 0, free(10, 0)},
 			{at("12:00:10"), 11, denied(10, model.Never, 0)},
 			{at("12:00:10"), 4, granted(6, 50*second)},
@@ -138,7 +140,7 @@ func TestCalendarWindow(t *testing.T) {
 			{at("12:01:00"), 0, free(10, 0)},
 			{at("12:01:00"), 10, granted(0, minute)},
 		}},
-		{"the clock steps back by less than a window", in(Minute, ""), []modelStep{
+		{"the clock steps back by less than a window", in(CalendarMinute, ""), []modelStep{
 			{at("12:10:05"), 6, granted(4, 55*second)},
 			{at("12:10:01"), 1, granted(3, 59*second)},
 			{at("12:09:59.999999"), 1, granted(2, minute+1)}, // it stays in the window
@@ -146,7 +148,7 @@ func TestCalendarWindow(t *testing.T) {
 			{at("12:10:59.999999"), 3, denied(2, 1, 1)},
 			{at("12:11:00"), 1, granted(9, minute)},
 		}},
-		{"the clock steps back by more than a window", in(Minute, ""), []modelStep{
+		{"the clock steps back by more than a window", in(CalendarMinute, ""), []modelStep{
 			{at("12:10:05"), 10, granted(0, 55*second)},
 			{at("12:09:05"), 1, denied(0, 115*second, 115*second)},
 			{at("12:09:04.999999"), 0, denied(0, minute, minute)}, // a Peek does not pull the row back
@@ -155,7 +157,7 @@ func TestCalendarWindow(t *testing.T) {
 			{at("12:09:05"), 1, denied(0, minute-1, minute-1)},
 			{at("12:10:04.999999"), 1, granted(9, 55*second+1)},
 		}},
-		{"the largest limit", CalendarWindow{model.MaxProduct, Month, ""}, []modelStep{
+		{"the largest limit", CalendarWindow{model.MaxProduct, CalendarMonth, ""}, []modelStep{
 			{clockAt("2026-07-31T23:59:59.999999Z"), model.MaxProduct, granted(0, 1)},
 			{clockAt("2026-07-31T23:59:59.999999Z"), 1, denied(0, 1, 1)},
 			{clockAt("2026-08-01T00:00:00Z"), model.MaxProduct - 1, granted(1, 31*day)},
@@ -171,7 +173,7 @@ func TestCalendarWindow(t *testing.T) {
 
 func TestCalendarWindowDenialConsumesNothing(t *testing.T) {
 	t.Parallel()
-	p := CalendarWindow{Limit: 10, Unit: Minute}
+	p := CalendarWindow{Limit: 10, Unit: CalendarMinute}
 	s := playModel(t, p, model.State{}, modelStep{at("12:00:00"), 8, granted(2, minute)})
 	for range 100 {
 		require.Equal(t, s, playModel(t, p, s, modelStep{at("12:00:01"), 3, denied(2, 59*second, 59*second)}))
@@ -181,11 +183,11 @@ func TestCalendarWindowDenialConsumesNothing(t *testing.T) {
 
 func TestCalendarWindowLimitChangesAtOnce(t *testing.T) {
 	t.Parallel()
-	s := playModel(t, CalendarWindow{10, Minute, ""}, model.State{}, modelStep{at("12:00:00"), 7, granted(3, minute)})
-	playModel(t, CalendarWindow{15, Minute, ""}, s,
+	s := playModel(t, CalendarWindow{10, CalendarMinute, ""}, model.State{}, modelStep{at("12:00:00"), 7, granted(3, minute)})
+	playModel(t, CalendarWindow{15, CalendarMinute, ""}, s,
 		modelStep{at("12:00:01"), 9, denied(8, 59*second, 59*second)},
 		modelStep{at("12:00:01"), 8, granted(0, 59*second)})
-	playModel(t, CalendarWindow{4, Minute, ""}, s,
+	playModel(t, CalendarWindow{4, CalendarMinute, ""}, s,
 		modelStep{at("12:00:01"), 1, denied(0, 59*second, 59*second)},
 		modelStep{at("12:00:01"), 5, denied(0, model.Never, 59*second)},
 		modelStep{at("12:01:00"), 4, granted(0, minute)})
@@ -195,14 +197,14 @@ func TestCalendarWindowLimitChangesAtOnce(t *testing.T) {
 func TestCalendarWindowKeepsItsEndUnderAnotherZoneOrALongerUnit(t *testing.T) {
 	t.Parallel()
 	const day = 24 * hour
-	s := playModel(t, CalendarWindow{10, Day, "Europe/Berlin"}, model.State{},
+	s := playModel(t, CalendarWindow{10, CalendarDay, "Europe/Berlin"}, model.State{},
 		modelStep{clockAt("2026-07-01T12:00:00+02:00"), 7, granted(3, 12*hour)})
-	playModel(t, CalendarWindow{10, Day, "America/New_York"}, s,
+	playModel(t, CalendarWindow{10, CalendarDay, "America/New_York"}, s,
 		modelStep{clockAt("2026-07-01T13:00:00+02:00"), 4, denied(3, 11*hour, 11*hour)},
 		modelStep{clockAt("2026-07-01T13:00:00+02:00"), 3, granted(0, 11*hour)},
 		modelStep{clockAt("2026-07-02T00:00:00+02:00"), 10, granted(0, 6*hour)},
 		modelStep{clockAt("2026-07-02T00:00:00-04:00"), 1, granted(9, day)})
-	playModel(t, CalendarWindow{1000, Month, "Europe/Berlin"}, s,
+	playModel(t, CalendarWindow{1000, CalendarMonth, "Europe/Berlin"}, s,
 		modelStep{clockAt("2026-07-01T13:00:00+02:00"), 3, granted(990, 11*hour)},
 		modelStep{clockAt("2026-07-02T00:00:00+02:00"), 3, granted(997, 30*day)})
 }
@@ -210,15 +212,15 @@ func TestCalendarWindowKeepsItsEndUnderAnotherZoneOrALongerUnit(t *testing.T) {
 func TestCalendarWindowStartsAnewUnderAShorterUnit(t *testing.T) {
 	t.Parallel()
 	const day = 24 * hour
-	s := playModel(t, CalendarWindow{100, Month, ""}, model.State{},
+	s := playModel(t, CalendarWindow{100, CalendarMonth, ""}, model.State{},
 		modelStep{clockAt("2026-07-10T12:00:00Z"), 50, granted(50, 21*day+12*hour)})
-	playModel(t, CalendarWindow{10, Day, ""}, s,
+	playModel(t, CalendarWindow{10, CalendarDay, ""}, s,
 		modelStep{clockAt("2026-07-10T13:00:00Z"), 10, granted(0, 11*hour)},
 		modelStep{clockAt("2026-07-11T00:00:00Z"), 10, granted(0, day)})
 	// Unless it is over soon.
-	s = playModel(t, CalendarWindow{100, Month, ""}, model.State{},
+	s = playModel(t, CalendarWindow{100, CalendarMonth, ""}, model.State{},
 		modelStep{clockAt("2026-07-30T12:00:00Z"), 50, granted(50, 36*hour)})
-	playModel(t, CalendarWindow{10, Day, ""}, s,
+	playModel(t, CalendarWindow{10, CalendarDay, ""}, s,
 		modelStep{clockAt("2026-07-30T13:00:00Z"), 1, denied(0, 35*hour, 35*hour)},
 		modelStep{clockAt("2026-08-01T00:00:00Z"), 10, granted(0, day)})
 }
@@ -226,7 +228,7 @@ func TestCalendarWindowStartsAnewUnderAShorterUnit(t *testing.T) {
 // Granted credit outlasts the window, also in the units that are shorter than its two windows.
 func TestCalendarWindowCreditIsKeptForTwoWindows(t *testing.T) {
 	t.Parallel()
-	p := CalendarWindow{10, Minute, "Asia/Kolkata"}
+	p := CalendarWindow{10, CalendarMinute, "Asia/Kolkata"}
 	s, d, err := checkedGrant(p, model.State{}, at("12:00:50"), 5)
 	require.NoError(t, err)
 	require.Equal(t, granted(15, 2*minute), d)
@@ -243,7 +245,7 @@ func TestCalendarWindowCreditIsKeptForTwoWindows(t *testing.T) {
 // What was taken in a window of the same name, before a Reset or under another policy, is not given back to this one.
 func TestCalendarWindowRefundsOnlyItsOwnTakes(t *testing.T) {
 	t.Parallel()
-	p := CalendarWindow{10, Month, ""}
+	p := CalendarWindow{10, CalendarMonth, ""}
 	before, d := p.Decide(model.State{}, c0, 5)
 	back, _, err := checkRefund(p, before, c1, d.Taken)
 	require.NoError(t, err)
@@ -272,14 +274,14 @@ type slowCalendarModel struct {
 func (m *slowCalendarModel) shows(t int64) string {
 	local := time.UnixMicro(t).In(m.zone)
 	switch m.unit {
-	case Minute:
+	case CalendarMinute:
 		return local.Format("2006-01-02 15:04 Z07")
-	case Hour:
+	case CalendarHour:
 		return local.Format("2006-01-02 15 Z07")
-	case Week:
+	case CalendarWeek:
 		year, week := local.ISOWeek()
 		return fmt.Sprint(year, week)
-	case Day:
+	case CalendarDay:
 		return local.Format("2006-01-02")
 	}
 	return local.Format("2006-01")
@@ -521,7 +523,7 @@ func TestUnknownTimeZone(t *testing.T) {
 	client := newClient(t, db.Pool, ClientConfig{Timeout: amply})
 	good := client.limiter(t, Config{Name: "good", Policy: slowCalendar(1000)})
 	bad := client.limiter(t, Config{
-		Name: "bad", Policy: CalendarWindow{Limit: 1000, Unit: Month, Zone: "Mars/Phobos"}, OnFailure: FailOpen(),
+		Name: "bad", Policy: CalendarWindow{Limit: 1000, Unit: CalendarMonth, Zone: "Mars/Phobos"}, OnFailure: FailOpen(),
 	})
 	plain := client.limiter(t, Config{Name: "plain", Policy: FixedWindow{Limit: 1000, Window: year}})
 	requireUnknown := func(err error) {
@@ -559,7 +561,7 @@ func TestUnknownTimeZone(t *testing.T) {
 			requireUnknown(call())
 		}
 	}
-	_, err := good.under(CalendarWindow{Limit: 1000, Unit: Month, Zone: "Mars/Phobos"}).Allow(t.Context(), "0")
+	_, err := good.under(CalendarWindow{Limit: 1000, Unit: CalendarMonth, Zone: "Mars/Phobos"}).Allow(t.Context(), "0")
 	requireUnknown(err) // although the key's window is known
 	require.Equal(t, int64(0), pgtest.Scalar[int64](t, db.Pool,
 		"SELECT count(*) FROM rate_limit_ephemeral WHERE prefix = 'bad'"))
@@ -574,8 +576,8 @@ func TestUnknownTimeZone(t *testing.T) {
 func TestUnknownTimeZoneInMemory(t *testing.T) {
 	t.Parallel()
 	client := newClient(t, &memory.DB{}, ClientConfig{Timeout: amply})
-	bad := client.limiter(t, Config{Name: "bad", Policy: CalendarWindow{Limit: 10, Unit: Day, Zone: "Mars/Phobos"}})
-	good := client.limiter(t, Config{Name: "good", Policy: CalendarWindow{Limit: 10, Unit: Day, Zone: "Asia/Tokyo"}})
+	bad := client.limiter(t, Config{Name: "bad", Policy: CalendarWindow{Limit: 10, Unit: CalendarDay, Zone: "Mars/Phobos"}})
+	good := client.limiter(t, Config{Name: "good", Policy: CalendarWindow{Limit: 10, Unit: CalendarDay, Zone: "Asia/Tokyo"}})
 	testkit.Together(20, func(g int) {
 		if g%2 == 0 {
 			result, err := good.Allow(context.Background(), fmt.Sprint(g))
@@ -594,7 +596,7 @@ func TestUnknownTimeZoneInMemory(t *testing.T) {
 // A fallback has to decide, so it takes UTC for a time zone that this process does not know.
 func TestCalendarWindowOfAnUnknownTimeZoneFallsBackToUTC(t *testing.T) {
 	t.Parallel()
-	p := CalendarWindow{Limit: 10, Unit: Day, Zone: "Mars/Phobos"}
+	p := CalendarWindow{Limit: 10, Unit: CalendarDay, Zone: "Mars/Phobos"}
 	require.NoError(t, p.validate())
 	for range 2 {
 		require.Equal(t, clockAt("2026-07-02T00:00:00Z"), p.end(clockAt("2026-07-01T12:00:00Z")))

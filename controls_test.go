@@ -470,7 +470,7 @@ func TestUpdatesAreHOT(t *testing.T) {
 				"sliding window": SlidingWindow{Limit: 10, Window: time.Second},
 				"token bucket":   TokenBucket{Capacity: 10, Refill: 10, Every: time.Second},
 				"sliding log":    SlidingLog{Limit: 10, Window: 100 * time.Second},
-				"calendar":       CalendarWindow{Limit: 10, Unit: Minute},
+				"calendar":       CalendarWindow{Limit: 10, Unit: CalendarMinute},
 			} {
 				limiter := newLimiter(
 					t,

@@ -150,7 +150,7 @@ func TestDenialsNeverChangeADecisionInAnyOrder(t *testing.T) {
 		SlidingWindow{Limit: 5, Window: 3 * time.Second},
 		TokenBucket{Capacity: 5, Refill: 3, Every: 2 * time.Second},
 		SlidingLog{Limit: 5, Window: 3 * time.Second},
-		CalendarWindow{Limit: 5, Unit: Minute},
+		CalendarWindow{Limit: 5, Unit: CalendarMinute},
 	} {
 		t.Run(fmt.Sprintf("%T", policy), func(t *testing.T) {
 			t.Parallel()

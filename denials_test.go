@@ -71,7 +71,7 @@ func TestDenialsNeverChangeADecision(t *testing.T) {
 		SlidingWindow{Limit: 5, Window: 3 * time.Second},
 		TokenBucket{Capacity: 5, Refill: 3, Every: 2 * time.Second},
 		SlidingLog{Limit: 5, Window: 3 * time.Second},
-		CalendarWindow{Limit: 5, Unit: Minute, Zone: "Asia/Kolkata"},
+		CalendarWindow{Limit: 5, Unit: CalendarMinute, Zone: "Asia/Kolkata"},
 	} {
 		t.Run(fmt.Sprintf("%T", policy), func(t *testing.T) {
 			t.Parallel()
@@ -214,7 +214,7 @@ func TestCachedDenialTellsTheTruthAtItsTime(t *testing.T) {
 		SlidingWindow{Limit: 1000, Window: time.Second},
 		TokenBucket{Capacity: 1000, Refill: 1000, Every: time.Second},
 		SlidingLog{Limit: 1000, Window: time.Second},
-		CalendarWindow{Limit: 1000, Unit: Minute},
+		CalendarWindow{Limit: 1000, Unit: CalendarMinute},
 	} {
 		t.Run(fmt.Sprintf("%T", policy), func(t *testing.T) {
 			t.Parallel()
@@ -442,7 +442,7 @@ func BenchmarkCachedDenial(b *testing.B) {
 		SlidingWindow{Limit: 10, Window: time.Hour},
 		TokenBucket{Capacity: 10, Refill: 1, Every: time.Hour},
 		SlidingLog{Limit: 10, Window: time.Hour},
-		CalendarWindow{Limit: 10, Unit: Day},
+		CalendarWindow{Limit: 10, Unit: CalendarDay},
 	} {
 		b.Run(fmt.Sprintf("%T", policy), func(b *testing.B) {
 			l := deniedLimiter(b, policy)

@@ -74,7 +74,7 @@ func ExampleCalendarWindow() {
 	var pool *pgxpool.Pool
 	limiter, err := ratelimit.New(pool, ratelimit.Config{
 		Name:    "mails",
-		Policy:  ratelimit.CalendarWindow{Limit: 1000, Unit: ratelimit.Month, Zone: "Europe/Berlin"},
+		Policy:  ratelimit.CalendarWindow{Limit: 1000, Unit: ratelimit.CalendarMonth, Zone: "Europe/Berlin"},
 		Durable: true,
 	})
 	if err != nil {
@@ -295,7 +295,7 @@ func ExamplePolicies() {
 		Name:     "api",
 		Policy:   ratelimit.SlidingWindow{Limit: 100, Window: time.Minute},
 		Policies: policies,
-		Ban:      ratelimit.Ban{Denials: 500, Within: time.Minute, First: time.Hour, Longest: 24 * time.Hour},
+		Ban:      &ratelimit.Ban{Denials: 500, Within: time.Minute, First: time.Hour, Longest: 24 * time.Hour},
 	})
 	if err != nil {
 		log.Fatal(err)
@@ -314,7 +314,11 @@ func ExampleLease() {
 		ctx  context.Context // ends with the application
 		pool *pgxpool.Pool
 	)
-	limiter, err := ratelimit.New(pool, ratelimit.Config{
+	client, err := ratelimit.NewClient(pool, ratelimit.ClientConfig{})
+	if err != nil {
+		log.Fatal(err)
+	}
+	limiter, err := client.Limiter(ratelimit.Config{
 		Name:   "api",
 		Policy: ratelimit.SlidingWindow{Limit: 1_000_000, Window: time.Minute},
 		Lease:  &ratelimit.Lease{},
@@ -328,7 +332,7 @@ func ExampleLease() {
 	}
 	fmt.Println(result.Allowed, "by the", result.Source)
 	// Before the application ends, or not at all:
-	if err := limiter.ReturnLeases(context.Background()); err != nil {
+	if err := client.ReturnLeases(context.Background()); err != nil {
 		log.Print("what was taken ahead counts as used: ", err)
 	}
 }

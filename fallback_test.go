@@ -206,7 +206,7 @@ func TestFallbackIsBoundedThroughWith(t *testing.T) {
 	policies := []ruled{
 		hourly, SlidingLog{Limit: 1, Window: time.Minute}, SlidingLog{Limit: 50, Window: time.Hour},
 		SlidingLog{Limit: model.MaxLogLimit, Window: time.Hour}, TokenBucket{Capacity: 5, Refill: 1, Every: time.Minute},
-		CalendarWindow{Limit: 5, Unit: Minute, Zone: "Asia/Kolkata"},
+		CalendarWindow{Limit: 5, Unit: CalendarMinute, Zone: "Asia/Kolkata"},
 	}
 	for range 20_000 {
 		_, _ = f.decide(policies[random.IntN(len(policies))], fmt.Sprint(random.IntN(5)), 1+random.Int64N(2))
@@ -331,7 +331,7 @@ func TestScaledPolicies(t *testing.T) {
 		share := math.Exp(-40 * random.Float64() * random.Float64())
 		for _, policy := range []ruled{
 			FixedWindow{Limit: limit, Window: span}, SlidingWindow{Limit: limit, Window: span},
-			TokenBucket{Capacity: limit, Refill: number(), Every: span}, CalendarWindow{Limit: limit, Unit: Week, Zone: "Asia/Tokyo"},
+			TokenBucket{Capacity: limit, Refill: number(), Every: span}, CalendarWindow{Limit: limit, Unit: CalendarWeek, Zone: "Asia/Tokyo"},
 		} {
 			if policy.validate() != nil {
 				continue

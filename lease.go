@@ -91,13 +91,9 @@ func leasable(policy Policy) error {
 	return nil
 }
 
-// ReturnLeases gives back all that this process has taken ahead, before an application ends, say. Calls that come
-// later take anew. It returns when all is given back. Limiters of one [Client] share their leases, and all of them are
-// given back. Errors: the context's error, if that ends first; else a [*StoreError] if something could not be given
-// back. That counts as used.
-func (l *Limiter) ReturnLeases(ctx context.Context) error { return l.client.ReturnLeases(ctx) }
-
-// ReturnLeases is [Limiter.ReturnLeases] for all limiters of the client.
+// ReturnLeases gives back all that the client's limiters have taken ahead, before an application ends, say. Calls that
+// come later take anew. It returns when all is given back. Errors: the context's error, if that ends first; else a
+// [*StoreError] if something could not be given back. That counts as used.
 func (c *Client) ReturnLeases(ctx context.Context) error {
 	if err := ctx.Err(); err != nil {
 		return gaveUp(err)

@@ -74,7 +74,7 @@ func TestLeasesAddUpToTheLimit(t *testing.T) {
 				}
 				running.Wait()
 				for _, l := range limiters {
-					require.NoError(t, l.ReturnLeases(context.Background()))
+					require.NoError(t, l.client.ReturnLeases(context.Background()))
 				}
 			}
 			takeAll()

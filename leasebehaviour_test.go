@@ -346,7 +346,7 @@ func TestReturnLeasesWaits(t *testing.T) {
 		elapse(27 * time.Second) // it is on its way
 		require.Zero(t, l.held("key"))
 		require.Zero(t, l.told().Returned)
-		require.NoError(t, l.ReturnLeases(t.Context()))
+		require.NoError(t, l.client.ReturnLeases(t.Context()))
 		require.Equal(t, LeaseEvent{Taken: 12, Returned: 8}, l.told())
 
 		l.db.set(nil)
@@ -354,7 +354,7 @@ func TestReturnLeasesWaits(t *testing.T) {
 		require.Equal(t, 1, l.allow("other", 1))
 		l.db.set(func(context.Context) error { elapse(5 * time.Second); return turnedAway(t.Context()) })
 		elapse(27 * time.Second)
-		require.ErrorIs(t, l.ReturnLeases(t.Context()), ErrUnavailable)
+		require.ErrorIs(t, l.client.ReturnLeases(t.Context()), ErrUnavailable)
 		require.Equal(t, LeaseEvent{Taken: 24, Returned: 8, Stranded: 8}, l.told())
 	})
 }
@@ -376,7 +376,7 @@ func TestCallersDoNotWaitBehindWhatGoesBack(t *testing.T) {
 		var calls sync.WaitGroup
 		calls.Go(func() { _, _ = l.Allow(t.Context(), "slow") })
 		synctest.Wait()
-		calls.Go(func() { _ = l.ReturnLeases(t.Context()) })
+		calls.Go(func() { _ = l.client.ReturnLeases(t.Context()) })
 		synctest.Wait()
 		began := time.Now()
 		l.allow("other", 1)
@@ -401,7 +401,7 @@ func TestLeasesOfSeveralPolicies(t *testing.T) {
 			l.allow("key", 10)
 			elapse(time.Millisecond)
 		}
-		require.NoError(t, l.ReturnLeases(t.Context()))
+		require.NoError(t, l.client.ReturnLeases(t.Context()))
 		require.Positive(t, l.told().Taken-l.told().Returned, "something was spent")
 		require.Zero(t, l.told().Stranded)
 		window := newLimiter(t, l.db, Config{
@@ -421,13 +421,13 @@ func TestLeasesWhileTheDatabaseIsAway(t *testing.T) {
 		require.Equal(t, 1, l.allow("key", 1))
 		l.db.set(turnedAway)
 		require.Zero(t, l.allow("key", 5))
-		require.ErrorIs(t, l.ReturnLeases(t.Context()), ErrUnavailable)
+		require.ErrorIs(t, l.client.ReturnLeases(t.Context()), ErrUnavailable)
 		require.Equal(t, LeaseEvent{Taken: 12, Stranded: 3}, l.told())
 		_, err := l.Allow(t.Context(), "key")
 		require.ErrorIs(t, err, ErrUnavailable)
 		canceled, cancel := context.WithCancel(t.Context())
 		cancel()
-		require.ErrorIs(t, l.ReturnLeases(canceled), context.Canceled)
+		require.ErrorIs(t, l.client.ReturnLeases(canceled), context.Canceled)
 	})
 }
 
@@ -547,7 +547,7 @@ func TestResetForgetsALease(t *testing.T) {
 	require.Positive(t, leases.held(l.space, l.policy, "key"))
 	require.NoError(t, l.Reset(t.Context(), "key"))
 	require.Zero(t, leases.held(l.space, l.policy, "key"))
-	require.NoError(t, l.ReturnLeases(t.Context()))
+	require.NoError(t, l.client.ReturnLeases(t.Context()))
 	require.EqualValues(t, 4, sum.Load(), "what was spent")
 	result, err := l.Allow(t.Context(), "key")
 	require.NoError(t, err)

@@ -158,7 +158,7 @@ func TestWhatGoesBackFromLeasesIsNotAnnounced(t *testing.T) {
 		l.allow("key", 2)
 		leased, err := l.Allow(t.Context(), "key")
 		require.NoError(t, err)
-		require.NoError(t, l.ReturnLeases(t.Context()))
+		require.NoError(t, l.client.ReturnLeases(t.Context()))
 		require.EqualValues(t, 3, l.told().Returned)
 		require.Empty(t, l.space.policies.telling)
 		_, err = l.Refund(t.Context(), leased)

@@ -34,7 +34,7 @@ var storyPolicies = map[string]ruled{
 	"fixed":    FixedWindow{Limit: 1000, Window: 800 * time.Millisecond},
 	"sliding":  SlidingWindow{Limit: 1000, Window: 800 * time.Millisecond},
 	"bucket":   TokenBucket{Capacity: 1000, Refill: 1000, Every: 13 * time.Second}, // leased from for 101 ms
-	"calendar": CalendarWindow{Limit: 1000, Unit: Minute},
+	"calendar": CalendarWindow{Limit: 1000, Unit: CalendarMinute},
 }
 
 func TestMistakesInLeasesShowInStories(t *testing.T) {

@@ -52,9 +52,9 @@ type Config struct {
 	// Policies makes the limiter obey the rows of rate_limit_policy that name it. Policy holds where there is none.
 	// Defaults to nil: the limiter obeys Policy.
 	Policies *Policies
-	// Ban denies everything to keys that are denied again and again. It needs Policies. Defaults to the zero Ban, which
-	// bans nobody.
-	Ban Ban
+	// Ban denies everything to keys that are denied again and again. It needs Policies. Defaults to nil, which bans
+	// nobody.
+	Ban *Ban
 	// Lease has the process take ahead of busy keys, and decide most calls for them by itself. &Lease{} has defaults
 	// that suit most limits. Defaults to nil: every call asks the database, except for remembered denials.
 	Lease *Lease
@@ -103,7 +103,7 @@ func (c *Client) Limiter(config Config) (*Limiter, error) {
 			remember: space.remember,
 		}
 	}
-	if config.Ban != (Ban{}) {
+	if config.Ban != nil {
 		space.strikes = newStrikes(config.Name, config.Ban)
 	}
 	if config.OnFailure.answer == fallbackLocal && c.fallback.Load() == nil {

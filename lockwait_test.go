@@ -68,7 +68,7 @@ func TestClockIsReadAfterTheLockWait(t *testing.T) {
 		"sliding window": {SlidingWindow{Limit: 5, Window: wait / 2}, "rate_limit_take_sliding_window"},
 		"token bucket":   {TokenBucket{Capacity: 5, Refill: 5, Every: 5 * wait}, "rate_limit_take_token_bucket"},
 		"sliding log":    {SlidingLog{Limit: 5, Window: wait}, "rate_limit_take_sliding_log"},
-		"calendar":       {CalendarWindow{Limit: 5, Unit: Minute}, "rate_limit_take_calendar_window"},
+		"calendar":       {CalendarWindow{Limit: 5, Unit: CalendarMinute}, "rate_limit_take_calendar_window"},
 	} {
 		for _, durable := range tablesFor(t, name) {
 			t.Run(fmt.Sprintf("%s in %s", name, pgtest.Table(durable)), func(t *testing.T) {
@@ -228,7 +228,7 @@ func TestTakesAreToldOfTheTimeTheyAreLocked(t *testing.T) {
 			TokenBucket{Capacity: 5, Refill: 1, Every: pause}, "_rate_limit_bucket_fits",
 			[]string{"clock + 10000 - window_start", "clock - window_start"}, pause - 1, // that of the token itself
 		},
-		"calendar": {CalendarWindow{Limit: 5, Unit: Minute}, "_rate_limit_calendar_fits", []string{"clock + 10000 <", "clock <"}, 0},
+		"calendar": {CalendarWindow{Limit: 5, Unit: CalendarMinute}, "_rate_limit_calendar_fits", []string{"clock + 10000 <", "clock <"}, 0},
 	} {
 		for _, broken := range []bool{false, true} {
 			t.Run(fmt.Sprintf("%s, broken: %v", name, broken), func(t *testing.T) {

@@ -47,7 +47,7 @@ func slowPolicies(limit int64) map[string]Policy {
 
 // slowCalendar is a month that does not end while a test runs.
 func slowCalendar(limit int64) CalendarWindow {
-	p := CalendarWindow{Limit: limit, Unit: Month}
+	p := CalendarWindow{Limit: limit, Unit: CalendarMonth}
 	if now := time.Now().UnixMicro(); p.end(now)-now < 2*hour {
 		p.Zone = "Asia/Tokyo"
 	}

@@ -346,7 +346,7 @@ func TestHoardedTakesGiveNothingBack(t *testing.T) {
 		config.Policy = map[string]Policy{
 			"ratelimit.FixedWindow": FixedWindow{limit, time.Minute}, "ratelimit.SlidingWindow": SlidingWindow{limit, time.Minute},
 			"ratelimit.SlidingLog": SlidingLog{limit, time.Minute}, "ratelimit.TokenBucket": TokenBucket{limit, limit, time.Minute},
-			"ratelimit.CalendarWindow": CalendarWindow{Limit: limit, Unit: Minute},
+			"ratelimit.CalendarWindow": CalendarWindow{Limit: limit, Unit: CalendarMinute},
 			"ratelimit.all":            All(FixedWindow{limit, time.Minute}, SlidingLog{limit, time.Minute}),
 		}[fmt.Sprintf("%T", config.Policy)]
 		limiter := newLimiter(t, pgtest.New(t).Pool, config)

@@ -29,12 +29,12 @@ func policyTexts() map[string]Policy {
 		"sliding 1/20ms":                SlidingWindow{Limit: 1, Window: 20 * time.Millisecond},
 		"fixed 4611686018427387904/1µs": FixedWindow{Limit: model.MaxProduct, Window: time.Microsecond},
 
-		"every 1000/month Europe/Berlin":                 CalendarWindow{Limit: 1000, Unit: Month, Zone: "Europe/Berlin"},
-		"every 1000/month":                               CalendarWindow{Limit: 1000, Unit: Month},
-		"every 1/week America/Argentina/San_Juan":        CalendarWindow{1, Week, "America/Argentina/San_Juan"},
-		"every 1/day America/Port-au-Prince":             CalendarWindow{1, Day, "America/Port-au-Prince"},
-		"every 4611686018427387904/hour Pacific/Chatham": CalendarWindow{model.MaxProduct, Hour, "Pacific/Chatham"},
-		"every 1/minute Etc/UTC":                         CalendarWindow{1, Minute, "Etc/UTC"},
+		"every 1000/month Europe/Berlin":                 CalendarWindow{Limit: 1000, Unit: CalendarMonth, Zone: "Europe/Berlin"},
+		"every 1000/month":                               CalendarWindow{Limit: 1000, Unit: CalendarMonth},
+		"every 1/week America/Argentina/San_Juan":        CalendarWindow{1, CalendarWeek, "America/Argentina/San_Juan"},
+		"every 1/day America/Port-au-Prince":             CalendarWindow{1, CalendarDay, "America/Port-au-Prince"},
+		"every 4611686018427387904/hour Pacific/Chatham": CalendarWindow{model.MaxProduct, CalendarHour, "Pacific/Chatham"},
+		"every 1/minute Etc/UTC":                         CalendarWindow{1, CalendarMinute, "Etc/UTC"},
 	}
 }
 

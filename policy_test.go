@@ -55,7 +55,7 @@ func TestCoalescedRequestsAreToldWhatSingleOnesWouldBe(t *testing.T) {
 	t.Parallel()
 	for _, p := range []ruled{
 		FixedWindow{10, 10 * time.Second}, SlidingWindow{10, 10 * time.Second}, TokenBucket{10, 3, 7 * time.Second}, SlidingLog{10, 10 * time.Second},
-		CalendarWindow{10, Minute, ""},
+		CalendarWindow{10, CalendarMinute, ""},
 	} {
 		s, _ := p.Decide(model.State{}, c2, 1)
 		for _, clock := range []int64{c0, c2, c5, c5 + 1, c2 + 9*second, c2 + 10*second, c2 + 15*second} {
@@ -259,7 +259,7 @@ func TestPolicyAtTheEdgeOfTheExactRangeIsAccepted(t *testing.T) {
 	for _, p := range []ruled{
 		FixedWindow{1, time.Microsecond}, FixedWindow{model.MaxProduct, time.Microsecond}, FixedWindow{2048, longest},
 		SlidingWindow{1, time.Microsecond}, SlidingWindow{model.MaxProduct, time.Microsecond}, SlidingWindow{2048, longest},
-		CalendarWindow{1, Minute, ""}, CalendarWindow{model.MaxProduct, Month, "Pacific/Chatham"},
+		CalendarWindow{1, CalendarMinute, ""}, CalendarWindow{model.MaxProduct, CalendarMonth, "Pacific/Chatham"},
 		SlidingLog{1, time.Microsecond}, SlidingLog{1000, time.Microsecond}, SlidingLog{1000, longest},
 		TokenBucket{1, 1, time.Microsecond}, TokenBucket{2048, 2048, longest}, TokenBucket{model.MaxSpan, 1, time.Microsecond},
 		TokenBucket{2 * model.MaxSpan, 2, time.Microsecond}, TokenBucket{1, 1, longest}, TokenBucket{2048, math.MaxInt64, longest},

@@ -75,7 +75,7 @@ func TestHistoriesInWhichPoliciesChange(t *testing.T) {
 		"log":     func() Policy { return SlidingLog{1 + rand.Int64N(9), time.Duration(1+rand.IntN(3)) * time.Minute} },
 		"bucket":  func() Policy { return TokenBucket{1 + rand.Int64N(9), 1 + rand.Int64N(3), time.Minute} },
 		"calendar": func() Policy {
-			return CalendarWindow{Limit: 1 + rand.Int64N(9), Unit: []Unit{Minute, Hour}[rand.IntN(2)]}
+			return CalendarWindow{Limit: 1 + rand.Int64N(9), Unit: []Unit{CalendarMinute, CalendarHour}[rand.IntN(2)]}
 		},
 	} {
 		p, err := NewPolicies(db.Pool, PoliciesConfig{})
@@ -127,7 +127,7 @@ func TestWaitersHearOfPolicies(t *testing.T) {
 	p := runningPolicies(t, db.Pool, PoliciesConfig{})
 	l := newLimiter(t, db.Pool, Config{
 		Name: "api", Policy: FixedWindow{10, time.Hour}, Policies: p,
-		Ban: Ban{Denials: 2, Within: time.Hour, First: time.Hour},
+		Ban: &Ban{Denials: 2, Within: time.Hour, First: time.Hour},
 	})
 	full, err := l.AllowN(t.Context(), "key", 10)
 	require.NoError(t, err)

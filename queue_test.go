@@ -62,7 +62,7 @@ func fastPolicies() map[string]ruled {
 		"sliding window": SlidingWindow{Limit: 100, Window: 7 * time.Second},
 		"token bucket":   TokenBucket{Capacity: 100, Refill: 3, Every: 7 * time.Second},
 		"sliding log":    SlidingLog{Limit: 100, Window: 7 * time.Second},
-		"calendar":       CalendarWindow{Limit: 100, Unit: Minute},
+		"calendar":       CalendarWindow{Limit: 100, Unit: CalendarMinute},
 	}
 }
 

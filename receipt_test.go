@@ -22,7 +22,7 @@ func TestReceipts(t *testing.T) {
 	for _, policy := range []Policy{
 		FixedWindow{Limit: 10, Window: time.Hour}, SlidingWindow{Limit: 10, Window: time.Hour},
 		TokenBucket{Capacity: 10, Refill: 3, Every: 7 * time.Minute}, SlidingLog{Limit: 10, Window: time.Hour},
-		CalendarWindow{Limit: 10, Unit: Month, Zone: "Europe/Berlin"},
+		CalendarWindow{Limit: 10, Unit: CalendarMonth, Zone: "Europe/Berlin"},
 		All(FixedWindow{Limit: 10, Window: time.Hour}, TokenBucket{Capacity: 20, Refill: 1, Every: time.Minute}),
 	} {
 		config := Config{

@@ -239,7 +239,7 @@ func TestRefundGivesCreditBackAsCredit(t *testing.T) {
 	t.Parallel()
 	for _, p := range []ruled{
 		FixedWindow{10, time.Minute}, SlidingWindow{10, time.Minute}, TokenBucket{10, 1, time.Hour},
-		SlidingLog{10, time.Minute}, CalendarWindow{10, Minute, ""},
+		SlidingLog{10, time.Minute}, CalendarWindow{10, CalendarMinute, ""},
 	} {
 		s, _ := model.Grant(p, model.State{}, c0, 5)
 		s, _ = p.Decide(s, c1, 8)

@@ -440,7 +440,7 @@ func TestLeasesGoBackOverShards(t *testing.T) {
 			require.NoError(t, err)
 		}
 	})
-	require.NoError(t, l.ReturnLeases(t.Context()))
+	require.NoError(t, l.client.ReturnLeases(t.Context()))
 	sum.Lock()
 	defer sum.Unlock()
 	require.Positive(t, sum.Returned)

@@ -111,7 +111,7 @@ func refundOfTheWindowBefore() []step {
 func calendarBehindTheClock() []step {
 	ask := func(key string, clock, cost int64, refund []model.Take) step {
 		return step{
-			policy: CalendarWindow{Limit: 9, Unit: Day, Zone: "America/New_York"}, name: "a", clock: clock,
+			policy: CalendarWindow{Limit: 9, Unit: CalendarDay, Zone: "America/New_York"}, name: "a", clock: clock,
 			elements: []element{{key: key, cost: cost, count: 1, refund: refund}},
 		}
 	}

@@ -112,7 +112,7 @@ func TestWaitersAreServedInOrder(t *testing.T) {
 		"fixed window":   FixedWindow{Limit: 1, Window: time.Second},
 		"sliding window": SlidingWindow{Limit: 1, Window: time.Second},
 		"token bucket":   TokenBucket{Capacity: 1, Refill: 1, Every: time.Second},
-		"calendar":       CalendarWindow{Limit: 1, Unit: Minute, Zone: "Asia/Kolkata"},
+		"calendar":       CalendarWindow{Limit: 1, Unit: CalendarMinute, Zone: "Asia/Kolkata"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()

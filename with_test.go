@@ -167,7 +167,7 @@ func numbersOf(p Policy) map[string]ruled {
 		case SlidingLog:
 			numbers[name] = SlidingLog{Limit: change.limit, Window: change.time}
 		case CalendarWindow:
-			unit := map[time.Duration]Unit{time.Minute: Hour, 5 * time.Minute: Day, 7 * time.Second: Minute}[change.time]
+			unit := map[time.Duration]Unit{time.Minute: CalendarHour, 5 * time.Minute: CalendarDay, 7 * time.Second: CalendarMinute}[change.time]
 			numbers[name] = CalendarWindow{Limit: change.limit, Unit: unit, Zone: "Asia/Kolkata"}
 		case TokenBucket:
 			numbers[name] = TokenBucket{Capacity: change.limit, Refill: 7, Every: change.time}

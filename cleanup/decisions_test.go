@@ -70,7 +70,7 @@ func play(t *testing.T, swept, kept *pgtest.DB, name string, seed uint64) (delet
 		newSweeper(t, swept.Pool, Config{BatchSize: 2, MaxDuration: 1, Test: now}),
 	}
 	spans := []time.Duration{time.Millisecond, 10 * time.Second, time.Minute, time.Hour}
-	units := []ratelimit.Unit{ratelimit.Minute, ratelimit.Hour, ratelimit.Day}
+	units := []ratelimit.Unit{ratelimit.CalendarMinute, ratelimit.CalendarHour, ratelimit.CalendarDay}
 	durable := r.IntN(2) == 0
 	var of [2]*ratelimit.Limiter
 	var expiries []time.Time // when rows expire

@@ -48,7 +48,7 @@ func policies() map[string]ratelimit.Policy {
 		"sliding window": ratelimit.SlidingWindow{Limit: 10, Window: time.Hour},
 		"token bucket":   ratelimit.TokenBucket{Capacity: 10, Refill: 10, Every: time.Hour},
 		"sliding log":    ratelimit.SlidingLog{Limit: 10, Window: time.Hour},
-		"calendar":       ratelimit.CalendarWindow{Limit: 10, Unit: ratelimit.Hour},
+		"calendar":       ratelimit.CalendarWindow{Limit: 10, Unit: ratelimit.CalendarHour},
 	}
 }
 

@@ -26,7 +26,7 @@ func TestHeldRequestsDoNotLetFailuresThrough(t *testing.T) {
 		"sliding window": ratelimit.SlidingWindow{Limit: limit, Window: time.Minute},
 		"token bucket":   ratelimit.TokenBucket{Capacity: limit, Refill: limit, Every: time.Minute},
 		"sliding log":    ratelimit.SlidingLog{Limit: limit, Window: time.Minute},
-		"calendar":       ratelimit.CalendarWindow{Limit: limit, Unit: ratelimit.Minute},
+		"calendar":       ratelimit.CalendarWindow{Limit: limit, Unit: ratelimit.CalendarMinute},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()

@@ -64,7 +64,7 @@ func policies() map[string]ratelimit.Policy {
 		"sliding": ratelimit.SlidingWindow{Limit: 10, Window: year},
 		"bucket":  ratelimit.TokenBucket{Capacity: 10, Refill: 1, Every: 24 * time.Hour},
 		"log":     ratelimit.SlidingLog{Limit: 10, Window: year},
-		"every":   ratelimit.CalendarWindow{Limit: 10, Unit: ratelimit.Month, Zone: "Asia/Tokyo"},
+		"every":   ratelimit.CalendarWindow{Limit: 10, Unit: ratelimit.CalendarMonth, Zone: "Asia/Tokyo"},
 		"all": ratelimit.All(
 			ratelimit.SlidingLog{Limit: 10, Window: year}, ratelimit.FixedWindow{Limit: 12, Window: year},
 		),

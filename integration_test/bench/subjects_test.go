@@ -224,7 +224,11 @@ func library(title string, kind algorithm, config ratelimit.Config) *subject {
 			taken: func() int64 { return a.count(taken, config.Name, data.limit) },
 			connect: func(far bool) *contender {
 				pool := a.pool(far)
-				limiter, err := ratelimit.New(pool, config)
+				client, err := ratelimit.NewClient(pool, config.Client)
+				require.NoError(a.b, err)
+				config := config
+				config.Client = ratelimit.ClientConfig{}
+				limiter, err := client.Limiter(config)
 				require.NoError(a.b, err)
 				c := &contender{
 					pool: pool,
@@ -235,7 +239,7 @@ func library(title string, kind algorithm, config ratelimit.Config) *subject {
 					},
 				}
 				if config.Lease != nil {
-					c.back = limiter.ReturnLeases
+					c.back = client.ReturnLeases
 				}
 				return c
 			},

@@ -73,7 +73,7 @@ func (w workload) policy() ratelimit.Policy {
 	case "sliding log":
 		return ratelimit.SlidingLog{Limit: w.Limit, Window: w.Span}
 	case "calendar window":
-		return ratelimit.CalendarWindow{Limit: w.Limit, Unit: ratelimit.Month}
+		return ratelimit.CalendarWindow{Limit: w.Limit, Unit: ratelimit.CalendarMonth}
 	case "token bucket":
 		return ratelimit.TokenBucket{Capacity: w.Limit, Refill: w.Limit, Every: w.Span}
 	}

@@ -282,7 +282,8 @@ func TestLeasesOfABucketThatFillsUp(t *testing.T) {
 		config := ratelimit.Config{Name: "bucket", Policy: w.policy("bucket")}
 		plain := limitertest.New(t, db.Pool, config)
 		config.Lease = &ratelimit.Lease{MaxShare: 0.1}
-		leasing := limitertest.New(t, db.Pool, config)
+		client := limitertest.NewClient(t, db.Pool, config.Client)
+		leasing := limitertest.Of(t, client, config)
 		var uses []leaseUse
 		take := func(limiter *ratelimit.Limiter, n int64) {
 			use := leaseUse{Policy: "bucket", N: n, Call: time.Now().UnixMicro()}
@@ -304,7 +305,7 @@ func TestLeasesOfABucketThatFillsUp(t *testing.T) {
 		require.NoError(t, err)
 		take(plain, rest.Remaining)
 		require.NoError(t, leaseJudge{leaseWork: w}.judge(uses))
-		require.NoError(t, leasing.ReturnLeases(t.Context()))
+		require.NoError(t, client.ReturnLeases(t.Context()))
 		if !slices.ContainsFunc(uses[200:250], func(u leaseUse) bool { return !u.Leased }) {
 			return
 		}

@@ -58,7 +58,7 @@ func (w leaseWork) policy(name string) ratelimit.Policy {
 	case "bucket":
 		return ratelimit.TokenBucket{Capacity: w.Limit, Refill: w.Limit, Every: w.Window}
 	case "calendar": // see withMonths
-		return ratelimit.CalendarWindow{Limit: w.Limit, Unit: ratelimit.Month}
+		return ratelimit.CalendarWindow{Limit: w.Limit, Unit: ratelimit.CalendarMonth}
 	}
 	return ratelimit.All(w.parts(name)...)
 }
@@ -69,7 +69,7 @@ func (w leaseWork) parts(name string) []ratelimit.Policy {
 		return []ratelimit.Policy{
 			ratelimit.SlidingWindow{Limit: w.Limit, Window: w.Window},
 			ratelimit.FixedWindow{Limit: 2 * w.Limit, Window: 3 * w.Window},
-			ratelimit.CalendarWindow{Limit: 2 * w.Limit, Unit: ratelimit.Month},
+			ratelimit.CalendarWindow{Limit: 2 * w.Limit, Unit: ratelimit.CalendarMonth},
 		}
 	}
 	return []ratelimit.Policy{w.policy(name)}

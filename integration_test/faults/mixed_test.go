@@ -372,7 +372,7 @@ func mixes(span time.Duration) map[string]mix {
 	sliding := ratelimit.SlidingWindow{Limit: 20, Window: span}
 	bucket := ratelimit.TokenBucket{Capacity: 15, Refill: 10, Every: span}
 	log := ratelimit.SlidingLog{Limit: 14, Window: span}
-	month := ratelimit.CalendarWindow{Limit: 13, Unit: ratelimit.Month, Zone: "Europe/Berlin"}
+	month := ratelimit.CalendarWindow{Limit: 13, Unit: ratelimit.CalendarMonth, Zone: "Europe/Berlin"}
 	several := [][]ratelimit.Policy{
 		{ratelimit.SlidingWindow{Limit: 10, Window: span / 4}, ratelimit.FixedWindow{Limit: 16, Window: span}},
 	}
@@ -395,7 +395,7 @@ func mixes(span time.Duration) map[string]mix {
 		{"user", true, 1, one(sliding, ratelimit.SlidingWindow{Limit: 10, Window: 2 * span}, fixed)},
 		{"session", false, 1, one(bucket, log, fixed)},
 		{"everybody", true, 1, one(log, ratelimit.SlidingLog{Limit: 20, Window: span / 2}, bucket)},
-		{"quota", false, 1, one(month, ratelimit.CalendarWindow{Limit: 9, Unit: ratelimit.Month}, fixed)},
+		{"quota", false, 1, one(month, ratelimit.CalendarWindow{Limit: 9, Unit: ratelimit.CalendarMonth}, fixed)},
 	}
 	everything := []limit{
 		{"address", false, 2, slices.Concat(one(fixed), several, one(log))}, {"user", true, 1, one(sliding, bucket)},
