@@ -33,7 +33,8 @@ const (
 //
 // A new algorithm needs a line here and one in algorithms.go, NAME.go with its policy and its model, and NAME_test.go.
 // It needs sql/NAME.sql with the rules, and sql/call/NAME.sql with the statement that calls its function. The function
-// goes into deploy/grants.sql, docs/operating.md and, with the types of its arguments, cmd/pgratelimit/internal/cli/sql/foreign.sql.
+// goes into deploy/grants.sql, docs/operating.md and, with the types of its arguments,
+// cmd/pgratelimit/internal/cli/sql/foreign.sql.
 // An example of its text form goes into docs/algorithms.md. Then run make sql. TestEveryAlgorithmIsComplete tells which
 // of these is missing. Once a release has the functions, internal/gensql needs a further migration for it.
 //
