@@ -19,7 +19,7 @@ test/mistakes: ## See whether tests notice mistakes that are made on purpose, mo
 test/integration: ## Run the tests with heavy dependencies; those in containers need a Docker engine
 	@go run ./internal/runtests integration_test
 
-test/matrix: ## Run what hangs on the version of Postgres on 14 to 18, or on POSTGRES="15 18"; LIBRARY=. is all; needs npm
+test/matrix: ## Run what depends on the version of Postgres on 14 to 18, or on POSTGRES="15 18"; LIBRARY=. is all; needs npm
 	LIBRARY='$(LIBRARY)' bash .ci/matrix $(POSTGRES)
 
 test/shards: ## Run the suites of decisions, and those of histories, through a proxy with four shards; needs PL/Proxy

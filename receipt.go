@@ -12,7 +12,7 @@ import (
 
 // Receipt is what the request took, as text of letters, digits, - and _, for a refund in another process: by a worker,
 // say, that is given the work and its receipt, and finds that it comes to nothing. There, [Limiter.ParseReceipt] makes
-// a Result of it. For 3 units of "user:1" it has about 300 bytes.
+// a Result of it. For 3 units of "user:1" it has about 200 bytes.
 //
 // From then on only the receipt gives back, and this Result does not, as nobody would know which of them has. Use a
 // receipt once: the database does not know which ones were used, so a copy gives back what others have taken since. The
@@ -46,6 +46,9 @@ func (l *Limiter) ParseReceipt(text string) (Result, error) {
 	if err != nil {
 		return Result{}, &ReceiptError{Reason: "a newer release wrote it"}
 	}
+	if !t.makesSense(policy) {
+		return Result{}, &ReceiptError{Reason: "it does not say what a take has taken"}
+	}
 	if t.Limiter != l.space.name || t.Durable != l.space.durable {
 		return Result{}, &RefundError{Limiter: l.space.name, TakenBy: t.Limiter}
 	}
@@ -62,6 +65,21 @@ type receiptText struct {
 	Key     string       `json:"key"`
 	Units   int64        `json:"units"`
 	Parts   []model.Take `json:"parts"`
+}
+
+// makesSense tells whether a take can have taken that. Anybody can write a receipt.
+func (t *receiptText) makesSense(policy Policy) bool {
+	rules := policy.rules()
+	if checkKey(t.Key) != nil || len(t.Parts) != len(rules) {
+		return false
+	}
+	for i, part := range t.Parts {
+		if t.Units < 1 || t.Units > rules[i].Numbers().Limit ||
+			part.Units != t.Units || part.Spent < 0 || part.Spent > t.Units || part.Ended != 0 {
+			return false
+		}
+	}
+	return true
 }
 
 const checksumLen = 8 // bytes before the JSON, so that a receipt that was cut off or changed is noticed

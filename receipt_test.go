@@ -86,11 +86,18 @@ func TestWhatIsNoReceipt(t *testing.T) {
 	require.NotContains(t, text, "somebody")
 	content, err := base64.RawURLEncoding.DecodeString(text)
 	require.NoError(t, err)
-	older := []byte(strings.Replace(string(content[checksumLen:]), "fixed ", "leap ", 1))
+	forged := func(oldNew ...string) string {
+		other := []byte(strings.NewReplacer(oldNew...).Replace(string(content[checksumLen:])))
+		require.NotEqual(t, content[checksumLen:], other, oldNew)
+		return base64.RawURLEncoding.EncodeToString(append(checksum(other), other...))
+	}
 	for name, bad := range map[string]string{
 		"nothing": "", "something": "receipt", "a part": text[:len(text)-2], "more": text + "AA",
 		"changed": text[:30] + "x" + text[31:], "only a sum": base64.RawURLEncoding.EncodeToString(checksum(nil)),
-		"of a newer release": base64.RawURLEncoding.EncodeToString(append(checksum(older), older...)),
+		"of a newer release": forged("fixed ", "leap "), "of two policies": forged(`"fixed 100/1h`, `"fixed 100/1h fixed 100/2h`),
+		"of nothing": forged(`"units":1`, `"units":0`), "of too much": forged(`"units":1`, `"units":101`, `"Units":1`, `"Units":101`),
+		"of less": forged(`"Units":1`, `"Units":2`), "without a key": forged("somebody's key", ""),
+		"without parts": forged(`"parts":[`, `"other":[`), "more credit than that": forged(`"Spent":0`, `"Spent":2`),
 	} {
 		_, err := limiter.ParseReceipt(bad)
 		wrong, ok := errors.AsType[*ReceiptError](err)

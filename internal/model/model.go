@@ -37,10 +37,10 @@ type State struct {
 	Count     int64
 	PrevCount int64 // sliding window: what was taken in the window before
 	// Of a window, the start of the current one, which is a key's first take in it. Of a log, its newest time. Of a
-	// bucket, the time up to which credit includes refill.
+	// bucket, the time up to which Credit includes refill.
 	WindowStart int64
 	Credit      int64   // bucket: what is left, in units of 1/scale token; windows and log: granted above the limit
-	Scale       int64   // bucket: units of credit in a token; calendar: from windowStart to the end of the window
+	Scale       int64   // bucket: units of credit in a token; calendar: from WindowStart to the end of the window
 	ExpiresAt   int64   // from then on the row means the same as no row
 	Log         Entries // sliding log: what was taken, and when; bucket: what is leased
 
@@ -56,19 +56,19 @@ type State struct {
 type Decision struct {
 	Granted    int64 // requests of the element that were granted
 	Remaining  int64
-	RetryAfter int64 // microseconds; never if no such request can ever be granted
+	RetryAfter int64 // microseconds; Never if no such request can ever be granted
 	ResetAfter int64 // microseconds
 	DecidedAt  time.Time
 	// State is the row after the decision, rolled forward to it. Its log has only the entries that a denial's
-	// retryAfter comes from.
+	// RetryAfter comes from.
 	State State
 	Taken Take // by all requests that were granted; means nothing in a denial
 }
 
-// Never is the retryAfter of a cost above the limit. The SQL functions return NULL for it.
+// Never is the RetryAfter of a cost above the limit. The SQL functions return NULL for it.
 const Never = math.MaxInt64
 
-// The exact range. Products of an amount and a time stay within maxProduct, and times within maxSpan. So no sum or
+// The exact range. Products of an amount and a time stay within MaxProduct, and times within MaxSpan. So no sum or
 // product in a decision overflows 64 bits. RetryAfter and ResetAfter fit into a time.Duration, although they reach
 // three windows when the database's clock has stepped back.
 const (
@@ -88,7 +88,7 @@ func Micros(d time.Duration) int64 { return int64(d / time.Microsecond) }
 // MicrosUp converts any duration ≥ 0, rounded up.
 func MicrosUp(d time.Duration) int64 { return CeilDiv(int64(d), int64(time.Microsecond)) }
 
-// Duration converts microseconds, at most 4 × maxSpan of them.
+// Duration converts microseconds, at most 4 × MaxSpan of them.
 func Duration(micros int64) time.Duration { return time.Duration(micros) * time.Microsecond }
 
 // CeilDiv is a/b rounded up, for a ≥ 0 and b > 0. It cannot overflow.
@@ -110,8 +110,8 @@ func MulDiv(a, b, c int64) int64 {
 type Take struct {
 	Units int64
 	Spent int64 // how many of these, the last ones, came out of granted credit
-	Since int64 // the row's since
-	// In is the row's windowStart: the start of the window, the time of the log's entry, or the time in the bucket's
+	Since int64 // the row's Since
+	// In is the row's WindowStart: the start of the window, the time of the log's entry, or the time in the bucket's
 	// life.
 	In int64
 	// At is only for a bucket: what was missing from it just after the take, plus all that was given back before, in

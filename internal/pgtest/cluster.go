@@ -241,6 +241,10 @@ func withDatabase(connString, database string) (string, error) {
 		return "", errors.New("pgtest: the server's URL cannot be parsed") // err would show the password
 	}
 	parsed.Path = "/" + database
+	query := parsed.Query()
+	query.Del("dbname") // it would win over the path
+	query.Del("database")
+	parsed.RawQuery = strings.ReplaceAll(query.Encode(), "+", "%20") // for libpq a plus is no space
 	return parsed.String(), nil
 }
 

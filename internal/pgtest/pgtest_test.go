@@ -181,7 +181,8 @@ func TestWithDatabase(t *testing.T) {
 	for _, test := range []struct{ connString, want string }{
 		{"postgres://localhost", "postgres://localhost/x"},
 		{"postgres://u:p%40ss@localhost/postgres?options=-c%20jit%3Doff", "postgres://u:p%40ss@localhost/x?options=-c%20jit%3Doff"},
-		{"host=localhost dbname=postgres", "host=localhost dbname=postgres dbname=x"}, // the last one counts
+		{"host=localhost dbname=postgres", "host=localhost dbname=postgres dbname=x"},                   // the last one counts
+		{"postgresql:///postgres?host=/tmp&dbname=other&database=third", "postgresql:///x?host=%2Ftmp"}, // these would win
 	} {
 		got, err := withDatabase(test.connString, "x")
 		require.NoError(t, err)
