@@ -10,10 +10,10 @@ import (
 	"strings"
 )
 
-// defaultHeader is where proxies tell whom a request is from.
+// defaultHeader is where most proxies put the client's address.
 const defaultHeader = "X-Forwarded-For"
 
-// maxHops is how many proxies a request may have come through.
+// maxHops is the largest number of proxies that a request may pass.
 const maxHops = 100
 
 // addresses finds the address of a request's client.
@@ -21,19 +21,18 @@ type addresses struct {
 	trusted  []netip.Prefix
 	header   string // canonical
 	ipv6Bits int
-	unix     bool // whoever connects over a Unix socket is trusted
+	unix     bool // peers on Unix sockets are trusted
 	err      error
 }
 
 // IPOption is an option of ByIP.
 type IPOption func(*addresses)
 
-// ByIP is the client's address: that of the peer, RemoteAddr, unless the peer is a trusted proxy. IPv6 addresses
-// count by their /64 network, because a client owns all of it. If there is the IPv4 address of a client in one, as
-// behind NAT64 (64:ff9b::/96), 6to4 (2002::/16) and Teredo (2001::/32), that counts. Where an operator's own NAT64
-// (64:ff9b:1::/48) has put it is not known, so the whole address counts. A request whose address cannot be told has no
-// key.
-// If requests seem to come through a proxy that is not trusted, [Config].Logger is told once.
+// ByIP is the client's address: RemoteAddr, unless this peer is a trusted proxy. An IPv6 address counts by its /64
+// network, because a client owns all of it. If an IPv6 address contains the client's IPv4 address, the IPv4 address
+// counts: NAT64 (64:ff9b::/96), 6to4 (2002::/16) and Teredo (2001::/32). In an operator's own NAT64 (64:ff9b:1::/48)
+// its position is unknown, so the whole address counts. A request with an unreadable address has no key. If requests
+// seem to come through a proxy that is not trusted, [Config].Logger gets one line.
 func ByIP(options ...IPOption) Key {
 	a := &addresses{header: defaultHeader, ipv6Bits: 64}
 	for _, option := range options {
@@ -45,11 +44,11 @@ func ByIP(options ...IPOption) Key {
 	return Key{find: a.key}
 }
 
-// TrustedProxies names the networks of the proxies in front of this server. If the peer is one of them, the
-// client is the last address in X-Forwarded-For that is not a trusted proxy. What stands before that address is
-// not looked at, because anybody may have written it. All lines of the header count, in order. If all addresses
-// are trusted, the client is the first of them. Without the header, it is the peer. Each proxy has to append the
-// address of its own peer, or to replace the header with it.
+// TrustedProxies names the networks of the proxies in front of this server. If the peer is one of them, the client is
+// the last address in X-Forwarded-For that is not a trusted proxy. Anything before that address may be forged, and is
+// ignored. All lines of the header count, in order. If all addresses are trusted, the client is the first of them.
+// Without the header, the client is the peer. Each proxy has to append the address of its own peer, or replace the
+// header with it.
 func TrustedProxies(prefixes ...netip.Prefix) IPOption {
 	return func(a *addresses) {
 		for _, prefix := range prefixes {
@@ -67,14 +66,14 @@ func TrustedProxies(prefixes ...netip.Prefix) IPOption {
 	}
 }
 
-// TrustUnixSocket trusts whoever connects over a Unix socket, as TrustedProxies does a network. Its peers have no
-// address, so a request without the header has no key. Let nobody but your proxy open the socket. A request whose
-// RemoteAddr is empty counts as one over a Unix socket, unless its server says otherwise.
+// TrustUnixSocket trusts peers on Unix sockets, as TrustedProxies trusts networks. Such peers have no address, so a
+// request without the header has no key. Only your proxy may be able to open the socket. A request with an empty
+// RemoteAddr counts as coming over a Unix socket, unless its server says otherwise.
 func TrustUnixSocket() IPOption { return func(a *addresses) { a.unix = true } }
 
-// AddressHeader names the header that trusted proxies set, if it is not X-Forwarded-For. Forwarded is read as RFC
-// 7239 defines it, and any other, such as X-Real-IP, as a list of addresses. No other header counts. The proxies
-// must not hand on a client's version of this one.
+// AddressHeader names the header that trusted proxies set, if it is not X-Forwarded-For. Forwarded is read as RFC 7239
+// defines it. Any other header, such as X-Real-IP, is read as a list of addresses. Only this header counts. The proxies
+// must not pass on a client's version of it.
 func AddressHeader(name string) IPOption {
 	return func(a *addresses) {
 		if !isToken(name) {
@@ -84,7 +83,7 @@ func AddressHeader(name string) IPOption {
 	}
 }
 
-// IPv6Prefix is how many bits of an IPv6 address count, from 48 to 128. Defaults to 64.
+// IPv6Prefix sets how many bits of an IPv6 address count, from 48 to 128. Defaults to 64.
 func IPv6Prefix(bits int) IPOption {
 	return func(a *addresses) {
 		if bits < 48 || bits > 128 {
@@ -121,9 +120,10 @@ var (
 	teredo     = netip.MustParsePrefix("2001::/32")      // RFC 4380
 )
 
-// embedded returns the IPv4 address of the client that is in an IPv6 address, or the address itself. Answers go to that
-// IPv4 address, so nobody can use another's. Those of one client are in one /64 with others' (NAT64, Teredo), or the
-// client has 65,536 such networks (6to4). Whether a proxy is trusted is decided by the address as it stands.
+// embedded returns the client's IPv4 address that an IPv6 address contains, or else the address itself. Answers go to
+// that IPv4 address, so nobody can claim another client's. The IPv6 network would not do: a /64 holds many clients in
+// NAT64 and Teredo, and in 6to4 a client has 65,536 of them. Whether a proxy is trusted depends on the unchanged
+// address.
 func embedded(address netip.Addr) netip.Addr {
 	b := address.As16()
 	switch {
@@ -193,8 +193,8 @@ func (a *addresses) before(lines, texts []string) netip.Addr {
 	return address
 }
 
-// isUnixSocket tells whether a peer without an address has connected over a Unix socket. Servers say so by "@", by
-// nothing, or by the path that the peer's own end is bound to.
+// isUnixSocket tells whether a peer without an address came over a Unix socket. Servers then report the address "@", an
+// empty one, or the path of the peer's own socket.
 func isUnixSocket(r *http.Request) bool {
 	local, known := r.Context().Value(http.LocalAddrContextKey).(net.Addr)
 	if known && !strings.HasPrefix(local.Network(), "unix") {
@@ -211,10 +211,10 @@ func (a *addresses) trusts(address netip.Addr) bool {
 	return slices.ContainsFunc(a.trusted, func(prefix netip.Prefix) bool { return prefix.Contains(address) })
 }
 
-// read returns the addresses of a line of the header, the last one first. It stops after the most that count. Empty
-// members are none, as in every list of HTTP (RFC 9110 section 5.6.1). A client gains nothing by them, because they
-// stand before what a proxy appends. But a line without any member is refused: whoever wrote it had no address to tell,
-// and the line before may be the client's.
+// read returns the addresses in a line of the header, the last one first, and at most maxHops + 1 of them. It skips
+// empty members, as in every list of HTTP (RFC 9110 section 5.6.1). A client gains nothing by them, because they come
+// before the proxy's address. A line without any member is refused: its proxy knew no address, and the line before may
+// be forged.
 func (a *addresses) read(line string) ([]string, bool) {
 	if a.header == "Forwarded" {
 		return readForwarded(line)
@@ -233,11 +233,10 @@ func (a *addresses) read(line string) ([]string, bool) {
 	return texts, len(texts) > 0
 }
 
-// readForwarded returns what "for" is in each element of a line of Forwarded (RFC 7239 section 4), the last one first.
-// It passes over elements and pairs that are empty. An element with other pairs and no "for" is an empty text, which is
-// no address: its proxy does not tell whom the request is from, and the element before may be the client's. A line with
-// any fault is refused as a whole, because a client that leaves a quote open could otherwise hide what the proxy
-// appends.
+// readForwarded returns the value of "for" in each element of a Forwarded line (RFC 7239 section 4), the last one
+// first. It skips empty elements and pairs. An element with other pairs but no "for" yields an empty text, which is not
+// an address: its proxy hides the client, and the element before may be forged. Any fault refuses the whole line,
+// because a client's open quote could otherwise hide what the proxy appends.
 func readForwarded(line string) ([]string, bool) {
 	var texts []string
 	var address string
@@ -277,8 +276,8 @@ func readForwarded(line string) ([]string, bool) {
 	}
 }
 
-// withoutPort removes a port of RFC 7239 section 6 from an address: up to five digits, or "_" and a word that a proxy
-// has chosen to hide it.
+// withoutPort removes a port of RFC 7239 section 6 from an address: up to five digits, or "_" and a word that stands
+// for it.
 func withoutPort(node string) string {
 	i := strings.LastIndexByte(node, ':')
 	host, port := node[:max(i, 0)], node[i+1:]
@@ -291,8 +290,7 @@ func withoutPort(node string) string {
 	return node
 }
 
-// readValue reads a quoted string, or else everything up to the next separator, because many proxies do not quote
-// IPv6 addresses.
+// readValue reads a quoted string, or everything up to the next separator: many proxies do not quote IPv6 addresses.
 func readValue(line string) (value, rest string, ok bool) {
 	if !strings.HasPrefix(line, `"`) {
 		end := strings.IndexAny(line, ",; \t\"")

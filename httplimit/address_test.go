@@ -15,7 +15,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// from is a request of that peer, with lines of a header.
+// from is a request from a peer, with lines of a header.
 func from(peer, header string, lines ...string) *http.Request {
 	r := &http.Request{RemoteAddr: peer, Header: http.Header{}}
 	if len(lines) > 0 {
@@ -38,13 +38,13 @@ func TestAddressOfThePeer(t *testing.T) {
 		"[2001:db8:1:2:3:4:5:6]:1234":      "2001:db8:1:2::/64",
 		"[2001:db8:1:2:ffff::1%eth0]:1234": "2001:db8:1:2::/64",
 		"2001:db8:1:2:3:4:5:6":             "2001:db8:1:2::/64",
-		"[2001:db8::1.2.3.4]:1":            "2001:db8::/64", // and not 1.2.3.4
+		"[2001:db8::1.2.3.4]:1":            "2001:db8::/64", // not 1.2.3.4
 		"[::1]:1":                          "::/64",
 		"[fe80::1%eth0]:1":                 "fe80::/64",
 		"[::ffff:192.0.2.1%eth0]:1":        "192.0.2.1",
 	} {
 		requireKey(t, want, ByIP(), from(peer, ""))
-		// What the client sends plays no part.
+		// The client's header is ignored.
 		requireKey(t, want, ByIP(), from(peer, "X-Forwarded-For", "203.0.113.9"))
 		requireKey(t, want, ByIP(trusted()), from(peer, "X-Forwarded-For", "203.0.113.9"))
 		requireKey(t, want, ByIP(trusted(), AddressHeader("Forwarded")), from(peer, "Forwarded", "for=203.0.113.9"))
@@ -63,7 +63,7 @@ func TestAddressOfThePeer(t *testing.T) {
 	}
 }
 
-// An IPv4 client counts by its own address, wherever it stands in an IPv6 one, and by the same as without a translator.
+// An IPv4 client counts by its IPv4 address, wherever an IPv6 address contains it.
 func TestIPv4AddressInsideOfIPv6(t *testing.T) {
 	t.Parallel()
 
@@ -79,7 +79,7 @@ func TestIPv4AddressInsideOfIPv6(t *testing.T) {
 		"2001:0:102:304:8000:63bf:34ff:8ef6": "203.0.113.9",
 		"2001:1:102:304:8000:63bf:34ff:8ef6": "2001:1:102:304::/64",
 		"::203.0.113.9":                      "::/64", // nobody has such an address
-		"::ffff:0:203.0.113.9":               "::/64", // nor such a one
+		"::ffff:0:203.0.113.9":               "::/64", // nor this one
 		"2001:db8::5efe:cb00:7109":           "2001:db8::/64",
 	} {
 		for _, key := range []Key{ByIP(), ByIP(IPv6Prefix(48)), ByIP(IPv6Prefix(128))} {
@@ -92,7 +92,7 @@ func TestIPv4AddressInsideOfIPv6(t *testing.T) {
 		requireKey(t, want, ByIP(), from("["+address+"]:1", ""))
 		requireKey(t, want, ByIP(trusted()), from("10.0.0.1:1", "X-Forwarded-For", "1.1.1.1, "+address))
 	}
-	// Who is trusted, is so by the address as it stands.
+	// Trust depends on the address as it is, not on an address that it contains.
 	for _, peer := range []string{"[64:ff9b::10.0.0.1]:1", "[2002:a00:1::1]:1"} {
 		requireKey(t, "10.0.0.1", ByIP(trusted()), from(peer, "X-Forwarded-For", "203.0.113.9"))
 	}
@@ -100,7 +100,7 @@ func TestIPv4AddressInsideOfIPv6(t *testing.T) {
 		from("[64:ff9b::10.0.0.1]:1", "X-Forwarded-For", "203.0.113.9"))
 }
 
-// Behind a Unix socket, whose peers have no address, the header counts if the application says so. Otherwise the log
+// Peers on a Unix socket have no address. The header counts if the application trusts the socket. Otherwise the log
 // says what to do.
 func TestUnixSocket(t *testing.T) {
 	t.Parallel()
@@ -162,13 +162,13 @@ func TestUnixSocket(t *testing.T) {
 		requireKey(t, "203.0.113.9", ByIP(TrustUnixSocket()), from(peer, "X-Forwarded-For", "1.1.1.1, 203.0.113.9"))
 		_, err := ByIP(TrustUnixSocket()).Of(from(peer, ""))
 		require.Error(t, err)
-		// The server knows that this peer came over TCP.
+		// The server says that this peer came over TCP.
 		r := from(peer, "X-Forwarded-For", "203.0.113.9")
 		r = r.WithContext(context.WithValue(t.Context(), http.LocalAddrContextKey, net.Addr(&net.TCPAddr{})))
 		_, err = ByIP(TrustUnixSocket()).Of(r)
 		require.Error(t, err)
 	}
-	// A peer with an address is no socket's, and one whose address cannot be read is nobody.
+	// A peer with an address did not come over a socket. A peer with an unreadable address has no key.
 	requireKey(t, "192.0.2.1", ByIP(TrustUnixSocket()), from("192.0.2.1:1", "X-Forwarded-For", "203.0.113.9"))
 	for _, peer := range []string{"unix", "localhost:80", "unknown", "\x00"} {
 		_, err := ByIP(TrustUnixSocket()).Of(from(peer, "X-Forwarded-For", "203.0.113.9"))
@@ -176,7 +176,7 @@ func TestUnixSocket(t *testing.T) {
 	}
 }
 
-// The last address that is no trusted proxy's, over all lines of the header.
+// The client is the last address that is not a trusted proxy's, over all lines of the header.
 func TestAddressBehindTrustedProxies(t *testing.T) {
 	t.Parallel()
 
@@ -196,7 +196,7 @@ func TestAddressBehindTrustedProxies(t *testing.T) {
 		{"2001:db8::/64", []string{"[2001:db8::1]:80"}},
 		{"2001:db8::/64", []string{"2001:db8::1%eth0"}},
 		{"10.0.0.9", []string{"10.0.0.9, 10.0.0.8"}}, // the first, if all are trusted
-		// What stands before the client's address is hearsay.
+		// Anything before the client's address may be forged.
 		{"203.0.113.9", []string{"unknown, 203.0.113.9"}},
 		{"203.0.113.9", []string{"\x00\xff, 203.0.113.9"}},
 		{"203.0.113.9", []string{", ,,, 203.0.113.9"}},
@@ -207,14 +207,14 @@ func TestAddressBehindTrustedProxies(t *testing.T) {
 
 		{"", []string{"203.0.113.9" + strings.Repeat(",10.0.0.1", maxHops)}},
 		{"", []string{""}},
-		// Empty members are none.
+		// Empty members do not count.
 		{"203.0.113.9", []string{"203.0.113.9,"}},
 		{"203.0.113.9", []string{"203.0.113.9 , "}},
 		{"203.0.113.9", []string{"198.51.100.1, 203.0.113.9,,\t, 10.0.0.1,"}},
 		{"203.0.113.9", []string{"203.0.113.9" + strings.Repeat(",", 100_000)}},
 		{"203.0.113.9", []string{"203.0.113.9,", ",10.0.0.1,"}},
 		{"10.0.0.9", []string{",10.0.0.9"}},
-		// But whoever wrote a line without any member had no address to tell.
+		// But a line without any member comes from a proxy that knew no address.
 		{"", []string{","}},
 		{"", []string{" ,\t, "}},
 		{"", []string{"203.0.113.9", ""}},
@@ -229,7 +229,7 @@ func TestAddressBehindTrustedProxies(t *testing.T) {
 	} {
 		for _, header := range []string{"X-Forwarded-For", "X-Real-Ip"} {
 			r := from("10.0.0.1:1234", header, test.lines...)
-			// Other headers are the client's, whatever they say.
+			// Other headers come from the client and do not count.
 			r.Header["True-Client-Ip"], r.Header["Forwarded"] = []string{"1.1.1.1"}, []string{"for=1.1.1.1"}
 			key := ByIP(trusted(), AddressHeader(header))
 			if test.want != "" {
@@ -260,7 +260,7 @@ func TestForwarded(t *testing.T) {
 		{"2001:db8::/64", []string{`for="[2001:db8::1]"`}},
 		{"2001:db8::/64", []string{`for="[2001:db8::1]:80"`}},
 		{"2001:db8::/64", []string{`for=[2001:db8::1]:80`}},
-		// A line before that of the client's address is hearsay, whatever it is.
+		// Any line before the one with the client's address may be forged.
 		{"203.0.113.9", []string{`for="`, "for=203.0.113.9"}},
 		// In one line, an open quote may hide what a proxy has appended.
 		{"", []string{`for=1.1.1.1;host=", for=203.0.113.9`}},
@@ -273,7 +273,7 @@ func TestForwarded(t *testing.T) {
 		{"", []string{"=203.0.113.9"}},
 		{"", []string{"for =203.0.113.9"}},
 		{"", []string{"203.0.113.9"}},
-		// Empty elements and pairs are none.
+		// Empty elements and pairs do not count.
 		{"203.0.113.9", []string{"for=203.0.113.9,"}},
 		{"203.0.113.9", []string{"for=203.0.113.9;"}},
 		{"203.0.113.9", []string{"for=203.0.113.9 ; "}},
@@ -299,7 +299,7 @@ func TestForwarded(t *testing.T) {
 		{"", []string{`for="[203.0.113.9]:_x"`}},
 		{"", []string{`for="unknown:_x"`}},
 		{"", []string{`for=":_x"`}},
-		// A proxy may hide whom it has passed on, but not if that is the client.
+		// A proxy may hide another proxy's address, but not the client's.
 		{"203.0.113.9", []string{"proto=http, for=unknown, for=_hidden, for=203.0.113.9"}},
 		{"", []string{"for=203.0.113.9, proto=http, for=10.0.0.1"}},
 		{"", []string{"for=203.0.113.9, for=_hidden, for=10.0.0.1"}},
@@ -329,8 +329,7 @@ func TestForwarded(t *testing.T) {
 	}
 }
 
-// requireAddressOrError requires that a key is the text of one address or network, or that there is an error
-// without the input.
+// requireAddressOrError requires that a key is one address or network, or an error that does not repeat the input.
 func requireAddressOrError(t *testing.T, key string, err error, input string) {
 	t.Helper()
 	if err != nil {
@@ -357,7 +356,7 @@ func requireAddressOrError(t *testing.T, key string, err error, input string) {
 	require.True(t, address.Is4())
 }
 
-// FuzzRemoteAddr: any text is an address or an error, and headers of an untrusted peer play no part.
+// FuzzRemoteAddr: any text is an address or an error, and headers of an untrusted peer do not count.
 func FuzzRemoteAddr(f *testing.F) {
 	for _, peer := range []string{"192.0.2.1:80", "[2001:db8::1]:80", "::ffff:1.2.3.4", "@", "[fe80::1%eth0]:1", "[64:ff9b::1.2.3.4]:1", "[64:ff9b:1::1]:1", "[2002:102:304::]:1"} {
 		f.Add(peer, "203.0.113.9")
@@ -368,7 +367,7 @@ func FuzzRemoteAddr(f *testing.F) {
 		forged, forgedErr := ByIP().Of(from(peer, "X-Forwarded-For", header))
 		require.Equal(t, key, forged)
 		require.Equal(t, err, forgedErr)
-		// A peer with an address is not taken for a Unix socket.
+		// A peer with an address is not a Unix socket.
 		if !isUnixSocket(from(peer, "")) {
 			unix, _ := ByIP(TrustUnixSocket()).Of(from(peer, "X-Forwarded-For", header))
 			require.Equal(t, key, unix)
@@ -376,7 +375,8 @@ func FuzzRemoteAddr(f *testing.F) {
 	})
 }
 
-// FuzzXForwardedFor: whatever a client sends, behind a trusted proxy that appends his address, that is his key.
+// FuzzXForwardedFor: behind a trusted proxy that appends the client's address, that address is the key, whatever the
+// client sends.
 func FuzzXForwardedFor(f *testing.F) {
 	for _, header := range []string{
 		"", "unknown", "10.0.0.1, 10.0.0.2", `"`, "1.1.1.1,", "[::1", "203.0.113.9:1", ",,,", "1.1.1.1, ,\t,", "1.1.1.1:_x",

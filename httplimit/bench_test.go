@@ -29,7 +29,7 @@ func (sink) Write(data []byte) (int, error)    { return len(data), nil }
 func (sink) WriteString(s string) (int, error) { return len(s), nil }
 func (sink) WriteHeader(int)                   {}
 
-// BenchmarkMiddleware is what the middleware adds to a request beyond the limiter's own call.
+// BenchmarkMiddleware measures what the middleware adds to the limiter's own call.
 func BenchmarkMiddleware(b *testing.B) {
 	proxied := ByIP(TrustedProxies(netip.MustParsePrefix("10.0.0.0/8")))
 	for _, bench := range []struct {

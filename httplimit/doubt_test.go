@@ -22,8 +22,8 @@ import (
 	"github.com/pgratelimit/ratelimit"
 )
 
-// Handlers that seem to have said one thing when something else was sent, or might have been. They are charged.
-// Beside them are those that do something unusual and have nevertheless said one thing only.
+// A handler is charged if the client got, or may have got, another status than the handler wrote. Some handlers here do
+// something unusual and yet send exactly one status: these are not charged.
 func TestChargeInDoubt(t *testing.T) {
 	t.Parallel()
 
@@ -120,14 +120,14 @@ func TestChargeInDoubt(t *testing.T) {
 			server.Close() // waits for the handler
 			require.Equal(t, test.status, response.StatusCode, test.name)
 			require.Equal(t, test.refunded, len(limiter.refunds()) == 1, "%s: http2 %v", test.name, http2)
-			if test.status >= 400 { // what failed was told so
+			if test.status >= 400 { // the client saw a failure
 				require.Equal(t, "7", response.Header.Get("X-RateLimit-Remaining"), test.name)
 			}
 		}
 	}
 }
 
-// The client of a handler that panics gets nothing of what was written, or the 500 of a recoverer in front.
+// If a handler panics, the client gets nothing that it wrote, or gets the 500 of a recoverer in front.
 func TestStatusBeforeAPanic(t *testing.T) {
 	t.Parallel()
 
@@ -146,7 +146,7 @@ func TestStatusBeforeAPanic(t *testing.T) {
 	server.Close()
 	require.Empty(t, limiter.refunds())
 
-	// The recoverer's 500 tells what remains.
+	// The recoverer's 500 has the header fields too.
 	limiter = allowing()
 	limited := limited(
 		t,
@@ -166,7 +166,7 @@ func TestStatusBeforeAPanic(t *testing.T) {
 	require.Empty(t, limiter.refunds())
 }
 
-// The end of a handler's goroutine is no return.
+// A handler that ends its goroutine has not returned.
 func TestHandlerThatEndsItsGoroutine(t *testing.T) {
 	t.Parallel()
 
@@ -184,7 +184,7 @@ func TestHandlerThatEndsItsGoroutine(t *testing.T) {
 	require.Empty(t, limiter.refunds())
 }
 
-// http.TimeoutHandler throws away what a handler has written that returns too late.
+// http.TimeoutHandler discards everything that a late handler wrote.
 func TestTimeoutAfterTheStatus(t *testing.T) {
 	t.Parallel()
 
@@ -205,8 +205,8 @@ func TestTimeoutAfterTheStatus(t *testing.T) {
 	})
 }
 
-// holding is a writer that holds its status back until the end, as those do that compress, and does not flush
-// before. Some of them send the first status, some the last.
+// holding is a writer that, like writers that compress, holds its status back until the end. Some of them send the
+// first status, some the last.
 type holding struct {
 	http.ResponseWriter
 	status int
@@ -259,7 +259,7 @@ func TestStatusThatIsHeldBack(t *testing.T) {
 		}
 	}
 
-	// A flush begins the response, as in a server: who writes a status in front is too late.
+	// A flush begins the response, as in a server: a status written in front comes too late.
 	limiter := allowing()
 	limited := limited(
 		t,
@@ -304,7 +304,7 @@ type broken struct{ http.ResponseWriter }
 func (broken) Write([]byte) (int, error)       { return 0, errors.New("it is broken") }
 func (broken) WriteString(string) (int, error) { return 0, errors.New("it is broken") }
 
-// What could not be written was not sent.
+// A failed write does not count as sent.
 func TestWriteThatFails(t *testing.T) {
 	t.Parallel()
 
@@ -328,7 +328,7 @@ func TestWriteThatFails(t *testing.T) {
 	}
 }
 
-// invalid panics at each status, as net/http does at one that is none.
+// invalid panics at each status, as net/http does at an invalid one.
 type invalid struct{ http.ResponseWriter }
 
 func (invalid) WriteHeader(int) { panic("invalid WriteHeader code") }
@@ -348,7 +348,7 @@ func TestStatusThatIsRefused(t *testing.T) {
 	require.Empty(t, limiter.refunds())
 }
 
-// stuck is a writer that takes its time for a status.
+// stuck is a writer that is slow to accept a status.
 type stuck struct {
 	http.ResponseWriter
 	begun, goOn chan struct{}
@@ -359,7 +359,8 @@ func (s stuck) WriteHeader(int) {
 	<-s.goOn
 }
 
-// A goroutine that the handler leaves behind while it writes a status has not sent it: somebody in front may be first.
+// A status counts only when it has been written. Here a goroutine left behind is still writing it, and something in
+// front may be first.
 func TestStatusThatIsBeingWritten(t *testing.T) {
 	t.Parallel()
 
@@ -376,7 +377,7 @@ func TestStatusThatIsBeingWritten(t *testing.T) {
 	require.Empty(t, limiter.refunds())
 }
 
-// knowing is a writer that tells what it sends, as those of frameworks do.
+// knowing is a writer that reports what it sends, as frameworks' writers do.
 type knowing struct {
 	http.ResponseWriter
 	status  int
@@ -386,7 +387,7 @@ type knowing struct {
 func (k knowing) Status() int   { return k.status }
 func (k knowing) Written() bool { return k.written }
 
-// A writer in front that has not sent the status, or has sent another, is believed.
+// A writer in front is believed if it reports no status, or another one.
 func TestWriterThatKnowsBetter(t *testing.T) {
 	t.Parallel()
 
@@ -397,7 +398,7 @@ func TestWriterThatKnowsBetter(t *testing.T) {
 	}{
 		{200, true, true}, {0, true, true}, {404, true, false}, {200, false, false}, {404, false, false},
 	} {
-		for _, twice := range []bool{false, true} { // of two limits each has to know
+		for _, twice := range []bool{false, true} { // both of two limits have to find out
 			outer, inner := allowing(), allowing()
 			handler := limited(t, inner, Config{Charge: ChargeFailures}, nil)
 			if twice {
@@ -410,7 +411,7 @@ func TestWriterThatKnowsBetter(t *testing.T) {
 		}
 	}
 
-	// 0 is what a writer says that has not looked.
+	// A writer that has not looked reports 0.
 	limiter := allowing()
 	handler := limited(
 		t,
@@ -425,7 +426,7 @@ func TestWriterThatKnowsBetter(t *testing.T) {
 	require.Len(t, limiter.refunds(), 1)
 }
 
-// connected is a writer whose connection can be had.
+// connected is a writer whose connection can be taken over.
 type connected struct{ http.ResponseWriter }
 
 func (connected) Hijack() (net.Conn, *bufio.ReadWriter, error) { return nil, nil, nil }
@@ -446,7 +447,7 @@ func TestStatusBeforeHijacking(t *testing.T) {
 	require.Empty(t, limiter.refunds())
 }
 
-// With credit there may remain more than the limit, and the refund adds to that.
+// With credit, more than the limit may remain, and the refund adds to it.
 func TestRemainingAboveTheLimit(t *testing.T) {
 	t.Parallel()
 
@@ -456,7 +457,7 @@ func TestRemainingAboveTheLimit(t *testing.T) {
 	require.Equal(t, []string{"30"}, serve(t, limited(t, limiter, config, nil)).header["X-Ratelimit-Remaining"])
 }
 
-// Retries in a handler's own context say nothing: only the end of the request's does.
+// Only the end of the request's context counts, not that of a context of the handler's own.
 func TestDeadlineOfTheHandlersOwn(t *testing.T) {
 	t.Parallel()
 

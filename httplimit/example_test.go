@@ -79,7 +79,7 @@ func ExampleChargeFailures() {
 	http.Handle("POST /login", limit(login))
 }
 
-// The name of a log-in that comes as JSON.
+// The key is the name in a log-in's JSON.
 func ExampleByFunc() {
 	name := httplimit.ByFunc(func(r *http.Request) (string, error) {
 		body, err := io.ReadAll(io.LimitReader(r.Body, 10_000))
@@ -102,14 +102,14 @@ func ExampleTransport() {
 	var pool *pgxpool.Pool
 	limiter, err := ratelimit.New(pool, ratelimit.Config{
 		Name:   "partner",
-		Policy: ratelimit.SlidingLog{Limit: 100, Window: time.Minute}, // as the partner's terms say
+		Policy: ratelimit.SlidingLog{Limit: 100, Window: time.Minute}, // from the partner's terms
 	})
 	if err != nil {
 		log.Fatal(err)
 	}
 	client := &http.Client{
 		Transport: &httplimit.Transport{Limiter: limiter},
-		Timeout:   2 * time.Minute, // with all waits
+		Timeout:   2 * time.Minute, // includes all waits
 	}
 	response, err := client.Get("https://api.example.com/v1/things")
 	if err != nil {
@@ -118,7 +118,7 @@ func ExampleTransport() {
 	defer response.Body.Close()
 }
 
-// Who pays has a higher limit. What was taken stays taken when that changes.
+// Paying customers have a higher limit. Usage is kept when a customer changes tiers.
 func ExampleConfig_tier() {
 	type userKey struct{}
 	var (

@@ -15,13 +15,13 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// refusing is a database that answers everything with an error.
+// refusing is a database that answers every query with an error.
 type refusing struct{ err *pgconn.PgError }
 
 func (r *refusing) Query(context.Context, string, ...any) (pgx.Rows, error) { return nil, r.err }
 
-// Without any Logger, whoever gets 503 for all requests finds one line with the cause, whatever was chosen for
-// outages. The client writes it, and the middleware does not write it again.
+// Even without a Logger, the default log has one line with the cause of the 503s, for every choice of OnFailure. The
+// limiter's client writes it, and the middleware does not repeat it.
 //
 //nolint:paralleltest // it replaces slog.Default
 func TestFaultsHaveOneLine(t *testing.T) {
@@ -58,7 +58,7 @@ func TestFaultsHaveOneLine(t *testing.T) {
 		}
 	}
 
-	// An outage has one, too.
+	// An outage is logged too.
 	var log testkit.Journal
 	slog.SetDefault(log.Logger())
 	limiter, err := ratelimit.New(&refusing{&pgconn.PgError{Code: "57P03", SeverityUnlocalized: "FATAL"}}, ratelimit.Config{
@@ -71,7 +71,7 @@ func TestFaultsHaveOneLine(t *testing.T) {
 	}
 	require.Len(t, log.Lines(), 1)
 
-	// What is the middleware's to tell goes there as well.
+	// The middleware's own lines go there as well.
 	fake := allowing()
 	fake.err = ratelimit.ErrKeyHeld
 	serve(t, limited(t, fake, Config{}, nil))

@@ -11,42 +11,42 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/algorithm"
 )
 
-// Headers says which header fields tell clients about their limit, on all responses that the database has decided. Of a
-// ban that lasts for more than ten years, or has no end, they say that it is over in a day.
+// Headers says which header fields tell clients about their limit, on all responses to requests that the database
+// decided. A ban without an end, or with more than ten years to go, is shown as ending in a day.
 type Headers int
 
 const (
-	// None is no fields but Retry-After, with a rejection.
+	// None is only Retry-After, with a rejection.
 	None Headers = iota
 
 	// IETFDraft11 is revision 11 of draft-ietf-httpapi-ratelimit-headers, a draft that will still change.
-	// RateLimit-Policy has the limit and, if it is whole seconds, its window. RateLimit has what remains, and the
-	// seconds until there is more, where that is known: if the request is denied, and in a fixed window. If a
-	// request passes several limits, they are members of one list. So are the policies of All, of which the second is
-	// named login/2 if the first is login.
+	// RateLimit-Policy has the limit and, if it is whole seconds, its window. RateLimit has what remains. It also has
+	// the seconds until there is more if the request is denied, or in a fixed window. If a request passes several
+	// limits, they are members of one list. So are the policies of All: the first is named login, for example, and the
+	// second login/2.
 	IETFDraft11
 
-	// XRateLimit is X-RateLimit-Limit, -Remaining and -Reset, which is the seconds from now until the key is as
-	// good as new. If a request passes several limits, the last one is shown. Of All it is the policy that refuses for
-	// the longest time or, if the request is allowed, the one with the least left.
+	// XRateLimit is X-RateLimit-Limit, -Remaining and -Reset. Reset is the seconds from now until the key is as good as
+	// new. If a request passes several limits, the last one is shown. If the policy is All, the policy that denies for
+	// the longest time is shown, or, if the request is allowed, the policy with the least left.
 	XRateLimit
 
-	// GitHub is XRateLimit with Reset as GitHub has it: in seconds since 1970, by the clock of the database.
+	// GitHub is XRateLimit with GitHub's Reset: in seconds since 1970, by the clock of the database.
 	GitHub
 
 	// IETFDraft6 is revision 6 of draft-ietf-httpapi-ratelimit-headers, for clients that know RateLimit-Limit,
-	// -Remaining and -Reset, which later revisions have not. Reset is the seconds from now until the key is as good as
+	// -Remaining and -Reset, which later revisions dropped. Reset is the seconds from now until the key is as good as
 	// new or, if the request is denied, until the same request is allowed. RateLimit-Policy has the limit and its
-	// window, if that is whole seconds. If a request passes several limits, the last one is shown. RateLimit-Policy
-	// lists all policies of All, and the others show one, as XRateLimit does.
+	// window, if that is whole seconds. If a request passes several limits, the last one is shown. If the policy is
+	// All, RateLimit-Policy lists all its policies, and the other fields show one, as XRateLimit does.
 	IETFDraft6
 )
 
-// A ban without an end seems to last for 71 years. Somebody will end it sooner, so clients should ask again. Nothing
-// above noEnd is taken for an end. It counts as askAgain.
+// A ban without an end seems to last for 71 years. Somebody will lift it sooner, so clients should ask again: a
+// duration above noEnd counts as askAgain.
 const noEnd, askAgain = 10 * 365 * 24 * time.Hour, 24 * time.Hour
 
-// foreseeable is d, unless that is above noEnd.
+// foreseeable is d, or askAgain if d is above noEnd.
 func foreseeable(d time.Duration) time.Duration {
 	if d > noEnd {
 		return askAgain
@@ -57,14 +57,14 @@ func foreseeable(d time.Duration) time.Duration {
 // maxInteger is the largest integer of a structured field (RFC 9651).
 const maxInteger = 999_999_999_999_999
 
-// shape is what header fields tell of a policy.
+// shape is what header fields show of a policy.
 type shape struct {
 	limit  int64
 	window int64 // in seconds; see windowSeconds
-	fixed  bool  // it is a FixedWindow or CalendarWindow, for which it is known when there is more
+	fixed  bool  // FixedWindow or CalendarWindow: ResetAfter is when there is more
 }
 
-// shapesOf returns the shapes of a policy, which are several if it is All.
+// shapesOf returns the shape of a policy, or those of all policies in an All.
 func shapesOf(policy ratelimit.Policy) []shape {
 	if policy == nil {
 		return nil
@@ -81,17 +81,18 @@ func shapesOf(policy ratelimit.Policy) []shape {
 	return shapes
 }
 
-// member is what header fields tell of a decision's policy.
+// member is what header fields show of one policy of a decision.
 type member struct {
 	shape
 	result    ratelimit.Result
 	remaining int64 // after the decision
 }
 
-// membersOf returns the members of a decision, in the memory of one if it is one. remaining is what remains after it.
+// membersOf returns the members of a decision. A single one is put into one, which saves an allocation. remaining is
+// what remains after the decision.
 func membersOf(one *[1]member, shapes []shape, result ratelimit.Result, remaining int64) []member {
 	each := result.Each()
-	if each == nil && len(shapes) > 1 { // a row of the mode off or deny has decided, for all
+	if each == nil && len(shapes) > 1 { // a row of mode off or deny decided for all policies
 		for _, s := range shapes {
 			each = append(each, result)
 			if result.Allowed {
@@ -110,14 +111,14 @@ func membersOf(one *[1]member, shapes []shape, result ratelimit.Result, remainin
 	members := make([]member, len(each))
 	for i, r := range each {
 		members[i] = member{result: r, remaining: r.Remaining + remaining - result.Remaining}
-		if len(shapes) == len(each) { // the row in force may have others
+		if len(shapes) == len(each) { // the row in force may have other policies
 			members[i].shape = shapes[i]
 		}
 	}
 	return members
 }
 
-// shown is the member that fields for one limit show: the one that refuses for the longest time, or else the one with
+// shown is the member for fields that show one limit: the one that denies for the longest time, or else the one with
 // the least left.
 func shown(members []member) member {
 	best := members[0]
@@ -130,7 +131,7 @@ func shown(members []member) member {
 	return best
 }
 
-// set writes the fields for a decision. remaining is what remains after it.
+// set writes the fields for a decision.
 func (p Headers) set(header http.Header, name string, shapes []shape, result ratelimit.Result, remaining int64) {
 	if p == None {
 		return
@@ -174,7 +175,7 @@ func (p Headers) set(header http.Header, name string, shapes []shape, result rat
 		setTriple(header, xRateLimit, limit, best.remaining, seconds)
 	case IETFDraft6:
 		if !result.Allowed {
-			reset = best.result.RetryAfter // or Retry-After would be earlier, which the draft does not want
+			reset = best.result.RetryAfter // the draft wants no Retry-After before the reset
 		}
 		setTriple(header, draft6, min(limit, maxInteger), min(best.remaining, maxInteger), wholeSeconds(reset))
 		var policies []string
@@ -189,8 +190,8 @@ func (p Headers) set(header http.Header, name string, shapes []shape, result rat
 	}
 }
 
-// untilMore is the time until there is more of a limit, if it is known. If a request is denied, that is known of those
-// limits that refused it. What others say would only seem to contradict Retry-After.
+// untilMore is the time until there is more of a limit, if it is known. If a request is denied, only the limits that
+// denied it have one: other times would seem to contradict Retry-After.
 func (m *member) untilMore(allowed bool) (time.Duration, bool) {
 	if !allowed {
 		return m.result.RetryAfter, m.result.RetryAfter > 0
@@ -198,8 +199,8 @@ func (m *member) untilMore(allowed bool) (time.Duration, bool) {
 	return m.result.ResetAfter, m.fixed
 }
 
-// appendMember appends a String of a structured field and its first parameter. New has checked the characters of
-// name, after which the later policies of All are numbered.
+// appendMember appends a String of a structured field and its first parameter. New has checked the characters of name.
+// The later policies of an All get a number after it.
 func appendMember(text []byte, i int, name, parameter string, value int64) []byte {
 	if i > 0 {
 		text = append(text, ", "...)
@@ -237,7 +238,7 @@ func wholeSeconds(d time.Duration) int64 {
 }
 
 // windowSeconds is the time in which a policy allows its limit, in the long run; 0 if that is not whole seconds. A
-// month of the calendar has 31 days here.
+// calendar month counts as 31 days.
 func windowSeconds(n algorithm.Numbers) int64 {
 	micros := n.Span.Microseconds()
 	if n.Refill > 0 {

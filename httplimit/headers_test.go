@@ -17,7 +17,7 @@ import (
 	"github.com/pgratelimit/ratelimit/ratelimittest"
 )
 
-// That these are structured fields, another parser says: integration_test/httplimit.
+// Another parser checks that these are structured fields: integration_test/httplimit.
 func TestHeaders(t *testing.T) {
 	t.Parallel()
 
@@ -49,7 +49,7 @@ func TestHeaders(t *testing.T) {
 		{None, fixed, denied, http.Header{}},
 		{IETFDraft11, fixed, allowed, http.Header{"Ratelimit-Policy": {`"login";q=10;w=60`}, "Ratelimit": {`"login";r=9;t=60`}}},
 		{IETFDraft11, fixed, denied, http.Header{"Ratelimit-Policy": {`"login";q=10;w=60`}, "Ratelimit": {`"login";r=0;t=30`}}},
-		// When a little more will be there is not known.
+		// The time until there is a little more is not known.
 		{IETFDraft11, sliding, allowed, http.Header{"Ratelimit-Policy": {`"login";q=10;w=3600`}, "Ratelimit": {`"login";r=9`}}},
 		{IETFDraft11, sliding, denied, http.Header{"Ratelimit-Policy": {`"login";q=10;w=3600`}, "Ratelimit": {`"login";r=0;t=30`}}},
 		{IETFDraft11, bucket, allowed, http.Header{"Ratelimit-Policy": {`"login";q=10;w=40`}, "Ratelimit": {`"login";r=9`}}},
@@ -92,7 +92,7 @@ func TestHeaders(t *testing.T) {
 	}
 }
 
-// A ban without an end is told as one of a day, and other times as they are.
+// A ban without an end is shown as ending in a day. Other times are shown as they are.
 func TestBanWithoutAnEnd(t *testing.T) {
 	t.Parallel()
 
@@ -125,7 +125,7 @@ func TestBanWithoutAnEnd(t *testing.T) {
 			require.Equal(t, strconv.FormatInt(want, 10), header.Get("Retry-After"))
 			require.Equal(t, fmt.Sprintf(field[1], want), header.Get(field[0]))
 			require.Equal(t, test.say, rejection.RetryAfter)
-			require.Equal(t, denied, rejection.Result) // as it is
+			require.Equal(t, denied, rejection.Result) // unchanged
 		}
 		limiter := &fakeLimiter{onFailure: ratelimit.ReturnError(), policy: sliding, result: denied}
 		header := serve(t, limited(t, limiter, Config{Headers: GitHub}, nil)).header
@@ -133,7 +133,7 @@ func TestBanWithoutAnEnd(t *testing.T) {
 	}
 }
 
-// allLimiter is one of 3 in 10 s and 5 in an hour, in memory.
+// allLimiter allows 3 in 10 s and 5 in an hour, in memory.
 func allLimiter(t *testing.T, now func() time.Time) *ratelimit.Limiter {
 	t.Helper()
 	limiter, err := ratelimit.New(ratelimittest.NewDB(), ratelimit.Config{
@@ -148,7 +148,7 @@ func allLimiter(t *testing.T, now func() time.Time) *ratelimit.Limiter {
 	return limiter
 }
 
-// All policies of All are shown, always in the same order, and of those that refuse, when they no longer do.
+// All policies of an All are shown, in their order. Those that deny have a time.
 func TestHeadersOfAll(t *testing.T) {
 	t.Parallel()
 
@@ -181,7 +181,7 @@ func TestHeadersOfAll(t *testing.T) {
 		}
 	}
 
-	// Both refuse.
+	// Both deny.
 	limiter = allLimiter(t, now)
 	second = 0
 	for range 3 {
@@ -195,8 +195,7 @@ func TestHeadersOfAll(t *testing.T) {
 	require.Equal(t, []string{`"login";r=1;t=10, "login/2";r=0;t=3590`}, answer.header["Ratelimit"])
 	require.Contains(t, answer.body, `"violated-policies":["login","login/2"]}`)
 
-	// Where one limit is shown, it is one policy's in all fields: the one that refuses for the longest time, or has the
-	// least left.
+	// Fields for one limit all show the same policy: the one that denies for the longest time, or has the least left.
 	for headers, want := range map[Headers][2]http.Header{
 		XRateLimit: {
 			{"X-Ratelimit-Limit": {"3"}, "X-Ratelimit-Remaining": {"2"}, "X-Ratelimit-Reset": {"10"}},
@@ -228,7 +227,7 @@ func TestHeadersOfAll(t *testing.T) {
 		require.Equal(t, want[1], fields())
 	}
 
-	// What comes back is shown for each, and a row that denies or allows everything for all.
+	// A cost that comes back is shown in each policy. A row that denies or allows everything is shown in all of them.
 	second = 0
 	charge := Config{Headers: IETFDraft11, Charge: ChargeFailures}
 	answer = serve(t, limited(t, allLimiter(t, now), charge, nil))
@@ -243,7 +242,7 @@ func TestHeadersOfAll(t *testing.T) {
 	require.Equal(t, []string{`"login";r=3;t=0, "login/2";r=5`}, answer.header["Ratelimit"])
 }
 
-// The tier of a request has its own numbers, in the decision and in all fields, and shares what was taken.
+// The decision and all fields use the numbers of the request's tier. All tiers share the usage.
 func TestTier(t *testing.T) {
 	t.Parallel()
 
@@ -287,7 +286,7 @@ func TestTier(t *testing.T) {
 		}
 	}
 
-	// What a tier has taken goes back to it.
+	// A tier's take is given back to that tier.
 	mine, other := allowing(), allowing()
 	config := Config{Charge: ChargeFailures, Tier: func(*http.Request) Limiter { return other }}
 	serve(t, limited(t, mine, config, nil))
@@ -310,7 +309,7 @@ func (i incomparable) Refund(ctx context.Context, result ratelimit.Result) (rate
 	return i[0].Refund(ctx, result)
 }
 
-// A request that passes the same middleware twice is told of once. Others that are alike are not.
+// A request that passes the same middleware twice is logged once. Requests that only look alike are not.
 func TestMountedTwice(t *testing.T) {
 	t.Parallel()
 
@@ -367,7 +366,7 @@ func TestMountedTwice(t *testing.T) {
 		require.NotContains(t, lines[0], "192.0.2.1", name)
 	}
 
-	// Two that were made apart count for the same key, if they have the same limiter and find the same key.
+	// Two middlewares made separately charge twice if they have the same limiter and find the same key.
 	inner := struct{ Limiter }{allowing()}
 	byOther := ByFunc(func(*http.Request) (string, error) { return "somebody", nil })
 	for _, test := range []struct {
@@ -376,7 +375,7 @@ func TestMountedTwice(t *testing.T) {
 		tells        bool
 	}{
 		{inner.Limiter, inner.Limiter, ByIP(), true},
-		{inner, inner, ByIP(), true}, // no pointer
+		{inner, inner, ByIP(), true}, // not a pointer
 		{inner.Limiter, inner.Limiter, byOther, false},
 		{inner.Limiter, allowing(), ByIP(), false},
 		{incomparable{inner}, incomparable{inner}, ByIP(), false},
@@ -400,7 +399,8 @@ func TestMountedTwice(t *testing.T) {
 		require.NotContains(t, lines[0], "192.0.2.1")
 	}
 
-	// Two levels of one limiter, one for all and one for each, do not hide that one of them is mounted twice.
+	// A limiter may have two levels, such as one key for all and one for each. One of them mounted twice is still
+	// noticed.
 	var log testkit.Journal
 	one, err := New(inner, Config{Key: ByIP(), Logger: log.Logger()})
 	require.NoError(t, err)
@@ -413,7 +413,7 @@ func TestMountedTwice(t *testing.T) {
 	serve(t, one(one(http.HandlerFunc(func(http.ResponseWriter, *http.Request) {}))))
 	require.Len(t, log.Lines(), 1)
 
-	// It is also noticed if that begins late.
+	// A double charge that begins late is noticed too.
 	one, err = New(allowing(), Config{Key: ByIP(), Logger: log.Logger()})
 	require.NoError(t, err)
 	once := one(http.HandlerFunc(func(http.ResponseWriter, *http.Request) {}))
@@ -452,7 +452,7 @@ func TestWindowSeconds(t *testing.T) {
 	}
 }
 
-// Of several limits on one way the draft's fields list all, and the others show the last.
+// If a request passes several limits, the draft's fields list all, and the other fields show the last.
 func TestSeveralLimits(t *testing.T) {
 	t.Parallel()
 
@@ -476,8 +476,8 @@ func TestSeveralLimits(t *testing.T) {
 	}
 }
 
-// The application's own fields are on responses to what is let through, once, and on no others. They tell what the
-// other fields tell.
+// The application's own fields are set once, on responses to allowed requests only, and with the same numbers as the
+// other fields.
 func TestAddFields(t *testing.T) {
 	t.Parallel()
 

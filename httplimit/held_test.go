@@ -16,8 +16,8 @@ import (
 
 func TestMain(m *testing.M) { pgtest.Main(m) }
 
-// The attack on logins: good ones that are held open over several windows, and finished one at a time, each to
-// make room for a bad one.
+// An attack on logins: good ones are held open over several windows and finished one at a time, each to make room for a
+// bad one.
 func TestHeldRequestsDoNotLetFailuresThrough(t *testing.T) {
 	t.Parallel()
 	const limit = 5

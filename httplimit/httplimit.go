@@ -1,23 +1,21 @@
 // Package httplimit puts a limit of package ratelimit in front of an [http.Handler].
 //
-// [New] makes a middleware of a limiter: a function from handler to handler, for net/http and everything that
-// takes such functions. [Config].Key says whom a request is charged to, such as [ByIP]. Nothing that clients can
-// forge counts. Addresses in headers are believed only behind proxies that were named, and then only the last
-// address that is not a proxy's.
+// [New] turns a limiter into a middleware: a function from handler to handler, for net/http and everything that takes
+// such functions. [Config].Key says who is charged for a request, such as [ByIP]. Clients cannot forge a key: addresses
+// in headers are believed only behind proxies that you named, and then only the last address that is not a proxy's.
 //
-// A denied request gets status 429 and a true Retry-After: the time at which the same request is allowed if
-// nobody else takes anything, in whole seconds, rounded up. During a ban it is the ban's end. If that is more than ten
-// years ahead, or if the ban has no end, it is a day, because somebody will probably end the ban sooner. What happens
-// while Postgres is away has to be chosen, see [New].
+// A denied request gets status 429 and a true Retry-After: the time at which the same request is allowed if nobody else
+// takes anything, in whole seconds, rounded up. During a ban it is the ban's end. If the ban has no end, or ends more
+// than ten years from now, Retry-After is a day, because somebody will probably lift the ban sooner. You have to choose
+// what happens while Postgres is away, see [New].
 //
-// The middleware adds half a microsecond and 3 allocations to the limiter's own call, with [ByIP] and
-// [IETFDraft11]. Behind a proxy it adds one microsecond and 4 allocations, and as much for keys in [HMAC]. A
-// denial adds 6 allocations. To give back the cost of a request, see [Config].Charge, takes another call of the
-// limiter, before the response ends.
+// The middleware adds half a microsecond and 3 allocations to the limiter's own call, with [ByIP] and [IETFDraft11].
+// Behind a proxy, or with keys in [HMAC], it adds one microsecond and 4 allocations. A denial adds 6 allocations.
+// Giving back the cost of a request, see [Config].Charge, takes another call of the limiter before the response ends.
 //
 // [Transport] is for the other side: it keeps a client within a limit that its processes share.
 //
-// For gRPC there is the module github.com/pgratelimit/ratelimit/grpclimit, which takes the keys of this package.
+// The module github.com/pgratelimit/ratelimit/grpclimit does the same for gRPC, with the keys of this package.
 package httplimit
 
 import (
@@ -35,18 +33,17 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pg"
 )
 
-// statusClientClosedRequest is what other servers log for a client that has left. No client reads it, but without
-// it the 200 of a handler that writes nothing would look like a success.
+// statusClientClosedRequest is the status that other servers log for a client that has left. Nobody reads it, but
+// without it the server would log 200, which looks like a success.
 const statusClientClosedRequest = 499
 
 // Limiter is what New needs of a [ratelimit.Limiter].
 type Limiter interface {
-	// Config is the limiter's configuration. New asks for it once. Its Name is the default of Config.PolicyName,
-	// its Policy is shown in header fields, and its OnFailure tells what was chosen for the time when Postgres is
-	// away.
+	// Config is the limiter's configuration. New reads it once: Name is the default of Config.PolicyName, Policy is
+	// shown in header fields, and OnFailure says what happens while Postgres is away.
 	Config() ratelimit.Config
 	AllowN(ctx context.Context, key string, n int64) (ratelimit.Result, error)
-	// Refund gives back what AllowN has taken, by its result. It is called only with a Config.Charge.
+	// Refund gives back what AllowN took. Only a Config.Charge needs it.
 	Refund(ctx context.Context, result ratelimit.Result) (ratelimit.Result, error)
 }
 
@@ -54,65 +51,64 @@ var _ Limiter = (*ratelimit.Limiter)(nil)
 
 // Config says how requests are limited. Key is required.
 type Config struct {
-	// Key says whom a request is charged to: ByIP, ByHeader, ByContext, ByFunc, or several of them in Join. A
-	// request without a key is rejected with status 400.
+	// Key says who is charged for a request: ByIP, ByHeader, ByContext, ByFunc, or several of them in Join. A request
+	// without a key is rejected with status 400.
 	Key Key
 
-	// Tier returns the limiter of a request, if it is not the one that New was given: one that With of that has made,
-	// say, so that what a customer has taken stays taken when the tier changes. nil is New's limiter. It needs an
-	// OnFailure of its own, which With keeps. The header fields show its policy.
+	// Tier returns the limiter of a request, if it is not New's. Make it with New's limiter's With, so that usage is
+	// kept when a customer changes tiers, and so is OnFailure, which every tier needs. nil means New's limiter. The
+	// header fields show the tier's policy.
 	//
 	// Defaults to New's limiter for all requests.
 	Tier func(*http.Request) Limiter
 
-	// Skip tells which requests are not limited at all.
+	// Skip tells whether a request is exempt from the limit.
 	//
 	// Defaults to none.
 	Skip func(*http.Request) bool
 
-	// Cost is what a request takes. A request that costs nothing passes, and the limiter is not asked. One that
-	// costs more than the whole limit, or less than nothing, is rejected with status 400.
+	// Cost is what a request takes. A request with cost 0 passes without asking the limiter. A cost below 0, or above
+	// the whole limit, is rejected with status 400.
 	//
 	// Defaults to 1 for each.
 	Cost func(*http.Request) int64
 
-	// Charge tells by the status of the response whether the request is charged: ChargeFailures, ChargeSuccesses,
-	// ChargeAllButServerErrors, or any function. The cost is taken first. So within a window no more requests are
-	// let in than the limit allows, whatever becomes of them, though slow ones of earlier windows may still run
-	// beside them. The cost is given back when the handler is done, as far as it still counts: see
-	// [ratelimit.Limiter.Refund].
+	// Charge decides, by the status of the response, whether the request is charged: ChargeFailures, ChargeSuccesses,
+	// ChargeAllButServerErrors, or any function. The cost is taken first and given back when the handler is done, as
+	// far as it still counts: see [ratelimit.Limiter.Refund]. So within a window no more requests start than the limit
+	// allows. Slow requests of earlier windows may still run beside them.
 	//
-	// In doubt the cost stays taken. For it to come back, a handler has to write a status, or a part of the
-	// response, to the ResponseWriter that it was given, and to return: w.WriteHeader(http.StatusNoContent), say.
-	// A request is charged if
+	// In doubt the cost stays taken. To get it back, a handler has to write a status or a part of the body to the
+	// ResponseWriter that it was given, for example w.WriteHeader(http.StatusNoContent), and return. A request is
+	// charged if
 	//
 	//   - its handler writes nothing, panics, takes the connection over, calls Unwrap, or writes several statuses
 	//     of which one is charged;
-	//   - its status is written by an error handler in front of this middleware, or past it, as some frameworks
-	//     do;
-	//   - the client has left before there was a status;
+	//   - an error handler in front of this middleware writes its status, as in some frameworks, or something writes
+	//     past it;
+	//   - the client left before there was a status;
 	//   - the deadline of its context has passed when the handler returns.
 	//
-	// A writer in front with the methods Written or Status, as those of frameworks have, has a say. Nothing else
-	// in front may change a status that it was given, because this middleware would not see that.
+	// If the ResponseWriter in front has the methods Written or Status, as frameworks' writers have, they count too.
+	// Nothing else in front may change a status that it was given, because this middleware would not see that.
 	//
-	// The header fields are sent before the cost comes back. If Charge says of the first status that the cost
-	// comes back, they show what remains as if it had. The time of Reset is that of the take.
+	// The header fields are sent before the cost comes back. If Charge says at the first status that the cost comes
+	// back, Remaining already includes it. Reset still shows the time after the take.
 	//
-	// What cannot be given back, because Postgres is away, stays counted. So does what a FallbackLocal has taken.
+	// If Postgres is away, the cost cannot be given back and stays counted. So does a cost that a FallbackLocal took.
 	//
 	// Defaults to charging every request.
 	Charge func(status int) bool
 
-	// Headers is which header fields tell the client about its limit.
+	// Headers chooses the header fields that tell clients about their limit.
 	//
 	// Defaults to None: only Retry-After, with a rejection.
 	Headers Headers
 
-	// AddFields adds fields of the application's own to the header of a response to a request that is let through. It
-	// is called after the fields of Headers are set, and before the status is written. With a Charge that will probably
-	// give the cost back, the Remaining of the decision is what then remains. Its Source tells if the database did not
-	// decide. For requests that are rejected, see Reject.
+	// AddFields adds the application's own header fields to responses of requests that are let through. It is called
+	// after the fields of Headers are set and before the status is written. If Charge will probably give the cost back,
+	// the result's Remaining already includes it. The result's Source tells whether the database decided. For rejected
+	// requests, see Reject.
 	//
 	// Defaults to adding none.
 	AddFields func(http.Header, ratelimit.Result)
@@ -123,23 +119,22 @@ type Config struct {
 	// Defaults to the limiter's name.
 	PolicyName string
 
-	// Reject answers a request that does not reach the handler: ProblemJSON, PlainText, or any function, which
-	// may choose another status. Retry-After and the fields of Headers are set before.
+	// Reject answers a request that does not reach the handler: ProblemJSON, PlainText, or any function. A function may
+	// choose another status. Retry-After and the fields of Headers are already set.
 	//
 	// Defaults to ProblemJSON.
 	Reject func(http.ResponseWriter, *http.Request, Rejection)
 
-	// OnError answers a request that the limiter has returned an error for. It is one way to choose what happens
-	// while Postgres is away. The limiter's own Config.OnFailure is the other, and New refuses a limiter with
-	// neither.
+	// OnError answers a request for which the limiter returned an error. New requires either OnError or the limiter's
+	// own Config.OnFailure, because one of them has to say what happens while Postgres is away.
 	//
 	// Defaults to Reject, with status 503.
 	OnError func(http.ResponseWriter, *http.Request, error)
 
-	// Logger is told of requests without a usable key, of costs that can never be taken, of errors, of refunds that
-	// get lost, of proxies that ByIP does not trust, and of requests that are charged twice for the same key. It is
-	// told once when they begin, and not for each request.
-	// What keeps the database from deciding is logged by the limiter's client, see [ratelimit.ClientConfig].Logger.
+	// Logger gets a line when one of these begins, and not one for each request: requests without a usable key, costs
+	// that can never be taken, errors, lost refunds, proxies that ByIP does not trust, requests that are charged twice
+	// for the same key. What keeps the database from deciding is logged by the limiter's client, see
+	// [ratelimit.ClientConfig].Logger.
 	//
 	// Defaults to slog.Default(). slog.DiscardHandler turns it off.
 	Logger *slog.Logger
@@ -178,13 +173,12 @@ func (c Config) validate(limiter ratelimit.Config) error {
 	return nil
 }
 
-// New returns a middleware that lets through to a handler what the limiter allows. It returns a
-// [*ratelimit.ConfigError] for a configuration that cannot work.
+// New returns a middleware that passes allowed requests to a handler. It returns a [*ratelimit.ConfigError] for a
+// configuration that cannot work.
 //
-// A denied request is answered with status 429 and a Retry-After in whole seconds, before which it makes no sense
-// to try again. A request that nobody could decide about, because Postgres is away and the limiter fails closed
-// or returns an error, is answered with 503. Everything else reaches the handler. The ResponseWriter reaches it
-// as it is, unless there is a [Config].Charge.
+// A denied request is answered with status 429 and a Retry-After in whole seconds. Trying again earlier is useless. If
+// Postgres is away and the limiter fails closed or returns an error, the answer is 503. Everything else reaches the
+// handler. The handler gets the ResponseWriter itself, unless there is a [Config].Charge.
 func New(limiter Limiter, config Config) (func(http.Handler) http.Handler, error) {
 	if l, ok := limiter.(*ratelimit.Limiter); limiter == nil || ok && l == nil {
 		return nil, errors.New("httplimit: the limiter is nil")
@@ -203,7 +197,7 @@ func New(limiter Limiter, config Config) (func(http.Handler) http.Handler, error
 	}, nil
 }
 
-// limit is what a request is asked of.
+// limit is a limiter and what header fields show of its policy.
 type limit struct {
 	limiter Limiter
 	shapes  []shape
@@ -214,7 +208,7 @@ type middleware struct {
 	config Config
 
 	// What has been logged.
-	keyless, badCost atomic.Bool // only that it happens, since any client can make it happen
+	keyless, badCost atomic.Bool // logged once and never again, since any client can cause it
 	errors, refunds  health
 	proxies          proxyHint
 	nested           nesting
@@ -280,8 +274,8 @@ func (m *middleware) serve(w http.ResponseWriter, r *http.Request, next http.Han
 	}
 }
 
-// setHeaders sets the fields of Config.Headers, unless nothing is known about the key. If the request is let through,
-// it adds those of Config.AddFields.
+// setHeaders sets the fields of Config.Headers, unless nothing is known about the key. It adds those of
+// Config.AddFields if the request is allowed.
 func (m *middleware) setHeaders(header http.Header, limit limit, result ratelimit.Result, remaining int64) {
 	if result.Source != ratelimit.SourceFailedOpen {
 		m.config.Headers.set(header, m.config.PolicyName, limit.shapes, result, remaining)
@@ -324,7 +318,7 @@ func (m *middleware) rejectError(w http.ResponseWriter, r *http.Request, err err
 		m.reject(w, r, Rejection{Status: http.StatusBadRequest, Err: err})
 		return
 	}
-	// A deadline of the request's own says nothing about the limiter, and trouble is logged by the client.
+	// The request's own deadline says nothing about the limiter. The limiter's client logs trouble with the database.
 	if r.Context().Err() == nil && !pg.IsTrouble(err) && m.errors.changed(err) {
 		m.warn(r.Context(), "httplimit: the limiter fails; further errors are not logged until it decides again", err)
 	}
@@ -335,7 +329,7 @@ func (m *middleware) rejectError(w http.ResponseWriter, r *http.Request, err err
 	m.reject(w, r, Rejection{Status: http.StatusServiceUnavailable, Err: err})
 }
 
-// reject answers a request. Unless its status is 400, it gets a Retry-After of at least a second.
+// reject answers a request, with a Retry-After of at least a second unless its status is 400.
 func (m *middleware) reject(w http.ResponseWriter, r *http.Request, rejection Rejection) {
 	rejection.Policy = m.config.PolicyName
 	if rejection.Status != http.StatusBadRequest {
@@ -346,7 +340,7 @@ func (m *middleware) reject(w http.ResponseWriter, r *http.Request, rejection Re
 	m.config.Reject(w, r, rejection)
 }
 
-// warn logs an error in which there is no key.
+// warn logs an error that contains no key.
 func (m *middleware) warn(ctx context.Context, message string, err error) {
 	m.log(ctx, slog.LevelWarn, message, slog.Any("error", err))
 }
@@ -360,14 +354,13 @@ func (m *middleware) log(ctx context.Context, level slog.Level, message string, 
 		append([]slog.Attr{slog.String("policy", m.config.PolicyName)}, attributes...)...)
 }
 
-// calm is for how long something has to fail before its recovery is logged. So failures now and then do not fill
-// the log.
+// calm is the shortest failure whose recovery is logged. So short failures do not fill the log.
 const calm = 10 * time.Second
 
 // health tells whether something works, so that only changes are logged.
 type health struct{ failing atomic.Int64 } // since when, in nanoseconds since 1970; 0 if it works
 
-// changed tells whether the last attempt went differently from those before.
+// changed records an attempt, and tells whether failing has begun or ended.
 func (h *health) changed(err error) bool {
 	since := h.failing.Load()
 	switch {

@@ -61,7 +61,7 @@ func TestNewRefusesWhatCannotWork(t *testing.T) {
 	require.ErrorContains(t, err, "the limiter is nil")
 }
 
-// Without a choice for the time when Postgres is away there is no middleware, and the error says how to make one.
+// New requires a choice of what happens while Postgres is away, and its error says how to make it.
 func TestChoiceForOutagesIsRequired(t *testing.T) {
 	t.Parallel()
 
@@ -96,7 +96,7 @@ func TestAllowedRequestReachesTheHandler(t *testing.T) {
 	require.Empty(t, limiter.refunds())
 }
 
-// The handler sees nothing of a denied request; the client is told why, and when to try again.
+// The handler does not see a denied request. The client learns why, and when to try again.
 func TestDeniedRequest(t *testing.T) {
 	t.Parallel()
 
@@ -137,7 +137,8 @@ func TestDeniedRequest(t *testing.T) {
 	require.Equal(t, `"slow <down>";r=0;t=2`, response.header.Get("RateLimit"))
 }
 
-// While Postgres is away, the limiter says how it decided. Nothing is told about a limit that nobody looked at.
+// While Postgres is away, the limiter says how it decided. The fields show nothing about a limit that was not looked
+// at.
 func TestSourcesOfADecision(t *testing.T) {
 	t.Parallel()
 
@@ -157,7 +158,7 @@ func TestSourcesOfADecision(t *testing.T) {
 	} {
 		limiter := allowing()
 		limiter.result.Allowed, limiter.result.Source = test.allowed, test.source
-		// Only what the database has taken can be given back to it.
+		// Only the database's own takes can be given back to it.
 		response := serve(t, limited(t, limiter, Config{Headers: IETFDraft11, Charge: ChargeFailures}, nil))
 		require.Equal(t, test.status, response.status, test)
 		require.Equal(t, test.headers, response.header.Get("RateLimit-Policy") != "", test)
@@ -173,8 +174,8 @@ func TestSourcesOfADecision(t *testing.T) {
 	}
 }
 
-// An error of the limiter is not the client's fault. It is logged when it begins and when it is over, and not for
-// each request, also if only some fail.
+// An error of the limiter is not the client's fault. It is logged when it begins and when it ends, and not for each
+// request, even if only some fail.
 func TestErrorsOfTheLimiter(t *testing.T) {
 	t.Parallel()
 
@@ -218,7 +219,7 @@ func TestErrorsOfTheLimiter(t *testing.T) {
 	require.Equal(t, "the database is gone\n", response.body)
 }
 
-// A client that leaves while its request waits for a decision is no failure of anybody.
+// It is no failure if a client leaves while its request waits for a decision.
 func TestClientThatLeavesIsNoFailure(t *testing.T) {
 	t.Parallel()
 
@@ -237,7 +238,7 @@ func TestClientThatLeavesIsNoFailure(t *testing.T) {
 	require.Empty(t, response.body)
 	require.Empty(t, log.Lines())
 
-	// A request with a deadline of its own has somebody who waits for the answer.
+	// After the request's own deadline, the client still waits for an answer.
 	ctx, cancel := context.WithTimeout(t.Context(), 0)
 	defer cancel()
 	limiter.err = fmt.Errorf("ratelimit: gave up waiting: %w", context.DeadlineExceeded)
@@ -246,7 +247,7 @@ func TestClientThatLeavesIsNoFailure(t *testing.T) {
 	require.Equal(t, http.StatusServiceUnavailable, response.status)
 	require.Empty(t, log.Lines())
 
-	// The limiter's own context, of a client that is still there, is a failure.
+	// If the limiter's own context ends while the client is still there, the limiter has failed.
 	require.Equal(t, http.StatusServiceUnavailable, serve(t, limited(t, limiter, config, nil)).status)
 	require.Len(t, log.Lines(), 1)
 }
@@ -256,7 +257,7 @@ func TestSkip(t *testing.T) {
 
 	limiter := denying(time.Second)
 	config := Config{
-		Key:  ByHeader("X-Api-Key"), // which a request that is skipped need not have
+		Key:  ByHeader("X-Api-Key"), // a skipped request does not need it
 		Skip: func(r *http.Request) bool { return r.Method == http.MethodGet },
 	}
 	require.Equal(t, http.StatusOK, serve(t, limited(t, limiter, config, nil)).status)
@@ -282,7 +283,7 @@ func TestCost(t *testing.T) {
 	require.Equal(t, http.StatusOK, serve(t, handler).status)
 	require.Equal(t, []asked{{"192.0.2.1", 3}}, limiter.asked)
 
-	// No waiting helps, so nobody is told to try again.
+	// Waiting does not help, so there is no Retry-After.
 	for range 100 {
 		for _, cost := range []int64{11, -1} {
 			limiter.err = &ratelimit.CostError{Cost: cost, Limit: 10}
@@ -294,8 +295,8 @@ func TestCost(t *testing.T) {
 	require.Len(t, log.Lines(), 1)
 }
 
-// A request without a usable key is rejected; it shares no key with others of its kind. One line is logged, with
-// nothing of what the client has sent.
+// A request without a usable key is rejected; such requests share no key. One line is logged, without anything that the
+// client sent.
 func TestRequestsWithoutAKey(t *testing.T) {
 	t.Parallel()
 
@@ -359,7 +360,7 @@ func TestRequestsWithoutAKey(t *testing.T) {
 	}
 }
 
-// A key that the database cannot store is the client's doing too.
+// A key that the database cannot store is the client's fault too.
 func TestKeyThatCannotBeStored(t *testing.T) {
 	t.Parallel()
 

@@ -16,32 +16,32 @@ import (
 )
 
 const (
-	// maxHeaderKey is the longest value that ByHeader takes, in bytes. Most servers take about as much in all
-	// header lines together.
+	// maxHeaderKey is the longest value that ByHeader takes, in bytes. Most servers accept about as much in all header
+	// lines together.
 	maxHeaderKey = 8 << 10
 
-	// minSecret is the least length of a secret, and hmacLen is how much of an HMAC is kept, both in bytes. With
-	// 128 bits, the probability that any two of a billion keys get the same HMAC is 10^-21.
+	// minSecret is the shortest secret, and hmacLen is the part of an HMAC that is kept, both in bytes. With 128 bits,
+	// the probability that any two of a billion keys get the same HMAC is 10^-21.
 	minSecret = 16
 	hmacLen   = 16
 )
 
-// Key says whom a request is charged to. The zero Key is none, and New refuses it.
+// Key says who is charged for a request. New refuses the zero Key.
 type Key struct {
 	find func(*http.Request, *proxyHint) (string, error)
 	err  error // why New refuses it
 }
 
-// KeyError says why a request has no key. Its words hold nothing of what the client has sent.
+// KeyError says why a request has no key. Its text repeats nothing that the client sent.
 type KeyError struct{ Reason string }
 
 func (e *KeyError) Error() string { return "httplimit: no key: " + e.Reason }
 
-// Of returns the key of a request, for functions that choose between keys. Its errors are *KeyErrors, and what a
-// function given to ByFunc returns.
+// Of returns the key of a request, for functions that choose between keys. It returns a *KeyError, or the error of a
+// function given to ByFunc.
 func (k Key) Of(r *http.Request) (string, error) { return k.of(r, nil) }
 
-// of is Of that also gives the hint, unless it is nil.
+// of is Of with a proxyHint, which may be nil.
 func (k Key) of(r *http.Request, hint *proxyHint) (string, error) {
 	switch {
 	case k.err != nil:
@@ -56,9 +56,9 @@ func (k Key) of(r *http.Request, hint *proxyHint) (string, error) {
 	return key, err
 }
 
-// ByFunc is any key. find returns it, or an error if the request has none. A key is at most 512 bytes of UTF-8
-// without NUL, or any bytes inside HMAC. Never return one key for all requests that have none: they would share
-// its limit.
+// ByFunc is any key. find returns it, or an error if the request has none. A key is at most 512 bytes of UTF-8 without
+// NUL, or any bytes inside HMAC. Return an error for a request without a key, not some common key: all such requests
+// would share one limit.
 func ByFunc(find func(*http.Request) (string, error)) Key {
 	if find == nil {
 		return Key{err: errors.New("is ByFunc of no function")}
@@ -67,8 +67,8 @@ func ByFunc(find func(*http.Request) (string, error)) Key {
 }
 
 // ByHeader is the value of a header, for API keys and the like. A request has no key if it lacks the header, has
-// several, or has control characters in it. Clients choose their headers. So let only requests pass whose key has
-// been checked, or limit addresses too.
+// several of it, or has control characters in it. Clients choose their headers, so check the header first, or limit
+// addresses too.
 func ByHeader(name string) Key {
 	if !isToken(name) {
 		return Key{err: fmt.Errorf("is ByHeader(%q), which is no name of a header", name)}
@@ -90,8 +90,8 @@ func ByHeader(name string) Key {
 	}}
 }
 
-// ByContext is a string in the request's context, such as the user that the application's authentication has put
-// there. See [context.Context.Value] for what contextKey is.
+// ByContext is a string in the request's context, such as the user that the application's authentication put there.
+// contextKey is the key of [context.Context.Value].
 func ByContext(contextKey any) Key {
 	if contextKey == nil {
 		return Key{err: errors.New("is ByContext(nil)")}
@@ -109,8 +109,8 @@ func fromContext(ctx context.Context, contextKey any) (string, error) {
 	return value, nil
 }
 
-// Join makes one key of several, for example of address and user. Two requests have the same key only if all
-// parts are the same, whatever is in them. A request that lacks a part has no key.
+// Join makes one key of several, for example of address and user. Two requests have the same key only if all parts are
+// the same, whatever characters they contain. A request that lacks a part has no key.
 func Join(parts ...Key) Key {
 	if len(parts) == 0 {
 		return Key{err: errors.New("is Join of no keys")}
@@ -137,10 +137,10 @@ func Join(parts ...Key) Key {
 	}}
 }
 
-// HMAC keeps personal data out of the database. Instead of a key, it stores the first 128 bits of its
-// HMAC-SHA-256, as 22 characters of base64url. Without the secret, which has at least 16 random bytes, nobody can
-// tell which address or user a row belongs to. All processes have to use the same secret. Another secret begins
-// with new keys. To name a key elsewhere, as for `pgratelimit reset`, compute it the same way.
+// HMAC keeps personal data out of the database. The database gets the first 128 bits of the key's HMAC-SHA-256, as 22
+// characters of base64url. Without the secret nobody can tell which address or user a row belongs to. The secret has at
+// least 16 random bytes and is the same in all processes. A new secret makes new keys, so all counts begin anew. To use
+// a key elsewhere, such as in `pgratelimit reset`, compute it the same way.
 func HMAC(secret []byte, key Key) Key {
 	if len(secret) < minSecret {
 		return Key{err: fmt.Errorf("is HMAC with a secret of %d bytes, and needs at least %d", len(secret), minSecret)}
@@ -170,7 +170,7 @@ func HMAC(secret []byte, key Key) Key {
 	}}
 }
 
-// usable returns why New refuses a key. The words complete the sentence that the field's name begins.
+// usable returns why New refuses a key. Its text follows the field's name in a sentence.
 func (k Key) usable() error {
 	if k.err == nil && k.find == nil {
 		return errors.New("is none")

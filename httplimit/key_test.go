@@ -36,7 +36,7 @@ func TestKeys(t *testing.T) {
 	require.Error(t, err)
 }
 
-// As much as servers take fits, also if it is too long for a key until it is hashed.
+// A value as long as servers accept works with HMAC, although it is too long for a key.
 func TestLongHeader(t *testing.T) {
 	t.Parallel()
 
@@ -81,7 +81,7 @@ func joinParts() []string {
 	return []string{"a", "|", `\`, `\|`, `|\`, `\\`, "||", `a|`, `|a`, `a\`, `\a`, "a|a", `a\|a`, "é", "\x00", "\xff"}
 }
 
-// FuzzJoin splits what was joined, and finds the parts.
+// FuzzJoin splits a joined key and finds the parts again.
 func FuzzJoin(f *testing.F) {
 	for _, part := range joinParts() {
 		f.Add(part, `x|\`, part)
@@ -110,7 +110,7 @@ func FuzzJoin(f *testing.F) {
 	})
 }
 
-// FuzzByHeader: the key is the value of the header, or the error says nothing about it.
+// FuzzByHeader: the key is the header's value, or there is an error that does not repeat it.
 func FuzzByHeader(f *testing.F) {
 	f.Add("secret", "", false)
 	f.Add("a\x00b", "x", true)

@@ -20,7 +20,7 @@ type asked struct {
 	cost int64
 }
 
-// fakeLimiter answers as it is told, and remembers what it was asked.
+// fakeLimiter gives the answers that it was made with, and remembers the calls.
 type fakeLimiter struct {
 	policy    ratelimit.Policy // by default 10 a minute
 	onFailure ratelimit.FailureMode
@@ -71,7 +71,7 @@ func allowing() *fakeLimiter {
 	}}
 }
 
-// denying is one that denies everything.
+// denying is a limiter that denies everything.
 func denying(retryAfter time.Duration) *fakeLimiter {
 	return &fakeLimiter{onFailure: ratelimit.ReturnError(), result: ratelimit.Result{
 		Limit: 10, RetryAfter: retryAfter, ResetAfter: time.Minute, DecidedAt: time.Unix(1_800_000_000, 1),
@@ -92,7 +92,7 @@ func limited(t testing.TB, limiter Limiter, config Config, handler http.HandlerF
 	return limit(handler)
 }
 
-// answer is a response as a whole.
+// answer is a complete response.
 type answer struct {
 	status int
 	header http.Header

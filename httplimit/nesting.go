@@ -8,17 +8,17 @@ import (
 	"sync/atomic"
 )
 
-// nesting tells the operator, once, that a request is charged twice for the same key of the same limiter, because it
-// passes one middleware twice, or two alike.
+// nesting logs, once, that a request is charged twice for the same key of the same limiter, because it passes one
+// middleware twice, or two with the same limiter.
 type nesting struct {
 	told atomic.Bool
 	seen atomic.Int64 // requests
 }
 
-// inside has the visits that are inside of a middleware, with the middleware, and open is how many. They are those of
-// all middlewares, because two of them may have the same limiter.
+// inside maps each visit under way to its middleware, and open counts them. All middlewares share them, because two may
+// have the same limiter.
 //
-//nolint:gochecknoglobals // the middlewares know nothing else that they share
+//nolint:gochecknoglobals // all middlewares have to share them
 var (
 	inside sync.Map
 	open   atomic.Int64
@@ -30,10 +30,11 @@ type visit struct {
 	key              string
 }
 
-// The first requests are all looked at, and of others one in so many, so that busy servers are not slowed down.
+// The first firstLooks requests are all looked at, and then one in laterLooks, so that busy servers are not slowed
+// down.
 const firstLooks, laterLooks = 1024, 64
 
-// enter notes that a request is inside of the middleware, until leave, or tells that it is charged a second time.
+// enter notes that a request is inside the middleware, until leave. It logs if the request is charged a second time.
 func (n *nesting) enter(
 	m *middleware, w http.ResponseWriter, r *http.Request, l Limiter, key string,
 ) (v visit, ok bool) {
@@ -77,8 +78,8 @@ func (v visit) leave() {
 	open.Add(-1)
 }
 
-// requestOf returns by what a request is known: the address of its header, which copies of it share. A call of gRPC
-// gets another header for each interceptor, so its writer tells.
+// requestOf identifies a request by the address of its header, which copies of the request share. A gRPC call gets a
+// new header for each interceptor, so its writer identifies it.
 func requestOf(w http.ResponseWriter, r *http.Request) any {
 	if call, ok := w.(interface{ CallOfGRPC() any }); ok {
 		return call.CallOfGRPC()

@@ -13,25 +13,24 @@ import (
 	"github.com/pgratelimit/ratelimit"
 )
 
-// refundWait is how long the end of a response waits for the cost to be given back, which is usually one round
-// trip. A refund that takes longer goes on without the response, because the end of its context ends only the
-// wait.
+// refundWait is how long the end of a response waits for the refund, which usually takes one round trip. A slower
+// refund goes on after the response has ended: the end of its context ends only the wait.
 const refundWait = 100 * time.Millisecond
 
-// ChargeFailures is a Config.Charge for logins and whatever else must not be guessed. A request is charged if its
-// status is 400 or more, or if it has none when the handler has returned.
+// ChargeFailures is a Config.Charge for logins and everything else that must not be guessed. A request is charged if
+// its status is 400 or more, or if the handler returned without one.
 func ChargeFailures(status int) bool { return status >= 400 }
 
-// ChargeSuccesses is a Config.Charge. A request is charged if its status is below 400.
+// ChargeSuccesses is a Config.Charge that charges a request if its status is below 400.
 func ChargeSuccesses(status int) bool { return status < 400 }
 
-// ChargeAllButServerErrors is a Config.Charge. A request is not charged if its status is 500 or more.
+// ChargeAllButServerErrors is a Config.Charge that charges a request unless its status is 500 or more.
 func ChargeAllButServerErrors(status int) bool { return status < 500 }
 
-// serveAndSettle runs the handler for a request that has taken its cost, and gives the cost back if the outcome
-// says so. An outcome counts only if it was seen by the time the handler returned. Otherwise the status may be
-// written by something in front of this middleware, or past its ResponseWriter. What a handler wrote before it
-// panicked does not count either, because the server, or whoever recovers, may drop it.
+// serveAndSettle runs the handler for a request that has taken its cost, and gives the cost back if the outcome says
+// so. Only an outcome seen before the handler returns counts: later, something in front of this middleware, or past its
+// ResponseWriter, may write the status. A panic voids what the handler wrote, because the server or a recoverer may
+// drop it.
 func (m *middleware) serveAndSettle(w http.ResponseWriter, r *http.Request, next http.Handler, charged charge) {
 	recorder := &recorder{ResponseWriter: w, middleware: m, request: r, charge: charged}
 	defer recorder.keep()
@@ -65,23 +64,23 @@ func (m *middleware) giveBack(ctx context.Context, charged charge) {
 	}
 }
 
-// recorder watches the statuses of a response. If there are several, the writers beneath choose which one is
-// sent: most send the first, some the last. So the cost is given back only if none of them is charged, and at
-// least one was passed on without an error. The recorder can do what a server's ResponseWriter can, see wrap.
+// recorder watches the statuses of a response. If there are several, the writers beneath choose which one to send: most
+// send the first, some the last. So the cost is given back only if no status is charged, and at least one was passed on
+// without an error. wrap adds the optional interfaces of a server's ResponseWriter.
 type recorder struct {
 	http.ResponseWriter
 	middleware *middleware
 	request    *http.Request
 	charge     charge
 
-	mu      sync.Mutex // held since a handler may leave a goroutine behind that writes
+	mu      sync.Mutex // a handler may leave a goroutine behind that writes
 	begun   bool       // a status was seen, or none will be; the header fields are set
-	passed  bool       // what is beneath has taken a status
+	passed  bool       // the writer beneath has accepted a status
 	charged bool       // for good, because a status says so or there is doubt
 }
 
-// see takes note of a status that is about to be passed on. If the client has left before, the charge stays.
-// Otherwise clients could leave early to get around the limit.
+// see notes a status before it is passed on. If the client has left by then, the charge stays: otherwise clients could
+// leave early to get around the limit.
 func (r *recorder) see(status int) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -89,7 +88,8 @@ func (r *recorder) see(status int) {
 	r.begin()
 }
 
-// begin sets the header fields, once. If the cost will probably be given back, they show what remains after that.
+// begin sets the header fields, once. If the cost will probably be given back, they show what then remains. r.mu is
+// held.
 func (r *recorder) begin() {
 	if r.begun {
 		return
@@ -102,14 +102,14 @@ func (r *recorder) begin() {
 	r.middleware.setHeaders(r.Header(), r.charge.limit, r.charge.result, remaining)
 }
 
-// pass takes note that what is beneath has taken a status, or a part of the response.
+// pass notes that the writer beneath has accepted a status or a part of the body.
 func (r *recorder) pass() {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.passed = true
 }
 
-// keep has the request charged, whatever else comes.
+// keep makes the charge final.
 func (r *recorder) keep() {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -117,18 +117,17 @@ func (r *recorder) keep() {
 	r.begin()
 }
 
-// refunds tells whether the cost is to be given back, once the handler has returned.
+// refunds tells, once the handler has returned, whether to give the cost back.
 func (r *recorder) refunds() bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	// When the request's deadline has passed, whoever set it, such as http.TimeoutHandler, may have answered in
-	// the handler's place.
+	// After the request's deadline, http.TimeoutHandler or the like may have answered in the handler's place.
 	return r.passed && !r.charged &&
 		!errors.Is(r.request.Context().Err(), context.DeadlineExceeded) && !r.contradicted()
 }
 
-// contradicted tells whether a writer beneath says that it has sent no status, or one that is charged. Gin's
-// writer holds a status back until there is text, and may have been given another status before.
+// contradicted tells whether a writer beneath reports that it has sent no status, or one that is charged. Gin's writer
+// holds a status back until there is a body, and may hold an earlier one.
 func (r *recorder) contradicted() bool {
 	if w, ok := beneath[interface{ Written() bool }](r.ResponseWriter); ok && !w.Written() {
 		return true
@@ -138,7 +137,7 @@ func (r *recorder) contradicted() bool {
 }
 
 func (r *recorder) WriteHeader(status int) {
-	if status < 200 { // not the last status, or 101, with which the connection is taken over
+	if status < 200 { // a status before the last one, or 101, which takes the connection over
 		r.ResponseWriter.WriteHeader(status)
 		return
 	}
@@ -147,8 +146,7 @@ func (r *recorder) WriteHeader(status int) {
 	r.pass()
 }
 
-// seeText takes note of a part of the response that is about to be passed on. Without a status before, its status
-// is 200.
+// seeText notes a part of the body before it is passed on. Without an earlier status, the status is 200.
 func (r *recorder) seeText() {
 	if !r.hasBegun() {
 		r.see(http.StatusOK)
@@ -179,11 +177,11 @@ func (r *recorder) WriteString(text string) (int, error) {
 	return n, err
 }
 
-// sniffed is how much of a response net/http wants to see before it leaves the rest to the system, in bytes.
+// sniffed is how many bytes of a response net/http reads before it lets the system send the rest.
 const sniffed = 512
 
-// ReadFrom uses the ReadFrom beneath, if there is one. The first part goes through Write, because a source that
-// is empty, or fails at once, is no response, and the handler may still write a status.
+// ReadFrom uses the ReadFrom beneath, if there is one. The first part goes through Write, because after an empty
+// source, or one that fails at once, the handler may still write a status.
 func (r *recorder) ReadFrom(source io.Reader) (int64, error) {
 	n, err := io.CopyN(struct{ io.Writer }{r}, source, sniffed)
 	switch {
@@ -196,7 +194,7 @@ func (r *recorder) ReadFrom(source io.Reader) (int64, error) {
 	return n + rest, err
 }
 
-// These methods are for http.ResponseController, which would call Unwrap for them.
+// http.ResponseController calls these methods. Without them it would call Unwrap.
 
 func (r *recorder) SetReadDeadline(deadline time.Time) error {
 	return http.NewResponseController(r.ResponseWriter).SetReadDeadline(deadline)
@@ -210,8 +208,8 @@ func (r *recorder) EnableFullDuplex() error {
 	return http.NewResponseController(r.ResponseWriter).EnableFullDuplex()
 }
 
-// Unwrap is for what else the writer beneath can do. The request is then charged, because its caller can send
-// what the recorder does not see.
+// Unwrap gives access to the rest of the writer beneath. The request is then charged, because the caller can send what
+// the recorder does not see.
 func (r *recorder) Unwrap() http.ResponseWriter {
 	r.keep()
 	return r.ResponseWriter
@@ -220,8 +218,7 @@ func (r *recorder) Unwrap() http.ResponseWriter {
 // inner is Unwrap for callers that only look.
 func (r *recorder) inner() http.ResponseWriter { return r.ResponseWriter }
 
-// wrap returns the recorder with the optional interfaces that the writer beneath has, since handlers ask for
-// them.
+// wrap returns the recorder with the optional interfaces of the writer beneath, because handlers look for them.
 func (r *recorder) wrap() http.ResponseWriter {
 	_, flushes := beneath[http.Flusher](r.ResponseWriter)
 	_, hijacks := beneath[http.Hijacker](r.ResponseWriter)
@@ -275,8 +272,7 @@ type flusher struct{ recorder *recorder }
 
 func (f flusher) Flush() { _ = f.FlushError() }
 
-// FlushError itself writes the status of 200 that a server would write, because a writer that compresses may not
-// do anything yet.
+// FlushError writes the status 200 that a server would write, because a writer that compresses may not write it yet.
 func (f flusher) FlushError() error {
 	if !f.recorder.hasBegun() {
 		f.recorder.WriteHeader(http.StatusOK)
@@ -286,7 +282,7 @@ func (f flusher) FlushError() error {
 
 type hijacker struct{ recorder *recorder }
 
-// Hijack has the request charged, because nobody sees what is written to the connection.
+// Hijack charges the request, because the recorder does not see what is written to the connection.
 func (h hijacker) Hijack() (net.Conn, *bufio.ReadWriter, error) {
 	conn, buffer, err := http.NewResponseController(h.recorder.ResponseWriter).Hijack()
 	if err == nil {

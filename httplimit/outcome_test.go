@@ -22,7 +22,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// A request is charged, or its cost given back, by the status of the response, however the handler says it.
+// The status of the response decides whether a request is charged, however the handler writes it.
 func TestChargeByOutcome(t *testing.T) {
 	t.Parallel()
 
@@ -73,7 +73,7 @@ func TestChargeByOutcome(t *testing.T) {
 	}
 }
 
-// A status of 1xx is not the last, nor is 101 over HTTP/2.
+// A 1xx status is not the final one, and neither is 101 over HTTP/2.
 func TestEarlyStatus(t *testing.T) {
 	t.Parallel()
 
@@ -90,7 +90,7 @@ func TestEarlyStatus(t *testing.T) {
 	}
 }
 
-// Nothing of a request that was denied is given back.
+// A denied request gets nothing back.
 func TestDeniedRequestIsNotRefunded(t *testing.T) {
 	t.Parallel()
 
@@ -103,7 +103,7 @@ func TestDeniedRequestIsNotRefunded(t *testing.T) {
 	require.Empty(t, limiter.refunds())
 }
 
-// A panic passes, and is no outcome, nor is a status that was written before it.
+// A panic passes through. Neither it nor a status written before it is an outcome.
 func TestPanickingHandler(t *testing.T) {
 	t.Parallel()
 
@@ -134,18 +134,18 @@ func TestPanickingHandler(t *testing.T) {
 	}
 }
 
-// An outcome that was not seen before the handler has returned is charged, whatever Charge would say to what the
-// client gets: it is not asked. The header fields tell that.
+// A request is charged if its outcome was not seen before the handler returned. Charge is not called then, and the
+// header fields show the charged cost.
 func TestOutcomeThatIsNotSeen(t *testing.T) {
 	t.Parallel()
 
 	type pair struct {
 		w       http.ResponseWriter // of the server
-		limited http.ResponseWriter // that the handler was given
+		limited http.ResponseWriter // the handler's
 	}
 	for name, test := range map[string]struct {
 		handler func(pair)
-		after   func(pair) // once the middleware has returned
+		after   func(pair) // runs once the middleware has returned
 		status  int
 	}{
 		"nothing":                 {func(pair) {}, nil, 200},
@@ -186,8 +186,8 @@ func TestOutcomeThatIsNotSeen(t *testing.T) {
 	}
 }
 
-// A goroutine that the handler leaves behind may still write when it has returned. Whatever comes of that, it is
-// charged or given back once, and nobody comes in each other's way.
+// A goroutine left behind may still write after the handler has returned. The request is charged or given back exactly
+// once, without a data race.
 func TestGoroutineThatWritesAfterwards(t *testing.T) {
 	t.Parallel()
 
@@ -211,8 +211,8 @@ func (d deaf) Header() http.Header          { return d.header }
 func (deaf) Write(data []byte) (int, error) { return len(data), nil }
 func (deaf) WriteHeader(int)                {}
 
-// http.TimeoutHandler, behind and in front: behind, its 503 is the outcome; in front, the client has got it,
-// whatever the handler writes.
+// http.TimeoutHandler behind the limit makes its 503 the outcome. In front of it, the client has got the 503, whatever
+// the handler writes.
 func TestTimeoutHandler(t *testing.T) {
 	t.Parallel()
 
@@ -247,8 +247,8 @@ func TestTimeoutHandler(t *testing.T) {
 	}
 }
 
-// A reverse proxy says what the server behind it has said. One that is cut off has said nothing, unless the
-// response had begun.
+// A reverse proxy passes on the status of the server behind it. If that connection is cut, there is no outcome unless
+// the response had begun.
 func TestReverseProxy(t *testing.T) {
 	t.Parallel()
 
@@ -290,8 +290,8 @@ func TestReverseProxy(t *testing.T) {
 	}
 }
 
-// Who leaves before there is a status stays charged, or leaving early would be a way around the limit. Who leaves
-// later is refunded, with a context that has not ended.
+// A client that leaves before there is a status stays charged: otherwise leaving early would get around the limit. A
+// client that leaves later is refunded, with a context that has not ended.
 func TestClientThatLeavesDuringTheHandler(t *testing.T) {
 	t.Parallel()
 
@@ -321,7 +321,7 @@ func TestClientThatLeavesDuringTheHandler(t *testing.T) {
 		require.Empty(t, log.Lines())
 	}
 
-	// A handler that gives up because the client has gone, and says nothing.
+	// This handler gives up without a status because the client has gone.
 	limiter := allowing()
 	ctx, leave := context.WithCancel(t.Context())
 	handler := limited(t, limiter, Config{Charge: ChargeFailures}, func(http.ResponseWriter, *http.Request) { leave() })
@@ -329,7 +329,7 @@ func TestClientThatLeavesDuringTheHandler(t *testing.T) {
 	require.Empty(t, limiter.refunds())
 }
 
-// What was spent of a lease is given back too.
+// A cost taken from a lease is given back too.
 func TestChargeOfALease(t *testing.T) {
 	t.Parallel()
 	limiter := allowing()
@@ -338,7 +338,7 @@ func TestChargeOfALease(t *testing.T) {
 	require.Len(t, limiter.refunds(), 1)
 }
 
-// The response does not wait for a refund that takes long, and refunds that get lost are logged once.
+// The response does not wait for a slow refund. Lost refunds are logged once.
 func TestLostRefunds(t *testing.T) {
 	t.Parallel()
 
@@ -374,7 +374,7 @@ func testLostRefunds(t *testing.T) {
 	require.Len(t, limiter.refunds(), 30)
 }
 
-// server is a real one, over HTTP/1 or HTTP/2, whose handler is behind a limit that charges by the outcome.
+// server is a real server, over HTTP/1 or HTTP/2, with a limit that charges by the outcome.
 func server(t *testing.T, limiter Limiter, http2 bool, handler http.HandlerFunc) *httptest.Server {
 	t.Helper()
 	server := httptest.NewUnstartedServer(
@@ -394,14 +394,14 @@ type wrapper struct{ http.ResponseWriter }
 
 func (w wrapper) Unwrap() http.ResponseWriter { return w.ResponseWriter }
 
-// hijackable is a writer with a connection.
+// hijackable is a writer with a connection to take over.
 type hijackable struct{ http.ResponseWriter }
 
 func (hijackable) Hijack() (net.Conn, *bufio.ReadWriter, error) {
 	return nil, nil, errors.New("there is no connection")
 }
 
-// readFrom is a writer that knows a quicker way than Write.
+// readFrom is a writer with a faster way than Write.
 type readFrom struct {
 	http.ResponseWriter
 	source *io.Reader

@@ -8,25 +8,26 @@ import (
 	"sync/atomic"
 )
 
-// proxyHint tells the operator, once, that requests seem to come through a proxy that ByIP does not read the clients'
-// addresses from. All clients behind it share one limit then. It tells no address, only which of the networks that are
-// reserved for private use the proxy is in.
+// proxyHint logs, once, that requests seem to come through a proxy whose header ByIP does not read. Then all clients
+// behind that proxy share one limit. The line contains no address, only the private network that the proxy is in.
 type proxyHint struct {
 	given atomic.Bool
 	log   func(r *http.Request, message, write string)
 
-	// Whether all requests through trusted proxies seem to be from one address.
-	several atomic.Bool // they are not, which ends the search
+	// Whether all requests through trusted proxies seem to come from one address.
+	several atomic.Bool // they do not, which ends the search
 	mu      sync.Mutex
-	client  netip.Addr                        // whom they are from
-	before  [minClientsOfABalancer]netip.Addr // the first addresses that stood before it
+	client  netip.Addr                        // the first client's
+	before  [minClientsOfABalancer]netip.Addr // the first addresses before it
 }
 
-// minClientsOfABalancer is how many addresses have to stand before the one that seems to be every client's. A person
-// who tries forged headers on a new server can make as many, but on one that others use, their own addresses are seen.
+// minClientsOfABalancer is how many different addresses have to come before the one that all requests seem to come
+// from. One person with forged headers can reach that on an unused server. On a server in use, other clients' addresses
+// show up.
 const minClientsOfABalancer = 3
 
-// onUntrusted is for a request whose peer is not trusted. On the open internet, anybody may send such headers.
+// onUntrusted looks at a request whose peer is not trusted. Only peers in private networks count: on the open internet,
+// anybody may send such headers.
 func (h *proxyHint) onUntrusted(a *addresses, r *http.Request, peer netip.Addr) {
 	if h == nil || h.given.Load() {
 		return
@@ -48,7 +49,7 @@ func (h *proxyHint) onUntrusted(a *addresses, r *http.Request, peer netip.Addr) 
 		"pass this to ByIP, with the narrowest prefix that your proxies are in", write)
 }
 
-// onTrusted is for a request of a trusted proxy that lacks the header which ByIP reads.
+// onTrusted looks at a request of a trusted proxy without the header that ByIP reads.
 func (h *proxyHint) onTrusted(a *addresses, r *http.Request) {
 	if h == nil || h.given.Load() {
 		return
@@ -62,12 +63,12 @@ func (h *proxyHint) onTrusted(a *addresses, r *http.Request) {
 		fmt.Sprintf("httplimit.AddressHeader(`%s`)", header))
 }
 
-// wantsClients tells whether onClient is of use.
+// wantsClients tells whether onClient still looks at requests.
 func (h *proxyHint) wantsClients() bool { return h != nil && !h.several.Load() && !h.given.Load() }
 
-// onClient is for a request whose client a trusted proxy has told. Some balancers append their own public address to
-// the client's. Then all requests seem to be from that address, with the clients' before it. Private addresses there do
-// not count, because they are those of a company behind its own proxy.
+// onClient looks at a request for which a trusted proxy named the client. Some balancers append their own public
+// address to the client's. Then all requests seem to come from that address, with the clients' addresses before it.
+// Private addresses there do not count, because they come from a company behind its own proxy.
 func (h *proxyHint) onClient(r *http.Request, client, before netip.Addr) {
 	h.mu.Lock()
 	if !h.client.IsValid() {
@@ -96,7 +97,7 @@ func (h *proxyHint) onClient(r *http.Request, client, before netip.Addr) {
 	}
 }
 
-// forwardingHeader returns the first header of a request in which proxies tell whom it is from, or "".
+// forwardingHeader returns the name of the request's first header for client addresses, or "".
 func forwardingHeader(a *addresses, r *http.Request) string {
 	for _, name := range [...]string{
 		a.header, defaultHeader, "Forwarded", "X-Real-Ip", "True-Client-Ip", "Cf-Connecting-Ip",

@@ -10,7 +10,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// A proxy that ByIP does not read addresses from is told of once, with what to write. No address is.
+// A proxy whose header ByIP does not read is logged once, with the option to add, and without an address.
 func TestProxyThatIsNotTrustedIsToldOfOnce(t *testing.T) {
 	t.Parallel()
 
@@ -72,7 +72,7 @@ func TestProxyThatIsNotTrustedIsToldOfOnce(t *testing.T) {
 				require.NotContains(t, lines[0], address)
 			}
 
-			// Each middleware tells of it.
+			// Each middleware logs it.
 			again := limited(t, allowing(), Config{Key: c.key, Logger: log.Logger()}, nil)
 			serve(t, again, from(c.peer, c.header, "203.0.113.9"))
 			require.Len(t, log.Lines(), 1)
@@ -80,13 +80,13 @@ func TestProxyThatIsNotTrustedIsToldOfOnce(t *testing.T) {
 	}
 }
 
-// A balancer that appends its own public address to the client's is told of once, and no address is. Whoever else sends
-// such headers is not.
+// A balancer that appends its own public address to the client's is logged once, without an address. Other senders of
+// such headers are not logged.
 func TestBalancerThatAppendsItsOwnAddress(t *testing.T) {
 	t.Parallel()
 
 	for name, c := range map[string]struct {
-		lines [][]string // of X-Forwarded-For, of one request each
+		lines [][]string // X-Forwarded-For of each request
 		tells bool
 	}{
 		"four clients": {[][]string{
@@ -136,7 +136,7 @@ func TestBalancerThatAppendsItsOwnAddress(t *testing.T) {
 	}
 }
 
-// What the line says to write mends it.
+// The option that the line names removes the problem.
 func TestWhatTheHintSaysMendsIt(t *testing.T) {
 	t.Parallel()
 
@@ -156,7 +156,7 @@ func TestHintCostsNoAllocation(t *testing.T) {
 			hint.given.Store(true)
 		}
 		key, r := ByIP(), from("10.1.2.3:1", "X-Forwarded-For", "203.0.113.9")
-		if name == "not given" { // as of a server without a proxy
+		if name == "not given" { // a server without a proxy
 			r = from("192.0.2.1:1", "X-Forwarded-For", "203.0.113.9")
 		}
 		require.LessOrEqual(t, testing.AllocsPerRun(100, func() { _, _ = key.of(r, hint) }), 1.0, name) // the key

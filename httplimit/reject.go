@@ -13,13 +13,13 @@ import (
 
 // Rejection is why a request does not reach the handler.
 type Rejection struct {
-	// Status is 429 for a request that is denied, and 503 for one that nobody could decide about. It is 400 for a
-	// request without a usable key, or with a cost that can never be taken.
+	// Status is 429 for a denied request, and 503 if there is no decision. It is 400 for a request without a usable
+	// key, or with a cost that can never be taken.
 	Status int
 	// Policy is the Config.PolicyName of the limit.
 	Policy string
-	// RetryAfter is when to try again, in whole seconds, as the response's header says. It is 0 if the header
-	// says nothing. During a ban that lasts for more than ten years, or has no end, it is a day.
+	// RetryAfter is when to try again, in whole seconds, as in the response's header. It is 0 if there is no such
+	// header. During a ban without an end, or with more than ten years to go, it is a day.
 	RetryAfter time.Duration
 	// Result is the decision, if the request is denied.
 	Result ratelimit.Result
@@ -50,13 +50,13 @@ func ProblemJSON(w http.ResponseWriter, _ *http.Request, rejection Rejection) {
 		body = append(body, `,"type":"`...)
 		body = append(body, problemType...)
 		body = append(body, `","violated-policies":["`...)
-		body = append(body, strings.Join(rejection.violated(), `","`)...) // in which nothing needs to be escaped
+		body = append(body, strings.Join(rejection.violated(), `","`)...) // New checked that nothing needs escaping
 		body = append(body, `"]`...)
 	}
 	rejection.write(w, "application/problem+json", append(body, "}\n"...))
 }
 
-// violated are the names of the policies that refuse.
+// violated returns the names of the policies that deny.
 func (r Rejection) violated() []string {
 	var names []string
 	for i, one := range r.Result.Each() {

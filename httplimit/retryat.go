@@ -8,13 +8,13 @@ import (
 	"time"
 )
 
-// statusOverloaded is what some services answer when they have too much to do.
+// statusOverloaded is what some services answer when they are overloaded.
 const statusOverloaded = 529
 
 // minPause is the shortest pause.
 const minPause = time.Second
 
-// retryAt is the time that a response names for the next try, if it refuses and names one. See [Transport].
+// retryAt returns the time of the next try, if the response is a refusal that names one. See [Transport].
 func retryAt(response *http.Response) (time.Time, bool) {
 	switch response.StatusCode {
 	case http.StatusTooManyRequests, http.StatusForbidden, http.StatusServiceUnavailable, statusOverloaded:
@@ -25,8 +25,8 @@ func retryAt(response *http.Response) (time.Time, bool) {
 	until := func(at time.Time) time.Duration { return max(0, at.Sub(now)) }
 	if sent, ok := readDate(header.Get("Date")); ok {
 		until = func(at time.Time) time.Duration {
-			pause := at.Sub(sent) // times are by the server's clock, as is the response's own
-			// A server without a clock may send times that another one has made, which are by the true time.
+			pause := at.Sub(sent) // both times are by the server's clock
+			// A server with a wrong clock may pass on times by the true clock, from another server.
 			if ours := at.Sub(now); sent.Sub(now).Abs() > 24*time.Hour && ours.Abs() < pause.Abs() {
 				pause = ours
 			}
@@ -53,8 +53,8 @@ func retryAt(response *http.Response) (time.Time, bool) {
 	return now.Add(foreseeable(max(pause, minPause))), pause >= 0
 }
 
-// itemsOf splits the text of a field, which a proxy may have joined from several. It leaves out parameters and quotes.
-// The weekday of a date becomes an item, which nobody can read.
+// itemsOf splits the text of a field, which a proxy may have joined from several. It drops parameters and quotes. The
+// weekday of a date becomes an unreadable item of its own.
 func itemsOf(text string) []string {
 	items := strings.Split(text, ",")
 	for i, item := range items {
@@ -64,8 +64,7 @@ func itemsOf(text string) []string {
 	return items
 }
 
-// pauseOf is how long after the response an item says to try again, or -1 if it does not say. until is how long it is
-// until a time.
+// pauseOf is the pause after the response that an item asks for, or -1. until returns the time left until a time.
 func pauseOf(item string, until func(time.Time) time.Duration) time.Duration {
 	number, ok := roundUp(item)
 	switch {
@@ -83,8 +82,8 @@ func pauseOf(item string, until func(time.Time) time.Duration) time.Duration {
 	return until(date)
 }
 
-// readDate reads the dates of HTTP (RFC 9110 section 5.6.7) and what servers make of them. It skips a weekday that
-// stands before a comma.
+// readDate reads the dates of HTTP (RFC 9110 section 5.6.7) and servers' variants of them. It skips a weekday before a
+// comma.
 func readDate(text string) (time.Time, bool) {
 	text = strings.ToUpper(strings.TrimSpace(text[strings.LastIndexByte(text, ',')+1:]))
 	for _, zone := range [...]string{" GMT", " UTC"} {
@@ -102,7 +101,8 @@ func readDate(text string) (time.Time, bool) {
 	return time.Time{}, false
 }
 
-// roundUp reads a number that is not negative, and rounds a fraction up. One that is too large is the largest.
+// roundUp reads a number that is not negative, and rounds a fraction up. A number that is too large becomes the largest
+// int64.
 func roundUp(text string) (int64, bool) {
 	whole, fraction, _ := strings.Cut(text, ".")
 	if whole+fraction == "" || strings.Trim(whole+fraction, "0123456789") != "" {
@@ -124,10 +124,10 @@ func isNothing(remaining string) bool {
 	return ok && (number == 0 || remaining[0] == '-')
 }
 
-// told is what a response tells of a limit.
+// told is what a response says about one limit.
 type told struct{ remaining, reset string }
 
-// limitsOf returns what the fields of a response tell of limits. What it cannot read, it leaves out.
+// limitsOf returns what the fields of a response say about limits. It skips what it cannot read.
 func limitsOf(header http.Header) []told {
 	var limits []told
 	// add pairs the items of two fields. If one has fewer, its last one goes with the rest of the other's.
@@ -141,7 +141,7 @@ func limitsOf(header http.Header) []told {
 		add(header[prefix+"Remaining"], header[prefix+"Reset"])
 		add(header[prefix+"Remaining"], header[prefix+"Reset-After"])
 	}
-	var remaining, reset []string // of draft 7, in which all is of one limit: limit=100, remaining=0, reset=30
+	var remaining, reset []string // draft 7 has one limit: limit=100, remaining=0, reset=30
 	for _, member := range splitUnquoted(strings.Join(header["Ratelimit"], ","), ',') {
 		var r, t []string
 		for _, parameter := range splitUnquoted(member, ';') {
@@ -163,7 +163,7 @@ func limitsOf(header http.Header) []told {
 	return limits
 }
 
-// splitUnquoted splits a structured field (RFC 9651) at a separator that stands in no String.
+// splitUnquoted splits a structured field (RFC 9651) at separators outside Strings.
 func splitUnquoted(text string, separator byte) []string {
 	var parts []string
 	begin, quoted := 0, false

@@ -22,21 +22,21 @@ type Waiter interface {
 
 var _ Waiter = (*ratelimit.Limiter)(nil)
 
-// Transport is an [http.RoundTripper] for clients. It keeps all processes that ask somebody else's API within a limit
-// that they share:
+// Transport is an [http.RoundTripper] for clients. It keeps all processes that call somebody else's API within one
+// shared limit:
 //
 //	client := &http.Client{Transport: &httplimit.Transport{Limiter: limiter}}
 //
-// Each request waits until the limiter allows it, see [ratelimit.Limiter.Wait]. So does each further try.
+// Each request, and each repetition, waits until the limiter allows it, see [ratelimit.Limiter.Wait].
 //
-// If the server refuses a request and names a time, this Transport sends nothing more for that key until then, and for
-// a second at least. A refusal is one of these statuses:
+// If the server refuses a request and names a time, this Transport sends nothing for that key until then, and for at
+// least a second. These statuses are refusals:
 //
 //	429, 403  the request was not processed
 //	503, 529  it may have been processed
 //
-// No other status is one. A success that says that nothing remains delays nobody: the Limiter is what keeps within the
-// limit. The time is in one of these fields:
+// A success with nothing remaining delays nobody: the Limiter keeps requests within the limit. The time is in one of
+// these fields:
 //
 //	Retry-After                   seconds, also with a fraction, which rounds up; or a date
 //	Retry-After-Ms                milliseconds; if both are there, the later time counts
@@ -45,45 +45,41 @@ var _ Waiter = (*ratelimit.Limiter)(nil)
 //	X-RateLimit-, X-Rate-Limit-   the same; GitHub's Reset is in seconds since 1970
 //	…-Reset-After                 seconds, in place of any such Reset
 //
-// The first two have precedence. Of several limits of which nothing remains, the latest time counts, and so it does of
-// several values of a field. A limit of which something remains is not what has refused. With a 429, one that does not
-// say what remains counts too. Any number from 10^9 on is a time since 1970, in seconds, or from 10^11 on in
-// milliseconds. A time that is more than ten years ahead, as when a ban without an end is told so, counts as a day. A
-// time is by the clock that Date shows. If that is more than a day off, it may also be by this machine's clock, and the
-// nearer of the two counts.
+// The first two take precedence. Of several times, the latest counts. Limits with something remaining are ignored. With
+// a 429, a limit that does not say what remains counts too. A number from 10^9 on is a time since 1970 in seconds, and
+// from 10^11 on in milliseconds. A time more than ten years ahead, such as that of a ban without an end, counts as a
+// day. Times are by the server's clock, which Date shows. If that clock is more than a day off, a time may also be by
+// this machine's clock, and the nearer of the two counts.
 //
-// Other processes do not know of the pause, and learn of it from a response of their own. Then the request is sent
-// again, as often as it is answered like that, until its context ends. It is not sent again, and the caller gets the
-// response, if
+// Other processes learn of the pause only from a response of their own. After the pause the request is sent again, as
+// often as the server refuses it, until its context ends. It is not sent again, and the caller gets the response, if
 //
 //   - the context's deadline, or the Timeout of the http.Client, comes before that time;
 //   - that time is more than MaxPause ahead;
-//   - its body cannot be read again: there is one, and no GetBody, which http.NewRequest sets for bodies in memory;
+//   - its body cannot be read again: the request has no GetBody, which http.NewRequest sets for bodies in memory;
 //   - the status is 503 or 529, and sending it twice may do something twice: the method is neither GET, HEAD, OPTIONS,
 //     TRACE, PUT nor DELETE, and there is no header Idempotency-Key.
 //
-// A request that is not sent because its deadline comes too early gets a [*ratelimit.WaitError]. One that is not sent
-// because the pause is too long gets a [*PauseError]. Other errors are those of the context, of Wait, of Key and of
-// Base.
+// A request that is not sent because its deadline comes before the end of the pause gets a [*ratelimit.WaitError]. If
+// the pause is too long, it gets a [*PauseError]. Other errors come from the context, Wait, Key and Base.
 //
 // A Transport is safe for concurrent use. Its fields must not change once it is in use.
 type Transport struct {
 	Limiter Waiter // required
-	// Key says whom a request is charged to, and for whom a pause counts. Defaults to the host and port of the URL.
+	// Key says who is charged for a request; pauses count for one key. Defaults to the host and port of the URL.
 	Key Key
 	// Base sends the requests. Defaults to http.DefaultTransport.
 	Base http.RoundTripper
-	// MaxPause is the longest pause that callers wait for, so that a server cannot block those without a deadline for
-	// a day. It does not bound the wait for the Limiter. If it is negative, nobody waits for a pause. Defaults to an
-	// hour, in which the limits of most services, such as GitHub's, begin anew.
+	// MaxPause is the longest pause that callers wait for. Without it a server could block callers without a deadline
+	// for a day. It does not bound the wait for the Limiter. If it is negative, nobody waits for a pause. Defaults to
+	// an hour, because the limits of most services, such as GitHub's, start anew within one.
 	MaxPause time.Duration
 
 	mu     sync.Mutex
-	pauses map[string]time.Time // until when nothing is sent for a key
+	pauses map[string]time.Time // the end of each key's pause
 }
 
-// PauseError is why a Transport has not sent a request: the server has asked for a pause, and its end is further ahead
-// than MaxPause.
+// PauseError says that a Transport did not send a request, because the server asked for a pause longer than MaxPause.
 type PauseError struct {
 	Until    time.Time // when to try again, by this machine's clock
 	MaxPause time.Duration
@@ -145,7 +141,7 @@ func (t *Transport) base() http.RoundTripper {
 
 func (t *Transport) maxPause() time.Duration { return cmp.Or(t.MaxPause, time.Hour) }
 
-// wait returns when a request may be sent, or when that will not be before the end of its context.
+// wait returns nil when a request may be sent, or an error if that will not happen in time.
 func (t *Transport) wait(ctx context.Context, key string) error {
 	for {
 		if err := t.sitOut(ctx, key); err != nil {
@@ -158,12 +154,12 @@ func (t *Transport) wait(ctx context.Context, key string) error {
 		if t.pausedUntil(key).IsZero() {
 			return nil
 		}
-		// Meanwhile the server has asked for a pause. Those who have waited must not come all at once after it.
-		_, _ = t.Limiter.Refund(ctx, result) // if it gets lost, the others wait for longer than they have to
+		// Meanwhile the server has asked for a pause. The requests that waited must not all be sent at once after it.
+		_, _ = t.Limiter.Refund(ctx, result) // a lost refund only makes others wait for longer
 	}
 }
 
-// sitOut returns when there is no pause for a key any more.
+// sitOut waits for the end of a key's pause.
 func (t *Transport) sitOut(ctx context.Context, key string) error {
 	for {
 		until := t.pausedUntil(key)
@@ -205,7 +201,7 @@ func (t *Transport) pause(key string, until time.Time) {
 	if t.pauses == nil {
 		t.pauses = map[string]time.Time{}
 	}
-	for other, end := range t.pauses { // there are few, and none may stay for good
+	for other, end := range t.pauses { // there are few, and none may stay forever
 		if !end.After(time.Now()) {
 			delete(t.pauses, other)
 		}
@@ -215,8 +211,8 @@ func (t *Transport) pause(key string, until time.Time) {
 	}
 }
 
-// discard closes the body of a response. Base can use the connection again if little was left of it. It reads for no
-// longer than the shortest pause, because a body may trickle, or never end.
+// discard reads the rest of a response's body, so that Base can reuse the connection, and closes it. It reads for at
+// most minPause, because a body may trickle, or never end.
 func discard(ctx context.Context, body io.ReadCloser) {
 	if body == nil { // some test doubles of a Base do that
 		return
@@ -236,12 +232,12 @@ func discard(ctx context.Context, body io.ReadCloser) {
 	_ = body.Close() // ends the reading
 }
 
-// repeated is the request to send again at a time, if it can be.
+// repeated returns the request to send again at a time, if that is possible.
 func repeated(r *http.Request, response *http.Response, at time.Time) (*http.Request, bool) {
 	if deadline, ok := r.Context().Deadline(); ok && deadline.Before(at) {
 		return nil, false
 	}
-	// A 503 may come from a proxy whose time was up while the server went on.
+	// A 503 may come from a proxy that timed out while the server went on.
 	if response.StatusCode >= http.StatusInternalServerError && !idempotent(r) {
 		return nil, false
 	}
@@ -260,7 +256,7 @@ func repeated(r *http.Request, response *http.Response, at time.Time) (*http.Req
 	return again, true
 }
 
-// idempotent tells whether sending a request twice does what sending it once does (RFC 9110 section 9.2.2).
+// idempotent tells whether sending a request twice has the same effect as once (RFC 9110 section 9.2.2).
 func idempotent(r *http.Request) bool {
 	switch r.Method {
 	case "", http.MethodGet, http.MethodHead, http.MethodOptions, http.MethodTrace, http.MethodPut, http.MethodDelete:

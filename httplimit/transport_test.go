@@ -21,11 +21,11 @@ import (
 	"github.com/pgratelimit/ratelimit/ratelimittest"
 )
 
-// api answers requests without a network, and remembers them.
+// api answers requests without a network and remembers them.
 type api struct {
 	answer func(n int) (status int, header http.Header) // to the n-th request, from 0
 	first  time.Duration                                // how long the first answer takes
-	body   func() io.ReadCloser                         // of answers that are not 200; by default a text
+	body   func() io.ReadCloser                         // for answers other than 200; by default a text
 
 	mu     sync.Mutex
 	sent   []time.Duration // when, since the test began
@@ -67,14 +67,14 @@ func (a *api) RoundTrip(r *http.Request) (*http.Response, error) {
 	return response, nil
 }
 
-// times is when requests were sent.
+// times returns when requests were sent.
 func (a *api) times() []time.Duration {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	return a.sent
 }
 
-// retryAfter answers the first n requests with that status and header, and the others with 200.
+// retryAfter answers the first n requests with a status and header, and later ones with 200.
 func retryAfter(n, status int, lines ...string) func(int) (int, http.Header) {
 	return func(i int) (int, http.Header) {
 		header := http.Header{}
@@ -106,7 +106,7 @@ func newRequest(t *testing.T, ctx context.Context, method, url string, body io.R
 	return r
 }
 
-// Transports of several processes send no more than the limit that they share, of each host.
+// Transports of several processes share a limit for each host and keep it.
 func TestTransportKeepsWithinTheLimit(t *testing.T) {
 	t.Parallel()
 
@@ -228,7 +228,7 @@ type closing struct {
 
 func (c *closing) Close() error { c.closed = true; return nil }
 
-// What each field says about when to try again, in all notations that are seen.
+// Each field's time for the next try, in all notations seen in practice.
 func TestWhenToTryAgain(t *testing.T) {
 	t.Parallel()
 
@@ -345,7 +345,7 @@ func TestWhenToTryAgain(t *testing.T) {
 		{403, []string{"RateLimit", `limit=100, remaining=1, reset=30`}, none},
 		{403, []string{"RateLimit", `limit=9, remaining=0, reset=60`, "RateLimit", `limit=9, remaining=0, reset=30`}, 60 * s},
 
-		// The server's clock is some hours behind or ahead, far off, or not there. A time may be by its clock or by ours.
+		// The server's clock is some hours off, years off, or not shown. A time may be by its clock or by ours.
 		{429, []string{"Date", "Sat, 21 Nov 2026 07:00:00 +0000", "Retry-After", "Sat, 21 Nov 2026 08:00:00 GMT"}, hour},
 		{429, []string{"Date", "Sun, 22 Nov 2026 11:00:00 GMT", "Retry-After", "Sun, 22 Nov 2026 12:00:00 GMT"}, hour},
 		{429, []string{"Date", "Thu, 01 Jan 1970 00:00:00 GMT", "Retry-After", "Sat, 21 Nov 2026 13:00:00 GMT"}, hour},
@@ -431,7 +431,7 @@ func TestTransportWaitsForMaxPauseAtMost(t *testing.T) {
 			require.NotContains(t, err.Error(), "example.com")
 			require.Zero(t, time.Since(began))
 
-			<-time.After(time.Until(until) - max(0, test.longest)) // now it is near enough
+			<-time.After(time.Until(until) - max(0, test.longest)) // now the end is near enough
 			if test.maxPause >= 0 {
 				response, err = send()
 				require.NoError(t, err)
@@ -457,7 +457,7 @@ func (b trickling) Read(p []byte) (int, error) {
 }
 func (b trickling) Close() error { close(b.closed); return nil }
 
-// The body of a refusal delays nothing, whether it trickles, never ends, or is endless and fast.
+// A refusal's body delays nothing, whether it trickles, stops, or is endless and fast.
 func TestTransportIsNotHeldUpByABody(t *testing.T) {
 	t.Parallel()
 
@@ -491,7 +491,8 @@ func TestTransportIsNotHeldUpByABody(t *testing.T) {
 	}
 }
 
-// A Base that leaves out what net/http's client accepts brings nothing down, and a refusal counts all the same.
+// A Base may leave out parts of a response that net/http's client does not need. That breaks nothing, and a refusal
+// still counts.
 func TestTransportOverABaseThatLeavesThingsOut(t *testing.T) {
 	t.Parallel()
 
@@ -514,7 +515,7 @@ type endless struct{}
 
 func (endless) Read(p []byte) (int, error) { return len(p), nil }
 
-// A time that nobody can mean is a pause of a day, and a long one that somebody may mean is kept.
+// An absurd time is a pause of a day. A long but possible one is kept.
 func TestTransportAfterAnEndThatNobodyMeans(t *testing.T) {
 	t.Parallel()
 
@@ -538,7 +539,8 @@ func TestTransportAfterAnEndThatNobodyMeans(t *testing.T) {
 	}
 }
 
-// During a pause nothing is sent for the key. Who cannot wait for its end is told at once, or when the context ends.
+// During a pause nothing is sent for the key. A caller that cannot wait for its end gets an error at once, or when the
+// context ends.
 func TestTransportDuringAPause(t *testing.T) {
 	t.Parallel()
 
@@ -583,12 +585,12 @@ func TestTransportDuringAPause(t *testing.T) {
 		require.Equal(t, http.StatusOK, status)
 		require.Equal(t, []time.Duration{0, 10 * time.Second, time.Minute}, api.times())
 		transport.pause("another", time.Now().Add(time.Second))
-		require.Len(t, transport.pauses, 1) // the one that has ended is gone
+		require.Len(t, transport.pauses, 1) // the ended one is gone
 	})
 }
 
-// Those who already wait for room when the server asks for a pause are not sent during it, nor all at once after it.
-// What was taken for them during the pause is given back.
+// If the server asks for a pause while requests wait for the limiter, they are not sent during it, nor all at once
+// after it. Their takes during the pause are given back.
 func TestTransportPausesThoseWhoWait(t *testing.T) {
 	t.Parallel()
 
@@ -656,7 +658,7 @@ type failing struct{ err error }
 
 func (f failing) RoundTrip(*http.Request) (*http.Response, error) { return nil, f.err }
 
-// pipes is a network in memory, whose time is that of a bubble.
+// pipes is a network in memory, for tests with synctest's clock.
 type pipes chan net.Conn
 
 func (p pipes) Accept() (net.Conn, error) {
@@ -673,8 +675,8 @@ func (p pipes) dial(context.Context, string, string) (net.Conn, error) {
 	return client, nil
 }
 
-// A real client and a real server: a body that is sent again arrives in full, on the same connection, and the caller's
-// request stays as it was.
+// With a real client and server: a repeated body arrives in full, on the same connection, and the caller's request
+// stays unchanged.
 func TestTransportOnARealServer(t *testing.T) {
 	t.Parallel()
 

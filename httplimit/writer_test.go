@@ -29,7 +29,7 @@ func TestWriterIsLeftAloneWithoutCharge(t *testing.T) {
 	require.Same(t, recorder, got)
 }
 
-// What a server's ResponseWriter can do, it can behind the limit, no more and no less.
+// Behind the limit, a ResponseWriter has exactly the server's optional interfaces.
 func TestInterfacesOfTheWriter(t *testing.T) {
 	t.Parallel()
 
@@ -51,7 +51,7 @@ func TestInterfacesOfTheWriter(t *testing.T) {
 		}
 	}
 
-	// A writer of another kind, in a wrapper that knows Unwrap.
+	// Another kind of writer, in a wrapper with Unwrap.
 	type bare struct{ http.ResponseWriter }
 	for _, test := range []struct {
 		beneath                  http.ResponseWriter
@@ -102,7 +102,8 @@ func TestStreaming(t *testing.T) {
 	}
 }
 
-// A handler takes the connection over, as for WebSockets. It is charged, since what it writes there is not seen.
+// A handler that takes the connection over, as for WebSockets, is charged, because the recorder does not see what it
+// writes.
 func TestHijacking(t *testing.T) {
 	t.Parallel()
 
@@ -156,8 +157,7 @@ func TestHijacking(t *testing.T) {
 	require.Empty(t, limiter.refunds())
 }
 
-// The writer beneath is given the source itself, in which it may know a file, and everything arrives, however long
-// it is.
+// The writer beneath gets the source itself, which may be a file, and everything arrives, however long it is.
 func TestReaderFromIsUsed(t *testing.T) {
 	t.Parallel()
 
@@ -180,8 +180,8 @@ func TestReaderFromIsUsed(t *testing.T) {
 	}
 }
 
-// A client that breaks off ends the handler's context, as without a limit, and HTTP/2 goes on with the other
-// requests of its connection.
+// A client that aborts ends the handler's context, as without a limit. Over HTTP/2 the connection's other requests go
+// on.
 func TestAbortedClient(t *testing.T) {
 	t.Parallel()
 
