@@ -1,13 +1,10 @@
 package ratelimit
 
 import (
-	"bytes"
-	"crypto/sha256"
-	"encoding/base64"
-	"encoding/json"
 	"sync/atomic"
 
 	"github.com/pgratelimit/ratelimit/internal/model"
+	"github.com/pgratelimit/ratelimit/internal/receipttext"
 )
 
 // Receipt is what the request took, as text of letters, digits, - and _, for a refund in another process: by a worker,
@@ -35,18 +32,15 @@ func (r Result) Receipt() (string, error) {
 // must have taken it. The Result says Allowed, and nothing else of the decision. Errors: a [*ReceiptError] for a text
 // that is no receipt, or was changed; a [*RefundError] for one of another limiter. The database is not asked.
 func (l *Limiter) ParseReceipt(text string) (Result, error) {
-	var t receiptText
-	content, err := base64.RawURLEncoding.DecodeString(text)
-	sum := content[:min(checksumLen, len(content))]
-	content = content[len(sum):]
-	if err != nil || !bytes.Equal(checksum(content), sum) || json.Unmarshal(content, &t) != nil {
+	t, ok := receipttext.Parse(text)
+	if !ok {
 		return Result{}, &ReceiptError{Reason: "it is cut off, changed, or something else"}
 	}
 	policy, err := ParsePolicy(t.Policy)
 	if err != nil {
 		return Result{}, &ReceiptError{Reason: "a newer release wrote it"}
 	}
-	if !t.makesSense(policy) {
+	if !makesSense(t, policy) {
 		return Result{}, &ReceiptError{Reason: "it does not say what a take has taken"}
 	}
 	if t.Limiter != l.space.name || t.Durable != l.space.durable {
@@ -57,18 +51,8 @@ func (l *Limiter) ParseReceipt(text string) (Result, error) {
 	return Result{Allowed: true, receipt: r}, nil
 }
 
-// receiptText is a receipt as JSON.
-type receiptText struct {
-	Limiter string       `json:"limiter"`
-	Durable bool         `json:"durable,omitempty"`
-	Policy  string       `json:"policy"`
-	Key     string       `json:"key"`
-	Units   int64        `json:"units"`
-	Parts   []model.Take `json:"parts"`
-}
-
 // makesSense tells whether a take can have taken that. Anybody can write a receipt.
-func (t *receiptText) makesSense(policy Policy) bool {
+func makesSense(t receipttext.Receipt, policy Policy) bool {
 	rules := policy.rules()
 	if checkKey(t.Key) != nil || len(t.Parts) != len(rules) {
 		return false
@@ -82,20 +66,12 @@ func (t *receiptText) makesSense(policy Policy) bool {
 	return true
 }
 
-const checksumLen = 8 // bytes before the JSON, so that a receipt that was cut off or changed is noticed
-
-func checksum(content []byte) []byte {
-	sum := sha256.Sum256(content)
-	return sum[:checksumLen]
-}
-
 // text is the receipt of the units that are left.
 func (r *receipt) text(left int64) string {
-	content, _ := json.Marshal(receiptText{ // which cannot fail
+	return receipttext.Receipt{
 		Limiter: r.space.name, Durable: r.space.durable, Policy: r.policy.String(), Key: r.key, Units: left,
 		Parts: r.between(0, left),
-	})
-	return base64.RawURLEncoding.EncodeToString(append(checksum(content), content...))
+	}.String()
 }
 
 // receipt is what a Result remembers of a take.

@@ -109,7 +109,7 @@ func TestShellAndSQLOfTheDocuments(t *testing.T) {
 	logins := block(t, "CREATE ROLE shop LOGIN")
 	sql(t, conn, logins)
 	dir := t.TempDir() // of the receipt
-	shell(t, dir, databaseURL, "pgratelimit take mail alice --policy 'bucket 20 5/10s' --receipt alice.json")
+	shell(t, dir, databaseURL, "pgratelimit take mail alice --policy 'bucket 20 5/10s' --receipt alice.receipt")
 	shell(t, dir, databaseURL, block(t, "pgratelimit top login"))
 	sql(t, conn, "CREATE ROLE app LOGIN")
 	sql(t, conn, block(t, "GRANT USAGE ON SCHEMA public TO app"))

@@ -53,7 +53,7 @@ func TakeCommand(a *cli.App) *cobra.Command {
 			return result, cli.Usage(fmt.Errorf("--cost is %d, and must be at least 1", cost))
 		}
 		if receipt != "" && !q.dry {
-			result, err = takeWithReceipt(ctx, a, q.pool, q.limiter.Config(), q.key, cost, receipt)
+			result, err = takeWithReceipt(ctx, q, cost, receipt)
 		} else {
 			result, err = q.limiter.AllowN(ctx, q.key, cost)
 		}
@@ -70,7 +70,7 @@ func TakeCommand(a *cli.App) *cobra.Command {
   pgratelimit take export acme --policy "sliding 100/1h" --cost 10 --json`
 	cmd.Flags().Int64Var(&cost, "cost", 1, "how much to take, all of it or nothing")
 	cmd.Flags().StringVar(&receipt, "receipt", "",
-		"new `file` that says what was taken, for refund; it holds the key, and only you can read it")
+		"new `file` for the receipt, which refund needs; it holds the key, and only you can read it")
 	return cmd
 }
 
@@ -79,12 +79,7 @@ func GrantCommand(a *cli.App) *cobra.Command {
 	cmd := askCommand(a, true, func(ctx context.Context, q question) (ratelimit.Result, error) {
 		result, err := q.limiter.Grant(ctx, q.key, cost)
 		if err == nil {
-			name := q.limiter.Config().Name
-			told := a.Call(ctx, q.pool, func(tx pgx.Tx) error { return announce(ctx, tx, name, q.key) })
-			if told != nil { // the credit is given, and whoever sees an error would give it again
-				fmt.Fprintf(a.Stderr, "warning: the credit is given, and processes were not told to forget denials of "+
-					"the key: %s\n", a.Message(told))
-			}
+			tell(ctx, a, q.pool, q.limiter.Config().Name, q.key)
 		}
 		return result, err
 	})
@@ -136,13 +131,8 @@ func askCommand(a *cli.App,
 				return err
 			}
 			defer pool.Close()
-			config := ratelimit.Config{
-				Name: args[0], Policy: policy.Policy, Durable: durable,
-				Client: ratelimit.ClientConfig{
-					Schema: a.Schema, Timeout: a.Timeout, Logger: slog.New(slog.DiscardHandler), // the error is printed
-				},
-			}
-			limiter, err := ratelimit.New(pool, config)
+			config := ratelimit.Config{Name: args[0], Policy: policy.Policy, Durable: durable}
+			limiter, err := newLimiter(a, pool, config, a.Schema)
 			if err != nil {
 				return err
 			}
@@ -152,10 +142,11 @@ func askCommand(a *cli.App,
 			if _, err := ask(over, question{pool, limiter, args[1], true}); !errors.Is(err, context.Canceled) {
 				return err
 			}
-			if config.Client.Schema, err = a.Home(ctx, pool); err != nil {
+			schema, err := a.Home(ctx, pool)
+			if err != nil {
 				return err
 			}
-			if limiter, err = ratelimit.New(pool, config); err != nil {
+			if limiter, err = newLimiter(a, pool, config, schema); err != nil {
 				return err
 			}
 			misled := policies.Misled(ctx, a, args[0], &args[1], policy.String(), durable)
@@ -178,6 +169,25 @@ func askCommand(a *cli.App,
 	a.AddTimeout(cmd)
 	a.AddJSON(cmd)
 	return cmd
+}
+
+// newLimiter returns a limiter that works in a schema, and logs nothing, because its errors are printed.
+func newLimiter(
+	a *cli.App, pool *pgxpool.Pool, config ratelimit.Config, schema string,
+) (*ratelimit.Limiter, error) {
+	config.Client = ratelimit.ClientConfig{
+		Schema: schema, Timeout: a.Timeout, Logger: slog.New(slog.DiscardHandler),
+	}
+	return ratelimit.New(pool, config)
+}
+
+// tell tells processes that something was given to a key. If it fails, the gift still counts, so that is no error:
+// whoever sees one would give again.
+func tell(ctx context.Context, a *cli.App, pool *pgxpool.Pool, limiter, key string) {
+	if err := a.Call(ctx, pool, func(tx pgx.Tx) error { return announce(ctx, tx, limiter, key) }); err != nil {
+		fmt.Fprintf(a.Stderr, "warning: it is given, but other processes may deny the key for another second, because "+
+			"they were not told: %s\n", a.Message(err))
+	}
 }
 
 func printDecision(a *cli.App, r ratelimit.Result, warning string) error {
