@@ -47,7 +47,8 @@ func TestEveryAlgorithmIsComplete(t *testing.T) {
 
 		// Its files.
 		require.Contains(t, read(a.File+".go"), "package ratelimit\n")
-		require.Contains(t, read(a.File+"_test.go"), "func Test")
+		require.Contains(t, read("internal/model/"+a.File+".go"), "var _ Rules = ")
+		require.Contains(t, read("internal/model/"+a.File+"_test.go"), "func Test")
 		statement := implementationOf(a.Code).statement
 		require.Equal(t, read("sql/call/"+a.File+".sql"), statement)
 		require.Contains(t, statement, "SELECT "+a.Function+"(\n")

@@ -18,6 +18,7 @@ import (
 
 	"github.com/pgratelimit/ratelimit/internal/algorithm"
 	"github.com/pgratelimit/ratelimit/internal/model"
+	"github.com/pgratelimit/ratelimit/internal/modeltest"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
@@ -123,7 +124,7 @@ func (m rows) decideRequest(r *modelRequest, clock int64) {
 	for i := range r.parts {
 		p := &r.parts[i]
 		current := m.state(*p)
-		credit := creditOf(p.policy, before[i], clock)
+		credit := modeltest.CreditOf(p.policy, before[i], clock)
 		_, p.decision = decide(*p, 0)
 		next, asked := current, model.Decision{Granted: 1}
 		if granted < r.count {
@@ -131,7 +132,7 @@ func (m rows) decideRequest(r *modelRequest, clock int64) {
 		}
 		p.decision.Granted, p.decision.RetryAfter = granted, 0
 		if p.cost > 0 {
-			p.decision.Taken.Spent = credit - creditOf(p.policy, current, clock)
+			p.decision.Taken.Spent = credit - modeltest.CreditOf(p.policy, current, clock)
 		}
 		log := model.NewEntries(nil) // what retryAfter comes from
 		if granted < r.count && asked.Granted == 0 {
@@ -486,7 +487,7 @@ func compareAll(t *testing.T, pool *pgxpool.Pool, title string, requests []model
 			is, want := got[ord], p.decision
 			is.DecidedAt = is.DecidedAt.UTC()
 			for _, d := range []*model.Decision{&is, &want} {
-				d.State, d.Taken.Units = toldState(d.State), 0
+				d.State, d.Taken.Units = modeltest.Told(d.State), 0
 			}
 			require.Equal(t, want, is, "%s, request %d, part %d of %+v", title, i, j, requests)
 		}
@@ -538,7 +539,7 @@ func takesDiffer(
 		is, want := into[i].decision, want[i]
 		is.DecidedAt = timeRead(is.DecidedAt.UnixMicro())
 		for _, d := range []*model.Decision{&is, &want} {
-			d.State, d.Taken.Units = toldState(d.State), 0
+			d.State, d.Taken.Units = modeltest.Told(d.State), 0
 		}
 		if !reflect.DeepEqual(want, is) {
 			return left, fmt.Errorf("part %d, left %v: SQL %+v, model %+v", i, left, is, want)
@@ -683,7 +684,9 @@ func TestLeasesOfABucketInSQL(t *testing.T) {
 				p.cost, p.refund = -k.Units, []model.Take{k}
 				full := k
 				full.Ended = model.Never
-				_, without := bucket.Refund(withoutLog(asModel.state(*p)), clock, full)
+				unleased := asModel.state(*p)
+				unleased.Log = ""
+				_, without := bucket.Refund(unleased, clock, full)
 				_, with := bucket.Refund(asModel.state(*p), clock, k)
 				if without.Remaining > with.Remaining {
 					kept++

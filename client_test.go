@@ -18,6 +18,7 @@ import (
 
 	"github.com/pgratelimit/ratelimit/internal/algorithm"
 	"github.com/pgratelimit/ratelimit/internal/model"
+	"github.com/pgratelimit/ratelimit/internal/modeltest"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
@@ -141,7 +142,7 @@ func TestMixedStatementEqualsTheModel(t *testing.T) {
 				for j := range q.parts {
 					got, want := q.parts[j].decision, expected[i].parts[j].decision
 					got.DecidedAt = got.DecidedAt.UTC()
-					want.State, want.Taken.Units = toldState(want.State), 0
+					want.State, want.Taken.Units = modeltest.Told(want.State), 0
 					require.Equal(t, want, got, "request %d, part %d, of %s", i, j, title)
 				}
 				granted, first := q.parts[0].decision.Granted, 0

@@ -21,7 +21,7 @@ import (
 )
 
 // The fuzz targets that ask a database. make fuzz runs them with fewer inputs. The models' own targets are in
-// fixed_test.go, sliding_test.go, tokenbucket_test.go, slidinglog_test.go, calendar_test.go and policy_test.go.
+// internal/model.
 
 // hostile are texts that have a meaning to somebody on their way.
 func hostile() []string {

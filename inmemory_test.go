@@ -12,6 +12,7 @@ import (
 
 	"github.com/pgratelimit/ratelimit/internal/memory"
 	"github.com/pgratelimit/ratelimit/internal/model"
+	"github.com/pgratelimit/ratelimit/internal/modeltest"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
@@ -201,7 +202,7 @@ func (l *Limiter) together(ctx context.Context, key string, n, count int64) ([]m
 	decisions := make([]model.Decision, len(r.parts))
 	for i, p := range r.parts {
 		d := p.decision
-		d.DecidedAt, d.Taken.Units, d.State = d.DecidedAt.UTC(), 0, toldState(d.State)
+		d.DecidedAt, d.Taken.Units, d.State = d.DecidedAt.UTC(), 0, modeltest.Told(d.State)
 		if d.Granted == count {
 			d.State = model.State{}
 		}

@@ -31,6 +31,15 @@ func rounds(t *testing.T) int {
 	return testkit.Rounds(t, "RATELIMIT_TEST_ROUNDS", 1)
 }
 
+// Of the tests' clocks, in microseconds as the models count. c0 is a time.
+const (
+	second int64 = 1_000_000
+	minute       = 60 * second
+	hour         = 60 * minute
+
+	c0 = 1_800_000_000 * second
+)
+
 // t0 is a time of the tests' clocks.
 var t0 = time.Date(2026, 3, 1, 12, 0, 0, 0, time.UTC)
 

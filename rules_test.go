@@ -107,9 +107,6 @@ func (p CalendarWindow) ResetAfter(last model.Decision, units int64) int64 {
 }
 
 func (p TokenBucket) full() int64 { return p.one().(model.TokenBucket).Full() }
-func (p TokenBucket) fillTime(credit int64) int64 {
-	return p.one().(model.TokenBucket).FillTime(credit)
-}
 func (p TokenBucket) lend(s model.State, units int64) model.State {
 	return p.one().(model.TokenBucket).Lend(s, units)
 }

@@ -18,12 +18,12 @@ import (
 
 	"github.com/pgratelimit/ratelimit/internal/algorithm"
 	"github.com/pgratelimit/ratelimit/internal/model"
+	"github.com/pgratelimit/ratelimit/internal/modeltest"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
-// seedVariable repeats the random cases of a run that has failed.
-const seedVariable = "RATELIMIT_TEST_SEED"
+const seedVariable = modeltest.SeedVariable
 
 func testSeed(t *testing.T) uint64 {
 	t.Helper()

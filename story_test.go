@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"github.com/pgratelimit/ratelimit/internal/model"
+	"github.com/pgratelimit/ratelimit/internal/modeltest"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/internal/shardkey"
 )
@@ -73,7 +74,7 @@ func (m rows) decide(s step) {
 
 		var granted int64
 		var last model.Decision
-		credit := creditOf(s.policy, current, s.clock)
+		credit := modeltest.CreditOf(s.policy, current, s.clock)
 		requests := e.count
 		if e.cost < 0 {
 			requests = 1 // all at once
@@ -95,10 +96,10 @@ func (m rows) decide(s step) {
 		if s.takes() {
 			last.DecidedAt = time.UnixMicro(s.clock).UTC() // read exactly
 		}
-		last.State = toldState(last.State)
+		last.State = modeltest.Told(last.State)
 		last.Taken.Units, last.Taken.Spent = 0, 0
 		if e.cost > 0 {
-			last.Taken.Spent = credit - creditOf(s.policy, current, s.clock)
+			last.Taken.Spent = credit - modeltest.CreditOf(s.policy, current, s.clock)
 		}
 		e.decision = last
 	}
@@ -370,19 +371,7 @@ func randomCount(r *rand.Rand, limit, cost int64) int64 {
 // microsecond at which something is to happen, or to one beside it.
 func nextClock(r *rand.Rand, clock int64, policy ruled, goals []int64) int64 {
 	const first, last = 1, 1 << 55 // 1970, and the year 3111
-	window := int64(1)
-	switch p := policy.(type) {
-	case FixedWindow:
-		window = model.Micros(p.Window)
-	case SlidingWindow:
-		window = model.Micros(p.Window)
-	case SlidingLog:
-		window = model.Micros(p.Window)
-	case TokenBucket:
-		window = p.fillTime(p.full())
-	case CalendarWindow:
-		window = p.spanMicros()
-	}
+	window := modeltest.Reach(policy)
 	switch choice := r.IntN(20); {
 	case choice < 4:
 	case choice < 10 && len(goals) > 0:

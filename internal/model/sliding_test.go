@@ -1,4 +1,4 @@
-package ratelimit
+package model_test
 
 import (
 	"math/big"
@@ -8,16 +8,17 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit/internal/model"
+	"github.com/pgratelimit/ratelimit/internal/modeltest"
 )
 
 func TestSlidingWindow(t *testing.T) {
 	t.Parallel()
 	for _, test := range []struct {
 		name   string
-		policy SlidingWindow
+		policy model.SlidingWindow
 		steps  []modelStep
 	}{
-		{"40 before weigh 30 after a quarter of the window", SlidingWindow{50, time.Minute}, []modelStep{
+		{"40 before weigh 30 after a quarter of the window", model.SlidingWindow{50, time.Minute}, []modelStep{
 			{at("12:00:00"), 40, granted(10, 2*minute)},
 			{at("12:01:00"), 10, granted(0, 2*minute)},
 			{at("12:01:15"), 0, free(10, 105*second)}, // 40 × 0.75 + 10 = 40 of 50
@@ -25,20 +26,20 @@ func TestSlidingWindow(t *testing.T) {
 			{at("12:01:15"), 10, granted(0, 105*second)},
 			{at("12:01:15.000001"), 1, denied(0, 1500*second/1000-1, 105*second-1)},
 		}},
-		{"8 before weigh 5.6 after 30 % of the window", SlidingWindow{10, time.Minute}, []modelStep{
+		{"8 before weigh 5.6 after 30 % of the window", model.SlidingWindow{10, time.Minute}, []modelStep{
 			{at("12:00:00"), 8, granted(2, 2*minute)},
 			{at("12:01:08"), 3, granted(0, 112*second)},
 			{at("12:01:18"), 2, denied(1, 4500*second/1000, 102*second)}, // 5.6 + 3 + 2 = 10.6
 			{at("12:01:18"), 1, granted(0, 102*second)},                  // 5.6 + 3 + 1 = 9.6
 		}},
-		{"400 before weigh 100 at a quarter to", SlidingWindow{500, time.Hour}, []modelStep{
+		{"400 before weigh 100 at a quarter to", model.SlidingWindow{500, time.Hour}, []modelStep{
 			{at("22:00:00"), 400, granted(100, 2*hour)},
 			{at("23:40:00"), 250, granted(116, 80*minute)},
 			{at("23:45:00"), 1, granted(149, 75*minute)}, // 100 + 250 + 1 = 351
 			{at("23:45:00"), 150, denied(149, 9*second, 75*minute)},
 			{at("23:45:09"), 150, granted(0, 75*minute-9*second)},
 		}},
-		{"the limit's twofold does not pass around the edge", SlidingWindow{10, time.Minute}, []modelStep{
+		{"the limit's twofold does not pass around the edge", model.SlidingWindow{10, time.Minute}, []modelStep{
 			{at("12:00:00"), 1, granted(9, 2*minute)},
 			{at("12:00:59.999999"), 9, granted(0, minute+1)},
 			{at("12:01:00"), 1, denied(0, 6*second, minute)},
@@ -46,7 +47,7 @@ func TestSlidingWindow(t *testing.T) {
 			{at("12:01:12"), 1, granted(0, 108*second)},
 			{at("12:01:12"), 1, denied(0, 6*second, 108*second)},
 		}},
-		{"windows follow each other without a gap", SlidingWindow{10, time.Minute}, []modelStep{
+		{"windows follow each other without a gap", model.SlidingWindow{10, time.Minute}, []modelStep{
 			{at("12:00:00"), 10, granted(0, 2*minute)},
 			{at("12:00:59.999999"), 0, denied(0, 6*second+1, minute+1)},
 			{at("12:01:00"), 0, denied(0, 6*second, minute)},
@@ -59,7 +60,7 @@ func TestSlidingWindow(t *testing.T) {
 			{at("12:02:00"), 9, granted(0, 2*minute)},
 			{at("12:04:00"), 10, granted(0, 2*minute)},
 		}},
-		{"after two windows without a request one starts at the next", SlidingWindow{10, time.Minute}, []modelStep{
+		{"after two windows without a request one starts at the next", model.SlidingWindow{10, time.Minute}, []modelStep{
 			{at("12:00:00"), 4, granted(6, 2*minute)},
 			{at("12:01:59.999999"), 0, free(9, 1)},
 			{at("12:02:00"), 0, free(10, 0)},
@@ -68,7 +69,7 @@ func TestSlidingWindow(t *testing.T) {
 			{at("12:03:17"), 1, denied(0, 6*second, minute)},
 			{at("12:03:23"), 1, granted(0, 114*second)},
 		}},
-		{"costs", SlidingWindow{10, time.Minute}, []modelStep{
+		{"costs", model.SlidingWindow{10, time.Minute}, []modelStep{
 			{c0, 0, free(10, 0)},
 			{c0, 11, denied(10, model.Never, 0)},
 			{c0, 10, granted(0, 2*minute)},
@@ -79,14 +80,14 @@ func TestSlidingWindow(t *testing.T) {
 			{c0 + 2*minute - 1, 10, denied(9, 1, 1)},
 			{c0 + 2*minute, 10, granted(0, 2*minute)},
 		}},
-		{"a cost that fits only when the window before is gone", SlidingWindow{10, time.Minute}, []modelStep{
+		{"a cost that fits only when the window before is gone", model.SlidingWindow{10, time.Minute}, []modelStep{
 			{at("12:00:00"), 5, granted(5, 2*minute)},
 			{at("12:01:30"), 2, granted(5, 90*second)},
 			{at("12:01:30"), 8, denied(5, 30*second, 90*second)}, // 2 + 8 = 10, when nothing of 12:00 weighs any more
 			{at("12:01:30"), 9, denied(5, 60*second, 90*second)}, // in the window after: 2 × 1/2 + 9
 			{at("12:02:00"), 8, granted(0, 2*minute)},
 		}},
-		{"the clock steps back by less than a window", SlidingWindow{10, time.Minute}, []modelStep{
+		{"the clock steps back by less than a window", model.SlidingWindow{10, time.Minute}, []modelStep{
 			{at("12:00:00"), 10, granted(0, 2*minute)},
 			{at("12:01:30"), 5, granted(0, 90*second)},
 			{at("12:01:15"), 1, denied(0, 21*second, 105*second)}, // 7.5 + 5
@@ -95,14 +96,14 @@ func TestSlidingWindow(t *testing.T) {
 			{at("12:01:35.999999"), 1, denied(0, 1, 84*second+1)},
 			{at("12:01:36"), 1, granted(0, 84*second)},
 		}},
-		{"a grant on a row ahead of the clock", SlidingWindow{10, time.Minute}, []modelStep{
+		{"a grant on a row ahead of the clock", model.SlidingWindow{10, time.Minute}, []modelStep{
 			{at("12:00:00"), 4, granted(6, 2*minute)},
 			{at("11:59:30"), 6, granted(0, 150*second)},
 			{at("11:59:30"), 1, denied(0, 96*second, 150*second)},
 			{at("12:01:05.999999"), 1, denied(0, 1, 54*second+1)},
 			{at("12:01:06"), 1, granted(0, 114*second)},
 		}},
-		{"the clock steps back by more than a window", SlidingWindow{10, time.Minute}, []modelStep{
+		{"the clock steps back by more than a window", model.SlidingWindow{10, time.Minute}, []modelStep{
 			{at("12:10:00"), 10, granted(0, 2*minute)},
 			{at("12:09:00"), 1, denied(0, 126*second, 180*second)},
 			{at("12:08:59.999999"), 0, denied(0, 66*second, 2*minute)}, // a Peek does not pull the row back
@@ -114,7 +115,7 @@ func TestSlidingWindow(t *testing.T) {
 			{at("12:10:05.999998"), 1, denied(0, 1, 54*second+1)},
 			{at("12:10:05.999999"), 1, granted(0, 114*second)},
 		}},
-		{"usage of both windows is kept when the clock jumps back", SlidingWindow{10, time.Minute}, []modelStep{
+		{"usage of both windows is kept when the clock jumps back", model.SlidingWindow{10, time.Minute}, []modelStep{
 			{at("12:00:00"), 10, granted(0, 2*minute)},
 			{at("12:01:30"), 3, granted(2, 90*second)},
 			{at("03:00:00"), 1, denied(0, 24*second, 2*minute)}, // 10 + 3, and 6 + 3 + 1 after 24 s
@@ -124,19 +125,19 @@ func TestSlidingWindow(t *testing.T) {
 			{at("02:00:59.999999"), 6, denied(5, 1, minute+1)},
 			{at("02:01:00"), 6, granted(0, 2*minute)},
 		}},
-		{"a jump forward is one limit", SlidingWindow{10, time.Minute}, []modelStep{
+		{"a jump forward is one limit", model.SlidingWindow{10, time.Minute}, []modelStep{
 			{at("01:00:00"), 10, granted(0, 2*minute)},
 			{at("23:00:00"), 10, granted(0, 2*minute)},
 			{at("23:00:00"), 1, denied(0, 66*second, 2*minute)},
 		}},
-		{"the shortest window", SlidingWindow{2, time.Microsecond}, []modelStep{
+		{"the shortest window", model.SlidingWindow{2, time.Microsecond}, []modelStep{
 			{c0, 2, granted(0, 2)},
 			{c0, 1, denied(0, 2, 2)},
 			{c0 + 1, 1, denied(0, 1, 1)},
 			{c0 - 1, 1, denied(0, 3, 3)},
 			{c0 + 2, 2, granted(0, 2)},
 		}},
-		{"weights of a few microseconds round up", SlidingWindow{3, 7 * time.Microsecond}, []modelStep{
+		{"weights of a few microseconds round up", model.SlidingWindow{3, 7 * time.Microsecond}, []modelStep{
 			{c0, 2, granted(1, 14)},
 			{c0 + 7, 1, granted(0, 14)},
 			{c0 + 10, 1, denied(0, 1, 11)}, // 2 × 4/7 + 1 + 1 > 3
@@ -155,7 +156,7 @@ func TestSlidingWindow(t *testing.T) {
 // Bug 4 of the peers: they say 60 s, deny again, and say 120 s.
 func TestSlidingWindowRetryAfterLooksIntoTheNextWindow(t *testing.T) {
 	t.Parallel()
-	p := SlidingWindow{10, time.Minute}
+	p := model.SlidingWindow{10, time.Minute}
 	s := playModel(t, p, model.State{}, modelStep{at("12:00:00"), 10, granted(0, 2*minute)})
 	for _, step := range []modelStep{
 		{at("12:00:05"), 1, denied(0, 61*second, 115*second)},
@@ -175,7 +176,7 @@ func TestSlidingWindowRetryAfterLooksIntoTheNextWindow(t *testing.T) {
 // everything passed.
 func TestSlidingWindowProductsNeverOverflow(t *testing.T) {
 	t.Parallel()
-	playModel(t, SlidingWindow{2048, model.MaxSpan * time.Microsecond}, model.State{},
+	playModel(t, model.SlidingWindow{2048, model.MaxSpan * time.Microsecond}, model.State{},
 		modelStep{c0, 2048, granted(0, 2*model.MaxSpan)},
 		modelStep{c0, 2048, denied(0, 2*model.MaxSpan, 2*model.MaxSpan)},
 		modelStep{c0 + model.MaxSpan, 1, denied(0, model.MaxSpan/2048, model.MaxSpan)},
@@ -186,13 +187,13 @@ func TestSlidingWindowProductsNeverOverflow(t *testing.T) {
 		modelStep{c0 + 2*model.MaxSpan, 1024, granted(0, 2*model.MaxSpan)})
 
 	// A count that only the largest limit of the shortest window can leave, met by the longest window.
-	s := playModel(t, SlidingWindow{model.MaxProduct, time.Microsecond}, model.State{},
+	s := playModel(t, model.SlidingWindow{model.MaxProduct, time.Microsecond}, model.State{},
 		modelStep{c0, model.MaxProduct - 1, granted(1, 2)},
 		modelStep{c0, model.MaxProduct - 1, denied(1, 2, 2)},
 		modelStep{c0 + 1, 2, denied(1, 1, 1)},
 		modelStep{c0 + 1, 1, granted(0, 2)})
 	for _, limit := range []int64{1, 2, 2047, 2048} {
-		playModel(t, SlidingWindow{limit, model.MaxSpan * time.Microsecond}, s,
+		playModel(t, model.SlidingWindow{limit, model.MaxSpan * time.Microsecond}, s,
 			modelStep{c0 + 2, 1, denied(0, 1, 1)},
 			modelStep{c0 + 2, limit, denied(0, 1, 1)},
 			modelStep{c0 + 3, limit, granted(0, 2*model.MaxSpan)})
@@ -201,7 +202,7 @@ func TestSlidingWindowProductsNeverOverflow(t *testing.T) {
 
 func TestSlidingWindowLargestLimit(t *testing.T) {
 	t.Parallel()
-	playModel(t, SlidingWindow{model.MaxProduct, time.Microsecond}, model.State{},
+	playModel(t, model.SlidingWindow{model.MaxProduct, time.Microsecond}, model.State{},
 		modelStep{c0, model.MaxProduct, granted(0, 2)},
 		modelStep{c0, 1, denied(0, 2, 2)},
 		modelStep{c0, model.MaxProduct, denied(0, 2, 2)}, // count + n is 2^63
@@ -213,21 +214,21 @@ func TestSlidingWindowLargestLimit(t *testing.T) {
 // Bug 10 of the peers.
 func TestSlidingWindowRaisedLimitHelpsAtOnce(t *testing.T) {
 	t.Parallel()
-	s := playModel(t, SlidingWindow{10, time.Minute}, model.State{},
+	s := playModel(t, model.SlidingWindow{10, time.Minute}, model.State{},
 		modelStep{c0, 10, granted(0, 2*minute)},
 		modelStep{c1, 1, denied(0, 65*second, 119*second)})
-	playModel(t, SlidingWindow{15, time.Minute}, s,
+	playModel(t, model.SlidingWindow{15, time.Minute}, s,
 		modelStep{c1, 6, denied(5, 65*second, 119*second)}, // 9 + 6 at 66 s
 		modelStep{c1, 5, granted(0, 119*second)},
 		modelStep{c1, 1, denied(0, 63*second, 119*second)})
-	playModel(t, SlidingWindow{15, time.Minute}, s,
+	playModel(t, model.SlidingWindow{15, time.Minute}, s,
 		modelStep{c0 + minute, 5, granted(0, 2*minute)})
 }
 
 // Bug 11 of the peers.
 func TestSlidingWindowCostAboveTheLimitNeverFits(t *testing.T) {
 	t.Parallel()
-	p := SlidingWindow{10, time.Minute}
+	p := model.SlidingWindow{10, time.Minute}
 	playModel(t, p, model.State{}, modelStep{c0, 11, denied(10, model.Never, 0)}, modelStep{c0, model.MaxProduct, denied(10, model.Never, 0)})
 	s := playModel(t, p, model.State{}, modelStep{c0, 3, granted(7, 2*minute)})
 	require.Equal(t, s, playModel(t, p, s,
@@ -237,7 +238,7 @@ func TestSlidingWindowCostAboveTheLimitNeverFits(t *testing.T) {
 
 func TestSlidingWindowDenialConsumesNothing(t *testing.T) {
 	t.Parallel()
-	p := SlidingWindow{10, time.Minute}
+	p := model.SlidingWindow{10, time.Minute}
 	s := playModel(t, p, model.State{}, modelStep{c0, 8, granted(2, 2*minute)})
 	for range 100 {
 		require.Equal(t, s, playModel(t, p, s,
@@ -249,8 +250,8 @@ func TestSlidingWindowDenialConsumesNothing(t *testing.T) {
 
 func TestSlidingWindowLoweredLimitDeniesUntilEnoughHasDrained(t *testing.T) {
 	t.Parallel()
-	s := playModel(t, SlidingWindow{10, time.Minute}, model.State{}, modelStep{at("12:00:00"), 8, granted(2, 2*minute)})
-	playModel(t, SlidingWindow{4, time.Minute}, s,
+	s := playModel(t, model.SlidingWindow{10, time.Minute}, model.State{}, modelStep{at("12:00:00"), 8, granted(2, 2*minute)})
+	playModel(t, model.SlidingWindow{4, time.Minute}, s,
 		modelStep{at("12:00:00"), 1, denied(0, 97500*second/1000, 2*minute)}, // 8 × 22.5/60 = 3
 		modelStep{at("12:00:00"), 5, denied(0, model.Never, 2*minute)},
 		modelStep{at("12:01:37.499999"), 1, denied(0, 1, 22500*second/1000+1)},
@@ -259,8 +260,8 @@ func TestSlidingWindowLoweredLimitDeniesUntilEnoughHasDrained(t *testing.T) {
 
 func TestSlidingWindowLongerWindowAppliesFromTheNextGrant(t *testing.T) {
 	t.Parallel()
-	s := playModel(t, SlidingWindow{10, time.Minute}, model.State{}, modelStep{at("12:00:00"), 6, granted(4, 2*minute)})
-	longer := SlidingWindow{10, time.Hour}
+	s := playModel(t, model.SlidingWindow{10, time.Minute}, model.State{}, modelStep{at("12:00:00"), 6, granted(4, 2*minute)})
+	longer := model.SlidingWindow{10, time.Hour}
 	// Untouched, the row expires as the policy has promised that last took from it.
 	playModel(t, longer, s,
 		modelStep{at("12:01:30"), 5, denied(4, 30*second, 30*second)},
@@ -274,8 +275,8 @@ func TestSlidingWindowLongerWindowAppliesFromTheNextGrant(t *testing.T) {
 
 func TestSlidingWindowShorterWindowAppliesAtOnce(t *testing.T) {
 	t.Parallel()
-	s := playModel(t, SlidingWindow{10, time.Hour}, model.State{}, modelStep{at("12:00:00"), 10, granted(0, 2*hour)})
-	shorter := SlidingWindow{10, time.Minute}
+	s := playModel(t, model.SlidingWindow{10, time.Hour}, model.State{}, modelStep{at("12:00:00"), 10, granted(0, 2*hour)})
+	shorter := model.SlidingWindow{10, time.Minute}
 	for _, step := range []modelStep{
 		{at("12:00:30"), 1, denied(0, 36*second, 90*second)},
 		{at("12:01:05.999999"), 1, denied(0, 1, 54*second+1)},
@@ -295,8 +296,8 @@ func TestSlidingWindowShorterWindowAppliesAtOnce(t *testing.T) {
 // window.
 func TestSlidingWindowLongerWindowAfterAJumpBack(t *testing.T) {
 	t.Parallel()
-	s := playModel(t, SlidingWindow{10, time.Second}, model.State{}, modelStep{at("12:01:31"), 10, granted(0, 2*second)})
-	playModel(t, SlidingWindow{10, time.Minute}, s,
+	s := playModel(t, model.SlidingWindow{10, time.Second}, model.State{}, modelStep{at("12:01:31"), 10, granted(0, 2*second)})
+	playModel(t, model.SlidingWindow{10, time.Minute}, s,
 		modelStep{at("12:00:30.999999"), 10, denied(0, 2*minute, 2*minute)},
 		modelStep{at("12:02:30.999998"), 10, denied(9, 1, 1)},
 		modelStep{at("12:02:30.999999"), 10, granted(0, 2*minute)})
@@ -304,7 +305,7 @@ func TestSlidingWindowLongerWindowAfterAJumpBack(t *testing.T) {
 
 func TestSlidingWindowExpiredRowEqualsNoRow(t *testing.T) {
 	t.Parallel()
-	p := SlidingWindow{10, time.Minute}
+	p := model.SlidingWindow{10, time.Minute}
 	row := model.State{Count: 1, PrevCount: 10, WindowStart: c0, ExpiresAt: c5} // a window of 2.5 s has left it
 	require.False(t, equalsNoRow(p, row, c5-1))
 	for _, clock := range []int64{c5, c5 + 1, c0 + minute - 1, c0 + minute, c0 + 2*minute - 1, c0 + 2*minute, c0 + hour} {
@@ -314,9 +315,9 @@ func TestSlidingWindowExpiredRowEqualsNoRow(t *testing.T) {
 
 func TestSlidingWindowProperties(t *testing.T) {
 	t.Parallel()
-	testModelProperties(t, func(d dice) ruled {
-		limit, window := d.window()
-		return SlidingWindow{limit, window}
+	testModelProperties(t, func(d modeltest.Dice) model.Rules {
+		limit, window := d.Window()
+		return model.SlidingWindow{limit, window}
 	})
 }
 
@@ -361,25 +362,25 @@ func (m *slowSliding) state(t int64) model.State {
 
 func TestSlidingWindowEqualsTheDesignInRationals(t *testing.T) {
 	t.Parallel()
-	testAgainstSlowModel(t, func(d dice) (ruled, slowModel) {
-		limit, window := d.window()
-		return SlidingWindow{limit, window}, &slowSliding{limit: limit, window: model.Micros(window)}
+	testAgainstSlowModel(t, func(d modeltest.Dice) (model.Rules, slowModel) {
+		limit, window := d.Window()
+		return model.SlidingWindow{limit, window}, &slowSliding{limit: limit, window: model.Micros(window)}
 	})
 }
 
 func TestSlidingWindowWeightedSumNeverExceedsTheLimit(t *testing.T) {
 	t.Parallel()
-	d := randomDice(t)
+	d := modeltest.RandomDice(t)
 	for range 500 {
-		limit, length := d.window()
-		p := SlidingWindow{limit, length}
+		limit, length := d.Window()
+		p := model.SlidingWindow{limit, length}
 		slow := &slowSliding{limit: limit, window: model.Micros(length)} // does not decide here, only adds up
 		var s model.State
 		var last model.Decision
-		clock := d.magnitude(0, 1<<52)
+		clock := d.Magnitude(0, 1<<52)
 		for range 40 {
-			clock = d.forwards(p, s, clock, last)
-			n := d.cost(limit, peek(p, s, clock).Remaining)
+			clock = d.Forwards(p, s, clock, last)
+			n := d.Cost(limit, peek(p, s, clock).Remaining)
 			if s, last = p.Decide(s, clock, n); last.Granted == 1 {
 				slow.take(clock, n)
 			}
@@ -390,20 +391,20 @@ func TestSlidingWindowWeightedSumNeverExceedsTheLimit(t *testing.T) {
 
 func TestSlidingWindowNeverGrantsMoreThanTheClockGives(t *testing.T) {
 	t.Parallel()
-	testNeverMoreThanTheClockGives(t, func(d dice) (p ruled, first, rate, span int64, whole bool) {
-		limit, window := d.window()
-		return SlidingWindow{limit, window}, limit, limit, model.Micros(window), true
+	testNeverMoreThanTheClockGives(t, func(d modeltest.Dice) (p model.Rules, first, rate, span int64, whole bool) {
+		limit, window := d.Window()
+		return model.SlidingWindow{limit, window}, limit, limit, model.Micros(window), true
 	})
 }
 
 func FuzzSlidingWindow(f *testing.F) {
-	fuzzWindows(f, func(limit int64, window time.Duration) ruled { return SlidingWindow{limit, window} })
+	fuzzWindows(f, func(limit int64, window time.Duration) model.Rules { return model.SlidingWindow{limit, window} })
 }
 
 // Found by TestSQLEqualsModel: the count and the cost, both of 2^62, added up to less than nothing.
 func TestSlidingWindowDoesNotAddACountThatFillsTheRangeToACostThatDoes(t *testing.T) {
 	t.Parallel()
-	policy := SlidingWindow{Limit: model.MaxProduct, Window: time.Microsecond}
+	policy := model.SlidingWindow{Limit: model.MaxProduct, Window: time.Microsecond}
 	taken, first := policy.Decide(model.State{}, 1000, model.MaxProduct)
 	require.Equal(t, int64(1), first.Granted)
 	_, second := policy.Decide(taken, 1000, model.MaxProduct)

@@ -1,4 +1,4 @@
-package ratelimit
+package model_test
 
 import (
 	"math/big"
@@ -8,16 +8,17 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit/internal/model"
+	"github.com/pgratelimit/ratelimit/internal/modeltest"
 )
 
 func TestFixedWindow(t *testing.T) {
 	t.Parallel()
 	for _, test := range []struct {
 		name   string
-		policy FixedWindow
+		policy model.FixedWindow
 		steps  []modelStep
 	}{
-		{"one each second", FixedWindow{5, 8 * time.Second}, []modelStep{
+		{"one each second", model.FixedWindow{5, 8 * time.Second}, []modelStep{
 			{c0, 1, granted(4, 8*second)},
 			{c1, 1, granted(3, 7*second)},
 			{c2, 1, granted(2, 6*second)},
@@ -29,7 +30,7 @@ func TestFixedWindow(t *testing.T) {
 			{c8, 1, granted(4, 8*second)},
 			{c9, 1, granted(3, 7*second)},
 		}},
-		{"a window starts at the first request after the one before has ended", FixedWindow{10, time.Minute}, []modelStep{
+		{"a window starts at the first request after the one before has ended", model.FixedWindow{10, time.Minute}, []modelStep{
 			{at("12:00:37"), 10, granted(0, minute)},
 			{at("12:01:00"), 1, denied(0, 37*second, 37*second)},
 			{at("12:01:36.999999"), 1, denied(0, 1, 1)},
@@ -39,12 +40,12 @@ func TestFixedWindow(t *testing.T) {
 			{at("12:06:10.999999"), 1, denied(0, 1, 1)},
 			{at("12:06:11.000001"), 1, granted(9, minute)},
 		}},
-		{"twice the limit passes around the edge", FixedWindow{10, time.Minute}, []modelStep{
+		{"twice the limit passes around the edge", model.FixedWindow{10, time.Minute}, []modelStep{
 			{at("12:00:00"), 1, granted(9, minute)},
 			{at("12:00:59.999999"), 9, granted(0, 1)},
 			{at("12:01:00"), 10, granted(0, minute)},
 		}},
-		{"costs", FixedWindow{10, time.Minute}, []modelStep{
+		{"costs", model.FixedWindow{10, time.Minute}, []modelStep{
 			{c0, 0, free(10, 0)},
 			{c0, 11, denied(10, model.Never, 0)},
 			{c0, 4, granted(6, minute)},
@@ -58,7 +59,7 @@ func TestFixedWindow(t *testing.T) {
 			{c0 + minute, 0, free(10, 0)},
 			{c0 + minute, 10, granted(0, minute)},
 		}},
-		{"the clock steps back by less than a window", FixedWindow{10, time.Minute}, []modelStep{
+		{"the clock steps back by less than a window", model.FixedWindow{10, time.Minute}, []modelStep{
 			{at("12:10:00"), 6, granted(4, minute)},
 			{at("12:10:40"), 1, granted(3, 20*second)},
 			{at("12:10:20"), 1, granted(2, 40*second)},
@@ -67,7 +68,7 @@ func TestFixedWindow(t *testing.T) {
 			{at("12:10:59.999999"), 1, denied(0, 1, 1)},
 			{at("12:11:00"), 1, granted(9, minute)},
 		}},
-		{"the clock steps back by more than a window", FixedWindow{10, time.Minute}, []modelStep{
+		{"the clock steps back by more than a window", model.FixedWindow{10, time.Minute}, []modelStep{
 			{at("12:10:00"), 10, granted(0, minute)},
 			{at("12:09:00"), 1, denied(0, 2*minute, 2*minute)},
 			{at("12:08:59.999999"), 0, denied(0, minute, minute)}, // a Peek does not pull the row back
@@ -79,7 +80,7 @@ func TestFixedWindow(t *testing.T) {
 			{at("12:09:59.999998"), 1, denied(0, 1, 1)},
 			{at("12:09:59.999999"), 1, granted(9, minute)},
 		}},
-		{"usage is kept when the clock jumps back", FixedWindow{10, time.Minute}, []modelStep{
+		{"usage is kept when the clock jumps back", model.FixedWindow{10, time.Minute}, []modelStep{
 			{at("12:10:00"), 6, granted(4, minute)},
 			{at("03:00:00"), 5, denied(4, minute, minute)},
 			{at("03:00:30"), 4, granted(0, 30*second)},
@@ -88,23 +89,23 @@ func TestFixedWindow(t *testing.T) {
 			{at("02:01:00"), 1, granted(9, minute)},
 			{at("01:00:00"), 1, granted(8, minute)},
 		}},
-		{"a jump forward is one window", FixedWindow{10, time.Minute}, []modelStep{
+		{"a jump forward is one window", model.FixedWindow{10, time.Minute}, []modelStep{
 			{at("01:00:00"), 10, granted(0, minute)},
 			{at("23:00:00"), 10, granted(0, minute)},
 			{at("23:00:00"), 1, denied(0, minute, minute)},
 		}},
-		{"the shortest window", FixedWindow{2, time.Microsecond}, []modelStep{
+		{"the shortest window", model.FixedWindow{2, time.Microsecond}, []modelStep{
 			{c0, 2, granted(0, 1)},
 			{c0, 1, denied(0, 1, 1)},
 			{c0 - 1, 1, denied(0, 2, 2)},
 			{c0 + 1, 2, granted(0, 1)},
 		}},
-		{"the longest window", FixedWindow{2048, model.MaxSpan * time.Microsecond}, []modelStep{
+		{"the longest window", model.FixedWindow{2048, model.MaxSpan * time.Microsecond}, []modelStep{
 			{c0, 2048, granted(0, model.MaxSpan)},
 			{c0 + model.MaxSpan - 1, 1, denied(0, 1, 1)},
 			{c0 + model.MaxSpan, 2048, granted(0, model.MaxSpan)},
 		}},
-		{"the largest limit", FixedWindow{model.MaxProduct, time.Microsecond}, []modelStep{
+		{"the largest limit", model.FixedWindow{model.MaxProduct, time.Microsecond}, []modelStep{
 			{c0, model.MaxProduct, granted(0, 1)},
 			{c0, model.MaxProduct, denied(0, 1, 1)},
 			{c0, 1, denied(0, 1, 1)},
@@ -123,7 +124,7 @@ func TestFixedWindow(t *testing.T) {
 // Bug 3 of the peers.
 func TestFixedWindowDenialConsumesNothing(t *testing.T) {
 	t.Parallel()
-	p := FixedWindow{10, time.Minute}
+	p := model.FixedWindow{10, time.Minute}
 	s := playModel(t, p, model.State{}, modelStep{c0, 8, granted(2, minute)})
 	for range 100 {
 		require.Equal(t, s, playModel(t, p, s, modelStep{c1, 3, denied(2, 59*second, 59*second)}))
@@ -134,10 +135,10 @@ func TestFixedWindowDenialConsumesNothing(t *testing.T) {
 // Bug 10 of the peers.
 func TestFixedWindowRaisedLimitHelpsAtOnce(t *testing.T) {
 	t.Parallel()
-	s := playModel(t, FixedWindow{10, time.Minute}, model.State{},
+	s := playModel(t, model.FixedWindow{10, time.Minute}, model.State{},
 		modelStep{c0, 10, granted(0, minute)},
 		modelStep{c1, 1, denied(0, 59*second, 59*second)})
-	playModel(t, FixedWindow{15, time.Minute}, s,
+	playModel(t, model.FixedWindow{15, time.Minute}, s,
 		modelStep{c1, 6, denied(5, 59*second, 59*second)},
 		modelStep{c1, 5, granted(0, 59*second)},
 		modelStep{c1, 1, denied(0, 59*second, 59*second)})
@@ -146,7 +147,7 @@ func TestFixedWindowRaisedLimitHelpsAtOnce(t *testing.T) {
 // Bug 11 of the peers.
 func TestFixedWindowCostAboveTheLimitNeverFits(t *testing.T) {
 	t.Parallel()
-	p := FixedWindow{10, time.Minute}
+	p := model.FixedWindow{10, time.Minute}
 	playModel(t, p, model.State{}, modelStep{c0, 11, denied(10, model.Never, 0)}, modelStep{c0, model.MaxProduct, denied(10, model.Never, 0)})
 	s := playModel(t, p, model.State{}, modelStep{c0, 3, granted(7, minute)})
 	require.Equal(t, s, playModel(t, p, s, modelStep{c1, 11, denied(7, model.Never, 59*second)}))
@@ -154,11 +155,11 @@ func TestFixedWindowCostAboveTheLimitNeverFits(t *testing.T) {
 
 func TestFixedWindowLoweredLimitDeniesUntilTheWindowEnds(t *testing.T) {
 	t.Parallel()
-	s := playModel(t, FixedWindow{10, time.Minute}, model.State{}, modelStep{c0, 7, granted(3, minute)})
-	playModel(t, FixedWindow{8, time.Minute}, s,
+	s := playModel(t, model.FixedWindow{10, time.Minute}, model.State{}, modelStep{c0, 7, granted(3, minute)})
+	playModel(t, model.FixedWindow{8, time.Minute}, s,
 		modelStep{c1, 2, denied(1, 59*second, 59*second)},
 		modelStep{c1, 1, granted(0, 59*second)})
-	playModel(t, FixedWindow{4, time.Minute}, s,
+	playModel(t, model.FixedWindow{4, time.Minute}, s,
 		modelStep{c1, 1, denied(0, 59*second, 59*second)},
 		modelStep{c1, 5, denied(0, model.Never, 59*second)},
 		modelStep{c0 + minute - 1, 1, denied(0, 1, 1)},
@@ -167,8 +168,8 @@ func TestFixedWindowLoweredLimitDeniesUntilTheWindowEnds(t *testing.T) {
 
 func TestFixedWindowLongerWindowAppliesFromTheNextGrant(t *testing.T) {
 	t.Parallel()
-	s := playModel(t, FixedWindow{10, time.Minute}, model.State{}, modelStep{c0, 6, granted(4, minute)})
-	longer := FixedWindow{10, time.Hour}
+	s := playModel(t, model.FixedWindow{10, time.Minute}, model.State{}, modelStep{c0, 6, granted(4, minute)})
+	longer := model.FixedWindow{10, time.Hour}
 	// Untouched, the row expires as the policy has promised that last took from it.
 	playModel(t, longer, s,
 		modelStep{c1, 5, denied(4, 59*second, 59*second)},
@@ -182,8 +183,8 @@ func TestFixedWindowLongerWindowAppliesFromTheNextGrant(t *testing.T) {
 
 func TestFixedWindowShorterWindowAppliesAtOnce(t *testing.T) {
 	t.Parallel()
-	s := playModel(t, FixedWindow{10, time.Hour}, model.State{}, modelStep{c0, 10, granted(0, hour)})
-	shorter := FixedWindow{10, time.Minute}
+	s := playModel(t, model.FixedWindow{10, time.Hour}, model.State{}, modelStep{c0, 10, granted(0, hour)})
+	shorter := model.FixedWindow{10, time.Minute}
 	playModel(t, shorter, s,
 		modelStep{c1, 1, denied(0, 59*second, 59*second)},
 		modelStep{c0 + minute - 1, 1, denied(0, 1, 1)},
@@ -197,7 +198,7 @@ func TestFixedWindowShorterWindowAppliesAtOnce(t *testing.T) {
 
 func TestFixedWindowExpiredRowEqualsNoRow(t *testing.T) {
 	t.Parallel()
-	p := FixedWindow{10, time.Minute}
+	p := model.FixedWindow{10, time.Minute}
 	row := model.State{Count: 10, WindowStart: c0, ExpiresAt: c5} // a window of 5 s has left it
 	require.False(t, equalsNoRow(p, row, c5-1))
 	for _, clock := range []int64{c5, c5 + 1, c0 + minute - 1, c0 + minute, c0 + hour} {
@@ -207,9 +208,9 @@ func TestFixedWindowExpiredRowEqualsNoRow(t *testing.T) {
 
 func TestFixedWindowProperties(t *testing.T) {
 	t.Parallel()
-	testModelProperties(t, func(d dice) ruled {
-		limit, window := d.window()
-		return FixedWindow{limit, window}
+	testModelProperties(t, func(d modeltest.Dice) model.Rules {
+		limit, window := d.Window()
+		return model.FixedWindow{limit, window}
 	})
 }
 
@@ -245,25 +246,25 @@ func (m *slowFixed) state(t int64) model.State {
 
 func TestFixedWindowEqualsTheDesignInRationals(t *testing.T) {
 	t.Parallel()
-	testAgainstSlowModel(t, func(d dice) (ruled, slowModel) {
-		limit, window := d.window()
-		return FixedWindow{limit, window}, &slowFixed{limit: limit, window: model.Micros(window)}
+	testAgainstSlowModel(t, func(d modeltest.Dice) (model.Rules, slowModel) {
+		limit, window := d.Window()
+		return model.FixedWindow{limit, window}, &slowFixed{limit: limit, window: model.Micros(window)}
 	})
 }
 
 func TestFixedWindowNeverGrantsMoreThanTheLimitInAWindow(t *testing.T) {
 	t.Parallel()
-	d := randomDice(t)
+	d := modeltest.RandomDice(t)
 	for range 500 {
-		limit, length := d.window()
-		p := FixedWindow{limit, length}
+		limit, length := d.Window()
+		p := model.FixedWindow{limit, length}
 		var s model.State
 		var last model.Decision
 		var start, taken int64
-		clock := d.magnitude(0, 1<<52)
+		clock := d.Magnitude(0, 1<<52)
 		for range 40 {
-			clock = d.forwards(p, s, clock, last)
-			n := d.cost(limit, peek(p, s, clock).Remaining)
+			clock = d.Forwards(p, s, clock, last)
+			n := d.Cost(limit, peek(p, s, clock).Remaining)
 			if s, last = p.Decide(s, clock, n); last.Granted == 0 {
 				continue
 			}
@@ -278,12 +279,12 @@ func TestFixedWindowNeverGrantsMoreThanTheLimitInAWindow(t *testing.T) {
 
 func TestFixedWindowNeverGrantsMoreThanTheClockGives(t *testing.T) {
 	t.Parallel()
-	testNeverMoreThanTheClockGives(t, func(d dice) (p ruled, first, rate, span int64, whole bool) {
-		limit, window := d.window()
-		return FixedWindow{limit, window}, limit, limit, model.Micros(window), true
+	testNeverMoreThanTheClockGives(t, func(d modeltest.Dice) (p model.Rules, first, rate, span int64, whole bool) {
+		limit, window := d.Window()
+		return model.FixedWindow{limit, window}, limit, limit, model.Micros(window), true
 	})
 }
 
 func FuzzFixedWindow(f *testing.F) {
-	fuzzWindows(f, func(limit int64, window time.Duration) ruled { return FixedWindow{limit, window} })
+	fuzzWindows(f, func(limit int64, window time.Duration) model.Rules { return model.FixedWindow{limit, window} })
 }

@@ -1,4 +1,4 @@
-package ratelimit
+package model_test
 
 import (
 	"math/big"
@@ -7,6 +7,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit/internal/model"
+	"github.com/pgratelimit/ratelimit/internal/modeltest"
 )
 
 // slowModel is an algorithm as the design says it, in rationals.
@@ -63,20 +64,20 @@ func whole(r *big.Rat) int64 {
 }
 
 // testAgainstSlowModel compares every field of every decision, for one policy and a clock that never steps back.
-func testAgainstSlowModel(t *testing.T, draw func(dice) (ruled, slowModel)) {
+func testAgainstSlowModel(t *testing.T, draw func(modeltest.Dice) (model.Rules, slowModel)) {
 	t.Helper()
-	d := randomDice(t)
+	d := modeltest.RandomDice(t)
 	for range 100 {
 		var s model.State
 		var got model.Decision
 		p, slow := draw(d)
-		clock := d.magnitude(0, 1<<52)
+		clock := d.Magnitude(0, 1<<52)
 		for range 25 {
-			clock = d.forwards(p, s, clock, got)
-			n := d.cost(p.Numbers().Limit, peek(p, s, clock).Remaining)
+			clock = d.Forwards(p, s, clock, got)
+			n := d.Cost(p.Numbers().Limit, peek(p, s, clock).Remaining)
 			from := s
 			s, got = p.Decide(s, clock, n)
-			got.State, got.Taken = toldState(got.State), model.Take{}
+			got.State, got.Taken = modeltest.Told(got.State), model.Take{}
 			got.State.ExpiresAt, got.State.Log, got.State.Since = 0, "", 0
 			want := slowDecision(slow, p.Numbers().Limit, 2*longestWait(p), clock, n)
 			require.Equal(t, want, got, "%T%+v: %d at %d from %+v", p, p, n, clock, from)
@@ -87,20 +88,20 @@ func testAgainstSlowModel(t *testing.T, draw func(dice) (ruled, slowModel)) {
 // testNeverMoreThanTheClockGives lets a clock step forwards and back. It compares all that is granted with how far
 // the clock has gone forwards: at most first at the beginning, and then rate more in every span. Steps back give
 // nothing.
-func testNeverMoreThanTheClockGives(t *testing.T, draw func(dice) (p ruled, first, rate, span int64, whole bool)) {
+func testNeverMoreThanTheClockGives(t *testing.T, draw func(modeltest.Dice) (p model.Rules, first, rate, span int64, whole bool)) {
 	t.Helper()
-	d := randomDice(t)
+	d := modeltest.RandomDice(t)
 	for range 300 {
 		var s model.State
 		var last model.Decision
 		p, first, rate, span, whole := draw(d)
-		clock := d.magnitude(0, 1<<52)
+		clock := d.Magnitude(0, 1<<52)
 		forwards, total := new(big.Int), new(big.Int)
 		for range 40 {
 			was := clock
-			clock = d.clock(p, s, clock, last)
+			clock = d.Clock(p, s, clock, last)
 			forwards.Add(forwards, big.NewInt(max(clock-was, 0)))
-			n := d.cost(p.Numbers().Limit, peek(p, s, clock).Remaining)
+			n := d.Cost(p.Numbers().Limit, peek(p, s, clock).Remaining)
 			s, last = p.Decide(s, clock, n)
 			total.Add(total, big.NewInt(last.Granted*n))
 

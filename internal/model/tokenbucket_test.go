@@ -1,4 +1,4 @@
-package ratelimit
+package model_test
 
 import (
 	"math"
@@ -9,16 +9,17 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit/internal/model"
+	"github.com/pgratelimit/ratelimit/internal/modeltest"
 )
 
 func TestTokenBucket(t *testing.T) {
 	t.Parallel()
 	for _, test := range []struct {
 		name   string
-		policy TokenBucket
+		policy model.TokenBucket
 		steps  []modelStep
 	}{
-		{"a burst, and then one every two seconds", TokenBucket{20, 5, 10 * time.Second}, []modelStep{
+		{"a burst, and then one every two seconds", model.TokenBucket{20, 5, 10 * time.Second}, []modelStep{
 			{c0, 20, granted(0, 40*second)},
 			{c0, 1, denied(0, 2*second, 40*second)},
 			{c1, 1, denied(0, second, 39*second)},
@@ -30,7 +31,7 @@ func TestTokenBucket(t *testing.T) {
 			{c4 + 40*second - 1, 20, denied(19, 1, 1)},
 			{c4 + 40*second, 20, granted(0, 40*second)},
 		}},
-		{"a bucket does not fill beyond its capacity", TokenBucket{3, 1, time.Second}, []modelStep{
+		{"a bucket does not fill beyond its capacity", model.TokenBucket{3, 1, time.Second}, []modelStep{
 			{c0, 1, granted(2, second)},
 			{c1 - 1, 0, free(2, 1)},
 			{c1, 0, free(3, 0)},
@@ -38,7 +39,7 @@ func TestTokenBucket(t *testing.T) {
 			{c9, 4, denied(3, model.Never, 0)},
 			{c9, 3, granted(0, 3*second)},
 		}},
-		{"three tokens flow in over seven microseconds", TokenBucket{3, 3, 7 * time.Microsecond}, []modelStep{
+		{"three tokens flow in over seven microseconds", model.TokenBucket{3, 3, 7 * time.Microsecond}, []modelStep{
 			{c0, 3, granted(0, 7)},
 			{c0 + 2, 1, denied(0, 1, 5)},
 			{c0 + 3, 1, granted(0, 7)}, // 9/7 − 1 = 2/7 are left
@@ -48,14 +49,14 @@ func TestTokenBucket(t *testing.T) {
 			{c0 + 7, 1, granted(0, 7)}, // 7/7: none is left, and none was lost
 			{c0 + 9, 3, denied(0, 5, 5)},
 		}},
-		{"more than a token each microsecond", TokenBucket{10, 7, 2 * time.Microsecond}, []modelStep{
+		{"more than a token each microsecond", model.TokenBucket{10, 7, 2 * time.Microsecond}, []modelStep{
 			{c0, 10, granted(0, 3)},
 			{c0 + 1, 4, denied(3, 1, 2)},
 			{c0 + 1, 3, granted(0, 3)}, // half a token is left
 			{c0 + 2, 4, granted(0, 3)}, // 0.5 + 3.5
 			{c0 + 5, 10, granted(0, 3)},
 		}},
-		{"costs", TokenBucket{10, 1, time.Second}, []modelStep{
+		{"costs", model.TokenBucket{10, 1, time.Second}, []modelStep{
 			{c0, 0, free(10, 0)},
 			{c0, 11, denied(10, model.Never, 0)},
 			{c0, 10, granted(0, 10*second)},
@@ -66,7 +67,7 @@ func TestTokenBucket(t *testing.T) {
 			{c1, 1, granted(0, 10*second)},
 			{c1 + second/2, 0, denied(0, second/2, 9*second+second/2)},
 		}},
-		{"the clock steps back by less than a refill", TokenBucket{10, 1, time.Second}, []modelStep{
+		{"the clock steps back by less than a refill", model.TokenBucket{10, 1, time.Second}, []modelStep{
 			{c5, 7, granted(3, 7*second)},
 			{c3, 0, free(3, 9*second)},
 			{c3, 4, denied(3, 3*second, 9*second)},
@@ -74,7 +75,7 @@ func TestTokenBucket(t *testing.T) {
 			{c5, 1, denied(0, second, 10*second)},
 			{c6, 1, granted(0, 10*second)},
 		}},
-		{"the clock steps back by more than a refill", TokenBucket{10, 1, time.Second}, []modelStep{
+		{"the clock steps back by more than a refill", model.TokenBucket{10, 1, time.Second}, []modelStep{
 			{at("12:10:00"), 10, granted(0, 10*second)},
 			{at("12:09:50"), 1, denied(0, 11*second, 20*second)},
 			{at("12:09:49.999999"), 0, denied(0, second, 10*second)}, // a Peek does not pull the row back
@@ -86,7 +87,7 @@ func TestTokenBucket(t *testing.T) {
 			{at("12:09:50.999998"), 1, denied(0, 1, 9*second+1)},
 			{at("12:09:50.999999"), 1, granted(0, 10*second)},
 		}},
-		{"tokens are kept when the clock jumps back", TokenBucket{10, 1, time.Second}, []modelStep{
+		{"tokens are kept when the clock jumps back", model.TokenBucket{10, 1, time.Second}, []modelStep{
 			{at("12:10:00"), 6, granted(4, 6*second)},
 			{at("03:00:00"), 5, denied(4, second, 6*second)},
 			{at("03:00:00.5"), 4, granted(0, 9500*second/1000)},
@@ -94,18 +95,18 @@ func TestTokenBucket(t *testing.T) {
 			{at("02:00:00.5"), 1, granted(0, 10*second)},
 			{at("01:00:00"), 0, denied(0, second, 10*second)},
 		}},
-		{"a jump forward is one full refill", TokenBucket{10, 1, time.Second}, []modelStep{
+		{"a jump forward is one full refill", model.TokenBucket{10, 1, time.Second}, []modelStep{
 			{at("01:00:00"), 10, granted(0, 10*second)},
 			{at("23:00:00"), 10, granted(0, 10*second)},
 			{at("23:00:00"), 1, denied(0, second, 10*second)},
 		}},
-		{"the slowest bucket", TokenBucket{2048, 2048, model.MaxSpan * time.Microsecond}, []modelStep{
+		{"the slowest bucket", model.TokenBucket{2048, 2048, model.MaxSpan * time.Microsecond}, []modelStep{
 			{c0, 2048, granted(0, model.MaxSpan)},
 			{c0 + model.MaxSpan/2048 - 1, 1, denied(0, 1, model.MaxSpan-model.MaxSpan/2048+1)},
 			{c0 + model.MaxSpan/2048, 1, granted(0, model.MaxSpan)},
 			{c0 + model.MaxSpan, 2048, denied(2047, model.MaxSpan/2048, model.MaxSpan/2048)},
 		}},
-		{"the fastest bucket", TokenBucket{model.MaxProduct, math.MaxInt64, time.Microsecond}, []modelStep{
+		{"the fastest bucket", model.TokenBucket{model.MaxProduct, math.MaxInt64, time.Microsecond}, []modelStep{
 			{c0, model.MaxProduct, granted(0, 1)},
 			{c0, model.MaxProduct, denied(0, 1, 1)},
 			{c0, model.MaxProduct + 1, denied(0, model.Never, 1)},
@@ -125,7 +126,7 @@ func TestTokenBucket(t *testing.T) {
 func TestTokenBucketCallEveryPartOfAnIntervalGetsTheFullRate(t *testing.T) {
 	t.Parallel()
 	for _, every := range []time.Duration{10 * time.Microsecond, time.Second, 24 * time.Hour} {
-		p := TokenBucket{Capacity: 2, Refill: 1, Every: every}
+		p := model.TokenBucket{Capacity: 2, Refill: 1, Every: every}
 		s := playModel(t, p, model.State{}, modelStep{c0, 2, granted(0, 2*model.Micros(every))})
 		taken := int64(0)
 		for i := range int64(1000) {
@@ -140,7 +141,7 @@ func TestTokenBucketCallEveryPartOfAnIntervalGetsTheFullRate(t *testing.T) {
 // Bug 2 of the peers.
 func TestTokenBucketOlderClockAfterALockWaitRefillsNothingTwice(t *testing.T) {
 	t.Parallel()
-	playModel(t, TokenBucket{10, 1, time.Second}, model.State{},
+	playModel(t, model.TokenBucket{10, 1, time.Second}, model.State{},
 		modelStep{c0, 10, granted(0, 10*second)},
 		modelStep{c5, 4, granted(1, 9*second)},
 		modelStep{c2, 1, granted(0, 13*second)}, // has waited for the row since c2; the refill up to c5 is spent
@@ -153,24 +154,24 @@ func TestTokenBucketOlderClockAfterALockWaitRefillsNothingTwice(t *testing.T) {
 // Bug 10 of the peers.
 func TestTokenBucketRaisedLimitsHelpAtOnce(t *testing.T) {
 	t.Parallel()
-	s := playModel(t, TokenBucket{10, 1, time.Second}, model.State{},
+	s := playModel(t, model.TokenBucket{10, 1, time.Second}, model.State{},
 		modelStep{c0, 10, granted(0, 10*second)},
 		modelStep{c1, 2, denied(1, second, 9*second)})
-	playModel(t, TokenBucket{10, 4, time.Second}, s,
+	playModel(t, model.TokenBucket{10, 4, time.Second}, s,
 		modelStep{c1, 5, denied(4, second/4, second+second/2)},
 		modelStep{c1, 4, granted(0, 10*second/4)})
 	// The tokens stay, and there is more room for them. As the row was last written, it is full at c0 + 10 s.
-	playModel(t, TokenBucket{20, 1, time.Second}, s,
+	playModel(t, model.TokenBucket{20, 1, time.Second}, s,
 		modelStep{c9, 10, denied(9, second, second)},
 		modelStep{c9, 1, granted(8, 12*second)},
 		modelStep{c9 + 12*second, 20, granted(0, 20*second)})
-	playModel(t, TokenBucket{20, 1, time.Second}, s, modelStep{c9 + second, 20, granted(0, 20*second)})
+	playModel(t, model.TokenBucket{20, 1, time.Second}, s, modelStep{c9 + second, 20, granted(0, 20*second)})
 }
 
 // Bug 11 of the peers.
 func TestTokenBucketCostAboveTheCapacityNeverFits(t *testing.T) {
 	t.Parallel()
-	p := TokenBucket{10, 1, time.Second}
+	p := model.TokenBucket{10, 1, time.Second}
 	playModel(t, p, model.State{}, modelStep{c0, 11, denied(10, model.Never, 0)}, modelStep{c0, model.MaxProduct, denied(10, model.Never, 0)})
 	s := playModel(t, p, model.State{}, modelStep{c0, 3, granted(7, 3*second)})
 	require.Equal(t, s, playModel(t, p, s, modelStep{c1, 11, denied(8, model.Never, 2*second)}))
@@ -178,7 +179,7 @@ func TestTokenBucketCostAboveTheCapacityNeverFits(t *testing.T) {
 
 func TestTokenBucketDenialConsumesNothing(t *testing.T) {
 	t.Parallel()
-	p := TokenBucket{10, 1, time.Second}
+	p := model.TokenBucket{10, 1, time.Second}
 	s := playModel(t, p, model.State{}, modelStep{c0, 8, granted(2, 8*second)})
 	for range 100 {
 		require.Equal(t, s, playModel(t, p, s, modelStep{c1, 4, denied(3, second, 7*second)}))
@@ -188,11 +189,11 @@ func TestTokenBucketDenialConsumesNothing(t *testing.T) {
 
 func TestTokenBucketLoweredCapacityClampsTheTokens(t *testing.T) {
 	t.Parallel()
-	s := playModel(t, TokenBucket{10, 1, time.Second}, model.State{}, modelStep{c0, 3, granted(7, 3*second)})
-	playModel(t, TokenBucket{8, 1, time.Second}, s,
+	s := playModel(t, model.TokenBucket{10, 1, time.Second}, model.State{}, modelStep{c0, 3, granted(7, 3*second)})
+	playModel(t, model.TokenBucket{8, 1, time.Second}, s,
 		modelStep{c0, 0, free(7, second)},
 		modelStep{c1, 8, granted(0, 8*second)})
-	playModel(t, TokenBucket{5, 1, time.Second}, s,
+	playModel(t, model.TokenBucket{5, 1, time.Second}, s,
 		modelStep{c0, 0, free(5, 0)},
 		modelStep{c0, 6, denied(5, model.Never, 0)},
 		modelStep{c0, 5, granted(0, 5*second)})
@@ -201,8 +202,8 @@ func TestTokenBucketLoweredCapacityClampsTheTokens(t *testing.T) {
 // Though the row's time lies ahead of the clock.
 func TestTokenBucketLoweredCapacityThatIsFullIsAsGoodAsNew(t *testing.T) {
 	t.Parallel()
-	s := playModel(t, TokenBucket{10, 1, time.Second}, model.State{}, modelStep{c5, 1, granted(9, second)})
-	lowered := TokenBucket{5, 1, time.Second}
+	s := playModel(t, model.TokenBucket{10, 1, time.Second}, model.State{}, modelStep{c5, 1, granted(9, second)})
+	lowered := model.TokenBucket{5, 1, time.Second}
 	for _, clock := range []int64{c5, c3, c0, at("03:00:00")} {
 		_, d := lowered.Decide(s, clock, 0)
 		require.Equal(t, model.State{
@@ -218,31 +219,31 @@ func TestTokenBucketLoweredCapacityThatIsFullIsAsGoodAsNew(t *testing.T) {
 
 func TestTokenBucketKeepsItsTokensWhenTheIntervalChanges(t *testing.T) {
 	t.Parallel()
-	s := playModel(t, TokenBucket{10, 1, time.Second}, model.State{}, modelStep{c0, 4, granted(6, 4*second)})
-	playModel(t, TokenBucket{10, 1, time.Minute}, s,
+	s := playModel(t, model.TokenBucket{10, 1, time.Second}, model.State{}, modelStep{c0, 4, granted(6, 4*second)})
+	playModel(t, model.TokenBucket{10, 1, time.Minute}, s,
 		modelStep{c0, 0, free(6, 4*second)}, // when the row expires; in 4 minutes once something is taken
 		modelStep{c0, 7, denied(6, 4*second, 4*second)},
 		modelStep{c0, 6, granted(0, 10*minute)},
 		modelStep{c0 + minute, 1, granted(0, 10*minute)})
-	playModel(t, TokenBucket{10, 1, time.Millisecond}, s,
+	playModel(t, model.TokenBucket{10, 1, time.Millisecond}, s,
 		modelStep{c0, 7, denied(6, second/1000, 4*second/1000)},
 		modelStep{c0, 6, granted(0, 10*second/1000)})
 
 	// Two thirds of a token, rounded down to each scale: one half, two thirds, five eighths.
-	s = playModel(t, TokenBucket{10, 1, 3 * time.Microsecond}, model.State{},
+	s = playModel(t, model.TokenBucket{10, 1, 3 * time.Microsecond}, model.State{},
 		modelStep{c0, 10, granted(0, 30)},
 		modelStep{c0 + 8, 2, granted(0, 28)})
 	for _, test := range []struct{ every, missing int64 }{{2, 1}, {3, 1}, {6, 2}, {8, 3}} {
-		_, d := TokenBucket{10, 1, model.Duration(test.every)}.Decide(s, c0+8, 1)
+		_, d := model.TokenBucket{10, 1, model.Duration(test.every)}.Decide(s, c0+8, 1)
 		require.Equal(t, test.every-test.missing, d.State.Credit)
-		playModel(t, TokenBucket{10, 1, model.Duration(test.every)}, s,
+		playModel(t, model.TokenBucket{10, 1, model.Duration(test.every)}, s,
 			modelStep{c0 + 8, 1, denied(0, test.missing, min(28, 9*test.every+test.missing))})
 	}
 }
 
 func TestTokenBucketChangedIntervalNeverOverflows(t *testing.T) {
 	t.Parallel()
-	slow, fast := TokenBucket{2048, 2048, model.MaxSpan * time.Microsecond}, TokenBucket{model.MaxProduct, 2048, time.Microsecond}
+	slow, fast := model.TokenBucket{2048, 2048, model.MaxSpan * time.Microsecond}, model.TokenBucket{model.MaxProduct, 2048, time.Microsecond}
 	s := playModel(t, slow, model.State{}, modelStep{c0, 1, granted(2047, model.MaxSpan/2048)})
 	playModel(t, fast, s, modelStep{c0, 0, free(2047, model.MaxSpan/2048)})
 	s = playModel(t, fast, model.State{}, modelStep{c0, 1, granted(model.MaxProduct-1, 1)})
@@ -257,20 +258,20 @@ func TestTokenBucketChangedIntervalNeverOverflows(t *testing.T) {
 
 func TestTokenBucketKeepsItsTokensWhateverChanges(t *testing.T) {
 	t.Parallel()
-	d := randomDice(t)
+	d := modeltest.RandomDice(t)
 	for range 5000 {
-		before, after := d.bucket(), d.bucket()
-		s, _ := before.Decide(model.State{}, c0, d.magnitude(1, before.Capacity))
+		before, after := d.Bucket(), d.Bucket()
+		s, _ := before.Decide(model.State{}, c0, d.Magnitude(1, before.Capacity))
 		s, _ = before.Decide(s, c0+d(s.ExpiresAt-c0), 1) // leaves a part of a token
 		start := s.WindowStart
-		clock := start + d.magnitude(0, s.ExpiresAt-start-1)
+		clock := start + d.Magnitude(0, s.ExpiresAt-start-1)
 		_, got := after.Decide(s, clock, 0)
 
 		every, refill := big.NewInt(model.Micros(after.Every)), big.NewInt(after.Refill)
 		want := new(big.Int).Mul(big.NewInt(s.Credit), every)
 		want.Quo(want, big.NewInt(model.Micros(before.Every)))
 		want.Add(want, refill.Mul(refill, big.NewInt(clock-start)))
-		if full := big.NewInt(after.full()); want.Cmp(full) > 0 {
+		if full := big.NewInt(after.Full()); want.Cmp(full) > 0 {
 			want = full
 		}
 		require.Equal(t, want.Int64(), got.State.Credit, "%+v at %d, from %+v", after, clock, s)
@@ -280,7 +281,7 @@ func TestTokenBucketKeepsItsTokensWhateverChanges(t *testing.T) {
 
 func TestTokenBucketExpiredRowEqualsNoRow(t *testing.T) {
 	t.Parallel()
-	p := TokenBucket{10, 1, time.Second}
+	p := model.TokenBucket{10, 1, time.Second}
 	row := model.State{Scale: second, WindowStart: c0, ExpiresAt: c5} // a bucket that fills in 5 s has left it
 	require.False(t, equalsNoRow(p, row, c5-1))
 	for _, clock := range []int64{c5, c5 + 1, c9, c9 + second, c0 + hour} {
@@ -290,13 +291,13 @@ func TestTokenBucketExpiredRowEqualsNoRow(t *testing.T) {
 
 func TestTokenBucketProperties(t *testing.T) {
 	t.Parallel()
-	testModelProperties(t, func(d dice) ruled { return d.bucket() })
+	testModelProperties(t, func(d modeltest.Dice) model.Rules { return d.Bucket() })
 }
 
 // slowBucket follows design.md: Refill tokens flow in evenly over every Every, up to Capacity. A new key starts
 // full.
 type slowBucket struct {
-	TokenBucket
+	model.TokenBucket
 	last   int64
 	tokens *big.Rat
 }
@@ -326,32 +327,32 @@ func (m *slowBucket) state(t int64) model.State {
 
 func TestTokenBucketEqualsTheDesignInRationals(t *testing.T) {
 	t.Parallel()
-	testAgainstSlowModel(t, func(d dice) (ruled, slowModel) {
-		p := d.bucket()
+	testAgainstSlowModel(t, func(d modeltest.Dice) (model.Rules, slowModel) {
+		p := d.Bucket()
 		return p, &slowBucket{TokenBucket: p}
 	})
 }
 
 func TestTokenBucketNeverGrantsMoreThanCapacityAndRefillInAnyInterval(t *testing.T) {
 	t.Parallel()
-	d := randomDice(t)
+	d := modeltest.RandomDice(t)
 	for range 500 {
-		p := d.bucket()
+		p := d.Bucket()
 		var s model.State
 		var last model.Decision
-		clock := d.magnitude(0, 1<<52)
+		clock := d.Magnitude(0, 1<<52)
 		// Consider every interval that ends now, and what was granted in it less what has flowed in. That is
 		// largest for the interval that began when the level was lowest.
 		level, lowest := new(big.Rat), new(big.Rat)
 		for range 40 {
 			was := clock
-			clock = d.forwards(p, s, clock, last)
+			clock = d.Forwards(p, s, clock, last)
 			refill := new(big.Rat).SetFrac(big.NewInt(p.Refill), big.NewInt(model.Micros(p.Every)))
 			level.Sub(level, refill.Mul(refill, rat(clock-was)))
 			if level.Cmp(lowest) < 0 {
 				lowest.Set(level)
 			}
-			n := d.cost(p.Capacity, peek(p, s, clock).Remaining)
+			n := d.Cost(p.Capacity, peek(p, s, clock).Remaining)
 			s, last = p.Decide(s, clock, n)
 			level.Add(level, rat(last.Granted*n))
 			require.LessOrEqual(
@@ -369,8 +370,8 @@ func TestTokenBucketNeverGrantsMoreThanCapacityAndRefillInAnyInterval(t *testing
 
 func TestTokenBucketNeverGrantsMoreThanTheClockGives(t *testing.T) {
 	t.Parallel()
-	testNeverMoreThanTheClockGives(t, func(d dice) (p ruled, first, rate, span int64, whole bool) {
-		b := d.bucket()
+	testNeverMoreThanTheClockGives(t, func(d modeltest.Dice) (p model.Rules, first, rate, span int64, whole bool) {
+		b := d.Bucket()
 		return b, b.Capacity, b.Refill, model.Micros(b.Every), false
 	})
 }
@@ -402,8 +403,8 @@ func FuzzTokenBucket(f *testing.F) {
 		fuzzModel(
 			t,
 			steps,
-			TokenBucket{capacity, refill, model.Duration(every)},
-			TokenBucket{capacity2, refill2, model.Duration(every2)},
+			model.TokenBucket{capacity, refill, model.Duration(every)},
+			model.TokenBucket{capacity2, refill2, model.Duration(every2)},
 		)
 	})
 }

@@ -1,4 +1,4 @@
-package ratelimit
+package model_test
 
 import (
 	"bytes"
@@ -95,8 +95,8 @@ func TestChartOfSlidingLogAndSlidingWindow(t *testing.T) {
 		Requests, TooEarly int
 		Ticks              []tick
 	}{
-		Log:    &chartLine{Rules: SlidingLog{chartLimit, time.Minute}},
-		Window: &chartLine{Rules: SlidingWindow{chartLimit, time.Minute}},
+		Log:    &chartLine{Rules: model.SlidingLog{chartLimit, time.Minute}},
+		Window: &chartLine{Rules: model.SlidingWindow{chartLimit, time.Minute}},
 	}
 	for minutes := 0; minutes*60 <= chartSeconds; minutes += 2 {
 		chart.Ticks = append(chart.Ticks, tick{chartLeft + minutes*60, fmt.Sprintf("%d min", minutes)})
@@ -143,7 +143,7 @@ func TestChartOfSlidingLogAndSlidingWindow(t *testing.T) {
 
 	var svg bytes.Buffer
 	require.NoError(t, template.Must(template.New("chart").Parse(chartTemplate)).Execute(&svg, chart))
-	const file = "docs/slidinglog.svg"
+	const file = "../../docs/slidinglog.svg"
 	if os.Getenv(drawVariable) != "" {
 		require.NoError(t, os.WriteFile(file, svg.Bytes(), 0o644))
 	}

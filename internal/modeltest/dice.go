@@ -1,0 +1,167 @@
+// Package modeltest holds what tests of the model, and tests that compare something with the model, have in common.
+package modeltest
+
+import (
+	"math"
+	"math/big"
+	"math/rand/v2"
+	"testing"
+	"time"
+	_ "time/tzdata" // so that the tests know time zones wherever they run
+
+	"github.com/pgratelimit/ratelimit/internal/algorithm"
+	"github.com/pgratelimit/ratelimit/internal/model"
+	"github.com/pgratelimit/ratelimit/internal/testkit"
+)
+
+// SeedVariable repeats the random cases of a run that has failed.
+const SeedVariable = "RATELIMIT_TEST_SEED"
+
+// Dice returns one of 0 to n-1.
+type Dice func(n int64) int64
+
+// RandomDice are seeded with what the test prints if it fails.
+func RandomDice(t testing.TB) Dice {
+	t.Helper()
+	return rand.New(rand.NewPCG(testkit.Seed(t, SeedVariable), 0)).Int64N
+}
+
+// Magnitude is a number from lo to hi: every order of magnitude is as likely as another, and so are the ends.
+func (d Dice) Magnitude(lo, hi int64) int64 {
+	switch d(16) {
+	case 0:
+		return lo
+	case 1:
+		return hi
+	}
+	width := uint64(hi - lo)
+	bits := d(int64(big.NewInt(0).SetUint64(width).BitLen()) + 1)
+	if bits == 0 {
+		return lo
+	}
+	return lo + int64(min(uint64(d(1<<min(bits, 62))), width))
+}
+
+// Window draws the numbers of a window from all of the exact range: everyday ones, and ones up to its edge.
+func (d Dice) Window() (limit int64, window time.Duration) {
+	if d(3) == 0 {
+		return 1 + d(20), model.Duration(1 + d(100))
+	}
+	span := d.Magnitude(1, model.MaxSpan)
+	return d.Magnitude(1, model.MaxProduct/span), model.Duration(span)
+}
+
+// Log draws a SlidingLog in the same way.
+func (d Dice) Log() model.SlidingLog {
+	if d(3) == 0 {
+		return model.SlidingLog{Limit: 1 + d(20), Window: model.Duration(1 + d(100))}
+	}
+	return model.SlidingLog{
+		Limit: d.Magnitude(1, model.MaxLogLimit), Window: model.Duration(d.Magnitude(1, model.MaxSpan)),
+	}
+}
+
+// Bucket draws a TokenBucket in the same way.
+func (d Dice) Bucket() model.TokenBucket {
+	if d(3) == 0 {
+		return model.TokenBucket{Capacity: 1 + d(20), Refill: 1 + d(20), Every: model.Duration(1 + d(100))}
+	}
+	every := d.Magnitude(1, model.MaxSpan)
+	capacity := d.Magnitude(1, model.MaxProduct/every)
+	slowest := model.CeilDiv(capacity*every, model.MaxSpan)
+	return model.TokenBucket{
+		Capacity: capacity, Refill: d.Magnitude(slowest, math.MaxInt64), Every: model.Duration(every),
+	}
+}
+
+// Calendar draws a CalendarWindow.
+func (d Dice) Calendar() model.CalendarWindow {
+	limit := 1 + d(20)
+	if d(3) == 0 {
+		limit = d.Magnitude(1, model.MaxProduct)
+	}
+	units, zones := Units(), SteadyZones()
+	return model.CalendarWindow{Limit: limit, Span: units[d(int64(len(units)))], Zone: zones[d(int64(len(zones)))]}
+}
+
+// Units are the spans of the units of the calendar.
+func Units() (spans []time.Duration) {
+	for _, unit := range []string{"minute", "hour", "day", "week", "month"} {
+		spans = append(spans, algorithm.UnitSpan(unit))
+	}
+	return spans
+}
+
+// SteadyZones are time zones whose rules have been the same for long, so that this process and a server agree on
+// them. Among them are changes of half an hour, and changes a minute after midnight.
+func SteadyZones() []string {
+	return []string{
+		"UTC", "Europe/Berlin", "America/New_York", "Australia/Lord_Howe", "America/St_Johns", "Asia/Kolkata",
+	}
+}
+
+// Clock draws the clock of the next request: where something happens to the row, a microsecond beside that, or any
+// step away, forwards and back.
+func (d Dice) Clock(p model.Rules, s model.State, clock int64, last model.Decision) int64 {
+	const highest = 1 << 60
+	start, window := s.WindowStart, Reach(p)
+	events := []int64{
+		clock, clock + 1, start, start + window/2, start + window, start + 2*window, s.ExpiresAt,
+		clock + last.ResetAfter, start - window, start - 2*window, clock - 1,
+	}
+	if last.RetryAfter != model.Never {
+		events = append(events, clock+last.RetryAfter)
+	}
+	switch d(8) {
+	case 0, 1, 2:
+		clock = events[d(int64(len(events)))] + d(3) - 1
+	case 3, 4:
+		clock += d.Magnitude(0, 3*window)
+	case 5:
+		clock -= d.Magnitude(0, 3*window)
+	case 6:
+		clock += d.Magnitude(0, highest)
+	case 7:
+		clock -= d.Magnitude(0, highest)
+	}
+	return min(max(clock, 0), highest)
+}
+
+// Forwards draws the next clock of one that never steps back.
+func (d Dice) Forwards(p model.Rules, s model.State, clock int64, last model.Decision) int64 {
+	return max(clock, min(d.Clock(p, s, clock, last), clock+8*model.MaxSpan))
+}
+
+// Cost draws the cost of the next request.
+func (d Dice) Cost(limit, remaining int64) int64 {
+	switch costs := []int64{0, 1, limit, limit + 1, remaining, remaining + 1}; d(3) {
+	case 0:
+		return costs[d(int64(len(costs)))]
+	case 1:
+		return min(1+d(3), limit)
+	}
+	return d.Magnitude(0, limit)
+}
+
+// Refund draws what is given back: all or part of a take, again and again, or something that nobody has taken.
+func (d Dice) Refund(takes []model.Take, p model.Rules, clock int64) model.Take {
+	if len(takes) == 0 || d(8) == 0 {
+		k := model.Take{
+			Units: d.Magnitude(1, math.MaxInt64),
+			Since: clock - d.Magnitude(0, clock),
+			In:    clock - d.Magnitude(0, clock),
+			At:    d.Magnitude(0, math.MaxInt64),
+		}
+		k.Spent = d.Magnitude(0, k.Units)
+		return k
+	}
+	k := takes[d(int64(len(takes)))]
+	if d(2) == 0 {
+		from := d.Magnitude(0, k.Units-1)
+		k = k.Portion(p, from, d.Magnitude(from+1, k.Units))
+	}
+	if d(8) == 0 {
+		*[]*int64{&k.Units, &k.Since, &k.In, &k.At}[d(4)] += 1 + d(3)
+	}
+	return k
+}
