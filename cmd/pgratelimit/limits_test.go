@@ -64,7 +64,7 @@ func TestLimits(t *testing.T) {
 	require.Regexp(t, `(?m)^login    rate_limit_durable    fixed      3     3     0 `, text)
 	require.Regexp(t, `(?m)^api      rate_limit_durable    fixed      2     2     \? `, text)
 	require.Contains(t, text, "\n? depends on the policy")
-	require.Contains(t, text, "\n~ of those that are denied is estimated from a sample; --max-rows reads more\n")
+	require.Contains(t, text, "\n~ under DENIED NOW is estimated from a sample; --max-rows reads more\n")
 	require.NotContains(t, text, "--exact")
 	text = invoke(t, db.URL, "limits", "--policy", "login=fixed 5/365d").done(t)
 	require.Regexp(t, `(?m)^login    rate_limit_ephemeral  fixed      1020  1017  1015 `, text)

@@ -206,7 +206,7 @@ func TestPolicySetOfAnotherKind(t *testing.T) {
 		return o.stderr
 	}
 	const warned = "warning: this policy is of the kind sliding, and the rows of api are of the kind fixed, bucket: " +
-		"if the policy in the code is too, limiters pass this one over\n"
+		"if the policy in the code is of that kind too, limiters pass over this one\n"
 	pgtest.Exec(t, db.Pool, "SELECT rate_limit_allow('api', 'expired', 'sliding 1/1us')")
 	require.Empty(t, set("fixed 10/1m")) // there are no rows
 	pgtest.Exec(t, db.Pool, "SELECT rate_limit_allow('api', 'a', 'bucket 10 1/1d'), rate_limit_allow('api', 'b', 'fixed 10/1d', durable => true)")
@@ -279,7 +279,7 @@ func TestPoliciesAreListed(t *testing.T) {
 
 	db := pgtest.New(t)
 	require.Equal(t, "there is none\n", invoke(t, db.URL, "policy", "list").done(t))
-	require.Equal(t, "there is none, so the policy in the code holds\n", invoke(t, db.URL, "policy", "get", "api", "a").done(t))
+	require.Equal(t, "there is none, so the policy in the code is in force\n", invoke(t, db.URL, "policy", "get", "api", "a").done(t))
 	require.Equal(t, "there is none\n", invoke(t, db.URL, "policy", "history").done(t))
 	changed(t, db.URL, "policy", "set", "api", "--key", "line\nbreak", "sliding 100/1m", "--comment", "bell\a, 2 lines\nof text")
 	changed(t, db.URL, "policy", "set", "api", "--key", "line\nbreak", "sliding 200/1m", why, "--until", "2100-01-01")
@@ -294,7 +294,7 @@ func TestPoliciesAreListed(t *testing.T) {
 	require.Regexp(t, `^overridden +api +key "line\\nbreak" +enforce +sliding 100/1m +20\S+ \S+Z +postgres +"bell\\a, 2 lines\\nof text"$`, lines[2])
 	require.Regexp(t, `^in force +api +prefix p +deny +always +postgres +why$`, lines[3])
 	require.Regexp(t, `^not yet +login +everybody +off +2100-01-01 00:00:00Z +postgres +why$`, lines[4])
-	require.Equal(t, []string{"", "bans that limiters have made: 1; --bans lists them", ""}, lines[5:])
+	require.Equal(t, []string{"", "limiters made 1 ban; --bans lists them", ""}, lines[5:])
 	require.Regexp(t, `(?m)^in force +api +key b +deny +20\S+ \S+Z +20\S+ \S+Z +postgres \(limiter\) +too many$`,
 		invoke(t, db.URL, "policy", "list", "--bans").done(t))
 	require.NotContains(t, invoke(t, db.URL, "policy", "list", "login").done(t), "api")
@@ -494,13 +494,13 @@ func TestBanAndUnban(t *testing.T) {
 	require.Equal(t, time.Hour, c.Added.ValidUntil.Sub(*c.Added.ValidFrom))
 	require.False(t, c.Added.Automatic)
 	// A shorter one changes nothing, a longer one takes its place, and a limiter's stays.
-	require.Regexp(t, "^the key is banned already, until 20.*Z\n$", invoke(t, db.URL, "ban", "api", "a", "--for", "59m", why).done(t))
+	require.Regexp(t, "^the key is already banned, until 20.*Z\n$", invoke(t, db.URL, "ban", "api", "a", "--for", "59m", why).done(t))
 	c = changed(t, db.URL, "ban", "api", "a", "--for", "7d", why)
 	require.Len(t, c.Removed, 1)
 	pgtest.Exec(t, db.Pool, "SELECT rate_limit_ban('api', 'b', '1h', '1h', '1h', 'too many')")
 	require.Empty(t, changed(t, db.URL, "ban", "api", "b", "--for", "2h", why).Removed)
 	pgtest.Exec(t, db.Pool, "INSERT INTO rate_limit_policy (name, key, mode, comment) VALUES ('api', 'c', 'deny', 'for ever')")
-	require.Equal(t, "the key is banned already, without an end\n", invoke(t, db.URL, "ban", "api", "c", "--for", "9d", why).done(t))
+	require.Equal(t, "the key is already banned, without an end\n", invoke(t, db.URL, "ban", "api", "c", "--for", "9d", why).done(t))
 
 	// A ban that something else overrides bans nobody.
 	changed(t, db.URL, "ban", "api", "e", "--for", "100d", why)

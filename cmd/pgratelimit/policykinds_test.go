@@ -128,7 +128,7 @@ func TestPolicyOfAnotherKindIsTold(t *testing.T) {
 					require.NotContains(t, out, "warning")
 				} else {
 					require.Contains(t, out, "warning: this policy is of the kind "+test.told+
-						", which count as none under it: give the policy of the application\n")
+						", so it does not count them: give the application's policy\n")
 				}
 			}
 			for _, args := range [][]string{{"take", "api", test.key}, {"grant", "api", test.key, "--cost=1"}} {

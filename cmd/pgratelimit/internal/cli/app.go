@@ -11,6 +11,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/spf13/cobra"
 )
 
@@ -20,19 +21,19 @@ type App struct {
 	Stdout, Stderr io.Writer
 
 	DatabaseURL string
-	Connection  string // of the shard at place; empty for the database of databaseURL
+	Connection  string // connects to the shard at Place; empty for the database of DatabaseURL
 	Place       int
 	Schema      string
 	JSON        bool
 	Timeout     time.Duration
 }
 
-// KnownCommand refuses what is no command, and says which one may be meant.
+// KnownCommand refuses an unknown command, and suggests similar ones.
 func KnownCommand(cmd *cobra.Command, args []string) error {
 	if len(args) == 0 {
 		return nil
 	}
-	cmd.SuggestionsMinimumDistance = 2 // wrong letters
+	cmd.SuggestionsMinimumDistance = 2 // how many letters may be wrong
 	text := fmt.Sprintf("unknown command %q", args[0])
 	if meant := cmd.SuggestionsFor(args[0]); len(meant) > 0 {
 		text += ", did you mean " + strings.Join(meant, " or ") + "?"
@@ -42,13 +43,13 @@ func KnownCommand(cmd *cobra.Command, args []string) error {
 
 func MissingCommand(*cobra.Command, []string) error { return errors.New("a command is missing") }
 
-// Action makes a command of run. Whatever run returns is a failure, unless isUsage says otherwise. All other
-// errors that cobra returns are about the command line.
+// Action makes a command of run. An error of run is a Failure, unless IsUsage says otherwise. All other errors that
+// cobra returns are about the command line.
 func Action(run func(ctx context.Context, args []string) error) func(*cobra.Command, []string) error {
 	return func(cmd *cobra.Command, args []string) error {
 		err := run(cmd.Context(), args)
 		if err != nil && cmd.Context().Err() != nil && !errors.Is(err, ErrInterrupted) {
-			err = ErrInterrupted // whatever error that has led to
+			err = ErrInterrupted // the interruption may show as any error
 		}
 		if err != nil {
 			return &Failure{err}
@@ -57,11 +58,22 @@ func Action(run func(ctx context.Context, args []string) error) func(*cobra.Comm
 	}
 }
 
+// OnDatabase is Action with a pool of connections to the database.
+func (a *App) OnDatabase(
+	run func(ctx context.Context, pool *pgxpool.Pool, args []string) error,
+) func(*cobra.Command, []string) error {
+	return Action(func(ctx context.Context, args []string) error {
+		return a.WithPool(ctx, func(pool *pgxpool.Pool) error { return run(ctx, pool, args) })
+	})
+}
+
 func (a *App) AddJSON(cmd *cobra.Command) {
 	cmd.Flags().BoolVar(&a.JSON, "json", false, "print JSON")
 }
 
-func (a *App) AddTimeout(cmd *cobra.Command) {
+// Finish adds the flags that nearly all commands have.
+func (a *App) Finish(cmd *cobra.Command) *cobra.Command {
+	a.AddJSON(cmd)
 	cmd.Flags().DurationVar(&a.Timeout, "timeout", 10*time.Second,
 		"longest time that the database may take for one statement")
 	cmd.PreRunE = func(*cobra.Command, []string) error {
@@ -70,10 +82,11 @@ func (a *App) AddTimeout(cmd *cobra.Command) {
 		}
 		return nil
 	}
+	return cmd
 }
 
-// Print writes all that a command has to say at once, as JSON if that was asked for. Tabs of the text become
-// columns, which on a terminal fit into it.
+// Print writes the output of a command, as JSON if --json is given. Tabs of the text become columns, which fit into the
+// terminal.
 func (a *App) Print(value any, text func(w io.Writer)) error {
 	var out bytes.Buffer
 	if a.JSON {
@@ -92,7 +105,7 @@ func (a *App) Print(value any, text func(w io.Writer)) error {
 	return err
 }
 
-// Command is a command line of this command for the same schema, between backquotes.
+// Command returns a command line of pgratelimit for the same schema, between backquotes.
 func (a *App) Command(line string) string {
 	if a.Schema != "" {
 		line += " --schema '" + strings.ReplaceAll(a.Schema, "'", `'\''`) + "'"

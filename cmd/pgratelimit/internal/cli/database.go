@@ -5,7 +5,6 @@ import (
 	_ "embed"
 	"errors"
 	"fmt"
-	"io"
 	"regexp"
 	"strconv"
 	"strings"
@@ -14,6 +13,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgconn/ctxwatch"
+	"github.com/jackc/pgx/v5/pgtype"
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/pgratelimit/ratelimit/internal/lockwait"
@@ -36,6 +36,16 @@ var (
 	foreignSQL string
 )
 
+// WithPool calls do with a pool of connections to the database, or to the shard.
+func (a *App) WithPool(ctx context.Context, do func(pool *pgxpool.Pool) error) error {
+	pool, err := a.Open(ctx)
+	if err != nil {
+		return err
+	}
+	defer pool.Close()
+	return do(pool)
+}
+
 // Open returns a pool of a few connections. It connects when it is first used.
 func (a *App) Open(ctx context.Context, configure ...func(*pgxpool.Config)) (*pgxpool.Pool, error) {
 	config, err := a.Config()
@@ -57,6 +67,9 @@ func (a *App) Open(ctx context.Context, configure ...func(*pgxpool.Config)) (*pg
 		return &pgconn.CancelRequestContextWatcherHandler{Conn: conn, DeadlineDelay: cancelGrace}
 	}
 	config.AfterConnect = func(ctx context.Context, conn *pgx.Conn) error {
+		conn.TypeMap().RegisterType(&pgtype.Type{ // so that all output is in UTC
+			Name: "timestamptz", OID: pgtype.TimestamptzOID, Codec: &pgtype.TimestamptzCodec{ScanLocation: time.UTC},
+		})
 		if err := pg.Garbled(conn, a.Schema); err != nil {
 			return err
 		}
@@ -103,27 +116,10 @@ func (a *App) Read(ctx context.Context, pool *pgxpool.Pool, query func(tx pgx.Tx
 	return a.Transaction(ctx, pool, pgx.ReadOnly, "", false, query)
 }
 
-// List reads rows that one database has for all, and prints them.
-func List[T any](
-	ctx context.Context, a *App, scan pgx.RowToFunc[T], text func(io.Writer, []T), sql string, args ...any,
-) error {
-	pool, err := a.OpenFirst(ctx)
-	if err != nil {
-		return err
-	}
-	defer pool.Close()
-	all := []T{} // JSON has [] for no rows
-	if err := a.Read(ctx, pool, func(tx pgx.Tx) error {
-		rows, err := tx.Query(ctx, sql, args...)
-		if err != nil {
-			return err
-		}
-		all, err = pgx.AppendRows(all, rows, scan)
-		return err
-	}); err != nil {
-		return err
-	}
-	return a.Print(all, func(w io.Writer) { text(w, all) })
+// Rows returns the rows of a query, whose columns are the exported fields of a struct, in their order.
+func Rows[T any](ctx context.Context, tx pgx.Tx, sql string, args ...any) ([]T, error) {
+	rows, _ := tx.Query(ctx, sql, args...) // an error comes with the rows
+	return pgx.CollectRows(rows, pgx.RowToStructByPos[T])
 }
 
 // Look is read for statements that call no function of ours.
@@ -170,7 +166,7 @@ func (a *App) Transaction(
 		var schema string
 		var pid uint32
 		if err := tx.QueryRow(ctx, SessionSQL, strconv.FormatInt(a.Timeout.Milliseconds(), 10), a.Schema).Scan(
-			&schema, &pid, nil, nil, nil, nil); err != nil {
+			&schema, &pid, nil, nil, nil, nil, nil); err != nil {
 			return err
 		}
 		if err := pg.Garbled(tx.Conn(), schema); err != nil { // search_path has named it

@@ -69,12 +69,3 @@ func Size(bytes int64) string {
 	}
 	return fmt.Sprintf("%.1f %cB", value, units[unit])
 }
-
-// InUTC makes times those that the output has.
-func InUTC(times ...*time.Time) {
-	for _, t := range times {
-		if t != nil {
-			*t = t.UTC()
-		}
-	}
-}

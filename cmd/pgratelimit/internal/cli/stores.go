@@ -11,6 +11,7 @@ import (
 	"strings"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/pgratelimit/ratelimit/internal/shards"
@@ -78,60 +79,48 @@ func readProxy(ctx context.Context, tx pgx.Tx) (connections []string, schema str
 	return connections, q.Schema, nil
 }
 
-// OpenFirst is open for what one database has for all, such as the policies: the first shard of a proxy.
-func (a *App) OpenFirst(ctx context.Context) (*pgxpool.Pool, error) {
-	pool, err := a.Open(ctx)
-	if err != nil {
-		return nil, err
-	}
-	all, err := a.Shards(ctx, pool)
-	if err == nil && len(all) == 0 {
-		return pool, nil
-	}
-	pool.Close()
-	if err != nil {
-		return nil, err
-	}
-	if pool, err = all[0].Open(ctx); err != nil {
-		return nil, err
-	}
-	if err := pool.Ping(ctx); err != nil {
+// InFirst calls do for what one database has for all, such as the policies: the first shard of a proxy.
+func (a *App) InFirst(ctx context.Context, do func(pool *pgxpool.Pool) error) error {
+	return a.WithPool(ctx, func(pool *pgxpool.Pool) error {
+		all, err := a.Shards(ctx, pool)
+		if err != nil {
+			return err
+		}
+		if len(all) == 0 {
+			return do(pool)
+		}
 		pool.Close()
-		return nil, all[0].About(err)
-	}
-	return pool, nil
+		return all[0].WithPool(ctx, func(pool *pgxpool.Pool) error {
+			if err := pool.Ping(ctx); err != nil {
+				return all[0].About(err)
+			}
+			return do(pool)
+		})
+	})
 }
 
 // InStores calls do for each database that holds limits: this one, or the shards of a proxy.
 func (a *App) InStores(ctx context.Context, do func(store *App, pool *pgxpool.Pool) error) error {
-	pool, err := a.Open(ctx)
-	if err != nil {
-		return err
-	}
-	defer pool.Close()
-	all, err := a.Shards(ctx, pool)
-	if err != nil {
-		return err
-	}
-	if len(all) == 0 {
-		return do(a, pool)
-	}
-	pool.Close()
-	for i, shard := range all {
-		// While shards are divided, two places may be one database.
-		if slices.ContainsFunc(all[:i], func(other *App) bool { return other.Connection == shard.Connection }) {
-			continue
-		}
-		pool, err := shard.Open(ctx)
-		if err == nil {
-			err = do(shard, pool)
-			pool.Close()
-		}
+	return a.WithPool(ctx, func(pool *pgxpool.Pool) error {
+		all, err := a.Shards(ctx, pool)
 		if err != nil {
-			return shard.About(err)
+			return err
 		}
-	}
-	return nil
+		if len(all) == 0 {
+			return do(a, pool)
+		}
+		pool.Close()
+		for i, shard := range all {
+			// While shards are divided, two places may be one database.
+			if slices.ContainsFunc(all[:i], func(other *App) bool { return other.Connection == shard.Connection }) {
+				continue
+			}
+			if err := shard.WithPool(ctx, func(pool *pgxpool.Pool) error { return do(shard, pool) }); err != nil {
+				return shard.About(err)
+			}
+		}
+		return nil
+	})
 }
 
 // About says which shard an error is about, if it is about one.
@@ -144,8 +133,11 @@ func (a *App) About(err error) error {
 
 // ShardName is what people call a shard: by its place and its database.
 func (a *App) ShardName() string {
-	settings, _ := Keywords(a.Connection)
-	return fmt.Sprintf("shard %d (%s)", a.Place, Printable(settings["dbname"]))
+	database := "?"
+	if config, err := pgconn.ParseConfig(a.Connection); err == nil {
+		database = config.Database
+	}
+	return fmt.Sprintf("shard %d (%s)", a.Place, Printable(database))
 }
 
 // Config says how to connect: to the database of --database-url, or to a shard, as the same user.
@@ -168,45 +160,6 @@ func (a *App) Config() (*pgxpool.Config, error) {
 		return strings.HasPrefix(name, "keepalives") || name == "tcp_user_timeout" || name == "gssencmode"
 	})
 	return config, nil
-}
-
-// Keywords reads a connection string that consists of keywords and values, as libpq does.
-func Keywords(connection string) (map[string]string, error) {
-	settings := map[string]string{}
-	for rest := strings.TrimLeft(connection, " \t\n\r\f\v"); rest != ""; {
-		name, after, ok := strings.Cut(rest, "=")
-		name, after = strings.TrimSpace(name), strings.TrimLeft(after, " \t\n\r\f\v")
-		if !ok || name == "" || strings.ContainsAny(name, " \t\n\r\f\v") {
-			return nil, errors.New(`it has to look like "host=10.0.0.1 dbname=limits_0"`)
-		}
-		value, end, quoted := strings.Builder{}, 0, strings.HasPrefix(after, "'")
-		if quoted {
-			end = 1
-		}
-		closed := !quoted
-		for ; end < len(after); end++ {
-			c := after[end]
-			if quoted && c == '\'' {
-				closed = true
-				end++
-				break
-			}
-			if !quoted && strings.IndexByte(" \t\n\r\f\v", c) >= 0 {
-				break
-			}
-			if c == '\\' && end+1 < len(after) {
-				end++
-				c = after[end]
-			}
-			value.WriteByte(c)
-		}
-		if !closed {
-			return nil, fmt.Errorf("the quote of %s is not closed", name)
-		}
-		settings[name] = value.String()
-		rest = strings.TrimLeft(after[end:], " \t\n\r\f\v")
-	}
-	return settings, nil
 }
 
 // KeywordValue writes a value as a connection string has it.

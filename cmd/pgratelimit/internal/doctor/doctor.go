@@ -72,9 +72,7 @@ nothing is made anew. It loses its rows and what others have added to it; then i
 	}
 	cmd.Flags().BoolVar(&fix, "fix", false, "first make anew, in place, what is missing or changed")
 	cli.AddYes(cmd, &yes)
-	a.AddTimeout(cmd)
-	a.AddJSON(cmd)
-	return cmd
+	return a.Finish(cmd)
 }
 
 // printFindings ends with a line that counts. Problems are red if that is wanted.

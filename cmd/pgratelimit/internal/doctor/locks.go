@@ -39,7 +39,7 @@ func (e *Examination) ReadLocks(ctx context.Context, since time.Duration) (held 
 		var schema string
 		if err := tx.QueryRow(ctx, cli.SessionSQL, strconv.FormatInt(e.App.Timeout.Milliseconds(), 10),
 			e.App.Schema).Scan(
-			&schema, nil, nil, nil, nil, nil); err != nil {
+			&schema, nil, nil, nil, nil, nil, nil); err != nil {
 			return err
 		}
 		rows, err := tx.Query(ctx, locksSQL, schema, since.Seconds(), lockwait.Migrations)

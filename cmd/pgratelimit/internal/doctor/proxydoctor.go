@@ -138,7 +138,7 @@ func (e *proxyExamination) examineShard(ctx context.Context, place int) ([]cli.F
 		findings = append(findings, f)
 	}
 	if s.Reached && !alias {
-		if err := shard.InShard(ctx, store, func(pool *pgxpool.Pool) error {
+		if err := store.WithPool(ctx, func(pool *pgxpool.Pool) error {
 			more, err := examine(ctx, store, pool)
 			for _, f := range more {
 				if f.Check != "connection" { // which PL/Proxy shares with nobody
@@ -254,7 +254,7 @@ func (e *proxyExamination) checkFunctions(ctx context.Context) (cli.Finding, err
 	}
 	store := e.stores[like]
 	var source shards.Source
-	if err := shard.InShard(ctx, store, func(pool *pgxpool.Pool) error {
+	if err := store.WithPool(ctx, func(pool *pgxpool.Pool) error {
 		return store.Look(ctx, pool, func(tx pgx.Tx) (err error) {
 			source, err = shards.Read(ctx, tx.Conn(), store.Schema)
 			return err

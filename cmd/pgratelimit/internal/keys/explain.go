@@ -19,16 +19,16 @@ import (
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/policies"
 )
 
-// Explanation says what is in force for a key, and why.
+// Explanation says which policy is in force for a key, and why.
 type Explanation struct {
 	Limiter string               `json:"name"`
 	Key     string               `json:"key"`
 	At      time.Time            `json:"at"`      // the database's clock
-	Source  string               `json:"source"`  // of what decides: key, prefix, everybody or code
-	Decides *policies.PolicyRow  `json:"decides"` // null if the policy in the code does
+	Source  string               `json:"source"`  // what decides: a row for the key, prefix or everybody, or the code
+	Decides *policies.PolicyRow  `json:"decides"` // null if the policy in the code decides
 	Shadow  *policies.PolicyRow  `json:"shadow"`  // null if there is none
 	Bans    []policies.PolicyRow `json:"bans"`    // of the key, of a prefix of it, or of everybody
-	// PassedOver are rows that limiters pass over, because they are of another kind than --policy, or cannot be read.
+	// Limiters pass over these rows, because they are of another kind than --policy, or cannot be read.
 	PassedOver []policies.PolicyRow `json:"passed_over"`
 	Code       *string              `json:"code"` // the policy in the code, by --policy
 	Table      string               `json:"table"`
@@ -37,7 +37,7 @@ type Explanation struct {
 	Warning    string               `json:"warning,omitempty"`
 }
 
-// ruleState is what is left of a key's limit, for one of the policies that decide.
+// ruleState says how much a key has left, under one of the policies that decide.
 type ruleState struct {
 	Policy string `json:"policy"`
 	keyState
@@ -49,11 +49,10 @@ func ExplainCommand(a *cli.App) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "explain NAME KEY",
 		Short: "Say which policy is in force for a key, why, and what is left of it",
-		Long: `Says which policy is in force for a key, and where it comes from: a row for the key, for a prefix of it,
-or for everybody, or the policy in the code. It also shows the policy that is tried as a shadow, and bans.
-It tells what is left under the policy in force, and takes nothing. This command cannot know the policy
-in the code, so give it with --policy: limiters pass over rows of another kind, and without rows it is in
-force.`,
+		Long: `Says which policy is in force for a key, and where it comes from: a row for the key, for a prefix of it
+or for everybody, or the code. It also shows shadow policies and bans. It tells how much is left under the
+policy in force, and takes nothing. This command does not know the policy in the code, so give it with
+--policy: limiters pass over rows of another kind, and without rows it is in force.`,
 		Example: `  pgratelimit explain login user:123
   pgratelimit explain api acme --policy "fixed 100000/30d" --durable --json`,
 		Args: cobra.ExactArgs(2),
@@ -62,17 +61,14 @@ force.`,
 			if err := policies.CheckPolicyTarget(args[0], to); err != nil {
 				return err
 			}
-			pool, err := a.OpenFirst(ctx)
-			if err != nil {
-				return err
-			}
-			defer pool.Close()
 			e := Explanation{Limiter: args[0], Key: args[1], Source: "code", Bans: []policies.PolicyRow{},
 				PassedOver: []policies.PolicyRow{}, Table: cli.Table(durable)}
-			if err := a.Read(ctx, pool, func(tx pgx.Tx) error {
-				rows, at, err := policies.ApplyingPolicies(ctx, tx, args[0], to, false)
-				e.judge(e.obeyed(rows, policy.Policy), at)
-				return err
+			if err := a.InFirst(ctx, func(pool *pgxpool.Pool) error {
+				return a.Read(ctx, pool, func(tx pgx.Tx) error {
+					rows, at, err := policies.ApplyingPolicies(ctx, tx, args[0], to, false)
+					e.judge(e.obeyed(rows, policy.Policy), at)
+					return err
+				})
 			}); err != nil {
 				return err
 			}
@@ -89,15 +85,12 @@ force.`,
 			case e.Code != nil:
 				text = *e.Code
 			default:
-				e.Unknown = "it depends on the policy in the code: give that with --policy"
+				e.Unknown = "it depends on the policy in the code: give it with --policy"
 			}
 			if text != "" {
-				of, err := a.Open(ctx) // which need not be the database of the policies
-				if err != nil {
-					return err
-				}
-				defer of.Close()
-				if err := explainState(ctx, a, of, &e, text, durable); err != nil {
+				if err := a.WithPool(ctx, func(pool *pgxpool.Pool) error { // which need not have the policies
+					return explainState(ctx, a, pool, &e, text, durable)
+				}); err != nil {
 					return err
 				}
 				e.Warning = policies.Misled(ctx, a, args[0], to.Key, text, durable)
@@ -106,14 +99,12 @@ force.`,
 		}),
 	}
 	cmd.Flags().Var(&policy, "policy",
-		"the policy in the code, for which rows are passed over, and for what is left if none is in force")
+		"the policy in the code; rows of another kind are passed over")
 	cli.AddDurable(cmd, &durable)
-	a.AddTimeout(cmd)
-	a.AddJSON(cmd)
-	return cmd
+	return a.Finish(cmd)
 }
 
-// obeyed are the rows that a limiter obeys. code is its policy in the code, or nil if that is not known.
+// obeyed returns the rows that a limiter obeys. code is its policy in the code, or nil if that is not known.
 func (e *Explanation) obeyed(rows []policies.PolicyRow, code ratelimit.Policy) (obeyed []policies.PolicyRow) {
 	for _, r := range rows {
 		if r.ObeyedBy(code) {
@@ -125,7 +116,7 @@ func (e *Explanation) obeyed(rows []policies.PolicyRow, code ratelimit.Policy) (
 	return obeyed
 }
 
-// judge takes the rows that apply, best first.
+// judge finds what is in force. The rows apply to the key, best first.
 func (e *Explanation) judge(rows []policies.PolicyRow, at time.Time) {
 	policies.Judge(rows, at)
 	e.At, e.Decides, e.Shadow = at, policies.First(rows, at, false), policies.First(rows, at, true)
@@ -144,17 +135,17 @@ func (e *Explanation) judge(rows []policies.PolicyRow, at time.Time) {
 	}
 }
 
-// explainState asks for what is left under policies, at one moment. A role that may not ask is told so.
+// explainState finds how much is left under each part of a policy, at one moment, if this role may ask that.
 func explainState(
 	ctx context.Context, a *cli.App, pool *pgxpool.Pool, e *Explanation, text string, durable bool,
 ) error {
-	policies, err := algorithm.Parse(text)
+	parts, err := algorithm.Parse(text)
 	if err != nil {
 		e.Unknown = "this command cannot read the policy: " + cli.OneLine(err)
 		return nil
 	}
 	err = a.Read(ctx, pool, func(tx pgx.Tx) error {
-		for i, numbers := range policies {
+		for i, numbers := range parts {
 			policy, err := ratelimit.ParsePolicy(numbers.String())
 			if err != nil {
 				return err
@@ -168,7 +159,7 @@ func explainState(
 		return nil
 	})
 	if pgErr, ok := errors.AsType[*pgconn.PgError](err); ok && pgErr.Code == "42501" {
-		e.State, e.Unknown = nil, "this role may not ask: deploy/grants.sql lets rate_limit_app do so"
+		e.State, e.Unknown = nil, "this role may not ask; deploy/grants.sql lets rate_limit_app ask"
 		return nil
 	}
 	return err

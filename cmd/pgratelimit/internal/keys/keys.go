@@ -1,14 +1,13 @@
-// Package keys has the commands about limiters and their keys: what they have taken, and take, refund, grant, reset.
+// Package keys has the commands about limiters and their keys: those that show what was taken, and take, refund, grant
+// and reset.
 package keys
 
 import (
 	"context"
-	_ "embed"
 	"errors"
 	"fmt"
 	"io"
 	"log/slog"
-	"slices"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -16,22 +15,17 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/pgratelimit/ratelimit"
-	"github.com/pgratelimit/ratelimit/internal/algorithm"
-	"github.com/pgratelimit/ratelimit/internal/forget"
-	"github.com/pgratelimit/ratelimit/internal/pg"
 
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/policies"
 )
 
-// noPolicies is what the commands that ask under --policy do not do.
-const noPolicies = `This does not look
-into rate_limit_policy: its rows, bans too, are obeyed only by limiters whose Config.Policies is set.
-'pgratelimit explain' shows them.`
+const noPolicies = `It does
+not obey the rows of rate_limit_policy, such as bans: 'pgratelimit explain' shows them.`
 
-// noForce is what the commands that write under --policy refuse.
-const noForce = `If the limiter's rows are in the other table, or of
-another kind than the policy, which would have what they count forgotten, nothing is done without --force.`
+const noForce = `If the
+limiter's rows are in the other table, or of another kind than the policy, so that the policy would
+forget what they count, it does nothing without --force.`
 
 func PeekCommand(a *cli.App) *cobra.Command {
 	cmd := askCommand(a, false, func(ctx context.Context, q question) (ratelimit.Result, error) {
@@ -85,11 +79,11 @@ func GrantCommand(a *cli.App) *cobra.Command {
 	})
 	cmd.Use = "grant NAME KEY --policy POLICY --cost N"
 	cmd.Short = "Give a key credit above its limit"
-	cmd.Long = `Gives a key credit of --cost above its limit, for support or a purchase, say. It is spent once there
-is no ordinary room, each unit once, and lapses when the key is not used for a window (of a sliding
-or calendar window two, of a bucket the time to fill it). This is also how to give back what an
-application took for nothing: only the application can refund its own takes. Give the policy that
-the application has. Each run grants anew. ` + noForce
+	cmd.Long = `Gives a key credit of --cost above its limit, for support or a purchase, say. Takes spend it when there
+is no ordinary room, each unit once. It lapses when the key is not used for a window: for two if it is a
+sliding or calendar window, and for the time that a bucket needs to fill. Use it too for what an
+application took for nothing, if there is no receipt. Give the application's policy. Each run grants
+anew. ` + noForce
 	cmd.Example = `  pgratelimit grant login user:123 --policy "sliding 10/1m" --cost 5
   pgratelimit grant api acme --policy "fixed 100000/30d" --durable --cost 20000 --json`
 	cmd.Flags().Int64Var(&cost, "cost", 0, "how much credit to give")
@@ -97,7 +91,7 @@ the application has. Each run grants anew. ` + noForce
 	return cmd
 }
 
-// Decision is a ratelimit.Result in the output, with the names that the SQL functions use.
+// Decision is a ratelimit.Result in the output. It uses the names of the SQL functions.
 type Decision struct {
 	Allowed      bool      `json:"allowed"`
 	Limit        int64     `json:"limit"`
@@ -108,16 +102,16 @@ type Decision struct {
 	Warning      string    `json:"warning,omitempty"`
 }
 
-// question is what a command asks one limiter about one key.
+// question is a question to one limiter about one key.
 type question struct {
 	pool    *pgxpool.Pool
 	limiter *ratelimit.Limiter
 	key     string
-	dry     bool // the context has ended: only whether the question makes sense is wanted
+	dry     bool // the context has ended, and only an error about the question itself counts
 }
 
-// askCommand returns a command that asks one limiter about one key. If it writes, it refuses to do so in a table or
-// under a kind of policy that the limiter does not seem to have.
+// askCommand returns a command that asks one limiter about one key. A command that writes refuses to do so if the
+// limiter seems to have another table or another kind of policy.
 func askCommand(a *cli.App,
 	writes bool, ask func(context.Context, question) (ratelimit.Result, error),
 ) *cobra.Command {
@@ -125,18 +119,13 @@ func askCommand(a *cli.App,
 	var durable, force bool
 	cmd := &cobra.Command{
 		Args: cobra.ExactArgs(2),
-		RunE: cli.Action(func(ctx context.Context, args []string) error {
-			pool, err := a.Open(ctx)
-			if err != nil {
-				return err
-			}
-			defer pool.Close()
+		RunE: a.OnDatabase(func(ctx context.Context, pool *pgxpool.Pool, args []string) error {
 			config := ratelimit.Config{Name: args[0], Policy: policy.Policy, Durable: durable}
 			limiter, err := newLimiter(a, pool, config, a.Schema)
 			if err != nil {
 				return err
 			}
-			// A command line that makes no sense is refused before the database is asked.
+			// This refuses a command line that makes no sense, before the database is asked.
 			over, cancel := context.WithCancel(ctx)
 			cancel()
 			if _, err := ask(over, question{pool, limiter, args[1], true}); !errors.Is(err, context.Canceled) {
@@ -166,9 +155,7 @@ func askCommand(a *cli.App,
 		cmd.Flags().BoolVar(&force, "force", false,
 			"do it although the limiter's rows are in the other table, or of another kind than the policy")
 	}
-	a.AddTimeout(cmd)
-	a.AddJSON(cmd)
-	return cmd
+	return a.Finish(cmd)
 }
 
 // newLimiter returns a limiter that works in a schema, and logs nothing, because its errors are printed.
@@ -181,8 +168,8 @@ func newLimiter(
 	return ratelimit.New(pool, config)
 }
 
-// tell tells processes that something was given to a key. If it fails, the gift still counts, so that is no error:
-// whoever sees one would give again.
+// tell tells other processes that something was given to a key. A failure is only a warning, because a person who sees
+// an error would give again.
 func tell(ctx context.Context, a *cli.App, pool *pgxpool.Pool, limiter, key string) {
 	if err := a.Call(ctx, pool, func(tx pgx.Tx) error { return announce(ctx, tx, limiter, key) }); err != nil {
 		fmt.Fprintf(a.Stderr, "warning: it is given, but other processes may deny the key for another second, because "+
@@ -201,284 +188,5 @@ func printDecision(a *cli.App, r ratelimit.Result, warning string) error {
 		fmt.Fprintf(w, "%s: %d of %d remaining%s, as good as new after %s\n",
 			word, d.Remaining, d.Limit, retry, cli.Span(d.ResetAfterUS))
 		policies.PrintWarning(w, warning)
-	})
-}
-
-var (
-	//go:embed sql/reset.sql
-	resetSQL string
-	//go:embed sql/reset_keys.sql
-	resetKeysSQL string
-	//go:embed sql/reset_batch_ephemeral.sql
-	resetEphemeralBatchSQL string
-	//go:embed sql/reset_batch_durable.sql
-	resetDurableBatchSQL string
-	//go:embed sql/may_delete.sql
-	mayDeleteSQL string
-	//go:embed sql/next_keys_ephemeral.sql
-	nextEphemeralKeysSQL string
-	//go:embed sql/next_keys_durable.sql
-	nextDurableKeysSQL string
-	//go:embed sql/count_ephemeral.sql
-	countEphemeralKeysSQL string
-	//go:embed sql/count_durable.sql
-	countDurableKeysSQL string
-)
-
-// BatchSize is how many keys one statement handles at most.
-const BatchSize = 1000
-
-func ResetCommand(a *cli.App) *cobra.Command {
-	var durable, all, yes bool
-	cmd := &cobra.Command{
-		Use:   "reset NAME {KEY | --all}",
-		Short: "Make a key as good as new, or all keys of a limiter",
-		Long: `Makes a key as good as new, or all keys of a limiter, in small transactions. Processes that remember
-a denial of the key go on denying for up to a second. Those whose Config.Policies is set are told to
-forget it. If the limiter has several policies, the key has a row for each of them, and all of them go.
-If there is nothing to reset because the limiter's rows are in the other table, that is a failure.`,
-		Example: `  pgratelimit reset login user:123
-  pgratelimit reset login --all
-  pgratelimit reset api --all --durable --yes`,
-		Args: func(cmd *cobra.Command, args []string) error {
-			if all {
-				return cobra.ExactArgs(1)(cmd, args)
-			}
-			return cobra.ExactArgs(2)(cmd, args)
-		},
-		RunE: cli.Action(func(ctx context.Context, args []string) error {
-			var to policies.PolicyTarget
-			if !all {
-				to.Key = &args[1]
-			}
-			if err := policies.CheckPolicyTarget(args[0], to); err != nil {
-				return err
-			}
-			pool, err := a.Open(ctx)
-			if err != nil {
-				return err
-			}
-			defer pool.Close()
-			if !all {
-				n, err := resetKey(ctx, a, pool, algorithm.RowNames(args[0]), args[1], durable)
-				if err == nil {
-					err = resetElsewhere(ctx, a, args[0], &args[1], n, durable)
-				}
-				return errors.Join(err, printReset(a, n, durable, err))
-			}
-			question := fmt.Sprintf("Reset all keys of limiter %s in %s?", cli.Printable(args[0]), cli.Table(durable))
-			if err := a.Confirm(ctx, question, yes); err != nil {
-				return err
-			}
-			var n int64
-			err = a.InStores(ctx, func(store *cli.App, in *pgxpool.Pool) error {
-				for _, name := range algorithm.RowNames(args[0]) {
-					more, err := ResetAll(ctx, store, in, pool, name, durable)
-					if n += more; err != nil {
-						return err
-					}
-				}
-				return nil
-			})
-			if err == nil {
-				err = resetElsewhere(ctx, a, args[0], nil, n, durable)
-			}
-			return errors.Join(err, printReset(a, n, durable, err))
-		}),
-	}
-	cmd.Flags().BoolVar(&all, "all", false, "reset all keys of the limiter; asks first")
-	cli.AddYes(cmd, &yes)
-	cli.AddDurable(cmd, &durable)
-	a.AddTimeout(cmd)
-	a.AddJSON(cmd)
-	return cmd
-}
-
-// resetElsewhere is an error if nothing was reset because the limiter has its rows in the other table.
-func resetElsewhere(ctx context.Context, a *cli.App, limiter string, key *string, reset int64, durable bool) error {
-	if reset > 0 {
-		return nil
-	}
-	if found, err := policies.KindsOf(ctx, a, limiter, key); err == nil && found.Elsewhere(limiter, durable) {
-		return errors.New("nothing was reset, because " + policies.Elsewhere(limiter, durable))
-	}
-	return nil
-}
-
-// resetKey returns how many rows of a key were removed. A key has one for each policy of its limiter.
-func resetKey(
-	ctx context.Context, a *cli.App, pool *pgxpool.Pool, names []string, key string, durable bool,
-) (n int64, err error) {
-	err = a.Call(ctx, pool, func(tx pgx.Tx) error {
-		if err := announce(ctx, tx, names[0], key); err != nil {
-			return err
-		}
-		return tx.QueryRow(ctx, resetSQL, names, key, durable).Scan(&n)
-	})
-	return n, err
-}
-
-// announce tells processes that something was given to keys, when the transaction commits.
-func announce(ctx context.Context, tx pgx.Tx, limiter string, keys ...string) error {
-	hashes := map[string]bool{}
-	for _, key := range keys {
-		hashes[forget.Hash(limiter, key)] = true
-	}
-	for payload := range forget.Payloads(hashes) {
-		if _, err := tx.Exec(ctx, "SELECT pg_notify($1, $2)", forget.Channel, payload); err != nil {
-			return err
-		}
-	}
-	return nil
-}
-
-// ResetAll goes through the keys of rows of a name in order. Keys that are added meanwhile may stay.
-//
-// It never waits for a row while it holds another one, so it cannot deadlock with anybody. A batch leaves out the
-// keys that somebody holds, and at the end they are reset one at a time. A role that may not delete from the
-// table has the function do it, which may not leave out keys: of a batch in which somebody holds a key, all are reset
-// one at a time.
-//
-// Processes hear what is announced in the database that they use. If that is a proxy of this one, it is told after each
-// transaction.
-func ResetAll(
-	ctx context.Context, a *cli.App, pool, proxy *pgxpool.Pool, name string, durable bool,
-) (total int64, err error) {
-	query, count := resetEphemeralBatchSQL, countEphemeralKeysSQL
-	if durable {
-		query, count = resetDurableBatchSQL, countDurableKeysSQL
-	}
-	var mayDelete bool
-	if err := a.Read(ctx, pool, func(tx pgx.Tx) error {
-		err := tx.QueryRow(ctx, mayDeleteSQL, cli.Table(durable)).Scan(&mayDelete)
-		if errors.Is(err, pgx.ErrNoRows) { // then the next statement says what is wrong
-			return nil
-		}
-		return err
-	}); err != nil {
-		return 0, err
-	}
-
-	bar, all, passed := a.NewBar("resetting"), int64(0), int64(0)
-	defer bar.Remove()
-	if bar.Shown != nil {
-		err := a.Read(ctx, pool, func(tx pgx.Tx) error { return tx.QueryRow(ctx, count, name).Scan(&all) })
-		if err != nil {
-			return 0, err
-		}
-	}
-	var held []string
-	tell := func(keys ...string) error {
-		if a.Connection == "" {
-			return nil
-		}
-		return a.Call(ctx, proxy, func(tx pgx.Tx) error { return announce(ctx, tx, name, keys...) })
-	}
-	one := func(keys []string) error {
-		for _, key := range keys {
-			n, err := resetKey(ctx, a, pool, []string{name}, key, durable)
-			total += n
-			if err == nil {
-				err = tell(key)
-			}
-			if err != nil {
-				return err
-			}
-		}
-		return nil
-	}
-	transaction := a.Call
-	if mayDelete {
-		transaction = a.Write
-	}
-	for after := ""; ; {
-		var keys, reset []string
-		if err := transaction(ctx, pool, func(tx pgx.Tx) (err error) {
-			if keys, err = nextKeys(ctx, tx, name, after, BatchSize, durable); err != nil ||
-				len(keys) == 0 || !mayDelete {
-				return err
-			}
-			rows, err := tx.Query(ctx, query, name, keys)
-			if err != nil {
-				return err
-			}
-			if reset, err = pgx.CollectRows(rows, pgx.RowTo[string]); err != nil {
-				return err
-			}
-			return announce(ctx, tx, name, reset...)
-		}); err != nil {
-			return total, err
-		}
-		if len(keys) == 0 {
-			err := one(held)
-			return total, err
-		}
-		after = keys[len(keys)-1]
-		total += int64(len(reset))
-		if err := tell(reset...); err != nil {
-			return total, err
-		}
-		passed += int64(len(keys))
-		bar.Update(passed, all)
-		slices.Sort(reset) // the keys are in the order of their bytes
-		keys = slices.DeleteFunc(keys, func(key string) bool {
-			_, found := slices.BinarySearch(reset, key)
-			return found
-		})
-		if mayDelete {
-			held = append(held, keys...)
-			continue
-		}
-		var n int64
-		err := a.Call(ctx, pool, func(tx pgx.Tx) error {
-			if err := announce(ctx, tx, name, keys...); err != nil {
-				return err
-			}
-			return tx.QueryRow(ctx, resetKeysSQL, name, keys, durable).Scan(&n)
-		})
-		switch total += n; {
-		case pg.LockTimeout(err):
-			err = one(keys)
-		case err == nil:
-			err = tell(keys...)
-		}
-		if err != nil {
-			return total, err
-		}
-	}
-}
-
-// nextKeys returns up to limit keys of a limiter that come after the key after, in order.
-func nextKeys(ctx context.Context, tx pgx.Tx, name, after string, limit int64, durable bool) ([]string, error) {
-	query := nextEphemeralKeysSQL
-	if durable {
-		query = nextDurableKeysSQL
-	}
-	rows, err := tx.Query(ctx, query, name, after, limit)
-	if err != nil {
-		return nil, err
-	}
-	return pgx.CollectRows(rows, pgx.RowTo[string])
-}
-
-// printReset says how many keys were reset, also if an error came in between.
-func printReset(a *cli.App, n int64, durable bool, err error) error {
-	if err != nil && n == 0 {
-		return nil
-	}
-	value := struct {
-		Table string `json:"table"`
-		Reset int64  `json:"reset"`
-	}{cli.Table(durable), n}
-	return a.Print(value, func(w io.Writer) {
-		switch {
-		case n > 0:
-			fmt.Fprintf(w, "reset %d in %s\n", n, value.Table)
-		case durable:
-			fmt.Fprintf(w, "nothing to reset in %s; without --durable it would have been %s\n",
-				value.Table, cli.Table(false))
-		default:
-			fmt.Fprintf(w, "nothing to reset in %s; --durable is for %s\n", value.Table, cli.Table(true))
-		}
 	})
 }

@@ -23,24 +23,24 @@ import (
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/policies"
 )
 
-// LimiterRows is what a limiter has in one table.
+// LimiterRows says what a limiter has in one table.
 type LimiterRows struct {
 	Limiter      string     `json:"limiter"`
 	Table        string     `json:"table"`
-	Algorithms   []string   `json:"algorithms"` // which wrote the rows, as a policy's text begins
+	Algorithms   []string   `json:"algorithms"` // that wrote the rows: words like "sliding"
 	Rows         int64      `json:"rows"`
 	Live         int64      `json:"live"`  // not expired
-	Bytes        int64      `json:"bytes"` // of the rows, without free space and index
+	Bytes        int64      `json:"bytes"` // of the rows, without free space and without the index
 	OldestExpiry time.Time  `json:"oldest_expiry"`
-	Estimated    bool       `json:"estimated"`  // the numbers above, from a sample
+	Estimated    bool       `json:"estimated"`  // the numbers above come from a sample
 	DeniedNow    *DeniedNow `json:"denied_now"` // null if no policy was given
 	Warning      string     `json:"warning,omitempty"`
 }
 
-// DeniedNow is how many keys have no room for a cost of 1.
+// DeniedNow says how many keys have no room for a cost of 1.
 type DeniedNow struct {
 	Keys     int64 `json:"keys"`
-	Complete bool  `json:"complete"` // else keys is estimated, from a sample
+	Complete bool  `json:"complete"` // if false, Keys is estimated from a sample
 }
 
 func LimitsCommand(a *cli.App) *cobra.Command {
@@ -49,11 +49,11 @@ func LimitsCommand(a *cli.App) *cobra.Command {
 	var maxRows int64
 	cmd := &cobra.Command{
 		Use:   "limits",
-		Short: "List the limiters, with how much each has in the tables",
-		Long: `Lists for each limiter which algorithm wrote its rows, how many there are, how many of them have not
-expired, the space that they take, and when the first of them expired or will expire. Of a table
-beyond 100 MB it reads a random sample of that size, and marks estimates with ~, unless --exact is
-given. How many keys are denied now depends on the policy, which the rows do not hold: give it with
+		Short: "List the limiters, and what each has in the tables",
+		Long: `Lists for each limiter the algorithms that wrote its rows, the number of rows, how many of them have
+not expired, their size, and when the first of them expired or will expire. If a table is larger than
+100 MB, it reads a random sample of that size, and marks estimates with ~, unless --exact is given. The
+number of keys that are denied now depends on the policy. The rows do not hold it: give it with
 --policy.`,
 		Example: `  pgratelimit limits
   pgratelimit limits --policy "login=sliding 10/1m" --policy "api=bucket 20 5/10s"
@@ -88,18 +88,14 @@ given. How many keys are denied now depends on the policy, which the rows do not
 		}),
 	}
 	cmd.Flags().Var(given, "policy",
-		"limit of each key of a limiter, like \"login=sliding 100/1m\"; can be given for each")
+		"limit of each key of a limiter, like \"login=sliding 100/1m\"; can be repeated")
 	cmd.Flags().BoolVar(&exact, "exact", false, "read the whole tables, however large")
 	addMaxRows(cmd, &maxRows)
-	a.AddTimeout(cmd)
-	a.AddJSON(cmd)
-	return cmd
+	return a.Finish(cmd)
 }
 
-var (
-	//go:embed sql/limits.sql
-	limitsSQL string
-)
+//go:embed sql/limits.sql
+var limitsSQL string
 
 // countLimiters reads the tables, or a sample of them.
 func countLimiters(
@@ -110,10 +106,7 @@ func countLimiters(
 		if sizes, percent, err = cli.TableSizes(ctx, tx, exact); err != nil {
 			return err
 		}
-		rows, err := tx.Query(ctx, limitsSQL, percent[cli.Table(false)], percent[cli.Table(true)])
-		if err != nil {
-			return err
-		}
+		rows, _ := tx.Query(ctx, limitsSQL, percent[cli.Table(false)], percent[cli.Table(true)])
 		limiters, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (l LimiterRows, err error) {
 			var expires, algorithms int64
 			err = row.Scan(&l.Table, &l.Limiter, &algorithms, &l.Rows, &l.Live, &l.Bytes, &expires)
@@ -136,7 +129,7 @@ func (l LimiterRows) compare(other LimiterRows) int {
 	return cmp.Or(cmp.Compare(l.Limiter, other.Limiter), cmp.Compare(other.Table, l.Table))
 }
 
-// addLimiters adds what another shard has to what there is. Both are sorted.
+// addLimiters adds the rows of another shard. Both lists are sorted.
 func addLimiters(all, more []LimiterRows) []LimiterRows {
 	for _, m := range more {
 		i, found := slices.BinarySearchFunc(all, m, LimiterRows.compare)
@@ -155,7 +148,7 @@ func addLimiters(all, more []LimiterRows) []LimiterRows {
 				l.Algorithms = append(l.Algorithms, word)
 			}
 		}
-		if m.DeniedNow != nil { // and so has the other one
+		if m.DeniedNow != nil { // then the other one has it too
 			l.DeniedNow.Keys += m.DeniedNow.Keys
 			l.DeniedNow.Complete = l.DeniedNow.Complete && m.DeniedNow.Complete
 		}
@@ -230,7 +223,7 @@ func printLimiters(w io.Writer, sizes []cli.TableSize, limiters []LimiterRows) {
 		fmt.Fprintf(w, "~ is estimated from a sample of %s; --exact counts\n", cli.Size(cli.SampleBlocks*cli.BlockSize))
 	}
 	if sampled {
-		fmt.Fprintf(w, "~ of those that are denied is estimated from a sample; --max-rows reads more\n")
+		fmt.Fprintf(w, "~ under DENIED NOW is estimated from a sample; --max-rows reads more\n")
 	}
 	if unknown {
 		fmt.Fprintf(w, "? depends on the policy: --policy \"NAME=sliding 100/1m\"\n")

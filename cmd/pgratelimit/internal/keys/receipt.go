@@ -19,7 +19,7 @@ import (
 )
 
 func RefundCommand(a *cli.App) *cobra.Command {
-	cmd := &cobra.Command{
+	return a.Finish(&cobra.Command{
 		Use:   "refund FILE",
 		Short: "Give back what a take took, by its receipt",
 		Long: `Gives back what 'pgratelimit take --receipt FILE' took, because the work came to nothing: what of it
@@ -33,7 +33,7 @@ same key. The receipt holds the key. It is not signed, so keep it from people wh
 		Example: `  pgratelimit refund alice.receipt
   pgratelimit take mail alice --policy "bucket 20 5/10s" --receipt alice.receipt`,
 		Args: cobra.ExactArgs(1),
-		RunE: cli.Action(func(ctx context.Context, args []string) error {
+		RunE: a.OnDatabase(func(ctx context.Context, pool *pgxpool.Pool, args []string) error {
 			file, err := filepath.EvalSymlinks(args[0]) // a link that is removed would leave the receipt
 			var content []byte
 			if err == nil {
@@ -45,17 +45,9 @@ same key. The receipt holds the key. It is not signed, so keep it from people wh
 			if err != nil {
 				return err
 			}
-			pool, err := a.Open(ctx)
-			if err != nil {
-				return err
-			}
-			defer pool.Close()
 			return refund(ctx, a, pool, file, strings.TrimSpace(string(content)))
 		}),
-	}
-	a.AddTimeout(cmd)
-	a.AddJSON(cmd)
-	return cmd
+	})
 }
 
 func refund(ctx context.Context, a *cli.App, pool *pgxpool.Pool, file, text string) error {

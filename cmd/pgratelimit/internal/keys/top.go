@@ -21,7 +21,7 @@ import (
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/policies"
 )
 
-// keyState is what is left to a key. Times are microseconds.
+// keyState says how much of its limit a key has left. Times are microseconds.
 type keyState struct {
 	Key          string `json:"key"`
 	Remaining    int64  `json:"remaining"`
@@ -35,8 +35,8 @@ type TopResult struct {
 	Table    string     `json:"table"`
 	Looked   int64      `json:"rows_looked_at"`
 	Complete bool       `json:"complete"` // all rows of the limiter were looked at
-	Share    float64    `json:"share"`    // about how much of the limiter's rows that is, from 0 to 1
-	At       time.Time  `json:"at"`       // the database's clock (of shard 0), from which all times count
+	Share    float64    `json:"share"`    // about which part of the limiter's rows that is, from 0 to 1
+	At       time.Time  `json:"at"`       // the database's clock (of shard 0); all times count from it
 	Keys     []keyState `json:"keys"`
 	Warning  string     `json:"warning,omitempty"`
 }
@@ -49,13 +49,12 @@ func TopCommand(a *cli.App) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "top NAME --policy POLICY",
 		Short: "List the keys of a limiter that are closest to their limit, or over it",
-		Long: `Lists the keys of a limiter that have least left, with how long it takes until a cost of 1 fits, and
-until they are as good as new. All times count from one moment. The policy has to be given, because
-the rows do not hold it. Keys that another algorithm has written count as new: 'pgratelimit limits'
-lists the algorithms. The keys are looked at in batches, which only read, and wait for nobody. If a
-limiter has more than --max-rows keys, about that many are looked at, and the output says which share
-of them that is. They are those of pages chosen at random, so keys that were made together are looked
-at together, or not at all. Keys that have taken nothing are not listed.`,
+		Long: `Lists the keys of a limiter that have least left. It shows how long it takes until a cost of 1 fits, and
+until the key is as good as new. All times count from one moment. Give the policy, because the rows do
+not hold it. Keys that another algorithm wrote count as new: 'pgratelimit limits' lists the algorithms.
+The command reads the keys in batches, and waits for nobody. If a limiter has more than --max-rows keys,
+it looks at about that many, and says which share of the keys that is. It chooses pages at random, so it
+sees keys that were made together either all or not at all. Keys that took nothing are not listed.`,
 		Example: `  pgratelimit top login --policy "sliding 10/1m"
   pgratelimit top api --policy "fixed 100000/30d" --durable -n 50 --json`,
 		Args: cobra.ExactArgs(1),
@@ -67,7 +66,7 @@ at together, or not at all. Keys that have taken nothing are not listed.`,
 				return err
 			}
 			result := TopResult{Limiter: args[0], Table: cli.Table(durable), Complete: true, Keys: []keyState{}}
-			rows := 0.0 // about how many the limiter has
+			rows := 0.0 // about how many rows the limiter has
 			of := ratelimit.Config{Name: args[0], Policy: policy.Policy, Durable: durable}
 			if err := a.InStores(ctx, func(store *cli.App, pool *pgxpool.Pool) error {
 				add := func(states []keyState) {
@@ -87,7 +86,7 @@ at together, or not at all. Keys that have taken nothing are not listed.`,
 					rows += float64(len(sample.keys)) / sample.share
 				}
 				if result.At.IsZero() {
-					result.At = sample.at.UTC()
+					result.At = sample.at
 				}
 				return nil
 			}); err != nil {
@@ -104,19 +103,17 @@ at together, or not at all. Keys that have taken nothing are not listed.`,
 	cli.AddDurable(cmd, &durable)
 	cmd.Flags().IntVarP(&n, "number", "n", 10, "how many keys to list")
 	addMaxRows(cmd, &maxRows)
-	a.AddTimeout(cmd)
-	a.AddJSON(cmd)
-	return cmd
+	return a.Finish(cmd)
 }
 
 const defaultMaxRows = 100_000
 
 func addMaxRows(cmd *cobra.Command, maxRows *int64) {
 	cmd.Flags().Int64Var(maxRows, "max-rows", defaultMaxRows,
-		"look at no more rows of a limiter (of each shard), chosen at random; 100,000 take some seconds")
+		"look at no more than so many rows of a limiter in each shard, at random; 100,000 take some seconds")
 }
 
-// Closest sorts the keys that have least left first, and among these the ones that have to wait longest.
+// Closest compares keys: the one with less left comes first, then the one that has to wait longer.
 func Closest(a, b keyState) int {
 	return cmp.Or(cmp.Compare(a.Remaining, b.Remaining), cmp.Compare(b.RetryAfterUS, a.RetryAfterUS),
 		cmp.Compare(b.ResetAfterUS, a.ResetAfterUS), cmp.Compare(a.Key, b.Key))
@@ -137,7 +134,7 @@ func (r TopResult) print(w io.Writer) {
 		fmt.Fprintf(w, ", chosen at random, which is about %.2g %% of them: see --max-rows", 100*r.Share)
 	}
 	if r.Looked == 0 && r.Table == cli.Table(false) {
-		fmt.Fprintf(w, "; --durable is for %s", cli.Table(true))
+		fmt.Fprintf(w, "; give --durable for %s", cli.Table(true))
 	}
 	fmt.Fprintln(w)
 }
@@ -145,21 +142,19 @@ func (r TopResult) print(w io.Writer) {
 var (
 	//go:embed sql/peek.sql
 	peekSQL string
-	//go:embed sql/sample_ephemeral.sql
-	sampleEphemeralSQL string
-	//go:embed sql/sample_durable.sql
-	sampleDurableSQL string
+	//go:embed sql/sample.sql
+	sampleSQL string
 )
 
 // sample is some keys of a limiter, or all of them.
 type sample struct {
 	keys  []string
-	share float64   // about how much of the limiter's keys these are; 1 if they are all
+	share float64   // about which part of the limiter's keys these are; 1 if they are all
 	at    time.Time // the database's clock when they were chosen
 }
 
-// peekAll asks for the state of a limiter's keys at one moment, in batches, each in its own transaction. Of more than
-// maxRows keys it takes a sample.
+// peekAll reads the states of a limiter's keys at one moment, in batches, each in its own transaction. If there are
+// more than maxRows keys, it takes a sample.
 func peekAll(
 	ctx context.Context, a *cli.App, pool *pgxpool.Pool, of ratelimit.Config, maxRows int64, visit func([]keyState),
 ) (s sample, err error) {
@@ -183,15 +178,11 @@ func peekAll(
 	return s, nil
 }
 
-// sampleKeys returns all keys of a limiter, or if it has more than maxRows, some of them. Then each block of the
-// table, and each row of the limiter in these blocks, is as likely as any other.
+// sampleKeys returns all keys of a limiter. If it has more than maxRows, it chooses blocks of the table at random, and
+// then rows of the limiter in these blocks.
 func sampleKeys(
 	ctx context.Context, a *cli.App, pool *pgxpool.Pool, name string, durable bool, maxRows int64,
 ) (s sample, err error) {
-	query := sampleEphemeralSQL
-	if durable {
-		query = sampleDurableSQL
-	}
 	err = a.Read(ctx, pool, func(tx pgx.Tx) (err error) {
 		if err = tx.QueryRow(ctx, "SELECT clock_timestamp()").Scan(&s.at); err != nil {
 			return err
@@ -206,11 +197,8 @@ func sampleKeys(
 		}
 		// A sample of the usual size holds about as many rows as are looked at by default.
 		s.share = min(1, percent[cli.Table(durable)]/100*max(1, float64(maxRows)/defaultMaxRows))
-		rows, err := tx.Query(ctx, query, name, 100*s.share, maxRows)
-		if err != nil {
-			return err
-		}
 		s.keys = nil
+		rows, _ := tx.Query(ctx, inTable(sampleSQL, durable), name, 100*s.share, maxRows) // may have an error
 		var key string
 		var from int64
 		_, err = pgx.ForEachRow(rows, []any{&key, &from}, func() error {
@@ -235,15 +223,12 @@ func peekKeys(
 		return nil, err
 	}
 	if len(numbers) > 1 {
-		return nil, fmt.Errorf("one policy is needed: "+
-			"the rows of the second of %q are those of the limiter %s/2, and so on", policy, name)
+		return nil, fmt.Errorf("give one policy instead of %q: "+
+			"the rows of the second one are those of the limiter %s/2, and so on", policy, name)
 	}
 	p := numbers[0]
-	rows, err := tx.Query(ctx, peekSQL, name, keys, durable, p.Algorithm, p.Limit, p.Span.Microseconds(), p.Refill, at,
-		p.Zone)
-	if err != nil {
-		return nil, err
-	}
+	rows, _ := tx.Query(ctx, peekSQL, name, keys, durable, p.Algorithm, p.Limit, p.Span.Microseconds(), p.Refill, at,
+		p.Zone) // an error comes with the rows
 	states := make([]keyState, 0, len(keys))
 	var ord int64
 	var s keyState

@@ -3,7 +3,6 @@ package policies
 import (
 	"context"
 	"errors"
-	"fmt"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -17,10 +16,10 @@ func BanCommand(a *cli.App) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "ban NAME KEY --for DURATION --comment WHY",
 		Short: "Deny everything to a key for a while",
-		Long: `Denies everything to a key for a while. Limiters whose Config.Policies is set obey it. It takes the
-place of a ban by a person that would end sooner. If the key is banned for longer already, nothing
-changes. A ban that a limiter has made stays beside it, so the next one is longer still. To ban a
-prefix or everybody, INSERT a row of the mode deny into rate_limit_policy.`,
+		Long: `Denies everything to a key for a while. Limiters whose Config.Policies is set obey it. It replaces a
+person's ban that would end sooner. If the key is already banned for longer, nothing changes. A
+limiter's ban stays beside it, so that the limiter's next ban is longer. To ban a prefix or everybody,
+INSERT a row of the mode deny into rate_limit_policy.`,
 		Example: `  pgratelimit ban login user:123 --for 1h --comment "tries passwords"
   pgratelimit ban api 203.0.113.7 --for 7d --comment "ticket 1234" --json`,
 		Args: cobra.ExactArgs(2),
@@ -29,13 +28,8 @@ prefix or everybody, INSERT a row of the mode deny into rate_limit_policy.`,
 			if err := errors.Join(CheckPolicyTarget(args[0], to), checkComment(comment)); err != nil {
 				return cli.Usage(err)
 			}
-			pool, err := a.OpenFirst(ctx)
-			if err != nil {
-				return err
-			}
-			defer pool.Close()
-			longer := ""
-			decide := func(rows []PolicyRow, c *PolicyChange) error {
+			c := PolicyChange{removed: "replaced", added: "banned"}
+			return c.carryOut(ctx, a, args[0], to, func(rows []PolicyRow) error {
 				ends := c.at.Add(time.Duration(lasts))
 				decided := false // by a row before this one, which began later
 				for _, r := range rows {
@@ -50,42 +44,35 @@ prefix or everybody, INSERT a row of the mode deny into rate_limit_policy.`,
 					case overridden:
 						c.Removed = append(c.Removed, r)
 					case r.ValidUntil == nil:
-						longer = "the key is banned already, without an end"
+						c.none = "the key is already banned, without an end"
 					case r.ValidUntil.After(ends):
-						longer = fmt.Sprintf("the key is banned already, until %s", cli.Instant(*r.ValidUntil))
+						c.none = "the key is already banned, until " + cli.Instant(*r.ValidUntil)
 					case !r.Automatic:
 						c.Removed = append(c.Removed, r)
 					}
 				}
-				if longer != "" {
+				if c.none != "" {
 					c.Removed = []PolicyRow{}
 					return nil
 				}
 				c.Added = &PolicyRow{Limiter: args[0], Key: to.Key, Mode: ModeDeny, Comment: comment,
 					ValidFrom: &c.at, ValidUntil: &ends}
 				return nil
-			}
-			change, err := changePolicies(ctx, a, pool, args[0], to, false, decide)
-			if err != nil {
-				return err
-			}
-			return printPolicyChange(a, &change, "replaced", "banned", longer)
+			})
 		}),
 	}
 	cmd.Flags().Var(&lasts, "for", "how long, like 90m or 7d")
 	cobra.CheckErr(cmd.MarkFlagRequired("for"))
 	addComment(cmd, &comment)
-	a.AddTimeout(cmd)
-	a.AddJSON(cmd)
-	return cmd
+	return a.Finish(cmd)
 }
 
 func UnbanCommand(a *cli.App) *cobra.Command {
-	cmd := &cobra.Command{
+	return a.Finish(&cobra.Command{
 		Use:   "unban NAME KEY",
 		Short: "Remove the bans of a key",
-		Long: `Removes all bans of a key, those by people and those that limiters have made. If a limiter bans the
-key again, that ban is as long as a first one. Bans of a prefix of the key, or of everybody, stay:
+		Long: `Removes all bans of a key, those that people made and those that limiters made. If a limiter bans the
+key again, that ban is as short as a first one. Bans of a prefix of the key, or of everybody, stay:
 'pgratelimit explain' shows them, and 'pgratelimit policy unset' removes them.`,
 		Example: `  pgratelimit unban login user:123
   pgratelimit unban api 203.0.113.7 --json`,
@@ -95,27 +82,15 @@ key again, that ban is as long as a first one. Bans of a prefix of the key, or o
 			if err := CheckPolicyTarget(args[0], to); err != nil {
 				return err
 			}
-			pool, err := a.OpenFirst(ctx)
-			if err != nil {
-				return err
-			}
-			defer pool.Close()
-			decide := func(rows []PolicyRow, c *PolicyChange) error {
+			c := PolicyChange{removed: "removed", none: "the key is not banned"}
+			return c.carryOut(ctx, a, args[0], to, func(rows []PolicyRow) error {
 				for _, r := range rows {
 					if r.Target().is(to) && r.Mode == ModeDeny {
 						c.Removed = append(c.Removed, r)
 					}
 				}
 				return nil
-			}
-			change, err := changePolicies(ctx, a, pool, args[0], to, false, decide)
-			if err != nil {
-				return err
-			}
-			return printPolicyChange(a, &change, "removed", "", "the key is not banned")
+			})
 		}),
-	}
-	a.AddTimeout(cmd)
-	a.AddJSON(cmd)
-	return cmd
+	})
 }

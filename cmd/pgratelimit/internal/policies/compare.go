@@ -9,15 +9,16 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/spf13/cobra"
 
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
 )
 
 //go:embed sql/compare.sql
-var comparePoliciesSQL string
+var compareSQL string
 
-// Comparison is what a shadow policy would have decided.
+// Comparison says how a shadow policy would have decided.
 type Comparison struct {
 	ID        int64         `json:"id"`
 	Key       *string       `json:"key"`
@@ -26,27 +27,28 @@ type Comparison struct {
 	Decided   int64         `json:"decided"`
 	Denied    int64         `json:"denied"` // by the policy in force
 	WouldDeny int64         `json:"would_deny"`
-	Since     time.Time     `json:"since"` // when it began, as the row is now
-	Until     *time.Time    `json:"until"` // of the last report; null if nothing has been reported
-	Keys      []ComparedKey `json:"keys"`  // those that it would have denied most
+	Since     time.Time     `json:"since"` // when the row began or was changed
+	Until     *time.Time    `json:"until"` // of the last report; null if there is none
+	Keys      []ComparedKey `json:"keys"`  // those that the shadow would have denied most
 }
 
-// ComparedKey is how often a key was denied, and would have been.
+// ComparedKey says how often a key would have been denied, and was.
 type ComparedKey struct {
 	Key       string `json:"key"`
 	WouldDeny int64  `json:"would_deny"`
 	Denied    int64  `json:"denied"`
 }
 
-func policyCompareCommand(a *cli.App) *cobra.Command {
+func compareCommand(a *cli.App) *cobra.Command {
 	var n int64
 	cmd := &cobra.Command{
 		Use:   "compare NAME",
 		Short: "Show what shadow policies would have denied",
-		Long: `Shows how many requests each shadow policy of a limiter has been asked about, how many of them the policy
-in force denied and how many the shadow would have denied, and which keys most. The processes report this
-every 10 seconds, and lose what they have not reported when they are killed. It begins anew when the row
-of the policy changes. Of the keys, each process counts 500 at most in 10 seconds.`,
+		Long: `Shows for each shadow policy of a limiter how many requests it was asked about, how many of these the
+policy in force denied, and how many the shadow would have denied, with the keys that it would have
+denied most. Processes report this every 10 seconds. A process that is killed loses what it has not
+reported. The count begins anew when the policy's row changes. Each process counts at most 500 keys in
+10 seconds.`,
 		Example: `  pgratelimit policy compare login
   pgratelimit policy compare login -n 100 --json`,
 		Args: cobra.ExactArgs(1),
@@ -55,25 +57,19 @@ of the policy changes. Of the keys, each process counts 500 at most in 10 second
 		if n < 0 {
 			return cli.Usage(errors.New("--number must not be negative"))
 		}
-		return cli.List(ctx, a, scanComparison, printComparisons, comparePoliciesSQL, args[0], n)
+		var all []Comparison
+		if err := a.InFirst(ctx, func(pool *pgxpool.Pool) error {
+			return a.Read(ctx, pool, func(tx pgx.Tx) (err error) {
+				all, err = cli.Rows[Comparison](ctx, tx, compareSQL, args[0], n)
+				return err
+			})
+		}); err != nil {
+			return err
+		}
+		return a.Print(all, func(w io.Writer) { printComparisons(w, all) })
 	})
 	cmd.Flags().Int64VarP(&n, "number", "n", 10, "how many keys to list for each policy")
-	a.AddTimeout(cmd)
-	a.AddJSON(cmd)
-	return cmd
-}
-
-func scanComparison(row pgx.CollectableRow) (c Comparison, err error) {
-	var keys []string
-	var wouldDeny, denied []int64
-	err = row.Scan(&c.ID, &c.Key, &c.KeyPrefix, &c.Policy, &c.Decided, &c.Denied, &c.WouldDeny, &c.Since, &c.Until,
-		&keys, &wouldDeny, &denied)
-	c.Keys = []ComparedKey{}
-	for i, key := range keys {
-		c.Keys = append(c.Keys, ComparedKey{Key: key, WouldDeny: wouldDeny[i], Denied: denied[i]})
-	}
-	cli.InUTC(&c.Since, c.Until)
-	return c, err
+	return a.Finish(cmd)
 }
 
 func printComparisons(w io.Writer, all []Comparison) {
@@ -95,7 +91,7 @@ func printComparisons(w io.Writer, all []Comparison) {
 	}
 }
 
-// share is a number and which part of all it is.
+// share is a number, with its percentage of all.
 func share(n, all int64) string {
 	if all == 0 {
 		return "0"

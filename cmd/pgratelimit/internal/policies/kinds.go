@@ -15,8 +15,8 @@ import (
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
 )
 
-// Whoever asks about a limiter has to know its table and the kind of its policy. This command cannot know what the code
-// says of them. But it can see what is in the tables.
+// A person who asks about a limiter must name its table and a policy of its kind. Only the application knows these. But
+// the rows in the tables show what it uses.
 
 var (
 	//go:embed sql/kinds.sql
@@ -25,70 +25,60 @@ var (
 	keyKindsSQL string
 )
 
-// Kinds are the algorithms that have written rows, by the names of the rows: 1 << code, added up, in
-// rate_limit_ephemeral and in rate_limit_durable. All that have expired count as 1.
-type Kinds map[string]*[2]int64
+// Kinds tells which algorithms wrote the rows of each name, in rate_limit_ephemeral and in rate_limit_durable, as a sum
+// of 1 << code. All expired rows together count as 1.
+type Kinds map[string][2]int64
 
-// of are the kinds of the rows of a name, in one table and in the other one.
+// of returns the kinds of the rows of a name, in one table and in the other one.
 func (k Kinds) of(name string, durable bool) (here, there int64) {
-	rows := k[name]
-	switch {
-	case rows == nil:
-		return 0, 0
-	case durable:
-		return rows[1], rows[0]
+	if durable {
+		return k[name][1], k[name][0]
 	}
-	return rows[0], rows[1]
+	return k[name][0], k[name][1]
 }
 
-func (k Kinds) Either(name string) int64 {
-	here, there := k.of(name, false)
-	return here | there
-}
+func (k Kinds) Either(name string) int64 { return k[name][0] | k[name][1] }
 
-// Elsewhere tells whether a limiter seems to keep its rows in the other table: that one has live rows, and this one
-// none, or that one has some, and this one none at all.
+// Elsewhere tells whether a limiter seems to keep its rows in the other table: only that table has live rows, or only
+// that one has any.
 func (k Kinds) Elsewhere(name string, durable bool) bool {
 	here, there := k.of(name, durable)
 	return min(there, 2) > min(here, 2)
 }
 
-// scan adds rows of kinds.sql or key_kinds.sql.
-func (k Kinds) scan(rows pgx.Rows, err error) error {
-	if err != nil {
-		return err
-	}
+// add adds the rows of kinds.sql or key_kinds.sql.
+func (k Kinds) add(ctx context.Context, tx pgx.Tx, sql string, args ...any) error {
 	var name string
 	var durable bool
 	var bits int64
-	_, err = pgx.ForEachRow(rows, []any{&name, &durable, &bits}, func() error {
-		if k[name] == nil {
-			k[name] = &[2]int64{}
-		}
+	rows, _ := tx.Query(ctx, sql, args...) // an error comes with the rows
+	_, err := pgx.ForEachRow(rows, []any{&name, &durable, &bits}, func() error {
+		kinds := k[name]
 		if durable {
-			k[name][1] |= bits
+			kinds[1] |= bits
 		} else {
-			k[name][0] |= bits
+			kinds[0] |= bits
 		}
+		k[name] = kinds
 		return nil
 	})
 	return err
 }
 
-// RowKinds tells which algorithms have written the rows of limiters.
+// RowKinds tells which algorithms wrote the rows of limiters.
 func RowKinds(ctx context.Context, tx pgx.Tx, names []string) (Kinds, error) {
 	found := Kinds{}
-	return found, found.scan(tx.Query(ctx, kindsSQL, names, 100, 100))
+	return found, found.add(ctx, tx, kindsSQL, names, 100, 100)
 }
 
-// KindsOf tells which algorithms have written the rows of a limiter's key. If key is nil, or has no live rows, it looks
-// at all keys, or at a sample of them.
+// KindsOf tells which algorithms wrote the rows of a limiter's key. If key is nil, or has no live rows, it looks at all
+// keys, or at a sample of them.
 func KindsOf(ctx context.Context, a *cli.App, limiter string, key *string) (Kinds, error) {
 	names, found := algorithm.RowNames(limiter), Kinds{}
 	if key != nil {
 		if err := a.InStores(ctx, func(store *cli.App, pool *pgxpool.Pool) error {
 			return store.Read(ctx, pool, func(tx pgx.Tx) error {
-				return found.scan(tx.Query(ctx, keyKindsSQL, names, *key))
+				return found.add(ctx, tx, keyKindsSQL, names, *key)
 			})
 		}); err != nil || len(found) > 0 {
 			return found, err
@@ -100,21 +90,21 @@ func KindsOf(ctx context.Context, a *cli.App, limiter string, key *string) (Kind
 			if err != nil {
 				return err
 			}
-			return found.scan(tx.Query(ctx, kindsSQL, names, percent[cli.Table(false)], percent[cli.Table(true)]))
+			return found.add(ctx, tx, kindsSQL, names, percent[cli.Table(false)], percent[cli.Table(true)])
 		})
 	})
 	return found, err
 }
 
-// PrintWarning prints what misled says.
+// PrintWarning prints what Misled returns.
 func PrintWarning(w io.Writer, warning string) {
 	if warning != "" {
 		fmt.Fprintf(w, "warning: %s\n", warning)
 	}
 }
 
-// Misled says what is wrong with a question about a limiter, or about one of its keys: that its rows are in the other
-// table, or of another kind than the policy. A role that may not read the tables is not told.
+// Misled returns a warning if the rows of a limiter, or of one of its keys, are in the other table, or of another kind
+// than the policy. For a role that may not read the tables it returns nothing.
 func Misled(ctx context.Context, a *cli.App, limiter string, key *string, policy string, durable bool) string {
 	found, err := KindsOf(ctx, a, limiter, key)
 	if err != nil {
@@ -137,7 +127,7 @@ func Misled(ctx context.Context, a *cli.App, limiter string, key *string, policy
 	return ""
 }
 
-// Elsewhere says in which table a limiter has its rows, which is not the one that was asked for.
+// Elsewhere says that a limiter has its rows in the other table.
 func Elsewhere(limiter string, durable bool) string {
 	do := "give --durable"
 	if durable {
@@ -149,12 +139,12 @@ func Elsewhere(limiter string, durable bool) string {
 
 // OfAnotherKind says that a policy is of another kind than the rows of a name.
 func OfAnotherKind(own, name, others string) string {
-	return fmt.Sprintf("this policy is of the kind %s, and the rows of %s are of the kind %s, which count as none "+
-		"under it: give the policy of the application", own, cli.Printable(name), others)
+	return fmt.Sprintf("this policy is of the kind %s, and the rows of %s are of the kind %s, so it does not "+
+		"count them: give the application's policy", own, cli.Printable(name), others)
 }
 
-// OtherKinds are the words of a policy's algorithm and of those that have written rows. Both are "" if the policy's is
-// one of those. Only its first part counts, because the policy in the code may have no others.
+// OtherKinds returns the word for a policy's algorithm, and the words for those that wrote rows. Both are "" if the
+// policy's algorithm wrote some. Only the policy's first part counts, because the policy in the code may have only one.
 func OtherKinds(policy string, bits int64) (own, others string) {
 	numbers, err := algorithm.Parse(policy)
 	if err != nil || bits>>numbers[0].Algorithm&1 == 1 {
@@ -163,7 +153,7 @@ func OtherKinds(policy string, bits int64) (own, others string) {
 	return algorithm.ByCode(numbers[0].Algorithm).Word, strings.Join(Words(bits), ", ")
 }
 
-// Words are the algorithms that have written rows, as a policy's text begins.
+// Words returns the words for the algorithms that wrote rows. A policy's text begins with such a word.
 func Words(bits int64) []string {
 	all := []string{}
 	for _, a := range algorithm.All() {
@@ -174,17 +164,18 @@ func Words(bits int64) []string {
 	return all
 }
 
-// warnOfKind warns of a policy that the limiter seems to pass over.
+// warnOfKind warns if the limiter seems to pass over a policy.
 func warnOfKind(ctx context.Context, a *cli.App, r *PolicyRow) {
 	if r.Mode != ModeEnforce {
 		return
 	}
 	found, err := KindsOf(ctx, a, r.Limiter, nil)
 	if err != nil {
-		return // what was to be done is done
+		return // the policy is set all the same
 	}
 	if own, others := OtherKinds(*r.Policy, found.Either(r.Limiter)); others != "" {
 		fmt.Fprintf(a.Stderr, "warning: this policy is of the kind %s, and the rows of %s are of the kind %s: "+
-			"if the policy in the code is too, limiters pass this one over\n", own, cli.Printable(r.Limiter), others)
+			"if the policy in the code is of that kind too, limiters pass over this one\n",
+			own, cli.Printable(r.Limiter), others)
 	}
 }

@@ -17,7 +17,7 @@ import (
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
 )
 
-// momentValue is a flag whose value is a time, or how long after another one.
+// momentValue is a flag whose value is a time, or a duration after another time.
 type momentValue struct {
 	given bool
 	after time.Duration
@@ -52,7 +52,7 @@ func (v *momentValue) since(t time.Time) time.Time {
 	return v.at.UTC()
 }
 
-// readSpan reads a duration as policies have it, which may begin with days.
+// readSpan reads a duration as in a policy. Unlike those of Go, it may have days.
 func readSpan(text string) (time.Duration, error) {
 	numbers, err := algorithm.Parse("fixed 1/" + text)
 	if err != nil || len(numbers) != 1 || numbers[0].Span < time.Microsecond {
@@ -87,7 +87,7 @@ func checkComment(comment string) error {
 	return nil
 }
 
-func policySetCommand(a *cli.App) *cobra.Command {
+func setCommand(a *cli.App) *cobra.Command {
 	var target targetFlags
 	var from, until momentValue
 	var comment, mode string
@@ -95,20 +95,20 @@ func policySetCommand(a *cli.App) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "set NAME TARGET {POLICY | --off} --comment WHY",
 		Short: "Set the policy for a key, for a prefix, or for everybody",
-		Long: `Sets the policy for TARGET: --key KEY, --prefix PREFIX or --everybody. Processes learn of it
-within a second of its commit. A limiter passes over a policy of another kind than the one in the
-code, and logs that. If all rows of its keys are of another kind, this command warns of that.
+		Long: `Sets the policy for TARGET: --key KEY, --prefix PREFIX or --everybody. Processes learn of it within a
+second of its commit. A limiter passes over a policy of another kind than the one in the code, and logs
+that. If all rows of its keys are of another kind, this command warns of it.
 
-Without --until and --from, it replaces the rows for the same key, for the same prefix or for everybody
-that have begun, even a ban, and shows them. Rows that are yet to begin stay. With --until or --from, it
-replaces nothing. It overrides what is in force when it begins, and when it ends, that is in force again.
-Rows of --mode shadow replace and override only each other.
+Without --until and --from, the policy replaces the rows for the same TARGET that have begun, even a ban.
+The command shows the rows that it replaces. Rows that are yet to begin stay. With --until or --from, it
+replaces nothing. It overrides the row that is in force when it begins. When it ends, that row is in force
+again. Rows of --mode shadow replace and override only each other.
 
-It lowers a limit only with --force. A limit is lower if it allows less at once, or less in the long
-run, than a row that it replaces, or than the row that would otherwise be in force when it begins, be
-that for a shorter prefix or for everybody. The policy in the code is not compared, because this
-command cannot know it. --off lowers nothing, and neither does a shadow. A row that this release
-cannot read is not compared, and is replaced only with --force.`,
+The command lowers a limit only with --force. It compares the policy with the rows that it replaces, and
+with the row that would otherwise be in force when it begins, even one for a shorter prefix or for
+everybody. A limit is lower if it allows less at once, or less in the long run. The policy in the code is
+not compared, because this command does not know it. --off and a shadow lower nothing. A row that this
+release cannot read is not compared, and is replaced only with --force.`,
 		Example: `  pgratelimit policy set api --key customer:42 "sliding 5000/1m" --comment "ticket 1234"
   pgratelimit policy set api --prefix free: "sliding 50/1m" --until 2h --force --comment "attack"
   pgratelimit policy set login --everybody "sliding 5/1m" --mode shadow --comment "would 5 do?"
@@ -127,7 +127,7 @@ cannot read is not compared, and is replaced only with --force.`,
 			return cli.Usage(fmt.Errorf("--mode is %q, and must be enforce or shadow; --off and 'pgratelimit ban' "+
 				"are the other two", mode))
 		case off && mode == ModeShadow:
-			return cli.Usage(errors.New("--off is no shadow, because it decides nothing that could be reported"))
+			return cli.Usage(errors.New("--off is no shadow, because it decides nothing"))
 		case off:
 			wanted.Mode = ModeOff
 		default:
@@ -143,12 +143,8 @@ cannot read is not compared, and is replaced only with --force.`,
 		if err := errors.Join(CheckPolicyTarget(args[0], to), checkComment(comment)); err != nil {
 			return cli.Usage(err)
 		}
-		pool, err := a.OpenFirst(ctx)
-		if err != nil {
-			return err
-		}
-		defer pool.Close()
-		change, err := changePolicies(ctx, a, pool, args[0], to, dry, func(rows []PolicyRow, c *PolicyChange) error {
+		c := PolicyChange{DryRun: dry, removed: "replaced", added: "set"}
+		if err := c.carryOut(ctx, a, args[0], to, func(rows []PolicyRow) error {
 			if err := wanted.begin(&from, &until, c.at); err != nil {
 				return err
 			}
@@ -167,12 +163,11 @@ cannot read is not compared, and is replaced only with --force.`,
 				return fmt.Errorf("nothing was done, because this %s; --force does it", c.because)
 			}
 			return nil
-		})
-		if err != nil {
+		}); err != nil {
 			return err
 		}
-		warnOfKind(ctx, a, change.Added)
-		return printPolicyChange(a, &change, "replaced", "set", "")
+		warnOfKind(ctx, a, wanted)
+		return nil
 	})
 	target.add(cmd)
 	cmd.MarkFlagsOneRequired("key", "prefix", "everybody")
@@ -183,21 +178,19 @@ cannot read is not compared, and is replaced only with --force.`,
 	cmd.Flags().Var(&until, "until", "when it ends (default: never); a duration counts from when it begins")
 	cmd.Flags().BoolVar(&force, "force", false, "lower a limit, too")
 	addDryRun(cmd, &dry)
-	a.AddTimeout(cmd)
-	a.AddJSON(cmd)
-	return cmd
+	return a.Finish(cmd)
 }
 
 func addDryRun(cmd *cobra.Command, dry *bool) {
 	cmd.Flags().BoolVar(dry, "dry-run", false, "only show what would change")
 }
 
-// begin sets from when until when a row is to count. now is the database's clock.
+// begin sets when a row begins and ends. now is the database's clock.
 func (r *PolicyRow) begin(from, until *momentValue, now time.Time) error {
 	begins := now
 	if from.given {
 		if begins = from.since(now); !begins.After(now) {
-			return cli.Usage(fmt.Errorf("--from, %s, is not later than now, %s: without it, the policy begins now",
+			return cli.Usage(fmt.Errorf("--from, %s, is not later than now, %s; leave it out to begin now",
 				cli.Instant(begins), cli.Instant(now)))
 		}
 	}
@@ -213,7 +206,7 @@ func (r *PolicyRow) begin(from, until *momentValue, now time.Time) error {
 	return nil
 }
 
-// compare finds out whether the row that is added lowers the limit. rows are those that apply to the same.
+// compare finds out whether the added row lowers the limit. rows are those that apply to the same target.
 func (c *PolicyChange) compare(rows []PolicyRow) {
 	if c.Added.shadow() || c.Added.Mode == ModeOff {
 		return
@@ -224,7 +217,7 @@ func (c *PolicyChange) compare(rows []PolicyRow) {
 	}
 	for i := range others {
 		switch r := &others[i]; {
-		case !r.readable(): // limiters of a newer release may obey it
+		case !r.readable(): // but limiters of a newer release may obey it
 			c.because = fmt.Sprintf("replaces %s, which this release cannot read", r.Decides())
 		case isLower(c.Added, r):
 			c.because = fmt.Sprintf("lowers the limit, from %s to %s", r.Decides(), c.Added.Decides())
@@ -236,12 +229,12 @@ func (c *PolicyChange) compare(rows []PolicyRow) {
 	}
 }
 
-// isLower tells whether a row with a policy allows less than another one, at once or in the long run.
+// isLower tells whether a row with a policy allows less than another row, at once or in the long run.
 func isLower(r, than *PolicyRow) bool {
 	switch {
 	case than.Mode == ModeDeny:
 		return false
-	case than.Policy == nil: // all is allowed
+	case than.Policy == nil: // it allows everything
 		return true
 	}
 	burst, rate, err := allowance(*r.Policy)
@@ -249,7 +242,7 @@ func isLower(r, than *PolicyRow) bool {
 	return err != nil || otherErr != nil || burst.Cmp(otherBurst) < 0 || rate.Cmp(otherRate) < 0
 }
 
-// allowance returns how much policies allow at once, and each nanosecond in the long run.
+// allowance returns how much a policy allows at once, and how much per nanosecond in the long run.
 func allowance(text string) (burst, rate *big.Rat, err error) {
 	policies, err := algorithm.Parse(text)
 	if err != nil {
@@ -275,7 +268,7 @@ func allowance(text string) (burst, rate *big.Rat, err error) {
 	return burst, rate, nil
 }
 
-func policyUnsetCommand(a *cli.App) *cobra.Command {
+func unsetCommand(a *cli.App) *cobra.Command {
 	var target targetFlags
 	var mode string
 	var dry bool
@@ -283,9 +276,9 @@ func policyUnsetCommand(a *cli.App) *cobra.Command {
 		Use:   "unset NAME TARGET",
 		Short: "Remove the policies for a key, for a prefix, or for everybody",
 		Long: `Removes the rows for TARGET: --key KEY, --prefix PREFIX or --everybody, also those that are yet to
-begin, and shows them. Then what holds for a shorter prefix, for everybody, or in the code is in force. A ban by
-a person goes too. One that a limiter has made stays: 'pgratelimit unban' removes it. With --mode
-shadow, only rows of that mode go, and without it, only the others.`,
+begin, and shows them. Then the policy for a shorter prefix, for everybody, or in the code is in force. A
+person's ban goes too. A limiter's ban stays: 'pgratelimit unban' removes it. With --mode shadow, only the
+rows of that mode go. Without it, only the others go.`,
 		Example: `  pgratelimit policy unset api --key customer:42
   pgratelimit policy unset login --everybody --mode shadow
   pgratelimit policy unset api --prefix free: --dry-run --json`,
@@ -299,12 +292,8 @@ shadow, only rows of that mode go, and without it, only the others.`,
 		if err := CheckPolicyTarget(args[0], to); err != nil {
 			return err
 		}
-		pool, err := a.OpenFirst(ctx)
-		if err != nil {
-			return err
-		}
-		defer pool.Close()
-		change, err := changePolicies(ctx, a, pool, args[0], to, dry, func(rows []PolicyRow, c *PolicyChange) error {
+		c := PolicyChange{DryRun: dry, removed: "removed", none: "there is nothing to remove"}
+		return c.carryOut(ctx, a, args[0], to, func(rows []PolicyRow) error {
 			for _, r := range rows {
 				if r.Target().is(to) && r.shadow() == (mode == ModeShadow) && !r.Automatic {
 					c.Removed = append(c.Removed, r)
@@ -312,16 +301,10 @@ shadow, only rows of that mode go, and without it, only the others.`,
 			}
 			return nil
 		})
-		if err != nil {
-			return err
-		}
-		return printPolicyChange(a, &change, "removed", "", "there is nothing to remove")
 	})
 	target.add(cmd)
 	cmd.MarkFlagsOneRequired("key", "prefix", "everybody")
-	cmd.Flags().StringVar(&mode, "mode", ModeEnforce, "enforce, for all that decide, or shadow")
+	cmd.Flags().StringVar(&mode, "mode", ModeEnforce, "enforce, for all rows that decide, or shadow")
 	addDryRun(cmd, &dry)
-	a.AddTimeout(cmd)
-	a.AddJSON(cmd)
-	return cmd
+	return a.Finish(cmd)
 }

@@ -48,9 +48,7 @@ of this one are named with --proxy.`,
 	cmd.Flags().StringArrayVar(&others, "proxy", nil, "connection string (`URL`) of another proxy of the same shards")
 	cmd.Flags().BoolVar(&undo, "undo", false, "take back what was begun, if no key has moved yet")
 	cli.AddYes(cmd, &yes)
-	a.AddTimeout(cmd)
-	a.AddJSON(cmd)
-	return cmd
+	return a.Finish(cmd)
 }
 
 // growing is what growShards works on.
@@ -167,7 +165,7 @@ func own(ctx context.Context, a *cli.App, role string) (*pgx.Conn, error) {
 func (g *growing) Read(ctx context.Context, more []string, undo bool) error {
 	var old []string
 	for i, proxy := range g.proxies {
-		if err := InShard(ctx, proxy, func(pool *pgxpool.Pool) error {
+		if err := proxy.WithPool(ctx, func(pool *pgxpool.Pool) error {
 			t, err := ReadTarget(ctx, proxy, pool)
 			if err != nil {
 				return err
@@ -215,7 +213,7 @@ func (g *growing) Read(ctx context.Context, more []string, undo bool) error {
 func (g *growing) readStores(ctx context.Context) error {
 	for i, store := range g.stores {
 		g.states = append(g.states, NewState(store))
-		err := InShard(ctx, store, func(pool *pgxpool.Pool) error {
+		err := store.WithPool(ctx, func(pool *pgxpool.Pool) error {
 			return store.Look(ctx, pool, func(tx pgx.Tx) error { return g.states[i].Read(ctx, tx) })
 		})
 		if err != nil && i < len(g.stores)/2 {
@@ -289,7 +287,7 @@ func (g *growing) try(ctx context.Context, old *pgx.Conn) error {
 		config.Connections = append(config.Connections, store.Connection)
 	}
 	for i, proxy := range g.proxies {
-		if err := InShard(ctx, proxy, func(pool *pgxpool.Pool) error {
+		if err := proxy.WithPool(ctx, func(pool *pgxpool.Pool) error {
 			return proxy.Transaction(ctx, pool, pgx.ReadWrite, cli.AccessShare, true, func(tx pgx.Tx) error {
 				if err := shards.Install(ctx, tx, source, config); err != nil {
 					return err

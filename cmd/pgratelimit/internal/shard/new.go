@@ -48,7 +48,7 @@ func readNewShards(
 		visited := false
 		store, s := stores[place], &states[place]
 		*s = NewState(store)
-		if err := InShard(ctx, store, func(pool *pgxpool.Pool) error {
+		if err := store.WithPool(ctx, func(pool *pgxpool.Pool) error {
 			return store.Look(ctx, pool, func(tx pgx.Tx) error {
 				if err := s.readNew(ctx, tx, token, version); err != nil {
 					return err

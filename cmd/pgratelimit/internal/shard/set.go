@@ -62,9 +62,7 @@ it changes the proxy. If something is wrong, the proxy stays as it was.`,
 	cmd.Flags().StringVar(&user, "user", "",
 		"`role` as which PL/Proxy connects to the shards (default: as it is, of a proxy that there is)")
 	cli.AddYes(cmd, &yes)
-	a.AddTimeout(cmd)
-	a.AddJSON(cmd)
-	return cmd
+	return a.Finish(cmd)
 }
 
 func setShards(ctx context.Context, a *cli.App, config shards.Config, yes bool) error {
@@ -98,7 +96,7 @@ func setShards(ctx context.Context, a *cli.App, config shards.Config, yes bool) 
 		fmt.Fprint(a.Stdout, forgets)
 	}
 	var source shards.Source
-	if err := InShard(ctx, stores[0], func(pool *pgxpool.Pool) error {
+	if err := stores[0].WithPool(ctx, func(pool *pgxpool.Pool) error {
 		return stores[0].Look(ctx, pool, func(tx pgx.Tx) (err error) {
 			source, err = shards.Read(ctx, tx.Conn(), config.Schema)
 			return err
@@ -141,7 +139,7 @@ func setShards(ctx context.Context, a *cli.App, config shards.Config, yes bool) 
 
 // asOwner calls do in a transaction in a shard, as the owner of its tables.
 func asOwner(ctx context.Context, a *cli.App, do func(conn *pgx.Conn) error) error {
-	return a.About(InShard(ctx, a, func(pool *pgxpool.Pool) error {
+	return a.About(a.WithPool(ctx, func(pool *pgxpool.Pool) error {
 		return a.Write(ctx, pool, func(tx pgx.Tx) error {
 			q, _ := tx.(cli.Qualified)
 			var owner string

@@ -9,6 +9,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/spf13/cobra"
 
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
@@ -45,9 +46,7 @@ something is. It connects to each shard by the connection string of the proxy, a
 		Args: cobra.NoArgs,
 		RunE: cli.Action(func(ctx context.Context, _ []string) error { return listShards(ctx, a) }),
 	}
-	a.AddTimeout(cmd)
-	a.AddJSON(cmd)
-	return cmd
+	return a.Finish(cmd)
 }
 
 // listShards returns an error if something is wrong with a shard.
@@ -115,22 +114,20 @@ func checkConnections(connections []string) error {
 		if strings.HasPrefix(connection, "postgres://") || strings.HasPrefix(connection, "postgresql://") {
 			return refuse(`it is a URL, and PL/Proxy needs keywords: "host=10.0.0.1 dbname=limits_0"`)
 		}
-		settings, err := cli.Keywords(connection)
-		if err != nil {
-			return refuse(err.Error())
-		}
-		for _, secret := range []string{"user", "password", "sslpassword"} {
-			if _, given := settings[secret]; given {
-				return refuse(secret + " does not belong in it, because everybody can read it in the proxy's " +
-					"database: --user names the role, and " + PasswordVariable + " has the password")
-			}
-		}
-		if settings["dbname"] == "" {
-			return refuse("dbname is missing, by which errors name the shard")
-		}
 		shard := cli.App{Connection: connection}
 		if _, err := shard.Config(); err != nil {
+			return refuse(`it has to look like "host=10.0.0.1 dbname=limits_0": ` + cli.OneLine(err))
+		}
+		// What the connection string says comes last, and so it counts.
+		says, err := pgconn.ParseConfig("user='not given' password='not given' dbname='' " + connection)
+		switch {
+		case err != nil:
 			return refuse(cli.OneLine(err))
+		case says.User != "not given" || says.Password != "not given" || strings.Contains(connection, "sslpassword"):
+			return refuse("user and password do not belong in it, because everybody can read it in the proxy's " +
+				"database: --user names the role, and " + PasswordVariable + " has the password")
+		case says.Database == "":
+			return refuse("dbname is missing, and errors name the shard by it")
 		}
 	}
 	return nil

@@ -294,7 +294,7 @@ func States(ctx context.Context, a *cli.App, pool *pgxpool.Pool) (p ProxyState, 
 	for i, shard := range all {
 		reading.Go(func() {
 			s := NewState(shard)
-			if err := InShard(ctx, shard, func(pool *pgxpool.Pool) error {
+			if err := shard.WithPool(ctx, func(pool *pgxpool.Pool) error {
 				return shard.Look(ctx, pool, func(tx pgx.Tx) error { return s.Read(ctx, tx) })
 			}); err != nil {
 				s.cannotBeRead(err)
@@ -337,14 +337,4 @@ func clusterOf(states []State) string {
 		}
 	}
 	return ""
-}
-
-// InShard calls do with a pool.
-func InShard(ctx context.Context, a *cli.App, do func(*pgxpool.Pool) error) error {
-	pool, err := a.Open(ctx)
-	if err != nil {
-		return err
-	}
-	defer pool.Close()
-	return do(pool)
 }

@@ -9,6 +9,7 @@ SELECT
     pg_catalog.set_config('statement_timeout', $1::pg_catalog.text, true),
     pg_catalog.set_config('pgratelimit.schema', found.schema, true),
     pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true),
+    pg_catalog.set_config('timezone', 'UTC', true),
     pg_catalog.set_config('row_security', 'off', true) -- rows that it hides are an error, rather than left out
 FROM (
     SELECT CASE WHEN $2::pg_catalog.text OPERATOR(pg_catalog.<>) '' THEN $2::pg_catalog.text ELSE coalesce((

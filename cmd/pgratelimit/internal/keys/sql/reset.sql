@@ -1,5 +1,9 @@
--- Resets a key, and returns how many rows that removed.
---   $1 names of its rows, $2 key, $3 whether it is in rate_limit_durable
+-- Resets keys of a limiter, and returns how many rows it removed.
+--   $1  the names of a key's rows
+--   $2  the keys
+--   $3  whether the rows are in rate_limit_durable
+--   $4  how many milliseconds to wait for a row that somebody holds; NULL is without an end
 SELECT count(*)
 FROM unnest($1::text[]) AS n (name)
-WHERE rate_limit_reset(n.name, $2::text, $3::boolean, NULL::integer, NULL::boolean)
+CROSS JOIN unnest($2::text[]) AS k (key)
+WHERE rate_limit_reset(n.name, k.key, $3::boolean, $4::integer, NULL::boolean)

@@ -3,13 +3,11 @@
 --   $2 how many keys for each, those that it would have denied most first
 SELECT p.id, p.key, p.key_prefix, p.policy, coalesce(s.decided, 0), coalesce(s.denied, 0), coalesce(s.would_deny, 0),
     least(greatest(p.valid_from, p.changed_at, '0001-01-01 00:00:00Z'), '9999-12-31 00:00:00Z'), s.last_at,
-    most.keys, most.would_deny, most.denied
+    most.keys
 FROM rate_limit_policy AS p
 LEFT JOIN rate_limit_shadow AS s ON s.policy_id = p.id AND s.key = ''
 CROSS JOIN LATERAL (
-    SELECT array_agg(k.key ORDER BY k.would_deny DESC, k.key) AS keys,
-        array_agg(k.would_deny ORDER BY k.would_deny DESC, k.key) AS would_deny,
-        array_agg(k.denied ORDER BY k.would_deny DESC, k.key) AS denied
+    SELECT coalesce(jsonb_agg(k ORDER BY k.would_deny DESC, k.key), '[]') AS keys
     FROM (
         SELECT k.key, k.would_deny, k.denied
         FROM rate_limit_shadow AS k

@@ -1,19 +1,23 @@
 -- The changes of policies, the last one first, with the row before and after each.
---   $1 name of a limiter; NULL is all
---   $2 key, or NULL, $3 prefix, or NULL, $4 whether only those for everybody are wanted
---   $5 how many
--- Times are from the year 1 to the year 9999, which JSON needs, also of a row that came around the triggers.
+--   $1  name of a limiter; NULL is all
+--   $2  key, or NULL, $3 prefix, or NULL, $4 whether only those for everybody are wanted
+--   $5  how many
+-- Times are from the year 1 to the year 9999, as JSON needs it, also those of a row that came around the triggers.
 SELECT h.version, least(greatest(h.at, '0001-01-01 00:00:00Z'), '9999-12-31 00:00:00Z'), h.by, h.action,
-    b.id, b.name, b.key, b.key_prefix, b.mode, b.policy,
-    CASE WHEN b.valid_from >= '0001-01-01 00:00:00Z' THEN least(b.valid_from, '9999-12-31 00:00:00Z') END,
-    CASE WHEN b.valid_until < '9999-12-31 00:00:00Z' THEN greatest(b.valid_until, '0001-01-01 00:00:00Z') END,
-    b.comment, b.automatic, b.changed_by,
-    CASE WHEN b.changed_at < '9999-12-31 00:00:00Z' THEN greatest(b.changed_at, '0001-01-01 00:00:00Z') END,
-    a.id, a.name, a.key, a.key_prefix, a.mode, a.policy,
-    CASE WHEN a.valid_from >= '0001-01-01 00:00:00Z' THEN least(a.valid_from, '9999-12-31 00:00:00Z') END,
-    CASE WHEN a.valid_until < '9999-12-31 00:00:00Z' THEN greatest(a.valid_until, '0001-01-01 00:00:00Z') END,
-    a.comment, a.automatic, a.changed_by,
-    CASE WHEN a.changed_at < '9999-12-31 00:00:00Z' THEN greatest(a.changed_at, '0001-01-01 00:00:00Z') END
+    CASE WHEN b.id IS NOT NULL THEN jsonb_strip_nulls(to_jsonb(b) || jsonb_build_object(
+        'valid_from', CASE WHEN b.valid_from >= '0001-01-01 00:00:00Z'
+            THEN least(b.valid_from, '9999-12-31 00:00:00Z') END,
+        'valid_until', CASE WHEN b.valid_until < '9999-12-31 00:00:00Z'
+            THEN greatest(b.valid_until, '0001-01-01 00:00:00Z') END,
+        'changed_at', CASE WHEN b.changed_at < '9999-12-31 00:00:00Z'
+            THEN greatest(b.changed_at, '0001-01-01 00:00:00Z') END)) END,
+    CASE WHEN a.id IS NOT NULL THEN jsonb_strip_nulls(to_jsonb(a) || jsonb_build_object(
+        'valid_from', CASE WHEN a.valid_from >= '0001-01-01 00:00:00Z'
+            THEN least(a.valid_from, '9999-12-31 00:00:00Z') END,
+        'valid_until', CASE WHEN a.valid_until < '9999-12-31 00:00:00Z'
+            THEN greatest(a.valid_until, '0001-01-01 00:00:00Z') END,
+        'changed_at', CASE WHEN a.changed_at < '9999-12-31 00:00:00Z'
+            THEN greatest(a.changed_at, '0001-01-01 00:00:00Z') END)) END
 FROM rate_limit_policy_history AS h
 CROSS JOIN LATERAL jsonb_populate_record(NULL::rate_limit_policy, h.before) AS b
 CROSS JOIN LATERAL jsonb_populate_record(NULL::rate_limit_policy, h.after) AS a

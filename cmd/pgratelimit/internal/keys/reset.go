@@ -1,0 +1,232 @@
+package keys
+
+import (
+	"context"
+	_ "embed"
+	"errors"
+	"fmt"
+	"io"
+	"strings"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/spf13/cobra"
+
+	"github.com/pgratelimit/ratelimit/internal/algorithm"
+	"github.com/pgratelimit/ratelimit/internal/forget"
+	"github.com/pgratelimit/ratelimit/internal/pg"
+
+	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
+	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/policies"
+)
+
+var (
+	//go:embed sql/reset.sql
+	resetSQL string
+	//go:embed sql/next_keys.sql
+	nextKeysSQL string
+	//go:embed sql/count.sql
+	countSQL string
+)
+
+// BatchSize is how many keys one statement handles at most.
+const BatchSize = 1000
+
+func ResetCommand(a *cli.App) *cobra.Command {
+	var durable, all, yes bool
+	cmd := &cobra.Command{
+		Use:   "reset NAME {KEY | --all}",
+		Short: "Make a key as good as new, or all keys of a limiter",
+		Long: `Makes a key as good as new, or all keys of a limiter, in small transactions. Processes that remember
+a denial of the key may deny for another second. Those whose Config.Policies is set are told to forget
+it. If the limiter has several policies, the key has a row for each of them, and all these rows go. It
+is a failure if there is nothing to reset because the limiter's rows are in the other table.`,
+		Example: `  pgratelimit reset login user:123
+  pgratelimit reset login --all
+  pgratelimit reset api --all --durable --yes`,
+		Args: func(cmd *cobra.Command, args []string) error {
+			if all {
+				return cobra.ExactArgs(1)(cmd, args)
+			}
+			return cobra.ExactArgs(2)(cmd, args)
+		},
+		RunE: a.OnDatabase(func(ctx context.Context, pool *pgxpool.Pool, args []string) error {
+			var to policies.PolicyTarget
+			if !all {
+				to.Key = &args[1]
+			}
+			if err := policies.CheckPolicyTarget(args[0], to); err != nil {
+				return err
+			}
+			names := algorithm.RowNames(args[0])
+			var n int64
+			var err error
+			if all {
+				if err := a.Confirm(ctx, fmt.Sprintf("Reset all keys of limiter %s in %s?",
+					cli.Printable(args[0]), cli.Table(durable)), yes); err != nil {
+					return err
+				}
+				n, err = resetNames(ctx, a, pool, names, durable)
+			} else {
+				n, err = resetKeys(ctx, a, pool, names, args[1:], durable, true)
+			}
+			if n == 0 && err == nil {
+				found, unknown := policies.KindsOf(ctx, a, args[0], to.Key)
+				if unknown == nil && found.Elsewhere(args[0], durable) {
+					err = errors.New("nothing was reset, because " + policies.Elsewhere(args[0], durable))
+				}
+			}
+			return errors.Join(err, printReset(a, n, durable, err))
+		}),
+	}
+	cmd.Flags().BoolVar(&all, "all", false, "reset all keys of the limiter; asks first")
+	cli.AddYes(cmd, &yes)
+	cli.AddDurable(cmd, &durable)
+	return a.Finish(cmd)
+}
+
+// resetNames resets all keys that have rows of these names, in all databases, and returns how many rows it removed.
+func resetNames(
+	ctx context.Context, a *cli.App, pool *pgxpool.Pool, names []string, durable bool,
+) (total int64, err error) {
+	err = a.InStores(ctx, func(store *cli.App, in *pgxpool.Pool) error {
+		for _, name := range names {
+			n, err := ResetAll(ctx, store, in, pool, name, durable)
+			if total += n; err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+	return total, err
+}
+
+// resetKeys returns how many rows it removed. A key has one row for each policy of its limiter. Unless it waits, it
+// fails if somebody holds a row.
+func resetKeys(
+	ctx context.Context, a *cli.App, pool *pgxpool.Pool, names, keys []string, durable, waits bool,
+) (n int64, err error) {
+	var lockTimeout *int // milliseconds
+	if !waits {
+		lockTimeout = new(1)
+	}
+	err = a.Call(ctx, pool, func(tx pgx.Tx) error {
+		if err := announce(ctx, tx, names[0], keys...); err != nil {
+			return err
+		}
+		return tx.QueryRow(ctx, resetSQL, names, keys, durable, lockTimeout).Scan(&n)
+	})
+	return n, err
+}
+
+// announce tells processes that something was given to keys, when the transaction commits.
+func announce(ctx context.Context, tx pgx.Tx, limiter string, keys ...string) error {
+	hashes := map[string]bool{}
+	for _, key := range keys {
+		hashes[forget.Hash(limiter, key)] = true
+	}
+	for payload := range forget.Payloads(hashes) {
+		if _, err := tx.Exec(ctx, "SELECT pg_notify($1, $2)", forget.Channel, payload); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// ResetAll resets the keys with rows of a name, in their order. Keys that are added meanwhile may stay.
+//
+// While it holds rows, it does not wait for another one, so it cannot deadlock. If somebody holds a row of a batch, it
+// halves the batch. Keys whose rows are held come last, one at a time.
+//
+// Processes hear announcements in the database that they use. If that is a proxy, it hears them after each transaction.
+func ResetAll(
+	ctx context.Context, a *cli.App, pool, proxy *pgxpool.Pool, name string, durable bool,
+) (total int64, err error) {
+	bar, all, passed := a.NewBar("resetting"), int64(0), int64(0)
+	defer bar.Remove()
+	if bar.Shown != nil {
+		if err := a.Read(ctx, pool, func(tx pgx.Tx) error {
+			return tx.QueryRow(ctx, inTable(countSQL, durable), name).Scan(&all)
+		}); err != nil {
+			return 0, err
+		}
+	}
+	var held []string
+	var reset func(keys []string, waits bool) error
+	reset = func(keys []string, waits bool) error {
+		n, err := resetKeys(ctx, a, pool, []string{name}, keys, durable, waits)
+		switch half := len(keys) / 2; {
+		case !waits && pg.LockTimeout(err) && half == 0:
+			held = append(held, keys...)
+			return nil
+		case !waits && pg.LockTimeout(err):
+			if err := reset(keys[:half], false); err != nil {
+				return err
+			}
+			return reset(keys[half:], false)
+		case err != nil:
+			return err
+		}
+		total += n
+		passed += int64(len(keys))
+		bar.Update(passed, all)
+		if a.Connection == "" {
+			return nil
+		}
+		return a.Call(ctx, proxy, func(tx pgx.Tx) error { return announce(ctx, tx, name, keys...) })
+	}
+	for after := ""; ; {
+		var keys []string
+		if err := a.Read(ctx, pool, func(tx pgx.Tx) (err error) {
+			keys, err = nextKeys(ctx, tx, name, after, BatchSize, durable)
+			return err
+		}); err != nil {
+			return total, err
+		}
+		if len(keys) == 0 {
+			break
+		}
+		after = keys[len(keys)-1]
+		if err := reset(keys, false); err != nil {
+			return total, err
+		}
+	}
+	for _, key := range held {
+		if err := reset([]string{key}, true); err != nil {
+			return total, err
+		}
+	}
+	return total, nil
+}
+
+// inTable returns a query for the other table if durable. It is written for rate_limit_ephemeral.
+func inTable(sql string, durable bool) string {
+	return strings.ReplaceAll(sql, cli.Table(false), cli.Table(durable))
+}
+
+// nextKeys returns up to limit keys of a limiter that come after the key after, in order.
+func nextKeys(ctx context.Context, tx pgx.Tx, name, after string, limit int64, durable bool) ([]string, error) {
+	rows, _ := tx.Query(ctx, inTable(nextKeysSQL, durable), name, after, limit) // an error comes with the rows
+	return pgx.CollectRows(rows, pgx.RowTo[string])
+}
+
+// printReset says how many rows were removed, even if an error came after some of them.
+func printReset(a *cli.App, n int64, durable bool, err error) error {
+	if err != nil && n == 0 {
+		return nil
+	}
+	value := struct {
+		Table string `json:"table"`
+		Reset int64  `json:"reset"`
+	}{cli.Table(durable), n}
+	return a.Print(value, func(w io.Writer) {
+		switch {
+		case n > 0:
+			fmt.Fprintf(w, "reset %d in %s\n", n, value.Table)
+		case durable:
+			fmt.Fprintf(w, "nothing to reset in %s; leave out --durable for %s\n", value.Table, cli.Table(false))
+		default:
+			fmt.Fprintf(w, "nothing to reset in %s; give --durable for %s\n", value.Table, cli.Table(true))
+		}
+	})
+}
