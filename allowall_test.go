@@ -15,6 +15,8 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/ratelimit/internal/model"
+	"github.com/pgratelimit/ratelimit/internal/modeltest"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
@@ -44,7 +46,7 @@ func TestAllowAllTakesFromAllOrFromNone(t *testing.T) {
 	require.True(t, first.Allowed)
 	require.Zero(t, first.RetryAfter)
 	for i, want := range []Result{
-		modelResults(modelOf(a.models[0]), t0, 1)[0], modelResults(modelOf(b.models[0]), t0, 2)[0], modelResults(modelOf(c.models[0]), t0, 1)[0],
+		modelResults(a.models[0], t0, 1)[0], modelResults(b.models[0], t0, 2)[0], modelResults(c.models[0], t0, 1)[0],
 	} {
 		require.Equal(t, want, utc(first.Each[i]))
 	}
@@ -93,7 +95,7 @@ func TestDenialOfAllWritesNothing(t *testing.T) {
 	a, b, c := threeLimits(t, pool, 5, 5, 1)
 	_, err := c.Allow(t.Context(), "all")
 	require.NoError(t, err)
-	before := [2]map[rowID]storedRow{storedRows(t, pool, false), storedRows(t, pool, true)}
+	before := [2]map[modeltest.RowID]modeltest.Row{storedRows(t, pool, false), storedRows(t, pool, true)}
 	tx := pgtest.Begin(t, db)
 	for i := range 20 {
 		denied, err := allowAllTx(
@@ -215,14 +217,14 @@ func TestAllFunctionRefusesBadParts(t *testing.T) {
 
 	pool := pgtest.New(t).Pool
 	good := func() []any {
-		return append(allArrays([]modelRequest{
-			{parts: []modelPart{
-				{id: rowID{"a", "x"}, policy: FixedWindow{Limit: 3, Window: time.Hour}, cost: 1},
-				{id: rowID{"b", "y"}, policy: TokenBucket{Capacity: 3, Refill: 1, Every: time.Hour}, cost: 1},
-			}, count: 1},
+		return append(allArrays([]modeltest.Request{
+			{Parts: []modeltest.Part{
+				{ID: modeltest.RowID{Name: "a", Key: "x"}, Policy: model.FixedWindow{Limit: 3, Window: time.Hour}, Cost: 1},
+				{ID: modeltest.RowID{Name: "b", Key: "y"}, Policy: model.TokenBucket{Capacity: 3, Refill: 1, Every: time.Hour}, Cost: 1},
+			}, Count: 1},
 			{
-				parts: []modelPart{{id: rowID{"a", "y"}, policy: SlidingWindow{Limit: 3, Window: time.Hour}, cost: 1}},
-				count: 1,
+				Parts: []modeltest.Part{{ID: modeltest.RowID{Name: "a", Key: "y"}, Policy: model.SlidingWindow{Limit: 3, Window: time.Hour}, Cost: 1}},
+				Count: 1,
 			},
 		}), nil, nil, t0, nil, nil, nil, nil, false, nil, nil)
 	}

@@ -7,27 +7,16 @@ import (
 	"strings"
 	"testing"
 	"time"
-	_ "time/tzdata" // so that the tests know time zones wherever they run
 
 	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit/internal/memory"
+	"github.com/pgratelimit/ratelimit/internal/model"
+	"github.com/pgratelimit/ratelimit/internal/modeltest"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
-
-func calendarUnits() []Unit {
-	return []Unit{CalendarMinute, CalendarHour, CalendarDay, CalendarWeek, CalendarMonth}
-}
-
-// steadyZones are time zones whose rules have been the same for long, so that this process and a server agree on
-// them. Among them are changes of half an hour, and changes a minute after midnight.
-func steadyZones() []string {
-	return []string{
-		"", "Europe/Berlin", "America/New_York", "Australia/Lord_Howe", "America/St_Johns", "Asia/Kolkata",
-	}
-}
 
 // calendarSamples are times in fifty years, at which windows of a time zone are compared: on both sides of every change
 // of its clocks that this process knows, and a time in each year.
@@ -59,7 +48,7 @@ func compareCalendars(t *testing.T, db pgtest.Executor, zones []string) (wrong [
 	for chunk := range slices.Chunk(zones, 50) {
 		var names []string
 		var times, offsets []int64
-		ends := make([][]int64, len(calendarUnits()))
+		ends := make([][]int64, len(modeltest.Units()))
 		for _, name := range chunk {
 			zone, err := time.LoadLocation(name)
 			if err != nil {
@@ -68,8 +57,8 @@ func compareCalendars(t *testing.T, db pgtest.Executor, zones []string) (wrong [
 			for _, clock := range calendarSamples(zone) {
 				_, offset := time.UnixMicro(clock).In(zone).Zone()
 				names, times, offsets = append(names, name), append(times, clock), append(offsets, int64(offset))
-				for i, unit := range calendarUnits() {
-					ends[i] = append(ends[i], CalendarWindow{Unit: unit, Zone: name}.end(clock))
+				for i, unit := range modeltest.Units() {
+					ends[i] = append(ends[i], model.CalendarWindow{Span: unit, Zone: name}.End(clock))
 				}
 			}
 		}
@@ -143,7 +132,7 @@ func TestCalendarWindowsAreThoseOfThePostgresCalendar(t *testing.T) {
 	wrong, agree := compareCalendars(t, db.Pool, zones)
 	require.Empty(t, wrong)
 	t.Logf("%d time zones; of %d, this process has the same data", len(zones), agree)
-	steady := steadyZones()[1:]
+	steady := modeltest.SteadyZones()[1:]
 	wrong, agree = compareCalendars(t, db.Pool, steady)
 	require.Empty(t, wrong)
 	require.Equal(t, len(steady), agree)

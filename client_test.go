@@ -57,7 +57,9 @@ func TestMixedStatementEqualsTheModel(t *testing.T) {
 					TokenBucket{limit, 1 + r.Int64N(3), window}, SlidingLog{limit, window},
 				}[i%4]
 				if i == 3 && story%2 == 0 {
-					return CalendarWindow{limit, oneOf(r, calendarUnits()), oneOf(r, steadyZones())}
+					return policyOf(model.CalendarWindow{
+						Limit: limit, Span: modeltest.OneOf(r, modeltest.Units()), Zone: modeltest.OneOf(r, modeltest.SteadyZones()),
+					}.Numbers())
 				}
 				if i == 4 {
 					return All(policy, SlidingLog{limit + 2, window}, TokenBucket{limit + 1, 1, window})
@@ -68,7 +70,7 @@ func TestMixedStatementEqualsTheModel(t *testing.T) {
 			limiters[i] = []*Limiter{l, l.with(t, draw())}
 		}
 		limiters[5][0] = limiters[5][0].with(t, limiters[1][0].Config().Policy) // two limiters have the same policy
-		asModel := rows{false: {}, true: {}}
+		asModel := modeltest.NewRows()
 		var given []kept
 		for step := range steps {
 			clock.at = clock.at.Add(time.Duration(r.IntN(4)*r.IntN(4)) * time.Second)
@@ -120,19 +122,19 @@ func TestMixedStatementEqualsTheModel(t *testing.T) {
 				}
 				requests = append(requests, q)
 			}
-			expected := make([]modelRequest, len(requests))
+			expected := make([]modeltest.Request, len(requests))
 			for i, q := range requests {
-				expected[i].count = q.count
+				expected[i].Count = q.count
 				for _, p := range q.parts {
-					part := modelPart{id: rowID{p.name, p.key}, durable: p.space.durable, policy: modelOf(p.rules), cost: p.cost}
+					part := modeltest.Part{ID: modeltest.RowID{Name: p.name, Key: p.key}, Durable: p.space.durable, Policy: p.rules, Cost: p.cost}
 					if p.refund != nil {
-						part.refund = []model.Take{*p.refund}
+						part.Refund = []model.Take{*p.refund}
 					}
-					expected[i].parts = append(expected[i].parts, part)
+					expected[i].Parts = append(expected[i].Parts, part)
 				}
 			}
 			title := fmt.Sprintf("%s=%d, story %d, step %d: %+v", seedVariable, seed, story, step, expected)
-			asModel.decideAll(expected, clock.at.UnixMicro())
+			asModel.DecideAll(expected, clock.at.UnixMicro())
 			tx := limiters[0][0].ownTransaction()
 			tx.skipHeld = r.IntN(3) == 0
 			require.NoError(t, client.batcher.decide(t.Context(), db.Pool, requests, tx), title)
@@ -140,7 +142,7 @@ func TestMixedStatementEqualsTheModel(t *testing.T) {
 			denied := map[denialKey]*request{} // the last of each key; nil: none, or it is forgotten
 			for i, q := range requests {
 				for j := range q.parts {
-					got, want := q.parts[j].decision, expected[i].parts[j].decision
+					got, want := q.parts[j].decision, expected[i].Parts[j].Decision
 					got.DecidedAt = got.DecidedAt.UTC()
 					want.State, want.Taken.Units = modeltest.Told(want.State), 0
 					require.Equal(t, want, got, "request %d, part %d, of %s", i, j, title)

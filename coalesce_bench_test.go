@@ -15,10 +15,10 @@ import (
 // shares with others.
 
 func BenchmarkModel(b *testing.B) {
-	for _, policy := range []ruled{
-		FixedWindow{Limit: 1 << 20, Window: time.Hour},
-		SlidingWindow{Limit: 1 << 20, Window: time.Hour},
-		TokenBucket{Capacity: 1 << 20, Refill: 1 << 20, Every: time.Hour},
+	for _, policy := range []model.Rules{
+		model.FixedWindow{Limit: 1 << 20, Window: time.Hour},
+		model.SlidingWindow{Limit: 1 << 20, Window: time.Hour},
+		model.TokenBucket{Capacity: 1 << 20, Refill: 1 << 20, Every: time.Hour},
 	} {
 		b.Run(fmt.Sprintf("%T", policy), func(b *testing.B) {
 			b.ReportAllocs()

@@ -207,9 +207,9 @@ func TestRowDeletedBetweenLookAndInsert(t *testing.T) {
 				want["a"] += 5
 			}
 			for _, e := range elements {
-				require.EqualValues(t, 1, e.decision.Granted, e.key)
-				require.Equal(t, 10-want[e.key], e.decision.Remaining, e.key)
-				require.Equal(t, want[e.key], taken(t, db.Pool, config, e.key), e.key)
+				require.EqualValues(t, 1, e.Decision.Granted, e.Key)
+				require.Equal(t, 10-want[e.Key], e.Decision.Remaining, e.Key)
+				require.Equal(t, want[e.Key], taken(t, db.Pool, config, e.Key), e.Key)
 			}
 		}
 	})

@@ -14,6 +14,8 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/ratelimit/internal/model"
+	"github.com/pgratelimit/ratelimit/internal/modeltest"
 	"github.com/pgratelimit/ratelimit/internal/pgserver"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
@@ -45,7 +47,7 @@ func TestMistakesInTheFunctionsDifferFromTheModel(t *testing.T) {
 		log: "rate_limit_take_sliding_log", calendar: "rate_limit_take_calendar_window",
 	}
 	// What random stories come by too rarely.
-	rare := map[int]func() []step{sliding: roundingStory, bucket: changedBuckets, log: refundBehindTheClock, calendar: calendarBehindTheClock, all: refundOfTheWindowBefore}
+	rare := map[int]func() []modeltest.Step{sliding: roundingStory, bucket: changedBuckets, log: refundBehindTheClock, calendar: calendarBehindTheClock, all: refundOfTheWindowBefore}
 	type mistake struct {
 		algorithm    int
 		function     string
@@ -74,17 +76,19 @@ func TestMistakesInTheFunctionsDifferFromTheModel(t *testing.T) {
 				require.NoError(t, err)
 			}
 			seed := testSeed(t)
-			concerned := func(s step) bool { return c.algorithm == all || s.policy.Numbers().Algorithm == int16(c.algorithm) }
-			mostly := func(r *rand.Rand) ruled { // of that algorithm, or it would take three times as many steps
-				p := randomPolicy(r)
+			concerned := func(s modeltest.Step) bool {
+				return c.algorithm == all || s.Policy.Numbers().Algorithm == int16(c.algorithm)
+			}
+			mostly := func(r *rand.Rand) model.Rules { // of that algorithm, or it would take three times as many steps
+				p := modeltest.RandomPolicy(r)
 				for c.algorithm != all && p.Numbers().Algorithm != int16(c.algorithm) && r.IntN(10) > 0 {
-					p = randomPolicy(r)
+					p = modeltest.RandomPolicy(r)
 				}
 				return p
 			}
 			for story := uint64(0); ; story++ {
 				require.Less(t, story, uint64(20_000), "the model does not tell the mistake")
-				steps, err := newStoryOf(rand.New(rand.NewPCG(seed, story)), 40, mostly)
+				steps, err := modeltest.NewStoryOf(rand.New(rand.NewPCG(seed, story)), 40, mostly)
 				require.NoError(t, err)
 				if !slices.ContainsFunc(steps, concerned) {
 					continue
@@ -298,7 +302,7 @@ func TestDecidingWithoutTheLockAdmitsTooMany(t *testing.T) {
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
 
 	for name, variant := range map[string]struct {
-		policy   ruled
+		policy   single
 		function string
 		oldNew   []string
 		taken    int64
@@ -465,7 +469,7 @@ func TestUpdatesAreHOT(t *testing.T) {
 				clock = clock.Add(time.Second)
 				return clock
 			}}
-			for name, policy := range map[string]ruled{
+			for name, policy := range map[string]single{
 				"fixed window":   FixedWindow{Limit: 10, Window: time.Second},
 				"sliding window": SlidingWindow{Limit: 10, Window: time.Second},
 				"token bucket":   TokenBucket{Capacity: 10, Refill: 10, Every: time.Second},

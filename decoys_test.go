@@ -15,6 +15,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/ratelimit/internal/modeltest"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/migrations"
 )
@@ -103,16 +104,16 @@ func callEverything(t *testing.T, db *pgtest.DB, pool *pgxpool.Pool) error {
 	const stories, stepsOf = 8, 25
 	seed := testSeed(t)
 	for story := range uint64(stories) { // looks, takes, refunds and grants, of one key and of several, under all policies
-		steps, err := newStory(rand.New(rand.NewPCG(seed, story)), stepsOf)
+		steps, err := modeltest.NewStory(rand.New(rand.NewPCG(seed, story)), stepsOf)
 		require.NoError(t, err)
 		for _, step := range steps {
 			limiter := newLimiter(t, pool, Config{
 				Name: fmt.Sprint(
 					story,
-					step.name,
-				), Policy: step.policy, Durable: step.durable, Client: ClientConfig{Timeout: amply, Test: frozen(time.UnixMicro(step.clock))},
+					step.Name,
+				), Policy: policyOf(step.Policy.Numbers()), Durable: step.Durable, Client: ClientConfig{Timeout: amply, Test: frozen(time.UnixMicro(step.Clock))},
 			})
-			if err := limiter.decide(t.Context(), pool, slices.Clone(step.elements), transaction{}); err != nil {
+			if err := limiter.decide(t.Context(), pool, slices.Clone(step.Elements), transaction{}); err != nil {
 				return fmt.Errorf("%s=%d: %v: %w", seedVariable, seed, step, err)
 			}
 		}
@@ -130,7 +131,7 @@ func callEverything(t *testing.T, db *pgtest.DB, pool *pgxpool.Pool) error {
 						return fmt.Errorf("%s of %s: %w", name, config.Name, err)
 					}
 				}
-				several := []element{{key: "three", cost: 6, count: 2}, {key: "four", cost: 6, count: 2}} // of which one fits
+				several := []modeltest.Element{{Key: "three", Cost: 6, Count: 2}, {Key: "four", Cost: 6, Count: 2}} // of which one fits
 				if err := limiter.decide(t.Context(), pool, several, transaction{}); err != nil {
 					return fmt.Errorf("several keys of %s: %w", config.Name, err)
 				}

@@ -17,6 +17,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit/internal/model"
+	"github.com/pgratelimit/ratelimit/internal/modeltest"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 )
 
@@ -145,7 +146,7 @@ func (r *heldRows) Scan(targets ...any) error {
 func TestDenialsNeverChangeADecisionInAnyOrder(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
-	for _, policy := range []ruled{
+	for _, policy := range []single{
 		FixedWindow{Limit: 5, Window: 3 * time.Second},
 		SlidingWindow{Limit: 5, Window: 3 * time.Second},
 		TokenBucket{Capacity: 5, Refill: 3, Every: 2 * time.Second},
@@ -182,13 +183,13 @@ type orders struct {
 	random  *rand.Rand
 	gate    *gate
 	tx      *pgx.Conn
-	policy  ruled
+	policy  single
 	l, lead *Limiter // lead is another one, for requests that are not l's first
 	tiers   []Policy // under which l is asked, too
 
-	history   []map[string]storedRow // the rows after each event
-	told      map[string]int         // the last event that has changed a key, and that somebody was told of
-	held      map[string]bool        // by the transaction that has not ended
+	history   []map[string]modeltest.Row // the rows after each event
+	told      map[string]int             // the last event that has changed a key, and that somebody was told of
+	held      map[string]bool            // by the transaction that has not ended
 	inTx      bool
 	abandoned bool
 	seen      map[string]int
@@ -197,7 +198,7 @@ type orders struct {
 	taken map[string][]Result // of each key, what may be given back
 }
 
-func newOrders(t *testing.T, policy ruled, conn, tx *pgx.Conn, elsewhere elsewhere) *orders {
+func newOrders(t *testing.T, policy single, conn, tx *pgx.Conn, elsewhere elsewhere) *orders {
 	t.Helper()
 	o := &orders{
 		t: t, policy: policy, gate: &gate{conn: conn, elsewhere: elsewhere}, tx: tx,
@@ -228,12 +229,12 @@ func newOrders(t *testing.T, policy ruled, conn, tx *pgx.Conn, elsewhere elsewhe
 
 // event notes what the rows are now.
 func (o *orders) event() {
-	rows := map[string]storedRow{}
-	var stored map[rowID]storedRow
+	rows := map[string]modeltest.Row{}
+	var stored map[modeltest.RowID]modeltest.Row
 	o.gate.elsewhere.run(func() { stored = storedRows(o.gate.elsewhere.t, o.gate.conn, false) })
 	for id, row := range stored {
-		if id.name == "l" {
-			rows[id.key] = row
+		if id.Name == "l" {
+			rows[id.Key] = row
 		}
 	}
 	o.history = append(o.history, rows)
@@ -314,7 +315,7 @@ func (o *orders) check(l *Limiter, key string, n int64, got Result) {
 	var possible []Result
 	for _, rows := range o.history[o.told[key]:] {
 		row, clock, m := rows[key], time.Now(), l.models[0]
-		if row.algorithm != m.Numbers().Algorithm {
+		if row.Algorithm != m.Numbers().Algorithm {
 			row.State = model.State{}
 		}
 		_, d := m.Decide(row.State, clock.UnixMicro(), n)

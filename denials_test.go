@@ -13,6 +13,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit/internal/model"
+	"github.com/pgratelimit/ratelimit/internal/modeltest"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 )
 
@@ -24,23 +25,23 @@ func (c *setClock) now() time.Time { return c.at }
 // testDenials are denials under one policy.
 type testDenials struct {
 	*denials
-	policy ruled
+	policy model.Rules
 	space  *keyspace
 }
 
-func newTestDenials(policy ruled, maxAge time.Duration) (testDenials, *setClock) {
+func newTestDenials(policy single, maxAge time.Duration) (testDenials, *setClock) {
 	clock := &setClock{at: time.Date(2026, 1, 1, 12, 0, 0, 0, time.UTC)}
-	return testDenials{newDenials(maxAge, clock.now), policy, &keyspace{}}, clock
+	return testDenials{newDenials(maxAge, clock.now), policy.one(), &keyspace{}}, clock
 }
 
 func (d testDenials) deny(key string, n int64) (Result, bool) {
-	return d.lookup(d.space, d.policy.one(), key, n)
+	return d.lookup(d.space, d.policy, key, n)
 }
 
 func (d testDenials) changed(key string, since *changes) { d.forget(d.space, key, since) }
 
 func (d testDenials) remember(key string, denied model.Decision, asked, told time.Duration, since *changes) {
-	d.denials.remember(&part{space: d.space, rules: d.policy.one(), key: key, decision: denied}, asked, told, since)
+	d.denials.remember(&part{space: d.space, rules: d.policy, key: key, decision: denied}, asked, told, since)
 }
 
 // remembersDenial tells whether a denial of a key is remembered that denies a cost of n.
@@ -66,7 +67,7 @@ func TestDenialsNeverChangeADecision(t *testing.T) {
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
 	ctx := context.Background()
 	pool := pgtest.New(t).Pool
-	for _, policy := range []ruled{
+	for _, policy := range []single{
 		FixedWindow{Limit: 5, Window: 3 * time.Second},
 		SlidingWindow{Limit: 5, Window: 3 * time.Second},
 		TokenBucket{Capacity: 5, Refill: 3, Every: 2 * time.Second},
@@ -114,7 +115,7 @@ func TestDenialsNeverChangeADecision(t *testing.T) {
 				cost := 1 + random.Int64N(5)
 				asked := policy
 				if random.IntN(10) == 0 {
-					asked = []ruled{
+					asked = []single{
 						FixedWindow{Limit: 6, Window: 2 * time.Second}, SlidingWindow{Limit: 7, Window: 4 * time.Second},
 						TokenBucket{Capacity: 5, Refill: 4, Every: 2 * time.Second},
 					}[random.IntN(3)]
@@ -209,7 +210,7 @@ func TestDenialAllowsForTheTimeThatTheStatementTook(t *testing.T) {
 // time.
 func TestCachedDenialTellsTheTruthAtItsTime(t *testing.T) {
 	t.Parallel()
-	for _, policy := range []ruled{
+	for _, policy := range []single{
 		FixedWindow{Limit: 1000, Window: time.Second},
 		SlidingWindow{Limit: 1000, Window: time.Second},
 		TokenBucket{Capacity: 1000, Refill: 1000, Every: time.Second},
@@ -229,8 +230,8 @@ func TestCachedDenialTellsTheTruthAtItsTime(t *testing.T) {
 				var taken model.State
 				for range 4 {
 					elapse(clock, 500*time.Millisecond)
-					_, left := policy.Decide(taken, clock.at.UnixMicro(), 0)
-					taken, _ = policy.Decide(
+					_, left := policy.one().Decide(taken, clock.at.UnixMicro(), 0)
+					taken, _ = policy.one().Decide(
 						taken,
 						clock.at.UnixMicro(),
 						left.Remaining-random.Int64N(left.Remaining+1)/2,
@@ -249,12 +250,12 @@ func TestCachedDenialTellsTheTruthAtItsTime(t *testing.T) {
 						continue
 					}
 					told++
-					_, want := policy.Decide(taken, got.DecidedAt.UnixMicro(), cost)
+					_, want := policy.one().Decide(taken, got.DecidedAt.UnixMicro(), cost)
 					require.Zero(t, want.Granted, "seed %d", seed)
 					require.Equal(t, want.Remaining, got.Remaining, "seed %d, cost %d", seed, cost)
 					require.Equal(t, model.Duration(want.RetryAfter), got.RetryAfter, "seed %d, cost %d", seed, cost)
 					require.Equal(t, model.Duration(want.ResetAfter), got.ResetAfter, "seed %d, cost %d", seed, cost)
-					_, now := policy.Decide(taken, clock.at.UnixMicro(), cost)
+					_, now := policy.one().Decide(taken, clock.at.UnixMicro(), cost)
 					require.Zero(t, now.Granted, "seed %d: it fits by now", seed)
 				}
 			}
@@ -326,9 +327,9 @@ func TestDenialOfSomeIsRemembered(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		policy := FixedWindow{Limit: 10, Window: time.Hour}
 		l := newLimiter(t, newModelDB(), Config{Name: "test", Policy: policy})
-		elements := []element{{key: "key", cost: 1, count: 64}}
+		elements := []modeltest.Element{{Key: "key", Cost: 1, Count: 64}}
 		require.NoError(t, l.decideAndRemember(t.Context(), elements))
-		require.Equal(t, int64(10), elements[0].decision.Granted)
+		require.Equal(t, int64(10), elements[0].Decision.Granted)
 		result, err := l.Allow(t.Context(), "key")
 		require.NoError(t, err)
 		require.Equal(t, SourceCachedDenial, result.Source)
@@ -391,7 +392,7 @@ func TestDenialsAgeThoughTheClockBeganAtZero(t *testing.T) {
 	})
 	require.Zero(t, read)
 	clock.at = t0
-	d := testDenials{l.client.batcher.denials, hourly, l.space}
+	d := testDenials{l.client.batcher.denials, hourly.one(), l.space}
 	rememberDenied(d, "key", clock)
 	_, ok := d.deny("key", 1)
 	require.True(t, ok)
@@ -429,15 +430,15 @@ func TestCachedDenialNeedsNoMemory(t *testing.T) {
 }
 
 // deniedLimiter returns a limiter without a database that remembers a denial of user:123.
-func deniedLimiter(t testing.TB, policy ruled) *Limiter {
+func deniedLimiter(t testing.TB, policy single) *Limiter {
 	l, err := New(&pgxpool.Pool{}, Config{Name: "test", Policy: policy, Client: ClientConfig{DenialMaxAge: time.Hour}})
 	require.NoError(t, err)
-	rememberDenied(testDenials{l.client.batcher.denials, policy, l.space}, "user:123", &setClock{at: time.Now()})
+	rememberDenied(testDenials{l.client.batcher.denials, policy.one(), l.space}, "user:123", &setClock{at: time.Now()})
 	return l
 }
 
 func BenchmarkCachedDenial(b *testing.B) {
-	for _, policy := range []ruled{
+	for _, policy := range []single{
 		FixedWindow{Limit: 10, Window: time.Hour},
 		SlidingWindow{Limit: 10, Window: time.Hour},
 		TokenBucket{Capacity: 10, Refill: 1, Every: time.Hour},

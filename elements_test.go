@@ -6,24 +6,16 @@ import (
 	"time"
 
 	"github.com/pgratelimit/ratelimit/internal/model"
+	"github.com/pgratelimit/ratelimit/internal/modeltest"
 )
 
-// element is what a statement asks for one key: count requests of one cost.
-type element struct {
-	key         string
-	cost, count int64
-	refund      []model.Take // of a cost below 0; nil: it grants
-	decision    model.Decision
-	held        bool // it was passed over
-}
-
 // requestsOf are the requests that ask for elements.
-func (l *Limiter) requestsOf(elements []element) []*request {
+func (l *Limiter) requestsOf(elements []modeltest.Element) []*request {
 	requests := make([]*request, len(elements))
 	for i, e := range elements {
 		requests[i] = l.client.requests.get(l.space, l.Config().Policy)
-		requests[i].add(l.space, l.models, e.key, e.cost, e.refund)
-		requests[i].count, requests[i].since = e.count, time.Now()
+		requests[i].add(l.space, l.models, e.Key, e.Cost, e.Refund)
+		requests[i].count, requests[i].since = e.Count, time.Now()
 	}
 	return requests
 }
@@ -31,29 +23,29 @@ func (l *Limiter) requestsOf(elements []element) []*request {
 // requestsFor are requests for a key, one of each cost.
 func (l *Limiter) requestsFor(key string, costs ...int64) (requests []*request) {
 	for _, cost := range costs {
-		requests = append(requests, l.requestsOf([]element{{key: key, cost: cost, count: 1}})...)
+		requests = append(requests, l.requestsOf([]modeltest.Element{{Key: key, Cost: cost, Count: 1}})...)
 	}
 	return requests
 }
 
 // decide has one statement decide elements.
-func (l *Limiter) decide(ctx context.Context, db DBTX, elements []element, tx transaction) error {
+func (l *Limiter) decide(ctx context.Context, db DBTX, elements []modeltest.Element, tx transaction) error {
 	return decideElements(l.requestsOf(elements), elements, func(requests []*request) error {
 		return l.client.database.execute(ctx, db, requests, tx)
 	})
 }
 
 // decideAndRemember has one statement of the limiter's own decide elements, and remembers denials.
-func (l *Limiter) decideAndRemember(ctx context.Context, elements []element) error {
+func (l *Limiter) decideAndRemember(ctx context.Context, elements []modeltest.Element) error {
 	return decideElements(l.requestsOf(elements), elements, func(requests []*request) error {
 		return l.client.batcher.decide(ctx, l.client.database.db, requests, l.ownTransaction())
 	})
 }
 
-func decideElements(requests []*request, elements []element, decide func([]*request) error) error {
+func decideElements(requests []*request, elements []modeltest.Element, decide func([]*request) error) error {
 	err := decide(requests)
 	for i, r := range requests {
-		elements[i].decision, elements[i].held = r.parts[0].decision, r.passedOver()
+		elements[i].Decision = r.parts[0].decision
 	}
 	return err
 }

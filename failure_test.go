@@ -194,7 +194,7 @@ func TestFailedClosedIsARetryableDenial(t *testing.T) {
 func TestFallbackGrantsItsShareAndNoMore(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
-		for _, policy := range []ruled{
+		for _, policy := range []single{
 			FixedWindow{Limit: 100, Window: time.Hour},
 			SlidingWindow{Limit: 100, Window: time.Hour},
 			TokenBucket{Capacity: 100, Refill: 1, Every: time.Hour},

@@ -21,10 +21,10 @@ func newTestFallback(clock *setClock) *fallback {
 }
 
 // decide decides a request of a limiter with one policy.
-func (f *fallback) decide(policy ruled, key string, n int64) (model.Decision, time.Time) {
+func (f *fallback) decide(policy single, key string, n int64) (model.Decision, time.Time) {
 	var r request
-	r.add(&keyspace{name: "test"}, rulesOf(policy), key, n, nil)
-	f.take(&r, rulesOf(policy))
+	r.add(&keyspace{name: "test"}, policy.rules(), key, n, nil)
+	f.take(&r, policy.rules())
 	d := r.parts[0].decision
 	at := d.DecidedAt
 	d.DecidedAt = time.Time{}
@@ -91,7 +91,7 @@ func TestFallbackOfSeveralPolicies(t *testing.T) {
 		require.Equal(
 			t,
 			int64(3),
-			f.one(FixedWindow{Limit: 3, Window: time.Second}, row, 0, 0, time.Now().UnixMicro(), false).Remaining,
+			f.one(model.FixedWindow{Limit: 3, Window: time.Second}, row, 0, 0, time.Now().UnixMicro(), false).Remaining,
 		)
 	})
 }
@@ -99,7 +99,7 @@ func TestFallbackOfSeveralPolicies(t *testing.T) {
 // It decides as the model does, for every key by itself and for every algorithm.
 func TestFallbackDecidesAsTheModel(t *testing.T) {
 	t.Parallel()
-	for _, policy := range []ruled{
+	for _, policy := range []single{
 		FixedWindow{Limit: 5, Window: 3 * time.Second},
 		SlidingWindow{Limit: 5, Window: 3 * time.Second},
 		TokenBucket{Capacity: 5, Refill: 3, Every: 2 * time.Second},
@@ -113,7 +113,7 @@ func TestFallbackDecidesAsTheModel(t *testing.T) {
 			key := string(rune('a' + random.IntN(10)))
 			cost := random.Int64N(7)
 			var want model.Decision
-			states[key], want = policy.Decide(states[key], clock.at.UnixMicro(), cost)
+			states[key], want = policy.one().Decide(states[key], clock.at.UnixMicro(), cost)
 			got, now := f.decide(policy, key, cost)
 			require.Equal(t, want, got, "step %d of seed %d", step, seed)
 			require.Equal(t, clock.at, now)
@@ -131,7 +131,7 @@ func TestFallbackKeepsAlgorithmsApart(t *testing.T) {
 	require.Equal(t, int64(2), d.Remaining)
 	d, _ = f.decide(TokenBucket{Capacity: 5, Refill: 1, Every: time.Hour}, "key", 1)
 	require.Equal(t, int64(4), d.Remaining)
-	require.Equal(t, localSize(hourly), f.used)
+	require.Equal(t, localSize(hourly.one()), f.used)
 }
 
 // A flood of keys takes a bounded amount of memory, however long the keys are. It gains nothing for a key that is
@@ -141,7 +141,7 @@ func TestFallbackIsBounded(t *testing.T) {
 	clock := &setClock{at: t0}
 	f := newTestFallback(clock)
 	policy := FixedWindow{Limit: 2, Window: time.Minute}
-	maxLocal := localMemory / localSize(policy)
+	maxLocal := localMemory / localSize(policy.one())
 	require.Equal(t, 65536, maxLocal)
 	allowed := func(key string) bool {
 		d, _ := f.decide(policy, key, 1)
@@ -176,7 +176,7 @@ func TestFallbackIsBounded(t *testing.T) {
 	require.False(t, allowed("new"))
 	require.True(t, allowed("newer"))
 	require.Len(t, f.states, 3) // with the shared one
-	require.Equal(t, 3*localSize(policy), f.used)
+	require.Equal(t, 3*localSize(policy.one()), f.used)
 }
 
 // With may ask for keys under any policies. The memory of their states is accounted for and bounded, and a state
@@ -201,9 +201,9 @@ func TestFallbackIsBoundedThroughWith(t *testing.T) {
 			)
 		}
 		require.Equal(t, used, f.used, "seed %d", seed)
-		require.LessOrEqual(t, used, localMemory+localSize(SlidingLog{Limit: model.MaxLogLimit}), "seed %d", seed)
+		require.LessOrEqual(t, used, localMemory+localSize(model.SlidingLog{Limit: model.MaxLogLimit}), "seed %d", seed)
 	}
-	policies := []ruled{
+	policies := []single{
 		hourly, SlidingLog{Limit: 1, Window: time.Minute}, SlidingLog{Limit: 50, Window: time.Hour},
 		SlidingLog{Limit: model.MaxLogLimit, Window: time.Hour}, TokenBucket{Capacity: 5, Refill: 1, Every: time.Minute},
 		CalendarWindow{Limit: 5, Unit: CalendarMinute, Zone: "Asia/Kolkata"},
@@ -216,7 +216,7 @@ func TestFallbackIsBoundedThroughWith(t *testing.T) {
 
 	// As many keys as there is room for, and then some of them under the largest policy.
 	small, large := SlidingLog{Limit: 2, Window: time.Hour}, SlidingLog{Limit: model.MaxLogLimit, Window: time.Hour}
-	for i := range localMemory / localSize(small) {
+	for i := range localMemory / localSize(small.one()) {
 		_, _ = f.decide(small, fmt.Sprint("key ", i), 1)
 		clock.at = clock.at.Add(time.Microsecond)
 	}
@@ -227,7 +227,7 @@ func TestFallbackIsBoundedThroughWith(t *testing.T) {
 	}
 	requireAccounted()
 	clock.at = clock.at.Add(2 * time.Hour)
-	for i := range localMemory / localSize(large) {
+	for i := range localMemory / localSize(large.one()) {
 		d, _ := f.decide(large, fmt.Sprint("key ", i), 1)
 		require.EqualValues(t, model.MaxLogLimit-1, d.Remaining, "it has a state of its own, since the others have expired")
 	}
@@ -303,22 +303,22 @@ func TestShares(t *testing.T) {
 func TestScaledPolicies(t *testing.T) {
 	t.Parallel()
 	bucket := TokenBucket{Capacity: 100, Refill: 5, Every: 10 * time.Second}
-	require.Equal(t, FixedWindow{Limit: 20, Window: time.Hour}, policyOf(scaled(hourly.Numbers(), 0.2)))
+	require.Equal(t, FixedWindow{Limit: 20, Window: time.Hour}, policyOf(scaled(hourly.one().Numbers(), 0.2)))
 	require.Equal(
 		t,
 		SlidingWindow{Limit: 20, Window: time.Hour},
-		policyOf(scaled(SlidingWindow(hourly).Numbers(), 0.2)),
+		policyOf(scaled(SlidingWindow(hourly).one().Numbers(), 0.2)),
 	)
 	require.Equal(
 		t,
 		TokenBucket{Capacity: 10, Refill: 5, Every: 100 * time.Second},
-		policyOf(scaled(bucket.Numbers(), 0.1)),
+		policyOf(scaled(bucket.one().Numbers(), 0.1)),
 	)
-	require.Equal(t, bucket, policyOf(scaled(bucket.Numbers(), 1)))
+	require.Equal(t, bucket, policyOf(scaled(bucket.one().Numbers(), 1)))
 	require.NoError(
 		t,
 		policyOf(
-			scaled(TokenBucket{Capacity: 8914236150213484, Refill: 4, Every: time.Microsecond}.Numbers(), 0.237),
+			scaled(TokenBucket{Capacity: 8914236150213484, Refill: 4, Every: time.Microsecond}.one().Numbers(), 0.237),
 		).validate(),
 	)
 
@@ -329,7 +329,7 @@ func TestScaledPolicies(t *testing.T) {
 	for valid < 20_000 {
 		limit, span := number(), model.Duration(min(number(), model.MaxSpan))
 		share := math.Exp(-40 * random.Float64() * random.Float64())
-		for _, policy := range []ruled{
+		for _, policy := range []single{
 			FixedWindow{Limit: limit, Window: span}, SlidingWindow{Limit: limit, Window: span},
 			TokenBucket{Capacity: limit, Refill: number(), Every: span}, CalendarWindow{Limit: limit, Unit: CalendarWeek, Zone: "Asia/Tokyo"},
 		} {
@@ -337,9 +337,9 @@ func TestScaledPolicies(t *testing.T) {
 				continue
 			}
 			valid++
-			scaled := policyOf(scaled(policy.Numbers(), share))
+			scaled := policyOf(scaled(policy.one().Numbers(), share))
 			require.NoError(t, scaled.validate(), "%v of %v, seed %d", share, policy, seed)
-			require.LessOrEqual(t, scaled.one().Numbers().Limit, policy.Numbers().Limit)
+			require.LessOrEqual(t, scaled.one().Numbers().Limit, policy.one().Numbers().Limit)
 			if bucket, ok := scaled.(TokenBucket); ok && bucket.Every > time.Millisecond &&
 				bucket.Every < model.Duration(model.MaxSpan/2) {
 				of, _ := policy.(TokenBucket)
@@ -358,12 +358,12 @@ func TestFallbackMemory(t *testing.T) {
 	f := newTestFallback(&setClock{at: t0})
 	runtime.GC()
 	runtime.ReadMemStats(&before)
-	for i := range localMemory / localSize(hourly) {
+	for i := range localMemory / localSize(hourly.one()) {
 		_, _ = f.decide(hourly, fmt.Sprint("user:", i), 1)
 	}
 	runtime.GC()
 	runtime.ReadMemStats(&after)
-	require.Len(t, f.states, localMemory/localSize(hourly))
+	require.Len(t, f.states, localMemory/localSize(hourly.one()))
 	t.Logf("%d bytes", after.HeapAlloc-before.HeapAlloc)
 	require.Less(t, after.HeapAlloc-before.HeapAlloc, uint64(localMemory))
 }

@@ -15,8 +15,8 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
-	"github.com/pgratelimit/ratelimit/internal/algorithm"
 	"github.com/pgratelimit/ratelimit/internal/model"
+	"github.com/pgratelimit/ratelimit/internal/modeltest"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 )
 
@@ -156,27 +156,24 @@ func FuzzDatabaseNumbers(f *testing.F) {
 	}
 	f.Add(int64(2048), int64(model.MaxSpan), int64(math.MaxInt64), int64(2048), int64(7))
 	f.Add(int64(model.MaxProduct), int64(1), int64(2048), int64(model.MaxProduct-1), int64(1))
-	for _, unit := range calendarUnits() {
-		f.Add(int64(model.MaxProduct), CalendarWindow{Unit: unit}.spanMicros(), int64(1), int64(model.MaxProduct-1), int64(2))
+	for _, unit := range modeltest.Units() {
+		f.Add(int64(model.MaxProduct), unit.Microseconds(), int64(1), int64(model.MaxProduct-1), int64(2))
 	}
 	db := pgtest.New(f)
 	var calls atomic.Int64
 	f.Fuzz(func(t *testing.T, limit, span, refill, cost, count int64) {
 		clock := t0.UnixMicro()
-		for policy, numbers := range map[ruled]algorithm.Numbers{
-			FixedWindow{limit, model.Duration(span)}:         {Algorithm: algorithm.FixedWindow, Limit: limit},
-			SlidingWindow{limit, model.Duration(span)}:       {Algorithm: algorithm.SlidingWindow, Limit: limit},
-			SlidingLog{limit, model.Duration(span)}:          {Algorithm: algorithm.SlidingLog, Limit: limit},
-			TokenBucket{limit, refill, model.Duration(span)}: {Algorithm: algorithm.TokenBucket, Limit: limit, Refill: refill},
-			CalendarWindow{limit, Unit(algorithm.UnitName(model.Duration(span))), "Europe/Berlin"}: {
-				Algorithm: algorithm.CalendarWindow, Limit: limit, Zone: "Europe/Berlin",
-			},
+		length := model.Duration(span)
+		for _, policy := range []model.Rules{
+			model.FixedWindow{Limit: limit, Window: length}, model.SlidingWindow{Limit: limit, Window: length},
+			model.SlidingLog{Limit: limit, Window: length}, model.TokenBucket{Capacity: limit, Refill: refill, Every: length},
+			model.CalendarWindow{Limit: limit, Span: length, Zone: "Europe/Berlin"},
 		} {
 			if cost > 0 && min(limit/cost, count) > 1000 {
 				count = 1000 // the model takes one by one
 			}
 			name := fmt.Sprint(calls.Add(1))
-			args := argumentsOfAll(name, []string{"key"}, numbers)
+			args := argumentsOfAll(name, []string{"key"}, policy.Numbers())
 			args[6] = []int64{span} // any microseconds, also those that a Duration cannot hold
 			args[8], args[9], args[12] = []int64{cost}, []int64{count}, time.UnixMicro(clock)
 			var got model.Decision
@@ -187,7 +184,7 @@ func FuzzDatabaseNumbers(f *testing.F) {
 				args,
 				func(_ int64, d model.Decision) { got = d },
 			)
-			exact := 1 <= span && span <= model.MaxSpan && policy.validate() == nil
+			exact := 1 <= span && span <= model.MaxSpan && modeltest.InRange(policy)
 			if !exact || count < 1 {
 				var refused *pgconn.PgError
 				require.ErrorAs(t, err, &refused)
@@ -196,15 +193,15 @@ func FuzzDatabaseNumbers(f *testing.F) {
 				continue
 			}
 			require.NoError(t, err)
-			model := rows{false: {}}
-			s := step{
-				policy:   policy,
-				name:     name,
-				clock:    clock,
-				elements: []element{{key: "key", cost: cost, count: count}},
+			model := modeltest.NewRows()
+			s := modeltest.Step{
+				Policy:   policy,
+				Name:     name,
+				Clock:    clock,
+				Elements: []modeltest.Element{{Key: "key", Cost: cost, Count: count}},
 			}
-			model.decide(s)
-			want := s.elements[0].decision
+			model.Decide(s)
+			want := s.Elements[0].Decision
 			got.DecidedAt = got.DecidedAt.UTC()
 			require.Equal(t, want, got, "%#v, cost %d, count %d", policy, cost, count)
 		}

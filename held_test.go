@@ -14,6 +14,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit/internal/model"
+	"github.com/pgratelimit/ratelimit/internal/modeltest"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
@@ -276,15 +277,15 @@ func TestSkippingHeldRowsEqualsTheModel(t *testing.T) {
 	passed, refused := 0, 0
 	for story := range uint64(20 * rounds(t)) {
 		r := rand.New(rand.NewPCG(seed, story))
-		steps, err := newStory(r, 12)
+		steps, err := modeltest.NewStory(r, 12)
 		require.NoError(t, err)
 		space := fmt.Sprintf("%d ", story)
 		holder := pgtest.Begin(t, db)
-		held := map[rowID]bool{}
-		asModel := rows{false: {}, true: {}}
+		held := map[modeltest.RowID]bool{}
+		asModel := modeltest.NewRows()
 		for i := range steps {
 			s := &steps[i]
-			s.skip = true
+			s.Skip = true
 			if i == len(steps)/2 { // from here on, half of the rows are held
 				for _, durable := range []bool{false, true} {
 					for id := range asModel[durable] {
@@ -293,25 +294,27 @@ func TestSkippingHeldRowsEqualsTheModel(t *testing.T) {
 								t,
 								holder,
 								"SELECT FROM "+pgtest.Table(durable)+" WHERE prefix = $1 AND key = $2 FOR UPDATE",
-								space+id.name,
-								id.key,
+								space+id.Name,
+								id.Key,
 							)
-							held[rowID{pgtest.Table(durable) + id.name, id.key}] = true
+							held[modeltest.RowID{Name: pgtest.Table(durable) + id.Name, Key: id.Key}] = true
 						}
 					}
 				}
 			}
-			if slices.ContainsFunc(s.elements, func(e element) bool { return e.cost != 0 }) {
-				before := len(s.elements)
-				all := s.elements
-				s.elements = slices.DeleteFunc(
+			if slices.ContainsFunc(s.Elements, func(e modeltest.Element) bool { return e.Cost != 0 }) {
+				before := len(s.Elements)
+				all := s.Elements
+				s.Elements = slices.DeleteFunc(
 					slices.Clone(all),
-					func(e element) bool { return held[rowID{pgtest.Table(s.durable) + s.name, e.key}] },
+					func(e modeltest.Element) bool {
+						return held[modeltest.RowID{Name: pgtest.Table(s.Durable) + s.Name, Key: e.Key}]
+					},
 				)
-				passed += before - len(s.elements)
-				asModel.decide(*s)
+				passed += before - len(s.Elements)
+				asModel.Decide(*s)
 				asked := *s
-				asked.elements = all
+				asked.Elements = all
 				c := callOf(space, asked)
 				c.undecide()
 				require.NoError(t, c.query(t.Context(), db.Pool, false))
@@ -326,7 +329,7 @@ func TestSkippingHeldRowsEqualsTheModel(t *testing.T) {
 					title := fmt.Sprintf("%s=%d, story %d, element %d of %v", seedVariable, seed, story, ord+1, asked)
 					d, ok := got[int64(ord+1)]
 					var want model.Decision
-					if held[rowID{pgtest.Table(s.durable) + s.name, e.key}] {
+					if held[modeltest.RowID{Name: pgtest.Table(s.Durable) + s.Name, Key: e.Key}] {
 						require.True(t, ok, title)
 						if d.Granted == locked {
 							continue
@@ -334,14 +337,14 @@ func TestSkippingHeldRowsEqualsTheModel(t *testing.T) {
 						// If rows are missing, the function looks first. A request that is refused then stays
 						// refused.
 						one := *s
-						one.elements = []element{e}
-						asModel.decide(one)
-						want = one.elements[0].decision
+						one.Elements = []modeltest.Element{e}
+						asModel.Decide(one)
+						want = one.Elements[0].Decision
 						require.Zero(t, want.Granted, title)
 						refused++
 					} else {
 						require.True(t, ok, title)
-						want = s.elements[place].decision
+						want = s.Elements[place].Decision
 						place++
 					}
 					require.Equal(
@@ -382,20 +385,20 @@ func TestHoldersOfSkippedRows(t *testing.T) {
 		holder := hold(t, db, config, "held")
 		var by int64
 		require.NoError(t, holder.QueryRow(t.Context(), "SELECT pg_current_xact_id()::text::bigint").Scan(&by))
-		elements := []element{
-			{key: "there", cost: 1, count: 1}, {key: "made", cost: 1, count: 1},
-			{key: "held", cost: 1, count: 1}, {key: "new", cost: 1, count: 1},
+		elements := []modeltest.Element{
+			{Key: "there", Cost: 1, Count: 1}, {Key: "made", Cost: 1, Count: 1},
+			{Key: "held", Cost: 1, Count: 1}, {Key: "new", Cost: 1, Count: 1},
 		}
 		// Long enough for "new", too, to be made, which comes last.
 		skip := transaction{lockTimeout: lockTimeout(time.Second), skipHeld: true}
 		require.NoError(t, limiter.decide(t.Context(), db.Pool, elements, skip))
 		granted := map[string]int64{}
 		for i := range elements {
-			granted[elements[i].key] = elements[i].decision.Granted
+			granted[elements[i].Key] = elements[i].Decision.Granted
 		}
 		require.Equal(t, map[string]int64{"there": 1, "made": locked, "held": locked, "new": 1}, granted)
-		require.Zero(t, elements[1].decision.Remaining)
-		require.Equal(t, by, elements[2].decision.Remaining)
+		require.Zero(t, elements[1].Decision.Remaining)
+		require.Equal(t, by, elements[2].Decision.Remaining)
 		require.NoError(t, maker.Rollback(t.Context()))
 		require.NoError(t, holder.Commit(t.Context()))
 		require.EqualValues(t, 2, taken(t, db.Pool, config, "there"))
@@ -514,16 +517,16 @@ func TestAllSkipsRequestsWithAHeldPart(t *testing.T) {
 
 	db := pgtest.New(t)
 	a, b, c := threeLimits(t, db.Pool, 10, 10, 10)
-	part := func(l *Limiter, key string) modelPart {
-		return modelPart{id: rowID{l.Config().Name, key}, durable: l.Config().Durable, policy: modelOf(l.models[0]), cost: 2}
+	part := func(l *Limiter, key string) modeltest.Part {
+		return modeltest.Part{ID: modeltest.RowID{Name: l.Config().Name, Key: key}, Durable: l.Config().Durable, Policy: l.models[0], Cost: 2}
 	}
 	_, err := b.Allow(t.Context(), "held")
 	require.NoError(t, err)
 	holder := hold(t, db, b.Config(), "held")
-	requests := []modelRequest{
-		{parts: []modelPart{part(a, "x"), part(b, "held"), part(c, "all")}, count: 1},
-		{parts: []modelPart{part(a, "x"), part(b, "new"), part(c, "all")}, count: 2},
-		{parts: []modelPart{part(b, "held")}, count: 1},
+	requests := []modeltest.Request{
+		{Parts: []modeltest.Part{part(a, "x"), part(b, "held"), part(c, "all")}, Count: 1},
+		{Parts: []modeltest.Part{part(a, "x"), part(b, "new"), part(c, "all")}, Count: 2},
+		{Parts: []modeltest.Part{part(b, "held")}, Count: 1},
 	}
 	got := map[int64]int64{}
 	args := append(allArrays(requests), nil, nil, t0, nil, nil, nil, nil, true, nil, nil)

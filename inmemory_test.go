@@ -86,10 +86,10 @@ func TestMemoryEqualsPostgres(t *testing.T) {
 		for step := range 60 {
 			title := fmt.Sprintf("%s=%d, story %d, step %d", seedVariable, seed, story, step)
 			i := r.IntN(len(limiters))
-			clock = min(nextClock(r, clock, modelOf(policies[i].rules()[0]), goals), year2106)
+			clock = min(modeltest.NextClock(r, clock, policies[i].rules()[0], goals), year2106)
 			goals = goals[:0]
-			if single, ok := policies[i].(ruled); ok && r.IntN(10) == 0 {
-				changed := changedPolicy(r, single)
+			if single, ok := policies[i].(single); ok && r.IntN(10) == 0 {
+				changed := policyOf(modeltest.ChangedPolicy(r, single.one()).Numbers())
 				if with, ok := limiters[i].with(t, changed); ok {
 					limiters[i], policies[i] = with, changed
 				}
@@ -102,9 +102,9 @@ func TestMemoryEqualsPostgres(t *testing.T) {
 			var a, b told
 			switch kind := r.IntN(12); {
 			case kind < 5:
-				n := randomTake(r, l.real.limit)
+				n := modeltest.RandomTake(r, l.real.limit)
 				if r.IntN(4) == 0 {
-					n = randomCost(r, l.real.limit)
+					n = modeltest.RandomCost(r, l.real.limit)
 				}
 				a.result, a.err = l.real.AllowN(t.Context(), key, n)
 				b.result, b.err = l.memory.AllowN(t.Context(), key, n)
@@ -123,7 +123,7 @@ func TestMemoryEqualsPostgres(t *testing.T) {
 			case kind == 6 && r.IntN(3) == 0:
 				a.err, b.err = l.real.Reset(t.Context(), key), l.memory.Reset(t.Context(), key)
 			case kind < 8:
-				n := randomCost(r, l.real.limit)
+				n := modeltest.RandomCost(r, l.real.limit)
 				a.result, a.err = l.real.Grant(t.Context(), key, n)
 				b.result, b.err = l.memory.Grant(t.Context(), key, n)
 				if a.err == nil {
@@ -141,7 +141,7 @@ func TestMemoryEqualsPostgres(t *testing.T) {
 				if checkKey(key) != nil {
 					continue
 				}
-				n, count := randomTake(r, l.real.limit), 1+r.Int64N(5)
+				n, count := modeltest.RandomTake(r, l.real.limit), 1+r.Int64N(5)
 				on, err := l.real.together(t.Context(), key, n, count)
 				require.NoError(t, err, title)
 				in, err := l.memory.together(t.Context(), key, n, count)
@@ -154,7 +154,7 @@ func TestMemoryEqualsPostgres(t *testing.T) {
 			default:
 				var asked [2][]Request
 				for _, j := range r.Perm(len(limiters))[:1+r.IntN(len(limiters))] {
-					n := max(randomTake(r, limiters[j].real.limit)-int64(r.IntN(8)/7), 0)
+					n := max(modeltest.RandomTake(r, limiters[j].real.limit)-int64(r.IntN(8)/7), 0)
 					asked[0] = append(asked[0], limiters[j].real.Request(key, n))
 					asked[1] = append(asked[1], limiters[j].memory.Request(key, n))
 				}

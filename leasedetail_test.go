@@ -9,12 +9,14 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit/internal/model"
 )
 
 // holdsTwo returns a world with a process that holds 2 of a limit of 3, for 100 ms at most.
 func holdsTwo(t *testing.T) (*leaseWorld, *leaser) {
 	t.Helper()
-	w := newLeasingWorld(FixedWindow{Limit: 3, Window: 800 * time.Millisecond}, noMistake)
+	w := newLeasingWorld(model.FixedWindow{Limit: 3, Window: 800 * time.Millisecond}, noMistake)
 	p := w.processes[0]
 	for range 3 {
 		w.call(p, 1)
@@ -84,7 +86,7 @@ func TestLeasesInAFloodOfKeys(t *testing.T) {
 // A reset is not forgotten in a flood of keys while what was taken before it is on its way.
 func TestResetWhileALeaseIsOnItsWayInAFlood(t *testing.T) {
 	t.Parallel()
-	w := newLeasingWorld(FixedWindow{Limit: 3, Window: 800 * time.Millisecond}, noMistake)
+	w := newLeasingWorld(model.FixedWindow{Limit: 3, Window: 800 * time.Millisecond}, noMistake)
 	p := w.processes[0]
 	w.call(p, 1)
 	w.call(p, 1)

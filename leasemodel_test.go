@@ -16,7 +16,7 @@ import (
 // leaseWorld is a database, and processes that lease from one key. The processes run the code of this package, and the
 // database is the model. All that happens between them happens at times that the test chooses.
 type leaseWorld struct {
-	policy    ruled
+	policy    model.Rules
 	rows      map[memory.Row]any
 	clock     int64 // the database's, in microseconds
 	processes []*leaser
@@ -67,15 +67,13 @@ const (
 
 // carelessModel makes mistakes in how long a lease lasts.
 type carelessModel struct {
-	ruled
+	model.Rules
 
 	mistake leaseMistake
 }
 
-func (m carelessModel) one() model.Rules { return m }
-
 func (m carelessModel) LeaseOf(s model.State, clock, longest int64) (spare, lasts int64) {
-	spare, lasts = m.ruled.LeaseOf(s, clock, longest)
+	spare, lasts = m.Rules.LeaseOf(s, clock, longest)
 	switch m.mistake {
 	case survivesItsWindow:
 		lasts = longest
@@ -85,7 +83,7 @@ func (m carelessModel) LeaseOf(s model.State, clock, longest int64) (spare, last
 	return spare, lasts
 }
 
-func newLeaseWorld(policy ruled, processes int, mistake leaseMistake) *leaseWorld {
+func newLeaseWorld(policy model.Rules, processes int, mistake leaseMistake) *leaseWorld {
 	w := &leaseWorld{policy: policy, rows: map[memory.Row]any{}, clock: 1 << 50, mistake: mistake}
 	for range processes {
 		w.processes = append(w.processes, w.newProcess())
@@ -96,11 +94,11 @@ func newLeaseWorld(policy ruled, processes int, mistake leaseMistake) *leaseWorl
 func (w *leaseWorld) newProcess() *leaser {
 	p := &leaser{at: instant{time.Hour, model.Duration(w.clock)}}
 	space := &keyspace{name: "api", lease: &Lease{MaxShare: 1, MaxLength: time.Minute}}
-	policy := w.policy
+	rules := w.policy
 	if w.mistake == survivesItsWindow || w.mistake == fullBucket {
-		policy = carelessModel{w.policy, w.mistake}
+		rules = carelessModel{w.policy, w.mistake}
 	}
-	p.limiter = &Limiter{space: space, policy: policy, models: rulesOf(policy)}
+	p.limiter = &Limiter{space: space, policy: policyOf(rules.Numbers()), models: []model.Rules{rules}}
 	p.leases = newLeases(nil, 0, nil)
 	w.readClocks(p)
 	return p
@@ -272,11 +270,11 @@ func (w *leaseWorld) judge() error {
 		if u.back {
 			continue
 		}
-		if bucket, ok := w.policy.(TokenBucket); ok {
+		if bucket, ok := w.policy.(model.TokenBucket); ok {
 			if last == 0 {
-				level, last = bucket.full(), u.at
+				level, last = bucket.Full(), u.at
 			}
-			level, last = min(level+(u.at-last)*bucket.Refill, bucket.full())-u.n*window, u.at
+			level, last = min(level+(u.at-last)*bucket.Refill, bucket.Full())-u.n*window, u.at
 			if level < 0 {
 				return fmt.Errorf("%d at %d from an empty bucket", u.n, u.at)
 			}
@@ -289,7 +287,7 @@ func (w *leaseWorld) judge() error {
 		inWindow[in] += u.n
 		weighed := inWindow[in] * window
 		forgotten := slices.ContainsFunc(w.resets, func(at int64) bool { return in-window < at && at <= in })
-		if _, ok := w.policy.(SlidingWindow); ok && !w.stepped && !forgotten {
+		if _, ok := w.policy.(model.SlidingWindow); ok && !w.stepped && !forgotten {
 			weighed += inWindow[in-window] * (window - (u.at - in))
 		}
 		if weighed > limit*window {
@@ -304,10 +302,10 @@ func (w *leaseWorld) judge() error {
 func TestLeasesInEveryOrder(t *testing.T) {
 	t.Parallel()
 	depth := min(5+rounds(t)/4, 7)
-	for name, policy := range map[string]ruled{
-		"fixed":   FixedWindow{Limit: 3, Window: 800 * time.Millisecond},
-		"sliding": SlidingWindow{Limit: 3, Window: 800 * time.Millisecond},
-		"bucket":  TokenBucket{Capacity: 3, Refill: 1, Every: 4096 * time.Millisecond}, // leased from for 96 ms
+	for name, policy := range map[string]model.Rules{
+		"fixed":   model.FixedWindow{Limit: 3, Window: 800 * time.Millisecond},
+		"sliding": model.SlidingWindow{Limit: 3, Window: 800 * time.Millisecond},
+		"bucket":  model.TokenBucket{Capacity: 3, Refill: 1, Every: 4096 * time.Millisecond}, // leased from for 96 ms
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
@@ -316,7 +314,7 @@ func TestLeasesInEveryOrder(t *testing.T) {
 			require.Greater(t, leased, int64(100))
 		})
 		for _, mistake := range []leaseMistake{survivesItsWindow, returnedTwice, refundedTwice, spentAndReturned} {
-			if _, bucket := policy.(TokenBucket); bucket && (mistake == survivesItsWindow || mistake == refundedTwice) {
+			if _, bucket := policy.(model.TokenBucket); bucket && (mistake == survivesItsWindow || mistake == refundedTwice) {
 				continue
 			}
 			t.Run(fmt.Sprint(name, " with mistake ", mistake), func(t *testing.T) {
@@ -328,7 +326,7 @@ func TestLeasesInEveryOrder(t *testing.T) {
 }
 
 // newLeasingWorld has two processes that have called before, so that the next call takes 2 ahead.
-func newLeasingWorld(policy ruled, mistake leaseMistake) *leaseWorld {
+func newLeasingWorld(policy model.Rules, mistake leaseMistake) *leaseWorld {
 	w := newLeaseWorld(policy, 2, mistake)
 	for _, p := range w.processes {
 		for range 3 {

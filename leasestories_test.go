@@ -30,11 +30,11 @@ func TestLeasesInStories(t *testing.T) {
 	}
 }
 
-var storyPolicies = map[string]ruled{
-	"fixed":    FixedWindow{Limit: 1000, Window: 800 * time.Millisecond},
-	"sliding":  SlidingWindow{Limit: 1000, Window: 800 * time.Millisecond},
-	"bucket":   TokenBucket{Capacity: 1000, Refill: 1000, Every: 13 * time.Second}, // leased from for 101 ms
-	"calendar": CalendarWindow{Limit: 1000, Unit: CalendarMinute},
+var storyPolicies = map[string]model.Rules{
+	"fixed":    model.FixedWindow{Limit: 1000, Window: 800 * time.Millisecond},
+	"sliding":  model.SlidingWindow{Limit: 1000, Window: 800 * time.Millisecond},
+	"bucket":   model.TokenBucket{Capacity: 1000, Refill: 1000, Every: 13 * time.Second}, // leased from for 101 ms
+	"calendar": model.CalendarWindow{Limit: 1000, Span: time.Minute, Zone: "UTC"},
 }
 
 func TestMistakesInLeasesShowInStories(t *testing.T) {
@@ -43,8 +43,8 @@ func TestMistakesInLeasesShowInStories(t *testing.T) {
 		for _, mistake := range []leaseMistake{
 			survivesItsWindow, fullBucket, wrongClock, sinceTheAnswer, returnedTwice, spentAndReturned, fillsUp,
 		} {
-			_, bucket := policy.(TokenBucket)
-			_, calendar := policy.(CalendarWindow)
+			_, bucket := policy.(model.TokenBucket)
+			_, calendar := policy.(model.CalendarWindow)
 			// The room that a bucket keeps hides the wrong clock: it did no harm in 10,000 stories. The windows show it.
 			if bucket && (mistake == survivesItsWindow || mistake == wrongClock) ||
 				!bucket && (mistake == fullBucket || mistake == fillsUp) ||
@@ -81,7 +81,7 @@ func (p *leaser) wants(size int64) {
 // tell tells a story.
 func (w *leaseWorld) tell(r *rand.Rand) {
 	_, longest := w.policy.LeaseOf(model.State{WindowStart: w.clock, Scale: model.Micros(time.Minute), ExpiresAt: model.Never}, w.clock, 6e7)
-	_, bucket := w.policy.(TokenBucket)
+	_, bucket := w.policy.(model.TokenBucket)
 	steps := !bucket && r.IntN(3) == 0
 	busy := r.IntN(2) == 0 // there is never room for long
 	for _, p := range w.processes {
@@ -190,7 +190,7 @@ func TestLeasesOfABucketThatOthersGiveBackTo(t *testing.T) {
 	t.Parallel()
 	for _, refund := range []bool{false, true} {
 		for _, mistake := range []leaseMistake{noMistake, fillsUp} {
-			w := newLeaseWorld(TokenBucket{Capacity: 1000, Refill: 1000, Every: 13 * time.Second}, 2, mistake)
+			w := newLeaseWorld(model.TokenBucket{Capacity: 1000, Refill: 1000, Every: 13 * time.Second}, 2, mistake)
 			ask := func(p *leaser, n int64) {
 				for range 3 {
 					w.call(p, n)
@@ -239,7 +239,7 @@ func TestLeasesOfABucketThatOthersGiveBackTo(t *testing.T) {
 func TestResetWhileALeaseIsOnItsWay(t *testing.T) {
 	t.Parallel()
 	for _, before := range []bool{false, true} {
-		w := newLeasingWorld(FixedWindow{Limit: 3, Window: 800 * time.Millisecond}, noMistake)
+		w := newLeasingWorld(model.FixedWindow{Limit: 3, Window: 800 * time.Millisecond}, noMistake)
 		p := w.processes[0]
 		w.call(p, 1)
 		if before {
@@ -266,7 +266,7 @@ func TestResetWhileALeaseIsOnItsWay(t *testing.T) {
 // Answers come in any order. What is known of a key is what the latest tells.
 func TestLeasesKnowTheLatest(t *testing.T) {
 	t.Parallel()
-	w := newLeaseWorld(FixedWindow{Limit: 1000, Window: time.Hour}, 1, noMistake)
+	w := newLeaseWorld(model.FixedWindow{Limit: 1000, Window: time.Hour}, 1, noMistake)
 	p := w.processes[0]
 	hear := func(later time.Duration, remaining int64) int64 {
 		r := &request{space: p.limiter.space, policy: p.limiter.policy, count: 1, place: 1}
@@ -286,7 +286,7 @@ func TestLeasesKnowTheLatest(t *testing.T) {
 // Only an answer to what asks ahead tells what is leased of a bucket. That is remembered beside later answers.
 func TestLeasesRememberWhatIsLeased(t *testing.T) {
 	t.Parallel()
-	w := newLeaseWorld(TokenBucket{Capacity: 1000, Refill: 1, Every: time.Second}, 1, noMistake)
+	w := newLeaseWorld(model.TokenBucket{Capacity: 1000, Refill: 1, Every: time.Second}, 1, noMistake)
 	p := w.processes[0]
 	hear := func(ahead int64, log model.Entries) model.Entries {
 		r := &request{space: p.limiter.space, policy: p.limiter.policy, count: 1 + ahead, ahead: ahead, place: 1}

@@ -13,6 +13,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/ratelimit/internal/modeltest"
 	"github.com/pgratelimit/ratelimit/internal/pg"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
@@ -54,10 +55,10 @@ func TestCrossingBatchesDoNotDeadlock(t *testing.T) {
 			}
 			r := rand.New(rand.NewPCG(seed, uint64(worker)))
 			for batch := range batches {
-				var elements []element
+				var elements []modeltest.Element
 				for _, key := range r.Perm(keys)[:perBatch] {
 					// New keys all the time, in the midst of known ones.
-					e := element{key: fmt.Sprint(key, " ", key%3*batch/4), cost: 1, count: 1 + r.Int64N(4)}
+					e := modeltest.Element{Key: fmt.Sprint(key, " ", key%3*batch/4), Cost: 1, Count: 1 + r.Int64N(4)}
 					elements = append(elements, e)
 					if r.IntN(8) == 0 {
 						elements = append(elements, e) // and one that stands twice
@@ -69,8 +70,8 @@ func TestCrossingBatchesDoNotDeadlock(t *testing.T) {
 				}
 				mu.Lock()
 				for _, e := range elements {
-					granted[e.key] += e.decision.Granted
-					asked[e.key] += e.count
+					granted[e.Key] += e.Decision.Granted
+					asked[e.Key] += e.Count
 				}
 				mu.Unlock()
 			}
@@ -105,7 +106,7 @@ func TestLockingInTheOrderGivenDeadlocks(t *testing.T) {
 	}
 	sorted := []string{`(ORDER BY e.durable, -octet_length(e.key), e.key COLLATE "C", e.name COLLATE "C")`, "(ORDER BY e.part)"}
 	for name, change := range map[string]struct {
-		policy   ruled
+		policy   single
 		function string
 		oldNew   []string
 		exist    []string // keys that have a row at the beginning
@@ -241,12 +242,12 @@ func TestRefusedRequestsLockNothingBehindNewRows(t *testing.T) {
 }
 
 // takeLater takes 1 from each key, in one statement, in the background.
-func (l *Limiter) takeLater(keys ...string) func() ([]element, error) {
-	elements := make([]element, len(keys))
+func (l *Limiter) takeLater(keys ...string) func() ([]modeltest.Element, error) {
+	elements := make([]modeltest.Element, len(keys))
 	for i, key := range keys {
-		elements[i] = element{key: key, cost: 1, count: 1}
+		elements[i] = modeltest.Element{Key: key, Cost: 1, Count: 1}
 	}
-	return testkit.Later(func() ([]element, error) {
+	return testkit.Later(func() ([]modeltest.Element, error) {
 		return elements, l.decide(context.Background(), l.client.database.db, elements, transaction{})
 	})
 }
@@ -276,7 +277,7 @@ func TestRowsAreMadeAndLockedInOneOrder(t *testing.T) {
 	pgtest.NotThroughProxy(t, "the order in which one statement locks rows")
 
 	for name, variant := range map[string]struct {
-		policy ruled
+		policy single
 		broken bool
 	}{
 		"fixed window":        {FixedWindow{Limit: 10, Window: year}, false},

@@ -10,6 +10,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/ratelimit/internal/modeltest"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
@@ -61,7 +62,7 @@ func TestClockIsReadAfterTheLockWait(t *testing.T) {
 
 	const wait = 50 * time.Millisecond
 	for name, policy := range map[string]struct {
-		ruled
+		single
 		function string
 	}{
 		"fixed window":   {FixedWindow{Limit: 5, Window: wait}, "rate_limit_take_fixed_window"},
@@ -215,7 +216,7 @@ func TestTakesAreToldOfTheTimeTheyAreLocked(t *testing.T) {
 
 	const pause, window = 4 * time.Millisecond, 15 * time.Millisecond
 	for name, c := range map[string]struct {
-		policy   ruled
+		policy   single
 		function string
 		oldNew   []string
 		over     time.Duration // with no more than that until the key is as good as new, the time of the take is over
@@ -310,10 +311,10 @@ func TestWaitingForSeveralRowsInTurn(t *testing.T) {
 			_, err = limiter.WithTx(holders[i]).AllowN(t.Context(), key, 2)
 			require.NoError(t, err)
 		}
-		elements := []element{
-			{key: "c", cost: 1, count: 9},
-			{key: "b", cost: 1, count: 9},
-			{key: "a", cost: 1, count: 9},
+		elements := []modeltest.Element{
+			{Key: "c", Cost: 1, Count: 9},
+			{Key: "b", Cost: 1, Count: 9},
+			{Key: "a", Cost: 1, Count: 9},
 		}
 		done := testkit.Later(func() (any, error) {
 			return nil, limiter.decide(context.Background(), limiter.client.database.db, elements, transaction{})
@@ -333,8 +334,8 @@ func TestWaitingForSeveralRowsInTurn(t *testing.T) {
 		_, err := done()
 		require.NoError(t, err)
 		for _, e := range elements {
-			require.EqualValues(t, 7, e.decision.Granted, e.key)
-			require.EqualValues(t, 10, taken(t, db.Pool, config, e.key), e.key)
+			require.EqualValues(t, 7, e.Decision.Granted, e.Key)
+			require.EqualValues(t, 10, taken(t, db.Pool, config, e.Key), e.Key)
 		}
 	})
 }

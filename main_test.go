@@ -3,6 +3,7 @@ package ratelimit
 import (
 	"fmt"
 	"hash/crc32"
+	"math/rand/v2"
 	"testing"
 	"time"
 
@@ -12,6 +13,7 @@ import (
 
 	"github.com/pgratelimit/ratelimit/internal/algorithm"
 	"github.com/pgratelimit/ratelimit/internal/model"
+	"github.com/pgratelimit/ratelimit/internal/modeltest"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
@@ -57,7 +59,7 @@ func slowPolicies(limit int64) map[string]Policy {
 // slowCalendar is a month that does not end while a test runs.
 func slowCalendar(limit int64) CalendarWindow {
 	p := CalendarWindow{Limit: limit, Unit: CalendarMonth}
-	if now := time.Now().UnixMicro(); p.end(now)-now < 2*hour {
+	if now := time.Now().UnixMicro(); p.one().(model.CalendarWindow).End(now)-now < 2*hour {
 		p.Zone = "Asia/Tokyo"
 	}
 	return p
@@ -94,6 +96,9 @@ func eachPolicyAndTable(t *testing.T, policies map[string]Policy, test func(t *t
 		}
 	}
 }
+
+// randomPolicy is one of modeltest.RandomPolicy.
+func randomPolicy(r *rand.Rand) single { return policyOf(modeltest.RandomPolicy(r).Numbers()) }
 
 // tablesFor says on which tables a test tries a policy, or another variant: on both with many rounds, else on one. The
 // SQL for both is made from one text, and over all tests each policy is on each table.
@@ -135,23 +140,14 @@ func (c *Client) limiter(t *testing.T, config Config) *Limiter {
 // frozen is a Test.Now that stands still.
 func frozen(at time.Time) TestConfig { return TestConfig{Now: func() time.Time { return at }} }
 
-// storedRow is a row of one of the tables.
-type storedRow struct {
-	algorithm int16
-	model.State
-}
-
-// rowID is where a row stands in its table.
-type rowID struct{ name, key string }
-
 const rowColumns = `prefix, key, algorithm, count, prev_count, window_start, credit, coalesce(scale, 0), expires_at, log, coalesce(since, 0), coalesce(capacity, 0), coalesce(refill, 0), coalesce(returned, 0)`
 
-func scanRow(rows pgx.CollectableRow) (id rowID, row storedRow, err error) {
+func scanRow(rows pgx.CollectableRow) (id modeltest.RowID, row modeltest.Row, err error) {
 	var log []int64
 	err = rows.Scan(
-		&id.name,
-		&id.key,
-		&row.algorithm,
+		&id.Name,
+		&id.Key,
+		&row.Algorithm,
 		&row.Count,
 		&row.PrevCount,
 		&row.WindowStart,
@@ -169,11 +165,11 @@ func scanRow(rows pgx.CollectableRow) (id rowID, row storedRow, err error) {
 }
 
 // storedRows reads a whole table.
-func storedRows(t *testing.T, db pgtest.Executor, durable bool) map[rowID]storedRow {
+func storedRows(t *testing.T, db pgtest.Executor, durable bool) map[modeltest.RowID]modeltest.Row {
 	t.Helper()
 	rows, err := db.Query(t.Context(), "SELECT "+rowColumns+" FROM "+pgtest.Table(durable))
 	require.NoError(t, err)
-	stored := map[rowID]storedRow{}
+	stored := map[modeltest.RowID]modeltest.Row{}
 	for rows.Next() {
 		id, row, err := scanRow(rows)
 		require.NoError(t, err)
@@ -189,10 +185,10 @@ func taken(t *testing.T, db pgtest.Executor, config Config, key string) int64 {
 	return takenOf(config, storedRows(t, db, config.Durable), key)
 }
 
-func takenOf(config Config, stored map[rowID]storedRow, key string) int64 {
-	row := stored[rowID{config.Name, key}]
+func takenOf(config Config, stored map[modeltest.RowID]modeltest.Row, key string) int64 {
+	row := stored[modeltest.RowID{Name: config.Name, Key: key}]
 	// A row that was only made, for a request that was refused in the end, is of no algorithm.
-	if bucket, isBucket := config.Policy.(TokenBucket); isBucket && row.algorithm != 0 {
+	if bucket, isBucket := config.Policy.(TokenBucket); isBucket && row.Algorithm != 0 {
 		return bucket.Capacity - row.Credit/row.Scale
 	}
 	return row.Count

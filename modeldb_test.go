@@ -12,6 +12,7 @@ import (
 
 	"github.com/pgratelimit/ratelimit/internal/algorithm"
 	"github.com/pgratelimit/ratelimit/internal/model"
+	"github.com/pgratelimit/ratelimit/internal/modeltest"
 )
 
 // modelDB is a database in memory for tests in a bubble of time (testing/synctest), where a connection to a real one
@@ -22,7 +23,7 @@ type modelDB struct {
 	asked  int                             // statements
 	atOnce int                             // statements at the same time, at most
 	now    int
-	rows   rows
+	rows   modeltest.Rows
 	units  int64 // that were taken
 
 	takes  time.Duration    // how long a statement takes beside its waits; it decides after half of that
@@ -30,7 +31,7 @@ type modelDB struct {
 	held   map[string]int64 // the transactions that have locked keys; 0: the row is being made
 }
 
-func newModelDB() *modelDB { return &modelDB{rows: rows{false: {}, true: {}}} }
+func newModelDB() *modelDB { return &modelDB{rows: modeltest.NewRows()} }
 
 // set says what becomes of statements from now on, and begins to count anew.
 func (db *modelDB) set(away func(ctx context.Context) error) {
@@ -93,15 +94,15 @@ func (db *modelDB) decide(sql string, args []any) (*modelRows, error) {
 	wait, code := db.takes/2, ""
 	passed := map[int][]int64{} // by which transactions the parts of requests are locked
 	for i := 0; i < len(requests) && code == ""; i++ {
-		for _, p := range requests[i].parts {
-			by, ok := db.held[p.id.key]
-			if !ok || p.cost == 0 {
+		for _, p := range requests[i].Parts {
+			by, ok := db.held[p.ID.Key]
+			if !ok || p.Cost == 0 {
 				continue
 			}
 			if passed[i] == nil {
-				passed[i] = slices.Repeat([]int64{notLocked}, len(requests[i].parts))
+				passed[i] = slices.Repeat([]int64{notLocked}, len(requests[i].Parts))
 			}
-			passed[i][slices.IndexFunc(requests[i].parts, func(q modelPart) bool { return q.id == p.id })] = by
+			passed[i][slices.IndexFunc(requests[i].Parts, func(q modeltest.Part) bool { return q.ID == p.ID })] = by
 			if by == 0 || !skip {
 				wait += time.Duration(*lockTimeout) * time.Millisecond
 			}
@@ -129,26 +130,26 @@ func (db *modelDB) decide(sql string, args []any) (*modelRows, error) {
 }
 
 // answer decides the requests that were not passed over.
-func (db *modelDB) answer(requests []modelRequest, passed map[int][]int64) *modelRows {
+func (db *modelDB) answer(requests []modeltest.Request, passed map[int][]int64) *modelRows {
 	db.mu.Lock()
 	defer db.mu.Unlock()
 	clock := time.Now().UnixMicro()
-	var decided []modelRequest
+	var decided []modeltest.Request
 	for i, r := range requests {
 		if passed[i] == nil {
 			decided = append(decided, r)
 		}
 	}
-	db.rows.decideAll(decided, clock)
+	db.rows.DecideAll(decided, clock)
 	answer, ord := &modelRows{}, int64(0)
 	for i, r := range requests { // whose parts are those of decided
-		if passed[i] == nil && r.parts[0].cost > 0 {
-			for _, p := range r.parts {
-				db.units += p.decision.Granted * p.cost
+		if passed[i] == nil && r.Parts[0].Cost > 0 {
+			for _, p := range r.Parts {
+				db.units += p.Decision.Granted * p.Cost
 			}
 		}
-		for j := range r.parts {
-			d := &r.parts[j].decision
+		for j := range r.Parts {
+			d := &r.Parts[j].Decision
 			if passed[i] != nil {
 				*d = model.Decision{Granted: undecided, DecidedAt: time.UnixMicro(clock)}
 				if by := passed[i][j]; by != notLocked {
@@ -195,7 +196,7 @@ func (r *modelRows) asNumbers(logs bool) *modelRows {
 }
 
 // askedOf is what a statement asks for. takes tells whether it is a function that only takes.
-func askedOf(sql string, args []any) (requests []modelRequest, lockTimeout *int32, skip, takes bool) {
+func askedOf(sql string, args []any) (requests []modeltest.Request, lockTimeout *int32, skip, takes bool) {
 	if sql == takeAllStatement { // so is this
 		takes, args = true, argsOfAll(args)
 	} else if name, one := args[0].(string); one { // the function of an algorithm
@@ -217,15 +218,15 @@ func askedOf(sql string, args []any) (requests []modelRequest, lockTimeout *int3
 		if zones := args[18].([]string); zones != nil {
 			zone = zones[i]
 		}
-		p := modelPart{
-			id: rowID{args[1].([]string)[i], args[2].([]string)[i]}, durable: args[3].([]bool)[i], cost: 1,
-			policy: policyOf(algorithm.Numbers{
+		p := modeltest.Part{
+			ID: modeltest.RowID{Name: args[1].([]string)[i], Key: args[2].([]string)[i]}, Durable: args[3].([]bool)[i], Cost: 1,
+			Policy: policyOf(algorithm.Numbers{
 				Algorithm: args[4].([]int16)[i],
 				Limit:     numbers(5)[i], Span: model.Duration(numbers(6)[i]), Refill: numbers(7)[i], Zone: zone,
-			}).(ruled),
+			}).one(),
 		}
 		if numbers(8) != nil {
-			p.cost = numbers(8)[i]
+			p.Cost = numbers(8)[i]
 		}
 		leased := int64(0)
 		if all := numbers(19); all != nil {
@@ -236,18 +237,18 @@ func askedOf(sql string, args []any) (requests []modelRequest, lockTimeout *int3
 			k.In, _ = refund(14, i)
 			k.At, _ = refund(15, i)
 			k.Spent, _ = refund(16, i)
-			p.refund = []model.Take{k}
+			p.Refund = []model.Take{k}
 		}
 		if i == 0 || owner != args[0].([]int32)[i-1] {
-			requests = append(requests, modelRequest{count: 1})
+			requests = append(requests, modeltest.Request{Count: 1})
 		}
 		r := &requests[len(requests)-1]
-		r.parts = append(r.parts, p)
+		r.Parts = append(r.Parts, p)
 		if numbers(9) != nil {
-			r.count = numbers(9)[i]
+			r.Count = numbers(9)[i]
 		}
-		if p.cost > 0 {
-			r.ahead = leased / p.cost
+		if p.Cost > 0 {
+			r.Ahead = leased / p.Cost
 		}
 	}
 	return requests, args[10].(*int32), args[17].(bool), takes

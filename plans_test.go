@@ -10,6 +10,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit/internal/algorithm"
+	"github.com/pgratelimit/ratelimit/internal/modeltest"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 )
 
@@ -82,7 +83,7 @@ func TestPlansWithoutTheirSettingScanTheTable(t *testing.T) {
 func scansOfAGrownTable(t *testing.T, conn *pgx.Conn, durable bool, mode string, batches int) (scanned, read int64) {
 	t.Helper()
 	limiters := map[int]*Limiter{}
-	for algorithm, policy := range []ruled{
+	for algorithm, policy := range []single{
 		FixedWindow{Limit: 1000, Window: time.Hour}, SlidingWindow{Limit: 1000, Window: time.Hour},
 		TokenBucket{Capacity: 1000, Refill: 1, Every: time.Hour}, SlidingLog{Limit: 1000, Window: time.Hour},
 		slowCalendar(1000),
@@ -94,9 +95,9 @@ func scansOfAGrownTable(t *testing.T, conn *pgx.Conn, durable bool, mode string,
 		)
 	}
 	run := func(from int) {
-		elements := make([]element, 60)
+		elements := make([]modeltest.Element, 60)
 		for i := range elements {
-			elements[i] = element{key: fmt.Sprint("key ", from+i*7), cost: 1, count: 1}
+			elements[i] = modeltest.Element{Key: fmt.Sprint("key ", from+i*7), Cost: 1, Count: 1}
 		}
 		for _, l := range limiters {
 			require.NoError(t, l.decide(t.Context(), conn, elements, transaction{}))

@@ -13,22 +13,23 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit/internal/model"
+	"github.com/pgratelimit/ratelimit/internal/modeltest"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
 // modelResults are what calls of these costs for one key, one after the other at the same time, are to be told by
 // the model.
-func modelResults(p ruled, at time.Time, costs ...int64) []Result {
+func modelResults(p model.Rules, at time.Time, costs ...int64) []Result {
 	return modelResultsFrom(p, model.State{}, at, costs...)
 }
 
 // modelResultsFrom are those that follow on a state.
-func modelResultsFrom(p ruled, s model.State, at time.Time, costs ...int64) []Result {
+func modelResultsFrom(p model.Rules, s model.State, at time.Time, costs ...int64) []Result {
 	results := make([]Result, len(costs))
 	for i, cost := range costs {
 		var d model.Decision
-		s, d = element{cost: cost, count: 1}.decide(p, s, at.UnixMicro())
+		s, d = modeltest.Element{Cost: cost, Count: 1}.Decide(p, s, at.UnixMicro())
 		results[i] = Result{
 			Allowed:    d.Granted == 1 || cost == 0 && d.RetryAfter == 0,
 			Limit:      p.Numbers().Limit,
@@ -56,8 +57,8 @@ func tally(results []Result) map[Result]int {
 }
 
 // fastPolicies have uneven numbers, so that a result shows which decision it was.
-func fastPolicies() map[string]ruled {
-	return map[string]ruled{
+func fastPolicies() map[string]single {
+	return map[string]single{
 		"fixed window":   FixedWindow{Limit: 100, Window: 7 * time.Second},
 		"sliding window": SlidingWindow{Limit: 100, Window: 7 * time.Second},
 		"token bucket":   TokenBucket{Capacity: 100, Refill: 3, Every: 7 * time.Second},
@@ -94,7 +95,7 @@ func TestCoalescedCallsAreToldWhatCallsInARowAre(t *testing.T) {
 					)
 				})
 				require.NoError(t, errors.Join(errs...))
-				want := tally(modelResults(policy, t0, slices.Repeat([]int64{cost}, calls)...))
+				want := tally(modelResults(policy.one(), t0, slices.Repeat([]int64{cost}, calls)...))
 				for key := range keys {
 					require.Equal(t, want, tally(results[key*calls:(key+1)*calls]))
 				}
@@ -121,7 +122,7 @@ func TestPeeksAreCoalesced(t *testing.T) {
 		results, errs := make([]Result, 50), make([]error, 50)
 		testkit.Together(50, func(i int) { results[i], errs[i] = limiter.Peek(t.Context(), "key") })
 		require.NoError(t, errors.Join(errs...))
-		want := modelResults(policy, t0, append(slices.Repeat([]int64{1}, taken), 0)...)[taken]
+		want := modelResults(policy.one(), t0, append(slices.Repeat([]int64{1}, taken), 0)...)[taken]
 		require.Equal(t, map[Result]int{want: 50}, tally(results))
 
 		_, err := limiter.Allow(t.Context(), "key")
@@ -178,7 +179,7 @@ func TestCallsOfOneBatchAreDecidedInOrderOfArrival(t *testing.T) {
 						n := 1 + r.Int64N(50)
 						_, err := limiter.Grant(t.Context(), name, n)
 						require.NoError(t, err)
-						states[key], _ = model.Grant(policy, model.State{}, t0.UnixMicro(), n)
+						states[key], _ = model.Grant(policy.one(), model.State{}, t0.UnixMicro(), n)
 					}
 				}
 				for waiting := slices.Clone(calls); len(waiting) > 0; {
@@ -198,7 +199,7 @@ func TestCallsOfOneBatchAreDecidedInOrderOfArrival(t *testing.T) {
 					}
 					require.Equal(
 						t,
-						modelResultsFrom(policy, states[key], t0, costs[key]...),
+						modelResultsFrom(policy.one(), states[key], t0, costs[key]...),
 						results,
 						"%s=%d, round %d: costs %v",
 						seedVariable,

@@ -16,6 +16,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit/internal/model"
+	"github.com/pgratelimit/ratelimit/internal/modeltest"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
@@ -25,23 +26,23 @@ import (
 func TestRefundToABucketThatTheClockHasLeftBehind(t *testing.T) {
 	t.Parallel()
 	const later = c0 + minute
-	p := TokenBucket{10, 1, time.Second}
+	p := model.TokenBucket{Capacity: 10, Refill: 1, Every: time.Second}
 	db := pgtest.New(t)
 	for granted, took := range map[int64]int64{0: 4, 5: 10} {
 		var s model.State
-		ask := func(clock int64, e element) step {
-			e.key, e.count = "x", 1
-			return step{policy: p, name: "a", clock: clock, elements: []element{e}}
+		ask := func(clock int64, e modeltest.Element) modeltest.Step {
+			e.Key, e.Count = "x", 1
+			return modeltest.Step{Policy: p, Name: "a", Clock: clock, Elements: []modeltest.Element{e}}
 		}
-		var steps []step
+		var steps []modeltest.Step
 		if granted > 0 {
 			s, _ = model.Grant(p, s, later, granted)
-			steps = append(steps, ask(later, element{cost: -granted}))
+			steps = append(steps, ask(later, modeltest.Element{Cost: -granted}))
 		}
 		s, kept := p.Decide(s, later, took)
 		_, lost := p.Decide(s, c0, 2)
-		steps = append(steps, ask(later, element{cost: took}), ask(c0, element{cost: -2, refund: []model.Take{lost.Taken}}),
-			ask(later, element{cost: -took, refund: []model.Take{kept.Taken}}), ask(later, element{cost: 0}))
+		steps = append(steps, ask(later, modeltest.Element{Cost: took}), ask(c0, modeltest.Element{Cost: -2, Refund: []model.Take{lost.Taken}}),
+			ask(later, modeltest.Element{Cost: -took, Refund: []model.Take{kept.Taken}}), ask(later, modeltest.Element{Cost: 0}))
 		require.NoError(t, replay(t.Context(), db.Pool, fmt.Sprintf("granted %d ", granted), steps, 1))
 	}
 }
@@ -53,7 +54,7 @@ func TestRefundAfterAChangeOfPolicy(t *testing.T) {
 	pool := pgtest.New(t).Pool
 	now := t0
 	for _, test := range []struct {
-		free, paid       ruled
+		free, paid       single
 		takes, paidTakes int64
 		later            time.Duration
 		remain, refunded int64
@@ -146,7 +147,7 @@ func TestRefundWritesOnlyWhatItGivesBack(t *testing.T) {
 		require.EqualValues(t, 4, taken(t, db.Pool, config, "key"))
 
 		require.Zero(t, refund(seven, 4, 10).ResetAfter)
-		row := storedRows(t, db.Pool, config.Durable)[rowID{"test", "key"}]
+		row := storedRows(t, db.Pool, config.Durable)[modeltest.RowID{Name: "test", Key: "key"}]
 		require.Equal(t, t0.UnixMicro(), row.ExpiresAt)
 		before := version()
 		refund(forged(limiter, "key", 3), 1, 10)

@@ -16,6 +16,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/ratelimit/internal/modeltest"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
@@ -81,19 +82,19 @@ func TestApplicationsDecoysChangeNoDecision(t *testing.T) {
 	pool := application(t, db)
 	seed := testSeed(t)
 	for story := range uint64(stories) {
-		steps, err := newStory(rand.New(rand.NewPCG(seed, story)), stepsOf)
+		steps, err := modeltest.NewStory(rand.New(rand.NewPCG(seed, story)), stepsOf)
 		require.NoError(t, err)
 		for _, step := range steps {
 			limiter := newLimiter(t, pool, Config{
 				Name: fmt.Sprint(
 					story,
-					step.name,
-				), Policy: step.policy, Durable: step.durable, Client: ClientConfig{Schema: "public", Timeout: amply, Test: frozen(time.UnixMicro(step.clock))},
+					step.Name,
+				), Policy: policyOf(step.Policy.Numbers()), Durable: step.Durable, Client: ClientConfig{Schema: "public", Timeout: amply, Test: frozen(time.UnixMicro(step.Clock))},
 			})
-			got := slices.Clone(step.elements)
+			got := slices.Clone(step.Elements)
 			require.NoError(t, limiter.decide(t.Context(), pool, got, transaction{}), "%s=%d", seedVariable, seed)
-			for i, want := range step.elements {
-				got, want := got[i].decision, want.decision
+			for i, want := range step.Elements {
+				got, want := got[i].Decision, want.Decision
 				got.DecidedAt = want.DecidedAt // in time of this century they are the same: TestTimesAreReadExactly
 				require.Equal(t, want, got, "%s=%d: %v", seedVariable, seed, step)
 			}

@@ -9,6 +9,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/ratelimit/internal/modeltest"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
@@ -27,7 +28,7 @@ func TestRandomSetsDoNotDeadlock(t *testing.T) {
 		errs[w] = errors.Join(errs[w], err)
 		var limiters []*Limiter
 		for i := range 6 {
-			policies := []ruled{
+			policies := []single{
 				FixedWindow{Limit: 1000, Window: year},
 				SlidingWindow{Limit: 40, Window: year},
 				TokenBucket{Capacity: 50, Refill: 1, Every: year},
@@ -62,10 +63,10 @@ func TestRandomSetsDoNotDeadlock(t *testing.T) {
 				err = l.decide(
 					t.Context(),
 					l.client.database.db,
-					[]element{
-						{key: tag + "dd", cost: 1, count: 1},
-						{key: tag + "a", cost: 1, count: 1},
-						{key: key(), cost: 1, count: 1},
+					[]modeltest.Element{
+						{Key: tag + "dd", Cost: 1, Count: 1},
+						{Key: tag + "a", Cost: 1, Count: 1},
+						{Key: key(), Cost: 1, Count: 1},
 					},
 					l.ownTransaction(),
 				)
@@ -104,20 +105,20 @@ func TestLockingSetsInTheOrderGivenDeadlocks(t *testing.T) {
 			}
 			pool := smallPools(t, db, 1)[0]
 			limiterA, limiterB, limiterC := threeLimits(t, pool, 10, 10, 10)
-			part := func(limiter *Limiter, key string) modelPart {
+			part := func(limiter *Limiter, key string) modeltest.Part {
 				_, err := limiter.Allow(t.Context(), key) // makes the row
 				require.NoError(t, err)
-				return modelPart{
-					id:      rowID{limiter.Config().Name, key},
-					durable: limiter.Config().Durable,
-					policy:  modelOf(limiter.models[0]),
-					cost:    1,
+				return modeltest.Part{
+					ID:      modeltest.RowID{Name: limiter.Config().Name, Key: key},
+					Durable: limiter.Config().Durable,
+					Policy:  limiter.models[0],
+					Cost:    1,
 				}
 			}
 			a, b, c := part(limiterA, "x"), part(limiterB, "x"), part(limiterC, "m")
-			ask := func(parts ...modelPart) func() (any, error) { // as given: AllowAll would put them in order
+			ask := func(parts ...modeltest.Part) func() (any, error) { // as given: AllowAll would put them in order
 				args := append(
-					allArrays([]modelRequest{{parts: parts, count: 1}}),
+					allArrays([]modeltest.Request{{Parts: parts, Count: 1}}),
 					nil,
 					nil,
 					nil,

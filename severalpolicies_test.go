@@ -66,7 +66,7 @@ func TestSeveralPolicies(t *testing.T) {
 
 	names := map[string]bool{}
 	for id := range storedRows(t, pool, false) {
-		names[id.name] = true
+		names[id.Name] = true
 	}
 	require.Equal(t, map[string]bool{"api": true, "api/2": true}, names)
 	require.NoError(t, l.Reset(t.Context(), "key"))

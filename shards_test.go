@@ -16,6 +16,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/ratelimit/internal/modeltest"
 	"github.com/pgratelimit/ratelimit/internal/pg"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/internal/shardkey"
@@ -63,7 +64,7 @@ func TestShardedClientCountsExactly(t *testing.T) {
 		stored := storedRows(t, p.Pool, false)
 		for i := range each {
 			require.EqualValues(t, limit, each[i].Load(), i)
-			require.EqualValues(t, limit, stored[rowID{config.Name, fmt.Sprint("user:", i)}].Count)
+			require.EqualValues(t, limit, stored[modeltest.RowID{Name: config.Name, Key: fmt.Sprint("user:", i)}].Count)
 		}
 	}
 	require.Equal(t, 8, client.queues.shards())
@@ -198,7 +199,7 @@ func TestAllowAllAcrossShards(t *testing.T) {
 			require.True(t, result.Allowed)
 		}
 	})
-	require.NotContains(t, storedRows(t, p.Pool, false), rowID{"set", there})
+	require.NotContains(t, storedRows(t, p.Pool, false), modeltest.RowID{Name: "set", Key: there})
 }
 
 // A proxy refuses whatever is part of a transaction, which could not take back what a shard has committed. It goes on to

@@ -7,6 +7,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit/internal/model"
+	"github.com/pgratelimit/ratelimit/internal/modeltest"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 )
 
@@ -14,49 +15,49 @@ import (
 func TestLongLogsEqualTheModel(t *testing.T) {
 	t.Parallel()
 	const window = 1000
-	policy := SlidingLog{Limit: model.MaxLogLimit, Window: model.Duration(window)}
+	policy := model.SlidingLog{Limit: model.MaxLogLimit, Window: model.Duration(window)}
 	for _, durable := range []bool{false, true} {
-		var steps []step
-		ask := func(p ruled, clock int64, elements ...element) {
-			steps = append(steps, step{policy: p, durable: durable, name: "a", clock: clock, elements: elements})
+		var steps []modeltest.Step
+		ask := func(p model.Rules, clock int64, elements ...modeltest.Element) {
+			steps = append(steps, modeltest.Step{Policy: p, Durable: durable, Name: "a", Clock: clock, Elements: elements})
 		}
 		for i := range int64(window + 20) { // then each is taken when another one leaves
-			ask(policy, c0+i, element{key: "x", cost: 1, count: 1})
+			ask(policy, c0+i, modeltest.Element{Key: "x", Cost: 1, Count: 1})
 		}
 		for i := range int64(window / 2) {
 			ask(
 				policy,
 				c0+2*window+i,
-				element{key: "x", cost: 2, count: 1},
-				element{key: "x", cost: 900, count: 1},
-				element{key: "y", cost: 1, count: 1},
+				modeltest.Element{Key: "x", Cost: 2, Count: 1},
+				modeltest.Element{Key: "x", Cost: 900, Count: 1},
+				modeltest.Element{Key: "y", Cost: 1, Count: 1},
 			)
 		}
 		ask(
 			policy,
 			c0+2*window,
-			element{key: "x", cost: 3, count: 1},
-			element{key: "x", cost: 0, count: 1},
+			modeltest.Element{Key: "x", Cost: 3, Count: 1},
+			modeltest.Element{Key: "x", Cost: 0, Count: 1},
 		) // the clock steps back
 		ask(
 			policy,
 			c0-window,
-			element{key: "x", cost: 3, count: 1},
-			element{key: "x", cost: 1, count: 1},
+			modeltest.Element{Key: "x", Cost: 3, Count: 1},
+			modeltest.Element{Key: "x", Cost: 1, Count: 1},
 		) // and jumps
 		ask(
-			SlidingLog{Limit: 500, Window: model.Duration(window)},
+			model.SlidingLog{Limit: 500, Window: model.Duration(window)},
 			c0-window+200,
-			element{key: "x", cost: 100, count: 1},
+			modeltest.Element{Key: "x", Cost: 100, Count: 1},
 		) // not yet
-		ask(policy, c0-window+200, element{key: "x", cost: 100, count: 3})
+		ask(policy, c0-window+200, modeltest.Element{Key: "x", Cost: 100, Count: 3})
 		ask(
-			SlidingLog{Limit: model.MaxLogLimit, Window: model.Duration(window / 4)},
+			model.SlidingLog{Limit: model.MaxLogLimit, Window: model.Duration(window / 4)},
 			c0-window+200,
-			element{key: "x", cost: 100, count: 3},
+			modeltest.Element{Key: "x", Cost: 100, Count: 3},
 		)
-		ask(FixedWindow{Limit: 10, Window: model.Duration(window)}, c0-window+200, element{key: "x", cost: 1, count: 1})
-		ask(policy, c0-window+200, element{key: "x", cost: 1, count: 1})
+		ask(model.FixedWindow{Limit: 10, Window: model.Duration(window)}, c0-window+200, modeltest.Element{Key: "x", Cost: 1, Count: 1})
+		ask(policy, c0-window+200, modeltest.Element{Key: "x", Cost: 1, Count: 1})
 
 		pool := pgtest.New(t).Pool
 		require.NoError(t, replay(t.Context(), pool, "", steps[:window], 50))
@@ -69,26 +70,26 @@ func TestLongLogsEqualTheModel(t *testing.T) {
 // Cases that the stories of TestSQLEqualsModel meet too rarely for their controls.
 func TestRareStepsOfLogsEqualTheModel(t *testing.T) {
 	t.Parallel()
-	policy := SlidingLog{Limit: 10, Window: time.Minute}
-	ask := func(clock int64, costs ...int64) step {
-		s := step{policy: policy, name: "a", clock: clock}
+	policy := model.SlidingLog{Limit: 10, Window: time.Minute}
+	ask := func(clock int64, costs ...int64) modeltest.Step {
+		s := modeltest.Step{Policy: policy, Name: "a", Clock: clock}
 		for _, cost := range costs {
-			s.elements = append(s.elements, element{key: "x", cost: cost, count: 1})
+			s.Elements = append(s.Elements, modeltest.Element{Key: "x", Cost: cost, Count: 1})
 		}
 		return s
 	}
 	giveBack := ask(c0+second, -6, 1)
-	giveBack.elements[0].refund = []model.Take{{Units: 6, In: c0 + 9*second}}
+	giveBack.Elements[0].Refund = []model.Take{{Units: 6, In: c0 + 9*second}}
 	for name, test := range map[string]struct {
-		steps                  []step
+		steps                  []modeltest.Step
 		function, right, wrong string
 	}{
 		"a refund of the newest entry moves the log's own time back, which what comes behind it goes by": {
-			[]step{ask(c0, 2), ask(c0+9*second, 6), giveBack},
+			[]modeltest.Step{ask(c0, 2), ask(c0+9*second, 6), giveBack},
 			"_rate_limit_log_refund", "s.window_start := t - public._rate_limit_entry_age(s.log[n], t);", "",
 		},
 		"a denial waits for as many entries as the credit lacks": {
-			[]step{ask(c0, -5), ask(c0+second, 4), ask(c0+2*second, 8), ask(c0+4*second, 6)},
+			[]modeltest.Step{ask(c0, -5), ask(c0+second, 4), ask(c0+2*second, 8), ask(c0+4*second, 6)},
 			"_rate_limit_log", "s.count - s.credit + greatest", "s.count + greatest",
 		},
 	} {

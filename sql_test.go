@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math"
 	"math/rand/v2"
 	"slices"
 	"strings"
@@ -20,6 +21,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/model"
 	"github.com/pgratelimit/ratelimit/internal/modeltest"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
+	"github.com/pgratelimit/ratelimit/internal/shardkey"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
@@ -57,16 +59,16 @@ func TestSQLEqualsModel(t *testing.T) {
 
 // roundingStory asks for one more than there is room for where, of 10 taken in the window before, 4.5 count still,
 // and round up: in a window that goes on, and in one that begins.
-func roundingStory() []step {
-	ask := func(key string, after, cost int64) step {
-		return step{
-			policy:   SlidingWindow{Limit: 10, Window: time.Minute},
-			name:     "a",
-			clock:    c0 + after,
-			elements: []element{{key: key, cost: cost, count: 1}},
+func roundingStory() []modeltest.Step {
+	ask := func(key string, after, cost int64) modeltest.Step {
+		return modeltest.Step{
+			Policy:   model.SlidingWindow{Limit: 10, Window: time.Minute},
+			Name:     "a",
+			Clock:    c0 + after,
+			Elements: []modeltest.Element{{Key: key, Cost: cost, Count: 1}},
 		}
 	}
-	return []step{
+	return []modeltest.Step{
 		ask("x", 0, 10),
 		ask("y", 0, 10),
 		ask("x", minute*3/2, 1),
@@ -76,14 +78,14 @@ func roundingStory() []step {
 }
 
 // changedBuckets takes from buckets under a policy of which one number is another one than before.
-func changedBuckets() []step {
-	ask := func(key string, after int64, policy TokenBucket) step {
-		return step{policy: policy, name: "a", clock: c0 + after, elements: []element{{key: key, cost: 1, count: 1}}}
+func changedBuckets() []modeltest.Step {
+	ask := func(key string, after int64, policy model.TokenBucket) modeltest.Step {
+		return modeltest.Step{Policy: policy, Name: "a", Clock: c0 + after, Elements: []modeltest.Element{{Key: key, Cost: 1, Count: 1}}}
 	}
-	before := TokenBucket{Capacity: 10, Refill: 2, Every: time.Second}
+	before := model.TokenBucket{Capacity: 10, Refill: 2, Every: time.Second}
 	larger, faster, slower := before, before, before
 	larger.Capacity, faster.Refill, slower.Every = 11, 3, 2*time.Second
-	return []step{
+	return []modeltest.Step{
 		ask("x", 0, before),
 		ask("x", 1, larger),
 		ask("y", 1, before),
@@ -95,27 +97,27 @@ func changedBuckets() []step {
 
 // refundOfTheWindowBefore gives back the newest take, of the window before. The one of the window before that counts for
 // nobody any more, and still stays in the row, which expires when it would have.
-func refundOfTheWindowBefore() []step {
-	policy := SlidingWindow{Limit: 3, Window: time.Minute}
-	return []step{
-		{policy: policy, name: "a", clock: c0, elements: []element{{key: "x", cost: 1, count: 3}}},
-		{policy: policy, name: "a", clock: c0 + minute*5/3, elements: []element{{key: "x", cost: 1, count: 1}}},
-		{policy: policy, name: "a", clock: c0 + 2*minute, elements: []element{
-			{key: "x", cost: -1, count: 1, refund: []model.Take{{Units: 1, In: c0 + minute}}},
+func refundOfTheWindowBefore() []modeltest.Step {
+	policy := model.SlidingWindow{Limit: 3, Window: time.Minute}
+	return []modeltest.Step{
+		{Policy: policy, Name: "a", Clock: c0, Elements: []modeltest.Element{{Key: "x", Cost: 1, Count: 3}}},
+		{Policy: policy, Name: "a", Clock: c0 + minute*5/3, Elements: []modeltest.Element{{Key: "x", Cost: 1, Count: 1}}},
+		{Policy: policy, Name: "a", Clock: c0 + 2*minute, Elements: []modeltest.Element{
+			{Key: "x", Cost: -1, Count: 1, Refund: []model.Take{{Units: 1, In: c0 + minute}}},
 		}},
 	}
 }
 
 // calendarBehindTheClock lets the clock step back from windows of the calendar: from one of which all was given back, and
 // from one of a key with credit, some of which is given back.
-func calendarBehindTheClock() []step {
-	ask := func(key string, clock, cost int64, refund []model.Take) step {
-		return step{
-			policy: CalendarWindow{Limit: 9, Unit: CalendarDay, Zone: "America/New_York"}, name: "a", clock: clock,
-			elements: []element{{key: key, cost: cost, count: 1, refund: refund}},
+func calendarBehindTheClock() []modeltest.Step {
+	ask := func(key string, clock, cost int64, refund []model.Take) modeltest.Step {
+		return modeltest.Step{
+			Policy: model.CalendarWindow{Limit: 9, Span: 24 * time.Hour, Zone: "America/New_York"}, Name: "a", Clock: clock,
+			Elements: []modeltest.Element{{Key: key, Cost: cost, Count: 1, Refund: refund}},
 		}
 	}
-	return []step{
+	return []modeltest.Step{
 		ask("x", c0+1, 1, nil),
 		ask("x", c0, -1, []model.Take{{Units: 1, In: c0 + 1}}),
 		ask("x", c0-hour, 1, nil),
@@ -128,13 +130,13 @@ func calendarBehindTheClock() []step {
 
 // refundBehindTheClock gives back the newest entry of a log after the clock has stepped back behind it, under a shorter
 // window. Seen from that entry, the one before it counted no longer. It does not come back.
-func refundBehindTheClock() []step {
-	long, short := SlidingLog{Limit: 3, Window: 2 * time.Microsecond}, SlidingLog{Limit: 1, Window: time.Microsecond}
-	return []step{
-		{policy: long, name: "b", clock: c0, elements: []element{{key: "x", cost: 2, count: 1}}},
-		{policy: long, name: "b", clock: c0 + 1, elements: []element{{key: "x", cost: 1, count: 1}}},
-		{policy: short, name: "b", clock: c0, elements: []element{
-			{key: "x", cost: -1, count: 1, refund: []model.Take{{Units: 1, In: c0 + 1}}},
+func refundBehindTheClock() []modeltest.Step {
+	long, short := model.SlidingLog{Limit: 3, Window: 2 * time.Microsecond}, model.SlidingLog{Limit: 1, Window: time.Microsecond}
+	return []modeltest.Step{
+		{Policy: long, Name: "b", Clock: c0, Elements: []modeltest.Element{{Key: "x", Cost: 2, Count: 1}}},
+		{Policy: long, Name: "b", Clock: c0 + 1, Elements: []modeltest.Element{{Key: "x", Cost: 1, Count: 1}}},
+		{Policy: short, Name: "b", Clock: c0, Elements: []modeltest.Element{
+			{Key: "x", Cost: -1, Count: 1, Refund: []model.Take{{Units: 1, In: c0 + 1}}},
 		}},
 	}
 }
@@ -164,7 +166,7 @@ func requireModel(t *testing.T, db *pgtest.DB) {
 			for ctx.Err() == nil && elements.Load() < enough {
 				story := uint64(stories.Add(1))
 				title := fmt.Sprintf("%s=%d, story %d", seedVariable, seed, story)
-				steps, err := newStory(rand.New(rand.NewPCG(seed, story)), stepsOf)
+				steps, err := modeltest.NewStory(rand.New(rand.NewPCG(seed, story)), stepsOf)
 				if err == nil {
 					err = replay(ctx, db.Pool, title, steps, perBatch)
 				}
@@ -174,7 +176,7 @@ func requireModel(t *testing.T, db *pgtest.DB) {
 					return
 				}
 				for _, step := range steps {
-					elements.Add(int64(len(step.elements)))
+					elements.Add(int64(len(step.Elements)))
 				}
 			}
 		})
@@ -198,8 +200,8 @@ func (d *difference) Error() string { return d.text }
 
 // replay runs steps on a pool and compares, after each of them, every decision and every row. It stops at the first
 // difference. space goes before all names, and must be new.
-func replay(ctx context.Context, pool *pgxpool.Pool, space string, steps []step, perBatch int) error {
-	model := rows{false: {}, true: {}}
+func replay(ctx context.Context, pool *pgxpool.Pool, space string, steps []modeltest.Step, perBatch int) error {
+	model := modeltest.NewRows()
 	if pgtest.Shards() > 0 {
 		perBatch = 1 // the rows of a proxy's shards look the same throughout a transaction
 	}
@@ -216,49 +218,63 @@ func replay(ctx context.Context, pool *pgxpool.Pool, space string, steps []step,
 	return nil
 }
 
+// takes tells whether the function that only takes can be asked. Through a proxy, all keys have to be on one shard.
+func takes(s modeltest.Step) bool {
+	_, log := s.Policy.(model.SlidingLog)
+	shards := max(pgtest.Shards(), 1)
+	return !s.Skip && (len(s.Elements) == 1 || !log) && !slices.ContainsFunc(s.Elements, func(e modeltest.Element) bool {
+		return e.Cost < 1 || shardkey.Of(e.Key, shards) != shardkey.Of(s.Elements[0].Key, shards)
+	})
+}
+
+// timeRead is the time of a decision as the statement of rate_limit_all reads it: see call.query.
+func timeRead(clock int64) time.Time {
+	return time.UnixMicro(int64(math.RoundToEven(float64(clock) / 1e6 * 1e6))).UTC()
+}
+
 // callOf is the call of a step.
-func callOf(space string, s step) call {
+func callOf(space string, s modeltest.Step) call {
 	keys, costs, counts := make(
 		[]string,
-		len(s.elements),
+		len(s.Elements),
 	), make(
 		[]int64,
-		len(s.elements),
+		len(s.Elements),
 	), make(
 		[]int64,
-		len(s.elements),
+		len(s.Elements),
 	)
-	for i, e := range s.elements {
-		keys[i], costs[i], counts[i] = e.key, e.cost, e.count
+	for i, e := range s.Elements {
+		keys[i], costs[i], counts[i] = e.Key, e.Cost, e.Count
 	}
 	var refunds refundArguments
-	for i, e := range s.elements {
-		if e.refund != nil {
-			refunds.set(i, len(s.elements), &e.refund[0])
+	for i, e := range s.Elements {
+		if e.Refund != nil {
+			refunds.set(i, len(s.Elements), &e.Refund[0])
 		}
 	}
-	if s.brief && !slices.ContainsFunc(costs, func(cost int64) bool { return cost != 1 }) {
+	if s.Brief && !slices.ContainsFunc(costs, func(cost int64) bool { return cost != 1 }) {
 		costs = nil
 	}
-	if s.brief && !slices.ContainsFunc(counts, func(count int64) bool { return count != 1 }) {
+	if s.Brief && !slices.ContainsFunc(counts, func(count int64) bool { return count != 1 }) {
 		counts = nil
 	}
-	of := s.policy.Numbers()
-	c := call{takes: s.takes(), counts: counts}
-	for _, e := range s.elements {
-		c.into = append(c.into, &part{space: &keyspace{}, rules: s.policy.one(), cost: e.cost})
+	of := s.Policy.Numbers()
+	c := call{takes: takes(s), counts: counts}
+	for _, e := range s.Elements {
+		c.into = append(c.into, &part{space: &keyspace{}, rules: s.Policy, cost: e.Cost})
 	}
 	if c.takes {
 		c.sql = implementationOf(of.Algorithm).statement
-		c.args = append([]any{space + s.name, keys, costs, counts, s.durable, nil, nil, s.clock}, argumentsOf(of)...)
+		c.args = append([]any{space + s.Name, keys, costs, counts, s.Durable, nil, nil, s.Clock}, argumentsOf(of)...)
 		return c
 	}
 	c.sql = allStatement
-	c.args = argumentsOfAll(space+s.name, keys, of)
-	c.args[3] = slices.Repeat([]bool{s.durable}, len(keys))
-	c.args[8], c.args[9], c.args[12] = costs, counts, time.UnixMicro(s.clock)
+	c.args = argumentsOfAll(space+s.Name, keys, of)
+	c.args[3] = slices.Repeat([]bool{s.Durable}, len(keys))
+	c.args[8], c.args[9], c.args[12] = costs, counts, time.UnixMicro(s.Clock)
 	c.args[13], c.args[14], c.args[15], c.args[16] = refunds.since, refunds.in, refunds.at, refunds.spent
-	c.args[17] = s.skip && pgtest.Shards() == 0 // which is for keys of one shard
+	c.args[17] = s.Skip && pgtest.Shards() == 0 // which is for keys of one shard
 	return c
 }
 
@@ -279,19 +295,19 @@ func argumentsOfAll(name string, keys []string, of algorithm.Numbers) []any {
 	}
 }
 
-func queueStep(batch *pgx.Batch, space string, s step) {
+func queueStep(batch *pgx.Batch, space string, s modeltest.Step) {
 	c := callOf(space, s)
 	batch.Queue(c.sql, c.args...)
 	batch.Queue(
-		"SELECT "+rowColumns+" FROM "+pgtest.Table(s.durable)+" WHERE prefix = ANY ($1)",
+		"SELECT "+rowColumns+" FROM "+pgtest.Table(s.Durable)+" WHERE prefix = ANY ($1)",
 		[]string{space + "a", space + "b"},
 	)
 }
 
-func compare(results pgx.BatchResults, space string, steps []step, first int, model rows) (err error) {
+func compare(results pgx.BatchResults, space string, steps []modeltest.Step, first int, model modeltest.Rows) (err error) {
 	defer func() { err = errors.Join(err, results.Close()) }()
 	for i, s := range steps {
-		model.decide(s)
+		model.Decide(s)
 		fail := func(element int, format string, args ...any) error {
 			return &difference{first + i, element, fmt.Sprintf(format, args...)}
 		}
@@ -307,11 +323,14 @@ func compare(results pgx.BatchResults, space string, steps []step, first int, mo
 		}
 		seen := 0
 		for ord, p := range c.into {
-			got, want := p.decision, s.elements[ord].decision
+			got, want := p.decision, s.Elements[ord].Decision
 			if got.Granted == passedOver {
 				continue
 			}
 			got.DecidedAt = got.DecidedAt.UTC()
+			if !c.takes {
+				want.DecidedAt = timeRead(s.Clock)
+			}
 			if got != want {
 				return fail(ord, "element %d: SQL\n%+v\nmodel\n%+v", ord+1, got, want)
 			}
@@ -320,7 +339,7 @@ func compare(results pgx.BatchResults, space string, steps []step, first int, mo
 		if err := answer.Err(); err != nil {
 			return fail(-1, "%v", err)
 		}
-		if seen != len(s.elements) {
+		if seen != len(s.Elements) {
 			return fail(-1, "%d answers", seen)
 		}
 
@@ -333,13 +352,13 @@ func compare(results pgx.BatchResults, space string, steps []step, first int, mo
 			if err != nil {
 				return fail(-1, "%v", err)
 			}
-			id.name = strings.TrimPrefix(id.name, space)
-			want, ok := model[s.durable][id]
+			id.Name = strings.TrimPrefix(id.Name, space)
+			want, ok := model[s.Durable][id]
 			seen--
 			if !ok || got != want {
 				about := slices.IndexFunc(
-					s.elements,
-					func(e element) bool { return e.key == id.key && s.name == id.name },
+					s.Elements,
+					func(e modeltest.Element) bool { return e.Key == id.Key && s.Name == id.Name },
 				)
 				return fail(about, "row of %q: SQL\n%+v\nmodel\n%+v", id, got, want)
 			}
@@ -347,17 +366,17 @@ func compare(results pgx.BatchResults, space string, steps []step, first int, mo
 		if err := table.Err(); err != nil {
 			return fail(-1, "%v", err)
 		}
-		if want := len(model[s.durable]); len(s.elements)-seen != want {
-			return fail(-1, "%d rows, and %d in the model", len(s.elements)-seen, want)
+		if want := len(model[s.Durable]); len(s.Elements)-seen != want {
+			return fail(-1, "%d rows, and %d in the model", len(s.Elements)-seen, want)
 		}
 	}
 	return nil
 }
 
 // describe shows a failing story: as short as leaving out elements one by one makes it.
-func describe(ctx context.Context, pool *pgxpool.Pool, steps []step, err error, title string) string {
+func describe(ctx context.Context, pool *pgxpool.Pool, steps []modeltest.Step, err error, title string) string {
 	tries := 0
-	failing := func(steps []step) error {
+	failing := func(steps []modeltest.Step) error {
 		tries++
 		return replay(ctx, pool, fmt.Sprintf("%s, try %d ", title, tries), steps, 1)
 	}
@@ -367,10 +386,10 @@ func describe(ctx context.Context, pool *pgxpool.Pool, steps []step, err error, 
 	}
 	shortest := steps[:at.step+1]
 	for i, step := range slices.Backward(shortest) {
-		for j := range slices.Backward(step.elements) {
+		for j := range slices.Backward(step.Elements) {
 			shorter := slices.Clone(shortest)
-			shorter[i].elements = slices.Delete(slices.Clone(shorter[i].elements), j, j+1)
-			if len(shorter[i].elements) == 0 {
+			shorter[i].Elements = slices.Delete(slices.Clone(shorter[i].Elements), j, j+1)
+			if len(shorter[i].Elements) == 0 {
 				shorter = slices.Delete(shorter, i, i+1)
 			}
 			if less := failing(shorter); errors.As(less, &at) {

@@ -325,8 +325,8 @@ func TestSetsThatAreLeftAreNotTriedAgainAtOnce(t *testing.T) {
 	requests := make([]*request, 10)
 	for i := range requests {
 		r := &request{count: 1}
-		r.add(&keyspace{name: "a"}, rulesOf(FixedWindow{Limit: 1, Window: year}), fmt.Sprint(i), 1, nil)
-		r.add(&keyspace{name: "b"}, rulesOf(FixedWindow{Limit: 20, Window: year}), "all", 1, nil)
+		r.add(&keyspace{name: "a"}, FixedWindow{Limit: 1, Window: year}.rules(), fmt.Sprint(i), 1, nil)
+		r.add(&keyspace{name: "b"}, FixedWindow{Limit: 20, Window: year}.rules(), "all", 1, nil)
 		requests[i] = r
 	}
 	told := map[bool]int{true: leftNumbers * 20, false: takenNumbers * 11}

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -457,4 +458,13 @@ func TestRequestsOfOneTransaction(t *testing.T) {
 	require.NoError(t, within.Rollback(t.Context()))
 	require.NoError(t, tx.Rollback(t.Context()))
 	require.EqualValues(t, 0, taken(t, db.Pool, limiter.Config(), "a"))
+}
+
+// allowAllTx is AllowAll of requests within a transaction.
+func allowAllTx(ctx context.Context, tx pgx.Tx, requests ...Request) (Results, error) {
+	requests = slices.Clone(requests) // which the caller may ask without a transaction, too
+	for i := range requests {
+		requests[i].inTx, requests[i].tx = true, tx
+	}
+	return AllowAll(ctx, requests...)
 }

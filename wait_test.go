@@ -96,7 +96,7 @@ func upTo(n int) (numbers []int) {
 
 // inBubble runs a test in a bubble of time, which also waits for all goroutines that the test has started, or says
 // that they are stuck.
-func inBubble(t *testing.T, policy ruled, test func(t *testing.T, limiter *Limiter, db *modelDB)) {
+func inBubble(t *testing.T, policy single, test func(t *testing.T, limiter *Limiter, db *modelDB)) {
 	t.Helper()
 	synctest.Test(t, func(t *testing.T) {
 		db := newModelDB()
@@ -108,7 +108,7 @@ func inBubble(t *testing.T, policy ruled, test func(t *testing.T, limiter *Limit
 func TestWaitersAreServedInOrder(t *testing.T) {
 	t.Parallel()
 
-	for name, policy := range map[string]ruled{
+	for name, policy := range map[string]single{
 		"fixed window":   FixedWindow{Limit: 1, Window: time.Second},
 		"sliding window": SlidingWindow{Limit: 1, Window: time.Second},
 		"token bucket":   TokenBucket{Capacity: 1, Refill: 1, Every: time.Second},
@@ -363,7 +363,7 @@ func TestWaitersUnderAnotherPolicyStandInTheirOwnLine(t *testing.T) {
 	inBubble(t, FixedWindow{Limit: 10, Window: time.Minute}, func(t *testing.T, paid *Limiter, _ *modelDB) {
 		free := paid.with(t, FixedWindow{Limit: 1, Window: time.Hour})
 		w := newWaits(t)
-		known := testDenials{free.client.batcher.denials, modelOf(free.models[0]), free.space}
+		known := testDenials{free.client.batcher.denials, free.models[0], free.space}
 		since := known.snapshot()
 		known.remember(
 			"key",

@@ -103,7 +103,7 @@ func TestRandomCrowds(t *testing.T) {
 	seed := testSeed(t)
 	for round := range uint64(60) {
 		r := rand.New(rand.NewPCG(seed, round))
-		policy := []ruled{
+		policy := []single{
 			FixedWindow{Limit: 10, Window: time.Second}, SlidingWindow{Limit: 10, Window: time.Second},
 			TokenBucket{Capacity: 10, Refill: 7, Every: time.Second},
 		}[r.IntN(3)]
@@ -172,7 +172,7 @@ func TestThousandWaitersOnADatabase(t *testing.T) {
 
 	const limit, window = 100, 20 * time.Millisecond
 	db := pgtest.New(t)
-	for name, policy := range map[string]ruled{
+	for name, policy := range map[string]single{
 		"fixed window": FixedWindow{Limit: limit, Window: window},
 		"token bucket": TokenBucket{Capacity: limit, Refill: limit, Every: window},
 	} {

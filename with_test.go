@@ -16,6 +16,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/ratelimit/internal/modeltest"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
@@ -70,16 +71,16 @@ func TestOtherNumbersOnLiveKeys(t *testing.T) {
 	pool := pgtest.New(t).Pool
 	type step struct {
 		at     time.Duration
-		policy ruled
+		policy single
 		n      int64
 		want   Result // but for Limit and DecidedAt
 	}
 	allowed := func(remaining int64, resetAfter time.Duration) Result {
 		return Result{Allowed: true, Remaining: remaining, ResetAfter: resetAfter}
 	}
-	fixed := func(limit int64, window time.Duration) ruled { return FixedWindow{Limit: limit, Window: window} }
-	sliding := func(limit int64, window time.Duration) ruled { return SlidingWindow{Limit: limit, Window: window} }
-	bucket := func(capacity int64, every time.Duration) ruled {
+	fixed := func(limit int64, window time.Duration) single { return FixedWindow{Limit: limit, Window: window} }
+	sliding := func(limit int64, window time.Duration) single { return SlidingWindow{Limit: limit, Window: window} }
+	bucket := func(capacity int64, every time.Duration) single {
 		return TokenBucket{Capacity: capacity, Refill: 10, Every: every}
 	}
 	for name, steps := range map[string][]step{
@@ -140,7 +141,7 @@ func TestOtherNumbersOnLiveKeys(t *testing.T) {
 		)
 		for i, step := range steps {
 			clock.at = t0.Add(step.at)
-			step.want.Limit, step.want.DecidedAt = step.policy.Numbers().Limit, clock.at
+			step.want.Limit, step.want.DecidedAt = step.policy.one().Numbers().Limit, clock.at
 			got, err := limiter.under(step.policy).AllowN(t.Context(), "key", step.n)
 			require.NoError(t, err)
 			require.Equal(t, step.want, utc(got), "%s, step %d", name, i)
@@ -149,8 +150,8 @@ func TestOtherNumbersOnLiveKeys(t *testing.T) {
 }
 
 // numbersOf are a policy and what may become of it: more or less, and in more or less time.
-func numbersOf(p Policy) map[string]ruled {
-	numbers := map[string]ruled{}
+func numbersOf(p Policy) map[string]single {
+	numbers := map[string]single{}
 	for name, change := range map[string]struct {
 		limit int64
 		time  time.Duration
@@ -213,38 +214,38 @@ func TestEveryChangeOfPolicyEqualsTheModel(t *testing.T) {
 				}
 				for change, to := range numbersOf(to) {
 					for _, later := range afterwards {
-						expected := rows{false: {}}
+						expected := modeltest.NewRows()
 						clock.at = t0
 						for i, ask := range []struct {
 							after  time.Duration
-							policy ruled
+							policy single
 							cost   int64
 						}{
 							{0, from, -1}, {0, from, 10}, {later, to, 0}, {0, to, 2}, {0, to, 1}, // the first takes what is to be taken
 							{time.Second, from, 0}, {0, from, 2}, {0, to, 1},
 						} {
 							clock.at = clock.at.Add(ask.after)
-							s := step{policy: ask.policy, name: config.Name, clock: clock.at.UnixMicro()}
+							s := modeltest.Step{Policy: ask.policy.one(), Name: config.Name, Clock: clock.at.UnixMicro()}
 							views := make([]*Limiter, len(callers))
 							for n, c := range callers {
 								views[n] = c.limiter.under(ask.policy)
-								e := element{key: fmt.Sprint(n, change, later), cost: ask.cost, count: 1}
+								e := modeltest.Element{Key: fmt.Sprint(n, change, later), Cost: ask.cost, Count: 1}
 								if i == 0 {
-									e.cost = c.taken
+									e.Cost = c.taken
 								}
-								s.elements = append(s.elements, e)
+								s.Elements = append(s.Elements, e)
 							}
-							expected.decide(s)
+							expected.Decide(s)
 							got, errs := make([]Result, len(callers)), make([]error, len(callers))
 							testkit.Together(
 								len(callers),
-								func(n int) { got[n], errs[n] = views[n].AllowN(t.Context(), s.elements[n].key, s.elements[n].cost) },
+								func(n int) { got[n], errs[n] = views[n].AllowN(t.Context(), s.Elements[n].Key, s.Elements[n].Cost) },
 							)
 							require.NoError(t, errors.Join(errs...))
 							for n := range callers {
 								got[n].Source = SourceDatabase // or a denial that was remembered
-								want := views[n].requestsOf(s.elements[n : n+1])[0]
-								want.parts[0].decision = s.elements[n].decision
+								want := views[n].requestsOf(s.Elements[n : n+1])[0]
+								want.parts[0].decision = s.Elements[n].Decision
 								require.Equal(
 									t,
 									utc(want.result()),
@@ -268,7 +269,7 @@ func TestWithRefusesWhatNewRefuses(t *testing.T) {
 	t.Parallel()
 
 	limiter := newLimiter(t, unusedPool(t), policy(FixedWindow{Limit: 1, Window: time.Second}))
-	for _, bad := range []ruled{
+	for _, bad := range []single{
 		nil, &FixedWindow{Limit: 1, Window: time.Second}, (*TokenBucket)(nil), FixedWindow{}, FixedWindow{Limit: -1, Window: time.Second},
 		SlidingWindow{Limit: math.MaxInt64, Window: time.Second}, TokenBucket{Capacity: 1, Every: time.Second},
 	} {
@@ -495,7 +496,7 @@ func TestBoardTakesCallsOfOnePolicy(t *testing.T) {
 }
 
 func BenchmarkWith(b *testing.B) {
-	for _, policy := range []ruled{FixedWindow{Limit: 20, Window: time.Minute}, SlidingWindow{Limit: 20, Window: time.Minute}} {
+	for _, policy := range []single{FixedWindow{Limit: 20, Window: time.Minute}, SlidingWindow{Limit: 20, Window: time.Minute}} {
 		config := Config{Name: "test", Policy: policy, Client: ClientConfig{Schema: "limits"}}
 		limiter, err := New(&pgxpool.Pool{}, config)
 		require.NoError(b, err)

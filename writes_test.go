@@ -9,6 +9,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/ratelimit/internal/modeltest"
 	"github.com/pgratelimit/ratelimit/internal/pgserver"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
@@ -157,15 +158,15 @@ func TestTransactionIDs(t *testing.T) {
 				{1, 0, 1},  // denied
 				{0, 0, 0},  // a look
 			} {
-				elements := make([]element, 100)
+				elements := make([]modeltest.Element, 100)
 				for i := range elements {
-					elements[i] = element{key: fmt.Sprint(i), cost: c.cost, count: 1}
+					elements[i] = modeltest.Element{Key: fmt.Sprint(i), Cost: c.cost, Count: 1}
 				}
 				before := next()
 				require.NoError(t, limiter.decideAndRemember(t.Context(), elements))
 				require.Equal(t, c.want, next()-before, "%s: %+v", name, c)
 				for _, e := range elements {
-					require.Equal(t, c.granted, e.decision.Granted)
+					require.Equal(t, c.granted, e.Decision.Granted)
 				}
 			}
 			before := next()

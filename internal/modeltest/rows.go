@@ -1,0 +1,244 @@
+package modeltest
+
+import (
+	"fmt"
+	"maps"
+	"math"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/pgratelimit/ratelimit/internal/model"
+)
+
+// RowID is where a row stands in its table.
+type RowID struct{ Name, Key string }
+
+// Row is a row of one of the tables.
+type Row struct {
+	Algorithm int16
+	model.State
+}
+
+// Rows is the model of both tables; of rate_limit_durable under true.
+type Rows map[bool]map[RowID]Row
+
+// NewRows is the model of empty tables.
+func NewRows() Rows { return Rows{false: {}, true: {}} }
+
+// Element is what a statement asks for one key: count requests of one cost.
+type Element struct {
+	Key         string
+	Cost, Count int64
+	Refund      []model.Take // of a cost below 0; nil: it grants
+	Decision    model.Decision
+}
+
+// Step is one call of a function.
+type Step struct {
+	Policy   model.Rules
+	Durable  bool
+	Name     string // short, so that a test can put something before it
+	Clock    int64
+	Skip     bool      // rows that somebody holds are passed over
+	Brief    bool      // costs and counts that are all 1 are left out
+	Elements []Element // with the decisions that the model makes
+}
+
+func (s Step) String() string {
+	var elements strings.Builder
+	for _, e := range s.Elements {
+		fmt.Fprintf(&elements, " {key: %q, cost: %d, count: %d, refund: %+v}", e.Key, e.Cost, e.Count, e.Refund)
+	}
+	return fmt.Sprintf("at %d, %q, durable %v, %#v, skip %v, brief %v:%s",
+		s.Clock, s.Name, s.Durable, s.Policy, s.Skip, s.Brief, elements.String())
+}
+
+// Part is a part of a request of rate_limit_all, with the decision that the models make.
+type Part struct {
+	ID       RowID
+	Durable  bool
+	Policy   model.Rules
+	Cost     int64
+	Refund   []model.Take // what a cost below 0 is of, or nil for a grant
+	Decision model.Decision
+}
+
+// Request takes from all of its parts, or from none, count times one after the other.
+type Request struct {
+	Parts []Part
+	Count int64
+	Ahead int64 // how many of these are to be spent later
+	moved bool  // a row that refuses it is written, because the clock has left it behind
+}
+
+// State is the row of a part as its algorithm sees it.
+func (m Rows) State(p Part) model.State {
+	if row := m[p.Durable][p.ID]; row.Algorithm == p.Policy.Numbers().Algorithm {
+		return row.State
+	}
+	return model.State{}
+}
+
+func (m Rows) has(p Part) bool {
+	_, ok := m[p.Durable][p.ID]
+	return ok
+}
+
+func (m Rows) clone() Rows { return Rows{false: maps.Clone(m[false]), true: maps.Clone(m[true])} }
+
+// Decide has the model make the decisions of a step: an element of count k is k requests, one after the other.
+func (m Rows) Decide(s Step) {
+	for i := range s.Elements {
+		e := &s.Elements[i]
+		id := RowID{s.Name, e.Key}
+		var current model.State // of no row, and of a row of another algorithm
+		if row := m[s.Durable][id]; row.Algorithm == s.Policy.Numbers().Algorithm {
+			current = row.State
+		}
+
+		var granted int64
+		var last model.Decision
+		credit := CreditOf(s.Policy, current, s.Clock)
+		requests := e.Count
+		if e.Cost < 0 {
+			requests = 1 // all at once
+		}
+		for asked := int64(0); asked < requests; asked++ {
+			next, d := e.Decide(s.Policy, current, s.Clock)
+			granted += d.Granted
+			last = d
+			if next == current { // and so for all further ones
+				break
+			}
+			current = next
+			m[s.Durable][id] = Row{s.Policy.Numbers().Algorithm, current}
+		}
+		if last.Granted = granted; e.Cost < 0 {
+			last.Granted = e.Count
+		}
+		last.DecidedAt = time.UnixMicro(s.Clock).UTC()
+		last.State = Told(last.State)
+		last.Taken.Units, last.Taken.Spent = 0, 0
+		if e.Cost > 0 {
+			last.Taken.Spent = credit - CreditOf(s.Policy, current, s.Clock)
+		}
+		e.Decision = last
+	}
+}
+
+// Decide is the model's decision of one of its requests, or of what they give together.
+func (e Element) Decide(p model.Rules, s model.State, clock int64) (model.State, model.Decision) {
+	if e.Cost >= 0 {
+		return p.Decide(s, clock, e.Cost)
+	}
+	units := int64(math.MaxInt64)
+	if e.Count <= -(math.MaxInt64 / e.Cost) {
+		units = -e.Count * e.Cost
+	}
+	if e.Refund == nil {
+		return model.Grant(p, s, clock, min(units, model.MaxCredit))
+	}
+	k := e.Refund[0]
+	k.Units, k.Spent = units, min(max(k.Spent, 0), units)
+	return p.Refund(s, clock, k)
+}
+
+// DecideAll has the model make the decisions of a statement. If rows are missing, the function looks first. A
+// request that is refused then stays refused, and a refund that finds nothing then gives nothing back. Rows are
+// made for the others. A request that shares a row with one of those others before it counts as one of them.
+func (m Rows) DecideAll(requests []Request, clock int64) {
+	lacks := slices.ContainsFunc(requests, func(r Request) bool {
+		return slices.ContainsFunc(r.Parts, func(p Part) bool {
+			return p.Cost != 0 && !m.has(p)
+		})
+	})
+	seen := m.clone()
+	changes := map[bool]map[RowID]bool{false: {}, true: {}}
+	for i := range requests {
+		r := &requests[i]
+		if lacks {
+			seen.clone().decideRequest(r, clock)
+			givesBack := r.Parts[0].Refund != nil
+			refused := r.Parts[0].Decision.Granted == 0 && !r.moved ||
+				givesBack && !slices.ContainsFunc(r.Parts, seen.has)
+			if len(r.Parts) == 1 && 1 <= r.Parts[0].Cost && r.Parts[0].Cost <= r.Parts[0].Policy.Numbers().Limit {
+				refused = false // it needs no row but one from which it takes
+			}
+			if refused && !slices.ContainsFunc(r.Parts, func(p Part) bool { return changes[p.Durable][p.ID] }) {
+				continue
+			}
+			for _, p := range r.Parts {
+				changes[p.Durable][p.ID] = true
+				if !m.has(p) {
+					m[p.Durable][p.ID] = Row{}
+				}
+			}
+		}
+		m.decideRequest(r, clock)
+	}
+}
+
+func (m Rows) decideRequest(r *Request, clock int64) {
+	requests := r.Count
+	if r.Parts[0].Cost < 0 {
+		requests = 1 // all at once
+	}
+	decide := func(p Part, cost int64) (model.State, model.Decision) {
+		return Element{Cost: cost, Count: r.Count, Refund: p.Refund}.Decide(p.Policy, m.State(p), clock)
+	}
+	fits := func() bool {
+		for _, p := range r.Parts {
+			if _, d := decide(p, p.Cost); d.Granted == 0 {
+				return false
+			}
+		}
+		return true
+	}
+	before := make([]model.State, len(r.Parts))
+	for i, p := range r.Parts {
+		before[i] = m.State(p)
+	}
+	granted := int64(0)
+	for ; granted < requests && fits(); granted++ {
+		for _, p := range r.Parts {
+			if next, _ := decide(p, p.Cost); next != m.State(p) { // as it is when there was nothing to give back
+				m[p.Durable][p.ID] = Row{p.Policy.Numbers().Algorithm, next}
+			}
+		}
+	}
+	if requests < r.Count {
+		granted = r.Count
+	}
+	for i := range r.Parts {
+		p := &r.Parts[i]
+		current := m.State(*p)
+		credit := CreditOf(p.Policy, before[i], clock)
+		_, p.Decision = decide(*p, 0)
+		next, asked := current, model.Decision{Granted: 1}
+		if granted < r.Count {
+			next, asked = decide(*p, p.Cost)
+		}
+		p.Decision.Granted, p.Decision.RetryAfter = granted, 0
+		if p.Cost > 0 {
+			p.Decision.Taken.Spent = credit - CreditOf(p.Policy, current, clock)
+		}
+		log := model.NewEntries(nil) // what retryAfter comes from
+		if granted < r.Count && asked.Granted == 0 {
+			p.Decision.RetryAfter, log = asked.RetryAfter, asked.State.Log // it is this part that refuses
+			if next != current {
+				m[p.Durable][p.ID] = Row{p.Policy.Numbers().Algorithm, next}
+				p.Decision.State = next
+				r.moved = true
+			}
+		}
+		if bucket, ok := p.Policy.(model.TokenBucket); ok && r.Ahead > 0 {
+			log = before[i].Log
+			if ahead := granted - (r.Count - r.Ahead); ahead > 0 {
+				m[p.Durable][p.ID] = Row{bucket.Numbers().Algorithm, bucket.Lend(m.State(*p), ahead*p.Cost)}
+			}
+		}
+		p.Decision.State.Log = log
+		p.Decision.DecidedAt = time.UnixMicro(clock).UTC()
+	}
+}

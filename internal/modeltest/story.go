@@ -1,0 +1,287 @@
+package modeltest
+
+import (
+	"cmp"
+	"fmt"
+	"math"
+	"math/bits"
+	"math/rand/v2"
+	"runtime/debug"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/pgratelimit/ratelimit/internal/model"
+)
+
+// NewStory makes up requests that hang together: few keys, one clock, and policies that change now and then. The
+// error is a panic of the model.
+func NewStory(r *rand.Rand, steps int) ([]Step, error) { return NewStoryOf(r, steps, RandomPolicy) }
+
+// NewStoryOf is NewStory with policies drawn by a function.
+func NewStoryOf(r *rand.Rand, steps int, randomPolicy func(r *rand.Rand) model.Rules) (story []Step, err error) {
+	defer func() {
+		if p := recover(); p != nil {
+			err = fmt.Errorf("after %v: panic: %v\n%s", story, p, debug.Stack())
+		}
+	}()
+	asModel := NewRows()
+	policy := randomPolicy(r)
+	clock := int64(1)<<50 + r.Int64N(1<<51)
+	var goals []int64 // times at which something happens, of recent decisions
+	takes := map[RowID][]model.Take{}
+
+	for range steps {
+		switch r.IntN(20) {
+		case 0:
+			policy = randomPolicy(r)
+		case 1, 2:
+			policy = ChangedPolicy(r, policy)
+		}
+		clock = NextClock(r, clock, policy, goals)
+		s := Step{Policy: policy, Durable: r.IntN(4) == 0, Name: "a", Clock: clock}
+		if r.IntN(4) == 0 {
+			s.Name = "b"
+		}
+		s.Brief = r.IntN(2) == 0
+		ordinary := r.IntN(2) == 0 // takes alone
+		s.Skip = !ordinary && r.IntN(3) == 0
+		several := 1 + r.IntN(8)
+		if ordinary && r.IntN(2) == 0 {
+			several = 1
+		}
+		for range several {
+			cost := RandomCost(r, policy.Numbers().Limit)
+			if ordinary {
+				cost = RandomTake(r, policy.Numbers().Limit)
+			}
+			e := Element{
+				Key:   [...]string{"x", "y", "Y", "ä", "x:1"}[r.IntN(5)],
+				Cost:  cost,
+				Count: randomCount(r, policy.Numbers().Limit, cost),
+			}
+			if !ordinary && (cost < 0 || r.IntN(6) == 0) && r.IntN(5) > 0 {
+				e.Cost, e.Count, e.Refund = RandomRefund(r, policy, takes[RowID{s.Name, e.Key}], e.Cost, e.Count)
+			}
+			s.Elements = append(s.Elements, e)
+		}
+		if r.IntN(4) > 0 { // as the limiter sends them
+			slices.SortStableFunc(s.Elements, func(a, b Element) int {
+				return cmp.Or(len(b.Key)-len(a.Key), strings.Compare(a.Key, b.Key))
+			})
+		}
+		story = append(story, s)
+		asModel.Decide(s)
+		goals = goals[:0]
+		for _, e := range s.Elements {
+			if e.Decision.RetryAfter != model.Never {
+				goals = append(goals, clock+e.Decision.RetryAfter)
+			}
+			goals = append(goals, clock+e.Decision.ResetAfter)
+			if e.Cost > 0 && e.Decision.Granted > 0 {
+				id := RowID{s.Name, e.Key}
+				takes[id] = append(takes[id], e.Decision.TakenBy(policy, e.Cost, 1+r.Int64N(e.Decision.Granted)))
+			}
+		}
+	}
+	return story, nil
+}
+
+// RandomRefund is a refund: of all or part of something that was taken, whether it was given back already or not,
+// or of what nobody has.
+func RandomRefund(r *rand.Rand, p model.Rules, takes []model.Take, cost, count int64) (int64, int64, []model.Take) {
+	if len(takes) == 0 || r.IntN(6) == 0 {
+		extreme := func() int64 {
+			return [...]int64{math.MinInt64, -1, 0, 1, 1 << 61, math.MaxInt64, r.Int64() >> r.IntN(64)}[r.IntN(7)]
+		}
+		k := model.Take{
+			Units: extreme(), Spent: extreme(), Since: extreme(), In: extreme(), At: extreme(), Ended: extreme(),
+		}
+		if len(takes) > 0 {
+			known := takes[r.IntN(len(takes))]
+			if r.IntN(2) == 0 {
+				k.Since = known.Since
+			}
+			if r.IntN(2) == 0 {
+				k.In = known.In
+			}
+		}
+		return min(cost, -1), count, []model.Take{k}
+	}
+	k := takes[len(takes)-1-r.IntN(min(len(takes), 4))]
+	if r.IntN(3) == 0 {
+		from := r.Int64N(k.Units)
+		k = k.Portion(p, from, from+1+r.Int64N(k.Units-from))
+	}
+	if r.IntN(2) == 0 { // of a lease
+		k.Ended = k.Units + r.Int64N(3)
+	}
+	return -k.Units, 1, []model.Take{k}
+}
+
+// OneOf draws one of them.
+func OneOf[T any](r *rand.Rand, all []T) T { return all[r.IntN(len(all))] }
+
+// magnitude is a number from 1 to limit of any order of magnitude, and often the one or the other end.
+func magnitude(r *rand.Rand, limit int64) int64 {
+	switch r.IntN(12) {
+	case 0:
+		return limit
+	case 1:
+		return 1
+	case 2:
+		return max(limit-1, 1)
+	}
+	return min(max(r.Int64()>>(63-(1+r.IntN(bits.Len64(uint64(limit))))), 1), limit)
+}
+
+// RandomPolicy draws a policy of any algorithm.
+func RandomPolicy(r *rand.Rand) model.Rules {
+	window := magnitude(r, model.MaxSpan)
+	if r.IntN(3) == 0 {
+		window = 1 + r.Int64N(20)
+	}
+	limit := magnitude(r, model.MaxProduct/window)
+	switch r.IntN(8) {
+	case 0, 1, 2, 3:
+		limit = 1 + r.Int64N(min(20, model.MaxProduct/window))
+	case 4:
+		limit = model.MaxProduct / window
+	}
+	switch r.IntN(5) {
+	case 0:
+		return model.FixedWindow{Limit: limit, Window: model.Duration(window)}
+	case 1:
+		return model.SlidingWindow{Limit: limit, Window: model.Duration(window)}
+	case 2:
+		return model.SlidingLog{Limit: min(limit, model.MaxLogLimit), Window: model.Duration(window)}
+	case 3:
+		return model.CalendarWindow{Limit: limit, Span: OneOf(r, Units()), Zone: OneOf(r, SteadyZones())}
+	}
+	slowest := model.CeilDiv(limit*window, model.MaxSpan)
+	refill := slowest + magnitude(r, math.MaxInt64-slowest)
+	if r.IntN(2) == 0 {
+		refill = slowest + r.Int64N(20)
+	}
+	return model.TokenBucket{Capacity: limit, Refill: refill, Every: model.Duration(window)}
+}
+
+// ChangedPolicy is what an operator might make of a policy: a little more or less of something, or the other kind
+// of window.
+func ChangedPolicy(r *rand.Rand, p model.Rules) model.Rules {
+	vary := func(n int64) int64 {
+		if r.IntN(2) == 0 {
+			return n
+		}
+		return max(n/4*r.Int64N(8)+r.Int64N(8)-4, 1)
+	}
+	length := func(d time.Duration) time.Duration {
+		return model.Duration(vary(model.Micros(d)) % (2 * model.MaxSpan))
+	}
+	var changed model.Rules
+	switch p := p.(type) {
+	case model.FixedWindow:
+		p.Limit, p.Window = vary(p.Limit), length(p.Window)
+		if changed = p; r.IntN(3) == 0 {
+			changed = model.SlidingWindow(p)
+		}
+	case model.SlidingWindow:
+		p.Limit, p.Window = vary(p.Limit), length(p.Window)
+		if changed = p; r.IntN(3) == 0 {
+			changed = []model.Rules{model.FixedWindow(p), model.SlidingLog(p)}[r.IntN(2)]
+		}
+	case model.SlidingLog:
+		p.Limit, p.Window = vary(p.Limit), length(p.Window)
+		if changed = p; r.IntN(3) == 0 {
+			changed = model.SlidingWindow(p)
+		}
+	case model.TokenBucket:
+		p.Capacity, p.Refill, p.Every = vary(p.Capacity), vary(p.Refill), length(p.Every)
+		changed = p
+	case model.CalendarWindow:
+		if p.Limit = vary(p.Limit); r.IntN(3) == 0 {
+			p.Span = OneOf(r, Units())
+		}
+		if r.IntN(3) == 0 {
+			p.Zone = OneOf(r, SteadyZones())
+		}
+		if changed = p; r.IntN(6) == 0 {
+			changed = model.FixedWindow{Limit: p.Limit, Window: p.Span}
+		}
+	}
+	if !InRange(changed) {
+		return p
+	}
+	return changed
+}
+
+// RandomCost is what somebody may ask for, and for a refund or a grant a cost below 0.
+func RandomCost(r *rand.Rand, limit int64) int64 {
+	switch r.IntN(10) {
+	case 0, 1:
+		return 0
+	case 2:
+		return limit + 1 + r.Int64N(3)
+	case 3:
+		return [...]int64{math.MaxInt64, 1 << 62, limit}[r.IntN(3)]
+	case 4, 5:
+		return magnitude(r, limit)
+	case 6:
+		return magnitude(r, min(limit, 10))
+	case 7:
+		return -magnitude(r, math.MaxInt64)
+	case 8:
+		return [...]int64{-1, -2, -limit, math.MinInt64}[r.IntN(4)]
+	}
+	return 1 + r.Int64N(min(limit, 3))
+}
+
+// RandomTake is a cost that may fit.
+func RandomTake(r *rand.Rand, limit int64) int64 {
+	switch r.IntN(4) {
+	case 0:
+		return magnitude(r, limit)
+	case 1:
+		return 1 + r.Int64N(min(limit, 3))
+	}
+	return 1
+}
+
+func randomCount(r *rand.Rand, limit, cost int64) int64 {
+	switch r.IntN(12) {
+	case 0:
+		return 1 + r.Int64N(1000)
+	case 1:
+		if cost == 0 || cost > 1<<51 ||
+			cost < -1<<51 { // a model is no closed formula, and a key may hold credit of 2^61
+			return math.MaxInt64
+		}
+		if cost > 0 && limit/cost < 1000 {
+			return 2000
+		}
+	case 2, 3, 4:
+		return 1 + r.Int64N(5)
+	}
+	return 1
+}
+
+// NextClock lets time stand still, go on, or jump, by any magnitude up to several windows; often to the very
+// microsecond at which something is to happen, or to one beside it.
+func NextClock(r *rand.Rand, clock int64, policy model.Rules, goals []int64) int64 {
+	const first, last = 1, 1 << 55 // 1970, and the year 3111
+	window := Reach(policy)
+	switch choice := r.IntN(20); {
+	case choice < 4:
+	case choice < 10 && len(goals) > 0:
+		clock = goals[r.IntN(len(goals))] + r.Int64N(3) - 1
+	case choice < 12:
+		clock += window*r.Int64N(4) + r.Int64N(3) - 1
+	case choice < 14:
+		clock -= window*r.Int64N(3) + r.Int64N(3) - 1
+	case choice < 18:
+		clock += magnitude(r, 3*window)
+	default:
+		clock -= magnitude(r, 3*window)
+	}
+	return min(max(clock, first), last)
+}
