@@ -4,9 +4,8 @@
 //	…
 //	go sweeper.Run(ctx) // in every process, if you like: one of them sweeps
 //
-// An expired row means the same as no row. So a limiter is right without sweeping, and sweeping changes no
-// decision. It keeps the tables small. Without Go, the function rate_limit_sweep does the same from pg_cron. Its
-// comment says how.
+// An expired row means the same as no row, so sweeping changes no decision. It keeps the tables small. Without Go, the
+// function rate_limit_sweep does the same from pg_cron. Its comment says how.
 package cleanup
 
 import (
@@ -34,17 +33,16 @@ import (
 )
 
 const (
-	// batchPages is how many pages a batch reads at most: 0.8 MB, which takes a millisecond if they are in
-	// memory. Meanwhile the expired rows that it has found stay locked. With this number, beside a sweeper that
-	// does not pause, the slowest of a hundred calls took 1.7 times as long as without one. With ten times as
-	// many pages it took 2.4 times as long.
+	// batchPages is the most pages that a batch reads: 0.8 MB, which takes a millisecond if they are in memory. The
+	// expired rows that it finds stay locked meanwhile. Beside a sweeper that does not pause, the p99 of calls was 1.7
+	// times as high as without one. With ten times as many pages it was 2.4 times as high.
 	batchPages = 100
 
-	// maxPause keeps a pass for the sweeper that began it. If a sweeper pauses for 10 s after a batch,
-	// rate_limit_sweep lets another one go on with the pass.
+	// maxPause is short enough that the sweeper keeps its pass: after 10 s without a batch, rate_limit_sweep lets
+	// another sweeper continue it.
 	maxPause = 5 * time.Second
 
-	// patience is how long a batch may take. It takes milliseconds unless the database does not answer.
+	// patience ends a batch if the database does not answer. A batch takes milliseconds.
 	patience = 30 * time.Second
 )
 
@@ -55,48 +53,46 @@ type Config struct {
 	// Defaults to "": found through the connection's search_path.
 	Schema string
 
-	// BatchSize is how many rows are deleted in one transaction at most, from 1 to 1,000,000. Each thousand takes
-	// about a millisecond.
+	// BatchSize is the most rows that one transaction deletes, from 1 to 1,000,000. A thousand take about a
+	// millisecond.
 	//
 	// Defaults to 1,000.
 	BatchSize int
 
-	// Share is the share of its time in which a pass keeps the database busy, above 0 and at most 1. With a share
-	// of 0.2, it pauses for 4 ms after a batch of 1 ms. A pause is at most 5 seconds long.
+	// Share is the share of time in which a pass works, above 0 and at most 1. With a share of 0.2, it pauses for 4 ms
+	// after a batch of 1 ms. A pause lasts at most 5 seconds.
 	//
 	// Defaults to 0.2.
 	Share float64
 
-	// MaxDuration ends a pass, pauses included. No batch but the first begins after it, and the next pass goes on
-	// where this one stopped. A batch takes milliseconds. If the database does not answer, a batch is given up
-	// after 30 seconds.
+	// MaxDuration bounds a pass, pauses included: after it no batch begins, except the first. The next pass continues
+	// where this one stopped. If the database does not answer, a batch ends after 30 seconds.
 	//
 	// Defaults to 10 minutes.
 	MaxDuration time.Duration
 
-	// Interval is the time from one pass of Run to the next, give or take a tenth, at least 1 second. Sweepers of
-	// several processes share it: if one has reached the end within this time, the others skip their pass.
+	// Interval is the time from one pass of Run to the next, plus or minus a tenth, at least 1 second. Sweepers of
+	// several processes share it: if one has completed a pass within this time, the others skip theirs.
 	//
 	// Defaults to 5 minutes.
 	Interval time.Duration
 
-	// Names are the names of all limiters that still exist. For a limiter of several policies (ratelimit.All) its
-	// name is enough: rows named api/2 to api/8 belong to api. Rows of any other name are deleted, WHETHER THEY HAVE
-	// EXPIRED OR NOT. If a limiter is missing here, in whichever application, its keys lose what they have taken
-	// at every pass.
+	// Names are the names of all limiters that still exist. For a limiter of several policies (ratelimit.All) its name
+	// is enough: rows named api/2 to api/8 belong to api. Rows of any other name are deleted, WHETHER THEY HAVE EXPIRED
+	// OR NOT. If a limiter of any application is missing here, every pass deletes the usage of its keys.
 	//
-	// Defaults to nil: rows are deleted when they have expired, whatever their name. That is enough to get rid of
-	// a limiter that is no longer used. With Names its rows go at once.
+	// Defaults to nil: expired rows are deleted, whatever their name. That also removes the rows of an unused limiter
+	// in time. With Names they go at once.
 	Names []string
 
-	// Logger gets a line for each pass that deleted something. Of Run, it also gets a line when passes begin to
-	// fail, with the cause, one when they work again, and one if Run returns an error.
+	// Logger gets a line for each pass that deleted something. Run also logs when passes begin to fail, with the cause,
+	// when they work again, and when it returns an error.
 	//
 	// Defaults to slog.Default(). slog.DiscardHandler turns it off.
 	Logger *slog.Logger
 
-	// Progress is called after each batch, with how many pages of the tables lie behind it and how many there
-	// are. If a pass goes on where the one before has stopped, it does not begin at 0.
+	// Progress is called after each batch with the number of pages done and the total number. A pass that continues an
+	// earlier one does not begin at 0.
 	//
 	// Defaults to nil.
 	Progress func(done, total int64)
@@ -148,47 +144,45 @@ func (c Config) validate() error {
 	return nil
 }
 
-// Result is what a pass has done. If the pass failed, it is what was done until then.
+// Result is what a pass did, or, if it failed, what it did until then.
 type Result struct {
-	// Scanned is how many pages of 8 kB the pass has read.
+	// Scanned is how many pages of 8 kB the pass read.
 	Scanned int64
-	// Deleted is how many rows it has deleted.
+	// Deleted is how many rows it deleted.
 	Deleted int64
-	// Batches is how many transactions that took.
+	// Batches is how many transactions it used.
 	Batches int
-	// Complete tells whether the pass has reached the end of both tables. If not, the next pass goes on where it
-	// stopped.
+	// Complete tells whether the pass reached the end of both tables. If not, the next pass continues there.
 	Complete bool
-	// Skipped tells that this sweeper left the work to another one that is at it. In Run it may also mean that
-	// another one has reached the end within Config.Interval.
+	// Skipped tells that another sweeper is working, or, in Run, that another one completed a pass within
+	// Config.Interval.
 	Skipped bool
 	// Took is how long the pass took, pauses included.
 	Took time.Duration
 }
 
-// Sweeper deletes the rows that expired a minute ago or more, from both tables, by the database's clock. It reads
-// the tables in the order in which they lie on disk, in batches, each a short transaction of its own. It passes
-// over rows that somebody has locked, and works for a set share of the time only. One sweeper works in a schema
-// at a time. Where it stops, the next one goes on, in whichever process.
+// Sweeper deletes the rows of both tables that expired at least a minute ago, by the database's clock. It reads the
+// tables in their order on disk, in batches, each in a short transaction. It skips locked rows, and works only for a
+// set share of the time. One sweeper works in a schema at a time. Where it stops, the next one continues, in any
+// process.
 //
-// It is safe for concurrent use, and needs no Close. It takes one of the pool's connections during a batch, and
-// none between batches. On a single connection, its batches and the calls of limiters on that connection take
-// turns.
+// It is safe for concurrent use, and needs no Close. It uses one connection of the pool during a batch, and none
+// between batches. On a single connection, its batches take turns with the calls of limiters there.
 type Sweeper struct {
 	db      ratelimit.DBTX
 	config  Config
-	names   []string // of the rows of all limiters that still exist; nil if that is not known
-	id      string   // by which a sweeper recognizes its own pass
+	names   []string // row names of all limiters that still exist; nil if unknown
+	id      string   // so that a sweeper recognizes its own pass
 	sweepQL string
 	working sync.Mutex // held during a pass
-	turn    *turn.Turn // held during a batch; if db is one connection, all limiters and sweepers on it share it
+	turn    *turn.Turn // taken for a batch; shared with all limiters and sweepers if db is one connection
 }
 
 //go:embed sweep.sql
 var sweepStatement string
 
-// New returns a sweeper of the database behind db, a *pgxpool.Pool or a connection. It asks nothing of the
-// database and starts nothing. It returns a *[ratelimit.ConfigError] for a configuration that cannot work.
+// New returns a sweeper for db, a *pgxpool.Pool or a connection. It sends nothing to the database and starts nothing.
+// It returns a *[ratelimit.ConfigError] for a configuration that cannot work.
 func New(db ratelimit.DBTX, config Config) (*Sweeper, error) {
 	if pg.IsNil(db) {
 		return nil, &ratelimit.ConfigError{Field: "db", Reason: "is nil, and must be a *pgxpool.Pool or a connection"}
@@ -202,23 +196,23 @@ func New(db ratelimit.DBTX, config Config) (*Sweeper, error) {
 		return nil, err
 	}
 	sweepQL := pg.Qualify(sweepStatement, config.Schema)
-	var names []string // nil for all
+	var names []string // nil for all names
 	for _, name := range config.Names {
 		names = append(names, algorithm.RowNames(name)...)
 	}
 	s := &Sweeper{db: db, config: config, names: names, id: rand.Text(), sweepQL: sweepQL, turn: turn.Of(db)}
-	if s.turn == nil { // a pool, where no call has to wait for another
+	if s.turn == nil { // a pool: calls need not take turns
 		s.turn = turn.New()
 	}
 	return s, nil
 }
 
-// Run does a pass now, and one every [Config].Interval, until the context ends. Then it returns nil. It returns
-// early with an error that waiting does not mend: [ratelimit.ErrNotMigrated], [ratelimit.ErrNotPermitted] or
+// Run does a pass now, and one every [Config].Interval, until the context ends. Then it returns nil. It returns early
+// only with an error that does not go away by itself: [ratelimit.ErrNotMigrated], [ratelimit.ErrNotPermitted] or
 // [ratelimit.ErrPreparedStatements]. After any other error it waits for the next pass.
 func (s *Sweeper) Run(ctx context.Context) error {
 	least := s.config.Interval - s.config.Interval/10
-	failing := "" // why, as ErrorKind says
+	failing := "" // the ErrorKind
 	for ctx.Err() == nil {
 		_, err := s.pass(ctx, &least)
 		switch {
@@ -240,7 +234,7 @@ func (s *Sweeper) Run(ctx context.Context) error {
 				failing = kind
 			}
 		}
-		// The wait is never less than least. Otherwise a sweeper would skip a pass because of its own last one.
+		// A shorter wait than least would make a sweeper skip a pass because of its own last one.
 		wait(ctx, least+mathrand.N(s.config.Interval/5))
 	}
 	return nil
@@ -248,9 +242,9 @@ func (s *Sweeper) Run(ctx context.Context) error {
 
 // RunOnce does one pass.
 //
-// When the context ends, so does the pass. The statement under way ends with it, which closes that connection,
-// and the error is the context's. Any other error is a [*ratelimit.StoreError]. What was deleted stays deleted,
-// and the next pass goes on from there.
+// When the context ends, so do the pass and the statement under way, which closes its connection. The error is then the
+// context's. Any other error is a [*ratelimit.StoreError]. Deleted rows stay deleted, and the next pass continues from
+// there.
 func (s *Sweeper) RunOnce(ctx context.Context) (Result, error) {
 	return s.pass(ctx, nil)
 }
@@ -290,7 +284,7 @@ func (s *Sweeper) log(ctx context.Context, level slog.Level, message string, att
 	cmp.Or(s.config.Logger, slog.Default()).LogAttrs(ctx, level, message, attributes...)
 }
 
-// batch sweeps one batch, and adds what it has done to result.
+// batch sweeps one batch and adds it to result.
 func (s *Sweeper) batch(ctx context.Context, atMostEvery *time.Duration, result *Result) error {
 	var now *time.Time
 	if s.config.Test.Now != nil {
@@ -319,7 +313,7 @@ func (s *Sweeper) batch(ctx context.Context, atMostEvery *time.Duration, result 
 
 // query runs the statement when it is this sweeper's turn.
 func (s *Sweeper) query(ctx context.Context, args []any, targets ...any) error {
-	if err := s.turn.Take(ctx); err != nil { // if ctx has ended, the statement would close the connection
+	if err := s.turn.Take(ctx); err != nil { // with an ended ctx, the statement would close the connection
 		return err
 	}
 	defer s.turn.Pass()
@@ -355,5 +349,5 @@ func wait(ctx context.Context, d time.Duration) {
 	}
 }
 
-// ended is the error for a caller whose context has ended.
+// ended is the error after the end of a caller's context.
 func ended(err error) error { return fmt.Errorf("ratelimit: the sweep was ended: %w", err) }

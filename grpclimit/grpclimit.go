@@ -1,22 +1,23 @@
-// Package grpclimit puts a limit of package ratelimit in front of a gRPC server. It is a module of its own, so that
-// programs without gRPC do not depend on it.
+// Package grpclimit puts a limit of package ratelimit in front of a gRPC server. It is a separate module, so that other
+// programs do not depend on gRPC.
 //
-// [New] makes interceptors of a limiter, one for unary calls and one for streams. A stream is decided about once, when
-// it opens. Its messages do not count.
+// [New] turns a limiter into interceptors, one for unary calls and one for streams. A stream is decided once, when it
+// opens. Its messages do not count.
 //
-// [Config].Key says whom a call is charged to. The keys are those of package httplimit, because a call of gRPC is a
-// request of HTTP: its path is the full method, and its header is the metadata. [httplimit.ByIP] is the address of the
-// peer, or of the client behind proxies that were named. [httplimit.ByHeader] is a value of the metadata. [ByFunc] is
-// anything else. [httplimit.Join] and [httplimit.HMAC] make keys of other keys.
+// [Config].Key says who is charged for a call. The keys are those of package httplimit, because a gRPC call is an HTTP
+// request: its path is the full method, and its header is the metadata. [httplimit.ByIP] is the address of the peer, or
+// of the client behind the proxies that you name. [httplimit.ByHeader] is a value of the metadata. [ByFunc] is anything
+// else. [httplimit.Join] and [httplimit.HMAC] make keys of other keys.
 //
-// A call that is let through reaches the handler. Every other call gets one of these codes:
+// An allowed call reaches the handler. Every other call gets one of these codes:
 //
-//   - ResourceExhausted: it is denied. A RetryInfo says when the same call is allowed if nobody else takes anything.
-//   - Unavailable: nobody could decide, because Postgres is away, or a transaction holds the key. There is a RetryInfo
-//     if it is known when to try again. The limiter's OnFailure may let calls through while Postgres is away, see
+//   - ResourceExhausted: the call is denied. Its RetryInfo says when the same call is allowed if nobody else takes
+//     anything.
+//   - Unavailable: there is no decision, because Postgres is away or a transaction holds the key. There is a RetryInfo
+//     if the retry time is known. The limiter's OnFailure may let calls through while Postgres is away, see
 //     [ratelimit.Config].
-//   - InvalidArgument: it has no usable key, or a cost that can never be taken.
-//   - Canceled or DeadlineExceeded: its context has ended before there was a decision.
+//   - InvalidArgument: the call has no usable key, or a cost that can never be taken.
+//   - Canceled or DeadlineExceeded: the call's context ended before there was a decision.
 package grpclimit
 
 import (
@@ -43,47 +44,48 @@ import (
 
 // Config says how calls are limited. Key is required.
 type Config struct {
-	// Key says whom a call is charged to: httplimit.ByIP, httplimit.ByHeader, ByFunc, or several of them in
-	// httplimit.Join. A call without a key is rejected with InvalidArgument. Over a Unix socket, peers have no address:
-	// if the proxy is there, see httplimit.TrustUnixSocket.
+	// Key says who is charged for a call: httplimit.ByIP, httplimit.ByHeader, ByFunc, or several of them in
+	// httplimit.Join. A call without a key is rejected with InvalidArgument. Peers on a Unix socket have no address:
+	// for a proxy there, see httplimit.TrustUnixSocket.
 	Key httplimit.Key
 
-	// Tier returns the limiter of a call, if it is not the one that New was given; see [httplimit.Config].
+	// Tier returns the limiter of a call, if it is not New's; see [httplimit.Config].
 	//
 	// Defaults to New's limiter for all calls.
 	Tier func(ctx context.Context, fullMethod string) httplimit.Limiter
 
-	// Cost is what a call takes. A call that costs nothing passes, and the limiter is not asked, which suits health
-	// checks. One that costs more than the whole limit, or less than nothing, is rejected with InvalidArgument.
+	// Cost is what a call takes. A call with cost 0 passes without asking the limiter, which suits health checks. A
+	// cost below 0, or above the whole limit, is rejected with InvalidArgument.
 	//
 	// Defaults to 1 for each.
 	Cost func(ctx context.Context, fullMethod string) int64
 
-	// Charge tells by the code of the outcome whether the call is charged: ChargeFailures, or any function. The cost is
-	// taken first, and comes back when the handler is done, as far as it still counts: see [ratelimit.Limiter.Refund].
+	// Charge decides, by the code of the outcome, whether the call is charged: ChargeFailures, or any function. The
+	// cost is taken first and given back when the handler is done, as far as it still counts: see
+	// [ratelimit.Limiter.Refund].
 	//
-	// In doubt the cost stays taken: if the handler panics, or if the client has left, or the deadline has passed, by
-	// the time it returns. The code is that of the handler and of the interceptors behind this one. So put those that
-	// change codes behind it.
+	// In doubt the cost stays taken: if the handler panics, or if the client left or the deadline passed before it
+	// returns. The code is that of the handler and of the interceptors behind this one. So put interceptors that change
+	// codes behind it.
 	//
-	// What cannot be given back, because Postgres is away, stays counted. So does what a FallbackLocal has taken.
+	// If Postgres is away, the cost cannot be given back and stays counted. So does a cost that a FallbackLocal took.
 	//
 	// Defaults to charging every call.
 	Charge func(codes.Code) bool
 
-	// Logger is told what [httplimit.Config].Logger is told, by lines that begin with httplimit.
+	// Logger gets the lines of [httplimit.Config].Logger, which begin with httplimit.
 	//
 	// Defaults to slog.Default(). slog.DiscardHandler turns it off.
 	Logger *slog.Logger
 }
 
-// ChargeFailures is a Config.Charge for logins and whatever else must not be guessed. A call is charged unless its code
-// is OK.
+// ChargeFailures is a Config.Charge for logins and everything else that must not be guessed. A call is charged unless
+// its code is OK.
 func ChargeFailures(code codes.Code) bool { return code != codes.OK }
 
 // ByFunc is any key. find returns it, or an error if the call has none. A key is at most 512 bytes of UTF-8 without
-// NUL, or any bytes inside httplimit.HMAC. Never return one key for all calls that have none: they would share its
-// limit.
+// NUL, or any bytes inside httplimit.HMAC. Return an error for a call without a key, not some common key: all such
+// calls would share one limit.
 func ByFunc(find func(ctx context.Context, fullMethod string) (string, error)) httplimit.Key {
 	if find == nil {
 		return httplimit.ByFunc(nil) // which New refuses
@@ -91,8 +93,8 @@ func ByFunc(find func(ctx context.Context, fullMethod string) (string, error)) h
 	return httplimit.ByFunc(func(r *http.Request) (string, error) { return find(r.Context(), r.URL.Path) })
 }
 
-// Interceptors are those of one limit, for [grpc.ChainUnaryInterceptor] and [grpc.ChainStreamInterceptor]. They are
-// safe for concurrent use.
+// Interceptors apply one limit, in [grpc.ChainUnaryInterceptor] and [grpc.ChainStreamInterceptor]. They are safe for
+// concurrent use.
 type Interceptors struct {
 	limit func(http.Handler) http.Handler
 }
@@ -103,7 +105,7 @@ var (
 )
 
 // New returns the interceptors. It returns a [*ratelimit.ConfigError] for a configuration that cannot work. It refuses
-// a limiter without an OnFailure, so that nobody leaves to chance what happens while Postgres is away.
+// a limiter without an OnFailure, because you have to choose what happens while Postgres is away.
 func New(limiter httplimit.Limiter, config Config) (*Interceptors, error) {
 	if l, ok := limiter.(*ratelimit.Limiter); limiter == nil || ok && l == nil {
 		return nil, errors.New("grpclimit: the limiter is nil")
@@ -140,7 +142,7 @@ func New(limiter httplimit.Limiter, config Config) (*Interceptors, error) {
 	return &Interceptors{limit}, nil
 }
 
-// printable replaces what httplimit does not take in the name of a limit.
+// printable replaces characters that httplimit refuses in a policy's name.
 func printable(c rune) rune {
 	if c < ' ' || c > '~' || c == '"' || c == '\\' {
 		return '?'
@@ -166,9 +168,9 @@ func (i *Interceptors) Stream(
 	return i.pass(stream.Context(), info.FullMethod, func() error { return handler(server, stream) })
 }
 
-// pass shows a call to httplimit as a request of HTTP, and returns its outcome.
+// pass gives a call to httplimit as an HTTP request, and returns its outcome.
 func (i *Interceptors) pass(ctx context.Context, fullMethod string, handle func() error) error {
-	// This outcome remains if httplimit answers nothing, which it does only if the client has left.
+	// This outcome remains if httplimit gives no answer, which happens only if the client has left.
 	c := &call{handle: handle, outcome: status.FromContextError(context.Canceled).Err()}
 	if stream := grpc.ServerTransportStreamFromContext(ctx); stream != nil && reflect.ValueOf(stream).Comparable() {
 		c.stream = stream
@@ -185,7 +187,7 @@ func request(ctx context.Context, fullMethod string) *http.Request {
 	}
 	r := &http.Request{
 		Method: http.MethodPost, URL: &url.URL{Path: fullMethod}, Header: header, Body: http.NoBody,
-		RemoteAddr: "unknown", // because httplimit takes none for that of a Unix socket
+		RemoteAddr: "unknown", // httplimit would take an empty one for a Unix socket
 	}
 	switch p, ok := peer.FromContext(ctx); {
 	case !ok || p.Addr == nil:
@@ -197,25 +199,24 @@ func request(ctx context.Context, fullMethod string) *http.Request {
 	return r.WithContext(ctx)
 }
 
-// call is a call as httplimit sees it: the handler of a request, and the writer of its response.
+// call is a gRPC call as httplimit sees it: both the handler and the writer of the response.
 type call struct {
 	stream  any          // nil if it is not known
 	handle  func() error // the rest of the chain
-	outcome error        // what the client is told
+	outcome error        // what the client gets
 	header  http.Header
 }
 
-// statusOK is the status that stands for the code OK. Those of other codes are greater by their numbers. A status below
-// 200 would not be taken for an outcome.
+// statusOK is the HTTP status for the code OK; other codes are added to it. httplimit ignores a status below 200.
 const statusOK = 200
 
-// ServeHTTP is called for a call that is let through. It reports the outcome as a status, for Config.Charge.
+// ServeHTTP handles an allowed call. It reports the outcome as a status, for Config.Charge.
 func (c *call) ServeHTTP(w http.ResponseWriter, _ *http.Request) {
 	c.outcome = c.handle()
 	w.WriteHeader(statusOK + int(codeOf(c.outcome)))
 }
 
-// codeOf is the code that a server makes of a handler's error.
+// codeOf is the code that a gRPC server sends for a handler's error.
 func codeOf(err error) codes.Code {
 	if own, ok := status.FromError(err); ok {
 		return own.Code()
@@ -249,10 +250,10 @@ func reject(w http.ResponseWriter, r *http.Request, rejection httplimit.Rejectio
 	c.outcome = answer.Err()
 }
 
-// CallOfGRPC tells httplimit which call this is. For each interceptor, it is another request.
+// CallOfGRPC identifies the call to httplimit, because each interceptor makes a new request.
 func (c *call) CallOfGRPC() any { return c.stream }
 
-// Header, Write and WriteHeader are those of a response that nobody reads.
+// Header, Write and WriteHeader belong to a response that nobody reads.
 
 func (c *call) Header() http.Header {
 	if c.header == nil {

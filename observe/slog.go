@@ -9,10 +9,9 @@ import (
 	"github.com/pgratelimit/ratelimit"
 )
 
-// Slog returns an observer that logs each decision, statement and lease to logger, at the level Debug. A statement
-// that decided for several limiters has limiter="", and one for a shard behind a proxy has a shard, unless that is the
-// shard 0. Outages are logged by the client itself, to
-// [ratelimit.ClientConfig].Logger.
+// Slog returns an observer that logs each decision, statement and lease to logger, at the level Debug. A statement for
+// several limiters has limiter="". Behind a proxy, a statement has the attribute shard, except for shard 0. The client
+// itself logs outages, to [ratelimit.ClientConfig].Logger.
 func Slog(logger *slog.Logger) *ratelimit.Observer {
 	return &ratelimit.Observer{
 		Decision: func(e ratelimit.DecisionEvent) {
@@ -44,7 +43,7 @@ func Slog(logger *slog.Logger) *ratelimit.Observer {
 	}
 }
 
-// debug logs only if the level is enabled. To build the line costs more than to find that out.
+// debug checks the level first, because building a line costs more than the check.
 func debug(logger *slog.Logger, message string, err error, attributes ...slog.Attr) {
 	ctx := context.Background()
 	if !logger.Enabled(ctx, slog.LevelDebug) {

@@ -1,6 +1,5 @@
-// Package otelratelimit feeds OpenTelemetry metrics: [New] with what limiters do, [ObserveTables] with how large their
-// tables are and when they were swept. It is a module of its own, so that programs without OpenTelemetry do not depend
-// on it.
+// Package otelratelimit makes OpenTelemetry metrics: [New] of what limiters do, [ObserveTables] of the size of their
+// tables and the age of the last sweep. It is a separate module, so that other programs do not depend on OpenTelemetry.
 //
 // The folder deploy has alerts for Prometheus and a dashboard for Grafana that use these metrics.
 package otelratelimit
@@ -15,23 +14,23 @@ import (
 	"github.com/pgratelimit/ratelimit"
 )
 
-// New returns an observer that records to instruments of meter, for a client and all its limiters. All
-// instruments but the last have the attribute limiter, the limiter's name:
+// New returns an observer of a client and all its limiters that records to instruments of meter. All instruments except
+// the last have the attribute limiter, the limiter's name:
 //
-//   - ratelimit.decision.duration, a histogram in seconds, which also counts the decisions, with outcome
-//     (allowed, denied, error), source (see [ratelimit.Source]), shadow (allowed, denied) if a policy of the mode
-//     shadow was asked too and, for an error, error.type (see [ratelimit.ErrorKind]);
+//   - ratelimit.decision.duration, a histogram in seconds, which also counts the decisions, with outcome (allowed,
+//     denied, error), source (see [ratelimit.Source]), shadow (allowed, denied) if a policy of mode shadow was decided
+//     too, and, for an error, error.type (see [ratelimit.ErrorKind]);
 //   - ratelimit.statement.duration, a histogram in seconds, with error.type;
-//   - ratelimit.statement.size and ratelimit.statement.queued, histograms: how many calls left together, and how
-//     many stayed behind;
-//   - ratelimit.lease.units, a counter of what processes take ahead (see [ratelimit.LeaseEvent]), with fate (taken,
-//     returned, stranded);
-//   - ratelimit.breaker.open, a gauge with limits (see [ratelimit.BreakerEvent]): 1 from when Postgres is taken to be
-//     away until it is back, then 0. Behind a proxy for shards, with shard, unless that is the shard 0.
+//   - ratelimit.statement.size and ratelimit.statement.queued, histograms: how many calls shared a statement, and how
+//     many had to wait for the next one;
+//   - ratelimit.lease.units, a counter of units in leases (see [ratelimit.LeaseEvent]), with fate (taken, returned,
+//     stranded);
+//   - ratelimit.breaker.open, a gauge with limits (see [ratelimit.BreakerEvent]): 1 while decisions are made without
+//     Postgres, else 0. Behind a proxy for shards it has shard, except for shard 0.
 //
-// A statement that decided for several limiters has the empty string as its limiter. A breaker belongs to a
-// client. So an application with several clients gives each an observer of its own, of a meter of its own. If
-// clients shared one, each would overwrite what the others have told of their breaker.
+// A statement for several limiters has the empty string as its limiter. A breaker belongs to a client. So an
+// application with several clients needs an observer with its own meter for each. Otherwise each client would overwrite
+// the others' breaker state.
 //
 // No measurement has a key, so the number of time series does not grow with users.
 func New(meter metric.Meter) (*ratelimit.Observer, error) {
@@ -41,15 +40,15 @@ func New(meter metric.Meter) (*ratelimit.Observer, error) {
 	decisions, err1 := meter.Float64Histogram("ratelimit.decision.duration", seconds,
 		metric.WithUnit("s"), metric.WithDescription("How long callers waited for a decision."))
 	statements, err2 := meter.Float64Histogram("ratelimit.statement.duration", seconds,
-		metric.WithUnit("s"), metric.WithDescription("How long the statements took that decide."))
+		metric.WithUnit("s"), metric.WithDescription("How long statements took."))
 	sizes, err3 := meter.Int64Histogram("ratelimit.statement.size", calls,
-		metric.WithUnit("{call}"), metric.WithDescription("How many calls left together in a statement."))
+		metric.WithUnit("{call}"), metric.WithDescription("How many calls shared a statement."))
 	queued, err4 := meter.Int64Histogram("ratelimit.statement.queued", calls,
 		metric.WithUnit("{call}"), metric.WithDescription("How many calls had to wait for the next statement."))
 	breaker, err5 := meter.Int64Gauge("ratelimit.breaker.open",
-		metric.WithDescription("1 while Postgres is taken to be away and decisions are made without it, else 0."))
+		metric.WithDescription("1 while decisions are made without Postgres, else 0."))
 	leases, err6 := meter.Int64Counter("ratelimit.lease.units",
-		metric.WithUnit("{unit}"), metric.WithDescription("What processes have taken ahead, and what became of it."))
+		metric.WithUnit("{unit}"), metric.WithDescription("How many units were leased, returned or lost."))
 	if err := errors.Join(err1, err2, err3, err4, err5, err6); err != nil {
 		return nil, err
 	}
@@ -97,7 +96,7 @@ func New(meter metric.Meter) (*ratelimit.Observer, error) {
 	}, nil
 }
 
-// with returns the attributes of a measurement, with the kind of err if there is one.
+// with returns the attributes of a measurement, plus the kind of err if there is one.
 func with(err error, attributes ...attribute.KeyValue) metric.MeasurementOption {
 	if err != nil {
 		attributes = append(attributes, attribute.String("error.type", ratelimit.ErrorKind(err)))

@@ -17,35 +17,35 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pg"
 )
 
-// patience is how long a collection waits for Postgres. Prometheus gives up a scrape after 10 seconds, and the
-// metrics of the limiters, which are most needed in an outage, must be there before.
+// patience is how long a collection waits for Postgres. It is well below Prometheus's scrape timeout of 10 seconds, so
+// that the limiters' own metrics arrive even in an outage.
 const patience = 2 * time.Second
 
 //go:embed tables.sql
 var tablesQL string
 
-// ObserveTables asks the database about the tables of the limiters and about their sweeper whenever meter's metrics
-// are collected, until Unregister is called. Whoever sweeps is seen: package cleanup, pg_cron or the command.
+// ObserveTables queries the limiters' tables and the state of sweeping whenever meter's metrics are collected, until
+// Unregister is called. It sees every sweep: by package cleanup, pg_cron or the command.
 //
 //   - ratelimit.table.size, a gauge in bytes, with indexes;
-//   - ratelimit.table.rows, a gauge: how many rows there are, as Postgres estimates it;
+//   - ratelimit.table.rows, a gauge: how many rows there are, by Postgres's estimate;
 //   - ratelimit.table.deleted, a counter of rows that were deleted, by sweeps and resets;
 //   - ratelimit.sweep.age, a gauge in seconds: how long ago a sweep last reached the end of both tables. It is missing
 //     before the first one.
 //
-// The first three have the attribute table, which is ephemeral or durable. All processes of an application may do
+// The first three have the attribute table, which is ephemeral or durable. All processes of an application may call
 // this. They report the same.
 //
 // db is a *pgxpool.Pool, or a *sql.DB in sqldb.Pool. Its role needs USAGE on the schema, and SELECT on the table
-// rate_limit_sweeper. schema is the schema that the migrations were applied in. If it is "", it is found through the
+// rate_limit_sweeper. schema is the schema that the migrations were applied in, or "" to find it through the
 // connection's search_path.
 //
-// A collection is one statement, which reads no rows of the limiters, and waits for Postgres for two seconds at most.
-// If it fails, OpenTelemetry gets the error, and the metrics above are missing from that collection.
+// A collection sends one statement, which reads no rows of limiters, and waits for Postgres for at most two seconds. If
+// it fails, OpenTelemetry gets the error, and the collection lacks the metrics above.
 func ObserveTables(meter metric.Meter, db ratelimit.DBTX, schema string) (metric.Registration, error) {
 	switch db := db.(type) {
 	case nil, *pgx.Conn, interface{ Conn() *pgx.Conn }:
-		return nil, &ratelimit.ConfigError{Field: "db", Reason: "must be a pool, since collections come at any time"}
+		return nil, &ratelimit.ConfigError{Field: "db", Reason: "must be a pool: collections come at any time"}
 	case *pgxpool.Pool:
 		if db == nil {
 			return nil, &ratelimit.ConfigError{Field: "db", Reason: "is nil, and must be a pool"}
@@ -107,7 +107,7 @@ func askTables(ctx context.Context, db ratelimit.DBTX, statement string) ([]tabl
 	switch db.(type) {
 	case *pgxpool.Pool, pg.Pool:
 		err = pg.Use(ctx, db, func(conn *pgx.Conn) error { return ask(conn) })
-	default: // a pool in a type of the application's own
+	default: // a pool in the application's own type
 		err = ask(db)
 	}
 	if refused, ok := errors.AsType[*pgconn.PgError](err); ok && refused.Code == "42501" {

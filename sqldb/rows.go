@@ -12,11 +12,11 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pg"
 )
 
-// query makes pgx.Rows of what database/sql has returned.
+// query converts the result of database/sql to pgx.Rows.
 func query(found *sql.Rows, err error) (pgx.Rows, error) {
 	switch {
 	case errors.Is(err, sql.ErrTxDone):
-		return nil, pg.NewError(err, pg.ErrSetup) // and no outage
+		return nil, pg.NewError(err, pg.ErrSetup) // not an outage
 	case err != nil:
 		if refused := pg.Unencoded(err); refused != nil {
 			return nil, refused
@@ -25,27 +25,27 @@ func query(found *sql.Rows, err error) (pgx.Rows, error) {
 	}
 	columns, err := found.Columns()
 	if err != nil {
-		_ = found.Close() // the first error tells more
+		_ = found.Close() // the first error says more
 		return nil, err
 	}
 	return &rows{Rows: found, columns: columns, types: pgtype.NewMap()}, nil
 }
 
-// rows are pgx.Rows, as far as limiters and sweepers need them.
+// rows implements the part of pgx.Rows that limiters and sweepers need.
 type rows struct {
 	*sql.Rows
 	columns []string
 	types   *pgtype.Map
-	err     error // of Scan
+	err     error // from Scan
 }
 
 var _ pgx.Rows = (*rows)(nil)
 
-func (r *rows) Close() { _ = r.Rows.Close() } // Err returns the error
+func (r *rows) Close() { _ = r.Rows.Close() } // Err returns its error
 
 func (r *rows) Err() error { return errors.Join(r.err, r.Rows.Err()) }
 
-// FieldDescriptions are the names of the columns.
+// FieldDescriptions returns only the names of the columns.
 func (r *rows) FieldDescriptions() []pgconn.FieldDescription {
 	fields := make([]pgconn.FieldDescription, len(r.columns))
 	for i, name := range r.columns {

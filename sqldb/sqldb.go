@@ -1,4 +1,4 @@
-// Package sqldb lets an application that uses database/sql keep its *sql.DB, if that is of pgx's driver, stdlib:
+// Package sqldb lets an application that uses database/sql keep its *sql.DB, if pgx's driver stdlib opened it:
 //
 //	db, err := sql.Open("pgx", os.Getenv("DATABASE_URL"))
 //	…
@@ -10,8 +10,8 @@
 //	result, err := limiter.WithTx(sqldb.Tx(tx)).Allow(ctx, "user:123")
 //	err = tx.Commit()
 //
-// All is as with a *pgxpool.Pool: concurrent calls share statements, a limiter uses two of the connections at most, and
-// Durable, SynchronousCommit, OnFailure and the errors mean the same. All of pgx's modes of execution work.
+// Everything works as with a *pgxpool.Pool: concurrent calls share statements, a limiter uses at most two connections,
+// and Durable, SynchronousCommit, OnFailure and the errors mean the same. All of pgx's modes of execution work.
 package sqldb
 
 import (
@@ -28,10 +28,10 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pg"
 )
 
-// Pool makes a *sql.DB the database of a limiter, a client or a sweeper, and of package migrations. The *sql.DB must
-// have been opened by package stdlib of pgx: by sql.Open("pgx", …), stdlib.OpenDB or stdlib.OpenDBFromPool. With any
-// other driver, or one that wraps it, calls return [ratelimit.ErrSetup]. All Pools of a *sql.DB are the same. The
-// *sql.DB stays the caller's, to configure and to close.
+// Pool makes a *sql.DB usable by a limiter, a client, a sweeper or package migrations. pgx's package stdlib must have
+// opened the *sql.DB: sql.Open("pgx", …), stdlib.OpenDB or stdlib.OpenDBFromPool. With any other driver, or one that
+// wraps it, calls return [ratelimit.ErrSetup]. All Pools of a *sql.DB are equal. The caller still configures and closes
+// the *sql.DB.
 func Pool(db *sql.DB) ratelimit.DBTX {
 	if db == nil {
 		return nil
@@ -43,14 +43,14 @@ type pool struct{ db *sql.DB }
 
 var _ pg.Pool = pool{}
 
-// Use gives a limiter the pgx.Conn itself, because database/sql hides from it what was sent, and sends some statements
-// twice.
+// Use gives a limiter the pgx.Conn itself, because database/sql hides whether a statement was sent, and sends some
+// statements twice.
 func (p pool) Use(ctx context.Context, use func(*pgx.Conn) error) error {
 	conn, err := p.db.Conn(ctx)
 	if err != nil {
 		return pg.Translate(err, false)
 	}
-	defer func() { _ = conn.Close() }() // which only gives it back
+	defer func() { _ = conn.Close() }() // only returns it to the pool
 	var used error
 	if err := conn.Raw(func(conn any) error {
 		c, ok := conn.(*stdlib.Conn)
@@ -61,7 +61,7 @@ func (p pool) Use(ctx context.Context, use func(*pgx.Conn) error) error {
 		}
 		used = use(c.Conn())
 		if c.Conn().IsClosed() {
-			return driver.ErrBadConn // so that the pool makes room for another one
+			return driver.ErrBadConn // the pool then drops the connection
 		}
 		return nil
 	}); err != nil && !errors.Is(err, driver.ErrBadConn) {
@@ -75,10 +75,10 @@ func (p pool) Query(ctx context.Context, sql string, args ...any) (pgx.Rows, err
 	return query(p.db.QueryContext(ctx, sql, args...))
 }
 
-// Tx makes a *sql.Tx the transaction of [ratelimit.Limiter.WithTx]. It must be of a *sql.DB of pgx's driver, or of one
-// that wraps it and hands on arguments as they are.
+// Tx makes a *sql.Tx usable in [ratelimit.Limiter.WithTx]. Its driver must be pgx's, or one that wraps it and passes
+// arguments on unchanged.
 //
-// The result is for the limiter alone: methods of pgx.Tx other than Query, Commit and Rollback panic. Commit and roll
+// The result is only for the limiter: methods of pgx.Tx other than Query, Commit and Rollback panic. Commit or roll
 // back the *sql.Tx itself.
 func Tx(tx *sql.Tx) pgx.Tx {
 	if tx == nil {
@@ -87,7 +87,7 @@ func Tx(tx *sql.Tx) pgx.Tx {
 	return transaction{tx: tx}
 }
 
-// transaction is a value, so two of one *sql.Tx are equal: AllowAll wants requests of one transaction.
+// transaction is a value, so that two for one *sql.Tx are equal: AllowAll requires requests of one transaction.
 type transaction struct {
 	pgx.Tx // nil
 	tx     *sql.Tx
