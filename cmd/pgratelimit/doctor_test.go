@@ -305,7 +305,7 @@ func TestDoctorFindsWhatIsWrong(t *testing.T) {
 					('api', NULL, NULL, 'enforce', NULL, 'none'), (repeat('n', 129), NULL, NULL, 'off', NULL, 'name'), ('api', '', NULL, 'off', NULL, 'key'),
 					('api', 'a', 'b', 'off', NULL, 'two'), ('api', NULL, repeat('n', 513), 'off', NULL, 'prefix');
 				RESET session_replication_role`,
-			check: "policies", level: cli.Problem, found: "rows with a name, key or prefix that no limiter has (id 5, 6, 7, 8)", do: "IN (3, 4, 5, 6, 7, 8, 2)",
+			check: "policies", level: cli.Problem, found: "rows with a name, key or prefix that no limiter can have (id 5, 6, 7, 8)", do: "IN (3, 4, 5, 6, 7, 8, 2)",
 		},
 		"triggers of the policies disabled": {
 			sql: `ALTER TABLE rate_limit_policy DISABLE TRIGGER USER;
@@ -315,11 +315,11 @@ func TestDoctorFindsWhatIsWrong(t *testing.T) {
 		},
 		"the check of the policies disabled": {
 			sql:   `ALTER TABLE rate_limit_policy DISABLE TRIGGER rate_limit_policy_check`,
-			check: "policies", level: cli.Problem, found: "trigger rate_limit_policy_check is turned off, so nobody checks what is written", do: "ENABLE TRIGGER rate_limit_policy_check`",
+			check: "policies", level: cli.Problem, found: "trigger rate_limit_policy_check is turned off, so nothing checks what is written", do: "ENABLE TRIGGER rate_limit_policy_check`",
 		},
 		"triggers of the policies for what is replicated": {
 			sql:   `ALTER TABLE rate_limit_policy ENABLE ALWAYS TRIGGER rate_limit_policy_note`,
-			check: "policies", level: cli.Problem, found: "trigger rate_limit_policy_note also runs on what logical replication applies", do: "ENABLE TRIGGER rate_limit_policy_note`",
+			check: "policies", level: cli.Problem, found: "trigger rate_limit_policy_note also runs when logical replication writes", do: "ENABLE TRIGGER rate_limit_policy_note`",
 		},
 		"a policy of another kind than the rows": {
 			sql: `SELECT rate_limit_allow('mail', 'key', 'bucket 20 1/1d');
@@ -663,7 +663,7 @@ func TestDoctorFixKeepsRights(t *testing.T) {
 		pgx.QueryExecModeSimpleProtocol)
 	o := invoke(t, db.URL, "doctor", "--fix")
 	require.Zero(t, o.code, o)
-	require.Regexp(t, `(?m)^ok +fixed +what was wrong is mended: .*function _rate_limit_note_policy\(\) is missing`, o.stdout)
+	require.Regexp(t, `(?m)^ok +fixed +repaired: .*function _rate_limit_note_policy\(\) is missing`, o.stdout)
 	require.Equal(t, before, rights())
 	require.NotContains(t, invoke(t, db.URL, "doctor", "--fix").done(t), "mended")
 	pgtest.Exec(t, db.Pool, "ALTER DEFAULT PRIVILEGES REVOKE ALL ON TABLES FROM PUBLIC")
@@ -804,7 +804,7 @@ func TestDoctorSeesForeignTransactions(t *testing.T) {
 	require.NoError(t, err)
 	require.Regexp(
 		t,
-		`(?m)^ok +long transactions +the longest, of session \d+ \(nightly report, idle in transaction\), has been open for \d+s$`,
+		`(?m)^ok +long transactions +session \d+ \(nightly report, idle in transaction\) has the longest one, open for \d+s$`,
 		invoke(t, db.URL, "doctor").done(t),
 	)
 	require.NoError(t, tx.Rollback(t.Context()))

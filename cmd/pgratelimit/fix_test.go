@@ -35,7 +35,7 @@ func TestFixLosesNothingThatCommitsMeanwhile(t *testing.T) {
 	pgtest.WaitUntilBlocked(t, db.Pool, 1)
 	require.NoError(t, tx.Commit(t.Context()))
 	require.NoError(t, cmd.Wait(), out)
-	require.Contains(t, out.String(), "what was wrong is mended")
+	require.Contains(t, out.String(), "repaired")
 	require.False(t, pgtest.Scalar[bool](t, db.Pool, "SELECT allowed FROM rate_limit_allow('login', 'a', 'fixed 1/365d')"))
 	require.Equal(t, 1, pgtest.Scalar[int](t, db.Pool, "SELECT count(*)::integer FROM rate_limit_policy WHERE key = 'b'"))
 }
@@ -111,7 +111,7 @@ func TestFixAltersColumnsInPlace(t *testing.T) {
 			before := added()
 			pgtest.Exec(t, db.Pool, change, pgx.QueryExecModeSimpleProtocol)
 			require.Equal(t, cli.Problem, examined(t, db.URL)["objects"].Level)
-			require.Contains(t, invoke(t, db.URL, "doctor", "--fix").stdout, "what was wrong is mended")
+			require.Contains(t, invoke(t, db.URL, "doctor", "--fix").stdout, "repaired")
 			require.Equal(t, cli.Fine, examined(t, db.URL)["objects"].Level, examined(t, db.URL)["objects"])
 			require.Equal(t, before, added())
 			require.Equal(t, "7 0", pgtest.Scalar[string](t, db.Pool,

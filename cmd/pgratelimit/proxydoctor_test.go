@@ -172,7 +172,7 @@ func TestDoctorOfAProxy(t *testing.T) {
 		"CREATE OR REPLACE FUNCTION rate_limit_shards() RETURNS integer LANGUAGE sql IMMUTABLE AS ' SELECT 4 '": {
 			"map", "the functions know 4 shards, and the foreign server has 2 connection strings"},
 		"DO $$ BEGIN EXECUTE format('DROP USER MAPPING FOR %I SERVER rate_limit_shards', current_user); END $$": {
-			"PL/Proxy", "nothing says as whom PL/Proxy connects"},
+			"PL/Proxy", "PL/Proxy has no role with which to connect"},
 		"GRANT EXECUTE ON FUNCTION rate_limit_sweep TO PUBLIC": {"rights", "every role may execute public.rate_limit_sweep("},
 	} {
 		pgtest.Exec(t, p.Pool, sql)
@@ -208,7 +208,7 @@ func TestDoctorOfWhatIsNoProxyYet(t *testing.T) {
 	p.set(t).done(t)
 	pgtest.Exec(t, p.Pool, "DROP FUNCTION rate_limit_shards()")
 	f := examined(t, p.URL)["migrations"]
-	require.Equal(t, "this is a proxy of shards without its functions", f.Found)
+	require.Equal(t, "this is a proxy of shards, and its functions are missing", f.Found)
 	require.Contains(t, f.Do, "run `pgratelimit shard set` with the connection strings that it has: '"+p.connections[0])
 	p.set(t).done(t)
 	_, wrong := p.listed(t)

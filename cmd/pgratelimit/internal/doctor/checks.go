@@ -17,7 +17,7 @@ import (
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
 )
 
-// These are the limits from which on the doctor says something.
+// The doctor says something beyond these limits.
 const (
 	OldestVersion = 140000               // older ones get no more fixes
 	LongTime      = 5 * time.Minute      // of a transaction; autovacuum comes every minute
@@ -55,47 +55,57 @@ type Examination struct {
 	Pool   *pgxpool.Pool
 	Server Server
 
-	Applied int64           // the last migration; set by checkMigrations
-	pooled  bool            // through a pooler; set by checkConnection
-	told    bool            // checkMigrations could find out which it is
-	Found   catalog.Catalog // set by checkMigrations
+	Applied int64           // the last migration; CheckMigrations sets it
+	pooled  bool            // through a pooler; checkConnection sets it
+	told    bool            // CheckMigrations found the last migration
+	Found   catalog.Catalog // CheckMigrations sets it
 }
 
-// Server is what serverSQL tells. Names are quoted as SQL needs it, but for that of the owner.
+// Server is the row of serverSQL. Names are quoted for SQL, except for Owner.
 type Server struct {
 	VersionNum   int
-	version      string
-	standby      bool
-	trackCounts  bool
-	countsHere   bool // track_counts was set for this database or role
-	autovacuum   bool
-	freezeMaxAge int64
-	standbys     int
-	database     string
-	role         string
+	Version      string
+	Standby      bool
+	TrackCounts  bool
+	CountsHere   bool // track_counts is set for this database or role
+	Autovacuum   bool
+	FreezeMaxAge int64
+	Standbys     int
+	Database     string
+	Role         string
 	Schema       string   // of the tables; empty if search_path leads to none
 	Tables       int      // how many of the two there are
-	usable       bool     // this role has USAGE on their schema
-	readable     bool     // this role may read both
-	policies     *bool    // this role may read the policies; nil if there is no table of them
-	changes      *bool    // this role may change them
-	Owner        string   // of the tables, as it is
+	Usable       bool     // this role has USAGE on their schema
+	Readable     bool     // this role may read both
+	Policies     *bool    // this role may read the policies; nil if there is no table of them
+	Changes      *bool    // this role may change them
+	Owner        string   // of the tables
 	OwnerSQL     string   // the same, quoted
-	usableIn     []string // schemas that have tables of these names
-	lockedIn     []string // the same without USAGE
+	UsableIn     []string // schemas that have tables of these names
+	LockedIn     []string // the same without USAGE
 }
 
-func (s Server) hasTables() bool { return s.Tables == 2 && s.usable }
+func (s Server) hasTables() bool { return s.Tables == 2 && s.Usable }
 
 func (e *Examination) ReadServer(ctx context.Context) error {
-	s := &e.Server
-	return e.row(ctx, serverSQL, &s.VersionNum, &s.version, &s.standby, &s.trackCounts, &s.countsHere, &s.autovacuum,
-		&s.freezeMaxAge, &s.standbys, &s.database, &s.role, &s.Schema, &s.Tables, &s.usable, &s.readable, &s.policies,
-		&s.changes, &s.Owner, &s.OwnerSQL, &s.usableIn, &s.lockedIn)
+	rows, err := lookAt[Server](ctx, e, serverSQL)
+	if err == nil {
+		e.Server = rows[0]
+	}
+	return err
 }
 
-// name is a name of ours in SQL.
+// name adds the schema to one of our names.
 func (s Server) name(of string) string { return s.Schema + "." + of }
+
+// lookAt returns the rows of a query, whose columns are the exported fields of a struct.
+func lookAt[T any](ctx context.Context, e *Examination, sql string, args ...any) (all []T, err error) {
+	err = e.App.Look(ctx, e.Pool, func(tx pgx.Tx) error {
+		all, err = cli.Rows[T](ctx, tx, sql, args...)
+		return err
+	})
+	return all, err
+}
 
 // row reads the only row of a query.
 func (e *Examination) row(ctx context.Context, sql string, into ...any) error {
@@ -104,13 +114,13 @@ func (e *Examination) row(ctx context.Context, sql string, into ...any) error {
 
 func (e *Examination) CheckServer(context.Context) (cli.Finding, error) {
 	if e.Server.VersionNum < OldestVersion {
-		return cli.Warning.Finding("upgrade the server", "PostgreSQL %s no longer gets fixes", e.Server.version), nil
+		return cli.Warning.Finding("upgrade the server", "PostgreSQL %s no longer gets fixes", e.Server.Version), nil
 	}
-	return cli.OK("PostgreSQL %s", e.Server.version), nil
+	return cli.OK("PostgreSQL %s", e.Server.Version), nil
 }
 
-// checkConnection looks for a pooler. A pooler tells each client a process id that it has made up. In transaction
-// mode, two clients that take turns get the same session of Postgres.
+// checkConnection looks for a pooler. A pooler makes up the process id that it tells a client. In transaction mode, two
+// clients that take turns get the same session of Postgres.
 func (e *Examination) checkConnection(ctx context.Context) (cli.Finding, error) {
 	first, err := e.Pool.Acquire(ctx)
 	if err != nil {
@@ -123,7 +133,7 @@ func (e *Examination) checkConnection(ctx context.Context) (cli.Finding, error) 
 	}
 	defer second.Release()
 	direct, shared := true, false
-	last := map[uint32]*pgxpool.Conn{} // by process id, the client that had the session last
+	last := map[uint32]*pgxpool.Conn{} // the client that last had the session with this process id
 	for range 3 {
 		for _, client := range []*pgxpool.Conn{first, second} {
 			var pid uint32
@@ -141,7 +151,7 @@ func (e *Examination) checkConnection(ctx context.Context) (cli.Finding, error) 
 		return cli.Finding{}, err
 	}
 	mode := given.ConnConfig.DefaultQueryExecMode
-	name := strings.ReplaceAll(mode.String(), " ", "_") // as it is written in a connection string
+	name := strings.ReplaceAll(mode.String(), " ", "_") // as in a connection string
 	switch {
 	case direct:
 		return cli.OK("directly to Postgres"), nil
@@ -159,37 +169,39 @@ func (e *Examination) checkConnection(ctx context.Context) (cli.Finding, error) 
 
 func (e *Examination) checkStandby(context.Context) (cli.Finding, error) {
 	switch {
-	case e.Server.standby:
+	case e.Server.Standby:
 		return cli.Problem.Finding(
 			"connect the application to the primary, for example with target_session_attrs=read-write",
-			"this is a standby: nothing can be taken here, "+
-				"and rate_limit_ephemeral, which is unlogged, cannot even be read"), nil
-	case e.Server.standbys > 0:
-		return cli.OK("%d connected; after a failover rate_limit_ephemeral, which is unlogged, starts empty",
-			e.Server.standbys), nil
+			"this is a standby: nothing can be taken here, and the unlogged rate_limit_ephemeral cannot be read"), nil
+	case e.Server.Standbys > 0:
+		return cli.OK("%d connected; after a failover the unlogged rate_limit_ephemeral starts empty",
+			e.Server.Standbys), nil
 	}
 	return cli.OK("none is connected"), nil
 }
 
 func (e *Examination) checkStatistics(context.Context) (cli.Finding, error) {
 	var off, mend []string
-	if !e.Server.trackCounts {
-		off = append(off, "track_counts")
-		if e.Server.countsHere {
-			mend = append(mend, "`ALTER DATABASE "+e.Server.database+" SET track_counts = on`")
-		} else {
-			mend = append(mend, "`ALTER SYSTEM SET track_counts = on`")
+	if !e.Server.TrackCounts {
+		where := "SYSTEM"
+		if e.Server.CountsHere {
+			where = "DATABASE " + e.Server.Database
 		}
+		off, mend = append(off, "track_counts"), append(mend, "`ALTER "+where+" SET track_counts = on`")
 	}
-	if !e.Server.autovacuum {
+	if !e.Server.Autovacuum {
 		off, mend = append(off, "autovacuum"), append(mend, "`ALTER SYSTEM SET autovacuum = on`")
 	}
-	if len(off) > 0 {
-		return cli.Problem.Finding("as a superuser: "+strings.Join(append(mend, "`SELECT pg_reload_conf()`"), ", "),
-			"%s off, so autovacuum never comes: dead tuples stay, and transaction ids run out",
-			map[int]string{1: off[0] + " is", 2: "track_counts and autovacuum are"}[len(off)]), nil
+	if len(off) == 0 {
+		return cli.OK("track_counts and autovacuum are on"), nil
 	}
-	return cli.OK("track_counts and autovacuum are on"), nil
+	verb := " is"
+	if len(off) > 1 {
+		verb = " are"
+	}
+	return cli.Problem.Finding("as a superuser: "+strings.Join(append(mend, "`SELECT pg_reload_conf()`"), ", "),
+		"%s off, so autovacuum never comes: dead tuples stay, and transaction ids run out",
+		strings.Join(off, " and ")+verb), nil
 }
 
 func (e *Examination) checkHorizon(ctx context.Context) (cli.Finding, error) {
@@ -205,40 +217,29 @@ func (e *Examination) checkHorizon(ctx context.Context) (cli.Finding, error) {
 func JudgeHorizon(age time.Duration, what, mend *string, seesAll bool) cli.Finding {
 	none, unseen := "none", ""
 	if !seesAll {
-		none, unseen = "none of this role's", "; those of other roles cannot be seen without pg_read_all_stats"
+		none, unseen = "this role has none", "; this role needs pg_read_all_stats to see those of other roles"
 	}
 	switch {
 	case what == nil:
 		return cli.OK("%s%s", none, unseen)
 	case age < LongTime:
-		return cli.OK("the longest, of %s, has been open for %v%s", cli.Printable(*what), age, unseen)
+		return cli.OK("%s has the longest one, open for %v%s", cli.Printable(*what), age, unseen)
 	}
 	return cli.Warning.Finding(*mend,
-		"%s has a transaction open for %v: until it ends, VACUUM removes no tuple that died since%s",
+		"%s has a transaction open for %v: until it ends, VACUUM removes no tuple that died later%s",
 		cli.Printable(*what), age, unseen)
 }
 
 // IDAge is a row of agesSQL.
 type IDAge struct {
-	kind, database  string
-	age, autovacuum int64
-	holderAge       int64
-	holder, mend    string
+	Kind, Database             string
+	Age, Autovacuum, HolderAge int64
+	Holder, Mend               string
 }
 
-// checkAges looks at what makes the server refuse every take.
+// checkAges looks whether the server will soon refuse every take.
 func (e *Examination) checkAges(ctx context.Context) (cli.Finding, error) {
-	var ages []IDAge
-	err := e.App.Look(ctx, e.Pool, func(tx pgx.Tx) error {
-		rows, err := tx.Query(ctx, agesSQL)
-		if err != nil {
-			return err
-		}
-		ages, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (a IDAge, err error) {
-			return a, row.Scan(&a.kind, &a.database, &a.age, &a.autovacuum, &a.holderAge, &a.holder, &a.mend)
-		})
-		return err
-	})
+	ages, err := lookAt[IDAge](ctx, e, agesSQL)
 	return JudgeAges(ages), err
 }
 
@@ -247,20 +248,20 @@ func JudgeAges(ages []IDAge) cli.Finding {
 	f.Anybody = true
 	var found, mend []string
 	for _, a := range ages {
-		how, text := howOld(a.age, a.autovacuum)
-		found = append(found, fmt.Sprintf("the oldest %s are those of database %s, %s", a.kind, a.database, text))
+		how, text := howOld(a.Age, a.Autovacuum)
+		found = append(found, fmt.Sprintf("database %s has the oldest %s, %s", a.Database, a.Kind, text))
 		if how == cli.Fine {
 			continue
 		}
 		if f.Level != cli.Problem {
 			f.Level = how
 		}
-		if a.holderAge > a.autovacuum {
+		if a.HolderAge > a.Autovacuum {
 			found[len(found)-1] += fmt.Sprintf(", and %s holds VACUUM back, for %d transactions",
-				cli.Printable(a.holder), a.holderAge)
-			mend = append(mend, "end what holds VACUUM back: "+cli.Printable(a.mend))
+				cli.Printable(a.Holder), a.HolderAge)
+			mend = append(mend, "end what holds VACUUM back: "+cli.Printable(a.Mend))
 		}
-		mend = append(mend, "in database "+a.database+", as a superuser, `VACUUM`")
+		mend = append(mend, "in database "+a.Database+", as a superuser, `VACUUM`")
 	}
 	f.Found, f.Do = strings.Join(found, "; "), strings.Join(slices.Compact(mend), "; then ")
 	return f
@@ -270,8 +271,8 @@ func JudgeAges(ages []IDAge) cli.Finding {
 func howOld(age, autovacuum int64) (cli.Level, string) {
 	switch {
 	case age > failsafeAge:
-		return cli.Problem, fmt.Sprintf("%d old; at 2,144,000,000 Postgres refuses whatever needs a new one, "+
-			"as every take does", age)
+		return cli.Problem, fmt.Sprintf("%d old; at 2,144,000,000 Postgres refuses statements that need a new one, "+
+			"such as takes", age)
 	case age > autovacuum+autovacuum/10:
 		return cli.Warning, fmt.Sprintf("%d old, and autovacuum should have come at %d", age, autovacuum)
 	}
@@ -280,25 +281,15 @@ func howOld(age, autovacuum int64) (cli.Level, string) {
 
 // foundFunction is a row of functionsSQL.
 type foundFunction struct {
-	name           string
-	executable     bool // by this role
-	public         bool // everybody may execute it
-	ownerIsBlocked bool // its owner lacks the rights for what it does with the tables
-	nobodys        bool // only its owner may execute it, who cannot log in
+	Name           string
+	Executable     bool // by this role
+	Public         bool // everybody may execute it
+	OwnerIsBlocked bool // its owner lacks the rights on the tables that it needs
+	Nobodys        bool // only its owner may execute it, and cannot log in
 }
 
 func (e *Examination) checkRights(ctx context.Context) (cli.Finding, error) {
-	var found []foundFunction
-	err := e.App.Look(ctx, e.Pool, func(tx pgx.Tx) error {
-		rows, err := tx.Query(ctx, functionsSQL)
-		if err != nil {
-			return err
-		}
-		found, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (f foundFunction, err error) {
-			return f, row.Scan(&f.name, &f.executable, &f.public, &f.ownerIsBlocked, &f.nobodys)
-		})
-		return err
-	})
+	found, err := lookAt[foundFunction](ctx, e, functionsSQL)
 	return e.Server.judgeRights(found), err
 }
 
@@ -306,40 +297,41 @@ func (s Server) judgeRights(found []foundFunction) cli.Finding {
 	var blocked, public, missing, nobodys []string
 	calls, sweeps := 0, false
 	for _, f := range found {
-		if f.ownerIsBlocked {
-			blocked = append(blocked, f.name)
+		if f.OwnerIsBlocked {
+			blocked = append(blocked, f.Name)
 		}
-		if f.public && f.name != "rate_limit_version" {
-			public = append(public, s.name(f.name))
+		if f.Public && f.Name != "rate_limit_version" {
+			public = append(public, s.name(f.Name))
 		}
-		if f.nobodys && (slices.Contains(algorithm.Functions(), f.name) || f.name == "rate_limit_sweep") {
-			nobodys = append(nobodys, f.name)
+		takes, sweep := slices.Contains(algorithm.Functions(), f.Name), f.Name == "rate_limit_sweep"
+		if f.Nobodys && (takes || sweep) {
+			nobodys = append(nobodys, f.Name)
 		}
 		switch {
-		case slices.Contains(algorithm.Functions(), f.name) && f.executable:
+		case takes && f.Executable:
 			calls++
-		case slices.Contains(algorithm.Functions(), f.name):
-			missing = append(missing, s.name(f.name))
-		case f.name == "rate_limit_sweep":
-			sweeps = f.executable
+		case takes:
+			missing = append(missing, s.name(f.Name))
+		case sweep:
+			sweeps = f.Executable
 		}
 	}
 	grant := fmt.Sprintf("`GRANT EXECUTE ON FUNCTION %s TO %s`, or with the roles of deploy/roles.sql, "+
-		"run deploy/grants.sql again", strings.Join(missing, ", "), s.role)
+		"run deploy/grants.sql again", strings.Join(missing, ", "), s.Role)
 	switch {
 	case len(blocked) > 0:
 		return cli.Problem.Finding(fmt.Sprintf("`GRANT USAGE ON SCHEMA %s TO %s`, "+
 			"`GRANT SELECT, INSERT, UPDATE, DELETE ON %s, %s TO %s`",
 			s.Schema, s.OwnerSQL, s.name(cli.Table(false)), s.name(cli.Table(true)), s.OwnerSQL),
-			"the functions run with the rights of their owner, who may not use the tables: %s",
+			"the functions run with the rights of their owner, and it may not use the tables: %s",
 			strings.Join(blocked, ", "))
 	case len(public) > 0:
 		return cli.Warning.Finding(fmt.Sprintf("`REVOKE EXECUTE ON FUNCTION %s FROM PUBLIC`, "+
 			"and grant it to the roles that need it", strings.Join(public, ", ")),
 			"every role may execute %s", strings.Join(public, ", "))
-	case len(nobodys) >= len(algorithm.Functions()): // somebody has forgotten them all
+	case len(nobodys) >= len(algorithm.Functions()): // somebody forgot the grants
 		return cli.Problem.Finding("grant EXECUTE on them, as deploy/grants.sql does after each migration",
-			"only their owner, who cannot log in, may execute %s", strings.Join(nobodys, ", "))
+			"only their owner may execute %s, and cannot log in", strings.Join(nobodys, ", "))
 	case len(missing) == 0:
 		return cli.OK("this role may execute the functions, and not everybody may")
 	case calls > 0:
@@ -347,65 +339,51 @@ func (s Server) judgeRights(found []foundFunction) cli.Finding {
 			strings.Join(missing, ", "))
 	case sweeps:
 		return cli.OK("this role may sweep, and not take, as the sweeper of deploy/roles.sql")
-	case s.changes != nil && *s.changes:
+	case s.Changes != nil && *s.Changes:
 		return cli.OK("this role may change policies, and not take, as the policy admin of deploy/roles.sql")
-	case s.readable:
+	case s.Readable:
 		return cli.OK("this role may read the tables, and not take, as the reader of deploy/roles.sql")
 	}
 	return cli.Problem.Finding("if it is the application's role, "+grant,
 		"this role may neither execute the functions nor read the tables")
 }
 
-// checkStrangers looks for roles that could put something in the place of what is ours.
+// checkStrangers looks for roles that could replace what is ours.
 func (e *Examination) checkStrangers(ctx context.Context) (cli.Finding, error) {
-	var found, mend []string
-	err := e.App.Look(ctx, e.Pool, func(tx pgx.Tx) error {
-		rows, err := tx.Query(ctx, strangersSQL)
-		if err != nil {
-			return err
-		}
-		var what, do string
-		_, err = pgx.ForEachRow(rows, []any{&what, &do}, func() error {
-			found, mend = append(found, what), append(mend, do)
-			return nil
-		})
-		return err
-	})
-	if err != nil || len(found) == 0 {
-		return cli.OK("nobody but the owner may create in schema %s, and all in it that has our names is the owner's",
+	all, err := lookAt[struct{ Found, Mend string }](ctx, e, strangersSQL)
+	if err != nil || len(all) == 0 {
+		return cli.OK("only the owner may create in schema %s, and owns all objects there that have our names",
 			e.Server.Schema), err
 	}
+	var found, mend []string
+	for _, s := range all {
+		found, mend = append(found, s.Found), append(mend, s.Mend)
+	}
 	return cli.Problem.Finding(cli.Printable(strings.Join(mend, "; ")),
-		"what others make there can be run by whoever calls the functions, with their rights: %s",
+		"whoever calls the functions may run code of others, with the caller's rights: %s",
 		cli.Printable(strings.Join(found, ", "))), nil
 }
 
-// checkAdditions looks at what platforms and operators add to every table.
+// checkAdditions looks for what platforms and operators add to every table.
 func (e *Examination) checkAdditions(ctx context.Context) (cli.Finding, error) {
 	f := cli.OK("nothing that platforms add to every table")
-	err := e.App.Look(ctx, e.Pool, func(tx pgx.Tx) error {
-		rows, err := tx.Query(ctx, additionsSQL)
-		if err != nil {
-			return err
+	all, err := lookAt[struct {
+		Level       cli.Level
+		Found, Mend string
+	}](ctx, e, additionsSQL)
+	var found, mend []string
+	for _, a := range all {
+		if f.Level == cli.Fine || a.Level == cli.Problem {
+			f.Level = a.Level
 		}
-		var found, mend []string
-		var how cli.Level
-		var what, do string
-		_, err = pgx.ForEachRow(rows, []any{&how, &what, &do}, func() error {
-			if f.Level == cli.Fine || how == cli.Problem {
-				f.Level = how
-			}
-			found = append(found, what)
-			if do != "" {
-				mend = append(mend, do)
-			}
-			return nil
-		})
-		if len(found) > 0 {
-			f.Found, f.Do = cli.Printable(strings.Join(found, "; ")), cli.Printable(strings.Join(mend, "; "))
+		found = append(found, a.Found)
+		if a.Mend != "" {
+			mend = append(mend, a.Mend)
 		}
-		return err
-	})
+	}
+	if len(found) > 0 {
+		f.Found, f.Do = cli.Printable(strings.Join(found, "; ")), cli.Printable(strings.Join(mend, "; "))
+	}
 	return f, err
 }
 
@@ -416,10 +394,9 @@ func (e *Examination) checkJIT(ctx context.Context) (cli.Finding, error) {
 		return cli.Finding{}, err
 	}
 	if compiles {
-		f := cli.Warning.Finding("`ALTER ROLE "+e.Server.role+" SET jit = off`, if it is the application's role, "+
+		f := cli.Warning.Finding("`ALTER ROLE "+e.Server.Role+" SET jit = off`, if it is the application's role, "+
 			"or raise jit_above_cost",
-			"with jit_above_cost = %v, Postgres compiles the statement of each call, "+
-				"which takes it 10 ms to seconds", above)
+			"with jit_above_cost = %v, Postgres compiles the statement of each call, for 10 ms to seconds", above)
 		f.Anybody = true
 		return f, nil
 	}

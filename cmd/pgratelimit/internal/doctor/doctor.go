@@ -23,27 +23,22 @@ func Command(a *cli.App) *cobra.Command {
 	var fix, yes bool
 	cmd := &cobra.Command{
 		Use:   "doctor",
-		Short: "Examine the database, and say what to do",
-		Long: `Examines the database, and says what to do about whatever it finds. It only reads: catalogs and
-statistics, and of each table a random sample of at most 100 MB. The exit code is 1 if there is a
-problem.
+		Short: "Find what is wrong with the database, and say what to do",
+		Long: `Finds what is wrong with the database, and says what to do. It only reads: catalogs, statistics, and a
+random sample of at most 100 MB of each table. The exit code is 1 if there is a problem.
 
-With --fix it first makes anew what the migrations have made and is missing or changed: functions,
-types, tables, primary keys, indexes and triggers. It does so in one transaction, in which calls wait,
-and keeps counts, policies and rights. Only a table that lacks a column without which its rows mean
-nothing is made anew. It loses its rows and what others have added to it; then it asks.`,
+With --fix it first repairs what the migrations made, if it is missing or changed: functions, types,
+tables, primary keys, indexes and triggers. It does so in one transaction. Calls wait meanwhile. Counts,
+policies and rights stay. Only a table that lacks a column without which its rows mean nothing is made
+anew. That loses its rows and what others added to it, so doctor asks first.`,
 		Example: `  pgratelimit doctor
   pgratelimit doctor --fix
   pgratelimit doctor --json | jq '.[] | select(.level != "ok")'`,
 		Args: cobra.NoArgs,
-		RunE: cli.Action(func(ctx context.Context, _ []string) error {
-			pool, err := a.Open(ctx)
-			if err != nil {
-				return err
-			}
-			defer pool.Close()
+		RunE: a.OnDatabase(func(ctx context.Context, pool *pgxpool.Pool, _ []string) error {
 			var mended []string
 			if fix {
+				var err error
 				if mended, err = mend(ctx, a, pool, yes); err != nil {
 					return err
 				}
@@ -53,11 +48,11 @@ nothing is made anew. It loses its rows and what others have added to it; then i
 				return err
 			}
 			if len(mended) > 0 {
-				fixed := cli.OK("what was wrong is mended: %s", strings.Join(mended, "; "))
+				fixed := cli.OK("repaired: %s", strings.Join(mended, "; "))
 				fixed.Check = "fixed"
 				findings = append([]cli.Finding{fixed}, findings...)
 			}
-			levels := []cli.Level{cli.Fine, cli.Warning, cli.Problem} // so that what matters most stands last
+			levels := []cli.Level{cli.Fine, cli.Warning, cli.Problem} // the most important findings come last
 			slices.SortStableFunc(findings, func(a, b cli.Finding) int {
 				return slices.Index(levels, a.Level) - slices.Index(levels, b.Level)
 			})
@@ -70,16 +65,16 @@ nothing is made anew. It loses its rows and what others have added to it; then i
 			return nil
 		}),
 	}
-	cmd.Flags().BoolVar(&fix, "fix", false, "first make anew, in place, what is missing or changed")
+	cmd.Flags().BoolVar(&fix, "fix", false, "first repair what is missing or changed")
 	cli.AddYes(cmd, &yes)
 	return a.Finish(cmd)
 }
 
-// printFindings ends with a line that counts. Problems are red if that is wanted.
+// printFindings ends with a line that counts.
 func printFindings(w io.Writer, findings []cli.Finding, colored bool) {
 	var text bytes.Buffer
 	count := map[cli.Level]int{}
-	table := tabwriter.NewWriter(&text, 0, 0, 2, ' ', 0) // it takes colors for letters, so they come later
+	table := tabwriter.NewWriter(&text, 0, 0, 2, ' ', 0) // it counts colors as letters, so they come later
 	for _, finding := range findings {
 		count[finding.Level]++
 		fmt.Fprintf(table, "%s\t%s\t%s\n", finding.Level, finding.Check, finding.Found)
@@ -98,17 +93,10 @@ func printFindings(w io.Writer, findings []cli.Finding, colored bool) {
 		}
 		fmt.Fprint(w, line)
 	}
-	fmt.Fprintf(w, "%s, %s\n", number(count[cli.Problem], "problem"), number(count[cli.Warning], "warning"))
+	fmt.Fprintf(w, "%s, %s\n", cli.Count(count[cli.Problem], "problem"), cli.Count(count[cli.Warning], "warning"))
 }
 
-func number(n int, of string) string {
-	if n != 1 {
-		of += "s"
-	}
-	return fmt.Sprintf("%d %s", n, of)
-}
-
-// colored tells whether the output is for a person at a terminal who has not said no to colors.
+// colored tells whether the output is a terminal, and its user has not refused colors.
 func colored(a *cli.App) bool {
 	return cli.IsTerminal(a.Stdout) && os.Getenv("NO_COLOR") == "" && os.Getenv("TERM") != "dumb"
 }
@@ -123,60 +111,68 @@ func examine(ctx context.Context, a *cli.App, pool *pgxpool.Pool) ([]cli.Finding
 	if err := e.ReadServer(ctx); err != nil {
 		return nil, err
 	}
-	checks := []check{
-		{"server", e.CheckServer},
-		{"connection", e.checkConnection},
-		{"standby", e.checkStandby},
+	s := &e.Server
+	findings, err := run(ctx, []check{
+		{"server", true, e.CheckServer},
+		{"connection", true, e.checkConnection},
+		{"standby", true, e.checkStandby},
+		{"statistics", !s.Standby, e.checkStatistics}, // a standby waits for its primary's autovacuum
+		{"long transactions", !s.Standby, e.checkHorizon},
+		{"transaction ids", !s.Standby, e.checkAges},
+	})
+	if err != nil {
+		return nil, err
 	}
-	if !e.Server.standby { // a standby waits for its primary's autovacuum
-		checks = append(checks, check{"statistics", e.checkStatistics}, check{"long transactions", e.checkHorizon},
-			check{"transaction ids", e.checkAges})
+	owned, err := run(ctx, []check{ // the owner of the tables mends these
+		{"migrations", true, e.CheckMigrations},
+		{"objects", s.Tables > 0 && s.Usable, e.checkObjects},
+		{"rights", s.hasTables(), e.checkRights},
+		{"schema", s.hasTables(), e.checkStrangers},
+		{"additions", s.hasTables(), e.checkAdditions},
+		{"jit", s.hasTables(), e.checkJIT},
+		{"policies", s.hasTables() && s.Policies != nil, e.checkPolicies},
+	})
+	if err == nil && s.hasTables() {
+		var tables []cli.Finding
+		tables, err = e.checkTables(ctx)
+		owned = append(owned, tables...)
 	}
-	general := len(checks) // what follows is about what the owner of the tables owns
-	checks = append(checks, check{"migrations", e.CheckMigrations})
-	if e.Server.Tables > 0 && e.Server.usable {
-		checks = append(checks, check{"objects", e.checkObjects})
+	for i := range owned {
+		e.address(&owned[i])
 	}
-	if e.Server.hasTables() {
-		checks = append(checks,
-			check{"rights", e.checkRights}, check{"schema", e.checkStrangers}, check{"additions", e.checkAdditions},
-			check{"jit", e.checkJIT})
-		if e.Server.policies != nil {
-			checks = append(checks, check{"policies", e.checkPolicies})
+	return slices.Concat([]cli.Finding{locks}, findings, owned), err
+}
+
+// check is one of the doctor's checks.
+type check struct {
+	name  string
+	needs bool // whether it makes sense
+	look  func(context.Context) (cli.Finding, error)
+}
+
+// run returns the findings of the checks that make sense.
+func run(ctx context.Context, checks []check) (findings []cli.Finding, err error) {
+	for _, check := range checks {
+		if !check.needs {
+			continue
 		}
-	}
-	findings := []cli.Finding{locks}
-	for i, check := range checks {
 		finding, err := check.look(ctx)
 		if err := could(err, &finding); err != nil {
 			return nil, err
 		}
 		finding.Check = check.name
-		if i >= general {
-			e.address(&finding)
-		}
 		findings = append(findings, finding)
-	}
-	if e.Server.hasTables() {
-		of, err := e.checkTables(ctx)
-		if err != nil {
-			return nil, err
-		}
-		for i := range of {
-			e.address(&of[i])
-		}
-		findings = append(findings, of...)
 	}
 	return findings, nil
 }
 
-// address says who can do what a finding advises, and where.
+// address adds to a remedy who can carry it out, and where.
 func (e *Examination) address(f *cli.Finding) {
 	var by []string
-	if e.Server.standby {
+	if e.Server.Standby {
 		by = append(by, "on the primary")
 	}
-	if owner := e.Server.OwnerSQL; owner != "" && owner != e.Server.role {
+	if owner := e.Server.OwnerSQL; owner != "" && owner != e.Server.Role {
 		by = append(by, "as "+cli.Printable(owner))
 	}
 	if f.Do != "" && len(by) > 0 && !f.Anybody {
@@ -185,24 +181,18 @@ func (e *Examination) address(f *cli.Finding) {
 	f.Do = e.AsOwner(f.Do)
 }
 
-// AsOwner has the lines that migrate run as the owner of the tables, for whoever may take that role.
+// AsOwner makes command lines that migrate run as the owner of the tables, if this role may act as the owner.
 func (e *Examination) AsOwner(text string) string {
-	if owner := e.Server.OwnerSQL; owner != "" && owner != e.Server.role && !strings.Contains(owner, `"`) {
+	if owner := e.Server.OwnerSQL; owner != "" && owner != e.Server.Role && !strings.Contains(owner, `"`) {
 		return strings.ReplaceAll(text, "`pgratelimit migrate", "`PGOPTIONS='-c role="+owner+"' pgratelimit migrate")
 	}
 	return text
 }
 
-// check is one of the doctor's checks.
-type check struct {
-	name string
-	look func(context.Context) (cli.Finding, error)
-}
-
-// could turns an error that the database gave to this check alone into a finding.
+// could turns an error of the database into a finding, because only one check failed.
 func could(err error, f *cli.Finding) error {
 	if pgErr, ok := errors.AsType[*pgconn.PgError](err); ok {
-		do := "mend what else is found, and run this again"
+		do := "mend what the other checks find, and run this again"
 		if pgErr.Code == "42501" {
 			do = "run this as a role that may look, such as a member of rate_limit_reader in deploy/roles.sql"
 		}

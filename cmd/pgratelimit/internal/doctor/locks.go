@@ -15,7 +15,7 @@ import (
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
 )
 
-// LongLock is for how long somebody may have a lock on our tables before the doctor says so.
+// LongLock is how long somebody may hold a lock on our tables before the doctor says so.
 const LongLock = 5 * time.Second
 
 //go:embed sql/locks.sql
@@ -24,12 +24,13 @@ var locksSQL string
 // LockHolder is a row of locksSQL.
 type LockHolder struct {
 	lockwait.Holder
-	what    string
-	closed  bool // nobody else can even read the table
-	stopped bool // nobody else can write to it
+
+	What    string
+	Closed  bool // nobody else can even read the table
+	Stopped bool // nobody else can write to it
 }
 
-// ReadLocks looks who has had locks on our tables for a time. It waits for none of them.
+// ReadLocks returns who has held locks on our tables for a time. It waits for none of them.
 func (e *Examination) ReadLocks(ctx context.Context, since time.Duration) (held []LockHolder, err error) {
 	options := pgx.TxOptions{IsoLevel: pgx.ReadCommitted, AccessMode: pgx.ReadOnly}
 	err = pgx.BeginTxFunc(ctx, e.Pool, options, func(tx pgx.Tx) error {
@@ -42,27 +43,19 @@ func (e *Examination) ReadLocks(ctx context.Context, since time.Duration) (held 
 			&schema, nil, nil, nil, nil, nil, nil); err != nil {
 			return err
 		}
-		rows, err := tx.Query(ctx, locksSQL, schema, since.Seconds(), lockwait.Migrations)
-		if err != nil {
-			return err
-		}
-		held, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (h LockHolder, err error) {
-			return h, row.Scan(
-				&h.PID, &h.Prepared, &h.Application, &h.State, &h.Since, &h.what, &h.closed, &h.stopped)
-		})
+		held, err = cli.Rows[LockHolder](ctx, tx, locksSQL, schema, since.Seconds(), lockwait.Migrations)
 		return err
 	})
 	return held, err
 }
 
-// checkLocks comes first, because it also tells whether somebody keeps all others from a table. Then all other checks
-// would wait.
+// checkLocks comes first. If somebody has closed a table to all others, the other checks would wait.
 func (e *Examination) checkLocks(ctx context.Context) (f cli.Finding, closed bool, err error) {
 	held, err := e.ReadLocks(ctx, LongLock)
 	f = JudgeLocks(held)
 	err = could(err, &f)
 	f.Check = "locks"
-	if closed = slices.ContainsFunc(held, func(h LockHolder) bool { return h.closed }); closed {
+	if closed = slices.ContainsFunc(held, func(h LockHolder) bool { return h.Closed }); closed {
 		f.Do += "; then run this again, because nothing else could be looked at"
 	}
 	return f, closed, err
@@ -72,9 +65,9 @@ func JudgeLocks(held []LockHolder) cli.Finding {
 	var found, ends []string
 	worst := cli.Warning
 	for _, h := range held {
-		found = append(found, h.String()+" has "+h.what)
+		found = append(found, h.String()+" has "+h.What)
 		ends = append(ends, "`"+h.End()+"`")
-		if h.closed || h.stopped {
+		if h.Closed || h.Stopped {
 			worst = cli.Problem
 		}
 	}

@@ -31,8 +31,8 @@ func (e *Examination) CheckMigrations(ctx context.Context) (cli.Finding, error) 
 		return cli.Finding{}, err
 	}
 	defer pool.Close()
-	if !e.Server.usable {
-		return cli.Problem.Finding(fmt.Sprintf("`GRANT USAGE ON SCHEMA %s TO %s`", e.Server.Schema, e.Server.role),
+	if !e.Server.Usable {
+		return cli.Problem.Finding(fmt.Sprintf("`GRANT USAGE ON SCHEMA %s TO %s`", e.Server.Schema, e.Server.Role),
 			"this role may not use schema %s, where the tables are", e.Server.Schema), nil
 	}
 	if e.Server.Tables > 0 {
@@ -109,14 +109,14 @@ func (e *Examination) CheckMigrations(ctx context.Context) (cli.Finding, error) 
 // elsewhere is the finding that the tables are not where this role looks. found says so.
 func (e *Examination) elsewhere(found string) cli.Finding {
 	switch {
-	case len(e.Server.usableIn) > 0:
+	case len(e.Server.UsableIn) > 0:
 		return cli.Problem.Finding(fmt.Sprintf("name the schema with --schema, or run %s", e.Command("migrate up")),
-			"%s; tables of these names are in schema %s", found, strings.Join(e.Server.usableIn, ", "))
-	case len(e.Server.lockedIn) > 0:
+			"%s; tables of these names are in schema %s", found, strings.Join(e.Server.UsableIn, ", "))
+	case len(e.Server.LockedIn) > 0:
 		return cli.Problem.Finding(fmt.Sprintf("`GRANT USAGE ON SCHEMA %s TO %s`, if it is the right one",
-			e.Server.lockedIn[0], e.Server.role),
+			e.Server.LockedIn[0], e.Server.Role),
 			"%s; tables of these names are in schema %s, which this role may not use",
-			found, strings.Join(e.Server.lockedIn, ", "))
+			found, strings.Join(e.Server.LockedIn, ", "))
 	}
 	return cli.Problem.Finding("run "+e.Command("migrate up")+", or say with --schema where they are", "%s", found)
 }

@@ -42,7 +42,7 @@ type proxyExamination struct {
 	owner     string // of the functions
 }
 
-// examineAll runs all checks: of this database, and if it is a proxy, of each of its shards.
+// examineAll checks this database, and if it is a proxy, each of its shards.
 func examineAll(ctx context.Context, a *cli.App, pool *pgxpool.Pool) ([]cli.Finding, error) {
 	locks, closed, err := (&Examination{App: a, Pool: pool}).checkLocks(ctx)
 	if err != nil || closed {
@@ -63,21 +63,16 @@ func examineAll(ctx context.Context, a *cli.App, pool *pgxpool.Pool) ([]cli.Find
 	if err := e.ReadServer(ctx); err != nil {
 		return nil, err
 	}
-	var findings []cli.Finding
-	for _, check := range []check{
-		{"server", e.CheckServer},
-		{"connection", e.checkConnection},
-		{"PL/Proxy", e.checkPLProxy},
-		{"map", e.checkMap},
-		{"functions", e.checkFunctions},
-		{"rights", e.checkProxyRights},
-	} {
-		f, err := check.look(ctx)
-		if err := could(err, &f); err != nil {
-			return nil, err
-		}
-		f.Check = check.name
-		findings = append(findings, f)
+	findings, err := run(ctx, []check{
+		{"server", true, e.CheckServer},
+		{"connection", true, e.checkConnection},
+		{"PL/Proxy", true, e.checkPLProxy},
+		{"map", true, e.checkMap},
+		{"functions", true, e.checkFunctions},
+		{"rights", true, e.checkProxyRights},
+	})
+	if err != nil {
+		return nil, err
 	}
 	for i := range states {
 		of, err := e.examineShard(ctx, i)
@@ -89,13 +84,13 @@ func examineAll(ctx context.Context, a *cli.App, pool *pgxpool.Pool) ([]cli.Find
 	return findings, nil
 }
 
-// examineNoProxy also knows a database that is to be a proxy, or was one: it has no tables, and is not to have any.
+// examineNoProxy also recognizes a database that was a proxy, or is to become one. It must not get tables.
 func examineNoProxy(ctx context.Context, a *cli.App, pool *pgxpool.Pool) ([]cli.Finding, error) {
 	findings, err := examine(ctx, a, pool)
 	if err != nil {
 		return nil, err
 	}
-	at := *a // readTarget decides about the schema
+	at := *a // because ReadTarget sets the schema
 	target, err := shard.ReadTarget(ctx, &at, pool)
 	if err != nil || len(target.Tables) > 0 {
 		return findings, nil //nolint:nilerr // what is wrong is among the findings
@@ -105,7 +100,7 @@ func examineNoProxy(ctx context.Context, a *cli.App, pool *pgxpool.Pool) ([]cli.
 		switch {
 		case f.Check != "migrations" || f.Level != cli.Problem:
 		case len(target.Connections) > 0:
-			f.Found = "this is a proxy of shards without its functions"
+			f.Found = "this is a proxy of shards, and its functions are missing"
 			f.Do = "run `pgratelimit shard set` with the connection strings that it has: '" +
 				cli.Printable(strings.Join(target.Connections, "', '")) + "'; migrate only the shards"
 		case target.Available:
@@ -141,7 +136,7 @@ func (e *proxyExamination) examineShard(ctx context.Context, place int) ([]cli.F
 		if err := store.WithPool(ctx, func(pool *pgxpool.Pool) error {
 			more, err := examine(ctx, store, pool)
 			for _, f := range more {
-				if f.Check != "connection" { // which PL/Proxy shares with nobody
+				if f.Check != "connection" { // PL/Proxy has its own
 					findings = append(findings, f)
 				}
 			}
@@ -177,12 +172,13 @@ func (e *proxyExamination) checkPLProxy(ctx context.Context) (cli.Finding, error
 			"the database has the encoding %s, in which keys have other bytes", encoding), nil
 	case !usage:
 		return cli.Problem.Finding(fmt.Sprintf("`GRANT USAGE ON FOREIGN SERVER %s TO %s`", shards.Server, owner),
-			"the functions run with the rights of %s, who may not use the foreign server", cli.Printable(e.owner)), nil
+			"the functions run with the rights of %s, and that role may not use the foreign server",
+			cli.Printable(e.owner)), nil
 	case !mapped:
 		return cli.Problem.Finding("run `pgratelimit shard set` with --user",
-			"nothing says as whom PL/Proxy connects for %s, the owner of the functions", cli.Printable(e.owner)), nil
+			"PL/Proxy has no role with which to connect for %s, the functions' owner", cli.Printable(e.owner)), nil
 	}
-	return e.checkRecorded(ctx, statements, cli.OK("version %s, and it knows as whom to connect", version))
+	return e.checkRecorded(ctx, statements, cli.OK("version %s, with a role for its connections", version))
 }
 
 // checkRecorded looks for the password of the shards in pg_stat_statements, if this database has that in a schema.
@@ -196,14 +192,14 @@ func (e *proxyExamination) checkRecorded(
 	var recorded int
 	err := e.row(ctx, sql, &recorded)
 	if _, refused := errors.AsType[*pgconn.PgError](err); refused || err == nil && recorded == 0 {
-		return otherwise, nil // it is not loaded, or this role may not look
+		return otherwise, nil // it is not loaded, or this role may not read it
 	}
 	_, condition, _ := strings.Cut(strings.TrimSpace(sql), "WHERE ")
 	return cli.Problem.Finding(fmt.Sprintf(
 		"give the role on the shards another password, and run `pgratelimit shard set` "+
 			"with that; then, as a superuser, `SELECT %[1]s.pg_stat_statements_reset(userid, dbid, queryid) "+
 			"FROM %[1]s.pg_stat_statements WHERE %[2]s`", schema, condition),
-		"pg_stat_statements has a password of the shards in %s, for members of pg_read_all_stats to read, such as "+
+		"pg_stat_statements has a password of the shards in %s: members of pg_read_all_stats can read it, such as "+
 			"rate_limit_reader", cli.Count(recorded, "text")), err
 }
 
@@ -220,31 +216,21 @@ func (e *proxyExamination) checkMap(context.Context) (cli.Finding, error) {
 	return cli.OK("%s", cli.Count(n, "shard")), nil
 }
 
-// proxyFunction is a function of a proxy.
+// proxyFunction is a function of a proxy: a row of proxyFunctionsSQL.
 type proxyFunction struct {
-	name       string
-	kind       string // its language, and whether it runs with the rights of its owner
-	body       string
-	signature  string
-	arguments  string // as they are declared
-	executable bool   // by this role
-	public     bool   // everybody may execute it
-	usable     bool   // somebody who logs in may
+	Name       string
+	Kind       string // its language, and whether it runs with its owner's rights
+	Body       string
+	Signature  string
+	Arguments  string // with their names
+	Executable bool   // by this role
+	Public     bool   // everybody may execute it
+	Usable     bool   // by somebody who logs in
 }
 
 // checkFunctions compares the functions with those that 'shard set' would make now.
-func (e *proxyExamination) checkFunctions(ctx context.Context) (cli.Finding, error) {
-	if err := e.App.Look(ctx, e.Pool, func(tx pgx.Tx) error {
-		rows, err := tx.Query(ctx, proxyFunctionsSQL)
-		if err != nil {
-			return err
-		}
-		e.functions, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (f proxyFunction, err error) {
-			return f, row.Scan(&f.name, &f.kind, &f.body, &f.signature, &f.arguments, &f.executable, &f.public,
-				&f.usable)
-		})
-		return err
-	}); err != nil {
+func (e *proxyExamination) checkFunctions(ctx context.Context) (_ cli.Finding, err error) {
+	if e.functions, err = lookAt[proxyFunction](ctx, e.Examination, proxyFunctionsSQL); err != nil {
 		return cli.Finding{}, err
 	}
 	like := slices.IndexFunc(e.states, func(s shard.State) bool { return s.Reached && s.Version == e.proxy.Version })
@@ -269,7 +255,7 @@ func (e *proxyExamination) checkFunctions(ctx context.Context) (cli.Finding, err
 	made := functionsIn(text)
 	for _, f := range source.Functions {
 		entry := made[f.Name]
-		entry.arguments = f.Arguments
+		entry.Arguments = f.Arguments
 		made[f.Name] = entry
 	}
 	return judgeFunctions(made, e.functions), nil
@@ -280,16 +266,16 @@ var (
 	functionLanguage = regexp.MustCompile(`LANGUAGE (\w+)`)
 )
 
-// functionsIn reads the functions that a text of ours makes, by their names.
+// functionsIn returns the functions that our SQL makes, by their names.
 func functionsIn(text string) map[string]proxyFunction {
 	all := map[string]proxyFunction{}
 	for _, part := range strings.Split(text, "\nCREATE OR REPLACE FUNCTION ")[1:] {
 		name := functionName.FindStringSubmatch(part)[1]
 		head, rest, _ := strings.Cut(part, "$$")
 		body, _, _ := strings.Cut(rest, "$$")
-		f := proxyFunction{name: name, body: body, kind: functionLanguage.FindStringSubmatch(head)[1]}
+		f := proxyFunction{Name: name, Body: body, Kind: functionLanguage.FindStringSubmatch(head)[1]}
 		if strings.Contains(head, "\nSECURITY DEFINER") {
-			f.kind += " security definer"
+			f.Kind += " security definer"
 		}
 		all[name] = f
 	}
@@ -300,18 +286,18 @@ func judgeFunctions(made map[string]proxyFunction, found []proxyFunction) cli.Fi
 	var wrong, drop []string
 	seen := map[string]bool{}
 	for _, f := range found {
-		want, expected := made[f.name]
+		want, expected := made[f.Name]
 		switch {
-		case !expected || want.arguments != "" && f.arguments != want.arguments:
-			wrong = append(wrong, f.signature+" should not be there")
-			drop = append(drop, "`DROP FUNCTION "+f.signature+"`")
+		case !expected || want.Arguments != "" && f.Arguments != want.Arguments:
+			wrong = append(wrong, f.Signature+" should not be there")
+			drop = append(drop, "`DROP FUNCTION "+f.Signature+"`")
 			continue
-		case f.kind != want.kind:
-			wrong = append(wrong, fmt.Sprintf("%s is %s instead of %s", f.name, f.kind, want.kind))
-		case f.body != want.body:
-			wrong = append(wrong, f.name+" has another body")
+		case f.Kind != want.Kind:
+			wrong = append(wrong, fmt.Sprintf("%s is %s instead of %s", f.Name, f.Kind, want.Kind))
+		case f.Body != want.Body:
+			wrong = append(wrong, f.Name+" has another body")
 		}
-		seen[f.name] = true
+		seen[f.Name] = true
 	}
 	for name := range made {
 		if !seen[name] {
@@ -331,15 +317,15 @@ func judgeFunctions(made map[string]proxyFunction, found []proxyFunction) cli.Fi
 func (e *proxyExamination) checkProxyRights(context.Context) (cli.Finding, error) {
 	var public, missing, nobodys []string
 	for _, f := range e.functions {
-		if f.public && f.name != "rate_limit_version" && f.name != "rate_limit_shards" {
-			public = append(public, f.signature)
+		if f.Public && f.Name != "rate_limit_version" && f.Name != "rate_limit_shards" {
+			public = append(public, f.Signature)
 		}
-		if slices.Contains(algorithm.Functions(), f.name) {
-			if !f.usable {
-				nobodys = append(nobodys, f.signature)
+		if slices.Contains(algorithm.Functions(), f.Name) {
+			if !f.Usable {
+				nobodys = append(nobodys, f.Signature)
 			}
-			if !f.executable {
-				missing = append(missing, f.signature)
+			if !f.Executable {
+				missing = append(missing, f.Signature)
 			}
 		}
 	}
@@ -355,7 +341,7 @@ func (e *proxyExamination) checkProxyRights(context.Context) (cli.Finding, error
 			"every role may execute %s", strings.Join(public, ", ")), nil
 	case len(nobodys) > 0:
 		return cli.Problem.Finding(grant(nobodys, "the application's role"),
-			"only their owner, who cannot log in, may execute %s", strings.Join(nobodys, ", ")), nil
+			"only their owner may execute %s, and cannot log in", strings.Join(nobodys, ", ")), nil
 	case len(missing) > 0:
 		return cli.OK("this role may not execute %s, and others may", strings.Join(missing, ", ")), nil
 	}
@@ -366,7 +352,7 @@ func (e *proxyExamination) checkProxyRights(context.Context) (cli.Finding, error
 func (e *proxyExamination) checkThrough(ctx context.Context, place int) (cli.Finding, error) {
 	n := len(e.states)
 	if e.proxy.Shards != n || n&(n-1) != 0 || !slices.ContainsFunc(e.functions, func(f proxyFunction) bool {
-		return f.name == "rate_limit_peek" && f.executable
+		return f.Name == "rate_limit_peek" && f.Executable
 	}) {
 		return cli.OK("not tried, because the map is wrong, or this role may not call rate_limit_peek"), nil
 	}

@@ -7,8 +7,6 @@ import (
 	"strings"
 	"time"
 
-	"github.com/jackc/pgx/v5"
-
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
 )
 
@@ -21,57 +19,51 @@ var (
 
 // TableHealth is a row of tablesSQL, and what a sample tells.
 type TableHealth struct {
-	name          string
-	sql           string // the name with its schema
-	sweep         string // the command line that sweeps
-	persistence   string
-	bytes         int64
-	toastBytes    int64
-	fillfactor    int64
-	Live, Dead    int64
-	Updated, Hot  int64
-	Vacuumed      *time.Time
-	Now           time.Time
-	XidAge        int64
-	Autovacuum    bool
-	otherIndexes  []string
-	sampled       float64 // the part of the table that was read
-	sampledRows   int64
-	sampledLive   int64
-	sampledFilled int64 // bytes
-	sampledToast  int64 // bytes
+	Name              string
+	Persistence       string
+	Bytes, ToastBytes int64
+	Fillfactor        int64
+	Live, Dead        int64
+	Updated, Hot      int64
+	Vacuumed          *time.Time
+	Now               time.Time
+	XidAge            int64
+	Autovacuum        bool
+	OtherIndexes      []string
+
+	sql     string  // the name with its schema
+	sweep   string  // the command line that sweeps
+	sampled float64 // the part of the table that was read
+	sample  sampledRows
+}
+
+// sampledRows is a row of sampleSQL.
+type sampledRows struct {
+	Table         string
+	All, Live     int64
+	Filled, Toast int64 // bytes
 }
 
 // checkTables returns a few findings for each table.
 func (e *Examination) checkTables(ctx context.Context) ([]cli.Finding, error) {
-	var tables []TableHealth
-	err := e.App.Look(ctx, e.Pool, func(tx pgx.Tx) error {
-		rows, err := tx.Query(ctx, tablesSQL)
-		if err != nil {
-			return err
-		}
-		tables, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (t TableHealth, err error) {
-			err = row.Scan(&t.name, &t.persistence, &t.bytes, &t.toastBytes, &t.fillfactor, &t.Live, &t.Dead,
-				&t.Updated, &t.Hot, &t.Vacuumed, &t.Now, &t.XidAge, &t.Autovacuum, &t.otherIndexes)
-			t.sql, t.sweep = e.Server.name(t.name), e.Command("sweep")
-			return t, err
-		})
-		return err
-	})
+	tables, err := lookAt[TableHealth](ctx, e, tablesSQL)
 	if err != nil {
 		return nil, err
 	}
+	for i := range tables {
+		tables[i].sql, tables[i].sweep = e.Server.name(tables[i].Name), e.Command("sweep")
+	}
 	var findings []cli.Finding
-	if e.Server.standby { // which has no statistics of its own, and cannot read rate_limit_ephemeral
+	if e.Server.Standby { // it has no statistics, and cannot read rate_limit_ephemeral
 		for _, t := range tables {
 			f := t.judgeKind()
-			f.Check = t.name + ": kind"
+			f.Check = t.Name + ": kind"
 			findings = append(findings, f)
 		}
 		return findings, nil
 	}
 	sampling, sampled := cli.OK("not looked at, because this role may not read the tables"), false
-	if e.Server.readable {
+	if e.Server.Readable {
 		err := e.sample(ctx, tables)
 		if err := could(err, &sampling); err != nil {
 			return nil, err
@@ -87,7 +79,7 @@ func (e *Examination) checkTables(ctx context.Context) ([]cli.Finding, error) {
 			{"HOT updates", t.JudgeHOT},
 			{"dead tuples", t.JudgeDead},
 			{"autovacuum", t.JudgeVacuum},
-			{"transaction ids", func() cli.Finding { return t.JudgeAge(e.Server.freezeMaxAge) }},
+			{"transaction ids", func() cli.Finding { return t.JudgeAge(e.Server.FreezeMaxAge) }},
 			{"bloat", t.judgeBloat},
 			{"sweeping", t.judgeSweeping},
 		}
@@ -96,7 +88,7 @@ func (e *Examination) checkTables(ctx context.Context) ([]cli.Finding, error) {
 			if sampled || check.name != "bloat" && check.name != "sweeping" {
 				f = check.judge()
 			}
-			f.Check = t.name + ": " + check.name
+			f.Check = t.Name + ": " + check.name
 			findings = append(findings, f)
 		}
 	}
@@ -106,46 +98,37 @@ func (e *Examination) checkTables(ctx context.Context) ([]cli.Finding, error) {
 func (e *Examination) sample(ctx context.Context, tables []TableHealth) error {
 	percent := map[string]float64{}
 	for i := range tables {
-		share := cli.SampleShare(tables[i].bytes)
-		tables[i].sampled = share
-		percent[tables[i].name] = 100 * share
+		tables[i].sampled = cli.SampleShare(tables[i].Bytes)
+		percent[tables[i].Name] = 100 * tables[i].sampled
 	}
-	return e.App.Look(ctx, e.Pool, func(tx pgx.Tx) error {
-		rows, err := tx.Query(ctx, sampleSQL, percent[cli.Table(false)], percent[cli.Table(true)])
-		if err != nil {
-			return err
-		}
-		var name string
-		var all, live, filled, toast int64
-		_, err = pgx.ForEachRow(rows, []any{&name, &all, &live, &filled, &toast}, func() error {
-			for i := range tables {
-				if t := &tables[i]; t.name == name {
-					t.sampledRows, t.sampledLive, t.sampledFilled, t.sampledToast = all, live, filled, toast
-				}
+	all, err := lookAt[sampledRows](ctx, e, sampleSQL, percent[cli.Table(false)], percent[cli.Table(true)])
+	for _, of := range all {
+		for i := range tables {
+			if tables[i].Name == of.Table {
+				tables[i].sample = of
 			}
-			return nil
-		})
-		return err
-	})
+		}
+	}
+	return err
 }
 
 func (t TableHealth) judgeKind() cli.Finding {
 	want, kinds := "u", map[string]string{"u": "unlogged", "p": "logged", "t": "temporary"}
-	if t.name == cli.Table(true) {
+	if t.Name == cli.Table(true) {
 		want = "p"
 	}
 	switch {
-	case t.persistence != want:
+	case t.Persistence != want:
 		return cli.Warning.Finding(fmt.Sprintf("`ALTER TABLE %s SET %s`", t.sql, strings.ToUpper(kinds[want])),
-			"it is %s, and the migrations made it %s", kinds[t.persistence], kinds[want])
-	case len(t.otherIndexes) > 0:
-		drop := "`DROP INDEX CONCURRENTLY " // which takes one index
-		return cli.Warning.Finding(drop+strings.Join(t.otherIndexes, "`, "+drop)+"`",
+			"it is %s, and the migrations made it %s", kinds[t.Persistence], kinds[want])
+	case len(t.OtherIndexes) > 0:
+		drop := "`DROP INDEX CONCURRENTLY " // takes one index
+		return cli.Warning.Finding(drop+strings.Join(t.OtherIndexes, "`, "+drop)+"`",
 			"it has an index besides its primary key, so updates that change "+
 				"the index's columns are not HOT, and the table bloats")
-	case t.fillfactor != fillfactor:
+	case t.Fillfactor != fillfactor:
 		return cli.Warning.Finding(fmt.Sprintf("`ALTER TABLE %s SET (fillfactor = %d)`", t.sql, fillfactor),
-			"its fillfactor is %d, so fewer updates find room on their page than with %d", t.fillfactor, fillfactor)
+			"its fillfactor is %d, so fewer updates find room on their page than with %d", t.Fillfactor, fillfactor)
 	}
 	return cli.OK("%s, with no index but the primary key", kinds[want])
 }
@@ -170,7 +153,7 @@ func (t TableHealth) JudgeHOT() cli.Finding {
 func (t TableHealth) JudgeDead() cli.Finding {
 	if t.Dead > FewDead && t.Dead > t.Live {
 		return cli.Warning.Finding(
-			"`VACUUM "+t.sql+"`, and look for long transactions and for what keeps autovacuum away",
+			"`VACUUM "+t.sql+"`, and find out what keeps autovacuum away, such as long transactions",
 			"%d dead and %d live", t.Dead, t.Live)
 	}
 	return cli.OK("%d dead and %d live", t.Dead, t.Live)
@@ -205,16 +188,16 @@ func (t TableHealth) JudgeAge(freezeMaxAge int64) cli.Finding {
 	return f
 }
 
-// judgeBloat compares the size with what the rows of the sample would need if they had just been written. A healthy
-// table needs what it has, because its pages are filled up to the fillfactor only.
+// judgeBloat compares the size of the table with the size that the rows of the sample would have if they had just been
+// written. The pages of a healthy table are filled up to the fillfactor only.
 func (t TableHealth) judgeBloat() cli.Finding {
-	bytes := t.bytes + t.toastBytes
+	bytes := t.Bytes + t.ToastBytes
 	if bytes < smallTable {
 		return cli.OK("%s, too small to matter", cli.Size(bytes))
 	}
 	const pageHeader = 24
-	needed := float64(t.sampledFilled)*100/float64(t.fillfactor)*cli.BlockSize/(cli.BlockSize-pageHeader) +
-		float64(t.sampledToast)
+	needed := float64(t.sample.Filled)*100/float64(t.Fillfactor)*cli.BlockSize/(cli.BlockSize-pageHeader) +
+		float64(t.sample.Toast)
 	room := t.sampled * float64(bytes)
 	share := 100 * min(needed/room, 1)
 	if room > mostRoom*needed {
@@ -227,15 +210,15 @@ func (t TableHealth) judgeBloat() cli.Finding {
 }
 
 func (t TableHealth) judgeSweeping() cli.Finding {
-	expired := t.sampledRows - t.sampledLive
-	if t.bytes >= smallTable && float64(expired) > mostExpired*float64(t.sampledRows) {
+	expired := t.sample.All - t.sample.Live
+	if t.Bytes >= smallTable && float64(expired) > mostExpired*float64(t.sample.All) {
 		f := cli.Warning.Finding(t.sweep+", best from cron, see deploy/",
-			"%.0f %% of the rows have expired", 100*float64(expired)/float64(t.sampledRows))
+			"%.0f %% of the rows have expired", 100*float64(expired)/float64(t.sample.All))
 		f.Anybody = true
 		return f
 	}
-	if t.sampledRows == 0 {
+	if t.sample.All == 0 {
 		return cli.OK("no rows")
 	}
-	return cli.OK("%.0f %% of the rows have expired", 100*float64(expired)/float64(t.sampledRows))
+	return cli.OK("%.0f %% of the rows have expired", 100*float64(expired)/float64(t.sample.All))
 }
