@@ -430,13 +430,13 @@ func rowsDiffer(t *testing.T, pool *pgxpool.Pool, space string, asModel modeltes
 	for durable, want := range asModel {
 		found, err := pool.Query(
 			context.Background(),
-			"SELECT "+rowColumns+" FROM "+pgtest.Table(durable)+" WHERE prefix = ANY ($1)",
+			"SELECT "+pgtest.RowColumns+" FROM "+pgtest.Table(durable)+" WHERE prefix = ANY ($1)",
 			[]string{space + "a", space + "b", space + "c"},
 		)
 		require.NoError(t, err)
 		is := map[modeltest.RowID]modeltest.Row{}
 		for found.Next() {
-			id, row, err := scanRow(found)
+			id, row, err := pgtest.ScanRow(found)
 			require.NoError(t, err)
 			is[id] = row
 		}

@@ -293,10 +293,10 @@ func TestSQLForPeopleNeedsNothingButExecute(t *testing.T) {
 	pgtest.NotThroughProxy(t, "what a migrated database has")
 
 	db := pgtest.New(t)
-	pool := application(t, db) // with decoys in its search_path and in pg_temp
+	pool := pgtest.Application(t, db, ".") // with decoys in its search_path and in pg_temp
 	const call, look = "public.rate_limit_allow('n', 'key', 'fixed 2/1h, log 1/1h')", "public.rate_limit_peek('n', 'key', 'fixed 2/1h')"
 	for _, sql := range []string{"SELECT * FROM " + call, "SELECT * FROM " + look} {
-		refused(t, pool, sql, sql, "42501")
+		pgtest.Refused(t, pool, sql, sql, "42501")
 	}
 	pgtest.Exec(t, db.Pool, "GRANT EXECUTE ON FUNCTION rate_limit_allow, rate_limit_peek TO pg_monitor")
 	require.True(t, askSQL(t, pool, call).Allowed)
@@ -306,7 +306,7 @@ func TestSQLForPeopleNeedsNothingButExecute(t *testing.T) {
 		"SELECT * FROM public._rate_limit_ask('n', 'key', 'fixed 2/1h', 1, false)",
 		"SELECT * FROM public._rate_limit_read_policy('fixed 2/1h'::text)", "SELECT public._rate_limit_late()",
 	} {
-		refused(t, pool, sql, sql, "42501")
+		pgtest.Refused(t, pool, sql, sql, "42501")
 	}
 }
 
@@ -333,7 +333,7 @@ func TestSQLAllowsUnderEveryCollation(t *testing.T) {
 	for _, collate := range []string{`COLLATE "C"`, "COLLATE loose"} {
 		const call = "rate_limit_allow('n' %[1]s, 'key' %[1]s, 'sliding 10/1h, Bucket 1 1/1h' %[1]s)"
 		sql := "SELECT * FROM " + fmt.Sprintf(call, collate)
-		refused(t, db.Pool, sql, sql, "22023")
+		pgtest.Refused(t, db.Pool, sql, sql, "22023")
 		require.True(t, askSQL(t, db.Pool, strings.Replace(fmt.Sprintf(call, collate), "Bucket 1", "bucket 9", 1)).Allowed)
 	}
 	require.True(t, askSQL(t, db.Pool, `(SELECT 'n' COLLATE "C" AS n, 'key' COLLATE loose AS k) AS t, rate_limit_allow(t.n, t.k, 'fixed 1/1h')`).Allowed)

@@ -70,7 +70,7 @@ func TestBan(t *testing.T) {
 		require.False(t, result.Allowed)
 		require.Equal(t, SourcePolicy, result.Source)
 		require.InDelta(t, round.want, result.RetryAfter, float64(time.Minute))
-		require.Equal(t, round.want, lasts(t, db.Pool, "key"))
+		require.Equal(t, round.want, pgtest.BanLasts(t, db.Pool, "key"))
 		require.True(t, pgtest.Scalar[bool](t, db.Pool, `SELECT name = 'login' AND mode = 'deny' AND automatic
 			AND comment = '5 denials within 1h0m0s' FROM rate_limit_policy WHERE key = 'key'`))
 		for range 10 { // what a ban denies does not count
@@ -79,7 +79,7 @@ func TestBan(t *testing.T) {
 		}
 		require.Zero(t, limiters[0].space.strikes.counted("key"))
 
-		age(t, db.Pool, (round.want + 30*time.Minute).String()) // it has ended half an hour ago
+		pgtest.AgeBans(t, db.Pool, (round.want + 30*time.Minute).String()) // it has ended half an hour ago
 		for _, l := range limiters {
 			testkit.WaitUntil(t, func() bool { _, isBanned := banned(l); return !isBanned })
 		}
@@ -215,7 +215,7 @@ func TestBanThatIsRefused(t *testing.T) {
 	testkit.WaitUntil(t, func() bool { return l.space.strikes.counted("secret") == 0 && journal.String() != "" })
 	require.Equal(t, []string{"a", "b"}, pgtest.Scalar[[]string](t, db.Pool,
 		"SELECT array_agg(key ORDER BY key) FROM rate_limit_policy"))
-	require.Equal(t, 90*time.Minute, lasts(t, db.Pool, "a"))
+	require.Equal(t, 90*time.Minute, pgtest.BanLasts(t, db.Pool, "a"))
 	require.NotContains(t, journal.String(), "secret")
 }
 

@@ -4,9 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"os"
-	"path/filepath"
-	"regexp"
 	"strings"
 	"testing"
 	"time"
@@ -81,33 +78,6 @@ func TestEncodingsAndLiterals(t *testing.T) {
 			pgtest.Exec(t, pool, "SELECT rate_limit_sweep()")
 			require.NoError(t, migrations.DownTo(t.Context(), pool, 0))
 		})
-	}
-}
-
-// All SQL is plain ASCII, which every encoding has. It has no backslash, whose meaning in an ordinary literal depends
-// on a setting. Its lines have at most 120 columns, except what an administrator runs by hand.
-func TestSQLIsPlain(t *testing.T) {
-	t.Parallel()
-
-	odd := regexp.MustCompile(`[^\n -~]|\\`)
-	long := regexp.MustCompile(`.{121,}`)
-	for _, pattern := range []string{
-		"sql/*.sql", "sql/call/*.sql", "migrations/*.sql", "cleanup/*.sql", "deploy/*.sql",
-		"cmd/pgratelimit/internal/*/sql/*.sql", "internal/catalog/*.sql",
-	} {
-		files, err := filepath.Glob(pattern)
-		require.NoError(t, err)
-		require.NotEmpty(t, files, pattern)
-		for _, file := range files {
-			content, err := os.ReadFile(file)
-			require.NoError(t, err)
-			if file != filepath.Join("sql", "install.sql") { // which is for psql
-				require.Empty(t, odd.FindString(string(content)), file)
-			}
-			if pattern != "deploy/*.sql" {
-				require.Empty(t, long.FindString(string(content)), file)
-			}
-		}
 	}
 }
 

@@ -380,7 +380,7 @@ func TestNotPermitted(t *testing.T) {
 		"SELECT * FROM rate_limit_ephemeral", "DELETE FROM rate_limit_durable",
 		"SELECT _rate_limit_late()",
 	} {
-		refused(t, pool, sql, sql, "42501")
+		pgtest.Refused(t, pool, sql, sql, "42501")
 	}
 }
 

@@ -140,45 +140,6 @@ func (c *Client) limiter(t *testing.T, config Config) *Limiter {
 // frozen is a Test.Now that stands still.
 func frozen(at time.Time) TestConfig { return TestConfig{Now: func() time.Time { return at }} }
 
-const rowColumns = `prefix, key, algorithm, count, prev_count, window_start, credit, coalesce(scale, 0), expires_at, log, coalesce(since, 0), coalesce(capacity, 0), coalesce(refill, 0), coalesce(returned, 0)`
-
-func scanRow(rows pgx.CollectableRow) (id modeltest.RowID, row modeltest.Row, err error) {
-	var log []int64
-	err = rows.Scan(
-		&id.Name,
-		&id.Key,
-		&row.Algorithm,
-		&row.Count,
-		&row.PrevCount,
-		&row.WindowStart,
-		&row.Credit,
-		&row.Scale,
-		&row.ExpiresAt,
-		&log,
-		&row.Since,
-		&row.Capacity,
-		&row.Refill,
-		&row.Returned,
-	)
-	row.Log = model.NewEntries(log)
-	return id, row, err
-}
-
-// storedRows reads a whole table.
-func storedRows(t *testing.T, db pgtest.Executor, durable bool) map[modeltest.RowID]modeltest.Row {
-	t.Helper()
-	rows, err := db.Query(t.Context(), "SELECT "+rowColumns+" FROM "+pgtest.Table(durable))
-	require.NoError(t, err)
-	stored := map[modeltest.RowID]modeltest.Row{}
-	for rows.Next() {
-		id, row, err := scanRow(rows)
-		require.NoError(t, err)
-		stored[id] = row
-	}
-	require.NoError(t, rows.Err())
-	return stored
-}
-
 // taken is how much of a slow policy's limit a key has taken.
 func taken(t *testing.T, db pgtest.Executor, config Config, key string) int64 {
 	t.Helper()
@@ -282,4 +243,10 @@ func alwaysAll(t *testing.T, db pgtest.Executor) {
 	for _, policy := range slowPolicies(1) {
 		pgtest.LeaveToAll(t, db, takingOf(policy))
 	}
+}
+
+// storedRows reads a whole table.
+func storedRows(t *testing.T, db pgtest.Executor, durable bool) map[modeltest.RowID]modeltest.Row {
+	t.Helper()
+	return pgtest.StoredRows(t, db, durable)
 }

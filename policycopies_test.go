@@ -150,7 +150,7 @@ func TestSequencesBehindTheRows(t *testing.T) {
 	} {
 		db := pgtest.New(t)
 		if name == "insert" {
-			pgtest.Exec(t, db.Pool, addPolicySQL, "own", "fixed 1/1h") // the sequences have begun
+			pgtest.Exec(t, db.Pool, addPolicy, "n", "own", "", "enforce", "fixed 1/1h") // the sequences have begun
 			pgtest.Exec(t, db.Pool, "DELETE FROM rate_limit_policy")
 			replicated(t, db, "DELETE FROM rate_limit_policy_history")
 		}
@@ -165,7 +165,7 @@ func TestSequencesBehindTheRows(t *testing.T) {
 		require.Equal(t, int64(31), pgtest.Scalar[int64](t, db.Pool, "SELECT min(id) FROM rate_limit_policy WHERE id > 20"), name)
 		require.Equal(t, int64(41), pgtest.Scalar[int64](t, db.Pool,
 			"SELECT min(version) FROM rate_limit_policy_history WHERE version > 40"), name)
-		pgtest.Exec(t, db.Pool, addPolicySQL, "next", "fixed 1/1h")
+		pgtest.Exec(t, db.Pool, addPolicy, "n", "next", "", "enforce", "fixed 1/1h")
 		require.True(t, pgtest.Scalar[bool](t, db.Pool, `SELECT max(p.id) = max(h.policy_id) AND count(DISTINCT h.version) >= 42
 			FROM rate_limit_policy AS p, rate_limit_policy_history AS h`), name)
 	}

@@ -1,76 +1,20 @@
 package ratelimit
 
 import (
-	"context"
 	"errors"
 	"fmt"
 	"math/rand/v2"
-	"os"
-	"regexp"
 	"slices"
-	"strings"
 	"testing"
 	"time"
 
 	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit/internal/modeltest"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
-
-// application returns a pool of a role that has the grants of docs/operating.md and nothing else. Every connection does
-// what it can to have other things mistaken for the tables and functions. It has tables, types and functions of
-// these names in pg_temp. Its search_path looks first into a schema that has them too, along with operators and a
-// clock of its own.
-func application(t *testing.T, db *pgtest.DB) *pgxpool.Pool {
-	t.Helper()
-	if !pgtest.Scalar[bool](t, db.Pool, "SELECT rolsuper FROM pg_roles WHERE rolname = current_user") {
-		t.Skip("foreign roles: the URL of the server has to name a superuser") // as on servers that the tests start
-	}
-	const role = "pg_monitor" // which every server has, and which may do nothing here
-	document, err := os.ReadFile("docs/operating.md")
-	require.NoError(t, err)
-	grants := regexp.MustCompile(`(?s)GRANT [^;]* TO app;`).FindAllString(string(document), -1)
-	require.Len(t, grants, 2)
-	pgtest.Exec(t, db.Pool, strings.ReplaceAll(strings.Join(grants, "\n"), "TO app;", "TO "+role+";"))
-	pgtest.Exec(t, db.Pool, "CREATE SCHEMA decoy AUTHORIZATION "+role)
-
-	decoys := func(schema string) string {
-		const columns = `(prefix text, key text, algorithm smallint DEFAULT 0, count bigint DEFAULT 0, prev_count bigint DEFAULT 0,
-			window_start bigint DEFAULT 0, credit bigint DEFAULT 0, scale bigint DEFAULT 0, expires_at bigint DEFAULT 0, log bigint[],
-			CONSTRAINT rate_limit_%s_pkey PRIMARY KEY (key, prefix));`
-		return strings.ReplaceAll(fmt.Sprintf(`
-			CREATE TABLE IF NOT EXISTS $.rate_limit_ephemeral `+columns+`
-			CREATE TABLE IF NOT EXISTS $.rate_limit_durable `+columns+`
-			CREATE OR REPLACE FUNCTION $.clock_timestamp() RETURNS timestamptz LANGUAGE sql AS 'SELECT ''2001-01-01Z''::timestamptz';
-			CREATE OR REPLACE FUNCTION $.set_config(text, text, boolean) RETURNS text LANGUAGE sql AS 'SELECT (1 / 0)::text';
-			CREATE OR REPLACE FUNCTION $.cardinality(anyarray) RETURNS integer LANGUAGE sql AS 'SELECT 0';
-			CREATE OR REPLACE FUNCTION $.rate_limit_all(integer[], text[], text[], boolean[], smallint[], bigint[], bigint[], bigint[], bigint[], bigint[],
-				integer, boolean, timestamptz, bigint[], bigint[], bigint[], bigint[], boolean, text[], bigint[])
-				RETURNS SETOF public.rate_limit_decision LANGUAGE sql AS 'SELECT NULL::public.rate_limit_decision WHERE false';
-			CREATE OR REPLACE FUNCTION $._rate_limit_late() RETURNS boolean LANGUAGE sql AS 'SELECT true';
-			CREATE OR REPLACE FUNCTION $.yes(bigint, bigint) RETURNS boolean LANGUAGE sql AS 'SELECT true';`,
-			"ephemeral", "durable"), "$", schema)
-	}
-	pgtest.Exec(t, db.Pool, "SET ROLE "+role+";"+decoys("decoy")+`
-		CREATE OPERATOR decoy.<= (FUNCTION = decoy.yes, LEFTARG = bigint, RIGHTARG = bigint);
-		CREATE OPERATOR decoy.>= (FUNCTION = decoy.yes, LEFTARG = bigint, RIGHTARG = bigint);
-		RESET ROLE`)
-	pool := db.OwnerPool(t, func(config *pgxpool.Config) {
-		config.ConnConfig.RuntimeParams["role"] = role
-		config.ConnConfig.RuntimeParams["search_path"] = "decoy, pg_catalog, public"
-		config.AfterConnect = func(ctx context.Context, conn *pgx.Conn) error {
-			_, err := conn.Exec(ctx, decoys("pg_temp"))
-			return err
-		}
-	})
-	require.Equal(t, role, pgtest.Scalar[string](t, pool, "SELECT current_user"))
-	require.Equal(t, 2001, pgtest.Scalar[time.Time](t, pool, "SELECT clock_timestamp()").Year()) // the decoys are in place
-	return pool
-}
 
 // Whatever the application's role puts in the way, the functions decide as the model does.
 func TestApplicationsDecoysChangeNoDecision(t *testing.T) {
@@ -79,7 +23,7 @@ func TestApplicationsDecoysChangeNoDecision(t *testing.T) {
 
 	const stories, stepsOf = 25, 40
 	db := pgtest.New(t)
-	pool := application(t, db)
+	pool := pgtest.Application(t, db, ".")
 	seed := testSeed(t)
 	for story := range uint64(stories) {
 		steps, err := modeltest.NewStory(rand.New(rand.NewPCG(seed, story)), stepsOf)
@@ -112,7 +56,7 @@ func TestApplicationNeedsNothingButExecute(t *testing.T) {
 
 	const limit = 50
 	db := pgtest.New(t)
-	pool := application(t, db)
+	pool := pgtest.Application(t, db, ".")
 	for name, policy := range slowPolicies(limit) {
 		for _, durable := range []bool{false, true} {
 			config := Config{
@@ -155,7 +99,7 @@ func TestFunctionsWithoutTheirSearchPathTakeDecoys(t *testing.T) {
 	pgtest.NotThroughProxy(t, "what a migrated database has")
 
 	db := pgtest.New(t)
-	pool := application(t, db)
+	pool := pgtest.Application(t, db, ".")
 	config := Config{
 		Name:   "test",
 		Policy: FixedWindow{Limit: 10, Window: year},

@@ -22,6 +22,7 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/pgserver"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
+	"github.com/pgratelimit/ratelimit/migrations"
 )
 
 // probe makes a table write down the settings of each transaction that writes to it.
@@ -479,4 +480,44 @@ func TestTooManyConnectionsOfARole(t *testing.T) {
 	require.Len(t, lines, 1)
 	require.Contains(t, lines[0], "level=WARN")
 	require.Contains(t, lines[0], "too many connections for role")
+}
+
+// A server may turn PL/pgSQL's own checks into errors, and quote all names in what it tells of definitions. The functions
+// are made, and decide, all the same.
+func TestFunctionsUnderStrictSettings(t *testing.T) {
+	t.Parallel()
+	pgtest.NotThroughProxy(t, "what a migrated database has")
+
+	db := pgtest.Empty(t)
+	pgtest.Exec(t, db.Pool, `DO $$ BEGIN
+		EXECUTE format('ALTER DATABASE %I SET plpgsql.extra_errors = ''all''', current_database());
+		EXECUTE format('ALTER DATABASE %I SET quote_all_identifiers = on', current_database()); END $$`)
+	pool := db.NewPool(t, nil)
+	require.NoError(t, migrations.Up(t.Context(), pool))
+	require.NoError(t, migrations.DownTo(t.Context(), pool, 1))
+	require.NoError(t, migrations.Up(t.Context(), pool))
+	require.Equal(t, "all", pgtest.Scalar[string](t, pool, "SHOW plpgsql.extra_errors"))
+	policies := slowPolicies(3)
+	policies["all"] = All(policies["fixed window"], policies["token bucket"])
+	for name, policy := range policies {
+		for _, durable := range []bool{false, true} {
+			limiter := newLimiter(t, pool, Config{Name: name, Policy: policy, Durable: durable})
+			for method, call := range everyCall(limiter, "key") {
+				require.NoError(t, limiter.Reset(t.Context(), "key"))
+				require.NoError(t, call(), method)
+			}
+			_, err := limiter.AllowN(t.Context(), "denied", 2)
+			require.NoError(t, err)
+			result, err := limiter.AllowN(t.Context(), "denied", 2)
+			require.NoError(t, err)
+			require.False(t, result.Allowed)
+		}
+	}
+	for _, call := range []string{
+		"rate_limit_allow('sql', 'key', 'sliding 2/1m, log 1/1m')", "rate_limit_peek('sql', 'key', 'fixed 1/1m')",
+		"rate_limit_ban('sql', 'key', '1h', '1h', '1h', 'why')", "rate_limit_policies()", "rate_limit_sweep()",
+		"rate_limit_report(ARRAY[1], ARRAY[''], ARRAY[1], ARRAY[0], ARRAY[1])",
+	} {
+		pgtest.Exec(t, pool, "SELECT * FROM "+call)
+	}
 }

@@ -299,7 +299,7 @@ func queueStep(batch *pgx.Batch, space string, s modeltest.Step) {
 	c := callOf(space, s)
 	batch.Queue(c.sql, c.args...)
 	batch.Queue(
-		"SELECT "+rowColumns+" FROM "+pgtest.Table(s.Durable)+" WHERE prefix = ANY ($1)",
+		"SELECT "+pgtest.RowColumns+" FROM "+pgtest.Table(s.Durable)+" WHERE prefix = ANY ($1)",
 		[]string{space + "a", space + "b"},
 	)
 }
@@ -348,7 +348,7 @@ func compare(results pgx.BatchResults, space string, steps []modeltest.Step, fir
 			return fail(-1, "%v", err)
 		}
 		for table.Next() {
-			id, got, err := scanRow(table)
+			id, got, err := pgtest.ScanRow(table)
 			if err != nil {
 				return fail(-1, "%v", err)
 			}
@@ -404,25 +404,4 @@ func describe(ctx context.Context, pool *pgxpool.Pool, steps []modeltest.Step, e
 	}
 	fmt.Fprintln(&text, err)
 	return text.String()
-}
-
-// A row that was written in the year 294247, the last one that a bigint of microseconds reaches, counts as one from
-// which the clock has stepped back, for all who decide.
-func TestRowsOfTheLastYear(t *testing.T) {
-	t.Parallel()
-	pgtest.NotThroughProxy(t, "the order in which one statement locks rows")
-
-	db := pgtest.New(t)
-	for _, call := range []string{
-		"rate_limit_take_sliding_window('n', '{k}', 5, 60000000, now_us => $1)",
-		"rate_limit_take_sliding_window('n', '{k,l}', 5, 60000000, now_us => $1)",
-		"rate_limit_take_all('{n}', '{k}', false, '{2}', '{5}', '{60000000}', '{0}', '{UTC}', '{1}', '{1}', '{1}', '{1}', '{1}', now_us => $1)",
-	} {
-		pgtest.Exec(t, db.Pool, "DELETE FROM rate_limit_ephemeral")
-		pgtest.Exec(t, db.Pool, `INSERT INTO rate_limit_ephemeral (prefix, key, algorithm, count, window_start, expires_at)
-			VALUES ('n', 'k', 2, 1, 9223372036854775800, 9223372036854775807)`)
-		pgtest.Exec(t, db.Pool, "SELECT "+call, c0)
-		require.Equal(t, []int64{c0, 2}, pgtest.Scalar[[]int64](t, db.Pool,
-			"SELECT ARRAY[window_start, count] FROM rate_limit_ephemeral WHERE key = 'k'"), call)
-	}
 }

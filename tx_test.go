@@ -468,3 +468,35 @@ func allowAllTx(ctx context.Context, tx pgx.Tx, requests ...Request) (Results, e
 	}
 	return AllowAll(ctx, requests...)
 }
+
+// A lock_timeout_ms of -1 leaves the session's lock_timeout, as NULL does, however many keys there are.
+func TestLockTimeoutOfTheCallersTransaction(t *testing.T) {
+	t.Parallel()
+	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
+
+	db := pgtest.New(t)
+	for name, policy := range slowPolicies(100) {
+		tx := pgtest.Begin(t, db)
+		pgtest.Exec(t, tx, "SET LOCAL lock_timeout = '54321ms'")
+		l := newLimiter(t, db.Pool, Config{Name: name, Policy: policy})
+		for _, keys := range [][]string{{"a"}, {"bb", "a"}, {"a", "bb"}, {"a", "c", "dd", "e", "f", "g", "h", "i", "j", "k"}} {
+			for _, skipHeld := range []bool{false, true} {
+				var requests []*request
+				for _, key := range keys {
+					requests = append(requests, l.newRequest(key, 1))
+				}
+				own := transaction{lockTimeout: new(int32(-1)), skipHeld: skipHeld}
+				require.NoError(t, l.client.database.execute(t.Context(), tx, requests, own), name)
+				for _, r := range requests {
+					require.EqualValues(t, 1, r.parts[0].decision.Granted)
+				}
+				requests[0].policy = nil
+				requests[0].add(l.space, l.models, "another", 1, nil)
+				require.NoError(t, l.client.database.execute(t.Context(), tx, requests, own), name)
+			}
+		}
+		require.NoError(t, l.WithTx(tx).Reset(t.Context(), "a"))
+		require.Equal(t, "54321ms", pgtest.Scalar[string](t, tx, "SELECT current_setting('lock_timeout')"))
+		require.NoError(t, tx.Rollback(t.Context()))
+	}
+}

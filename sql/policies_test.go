@@ -1,13 +1,13 @@
-package ratelimit
+package sql_test
 
 import (
 	"context"
 	"errors"
+	"fmt"
 	"maps"
 	"slices"
 	"strconv"
 	"testing"
-	"time"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
@@ -431,7 +431,7 @@ func TestReadersOfPoliciesUnderWriters(t *testing.T) {
 			errs[i] = errors.Join(errs[i], pgx.BeginFunc(t.Context(), db.Pool, func(tx pgx.Tx) error {
 				_, err := tx.Exec(t.Context(), "DELETE FROM rate_limit_policy WHERE key = $1 AND id % 3 > 0", key)
 				if err == nil {
-					_, err = tx.Exec(t.Context(), addPolicySQL, key, FixedWindow{Limit: int64(n + 1), Window: time.Hour}.String())
+					_, err = tx.Exec(t.Context(), addPolicySQL, key, fmt.Sprintf("fixed %d/1h", n+1))
 				}
 				return err
 			}))
@@ -458,7 +458,7 @@ func TestPoliciesWakeUpProcesses(t *testing.T) {
 	pgtest.Exec(t, db.Pool, "INSERT INTO rate_limit_policy (name, mode, comment) VALUES ('n', 'off', 'why'), ('o', 'off', 'why')")
 	pgtest.Exec(t, db.Pool, "UPDATE rate_limit_policy SET comment = 'none' WHERE name = 'p'")
 	pgtest.Exec(t, db.Pool, "DELETE FROM rate_limit_policy")
-	ctx, cancel := context.WithTimeout(t.Context(), amply)
+	ctx, cancel := context.WithTimeout(t.Context(), testkit.Amply)
 	defer cancel()
 	for range 2 {
 		notification, err := conn.WaitForNotification(ctx)
@@ -478,12 +478,12 @@ func TestPoliciesNeedNothingButExecute(t *testing.T) {
 	pgtest.NotThroughProxy(t, "what a migrated database has")
 
 	db := pgtest.New(t)
-	pool := application(t, db)
+	pool := pgtest.Application(t, db, "..")
 	const read = "SELECT count(*) FROM public.rate_limit_policies()"
 	const ban = "SELECT made FROM public.rate_limit_ban('n', 'k', '1h', '1h', '1h', 'why')"
 	pgtest.Exec(t, db.Pool, "REVOKE ALL ON FUNCTION rate_limit_policies, rate_limit_ban FROM pg_monitor")
 	for _, sql := range []string{read, ban} {
-		refused(t, pool, sql, sql, "42501")
+		pgtest.Refused(t, pool, sql, sql, "42501")
 	}
 	pgtest.Exec(t, db.Pool, "GRANT EXECUTE ON FUNCTION rate_limit_policies, rate_limit_ban TO pg_monitor")
 	require.True(t, pgtest.Scalar[bool](t, pool, ban))
@@ -492,7 +492,7 @@ func TestPoliciesNeedNothingButExecute(t *testing.T) {
 		"SELECT FROM public.rate_limit_policy", "SELECT FROM public.rate_limit_policy_history", "DELETE FROM public.rate_limit_policy",
 		"INSERT INTO public.rate_limit_policy (name, mode, comment) VALUES ('n', 'off', 'why')",
 	} {
-		refused(t, pool, sql, sql, "42501")
+		pgtest.Refused(t, pool, sql, sql, "42501")
 	}
 	// Nobody calls what the triggers run.
 	for _, sql := range []string{"SELECT public._rate_limit_check_policy()", "SELECT public._rate_limit_note_policy()"} {
@@ -609,7 +609,7 @@ func TestBansBesideOtherPolicies(t *testing.T) {
 	for _, sql := range []string{
 		"SELECT rate_limit_ban('n', NULL, '1h', '1h', '1h', 'why')", "SELECT rate_limit_ban(NULL, 'k', '1h', '1h', '1h', 'why')",
 	} {
-		refused(t, db.Pool, sql, sql, "22023")
+		pgtest.Refused(t, db.Pool, sql, sql, "22023")
 	}
 }
 

@@ -1,4 +1,4 @@
-package ratelimit
+package sql_test
 
 import (
 	"os"
@@ -8,7 +8,6 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
-	"github.com/pgratelimit/ratelimit/migrations"
 )
 
 // The functions, as plpgsql_check sees them. It also looks at paths that no call takes. The test is skipped if the
@@ -53,44 +52,4 @@ func TestFunctionsPassPlpgsqlCheck(t *testing.T) {
 		END $$`)
 	require.EqualValues(t, 1, pgtest.Scalar[int64](t, db.Pool, "SELECT rate_limit_broken()"))
 	require.Len(t, findings(), 1)
-}
-
-// A server may turn PL/pgSQL's own checks into errors, and quote all names in what it tells of definitions. The functions
-// are made, and decide, all the same.
-func TestFunctionsUnderStrictSettings(t *testing.T) {
-	t.Parallel()
-	pgtest.NotThroughProxy(t, "what a migrated database has")
-
-	db := pgtest.Empty(t)
-	pgtest.Exec(t, db.Pool, `DO $$ BEGIN
-		EXECUTE format('ALTER DATABASE %I SET plpgsql.extra_errors = ''all''', current_database());
-		EXECUTE format('ALTER DATABASE %I SET quote_all_identifiers = on', current_database()); END $$`)
-	pool := db.NewPool(t, nil)
-	require.NoError(t, migrations.Up(t.Context(), pool))
-	require.NoError(t, migrations.DownTo(t.Context(), pool, 1))
-	require.NoError(t, migrations.Up(t.Context(), pool))
-	require.Equal(t, "all", pgtest.Scalar[string](t, pool, "SHOW plpgsql.extra_errors"))
-	policies := slowPolicies(3)
-	policies["all"] = All(policies["fixed window"], policies["token bucket"])
-	for name, policy := range policies {
-		for _, durable := range []bool{false, true} {
-			limiter := newLimiter(t, pool, Config{Name: name, Policy: policy, Durable: durable})
-			for method, call := range everyCall(limiter, "key") {
-				require.NoError(t, limiter.Reset(t.Context(), "key"))
-				require.NoError(t, call(), method)
-			}
-			_, err := limiter.AllowN(t.Context(), "denied", 2)
-			require.NoError(t, err)
-			result, err := limiter.AllowN(t.Context(), "denied", 2)
-			require.NoError(t, err)
-			require.False(t, result.Allowed)
-		}
-	}
-	for _, call := range []string{
-		"rate_limit_allow('sql', 'key', 'sliding 2/1m, log 1/1m')", "rate_limit_peek('sql', 'key', 'fixed 1/1m')",
-		"rate_limit_ban('sql', 'key', '1h', '1h', '1h', 'why')", "rate_limit_policies()", "rate_limit_sweep()",
-		"rate_limit_report(ARRAY[1], ARRAY[''], ARRAY[1], ARRAY[0], ARRAY[1])",
-	} {
-		pgtest.Exec(t, pool, "SELECT * FROM "+call)
-	}
 }

@@ -1,4 +1,4 @@
-package ratelimit
+package sql_test
 
 import (
 	"testing"
@@ -27,27 +27,13 @@ func ban(t *testing.T, db pgtest.Querier, key string) banned {
 	return answer
 }
 
-// age makes all bans older.
-func age(t *testing.T, db pgtest.Executor, by string) {
-	t.Helper()
-	pgtest.Exec(t, db, `UPDATE rate_limit_policy
-		SET valid_from = valid_from - $1::interval, valid_until = valid_until - $1::interval`, by)
-}
-
-// lasts is how long the newest ban of a key lasts.
-func lasts(t *testing.T, db pgtest.Querier, key string) time.Duration {
-	t.Helper()
-	return pgtest.Scalar[time.Duration](t, db,
-		"SELECT valid_until - valid_from FROM rate_limit_policy WHERE key = $1 ORDER BY valid_until DESC LIMIT 1", key)
-}
-
 func TestBansBecomeLonger(t *testing.T) {
 	t.Parallel()
 
 	db := pgtest.New(t)
 	first := ban(t, db.Pool, "k")
 	require.True(t, first.Made)
-	require.Equal(t, time.Hour, lasts(t, db.Pool, "k"))
+	require.Equal(t, time.Hour, pgtest.BanLasts(t, db.Pool, "k"))
 	again := ban(t, db.Pool, "k")
 	require.False(t, again.Made)
 	require.True(t, first.Ends.Equal(again.Ends)) // it stays as it is
@@ -55,34 +41,34 @@ func TestBansBecomeLonger(t *testing.T) {
 	pgtest.Exec(t, db.Pool, "DELETE FROM rate_limit_policy WHERE key = 'another'")
 
 	for _, want := range []time.Duration{2 * time.Hour, 3 * time.Hour, 3 * time.Hour} { // and at most 3 hours
-		age(t, db.Pool, "4h")
+		pgtest.AgeBans(t, db.Pool, "4h")
 		next := ban(t, db.Pool, "k")
 		require.True(t, next.Made)
-		require.Equal(t, want, lasts(t, db.Pool, "k"))
+		require.Equal(t, want, pgtest.BanLasts(t, db.Pool, "k"))
 		// It takes the place of the last.
 		require.Equal(t, 1, pgtest.Scalar[int](t, db.Pool, "SELECT count(*) FROM rate_limit_policy"))
 	}
 	require.True(t, pgtest.Scalar[bool](t, db.Pool, `SELECT mode = 'deny' AND policy IS NULL AND automatic
 		AND comment = 'too many' AND now() BETWEEN valid_from AND valid_until FROM rate_limit_policy`))
 
-	age(t, db.Pool, "27h") // forgiven a day after its end
+	pgtest.AgeBans(t, db.Pool, "27h") // forgiven a day after its end
 	require.True(t, ban(t, db.Pool, "k").Made)
-	require.Equal(t, time.Hour, lasts(t, db.Pool, "k"))
+	require.Equal(t, time.Hour, pgtest.BanLasts(t, db.Pool, "k"))
 
 	// A ban that was made shorter by hand is followed by one that is no shorter than a first one.
 	pgtest.Exec(t, db.Pool, "UPDATE rate_limit_policy SET valid_until = clock_timestamp()")
 	require.True(t, ban(t, db.Pool, "k").Made)
-	require.Equal(t, time.Hour, lasts(t, db.Pool, "k"))
+	require.Equal(t, time.Hour, pgtest.BanLasts(t, db.Pool, "k"))
 	pgtest.Exec(t, db.Pool, "UPDATE rate_limit_policy SET valid_from = '-infinity', valid_until = clock_timestamp()")
 	require.True(t, ban(t, db.Pool, "k").Made)
-	require.Equal(t, time.Hour, lasts(t, db.Pool, "k"))
+	require.Equal(t, time.Hour, pgtest.BanLasts(t, db.Pool, "k"))
 
 	// So is one that was made to last for ever, and that a later row has taken out of force.
 	pgtest.Exec(t, db.Pool, "UPDATE rate_limit_policy SET valid_until = 'infinity'")
-	pgtest.Exec(t, db.Pool, addPolicy, "n", "k", "", "off", "")
+	pgtest.Exec(t, db.Pool, "INSERT INTO rate_limit_policy (name, key, mode, comment) VALUES ('n', 'k', 'off', 'why')")
 	require.True(t, ban(t, db.Pool, "k").Made)
 	pgtest.Exec(t, db.Pool, "DELETE FROM rate_limit_policy WHERE mode = 'off'")
-	require.Equal(t, time.Hour, lasts(t, db.Pool, "k"))
+	require.Equal(t, time.Hour, pgtest.BanLasts(t, db.Pool, "k"))
 }
 
 // Whoever is banned by a person is banned already. What a person wrote, and what is for others, stays.
@@ -156,13 +142,13 @@ func TestBansWaitForWriters(t *testing.T) {
 
 	db := pgtest.New(t)
 	ban(t, db.Pool, "k")
-	age(t, db.Pool, "2h")
+	pgtest.AgeBans(t, db.Pool, "2h")
 	person := pgtest.Begin(t, db)
 	pgtest.Exec(t, person, addPolicySQL, "a", "fixed 1/1h")
-	refused(t, db.Pool, "lock_timeout_ms", "SELECT rate_limit_ban('n', 'k', '1h', '1h', '1h', 'why', 1)", "55P03")
+	pgtest.Refused(t, db.Pool, "lock_timeout_ms", "SELECT rate_limit_ban('n', 'k', '1h', '1h', '1h', 'why', 1)", "55P03")
 	conn := pgtest.Connect(t, db)
 	pgtest.Exec(t, conn, "SET lock_timeout = 1")
-	refused(t, conn, "the session's", "SELECT rate_limit_ban('n', 'k', '1h', '1h', '1h', 'why', NULL)", "55P03")
+	pgtest.Refused(t, conn, "the session's", "SELECT rate_limit_ban('n', 'k', '1h', '1h', '1h', 'why', NULL)", "55P03")
 	waiting := testkit.Later(func() (banned, error) { return ban(t, db.Pool, "k"), nil })
 	pgtest.WaitUntilBlocked(t, db.Pool, 1)
 	pgtest.Exec(t, person, "DELETE FROM rate_limit_policy WHERE key = 'k'") // which that one is going to lock
@@ -170,7 +156,7 @@ func TestBansWaitForWriters(t *testing.T) {
 	answer, err := waiting()
 	require.NoError(t, err)
 	require.True(t, answer.Made)
-	require.Equal(t, time.Hour, lasts(t, db.Pool, "k"))
+	require.Equal(t, time.Hour, pgtest.BanLasts(t, db.Pool, "k"))
 }
 
 func TestBansThatMakeNoSense(t *testing.T) {
@@ -185,7 +171,7 @@ func TestBansThatMakeNoSense(t *testing.T) {
 		"'n', '', '1h', '1h', '1h', 'why'", "'n', repeat('k', 513), '1h', '1h', '1h', 'why'",
 		"'n', 'k', '1h', '1h', '1h', ''", "'n', 'k', '1h', '1h', '1h', NULL",
 	} {
-		refused(t, db.Pool, "ban", "SELECT rate_limit_ban("+arguments+")", "22023")
+		pgtest.Refused(t, db.Pool, "ban", "SELECT rate_limit_ban("+arguments+")", "22023")
 	}
 	require.Zero(t, pgtest.Scalar[int](t, db.Pool, "SELECT count(*) FROM rate_limit_policy"))
 }

@@ -1,4 +1,4 @@
-package ratelimit
+package sql_test
 
 import (
 	"os"
@@ -18,7 +18,7 @@ func TestTriggerExample(t *testing.T) {
 	t.Parallel()
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
 
-	example, err := os.ReadFile("examples/trigger/orders.sql")
+	example, err := os.ReadFile("../examples/trigger/orders.sql")
 	require.NoError(t, err)
 	db := pgtest.New(t)
 	pgtest.Exec(t, db.Pool, string(example))

@@ -1,4 +1,4 @@
-package ratelimit
+package sql_test
 
 import (
 	"fmt"
@@ -62,7 +62,7 @@ func TestSQLRefusesBadArguments(t *testing.T) {
 			"a cost that is no whole number": {"'n'", "ARRAY['a']", ", ARRAY['1.5']::bigint[]", "22P02"},
 		} {
 			for _, durable := range []string{"", ", durable => true"} {
-				refused(
+				pgtest.Refused(
 					t,
 					db.Pool,
 					fmt.Sprintf("%s, %s", name, what),
@@ -82,17 +82,17 @@ func TestSQLRefusesBadArguments(t *testing.T) {
 		"NULL, 1000", "10, NULL", "0, 1000", "10, 0", "-1, 1000", "10, -1", "-9223372036854775808, -9223372036854775808",
 		"1, 2251799813685249", "2049, 2251799813685248", "4611686018427387905, 1", "2305843009213693953, 2", "9223372036854775807, 9223372036854775807",
 	} {
-		refused(t, db.Pool, numbers, "SELECT rate_limit_take_fixed_window('n', ARRAY['a'], "+numbers+")", invalid)
-		refused(t, db.Pool, numbers, "SELECT rate_limit_take_sliding_window('n', ARRAY['a'], "+numbers+")", invalid)
-		refused(t, db.Pool, numbers, "SELECT rate_limit_take_sliding_log('n', ARRAY['a'], "+numbers+")", invalid)
+		pgtest.Refused(t, db.Pool, numbers, "SELECT rate_limit_take_fixed_window('n', ARRAY['a'], "+numbers+")", invalid)
+		pgtest.Refused(t, db.Pool, numbers, "SELECT rate_limit_take_sliding_window('n', ARRAY['a'], "+numbers+")", invalid)
+		pgtest.Refused(t, db.Pool, numbers, "SELECT rate_limit_take_sliding_log('n', ARRAY['a'], "+numbers+")", invalid)
 	}
-	refused(t, db.Pool, "1001 in a log", "SELECT rate_limit_take_sliding_log('n', ARRAY['a'], 1001, 1000)", invalid)
+	pgtest.Refused(t, db.Pool, "1001 in a log", "SELECT rate_limit_take_sliding_log('n', ARRAY['a'], 1001, 1000)", invalid)
 	for _, numbers := range []string{
 		"NULL, 1, 1000", "10, NULL, 1000", "10, 1, NULL", "0, 1, 1000", "10, 0, 1000", "10, 1, 0", "-1, 1, 1000", "10, -1, 1000", "10, 1, -1",
 		"1, 1, 2251799813685249", "2, 1, 2251799813685248", "4611686018427387905, 4611686018427387905, 1", "4611686018427387904, 2047, 1",
 		"9223372036854775807, 9223372036854775807, 9223372036854775807",
 	} {
-		refused(t, db.Pool, numbers, "SELECT rate_limit_take_token_bucket('n', ARRAY['a'], "+numbers+")", invalid)
+		pgtest.Refused(t, db.Pool, numbers, "SELECT rate_limit_take_token_bucket('n', ARRAY['a'], "+numbers+")", invalid)
 	}
 	for _, numbers := range []string{
 		"NULL, 60000000, 'UTC'", "10, NULL, 'UTC'", "10, 60000000, NULL", "0, 60000000, 'UTC'", "-1, 60000000, 'UTC'",
@@ -100,21 +100,21 @@ func TestSQLRefusesBadArguments(t *testing.T) {
 		"10, 60000000, ''", "10, 60000000, 'utc'", "10, 60000000, 'CET'", "10, 60000000, 'EST5EDT'", "10, 60000000, '<+03>-3'",
 		"10, 60000000, 'Etc/GMT+3'", "10, 60000000, 'Europe/Berlin1'",
 	} {
-		refused(t, db.Pool, numbers, "SELECT rate_limit_take_calendar_window('n', ARRAY['a'], "+numbers+")", invalid)
+		pgtest.Refused(t, db.Pool, numbers, "SELECT rate_limit_take_calendar_window('n', ARRAY['a'], "+numbers+")", invalid)
 		number := strings.Split(numbers, ", ")
-		refused(t, db.Pool, numbers, fmt.Sprintf("SELECT * FROM rate_limit_all('{1}', '{n}', '{a}', '{f}', '{5}', "+
+		pgtest.Refused(t, db.Pool, numbers, fmt.Sprintf("SELECT * FROM rate_limit_all('{1}', '{n}', '{a}', '{f}', '{5}', "+
 			"ARRAY[%s]::bigint[], ARRAY[%s]::bigint[], '{0}', zones => ARRAY[%s]::text[])", number[0], number[1], number[2]), invalid)
 	}
-	refused(t, db.Pool, "too few zones", "SELECT * FROM rate_limit_all('{1,2}', '{n,n}', '{a,b}', '{f,f}', '{5,5}', "+
+	pgtest.Refused(t, db.Pool, "too few zones", "SELECT * FROM rate_limit_all('{1,2}', '{n,n}', '{a,b}', '{f,f}', '{5,5}', "+
 		"'{1,1}', '{60000000,60000000}', '{0,0}', zones => '{UTC}')", invalid)
 	for _, key := range []string{"NULL, NULL", "NULL, 'a'", "'n', NULL", "'', ''"} {
 		require.False(t, pgtest.Scalar[bool](t, db.Pool, "SELECT rate_limit_reset("+key+")"))
 	}
 	for _, key := range []string{"'n', " + long, long + ", 'a'"} {
-		refused(t, db.Pool, key, "SELECT rate_limit_reset("+key+")", invalid)
+		pgtest.Refused(t, db.Pool, key, "SELECT rate_limit_reset("+key+")", invalid)
 	}
 	for _, durable := range []bool{false, true} {
-		require.Empty(t, storedRows(t, db.Pool, durable))
+		require.Empty(t, pgtest.StoredRows(t, db.Pool, durable))
 	}
 
 	// Costs and counts that are no numbers from 1 on, whether the key has a row or not.
@@ -126,11 +126,11 @@ func TestSQLRefusesBadArguments(t *testing.T) {
 				"'{1}', '[0:0]={5}'", "'{1}', '{{5}}'", "'{1}', '{NULL}'", "NULL, '{NULL}'", "'{NULL}', NULL",
 			} {
 				for _, key := range []string{"'{there}'", "'{new}'"} {
-					refused(t, db.Pool, name, "SELECT "+fmt.Sprintf(call, "'n'", key, ", "+odd+durable), invalid)
+					pgtest.Refused(t, db.Pool, name, "SELECT "+fmt.Sprintf(call, "'n'", key, ", "+odd+durable), invalid)
 				}
 			}
 			for _, odd := range []string{"'[5:6]={0,0}', NULL", "'[0:1]={0,0}', NULL", "'[2:3]={0,0}', NULL", "'{{0,0}}', NULL"} {
-				refused(t, db.Pool, name, "SELECT "+fmt.Sprintf(call, "'n'", "'{there,new}'", ", "+odd+durable), invalid)
+				pgtest.Refused(t, db.Pool, name, "SELECT "+fmt.Sprintf(call, "'n'", "'{there,new}'", ", "+odd+durable), invalid)
 			}
 		}
 	}
@@ -152,20 +152,6 @@ func TestSQLRefusesBadArguments(t *testing.T) {
 		"SELECT granted FROM rate_limit_all('{1}', '{n}', '{b}', '{f}', '{5}', '{10}', '{3600000000}', '{0}')"))
 }
 
-// refused runs a statement that the database must refuse with that SQLSTATE, saying what is wrong or what would be
-// right.
-func refused(t *testing.T, db pgtest.Executor, what, sql, code string) {
-	t.Helper()
-	_, err := db.Exec(t.Context(), sql)
-	var pgErr *pgconn.PgError
-	require.ErrorAs(t, err, &pgErr, "%s: %s", what, sql)
-	require.Equal(t, code, pgErr.Code, "%s: %s: %v", what, sql, pgErr)
-	if code == "22023" && !strings.Contains(sql, "lock_timeout_ms") {
-		require.Contains(t, pgErr.Message, "rate_limit: ", "%s: %s", what, sql)
-		require.NotEmpty(t, pgErr.Hint, "%s: %s", what, sql)
-	}
-}
-
 func TestNullMeansTheDefaultInSQL(t *testing.T) {
 	t.Parallel()
 
@@ -178,8 +164,8 @@ func TestNullMeansTheDefaultInSQL(t *testing.T) {
 		require.NoError(t, err)
 		require.Equal(t, []int64{9, 9}, remaining)
 	}
-	require.Len(t, storedRows(t, db.Pool, false), 4)
-	require.Empty(t, storedRows(t, db.Pool, true))
+	require.Len(t, pgtest.StoredRows(t, db.Pool, false), 4)
+	require.Empty(t, pgtest.StoredRows(t, db.Pool, true))
 }
 
 // The statement that follows "Example:" in each function's comment works as it stands.
@@ -260,38 +246,6 @@ func closing(text string) int {
 	})
 }
 
-// A lock_timeout_ms of -1 leaves the session's lock_timeout, as NULL does, however many keys there are.
-func TestLockTimeoutOfTheCallersTransaction(t *testing.T) {
-	t.Parallel()
-	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
-
-	db := pgtest.New(t)
-	for name, policy := range slowPolicies(100) {
-		tx := pgtest.Begin(t, db)
-		pgtest.Exec(t, tx, "SET LOCAL lock_timeout = '54321ms'")
-		l := newLimiter(t, db.Pool, Config{Name: name, Policy: policy})
-		for _, keys := range [][]string{{"a"}, {"bb", "a"}, {"a", "bb"}, {"a", "c", "dd", "e", "f", "g", "h", "i", "j", "k"}} {
-			for _, skipHeld := range []bool{false, true} {
-				var requests []*request
-				for _, key := range keys {
-					requests = append(requests, l.newRequest(key, 1))
-				}
-				own := transaction{lockTimeout: new(int32(-1)), skipHeld: skipHeld}
-				require.NoError(t, l.client.database.execute(t.Context(), tx, requests, own), name)
-				for _, r := range requests {
-					require.EqualValues(t, 1, r.parts[0].decision.Granted)
-				}
-				requests[0].policy = nil
-				requests[0].add(l.space, l.models, "another", 1, nil)
-				require.NoError(t, l.client.database.execute(t.Context(), tx, requests, own), name)
-			}
-		}
-		require.NoError(t, l.WithTx(tx).Reset(t.Context(), "a"))
-		require.Equal(t, "54321ms", pgtest.Scalar[string](t, tx, "SELECT current_setting('lock_timeout')"))
-		require.NoError(t, tx.Rollback(t.Context()))
-	}
-}
-
 // The functions that take ask little of a key whose row is there. What is not valid they refuse all the same, and
 // nothing is taken.
 func TestTakesFromRowsRefuseBadArguments(t *testing.T) {
@@ -305,7 +259,7 @@ func TestTakesFromRowsRefuseBadArguments(t *testing.T) {
 		rate_limit_take_token_bucket('bucket', '{aaa,bb,c}', 3, 1, 60000000, '{1,3,1}', '{1,1,1}'),
 		rate_limit_take_sliding_log('log', '{aaa,bb,c}', 3, 60000000, '{1,3,1}', '{1,1,1}'),
 		rate_limit_take_calendar_window('calendar', '{aaa,bb,c}', 3, 2678400000000, 'UTC', '{1,3,1}', '{1,1,1}')`)
-	before := storedRows(t, db.Pool, false)
+	before := pgtest.StoredRows(t, db.Pool, false)
 	require.Len(t, before, 15)
 	const most = "9223372036854775807"
 	for _, call := range []string{
@@ -340,7 +294,7 @@ func TestTakesFromRowsRefuseBadArguments(t *testing.T) {
 		var refused *pgconn.PgError
 		require.ErrorAs(t, err, &refused, call)
 		require.Equal(t, "22023", refused.Code, "%s: %v", call, refused)
-		require.Equal(t, before, storedRows(t, db.Pool, false), call)
+		require.Equal(t, before, pgtest.StoredRows(t, db.Pool, false), call)
 	}
 }
 
@@ -445,7 +399,7 @@ func TestTakesOfSetsAskedBadly(t *testing.T) {
 		for range 2 {
 			numbers, err := ask()
 			require.NoError(t, err)
-			require.Len(t, numbers, 3*takenNumbers)
+			require.Len(t, numbers, 3*9)
 		}
 	}
 	for _, bad := range [][]string{
@@ -459,8 +413,8 @@ func TestTakesOfSetsAskedBadly(t *testing.T) {
 		leaveOne()
 		numbers, err := ask(bad...)
 		require.NoError(t, err, bad)
-		require.Len(t, numbers, 3*leftNumbers, bad)
-		for id, row := range storedRows(t, db.Pool, false) {
+		require.Len(t, numbers, 3*15, bad)
+		for id, row := range pgtest.StoredRows(t, db.Pool, false) {
 			require.LessOrEqual(t, row.Count, int64(3), "%v: %v", id, bad)
 		}
 	}

@@ -1,4 +1,4 @@
-package ratelimit
+package sql_test
 
 import (
 	"fmt"

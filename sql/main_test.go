@@ -1,0 +1,11 @@
+// Package sql_test has the tests of the SQL in this folder that need a database and nothing else. What it decides is
+// compared with the model by TestSQLEqualsModel.
+package sql_test
+
+import (
+	"testing"
+
+	"github.com/pgratelimit/ratelimit/internal/pgtest"
+)
+
+func TestMain(m *testing.M) { pgtest.Main(m) }

@@ -1,0 +1,37 @@
+package sql_test
+
+import (
+	"os"
+	"path/filepath"
+	"regexp"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+)
+
+// All SQL is plain ASCII, which every encoding has. It has no backslash, whose meaning in an ordinary literal depends
+// on a setting. Its lines have at most 120 columns, except what an administrator runs by hand.
+func TestSQLIsPlain(t *testing.T) {
+	t.Parallel()
+
+	odd := regexp.MustCompile(`[^\n -~]|\\`)
+	long := regexp.MustCompile(`.{121,}`)
+	for _, pattern := range []string{
+		"*.sql", "call/*.sql", "../migrations/*.sql", "../cleanup/*.sql", "../deploy/*.sql",
+		"../cmd/pgratelimit/internal/*/sql/*.sql", "../internal/catalog/*.sql",
+	} {
+		files, err := filepath.Glob(pattern)
+		require.NoError(t, err)
+		require.NotEmpty(t, files, pattern)
+		for _, file := range files {
+			content, err := os.ReadFile(file)
+			require.NoError(t, err)
+			if file != "install.sql" { // which is for psql
+				require.Empty(t, odd.FindString(string(content)), file)
+			}
+			if pattern != "../deploy/*.sql" {
+				require.Empty(t, long.FindString(string(content)), file)
+			}
+		}
+	}
+}
