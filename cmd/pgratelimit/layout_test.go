@@ -36,15 +36,6 @@ func TestHelpFitsIntoAPage(t *testing.T) {
 	for _, group := range []string{"Limits:\n  explain ", "Policies:\n  ban ", "The database:\n  doctor "} {
 		require.Contains(t, out, "\n"+group)
 	}
-	// What is broken can still be pasted.
-	for _, line := range []string{
-		`  pgratelimit policy set api --key "a  --b" "sliding 5000/1m" --until 2h --comment "why it -is so" && echo done`,
-		`  pgratelimit shard grow "host=10.0.0.3 dbname=limits_2" "host=10.0.0.4 dbname=limits_3"`,
-		"  pgratelimit " + strings.Repeat("a", 100),
-	} {
-		broken := strings.Join(cli.Hang(line, 60, true), "\n")
-		require.Equal(t, examples(t, line), examples(t, strings.ReplaceAll(broken, "\\\n", "")))
-	}
 }
 
 func TestTablesFit(t *testing.T) {

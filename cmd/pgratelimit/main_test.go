@@ -176,7 +176,7 @@ func TestHelp(t *testing.T) {
 func examples(t *testing.T, text string) [][]string {
 	t.Helper()
 	var all [][]string
-	for line := range strings.Lines(text) {
+	for line := range strings.Lines(strings.ReplaceAll(text, "\\\n", "")) {
 		_, line, ok := strings.Cut(" "+strings.TrimSpace(line), " pgratelimit ")
 		if !ok {
 			continue

@@ -1,6 +1,7 @@
 package cli
 
 import (
+	"cmp"
 	"fmt"
 	"os"
 	"regexp"
@@ -145,82 +146,14 @@ func writeLists(out *strings.Builder, rows [][]string, width int) {
 	}
 }
 
-// Help prints the help of a command, wrapped.
+// Help prints the help of a command. It wraps paragraphs and the descriptions of flags.
 func (a *App) Help(cmd *cobra.Command, _ []string) {
-	columns := width(a.Stdout)
-	if columns == 0 {
-		columns = PageWidth
+	columns := cmp.Or(width(a.Stdout), PageWidth)
+	for paragraph := range strings.SplitSeq(strings.TrimSpace(cmp.Or(cmd.Long, cmd.Short)), "\n\n") {
+		text := strings.Join(wrap(strings.ReplaceAll(paragraph, "\n", " "), columns), "\n")
+		fmt.Fprint(a.Stdout, text+"\n\n")
 	}
-	var out strings.Builder
-	for paragraph := range strings.SplitSeq(strings.TrimSpace(cmd.Long), "\n\n") {
-		if paragraph == "" {
-			paragraph = cmd.Short
-		}
-		if !strings.ContainsAny(paragraph, "\t") && !strings.Contains(paragraph, "\n  ") {
-			paragraph = strings.Join(wrap(strings.ReplaceAll(paragraph, "\n", " "), columns), "\n")
-		}
-		out.WriteString(paragraph + "\n\n")
-	}
-	section := ""
-	for line := range strings.Lines(cmd.UsageString()) {
-		line = strings.TrimRight(line, "\n")
-		if !strings.HasPrefix(line, " ") {
-			section = line
-		}
-		out.WriteString(strings.Join(Hang(line, columns, section == "Examples:"), "\n") + "\n")
-	}
-	fmt.Fprint(a.Stdout, out.String())
-}
-
-var description = regexp.MustCompile(`^ +\S+(?: \S+)* {2,}`) // and all that comes before it
-
-// Hang breaks a line of the usage. What follows stands below the description, if it has one.
-func Hang(line string, width int, shell bool) []string {
-	indent := len(line) - len(strings.TrimLeft(line, " "))
-	start, next := indent, strings.Repeat(" ", indent+4)
-	switch before := description.FindString(line); {
-	case utf8.RuneCountInString(line) <= width:
-		return []string{line}
-	case shell:
-		return breakShell(line, next, width)
-	case before != "":
-		start, next = len(before), strings.Repeat(" ", len(before))
-	}
-	lines := wrap(line[start:], max(width-len(next), leastColumn))
-	lines[0] = line[:start] + lines[0]
-	for i := range lines[1:] {
-		lines[i+1] = next + lines[i+1]
-	}
-	return lines
-}
-
-// breakShell breaks a line of shell before flags and operators, so that it can still be pasted.
-func breakShell(line, next string, width int) (lines []string) {
-	part, quoted, flag := "", false, false
-	for i, word := range strings.Split(line, " ") {
-		breaks := !quoted && (strings.HasPrefix(word, "-") || word == "&&" || strings.HasPrefix(word, `"`) && !flag)
-		flag = strings.HasPrefix(word, "-")
-		if strings.Count(word, `"`)%2 == 1 {
-			quoted = !quoted
-		}
-		switch {
-		case breaks && len(part) > len(next): // a piece ends
-			lines, part = append(lines, part), word
-		case i == 0:
-			part = word
-		default:
-			part += " " + word
-		}
-	}
-	pieces := append(lines, part)
-	lines = pieces[:1:1]
-	for _, piece := range pieces[1:] {
-		if last := &lines[len(lines)-1]; len(*last)+1+len(piece)+len(" \\") <= width {
-			*last += " " + piece
-		} else {
-			*last += " \\"
-			lines = append(lines, next+piece)
-		}
-	}
-	return lines
+	cmd.SetUsageTemplate(strings.ReplaceAll(cmd.UsageTemplate(),
+		".FlagUsages", fmt.Sprintf(".FlagUsagesWrapped %d", columns)))
+	fmt.Fprint(a.Stdout, cmd.UsageString())
 }

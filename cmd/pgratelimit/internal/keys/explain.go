@@ -48,7 +48,7 @@ func ExplainCommand(a *cli.App) *cobra.Command {
 	var durable bool
 	cmd := &cobra.Command{
 		Use:   "explain NAME KEY",
-		Short: "Say which policy is in force for a key, why, and what is left of it",
+		Short: "Say which policy is in force for a key, why, and what is left",
 		Long: `Says which policy is in force for a key, and where it comes from: a row for the key, for a prefix of it
 or for everybody, or the code. It also shows shadow policies and bans. It tells how much is left under the
 policy in force, and takes nothing. This command does not know the policy in the code, so give it with

@@ -85,7 +85,8 @@ sliding or calendar window, and for the time that a bucket needs to fill. Use it
 application took for nothing, if there is no receipt. Give the application's policy. Each run grants
 anew. ` + noForce
 	cmd.Example = `  pgratelimit grant login user:123 --policy "sliding 10/1m" --cost 5
-  pgratelimit grant api acme --policy "fixed 100000/30d" --durable --cost 20000 --json`
+  pgratelimit grant api acme --policy "fixed 100000/30d" --durable \
+      --cost 20000 --json`
 	cmd.Flags().Int64Var(&cost, "cost", 0, "how much credit to give")
 	cobra.CheckErr(cmd.MarkFlagRequired("cost"))
 	return cmd

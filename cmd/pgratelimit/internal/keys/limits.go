@@ -56,7 +56,8 @@ not expired, their size, and when the first of them expired or will expire. If a
 number of keys that are denied now depends on the policy. The rows do not hold it: give it with
 --policy.`,
 		Example: `  pgratelimit limits
-  pgratelimit limits --policy "login=sliding 10/1m" --policy "api=bucket 20 5/10s"
+  pgratelimit limits --policy "login=sliding 10/1m" \
+      --policy "api=bucket 20 5/10s"
   pgratelimit limits --exact --timeout 5m --json`,
 		Args: cobra.NoArgs,
 		RunE: cli.Action(func(ctx context.Context, _ []string) error {

@@ -48,7 +48,7 @@ func TopCommand(a *cli.App) *cobra.Command {
 	var maxRows int64
 	cmd := &cobra.Command{
 		Use:   "top NAME --policy POLICY",
-		Short: "List the keys of a limiter that are closest to their limit, or over it",
+		Short: "List the keys of a limiter that are closest to their limit",
 		Long: `Lists the keys of a limiter that have least left. It shows how long it takes until a cost of 1 fits, and
 until the key is as good as new. All times count from one moment. Give the policy, because the rows do
 not hold it. Keys that another algorithm wrote count as new: 'pgratelimit limits' lists the algorithms.

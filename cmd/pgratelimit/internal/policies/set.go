@@ -109,10 +109,14 @@ with the row that would otherwise be in force when it begins, even one for a sho
 everybody. A limit is lower if it allows less at once, or less in the long run. The policy in the code is
 not compared, because this command does not know it. --off and a shadow lower nothing. A row that this
 release cannot read is not compared, and is replaced only with --force.`,
-		Example: `  pgratelimit policy set api --key customer:42 "sliding 5000/1m" --comment "ticket 1234"
-  pgratelimit policy set api --prefix free: "sliding 50/1m" --until 2h --force --comment "attack"
-  pgratelimit policy set login --everybody "sliding 5/1m" --mode shadow --comment "would 5 do?"
-  pgratelimit policy set api --key load-test --off --from 2027-01-10 --until 1d --comment "load test"`,
+		Example: `  pgratelimit policy set api --key customer:42 "sliding 5000/1m" \
+      --comment "ticket 1234"
+  pgratelimit policy set api --prefix free: "sliding 50/1m" --until 2h \
+      --force --comment "attack"
+  pgratelimit policy set login --everybody "sliding 5/1m" --mode shadow \
+      --comment "would 5 do?"
+  pgratelimit policy set api --key load-test --off --from 2027-01-10 \
+      --until 1d --comment "load test"`,
 		Args: func(cmd *cobra.Command, args []string) error {
 			if off {
 				return cobra.ExactArgs(1)(cmd, args)

@@ -33,7 +33,8 @@ takes it back instead.
 It needs what 'pgratelimit shard set' needs, and connects to all shards for some time, so their
 connection strings must lead to Postgres itself rather than to a pooler. Proxies that are no standbys
 of this one are named with --proxy.`,
-		Example: `  pgratelimit shard grow "host=10.0.0.3 dbname=limits_2" "host=10.0.0.4 dbname=limits_3"
+		Example: `  pgratelimit shard grow "host=10.0.0.3 dbname=limits_2" \
+      "host=10.0.0.4 dbname=limits_3"
   pgratelimit shard grow   # goes on`,
 		Args: func(_ *cobra.Command, args []string) error {
 			if len(args) == 0 {

@@ -48,8 +48,9 @@ PGRATELIMIT_SHARD_PASSWORD. That role needs the rights of rate_limit_app and rat
 shard, as deploy/grants.sql gives them. This command itself connects to the shards as the user of
 --database-url, who has to be a member of the role that owns their tables. It tries everything before
 it changes the proxy. If something is wrong, the proxy stays as it was.`,
-		Example: `  pgratelimit shard set --user proxy "host=10.0.0.1 dbname=limits_0" "host=10.0.0.2 dbname=limits_1"`,
-		Args:    func(_ *cobra.Command, args []string) error { return checkConnections(args) },
+		Example: `  pgratelimit shard set --user proxy "host=10.0.0.1 dbname=limits_0" \
+      "host=10.0.0.2 dbname=limits_1"`,
+		Args: func(_ *cobra.Command, args []string) error { return checkConnections(args) },
 		RunE: cli.Action(func(ctx context.Context, args []string) error {
 			password, given := os.LookupEnv(PasswordVariable)
 			if given && user == "" {
