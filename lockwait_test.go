@@ -3,7 +3,6 @@ package ratelimit
 import (
 	"context"
 	"fmt"
-	"strings"
 	"testing"
 	"time"
 
@@ -116,6 +115,13 @@ func TestClockIsReadAfterTheLockWait(t *testing.T) {
 	}
 }
 
+// shortCalendar has all windows of the calendar last for so long, because a test cannot wait for a minute to end.
+func shortCalendar(t *testing.T, db pgtest.Executor, window time.Duration) {
+	t.Helper()
+	pgtest.Rewrite(t, db, "_rate_limit_window_end",
+		"RETURN extract(epoch FROM ends)::bigint * 1000000", fmt.Sprintf("RETURN clock + %d", window.Microseconds()))
+}
+
 // A row that is made after a wait for somebody who was making it, and has given up, begins after that wait. The test
 // catches variants in which it begins by the reading of the clock before.
 func TestRowMadeAfterAWaitBeginsThen(t *testing.T) {
@@ -168,43 +174,6 @@ func TestRowMadeAfterAWaitBeginsThen(t *testing.T) {
 			})
 		}
 	}
-}
-
-// A window of the calendar that ends while a call waits for its row, or for somebody who makes it, is over: what was asked
-// is taken from the one that holds the time of the lock. The test catches variants that begin a window by the first
-// reading of the clock however soon it ends.
-func TestWindowsOfTheCalendarThatEndDuringAWaitAreOver(t *testing.T) {
-	t.Parallel()
-	pgtest.NotThroughProxy(t, "the order in which one statement locks rows")
-
-	for _, keys := range []string{"{a}", "{a,b,c,d}"} {
-		for _, there := range []bool{false, true} {
-			for _, broken := range []bool{false, true} {
-				db := pgtest.New(t)
-				if broken {
-					pgtest.Rewrite(t, db.Pool, "rate_limit_take_calendar_window", "clock + 10000 < window_end", "clock < window_end")
-				}
-				// A minute that ends 4 ms after the first reading of the clock, and 2 ms before the second.
-				const ends = int64(1_800_000_000_000_000)
-				pgtest.Rewrite(t, db.Pool, "rate_limit_take_calendar_window", "IF cardinality(keys) = 1 THEN",
-					"now_us := now_us + 6000; IF cardinality(keys) = 1 THEN")
-				if there { // rows that have ended
-					pgtest.Exec(t, db.Pool, `INSERT INTO rate_limit_ephemeral (prefix, key, algorithm, count, window_start, scale, expires_at)
-						SELECT 'n', k, 5, 10, $2::bigint - 180000000, 60000000, $2::bigint - 120000000 FROM unnest($1::text[]) AS k`, keys, ends)
-				}
-				pgtest.Exec(t, db.Pool, "SELECT rate_limit_take_calendar_window('n', $1, 10, 60000000, 'UTC', now_us => $2)", keys, ends-4000)
-				first := pgtest.Scalar[int64](t, db.Pool, "SELECT min(expires_at) FROM rate_limit_ephemeral")
-				require.Equal(t, broken, first == ends, "%s, there: %v", keys, there)
-			}
-		}
-	}
-}
-
-// shortCalendar has all windows of the calendar last for so long, because a test cannot wait for a minute to end.
-func shortCalendar(t *testing.T, db pgtest.Executor, window time.Duration) {
-	t.Helper()
-	pgtest.Rewrite(t, db, "_rate_limit_window_end",
-		"RETURN extract(epoch FROM ends)::bigint * 1000000", fmt.Sprintf("RETURN clock + %d", window.Microseconds()))
 }
 
 // A take is told of a time after the lock and before the end of the window. That also holds if the window ends, or
@@ -272,27 +241,6 @@ func TestTakesAreToldOfTheTimeTheyAreLocked(t *testing.T) {
 	}
 }
 
-// A window that begins in an existing row, and a bucket that is as good as new, begin at one reading of the clock.
-// All their columns show that same reading.
-func TestNewWindowsBeginAtOneReadingOfTheClock(t *testing.T) {
-	t.Parallel()
-
-	db := pgtest.New(t)
-	for range 100 {
-		pgtest.Exec(t, db.Pool, `SELECT rate_limit_all('{1,2,3}', '{fixed,sliding,bucket}', '{key,key,key}', '{f,f,f}',
-			'{1,2,3}', '{5,5,5}', '{10,10,10}', '{0,0,100}')`)
-		require.Empty(
-			t,
-			pgtest.Scalar[[]string](
-				t,
-				db.Pool,
-				`SELECT array_agg(prefix) FROM rate_limit_ephemeral WHERE expires_at - window_start
-			<> CASE prefix WHEN 'fixed' THEN 10 WHEN 'sliding' THEN 20 ELSE 1 END OR since <> window_start`,
-			),
-		)
-	}
-}
-
 // A row that was made or changed while a call waited is newer than that call's statement. The call must decide
 // from the row as it is, also when it waits for several rows in turn.
 func TestWaitingForSeveralRowsInTurn(t *testing.T) {
@@ -338,44 +286,4 @@ func TestWaitingForSeveralRowsInTurn(t *testing.T) {
 			require.EqualValues(t, 10, taken(t, db.Pool, config, e.Key), e.Key)
 		}
 	})
-}
-
-// A call without a lock_timeout of its own waits for as long as it takes. What it waited for is decided by the rules of
-// rate_limit_all. A call of many keys with one gives up after 25 times as long, or in a variant at once.
-func TestCallsWithoutALockTimeoutWait(t *testing.T) {
-	t.Parallel()
-	pgtest.NotThroughProxy(t, "the order in which one statement locks rows")
-
-	const sets = "rate_limit_take_all('{n,n,n,n}', '{held,a,b,c}', false, '{1,1,1,1}', '{9,9,9,9}', " +
-		"'{1000000000000,1000000000000,1000000000000,1000000000000}', '{0,0,0,0}', NULL, '{1,1,1,1}', '{1,1,1,1}', '{1,2,3,4}', " +
-		"'{1,1,1,1}', '{1,1,1,1}', lock_timeout_ms => %s)"
-	for _, call := range []string{
-		"rate_limit_take_fixed_window('n', '{held}', 9, 1000000000000, lock_timeout_ms => %s)",
-		"rate_limit_take_fixed_window('n', '{held,a,b,c}', 9, 1000000000000, lock_timeout_ms => %s)", sets,
-	} {
-		for _, lockTimeout := range []string{"NULL", "-1", "0", "60000", "59999"} {
-			db := pgtest.New(t)
-			call, late := fmt.Sprintf(call, lockTimeout), lockTimeout == "59999" && strings.Contains(call, ",c}")
-			pgtest.Exec(t, db.Pool, "SELECT "+call)
-			held := 30 * time.Millisecond
-			if late {
-				pgtest.Rewrite(t, db.Pool, "_rate_limit_give_up", "lock_timeout_ms * 25000::bigint", "1000000")
-				held = 1100 * time.Millisecond
-			}
-			holder, waiter := pgtest.Begin(t, db), pgtest.Connect(t, db)
-			pgtest.Exec(t, holder, "SELECT FROM rate_limit_ephemeral WHERE key = 'held' FOR UPDATE")
-			taken := testkit.Later(func() (any, error) { return waiter.Exec(context.Background(), "SELECT "+call) })
-			pgtest.WaitUntilBlocked(t, db.Pool, 1)
-			begun := time.Now()
-			testkit.WaitUntil(t, func() bool { return time.Since(begun) > held })
-			require.NoError(t, holder.Commit(t.Context()))
-			_, err := taken()
-			if late {
-				require.ErrorContains(t, err, "too many rows are held")
-				continue
-			}
-			require.NoError(t, err, call)
-			require.Equal(t, []int64{2}, pgtest.Scalar[[]int64](t, db.Pool, "SELECT array_agg(DISTINCT count) FROM rate_limit_ephemeral"), call)
-		}
-	}
 }

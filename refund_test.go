@@ -4,14 +4,12 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"math/rand/v2"
 	"slices"
 	"sync/atomic"
 	"testing"
 	"time"
 
 	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
@@ -311,57 +309,6 @@ func TestRefundsAreExactUnderConcurrency(t *testing.T) {
 		require.Equal(t, out.Load(), taken(t, db.Pool, config, "key"))
 		require.Greater(t, refunded.Load(), int64(100))
 	})
-}
-
-// Batches that cross, of takes of new keys and refunds of old ones, lock in one order; without the rows of refunds
-// among those that are made, they do not.
-func TestCrossingRefundsDoNotDeadlock(t *testing.T) {
-	t.Parallel()
-	pgtest.NotThroughProxy(t, "the order in which one statement locks rows")
-	cross := func(db *pgtest.DB, rounds int) error {
-		const workers = 4
-		pgtest.Exec(
-			t,
-			db.Pool,
-			"SELECT rate_limit_take_fixed_window('n', array_agg('old ' || k), 1000000, 1000000000) FROM generate_series(0, 9) AS k",
-		)
-		errs := make([]error, workers)
-		var over atomic.Bool
-		testkit.Together(workers, func(i int) {
-			random := rand.New(rand.NewPCG(1, uint64(i)))
-			for round := 0; round < rounds && !over.Load(); round++ {
-				var keys []string
-				var costs []int64
-				for range 6 {
-					keys = append(keys, fmt.Sprint("old ", random.IntN(10)))
-					costs = append(costs, 2*random.Int64N(2)-1)
-				}
-				keys, costs = append(keys, fmt.Sprintf("old %d, new %d", random.IntN(10), round)), append(costs, 1)
-				_, errs[i] = db.Pool.Exec(
-					t.Context(),
-					"SELECT "+pgtest.Each("'n'", "$1::text[]", "false", "1, 1000000, 1000000000, 0", ", $2"),
-					keys,
-					costs,
-				)
-				if errs[i] != nil {
-					over.Store(true)
-				}
-			}
-		})
-		return errors.Join(errs...)
-	}
-	require.NoError(t, cross(pgtest.New(t), 150))
-
-	db := pgtest.New(t)
-	pgtest.Rewrite(
-		t,
-		db.Pool,
-		"_rate_limit_rows",
-		`(ORDER BY e.durable, -octet_length(e.key), e.key COLLATE "C", e.name COLLATE "C")`, "(ORDER BY e.part)",
-	)
-	var pgErr *pgconn.PgError
-	require.ErrorAs(t, cross(db, 100_000), &pgErr)
-	require.Equal(t, "40P01", pgErr.Code)
 }
 
 // What cannot be given back is refused before the database is asked.

@@ -1,4 +1,4 @@
-package ratelimit
+package sql_test
 
 import (
 	"fmt"
@@ -12,8 +12,12 @@ import (
 	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/ratelimit"
 	"github.com/pgratelimit/ratelimit/internal/algorithm"
+	"github.com/pgratelimit/ratelimit/internal/limitertest"
+	"github.com/pgratelimit/ratelimit/internal/modeltest"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
+	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
 // answer is what rate_limit_allow and rate_limit_peek return.
@@ -48,20 +52,21 @@ func TestSQLAllowsAsALimiterDoes(t *testing.T) {
 	t.Parallel()
 
 	db := pgtest.New(t)
-	r := rand.New(rand.NewPCG(testSeed(t), 0))
-	for i, policy := range []Policy{
-		FixedWindow{Limit: 10, Window: year}, SlidingWindow{Limit: 10, Window: year},
-		TokenBucket{Capacity: 10, Refill: 1, Every: year / 10}, SlidingLog{Limit: 10, Window: year},
-		All(FixedWindow{Limit: 10, Window: year}, SlidingLog{Limit: 8, Window: year}, TokenBucket{Capacity: 9, Refill: 1, Every: year}),
+	r := rand.New(rand.NewPCG(testkit.Seed(t, modeltest.SeedVariable), 0))
+	const year = 365 * 24 * time.Hour
+	for i, policy := range []ratelimit.Policy{
+		ratelimit.FixedWindow{Limit: 10, Window: year}, ratelimit.SlidingWindow{Limit: 10, Window: year},
+		ratelimit.TokenBucket{Capacity: 10, Refill: 1, Every: year / 10}, ratelimit.SlidingLog{Limit: 10, Window: year},
+		ratelimit.All(ratelimit.FixedWindow{Limit: 10, Window: year}, ratelimit.SlidingLog{Limit: 8, Window: year}, ratelimit.TokenBucket{Capacity: 9, Refill: 1, Every: year}),
 	} {
 		for _, durable := range []bool{false, true} {
-			config := Config{
-				Policy: policy, Durable: durable, NoDenialCache: true, Client: ClientConfig{Timeout: amply},
+			config := ratelimit.Config{
+				Policy: policy, Durable: durable, NoDenialCache: true, Client: ratelimit.ClientConfig{Timeout: testkit.Amply},
 			}
 			config.Name = fmt.Sprint("go ", i)
-			limiter := newLimiter(t, db.Pool, config)
+			limiter := limitertest.New(t, db.Pool, config)
 			config.Name = fmt.Sprint("sql ", i)
-			same := newLimiter(t, db.Pool, config) // shares its rows with the function
+			same := limitertest.New(t, db.Pool, config) // shares its rows with the function
 			denied := 0
 			for range 20 {
 				cost := 1 + r.Int64N(4)
@@ -81,13 +86,16 @@ func TestSQLAllowsAsALimiterDoes(t *testing.T) {
 			}
 			require.Positive(t, denied)
 			require.NoError(t, same.Reset(t.Context(), "key"))
-			require.Equal(t, answer{Allowed: true, Remaining: limiter.limit}, peekSQL(t, db.Pool, config.Name, policy.String(), durable))
+			fresh, err := same.Peek(t.Context(), "key")
+			require.NoError(t, err)
+			require.Equal(t, fresh.Limit, fresh.Remaining)
+			require.Equal(t, answer{Allowed: true, Remaining: fresh.Limit}, peekSQL(t, db.Pool, config.Name, policy.String(), durable))
 		}
 	}
 }
 
 // requireAlike compares two decisions, of which the second was made up to a minute later or earlier.
-func requireAlike(t *testing.T, want Result, got answer) {
+func requireAlike(t *testing.T, want ratelimit.Result, got answer) {
 	t.Helper()
 	require.Equal(t, want.Allowed, got.Allowed)
 	require.Equal(t, want.Remaining, got.Remaining)
@@ -284,7 +292,7 @@ func TestSQLNamesTheArgumentThatItRefuses(t *testing.T) {
 		require.NotEmpty(t, pgErr.Hint, call)
 		require.NotContains(t, strings.ToLower(fmt.Sprintf("%+v", *pgErr)), "secret", call)
 	}
-	require.Len(t, storedRows(t, db.Pool, false), 1)
+	require.Len(t, pgtest.StoredRows(t, db.Pool, false), 1)
 }
 
 // Who was granted rate_limit_allow needs nothing else, and the helpers stay closed.
@@ -293,7 +301,7 @@ func TestSQLForPeopleNeedsNothingButExecute(t *testing.T) {
 	pgtest.NotThroughProxy(t, "what a migrated database has")
 
 	db := pgtest.New(t)
-	pool := pgtest.Application(t, db, ".") // with decoys in its search_path and in pg_temp
+	pool := pgtest.Application(t, db, "..") // with decoys in its search_path and in pg_temp
 	const call, look = "public.rate_limit_allow('n', 'key', 'fixed 2/1h, log 1/1h')", "public.rate_limit_peek('n', 'key', 'fixed 2/1h')"
 	for _, sql := range []string{"SELECT * FROM " + call, "SELECT * FROM " + look} {
 		pgtest.Refused(t, pool, sql, sql, "42501")
