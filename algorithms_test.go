@@ -9,6 +9,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit/internal/algorithm"
+	"github.com/pgratelimit/ratelimit/internal/engine"
 	"github.com/pgratelimit/ratelimit/internal/model"
 	"github.com/pgratelimit/ratelimit/migrations"
 )
@@ -43,14 +44,14 @@ func TestEveryAlgorithmIsComplete(t *testing.T) {
 		parsed, err := ParsePolicy(a.Example)
 		require.NoError(t, err)
 		require.Equal(t, Policy(policy), parsed)
-		require.Len(t, argumentsOf(all[0]), len(a.Arguments))
+		require.Len(t, engine.ArgumentsOf(all[0]), len(a.Arguments))
 
 		// Its files.
 		require.Contains(t, read(a.File+".go"), "package ratelimit\n")
 		require.Contains(t, read("internal/model/"+a.File+".go"), "var _ Rules = ")
 		require.Contains(t, read("internal/model/"+a.File+"_test.go"), "func Test")
-		statement := implementationOf(a.Code).statement
-		require.Equal(t, read("sql/call/"+a.File+".sql"), statement)
+		statement := engine.Text(a.File, "")
+		require.Equal(t, read("internal/engine/call/"+a.File+".sql"), statement)
 		require.Contains(t, statement, "SELECT "+a.Function+"(\n")
 		require.Contains(t, read("sql/"+a.File+".sql"), "CREATE FUNCTION "+a.Function+"(")
 		require.Contains(t, read("sql/all.sql"), fmt.Sprintf("WHEN %d THEN _rate_limit_", a.Code))

@@ -16,6 +16,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit/internal/algorithm"
+	"github.com/pgratelimit/ratelimit/internal/engine"
 	"github.com/pgratelimit/ratelimit/internal/model"
 	"github.com/pgratelimit/ratelimit/internal/modeltest"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
@@ -294,13 +295,13 @@ func allRefunds(requests []modeltest.Request) []any {
 	for _, request := range requests {
 		parts = append(parts, request.Parts...)
 	}
-	var refunds refundArguments
+	var refunds engine.RefundArguments
 	for i, p := range parts {
 		if p.Refund != nil {
-			refunds.set(i, len(parts), &p.Refund[0])
+			refunds.Set(i, len(parts), &p.Refund[0])
 		}
 	}
-	return []any{refunds.since, refunds.in, refunds.at, refunds.spent}
+	return []any{refunds.Since, refunds.In, refunds.At, refunds.Spent}
 }
 
 // allLeased are what is leased, and what is not any more.
@@ -334,10 +335,10 @@ func compareOne(t *testing.T, pool *pgxpool.Pool, title string, p modeltest.Part
 	}
 	asModel.Decide(one)
 	c := callOf("", one)
-	require.NoError(t, c.query(t.Context(), pool, false), title)
-	got, want := c.into[0].decision, one.Elements[0].Decision
+	require.NoError(t, c.Query(t.Context(), pool, false), title)
+	got, want := c.Into[0].Decision, one.Elements[0].Decision
 	got.State, want.State, got.DecidedAt = model.State{}, model.State{}, got.DecidedAt.UTC()
-	if !c.takes {
+	if !c.Takes {
 		want.DecidedAt = timeRead(clock)
 	}
 	require.Equal(t, want, got, "%s: %v", title, one)
@@ -349,7 +350,7 @@ func compareAll(t *testing.T, pool *pgxpool.Pool, title string, requests []model
 	got := map[int64]model.Decision{}
 	args := append(allArrays(requests), nil, nil, time.UnixMicro(clock))
 	args = append(append(args, allRefunds(requests)...), skip, allZones(requests), allLeased(requests))
-	err := queryDecisions(t.Context(), pool, allStatement, args, func(ord int64, d model.Decision) { got[ord] = d })
+	err := queryDecisions(t.Context(), pool, engine.Text("all", ""), args, func(ord int64, d model.Decision) { got[ord] = d })
 	require.NoError(t, err, "%s\n%v", title, requests)
 	ord := int64(0)
 	for i, request := range requests {
@@ -367,30 +368,30 @@ func compareAll(t *testing.T, pool *pgxpool.Pool, title string, requests []model
 }
 
 // rowSetOfModel returns the rows that requests take from, and their parts, or nil if rate_limit_take_all cannot be asked.
-func rowSetOfModel(requests []modeltest.Request) (*rowSet, []*part) {
-	var asked []*request
-	var into []*part
+func rowSetOfModel(requests []modeltest.Request) (*engine.RowSet, []*engine.Part) {
+	var asked []*engine.Request
+	var into []*engine.Part
 	var counts []int64
 	for _, r := range requests {
-		q := &request{count: r.Count, ahead: r.Ahead}
+		q := &engine.Request{Count: r.Count, Ahead: r.Ahead}
 		for _, p := range r.Parts {
-			q.parts = append(q.parts, part{
-				space: &keyspace{durable: p.Durable}, rules: p.Policy, name: p.ID.Name, key: p.ID.Key, cost: p.Cost,
+			q.Parts = append(q.Parts, engine.Part{
+				Space: &engine.Space{Durable: p.Durable}, Rules: p.Policy, Name: p.ID.Name, Key: p.ID.Key, Cost: p.Cost,
 			})
 			counts = append(counts, r.Count)
 		}
-		for i := range q.parts {
-			into = append(into, &q.parts[i])
+		for i := range q.Parts {
+			into = append(into, &q.Parts[i])
 		}
 		asked = append(asked, q)
 	}
-	return rowSetOf(asked, into, counts), into
+	return engine.RowSetOf(asked, into, counts), into
 }
 
 // takesDiffer has rate_limit_take_all decide requests, and compares every decision. left tells whether it has left them
 // to rate_limit_all.
 func takesDiffer(
-	ctx context.Context, pool *pgxpool.Pool, requests []modeltest.Request, clock int64, from *rowSet, into []*part,
+	ctx context.Context, pool *pgxpool.Pool, requests []modeltest.Request, clock int64, from *engine.RowSet, into []*engine.Part,
 ) (left bool, err error) {
 	var owners []int32
 	var counts []int64
@@ -400,14 +401,14 @@ func takesDiffer(
 			owners, counts, want = append(owners, int32(i)), append(counts, r.Count), append(want, p.Decision)
 		}
 	}
-	d := newDatabase(pool, "", func() time.Time { return time.UnixMicro(clock) })
-	c := d.takeAll(from, into, owners, counts, transaction{})
-	from.ended = func(l bool) { left = l }
-	if err := c.query(ctx, pool, false); err != nil {
+	d := engine.NewDatabase(pool, "", func() time.Time { return time.UnixMicro(clock) })
+	c := d.TakeAll(from, into, owners, counts, engine.Transaction{})
+	from.Ended = func(l bool) { left = l }
+	if err := c.Query(ctx, pool, false); err != nil {
 		return left, err
 	}
 	for i := range want {
-		is, want := into[i].decision, want[i]
+		is, want := into[i].Decision, want[i]
 		is.DecidedAt = is.DecidedAt.UTC()
 		for _, d := range []*model.Decision{&is, &want} {
 			d.State, d.Taken.Units = modeltest.Told(d.State), 0

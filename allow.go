@@ -2,7 +2,16 @@ package ratelimit
 
 import (
 	"context"
+	"errors"
+	"fmt"
+	"strings"
 	"time"
+	"unicode/utf8"
+
+	"github.com/pgratelimit/ratelimit/internal/engine"
+	"github.com/pgratelimit/ratelimit/internal/model"
+	"github.com/pgratelimit/ratelimit/internal/pg"
+	"github.com/pgratelimit/ratelimit/internal/policytable"
 )
 
 // Allow takes 1 from key's limit if that fits, and tells whether it did. It uses a connection of the client's pool.
@@ -17,103 +26,142 @@ func (l *Limiter) Allow(ctx context.Context, key string) (Result, error) {
 // [*CostError] for n below 0 or above the policy's limit.
 func (l *Limiter) AllowN(ctx context.Context, key string, n int64) (Result, error) {
 	result, err := l.allow(ctx, key, n, true)
-	l.strike(key, n, &result, err)
+	l.countDenial(key, n, &result, err)
 	return result, err
+}
+
+// Peek takes nothing, and Allowed says whether a cost of 1 would fit. It locks no row and waits for none, so it
+// does not see what transactions under way are about to take. Errors: as Allow.
+func (l *Limiter) Peek(ctx context.Context, key string) (Result, error) {
+	return l.allow(ctx, key, 0, true)
 }
 
 // allow is AllowN without what counts denials for bans. If shadows is false, none is decided beside it.
 func (l *Limiter) allow(ctx context.Context, key string, n int64, shadows bool) (result Result, err error) {
-	if l.client.config.Observer != nil {
+	if l.client.observer != nil {
 		defer l.observe(time.Now(), n, &result, &err)
 	}
 	if err := checkKey(key); err != nil {
 		return Result{}, err
 	}
-	in, row, err := l.inForce(ctx, key)
+	policy, row, err := l.inForce(ctx, key)
 	switch {
 	case err != nil:
-		return l.whileUnknown(err, key, n)
+		if err := checkCost(n, policy); err != nil {
+			return Result{}, err
+		}
+		return l.onError(err, policy, key, n)
 	case row != nil:
-		return l.decision(row, n)
+		return l.byRow(row, n)
 	}
-	if err := in.checkCost(n); err != nil {
+	if err := checkCost(n, policy); err != nil {
 		return Result{}, err
 	}
 	if err := ctx.Err(); err != nil {
 		return Result{}, gaveUp(err)
 	}
-	var beside *rule
+	ask := l.question(policy, key, n)
+	var beside *policytable.Row
 	if shadows {
-		beside = l.shadowOf(key)
-	}
-	leases := l.client.batcher.leases
-	leased := in.space.lease != nil && beside == nil && n > 0
-	if leased {
-		if result, ok := leases.spend(in.space, in.policy, key, n); ok {
-			return result, nil
-		}
-		if back := leases.release(in.space, key); back != nil {
-			go l.client.startGiving(back)()
+		if beside = l.view.Shadow(key); beside != nil {
+			ask.Beside = &engine.Beside{Space: l.beside, Policy: beside.Value.Policy}
 		}
 	}
-	if in.remembers() && n > 0 {
-		if result, ok := in.remembered(beside, key, n); ok {
-			l.count(beside, key, &result)
-			return result, nil
-		}
+	o, err := l.client.engine.Allow(ctx, ask)
+	if err != nil {
+		return l.onError(publicError(err), policy, key, n)
 	}
-	r := in.newRequest(key, n)
-	if beside != nil {
-		r.shadow = l.newShadow(beside, key, n)
+	if o.Beside != nil && n > 0 {
+		l.view.Table.Count(beside, key, !o.Allowed, !o.Beside.Allowed)
 	}
-	if leased {
-		r.ahead = leases.ahead(in, key, n)
-	}
-	if err := l.client.queues.submit(ctx, r); err != nil {
-		if isAway(err) && !l.space.returnsErrors {
-			return in.answerOnFailure(key, n), nil
-		}
-		return Result{}, err
-	}
-	result = r.result()
-	result.Shadow = r.shadow.result()
-	l.client.requests.put(r)
+	return resultOf(&o), nil
+}
+
+// inForce returns the policy that holds for a key now: the limiter's own, or that of a row of rate_limit_policy. If a
+// row allows or denies everything, it returns that row too.
+func (l *Limiter) inForce(ctx context.Context, key string) (policy *model.Policy, row *policytable.Row, err error) {
+	policy, row, err = l.view.InForce(ctx, l.client.timeout, l.model, key)
 	switch {
-	case n > 0:
-		l.count(beside, key, &result)
-	case in.space.lease != nil: // a look
-		result.add(leases.held(in.space, in.policy, key))
+	case err == nil:
+	case ctx.Err() != nil && errors.Is(err, ctx.Err()):
+		err = gaveUp(err)
+	default:
+		err = publicError(err)
 	}
+	return policy, row, err
+}
+
+// byRow is what a row that allows or denies everything says to a request for n.
+func (l *Limiter) byRow(row *policytable.Row, n int64) (Result, error) {
+	if n < 0 {
+		return Result{}, &CostError{Cost: n, Limit: l.model.Limit}
+	}
+	now := l.view.Now()
+	result := Result{Source: SourcePolicy, Limit: l.model.Limit, DecidedAt: now}
+	if row.Value.Mode == policytable.ModeOff {
+		result.Allowed, result.Remaining = true, l.model.Limit
+		return result, nil
+	}
+	result.RetryAfter = model.Duration(min(max(row.Value.Until-now.UnixMicro(), 1), model.MaxSpan))
+	result.ResetAfter = result.RetryAfter
 	return result, nil
 }
 
-// remembered returns a denial that the database would repeat, as would the row that is decided beside it, if any.
-func (l *Limiter) remembered(beside *rule, key string, n int64) (Result, bool) {
-	denials := l.client.batcher.denials
-	result, ok := denials.lookup(l.space, l.models[0], key, n)
-	if !ok || beside == nil {
-		return result, ok
+// onError is what a call ends with that the database has not decided: the answer of OnFailure, if it has one.
+func (l *Limiter) onError(err error, policy *model.Policy, key string, n int64) (Result, error) {
+	if l.onFailure.answer > returnError && pg.IsAway(err) {
+		return l.answerOnFailure(policy, key, n), nil
 	}
-	models := beside.Value.policy.rules()
-	if len(models) > 1 || n > models[0].Numbers().Limit {
-		return Result{}, false
-	}
-	shadow, ok := denials.lookup(l.space.shadow, models[0], key, n)
-	if !ok {
-		return Result{}, false
-	}
-	result.Shadow = &shadow
-	return result, true
+	return Result{}, err
 }
 
-// remembers tells whether the limiter's denials are remembered.
-func (l *Limiter) remembers() bool {
-	return l.space.remember && len(l.models) == 1 && l.client.batcher.denials != nil
+// countDenial counts a decision for a ban if it is a denial. Only what the database denies counts.
+func (l *Limiter) countDenial(key string, n int64, result *Result, err error) {
+	if l.ban != nil && err == nil && !result.Allowed && n > 0 && result.Source <= SourceCachedDenial {
+		l.view.Strike(key)
+	}
+}
+
+// resultOr is what the caller is told of an outcome.
+func resultOr(o *engine.Outcome, err error) (Result, error) {
+	if err != nil {
+		return Result{}, err
+	}
+	return resultOf(o), nil
 }
 
 // observe tells the observer about a call that ends here.
 func (l *Limiter) observe(began time.Time, n int64, result *Result, err *error) {
-	if tell := l.client.config.Observer.Decision; tell != nil {
-		tell(DecisionEvent{Limiter: l.space.name, Cost: n, Result: *result, Err: *err, Latency: time.Since(began)})
+	if tell := l.client.observer.Decision; tell != nil {
+		tell(DecisionEvent{Limiter: l.space.Name, Cost: n, Result: *result, Err: *err, Latency: time.Since(began)})
 	}
+}
+
+// checkCost tells what is wrong with a cost.
+func checkCost(n int64, policy *model.Policy) error {
+	if n < 0 || n > policy.Limit {
+		return &CostError{Cost: n, Limit: policy.Limit}
+	}
+	return nil
+}
+
+const (
+	maxNameLen = 128 // bytes
+	// maxKeyLen keeps every index entry within a page. Only a SlidingLog's log can need TOAST.
+	maxKeyLen = 512 // bytes
+)
+
+func checkKey(key string) error {
+	switch {
+	case key == "":
+		return &KeyError{Reason: "is empty, and needs at least 1 byte"}
+	case len(key) > maxKeyLen:
+		return &KeyError{Reason: fmt.Sprintf(
+			"has %d bytes, and may have at most %d; hash long keys", len(key), maxKeyLen)}
+	case strings.IndexByte(key, 0) >= 0:
+		return &KeyError{Reason: "contains a NUL byte, which Postgres cannot store"}
+	case !utf8.ValidString(key):
+		return &KeyError{Reason: "is not valid UTF-8; encode binary keys, for example in base64"}
+	}
+	return nil
 }

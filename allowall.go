@@ -11,6 +11,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 
+	"github.com/pgratelimit/ratelimit/internal/engine"
 	"github.com/pgratelimit/ratelimit/internal/pg"
 	"github.com/pgratelimit/ratelimit/internal/shardkey"
 )
@@ -37,7 +38,7 @@ func (r Request) Format(s fmt.State, _ rune) {
 		_, _ = io.WriteString(s, "of no limiter")
 		return
 	}
-	_, _ = fmt.Fprintf(s, "%d of %s", r.cost, r.limiter.space.name)
+	_, _ = fmt.Fprintf(s, "%d of %s", r.cost, r.limiter.space.Name)
 }
 
 // Results are the decision over several limits. The zero Results deny.
@@ -81,16 +82,15 @@ func AllowAll(ctx context.Context, requests ...Request) (results Results, err er
 	if err != nil {
 		return Results{}, err
 	}
-	if inTx {
-		return s.decide(func(c *Client, r *request) error { return c.batcher.decideInTx(ctx, tx, r) })
+	if !inTx {
+		if err := ctx.Err(); err != nil {
+			return Results{}, gaveUp(err)
+		}
+		if err := s.across(s.client.engine.Shards()); err != nil {
+			return Results{}, err
+		}
 	}
-	if err := ctx.Err(); err != nil {
-		return Results{}, gaveUp(err)
-	}
-	if err := s.across(s.client.queues.shards()); err != nil {
-		return Results{}, err
-	}
-	return s.decide(func(c *Client, r *request) error { return c.queues.submit(ctx, r) })
+	return s.decide(ctx, tx)
 }
 
 // transactionOf is the transaction that all of the requests are of. inTx is false if they are of none.
@@ -119,20 +119,19 @@ func sameTx(a, b pgx.Tx) bool {
 	return reflect.ValueOf(a).Comparable() && a == b
 }
 
-// set is the requests of one AllowAll, as one request.
+// set is the requests of one AllowAll.
 type set struct {
 	client  *Client
-	request *request
+	asked   *engine.Set // those that the database has to decide
 	entries []setEntry
 	denied  *Result // what a row of rate_limit_policy denies, so that nobody is asked; else nil
 }
 
 // setEntry is one of the requests.
 type setEntry struct {
-	limiter     *Limiter // of the policy in force
-	key         string
-	first, last int     // its parts: from first to before last; none if a row allows or denies everything
-	answer      *Result // what that row says
+	key, name string
+	limit     int64
+	answer    *Result // what a row says that allows or denies everything; else nil
 }
 
 // newSet checks the requests. In a transaction of the caller's it does not matter which databases the limiters have.
@@ -161,57 +160,66 @@ func (s *set) add(ctx context.Context, i int, q Request, inTx bool) error {
 	if err := checkKey(q.key); err != nil {
 		return err
 	}
-	in, row, err := q.limiter.inForce(ctx, q.key)
+	l := q.limiter
+	policy, row, err := l.inForce(ctx, q.key)
 	if err != nil {
 		return err
 	}
 	if q.cost < 1 {
-		return &CostError{Cost: q.cost, Limit: in.limit, Least: 1}
+		return &CostError{Cost: q.cost, Limit: policy.Limit, Least: 1}
 	}
-	if err := in.checkCost(q.cost); err != nil && row == nil {
+	if err := checkCost(q.cost, policy); err != nil && row == nil {
 		return err
 	}
 	if s.client == nil {
-		s.client = in.client
-		s.request = s.client.requests.get(s.client.setSpace(), nil)
+		s.client, s.asked = l.client, l.client.engine.NewSet()
 	}
-	if in.client != s.client && (!inTx || in.client.config.Schema != s.client.config.Schema) {
+	if l.client != s.client && (!inTx || !l.client.engine.SameSchema(s.client.engine)) {
 		if inTx {
 			return errOtherSchema
 		}
 		return errOtherClient
 	}
-	r, e := s.request, &s.entries[i]
-	e.limiter, e.key, e.first = in, q.key, len(r.parts)
+	s.entries[i] = setEntry{key: q.key, name: l.space.Name, limit: policy.Limit}
 	if row != nil {
-		answer, _ := in.decision(row, q.cost)
-		if e.answer = &answer; !answer.Allowed {
+		answer, _ := l.byRow(row, q.cost)
+		if s.entries[i].answer = &answer; !answer.Allowed {
 			s.denied = &answer
 		}
-		e.last = e.first
 		return nil
 	}
-	r.add(in.space, in.models, q.key, q.cost, nil)
-	e.last = len(r.parts)
-	for _, p := range r.parts[e.first:] {
-		for _, other := range r.parts[:e.first] {
-			if p.key == other.key && p.name == other.name && p.space.durable == other.space.durable {
-				return errSameKey
-			}
-		}
+	if !s.asked.Add(l.question(policy, q.key, q.cost)) {
+		return errSameKey
 	}
 	return nil
 }
 
-// decide has the set decided by ask, unless rows of rate_limit_policy have decided it already.
-func (s *set) decide(ask func(*Client, *request) error) (Results, error) {
-	if s.denied == nil && len(s.request.parts) > 0 {
-		if err := ask(s.client, s.request); err != nil {
-			return Results{}, s.explain(err)
+// decide has the set decided, unless rows of rate_limit_policy have decided it already. tx is nil, or the caller's.
+func (s *set) decide(ctx context.Context, tx pgx.Tx) (Results, error) {
+	var outcomes []engine.Outcome
+	if s.denied == nil {
+		var err error
+		if outcomes, err = s.asked.Decide(ctx, tx); err != nil {
+			return Results{}, s.explain(publicError(err))
 		}
 	}
-	results := s.results()
-	s.client.requests.put(s.request)
+	results := Results{Allowed: s.denied == nil, Each: make([]Result, len(s.entries))}
+	if len(outcomes) > 0 {
+		results.Allowed = outcomes[0].Allowed
+	}
+	for i, e := range s.entries {
+		each := &results.Each[i]
+		switch {
+		case e.answer != nil:
+			*each = *e.answer
+		case s.denied == nil:
+			*each, outcomes = resultOf(&outcomes[0]), outcomes[1:]
+		default: // nobody has been asked
+			*each = Result{Source: SourcePolicy, Limit: e.limit, DecidedAt: s.denied.DecidedAt}
+		}
+		each.Allowed = results.Allowed
+		results.RetryAfter = max(results.RetryAfter, each.RetryAfter)
+	}
 	return results, nil
 }
 
@@ -240,47 +248,12 @@ func (s *set) across(shards int) error {
 	return nil
 }
 
-// setSpace is whose turn it is for AllowAll.
-func (c *Client) setSpace() *keyspace {
-	if c.sets.Load() == nil {
-		c.sets.CompareAndSwap(nil, &keyspace{})
-	}
-	return c.sets.Load()
-}
-
-// results is what the caller is told.
-func (s *set) results() Results {
-	r := s.request
-	results := Results{Allowed: s.denied == nil, Each: make([]Result, len(s.entries))}
-	if results.Allowed && len(r.parts) > 0 {
-		results.Allowed = r.place <= r.parts[0].decision.Granted
-	}
-	for i, e := range s.entries {
-		var each Result
-		switch {
-		case e.first == e.last:
-			each = *e.answer
-		case s.denied == nil:
-			each = r.resultOf(e.first, e.last, e.limiter.policy)
-		default: // nobody has been asked
-			each = Result{Source: SourcePolicy, Limit: e.limiter.limit, DecidedAt: s.denied.DecidedAt}
-		}
-		each.Allowed = results.Allowed
-		results.Each[i] = each
-		results.RetryAfter = max(results.RetryAfter, each.RetryAfter)
-	}
-	return results
-}
-
 // refused is the error for a set that the database's encoding refuses. It says which of the requests is to blame if
 // only one can be.
 func (s *set) refused() error {
 	index, suspects := 0, 0
 	for i, e := range s.entries {
-		if e.first == e.last {
-			continue
-		}
-		if p := s.request.parts[e.first]; !isASCII(p.key + p.name) {
+		if e.answer == nil && !engine.IsASCII(e.key+e.name) {
 			index, suspects = i, suspects+1
 		}
 	}
@@ -293,7 +266,7 @@ func (s *set) refused() error {
 // observed tells whether any observer is to be told about an AllowAll.
 func observed(requests []Request) bool {
 	for _, r := range requests {
-		if r.limiter != nil && r.limiter.client.config.Observer != nil {
+		if r.limiter != nil && r.limiter.client.observer != nil {
 			return true
 		}
 	}
@@ -304,17 +277,17 @@ func observed(requests []Request) bool {
 func observeAll(began time.Time, requests []Request, results *Results, err *error) {
 	latency := time.Since(began)
 	for i, r := range requests {
-		if r.limiter == nil || r.limiter.client.config.Observer == nil ||
-			r.limiter.client.config.Observer.Decision == nil {
+		if r.limiter == nil || r.limiter.client.observer == nil ||
+			r.limiter.client.observer.Decision == nil {
 			continue
 		}
-		e := DecisionEvent{Limiter: r.limiter.space.name, Cost: r.cost, Err: *err, Latency: latency}
+		e := DecisionEvent{Limiter: r.limiter.space.Name, Cost: r.cost, Err: *err, Latency: latency}
 		if *err == nil {
 			e.Result = results.Each[i]
 			if !results.Allowed && e.Result.RetryAfter == 0 { // it had room
 				e.Cost, e.Result.Allowed = 0, true
 			}
 		}
-		r.limiter.client.config.Observer.Decision(e)
+		r.limiter.client.observer.Decision(e)
 	}
 }

@@ -15,6 +15,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/ratelimit/internal/engine"
 	"github.com/pgratelimit/ratelimit/internal/model"
 	"github.com/pgratelimit/ratelimit/internal/modeltest"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
@@ -46,7 +47,7 @@ func TestAllowAllTakesFromAllOrFromNone(t *testing.T) {
 	require.True(t, first.Allowed)
 	require.Zero(t, first.RetryAfter)
 	for i, want := range []Result{
-		modelResults(a.models[0], t0, 1)[0], modelResults(b.models[0], t0, 2)[0], modelResults(c.models[0], t0, 1)[0],
+		modelResults(a.model.Rules[0], t0, 1)[0], modelResults(b.model.Rules[0], t0, 2)[0], modelResults(c.model.Rules[0], t0, 1)[0],
 	} {
 		require.Equal(t, want, utc(first.Each[i]))
 	}
@@ -228,7 +229,7 @@ func TestAllFunctionRefusesBadParts(t *testing.T) {
 			},
 		}), nil, nil, t0, nil, nil, nil, nil, false, nil, nil)
 	}
-	_, err := pool.Exec(t.Context(), allStatement, good()...)
+	_, err := pool.Exec(t.Context(), engine.Text("all", ""), good()...)
 	require.NoError(t, err)
 	stored := storedRows(t, pool, false)
 	for name, change := range map[string]struct {
@@ -265,7 +266,7 @@ func TestAllFunctionRefusesBadParts(t *testing.T) {
 		if name == "the same row in one request" {
 			args[2] = []string{"x", "x", "x"}
 		}
-		_, err := pool.Exec(t.Context(), allStatement, args...)
+		_, err := pool.Exec(t.Context(), engine.Text("all", ""), args...)
 		var refused *pgconn.PgError
 		require.ErrorAs(t, err, &refused, name)
 		require.Equal(t, "22023", refused.Code, "%s: %v", name, err)

@@ -12,6 +12,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/ratelimit/internal/engine"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
@@ -57,7 +58,7 @@ func TestLoneCallerWaitsForItsStatement(t *testing.T) {
 			elapse(time.Second) // no statement hangs any more
 			synctest.Wait()
 			db.set(nil)
-			for range aloneAfter {
+			for range engine.AloneAfter {
 				result, err := l.Allow(t.Context(), "key")
 				require.NoError(t, err)
 				require.True(t, result.Allowed)
@@ -69,13 +70,13 @@ func TestLoneCallerWaitsForItsStatement(t *testing.T) {
 		_, took, err := leave()
 		require.ErrorIs(t, err, context.DeadlineExceeded)
 		require.Equal(t, time.Millisecond, took, "nothing is known of the database yet")
-		for range 2 * breakerFailures {
+		for range 2 * engine.BreakerFailures {
 			prompt()
-			db.set(hangs(grace))
+			db.set(hangs(engine.Grace))
 			result, took, err := leave()
 			require.NoError(t, err)
 			require.True(t, result.Allowed)
-			require.Equal(t, grace, took)
+			require.Equal(t, engine.Grace, took)
 
 			prompt()
 			require.Zero(t, interrupted)
@@ -83,7 +84,7 @@ func TestLoneCallerWaitsForItsStatement(t *testing.T) {
 			result, took, err = leave()
 			require.ErrorIs(t, err, context.DeadlineExceeded)
 			require.Zero(t, result)
-			require.Equal(t, time.Millisecond+grace, took)
+			require.Equal(t, time.Millisecond+engine.Grace, took)
 			require.Equal(t, 1, interrupted)
 			for range 5 {
 				_, took, err = leave()
@@ -92,7 +93,7 @@ func TestLoneCallerWaitsForItsStatement(t *testing.T) {
 			}
 			prompt()
 			require.Equal(t, 1, interrupted, "one caller's connection, and no other")
-			require.False(t, l.client.batcher.breaker.isOpen(kindEphemeral))
+			require.False(t, l.client.engine.Batcher.Breaker.IsOpen(engine.KindEphemeral))
 			interrupted = 0
 		}
 	})
@@ -104,7 +105,7 @@ func TestLoneCallerWhoLeavesBeforeTheLastStatement(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		db := newModelDB()
 		l := newLimiter(t, db, Config{Name: "test", Policy: hourly})
-		for range aloneAfter {
+		for range engine.AloneAfter {
 			_, err := l.Allow(t.Context(), "key")
 			require.NoError(t, err)
 			synctest.Wait()
@@ -114,7 +115,7 @@ func TestLoneCallerWhoLeavesBeforeTheLastStatement(t *testing.T) {
 			if statements++; statements > 1 {
 				return hangs(time.Minute)(ctx)
 			}
-			elapse(grace / 2)
+			elapse(engine.Grace / 2)
 			return sqlState("55P03")(ctx)
 		})
 		ctx, cancel := context.WithTimeout(t.Context(), time.Millisecond)
@@ -122,7 +123,7 @@ func TestLoneCallerWhoLeavesBeforeTheLastStatement(t *testing.T) {
 		began := time.Now()
 		_, err := l.Allow(ctx, "key")
 		require.ErrorIs(t, err, context.DeadlineExceeded)
-		require.Equal(t, time.Millisecond+grace, time.Since(began))
+		require.Equal(t, time.Millisecond+engine.Grace, time.Since(began))
 		require.Equal(t, 2, statements)
 	})
 }
@@ -140,7 +141,7 @@ func TestLoneCallerWhoPanics(t *testing.T) {
 			}}},
 		})
 		for range 3 {
-			for range aloneAfter {
+			for range engine.AloneAfter {
 				_, err := l.Allow(t.Context(), "key")
 				require.NoError(t, err)
 				synctest.Wait()
@@ -160,11 +161,11 @@ func TestLoneCallerWhoPanics(t *testing.T) {
 // leave with the next of these.
 func TestSecondStatementLeavesBesideASlowOne(t *testing.T) {
 	t.Parallel()
-	for took, atOnce := range map[time.Duration]int{tooLong - 2*time.Millisecond: 1, 10 * tooLong: 2} {
+	for took, atOnce := range map[time.Duration]int{engine.TooLong - 2*time.Millisecond: 1, 10 * engine.TooLong: 2} {
 		synctest.Test(t, func(t *testing.T) {
 			db := newModelDB()
 			l := newLimiter(t, db, Config{Name: "test", Policy: hourly, Client: ClientConfig{MaxInFlight: 2}})
-			takes := far / 10 // of the first one, so the database is near
+			takes := engine.Far / 10 // of the first one, so the database is near
 			db.set(func(context.Context) error {
 				elapse(takes)
 				return nil
@@ -186,8 +187,8 @@ func TestSecondStatementLeavesBesideASlowOne(t *testing.T) {
 			elapse(time.Millisecond)
 			for range 50 { // somebody waits all the time
 				begin()
-				if took > tooLong && db.statements() == 1 {
-					elapse(tooLong)
+				if took > engine.TooLong && db.statements() == 1 {
+					elapse(engine.TooLong)
 					synctest.Wait()
 					require.Equal(t, 2, db.statements(), "it has waited for long enough")
 				}
@@ -203,7 +204,7 @@ func TestSecondStatementLeavesBesideASlowOne(t *testing.T) {
 // Many who wait leave beside the statement under way, unless they are for few keys, whose rows both would wait for.
 func TestSecondStatementLeavesForManyKeys(t *testing.T) {
 	t.Parallel()
-	for keys, atOnce := range map[int]int{1: 1, 2: 1, 3 * enough: 2} {
+	for keys, atOnce := range map[int]int{1: 1, 2: 1, 3 * engine.Enough: 2} {
 		synctest.Test(t, func(t *testing.T) {
 			db := newModelDB()
 			l := newLimiter(t, db, Config{Name: "test", Policy: FixedWindow{Limit: 1 << 20, Window: time.Hour}, Client: ClientConfig{MaxInFlight: 2}})
@@ -213,13 +214,13 @@ func TestSecondStatementLeavesForManyKeys(t *testing.T) {
 			}
 			for range 3 { // the first time shows how many keys there are
 				db.set(func(context.Context) error {
-					elapse(far / 10)
+					elapse(engine.Far / 10)
 					return nil
 				})
 				var first sync.WaitGroup
 				first.Go(func() { ask(0) })
 				synctest.Wait() // its statement is under way
-				testkit.Together(3*enough, ask)
+				testkit.Together(3*engine.Enough, ask)
 				first.Wait()
 				synctest.Wait()
 			}
@@ -262,7 +263,7 @@ func TestFewCallersWhoLeave(t *testing.T) {
 						} else if result.Source == SourceDatabase {
 							allowed.Add(1)
 						}
-						require.LessOrEqual(t, time.Since(began), patience+grace)
+						require.LessOrEqual(t, time.Since(began), patience+engine.Grace)
 						elapse(time.Duration(r.IntN(3)) * time.Millisecond)
 					}
 				})
@@ -270,10 +271,10 @@ func TestFewCallersWhoLeave(t *testing.T) {
 			callers.Wait()
 			elapse(time.Second)
 			synctest.Wait()
-			q := l.client.queues.first()
-			require.Zero(t, q.inFlight)
-			require.Zero(t, q.waiting)
-			require.Empty(t, q.turns)
+			q := l.client.engine.Queues.First()
+			require.Zero(t, q.InFlight)
+			require.Zero(t, q.Waiting)
+			require.Empty(t, q.Turns)
 			require.GreaterOrEqual(t, db.taken(), allowed.Load()) // some had left before they were told
 			db.set(nil)
 			began := time.Now()
@@ -290,16 +291,16 @@ func TestWhoIsAlone(t *testing.T) {
 
 	b := newBoard(500)
 	q := b.queue
-	q.maxInFlight, q.batcher = 2, &batcher{begin: time.Now()}
-	k := kindEphemeral
+	q.MaxInFlight, q.Batcher = 2, &engine.Batcher{Begin: time.Now()}
+	k := engine.KindEphemeral
 	ask := func(n int, took time.Duration, waitMeanwhile int) (alone bool) {
 		t.Helper()
 		requests := b.push("login", 5, n, 1)
-		alone = q.isAlone(requests[0])
-		var buf buffers
-		require.True(t, q.board(&buf))
+		alone = q.IsAlone(requests[0])
+		var buf engine.Buffers
+		require.True(t, q.Board(&buf))
 		b.push("login", 5, waitMeanwhile, 1)
-		q.lands(k, took)
+		q.Lands(k, took)
 		if waitMeanwhile > 0 {
 			b.next()
 		}
@@ -307,7 +308,7 @@ func TestWhoIsAlone(t *testing.T) {
 	}
 	lonely := func() {
 		t.Helper()
-		for range aloneAfter {
+		for range engine.AloneAfter {
 			require.False(t, ask(1, time.Millisecond, 0))
 		}
 		require.True(t, ask(1, time.Millisecond, 0))
@@ -317,21 +318,21 @@ func TestWhoIsAlone(t *testing.T) {
 	lonely()
 	require.False(t, ask(2, time.Millisecond, 0), "two leave together")
 	lonely()
-	require.True(t, ask(1, 2*tooLong, 0), "it takes long")
+	require.True(t, ask(1, 2*engine.TooLong, 0), "it takes long")
 	require.False(t, ask(1, time.Millisecond, 0))
 	require.True(t, ask(1, time.Millisecond, 0), "it is prompt again")
 
 	probe := b.push("login", 5, 1, 1)[0]
-	require.True(t, q.isAlone(probe))
-	probe.probe = true
-	require.False(t, q.isAlone(probe))
-	probe.probe = false
-	probe.space.lease = &Lease{}
-	require.False(t, q.isAlone(probe), "the keys are leased")
-	probe.space.lease = nil
-	q.inFlight++
-	require.False(t, q.isAlone(probe), "another statement is under way")
-	q.inFlight--
+	require.True(t, q.IsAlone(probe))
+	probe.Probe = true
+	require.False(t, q.IsAlone(probe))
+	probe.Probe = false
+	probe.Space.Lease = &engine.LeaseTerms{}
+	require.False(t, q.IsAlone(probe), "the keys are leased")
+	probe.Space.Lease = nil
+	q.InFlight++
+	require.False(t, q.IsAlone(probe), "another statement is under way")
+	q.InFlight--
 	b.push("login", 5, 1, 1)
-	require.False(t, q.isAlone(probe), "another one waits")
+	require.False(t, q.IsAlone(probe), "another one waits")
 }

@@ -12,6 +12,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
+	"github.com/pgratelimit/ratelimit/internal/policytable"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
@@ -57,7 +58,7 @@ func TestBan(t *testing.T) {
 			looked, err := limiters[0].AllowN(t.Context(), "key", 0)
 			require.NoError(t, err)
 			require.False(t, looked.Allowed)
-			require.Equal(t, denied, limiters[0].space.strikes.counted("key"))
+			require.Equal(t, denied, counted(limiters[0].view.Strikes, "key"))
 			result, err := round.ask()
 			require.NoError(t, err)
 			require.False(t, result.Allowed)
@@ -77,7 +78,7 @@ func TestBan(t *testing.T) {
 			_, err := limiters[0].Allow(t.Context(), "key")
 			require.NoError(t, err)
 		}
-		require.Zero(t, limiters[0].space.strikes.counted("key"))
+		require.Zero(t, counted(limiters[0].view.Strikes, "key"))
 
 		pgtest.AgeBans(t, db.Pool, (round.want + 30*time.Minute).String()) // it has ended half an hour ago
 		for _, l := range limiters {
@@ -87,12 +88,12 @@ func TestBan(t *testing.T) {
 }
 
 // counted is how many denials of a key have been counted.
-func (s *strikes) counted(key string) (n int) {
-	for i := range s.shards {
-		shard := &s.shards[i]
-		shard.mu.Lock()
-		n += shard.keys[key].n
-		shard.mu.Unlock()
+func counted(s *policytable.Strikes, key string) (n int) {
+	for i := range s.Shards {
+		shard := &s.Shards[i]
+		shard.Mu.Lock()
+		n += shard.Keys[key].N
+		shard.Mu.Unlock()
 	}
 	return n
 }
@@ -101,47 +102,47 @@ func (s *strikes) counted(key string) (n int) {
 func TestStrikes(t *testing.T) {
 	t.Parallel()
 
-	s := newStrikes("login", &Ban{Denials: 3, Within: time.Minute, First: time.Hour})
-	later := func() { s.begin = s.begin.Add(-time.Minute - time.Second) }
-	require.False(t, s.count("a"))
-	require.False(t, s.count("a"))
+	s := policytable.NewStrikes("login", policytable.BanTerms{Denials: 3, Within: time.Minute, First: time.Hour})
+	later := func() { s.Begin = s.Begin.Add(-time.Minute - time.Second) }
+	require.False(t, s.Count("a"))
+	require.False(t, s.Count("a"))
 	later()
-	require.False(t, s.count("a"))
-	require.False(t, s.count("a"))
-	require.True(t, s.count("a"))
+	require.False(t, s.Count("a"))
+	require.False(t, s.Count("a"))
+	require.True(t, s.Count("a"))
 	later()
-	require.True(t, s.count("a")) // it has no ban yet
-	require.Equal(t, 4, s.counted("a"))
-	s.banned("a")
-	require.Zero(t, s.counted("a"))
-	require.False(t, s.count("a"))
+	require.True(t, s.Count("a")) // it has no ban yet
+	require.Equal(t, 4, counted(s, "a"))
+	s.Banned("a")
+	require.Zero(t, counted(s, "a"))
+	require.False(t, s.Count("a"))
 
 	// A crowd pushes out nobody who was denied more often.
-	require.False(t, s.count("b"))
-	require.False(t, s.count("b"))
+	require.False(t, s.Count("b"))
+	require.False(t, s.Count("b"))
 	for range 3 {
-		s.count("due")
+		s.Count("due")
 	}
-	for i := range 3 * maxStrikes {
-		require.False(t, s.count(fmt.Sprint(i)))
+	for i := range 3 * policytable.MaxStrikes {
+		require.False(t, s.Count(fmt.Sprint(i)))
 	}
 	keys := 0
-	for i := range s.shards {
-		keys += len(s.shards[i].keys)
+	for i := range s.Shards {
+		keys += len(s.Shards[i].Keys)
 	}
-	require.LessOrEqual(t, keys, maxStrikes)
-	require.Greater(t, keys, maxStrikes*9/10)
-	require.True(t, s.count("due"))
-	require.True(t, s.count("b"))
+	require.LessOrEqual(t, keys, policytable.MaxStrikes)
+	require.Greater(t, keys, policytable.MaxStrikes*9/10)
+	require.True(t, s.Count("due"))
+	require.True(t, s.Count("b"))
 
 	// Those whose time is over go first.
 	later()
-	require.False(t, s.count("c"))
-	for i := range 3 * maxStrikes {
-		s.count(fmt.Sprint("other", i%(maxStrikes/8)))
+	require.False(t, s.Count("c"))
+	for i := range 3 * policytable.MaxStrikes {
+		s.Count(fmt.Sprint("other", i%(policytable.MaxStrikes/8)))
 	}
-	require.Equal(t, 1, s.counted("c"))
-	require.True(t, s.count("due"))
+	require.Equal(t, 1, counted(s, "c"))
+	require.True(t, s.Count("due"))
 }
 
 // However many keys are to be banned, one that goes on being denied is banned next, and all are in the end, with no
@@ -162,19 +163,19 @@ func TestBansOfACrowd(t *testing.T) {
 	}
 	deny := func(l *Limiter, key string, times int) {
 		for range times {
-			l.strike(key, 1, &Result{}, nil)
+			l.countDenial(key, 1, &Result{}, nil)
 		}
 	}
-	for i := range 2 * maxBans {
+	for i := range 2 * policytable.MaxBans {
 		deny(limiters[i%2], fmt.Sprint(i), 3)
 		deny(limiters[0], fmt.Sprint("once", i), 1)
 	}
 	deny(limiters[1], "loud", 7)
-	bans := p.nextBans()
-	require.Len(t, bans, maxBans)
-	require.Equal(t, "loud", bans[0].key)
+	bans := p.table.NextBans()
+	require.Len(t, bans, policytable.MaxBans)
+	require.Equal(t, "loud", bans[0].Key)
 	for _, b := range bans {
-		p.list(b.strikes)
+		p.table.List(b.Strikes)
 	}
 
 	pgtest.Exec(t, db.Pool, "ALTER FUNCTION rate_limit_ban RENAME TO rate_limit_away")
@@ -182,10 +183,10 @@ func TestBansOfACrowd(t *testing.T) {
 	testkit.WaitUntil(t, func() bool { return journal.String() != "" })
 	pgtest.Exec(t, db.Pool, "ALTER FUNCTION rate_limit_away RENAME TO rate_limit_ban")
 	testkit.WaitUntil(t, func() bool {
-		return pgtest.Scalar[int](t, db.Pool, "SELECT count(*) FROM rate_limit_policy") == 2*maxBans+1
+		return pgtest.Scalar[int](t, db.Pool, "SELECT count(*) FROM rate_limit_policy") == 2*policytable.MaxBans+1
 	})
-	testkit.WaitUntil(t, func() bool { return limiters[1].space.strikes.counted("loud") == 0 })
-	require.Equal(t, 1, limiters[0].space.strikes.counted("once1"))
+	testkit.WaitUntil(t, func() bool { return counted(limiters[1].view.Strikes, "loud") == 0 })
+	require.Equal(t, 1, counted(limiters[0].view.Strikes, "once1"))
 	require.Len(t, journal.Lines(), 1, journal.String())
 	require.Equal(t, "3 denials within 1h0m0s login1", pgtest.Scalar[string](t, db.Pool,
 		"SELECT comment || ' ' || name FROM rate_limit_policy WHERE key = 'loud'"))
@@ -209,10 +210,10 @@ func TestBanThatIsRefused(t *testing.T) {
 		Ban: &Ban{Denials: 1, Within: time.Hour, First: 90 * time.Minute},
 	})
 	for _, key := range []string{"a", "secret", "b"} {
-		l.strike(key, 1, &Result{}, nil)
+		l.countDenial(key, 1, &Result{}, nil)
 	}
 	p.run(t)
-	testkit.WaitUntil(t, func() bool { return l.space.strikes.counted("secret") == 0 && journal.String() != "" })
+	testkit.WaitUntil(t, func() bool { return counted(l.view.Strikes, "secret") == 0 && journal.String() != "" })
 	require.Equal(t, []string{"a", "b"}, pgtest.Scalar[[]string](t, db.Pool,
 		"SELECT array_agg(key ORDER BY key) FROM rate_limit_policy"))
 	require.Equal(t, 90*time.Minute, pgtest.BanLasts(t, db.Pool, "a"))

@@ -14,6 +14,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/ratelimit/internal/engine"
 	"github.com/pgratelimit/ratelimit/internal/pg"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
@@ -23,12 +24,12 @@ import (
 func open(t *testing.T, l *Limiter, db *modelDB) {
 	t.Helper()
 	db.set(turnedAway)
-	for i := range breakerFailures {
-		require.False(t, l.client.batcher.breaker.isOpen(kindEphemeral))
+	for i := range engine.BreakerFailures {
+		require.False(t, l.client.engine.Batcher.Breaker.IsOpen(engine.KindEphemeral))
 		_, err := l.Allow(t.Context(), fmt.Sprint("opens ", i))
 		require.NoError(t, err)
 	}
-	require.True(t, l.client.batcher.breaker.isOpen(kindEphemeral))
+	require.True(t, l.client.engine.Batcher.Breaker.IsOpen(engine.KindEphemeral))
 	db.set(turnedAway)
 }
 
@@ -55,7 +56,7 @@ func TestBreaker(t *testing.T) {
 				allow(SourceDatabase)
 				for range 3 {
 					db.set(turnedAway)
-					for range breakerFailures - 1 {
+					for range engine.BreakerFailures - 1 {
 						allow(source)
 					}
 					db.set(nil)
@@ -69,7 +70,7 @@ func TestBreaker(t *testing.T) {
 				}
 				asked, _ := db.counts()
 				require.Zero(t, asked)
-				elapse(breakerPause - 1)
+				elapse(engine.BreakerPause - 1)
 				allow(source)
 				asked, _ = db.counts()
 				require.Zero(t, asked)
@@ -79,7 +80,7 @@ func TestBreaker(t *testing.T) {
 					elapse(1)
 					allow(source)
 					allow(source)
-					elapse(breakerPause - 1)
+					elapse(engine.BreakerPause - 1)
 					allow(source)
 					asked, _ = db.counts()
 					require.Equal(t, probes, asked)
@@ -115,7 +116,7 @@ func TestBreaker(t *testing.T) {
 				require.Equal(t, 1, probes)
 
 				// The first probe that does not fail closes it.
-				elapse(breakerPause - 1)
+				elapse(engine.BreakerPause - 1)
 				db.set(nil)
 				allow(source)
 				elapse(1)
@@ -180,7 +181,7 @@ func TestBreakerOpensWhenTheDatabaseIsSlow(t *testing.T) {
 		wg.Wait()
 		require.Equal(t, 100*time.Millisecond, slowest)
 		asked, atOnce := db.counts()
-		require.LessOrEqual(t, asked, breakerFailures+2+2) // two in flight, and a probe each 600 ms
+		require.LessOrEqual(t, asked, engine.BreakerFailures+2+2) // two in flight, and a probe each 600 ms
 		require.LessOrEqual(t, atOnce, 2)
 	})
 }
@@ -215,9 +216,9 @@ func TestBreakerTurnsAwayTheQueue(t *testing.T) {
 		}
 		began := time.Now()
 		wg.Wait()
-		require.Equal(t, breakerFailures*time.Millisecond, time.Since(began))
+		require.Equal(t, engine.BreakerFailures*time.Millisecond, time.Since(began))
 		asked, _ := db.counts()
-		require.Equal(t, breakerFailures, asked)
+		require.Equal(t, engine.BreakerFailures, asked)
 	})
 }
 
@@ -227,7 +228,7 @@ func TestBreakerDoesNotCountCallersWhoLeave(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		db := newModelDB()
 		slow := func(context.Context) error {
-			elapse(2 * tooLong)
+			elapse(2 * engine.TooLong)
 			return nil
 		}
 		db.set(slow)
@@ -239,21 +240,21 @@ func TestBreakerDoesNotCountCallersWhoLeave(t *testing.T) {
 			_, err := l.Allow(ctx, "key")
 			require.ErrorIs(t, err, context.DeadlineExceeded)
 		}
-		for range 10 * breakerFailures {
+		for range 10 * engine.BreakerFailures {
 			leave()
 		}
-		require.False(t, l.client.batcher.breaker.isOpen(kindEphemeral))
+		require.False(t, l.client.engine.Batcher.Breaker.IsOpen(engine.KindEphemeral))
 		elapse(time.Second) // nothing is in flight any more that could succeed
 		synctest.Wait()
 
 		open(t, l, db)
 		db.set(slow)
-		elapse(breakerPause)
+		elapse(engine.BreakerPause)
 		leave()
-		require.True(t, l.client.batcher.breaker.isOpen(kindEphemeral))
-		elapse(2 * tooLong)
+		require.True(t, l.client.engine.Batcher.Breaker.IsOpen(engine.KindEphemeral))
+		elapse(2 * engine.TooLong)
 		synctest.Wait()
-		require.False(t, l.client.batcher.breaker.isOpen(kindEphemeral))
+		require.False(t, l.client.engine.Batcher.Breaker.IsOpen(engine.KindEphemeral))
 	})
 }
 
@@ -264,11 +265,11 @@ func TestBreakerSurvivesTheLossOfAProbe(t *testing.T) {
 		db := newModelDB()
 		l := newLimiter(t, db, Config{Name: "test", Policy: hourly, OnFailure: FailOpen()})
 		open(t, l, db)
-		elapse(breakerPause)
-		_, probe := l.client.batcher.breaker.admit(kindEphemeral, false) // and nobody reports
+		elapse(engine.BreakerPause)
+		_, probe := l.client.engine.Batcher.Breaker.Admit(engine.KindEphemeral, false) // and nobody reports
 		require.True(t, probe)
 		db.set(nil)
-		elapse(time.Second + breakerPause - 1)
+		elapse(time.Second + engine.BreakerPause - 1)
 		result, err := l.Allow(t.Context(), "key")
 		require.NoError(t, err)
 		require.Equal(t, SourceFailedOpen, result.Source)
@@ -283,24 +284,24 @@ func TestBreakerSurvivesTheLossOfAProbe(t *testing.T) {
 func TestBreakerIgnoresWhatWasSentBeforeItOpened(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
-		b := &breaker{timeout: time.Second, begin: time.Now()}
+		b := &engine.Breaker{Timeout: time.Second, Begin: time.Now()}
 		away := pg.Translate(errors.New("broken"), true)
-		for range breakerFailures {
-			b.report(kindDurable, away, false)
+		for range engine.BreakerFailures {
+			b.Report(engine.KindDurable, away, false)
 		}
-		b.report(kindDurable, nil, false)
-		require.True(t, b.isOpen(kindDurable))
-		elapse(breakerPause)
-		_, probe := b.admit(kindDurable, false)
+		b.Report(engine.KindDurable, nil, false)
+		require.True(t, b.IsOpen(engine.KindDurable))
+		elapse(engine.BreakerPause)
+		_, probe := b.Admit(engine.KindDurable, false)
 		require.True(t, probe)
-		b.report(kindDurable, away, false)
-		elapse(breakerPause)
-		_, probe = b.admit(kindDurable, false)
+		b.Report(engine.KindDurable, away, false)
+		elapse(engine.BreakerPause)
+		_, probe = b.Admit(engine.KindDurable, false)
 		require.False(t, probe, "the first probe is still out")
-		b.report(kindDurable, gaveUp(context.Canceled), true)
-		require.True(t, b.isOpen(kindDurable), "the probe never came to a statement")
-		b.report(kindDurable, nil, true)
-		require.False(t, b.isOpen(kindDurable))
+		b.Report(engine.KindDurable, gaveUp(context.Canceled), true)
+		require.True(t, b.IsOpen(engine.KindDurable), "the probe never came to a statement")
+		b.Report(engine.KindDurable, nil, true)
+		require.False(t, b.IsOpen(engine.KindDurable))
 	})
 }
 
@@ -320,16 +321,16 @@ func TestBreakerOpensDuringTheWaitForATurn(t *testing.T) {
 		"Allow": func() error {
 			result, err := l.Allow(context.Background(), "key")
 			if err == nil && result.Source == SourceFailedClosed {
-				err = errNotTried
+				err = engine.ErrNotTried
 			}
 			return err
 		},
 	}
 	var wg sync.WaitGroup
-	require.NoError(t, l.client.database.turn.Take(t.Context()))
+	require.NoError(t, l.client.engine.Database.Turn.Take(t.Context()))
 	for name, call := range calls {
 		wg.Go(func() {
-			if err := call(); !errors.Is(err, errNotTried) {
+			if err := call(); !errors.Is(err, engine.ErrNotTried) {
 				t.Error(name, err)
 			}
 		})
@@ -344,11 +345,11 @@ func TestBreakerOpensDuringTheWaitForATurn(t *testing.T) {
 		}
 		return waiting == len(calls)
 	})
-	for range breakerFailures {
-		l.client.batcher.breaker.report(kindEphemeral, turnedAwayError(), false)
+	for range engine.BreakerFailures {
+		l.client.engine.Batcher.Breaker.Report(engine.KindEphemeral, turnedAwayError(), false)
 	}
-	require.True(t, l.client.batcher.breaker.isOpen(kindEphemeral))
-	l.client.database.turn.Pass()
+	require.True(t, l.client.engine.Batcher.Breaker.IsOpen(engine.KindEphemeral))
+	l.client.engine.Database.Turn.Pass()
 	wg.Wait()
 }
 

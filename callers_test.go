@@ -148,13 +148,13 @@ func TestNothingIsLeftAtRest(t *testing.T) {
 		require.NoError(t, errors.Join(errs...))
 	})
 	testkit.WaitUntil(t, func() bool { return left() == 0 })
-	q := limiter.client.queues.first()
-	q.mu.Lock()
-	defer q.mu.Unlock()
-	require.Zero(t, q.inFlight)
-	require.Zero(t, q.waiting)
-	require.Empty(t, q.turns)
-	require.Empty(t, q.lines)
+	q := limiter.client.engine.Queues.First()
+	q.Mu.Lock()
+	defer q.Mu.Unlock()
+	require.Zero(t, q.InFlight)
+	require.Zero(t, q.Waiting)
+	require.Empty(t, q.Turns)
+	require.Empty(t, q.Lines)
 	require.Zero(t, pool.Stat().AcquiredConns())
 }
 
@@ -248,7 +248,7 @@ func TestFrozenServer(t *testing.T) {
 	clear(errs)
 	testkit.WaitUntil(t, func() bool { return heap() < before+1<<20 }) // a call kept would be 200 bytes of 2 MB
 	require.Positive(t, unknown)
-	require.LessOrEqual(t, unknown, 2*limiter.client.config.MaxBatch) // what was under way; all others were not asked
+	require.LessOrEqual(t, unknown, 2*limiter.client.engine.Settings.MaxBatch) // what was under way; all others were not asked
 	require.Zero(t, limiter.client.inQueue())
 	testkit.WaitUntil(t, func() bool { return left() < 20 }) // what closes the two connections
 

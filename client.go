@@ -1,14 +1,18 @@
 package ratelimit
 
 import (
+	"context"
 	"fmt"
 	"log/slog"
 	"reflect"
 	"strings"
-	"sync/atomic"
 	"time"
 	"unicode/utf8"
 
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/pgratelimit/ratelimit/internal/engine"
 	"github.com/pgratelimit/ratelimit/internal/pg"
 )
 
@@ -21,13 +25,9 @@ import (
 // Behind a proxy for shards, each shard has a queue and a breaker of its own, as soon as the proxy has told how many
 // there are. So a shard that is away holds up only its own keys.
 type Client struct {
-	config   ClientConfig
-	database *database
-	queues   queues
-	batcher  *batcher                 // the first queue's, which also decides in transactions of callers
-	fallback atomic.Pointer[fallback] // nil until a limiter has FallbackLocal
-	sets     atomic.Pointer[keyspace] // whose turn it is for AllowAll; nil until it has been called
-	requests requestPool
+	engine   *engine.Engine
+	timeout  time.Duration // ClientConfig's
+	observer *Observer
 }
 
 // ClientConfig says how a [Client] uses its database. The zero value is useful.
@@ -122,23 +122,47 @@ func NewClient(db DBTX, config ClientConfig) (*Client, error) {
 	if err := config.validate(); err != nil {
 		return nil, err
 	}
-	c := &Client{config: config, database: newDatabase(db, config.Schema, config.Test.Now)}
-	var denials *denials
-	if c.database.pooled() {
-		denials = newDenials(config.DenialMaxAge, config.Test.Now)
+	return &Client{
+		engine: engine.NewEngine(db, engine.Settings{
+			Schema: config.Schema, Timeout: config.Timeout, MaxInFlight: config.MaxInFlight, MaxBatch: config.MaxBatch,
+			DenialMaxAge: config.DenialMaxAge, Clock: config.Test.Now, Logger: config.Logger,
+			Hooks: config.Observer.hooks(),
+		}),
+		timeout: config.Timeout, observer: config.Observer,
+	}, nil
+}
+
+// DBTX is a database for a [Client], usually a *pgxpool.Pool, on which concurrent calls share statements. On one
+// connection or transaction (*pgxpool.Conn, *pgx.Conn, pgx.Tx) calls take turns, also with other clients and
+// sweepers. Each is a statement of its own in that session, which commits as it says. Denials are not remembered,
+// and MaxInFlight, MaxBatch, DenialMaxAge and Observer.Statement mean nothing.
+//
+// Package sqldb makes a DBTX of a *sql.DB. Any other type counts as a pool: several goroutines use it at once. So to
+// trace, wrap a pool, or a transaction in a type that is a pgx.Tx. A wrapped single connection would answer "conn
+// busy".
+type DBTX interface {
+	Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error)
+}
+
+var (
+	_ DBTX = (*pgxpool.Pool)(nil)
+	_ DBTX = (*pgxpool.Conn)(nil)
+	_ DBTX = (*pgx.Conn)(nil)
+	_ DBTX = (pgx.Tx)(nil)
+)
+
+// ownConns is for the statements of the default MaxInFlight, and for keys that somebody holds.
+const ownConns = 3
+
+// OwnPool returns a pool for a [Client] of its own, so that it decides while the application holds all connections
+// of pool (see [ErrPoolExhausted]). It is configured as pool is, but has at most 3 connections: two for statements,
+// and one for while somebody holds keys. They are opened when they are needed. Close it when its client is no longer
+// used. WithTx works with transactions of both pools. Errors: a [*ConfigError].
+func OwnPool(pool *pgxpool.Pool) (*pgxpool.Pool, error) {
+	if pg.IsNil(pool) {
+		return nil, &ConfigError{Field: "pool", Reason: "is nil, and must be the application's pool"}
 	}
-	leases := newLeases(config.Test.Now, config.Timeout, config.Observer)
-	leases.giveBack = c.giveBack
-	c.batcher = c.queues.start(func(shard int) *queue {
-		c.database.sharded.Store(shard > 0)
-		begin := time.Now()
-		return newQueue(&batcher{
-			queues: &c.queues, shard: shard, database: c.database, denials: denials, leases: leases,
-			breaker:  &breaker{shard: shard, timeout: config.Timeout, observer: config.Observer, begin: begin},
-			log:      &troubleLog{queues: &c.queues, shard: shard, logger: config.Logger, begin: begin},
-			held:     &heldKeys{timeout: config.Timeout},
-			observer: config.Observer, timeout: config.Timeout, begin: begin,
-		}, config.MaxInFlight, config.MaxBatch)
-	}).batcher
-	return c, nil
+	config := pool.Config()
+	config.MaxConns, config.MinConns, config.MinIdleConns = ownConns, 0, 0
+	return pgxpool.NewWithConfig(context.Background(), config) // which opens no connection, and cannot fail
 }

@@ -17,6 +17,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit/internal/algorithm"
+	"github.com/pgratelimit/ratelimit/internal/engine"
 	"github.com/pgratelimit/ratelimit/internal/model"
 	"github.com/pgratelimit/ratelimit/internal/modeltest"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
@@ -78,57 +79,57 @@ func TestMixedStatementEqualsTheModel(t *testing.T) {
 				clock.at = clock.at.Add(-time.Duration(r.IntN(60)) * time.Second)
 			}
 			look, onePolicy := r.IntN(8) == 0, r.IntN(5) == 0
-			var requests []*request
-			asked := map[*request][]kept{} // its parts, by limiter
+			var requests []*engine.Request
+			asked := map[*engine.Request][]kept{} // its parts, by limiter
 			for range 2 + r.IntN(9) {
 				l, key := limiters[r.IntN(6)][r.IntN(2)], fmt.Sprintf("{%d}%s", story, [...]string{"x", "y", "longer"}[r.IntN(3)])
 				if onePolicy {
 					l = limiters[1+4*r.IntN(2)][0]
 				}
-				q := client.requests.get(l.space, l.Config().Policy)
+				q := client.engine.Requests.Get(l.space, l.model)
 				add := func(l *Limiter, cost int64, back []model.Take) {
-					q.add(l.space, l.models, key, cost, back)
+					q.Add(l.space, l.model, key, cost, back)
 					asked[q] = append(asked[q], kept{limiter: l, key: key, units: cost})
 				}
 				switch kind := r.IntN(8); {
 				case look:
 					add(l, 0, nil)
 				case onePolicy:
-					add(l, 1+r.Int64N(min(l.limit, 3)), nil)
+					add(l, 1+r.Int64N(min(l.model.Limit, 3)), nil)
 				case kind == 0:
 					add(l, -1-r.Int64N(3), nil)
 					grants++
 				case kind == 1 && len(given) > 0:
 					k := given[r.IntN(len(given))] // perhaps once more
-					q.space, q.policy, key = k.limiter.space, k.limiter.Config().Policy, k.key
+					q.Space, q.Policy, key = k.limiter.space, k.limiter.model, k.key
 					add(k.limiter, -k.units, k.takes)
 					refunds++
 				case kind == 2:
 					var set []Request
 					for _, i := range r.Perm(6)[:2+r.IntN(3)] {
 						l := limiters[i][r.IntN(2)]
-						set = append(set, l.Request(key, 1+r.Int64N(min(l.limit, 3))))
+						set = append(set, l.Request(key, 1+r.Int64N(min(l.model.Limit, 3))))
 					}
 					of, err := newSet(t.Context(), set, false)
 					require.NoError(t, err)
-					q = of.request
+					q = of.asked.Request
 					for _, one := range set {
 						asked[q] = append(asked[q], kept{limiter: one.limiter, key: key, units: one.cost})
 					}
 					sets++
 				default:
-					q.count = 1 + r.Int64N(4)
-					add(l, 1+r.Int64N(min(l.limit, 3)), nil)
+					q.Count = 1 + r.Int64N(4)
+					add(l, 1+r.Int64N(min(l.model.Limit, 3)), nil)
 				}
 				requests = append(requests, q)
 			}
 			expected := make([]modeltest.Request, len(requests))
 			for i, q := range requests {
-				expected[i].Count = q.count
-				for _, p := range q.parts {
-					part := modeltest.Part{ID: modeltest.RowID{Name: p.name, Key: p.key}, Durable: p.space.durable, Policy: p.rules, Cost: p.cost}
-					if p.refund != nil {
-						part.Refund = []model.Take{*p.refund}
+				expected[i].Count = q.Count
+				for _, p := range q.Parts {
+					part := modeltest.Part{ID: modeltest.RowID{Name: p.Name, Key: p.Key}, Durable: p.Space.Durable, Policy: p.Rules, Cost: p.Cost}
+					if p.Refund != nil {
+						part.Refund = []model.Take{*p.Refund}
 					}
 					expected[i].Parts = append(expected[i].Parts, part)
 				}
@@ -136,59 +137,59 @@ func TestMixedStatementEqualsTheModel(t *testing.T) {
 			title := fmt.Sprintf("%s=%d, story %d, step %d: %+v", seedVariable, seed, story, step, expected)
 			asModel.DecideAll(expected, clock.at.UnixMicro())
 			tx := limiters[0][0].ownTransaction()
-			tx.skipHeld = r.IntN(3) == 0
-			require.NoError(t, client.batcher.decide(t.Context(), db.Pool, requests, tx), title)
+			tx.SkipHeld = r.IntN(3) == 0
+			require.NoError(t, client.engine.Batcher.Decide(t.Context(), db.Pool, requests, tx), title)
 
-			denied := map[denialKey]*request{} // the last of each key; nil: none, or it is forgotten
+			denied := map[engine.DenialKey]*engine.Request{} // the last of each key; nil: none, or it is forgotten
 			for i, q := range requests {
-				for j := range q.parts {
-					got, want := q.parts[j].decision, expected[i].Parts[j].Decision
+				for j := range q.Parts {
+					got, want := q.Parts[j].Decision, expected[i].Parts[j].Decision
 					got.DecidedAt = got.DecidedAt.UTC()
 					want.State, want.Taken.Units = modeltest.Told(want.State), 0
 					require.Equal(t, want, got, "request %d, part %d, of %s", i, j, title)
 				}
-				granted, first := q.parts[0].decision.Granted, 0
+				granted, first := q.Parts[0].Decision.Granted, 0
 				for _, k := range asked[q] {
-					if granted > 0 && !q.looks() {
-						denied[denialKey{k.limiter.space, k.key}] = nil
+					if granted > 0 && !q.Looks() {
+						denied[engine.DenialKey{Space: k.limiter.space, Key: k.key}] = nil
 					}
-					parts := q.parts[first : first+len(k.limiter.models)]
+					parts := q.Parts[first : first+len(k.limiter.model.Rules)]
 					first += len(parts)
 					if k.units > 0 && granted > 0 {
 						for j := range parts {
-							k.takes = append(k.takes, parts[j].decision.TakenBy(parts[j].rules, k.units, granted))
+							k.takes = append(k.takes, parts[j].Decision.TakenBy(parts[j].Rules, k.units, granted))
 						}
 						given = append(given, k)
 					}
 				}
 				switch {
-				case q.looks():
+				case q.Looks():
 					looks++
-				case q.parts[0].cost > 0 && granted == q.count:
+				case q.Parts[0].Cost > 0 && granted == q.Count:
 					takes++
-				case q.parts[0].cost > 0:
+				case q.Parts[0].Cost > 0:
 					refusals++
-					if len(q.parts) == 1 {
-						denied[denialKey{q.space, q.parts[0].key}] = q
+					if len(q.Parts) == 1 {
+						denied[engine.DenialKey{Space: q.Space, Key: q.Parts[0].Key}] = q
 					}
 				}
 			}
 			for key, q := range denied {
 				if q == nil {
 					for _, view := range limiters {
-						if view[0].space == key.space && len(view[0].models) == 1 {
+						if view[0].space == key.Space && len(view[0].model.Rules) == 1 {
 							for _, l := range view {
-								require.False(t, l.remembersDenial(key.key, l.limit), title)
+								require.False(t, l.remembersDenial(key.Key, l.model.Limit), title)
 							}
 						}
 					}
 					continue
 				}
-				p := &q.parts[0]
-				result, ok := client.batcher.denials.lookup(key.space, p.rules, key.key, p.cost)
-				require.True(t, ok, "a denial of %v: %s", p.rules, title)
-				require.Equal(t, model.Duration(p.decision.RetryAfter), result.RetryAfter, title)
-				remembered[p.rules.Numbers().Algorithm]++
+				p := &q.Parts[0]
+				result, ok := client.engine.Denials.Lookup(key.Space, p.Rules, key.Key, p.Cost)
+				require.True(t, ok, "a denial of %v: %s", p.Rules, title)
+				require.Equal(t, model.Duration(p.Decision.RetryAfter), result.RetryAfter, title)
+				remembered[p.Rules.Numbers().Algorithm]++
 			}
 			for durable, want := range asModel {
 				require.Equal(t, want, storedRows(t, db.Pool, durable), title)
@@ -281,14 +282,14 @@ func TestOneOutageOpensOneBreaker(t *testing.T) {
 		}
 		db.set(turnedAway)
 		answered(false)
-		require.Equal(t, breakerFailures, db.statements())
+		require.Equal(t, engine.BreakerFailures, db.statements())
 		require.Len(t, events, 1)
 		require.Equal(t, 1, strings.Count(log.String(), "\n"))
 		for _, l := range returns {
 			_, err := l.Allow(t.Context(), "key")
 			require.ErrorIs(t, err, ErrUnavailable)
 		}
-		require.Equal(t, breakerFailures+len(returns), db.statements(), "they ask")
+		require.Equal(t, engine.BreakerFailures+len(returns), db.statements(), "they ask")
 
 		db.set(nil)
 		answered(false)
@@ -342,21 +343,21 @@ func TestLimiterThatReturnsErrorsAsksWhileTheBreakerIsOpen(t *testing.T) {
 				require.Equal(t, 1+i, db.statements())
 			}
 			_, err := AllowAll(t.Context(), one.Request("key", 1), closed.Request("key", 1))
-			require.ErrorIs(t, err, errNotTried)
+			require.ErrorIs(t, err, engine.ErrNotTried)
 			_, err = closed.Grant(t.Context(), "key", 1)
-			require.ErrorIs(t, err, errNotTried)
+			require.ErrorIs(t, err, engine.ErrNotTried)
 
 			// Each failure begins another pause.
-			elapse(breakerPause - 1)
+			elapse(engine.BreakerPause - 1)
 			require.ErrorIs(t, calls[0](), ErrUnavailable)
-			elapse(breakerPause - 1)
+			elapse(engine.BreakerPause - 1)
 			require.Equal(t, SourceFailedClosed, source(t, closed))
 			require.Equal(t, 1+len(calls), db.statements())
 
 			for _, call := range calls {
 				db.set(nil)
 				require.NoError(t, call())
-				require.False(t, one.client.batcher.breaker.isOpen(kindEphemeral))
+				require.False(t, one.client.engine.Batcher.Breaker.IsOpen(engine.KindEphemeral))
 				require.Equal(t, SourceDatabase, source(t, closed))
 				open(t, closed, db)
 			}
@@ -366,12 +367,12 @@ func TestLimiterThatReturnsErrorsAsksWhileTheBreakerIsOpen(t *testing.T) {
 		t.Parallel()
 		client := newClient(t, pgtest.Connect(t, pgtest.New(t)), ClientConfig{Timeout: amply})
 		l := client.limiter(t, Config{Name: "test", Policy: hourly})
-		for range breakerFailures {
-			client.batcher.breaker.report(kindEphemeral, turnedAwayError(), false)
+		for range engine.BreakerFailures {
+			client.engine.Batcher.Breaker.Report(engine.KindEphemeral, turnedAwayError(), false)
 		}
-		require.True(t, client.batcher.breaker.isOpen(kindEphemeral))
+		require.True(t, client.engine.Batcher.Breaker.IsOpen(engine.KindEphemeral))
 		require.Equal(t, SourceDatabase, source(t, l))
-		require.False(t, client.batcher.breaker.isOpen(kindEphemeral))
+		require.False(t, client.engine.Batcher.Breaker.IsOpen(engine.KindEphemeral))
 	})
 	t.Run("those in the queue", func(t *testing.T) {
 		t.Parallel()
@@ -401,7 +402,7 @@ func TestLimiterThatReturnsErrorsAsksWhileTheBreakerIsOpen(t *testing.T) {
 			ask(one)
 			wg.Wait()
 			// They take turns until it opens, and then only one of them asks.
-			require.Equal(t, breakerFailures-1+each, db.statements())
+			require.Equal(t, engine.BreakerFailures-1+each, db.statements())
 		})
 	})
 }
@@ -536,11 +537,11 @@ func TestHeldKeysOfFourLimitersLeaveConnections(t *testing.T) {
 		return nil, errors.Join(errs...)
 	})
 	testkit.WaitUntil(t, func() bool {
-		known, sure := client.batcher.held, 0
-		known.mu.Lock()
-		defer known.mu.Unlock()
-		for _, row := range known.rows {
-			if row.sure {
+		known, sure := client.engine.Batcher.Held, 0
+		known.Mu.Lock()
+		defer known.Mu.Unlock()
+		for _, row := range known.Rows {
+			if row.Sure {
 				sure++
 			}
 		}
@@ -556,7 +557,7 @@ func TestHeldKeysOfFourLimitersLeaveConnections(t *testing.T) {
 	require.NoError(t, holder.Commit(t.Context()))
 	_, err := done()
 	require.NoError(t, err)
-	require.LessOrEqual(t, asked.atOnce, client.config.MaxInFlight+1)
+	require.LessOrEqual(t, asked.atOnce, client.engine.Settings.MaxInFlight+1)
 	for _, l := range limiters {
 		require.EqualValues(t, 1+callers, taken(t, db.Pool, l.Config(), "held"))
 	}

@@ -8,6 +8,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/ratelimit/internal/engine"
 	"github.com/pgratelimit/ratelimit/internal/model"
 )
 
@@ -40,24 +41,24 @@ func BenchmarkGroupAndFinish(b *testing.B) {
 				Config{Name: "test", Policy: SlidingWindow{Limit: 1 << 20, Window: time.Hour}},
 			)
 			require.NoError(b, err)
-			batch := make([]*request, calls)
+			batch := make([]*engine.Request, calls)
 			for i := range batch {
 				batch[i] = l.newRequest(fmt.Sprint("user:", i%keys), 1)
 			}
-			var buf buffers
+			var buf engine.Buffers
 			b.ReportAllocs()
 			for done := calls; b.Loop(); done++ {
 				if done < calls {
 					continue
 				}
 				done = 0
-				for _, r := range buf.mergeAlike(batch) {
-					r.parts[0].decision.Granted = r.count
-					r.finish(nil)
+				for _, r := range buf.MergeAlike(batch) {
+					r.Parts[0].Decision.Granted = r.Count
+					r.Finish(nil)
 				}
 				for _, r := range batch {
-					<-r.done
-					if !r.result().Allowed {
+					<-r.Done
+					if !r.Outcome().Allowed {
 						b.Fatal("denied")
 					}
 				}

@@ -10,6 +10,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/ratelimit/internal/engine"
 	"github.com/pgratelimit/ratelimit/internal/model"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 )
@@ -46,7 +47,8 @@ func TestNewRefusesADatabaseThatCannotBeCompared(t *testing.T) {
 	}
 	for _, db := range []DBTX{tagged{pool, "a"}, &tagged{pool, []string{"a"}}} {
 		other := newLimiter(t, db, config)
-		require.NoError(t, newLimiter(t, db, config).checkRefund(forged(other, "key", 1).receipt, 1, 1))
+		taken := forged(other, "key", 1)
+		require.NoError(t, newLimiter(t, db, config).checkRefund(&taken, taken.taken.Receipt, 1, 1))
 	}
 }
 
@@ -215,12 +217,12 @@ func TestDefaults(t *testing.T) {
 
 	limiter, err := New(unusedPool(t), policy(FixedWindow{Limit: 1, Window: time.Second}))
 	require.NoError(t, err)
-	require.Equal(t, time.Second, limiter.client.config.Timeout)
-	require.Equal(t, 2, limiter.client.config.MaxInFlight)
-	require.Equal(t, 500, limiter.client.config.MaxBatch)
-	require.Equal(t, time.Second, limiter.client.config.DenialMaxAge)
-	require.NotNil(t, limiter.client.batcher.denials)
-	require.Equal(t, 250*time.Millisecond, limiter.client.batcher.held.patience())
+	require.Equal(t, time.Second, limiter.client.timeout)
+	require.Equal(t, 2, limiter.client.engine.Settings.MaxInFlight)
+	require.Equal(t, 500, limiter.client.engine.Settings.MaxBatch)
+	require.Equal(t, time.Second, limiter.client.engine.Settings.DenialMaxAge)
+	require.NotNil(t, limiter.client.engine.Denials)
+	require.Equal(t, 250*time.Millisecond, limiter.client.engine.Batcher.Held.Patience())
 }
 
 // A lock_timeout of 0 would wait for ever, and one beyond 2^31 - 1 is an error.
@@ -230,6 +232,6 @@ func TestLockTimeout(t *testing.T) {
 	for d, want := range map[time.Duration]int32{
 		0: 1, time.Microsecond: 1, time.Millisecond: 1, 1999 * time.Microsecond: 1, time.Second: 1000, math.MaxInt64: 1 << 30,
 	} {
-		require.Equal(t, want, *lockTimeout(d), d)
+		require.Equal(t, want, *engine.LockTimeout(d), d)
 	}
 }

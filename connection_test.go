@@ -184,8 +184,8 @@ func TestTurnsAreOfOneConnection(t *testing.T) {
 	tx, err := one.Begin(t.Context())
 	require.NoError(t, err)
 	config := Config{Name: "test", Policy: hourly}
-	require.Same(t, turn.Of(one), newLimiter(t, strangeTx{tx}, config).client.database.turn)
-	require.Nil(t, newLimiter(t, db.Pool, config).client.database.turn)
+	require.Same(t, turn.Of(one), newLimiter(t, strangeTx{tx}, config).client.engine.Database.Turn)
+	require.Nil(t, newLimiter(t, db.Pool, config).client.engine.Database.Turn)
 }
 
 // connless is a transaction that tells no connection.

@@ -27,7 +27,7 @@ func TestGrantMakesARowAndIsWritten(t *testing.T) {
 		require.EqualValues(t, 15, result.Remaining)
 		require.EqualValues(t, 10, result.Limit)
 		require.Positive(t, result.ResetAfter)
-		require.Len(t, storedRows(t, db.Pool, config.Durable), len(limiter.models))
+		require.Len(t, storedRows(t, db.Pool, config.Durable), len(limiter.model.Rules))
 
 		_, err = limiter.AllowN(t.Context(), "key", 11)
 		require.ErrorIs(t, err, ErrCostExceedsLimit)

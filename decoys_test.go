@@ -15,6 +15,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/ratelimit/internal/engine"
 	"github.com/pgratelimit/ratelimit/internal/modeltest"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/migrations"
@@ -113,7 +114,7 @@ func callEverything(t *testing.T, db *pgtest.DB, pool *pgxpool.Pool) error {
 					step.Name,
 				), Policy: policyOf(step.Policy.Numbers()), Durable: step.Durable, Client: ClientConfig{Timeout: amply, Test: frozen(time.UnixMicro(step.Clock))},
 			})
-			if err := limiter.decide(t.Context(), pool, slices.Clone(step.Elements), transaction{}); err != nil {
+			if err := limiter.decide(t.Context(), pool, slices.Clone(step.Elements), engine.Transaction{}); err != nil {
 				return fmt.Errorf("%s=%d: %v: %w", seedVariable, seed, step, err)
 			}
 		}
@@ -132,7 +133,7 @@ func callEverything(t *testing.T, db *pgtest.DB, pool *pgxpool.Pool) error {
 					}
 				}
 				several := []modeltest.Element{{Key: "three", Cost: 6, Count: 2}, {Key: "four", Cost: 6, Count: 2}} // of which one fits
-				if err := limiter.decide(t.Context(), pool, several, transaction{}); err != nil {
+				if err := limiter.decide(t.Context(), pool, several, engine.Transaction{}); err != nil {
 					return fmt.Errorf("several keys of %s: %w", config.Name, err)
 				}
 				config.Name, config.Policy = config.Name+" and more", All(

@@ -16,6 +16,7 @@ import (
 	"github.com/jackc/pgx/v5/pgtype"
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/ratelimit/internal/engine"
 	"github.com/pgratelimit/ratelimit/internal/model"
 	"github.com/pgratelimit/ratelimit/internal/modeltest"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
@@ -290,7 +291,7 @@ func (o *orders) start(call func() (Result, error)) (result Result, ended bool) 
 
 func (o *orders) allow() {
 	l, key := o.tier(), o.key()
-	n := 1 + o.random.Int64N(l.limit)
+	n := 1 + o.random.Int64N(l.model.Limit)
 	for range 1 + o.random.IntN(3)*o.random.IntN(3) { // together, they are one element of a count
 		got, ended := o.start(func() (Result, error) {
 			result, err := l.AllowN(context.Background(), key, n)
@@ -314,13 +315,14 @@ func (o *orders) check(l *Limiter, key string, n int64, got Result) {
 	got.Source, got.DecidedAt = SourceDatabase, got.DecidedAt.UTC()
 	var possible []Result
 	for _, rows := range o.history[o.told[key]:] {
-		row, clock, m := rows[key], time.Now(), l.models[0]
+		row, clock, m := rows[key], time.Now(), l.model.Rules[0]
 		if row.Algorithm != m.Numbers().Algorithm {
 			row.State = model.State{}
 		}
 		_, d := m.Decide(row.State, clock.UnixMicro(), n)
 		d.DecidedAt = clock.UTC()
-		possible = append(possible, (&part{rules: m, cost: n, decision: d}).result(1))
+		o := (&engine.Part{Rules: m, Cost: n, Decision: d}).Outcome(1)
+		possible = append(possible, resultOf(&o))
 	}
 	require.Contains(o.t, possible, got, "step %d of seed %d: %v, cost %d", o.step, o.seed, l.Config().Policy, n)
 }

@@ -12,6 +12,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/ratelimit/internal/engine"
 	"github.com/pgratelimit/ratelimit/internal/model"
 	"github.com/pgratelimit/ratelimit/internal/modeltest"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
@@ -24,29 +25,30 @@ func (c *setClock) now() time.Time { return c.at }
 
 // testDenials are denials under one policy.
 type testDenials struct {
-	*denials
+	*engine.Denials
 	policy model.Rules
-	space  *keyspace
+	space  *engine.Space
 }
 
 func newTestDenials(policy single, maxAge time.Duration) (testDenials, *setClock) {
 	clock := &setClock{at: time.Date(2026, 1, 1, 12, 0, 0, 0, time.UTC)}
-	return testDenials{newDenials(maxAge, clock.now), policy.one(), &keyspace{}}, clock
+	return testDenials{engine.NewDenials(maxAge, clock.now), policy.one(), &engine.Space{}}, clock
 }
 
 func (d testDenials) deny(key string, n int64) (Result, bool) {
-	return d.lookup(d.space, d.policy, key, n)
+	o, ok := d.Lookup(d.space, d.policy, key, n)
+	return resultOf(&o), ok
 }
 
-func (d testDenials) changed(key string, since *changes) { d.forget(d.space, key, since) }
+func (d testDenials) changed(key string, since *engine.Changes) { d.Forget(d.space, key, since) }
 
-func (d testDenials) remember(key string, denied model.Decision, asked, told time.Duration, since *changes) {
-	d.denials.remember(&part{space: d.space, rules: d.policy, key: key, decision: denied}, asked, told, since)
+func (d testDenials) remember(key string, denied model.Decision, asked, told time.Duration, since *engine.Changes) {
+	d.Remember(&engine.Part{Space: d.space, Rules: d.policy, Key: key, Decision: denied}, asked, told, since)
 }
 
 // remembersDenial tells whether a denial of a key is remembered that denies a cost of n.
 func (l *Limiter) remembersDenial(key string, n int64) bool {
-	_, ok := l.client.batcher.denials.lookup(l.space, l.models[0], key, n)
+	_, ok := l.client.engine.Denials.Lookup(l.space, l.model.Rules[0], key, n)
 	return ok
 }
 
@@ -56,8 +58,8 @@ func rememberDenied(d testDenials, key string, clock *setClock) {
 	s, _ := d.policy.Decide(model.State{}, at, d.policy.Numbers().Limit)
 	_, denied := d.policy.Decide(s, at, 1)
 	denied.DecidedAt = clock.at
-	since := d.snapshot()
-	d.remember(key, denied, d.elapsed(), d.elapsed(), &since)
+	since := d.Snapshot()
+	d.remember(key, denied, d.Elapsed(), d.Elapsed(), &since)
 }
 
 // The two limiters get the same requests, and only one remembers denials. With one process, a clock that goes
@@ -105,7 +107,7 @@ func TestDenialsNeverChangeADecision(t *testing.T) {
 						require.NoError(t, err)
 					}
 				case 1:
-					if last[key][0].receipt.leftover() > 0 {
+					if last[key][0].taken.Receipt.Left() > 0 {
 						for i, limiter := range []*Limiter{remembers, asks} {
 							_, err := limiter.Refund(ctx, last[key][i])
 							require.NoError(t, err)
@@ -193,9 +195,9 @@ func TestDenialAllowsForTheTimeThatTheStatementTook(t *testing.T) {
 	s, _ := d.policy.Decide(model.State{}, at, 1)
 	_, denied := d.policy.Decide(s, at, 1)
 	denied.DecidedAt = clock.at
-	asked, since := d.elapsed(), d.snapshot()
+	asked, since := d.Elapsed(), d.Snapshot()
 	clock.at = clock.at.Add(10 * time.Millisecond)
-	d.remember("key", denied, asked, d.elapsed(), &since)
+	d.remember("key", denied, asked, d.Elapsed(), &since)
 
 	result, ok := d.deny("key", 1)
 	require.True(t, ok)
@@ -237,11 +239,11 @@ func TestCachedDenialTellsTheTruthAtItsTime(t *testing.T) {
 						left.Remaining-random.Int64N(left.Remaining+1)/2,
 					)
 				}
-				asked, since := d.elapsed(), d.snapshot()
+				asked, since := d.Elapsed(), d.Snapshot()
 				elapse(clock, 200*time.Millisecond)
 				denied := model.Decision{State: taken, DecidedAt: clock.at}
 				elapse(clock, 200*time.Millisecond)
-				d.remember("key", denied, asked, d.elapsed(), &since)
+				d.remember("key", denied, asked, d.Elapsed(), &since)
 				for range 4 {
 					elapse(clock, 200*time.Millisecond)
 					cost := 1 + random.Int64N(1000)
@@ -267,13 +269,13 @@ func TestCachedDenialTellsTheTruthAtItsTime(t *testing.T) {
 func TestDenialDecidedBeforeAResetIsNotRemembered(t *testing.T) {
 	t.Parallel()
 	d, clock := newTestDenials(FixedWindow{Limit: 1, Window: time.Hour}, time.Second)
-	before := d.snapshot()
+	before := d.Snapshot()
 	at := clock.at.UnixMicro()
 	s, _ := d.policy.Decide(model.State{}, at, 1)
 	_, denied := d.policy.Decide(s, at, 1)
 	denied.DecidedAt = clock.at
 	d.changed("key", nil)
-	d.remember("key", denied, d.elapsed(), d.elapsed(), &before)
+	d.remember("key", denied, d.Elapsed(), d.Elapsed(), &before)
 	_, ok := d.deny("key", 1)
 	require.False(t, ok)
 
@@ -295,16 +297,16 @@ func TestDenialThatComesBackLateIsNotRemembered(t *testing.T) {
 	taken, _ := d.policy.Decide(model.State{}, at, 10)
 	_, denied := d.policy.Decide(taken, at, 1)
 	denied.DecidedAt = clock.at
-	remembered := func(since changes) bool {
-		d.remember("key", denied, d.elapsed(), d.elapsed(), &since)
+	remembered := func(since engine.Changes) bool {
+		d.remember("key", denied, d.Elapsed(), d.Elapsed(), &since)
 		_, ok := d.deny("key", 1)
 		return ok
 	}
 
-	late := d.snapshot()
+	late := d.Snapshot()
 	d.changed("key", nil)
 	require.False(t, remembered(late))
-	own := d.snapshot()
+	own := d.Snapshot()
 	d.changed("key", &own)
 	require.True(t, remembered(own), "10 of 64 were granted, and 54 were not")
 	d.changed("key", nil)
@@ -312,13 +314,13 @@ func TestDenialThatComesBackLateIsNotRemembered(t *testing.T) {
 
 	others := 0
 	for i := range 1000 {
-		since := d.snapshot()
+		since := d.Snapshot()
 		d.changed(fmt.Sprint("other ", i), nil)
 		if !remembered(since) {
 			others++
 		}
 	}
-	require.Less(t, others, 50, "of which one in %d is to be expected", len(changes{}.of))
+	require.Less(t, others, 50, "of which one in %d is to be expected", len(engine.Changes{}.Of))
 }
 
 // An element of several requests, the last of which were denied, is remembered.
@@ -343,27 +345,27 @@ func TestDenialsOfAnIdleLimiterAreSmall(t *testing.T) {
 	_, ok := d.deny("key", 1)
 	require.False(t, ok)
 	d.changed("key", nil)
-	_ = d.snapshot()
-	require.Nil(t, d.shards.Load())
-	require.LessOrEqual(t, unsafe.Sizeof([denialShards]denialShard{}), uintptr(1024))
+	_ = d.Snapshot()
+	require.Nil(t, d.Shards.Load())
+	require.LessOrEqual(t, unsafe.Sizeof([engine.DenialShards]engine.DenialShard{}), uintptr(1024))
 }
 
 // The first denial comes back when there is nothing yet to count changes in.
 func TestFirstDenial(t *testing.T) {
 	t.Parallel()
 	for name, c := range map[string]struct {
-		meanwhile  func(d testDenials, since *changes)
+		meanwhile  func(d testDenials, since *engine.Changes)
 		remembered bool
 	}{
-		"nothing happens":            {func(testDenials, *changes) {}, true},
-		"its own statement grants":   {func(d testDenials, since *changes) { d.changed("key", since) }, true},
-		"another grants":             {func(d testDenials, _ *changes) { d.changed("key", nil) }, false},
-		"another grants a neighbour": {func(d testDenials, _ *changes) { d.changed("other key", nil) }, false},
-		"another is denied, and the key is granted": {func(d testDenials, _ *changes) {
+		"nothing happens":            {func(testDenials, *engine.Changes) {}, true},
+		"its own statement grants":   {func(d testDenials, since *engine.Changes) { d.changed("key", since) }, true},
+		"another grants":             {func(d testDenials, _ *engine.Changes) { d.changed("key", nil) }, false},
+		"another grants a neighbour": {func(d testDenials, _ *engine.Changes) { d.changed("other key", nil) }, false},
+		"another is denied, and the key is granted": {func(d testDenials, _ *engine.Changes) {
 			rememberDenied(d, "other key", &setClock{at: t0})
 			d.changed("key", nil)
 		}, false},
-		"another is denied, and it is granted itself": {func(d testDenials, since *changes) {
+		"another is denied, and it is granted itself": {func(d testDenials, since *engine.Changes) {
 			rememberDenied(d, "other key", &setClock{at: t0})
 			d.changed("key", since)
 		}, true},
@@ -372,9 +374,9 @@ func TestFirstDenial(t *testing.T) {
 		s, _ := d.policy.Decide(model.State{}, clock.at.UnixMicro(), 1)
 		_, denied := d.policy.Decide(s, clock.at.UnixMicro(), 1)
 		denied.DecidedAt = clock.at
-		since := d.snapshot()
+		since := d.Snapshot()
 		c.meanwhile(d, &since)
-		d.remember("key", denied, d.elapsed(), d.elapsed(), &since)
+		d.remember("key", denied, d.Elapsed(), d.Elapsed(), &since)
 		_, ok := d.deny("key", 1)
 		require.Equal(t, c.remembered, ok, name)
 	}
@@ -392,7 +394,7 @@ func TestDenialsAgeThoughTheClockBeganAtZero(t *testing.T) {
 	})
 	require.Zero(t, read)
 	clock.at = t0
-	d := testDenials{l.client.batcher.denials, hourly.one(), l.space}
+	d := testDenials{l.client.engine.Denials, hourly.one(), l.space}
 	rememberDenied(d, "key", clock)
 	_, ok := d.deny("key", 1)
 	require.True(t, ok)
@@ -411,12 +413,12 @@ func TestDenialsStayBounded(t *testing.T) {
 		clock.at = clock.at.Add(5 * time.Microsecond) // five seconds in all
 	}
 	remembered := 0
-	shards := d.shards.Load()
+	shards := d.Shards.Load()
 	for i := range shards {
-		remembered += len(shards[i].young) + len(shards[i].old)
+		remembered += len(shards[i].Young) + len(shards[i].Old)
 	}
-	require.LessOrEqual(t, remembered, 2*maxDenials)
-	require.Greater(t, remembered, maxDenials/2)
+	require.LessOrEqual(t, remembered, 2*engine.MaxDenials)
+	require.Greater(t, remembered, engine.MaxDenials/2)
 }
 
 //nolint:paralleltest // AllocsPerRun counts everybody's
@@ -433,7 +435,7 @@ func TestCachedDenialNeedsNoMemory(t *testing.T) {
 func deniedLimiter(t testing.TB, policy single) *Limiter {
 	l, err := New(&pgxpool.Pool{}, Config{Name: "test", Policy: policy, Client: ClientConfig{DenialMaxAge: time.Hour}})
 	require.NoError(t, err)
-	rememberDenied(testDenials{l.client.batcher.denials, policy.one(), l.space}, "user:123", &setClock{at: time.Now()})
+	rememberDenied(testDenials{l.client.engine.Denials, policy.one(), l.space}, "user:123", &setClock{at: time.Now()})
 	return l
 }
 

@@ -12,6 +12,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/ratelimit/internal/engine"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/migrations"
 )
@@ -124,7 +125,7 @@ func TestKeyThatTheEncodingRefuses(t *testing.T) {
 					OnFailure: FailOpen(),
 				},
 			)
-			var calls []*request
+			var calls []*engine.Request
 			for i := range 64 {
 				key := fmt.Sprint("caller ", i)
 				if i == 17 {
@@ -255,7 +256,7 @@ func TestMixedBatchWithARefusedName(t *testing.T) {
 			config.ConnConfig.RuntimeParams["client_encoding"] = encoding
 		})
 		client := newClient(t, pool, ClientConfig{Timeout: amply})
-		var batch []*request
+		var batch []*engine.Request
 		wrong := map[int]bool{}
 		for i, name := range names {
 			limiter := client.limiter(t, Config{Name: name, Policy: hourly, Durable: i%2 == 0})
@@ -332,7 +333,7 @@ func TestSchemaThatIsNotASCII(t *testing.T) {
 				for call, err := range map[string]error{
 					"Allow": func() error { _, err := limiter.Allow(t.Context(), "key"); return err }(),
 					"Reset": limiter.Reset(t.Context(), "key"),
-					"load":  policies.load(t.Context(), pool, amply),
+					"load":  policies.table.Load(t.Context(), pool, amply),
 				} {
 					if client == "UTF8" {
 						require.NoError(t, err, call)

@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/pgratelimit/ratelimit/internal/algorithm"
+	"github.com/pgratelimit/ratelimit/internal/engine"
 	"github.com/pgratelimit/ratelimit/internal/pg"
 )
 
@@ -204,36 +205,34 @@ func (e *WaitError) Error() string {
 func (e *WaitError) Is(target error) bool { return target == ErrWouldExceedDeadline }
 
 // StoreError is a failure of the database, or on the way to it: one or more of ErrNotMigrated to
-// ErrOutcomeUnknown. It wraps the driver's error, which may be a *pgconn.PgError.
-type StoreError = pg.Error
-
-// keyHeld is what callers are told whose key is held.
-func keyHeld() error {
-	return pg.NewError(errStillHeld, ErrTimeout, ErrKeyHeld)
+// ErrOutcomeUnknown.
+type StoreError struct {
+	Err error // has these, and wraps the driver's error, which may be a *pgconn.PgError
 }
 
-var (
-	errStillHeld = errors.New("it was held each time that it was asked for, and nothing was taken")
-	// errOthersHeld is for callers whom held rows have kept from being decided in time. The rows may be those
-	// of other callers, or their own, which one transaction after the other has held.
-	errOthersHeld error = pg.NewError(pg.ErrHeldUp, ErrTimeout)
-)
+func (e *StoreError) Error() string { return e.Err.Error() }
 
-// errNotTried is why a call is not made while the breaker is open. The callers of Allow, Peek and Wait get the
-// answer of OnFailure instead.
-var errNotTried error = pg.NewError(
-	errors.New("it has just failed, and is tried by one call at a time; this was not the one"), ErrUnavailable)
+func (e *StoreError) Unwrap() error { return e.Err }
 
-// errNotAsked is why a call is given up that has waited too long in the process.
-var errNotAsked error = pg.NewError(
-	errors.New("the statements before this one took that long; it was not asked"), ErrTimeout)
-
-// errNoConnection is why a call is given up that has waited too long behind statements without a connection.
-var errNoConnection error = pg.NewError(
-	errors.New("the statements before this one got none; it was not asked"), ErrPoolExhausted, ErrTimeout)
-
-// gaveUp is what callers get whose context has ended.
-func gaveUp(err error) error { return fmt.Errorf("ratelimit: gave up waiting: %w", err) }
+// publicError makes an error that callers know of one of package engine or pg.
+func publicError(err error) error {
+	switch _, store := err.(*pg.Error); { //nolint:errorlint // they wrap none
+	case store:
+		return &StoreError{err}
+	case err == nil:
+		return nil
+	case errors.Is(err, pg.ErrKeyRefused):
+		return errRefused
+	case errors.Is(err, pg.ErrNameRefused):
+		return errNameRefused
+	case errors.Is(err, engine.ErrMemoryTx):
+		return errMemoryTx
+	}
+	if zone, ok := errors.AsType[*engine.ZoneError](err); ok {
+		return &ConfigError{Field: "Config.Policy.Zone", Reason: fmt.Sprintf("is %q, %s", zone.Zone, zone.Why)}
+	}
+	return err
+}
 
 var (
 	// errRefused is for a key that Go accepts and the database does not.
@@ -245,12 +244,16 @@ var (
 		Reason: "cannot be stored in the encoding of the database, or of the connection, " +
 			"or has more than 128 bytes in it; use ASCII, a database in UTF8, and client_encoding=UTF8",
 	}
+	// errMemoryTx is for a transaction with a limiter in memory.
+	errMemoryTx error = &ConfigError{
+		Field: "tx",
+		Reason: "cannot be used with a limiter in memory (package ratelimittest); " +
+			"test what asks in a transaction on Postgres",
+	}
 )
 
-// errZone is for all callers of a limiter with such a time zone.
-func errZone(zone, why string) error {
-	return &ConfigError{Field: "Config.Policy.Zone", Reason: fmt.Sprintf("is %q, %s", zone, why)}
-}
+// gaveUp is what callers get whose context has ended.
+func gaveUp(err error) error { return engine.GaveUp(err) }
 
 // policyForms is what an error of ParsePolicy shows.
 func policyForms() string {

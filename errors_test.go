@@ -24,6 +24,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit/internal/algorithm"
+	"github.com/pgratelimit/ratelimit/internal/engine"
 	"github.com/pgratelimit/ratelimit/internal/pg"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/migrations"
@@ -77,11 +78,11 @@ func everyTxCall(l *Limiter, tx pgx.Tx, key string) map[string]func() error {
 
 // forged is a result of a take that there was not.
 func forged(l *Limiter, key string, n int64) Result {
-	r := newReceipt(l.space, l.Config().Policy, key, n, len(l.models))
-	for i := range r.parts {
-		r.parts[i].Units = n
+	r := engine.NewReceipt(l.space, l.model, key, n)
+	for i := range r.Parts {
+		r.Parts[i].Units = n
 	}
-	return Result{Allowed: true, receipt: r}
+	return Result{Allowed: true, taken: engine.Taken{Receipt: r}}
 }
 
 // requireKinds requires a StoreError of exactly these kinds, which does not show the key.
@@ -293,7 +294,7 @@ func TestVersionOfTheSchema(t *testing.T) {
 
 	all, err := fs.Glob(migrations.FS, "*.sql")
 	require.NoError(t, err)
-	require.Len(t, all, schemaVersion)
+	require.Len(t, all, pg.SchemaVersion)
 
 	db := pgtest.New(t)
 	limiter := newLimiter(
@@ -312,7 +313,7 @@ func TestVersionOfTheSchema(t *testing.T) {
 			),
 		)
 	}
-	version(schemaVersion + 1)
+	version(pg.SchemaVersion + 1)
 	for name, call := range everyCall(limiter, "personal") {
 		require.NoError(t, call(), name)
 	}
@@ -328,9 +329,9 @@ func TestVersionOfTheSchema(t *testing.T) {
 		kind error
 		says string
 	}{
-		schemaVersion - 1: {ErrNotMigrated, "version 2 of the migrations, and what is missing came later; this release was made for version 3"},
-		schemaVersion:     {ErrNotMigrated, "version 3 of the migrations, which has what is missing"},
-		schemaVersion + 1: {ErrNewerSchema, "version 4 of the migrations, which has it no longer; this release was made for version 3"},
+		pg.SchemaVersion - 1: {ErrNotMigrated, "version 2 of the migrations, and what is missing came later; this release was made for version 3"},
+		pg.SchemaVersion:     {ErrNotMigrated, "version 3 of the migrations, which has what is missing"},
+		pg.SchemaVersion + 1: {ErrNewerSchema, "version 4 of the migrations, which has it no longer; this release was made for version 3"},
 	} {
 		version(n)
 		for name, call := range everyCall(limiter, "personal") {
@@ -480,7 +481,7 @@ func TestStoreErrors(t *testing.T) {
 			Message:             "words of the database",
 			Detail:              "Key (key)=(personal)",
 		}
-		err := pg.Translate(fmt.Errorf("driver: %w", pgErr), c.sent)
+		err := publicError(pg.Translate(fmt.Errorf("driver: %w", pgErr), c.sent))
 		requireKinds(t, err, "personal", c.want...)
 		require.Contains(t, err.Error(), "words of the database")
 		var got *pgconn.PgError
@@ -502,7 +503,7 @@ func TestStoreErrors(t *testing.T) {
 		{notSent{}, true, []error{ErrUnavailable}},
 		{notSent{}, false, []error{ErrUnavailable}},
 	} {
-		err := pg.Translate(fmt.Errorf("driver: %w", c.err), c.sent)
+		err := publicError(pg.Translate(fmt.Errorf("driver: %w", c.err), c.sent))
 		requireKinds(t, err, "personal", c.want...)
 		require.ErrorIs(t, err, c.err)
 	}

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"time"
 
+	"github.com/pgratelimit/ratelimit/internal/policytable"
 	"github.com/pgratelimit/ratelimit/internal/rulebook"
 )
 
@@ -65,23 +66,23 @@ func (l *Limiter) Explain(ctx context.Context, key string) (Explanation, error) 
 	if err != nil {
 		return Explanation{}, err
 	}
-	e := Explanation{Mode: string(modeEnforce), Policy: l.policy, State: state}
-	p := l.space.policies
-	if p == nil {
+	e := Explanation{Mode: string(policytable.ModeEnforce), Policy: l.policy, State: state}
+	if l.view == nil {
 		return e, nil
 	}
-	e.Age = p.Status().Age
-	if p.clock.Load() == nil { // OnFailure has answered
+	e.Age = l.policies.Status().Age
+	if !l.view.Table.IsReady() { // OnFailure has answered
 		return e, nil
 	}
-	r := l.rule(key)
-	if beside := l.shadowOf(key); beside != nil && (r == nil || r.Value.mode == modeEnforce) {
-		e.Shadow, e.ShadowRow = beside.Value.policy, beside.ID
+	r := l.view.Row(l.model, key)
+	if beside := l.view.Shadow(key); beside != nil && (r == nil || r.Value.Mode == policytable.ModeEnforce) {
+		e.Shadow, e.ShadowRow = policyFrom(beside.Value.Policy), beside.ID
 	}
 	if r == nil {
 		return e, nil
 	}
-	e.Row, e.Mode, e.Policy = r.ID, string(r.Value.mode), r.Value.policy
+	e.Row, e.Mode = r.ID, string(r.Value.Mode)
+	e.Policy = policyFrom(r.Value.Policy)
 	switch r.Target {
 	case rulebook.Key:
 		e.Origin = OriginKey
@@ -90,9 +91,9 @@ func (l *Limiter) Explain(ctx context.Context, key string) (Explanation, error) 
 	default:
 		e.Origin = OriginEverybody
 	}
-	e.Learnt = time.UnixMicro(r.Value.learnt)
-	if r.Value.until != noEnd {
-		e.Until = time.UnixMicro(r.Value.until)
+	e.Learnt = time.UnixMicro(r.Value.Learnt)
+	if r.Value.Until != policytable.NoEnd {
+		e.Until = time.UnixMicro(r.Value.Until)
 	}
 	return e, nil
 }

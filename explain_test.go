@@ -53,9 +53,9 @@ func TestExplain(t *testing.T) {
 	// To read all again is no news, and another policy is.
 	first, err := l.Explain(t.Context(), "other")
 	require.NoError(t, err)
-	p.mu.Lock()
-	p.version = nil
-	p.mu.Unlock()
+	p.table.Mu.Lock()
+	p.table.Version = nil
+	p.table.Mu.Unlock()
 	p.knows(t, db.Pool)
 	again, err := l.Explain(t.Context(), "other")
 	require.NoError(t, err)

@@ -10,6 +10,7 @@ import (
 	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/ratelimit/internal/engine"
 	"github.com/pgratelimit/ratelimit/internal/pg"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
@@ -78,7 +79,7 @@ func TestWhatIsAnOutage(t *testing.T) {
 					db := newModelDB()
 					db.set(c.away)
 					l := newLimiter(t, db, Config{Name: "test", Policy: hourly, OnFailure: mode})
-					for range 2 * breakerFailures {
+					for range 2 * engine.BreakerFailures {
 						result, err := l.Allow(t.Context(), "key")
 						now := time.Now()
 						peeked, peekErr := l.Peek(t.Context(), "key")
@@ -100,18 +101,18 @@ func TestWhatIsAnOutage(t *testing.T) {
 						require.Equal(t, int64(100), result.Limit)
 						require.Equal(t, now, result.DecidedAt)
 					}
-					require.Equal(t, c.outage, l.client.batcher.breaker.isOpen(kindEphemeral))
+					require.Equal(t, c.outage, l.client.engine.Batcher.Breaker.IsOpen(engine.KindEphemeral))
 				}
 				for _, mode := range []FailureMode{{}, ReturnError()} {
 					db := newModelDB()
 					db.set(c.away)
 					l := newLimiter(t, db, Config{Name: "test", Policy: hourly, OnFailure: mode})
-					for range 2 * breakerFailures {
+					for range 2 * engine.BreakerFailures {
 						_, err := l.Allow(t.Context(), "key")
 						require.Error(t, err)
 					}
 					asked, _ := db.counts()
-					require.GreaterOrEqual(t, asked, 2*breakerFailures, "there is no breaker")
+					require.GreaterOrEqual(t, asked, 2*engine.BreakerFailures, "there is no breaker")
 				}
 			})
 		})
@@ -144,7 +145,7 @@ func TestWhatStaysAnErrorInAnOutage(t *testing.T) {
 		l := newLimiter(t, postgres.Pool, Config{Name: "test", Policy: hourly, OnFailure: mode})
 		tx := pgtest.Begin(t, postgres)
 		require.NoError(t, tx.Conn().Close(t.Context()))
-		for range breakerFailures + 1 {
+		for range engine.BreakerFailures + 1 {
 			_, err := l.WithTx(tx).Allow(t.Context(), "key")
 			require.ErrorIs(t, err, ErrUnavailable)
 		}
@@ -174,8 +175,8 @@ func TestOnFailureOfASingleConnection(t *testing.T) {
 			t.Error(result, err)
 		}
 	})
-	require.True(t, l.client.batcher.breaker.isOpen(kindEphemeral))
-	require.ErrorIs(t, l.client.queues.first().submit(t.Context(), l.newRequest("key", 1)), errNotTried)
+	require.True(t, l.client.engine.Batcher.Breaker.IsOpen(engine.KindEphemeral))
+	require.ErrorIs(t, l.client.engine.Queues.First().Submit(t.Context(), l.newRequest("key", 1)), engine.ErrNotTried)
 }
 
 func TestFailedClosedIsARetryableDenial(t *testing.T) {
@@ -187,7 +188,7 @@ func TestFailedClosedIsARetryableDenial(t *testing.T) {
 	require.NoError(t, err)
 	require.WithinDuration(t, time.Now(), result.DecidedAt, amply)
 	result.DecidedAt = time.Time{}
-	require.Equal(t, Result{Source: SourceFailedClosed, Limit: 100, RetryAfter: breakerPause}, result)
+	require.Equal(t, Result{Source: SourceFailedClosed, Limit: 100, RetryAfter: engine.BreakerPause}, result)
 }
 
 // A key has its share once for a window, over any number of outages, beside what the database grants it.
@@ -220,9 +221,9 @@ func TestFallbackGrantsItsShareAndNoMore(t *testing.T) {
 				open(t, l, db)
 				allow(5)
 				db.set(nil)
-				elapse(breakerPause)
+				elapse(engine.BreakerPause)
 				allow(1)
-				require.False(t, l.client.batcher.breaker.isOpen(kindEphemeral))
+				require.False(t, l.client.engine.Batcher.Breaker.IsOpen(engine.KindEphemeral))
 			}
 			allow(100)
 			require.Equal(t, map[Source]int{SourceDatabase: 100, SourceFallback: 7}, admitted)
@@ -253,15 +254,15 @@ func TestAllowAllInAnOutage(t *testing.T) {
 			db,
 			Config{Name: name, Policy: hourly, OnFailure: FailOpen(), Client: ClientConfig{Timeout: amply}},
 		)
-		for range breakerFailures {
-			l.client.batcher.breaker.report(kindEphemeral, pg.Translate(errors.New("broken"), true), false)
+		for range engine.BreakerFailures {
+			l.client.engine.Batcher.Breaker.Report(engine.KindEphemeral, pg.Translate(errors.New("broken"), true), false)
 		}
 		_, err := AllowAll(t.Context(), l.Request("key", 1))
-		require.ErrorIs(t, err, errNotTried)
-		l.client.batcher.breaker.begin = l.client.batcher.breaker.begin.Add(-breakerPause)
+		require.ErrorIs(t, err, engine.ErrNotTried)
+		l.client.engine.Batcher.Breaker.Begin = l.client.engine.Batcher.Breaker.Begin.Add(-engine.BreakerPause)
 		results, err := AllowAll(t.Context(), l.Request("key", 1))
 		require.NoError(t, err)
 		require.True(t, results.Allowed)
-		require.False(t, l.client.batcher.breaker.isOpen(kindEphemeral))
+		require.False(t, l.client.engine.Batcher.Breaker.IsOpen(engine.KindEphemeral))
 	}
 }

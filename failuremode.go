@@ -1,12 +1,11 @@
 package ratelimit
 
 import (
-	"errors"
 	"fmt"
 	"time"
 
+	"github.com/pgratelimit/ratelimit/internal/engine"
 	"github.com/pgratelimit/ratelimit/internal/model"
-	"github.com/pgratelimit/ratelimit/internal/pg"
 )
 
 // FailureMode is what a limiter answers when Postgres is away or too slow, the table is locked, or the application
@@ -63,38 +62,17 @@ func (m FailureMode) String() string {
 	}
 }
 
-// isAway tells whether OnFailure answers an error, because Postgres is away or slow. A fault of the set-up does not
-// count: it has to be seen, and waiting does not mend it. A row that somebody's transaction holds does not either.
-// Postgres has answered then, and callers who can keep a row locked must not be let through for it. A locked table
-// is an outage. So is an exhausted pool, because a Postgres that answers nobody fills the application's pool, too.
-func isAway(err error) bool {
-	_, ok := errors.AsType[*StoreError](err)
-	return ok && !pg.RowHeld(err) && !errors.Is(err, ErrSetup) &&
-		(errors.Is(err, ErrUnavailable) || errors.Is(err, ErrTimeout) || errors.Is(err, ErrOutcomeUnknown))
-}
-
 // answerOnFailure is what OnFailure answers to a request that the database does not decide.
-func (l *Limiter) answerOnFailure(key string, n int64) Result {
+func (l *Limiter) answerOnFailure(policy *model.Policy, key string, n int64) Result {
 	switch l.onFailure.answer {
 	case failOpen:
-		return Result{Allowed: true, Source: SourceFailedOpen, Limit: l.limit, DecidedAt: time.Now()}
+		return Result{Allowed: true, Source: SourceFailedOpen, Limit: policy.Limit, DecidedAt: time.Now()}
 	case fallbackLocal:
-		r := l.newRequest(key, n)
-		l.client.fallback.Load().take(r, l.shares)
-		for i := range r.parts {
-			if d := &r.parts[i].decision; d.RetryAfter == model.Never { // the share is too small for it
-				d.RetryAfter = model.Micros(breakerPause)
-			}
-		}
-		result := r.result()
-		result.Source, result.receipt = SourceFallback, nil
-		if result.each != nil {
-			for i := range *result.each {
-				(*result.each)[i].Source = SourceFallback
-			}
-		}
-		return result
+		o := l.client.engine.FallBack(l.question(policy, key, n), l.onFailure.share)
+		return resultOf(&o)
 	default:
-		return Result{Source: SourceFailedClosed, Limit: l.limit, RetryAfter: breakerPause, DecidedAt: time.Now()}
+		return Result{
+			Source: SourceFailedClosed, Limit: policy.Limit, RetryAfter: engine.BreakerPause, DecidedAt: time.Now(),
+		}
 	}
 }

@@ -13,19 +13,20 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/ratelimit/internal/engine"
 	"github.com/pgratelimit/ratelimit/internal/model"
 )
 
-func newTestFallback(clock *setClock) *fallback {
-	return newFallback(clock.now)
+func newTestFallback(clock *setClock) *engine.Fallback {
+	return engine.NewFallback(clock.now)
 }
 
 // decide decides a request of a limiter with one policy.
-func (f *fallback) decide(policy single, key string, n int64) (model.Decision, time.Time) {
-	var r request
-	r.add(&keyspace{name: "test"}, policy.rules(), key, n, nil)
-	f.take(&r, policy.rules())
-	d := r.parts[0].decision
+func decideBy(f *engine.Fallback, policy single, key string, n int64) (model.Decision, time.Time) {
+	var r engine.Request
+	r.Add(&engine.Space{Name: "test"}, policyModel(policy), key, n, nil)
+	f.Take(&r, policy.rules())
+	d := r.Parts[0].Decision
 	at := d.DecidedAt
 	d.DecidedAt = time.Time{}
 	return d, at
@@ -86,12 +87,12 @@ func TestFallbackOfSeveralPolicies(t *testing.T) {
 			},
 			ask(1),
 		)
-		f := l.client.fallback.Load()
-		row := f.hash(&part{space: l.space, name: "test", key: "key"})
+		f := l.client.engine.Fallback
+		row := f.Hash(&engine.Part{Space: l.space, Name: "test", Key: "key"})
 		require.Equal(
 			t,
 			int64(3),
-			f.one(model.FixedWindow{Limit: 3, Window: time.Second}, row, 0, 0, time.Now().UnixMicro(), false).Remaining,
+			f.One(model.FixedWindow{Limit: 3, Window: time.Second}, row, 0, 0, time.Now().UnixMicro(), false).Remaining,
 		)
 	})
 }
@@ -114,7 +115,7 @@ func TestFallbackDecidesAsTheModel(t *testing.T) {
 			cost := random.Int64N(7)
 			var want model.Decision
 			states[key], want = policy.one().Decide(states[key], clock.at.UnixMicro(), cost)
-			got, now := f.decide(policy, key, cost)
+			got, now := decideBy(f, policy, key, cost)
 			require.Equal(t, want, got, "step %d of seed %d", step, seed)
 			require.Equal(t, clock.at, now)
 			clock.at = clock.at.Add(time.Duration(random.Int64N(400_000)) * time.Microsecond)
@@ -126,12 +127,12 @@ func TestFallbackDecidesAsTheModel(t *testing.T) {
 func TestFallbackKeepsAlgorithmsApart(t *testing.T) {
 	t.Parallel()
 	f := newTestFallback(&setClock{at: t0})
-	_, _ = f.decide(FixedWindow{Limit: 5, Window: time.Hour}, "key", 5)
-	d, _ := f.decide(FixedWindow{Limit: 7, Window: time.Hour}, "key", 0)
+	_, _ = decideBy(f, FixedWindow{Limit: 5, Window: time.Hour}, "key", 5)
+	d, _ := decideBy(f, FixedWindow{Limit: 7, Window: time.Hour}, "key", 0)
 	require.Equal(t, int64(2), d.Remaining)
-	d, _ = f.decide(TokenBucket{Capacity: 5, Refill: 1, Every: time.Hour}, "key", 1)
+	d, _ = decideBy(f, TokenBucket{Capacity: 5, Refill: 1, Every: time.Hour}, "key", 1)
 	require.Equal(t, int64(4), d.Remaining)
-	require.Equal(t, localSize(hourly.one()), f.used)
+	require.Equal(t, engine.LocalSize(hourly.one()), f.Used)
 }
 
 // A flood of keys takes a bounded amount of memory, however long the keys are. It gains nothing for a key that is
@@ -141,10 +142,10 @@ func TestFallbackIsBounded(t *testing.T) {
 	clock := &setClock{at: t0}
 	f := newTestFallback(clock)
 	policy := FixedWindow{Limit: 2, Window: time.Minute}
-	maxLocal := localMemory / localSize(policy.one())
+	maxLocal := engine.LocalMemory / engine.LocalSize(policy.one())
 	require.Equal(t, 65536, maxLocal)
 	allowed := func(key string) bool {
-		d, _ := f.decide(policy, key, 1)
+		d, _ := decideBy(f, policy, key, 1)
 		return d.Granted == 1
 	}
 	require.True(t, allowed("known"))
@@ -158,7 +159,7 @@ func TestFallbackIsBounded(t *testing.T) {
 		}
 	}
 	require.Equal(t, maxLocal-2+2, admitted)
-	require.Len(t, f.states, maxLocal+1)
+	require.Len(t, f.States, maxLocal+1)
 	require.False(t, allowed("known"))
 	require.True(t, allowed("half"))
 	require.False(t, allowed("half"))
@@ -169,14 +170,14 @@ func TestFallbackIsBounded(t *testing.T) {
 	require.True(t, allowed("new"), "from the share that is shared")
 	require.True(t, allowed("newer"))
 	require.False(t, allowed("new"), "it was looked for room a moment ago")
-	require.Len(t, f.states, maxLocal+1)
+	require.Len(t, f.States, maxLocal+1)
 	clock.at = clock.at.Add(time.Second)
 	require.True(t, allowed("new"))
 	require.True(t, allowed("new"))
 	require.False(t, allowed("new"))
 	require.True(t, allowed("newer"))
-	require.Len(t, f.states, 3) // with the shared one
-	require.Equal(t, 3*localSize(policy.one()), f.used)
+	require.Len(t, f.States, 3) // with the shared one
+	require.Equal(t, 3*engine.LocalSize(policy.one()), f.Used)
 }
 
 // With may ask for keys under any policies. The memory of their states is accounted for and bounded, and a state
@@ -190,18 +191,18 @@ func TestFallbackIsBoundedThroughWith(t *testing.T) {
 	requireAccounted := func() {
 		t.Helper()
 		used := 0
-		for _, known := range f.states {
-			used += known.size
+		for _, known := range f.States {
+			used += known.Size
 			require.LessOrEqual(
 				t,
-				int(unsafe.Sizeof(uint64(0))+unsafe.Sizeof(known))+len(known.state.Log),
-				known.size,
+				int(unsafe.Sizeof(uint64(0))+unsafe.Sizeof(known))+len(known.State.Log),
+				known.Size,
 				"seed %d",
 				seed,
 			)
 		}
-		require.Equal(t, used, f.used, "seed %d", seed)
-		require.LessOrEqual(t, used, localMemory+localSize(model.SlidingLog{Limit: model.MaxLogLimit}), "seed %d", seed)
+		require.Equal(t, used, f.Used, "seed %d", seed)
+		require.LessOrEqual(t, used, engine.LocalMemory+engine.LocalSize(model.SlidingLog{Limit: model.MaxLogLimit}), "seed %d", seed)
 	}
 	policies := []single{
 		hourly, SlidingLog{Limit: 1, Window: time.Minute}, SlidingLog{Limit: 50, Window: time.Hour},
@@ -209,26 +210,26 @@ func TestFallbackIsBoundedThroughWith(t *testing.T) {
 		CalendarWindow{Limit: 5, Unit: CalendarMinute, Zone: "Asia/Kolkata"},
 	}
 	for range 20_000 {
-		_, _ = f.decide(policies[random.IntN(len(policies))], fmt.Sprint(random.IntN(5)), 1+random.Int64N(2))
+		_, _ = decideBy(f, policies[random.IntN(len(policies))], fmt.Sprint(random.IntN(5)), 1+random.Int64N(2))
 		clock.at = clock.at.Add(time.Duration(random.IntN(1000)) * time.Millisecond)
 	}
 	requireAccounted()
 
 	// As many keys as there is room for, and then some of them under the largest policy.
 	small, large := SlidingLog{Limit: 2, Window: time.Hour}, SlidingLog{Limit: model.MaxLogLimit, Window: time.Hour}
-	for i := range localMemory / localSize(small.one()) {
-		_, _ = f.decide(small, fmt.Sprint("key ", i), 1)
+	for i := range engine.LocalMemory / engine.LocalSize(small.one()) {
+		_, _ = decideBy(f, small, fmt.Sprint("key ", i), 1)
 		clock.at = clock.at.Add(time.Microsecond)
 	}
 	requireAccounted()
 	for i := range 2000 {
-		_, _ = f.decide(large, fmt.Sprint("key ", i), 1)
+		_, _ = decideBy(f, large, fmt.Sprint("key ", i), 1)
 		clock.at = clock.at.Add(time.Microsecond)
 	}
 	requireAccounted()
 	clock.at = clock.at.Add(2 * time.Hour)
-	for i := range localMemory / localSize(large.one()) {
-		d, _ := f.decide(large, fmt.Sprint("key ", i), 1)
+	for i := range engine.LocalMemory / engine.LocalSize(large.one()) {
+		d, _ := decideBy(f, large, fmt.Sprint("key ", i), 1)
 		require.EqualValues(t, model.MaxLogLimit-1, d.Remaining, "it has a state of its own, since the others have expired")
 	}
 	requireAccounted()
@@ -238,14 +239,14 @@ func TestFallbackIsBoundedThroughWith(t *testing.T) {
 func TestFallbackCountsElapsedTime(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
-		f := newFallback(nil)
+		f := engine.NewFallback(nil)
 		policy := FixedWindow{Limit: 1, Window: time.Minute}
-		_, _ = f.decide(policy, "key", 1)
+		_, _ = decideBy(f, policy, "key", 1)
 		elapse(time.Minute - time.Microsecond)
-		d, _ := f.decide(policy, "key", 1)
+		d, _ := decideBy(f, policy, "key", 1)
 		require.Equal(t, model.Decision{RetryAfter: 1, ResetAfter: 1, State: d.State, Taken: d.Taken}, d)
 		elapse(time.Microsecond)
-		d, _ = f.decide(policy, "key", 1)
+		d, _ = decideBy(f, policy, "key", 1)
 		require.EqualValues(t, 1, d.Granted)
 	})
 }
@@ -260,7 +261,7 @@ func TestCostAboveTheShareIsDenied(t *testing.T) {
 		require.NoError(t, err)
 		require.Equal(
 			t,
-			Result{Source: SourceFallback, Limit: 100, Remaining: 10, RetryAfter: breakerPause, DecidedAt: time.Now()},
+			Result{Source: SourceFallback, Limit: 100, Remaining: 10, RetryAfter: engine.BreakerPause, DecidedAt: time.Now()},
 			result,
 		)
 		result, err = l.AllowN(t.Context(), "key", 10)
@@ -285,15 +286,15 @@ func TestShares(t *testing.T) {
 		{1 << 62, 1, 1 << 62}, {1<<62 - 1, 1, 1<<62 - 1}, {1 << 62, 0.5, 1 << 61},
 	} {
 		if c.limit < 1<<60 {
-			require.Equal(t, c.want, shareOf(c.limit, c.share), "%v of %d", c.share, c.limit)
+			require.Equal(t, c.want, engine.ShareOf(c.limit, c.share), "%v of %d", c.share, c.limit)
 		} else {
-			require.InEpsilon(t, c.want, shareOf(c.limit, c.share), 1e-11)
-			require.LessOrEqual(t, shareOf(c.limit, c.share), c.limit)
+			require.InEpsilon(t, c.want, engine.ShareOf(c.limit, c.share), 1e-11)
+			require.LessOrEqual(t, engine.ShareOf(c.limit, c.share), c.limit)
 		}
 	}
 	for limit := int64(1); limit <= 1000; limit++ {
 		for n := int64(1); n <= 50; n++ {
-			require.Equal(t, max(limit/n, 1), shareOf(limit, 1/float64(n)), "a %dth of %d", n, limit)
+			require.Equal(t, max(limit/n, 1), engine.ShareOf(limit, 1/float64(n)), "a %dth of %d", n, limit)
 		}
 	}
 }
@@ -303,22 +304,22 @@ func TestShares(t *testing.T) {
 func TestScaledPolicies(t *testing.T) {
 	t.Parallel()
 	bucket := TokenBucket{Capacity: 100, Refill: 5, Every: 10 * time.Second}
-	require.Equal(t, FixedWindow{Limit: 20, Window: time.Hour}, policyOf(scaled(hourly.one().Numbers(), 0.2)))
+	require.Equal(t, FixedWindow{Limit: 20, Window: time.Hour}, policyOf(engine.Scaled(hourly.one().Numbers(), 0.2)))
 	require.Equal(
 		t,
 		SlidingWindow{Limit: 20, Window: time.Hour},
-		policyOf(scaled(SlidingWindow(hourly).one().Numbers(), 0.2)),
+		policyOf(engine.Scaled(SlidingWindow(hourly).one().Numbers(), 0.2)),
 	)
 	require.Equal(
 		t,
 		TokenBucket{Capacity: 10, Refill: 5, Every: 100 * time.Second},
-		policyOf(scaled(bucket.one().Numbers(), 0.1)),
+		policyOf(engine.Scaled(bucket.one().Numbers(), 0.1)),
 	)
-	require.Equal(t, bucket, policyOf(scaled(bucket.one().Numbers(), 1)))
+	require.Equal(t, bucket, policyOf(engine.Scaled(bucket.one().Numbers(), 1)))
 	require.NoError(
 		t,
 		policyOf(
-			scaled(TokenBucket{Capacity: 8914236150213484, Refill: 4, Every: time.Microsecond}.one().Numbers(), 0.237),
+			engine.Scaled(TokenBucket{Capacity: 8914236150213484, Refill: 4, Every: time.Microsecond}.one().Numbers(), 0.237),
 		).validate(),
 	)
 
@@ -337,7 +338,7 @@ func TestScaledPolicies(t *testing.T) {
 				continue
 			}
 			valid++
-			scaled := policyOf(scaled(policy.one().Numbers(), share))
+			scaled := policyOf(engine.Scaled(policy.one().Numbers(), share))
 			require.NoError(t, scaled.validate(), "%v of %v, seed %d", share, policy, seed)
 			require.LessOrEqual(t, scaled.one().Numbers().Limit, policy.one().Numbers().Limit)
 			if bucket, ok := scaled.(TokenBucket); ok && bucket.Every > time.Millisecond &&
@@ -358,22 +359,22 @@ func TestFallbackMemory(t *testing.T) {
 	f := newTestFallback(&setClock{at: t0})
 	runtime.GC()
 	runtime.ReadMemStats(&before)
-	for i := range localMemory / localSize(hourly.one()) {
-		_, _ = f.decide(hourly, fmt.Sprint("user:", i), 1)
+	for i := range engine.LocalMemory / engine.LocalSize(hourly.one()) {
+		_, _ = decideBy(f, hourly, fmt.Sprint("user:", i), 1)
 	}
 	runtime.GC()
 	runtime.ReadMemStats(&after)
-	require.Len(t, f.states, localMemory/localSize(hourly.one()))
+	require.Len(t, f.States, engine.LocalMemory/engine.LocalSize(hourly.one()))
 	t.Logf("%d bytes", after.HeapAlloc-before.HeapAlloc)
-	require.Less(t, after.HeapAlloc-before.HeapAlloc, uint64(localMemory))
+	require.Less(t, after.HeapAlloc-before.HeapAlloc, uint64(engine.LocalMemory))
 }
 
 func BenchmarkFallback(b *testing.B) {
-	f := newFallback(nil)
+	f := engine.NewFallback(nil)
 	b.ReportAllocs()
 	b.RunParallel(func(pb *testing.PB) {
 		for i := 0; pb.Next(); i++ {
-			_, _ = f.decide(hourly, "user:123", 1)
+			_, _ = decideBy(f, hourly, "user:123", 1)
 		}
 	})
 }

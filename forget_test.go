@@ -6,6 +6,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/ratelimit/internal/engine"
 	"github.com/pgratelimit/ratelimit/internal/model"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
@@ -22,7 +23,7 @@ func TestDenialsAreForgottenElsewhere(t *testing.T) {
 			Name: "api", Policy: FixedWindow{1, time.Hour}, Policies: runningPolicies(t, db.Pool, PoliciesConfig{}),
 			Client: ClientConfig{DenialMaxAge: time.Hour},
 		})
-		testkit.WaitUntil(t, func() bool { return limiters[i].space.policies.Status().Listening })
+		testkit.WaitUntil(t, func() bool { return limiters[i].policies.Status().Listening })
 	}
 	for name, give := range map[string]func(key string, taken Result) error{
 		"reset":  func(key string, _ Result) error { return limiters[1].Reset(t.Context(), key) },
@@ -63,14 +64,14 @@ func TestDenialsOnTheirWayAreForgotten(t *testing.T) {
 			if !isFirst {
 				rememberDenied(d, "other", clock)
 			}
-			since := d.snapshot()
+			since := d.Snapshot()
 			if told {
-				d.forgetIf(func(k denialKey) bool { return k.key == "key" })
+				d.ForgetIf(func(k engine.DenialKey) bool { return k.Key == "key" })
 			}
 			taken, _ := d.policy.Decide(model.State{}, clock.at.UnixMicro(), 1)
 			_, denied := d.policy.Decide(taken, clock.at.UnixMicro(), 1)
 			denied.DecidedAt = clock.at
-			d.remember("key", denied, d.elapsed(), d.elapsed(), &since)
+			d.remember("key", denied, d.Elapsed(), d.Elapsed(), &since)
 			_, remembered := d.deny("key", 1)
 			require.Equal(t, told, !remembered)
 			_, remembered = d.deny("other", 1)

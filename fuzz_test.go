@@ -15,6 +15,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/ratelimit/internal/engine"
 	"github.com/pgratelimit/ratelimit/internal/model"
 	"github.com/pgratelimit/ratelimit/internal/modeltest"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
@@ -180,7 +181,7 @@ func FuzzDatabaseNumbers(f *testing.F) {
 			err := queryDecisions(
 				context.Background(),
 				db.Pool,
-				allStatement,
+				engine.Text("all", ""),
 				args,
 				func(_ int64, d model.Decision) { got = d },
 			)

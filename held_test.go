@@ -13,6 +13,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/ratelimit/internal/engine"
 	"github.com/pgratelimit/ratelimit/internal/model"
 	"github.com/pgratelimit/ratelimit/internal/modeltest"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
@@ -106,7 +107,7 @@ func TestHeldRowsHoldUpNobodyElse(t *testing.T) {
 			require.Equal(t, SourceDatabase, result.Source)
 			require.EqualValues(t, 8, result.Remaining)
 		}
-		require.False(t, limiter.client.batcher.breaker.isOpen(kindEphemeral))
+		require.False(t, limiter.client.engine.Batcher.Breaker.IsOpen(engine.KindEphemeral))
 		require.EqualValues(t, 4, taken(t, db.Pool, config, "free 7"))
 	})
 }
@@ -165,7 +166,7 @@ func TestKeysHeldForGood(t *testing.T) {
 		peeked, err := limiter.Peek(t.Context(), "held 0")
 		require.NoError(t, err)
 		require.Equal(t, SourceDatabase, peeked.Source)
-		require.False(t, limiter.client.batcher.breaker.isOpen(kindEphemeral))
+		require.False(t, limiter.client.engine.Batcher.Breaker.IsOpen(engine.KindEphemeral))
 		require.NoError(t, holder.Commit(t.Context()))
 		for i := range keys {
 			require.EqualValues(t, 1, taken(t, db.Pool, config, fmt.Sprint("held ", i)))
@@ -246,17 +247,17 @@ func TestLockedTable(t *testing.T) {
 			require.NotErrorIs(t, err, ErrKeyHeld)
 			require.NotErrorIs(t, err, ErrOutcomeUnknown)
 		}
-		kind := kindEphemeral
+		kind := engine.KindEphemeral
 		if durable {
-			kind = kindDurable
+			kind = engine.KindDurable
 		}
-		for range breakerFailures {
-			require.False(t, open.client.batcher.breaker.isOpen(kind))
+		for range engine.BreakerFailures {
+			require.False(t, open.client.engine.Batcher.Breaker.IsOpen(kind))
 			result, err := open.Allow(t.Context(), "key")
 			require.NoError(t, err)
 			require.Equal(t, SourceFailedOpen, result.Source)
 		}
-		require.True(t, open.client.batcher.breaker.isOpen(kind))
+		require.True(t, open.client.engine.Batcher.Breaker.IsOpen(kind))
 		waits := testkit.Later(func() (Result, error) { return patient.Allow(context.Background(), "key") })
 		pgtest.WaitUntilBlocked(t, db.Pool, 1)
 		require.NoError(t, holder.Commit(t.Context()))
@@ -316,12 +317,12 @@ func TestSkippingHeldRowsEqualsTheModel(t *testing.T) {
 				asked := *s
 				asked.Elements = all
 				c := callOf(space, asked)
-				c.undecide()
-				require.NoError(t, c.query(t.Context(), db.Pool, false))
+				c.Undecide()
+				require.NoError(t, c.Query(t.Context(), db.Pool, false))
 				got := map[int64]model.Decision{}
-				for i, p := range c.into {
-					if p.decision.Granted != passedOver {
-						got[int64(i+1)] = p.decision
+				for i, p := range c.Into {
+					if p.Decision.Granted != engine.PassedOver {
+						got[int64(i+1)] = p.Decision
 					}
 				}
 				place := 0
@@ -331,7 +332,7 @@ func TestSkippingHeldRowsEqualsTheModel(t *testing.T) {
 					var want model.Decision
 					if held[modeltest.RowID{Name: pgtest.Table(s.Durable) + s.Name, Key: e.Key}] {
 						require.True(t, ok, title)
-						if d.Granted == locked {
+						if d.Granted == engine.Locked {
 							continue
 						}
 						// If rows are missing, the function looks first. A request that is refused then stays
@@ -390,13 +391,13 @@ func TestHoldersOfSkippedRows(t *testing.T) {
 			{Key: "held", Cost: 1, Count: 1}, {Key: "new", Cost: 1, Count: 1},
 		}
 		// Long enough for "new", too, to be made, which comes last.
-		skip := transaction{lockTimeout: lockTimeout(time.Second), skipHeld: true}
+		skip := engine.Transaction{LockTimeout: engine.LockTimeout(time.Second), SkipHeld: true}
 		require.NoError(t, limiter.decide(t.Context(), db.Pool, elements, skip))
 		granted := map[string]int64{}
 		for i := range elements {
 			granted[elements[i].Key] = elements[i].Decision.Granted
 		}
-		require.Equal(t, map[string]int64{"there": 1, "made": locked, "held": locked, "new": 1}, granted)
+		require.Equal(t, map[string]int64{"there": 1, "made": engine.Locked, "held": engine.Locked, "new": 1}, granted)
 		require.Zero(t, elements[1].Decision.Remaining)
 		require.Equal(t, by, elements[2].Decision.Remaining)
 		require.NoError(t, maker.Rollback(t.Context()))
@@ -427,7 +428,7 @@ func TestRowsBeingMadeDelayNobody(t *testing.T) {
 	}}
 	limiter := newLimiter(t, db.NewPool(t, nil), config)
 	holder := pgtest.Begin(t, db)
-	var there, made []*request
+	var there, made []*engine.Request
 	for i := range 45 {
 		_, err := owner.Allow(t.Context(), fmt.Sprint("there ", i))
 		require.NoError(t, err)
@@ -480,7 +481,7 @@ func TestSetsThatLoseRacesAreNotHeld(t *testing.T) {
 			}
 			// Nobody but these transactions gets a turn, because each of them waits before the one before it ends.
 			conns := []*pgx.Conn{turn.Conn(), pgtest.Connect(t, db)}
-			for began, i := time.Now(), 1; time.Since(began) < limiter.client.batcher.held.patience()*5/4; i++ {
+			for began, i := time.Now(), 1; time.Since(began) < limiter.client.engine.Batcher.Held.Patience()*5/4; i++ {
 				next, err := conns[i%2].Begin(t.Context())
 				require.NoError(t, err)
 				locks := testkit.Later(func() (any, error) {
@@ -518,7 +519,7 @@ func TestAllSkipsRequestsWithAHeldPart(t *testing.T) {
 	db := pgtest.New(t)
 	a, b, c := threeLimits(t, db.Pool, 10, 10, 10)
 	part := func(l *Limiter, key string) modeltest.Part {
-		return modeltest.Part{ID: modeltest.RowID{Name: l.Config().Name, Key: key}, Durable: l.Config().Durable, Policy: l.models[0], Cost: 2}
+		return modeltest.Part{ID: modeltest.RowID{Name: l.Config().Name, Key: key}, Durable: l.Config().Durable, Policy: l.model.Rules[0], Cost: 2}
 	}
 	_, err := b.Allow(t.Context(), "held")
 	require.NoError(t, err)
@@ -532,9 +533,9 @@ func TestAllSkipsRequestsWithAHeldPart(t *testing.T) {
 	args := append(allArrays(requests), nil, nil, t0, nil, nil, nil, nil, true, nil, nil)
 	require.NoError(
 		t,
-		queryDecisions(t.Context(), db.Pool, allStatement, args, func(ord int64, d model.Decision) { got[ord] = d.Granted }),
+		queryDecisions(t.Context(), db.Pool, engine.Text("all", ""), args, func(ord int64, d model.Decision) { got[ord] = d.Granted }),
 	)
-	require.Equal(t, map[int64]int64{1: undecided, 2: locked, 3: undecided, 4: 2, 5: 2, 6: 2, 7: locked}, got)
+	require.Equal(t, map[int64]int64{1: engine.Undecided, 2: engine.Locked, 3: engine.Undecided, 4: 2, 5: 2, 6: 2, 7: engine.Locked}, got)
 	require.NoError(t, holder.Commit(t.Context()))
 	require.EqualValues(t, 4, taken(t, db.Pool, a.Config(), "x"))
 	require.EqualValues(t, 4, taken(t, db.Pool, c.Config(), "all"))

@@ -13,6 +13,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/ratelimit/internal/engine"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
@@ -54,7 +55,7 @@ func TestHeldKeyDoesNotSpoilItsBatch(t *testing.T) {
 			results, errs := outcomes(batch)
 			require.NoError(t, holder.Rollback(t.Context()))
 			for i, c := range batch {
-				if key := c.parts[0].key; key == "held" || key == "deleted" {
+				if key := c.Parts[0].Key; key == "held" || key == "deleted" {
 					require.ErrorIs(t, errs[i], ErrTimeout)
 					require.ErrorIs(t, errs[i], ErrKeyHeld)
 					require.NotErrorIs(t, errs[i], ErrOutcomeUnknown) // it has not counted
@@ -83,9 +84,9 @@ func TestCallThatHasWaitedTooLongIsNotAsked(t *testing.T) {
 		Config{Name: "test", Policy: FixedWindow{Limit: 10, Window: year}, Client: ClientConfig{Timeout: amply}},
 	)
 	batch := limiter.requestsFor("key", 1, 1, 1, 1)
-	batch[0].since = batch[0].since.Add(-2 * amply)
-	batch[1].since = batch[1].since.Add(-amply * 19 / 20)
-	batch[2].since = batch[2].since.Add(-amply / 2)
+	batch[0].Since = batch[0].Since.Add(-2 * amply)
+	batch[1].Since = batch[1].Since.Add(-amply * 19 / 20)
+	batch[2].Since = batch[2].Since.Add(-amply / 2)
 	limiter.send(batch)
 	results, errs := outcomes(batch)
 	for i := range 2 {
@@ -154,10 +155,10 @@ func TestLaneIsServedByNobodyAtRest(t *testing.T) {
 	_, err := call()
 	require.NoError(t, err)
 	testkit.WaitUntil(t, func() bool { return goroutines() == 0 })
-	lane := limiter.client.queues.first().lane
-	lane.mu.Lock()
-	defer lane.mu.Unlock()
-	require.False(t, lane.serving)
+	lane := limiter.client.engine.Queues.First().Lane
+	lane.Mu.Lock()
+	defer lane.Mu.Unlock()
+	require.False(t, lane.Serving)
 }
 
 // A key is surely held if the same transaction is found to have locked it for longer than a statement of ours would.
@@ -166,28 +167,28 @@ func TestWhatIsSurelyHeld(t *testing.T) {
 
 	synctest.Test(t, func(t *testing.T) {
 		limiter := newLimiter(t, newModelDB(), Config{Name: "test", Policy: hourly})
-		held, r := limiter.client.batcher.held, limiter.requestsFor("key", 1)[0]
-		known := func() bool { return held.knows(r) }
+		held, r := limiter.client.engine.Batcher.Held, limiter.requestsFor("key", 1)[0]
+		known := func() bool { return held.Knows(r) }
 		find := func(by int64) bool {
-			sure := held.found(r, []int64{by})
+			sure := held.Found(r, []int64{by})
 			require.Equal(t, sure, known())
 			return sure
 		}
 		for by := int64(1); by < 20; by++ { // one after the other
 			require.False(t, find(by))
-			<-time.After(maxRowWait - 1)
+			<-time.After(engine.MaxRowWait - 1)
 			require.False(t, find(by))
 		}
 		<-time.After(1)
 		require.True(t, find(19))
 		require.True(t, find(20), "the next one is likely to stay as long")
-		held.decided([]*request{r})
+		held.Decided([]*engine.Request{r})
 		require.True(t, known())
-		<-time.After(held.memory())
+		<-time.After(held.Memory())
 		require.False(t, known())
 
 		require.True(t, find(0), "being made")
-		held.decided([]*request{r})
+		held.Decided([]*engine.Request{r})
 		require.False(t, known(), "whoever has made it has committed")
 	})
 }
@@ -200,7 +201,7 @@ func TestRowsThatAreMadeByTurnsAreNotHeldForLong(t *testing.T) {
 
 	synctest.Test(t, func(t *testing.T) {
 		client := newLimiter(t, newModelDB(), Config{Name: "test", Policy: hourly}).client
-		lane, held := client.queues.first().lane, client.batcher.held
+		lane, held := client.engine.Queues.First().Lane, client.engine.Batcher.Held
 		for name, c := range map[string]struct {
 			holders  func(i int) int64
 			waits    bool // in vain, for the row alone
@@ -212,16 +213,16 @@ func TestRowsThatAreMadeByTurnsAreNotHeldForLong(t *testing.T) {
 			"held by one":   {holders: func(int) int64 { return 1 }, longHeld: true},
 		} {
 			r := newLimiter(t, newModelDB(), Config{Name: name, Policy: hourly}).requestsFor("key", 1)[0]
-			r.since = time.Now()
-			for i := 0; time.Since(r.since) < held.patience(); i++ {
-				held.found(r, []int64{c.holders(i)})
-				<-time.After(maxRowWait)
+			r.Since = time.Now()
+			for i := 0; time.Since(r.Since) < held.Patience(); i++ {
+				held.Found(r, []int64{c.holders(i)})
+				<-time.After(engine.MaxRowWait)
 				if c.waits {
-					held.still(r.heldKeys()[0], true)
+					held.Still(r.HeldKeys()[0], true)
 				}
 			}
-			held.found(r, []int64{c.holders(1000)})
-			require.Equal(t, c.longHeld, len(lane.giveUp([]*request{r})) == 0, name)
+			held.Found(r, []int64{c.holders(1000)})
+			require.Equal(t, c.longHeld, len(lane.GiveUp([]*engine.Request{r})) == 0, name)
 		}
 	})
 }
@@ -232,17 +233,17 @@ func TestRowsThatWereHeldAreNotHeldForLong(t *testing.T) {
 
 	synctest.Test(t, func(t *testing.T) {
 		limiter := newLimiter(t, newModelDB(), Config{Name: "test", Policy: hourly})
-		held, r := limiter.client.batcher.held, limiter.requestsFor("key", 1)[0]
-		held.found(r, []int64{1})
-		<-time.After(maxRowWait)
-		held.found(r, []int64{1})
-		<-time.After(held.patience() - maxRowWait)
-		require.True(t, held.knows(r))
-		require.NotErrorIs(t, held.noTime(r), ErrKeyHeld)
-		held.found(r, []int64{1})
-		require.ErrorIs(t, held.noTime(r), ErrKeyHeld)
+		held, r := limiter.client.engine.Batcher.Held, limiter.requestsFor("key", 1)[0]
+		held.Found(r, []int64{1})
+		<-time.After(engine.MaxRowWait)
+		held.Found(r, []int64{1})
+		<-time.After(held.Patience() - engine.MaxRowWait)
+		require.True(t, held.Knows(r))
+		require.NotErrorIs(t, held.NoTime(r), ErrKeyHeld)
+		held.Found(r, []int64{1})
+		require.ErrorIs(t, held.NoTime(r), ErrKeyHeld)
 		for _, cause := range []string{"transaction that goes on", "overloaded server"} { // nobody can tell which of them it is
-			require.ErrorContains(t, held.noTime(r), cause)
+			require.ErrorContains(t, held.NoTime(r), cause)
 		}
 	})
 }
@@ -321,7 +322,7 @@ func TestHeldKeysAndShortTimeouts(t *testing.T) {
 								require.Equal(t, SourceDatabase, result.Source)
 							}
 						}
-						require.False(t, limiter.client.batcher.breaker.isOpen(kindEphemeral))
+						require.False(t, limiter.client.engine.Batcher.Breaker.IsOpen(engine.KindEphemeral))
 						synctest.Wait()
 					})
 				})

@@ -10,6 +10,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/ratelimit/internal/engine"
 	"github.com/pgratelimit/ratelimit/internal/memory"
 	"github.com/pgratelimit/ratelimit/internal/model"
 	"github.com/pgratelimit/ratelimit/internal/modeltest"
@@ -102,9 +103,9 @@ func TestMemoryEqualsPostgres(t *testing.T) {
 			var a, b told
 			switch kind := r.IntN(12); {
 			case kind < 5:
-				n := modeltest.RandomTake(r, l.real.limit)
+				n := modeltest.RandomTake(r, l.real.model.Limit)
 				if r.IntN(4) == 0 {
-					n = modeltest.RandomCost(r, l.real.limit)
+					n = modeltest.RandomCost(r, l.real.model.Limit)
 				}
 				a.result, a.err = l.real.AllowN(t.Context(), key, n)
 				b.result, b.err = l.memory.AllowN(t.Context(), key, n)
@@ -123,7 +124,7 @@ func TestMemoryEqualsPostgres(t *testing.T) {
 			case kind == 6 && r.IntN(3) == 0:
 				a.err, b.err = l.real.Reset(t.Context(), key), l.memory.Reset(t.Context(), key)
 			case kind < 8:
-				n := modeltest.RandomCost(r, l.real.limit)
+				n := modeltest.RandomCost(r, l.real.model.Limit)
 				a.result, a.err = l.real.Grant(t.Context(), key, n)
 				b.result, b.err = l.memory.Grant(t.Context(), key, n)
 				if a.err == nil {
@@ -131,7 +132,7 @@ func TestMemoryEqualsPostgres(t *testing.T) {
 				}
 			case kind < 10 && len(takes) > 0:
 				take := takes[len(takes)-1-r.IntN(min(len(takes), 4))]
-				n := r.Int64N(max(take[0].receipt.leftover(), 0)+2) + int64(r.IntN(2)) - 1
+				n := r.Int64N(max(take[0].taken.Receipt.Left(), 0)+2) + int64(r.IntN(2)) - 1
 				a.result, a.err = l.real.RefundN(t.Context(), take[0], n)
 				b.result, b.err = l.memory.RefundN(t.Context(), take[1], n)
 				if a.err == nil {
@@ -141,7 +142,7 @@ func TestMemoryEqualsPostgres(t *testing.T) {
 				if checkKey(key) != nil {
 					continue
 				}
-				n, count := modeltest.RandomTake(r, l.real.limit), 1+r.Int64N(5)
+				n, count := modeltest.RandomTake(r, l.real.model.Limit), 1+r.Int64N(5)
 				on, err := l.real.together(t.Context(), key, n, count)
 				require.NoError(t, err, title)
 				in, err := l.memory.together(t.Context(), key, n, count)
@@ -154,7 +155,7 @@ func TestMemoryEqualsPostgres(t *testing.T) {
 			default:
 				var asked [2][]Request
 				for _, j := range r.Perm(len(limiters))[:1+r.IntN(len(limiters))] {
-					n := max(modeltest.RandomTake(r, limiters[j].real.limit)-int64(r.IntN(8)/7), 0)
+					n := max(modeltest.RandomTake(r, limiters[j].real.model.Limit)-int64(r.IntN(8)/7), 0)
 					asked[0] = append(asked[0], limiters[j].real.Request(key, n))
 					asked[1] = append(asked[1], limiters[j].memory.Request(key, n))
 				}
@@ -166,7 +167,7 @@ func TestMemoryEqualsPostgres(t *testing.T) {
 				require.Len(t, in.Each, len(on.Each), title)
 				for k := range on.Each {
 					require.Equal(t, told{result: on.Each[k]}.seen(), told{result: in.Each[k]}.seen(), title)
-					if on.Each[k].receipt != nil {
+					if on.Each[k].taken.Receipt != nil {
 						takes = append(takes, [2]Result{on.Each[k], in.Each[k]})
 					}
 					if !on.Allowed && on.Each[k].RetryAfter == 0 {
@@ -180,8 +181,8 @@ func TestMemoryEqualsPostgres(t *testing.T) {
 				failed++
 			}
 			require.Equal(t, a.seen(), b.seen(), title)
-			require.Equal(t, a.result.receipt.leftover(), b.result.receipt.leftover(), title)
-			if a.result.receipt != nil {
+			require.Equal(t, a.result.taken.Receipt.Left(), b.result.taken.Receipt.Left(), title)
+			if a.result.taken.Receipt != nil {
 				takes = append(takes, [2]Result{a.result, b.result})
 			}
 			if a.err == nil {
@@ -195,13 +196,13 @@ func TestMemoryEqualsPostgres(t *testing.T) {
 // for denials alone, which are remembered.
 func (l *Limiter) together(ctx context.Context, key string, n, count int64) ([]model.Decision, error) {
 	r := l.newRequest(key, n)
-	r.count = count
-	if err := l.client.batcher.decide(ctx, l.client.database.db, []*request{r}, transaction{}); err != nil {
+	r.Count = count
+	if err := l.client.engine.Batcher.Decide(ctx, l.client.engine.Database.DB, []*engine.Request{r}, engine.Transaction{}); err != nil {
 		return nil, err
 	}
-	decisions := make([]model.Decision, len(r.parts))
-	for i, p := range r.parts {
-		d := p.decision
+	decisions := make([]model.Decision, len(r.Parts))
+	for i, p := range r.Parts {
+		d := p.Decision
 		d.DecidedAt, d.Taken.Units, d.State = d.DecidedAt.UTC(), 0, modeltest.Told(d.State)
 		if d.Granted == count {
 			d.State = model.State{}

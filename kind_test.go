@@ -9,6 +9,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/ratelimit/internal/engine"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
@@ -82,13 +83,13 @@ func TestLockedTableOpensNoBreakerForTheOther(t *testing.T) {
 	login := client.limiter(t, Config{Name: "login", Policy: policy, OnFailure: FailOpen()})
 	quota := client.limiter(t, Config{Name: "quota", Policy: policy, Durable: true, OnFailure: FailOpen()})
 	pgtest.Exec(t, pgtest.Begin(t, db), "LOCK TABLE rate_limit_durable IN SHARE MODE") // as CREATE INDEX does
-	for i := range breakerFailures {
+	for i := range engine.BreakerFailures {
 		result, err := quota.Allow(t.Context(), fmt.Sprint(i))
 		require.NoError(t, err)
 		require.Equal(t, SourceFailedOpen, result.Source)
 	}
-	require.True(t, client.batcher.breaker.isOpen(kindDurable))
-	require.False(t, client.batcher.breaker.isOpen(kindEphemeral))
+	require.True(t, client.engine.Batcher.Breaker.IsOpen(engine.KindDurable))
+	require.False(t, client.engine.Batcher.Breaker.IsOpen(engine.KindEphemeral))
 	through := 0
 	for range 100 {
 		if result, err := login.Allow(t.Context(), "attacker"); err == nil && result.Allowed {
@@ -104,35 +105,35 @@ func TestSlowKindLeavesAPlace(t *testing.T) {
 
 	b := newBoard(500)
 	q := b.queue
-	q.maxInFlight, q.batcher = 2, &batcher{begin: time.Now()}
-	b.spaces["bills"] = &keyspace{name: "bills", durable: true}
+	q.MaxInFlight, q.Batcher = 2, &engine.Batcher{Begin: time.Now()}
+	b.spaces["bills"] = &engine.Space{Name: "bills", Durable: true}
 	b.push("bills", 5, 30, 1)
-	q.departs(kindDurable)
-	q.inFlight++
-	require.True(t, q.mayLeave(kindDurable), "30 wait")
-	q.lands(kindDurable, 2*tooLong)
-	q.departs(kindDurable)
-	require.True(t, q.mayLeave(kindDurable), "there are no others")
+	q.Departs(engine.KindDurable)
+	q.InFlight++
+	require.True(t, q.MayLeave(engine.KindDurable), "30 wait")
+	q.Lands(engine.KindDurable, 2*engine.TooLong)
+	q.Departs(engine.KindDurable)
+	require.True(t, q.MayLeave(engine.KindDurable), "there are no others")
 	require.Equal(t, []string{"bills 5: 30"}, b.next())
 
-	q.departs(kindEphemeral)
-	q.lands(kindEphemeral, time.Millisecond)
+	q.Departs(engine.KindEphemeral)
+	q.Lands(engine.KindEphemeral, time.Millisecond)
 	b.push("bills", 5, 30, 1)
-	require.False(t, q.mayLeave(kindDurable), "the second place is for others")
+	require.False(t, q.MayLeave(engine.KindDurable), "the second place is for others")
 	require.Empty(t, b.next())
 	b.push("login", 5, 1, 1)
-	require.True(t, q.mayLeave(kindEphemeral), "what is in flight may take long")
+	require.True(t, q.MayLeave(engine.KindEphemeral), "what is in flight may take long")
 	require.Equal(t, []string{"login 5: 1"}, b.next())
-	q.departs(kindEphemeral)
-	q.inFlight++
-	require.False(t, q.mayLeave(kindEphemeral), "all places are taken")
+	q.Departs(engine.KindEphemeral)
+	q.InFlight++
+	require.False(t, q.MayLeave(engine.KindEphemeral), "all places are taken")
 
-	q.lands(kindDurable, time.Millisecond)
+	q.Lands(engine.KindDurable, time.Millisecond)
 	require.Equal(t, []string{"bills 5: 30"}, b.next())
-	q.departs(kindDurable)
-	q.inFlight--
+	q.Departs(engine.KindDurable)
+	q.InFlight--
 	b.push("bills", 5, 30, 1)
-	require.True(t, q.mayLeave(kindDurable), "it is fast again")
+	require.True(t, q.MayLeave(engine.KindDurable), "it is fast again")
 }
 
 // While the only statement is about to leave, or has just come back, no second one leaves. Those who come then go with
@@ -142,20 +143,20 @@ func TestSecondStatementDoesNotLeaveBetweenTwo(t *testing.T) {
 
 	b := newBoard(500)
 	q := b.queue
-	q.maxInFlight, q.batcher = 2, &batcher{begin: time.Now()}
+	q.MaxInFlight, q.Batcher = 2, &engine.Batcher{Begin: time.Now()}
 	b.push("login", 5, 1, 1)
-	require.True(t, q.mayLeave(kindEphemeral), "nothing is in flight")
-	q.inFlight++ // its goroutine starts
+	require.True(t, q.MayLeave(engine.KindEphemeral), "nothing is in flight")
+	q.InFlight++ // its goroutine starts
 	b.push("login", 5, 1, 1)
-	require.False(t, q.mayLeave(kindEphemeral))
+	require.False(t, q.MayLeave(engine.KindEphemeral))
 	require.Equal(t, []string{"login 5: 2"}, b.next())
-	q.departs(kindEphemeral)
+	q.Departs(engine.KindEphemeral)
 	b.push("login", 5, 1, 1)
-	require.False(t, q.mayLeave(kindEphemeral))
-	for _, took := range []time.Duration{far / 2, 2 * tooLong} {
-		q.lands(kindEphemeral, took)
-		require.False(t, q.mayLeave(kindEphemeral))
-		require.False(t, q.mayLeave(kindDurable), "nor one of another kind")
-		q.departs(kindEphemeral)
+	require.False(t, q.MayLeave(engine.KindEphemeral))
+	for _, took := range []time.Duration{engine.Far / 2, 2 * engine.TooLong} {
+		q.Lands(engine.KindEphemeral, took)
+		require.False(t, q.MayLeave(engine.KindEphemeral))
+		require.False(t, q.MayLeave(engine.KindDurable), "nor one of another kind")
+		q.Departs(engine.KindEphemeral)
 	}
 }

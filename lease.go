@@ -2,11 +2,11 @@ package ratelimit
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"time"
 
 	"github.com/pgratelimit/ratelimit/internal/algorithm"
+	"github.com/pgratelimit/ratelimit/internal/engine"
 )
 
 // Lease lets a process take more of a busy key than a call needs, and decide later calls by itself, without asking the
@@ -73,9 +73,9 @@ func (c *Lease) validate(policy Policy, pooled bool) error {
 	case !(c.MaxShare > 0 && c.MaxShare <= 0.1): // which NaN is not
 		return &ConfigError{Field: "Config.Lease.MaxShare", Reason: fmt.Sprintf(
 			"is %v, and must be above 0 and at most 0.1", c.MaxShare)}
-	case c.MaxLength < 2*shortestLease:
+	case c.MaxLength < 2*engine.ShortestLease:
 		return &ConfigError{Field: "Config.Lease.MaxLength", Reason: fmt.Sprintf(
-			"is %v, and must be at least %v", c.MaxLength, 2*shortestLease)}
+			"is %v, and must be at least %v", c.MaxLength, 2*engine.ShortestLease)}
 	}
 	return leasable(policy)
 }
@@ -95,52 +95,5 @@ func leasable(policy Policy) error {
 // come later take anew. It returns when all is given back. Errors: the context's error, if that ends first; else a
 // [*StoreError] if something could not be given back. That counts as used.
 func (c *Client) ReturnLeases(ctx context.Context) error {
-	if err := ctx.Err(); err != nil {
-		return gaveUp(err)
-	}
-	leases := c.batcher.leases
-	mine := leases.all()
-	all := leases.onTheirWay() // now, because what fails at once is not there any more
-	go c.giveBack(mine)
-	var errs []error
-	for _, back := range all {
-		select {
-		case <-back.done:
-			errs = append(errs, back.err)
-		case <-ctx.Done():
-			return gaveUp(ctx.Err())
-		}
-	}
-	return errors.Join(errs...)
-}
-
-// giveBack gives back what is left of leases, and returns when that has ended.
-func (c *Client) giveBack(back *giving) { c.startGiving(back)() }
-
-// startGiving puts what is to be given back into the queue, before what comes later. It returns a function that waits
-// until that has ended.
-func (c *Client) startGiving(back *giving) (wait func()) {
-	requests := make([]*request, len(back.rests))
-	for i, left := range back.rests {
-		r := c.requests.get(left.space, left.receipt.policy)
-		r.add(left.space, left.receipt.policy.rules(), left.receipt.key, left.from-left.to,
-			left.takes())
-		r.ofLease = true
-		requests[i] = r
-	}
-	c.queues.submitAll(requests)
-	return func() {
-		for i, r := range requests {
-			<-r.done
-			e := LeaseEvent{Limiter: back.rests[i].space.name}
-			if units := back.rests[i].to - back.rests[i].from; r.err == nil {
-				e.Returned = units
-			} else {
-				e.Stranded, back.err = units, r.err
-			}
-			c.config.Observer.lease(e)
-			c.requests.put(r)
-		}
-		c.batcher.leases.end(back)
-	}
+	return publicError(c.engine.ReturnLeases(ctx))
 }

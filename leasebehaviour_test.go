@@ -15,6 +15,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/ratelimit/internal/engine"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
@@ -80,7 +81,7 @@ func (l *leaseTest) allow(key string, n int) (asked int) {
 
 // held is how much of a key the process holds.
 func (l *leaseTest) held(key string) int64 {
-	return l.client.batcher.leases.held(l.space, l.policy, key)
+	return l.client.engine.Leases.Held(l.space, l.model, key)
 }
 
 // left is what the database has left of a key.
@@ -147,9 +148,9 @@ func TestLeasesGoBack(t *testing.T) {
 		elapse(90 * time.Second) // it goes back, and the key is forgotten
 		synctest.Wait()
 		require.Equal(t, LeaseEvent{Taken: 65, Returned: 32}, l.told())
-		require.Zero(t, l.client.batcher.leases.due, "no timer at rest")
-		for i := range l.client.batcher.leases.shards.Load() {
-			require.Empty(t, l.client.batcher.leases.shards.Load()[i].keys)
+		require.Zero(t, l.client.engine.Leases.Due, "no timer at rest")
+		for i := range l.client.engine.Leases.Shards.Load() {
+			require.Empty(t, l.client.engine.Leases.Shards.Load()[i].Keys)
 		}
 	})
 }
@@ -543,10 +544,10 @@ func TestResetForgetsALease(t *testing.T) {
 		_, err := l.Allow(t.Context(), "key")
 		require.NoError(t, err)
 	}
-	leases := l.client.batcher.leases
-	require.Positive(t, leases.held(l.space, l.policy, "key"))
+	leases := l.client.engine.Leases
+	require.Positive(t, leases.Held(l.space, l.model, "key"))
 	require.NoError(t, l.Reset(t.Context(), "key"))
-	require.Zero(t, leases.held(l.space, l.policy, "key"))
+	require.Zero(t, leases.Held(l.space, l.model, "key"))
 	require.NoError(t, l.client.ReturnLeases(t.Context()))
 	require.EqualValues(t, 4, sum.Load(), "what was spent")
 	result, err := l.Allow(t.Context(), "key")
@@ -568,13 +569,13 @@ func TestRefundsFromALeaseTakeNoMemory(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			withLeases(t, nil, func(t *testing.T, l *leaseTest) {
-				var of *receipt
+				var of *engine.Receipt
 				var spent []Result
 				for len(spent) < 200 {
 					result, err := l.Allow(t.Context(), "key")
 					require.NoError(t, err)
-					if result.Source != SourceLease || result.receipt != of {
-						of, spent = result.receipt, nil
+					if result.Source != SourceLease || result.taken.Receipt != of {
+						of, spent = result.taken.Receipt, nil
 					}
 					if result.Source == SourceLease {
 						spent = append(spent, result)
@@ -589,9 +590,9 @@ func TestRefundsFromALeaseTakeNoMemory(t *testing.T) {
 						require.NoError(t, err)
 					}
 					refunded[i] = true
-					require.LessOrEqual(t, len(of.back.ranges), len(spent)+1-len(refunded))
+					require.LessOrEqual(t, len(of.Back.Ranges), len(spent)+1-len(refunded))
 				}
-				require.Len(t, of.back.ranges, 1)
+				require.Len(t, of.Back.Ranges, 1)
 			})
 		})
 	}
@@ -604,7 +605,7 @@ func TestWhatIsLeftOfALease(t *testing.T) {
 
 	r := rand.New(rand.NewPCG(3, 4))
 	for range 200 {
-		var back givenBack
+		var back engine.GivenBack
 		var firsts, lefts []int64
 		const units = 3
 		for i := range int64(12) {
@@ -613,15 +614,15 @@ func TestWhatIsLeftOfALease(t *testing.T) {
 		for range 200 {
 			i, left := r.IntN(len(firsts)), r.Int64N(units+1)
 			was := r.Int64N(units + 1)
-			require.Equal(t, was == lefts[i], back.swap(firsts[i], units, was, left))
+			require.Equal(t, was == lefts[i], back.Swap(firsts[i], units, was, left))
 			if was == lefts[i] {
 				lefts[i] = left
 			}
 			for j := range firsts {
-				require.Equal(t, lefts[j], back.leftover(firsts[j], units))
+				require.Equal(t, lefts[j], back.Leftover(firsts[j], units))
 			}
-			for j := 1; j < len(back.ranges); j++ {
-				require.Less(t, back.ranges[j-1].to, back.ranges[j].from)
+			for j := 1; j < len(back.Ranges); j++ {
+				require.Less(t, back.Ranges[j-1].To, back.Ranges[j].From)
 			}
 		}
 	}

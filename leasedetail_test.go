@@ -10,6 +10,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/ratelimit/internal/engine"
 	"github.com/pgratelimit/ratelimit/internal/model"
 )
 
@@ -26,7 +27,7 @@ func holdsTwo(t *testing.T) (*leaseWorld, *leaser) {
 }
 
 // held is how much of the key the process holds.
-func (p *leaser) held() int64 { return p.leases.held(p.limiter.space, p.limiter.policy, "key") }
+func (p *leaser) held() int64 { return p.leases.Held(p.limiter.space, p.limiter.model, "key") }
 
 // No lease outlasts its length by the database's clock, whatever the process's clocks do.
 func TestLeasesEndByTheDatabasesClock(t *testing.T) {
@@ -34,7 +35,7 @@ func TestLeasesEndByTheDatabasesClock(t *testing.T) {
 	for name, pass := range map[string]func(w *leaseWorld, p *leaser){
 		"slow":      func(w *leaseWorld, p *leaser) { p.slow = 3; w.pass(100_000, nil) },
 		"suspended": func(w *leaseWorld, p *leaser) { w.pass(100_000, p) },
-		"set back":  func(w *leaseWorld, p *leaser) { w.pass(100_000, nil); p.at.wall -= time.Hour },
+		"set back":  func(w *leaseWorld, p *leaser) { w.pass(100_000, nil); p.at.Wall -= time.Hour },
 	} {
 		w, p := holdsTwo(t)
 		pass(w, p)
@@ -47,8 +48,8 @@ func TestLeaseEndsWhenTheClockIsSetForward(t *testing.T) {
 	t.Parallel()
 	w, p := holdsTwo(t)
 	hear := func() { // by a call that asked before the lease was there
-		p.request = &request{space: p.limiter.space, policy: p.limiter.policy, count: 1, place: 1}
-		p.request.add(p.limiter.space, p.limiter.models, "key", 1, nil)
+		p.request = &engine.Request{Space: p.limiter.space, Policy: p.limiter.model, Count: 1, Place: 1}
+		p.request.Add(p.limiter.space, p.limiter.model, "key", 1, nil)
 		p.decided = false
 		w.call(p, 1)
 		w.call(p, 1)
@@ -68,18 +69,18 @@ func TestLeasesInAFloodOfKeys(t *testing.T) {
 	withLeases(t, nil, func(t *testing.T, l *leaseTest) {
 		l.allow("before", 2)
 		require.EqualValues(t, 4, l.held("before"))
-		leases, n := l.client.batcher.leases, 0
-		for i := range 2 * maxLeased {
+		leases, n := l.client.engine.Leases, 0
+		for i := range 2 * engine.MaxLeased {
 			key := fmt.Sprint(i)
-			leases.make(key).entry(l.space, key, 0, true)
+			leases.Make(key).Entry(l.space, key, 0, true)
 		}
 		l.allow("after", 2)
 		require.EqualValues(t, 4, l.held("before"))
 		require.EqualValues(t, 4, l.held("after"))
-		for i := range leases.shards.Load() {
-			n += len(leases.shards.Load()[i].keys)
+		for i := range leases.Shards.Load() {
+			n += len(leases.Shards.Load()[i].Keys)
 		}
-		require.LessOrEqual(t, n, maxLeased)
+		require.LessOrEqual(t, n, engine.MaxLeased)
 	})
 }
 
@@ -92,15 +93,15 @@ func TestResetWhileALeaseIsOnItsWayInAFlood(t *testing.T) {
 	w.call(p, 1)
 	clear(w.rows)
 	w.pass(1, nil)
-	p.leases.drop(p.limiter.space, "key", p.at)
-	for i := range 2 * maxLeased {
-		r := &request{space: p.limiter.space, policy: p.limiter.policy, count: 1, place: 1}
-		r.add(p.limiter.space, p.limiter.models, fmt.Sprint("flood ", i), 1, nil)
+	p.leases.Drop(p.limiter.space, "key", p.at)
+	for i := range 2 * engine.MaxLeased {
+		r := &engine.Request{Space: p.limiter.space, Policy: p.limiter.model, Count: 1, Place: 1}
+		r.Add(p.limiter.space, p.limiter.model, fmt.Sprint("flood ", i), 1, nil)
 		w.decide(r)
-		p.leases.learn(r, nil, p.at, p.at)
+		p.leases.Learn(r, nil, p.at, p.at)
 	}
 	w.call(p, 1)
-	require.Zero(t, p.leases.held(p.limiter.space, p.limiter.policy, "key"))
+	require.Zero(t, p.leases.Held(p.limiter.space, p.limiter.model, "key"))
 }
 
 // While one call takes ahead, the others of the process ask for themselves alone.
@@ -124,16 +125,16 @@ func TestOneCallTakesALease(t *testing.T) {
 func TestLeaseOfRequestsThatAreAlike(t *testing.T) {
 	t.Parallel()
 	l := newLimiter(t, newModelDB(), Config{Name: "api", Policy: hourly})
-	var requests []*request
+	var requests []*engine.Request
 	for _, ahead := range []int64{0, 4, 0} {
 		r := l.newRequest("key", 1)
-		r.ahead = ahead
+		r.Ahead = ahead
 		requests = append(requests, r)
 	}
-	leaders := new(buffers).mergeAlike(requests)
+	leaders := new(engine.Buffers).MergeAlike(requests)
 	require.Len(t, leaders, 1)
-	require.EqualValues(t, 4, leaders[0].ahead)
-	require.EqualValues(t, 3+4, leaders[0].count)
+	require.EqualValues(t, 4, leaders[0].Ahead)
+	require.EqualValues(t, 3+4, leaders[0].Count)
 }
 
 // StatementEvent.Size counts calls, not what they take ahead.
@@ -154,7 +155,7 @@ func TestWhatGoesBackFromLeasesIsNotAnnounced(t *testing.T) {
 	withLeases(t, func(c *Config) {
 		policies, err := NewPolicies(newModelDB(), PoliciesConfig{})
 		require.NoError(t, err)
-		close(policies.ready)
+		close(policies.table.Ready)
 		c.Policies = policies
 	}, func(t *testing.T, l *leaseTest) {
 		l.allow("key", 2)
@@ -162,10 +163,10 @@ func TestWhatGoesBackFromLeasesIsNotAnnounced(t *testing.T) {
 		require.NoError(t, err)
 		require.NoError(t, l.client.ReturnLeases(t.Context()))
 		require.EqualValues(t, 3, l.told().Returned)
-		require.Empty(t, l.space.policies.telling)
+		require.Empty(t, l.policies.table.Telling)
 		_, err = l.Refund(t.Context(), leased)
 		require.NoError(t, err)
-		require.Len(t, l.space.policies.telling, 1)
+		require.Len(t, l.policies.table.Telling, 1)
 	})
 }
 

@@ -29,7 +29,7 @@ func newFleet(t *testing.T, policy Policy, lease *Lease) (limiters []*Limiter) {
 // heldByFleet is what all processes hold of the key.
 func heldByFleet(limiters []*Limiter) (held int64) {
 	for _, l := range limiters {
-		held += l.client.batcher.leases.held(l.space, l.policy, "key")
+		held += l.client.engine.Leases.Held(l.space, l.model, "key")
 	}
 	return held
 }

@@ -9,6 +9,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/ratelimit/internal/engine"
 	"github.com/pgratelimit/ratelimit/internal/memory"
 	"github.com/pgratelimit/ratelimit/internal/model"
 )
@@ -29,22 +30,22 @@ type leaseWorld struct {
 
 // leaser is a process.
 type leaser struct {
-	leases  *leases
+	leases  *engine.Leases
 	limiter *Limiter
-	at      instant // by its own clocks
-	slow    int64   // how many microseconds its clocks lose in 1,000
-	request *request
-	asked   instant
+	at      engine.Instant // by its own clocks
+	slow    int64          // how many microseconds its clocks lose in 1,000
+	request *engine.Request
+	asked   engine.Instant
 	decided bool
-	outbox  []rest // on their way back
-	mine    []int  // its uses that were not given back
+	outbox  []engine.Rest // on their way back
+	mine    []int         // its uses that were not given back
 }
 
 // leaseUse is a request that was let through.
 type leaseUse struct {
 	at      int64 // when, by the database's clock
 	told    int64 // the result's DecidedAt
-	receipt *receipt
+	receipt *engine.Receipt
 	first   int64 // of the units of the receipt
 	n       int64
 	back    bool // it was given back
@@ -92,25 +93,25 @@ func newLeaseWorld(policy model.Rules, processes int, mistake leaseMistake) *lea
 }
 
 func (w *leaseWorld) newProcess() *leaser {
-	p := &leaser{at: instant{time.Hour, model.Duration(w.clock)}}
-	space := &keyspace{name: "api", lease: &Lease{MaxShare: 1, MaxLength: time.Minute}}
+	p := &leaser{at: engine.Instant{Elapsed: time.Hour, Wall: model.Duration(w.clock)}}
+	space := &engine.Space{Name: "api", Lease: &engine.LeaseTerms{MaxShare: 1, MaxLength: time.Minute}}
 	rules := w.policy
 	if w.mistake == survivesItsWindow || w.mistake == fullBucket {
 		rules = carelessModel{w.policy, w.mistake}
 	}
-	p.limiter = &Limiter{space: space, policy: policyOf(rules.Numbers()), models: []model.Rules{rules}}
-	p.leases = newLeases(nil, 0, nil)
+	p.limiter = &Limiter{space: space, model: model.NewPolicy(rules)}
+	p.leases = engine.NewLeases(nil, 0, nil)
 	w.readClocks(p)
 	return p
 }
 
 func (w *leaseWorld) readClocks(p *leaser) {
-	p.leases.now = func() instant { return w.read(p) }
+	p.leases.Now = func() engine.Instant { return w.read(p) }
 }
 
-func (w *leaseWorld) read(p *leaser) instant {
+func (w *leaseWorld) read(p *leaser) engine.Instant {
 	if w.mistake == wrongClock {
-		return instant{p.at.wall, p.at.wall}
+		return engine.Instant{Elapsed: p.at.Wall, Wall: p.at.Wall}
 	}
 	return p.at
 }
@@ -125,25 +126,25 @@ func (w *leaseWorld) clone() *leaseWorld {
 		q.outbox, q.mine = slices.Clone(p.outbox), slices.Clone(p.mine)
 		if p.request != nil {
 			r := p.request
-			q.request = &request{
-				space: r.space, policy: r.policy, parts: slices.Clone(r.parts), done: r.done, count: r.count,
-				ahead: r.ahead, ofLease: r.ofLease,
+			q.request = &engine.Request{
+				Space: r.Space, Policy: r.Policy, Parts: slices.Clone(r.Parts), Done: r.Done, Count: r.Count,
+				Ahead: r.Ahead, OfLease: r.OfLease,
 			}
 		}
-		q.leases = &leases{seed: p.leases.seed}
-		if shards := p.leases.shards.Load(); shards != nil {
-			of := new([leaseShards]leaseShard)
+		q.leases = &engine.Leases{Seed: p.leases.Seed}
+		if shards := p.leases.Shards.Load(); shards != nil {
+			of := new([engine.LeaseShards]engine.LeaseShard)
 			for i := range shards {
-				for k, e := range shards[i].keys {
+				for k, e := range shards[i].Keys {
 					entry := *e
-					entry.known.states = slices.Clone(e.known.states)
-					if of[i].keys == nil {
-						of[i].keys = map[denialKey]*lease{}
+					entry.Known.States = slices.Clone(e.Known.States)
+					if of[i].Keys == nil {
+						of[i].Keys = map[engine.DenialKey]*engine.Lease{}
 					}
-					of[i].keys[k] = &entry
+					of[i].Keys[k] = &entry
 				}
 			}
-			q.leases.shards.Store(of)
+			q.leases.Shards.Store(of)
 		}
 		c.readClocks(&q)
 		c.processes = append(c.processes, &q)
@@ -156,29 +157,29 @@ func (w *leaseWorld) call(p *leaser, n int64) {
 	l := p.limiter
 	switch {
 	case p.request == nil:
-		if result, ok := p.leases.spend(l.space, l.policy, "key", n); ok {
+		if result, ok := p.leases.Spend(l.space, l.model, "key", n); ok {
 			told := result.DecidedAt.UnixMicro()
 			w.leased += n
-			w.use(p, leaseUse{at: w.clock, told: told, receipt: result.receipt, first: result.first, n: n})
+			w.use(p, leaseUse{at: w.clock, told: told, receipt: result.Taken.Receipt, first: result.Taken.First, n: n})
 			return
 		}
-		ahead := p.leases.ahead(l, "key", n)
-		p.request = &request{space: l.space, policy: l.policy, count: 1 + ahead, ahead: ahead, place: 1}
-		p.request.add(l.space, l.models, "key", n, nil)
+		ahead := p.leases.Ahead(l.space, l.model, "key", n)
+		p.request = &engine.Request{Space: l.space, Policy: l.model, Count: 1 + ahead, Ahead: ahead, Place: 1}
+		p.request.Add(l.space, l.model, "key", n, nil)
 		p.asked, p.decided = w.read(p), false
 	case !p.decided:
 		w.decide(p.request)
 		p.decided = true
-		if r := p.request.result(); r.Allowed { // it counts from here on, as without leases
-			w.use(p, leaseUse{at: w.clock, told: r.DecidedAt.UnixMicro(), receipt: r.receipt, n: r.receipt.leftover()})
+		if r := p.request.Outcome(); r.Allowed { // it counts from here on, as without leases
+			w.use(p, leaseUse{at: w.clock, told: r.DecidedAt.UnixMicro(), receipt: r.Taken.Receipt, n: r.Taken.Receipt.Left()})
 		}
 	default:
 		asked := p.asked
 		if w.mistake == sinceTheAnswer {
 			asked = w.read(p)
 		}
-		if back, _, _ := p.leases.learn(p.request, nil, asked, w.read(p)); back != nil {
-			p.outbox = append(p.outbox, back.rests...)
+		if back, _, _ := p.leases.Learn(p.request, nil, asked, w.read(p)); back != nil {
+			p.outbox = append(p.outbox, back.Rests...)
 		}
 		p.request = nil
 	}
@@ -189,11 +190,11 @@ func (w *leaseWorld) use(p *leaser, u leaseUse) {
 	w.uses = append(w.uses, u)
 }
 
-func (w *leaseWorld) decide(r *request) {
-	r.decideIn(w.database(), w.clock)
-	if row, ok := w.rows[r.parts[0].row()].(memoryRow); ok && w.mistake == fillsUp { // it forgets what is leased
-		row.state.Log = ""
-		w.rows[r.parts[0].row()] = row
+func (w *leaseWorld) decide(r *engine.Request) {
+	r.DecideIn(w.database(), w.clock)
+	if row, ok := w.rows[r.Parts[0].Row()].(engine.MemoryRow); ok && w.mistake == fillsUp { // it forgets what is leased
+		row.State.Log = ""
+		w.rows[r.Parts[0].Row()] = row
 	}
 }
 
@@ -205,26 +206,26 @@ func (w *leaseWorld) giveBack(p *leaser, all bool) {
 		back := p.outbox[0]
 		p.outbox = p.outbox[1:]
 		for range map[bool]int{false: 1, true: 2}[w.mistake == returnedTwice] {
-			w.refund(back.receipt, back.to-back.from, back.takes())
+			w.refund(back.Receipt, back.To-back.From, back.Takes())
 		}
 		return
 	}
 	kept := w.clone().processes[slices.Index(w.processes, p)].leases
 	if all {
-		p.outbox = p.leases.all().rests
+		p.outbox = p.leases.All().Rests
 	} else {
-		back, _ := p.leases.outdated(w.read(p))
-		p.outbox = back.rests
+		back, _ := p.leases.Outdated(w.read(p))
+		p.outbox = back.Rests
 	}
 	if w.mistake == spentAndReturned {
-		p.leases.shards.Store(kept.shards.Load())
+		p.leases.Shards.Store(kept.Shards.Load())
 	}
 }
 
 // refund gives back units of a take.
-func (w *leaseWorld) refund(of *receipt, n int64, takes []model.Take) {
-	r := &request{space: of.space, policy: of.policy, count: 1, place: 1}
-	r.add(of.space, of.policy.rules(), "key", -n, takes)
+func (w *leaseWorld) refund(of *engine.Receipt, n int64, takes []model.Take) {
+	r := &engine.Request{Space: of.Space, Policy: of.Policy, Count: 1, Place: 1}
+	r.Add(of.Space, of.Policy, "key", -n, takes)
 	w.decide(r)
 }
 
@@ -233,9 +234,9 @@ func (w *leaseWorld) refundUse(p *leaser, i int) {
 	u := &w.uses[p.mine[i]]
 	p.mine = slices.Delete(p.mine, i, i+1)
 	u.back = true
-	w.refund(u.receipt, u.n, u.receipt.between(u.first, u.first+u.n))
+	w.refund(u.receipt, u.n, u.receipt.Between(u.first, u.first+u.n))
 	if w.mistake == refundedTwice {
-		w.refund(u.receipt, u.n, u.receipt.between(u.first, u.first+u.n))
+		w.refund(u.receipt, u.n, u.receipt.Between(u.first, u.first+u.n))
 	}
 }
 
@@ -244,9 +245,9 @@ func (w *leaseWorld) pass(micros int64, suspended *leaser) {
 	w.clock += micros
 	for _, p := range w.processes {
 		passed := model.Duration(micros) - time.Duration(micros*p.slow)
-		p.at.wall += passed
+		p.at.Wall += passed
 		if p != suspended {
-			p.at.elapsed += passed
+			p.at.Elapsed += passed
 		}
 	}
 }
@@ -280,7 +281,7 @@ func (w *leaseWorld) judge() error {
 			}
 			continue
 		}
-		in := u.receipt.parts[0].In
+		in := u.receipt.Parts[0].In
 		if u.at >= in+window {
 			return fmt.Errorf("%d at %d, of the window from %d to %d", u.n, u.at, in, in+window)
 		}

@@ -8,6 +8,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/ratelimit/internal/engine"
 	"github.com/pgratelimit/ratelimit/internal/model"
 )
 
@@ -69,10 +70,10 @@ func TestMistakesInLeasesShowInStories(t *testing.T) {
 
 // wants has the process take so much ahead, whatever its demand is.
 func (p *leaser) wants(size int64) {
-	if s := p.leases.shard("key"); s != nil {
-		for _, e := range s.keys {
-			if e.receipt == nil {
-				e.size = size
+	if s := p.leases.Shard("key"); s != nil {
+		for _, e := range s.Keys {
+			if e.Receipt == nil {
+				e.Size = size
 			}
 		}
 	}
@@ -118,7 +119,7 @@ func (w *leaseWorld) tell(r *rand.Rand) {
 			}
 		case 10:
 			if i%2 == 1 {
-				p.at.wall += model.Duration(r.Int64N(4*longest) - 3*longest)
+				p.at.Wall += model.Duration(r.Int64N(4*longest) - 3*longest)
 			}
 		case 11:
 			if steps {
@@ -160,7 +161,7 @@ func (w *leaseWorld) tell(r *rand.Rand) {
 			w.takeAll(r)
 		case 15: // the answer is lost
 			if p.request != nil && p.decided {
-				p.leases.learn(p.request, errNotTried, p.asked, w.read(p))
+				p.leases.Learn(p.request, engine.ErrNotTried, p.asked, w.read(p))
 				p.request = nil
 			}
 		case 14: // all take what they can
@@ -179,7 +180,7 @@ func (w *leaseWorld) tell(r *rand.Rand) {
 func (w *leaseWorld) takeAll(r *rand.Rand) {
 	for round := range 60 {
 		for _, p := range w.processes {
-			held := p.leases.held(p.limiter.space, p.limiter.policy, "key")
+			held := p.leases.Held(p.limiter.space, p.limiter.model, "key")
 			w.call(p, max(held, 1+r.Int64N(100)>>(round/8)))
 		}
 	}
@@ -222,7 +223,7 @@ func TestLeasesOfABucketThatOthersGiveBackTo(t *testing.T) {
 				w.giveBack(first, true)
 			}
 			w.pass(95_000, nil)
-			held := second.leases.held(second.limiter.space, second.limiter.policy, "key")
+			held := second.leases.Held(second.limiter.space, second.limiter.model, "key")
 			require.Positive(t, held)
 			w.call(second, held)
 			for n := int64(512); n > 0; n /= 2 {
@@ -251,15 +252,15 @@ func TestResetWhileALeaseIsOnItsWay(t *testing.T) {
 			w.call(p, 1)
 		}
 		w.pass(1, nil)
-		p.leases.drop(p.limiter.space, "key", p.at)
+		p.leases.Drop(p.limiter.space, "key", p.at)
 		w.call(p, 1) // it hears of it
-		require.Zero(t, p.leases.held(p.limiter.space, p.limiter.policy, "key"))
+		require.Zero(t, p.leases.Held(p.limiter.space, p.limiter.model, "key"))
 		require.Len(t, p.outbox, 1)
 		w.giveBack(p, false)
-		left := &request{space: p.limiter.space, policy: p.limiter.policy, count: 1, place: 1}
-		left.add(p.limiter.space, p.limiter.models, "key", 0, nil)
-		left.decideIn(w.database(), w.clock)
-		require.Equal(t, map[bool]int64{false: 2, true: 3}[before], left.parts[0].decision.Remaining)
+		left := &engine.Request{Space: p.limiter.space, Policy: p.limiter.model, Count: 1, Place: 1}
+		left.Add(p.limiter.space, p.limiter.model, "key", 0, nil)
+		left.DecideIn(w.database(), w.clock)
+		require.Equal(t, map[bool]int64{false: 2, true: 3}[before], left.Parts[0].Decision.Remaining)
 	}
 }
 
@@ -269,14 +270,14 @@ func TestLeasesKnowTheLatest(t *testing.T) {
 	w := newLeaseWorld(model.FixedWindow{Limit: 1000, Window: time.Hour}, 1, noMistake)
 	p := w.processes[0]
 	hear := func(later time.Duration, remaining int64) int64 {
-		r := &request{space: p.limiter.space, policy: p.limiter.policy, count: 1, place: 1}
-		r.add(p.limiter.space, p.limiter.models, "key", 1, nil)
-		r.parts[0].decision = model.Decision{
+		r := &engine.Request{Space: p.limiter.space, Policy: p.limiter.model, Count: 1, Place: 1}
+		r.Add(p.limiter.space, p.limiter.model, "key", 1, nil)
+		r.Parts[0].Decision = model.Decision{
 			Granted: 1, Remaining: remaining, DecidedAt: time.UnixMicro(w.clock).Add(later),
 			State: model.State{WindowStart: w.clock, ExpiresAt: model.Never},
 		}
-		p.leases.learn(r, nil, p.at, p.at)
-		return p.leases.shard("key").keys[denialKey{p.limiter.space, "key"}].known.remaining
+		p.leases.Learn(r, nil, p.at, p.at)
+		return p.leases.Shard("key").Keys[engine.DenialKey{Space: p.limiter.space, Key: "key"}].Known.Remaining
 	}
 	require.EqualValues(t, 900, hear(time.Second, 900))
 	require.EqualValues(t, 900, hear(0, 950))
@@ -289,13 +290,13 @@ func TestLeasesRememberWhatIsLeased(t *testing.T) {
 	w := newLeaseWorld(model.TokenBucket{Capacity: 1000, Refill: 1, Every: time.Second}, 1, noMistake)
 	p := w.processes[0]
 	hear := func(ahead int64, log model.Entries) model.Entries {
-		r := &request{space: p.limiter.space, policy: p.limiter.policy, count: 1 + ahead, ahead: ahead, place: 1}
-		r.add(p.limiter.space, p.limiter.models, "key", 1, nil)
-		r.parts[0].decision = model.Decision{
+		r := &engine.Request{Space: p.limiter.space, Policy: p.limiter.model, Count: 1 + ahead, Ahead: ahead, Place: 1}
+		r.Add(p.limiter.space, p.limiter.model, "key", 1, nil)
+		r.Parts[0].Decision = model.Decision{
 			Granted: 1 + ahead, Remaining: 900, DecidedAt: time.UnixMicro(w.clock), State: model.State{Log: log, ExpiresAt: model.Never},
 		}
-		p.leases.learn(r, nil, p.at, p.at)
-		return p.leases.shard("key").keys[denialKey{p.limiter.space, "key"}].known.states[0].Log
+		p.leases.Learn(r, nil, p.at, p.at)
+		return p.leases.Shard("key").Keys[engine.DenialKey{Space: p.limiter.space, Key: "key"}].Known.States[0].Log
 	}
 	leased := model.NewEntries([]int64{w.clock, 7, 0})
 	require.Empty(t, hear(0, ""))

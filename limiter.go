@@ -7,7 +7,10 @@ import (
 	"unicode/utf8"
 
 	"github.com/pgratelimit/ratelimit/internal/algorithm"
+	"github.com/pgratelimit/ratelimit/internal/engine"
 	"github.com/pgratelimit/ratelimit/internal/model"
+	"github.com/pgratelimit/ratelimit/internal/policytable"
+	"github.com/pgratelimit/ratelimit/internal/waitline"
 )
 
 // Limiter decides whether keys may go on. It is safe for concurrent use, and needs no Close. At rest it holds no
@@ -24,13 +27,15 @@ import (
 // application thousands of connections.
 type Limiter struct {
 	client    *Client
-	space     *keyspace
-	waiting   *waitLines
+	space     *engine.Space
+	view      *policytable.View // of the table of policies; nil without one
+	beside    *engine.Space     // of the policies of the mode shadow
+	waiting   *waitline.Lines[Result]
 	onFailure FailureMode
+	policies  *Policies
+	ban       *Ban
 	policy    Policy
-	models    []model.Rules // of the policy
-	shares    []model.Rules // of the models, what FallbackLocal allows; nil otherwise
-	limit     int64         // the largest cost that can ever be allowed
+	model     *model.Policy // of the policy
 }
 
 // Config says what a [Limiter] limits. Name and Policy are required.
@@ -80,7 +85,7 @@ func (c *Client) Limiter(config Config) (*Limiter, error) {
 	if err := config.validate(); err != nil {
 		return nil, err
 	}
-	if config.SynchronousCommit && !c.database.pooled() {
+	if config.SynchronousCommit && !c.engine.Pooled() {
 		return nil, &ConfigError{
 			Field: "Config.SynchronousCommit",
 			Reason: "has no effect on a single connection or transaction, which commits as its session says; " +
@@ -88,29 +93,28 @@ func (c *Client) Limiter(config Config) (*Limiter, error) {
 		}
 	}
 	lease := config.Lease.withDefaults()
-	if err := lease.validate(config.Policy, c.database.pooled()); err != nil {
+	if err := lease.validate(config.Policy, c.engine.Pooled()); err != nil {
 		return nil, err
 	}
-	space := &keyspace{
-		lease: lease, database: c.database, name: config.Name, durable: config.Durable, flush: config.SynchronousCommit,
-		remember: !config.NoDenialCache, returnsErrors: config.OnFailure.answer <= returnError,
+	l := &Limiter{
+		client: c, waiting: &waitline.Lines[Result]{}, onFailure: config.OnFailure, policies: config.Policies,
+		ban: config.Ban.withDefaults(), policy: config.Policy, model: policyModel(config.Policy),
+	}
+	l.space = &engine.Space{
+		Engine: c.engine, Name: config.Name, Durable: config.Durable, Flush: config.SynchronousCommit,
+		Remember: !config.NoDenialCache, ReturnsErrors: config.OnFailure.answer <= returnError,
+		Lease: (*engine.LeaseTerms)(lease),
 	}
 	if config.Policies != nil {
-		space.policies, space.page = config.Policies, config.Policies.book.Page(config.Name)
-		config.Policies.addCache(c.batcher.denials)
-		space.shadow = &keyspace{
-			database: c.database, name: config.Name + shadowSuffix, durable: space.durable, flush: space.flush,
-			remember: space.remember,
-		}
+		table := config.Policies.table
+		l.view = table.View(config.Name, (*policytable.BanTerms)(l.ban))
+		l.space.Given = func(key string) { table.Given(config.Name, key) }
+		table.AddDenials(c.engine.Cache())
+		beside := *l.space
+		beside.Name, beside.Lease = config.Name+policytable.ShadowSuffix, nil
+		l.beside = &beside
 	}
-	if config.Ban != nil {
-		space.strikes = newStrikes(config.Name, config.Ban)
-	}
-	if config.OnFailure.answer == fallbackLocal && c.fallback.Load() == nil {
-		c.fallback.CompareAndSwap(nil, newFallback(c.config.Test.Now))
-	}
-	l := &Limiter{client: c, space: space, waiting: &waitLines{}, onFailure: config.OnFailure}
-	return l.under(config.Policy), nil
+	return l, nil
 }
 
 func (c Config) validate() error {
@@ -121,9 +125,10 @@ func (c Config) validate() error {
 		}
 	case !utf8.ValidString(c.Name) || strings.ContainsRune(c.Name, 0):
 		return &ConfigError{Field: "Config.Name", Reason: "must be valid UTF-8 without NUL"}
-	case strings.HasSuffix(c.Name, shadowSuffix):
+	case strings.HasSuffix(c.Name, policytable.ShadowSuffix):
 		return &ConfigError{
-			Field: "Config.Name", Reason: "ends with " + shadowSuffix + ", as the names of rows of shadows do",
+			Field:  "Config.Name",
+			Reason: "ends with " + policytable.ShadowSuffix + ", as the names of rows of shadows do",
 		}
 	case c.SynchronousCommit && !c.Durable:
 		return &ConfigError{
@@ -171,66 +176,29 @@ func (l *Limiter) With(policy Policy) (*Limiter, error) {
 	if err := validatePolicy(policy); err != nil {
 		return nil, err
 	}
-	if err := validateName(l.space.name, policy); err != nil {
+	if err := validateName(l.space.Name, policy); err != nil {
 		return nil, err
 	}
-	with := l.under(policy)
-	if err := with.sameKind(l); err != nil {
-		return nil, err
+	with := *l
+	with.policy, with.model = policy, policyModel(policy)
+	if kind, before, differ := with.model.KindsDiffer(l.model); differ {
+		return nil, &ConfigError{Field: "Config.Policy", Reason: fmt.Sprintf("is a %s, and the keys' rows are of "+
+			"a %s, which would start anew; make a limiter of another name", kind, before)}
 	}
-	return with, nil
-}
-
-// sameKind tells why two limiters cannot share rows.
-func (l *Limiter) sameKind(other *Limiter) error {
-	for i := range min(len(l.models), len(other.models)) {
-		now, before := l.models[i], other.models[i]
-		if now.Numbers().Algorithm != before.Numbers().Algorithm {
-			return &ConfigError{Field: "Config.Policy", Reason: fmt.Sprintf("is a %s, and the keys' rows are of "+
-				"a %s, which would start anew; make a limiter of another name", typeName(now), typeName(before))}
-		}
-	}
-	return nil
-}
-
-// typeName is the name of the type of a policy with these rules.
-func typeName(r model.Rules) string { return reflect.TypeOf(policyOf(r.Numbers())).Name() }
-
-// under is With for a policy that is valid.
-func (l *Limiter) under(policy Policy) *Limiter {
-	with := &Limiter{client: l.client, space: l.space, waiting: l.waiting, onFailure: l.onFailure, policy: policy}
-	with.models = policy.rules()
-	with.limit = with.models[0].Numbers().Limit
-	for _, m := range with.models[1:] {
-		with.limit = min(with.limit, m.Numbers().Limit)
-	}
-	if l.onFailure.answer == fallbackLocal {
-		with.shares = sharesOf(with.models, l.onFailure.share)
-	}
-	return with
+	return &with, nil
 }
 
 // Config returns the configuration: the Policy is the one of this limiter, even if With made it, and Client is
 // empty.
 func (l *Limiter) Config() Config {
 	return Config{
-		Name: l.space.name, Policy: l.policy, Durable: l.space.durable, SynchronousCommit: l.space.flush,
-		NoDenialCache: !l.space.remember, OnFailure: l.onFailure, Policies: l.space.policies,
-		Ban: l.space.strikes.config(), Lease: l.space.lease.withDefaults(),
+		Name: l.space.Name, Policy: l.policy, Durable: l.space.Durable, SynchronousCommit: l.space.Flush,
+		NoDenialCache: !l.space.Remember, OnFailure: l.onFailure, Policies: l.policies,
+		Ban: l.ban.withDefaults(), Lease: (*Lease)(l.space.Lease).withDefaults(),
 	}
 }
 
-// newRequest returns a request for a key.
-func (l *Limiter) newRequest(key string, cost int64) *request {
-	r := l.client.requests.get(l.space, l.policy)
-	r.add(l.space, l.models, key, cost, nil)
-	return r
-}
-
-// checkCost tells what is wrong with a cost.
-func (l *Limiter) checkCost(n int64) error {
-	if n < 0 || n > l.limit {
-		return &CostError{Cost: n, Limit: l.limit}
-	}
-	return nil
+// question is one about a key.
+func (l *Limiter) question(policy *model.Policy, key string, cost int64) engine.Ask {
+	return engine.Ask{Space: l.space, Policy: policy, Key: key, Cost: cost}
 }

@@ -13,6 +13,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/ratelimit/internal/engine"
 	"github.com/pgratelimit/ratelimit/internal/modeltest"
 	"github.com/pgratelimit/ratelimit/internal/pg"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
@@ -64,7 +65,7 @@ func TestCrossingBatchesDoNotDeadlock(t *testing.T) {
 						elements = append(elements, e) // and one that stands twice
 					}
 				}
-				if err := limiter.decide(context.Background(), limiter.client.database.db, elements, limiter.ownTransaction()); err != nil {
+				if err := limiter.decide(context.Background(), limiter.client.engine.Database.DB, elements, limiter.ownTransaction()); err != nil {
 					errs[worker] = err
 					return
 				}
@@ -248,7 +249,7 @@ func (l *Limiter) takeLater(keys ...string) func() ([]modeltest.Element, error) 
 		elements[i] = modeltest.Element{Key: key, Cost: 1, Count: 1}
 	}
 	return testkit.Later(func() ([]modeltest.Element, error) {
-		return elements, l.decide(context.Background(), l.client.database.db, elements, transaction{})
+		return elements, l.decide(context.Background(), l.client.engine.Database.DB, elements, engine.Transaction{})
 	})
 }
 

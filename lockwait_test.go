@@ -9,6 +9,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/ratelimit/internal/engine"
 	"github.com/pgratelimit/ratelimit/internal/modeltest"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
@@ -148,13 +149,13 @@ func TestRowMadeAfterAWaitBeginsThen(t *testing.T) {
 				somebody, tx := pgtest.Begin(t, db), pgtest.Begin(t, db)
 				_, err := limiter.WithTx(somebody).Allow(t.Context(), "key")
 				require.NoError(t, err)
-				var requests []*request
+				var requests []*engine.Request
 				for _, key := range c.keys {
 					requests = append(requests, limiter.newRequest(key, 1))
 				}
 				decided := testkit.Later(func() (any, error) {
-					own := transaction{lockTimeout: new(int32(-1))}
-					return nil, limiter.client.database.execute(context.Background(), tx, requests, own)
+					own := engine.Transaction{LockTimeout: new(int32(-1))}
+					return nil, limiter.client.engine.Database.Execute(context.Background(), tx, requests, own)
 				})
 				pgtest.WaitUntilBlocked(t, db.Pool, 1)
 				begun, released := pgtest.Scalar[time.Time](t, somebody, "SELECT clock_timestamp()"), time.Time{}
@@ -166,7 +167,7 @@ func TestRowMadeAfterAWaitBeginsThen(t *testing.T) {
 				_, err = decided()
 				require.NoError(t, err)
 				require.NoError(t, tx.Commit(t.Context()))
-				d := requests[0].parts[0].decision
+				d := requests[0].Parts[0].Decision
 				require.EqualValues(t, 1, d.Granted)
 				require.EqualValues(t, 99, d.Remaining)
 				require.Equal(t, c.broken, d.DecidedAt.Before(released))
@@ -265,7 +266,7 @@ func TestWaitingForSeveralRowsInTurn(t *testing.T) {
 			{Key: "a", Cost: 1, Count: 9},
 		}
 		done := testkit.Later(func() (any, error) {
-			return nil, limiter.decide(context.Background(), limiter.client.database.db, elements, transaction{})
+			return nil, limiter.decide(context.Background(), limiter.client.engine.Database.DB, elements, engine.Transaction{})
 		})
 		for _, holder := range holders {
 			pid := holder.Conn().PgConn().PID()

@@ -12,9 +12,11 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit/internal/algorithm"
+	"github.com/pgratelimit/ratelimit/internal/engine"
 	"github.com/pgratelimit/ratelimit/internal/model"
 	"github.com/pgratelimit/ratelimit/internal/modeltest"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
+	"github.com/pgratelimit/ratelimit/internal/policytable"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
@@ -124,7 +126,7 @@ func newClient(t *testing.T, db DBTX, config ClientConfig) *Client {
 	}
 	client, err := NewClient(db, config)
 	require.NoError(t, err)
-	client.database.shadowWait = 200
+	client.engine.Database.ShadowWait = 200
 	return client
 }
 
@@ -180,20 +182,20 @@ func holdOn(t *testing.T, conn *pgx.Conn, config Config, key string) pgx.Tx {
 
 // inQueue is how many calls wait for the next statement.
 func (c *Client) inQueue() int {
-	c.queues.first().mu.Lock()
-	defer c.queues.first().mu.Unlock()
-	return c.queues.first().waiting
+	c.engine.Queues.First().Mu.Lock()
+	defer c.engine.Queues.First().Mu.Unlock()
+	return c.engine.Queues.First().Waiting
 }
 
 // waitUntilHeld returns when the lane of a limiter waits for a row.
 func waitUntilHeld(t *testing.T, pool *pgxpool.Pool, l *Limiter) {
 	t.Helper()
 	testkit.WaitUntil(t, func() bool {
-		held := l.client.batcher.held
-		held.mu.Lock()
-		defer held.mu.Unlock()
-		for _, row := range held.rows {
-			if row.sure {
+		held := l.client.engine.Batcher.Held
+		held.Mu.Lock()
+		defer held.Mu.Unlock()
+		for _, row := range held.Rows {
+			if row.Sure {
 				return true
 			}
 		}
@@ -204,9 +206,9 @@ func waitUntilHeld(t *testing.T, pool *pgxpool.Pool, l *Limiter) {
 
 // inLane is how many calls wait for the lane.
 func (c *Client) inLane() int {
-	c.queues.first().lane.mu.Lock()
-	defer c.queues.first().lane.mu.Unlock()
-	return len(c.queues.first().lane.requests)
+	c.engine.Queues.First().Lane.Mu.Lock()
+	defer c.engine.Queues.First().Lane.Mu.Unlock()
+	return len(c.engine.Queues.First().Lane.Requests)
 }
 
 // takingOf is the function that takes by a policy.
@@ -249,4 +251,24 @@ func alwaysAll(t *testing.T, db pgtest.Executor) {
 func storedRows(t *testing.T, db pgtest.Executor, durable bool) map[modeltest.RowID]modeltest.Row {
 	t.Helper()
 	return pgtest.StoredRows(t, db, durable)
+}
+
+// newRequest returns a request for a key.
+func (l *Limiter) newRequest(key string, cost int64) *engine.Request {
+	q := l.question(l.model, key, cost)
+	return l.client.engine.Request(&q)
+}
+
+// newShadow returns the shadow of a request.
+func (l *Limiter) newShadow(row *policytable.Row, key string, cost int64) *engine.Shadow {
+	q := l.question(l.model, key, cost)
+	q.Beside = &engine.Beside{Space: l.beside, Policy: row.Value.Policy}
+	return engine.NewShadow(&q)
+}
+
+// under is With for a policy of any kind.
+func (l *Limiter) under(policy Policy) *Limiter {
+	with := *l
+	with.policy, with.model = policy, policyModel(policy)
+	return &with
 }

@@ -21,7 +21,7 @@ func askLimiter(t *testing.T, l *Limiter, clock *time.Time) func(p model.Rules, 
 		if err != nil || !result.Allowed {
 			return nil, err
 		}
-		return &modeltest.Taken{Units: n, In: result.receipt.parts[0].In, GiveBack: func(at, n int64) error {
+		return &modeltest.Taken{Units: n, In: result.taken.Receipt.Parts[0].In, GiveBack: func(at, n int64) error {
 			*clock = time.UnixMicro(at)
 			_, err := l.RefundN(t.Context(), result, n)
 			return err

@@ -11,6 +11,7 @@ import (
 	"github.com/jackc/pgx/v5/pgtype"
 
 	"github.com/pgratelimit/ratelimit/internal/algorithm"
+	"github.com/pgratelimit/ratelimit/internal/engine"
 	"github.com/pgratelimit/ratelimit/internal/model"
 	"github.com/pgratelimit/ratelimit/internal/modeltest"
 )
@@ -100,7 +101,7 @@ func (db *modelDB) decide(sql string, args []any) (*modelRows, error) {
 				continue
 			}
 			if passed[i] == nil {
-				passed[i] = slices.Repeat([]int64{notLocked}, len(requests[i].Parts))
+				passed[i] = slices.Repeat([]int64{engine.NotLocked}, len(requests[i].Parts))
 			}
 			passed[i][slices.IndexFunc(requests[i].Parts, func(q modeltest.Part) bool { return q.ID == p.ID })] = by
 			if by == 0 || !skip {
@@ -123,7 +124,7 @@ func (db *modelDB) decide(sql string, args []any) (*modelRows, error) {
 	}
 	answer := db.answer(requests, passed)
 	if takes {
-		answer = answer.asNumbers(sql != takeAllStatement)
+		answer = answer.asNumbers(sql != engine.Text("takeall", ""))
 	}
 	elapse(lasts / 2)
 	return answer, nil
@@ -151,9 +152,9 @@ func (db *modelDB) answer(requests []modeltest.Request, passed map[int][]int64) 
 		for j := range r.Parts {
 			d := &r.Parts[j].Decision
 			if passed[i] != nil {
-				*d = model.Decision{Granted: undecided, DecidedAt: time.UnixMicro(clock)}
-				if by := passed[i][j]; by != notLocked {
-					d.Granted, d.Remaining = locked, by
+				*d = model.Decision{Granted: engine.Undecided, DecidedAt: time.UnixMicro(clock)}
+				if by := passed[i][j]; by != engine.NotLocked {
+					d.Granted, d.Remaining = engine.Locked, by
 				}
 			}
 			ord++
@@ -179,7 +180,7 @@ func logOf(e model.Entries) (log []int64) {
 func (r *modelRows) asNumbers(logs bool) *modelRows {
 	var numbers pgtype.FlatArray[pgtype.Int8]
 	for _, v := range r.values {
-		for _, value := range v[:leftNumbers] {
+		for _, value := range v[:engine.LeftNumbers] {
 			if retryAfter, ok := value.(*int64); ok {
 				value = *retryAfter
 			}
@@ -197,12 +198,12 @@ func (r *modelRows) asNumbers(logs bool) *modelRows {
 
 // askedOf is what a statement asks for. takes tells whether it is a function that only takes.
 func askedOf(sql string, args []any) (requests []modeltest.Request, lockTimeout *int32, skip, takes bool) {
-	if sql == takeAllStatement { // so is this
+	if sql == engine.Text("takeall", "") { // so is this
 		takes, args = true, argsOfAll(args)
 	} else if name, one := args[0].(string); one { // the function of an algorithm
 		takes = true
 		code := 1 + slices.IndexFunc(algorithm.All(), func(a algorithm.Algorithm) bool {
-			return implementationOf(a.Code).statement == sql
+			return engine.Text(a.File, "") == sql
 		})
 		args = argsOfKeys(name, int16(code), args)
 	}

@@ -1,9 +1,11 @@
 package ratelimit
 
 import (
-	"context"
 	"errors"
 	"time"
+
+	"github.com/pgratelimit/ratelimit/internal/engine"
+	"github.com/pgratelimit/ratelimit/internal/pg"
 )
 
 // Observer is told what a client's limiters do, for metrics; see package observe for logs, and otelratelimit for
@@ -73,13 +75,6 @@ type LeaseEvent struct {
 	Stranded int64  // counts as used, because it could not go back, or made room in a bucket: see [Lease]
 }
 
-// lease tells the observer, if there is one.
-func (o *Observer) lease(e LeaseEvent) {
-	if o != nil && o.Lease != nil {
-		o.Lease(e)
-	}
-}
-
 // BreakerEvent is a change between decisions by Postgres and by [Config].OnFailure.
 type BreakerEvent struct {
 	// Limits are the limiters of the client that it is for: "ephemeral", "durable", "synchronous" (durable, with
@@ -91,40 +86,45 @@ type BreakerEvent struct {
 	Err  error // why, if Open; an ErrPoolExhausted if Postgres may be well
 }
 
+// hooks has the engine tell the observer.
+func (o *Observer) hooks() (h engine.Hooks) {
+	if o == nil {
+		return h
+	}
+	if o.Statement != nil {
+		h.Statement = func(e engine.Statement) {
+			e.Err = publicError(e.Err)
+			o.Statement(StatementEvent(e))
+		}
+	}
+	if o.Lease != nil {
+		h.Lease = func(e engine.LeaseUse) { o.Lease(LeaseEvent(e)) }
+	}
+	if o.Breaker != nil {
+		h.Breaker = func(e engine.BreakerChange) {
+			o.Breaker(BreakerEvent{Limits: e.Kind, Shard: e.Shard, Open: e.Open, Err: publicError(e.Err)})
+		}
+	}
+	return h
+}
+
 // ErrorKind names an error of a limiter in a word, for metrics: "invalid_key", "invalid_cost",
 // "sharded" ([ErrSharded]), "invalid_request" (any other [RequestError]), "would_exceed_deadline", "not_migrated",
 // "newer_schema", "not_permitted", "prepared_statements", "setup", "read_only", "key_held", "pool_exhausted",
 // "timeout", "unavailable", "context" (the caller's has ended), "other", or "" for nil.
 func ErrorKind(err error) string {
-	for _, known := range []struct {
-		err  error
-		kind string
-	}{
-		{nil, ""},
-		{ErrInvalidKey, "invalid_key"},
-		{ErrInvalidCost, "invalid_cost"},
-		{ErrCostExceedsLimit, "invalid_cost"},
-		{ErrWouldExceedDeadline, "would_exceed_deadline"},
-		{ErrNotMigrated, "not_migrated"},
-		{ErrNewerSchema, "newer_schema"},
-		{ErrNotPermitted, "not_permitted"},
-		{ErrSharded, "sharded"},
-		{ErrPreparedStatements, "prepared_statements"},
-		{ErrSetup, "setup"},
-		{ErrReadOnly, "read_only"},
-		{ErrKeyHeld, "key_held"},
-		{ErrPoolExhausted, "pool_exhausted"},
-		{ErrTimeout, "timeout"},
-		{ErrUnavailable, "unavailable"},
-		{context.Canceled, "context"}, // after those above, which may wrap the end of a context of the limiter's own
-		{context.DeadlineExceeded, "context"},
-	} {
-		if errors.Is(err, known.err) {
-			return known.kind
-		}
-	}
-	if _, ok := errors.AsType[*RequestError](err); ok {
+	_, invalid := errors.AsType[*RequestError](err)
+	switch {
+	case err == nil:
+		return ""
+	case errors.Is(err, ErrInvalidKey):
+		return "invalid_key"
+	case errors.Is(err, ErrInvalidCost), errors.Is(err, ErrCostExceedsLimit):
+		return "invalid_cost"
+	case errors.Is(err, ErrWouldExceedDeadline):
+		return "would_exceed_deadline"
+	case invalid && !errors.Is(err, ErrSharded):
 		return "invalid_request"
 	}
-	return "other"
+	return pg.KindOf(err)
 }

@@ -333,7 +333,7 @@ func TestFailureModes(t *testing.T) {
 func BenchmarkObservedDenial(b *testing.B) {
 	l := deniedLimiter(b, SlidingWindow{Limit: 10, Window: time.Hour})
 	calls := 0
-	l.client.config.Observer = &Observer{Decision: func(DecisionEvent) { calls++ }}
+	l.client.observer = &Observer{Decision: func(DecisionEvent) { calls++ }}
 	b.ReportAllocs()
 	for b.Loop() {
 		if result, err := l.Allow(context.Background(), "user:123"); err != nil || result.Allowed {

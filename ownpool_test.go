@@ -13,6 +13,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/ratelimit/internal/engine"
 	"github.com/pgratelimit/ratelimit/internal/pgserver"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
@@ -54,7 +55,7 @@ func TestAllowInATransactionOfTheLastConnection(t *testing.T) {
 				}})
 				tx, err := pool.Begin(t.Context())
 				require.NoError(t, err)
-				for range breakerFailures {
+				for range engine.BreakerFailures {
 					result, err := l.Allow(t.Context(), "personal")
 					if source == SourceDatabase {
 						requireKinds(t, err, "personal", ErrPoolExhausted, ErrTimeout)
@@ -110,7 +111,7 @@ func TestCallsBehindAnExhaustedPool(t *testing.T) {
 	notAsked := 0
 	for _, err := range errs {
 		requireKinds(t, err, "personal", ErrPoolExhausted, ErrTimeout)
-		if errors.Is(err, errNoConnection) {
+		if errors.Is(err, engine.ErrNoConnection) {
 			notAsked++
 		}
 	}

@@ -160,7 +160,7 @@ func TestPgBouncerHandsNoSettingsOn(t *testing.T) {
 				Name: name, Policy: policy, Durable: true, SynchronousCommit: before[len(before)-2:] != "on", Client: ClientConfig{Timeout: 40 * time.Second},
 			})
 			if name == "all" {
-				limiter.client.database.manyParts = 0
+				limiter.client.engine.Database.ManyParts = 0
 			}
 			for method, call := range everyCall(limiter, "key") {
 				require.NoError(t, call(), method)

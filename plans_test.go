@@ -10,6 +10,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit/internal/algorithm"
+	"github.com/pgratelimit/ratelimit/internal/engine"
 	"github.com/pgratelimit/ratelimit/internal/modeltest"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 )
@@ -100,7 +101,7 @@ func scansOfAGrownTable(t *testing.T, conn *pgx.Conn, durable bool, mode string,
 			elements[i] = modeltest.Element{Key: fmt.Sprint("key ", from+i*7), Cost: 1, Count: 1}
 		}
 		for _, l := range limiters {
-			require.NoError(t, l.decide(t.Context(), conn, elements, transaction{}))
+			require.NoError(t, l.decide(t.Context(), conn, elements, engine.Transaction{}))
 			_, err := l.Peek(t.Context(), "key 1")
 			require.NoError(t, err)
 			_, err = l.Allow(t.Context(), "key 2")

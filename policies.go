@@ -2,19 +2,16 @@ package ratelimit
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"log/slog"
 	"strings"
-	"sync"
-	"sync/atomic"
 	"time"
 	"unicode/utf8"
-	"weak"
 
 	"github.com/pgratelimit/ratelimit/internal/memory"
+	"github.com/pgratelimit/ratelimit/internal/model"
 	"github.com/pgratelimit/ratelimit/internal/pg"
-	"github.com/pgratelimit/ratelimit/internal/rulebook"
+	"github.com/pgratelimit/ratelimit/internal/policytable"
 	"github.com/pgratelimit/ratelimit/internal/turn"
 )
 
@@ -52,37 +49,7 @@ import (
 // it is both.
 //
 // Policies are safe for concurrent use.
-type Policies struct {
-	db      DBTX
-	config  PoliciesConfig
-	book    rulebook.Book[ruling]
-	ready   chan struct{}                 // closed once the rows have been read for the first time
-	turn    *turn.Turn                    // of Run
-	banning chan struct{}                 // has a value if something is in bans
-	telling chan struct{}                 // has a value if something is in given
-	failed  atomic.Pointer[error]         // why the last try to read them failed; nil if it did not
-	clock   atomic.Pointer[databaseClock] // nil before ready
-	told    sync.Map                      // by the id of the row, the policy that was logged to be of another kind
-	swept   int64                         // when Run last dropped rows that had ended, by the database's clock
-	perRow  time.Duration                 // how often all rows are read again, for each of them
-
-	mu sync.Mutex
-	// caches are what clients remember of denials, and given is what has been given back, granted or reset in this
-	// process, of which other processes have not been told yet.
-	caches  []weak.Pointer[denials]
-	given   map[string]bool
-	bans    map[*strikes]bool      // which may have keys that Run is to ban
-	shadows map[int64]*shadowCount // by the id of the row, what has not been reported yet
-	running bool
-	status  PoliciesStatus
-	// asked is when the last answer was asked for. version, made at versionAt, is what that has told; nil asks for all
-	// rows. completeAt is when all were last asked for.
-	asked, completeAt time.Time
-	version           *int64
-	versionAt         int64 // by the database's clock, in microseconds since 1970
-	// unreadable are the ids of rows that this release cannot read.
-	unreadable map[int64]bool
-}
+type Policies struct{ table *policytable.Table }
 
 // PoliciesConfig says how [Policies] are read. The zero value is useful.
 type PoliciesConfig struct {
@@ -108,41 +75,6 @@ type PoliciesStatus struct {
 	Err       error // why the database could not be asked last; nil if it could
 }
 
-// databaseClock is a reading of the database's clock.
-type databaseClock struct {
-	micros int64 // since 1970
-	at     time.Time
-}
-
-// ruling is what a row says.
-type ruling struct {
-	mode ruleMode
-	// It counts from from on, and at until no longer, in microseconds since 1970. from is alwaysBegun if it had begun
-	// when it was read.
-	from, until int64
-	learnt      int64 // when this process first heard of what it says, by the database's clock
-
-	sharedPolicy
-}
-
-// sharedPolicy is a policy, which many rows may have.
-type sharedPolicy struct {
-	policy  Policy                   // nil for off and deny
-	limiter *atomic.Pointer[Limiter] // the last limiter that was made of it
-}
-
-type rule = rulebook.Rule[ruling]
-
-// ruleMode is a row's mode.
-type ruleMode string
-
-const (
-	modeEnforce ruleMode = "enforce"
-	modeShadow  ruleMode = "shadow"
-	modeOff     ruleMode = "off"
-	modeDeny    ruleMode = "deny"
-)
-
 const defaultMaxRows = 200_000
 
 // NewPolicies returns what is still to be run. It asks nothing, and starts nothing. db is a *pgxpool.Pool or
@@ -154,7 +86,7 @@ func NewPolicies(db DBTX, config PoliciesConfig) (*Policies, error) {
 		return nil, &ConfigError{Field: "db", Reason: "is nil, and must be a *pgxpool.Pool"}
 	case inMemory:
 		return nil, &ConfigError{Field: "db", Reason: "is in memory, where there is no table of policies"}
-	case newDatabase(db, "", nil).turn != nil:
+	case turn.Of(db) != nil:
 		return nil, &ConfigError{
 			Field: "db", Reason: "is a single connection or transaction, and must be a *pgxpool.Pool",
 		}
@@ -170,70 +102,33 @@ func NewPolicies(db DBTX, config PoliciesConfig) (*Policies, error) {
 	if config.MaxRows == 0 {
 		config.MaxRows = defaultMaxRows
 	}
-	return &Policies{
-		db: db, config: config, ready: make(chan struct{}), turn: turn.New(),
-		banning: make(chan struct{}, 1), telling: make(chan struct{}, 1), perRow: againPerRow,
-	}, nil
+	table := policytable.NewTable(db, policytable.TableConfig{
+		Schema: config.Schema, MaxRows: config.MaxRows, Logger: config.Logger, Read: readPolicy,
+	})
+	return &Policies{table}, nil
 }
+
+// readPolicy reads the policy of a row.
+func readPolicy(limiter, text string, shadow bool) (*model.Policy, error) {
+	policy, err := ParsePolicy(text)
+	if err != nil {
+		return nil, err
+	}
+	if shadow {
+		limiter += policytable.ShadowSuffix
+	}
+	return policyModel(policy), validateName(limiter, policy)
+}
+
+// Run keeps the policies up to date until the context ends. It needs rights that deploy/grants.sql gives to
+// applications: EXECUTE on rate_limit_policies, on rate_limit_report for shadows, and on rate_limit_ban for bans.
+// Whatever fails is tried again, and logged when it begins and when it is over. What is known stays in force after the
+// end. A second Run waits for the end of the first.
+func (p *Policies) Run(ctx context.Context) { p.table.Run(ctx) }
 
 // Status says what this process knows.
 func (p *Policies) Status() PoliciesStatus {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	status := p.status
-	status.Rows = p.book.Len()
-	if !p.asked.IsZero() {
-		status.Age = time.Since(p.asked)
-	}
+	status := PoliciesStatus(p.table.Status())
+	status.Err = publicError(status.Err)
 	return status
-}
-
-// errNotRun tells those who wait for the first rows what may be missing.
-var errNotRun = errors.New("the policies have not been read yet; has Policies.Run been started?")
-
-// await waits until the rows have been read for the first time.
-func (p *Policies) await(ctx context.Context, timeout time.Duration) error {
-	select {
-	case <-p.ready:
-		return nil
-	default:
-	}
-	if failed := p.failed.Load(); failed != nil {
-		return *failed
-	}
-	timer := time.NewTimer(timeout)
-	defer timer.Stop()
-	select {
-	case <-p.ready:
-		return nil
-	case <-ctx.Done():
-		return gaveUp(ctx.Err())
-	case <-timer.C:
-		if failed := p.failed.Load(); failed != nil {
-			return *failed
-		}
-		return pg.NewError(errNotRun, ErrTimeout)
-	}
-}
-
-// now is the database's clock as this process knows it, in microseconds since 1970. It is not known before ready, and
-// is only asked for where there is a row.
-func (p *Policies) now() int64 {
-	c := p.clock.Load()
-	return c.micros + time.Since(c.at).Microseconds()
-}
-
-// saysTheSame tells whether nothing has changed about a row.
-func saysTheSame(a, b *rule) bool {
-	return a.Name == b.Name && a.Target == b.Target && a.Text == b.Text && a.From == b.From && a.Weak == b.Weak &&
-		a.Value.mode == b.Value.mode && a.Value.until == b.Value.until && a.Value.policy == b.Value.policy
-}
-
-// counts tells whether a rule has begun, and has not ended.
-func (p *Policies) counts(r *rule) bool {
-	if r.Value.from == alwaysBegun && r.Value.until == noEnd {
-		return true
-	}
-	now := p.now()
-	return r.Value.from <= now && now < r.Value.until
 }

@@ -4,13 +4,13 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"runtime"
-	"sync/atomic"
 	"testing"
 	"time"
 
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit/internal/memory"
+	"github.com/pgratelimit/ratelimit/internal/policytable"
 	"github.com/pgratelimit/ratelimit/internal/rulebook"
 )
 
@@ -23,21 +23,21 @@ func BenchmarkPolicies(b *testing.B) {
 	for _, with := range []bool{false, true} {
 		var p *Policies
 		if with {
-			p = &Policies{ready: make(chan struct{}), config: PoliciesConfig{Schema: ""}}
-			close(p.ready)
-			p.clock.Store(&databaseClock{micros: t0.UnixMicro(), at: time.Now()})
-			var rules []*rule
-			shared := sharedPolicy{FixedWindow{1, time.Hour}, new(atomic.Pointer[Limiter])}
+			p = &Policies{policytable.NewTable(nil, policytable.TableConfig{})}
+			close(p.table.Ready)
+			p.table.Clock.Store(&policytable.DatabaseClock{Micros: t0.UnixMicro(), At: time.Now()})
+			var rules []*policytable.Row
+			shared := policyModel(FixedWindow{1, time.Hour})
 			before := heap()
 			for id := range int64(101_000) {
-				r := &rule{ID: id, Name: "api", Target: rulebook.Key, Text: fmt.Sprintf("customer:%d", id)}
-				r.Value = ruling{mode: modeEnforce, from: alwaysBegun, until: noEnd, sharedPolicy: shared}
+				r := &policytable.Row{ID: id, Name: "api", Target: rulebook.Key, Text: fmt.Sprintf("customer:%d", id)}
+				r.Value = policytable.Ruling{Mode: policytable.ModeEnforce, From: policytable.AlwaysBegun, Until: policytable.NoEnd, Policy: shared}
 				if id >= 100_000 {
 					r.Target, r.Text = rulebook.Prefix, fmt.Sprintf("tenant:%d:", id)
 				}
 				rules = append(rules, r)
 			}
-			require.Zero(b, p.book.Update(rules, nil, true, defaultMaxRows))
+			require.Zero(b, p.table.Book.Update(rules, nil, true, defaultMaxRows))
 			rules = nil
 			b.Logf("%d bytes for each row", (heap()-before)/101_000)
 		}

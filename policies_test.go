@@ -47,9 +47,9 @@ func (p *Policies) knows(t *testing.T, db pgtest.Querier) {
 	t.Helper()
 	version := pgtest.Scalar[int64](t, db, "SELECT coalesce(max(version), 0) FROM rate_limit_policy_history")
 	testkit.WaitUntil(t, func() bool {
-		p.mu.Lock()
-		defer p.mu.Unlock()
-		return p.version != nil && *p.version >= version
+		p.table.Mu.Lock()
+		defer p.table.Mu.Unlock()
+		return p.table.Version != nil && *p.table.Version >= version
 	})
 }
 

@@ -2,8 +2,11 @@ package ratelimit
 
 import (
 	"fmt"
+	"reflect"
+	"strings"
 	"time"
 
+	"github.com/pgratelimit/ratelimit/internal/algorithm"
 	"github.com/pgratelimit/ratelimit/internal/model"
 )
 
@@ -62,4 +65,150 @@ func validateSpan(field string, d time.Duration) error {
 			"is %v, and may be at most %v (71 years)", d, model.Duration(model.MaxSpan))}
 	}
 	return nil
+}
+
+// policyModel is a policy as the engine takes it.
+func policyModel(policy Policy) *model.Policy { return model.NewPolicy(policy.rules()...) }
+
+// policyFrom is the policy of a model, or nil if there is none.
+func policyFrom(m *model.Policy) Policy {
+	switch {
+	case m == nil:
+		return nil
+	case len(m.Rules) == 1:
+		return policyOf(m.Rules[0].Numbers())
+	}
+	several := make([]Policy, len(m.Rules))
+	for i, r := range m.Rules {
+		several[i] = policyOf(r.Numbers())
+	}
+	return All(several...)
+}
+
+// policyOf is the policy of these numbers.
+func policyOf(n algorithm.Numbers) single {
+	switch n.Algorithm {
+	case algorithm.FixedWindow:
+		return FixedWindow{n.Limit, n.Span}
+	case algorithm.SlidingWindow:
+		return SlidingWindow{n.Limit, n.Span}
+	case algorithm.TokenBucket:
+		return TokenBucket{n.Limit, n.Refill, n.Span}
+	case algorithm.SlidingLog:
+		return SlidingLog{n.Limit, n.Span}
+	default:
+		return calendarOf(n)
+	}
+}
+
+const maxPolicies = algorithm.MaxPolicies
+
+// All is 2 to 8 policies for one key. A request is allowed if each of them allows it. Then it takes from all of
+// them, or else from none. The order is part of what is stored. With
+//
+//	All(SlidingWindow{Limit: 10, Window: time.Second}, SlidingWindow{Limit: 3000, Window: 10 * time.Minute})
+//
+// a key may ask 10 times a second, and 3,000 times in ten minutes. A [Result] has the Limit and Remaining of the
+// policy with the least left, and the longest RetryAfter and ResetAfter. [Result.Each] has what each policy says.
+// Denials are not remembered: every call asks the database. A limiter named api keeps its rows under the names api,
+// api/2, api/3 and so on, so give these names to no other.
+func All(policies ...Policy) Policy {
+	p := all{n: len(policies)}
+	copy(p.list[:], policies)
+	return p
+}
+
+// all is comparable, as every Policy is.
+type all struct {
+	n    int
+	list [maxPolicies]Policy
+}
+
+func (p all) policies() []Policy { return p.list[:p.n] }
+
+func (p all) String() string {
+	texts := make([]string, p.n)
+	for i, policy := range p.policies() {
+		texts[i] = policy.String()
+	}
+	return strings.Join(texts, ", ")
+}
+
+func (p all) validate() error {
+	if p.n < 2 || p.n > maxPolicies {
+		return &ConfigError{
+			Field: "Config.Policy", Reason: fmt.Sprintf("is All of %d policies, and needs 2 to %d", p.n, maxPolicies),
+		}
+	}
+	for _, policy := range p.policies() {
+		if _, nested := policy.(all); nested {
+			return &ConfigError{Field: "Config.Policy", Reason: "is All within All; name all policies in one"}
+		}
+		if err := validatePolicy(policy); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (p all) rules() []model.Rules {
+	several := make([]model.Rules, 0, p.n)
+	for _, policy := range p.policies() {
+		several = append(several, policy.rules()...)
+	}
+	return several
+}
+
+func validatePolicy(policy Policy) error {
+	if policy == nil || reflect.TypeOf(policy).Kind() == reflect.Pointer {
+		return &ConfigError{
+			Field: "Config.Policy",
+			Reason: "is required: a FixedWindow, SlidingWindow, TokenBucket, SlidingLog or CalendarWindow " +
+				"(not a pointer to one)",
+		}
+	}
+	switch p := policy.(type) {
+	case single:
+		return p.validate()
+	case all:
+		return p.validate()
+	}
+	for _, r := range policy.rules() { // of a type of the caller's that embeds a Policy
+		if err := policyOf(r.Numbers()).validate(); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// ParsePolicy reads a policy from a text, for configuration files and command lines. A policy's String writes it.
+//
+//	fixed 100/1m      FixedWindow{Limit: 100, Window: time.Minute}
+//	sliding 100/1m    SlidingWindow{Limit: 100, Window: time.Minute}
+//	log 100/1m        SlidingLog{Limit: 100, Window: time.Minute}
+//	bucket 20 5/10s   TokenBucket{Capacity: 20, Refill: 5, Every: 10 * time.Second}
+//	every 1000/month  CalendarWindow{Limit: 1000, Unit: Month}
+//	every 1000/month Europe/Berlin
+//	                  CalendarWindow{Limit: 1000, Unit: Month, Zone: "Europe/Berlin"}
+//
+// Several, with commas between them, are [All] of them: sliding 10/1s, sliding 3000/10m. Durations are those of
+// [time.ParseDuration], and may begin with days of 24 hours: 1d, 1d12h. Errors: a [*PolicyError], which shows what
+// is accepted, for any other text and for a policy that [New] would refuse.
+func ParsePolicy(text string) (Policy, error) {
+	numbers, err := algorithm.Parse(text)
+	if err != nil {
+		return nil, &PolicyError{Text: text, Err: err}
+	}
+	var policies []Policy
+	for _, n := range numbers {
+		policies = append(policies, policyOf(n))
+	}
+	policy := policies[0]
+	if len(policies) > 1 {
+		policy = All(policies...)
+	}
+	if err := validatePolicy(policy); err != nil {
+		return nil, &PolicyError{Text: text, Err: err}
+	}
+	return policy, nil
 }

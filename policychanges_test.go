@@ -40,7 +40,7 @@ func TestProcessesThatDisagree(t *testing.T) {
 				if i == 1 {
 					pgtest.Exec(t, db.Pool, addPolicy, "api"+key, "", "", "enforce", newer.String())
 				}
-				require.NoError(t, p.load(t.Context(), db.Pool, amply)) // and never again
+				require.NoError(t, p.table.Load(t.Context(), db.Pool, amply)) // and never again
 				limiters[i] = newLimiter(t, db.Pool, Config{
 					Name: "api" + key, Policy: older, Policies: p, Client: ClientConfig{Test: frozen(t0)},
 				})
@@ -100,7 +100,7 @@ func TestHistoriesInWhichPoliciesChange(t *testing.T) {
 					pgtest.Exec(t, db.Pool, addPolicy, name, key, prefix, "enforce", inForce[target].String())
 				}
 			}
-			require.NoError(t, p.load(t.Context(), db.Pool, amply))
+			require.NoError(t, p.table.Load(t.Context(), db.Pool, amply))
 			policy := code
 			for _, target := range []string{"key", "ke", ""} {
 				if row, ok := inForce[target]; ok {
@@ -112,7 +112,7 @@ func TestHistoriesInWhichPoliciesChange(t *testing.T) {
 			got, err := l.AllowN(t.Context(), "key", n)
 			want, wantErr := twin.with(t, policy).AllowN(t.Context(), "key", n)
 			require.Equal(t, wantErr, err)
-			got.receipt, want.receipt = nil, nil
+			got.taken.Receipt, want.taken.Receipt = nil, nil
 			require.Equal(t, want, got, "%s: %d under %v", name, n, policy)
 		}
 	}
@@ -140,9 +140,8 @@ func TestWaitersHearOfPolicies(t *testing.T) {
 		}
 		waits[i] = testkit.Later(func() (Result, error) { return l.WaitN(t.Context(), "key", n) })
 		testkit.WaitUntil(t, func() bool {
-			l.waiting.mu.Lock()
-			defer l.waiting.mu.Unlock()
-			return len(l.waiting.all["key"]) == 1 && l.waiting.all["key"][0].waiters.Len() == i+1
+			_, callers, _ := l.waiting.Waiting("key")
+			return callers == i+1
 		})
 	}
 	pgtest.Exec(t, db.Pool, addPolicy, "api", "key", "", "enforce", "fixed 5/1h")
@@ -154,6 +153,6 @@ func TestWaitersHearOfPolicies(t *testing.T) {
 		require.NoError(t, err)
 		require.Equal(t, SourcePolicy, result.Source)
 	}
-	require.Zero(t, l.space.strikes.counted("key")) // to wait is no denial
-	require.Empty(t, p.nextBans())
+	require.Zero(t, counted(l.view.Strikes, "key")) // to wait is no denial
+	require.Empty(t, p.table.NextBans())
 }

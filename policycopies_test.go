@@ -12,6 +12,7 @@ import (
 
 	"github.com/pgratelimit/ratelimit/internal/pg"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
+	"github.com/pgratelimit/ratelimit/internal/policytable"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
@@ -43,8 +44,8 @@ func TestPoliciesThatNoTriggerTellsOf(t *testing.T) {
 	var journal testkit.Journal
 	listens := runningPolicies(t, db.Pool, PoliciesConfig{Logger: journal.Logger()})
 	asks := runningPolicies(t, notListening{db.Pool}, PoliciesConfig{})
-	require.NoError(t, listens.await(t.Context(), amply))
-	require.NoError(t, asks.await(t.Context(), amply))
+	require.NoError(t, listens.table.Await(t.Context(), amply))
+	require.NoError(t, asks.table.Await(t.Context(), amply))
 	testkit.WaitUntil(t, func() bool { return listens.Status().Listening })
 	var limiters []*Limiter
 	for _, p := range []*Policies{listens, asks} {
@@ -99,10 +100,10 @@ func TestOtherChangesOfTheSameNumber(t *testing.T) {
 	old := databases[0]
 	p, err := NewPolicies(old.Pool, PoliciesConfig{})
 	require.NoError(t, err)
-	p.perRow = time.Hour
+	p.table.PerRow = time.Hour
 	l := newLimiter(t, old.Pool, Config{Name: "api", Policy: FixedWindow{10, time.Hour}, Policies: p})
 	banned := func(db *pgtest.DB) (keys []string) {
-		require.NoError(t, p.load(t.Context(), db.Pool, amply))
+		require.NoError(t, p.table.Load(t.Context(), db.Pool, amply))
 		for _, key := range []string{"both", "old", "new", "later"} {
 			result, err := l.Peek(t.Context(), key)
 			require.NoError(t, err)
@@ -127,13 +128,13 @@ func TestOtherChangesOfTheSameNumber(t *testing.T) {
 	require.Equal(t, []string{"both", "old", "later"}, banned(databases[0]))
 
 	// What was counted for a shadow is not another row's that has the same id now.
-	p.shadows = map[int64]*shadowCount{1: {decided: 1}}
+	p.table.Shadows = map[int64]*policytable.ShadowCount{1: {Decided: 1}}
 	require.Equal(t, []string{"both", "new", "later"}, banned(databases[1]))
-	require.Empty(t, p.shadows)
+	require.Empty(t, p.table.Shadows)
 	pgtest.Exec(t, databases[0].Pool, "DELETE FROM rate_limit_policy WHERE id = 1")
-	p.shadows[1] = &shadowCount{decided: 1}
+	p.table.Shadows[1] = &policytable.ShadowCount{Decided: 1}
 	require.Equal(t, []string{"old", "later"}, banned(databases[0]))
-	require.Empty(t, p.shadows)
+	require.Empty(t, p.table.Shadows)
 }
 
 // Rows that replication has brought are ahead of the sequences. Whoever writes next goes on behind them, and no id is

@@ -15,7 +15,9 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/ratelimit/internal/model"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
+	"github.com/pgratelimit/ratelimit/internal/policytable"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
@@ -253,19 +255,20 @@ func TestLimitersOfRowsAreMadeOnce(t *testing.T) {
 	db := pgtest.New(t)
 	p := runningPolicies(t, db.Pool, PoliciesConfig{})
 	client := newClient(t, db.Pool, ClientConfig{})
-	var limiters, inForce []*Limiter
+	var limiters []*Limiter
+	var inForce []*model.Policy
 	for _, name := range []string{"api", "login"} {
 		limiters = append(limiters, client.limiter(t, Config{Name: name, Policy: FixedWindow{10, time.Hour}, Policies: p}))
 		pgtest.Exec(t, db.Pool, addPolicy, name, "", "", "enforce", "fixed 20/1h")
 	}
-	p.mu.Lock()
-	p.version = nil // both in one answer
-	p.mu.Unlock()
+	p.table.Mu.Lock()
+	p.table.Version = nil // both in one answer
+	p.table.Mu.Unlock()
 	p.knows(t, db.Pool)
 	for i := range 4 {
 		in, _, err := limiters[i%2].inForce(t.Context(), "key")
 		require.NoError(t, err)
-		require.EqualValues(t, 20, in.limit)
+		require.EqualValues(t, 20, in.Limit)
 		inForce = append(inForce, in)
 	}
 	require.Same(t, inForce[0], inForce[2])
@@ -280,7 +283,7 @@ func TestStalenessIsToldOnce(t *testing.T) {
 	p := runningPolicies(t, db.Pool, PoliciesConfig{})
 	l := newLimiter(t, db.Pool, Config{Name: "api", Policy: FixedWindow{10, time.Hour}, Policies: p})
 	p.knows(t, db.Pool)
-	stale := l.staleness("key", l.policy, nil)
+	stale := l.staleness("key", l.model, nil)
 	require.False(t, stale())
 	for _, change := range []string{
 		"INSERT INTO rate_limit_policy (name, policy, comment) VALUES ('api', 'fixed 5/1h', 'test')",
@@ -304,12 +307,12 @@ func TestListeningAnewReadsWhatHasChanged(t *testing.T) {
 	pgtest.Exec(t, db.Pool, addPolicy, "api", "first", "", "deny", "")
 	p, err := NewPolicies(db.Pool, PoliciesConfig{})
 	require.NoError(t, err)
-	p.perRow = time.Hour
+	p.table.PerRow = time.Hour
 	p.run(t)
 	completeAt := func() time.Time {
-		p.mu.Lock()
-		defer p.mu.Unlock()
-		return p.completeAt
+		p.table.Mu.Lock()
+		defer p.table.Mu.Unlock()
+		return p.table.CompleteAt
 	}
 	testkit.WaitUntil(t, func() bool { return p.Status().Listening })
 	first := completeAt()
@@ -357,17 +360,17 @@ func TestMailbox(t *testing.T) {
 	t.Parallel()
 
 	floods := 0
-	box := mailbox{flood: func() { floods++ }}
-	for range 10 * mostHeard {
-		box.put(nil, &pgconn.Notification{Channel: "the application's", Payload: "x"})
+	box := policytable.Mailbox{Flood: func() { floods++ }}
+	for range 10 * policytable.MostHeard {
+		box.Put(nil, &pgconn.Notification{Channel: "the application's", Payload: "x"})
 	}
-	require.Empty(t, box.payloads)
-	for range mostHeard / 128 {
-		box.put(nil, &pgconn.Notification{Channel: "rate_limit", Payload: fmt.Sprintf("%064d", 1)})
+	require.Empty(t, box.Payloads)
+	for range policytable.MostHeard / 128 {
+		box.Put(nil, &pgconn.Notification{Channel: "rate_limit", Payload: fmt.Sprintf("%064d", 1)})
 	}
-	require.Len(t, box.payloads, mostHeard/128)
+	require.Len(t, box.Payloads, policytable.MostHeard/128)
 	require.Zero(t, floods)
-	box.put(nil, &pgconn.Notification{Channel: "rate_limit"})
-	require.Empty(t, box.payloads)
+	box.Put(nil, &pgconn.Notification{Channel: "rate_limit"})
+	require.Empty(t, box.Payloads)
 	require.Equal(t, 1, floods)
 }

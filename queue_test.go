@@ -12,6 +12,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/ratelimit/internal/engine"
 	"github.com/pgratelimit/ratelimit/internal/model"
 	"github.com/pgratelimit/ratelimit/internal/modeltest"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
@@ -44,7 +45,7 @@ func modelResultsFrom(p model.Rules, s model.State, at time.Time, costs ...int64
 
 // utc makes results comparable: a time in another zone is another time.Time, and what was taken stands in no literal.
 func utc(r Result) Result {
-	r.DecidedAt, r.receipt, r.each = r.DecidedAt.UTC(), nil, nil
+	r.DecidedAt, r.taken.Receipt, r.each = r.DecidedAt.UTC(), nil, nil
 	return r
 }
 
@@ -131,14 +132,15 @@ func TestPeeksAreCoalesced(t *testing.T) {
 }
 
 // outcomes waits for calls.
-func outcomes(batch []*request) (results []Result, errs []error) {
+func outcomes(batch []*engine.Request) (results []Result, errs []error) {
 	for _, c := range batch {
-		<-c.done
+		<-c.Done
 		var result Result
-		if c.err == nil {
-			result = c.result()
+		if c.Err == nil {
+			o := c.Outcome()
+			result = resultOf(&o)
 		}
-		results, errs = append(results, result), append(errs, c.err)
+		results, errs = append(results, result), append(errs, publicError(c.Err))
 	}
 	return results, errs
 }
@@ -165,9 +167,9 @@ func TestCallsOfOneBatchAreDecidedInOrderOfArrival(t *testing.T) {
 				// A few keys whose calls are shuffled together. Costs come in runs, most of which fit, and some
 				// that never will.
 				costs := make([][]int64, 1+r.IntN(4))
-				calls := make([][]*request, len(costs))
+				calls := make([][]*engine.Request, len(costs))
 				states := make([]model.State, len(costs))
-				var batch []*request
+				var batch []*engine.Request
 				for key := range costs {
 					for range 1 + r.IntN(8) {
 						cost := [...]int64{1, 1, 5, 40, -1, -50}[r.IntN(6)]
@@ -231,8 +233,8 @@ func TestGroupMergesOnlyNeighboursOfAKey(t *testing.T) {
 		cost, count int64
 	}
 	var got []merged
-	for _, e := range new(buffers).mergeAlike(batch) {
-		got = append(got, merged{e.parts[0].key, e.parts[0].cost, e.count})
+	for _, e := range new(engine.Buffers).MergeAlike(batch) {
+		got = append(got, merged{e.Parts[0].Key, e.Parts[0].Cost, e.Count})
 	}
 	require.Equal(
 		t,
@@ -248,8 +250,8 @@ func TestGroupMergesOnlyNeighboursOfAKey(t *testing.T) {
 		},
 		got,
 	)
-	require.Len(t, new(buffers).mergeAlike(batch[:1]), 1)
-	require.Empty(t, new(buffers).mergeAlike(nil))
+	require.Len(t, new(engine.Buffers).MergeAlike(batch[:1]), 1)
+	require.Empty(t, new(engine.Buffers).MergeAlike(nil))
 }
 
 func TestBoardTakesCallsInOrder(t *testing.T) {
@@ -261,15 +263,15 @@ func TestBoardTakesCallsInOrder(t *testing.T) {
 		Config{Name: "test", Policy: FixedWindow{Limit: 1, Window: time.Second}, Client: ClientConfig{MaxBatch: 3}},
 	)
 	for key, cost := range []int64{1, 1, 1, 1, 0, 0, 2, 0, 1, 1, 1} {
-		limiter.client.queues.first().push(limiter.requestsFor(fmt.Sprint(key), cost)[0])
+		limiter.client.engine.Queues.First().Push(limiter.requestsFor(fmt.Sprint(key), cost)[0])
 	}
 	// Those that look and those that take leave apart, by turns, and no more than MaxBatch at once.
 	for _, want := range []string{"0 1 2", "4 5 7", "3 6 8", "9 10", ""} {
 		var keys []string
-		for _, c := range limiter.client.queues.first().nextBatch(nil) {
-			keys = append(keys, c.parts[0].key)
+		for _, c := range limiter.client.engine.Queues.First().NextBatch(nil) {
+			keys = append(keys, c.Parts[0].Key)
 		}
 		require.Equal(t, want, strings.Join(keys, " "))
 	}
-	require.Zero(t, limiter.client.queues.first().waiting)
+	require.Zero(t, limiter.client.engine.Queues.First().Waiting)
 }

@@ -258,7 +258,7 @@ func TestRefundForgetsTheDenial(t *testing.T) {
 		pgtest.Exec(t, db.Pool, "ALTER TABLE "+pgtest.Table(config.Durable)+" RENAME TO elsewhere")
 		_, err = limiter.Refund(t.Context(), all)
 		require.ErrorIs(t, err, ErrNotMigrated)
-		require.EqualValues(t, 10, all.receipt.leftover(), "it was surely not given back")
+		require.EqualValues(t, 10, all.taken.Receipt.Left(), "it was surely not given back")
 		remembered := limiter.remembersDenial("key", 1)
 		require.False(t, remembered)
 	})
@@ -285,7 +285,7 @@ func TestRefundsAreExactUnderConcurrency(t *testing.T) {
 					at := call % len(mine)
 					result = mine[at]
 					mine = slices.Delete(mine, at, at+1)
-					n = result.receipt.leftover()
+					n = result.taken.Receipt.Left()
 					out.Add(-n)
 					if _, errs[i] = limiter.Refund(t.Context(), result); errs[i] != nil {
 						return
@@ -378,7 +378,7 @@ func TestWhatCannotBeRefunded(t *testing.T) {
 		require.EqualValues(t, 10, result.Remaining)
 		require.NoError(t, tx.Rollback(t.Context()))
 	}
-	require.EqualValues(t, 4, four.receipt.leftover())
+	require.EqualValues(t, 4, four.taken.Receipt.Left())
 }
 
 // Those who are decided together, wait together or ask several limits can each give back what is theirs.

@@ -6,7 +6,7 @@ import (
 	"slices"
 	"time"
 
-	"github.com/pgratelimit/ratelimit/internal/model"
+	"github.com/pgratelimit/ratelimit/internal/engine"
 )
 
 // Result is a decision. The zero Result denies. A Result remembers what it took, for [Limiter.Refund].
@@ -30,9 +30,8 @@ type Result struct {
 	// there is no such row, or if it was not decided. It changes nothing.
 	Shadow *Result
 
-	receipt *receipt // what was taken, for Refund; nil if nothing was, or the database has not decided it
-	// Of a receipt of a lease, which units are this one's. units is 0 if the whole receipt is.
-	first, units int64
+	taken    engine.Taken // for Refund
+	fromJSON bool         // what was taken is not known
 
 	each *[]Result // of an All; a pointer, so that Results can be compared
 }
@@ -108,83 +107,33 @@ func (r *Result) UnmarshalJSON(text []byte) error {
 	if err := json.Unmarshal(text, (*plain)(r)); err != nil {
 		return err
 	}
-	r.receipt = fromJSON
+	r.fromJSON = true
 	return nil
 }
 
-// result is what the caller of a request of one limiter is told.
-func (r *request) result() Result { return r.resultOf(0, len(r.parts), r.policy) }
-
-// resultOf is what is told about the parts from first to before last. They belong to one limiter, with that
-// policy.
-func (r *request) resultOf(first, last int, policy Policy) Result {
-	var result Result
-	if last-first == 1 {
-		result = r.parts[first].result(r.place)
-	} else {
-		each := make([]Result, last-first)
-		for i := range each {
-			each[i] = r.parts[first+i].result(r.place)
-		}
-		result = resultOfAll(each)
-	}
-	if p := &r.parts[first]; p.cost > 0 && r.place <= p.decision.Granted {
-		result.receipt = newReceipt(p.space, policy, p.key, p.cost, last-first)
-		for i := range result.receipt.parts {
-			part := &r.parts[first+i]
-			result.receipt.parts[i] = part.decision.TakenBy(part.rules, part.cost, r.place)
-		}
-	}
-	return result
-}
-
-// resultOfAll is the decision of policies that say that, of which none is allowed alone.
-func resultOfAll(each []Result) Result {
-	result := each[0]
-	result.each = &each
-	for _, one := range each[1:] {
-		if one.Remaining < result.Remaining {
-			result.Limit, result.Remaining = one.Limit, one.Remaining
-		}
-		result.Allowed = result.Allowed && one.Allowed
-		result.RetryAfter = max(result.RetryAfter, one.RetryAfter)
-		result.ResetAfter = max(result.ResetAfter, one.ResetAfter)
-	}
-	return result
-}
-
-// result is what the request at that place, from 1, is told about a part that several requests asked for as one.
-func (p *part) result(place int64) Result {
-	d := &p.decision
+// resultOf is what the caller is told.
+func resultOf(o *engine.Outcome) Result {
 	r := Result{
-		Limit:      p.rules.Numbers().Limit,
-		Remaining:  d.Remaining,
-		ResetAfter: model.Duration(d.ResetAfter),
-		DecidedAt:  d.DecidedAt,
+		Allowed: o.Allowed, Source: sourceOf(o.By), Limit: o.Limit, Remaining: o.Remaining,
+		RetryAfter: o.RetryAfter, ResetAfter: o.ResetAfter, DecidedAt: o.DecidedAt, taken: o.Taken,
 	}
-	switch {
-	case place <= d.Granted:
-		after := (d.Granted - place) * p.cost // what the requests behind it have taken
-		r.Allowed = true
-		r.Remaining += after
-		r.ResetAfter = model.Duration(p.rules.ResetAfter(*d, after))
-	case d.RetryAfter == 0: // it looked, or another part has refused
-		r.Allowed = true
-	default:
-		r.RetryAfter = model.Duration(d.RetryAfter)
+	if o.Each != nil {
+		each := make([]Result, len(o.Each))
+		for i := range each {
+			each[i] = resultOf(&o.Each[i])
+		}
+		r.each = &each
+	}
+	if o.Beside != nil {
+		shadow := resultOf(o.Beside)
+		r.Shadow = &shadow
 	}
 	return r
 }
 
-// add adds what this process holds of a key to what the database has told about it.
-func (r *Result) add(held int64) {
-	r.Remaining += held
-	if held > 0 {
-		r.Allowed, r.RetryAfter = true, 0
-	}
-	if r.each != nil {
-		for i := range *r.each {
-			(*r.each)[i].add(held)
-		}
-	}
+func sourceOf(by engine.By) Source {
+	return [...]Source{
+		engine.ByDatabase: SourceDatabase, engine.ByDenial: SourceCachedDenial, engine.ByLease: SourceLease,
+		engine.ByFallback: SourceFallback,
+	}[by]
 }

@@ -13,6 +13,7 @@ import (
 	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/ratelimit/internal/engine"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 	"github.com/pgratelimit/ratelimit/migrations"
@@ -204,7 +205,7 @@ func TestStatementsThatAreAlwaysUndone(t *testing.T) {
 					require.ErrorIs(t, err, ErrTimeout)
 					require.NotErrorIs(t, err, ErrOutcomeUnknown)
 				}
-				require.False(t, limiter.client.batcher.breaker.isOpen(kindEphemeral))
+				require.False(t, limiter.client.engine.Batcher.Breaker.IsOpen(engine.KindEphemeral))
 			}
 		})
 	}

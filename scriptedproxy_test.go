@@ -143,6 +143,6 @@ func (c *Client) learns(t *testing.T, shards int) {
 			_, err := l.Allow(t.Context(), fmt.Sprint("user:", i))
 			require.NoError(t, err)
 		})
-		return c.queues.shards() == shards
+		return c.engine.Queues.Shards() == shards
 	})
 }

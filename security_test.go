@@ -11,6 +11,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/ratelimit/internal/engine"
 	"github.com/pgratelimit/ratelimit/internal/modeltest"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
@@ -36,7 +37,7 @@ func TestApplicationsDecoysChangeNoDecision(t *testing.T) {
 				), Policy: policyOf(step.Policy.Numbers()), Durable: step.Durable, Client: ClientConfig{Schema: "public", Timeout: amply, Test: frozen(time.UnixMicro(step.Clock))},
 			})
 			got := slices.Clone(step.Elements)
-			require.NoError(t, limiter.decide(t.Context(), pool, got, transaction{}), "%s=%d", seedVariable, seed)
+			require.NoError(t, limiter.decide(t.Context(), pool, got, engine.Transaction{}), "%s=%d", seedVariable, seed)
 			for i, want := range step.Elements {
 				got, want := got[i].Decision, want.Decision
 				got.DecidedAt = want.DecidedAt // in time of this century they are the same: TestTimesAreReadExactly

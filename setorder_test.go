@@ -9,6 +9,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/ratelimit/internal/engine"
 	"github.com/pgratelimit/ratelimit/internal/modeltest"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
@@ -62,7 +63,7 @@ func TestRandomSetsDoNotDeadlock(t *testing.T) {
 			case 3:
 				err = l.decide(
 					t.Context(),
-					l.client.database.db,
+					l.client.engine.Database.DB,
 					[]modeltest.Element{
 						{Key: tag + "dd", Cost: 1, Count: 1},
 						{Key: tag + "a", Cost: 1, Count: 1},
@@ -111,7 +112,7 @@ func TestLockingSetsInTheOrderGivenDeadlocks(t *testing.T) {
 				return modeltest.Part{
 					ID:      modeltest.RowID{Name: limiter.Config().Name, Key: key},
 					Durable: limiter.Config().Durable,
-					Policy:  limiter.models[0],
+					Policy:  limiter.model.Rules[0],
 					Cost:    1,
 				}
 			}
@@ -130,7 +131,7 @@ func TestLockingSetsInTheOrderGivenDeadlocks(t *testing.T) {
 					nil,
 					nil,
 				)
-				return testkit.Later(func() (any, error) { return pool.Exec(context.Background(), allStatement, args...) })
+				return testkit.Later(func() (any, error) { return pool.Exec(context.Background(), engine.Text("all", ""), args...) })
 			}
 			holder := hold(t, db, limiterC.Config(), "m")
 			one := ask(a, c, b) // in the order given it has the first, and waits for the second

@@ -19,6 +19,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/ratelimit/internal/engine"
 	"github.com/pgratelimit/ratelimit/internal/pgserver"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
@@ -222,11 +223,11 @@ func TestFaultsOfTheSetup(t *testing.T) {
 					},
 				}})
 				// A breaker that an outage has opened closes, so that the fault is seen.
-				for range breakerFailures {
-					l.client.batcher.breaker.report(kindEphemeral, turnedAwayError(), false)
+				for range engine.BreakerFailures {
+					l.client.engine.Batcher.Breaker.Report(engine.KindEphemeral, turnedAwayError(), false)
 				}
-				l.client.batcher.breaker.begin = l.client.batcher.breaker.begin.Add(-breakerPause)
-				for range 2 * breakerFailures {
+				l.client.engine.Batcher.Breaker.Begin = l.client.engine.Batcher.Breaker.Begin.Add(-engine.BreakerPause)
+				for range 2 * engine.BreakerFailures {
 					for method, call := range map[string]func() error{
 						"Allow":    func() error { _, err := l.Allow(t.Context(), "personal key"); return err },
 						"Peek":     func() error { _, err := l.Peek(t.Context(), "personal key"); return err },
@@ -236,7 +237,7 @@ func TestFaultsOfTheSetup(t *testing.T) {
 						err := call()
 						require.Error(t, err, "%s, %v", method, source)
 						requireKinds(t, err, "personal key", c.want...)
-						require.False(t, l.client.batcher.breaker.isOpen(kindEphemeral))
+						require.False(t, l.client.engine.Batcher.Breaker.IsOpen(engine.KindEphemeral))
 					}
 				}
 				lines := log.Lines()
@@ -271,7 +272,7 @@ func TestQueryExecModes(t *testing.T) {
 			limiter := newLimiter(t, pool, config)
 
 			keys := []string{`'`, `"`, `\`, `{a,b}`, `NULL`, "\u00a0", `ключ`, "\n\t", `$1`, "x", `a"b\c'd,e`}
-			var batch []*request
+			var batch []*engine.Request
 			for _, key := range keys {
 				batch = append(batch, limiter.requestsFor(key, 3, 3, 7, 1)...)
 			}
@@ -364,9 +365,10 @@ func TestArrayNullsOff(t *testing.T) {
 	limiter := newLimiter(t, pool, Config{Name: "test", Policy: hourly})
 	taken, err := limiter.AllowN(t.Context(), "personal", 3)
 	require.NoError(t, err)
-	requests := []*request{limiter.newRequest("other", 1), limiter.refundRequest(taken.receipt, 0, 3)}
-	err = limiter.client.batcher.decide(t.Context(), pool, requests, limiter.ownTransaction())
-	requireKinds(t, err, "personal", ErrSetup)
+	requests := []*engine.Request{limiter.newRequest("other", 1), limiter.newRequest("personal", -3)}
+	requests[1].Parts[0].Refund = &taken.taken.Receipt.Between(0, 3)[0]
+	err = limiter.client.engine.Batcher.Decide(t.Context(), pool, requests, limiter.ownTransaction())
+	requireKinds(t, publicError(err), "personal", ErrSetup)
 	require.ErrorContains(t, err, "array_nulls")
 	_, err = limiter.Refund(t.Context(), taken)
 	require.NoError(t, err)
@@ -407,7 +409,7 @@ func TestTypesOfTheApplication(t *testing.T) {
 func TestTimesAreReadExactly(t *testing.T) {
 	t.Parallel()
 	db := pgtest.New(t)
-	read := regexp.MustCompile(`\S+date_part.*::bigint`).FindString(allStatement)
+	read := regexp.MustCompile(`\S+date_part.*::bigint`).FindString(engine.Text("all", ""))
 	require.NotEmpty(t, read)
 	wrong := `SELECT count(*) FROM (SELECT d.decided_at, (extract(epoch FROM d.decided_at) * 1000000)::bigint AS us FROM (
 			SELECT timestamptz 'epoch' + us * interval '1 us' AS decided_at FROM (%s) AS t (us)
@@ -471,7 +473,7 @@ func TestTooManyConnectionsOfARole(t *testing.T) {
 	l := newLimiter(t, pool, Config{Name: "test", Policy: hourly, OnFailure: FailOpen(), Client: ClientConfig{
 		Timeout: amply, Logger: log.Logger(),
 	}})
-	for range 2 * breakerFailures {
+	for range 2 * engine.BreakerFailures {
 		result, err := l.Allow(t.Context(), "personal key")
 		require.NoError(t, err)
 		require.Equal(t, SourceFailedOpen, result.Source)

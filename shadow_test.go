@@ -9,9 +9,11 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/ratelimit/internal/engine"
 	"github.com/pgratelimit/ratelimit/internal/model"
 	"github.com/pgratelimit/ratelimit/internal/pg"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
+	"github.com/pgratelimit/ratelimit/internal/policytable"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
@@ -65,7 +67,7 @@ func TestShadow(t *testing.T) {
 
 // plainly is a result without what tells sources apart and without its shadow.
 func plainly(r Result) Result {
-	r.receipt, r.Shadow = nil, nil
+	r.taken, r.Shadow = engine.Taken{}, nil
 	if r.Source == SourceCachedDenial {
 		r.Source = SourceDatabase
 	}
@@ -187,13 +189,13 @@ func TestShadowDoesNotWaitTwice(t *testing.T) {
 	pgtest.Exec(t, tx, "SELECT FROM rate_limit_ephemeral WHERE prefix = 'api' FOR UPDATE")
 	before := counted.count()
 	r := l.newRequest("key", 1)
-	r.shadow = l.newShadow(l.shadowOf("key"), "key", 1)
-	b := l.client.batcher
-	err = b.decide(t.Context(), pool, []*request{r}, transaction{lockTimeout: lockTimeout(50 * time.Millisecond)})
+	r.Shadow = l.newShadow(l.view.Shadow("key"), "key", 1)
+	b := l.client.engine.Batcher
+	err = b.Decide(t.Context(), pool, []*engine.Request{r}, engine.Transaction{LockTimeout: engine.LockTimeout(50 * time.Millisecond)})
 	require.True(t, pg.LockTimeout(err), err)
 	require.Equal(t, before, counted.count())
-	require.True(t, r.passedOver())
-	require.Nil(t, r.shadow.result())
+	require.True(t, r.PassedOver())
+	require.Nil(t, r.Shadow.Outcome())
 }
 
 // What would not be looked up is not remembered, for a shadow as for its limiter.
@@ -212,7 +214,7 @@ func TestShadowDenialsOfLimitersThatRememberNone(t *testing.T) {
 			require.True(t, result.Allowed)
 			require.NotNil(t, result.Shadow)
 		}
-		require.Equal(t, none, l.client.batcher.denials.shards.Load() == nil)
+		require.Equal(t, none, l.client.engine.Denials.Shards.Load() == nil)
 	}
 }
 
@@ -245,7 +247,7 @@ func BenchmarkShadow(b *testing.B) {
 	p, err := NewPolicies(db.Pool, PoliciesConfig{})
 	require.NoError(b, err)
 	pgtest.Exec(b, db.Pool, addPolicy, "shadowed", "", "", "shadow", "sliding 2000000/1h")
-	require.NoError(b, p.load(b.Context(), db.Pool, amply))
+	require.NoError(b, p.table.Load(b.Context(), db.Pool, amply))
 	client, err := NewClient(db.Pool, ClientConfig{})
 	require.NoError(b, err)
 	for _, callers := range []int{1, 64} {
@@ -281,11 +283,11 @@ func TestShadowsAreReported(t *testing.T) {
 		_, err = l.Peek(t.Context(), key) // which is not counted
 		require.NoError(t, err)
 		if i == 5 {
-			require.NoError(t, p.reportOnce(t.Context()))
+			require.NoError(t, p.table.ReportOnce(t.Context()))
 		}
 	}
-	require.NoError(t, p.reportOnce(t.Context()))
-	require.NoError(t, p.reportOnce(t.Context()))
+	require.NoError(t, p.table.ReportOnce(t.Context()))
+	require.NoError(t, p.table.ReportOnce(t.Context()))
 	reported := func() []string {
 		return pgtest.Scalar[[]string](t, db.Pool, `SELECT array_agg(concat_ws(' ', key, decided, denied, would_deny) ORDER BY key)
 			FROM rate_limit_shadow AS s WHERE policy_id = 1 AND first_at <= last_at`)
@@ -307,7 +309,7 @@ func TestShadowsAreReported(t *testing.T) {
 	require.NoError(t, err)
 	for range 2 {
 		pgtest.Exec(t, db.Pool, "SELECT rate_limit_report(ARRAY[1], ARRAY[''], ARRAY[5], ARRAY[0], ARRAY[0])")
-		require.NoError(t, p.reportOnce(t.Context()))
+		require.NoError(t, p.table.ReportOnce(t.Context()))
 	}
 	require.Equal(t, " 9223372036854775807 1000000000002 1000000000005", reported()[0])
 
@@ -322,7 +324,7 @@ func TestShadowsAreReported(t *testing.T) {
 	require.NoError(t, err)
 	pgtest.Exec(t, db.Pool, "UPDATE rate_limit_policy SET policy = 'fixed 3/1h'")
 	p.knows(t, db.Pool)
-	require.NoError(t, p.reportOnce(t.Context()))
+	require.NoError(t, p.table.ReportOnce(t.Context()))
 	require.Zero(t, pgtest.Scalar[int64](t, db.Pool, "SELECT count(*) FROM rate_limit_shadow"))
 	pgtest.Exec(t, db.Pool, "DELETE FROM rate_limit_policy")
 	pgtest.Exec(t, db.Pool, report)
@@ -333,11 +335,11 @@ func TestShadowsAreReported(t *testing.T) {
 func TestShadowsCountSoManyKeys(t *testing.T) {
 	t.Parallel()
 
-	p := &Policies{running: true}
-	l := &Limiter{space: &keyspace{policies: p}}
-	for i := range maxReported + 10 {
-		l.count(&rule{ID: 7}, fmt.Sprint(i), &Result{Shadow: &Result{}})
+	p := policytable.NewTable(nil, policytable.TableConfig{})
+	p.Running = true
+	for i := range policytable.MaxReported + 10 {
+		p.Count(&policytable.Row{ID: 7}, fmt.Sprint(i), true, true)
 	}
-	require.Len(t, p.shadows[7].keys, maxReported)
-	require.EqualValues(t, maxReported+10, p.shadows[7].wouldDeny)
+	require.Len(t, p.Shadows[7].Keys, policytable.MaxReported)
+	require.EqualValues(t, policytable.MaxReported+10, p.Shadows[7].WouldDeny)
 }

@@ -16,6 +16,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/ratelimit/internal/engine"
 	"github.com/pgratelimit/ratelimit/internal/modeltest"
 	"github.com/pgratelimit/ratelimit/internal/pg"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
@@ -67,13 +68,13 @@ func TestShardedClientCountsExactly(t *testing.T) {
 			require.EqualValues(t, limit, stored[modeltest.RowID{Name: config.Name, Key: fmt.Sprint("user:", i)}].Count)
 		}
 	}
-	require.Equal(t, 8, client.queues.shards())
+	require.Equal(t, 8, client.engine.Queues.Shards())
 	require.Positive(t, refused.Load())
 	for shard := range perShard {
 		require.Positive(t, perShard[shard].Load(), shard)
 	}
-	for _, q := range *client.queues.all.Load() {
-		require.Zero(t, q.waiting)
+	for _, q := range *client.engine.Queues.All.Load() {
+		require.Zero(t, q.Waiting)
 	}
 
 	before := refused.Load()
@@ -107,7 +108,7 @@ func TestDeadShardHoldsUpItsKeysOnly(t *testing.T) {
 	_, err := fails.Allow(t.Context(), dead[0])
 	require.ErrorIs(t, err, ErrUnavailable)
 	require.NotErrorIs(t, err, ErrOutcomeUnknown)
-	require.Equal(t, 2, client.queues.shards())
+	require.Equal(t, 2, client.engine.Queues.Shards())
 
 	testkit.Together(100, func(i int) {
 		for _, l := range []*Limiter{fails, closes} {
@@ -122,9 +123,9 @@ func TestDeadShardHoldsUpItsKeysOnly(t *testing.T) {
 		require.NoError(t, err)
 		require.Equal(t, SourceFailedClosed, result.Source)
 	})
-	all := *client.queues.all.Load()
-	require.False(t, all[0].batcher.breaker.isOpen(kindEphemeral))
-	require.True(t, all[1].batcher.breaker.isOpen(kindEphemeral))
+	all := *client.engine.Queues.All.Load()
+	require.False(t, all[0].Batcher.Breaker.IsOpen(engine.KindEphemeral))
+	require.True(t, all[1].Batcher.Breaker.IsOpen(engine.KindEphemeral))
 	mu.Lock()
 	told := slices.Clone(events)
 	mu.Unlock()
@@ -277,7 +278,7 @@ func TestRefusalsOfADividedShard(t *testing.T) {
 	})
 	require.EqualValues(t, 10, taken(t, p.Pool, config, "key"))
 	require.Greater(t, pgtest.Scalar[int64](t, p.Pool, "SELECT last_value FROM proxy.refused"), int64(5))
-	require.False(t, client.queues.first().batcher.breaker.isOpen(kindEphemeral))
+	require.False(t, client.engine.Queues.First().Batcher.Breaker.IsOpen(engine.KindEphemeral))
 
 	pgtest.Exec(t, p.Pool, "ALTER SEQUENCE proxy.refused RESTART")
 	require.NoError(t, l.Reset(t.Context(), "key"))
@@ -311,7 +312,7 @@ func TestProxyThatRefusesKeysOfOneShard(t *testing.T) {
 			_, err := l.Allow(t.Context(), keysOf(0, 2, 1)[0])
 			if refusals == 3 {
 				require.NoError(t, err)
-				require.Equal(t, 3*mapPause, time.Since(began))
+				require.Equal(t, 3*engine.MapPause, time.Since(began))
 				return
 			}
 			require.ErrorIs(t, err, ErrSharded)
@@ -344,9 +345,9 @@ func TestShardThatDoesNotFitTheMap(t *testing.T) {
 		took := time.Since(began)
 		require.Greater(t, took, 900*time.Millisecond)
 		require.LessOrEqual(t, took, time.Second)
-		require.LessOrEqual(t, db.statements(), 10*(int(took/mapPause)+1), "each call with a pause")
+		require.LessOrEqual(t, db.statements(), 10*(int(took/engine.MapPause)+1), "each call with a pause")
 
-		require.True(t, client.batcher.breaker.isOpen(kindEphemeral))
+		require.True(t, client.engine.Batcher.Breaker.IsOpen(engine.KindEphemeral))
 		result, err := opens.Allow(t.Context(), "key")
 		require.NoError(t, err)
 		require.Equal(t, SourceFailedOpen, result.Source)
@@ -357,7 +358,7 @@ func TestShardThatDoesNotFitTheMap(t *testing.T) {
 		require.Equal(t, time.Second, time.Since(reset))
 
 		db.set(nil)
-		elapse(breakerPause)
+		elapse(engine.BreakerPause)
 		result, err = opens.Allow(t.Context(), "key")
 		require.NoError(t, err)
 		require.Equal(t, SourceDatabase, result.Source)
@@ -379,7 +380,7 @@ func TestUnbelievableProxies(t *testing.T) {
 		require.ErrorContains(t, err, "RLS01")
 		_, err = AllowAll(t.Context(), client.limiter(t, Config{Name: "test", Policy: hourly}).Request(key, 1))
 		require.ErrorContains(t, err, "RLS01")
-		require.Equal(t, 1, client.queues.shards(), detail)
+		require.Equal(t, 1, client.engine.Queues.Shards(), detail)
 	}
 }
 
@@ -399,7 +400,7 @@ func TestStatementsThatAProxyCancels(t *testing.T) {
 				return nil
 			})
 			client := newClient(t, db, ClientConfig{})
-			client.queues.learn(2)
+			client.engine.Queues.Learn(2)
 			_, err := client.limiter(t, Config{Name: "test", Policy: hourly}).Allow(t.Context(), "key")
 			require.Equal(t, unknown, errors.Is(err, ErrOutcomeUnknown), err)
 			require.Equal(t, unknown, asked == 1)
@@ -476,7 +477,7 @@ func TestHeldKeyOfAShard(t *testing.T) {
 		})
 	}
 	others.Wait()
-	require.Equal(t, 4, client.queues.shards())
+	require.Equal(t, 4, client.engine.Queues.Shards())
 	require.NoError(t, tx.Rollback(t.Context()))
 	result, err := wait()
 	require.NoError(t, err)
@@ -500,16 +501,16 @@ func TestShadowOfAShard(t *testing.T) {
 	asked := 0
 	ask := func(key string) (granted int64) {
 		r := l.newRequest(key, 1)
-		r.shadow = l.newShadow(l.shadowOf(key), key, 1)
+		r.Shadow = l.newShadow(l.view.Shadow(key), key, 1)
 		asked++
-		require.NoError(t, l.client.database.execute(t.Context(), p.pool, []*request{r}, l.ownTransaction()))
-		require.Nil(t, r.shadow.result())
-		return r.parts[0].decision.Granted
+		require.NoError(t, l.client.engine.Database.Execute(t.Context(), p.pool, []*engine.Request{r}, l.ownTransaction()))
+		require.Nil(t, r.Shadow.Outcome())
+		return r.Parts[0].Decision.Granted
 	}
 	// In this database, unlike behind a proxy, the transaction rolls back with its second statement.
 	require.EqualValues(t, 1, ask(keysOf(0, 2, 1)[0]), "the error tells of a proxy")
 	require.Empty(t, storedRows(t, p.Pool, false), "so it is not asked again")
-	l.client.queues.learn(2)
+	l.client.engine.Queues.Learn(2)
 	require.EqualValues(t, 1, ask(keysOf(1, 2, 1)[0]), "the proxy is known")
 	require.Empty(t, storedRows(t, p.Pool, false))
 	require.Equal(t, 2, asked)
@@ -522,27 +523,27 @@ func TestQueuesOfShards(t *testing.T) {
 
 	client := newClient(t, &pgxpool.Pool{}, ClientConfig{})
 	l := client.limiter(t, Config{Name: "test", Policy: hourly, OnFailure: FailClosed()})
-	first := client.queues.first()
-	require.True(t, client.queues.learn(4))
-	require.True(t, client.queues.learn(2))
-	require.Equal(t, 4, client.queues.shards())
-	require.Same(t, first, client.queues.first())
-	three := client.queues.of(keysOf(3, 4, 1)[0])
-	require.Equal(t, 3, three.batcher.shard)
-	require.Same(t, first.batcher.denials, three.batcher.denials)
-	require.Same(t, first.batcher.leases, three.batcher.leases)
-	for range breakerFailures {
-		three.batcher.breaker.report(kindEphemeral, turnedAwayError(), false)
+	first := client.engine.Queues.First()
+	require.True(t, client.engine.Queues.Learn(4))
+	require.True(t, client.engine.Queues.Learn(2))
+	require.Equal(t, 4, client.engine.Queues.Shards())
+	require.Same(t, first, client.engine.Queues.First())
+	three := client.engine.Queues.Of(keysOf(3, 4, 1)[0])
+	require.Equal(t, 3, three.Batcher.Shard)
+	require.Same(t, first.Batcher.Denials, three.Batcher.Denials)
+	require.Same(t, first.Batcher.Leases, three.Batcher.Leases)
+	for range engine.BreakerFailures {
+		three.Batcher.Breaker.Report(engine.KindEphemeral, turnedAwayError(), false)
 	}
-	require.False(t, first.batcher.breaker.isOpen(kindEphemeral))
+	require.False(t, first.Batcher.Breaker.IsOpen(engine.KindEphemeral))
 	r, probe := l.newRequest(keysOf(3, 4, 1)[0], 1), l.newRequest(keysOf(3, 4, 2)[1], 1)
-	probe.probe, probe.since = true, time.Now().Add(-time.Minute)
-	since := probe.since
-	three.inFlight = three.maxInFlight // so that nothing leaves
-	client.queues.submitAgain([]*request{r, probe}, nil)
-	<-r.done
-	require.Equal(t, errNotTried, r.err)
-	require.Equal(t, since, probe.since)
-	require.Equal(t, 1, three.waiting)
+	probe.Probe, probe.Since = true, time.Now().Add(-time.Minute)
+	since := probe.Since
+	three.InFlight = three.MaxInFlight // so that nothing leaves
+	client.engine.Queues.SubmitAgain([]*engine.Request{r, probe}, nil)
+	<-r.Done
+	require.Equal(t, engine.ErrNotTried, r.Err)
+	require.Equal(t, since, probe.Since)
+	require.Equal(t, 1, three.Waiting)
 	require.True(t, strings.HasPrefix(errAcrossShards.Error(), ErrSharded.Error()))
 }

@@ -18,6 +18,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit/internal/algorithm"
+	"github.com/pgratelimit/ratelimit/internal/engine"
 	"github.com/pgratelimit/ratelimit/internal/model"
 	"github.com/pgratelimit/ratelimit/internal/modeltest"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
@@ -233,7 +234,7 @@ func timeRead(clock int64) time.Time {
 }
 
 // callOf is the call of a step.
-func callOf(space string, s modeltest.Step) call {
+func callOf(space string, s modeltest.Step) engine.Call {
 	keys, costs, counts := make(
 		[]string,
 		len(s.Elements),
@@ -247,10 +248,10 @@ func callOf(space string, s modeltest.Step) call {
 	for i, e := range s.Elements {
 		keys[i], costs[i], counts[i] = e.Key, e.Cost, e.Count
 	}
-	var refunds refundArguments
+	var refunds engine.RefundArguments
 	for i, e := range s.Elements {
 		if e.Refund != nil {
-			refunds.set(i, len(s.Elements), &e.Refund[0])
+			refunds.Set(i, len(s.Elements), &e.Refund[0])
 		}
 	}
 	if s.Brief && !slices.ContainsFunc(costs, func(cost int64) bool { return cost != 1 }) {
@@ -260,21 +261,21 @@ func callOf(space string, s modeltest.Step) call {
 		counts = nil
 	}
 	of := s.Policy.Numbers()
-	c := call{takes: takes(s), counts: counts}
+	c := engine.Call{Takes: takes(s), Counts: counts}
 	for _, e := range s.Elements {
-		c.into = append(c.into, &part{space: &keyspace{}, rules: s.Policy, cost: e.Cost})
+		c.Into = append(c.Into, &engine.Part{Space: &engine.Space{}, Rules: s.Policy, Cost: e.Cost})
 	}
-	if c.takes {
-		c.sql = implementationOf(of.Algorithm).statement
-		c.args = append([]any{space + s.Name, keys, costs, counts, s.Durable, nil, nil, s.Clock}, argumentsOf(of)...)
+	if c.Takes {
+		c.SQL = engine.Text(algorithm.ByCode(of.Algorithm).File, "")
+		c.Args = append([]any{space + s.Name, keys, costs, counts, s.Durable, nil, nil, s.Clock}, engine.ArgumentsOf(of)...)
 		return c
 	}
-	c.sql = allStatement
-	c.args = argumentsOfAll(space+s.Name, keys, of)
-	c.args[3] = slices.Repeat([]bool{s.Durable}, len(keys))
-	c.args[8], c.args[9], c.args[12] = costs, counts, time.UnixMicro(s.Clock)
-	c.args[13], c.args[14], c.args[15], c.args[16] = refunds.since, refunds.in, refunds.at, refunds.spent
-	c.args[17] = s.Skip && pgtest.Shards() == 0 // which is for keys of one shard
+	c.SQL = engine.Text("all", "")
+	c.Args = argumentsOfAll(space+s.Name, keys, of)
+	c.Args[3] = slices.Repeat([]bool{s.Durable}, len(keys))
+	c.Args[8], c.Args[9], c.Args[12] = costs, counts, time.UnixMicro(s.Clock)
+	c.Args[13], c.Args[14], c.Args[15], c.Args[16] = refunds.Since, refunds.In, refunds.At, refunds.Spent
+	c.Args[17] = s.Skip && pgtest.Shards() == 0 // which is for keys of one shard
 	return c
 }
 
@@ -297,7 +298,7 @@ func argumentsOfAll(name string, keys []string, of algorithm.Numbers) []any {
 
 func queueStep(batch *pgx.Batch, space string, s modeltest.Step) {
 	c := callOf(space, s)
-	batch.Queue(c.sql, c.args...)
+	batch.Queue(c.SQL, c.Args...)
 	batch.Queue(
 		"SELECT "+pgtest.RowColumns+" FROM "+pgtest.Table(s.Durable)+" WHERE prefix = ANY ($1)",
 		[]string{space + "a", space + "b"},
@@ -317,18 +318,18 @@ func compare(results pgx.BatchResults, space string, steps []modeltest.Step, fir
 			return fail(-1, "%v", err)
 		}
 		c := callOf(space, s)
-		c.undecide()
-		if err := c.read(answer); err != nil {
+		c.Undecide()
+		if err := c.Read(answer); err != nil {
 			return fail(-1, "%v", err)
 		}
 		seen := 0
-		for ord, p := range c.into {
-			got, want := p.decision, s.Elements[ord].Decision
-			if got.Granted == passedOver {
+		for ord, p := range c.Into {
+			got, want := p.Decision, s.Elements[ord].Decision
+			if got.Granted == engine.PassedOver {
 				continue
 			}
 			got.DecidedAt = got.DecidedAt.UTC()
-			if !c.takes {
+			if !c.Takes {
 				want.DecidedAt = timeRead(s.Clock)
 			}
 			if got != want {

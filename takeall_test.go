@@ -13,6 +13,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/ratelimit/internal/engine"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 	"github.com/pgratelimit/ratelimit/migrations"
@@ -30,7 +31,7 @@ func TestTakesFromAllAreExactUnderConcurrency(t *testing.T) {
 	processes := make([]limits, len(pools))
 	for i, pool := range pools {
 		client := newClient(t, pool, ClientConfig{Timeout: amply, MaxInFlight: 3})
-		client.database.manyParts = i % 2 * client.database.manyParts // all, or only many
+		client.engine.Database.ManyParts = i % 2 * client.engine.Database.ManyParts // all, or only many
 		processes[i] = limits{
 			client.limiter(t, Config{Name: "address", Policy: TokenBucket{Capacity: 1000, Refill: 1, Every: 24 * time.Hour}}),
 			client.limiter(t, Config{Name: "user", Policy: SlidingWindow{Limit: userLimit, Window: year}}),
@@ -84,7 +85,7 @@ func TestSetsDecideFromTheRowsThatTheyHaveLocked(t *testing.T) {
 			db := pgtest.New(t)
 			pgtest.Rewrite(t, db.Pool, takingAll, oldNew...)
 			client := newClient(t, db.NewPool(t, nil), ClientConfig{Timeout: amply})
-			client.database.manyParts = 0
+			client.engine.Database.ManyParts = 0
 			user := client.limiter(t, Config{Name: "user", Policy: FixedWindow{Limit: 10, Window: year}})
 			all := client.limiter(t, Config{Name: "all", Policy: FixedWindow{Limit: 10, Window: year}})
 			conn := pgtest.Connect(t, db.Of("all"))
@@ -131,7 +132,7 @@ func TestSetsThatTakeAreDecidedAtOneInstant(t *testing.T) {
 			db := pgtest.New(t)
 			pgtest.Rewrite(t, db.Pool, takingAll, oldNew...)
 			client := newClient(t, db.NewPool(t, nil), ClientConfig{Timeout: amply})
-			client.database.manyParts = 0
+			client.engine.Database.ManyParts = 0
 			var limiters []*Limiter
 			for i, policy := range []Policy{
 				FixedWindow{Limit: 100, Window: year}, SlidingWindow{Limit: 100, Window: year},
@@ -171,7 +172,7 @@ func TestSetsThatMakeRowsHoldNone(t *testing.T) {
 			db := pgtest.New(t)
 			pgtest.Rewrite(t, db.Pool, takingAll, oldNew...)
 			client := newClient(t, db.NewPool(t, nil), ClientConfig{Timeout: amply})
-			client.database.manyParts = 0
+			client.engine.Database.ManyParts = 0
 			user := client.limiter(t, Config{Name: "user", Policy: FixedWindow{Limit: 10, Window: year}})
 			all := client.limiter(t, Config{Name: "all", Policy: FixedWindow{Limit: 10, Window: year}})
 			_, err := all.Allow(t.Context(), "all")
@@ -221,7 +222,7 @@ func TestSetsMakeRowsInTheOrderOfLocking(t *testing.T) {
 			pgtest.Rewrite(t, db.Pool, takingAll, oldNew...)
 			ask := func(manyParts int, keys ...string) func() (Results, error) {
 				client := newClient(t, db.NewPool(t, nil), ClientConfig{Timeout: amply})
-				client.database.manyParts = manyParts
+				client.engine.Database.ManyParts = manyParts
 				l := client.limiter(t, Config{Name: "test", Policy: FixedWindow{Limit: 10, Window: year}})
 				tx := pgtest.Begin(t, db.Of("{x}"))
 				requests := make([]Request, len(keys))
@@ -284,7 +285,7 @@ func TestTakesOfSetsInAnotherOrderLockNothing(t *testing.T) {
 			pgtest.Rewrite(t, pool, "rate_limit_take_all", oldNew...)
 			set := func(manyParts int) func() error {
 				client := newClient(t, pool, ClientConfig{Timeout: amply})
-				client.database.manyParts = manyParts
+				client.engine.Database.ManyParts = manyParts
 				l := client.limiter(t, Config{Name: "test", Policy: FixedWindow{Limit: 10, Window: year}})
 				for _, key := range []string{long, short} {
 					_, err := l.Allow(t.Context(), key)
@@ -321,23 +322,23 @@ func TestTakesOfSetsInAnotherOrderLockNothing(t *testing.T) {
 func TestSetsThatAreLeftAreNotTriedAgainAtOnce(t *testing.T) {
 	t.Parallel()
 
-	d := newDatabase(&modelDB{}, "", time.Now)
-	requests := make([]*request, 10)
+	d := engine.NewDatabase(&modelDB{}, "", time.Now)
+	requests := make([]*engine.Request, 10)
 	for i := range requests {
-		r := &request{count: 1}
-		r.add(&keyspace{name: "a"}, FixedWindow{Limit: 1, Window: year}.rules(), fmt.Sprint(i), 1, nil)
-		r.add(&keyspace{name: "b"}, FixedWindow{Limit: 20, Window: year}.rules(), "all", 1, nil)
+		r := &engine.Request{Count: 1}
+		r.Add(&engine.Space{Name: "a"}, policyModel(FixedWindow{Limit: 1, Window: year}), fmt.Sprint(i), 1, nil)
+		r.Add(&engine.Space{Name: "b"}, policyModel(FixedWindow{Limit: 20, Window: year}), "all", 1, nil)
 		requests[i] = r
 	}
-	told := map[bool]int{true: leftNumbers * 20, false: takenNumbers * 11}
+	told := map[bool]int{true: engine.LeftNumbers * 20, false: engine.TakenNumbers * 11}
 	pauses := func(left bool) (n int) { // after an attempt that ends so
 		for ; ; n++ {
-			if c := d.call(requests, transaction{}); c.sql == takeAllStatement {
+			if c := d.Call(requests, engine.Transaction{}); c.SQL == engine.Text("takeall", "") {
 				numbers := make([]pgtype.Int8, told[left])
 				for i := range numbers {
-					numbers[i] = pgtype.Int8{Int64: int64(i)/leftNumbers + 1, Valid: true}
+					numbers[i] = pgtype.Int8{Int64: int64(i)/engine.LeftNumbers + 1, Valid: true}
 				}
-				require.NoError(t, c.from.takenInto(c.into, c.counts, numbers))
+				require.NoError(t, c.From.TakenInto(c.Into, c.Counts, numbers))
 				return n
 			}
 		}
@@ -347,19 +348,19 @@ func TestSetsThatAreLeftAreNotTriedAgainAtOnce(t *testing.T) {
 		each = append(each, pauses(left))
 	}
 	require.Equal(t, []int{0, 0, 1, 3, 7, 15, 15, 0, 1, 0}, each)
-	require.Equal(t, allStatement, d.call(requests[:1], transaction{}).sql, "for few, rate_limit_all is as fast")
+	require.Equal(t, engine.Text("all", ""), d.Call(requests[:1], engine.Transaction{}).SQL, "for few, rate_limit_all is as fast")
 }
 
 // An answer that cannot be one about these rows is an error, and no decision.
 func TestAnswersUnlikeTheQuestion(t *testing.T) {
 	t.Parallel()
 
-	p := &part{space: &keyspace{}, rules: TokenBucket{Capacity: 10, Refill: 1, Every: time.Minute}.one(), cost: 1}
-	from := &rowSet{rows: []*part{p}, units: []int64{1}, of: []int32{1}, ended: func(bool) {}}
-	for n := range 2 * leftNumbers { // all of them 0
-		require.ErrorIs(t, from.takenInto([]*part{p}, []int64{1}, make([]pgtype.Int8, n)), errUnlikeAnswer, n)
-		if n < leftNumbers {
-			require.ErrorIs(t, takenInto([]*part{p}, nil, make([]pgtype.Int8, n)), errUnlikeAnswer, n)
+	p := &engine.Part{Space: &engine.Space{}, Rules: TokenBucket{Capacity: 10, Refill: 1, Every: time.Minute}.one(), Cost: 1}
+	from := &engine.RowSet{Rows: []*engine.Part{p}, Units: []int64{1}, Of: []int32{1}, Ended: func(bool) {}}
+	for n := range 2 * engine.LeftNumbers { // all of them 0
+		require.ErrorIs(t, from.TakenInto([]*engine.Part{p}, []int64{1}, make([]pgtype.Int8, n)), engine.ErrUnlikeAnswer, n)
+		if n < engine.LeftNumbers {
+			require.ErrorIs(t, engine.TakenInto([]*engine.Part{p}, nil, make([]pgtype.Int8, n)), engine.ErrUnlikeAnswer, n)
 		}
 	}
 }

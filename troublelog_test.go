@@ -13,6 +13,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/ratelimit/internal/engine"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
@@ -77,7 +78,7 @@ func TestFlakyDatabaseIsLoggedOnce(t *testing.T) {
 			result, err := l.Allow(t.Context(), "personal")
 			require.NoError(t, err)
 			require.Equal(t, source, result.Source)
-			elapse(calm / 4)
+			elapse(engine.Calm / 4)
 		}
 		for range 50 {
 			ask(turnedAway, SourceFailedOpen)
@@ -111,11 +112,11 @@ func TestFaultOfOneLimiter(t *testing.T) {
 			db.set(sqlState("42501"))
 			_, err := lacking.Allow(t.Context(), "key")
 			require.ErrorIs(t, err, ErrNotPermitted)
-			elapse(2 * calm)
+			elapse(2 * engine.Calm)
 			db.set(nil)
 			_, err = fine.Allow(t.Context(), "key")
 			require.NoError(t, err)
-			elapse(2 * calm)
+			elapse(2 * engine.Calm)
 		}
 		lines := log.Lines()
 		require.Len(t, lines, 1)
@@ -132,7 +133,7 @@ func TestFaultOfOneLimiter(t *testing.T) {
 		db.set(fatal("28P01"))
 		_, _ = fine.Allow(t.Context(), "key")
 		require.Len(t, log.Lines(), 2)
-		elapse(calm)
+		elapse(engine.Calm)
 		db.set(nil)
 		_, _ = lacking.Allow(t.Context(), "key")
 		lines = log.Lines()
@@ -283,7 +284,7 @@ func TestSchemaWithoutUsage(t *testing.T) {
 				Name: "test", Policy: hourly, OnFailure: mode,
 				Client: ClientConfig{Timeout: amply, Schema: schema, Logger: log.Logger()},
 			})
-			for range 2 * breakerFailures {
+			for range 2 * engine.BreakerFailures {
 				_, err := l.Allow(t.Context(), "personal key")
 				requireKinds(t, err, "personal key", want)
 			}

@@ -5,30 +5,32 @@ import (
 	"testing"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/pgratelimit/ratelimit/internal/engine"
 )
 
 // board is a queue that is asked what leaves next, without a database.
 type board struct {
-	queue  *queue
-	spaces map[string]*keyspace
+	queue  *engine.Queue
+	spaces map[string]*engine.Space
 }
 
 func newBoard(maxBatch int) *board {
-	return &board{&queue{maxBatch: maxBatch}, make(map[string]*keyspace)}
+	return &board{&engine.Queue{MaxBatch: maxBatch}, make(map[string]*engine.Space)}
 }
 
 // push has n requests come to a limiter, under a policy of that limit.
-func (b *board) push(limiter string, limit int64, n int, cost int64) (requests []*request) {
+func (b *board) push(limiter string, limit int64, n int, cost int64) (requests []*engine.Request) {
 	space, ok := b.spaces[limiter]
 	if !ok {
-		space = &keyspace{name: limiter}
+		space = &engine.Space{Name: limiter}
 		b.spaces[limiter] = space
 	}
 	for i := range n {
-		r := &request{space: space, policy: FixedWindow{Limit: limit, Window: year}}
-		r.parts = r.single[:0]
-		r.add(space, r.policy.rules(), fmt.Sprint("key ", i), cost, nil)
-		b.queue.push(r)
+		r := &engine.Request{Space: space, Policy: policyModel(FixedWindow{Limit: limit, Window: year})}
+		r.Parts = r.Single[:0]
+		r.Add(space, r.Policy, fmt.Sprint("key ", i), cost, nil)
+		b.queue.Push(r)
 		requests = append(requests, r)
 	}
 	return requests
@@ -42,8 +44,8 @@ func (b *board) next() (left []string) {
 		n     int
 	}
 	var lines []line
-	for _, r := range b.queue.nextBatch(nil) {
-		name, limit := r.space.name, r.policy.rules()[0].Numbers().Limit
+	for _, r := range b.queue.NextBatch(nil) {
+		name, limit := r.Space.Name, r.Policy.Limit
 		if last := len(lines) - 1; last >= 0 && lines[last].name == name && lines[last].limit == limit {
 			lines[last].n++
 			continue
@@ -68,7 +70,7 @@ func TestLimitersTakeTurns(t *testing.T) {
 			require.Equal(t, []string{want}, b.next())
 		}
 		require.Empty(t, b.next())
-		require.Zero(t, b.queue.waiting)
+		require.Zero(t, b.queue.Waiting)
 	})
 	t.Run("many policies are no more turns", func(t *testing.T) {
 		t.Parallel()
@@ -91,9 +93,9 @@ func TestLimitersTakeTurns(t *testing.T) {
 			b.push(name, 1, 2000, 1)
 			left[name] = 2000
 		}
-		for b.queue.waiting > 0 {
-			for _, r := range b.queue.nextBatch(nil) {
-				left[r.space.name]--
+		for b.queue.Waiting > 0 {
+			for _, r := range b.queue.NextBatch(nil) {
+				left[r.Space.Name]--
 			}
 			for _, n := range left {
 				require.LessOrEqual(t, max(left["a"], left["b"], left["c"])-n, 500)
@@ -116,13 +118,13 @@ func TestShortLinesLeaveTogether(t *testing.T) {
 	t.Parallel()
 
 	b := newBoard(500)
-	for i := range worthMixing - 1 {
+	for i := range engine.WorthMixing - 1 {
 		b.push(fmt.Sprint("limiter ", i), 1, 1+i, 1)
 	}
 	require.Equal(t, []string{"limiter 0 1: 1"}, b.next(), "too few of them")
-	b.push("limiter 0", 1, shortLine, 1)
-	b.push("limiter 5", 1, shortLine+1, 1) // is not short
-	b.push("limiter 6", 1, 2, 0)           // looks
+	b.push("limiter 0", 1, engine.ShortLine, 1)
+	b.push("limiter 5", 1, engine.ShortLine+1, 1) // is not short
+	b.push("limiter 6", 1, 2, 0)                  // looks
 	require.Equal(t, []string{"limiter 1 1: 2"}, b.next())
 	b.push("limiter 1", 1, 2, 1)
 	b.push("limiter 7", 1, 1, 1)
@@ -143,9 +145,9 @@ func TestShortLinesLeaveTogether(t *testing.T) {
 	require.Empty(t, b.next())
 
 	// No more than MaxBatch, and nobody is forgotten.
-	b = newBoard(2 * shortLine)
-	for i := range worthMixing {
-		b.push(fmt.Sprint("limiter ", i), 1, shortLine, 1)
+	b = newBoard(2 * engine.ShortLine)
+	for i := range engine.WorthMixing {
+		b.push(fmt.Sprint("limiter ", i), 1, engine.ShortLine, 1)
 	}
 	require.Equal(t, []string{"limiter 0 1: 8", "limiter 1 1: 8"}, b.next())
 	require.Equal(t, []string{"limiter 2 1: 8"}, b.next(), "too few are left")
@@ -155,20 +157,20 @@ func TestShortLinesLeaveTogether(t *testing.T) {
 func TestSmallBatchesOfManyLimiters(t *testing.T) {
 	t.Parallel()
 
-	for maxBatch := 1; maxBatch <= 2*shortLine; maxBatch++ {
+	for maxBatch := 1; maxBatch <= 2*engine.ShortLine; maxBatch++ {
 		b := newBoard(maxBatch)
 		waiting := 0
-		for i := range 2 * worthMixing {
+		for i := range 2 * engine.WorthMixing {
 			b.push(fmt.Sprint("limiter ", i), 1, 1+i, 1)
 			waiting += 1 + i
 		}
 		for waiting > 0 {
-			batch := b.queue.nextBatch(nil)
+			batch := b.queue.NextBatch(nil)
 			require.NotEmpty(t, batch)
 			require.LessOrEqual(t, len(batch), maxBatch)
 			waiting -= len(batch)
 		}
-		require.Zero(t, b.queue.waiting)
+		require.Zero(t, b.queue.Waiting)
 		require.Empty(t, b.next())
 	}
 }
@@ -182,18 +184,18 @@ func TestLinesKeepLittleMemory(t *testing.T) {
 	b.push("a", 1, 2000, 1)
 	for len(b.next()) > 0 {
 	}
-	require.Empty(t, b.queue.lines)
-	require.Len(t, b.queue.free, 1)
-	require.Nil(t, b.queue.free[0].spare)
+	require.Empty(t, b.queue.Lines)
+	require.Len(t, b.queue.Free, 1)
+	require.Nil(t, b.queue.Free[0].Spare)
 	b.push("a", 1, 3, 1)
 	b.next()
-	require.Len(t, b.queue.free, 1)
-	require.NotNil(t, b.queue.free[0].spare)
-	for i := range 2 * maxFree {
+	require.Len(t, b.queue.Free, 1)
+	require.NotNil(t, b.queue.Free[0].Spare)
+	for i := range 2 * engine.MaxFree {
 		b.push(fmt.Sprint("limiter ", i), 1, 1, 1)
 	}
 	for len(b.next()) > 0 {
 	}
-	require.Empty(t, b.queue.lines)
-	require.Len(t, b.queue.free, maxFree)
+	require.Empty(t, b.queue.Lines)
+	require.Len(t, b.queue.Free, engine.MaxFree)
 }

@@ -7,7 +7,6 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/pgratelimit/ratelimit/internal/pg"
-	"github.com/pgratelimit/ratelimit/internal/turn"
 )
 
 // TxLimiter asks within a transaction of the caller's: see [Limiter.WithTx].
@@ -45,18 +44,28 @@ func (t TxLimiter) Allow(ctx context.Context, key string) (Result, error) {
 // AllowN is [Limiter.AllowN] within the transaction.
 func (t TxLimiter) AllowN(ctx context.Context, key string, n int64) (result Result, err error) {
 	l := t.limiter
-	if l.client.config.Observer != nil {
+	if l.client.observer != nil {
 		defer l.observe(time.Now(), n, &result, &err)
 	}
 	if err := checkTx(t.tx); err != nil {
 		return Result{}, err
 	}
-	r, answer, err := l.requestInForce(ctx, key, n)
-	if r == nil {
-		return answer, err
+	if err := checkKey(key); err != nil {
+		return Result{}, err
 	}
-	result, err = t.decide(ctx, r)
-	l.strike(key, n, &result, err)
+	policy, row, err := l.inForce(ctx, key)
+	switch {
+	case err != nil:
+		return Result{}, err
+	case row != nil:
+		return l.byRow(row, n)
+	}
+	if err := checkCost(n, policy); err != nil {
+		return Result{}, err
+	}
+	o, err := l.client.engine.AllowIn(ctx, t.tx, l.question(policy, key, n))
+	result, err = resultOr(&o, publicError(err))
+	l.countDenial(key, n, &result, err)
 	return result, err
 }
 
@@ -69,7 +78,7 @@ func (t TxLimiter) Request(key string, n int64) Request {
 // Refund is [Limiter.Refund] within the transaction. A rollback takes again. It does not use result up, because the
 // transaction may be run again. So give back only once what commits.
 func (t TxLimiter) Refund(ctx context.Context, result Result) (Result, error) {
-	return t.RefundN(ctx, result, result.taken().leftover())
+	return t.RefundN(ctx, result, result.taken.Own().Left())
 }
 
 // RefundN is [Limiter.RefundN] within the transaction. It does not use result up: see Refund.
@@ -77,12 +86,13 @@ func (t TxLimiter) RefundN(ctx context.Context, result Result, n int64) (Result,
 	if err := checkTx(t.tx); err != nil {
 		return Result{}, err
 	}
-	r := result.taken()
-	left := r.leftover()
-	if err := t.limiter.checkRefund(r, n, left); err != nil {
+	l, r := t.limiter, result.taken.Own()
+	left := r.Left()
+	if err := l.checkRefund(&result, r, n, left); err != nil {
 		return Result{}, err
 	}
-	return t.decide(ctx, t.limiter.refundRequest(r, left-n, left))
+	o, err := l.client.engine.Refund(ctx, t.tx, l.space, r, left-n, left)
+	return resultOr(&o, publicError(err))
 }
 
 // Grant is [Limiter.Grant] within the transaction. A rollback takes it away.
@@ -93,7 +103,9 @@ func (t TxLimiter) Grant(ctx context.Context, key string, n int64) (Result, erro
 	if err := checkGrant(key, n); err != nil {
 		return Result{}, err
 	}
-	return t.decide(ctx, t.limiter.knownInForce(key).newRequest(key, -n))
+	l := t.limiter
+	o, err := l.client.engine.AllowIn(ctx, t.tx, l.question(l.view.Known(l.model, key), key, -n))
+	return resultOr(&o, publicError(err))
 }
 
 // Reset is [Limiter.Reset] within the transaction.
@@ -104,23 +116,8 @@ func (t TxLimiter) Reset(ctx context.Context, key string) error {
 	if err := checkKey(key); err != nil {
 		return err
 	}
-	mine := turn.Of(t.tx)
-	if err := mine.Take(ctx); err != nil {
-		return gaveUp(err)
-	}
-	defer mine.Pass()
-	return pg.RolledBack(t.tx, t.limiter.reset(ctx, t.tx, key, callersTransaction(t.tx)))
-}
-
-// decide decides a request of one limiter.
-func (t TxLimiter) decide(ctx context.Context, r *request) (Result, error) {
-	c := t.limiter.client
-	if err := c.batcher.decideInTx(ctx, t.tx, r); err != nil {
-		return Result{}, err
-	}
-	result := r.result()
-	c.requests.put(r)
-	return result, nil
+	l := t.limiter
+	return publicError(l.client.engine.ResetIn(ctx, t.tx, l.space, key, l.rowsOf(key)))
 }
 
 // checkTx refuses a nil transaction.

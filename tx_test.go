@@ -14,6 +14,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/ratelimit/internal/engine"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
@@ -481,18 +482,18 @@ func TestLockTimeoutOfTheCallersTransaction(t *testing.T) {
 		l := newLimiter(t, db.Pool, Config{Name: name, Policy: policy})
 		for _, keys := range [][]string{{"a"}, {"bb", "a"}, {"a", "bb"}, {"a", "c", "dd", "e", "f", "g", "h", "i", "j", "k"}} {
 			for _, skipHeld := range []bool{false, true} {
-				var requests []*request
+				var requests []*engine.Request
 				for _, key := range keys {
 					requests = append(requests, l.newRequest(key, 1))
 				}
-				own := transaction{lockTimeout: new(int32(-1)), skipHeld: skipHeld}
-				require.NoError(t, l.client.database.execute(t.Context(), tx, requests, own), name)
+				own := engine.Transaction{LockTimeout: new(int32(-1)), SkipHeld: skipHeld}
+				require.NoError(t, l.client.engine.Database.Execute(t.Context(), tx, requests, own), name)
 				for _, r := range requests {
-					require.EqualValues(t, 1, r.parts[0].decision.Granted)
+					require.EqualValues(t, 1, r.Parts[0].Decision.Granted)
 				}
-				requests[0].policy = nil
-				requests[0].add(l.space, l.models, "another", 1, nil)
-				require.NoError(t, l.client.database.execute(t.Context(), tx, requests, own), name)
+				requests[0].Policy = nil
+				requests[0].Add(l.space, l.model, "another", 1, nil)
+				require.NoError(t, l.client.engine.Database.Execute(t.Context(), tx, requests, own), name)
 			}
 		}
 		require.NoError(t, l.WithTx(tx).Reset(t.Context(), "a"))

@@ -2,7 +2,12 @@ package ratelimit
 
 import (
 	"context"
+	"errors"
 	"time"
+
+	"github.com/pgratelimit/ratelimit/internal/model"
+	"github.com/pgratelimit/ratelimit/internal/policytable"
+	"github.com/pgratelimit/ratelimit/internal/waitline"
 )
 
 // Wait takes 1 from key's limit as soon as that fits, and then returns. It is for work that can be done later,
@@ -26,57 +31,75 @@ func (l *Limiter) WaitN(ctx context.Context, key string, n int64) (Result, error
 	if err := checkKey(key); err != nil {
 		return Result{}, err
 	}
-	in, row, err := l.inForce(ctx, key)
+	policy, row, err := l.inForce(ctx, key)
 	if err != nil {
-		return l.whileUnknown(err, key, n)
+		if err := checkCost(n, policy); err != nil {
+			return Result{}, err
+		}
+		return l.onError(err, policy, key, n)
 	}
-	if err := in.checkCost(n); err != nil && (row == nil || n < 0) {
+	if err := checkCost(n, policy); err != nil && (row == nil || n < 0) {
 		return Result{}, err
 	}
 	if err := ctx.Err(); err != nil {
 		return Result{}, gaveUp(err)
 	}
-	w := &waiter{cost: n, told: make(chan struct{})}
-	w.deadline, _ = ctx.Deadline()
-	line := w.join(l.waiting, key, in.policy, func() *waitLine {
-		return &waitLine{
-			limit:  in.limit,
-			ask:    func(n int64) (Result, error) { return l.allow(context.Background(), key, n, false) },
-			answer: func(n int64) Result { return in.answerAndObserve(key, n) },
-			owned:  !l.client.database.pooled(),
-			stale:  l.staleness(key, in.policy, row),
+	result, err := l.waiting.Wait(ctx, key, policy, n, func() waitline.Source[Result] {
+		return waitline.Source[Result]{
+			Policy:  policy,
+			Ask:     func(n int64) (Result, error) { return l.allow(context.Background(), key, n, false) },
+			Read:    readingOf,
+			Answer:  func(n int64) Result { return l.answerAndObserve(policy, key, n) },
+			Share:   partOf,
+			Owned:   !l.client.engine.Pooled(),
+			Stale:   l.staleness(key, policy, row),
+			TooMuch: ErrCostExceedsLimit,
 		}
-	})
-	select {
-	case <-w.told:
-	case <-ctx.Done():
-		line.leave(w, gaveUp(ctx.Err()))
+	}, gaveUp)
+	if late, ok := errors.AsType[*waitline.TooLate](err); ok {
+		err = &WaitError{RetryAfter: late.RetryAfter, Deadline: late.Deadline}
 	}
-	return w.result, w.err
+	return result, err
+}
+
+// readingOf is what a line has to know of a result.
+func readingOf(r *Result) waitline.Reading {
+	return waitline.Reading{
+		Allowed: r.Allowed, Away: r.Source.isAway(), Fixed: r.Source == SourcePolicy,
+		Remaining: r.Remaining, RetryAfter: r.RetryAfter,
+	}
+}
+
+// partOf is what one caller gets of a result for several. See waitline.Source.
+func partOf(all *Result, from, to, behind int64) Result {
+	own := *all
+	own.Remaining += behind
+	own.taken = all.taken.Share(from, to)
+	return own
 }
 
 // staleness tells whether what is in force for a key has changed since it was last asked, or since it was this policy
 // or row. It is nil if that cannot be.
-func (l *Limiter) staleness(key string, policy Policy, row *rule) func() bool {
-	if l.space.policies == nil {
+func (l *Limiter) staleness(key string, policy *model.Policy, row *policytable.Row) func() bool {
+	if l.view == nil {
 		return nil
 	}
 	return func() bool {
-		in, now, err := l.inForce(context.Background(), key)
-		if err != nil || now == row && in.policy == policy {
+		now, nowRow, err := l.inForce(context.Background(), key)
+		if err != nil || nowRow == row && now.Is(policy) {
 			return false
 		}
-		policy, row = in.policy, now
+		policy, row = now, nowRow
 		return true
 	}
 }
 
 // answerAndObserve is OnFailure's answer to a caller who has waited behind one that the database did not
 // decide.
-func (l *Limiter) answerAndObserve(key string, n int64) (result Result) {
-	if l.client.config.Observer != nil {
+func (l *Limiter) answerAndObserve(policy *model.Policy, key string, n int64) (result Result) {
+	if l.client.observer != nil {
 		var err error
 		defer l.observe(time.Now(), n, &result, &err)
 	}
-	return l.answerOnFailure(key, n)
+	return l.answerOnFailure(policy, key, n)
 }

@@ -60,7 +60,7 @@ func (w *waits) all(limiters ...*Limiter) []waited {
 	w.wg.Wait()
 	synctest.Wait()
 	for _, limiter := range limiters {
-		require.Nil(w.t, limiter.waiting.all)
+		require.True(w.t, limiter.waiting.Empty())
 	}
 	// Those who were told at the same time have written that down in any order.
 	slices.SortStableFunc(w.ended, func(a, b waited) int {
@@ -256,7 +256,7 @@ func TestWaitAsksNothingForWhatCannotBe(t *testing.T) {
 	cancel()
 	_, err = limiter.Wait(ctx, "key")
 	require.ErrorIs(t, err, context.Canceled)
-	require.Nil(t, limiter.waiting.all)
+	require.True(t, limiter.waiting.Empty())
 }
 
 // Those who give up leave the line, and their places pass on: a small cost behind a large one gets what there is.
@@ -363,8 +363,8 @@ func TestWaitersUnderAnotherPolicyStandInTheirOwnLine(t *testing.T) {
 	inBubble(t, FixedWindow{Limit: 10, Window: time.Minute}, func(t *testing.T, paid *Limiter, _ *modelDB) {
 		free := paid.with(t, FixedWindow{Limit: 1, Window: time.Hour})
 		w := newWaits(t)
-		known := testDenials{free.client.batcher.denials, free.models[0], free.space}
-		since := known.snapshot()
+		known := testDenials{free.client.engine.Denials, free.model.Rules[0], free.space}
+		since := known.Snapshot()
 		known.remember(
 			"key",
 			model.Decision{
@@ -375,8 +375,8 @@ func TestWaitersUnderAnotherPolicyStandInTheirOwnLine(t *testing.T) {
 				},
 				DecidedAt: time.Now(),
 			},
-			known.elapsed(),
-			known.elapsed(),
+			known.Elapsed(),
+			known.Elapsed(),
 			&since,
 		)
 		ctx, cancel := context.WithCancel(t.Context())
@@ -386,9 +386,8 @@ func TestWaitersUnderAnotherPolicyStandInTheirOwnLine(t *testing.T) {
 		<-time.After(10 * time.Millisecond)
 		require.Equal(t, []int{1, 2}, whoOf(w.told()))
 		synctest.Wait()
-		paid.waiting.mu.Lock()
-		require.Len(t, paid.waiting.all["key"], 1)
-		paid.waiting.mu.Unlock()
+		lines, _, _ := paid.waiting.Waiting("key")
+		require.Equal(t, 1, lines)
 		cancel()
 		w.all(free, paid)
 	})
@@ -454,9 +453,8 @@ func TestResetEndsTheWait(t *testing.T) {
 		require.NoError(t, err)
 		waiter := testkit.Later(func() (Result, error) { return limiter.Wait(t.Context(), "key") })
 		testkit.WaitUntil(t, func() bool {
-			limiter.waiting.mu.Lock()
-			defer limiter.waiting.mu.Unlock()
-			return len(limiter.waiting.all["key"]) == 1 && !limiter.waiting.all["key"][0].retryAt.IsZero()
+			_, _, known := limiter.waiting.Waiting("key")
+			return known
 		})
 		require.NoError(t, limiter.Reset(t.Context(), "another key"))
 		require.NoError(t, limiter.Reset(t.Context(), "key"))
@@ -489,37 +487,6 @@ func TestWaitOnOneConnection(t *testing.T) {
 		}
 		require.Equal(t, 1, pgtest.Scalar[int](t, conn, "SELECT 1"))
 	}
-}
-
-// Lines that were told the same retry time do not sleep for the same time: never less, by at most a 50th or 100 ms
-// more, and no longer than the first one can wait.
-func TestSleepIsJittered(t *testing.T) {
-	t.Parallel()
-
-	synctest.Test(t, func(t *testing.T) { // in which time stands still meanwhile
-		for _, c := range []struct{ retryAfter, patience, most time.Duration }{
-			{time.Second, 0, 20 * time.Millisecond},
-			{time.Hour, 0, 100 * time.Millisecond},
-			{time.Hour, time.Hour + time.Minute, 100 * time.Millisecond},
-			{time.Hour, time.Hour + 10*time.Millisecond, 5 * time.Millisecond},
-		} {
-			var least, most time.Duration
-			for range 1000 {
-				in := &waitLine{lines: &waitLines{}, key: "key", asking: make(chan struct{})}
-				w := &waiter{cost: 1, told: make(chan struct{})}
-				if c.patience > 0 {
-					w.deadline = time.Now().Add(c.patience)
-				}
-				w.place = in.waiters.PushBack(w)
-				extra := in.settle([]*waiter{w}, 1, Result{RetryAfter: c.retryAfter}, nil) - c.retryAfter
-				require.GreaterOrEqual(t, extra, time.Duration(0))
-				require.LessOrEqual(t, extra, c.most)
-				least, most = min(least, extra-c.most), max(most, extra)
-			}
-			require.Greater(t, most, c.most*3/4)
-			require.Less(t, least+c.most, c.most/4)
-		}
-	})
 }
 
 // While Postgres is away, Wait does as OnFailure says: it admits, sleeps until the next try, or admits a share.

@@ -245,10 +245,10 @@ func TestEveryChangeOfPolicyEqualsTheModel(t *testing.T) {
 							for n := range callers {
 								got[n].Source = SourceDatabase // or a denial that was remembered
 								want := views[n].requestsOf(s.Elements[n : n+1])[0]
-								want.parts[0].decision = s.Elements[n].Decision
+								want.Parts[0].Decision = s.Elements[n].Decision
 								require.Equal(
 									t,
-									utc(want.result()),
+									utc(resultOf(new(want.Outcome()))),
 									utc(got[n]),
 									"%s, caller %d, %v later, request %d",
 									change,
@@ -483,16 +483,16 @@ func TestBoardTakesCallsOfOnePolicy(t *testing.T) {
 	again := free.with(t, FixedWindow{Limit: 1, Window: time.Second})
 	other := free.under(SlidingWindow{Limit: 1, Window: time.Second})
 	for key, by := range []*Limiter{free, paid, again, other, free, paid, free, other, again, paid, free} {
-		free.client.queues.first().push(by.requestsFor(fmt.Sprint(key), 1)[0])
+		free.client.engine.Queues.First().Push(by.requestsFor(fmt.Sprint(key), 1)[0])
 	}
 	for _, want := range []string{"0 2 4", "1 5 9", "3 7", "6 8 10", ""} {
 		var keys []string
-		for _, c := range free.client.queues.first().nextBatch(nil) {
-			keys = append(keys, c.parts[0].key)
+		for _, c := range free.client.engine.Queues.First().NextBatch(nil) {
+			keys = append(keys, c.Parts[0].Key)
 		}
 		require.Equal(t, want, strings.Join(keys, " "))
 	}
-	require.Zero(t, free.client.queues.first().waiting)
+	require.Zero(t, free.client.engine.Queues.First().Waiting)
 }
 
 func BenchmarkWith(b *testing.B) {

@@ -178,7 +178,7 @@ func TestTransactionIDs(t *testing.T) {
 	}
 
 	client := newClient(t, pool, ClientConfig{Timeout: amply})
-	client.database.manyParts = 0
+	client.engine.Database.ManyParts = 0
 	a := client.limiter(t, Config{Name: "a", Policy: FixedWindow{Limit: 10, Window: year}})
 	b := client.limiter(t, Config{Name: "b", Policy: FixedWindow{Limit: 10, Window: year}})
 	for range 2 { // new rows, then known ones

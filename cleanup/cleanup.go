@@ -298,7 +298,7 @@ func (s *Sweeper) batch(ctx context.Context, atMostEvery *time.Duration, result 
 	case ctx.Err() != nil && err != nil:
 		return ended(ctx.Err())
 	case err != nil:
-		return pg.Translate(err, true)
+		return &ratelimit.StoreError{Err: pg.Translate(err, true)}
 	case result.Skipped:
 		return nil
 	}

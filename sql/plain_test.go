@@ -17,7 +17,7 @@ func TestSQLIsPlain(t *testing.T) {
 	odd := regexp.MustCompile(`[^\n -~]|\\`)
 	long := regexp.MustCompile(`.{121,}`)
 	for _, pattern := range []string{
-		"*.sql", "call/*.sql", "../migrations/*.sql", "../cleanup/*.sql", "../deploy/*.sql",
+		"*.sql", "../internal/*/call/*.sql", "../migrations/*.sql", "../cleanup/*.sql", "../deploy/*.sql",
 		"../cmd/pgratelimit/internal/*/sql/*.sql", "../internal/catalog/*.sql",
 	} {
 		files, err := filepath.Glob(pattern)

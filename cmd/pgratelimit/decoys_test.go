@@ -20,7 +20,7 @@ func TestNothingThatOthersCreateIsRun(t *testing.T) {
 	url := urlWith(t, db, "search_path=limits,public")
 	invoke(t, url, "migrate", "up").done(t)
 	var statements []string
-	for _, pattern := range []string{"internal/*/sql/*.sql", "../../cleanup/*.sql", "../../sql/call/*.sql"} {
+	for _, pattern := range []string{"internal/*/sql/*.sql", "../../cleanup/*.sql", "../../internal/*/call/*.sql"} {
 		files, err := filepath.Glob(pattern)
 		require.NoError(t, err)
 		for _, file := range files {

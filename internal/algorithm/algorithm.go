@@ -13,7 +13,7 @@ type Algorithm struct {
 	Code     int16  // in the rows, and for rate_limit_all
 	Word     string // that a policy's text begins with
 	Example  string // of such a text
-	File     string // the NAME of NAME.go, internal/model/NAME.go, sql/NAME.sql and sql/call/NAME.sql
+	File     string // the NAME of NAME.go, internal/model/NAME.go, sql/NAME.sql and internal/engine/call/NAME.sql
 	Function string // which takes from keys of one limiter
 	// Arguments of the function, for the numbers of a policy: the limit, the refill if there is one, the span, and the
 	// time zone if there is one.
@@ -32,9 +32,9 @@ const (
 // All returns the table, in the order of the codes.
 //
 // A new algorithm needs a line here and one in algorithms.go, NAME.go with its policy, and internal/model/NAME.go with
-// its rules, and NAME_test.go beside that. It needs sql/NAME.sql with the rules, and sql/call/NAME.sql with the
-// statement that calls its function. The function goes into deploy/grants.sql, docs/operating.md and, with the types of
-// its arguments, cmd/pgratelimit/internal/cli/sql/foreign.sql. An example of its text form goes into
+// its rules, and NAME_test.go beside that. It needs sql/NAME.sql with the rules, and internal/engine/call/NAME.sql with
+// the statement that calls its function. The function goes into deploy/grants.sql, docs/operating.md and, with the
+// types of its arguments, cmd/pgratelimit/internal/cli/sql/foreign.sql. An example of its text form goes into
 // docs/algorithms.md. Then run make sql. TestEveryAlgorithmIsComplete tells which of these is missing. Once a release
 // has the functions, internal/gensql needs a further migration for it.
 //

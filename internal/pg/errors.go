@@ -301,6 +301,43 @@ func RowHeld(err error) bool {
 		LockTimeout(err) && !errors.Is(err, ErrUnavailable)
 }
 
+// IsAway tells whether OnFailure answers an error, because Postgres is away or slow. A fault of the set-up does not
+// count: it has to be seen, and waiting does not mend it. A row that somebody's transaction holds does not either.
+// Postgres has answered then, and callers who can keep a row locked must not be let through for it. A locked table
+// is an outage. So is an exhausted pool, because a Postgres that answers nobody fills the application's pool, too.
+func IsAway(err error) bool {
+	_, ok := errors.AsType[*Error](err)
+	return ok && !RowHeld(err) && !errors.Is(err, ErrSetup) &&
+		(errors.Is(err, ErrUnavailable) || errors.Is(err, ErrTimeout) || errors.Is(err, ErrOutcomeUnknown))
+}
+
+// KindOf names the kind of an error in a word, or "other".
+func KindOf(err error) string {
+	for _, known := range []struct {
+		err  error
+		kind string
+	}{
+		{ErrNotMigrated, "not_migrated"},
+		{ErrNewerSchema, "newer_schema"},
+		{ErrNotPermitted, "not_permitted"},
+		{ErrSharded, "sharded"},
+		{ErrPreparedStatements, "prepared_statements"},
+		{ErrSetup, "setup"},
+		{ErrReadOnly, "read_only"},
+		{ErrKeyHeld, "key_held"},
+		{ErrPoolExhausted, "pool_exhausted"},
+		{ErrTimeout, "timeout"},
+		{ErrUnavailable, "unavailable"},
+		{context.Canceled, "context"}, // after those above, which may wrap the end of a context of the limiter's own
+		{context.DeadlineExceeded, "context"},
+	} {
+		if errors.Is(err, known.err) {
+			return known.kind
+		}
+	}
+	return "other"
+}
+
 // IsTrouble tells whether an error means that something keeps the database from deciding, which clients log. What
 // concerns a key or a transaction does not.
 func IsTrouble(err error) bool {

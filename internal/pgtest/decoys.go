@@ -40,7 +40,7 @@ func (db *DB) SomeDecoys(t testing.TB, schema string, texts ...string) {
 // Statements returns those of the limiters and of the sweeper. root is where the repository is.
 func Statements(t testing.TB, root string) (statements []string) {
 	t.Helper()
-	files, err := filepath.Glob(filepath.Join(root, "sql", "call", "*.sql"))
+	files, err := filepath.Glob(filepath.Join(root, "internal", "*", "call", "*.sql"))
 	if err != nil || files == nil {
 		t.Fatal("no statements: ", err)
 	}

@@ -1,0 +1,272 @@
+package engine
+
+import (
+	"context"
+	"errors"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/pgratelimit/ratelimit/internal/algorithm"
+	"github.com/pgratelimit/ratelimit/internal/model"
+	"github.com/pgratelimit/ratelimit/internal/pg"
+	"github.com/pgratelimit/ratelimit/internal/turn"
+)
+
+// Ask is a question about a key.
+type Ask struct {
+	Space  *Space
+	Policy *model.Policy
+	Key    string
+	Cost   int64   // at most the policy's limit; 0 looks, and below 0 grants
+	Beside *Beside // what is decided beside it, or nil
+}
+
+// Allow has a question decided: by what was leased, by a denial that is remembered, or else by the database.
+func (e *Engine) Allow(ctx context.Context, a Ask) (Outcome, error) {
+	leased := a.Space.Lease != nil && a.Beside == nil && a.Cost > 0
+	if leased {
+		if o, ok := e.Leases.Spend(a.Space, a.Policy, a.Key, a.Cost); ok {
+			return o, nil
+		}
+		if back := e.Leases.release(a.Space, a.Key); back != nil {
+			go e.startGiving(back)()
+		}
+	}
+	if a.Cost > 0 && a.Space.Remember && len(a.Policy.Rules) == 1 && e.Denials != nil {
+		if o, ok := e.remembered(&a); ok {
+			return o, nil
+		}
+	}
+	r := e.Request(&a)
+	r.Shadow = NewShadow(&a)
+	if leased {
+		r.Ahead = e.Leases.Ahead(a.Space, a.Policy, a.Key, a.Cost)
+	}
+	o, err := e.Decide(ctx, nil, r)
+	if err == nil && a.Cost == 0 && a.Space.Lease != nil {
+		o.Add(e.Leases.Held(a.Space, a.Policy, a.Key))
+	}
+	return o, err
+}
+
+// remembered returns a denial that the database would repeat, as would what is decided beside it, if anything is.
+func (e *Engine) remembered(a *Ask) (Outcome, bool) {
+	o, ok := e.Denials.Lookup(a.Space, a.Policy.Rules[0], a.Key, a.Cost)
+	if !ok || a.Beside == nil {
+		return o, ok
+	}
+	beside := a.Beside.Policy
+	if len(beside.Rules) > 1 || a.Cost > beside.Limit {
+		return Outcome{}, false
+	}
+	shadow, ok := e.Denials.Lookup(a.Beside.Space, beside.Rules[0], a.Key, a.Cost)
+	if !ok {
+		return Outcome{}, false
+	}
+	o.Beside = &shadow
+	return o, true
+}
+
+// AllowIn has a question decided in a transaction of the caller's. It also grants.
+func (e *Engine) AllowIn(ctx context.Context, tx pgx.Tx, a Ask) (Outcome, error) {
+	return e.Decide(ctx, tx, e.Request(&a))
+}
+
+// Grant gives credit to a key: -Cost, which is below 0.
+func (e *Engine) Grant(ctx context.Context, a Ask) (Outcome, error) {
+	return e.Decide(ctx, nil, e.Request(&a))
+}
+
+// Refund gives back the units of a receipt from the from-th to the to-th, to a space of the same rows. tx is nil, or
+// the caller's.
+func (e *Engine) Refund(
+	ctx context.Context, tx pgx.Tx, space *Space, receipt *Receipt, from, to int64,
+) (Outcome, error) {
+	r := e.Requests.Get(space, receipt.Policy)
+	r.Add(space, receipt.Policy, receipt.Key, from-to, receipt.Between(from, to))
+	return e.Decide(ctx, tx, r)
+}
+
+// Request returns a request for a key.
+func (e *Engine) Request(a *Ask) *Request {
+	r := e.Requests.Get(a.Space, a.Policy)
+	r.Add(a.Space, a.Policy, a.Key, a.Cost, nil)
+	return r
+}
+
+// Decide has a request decided, in tx unless that is nil.
+func (e *Engine) Decide(ctx context.Context, tx pgx.Tx, r *Request) (Outcome, error) {
+	if err := e.Submit(ctx, tx, r); err != nil {
+		return Outcome{}, err
+	}
+	o := r.Outcome()
+	o.Beside = r.Shadow.Outcome()
+	e.Requests.put(r)
+	return o, nil
+}
+
+// Submit has a request decided, in tx unless that is nil.
+func (e *Engine) Submit(ctx context.Context, tx pgx.Tx, r *Request) error {
+	if tx != nil {
+		return e.Batcher.decideInTx(ctx, tx, r)
+	}
+	return e.Queues.Submit(ctx, r)
+}
+
+// FallBack decides in this process, by a share of the policy's limit.
+func (e *Engine) FallBack(a Ask, share float64) Outcome {
+	r := e.Request(&a)
+	e.Fallback.Take(r, sharesOf(a.Policy.Rules, share))
+	for i := range r.Parts {
+		if d := &r.Parts[i].Decision; d.RetryAfter == model.Never { // the share is too small for it
+			d.RetryAfter = model.Micros(BreakerPause)
+		}
+	}
+	o := r.Outcome()
+	o.By, o.Taken = ByFallback, Taken{}
+	for i := range o.Each {
+		o.Each[i].By = ByFallback
+	}
+	e.Requests.put(r)
+	return o
+}
+
+// Set is a question about several keys, all of which are allowed or none.
+type Set struct {
+	engine  *Engine
+	Request *Request
+	asks    []Ask
+}
+
+// NewSet returns an empty set.
+func (e *Engine) NewSet() *Set { return &Set{engine: e, Request: e.Requests.Get(&e.sets, nil)} }
+
+// Add adds a question. It tells whether that is for other rows than those before it.
+func (s *Set) Add(a Ask) bool {
+	r, first := s.Request, len(s.Request.Parts)
+	r.Add(a.Space, a.Policy, a.Key, a.Cost, nil)
+	s.asks = append(s.asks, a)
+	for _, p := range r.Parts[first:] {
+		for _, other := range r.Parts[:first] {
+			if p.Key == other.Key && p.Name == other.Name && p.Space.Durable == other.Space.Durable {
+				return false
+			}
+		}
+	}
+	return true
+}
+
+// Decide has the set decided, in tx unless that is nil. It returns what each of the questions is told. All are Allowed,
+// or none. Those that had room then have no RetryAfter.
+func (s *Set) Decide(ctx context.Context, tx pgx.Tx) ([]Outcome, error) {
+	if len(s.asks) == 0 {
+		return nil, nil
+	}
+	r := s.Request
+	if err := s.engine.Submit(ctx, tx, r); err != nil {
+		return nil, err
+	}
+	allowed, first := r.Place <= r.Parts[0].Decision.Granted, 0
+	outcomes := make([]Outcome, len(s.asks))
+	for i, a := range s.asks {
+		last := first + len(a.Policy.Rules)
+		outcomes[i] = r.outcomeOf(first, last, a.Policy)
+		outcomes[i].Allowed = allowed
+		first = last
+	}
+	s.engine.Requests.put(r)
+	return outcomes, nil
+}
+
+// Reset deletes the rows of a key, as many as its policies have. then is called once that is done or has failed, even
+// if the caller has left.
+func (e *Engine) Reset(ctx context.Context, space *Space, key string, rows int, then func()) error {
+	d := e.Database
+	if !d.pooled() {
+		if err := d.Turn.Take(ctx); err != nil {
+			return GaveUp(err)
+		}
+		defer d.Turn.Pass()
+		defer then()
+		return e.reset(ctx, d.DB, space, key, rows, callersTransaction(d.DB))
+	}
+	if err := ctx.Err(); err != nil {
+		return GaveUp(err)
+	}
+	done := make(chan error, 1)
+	go func() {
+		wait := e.Batcher.Held.Patience() / time.Duration(rows)
+		err := e.reset(ctx, d.DB, space, key, rows, Transaction{LockTimeout: LockTimeout(wait)})
+		then()
+		done <- err
+	}()
+	select {
+	case err := <-done:
+		return err
+	case <-ctx.Done():
+		return GaveUp(ctx.Err())
+	}
+}
+
+// ResetIn is Reset in a transaction of the caller's.
+func (e *Engine) ResetIn(ctx context.Context, tx pgx.Tx, space *Space, key string, rows int) error {
+	mine := turn.Of(tx)
+	if err := mine.Take(ctx); err != nil {
+		return GaveUp(err)
+	}
+	defer mine.Pass()
+	return pg.RolledBack(tx, e.reset(ctx, tx, space, key, rows, callersTransaction(tx)))
+}
+
+func (e *Engine) reset(ctx context.Context, db pg.DB, space *Space, key string, rows int, tx Transaction) error {
+	if err := ctx.Err(); err != nil {
+		return GaveUp(err)
+	}
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), e.Settings.Timeout)
+	defer cancel()
+	names := make([]string, rows)
+	for i := range names {
+		names[i] = algorithm.RowName(space.Name, i)
+	}
+	err := e.Database.deleteRows(ctx, db, space, names, key, tx)
+	for tx.own() && pg.OtherShard(err) { // the key's shard is being divided
+		timer := time.NewTimer(MapPause)
+		select {
+		case <-timer.C:
+			err = e.Database.deleteRows(ctx, db, space, names, key, tx)
+			continue
+		case <-ctx.Done():
+			timer.Stop()
+		}
+		break
+	}
+	if e.Denials != nil {
+		e.Denials.Forget(space, key, nil) // even after an error: the key may have been reset
+	}
+	e.Leases.Forget(space, key)
+	if tx.own() {
+		space.tell(key)
+	}
+	return err
+}
+
+// ReturnLeases gives back all that was taken ahead, and returns when that has ended.
+func (e *Engine) ReturnLeases(ctx context.Context) error {
+	if err := ctx.Err(); err != nil {
+		return GaveUp(err)
+	}
+	mine := e.Leases.All()
+	all := e.Leases.onTheirWay() // now, because what fails at once is not there any more
+	go e.giveBack(mine)
+	var errs []error
+	for _, back := range all {
+		select {
+		case <-back.done:
+			errs = append(errs, back.err)
+		case <-ctx.Done():
+			return GaveUp(ctx.Err())
+		}
+	}
+	return errors.Join(errs...)
+}

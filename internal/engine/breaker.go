@@ -1,0 +1,114 @@
+package engine
+
+import (
+	"errors"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/pgratelimit/ratelimit/internal/pg"
+)
+
+// Breaker tells whether to ask the database at all, so that an outage does not cost every call its Timeout. It is
+// closed until breakerFailures statements in a row have failed because Postgres is away or slow, or because the pool
+// was exhausted. Then it opens, and nobody asks for BreakerPause. After that, one call at a time, the probe, goes to
+// the database as usual, and everybody else is answered at once. A probe that fails begins another pause. One that
+// does not fail closes the breaker. Statements count, not calls: 64 calls that shared a broken connection are one
+// failure, and a caller who leaves is none.
+//
+// All of this is so for each kind of request by itself. Somebody who locks one table must not have the limits of the
+// other one switched off.
+//
+// It turns nobody away whose limiter returns errors. They would get an error for a call that was not made, could
+// not tell it from the others, and would have to explain it. While the breaker is open, each of these calls is a
+// probe.
+type Breaker struct {
+	shard   int                 // whose statements these are
+	Timeout time.Duration       // of calls
+	told    func(BreakerChange) // may be nil
+	Begin   time.Time           // the breaker's clock counts from here, in nanoseconds
+	of      [kindCount]struct {
+		probeAt  atomic.Int64 // when the next call may try; 0 if the breaker is closed
+		failures int          // in a row; guarded by mu
+	}
+	mu sync.Mutex
+}
+
+const (
+	// BreakerFailures is more than one broken connection or one slow batch can cause, with two statements in
+	// flight. Where every statement takes the whole Timeout, the breaker opens within two Timeouts.
+	BreakerFailures = 3
+	// BreakerPause is short compared with the 2 s within which a limiter is to be back, and long compared with a
+	// call. Take the default Timeout of 1 s, and a probe that is swallowed just before the database comes back.
+	// The probe and the pause after it end 1.5 s later.
+	BreakerPause = 500 * time.Millisecond
+)
+
+func (b *Breaker) clock() time.Duration { return time.Since(b.Begin) }
+
+// Admit tells whether a request of a kind may ask the database, and whether it is a probe. asksAnyway tells that it
+// must not be turned away.
+func (b *Breaker) Admit(k kind, asksAnyway bool) (pass, probe bool) {
+	probeAt := &b.of[k].probeAt
+	at := probeAt.Load()
+	if at == 0 {
+		return true, false
+	}
+	if asksAnyway {
+		return true, true
+	}
+	now := b.clock()
+	// A probe may never be heard of again, because it waited too long to be sent. It holds up the next one no
+	// longer than this.
+	next := now + b.Timeout + BreakerPause
+	probe = now >= time.Duration(at) && probeAt.CompareAndSwap(at, int64(next))
+	return probe, probe
+}
+
+// IsOpen tells whether requests of a kind are turned away, other than probes.
+func (b *Breaker) IsOpen(k kind) bool { return b.of[k].probeAt.Load() != 0 }
+
+// turnAway turns away the requests that must not ask, because the breaker has opened since they were submitted. It
+// returns the others, and whether one of them is a probe. The requests are of one kind.
+func (b *Breaker) turnAway(requests []*Request) (others []*Request, probe bool) {
+	if len(requests) == 0 || !b.IsOpen(requests[0].kind()) {
+		return requests, slices.ContainsFunc(requests, func(r *Request) bool { return r.Probe })
+	}
+	for _, r := range requests {
+		if r.Probe || r.asksAnyway() {
+			others = append(others, r)
+		} else {
+			r.Finish(ErrNotTried)
+		}
+	}
+	return others, len(others) > 0
+}
+
+// Report tells how a statement for requests of a kind has ended. probe tells whether a probe was part of it. It returns
+// whether that has closed the breaker.
+func (b *Breaker) Report(k kind, err error, probe bool) (closed bool) {
+	if _, ok := errors.AsType[*pg.Error](err); !ok && err != nil {
+		return false // it never came to a statement
+	}
+	b.mu.Lock()
+	of := &b.of[k]
+	wasOpen, failed, now := b.IsOpen(k), pg.IsAway(err), b.clock()
+	switch {
+	case wasOpen && !probe: // it was sent before the breaker opened
+	case !failed:
+		of.failures = 0
+		of.probeAt.Store(0)
+	default:
+		of.failures++
+		if of.failures >= BreakerFailures {
+			of.probeAt.Store(int64(now + BreakerPause))
+		}
+	}
+	isOpen := b.IsOpen(k)
+	b.mu.Unlock()
+	if isOpen != wasOpen && b.told != nil {
+		b.told(BreakerChange{Kind: k.String(), Shard: b.shard, Open: isOpen, Err: err})
+	}
+	return wasOpen && !isOpen
+}

@@ -1,0 +1,172 @@
+package engine
+
+import (
+	"sync"
+	"time"
+)
+
+// heldLane is a queue for requests whose keys are held. While there are any, one goroutine serves them, on one
+// connection besides those of MaxInFlight.
+type heldLane struct {
+	batcher  *Batcher
+	maxBatch int
+	lost     func([]*Request) // gets requests that have lost a race
+
+	Mu       sync.Mutex
+	Requests []*Request
+	Serving  bool
+}
+
+const (
+	// laneTurn is how long the lane waits for one key while requests for others are in it. aloneTurn is for when
+	// there are none.
+	laneTurn  = 25 * time.Millisecond
+	aloneTurn = 100 * time.Millisecond
+	// An AllowAll holds its other rows while the lane has it wait for one. So it waits for setWait only, and once
+	// in setPause.
+	setWait  = 5 * time.Millisecond
+	setPause = 40 * time.Millisecond
+)
+
+// add has the lane ask for requests.
+func (h *heldLane) Add(requests []*Request) {
+	if len(requests) == 0 {
+		return
+	}
+	h.Mu.Lock()
+	h.Requests = append(h.Requests, requests...)
+	serve := !h.Serving
+	h.Serving = true
+	h.Mu.Unlock()
+	if serve {
+		go h.serve()
+	}
+}
+
+// serve serves the lane until it is empty. By turns, it asks for all its requests while passing over what is held,
+// and waits for the row of the first request alone.
+func (h *heldLane) serve() {
+	var buf Buffers
+	var requests []*Request
+	for {
+		h.Mu.Lock()
+		requests = append(requests, h.Requests...)
+		h.Requests = nil
+		h.Serving = len(requests) > 0
+		h.Mu.Unlock()
+		if len(requests) == 0 {
+			return
+		}
+		var sure, others []*Request
+		for _, r := range requests {
+			if h.batcher.Held.Knows(r) {
+				sure = append(sure, r)
+			} else {
+				others = append(others, r)
+			}
+		}
+		requests = append(h.askAll(&buf, others), h.GiveUp(h.askAll(&buf, sure))...)
+		if len(requests) > 0 {
+			requests = h.waitForFirst(&buf, requests)
+		}
+	}
+}
+
+// askAll asks for requests, and returns those whose keys are held.
+func (h *heldLane) askAll(buf *Buffers, requests []*Request) (held []*Request) {
+	for len(requests) > 0 {
+		var batch, rest []*Request
+		for _, r := range requests {
+			if len(batch) < h.maxBatch && r.sameLine(requests[0]) && r.kind() == requests[0].kind() {
+				batch = append(batch, r)
+			} else {
+				rest = append(rest, r)
+			}
+		}
+		held = append(held, h.ask(buf, batch, true, makingWait)...)
+		requests = rest
+	}
+	return held
+}
+
+// ask asks for requests of one line, and returns those whose keys are held.
+func (h *heldLane) ask(buf *Buffers, requests []*Request, skip bool, wait time.Duration) (held []*Request) {
+	requests, probe := h.batcher.Breaker.turnAway(requests)
+	if len(requests) == 0 {
+		return nil
+	}
+	s := h.batcher.newBatch(requests, probe)
+	s.again, s.alone = true, !skip
+	s.ask(buf.MergeAlike(requests), skip, wait)
+	h.lost(s.lost)
+	return s.held
+}
+
+// giveUp takes requests whose keys were just found held. It tells those that have waited long enough, and returns
+// the others.
+//
+// Nobody can see who makes a row. It may be one statement of ours after the other, each undone because it has waited
+// for another key. So a row that is being made is held for long only if a statement for it alone has waited in vain.
+// For an AllowAll there is none that waits for long.
+func (h *heldLane) GiveUp(requests []*Request) (others []*Request) {
+	known := h.batcher.Held
+	for _, r := range requests {
+		row, held := known.longHeld(r)
+		one := row.by != 0 || row.waited || r.Policy == nil
+		if time.Since(r.Since) >= known.Patience() && held && one {
+			r.Finish(keyHeld())
+		} else {
+			others = append(others, r)
+		}
+	}
+	return others
+}
+
+// waitForFirst waits for the row of the first request, in a statement for its key alone. It returns the requests
+// that are not decided yet, ordered so that another one has the next turn.
+func (h *heldLane) waitForFirst(buf *Buffers, requests []*Request) []*Request {
+	known, first := h.batcher.Held, requests[0]
+	oldest := first.Since
+	var mine, others []*Request
+	for _, r := range requests {
+		if r != first && (!r.sameLine(first) || !r.joins(first)) {
+			others = append(others, r)
+			continue
+		}
+		mine = append(mine, r)
+		if r.Since.Before(oldest) {
+			oldest = r.Since
+		}
+	}
+	wait := aloneTurn
+	h.Mu.Lock()
+	if len(others) > 0 || len(h.Requests) > 0 {
+		wait = laneTurn
+	}
+	h.Mu.Unlock()
+	if left := known.Patience() - time.Since(oldest); left > 0 {
+		wait = min(wait, left)
+	}
+	isSet := first.Policy == nil             // AllowAll
+	parts := time.Duration(len(first.Parts)) // read now, because the caller uses the request again once it is decided
+	if !isSet {
+		wait /= parts // for each of its rows
+	}
+	wait += time.Millisecond // lockTimeout rounds down
+	pause := time.Duration(0)
+	if isSet {
+		pause = min(setPause, wait)
+		wait = min(wait, setWait)
+	}
+	began := time.Now()
+	key := first.HeldKeys()[0] // read now, too
+	held := h.ask(buf, mine, false, wait)
+	took := time.Since(began)
+	if !isSet && took >= known.long()/parts {
+		known.Still(key, len(held) > 0)
+	}
+	if len(held) > 0 && took < pause {
+		<-time.After(pause - took)
+	}
+	return append(others, held...)
+}

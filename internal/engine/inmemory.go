@@ -1,0 +1,152 @@
+package engine
+
+import (
+	"errors"
+	"time"
+
+	"github.com/pgratelimit/ratelimit/internal/memory"
+	"github.com/pgratelimit/ratelimit/internal/model"
+	"github.com/pgratelimit/ratelimit/internal/pg"
+)
+
+// ErrMemoryTx is for a transaction of the caller's, which no row in memory can be part of.
+var ErrMemoryTx = errors.New("ratelimit: a row in memory is part of no transaction")
+
+// MemoryRow is a row in memory.
+type MemoryRow struct {
+	algorithm int16
+	State     model.State
+}
+
+// decideInMemory decides requests by the models, one after the other, as the database would.
+func (d *Database) decideInMemory(db pg.DB, requests []*Request) error {
+	if db != d.DB {
+		return ErrMemoryTx
+	}
+	now := time.Now()
+	if d.clock != nil {
+		now = d.clock()
+	}
+	for _, r := range requests {
+		for i := range r.Parts {
+			if zone := r.Parts[i].Rules.Numbers().Zone; zone != "" {
+				if _, err := model.Location(zone); err != nil {
+					return &ZoneError{zone, "which this process has no time zone data for; import _ \"time/tzdata\""}
+				}
+			}
+		}
+	}
+	d.memory.Mu.Lock()
+	defer d.memory.Mu.Unlock()
+	for _, r := range requests {
+		r.DecideIn(d.memory, now.UnixMicro())
+	}
+	return nil
+}
+
+// DecideIn decides a request and those that are decided as one with it. Each takes from all of its rows, or from
+// none.
+func (r *Request) DecideIn(db *memory.DB, clock int64) {
+	before := make([]model.State, len(r.Parts))
+	for i := range r.Parts {
+		before[i] = r.Parts[i].load(db)
+	}
+	granted := int64(0)
+	for granted < r.Count && r.fitsIn(db, clock) {
+		granted++
+		for i := range r.Parts {
+			p := &r.Parts[i]
+			next, _ := p.Decide(p.load(db), clock, p.Cost)
+			p.store(db, next)
+		}
+	}
+	for i := range r.Parts {
+		p := &r.Parts[i]
+		now := p.load(db)
+		_, p.Decision = p.Decide(now, clock, 0)
+		p.Decision.RetryAfter, p.Decision.State.Log = 0, ""
+		if granted < r.Count {
+			if next, d := p.Decide(now, clock, p.Cost); d.Granted == 0 { // this part refuses
+				p.store(db, next) // which the clock may have left behind
+				p.Decision = d
+			}
+		}
+		if bucket, ok := p.Rules.(model.TokenBucket); ok && r.Ahead > 0 {
+			p.Decision.State.Log = before[i].Log
+			if ahead := granted - (r.Count - r.Ahead); ahead > 0 {
+				p.store(db, bucket.Lend(now, ahead*p.Cost))
+			}
+		}
+		if p.Cost > 0 {
+			p.Decision.Taken.Spent = p.credit(before[i], clock) - p.credit(now, clock)
+		}
+		p.Decision.Granted, p.Decision.DecidedAt = granted, time.UnixMicro(clock)
+	}
+}
+
+// fitsIn tells whether all parts of a request have room for it.
+func (r *Request) fitsIn(db *memory.DB, clock int64) bool {
+	for i := range r.Parts {
+		p := &r.Parts[i]
+		if _, d := p.Decide(p.load(db), clock, p.Cost); d.Granted == 0 {
+			return false
+		}
+	}
+	return true
+}
+
+// Decide decides about a row in the state s: a take of n, a look (0), or what is given back or granted (below 0).
+func (p *Part) Decide(s model.State, clock, n int64) (model.State, model.Decision) {
+	switch {
+	case n >= 0:
+		return p.Rules.Decide(s, clock, n)
+	case p.Refund == nil:
+		return model.Grant(p.Rules, s, clock, -n)
+	}
+	k := *p.Refund
+	k.Units = -n
+	return p.Rules.Refund(s, clock, k)
+}
+
+// credit is the granted credit of a row in the state s.
+func (p *Part) credit(s model.State, clock int64) int64 {
+	_, d := p.Decide(s, clock, 0)
+	return *d.State.CreditColumn(p.Rules.Numbers().Algorithm)
+}
+
+// Row says where the part's row is.
+func (p *Part) Row() memory.Row {
+	return memory.Row{Durable: p.Space.Durable, Name: p.Name, Key: p.Key}
+}
+
+// load returns the state of the part's row. A row of another algorithm counts as none.
+func (p *Part) load(db *memory.DB) model.State {
+	row, _ := db.Rows[p.Row()].(MemoryRow)
+	if row.algorithm != p.Rules.Numbers().Algorithm {
+		return model.State{}
+	}
+	return row.State
+}
+
+func (p *Part) store(db *memory.DB, s model.State) {
+	if s == p.load(db) { // there may be no row, and nothing to give back to it
+		return
+	}
+	if db.Rows == nil {
+		db.Rows = map[memory.Row]any{}
+	}
+	db.Rows[p.Row()] = MemoryRow{algorithm: p.Rules.Numbers().Algorithm, State: s}
+}
+
+// resetInMemory deletes rows of a key.
+func (d *Database) resetInMemory(db pg.DB, space *Space, names []string, key string) error {
+	if db != d.DB {
+		return ErrMemoryTx
+	}
+	d.memory.Mu.Lock()
+	defer d.memory.Mu.Unlock()
+	for _, name := range names {
+		delete(d.memory.Rows, memory.Row{Durable: space.Durable, Name: name, Key: key})
+	}
+	return nil
+}

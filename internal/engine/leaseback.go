@@ -1,0 +1,271 @@
+package engine
+
+import (
+	"cmp"
+	"maps"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/pgratelimit/ratelimit/internal/model"
+)
+
+// Rest is what is left of a lease, to be given back: units from one to before another.
+type Rest struct {
+	space    *Space
+	Receipt  *Receipt
+	From, To int64
+	ended    int64 // how many units are not held by the lease any more, these and those that were spent
+}
+
+// Takes are what the database has to know to take it back.
+func (r *Rest) Takes() []model.Take {
+	takes := r.Receipt.Between(r.From, r.To)
+	for i := range takes {
+		takes[i].Ended = r.ended
+	}
+	return takes
+}
+
+// GivenBack are the units of a lease that were given back after they had been spent, so that nobody gives one back
+// twice. Neighbours are one range. So it takes 16 bytes for each gap, and no more if all is given back.
+type GivenBack struct {
+	mu     sync.Mutex
+	Ranges []unitRange // they ascend, and do not touch
+}
+
+// unitRange are the units from one to before another.
+type unitRange struct{ From, To int64 }
+
+// Leftover is how many of the units from the first one are left to give back. The last of them are given back first.
+func (g *GivenBack) Leftover(first, units int64) int64 {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	return g.left(first, units)
+}
+
+// left is leftover with g.mu held.
+func (g *GivenBack) left(first, units int64) int64 {
+	if i := g.find(first + units); i < len(g.Ranges) && g.Ranges[i].From < first+units {
+		return max(g.Ranges[i].From-first, 0)
+	}
+	return units
+}
+
+// find is the place of the first range that ends at a unit or later. g.mu is held.
+func (g *GivenBack) find(unit int64) int {
+	i, _ := slices.BinarySearchFunc(g.Ranges, unit, func(r unitRange, unit int64) int {
+		return cmp.Compare(r.To, unit)
+	})
+	return i
+}
+
+// Swap changes how much is left of the units from the first one, if it is still what it was.
+func (g *GivenBack) Swap(first, units, was, left int64) bool {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if g.left(first, units) != was {
+		return false
+	}
+	from, to := first+min(was, left), first+max(was, left)
+	i := g.find(from)
+	if left > was { // it has not come back after all: these units leave their range
+		r := g.Ranges[i]
+		rests := []unitRange{{r.From, from}, {to, r.To}}
+		rests = slices.DeleteFunc(rests, func(r unitRange) bool { return r.From == r.To })
+		g.Ranges = slices.Replace(g.Ranges, i, i+1, rests...)
+		return true
+	}
+	merged, end := unitRange{from, to}, i
+	for ; end < len(g.Ranges) && g.Ranges[end].From <= to; end++ {
+		merged = unitRange{min(merged.From, g.Ranges[end].From), max(merged.To, g.Ranges[end].To)}
+	}
+	g.Ranges = slices.Replace(g.Ranges, i, end, merged)
+	return true
+}
+
+// Giving is what is on its way back.
+type Giving struct {
+	Rests []Rest
+	err   error         // why something did not arrive
+	done  chan struct{} // closed when it has ended
+}
+
+// begin is called before leases end of which something is to be given back, so that nobody takes it to be back.
+func (ls *Leases) begin() *Giving {
+	g := &Giving{done: make(chan struct{})}
+	ls.mu.Lock()
+	defer ls.mu.Unlock()
+	if ls.under == nil {
+		ls.under = make(map[*Giving]bool)
+	}
+	ls.under[g] = true
+	return g
+}
+
+// end tells that all has gone back, or did not arrive.
+func (ls *Leases) end(g *Giving) {
+	ls.mu.Lock()
+	defer ls.mu.Unlock()
+	delete(ls.under, g)
+	close(g.done)
+}
+
+// onTheirWay is all that is on its way back.
+func (ls *Leases) onTheirWay() []*Giving {
+	ls.mu.Lock()
+	defer ls.mu.Unlock()
+	return slices.Collect(maps.Keys(ls.under))
+}
+
+// release ends the lease of a key of which not enough is left, so that this goes back before the call asks. It returns
+// nil if nothing is left.
+func (ls *Leases) release(space *Space, key string) *Giving {
+	s := ls.Shard(key)
+	if s == nil {
+		return nil
+	}
+	now := ls.Now()
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	e := s.Keys[DenialKey{space, key}]
+	if e == nil || e.next == e.end {
+		return nil
+	}
+	back, size := ls.begin(), e.outlived(now)
+	back.Rests = e.lapse(space)
+	e.Size = size
+	return back
+}
+
+// Forget ends the lease of a key that was just reset.
+func (ls *Leases) Forget(space *Space, key string) {
+	if space.Lease == nil {
+		return
+	}
+	now := ls.Now()
+	back, due := ls.Drop(space, key, now)
+	ls.wakeAt(due, now.Elapsed)
+	go ls.giveBack(back)
+}
+
+// Drop is forget but for what others have to do. The lease goes back, because it may have been taken after the reset.
+// What is on its way, and was asked for before, is not spent either.
+func (ls *Leases) Drop(space *Space, key string, now Instant) (back *Giving, due time.Duration) {
+	s := ls.Make(key)
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	e, _ := s.Entry(space, key, now.Elapsed, true)
+	back = ls.begin()
+	back.Rests = e.lapse(space)
+	*e = Lease{reset: now.Elapsed, memory: space.Lease.MaxLength}
+	e.Known.asked = now
+	return back, e.due()
+}
+
+// wakeAt has the timer fire at a time at the latest.
+func (ls *Leases) wakeAt(at, now time.Duration) {
+	ls.mu.Lock()
+	defer ls.mu.Unlock()
+	if ls.Due != 0 && ls.Due <= at {
+		return
+	}
+	ls.Due = at
+	wait := max(at-now, ShortestLease/2)
+	if ls.timer == nil {
+		ls.timer = time.AfterFunc(wait, ls.tidy)
+	} else {
+		ls.timer.Reset(wait)
+	}
+}
+
+// tidy gives back the leases that end soon, and forgets the keys that nobody asks for.
+func (ls *Leases) tidy() {
+	ls.mu.Lock()
+	ls.Due = 0
+	ls.mu.Unlock()
+	now := ls.Now()
+	back, next := ls.Outdated(now)
+	if next != model.Never {
+		ls.wakeAt(next, now.Elapsed)
+	}
+	ls.giveBack(back)
+}
+
+// Outdated ends the leases that end soon, and forgets the keys that nobody asks for. It returns what is to be given
+// back, and when it has to be called next.
+func (ls *Leases) Outdated(now Instant) (back *Giving, next time.Duration) {
+	next = model.Never
+	back = ls.collect(func(e *Lease) (lapse, forget bool) {
+		// Those that are due a little later go back now, in the same statement.
+		if e.next < e.end && (now.Elapsed >= e.due()-e.lasts/16 || now.since(e.asked) >= e.lasts) {
+			next = min(next, e.Known.asked.Elapsed+e.memory)
+			return true, false
+		}
+		if now.Elapsed >= e.due() {
+			return false, true
+		}
+		next = min(next, e.due())
+		return false, false
+	})
+	return back, next
+}
+
+// All ends all leases, and returns what is to be given back.
+func (ls *Leases) All() *Giving {
+	return ls.collect(func(*Lease) (lapse, forget bool) { return true, false })
+}
+
+// collect ends some leases, and returns what is left of them. Others it forgets.
+func (ls *Leases) collect(which func(*Lease) (lapse, forget bool)) *Giving {
+	back := ls.begin()
+	shards := ls.Shards.Load()
+	if shards == nil {
+		return back
+	}
+	for i := range shards {
+		s := &shards[i]
+		s.mu.Lock()
+		for k, e := range s.Keys {
+			switch lapse, forget := which(e); {
+			case lapse:
+				back.Rests = append(back.Rests, e.lapse(k.Space)...)
+			case forget:
+				delete(s.Keys, k)
+			}
+		}
+		s.mu.Unlock()
+	}
+	return back
+}
+
+// giveBack gives back what is left of leases, and returns when that has ended.
+func (e *Engine) giveBack(back *Giving) { e.startGiving(back)() }
+
+// startGiving puts what is to be given back into the queue, before what comes later. It returns a function that waits
+// until that has ended.
+func (e *Engine) startGiving(back *Giving) (wait func()) {
+	requests := make([]*Request, len(back.Rests))
+	for i, left := range back.Rests {
+		r := e.Requests.Get(left.space, left.Receipt.Policy)
+		r.Add(left.space, left.Receipt.Policy, left.Receipt.Key, left.From-left.To,
+			left.Takes())
+		r.OfLease = true
+		requests[i] = r
+	}
+	e.Queues.submitAll(requests)
+	return func() {
+		for i, r := range requests {
+			<-r.Done
+			use := LeaseUse{Limiter: back.Rests[i].space.Name}
+			if units := back.Rests[i].To - back.Rests[i].From; r.Err == nil {
+				use.Returned = units
+			} else {
+				use.Stranded, back.err = units, r.Err
+			}
+			e.Leases.tell(use)
+			e.Requests.put(r)
+		}
+		e.Leases.end(back)
+	}
+}

@@ -1,0 +1,452 @@
+package engine
+
+import (
+	"hash/maphash"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/pgratelimit/ratelimit/internal/model"
+)
+
+// Leases are what this process has taken ahead; see [Lease].
+//
+// A lease is spent only while it surely has not ended by the database's clock. The database decided after the
+// statement left, so no more time has passed there since the decision than here since the statement left. That holds
+// as long as both clocks run, whatever they show. Here it is the monotonic clock, so setting the other one makes no
+// lease longer. Where a machine's monotonic clock stands still while it is suspended, its wall clock tells, once it has
+// been set right. So the one that has advanced further counts.
+//
+// Each key that was asked for has an entry, also if nothing is leased of it, to tell the keys that are asked for again.
+// It is forgotten when nobody has asked for MaxLength. A timer runs only while there are entries.
+type Leases struct {
+	Now      func() Instant
+	timeout  time.Duration
+	Seed     maphash.Seed
+	giveBack func(*Giving)                           // see Engine.giveBack
+	told     func(LeaseUse)                          // may be nil
+	Shards   atomic.Pointer[[LeaseShards]LeaseShard] // nil until a limiter with a Lease has asked
+
+	mu    sync.Mutex
+	timer *time.Timer
+	Due   time.Duration    // when the timer fires; 0 if it is not set
+	under map[*Giving]bool // what is on its way back
+}
+
+// How much is leased.
+const (
+	LeaseShards = 16
+	MaxLeased   = 16384 // keys that have an entry, at most
+	firstLease  = 4     // calls, at most
+	// ShortestLease is what is worth it. It keeps the timer from firing all the time.
+	ShortestLease = 10 * time.Millisecond
+	// Of what is known of a key for longer than this, no more units are taken ahead than that. Others may have taken
+	// nearly all that was left then.
+	freshFor, staleUnits = 100 * time.Millisecond, 64
+)
+
+// LeaseTerms say how much is taken ahead of a key.
+type LeaseTerms struct {
+	MaxShare  float64       // of what remains, above 0
+	MaxLength time.Duration // of a lease
+}
+
+// LeaseShard is a part of the keys, with a mutex of its own.
+type LeaseShard struct {
+	mu   sync.Mutex
+	Keys map[DenialKey]*Lease
+	_    [48]byte // keeps the mutexes on cache lines of their own
+}
+
+// Lease is what a process holds of a key, and what it knows about it.
+type Lease struct {
+	policy    *model.Policy
+	Receipt   *Receipt // of what was taken ahead; nil if nothing is held
+	next, end int64    // its units that are left: from next to before end
+	Size      int64    // how many units to take ahead, going by the demand alone
+	decidedAt int64    // when they were taken, by the database's clock
+	asked     Instant  // when the statement left that took them
+	told      Instant  // when it came back
+	lasts     time.Duration
+
+	// What the last answer about the key told, which may be a later one.
+	Known struct {
+		Remaining int64         // of the row with the least
+		rows      []knownRow    // all of them
+		States    []model.State // of the rows
+		decidedAt int64
+		asked     Instant
+		lasts     time.Duration // how long a lease of then could last
+	}
+	asking time.Duration // until then another call is taking ahead
+	reset  time.Duration // when the key was last reset; nothing that was asked for before is spent
+	memory time.Duration // how long the entry is kept
+}
+
+// knownRow is what an answer told about a row.
+type knownRow struct {
+	limit, remaining int64
+	resetAt          int64 // when it is as good as new, by the database's clock
+}
+
+// Instant is a time by the clocks of this process.
+type Instant struct {
+	Elapsed time.Duration // by the monotonic clock
+	Wall    time.Duration // since 1970
+}
+
+// since is how long ago an earlier instant was.
+func (t Instant) since(earlier Instant) time.Duration {
+	return max(t.Elapsed-earlier.Elapsed, t.Wall-earlier.Wall)
+}
+
+// NewLeases returns leases of which there are none yet. told may be nil.
+func NewLeases(clock func() time.Time, timeout time.Duration, told func(LeaseUse)) *Leases {
+	return &Leases{Now: clocksOf(clock), timeout: timeout, Seed: maphash.MakeSeed(), told: told}
+}
+
+// clocksOf returns what reads the clocks of this process, or the clock that replaces them.
+func clocksOf(clock func() time.Time) func() Instant {
+	begin := time.Now()
+	return func() Instant {
+		if clock != nil {
+			now := clock().Sub(time.Unix(0, 0))
+			return Instant{now, now}
+		}
+		now := time.Now()
+		return Instant{now.Sub(begin), time.Duration(now.UnixNano())}
+	}
+}
+
+// Shard returns a key's shard, or nil if nobody has asked yet.
+func (ls *Leases) Shard(key string) *LeaseShard {
+	shards := ls.Shards.Load()
+	if shards == nil {
+		return nil
+	}
+	return &shards[maphash.String(ls.Seed, key)%LeaseShards]
+}
+
+// left is how many units may be spent at an instant.
+func (e *Lease) left(now Instant) int64 {
+	if e.Receipt == nil || now.since(e.asked) >= e.lasts {
+		return 0
+	}
+	return e.end - e.next
+}
+
+// Spend takes n from the lease of a key, if it has as much.
+func (ls *Leases) Spend(space *Space, policy *model.Policy, key string, n int64) (Outcome, bool) {
+	s := ls.Shard(key)
+	if s == nil {
+		return Outcome{}, false
+	}
+	now := ls.Now()
+	s.mu.Lock()
+	e := s.Keys[DenialKey{space, key}]
+	if e == nil || e.left(now) < n || !e.policy.Is(policy) {
+		s.mu.Unlock()
+		return Outcome{}, false
+	}
+	first := e.next
+	e.next += n
+	// The database's clock shows this, or later by at most the time that its answer took.
+	clock := e.decidedAt + int64(max(now.Elapsed-e.told.Elapsed, 0)/time.Microsecond)
+	o := e.Outcome(clock)
+	o.Taken = Taken{e.Receipt, first, n}
+	s.mu.Unlock()
+	return o, true
+}
+
+// Outcome is what a call is told that spends from the lease at a time of the database's clock.
+func (e *Lease) Outcome(clock int64) Outcome {
+	of := func(row knownRow) Outcome {
+		return Outcome{
+			Allowed:    true,
+			By:         ByLease,
+			Limit:      row.limit,
+			Remaining:  row.remaining + e.end - e.next,
+			ResetAfter: model.Duration(max(row.resetAt-clock, 0)),
+			DecidedAt:  time.UnixMicro(clock),
+		}
+	}
+	if len(e.Known.rows) == 1 {
+		return of(e.Known.rows[0])
+	}
+	each := make([]Outcome, len(e.Known.rows))
+	for i, row := range e.Known.rows {
+		each[i] = of(row)
+	}
+	return outcomeOfAll(each)
+}
+
+// Held is how much of a key this process may spend.
+func (ls *Leases) Held(space *Space, policy *model.Policy, key string) int64 {
+	s := ls.Shard(key)
+	if s == nil {
+		return 0
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	e := s.Keys[DenialKey{space, key}]
+	if e == nil || !e.policy.Is(policy) {
+		return 0
+	}
+	return e.left(ls.Now())
+}
+
+// Ahead is how many more requests for n the call asks for that has to ask anyway.
+func (ls *Leases) Ahead(space *Space, policy *model.Policy, key string, n int64) int64 {
+	s := ls.Shard(key)
+	if s == nil {
+		return 0
+	}
+	now, terms := ls.Now(), space.Lease
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	e := s.Keys[DenialKey{space, key}]
+	if e == nil || !e.policy.Is(policy) || now.Elapsed < e.asking {
+		return 0
+	}
+	size := min(e.wants(now, n), int64(float64(e.Known.Remaining)*terms.MaxShare))
+	if size < n || e.Known.lasts < ShortestLease {
+		return 0
+	}
+	clock, excess := e.Known.decidedAt+model.MicrosUp(now.since(e.Known.asked)), int64(0)
+	for i, m := range policy.Rules {
+		rolled, _ := m.Roll(e.Known.States[i], clock)
+		spare, _ := m.LeaseOf(rolled, clock, model.Micros(terms.MaxLength))
+		excess = max(excess, -spare)
+	}
+	switch {
+	case excess > 0 && len(policy.Rules) > 1: // what makes room in a bucket would be lost to the other policies
+		return 0
+	case size+excess > staleUnits && now.since(e.Known.asked) > freshFor:
+		return 0 // this call's answer tells what is left, and the next one takes ahead
+	}
+	e.asking = now.Elapsed + ls.timeout
+	return (size + excess) / n
+}
+
+// wants is how many units to take ahead, going by the demand. If a lease was used up, outlived tells. If it was not, it
+// is what was used of it. If that is nothing, it is half of what will be used if calls come as this one has come after
+// the last one, but little.
+func (e *Lease) wants(now Instant, n int64) int64 {
+	if e.Receipt != nil {
+		e.Size = e.next
+		if e.next == e.end {
+			e.Size = e.outlived(now)
+		}
+	}
+	if e.Size < n {
+		gap := max(now.since(e.Known.asked), 1)
+		e.Size = n * min(firstLease, int64(e.Known.lasts/gap/2))
+	}
+	return e.Size
+}
+
+// outlived is the size of the lease after one that was not enough. It is twice that one's if less than half of its time
+// has passed.
+func (e *Lease) outlived(now Instant) int64 {
+	if now.since(e.asked) < e.lasts/2 {
+		return 2 * e.end
+	}
+	return e.end
+}
+
+// tell tells what was taken ahead or went back.
+func (ls *Leases) tell(use LeaseUse) {
+	if ls.told != nil && use != (LeaseUse{}) {
+		ls.told(use)
+	}
+}
+
+// settle keeps what a statement has taken ahead for a request, and what it tells about the key. asked and told are when
+// it left and came back.
+func (ls *Leases) settle(r *Request, err error, asked, told Instant) {
+	back, due, event := ls.Learn(r, err, asked, told)
+	ls.tell(event)
+	if back != nil {
+		go ls.giveBack(back)
+	}
+	if due != 0 {
+		ls.wakeAt(due, told.Elapsed)
+	}
+}
+
+// Learn is settle but for what others have to do: what is to be given back, if anything, and when the timer is due,
+// or 0.
+func (ls *Leases) Learn(
+	r *Request, err error, asked, told Instant,
+) (back *Giving, due time.Duration, event LeaseUse) {
+	p := &r.Parts[0]
+	if p.Space.Lease == nil || r.Policy == nil || p.Cost <= 0 || r.Shadow != nil || err == nil && r.PassedOver() {
+		return nil, 0, event
+	}
+	s := ls.Make(p.Key)
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	e, kept := s.Entry(p.Space, p.Key, told.Elapsed, err == nil)
+	if err != nil {
+		e.asking = 0
+		return nil, 0, event
+	}
+	rests, event := e.Learn(r, asked, told)
+	if !kept {
+		rests = append(rests, e.lapse(p.Space)...)
+	} else {
+		due = e.due()
+	}
+	if len(rests) > 0 {
+		back = ls.begin()
+		back.Rests = rests
+	}
+	return back, due, event
+}
+
+// Make returns a key's shard.
+func (ls *Leases) Make(key string) *LeaseShard {
+	if ls.Shards.Load() == nil {
+		ls.Shards.CompareAndSwap(nil, new([LeaseShards]LeaseShard))
+	}
+	return ls.Shard(key)
+}
+
+// Entry returns the entry of a key, and whether it is kept. One is added if it may be.
+func (s *LeaseShard) Entry(space *Space, key string, now time.Duration, add bool) (e *Lease, kept bool) {
+	if e := s.Keys[DenialKey{space, key}]; e != nil {
+		return e, true
+	}
+	e = &Lease{}
+	if !add || len(s.Keys) >= MaxLeased/LeaseShards && !s.evict(now) {
+		return e, false
+	}
+	if s.Keys == nil {
+		s.Keys = make(map[DenialKey]*Lease)
+	}
+	s.Keys[DenialKey{space, strings.Clone(key)}] = e
+	return e, true
+}
+
+// evict forgets a key of which nothing is held, so that a flood of keys keeps no busy one out for long. It tells
+// whether it has found one among a few. It does not forget a reset while a lease of before may be on its way.
+func (s *LeaseShard) evict(now time.Duration) bool {
+	tries := 8
+	for k, e := range s.Keys { // in random order
+		if e.next == e.end && (e.reset == 0 || now > e.reset+e.memory) {
+			delete(s.Keys, k)
+			return true
+		}
+		if tries--; tries == 0 {
+			return false
+		}
+	}
+	return false
+}
+
+// Learn is leases.learn for the entry. It returns what is to be given back.
+func (e *Lease) Learn(r *Request, asked, told Instant) (rests []Rest, event LeaseUse) {
+	first := &r.Parts[0]
+	space, d := first.Space, &first.Decision
+	decidedAt := d.DecidedAt.UnixMicro()
+	// A lease ends under another policy, or if the database's clock has been set forward, beyond its end.
+	if !e.policy.Is(r.Policy) || decidedAt >= e.decidedAt+int64(e.lasts/time.Microsecond) {
+		rests = e.lapse(space)
+	}
+	if !e.policy.Is(r.Policy) {
+		*e = Lease{policy: r.Policy, reset: e.reset}
+	}
+	e.memory = space.Lease.MaxLength
+	spare, lasts := e.know(r, asked)
+	if r.Ahead == 0 {
+		return rests, event
+	}
+
+	rests = append(rests, e.lapse(space)...)
+	e.asking = 0
+	used := (r.Count - r.Ahead) * first.Cost // by those who asked
+	surplus := d.Granted*first.Cost - used
+	if surplus <= 0 {
+		return rests, event
+	}
+	e.Receipt = NewReceipt(space, r.Policy, strings.Clone(first.Key), surplus)
+	e.Receipt.Back = &GivenBack{}
+	for i := range r.Parts {
+		p := &r.Parts[i]
+		taken := p.Decision.Taken
+		taken.Units = d.Granted * p.Cost
+		e.Receipt.Parts[i] = taken.Portion(p.Rules, used, used+surplus)
+	}
+	room := float64(e.Known.Remaining+surplus) * space.Lease.MaxShare
+	e.next, e.end = 0, min(surplus, spare, int64(room))
+	e.decidedAt, e.asked, e.told, e.lasts = decidedAt, asked, told, lasts
+	if lasts < ShortestLease || told.since(asked) >= lasts || asked.Elapsed < e.reset ||
+		len(r.Parts) > 1 && spare < surplus { // what makes room in a bucket would be lost to the other policies
+		e.end = 0
+	}
+	// The rest goes back. But if a bucket would fill up while something is held, so much of it is lost.
+	returns := surplus
+	if e.end > 0 {
+		returns = min(surplus, spare)
+	}
+	if e.end < returns {
+		noted := min(surplus, spare) // see TokenBucket.lend
+		rests = append(rests, Rest{space, e.Receipt, e.end, returns, noted - e.end})
+	}
+	return rests, LeaseUse{Limiter: space.Name, Taken: surplus, Stranded: surplus - returns}
+}
+
+// know keeps what an answer tells about the key, unless a later one has come before it. It returns how much may be held
+// of the key, and for how long.
+func (e *Lease) know(r *Request, asked Instant) (spare int64, lasts time.Duration) {
+	space, decidedAt := r.Parts[0].Space, r.Parts[0].Decision.DecidedAt.UnixMicro()
+	spare, longest := int64(model.Never), model.Micros(space.Lease.MaxLength)
+	for i := range r.Parts {
+		p := &r.Parts[i]
+		room, micros := p.Rules.LeaseOf(p.Decision.State, decidedAt, longest)
+		spare, longest = min(spare, max(room, 0)), min(longest, micros)
+	}
+	lasts = model.Duration(max(longest, 0)) / 256 * 255 // as if the clocks' rates differed by 0.4 percent
+	known := &e.Known
+	if decidedAt < known.decidedAt {
+		return spare, lasts
+	}
+	known.asked, known.decidedAt, known.lasts = asked, decidedAt, lasts
+	before := known.States
+	known.Remaining, known.rows, known.States = model.Never, known.rows[:0], known.States[:0]
+	for i := range r.Parts {
+		p := &r.Parts[i]
+		known.Remaining = min(known.Remaining, p.Decision.Remaining)
+		known.rows = append(known.rows, knownRow{
+			limit: p.Rules.Numbers().Limit, remaining: p.Decision.Remaining, resetAt: decidedAt + p.Decision.ResetAfter,
+		})
+		state := p.Decision.State
+		if r.Ahead == 0 && len(before) > 0 { // only an answer to what asks ahead tells what is leased of a bucket
+			state.Log = before[i].Log
+		}
+		known.States = append(known.States, state)
+	}
+	return spare, lasts
+}
+
+// lapse ends a lease, and returns what is left of it, to be given back.
+func (e *Lease) lapse(space *Space) (rests []Rest) {
+	if e.Receipt == nil {
+		return nil
+	}
+	if e.next < e.end {
+		rests = append(rests, Rest{space, e.Receipt, e.next, e.end, e.end})
+	}
+	e.Size, e.Receipt, e.next, e.end = e.next, nil, 0, 0
+	return rests
+}
+
+// due is when the entry needs the timer, by the monotonic clock. Either a lease is to go back, early enough that this
+// is done before it ends, or the key is to be forgotten.
+func (e *Lease) due() time.Duration {
+	if e.next < e.end {
+		return e.asked.Elapsed + e.lasts/8*7
+	}
+	return e.Known.asked.Elapsed + e.memory
+}

@@ -1,0 +1,397 @@
+package engine
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/jackc/pgx/v5/pgtype"
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/pgratelimit/ratelimit/internal/algorithm"
+	"github.com/pgratelimit/ratelimit/internal/model"
+	"github.com/pgratelimit/ratelimit/internal/pg"
+)
+
+// Execute has the database decide all requests in one statement, and sets the decisions of their parts. Requests
+// for the same key are decided in their order. After an error nothing was taken, unless it is ErrOutcomeUnknown.
+// db is the database's own, or a transaction.
+func (d *Database) Execute(ctx context.Context, db pg.DB, requests []*Request, tx Transaction) error {
+	if d.memory != nil {
+		return d.decideInMemory(db, requests)
+	}
+	over, err := false, error(nil)
+	if tx.own() && !tx.SkipHeld && d.pooled() {
+		if shadows := shadowsOf(requests); shadows != nil {
+			over, err = d.executeBoth(ctx, db, requests, shadows, tx)
+		}
+	}
+	if !over {
+		c := d.Call(requests, tx)
+		c.Undecide()
+		sharded := d.sharded.Load()
+		err = c.Query(ctx, db, tx.own() && !sharded)
+		if sharded && pg.Canceled(err) && !pg.FromProxy(err) { // the proxy has not waited for the shard's answer
+			err = pg.NewError(pg.Cause(err), pg.ErrTimeout, pg.ErrOutcomeUnknown)
+		}
+	}
+	if requests[0].Looks() && pg.LockTimeout(err) { // a request that looks waits for no row
+		return pg.LockedTable(err)
+	}
+	return d.explain(ctx, db, requests, err)
+}
+
+// Call is a statement that decides, and whose decisions its answer has.
+type Call struct {
+	SQL    string
+	Args   []any
+	Into   []*Part
+	Takes  bool    // the function is one whose name begins with rate_limit_take_
+	Counts []int64 // then, of how many requests each part is; nil if that is 1 each
+	From   *RowSet // then, the rows that the parts take from; nil if each takes from a row of its own
+}
+
+// Call returns the statement for requests.
+func (d *Database) Call(requests []*Request, tx Transaction) Call {
+	if tx.SkipHeld || !ofOneFunction(requests) {
+		return d.callAll(requests, tx)
+	}
+	return d.callOne(requests, tx)
+}
+
+// ofOneFunction tells whether the function of an algorithm can decide the requests. It can if they take from keys of
+// one limiter, under one policy, and lease nothing of a bucket. For several keys of a log it would do nothing by
+// itself.
+func ofOneFunction(requests []*Request) bool {
+	first := &requests[0].Parts[0]
+	for _, r := range requests {
+		p := &r.Parts[0]
+		if len(r.Parts) != 1 || p.Cost < 1 || p.Space != first.Space || p.Rules != first.Rules || r.leased(p) != 0 {
+			return false
+		}
+	}
+	return len(requests) == 1 || first.Rules.Numbers().Algorithm != algorithm.SlidingLog
+}
+
+// callOne calls a function of an algorithm.
+func (d *Database) callOne(requests []*Request, tx Transaction) Call {
+	n := len(requests)
+	keys, into := make([]string, n), make([]*Part, n)
+	are1 := true
+	for i, r := range requests {
+		p := &r.Parts[0]
+		keys[i], into[i] = p.Key, p
+		are1 = are1 && p.Cost == 1 && r.Count == 1
+	}
+	var costs, counts []int64 // nil if all are 1, which is the shortest way
+	if !are1 {
+		numbers := make([]int64, 2*n)
+		costs, counts = numbers[:n], numbers[n:]
+		for i, r := range requests {
+			costs[i], counts[i] = into[i].Cost, r.Count
+		}
+	}
+	space, of := into[0].Space, into[0].Rules.Numbers()
+	args := []any{
+		space.Name, keys, costs, counts, space.Durable, tx.LockTimeout,
+		d.synchronousCommit(tx, space.Durable, space.Flush), microsOf(d.now()),
+	}
+	return Call{
+		SQL: d.statements[of.Algorithm], Args: append(args, ArgumentsOf(of)...), Into: into, Counts: counts,
+		Takes: true,
+	}
+}
+
+// microsOf are the microseconds since 1970 of a time that may be nil.
+func microsOf(t *time.Time) *int64 {
+	if t == nil {
+		return nil
+	}
+	return new(t.UnixMicro())
+}
+
+// callAll calls rate_limit_all, or rate_limit_take_all.
+func (d *Database) callAll(requests []*Request, tx Transaction) Call {
+	n := 0
+	for _, r := range requests {
+		n += len(r.Parts)
+	}
+	owners, counts := make([]int32, n), make([]int64, n)
+	into := make([]*Part, 0, n)
+	for i, r := range requests {
+		for j := range r.Parts {
+			owners[len(into)], counts[len(into)] = int32(i), r.Count
+			into = append(into, &r.Parts[j])
+		}
+	}
+	if len(requests) == 1 { // not needed, but it saves the function the sorting
+		slices.SortFunc(into, compareLockOrder)
+	}
+	if n >= d.ManyParts && !tx.SkipHeld && d.attempts.worthwhile() {
+		if from := RowSetOf(requests, into, counts); from != nil {
+			return d.TakeAll(from, into, owners, counts, tx)
+		}
+	}
+	rows := argumentsOfRows(into)
+	durables, costs := make([]bool, n), make([]int64, n)
+	var leased []int64 // nil if nothing is leased of a bucket
+	var refunds RefundArguments
+	durable := false
+	for i, p := range into {
+		durables[i], costs[i] = p.Space.Durable, p.Cost
+		if units := requests[owners[i]].leased(p); units != 0 {
+			if leased == nil {
+				leased = make([]int64, n)
+			}
+			leased[i] = units
+		}
+		refunds.Set(i, n, p.Refund)
+		durable = durable || p.Space.Durable
+	}
+	return Call{SQL: d.statements[ofAll], Into: into, Args: []any{
+		owners, rows.names, rows.keys, durables, rows.algorithms, rows.limits, rows.spans, rows.refills, costs, counts,
+		tx.LockTimeout, d.synchronousCommit(tx, durable, rows.flush), d.now(),
+		refunds.Since, refunds.In, refunds.At, refunds.Spent, tx.SkipHeld, rows.zones, leased,
+	}}
+}
+
+// rowArguments are the rows of parts, and their policies.
+type rowArguments struct {
+	names, keys            []string
+	algorithms             []int16
+	limits, spans, refills []int64
+	zones                  []string // nil if no part has one
+	flush                  bool     // SynchronousCommit is set for one of them
+}
+
+func argumentsOfRows(parts []*Part) rowArguments {
+	n := len(parts)
+	numbers := make([]int64, 3*n)
+	rows := rowArguments{
+		names: make([]string, n), keys: make([]string, n), algorithms: make([]int16, n),
+		limits: numbers[:n], spans: numbers[n : 2*n], refills: numbers[2*n:],
+	}
+	for i, p := range parts {
+		of := p.Rules.Numbers()
+		rows.names[i], rows.keys[i], rows.algorithms[i] = p.Name, p.Key, of.Algorithm
+		rows.limits[i], rows.spans[i], rows.refills[i] = of.Limit, model.Micros(of.Span), of.Refill
+		if of.Zone != "" {
+			if rows.zones == nil {
+				rows.zones = make([]string, n)
+			}
+			rows.zones[i] = of.Zone
+		}
+		rows.flush = rows.flush || p.Space.Flush
+	}
+	return rows
+}
+
+// compareLockOrder is the order in which rate_limit_all locks rows.
+func compareLockOrder(a, b *Part) int {
+	table := func(p *Part) int {
+		if p.Space.Durable {
+			return 1
+		}
+		return 0
+	}
+	return cmp.Or(
+		table(a)-table(b), len(b.Key)-len(a.Key), strings.Compare(a.Key, b.Key), strings.Compare(a.Name, b.Name))
+}
+
+// synchronousCommit is the setting for a transaction of ours that writes durable rows. nil leaves the session's.
+func (d *Database) synchronousCommit(tx Transaction, durable, flush bool) *bool {
+	if !tx.own() || !d.pooled() || !durable {
+		return nil
+	}
+	return &flush
+}
+
+// RefundArguments tell the database which takes are given back. They are NULL for all other parts, and nil if
+// there are no refunds.
+type RefundArguments struct{ Since, In, At, Spent []*int64 }
+
+// Set says that the i-th of n parts gives back k, if k is not nil.
+func (r *RefundArguments) Set(i, n int, k *model.Take) {
+	if k == nil {
+		return
+	}
+	if r.In == nil {
+		*r = RefundArguments{make([]*int64, n), make([]*int64, n), make([]*int64, n), make([]*int64, n)}
+	}
+	r.Since[i], r.In[i], r.At[i], r.Spent[i] = &k.Since, &k.In, &k.At, &k.Spent
+}
+
+// Undecide says of all parts that the statement has not come to them. That stays so for those that its answer leaves
+// out.
+func (c *Call) Undecide() {
+	for _, p := range c.Into {
+		p.Decision.Granted = PassedOver
+	}
+}
+
+// Query runs the statement. It sets the decision of each part for which a row comes back.
+//
+// The statement returns times in microseconds, because the text of a timestamptz depends on DateStyle. For that it
+// multiplies date_part, a double precision number of seconds. This is exact until 2106 (TestTimesAreReadExactly),
+// and cheaper than extract, which is numeric.
+func (c *Call) Query(ctx context.Context, db pg.DB, own bool) error {
+	targets, each := c.answer()
+	return pg.Query(ctx, db, own, c.SQL, c.Args, targets, each)
+}
+
+// read reads the rows of the statement.
+func (c *Call) Read(rows pgx.Rows) error {
+	targets, each := c.answer()
+	_, err := pgx.ForEachRow(rows, targets[:min(len(targets), len(rows.FieldDescriptions()))], each)
+	return err
+}
+
+// answer returns what a row is scanned into, and what sets decisions then.
+func (c *Call) answer() (targets []any, each func() error) {
+	if !c.Takes {
+		return decisionsInto(c.Into)
+	}
+	var numbers pgtype.FlatArray[pgtype.Int8]
+	return []any{&numbers}, func() error {
+		if c.From != nil {
+			return c.From.TakenInto(c.Into, c.Counts, numbers)
+		}
+		return TakenInto(c.Into, c.Counts, numbers)
+	}
+}
+
+// decisionsInto returns what a row is scanned into, and what sets its part's decision then.
+func decisionsInto(into []*Part) (targets []any, each func() error) {
+	var ord, decidedAt int64
+	var retryAfter *int64
+	var one model.Decision
+	var log []int64
+	targets = []any{
+		&ord, &one.Granted, &one.Remaining, &retryAfter, &one.ResetAfter, &decidedAt,
+		&one.State.Count, &one.State.PrevCount, &one.State.WindowStart,
+		&one.State.Credit, &one.State.Scale, &one.State.ExpiresAt,
+		&one.Taken.Spent, &one.Taken.Since, &one.Taken.At, &log,
+	}
+	return targets, func() error {
+		one.RetryAfter = model.Never
+		if retryAfter != nil {
+			one.RetryAfter = *retryAfter
+		}
+		one.DecidedAt = time.UnixMicro(decidedAt)
+		one.State.Log = model.NewEntries(log)
+		one.State.Since, one.Taken.In = one.Taken.Since, one.State.WindowStart
+		into[ord-1].Decision = one
+		return nil
+	}
+}
+
+// deleteRows deletes rows of a key.
+func (d *Database) deleteRows(
+	ctx context.Context, db pg.DB, space *Space, names []string, key string, tx Transaction,
+) error {
+	if d.memory != nil {
+		return d.resetInMemory(db, space, names, key)
+	}
+	args := []any{names, key, space.Durable, tx.LockTimeout, d.synchronousCommit(tx, space.Durable, space.Flush)}
+	err := pg.Query(ctx, db, tx.own(), Text("reset", d.schema), args, []any{nil}, func() error { return nil })
+	if pg.LockTimeout(err) && !pg.IsAway(err) {
+		return keyHeld()
+	}
+	one := &Request{Parts: []Part{{Space: space}}}
+	return d.explain(ctx, db, []*Request{one}, err)
+}
+
+// explain adds to an error what takes another query to find out. If what was called is missing, it is the version
+// to which the database has been migrated. If the encoding refuses a text, it is whether that is the limiter's
+// name.
+func (d *Database) explain(ctx context.Context, db pg.DB, requests []*Request, err error) error {
+	if _, ok := db.(*pgxpool.Pool); ok {
+		err = d.blame(err)
+	}
+	switch {
+	case err == nil:
+		return nil
+	case errors.Is(err, pg.ErrKeyRefused):
+		first := requests[0].Parts[0].Space
+		if !IsASCII(first.Name) && d.refusesName(ctx, db, requests, first) {
+			return pg.ErrNameRefused
+		}
+		return err
+	}
+	if zone := unknownZone(requests, err); zone != "" {
+		return &ZoneError{zone, "which the database's server does not know; " +
+			"SELECT name FROM pg_timezone_names lists what it knows"}
+	}
+	return pg.ExplainVersion(ctx, db, d.schema, err)
+}
+
+// unknownZone returns the time zone that an error of Postgres is about, or nothing. Such an error has the name of the
+// zone in its text, in whatever language that is.
+func unknownZone(requests []*Request, err error) (zone string) {
+	pgErr, ok := errors.AsType[*pgconn.PgError](err)
+	if !ok || pgErr.Code != "22023" || strings.HasPrefix(pgErr.Message, "rate_limit: ") {
+		return ""
+	}
+	for _, r := range requests {
+		for i := range r.Parts {
+			name := r.Parts[i].Rules.Numbers().Zone
+			if len(name) > len(zone) && strings.Contains(pgErr.Message, name) {
+				zone = name
+			}
+		}
+	}
+	return zone
+}
+
+// closeTimeout is how long pgxpool takes to close a connection that does not answer. Until then it counts as acquired.
+const closeTimeout = 15 * time.Second
+
+// blame finds out whether it was the application that had all connections of the pool, or statements that hang in
+// Postgres, as those before have shown. In the second case it is an ordinary ErrTimeout.
+func (d *Database) blame(err error) error {
+	hungAt := d.hungAt.Load()
+	switch {
+	case errors.Is(err, pg.ErrPoolExhausted):
+		if hungAt != nil && time.Since(*hungAt) < closeTimeout {
+			return pg.Translate(pg.Cause(err), false)
+		}
+	case pg.IsAway(err):
+		now := time.Now()
+		d.hungAt.Store(&now)
+	case hungAt != nil:
+		d.hungAt.Store(nil)
+	}
+	return err
+}
+
+// refusesName tells whether the encoding refuses the name of the only limiter, so that no key is to blame. It
+// cannot tell in a transaction, which the error has ended.
+func (d *Database) refusesName(ctx context.Context, db pg.DB, requests []*Request, space *Space) bool {
+	if !ofOneLimiter(requests) {
+		return false
+	}
+	err := pg.Query(ctx, db, false, "SELECT $1::pg_catalog.text", []any{space.Name}, []any{nil},
+		func() error { return nil })
+	return errors.Is(err, pg.ErrKeyRefused)
+}
+
+func ofOneLimiter(requests []*Request) bool {
+	for _, r := range requests {
+		for i := range r.Parts {
+			if r.Parts[i].Space != requests[0].Parts[0].Space {
+				return false
+			}
+		}
+	}
+	return true
+}
+
+// IsASCII tells whether a text has only characters that each encoding has.
+func IsASCII(text string) bool {
+	return strings.IndexFunc(text, func(r rune) bool { return r > 127 }) < 0
+}

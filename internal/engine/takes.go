@@ -1,0 +1,248 @@
+package engine
+
+import (
+	"errors"
+	"slices"
+	"sync/atomic"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgtype"
+
+	"github.com/pgratelimit/ratelimit/internal/algorithm"
+	"github.com/pgratelimit/ratelimit/internal/model"
+)
+
+// How many numbers such a function returns for a key (see sql/sliding.sql): of one whose requests were all granted by
+// its one statement, and of one that was left to the rules of rate_limit_all.
+const (
+	TakenNumbers = 9
+	LeftNumbers  = 15
+)
+
+// ErrUnlikeAnswer tells that the database has answered something else.
+var ErrUnlikeAnswer = errors.New("the answer is not one about these keys: does another function have this name?")
+
+// TakenInto reads the answer of such a function to requests for the parts, of which each stands for counts[i] requests.
+// counts is nil if that is 1 each.
+func TakenInto(into []*Part, counts []int64, numbers []pgtype.Int8) error {
+	left := (len(numbers) - TakenNumbers*len(into)) / (LeftNumbers - TakenNumbers)
+	if len(into) == 1 { // the log comes behind
+		left = min(left, 1)
+	}
+	want := TakenNumbers*(len(into)-left) + LeftNumbers*left
+	if left < 0 || left > len(into) || len(numbers) < want || len(numbers) > want && len(into) > 1 {
+		return ErrUnlikeAnswer
+	}
+	taken, others := numbers[:TakenNumbers*(len(into)-left)], numbers[TakenNumbers*(len(into)-left):]
+	for i, p := range into {
+		if len(others) > 0 && others[0].Int64 == int64(i)+1 {
+			p.Decision = leftDecision(others)
+			if len(into) == 1 {
+				p.Decision.State.Log = entriesOf(others[LeftNumbers:])
+			}
+			others = others[LeftNumbers:]
+			continue
+		}
+		if len(taken) == 0 || !p.like(taken) {
+			return ErrUnlikeAnswer
+		}
+		count := int64(1)
+		if counts != nil {
+			count = counts[i]
+		}
+		p.Decision = p.takenDecision(count, count*p.Cost, 0, taken)
+		taken = taken[TakenNumbers:]
+	}
+	return nil
+}
+
+// leftDecision is a decision by the rules of rate_limit_all.
+func leftDecision(n []pgtype.Int8) model.Decision {
+	d := model.Decision{
+		Granted: n[1].Int64, Remaining: n[2].Int64, RetryAfter: model.Never, ResetAfter: n[4].Int64,
+		DecidedAt: time.UnixMicro(n[5].Int64),
+		State: model.State{
+			Count: n[6].Int64, PrevCount: n[7].Int64, WindowStart: n[8].Int64,
+			Credit: n[9].Int64, Scale: n[10].Int64, ExpiresAt: n[11].Int64, Since: n[13].Int64,
+		},
+		Taken: model.Take{Spent: n[12].Int64, Since: n[13].Int64, In: n[8].Int64, At: n[14].Int64},
+	}
+	if n[3].Valid {
+		d.RetryAfter = n[3].Int64
+	}
+	return d
+}
+
+func entriesOf(numbers []pgtype.Int8) model.Entries {
+	log := make([]int64, len(numbers))
+	for i, n := range numbers {
+		log[i] = n.Int64
+	}
+	return model.NewEntries(log)
+}
+
+// like tells whether the numbers can be those of the part's row.
+func (p *Part) like(n []pgtype.Int8) bool { return !p.Rules.Numbers().Refills() || n[5].Int64 > 0 }
+
+// takenDecision is the decision about as many requests as count, which were all granted. n has the time and the row.
+// The row was taken units from, and the last of them, as many as later, by other parts that came after this one. The
+// model tells what remains, and for how long.
+func (p *Part) takenDecision(count, units, later int64, n []pgtype.Int8) model.Decision {
+	of, at, s := p.Rules.Numbers(), n[0].Int64, stateOf(n)
+	d := model.Decision{Granted: count, Taken: model.Take{Since: s.Since, In: s.WindowStart}}
+	if p.begins(units, s) { // at the reading of the clock that decided
+		at = s.WindowStart
+	}
+	if of.Refills() {
+		full, every := of.Limit*model.Micros(of.Span), model.Micros(of.Span)
+		if later > 0 {
+			s.Credit += later * every
+			s.ExpiresAt = s.WindowStart + model.CeilDiv(full-s.Credit, of.Refill)
+		}
+		d.Taken.At = n[8].Int64 + full - s.Credit
+		d.State = s
+		s.Capacity, s.Refill, s.Returned = of.Limit, of.Refill, n[8].Int64
+	} else {
+		s.Count -= later
+		d.State = s
+	}
+	_, now := p.Rules.Decide(s, at, 0)
+	d.Remaining, d.ResetAfter, d.DecidedAt = now.Remaining, now.ResetAfter, time.UnixMicro(at)
+	return d
+}
+
+// stateOf is a row that was taken from.
+func stateOf(n []pgtype.Int8) model.State {
+	return model.State{
+		Count: n[1].Int64, PrevCount: n[2].Int64, WindowStart: n[3].Int64,
+		Credit: n[4].Int64, Scale: n[5].Int64, ExpiresAt: n[6].Int64, Since: n[7].Int64,
+	}
+}
+
+// begins tells whether the row's window or bucket has begun with these units.
+func (p *Part) begins(units int64, s model.State) bool {
+	if of := p.Rules.Numbers(); of.Refills() {
+		return s.Credit == (of.Limit-units)*model.Micros(of.Span)
+	}
+	return s.Count == units && s.PrevCount == 0
+}
+
+// RowSet is the rows that parts take from, for rate_limit_take_all.
+type RowSet struct {
+	Rows []*Part // each by a part that takes from it, in the order of locking
+	// units is what all parts take from each of the rows.
+	Units []int64
+	Of    []int32         // each part's row, from 1
+	Ended func(left bool) // see attempts
+}
+
+// attempts are what has become of statements that call rate_limit_take_all. If one has left all to rate_limit_all, some
+// of the next call that at once: 1 after the first, 3 after two in a row, then 7, and at most 15. So vain attempts cost
+// little, whether few sets are denied or many.
+type attempts struct{ vain, pause atomic.Int32 }
+
+// worthwhile tells whether to try.
+func (a *attempts) worthwhile() bool {
+	if a.pause.Load() <= 0 {
+		return true
+	}
+	a.pause.Add(-1)
+	return false
+}
+
+// ended tells how an attempt has ended.
+func (a *attempts) ended(left bool) {
+	if !left {
+		a.vain.Store(0)
+		return
+	}
+	a.pause.Store(1<<min(a.vain.Add(1), 4) - 1)
+}
+
+// RowSetOf returns the rows that the parts of requests take from, counts[i] times each, or nil if rate_limit_take_all
+// cannot decide them or would leave them to rate_limit_all anyway.
+func RowSetOf(requests []*Request, parts []*Part, counts []int64) *RowSet {
+	for _, r := range requests {
+		for i := range r.Parts {
+			p := &r.Parts[i]
+			if of := p.Rules.Numbers(); p.Cost < 1 || p.Cost > of.Limit || r.Count > of.Limit/p.Cost ||
+				p.Space.Durable != parts[0].Space.Durable || of.Algorithm == algorithm.SlidingLog || r.leased(p) != 0 {
+				return nil
+			}
+		}
+	}
+	order := make([]int32, len(parts))
+	for i := range order {
+		order[i] = int32(i)
+	}
+	slices.SortFunc(order, func(a, b int32) int { return compareLockOrder(parts[a], parts[b]) })
+	s := &RowSet{Of: make([]int32, len(parts))}
+	for _, i := range order {
+		p := parts[i]
+		last := len(s.Rows) - 1
+		if last < 0 || compareLockOrder(p, s.Rows[last]) != 0 {
+			s.Rows, s.Units = append(s.Rows, p), append(s.Units, 0)
+			last++
+		}
+		units := counts[i] * p.Cost
+		if s.Rows[last].Rules != p.Rules || s.Units[last] > p.Rules.Numbers().Limit-units {
+			return nil
+		}
+		s.Units[last] += units
+		s.Of[i] = int32(last) + 1
+	}
+	return s
+}
+
+// TakeAll calls rate_limit_take_all.
+func (d *Database) TakeAll(from *RowSet, into []*Part, owners []int32, counts []int64, tx Transaction) Call {
+	rows := argumentsOfRows(from.Rows)
+	costs, asked := []int64(nil), []int64(nil) // nil if all are 1
+	if slices.ContainsFunc(into, func(p *Part) bool { return p.Cost != 1 }) ||
+		slices.ContainsFunc(counts, func(n int64) bool { return n != 1 }) {
+		costs, asked = make([]int64, len(into)), counts
+		for i, p := range into {
+			costs[i] = p.Cost
+		}
+	}
+	from.Ended = d.attempts.ended
+	durable := into[0].Space.Durable
+	return Call{
+		SQL: d.statements[takesOfAll], Into: into, Takes: true, Counts: counts, From: from,
+		Args: []any{
+			rows.names, rows.keys, durable, rows.algorithms, rows.limits, rows.spans, rows.refills, rows.zones,
+			from.Units, owners, from.Of, costs, asked,
+			tx.LockTimeout, d.synchronousCommit(tx, durable, rows.flush), microsOf(d.now()),
+		},
+	}
+}
+
+// TakenInto reads the answer of rate_limit_take_all to requests for the parts.
+func (s *RowSet) TakenInto(into []*Part, counts []int64, numbers []pgtype.Int8) error {
+	switch len(numbers) {
+	case TakenNumbers * len(s.Rows):
+		s.Ended(false)
+		later := slices.Clone(s.Units)
+		for i, p := range into {
+			row := s.Of[i] - 1
+			later[row] -= counts[i] * p.Cost
+			n := numbers[TakenNumbers*row:][:TakenNumbers]
+			if !p.like(n) {
+				return ErrUnlikeAnswer
+			}
+			p.Decision = p.takenDecision(counts[i], s.Units[row], later[row], n)
+		}
+		return nil
+	case LeftNumbers * len(into):
+		s.Ended(true)
+		for ; len(numbers) > 0; numbers = numbers[LeftNumbers:] {
+			i := numbers[0].Int64
+			if i < 1 || i > int64(len(into)) {
+				return ErrUnlikeAnswer
+			}
+			into[i-1].Decision = leftDecision(numbers)
+		}
+		return nil
+	}
+	return ErrUnlikeAnswer
+}

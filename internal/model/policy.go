@@ -1,0 +1,63 @@
+package model
+
+import (
+	"reflect"
+
+	"github.com/pgratelimit/ratelimit/internal/algorithm"
+)
+
+// Policy is what a key is decided by: rules for each of its rows. It never changes.
+type Policy struct {
+	Rules []Rules
+	Limit int64 // the largest cost that can ever be allowed
+	same  any   // equal for equal policies
+}
+
+// NewPolicy returns a policy of 1 to 8 rules.
+func NewPolicy(rules ...Rules) *Policy {
+	p := &Policy{Rules: rules, Limit: rules[0].Numbers().Limit, same: rules[0]}
+	for _, one := range rules[1:] {
+		p.Limit = min(p.Limit, one.Numbers().Limit)
+	}
+	if len(rules) > 1 {
+		var all [algorithm.MaxPolicies]Rules
+		copy(all[:], rules)
+		p.same = all
+	}
+	return p
+}
+
+// Is tells whether two policies are equal. A nil policy equals only nil.
+func (p *Policy) Is(other *Policy) bool {
+	return p == other || p != nil && other != nil && p.same == other.same
+}
+
+// KindsDiffer tells whether two policies cannot share rows, and the kinds of the first rules that differ.
+func (p *Policy) KindsDiffer(other *Policy) (kind, otherKind string, differ bool) {
+	for i := range min(len(p.Rules), len(other.Rules)) {
+		kind, otherKind = kindOf(p.Rules[i]), kindOf(other.Rules[i])
+		if kind != otherKind {
+			return kind, otherKind, true
+		}
+	}
+	return "", "", false
+}
+
+// kindOf is the name of the policy's type.
+func kindOf(r Rules) string { return reflect.TypeOf(r).Name() }
+
+// Of returns the rules with these numbers.
+func Of(n algorithm.Numbers) Rules {
+	switch n.Algorithm {
+	case algorithm.FixedWindow:
+		return FixedWindow{n.Limit, n.Span}
+	case algorithm.SlidingWindow:
+		return SlidingWindow{n.Limit, n.Span}
+	case algorithm.TokenBucket:
+		return TokenBucket{n.Limit, n.Refill, n.Span}
+	case algorithm.SlidingLog:
+		return SlidingLog{n.Limit, n.Span}
+	default:
+		return CalendarWindow{n.Limit, n.Span, n.Zone}
+	}
+}

@@ -1,0 +1,106 @@
+package policytable
+
+import (
+	"context"
+	"log/slog"
+	"strings"
+	"time"
+
+	"github.com/pgratelimit/ratelimit/internal/pg"
+)
+
+const (
+	reportPeriod = 10 * time.Second
+	// MaxReported is how many keys that a shadow would have denied are counted in a period, for each row.
+	MaxReported = 500
+)
+
+// ShadowCount is what a row of the mode shadow would have decided.
+type ShadowCount struct {
+	Decided, denied, WouldDeny int64
+	Keys                       map[string]*keyCount // those that it would have denied
+}
+
+type keyCount struct{ denied, wouldDeny int64 }
+
+// Count counts a decision for `pgratelimit policy compare`: whether it was denied, and whether the row of the mode
+// shadow would have denied it.
+func (t *Table) Count(row *Row, key string, denied, wouldDeny bool) {
+	t.Mu.Lock()
+	defer t.Mu.Unlock()
+	c := t.Shadows[row.ID]
+	if c == nil {
+		if !t.Running {
+			return
+		}
+		c = &ShadowCount{Keys: make(map[string]*keyCount)}
+		if t.Shadows == nil {
+			t.Shadows = make(map[int64]*ShadowCount)
+		}
+		t.Shadows[row.ID] = c
+	}
+	c.Decided++
+	if denied {
+		c.denied++
+	}
+	if !wouldDeny {
+		return
+	}
+	c.WouldDeny++
+	k := c.Keys[key]
+	if k == nil {
+		if len(c.Keys) == MaxReported {
+			return
+		}
+		k = &keyCount{}
+		c.Keys[strings.Clone(key)] = k
+	}
+	k.wouldDeny++
+	if denied {
+		k.denied++
+	}
+}
+
+// report reports what was counted until the context ends, and once more then.
+func (t *Table) report(ctx context.Context) {
+	failing := ""
+	for ctx.Err() == nil {
+		sleep(ctx, reportPeriod)
+		err := t.ReportOnce(context.WithoutCancel(ctx))
+		switch {
+		case err == nil:
+			failing = ""
+		case pg.KindOf(err) != failing:
+			failing = pg.KindOf(err)
+			t.log(ctx, slog.LevelWarn, "ratelimit: what shadow policies would have decided cannot be reported; "+
+				"further failures are not logged until it works again", slog.Any("error", err))
+		}
+	}
+}
+
+// ReportOnce reports what was counted since the last time. After an error that is lost.
+func (t *Table) ReportOnce(ctx context.Context) error {
+	t.Mu.Lock()
+	shadows := t.Shadows
+	t.Shadows = nil
+	t.Mu.Unlock()
+	if shadows == nil {
+		return nil
+	}
+	var ids, decided, denied, wouldDeny []int64
+	var keys []string
+	add := func(id int64, key string, d, denials, wouldBe int64) {
+		ids, keys = append(ids, id), append(keys, key)
+		decided, denied, wouldDeny = append(decided, d), append(denied, denials), append(wouldDeny, wouldBe)
+	}
+	for id, c := range shadows {
+		add(id, "", c.Decided, c.denied, c.WouldDeny)
+		for key, k := range c.Keys {
+			add(id, key, 0, k.denied, k.wouldDeny)
+		}
+	}
+	ctx, cancel := context.WithTimeout(ctx, reportPeriod/2)
+	defer cancel()
+	return pg.Query(ctx, t.db, true, pg.Qualify(reportStatement, t.config.Schema),
+		[]any{ids, keys, decided, denied, wouldDeny}, []any{nil}, func() error { return nil })
+}

@@ -1,0 +1,106 @@
+package policytable
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"time"
+
+	"github.com/pgratelimit/ratelimit/internal/model"
+	"github.com/pgratelimit/ratelimit/internal/rulebook"
+)
+
+// View is what the table says about the keys of one limiter. The nil View is that of a limiter without a table.
+type View struct {
+	Table   *Table
+	name    string // of the limiter
+	page    *rulebook.Page[Ruling]
+	Strikes *Strikes // nil if nobody is banned
+}
+
+// View returns the view of a limiter, which bans by these terms unless they are nil.
+func (t *Table) View(limiter string, ban *BanTerms) *View {
+	v := &View{Table: t, name: limiter, page: t.Book.Page(limiter)}
+	if ban != nil {
+		v.Strikes = NewStrikes(limiter, *ban)
+	}
+	return v
+}
+
+// InForce returns the policy that holds for a key now: own, or that of a row. If a row allows or denies everything, it
+// returns the row too. It waits until the rows have been read once, for as long as that says.
+func (v *View) InForce(
+	ctx context.Context, timeout time.Duration, own *model.Policy, key string,
+) (*model.Policy, *Row, error) {
+	if v == nil {
+		return own, nil, nil
+	}
+	if err := v.Table.Await(ctx, timeout); err != nil {
+		return own, nil, err
+	}
+	if v.page.Empty() {
+		return own, nil, nil
+	}
+	switch r := v.Row(own, key); {
+	case r == nil:
+		return own, nil, nil
+	case r.Value.Mode != ModeEnforce:
+		return own, r, nil
+	default:
+		return r.Value.Policy, nil, nil
+	}
+}
+
+// Known is the policy in force as far as this process knows, and own if a row allows or denies everything.
+func (v *View) Known(own *model.Policy, key string) *model.Policy {
+	if v == nil || !v.Table.IsReady() {
+		return own
+	}
+	if r := v.Row(own, key); r != nil && r.Value.Mode == ModeEnforce {
+		return r.Value.Policy
+	}
+	return own
+}
+
+// IsReady tells whether the rows have been read.
+func (t *Table) IsReady() bool { return t.Clock.Load() != nil }
+
+// Row returns the row that holds for a key, or nil if own does.
+func (v *View) Row(own *model.Policy, key string) *Row {
+	return v.page.Find(key, func(r *Row) bool { return v.Table.counts(r) && v.canObey(r, own) })
+}
+
+// Shadow returns the row of the mode shadow for a key, or nil.
+func (v *View) Shadow(key string) *Row {
+	if v == nil {
+		return nil
+	}
+	return v.page.Shadow(key, v.Table.counts)
+}
+
+// Now is the database's clock, as this process knows it.
+func (v *View) Now() time.Time { return time.UnixMicro(v.Table.now()) }
+
+// canObey tells whether the limiter's keys can be decided by a row, and logs once if not.
+func (v *View) canObey(r *Row, own *model.Policy) bool {
+	if r.Value.Mode != ModeEnforce {
+		return true
+	}
+	row, code, differ := r.Value.Policy.KindsDiffer(own)
+	if !differ {
+		return true
+	}
+	if before, told := v.Table.told.Swap(r.ID, r.Value.Policy); !told || !r.Value.Policy.Is(before.(*model.Policy)) {
+		v.Table.log(context.Background(), slog.LevelWarn, "ratelimit: a policy is of another kind than the limiter's, "+
+			"and is passed over", slog.Int64("id", r.ID), slog.String("limiter", v.name), slog.String("error",
+			fmt.Sprintf("the row's policy is a %s, and Config.Policy is a %s", row, code)))
+	}
+	return false
+}
+
+// Strike counts a denial of a key, and has Run ban the key if there were enough.
+func (v *View) Strike(key string) {
+	if v != nil && v.Strikes != nil && v.Strikes.Count(key) {
+		v.Table.List(v.Strikes)
+	}
+}
