@@ -125,8 +125,7 @@ func TestAuditByTheOwner(t *testing.T) {
 			}
 			for _, args := range asking()[3:] {
 				o := invoke(t, url, args...)
-				writes := args[0] == "policy" && (args[1] == "set" || args[1] == "unset") || args[0] == "ban" || args[0] == "unban" ||
-					args[0] == "reset" && args[2] == "--all" && role == ""
+				writes := args[0] == "policy" && (args[1] == "set" || args[1] == "unset") || args[0] == "ban" || args[0] == "unban"
 				switch {
 				case role != "pg_monitor" && writes:
 					o.complains(t, exitFailed, "trigger audit runs audit.note() of pg_monitor")

@@ -65,10 +65,10 @@ func TestRoles(t *testing.T) {
 	// Whoever forgets the role is told.
 	o := invoke(t, as("boss", ""), "migrate", "up")
 	require.Zero(t, o.code)
-	require.Equal(t, "warning: what was made belongs to boss, and its functions run with the rights of boss. "+
-		"Schema rate_limit belongs to rate_limit_owner. To have all of it belong to rate_limit_owner, "+
+	require.Equal(t, "warning: the new tables and functions belong to boss, and the functions run with the rights of boss. "+
+		"Schema rate_limit belongs to rate_limit_owner. To give everything to rate_limit_owner, "+
 		"run `pgratelimit migrate down --to 0`, `DROP TABLE rate_limit.rate_limit_goose_version`, then `PGOPTIONS='-c role=rate_limit_owner' pgratelimit migrate up`. "+
-		"That loses all counts, policies and bans that were made meanwhile\n", o.stderr)
+		"That loses all counts, policies and bans made meanwhile\n", o.stderr)
 	invoke(t, as("boss", ""), "migrate", "up").done(t)
 	// So is whoever did not read it, and keeps the counts.
 	invoke(t, as("boss", ""), "take", "login", "a", "--policy=sliding 100/365d").done(t)

@@ -316,7 +316,7 @@ func TestShardPasswordIsNotRecorded(t *testing.T) {
 	psql(fmt.Sprintf("ALTER USER MAPPING FOR %s SERVER rate_limit_shards OPTIONS (SET password 'oops')", pgx.Identifier{config.User}.Sanitize()))
 	f := examined(t, server.URL())["PL/Proxy"]
 	require.Equal(t, cli.Problem, f.Level)
-	require.Contains(t, f.Found, "pg_stat_statements has a password of the shards in 1 text,")
+	require.Contains(t, f.Found, "pg_stat_statements has a password of the shards in 1 text:")
 	require.NotContains(t, f.Found+f.Do, "oops")
 	set()
 	psql(strings.Split(f.Do, "`")[3])

@@ -23,16 +23,15 @@ func shardGrowCommand(a *cli.App) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "grow [CONNECTION...]",
 		Short: "Double the number of shards, while they decide",
-		Long: `Doubles the number of a proxy's shards. It takes as many connection strings as there are shards now, of
-databases that are migrated and empty. One after the other, each shard gives the half of its keys to a
-new one, with all that they have taken, while both decide. Calls for that shard wait meanwhile for as
-long as it takes to read its tables once. If it is interrupted, the same command goes on from there, also
-without the connection strings, which the proxy has noted. As long as no shard has given up keys, --undo
-takes it back instead.
+		Long: `Doubles the number of a proxy's shards. Give it as many connection strings as there are shards now. They
+lead to new databases that are migrated and empty. One after the other, each shard gives half of its keys
+to a new one, with all counts, while both decide. Calls for that shard wait while its tables are read
+once. After an interruption, the same command continues, even without the connection strings, because
+the proxy has noted them. As long as no shard has given up keys, --undo takes everything back instead.
 
-It needs what 'pgratelimit shard set' needs, and connects to all shards for some time, so their
-connection strings must lead to Postgres itself rather than to a pooler. Proxies that are no standbys
-of this one are named with --proxy.`,
+It needs what 'pgratelimit shard set' needs. It stays connected to all shards, so their connection
+strings must lead to Postgres itself, and not to a pooler. Name with --proxy each other proxy that is not
+a standby of this one.`,
 		Example: `  pgratelimit shard grow "host=10.0.0.3 dbname=limits_2" \
       "host=10.0.0.4 dbname=limits_3"
   pgratelimit shard grow   # goes on`,
@@ -145,7 +144,7 @@ func growShards(ctx context.Context, a *cli.App, more, others []string, undo, ye
 	return listShards(ctx, a)
 }
 
-// own returns a connection that acts as a role, if it is another one than that which logs in.
+// own returns a connection that acts as a role.
 func own(ctx context.Context, a *cli.App, role string) (*pgx.Conn, error) {
 	config, err := a.Config()
 	if err != nil {
@@ -157,7 +156,7 @@ func own(ctx context.Context, a *cli.App, role string) (*pgx.Conn, error) {
 	}
 	conn.RuntimeParams["search_path"] = "pg_catalog, pg_temp"
 	if role != "" && role != conn.User {
-		conn.RuntimeParams["role"] = role // a pooler refuses that, and would give the role to others
+		conn.RuntimeParams["role"] = role // a pooler refuses this, so that no other client gets the role
 	}
 	return pgx.ConnectConfig(ctx, conn)
 }
@@ -210,7 +209,7 @@ func (g *growing) Read(ctx context.Context, more []string, undo bool) error {
 	return err
 }
 
-// readStores only finds out who owns the tables. Shards that are not there any more may be why a growth is undone.
+// readStores only finds out who owns the tables. A lost shard may be the reason for the undo.
 func (g *growing) readStores(ctx context.Context) error {
 	for i, store := range g.stores {
 		g.states = append(g.states, NewState(store))
@@ -224,7 +223,7 @@ func (g *growing) readStores(ctx context.Context) error {
 	return ctx.Err()
 }
 
-// growsBy returns the databases by which a proxy is to grow: those of an earlier call, if it was interrupted.
+// growsBy returns the new databases: the given ones, or those of an interrupted call.
 func (t *Target) growsBy(more []string, undo bool) ([]string, error) {
 	switch {
 	case undo && t.growth == nil:
@@ -237,7 +236,7 @@ func (t *Target) growsBy(more []string, undo bool) ([]string, error) {
 	return t.growth.By, nil
 }
 
-// grows returns an error if these are not the databases by which a proxy can grow, or has begun to.
+// grows returns an error unless the proxy can grow, or has begun to grow, by these databases.
 func (t *Target) grows(more []string) error {
 	n, has := len(more), len(t.Connections)
 	begun := has == 2*n
@@ -276,7 +275,7 @@ func (g *growing) question(undo bool) string {
 
 var errTried = errors.New("all works")
 
-// try has the PL/Proxy of each proxy ask all shards, and takes back what that changes.
+// try lets each proxy ask all shards by PL/Proxy, in a transaction that it rolls back.
 func (g *growing) try(ctx context.Context, old *pgx.Conn) error {
 	schema := g.proxies[0].Schema
 	source, err := shards.Read(ctx, old, schema)

@@ -17,7 +17,7 @@ import (
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
 )
 
-// wantedShard is what a database has to be to become a shard.
+// wantedShard says what a database has to be to become a shard.
 type wantedShard struct {
 	is     Identity
 	fresh  bool // it need not know that yet
@@ -41,7 +41,7 @@ func readNewShards(
 	_, _ = rand.Read(random[:]) // never fails
 	token := int32(binary.BigEndian.Uint32(random[:]))
 	var visit func(place int)
-	visit = func(place int) { // the transactions stay open until all have been asked, for the sake of twin
+	visit = func(place int) { // twin needs the transactions of all places open at once
 		if place == len(stores) {
 			return
 		}
@@ -79,7 +79,7 @@ func readNewShards(
 	return states, errors.Join(wrong...)
 }
 
-// readNew also looks for what only a database that is to be a shard may lack or have.
+// readNew also reads what matters only before a database becomes a shard.
 func (s *State) readNew(ctx context.Context, tx pgx.Tx, token int32, version int64) error {
 	if err := tx.QueryRow(ctx, twinSQL, token, s.Place).Scan(&s.twin); err != nil {
 		return err
@@ -123,8 +123,8 @@ func (s *State) judgeNew(all []State, w wantedShard) {
 	}
 }
 
-// tryShards has PL/Proxy ask each shard, in the transaction that makes the proxy.
-// owned tells whether the shards know already which they are.
+// tryShards asks each shard by PL/Proxy, in the transaction that makes the proxy. owned tells whether the shards know
+// their places already.
 func tryShards(
 	ctx context.Context, tx pgx.Tx, stores []*cli.App, source shards.Source, owner string, owned bool,
 ) error {
@@ -166,7 +166,7 @@ func tryShards(
 	return err
 }
 
-// ProxyTrouble says what PL/Proxy has met, and what to do about it.
+// ProxyTrouble explains an error of PL/Proxy, and says what to do.
 func ProxyTrouble(err error) (found, do string) {
 	pgErr, ok := errors.AsType[*pgconn.PgError](err)
 	if !ok {

@@ -18,8 +18,7 @@ import (
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
 )
 
-// PasswordVariable has the password of the role as which PL/Proxy connects to the shards. An argument could be seen by
-// others.
+// PasswordVariable has the password of PL/Proxy's role on the shards. Others could see an argument.
 const PasswordVariable = "PGRATELIMIT_SHARD_PASSWORD"
 
 var (
@@ -36,18 +35,18 @@ func shardSetCommand(a *cli.App) *cobra.Command {
 	var yes bool
 	cmd := &cobra.Command{
 		Use:   "set CONNECTION...",
-		Short: "Make the database a proxy of shards, or change the one that it is",
-		Long: `Makes the database a proxy of the shards with these connection strings, in the order of their places,
-or changes the one that it is: to other connection strings, another role or password, or the functions
-of another release. It needs a superuser there, and the extension plproxy. The number of shards is a
-power of two; 'pgratelimit shard grow' doubles it. A database that has limits already can become the
-only shard, and then grow. All shards have to be migrated, in a schema of the same name.
+		Short: "Make the database a proxy of shards, or change that proxy",
+		Long: `Makes the database a proxy of the shards with these connection strings, in the order of their places.
+If it is a proxy already, it gets these connection strings, this role and password, and the functions of
+this release. That needs a superuser there, and the extension plproxy. The number of shards is a power of
+two; 'pgratelimit shard grow' doubles it. A database that has limits already can become the only shard,
+and then grow. Migrate all shards first, in a schema of the same name.
 
-PL/Proxy connects to them as --user, with the password from the environment variable
+PL/Proxy connects to the shards as --user, with the password in the environment variable
 PGRATELIMIT_SHARD_PASSWORD. That role needs the rights of rate_limit_app and rate_limit_sweeper on each
-shard, as deploy/grants.sql gives them. This command itself connects to the shards as the user of
---database-url, who has to be a member of the role that owns their tables. It tries everything before
-it changes the proxy. If something is wrong, the proxy stays as it was.`,
+shard, as deploy/grants.sql gives them. This command connects to the shards as the user of
+--database-url. That user must be a member of the role that owns their tables. The command tries
+everything before it changes the proxy. If something is wrong, the proxy stays as it was.`,
 		Example: `  pgratelimit shard set --user proxy "host=10.0.0.1 dbname=limits_0" \
       "host=10.0.0.2 dbname=limits_1"`,
 		Args: func(_ *cobra.Command, args []string) error { return checkConnections(args) },
@@ -61,7 +60,7 @@ it changes the proxy. If something is wrong, the proxy stays as it was.`,
 		}),
 	}
 	cmd.Flags().StringVar(&user, "user", "",
-		"`role` as which PL/Proxy connects to the shards (default: as it is, of a proxy that there is)")
+		"PL/Proxy's `role` on the shards (default: that of the existing proxy)")
 	cli.AddYes(cmd, &yes)
 	return a.Finish(cmd)
 }
@@ -105,7 +104,7 @@ func setShards(ctx context.Context, a *cli.App, config shards.Config, yes bool) 
 	}); err != nil {
 		return stores[0].About(err)
 	}
-	// If this is interrupted, the same command goes on.
+	// After an interruption, the same command continues.
 	for i, store := range stores {
 		if states[i].Is == nil {
 			if err := asOwner(ctx, store, func(conn *pgx.Conn) error {
@@ -125,12 +124,12 @@ func setShards(ctx context.Context, a *cli.App, config shards.Config, yes bool) 
 			}
 		}
 	}
-	// What somebody has done to the functions is what this may have to mend, so the functions are not looked at.
+	// This may have to repair the functions, so it does not refuse strange ones.
 	if err := a.Transaction(ctx, pool, pgx.ReadWrite, cli.AccessShare, true, func(tx pgx.Tx) error {
 		if err := shards.Install(ctx, tx, source, config); err != nil {
 			return err
 		}
-		// While shards are divided, some keys may be with none.
+		// While shards are divided, some keys may belong to none.
 		return tryShards(ctx, tx, stores, source, target.owner, target.growth == nil)
 	}); err != nil {
 		return fmt.Errorf("the proxy stays as it was: %w", err)
@@ -156,7 +155,7 @@ func asOwner(ctx context.Context, a *cli.App, do func(conn *pgx.Conn) error) err
 	}))
 }
 
-// Target is a database that is a proxy, or is to be one.
+// Target is a database that is a proxy, or is to become one.
 type Target struct {
 	database, role string
 	superuser      bool
@@ -167,13 +166,13 @@ type Target struct {
 	schemaThere    bool
 	Tables         []string // in the schema, with names of ours
 	elsewhere      []string // schemas with the functions of another proxy
-	mapped         bool     // PL/Proxy knows as whom to connect
+	mapped         bool     // PL/Proxy has a role with which to connect
 	owner          string   // of the functions, quoted
 	Connections    []string // nil if it is no proxy
 	growth         *shards.Growth
 }
 
-// ReadTarget also decides about the schema: that of the proxy, or the one that search_path names first.
+// ReadTarget also sets the schema: that of the proxy, or the first one of search_path.
 func ReadTarget(ctx context.Context, a *cli.App, pool *pgxpool.Pool) (t Target, err error) {
 	if a.Schema == "" {
 		if err := a.Look(ctx, pool, func(tx pgx.Tx) error {
@@ -202,7 +201,7 @@ func ReadTarget(ctx context.Context, a *cli.App, pool *pgxpool.Pool) (t Target, 
 	return t, err
 }
 
-// want is what a database has to be for 'shard set'. While shards are divided, each stays what it is.
+// want says what a database has to be for 'shard set'. While shards are divided, each stays what it is.
 func (t *Target) want(s *State, n int) wantedShard {
 	w := wantedShard{is: Identity{Place: s.Place, Shards: n}, fresh: true, counts: n == 1}
 	w.had = s.Place < len(t.Connections) && t.Connections[s.Place] == s.Connection
@@ -220,7 +219,7 @@ func (t *Target) want(s *State, n int) wantedShard {
 	return w
 }
 
-// keepsGrowing tells whether the places that are still with the old shards would stay so.
+// keepsGrowing tells whether the same places as now would have their old shards.
 func (t *Target) keepsGrowing(connections []string) bool {
 	half := len(t.Connections) / 2
 	for i := range half {
@@ -267,15 +266,15 @@ func (t *Target) refuse(config shards.Config) error {
 			"shards, with the keys moved, also for a proxy that was not there when they were", cli.Count(n, "shard"),
 			len(config.Connections))
 	case config.User == "" && !t.mapped:
-		return cli.Usage(errors.New("--user is missing: the role as which PL/Proxy connects to the shards; " +
+		return cli.Usage(errors.New("--user is missing: PL/Proxy's role on the shards; " +
 			PasswordVariable + " has its password"))
 	}
 	return nil
 }
 
-// cluster names the shards: by a new name if one of them has just become one. Only for a proxy that has the others
-// already may it have taken another's place: any other proxy does not know whether somebody still asks that one. After
-// a 'shard set' that was interrupted, the mark of [shards.Intend] tells that there is no other.
+// cluster returns the name of the cluster. It is a new name if a database has just become a shard. Such a database may
+// replace another shard only for a proxy that has all the other shards: another proxy cannot know whether somebody
+// still uses the replaced one. After an interrupted 'shard set', the mark of [shards.Intend] tells that none does.
 func (t *Target) cluster(states []State) (string, error) {
 	name := clusterOf(states)
 	var others, fresh *State
@@ -330,7 +329,7 @@ func (t *Target) question(states []State, config shards.Config) string {
 	return text.String()
 }
 
-// forgets says what is lost with shards that others take the place of.
+// forgets says what is lost when a database replaces a shard.
 func (t *Target) forgets(states []State) string {
 	var text strings.Builder
 	for i := range states {

@@ -20,9 +20,9 @@ func Command(a *cli.App) *cobra.Command {
 		Use:   "shard",
 		Short: "Spread the limits over several databases, behind a proxy",
 		Long: `Spreads the limits over several databases, the shards. Applications connect to one more database, the
-proxy, which has no limits of its own: its functions hand each call to the shards that have its keys,
-with PL/Proxy. docs/operating.md says how to set that up. The database of --database-url is the proxy.
-The other commands look at all shards when they are given a proxy.`,
+proxy. It has no limits: its functions hand each call to the shards that have its keys, with PL/Proxy.
+docs/operating.md says how to set that up. The database of --database-url is the proxy. If the other
+commands are given a proxy, they look at all shards.`,
 		Args: cli.KnownCommand,
 		RunE: cli.MissingCommand,
 	}
@@ -37,10 +37,10 @@ func shardListCommand(a *cli.App) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "list",
 		Short: "List the shards of a proxy, and what is wrong with each",
-		Long: `Lists the shards of a proxy: what each says that it is, the version of its migrations, about how many
-rows of keys it has, how far its clock is ahead of the proxy's, and what is wrong. The exit code is 1 if
-something is. It connects to each shard by the connection string of the proxy, as the user of
---database-url.`,
+		Long: `Lists the shards of a proxy. For each it shows the place that it says it has, the version of its
+migrations, about how many rows it has, how far its clock is ahead of the proxy's, and what is wrong. If
+anything is wrong, the exit code is 1. It connects to each shard by the proxy's connection string, as the
+user of --database-url.`,
 		Example: `  pgratelimit shard list
   pgratelimit shard list --json`,
 		Args: cobra.NoArgs,
@@ -102,7 +102,7 @@ func printShards(w io.Writer, states []State) {
 	}
 }
 
-// checkConnections refuses connection strings that PL/Proxy could not use, or that would show a password to everybody.
+// checkConnections refuses connection strings that PL/Proxy could not use, or that would show everybody a password.
 func checkConnections(connections []string) error {
 	if n := len(connections); n == 0 || n&(n-1) != 0 {
 		return cli.Usage(fmt.Errorf("the number of shards is %d, and must be a power of two: 1, 2, 4, 8 and so on", n))

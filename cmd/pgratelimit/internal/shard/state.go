@@ -17,8 +17,8 @@ import (
 	"github.com/pgratelimit/ratelimit/cmd/pgratelimit/internal/cli"
 )
 
-// FarClocks is how far apart clocks may be before somebody should hear of it. A key is on one shard, so no decision
-// depends on two clocks. But a policy begins and ends by the clock of the first shard.
+// FarClocks is how far apart clocks may be without a warning. A key is on one shard, so no decision depends on two
+// clocks. But a policy begins and ends by the clock of the first shard.
 const FarClocks = 100 * time.Millisecond
 
 var (
@@ -99,7 +99,7 @@ func readProxyState(ctx context.Context, tx pgx.Tx) (p ProxyState, err error) {
 	return p, err
 }
 
-// NewState returns the state of a shard of which nothing is known yet.
+// NewState returns the state of a shard before it is read.
 func NewState(a *cli.App) State {
 	return State{
 		Place: a.Place, Connection: a.Connection, Wrong: []cli.Finding{}, Name: a.ShardName(), schema: a.Schema,
@@ -131,7 +131,7 @@ func (s *State) Read(ctx context.Context, tx pgx.Tx) (err error) {
 	return err
 }
 
-// copies tells whether a database has rows of a shard that is being divided, and has not taken over from it yet.
+// copies tells whether a database has copies of a shard's rows, and is not a shard yet.
 func (s *State) copies() bool {
 	return s.Is == nil && s.division != "" && !strings.HasPrefix(s.division, shards.Intended)
 }
@@ -156,7 +156,7 @@ func (s *State) cannotBeRead(err error) {
 		"rights of this role", "cannot be reached: %s", cli.OneLine(err))
 }
 
-// judge finds what is wrong with a shard for a proxy with functions of a version. A new one need not know its place.
+// judge finds what is wrong with a shard, for a proxy with functions of a version. It need not know its place if fresh.
 func (s *State) judge(want Identity, version int64, fresh bool) {
 	if !s.Reached {
 		return
@@ -202,13 +202,13 @@ func (s *State) judge(want Identity, version int64, fresh bool) {
 	}
 }
 
-// become is the statement that makes a database a shard that was it before.
+// become returns the statement that makes a database the shard that it was before.
 func (s *State) become(is Identity) string {
 	return fmt.Sprintf("`INSERT INTO %s.rate_limit_shard (place, shards, cluster) VALUES (%d, %d, '%s')`",
 		pgx.Identifier{s.schema}.Sanitize(), is.Place, is.Shards, strings.ReplaceAll(is.Cluster, "'", "''"))
 }
 
-// rightPlace says what to do with a shard that is another one than wanted.
+// rightPlace says what to do with a shard that has the wrong place.
 func (s *State) rightPlace(want Identity) string {
 	switch {
 	case s.noting || s.Is.Shards == 2*want.Shards && s.Is.Place%want.Shards == want.Place:
@@ -224,11 +224,11 @@ func (s *State) rightPlace(want Identity) string {
 		"uses it fail"
 }
 
-// judgeGrowth says how far each of the first half of the shards is divided, and how that goes on.
+// judgeGrowth says how far the division of each old shard is, and how to continue.
 func judgeGrowth(a *cli.App, states []State, growth *shards.Growth) {
 	half := len(states) / 2
 	moved, ended := false, true
-	do := "run " + a.Command("shard grow") + " again, which goes on from there"
+	do := "run " + a.Command("shard grow") + " again, which continues from there"
 	if growth.Proxies > 1 {
 		do += ", with --proxy for " + cli.Count(growth.Proxies-1, "other proxy")
 	}
@@ -264,7 +264,7 @@ func judgeGrowth(a *cli.App, states []State, growth *shards.Growth) {
 	}
 }
 
-// JudgeClock finds a clock that is not that of the proxy.
+// JudgeClock warns of a clock that is far from the proxy's.
 func (s *State) JudgeClock(proxy ClockTime) {
 	if !s.Reached {
 		return
@@ -272,7 +272,7 @@ func (s *State) JudgeClock(proxy ClockTime) {
 	apart := s.Clock.ahead - proxy.ahead
 	s.ClockUS = apart.Microseconds()
 	if apart.Abs()-s.Clock.error-proxy.error > FarClocks {
-		s.add(cli.Warning, "clock", "let NTP keep the clocks of all servers", "has a clock %v from that of the proxy",
+		s.add(cli.Warning, "clock", "let NTP keep the clocks of all servers", "has a clock that is %v from the proxy's",
 			apart.Round(time.Millisecond))
 	}
 }
@@ -326,10 +326,10 @@ func States(ctx context.Context, a *cli.App, pool *pgxpool.Pool) (p ProxyState, 
 	return p, states, ctx.Err()
 }
 
-// IsStill tells whether a place of a proxy whose shards are being divided is still with the old shard.
+// IsStill tells whether a place still has its old shard, while shards are being divided.
 func (s *State) IsStill(old *State) bool { return s != old && s.Connection == old.Connection }
 
-// clusterOf is the cluster of the first shard that is one.
+// clusterOf returns the cluster of the first database that is a shard.
 func clusterOf(states []State) string {
 	for i := range states {
 		if states[i].Is != nil {

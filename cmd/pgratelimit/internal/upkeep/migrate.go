@@ -57,9 +57,8 @@ func migrateUpCommand(a *cli.App) *cobra.Command {
 	return cmd
 }
 
-// migrateUp applies all migrations. If there was none to apply, but something that they have made is missing, it
-// returns an error. If it made everything as another role than the owner of the schema, although it
-// could have taken that role, it says so.
+// migrateUp applies all migrations. If none is pending and something that they made is missing, it returns an error. It
+// warns if what it made belongs to another role than the schema's owner, and this role may act as the owner.
 func migrateUp(ctx context.Context, a *cli.App, pool *pgxpool.Pool) error {
 	before, err := migrations.Status(ctx, pool)
 	first := err == nil && !slices.ContainsFunc(before, func(m migrations.Migration) bool { return m.Applied })
@@ -75,7 +74,7 @@ func migrateUp(ctx context.Context, a *cli.App, pool *pgxpool.Pool) error {
 	}
 	type owners struct{ Me, Schema, Owner string }
 	var found []owners
-	// Migrations change rows as this role, if only those of the version.
+	// Migrations change rows as this role, but only those of the version table.
 	err = a.Transaction(ctx, pool, pgx.ReadOnly, cli.AccessShare, true, func(tx pgx.Tx) error {
 		rows, err := tx.Query(ctx, ownerSQL)
 		if err == nil {
@@ -86,16 +85,16 @@ func migrateUp(ctx context.Context, a *cli.App, pool *pgxpool.Pool) error {
 	for _, f := range found {
 		e := doctor.Examination{App: a, Server: doctor.Server{OwnerSQL: f.Owner}}
 		fmt.Fprintln(a.Stderr, cli.Printable(fmt.Sprintf(
-			"warning: what was made belongs to %s, and its functions run with the rights of %s. "+
-				"Schema %s belongs to %s. To have all of it belong to %s, run %s, "+
-				"`DROP TABLE %s.rate_limit_goose_version`, then %s. That loses all counts, policies and bans that "+
-				"were made meanwhile", f.Me, f.Me, f.Schema, f.Owner, f.Owner,
+			"warning: the new tables and functions belong to %s, and the functions run with the rights of %s. "+
+				"Schema %s belongs to %s. To give everything to %s, run %s, "+
+				"`DROP TABLE %s.rate_limit_goose_version`, then %s. That loses all counts, policies and bans made "+
+				"meanwhile", f.Me, f.Me, f.Schema, f.Owner, f.Owner,
 			e.Command("migrate down --to 0"), f.Schema, e.AsOwner(e.Command("migrate up")))))
 	}
 	return err
 }
 
-// requireAll returns an error if something is missing that the migrations have made.
+// requireAll returns an error if something that the migrations made is missing.
 func requireAll(ctx context.Context, a *cli.App, pool *pgxpool.Pool) error {
 	e := &doctor.Examination{App: a, Pool: pool}
 	if err := e.ReadServer(ctx); err != nil {
@@ -132,10 +131,10 @@ func migrateDownCommand(a *cli.App) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "down",
 		Short: "Roll back the migration that was applied last",
-		Long: `Rolls back the migration that was applied last, or all those above a version. What a migration has
-made goes with it. To roll back the first one drops the tables, and so every count, all policies and
-their history. While shards are being divided, their databases and the proxy refuse it:
-'pgratelimit shard grow' goes on with that, or --undo takes it back.`,
+		Long: `Rolls back the last migration, or all migrations above a version. This removes what they made. The first
+migration made the tables, so to roll it back loses all counts, all policies and their history. While
+shards are being divided, their databases and the proxy refuse it: 'pgratelimit shard grow' finishes the
+division, and with --undo it takes it back.`,
 		Example: `  pgratelimit migrate down
   pgratelimit migrate down --to 0 --yes`,
 		Args: cobra.NoArgs,
@@ -167,8 +166,8 @@ their history. While shards are being divided, their databases and the proxy ref
 	return cmd
 }
 
-// refuseDivided returns an error if the database is one of those of a growth that is not at its end. What a migration
-// has made may then be the only place of some counts.
+// refuseDivided returns an error if the database takes part in a growth that is not finished. Some counts may then be
+// only in what a migration made.
 func refuseDivided(ctx context.Context, a *cli.App, pool *pgxpool.Pool) error {
 	var growth *shards.Growth
 	state := shard.NewState(a)
@@ -178,7 +177,7 @@ func refuseDivided(ctx context.Context, a *cli.App, pool *pgxpool.Pool) error {
 		}
 		return err
 	}); err != nil {
-		return ctx.Err() // somebody may roll back because of what cannot be looked at
+		return ctx.Err() // what cannot be read may be the reason to roll back
 	}
 	if growth == nil && !state.Divides() {
 		return nil

@@ -8,6 +8,7 @@ import (
 	"log/slog"
 	"time"
 
+	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/spf13/cobra"
 
 	"github.com/pgratelimit/ratelimit/cleanup"
@@ -31,42 +32,37 @@ func SweepCommand(a *cli.App) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "sweep",
 		Short: "Delete the rows that have expired",
-		Long: `Deletes the rows that expired a minute ago or more, in small transactions that wait for nobody, and
-uses a set share of the time. One pass, for cron, takes ten minutes at most, and the next one goes on
-where it stopped. With --every the command stays, and logs a line for each pass that deleted
-something. Sweeping changes no decision: an expired row means the same as no row.`,
+		Long: `Deletes rows that expired at least a minute ago, in small transactions that wait for nobody. One pass,
+for cron, takes ten minutes at most, and the next pass goes on where it stopped. With --every the
+command keeps running, and logs a line for each pass that deleted rows. Sweeping changes no decision,
+because an expired row means the same as no row.`,
 		Example: `  pgratelimit sweep
   pgratelimit sweep --every 5m
   pgratelimit sweep --existing login --existing api`,
 		Args: cobra.NoArgs,
-		RunE: cli.Action(func(ctx context.Context, _ []string) error {
-			pool, err := a.Open(ctx)
-			if err != nil {
-				return err
-			}
-			defer pool.Close()
-			config.Logger = slog.New(slog.DiscardHandler) // what one pass has done is printed
+		RunE: a.OnDatabase(func(ctx context.Context, pool *pgxpool.Pool, _ []string) error {
+			config.Logger = slog.New(slog.DiscardHandler) // the result of one pass is printed
 			if every != 0 {
 				config.Interval, config.Logger = every, logger(a)
 			}
 			if _, err := cleanup.New(pool, config); err != nil { // checks config before the database is asked
 				return err
 			}
-			if config.Schema, err = a.Home(ctx, pool); err != nil {
+			schema, err := a.Home(ctx, pool)
+			if err != nil {
 				return err
 			}
-			if every != 0 {
-				sweeper, err := cleanup.New(pool, config)
-				if err != nil {
-					return err
-				}
-				return sweeper.Run(ctx)
-			}
+			config.Schema = schema
 			bar := a.NewBar("sweeping")
-			config.Progress = bar.Update
+			if every == 0 {
+				config.Progress = bar.Update
+			}
 			sweeper, err := cleanup.New(pool, config)
 			if err != nil {
 				return err
+			}
+			if every != 0 {
+				return sweeper.Run(ctx)
 			}
 			result, err := sweeper.RunOnce(ctx)
 			bar.Remove()
@@ -85,11 +81,11 @@ something. Sweeping changes no decision: an expired row means the same as no row
 		}
 		return nil
 	}
-	cmd.Flags().DurationVar(&every, "every", 0, "stay, and do a pass in each of these times, at least 1s")
+	cmd.Flags().DurationVar(&every, "every", 0, "keep running; one pass per interval of at least 1s")
 	cmd.Flags().Float64Var(&config.Share, "share", 0.2,
-		"share of the time in which the database works for a pass, at most 1")
+		"largest share of the time that the database works for a pass, up to 1")
 	cmd.Flags().StringArrayVar(&config.Names, "existing", nil,
-		"`name` of a limiter that exists; name ALL of them, since the rows of all others are deleted, EXPIRED OR NOT")
+		"`name` of a limiter that exists; name ALL of them: rows of all others are deleted, EXPIRED OR NOT")
 	a.AddJSON(cmd)
 	return cmd
 }
