@@ -123,7 +123,7 @@ func (l *Limiter) countDenial(key string, n int64, result *Result, err error) {
 }
 
 // resultOr is what the caller is told of an outcome.
-func resultOr(o *engine.Outcome, err error) (Result, error) {
+func answer(o *engine.Outcome, err error) (Result, error) {
 	if err != nil {
 		return Result{}, err
 	}

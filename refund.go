@@ -54,7 +54,7 @@ func (l *Limiter) refund(ctx context.Context, result Result, n int64) (Result, e
 		// meantime, these are lost, because it matters which units they are.
 		r.Swap(left-n, left)
 	}
-	return resultOr(&o, err)
+	return answer(&o, err)
 }
 
 // nothingLeft tells why nothing can be given back, if nothing is left.
@@ -104,7 +104,7 @@ func (l *Limiter) Grant(ctx context.Context, key string, n int64) (Result, error
 	}
 	o, err := l.client.engine.Grant(ctx, l.question(l.view.Known(l.model, key), key, -n))
 	l.waiting.WakeUp(key) // those who wait for the key may fit now
-	return resultOr(&o, publicError(err))
+	return answer(&o, publicError(err))
 }
 
 func checkGrant(key string, n int64) error {

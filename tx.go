@@ -64,7 +64,7 @@ func (t TxLimiter) AllowN(ctx context.Context, key string, n int64) (result Resu
 		return Result{}, err
 	}
 	o, err := l.client.engine.AllowIn(ctx, t.tx, l.question(policy, key, n))
-	result, err = resultOr(&o, publicError(err))
+	result, err = answer(&o, publicError(err))
 	l.countDenial(key, n, &result, err)
 	return result, err
 }
@@ -92,7 +92,7 @@ func (t TxLimiter) RefundN(ctx context.Context, result Result, n int64) (Result,
 		return Result{}, err
 	}
 	o, err := l.client.engine.Refund(ctx, t.tx, l.space, r, left-n, left)
-	return resultOr(&o, publicError(err))
+	return answer(&o, publicError(err))
 }
 
 // Grant is [Limiter.Grant] within the transaction. A rollback takes it away.
@@ -105,7 +105,7 @@ func (t TxLimiter) Grant(ctx context.Context, key string, n int64) (Result, erro
 	}
 	l := t.limiter
 	o, err := l.client.engine.AllowIn(ctx, t.tx, l.question(l.view.Known(l.model, key), key, -n))
-	return resultOr(&o, publicError(err))
+	return answer(&o, publicError(err))
 }
 
 // Reset is [Limiter.Reset] within the transaction.

@@ -1,3 +1,38 @@
+// Package ratelimit keeps rate limits in the Postgres that an application already has.
+//
+//	limiter, err := ratelimit.New(pool, ratelimit.Config{
+//		Name:   "login",
+//		Policy: ratelimit.SlidingWindow{Limit: 10, Window: time.Minute},
+//	})
+//	result, err := limiter.Allow(ctx, "user:123")
+//
+// Postgres decides, in one round trip. A function locks the key's row, reads the database's clock, and updates the row
+// only if it allows the request. So limits are exact under any concurrency and over any number of processes, whatever
+// their clocks say, and a denial takes nothing. Calls that arrive while others are under way share a statement.
+//
+// Most applications need five things:
+//
+//   - Migrate the database first, by package migrations, and delete expired rows by package cleanup.
+//   - Make one [Client] for the pool, and a [Limiter] for each limit. [New] makes both if there is one limit.
+//   - Choose a policy: [FixedWindow], [SlidingWindow], [TokenBucket], [SlidingLog], [CalendarWindow], or [All] of several.
+//   - Ask: [Limiter.Allow] takes, [Limiter.Peek] looks, and [Limiter.Wait] blocks until there is room. Package httplimit
+//     does it for an [net/http.Handler].
+//   - Say what to answer while Postgres is away: [Config].OnFailure.
+//
+// # More
+//
+//   - Several limits at once: [AllowAll], which takes from all limiters or none.
+//   - Quota that commits with the caller's transaction: [Limiter.WithTx].
+//   - Giving back what came to nothing: [Limiter.Refund]; in another process, with [Result.Receipt]. Credit for a key:
+//     [Limiter.Grant]. A new start: [Limiter.Reset].
+//   - Other numbers for the same keys: [Limiter.With]. Limits that change without a deploy: [Policies], [Ban] and
+//     [Limiter.Explain].
+//   - Very busy keys: [Lease].
+//   - Errors: compare them by [errors.Is] with the variables below. [ErrorKind] names one in a word. A denial is no error.
+//   - Metrics: [Observer]. The log tells of outages by itself.
+//   - Tests: [TestConfig] replaces the clocks, and package ratelimittest has a database in memory.
+//
+// The command cmd/pgratelimit shows all of this at work.
 package ratelimit
 
 import (
