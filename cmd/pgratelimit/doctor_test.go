@@ -670,7 +670,7 @@ func TestDoctorFixKeepsRights(t *testing.T) {
 
 	// Nothing is lost without an answer, and nothing of somebody else's is dropped.
 	pgtest.Exec(t, db.Pool, "ALTER TABLE rate_limit_durable DROP COLUMN key")
-	invoke(t, db.URL, "doctor", "--fix").complains(t, exitUsage, "nobody can be asked")
+	invoke(t, db.URL, "doctor", "--fix").complains(t, exitUsage, "nobody can answer")
 	pgtest.Exec(t, db.Pool, "CREATE VIEW mine AS SELECT prefix FROM rate_limit_durable")
 	invoke(t, db.URL, "doctor", "--fix", "--yes").complains(t, exitFailed, "other objects depend on it")
 	require.Equal(t, before, rights())

@@ -6,12 +6,12 @@ import (
 	"github.com/schollz/progressbar/v3"
 )
 
-// Bar shows how far a command is, from its first update on. If it cannot be drawn, that is no reason to stop.
+// Bar shows how far a command is, from its first update on. It ignores errors, because the work goes on without it.
 type Bar struct {
 	Shown *progressbar.ProgressBar // nil if nobody would see it
 }
 
-// NewBar returns a bar that a person at a terminal sees.
+// NewBar returns a bar for a terminal.
 func (a *App) NewBar(description string) Bar {
 	if a.JSON || !IsTerminal(a.Stderr) {
 		return Bar{}

@@ -16,15 +16,14 @@ func AddYes(cmd *cobra.Command, yes *bool) {
 	cmd.Flags().BoolVarP(yes, "yes", "y", false, "do not ask")
 }
 
-// Confirm asks a person, and returns an error unless the answer is yes. Without a terminal there is nobody to
-// ask.
+// Confirm asks the person at the terminal, and returns an error unless the answer is yes.
 func (a *App) Confirm(ctx context.Context, question string, yes bool) error {
 	if yes {
 		return nil
 	}
 	if !IsTerminal(a.Stdin) {
-		return Usage(errors.New("standard input is no terminal, so nobody can be asked; " +
-			"--yes does it without asking"))
+		return Usage(errors.New("standard input is no terminal, so nobody can answer; " +
+			"--yes does it without a question"))
 	}
 	fmt.Fprintf(a.Stderr, "%s [y/N] ", question)
 	answers := make(chan string, 1)

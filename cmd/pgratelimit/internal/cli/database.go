@@ -95,7 +95,7 @@ func checkSearchPath(ctx context.Context, conn *pgx.Conn) error {
 	return nil
 }
 
-// Home returns the schema of the tables and functions, or "" if there are none, after a check of who owns them.
+// Home returns the schema of the tables and functions, or "" if there are none. It checks who owns them.
 func (a *App) Home(ctx context.Context, pool *pgxpool.Pool) (schema string, err error) {
 	err = a.Read(ctx, pool, func(tx pgx.Tx) error {
 		schema = tx.(Qualified).Schema
@@ -122,12 +122,12 @@ func Rows[T any](ctx context.Context, tx pgx.Tx, sql string, args ...any) ([]T, 
 	return pgx.CollectRows(rows, pgx.RowToStructByPos[T])
 }
 
-// Look is read for statements that call no function of ours.
+// Look is Read for statements that call none of our functions.
 func (a *App) Look(ctx context.Context, pool *pgxpool.Pool, query func(tx pgx.Tx) error) error {
 	return a.Transaction(ctx, pool, pgx.ReadOnly, AccessShare, false, query)
 }
 
-// Call is write for statements that change rows by nothing but calls of our functions.
+// Call is Write for statements that change rows only by calls of our functions.
 func (a *App) Call(ctx context.Context, pool *pgxpool.Pool, query func(tx pgx.Tx) error) error {
 	return a.Transaction(ctx, pool, pgx.ReadWrite, "", false, query)
 }
@@ -137,13 +137,13 @@ func (a *App) Write(ctx context.Context, pool *pgxpool.Pool, query func(tx pgx.T
 	return a.Transaction(ctx, pool, pgx.ReadWrite, "", true, query)
 }
 
-// The modes of locks on our tables. Whoever calls functions of ours takes none.
+// The modes of locks on our tables. Statements that call our functions need none.
 const (
 	AccessShare     = "ACCESS SHARE"
 	AccessExclusive = "ACCESS EXCLUSIVE"
 )
 
-// AllTables is the order in which all tables are locked: those first that calls read first.
+// AllTables are locked in this order, in which calls read them.
 var AllTables = []string{"rate_limit_policy", "rate_limit_policy_history", "rate_limit_shadow", "rate_limit_sweeper",
 	Table(true), Table(false)}
 
@@ -154,12 +154,12 @@ func (a *App) Transaction(
 	ctx context.Context, pool *pgxpool.Pool, mode pgx.TxAccessMode, lock string, changes bool,
 	query func(tx pgx.Tx) error,
 ) error {
-	// Each statement has to see what has happened before it, whatever the database's default is.
+	// Each statement has to see what was committed before it, whatever the database's default is.
 	return refusedText(pgx.BeginTxFunc(ctx, pool, pgx.TxOptions{
 		IsoLevel: pgx.ReadCommitted, AccessMode: mode,
 	}, func(tx pgx.Tx) error {
-		// Where enable_nestloop is off, Postgres takes statements that look at its catalogs for dear ones, and would
-		// compile them for seconds.
+		// Where enable_nestloop is off, Postgres overestimates statements that read its catalogs, and would take
+		// seconds to compile them.
 		if _, err := tx.Exec(ctx, "SET LOCAL jit = off"); err != nil {
 			return err
 		}
@@ -169,14 +169,14 @@ func (a *App) Transaction(
 			&schema, &pid, nil, nil, nil, nil, nil); err != nil {
 			return err
 		}
-		if err := pg.Garbled(tx.Conn(), schema); err != nil { // search_path has named it
+		if err := pg.Garbled(tx.Conn(), schema); err != nil { // search_path may have found the schema
 			return err
 		}
 		defer lockwait.Watch(ctx, tx.Conn(), pid)()
 		locked := []string{}
 		if lock != "" {
-			// A stranger who may create in the schema could have made the tables. Then the doctor is to say so.
-			// The lock keeps them tables.
+			// A stranger who may create in the schema could have made the tables. The doctor has to say so. The lock
+			// keeps a table from becoming something else.
 			var tables []string
 			of, whole := []string{Table(false), Table(true), "rate_limit_policy"}, lock == AccessExclusive
 			if whole {

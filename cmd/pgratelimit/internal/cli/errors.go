@@ -15,7 +15,7 @@ import (
 var (
 	ErrInterrupted = errors.New("interrupted")
 
-	// ErrDenied is not printed, because stdout says it already.
+	// ErrDenied is not printed, because the output says it.
 	ErrDenied = errors.New("denied")
 
 	// ErrProblems is not printed either.
@@ -46,8 +46,8 @@ func IsUsage(err error) bool {
 		errors.As(err, &cost) || errors.As(err, &url)
 }
 
-// refusedText replaces the error of a text that the database has no characters for, and of one that is too long.
-// The message of the first shows bytes of the text, which may be a key.
+// refusedText replaces the errors for a text that the database's encoding lacks, and for one that is too long. The
+// message of the first shows bytes of the text, which may be a key.
 func refusedText(err error) error {
 	pgErr, ok := errors.AsType[*pgconn.PgError](err)
 	switch {
@@ -61,7 +61,7 @@ func refusedText(err error) error {
 	return err
 }
 
-// Message returns an error in one line, with what to do about it. A list of ways to get a Postgres stays a list.
+// Message returns an error in one line, and says what to do. A list of ways to get a Postgres stays a list.
 func (a *App) Message(err error) string {
 	if errors.Is(err, pgserver.ErrNotFound) {
 		return err.Error()
@@ -115,7 +115,7 @@ func (a *App) Message(err error) string {
 	return text
 }
 
-// OneLine returns an error in one line. An error of pgx may have a line for each address that it has tried.
+// OneLine returns an error in one line. An error of pgx may have a line for each address.
 func OneLine(err error) string {
 	return strings.NewReplacer(":\n\t", ": ", "\n\t", "; ", "\n", "; ").Replace(err.Error())
 }

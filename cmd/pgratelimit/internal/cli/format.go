@@ -9,7 +9,7 @@ import (
 	"unicode/utf8"
 )
 
-// Printable returns a name or key in a form that is safe for a terminal. It may have control characters in it.
+// Printable returns a name or key that is safe for a terminal. It quotes control characters.
 func Printable(text string) string {
 	odd := func(r rune) bool { return !unicode.IsPrint(r) || r == utf8.RuneError }
 	if strings.ContainsFunc(text, odd) || strings.HasPrefix(text, `"`) || strings.TrimSpace(text) != text {
@@ -34,8 +34,8 @@ func Count[N int | int64](n N, thing string) string {
 	return fmt.Sprintf("%d %s", n, thing)
 }
 
-// Span formats a time in microseconds, rounded up to milliseconds, so that it is over when the text says so. Of an hour
-// or more it has the two largest units, like 1h5m or 4d9h, with minutes rounded up, and hours to the nearest.
+// Span formats a time in microseconds. It rounds up to milliseconds, so that the time is over when the text says so.
+// For an hour or more it has the two largest units, like 1h5m or 4d9h. It rounds minutes up, and hours to the nearest.
 func Span(micros int64) string {
 	const day = 24 * time.Hour
 	span := time.Duration((micros+999)/1000) * time.Millisecond
@@ -50,7 +50,7 @@ func Span(micros int64) string {
 	return fmt.Sprintf("%dd", span/day) + part(span%day, time.Hour, "h")
 }
 
-// part is what a text of a time adds for a unit, which is nothing for none.
+// part is a number of units, or nothing if it is 0.
 func part(span, unit time.Duration, name string) string {
 	if span < unit {
 		return ""

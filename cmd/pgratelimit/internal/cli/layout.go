@@ -19,7 +19,7 @@ const (
 	longestKey  = 40 // in tables; JSON has all of it
 )
 
-// width is how many columns the terminal of a stream has, or 0 if it is none.
+// width returns how many columns a terminal has, or 0 for any other stream.
 func width(stream any) int {
 	file, ok := stream.(*os.File)
 	if !ok {
@@ -35,7 +35,7 @@ func width(stream any) int {
 	return columns
 }
 
-// Short is printable for tables. It leaves out the middle of what is long.
+// Short is Printable for tables. It leaves out the middle of a long text.
 func Short(text string) string {
 	runes := []rune(Printable(text))
 	if len(runes) <= longestKey {
@@ -70,9 +70,8 @@ func wrap(text string, width int) (lines []string) {
 	return lines
 }
 
-// Layout makes columns of the tabs in lines that follow each other. If they do not fit into width, the last column is
-// wrapped, and if that is not enough, each row of a table with headings becomes a list. A width of 0 is as wide as need
-// be.
+// Layout turns lines with tabs into columns. If they do not fit into width, it wraps the last column. If that is not
+// enough, each row of a table with headings becomes a list. A width of 0 has no limit.
 func Layout(text string, width int) string {
 	var out strings.Builder
 	var table [][]string
@@ -127,7 +126,7 @@ func writeTable(out *strings.Builder, rows [][]string, width int) {
 	}
 }
 
-// writeLists writes each row below the first as a list, of what is not empty, each with its heading.
+// writeLists writes each row below the first as a list of its cells with their headings, without empty cells.
 func writeLists(out *strings.Builder, rows [][]string, width int) {
 	start := 0
 	for _, heading := range rows[0] {

@@ -15,7 +15,7 @@ const (
 	// BlockSize is the block size of nearly every Postgres, in bytes. It only decides how much is read.
 	BlockSize = 8192
 
-	// SampleBlocks is how much of a table is read at most, 100 MB, unless all rows are to be counted.
+	// SampleBlocks is the largest part of a table that a sample reads, 100 MB.
 	SampleBlocks = 12_800
 )
 
@@ -26,7 +26,7 @@ type TableSize struct {
 	TotalBytes int64  `json:"total_bytes"` // with its index
 }
 
-// TableSizes are the sizes of the tables, and how many percent of each to read: all if it is small, or has to be exact.
+// TableSizes returns the sizes of the tables, and how many percent of each to read: all if exact, or if it is small.
 func TableSizes(ctx context.Context, tx pgx.Tx, exact bool) ([]TableSize, map[string]float64, error) {
 	rows, err := tx.Query(ctx, sizesSQL)
 	if err != nil {
@@ -54,7 +54,7 @@ func AddSizes(all, more []TableSize) []TableSize {
 	return all
 }
 
-// SampleShare returns how much of a table a sample reads, from 0 to 1.
+// SampleShare returns which part of a table a sample reads, from 0 to 1.
 func SampleShare(bytes int64) float64 {
 	return min(1, SampleBlocks*BlockSize/math.Max(float64(bytes), 1))
 }

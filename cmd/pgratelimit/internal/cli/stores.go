@@ -79,7 +79,7 @@ func readProxy(ctx context.Context, tx pgx.Tx) (connections []string, schema str
 	return connections, q.Schema, nil
 }
 
-// InFirst calls do for what one database has for all, such as the policies: the first shard of a proxy.
+// InFirst calls do for this database, or for the first shard of a proxy. Policies, for example, are only there.
 func (a *App) InFirst(ctx context.Context, do func(pool *pgxpool.Pool) error) error {
 	return a.WithPool(ctx, func(pool *pgxpool.Pool) error {
 		all, err := a.Shards(ctx, pool)
@@ -123,7 +123,7 @@ func (a *App) InStores(ctx context.Context, do func(store *App, pool *pgxpool.Po
 	})
 }
 
-// About says which shard an error is about, if it is about one.
+// About adds the shard to an error, if a is one.
 func (a *App) About(err error) error {
 	if err == nil || a.Connection == "" {
 		return err
@@ -131,7 +131,7 @@ func (a *App) About(err error) error {
 	return &shardError{a.ShardName(), err}
 }
 
-// ShardName is what people call a shard: by its place and its database.
+// ShardName names a shard by its place and its database.
 func (a *App) ShardName() string {
 	database := "?"
 	if config, err := pgconn.ParseConfig(a.Connection); err == nil {

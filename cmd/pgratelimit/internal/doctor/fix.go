@@ -21,11 +21,11 @@ import (
 //go:embed sql/grants.sql
 var grantsSQL string
 
-// mostRounds is how often fix looks again. What it makes in a round may need what it has made in the one before.
+// mostRounds is how often fix looks again. A round may need what the one before it made.
 const mostRounds = 6
 
-// definitions returns the statements of the migrations up to a version that make each object, by its name, and those
-// that settle what functions see and who has rights.
+// definitions returns the statements of the migrations up to a version: those that make each object, by its name, and
+// those that set what functions see and who has rights.
 func definitions(version int64) (of map[string][]string, settle []string, err error) {
 	all, err := cli.ReadMigrations()
 	if err != nil {
@@ -64,7 +64,7 @@ func definitions(version int64) (of map[string][]string, settle []string, err er
 	return of, settle, nil
 }
 
-// InPlace tells whether fix makes a difference go away: it is in something that the migrations make.
+// InPlace tells whether fix removes a difference: it is in something that the migrations make.
 func InPlace(d catalog.Difference, made catalog.Catalog) bool {
 	object, expected := made[d.Object]
 	kind, _, _ := strings.Cut(d.Object, " ")
@@ -79,8 +79,8 @@ func InPlace(d catalog.Difference, made catalog.Catalog) bool {
 	return object.Aspects[d.Aspect] != ""
 }
 
-// emptied returns the tables that fix makes anew without their rows, because columns of them are missing without which
-// a row means nothing: they have no default, and are not null.
+// emptied returns the tables that fix makes anew without their rows. They lack a column without which a row means
+// nothing: it has no default, and is not null.
 func emptied(differences []catalog.Difference, made, found catalog.Catalog) (tables []string) {
 	for _, d := range differences {
 		name := catalog.Name(d.Object)
@@ -124,7 +124,7 @@ func isDivided(found catalog.Catalog) bool {
 	return false
 }
 
-// repairs returns statements that make what differs what it should be, or what it needs first.
+// repairs returns statements that remove differences, or that make what the next round needs for that.
 func repairs(differences []catalog.Difference, made, found catalog.Catalog, of map[string][]string) []string {
 	var types, tables, functions, rest []string
 	counts := false
@@ -141,7 +141,7 @@ func repairs(differences []catalog.Difference, made, found catalog.Catalog, of m
 		case !InPlace(d, made) || whole && done[d.Object]:
 		case kind == "type":
 			if !missing {
-				for other := range found { // those who have it come back in the next round
+				for other := range found { // the next round makes the functions that use the type
 					if _, ours := made[other]; ours && strings.HasPrefix(other, "function ") && (strings.Contains(
 						other, name) || strings.Contains(found[other].Aspects["result"], name)) {
 						types = append(types, "DROP FUNCTION IF EXISTS "+strings.TrimPrefix(other, "function "))
@@ -210,13 +210,13 @@ func repairs(differences []catalog.Difference, made, found catalog.Catalog, of m
 	return slices.Concat(types, tables, functions, rest)
 }
 
-// columnText is how the catalog tells what a column is: its type, whether it is not null, its default, collation, how
-// it is generated, and its storage.
+// columnText is the catalog's text for a column: its type, whether it is not null, its default and collation, how it is
+// generated, and its storage.
 var columnText = regexp.MustCompile(
 	`^(.+?)( not null)?(?: default (.+?))?(?: collate (\S+))?(?: generated (\w+))? storage (\w)$`)
 
-// alterColumn returns the statements that make a column what it should be, and those that have to wait for functions,
-// because they may run triggers. The table keeps its rows and whatever others have added to it.
+// alterColumn returns the statements that repair a column. Those in later may run triggers, so they come after the
+// functions. The table keeps its rows and what others added to it.
 func alterColumn(table, column, was, is string) (now, later []string) {
 	old, want := columnText.FindStringSubmatch(was), columnText.FindStringSubmatch(is)
 	if want == nil {
@@ -273,7 +273,7 @@ func alterColumn(table, column, was, is string) (now, later []string) {
 	return now, later
 }
 
-// countOn has no number given again that a policy or its history has.
+// countOn sets sequences so that they give no number again that a policy or its history has.
 var countOn = []string{
 	`SELECT setval(s, greatest(pg_sequence_last_value(s), (SELECT max(id) FROM rate_limit_policy),
 		(SELECT max(policy_id) FROM rate_limit_policy_history)))
@@ -282,8 +282,8 @@ var countOn = []string{
 	FROM CAST(pg_get_serial_sequence('rate_limit_policy_history', 'version') AS regclass) AS s`,
 }
 
-// mend makes anew, in one transaction, what the migrations have made and is missing or changed. Rights stay as they
-// are. It returns what it has mended.
+// mend repairs, in one transaction, what the migrations made and is missing or changed. Rights stay as they are. It
+// returns what it repaired.
 func mend(ctx context.Context, a *cli.App, pool *pgxpool.Pool, yes bool) (mended []string, err error) {
 	e := &Examination{App: a, Pool: pool}
 	if err := e.ReadServer(ctx); err != nil {
@@ -300,8 +300,7 @@ func mend(ctx context.Context, a *cli.App, pool *pgxpool.Pool, yes bool) (mended
 	if err != nil {
 		return nil, err
 	}
-	// The tables are locked as a whole from the beginning on, so that nothing commits that would be lost. Nobody is
-	// asked meanwhile.
+	// The transaction locks all tables at once, so that nothing commits that would be lost. The question comes before.
 	differences := e.Found.Differences(made, e.Server.Owner)
 	if e.Server.Tables > 0 && len(repairs(differences, made, e.Found, of)) == 0 {
 		return nil, nil
@@ -323,7 +322,7 @@ func mend(ctx context.Context, a *cli.App, pool *pgxpool.Pool, yes bool) (mended
 	err = a.Transaction(ctx, pool, pgx.ReadWrite, cli.AccessExclusive, true, func(tx pgx.Tx) error {
 		q, _ := tx.(cli.Qualified)
 		tx, schema, owner := q.Tx, q.Schema, e.Server.Owner
-		if e.Server.Tables == 0 { // of which nobody knows where they were
+		if e.Server.Tables == 0 { // nothing tells where they were
 			if schema, owner, err = e.versionHome(ctx); err != nil {
 				return err
 			}
@@ -418,7 +417,7 @@ func mend(ctx context.Context, a *cli.App, pool *pgxpool.Pool, yes bool) (mended
 	return mended, nil
 }
 
-// versionHome returns the schema that search_path names first, and who owns the function there that tells the version.
+// versionHome returns the first schema of search_path, and the owner of rate_limit_version there.
 func (e *Examination) versionHome(ctx context.Context) (schema, owner string, err error) {
 	pool, err := e.App.Open(ctx, e.App.InSchema)
 	if err != nil {

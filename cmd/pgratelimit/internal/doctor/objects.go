@@ -69,7 +69,7 @@ func (e *Examination) CheckMigrations(ctx context.Context) (cli.Finding, error) 
 		return cli.Finding{}, err
 	}
 	e.told = true
-	if err != nil { // for example because of a stranger's version table or function
+	if err != nil { // such as a stranger's version table or function
 		e.Applied = e.Found.Nearest(e.Server.Owner)
 		return cli.Problem.Finding("do what it says", "%s", cli.OneLine(err)), nil
 	}
@@ -96,7 +96,7 @@ func (e *Examination) CheckMigrations(ctx context.Context) (cli.Finding, error) 
 		return cli.Problem.Finding(fmt.Sprintf("`CREATE FUNCTION %s RETURNS bigint LANGUAGE sql IMMUTABLE "+
 			"AS ' SELECT %d::bigint '`, `GRANT EXECUTE ON FUNCTION %s TO PUBLIC`, then %s",
 			name, e.Applied, name, e.Command("migrate up")),
-			"there are tables, and nothing says which version they are of; they are most like those of version %d",
+			"nothing says the version of the tables; they are most like those of version %d",
 			e.Applied), nil
 	case e.Applied > latest:
 		return cli.OK("at version %d, of a newer release than this command", e.Applied), nil
@@ -106,7 +106,7 @@ func (e *Examination) CheckMigrations(ctx context.Context) (cli.Finding, error) 
 	return cli.OK("up to date, at version %d in schema %s", e.Applied, e.Server.Schema), nil
 }
 
-// elsewhere is the finding that the tables are not where this role looks. found says so.
+// elsewhere says that the tables are not where this role looks.
 func (e *Examination) elsewhere(found string) cli.Finding {
 	switch {
 	case len(e.Server.UsableIn) > 0:
@@ -130,7 +130,7 @@ func (e *Examination) readCatalog(ctx context.Context) error {
 	})
 }
 
-// checkObjects compares what is there with what the migrations make.
+// checkObjects compares the objects with those that the migrations make.
 func (e *Examination) checkObjects(context.Context) (cli.Finding, error) {
 	if !e.told {
 		return cli.Warning.Finding("mend what keeps the migrations from being looked at",
@@ -143,7 +143,7 @@ func (e *Examination) checkObjects(context.Context) (cli.Finding, error) {
 	return e.judgeObjects(made), nil
 }
 
-// judgeObjects leaves to the checks of the tables what those find.
+// judgeObjects leaves out what the checks of the tables find.
 func (e *Examination) judgeObjects(made catalog.Catalog) cli.Finding {
 	var wrong, mend, drop, dropTables []string
 	inside, gone, how := false, false, cli.Warning
@@ -231,8 +231,8 @@ func (e *Examination) judgeObjects(made catalog.Catalog) cli.Finding {
 	return how.Finding(strings.Join(mend, "; then "), "not what the migrations made: %s", strings.Join(wrong, "; "))
 }
 
-// harmless tells whether a difference is a column or an index that somebody has added to a table, and that refuses no
-// row: our statements leave the column out, and the index is not unique.
+// harmless tells whether a difference is an added column or index that refuses no row: our statements leave the column
+// out, and the index is not unique.
 func harmless(d catalog.Difference, made, found catalog.Catalog) bool {
 	if !strings.HasPrefix(d.Object, "table ") || d.Aspect == "" || made[d.Object].Aspects[d.Aspect] != "" {
 		return false
