@@ -14,9 +14,10 @@
 //
 //   - Migrate the database first, by package migrations, and delete expired rows by package cleanup.
 //   - Make one [Client] for the pool, and a [Limiter] for each limit. [New] makes both if there is one limit.
-//   - Choose a policy: [FixedWindow], [SlidingWindow], [TokenBucket], [SlidingLog], [CalendarWindow], or [All] of several.
-//   - Ask: [Limiter.Allow] takes, [Limiter.Peek] looks, and [Limiter.Wait] blocks until there is room. Package httplimit
-//     does it for an [net/http.Handler].
+//   - Choose a policy: [FixedWindow], [SlidingWindow], [TokenBucket], [SlidingLog], [CalendarWindow], or [All] of
+//     several.
+//   - Ask: [Limiter.Allow] takes, [Limiter.Peek] looks, and [Limiter.Wait] blocks until there is room. Package
+//     httplimit does it for an [net/http.Handler].
 //   - Say what to answer while Postgres is away: [Config].OnFailure.
 //
 // # More
@@ -28,7 +29,8 @@
 //   - Other numbers for the same keys: [Limiter.With]. Limits that change without a deploy: [Policies], [Ban] and
 //     [Limiter.Explain].
 //   - Very busy keys: [Lease].
-//   - Errors: compare them by [errors.Is] with the variables below. [ErrorKind] names one in a word. A denial is no error.
+//   - Errors: compare them by [errors.Is] with the variables below. [ErrorKind] names one in a word. A denial is no
+//     error.
 //   - Metrics: [Observer]. The log tells of outages by itself.
 //   - Tests: [TestConfig] replaces the clocks, and package ratelimittest has a database in memory.
 //
