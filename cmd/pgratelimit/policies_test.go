@@ -539,7 +539,7 @@ func TestExplain(t *testing.T) {
 			"left      10 under sliding 10/1m in rate_limit_ephemeral, untouched\n")
 	out := invoke(t, db.URL, "explain", "api", "a:1").done(t)
 	require.Contains(t, out, "in force  the policy in the code, which this command cannot know\n")
-	require.Contains(t, out, "left      not known: it depends on the policy in the code: give that with --policy\n")
+	require.Contains(t, out, "left      not known: it depends on the policy in the code: give it with --policy\n")
 
 	invoke(t, db.URL, "take", "api", "a:1", "--policy", "sliding 100/1h, sliding 1000/1d", "--cost", "40").done(t)
 	changed(t, db.URL, "policy", "set", "api", "--everybody", "sliding 100/1h, sliding 1000/1d", why)
