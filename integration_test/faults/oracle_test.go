@@ -215,12 +215,12 @@ type portion struct{ Units, Spent, Since, In, At int64 }
 
 // partsOf are those of a result. It is nil if the result has taken nothing.
 func partsOf(result ratelimit.Result) []portion {
-	receipt := reflect.ValueOf(result).FieldByName("receipt")
+	receipt := reflect.ValueOf(result).FieldByName("taken").FieldByName("Receipt")
 	if receipt.IsNil() {
 		return nil
 	}
 	var parts []portion
-	for _, p := range receipt.Elem().FieldByName("parts").Seq2() {
+	for _, p := range receipt.Elem().FieldByName("Parts").Seq2() {
 		number := func(field string) int64 { return p.FieldByName(field).Int() }
 		parts = append(parts, portion{number("Units"), number("Spent"), number("Since"), number("In"), number("At")})
 	}
