@@ -31,15 +31,16 @@ const (
 
 // All returns the table, in the order of the codes.
 //
-// A new algorithm needs a line here and one in algorithms.go, NAME.go with its policy, and internal/model/NAME.go with
-// its rules, and NAME_test.go beside that. It needs sql/NAME.sql with the rules, and internal/engine/call/NAME.sql with
-// the statement that calls its function. The function goes into deploy/grants.sql, docs/operating.md and, with the
+// A new algorithm needs a line here. NAME.go has its policy, and a case of policyOf in policy.go makes it of numbers.
+// internal/model/NAME.go has its rules, and a case of model.Of makes them of numbers; NAME_test.go lies beside that.
+// sql/NAME.sql has the rules in SQL, and internal/engine/call/NAME.sql the statement that calls its function. The
+// function goes into deploy/grants.sql, docs/operating.md and, with the
 // types of its arguments, cmd/pgratelimit/internal/cli/sql/foreign.sql. An example of its text form goes into
 // docs/algorithms.md. Then run make sql. TestEveryAlgorithmIsComplete tells which of these is missing. Once a release
 // has the functions, internal/gensql needs a further migration for it.
 //
 // If something flows in, as into a TokenBucket, if there is a log, as of a SlidingLog, or a time zone, as of a
-// CalendarWindow, look for these names and codes in fallback.go, model.go, credit.go, statement.go, takes.go, text.go
+// CalendarWindow, look for these names and codes in internal/engine, model.go and credit.go of internal/model, text.go
 // here, sql/all.sql, sql/refund.sql, sql/takeall.sql and sql/policy.sql, too.
 func All() []Algorithm { return slices.Clone(table[:]) }
 
