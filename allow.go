@@ -122,7 +122,7 @@ func (l *Limiter) countDenial(key string, n int64, result *Result, err error) {
 	}
 }
 
-// resultOr is what the caller is told of an outcome.
+// answer is what the caller is told of an outcome.
 func answer(o *engine.Outcome, err error) (Result, error) {
 	if err != nil {
 		return Result{}, err

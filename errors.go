@@ -216,11 +216,11 @@ func (e *StoreError) Unwrap() error { return e.Err }
 
 // publicError makes an error that callers know of one of package engine or pg.
 func publicError(err error) error {
-	switch _, store := err.(*pg.Error); { //nolint:errorlint // they wrap none
-	case store:
+	_, inner := errors.AsType[*pg.Error](err) // or several, of ReturnLeases
+	_, public := errors.AsType[*StoreError](err)
+	switch {
+	case inner && !public:
 		return &StoreError{err}
-	case err == nil:
-		return nil
 	case errors.Is(err, pg.ErrKeyRefused):
 		return errRefused
 	case errors.Is(err, pg.ErrNameRefused):

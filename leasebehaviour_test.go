@@ -355,7 +355,10 @@ func TestReturnLeasesWaits(t *testing.T) {
 		require.Equal(t, 1, l.allow("other", 1))
 		l.db.set(func(context.Context) error { elapse(5 * time.Second); return turnedAway(t.Context()) })
 		elapse(27 * time.Second)
-		require.ErrorIs(t, l.client.ReturnLeases(t.Context()), ErrUnavailable)
+		err := l.client.ReturnLeases(t.Context())
+		require.ErrorIs(t, err, ErrUnavailable)
+		var store *StoreError
+		require.ErrorAs(t, err, &store)
 		require.Equal(t, LeaseEvent{Taken: 24, Returned: 8, Stranded: 8}, l.told())
 	})
 }

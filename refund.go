@@ -102,7 +102,7 @@ func (l *Limiter) Grant(ctx context.Context, key string, n int64) (Result, error
 	if err := ctx.Err(); err != nil {
 		return Result{}, gaveUp(err)
 	}
-	o, err := l.client.engine.Grant(ctx, l.question(l.view.Known(l.model, key), key, -n))
+	o, err := l.client.engine.Direct(ctx, nil, l.question(l.view.Known(l.model, key), key, -n))
 	l.waiting.WakeUp(key) // those who wait for the key may fit now
 	return answer(&o, publicError(err))
 }

@@ -63,7 +63,7 @@ func (t TxLimiter) AllowN(ctx context.Context, key string, n int64) (result Resu
 	if err := checkCost(n, policy); err != nil {
 		return Result{}, err
 	}
-	o, err := l.client.engine.AllowIn(ctx, t.tx, l.question(policy, key, n))
+	o, err := l.client.engine.Direct(ctx, t.tx, l.question(policy, key, n))
 	result, err = answer(&o, publicError(err))
 	l.countDenial(key, n, &result, err)
 	return result, err
@@ -104,7 +104,7 @@ func (t TxLimiter) Grant(ctx context.Context, key string, n int64) (Result, erro
 		return Result{}, err
 	}
 	l := t.limiter
-	o, err := l.client.engine.AllowIn(ctx, t.tx, l.question(l.view.Known(l.model, key), key, -n))
+	o, err := l.client.engine.Direct(ctx, t.tx, l.question(l.view.Known(l.model, key), key, -n))
 	return answer(&o, publicError(err))
 }
 

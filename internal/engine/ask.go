@@ -68,14 +68,10 @@ func (e *Engine) remembered(a *Ask) (Outcome, bool) {
 	return o, true
 }
 
-// AllowIn has a question decided in a transaction of the caller's. It also grants.
-func (e *Engine) AllowIn(ctx context.Context, tx pgx.Tx, a Ask) (Outcome, error) {
+// Direct has the database decide a question, whatever is leased or remembered. It also grants, with a Cost below 0. tx
+// is nil, or the caller's.
+func (e *Engine) Direct(ctx context.Context, tx pgx.Tx, a Ask) (Outcome, error) {
 	return e.Decide(ctx, tx, e.Request(&a))
-}
-
-// Grant gives credit to a key: -Cost, which is below 0.
-func (e *Engine) Grant(ctx context.Context, a Ask) (Outcome, error) {
-	return e.Decide(ctx, nil, e.Request(&a))
 }
 
 // Refund gives back the units of a receipt from the from-th to the to-th, to a space of the same rows. tx is nil, or
