@@ -487,7 +487,7 @@ func TestSetsBesideANewRowAreDecidedAtOneInstant(t *testing.T) {
 					Config{
 						Name:   "known",
 						Policy: FixedWindow{Limit: 10, Window: year},
-						Client: ClientConfig{Timeout: amply, Test: frozen(t0)},
+						Client: ClientConfig{Test: frozen(t0)},
 					},
 				)
 				_, err := limiter.AllowN(t.Context(), "key", change.take)

@@ -25,7 +25,7 @@ import (
 // threeLimits are limiters for an address, a user and all together, of every algorithm and in both tables.
 func threeLimits(t *testing.T, db DBTX, address, user, everybody int64) (a, b, c *Limiter) {
 	t.Helper()
-	client := newClient(t, db, ClientConfig{Timeout: amply, Test: frozen(t0)})
+	client := newClient(t, db, ClientConfig{Test: frozen(t0)})
 	a = client.limiter(t, Config{Name: "address", Policy: SlidingWindow{Limit: address, Window: year}})
 	b = client.limiter(
 		t,
@@ -327,7 +327,7 @@ func TestSetsAreCoalesced(t *testing.T) {
 	const calls = 200
 	db := pgtest.New(t)
 	pool, counted := tracedPool(t, db)
-	client := newClient(t, pool, ClientConfig{Timeout: amply, MaxInFlight: 1})
+	client := newClient(t, pool, ClientConfig{MaxInFlight: 1})
 	a := client.limiter(t, Config{Name: "address", Policy: FixedWindow{Limit: 10, Window: year}})
 	b := client.limiter(
 		t,
@@ -401,7 +401,7 @@ func TestAllowAllWaitsForTheLogIfOneLimiterDoes(t *testing.T) {
 	for _, synchronous := range []bool{false, true} {
 		db := pgtest.New(t)
 		probe(t, db)
-		client := newClient(t, db.Pool, ClientConfig{Timeout: amply})
+		client := newClient(t, db.Pool, ClientConfig{})
 		quick := client.limiter(t, Config{Name: "quick", Policy: FixedWindow{Limit: 5, Window: year}})
 		durable := client.limiter(
 			t,

@@ -312,7 +312,7 @@ func TestBreakerOpensDuringTheWaitForATurn(t *testing.T) {
 	l := newLimiter(
 		t,
 		conn,
-		Config{Name: "test", Policy: hourly, OnFailure: FailClosed(), Client: ClientConfig{Timeout: amply}},
+		Config{Name: "test", Policy: hourly, OnFailure: FailClosed()},
 	)
 	calls := map[string]func() error{
 		"AllowAll": func() error { _, err := AllowAll(context.Background(), l.Request("key", 1)); return err },

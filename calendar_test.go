@@ -18,7 +18,7 @@ import (
 func TestUnknownTimeZone(t *testing.T) {
 	t.Parallel()
 	db := pgtest.New(t)
-	client := newClient(t, db.Pool, ClientConfig{Timeout: amply})
+	client := newClient(t, db.Pool, ClientConfig{})
 	good := client.limiter(t, Config{Name: "good", Policy: slowCalendar(1000)})
 	bad := client.limiter(t, Config{
 		Name: "bad", Policy: CalendarWindow{Limit: 1000, Unit: CalendarMonth, Zone: "Mars/Phobos"}, OnFailure: FailOpen(),
@@ -73,7 +73,7 @@ func TestUnknownTimeZone(t *testing.T) {
 // In memory, the time zones are those that this process knows.
 func TestUnknownTimeZoneInMemory(t *testing.T) {
 	t.Parallel()
-	client := newClient(t, &memory.DB{}, ClientConfig{Timeout: amply})
+	client := newClient(t, &memory.DB{}, ClientConfig{})
 	bad := client.limiter(t, Config{Name: "bad", Policy: CalendarWindow{Limit: 10, Unit: CalendarDay, Zone: "Mars/Phobos"}})
 	good := client.limiter(t, Config{Name: "good", Policy: CalendarWindow{Limit: 10, Unit: CalendarDay, Zone: "Asia/Tokyo"}})
 	testkit.Together(20, func(g int) {

@@ -135,7 +135,7 @@ func TestNothingIsLeftAtRest(t *testing.T) {
 		Config{
 			Name:   "test",
 			Policy: FixedWindow{Limit: 100, Window: year},
-			Client: ClientConfig{Timeout: amply, MaxInFlight: 4, MaxBatch: 7},
+			Client: ClientConfig{MaxInFlight: 4, MaxBatch: 7},
 		},
 	)
 	left := testkit.Offspring(t, func(context.Context) {
@@ -270,7 +270,7 @@ func TestFrozenServer(t *testing.T) {
 	result, err := newLimiter(
 		t,
 		pool,
-		Config{Name: "test", Policy: limiter.Config().Policy, Client: ClientConfig{Timeout: amply}},
+		Config{Name: "test", Policy: limiter.Config().Policy},
 	).Allow(t.Context(), "key")
 	require.NoError(t, err)
 	require.True(t, result.Allowed)

@@ -12,6 +12,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 
+	"github.com/pgratelimit/ratelimit/internal/deadline"
 	"github.com/pgratelimit/ratelimit/internal/engine"
 	"github.com/pgratelimit/ratelimit/internal/pg"
 )
@@ -69,7 +70,7 @@ type TestConfig struct {
 
 func (c ClientConfig) withDefaults() ClientConfig {
 	if c.Timeout == 0 {
-		c.Timeout = time.Second
+		c.Timeout = deadline.Default
 	}
 	if c.MaxInFlight == 0 {
 		c.MaxInFlight = 2

@@ -47,7 +47,7 @@ func TestMixedStatementEqualsTheModel(t *testing.T) {
 		r := rand.New(rand.NewPCG(seed, story))
 		clock := &setClock{at: t0}
 		client := newClient(t, db.Pool, ClientConfig{
-			Timeout: amply, DenialMaxAge: amply, Test: TestConfig{Now: clock.now},
+			DenialMaxAge: amply, Test: TestConfig{Now: clock.now},
 		})
 		limiters := make([][]*Limiter, 6) // and the same with other numbers
 		for i := range limiters {
@@ -215,7 +215,7 @@ func TestTwentyLimitersShareTwoConnections(t *testing.T) {
 	load := func(t *testing.T, share bool) *statements {
 		t.Helper()
 		pool, asked := tracedPool(t, pgtest.New(t))
-		client := newClient(t, pool, ClientConfig{Timeout: amply})
+		client := newClient(t, pool, ClientConfig{})
 		var all []*Limiter
 		for i := range limiters {
 			kind := [...]string{"fixed window", "sliding window", "token bucket", "sliding log", "calendar"}[i%5]
@@ -224,7 +224,6 @@ func TestTwentyLimitersShareTwoConnections(t *testing.T) {
 			if share {
 				all = append(all, client.limiter(t, config))
 			} else {
-				config.Client.Timeout = amply
 				all = append(all, newLimiter(t, pool, config))
 			}
 		}
@@ -365,7 +364,7 @@ func TestLimiterThatReturnsErrorsAsksWhileTheBreakerIsOpen(t *testing.T) {
 	})
 	t.Run("on one connection", func(t *testing.T) {
 		t.Parallel()
-		client := newClient(t, pgtest.Connect(t, pgtest.New(t)), ClientConfig{Timeout: amply})
+		client := newClient(t, pgtest.Connect(t, pgtest.New(t)), ClientConfig{})
 		l := client.limiter(t, Config{Name: "test", Policy: hourly})
 		for range engine.BreakerFailures {
 			client.engine.Batcher.Breaker.Report(engine.KindEphemeral, turnedAwayError(), false)
@@ -415,7 +414,7 @@ func TestSlowLimiterDelaysOthersByOneStatement(t *testing.T) {
 		const slow = 100 * time.Millisecond
 		db := newModelDB()
 		db.takes = slow
-		client := newClient(t, db, ClientConfig{Timeout: amply, MaxInFlight: 1, MaxBatch: 100})
+		client := newClient(t, db, ClientConfig{MaxInFlight: 1, MaxBatch: 100})
 		huge := client.limiter(t, Config{Name: "huge", Policy: FixedWindow{Limit: 10_000, Window: time.Hour}})
 		small := client.limiter(t, Config{Name: "small", Policy: hourly})
 		began := time.Now()

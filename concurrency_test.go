@@ -226,7 +226,7 @@ func TestSweeperAtFullSpeed(t *testing.T) {
 	config := Config{
 		Name:          "test",
 		Policy:        FixedWindow{Limit: limit, Window: year},
-		Client:        ClientConfig{Timeout: amply, MaxBatch: 4},
+		Client:        ClientConfig{MaxBatch: 4},
 		NoDenialCache: true,
 	}
 

@@ -30,7 +30,7 @@ func TestOneConnection(t *testing.T) {
 	} {
 		for kind, policy := range slowPolicies(60) {
 			conn := open()
-			limiter := newLimiter(t, conn, Config{Name: name, Policy: policy, Client: ClientConfig{Timeout: amply}})
+			limiter := newLimiter(t, conn, Config{Name: name, Policy: policy})
 			results, errs := make([]Result, 100), make([]error, 100)
 			testkit.Together(len(results), func(i int) { results[i], errs[i] = limiter.Allow(t.Context(), kind) })
 			require.NoError(t, errors.Join(errs...), name)
@@ -113,7 +113,7 @@ func TestLimitersOnOneConnectionTakeTurns(t *testing.T) {
 			limiters[i] = newLimiter(
 				t,
 				dbs[i%len(dbs)],
-				Config{Name: fmt.Sprint(name, i), Policy: policy, Client: ClientConfig{Timeout: amply}},
+				Config{Name: fmt.Sprint(name, i), Policy: policy},
 			)
 		})
 		errs := make([]error, 8*len(limiters))
@@ -205,7 +205,7 @@ func TestSmallPools(t *testing.T) {
 		limiter := newLimiter(
 			t,
 			pool,
-			Config{Name: "test", Policy: FixedWindow{Limit: 1000, Window: year}, Client: ClientConfig{Timeout: amply}},
+			Config{Name: "test", Policy: FixedWindow{Limit: 1000, Window: year}},
 		)
 		errs := make([]error, 60)
 		testkit.Together(len(errs), func(i int) {
@@ -237,7 +237,6 @@ func TestSessionsThatAreEndedAtRest(t *testing.T) {
 	})
 	l := newLimiter(t, pool, Config{
 		Name: "x", Policy: SlidingWindow{Limit: 100, Window: year}, OnFailure: FailOpen(),
-		Client: ClientConfig{Timeout: amply},
 	})
 	for range 5 {
 		conns := make([]*pgxpool.Conn, 4)

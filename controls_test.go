@@ -328,7 +328,7 @@ func TestDecidingWithoutTheLockAdmitsTooMany(t *testing.T) {
 			if broken {
 				pgtest.Rewrite(t, db.Pool, variant.function, variant.oldNew...)
 			}
-			config := Config{Name: "test", Policy: variant.policy, Client: ClientConfig{Timeout: amply}}
+			config := Config{Name: "test", Policy: variant.policy}
 			limiter := newLimiter(t, db.NewPool(t, nil), config)
 			_, err := limiter.Allow(t.Context(), "key")
 			require.NoError(t, err)
@@ -378,7 +378,6 @@ func TestUpdatingByTidInTheStatementOfTheLockIsLost(t *testing.T) {
 		config := Config{
 			Name:   "test",
 			Policy: FixedWindow{Limit: 10, Window: year},
-			Client: ClientConfig{Timeout: amply},
 		}
 		limiter := newLimiter(t, db.NewPool(t, nil), config)
 		somebody := pgtest.Begin(t, db)
@@ -414,7 +413,6 @@ func TestRowThatVanishesIsMissedWithoutTheLoop(t *testing.T) {
 		Config{
 			Name:   "test",
 			Policy: All(FixedWindow{Limit: 10, Window: year}, SlidingLog{Limit: 10, Window: year}),
-			Client: ClientConfig{Timeout: amply},
 		},
 	)
 	_, err := limiter.Allow(t.Context(), "key")
@@ -431,7 +429,7 @@ func TestDenialThatWritesIsSeen(t *testing.T) {
 	for name, policy := range slowPolicies(10) {
 		db := pgtest.New(t)
 		pgtest.Rewrite(t, db.Pool, stepOf(policy), "s.changed := s.granted > 0 OR", "s.changed := true OR")
-		config := Config{Name: "test", Policy: policy, Client: ClientConfig{Timeout: amply}, NoDenialCache: true}
+		config := Config{Name: "test", Policy: policy, NoDenialCache: true}
 		limiter := newLimiter(t, db.NewPool(t, nil), config)
 		_, err := limiter.AllowN(t.Context(), "key", 10)
 		require.NoError(t, err)
@@ -479,7 +477,7 @@ func TestUpdatesAreHOT(t *testing.T) {
 				limiter := newLimiter(
 					t,
 					pool,
-					Config{Name: name, Policy: policy, Client: ClientConfig{Timeout: amply, Test: everySecond}},
+					Config{Name: name, Policy: policy, Client: ClientConfig{Test: everySecond}},
 				)
 				for i := range updates {
 					result, err := limiter.Allow(t.Context(), fmt.Sprint(i%keys))

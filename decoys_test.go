@@ -112,7 +112,7 @@ func callEverything(t *testing.T, db *pgtest.DB, pool *pgxpool.Pool) error {
 				Name: fmt.Sprint(
 					story,
 					step.Name,
-				), Policy: policyOf(step.Policy.Numbers()), Durable: step.Durable, Client: ClientConfig{Timeout: amply, Test: frozen(time.UnixMicro(step.Clock))},
+				), Policy: policyOf(step.Policy.Numbers()), Durable: step.Durable, Client: ClientConfig{Test: frozen(time.UnixMicro(step.Clock))},
 			})
 			if err := limiter.decide(t.Context(), pool, slices.Clone(step.Elements), engine.Transaction{}); err != nil {
 				return fmt.Errorf("%s=%d: %v: %w", seedVariable, seed, step, err)
@@ -123,7 +123,7 @@ func callEverything(t *testing.T, db *pgtest.DB, pool *pgxpool.Pool) error {
 	for _, schema := range []string{"", "limits"} {
 		for _, durable := range []bool{false, true} {
 			var requests []Request
-			client := newClient(t, pool, ClientConfig{Schema: schema, Timeout: amply})
+			client := newClient(t, pool, ClientConfig{Schema: schema})
 			for name, policy := range slowPolicies(10) {
 				config := Config{Name: schema + name, Policy: policy, Durable: durable, SynchronousCommit: durable}
 				limiter := client.limiter(t, config)

@@ -210,7 +210,7 @@ func newOrders(t *testing.T, policy single, conn, tx *pgx.Conn, elsewhere elsewh
 	config := Config{
 		Name:   "l",
 		Policy: policy,
-		Client: ClientConfig{Timeout: amply, DenialMaxAge: 2 * time.Second, Test: TestConfig{Now: time.Now}},
+		Client: ClientConfig{DenialMaxAge: 2 * time.Second, Test: TestConfig{Now: time.Now}},
 	}
 	o.l = newLimiter(t, o.gate, config)
 	config.Name, config.Policy = "lead", FixedWindow{Limit: 1 << 20, Window: time.Hour}

@@ -57,7 +57,7 @@ func TestEncodingsAndLiterals(t *testing.T) {
 								Name:    name + schema,
 								Policy:  policy,
 								Durable: durable,
-								Client:  ClientConfig{Schema: schema, Timeout: amply},
+								Client:  ClientConfig{Schema: schema},
 							},
 						)
 						for name, call := range everyCall(limiter, "key") {
@@ -121,7 +121,6 @@ func TestKeyThatTheEncodingRefuses(t *testing.T) {
 				Config{
 					Name:      "test",
 					Policy:    FixedWindow{Limit: 10, Window: year},
-					Client:    ClientConfig{Timeout: amply},
 					OnFailure: FailOpen(),
 				},
 			)
@@ -202,7 +201,7 @@ func TestNameThatTheEncodingRefuses(t *testing.T) {
 			limiter := newLimiter(
 				t,
 				c.pool,
-				Config{Name: c.name, Policy: policy, Client: ClientConfig{Timeout: amply}, OnFailure: FailOpen()},
+				Config{Name: c.name, Policy: policy, OnFailure: FailOpen()},
 			)
 			several := limiter
 			if len(c.name) < maxNameLen {
@@ -255,7 +254,7 @@ func TestMixedBatchWithARefusedName(t *testing.T) {
 		pool := db.NewPool(t, func(config *pgxpool.Config) {
 			config.ConnConfig.RuntimeParams["client_encoding"] = encoding
 		})
-		client := newClient(t, pool, ClientConfig{Timeout: amply})
+		client := newClient(t, pool, ClientConfig{})
 		var batch []*engine.Request
 		wrong := map[int]bool{}
 		for i, name := range names {
@@ -323,7 +322,7 @@ func TestSchemaThatIsNotASCII(t *testing.T) {
 			pgtest.Exec(t, utf8, `CREATE SCHEMA "régie"`)
 			for client, pool := range map[string]*pgxpool.Pool{"UTF8": utf8, "LATIN1": open("LATIN1")} {
 				require.NoError(t, migrations.Up(t.Context(), pool), client)
-				config := Config{Name: "test", Policy: FixedWindow{Limit: 9, Window: time.Hour}, OnFailure: FailOpen(), Client: ClientConfig{Timeout: amply}}
+				config := Config{Name: "test", Policy: FixedWindow{Limit: 9, Window: time.Hour}, OnFailure: FailOpen()}
 				_, err := newLimiter(t, pool, config).Allow(t.Context(), "key")
 				require.NoError(t, err, client)
 				config.Client.Schema = schema

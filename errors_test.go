@@ -145,7 +145,7 @@ func TestInvalidKeys(t *testing.T) {
 	limiter := newLimiter(
 		t,
 		db.Pool,
-		Config{Name: "test", Policy: FixedWindow{Limit: 10, Window: year}, Client: ClientConfig{Timeout: amply}},
+		Config{Name: "test", Policy: FixedWindow{Limit: 10, Window: year}},
 	)
 	tx := pgtest.Begin(t, db)
 	for _, c := range []struct{ key, says string }{
@@ -245,7 +245,7 @@ func TestNotMigrated(t *testing.T) {
 
 	db := pgtest.Empty(t)
 	for _, policy := range slowPolicies(10) {
-		limiter := newLimiter(t, db.Pool, Config{Name: "test", Policy: policy, Client: ClientConfig{Timeout: amply}})
+		limiter := newLimiter(t, db.Pool, Config{Name: "test", Policy: policy})
 		for _, call := range everyCall(limiter, "personal") {
 			err := call()
 			requireKinds(t, err, "personal", ErrNotMigrated)
@@ -258,7 +258,7 @@ func TestNotMigrated(t *testing.T) {
 	// A connection is as good as before, and so is the limiter once somebody migrates.
 	require.NoError(t, migrations.Up(t.Context(), db.Pool))
 	for _, policy := range slowPolicies(10) {
-		for name, call := range everyCall(newLimiter(t, db.Pool, Config{Name: "test", Policy: policy, Client: ClientConfig{Timeout: amply}}), "personal") {
+		for name, call := range everyCall(newLimiter(t, db.Pool, Config{Name: "test", Policy: policy}), "personal") {
 			require.NoError(t, call(), name)
 		}
 	}
@@ -272,7 +272,7 @@ func TestMigratedAndRolledBack(t *testing.T) {
 	limiter := newLimiter(
 		t,
 		db.Pool,
-		Config{Name: "test", Policy: FixedWindow{Limit: 10, Window: year}, Client: ClientConfig{Timeout: amply}},
+		Config{Name: "test", Policy: FixedWindow{Limit: 10, Window: year}},
 	)
 	for name, call := range everyCall(limiter, "personal") {
 		require.NoError(t, call(), name)
@@ -300,7 +300,7 @@ func TestVersionOfTheSchema(t *testing.T) {
 	limiter := newLimiter(
 		t,
 		db.Pool,
-		Config{Name: "test", Policy: FixedWindow{Limit: 10, Window: year}, Client: ClientConfig{Timeout: amply}},
+		Config{Name: "test", Policy: FixedWindow{Limit: 10, Window: year}},
 	)
 	// One that is newer and has all that is called goes on to work.
 	version := func(n int) {
@@ -355,13 +355,13 @@ func TestNotPermitted(t *testing.T) {
 		}
 	})
 	for _, policy := range slowPolicies(10) {
-		for _, call := range everyCall(newLimiter(t, pool, Config{Name: "test", Policy: policy, Client: ClientConfig{Timeout: amply}}), "personal") {
+		for _, call := range everyCall(newLimiter(t, pool, Config{Name: "test", Policy: policy}), "personal") {
 			err := call()
 			requireKinds(t, err, "personal", ErrNotPermitted)
 			require.Contains(t, err.Error(), "GRANT")
 		}
 		// Nor without USAGE on the schema.
-		for _, call := range everyCall(newLimiter(t, pool, Config{Name: "test", Policy: policy, Client: ClientConfig{Timeout: amply, Schema: "pg_toast"}}), "personal") {
+		for _, call := range everyCall(newLimiter(t, pool, Config{Name: "test", Policy: policy, Client: ClientConfig{Schema: "pg_toast"}}), "personal") {
 			requireKinds(t, call(), "personal", ErrNotPermitted)
 		}
 	}
@@ -373,7 +373,7 @@ func TestNotPermitted(t *testing.T) {
 	}
 	pgtest.Exec(t, db.Pool, "GRANT EXECUTE ON FUNCTION "+strings.Join(algorithm.Functions(), ", ")+" TO pg_monitor")
 	for _, policy := range slowPolicies(10) {
-		for name, call := range everyCall(newLimiter(t, pool, Config{Name: "test", Policy: policy, Client: ClientConfig{Timeout: amply}}), "personal") {
+		for name, call := range everyCall(newLimiter(t, pool, Config{Name: "test", Policy: policy}), "personal") {
 			require.NoError(t, call(), name)
 		}
 	}

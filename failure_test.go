@@ -163,7 +163,7 @@ func TestOnFailureOfASingleConnection(t *testing.T) {
 	l := newLimiter(
 		t,
 		conn,
-		Config{Name: "test", Policy: hourly, OnFailure: FailClosed(), Client: ClientConfig{Timeout: amply}},
+		Config{Name: "test", Policy: hourly, OnFailure: FailClosed()},
 	)
 	result, err := l.Allow(t.Context(), "key")
 	require.NoError(t, err)
@@ -252,7 +252,7 @@ func TestAllowAllInAnOutage(t *testing.T) {
 		l := newLimiter(
 			t,
 			db,
-			Config{Name: name, Policy: hourly, OnFailure: FailOpen(), Client: ClientConfig{Timeout: amply}},
+			Config{Name: name, Policy: hourly, OnFailure: FailOpen()},
 		)
 		for range engine.BreakerFailures {
 			l.client.engine.Batcher.Breaker.Report(engine.KindEphemeral, pg.Translate(errors.New("broken"), true), false)

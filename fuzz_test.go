@@ -60,7 +60,7 @@ func FuzzDatabaseKeys(f *testing.F) {
 		policy := FixedWindow{Limit: 10, Window: year}
 		one, err := New(
 			text,
-			Config{Name: name, Policy: policy, Client: ClientConfig{Timeout: amply}, NoDenialCache: true},
+			Config{Name: name, Policy: policy, NoDenialCache: true},
 		)
 		if len(name) < 1 || len(name) > 128 || strings.Contains(name, "\x00") || !utf8.ValidString(name) {
 			var refused *ConfigError
@@ -122,7 +122,7 @@ func FuzzDatabaseSchemas(f *testing.F) {
 				Config{
 					Name:   "test",
 					Policy: FixedWindow{Limit: 10, Window: year},
-					Client: ClientConfig{Schema: schema, Timeout: amply},
+					Client: ClientConfig{Schema: schema},
 				},
 			)
 			if strings.ContainsAny(schema, "\x00\n\r") || !utf8.ValidString(schema) {

@@ -32,7 +32,6 @@ func keep(t *testing.T, db *pgtest.DB, config Config, key string, made bool) pgx
 				Name:    config.Name,
 				Policy:  config.Policy,
 				Durable: config.Durable,
-				Client:  ClientConfig{Timeout: amply},
 			},
 		).Allow(t.Context(), key)
 		require.NoError(t, err)
@@ -42,7 +41,7 @@ func keep(t *testing.T, db *pgtest.DB, config Config, key string, made bool) pgx
 	_, err := newLimiter(
 		t,
 		db.Pool,
-		Config{Name: config.Name, Policy: config.Policy, Durable: config.Durable, Client: ClientConfig{Timeout: amply}},
+		Config{Name: config.Name, Policy: config.Policy, Durable: config.Durable},
 	).WithTx(tx).Allow(t.Context(), key)
 	require.NoError(t, err)
 	return tx
@@ -71,7 +70,6 @@ func TestHeldRowsHoldUpNobodyElse(t *testing.T) {
 			Name:      "test",
 			Policy:    FixedWindow{Limit: 10, Window: year},
 			Durable:   durable,
-			Client:    ClientConfig{Timeout: amply},
 			OnFailure: FailOpen(),
 		}
 		limiter := newLimiter(t, db.NewPool(t, nil), config)
@@ -219,7 +217,6 @@ func TestLockedTable(t *testing.T) {
 			Name:      "test",
 			Policy:    FixedWindow{Limit: 10, Window: year},
 			Durable:   durable,
-			Client:    ClientConfig{Timeout: amply},
 			OnFailure: FailOpen(),
 		}
 		patient := newLimiter(t, pool, config)
@@ -375,7 +372,6 @@ func TestHoldersOfSkippedRows(t *testing.T) {
 			Name:    "test",
 			Policy:  FixedWindow{Limit: 10, Window: year},
 			Durable: durable,
-			Client:  ClientConfig{Timeout: amply},
 		}
 		limiter := newLimiter(t, db.Pool, config)
 		for _, key := range []string{"there", "held"} {
@@ -416,7 +412,6 @@ func TestRowsBeingMadeDelayNobody(t *testing.T) {
 	config := Config{
 		Name:          "test",
 		Policy:        FixedWindow{Limit: 10, Window: year},
-		Client:        ClientConfig{Timeout: amply},
 		NoDenialCache: true,
 	}
 	owner := newLimiter(t, db.Pool, config)

@@ -81,7 +81,7 @@ func TestCallThatHasWaitedTooLongIsNotAsked(t *testing.T) {
 	limiter := newLimiter(
 		t,
 		db.Pool,
-		Config{Name: "test", Policy: FixedWindow{Limit: 10, Window: year}, Client: ClientConfig{Timeout: amply}},
+		Config{Name: "test", Policy: FixedWindow{Limit: 10, Window: year}},
 	)
 	batch := limiter.requestsFor("key", 1, 1, 1, 1)
 	batch[0].Since = batch[0].Since.Add(-2 * amply)
@@ -142,7 +142,7 @@ func TestLaneIsServedByNobodyAtRest(t *testing.T) {
 	limiter := newLimiter(
 		t,
 		db.NewPool(t, nil),
-		Config{Name: "test", Policy: FixedWindow{Limit: 10, Window: year}, Client: ClientConfig{Timeout: amply}},
+		Config{Name: "test", Policy: FixedWindow{Limit: 10, Window: year}},
 	)
 	holder := keep(t, db, limiter.Config(), "key", false)
 	var call func() (Result, error)
@@ -349,7 +349,6 @@ func TestSingleConnectionTellsRowsFromTables(t *testing.T) {
 						Policy:    hourly,
 						Durable:   durable,
 						OnFailure: FailOpen(),
-						Client:    ClientConfig{Timeout: amply},
 					}
 					if session == "" {
 						config.Client.Timeout = 300 * time.Millisecond

@@ -66,7 +66,7 @@ func TestMemoryEqualsPostgres(t *testing.T) {
 		r := rand.New(rand.NewPCG(seed, story))
 		clock := int64(1)<<50 + r.Int64N(1<<51)
 		config := ClientConfig{
-			Timeout: amply, Test: TestConfig{Now: func() time.Time { return time.UnixMicro(clock) }},
+			Test: TestConfig{Now: func() time.Time { return time.UnixMicro(clock) }},
 		}
 		onPostgres, inMemory := newClient(t, pool, config), newClient(t, &memory.DB{}, config)
 		policies := make([]Policy, 3)

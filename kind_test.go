@@ -40,7 +40,7 @@ func TestFailureOfOneLimiterLeavesOthersAlone(t *testing.T) {
 			t.Parallel()
 
 			db := pgtest.New(t)
-			client := newClient(t, db.Pool, ClientConfig{Timeout: amply})
+			client := newClient(t, db.Pool, ClientConfig{})
 			all := make([]*Limiter, limiters)
 			for i := range all {
 				all[i] = client.limiter(t, Config{

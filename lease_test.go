@@ -48,7 +48,7 @@ func TestLeasesAddUpToTheLimit(t *testing.T) {
 			}
 			limiters := make([]*Limiter, processes)
 			for i := range limiters {
-				limiters[i] = newClient(t, db.Pool, ClientConfig{Timeout: amply, Observer: observer}).limiter(t, Config{
+				limiters[i] = newClient(t, db.Pool, ClientConfig{Observer: observer}).limiter(t, Config{
 					Name: "api", Policy: policy, Lease: &Lease{MaxShare: 1.0 / 64},
 				})
 			}

@@ -39,7 +39,7 @@ func withLeases(t *testing.T, change func(*Config), test func(t *testing.T, l *l
 		config := Config{
 			Name: "api", Policy: FixedWindow{Limit: 100_000, Window: time.Hour},
 			Lease:  &Lease{MaxShare: 0.01},
-			Client: ClientConfig{Timeout: amply, Observer: &Observer{Lease: l.observe}},
+			Client: ClientConfig{Observer: &Observer{Lease: l.observe}},
 		}
 		if change != nil {
 			change(&config)
@@ -303,7 +303,7 @@ func TestLeasesByWhatWasKnownLongAgo(t *testing.T) {
 	t.Parallel()
 	withLeases(t, nil, func(t *testing.T, l *leaseTest) {
 		other := newLimiter(t, l.db, Config{
-			Name: "api", Policy: l.policy, Client: ClientConfig{Timeout: amply},
+			Name: "api", Policy: l.policy,
 		})
 		for l.held("key") != 512 {
 			l.allow("key", 1)
@@ -329,7 +329,7 @@ func TestLeasesAreAShareOfWhatIsLeft(t *testing.T) {
 		l.allow("key", 1+5+9+17)
 		require.Equal(t, 1, l.allow("key", 1))
 		require.EqualValues(t, 32, l.held("key"))
-		other := newLimiter(t, l.db, Config{Name: "api", Policy: l.policy, Client: ClientConfig{Timeout: amply}})
+		other := newLimiter(t, l.db, Config{Name: "api", Policy: l.policy})
 		_, err := other.AllowN(t.Context(), "key", l.left("key")-1000)
 		require.NoError(t, err)
 		require.Equal(t, 1, l.allow("key", 32+1)-1) // it asks, and gives back
@@ -409,7 +409,7 @@ func TestLeasesOfSeveralPolicies(t *testing.T) {
 		require.Positive(t, l.told().Taken-l.told().Returned, "something was spent")
 		require.Zero(t, l.told().Stranded)
 		window := newLimiter(t, l.db, Config{
-			Name: "api/2", Policy: FixedWindow{Limit: 1_000_000, Window: time.Hour}, Client: ClientConfig{Timeout: amply},
+			Name: "api/2", Policy: FixedWindow{Limit: 1_000_000, Window: time.Hour},
 		})
 		seen, err := window.Peek(t.Context(), "key")
 		require.NoError(t, err)
@@ -509,7 +509,7 @@ func TestLeasesUnderPolicies(t *testing.T) {
 	policies := runningPolicies(t, db.Pool, PoliciesConfig{})
 	l := newLimiter(t, db.Pool, Config{
 		Name: "api", Policy: FixedWindow{Limit: 100_000, Window: time.Hour}, Policies: policies,
-		Lease: &Lease{MaxShare: 0.01}, Client: ClientConfig{Timeout: amply},
+		Lease: &Lease{MaxShare: 0.01},
 	})
 	leased := func() bool {
 		result, err := l.Allow(t.Context(), "key")
@@ -539,7 +539,7 @@ func TestResetForgetsALease(t *testing.T) {
 	var sum atomic.Int64
 	l := newLimiter(t, pgtest.New(t).Pool, Config{
 		Name: "api", Policy: FixedWindow{Limit: limit, Window: time.Hour}, Lease: &Lease{MaxShare: 0.01},
-		Client: ClientConfig{Timeout: amply, Observer: &Observer{
+		Client: ClientConfig{Observer: &Observer{
 			Lease: func(e LeaseEvent) { sum.Add(e.Taken - e.Returned - e.Stranded) },
 		}},
 	})

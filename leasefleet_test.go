@@ -20,7 +20,7 @@ func newFleet(t *testing.T, policy Policy, lease *Lease) (limiters []*Limiter) {
 	db := &memory.DB{}
 	for range fleet {
 		limiters = append(limiters, newLimiter(t, db, Config{
-			Name: "api", Policy: policy, Lease: lease, Client: ClientConfig{Timeout: amply},
+			Name: "api", Policy: policy, Lease: lease,
 		}))
 	}
 	return limiters
@@ -114,7 +114,7 @@ func TestLeasesOfAFullBucketSaveStatements(t *testing.T) {
 			observer := &Observer{Statement: func(StatementEvent) { statements.Add(1) }}
 			limiters = append(limiters, newLimiter(t, db, Config{
 				Name: "api", Policy: TokenBucket{Capacity: 100_000, Refill: 100_000, Every: time.Minute}, Lease: &Lease{},
-				Client: ClientConfig{Timeout: amply, Observer: observer},
+				Client: ClientConfig{Observer: observer},
 			}))
 		}
 		for _, pace := range []time.Duration{20 * time.Millisecond, 100 * time.Millisecond} {

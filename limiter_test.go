@@ -16,7 +16,7 @@ func TestNamesAndTablesKeepLimitersApart(t *testing.T) {
 	t.Parallel()
 
 	db := pgtest.New(t)
-	base := Config{Name: "a", Policy: FixedWindow{Limit: 3, Window: year}, Client: ClientConfig{Timeout: amply}}
+	base := Config{Name: "a", Policy: FixedWindow{Limit: 3, Window: year}}
 	durable, other, swapped, same := base, base, base, base
 	durable.Durable = true
 	other.Name = "b"
@@ -46,7 +46,7 @@ func TestNowReplacesTheDatabaseClock(t *testing.T) {
 	db := pgtest.New(t)
 	now := t0
 	limiter := newLimiter(t, db.Pool, Config{
-		Name: "test", Policy: SlidingWindow{Limit: 10, Window: time.Minute}, Client: ClientConfig{Timeout: amply, Test: TestConfig{Now: func() time.Time { return now }}}, NoDenialCache: true,
+		Name: "test", Policy: SlidingWindow{Limit: 10, Window: time.Minute}, Client: ClientConfig{Test: TestConfig{Now: func() time.Time { return now }}}, NoDenialCache: true,
 	})
 	for _, step := range []struct {
 		at   time.Duration
@@ -76,7 +76,7 @@ func TestDatabaseClockDecides(t *testing.T) {
 	limiter := newLimiter(
 		t,
 		db.Pool,
-		Config{Name: "test", Policy: FixedWindow{Limit: 1, Window: year}, Client: ClientConfig{Timeout: amply}},
+		Config{Name: "test", Policy: FixedWindow{Limit: 1, Window: year}},
 	)
 	for _, n := range []int64{1, 0} {
 		before := pgtest.Scalar[time.Time](t, db.Pool, "SELECT clock_timestamp()")
@@ -111,7 +111,7 @@ func TestSchema(t *testing.T) {
 	migrateInto(t, db, alike)
 	oddPath := withSearchPath(t, db, `"$user", nowhere, `+pgx.Identifier{odd}.Sanitize())
 	for name, policy := range slowPolicies(10) {
-		config := Config{Name: name, Policy: policy, Client: ClientConfig{Timeout: amply}}
+		config := Config{Name: name, Policy: policy}
 		in := func(schema string) Config {
 			config := config
 			config.Client.Schema = schema

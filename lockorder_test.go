@@ -124,7 +124,7 @@ func TestLockingInTheOrderGivenDeadlocks(t *testing.T) {
 				if broken {
 					pgtest.Rewrite(t, db.Pool, change.function, change.oldNew...)
 				}
-				config := Config{Name: "test", Policy: change.policy, Client: ClientConfig{Timeout: amply}}
+				config := Config{Name: "test", Policy: change.policy}
 				pool := smallPools(t, db, 1)[0]
 				limiter := newLimiter(t, pool, config)
 				for _, key := range change.exist {
@@ -169,7 +169,6 @@ func TestKeysBehindOneThatIsLeftAreNotLocked(t *testing.T) {
 		config := Config{
 			Name:   "test",
 			Policy: FixedWindow{Limit: 10, Window: year},
-			Client: ClientConfig{Timeout: amply},
 		}
 		limiter := newLimiter(t, smallPools(t, db, 1)[0], config)
 		_, err := limiter.Allow(t.Context(), "b")
@@ -293,7 +292,7 @@ func TestRowsAreMadeAndLockedInOneOrder(t *testing.T) {
 				pgtest.Rewrite(t, db.Pool, "rate_limit_all", "        making := true;", `making := true;
 					INSERT INTO public.rate_limit_ephemeral (prefix, key) SELECT names[p], keys[p] FROM unnest(part_of) AS p ON CONFLICT DO NOTHING;`)
 			}
-			config := Config{Name: "test", Policy: variant.policy, Client: ClientConfig{Timeout: amply}}
+			config := Config{Name: "test", Policy: variant.policy}
 			limiter := newLimiter(t, db.NewPool(t, nil), config)
 			_, err := limiter.Allow(t.Context(), "m")
 			require.NoError(t, err)

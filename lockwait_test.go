@@ -76,7 +76,7 @@ func TestClockIsReadAfterTheLockWait(t *testing.T) {
 				t.Parallel()
 				db := pgtest.New(t)
 				shortCalendar(t, db.Pool, wait)
-				config := Config{Name: "test", Policy: policy, Durable: durable, Client: ClientConfig{Timeout: amply}}
+				config := Config{Name: "test", Policy: policy, Durable: durable}
 				askAroundAWait := aroundALockWait(t, db, config, wait)
 				for _, n := range []int64{1, 5} {
 					released, result := askAroundAWait(fmt.Sprint(n), n)
@@ -145,7 +145,7 @@ func TestRowMadeAfterAWaitBeginsThen(t *testing.T) {
 				if c.broken {
 					pgtest.Rewrite(t, db.Pool, pgtest.Left, "> began + 10000 THEN", "> began + 60000000 THEN")
 				}
-				limiter := newLimiter(t, db.NewPool(t, nil), Config{Name: "test", Policy: policy, Client: ClientConfig{Timeout: amply}})
+				limiter := newLimiter(t, db.NewPool(t, nil), Config{Name: "test", Policy: policy})
 				somebody, tx := pgtest.Begin(t, db), pgtest.Begin(t, db)
 				_, err := limiter.WithTx(somebody).Allow(t.Context(), "key")
 				require.NoError(t, err)
@@ -214,7 +214,7 @@ func TestTakesAreToldOfTheTimeTheyAreLocked(t *testing.T) {
 				limiter := newLimiter(
 					t,
 					db.NewPool(t, nil),
-					Config{Name: "test", Policy: c.policy, Client: ClientConfig{Timeout: amply}, NoDenialCache: true},
+					Config{Name: "test", Policy: c.policy, NoDenialCache: true},
 				)
 				_, err := limiter.Allow(t.Context(), "key") // makes the row
 				require.NoError(t, err)

@@ -90,7 +90,7 @@ func eachPolicyAndTable(t *testing.T, policies map[string]Policy, test func(t *t
 	t.Helper()
 	for name, policy := range policies {
 		for _, durable := range tablesFor(t, name) {
-			config := Config{Name: "test", Policy: policy, Durable: durable, Client: ClientConfig{Timeout: amply}}
+			config := Config{Name: "test", Policy: policy, Durable: durable}
 			t.Run(fmt.Sprintf("%s in %s", name, pgtest.Table(durable)), func(t *testing.T) {
 				t.Parallel()
 				test(t, config)
@@ -117,13 +117,9 @@ func newLimiter(t *testing.T, db DBTX, config Config) *Limiter {
 	return newClient(t, db, config.Client).limiter(t, config)
 }
 
-// newClient returns a client for several limiters. It is patient with a database, as a busy machine may stand still for
-// more than the default of a second.
+// newClient returns a client for several limiters.
 func newClient(t *testing.T, db DBTX, config ClientConfig) *Client {
 	t.Helper()
-	if _, ok := db.(*pgxpool.Pool); ok && config.Timeout == 0 {
-		config.Timeout = amply
-	}
 	client, err := NewClient(db, config)
 	require.NoError(t, err)
 	client.engine.Database.ShadowWait = 200

@@ -47,7 +47,7 @@ func mintsOnAServer(t *testing.T, d modeltest.Dice, pool *pgxpool.Pool, kind int
 	l := newLimiter(t, pool, Config{
 		Name:          name,
 		Policy:        policyOf(draw().Numbers()),
-		Client:        ClientConfig{Timeout: amply, Test: TestConfig{Now: func() time.Time { return clock }}},
+		Client:        ClientConfig{Test: TestConfig{Now: func() time.Time { return clock }}},
 		NoDenialCache: true,
 	})
 	takes, _, err := d.History(draw, 40, false, askLimiter(t, l, &clock))

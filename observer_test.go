@@ -123,7 +123,6 @@ func TestObserverOfTransactions(t *testing.T) {
 	var decisions []DecisionEvent
 	db := pgtest.New(t)
 	l := newLimiter(t, db.Pool, Config{Name: "test", Policy: hourly, Client: ClientConfig{
-		Timeout: amply,
 		Observer: &Observer{
 			Decision: func(e DecisionEvent) { decisions = append(decisions, e) },
 		},
@@ -150,7 +149,7 @@ func TestObserverOfSeveralLimits(t *testing.T) {
 	var decisions []DecisionEvent
 	db := pgtest.New(t)
 	observer := &Observer{Decision: func(e DecisionEvent) { decisions = append(decisions, e) }}
-	client := newClient(t, db.Pool, ClientConfig{Timeout: amply, Observer: observer})
+	client := newClient(t, db.Pool, ClientConfig{Observer: observer})
 	address := client.limiter(t, Config{Name: "address", Policy: FixedWindow{Limit: 9, Window: year}})
 	user := client.limiter(t, Config{Name: "user", Policy: FixedWindow{Limit: 4, Window: year}})
 	both := []Request{address.Request("personal", 2), user.Request("personal", 3)}

@@ -80,7 +80,7 @@ func TestAllowInATransactionOfTheLastConnection(t *testing.T) {
 
 				// What it should have called needs no second connection.
 				patient := newLimiter(t, pool, Config{
-					Name: "test", Policy: hourly, Client: ClientConfig{Timeout: amply},
+					Name: "test", Policy: hourly,
 				})
 				result, err := patient.WithTx(tx).Allow(t.Context(), "personal")
 				require.NoError(t, err)
@@ -199,7 +199,6 @@ func TestOwnPoolDecidesWhileThePoolIsExhausted(t *testing.T) {
 	t.Cleanup(own.Close)
 	config := Config{
 		Name: "test", Policy: FixedWindow{Limit: 50, Window: year}, OnFailure: FailOpen(),
-		Client: ClientConfig{Timeout: amply},
 	}
 	l := newLimiter(t, own, config)
 	var allowed atomic.Int64

@@ -59,7 +59,6 @@ func TestPgBouncer(t *testing.T) {
 					Policy:            policy,
 					Durable:           durable,
 					SynchronousCommit: durable,
-					Client:            ClientConfig{Timeout: amply},
 				}
 				limiters := []*Limiter{newLimiter(t, pools[0], config), newLimiter(t, pools[1], config)}
 				admitted, errs := make([]bool, 150), make([]error, 150)
@@ -103,7 +102,6 @@ func TestPgBouncerWithoutPreparedStatements(t *testing.T) {
 	config := Config{
 		Name:          "test",
 		Policy:        FixedWindow{Limit: 10, Window: year},
-		Client:        ClientConfig{Timeout: amply},
 		NoDenialCache: true,
 	}
 	for _, method := range []string{"Allow", "AllowN", "Peek", "Reset"} {
@@ -199,7 +197,7 @@ func TestPgBouncerLosesItsServer(t *testing.T) {
 	config := Config{
 		Name:   "test",
 		Policy: FixedWindow{Limit: 10, Window: year},
-		Client: ClientConfig{Timeout: amply, MaxInFlight: 1},
+		Client: ClientConfig{MaxInFlight: 1},
 	}
 	bounced := b.pool(t, pgx.QueryExecModeExec)
 	limiter := newLimiter(t, bounced, config)

@@ -92,7 +92,7 @@ func scansOfAGrownTable(t *testing.T, conn *pgx.Conn, durable bool, mode string,
 		limiters[algorithm] = newLimiter(
 			t,
 			conn,
-			Config{Name: fmt.Sprint(algorithm), Policy: policy, Durable: durable, Client: ClientConfig{Timeout: amply}},
+			Config{Name: fmt.Sprint(algorithm), Policy: policy, Durable: durable},
 		)
 	}
 	run := func(from int) {

@@ -81,7 +81,7 @@ func TestCoalescedCallsAreToldWhatCallsInARowAre(t *testing.T) {
 				Config{
 					Name:          "test",
 					Policy:        policy,
-					Client:        ClientConfig{Timeout: amply, Test: frozen(t0)},
+					Client:        ClientConfig{Test: frozen(t0)},
 					NoDenialCache: true,
 				},
 			)
@@ -115,7 +115,7 @@ func TestPeeksAreCoalesced(t *testing.T) {
 		Config{
 			Name:          "test",
 			Policy:        policy,
-			Client:        ClientConfig{Timeout: amply, Test: frozen(t0)},
+			Client:        ClientConfig{Test: frozen(t0)},
 			NoDenialCache: true,
 		},
 	)
@@ -158,7 +158,7 @@ func TestCallsOfOneBatchAreDecidedInOrderOfArrival(t *testing.T) {
 				Config{
 					Name:          "test",
 					Policy:        policy,
-					Client:        ClientConfig{Timeout: amply, Test: frozen(t0)},
+					Client:        ClientConfig{Test: frozen(t0)},
 					NoDenialCache: true,
 				},
 			)

@@ -76,7 +76,7 @@ func TestRefundAfterAChangeOfPolicy(t *testing.T) {
 				Config{
 					Name:   name,
 					Policy: test.free,
-					Client: ClientConfig{Timeout: amply, Test: TestConfig{Now: func() time.Time { return now }}},
+					Client: ClientConfig{Test: TestConfig{Now: func() time.Time { return now }}},
 				},
 			)
 			paid := free.with(t, test.paid)
@@ -317,7 +317,7 @@ func TestWhatCannotBeRefunded(t *testing.T) {
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
 	db := pgtest.New(t)
 	pool := db.NewPool(t, nil)
-	config := Config{Name: "a", Policy: FixedWindow{Limit: 10, Window: year}, Client: ClientConfig{Timeout: amply}}
+	config := Config{Name: "a", Policy: FixedWindow{Limit: 10, Window: year}}
 	limiter := newLimiter(t, pool, config)
 	take := func(n int64) Result {
 		result, err := limiter.AllowN(t.Context(), "personal", n)

@@ -65,7 +65,7 @@ func TestOnlyWhatDidNotCountIsRepeated(t *testing.T) {
 		limiter := newLimiter(
 			t,
 			db,
-			Config{Name: "test", Policy: FixedWindow{Limit: 10, Window: year}, Client: ClientConfig{Timeout: amply}},
+			Config{Name: "test", Policy: FixedWindow{Limit: 10, Window: year}},
 		)
 		result, err := limiter.Allow(t.Context(), "key")
 		require.Equal(t, c.tries, db.tries)
@@ -103,7 +103,7 @@ func TestMigratingUnderLoad(t *testing.T) {
 		t,
 		db.OwnerPool(t, nil),
 		Config{
-			Name: "test", Policy: FixedWindow{Limit: 1_000_000, Window: time.Hour}, Client: ClientConfig{Timeout: amply}, NoDenialCache: true,
+			Name: "test", Policy: FixedWindow{Limit: 1_000_000, Window: time.Hour}, NoDenialCache: true,
 		},
 	)
 	stop := make(chan struct{})
@@ -149,7 +149,7 @@ func TestMigratingWhileAStatementWaits(t *testing.T) {
 			limiter := newLimiter(
 				t,
 				db.Pool,
-				Config{Name: "test", Policy: policy, Client: ClientConfig{Timeout: amply}},
+				Config{Name: "test", Policy: policy},
 			)
 			ctx, failed := context.Background(), 0
 			for name, call := range map[string]func(tx pgx.Tx) error{

@@ -118,9 +118,6 @@ func (p *scriptedProxy) fail(t *testing.T, shard int, code, message, detail, nam
 func (p *scriptedProxy) client(t *testing.T, config ClientConfig) *Client {
 	t.Helper()
 	config.Schema = "proxy"
-	if config.Timeout == 0 {
-		config.Timeout = amply
-	}
 	return newClient(t, p.pool, config)
 }
 

@@ -34,7 +34,7 @@ func TestApplicationsDecoysChangeNoDecision(t *testing.T) {
 				Name: fmt.Sprint(
 					story,
 					step.Name,
-				), Policy: policyOf(step.Policy.Numbers()), Durable: step.Durable, Client: ClientConfig{Schema: "public", Timeout: amply, Test: frozen(time.UnixMicro(step.Clock))},
+				), Policy: policyOf(step.Policy.Numbers()), Durable: step.Durable, Client: ClientConfig{Schema: "public", Test: frozen(time.UnixMicro(step.Clock))},
 			})
 			got := slices.Clone(step.Elements)
 			require.NoError(t, limiter.decide(t.Context(), pool, got, engine.Transaction{}), "%s=%d", seedVariable, seed)
@@ -65,7 +65,7 @@ func TestApplicationNeedsNothingButExecute(t *testing.T) {
 				Policy:            policy,
 				Durable:           durable,
 				SynchronousCommit: durable,
-				Client:            ClientConfig{Schema: "public", Timeout: amply},
+				Client:            ClientConfig{Schema: "public"},
 			}
 			limiters := []*Limiter{newLimiter(t, pool, config), newLimiter(t, pool, config)}
 			results, errs := make([]Result, 2*limit), make([]error, 2*limit)
@@ -104,7 +104,7 @@ func TestFunctionsWithoutTheirSearchPathTakeDecoys(t *testing.T) {
 	config := Config{
 		Name:   "test",
 		Policy: FixedWindow{Limit: 10, Window: year},
-		Client: ClientConfig{Schema: "public", Timeout: amply},
+		Client: ClientConfig{Schema: "public"},
 	}
 	_, err := newLimiter(t, pool, config).Allow(t.Context(), "key")
 	require.NoError(t, err)

@@ -25,7 +25,7 @@ func TestRandomSetsDoNotDeadlock(t *testing.T) {
 	errs := make([]error, workers)
 	testkit.Together(workers, func(w int) {
 		r := rand.New(rand.NewPCG(testSeed(t), uint64(w)))
-		client, err := NewClient(pools[w%len(pools)], ClientConfig{Timeout: amply, MaxInFlight: 3})
+		client, err := NewClient(pools[w%len(pools)], ClientConfig{MaxInFlight: 3})
 		errs[w] = errors.Join(errs[w], err)
 		var limiters []*Limiter
 		for i := range 6 {

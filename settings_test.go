@@ -216,8 +216,7 @@ func TestFaultsOfTheSetup(t *testing.T) {
 				var events []DecisionEvent
 				var log testkit.Journal
 				l := newLimiter(t, pool, Config{Name: "test", Policy: hourly, OnFailure: mode, Client: ClientConfig{
-					Timeout: amply,
-					Logger:  log.Logger(),
+					Logger: log.Logger(),
 					Observer: &Observer{
 						Decision: func(e DecisionEvent) { events = append(events, e) },
 					},
@@ -339,7 +338,7 @@ func TestSettingsOfTheOutput(t *testing.T) {
 				policies := slowPolicies(100)
 				policies["all"] = All(policies["token bucket"], policies["sliding log"])
 				for _, policy := range policies {
-					config := Config{Name: name + t.Name(), Policy: policy, Client: ClientConfig{Timeout: amply}}
+					config := Config{Name: name + t.Name(), Policy: policy}
 					for method, call := range everyCall(newLimiter(t, pool, config), "personal") {
 						require.NoError(t, call(), method)
 					}
@@ -396,7 +395,7 @@ func TestTypesOfTheApplication(t *testing.T) {
 		policies := slowPolicies(100)
 		policies["all"] = All(policies["token bucket"], policies["sliding log"])
 		for _, policy := range policies {
-			for method, call := range everyCall(newLimiter(t, pool, Config{Name: "test", Policy: policy, Client: ClientConfig{Timeout: amply}}), "personal") {
+			for method, call := range everyCall(newLimiter(t, pool, Config{Name: "test", Policy: policy}), "personal") {
 				require.NoError(t, call(), method)
 			}
 		}
@@ -471,7 +470,7 @@ func TestTooManyConnectionsOfARole(t *testing.T) {
 	t.Cleanup(pool.Close)
 	var log testkit.Journal
 	l := newLimiter(t, pool, Config{Name: "test", Policy: hourly, OnFailure: FailOpen(), Client: ClientConfig{
-		Timeout: amply, Logger: log.Logger(),
+		Logger: log.Logger(),
 	}})
 	for range 2 * engine.BreakerFailures {
 		result, err := l.Allow(t.Context(), "personal key")

@@ -21,7 +21,7 @@ func TestSeveralPolicies(t *testing.T) {
 	now := t0
 	config := Config{
 		Name:   "api",
-		Client: ClientConfig{Timeout: amply, Test: TestConfig{Now: func() time.Time { return now }}},
+		Client: ClientConfig{Test: TestConfig{Now: func() time.Time { return now }}},
 		Policy: All(SlidingWindow{Limit: 3, Window: time.Second}, FixedWindow{Limit: 5, Window: time.Hour}),
 	}
 	l := newLimiter(t, pool, config)
@@ -97,7 +97,7 @@ func TestEachOfSeveralPolicies(t *testing.T) {
 	t.Parallel()
 
 	now := t0
-	client := ClientConfig{Timeout: amply, Test: TestConfig{Now: func() time.Time { return now }}}
+	client := ClientConfig{Test: TestConfig{Now: func() time.Time { return now }}}
 	window, bucket := FixedWindow{Limit: 3, Window: time.Second}, TokenBucket{Capacity: 5, Refill: 1, Every: time.Hour}
 	one := func(limit, remaining int64, retryAfter, resetAfter time.Duration) Result {
 		return Result{
@@ -146,7 +146,7 @@ func TestEachOfSeveralPolicies(t *testing.T) {
 	requireEach(got, one(3, 2, 0, time.Second), one(5, 4, 0, time.Hour))
 
 	leased := newLimiter(t, pool, Config{
-		Name: "leased", Client: ClientConfig{Timeout: amply}, Lease: &Lease{},
+		Name: "leased", Lease: &Lease{},
 		Policy: All(FixedWindow{Limit: 2_000_000, Window: 2 * time.Hour}, FixedWindow{Limit: 1_000_000, Window: time.Hour}),
 	})
 	for got.Source != SourceLease {
@@ -170,7 +170,7 @@ func TestSeveralPoliciesAreCoalesced(t *testing.T) {
 		SlidingWindow{Limit: 30, Window: 7 * time.Second},
 		TokenBucket{Capacity: 50, Refill: 3, Every: 7 * time.Second},
 	)
-	config := Config{Name: "test", Policy: policy, Client: ClientConfig{Timeout: amply, Test: frozen(t0)}}
+	config := Config{Name: "test", Policy: policy, Client: ClientConfig{Test: frozen(t0)}}
 	pool := pgtest.New(t).Pool
 	limiter, serial := newLimiter(t, pool, config), newLimiter(t, pool, config)
 	const calls = 60
@@ -197,7 +197,7 @@ func TestRefundAndGrantOfSeveralPolicies(t *testing.T) {
 		pool,
 		Config{
 			Name:   "api",
-			Client: ClientConfig{Timeout: amply, Test: TestConfig{Now: func() time.Time { return now }}},
+			Client: ClientConfig{Test: TestConfig{Now: func() time.Time { return now }}},
 			Policy: All(FixedWindow{Limit: 10, Window: time.Second}, SlidingLog{Limit: 15, Window: time.Hour}),
 		},
 	)

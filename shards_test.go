@@ -156,7 +156,7 @@ func TestAllowAllAcrossShards(t *testing.T) {
 	var statements atomic.Int64
 	observer := &Observer{Statement: func(StatementEvent) { statements.Add(1) }}
 	for title, client := range map[string]*Client{
-		"pool": p.client(t, ClientConfig{Observer: observer}), "connection": newClient(t, conn, ClientConfig{Schema: "proxy", Timeout: amply}),
+		"pool": p.client(t, ClientConfig{Observer: observer}), "connection": newClient(t, conn, ClientConfig{Schema: "proxy"}),
 	} {
 		l := client.limiter(t, config)
 		across := func() error {
@@ -210,7 +210,7 @@ func TestTransactionsOverShardsAreRefused(t *testing.T) {
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
 
 	p := newProxy(t, 2)
-	config := Config{Name: "tx", Policy: FixedWindow{Limit: 10, Window: year}, Client: ClientConfig{Schema: "proxy", Timeout: amply}}
+	config := Config{Name: "tx", Policy: FixedWindow{Limit: 10, Window: year}, Client: ClientConfig{Schema: "proxy"}}
 	l := newLimiter(t, p.pool, config)
 	before, err := l.Allow(t.Context(), "key")
 	require.NoError(t, err)
@@ -286,7 +286,7 @@ func TestRefusalsOfADividedShard(t *testing.T) {
 
 	// A single connection gets the error.
 	pgtest.Exec(t, p.Pool, "ALTER SEQUENCE proxy.refused RESTART")
-	config.Client = ClientConfig{Schema: "proxy", Timeout: amply}
+	config.Client = ClientConfig{Schema: "proxy"}
 	_, err := newLimiter(t, pgtest.Connect(t, p.DB), config).Allow(t.Context(), "key")
 	require.ErrorIs(t, err, ErrUnavailable)
 	require.ErrorContains(t, err, "run 'pgratelimit shard list'")

@@ -30,7 +30,7 @@ func TestTakesFromAllAreExactUnderConcurrency(t *testing.T) {
 	type limits struct{ address, user, month, all *Limiter }
 	processes := make([]limits, len(pools))
 	for i, pool := range pools {
-		client := newClient(t, pool, ClientConfig{Timeout: amply, MaxInFlight: 3})
+		client := newClient(t, pool, ClientConfig{MaxInFlight: 3})
 		client.engine.Database.ManyParts = i % 2 * client.engine.Database.ManyParts // all, or only many
 		processes[i] = limits{
 			client.limiter(t, Config{Name: "address", Policy: TokenBucket{Capacity: 1000, Refill: 1, Every: 24 * time.Hour}}),
@@ -84,7 +84,7 @@ func TestSetsDecideFromTheRowsThatTheyHaveLocked(t *testing.T) {
 			t.Parallel()
 			db := pgtest.New(t)
 			pgtest.Rewrite(t, db.Pool, takingAll, oldNew...)
-			client := newClient(t, db.NewPool(t, nil), ClientConfig{Timeout: amply})
+			client := newClient(t, db.NewPool(t, nil), ClientConfig{})
 			client.engine.Database.ManyParts = 0
 			user := client.limiter(t, Config{Name: "user", Policy: FixedWindow{Limit: 10, Window: year}})
 			all := client.limiter(t, Config{Name: "all", Policy: FixedWindow{Limit: 10, Window: year}})
@@ -131,7 +131,7 @@ func TestSetsThatTakeAreDecidedAtOneInstant(t *testing.T) {
 			t.Parallel()
 			db := pgtest.New(t)
 			pgtest.Rewrite(t, db.Pool, takingAll, oldNew...)
-			client := newClient(t, db.NewPool(t, nil), ClientConfig{Timeout: amply})
+			client := newClient(t, db.NewPool(t, nil), ClientConfig{})
 			client.engine.Database.ManyParts = 0
 			var limiters []*Limiter
 			for i, policy := range []Policy{
@@ -171,7 +171,7 @@ func TestSetsThatMakeRowsHoldNone(t *testing.T) {
 			t.Parallel()
 			db := pgtest.New(t)
 			pgtest.Rewrite(t, db.Pool, takingAll, oldNew...)
-			client := newClient(t, db.NewPool(t, nil), ClientConfig{Timeout: amply})
+			client := newClient(t, db.NewPool(t, nil), ClientConfig{})
 			client.engine.Database.ManyParts = 0
 			user := client.limiter(t, Config{Name: "user", Policy: FixedWindow{Limit: 10, Window: year}})
 			all := client.limiter(t, Config{Name: "all", Policy: FixedWindow{Limit: 10, Window: year}})
@@ -221,7 +221,7 @@ func TestSetsMakeRowsInTheOrderOfLocking(t *testing.T) {
 			db := pgtest.New(t)
 			pgtest.Rewrite(t, db.Pool, takingAll, oldNew...)
 			ask := func(manyParts int, keys ...string) func() (Results, error) {
-				client := newClient(t, db.NewPool(t, nil), ClientConfig{Timeout: amply})
+				client := newClient(t, db.NewPool(t, nil), ClientConfig{})
 				client.engine.Database.ManyParts = manyParts
 				l := client.limiter(t, Config{Name: "test", Policy: FixedWindow{Limit: 10, Window: year}})
 				tx := pgtest.Begin(t, db.Of("{x}"))
@@ -237,7 +237,7 @@ func TestSetsMakeRowsInTheOrderOfLocking(t *testing.T) {
 			_, err := ask(0, "{x}a")()
 			require.NoError(t, err)
 			l := newLimiter(t, db.NewPool(t, nil), Config{
-				Name: "test", Policy: FixedWindow{Limit: 10, Window: year}, Client: ClientConfig{Timeout: amply},
+				Name: "test", Policy: FixedWindow{Limit: 10, Window: year},
 			})
 			maker := pgtest.Begin(t, db.Of("{x}"))
 			_, err = l.WithTx(maker).Allow(t.Context(), "{x}c")
@@ -284,7 +284,7 @@ func TestTakesOfSetsInAnotherOrderLockNothing(t *testing.T) {
 			require.NoError(t, migrations.Up(t.Context(), pool))
 			pgtest.Rewrite(t, pool, "rate_limit_take_all", oldNew...)
 			set := func(manyParts int) func() error {
-				client := newClient(t, pool, ClientConfig{Timeout: amply})
+				client := newClient(t, pool, ClientConfig{})
 				client.engine.Database.ManyParts = manyParts
 				l := client.limiter(t, Config{Name: "test", Policy: FixedWindow{Limit: 10, Window: year}})
 				for _, key := range []string{long, short} {
@@ -302,7 +302,7 @@ func TestTakesOfSetsInAnotherOrderLockNothing(t *testing.T) {
 			holder, err := pool.Begin(t.Context())
 			require.NoError(t, err)
 			_, err = newLimiter(t, pool, Config{
-				Name: "test", Policy: FixedWindow{Limit: 10, Window: year}, Client: ClientConfig{Timeout: amply},
+				Name: "test", Policy: FixedWindow{Limit: 10, Window: year},
 			}).WithTx(holder).Allow(t.Context(), long)
 			require.NoError(t, err)
 			first := testkit.Later(func() (any, error) { return nil, one() })

@@ -175,7 +175,7 @@ func TestWhatIsNotLogged(t *testing.T) {
 	var log testkit.Journal
 	db := pgtest.Empty(t)
 	l := newLimiter(t, db.Pool, Config{
-		Name: "test", Policy: hourly, Client: ClientConfig{Timeout: amply, Logger: log.Logger()},
+		Name: "test", Policy: hourly, Client: ClientConfig{Logger: log.Logger()},
 	})
 	tx := pgtest.Begin(t, db)
 	_, err := l.WithTx(tx).Allow(t.Context(), "key") // whose caller has the error
@@ -243,7 +243,7 @@ func (h *askingHandler) Handle(context.Context, slog.Record) error {
 //nolint:paralleltest // it replaces slog.Default
 func TestLoggerDefaultsToThatOfTheProcess(t *testing.T) {
 	db := pgtest.Empty(t)
-	config := Config{Name: "test", Policy: hourly, OnFailure: FailOpen(), Client: ClientConfig{Timeout: amply}}
+	config := Config{Name: "test", Policy: hourly, OnFailure: FailOpen()}
 	l := newLimiter(t, db.Pool, config)
 	config.Client.Logger = slog.New(slog.DiscardHandler)
 	silent := newLimiter(t, db.Pool, config)
@@ -282,7 +282,7 @@ func TestSchemaWithoutUsage(t *testing.T) {
 			var log testkit.Journal
 			l := newLimiter(t, pool, Config{
 				Name: "test", Policy: hourly, OnFailure: mode,
-				Client: ClientConfig{Timeout: amply, Schema: schema, Logger: log.Logger()},
+				Client: ClientConfig{Schema: schema, Logger: log.Logger()},
 			})
 			for range 2 * engine.BreakerFailures {
 				_, err := l.Allow(t.Context(), "personal key")

@@ -207,7 +207,7 @@ func TestTransactionThatWaitsTooLong(t *testing.T) {
 	_, err := newLimiter(
 		t,
 		db.Pool,
-		Config{Name: "test", Policy: config.Policy, Client: ClientConfig{Timeout: amply}},
+		Config{Name: "test", Policy: config.Policy},
 	).WithTx(first).Allow(t.Context(), "key")
 	require.NoError(t, err)
 	result, err := limiter.WithTx(second).Allow(t.Context(), "key")
@@ -351,7 +351,7 @@ func TestDefaultIsolationOfThePool(t *testing.T) {
 		Config{
 			Name:          "test",
 			Policy:        FixedWindow{Limit: 30, Window: year},
-			Client:        ClientConfig{Timeout: amply, MaxBatch: 1, MaxInFlight: 6},
+			Client:        ClientConfig{MaxBatch: 1, MaxInFlight: 6},
 			NoDenialCache: true,
 		},
 	)

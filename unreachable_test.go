@@ -34,7 +34,7 @@ func TestUnreachable(t *testing.T) {
 	limiter := newLimiter(
 		t,
 		pool,
-		Config{Name: "test", Policy: FixedWindow{Limit: 10, Window: year}, Client: ClientConfig{Timeout: amply}},
+		Config{Name: "test", Policy: FixedWindow{Limit: 10, Window: year}},
 	)
 	for _, call := range everyCall(limiter, "personal") {
 		err := call()
@@ -50,7 +50,7 @@ func TestServerThatHangsUp(t *testing.T) {
 	limiter := newLimiter(
 		t,
 		pool,
-		Config{Name: "test", Policy: FixedWindow{Limit: 10, Window: year}, Client: ClientConfig{Timeout: amply}},
+		Config{Name: "test", Policy: FixedWindow{Limit: 10, Window: year}},
 	)
 	for _, call := range everyCall(limiter, "personal") {
 		requireKinds(t, call(), "personal", ErrUnavailable)
@@ -151,7 +151,7 @@ func TestStandby(t *testing.T) {
 			limiter := newLimiter(
 				t,
 				pool,
-				Config{Name: "test", Policy: policy, Durable: durable, Client: ClientConfig{Timeout: amply}},
+				Config{Name: "test", Policy: policy, Durable: durable},
 			)
 			for method, call := range everyCall(limiter, "personal") {
 				err := call()
@@ -171,7 +171,7 @@ func TestConnectionIsEndedMeanwhile(t *testing.T) {
 	pgtest.NotThroughProxy(t, "the order in which one statement locks rows")
 
 	db := pgtest.New(t)
-	config := Config{Name: "test", Policy: FixedWindow{Limit: 10, Window: year}, Client: ClientConfig{Timeout: amply}}
+	config := Config{Name: "test", Policy: FixedWindow{Limit: 10, Window: year}}
 	pool := db.NewPool(t, nil)
 	limiter := newLimiter(t, pool, config)
 	_, err := limiter.Allow(t.Context(), "personal")

@@ -101,7 +101,7 @@ func inBubble(t *testing.T, policy single, test func(t *testing.T, limiter *Limi
 	synctest.Test(t, func(t *testing.T) {
 		db := newModelDB()
 		db.takes = time.Millisecond
-		test(t, newLimiter(t, db, Config{Name: "test", Policy: policy, Client: ClientConfig{Timeout: amply}}), db)
+		test(t, newLimiter(t, db, Config{Name: "test", Policy: policy}), db)
 	})
 }
 
@@ -332,7 +332,6 @@ func TestRememberedDenialLetsTheLineSleep(t *testing.T) {
 		var mu sync.Mutex
 		looks := 0
 		limiter := newLimiter(t, db, Config{Name: "test", Policy: policy, Client: ClientConfig{
-			Timeout:      amply,
 			DenialMaxAge: 2 * time.Minute,
 			Test: TestConfig{Now: func() time.Time {
 				mu.Lock()
@@ -446,7 +445,7 @@ func TestResetEndsTheWait(t *testing.T) {
 			Config{
 				Name:   name,
 				Policy: FixedWindow{Limit: 1, Window: year},
-				Client: ClientConfig{Timeout: amply, DenialMaxAge: amply},
+				Client: ClientConfig{DenialMaxAge: amply},
 			},
 		)
 		_, err := limiter.Allow(t.Context(), "key")
@@ -475,7 +474,6 @@ func TestWaitOnOneConnection(t *testing.T) {
 		Config{
 			Name:   "test",
 			Policy: TokenBucket{Capacity: 1, Refill: 1, Every: time.Millisecond},
-			Client: ClientConfig{Timeout: amply},
 		},
 	)
 	for i := range 300 {
@@ -523,7 +521,7 @@ func TestWaitForSeveralPolicies(t *testing.T) {
 	t.Parallel()
 
 	const limit, window = 50, 20 * time.Millisecond
-	limiter := newLimiter(t, pgtest.New(t).Pool, Config{Name: "test", Client: ClientConfig{Timeout: amply}, Policy: All(
+	limiter := newLimiter(t, pgtest.New(t).Pool, Config{Name: "test", Policy: All(
 		FixedWindow{Limit: limit, Window: window}, TokenBucket{Capacity: 3 * limit, Refill: 1, Every: window},
 	)})
 	results, errs := make([]Result, 3*limit+10), make([]error, 3*limit+10)

@@ -63,7 +63,6 @@ func TestWaitersOfSeveralProcesses(t *testing.T) {
 		w := newWaits(t)
 		for process := range processes {
 			config := one.Config()
-			config.Client.Timeout = amply
 			limiters = append(limiters, newLimiter(t, db, config))
 			for who := range each {
 				w.start(t.Context(), limiters[process], process, 1)
@@ -114,7 +113,6 @@ func TestRandomCrowds(t *testing.T) {
 				Config{
 					Name:          "test",
 					Policy:        policy,
-					Client:        ClientConfig{Timeout: amply},
 					NoDenialCache: r.IntN(2) == 0,
 				},
 			)
@@ -182,7 +180,7 @@ func TestThousandWaitersOnADatabase(t *testing.T) {
 			pool, counted := tracedPool(t, db)
 			limiters, asked = append(
 				limiters,
-				newLimiter(t, pool, Config{Name: name, Policy: policy, Client: ClientConfig{Timeout: amply}}),
+				newLimiter(t, pool, Config{Name: name, Policy: policy}),
 			), append(
 				asked,
 				counted,

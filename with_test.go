@@ -136,7 +136,7 @@ func TestOtherNumbersOnLiveKeys(t *testing.T) {
 			Config{
 				Name:   name,
 				Policy: FixedWindow{Limit: 1, Window: time.Second},
-				Client: ClientConfig{Timeout: amply, Test: TestConfig{Now: clock.now}},
+				Client: ClientConfig{Test: TestConfig{Now: clock.now}},
 			},
 		)
 		for i, step := range steps {
@@ -199,7 +199,7 @@ func TestEveryChangeOfPolicyEqualsTheModel(t *testing.T) {
 				config := Config{
 					Name:   fromName + " to " + toName,
 					Policy: from,
-					Client: ClientConfig{Timeout: amply, Test: TestConfig{Now: clock.now}},
+					Client: ClientConfig{Test: TestConfig{Now: clock.now}},
 				}
 				remembers := newLimiter(t, db.Pool, config)
 				config.NoDenialCache = true
@@ -319,7 +319,7 @@ func TestTwoAlgorithmsOnOneKeyAdmitBoth(t *testing.T) {
 	t.Parallel()
 
 	const limit, calls = 10, 40
-	client := newClient(t, pgtest.New(t).Pool, ClientConfig{Timeout: amply})
+	client := newClient(t, pgtest.New(t).Pool, ClientConfig{})
 	for oneName, one := range slowPolicies(limit) {
 		for otherName, other := range slowPolicies(limit) {
 			name := oneName + " and " + otherName
@@ -359,7 +359,7 @@ func TestWithSharesEverythingElse(t *testing.T) {
 				Name:    "test",
 				Policy:  FixedWindow{Limit: 1, Window: year},
 				Durable: true,
-				Client:  ClientConfig{Schema: schema, Timeout: amply},
+				Client:  ClientConfig{Schema: schema},
 			},
 		)
 		view := limiter.under(policy)
@@ -399,7 +399,7 @@ func TestDenialIsRememberedForItsPolicy(t *testing.T) {
 		free := newLimiter(
 			t,
 			pool,
-			Config{Name: name, Policy: base, Client: ClientConfig{Timeout: amply, DenialMaxAge: amply}},
+			Config{Name: name, Policy: base, Client: ClientConfig{DenialMaxAge: amply}},
 		)
 		paid := free.with(t, slowPolicies(100)[name])
 		ask := func(limiter *Limiter, n int64, allowed bool, statements int) {
@@ -437,7 +437,7 @@ func TestPoliciesShareTheConnections(t *testing.T) {
 	limiter := newLimiter(
 		t,
 		pool,
-		Config{Name: "test", Policy: FixedWindow{Limit: 1, Window: year}, Client: ClientConfig{Timeout: amply}},
+		Config{Name: "test", Policy: FixedWindow{Limit: 1, Window: year}},
 	)
 	var mu sync.Mutex
 	allowed := map[string]int{}

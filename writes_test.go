@@ -151,7 +151,7 @@ func TestTransactionIDs(t *testing.T) {
 			limiter := newLimiter(
 				t,
 				pool,
-				Config{Name: name, Policy: policy, Durable: durable, Client: ClientConfig{Timeout: amply}},
+				Config{Name: name, Policy: policy, Durable: durable},
 			)
 			for _, c := range []struct{ cost, granted, want int64 }{
 				{10, 1, 1}, // of new keys
@@ -177,7 +177,7 @@ func TestTransactionIDs(t *testing.T) {
 		}
 	}
 
-	client := newClient(t, pool, ClientConfig{Timeout: amply})
+	client := newClient(t, pool, ClientConfig{})
 	client.engine.Database.ManyParts = 0
 	a := client.limiter(t, Config{Name: "a", Policy: FixedWindow{Limit: 10, Window: year}})
 	b := client.limiter(t, Config{Name: "b", Policy: FixedWindow{Limit: 10, Window: year}})

@@ -441,7 +441,7 @@ func atFullSpeed(t *testing.T, db *pgtest.DB, durable bool) (swept int64, told m
 	testkit.Together(writers, func(i int) {
 		limiter, err := ratelimit.New(pools[i%len(pools)], ratelimit.Config{
 			Name: "a", Policy: ratelimit.FixedWindow{Limit: fastLimit, Window: fastWindow}, Durable: durable,
-			NoDenialCache: true, Client: ratelimit.ClientConfig{Timeout: amply},
+			NoDenialCache: true,
 		})
 		// Most calls are for few keys, whose windows fill; the others for keys that rest for a while, so that they
 		// can be swept. However the two share the machine, some must have been.

@@ -242,7 +242,6 @@ func TestSweeperOnASharedConnectionTakesTurns(t *testing.T) {
 	tracer.withoutTurn.Store(0) // what opens a connection has no turn
 	limiter := limitertest.New(t, pooled.Conn(), ratelimit.Config{
 		Name: "test", Policy: ratelimit.FixedWindow{Limit: 1 << 20, Window: time.Hour},
-		Client: ratelimit.ClientConfig{Timeout: amply},
 	})
 	for name, conn := range map[string]ratelimit.DBTX{"connection": pooled.Conn(), "pooled connection": pooled} {
 		sweeper := newSweeper(t, conn, Config{Share: 1})

@@ -61,7 +61,7 @@ func TestSQLAllowsAsALimiterDoes(t *testing.T) {
 	} {
 		for _, durable := range []bool{false, true} {
 			config := ratelimit.Config{
-				Policy: policy, Durable: durable, NoDenialCache: true, Client: ratelimit.ClientConfig{Timeout: testkit.Amply},
+				Policy: policy, Durable: durable, NoDenialCache: true,
 			}
 			config.Name = fmt.Sprint("go ", i)
 			limiter := limitertest.New(t, db.Pool, config)

@@ -93,7 +93,6 @@ func TestAnswersAreThoseOfAPool(t *testing.T) {
 			clock := now
 			config := ratelimit.Config{Name: name + " pool", Policy: policy, Durable: name == "bucket"}
 			config.Client.Test.Now = func() time.Time { return clock }
-			config.Client.Timeout = testkit.Amply
 			want := limitertest.New(t, pool, config)
 			config.Name = name + " sql"
 			got := limitertest.New(t, sqldb.Pool(db), config)

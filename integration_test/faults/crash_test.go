@@ -26,7 +26,6 @@ func crashes(t *testing.T, settings map[string]string, config ratelimit.Config, 
 	server, pool := newServer(t, pgserver.Config{Fsync: true, Settings: settings})
 	require.Equal(t, "on", pgtest.Scalar[string](t, pool, "SHOW fsync"))
 	config.Name, config.Policy = "test", ratelimit.FixedWindow{Limit: crashLimit, Window: year}
-	config.Client.Timeout = amply
 
 	var known ledger
 	for round := range testkit.Rounds(t, "ROUNDS", 3) {

@@ -30,7 +30,6 @@ func TestConnectionsExhausted(t *testing.T) {
 	}})
 	config := ratelimit.Config{
 		Name: "test", Policy: ratelimit.FixedWindow{Limit: 10, Window: year},
-		Client: ratelimit.ClientConfig{Timeout: amply},
 	}
 	inside := limitertest.New(t, pool, config)
 	outside := limitertest.New(t, newPool(t, server.URL(), nil), config)
@@ -116,7 +115,6 @@ func TestFullDisk(t *testing.T) {
 	pgtest.Exec(t, pool, "ALTER INDEX rate_limit_durable_pkey SET TABLESPACE small")
 	limiter := limitertest.New(t, pool, ratelimit.Config{
 		Name: "test", Policy: ratelimit.FixedWindow{Limit: 1, Window: year}, Durable: true, SynchronousCommit: true,
-		Client:        ratelimit.ClientConfig{Timeout: amply},
 		NoDenialCache: true,
 	})
 	granted, err := askUntilError(limiter)
@@ -154,7 +152,6 @@ func TestFullDiskOfTheLog(t *testing.T) {
 
 	limiter := limitertest.New(t, newPool(t, server.URL(), nil), ratelimit.Config{
 		Name: "test", Policy: ratelimit.FixedWindow{Limit: 1, Window: year}, Durable: true, SynchronousCommit: true,
-		Client: ratelimit.ClientConfig{Timeout: amply},
 	})
 	noise := newPool(t, server.URL(), func(config *pgxpool.Config) { config.MaxConns = 1 })
 	noisy := make(chan error, 1)

@@ -116,7 +116,6 @@ func TestFailoverToASynchronousStandby(t *testing.T) {
 	const limit = 200
 	limiter := limitertest.New(t, newPool(t, bothHosts(t, primary, standby), nil), ratelimit.Config{
 		Name: "test", Policy: ratelimit.FixedWindow{Limit: limit, Window: year}, Durable: true, SynchronousCommit: true,
-		Client: ratelimit.ClientConfig{Timeout: amply},
 	})
 	var known ledger
 	wait := known.load(
@@ -152,7 +151,7 @@ func TestFailoverToAnAsynchronousStandby(t *testing.T) {
 	for _, durable := range []bool{true, false} {
 		limiters[durable] = limitertest.New(t, newPool(t, url, nil), ratelimit.Config{
 			Name: "test", Policy: ratelimit.FixedWindow{Limit: 10, Window: year},
-			Durable: durable, SynchronousCommit: durable, Client: ratelimit.ClientConfig{Timeout: amply},
+			Durable: durable, SynchronousCommit: durable,
 		})
 	}
 	for _, limiter := range limiters {

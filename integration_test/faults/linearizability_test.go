@@ -313,7 +313,7 @@ func uncertain(w workload, t *testing.T, db *pgtest.DB) []operation {
 	t.Helper()
 	// Every key has been asked for before, so that it is known when its window begins.
 	primer := limitertest.New(t, db.Pool, ratelimit.Config{
-		Name: "test", Policy: w.policy(), Client: ratelimit.ClientConfig{Timeout: amply},
+		Name: "test", Policy: w.policy(),
 	})
 	var history []operation
 	for key := range w.Keys {

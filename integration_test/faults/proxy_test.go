@@ -80,7 +80,6 @@ func TestBrokenConnections(t *testing.T) {
 				proxy, db, pool := throughProxy(t, mode)
 				config := ratelimit.Config{
 					Name: "test", Policy: ratelimit.FixedWindow{Limit: 10, Window: year}, Durable: true,
-					Client: ratelimit.ClientConfig{Timeout: amply},
 				}
 				limiter := limitertest.New(t, pool, config)
 				_, err := limiter.Allow(t.Context(), "key") // which prepares the statement
@@ -122,7 +121,6 @@ func TestBrokenConnectionWhilePreparing(t *testing.T) {
 		proxy, db, pool := throughProxy(t, pgx.QueryExecModeCacheStatement)
 		limiter := limitertest.New(t, pool, ratelimit.Config{
 			Name: "test", Policy: ratelimit.FixedWindow{Limit: 10, Window: year},
-			Client: ratelimit.ClientConfig{Timeout: amply},
 		})
 		proxy.fail(&f)
 		_, err := limiter.Allow(t.Context(), "key")
@@ -143,7 +141,6 @@ func TestBlindRetryIsCaught(t *testing.T) {
 	proxy, db, pool := throughProxy(t, pgx.QueryExecModeCacheStatement)
 	limiter := limitertest.New(t, pool, ratelimit.Config{
 		Name: "test", Policy: ratelimit.FixedWindow{Limit: 10, Window: year},
-		Client: ratelimit.ClientConfig{Timeout: amply},
 	})
 	proxy.fail(&fault{reply: anyReply})
 	_, err := limiter.Allow(t.Context(), "key")
@@ -171,7 +168,7 @@ func TestBrokenConnectionOfABatch(t *testing.T) {
 			proxy, db, pool := throughProxy(t, pgx.QueryExecModeCacheStatement)
 			limiter := limitertest.New(t, pool, ratelimit.Config{
 				Name: "test", Policy: ratelimit.FixedWindow{Limit: 1000, Window: year},
-				Client: ratelimit.ClientConfig{Timeout: amply, MaxInFlight: 1},
+				Client: ratelimit.ClientConfig{MaxInFlight: 1},
 			})
 			// While the reply to the first is late, all others queue. They leave together, in the statement that
 			// breaks.
@@ -214,7 +211,6 @@ func TestOneByteAtATime(t *testing.T) {
 	proxy.trickle = true
 	limiter := limitertest.New(t, pool, ratelimit.Config{
 		Name: "test", Policy: ratelimit.FixedWindow{Limit: 10, Window: year},
-		Client: ratelimit.ClientConfig{Timeout: amply},
 	})
 	for want := range int64(10) {
 		result, err := limiter.Allow(t.Context(), "key")
@@ -236,7 +232,6 @@ func TestConnectionCutAtRest(t *testing.T) {
 	proxy, db, pool := throughProxy(t, pgx.QueryExecModeCacheStatement)
 	limiter := limitertest.New(t, pool, ratelimit.Config{
 		Name: "test", Policy: ratelimit.FixedWindow{Limit: 10, Window: year},
-		Client: ratelimit.ClientConfig{Timeout: amply},
 	})
 	_, err := limiter.Allow(t.Context(), "key")
 	require.NoError(t, err)
@@ -257,7 +252,6 @@ func TestBrokenConnectionOfATransaction(t *testing.T) {
 		proxy, db, pool := throughProxy(t, pgx.QueryExecModeCacheStatement)
 		limiter := limitertest.New(t, pool, ratelimit.Config{
 			Name: "test", Policy: ratelimit.FixedWindow{Limit: 10, Window: year},
-			Client: ratelimit.ClientConfig{Timeout: amply},
 		})
 		_, err := limiter.Allow(t.Context(), "key")
 		require.NoError(t, err)
@@ -286,7 +280,7 @@ func TestBrokenConnectionOfAReset(t *testing.T) {
 	proxy, _, pool := throughProxy(t, pgx.QueryExecModeCacheStatement)
 	limiter := limitertest.New(t, pool, ratelimit.Config{
 		Name: "test", Policy: ratelimit.FixedWindow{Limit: 1, Window: year},
-		Client: ratelimit.ClientConfig{Timeout: amply, DenialMaxAge: amply},
+		Client: ratelimit.ClientConfig{DenialMaxAge: amply},
 	})
 	for range 2 {
 		_, err := limiter.Allow(t.Context(), "key")

@@ -38,10 +38,9 @@ func TestShutdownUnderLoad(t *testing.T) {
 			limiters := map[bool]*ratelimit.Limiter{
 				true: limitertest.New(t, newPool(t, server.URL(), nil), ratelimit.Config{
 					Name: "test", Policy: policy, Durable: true, SynchronousCommit: true,
-					Client: ratelimit.ClientConfig{Timeout: amply},
 				}),
 				false: limitertest.New(t, newPool(t, server.URL(), nil), ratelimit.Config{
-					Name: "test", Policy: policy, Client: ratelimit.ClientConfig{Timeout: amply},
+					Name: "test", Policy: policy,
 				}),
 			}
 			ledgers := map[bool]*ledger{true: {}, false: {}}
@@ -83,7 +82,6 @@ func TestSmartShutdown(t *testing.T) {
 	server, pool := newServer(t, pgserver.Config{})
 	config := ratelimit.Config{
 		Name: "test", Policy: ratelimit.FixedWindow{Limit: 10, Window: year},
-		Client: ratelimit.ClientConfig{Timeout: amply},
 	}
 	inside := limitertest.New(t, pool, config)
 	outside := limitertest.New(t, newPool(t, server.URL(), nil), config)
@@ -127,7 +125,6 @@ func TestDemotedServer(t *testing.T) {
 	for _, durable := range []bool{false, true} {
 		limiter := limitertest.New(t, pool, ratelimit.Config{
 			Name: "test", Policy: ratelimit.FixedWindow{Limit: 10, Window: year}, Durable: durable,
-			Client: ratelimit.ClientConfig{Timeout: amply},
 		})
 		_, err := limiter.Allow(t.Context(), "key")
 		require.NoError(t, err)

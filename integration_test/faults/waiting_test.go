@@ -121,7 +121,6 @@ func TestCancelledContextsOpenNoConnections(t *testing.T) {
 	)
 	limiter := limitertest.New(t, pool, ratelimit.Config{
 		Name: "test", Policy: ratelimit.FixedWindow{Limit: 1 << 20, Window: time.Hour},
-		Client: ratelimit.ClientConfig{Timeout: amply},
 	})
 	// The two connections that it uses, beside the one for keys that are held.
 	var wg sync.WaitGroup
@@ -161,7 +160,6 @@ func TestLongForeignTransaction(t *testing.T) {
 	for _, durable := range []bool{false, true} {
 		limiter := limitertest.New(t, pool, ratelimit.Config{
 			Name: "test", Policy: ratelimit.FixedWindow{Limit: 3 * calls, Window: year}, Durable: durable,
-			Client: ratelimit.ClientConfig{Timeout: amply},
 		})
 		taken := int64(0)
 		// take makes calls one after the other, and returns by how many pages the table grew.

@@ -11,7 +11,6 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit"
-	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
 // New returns a limiter with a client of its own, made by NewClient.
@@ -22,12 +21,9 @@ func New(t testing.TB, db ratelimit.DBTX, config ratelimit.Config) *ratelimit.Li
 	return Of(t, client, config)
 }
 
-// NewClient returns a client. Its Timeout defaults to one that no call comes near, however slow the machine.
+// NewClient returns a client.
 func NewClient(t testing.TB, db ratelimit.DBTX, config ratelimit.ClientConfig) *ratelimit.Client {
 	t.Helper()
-	if config.Timeout == 0 {
-		config.Timeout = testkit.Amply
-	}
 	client, err := ratelimit.NewClient(db, config)
 	require.NoError(t, err)
 	return client

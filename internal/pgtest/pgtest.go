@@ -38,7 +38,9 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/pgratelimit/ratelimit/internal/algorithm"
+	"github.com/pgratelimit/ratelimit/internal/deadline"
 	"github.com/pgratelimit/ratelimit/internal/pgserver"
+	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
 const (
@@ -87,11 +89,13 @@ type DB struct {
 
 // Main is all that TestMain has to do. It runs the tests, closes the server if one was started, and exits. On a
 // small machine it runs more tests at once than there are processors, because most of them wait for the database
-// now and then, or for time to go by. The flag -parallel overrides that. Tests never see a DATABASE_URL.
+// now and then, or for time to go by. The flag -parallel overrides that. Calls get ample time, and tests never see a
+// DATABASE_URL.
 func Main(m *testing.M) {
 	if runtime.GOMAXPROCS(0) < atOnce {
 		_ = flag.Set("test.parallel", strconv.Itoa(atOnce)) // the command line is read later, and wins
 	}
+	deadline.Default = testkit.Amply
 	_ = os.Unsetenv("DATABASE_URL") // it is the developer's, and may be a server that others share
 	code := m.Run()
 	if err := shared.close(); err != nil {
