@@ -43,7 +43,10 @@ func TestBreaker(t *testing.T) {
 				var events []BreakerEvent
 				db := newModelDB()
 				l := newLimiter(t, db, Config{
-					Name: "test", Policy: hourly, OnFailure: mode, Client: ClientConfig{MaxInFlight: 1, Logger: slog.New(slog.NewTextHandler(&log, nil)), Observer: &Observer{Breaker: func(e BreakerEvent) { events = append(events, e) }}},
+					Name: "test", Policy: hourly, OnFailure: mode, Client: ClientConfig{
+						Timeout: time.Second, MaxInFlight: 1, Logger: slog.New(slog.NewTextHandler(&log, nil)),
+						Observer: &Observer{Breaker: func(e BreakerEvent) { events = append(events, e) }},
+					},
 				})
 				allow := func(want Source) {
 					t.Helper()
@@ -232,7 +235,9 @@ func TestBreakerDoesNotCountCallersWhoLeave(t *testing.T) {
 			return nil
 		}
 		db.set(slow)
-		l := newLimiter(t, db, Config{Name: "test", Policy: hourly, OnFailure: FailOpen()})
+		l := newLimiter(t, db, Config{
+			Name: "test", Policy: hourly, OnFailure: FailOpen(), Client: ClientConfig{Timeout: time.Second},
+		})
 		leave := func() {
 			t.Helper()
 			ctx, cancel := context.WithTimeout(t.Context(), time.Millisecond)
@@ -263,7 +268,9 @@ func TestBreakerSurvivesTheLossOfAProbe(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		db := newModelDB()
-		l := newLimiter(t, db, Config{Name: "test", Policy: hourly, OnFailure: FailOpen()})
+		l := newLimiter(t, db, Config{
+			Name: "test", Policy: hourly, OnFailure: FailOpen(), Client: ClientConfig{Timeout: time.Second},
+		})
 		open(t, l, db)
 		elapse(engine.BreakerPause)
 		_, probe := l.client.engine.Batcher.Breaker.Admit(engine.KindEphemeral, false) // and nobody reports

@@ -10,6 +10,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgratelimit/ratelimit/internal/deadline"
 	"github.com/pgratelimit/ratelimit/internal/engine"
 	"github.com/pgratelimit/ratelimit/internal/model"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
@@ -217,12 +218,12 @@ func TestDefaults(t *testing.T) {
 
 	limiter, err := New(unusedPool(t), policy(FixedWindow{Limit: 1, Window: time.Second}))
 	require.NoError(t, err)
-	require.Equal(t, time.Second, limiter.client.timeout)
+	require.Equal(t, deadline.Default, limiter.client.timeout)
 	require.Equal(t, 2, limiter.client.engine.Settings.MaxInFlight)
 	require.Equal(t, 500, limiter.client.engine.Settings.MaxBatch)
 	require.Equal(t, time.Second, limiter.client.engine.Settings.DenialMaxAge)
 	require.NotNil(t, limiter.client.engine.Denials)
-	require.Equal(t, 250*time.Millisecond, limiter.client.engine.Batcher.Held.Patience())
+	require.Equal(t, deadline.Default/4, limiter.client.engine.Batcher.Held.Patience())
 }
 
 // A lock_timeout of 0 would wait for ever, and one beyond 2^31 - 1 is an error.

@@ -193,7 +193,7 @@ func TestCallsThatAreNotAskedAreLogged(t *testing.T) {
 		db.set(func(context.Context) error { elapse(950 * time.Millisecond); return nil })
 		l := newLimiter(t, db, Config{
 			Name: "test", Policy: hourly, OnFailure: FailOpen(),
-			Client: ClientConfig{MaxInFlight: 1, MaxBatch: 1, Logger: log.Logger()},
+			Client: ClientConfig{Timeout: time.Second, MaxInFlight: 1, MaxBatch: 1, Logger: log.Logger()},
 		})
 		var opened atomic.Int32
 		testkit.Together(10, func(int) {

@@ -14,6 +14,12 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/deadline"
 )
 
+// The documents of ClientConfig.Timeout promise a second.
+func TestDefault(t *testing.T) {
+	t.Parallel()
+	require.Equal(t, time.Second, deadline.Default)
+}
+
 // Contexts of a group end as those of package context do, whatever the order of their times.
 func TestContextsEndInTime(t *testing.T) {
 	t.Parallel()
