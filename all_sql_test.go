@@ -487,8 +487,8 @@ func TestSetsBesideANewRowAreDecidedAtOneInstant(t *testing.T) {
 					Config{
 						Name:   "known",
 						Policy: FixedWindow{Limit: 10, Window: year},
-						Client: ClientConfig{Test: frozen(t0)},
 					},
+					ClientConfig{Test: frozen(t0)},
 				)
 				_, err := limiter.AllowN(t.Context(), "key", change.take)
 				require.NoError(t, err)

@@ -128,7 +128,7 @@ func TestRequestsThatCannotBeAsked(t *testing.T) {
 		t,
 		Config{Name: "address", Policy: All(a.Config().Policy, FixedWindow{Limit: 2, Window: year})},
 	)
-	schema := newLimiter(t, db.Pool, Config{Name: "x", Policy: a.Config().Policy, Client: ClientConfig{Schema: "else"}})
+	schema := newLimiter(t, db.Pool, Config{Name: "x", Policy: a.Config().Policy}, ClientConfig{Schema: "else"})
 	tests := map[string]struct {
 		requests []Request
 		index    int

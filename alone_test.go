@@ -134,12 +134,12 @@ func TestLoneCallerWhoPanics(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		panics := false
 		l := newLimiter(t, newModelDB(), Config{
-			Name: "test", Policy: hourly, Client: ClientConfig{Observer: &Observer{Statement: func(StatementEvent) {
-				if panics {
-					panic("the observer does")
-				}
-			}}},
-		})
+			Name: "test", Policy: hourly,
+		}, ClientConfig{Observer: &Observer{Statement: func(StatementEvent) {
+			if panics {
+				panic("the observer does")
+			}
+		}}})
 		for range 3 {
 			for range engine.AloneAfter {
 				_, err := l.Allow(t.Context(), "key")
@@ -164,7 +164,7 @@ func TestSecondStatementLeavesBesideASlowOne(t *testing.T) {
 	for took, atOnce := range map[time.Duration]int{engine.TooLong - 2*time.Millisecond: 1, 10 * engine.TooLong: 2} {
 		synctest.Test(t, func(t *testing.T) {
 			db := newModelDB()
-			l := newLimiter(t, db, Config{Name: "test", Policy: hourly, Client: ClientConfig{MaxInFlight: 2}})
+			l := newLimiter(t, db, Config{Name: "test", Policy: hourly}, ClientConfig{MaxInFlight: 2})
 			takes := engine.Far / 10 // of the first one, so the database is near
 			db.set(func(context.Context) error {
 				elapse(takes)
@@ -207,7 +207,7 @@ func TestSecondStatementLeavesForManyKeys(t *testing.T) {
 	for keys, atOnce := range map[int]int{1: 1, 2: 1, 3 * engine.Enough: 2} {
 		synctest.Test(t, func(t *testing.T) {
 			db := newModelDB()
-			l := newLimiter(t, db, Config{Name: "test", Policy: FixedWindow{Limit: 1 << 20, Window: time.Hour}, Client: ClientConfig{MaxInFlight: 2}})
+			l := newLimiter(t, db, Config{Name: "test", Policy: FixedWindow{Limit: 1 << 20, Window: time.Hour}}, ClientConfig{MaxInFlight: 2})
 			ask := func(i int) {
 				_, err := l.Allow(t.Context(), strconv.Itoa(i%keys))
 				require.NoError(t, err)
@@ -241,8 +241,7 @@ func TestFewCallersWhoLeave(t *testing.T) {
 			db := newModelDB()
 			l := newLimiter(t, db, Config{
 				Name: "test", Policy: FixedWindow{Limit: 1 << 16, Window: year}, OnFailure: FailOpen(),
-				Client: ClientConfig{MaxInFlight: 1 + int(story%2)},
-			})
+			}, ClientConfig{MaxInFlight: 1 + int(story%2)})
 			db.set(func(ctx context.Context) error {
 				ms := [...]int{0, 1, 1, 2, 2, 3, 30, 400}[rand.IntN(8)]
 				return hangs(time.Duration(ms) * time.Millisecond)(ctx)

@@ -43,10 +43,10 @@ func TestBreaker(t *testing.T) {
 				var events []BreakerEvent
 				db := newModelDB()
 				l := newLimiter(t, db, Config{
-					Name: "test", Policy: hourly, OnFailure: mode, Client: ClientConfig{
-						Timeout: time.Second, MaxInFlight: 1, Logger: slog.New(slog.NewTextHandler(&log, nil)),
-						Observer: &Observer{Breaker: func(e BreakerEvent) { events = append(events, e) }},
-					},
+					Name: "test", Policy: hourly, OnFailure: mode,
+				}, ClientConfig{
+					Timeout: time.Second, MaxInFlight: 1, Logger: slog.New(slog.NewTextHandler(&log, nil)),
+					Observer: &Observer{Breaker: func(e BreakerEvent) { events = append(events, e) }},
 				})
 				allow := func(want Source) {
 					t.Helper()
@@ -155,8 +155,8 @@ func TestBreakerOpensWhenTheDatabaseIsSlow(t *testing.T) {
 				Name:      "test",
 				Policy:    hourly,
 				OnFailure: FailOpen(),
-				Client:    ClientConfig{Timeout: 100 * time.Millisecond},
 			},
+			ClientConfig{Timeout: 100 * time.Millisecond},
 		)
 		began := time.Now()
 		var slowest time.Duration
@@ -205,8 +205,8 @@ func TestBreakerTurnsAwayTheQueue(t *testing.T) {
 				Name:      "test",
 				Policy:    hourly,
 				OnFailure: FailClosed(),
-				Client:    ClientConfig{MaxBatch: 1, MaxInFlight: 1},
 			},
+			ClientConfig{MaxBatch: 1, MaxInFlight: 1},
 		)
 		var wg sync.WaitGroup
 		for i := range 1000 {
@@ -236,8 +236,8 @@ func TestBreakerDoesNotCountCallersWhoLeave(t *testing.T) {
 		}
 		db.set(slow)
 		l := newLimiter(t, db, Config{
-			Name: "test", Policy: hourly, OnFailure: FailOpen(), Client: ClientConfig{Timeout: time.Second},
-		})
+			Name: "test", Policy: hourly, OnFailure: FailOpen(),
+		}, ClientConfig{Timeout: time.Second})
 		leave := func() {
 			t.Helper()
 			ctx, cancel := context.WithTimeout(t.Context(), time.Millisecond)
@@ -269,8 +269,8 @@ func TestBreakerSurvivesTheLossOfAProbe(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		db := newModelDB()
 		l := newLimiter(t, db, Config{
-			Name: "test", Policy: hourly, OnFailure: FailOpen(), Client: ClientConfig{Timeout: time.Second},
-		})
+			Name: "test", Policy: hourly, OnFailure: FailOpen(),
+		}, ClientConfig{Timeout: time.Second})
 		open(t, l, db)
 		elapse(engine.BreakerPause)
 		_, probe := l.client.engine.Batcher.Breaker.Admit(engine.KindEphemeral, false) // and nobody reports

@@ -28,7 +28,8 @@ func TestCallerLeavesWhileTheRowIsHeld(t *testing.T) {
 	limiter := newLimiter(
 		t,
 		pool,
-		Config{Name: "test", Policy: FixedWindow{Limit: 10, Window: year}, Client: ClientConfig{Timeout: 4 * amply}},
+		Config{Name: "test", Policy: FixedWindow{Limit: 10, Window: year}},
+		ClientConfig{Timeout: 4 * amply},
 	)
 	_, err := limiter.Allow(t.Context(), "key")
 	require.NoError(t, err)
@@ -74,10 +75,10 @@ func TestCallerThatLeavesDoesNotDisturbOthers(t *testing.T) {
 	config := Config{
 		Name:   "test",
 		Policy: FixedWindow{Limit: 100, Window: year},
-		Client: ClientConfig{Timeout: 4 * amply, MaxInFlight: 1},
 	}
+	clientConfig := ClientConfig{Timeout: 4 * amply, MaxInFlight: 1}
 	pool := db.NewPool(t, nil)
-	limiter := newLimiter(t, pool, config)
+	limiter := newLimiter(t, pool, config, clientConfig)
 	_, err := limiter.Allow(t.Context(), "key")
 	require.NoError(t, err)
 
@@ -135,8 +136,8 @@ func TestNothingIsLeftAtRest(t *testing.T) {
 		Config{
 			Name:   "test",
 			Policy: FixedWindow{Limit: 100, Window: year},
-			Client: ClientConfig{MaxInFlight: 4, MaxBatch: 7},
 		},
+		ClientConfig{MaxInFlight: 4, MaxBatch: 7},
 	)
 	left := testkit.Offspring(t, func(context.Context) {
 		errs := make([]error, 500)
@@ -201,8 +202,8 @@ func TestFrozenServer(t *testing.T) {
 		Config{
 			Name:   "test",
 			Policy: FixedWindow{Limit: 10_000, Window: year},
-			Client: ClientConfig{Timeout: 3 * time.Second, MaxBatch: 100},
 		},
+		ClientConfig{Timeout: 3 * time.Second, MaxBatch: 100},
 	)
 	require.NoError(t, server.Freeze())
 	const callers = 10_000

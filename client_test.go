@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"log/slog"
 	"math/rand/v2"
-	"reflect"
 	"strings"
 	"sync"
 	"testing"
@@ -437,35 +436,6 @@ func TestSlowLimiterDelaysOthersByOneStatement(t *testing.T) {
 			require.Less(t, db.taken(), int64(2000))
 		}
 	})
-}
-
-// A limiter of a client cannot have a configuration of the client's of its own.
-func TestConfigOfTheClientIsRefused(t *testing.T) {
-	t.Parallel()
-	client := newClient(t, unusedPool(t), ClientConfig{})
-	for i := range reflect.TypeFor[ClientConfig]().NumField() {
-		config := Config{Name: "test", Policy: hourly}
-		switch field := reflect.ValueOf(&config.Client).Elem().Field(i); field.Kind() {
-		case reflect.String:
-			field.SetString("a")
-		case reflect.Pointer:
-			field.Set(reflect.New(field.Type().Elem()))
-		case reflect.Struct:
-			config.Client.Test.Now = time.Now
-		default:
-			field.SetInt(int64(time.Second))
-		}
-		_, err := client.Limiter(config)
-		var refused *ConfigError
-		require.ErrorAs(t, err, &refused, i)
-		require.Equal(t, "Config.Client", refused.Field)
-		require.Equal(t, "is for New; this client was configured by NewClient", refused.Reason)
-		limiter, err := New(unusedPool(t), config)
-		require.NoError(t, err)
-		require.True(t, reflect.ValueOf(limiter.Config().Client).IsZero())
-		_, err = client.Limiter(limiter.Config())
-		require.NoError(t, err)
-	}
 }
 
 // One cache holds the denials of all limiters of a client, and none of them is taken for another's.

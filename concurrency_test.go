@@ -44,15 +44,14 @@ func TestExactlyLimitAreAdmitted(t *testing.T) {
 	eachSlowPolicyAndTable(t, limit, func(t *testing.T, config Config) {
 		db := pgtest.New(t)
 		pools := smallPools(t, db, 4)
-		for variant, change := range map[string]func(*Config){
-			"coalesced":                  func(*Config) {},
-			"one call in each statement": func(c *Config) { c.Client.MaxBatch, c.Client.MaxInFlight, c.NoDenialCache = 1, 16, true },
+		for variant, client := range map[string]ClientConfig{
+			"coalesced": {}, "one call in each statement": {MaxBatch: 1, MaxInFlight: 16},
 		} {
 			config := config
-			change(&config)
+			config.NoDenialCache = client.MaxBatch == 1
 			limiters := make([]*Limiter, 2*len(pools))
 			for i := range limiters {
-				limiters[i] = newLimiter(t, pools[i%len(pools)], config)
+				limiters[i] = newLimiter(t, pools[i%len(pools)], config, client)
 			}
 			for round := range 2 * rounds(t) {
 				key := fmt.Sprint(variant, " ", round)
@@ -226,7 +225,6 @@ func TestSweeperAtFullSpeed(t *testing.T) {
 	config := Config{
 		Name:          "test",
 		Policy:        FixedWindow{Limit: limit, Window: year},
-		Client:        ClientConfig{MaxBatch: 4},
 		NoDenialCache: true,
 	}
 
@@ -252,7 +250,7 @@ func TestSweeperAtFullSpeed(t *testing.T) {
 	var granted int64
 	errs := make([]error, 12)
 	testkit.Together(12, func(i int) {
-		limiter, err := New(pools[i%len(pools)], config)
+		limiter, err := newLimiter(t, pools[i%len(pools)], config, ClientConfig{MaxBatch: 4}), error(nil)
 		for call := 0; call < calls && err == nil; call++ {
 			var result Result
 			if result, err = limiter.Allow(context.Background(), fmt.Sprint((i+call)%keys)); result.Allowed {

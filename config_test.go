@@ -73,14 +73,6 @@ func TestNewRefusesWhatCannotWork(t *testing.T) {
 		"a pointer to a log":           {policy(&SlidingLog{}), "Policy", "not a pointer"},
 		"a pointer to no policy":       {policy((*TokenBucket)(nil)), "Policy", "not a pointer"},
 		"nothing to flush":             {Config{Name: "n", Policy: good, SynchronousCommit: true}, "SynchronousCommit", "Durable"},
-		"a schema with NUL":            {Config{Name: "n", Policy: good, Client: ClientConfig{Schema: "a\x00"}}, "ClientConfig.Schema", "NUL"},
-		"a schema with a line break":   {Config{Name: "n", Policy: good, Client: ClientConfig{Schema: "a\nb"}}, "ClientConfig.Schema", "line break"},
-		"a schema in Latin 1":          {Config{Name: "n", Policy: good, Client: ClientConfig{Schema: "\xe9"}}, "ClientConfig.Schema", "UTF-8"},
-		"a negative timeout":           {Config{Name: "n", Policy: good, Client: ClientConfig{Timeout: -time.Second}}, "ClientConfig.Timeout", "at least 1ms"},
-		"a timeout that is too short":  {Config{Name: "n", Policy: good, Client: ClientConfig{Timeout: time.Millisecond - 1}}, "ClientConfig.Timeout", "at least 1ms"},
-		"a negative MaxInFlight":       {Config{Name: "n", Policy: good, Client: ClientConfig{MaxInFlight: -1}}, "ClientConfig.MaxInFlight", "-1"},
-		"a negative MaxBatch":          {Config{Name: "n", Policy: good, Client: ClientConfig{MaxBatch: -1}}, "ClientConfig.MaxBatch", "-1"},
-		"a negative DenialMaxAge":      {Config{Name: "n", Policy: good, Client: ClientConfig{DenialMaxAge: -1}}, "ClientConfig.DenialMaxAge", "NoDenialCache"},
 		"a share of nothing":           {Config{Name: "n", Policy: good, OnFailure: FallbackLocal(0)}, "OnFailure", "above 0"},
 		"a negative share":             {Config{Name: "n", Policy: good, OnFailure: FallbackLocal(-0.1)}, "OnFailure", "-0.1"},
 		"a share of more than all":     {Config{Name: "n", Policy: good, OnFailure: FallbackLocal(1.01)}, "OnFailure", "at most 1"},
@@ -132,15 +124,45 @@ func TestNewRefusesWhatCannotWork(t *testing.T) {
 		require.Nil(t, limiter, name)
 		var configErr *ConfigError
 		require.ErrorAs(t, err, &configErr, name)
-		field := c.field
-		if !strings.HasPrefix(field, "ClientConfig.") {
-			field = "Config." + field
-		}
-		require.Equal(t, field, configErr.Field, name)
-		require.EqualError(t, err, "ratelimit: "+field+" "+configErr.Reason, name)
+		require.Equal(t, "Config."+c.field, configErr.Field, name)
+		require.EqualError(t, err, "ratelimit: Config."+c.field+" "+configErr.Reason, name)
 		require.Contains(t, err.Error(), c.words, name)
 	}
+}
 
+// NewClient names the field that is wrong, and says how to mend it.
+func TestNewClientRefusesBadConfigurations(t *testing.T) {
+	t.Parallel()
+
+	for name, c := range map[string]struct {
+		config ClientConfig
+		field  string
+		words  string // what the message must say, too
+	}{
+		"a schema with NUL":           {ClientConfig{Schema: "a\x00"}, "Schema", "NUL"},
+		"a schema with a line break":  {ClientConfig{Schema: "a\nb"}, "Schema", "line break"},
+		"a schema in Latin 1":         {ClientConfig{Schema: "\xe9"}, "Schema", "UTF-8"},
+		"a negative timeout":          {ClientConfig{Timeout: -time.Second}, "Timeout", "at least 1ms"},
+		"a timeout that is too short": {ClientConfig{Timeout: time.Millisecond - 1}, "Timeout", "at least 1ms"},
+		"a negative MaxInFlight":      {ClientConfig{MaxInFlight: -1}, "MaxInFlight", "-1"},
+		"a negative MaxBatch":         {ClientConfig{MaxBatch: -1}, "MaxBatch", "-1"},
+		"a negative DenialMaxAge":     {ClientConfig{DenialMaxAge: -1}, "DenialMaxAge", "NoDenialCache"},
+	} {
+		client, err := NewClient(unusedPool(t), c.config)
+		require.Nil(t, client, name)
+		var refused *ConfigError
+		require.ErrorAs(t, err, &refused, name)
+		require.Equal(t, "ClientConfig."+c.field, refused.Field, name)
+		require.Contains(t, err.Error(), c.words, name)
+	}
+	for _, config := range []ClientConfig{
+		{},
+		{Schema: `"; --`, Timeout: time.Millisecond, MaxInFlight: 1, MaxBatch: 1, DenialMaxAge: 1},
+		{Timeout: math.MaxInt64, MaxInFlight: math.MaxInt, MaxBatch: math.MaxInt, DenialMaxAge: math.MaxInt64},
+	} {
+		_, err := NewClient(unusedPool(t), config)
+		require.NoError(t, err)
+	}
 }
 
 // A connection or transaction that is nil is refused where it is passed, and not met in a panic later.
@@ -196,8 +218,8 @@ func TestNewAcceptsTheEndsOfTheRange(t *testing.T) {
 	good := FixedWindow{Limit: 1, Window: time.Microsecond}
 	for _, config := range []Config{
 		{Name: "n", Policy: good},
-		{Name: strings.Repeat("ä", 64), Policy: good, Client: ClientConfig{Schema: `"; --`, Timeout: time.Millisecond, MaxInFlight: 1, MaxBatch: 1, DenialMaxAge: 1}},
-		{Name: " \n\t'\"\\$1", Policy: good, Client: ClientConfig{Timeout: math.MaxInt64, MaxInFlight: math.MaxInt, MaxBatch: math.MaxInt, DenialMaxAge: math.MaxInt64}},
+		{Name: strings.Repeat("ä", 64), Policy: good},
+		{Name: " \n\t'\"\\$1", Policy: good},
 		{Name: "n", Policy: good, Durable: true, SynchronousCommit: true},
 		policy(FixedWindow{Limit: 1 << 62, Window: time.Microsecond}),
 		policy(FixedWindow{Limit: 1 << 11, Window: model.Duration(1 << 51)}),

@@ -477,7 +477,8 @@ func TestUpdatesAreHOT(t *testing.T) {
 				limiter := newLimiter(
 					t,
 					pool,
-					Config{Name: name, Policy: policy, Client: ClientConfig{Test: everySecond}},
+					Config{Name: name, Policy: policy},
+					ClientConfig{Test: everySecond},
 				)
 				for i := range updates {
 					result, err := limiter.Allow(t.Context(), fmt.Sprint(i%keys))

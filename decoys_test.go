@@ -112,8 +112,8 @@ func callEverything(t *testing.T, db *pgtest.DB, pool *pgxpool.Pool) error {
 				Name: fmt.Sprint(
 					story,
 					step.Name,
-				), Policy: policyOf(step.Policy.Numbers()), Durable: step.Durable, Client: ClientConfig{Test: frozen(time.UnixMicro(step.Clock))},
-			})
+				), Policy: policyOf(step.Policy.Numbers()), Durable: step.Durable,
+			}, ClientConfig{Test: frozen(time.UnixMicro(step.Clock))})
 			if err := limiter.decide(t.Context(), pool, slices.Clone(step.Elements), engine.Transaction{}); err != nil {
 				return fmt.Errorf("%s=%d: %v: %w", seedVariable, seed, step, err)
 			}

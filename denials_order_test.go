@@ -210,9 +210,9 @@ func newOrders(t *testing.T, policy single, conn, tx *pgx.Conn, elsewhere elsewh
 	config := Config{
 		Name:   "l",
 		Policy: policy,
-		Client: ClientConfig{DenialMaxAge: 2 * time.Second, Test: TestConfig{Now: time.Now}},
 	}
-	o.l = newLimiter(t, o.gate, config)
+	clientConfig := ClientConfig{DenialMaxAge: 2 * time.Second, Test: TestConfig{Now: time.Now}}
+	o.l = newLimiter(t, o.gate, config, clientConfig)
 	config.Name, config.Policy = "lead", FixedWindow{Limit: 1 << 20, Window: time.Hour}
 	o.lead = o.l.client.limiter(t, config)
 	o.tiers = []Policy{

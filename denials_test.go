@@ -84,13 +84,11 @@ func TestDenialsNeverChangeADecision(t *testing.T) {
 			config := Config{
 				Name:   fmt.Sprintf("%T remembers", policy),
 				Policy: policy,
-				Client: ClientConfig{Timeout: time.Minute, Test: TestConfig{Now: clock.now}},
 			}
-			remembers, err := New(pool, config)
-			require.NoError(t, err)
+			clientConfig := ClientConfig{Timeout: time.Minute, Test: TestConfig{Now: clock.now}}
+			remembers := newLimiter(t, pool, config, clientConfig)
 			config.Name, config.NoDenialCache = fmt.Sprintf("%T asks", policy), true
-			asks, err := New(pool, config)
-			require.NoError(t, err)
+			asks := newLimiter(t, pool, config, clientConfig)
 
 			local, last := 0, map[string][2]Result{}
 			sources := map[bool]Source{false: SourceDatabase, true: SourceCachedDenial}
@@ -390,8 +388,8 @@ func TestDenialsAgeThoughTheClockBeganAtZero(t *testing.T) {
 	read := 0
 	now := func() time.Time { read++; return clock.now() }
 	l := newLimiter(t, newModelDB(), Config{
-		Name: "test", Policy: hourly, OnFailure: FallbackLocal(0.5), Client: ClientConfig{Test: TestConfig{Now: now}},
-	})
+		Name: "test", Policy: hourly, OnFailure: FallbackLocal(0.5),
+	}, ClientConfig{Test: TestConfig{Now: now}})
 	require.Zero(t, read)
 	clock.at = t0
 	d := testDenials{l.client.engine.Denials, hourly.one(), l.space}
@@ -433,8 +431,7 @@ func TestCachedDenialNeedsNoMemory(t *testing.T) {
 
 // deniedLimiter returns a limiter without a database that remembers a denial of user:123.
 func deniedLimiter(t testing.TB, policy single) *Limiter {
-	l, err := New(&pgxpool.Pool{}, Config{Name: "test", Policy: policy, Client: ClientConfig{DenialMaxAge: time.Hour}})
-	require.NoError(t, err)
+	l := newLimiter(t, &pgxpool.Pool{}, Config{Name: "test", Policy: policy}, ClientConfig{DenialMaxAge: time.Hour})
 	rememberDenied(testDenials{l.client.engine.Denials, policy.one(), l.space}, "user:123", &setClock{at: time.Now()})
 	return l
 }

@@ -57,8 +57,8 @@ func TestEncodingsAndLiterals(t *testing.T) {
 								Name:    name + schema,
 								Policy:  policy,
 								Durable: durable,
-								Client:  ClientConfig{Schema: schema},
 							},
+							ClientConfig{Schema: schema},
 						)
 						for name, call := range everyCall(limiter, "key") {
 							require.NoError(t, call(), name)
@@ -325,8 +325,8 @@ func TestSchemaThatIsNotASCII(t *testing.T) {
 				config := Config{Name: "test", Policy: FixedWindow{Limit: 9, Window: time.Hour}, OnFailure: FailOpen()}
 				_, err := newLimiter(t, pool, config).Allow(t.Context(), "key")
 				require.NoError(t, err, client)
-				config.Client.Schema = schema
-				limiter := newLimiter(t, pool, config)
+				clientConfig := ClientConfig{Schema: schema}
+				limiter := newLimiter(t, pool, config, clientConfig)
 				policies, err := NewPolicies(pool, PoliciesConfig{Schema: schema})
 				require.NoError(t, err)
 				for call, err := range map[string]error{

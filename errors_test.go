@@ -361,7 +361,7 @@ func TestNotPermitted(t *testing.T) {
 			require.Contains(t, err.Error(), "GRANT")
 		}
 		// Nor without USAGE on the schema.
-		for _, call := range everyCall(newLimiter(t, pool, Config{Name: "test", Policy: policy, Client: ClientConfig{Schema: "pg_toast"}}), "personal") {
+		for _, call := range everyCall(newLimiter(t, pool, Config{Name: "test", Policy: policy}, ClientConfig{Schema: "pg_toast"}), "personal") {
 			requireKinds(t, call(), "personal", ErrNotPermitted)
 		}
 	}
@@ -394,14 +394,14 @@ func TestStatementTimeout(t *testing.T) {
 	config := Config{
 		Name:   "test",
 		Policy: FixedWindow{Limit: 10, Window: year},
-		Client: ClientConfig{Timeout: 8 * time.Second},
 	}
+	clientConfig := ClientConfig{Timeout: 8 * time.Second}
 	pool := db.NewPool(
 		t,
 		func(config *pgxpool.Config) { config.ConnConfig.RuntimeParams["statement_timeout"] = "100ms" },
 	)
-	limiter := newLimiter(t, pool, config)
-	_, err := newLimiter(t, db.Pool, config).Allow(t.Context(), "personal")
+	limiter := newLimiter(t, pool, config, clientConfig)
+	_, err := newLimiter(t, db.Pool, config, clientConfig).Allow(t.Context(), "personal")
 	require.NoError(t, err)
 	holder := hold(t, db, config, "personal")
 	_, err = limiter.Allow(t.Context(), "personal")

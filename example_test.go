@@ -179,13 +179,16 @@ func ExampleLimiter_Wait() {
 // While Postgres is away, each of four processes admits a quarter.
 func ExampleFallbackLocal() {
 	var pool *pgxpool.Pool
-	limiter, err := ratelimit.New(pool, ratelimit.Config{
+	client, err := ratelimit.NewClient(pool, ratelimit.ClientConfig{
+		Timeout: 200 * time.Millisecond, // the longest that a call waits
+	})
+	if err != nil {
+		log.Fatal(err)
+	}
+	limiter, err := client.Limiter(ratelimit.Config{
 		Name:      "api",
 		Policy:    ratelimit.SlidingWindow{Limit: 100, Window: time.Minute},
 		OnFailure: ratelimit.FallbackLocal(0.25), // 25 a minute in each of four processes
-		Client: ratelimit.ClientConfig{
-			Timeout: 200 * time.Millisecond, // the longest that a call waits
-		},
 	})
 	if err != nil {
 		log.Fatal(err)

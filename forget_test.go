@@ -21,8 +21,7 @@ func TestDenialsAreForgottenElsewhere(t *testing.T) {
 	for i := range limiters {
 		limiters[i] = newLimiter(t, db.Pool, Config{
 			Name: "api", Policy: FixedWindow{1, time.Hour}, Policies: runningPolicies(t, db.Pool, PoliciesConfig{}),
-			Client: ClientConfig{DenialMaxAge: time.Hour},
-		})
+		}, ClientConfig{DenialMaxAge: time.Hour})
 		testkit.WaitUntil(t, func() bool { return limiters[i].policies.Status().Listening })
 	}
 	for name, give := range map[string]func(key string, taken Result) error{
@@ -87,8 +86,8 @@ func TestDenialsAreForgottenWhenListeningBegins(t *testing.T) {
 	db := pgtest.New(t)
 	p := runningPolicies(t, db.Pool, PoliciesConfig{})
 	l := newLimiter(t, db.Pool, Config{
-		Name: "api", Policy: FixedWindow{1, time.Hour}, Policies: p, Client: ClientConfig{DenialMaxAge: time.Hour},
-	})
+		Name: "api", Policy: FixedWindow{1, time.Hour}, Policies: p,
+	}, ClientConfig{DenialMaxAge: time.Hour})
 	testkit.WaitUntil(t, func() bool { return p.Status().Listening })
 	for range 2 {
 		_, err := l.Allow(t.Context(), "key")

@@ -117,14 +117,7 @@ func FuzzDatabaseSchemas(f *testing.F) {
 	text := textPool(f, db)
 	f.Fuzz(func(t *testing.T, schema string) {
 		for _, pool := range []*pgxpool.Pool{db.Pool, text} {
-			limiter, err := New(
-				pool,
-				Config{
-					Name:   "test",
-					Policy: FixedWindow{Limit: 10, Window: year},
-					Client: ClientConfig{Schema: schema},
-				},
-			)
+			client, err := NewClient(pool, ClientConfig{Schema: schema})
 			if strings.ContainsAny(schema, "\x00\n\r") || !utf8.ValidString(schema) {
 				var refused *ConfigError
 				require.ErrorAs(t, err, &refused)
@@ -132,6 +125,7 @@ func FuzzDatabaseSchemas(f *testing.F) {
 				return
 			}
 			require.NoError(t, err)
+			limiter := client.limiter(t, Config{Name: "test", Policy: FixedWindow{Limit: 10, Window: year}})
 			for name, call := range everyCall(limiter, "key") {
 				if err := call(); schema == "" || schema == "public" {
 					require.NoError(t, err, name)

@@ -121,11 +121,11 @@ func TestKeysHeldForGood(t *testing.T) {
 			Name:      "test",
 			Policy:    FixedWindow{Limit: 10, Window: year},
 			Durable:   durable,
-			Client:    ClientConfig{Timeout: 8 * time.Second},
 			OnFailure: FailOpen(),
 		}
-		limiter := newLimiter(t, db.NewPool(t, nil), config)
-		owner := newLimiter(t, db.Pool, config)
+		clientConfig := ClientConfig{Timeout: 8 * time.Second}
+		limiter := newLimiter(t, db.NewPool(t, nil), config, clientConfig)
+		owner := newLimiter(t, db.Pool, config, clientConfig)
 		holder := pgtest.Begin(t, db)
 		const keys = 45
 		for i := range keys {
@@ -220,10 +220,10 @@ func TestLockedTable(t *testing.T) {
 			OnFailure: FailOpen(),
 		}
 		patient := newLimiter(t, pool, config)
-		config.Client.Timeout = 3 * time.Second // a quarter of it, in which a busy machine finds the lock
-		open := newLimiter(t, pool, config)
+		clientConfig := ClientConfig{Timeout: 3 * time.Second} // a quarter of it, in which a busy machine finds the lock
+		open := newLimiter(t, pool, config, clientConfig)
 		config.OnFailure = ReturnError()
-		strict := newLimiter(t, pool, config)
+		strict := newLimiter(t, pool, config, clientConfig)
 		earlier, err := strict.Allow(t.Context(), "{key}earlier")
 		require.NoError(t, err)
 		holder := pgtest.Begin(t, db.Of("key"))
@@ -416,12 +416,12 @@ func TestRowsBeingMadeDelayNobody(t *testing.T) {
 	}
 	owner := newLimiter(t, db.Pool, config)
 	var mu sync.Mutex
-	config.Client.Observer = &Observer{Statement: func(e StatementEvent) {
+	clientConfig := ClientConfig{Observer: &Observer{Statement: func(e StatementEvent) {
 		mu.Lock()
 		defer mu.Unlock()
 		statements = append(statements, e)
-	}}
-	limiter := newLimiter(t, db.NewPool(t, nil), config)
+	}}}
+	limiter := newLimiter(t, db.NewPool(t, nil), config, clientConfig)
 	holder := pgtest.Begin(t, db)
 	var there, made []*engine.Request
 	for i := range 45 {
@@ -463,9 +463,9 @@ func TestSetsThatLoseRacesAreNotHeld(t *testing.T) {
 			config := Config{
 				Name:   "test",
 				Policy: FixedWindow{Limit: 100, Window: year},
-				Client: ClientConfig{Timeout: 8 * time.Second},
 			}
-			limiter := newLimiter(t, db.NewPool(t, nil), config)
+			clientConfig := ClientConfig{Timeout: 8 * time.Second}
+			limiter := newLimiter(t, db.NewPool(t, nil), config, clientConfig)
 			holder := keep(t, db, config, "somebody else", made)
 			turn := keep(t, db, config, "all", false)
 			var calls []func() (Results, error)

@@ -32,10 +32,10 @@ func TestHeldKeyDoesNotSpoilItsBatch(t *testing.T) {
 				Name:    "test",
 				Policy:  FixedWindow{Limit: 10, Window: year},
 				Durable: durable,
-				Client:  ClientConfig{Timeout: 10 * time.Second},
 			}
+			clientConfig := ClientConfig{Timeout: 10 * time.Second}
 			pool := db.NewPool(t, nil)
-			limiter := newLimiter(t, pool, config)
+			limiter := newLimiter(t, pool, config, clientConfig)
 			for _, key := range []string{"b", "held", "deleted"} {
 				_, err := limiter.Allow(t.Context(), key)
 				require.NoError(t, err)
@@ -110,7 +110,8 @@ func TestHeldKeyLeavesThePoolToOthers(t *testing.T) {
 	limiter := newLimiter(
 		t,
 		pool,
-		Config{Name: "test", Policy: FixedWindow{Limit: 5000, Window: year}, Client: ClientConfig{Timeout: 4 * amply}},
+		Config{Name: "test", Policy: FixedWindow{Limit: 5000, Window: year}},
+		ClientConfig{Timeout: 4 * amply},
 	)
 	_, err := limiter.Allow(t.Context(), "key")
 	require.NoError(t, err)
@@ -258,7 +259,8 @@ func TestKeyHeldByTurns(t *testing.T) {
 		limiter := newLimiter(
 			t,
 			db,
-			Config{Name: "test", Policy: hourly, Client: ClientConfig{Timeout: time.Second}, OnFailure: FailOpen()},
+			Config{Name: "test", Policy: hourly, OnFailure: FailOpen()},
+			ClientConfig{Timeout: time.Second},
 		)
 		hold := func(by int64) {
 			db.mu.Lock()
@@ -295,8 +297,8 @@ func TestHeldKeysAndShortTimeouts(t *testing.T) {
 						db.takes, db.cutOff = time.Millisecond/2, time.Duration(cutOff)*time.Millisecond
 						db.held = map[string]int64{"held": int64(by)}
 						config := Config{Name: "test", Policy: hourly, OnFailure: FailOpen()}
-						config.Client.Timeout = time.Duration(timeout) * time.Millisecond
-						limiter := newLimiter(t, db, config)
+						clientConfig := ClientConfig{Timeout: time.Duration(timeout) * time.Millisecond}
+						limiter := newLimiter(t, db, config, clientConfig)
 						for range 10 {
 							calls := []func() (Result, error){}
 							began := time.Now()
@@ -313,7 +315,7 @@ func TestHeldKeysAndShortTimeouts(t *testing.T) {
 							}
 							for i, call := range calls {
 								result, err := call()
-								require.LessOrEqual(t, time.Since(began), config.Client.Timeout)
+								require.LessOrEqual(t, time.Since(began), clientConfig.Timeout)
 								if i%2 == 0 {
 									require.ErrorIs(t, err, ErrKeyHeld, "%+v", result)
 									continue
@@ -350,8 +352,9 @@ func TestSingleConnectionTellsRowsFromTables(t *testing.T) {
 						Durable:   durable,
 						OnFailure: FailOpen(),
 					}
+					var clientConfig ClientConfig
 					if session == "" {
-						config.Client.Timeout = 300 * time.Millisecond
+						clientConfig.Timeout = 300 * time.Millisecond
 					}
 					conn, err := db.NewPool(t, func(config *pgxpool.Config) {
 						// A statement_timeout must not end the statement that waits for nobody, however busy the machine is.
@@ -363,7 +366,7 @@ func TestSingleConnectionTellsRowsFromTables(t *testing.T) {
 					}).Acquire(t.Context())
 					require.NoError(t, err)
 					defer conn.Release()
-					limiter := newLimiter(t, conn, config)
+					limiter := newLimiter(t, conn, config, clientConfig)
 					var holder pgx.Tx
 					if what == "table" {
 						holder = pgtest.Begin(t, db)
@@ -401,7 +404,7 @@ func TestWaitersOnAFrozenDatabase(t *testing.T) {
 				db := newModelDB()
 				db.set(silent)
 				var observed int64
-				limiter := newLimiter(t, db, Config{Name: "test", Policy: hourly, Client: ClientConfig{
+				limiter := newLimiter(t, db, Config{Name: "test", Policy: hourly, OnFailure: mode}, ClientConfig{
 					Timeout: 300 * time.Millisecond,
 					Observer: &Observer{
 						Decision: func(e DecisionEvent) {
@@ -410,7 +413,7 @@ func TestWaitersOnAFrozenDatabase(t *testing.T) {
 							}
 						},
 					},
-				}, OnFailure: mode})
+				})
 				ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
 				defer cancel()
 				w := newWaits(t)

@@ -27,8 +27,9 @@ type leaseTest struct {
 	t  *testing.T
 	db *modelDB
 
-	mu     sync.Mutex
-	leases LeaseEvent // the sum
+	mu      sync.Mutex
+	leases  LeaseEvent // the sum
+	decided int        // by statements
 }
 
 // withLeases runs a test in a bubble. The limit is 100,000, of which one process holds 1,000 at most.
@@ -38,15 +39,22 @@ func withLeases(t *testing.T, change func(*Config), test func(t *testing.T, l *l
 		l := &leaseTest{t: t, db: newModelDB()}
 		config := Config{
 			Name: "api", Policy: FixedWindow{Limit: 100_000, Window: time.Hour},
-			Lease:  &Lease{MaxShare: 0.01},
-			Client: ClientConfig{Observer: &Observer{Lease: l.observe}},
+			Lease: &Lease{MaxShare: 0.01},
 		}
 		if change != nil {
 			change(&config)
 		}
-		l.Limiter = newLimiter(t, l.db, config)
+		l.Limiter = newLimiter(t, l.db, config, ClientConfig{
+			Observer: &Observer{Lease: l.observe, Statement: l.observeStatement},
+		})
 		test(t, l)
 	})
+}
+
+func (l *leaseTest) observeStatement(e StatementEvent) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.decided += e.Size
 }
 
 func (l *leaseTest) observe(e LeaseEvent) {
@@ -539,10 +547,9 @@ func TestResetForgetsALease(t *testing.T) {
 	var sum atomic.Int64
 	l := newLimiter(t, pgtest.New(t).Pool, Config{
 		Name: "api", Policy: FixedWindow{Limit: limit, Window: time.Hour}, Lease: &Lease{MaxShare: 0.01},
-		Client: ClientConfig{Observer: &Observer{
-			Lease: func(e LeaseEvent) { sum.Add(e.Taken - e.Returned - e.Stranded) },
-		}},
-	})
+	}, ClientConfig{Observer: &Observer{
+		Lease: func(e LeaseEvent) { sum.Add(e.Taken - e.Returned - e.Stranded) },
+	}})
 	for range 7 {
 		_, err := l.Allow(t.Context(), "key")
 		require.NoError(t, err)

@@ -114,8 +114,7 @@ func TestLeasesOfAFullBucketSaveStatements(t *testing.T) {
 			observer := &Observer{Statement: func(StatementEvent) { statements.Add(1) }}
 			limiters = append(limiters, newLimiter(t, db, Config{
 				Name: "api", Policy: TokenBucket{Capacity: 100_000, Refill: 100_000, Every: time.Minute}, Lease: &Lease{},
-				Client: ClientConfig{Observer: observer},
-			}))
+			}, ClientConfig{Observer: observer}))
 		}
 		for _, pace := range []time.Duration{20 * time.Millisecond, 100 * time.Millisecond} {
 			statements.Store(0)

@@ -46,8 +46,8 @@ func TestNowReplacesTheDatabaseClock(t *testing.T) {
 	db := pgtest.New(t)
 	now := t0
 	limiter := newLimiter(t, db.Pool, Config{
-		Name: "test", Policy: SlidingWindow{Limit: 10, Window: time.Minute}, Client: ClientConfig{Test: TestConfig{Now: func() time.Time { return now }}}, NoDenialCache: true,
-	})
+		Name: "test", Policy: SlidingWindow{Limit: 10, Window: time.Minute}, NoDenialCache: true,
+	}, ClientConfig{Test: TestConfig{Now: func() time.Time { return now }}})
 	for _, step := range []struct {
 		at   time.Duration
 		n    int64
@@ -112,16 +112,12 @@ func TestSchema(t *testing.T) {
 	oddPath := withSearchPath(t, db, `"$user", nowhere, `+pgx.Identifier{odd}.Sanitize())
 	for name, policy := range slowPolicies(10) {
 		config := Config{Name: name, Policy: policy}
-		in := func(schema string) Config {
-			config := config
-			config.Client.Schema = schema
-			return config
-		}
+		in := func(schema string) ClientConfig { return ClientConfig{Schema: schema} }
 		limiters := []*Limiter{
-			newLimiter(t, db.Pool, in(odd)),
-			newLimiter(t, oddPath, in("")),
-			newLimiter(t, oddPath, in(odd)),
-			newLimiter(t, db.Pool, in(alike)),
+			newLimiter(t, db.Pool, config, in(odd)),
+			newLimiter(t, oddPath, config, in("")),
+			newLimiter(t, oddPath, config, in(odd)),
+			newLimiter(t, db.Pool, config, in(alike)),
 		}
 		for i, want := range []int64{9, 8, 7, 9} {
 			result, err := limiters[i].Allow(t.Context(), "key")
@@ -139,9 +135,9 @@ func TestSchema(t *testing.T) {
 		for _, schema := range []string{
 			"", "public", "nowhere", `limits; of "us", $1`, `rate_limit_"; DROP SCHEMA rate_limit_ CASCADE; --`, `x'); DROP SCHEMA rate_limit_ CASCADE; --`,
 		} {
-			_, err := newLimiter(t, db.Pool, in(schema)).Allow(t.Context(), "key")
+			_, err := newLimiter(t, db.Pool, config, in(schema)).Allow(t.Context(), "key")
 			require.ErrorIs(t, err, ErrNotMigrated, schema)
-			require.ErrorIs(t, newLimiter(t, db.Pool, in(schema)).Reset(t.Context(), "key"), ErrNotMigrated, schema)
+			require.ErrorIs(t, newLimiter(t, db.Pool, config, in(schema)).Reset(t.Context(), "key"), ErrNotMigrated, schema)
 		}
 	}
 	require.True(t, pgtest.Scalar[bool](t, db.Pool, "SELECT EXISTS (SELECT FROM pg_namespace WHERE nspname = $1)", alike))

@@ -112,13 +112,14 @@ func tablesFor(t *testing.T, variant string) (durable []bool) {
 	return []bool{crc32.ChecksumIEEE([]byte(t.Name()+variant))%2 == 0}
 }
 
-func newLimiter(t *testing.T, db DBTX, config Config) *Limiter {
+// newLimiter returns a limiter with a client of its own, which has the defaults unless one config is given for it.
+func newLimiter(t testing.TB, db DBTX, config Config, client ...ClientConfig) *Limiter {
 	t.Helper()
-	return newClient(t, db, config.Client).limiter(t, config)
+	return newClient(t, db, append(client, ClientConfig{})[0]).limiter(t, config)
 }
 
 // newClient returns a client for several limiters.
-func newClient(t *testing.T, db DBTX, config ClientConfig) *Client {
+func newClient(t testing.TB, db DBTX, config ClientConfig) *Client {
 	t.Helper()
 	client, err := NewClient(db, config)
 	require.NoError(t, err)
@@ -126,10 +127,9 @@ func newClient(t *testing.T, db DBTX, config ClientConfig) *Client {
 	return client
 }
 
-// limiter returns a limiter of the client, whatever config.Client says.
-func (c *Client) limiter(t *testing.T, config Config) *Limiter {
+// limiter returns a limiter of the client.
+func (c *Client) limiter(t testing.TB, config Config) *Limiter {
 	t.Helper()
-	config.Client = ClientConfig{}
 	limiter, err := c.Limiter(config)
 	require.NoError(t, err)
 	return limiter

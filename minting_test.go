@@ -47,9 +47,8 @@ func mintsOnAServer(t *testing.T, d modeltest.Dice, pool *pgxpool.Pool, kind int
 	l := newLimiter(t, pool, Config{
 		Name:          name,
 		Policy:        policyOf(draw().Numbers()),
-		Client:        ClientConfig{Test: TestConfig{Now: func() time.Time { return clock }}},
 		NoDenialCache: true,
-	})
+	}, ClientConfig{Test: TestConfig{Now: func() time.Time { return clock }}})
 	takes, _, err := d.History(draw, 40, false, askLimiter(t, l, &clock))
 	require.NoError(t, err)
 	return modeltest.Mints(takes)
@@ -88,14 +87,16 @@ func TestHoardedTakesGiveNothingBack(t *testing.T) {
 	const limit = 5
 	eachSlowPolicyAllAndTable(t, limit, func(t *testing.T, config Config) {
 		now := t0
-		config.Client.Test.Now, config.NoDenialCache = func() time.Time { return now }, true
+		config.NoDenialCache = true
 		config.Policy = map[string]Policy{
 			"ratelimit.FixedWindow": FixedWindow{limit, time.Minute}, "ratelimit.SlidingWindow": SlidingWindow{limit, time.Minute},
 			"ratelimit.SlidingLog": SlidingLog{limit, time.Minute}, "ratelimit.TokenBucket": TokenBucket{limit, limit, time.Minute},
 			"ratelimit.CalendarWindow": CalendarWindow{Limit: limit, Unit: CalendarMinute},
 			"ratelimit.all":            All(FixedWindow{limit, time.Minute}, SlidingLog{limit, time.Minute}),
 		}[fmt.Sprintf("%T", config.Policy)]
-		limiter := newLimiter(t, pgtest.New(t).Pool, config)
+		limiter := newLimiter(t, pgtest.New(t).Pool, config, ClientConfig{
+			Test: TestConfig{Now: func() time.Time { return now }},
+		})
 		var takes []Result
 		for range 10 {
 			result, err := limiter.AllowN(t.Context(), "key", limit)

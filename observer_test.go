@@ -34,11 +34,11 @@ func TestObserver(t *testing.T) {
 				Name:      "test",
 				Policy:    FixedWindow{Limit: 2, Window: time.Hour},
 				OnFailure: FailOpen(),
-				Client: ClientConfig{
-					Observer: &Observer{
-						Decision:  func(e DecisionEvent) { decisions = append(decisions, e) },
-						Statement: func(e StatementEvent) { batches = append(batches, e) },
-					},
+			},
+			ClientConfig{
+				Observer: &Observer{
+					Decision:  func(e DecisionEvent) { decisions = append(decisions, e) },
+					Statement: func(e StatementEvent) { batches = append(batches, e) },
 				},
 			},
 		)
@@ -96,13 +96,13 @@ func TestObserverOfBatches(t *testing.T) {
 			<-release
 			return nil
 		})
-		l := newLimiter(t, db, Config{Name: "test", Policy: hourly, Client: ClientConfig{
+		l := newLimiter(t, db, Config{Name: "test", Policy: hourly}, ClientConfig{
 			MaxInFlight: 1,
 			MaxBatch:    10,
 			Observer: &Observer{
 				Statement: func(e StatementEvent) { batches = append(batches, e) }, // and no other
 			},
-		}})
+		})
 		for i := range 26 {
 			go func() { _, _ = l.Allow(t.Context(), fmt.Sprint("personal ", i)) }()
 			synctest.Wait()
@@ -122,11 +122,11 @@ func TestObserverOfTransactions(t *testing.T) {
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
 	var decisions []DecisionEvent
 	db := pgtest.New(t)
-	l := newLimiter(t, db.Pool, Config{Name: "test", Policy: hourly, Client: ClientConfig{
+	l := newLimiter(t, db.Pool, Config{Name: "test", Policy: hourly}, ClientConfig{
 		Observer: &Observer{
 			Decision: func(e DecisionEvent) { decisions = append(decisions, e) },
 		},
-	}})
+	})
 	tx := pgtest.Begin(t, db)
 	_, err := l.WithTx(tx).AllowN(t.Context(), "personal", 3)
 	require.NoError(t, err)
@@ -224,11 +224,12 @@ func TestObserverOfWaiters(t *testing.T) {
 		l := newLimiter(
 			t,
 			db,
-			Config{Name: "test", Policy: FixedWindow{Limit: 3, Window: time.Hour}, Client: ClientConfig{
+			Config{Name: "test", Policy: FixedWindow{Limit: 3, Window: time.Hour}},
+			ClientConfig{
 				Observer: &Observer{
 					Decision: func(e DecisionEvent) { decisions = append(decisions, e) },
 				},
-			}},
+			},
 		)
 		_, err := l.AllowN(t.Context(), "personal", 3)
 		require.NoError(t, err)

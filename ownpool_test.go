@@ -45,14 +45,14 @@ func TestAllowInATransactionOfTheLastConnection(t *testing.T) {
 				var log testkit.Journal
 				var decisions []DecisionEvent
 				var breakers []BreakerEvent
-				l := newLimiter(t, pool, Config{Name: "test", Policy: hourly, OnFailure: mode, Client: ClientConfig{
+				l := newLimiter(t, pool, Config{Name: "test", Policy: hourly, OnFailure: mode}, ClientConfig{
 					Timeout: 100 * time.Millisecond,
 					Logger:  log.Logger(),
 					Observer: &Observer{
 						Decision: func(e DecisionEvent) { decisions = append(decisions, e) },
 						Breaker:  func(e BreakerEvent) { breakers = append(breakers, e) },
 					},
-				}})
+				})
 				tx, err := pool.Begin(t.Context())
 				require.NoError(t, err)
 				for range engine.BreakerFailures {
@@ -103,9 +103,9 @@ func TestCallsBehindAnExhaustedPool(t *testing.T) {
 	pool := poolOfSize(t, db, 1)
 	defer acquire(t, pool).Release()
 	var log testkit.Journal
-	l := newLimiter(t, pool, Config{Name: "test", Policy: hourly, Client: ClientConfig{
+	l := newLimiter(t, pool, Config{Name: "test", Policy: hourly}, ClientConfig{
 		Timeout: 200 * time.Millisecond, MaxInFlight: 1, MaxBatch: 1, Logger: log.Logger(),
-	}})
+	})
 	errs := make([]error, 20)
 	testkit.Together(len(errs), func(i int) { _, errs[i] = l.Allow(context.Background(), fmt.Sprint("personal ", i)) })
 	notAsked := 0
@@ -130,8 +130,8 @@ func TestSlowConnectionIsNoExhaustedPool(t *testing.T) {
 		}
 	})
 	l := newLimiter(t, pool, Config{
-		Name: "test", Policy: hourly, Client: ClientConfig{Timeout: 100 * time.Millisecond},
-	})
+		Name: "test", Policy: hourly,
+	}, ClientConfig{Timeout: 100 * time.Millisecond})
 	_, err := l.Allow(t.Context(), "personal")
 	requireKinds(t, err, "personal", ErrTimeout)
 }
@@ -156,9 +156,9 @@ func TestFrozenServerIsNoExhaustedPool(t *testing.T) {
 		conn.Release()
 	}
 	var log testkit.Journal
-	l := newLimiter(t, own, Config{Name: "test", Policy: hourly, Client: ClientConfig{
+	l := newLimiter(t, own, Config{Name: "test", Policy: hourly}, ClientConfig{
 		Timeout: 100 * time.Millisecond, Logger: log.Logger(),
-	}})
+	})
 	one := pool.Config()
 	one.MaxConns = 1
 	one.ShouldPing = func(context.Context, pgxpool.ShouldPingParams) bool { return true }
@@ -170,8 +170,8 @@ func TestFrozenServerIsNoExhaustedPool(t *testing.T) {
 	defer func() { require.NoError(t, server.Thaw()) }()
 	// pgxpool tries an idle connection before it hands it out. That is the only one of this pool.
 	_, err = newLimiter(t, pinging, Config{
-		Name: "test", Policy: hourly, Client: ClientConfig{Timeout: 100 * time.Millisecond, Logger: log.Logger()},
-	}).Allow(t.Context(), "personal")
+		Name: "test", Policy: hourly,
+	}, ClientConfig{Timeout: 100 * time.Millisecond, Logger: log.Logger()}).Allow(t.Context(), "personal")
 	requireKinds(t, err, "personal", ErrTimeout)
 	require.Len(t, log.Lines(), 1)
 	for range 10 { // of which the later ones find nothing but connections that are being closed

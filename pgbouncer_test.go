@@ -155,8 +155,8 @@ func TestPgBouncerHandsNoSettingsOn(t *testing.T) {
 		policies["all"] = All(policies["fixed window"], policies["token bucket"])
 		for name, policy := range policies {
 			limiter := newLimiter(t, limiters, Config{
-				Name: name, Policy: policy, Durable: true, SynchronousCommit: before[len(before)-2:] != "on", Client: ClientConfig{Timeout: 40 * time.Second},
-			})
+				Name: name, Policy: policy, Durable: true, SynchronousCommit: before[len(before)-2:] != "on",
+			}, ClientConfig{Timeout: 40 * time.Second})
 			if name == "all" {
 				limiter.client.engine.Database.ManyParts = 0
 			}
@@ -197,10 +197,10 @@ func TestPgBouncerLosesItsServer(t *testing.T) {
 	config := Config{
 		Name:   "test",
 		Policy: FixedWindow{Limit: 10, Window: year},
-		Client: ClientConfig{MaxInFlight: 1},
 	}
+	clientConfig := ClientConfig{MaxInFlight: 1}
 	bounced := b.pool(t, pgx.QueryExecModeExec)
-	limiter := newLimiter(t, bounced, config)
+	limiter := newLimiter(t, bounced, config, clientConfig)
 	_, err = limiter.Allow(t.Context(), "personal")
 	require.NoError(t, err)
 	hold(t, db, config, "personal")

@@ -348,9 +348,10 @@ func TestPoliciesBeforeTheyAreRead(t *testing.T) {
 	p, err := NewPolicies(db.Pool, PoliciesConfig{})
 	require.NoError(t, err)
 	config := Config{
-		Name: "api", Policy: FixedWindow{10, time.Hour}, Policies: p, Client: ClientConfig{Timeout: 50 * time.Millisecond},
+		Name: "api", Policy: FixedWindow{10, time.Hour}, Policies: p,
 	}
-	l := newLimiter(t, db.Pool, config)
+	clientConfig := ClientConfig{Timeout: 50 * time.Millisecond}
+	l := newLimiter(t, db.Pool, config, clientConfig)
 	for _, ask := range asks(t, db, l) {
 		err := ask()
 		require.ErrorIs(t, err, ErrTimeout)
@@ -362,7 +363,7 @@ func TestPoliciesBeforeTheyAreRead(t *testing.T) {
 	end()
 	require.ErrorIs(t, errorOf(l.Allow(ended, "key")), context.Canceled)
 	config.OnFailure = FailClosed()
-	closed := newLimiter(t, db.Pool, config)
+	closed := newLimiter(t, db.Pool, config, clientConfig)
 	result, err := closed.Allow(t.Context(), "key")
 	require.NoError(t, err)
 	require.Equal(t, SourceFailedClosed, result.Source)

@@ -42,8 +42,8 @@ func TestProcessesThatDisagree(t *testing.T) {
 				}
 				require.NoError(t, p.table.Load(t.Context(), db.Pool, amply)) // and never again
 				limiters[i] = newLimiter(t, db.Pool, Config{
-					Name: "api" + key, Policy: older, Policies: p, Client: ClientConfig{Test: frozen(t0)},
-				})
+					Name: "api" + key, Policy: older, Policies: p,
+				}, ClientConfig{Test: frozen(t0)})
 			}
 			var admitted atomic.Int64
 			testkit.Together(60, func(i int) {
@@ -81,8 +81,8 @@ func TestHistoriesInWhichPoliciesChange(t *testing.T) {
 		p, err := NewPolicies(db.Pool, PoliciesConfig{})
 		require.NoError(t, err)
 		code := random()
-		l := newLimiter(t, db.Pool, Config{Name: name, Policy: code, Policies: p, Client: ClientConfig{Test: clock}})
-		twin := newLimiter(t, db.Pool, Config{Name: name + " twin", Policy: code, Client: ClientConfig{Test: clock}})
+		l := newLimiter(t, db.Pool, Config{Name: name, Policy: code, Policies: p}, ClientConfig{Test: clock})
+		twin := newLimiter(t, db.Pool, Config{Name: name + " twin", Policy: code}, ClientConfig{Test: clock})
 		inForce := map[string]Policy{}
 		for range 60 * rounds(t) {
 			now = now.Add(time.Duration(rand.IntN(40)) * time.Second)

@@ -81,9 +81,9 @@ func TestCoalescedCallsAreToldWhatCallsInARowAre(t *testing.T) {
 				Config{
 					Name:          "test",
 					Policy:        policy,
-					Client:        ClientConfig{Test: frozen(t0)},
 					NoDenialCache: true,
 				},
+				ClientConfig{Test: frozen(t0)},
 			)
 
 			for _, cost := range []int64{1, 7} {
@@ -115,9 +115,9 @@ func TestPeeksAreCoalesced(t *testing.T) {
 		Config{
 			Name:          "test",
 			Policy:        policy,
-			Client:        ClientConfig{Test: frozen(t0)},
 			NoDenialCache: true,
 		},
+		ClientConfig{Test: frozen(t0)},
 	)
 	for taken := range 3 {
 		results, errs := make([]Result, 50), make([]error, 50)
@@ -158,9 +158,9 @@ func TestCallsOfOneBatchAreDecidedInOrderOfArrival(t *testing.T) {
 				Config{
 					Name:          "test",
 					Policy:        policy,
-					Client:        ClientConfig{Test: frozen(t0)},
 					NoDenialCache: true,
 				},
+				ClientConfig{Test: frozen(t0)},
 			)
 			r := rand.New(rand.NewPCG(seed, 0))
 			for round := range 100 {
@@ -260,7 +260,8 @@ func TestBoardTakesCallsInOrder(t *testing.T) {
 	limiter := newLimiter(
 		t,
 		&pgxpool.Pool{},
-		Config{Name: "test", Policy: FixedWindow{Limit: 1, Window: time.Second}, Client: ClientConfig{MaxBatch: 3}},
+		Config{Name: "test", Policy: FixedWindow{Limit: 1, Window: time.Second}},
+		ClientConfig{MaxBatch: 3},
 	)
 	for key, cost := range []int64{1, 1, 1, 1, 0, 0, 2, 0, 1, 1, 1} {
 		limiter.client.engine.Queues.First().Push(limiter.requestsFor(fmt.Sprint(key), cost)[0])

@@ -39,7 +39,6 @@ package ratelimit
 
 import (
 	"fmt"
-	"reflect"
 	"strings"
 	"unicode/utf8"
 
@@ -103,17 +102,15 @@ type Config struct {
 	// OnFailure is what Allow, AllowN, Peek, Wait and WaitN answer when Postgres is away or too slow to decide.
 	// All other methods return the error, which is the default here too. [Result].Source says so.
 	OnFailure FailureMode
-	Client    ClientConfig // for [New]; [Client.Limiter] refuses it, because its client is configured
 }
 
-// New returns a limiter with a [Client] of its own. For several limiters make one client. Errors: a
-// [*ConfigError].
+// New returns a limiter with a [Client] of its own, which has the defaults. To configure the client, or to share it
+// between limiters, call [NewClient] and then [Client.Limiter]. Errors: a [*ConfigError].
 func New(db DBTX, config Config) (*Limiter, error) {
-	client, err := NewClient(db, config.Client)
+	client, err := NewClient(db, ClientConfig{})
 	if err != nil {
 		return nil, err
 	}
-	config.Client = ClientConfig{}
 	return client.Limiter(config)
 }
 
@@ -174,8 +171,6 @@ func (c Config) validate() error {
 	case c.OnFailure.answer == fallbackLocal && !(c.OnFailure.share > 0 && c.OnFailure.share <= 1): // which NaN is not
 		return &ConfigError{Field: "Config.OnFailure", Reason: fmt.Sprintf(
 			"is FallbackLocal(%v), and its share must be above 0 and at most 1", c.OnFailure.share)}
-	case !reflect.ValueOf(c.Client).IsZero():
-		return &ConfigError{Field: "Config.Client", Reason: "is for New; this client was configured by NewClient"}
 	}
 	if err := c.Ban.validate(c.Policies); err != nil {
 		return err
@@ -225,8 +220,7 @@ func (l *Limiter) With(policy Policy) (*Limiter, error) {
 	return &with, nil
 }
 
-// Config returns the configuration: the Policy is the one of this limiter, even if With made it, and Client is
-// empty.
+// Config returns the configuration. Its Policy is the one of this limiter, even if With made it.
 func (l *Limiter) Config() Config {
 	return Config{
 		Name: l.space.Name, Policy: l.policy, Durable: l.space.Durable, SynchronousCommit: l.space.Flush,

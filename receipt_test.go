@@ -27,9 +27,9 @@ func TestReceipts(t *testing.T) {
 	} {
 		config := Config{
 			Name: policy.String(), Policy: policy, Durable: true,
-			Client: ClientConfig{Test: TestConfig{Now: func() time.Time { return time.UnixMicro(c0) }}},
 		}
-		here, there := newLimiter(t, db.Pool, config), newLimiter(t, db.Pool, config)
+		clientConfig := ClientConfig{Test: TestConfig{Now: func() time.Time { return time.UnixMicro(c0) }}}
+		here, there := newLimiter(t, db.Pool, config, clientConfig), newLimiter(t, db.Pool, config, clientConfig)
 		var left [2]Result
 		for i, key := range []string{"refunded here", "refunded there"} {
 			_, err := here.Grant(t.Context(), key, 2)

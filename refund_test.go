@@ -76,8 +76,8 @@ func TestRefundAfterAChangeOfPolicy(t *testing.T) {
 				Config{
 					Name:   name,
 					Policy: test.free,
-					Client: ClientConfig{Test: TestConfig{Now: func() time.Time { return now }}},
 				},
+				ClientConfig{Test: TestConfig{Now: func() time.Time { return now }}},
 			)
 			paid := free.with(t, test.paid)
 			remain := func(want int64) {
@@ -117,8 +117,8 @@ func TestRefundWritesOnlyWhatItGivesBack(t *testing.T) {
 	pgtest.NotThroughProxy(t, "pages, plans and settings of the session that decides")
 	eachSlowPolicyAllAndTable(t, 10, func(t *testing.T, config Config) {
 		db := pgtest.New(t)
-		config.Client.Test = frozen(t0)
-		limiter := newLimiter(t, db.NewPool(t, nil), config)
+		clientConfig := ClientConfig{Test: frozen(t0)}
+		limiter := newLimiter(t, db.NewPool(t, nil), config, clientConfig)
 		refund := func(taken Result, n, remaining int64) Result {
 			result, err := limiter.RefundN(t.Context(), taken, n)
 			require.NoError(t, err)
@@ -210,8 +210,8 @@ func TestRefundForgetsTheDenial(t *testing.T) {
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
 	eachSlowPolicyAndTable(t, 10, func(t *testing.T, config Config) {
 		db := pgtest.New(t)
-		config.Client.DenialMaxAge = time.Hour
-		limiter := newLimiter(t, db.NewPool(t, nil), config)
+		clientConfig := ClientConfig{DenialMaxAge: time.Hour}
+		limiter := newLimiter(t, db.NewPool(t, nil), config, clientConfig)
 		exhaust := func() (all Result) {
 			for _, want := range []bool{true, false, false} {
 				result, err := limiter.AllowN(t.Context(), "key", 10)
@@ -270,9 +270,9 @@ func TestRefundsAreExactUnderConcurrency(t *testing.T) {
 	t.Parallel()
 	eachSlowPolicyAllAndTable(t, 20, func(t *testing.T, config Config) {
 		const callers, calls = 16, 60
-		config.Client.Test = frozen(t0) // what flows into a bucket meanwhile is not given back
+		clientConfig := ClientConfig{Test: frozen(t0)} // what flows into a bucket meanwhile is not given back
 		db := pgtest.New(t)
-		limiters := []*Limiter{newLimiter(t, db.NewPool(t, nil), config), newLimiter(t, db.NewPool(t, nil), config)}
+		limiters := []*Limiter{newLimiter(t, db.NewPool(t, nil), config, clientConfig), newLimiter(t, db.NewPool(t, nil), config, clientConfig)}
 		var out, refunded atomic.Int64 // what is taken for certain, and not yet on its way back
 		errs := make([]error, callers)
 		testkit.Together(callers, func(i int) {
@@ -337,19 +337,19 @@ func TestWhatCannotBeRefunded(t *testing.T) {
 	}
 
 	// Another limiter is one of another name, table, schema or database; a policy does not make one.
-	other := func(pool *pgxpool.Pool, change func(*Config)) {
-		config := config
-		change(&config)
-		l := newLimiter(t, pool, config)
+	other := func(pool *pgxpool.Pool, change func(*Config, *ClientConfig)) {
+		config, clientConfig := config, ClientConfig{}
+		change(&config, &clientConfig)
+		l := newLimiter(t, pool, config, clientConfig)
 		_, err := l.Refund(t.Context(), six)
 		var refused *RefundError
 		require.ErrorAs(t, err, &refused)
 		require.NotContains(t, err.Error(), "personal")
 	}
-	other(pool, func(c *Config) { c.Name = "b" })
-	other(pool, func(c *Config) { c.Durable = true })
-	other(pool, func(c *Config) { c.Client.Schema = "public" })
-	other(db.NewPool(t, nil), func(*Config) {})
+	other(pool, func(c *Config, _ *ClientConfig) { c.Name = "b" })
+	other(pool, func(c *Config, _ *ClientConfig) { c.Durable = true })
+	other(pool, func(_ *Config, c *ClientConfig) { c.Schema = "public" })
+	other(db.NewPool(t, nil), func(*Config, *ClientConfig) {})
 
 	back, err := newLimiter(t, pool, config).with(t, FixedWindow{Limit: 3, Window: year}).RefundN(t.Context(), six, 2)
 	require.NoError(t, err)
@@ -386,8 +386,8 @@ func TestEachGivesBackItsOwn(t *testing.T) {
 	t.Parallel()
 	eachSlowPolicyAllAndTable(t, 12, func(t *testing.T, config Config) {
 		pool := pgtest.New(t).Pool
-		config.Client.Test = frozen(t0)
-		limiter := newLimiter(t, pool, config)
+		clientConfig := ClientConfig{Test: frozen(t0)}
+		limiter := newLimiter(t, pool, config, clientConfig)
 		batch := limiter.requestsFor("key", 3, 3, 3)
 		limiter.send(batch)
 		results, errs := outcomes(batch)

@@ -56,8 +56,8 @@ func TestResetOfAHeldKeyGivesUp(t *testing.T) {
 		Config{
 			Name:   "test",
 			Policy: FixedWindow{Limit: 10, Window: year},
-			Client: ClientConfig{Timeout: 4 * time.Second},
 		},
+		ClientConfig{Timeout: 4 * time.Second},
 	)
 	_, err := limiter.Allow(t.Context(), "key")
 	require.NoError(t, err)

@@ -34,8 +34,8 @@ func TestApplicationsDecoysChangeNoDecision(t *testing.T) {
 				Name: fmt.Sprint(
 					story,
 					step.Name,
-				), Policy: policyOf(step.Policy.Numbers()), Durable: step.Durable, Client: ClientConfig{Schema: "public", Test: frozen(time.UnixMicro(step.Clock))},
-			})
+				), Policy: policyOf(step.Policy.Numbers()), Durable: step.Durable,
+			}, ClientConfig{Schema: "public", Test: frozen(time.UnixMicro(step.Clock))})
 			got := slices.Clone(step.Elements)
 			require.NoError(t, limiter.decide(t.Context(), pool, got, engine.Transaction{}), "%s=%d", seedVariable, seed)
 			for i, want := range step.Elements {
@@ -65,9 +65,9 @@ func TestApplicationNeedsNothingButExecute(t *testing.T) {
 				Policy:            policy,
 				Durable:           durable,
 				SynchronousCommit: durable,
-				Client:            ClientConfig{Schema: "public"},
 			}
-			limiters := []*Limiter{newLimiter(t, pool, config), newLimiter(t, pool, config)}
+			clientConfig := ClientConfig{Schema: "public"}
+			limiters := []*Limiter{newLimiter(t, pool, config, clientConfig), newLimiter(t, pool, config, clientConfig)}
 			results, errs := make([]Result, 2*limit), make([]error, 2*limit)
 			testkit.Together(len(errs), func(i int) { results[i], errs[i] = limiters[i%2].Allow(t.Context(), "key") })
 			require.NoError(t, errors.Join(errs...))
@@ -104,15 +104,15 @@ func TestFunctionsWithoutTheirSearchPathTakeDecoys(t *testing.T) {
 	config := Config{
 		Name:   "test",
 		Policy: FixedWindow{Limit: 10, Window: year},
-		Client: ClientConfig{Schema: "public"},
 	}
-	_, err := newLimiter(t, pool, config).Allow(t.Context(), "key")
+	clientConfig := ClientConfig{Schema: "public"}
+	_, err := newLimiter(t, pool, config, clientConfig).Allow(t.Context(), "key")
 	require.NoError(t, err)
 	require.EqualValues(t, 1, taken(t, db.Pool, config, "key"))
 
 	pgtest.Exec(t, db.Pool, "ALTER FUNCTION rate_limit_take_fixed_window RESET search_path")
 	pool.Reset()
-	_, err = newLimiter(t, pool, config).Allow(t.Context(), "key")
+	_, err = newLimiter(t, pool, config, clientConfig).Allow(t.Context(), "key")
 	stored := taken(t, db.Pool, config, "key")
 	require.True(t, err != nil || stored != 2, "no decoy was taken")
 }

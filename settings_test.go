@@ -74,8 +74,8 @@ func TestSettingsAreThoseOfTheLimitersTransactionsAlone(t *testing.T) {
 	} {
 		for name, policy := range slowPolicies(10) {
 			limiter := newLimiter(t, pool, Config{
-				Name: name, Policy: policy, Durable: c.durable, SynchronousCommit: c.synchronous, Client: ClientConfig{Timeout: 40 * time.Second},
-			})
+				Name: name, Policy: policy, Durable: c.durable, SynchronousCommit: c.synchronous,
+			}, ClientConfig{Timeout: 40 * time.Second})
 			_, err := limiter.Allow(t.Context(), "key")
 			require.NoError(t, err)
 			require.Equal(t, []string{c.want + ", 25ms"}, seen(), name)
@@ -215,12 +215,12 @@ func TestFaultsOfTheSetup(t *testing.T) {
 			for source, mode := range modes {
 				var events []DecisionEvent
 				var log testkit.Journal
-				l := newLimiter(t, pool, Config{Name: "test", Policy: hourly, OnFailure: mode, Client: ClientConfig{
+				l := newLimiter(t, pool, Config{Name: "test", Policy: hourly, OnFailure: mode}, ClientConfig{
 					Logger: log.Logger(),
 					Observer: &Observer{
 						Decision: func(e DecisionEvent) { events = append(events, e) },
 					},
-				}})
+				})
 				// A breaker that an outage has opened closes, so that the fault is seen.
 				for range engine.BreakerFailures {
 					l.client.engine.Batcher.Breaker.Report(engine.KindEphemeral, turnedAwayError(), false)
@@ -266,9 +266,9 @@ func TestQueryExecModes(t *testing.T) {
 		eachSlowPolicyAndTableAt(t, pgx.TxIsoLevel(mode.String()), 10, func(t *testing.T, config Config) {
 			config.Name = `'" ` + t.Name()
 			at := t0.Add(123456 * time.Microsecond)
-			config.Client.Test = frozen(at)
+			clientConfig := ClientConfig{Test: frozen(at)}
 			config.SynchronousCommit = config.Durable
-			limiter := newLimiter(t, pool, config)
+			limiter := newLimiter(t, pool, config, clientConfig)
 
 			keys := []string{`'`, `"`, `\`, `{a,b}`, `NULL`, "\u00a0", `ключ`, "\n\t", `$1`, "x", `a"b\c'd,e`}
 			var batch []*engine.Request
@@ -343,8 +343,8 @@ func TestSettingsOfTheOutput(t *testing.T) {
 						require.NoError(t, call(), method)
 					}
 					at := t0.Add(123456 * time.Microsecond)
-					config.Client.Test = frozen(at)
-					result, err := newLimiter(t, pool, config).Peek(t.Context(), "another")
+					clientConfig := ClientConfig{Test: frozen(at)}
+					result, err := newLimiter(t, pool, config, clientConfig).Peek(t.Context(), "another")
 					require.NoError(t, err)
 					require.True(t, at.Equal(result.DecidedAt), result.DecidedAt)
 				}
@@ -469,9 +469,9 @@ func TestTooManyConnectionsOfARole(t *testing.T) {
 	require.NoError(t, err)
 	t.Cleanup(pool.Close)
 	var log testkit.Journal
-	l := newLimiter(t, pool, Config{Name: "test", Policy: hourly, OnFailure: FailOpen(), Client: ClientConfig{
+	l := newLimiter(t, pool, Config{Name: "test", Policy: hourly, OnFailure: FailOpen()}, ClientConfig{
 		Logger: log.Logger(),
-	}})
+	})
 	for range 2 * engine.BreakerFailures {
 		result, err := l.Allow(t.Context(), "personal key")
 		require.NoError(t, err)

@@ -21,10 +21,10 @@ func TestSeveralPolicies(t *testing.T) {
 	now := t0
 	config := Config{
 		Name:   "api",
-		Client: ClientConfig{Test: TestConfig{Now: func() time.Time { return now }}},
 		Policy: All(SlidingWindow{Limit: 3, Window: time.Second}, FixedWindow{Limit: 5, Window: time.Hour}),
 	}
-	l := newLimiter(t, pool, config)
+	clientConfig := ClientConfig{Test: TestConfig{Now: func() time.Time { return now }}}
+	l := newLimiter(t, pool, config, clientConfig)
 	for i, want := range []Result{
 		{Allowed: true, Limit: 3, Remaining: 2, ResetAfter: time.Hour},
 		{Allowed: true, Limit: 3, Remaining: 1, ResetAfter: time.Hour},
@@ -118,7 +118,7 @@ func TestEachOfSeveralPolicies(t *testing.T) {
 		require.Equal(t, want[0].Limit, got.Each()[0].Limit)
 	}
 	pool := pgtest.New(t).Pool
-	l := newLimiter(t, pool, Config{Name: "api", Policy: All(window, bucket), Client: client})
+	l := newLimiter(t, pool, Config{Name: "api", Policy: All(window, bucket)}, client)
 	ask := func(n int64) Result {
 		t.Helper()
 		got, err := l.AllowN(t.Context(), "key", n)
@@ -132,14 +132,14 @@ func TestEachOfSeveralPolicies(t *testing.T) {
 	requireEach(ask(3), one(3, 0, 0, time.Second), one(5, 0, 0, 5*time.Hour-time.Second))
 	requireEach(ask(1), one(3, 0, time.Second, time.Second), one(5, 0, time.Hour-time.Second, 5*time.Hour-time.Second))
 
-	alone := newLimiter(t, pool, Config{Name: "alone", Policy: window, Client: client})
+	alone := newLimiter(t, pool, Config{Name: "alone", Policy: window}, client)
 	got, err := alone.Allow(t.Context(), "key")
 	require.NoError(t, err)
 	require.Nil(t, got.Each())
 
 	closed := pgtest.New(t).Pool
 	closed.Close()
-	away := newLimiter(t, closed, Config{Name: "api", Policy: All(window, bucket), Client: client, OnFailure: FallbackLocal(1)})
+	away := newLimiter(t, closed, Config{Name: "api", Policy: All(window, bucket), OnFailure: FallbackLocal(1)}, client)
 	got, err = away.Allow(t.Context(), "key")
 	require.NoError(t, err)
 	require.Equal(t, SourceFallback, got.Source)
@@ -170,9 +170,10 @@ func TestSeveralPoliciesAreCoalesced(t *testing.T) {
 		SlidingWindow{Limit: 30, Window: 7 * time.Second},
 		TokenBucket{Capacity: 50, Refill: 3, Every: 7 * time.Second},
 	)
-	config := Config{Name: "test", Policy: policy, Client: ClientConfig{Test: frozen(t0)}}
+	config := Config{Name: "test", Policy: policy}
+	clientConfig := ClientConfig{Test: frozen(t0)}
 	pool := pgtest.New(t).Pool
-	limiter, serial := newLimiter(t, pool, config), newLimiter(t, pool, config)
+	limiter, serial := newLimiter(t, pool, config, clientConfig), newLimiter(t, pool, config, clientConfig)
 	const calls = 60
 	want := make([]Result, calls)
 	for i := range want {
@@ -197,9 +198,9 @@ func TestRefundAndGrantOfSeveralPolicies(t *testing.T) {
 		pool,
 		Config{
 			Name:   "api",
-			Client: ClientConfig{Test: TestConfig{Now: func() time.Time { return now }}},
 			Policy: All(FixedWindow{Limit: 10, Window: time.Second}, SlidingLog{Limit: 15, Window: time.Hour}),
 		},
+		ClientConfig{Test: TestConfig{Now: func() time.Time { return now }}},
 	)
 	told := func(result Result, err error) func(want Result) Result {
 		t.Helper()

@@ -87,8 +87,7 @@ func TestShadowsAreExact(t *testing.T) {
 	for i := range limiters {
 		limiters[i] = newLimiter(t, db.Pool, Config{
 			Name: "api", Policy: FixedWindow{50, time.Hour}, Policies: p, NoDenialCache: i == 0,
-			Client: ClientConfig{Test: frozen(t0)},
-		})
+		}, ClientConfig{Test: frozen(t0)})
 	}
 	testkit.Together(60, func(i int) {
 		for range 20 {

@@ -210,8 +210,9 @@ func TestTransactionsOverShardsAreRefused(t *testing.T) {
 	pgtest.NotThroughProxy(t, "transactions of the caller, or one connection")
 
 	p := newProxy(t, 2)
-	config := Config{Name: "tx", Policy: FixedWindow{Limit: 10, Window: year}, Client: ClientConfig{Schema: "proxy"}}
-	l := newLimiter(t, p.pool, config)
+	config := Config{Name: "tx", Policy: FixedWindow{Limit: 10, Window: year}}
+	clientConfig := ClientConfig{Schema: "proxy"}
+	l := newLimiter(t, p.pool, config, clientConfig)
 	before, err := l.Allow(t.Context(), "key")
 	require.NoError(t, err)
 	requireRefused := func(err error) {
@@ -226,14 +227,14 @@ func TestTransactionsOverShardsAreRefused(t *testing.T) {
 		requireRefused(call(l, tx))
 		conn := pgtest.Connect(t, p.DB)
 		pgtest.Exec(t, conn, "BEGIN")
-		requireRefused(call(newLimiter(t, conn, config), nil))
+		requireRefused(call(newLimiter(t, conn, config, clientConfig), nil))
 	}
 	inTx(func(l *Limiter, db DBTX) error {
 		if db == nil {
 			_, err := l.Allow(t.Context(), "key")
 			return err
 		}
-		_, err := newLimiter(t, db, config).Allow(t.Context(), "key")
+		_, err := newLimiter(t, db, config, clientConfig).Allow(t.Context(), "key")
 		return err
 	})
 	for name, call := range map[string]func() error{
@@ -251,10 +252,10 @@ func TestTransactionsOverShardsAreRefused(t *testing.T) {
 	}
 	conn := pgtest.Connect(t, p.DB)
 	pgtest.Exec(t, conn, "BEGIN")
-	requireRefused(newLimiter(t, conn, config).Reset(t.Context(), "key"))
+	requireRefused(newLimiter(t, conn, config, clientConfig).Reset(t.Context(), "key"))
 	pgtest.Exec(t, conn, "ROLLBACK")
 
-	single := newLimiter(t, conn, config)
+	single := newLimiter(t, conn, config, clientConfig)
 	result, err := single.Allow(t.Context(), "key")
 	require.NoError(t, err)
 	require.EqualValues(t, 8, result.Remaining)
@@ -286,8 +287,8 @@ func TestRefusalsOfADividedShard(t *testing.T) {
 
 	// A single connection gets the error.
 	pgtest.Exec(t, p.Pool, "ALTER SEQUENCE proxy.refused RESTART")
-	config.Client = ClientConfig{Schema: "proxy"}
-	_, err := newLimiter(t, pgtest.Connect(t, p.DB), config).Allow(t.Context(), "key")
+	clientConfig := ClientConfig{Schema: "proxy"}
+	_, err := newLimiter(t, pgtest.Connect(t, p.DB), config, clientConfig).Allow(t.Context(), "key")
 	require.ErrorIs(t, err, ErrUnavailable)
 	require.ErrorContains(t, err, "run 'pgratelimit shard list'")
 }

@@ -31,8 +31,7 @@ func TestFaultIsLoggedOnceUntilItIsMended(t *testing.T) {
 				db := newModelDB()
 				l := newLimiter(t, db, Config{
 					Name: "login", Policy: FixedWindow{Limit: 1000, Window: time.Hour}, OnFailure: mode,
-					Client: ClientConfig{Logger: log.Logger()},
-				})
+				}, ClientConfig{Logger: log.Logger()})
 				for range 2 {
 					db.set(sqlState("42883"))
 					for range 100 {
@@ -70,8 +69,7 @@ func TestFlakyDatabaseIsLoggedOnce(t *testing.T) {
 		db := newModelDB()
 		l := newLimiter(t, db, Config{
 			Name: "test", Policy: FixedWindow{Limit: 1 << 20, Window: time.Hour}, OnFailure: FailOpen(),
-			Client: ClientConfig{Logger: log.Logger()},
-		})
+		}, ClientConfig{Logger: log.Logger()})
 		ask := func(away func(context.Context) error, source Source) {
 			t.Helper()
 			db.set(away)
@@ -152,7 +150,7 @@ func TestWhatIsNotLogged(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var log testkit.Journal
 		db := newModelDB()
-		l := newLimiter(t, db, Config{Name: "test", Policy: hourly, Client: ClientConfig{Logger: log.Logger()}})
+		l := newLimiter(t, db, Config{Name: "test", Policy: hourly}, ClientConfig{Logger: log.Logger()})
 		for _, key := range []string{"", "a\x00b", strings.Repeat("k", 513)} {
 			_, err := l.Allow(t.Context(), key)
 			require.ErrorIs(t, err, ErrInvalidKey)
@@ -175,8 +173,8 @@ func TestWhatIsNotLogged(t *testing.T) {
 	var log testkit.Journal
 	db := pgtest.Empty(t)
 	l := newLimiter(t, db.Pool, Config{
-		Name: "test", Policy: hourly, Client: ClientConfig{Logger: log.Logger()},
-	})
+		Name: "test", Policy: hourly,
+	}, ClientConfig{Logger: log.Logger()})
 	tx := pgtest.Begin(t, db)
 	_, err := l.WithTx(tx).Allow(t.Context(), "key") // whose caller has the error
 	require.ErrorIs(t, err, ErrNotMigrated)
@@ -193,8 +191,7 @@ func TestCallsThatAreNotAskedAreLogged(t *testing.T) {
 		db.set(func(context.Context) error { elapse(950 * time.Millisecond); return nil })
 		l := newLimiter(t, db, Config{
 			Name: "test", Policy: hourly, OnFailure: FailOpen(),
-			Client: ClientConfig{Timeout: time.Second, MaxInFlight: 1, MaxBatch: 1, Logger: log.Logger()},
-		})
+		}, ClientConfig{Timeout: time.Second, MaxInFlight: 1, MaxBatch: 1, Logger: log.Logger()})
 		var opened atomic.Int32
 		testkit.Together(10, func(int) {
 			result, err := l.Allow(t.Context(), "key")
@@ -217,7 +214,7 @@ func TestLoggerThatAsksTheLimiter(t *testing.T) {
 		db.set(turnedAway)
 		var l *Limiter
 		asking := &askingHandler{ask: func() { _, _ = l.Allow(context.Background(), "key") }}
-		l = newLimiter(t, db, Config{Name: "test", Policy: hourly, Client: ClientConfig{Logger: slog.New(asking)}})
+		l = newLimiter(t, db, Config{Name: "test", Policy: hourly}, ClientConfig{Logger: slog.New(asking)})
 		_, err := l.Allow(t.Context(), "key")
 		require.ErrorIs(t, err, ErrUnavailable)
 		require.EqualValues(t, 1, asking.asked.Load())
@@ -245,8 +242,8 @@ func TestLoggerDefaultsToThatOfTheProcess(t *testing.T) {
 	db := pgtest.Empty(t)
 	config := Config{Name: "test", Policy: hourly, OnFailure: FailOpen()}
 	l := newLimiter(t, db.Pool, config)
-	config.Client.Logger = slog.New(slog.DiscardHandler)
-	silent := newLimiter(t, db.Pool, config)
+	clientConfig := ClientConfig{Logger: slog.New(slog.DiscardHandler)}
+	silent := newLimiter(t, db.Pool, config, clientConfig)
 	var log testkit.Journal
 	before := slog.Default()
 	slog.SetDefault(log.Logger())
@@ -282,8 +279,7 @@ func TestSchemaWithoutUsage(t *testing.T) {
 			var log testkit.Journal
 			l := newLimiter(t, pool, Config{
 				Name: "test", Policy: hourly, OnFailure: mode,
-				Client: ClientConfig{Schema: schema, Logger: log.Logger()},
-			})
+			}, ClientConfig{Schema: schema, Logger: log.Logger()})
 			for range 2 * engine.BreakerFailures {
 				_, err := l.Allow(t.Context(), "personal key")
 				requireKinds(t, err, "personal key", want)

@@ -200,9 +200,9 @@ func TestTransactionThatWaitsTooLong(t *testing.T) {
 	config := Config{
 		Name:   "test",
 		Policy: FixedWindow{Limit: 10, Window: year},
-		Client: ClientConfig{Timeout: 500 * time.Millisecond},
 	}
-	limiter := newLimiter(t, db.NewPool(t, nil), config)
+	clientConfig := ClientConfig{Timeout: 500 * time.Millisecond}
+	limiter := newLimiter(t, db.NewPool(t, nil), config, clientConfig)
 	first, second := pgtest.Begin(t, db), pgtest.Begin(t, db)
 	_, err := newLimiter(
 		t,
@@ -351,9 +351,9 @@ func TestDefaultIsolationOfThePool(t *testing.T) {
 		Config{
 			Name:          "test",
 			Policy:        FixedWindow{Limit: 30, Window: year},
-			Client:        ClientConfig{MaxBatch: 1, MaxInFlight: 6},
 			NoDenialCache: true,
 		},
+		ClientConfig{MaxBatch: 1, MaxInFlight: 6},
 	)
 	var granted atomic.Int64
 	errs := make([]error, 100)
@@ -379,8 +379,8 @@ func TestTimeoutRollsTheTransactionBack(t *testing.T) {
 	patient := newLimiter(t, db.Pool, config)
 	taken, err := patient.Allow(t.Context(), "key")
 	require.NoError(t, err)
-	config.Client.Timeout = 100 * time.Millisecond
-	limiter := newLimiter(t, db.Pool, config)
+	clientConfig := ClientConfig{Timeout: 100 * time.Millisecond}
+	limiter := newLimiter(t, db.Pool, config, clientConfig)
 	holder := pgtest.Begin(t, db)
 	_, err = patient.WithTx(holder).Allow(t.Context(), "key")
 	require.NoError(t, err)

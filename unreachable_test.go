@@ -67,8 +67,8 @@ func TestServerThatNeverAnswers(t *testing.T) {
 		Config{
 			Name:   "test",
 			Policy: FixedWindow{Limit: 10, Window: year},
-			Client: ClientConfig{Timeout: 50 * time.Millisecond},
 		},
+		ClientConfig{Timeout: 50 * time.Millisecond},
 	)
 	for _, call := range everyCall(limiter, "personal") {
 		requireKinds(t, call(), "personal", ErrTimeout)

@@ -331,7 +331,7 @@ func TestRememberedDenialLetsTheLineSleep(t *testing.T) {
 		db.takes = time.Millisecond
 		var mu sync.Mutex
 		looks := 0
-		limiter := newLimiter(t, db, Config{Name: "test", Policy: policy, Client: ClientConfig{
+		limiter := newLimiter(t, db, Config{Name: "test", Policy: policy}, ClientConfig{
 			DenialMaxAge: 2 * time.Minute,
 			Test: TestConfig{Now: func() time.Time {
 				mu.Lock()
@@ -339,7 +339,7 @@ func TestRememberedDenialLetsTheLineSleep(t *testing.T) {
 				looks++
 				return time.Now()
 			}},
-		}})
+		})
 		for range 2 {
 			_, err := limiter.Allow(t.Context(), "key")
 			require.NoError(t, err)
@@ -445,8 +445,8 @@ func TestResetEndsTheWait(t *testing.T) {
 			Config{
 				Name:   name,
 				Policy: FixedWindow{Limit: 1, Window: year},
-				Client: ClientConfig{DenialMaxAge: amply},
 			},
+			ClientConfig{DenialMaxAge: amply},
 		)
 		_, err := limiter.Allow(t.Context(), "key")
 		require.NoError(t, err)

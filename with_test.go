@@ -136,8 +136,8 @@ func TestOtherNumbersOnLiveKeys(t *testing.T) {
 			Config{
 				Name:   name,
 				Policy: FixedWindow{Limit: 1, Window: time.Second},
-				Client: ClientConfig{Test: TestConfig{Now: clock.now}},
 			},
+			ClientConfig{Test: TestConfig{Now: clock.now}},
 		)
 		for i, step := range steps {
 			clock.at = t0.Add(step.at)
@@ -199,11 +199,11 @@ func TestEveryChangeOfPolicyEqualsTheModel(t *testing.T) {
 				config := Config{
 					Name:   fromName + " to " + toName,
 					Policy: from,
-					Client: ClientConfig{Test: TestConfig{Now: clock.now}},
 				}
-				remembers := newLimiter(t, db.Pool, config)
+				clientConfig := ClientConfig{Test: TestConfig{Now: clock.now}}
+				remembers := newLimiter(t, db.Pool, config, clientConfig)
 				config.NoDenialCache = true
-				asks := newLimiter(t, db.Pool, config)
+				asks := newLimiter(t, db.Pool, config, clientConfig)
 				type caller struct {
 					limiter *Limiter
 					taken   int64
@@ -359,8 +359,8 @@ func TestWithSharesEverythingElse(t *testing.T) {
 				Name:    "test",
 				Policy:  FixedWindow{Limit: 1, Window: year},
 				Durable: true,
-				Client:  ClientConfig{Schema: schema},
 			},
+			ClientConfig{Schema: schema},
 		)
 		view := limiter.under(policy)
 		result, err := view.AllowN(t.Context(), name, 10)
@@ -399,7 +399,8 @@ func TestDenialIsRememberedForItsPolicy(t *testing.T) {
 		free := newLimiter(
 			t,
 			pool,
-			Config{Name: name, Policy: base, Client: ClientConfig{DenialMaxAge: amply}},
+			Config{Name: name, Policy: base},
+			ClientConfig{DenialMaxAge: amply},
 		)
 		paid := free.with(t, slowPolicies(100)[name])
 		ask := func(limiter *Limiter, n int64, allowed bool, statements int) {
@@ -477,7 +478,8 @@ func TestBoardTakesCallsOfOnePolicy(t *testing.T) {
 	free := newLimiter(
 		t,
 		&pgxpool.Pool{},
-		Config{Name: "test", Policy: FixedWindow{Limit: 1, Window: time.Second}, Client: ClientConfig{MaxBatch: 3}},
+		Config{Name: "test", Policy: FixedWindow{Limit: 1, Window: time.Second}},
+		ClientConfig{MaxBatch: 3},
 	)
 	paid := free.with(t, FixedWindow{Limit: 2, Window: time.Second})
 	again := free.with(t, FixedWindow{Limit: 1, Window: time.Second})
@@ -497,8 +499,10 @@ func TestBoardTakesCallsOfOnePolicy(t *testing.T) {
 
 func BenchmarkWith(b *testing.B) {
 	for _, policy := range []single{FixedWindow{Limit: 20, Window: time.Minute}, SlidingWindow{Limit: 20, Window: time.Minute}} {
-		config := Config{Name: "test", Policy: policy, Client: ClientConfig{Schema: "limits"}}
-		limiter, err := New(&pgxpool.Pool{}, config)
+		config := Config{Name: "test", Policy: policy}
+		client, err := NewClient(&pgxpool.Pool{}, ClientConfig{Schema: "limits"})
+		require.NoError(b, err)
+		limiter, err := client.Limiter(config)
 		require.NoError(b, err)
 		b.Run(fmt.Sprintf("%T", policy), func(b *testing.B) {
 			b.ReportAllocs()

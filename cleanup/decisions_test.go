@@ -89,8 +89,7 @@ func play(t *testing.T, swept, kept *pgtest.DB, name string, seed uint64) (delet
 			for i, db := range []*pgtest.DB{swept, kept} {
 				of[i] = limitertest.New(t, db.Pool, ratelimit.Config{
 					Name: name, Policy: policy, Durable: durable, NoDenialCache: true,
-					Client: ratelimit.ClientConfig{Test: now},
-				})
+				}, ratelimit.ClientConfig{Test: now})
 			}
 		}
 
@@ -176,8 +175,8 @@ func TestClockStepsFarBackAfterASweep(t *testing.T) {
 			clock := t0
 			now := ratelimit.TestConfig{Now: func() time.Time { return clock }}
 			limiter := limitertest.New(t, db.Pool, ratelimit.Config{
-				Name: "a", Policy: policy, NoDenialCache: true, Client: ratelimit.ClientConfig{Test: now},
-			})
+				Name: "a", Policy: policy, NoDenialCache: true,
+			}, ratelimit.ClientConfig{Test: now})
 			sweeper := newSweeper(t, db.Pool, Config{Test: now})
 			take := func() bool {
 				result, err := limiter.AllowN(t.Context(), "key", 10)
@@ -215,9 +214,10 @@ func TestRowVanishesWhileADecisionWaits(t *testing.T) {
 					clock := t0.Add(time.Duration(i) * 10 * time.Hour)
 					now := ratelimit.TestConfig{Now: func() time.Time { return clock }}
 					config := ratelimit.Config{
-						Name: "a", Policy: policy, Durable: durable, Client: ratelimit.ClientConfig{Test: now},
+						Name: "a", Policy: policy, Durable: durable,
 					}
-					limiter := limitertest.New(t, db.Pool, config)
+					clientConfig := ratelimit.ClientConfig{Test: now}
+					limiter := limitertest.New(t, db.Pool, config, clientConfig)
 					_, err := limiter.AllowN(t.Context(), "key", 4)
 					require.NoError(t, err)
 
@@ -321,9 +321,9 @@ func TestWhatIsTakenBesideASweepIsKept(t *testing.T) {
 				clock := t0
 				config := ratelimit.Config{
 					Name: "a", Policy: policy, Durable: durable,
-					Client: ratelimit.ClientConfig{Test: ratelimit.TestConfig{Now: func() time.Time { return clock }}},
 				}
-				limiter := limitertest.New(t, db.Pool, config)
+				clientConfig := ratelimit.ClientConfig{Test: ratelimit.TestConfig{Now: func() time.Time { return clock }}}
+				limiter := limitertest.New(t, db.Pool, config, clientConfig)
 				for _, sweep := range []struct {
 					run   func() error
 					waits bool

@@ -15,13 +15,8 @@ import (
 
 func TestMain(m *testing.M) { pgtest.Main(m) }
 
-const (
-	// amply is a time that nothing comes near, however slow the machine.
-	amply = time.Minute
-
-	// margin is how long rate_limit_sweep spares a row that has expired.
-	margin = time.Minute
-)
+// margin is how long rate_limit_sweep spares a row that has expired.
+const margin = time.Minute
 
 // t0 is a time of the tests' clocks.
 var t0 = time.Date(2026, 3, 1, 12, 0, 0, 0, time.UTC)

@@ -38,8 +38,7 @@ func twoAnHour(t *testing.T, db ratelimit.DBTX) patient {
 	t.Helper()
 	return patient{limitertest.New(t, db, ratelimit.Config{
 		Name: "login", Policy: ratelimit.FixedWindow{Limit: 2, Window: time.Hour}, OnFailure: ratelimit.ReturnError(),
-		Client: ratelimit.ClientConfig{Test: limitertest.Frozen(noon)},
-	})}
+	}, ratelimit.ClientConfig{Test: limitertest.Frozen(noon)})}
 }
 
 // onBoth runs a test on Postgres and on the database in memory.
@@ -151,8 +150,7 @@ func TestWithoutADecision(t *testing.T) {
 			var journal testkit.Journal
 			limiter := limitertest.New(t, refusing{}, ratelimit.Config{
 				Name: "login", Policy: ratelimit.FixedWindow{Limit: 2, Window: time.Hour}, OnFailure: test.onFailure,
-				Client: ratelimit.ClientConfig{Logger: journal.Logger()},
-			})
+			}, ratelimit.ClientConfig{Logger: journal.Logger()})
 			conn := limited(t, limiter, grpclimit.Config{Key: httplimit.ByIP(), Charge: grpclimit.ChargeFailures})
 			err := call(t.Context(), conn, "wrong")
 			require.Equal(t, test.want, status.Code(err))
@@ -169,8 +167,7 @@ func TestHeldKey(t *testing.T) {
 	db := pgtest.New(t)
 	limiter := limitertest.New(t, db.Pool, ratelimit.Config{
 		Name: "login", Policy: ratelimit.FixedWindow{Limit: 2, Window: time.Hour}, OnFailure: ratelimit.FailOpen(),
-		Client: ratelimit.ClientConfig{Timeout: 8 * time.Second},
-	})
+	}, ratelimit.ClientConfig{Timeout: 8 * time.Second})
 	conn := limited(t, limiter, grpclimit.Config{
 		Key: httplimit.ByHeader("user"), Logger: slog.New(slog.DiscardHandler),
 	})

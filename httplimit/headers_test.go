@@ -13,6 +13,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/internal/limitertest"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 	"github.com/pgratelimit/ratelimit/ratelimittest"
 )
@@ -136,16 +137,13 @@ func TestBanWithoutAnEnd(t *testing.T) {
 // allLimiter allows 3 in 10 s and 5 in an hour, in memory.
 func allLimiter(t *testing.T, now func() time.Time) *ratelimit.Limiter {
 	t.Helper()
-	limiter, err := ratelimit.New(ratelimittest.NewDB(), ratelimit.Config{
+	return limitertest.New(t, ratelimittest.NewDB(), ratelimit.Config{
 		Name: "login", OnFailure: ratelimit.ReturnError(),
 		Policy: ratelimit.All(
 			ratelimit.FixedWindow{Limit: 3, Window: 10 * time.Second},
 			ratelimit.SlidingLog{Limit: 5, Window: time.Hour},
 		),
-		Client: ratelimit.ClientConfig{Test: ratelimit.TestConfig{Now: now}},
-	})
-	require.NoError(t, err)
-	return limiter
+	}, ratelimit.ClientConfig{Test: ratelimit.TestConfig{Now: now}})
 }
 
 // All policies of an All are shown, in their order. Those that deny have a time.

@@ -34,12 +34,11 @@ func TestHeldRequestsDoNotLetFailuresThrough(t *testing.T) {
 			now := time.Date(2026, 3, 1, 12, 0, 0, 0, time.UTC)
 			limiter := limitertest.New(t, pgtest.New(t).Pool, ratelimit.Config{
 				Name: "login", Policy: policy, NoDenialCache: true,
-				Client: ratelimit.ClientConfig{Test: ratelimit.TestConfig{Now: func() time.Time {
-					mu.Lock()
-					defer mu.Unlock()
-					return now
-				}}},
-			})
+			}, ratelimit.ClientConfig{Test: ratelimit.TestConfig{Now: func() time.Time {
+				mu.Lock()
+				defer mu.Unlock()
+				return now
+			}}})
 			began, finish := make(chan struct{}), make(chan struct{})
 			handler := limited(
 				t,

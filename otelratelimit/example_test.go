@@ -2,7 +2,6 @@ package otelratelimit_test
 
 import (
 	"fmt"
-	"time"
 
 	"github.com/jackc/pgx/v5/pgxpool"
 	"go.opentelemetry.io/otel"
@@ -18,10 +17,6 @@ func Example() {
 		fmt.Println(err)
 		return
 	}
-	limiter, err := ratelimit.New(pool, ratelimit.Config{
-		Name:   "login",
-		Policy: ratelimit.SlidingWindow{Limit: 10, Window: time.Minute},
-		Client: ratelimit.ClientConfig{Observer: observer},
-	})
-	fmt.Println(limiter != nil, err)
+	client, err := ratelimit.NewClient(pool, ratelimit.ClientConfig{Observer: observer})
+	fmt.Println(client != nil, err)
 }

@@ -149,8 +149,7 @@ func TestMetricsOfALimiter(t *testing.T) {
 	reader, o := newReader(t)
 	limiter := limitertest.New(t, pgtest.New(t).Pool, ratelimit.Config{
 		Name: "login", Policy: ratelimit.FixedWindow{Limit: 3, Window: time.Hour},
-		Client: ratelimit.ClientConfig{Observer: o},
-	})
+	}, ratelimit.ClientConfig{Observer: o})
 	for range 5 {
 		_, err := limiter.Allow(t.Context(), "personal")
 		require.NoError(t, err)

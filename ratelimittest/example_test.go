@@ -11,10 +11,16 @@ import (
 
 func ExampleNewDB() {
 	now := time.Date(2026, 11, 22, 12, 0, 0, 0, time.UTC)
-	limiter, err := ratelimit.New(ratelimittest.NewDB(), ratelimit.Config{
+	client, err := ratelimit.NewClient(ratelimittest.NewDB(), ratelimit.ClientConfig{
+		Test: ratelimit.TestConfig{Now: func() time.Time { return now }},
+	})
+	if err != nil {
+		fmt.Println(err)
+		return
+	}
+	limiter, err := client.Limiter(ratelimit.Config{
 		Name:   "login",
 		Policy: ratelimit.FixedWindow{Limit: 2, Window: time.Minute},
-		Client: ratelimit.ClientConfig{Test: ratelimit.TestConfig{Now: func() time.Time { return now }}},
 	})
 	if err != nil {
 		fmt.Println(err)

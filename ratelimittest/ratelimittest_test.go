@@ -13,18 +13,12 @@ import (
 	"github.com/pgratelimit/ratelimit"
 	"github.com/pgratelimit/ratelimit/cleanup"
 	"github.com/pgratelimit/ratelimit/httplimit"
+	"github.com/pgratelimit/ratelimit/internal/limitertest"
 	"github.com/pgratelimit/ratelimit/ratelimittest"
 )
 
 func tenAMinute() ratelimit.Config {
 	return ratelimit.Config{Name: "test", Policy: ratelimit.FixedWindow{Limit: 10, Window: time.Minute}}
-}
-
-func newLimiter(t *testing.T, db ratelimit.DBTX, config ratelimit.Config) *ratelimit.Limiter {
-	t.Helper()
-	limiter, err := ratelimit.New(db, config)
-	require.NoError(t, err)
-	return limiter
 }
 
 // Limiters on one database share their keys, and those on another one do not.
@@ -36,7 +30,7 @@ func TestKeysAreThoseOfTheDatabase(t *testing.T) {
 		db   ratelimit.DBTX
 		want int64
 	}{{db, 9}, {db, 8}, {ratelimittest.NewDB(), 9}} {
-		result, err := newLimiter(t, test.db, tenAMinute()).Allow(t.Context(), "key")
+		result, err := limitertest.New(t, test.db, tenAMinute()).Allow(t.Context(), "key")
 		require.NoError(t, err)
 		require.Equal(t, test.want, result.Remaining)
 		require.Equal(t, ratelimit.SourceDatabase, result.Source)
@@ -48,7 +42,7 @@ func TestTimeOfABubble(t *testing.T) {
 	t.Parallel()
 
 	synctest.Test(t, func(t *testing.T) {
-		limiter := newLimiter(t, ratelimittest.NewDB(), tenAMinute())
+		limiter := limitertest.New(t, ratelimittest.NewDB(), tenAMinute())
 		began := time.Now()
 		for range 10 {
 			result, err := limiter.Wait(t.Context(), "key")
@@ -79,8 +73,8 @@ func TestMiddleware(t *testing.T) {
 	now := time.Date(2026, 11, 22, 12, 0, 0, 0, time.UTC)
 	config := tenAMinute()
 	config.OnFailure = ratelimit.ReturnError()
-	config.Client.Test.Now = func() time.Time { return now }
-	limit, err := httplimit.New(newLimiter(t, ratelimittest.NewDB(), config), httplimit.Config{Key: httplimit.ByIP()})
+	clientConfig := ratelimit.ClientConfig{Test: ratelimit.TestConfig{Now: func() time.Time { return now }}}
+	limit, err := httplimit.New(limitertest.New(t, ratelimittest.NewDB(), config, clientConfig), httplimit.Config{Key: httplimit.ByIP()})
 	require.NoError(t, err)
 	handler := limit(http.HandlerFunc(func(http.ResponseWriter, *http.Request) {}))
 	ask := func() *httptest.ResponseRecorder {
@@ -107,7 +101,7 @@ func TestOthersAreRefused(t *testing.T) {
 	_, err = sweeper.RunOnce(t.Context())
 	require.ErrorContains(t, err, "test this on Postgres")
 
-	limiter := newLimiter(t, ratelimittest.NewDB(), tenAMinute())
+	limiter := limitertest.New(t, ratelimittest.NewDB(), tenAMinute())
 	_, err = limiter.AllowN(t.Context(), "key", 11)
 	require.ErrorIs(t, err, ratelimit.ErrCostExceedsLimit)
 	var key *ratelimit.KeyError

@@ -92,10 +92,10 @@ func TestAnswersAreThoseOfAPool(t *testing.T) {
 		for name, policy := range policies() {
 			clock := now
 			config := ratelimit.Config{Name: name + " pool", Policy: policy, Durable: name == "bucket"}
-			config.Client.Test.Now = func() time.Time { return clock }
-			want := limitertest.New(t, pool, config)
+			clientConfig := ratelimit.ClientConfig{Test: ratelimit.TestConfig{Now: func() time.Time { return clock }}}
+			want := limitertest.New(t, pool, config, clientConfig)
 			config.Name = name + " sql"
-			got := limitertest.New(t, sqldb.Pool(db), config)
+			got := limitertest.New(t, sqldb.Pool(db), config, clientConfig)
 			r := rand.New(rand.NewPCG(1, 2))
 			var takes [2][]ratelimit.Result
 			for step := range 60 {
@@ -244,8 +244,8 @@ func TestSQLDBSettings(t *testing.T) {
 		for synchronous, want := range map[bool]string{false: "off", true: "on"} {
 			l := limitertest.New(t, sqldb.Pool(db), ratelimit.Config{
 				Name: "test", Policy: ratelimit.FixedWindow{Limit: 10, Window: year}, Durable: true,
-				SynchronousCommit: synchronous, Client: ratelimit.ClientConfig{Timeout: 40 * time.Second},
-			})
+				SynchronousCommit: synchronous,
+			}, ratelimit.ClientConfig{Timeout: 40 * time.Second})
 			_, err := l.Allow(t.Context(), fmt.Sprint(synchronous))
 			require.NoError(t, err)
 			require.Equal(t, want+", 25ms", pgtest.Scalar[string](t, on.Pool, `WITH seen AS (DELETE FROM seen RETURNING *)
@@ -273,9 +273,9 @@ func TestSQLDBHeldKey(t *testing.T) {
 		_, err = holder.WithTx(sqldb.Tx(tx)).Allow(t.Context(), "held")
 		require.NoError(t, err)
 
-		config.OnFailure = ratelimit.FailOpen() // which does not answer for it
-		config.Client.Timeout = 8 * time.Second // as a slow machine needs time to find out who holds it
-		l := limitertest.New(t, sqldb.Pool(db), config)
+		config.OnFailure = ratelimit.FailOpen()                          // which does not answer for it
+		clientConfig := ratelimit.ClientConfig{Timeout: 8 * time.Second} // as a slow machine needs time to find out who holds it
+		l := limitertest.New(t, sqldb.Pool(db), config, clientConfig)
 		_, err = l.Allow(t.Context(), "held")
 		require.ErrorIs(t, err, ratelimit.ErrKeyHeld)
 		result, err := holder.Allow(t.Context(), "another")
@@ -291,8 +291,8 @@ func TestSQLDBErrors(t *testing.T) {
 	on := pgtest.New(t)
 	config := ratelimit.Config{Name: "test", Policy: ratelimit.FixedWindow{Limit: 10, Window: year}}
 	ask := func(db *sql.DB, timeout time.Duration) error {
-		config.Client.Timeout = timeout
-		_, err := limitertest.New(t, sqldb.Pool(db), config).Allow(t.Context(), "secret")
+		clientConfig := ratelimit.ClientConfig{Timeout: timeout}
+		_, err := limitertest.New(t, sqldb.Pool(db), config, clientConfig).Allow(t.Context(), "secret")
 		return err
 	}
 	otherCodec := func(ctx context.Context, conn *pgx.Conn) error {
@@ -398,8 +398,8 @@ func TestSQLDBMigrationsAndSweeper(t *testing.T) {
 		require.NoError(t, migrations.Up(t.Context(), pool))
 		require.NoError(t, migrations.Up(t.Context(), pool))
 		config := ratelimit.Config{Name: "test", Policy: ratelimit.FixedWindow{Limit: 10, Window: time.Second}}
-		config.Client.Test.Now = func() time.Time { return now }
-		_, err := limitertest.New(t, pool, config).Allow(t.Context(), "key")
+		clientConfig := ratelimit.ClientConfig{Test: ratelimit.TestConfig{Now: func() time.Time { return now }}}
+		_, err := limitertest.New(t, pool, config, clientConfig).Allow(t.Context(), "key")
 		require.NoError(t, err)
 		sweeper, err := cleanup.New(pool, cleanup.Config{})
 		require.NoError(t, err)
@@ -416,7 +416,7 @@ func TestSQLDBMigrationsAndSweeper(t *testing.T) {
 		require.True(t, all[len(all)-1].Applied)
 		require.False(t, fewer[len(all)-1].Applied)
 		require.NoError(t, migrations.DownTo(t.Context(), pool, 0))
-		_, err = limitertest.New(t, pool, config).Allow(t.Context(), "key")
+		_, err = limitertest.New(t, pool, config, clientConfig).Allow(t.Context(), "key")
 		require.ErrorIs(t, err, ratelimit.ErrNotMigrated)
 	}
 }

@@ -14,6 +14,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/internal/limitertest"
 	"github.com/pgratelimit/ratelimit/internal/pgserver"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 	"github.com/pgratelimit/ratelimit/migrations"
@@ -74,12 +75,10 @@ func (a *arena) limitersRound(oneClient bool, callers int, seed uint64) figures 
 		limit := ratelimit.Config{Name: fmt.Sprint("limiter ", i), Policy: sliding.policy(ample)}
 		var limiter *ratelimit.Limiter
 		if oneClient {
-			limiter, err = shared.Limiter(limit)
+			limiter = limitertest.Of(a.b, shared, limit)
 		} else {
-			limit.Client = config
-			limiter, err = ratelimit.New(pool, limit)
+			limiter = limitertest.New(a.b, pool, limit, config)
 		}
-		require.NoError(a.b, err)
 		asks[i] = func(ctx context.Context, key string) (bool, error) {
 			result, err := limiter.Allow(ctx, key)
 			return result.Allowed, err

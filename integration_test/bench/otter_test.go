@@ -14,6 +14,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/internal/limitertest"
 )
 
 // cachedKeys is how many denials this library's cache holds at most, in its two generations. otter gets as many.
@@ -37,7 +38,7 @@ func BenchmarkDenialCache(b *testing.B) {
 		for _, keys := range []int{1, 1_000} {
 			name := "hit/" + strconv.Itoa(keys) + "-keys/" + width.name
 			b.Run(name+"/ratelimit", func(b *testing.B) {
-				limiter := denyingLimiter(b, ratelimit.Config{Client: ratelimit.ClientConfig{DenialMaxAge: time.Hour}})
+				limiter := denyingLimiter(b, ratelimit.Config{}, ratelimit.ClientConfig{DenialMaxAge: time.Hour})
 				users := keyNames(keys)
 				for i := range users {
 					require.True(b, denies(ctx, limiter, users[i]))
@@ -62,18 +63,20 @@ func BenchmarkDenialCache(b *testing.B) {
 		for _, variant := range []struct {
 			name   string
 			config ratelimit.Config
+			client ratelimit.ClientConfig
 		}{
-			{"none", ratelimit.Config{NoDenialCache: true}},
-			{"ratelimit-1s", ratelimit.Config{}},
-			{"ratelimit-10ms", ratelimit.Config{Client: ratelimit.ClientConfig{DenialMaxAge: 10 * time.Millisecond}}},
+			{name: "none", config: ratelimit.Config{NoDenialCache: true}},
+			{name: "ratelimit-1s"},
+			{name: "ratelimit-10ms", client: ratelimit.ClientConfig{DenialMaxAge: 10 * time.Millisecond}},
 		} {
 			b.Run("insert/"+width.name+"/"+variant.name, func(b *testing.B) {
-				limiter := denyingLimiter(b, variant.config)
+				limiter := denyingLimiter(b, variant.config, variant.client)
 				width.run(b, func(i int) bool { return denies(ctx, limiter, users[i%len(users)]) })
 			})
 		}
 		b.Run("insert/"+width.name+"/otter", func(b *testing.B) {
-			limiter, cache := denyingLimiter(b, ratelimit.Config{NoDenialCache: true}), newOtter(time.Second)
+			limiter := denyingLimiter(b, ratelimit.Config{NoDenialCache: true}, ratelimit.ClientConfig{})
+			cache := newOtter(time.Second)
 			width.run(b, func(i int) bool {
 				key := users[i%len(users)]
 				if _, ok := cache.GetIfPresent(key); ok {
@@ -88,7 +91,7 @@ func BenchmarkDenialCache(b *testing.B) {
 	b.Run("bytes-per-key", func(b *testing.B) {
 		users := keyNames(cachedKeys)
 		before := heap()
-		limiter := denyingLimiter(b, ratelimit.Config{Client: ratelimit.ClientConfig{DenialMaxAge: time.Hour}})
+		limiter := denyingLimiter(b, ratelimit.Config{}, ratelimit.ClientConfig{DenialMaxAge: time.Hour})
 		for _, user := range users {
 			require.True(b, denies(ctx, limiter, user))
 		}
@@ -156,12 +159,10 @@ func newOtter(maxAge time.Duration) *otter.Cache[string, denial] {
 	})
 }
 
-func denyingLimiter(b *testing.B, config ratelimit.Config) *ratelimit.Limiter {
+func denyingLimiter(b *testing.B, config ratelimit.Config, client ratelimit.ClientConfig) *ratelimit.Limiter {
 	b.Helper()
 	config.Name, config.Policy = "denied", ratelimit.SlidingWindow{Limit: 1, Window: window}
-	limiter, err := ratelimit.New(denier{}, config)
-	require.NoError(b, err)
-	return limiter
+	return limitertest.New(b, denier{}, config, client)
 }
 
 func denies(ctx context.Context, limiter *ratelimit.Limiter, key string) bool {

@@ -12,6 +12,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/internal/limitertest"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 )
 
@@ -65,18 +66,16 @@ type cachedDenialResult struct {
 func (a *arena) cachedDenial(plan plan) (result cachedDenialResult) {
 	a.b.Helper()
 	a.progress("a cached denial")
-	limiter, err := ratelimit.New(a.near, ratelimit.Config{
+	limiter := limitertest.New(a.b, a.near, ratelimit.Config{
 		Name: "cached", Policy: ratelimit.SlidingWindow{Limit: 1, Window: window},
-		Client: ratelimit.ClientConfig{Schema: a.migratedSchema(), Timeout: patience, DenialMaxAge: time.Hour},
-	})
-	require.NoError(a.b, err)
+	}, ratelimit.ClientConfig{Schema: a.migratedSchema(), Timeout: patience, DenialMaxAge: time.Hour})
 	ctx := a.ctx()
 	deny := func() {
 		if !denies(ctx, limiter, "user:123") {
 			a.b.Error("not denied")
 		}
 	}
-	_, err = limiter.Allow(ctx, "user:123")
+	_, err := limiter.Allow(ctx, "user:123")
 	require.NoError(a.b, err)
 	deny()
 
@@ -116,12 +115,9 @@ func (a *arena) memory(plan plan) (result memoryResult) {
 	schema := a.migratedSchema()
 	pool := a.newPool(inSchema(schema)) // not ClientConfig.Schema, for which a client keeps statements of its own
 	limiter := func(name string, limit int64) *ratelimit.Limiter {
-		limiter, err := ratelimit.New(pool, ratelimit.Config{
+		return limitertest.New(a.b, pool, ratelimit.Config{
 			Name: name, Policy: ratelimit.SlidingWindow{Limit: limit, Window: window},
-			Client: ratelimit.ClientConfig{Timeout: patience},
-		})
-		require.NoError(a.b, err)
-		return limiter
+		}, ratelimit.ClientConfig{Timeout: patience})
 	}
 	ask := func(limiter *ratelimit.Limiter, key string) ratelimit.Result {
 		result, err := limiter.Allow(a.ctx(), key)

@@ -14,6 +14,7 @@ import (
 	"golang.org/x/time/rate"
 
 	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/internal/limitertest"
 	"github.com/pgratelimit/ratelimit/migrations"
 )
 
@@ -156,11 +157,9 @@ var (
 var (
 	slidingWindow = library("sliding window", sliding, ratelimit.Config{})
 	fixedWindow   = library("fixed window", fixed, ratelimit.Config{})
-	tokenBucket   = library("token bucket", bucket, ratelimit.Config{
-		Client: ratelimit.ClientConfig{Test: ratelimit.TestConfig{Now: standstill}},
-	})
-	durable     = library("sliding window, durable", sliding, ratelimit.Config{Durable: true})
-	durableSync = library(
+	tokenBucket   = library("token bucket", bucket, ratelimit.Config{})
+	durable       = library("sliding window, durable", sliding, ratelimit.Config{Durable: true})
+	durableSync   = library(
 		"sliding window, durable, SynchronousCommit",
 		sliding,
 		ratelimit.Config{Durable: true, SynchronousCommit: true},
@@ -175,6 +174,7 @@ var (
 type algorithm struct {
 	policy func(limit int64) ratelimit.Policy
 	taken  string // what all keys have taken, in SQL
+	clock  ratelimit.TestConfig
 }
 
 var (
@@ -191,6 +191,7 @@ var (
 			return ratelimit.TokenBucket{Capacity: limit, Refill: 10_000, Every: window}
 		},
 		taken: "sum($2 - credit / scale)",
+		clock: ratelimit.TestConfig{Now: standstill},
 	}
 )
 
@@ -200,16 +201,16 @@ func standstill() time.Time { return time.Date(2026, 1, 1, 0, 0, 0, 0, time.UTC)
 // library is a limiter of this library. It keeps its data set in a schema of its own.
 func library(title string, kind algorithm, config ratelimit.Config) *subject {
 	s := &subject{title: "ratelimit, " + title, ours: true}
-	config.Name, config.Client.Timeout = "bench", patience
+	config.Name = "bench"
 	s.open = func(a *arena, data dataset) *store {
 		config := config
 		config.Policy = kind.policy(data.limit)
-		config.Client.Schema = a.migratedSchema()
+		schema := a.migratedSchema()
 		table := "rate_limit_ephemeral"
 		if config.Durable {
 			table = "rate_limit_durable"
 		}
-		table = pgx.Identifier{config.Client.Schema, table}.Sanitize()
+		table = pgx.Identifier{schema, table}.Sanitize()
 		if data.bySQL {
 			a.fillBySQL(table, config.Name, data)
 		}
@@ -224,12 +225,10 @@ func library(title string, kind algorithm, config ratelimit.Config) *subject {
 			taken: func() int64 { return a.count(taken, config.Name, data.limit) },
 			connect: func(far bool) *contender {
 				pool := a.pool(far)
-				client, err := ratelimit.NewClient(pool, config.Client)
-				require.NoError(a.b, err)
-				config := config
-				config.Client = ratelimit.ClientConfig{}
-				limiter, err := client.Limiter(config)
-				require.NoError(a.b, err)
+				client := limitertest.NewClient(a.b, pool, ratelimit.ClientConfig{
+					Schema: schema, Timeout: patience, Test: kind.clock,
+				})
+				limiter := limitertest.Of(a.b, client, config)
 				c := &contender{
 					pool: pool,
 					pids: a.postgresPIDs,

@@ -16,6 +16,7 @@ import (
 	"github.com/pgratelimit/ratelimit"
 	"github.com/pgratelimit/ratelimit/cleanup"
 	"github.com/pgratelimit/ratelimit/integration_test/svg"
+	"github.com/pgratelimit/ratelimit/internal/limitertest"
 	"github.com/pgratelimit/ratelimit/internal/pgserver"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
 	"github.com/pgratelimit/ratelimit/migrations"
@@ -158,11 +159,9 @@ func (a *arena) allowBesideSweeps(b *testing.B, rows int, round time.Duration, d
 	if durable {
 		table = "rate_limit_durable"
 	}
-	limiter, err := ratelimit.New(a.near, ratelimit.Config{
+	limiter := limitertest.New(b, a.near, ratelimit.Config{
 		Name: "beside", Policy: ratelimit.FixedWindow{Limit: ample, Window: 50 * time.Millisecond}, Durable: durable,
-		Client: ratelimit.ClientConfig{Timeout: patience},
-	})
-	require.NoError(b, err)
+	}, ratelimit.ClientConfig{Timeout: patience})
 	take := func(ctx context.Context, key string) (bool, error) {
 		result, err := limiter.Allow(ctx, key)
 		return result.Allowed, err

@@ -98,9 +98,14 @@ func (w workload) run(ctx context.Context, ready func() error) ([]operation, err
 		if err := pool.Ping(ctx); err != nil {
 			return nil, err
 		}
-		if limiters[i], err = ratelimit.New(pool, ratelimit.Config{
+		client, err := ratelimit.NewClient(pool, ratelimit.ClientConfig{
+			Timeout: cmp.Or(w.Timeout, amply), DenialMaxAge: w.DenialMaxAge,
+		})
+		if err != nil {
+			return nil, err
+		}
+		if limiters[i], err = client.Limiter(ratelimit.Config{
 			Name: "test", Policy: w.policy(), Durable: w.Durable, NoDenialCache: !w.Cache,
-			Client: ratelimit.ClientConfig{Timeout: cmp.Or(w.Timeout, amply), DenialMaxAge: w.DenialMaxAge},
 		}); err != nil {
 			return nil, err
 		}

@@ -282,7 +282,7 @@ func TestLeasesOfABucketThatFillsUp(t *testing.T) {
 		config := ratelimit.Config{Name: "bucket", Policy: w.policy("bucket")}
 		plain := limitertest.New(t, db.Pool, config)
 		config.Lease = &ratelimit.Lease{MaxShare: 0.1}
-		client := limitertest.NewClient(t, db.Pool, config.Client)
+		client := limitertest.NewClient(t, db.Pool, ratelimit.ClientConfig{})
 		leasing := limitertest.Of(t, client, config)
 		var uses []leaseUse
 		take := func(limiter *ratelimit.Limiter, n int64) {

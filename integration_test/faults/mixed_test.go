@@ -115,8 +115,7 @@ func (m mix) run(t *testing.T, db *pgtest.DB, seed uint64) (history []mixedOpera
 					} // of another algorithm, which takes a second limiter of that name
 				}
 				if m.apart {
-					limit.Client = config
-					limiters = append(limiters, limitertest.New(t, workers[i].pool, limit))
+					limiters = append(limiters, limitertest.New(t, workers[i].pool, limit, config))
 				} else {
 					limiters = append(limiters, limitertest.Of(t, client, limit))
 				}

@@ -56,20 +56,20 @@ func TestOutageUnderLoad(t *testing.T) {
 				transitions := make(chan ratelimit.BreakerEvent, 100)
 				config := ratelimit.Config{
 					Name: "test", Policy: ratelimit.FixedWindow{Limit: limit, Window: year}, OnFailure: mode, NoDenialCache: true,
-					Client: ratelimit.ClientConfig{
-						Observer: &ratelimit.Observer{
-							Statement: func(ratelimit.StatementEvent) { statements.Add(1) },
-							Breaker:   func(e ratelimit.BreakerEvent) { transitions <- e },
-						},
+				}
+				clientConfig := ratelimit.ClientConfig{
+					Observer: &ratelimit.Observer{
+						Statement: func(ratelimit.StatementEvent) { statements.Add(1) },
+						Breaker:   func(e ratelimit.BreakerEvent) { transitions <- e },
 					},
 				}
 				// Waiting shows that a server is frozen, so a machine that stands still for a second makes an
 				// outage of its own.
 				strict := !frozen
 				if frozen {
-					config.Client.Timeout = time.Second
+					clientConfig.Timeout = time.Second
 				}
-				limiter := limitertest.New(t, limited, config)
+				limiter := limitertest.New(t, limited, config, clientConfig)
 
 				var mu sync.Mutex
 				var calls []outageCall
@@ -242,10 +242,9 @@ func TestOutageThatSwallowsConnections(t *testing.T) {
 	limiter := limitertest.New(t, pool, ratelimit.Config{
 		Name: "test", Policy: ratelimit.FixedWindow{Limit: 1, Window: year}, NoDenialCache: true,
 		OnFailure: ratelimit.FailClosed(),
-		Client: ratelimit.ClientConfig{
-			Timeout:  100 * time.Millisecond,
-			Observer: &ratelimit.Observer{Statement: func(ratelimit.StatementEvent) { statements.Add(1) }},
-		},
+	}, ratelimit.ClientConfig{
+		Timeout:  100 * time.Millisecond,
+		Observer: &ratelimit.Observer{Statement: func(ratelimit.StatementEvent) { statements.Add(1) }},
 	})
 	source := func() ratelimit.Source {
 		result, err := limiter.Allow(t.Context(), "key")

@@ -85,10 +85,11 @@ func TestBrokenConnections(t *testing.T) {
 				_, err := limiter.Allow(t.Context(), "key") // which prepares the statement
 				require.NoError(t, err)
 
+				var clientConfig ratelimit.ClientConfig
 				if c.then == swallow {
-					config.Client.Timeout = 2 * time.Second
+					clientConfig.Timeout = 2 * time.Second
 				}
-				failing := limitertest.New(t, pool, config)
+				failing := limitertest.New(t, pool, config, clientConfig)
 				moment := make(chan struct{})
 				c.until = moment
 				time.AfterFunc(50*time.Millisecond, func() { close(moment) })
@@ -168,8 +169,7 @@ func TestBrokenConnectionOfABatch(t *testing.T) {
 			proxy, db, pool := throughProxy(t, pgx.QueryExecModeCacheStatement)
 			limiter := limitertest.New(t, pool, ratelimit.Config{
 				Name: "test", Policy: ratelimit.FixedWindow{Limit: 1000, Window: year},
-				Client: ratelimit.ClientConfig{MaxInFlight: 1},
-			})
+			}, ratelimit.ClientConfig{MaxInFlight: 1})
 			// While the reply to the first is late, all others queue. They leave together, in the statement that
 			// breaks.
 			release := make(chan struct{})
@@ -265,8 +265,7 @@ func TestBrokenConnectionOfATransaction(t *testing.T) {
 		// The server may learn of it a moment later.
 		result, err := limitertest.New(t, db.Pool, ratelimit.Config{
 			Name: "test", Policy: ratelimit.FixedWindow{Limit: 10, Window: year},
-			Client: ratelimit.ClientConfig{Timeout: 4 * amply},
-		}).
+		}, ratelimit.ClientConfig{Timeout: 4 * amply}).
 			Allow(t.Context(), "key")
 		require.NoError(t, err)
 		require.EqualValues(t, 8, result.Remaining)
@@ -280,8 +279,7 @@ func TestBrokenConnectionOfAReset(t *testing.T) {
 	proxy, _, pool := throughProxy(t, pgx.QueryExecModeCacheStatement)
 	limiter := limitertest.New(t, pool, ratelimit.Config{
 		Name: "test", Policy: ratelimit.FixedWindow{Limit: 1, Window: year},
-		Client: ratelimit.ClientConfig{DenialMaxAge: amply},
-	})
+	}, ratelimit.ClientConfig{DenialMaxAge: amply})
 	for range 2 {
 		_, err := limiter.Allow(t.Context(), "key")
 		require.NoError(t, err)

@@ -25,8 +25,7 @@ func BenchmarkShardThatFails(b *testing.B) {
 			fleet, begin, end := fleetThatFails(b, how, 32)
 			limiter := limitertest.New(b, fleet.OwnerPool(b, func(config *pgxpool.Config) { config.MaxConns = 12 }), ratelimit.Config{
 				Name: "test", Policy: ratelimit.SlidingWindow{Limit: 1 << 30, Window: time.Hour}, Durable: true,
-				Client: ratelimit.ClientConfig{Timeout: 4 * time.Second},
-			})
+			}, ratelimit.ClientConfig{Timeout: 4 * time.Second})
 			var mu sync.Mutex
 			var took [shardCount][]time.Duration
 			var failures [shardCount]int

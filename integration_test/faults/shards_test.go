@@ -354,10 +354,11 @@ func TestProxiesWhoseMapsDiffer(t *testing.T) {
 	// Each wrong call fails, and takes nothing.
 	config := ratelimit.Config{Name: "wrong", Policy: ratelimit.FixedWindow{Limit: 10, Window: year}}
 	for shard := range shardCount {
-		if config.Client.Timeout = time.Minute; shard < 2 {
-			config.Client.Timeout = time.Second // until then it asks again
+		clientConfig := ratelimit.ClientConfig{Timeout: time.Minute}
+		if shard < 2 {
+			clientConfig.Timeout = time.Second // until then it asks again
 		}
-		err := allowForSure(t, limitertest.New(t, other.Pool, config), keyOn(shard, 0))
+		err := allowForSure(t, limitertest.New(t, other.Pool, config, clientConfig), keyOn(shard, 0))
 		if shard < 2 {
 			require.ErrorIs(t, err, ratelimit.ErrUnavailable)
 			require.ErrorContains(t, err, "RLS03")
@@ -453,8 +454,8 @@ func TestShardThatCannotDecide(t *testing.T) {
 	} {
 		c.spoil()
 		limiter := limitertest.New(t, fleet.OwnerPool(t, nil), ratelimit.Config{
-			Name: what, Policy: ratelimit.FixedWindow{Limit: 5, Window: year}, Client: ratelimit.ClientConfig{Timeout: 3 * time.Second},
-		})
+			Name: what, Policy: ratelimit.FixedWindow{Limit: 5, Window: year},
+		}, ratelimit.ClientConfig{Timeout: 3 * time.Second})
 		key := keyOn(wrong, 0)
 		err := allowForSure(t, limiter, key)
 		t.Log(what, err)

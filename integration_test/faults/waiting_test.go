@@ -27,8 +27,8 @@ func TestLockWaitOfSeconds(t *testing.T) {
 	db := pgtest.New(t)
 	policy := ratelimit.TokenBucket{Capacity: 100, Refill: 10, Every: time.Second}
 	limiter := limitertest.New(t, db.Pool, ratelimit.Config{
-		Name: "test", Policy: policy, NoDenialCache: true, Client: ratelimit.ClientConfig{Timeout: 4 * amply},
-	})
+		Name: "test", Policy: policy, NoDenialCache: true,
+	}, ratelimit.ClientConfig{Timeout: 4 * amply})
 	tx, err := db.Pool.Begin(t.Context())
 	require.NoError(t, err)
 	emptied, err := limiter.WithTx(tx).AllowN(t.Context(), "key", 100)

@@ -29,10 +29,8 @@ func TestClientThatObeysRetryAfter(t *testing.T) {
 		"token bucket":   ratelimit.TokenBucket{Capacity: 3, Refill: 1, Every: 20 * time.Second},
 	} {
 		now := newClock()
-		config := ratelimit.Config{
-			Policy: policy, Client: ratelimit.ClientConfig{Test: ratelimit.TestConfig{Now: now.read}},
-		}
-		address := serve(t, newLimiter(t, config), httplimit.Config{Key: httplimit.ByIP()}, nil)
+		clock := ratelimit.ClientConfig{Test: ratelimit.TestConfig{Now: now.read}}
+		address := serve(t, newLimiter(t, ratelimit.Config{Policy: policy}, clock), httplimit.Config{Key: httplimit.ByIP()}, nil)
 		client := newClient(t, "127.0.0.1")
 		waits := 0
 		for range 30 {
@@ -78,9 +76,7 @@ func TestCurl(t *testing.T) {
 		},
 	}
 	policy := ratelimit.FixedWindow{Limit: 1, Window: 2 * time.Second} // curl by itself would wait for 1 s
-	address := serve(t, newLimiter(t, ratelimit.Config{
-		Policy: policy, Client: ratelimit.ClientConfig{Test: ratelimit.TestConfig{Now: now.read}},
-	}), config,
+	address := serve(t, newLimiter(t, ratelimit.Config{Policy: policy}, ratelimit.ClientConfig{Test: ratelimit.TestConfig{Now: now.read}}), config,
 		func(w http.ResponseWriter, _ *http.Request) {
 			mu.Lock()
 			defer mu.Unlock()

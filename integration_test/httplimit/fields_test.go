@@ -55,9 +55,7 @@ func TestFieldsAreStructured(t *testing.T) {
 		"!#$%&'()*+,-./:;<=>?@[]^_`{|}~ A": {ratelimit.FixedWindow{Limit: 2, Window: time.Second}, 2, 1, 1, 1},
 		"huge":                             {ratelimit.FixedWindow{Limit: 1 << 62, Window: time.Microsecond}, 999_999_999_999_999, 0, 1, 0},
 	} {
-		limiter := newLimiter(t, ratelimit.Config{
-			Policy: test.policy, Client: ratelimit.ClientConfig{Test: ratelimit.TestConfig{Now: now.read}},
-		})
+		limiter := newLimiter(t, ratelimit.Config{Policy: test.policy}, ratelimit.ClientConfig{Test: ratelimit.TestConfig{Now: now.read}})
 		outer, err := httplimit.New(limiter, httplimit.Config{
 			Key: httplimit.ByIP(), Headers: httplimit.IETFDraft11, PolicyName: "outer",
 			Skip: func(r *http.Request) bool { return r.URL.Path != "/both" },
@@ -127,9 +125,7 @@ func TestFieldsOfDraft6AreStructured(t *testing.T) {
 		{ratelimit.TokenBucket{Capacity: 1, Refill: 1, Every: 1500 * time.Millisecond}, 1, nil, [2]int64{2, 2}},
 		{ratelimit.SlidingLog{Limit: 1, Window: time.Hour}, 1, int64(3600), [2]int64{3600, 3600}},
 	} {
-		limiter := newLimiter(t, ratelimit.Config{
-			Policy: test.policy, Client: ratelimit.ClientConfig{Test: ratelimit.TestConfig{Now: newClock().read}},
-		})
+		limiter := newLimiter(t, ratelimit.Config{Policy: test.policy}, ratelimit.ClientConfig{Test: ratelimit.TestConfig{Now: newClock().read}})
 		limit, err := httplimit.New(limiter, httplimit.Config{Key: httplimit.ByIP(), Headers: httplimit.IETFDraft6})
 		require.NoError(t, err)
 		handler := limit(http.HandlerFunc(func(http.ResponseWriter, *http.Request) {}))

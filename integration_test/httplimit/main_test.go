@@ -42,10 +42,10 @@ func (c *clock) advance(d time.Duration) {
 }
 
 // newLimiter is a limiter on a database of its own.
-func newLimiter(t *testing.T, config ratelimit.Config) *ratelimit.Limiter {
+func newLimiter(t *testing.T, config ratelimit.Config, client ...ratelimit.ClientConfig) *ratelimit.Limiter {
 	t.Helper()
 	config.Name, config.OnFailure = "api", ratelimit.ReturnError()
-	return limitertest.New(t, pgtest.New(t).Pool, config)
+	return limitertest.New(t, pgtest.New(t).Pool, config, client...)
 }
 
 // serve starts a web server behind a limiter, and returns its address. If handler is nil, the answer says that the

@@ -10,6 +10,7 @@ import (
 
 	"github.com/pgratelimit/ratelimit"
 	"github.com/pgratelimit/ratelimit/httplimit"
+	"github.com/pgratelimit/ratelimit/internal/limitertest"
 	"github.com/pgratelimit/ratelimit/internal/pgserver"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 	"github.com/pgratelimit/ratelimit/internal/testkit"
@@ -36,12 +37,10 @@ func TestOutage(t *testing.T) {
 		"error": ratelimit.ReturnError(), "open": ratelimit.FailOpen(), "closed": ratelimit.FailClosed(), "fallback": ratelimit.FallbackLocal(0.5),
 	} {
 		log := &testkit.Journal{}
-		limiter, err := ratelimit.New(pool, ratelimit.Config{
+		limiter := limitertest.New(t, pool, ratelimit.Config{
 			Name: name, Policy: ratelimit.FixedWindow{Limit: 4, Window: 365 * 24 * time.Hour},
 			Durable: true, SynchronousCommit: true, OnFailure: mode,
-			Client: ratelimit.ClientConfig{Logger: log.Logger()},
-		})
-		require.NoError(t, err)
+		}, ratelimit.ClientConfig{Logger: log.Logger()})
 		sites[name] = site{serve(t, limiter, httplimit.Config{
 			Key: httplimit.ByIP(), Headers: httplimit.XRateLimit, Logger: log.Logger(),
 		}, nil), log}

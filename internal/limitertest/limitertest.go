@@ -13,12 +13,12 @@ import (
 	"github.com/pgratelimit/ratelimit"
 )
 
-// New returns a limiter with a client of its own, made by NewClient.
-func New(t testing.TB, db ratelimit.DBTX, config ratelimit.Config) *ratelimit.Limiter {
+// New returns a limiter with a client of its own, which has the defaults unless one config is given for it.
+func New(
+	t testing.TB, db ratelimit.DBTX, config ratelimit.Config, client ...ratelimit.ClientConfig,
+) *ratelimit.Limiter {
 	t.Helper()
-	client := NewClient(t, db, config.Client)
-	config.Client = ratelimit.ClientConfig{}
-	return Of(t, client, config)
+	return Of(t, NewClient(t, db, append(client, ratelimit.ClientConfig{})[0]), config)
 }
 
 // NewClient returns a client.

@@ -179,11 +179,16 @@ func (d *demo) createSchema(ctx context.Context) error {
 
 // startWeb starts the application on a free port.
 func (d *demo) startWeb(context.Context) (err error) {
-	d.limiter, err = ratelimit.New(d.pool, ratelimit.Config{
+	client, err := ratelimit.NewClient(d.pool, ratelimit.ClientConfig{
+		Logger: slog.New(slog.DiscardHandler), // the error is printed
+	})
+	if err != nil {
+		return err
+	}
+	d.limiter, err = client.Limiter(ratelimit.Config{
 		Name:      "shorten",
 		Policy:    ratelimit.SlidingWindow{Limit: demoLimit, Window: time.Minute},
 		OnFailure: ratelimit.ReturnError(),
-		Client:    ratelimit.ClientConfig{Logger: slog.New(slog.DiscardHandler)}, // the error is printed
 	})
 	if err != nil {
 		return err

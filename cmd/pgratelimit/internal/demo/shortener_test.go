@@ -11,19 +11,18 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/internal/limitertest"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 )
 
 func newTestShortener(t *testing.T, pool *pgxpool.Pool, limit int64) http.Handler {
 	t.Helper()
 	now := time.Now()
-	limiter, err := ratelimit.New(pool, ratelimit.Config{
+	limiter := limitertest.New(t, pool, ratelimit.Config{
 		Name:      "shorten",
 		Policy:    ratelimit.SlidingWindow{Limit: limit, Window: time.Minute},
 		OnFailure: ratelimit.ReturnError(),
-		Client:    ratelimit.ClientConfig{Test: ratelimit.TestConfig{Now: func() time.Time { return now }}},
-	})
-	require.NoError(t, err)
+	}, ratelimit.ClientConfig{Test: ratelimit.TestConfig{Now: func() time.Time { return now }}})
 	handler, err := newShortener("http://short.test", limiter)
 	require.NoError(t, err)
 	return handler

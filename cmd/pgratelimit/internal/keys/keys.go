@@ -163,10 +163,13 @@ func askCommand(a *cli.App,
 func newLimiter(
 	a *cli.App, pool *pgxpool.Pool, config ratelimit.Config, schema string,
 ) (*ratelimit.Limiter, error) {
-	config.Client = ratelimit.ClientConfig{
+	client, err := ratelimit.NewClient(pool, ratelimit.ClientConfig{
 		Schema: schema, Timeout: a.Timeout, Logger: slog.New(slog.DiscardHandler),
+	})
+	if err != nil {
+		return nil, err
 	}
-	return ratelimit.New(pool, config)
+	return client.Limiter(config)
 }
 
 // tell tells other processes that something was given to a key. A failure is only a warning, because a person who sees
