@@ -25,7 +25,8 @@ func (l *Limiter) Allow(ctx context.Context, key string) (Result, error) {
 // AllowN takes n from key's limit if that fits, or nothing; with n = 0 it is Peek. Errors: as Allow, and a
 // [*CostError] for n below 0 or above the policy's limit.
 func (l *Limiter) AllowN(ctx context.Context, key string, n int64) (Result, error) {
-	result, err := l.allow(ctx, key, n, true)
+	var result Result
+	err := l.allow(ctx, key, n, true, &result)
 	l.countDenial(key, n, &result, err)
 	return result, err
 }
@@ -33,32 +34,36 @@ func (l *Limiter) AllowN(ctx context.Context, key string, n int64) (Result, erro
 // Peek takes nothing, and Allowed says whether a cost of 1 would fit. It locks no row and waits for none, so it
 // does not see what transactions under way are about to take. Errors: as Allow.
 func (l *Limiter) Peek(ctx context.Context, key string) (Result, error) {
-	return l.allow(ctx, key, 0, true)
+	var result Result
+	err := l.allow(ctx, key, 0, true, &result)
+	return result, err
 }
 
 // allow is AllowN without what counts denials for bans. If shadows is false, none is decided beside it.
-func (l *Limiter) allow(ctx context.Context, key string, n int64, shadows bool) (result Result, err error) {
+func (l *Limiter) allow(ctx context.Context, key string, n int64, shadows bool, result *Result) (err error) {
 	if l.client.observer != nil {
-		defer l.observe(time.Now(), n, &result, &err)
+		defer l.observe(time.Now(), n, result, &err)
 	}
 	if err := checkKey(key); err != nil {
-		return Result{}, err
+		return err
 	}
 	policy, row, err := l.inForce(ctx, key)
 	switch {
 	case err != nil:
 		if err := checkCost(n, policy); err != nil {
-			return Result{}, err
+			return err
 		}
-		return l.onError(err, policy, key, n)
+		*result, err = l.onError(err, policy, key, n)
+		return err
 	case row != nil:
-		return l.byRow(row, n)
+		*result, err = l.byRow(row, n)
+		return err
 	}
 	if err := checkCost(n, policy); err != nil {
-		return Result{}, err
+		return err
 	}
 	if err := ctx.Err(); err != nil {
-		return Result{}, gaveUp(err)
+		return gaveUp(err)
 	}
 	ask := l.question(policy, key, n)
 	var beside *policytable.Row
@@ -67,14 +72,16 @@ func (l *Limiter) allow(ctx context.Context, key string, n int64, shadows bool) 
 			ask.Beside = &engine.Beside{Space: l.beside, Policy: beside.Value.Policy}
 		}
 	}
-	o, err := l.client.engine.Allow(ctx, ask)
-	if err != nil {
-		return l.onError(publicError(err), policy, key, n)
+	var o engine.Outcome
+	if err := l.client.engine.Allow(ctx, &ask, &o); err != nil {
+		*result, err = l.onError(publicError(err), policy, key, n)
+		return err
 	}
 	if o.Beside != nil && n > 0 {
 		l.view.Table.Count(beside, key, !o.Allowed, !o.Beside.Allowed)
 	}
-	return resultOf(&o), nil
+	result.set(&o)
+	return nil
 }
 
 // inForce returns the policy that holds for a key now: the limiter's own, or that of a row of rate_limit_policy. If a

@@ -185,7 +185,8 @@ func TestMixedStatementEqualsTheModel(t *testing.T) {
 					continue
 				}
 				p := &q.Parts[0]
-				result, ok := client.engine.Denials.Lookup(key.Space, p.Rules, key.Key, p.Cost)
+				var result engine.Outcome
+				ok := client.engine.Denials.Lookup(key.Space, p.Rules, key.Key, p.Cost, &result)
 				require.True(t, ok, "a denial of %v: %s", p.Rules, title)
 				require.Equal(t, model.Duration(p.Decision.RetryAfter), result.RetryAfter, title)
 				remembered[p.Rules.Numbers().Algorithm]++

@@ -36,7 +36,8 @@ func newTestDenials(policy single, maxAge time.Duration) (testDenials, *setClock
 }
 
 func (d testDenials) deny(key string, n int64) (Result, bool) {
-	o, ok := d.Lookup(d.space, d.policy, key, n)
+	var o engine.Outcome
+	ok := d.Lookup(d.space, d.policy, key, n, &o)
 	return resultOf(&o), ok
 }
 
@@ -48,8 +49,7 @@ func (d testDenials) remember(key string, denied model.Decision, asked, told tim
 
 // remembersDenial tells whether a denial of a key is remembered that denies a cost of n.
 func (l *Limiter) remembersDenial(key string, n int64) bool {
-	_, ok := l.client.engine.Denials.Lookup(l.space, l.model.Rules[0], key, n)
-	return ok
+	return l.client.engine.Denials.Lookup(l.space, l.model.Rules[0], key, n, &engine.Outcome{})
 }
 
 // rememberDenied takes all of a key's limit at the clock, and has what a denial then says remembered.

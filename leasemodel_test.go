@@ -157,7 +157,8 @@ func (w *leaseWorld) call(p *leaser, n int64) {
 	l := p.limiter
 	switch {
 	case p.request == nil:
-		if result, ok := p.leases.Spend(l.space, l.model, "key", n); ok {
+		var result engine.Outcome
+		if p.leases.Spend(l.space, l.model, "key", n, &result) {
 			told := result.DecidedAt.UnixMicro()
 			w.leased += n
 			w.use(p, leaseUse{at: w.clock, told: told, receipt: result.Taken.Receipt, first: result.Taken.First, n: n})

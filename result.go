@@ -112,8 +112,14 @@ func (r *Result) UnmarshalJSON(text []byte) error {
 }
 
 // resultOf is what the caller is told.
-func resultOf(o *engine.Outcome) Result {
-	r := Result{
+func resultOf(o *engine.Outcome) (r Result) {
+	r.set(o)
+	return r
+}
+
+// set is resultOf for a Result that is there already, which saves copying it.
+func (r *Result) set(o *engine.Outcome) {
+	*r = Result{
 		Allowed: o.Allowed, Source: sourceOf(o.By), Limit: o.Limit, Remaining: o.Remaining,
 		RetryAfter: o.RetryAfter, ResetAfter: o.ResetAfter, DecidedAt: o.DecidedAt, taken: o.Taken,
 	}
@@ -128,7 +134,6 @@ func resultOf(o *engine.Outcome) Result {
 		shadow := resultOf(o.Beside)
 		r.Shadow = &shadow
 	}
-	return r
 }
 
 func sourceOf(by engine.By) Source {

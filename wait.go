@@ -46,8 +46,11 @@ func (l *Limiter) WaitN(ctx context.Context, key string, n int64) (Result, error
 	}
 	result, err := l.waiting.Wait(ctx, key, policy, n, func() waitline.Source[Result] {
 		return waitline.Source[Result]{
-			Policy:  policy,
-			Ask:     func(n int64) (Result, error) { return l.allow(context.Background(), key, n, false) },
+			Policy: policy,
+			Ask: func(n int64) (result Result, err error) {
+				err = l.allow(context.Background(), key, n, false, &result)
+				return result, err
+			},
 			Read:    readingOf,
 			Answer:  func(n int64) Result { return l.answerAndObserve(policy, key, n) },
 			Share:   partOf,

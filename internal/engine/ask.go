@@ -22,50 +22,52 @@ type Ask struct {
 	Beside *Beside // what is decided beside it, or nil
 }
 
-// Allow has a question decided: by what was leased, by a denial that is remembered, or else by the database.
-func (e *Engine) Allow(ctx context.Context, a Ask) (Outcome, error) {
+// Allow has a question decided: by what was leased, by a denial that is remembered, or else by the database. It sets o
+// to the outcome unless it returns an error.
+func (e *Engine) Allow(ctx context.Context, a *Ask, o *Outcome) error {
 	leased := a.Space.Lease != nil && a.Beside == nil && a.Cost > 0
 	if leased {
-		if o, ok := e.Leases.Spend(a.Space, a.Policy, a.Key, a.Cost); ok {
-			return o, nil
+		if e.Leases.Spend(a.Space, a.Policy, a.Key, a.Cost, o) {
+			return nil
 		}
 		if back := e.Leases.release(a.Space, a.Key); back != nil {
 			go e.startGiving(back)()
 		}
 	}
 	if a.Cost > 0 && a.Space.Remember && len(a.Policy.Rules) == 1 && e.Denials != nil {
-		if o, ok := e.remembered(&a); ok {
-			return o, nil
+		if e.remembered(a, o) {
+			return nil
 		}
 	}
-	r := e.Request(&a)
-	r.Shadow = NewShadow(&a)
+	r := e.Request(a)
+	r.Shadow = NewShadow(a)
 	if leased {
 		r.Ahead = e.Leases.Ahead(a.Space, a.Policy, a.Key, a.Cost)
 	}
-	o, err := e.Decide(ctx, nil, r)
-	if err == nil && a.Cost == 0 && a.Space.Lease != nil {
+	var err error
+	if *o, err = e.Decide(ctx, nil, r); err != nil {
+		return err
+	}
+	if a.Cost == 0 && a.Space.Lease != nil {
 		o.Add(e.Leases.Held(a.Space, a.Policy, a.Key))
 	}
-	return o, err
+	return nil
 }
 
-// remembered returns a denial that the database would repeat, as would what is decided beside it, if anything is.
-func (e *Engine) remembered(a *Ask) (Outcome, bool) {
-	o, ok := e.Denials.Lookup(a.Space, a.Policy.Rules[0], a.Key, a.Cost)
-	if !ok || a.Beside == nil {
-		return o, ok
+// remembered sets o to a denial that is remembered. If a policy is decided beside it, that has to be remembered too.
+func (e *Engine) remembered(a *Ask, o *Outcome) bool {
+	if !e.Denials.Lookup(a.Space, a.Policy.Rules[0], a.Key, a.Cost, o) {
+		return false
+	}
+	if a.Beside == nil {
+		return true
 	}
 	beside := a.Beside.Policy
 	if len(beside.Rules) > 1 || a.Cost > beside.Limit {
-		return Outcome{}, false
+		return false
 	}
-	shadow, ok := e.Denials.Lookup(a.Beside.Space, beside.Rules[0], a.Key, a.Cost)
-	if !ok {
-		return Outcome{}, false
-	}
-	o.Beside = &shadow
-	return o, true
+	o.Beside = &Outcome{}
+	return e.Denials.Lookup(a.Beside.Space, beside.Rules[0], a.Key, a.Cost, o.Beside)
 }
 
 // Direct has the database decide a question, whatever is leased or remembered. It also grants, with a Cost below 0. tx

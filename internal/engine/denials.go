@@ -59,7 +59,7 @@ const (
 // DenialShard is a part of the keys, with a mutex of its own.
 type DenialShard struct {
 	mu         sync.Mutex
-	Young, Old map[DenialKey]denial
+	Young, Old map[DenialKey]*denial
 	born       time.Duration // when young was
 	// changes counts how often something may have happened to a key that a denial does not know of. Keys with the
 	// same hash share a count. The counts also keep the shards' mutexes on cache lines of their own.
@@ -79,9 +79,10 @@ type DenialKey struct {
 	Key   string
 }
 
-// denial is a key's state when it was denied. The database decided between asked and told, by the local clock.
+// denial is a key's state when it was denied. It never changes. The database decided between asked and told, by the local clock.
 type denial struct {
-	rules       model.Rules // under which it was denied; another one may have room
+	rules       model.Rules // under which it was denied; others may have room
+	limit       int64       // of the rules
 	state       model.State
 	clock       int64 // the database's, in microseconds, at the decision
 	asked, told time.Duration
@@ -125,46 +126,49 @@ func (d *Denials) Shard(key string) (s *DenialShard, i uint64) {
 	return &shards[i%DenialShards], i
 }
 
-// Lookup returns the denial of a request that the database would deny too, as far as this process knows.
-func (d *Denials) Lookup(space *Space, m model.Rules, key string, n int64) (Outcome, bool) {
+// Lookup tells whether the database would deny a request for n, as far as this process knows. If so, it sets o to the
+// denial.
+func (d *Denials) Lookup(space *Space, m model.Rules, key string, n int64, o *Outcome) bool {
 	s, _ := d.Shard(key)
 	if s == nil {
-		return Outcome{}, false
+		return false
 	}
 	s.mu.Lock()
-	known, ok := s.Young[DenialKey{space, key}]
-	if !ok {
-		known, ok = s.Old[DenialKey{space, key}]
+	known := s.Young[DenialKey{space, key}]
+	if known == nil {
+		known = s.Old[DenialKey{space, key}]
 	}
 	s.mu.Unlock()
-	if !ok || known.rules != m {
-		return Outcome{}, false
+	if known == nil || known.rules != m {
+		return false
 	}
 	now := d.Elapsed()
 	age := now - known.asked
 	if age < 0 || age >= d.maxAge {
-		return Outcome{}, false
+		return false
 	}
 	// The database decided between being asked and telling, so its clock now lies between latest and earliest. The
 	// caller is told what holds at earliest, so that nobody retries too early, and all numbers are of one time. It
 	// is a denial only if it holds at latest, too.
 	latest := known.clock + model.MicrosUp(age)
 	earliest := latest - model.MicrosUp(known.told-known.asked)
-	decided := model.Decision{RetryAfter: known.retryAt - earliest, ResetAfter: known.resetAt - earliest}
+	remaining, retryAfter, resetAfter := int64(0), known.retryAt-earliest, known.resetAt-earliest
 	if n > 1 {
-		_, decided = m.Decide(known.state, earliest, n)
+		_, decided := m.Decide(known.state, earliest, n)
+		remaining, retryAfter, resetAfter = decided.Remaining, decided.RetryAfter, decided.ResetAfter
 	}
-	if decided.RetryAfter <= latest-earliest {
-		return Outcome{}, false
+	if retryAfter <= latest-earliest {
+		return false
 	}
-	return Outcome{
+	*o = Outcome{
 		By:         ByDenial,
-		Limit:      m.Numbers().Limit,
-		Remaining:  decided.Remaining,
-		RetryAfter: model.Duration(decided.RetryAfter),
-		ResetAfter: model.Duration(decided.ResetAfter),
+		Limit:      known.limit,
+		Remaining:  remaining,
+		RetryAfter: model.Duration(retryAfter),
+		ResetAfter: model.Duration(resetAfter),
 		DecidedAt:  time.UnixMicro(earliest),
-	}, true
+	}
+	return true
 }
 
 // Remember keeps the denial of a request that left at asked and came back at told. since is what had happened to
@@ -173,8 +177,8 @@ func (d *Denials) Remember(p *Part, asked, told time.Duration, since *Changes) {
 	denied := &p.Decision
 	clock := denied.DecidedAt.UnixMicro()
 	_, one := p.Rules.Decide(denied.State, clock, 1)
-	known := denial{
-		rules: p.Rules, state: denied.State, clock: clock, asked: asked, told: told,
+	known := &denial{
+		rules: p.Rules, limit: p.Rules.Numbers().Limit, state: denied.State, clock: clock, asked: asked, told: told,
 		retryAt: clock + one.RetryAfter, resetAt: clock + one.ResetAfter,
 	}
 	if d.Shards.Load() == nil {
@@ -190,7 +194,7 @@ func (d *Denials) Remember(p *Part, asked, told time.Duration, since *Changes) {
 		s.Old, s.Young, s.born = s.Young, nil, told
 	}
 	if s.Young == nil {
-		s.Young = make(map[DenialKey]denial)
+		s.Young = make(map[DenialKey]*denial)
 	}
 	if len(s.Young) < MaxDenials/DenialShards {
 		s.Young[DenialKey{p.Space, strings.Clone(p.Key)}] = known
@@ -231,7 +235,7 @@ func (d *Denials) ForgetIf(is func(DenialKey) bool) {
 	for i := range shards {
 		s := &shards[i]
 		s.mu.Lock()
-		for _, generation := range []map[DenialKey]denial{s.Young, s.Old} {
+		for _, generation := range []map[DenialKey]*denial{s.Young, s.Old} {
 			for k := range generation {
 				if is(k) {
 					delete(generation, k)

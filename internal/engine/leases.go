@@ -136,49 +136,52 @@ func (e *Lease) left(now Instant) int64 {
 	return e.end - e.next
 }
 
-// Spend takes n from the lease of a key, if it has as much.
-func (ls *Leases) Spend(space *Space, policy *model.Policy, key string, n int64) (Outcome, bool) {
+// Spend takes n from the lease of a key, and sets o to the outcome. It returns false if the lease does not have as much.
+func (ls *Leases) Spend(space *Space, policy *model.Policy, key string, n int64, o *Outcome) bool {
 	s := ls.Shard(key)
 	if s == nil {
-		return Outcome{}, false
+		return false
 	}
 	now := ls.Now()
 	s.mu.Lock()
 	e := s.Keys[DenialKey{space, key}]
 	if e == nil || e.left(now) < n || !e.policy.Is(policy) {
 		s.mu.Unlock()
-		return Outcome{}, false
+		return false
 	}
 	first := e.next
 	e.next += n
 	// The database's clock shows this, or later by at most the time that its answer took.
 	clock := e.decidedAt + int64(max(now.Elapsed-e.told.Elapsed, 0)/time.Microsecond)
-	o := e.Outcome(clock)
+	e.Outcome(clock, o)
 	o.Taken = Taken{e.Receipt, first, n}
 	s.mu.Unlock()
-	return o, true
+	return true
 }
 
-// Outcome is what a call is told that spends from the lease at a time of the database's clock.
-func (e *Lease) Outcome(clock int64) Outcome {
-	of := func(row knownRow) Outcome {
-		return Outcome{
-			Allowed:    true,
-			By:         ByLease,
-			Limit:      row.limit,
-			Remaining:  row.remaining + e.end - e.next,
-			ResetAfter: model.Duration(max(row.resetAt-clock, 0)),
-			DecidedAt:  time.UnixMicro(clock),
-		}
-	}
+// Outcome sets o to the outcome of a call that spends from the lease at a time of the database's clock.
+func (e *Lease) Outcome(clock int64, o *Outcome) {
 	if len(e.Known.rows) == 1 {
-		return of(e.Known.rows[0])
+		e.outcomeOf(&e.Known.rows[0], clock, o)
+		return
 	}
 	each := make([]Outcome, len(e.Known.rows))
-	for i, row := range e.Known.rows {
-		each[i] = of(row)
+	for i := range each {
+		e.outcomeOf(&e.Known.rows[i], clock, &each[i])
 	}
-	return outcomeOfAll(each)
+	*o = outcomeOfAll(each)
+}
+
+// outcomeOf is Outcome for one row.
+func (e *Lease) outcomeOf(row *knownRow, clock int64, o *Outcome) {
+	*o = Outcome{
+		Allowed:    true,
+		By:         ByLease,
+		Limit:      row.limit,
+		Remaining:  row.remaining + e.end - e.next,
+		ResetAfter: model.Duration(max(row.resetAt-clock, 0)),
+		DecidedAt:  time.UnixMicro(clock),
+	}
 }
 
 // Held is how much of a key this process may spend.
