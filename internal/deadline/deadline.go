@@ -1,4 +1,4 @@
-// Package deadline makes contexts that end at a time, for statements that nearly always end before it.
+// Package deadline makes contexts with deadlines for statements, which nearly always end before them.
 package deadline
 
 import (
@@ -8,18 +8,17 @@ import (
 	"time"
 )
 
-// Group is contexts that share a timer. Go wakes a thread for each timer that is set, which takes 7 of the 43
-// microseconds of CPU time that a statement costs the client. A group sets its timer only if no earlier time is set, so
-// once in a while. The zero value has no contexts. Several goroutines may use it at once.
+// Group makes contexts that share a timer. Go wakes a thread for each timer that is set. A group sets its timer only if
+// no earlier time is set, which is once in a while. The zero Group is ready to use, also by several goroutines at once.
 type Group struct {
 	mu    sync.Mutex
 	timer *time.Timer
-	due   time.Time // when the timer goes off; zero if it is not set
+	due   time.Time // when the timer fires; zero if it is not set
 	open  []*groupContext
 }
 
-// Context returns a context that ends at a time with [context.DeadlineExceeded], or with [context.Canceled] when the
-// function that comes with it is called before. It must be called.
+// Context returns a context that ends at a time with [context.DeadlineExceeded]. The cancel function ends it earlier,
+// with [context.Canceled], and must be called.
 func (g *Group) Context(at time.Time) (context.Context, context.CancelFunc) {
 	c := &groupContext{group: g, at: at, done: make(chan struct{})}
 	g.mu.Lock()
@@ -29,7 +28,7 @@ func (g *Group) Context(at time.Time) (context.Context, context.CancelFunc) {
 	return c, c.cancel
 }
 
-// set has the timer go off at a time, or before. g.mu is locked.
+// set makes the timer fire at a time or earlier. The caller holds g.mu.
 func (g *Group) set(at time.Time) {
 	switch {
 	case !g.due.IsZero() && !at.Before(g.due):
@@ -57,7 +56,7 @@ func (g *Group) tick() {
 	}
 }
 
-// groupContext is a context of a group, whose mutex guards all that changes.
+// groupContext is a context of a group. The group's mutex guards err and after.
 type groupContext struct {
 	group *Group
 	at    time.Time
@@ -76,7 +75,7 @@ func (c *groupContext) Err() error {
 	return c.err
 }
 
-// AfterFunc is what [context.AfterFunc] calls, which would otherwise start a goroutine that waits for Done.
+// AfterFunc is called by [context.AfterFunc], which would otherwise start a goroutine that waits for Done.
 func (c *groupContext) AfterFunc(f func()) (stop func() bool) {
 	c.group.mu.Lock()
 	defer c.group.mu.Unlock()
@@ -102,7 +101,7 @@ func (c *groupContext) cancel() {
 	c.end(context.Canceled)
 }
 
-// end ends the context, unless it has ended. The group's mutex is locked.
+// end ends the context, unless it has ended. The caller holds c.group.mu.
 func (c *groupContext) end(err error) {
 	if c.err != nil {
 		return

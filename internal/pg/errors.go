@@ -39,20 +39,20 @@ var (
 	ErrOutcomeUnknown = errors.New(prefix + "the outcome is unknown; the request may or may not have counted")
 )
 
-// ErrHeldUp is why callers are not decided in time whom held rows have kept from it.
+// ErrHeldUp is the cause for callers whose time was used up by locks on other rows.
 var ErrHeldUp = errors.New("rows that transactions or other calls hold have taken the time; nothing was taken")
 
 // prefix says whose error it is.
 const prefix = "ratelimit: "
 
-// Error is a failure of the database, or on the way to it. It has the kinds above that apply, or none, and the
+// Error is a failure of the database, or on the way to it. It wraps the kinds above that apply, if any, and the
 // driver's error.
 type Error struct {
 	kinds []error
 	err   error
 }
 
-// NewError returns an error of these kinds for a reason that the driver has not told.
+// NewError returns an error of these kinds that wraps err.
 func NewError(err error, kinds ...error) *Error { return &Error{kinds: kinds, err: err} }
 
 func (e *Error) Error() string {
@@ -67,7 +67,7 @@ func (e *Error) Error() string {
 // Unwrap returns the kinds of the error and the driver's error, which may be a *pgconn.PgError.
 func (e *Error) Unwrap() []error { return append(slices.Clip(e.kinds), e.err) }
 
-// Cause returns the error that an [Error] was made of, and any other error as it is.
+// Cause returns the error that an [Error] wraps. It returns any other error as it is.
 func Cause(err error) error {
 	if e, ok := errors.AsType[*Error](err); ok {
 		return e.err
@@ -75,8 +75,8 @@ func Cause(err error) error {
 	return err
 }
 
-// RolledBack returns the error of a statement in a caller's transaction. If the connection is closed, what became of
-// the statement is known.
+// RolledBack returns the error of a statement in a caller's transaction. If the connection is closed, the transaction
+// is rolled back, so the outcome is known.
 func RolledBack(tx any, err error) error {
 	if conn := Conn(tx); !errors.Is(err, ErrOutcomeUnknown) || conn == nil || !conn.IsClosed() {
 		return err
@@ -94,8 +94,8 @@ func RolledBack(tx any, err error) error {
 	return NewError(fmt.Errorf("%s: %w", why, Cause(err)), kinds...)
 }
 
-// Translate tells what an error of the driver means. sent tells whether the request may have reached the database. An
-// error that was translated already stays as it is.
+// Translate makes an [Error] of an error of the driver. sent tells whether the statement may have reached the database.
+// An [Error] stays as it is.
 func Translate(err error, sent bool) *Error {
 	if e, ok := errors.AsType[*Error](err); ok {
 		return e
@@ -110,7 +110,7 @@ func Translate(err error, sent bool) *Error {
 		if e := shardsError(pgErr); e != nil {
 			return e
 		}
-		if pgErr.Code == "22P02" { // it takes a NULL within an array for a word
+		if pgErr.Code == "22P02" { // with array_nulls off, the server reads NULL within an array as a word
 			err = fmt.Errorf("is array_nulls off in this session? %w", err)
 		}
 		return NewError(err, kindsOf(pgErr, sent)...)
@@ -131,19 +131,19 @@ func Translate(err error, sent bool) *Error {
 	return NewError(err, kind)
 }
 
-// notSecure tells whether client and server do not agree on TLS: one of them does not do it, or does not trust the
-// other's certificate. pgx's own error has no type.
+// notSecure tells whether client and server do not agree on TLS. Either one of them does not support it, or one does
+// not trust the other's certificate. pgx's own error has no type.
 func notSecure(err error) bool {
 	_, untrusted := errors.AsType[*tls.CertificateVerificationError](err)
 	alert, ok := errors.AsType[*net.OpError](err)
-	refused := ok && alert.Op == "remote error" // as crypto/tls calls an alert of the other side
+	refused := ok && alert.Op == "remote error" // crypto/tls uses this word for an alert from the other side
 	_, noTLS := errors.AsType[tls.RecordHeaderError](err)
 	_, connecting := errors.AsType[*pgconn.ConnectError](err)
 	return untrusted || refused || noTLS ||
 		connecting && strings.Contains(err.Error(), "server refused TLS connection")
 }
 
-// kindsOf tells what an error of the database means.
+// kindsOf returns the kinds of an error of the database.
 func kindsOf(err *pgconn.PgError, sent bool) []error {
 	there := remote(err)
 	if kinds, known := proxyKinds(err, there); known {
@@ -168,8 +168,8 @@ func kindsOf(err *pgconn.PgError, sent bool) []error {
 	case "26000", "42P05": // no such prepared statement, one of that name already
 		return []error{ErrPreparedStatements}
 	case "08P01": // protocol violation
-		// From Postgres it means that the parameters are not those of the prepared statement. PgBouncer, whose errors
-		// are FATAL, uses it for nearly anything, such as the end of its connection to Postgres during the call.
+		// Postgres raises it when the parameters do not fit the prepared statement. PgBouncer uses it for nearly
+		// anything, such as the end of its connection to Postgres during the call, but as FATAL.
 		if err.SeverityUnlocalized == "ERROR" {
 			return []error{ErrPreparedStatements}
 		}
@@ -186,15 +186,15 @@ func kindsOf(err *pgconn.PgError, sent bool) []error {
 		return []error{ErrUnavailable, ErrOutcomeUnknown}
 	case !sent, // the connection was refused
 		class == "08", class == "53", class == "58",
-		err.Code == "54000", // transaction ids have run out; no key is long enough for its other causes
+		err.Code == "54000", // transaction ids have run out; its other causes need longer keys than we allow
 		slices.Contains([]string{"57P01", "57P02", "57P03", "57P05"}, err.Code):
 		return []error{ErrUnavailable}
 	}
 	return nil // an ERROR has rolled the statement back
 }
 
-// Unsent returns the error of a statement that pgx has refused to send on db, or nil if err is another one. pgx's
-// own errors have no type. They leave the connection open, while those of the network do not.
+// Unsent returns the error of a statement that pgx has refused to send on db, or nil if err is another one. Such errors
+// of pgx have no type. They leave the connection open, and errors of the network close it.
 func Unsent(db any, err error) error {
 	conn := Conn(db)
 	_, answered := errors.AsType[*pgconn.PgError](err)
@@ -208,10 +208,9 @@ func Unsent(db any, err error) error {
 	return NewError(err, ErrSetup)
 }
 
-// Garbled returns the error of a statement on a connection whose client_encoding has characters with bytes of ASCII in
-// them. There the server would take a key's bytes for others than pgx has sent, and for the end of the key. These
-// encodings are those that a server cannot have. In all others but UTF8, the server takes the name of a schema that is
-// not ASCII for another name. It returns nil for other connections and statements.
+// Garbled returns an error for a statement that the server would misread because of the connection's client_encoding.
+// In the encodings that only clients can have, a character may contain bytes of ASCII, so the server would misread
+// keys. In all others but UTF8, it would misread the name of a schema that is not ASCII. Otherwise Garbled returns nil.
 func Garbled(db any, statement string) error {
 	conn := Conn(db)
 	if conn == nil {
@@ -232,8 +231,8 @@ func Garbled(db any, statement string) error {
 	}
 }
 
-// Unencoded returns the error of a statement whose arguments pgx could not encode, or nil if err is another one. The
-// text of pgx's own error shows the argument.
+// Unencoded returns the error of a statement whose arguments pgx could not encode, or nil if err is another one. It
+// hides pgx's text, which shows the argument.
 func Unencoded(err error) error {
 	if _, answered := errors.AsType[*pgconn.PgError](err); answered || !strings.Contains(err.Error(), "encode ") {
 		return nil
@@ -242,37 +241,36 @@ func Unencoded(err error) error {
 		"pgx cannot encode an argument; has the application registered another codec for its type?"), ErrSetup)
 }
 
-// NeverSent tells whether an error surely came before anything was sent. pgconn.SafeToRetry says so of
-// ErrConnClosed too. But in the simple protocol ErrConnClosed also comes when a connection breaks after the
-// statement was sent.
+// NeverSent tells whether an error surely came before anything was sent. It does not trust pgconn.SafeToRetry about
+// ErrConnClosed. In the simple protocol, that also comes when a connection breaks after the statement was sent.
 func NeverSent(err error) bool {
 	return pgconn.SafeToRetry(err) && !errors.Is(err, pgconn.ErrConnClosed)
 }
 
-// EndedIdle tells whether idle_session_timeout had ended the connection before the statement came to it.
+// EndedIdle tells whether idle_session_timeout had ended the connection before the statement arrived.
 func EndedIdle(err error) bool {
 	pgErr, ok := errors.AsType[*pgconn.PgError](err)
 	return ok && pgErr.Code == "57P05"
 }
 
-// Undone tells whether the database has rolled a statement back for a reason that is gone when it runs again. The
-// statement may have lost a race that isolation levels above READ COMMITTED do not let it win. Or it was chosen to
-// end a deadlock that a caller's transaction made.
+// Undone tells whether the database has rolled a statement back for a reason that passes. Either another transaction
+// changed the row first, which isolation levels above READ COMMITTED do not allow. Or the statement was chosen to end a
+// deadlock that a caller's transaction caused.
 func Undone(err error) bool {
 	pgErr, ok := errors.AsType[*pgconn.PgError](err)
 	return ok && (pgErr.Code == "40001" || pgErr.Code == "40P01")
 }
 
-// Canceled tells whether the server was told to end the statement, so that nothing was taken. If our time is not up,
-// the server may have told itself. A lock_timeout may end just when the lock is granted, while the statement goes on to
-// wait for the next one. The server reports that as if somebody had asked for it.
+// Canceled tells whether the statement was canceled, so that nothing was taken. The server itself may cause that before
+// our time is up: if lock_timeout ends just when the lock is granted, the next wait is canceled as if somebody had
+// asked for it.
 func Canceled(err error) bool {
 	pgErr, ok := errors.AsType[*pgconn.PgError](err)
 	return ok && pgErr.Code == "57014" && !errors.Is(err, ErrOutcomeUnknown)
 }
 
-// Remade tells whether the database has rolled a statement back because a function or type that it used was
-// dropped, as a migration may do. If the function or type was made again, the statement works when it runs again.
+// Remade tells whether the database has rolled a statement back because a function or type was dropped, which a
+// migration may do. If it was created again, the statement works when it runs again.
 func Remade(err error) bool {
 	pgErr, ok := errors.AsType[*pgconn.PgError](err)
 	if !ok {
@@ -295,16 +293,16 @@ func LockTimeout(err error) bool {
 	return ok && pgErr.Code == "55P03"
 }
 
-// RowHeld tells whether an error means that somebody has held a row. A locked table is ErrUnavailable.
+// RowHeld tells whether an error was caused by a locked row. A locked table is ErrUnavailable instead.
 func RowHeld(err error) bool {
 	return errors.Is(err, ErrKeyHeld) || errors.Is(err, ErrHeldUp) ||
 		LockTimeout(err) && !errors.Is(err, ErrUnavailable)
 }
 
-// IsAway tells whether OnFailure answers an error, because Postgres is away or slow. A fault of the set-up does not
-// count: it has to be seen, and waiting does not mend it. A row that somebody's transaction holds does not either.
-// Postgres has answered then, and callers who can keep a row locked must not be let through for it. A locked table
-// is an outage. So is an exhausted pool, because a Postgres that answers nobody fills the application's pool, too.
+// IsAway tells whether an error means that Postgres is away or slow, so that OnFailure answers. A fault of the set-up
+// does not count: somebody has to see it, and waiting does not mend it. Neither does a locked row: Postgres has
+// answered, and whoever can keep a row locked must not be let through for that. A locked table counts as an outage. So
+// does an exhausted pool, because a Postgres that answers nobody fills the application's pool, too.
 func IsAway(err error) bool {
 	_, ok := errors.AsType[*Error](err)
 	return ok && !RowHeld(err) && !errors.Is(err, ErrSetup) &&
@@ -328,7 +326,7 @@ func KindOf(err error) string {
 		{ErrPoolExhausted, "pool_exhausted"},
 		{ErrTimeout, "timeout"},
 		{ErrUnavailable, "unavailable"},
-		{context.Canceled, "context"}, // after those above, which may wrap the end of a context of the limiter's own
+		{context.Canceled, "context"}, // last, because the errors above may wrap the end of the limiter's own context
 		{context.DeadlineExceeded, "context"},
 	} {
 		if errors.Is(err, known.err) {
@@ -338,29 +336,28 @@ func KindOf(err error) string {
 	return "other"
 }
 
-// IsTrouble tells whether an error means that something keeps the database from deciding, which clients log. What
-// concerns a key or a transaction does not.
+// IsTrouble tells whether an error means that the database cannot decide, which clients log. Errors that concern only
+// one key or transaction do not count.
 func IsTrouble(err error) bool {
 	_, ok := errors.AsType[*Error](err)
 	return ok && !RowHeld(err) && !Undone(err)
 }
 
-// TableLocked tells whether a LockTimeout came from a locked table, as far as the statement has told that apart.
-// The statement waits for the table in a LOCK TABLE of its own. A statement's text is the same in every language
-// of the server.
+// TableLocked tells whether a LockTimeout came from a locked table. Our functions wait for the table in a LOCK TABLE of
+// their own, and its text in the error is the same in every language of the server.
 func TableLocked(err error) bool {
 	pgErr, ok := errors.AsType[*pgconn.PgError](err)
 	return ok && pgErr.Code == "55P03" && strings.Contains(pgErr.Where, "LOCK TABLE")
 }
 
-// LockedTable is the error for callers who have waited for the table.
+// LockedTable returns the error for callers who have waited for the table.
 func LockedTable(err error) *Error {
-	err = Cause(err) // or it would be an ErrTimeout as well
+	err = Cause(err) // otherwise it would be an ErrTimeout as well
 	return NewError(fmt.Errorf("somebody has locked the table, as VACUUM FULL does: %w", err), ErrUnavailable)
 }
 
-// Unencodable tells whether the encoding of the database or of the connection has no place for a text. argument
-// tells which one it is, "key" or "name", if a function has refused it because it becomes too long.
+// Unencodable tells whether the encoding of the database or of the connection cannot represent a text. If one of our
+// functions has refused the text because it becomes too long in the encoding, argument is "key" or "name".
 func Unencodable(err error) (argument string, unencodable bool) {
 	pgErr, ok := errors.AsType[*pgconn.PgError](err)
 	if !ok || pgErr.SeverityUnlocalized != "ERROR" {

@@ -1,5 +1,5 @@
-// Package pg knows what limiters and sweepers need to know of Postgres and pgx: what an error of the database means,
-// which connection is behind a value, and how a schema is named.
+// Package pg has what limiters and sweepers share to use Postgres by pgx. It says what an error of the database means,
+// finds the connection behind a value, and puts the schema into statements.
 package pg
 
 import (
@@ -22,8 +22,8 @@ func IsNil(db any) bool {
 	return v.Kind() == reflect.Pointer && v.IsNil()
 }
 
-// Conn returns the connection behind db, which may be a connection or a transaction. It returns nil for a pool,
-// and for a transaction of the application's own making that has no connection.
+// Conn returns the connection behind db, if db is a connection or a transaction. It returns nil for a pool, and for a
+// type of the application's that implements pgx.Tx without a connection.
 func Conn(db any) *pgx.Conn {
 	var conn *pgx.Conn
 	switch db := db.(type) {
@@ -38,7 +38,7 @@ func Conn(db any) *pgx.Conn {
 	return conn
 }
 
-// InTransaction tells whether a statement on db is part of a transaction that goes on after it.
+// InTransaction tells whether a statement on db belongs to a transaction that goes on after it.
 func InTransaction(db any) bool {
 	if _, ok := db.(pgx.Tx); ok {
 		return true
@@ -57,16 +57,16 @@ func Qualify(statement, schema string) string {
 
 // Pool is a pool of connections that is not a *pgxpool.Pool: the one of package sqldb.
 type Pool interface {
-	// Use calls use with a connection that is its own until it returns. It returns use's error, or an [Error] if there
-	// is no connection.
+	// Use calls use with a connection that nobody else uses until it returns. It returns use's error, or an [Error] if
+	// it gets no connection.
 	Use(ctx context.Context, use func(*pgx.Conn) error) error
 }
 
-// Use calls use with a connection of a pool. It returns use's error, or an [Error] if there is no connection.
+// Use calls use with a connection of a pool. It returns use's error, or an [Error] if it gets no connection.
 func Use(ctx context.Context, pool any, use func(*pgx.Conn) error) error {
 	switch pool := pool.(type) {
 	case *pgxpool.Pool:
-		// This is apart from the use, to know what was not sent.
+		// An error of Acquire proves that no statement was sent.
 		full := allAcquired(pool)
 		conn, err := pool.Acquire(ctx)
 		switch {
@@ -83,12 +83,12 @@ func Use(ctx context.Context, pool any, use func(*pgx.Conn) error) error {
 	return NewError(fmt.Errorf("a %T is no *pgxpool.Pool, nor a *sql.DB in sqldb.Pool", pool), ErrSetup)
 }
 
-// cancelGrace is how long a connection that was closed within a statement keeps its place in the pool, while the server
-// is asked to cancel that. Postgres does so in a millisecond.
+// cancelGrace is how long a connection that was closed within a statement keeps its place in the pool. Meanwhile the
+// server is asked to cancel the statement, which takes Postgres a millisecond.
 const cancelGrace = 250 * time.Millisecond
 
-// release gives a connection back. pgxpool would keep the place of one whose statement the server does not cancel for
-// 15 s. That is so with every call for a frozen shard, which would fill a small pool.
+// release gives a connection back to its pool. If the server does not cancel a closed connection's statement, pgxpool
+// would keep its place for 15 s. Each call for a frozen shard would take such a place, and soon fill a small pool.
 func release(conn *pgxpool.Conn) {
 	if !conn.Conn().IsClosed() {
 		conn.Release()
@@ -105,8 +105,8 @@ func release(conn *pgxpool.Conn) {
 	}()
 }
 
-// allAcquired tells whether nobody can have a connection of the pool without waiting for one to come back. Whoever
-// sees that before and after a wait has waited for that. It takes a ten-thousandth of a millisecond.
+// allAcquired tells whether all connections of the pool are in use. If that is so before and after a failed wait, the
+// wait was for a connection to come back. The check takes 100 ns.
 func allAcquired(pool *pgxpool.Pool) bool {
 	stat := pool.Stat()
 	return stat.AcquiredConns() == stat.MaxConns()

@@ -11,12 +11,12 @@ import (
 	"github.com/jackc/pgx/v5/pgconn"
 )
 
-// What a proxy for shards says. Its functions raise the first two and the last, and a shard the third.
+// The SQLSTATEs of a proxy for shards. A shard raises otherShard, and the proxy's functions raise the others.
 const (
-	severalShards = "RLS01" // the keys are on several shards; DETAIL is how many shards there are
+	severalShards = "RLS01" // the keys are on several shards; DETAIL has the number of shards
 	inTransaction = "RLS02" // the call is part of the caller's transaction
 	otherShard    = "RLS03" // the shard does not own a key
-	acrossShards  = "RLS04" // the keys of one request of rate_limit_all are on several shards; DETAIL as above
+	acrossShards  = "RLS04" // the keys of one request of rate_limit_all are on several shards; DETAIL as for RLS01
 )
 
 // ErrSharded is one of the kinds of an [Error].
@@ -39,13 +39,13 @@ func OtherShard(err error) bool {
 	return ok && pgErr.Code == otherShard
 }
 
-// FromProxy tells whether an error came by PL/Proxy, so that the database is a proxy.
+// FromProxy tells whether an error came through PL/Proxy, which proves that the database is a proxy.
 func FromProxy(err error) bool {
 	pgErr, ok := errors.AsType[*pgconn.PgError](err)
 	return ok && (remote(pgErr) != pgErr || ofProxy(pgErr))
 }
 
-// shardsError returns the error that is told for one of a proxy for shards, or nil if it is another one.
+// shardsError translates an error of a proxy for shards. It returns nil for all others.
 func shardsError(err *pgconn.PgError) *Error {
 	switch err.Code {
 	case severalShards, acrossShards:
@@ -60,14 +60,14 @@ func shardsError(err *pgconn.PgError) *Error {
 	return nil
 }
 
-// remoteError is how PL/Proxy passes on what a shard has told, or PgBouncer in front of it: with the SQLSTATE, but as
-// an ERROR. Its function, the database and the severity come first:
+// remoteError matches the message in which PL/Proxy passes on an error of a shard, or of PgBouncer in front of it. The
+// SQLSTATE stays, but the severity becomes ERROR. The function, the database and the original severity come first:
 //
 //	rate_limit.f(13): [limits_2] REMOTE FATAL: terminating connection due to administrator command
 var remoteError = regexp.MustCompile(`(?s)^.*?\(\d+\): \[[^\]]*\] REMOTE (\pL+): (.*)$`)
 
-// remote returns the error of a shard as a connection of our own would have had it, and others as they are. What
-// PL/Proxy does not pass on stays lost, such as the Routine.
+// remote returns an error of a shard as a direct connection to the shard would have had it. PL/Proxy does not pass on
+// some fields, such as the Routine, so they are missing. All other errors stay as they are.
 func remote(err *pgconn.PgError) *pgconn.PgError {
 	if !strings.Contains(err.Message, "] REMOTE ") {
 		return err
@@ -78,20 +78,20 @@ func remote(err *pgconn.PgError) *pgconn.PgError {
 	}
 	there := *err
 	there.SeverityUnlocalized, there.Message = "ERROR", parts[2]
-	// The word is in the language of the shard. The codes are of errors that end the connection.
+	// The severity is in the language of the shard, so the codes of errors that end the connection count too.
 	if slices.Contains([]string{"FATAL", "PANIC"}, parts[1]) || strings.HasPrefix(err.Code, "57P") {
 		there.SeverityUnlocalized = "FATAL"
 	}
 	return &there
 }
 
-// ofProxy tells whether an error is PL/Proxy's own.
+// ofProxy tells whether PL/Proxy itself has raised an error.
 func ofProxy(err *pgconn.PgError) bool {
 	return err.Code == "XX000" && strings.HasPrefix(err.Message, "PL/Proxy function ")
 }
 
-// proxyKinds tells what an error means that came by PL/Proxy, and whether it is one that a database without a proxy has
-// not, or has with another SQLSTATE. there is what remote made of it.
+// proxyKinds returns the kinds of an error that came through PL/Proxy. known tells whether it has another meaning than
+// the same error from a database without a proxy. there is the result of remote.
 func proxyKinds(err, there *pgconn.PgError) (kinds []error, known bool) {
 	switch {
 	case there == err && ofProxy(err):
@@ -104,7 +104,7 @@ func proxyKinds(err, there *pgconn.PgError) (kinds []error, known bool) {
 	case err.Code == "0A000" && // a read of an unlogged table on a standby
 		there.Message == "cannot access temporary or unlogged relations during recovery":
 		return []error{ErrUnavailable, ErrReadOnly}, true
-	case err.Code == "08P01" && there.SeverityUnlocalized == "FATAL" && // of PgBouncer, which had no connection for it
+	case err.Code == "08P01" && there.SeverityUnlocalized == "FATAL" && // PgBouncer had no connection to the shard
 		(strings.Contains(there.Message, "server_login_retry") || there.Message == "query_wait_timeout"):
 		return []error{ErrUnavailable}, true
 	}

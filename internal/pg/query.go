@@ -14,13 +14,14 @@ type DB interface {
 	Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error)
 }
 
-// maxTries is how often a statement runs that others undo. Somebody who holds a row again and again undoes it each time
-// at REPEATABLE READ and SERIALIZABLE.
+// maxTries is how often a statement is tried if the server rolls it back because of others. At REPEATABLE READ and
+// SERIALIZABLE, somebody who locks the row again and again causes that each time.
 const maxTries = 5
 
-// Query runs a statement, scans each row into targets, and translates the error. It retries once if nothing was sent,
-// and on the next connection if the server had ended an idle one. In a transaction of our own it also retries on 40001
-// and 40P01, a few times, and once after a migration or a cancellation.
+// Query runs a statement, scans each row into targets and calls each, and translates the error. It retries once if
+// nothing was sent, and on the next connection if the server had ended an idle one. own tells that the statement's
+// transaction is not the caller's. Then Query also retries up to maxTries times on 40001 and 40P01, and once after a
+// migration or a cancellation.
 func Query(ctx context.Context, db DB, own bool, sql string, args, targets []any, each func() error) error {
 	for n := 1; ; n++ {
 		first := n == 1
@@ -53,21 +54,20 @@ func queryOn(ctx context.Context, db DB, sql string, args, targets []any, each f
 		}
 		return StatementError(err)
 	}
-	// The last column, the log, is there only where there may be logs. It costs a batch a hundredth.
+	// The last column, the log, is missing where there can be no logs.
 	targets = targets[:min(len(targets), len(rows.FieldDescriptions()))]
-	// This closes rows and returns their error, even one that comes after the last row. In the extended protocol
-	// that is the error of the commit.
+	// ForEachRow closes rows and returns their error, even one that comes after the last row. In the extended protocol,
+	// the error of the commit comes there.
 	if _, err := pgx.ForEachRow(rows, targets, each); err != nil {
 		return StatementError(err)
 	}
 	return nil
 }
 
-// SchemaVersion is the number of the last migration. This release calls what that version has.
+// SchemaVersion is the number of the last migration, which has the functions that this release calls.
 const SchemaVersion = 3
 
-// ExplainVersion adds to the error of a statement that has called what is missing to which version the database has
-// been migrated.
+// ExplainVersion adds the version of the database to the error of a statement that has called a missing function.
 func ExplainVersion(ctx context.Context, db DB, schema string, err error) error {
 	if !errors.Is(err, ErrNotMigrated) || Remade(err) || FromProxy(err) { // a proxy knows only its own version
 		return err
@@ -88,14 +88,14 @@ func ExplainVersion(ctx context.Context, db DB, schema string, err error) error 
 		"this release was made for version %d: %w", version, says, SchemaVersion, Cause(err)), kind)
 }
 
-// The encoding of the database or of the connection refuses a text.
+// Errors for a text that the encoding of the database or of the connection cannot represent.
 var (
 	ErrKeyRefused  = errors.New(prefix + "the encoding refuses a key")
 	ErrNameRefused = errors.New(prefix + "the encoding refuses the name of a limiter")
 )
 
-// StatementError translates an error of a statement. If the encoding of the database or the connection refuses a
-// text, it is ErrKeyRefused or ErrNameRefused instead, because the database's message shows bytes of the key.
+// StatementError translates an error of a statement. If the encoding of the database or of the connection refuses a
+// text, it returns ErrKeyRefused or ErrNameRefused instead, because the database's message shows bytes of the key.
 func StatementError(err error) error {
 	if argument, ok := Unencodable(err); ok && argument == "name" {
 		return ErrNameRefused

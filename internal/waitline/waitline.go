@@ -1,4 +1,4 @@
-// Package waitline has callers wait for keys in lines, so that however many wait, few ask.
+// Package waitline lets callers wait for a key in a line. However many wait, only the line asks.
 package waitline
 
 import (
@@ -13,47 +13,47 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/model"
 )
 
-// maxJitter is the most that is added to a retry time. The jitter is random, and at most a 50th of that time.
-// Without it, processes that were told the same time would all come at once, and the same one could always be
-// first. It costs at most 2 % of a rate that nothing accumulates for (a bucket of capacity 1, or windows that
-// begin with the first request), and nothing of a larger bucket's.
+// maxJitter bounds the random time that is added to a retry time. That is at most a 50th of the retry time. Without it,
+// processes that were told the same time would all come at once, and the same one could always be first. It costs up to
+// 2 % of the rate of a bucket of capacity 1, or of windows that begin with the first request. A larger bucket loses
+// nothing, because tokens accumulate meanwhile.
 const maxJitter = 100 * time.Millisecond
 
-// banPause is how often those who wait look whether another policy has come into force, or a ban has been lifted. To
-// look costs no statement.
+// banPause is how often a line checks whether another policy applies now, or a ban has been lifted. The check needs no
+// statement.
 const banPause = time.Second
 
-// Lines are where callers wait for keys, and get a result R. The zero Lines are ready to use.
+// Lines holds the lines of all keys. Callers get a result R. The zero Lines is ready to use.
 type Lines[R any] struct {
 	mu  sync.Mutex
 	all map[string][]*line[R] // nil if nobody waits
 }
 
-// Source is what a line asks for its key.
+// Source says how a line asks for its key.
 type Source[R any] struct {
 	Policy *model.Policy // equal policies have one line
-	// Ask has a cost of n decided. Its error is a TooMuch if n is above a limit that has come into force meanwhile.
+	// Ask requests a cost of n. It returns TooMuch if n is above the limit, which may have been lowered meanwhile.
 	Ask    func(n int64) (R, error)
 	Read   func(*R) Reading
-	Answer func(n int64) R // decides instead of a database that is away
-	// Share is what one of those gets who were allowed together: the units from one to before another. Those behind it
-	// have taken as many as behind.
+	Answer func(n int64) R // decides while the database is away
+	// Share returns one caller's part of a result for several callers: its units, from from to before to. behind is how
+	// many units the callers behind it have taken.
 	Share   func(all *R, from, to, behind int64) R
-	Stale   func() bool // another policy has come into force; nil if that cannot be
-	Owned   bool        // the connection is the caller's, who must not go on while it is in use
-	TooMuch error
+	Stale   func() bool // tells whether another policy applies now; nil if that cannot happen
+	Owned   bool        // the connection belongs to the caller, who must not go on while it is in use
+	TooMuch error       // the error of Ask for a cost above the limit
 }
 
-// Reading is what a line has to know of a result.
+// Reading is the part of a result that a line needs.
 type Reading struct {
 	Allowed    bool
-	Away       bool // the database is
-	Fixed      bool // a row has decided, and Remaining means nothing
+	Away       bool // the database is away
+	Fixed      bool // a row of the table of policies has decided, and Remaining means nothing
 	Remaining  int64
 	RetryAfter time.Duration
 }
 
-// TooLate tells that a deadline comes before the retry time.
+// TooLate is the error for a caller whose deadline comes before the retry time.
 type TooLate struct {
 	RetryAfter time.Duration
 	Deadline   time.Time
@@ -61,19 +61,19 @@ type TooLate struct {
 
 func (e *TooLate) Error() string { return "the deadline comes before the retry time" }
 
-// line is where callers wait for one key under one policy, served in the order in which they came. The first to come
-// starts a goroutine, which asks for the head of the line and sleeps until the retry time that it is told. When the
-// head is allowed, what remains goes to those behind it in one more statement. When nobody is left, the goroutine ends
-// and takes the line away.
+// line serves the callers who wait for one key under one policy, in the order in which they came. The first caller
+// starts a goroutine. It asks for the head of the line, and sleeps until the retry time in the answer. Once the head is
+// allowed, one more statement asks for as many callers behind it as the remaining quota admits. When nobody is left,
+// the goroutine removes the line and ends.
 type line[R any] struct {
 	Source[R]
 	lines *Lines[R]
 	key   string
 
-	// Guarded by the mutex of lines.
+	// Guarded by lines.mu.
 	waiters list.List     // of *waiter[R]
-	retryAt time.Time     // the first one is denied until then; zero if that is not known
-	asking  chan struct{} // closed when the request under way has been answered; nil if none is
+	retryAt time.Time     // the head is denied until then; zero if that is unknown
+	asking  chan struct{} // closed when the request under way is answered; nil if there is none
 
 	signal chan struct{} // ends the sleep
 }
@@ -82,14 +82,14 @@ type line[R any] struct {
 type waiter[R any] struct {
 	cost     int64
 	deadline time.Time     // zero: none
-	place    *list.Element // nil once it has been told, or has left
+	place    *list.Element // nil once it was told, or has left
 	told     chan struct{} // closed once result and err are set
 	result   R
 	err      error
 }
 
-// Wait waits until a cost of n fits, with start's Source if there is no line yet. Errors: a [*TooLate] if the context's
-// deadline comes before that; what Ask has returned; ended's, if the context has ended.
+// Wait waits until a cost of n fits. If the key has no line yet, start returns the Source for one. Errors: a [*TooLate]
+// if the context's deadline comes before the retry time; the error of Ask; the error of ended if the context has ended.
 func (l *Lines[R]) Wait(
 	ctx context.Context, key string, policy *model.Policy, n int64, start func() Source[R], ended func(error) error,
 ) (R, error) {
@@ -104,8 +104,8 @@ func (l *Lines[R]) Wait(
 	return w.result, w.err
 }
 
-// join puts w at the end of the line for key. If w's deadline comes before the retry time of the first one, it
-// tells w so instead. start makes the line if there is none.
+// join puts w at the end of the line for key, or refuses it if its deadline comes before the retry time of the head. It
+// makes the line if there is none.
 func (l *Lines[R]) join(w *waiter[R], key string, policy *model.Policy, start func() Source[R]) *line[R] {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -128,7 +128,7 @@ func (l *Lines[R]) join(w *waiter[R], key string, policy *model.Policy, start fu
 	return in
 }
 
-// leave takes w out of the line, because its context has ended, unless w has just been told.
+// leave takes w out of the line because its context has ended. If w was told just before, its result stays.
 func (in *line[R]) leave(w *waiter[R], err error) {
 	in.lines.mu.Lock()
 	var asking chan struct{}
@@ -144,7 +144,7 @@ func (in *line[R]) leave(w *waiter[R], err error) {
 	}
 	in.lines.mu.Unlock()
 	if asking != nil {
-		<-asking // or the caller would use the connection while the limiter does
+		<-asking // the caller must not use the connection while the line does
 	}
 }
 
@@ -159,7 +159,7 @@ func (in *line[R]) serve() {
 		result, err := in.Ask(cost)
 		var read Reading
 		if errors.Is(err, in.TooMuch) && len(group) > 1 {
-			err = nil // a row of rate_limit_policy has lowered the limit: ask for fewer
+			err = nil // a row of rate_limit_policy has lowered the limit, so ask for fewer
 		} else if err == nil {
 			read = in.Read(&result)
 		}
@@ -175,7 +175,7 @@ func (in *line[R]) serve() {
 	}
 }
 
-// sleep lasts until there may be room: for that long, or until something is given, or another policy is in force.
+// sleep pauses until there may be room. It ends early when something is given back, or another policy applies.
 func (in *line[R]) sleep(pause time.Duration) {
 	for end := time.Now().Add(pause); pause > 0; pause = time.Until(end) {
 		if in.Stale != nil {
@@ -194,13 +194,13 @@ func (in *line[R]) sleep(pause time.Duration) {
 	}
 }
 
-// nextGroup returns those who are asked for next, all together, and the sum of their costs. They are the first
-// one, and as many behind it as fit into what remains. If nobody is left, it removes the line and returns -1.
+// nextGroup returns the callers to ask for next in one request, and the sum of their costs. They are the head, and as
+// many behind it as fit into what remains. If nobody is left, it removes the line and returns -1.
 func (in *line[R]) nextGroup(group []*waiter[R], remaining int64) ([]*waiter[R], int64) {
 	in.lines.mu.Lock()
 	defer in.lines.mu.Unlock()
 	in.retryAt = time.Time{}
-	remaining = min(remaining, in.Policy.Limit) // the most that may be asked for at once
+	remaining = min(remaining, in.Policy.Limit) // no request may cost more
 	var cost int64
 	for e := in.waiters.Front(); e != nil; e = e.Next() {
 		w := e.Value.(*waiter[R])
@@ -219,12 +219,12 @@ func (in *line[R]) nextGroup(group []*waiter[R], remaining int64) ([]*waiter[R],
 		delete(in.lines.all, in.key)
 	}
 	if len(in.lines.all) == 0 {
-		in.lines.all = nil // or the memory that a crowd needed would stay
+		in.lines.all = nil // frees the memory that a crowd needed
 	}
 	return nil, -1
 }
 
-// settle tells the group what was decided about all of it, and returns for how long there is nothing to ask.
+// settle tells the group the decision about its request. It returns how long to wait before asking again.
 func (in *line[R]) settle(group []*waiter[R], cost int64, result *R, read Reading, err error) (pause time.Duration) {
 	in.lines.mu.Lock()
 	defer in.lines.mu.Unlock()
@@ -232,7 +232,7 @@ func (in *line[R]) settle(group []*waiter[R], cost int64, result *R, read Readin
 	in.asking = nil
 	switch {
 	case err != nil || read.Allowed:
-		behind := cost // what those behind have taken
+		behind := cost // how many units the callers behind have taken
 		for _, w := range group {
 			behind -= w.cost
 			if w.place != nil {
@@ -247,14 +247,14 @@ func (in *line[R]) settle(group []*waiter[R], cost int64, result *R, read Readin
 		}
 		return 0
 	case len(group) > 1:
-		return 0 // somebody else has taken in between: ask for fewer
+		return 0 // somebody else has taken in between, so ask for fewer
 	}
 
 	in.retryAt = time.Now().Add(read.RetryAfter)
 	for e := in.waiters.Front(); e != nil; {
 		w := e.Value.(*waiter[R])
 		if w.cost < cost && e == in.waiters.Front() {
-			break // it may fit earlier, and nobody is before it any more
+			break // the head has left, and this caller asks for less: it may fit earlier
 		}
 		e = e.Next()
 		if w.tooLate(in.retryAt) {
@@ -275,9 +275,9 @@ func (in *line[R]) settle(group []*waiter[R], cost int64, result *R, read Readin
 	return read.RetryAfter + rand.N(jitter+1)
 }
 
-// answerAll tells everybody in the line what the first one was told by a database that is away: the error, or
-// the limiter's own answer until that is a denial. If each of them asked, the last would wait for as many
-// timeouts.
+// answerAll answers everybody in the line while the database is away: with the error, or with Answer until that is a
+// denial. If each caller asked the database, the last one would wait for as many timeouts. The caller holds
+// in.lines.mu.
 func (in *line[R]) answerAll(err error) {
 	for e := in.waiters.Front(); e != nil; e = in.waiters.Front() {
 		w := e.Value.(*waiter[R])
@@ -293,7 +293,7 @@ func (in *line[R]) answerAll(err error) {
 	}
 }
 
-// first returns nil if nobody waits.
+// first returns the head of the line, or nil if nobody waits. The caller holds in.lines.mu.
 func (in *line[R]) first() *waiter[R] {
 	if e := in.waiters.Front(); e != nil {
 		return e.Value.(*waiter[R])
@@ -301,14 +301,14 @@ func (in *line[R]) first() *waiter[R] {
 	return nil
 }
 
-// end ends the wait of a caller who is in the line.
+// end ends the wait of a caller in the line. The caller holds in.lines.mu.
 func (in *line[R]) end(w *waiter[R], result R, err error) {
 	in.waiters.Remove(w.place)
 	w.place, w.result, w.err = nil, result, err
 	close(w.told)
 }
 
-// refuse tells w that its deadline comes before the retry time.
+// refuse tells w that its deadline comes before the retry time. The caller holds in.lines.mu.
 func (in *line[R]) refuse(w *waiter[R]) {
 	in.end(w, *new(R), &TooLate{RetryAfter: time.Until(in.retryAt), Deadline: w.deadline})
 }
@@ -317,7 +317,7 @@ func (w *waiter[R]) tooLate(retryAt time.Time) bool {
 	return !w.deadline.IsZero() && w.deadline.Before(retryAt)
 }
 
-// stir has the line ask for its head before the retry time.
+// stir wakes the line, which then asks for its head before the retry time. The caller holds in.lines.mu.
 func (in *line[R]) stir() {
 	in.retryAt = time.Time{}
 	select {
@@ -326,7 +326,7 @@ func (in *line[R]) stir() {
 	}
 }
 
-// WakeUp has those who wait for key ask again.
+// WakeUp makes the lines for a key ask again.
 func (l *Lines[R]) WakeUp(key string) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -335,8 +335,8 @@ func (l *Lines[R]) WakeUp(key string) {
 	}
 }
 
-// Waiting tells how many lines there are for a key, how many callers are in them, and whether the first of these know
-// when to ask next. It is for tests.
+// Waiting returns how many lines a key has, how many callers wait in them, and whether all lines know when to ask next.
+// It is for tests.
 func (l *Lines[R]) Waiting(key string) (lines, callers int, known bool) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
