@@ -129,14 +129,6 @@ func (l *Limiter) countDenial(key string, n int64, result *Result, err error) {
 	}
 }
 
-// answer is what the caller is told of an outcome.
-func answer(o *engine.Outcome, err error) (Result, error) {
-	if err != nil {
-		return Result{}, err
-	}
-	return resultOf(o), nil
-}
-
 // observe tells the observer about a call that ends here.
 func (l *Limiter) observe(began time.Time, n int64, result *Result, err *error) {
 	if tell := l.client.observer.Decision; tell != nil {

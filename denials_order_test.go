@@ -348,12 +348,12 @@ func (o *orders) some(key string) Result {
 
 // refund gives back something that was taken from key.
 func (o *orders) refund(l *Limiter, key string) (Result, error) {
-	result, err := l.Refund(context.Background(), o.some(key))
+	result, err := asResult(l.Refund(context.Background(), o.some(key)))
 	return result, unless(err, ErrNothingToRefund)
 }
 
 func (o *orders) refundTx(tx pgx.Tx, l *Limiter, key string) (Result, error) {
-	result, err := l.WithTx(tx).Refund(context.Background(), o.some(key))
+	result, err := asResult(l.WithTx(tx).Refund(context.Background(), o.some(key)))
 	return result, unless(err, ErrNothingToRefund)
 }
 
@@ -370,7 +370,7 @@ func (o *orders) give() {
 	case 0:
 		o.start(func() (Result, error) { return o.refund(l, key) })
 	case 1:
-		o.start(func() (Result, error) { return l.Grant(context.Background(), key, 1) })
+		o.start(func() (Result, error) { return asResult(l.Grant(context.Background(), key, 1)) })
 	case 2:
 		o.start(func() (Result, error) { return Result{}, l.Reset(context.Background(), key) })
 	}

@@ -57,8 +57,8 @@ func everyCall(l *Limiter, key string) map[string]func() error {
 		"AllowN": func() error { return allowed(l.AllowN(context.Background(), key, 2)) },
 		"Peek":   func() error { return allowed(l.Peek(context.Background(), key)) },
 		"Reset":  func() error { return l.Reset(context.Background(), key) },
-		"Refund": func() error { return allowed(l.Refund(context.Background(), forged(l, key, 2))) },
-		"Grant":  func() error { return allowed(l.Grant(context.Background(), key, 2)) },
+		"Refund": func() error { return allowed(asResult(l.Refund(context.Background(), forged(l, key, 2)))) },
+		"Grant":  func() error { return allowed(asResult(l.Grant(context.Background(), key, 2))) },
 	}
 }
 

@@ -211,8 +211,8 @@ func ExampleLimiter_Refund() {
 	}
 	if err := upload(ctx); err != nil {
 		// Also if ctx is why it has failed.
-		result, err := limiter.Refund(context.WithoutCancel(ctx), taken)
-		fmt.Println(result.Remaining, err)
+		balance, err := limiter.Refund(context.WithoutCancel(ctx), taken)
+		fmt.Println(balance.Remaining, err)
 	}
 }
 
@@ -228,8 +228,8 @@ func ExampleLimiter_RefundN() {
 		return
 	}
 	if unused := 1000 - complete(ctx); unused > 0 {
-		result, err := limiter.RefundN(context.WithoutCancel(ctx), reserved, unused)
-		fmt.Println(result.Remaining, err)
+		balance, err := limiter.RefundN(context.WithoutCancel(ctx), reserved, unused)
+		fmt.Println(balance.Remaining, err)
 	}
 }
 

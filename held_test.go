@@ -231,7 +231,7 @@ func TestLockedTable(t *testing.T) {
 		for _, call := range []func() (Result, error){
 			func() (Result, error) { return strict.Allow(t.Context(), "key") },
 			func() (Result, error) { return strict.Peek(t.Context(), "key") },
-			func() (Result, error) { return strict.Refund(t.Context(), earlier) },
+			func() (Result, error) { return asResult(strict.Refund(t.Context(), earlier)) },
 			func() (Result, error) { return Result{}, strict.Reset(t.Context(), "key") },
 			func() (Result, error) {
 				_, err := AllowAll(t.Context(), strict.Request("key", 1))

@@ -125,16 +125,16 @@ func TestMemoryEqualsPostgres(t *testing.T) {
 				a.err, b.err = l.real.Reset(t.Context(), key), l.memory.Reset(t.Context(), key)
 			case kind < 8:
 				n := modeltest.RandomCost(r, l.real.model.Limit)
-				a.result, a.err = l.real.Grant(t.Context(), key, n)
-				b.result, b.err = l.memory.Grant(t.Context(), key, n)
+				a.result, a.err = asResult(l.real.Grant(t.Context(), key, n))
+				b.result, b.err = asResult(l.memory.Grant(t.Context(), key, n))
 				if a.err == nil {
 					granted++
 				}
 			case kind < 10 && len(takes) > 0:
 				take := takes[len(takes)-1-r.IntN(min(len(takes), 4))]
 				n := r.Int64N(max(take[0].taken.Receipt.Left(), 0)+2) + int64(r.IntN(2)) - 1
-				a.result, a.err = l.real.RefundN(t.Context(), take[0], n)
-				b.result, b.err = l.memory.RefundN(t.Context(), take[1], n)
+				a.result, a.err = asResult(l.real.RefundN(t.Context(), take[0], n))
+				b.result, b.err = asResult(l.memory.RefundN(t.Context(), take[1], n))
 				if a.err == nil {
 					gaveBack++
 				}

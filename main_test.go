@@ -135,6 +135,13 @@ func (c *Client) limiter(t testing.TB, config Config) *Limiter {
 	return limiter
 }
 
+// asResult is what a refund or a grant has returned, as the model says it: as a decision.
+func asResult(b Balance, err error) (Result, error) {
+	return Result{
+		Allowed: err == nil, Limit: b.Limit, Remaining: b.Remaining, ResetAfter: b.ResetAfter, DecidedAt: b.DecidedAt,
+	}, err
+}
+
 // frozen is a Test.Now that stands still.
 func frozen(at time.Time) TestConfig { return TestConfig{Now: func() time.Time { return at }} }
 

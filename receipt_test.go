@@ -30,7 +30,7 @@ func TestReceipts(t *testing.T) {
 		}
 		clientConfig := ClientConfig{Test: TestConfig{Now: func() time.Time { return time.UnixMicro(c0) }}}
 		here, there := newLimiter(t, db.Pool, config, clientConfig), newLimiter(t, db.Pool, config, clientConfig)
-		var left [2]Result
+		var left [2]Balance
 		for i, key := range []string{"refunded here", "refunded there"} {
 			_, err := here.Grant(t.Context(), key, 2)
 			require.NoError(t, err)

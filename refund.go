@@ -8,10 +8,9 @@ import (
 	"github.com/pgratelimit/ratelimit/internal/model"
 )
 
-// Refund gives back all that a request took, because it came to nothing, and tells what remains. Its result says
-// Allowed. Pass what Allow, AllowN, Wait or a twin of theirs has returned, or one of [Results].Each, from this
-// limiter, from one that With has returned, or from one of the same name, table and schema on the same pool or
-// connection.
+// Refund gives back all that a request took, because it came to nothing. Pass what Allow, AllowN, Wait or WaitN has
+// returned, or one of [Results].Each. It may be of this limiter, of one that With has returned, or of one of the same
+// name, table and schema on the same pool or connection.
 //
 // It gives back what still counts under the policy that took: of a [FixedWindow] or [CalendarWindow] while its
 // window lasts, of a [SlidingWindow] during the next one too, of a [SlidingLog] while it is in the log, of a
@@ -24,24 +23,24 @@ import (
 // surely did not count. Do not refund a take whose transaction has rolled back, which is given back already.
 // For a refund in another process, see [Result.Receipt]. Errors: [ErrNothingToRefund]; [ErrNoReceipt]; a [*RefundError]
 // for a result of another limiter; else as Allow.
-func (l *Limiter) Refund(ctx context.Context, result Result) (Result, error) {
+func (l *Limiter) Refund(ctx context.Context, result Result) (Balance, error) {
 	return l.refund(ctx, result, result.taken.Own().Left())
 }
 
 // RefundN is Refund of n of what the request took: 600 if 1,000 were reserved and 400 used. What came out of
 // credit goes back first. Errors: as Refund, and a [*CostError] for n below 1 or above what is left.
-func (l *Limiter) RefundN(ctx context.Context, result Result, n int64) (Result, error) {
+func (l *Limiter) RefundN(ctx context.Context, result Result, n int64) (Balance, error) {
 	return l.refund(ctx, result, n)
 }
 
-func (l *Limiter) refund(ctx context.Context, result Result, n int64) (Result, error) {
+func (l *Limiter) refund(ctx context.Context, result Result, n int64) (Balance, error) {
 	r := result.taken.Own()
 	left := r.Left()
 	if err := l.checkRefund(&result, r, n, left); err != nil {
-		return Result{}, err
+		return Balance{}, err
 	}
 	if err := ctx.Err(); err != nil {
-		return Result{}, gaveUp(err)
+		return Balance{}, gaveUp(err)
 	}
 	if !r.Swap(left, left-n) { // somebody else gives back of it at the same time
 		return l.refund(ctx, result, n)
@@ -54,7 +53,7 @@ func (l *Limiter) refund(ctx context.Context, result Result, n int64) (Result, e
 		// meantime, these are lost, because it matters which units they are.
 		r.Swap(left-n, left)
 	}
-	return answer(&o, err)
+	return balanceOf(&o, err)
 }
 
 // nothingLeft tells why nothing can be given back, if nothing is left.
@@ -86,25 +85,25 @@ func (l *Limiter) checkRefund(result *Result, r *engine.Receipt, n, left int64) 
 	return nil
 }
 
-// Grant gives key a credit of n above its limit, for support or a purchase, say, and tells what remains with it.
+// Grant gives key a credit of n above its limit, for support or a purchase, say.
 // Requests take from it once there is no ordinary room, each unit once. It does not refill, and lets no single
 // request cost more than the limit. With [All], each policy has a credit of n.
 //
 // Credit lasts until it is spent, or until nothing was taken from the key, given back or granted to it for a Window
 // (of a [SlidingWindow] or [CalendarWindow] two, of a [TokenBucket] the time to fill it), as ResetAfter tells. It
 // stays when the policy's numbers change, and is gone after a Reset or under another kind of policy. A key holds up
-// to 2^61, and the rest is lost. The result says Allowed. Errors: as Allow, and a [*CostError] for n below 1 or
+// to 2^61, and the rest is lost. Errors: as Allow, and a [*CostError] for n below 1 or
 // above 2^61.
-func (l *Limiter) Grant(ctx context.Context, key string, n int64) (Result, error) {
+func (l *Limiter) Grant(ctx context.Context, key string, n int64) (Balance, error) {
 	if err := checkGrant(key, n); err != nil {
-		return Result{}, err
+		return Balance{}, err
 	}
 	if err := ctx.Err(); err != nil {
-		return Result{}, gaveUp(err)
+		return Balance{}, gaveUp(err)
 	}
 	o, err := l.client.engine.Direct(ctx, nil, l.question(l.view.Known(l.model, key), key, -n))
 	l.waiting.WakeUp(key) // those who wait for the key may fit now
-	return answer(&o, publicError(err))
+	return balanceOf(&o, publicError(err))
 }
 
 func checkGrant(key string, n int64) error {

@@ -36,6 +36,13 @@ type Result struct {
 	each *[]Result // of an All; a pointer, so that Results can be compared
 }
 
+// Balance is what a key has right after a [Limiter.Refund] or a [Limiter.Grant]. Its fields are those of [Result].
+type Balance struct {
+	Limit, Remaining int64
+	ResetAfter       time.Duration
+	DecidedAt        time.Time
+}
+
 // Each is what each policy of an [All] says, in their order. Those that refuse have a RetryAfter above 0. It is nil if
 // there is one policy, and if no policy was asked: see SourcePolicy, SourceFailedOpen and SourceFailedClosed.
 func (r Result) Each() []Result {
@@ -111,7 +118,15 @@ func (r *Result) UnmarshalJSON(text []byte) error {
 	return nil
 }
 
-// resultOf is what the caller is told.
+// balanceOf is what the caller is told of a refund or a grant.
+func balanceOf(o *engine.Outcome, err error) (Balance, error) {
+	if err != nil {
+		return Balance{}, err
+	}
+	return Balance{Limit: o.Limit, Remaining: o.Remaining, ResetAfter: o.ResetAfter, DecidedAt: o.DecidedAt}, nil
+}
+
+// resultOf is what the caller is told of a decision.
 func resultOf(o *engine.Outcome) (r Result) {
 	r.set(o)
 	return r

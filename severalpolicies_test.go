@@ -216,8 +216,8 @@ func TestRefundAndGrantOfSeveralPolicies(t *testing.T) {
 	now = now.Add(time.Second)
 	four := told(l.AllowN(t.Context(), "key", 4))(Result{Limit: 15, Remaining: 3, ResetAfter: time.Hour})
 	// The window that counted them is over.
-	told(l.RefundN(t.Context(), eight, 6))(Result{Limit: 10, Remaining: 6, ResetAfter: time.Hour})
-	told(l.Grant(t.Context(), "key", 5))(Result{Limit: 10, Remaining: 11, ResetAfter: time.Hour})
+	told(asResult(l.RefundN(t.Context(), eight, 6)))(Result{Limit: 10, Remaining: 6, ResetAfter: time.Hour})
+	told(asResult(l.Grant(t.Context(), "key", 5)))(Result{Limit: 10, Remaining: 11, ResetAfter: time.Hour})
 	// It spends 4 of the window's credit and 1 of the log's.
 	ten := told(l.AllowN(t.Context(), "key", 10))(Result{Limit: 10, Remaining: 1, ResetAfter: time.Hour})
 	denied, err := l.AllowN(t.Context(), "key", 6)
@@ -227,10 +227,10 @@ func TestRefundAndGrantOfSeveralPolicies(t *testing.T) {
 		Result{Limit: 10, Remaining: 1, RetryAfter: time.Hour - time.Second, ResetAfter: time.Hour, DecidedAt: now},
 		utc(denied),
 	)
-	told(l.Refund(t.Context(), four))(Result{Limit: 10, Remaining: 5, ResetAfter: time.Hour})
+	told(asResult(l.Refund(t.Context(), four)))(Result{Limit: 10, Remaining: 5, ResetAfter: time.Hour})
 	// In each of them its credit goes back first.
-	told(l.RefundN(t.Context(), ten, 4))(Result{Limit: 10, Remaining: 9, ResetAfter: time.Hour})
-	told(l.Refund(t.Context(), ten))(Result{Limit: 10, Remaining: 15, ResetAfter: time.Hour})
+	told(asResult(l.RefundN(t.Context(), ten, 4)))(Result{Limit: 10, Remaining: 9, ResetAfter: time.Hour})
+	told(asResult(l.Refund(t.Context(), ten)))(Result{Limit: 10, Remaining: 15, ResetAfter: time.Hour})
 }
 
 func TestAllIsValidated(t *testing.T) {

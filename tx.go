@@ -64,9 +64,12 @@ func (t TxLimiter) AllowN(ctx context.Context, key string, n int64) (result Resu
 		return Result{}, err
 	}
 	o, err := l.client.engine.Direct(ctx, t.tx, l.question(policy, key, n))
-	result, err = answer(&o, publicError(err))
-	l.countDenial(key, n, &result, err)
-	return result, err
+	if err != nil {
+		return Result{}, publicError(err)
+	}
+	result = resultOf(&o)
+	l.countDenial(key, n, &result, nil)
+	return result, nil
 }
 
 // Request is [Limiter.Request] within the transaction. The requests of one [AllowAll] are all of one transaction, or
@@ -77,35 +80,35 @@ func (t TxLimiter) Request(key string, n int64) Request {
 
 // Refund is [Limiter.Refund] within the transaction. A rollback takes again. It does not use result up, because the
 // transaction may be run again. So give back only once what commits.
-func (t TxLimiter) Refund(ctx context.Context, result Result) (Result, error) {
+func (t TxLimiter) Refund(ctx context.Context, result Result) (Balance, error) {
 	return t.RefundN(ctx, result, result.taken.Own().Left())
 }
 
 // RefundN is [Limiter.RefundN] within the transaction. It does not use result up: see Refund.
-func (t TxLimiter) RefundN(ctx context.Context, result Result, n int64) (Result, error) {
+func (t TxLimiter) RefundN(ctx context.Context, result Result, n int64) (Balance, error) {
 	if err := checkTx(t.tx); err != nil {
-		return Result{}, err
+		return Balance{}, err
 	}
 	l, r := t.limiter, result.taken.Own()
 	left := r.Left()
 	if err := l.checkRefund(&result, r, n, left); err != nil {
-		return Result{}, err
+		return Balance{}, err
 	}
 	o, err := l.client.engine.Refund(ctx, t.tx, l.space, r, left-n, left)
-	return answer(&o, publicError(err))
+	return balanceOf(&o, publicError(err))
 }
 
 // Grant is [Limiter.Grant] within the transaction. A rollback takes it away.
-func (t TxLimiter) Grant(ctx context.Context, key string, n int64) (Result, error) {
+func (t TxLimiter) Grant(ctx context.Context, key string, n int64) (Balance, error) {
 	if err := checkTx(t.tx); err != nil {
-		return Result{}, err
+		return Balance{}, err
 	}
 	if err := checkGrant(key, n); err != nil {
-		return Result{}, err
+		return Balance{}, err
 	}
 	l := t.limiter
 	o, err := l.client.engine.Direct(ctx, t.tx, l.question(l.view.Known(l.model, key), key, -n))
-	return answer(&o, publicError(err))
+	return balanceOf(&o, publicError(err))
 }
 
 // Reset is [Limiter.Reset] within the transaction.

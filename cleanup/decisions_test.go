@@ -127,14 +127,12 @@ func play(t *testing.T, swept, kept *pgtest.DB, name string, seed uint64) (delet
 		for i, limiter := range of {
 			switch kind {
 			case 0:
-				if told[i], errs[i] = limiter.Refund(t.Context(), taken[key][i]); errors.Is(
-					errs[i],
-					ratelimit.ErrNothingToRefund,
-				) {
+				told[i], errs[i] = limitertest.AsResult(limiter.Refund(t.Context(), taken[key][i]))
+				if errors.Is(errs[i], ratelimit.ErrNothingToRefund) {
 					errs[i] = nil
 				}
 			case 1:
-				told[i], errs[i] = limiter.Grant(t.Context(), key, 1+cost)
+				told[i], errs[i] = limitertest.AsResult(limiter.Grant(t.Context(), key, 1+cost))
 			default:
 				told[i], errs[i] = limiter.AllowN(t.Context(), key, cost)
 			}

@@ -152,7 +152,7 @@ func retryDelay(t *testing.T, err error) time.Duration {
 // patient has a call wait for its refund, however long that takes.
 type patient struct{ *ratelimit.Limiter }
 
-func (p patient) Refund(ctx context.Context, result ratelimit.Result) (ratelimit.Result, error) {
+func (p patient) Refund(ctx context.Context, result ratelimit.Result) (ratelimit.Balance, error) {
 	return p.Limiter.Refund(context.WithoutCancel(ctx), result)
 }
 
@@ -185,11 +185,11 @@ func (f *fakeLimiter) AllowN(_ context.Context, key string, n int64) (ratelimit.
 	return f.result, f.err
 }
 
-func (f *fakeLimiter) Refund(context.Context, ratelimit.Result) (ratelimit.Result, error) {
+func (f *fakeLimiter) Refund(context.Context, ratelimit.Result) (ratelimit.Balance, error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	f.refunded++
-	return ratelimit.Result{}, nil
+	return ratelimit.Balance{}, nil
 }
 
 // allowing is a limiter that allows everything.

@@ -17,8 +17,8 @@ func (i instant) AllowN(context.Context, string, int64) (ratelimit.Result, error
 	return i.result, nil
 }
 
-func (i instant) Refund(context.Context, ratelimit.Result) (ratelimit.Result, error) {
-	return i.result, nil
+func (i instant) Refund(context.Context, ratelimit.Result) (ratelimit.Balance, error) {
+	return ratelimit.Balance{}, nil
 }
 
 // sink is a ResponseWriter that costs nothing; its header is that of a server before the handler runs, empty.

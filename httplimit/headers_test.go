@@ -303,7 +303,7 @@ func (i incomparable) AllowN(ctx context.Context, key string, n int64) (ratelimi
 	return i[0].AllowN(ctx, key, n)
 }
 
-func (i incomparable) Refund(ctx context.Context, result ratelimit.Result) (ratelimit.Result, error) {
+func (i incomparable) Refund(ctx context.Context, result ratelimit.Result) (ratelimit.Balance, error) {
 	return i[0].Refund(ctx, result)
 }
 

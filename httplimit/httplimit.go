@@ -44,7 +44,7 @@ type Limiter interface {
 	Config() ratelimit.Config
 	AllowN(ctx context.Context, key string, n int64) (ratelimit.Result, error)
 	// Refund gives back what AllowN took. Only a Config.Charge needs it.
-	Refund(ctx context.Context, result ratelimit.Result) (ratelimit.Result, error)
+	Refund(ctx context.Context, result ratelimit.Result) (ratelimit.Balance, error)
 }
 
 var _ Limiter = (*ratelimit.Limiter)(nil)

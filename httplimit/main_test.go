@@ -26,7 +26,7 @@ type fakeLimiter struct {
 	onFailure ratelimit.FailureMode
 	result    ratelimit.Result
 	err       error
-	refund    func(ctx context.Context) (ratelimit.Result, error)
+	refund    func(ctx context.Context) (ratelimit.Balance, error)
 
 	mu       sync.Mutex
 	asked    []asked
@@ -48,14 +48,14 @@ func (f *fakeLimiter) AllowN(_ context.Context, key string, n int64) (ratelimit.
 	return f.result, f.err
 }
 
-func (f *fakeLimiter) Refund(ctx context.Context, result ratelimit.Result) (ratelimit.Result, error) {
+func (f *fakeLimiter) Refund(ctx context.Context, result ratelimit.Result) (ratelimit.Balance, error) {
 	f.mu.Lock()
 	f.refunded = append(f.refunded, result)
 	f.mu.Unlock()
 	if f.refund != nil {
 		return f.refund(ctx)
 	}
-	return ratelimit.Result{}, nil
+	return ratelimit.Balance{}, nil
 }
 
 func (f *fakeLimiter) refunds() []ratelimit.Result {

@@ -50,10 +50,7 @@ type charge struct {
 func (m *middleware) giveBack(ctx context.Context, charged charge) {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), refundWait)
 	defer cancel()
-	result, err := charged.limit.limiter.Refund(ctx, charged.result)
-	if err == nil && result.Source != ratelimit.SourceDatabase {
-		err = errors.New("Postgres is away: " + result.Source.String())
-	}
+	_, err := charged.limit.limiter.Refund(ctx, charged.result)
 	if m.refunds.changed(err) {
 		if err != nil {
 			m.warn(ctx,

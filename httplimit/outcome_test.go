@@ -297,10 +297,10 @@ func TestClientThatLeavesDuringTheHandler(t *testing.T) {
 
 	for _, early := range []bool{true, false} {
 		limiter := allowing()
-		limiter.refund = func(ctx context.Context) (ratelimit.Result, error) {
+		limiter.refund = func(ctx context.Context) (ratelimit.Balance, error) {
 			_, bounded := ctx.Deadline()
 			require.True(t, bounded)
-			return ratelimit.Result{}, ctx.Err()
+			return ratelimit.Balance{}, ctx.Err()
 		}
 		var log testkit.Journal
 		ctx, leave := context.WithCancel(t.Context())
@@ -349,15 +349,12 @@ func testLostRefunds(t *testing.T) {
 	var log testkit.Journal
 	limiter := allowing()
 	handler := limited(t, limiter, Config{Charge: ChargeFailures, Logger: log.Logger()}, nil)
-	for _, refund := range []func(context.Context) (ratelimit.Result, error){
-		func(ctx context.Context) (ratelimit.Result, error) {
+	for _, refund := range []func(context.Context) (ratelimit.Balance, error){
+		func(ctx context.Context) (ratelimit.Balance, error) {
 			<-ctx.Done()
-			return ratelimit.Result{}, ctx.Err()
+			return ratelimit.Balance{}, ctx.Err()
 		},
-		func(context.Context) (ratelimit.Result, error) { return ratelimit.Result{}, errors.New("it is gone") },
-		func(context.Context) (ratelimit.Result, error) {
-			return ratelimit.Result{Allowed: true, Source: ratelimit.SourceFailedOpen}, nil
-		},
+		func(context.Context) (ratelimit.Balance, error) { return ratelimit.Balance{}, errors.New("it is gone") },
 	} {
 		limiter.refund = refund
 		for range 5 {
@@ -371,7 +368,7 @@ func testLostRefunds(t *testing.T) {
 		}
 		require.Len(t, log.Lines(), 1)
 	}
-	require.Len(t, limiter.refunds(), 30)
+	require.Len(t, limiter.refunds(), 20)
 }
 
 // server is a real server, over HTTP/1 or HTTP/2, with a limit that charges by the outcome.

@@ -17,7 +17,7 @@ import (
 type Waiter interface {
 	Wait(ctx context.Context, key string) (ratelimit.Result, error)
 	// Refund gives back what Wait has taken for a request that is not sent.
-	Refund(ctx context.Context, result ratelimit.Result) (ratelimit.Result, error)
+	Refund(ctx context.Context, result ratelimit.Result) (ratelimit.Balance, error)
 }
 
 var _ Waiter = (*ratelimit.Limiter)(nil)

@@ -623,8 +623,8 @@ func (f failingWaiter) Wait(context.Context, string) (ratelimit.Result, error) {
 	return ratelimit.Result{}, f.err
 }
 
-func (f failingWaiter) Refund(context.Context, ratelimit.Result) (ratelimit.Result, error) {
-	return ratelimit.Result{}, f.err
+func (f failingWaiter) Refund(context.Context, ratelimit.Result) (ratelimit.Balance, error) {
+	return ratelimit.Balance{}, f.err
 }
 
 func TestTransportErrors(t *testing.T) {

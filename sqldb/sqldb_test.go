@@ -129,17 +129,17 @@ func TestAnswersAreThoseOfAPool(t *testing.T) {
 					case kind < 4:
 						result, err = l.AllowN(ctx, "key", n)
 					case kind == 4 && inTx:
-						result, err = l.WithTx(tx).Grant(ctx, "key", n)
+						result, err = limitertest.AsResult(l.WithTx(tx).Grant(ctx, "key", n))
 					case kind == 4:
-						result, err = l.Grant(ctx, "key", n)
+						result, err = limitertest.AsResult(l.Grant(ctx, "key", n))
 					case kind == 5 && inTx:
 						err = l.WithTx(tx).Reset(ctx, "key")
 					case kind == 5 && step%3 == 0:
 						err = l.Reset(ctx, "key")
 					case len(takes[i]) > 0 && inTx:
-						result, err = l.WithTx(tx).Refund(ctx, takes[i][len(takes[i])-1])
+						result, err = limitertest.AsResult(l.WithTx(tx).Refund(ctx, takes[i][len(takes[i])-1]))
 					case len(takes[i]) > 0:
-						result, err = l.Refund(ctx, takes[i][len(takes[i])-1])
+						result, err = limitertest.AsResult(l.Refund(ctx, takes[i][len(takes[i])-1]))
 					}
 					answers[i] = tell(result, err)
 					require.NoError(t, end())

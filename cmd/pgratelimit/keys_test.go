@@ -38,17 +38,19 @@ func TestTakePeekAndReset(t *testing.T) {
 					return invoke(t, db.URL, append(args, more...)...)
 				}
 
-				fresh := decode[keys.Decision](t, ask("peek", "--json"))
+				fresh := decode[keys.Answer](t, ask("peek", "--json"))
 				require.True(t, fresh.Allowed)
 				require.EqualValues(t, 3, fresh.Remaining)
 				require.False(t, fresh.DecidedAt.IsZero())
 				require.Equal(t, "allowed: 3 of 3 remaining, as good as new after 0s\n", ask("peek").done(t))
 
 				require.Regexp(t, `^allowed: 2 of 3 remaining, as good as new after \S+\n$`, ask("take").done(t))
-				taken := decode[keys.Decision](t, ask("take", "--cost", "2", "--json"))
+				taken := decode[keys.Answer](t, ask("take", "--cost", "2", "--json"))
 				require.Equal(
 					t,
-					keys.Decision{Allowed: true, Limit: 3, ResetAfterUS: taken.ResetAfterUS, DecidedAt: taken.DecidedAt},
+					keys.Answer{
+						Decision: &keys.Decision{Allowed: true}, Limit: 3, ResetAfterUS: taken.ResetAfterUS, DecidedAt: taken.DecidedAt,
+					},
 					taken,
 				)
 				require.Positive(t, taken.ResetAfterUS)
@@ -61,14 +63,14 @@ func TestTakePeekAndReset(t *testing.T) {
 					denied.stdout,
 				)
 				require.Empty(t, denied.stderr)
-				peeked := decode[keys.Decision](t, ask("peek", "--json"))
+				peeked := decode[keys.Answer](t, ask("peek", "--json"))
 				require.False(t, peeked.Allowed)
 				require.Positive(t, peeked.RetryAfterUS)
 
 				reset := append([]string{"reset", "login", "user:123"}, more...)
 				require.Regexp(t, `^reset 1 in rate_limit_\w+\n$`, invoke(t, db.URL, reset...).done(t))
 				require.Regexp(t, `^nothing to reset in rate_limit_\w+; `, invoke(t, db.URL, reset...).done(t))
-				require.EqualValues(t, 3, decode[keys.Decision](t, ask("peek", "--json")).Remaining)
+				require.EqualValues(t, 3, decode[keys.Answer](t, ask("peek", "--json")).Remaining)
 			})
 		}
 	}

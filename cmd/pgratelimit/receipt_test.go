@@ -41,7 +41,7 @@ func TestRefundByReceipt(t *testing.T) {
 					args = append([]string{verb, "mail", "alice", "--policy", policy}, args...)
 					return invoke(t, db.URL, append(args, more...)...)
 				}
-				remaining := func() int64 { return decode[keys.Decision](t, ask("peek", "--json")).Remaining }
+				remaining := func() int64 { return decode[keys.Answer](t, ask("peek", "--json")).Remaining }
 				file := filepath.Join(t.TempDir(), "receipt")
 				refund := append([]string{"refund", file}, schema...)
 
@@ -54,7 +54,7 @@ func TestRefundByReceipt(t *testing.T) {
 				ask("take", "--cost", "1", "--receipt", file).complains(t, exitFailed, "file exists")
 				require.EqualValues(t, 1, remaining())
 
-				require.Regexp(t, `^allowed: 4 of 5 remaining, as good as new after \S+\n$`, invoke(t, db.URL, refund...).done(t))
+				require.Regexp(t, `^refunded: 4 of 5 remaining, as good as new after \S+\n$`, invoke(t, db.URL, refund...).done(t))
 				require.EqualValues(t, 4, remaining())
 				invoke(t, db.URL, refund...).complains(t, exitFailed, "no such file", "used before")
 				require.EqualValues(t, 4, remaining())
@@ -140,7 +140,7 @@ func TestFilesThatAreNoReceipts(t *testing.T) {
 		require.FileExists(t, file)
 	}
 	require.EqualValues(t, 4,
-		decode[keys.Decision](t, invoke(t, db.URL, "peek", "mail", "alice", "--policy", "fixed 5/365d", "--json")).Remaining)
+		decode[keys.Answer](t, invoke(t, db.URL, "peek", "mail", "alice", "--policy", "fixed 5/365d", "--json")).Remaining)
 }
 
 // An application's receipt is taken too.
@@ -188,12 +188,14 @@ func TestGrant(t *testing.T) {
 		}
 		ask("take", "--cost", "2").done(t)
 		require.Equal(t, exitDenied, ask("take").code)
-		require.Regexp(t, `^allowed: 3 of 2 remaining, as good as new after \S+\n$`, ask("grant", "--cost", "3").done(t))
+		require.Regexp(t, `^granted: 3 of 2 remaining, as good as new after \S+\n$`, ask("grant", "--cost", "3").done(t))
 		for range 3 {
 			ask("take").done(t)
 		}
 		require.Equal(t, exitDenied, ask("take").code)
-		require.EqualValues(t, 1, decode[keys.Decision](t, ask("grant", "--cost", "1", "--json")).Remaining)
+		granted := decode[keys.Answer](t, ask("grant", "--cost", "1", "--json"))
+		require.EqualValues(t, 1, granted.Remaining)
+		require.Nil(t, granted.Decision)
 		for _, cost := range []string{"0", "-1", "9223372036854775807"} {
 			ask("grant", "--cost="+cost).complains(t, exitUsage)
 		}

@@ -51,7 +51,7 @@ func TestStandby(t *testing.T) {
 	}
 	require.True(
 		t,
-		decode[keys.Decision](t, invoke(t, server.URL(), "peek", "login", "a", policy, "--durable", "--json")).Allowed,
+		decode[keys.Answer](t, invoke(t, server.URL(), "peek", "login", "a", policy, "--durable", "--json")).Allowed,
 	)
 	require.Empty(t, decode[keys.TopResult](t, invoke(t, server.URL(), "top", "login", policy, "--durable", "--json")).Keys)
 	require.Equal(t, "there is none\n", invoke(t, server.URL(), "policy", "list").done(t))

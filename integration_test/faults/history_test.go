@@ -22,6 +22,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/internal/limitertest"
 	"github.com/pgratelimit/ratelimit/internal/pgtest"
 )
 
@@ -185,9 +186,9 @@ func (op *operation) make(
 	case op.Reset:
 		err = limiter.Reset(callCtx, op.Key)
 	case op.Of != nil:
-		op.Result, err = limiter.Refund(callCtx, op.taken)
+		op.Result, err = limitertest.AsResult(limiter.Refund(callCtx, op.taken))
 	case op.Cost < 0:
-		op.Result, err = limiter.Grant(callCtx, op.Key, -op.Cost)
+		op.Result, err = limitertest.AsResult(limiter.Grant(callCtx, op.Key, -op.Cost))
 	default:
 		op.Result, err = limiter.AllowN(callCtx, op.Key, op.Cost)
 	}

@@ -331,9 +331,9 @@ func (w worker) make(ctx context.Context, m mix, op *mixedOperation) error {
 	case wait:
 		one, err = limiter.WaitN(ctx, key, n)
 	case refund:
-		one, err = limiter.Refund(ctx, op.taken)
+		one, err = limitertest.AsResult(limiter.Refund(ctx, op.taken))
 	case grant:
-		one, err = limiter.Grant(ctx, key, -n)
+		one, err = limitertest.AsResult(limiter.Grant(ctx, key, -n))
 	case reset:
 		return limiter.Reset(ctx, key)
 	case allowAll:

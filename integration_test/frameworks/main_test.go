@@ -37,7 +37,7 @@ func giveBack(ctx context.Context, limiter *ratelimit.Limiter, result ratelimit.
 // patient has a response wait for its refund, however long that takes.
 type patient struct{ *ratelimit.Limiter }
 
-func (p patient) Refund(ctx context.Context, result ratelimit.Result) (ratelimit.Result, error) {
+func (p patient) Refund(ctx context.Context, result ratelimit.Result) (ratelimit.Balance, error) {
 	return p.Limiter.Refund(context.WithoutCancel(ctx), result)
 }
 

@@ -12,6 +12,7 @@ import (
 	"github.com/jackc/pgx/v5/pgconn"
 
 	"github.com/pgratelimit/ratelimit"
+	"github.com/pgratelimit/ratelimit/internal/limitertest"
 )
 
 // call is one caller of a process, who does one thing after the other until the context ends.
@@ -144,7 +145,7 @@ func (s *soak) giveBack(ctx context.Context, a *soakAccount, rng *rand.Rand) {
 		n = 1 + rng.Int64N(n)
 	}
 	a.beginRefund(take, n, from)
-	result, err := limiter.RefundN(ctx, take.result, n)
+	result, err := limitertest.AsResult(limiter.RefundN(ctx, take.result, n))
 	outcome := s.outcomeOf(result, err)
 	a.endRefund(take, outcome, n, from, s.life.Load())
 	if outcome != soakAcknowledged {

@@ -50,6 +50,13 @@ func Plain(r ratelimit.Result) ratelimit.Result {
 	}
 }
 
+// AsResult is what a refund or a grant has returned, as the model says it: as a decision.
+func AsResult(b ratelimit.Balance, err error) (ratelimit.Result, error) {
+	return ratelimit.Result{
+		Allowed: err == nil, Limit: b.Limit, Remaining: b.Remaining, ResetAfter: b.ResetAfter, DecidedAt: b.DecidedAt,
+	}, err
+}
+
 // RequireKinds requires a StoreError of exactly these kinds.
 func RequireKinds(t testing.TB, err error, want ...error) {
 	t.Helper()

@@ -28,8 +28,8 @@ limiter's rows are in the other table, or of another kind than the policy, so th
 forget what they count, it does nothing without --force.`
 
 func PeekCommand(a *cli.App) *cobra.Command {
-	cmd := askCommand(a, false, func(ctx context.Context, q question) (ratelimit.Result, error) {
-		return q.limiter.Peek(ctx, q.key)
+	cmd := askCommand(a, false, func(ctx context.Context, q question) (Answer, error) {
+		return decided(q.limiter.Peek(ctx, q.key))
 	})
 	cmd.Use = "peek NAME KEY --policy POLICY"
 	cmd.Short = "Show what is left of a key's limit, and take nothing"
@@ -42,10 +42,12 @@ func PeekCommand(a *cli.App) *cobra.Command {
 func TakeCommand(a *cli.App) *cobra.Command {
 	var cost int64
 	var receipt string
-	cmd := askCommand(a, true, func(ctx context.Context, q question) (result ratelimit.Result, err error) {
+	cmd := askCommand(a, true, func(ctx context.Context, q question) (Answer, error) {
 		if cost < 1 {
-			return result, cli.Usage(fmt.Errorf("--cost is %d, and must be at least 1", cost))
+			return Answer{}, cli.Usage(fmt.Errorf("--cost is %d, and must be at least 1", cost))
 		}
+		var result ratelimit.Result
+		var err error
 		if receipt != "" && !q.dry {
 			result, err = takeWithReceipt(ctx, q, cost, receipt)
 		} else {
@@ -54,7 +56,7 @@ func TakeCommand(a *cli.App) *cobra.Command {
 		if err == nil && !result.Allowed {
 			err = cli.ErrDenied
 		}
-		return result, err
+		return decided(result, err)
 	})
 	cmd.Use = "take NAME KEY --policy POLICY"
 	cmd.Short = "Take from a key's limit, and exit with 3 if that is denied"
@@ -70,12 +72,12 @@ func TakeCommand(a *cli.App) *cobra.Command {
 
 func GrantCommand(a *cli.App) *cobra.Command {
 	var cost int64
-	cmd := askCommand(a, true, func(ctx context.Context, q question) (ratelimit.Result, error) {
-		result, err := q.limiter.Grant(ctx, q.key, cost)
+	cmd := askCommand(a, true, func(ctx context.Context, q question) (Answer, error) {
+		balance, err := q.limiter.Grant(ctx, q.key, cost)
 		if err == nil {
 			tell(ctx, a, q.pool, q.limiter.Config().Name, q.key)
 		}
-		return result, err
+		return given("granted", balance), err
 	})
 	cmd.Use = "grant NAME KEY --policy POLICY --cost N"
 	cmd.Short = "Give a key credit above its limit"
@@ -92,15 +94,55 @@ anew. ` + noForce
 	return cmd
 }
 
-// Decision is a ratelimit.Result in the output. It uses the names of the SQL functions.
-type Decision struct {
-	Allowed      bool      `json:"allowed"`
+// Answer is what a command says about a key. It uses the names of the SQL functions.
+type Answer struct {
+	*Decision              // nil for grant and refund, which decide nothing
 	Limit        int64     `json:"limit"`
 	Remaining    int64     `json:"remaining"`
-	RetryAfterUS int64     `json:"retry_after_us"`
 	ResetAfterUS int64     `json:"reset_after_us"`
 	DecidedAt    time.Time `json:"decided_at"`
 	Warning      string    `json:"warning,omitempty"`
+
+	done string // in a word
+}
+
+type Decision struct {
+	Allowed      bool  `json:"allowed"`
+	RetryAfterUS int64 `json:"retry_after_us"`
+}
+
+// decided is the answer of a command that decides.
+func decided(r ratelimit.Result, err error) (Answer, error) {
+	word := "denied"
+	if r.Allowed {
+		word = "allowed"
+	}
+	a := given(word, ratelimit.Balance{
+		Limit: r.Limit, Remaining: r.Remaining, ResetAfter: r.ResetAfter, DecidedAt: r.DecidedAt,
+	})
+	a.Decision = &Decision{r.Allowed, r.RetryAfter.Microseconds()}
+	return a, err
+}
+
+// given is the answer of a command that gives.
+func given(word string, b ratelimit.Balance) Answer {
+	return Answer{
+		done: word, Limit: b.Limit, Remaining: b.Remaining,
+		ResetAfterUS: b.ResetAfter.Microseconds(), DecidedAt: b.DecidedAt,
+	}
+}
+
+// print writes the answer.
+func (r Answer) print(a *cli.App) error {
+	return a.Print(r, func(w io.Writer) {
+		retry := ""
+		if r.Decision != nil && !r.Allowed {
+			retry = ", retry after " + cli.Span(r.RetryAfterUS)
+		}
+		fmt.Fprintf(w, "%s: %d of %d remaining%s, as good as new after %s\n",
+			r.done, r.Remaining, r.Limit, retry, cli.Span(r.ResetAfterUS))
+		policies.PrintWarning(w, r.Warning)
+	})
 }
 
 // question is a question to one limiter about one key.
@@ -114,7 +156,7 @@ type question struct {
 // askCommand returns a command that asks one limiter about one key. A command that writes refuses to do so if the
 // limiter seems to have another table or another kind of policy.
 func askCommand(a *cli.App,
-	writes bool, ask func(context.Context, question) (ratelimit.Result, error),
+	writes bool, ask func(context.Context, question) (Answer, error),
 ) *cobra.Command {
 	var policy cli.PolicyValue
 	var durable, force bool
@@ -143,11 +185,12 @@ func askCommand(a *cli.App,
 			if misled != "" && writes && !force {
 				return fmt.Errorf("nothing was done, because %s; --force does it all the same", misled)
 			}
-			result, err := ask(ctx, question{pool, limiter, args[1], false})
+			answer, err := ask(ctx, question{pool, limiter, args[1], false})
 			if err != nil && !errors.Is(err, cli.ErrDenied) {
 				return err
 			}
-			return errors.Join(printDecision(a, result, misled), err)
+			answer.Warning = misled
+			return errors.Join(answer.print(a), err)
 		}),
 	}
 	cli.AddPolicy(cmd, &policy)
@@ -179,18 +222,4 @@ func tell(ctx context.Context, a *cli.App, pool *pgxpool.Pool, limiter, key stri
 		fmt.Fprintf(a.Stderr, "warning: it is given, but other processes may deny the key for another second, because "+
 			"they were not told: %s\n", a.Message(err))
 	}
-}
-
-func printDecision(a *cli.App, r ratelimit.Result, warning string) error {
-	d := Decision{r.Allowed, r.Limit, r.Remaining,
-		r.RetryAfter.Microseconds(), r.ResetAfter.Microseconds(), r.DecidedAt, warning}
-	return a.Print(d, func(w io.Writer) {
-		word, retry := "allowed", ""
-		if !d.Allowed {
-			word, retry = "denied", ", retry after "+cli.Span(d.RetryAfterUS)
-		}
-		fmt.Fprintf(w, "%s: %d of %d remaining%s, as good as new after %s\n",
-			word, d.Remaining, d.Limit, retry, cli.Span(d.ResetAfterUS))
-		policies.PrintWarning(w, warning)
-	})
 }

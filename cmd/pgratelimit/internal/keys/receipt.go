@@ -72,7 +72,7 @@ func refund(ctx context.Context, a *cli.App, pool *pgxpool.Pool, file, text stri
 	if err := os.Remove(file); err != nil {
 		return err
 	}
-	result, err := limiter.Refund(ctx, taken)
+	balance, err := limiter.Refund(ctx, taken)
 	if err != nil {
 		if lost := restore(file, taken); lost != nil {
 			return fmt.Errorf("%s; the receipt is used up: %w", a.Message(err), lost)
@@ -80,7 +80,7 @@ func refund(ctx context.Context, a *cli.App, pool *pgxpool.Pool, file, text stri
 		return err
 	}
 	tell(ctx, a, pool, says.Limiter, says.Key)
-	return printDecision(a, result, "")
+	return given("refunded", balance).print(a)
 }
 
 // restore writes a receipt again, unless perhaps it was given back.
