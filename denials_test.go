@@ -344,8 +344,8 @@ func TestDenialsOfAnIdleLimiterAreSmall(t *testing.T) {
 	require.False(t, ok)
 	d.changed("key", nil)
 	_ = d.Snapshot()
-	require.Nil(t, d.Shards.Load())
-	require.LessOrEqual(t, unsafe.Sizeof([engine.DenialShards]engine.DenialShard{}), uintptr(1024))
+	require.Nil(t, d.Stripes.Load())
+	require.LessOrEqual(t, unsafe.Sizeof([engine.DenialStripes]engine.DenialStripe{}), uintptr(1024))
 }
 
 // The first denial comes back when there is nothing yet to count changes in.
@@ -411,9 +411,9 @@ func TestDenialsStayBounded(t *testing.T) {
 		clock.at = clock.at.Add(5 * time.Microsecond) // five seconds in all
 	}
 	remembered := 0
-	shards := d.Shards.Load()
-	for i := range shards {
-		remembered += len(shards[i].Young) + len(shards[i].Old)
+	stripes := d.Stripes.Load()
+	for i := range stripes {
+		remembered += len(stripes[i].Young) + len(stripes[i].Old)
 	}
 	require.LessOrEqual(t, remembered, 2*engine.MaxDenials)
 	require.Greater(t, remembered, engine.MaxDenials/2)

@@ -157,8 +157,8 @@ func TestLeasesGoBack(t *testing.T) {
 		synctest.Wait()
 		require.Equal(t, LeaseEvent{Taken: 65, Returned: 32}, l.told())
 		require.Zero(t, l.client.engine.Leases.Due, "no timer at rest")
-		for i := range l.client.engine.Leases.Shards.Load() {
-			require.Empty(t, l.client.engine.Leases.Shards.Load()[i].Keys)
+		for i := range l.client.engine.Leases.Stripes.Load() {
+			require.Empty(t, l.client.engine.Leases.Stripes.Load()[i].Keys)
 		}
 	})
 }

@@ -77,8 +77,8 @@ func TestLeasesInAFloodOfKeys(t *testing.T) {
 		l.allow("after", 2)
 		require.EqualValues(t, 4, l.held("before"))
 		require.EqualValues(t, 4, l.held("after"))
-		for i := range leases.Shards.Load() {
-			n += len(leases.Shards.Load()[i].Keys)
+		for i := range leases.Stripes.Load() {
+			n += len(leases.Stripes.Load()[i].Keys)
 		}
 		require.LessOrEqual(t, n, engine.MaxLeased)
 	})

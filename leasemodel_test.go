@@ -132,10 +132,10 @@ func (w *leaseWorld) clone() *leaseWorld {
 			}
 		}
 		q.leases = &engine.Leases{Seed: p.leases.Seed}
-		if shards := p.leases.Shards.Load(); shards != nil {
-			of := new([engine.LeaseShards]engine.LeaseShard)
-			for i := range shards {
-				for k, e := range shards[i].Keys {
+		if stripes := p.leases.Stripes.Load(); stripes != nil {
+			of := new([engine.LeaseStripes]engine.LeaseStripe)
+			for i := range stripes {
+				for k, e := range stripes[i].Keys {
 					entry := *e
 					entry.Known.States = slices.Clone(e.Known.States)
 					if of[i].Keys == nil {
@@ -144,7 +144,7 @@ func (w *leaseWorld) clone() *leaseWorld {
 					of[i].Keys[k] = &entry
 				}
 			}
-			q.leases.Shards.Store(of)
+			q.leases.Stripes.Store(of)
 		}
 		c.readClocks(&q)
 		c.processes = append(c.processes, &q)
@@ -219,7 +219,7 @@ func (w *leaseWorld) giveBack(p *leaser, all bool) {
 		p.outbox = back.Rests
 	}
 	if w.mistake == spentAndReturned {
-		p.leases.Shards.Store(kept.Shards.Load())
+		p.leases.Stripes.Store(kept.Stripes.Load())
 	}
 }
 

@@ -70,7 +70,7 @@ func TestMistakesInLeasesShowInStories(t *testing.T) {
 
 // wants has the process take so much ahead, whatever its demand is.
 func (p *leaser) wants(size int64) {
-	if s := p.leases.Shard("key"); s != nil {
+	if s := p.leases.Stripe("key"); s != nil {
 		for _, e := range s.Keys {
 			if e.Receipt == nil {
 				e.Size = size
@@ -277,7 +277,7 @@ func TestLeasesKnowTheLatest(t *testing.T) {
 			State: model.State{WindowStart: w.clock, ExpiresAt: model.Never},
 		}
 		p.leases.Learn(r, nil, p.at, p.at)
-		return p.leases.Shard("key").Keys[engine.DenialKey{Space: p.limiter.space, Key: "key"}].Known.Remaining
+		return p.leases.Stripe("key").Keys[engine.DenialKey{Space: p.limiter.space, Key: "key"}].Known.Remaining
 	}
 	require.EqualValues(t, 900, hear(time.Second, 900))
 	require.EqualValues(t, 900, hear(0, 950))
@@ -296,7 +296,7 @@ func TestLeasesRememberWhatIsLeased(t *testing.T) {
 			Granted: 1 + ahead, Remaining: 900, DecidedAt: time.UnixMicro(w.clock), State: model.State{Log: log, ExpiresAt: model.Never},
 		}
 		p.leases.Learn(r, nil, p.at, p.at)
-		return p.leases.Shard("key").Keys[engine.DenialKey{Space: p.limiter.space, Key: "key"}].Known.States[0].Log
+		return p.leases.Stripe("key").Keys[engine.DenialKey{Space: p.limiter.space, Key: "key"}].Known.States[0].Log
 	}
 	leased := model.NewEntries([]int64{w.clock, 7, 0})
 	require.Empty(t, hear(0, ""))

@@ -213,7 +213,7 @@ func TestShadowDenialsOfLimitersThatRememberNone(t *testing.T) {
 			require.True(t, result.Allowed)
 			require.NotNil(t, result.Shadow)
 		}
-		require.Equal(t, none, l.client.engine.Denials.Shards.Load() == nil)
+		require.Equal(t, none, l.client.engine.Denials.Stripes.Load() == nil)
 	}
 }
 

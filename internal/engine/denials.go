@@ -39,38 +39,38 @@ import (
 // A denial lives in the young generation, then for as long in the old one, and is gone. Each generation holds at
 // most maxDenials keys, of at most 512 bytes, and at most maxDenialEntries entries of a log.
 type Denials struct {
-	clock  func() time.Time // replaces the clock, unless it is nil
-	maxAge time.Duration
-	seed   maphash.Seed
-	begin  time.Time                                 // the local clock counts from here
-	early  atomic.Uint32                             // changes of all keys: told by others, or before there are shards
-	Shards atomic.Pointer[[DenialShards]DenialShard] // nil until a key is denied, so that an idle limiter stays small
+	clock   func() time.Time // replaces the clock, unless it is nil
+	maxAge  time.Duration
+	seed    maphash.Seed
+	begin   time.Time                                   // the local clock counts from here
+	early   atomic.Uint32                               // changes of all keys: told by others, or before there are stripes
+	Stripes atomic.Pointer[[DenialStripes]DenialStripe] // nil until a key is denied, so that an idle limiter stays small
 }
 
 // How much is remembered.
 const (
-	DenialShards = 16
-	shardCounts  = 8
-	// MaxDenials is for each generation of all shards. With 512-byte keys, both generations need less than 16 MiB, or
+	DenialStripes = 16
+	stripeCounts  = 8
+	// MaxDenials is for each generation of all stripes. With 512-byte keys, both generations need less than 16 MiB, or
 	// less than 24 MiB for logs.
 	MaxDenials = 8192
 )
 
 // DenialShard is a part of the keys, with a mutex of its own.
-type DenialShard struct {
+type DenialStripe struct {
 	mu         sync.Mutex
 	Young, Old map[DenialKey]*denial
 	born       time.Duration // when young was
 	// changes counts how often something may have happened to a key that a denial does not know of. Keys with the
-	// same hash share a count. The counts also keep the shards' mutexes on cache lines of their own.
-	changes [shardCounts]atomic.Uint32
+	// same hash share a count. The counts also keep the stripes' mutexes on cache lines of their own.
+	changes [stripeCounts]atomic.Uint32
 }
 
 // Changes is how often something had happened to keys when a statement left, plus what the statement itself has
 // done since.
 type Changes struct {
 	early uint32
-	Of    [DenialShards * shardCounts]uint32
+	Of    [DenialStripes * stripeCounts]uint32
 }
 
 // DenialKey is a key of a limiter, and of those that its With has returned.
@@ -107,29 +107,29 @@ func (d *Denials) Elapsed() time.Duration {
 // Snapshot returns what has happened to keys until now, which is before a statement leaves.
 func (d *Denials) Snapshot() (since Changes) {
 	since.early = d.early.Load()
-	if shards := d.Shards.Load(); shards != nil {
+	if stripes := d.Stripes.Load(); stripes != nil {
 		for i := range since.Of {
-			since.Of[i] = shards[i%DenialShards].changes[i/DenialShards].Load()
+			since.Of[i] = stripes[i%DenialStripes].changes[i/DenialStripes].Load()
 		}
 	}
 	return since
 }
 
-// Shard returns a key's shard, and which of the changes are the key's. The shard is nil if nothing has been denied
+// Stripe returns a key's stripe, and which of the changes are the key's. The stripe is nil if nothing has been denied
 // yet.
-func (d *Denials) Shard(key string) (s *DenialShard, i uint64) {
-	shards := d.Shards.Load()
-	if shards == nil {
+func (d *Denials) Stripe(key string) (s *DenialStripe, i uint64) {
+	stripes := d.Stripes.Load()
+	if stripes == nil {
 		return nil, 0
 	}
 	i = maphash.String(d.seed, key) % uint64(len(Changes{}.Of))
-	return &shards[i%DenialShards], i
+	return &stripes[i%DenialStripes], i
 }
 
 // Lookup tells whether the database would deny a request for n, as far as this process knows. If so, it sets o to the
 // denial.
 func (d *Denials) Lookup(space *Space, m model.Rules, key string, n int64, o *Outcome) bool {
-	s, _ := d.Shard(key)
+	s, _ := d.Stripe(key)
 	if s == nil {
 		return false
 	}
@@ -181,13 +181,13 @@ func (d *Denials) Remember(p *Part, asked, told time.Duration, since *Changes) {
 		rules: p.Rules, limit: p.Rules.Numbers().Limit, state: denied.State, clock: clock, asked: asked, told: told,
 		retryAt: clock + one.RetryAfter, resetAt: clock + one.ResetAfter,
 	}
-	if d.Shards.Load() == nil {
-		d.Shards.CompareAndSwap(nil, new([DenialShards]DenialShard))
+	if d.Stripes.Load() == nil {
+		d.Stripes.CompareAndSwap(nil, new([DenialStripes]DenialStripe))
 	}
-	s, i := d.Shard(p.Key)
+	s, i := d.Stripe(p.Key)
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if s.changes[i/DenialShards].Load() != since.Of[i] || d.early.Load() != since.early {
+	if s.changes[i/DenialStripes].Load() != since.Of[i] || d.early.Load() != since.early {
 		return // this may have been decided before something that was told earlier
 	}
 	if told-s.born >= d.maxAge || told < s.born {
@@ -196,7 +196,7 @@ func (d *Denials) Remember(p *Part, asked, told time.Duration, since *Changes) {
 	if s.Young == nil {
 		s.Young = make(map[DenialKey]*denial)
 	}
-	if len(s.Young) < MaxDenials/DenialShards {
+	if len(s.Young) < MaxDenials/DenialStripes {
 		s.Young[DenialKey{p.Space, strings.Clone(p.Key)}] = known
 	}
 }
@@ -205,19 +205,19 @@ func (d *Denials) Remember(p *Part, asked, told time.Duration, since *Changes) {
 // remembered either, except those behind the change in its own statement. since is that statement's, or nil if none of
 // its denials are remembered.
 func (d *Denials) Forget(space *Space, key string, since *Changes) {
-	if d.Shards.Load() == nil {
+	if d.Stripes.Load() == nil {
 		d.early.Add(1)
 		if since != nil {
 			since.early++
 		}
 	}
-	s, i := d.Shard(key) // again, because whoever has made the shards since may not have seen early change
+	s, i := d.Stripe(key) // again, because whoever has made the stripes since may not have seen early change
 	if s == nil {
 		return
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.changes[i/DenialShards].Add(1)
+	s.changes[i/DenialStripes].Add(1)
 	if since != nil {
 		since.Of[i]++
 	}
@@ -228,12 +228,12 @@ func (d *Denials) Forget(space *Space, key string, since *Changes) {
 // ForgetIf forgets the denials of some keys, and remembers none that are still on their way.
 func (d *Denials) ForgetIf(is func(DenialKey) bool) {
 	d.early.Add(1)
-	shards := d.Shards.Load()
-	if shards == nil {
+	stripes := d.Stripes.Load()
+	if stripes == nil {
 		return
 	}
-	for i := range shards {
-		s := &shards[i]
+	for i := range stripes {
+		s := &stripes[i]
 		s.mu.Lock()
 		for _, generation := range []map[DenialKey]*denial{s.Young, s.Old} {
 			for k := range generation {

@@ -96,10 +96,10 @@ func (ls *Leases) begin() *Giving {
 	g := &Giving{done: make(chan struct{})}
 	ls.mu.Lock()
 	defer ls.mu.Unlock()
-	if ls.under == nil {
-		ls.under = make(map[*Giving]bool)
+	if ls.returning == nil {
+		ls.returning = make(map[*Giving]bool)
 	}
-	ls.under[g] = true
+	ls.returning[g] = true
 	return g
 }
 
@@ -107,7 +107,7 @@ func (ls *Leases) begin() *Giving {
 func (ls *Leases) end(g *Giving) {
 	ls.mu.Lock()
 	defer ls.mu.Unlock()
-	delete(ls.under, g)
+	delete(ls.returning, g)
 	close(g.done)
 }
 
@@ -115,13 +115,13 @@ func (ls *Leases) end(g *Giving) {
 func (ls *Leases) onTheirWay() []*Giving {
 	ls.mu.Lock()
 	defer ls.mu.Unlock()
-	return slices.Collect(maps.Keys(ls.under))
+	return slices.Collect(maps.Keys(ls.returning))
 }
 
 // release ends the lease of a key of which not enough is left, so that this goes back before the call asks. It returns
 // nil if nothing is left.
 func (ls *Leases) release(space *Space, key string) *Giving {
-	s := ls.Shard(key)
+	s := ls.Stripe(key)
 	if s == nil {
 		return nil
 	}
@@ -219,12 +219,12 @@ func (ls *Leases) All() *Giving {
 // collect ends some leases, and returns what is left of them. Others it forgets.
 func (ls *Leases) collect(which func(*Lease) (lapse, forget bool)) *Giving {
 	back := ls.begin()
-	shards := ls.Shards.Load()
-	if shards == nil {
+	stripes := ls.Stripes.Load()
+	if stripes == nil {
 		return back
 	}
-	for i := range shards {
-		s := &shards[i]
+	for i := range stripes {
+		s := &stripes[i]
 		s.mu.Lock()
 		for k, e := range s.Keys {
 			switch lapse, forget := which(e); {

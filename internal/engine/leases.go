@@ -24,21 +24,21 @@ type Leases struct {
 	Now      func() Instant
 	timeout  time.Duration
 	Seed     maphash.Seed
-	giveBack func(*Giving)                           // see Engine.giveBack
-	told     func(LeaseUse)                          // may be nil
-	Shards   atomic.Pointer[[LeaseShards]LeaseShard] // nil until a limiter with a Lease has asked
+	giveBack func(*Giving)                             // see Engine.giveBack
+	told     func(LeaseUse)                            // may be nil
+	Stripes  atomic.Pointer[[LeaseStripes]LeaseStripe] // nil until a limiter with a Lease has asked
 
-	mu    sync.Mutex
-	timer *time.Timer
-	Due   time.Duration    // when the timer fires; 0 if it is not set
-	under map[*Giving]bool // what is on its way back
+	mu        sync.Mutex
+	timer     *time.Timer
+	Due       time.Duration    // when the timer fires; 0 if it is not set
+	returning map[*Giving]bool // what is on its way back
 }
 
 // How much is leased.
 const (
-	LeaseShards = 16
-	MaxLeased   = 16384 // keys that have an entry, at most
-	firstLease  = 4     // calls, at most
+	LeaseStripes = 16
+	MaxLeased    = 16384 // keys that have an entry, at most
+	firstLease   = 4     // calls, at most
 	// ShortestLease is what is worth it. It keeps the timer from firing all the time.
 	ShortestLease = 10 * time.Millisecond
 	// Of what is known of a key for longer than this, no more units are taken ahead than that. Others may have taken
@@ -53,7 +53,7 @@ type LeaseTerms struct {
 }
 
 // LeaseShard is a part of the keys, with a mutex of its own.
-type LeaseShard struct {
+type LeaseStripe struct {
 	mu   sync.Mutex
 	Keys map[DenialKey]*Lease
 	_    [48]byte // keeps the mutexes on cache lines of their own
@@ -119,13 +119,13 @@ func clocksOf(clock func() time.Time) func() Instant {
 	}
 }
 
-// Shard returns a key's shard, or nil if nobody has asked yet.
-func (ls *Leases) Shard(key string) *LeaseShard {
-	shards := ls.Shards.Load()
-	if shards == nil {
+// Stripe returns a key's stripe, or nil if nobody has asked yet.
+func (ls *Leases) Stripe(key string) *LeaseStripe {
+	stripes := ls.Stripes.Load()
+	if stripes == nil {
 		return nil
 	}
-	return &shards[maphash.String(ls.Seed, key)%LeaseShards]
+	return &stripes[maphash.String(ls.Seed, key)%LeaseStripes]
 }
 
 // left is how many units may be spent at an instant.
@@ -138,7 +138,7 @@ func (e *Lease) left(now Instant) int64 {
 
 // Spend takes n from the lease of a key, and sets o to the outcome. It returns false if the lease does not have as much.
 func (ls *Leases) Spend(space *Space, policy *model.Policy, key string, n int64, o *Outcome) bool {
-	s := ls.Shard(key)
+	s := ls.Stripe(key)
 	if s == nil {
 		return false
 	}
@@ -186,7 +186,7 @@ func (e *Lease) outcomeOf(row *knownRow, clock int64, o *Outcome) {
 
 // Held is how much of a key this process may spend.
 func (ls *Leases) Held(space *Space, policy *model.Policy, key string) int64 {
-	s := ls.Shard(key)
+	s := ls.Stripe(key)
 	if s == nil {
 		return 0
 	}
@@ -201,7 +201,7 @@ func (ls *Leases) Held(space *Space, policy *model.Policy, key string) int64 {
 
 // Ahead is how many more requests for n the call asks for that has to ask anyway.
 func (ls *Leases) Ahead(space *Space, policy *model.Policy, key string, n int64) int64 {
-	s := ls.Shard(key)
+	s := ls.Stripe(key)
 	if s == nil {
 		return 0
 	}
@@ -308,21 +308,21 @@ func (ls *Leases) Learn(
 	return back, due, event
 }
 
-// Make returns a key's shard.
-func (ls *Leases) Make(key string) *LeaseShard {
-	if ls.Shards.Load() == nil {
-		ls.Shards.CompareAndSwap(nil, new([LeaseShards]LeaseShard))
+// Make returns a key's stripe.
+func (ls *Leases) Make(key string) *LeaseStripe {
+	if ls.Stripes.Load() == nil {
+		ls.Stripes.CompareAndSwap(nil, new([LeaseStripes]LeaseStripe))
 	}
-	return ls.Shard(key)
+	return ls.Stripe(key)
 }
 
 // Entry returns the entry of a key, and whether it is kept. One is added if it may be.
-func (s *LeaseShard) Entry(space *Space, key string, now time.Duration, add bool) (e *Lease, kept bool) {
+func (s *LeaseStripe) Entry(space *Space, key string, now time.Duration, add bool) (e *Lease, kept bool) {
 	if e := s.Keys[DenialKey{space, key}]; e != nil {
 		return e, true
 	}
 	e = &Lease{}
-	if !add || len(s.Keys) >= MaxLeased/LeaseShards && !s.evict(now) {
+	if !add || len(s.Keys) >= MaxLeased/LeaseStripes && !s.evict(now) {
 		return e, false
 	}
 	if s.Keys == nil {
@@ -334,7 +334,7 @@ func (s *LeaseShard) Entry(space *Space, key string, now time.Duration, add bool
 
 // evict forgets a key of which nothing is held, so that a flood of keys keeps no busy one out for long. It tells
 // whether it has found one among a few. It does not forget a reset while a lease of before may be on its way.
-func (s *LeaseShard) evict(now time.Duration) bool {
+func (s *LeaseStripe) evict(now time.Duration) bool {
 	tries := 8
 	for k, e := range s.Keys { // in random order
 		if e.next == e.end && (e.reset == 0 || now > e.reset+e.memory) {
